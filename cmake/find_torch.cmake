@@ -1,0 +1,31 @@
+# Finds torch by asking the Python in use, not through find_package(Torch): the CUDA wheel's CMake
+# files demand a CUDA toolkit even for a CPU build. Defines the target torch::torch.
+find_package(Python REQUIRED COMPONENTS Interpreter Development.Module)
+execute_process(
+  COMMAND ${Python_EXECUTABLE} -c "
+import torch
+from torch.utils import cpp_extension
+print(torch.__version__)
+print(';'.join(cpp_extension.include_paths()))
+print(';'.join(cpp_extension.library_paths()))
+print(int(torch.compiled_with_cxx11_abi()))"
+  OUTPUT_VARIABLE torch_facts ERROR_VARIABLE torch_error RESULT_VARIABLE torch_result
+  OUTPUT_STRIP_TRAILING_WHITESPACE)
+if(torch_result)
+  message(FATAL_ERROR
+    "gradferry must be built against the torch it will run with, and ${Python_EXECUTABLE} cannot import torch. "
+    "Install torch, then: pip install --no-build-isolation .\n${torch_error}")
+endif()
+string(REPLACE ";" "\\;" torch_facts "${torch_facts}")
+string(REPLACE "\n" ";" torch_facts "${torch_facts}")
+list(GET torch_facts 0 GRADFERRY_TORCH_VERSION)
+list(GET torch_facts 1 torch_include_dirs)
+list(GET torch_facts 2 torch_library_dirs)
+list(GET torch_facts 3 torch_cxx11_abi)
+message(STATUS "torch ${GRADFERRY_TORCH_VERSION} of ${Python_EXECUTABLE}")
+
+add_library(torch::torch INTERFACE IMPORTED)
+target_include_directories(torch::torch SYSTEM INTERFACE ${torch_include_dirs})
+target_link_directories(torch::torch INTERFACE ${torch_library_dirs})
+target_link_libraries(torch::torch INTERFACE c10 torch_cpu torch)
+target_compile_definitions(torch::torch INTERFACE _GLIBCXX_USE_CXX11_ABI=${torch_cxx11_abi})

@@ -1,0 +1,162 @@
+// The codec contract: functions between a tile's numbers and a fixed number of bytes.
+//
+// A codec knows nothing of ranks' transport, of torch, or of buckets. Every function walks a table
+// of tiles, is stateless, runs on the caller's thread, allocates nothing and never throws on data.
+// Payload sizes follow from num_elements, stage and options alone: never from data.
+// The byte format and the arithmetic of each codec are defined in docs/wire_format.md; every
+// instruction set and device produces the same bytes and the same numbers, to the bit.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <span>
+#include <string>
+#include <string_view>
+#include <type_traits>
+
+namespace gradferry {
+
+inline constexpr uint32_t kTileElements = 4096;  // most elements in one tile
+inline constexpr uint32_t kPayloadAlignment = 16;  // payloads start at, and are padded to, this
+
+enum class ScalarType : uint8_t { kFloat32, kBFloat16, kFloat16, kFloat64 };
+
+constexpr uint32_t item_bytes(ScalarType dtype) {
+  switch (dtype) {
+    case ScalarType::kFloat32: return 4;
+    case ScalarType::kFloat64: return 8;
+    default: return 2;
+  }
+}
+
+enum class Device : uint8_t { kCpu, kCuda };
+
+// kWorker: what a rank sends to the owner. kOwner: what the owner sends to every rank.
+enum class Stage : uint8_t { kWorker, kOwner };
+
+using Stream = void*;  // a cudaStream_t; null on CPU
+
+// Up to kTileElements consecutive elements of one parameter.
+struct Tile {
+  uint64_t id;               // number of the tile in the model; keys random numbers
+  uint64_t gradient_offset;  // elements from the start of `gradient`
+  uint64_t residual_offset;  // elements from the start of the residual passed to the call
+  uint32_t num_elements;     // 1 .. kTileElements
+  uint32_t payload_offset;   // bytes from the start of the payload the call reads or writes
+  uint32_t output_offset;    // reduce only: bytes from the start of `out`
+};
+
+// What a call found or wrote, one entry per tile of the batch.
+struct TileStatus {
+  uint32_t checksum;  // encode, reduce: tile_checksum() of the payload written
+  uint32_t flags;     // kTile* bits
+};
+inline constexpr uint32_t kTileNonFinite = 1;  // the decoded tile holds a NaN or an infinity
+inline constexpr uint32_t kTileCorrupt = 2;    // the payload breaks the format; output is NaN there
+
+// Options of one codec, parsed: trivially copyable, so that it can travel to a device.
+struct CodecOptions {
+  alignas(8) std::byte storage[32] = {};
+
+  template <typename T>
+  static CodecOptions from(const T& value) {
+    static_assert(std::is_trivially_copyable_v<T> && sizeof(T) <= sizeof(storage));
+    CodecOptions result;
+    std::memcpy(result.storage, &value, sizeof(T));
+    return result;
+  }
+  template <typename T>
+  T as() const {
+    static_assert(std::is_trivially_copyable_v<T> && sizeof(T) <= sizeof(storage));
+    T value;
+    std::memcpy(&value, storage, sizeof(T));
+    return value;
+  }
+};
+
+struct TileBatch {
+  const Tile* tiles;
+  uint32_t num_tiles;
+  ScalarType dtype;  // of the gradient
+  Stage stage;       // format of the payload that encode writes or decode and undo read
+  // A tile whose gradient is all zero sends the zero payload and keeps its residual; a tile for
+  // which every payload is the zero payload keeps its owner residual. Off in momentum mode.
+  bool hold_zero_tiles;
+  uint64_t seed;
+  uint64_t step;
+  const CodecOptions* options;
+  TileStatus* status;  // num_tiles entries, or null
+  Stream stream;
+};
+
+// One option of a codec string such as "topk:ratio=0.01". `choices` empty: a number in
+// [minimum, maximum]. default_value empty: derived by the codec from its other options.
+struct OptionSpec {
+  std::string_view name;
+  std::string_view default_value;
+  std::string_view help;
+  double minimum;
+  double maximum;
+  std::span<const std::string_view> choices;
+};
+
+struct Codec {
+  std::string_view name;
+  std::string_view summary;   // one line for humans: method, and its paper where there is one
+  bool lossy;                 // false: decode(encode(x)) == x, no residual is kept
+  bool supports_float64;
+  std::span<const OptionSpec> options;
+
+  // Values in the order of `options`, each already checked against its spec (or empty: derive it).
+  // Throws Error(kConfig) when they contradict each other.
+  CodecOptions (*parse)(std::span<const std::string_view> values);
+
+  // Bytes of a tile's payload, a multiple of kPayloadAlignment. num_elements in 1..kTileElements.
+  uint32_t (*payload_bytes)(uint32_t num_elements, Stage stage, const CodecOptions& options);
+
+  // v = alpha * gradient + gain * residual;  out = C(v);  residual = v - D(out)
+  // residual null: v = alpha * gradient, nothing is kept. gain null: 1. A unit of v that is not
+  // finite keeps its residual. `gradient` may be misaligned down to one element; `out` and
+  // `residual` are 16-byte aligned and overlap nothing.
+  void (*encode)(const TileBatch& batch, const void* gradient, float alpha, const float* gain,
+                 float* residual, std::byte* out);
+
+  // gradient = D(in);  residual += beta * D(in)   (residual null or beta 0: left alone)
+  void (*decode)(const TileBatch& batch, const std::byte* in, void* gradient, float beta,
+                 float* residual);
+
+  // v = (sum over ranks in rank order of D(payload)) * (1 / world_size) + gain * owner_residual
+  // out = C(v);  owner_residual = v - D(out)
+  // Reads Stage::kWorker payloads at payload_offset from payload_by_rank[r] and writes the
+  // Stage::kOwner payload at output_offset of `out`. A unit with a non-finite sum keeps its
+  // owner_residual.
+  void (*reduce)(const TileBatch& batch, const std::byte* const* payload_by_rank,
+                 uint32_t world_size, const float* gain, float* owner_residual, std::byte* out);
+
+  // For tiles another rank made non-finite: residual += D(own_payload) - alpha * gradient
+  void (*undo)(const TileBatch& batch, const std::byte* own_payload, const void* gradient,
+               float alpha, float* residual);
+};
+
+// All codecs of a device, in the order of kernels/codec_table.cpp. Empty when the device was not
+// built. On CPU the instruction set is chosen once, at the first call: the best one the processor
+// has, or what GRADFERRY_ISA=scalar|avx2|avx512 names (an impossible value throws Error(kConfig)).
+std::span<const Codec> codecs(Device device);
+
+enum class Isa : uint8_t { kScalar, kAvx2, kAvx512 };
+std::string_view isa_name(Isa isa);
+std::span<const Isa> available_isas();   // what this build and this processor can run, best last
+Isa active_isa();                        // what codecs(Device::kCpu) uses
+std::span<const Codec> cpu_codecs(Isa isa);  // one instruction set; throws Error(kConfig) if absent
+
+// A codec string such as "q4" or "topk:ratio=0.01,values=q4", resolved against the table.
+struct ParsedCodec {
+  const Codec* codec;
+  CodecOptions options;
+  std::string canonical;  // every option written out, in table order
+};
+// Throws Error(kConfig) naming the closest match of a misspelt codec or option.
+ParsedCodec parse_codec(std::string_view text, Device device);
+
+}  // namespace gradferry
