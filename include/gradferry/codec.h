@@ -112,8 +112,10 @@ struct Codec {
   // Throws Error(kConfig) when they contradict each other.
   CodecOptions (*parse)(std::span<const std::string_view> values);
 
-  // Bytes of a tile's payload, a multiple of kPayloadAlignment. num_elements in 1..kTileElements.
-  uint32_t (*payload_bytes)(uint32_t num_elements, Stage stage, const CodecOptions& options);
+  // Bytes of a tile's payload, a multiple of kPayloadAlignment. num_elements in 1..kTileElements;
+  // dtype of the gradient (only `exact` depends on it).
+  uint32_t (*payload_bytes)(uint32_t num_elements, ScalarType dtype, Stage stage,
+                            const CodecOptions& options);
 
   // v = alpha * gradient + gain * residual;  out = C(v);  residual = v - D(out)
   // residual null: v = alpha * gradient, nothing is kept. gain null: 1. A unit of v that is not
