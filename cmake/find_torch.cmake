@@ -12,9 +12,11 @@ print(int(torch.compiled_with_cxx11_abi()))"
   OUTPUT_VARIABLE torch_facts ERROR_VARIABLE torch_error RESULT_VARIABLE torch_result
   OUTPUT_STRIP_TRAILING_WHITESPACE)
 if(torch_result)
+  # A line that starts with a blank is not wrapped, so that the command can be copied and searched.
+  message(STATUS "import torch: ${torch_error}")
   message(FATAL_ERROR
-    "gradferry must be built against the torch it will run with, and ${Python_EXECUTABLE} cannot import torch. "
-    "Install torch, then: pip install --no-build-isolation .\n${torch_error}")
+    " gradferry is built against the torch it will run with, and the Python that builds it has none:"
+    " install torch and scikit-build-core, then run: pip install --no-build-isolation .")
 endif()
 string(REPLACE ";" "\\;" torch_facts "${torch_facts}")
 string(REPLACE "\n" ";" torch_facts "${torch_facts}")

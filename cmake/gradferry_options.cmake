@@ -2,8 +2,12 @@
 option(GRADFERRY_PYTHON "Build hooks/ and the Python package's native module (needs torch)" OFF)
 option(GRADFERRY_TESTS "Build the C++ tests (needs GoogleTest)" OFF)
 option(GRADFERRY_BENCHMARKS "Build the C++ benchmarks (needs Google Benchmark)" OFF)
-option(GRADFERRY_WERROR "Treat warnings in our own code as errors" ON)
-set(GRADFERRY_PREBUILT_KERNELS "" CACHE PATH "Install prefix of gradferry kernels to use instead of building them")
+option(GRADFERRY_WERROR "Treat warnings in our own code as errors" OFF)
+set(GRADFERRY_CUDA "AUTO" CACHE STRING
+  "CUDA kernels: AUTO (when nvcc is found and works), ON (or fail), OFF")
+set_property(CACHE GRADFERRY_CUDA PROPERTY STRINGS AUTO ON OFF)
+set(GRADFERRY_PREBUILT_KERNELS "" CACHE PATH
+  "Install prefix of gradferry's kernels, to use instead of building them")
 set(GRADFERRY_SANITIZE "" CACHE STRING "Sanitizers for every target, e.g. address,undefined")
 
 set(CMAKE_CXX_STANDARD 20)

@@ -1,0 +1,8 @@
+"""Types of the module that CMake writes into the installed package."""
+
+GRADFERRY_VERSION: str
+WIRE_VERSION: int
+TORCH_VERSION: str
+PYTHON_VERSION: str
+COMPILER: str
+WITH_CUDA: bool

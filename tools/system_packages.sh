@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# Makes sure that the compilers and C++ libraries of the build are there. On Debian as root it
+# installs what is missing; elsewhere it says what to install.
+#
+# Usage: tools/system_packages.sh PYTHON
+set -euo pipefail
+python=$1
+
+missing=()
+need() {  # need PACKAGE COMMAND...: the package is missing unless the command succeeds
+  local package=$1
+  shift
+  "$@" >/dev/null 2>&1 || missing+=("$package")
+}
+has_header() { echo "#include <$1>" | g++ -x c++ -std=c++20 -E -; }
+cmake_is_recent() { [[ $(printf '%s\n' 3.25 "$(cmake --version | awk 'NR == 1 {print $3}')" | sort -V | head -1) == 3.25 ]]; }
+
+need g++ command -v g++
+need cmake cmake_is_recent
+need ninja-build command -v ninja
+need libgtest-dev has_header gtest/gtest.h
+need libbenchmark-dev has_header benchmark/benchmark.h
+if command -v "$python" >/dev/null; then
+  need python3-venv "$python" -c 'import ensurepip, venv'
+  need python3-dev "$python" -c 'import os, sysconfig; os.stat(sysconfig.get_path("include") + "/Python.h")'
+else
+  missing+=(python3 python3-venv python3-dev)
+fi
+# Fashion-MNIST, for the vision demo. Nothing else needs it, so only Debian offers it.
+if [[ -f /etc/debian_version ]]; then
+  need dataset-fashion-mnist test -d /usr/share/datasets/fashion-mnist
+fi
+
+if ((${#missing[@]} == 0)); then
+  exit 0
+fi
+if [[ ! -f /etc/debian_version || $(id -u) != 0 ]]; then
+  echo "Missing on this machine (Debian's names): ${missing[*]}" >&2
+  echo "Install them and call make again. On Debian: sudo apt-get install ${missing[*]}" >&2
+  [[ ${missing[*]} == dataset-fashion-mnist ]] && exit 0
+  exit 1
+fi
+
+echo "Installing Debian packages: ${missing[*]}"
+export DEBIAN_FRONTEND=noninteractive
+install() { apt-get install --yes --no-install-recommends "${missing[@]}"; }
+install || { apt-get update && install; }
