@@ -80,7 +80,7 @@ lint: $(package_ready) $(lint_ready)  ## formatting, static analysis, types, dep
 	@$(bin)/ruff format --check --quiet .
 	@$(bin)/python tests/lint/check_includes.py
 	@$(quiet) build/mypy.log --show 1 $(bin)/mypy
-	@$(MAKE) -j $(JOBS) $(torch_tidy) $(core_tidy)
+	@$(MAKE) -s -j $(JOBS) $(torch_tidy) $(core_tidy)
 	@echo "lint: all clean"
 
 format: $(lint_ready)  ## rewrite what `make lint` would complain about
