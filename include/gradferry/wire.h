@@ -29,6 +29,7 @@ enum class WireStatus : uint32_t {
   kBadChecksum = 10,
   kCorruptPayload = 11,
   kLocalFailure = 12,
+  kPeerTrouble = 13,  // saw another rank's status; that rank's commit says why
 };
 
 // Precedes every payload.
@@ -44,7 +45,7 @@ struct MessageHeader {
   uint64_t chunk;          // number of the chunk since the codec was attached
   uint32_t payload_bytes;  // without header and without padding after the last tile
   uint32_t checksum;
-  uint64_t reserved;       // 0
+  uint64_t seed;           // Phase::kTensor: of the codec's random numbers; else 0
 };
 static_assert(sizeof(MessageHeader) == 64);
 
