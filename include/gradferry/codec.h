@@ -49,7 +49,7 @@ struct Tile {
 
 // What a call found or wrote, one entry per tile of the batch.
 struct TileStatus {
-  uint32_t checksum;  // encode, reduce: tile_checksum() of the payload written
+  uint32_t checksum;  // encode, reduce: word_sum() of the payload written
   uint32_t flags;     // kTile* bits
 };
 inline constexpr uint32_t kTileNonFinite = 1;  // the decoded tile holds a NaN or an infinity

@@ -1,0 +1,35 @@
+// The two halves of a row of the codec table. What does not depend on an instruction set is
+// compiled once (kernels/<codec>/<codec>.cpp); the functions are compiled per instruction set
+// (kernels/<codec>/<codec>_cpu.cpp).
+#pragma once
+
+#include "gradferry/codec.h"
+
+namespace gradferry {
+
+// See the members of Codec with the same names.
+struct CodecDescription {
+  std::string_view name;
+  std::string_view summary;
+  bool lossy;
+  bool supports_float64;
+  std::span<const OptionSpec> options;
+  decltype(Codec::parse) parse;
+  decltype(Codec::payload_bytes) payload_bytes;
+};
+
+struct CodecFunctions {
+  decltype(Codec::encode) encode;
+  decltype(Codec::decode) decode;
+  decltype(Codec::reduce) reduce;
+  decltype(Codec::undo) undo;
+};
+
+constexpr uint32_t round_up(uint32_t value, uint32_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+// The parse function of a codec without options.
+inline CodecOptions parse_nothing(std::span<const std::string_view>) { return {}; }
+
+}  // namespace gradferry

@@ -1,0 +1,118 @@
+// AVX2 and F16C: 8 lanes. See simd.h. A Mask is a vector whose lanes are all ones or all zeros.
+#pragma once
+
+#include <immintrin.h>
+
+#include "kernels/common/lane.h"
+
+namespace gradferry::GRADFERRY_KERNEL_NAMESPACE {
+
+inline constexpr uint32_t kLanes = 8;
+
+struct Mask {
+  __m256i v;
+  GRADFERRY_LANE friend Mask operator&(Mask a, Mask b) { return {_mm256_and_si256(a.v, b.v)}; }
+  GRADFERRY_LANE friend Mask operator|(Mask a, Mask b) { return {_mm256_or_si256(a.v, b.v)}; }
+};
+GRADFERRY_LANE bool any(Mask m) { return _mm256_testz_si256(m.v, m.v) == 0; }
+
+struct U32 {
+  __m256i v;
+  U32() = default;
+  GRADFERRY_LANE U32(__m256i x) : v(x) {}
+  GRADFERRY_LANE explicit U32(uint32_t x) : v(_mm256_set1_epi32(static_cast<int>(x))) {}
+  GRADFERRY_LANE friend U32 operator+(U32 a, U32 b) { return _mm256_add_epi32(a.v, b.v); }
+  GRADFERRY_LANE friend U32 operator-(U32 a, U32 b) { return _mm256_sub_epi32(a.v, b.v); }
+  GRADFERRY_LANE friend U32 operator*(U32 a, U32 b) { return _mm256_mullo_epi32(a.v, b.v); }
+  GRADFERRY_LANE friend U32 operator&(U32 a, U32 b) { return _mm256_and_si256(a.v, b.v); }
+  GRADFERRY_LANE friend U32 operator|(U32 a, U32 b) { return _mm256_or_si256(a.v, b.v); }
+  GRADFERRY_LANE friend U32 operator^(U32 a, U32 b) { return _mm256_xor_si256(a.v, b.v); }
+  GRADFERRY_LANE friend U32 operator<<(U32 a, int n) { return _mm256_slli_epi32(a.v, n); }
+  GRADFERRY_LANE friend U32 operator>>(U32 a, int n) { return _mm256_srli_epi32(a.v, n); }
+  GRADFERRY_LANE friend Mask operator==(U32 a, U32 b) { return {_mm256_cmpeq_epi32(a.v, b.v)}; }
+  // AVX2 compares signed integers only: a <= b where the unsigned maximum of both is b.
+  GRADFERRY_LANE friend Mask operator<=(U32 a, U32 b) {
+    return U32(_mm256_max_epu32(a.v, b.v)) == b;
+  }
+  GRADFERRY_LANE friend Mask operator>=(U32 a, U32 b) { return b <= a; }
+};
+
+struct F32 {
+  __m256 v;
+  F32() = default;
+  GRADFERRY_LANE F32(__m256 x) : v(x) {}
+  GRADFERRY_LANE explicit F32(float x) : v(_mm256_set1_ps(x)) {}
+  GRADFERRY_LANE friend F32 operator+(F32 a, F32 b) { return _mm256_add_ps(a.v, b.v); }
+  GRADFERRY_LANE friend F32 operator-(F32 a, F32 b) { return _mm256_sub_ps(a.v, b.v); }
+  GRADFERRY_LANE friend F32 operator*(F32 a, F32 b) { return _mm256_mul_ps(a.v, b.v); }
+  GRADFERRY_LANE friend F32 operator/(F32 a, F32 b) { return _mm256_div_ps(a.v, b.v); }
+  GRADFERRY_LANE friend Mask operator<(F32 a, F32 b) {
+    return {_mm256_castps_si256(_mm256_cmp_ps(a.v, b.v, _CMP_LT_OQ))};
+  }
+  GRADFERRY_LANE friend Mask operator>(F32 a, F32 b) { return b < a; }
+  GRADFERRY_LANE friend Mask operator==(F32 a, F32 b) {
+    return {_mm256_castps_si256(_mm256_cmp_ps(a.v, b.v, _CMP_EQ_OQ))};
+  }
+};
+
+GRADFERRY_LANE U32 bits(F32 x) { return _mm256_castps_si256(x.v); }
+GRADFERRY_LANE F32 from_bits(U32 x) { return _mm256_castsi256_ps(x.v); }
+GRADFERRY_LANE U32 select(Mask m, U32 a, U32 b) { return _mm256_blendv_epi8(b.v, a.v, m.v); }
+GRADFERRY_LANE F32 select(Mask m, F32 a, F32 b) {
+  return _mm256_blendv_ps(b.v, a.v, _mm256_castsi256_ps(m.v));
+}
+GRADFERRY_LANE F32 minimum(F32 a, F32 b) { return _mm256_min_ps(a.v, b.v); }
+GRADFERRY_LANE F32 maximum(F32 a, F32 b) { return _mm256_max_ps(a.v, b.v); }
+GRADFERRY_LANE U32 maximum(U32 a, U32 b) { return _mm256_max_epu32(a.v, b.v); }
+GRADFERRY_LANE uint32_t reduce_maximum(U32 x) {
+  __m128i m = _mm_max_epu32(_mm256_castsi256_si128(x.v), _mm256_extracti128_si256(x.v, 1));
+  m = _mm_max_epu32(m, _mm_shuffle_epi32(m, 0x4e));
+  m = _mm_max_epu32(m, _mm_shuffle_epi32(m, 0xb1));
+  return static_cast<uint32_t>(_mm_cvtsi128_si32(m));
+}
+
+GRADFERRY_LANE F32 load(const float* p) { return _mm256_loadu_ps(p); }
+GRADFERRY_LANE U32 load(const uint32_t* p) {
+  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+}
+GRADFERRY_LANE void store(float* p, F32 x) { _mm256_storeu_ps(p, x.v); }
+GRADFERRY_LANE void store(uint32_t* p, U32 x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x.v);
+}
+GRADFERRY_LANE void stream(float* p, F32 x) { _mm256_stream_ps(p, x.v); }
+
+GRADFERRY_LANE U32 load_bytes(const uint8_t* p) {
+  return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+}
+GRADFERRY_LANE U32 load_halfwords(const uint16_t* p) {
+  return _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+GRADFERRY_LANE void store_bytes(uint8_t* p, U32 x) {
+  const __m128i words =
+      _mm_packus_epi32(_mm256_castsi256_si128(x.v), _mm256_extracti128_si256(x.v, 1));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(words, words));
+}
+GRADFERRY_LANE void store_halfwords(uint16_t* p, U32 x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                   _mm_packus_epi32(_mm256_castsi256_si128(x.v), _mm256_extracti128_si256(x.v, 1)));
+}
+GRADFERRY_LANE F32 load_fp16(const uint16_t* p) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+GRADFERRY_LANE void store_fp16(uint16_t* p, F32 x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                   _mm256_cvtps_ph(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+
+struct Table16 {
+  __m256 low, high;
+  GRADFERRY_LANE explicit Table16(const float* table)
+      : low(_mm256_loadu_ps(table)), high(_mm256_loadu_ps(table + 8)) {}
+};
+GRADFERRY_LANE F32 lookup(const Table16& table, U32 index) {
+  const __m256 bit3 = _mm256_castsi256_ps(_mm256_slli_epi32(index.v, 28));
+  return _mm256_blendv_ps(_mm256_permutevar8x32_ps(table.low, index.v),
+                          _mm256_permutevar8x32_ps(table.high, index.v), bit3);
+}
+
+}  // namespace gradferry::GRADFERRY_KERNEL_NAMESPACE

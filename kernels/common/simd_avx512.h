@@ -1,0 +1,110 @@
+// AVX-512 (F, BW, VL, DQ): 16 lanes. See simd.h.
+#pragma once
+
+#include <immintrin.h>
+
+#include "kernels/common/lane.h"
+
+namespace gradferry::GRADFERRY_KERNEL_NAMESPACE {
+
+inline constexpr uint32_t kLanes = 16;
+
+struct Mask {
+  __mmask16 v;
+  GRADFERRY_LANE friend Mask operator&(Mask a, Mask b) { return {_kand_mask16(a.v, b.v)}; }
+  GRADFERRY_LANE friend Mask operator|(Mask a, Mask b) { return {_kor_mask16(a.v, b.v)}; }
+};
+GRADFERRY_LANE bool any(Mask m) { return m.v != 0; }
+
+struct U32 {
+  __m512i v;
+  U32() = default;
+  GRADFERRY_LANE U32(__m512i x) : v(x) {}
+  GRADFERRY_LANE explicit U32(uint32_t x) : v(_mm512_set1_epi32(static_cast<int>(x))) {}
+  GRADFERRY_LANE friend U32 operator+(U32 a, U32 b) { return _mm512_add_epi32(a.v, b.v); }
+  GRADFERRY_LANE friend U32 operator-(U32 a, U32 b) { return _mm512_sub_epi32(a.v, b.v); }
+  GRADFERRY_LANE friend U32 operator*(U32 a, U32 b) { return _mm512_mullo_epi32(a.v, b.v); }
+  GRADFERRY_LANE friend U32 operator&(U32 a, U32 b) { return _mm512_and_si512(a.v, b.v); }
+  GRADFERRY_LANE friend U32 operator|(U32 a, U32 b) { return _mm512_or_si512(a.v, b.v); }
+  GRADFERRY_LANE friend U32 operator^(U32 a, U32 b) { return _mm512_xor_si512(a.v, b.v); }
+  GRADFERRY_LANE friend U32 operator<<(U32 a, int n) {
+    return _mm512_slli_epi32(a.v, static_cast<unsigned>(n));
+  }
+  GRADFERRY_LANE friend U32 operator>>(U32 a, int n) {
+    return _mm512_srli_epi32(a.v, static_cast<unsigned>(n));
+  }
+  GRADFERRY_LANE friend Mask operator<=(U32 a, U32 b) {
+    return {_mm512_cmple_epu32_mask(a.v, b.v)};
+  }
+  GRADFERRY_LANE friend Mask operator>=(U32 a, U32 b) {
+    return {_mm512_cmpge_epu32_mask(a.v, b.v)};
+  }
+  GRADFERRY_LANE friend Mask operator==(U32 a, U32 b) {
+    return {_mm512_cmpeq_epi32_mask(a.v, b.v)};
+  }
+};
+
+struct F32 {
+  __m512 v;
+  F32() = default;
+  GRADFERRY_LANE F32(__m512 x) : v(x) {}
+  GRADFERRY_LANE explicit F32(float x) : v(_mm512_set1_ps(x)) {}
+  GRADFERRY_LANE friend F32 operator+(F32 a, F32 b) { return _mm512_add_ps(a.v, b.v); }
+  GRADFERRY_LANE friend F32 operator-(F32 a, F32 b) { return _mm512_sub_ps(a.v, b.v); }
+  GRADFERRY_LANE friend F32 operator*(F32 a, F32 b) { return _mm512_mul_ps(a.v, b.v); }
+  GRADFERRY_LANE friend F32 operator/(F32 a, F32 b) { return _mm512_div_ps(a.v, b.v); }
+  GRADFERRY_LANE friend Mask operator<(F32 a, F32 b) {
+    return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ)};
+  }
+  GRADFERRY_LANE friend Mask operator>(F32 a, F32 b) {
+    return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ)};
+  }
+  GRADFERRY_LANE friend Mask operator==(F32 a, F32 b) {
+    return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_EQ_OQ)};
+  }
+};
+
+GRADFERRY_LANE U32 bits(F32 x) { return _mm512_castps_si512(x.v); }
+GRADFERRY_LANE F32 from_bits(U32 x) { return _mm512_castsi512_ps(x.v); }
+GRADFERRY_LANE F32 select(Mask m, F32 a, F32 b) { return _mm512_mask_blend_ps(m.v, b.v, a.v); }
+GRADFERRY_LANE U32 select(Mask m, U32 a, U32 b) { return _mm512_mask_blend_epi32(m.v, b.v, a.v); }
+GRADFERRY_LANE F32 minimum(F32 a, F32 b) { return _mm512_min_ps(a.v, b.v); }
+GRADFERRY_LANE F32 maximum(F32 a, F32 b) { return _mm512_max_ps(a.v, b.v); }
+GRADFERRY_LANE U32 maximum(U32 a, U32 b) { return _mm512_max_epu32(a.v, b.v); }
+GRADFERRY_LANE uint32_t reduce_maximum(U32 x) { return _mm512_reduce_max_epu32(x.v); }
+
+GRADFERRY_LANE F32 load(const float* p) { return _mm512_loadu_ps(p); }
+GRADFERRY_LANE U32 load(const uint32_t* p) { return _mm512_loadu_si512(p); }
+GRADFERRY_LANE void store(float* p, F32 x) { _mm512_storeu_ps(p, x.v); }
+GRADFERRY_LANE void store(uint32_t* p, U32 x) { _mm512_storeu_si512(p, x.v); }
+GRADFERRY_LANE void stream(float* p, F32 x) { _mm512_stream_ps(p, x.v); }
+
+GRADFERRY_LANE U32 load_bytes(const uint8_t* p) {
+  return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+GRADFERRY_LANE U32 load_halfwords(const uint16_t* p) {
+  return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+GRADFERRY_LANE void store_bytes(uint8_t* p, U32 x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x.v));
+}
+GRADFERRY_LANE void store_halfwords(uint16_t* p, U32 x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(x.v));
+}
+GRADFERRY_LANE F32 load_fp16(const uint16_t* p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+GRADFERRY_LANE void store_fp16(uint16_t* p, F32 x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                      _mm512_cvtps_ph(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+
+struct Table16 {
+  __m512 values;
+  GRADFERRY_LANE explicit Table16(const float* table) : values(_mm512_loadu_ps(table)) {}
+};
+GRADFERRY_LANE F32 lookup(const Table16& table, U32 index) {
+  return _mm512_permutexvar_ps(index.v, table.values);
+}
+
+}  // namespace gradferry::GRADFERRY_KERNEL_NAMESPACE

@@ -1,0 +1,51 @@
+// The "vectors" of the scalar kernels: plain float and uint32_t. See simd.h.
+#pragma once
+
+#include "kernels/common/conversions.h"
+#include "kernels/common/lane.h"
+
+namespace gradferry::GRADFERRY_KERNEL_NAMESPACE {
+
+using F32 = float;
+using U32 = uint32_t;
+using Mask = bool;
+inline constexpr uint32_t kLanes = 1;
+
+GRADFERRY_LANE uint32_t reduce_maximum(U32 x) { return x; }
+
+// Payload bytes are read and written as several types, so every access is a copy.
+template <typename T>
+GRADFERRY_LANE T load_as(const void* p) {
+  T value;
+  __builtin_memcpy(&value, p, sizeof(T));
+  return value;
+}
+template <typename T>
+GRADFERRY_LANE void store_as(void* p, T value) {
+  __builtin_memcpy(p, &value, sizeof(T));
+}
+
+GRADFERRY_LANE F32 load(const float* p) { return load_as<float>(p); }
+GRADFERRY_LANE U32 load(const uint32_t* p) { return load_as<uint32_t>(p); }
+GRADFERRY_LANE void store(float* p, F32 x) { store_as<float>(p, x); }
+GRADFERRY_LANE void store(uint32_t* p, U32 x) { store_as<uint32_t>(p, x); }
+GRADFERRY_LANE void stream(float* p, F32 x) { store_as<float>(p, x); }
+
+GRADFERRY_LANE U32 load_bytes(const uint8_t* p) { return *p; }
+GRADFERRY_LANE U32 load_halfwords(const uint16_t* p) { return load_as<uint16_t>(p); }
+GRADFERRY_LANE void store_bytes(uint8_t* p, U32 x) { *p = static_cast<uint8_t>(x); }
+GRADFERRY_LANE void store_halfwords(uint16_t* p, U32 x) {
+  store_as<uint16_t>(p, static_cast<uint16_t>(x));
+}
+GRADFERRY_LANE F32 load_fp16(const uint16_t* p) { return fp16_to_float(load_as<uint16_t>(p)); }
+GRADFERRY_LANE void store_fp16(uint16_t* p, F32 x) {
+  store_as<uint16_t>(p, static_cast<uint16_t>(float_to_fp16(x)));
+}
+
+struct Table16 {
+  const float* values;
+  explicit Table16(const float* table) : values(table) {}
+};
+GRADFERRY_LANE F32 lookup(const Table16& table, U32 index) { return table.values[index & 15]; }
+
+}  // namespace gradferry::GRADFERRY_KERNEL_NAMESPACE

@@ -1,0 +1,183 @@
+// Moving up to one unit of elements between memory and fp32 scratch: widening a gradient and adding
+// its residual, narrowing a result, updating residuals, checksums, zero tests.
+//
+// Gradients may be misaligned down to one element and end anywhere. Loops go by whole chunks of
+// kChunk elements; the last, partial one takes a detour through a zero-filled local copy, so that
+// nothing outside the n elements is read or written.
+#pragma once
+
+#include "gradferry/codec.h"
+#include "kernels/common/conversions.h"
+#include "kernels/common/simd.h"
+
+namespace gradferry::GRADFERRY_KERNEL_NAMESPACE {
+
+template <ScalarType dtype>
+GRADFERRY_LANE F32 load_number(const std::byte* p) {
+  if constexpr (dtype == ScalarType::kFloat32) return load(reinterpret_cast<const float*>(p));
+  const auto* halfwords = reinterpret_cast<const uint16_t*>(p);
+  if constexpr (dtype == ScalarType::kBFloat16) return bf16_to_float(load_halfwords(halfwords));
+  if constexpr (dtype == ScalarType::kFloat16) return load_fp16(halfwords);
+}
+
+// Writes x rounded to `dtype` and returns the numbers written, as fp32.
+template <ScalarType dtype>
+GRADFERRY_LANE F32 store_number(std::byte* p, F32 x) {
+  x = canonical(x);
+  if constexpr (dtype == ScalarType::kFloat32) {
+    store(reinterpret_cast<float*>(p), x);
+    return x;
+  }
+  auto* halfwords = reinterpret_cast<uint16_t*>(p);
+  if constexpr (dtype == ScalarType::kBFloat16) {
+    const U32 rounded = float_to_bf16(x);
+    store_halfwords(halfwords, rounded);
+    return bf16_to_float(rounded);
+  }
+  if constexpr (dtype == ScalarType::kFloat16) {
+    store_fp16(halfwords, x);
+    return load_fp16(halfwords);
+  }
+}
+
+// Calls body(i) for the first element i of every whole chunk of n elements, then tail(i, count).
+template <typename Body, typename Tail>
+GRADFERRY_LANE void for_chunks(uint32_t n, Body body, Tail tail) {
+  uint32_t i = 0;
+  for (; i + kChunk <= n; i += kChunk) body(i);
+  if (i < n) tail(i, n - i);
+}
+
+// Where the next unit lies, so that its cache lines travel while this unit is computed.
+struct Ahead {
+  const std::byte* gradient;
+  const std::byte* residual;
+};
+
+// v = alpha * gradient + gain * residual, zeros from n up to `padded`. residual null: alpha *
+// gradient.
+template <ScalarType dtype, bool kResidual>
+void load_unit(const std::byte* gradient, uint32_t n, float alpha, const float* residual,
+               float gain, Ahead ahead, float* v, uint32_t padded) {
+  constexpr uint32_t kItem = item_bytes(dtype);
+  const F32 a(alpha), b(gain);
+  const auto combine = [&](const std::byte* g, const float* r, float* out) {
+    for (uint32_t l = 0; l < kChunk; l += kLanes) {
+      F32 x = a * load_number<dtype>(g + l * kItem);
+      if constexpr (kResidual) x = x + b * load(r + l);
+      store(out + l, x);
+    }
+  };
+  for_chunks(
+      n,
+      [&](uint32_t i) {
+        prefetch(ahead.gradient + i * kItem);
+        if constexpr (kResidual) prefetch(ahead.residual + i * sizeof(float));
+        combine(gradient + i * kItem, residual + i, v + i);
+      },
+      [&](uint32_t i, uint32_t count) {
+        alignas(64) std::byte g[kChunk * kItem] = {};
+        alignas(64) float r[kChunk] = {};
+        __builtin_memcpy(g, gradient + i * kItem, count * kItem);
+        if constexpr (kResidual) __builtin_memcpy(r, residual + i, count * sizeof(float));
+        combine(g, r, v + i);
+      });
+  for (uint32_t i = n; i < padded; ++i) v[i] = 0.0f;
+}
+
+// Rounds n numbers to `dtype`. Returns kTileNonFinite if one that was written is not finite.
+template <ScalarType dtype>
+uint32_t store_unit(const float* v, uint32_t n, std::byte* out) {
+  constexpr uint32_t kItem = item_bytes(dtype);
+  U32 largest(0u);
+  const auto narrow = [&](const float* x, std::byte* p) {
+    for (uint32_t l = 0; l < kChunk; l += kLanes) {
+      largest = maximum(largest, magnitude_bits(store_number<dtype>(p + l * kItem, load(x + l))));
+    }
+  };
+  for_chunks(
+      n, [&](uint32_t i) { narrow(v + i, out + i * kItem); },
+      [&](uint32_t i, uint32_t count) {
+        alignas(64) float x[kChunk] = {};
+        alignas(64) std::byte p[kChunk * kItem];
+        __builtin_memcpy(x, v + i, count * sizeof(float));
+        narrow(x, p);
+        __builtin_memcpy(out + i * kItem, p, count * kItem);
+      });
+  return reduce_maximum(largest) >= kInfinityBits ? kTileNonFinite : 0;
+}
+
+// residual = update(i, old residual) for i in 0..n, where that is finite: a residual never becomes
+// anything else. update sees whole chunks and must be able to read kChunk elements from any i < n.
+template <typename Update>
+GRADFERRY_LANE void update_residual(float* residual, uint32_t n, Update update) {
+  const auto apply = [&](uint32_t i, float* r) {
+    for (uint32_t l = 0; l < kChunk; l += kLanes) {
+      const F32 old = load(r + l);
+      const F32 updated = update(i + l, old);
+      store(r + l, select(is_not_finite(updated), old, updated));
+    }
+  };
+  for_chunks(
+      n, [&](uint32_t i) { apply(i, residual + i); },
+      [&](uint32_t i, uint32_t count) {
+        alignas(64) float r[kChunk] = {};
+        __builtin_memcpy(r, residual + i, count * sizeof(float));
+        apply(i, r);
+        __builtin_memcpy(residual + i, r, count * sizeof(float));
+      });
+}
+
+// word_sum() of wire.h. Two running sums replace the multiplications: after K vectors w_k,
+// `sum` = w_0 + .. + w_(K-1) and `sums` = K w_0 + (K-1) w_1 + .. + 1 w_(K-1).
+inline uint32_t payload_checksum(const std::byte* payload, uint32_t num_bytes) {
+  const auto* words = reinterpret_cast<const uint32_t*>(payload);
+  const uint32_t num_words = num_bytes / 4;
+  const uint32_t num_vectors = num_words / kLanes;
+  U32 sum(0u), sums(0u);
+  for (uint32_t k = 0; k < num_vectors; ++k) {
+    sum = sum + load(words + k * kLanes);
+    sums = sums + sum;
+  }
+  alignas(64) uint32_t lane_sum[kLanes], lane_sums[kLanes];
+  store(lane_sum, sum);
+  store(lane_sums, sums);
+  uint32_t result = 0;
+  for (uint32_t l = 0; l < kLanes; ++l) {
+    result += 2 * kLanes * (num_vectors * lane_sum[l] - lane_sums[l]) + (2 * l + 1) * lane_sum[l];
+  }
+  for (uint32_t i = num_vectors * kLanes; i < num_words; ++i) {
+    uint32_t word;
+    __builtin_memcpy(&word, payload + 4 * i, sizeof(word));
+    result += word * (2 * i + 1);
+  }
+  return result;
+}
+
+// Whether all bits under `mask`, repeated every 8 bytes, are zero. Ends at the first that is not.
+inline bool all_zero(const std::byte* p, uint32_t num_bytes, uint64_t mask) {
+  uint32_t i = 0;
+  for (; i + 64 <= num_bytes; i += 64) {
+    uint64_t words[8];
+    __builtin_memcpy(words, p + i, sizeof(words));
+    uint64_t found = 0;
+    for (const uint64_t word : words) found |= word;
+    if ((found & mask) != 0) return false;
+  }
+  uint64_t rest[8] = {};
+  __builtin_memcpy(rest, p + i, num_bytes - i);
+  uint64_t found = 0;
+  for (const uint64_t word : rest) found |= word;
+  return (found & mask) == 0;
+}
+
+// Everything but the signs of numbers of a dtype, for all_zero.
+constexpr uint64_t magnitude_mask(ScalarType dtype) {
+  switch (dtype) {
+    case ScalarType::kFloat64: return 0x7fffffffffffffffu;
+    case ScalarType::kFloat32: return 0x7fffffff7fffffffu;
+    default: return 0x7fff7fff7fff7fffu;
+  }
+}
+
+}  // namespace gradferry::GRADFERRY_KERNEL_NAMESPACE

@@ -1,0 +1,165 @@
+// The exact codec for fp64 gradients: fp64 arithmetic, fp32 residuals. Plain loops over elements;
+// fp64 gradients are too rare for more.
+#pragma once
+
+#include "kernels/common/codec_parts.h"
+#include "kernels/common/float_environment.h"
+#include "kernels/common/unit_io.h"
+
+namespace gradferry::GRADFERRY_KERNEL_NAMESPACE::exact_float64 {
+
+constexpr uint64_t kInfinity64 = 0x7ff0000000000000u;
+constexpr uint64_t kNan64 = 0x7ff8000000000000u;
+
+GRADFERRY_LANE uint64_t magnitude64(double x) {
+  uint64_t result;
+  __builtin_memcpy(&result, &x, sizeof(result));
+  return result & 0x7fffffffffffffffu;
+}
+GRADFERRY_LANE bool is_finite64(double x) { return magnitude64(x) < kInfinity64; }
+GRADFERRY_LANE double load64(const std::byte* p) {
+  double result;
+  __builtin_memcpy(&result, p, sizeof(result));
+  return result;
+}
+// Returns whether the number written is finite.
+GRADFERRY_LANE bool store64(std::byte* p, double x) {
+  if (magnitude64(x) > kInfinity64) {
+    __builtin_memcpy(p, &kNan64, sizeof(kNan64));
+  } else {
+    __builtin_memcpy(p, &x, sizeof(x));
+  }
+  return is_finite64(x);
+}
+// A residual takes only finite values, in fp32.
+GRADFERRY_LANE void set_residual(float* residual, double updated) {
+  const float rounded = static_cast<float>(updated);
+  if (magnitude_bits(rounded) < kInfinityBits) *residual = rounded;
+}
+
+constexpr uint32_t payload_bytes(uint32_t n) { return round_up(8 * n, kPayloadAlignment); }
+
+GRADFERRY_LANE void finish(const TileBatch& batch, uint32_t index, std::byte* payload,
+                           bool finite) {
+  const uint32_t n = batch.tiles[index].num_elements;
+  const uint32_t num_bytes = payload_bytes(n);
+  __builtin_memset(payload + 8 * n, 0, num_bytes - 8 * n);
+  if (batch.status == nullptr) return;
+  batch.status[index] = {payload_checksum(payload, num_bytes), finite ? 0 : kTileNonFinite};
+}
+
+[[gnu::noinline]] inline void encode_tiles(const TileBatch& batch, const std::byte* gradient,
+                                           double alpha, double gain, float* residual,
+                                           std::byte* out) {
+  for (uint32_t index = 0; index < batch.num_tiles; ++index) {
+    const Tile& tile = batch.tiles[index];
+    const uint32_t n = tile.num_elements;
+    const std::byte* g = gradient + 8 * tile.gradient_offset;
+    float* r = residual == nullptr ? nullptr : residual + tile.residual_offset;
+    std::byte* payload = out + tile.payload_offset;
+    bool finite = true;
+    if (batch.hold_zero_tiles && all_zero(g, 8 * n, magnitude_mask(ScalarType::kFloat64))) {
+      __builtin_memset(payload, 0, 8 * n);
+    } else {
+      for (uint32_t i = 0; i < n; ++i) {
+        double v = alpha * load64(g + 8 * i);
+        if (r != nullptr) v = v + gain * static_cast<double>(r[i]);
+        finite &= store64(payload + 8 * i, v);
+        if (r != nullptr) set_residual(r + i, v - v);
+      }
+    }
+    finish(batch, index, payload, finite);
+  }
+}
+
+[[gnu::noinline]] inline void decode_tiles(const TileBatch& batch, const std::byte* in,
+                                           std::byte* gradient, double beta, float* residual) {
+  for (uint32_t index = 0; index < batch.num_tiles; ++index) {
+    const Tile& tile = batch.tiles[index];
+    bool finite = true;
+    for (uint32_t i = 0; i < tile.num_elements; ++i) {
+      const double value = load64(in + tile.payload_offset + 8 * i);
+      finite &= store64(gradient + 8 * (tile.gradient_offset + i), value);
+      if (residual != nullptr && beta != 0.0) {
+        float* r = residual + tile.residual_offset + i;
+        set_residual(r, static_cast<double>(*r) + beta * value);
+      }
+    }
+    if (batch.status != nullptr) batch.status[index] = {0, finite ? 0 : kTileNonFinite};
+  }
+}
+
+[[gnu::noinline]] inline void reduce_tiles(const TileBatch& batch,
+                                           const std::byte* const* payload_by_rank,
+                                           uint32_t world_size, double gain, float* residual,
+                                           std::byte* out) {
+  const double inverse = 1.0 / static_cast<double>(world_size);
+  for (uint32_t index = 0; index < batch.num_tiles; ++index) {
+    const Tile& tile = batch.tiles[index];
+    const uint32_t n = tile.num_elements;
+    std::byte* payload = out + tile.output_offset;
+    bool hold = batch.hold_zero_tiles;
+    for (uint32_t rank = 0; hold && rank < world_size; ++rank) {
+      hold = all_zero(payload_by_rank[rank] + tile.payload_offset, payload_bytes(n), ~uint64_t{0});
+    }
+    bool finite = true;
+    for (uint32_t i = 0; i < n; ++i) {
+      const size_t offset = tile.payload_offset + 8 * i;
+      double v = load64(payload_by_rank[0] + offset);
+      for (uint32_t rank = 1; rank < world_size; ++rank) {
+        v = v + load64(payload_by_rank[rank] + offset);
+      }
+      v = v * inverse;
+      if (residual != nullptr && !hold) {
+        float* r = residual + tile.residual_offset + i;
+        v = v + gain * static_cast<double>(*r);
+        set_residual(r, v - v);
+      }
+      finite &= store64(payload + 8 * i, v);
+    }
+    finish(batch, index, payload, finite);
+  }
+}
+
+[[gnu::noinline]] inline void undo_tiles(const TileBatch& batch, const std::byte* own_payload,
+                                         const std::byte* gradient, double alpha, float* residual) {
+  for (uint32_t index = 0; index < batch.num_tiles; ++index) {
+    const Tile& tile = batch.tiles[index];
+    bool finite = true;
+    for (uint32_t i = 0; i < tile.num_elements; ++i) {
+      const double value = load64(own_payload + tile.payload_offset + 8 * i);
+      const double sent = alpha * load64(gradient + 8 * (tile.gradient_offset + i));
+      float* r = residual + tile.residual_offset + i;
+      set_residual(r, static_cast<double>(*r) + (value - sent));
+      finite &= is_finite64(value);
+    }
+    if (batch.status != nullptr) batch.status[index] = {0, finite ? 0 : kTileNonFinite};
+  }
+}
+
+inline void encode(const TileBatch& batch, const void* gradient, float alpha, const float* gain,
+                   float* residual, std::byte* out) {
+  const FloatEnvironment environment;
+  encode_tiles(batch, static_cast<const std::byte*>(gradient), alpha, gain ? *gain : 1.0f, residual,
+               out);
+}
+
+inline void decode(const TileBatch& batch, const std::byte* in, void* gradient, float beta,
+                   float* residual) {
+  const FloatEnvironment environment;
+  decode_tiles(batch, in, static_cast<std::byte*>(gradient), beta, residual);
+}
+
+inline void reduce(const TileBatch& batch, const std::byte* const* payload_by_rank,
+                   uint32_t world_size, const float* gain, float* owner_residual, std::byte* out) {
+  const FloatEnvironment environment;
+  reduce_tiles(batch, payload_by_rank, world_size, gain ? *gain : 1.0f, owner_residual, out);
+}
+
+inline void undo(const TileBatch& batch, const std::byte* own_payload, const void* gradient,
+                 float alpha, float* residual) {
+  const FloatEnvironment environment;
+  undo_tiles(batch, own_payload, static_cast<const std::byte*>(gradient), alpha, residual);
+}
+
+}  // namespace gradferry::GRADFERRY_KERNEL_NAMESPACE::exact_float64

@@ -1,0 +1,13 @@
+// Codec strings against any table of codecs; parse_codec() of codec.h is this on a device's table.
+#pragma once
+
+#include <span>
+#include <string_view>
+
+#include "gradferry/codec.h"
+
+namespace gradferry {
+
+ParsedCodec parse_codec_in(std::string_view text, std::span<const Codec> table);
+
+}  // namespace gradferry
