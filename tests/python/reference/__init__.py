@@ -1,0 +1,47 @@
+"""docs/wire_format.md in NumPy: an implementation that shares nothing with the library's."""
+
+from .codecs import CODECS
+from .engine import ReferenceEngine
+from .layout import (
+    CHUNK_BYTES,
+    TILE_ELEMENTS,
+    Layout,
+    Parameter,
+    Tile,
+    assign_owners,
+    cut_chunks,
+    wire_bytes_per_step,
+)
+from .message import (
+    HEADER,
+    MAGIC,
+    Header,
+    decode_tensor,
+    encode_tensor,
+    message_checksum,
+    word_sum,
+)
+from .scalars import DTYPES, narrow, widen
+
+__all__ = [
+    "CHUNK_BYTES",
+    "CODECS",
+    "DTYPES",
+    "HEADER",
+    "MAGIC",
+    "TILE_ELEMENTS",
+    "Header",
+    "Layout",
+    "Parameter",
+    "ReferenceEngine",
+    "Tile",
+    "assign_owners",
+    "cut_chunks",
+    "decode_tensor",
+    "encode_tensor",
+    "message_checksum",
+    "narrow",
+    "widen",
+    "wire_bytes_per_step",
+    "word_sum",
+]

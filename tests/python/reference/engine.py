@@ -1,0 +1,152 @@
+"""Section 3 of docs/wire_format.md: all ranks of a world, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from .codecs import CODECS
+from .layout import TILE_ELEMENTS, Layout, Parameter, Rules
+from .scalars import DTYPES, narrow, widen
+
+FEWEST_BITS_WITHOUT_WORKER_RESIDUAL = 3
+
+
+def resolve_error_feedback(error_feedback: str, codec: str, dtype: str) -> tuple[bool, bool]:
+    """Whether a parameter has a worker and an owner residual."""
+    if not CODECS[codec].lossy:
+        return False, False
+    if error_feedback == "auto":
+        bits = CODECS[codec].payload_bytes(TILE_ELEMENTS, dtype) * 8 / TILE_ELEMENTS
+        error_feedback = "owner" if bits >= FEWEST_BITS_WITHOUT_WORKER_RESIDUAL else "both"
+    return error_feedback in ("worker", "both"), error_feedback in ("owner", "both")
+
+
+def encode_tiles(
+    codec: str,
+    dtype: str,
+    gradient: np.ndarray,
+    residual: np.ndarray | None = None,
+    alpha: float = 1.0,
+    gain: float = 1.0,
+) -> np.ndarray:
+    """Payloads of tiles [tiles, n] of widened gradients. Updates `residual` in place."""
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        v = gradient.dtype.type(alpha) * gradient
+        if residual is not None:
+            v = v + np.float32(gain) * residual
+    held = (gradient == 0).all(axis=1)
+    payload = CODECS[codec].encode(v, dtype)
+    payload[held] = 0
+    _keep_what_was_withheld(codec, dtype, v, payload, held, residual)
+    return payload
+
+
+def reduce_tiles(
+    codec: str,
+    dtype: str,
+    payload_by_rank: Sequence[np.ndarray],
+    n: int,
+    residual: np.ndarray | None = None,
+    gain: float = 1.0,
+) -> np.ndarray:
+    """Owner payloads of tiles of n elements. Updates the owner `residual` in place."""
+    decoded = [CODECS[codec].decode(payload, n, dtype) for payload in payload_by_rank]
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        total = decoded[0]
+        for values in decoded[1:]:
+            total = total + values
+        v = total * (total.dtype.type(1) / total.dtype.type(len(decoded)))
+        if residual is not None:
+            v = v + np.float32(gain) * residual
+    held = ~np.any([payload.any(axis=1) for payload in payload_by_rank], axis=0)
+    payload = CODECS[codec].encode(v, dtype)
+    payload[held] = 0
+    _keep_what_was_withheld(codec, dtype, v, payload, held, residual)
+    return payload
+
+
+def _keep_what_was_withheld(
+    codec: str,
+    dtype: str,
+    v: np.ndarray,
+    payload: np.ndarray,
+    held: np.ndarray,
+    residual: np.ndarray | None,
+) -> None:
+    if residual is None:
+        return
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        withheld = v - CODECS[codec].decode(payload, v.shape[1], dtype)
+    keep = held[:, None] | CODECS[codec].non_finite(v)
+    residual[...] = np.where(keep, residual, withheld)
+
+
+def _tiles(flat: np.ndarray) -> list[np.ndarray]:
+    """Views [tiles, n] of a flat array: its full tiles, then its last short one."""
+    full = len(flat) // TILE_ELEMENTS * TILE_ELEMENTS
+    views = [flat[:full].reshape(-1, TILE_ELEMENTS), flat[full:].reshape(1, -1)]
+    return [view for view in views if view.size]
+
+
+class ReferenceEngine:
+    """What every rank's hook together make of the gradients of a step.
+
+    Gradients are flat arrays in the order of memory: float32, float64, float16, or uint16 holding
+    the bits of bfloat16. Residuals are float32, per parameter (and rank), or None.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        parameters: Sequence[Parameter],
+        codec: str = "q4",
+        error_feedback: str = "auto",
+        rules: Rules = (),
+    ) -> None:
+        self.world_size = world_size
+        self.layout = Layout(parameters, codec, world_size, rules)
+        self.worker_residual: list[list[np.ndarray | None]] = []
+        self.owner_residual: list[np.ndarray | None] = []
+        for parameter, resolved in zip(self.layout.parameters, self.layout.codecs, strict=True):
+            worker, owner = resolve_error_feedback(error_feedback, resolved, parameter.dtype)
+            n = parameter.num_elements
+            self.worker_residual.append(
+                [np.zeros(n, np.float32) if worker else None for _ in range(world_size)]
+            )
+            self.owner_residual.append(np.zeros(n, np.float32) if owner else None)
+
+    def step(self, gradients: Sequence[Sequence[np.ndarray]]) -> list[list[np.ndarray]]:
+        """gradients[rank][parameter] -> the gradients every rank has afterwards, same indexing."""
+        if self.world_size == 1:
+            return [[np.array(g) for g in gradients[0]]]
+        averaged = [
+            self._parameter(index, [gradients[rank][index] for rank in range(self.world_size)])
+            for index in range(len(self.layout.parameters))
+        ]
+        return [averaged] * self.world_size
+
+    def _parameter(self, index: int, by_rank: Sequence[np.ndarray]) -> np.ndarray:
+        parameter, codec = self.layout.parameters[index], self.layout.codecs[index]
+        dtype = parameter.dtype
+        for flat in by_rank:
+            if flat.shape != (parameter.num_elements,) or flat.dtype != DTYPES[dtype].storage:
+                raise ValueError(f"{parameter.name}: got {flat.dtype} {flat.shape}")
+        wide = [_tiles(widen(flat, dtype)) for flat in by_rank]
+        worker = [_tiles_or_none(r, len(wide[0])) for r in self.worker_residual[index]]
+        owner = _tiles_or_none(self.owner_residual[index], len(wide[0]))
+        pieces = []
+        for part in range(len(wide[0])):
+            n = wide[0][part].shape[1]
+            payloads = [
+                encode_tiles(codec, dtype, wide[rank][part], worker[rank][part])
+                for rank in range(self.world_size)
+            ]
+            result = reduce_tiles(codec, dtype, payloads, n, owner[part])
+            pieces.append(CODECS[codec].decode(result, n, dtype).reshape(-1))
+        return narrow(np.concatenate(pieces), dtype) if pieces else np.array(by_rank[0])
+
+
+def _tiles_or_none(flat: np.ndarray | None, parts: int) -> list[np.ndarray | None]:
+    return [None] * parts if flat is None else list(_tiles(flat))

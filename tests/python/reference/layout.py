@@ -1,0 +1,125 @@
+"""Sections 1 and 2 of docs/wire_format.md: tiles, codecs of parameters, owners, chunks, bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from collections.abc import Sequence
+
+from .codecs import CODECS
+
+TILE_ELEMENTS = 4096
+CHUNK_BYTES = 524288
+HEADER_BYTES = 64
+FEWEST_COMPRESSED_ELEMENTS = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """num_elements and dtype are those of the gradient: the real view, for complex ones."""
+
+    name: str
+    num_elements: int
+    dtype: str = "float32"
+    ndim: int = 2
+    is_complex: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    parameter: int
+    offset: int  # elements from the start of the parameter
+    num_elements: int
+    codec: str
+    worker_bytes: int
+    owner_bytes: int
+
+
+Rules = Sequence[tuple[str, str]]  # (pattern of the name, codec), the first match counts
+
+
+def resolve_codec(parameter: Parameter, codec: str, rules: Rules = ()) -> str:
+    if parameter.dtype == "float64" or parameter.is_complex:
+        return "exact"
+    for pattern, ruled in rules:
+        if fnmatch.fnmatchcase(parameter.name, pattern):
+            return ruled
+    # Complex ones are gone, so num_elements is the parameter's own count here.
+    if parameter.ndim <= 1 or parameter.num_elements < FEWEST_COMPRESSED_ELEMENTS:
+        return "exact"
+    return codec
+
+
+class Layout:
+    """The tiles of a model, numbered, with their codecs and owners."""
+
+    def __init__(
+        self, parameters: Sequence[Parameter], codec: str, world_size: int, rules: Rules = ()
+    ) -> None:
+        self.parameters = list(parameters)
+        self.world_size = world_size
+        self.codecs = [resolve_codec(p, codec, rules) for p in self.parameters]
+        self.tiles: list[Tile] = []
+        self.tiles_of: list[range] = []  # per parameter
+        for index, parameter in enumerate(self.parameters):
+            first = len(self.tiles)
+            for offset in range(0, parameter.num_elements, TILE_ELEMENTS):
+                n = min(TILE_ELEMENTS, parameter.num_elements - offset)
+                size = CODECS[self.codecs[index]].payload_bytes(n, parameter.dtype)
+                self.tiles.append(Tile(index, offset, n, self.codecs[index], size, size))
+            self.tiles_of.append(range(first, len(self.tiles)))
+        self.owners = assign_owners(self.tiles, world_size)
+
+
+def assign_owners(tiles: Sequence[Tile], world_size: int) -> list[int]:
+    load = [0] * world_size
+    owners = []
+    for tile in tiles:
+        owner = load.index(min(load))
+        load[owner] += tile.worker_bytes + tile.owner_bytes
+        owners.append(owner)
+    return owners
+
+
+def cut_chunks(layout: Layout, bucket: Sequence[int], chunk_bytes: int) -> list[list[int]]:
+    """Numbers of the tiles of every chunk of a bucket, given as indices of parameters."""
+    chunks: list[list[int]] = []
+    worker = [0] * layout.world_size
+    owner = [0] * layout.world_size
+    for index in (t for parameter in bucket for t in layout.tiles_of[parameter]):
+        tile, rank = layout.tiles[index], layout.owners[index]
+        full = (
+            worker[rank] + tile.worker_bytes > chunk_bytes
+            or owner[rank] + tile.owner_bytes > chunk_bytes
+        )
+        if not chunks or full:
+            chunks.append([])
+            worker = [0] * layout.world_size
+            owner = [0] * layout.world_size
+        chunks[-1].append(index)
+        worker[rank] += tile.worker_bytes
+        owner[rank] += tile.owner_bytes
+    return chunks
+
+
+def wire_bytes_per_step(
+    layout: Layout, buckets: Sequence[Sequence[int]], rank: int, chunk_bytes: int = CHUNK_BYTES
+) -> int:
+    """What `rank` sends to others in a step whose buckets hold these parameters."""
+    world_size = layout.world_size
+    if world_size == 1:
+        return 0
+    total = 0
+    for bucket in buckets:
+        chunks = cut_chunks(layout, bucket, chunk_bytes)
+        for chunk in chunks:
+            worker = [0] * world_size
+            owner = [0] * world_size
+            for index in chunk:
+                worker[layout.owners[index]] += layout.tiles[index].worker_bytes
+                owner[layout.owners[index]] += layout.tiles[index].owner_bytes
+            total += sum(HEADER_BYTES + worker[p] for p in range(world_size) if p != rank)
+            total += (world_size - 1) * (HEADER_BYTES + max(owner))
+        if chunks:
+            total += (world_size - 1) * HEADER_BYTES
+    return total

@@ -1,0 +1,96 @@
+"""Headers, checksums, and the message that holds a single tensor."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import struct
+from collections.abc import Iterable
+
+import numpy as np
+
+from .codecs import CODECS
+from .layout import TILE_ELEMENTS
+from .scalars import narrow, widen
+
+MAGIC = 0x59524647
+WIRE_VERSION = 1
+SCATTER, GATHER, COMMIT, SINGLE_TENSOR = 1, 2, 3, 4
+HEADER = struct.Struct("<IHHIIQQQQIIQ")
+
+
+@dataclasses.dataclass
+class Header:
+    magic: int = MAGIC
+    wire_version: int = WIRE_VERSION
+    phase: int = SINGLE_TENSOR
+    status: int = 0
+    source_rank: int = 0
+    config_hash: int = 0
+    layout_hash: int = 0
+    step: int = 0
+    chunk: int = 0
+    payload_bytes: int = 0
+    checksum: int = 0
+    seed: int = 0
+
+    def pack(self) -> bytes:
+        return HEADER.pack(*dataclasses.astuple(self))
+
+    @classmethod
+    def unpack(cls, message: bytes) -> Header:
+        return cls(*HEADER.unpack_from(message))
+
+
+def word_sum(payload: np.ndarray) -> int:
+    words = np.ascontiguousarray(payload, np.uint8).view("<u4").astype(np.uint64)
+    weights = 2 * np.arange(len(words), dtype=np.uint64) + 1
+    return int((words * weights % 2**32).sum() % 2**32)
+
+
+def message_checksum(payloads: Iterable[np.ndarray]) -> int:
+    """Of a message, given the payloads of its tiles in order."""
+    return sum(word_sum(p) * (2 * j + 1) for j, p in enumerate(payloads)) % 2**32
+
+
+def hash64(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def _tile_lengths(num_elements: int) -> list[int]:
+    return [
+        min(TILE_ELEMENTS, num_elements - start) for start in range(0, num_elements, TILE_ELEMENTS)
+    ]
+
+
+def encode_tensor(
+    elements: np.ndarray, codec: str, dtype: str = "float32", *, seed: int = 0, step: int = 0
+) -> bytes:
+    """What gradferry.encode writes for a tensor with these elements."""
+    values = widen(elements.reshape(-1), dtype)
+    payloads = []
+    for start in range(0, len(values), TILE_ELEMENTS):
+        tile = values[None, start : start + TILE_ELEMENTS]
+        payload = CODECS[codec].encode(tile, dtype)[0]
+        payloads.append(payload if tile.any() else np.zeros_like(payload))
+    header = Header(
+        config_hash=hash64(codec),
+        layout_hash=hash64(f"{dtype}|{len(values)}"),
+        step=step,
+        payload_bytes=sum(map(len, payloads)),
+        checksum=message_checksum(payloads),
+        seed=seed,
+    )
+    return header.pack() + b"".join(p.tobytes() for p in payloads)
+
+
+def decode_tensor(message: bytes, num_elements: int, codec: str, dtype: str) -> np.ndarray:
+    """The elements of a message that encode_tensor could have written, in storage of `dtype`."""
+    payload = np.frombuffer(message, np.uint8)[HEADER.size :]
+    pieces = []
+    for n in _tile_lengths(num_elements):
+        size = CODECS[codec].payload_bytes(n, dtype)
+        pieces.append(CODECS[codec].decode(payload[None, :size], n, dtype)[0])
+        payload = payload[size:]
+    values = np.concatenate(pieces) if pieces else np.zeros(0, np.float32)
+    return narrow(values, dtype)

@@ -1,0 +1,213 @@
+"""The reference's codecs against first principles: brute force and exact fractions."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import CODECS, DTYPES, narrow, widen
+from reference.codecs import E2M1, e4m3_byte, e4m3_value, nearest_e2m1, round_to_4_bits
+from reference.engine import encode_tiles
+
+Q4 = CODECS["q4"]
+LARGEST = np.finfo(np.float32).max
+any_float32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+def row(*values: float) -> np.ndarray:
+    return np.array([values], np.float32)
+
+
+def fraction(x: float) -> Fraction:
+    return Fraction(float(x))
+
+
+def nearest(value: Fraction, candidates: list[tuple[Fraction, int]]) -> int:
+    """Key of the candidate nearest to value; of two, the one with the even key."""
+    return min(candidates, key=lambda c: (abs(c[0] - value), c[1] % 2))[1]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_narrow_takes_the_nearest_of_all_values_ties_to_even(dtype: str) -> None:
+    kind = DTYPES[dtype]
+    bits = np.arange(0x8000, dtype=np.uint16)
+    grid = widen(bits.view(kind.storage), dtype)
+    finite = grid[np.isfinite(grid)].astype(np.float64)
+    low, high = finite[:-1], finite[1:]
+    middle = (low + high) / 2
+    exact_middle = middle.astype(np.float32).astype(np.float64) == middle
+    ties = narrow(middle[exact_middle].astype(np.float32), dtype).view(np.uint16)
+    assert (ties % 2 == 0).all()
+    below = np.nextafter(middle.astype(np.float32), np.float32(0))
+    above = np.nextafter(middle.astype(np.float32), np.float32(np.inf))
+    wide_enough = exact_middle & (below.astype(np.float64) > low)
+    index = np.arange(len(low))[wide_enough]
+    assert (narrow(below[wide_enough], dtype).view(np.uint16) == index).all()
+    assert (narrow(above[wide_enough], dtype).view(np.uint16) == index + 1).all()
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_narrow_returns_every_value_of_the_type_and_one_nan(dtype: str) -> None:
+    kind = DTYPES[dtype]
+    size = np.dtype(kind.bits).itemsize
+    every = np.arange(0x10000).astype(kind.bits) << kind.bits(8 * size - 16)
+    values = every.view(kind.storage)
+    result = narrow(widen(values, dtype), dtype).view(kind.bits)
+    nan = np.isnan(widen(values, dtype))
+    assert (result[~nan] == every[~nan]).all()
+    assert (result[nan] == kind.canonical_nan).all()
+
+
+def test_nearest_e2m1_equals_brute_force_on_a_fine_grid() -> None:
+    grid = np.arange(0, 8 * 64 + 1, dtype=np.float32) / 64  # hits every tie
+    grid = np.concatenate([grid, np.nextafter(grid, np.float32(9)), [np.float32(1e30)]])
+    candidates = [(fraction(value), code) for code, value in enumerate(E2M1)]
+    expected = [nearest(fraction(t), candidates) for t in grid]
+    assert nearest_e2m1(grid.astype(np.float32)).tolist() == expected
+
+
+def test_scale_rounding_equals_brute_force_over_all_e4m3_values() -> None:
+    codes = np.arange(8, 0x7B, dtype=np.uint8)
+    values = e4m3_value(codes)
+    assert (e4m3_byte(values) == codes).all()
+    assert values[0] == 2.0**-6
+    assert values[-1] == 320
+    candidates = [(fraction(v), int(c)) for v, c in zip(values, codes, strict=True)]
+    middles = (values[:-1] + values[1:]) / 2
+    grid = np.concatenate([middles, np.nextafter(middles, 0), np.nextafter(middles, 1e9)])
+    expected = [nearest(fraction(y), candidates) for y in grid]
+    assert e4m3_byte(round_to_4_bits(grid)).tolist() == expected
+
+
+def brute_force_group(v: list[float]) -> list[Fraction]:
+    """What a q4 group of finite values decodes to, by search over exact fractions.
+
+    The two roundings to fp32 that the format asks for (y, and r and t) are done with NumPy's
+    scalars, one at a time; everything between them is exact.
+    """
+    largest = max(abs(fraction(x)) for x in v)
+    k = -118
+    while k < 117 and largest >= Fraction(2) ** (k + 11):
+        k += 1
+    result: list[Fraction] = []
+    scales = [
+        (Fraction(8 + m) / 8 * Fraction(2) ** (e - 7), e * 8 + m)
+        for e in range(1, 16)
+        for m in range(8)
+        if not (k == 117 and e * 8 + m > 0x7A) and e * 8 + m < 0x7F
+    ]
+    for start in range(0, len(v), 32):
+        block = v[start : start + 32]
+        scaled = np.float32(max(abs(x) for x in block)) * np.float32(2.0**-k)
+        y = fraction(scaled / np.float32(6))
+        # Halfway below the least scale lies half of its spacing away: 2^-6 / 16 / 2.
+        if y < Fraction(2) ** -6 - Fraction(2) ** -11:
+            result += [Fraction(0)] * len(block)
+            continue
+        s = next(value for value, byte in scales if byte == nearest(y, scales))
+        step = s * Fraction(2) ** k
+        r = np.float32(1) / np.float32(float(step))
+        for x in block:
+            t = fraction(np.float32(abs(x)) * r)
+            code = nearest(t, [(fraction(value), c) for c, value in enumerate(E2M1)])
+            result.append(fraction(E2M1[code]) * step * (-1 if x < 0 else 1))
+    return result
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    st.lists(any_float32, min_size=1, max_size=70),
+    st.sampled_from([1.0, 1e-30, 1e-38, 1e30, 1e-44]),
+)
+def test_q4_equals_brute_force_on_any_finite_values(values: list[float], scale: float) -> None:
+    v = np.clip(np.array(values, np.float64) * scale, -LARGEST, LARGEST).astype(np.float32)
+    decoded = Q4.decode(Q4.encode(v[None], "float32"), len(v), "float32")[0]
+    assert [fraction(x) for x in decoded] == brute_force_group([float(x) for x in v])
+
+
+def test_q4_block_just_below_the_least_scale_is_zero_and_kept_in_the_residual() -> None:
+    # k = -10 for a largest value of 1, so the least scale is 2^-16 and its block maximum 6 * 2^-16.
+    group = np.zeros((1, 64), np.float32)
+    group[0, 0] = 1
+    least = np.float32(6 * 2.0**-16)
+    rounds_up = np.float32(6 * (2.0**-16 - 2.0**-21))  # y is the tie, whose even neighbour is 2^-6
+    for block_max, byte in ((least, 8), (rounds_up, 8), (np.nextafter(rounds_up, 0), 0)):
+        group[0, 32] = block_max
+        residual = np.zeros_like(group)
+        payload = encode_tiles("q4", "float32", group, residual)
+        assert payload[0, 33] == byte
+        assert (residual[0, 32] == block_max) == (byte == 0)
+
+
+def test_q4_largest_values_stay_finite() -> None:
+    v = np.full((1, 1024), LARGEST, np.float32)
+    payload = Q4.encode(v, "float32")
+    assert payload[0, 512] == 0x7A
+    assert payload[0, 544] == 245
+    assert (Q4.decode(payload, 1024, "float32") == np.float32(6 * 320 * 2.0**117)).all()
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+def test_q4_non_finite_element_takes_its_group_only_and_keeps_its_residual(poison: float) -> None:
+    rng = np.random.default_rng(1)
+    v = rng.standard_normal((1, 3000)).astype(np.float32)
+    v[0, 1500] = poison
+    residual = rng.standard_normal((1, 3000)).astype(np.float32)
+    before = residual.copy()
+    payload = encode_tiles("q4", "float32", v, residual)
+    decoded = Q4.decode(payload, 3000, "float32")
+    assert np.isnan(decoded[0, 1024:2048]).all()
+    assert np.isfinite(decoded[0, :1024]).all()
+    assert np.isfinite(decoded[0, 2048:]).all()
+    assert (residual[0, 1024:2048] == before[0, 1024:2048]).all()
+    assert np.isfinite(residual).all()
+    assert (residual[0, :1024] != before[0, :1024]).any()
+
+
+def test_q4_relative_error_on_gauss_is_what_the_design_promises() -> None:
+    v = np.random.default_rng(2).standard_normal((64, 4096)).astype(np.float32)
+    decoded = Q4.decode(Q4.encode(v, "float32"), 4096, "float32")
+    # 1.03 % is the expectation; over 262144 elements its standard error is below 0.005 %.
+    assert abs(((v - decoded) ** 2).sum() / (v**2).sum() - 0.0103) < 0.0002
+
+
+def test_q4_corrupt_bytes_make_their_group_nan() -> None:
+    good = Q4.encode(np.ones((1, 2048), np.float32), "float32")
+    intact = Q4.decode(good, 2048, "float32")[0]
+    scale, exponent = 16 * 64, 17 * 64
+    cases = [(exponent, e) for e in (*range(1, 10), *range(246, 255), 0, 255)]
+    cases += [(scale + 3, s) for s in (1, 7, 0x7F, 0x80, 0xFF)]
+    for position, byte in cases:
+        bad = good.copy()
+        bad[0, position] = byte
+        decoded = Q4.decode(bad, 2048, "float32")[0]
+        assert np.isnan(decoded[:1024]).all(), (position, byte)
+        assert (decoded[1024:] == intact[1024:]).all()
+        assert Q4.corrupt(bad, 2048).tolist() == [[True, False]]
+
+
+@pytest.mark.parametrize("codec", list(CODECS))
+@pytest.mark.parametrize("n", [1, 31, 32, 33, 1023, 1024, 1025, 4095, 4096])
+def test_payload_size_equals_formula_and_padding_is_zero(codec: str, n: int) -> None:
+    used = {"exact": 4 * n, "bf16": 2 * n, "q4": 17 * -(-n // 32) + -(-n // 1024)}[codec]
+    payload = CODECS[codec].encode(np.full((1, n), np.nan, np.float32), "float32")
+    assert payload.shape == (1, CODECS[codec].payload_bytes(n, "float32"))
+    assert len(payload[0]) % 16 == 0
+    assert 0 <= len(payload[0]) - used < 16
+    assert not payload[0, used:].any()
+    assert CODECS["q4"].payload_bytes(4096, "float32") == 2192
+
+
+def test_exact_returns_every_bit_and_bf16_saturates() -> None:
+    v = row(1.5, -0.0, 1e-45, np.inf, -np.inf, np.nan, LARGEST)
+    decoded = CODECS["exact"].decode(CODECS["exact"].encode(v, "float32"), 7, "float32")
+    assert decoded.tobytes() == v.tobytes()
+    decoded = CODECS["bf16"].decode(CODECS["bf16"].encode(v, "float32"), 7, "float32")
+    largest_bf16 = float(widen(np.array([0x7F7F], np.uint16), "bfloat16")[0])
+    assert decoded[0, :2].tolist() == [1.5, 0.0]
+    assert np.signbit(decoded[0, 1])
+    assert decoded[0, 3:5].tolist() == [np.inf, -np.inf]
+    assert decoded[0, 6] == largest_bf16
