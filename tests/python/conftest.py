@@ -1,0 +1,37 @@
+"""Shared fixtures: worlds of processes that live as long as the session, one per world size."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+
+# Before anything starts a thread pool, and inherited by every process a test starts.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+
+from world import World
+
+
+@pytest.fixture(scope="session")
+def worlds() -> Iterator[Callable[[int], World]]:
+    """worlds(n) is the session's world of n processes."""
+    started: dict[int, World] = {}
+
+    def get(size: int) -> World:
+        return started.setdefault(size, World(size))
+
+    yield get
+    for world in started.values():
+        world.stop()
+
+
+@pytest.fixture
+def world_of_2(worlds: Callable[[int], World]) -> World:
+    return worlds(2)
+
+
+@pytest.fixture
+def world_of_3(worlds: Callable[[int], World]) -> World:
+    return worlds(3)
