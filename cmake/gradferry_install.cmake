@@ -1,11 +1,17 @@
-# Makes find_package(gradferry) work: the exported targets, the config file and its version file.
-# include/ and kernels/ add their targets to the export set gradferryTargets.
+# Makes find_package(gradferry) work: headers, library, exported targets, config and version files.
 include(CMakePackageConfigHelpers)
-set(GRADFERRY_CONFIG_DIR ${CMAKE_INSTALL_LIBDIR}/cmake/gradferry)
+set(config_dir ${CMAKE_INSTALL_LIBDIR}/cmake/gradferry)
+
+install(TARGETS gradferry_include gradferry_kernels EXPORT gradferryTargets COMPONENT development)
+install(DIRECTORY ${PROJECT_SOURCE_DIR}/include/gradferry DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}
+        COMPONENT development FILES_MATCHING PATTERN "*.h")
+install(EXPORT gradferryTargets NAMESPACE gradferry:: DESTINATION ${config_dir}
+        COMPONENT development)
+
 configure_package_config_file(${CMAKE_CURRENT_LIST_DIR}/gradferryConfig.cmake.in
-  ${PROJECT_BINARY_DIR}/gradferryConfig.cmake INSTALL_DESTINATION ${GRADFERRY_CONFIG_DIR})
+  ${PROJECT_BINARY_DIR}/gradferryConfig.cmake INSTALL_DESTINATION ${config_dir})
 write_basic_package_version_file(${PROJECT_BINARY_DIR}/gradferryConfigVersion.cmake
   COMPATIBILITY SameMinorVersion)
 install(FILES ${PROJECT_BINARY_DIR}/gradferryConfig.cmake
               ${PROJECT_BINARY_DIR}/gradferryConfigVersion.cmake
-        DESTINATION ${GRADFERRY_CONFIG_DIR} COMPONENT development)
+        DESTINATION ${config_dir} COMPONENT development)
