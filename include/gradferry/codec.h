@@ -17,7 +17,7 @@
 
 namespace gradferry {
 
-inline constexpr uint32_t kTileElements = 4096;  // most elements in one tile
+inline constexpr uint32_t kTileElements = 4096;    // most elements in one tile
 inline constexpr uint32_t kPayloadAlignment = 16;  // payloads start at, and are padded to, this
 
 enum class ScalarType : uint8_t { kFloat32, kBFloat16, kFloat16, kFloat64 };
@@ -103,8 +103,8 @@ struct OptionSpec {
 
 struct Codec {
   std::string_view name;
-  std::string_view summary;   // one line for humans: method, and its paper where there is one
-  bool lossy;                 // false: decode(encode(x)) == x, no residual is kept
+  std::string_view summary;  // one line for humans: method, and its paper where there is one
+  bool lossy;                // false: decode(encode(x)) == x, no residual is kept
   bool supports_float64;
   std::span<const OptionSpec> options;
 
@@ -148,8 +148,8 @@ std::span<const Codec> codecs(Device device);
 
 enum class Isa : uint8_t { kScalar, kAvx2, kAvx512 };
 std::string_view isa_name(Isa isa);
-std::span<const Isa> available_isas();   // what this build and this processor can run, best last
-Isa active_isa();                        // what codecs(Device::kCpu) uses
+std::span<const Isa> available_isas();  // what this build and this processor can run, best last
+Isa active_isa();                       // what codecs(Device::kCpu) uses
 std::span<const Codec> cpu_codecs(Isa isa);  // one instruction set; throws Error(kConfig) if absent
 
 // A codec string such as "q4" or "topk:ratio=0.01,values=q4", resolved against the table.

@@ -30,9 +30,9 @@ class Error : public std::runtime_error {
 
 // For data and arguments, in release builds too: throws Error(kind, message) when `condition` is
 // false. The message is evaluated only then.
-#define GRADFERRY_EXPECTS(condition, kind, message)                         \
-  do {                                                                      \
-    if (!(condition)) [[unlikely]] {                                        \
-      throw ::gradferry::Error(::gradferry::ErrorKind::kind, (message));    \
-    }                                                                       \
+#define GRADFERRY_EXPECTS(condition, kind, message)                      \
+  do {                                                                   \
+    if (!(condition)) [[unlikely]] {                                     \
+      throw ::gradferry::Error(::gradferry::ErrorKind::kind, (message)); \
+    }                                                                    \
   } while (false)

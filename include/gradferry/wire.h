@@ -45,7 +45,7 @@ struct MessageHeader {
   uint64_t chunk;          // number of the chunk since the codec was attached
   uint32_t payload_bytes;  // without header and without padding after the last tile
   uint32_t checksum;
-  uint64_t seed;           // Phase::kTensor: of the codec's random numbers; else 0
+  uint64_t seed;  // Phase::kTensor: of the codec's random numbers; else 0
 };
 static_assert(sizeof(MessageHeader) == 64);
 
@@ -54,18 +54,18 @@ static_assert(sizeof(MessageHeader) == 64);
 struct CommitRecord {
   uint32_t magic;
   uint16_t wire_version;
-  uint16_t phase;        // Phase::kCommit
+  uint16_t phase;  // Phase::kCommit
   uint32_t status;
   uint32_t source_rank;
   uint64_t step;
-  uint64_t bucket;       // number of the bucket since the codec was attached
-  uint32_t failed_chunk; // low 32 bits; 0 when status is kOk, as in all that follow
+  uint64_t bucket;        // number of the bucket since the codec was attached
+  uint32_t failed_chunk;  // low 32 bits; 0 when status is kOk, as in all that follow
   uint16_t failed_phase;
   uint16_t failed_rank;  // whose message was refused, low 16 bits
   uint64_t expected;
   uint64_t received;
-  uint32_t checksum;     // word_sum of the 14 words before it
-  uint32_t reserved;     // 0
+  uint32_t checksum;  // word_sum of the 14 words before it
+  uint32_t reserved;  // 0
 };
 static_assert(sizeof(CommitRecord) == 64);
 
