@@ -1,0 +1,68 @@
+#include "ddp_hook.h"
+
+#include <ATen/ops/view_as_real.h>
+
+namespace gradferry {
+
+BucketHook::BucketHook(std::shared_ptr<Engine> engine, const std::vector<at::Tensor>& parameters,
+                       std::string group_name, ExceptionFactory make_exception)
+    : engine_(std::move(engine)),
+      group_name_(std::move(group_name)),
+      make_exception_(make_exception) {
+  for (uint32_t i = 0; i < parameters.size(); ++i) {
+    index_.emplace(parameters[i].unsafeGetTensorImpl(), i);
+  }
+}
+
+void BucketHook::raise(const std::string& message) const {
+  std::rethrow_exception(make_exception_(Error(ErrorKind::kState, message)));
+}
+
+c10::intrusive_ptr<c10d::ProcessGroup> BucketHook::group() const {
+  try {
+    return c10d::resolve_process_group(group_name_);
+  } catch (const std::exception&) {
+    raise("the process group '" + group_name_ +
+          "' of this DistributedDataParallel was destroyed; build a new one and attach again");
+  }
+}
+
+bool BucketHook::passes_through(const c10d::GradBucket& bucket) const {
+  return engine_ == nullptr || bucket.getBuffer().is_sparse();
+}
+
+FuturePtr BucketHook::pass_through(c10d::GradBucket& bucket) const {
+  const auto process_group = group();
+  std::vector<at::Tensor> tensors = {bucket.getBufferRef()};
+  tensors[0].div_(process_group->getSize());
+  return process_group->allreduce(tensors)->getFuture();
+}
+
+void BucketHook::run(const c10d::GradBucket& bucket, FuturePtr future, c10::IValue value) const {
+  (void)group();  // refuses a destroyed group
+  std::vector<uint32_t> parameters;
+  for (const at::Tensor& parameter : bucket.getParameters()) {
+    const auto found = index_.find(parameter.unsafeGetTensorImpl());
+    if (found == index_.end()) {
+      raise("a bucket holds a parameter that was not there at attach; attach after the last change "
+            "to the model's parameters, on a new DistributedDataParallel");
+    }
+    parameters.push_back(found->second);
+  }
+  at::Tensor gradient = bucket.getBuffer().detach();
+  if (gradient.is_complex()) gradient = at::view_as_real(gradient);
+  engine_->run(parameters, gradient.view({-1}), std::move(future), std::move(value));
+}
+
+FuturePtr NativeHook::runHook(c10d::GradBucket& bucket) {
+  if (hook_->passes_through(bucket)) return hook_->pass_through(bucket);
+  auto future = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get());
+  hook_->run(bucket, future, bucket.getBuffer());
+  return future;
+}
+
+at::Tensor NativeHook::parseHookResult(const c10::IValue& result) {
+  return c10d::detail::parseCppCommHookResult(result);
+}
+
+}  // namespace gradferry

@@ -1,0 +1,54 @@
+// What DDP calls for every bucket: finds the bucket's parameters and hands it to the engine, or
+// passes it through.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "engine.h"
+#include "torch_compat.h"
+
+namespace gradferry {
+
+class BucketHook {
+ public:
+  // `parameters` in the order of the engine's layout; only their identity is kept. `group_name`:
+  // DDP's process group, looked up on every call and never held. `engine` may be null: then every
+  // bucket passes through.
+  BucketHook(std::shared_ptr<Engine> engine, const std::vector<at::Tensor>& parameters,
+             std::string group_name, ExceptionFactory make_exception);
+
+  // Sparse buckets, and all of them without an engine: the backend's own averaged all-reduce.
+  bool passes_through(const c10d::GradBucket& bucket) const;
+
+  // Posted in bucket order; the result is the bucket's own buffer.
+  FuturePtr pass_through(c10d::GradBucket& bucket) const;
+
+  // Completes `future` with `value` when the averaged gradient lies in the bucket's buffer.
+  // Raises ConfigError, StateError, or the engine's first error. Without the GIL.
+  void run(const c10d::GradBucket& bucket, FuturePtr future, c10::IValue value) const;
+
+ private:
+  c10::intrusive_ptr<c10d::ProcessGroup> group() const;
+  [[noreturn]] void raise(const std::string& message) const;
+
+  std::shared_ptr<Engine> engine_;
+  std::unordered_map<const c10::TensorImpl*, uint32_t> index_;
+  std::string group_name_;
+  ExceptionFactory make_exception_;
+};
+
+// The native hook: no Python and no GIL on its path.
+class NativeHook final : public c10d::CommHookInterface {
+ public:
+  explicit NativeHook(std::shared_ptr<const BucketHook> hook) : hook_(std::move(hook)) {}
+  FuturePtr runHook(c10d::GradBucket& bucket) override;
+  at::Tensor parseHookResult(const c10::IValue& result) override;
+
+ private:
+  std::shared_ptr<const BucketHook> hook_;
+};
+
+}  // namespace gradferry

@@ -1,0 +1,321 @@
+#include "engine.h"
+
+#include <pthread.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <thread>
+
+namespace gradferry {
+namespace {
+
+// Chunks in flight. Four keep both lanes busy: one is encoded, one scattered, two gathered.
+constexpr size_t kSlots = 4;
+constexpr size_t kCommitSlots = 8;
+// A full tile of the widest dtype must fit.
+constexpr uint32_t kLeastChunkBytes = kTileElements * sizeof(double);
+
+struct Registry {
+  std::mutex mutex;
+  std::vector<std::weak_ptr<Engine>> engines;
+};
+
+// Never destroyed: finishing threads may outlive static destruction.
+Registry& registry() {
+  static auto* instance = new Registry;
+  return *instance;
+}
+
+}  // namespace
+
+Engine::Engine(EngineOptions options, std::vector<c10::intrusive_ptr<c10d::Backend>> backends)
+    : options_(std::move(options)),
+      layout_(options_.parameters, options_.rank, options_.world_size),
+      process_id_(getpid()) {
+  GRADFERRY_EXPECTS(options_.chunk_bytes >= kLeastChunkBytes, kConfig,
+                    "chunk_bytes is " + std::to_string(options_.chunk_bytes) +
+                        "; it must be at least " + std::to_string(kLeastChunkBytes));
+  const size_t wanted = options_.world_size > 1 ? 3 : 0;
+  GRADFERRY_EXPECTS(backends.size() == wanted, kConfig,
+                    "an engine for " + std::to_string(options_.world_size) + " ranks takes " +
+                        std::to_string(wanted) + " lanes, got " +
+                        std::to_string(backends.size()));
+  for (auto& backend : backends) {
+    GRADFERRY_EXPECTS(static_cast<uint32_t>(backend->getRank()) == options_.rank &&
+                          static_cast<uint32_t>(backend->getSize()) == options_.world_size,
+                      kConfig, "a lane's rank or size differs from the engine's");
+    lanes_.emplace_back(std::move(backend), &wire_bytes_);
+  }
+  if (wanted != 0) {
+    exchange_.emplace(Agreement{options_.rank, options_.world_size, options_.config_hash,
+                                options_.layout_hash},
+                      lanes_[0], lanes_[1], lanes_[2]);
+  }
+  allocate();
+}
+
+void Engine::allocate() {
+  const auto floats = at::TensorOptions().dtype(at::kFloat);
+  worker_residual_ = at::zeros({static_cast<int64_t>(layout_.worker_residual_elements())}, floats);
+  owner_residual_ = at::zeros({static_cast<int64_t>(layout_.owner_residual_elements())}, floats);
+  stats_.residual_bytes = worker_residual_.nbytes() + owner_residual_.nbytes();
+  seen_in_step_.assign(layout_.parameters().size(), false);
+  if (!exchange_) return;
+
+  const uint64_t message_bytes =
+      sizeof(MessageHeader) +
+      std::min<uint64_t>(options_.chunk_bytes, layout_.largest_shard_bytes());
+  GRADFERRY_EXPECTS(message_bytes * options_.world_size <= UINT32_MAX, kConfig,
+                    "chunk_bytes times the world size exceeds 4 GiB; choose smaller chunks");
+  for (size_t i = 0; i < kSlots; ++i) {
+    slots_.push_back(make_slot(options_.world_size, message_bytes));
+    stats_.workspace_bytes += message_bytes * (3 * options_.world_size + 1);
+  }
+  for (Slot& slot : slots_) free_slots_.push_back(&slot);
+  const auto record = static_cast<int64_t>(sizeof(CommitRecord));
+  const auto bytes = at::TensorOptions().dtype(at::kByte);
+  for (size_t i = 0; i < kCommitSlots; ++i) {
+    commit_slots_.emplace_back(at::zeros({record}, bytes),
+                               at::zeros({record * options_.world_size}, bytes));
+    stats_.workspace_bytes += sizeof(CommitRecord) * (options_.world_size + 1);
+  }
+  checksums_.resize(options_.world_size);
+  payloads_.resize(options_.world_size);
+  stats_.workspace_allocations = kSlots + kCommitSlots;
+}
+
+std::shared_ptr<Engine> Engine::start(EngineOptions options,
+                                      std::vector<c10::intrusive_ptr<c10d::Backend>> backends) {
+  std::shared_ptr<Engine> engine(new Engine(std::move(options), std::move(backends)));
+  if (engine->exchange_) {
+    {
+      Registry& all = registry();
+      const std::lock_guard lock(all.mutex);
+      std::erase_if(all.engines, [](const auto& weak) { return weak.expired(); });
+      all.engines.push_back(engine);
+    }
+    std::thread([engine] {
+      pthread_setname_np(pthread_self(), "gf-finish");
+      engine->finish();
+    }).detach();
+    std::unique_lock lock(engine->mutex_);
+    engine->changed_.wait(lock, [&] { return engine->clean_.has_value(); });
+    for (Lane& lane : engine->lanes_) lane.set_thread_local_state(&*engine->clean_);
+  }
+  // The handle's last copy stops the engine; the finishing thread keeps the object until it ends.
+  return {engine.get(), [engine](Engine*) { engine->request_stop(); }};
+}
+
+void Engine::request_stop() {
+  const std::lock_guard lock(mutex_);
+  stop_ = true;
+  changed_.notify_all();
+}
+
+void Engine::shutdown_all(std::chrono::milliseconds timeout) {
+  std::vector<std::shared_ptr<Engine>> engines;
+  {
+    Registry& all = registry();
+    const std::lock_guard lock(all.mutex);
+    for (const auto& weak : all.engines) {
+      if (auto engine = weak.lock(); engine && engine->process_id_ == getpid()) {
+        engines.push_back(std::move(engine));
+      }
+    }
+  }
+  for (const auto& engine : engines) engine->request_stop();
+  const auto deadline = std::chrono::steady_clock::now() + timeout;
+  for (const auto& engine : engines) {
+    std::unique_lock lock(engine->mutex_);
+    engine->changed_.wait_until(lock, deadline, [&] { return engine->ended_; });
+  }
+}
+
+void Engine::raise(const Error& error) const {
+  std::rethrow_exception(options_.make_exception(error));
+}
+
+void Engine::run(const std::vector<uint32_t>& parameters, const at::Tensor& gradient,
+                 FuturePtr future, c10::IValue value) {
+  begin_run(parameters);
+  struct Running {  // leaves run() on every path
+    Engine& engine;
+    ~Running() {
+      const std::lock_guard lock(engine.mutex_);
+      engine.running_ = false;
+      engine.changed_.notify_all();
+    }
+  } const running{*this};
+
+  const uint64_t step = stats_.steps;  // only this thread writes it
+  const BucketPlan& plan = plan_for(parameters, step < options_.warmup_steps);
+  if (static_cast<uint64_t>(gradient.numel()) != plan.num_elements) {
+    raise(Error(ErrorKind::kState,
+                "a bucket holds " + std::to_string(gradient.numel()) + " elements where its " +
+                    std::to_string(parameters.size()) + " parameters have " +
+                    std::to_string(plan.num_elements) +
+                    "; parameters must not change shape or dtype after attach"));
+  }
+  if (!exchange_ || plan.chunks.empty()) {
+    future->markCompleted(std::move(value));
+    return;
+  }
+  auto bucket = std::make_shared<BucketJob>();
+  bucket->gradient = gradient;
+  bucket->future = std::move(future);
+  bucket->value = std::move(value);
+  bucket->step = step;
+  {
+    const std::lock_guard lock(mutex_);
+    bucket->number = stats_.buckets++;
+    stats_.gradient_bytes += gradient.nbytes();
+    ++stats_.in_flight;
+  }
+  for (const ChunkPlan& chunk : plan.chunks) {
+    send_chunk(bucket, chunk, &chunk == &plan.chunks.back());
+  }
+}
+
+void Engine::begin_run(const std::vector<uint32_t>& parameters) {
+  if (getpid() != process_id_) {
+    raise(Error(ErrorKind::kState,
+                "gradferry was attached in process " + std::to_string(process_id_) +
+                    " and called after a fork in process " + std::to_string(getpid()) +
+                    "; attach in the process that trains"));
+  }
+  const std::lock_guard lock(mutex_);
+  if (death_) raise(*death_);
+  if (stop_) {
+    raise(Error(ErrorKind::kState, "gradferry was shut down; it cannot compress at exit"));
+  }
+  running_ = true;
+  // Bucket index and is_last are unreliable: a step begins when a parameter comes again.
+  const bool again = std::any_of(parameters.begin(), parameters.end(),
+                                 [&](uint32_t index) { return seen_in_step_[index]; });
+  if (again) {
+    ++stats_.steps;
+    std::fill(seen_in_step_.begin(), seen_in_step_.end(), false);
+    stats_.step_buckets = std::move(current_buckets_);
+    current_buckets_.clear();
+  }
+  for (const uint32_t index : parameters) seen_in_step_[index] = true;
+  current_buckets_.push_back(parameters);
+}
+
+const BucketPlan& Engine::plan_for(const std::vector<uint32_t>& parameters, bool dense) {
+  auto& plans = plans_[dense];
+  const auto found = plans.find(parameters);
+  if (found != plans.end()) return found->second;
+  const PlanOptions plan_options{options_.rank, options_.chunk_bytes, dense};
+  const BucketPlan& plan =
+      plans.emplace(parameters, make_plan(layout_, parameters, plan_options)).first->second;
+  const std::lock_guard lock(mutex_);
+  ++stats_.workspace_allocations;
+  return plan;
+}
+
+Slot* Engine::take_slot() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [&] { return !free_slots_.empty() || death_; });
+  if (death_) raise(*death_);
+  Slot* slot = free_slots_.back();
+  free_slots_.pop_back();
+  return slot;
+}
+
+void Engine::send_chunk(const std::shared_ptr<BucketJob>& bucket, const ChunkPlan& plan,
+                        bool last) {
+  auto job = std::make_unique<ChunkJob>();
+  job->bucket = bucket;
+  job->last = last;
+  job->chunk.plan = &plan;
+  job->chunk.slot = take_slot();
+  job->chunk.step = bucket->step;
+  job->chunk.number = stats_.chunks;  // only this thread writes it
+  auto status = WireStatus::kOk;
+  std::fill(checksums_.begin(), checksums_.end(), 0);
+  try {
+    encode(*job, checksums_);
+  } catch (const std::exception& error) {
+    // The peers still get messages of the right size; the commit tells them why.
+    job->encode_error = error.what();
+    status = WireStatus::kLocalFailure;
+  }
+  exchange_->post_scatter(job->chunk, status, checksums_);
+  const std::lock_guard lock(mutex_);
+  if (death_) raise(*death_);
+  ++stats_.chunks;
+  queue_.push_back(std::move(job));
+  changed_.notify_all();
+}
+
+TileBatch Engine::make_batch(const PlannedBatch& planned, const ChunkJob& job, Stage stage,
+                             std::vector<TileStatus>& status) const {
+  if (status.size() < planned.tiles.size()) status.resize(planned.tiles.size());
+  return {.tiles = planned.tiles.data(),
+          .num_tiles = static_cast<uint32_t>(planned.tiles.size()),
+          .dtype = job.chunk.plan->dtype,
+          .stage = stage,
+          .hold_zero_tiles = true,
+          .seed = options_.seed,
+          .step = job.bucket->step,
+          .options = &layout_.codecs()[planned.codec_index].options,
+          .status = status.data(),
+          .stream = nullptr};
+}
+
+void Engine::encode(const ChunkJob& job, std::vector<uint32_t>& checksums) {
+  auto* out = static_cast<std::byte*>(job.chunk.slot->scatter_send.mutable_data_ptr());
+  for (const PlannedBatch& planned : job.chunk.plan->encode) {
+    const TileBatch batch = make_batch(planned, job, Stage::kWorker, encode_status_);
+    float* residual =
+        planned.worker_residual ? worker_residual_.mutable_data_ptr<float>() : nullptr;
+    layout_.codecs()[planned.codec_index].codec->encode(
+        batch, job.bucket->gradient.const_data_ptr(), 1.0F, nullptr, residual, out);
+    for (size_t i = 0; i < planned.tiles.size(); ++i) {
+      const auto [rank, position] = planned.places[i];
+      checksums[rank] = combine_checksum(checksums[rank], encode_status_[i].checksum, position);
+    }
+  }
+}
+
+EngineStats Engine::stats() const {
+  const std::lock_guard lock(mutex_);
+  EngineStats stats = stats_;
+  stats.wire_bytes = wire_bytes_.load(std::memory_order_relaxed);
+  return stats;
+}
+
+EngineState Engine::state() const {
+  const std::lock_guard lock(mutex_);
+  if (death_) throw Error(*death_);
+  GRADFERRY_EXPECTS(stats_.in_flight == 0, kState,
+                    std::to_string(stats_.in_flight) +
+                        " buckets are in flight; save the state after backward() returned");
+  const bool began = !current_buckets_.empty();
+  return {stats_.steps + (began ? 1 : 0), worker_residual_.clone(), owner_residual_.clone()};
+}
+
+void Engine::load_state(const EngineState& state) {
+  const std::lock_guard lock(mutex_);
+  if (death_) throw Error(*death_);
+  GRADFERRY_EXPECTS(stats_.in_flight == 0, kState,
+                    std::to_string(stats_.in_flight) +
+                        " buckets are in flight; load the state before backward()");
+  const auto fits = [](const at::Tensor& own, const at::Tensor& other) {
+    return other.device().is_cpu() && other.scalar_type() == at::kFloat &&
+           other.sizes() == own.sizes();
+  };
+  GRADFERRY_EXPECTS(fits(worker_residual_, state.worker_residual) &&
+                        fits(owner_residual_, state.owner_residual),
+                    kState,
+                    "the saved residuals have another size, dtype or device than this engine's; "
+                    "they belong to another model, codec, rank or world size");
+  worker_residual_.copy_(state.worker_residual);
+  owner_residual_.copy_(state.owner_residual);
+  stats_.steps = state.steps;
+  std::fill(seen_in_step_.begin(), seen_in_step_.end(), false);
+  current_buckets_.clear();
+}
+
+}  // namespace gradferry

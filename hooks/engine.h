@@ -1,0 +1,187 @@
+// The engine: takes a bucket, and completes a Future once the averaged gradient is in it.
+//
+//   autograd thread      encode chunk -> post its all-to-all           (scatter lane)
+//   finishing thread     wait -> reduce -> post its all-gather         (gather lane)
+//                        wait -> decode into the bucket -> commit      (commit lane) -> Future
+//
+// The finishing thread keeps the engine alive and closes its lanes. It ends when it was told to
+// stop and nothing is in flight. Neither thread takes the GIL. After the first error an engine is
+// dead: every call gets that error, and its lanes are given up.
+#pragma once
+
+#include <ATen/core/ivalue.h>
+
+#include <array>
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "exchange.h"
+#include "gradferry/error.h"
+#include "layout.h"
+#include "plan.h"
+
+namespace gradferry {
+
+using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
+// Turns an Error into an exception that torch's autograd can show to Python.
+using ExceptionFactory = std::exception_ptr (*)(const Error&);
+
+struct EngineOptions {
+  std::vector<ParameterSpec> parameters;  // in the order of named_parameters()
+  uint32_t rank;
+  uint32_t world_size;
+  uint64_t config_hash;
+  uint64_t layout_hash;
+  uint64_t seed;
+  uint64_t warmup_steps;  // first steps, in which every tile travels as `exact`
+  bool raise_nonfinite;   // a decoded NaN or infinity is an error instead of being handed on
+  uint32_t chunk_bytes;   // most payload bytes per owner and stage in one chunk
+  ExceptionFactory make_exception;
+};
+
+// Counters since attach. wire_bytes is what this rank sent to others, counted where it is posted.
+struct EngineStats {
+  uint64_t steps = 0;  // the current step, counted from 0
+  uint64_t buckets = 0;
+  uint64_t chunks = 0;
+  uint64_t gradient_bytes = 0;
+  uint64_t wire_bytes = 0;
+  uint64_t residual_bytes = 0;
+  uint64_t workspace_bytes = 0;
+  uint64_t workspace_allocations = 0;
+  uint64_t in_flight = 0;  // buckets whose Future is not complete
+  std::vector<std::vector<uint32_t>> step_buckets;  // parameters by bucket, last finished step
+};
+
+// What a checkpoint must hold; fp32 tensors of one dimension on CPU.
+struct EngineState {
+  uint64_t steps;  // finished
+  at::Tensor worker_residual;
+  at::Tensor owner_residual;
+};
+
+class Engine {
+ public:
+  // `backends`: three gloo backends of our own (scatter, gather, commit), or none when world_size
+  // is 1. Allocates residuals and workspace, then starts the finishing thread. The engine stops
+  // when the last copy of the returned pointer is gone.
+  static std::shared_ptr<Engine> start(EngineOptions options,
+                                       std::vector<c10::intrusive_ptr<c10d::Backend>> backends);
+
+  // Averages `gradient` (dense, flat, contiguous, real, on CPU) of `parameters` (in bucket order) in
+  // place over all ranks, then completes `future` with `value`. Called in bucket order, from one
+  // thread at a time, without the GIL. Blocks while all slots are in use.
+  void run(const std::vector<uint32_t>& parameters, const at::Tensor& gradient, FuturePtr future,
+           c10::IValue value);
+
+  EngineStats stats() const;
+  // Both throw Error(kState) while buckets are in flight.
+  EngineState state() const;
+  void load_state(const EngineState& state);
+
+  const Layout& layout() const { return layout_; }
+
+  // Tells every engine of the process to stop; waits at most `timeout` for what is in flight.
+  static void shutdown_all(std::chrono::milliseconds timeout);
+
+ private:
+  // A bucket under way. After run() returned, only the finishing thread touches it.
+  struct BucketJob {
+    at::Tensor gradient;
+    FuturePtr future;
+    c10::IValue value;
+    uint64_t number;
+    uint64_t step;
+    Fault fault;
+    std::string local_error;                  // of this rank, when fault is kLocalFailure
+    std::optional<uint64_t> nonfinite_tile;
+  };
+  // A chunk under way, from encode to decode.
+  struct ChunkJob {
+    std::shared_ptr<BucketJob> bucket;
+    Chunk chunk;
+    bool last;                // of its bucket
+    std::string encode_error;
+  };
+  struct Commit {
+    std::shared_ptr<BucketJob> bucket;
+    at::Tensor receive;
+    Pending work;
+  };
+
+  Engine(EngineOptions options, std::vector<c10::intrusive_ptr<c10d::Backend>> backends);
+  void allocate();
+
+  // Autograd thread (engine.cpp).
+  void begin_run(const std::vector<uint32_t>& parameters);
+  const BucketPlan& plan_for(const std::vector<uint32_t>& parameters, bool dense);
+  void send_chunk(const std::shared_ptr<BucketJob>& bucket, const ChunkPlan& plan, bool last);
+  Slot* take_slot();
+  void encode(const ChunkJob& job, std::vector<uint32_t>& checksums);
+
+  // Finishing thread (engine_finish.cpp).
+  void finish();
+  bool finish_one();
+  void reduce_chunk(std::unique_ptr<ChunkJob> job);
+  uint32_t reduce(const ChunkJob& job);
+  void decode_chunk(std::unique_ptr<ChunkJob> job);
+  void decode(const ChunkJob& job);
+  void post_commit(std::shared_ptr<BucketJob> bucket);
+  void finish_commit();
+  void complete(BucketJob& bucket);
+  Fault local_fault(const ChunkJob& job, Phase phase) const;
+  void end(const std::optional<Error>& error);
+
+  TileBatch make_batch(const PlannedBatch& planned, const ChunkJob& job, Stage stage,
+                       std::vector<TileStatus>& status) const;
+  std::string parameter_of(uint64_t tile) const;
+  void request_stop();
+  [[noreturn]] void raise(const Error& error) const;
+
+  const EngineOptions options_;
+  std::atomic<uint64_t> wire_bytes_{0};
+  const Layout layout_;
+  std::vector<Lane> lanes_;
+  std::optional<Exchange> exchange_;  // none when world_size is 1
+  std::optional<at::ThreadLocalState> clean_;
+  const int process_id_;
+
+  at::Tensor worker_residual_;
+  at::Tensor owner_residual_;
+  std::vector<Slot> slots_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> commit_slots_;  // send, receive
+
+  // Autograd thread only.
+  std::array<std::map<std::vector<uint32_t>, BucketPlan>, 2> plans_;  // compressed, dense
+  std::vector<TileStatus> encode_status_;
+  std::vector<uint32_t> checksums_;
+
+  // Finishing thread only.
+  std::deque<std::unique_ptr<ChunkJob>> gathers_;
+  std::deque<Commit> commits_;
+  std::vector<TileStatus> finish_status_;
+  std::vector<const std::byte*> payloads_;
+
+  // Shared, under mutex_.
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::unique_ptr<ChunkJob>> queue_;
+  std::vector<Slot*> free_slots_;
+  std::vector<bool> seen_in_step_;  // by parameter
+  std::vector<std::vector<uint32_t>> current_buckets_;
+  std::optional<Error> death_;
+  bool running_ = false;  // run() is active
+  bool stop_ = false;
+  bool ended_ = false;
+  EngineStats stats_;
+};
+
+}  // namespace gradferry

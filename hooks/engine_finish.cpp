@@ -1,0 +1,245 @@
+// The engine's second half: what the finishing thread does.
+#include <algorithm>
+
+#include "engine.h"
+
+namespace gradferry {
+namespace {
+
+// All-gathers in flight: with two, one travels while the other is decoded.
+constexpr size_t kGathersInFlight = 2;
+
+// Keeps the first fault, except that an echo of another rank's trouble gives way to a cause.
+void note(Fault& kept, const Fault& fault) {
+  if (fault && (!kept || kept.status == WireStatus::kPeerTrouble)) kept = fault;
+}
+
+}  // namespace
+
+void Engine::finish() {
+  {
+    const std::lock_guard lock(mutex_);
+    clean_.emplace();  // captured here: this thread never ran Python
+    changed_.notify_all();
+  }
+  std::optional<Error> error;
+  try {
+    while (finish_one()) {
+    }
+  } catch (const Error& e) {
+    error = e;
+  } catch (const std::exception& e) {
+    error = Error(ErrorKind::kPeer,
+                  "lost contact with another rank at step " + std::to_string(stats().steps) + ": " +
+                      e.what() + "; look at the other ranks' errors first, then restart");
+  }
+  end(error);
+}
+
+// Does the oldest thing that can be done; false when told to stop with nothing in flight.
+bool Engine::finish_one() {
+  if (commits_.size() == commit_slots_.size()) finish_commit();
+  std::unique_ptr<ChunkJob> next;
+  {
+    std::unique_lock lock(mutex_);
+    if (gathers_.empty() && commits_.empty()) {
+      changed_.wait(lock, [&] { return !queue_.empty() || (stop_ && !running_); });
+      if (queue_.empty()) return false;
+    }
+    if (!queue_.empty() && gathers_.size() < kGathersInFlight) {
+      next = std::move(queue_.front());
+      queue_.pop_front();
+    }
+  }
+  if (next) {
+    reduce_chunk(std::move(next));
+  } else if (!gathers_.empty()) {
+    auto job = std::move(gathers_.front());
+    gathers_.pop_front();
+    decode_chunk(std::move(job));
+  } else {
+    finish_commit();
+  }
+  return true;
+}
+
+Fault Engine::local_fault(const ChunkJob& job, Phase phase) const {
+  return {WireStatus::kLocalFailure, phase, options_.rank, job.chunk.number, 0, 0};
+}
+
+void Engine::reduce_chunk(std::unique_ptr<ChunkJob> job) {
+  // In gathers_ first, so that an exception finds its bucket there.
+  ChunkJob& current = *gathers_.emplace_back(std::move(job));
+  BucketJob& bucket = *current.bucket;
+  const Fault local = local_fault(current, Phase::kScatter);
+  if (!current.encode_error.empty()) {
+    note(bucket.fault, local);
+    bucket.local_error = current.encode_error;
+  }
+  note(bucket.fault, exchange_->wait_scatter(current.chunk));
+  uint32_t checksum = 0;
+  if (!bucket.fault) {
+    try {
+      checksum = reduce(current);
+    } catch (const std::exception& error) {
+      note(bucket.fault, local);
+      bucket.local_error = error.what();
+    }
+  }
+  exchange_->post_gather(current.chunk, bucket.fault.status, checksum);
+}
+
+uint32_t Engine::reduce(const ChunkJob& job) {
+  for (uint32_t rank = 0; rank < options_.world_size; ++rank) {
+    payloads_[rank] = exchange_->scattered_payload(job.chunk, rank);
+  }
+  std::byte* out =
+      static_cast<std::byte*>(job.chunk.slot->gather_send.mutable_data_ptr()) + sizeof(MessageHeader);
+  uint32_t checksum = 0;
+  uint64_t corrupt = 0;
+  for (const PlannedBatch& planned : job.chunk.plan->reduce) {
+    const TileBatch batch = make_batch(planned, job, Stage::kOwner, finish_status_);
+    float* residual = planned.owner_residual ? owner_residual_.mutable_data_ptr<float>() : nullptr;
+    layout_.codecs()[planned.codec_index].codec->reduce(batch, payloads_.data(),
+                                                        options_.world_size, nullptr, residual, out);
+    for (size_t i = 0; i < planned.tiles.size(); ++i) {
+      const TileStatus& status = finish_status_[i];
+      checksum = combine_checksum(checksum, status.checksum, planned.places[i].position);
+      corrupt += (status.flags & kTileCorrupt) != 0;
+    }
+  }
+  if (corrupt != 0) {
+    note(job.bucket->fault, {WireStatus::kCorruptPayload, Phase::kScatter, options_.rank,
+                             job.chunk.number, 0, corrupt});
+  }
+  return checksum;
+}
+
+void Engine::decode_chunk(std::unique_ptr<ChunkJob> job) {
+  BucketJob& bucket = *job->bucket;
+  try {
+    note(bucket.fault, exchange_->wait_gather(job->chunk));
+  } catch (...) {
+    gathers_.push_front(std::move(job));  // end() fails its bucket
+    throw;
+  }
+  if (!bucket.fault) {
+    try {
+      decode(*job);
+    } catch (const std::exception& error) {
+      note(bucket.fault, local_fault(*job, Phase::kGather));
+      bucket.local_error = error.what();
+    }
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    free_slots_.push_back(job->chunk.slot);
+    changed_.notify_all();
+  }
+  if (job->last) post_commit(job->bucket);
+}
+
+void Engine::decode(const ChunkJob& job) {
+  const auto* in = static_cast<const std::byte*>(job.chunk.slot->gather_receive.const_data_ptr());
+  for (const PlannedBatch& planned : job.chunk.plan->decode) {
+    const TileBatch batch = make_batch(planned, job, Stage::kOwner, finish_status_);
+    layout_.codecs()[planned.codec_index].codec->decode(
+        batch, in, job.bucket->gradient.mutable_data_ptr(), 0.0F, nullptr);
+    for (size_t i = 0; i < planned.tiles.size(); ++i) {
+      const uint32_t flags = finish_status_[i].flags;
+      if ((flags & kTileNonFinite) != 0 && !job.bucket->nonfinite_tile) {
+        job.bucket->nonfinite_tile = planned.tiles[i].id;
+      }
+      if ((flags & kTileCorrupt) != 0) {
+        note(job.bucket->fault, {WireStatus::kCorruptPayload, Phase::kGather,
+                                 planned.places[i].rank, job.chunk.number, 0, 1});
+      }
+    }
+  }
+}
+
+void Engine::post_commit(std::shared_ptr<BucketJob> bucket) {
+  const auto& [send, receive] = commit_slots_[bucket->number % commit_slots_.size()];
+  Commit& commit = commits_.emplace_back(Commit{std::move(bucket), receive, {}});
+  const BucketJob& job = *commit.bucket;
+  commit.work = exchange_->post_commit(send, receive, job.step, job.number, job.fault);
+}
+
+void Engine::finish_commit() {
+  Commit& commit = commits_.front();
+  BucketJob& bucket = *commit.bucket;
+  commit.work->wait();
+  uint32_t reporter = 0;
+  const Fault fault =
+      exchange_->read_commit(commit.receive, bucket.step, bucket.number, &reporter);
+  if (fault) {
+    std::string message = describe(fault, reporter, bucket.step);
+    if (fault.status != WireStatus::kLocalFailure) {
+      throw Error(ErrorKind::kProtocol, message);
+    }
+    if (reporter == options_.rank) message += ": " + bucket.local_error;
+    throw Error(ErrorKind::kPeer, message);
+  }
+  if (options_.raise_nonfinite && bucket.nonfinite_tile) {
+    throw Error(ErrorKind::kState,
+                "the averaged gradient of '" + parameter_of(*bucket.nonfinite_tile) +
+                    "' is not finite at step " + std::to_string(bucket.step) +
+                    "; lower the learning rate or the loss scale, or attach with "
+                    "nonfinite='propagate' to see it in .grad");
+  }
+  complete(bucket);
+  commits_.pop_front();
+}
+
+void Engine::complete(BucketJob& bucket) {
+  {
+    const std::lock_guard lock(mutex_);
+    --stats_.in_flight;
+  }
+  bucket.gradient.reset();
+  bucket.future->markCompleted(std::move(bucket.value));
+  bucket.future.reset();
+}
+
+std::string Engine::parameter_of(uint64_t tile) const {
+  const auto& parameters = layout_.parameters();
+  const auto after = std::upper_bound(
+      parameters.begin(), parameters.end(), tile,
+      [](uint64_t id, const Parameter& parameter) { return id < parameter.first_tile; });
+  return std::prev(after)->name;
+}
+
+// The thread's last act. With an error: every bucket in flight fails with it, and the lanes are
+// given up, since a peer may never answer what is posted on them.
+void Engine::end(const std::optional<Error>& error) {
+  std::vector<std::shared_ptr<BucketJob>> failed;
+  {
+    const std::lock_guard lock(mutex_);
+    death_ = error;
+    for (const auto& job : gathers_) failed.push_back(job->bucket);
+    for (const auto& commit : commits_) failed.push_back(commit.bucket);
+    for (const auto& job : queue_) failed.push_back(job->bucket);
+    queue_.clear();
+    stats_.in_flight = 0;
+    changed_.notify_all();
+  }
+  gathers_.clear();
+  commits_.clear();
+  if (error) {
+    const std::exception_ptr exception = options_.make_exception(*error);
+    for (const auto& bucket : failed) {
+      if (bucket->future) bucket->future->setErrorIfNeeded(exception);
+      bucket->future.reset();
+    }
+  }
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [&] { return !running_; });  // run() may be posting on a lane
+  for (Lane& lane : lanes_) {
+    if (error) lane.abandon();
+    lane.close();
+  }
+  ended_ = true;
+  changed_.notify_all();
+}
+
+}  // namespace gradferry

@@ -1,0 +1,272 @@
+#include "exchange.h"
+
+#include <cstddef>
+#include <cstring>
+#include <initializer_list>
+
+namespace gradferry {
+namespace {
+
+constexpr uint32_t kHeaderBytes = sizeof(MessageHeader);
+
+std::byte* bytes(const at::Tensor& tensor) {
+  return static_cast<std::byte*>(tensor.mutable_data_ptr());
+}
+
+uint32_t message_checksum(const std::byte* payload, const std::vector<uint32_t>& tile_bytes) {
+  uint32_t checksum = 0;
+  uint32_t position = 0;
+  for (const uint32_t size : tile_bytes) {
+    checksum = combine_checksum(checksum, word_sum(payload, size), position++);
+    payload += size;
+  }
+  return checksum;
+}
+
+struct FieldText {
+  const char* field;
+  const char* advice;
+};
+
+FieldText text_of(WireStatus status) {
+  constexpr const char* kForeign =
+      "something else used gradferry's connections, or bytes were damaged on the way";
+  constexpr const char* kOrder =
+      "the ranks no longer run the same sequence of buckets: check that every rank runs the same "
+      "model, the same number of backward passes, and resumed from the same checkpoint";
+  switch (status) {
+    case WireStatus::kBadMagic: return {"magic", kForeign};
+    case WireStatus::kBadVersion: return {"wire version", "install one gradferry on all ranks"};
+    case WireStatus::kBadPhase: return {"phase", kOrder};
+    case WireStatus::kBadSource: return {"source rank", kForeign};
+    case WireStatus::kBadConfig: return {"configuration hash", kOrder};
+    case WireStatus::kBadLayout: return {"layout hash", kOrder};
+    case WireStatus::kBadStep: return {"step", kOrder};
+    case WireStatus::kBadChunk: return {"chunk", kOrder};
+    case WireStatus::kBadPayloadBytes: return {"payload bytes", kOrder};
+    case WireStatus::kBadChecksum:
+      return {"checksum", "bytes were damaged on the way; check the network and the memory"};
+    case WireStatus::kCorruptPayload:
+      return {"number of corrupt tiles", "the sender's codec misbehaves; please report it"};
+    default: return {"status", "see the error of that rank"};
+  }
+}
+
+}  // namespace
+
+std::string describe(const Fault& fault, uint32_t reporter, uint64_t step) {
+  const std::string where = " (step " + std::to_string(step) + ", chunk " +
+                            std::to_string(fault.chunk) + ", " +
+                            (fault.phase == Phase::kScatter  ? "scatter"
+                             : fault.phase == Phase::kGather ? "gather"
+                                                             : "commit") +
+                            ")";
+  if (fault.status == WireStatus::kLocalFailure) {
+    return "rank " + std::to_string(reporter) + " failed while it compressed gradients" + where +
+           "; the reason is in that rank's own error";
+  }
+  const FieldText text = text_of(fault.status);
+  return "rank " + std::to_string(reporter) + " refused a message from rank " +
+         std::to_string(fault.rank) + where + ": " + text.field + " is " +
+         std::to_string(fault.received) + ", expected " + std::to_string(fault.expected) + "; " +
+         text.advice;
+}
+
+Slot make_slot(uint32_t world_size, uint64_t message_bytes) {
+  const auto single = static_cast<int64_t>(message_bytes);
+  const int64_t all = single * world_size;
+  const auto options = at::TensorOptions().dtype(at::kByte);
+  return {at::zeros({all}, options), at::zeros({all}, options), at::zeros({single}, options),
+          at::zeros({all}, options)};
+}
+
+void Exchange::write_header(std::byte* message, const Chunk& chunk, Phase phase, WireStatus status,
+                            uint32_t payload_bytes, uint32_t checksum) const {
+  const MessageHeader header{.magic = kWireMagic,
+                             .wire_version = kWireVersion,
+                             .phase = static_cast<uint16_t>(phase),
+                             .status = static_cast<uint32_t>(status),
+                             .source_rank = agreement_.rank,
+                             .config_hash = agreement_.config_hash,
+                             .layout_hash = agreement_.layout_hash,
+                             .step = chunk.step,
+                             .chunk = chunk.number,
+                             .payload_bytes = payload_bytes,
+                             .checksum = checksum,
+                             .seed = 0};
+  std::memcpy(message, &header, sizeof(header));
+}
+
+void Exchange::post_scatter(Chunk& chunk, WireStatus status,
+                            const std::vector<uint32_t>& checksums) {
+  const auto& shards = chunk.plan->shards;
+  std::vector<int64_t> send_bytes(shards.size());
+  const int64_t own = kHeaderBytes + shards[agreement_.rank].worker_bytes;
+  const std::vector<int64_t> receive_bytes(shards.size(), own);
+  int64_t offset = 0;
+  for (uint32_t p = 0; p < shards.size(); ++p) {
+    write_header(bytes(chunk.slot->scatter_send) + offset, chunk, Phase::kScatter, status,
+                 shards[p].worker_bytes, checksums[p]);
+    send_bytes[p] = kHeaderBytes + shards[p].worker_bytes;
+    offset += send_bytes[p];
+  }
+  chunk.scatter = scatter_lane_.all_to_all(
+      chunk.slot->scatter_receive.narrow(0, 0, own * static_cast<int64_t>(shards.size())),
+      receive_bytes, chunk.slot->scatter_send.narrow(0, 0, offset), send_bytes);
+}
+
+Fault Exchange::check(const std::byte* message, const Chunk& chunk, Phase phase, uint32_t source,
+                      const std::vector<uint32_t>& tile_bytes, uint32_t payload_bytes) const {
+  MessageHeader header;
+  std::memcpy(&header, message, sizeof(header));
+  const auto fault = [&](WireStatus status, uint64_t expected, uint64_t received) {
+    return Fault{status, phase, source, chunk.number, expected, received};
+  };
+  const struct {
+    WireStatus status;
+    uint64_t expected, received;
+  } fields[] = {
+      {WireStatus::kBadMagic, kWireMagic, header.magic},
+      {WireStatus::kBadVersion, kWireVersion, header.wire_version},
+      {WireStatus::kBadPhase, static_cast<uint64_t>(phase), header.phase},
+      {WireStatus::kBadSource, source, header.source_rank},
+      {WireStatus::kBadConfig, agreement_.config_hash, header.config_hash},
+      {WireStatus::kBadLayout, agreement_.layout_hash, header.layout_hash},
+      {WireStatus::kBadStep, chunk.step, header.step},
+      {WireStatus::kBadChunk, chunk.number, header.chunk},
+      {WireStatus::kBadPayloadBytes, payload_bytes, header.payload_bytes},
+  };
+  for (const auto& field : fields) {
+    if (field.expected != field.received) {
+      return fault(field.status, field.expected, field.received);
+    }
+  }
+  // A sender in trouble reports through its own commit; its payload is not to be read.
+  if (header.status != 0) return fault(WireStatus::kPeerTrouble, 0, header.status);
+  const uint32_t checksum = message_checksum(message + kHeaderBytes, tile_bytes);
+  if (checksum != header.checksum) {
+    return fault(WireStatus::kBadChecksum, header.checksum, checksum);
+  }
+  return {};
+}
+
+Fault Exchange::wait_scatter(Chunk& chunk) {
+  chunk.scatter->wait();
+  chunk.scatter.reset();
+  const Shard& own = chunk.plan->shards[agreement_.rank];
+  for (uint32_t rank = 0; rank < agreement_.world_size; ++rank) {
+    const Fault fault = check(scattered_payload(chunk, rank) - kHeaderBytes, chunk,
+                              Phase::kScatter, rank, own.worker_tiles, own.worker_bytes);
+    if (fault) return fault;
+  }
+  return {};
+}
+
+const std::byte* Exchange::scattered_payload(const Chunk& chunk, uint32_t rank) const {
+  const uint64_t stride = kHeaderBytes + chunk.plan->shards[agreement_.rank].worker_bytes;
+  return bytes(chunk.slot->scatter_receive) + rank * stride + kHeaderBytes;
+}
+
+void Exchange::post_gather(Chunk& chunk, WireStatus status, uint32_t checksum) {
+  const int64_t size = chunk.plan->gather_message_bytes;
+  write_header(bytes(chunk.slot->gather_send), chunk, Phase::kGather, status,
+               chunk.plan->shards[agreement_.rank].owner_bytes, checksum);
+  chunk.gather = gather_lane_.all_gather(
+      chunk.slot->gather_receive.narrow(0, 0, size * agreement_.world_size),
+      chunk.slot->gather_send.narrow(0, 0, size));
+}
+
+Fault Exchange::wait_gather(Chunk& chunk) {
+  chunk.gather->wait();
+  chunk.gather.reset();
+  for (uint32_t rank = 0; rank < agreement_.world_size; ++rank) {
+    const Shard& shard = chunk.plan->shards[rank];
+    const std::byte* message =
+        bytes(chunk.slot->gather_receive) + uint64_t{rank} * chunk.plan->gather_message_bytes;
+    const Fault fault =
+        check(message, chunk, Phase::kGather, rank, shard.owner_tiles, shard.owner_bytes);
+    if (fault) return fault;
+  }
+  return {};
+}
+
+Pending Exchange::post_commit(at::Tensor send, at::Tensor receive, uint64_t step, uint64_t bucket,
+                              const Fault& fault) {
+  CommitRecord record{.magic = kWireMagic,
+                      .wire_version = kWireVersion,
+                      .phase = static_cast<uint16_t>(Phase::kCommit),
+                      .status = static_cast<uint32_t>(fault.status),
+                      .source_rank = agreement_.rank,
+                      .step = step,
+                      .bucket = bucket,
+                      .failed_chunk = 0,
+                      .failed_phase = 0,
+                      .failed_rank = 0,
+                      .expected = fault.expected,
+                      .received = fault.received,
+                      .checksum = 0,
+                      .reserved = 0};
+  if (fault) {
+    record.failed_chunk = static_cast<uint32_t>(fault.chunk);
+    record.failed_phase = static_cast<uint16_t>(fault.phase);
+    record.failed_rank = static_cast<uint16_t>(fault.rank);
+  }
+  std::memcpy(bytes(send), &record, sizeof(record));
+  record.checksum = word_sum(bytes(send), offsetof(CommitRecord, checksum));
+  std::memcpy(bytes(send), &record, sizeof(record));
+  return commit_lane_.all_gather(std::move(receive), std::move(send));
+}
+
+Fault Exchange::read_commit(const at::Tensor& receive, uint64_t step, uint64_t bucket,
+                            uint32_t* reporter) {
+  struct Check {
+    WireStatus status;
+    uint64_t expected, received;
+  };
+  const auto first_mismatch = [&](uint32_t rank, std::initializer_list<Check> checks) -> Fault {
+    for (const Check& c : checks) {
+      if (c.expected != c.received) {
+        return {c.status, Phase::kCommit, rank, bucket, c.expected, c.received};
+      }
+    }
+    return {};
+  };
+  std::vector<CommitRecord> records(agreement_.world_size);
+  std::memcpy(records.data(), bytes(receive), records.size() * sizeof(CommitRecord));
+
+  // A record that cannot be read is this rank's own finding.
+  *reporter = agreement_.rank;
+  for (uint32_t rank = 0; rank < records.size(); ++rank) {
+    const CommitRecord& record = records[rank];
+    const uint32_t checksum = word_sum(reinterpret_cast<const std::byte*>(&record),
+                                       offsetof(CommitRecord, checksum));
+    const Fault unreadable = first_mismatch(
+        rank, {{WireStatus::kBadMagic, kWireMagic, record.magic},
+               {WireStatus::kBadVersion, kWireVersion, record.wire_version},
+               {WireStatus::kBadPhase, static_cast<uint64_t>(Phase::kCommit), record.phase},
+               {WireStatus::kBadSource, rank, record.source_rank},
+               {WireStatus::kBadChecksum, checksum, record.checksum}});
+    if (unreadable) return unreadable;
+  }
+  // The cause before its echoes.
+  for (const bool echo : {false, true}) {
+    for (uint32_t rank = 0; rank < records.size(); ++rank) {
+      const CommitRecord& record = records[rank];
+      const auto status = static_cast<WireStatus>(record.status);
+      if (status == WireStatus::kOk || (status == WireStatus::kPeerTrouble) != echo) continue;
+      *reporter = rank;
+      return {status,           static_cast<Phase>(record.failed_phase),
+              record.failed_rank, record.failed_chunk,
+              record.expected,  record.received};
+    }
+  }
+  for (uint32_t rank = 0; rank < records.size(); ++rank) {
+    const Fault mismatch =
+        first_mismatch(rank, {{WireStatus::kBadStep, step, records[rank].step},
+                              {WireStatus::kBadChunk, bucket, records[rank].bucket}});
+    if (mismatch) return mismatch;
+  }
+  return {};
+}
+
+}  // namespace gradferry

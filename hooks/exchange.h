@@ -1,0 +1,98 @@
+// The flat exchange: scatter-reduce and all-gather of packed messages between all ranks, with a
+// header before every payload and a commit after every bucket. Knows messages, not numbers.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "gradferry/codec.h"
+#include "gradferry/wire.h"
+#include "lane.h"
+#include "plan.h"
+
+namespace gradferry {
+
+// What both sides of a message must agree on.
+struct Agreement {
+  uint32_t rank;
+  uint32_t world_size;
+  uint64_t config_hash;
+  uint64_t layout_hash;
+};
+
+// The first thing that went wrong in a bucket on this rank; the commit carries it to the others.
+struct Fault {
+  WireStatus status = WireStatus::kOk;
+  Phase phase = Phase::kScatter;
+  uint32_t rank = 0;  // whose message was refused; this rank for kLocalFailure
+  uint64_t chunk = 0;
+  uint64_t expected = 0;
+  uint64_t received = 0;
+
+  explicit operator bool() const { return status != WireStatus::kOk; }
+};
+
+// "rank 1 refused what rank 0 sent: ..." with both values and advice. `reporter` saw the fault.
+std::string describe(const Fault& fault, uint32_t reporter, uint64_t step);
+
+// Buffers of one chunk in flight, allocated once. uint8, in host memory.
+struct Slot {
+  at::Tensor scatter_send, scatter_receive, gather_send, gather_receive;
+};
+
+// One chunk on its way through the exchange.
+struct Chunk {
+  const ChunkPlan* plan = nullptr;
+  Slot* slot = nullptr;
+  uint64_t number = 0;
+  uint64_t step = 0;
+  Pending scatter;
+  Pending gather;
+};
+
+// Bytes a slot needs for chunks whose largest message has `message_bytes`.
+Slot make_slot(uint32_t world_size, uint64_t message_bytes);
+
+class Exchange {
+ public:
+  Exchange(const Agreement& agreement, Lane& scatter_lane, Lane& gather_lane, Lane& commit_lane)
+      : agreement_(agreement),
+        scatter_lane_(scatter_lane),
+        gather_lane_(gather_lane),
+        commit_lane_(commit_lane) {}
+
+  // Sends the payloads in slot.scatter_send; checksums[p] belongs to the message for rank p.
+  void post_scatter(Chunk& chunk, WireStatus status, const std::vector<uint32_t>& checksums);
+  // Returns the first message that cannot be trusted, by rank. Throws what the transport throws.
+  Fault wait_scatter(Chunk& chunk);
+  // Where the payload for this owner from `rank` lies, after wait_scatter.
+  const std::byte* scattered_payload(const Chunk& chunk, uint32_t rank) const;
+
+  // Sends the payload in slot.gather_send, after its header.
+  void post_gather(Chunk& chunk, WireStatus status, uint32_t checksum);
+  Fault wait_gather(Chunk& chunk);
+
+  // One record per rank; `send` and `receive` are uint8 of 64 and world_size * 64 bytes.
+  Pending post_commit(at::Tensor send, at::Tensor receive, uint64_t step, uint64_t bucket,
+                      const Fault& fault);
+  // Every rank's verdict, equal on all ranks: the fault of the lowest rank that reports one.
+  // `reporter` is set to that rank.
+  Fault read_commit(const at::Tensor& receive, uint64_t step, uint64_t bucket, uint32_t* reporter);
+
+  const Agreement& agreement() const { return agreement_; }
+
+ private:
+  void write_header(std::byte* message, const Chunk& chunk, Phase phase, WireStatus status,
+                    uint32_t payload_bytes, uint32_t checksum) const;
+  Fault check(const std::byte* message, const Chunk& chunk, Phase phase, uint32_t source,
+              const std::vector<uint32_t>& tile_bytes, uint32_t payload_bytes) const;
+
+  Agreement agreement_;
+  Lane& scatter_lane_;
+  Lane& gather_lane_;
+  Lane& commit_lane_;
+};
+
+}  // namespace gradferry

@@ -1,0 +1,30 @@
+#include "lane.h"
+
+namespace gradferry {
+
+Lane::Lane(c10::intrusive_ptr<c10d::Backend> backend, std::atomic<uint64_t>* sent_bytes)
+    : backend_(std::move(backend)),
+      rank_(static_cast<size_t>(backend_->getRank())),
+      world_size_(static_cast<uint64_t>(backend_->getSize())),
+      sent_bytes_(sent_bytes) {}
+
+Pending Lane::all_to_all(at::Tensor receive, std::vector<int64_t> receive_bytes, at::Tensor send,
+                         std::vector<int64_t> send_bytes) {
+  const at::ThreadLocalStateGuard guard(*clean_);
+  sent_bytes_->fetch_add(static_cast<uint64_t>(send.numel() - send_bytes[rank_]),
+                         std::memory_order_relaxed);
+  return backend_->alltoall_base(receive, send, receive_bytes, send_bytes);
+}
+
+Pending Lane::all_gather(at::Tensor receive, at::Tensor send) {
+  const at::ThreadLocalStateGuard guard(*clean_);
+  sent_bytes_->fetch_add(static_cast<uint64_t>(send.numel()) * (world_size_ - 1),
+                         std::memory_order_relaxed);
+  return backend_->_allgather_base(receive, send);
+}
+
+void Lane::abandon() {
+  if (backend_) c10::raw::intrusive_ptr::incref(backend_.get());
+}
+
+}  // namespace gradferry

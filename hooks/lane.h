@@ -1,0 +1,46 @@
+// A lane: an ordered queue of collectives of our own, on a gloo backend built for one attach.
+// gloo pairs collectives by issue order per backend, so each lane has exactly one posting thread.
+#pragma once
+
+#include <ATen/ThreadLocalState.h>
+#include <ATen/core/Tensor.h>
+
+#include <atomic>
+#include <cstdint>
+#include <vector>
+
+#include "torch_compat.h"
+
+namespace gradferry {
+
+// A collective under way. Holds its tensors until it is waited for.
+using Pending = c10::intrusive_ptr<c10d::Work>;
+
+class Lane {
+ public:
+  // `clean` was captured on a thread that never ran Python: posting under it keeps Python contexts,
+  // and so the GIL, out of the Work. `sent_bytes` counts what this rank sends to others.
+  Lane(c10::intrusive_ptr<c10d::Backend> backend, std::atomic<uint64_t>* sent_bytes);
+
+  void set_thread_local_state(const at::ThreadLocalState* clean) { clean_ = clean; }
+
+  // uint8 tensors, contiguous, one dimension; rank p's part of `send` has send_bytes[p] bytes.
+  Pending all_to_all(at::Tensor receive, std::vector<int64_t> receive_bytes, at::Tensor send,
+                     std::vector<int64_t> send_bytes);
+  // Every rank sends `send`; `receive` holds world_size times as much.
+  Pending all_gather(at::Tensor receive, at::Tensor send);
+
+  // Destroys the backend. Only when nothing is in flight: its destructor joins its threads.
+  void close() { backend_.reset(); }
+  // Never destroys it: something is in flight that a peer may never answer.
+  void abandon();
+
+ private:
+  c10::intrusive_ptr<c10d::Backend> backend_;
+  size_t rank_;
+  uint64_t world_size_;
+  std::atomic<uint64_t>* sent_bytes_;
+  const at::ThreadLocalState* clean_ = nullptr;
+};
+
+}  // namespace gradferry

@@ -1,0 +1,84 @@
+// The model as tiles: which codec, which owner, and which place in the residuals each tile has.
+// Built once when the codec is attached, before any bucket is known, and never changed.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "gradferry/codec.h"
+
+namespace gradferry {
+
+// One parameter that DDP reduces, as the caller describes it.
+struct ParameterSpec {
+  std::string name;
+  uint64_t num_elements;   // of the real view: a complex parameter counts twice
+  ScalarType dtype;        // of the real view
+  std::string codec;       // a codec string, already resolved by the rules
+  bool worker_residual;    // keep what the first encode withholds
+  bool owner_residual;     // keep what the owner's encode withholds
+};
+
+// A parameter's codec, and what its tiles weigh.
+struct ResolvedCodec {
+  const Codec* codec;
+  CodecOptions options;
+};
+
+inline constexpr uint64_t kNoResidual = ~uint64_t{0};
+
+struct Parameter {
+  std::string name;
+  uint64_t num_elements;
+  ScalarType dtype;
+  uint32_t codec_index;       // into Layout::codecs()
+  uint64_t first_tile;        // id of its first tile
+  uint32_t num_tiles;
+  uint64_t worker_residual;   // offset of its first element in the worker residual, or kNoResidual
+  bool owner_residual;
+};
+
+class Layout {
+ public:
+  // Throws Error(kConfig) for an unknown codec, or a codec that cannot take the parameter's dtype.
+  Layout(const std::vector<ParameterSpec>& parameters, uint32_t rank, uint32_t world_size);
+
+  uint32_t world_size() const { return world_size_; }
+  const std::vector<Parameter>& parameters() const { return parameters_; }
+  // Distinct codecs in use. Entry 0 is always `exact`.
+  const std::vector<ResolvedCodec>& codecs() const { return codecs_; }
+  uint64_t num_tiles() const { return owners_.size(); }
+
+  // The rank that reduces the tile: in tile order, the rank with the fewest payload bytes so far.
+  uint32_t owner(uint64_t tile) const { return owners_[tile]; }
+
+  // Where the tile starts in this rank's owner residual; kNoResidual when it has none here.
+  uint64_t owner_residual_offset(uint64_t tile) const { return owner_residual_offsets_[tile]; }
+
+  uint32_t tile_elements(const Parameter& parameter, uint32_t tile_in_parameter) const;
+  // `dense`: as `exact`, which replaces every codec during warm-up steps.
+  uint32_t payload_bytes(const Parameter& parameter, uint32_t num_elements, Stage stage,
+                         bool dense = false) const;
+
+  uint64_t worker_residual_elements() const { return worker_residual_elements_; }
+  uint64_t owner_residual_elements() const { return owner_residual_elements_; }
+
+  // The most bytes any rank owns of the whole model, in the larger stage, dense or not.
+  uint64_t largest_shard_bytes() const;
+
+ private:
+  uint32_t codec_index(const ParameterSpec& parameter);
+
+  uint32_t world_size_;
+  std::vector<Parameter> parameters_;
+  std::vector<ResolvedCodec> codecs_;
+  std::vector<std::string> codec_names_;  // canonical strings, parallel to codecs_
+  std::vector<uint16_t> owners_;
+  std::vector<uint64_t> owner_residual_offsets_;
+  std::vector<uint64_t> shard_bytes_;  // by rank
+  uint64_t worker_residual_elements_ = 0;
+  uint64_t owner_residual_elements_ = 0;
+};
+
+}  // namespace gradferry

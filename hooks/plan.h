@@ -1,0 +1,65 @@
+// How one bucket travels: its tiles, cut into chunks, each with the tables that the codecs walk.
+// A plan depends on the bucket's parameters, on the layout and on the chunk size alone; it is built
+// once per bucket identity and then only read.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "gradferry/codec.h"
+#include "layout.h"
+
+namespace gradferry {
+
+// Where a tile of a batch lies in its message, for the checksum.
+struct MessagePlace {
+  uint32_t rank;      // encode: whom the message goes to; decode: whom it came from
+  uint32_t position;  // counts the message's tiles from 0
+};
+
+// The tiles of one codec in a chunk. `tiles` and `places` run in parallel.
+struct PlannedBatch {
+  uint32_t codec_index;
+  bool worker_residual;  // the batch's parameters have one
+  bool owner_residual;
+  std::vector<Tile> tiles;
+  std::vector<MessagePlace> places;
+};
+
+// One rank's share of a chunk.
+struct Shard {
+  uint32_t worker_bytes = 0;           // payload of the scatter message to this rank
+  uint32_t owner_bytes = 0;            // payload of the gather message from this rank
+  std::vector<uint32_t> worker_tiles;  // payload bytes of its tiles, in message order
+  std::vector<uint32_t> owner_tiles;
+};
+
+struct ChunkPlan {
+  ScalarType dtype;
+  std::vector<Shard> shards;        // by owner
+  uint32_t gather_message_bytes;    // header + the largest owner_bytes: all_gather wants one size
+  // payload_offset counts from the start of the send buffer, headers included.
+  std::vector<PlannedBatch> encode;
+  // payload_offset and output_offset count from the end of the message's header.
+  std::vector<PlannedBatch> reduce;
+  // payload_offset counts from the start of the receive buffer, headers included.
+  std::vector<PlannedBatch> decode;
+};
+
+struct BucketPlan {
+  std::vector<uint32_t> parameters;  // indices into Layout::parameters(), in bucket order
+  uint64_t num_elements = 0;
+  std::vector<ChunkPlan> chunks;
+};
+
+struct PlanOptions {
+  uint32_t rank;
+  uint32_t chunk_bytes;  // most payload bytes per owner and stage in one chunk
+  bool dense;            // every tile as `exact`: warm-up
+};
+
+// `parameters` in bucket order, all of one dtype.
+BucketPlan make_plan(const Layout& layout, const std::vector<uint32_t>& parameters,
+                     const PlanOptions& options);
+
+}  // namespace gradferry

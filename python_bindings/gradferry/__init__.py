@@ -1,0 +1,47 @@
+"""Gradient compression for PyTorch's DistributedDataParallel, overlapped with backward.
+
+>>> ddp = DistributedDataParallel(model)
+>>> state = gradferry.attach(ddp, "q4")
+"""
+
+from gradferry._compat import check_torch
+
+check_torch()
+
+import atexit
+
+from gradferry import _native
+from gradferry._build_info import GRADFERRY_VERSION
+from gradferry.errors import (
+    ConfigError,
+    DivergedError,
+    GradferryError,
+    PeerError,
+    ProtocolError,
+    RankMismatchError,
+    StateError,
+)
+from gradferry.hook import attach, hook
+from gradferry.state import HookState
+from gradferry.tensor import decode, encode
+
+__version__ = GRADFERRY_VERSION
+
+# What is in flight when Python exits gets one second; after that the process ends without it.
+atexit.register(_native.shutdown, 1.0)
+
+__all__ = [
+    "ConfigError",
+    "DivergedError",
+    "GradferryError",
+    "HookState",
+    "PeerError",
+    "ProtocolError",
+    "RankMismatchError",
+    "StateError",
+    "__version__",
+    "attach",
+    "decode",
+    "encode",
+    "hook",
+]

@@ -1,0 +1,89 @@
+from collections.abc import Sequence
+from typing import Any, TypedDict
+
+import torch
+from torch._C._distributed_c10d import Backend, GradBucket, Reducer, Work
+
+TILE_ELEMENTS: int
+WIRE_VERSION: int
+HEADER_BYTES: int
+
+class OptionInfo(TypedDict):
+    name: str
+    default: str
+    help: str
+    minimum: float
+    maximum: float
+    choices: list[str]
+
+class CodecInfo(TypedDict):
+    name: str
+    summary: str
+    lossy: bool
+    supports_float64: bool
+    options: list[OptionInfo]
+
+class ParameterSpec:
+    def __init__(
+        self,
+        *,
+        name: str,
+        num_elements: int,
+        dtype: torch.dtype,
+        codec: str,
+        worker_residual: bool,
+        owner_residual: bool,
+    ) -> None: ...
+
+class Engine:
+    def __init__(
+        self,
+        *,
+        parameters: list[ParameterSpec],
+        rank: int,
+        world_size: int,
+        config_hash: int,
+        layout_hash: int,
+        seed: int,
+        warmup_steps: int,
+        raise_nonfinite: bool,
+        chunk_bytes: int,
+        lanes: Sequence[Backend],
+    ) -> None: ...
+    def stats(self) -> dict[str, Any]: ...
+    def state(self) -> tuple[int, torch.Tensor, torch.Tensor]: ...
+    def load_state(
+        self, steps: int, worker_residual: torch.Tensor, owner_residual: torch.Tensor
+    ) -> None: ...
+
+class BucketHook:
+    def __init__(
+        self, *, engine: Engine | None, parameters: list[torch.Tensor], group_name: str
+    ) -> None: ...
+    def attach(self, reducer: Reducer) -> None: ...
+    def passes_through(self, bucket: GradBucket) -> bool: ...
+    def run(self, bucket: GradBucket) -> Work: ...
+
+def codecs() -> list[CodecInfo]: ...
+def canonical_codec(text: str) -> str: ...
+def payload_bytes(codec: str, num_elements: int, dtype: torch.dtype, stage: str) -> int: ...
+def available_isas() -> list[str]: ...
+def active_isa() -> str: ...
+def encode_tensor(
+    tensor: torch.Tensor,
+    codec: str,
+    *,
+    seed: int,
+    step: int,
+    config_hash: int,
+    layout_hash: int,
+) -> torch.Tensor: ...
+def decode_tensor(
+    message: torch.Tensor,
+    codec: str,
+    out: torch.Tensor,
+    *,
+    config_hash: int,
+    layout_hash: int,
+) -> None: ...
+def shutdown(timeout_seconds: float) -> None: ...

@@ -1,0 +1,116 @@
+"""How ranks agree on everything before the first gradient travels, or raise the same error."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradferry import errors
+from gradferry.errors import GradferryError, PeerError, ProtocolError, RankMismatchError
+
+Record = dict[str, Any]
+# A record is about 200 bytes per parameter; more than this is not a record.
+MAX_RECORD_BYTES = 1 << 30
+
+
+def hash64(text: str) -> int:
+    """First 8 bytes of BLAKE2b, little-endian: the hashes of message headers."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def record_hash(record: object) -> int:
+    """Hash of anything JSON can hold, equal for equal values on all ranks."""
+    return hash64(json.dumps(record, sort_keys=True))
+
+
+def error_record(error: Exception) -> Record:
+    """What a rank that failed sends instead of its record, so that nobody waits for it."""
+    kind = type(error).__name__ if isinstance(error, GradferryError) else PeerError.__name__
+    text = str(error) if isinstance(error, GradferryError) else f"{type(error).__name__}: {error}"
+    return {"error": kind, "message": text}
+
+
+def gather_records(record: Record, group: dist.ProcessGroup) -> list[Record]:
+    """Every rank's record, in rank order.
+
+    Args:
+        record: JSON-serializable.
+        group: the process group of DDP. Every one of its ranks must call.
+
+    Raises:
+        ProtocolError: a rank sent something else than a record.
+    """
+    world_size = dist.get_world_size(group)
+    data = torch.frombuffer(bytearray(json.dumps(record).encode()), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size)]
+    dist.all_gather(sizes, torch.tensor([data.numel()]), group=group)
+    largest = max(int(size) for size in sizes)
+    if not 0 < largest <= MAX_RECORD_BYTES:
+        raise ProtocolError(
+            f"a rank announced a record of {largest} bytes; run gradferry's attach, and nothing "
+            "else, on all ranks at this point"
+        )
+    padded = torch.zeros(largest, dtype=torch.uint8)
+    padded[: data.numel()] = data
+    gathered = [torch.zeros(largest, dtype=torch.uint8) for _ in range(world_size)]
+    dist.all_gather(gathered, padded, group=group)
+    return [
+        _parse(part[: int(size)].numpy().tobytes(), rank)
+        for rank, (part, size) in enumerate(zip(gathered, sizes, strict=True))
+    ]
+
+
+def _parse(data: bytes, rank: int) -> Record:
+    try:
+        record = json.loads(data)
+    except ValueError:
+        record = None
+    if not isinstance(record, dict):
+        raise ProtocolError(
+            f"rank {rank} sent something else than its configuration; run gradferry's attach, and "
+            "nothing else, on all ranks at this point"
+        )
+    return record
+
+
+def raise_first_error(records: list[Record]) -> None:
+    """Raises the error of the lowest rank that failed, with the same text on every rank."""
+    for rank, record in enumerate(records):
+        if "error" in record:
+            kind = getattr(errors, str(record["error"]), GradferryError)
+            raise kind(f"rank {rank}: {record['message']}")
+
+
+def raise_first_mismatch(records: list[Record]) -> None:
+    """Compares every rank with rank 0.
+
+    Raises:
+        RankMismatchError: naming the lowest rank that differs, the field, and both values; the
+            same text on every rank.
+    """
+    for rank, record in enumerate(records):
+        for field, expected in records[0].items():
+            received = record.get(field)
+            if received == expected:
+                continue
+            if field == "parameters":
+                field, expected, received = _first_parameter(expected, received)
+            raise RankMismatchError(
+                f"rank {rank} differs from rank 0 in {field}: {received!r} instead of "
+                f"{expected!r}; start every rank with the same code, arguments and environment"
+            )
+
+
+def _first_parameter(expected: list[Record], received: Any) -> tuple[str, object, object]:
+    if not isinstance(received, list) or len(received) != len(expected):
+        count = len(received) if isinstance(received, list) else None
+        return "number of parameters", len(expected), count
+    for index, (mine, theirs) in enumerate(zip(expected, received, strict=True)):
+        for field, value in mine.items():
+            if theirs.get(field) != value:
+                return f"parameter {index} ({mine['name']}), {field}", value, theirs.get(field)
+    return "parameters", expected, received

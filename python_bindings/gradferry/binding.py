@@ -1,0 +1,224 @@
+"""Ties a configuration to one DistributedDataParallel: checks, agreement, lanes, engine."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
+from torch.nn.parallel import DistributedDataParallel
+
+from gradferry import _native
+from gradferry._build_info import GRADFERRY_VERSION
+from gradferry.agreement import (
+    Record,
+    error_record,
+    gather_records,
+    raise_first_error,
+    raise_first_mismatch,
+    record_hash,
+)
+from gradferry.config import Config
+from gradferry.errors import ConfigError, StateError
+from gradferry.parameters import ParameterLayout, describe_parameters, reduced_parameters
+
+LANES = ("scatter", "gather", "commit")
+
+
+@dataclass(frozen=True)
+class Binding:
+    """A configuration at work on one model.
+
+    Attributes:
+        config: as agreed by all ranks.
+        parameters: as agreed by all ranks.
+        rank, world_size: in the process group of DDP.
+        config_hash, layout_hash: in every message header.
+        engine: None when every bucket passes through.
+        hook: what DDP's hooks call.
+        group: DDP's process group, by name.
+    """
+
+    config: Config
+    parameters: tuple[ParameterLayout, ...]
+    rank: int
+    world_size: int
+    config_hash: int
+    layout_hash: int
+    engine: _native.Engine | None
+    hook: _native.BucketHook
+    group_name: str
+
+
+def bind(
+    ddp: DistributedDataParallel, make_config: Callable[[], Config], *, native: bool
+) -> Binding:
+    """Agrees with all ranks of DDP's group and starts the engine. Collective.
+
+    Args:
+        ddp: has no communication hook yet.
+        make_config: checks the user's arguments; what it raises is raised on all ranks.
+        native: also registers the native hook.
+
+    Raises:
+        ConfigError, StateError: this or another rank cannot; the same text on every rank.
+        RankMismatchError: the ranks differ; the same text on every rank.
+        PeerError: a rank failed to set up its connections or memory.
+    """
+    group = _process_group(ddp)
+    config: Config | None = None
+    parameters: list[ParameterLayout] = []
+    try:
+        config = make_config()
+        _check_hookable(ddp)
+        parameters = describe_parameters(ddp, config, dist.get_world_size(group))
+        record = _record(config, parameters)
+    except Exception as error:
+        record = error_record(error)
+    nonce = uuid.uuid4().hex
+    envelopes = gather_records({"nonce": nonce, "record": record}, group)
+    records: list[Record] = [envelope["record"] for envelope in envelopes]
+    raise_first_error(records)
+    raise_first_mismatch(records)
+    assert config is not None  # otherwise raise_first_error() has raised this rank's error
+
+    binding: Binding | None = None
+    try:
+        binding = _start(ddp, config, parameters, record, group, str(envelopes[0]["nonce"]))
+        if native:
+            binding.hook.attach(ddp.reducer)
+        outcome: Record = {}
+    except Exception as error:
+        outcome = error_record(error)
+    raise_first_error(gather_records(outcome, group))
+    assert binding is not None
+    return binding
+
+
+def _process_group(ddp: DistributedDataParallel) -> dist.ProcessGroup:
+    # Without a group there is nobody to agree with: these raise on the spot.
+    if not isinstance(ddp, DistributedDataParallel):
+        raise ConfigError(
+            f"ddp must be a DistributedDataParallel, not {type(ddp).__name__}; wrap the model first"
+        )
+    group = ddp.process_group
+    if not dist.is_initialized() or group not in dist.distributed_c10d._world.pg_map:
+        raise StateError(
+            "the process group of this DistributedDataParallel was destroyed; build a new one"
+        )
+    return group
+
+
+def _check_hookable(ddp: DistributedDataParallel) -> None:
+    logging_data: dict[str, Any] = ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+    hook_name = logging_data.get("comm_hook", "")
+    if hook_name or ddp._comm_hooks:
+        raise ConfigError(
+            "this DistributedDataParallel already has a communication hook "
+            f"({hook_name or ddp._comm_hooks[0][0].__qualname__}); DDP takes one for life: wrap "
+            "the model in a new DistributedDataParallel"
+        )
+    if ddp.mixed_precision is not None:
+        raise ConfigError(
+            "DistributedDataParallel with mixed_precision= uses the communication hook itself; "
+            "use torch.autocast instead"
+        )
+    if ddp._use_python_reducer:
+        raise ConfigError(
+            "DistributedDataParallel runs with the Python reducer, which has no communication "
+            "hooks; set torch._dynamo.config.optimize_ddp to another value"
+        )
+    if any(hasattr(p, "_in_backward_optimizers") for p in ddp._module_parameters):
+        raise ConfigError(
+            "an optimizer runs inside backward and would see gradients before they are averaged; "
+            "step the optimizer after backward"
+        )
+
+
+def _record(config: Config, parameters: list[ParameterLayout]) -> Record:
+    return {
+        "gradferry version": GRADFERRY_VERSION,
+        "wire version": _native.WIRE_VERSION,
+        "GRADFERRY_DISABLE": config.disabled,
+        "codec": str(config.codec),
+        "rules": [{**asdict(rule), "codec": str(rule.codec)} for rule in config.rules],
+        "error_feedback": config.error_feedback,
+        "warmup_steps": config.warmup_steps,
+        "nonfinite": config.nonfinite,
+        "seed": config.seed,
+        "chunk_bytes": config.chunk_bytes,
+        "parameters": [
+            {
+                "name": p.name,
+                "shape": list(p.shape),
+                "strides": list(p.strides),
+                "dtype": str(p.dtype),
+                "codec": str(p.codec),
+                "residuals": list(p.residuals),
+            }
+            for p in parameters
+        ],
+    }
+
+
+def _start(
+    ddp: DistributedDataParallel,
+    config: Config,
+    parameters: list[ParameterLayout],
+    record: Record,
+    group: dist.ProcessGroup,
+    nonce: str,
+) -> Binding:
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    layout_hash = record_hash(record["parameters"])
+    config_hash = record_hash({key: record[key] for key in record if key != "parameters"})
+    engine = None
+    if not config.passes_through:
+        engine = _native.Engine(
+            parameters=[p.native() for p in parameters],
+            rank=rank,
+            world_size=world_size,
+            config_hash=config_hash,
+            layout_hash=layout_hash,
+            seed=config.seed,
+            warmup_steps=config.warmup_steps,
+            raise_nonfinite=config.nonfinite == "raise",
+            chunk_bytes=config.chunk_bytes,
+            lanes=_make_lanes(group, nonce) if world_size > 1 else [],
+        )
+    hook = _native.BucketHook(
+        engine=engine,
+        parameters=[parameter for _, parameter in reduced_parameters(ddp)],
+        group_name=group.group_name,
+    )
+    return Binding(
+        config=config,
+        parameters=tuple(parameters),
+        rank=rank,
+        world_size=world_size,
+        config_hash=config_hash,
+        layout_hash=layout_hash,
+        engine=engine,
+        hook=hook,
+        group_name=group.group_name,
+    )
+
+
+def _make_lanes(group: dist.ProcessGroup, nonce: str) -> list[ProcessGroupGloo]:
+    # Built directly, never by new_group(): its names clash for overlapping groups and after a
+    # group was destroyed and made again.
+    store = dist.distributed_c10d._world.pg_map[group][1]
+    timeout = group._get_backend(torch.device("cpu")).options._timeout
+    return [
+        ProcessGroupGloo(
+            PrefixStore(f"gradferry/{nonce}/{lane}", store),
+            dist.get_rank(group),
+            dist.get_world_size(group),
+            timeout,
+        )
+        for lane in LANES
+    ]

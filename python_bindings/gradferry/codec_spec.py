@@ -1,0 +1,66 @@
+"""Codec strings, such as ``q4`` or ``topk:ratio=0.01``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from gradferry import _native
+from gradferry.errors import ConfigError
+
+OFF = "off"
+
+
+@dataclass(frozen=True)
+class CodecSpec:
+    """A codec and its options, checked against the codec table.
+
+    Attributes:
+        name: a codec of the table, or ``off``: the backend's own all-reduce.
+        options: ``(option, value)`` pairs, every option of the codec written out.
+    """
+
+    name: str
+    options: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        if not self.options:
+            return self.name
+        return f"{self.name}:{','.join(f'{key}={value}' for key, value in self.options)}"
+
+    @cached_property
+    def bits_per_element(self) -> float:
+        """Bits per element of a full fp32 tile on its way to the owner; 32 for ``off``."""
+        if self.name == OFF:
+            return 32.0
+        n = _native.TILE_ELEMENTS
+        return 8 * _native.payload_bytes(str(self), n, torch.float32, "worker") / n
+
+    @property
+    def lossy(self) -> bool:
+        """Whether decoding gives other numbers than were encoded."""
+        return any(row["name"] == self.name and row["lossy"] for row in _native.codecs())
+
+
+def parse_codec(text: str) -> CodecSpec:
+    """Parses a codec string.
+
+    Args:
+        text: ``name`` or ``name:option=value,option=value``.
+
+    Raises:
+        ConfigError: unknown codec or option (the message names the closest match), or a value out
+            of its range.
+    """
+    if not isinstance(text, str):
+        raise ConfigError(
+            f"codec must be a string such as 'q4', not {type(text).__name__}: {text!r}"
+        )
+    if text == OFF:
+        return CodecSpec(OFF)
+    canonical = _native.canonical_codec(text)
+    name, _, options = canonical.partition(":")
+    pairs = (option.partition("=") for option in options.split(",") if option)
+    return CodecSpec(name, tuple((key, value) for key, _, value in pairs))

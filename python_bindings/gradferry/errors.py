@@ -1,0 +1,29 @@
+"""The exceptions of gradferry. Every message says what is wrong, which value, and what to do."""
+
+
+class GradferryError(Exception):
+    """Base of all errors that gradferry raises."""
+
+
+class ConfigError(GradferryError, ValueError):
+    """An argument, option or object cannot be used; nothing was changed."""
+
+
+class RankMismatchError(GradferryError):
+    """Ranks disagree on the configuration or on the model; the same text on every rank."""
+
+
+class ProtocolError(GradferryError):
+    """Received bytes are not what the wire format demands."""
+
+
+class PeerError(GradferryError):
+    """Another rank failed, left, or did not answer in time."""
+
+
+class StateError(GradferryError):
+    """The object cannot do this in its present state."""
+
+
+class DivergedError(GradferryError):
+    """Parameters differ between ranks."""

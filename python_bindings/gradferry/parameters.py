@@ -1,0 +1,103 @@
+"""What DistributedDataParallel reduces: parameters, in the order in which tiles are numbered."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from gradferry import _native
+from gradferry.codec_spec import CodecSpec
+from gradferry.config import EXACT, Config
+from gradferry.errors import ConfigError
+
+_REAL_DTYPES = {torch.complex64: torch.float32, torch.complex128: torch.float64}
+
+
+@dataclass(frozen=True)
+class ParameterLayout:
+    """One parameter as the engine sees it.
+
+    Attributes:
+        name: as in ``module.named_parameters()``.
+        shape: of the parameter.
+        strides: of the parameter, in elements; its gradient lies in the same order.
+        dtype: of the parameter's real view.
+        num_elements: of the real view: twice as many for complex parameters.
+        codec: the outcome of the rules.
+        residuals: whether there is a (worker, owner) residual.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    num_elements: int
+    codec: CodecSpec
+    residuals: tuple[bool, bool]
+
+    def native(self) -> _native.ParameterSpec:
+        """The parameter for the C++ engine."""
+        return _native.ParameterSpec(
+            name=self.name,
+            num_elements=self.num_elements,
+            dtype=self.dtype,
+            codec=str(self.codec),
+            worker_residual=self.residuals[0],
+            owner_residual=self.residuals[1],
+        )
+
+
+def reduced_parameters(ddp: DistributedDataParallel) -> list[tuple[str, torch.nn.Parameter]]:
+    """Names and parameters that DDP reduces, each shared parameter once."""
+    return [
+        (name, parameter)
+        for name, parameter in ddp.module.named_parameters()
+        if parameter.requires_grad and name not in ddp.parameters_to_ignore
+    ]
+
+
+def describe_parameters(
+    ddp: DistributedDataParallel, config: Config, world_size: int
+) -> list[ParameterLayout]:
+    """Resolves the codec of every parameter that DDP reduces.
+
+    A world of one exchanges nothing and keeps no residuals.
+
+    Raises:
+        ConfigError: a parameter's device or dtype has no codec.
+    """
+    return [
+        _describe(name, parameter, config, world_size)
+        for name, parameter in reduced_parameters(ddp)
+    ]
+
+
+def _describe(
+    name: str, parameter: torch.nn.Parameter, config: Config, world_size: int
+) -> ParameterLayout:
+    if parameter.device.type != "cpu":
+        raise ConfigError(
+            f"parameter {name!r} is on {parameter.device}, and this build has no codecs for that "
+            "device; move the model to the CPU"
+        )
+    dtype = _REAL_DTYPES.get(parameter.dtype, parameter.dtype)
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        raise ConfigError(
+            f"parameter {name!r} is {parameter.dtype}, which no codec takes; keep it out of DDP "
+            "or convert it to float32, bfloat16, float16 or float64"
+        )
+    if parameter.is_complex() or dtype == torch.float64:
+        codec = EXACT
+    else:
+        codec = config.codec_of(name, parameter.dim(), parameter.numel())
+    return ParameterLayout(
+        name=name,
+        shape=tuple(parameter.shape),
+        strides=parameter.stride(),
+        dtype=dtype,
+        num_elements=parameter.numel() * (2 if parameter.is_complex() else 1),
+        codec=codec,
+        residuals=config.residuals_of(codec) if world_size > 1 else (False, False),
+    )

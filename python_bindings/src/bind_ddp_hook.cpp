@@ -1,0 +1,81 @@
+#include <pybind11/stl.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/distributed/c10d/reducer.hpp>
+
+#include "bindings.h"
+#include "ddp_hook.h"
+
+namespace gradferry {
+namespace {
+
+// DDP's Python hooks must deliver a Python object. This one is boxed while the hook still holds the
+// GIL, so that the finishing thread can complete the Future without it.
+class BoxedTensor final : public c10::ivalue::PyObjectHolder {
+ public:
+  explicit BoxedTensor(at::Tensor tensor)
+      : tensor_(std::move(tensor)), object_(THPVariable_Wrap(tensor_)) {}
+  ~BoxedTensor() override {
+    const py::gil_scoped_acquire gil;
+    Py_DECREF(object_);
+  }
+  BoxedTensor(const BoxedTensor&) = delete;
+  BoxedTensor& operator=(const BoxedTensor&) = delete;
+
+  PyObject* getPyObject() override { return object_; }
+  c10::InferredType tryToInferType() override { return c10::InferredType(c10::TensorType::get()); }
+  c10::IValue toIValue(const c10::TypePtr& /*type*/, std::optional<int32_t> /*n*/) override {
+    return tensor_;
+  }
+  std::string toStr() override { return "gradient bucket"; }
+  std::vector<at::Tensor> extractTensors() override { return {tensor_}; }
+
+ private:
+  at::Tensor tensor_;
+  PyObject* object_;
+};
+
+// Lends its Future to Python through Work.get_future().
+class BucketWork final : public c10d::Work {
+ public:
+  explicit BucketWork(FuturePtr future) : future_(std::move(future)) {}
+  FuturePtr getFuture() override { return future_; }
+
+ private:
+  FuturePtr future_;
+};
+
+c10::intrusive_ptr<c10d::Work> run_from_python(const BucketHook& hook,
+                                               const c10d::GradBucket& bucket) {
+  auto future = c10::make_intrusive<c10::ivalue::Future>(c10::PyObjectType::get());
+  c10::intrusive_ptr<c10::ivalue::PyObjectHolder> boxed =
+      c10::make_intrusive<BoxedTensor>(bucket.getBuffer());
+  {
+    const py::gil_scoped_release released;
+    hook.run(bucket, future, c10::IValue(std::move(boxed)));
+  }
+  return c10::make_intrusive<BucketWork>(std::move(future));
+}
+
+}  // namespace
+
+void bind_ddp_hook(py::module_& module) {
+  py::class_<BucketHook, std::shared_ptr<BucketHook>>(module, "BucketHook")
+      .def(py::init([](std::shared_ptr<Engine> engine, const std::vector<at::Tensor>& parameters,
+                       std::string group_name) {
+             return std::make_shared<BucketHook>(std::move(engine), parameters,
+                                                 std::move(group_name), &make_torch_exception);
+           }),
+           py::kw_only(), py::arg("engine").none(true), py::arg("parameters"),
+           py::arg("group_name"))
+      .def(
+          "attach",
+          [](const std::shared_ptr<BucketHook>& hook, c10d::Reducer& reducer) {
+            const py::gil_scoped_release released;
+            reducer.register_comm_hook(std::make_unique<NativeHook>(hook));
+          },
+          py::arg("reducer"))
+      .def("passes_through", &BucketHook::passes_through, py::arg("bucket"))
+      .def("run", &run_from_python, py::arg("bucket"));
+}
+
+}  // namespace gradferry

@@ -1,0 +1,96 @@
+#include <pybind11/stl.h>
+
+#include "bindings.h"
+#include "engine.h"
+#include "scalar_type.h"
+
+namespace gradferry {
+namespace {
+
+ParameterSpec make_parameter(const std::string& name, uint64_t num_elements, at::ScalarType dtype,
+                             const std::string& codec, bool worker_residual, bool owner_residual) {
+  return {name, num_elements, to_scalar_type(dtype), codec, worker_residual, owner_residual};
+}
+
+// Takes the backends by reference: torch registers some of them under another holder type.
+std::shared_ptr<Engine> start_engine(std::vector<ParameterSpec> parameters, uint32_t rank,
+                                     uint32_t world_size, uint64_t config_hash,
+                                     uint64_t layout_hash, uint64_t seed, uint64_t warmup_steps,
+                                     bool raise_nonfinite, uint32_t chunk_bytes,
+                                     const py::list& lanes) {
+  std::vector<c10::intrusive_ptr<c10d::Backend>> backends;
+  for (const py::handle lane : lanes) {
+    backends.push_back(c10::intrusive_ptr<c10d::Backend>::reclaim_copy(&lane.cast<c10d::Backend&>()));
+  }
+  EngineOptions options{.parameters = std::move(parameters),
+                        .rank = rank,
+                        .world_size = world_size,
+                        .config_hash = config_hash,
+                        .layout_hash = layout_hash,
+                        .seed = seed,
+                        .warmup_steps = warmup_steps,
+                        .raise_nonfinite = raise_nonfinite,
+                        .chunk_bytes = chunk_bytes,
+                        .make_exception = &make_torch_exception};
+  const py::gil_scoped_release released;
+  return Engine::start(std::move(options), std::move(backends));
+}
+
+py::dict stats_dict(const Engine& engine) {
+  const EngineStats stats = [&] {
+    const py::gil_scoped_release released;
+    return engine.stats();
+  }();
+  py::dict result;
+  result["steps"] = stats.steps;
+  result["buckets"] = stats.buckets;
+  result["chunks"] = stats.chunks;
+  result["gradient_bytes"] = stats.gradient_bytes;
+  result["wire_bytes"] = stats.wire_bytes;
+  result["residual_bytes"] = stats.residual_bytes;
+  result["workspace_bytes"] = stats.workspace_bytes;
+  result["workspace_allocations"] = stats.workspace_allocations;
+  result["in_flight"] = stats.in_flight;
+  result["step_buckets"] = stats.step_buckets;
+  return result;
+}
+
+}  // namespace
+
+void bind_engine(py::module_& module) {
+  py::class_<ParameterSpec>(module, "ParameterSpec")
+      .def(py::init(&make_parameter), py::kw_only(), py::arg("name"), py::arg("num_elements"),
+           py::arg("dtype"), py::arg("codec"), py::arg("worker_residual"),
+           py::arg("owner_residual"));
+  py::class_<Engine, std::shared_ptr<Engine>>(module, "Engine")
+      .def(py::init(&start_engine), py::kw_only(), py::arg("parameters"), py::arg("rank"),
+           py::arg("world_size"), py::arg("config_hash"), py::arg("layout_hash"), py::arg("seed"),
+           py::arg("warmup_steps"), py::arg("raise_nonfinite"), py::arg("chunk_bytes"),
+           py::arg("lanes"))
+      .def("stats", &stats_dict)
+      .def("state",
+           [](const Engine& engine) {
+             EngineState state = [&] {
+               const py::gil_scoped_release released;
+               return engine.state();
+             }();
+             return py::make_tuple(state.steps, state.worker_residual, state.owner_residual);
+           })
+      .def(
+          "load_state",
+          [](Engine& engine, uint64_t steps, const at::Tensor& worker, const at::Tensor& owner) {
+            const py::gil_scoped_release released;
+            engine.load_state({steps, worker, owner});
+          },
+          py::arg("steps"), py::arg("worker_residual"), py::arg("owner_residual"));
+  module.def(
+      "shutdown",
+      [](double timeout_seconds) {
+        const py::gil_scoped_release released;
+        Engine::shutdown_all(
+            std::chrono::milliseconds(static_cast<int64_t>(timeout_seconds * 1000)));
+      },
+      py::arg("timeout_seconds"));
+}
+
+}  // namespace gradferry

@@ -1,0 +1,11 @@
+// gradferry._native: the table of contents.
+#include "bindings.h"
+
+PYBIND11_MODULE(_native, module) {
+  module.doc() = "gradferry's C++ engine. Private: use the gradferry package.";
+  gradferry::bind_errors(module);
+  gradferry::bind_codecs(module);
+  gradferry::bind_tensor_messages(module);
+  gradferry::bind_engine(module);
+  gradferry::bind_ddp_hook(module);
+}
