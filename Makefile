@@ -93,7 +93,8 @@ $(core_tidy): database = build/core
 $(torch_tidy): database = $(lastword $(wildcard $(package_build)/*))
 $(torch_tidy): | $(package_ready)
 build/lint/%.tidy: % .clang-tidy $(cpp_headers) | $(core_ready) $(lint_ready)
-	@$(quiet) build/lint/$*.log $(bin)/clang-tidy -p $(database) --quiet $<
+	@$(quiet) build/lint/$*.log $(bin)/clang-tidy -p $(database) --quiet \
+	    --extra-arg=-Wno-unknown-warning-option $<
 	@touch $@
 
 # --- set-up ----------------------------------------------------------------------------------------
