@@ -24,6 +24,8 @@ std::string dtype_name(ScalarType dtype) {
   return names[static_cast<size_t>(dtype)];
 }
 
+void PrintTo(const Case& c, std::ostream* out) { *out << c.codec << " " << dtype_name(c.dtype); }
+
 std::vector<Case> all_cases() {
   std::vector<Case> cases;
   for (const Codec& codec : cpu_codecs(Isa::kScalar)) {
