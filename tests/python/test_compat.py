@@ -1,8 +1,5 @@
 """gradferry._compat: one build of gradferry serves one minor version of torch."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from gradferry import _build_info
@@ -34,34 +31,3 @@ def test_check_torch_refuses_another_minor_version_in_one_line(running):
 def test_build_info_describes_this_build():
     assert _build_info.TORCH_VERSION == torch.__version__
     assert _build_info.WIRE_VERSION == 1
-
-
-def run_python(code):
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-
-
-def test_import_with_another_torch_stops_before_the_native_module_is_loaded():
-    process = run_python(
-        "import sys, torch\n"
-        "torch.__version__ = '2.9.0'\n"
-        "try:\n"
-        "    import gradferry\n"
-        "except ImportError as error:\n"
-        "    print(error)\n"
-        "print('gradferry._native' in sys.modules)"
-    )
-    message, native_is_loaded = process.stdout.splitlines()
-    assert "runs with torch 2.9.0" in message
-    assert native_is_loaded == "False"
-
-
-def test_import_brings_in_neither_rich_nor_matplotlib():
-    process = run_python(
-        "import sys, torch\n"
-        "before = set(sys.modules)\n"
-        "import gradferry\n"
-        "print({name.partition('.')[0] for name in set(sys.modules) - before})"
-    )
-    assert "gradferry" in process.stdout
-    assert "rich" not in process.stdout
-    assert "matplotlib" not in process.stdout

@@ -1,0 +1,8 @@
+"""`python -m gradferry`: the same as the `gradferry` command."""
+
+import sys
+
+from gradferry.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

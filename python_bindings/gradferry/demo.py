@@ -1,0 +1,204 @@
+"""`gradferry demo`: the same training with several gradient hooks, side by side."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from gradferry.errors import ConfigError
+from gradferry.reporting.curves import Curve, draw_loss_curves
+from gradferry.reporting.environment import environment
+from gradferry.reporting.html import Picture, html_page
+from gradferry.reporting.json_file import write_json
+from gradferry.reporting.progress import StepDone, TrainingProgress
+from gradferry.reporting.table import Column, Table, print_line, print_table
+from gradferry.workloads import TASKS, load_task
+from gradferry.workloads.hooks import TORCH_HOOKS, check_hook
+from gradferry.workloads.launch import Emit, Placement, run_ranks, torchrun_placement
+from gradferry.workloads.task import Task
+from gradferry.workloads.training import TrainingRun, check_size, train
+
+DEFAULT_HOOKS = ("torch:fp32", "torch:bf16", "q4")
+_REFERENCE = "torch:fp32"
+_GIGABIT = 1e9  # bits per second
+
+Row = Mapping[str, Any]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of `gradferry demo`."""
+    parser.add_argument(
+        "--task",
+        default="text",
+        help=f"what to train: {' or '.join(TASKS)} (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--hooks",
+        nargs="+",
+        default=list(DEFAULT_HOOKS),
+        metavar="HOOK",
+        help=f"hooks to compare, in this order: {' '.join(TORCH_HOOKS)}, off, or a gradferry codec "
+        f"as listed by `gradferry info` (default: {' '.join(DEFAULT_HOOKS)})",
+    )
+    parser.add_argument("--steps", type=int, help="steps per hook (default: 400)")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        default=2,
+        help="processes to train with, one thread each; under torchrun its own ranks are taken "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of model and data, the same for all (default: 0)"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("demo_results"),
+        metavar="DIR",
+        help="folder for loss_curves.png and index.html (default: %(default)s)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows as JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Trains, then reports. Raises a GradferryError when an option is wrong or a rank fails."""
+    for hook in arguments.hooks:
+        check_hook(hook)
+    task = load_task(arguments.task)
+    steps = task.default_steps if arguments.steps is None else arguments.steps
+    placement = torchrun_placement() or Placement(0, arguments.ranks)
+    check_size(task, steps, placement.num_ranks)
+    is_first = placement.rank == 0
+    console = Console()
+    if is_first:
+        _make_folder(arguments.out)
+        print_line(console, f"Task {task.name}: {task.source}.")
+    with TrainingProgress(console) as progress:
+        runs = run_ranks(
+            compare_hooks,
+            (task.name, tuple(arguments.hooks), steps, arguments.seed),
+            arguments.ranks,
+            progress,
+        )
+    if is_first:
+        rows = [_row(task, run, steps, arguments.seed) for run in runs]
+        _report(console, task, rows, arguments.out, arguments.json)
+    return 0
+
+
+def compare_hooks(
+    emit: Emit, task_name: str, hooks: Sequence[str], steps: int, seed: int
+) -> list[TrainingRun]:
+    """Trains with one hook after the other; runs on every rank."""
+    task = load_task(task_name)
+
+    def train_with(hook: str) -> TrainingRun:
+        def on_step(step: int, loss: float) -> None:
+            emit(StepDone(hook, step, steps, loss))
+
+        return train(task, hook, steps=steps, seed=seed, on_step=on_step)
+
+    return [train_with(hook) for hook in hooks]
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {folder}: cannot make this folder: {error}") from error
+
+
+def _row(task: Task, run: TrainingRun, steps: int, seed: int) -> dict[str, Any]:
+    """One row of the JSON file. `ratio` is the bytes of fp32 over this hook's; null if none."""
+    sent = run.wire_bytes_per_step
+    return {
+        "task": task.name,
+        "hook": run.hook,
+        "ranks": run.num_ranks,
+        "steps": steps,
+        "seed": seed,
+        "initial_loss": run.initial_loss,
+        "final_loss": run.final_loss,
+        "wire_bytes_per_step": sent,
+        "wire_bytes_measured": run.measured,
+        "wire_bytes_formula": run.wire_bytes_formula,
+        "ratio": run.fp32_bytes / sent if sent else None,
+        "ms_per_step": run.ms_per_step,
+        "losses": run.losses,
+        "cumulative_wire_bytes": run.cumulative_wire_bytes,
+    }
+
+
+def _report(
+    console: Console, task: Task, rows: Sequence[Row], folder: Path, json_file: Path | None
+) -> None:
+    table = _table(task, rows)
+    console.print()
+    print_table(console, table)
+    curves = [Curve(row["hook"], row["losses"], row["cumulative_wire_bytes"]) for row in rows]
+    light, dark = (draw_loss_curves(curves, task.metric, theme) for theme in ("light", "dark"))
+    picture = Picture("Training loss by step and by bytes sent, one curve per hook", light, dark)
+    page = html_page(table, f"{task.source}.", picture, environment())
+    (folder / "loss_curves.png").write_bytes(light)
+    (folder / "index.html").write_text(page, encoding="utf-8")
+    written = [folder / "loss_curves.png", folder / "index.html"]
+    if json_file:
+        write_json(json_file, rows)
+        written.append(json_file)
+    print_line(console, f"Written: {', '.join(map(str, written))}")
+
+
+def _table(task: Task, rows: Sequence[Row]) -> Table:
+    reference = next((row["final_loss"] for row in rows if row["hook"] == _REFERENCE), None)
+    first = rows[0]
+    columns = (
+        Column("hook", lambda row: str(row["hook"]), is_number=False),
+        Column("initial\nloss", lambda row: f"{row['initial_loss']:.4f}"),
+        Column("final\nloss", lambda row: f"{row['final_loss']:.4f}"),
+        Column("against\nfp32", lambda row: _against(row["final_loss"], reference)),
+        Column("bytes\nsent ", lambda row: _bytes_sent(row)),
+        Column("bytes by\nformula", lambda row: f"{row['wire_bytes_formula']:,}"),
+        Column("fp32 /\nsent", lambda row: f"{row['ratio']:.2f}" if row["ratio"] else "-"),
+        Column("ms per\nstep", lambda row: f"{row['ms_per_step']:.1f}"),
+    )
+    return Table(
+        title=f"gradferry demo: task {task.name}, {first['ranks']} ranks, "
+        f"{first['steps']} steps, seed {first['seed']}",
+        columns=columns,
+        rows=rows,
+        notes=_notes(task, rows),
+    )
+
+
+def _against(loss: float, reference: float | None) -> str:
+    return "-" if reference is None else f"{100 * (loss / reference - 1):+.2f} %"
+
+
+def _bytes_sent(row: Row) -> str:
+    mark = " " if row["wire_bytes_measured"] else "*"
+    return f"{row['wire_bytes_per_step']:,}{mark}"
+
+
+def _notes(task: Task, rows: Sequence[Row]) -> list[str]:
+    notes = [
+        f"Losses are of the validation data, in {task.metric}. Bytes are per step, of the rank "
+        f"that sends most; milliseconds are the median step of the slowest rank."
+    ]
+    if not all(row["wire_bytes_measured"] for row in rows):
+        notes.append("* computed for a ring all-reduce: PyTorch does not count what it sends.")
+    times = ", ".join(f"{row['hook']} {_wire_ms(row):.1f} ms" for row in rows)
+    notes.append(
+        f"Here the ranks share one machine, whose loopback is too fast for compression to pay: "
+        f"the times above show what encoding costs, not what it saves. A link of 1 Gb/s "
+        f"would need, for these bytes in each step: {times}."
+    )
+    return notes
+
+
+def _wire_ms(row: Row) -> float:
+    return 1000 * 8 * int(row["wire_bytes_per_step"]) / _GIGABIT

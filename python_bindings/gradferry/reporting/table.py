@@ -1,0 +1,71 @@
+"""One table, described once, for the terminal and for HTML."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.measure import Measurement
+from rich.table import Table as RichTable
+
+_UNLIMITED = 10_000  # characters
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Column:
+    """A heading, which may have several lines, and the text of a row's cell.
+
+    Numbers stand right, names left.
+    """
+
+    title: str
+    cell: Callable[[Row], str]
+    is_number: bool = True
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows under columns, with remarks below. Headings and cells are plain text."""
+
+    title: str
+    columns: Sequence[Column]
+    rows: Sequence[Row]
+    notes: Sequence[str] = field(default=())
+
+    def cells(self) -> list[list[str]]:
+        """The text of every cell, row by row."""
+        return [[column.cell(row) for column in self.columns] for row in self.rows]
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Prints the table and its notes; on a narrow terminal lines wrap, but nothing is cut off."""
+    shown = RichTable(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
+    for column in table.columns:
+        shown.add_column(
+            escape(column.title),
+            justify="right" if column.is_number else "left",
+            vertical="bottom",
+            no_wrap=True,
+        )
+    for cells in table.cells():
+        shown.add_row(*map(escape, cells))
+    print_line(console, table.title)
+    console.print()
+    unlimited = console.options.update(width=_UNLIMITED)
+    needed = Measurement.get(console, unlimited, shown).maximum
+    wide = Console(file=console.file, width=needed, force_terminal=console.is_terminal)
+    wide.print(shown)
+    console.print()
+    for note in table.notes:
+        print_line(console, note)
+
+
+def print_line(console: Console, text: str) -> None:
+    """Prints plain text: wrapped at words on a terminal, as one line into a file."""
+    console.print(text, markup=False, highlight=False, soft_wrap=not console.is_terminal)

@@ -1,0 +1,22 @@
+"""What demo, bench, converge and doctor train, and how: tasks, hooks, one training loop, ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gradferry.config import closest
+from gradferry.errors import ConfigError
+from gradferry.workloads.task import Task
+from gradferry.workloads.text import load_text
+from gradferry.workloads.vision import load_vision
+
+TASKS: dict[str, Callable[[], Task]] = {"text": load_text, "vision": load_vision}
+
+
+def load_task(name: str) -> Task:
+    """Loads a task's data. Raises ConfigError for an unknown name or missing data."""
+    if name not in TASKS:
+        raise ConfigError(
+            f"unknown task {name!r}; tasks are {', '.join(TASKS)}{closest(name, list(TASKS))}"
+        )
+    return TASKS[name]()

@@ -1,0 +1,179 @@
+"""Gradient hooks by name: PyTorch's own as `torch:...`, and every gradferry codec.
+
+`torch:fp32` is DDP's plain all-reduce. PyTorch does not count what it sends, so bytes of
+`torch:...` hooks and of `off` are computed for a bandwidth-optimal all-reduce; bytes of codecs
+are counted as they are handed to the transport.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import gradferry
+from gradferry import _native
+from gradferry.codec_spec import OFF, parse_codec
+from gradferry.config import closest
+from gradferry.errors import ConfigError
+from gradferry.parameters import reduced_parameters
+from gradferry.wire_formula import all_reduce_bytes, wire_bytes_per_step
+
+_ITEM_BYTES = {"torch:fp32": 4, "torch:fp16": 2, "torch:bf16": 2}
+_POWERSGD = "torch:powersgd"
+_POWERSGD_START = 10  # PyTorch's hook sends dense gradients before this step
+_POWERSGD_MIN_RATE = 2  # and never compresses a matrix by less than this
+TORCH_HOOKS = (*_ITEM_BYTES, f"{_POWERSGD}:4")
+
+
+class HookHandle(Protocol):
+    """A hook at work on one DDP object."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def measured(self) -> bool:
+        """False: wire_bytes is computed, because PyTorch does not count."""
+
+    def wire_bytes(self, steps: int) -> int:
+        """Bytes this rank has sent to others in the first `steps` steps, the last one just done."""
+
+    def formula_bytes(self) -> int:
+        """Bytes this rank sends per step by formula, once DDP has rebuilt its buckets."""
+
+
+def check_hook(name: str) -> None:
+    """Raises ConfigError, with the closest match, when no hook has this name."""
+    codecs = [str(codec["name"]) for codec in _native.codecs()]
+    if name in _ITEM_BYTES:
+        return
+    if name.startswith(f"{_POWERSGD}:"):
+        _powersgd_rank(name)
+    elif name.partition(":")[0] in (*codecs, OFF):
+        parse_codec(name)
+    else:
+        choices = (*TORCH_HOOKS, *codecs, OFF)
+        raise ConfigError(
+            f"unknown hook {name!r}; hooks are {', '.join(choices)}{closest(name, choices)}"
+        )
+
+
+def ddp_options(name: str, model: nn.Module) -> dict[str, Any]:
+    """Arguments of DistributedDataParallel that a hook cannot do without.
+
+    PowerSGD gets one bucket: over gloo, its collectives of several buckets mix and abort.
+    """
+    if not name.startswith(_POWERSGD):
+        return {}
+    num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    return {"bucket_cap_mb": num_bytes // 2**20 + 1}
+
+
+def apply_hook(ddp: DistributedDataParallel, name: str, *, seed: int = 0) -> HookHandle:
+    """Registers the named hook on `ddp`, which must have none yet.
+
+    Raises ConfigError when no hook has this name.
+    """
+    check_hook(name)
+    if name.startswith("torch:"):
+        return _apply_torch_hook(ddp, name)
+    state = gradferry.attach(ddp, name, seed=seed)
+    if not state.stats():
+        dense_bytes = _dense_bytes(ddp)
+        return _ComputedHook(name, dense_bytes, dense_bytes)
+    return _CodecHook(name, state)
+
+
+class _CodecHook:
+    """A gradferry codec: bytes are those that the engine has counted."""
+
+    measured = True
+
+    def __init__(self, name: str, state: gradferry.HookState) -> None:
+        self.name = name
+        self._state = state
+
+    def wire_bytes(self, steps: int) -> int:
+        return int(self._state.stats()["wire_bytes"])
+
+    def formula_bytes(self) -> int:
+        bound = self._state._bound()
+        parameters = bound.parameters
+
+        def payload_bytes(parameter: int, num_elements: int) -> tuple[int, int]:
+            codec, dtype = str(parameters[parameter].codec), parameters[parameter].dtype
+            worker = _native.payload_bytes(codec, num_elements, dtype, "worker")
+            return worker, _native.payload_bytes(codec, num_elements, dtype, "owner")
+
+        return wire_bytes_per_step(
+            [parameter.num_elements for parameter in parameters],
+            payload_bytes,
+            self._state.stats()["step_buckets"],
+            bound.world_size,
+            bound.config.chunk_bytes,
+        )[bound.rank]
+
+
+@dataclass(frozen=True)
+class _ComputedHook:
+    """A hook of PyTorch's, or its plain all-reduce: bytes follow from what it must send."""
+
+    name: str
+    dense_bytes: int  # per step, of fp32 gradients
+    step_bytes: int
+    dense_steps: int = 0  # at the start
+    measured: bool = False
+
+    def wire_bytes(self, steps: int) -> int:
+        dense_steps = min(steps, self.dense_steps)
+        return dense_steps * self.dense_bytes + (steps - dense_steps) * self.step_bytes
+
+    def formula_bytes(self) -> int:
+        return self.step_bytes
+
+
+def _apply_torch_hook(ddp: DistributedDataParallel, name: str) -> HookHandle:
+    group = ddp.process_group
+    dense_bytes = _dense_bytes(ddp)
+    if name.startswith(_POWERSGD):
+        rank = _powersgd_rank(name)
+        state = powerSGD_hook.PowerSGDState(
+            group, rank, _POWERSGD_START, min_compression_rate=_POWERSGD_MIN_RATE
+        )
+        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        elements = sum(_powersgd_elements(p.shape, rank) for _, p in reduced_parameters(ddp))
+        step_bytes = all_reduce_bytes(elements, 4, group.size())
+        return _ComputedHook(name, dense_bytes, step_bytes, _POWERSGD_START)
+    if name == "torch:fp16":
+        ddp.register_comm_hook(group, default_hooks.fp16_compress_hook)
+    elif name == "torch:bf16":
+        ddp.register_comm_hook(group, default_hooks.bf16_compress_hook)
+    return _ComputedHook(name, dense_bytes, dense_bytes * _ITEM_BYTES[name] // 4)
+
+
+def _dense_bytes(ddp: DistributedDataParallel) -> int:
+    """Bytes a rank sends when fp32 gradients of the whole model are all-reduced."""
+    elements = sum(p.numel() for _, p in reduced_parameters(ddp))
+    return all_reduce_bytes(elements, 4, ddp.process_group.size())
+
+
+def _powersgd_rank(name: str) -> int:
+    text = name.partition(":powersgd:")[2]
+    if not text.isdecimal() or int(text) == 0:
+        raise ConfigError(f"hook {name!r}: rank {text!r} must be a whole number from 1, as in 4")
+    return int(text)
+
+
+def _powersgd_elements(shape: torch.Size, rank: int) -> int:
+    """Elements that PowerSGD (Vogels et al. 2019) all-reduces for a parameter: P and Q, or all."""
+    elements = shape.numel()
+    if len(shape) <= 1:
+        return elements
+    rows, columns = shape[0], elements // shape[0]
+    factors = (rows + columns) * min(rows, columns, rank)
+    return factors if factors * _POWERSGD_MIN_RATE < elements else elements

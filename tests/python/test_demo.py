@@ -1,0 +1,147 @@
+"""`gradferry demo` as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from gradferry.cli import main
+
+COMMAND = [sys.executable, "-m", "gradferry"]
+ROW_KEYS = {
+    "task",
+    "hook",
+    "ranks",
+    "steps",
+    "seed",
+    "initial_loss",
+    "final_loss",
+    "wire_bytes_per_step",
+    "wire_bytes_measured",
+    "wire_bytes_formula",
+    "ratio",
+    "ms_per_step",
+    "losses",
+    "cumulative_wire_bytes",
+}
+
+
+def check_rows(path: Path, hooks: list[str], steps: int) -> list[dict]:
+    document = json.loads(path.read_text())
+    assert document["schema"] == 1
+    rows = document["rows"]
+    assert [row["hook"] for row in rows] == hooks
+    for row in rows:
+        assert set(row) == ROW_KEYS
+        assert len(row["losses"]) == len(row["cumulative_wire_bytes"]) == steps
+        assert row["wire_bytes_per_step"] == row["wire_bytes_formula"]
+        assert row["initial_loss"] == rows[0]["initial_loss"]
+        assert row["losses"][0] == pytest.approx(rows[0]["losses"][0], rel=1e-6)
+        assert row["wire_bytes_measured"] is not row["hook"].startswith("torch:")
+    return rows
+
+
+def test_demo_compares_hooks_on_text(tmp_path, capsys):
+    hooks = ["torch:fp32", "q4"]
+    arguments = ["--steps", "4", "--out", str(tmp_path / "out"), "--json", str(tmp_path / "j")]
+    assert main(["demo", "--hooks", *hooks, *arguments]) == 0
+    fp32, q4 = check_rows(tmp_path / "j", hooks, steps=4)
+    assert fp32["ratio"] == 1
+    assert 7 < q4["ratio"] < 7.5
+    assert q4["final_loss"] == pytest.approx(fp32["final_loss"], rel=0.02)
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["index.html", "loss_curves.png"]
+    shown = capsys.readouterr().out
+    assert "standard library" in shown
+    assert f"{q4['wire_bytes_per_step']:,}" in shown
+    assert "1 Gb/s" in shown
+
+
+def test_demo_runs_under_torchrun_on_vision(tmp_path):
+    hooks = ["torch:powersgd:2", "off", "q4"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [sys.executable, *torchrun, "-m", "gradferry", "demo", "--task", "vision"]
+    options = ["--steps", "3", "--out", str(tmp_path), "--json", str(tmp_path / "j")]
+    ended = subprocess.run(
+        [*command, *options, "--hooks", *hooks], capture_output=True, text=True, timeout=120
+    )
+    if "found no data" in ended.stderr:
+        pytest.skip("neither Fashion-MNIST nor scikit-learn is installed")
+    assert ended.returncode == 0, ended.stderr
+    document = json.loads((tmp_path / "j").read_text())
+    assert [row["hook"] for row in document["rows"]] == hooks
+    assert {row["ranks"] for row in document["rows"]} == {2}
+    assert ended.stdout.count("gradferry demo: task vision, 2 ranks, 3 steps, seed 0") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--hooks", "torch:fp32", "qq4"], "did you mean 'q4'"),
+        (["--task", "txt"], "did you mean 'text'"),
+        (["--steps", "0"], "steps must be at least"),
+        (["--ranks", "99"], "ranks must be from 1 to 16"),
+        (["--out", "/dev/null/results"], "cannot make this folder"),
+    ],
+)
+def test_demo_refuses_before_it_starts_a_process(arguments, message, capsys, monkeypatch):
+    monkeypatch.setattr(
+        "multiprocessing.process.BaseProcess.start", lambda self: pytest.fail("started")
+    )
+    assert main(["demo", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.fixture
+def running_demo(tmp_path):
+    """A demo that would go on for hours, its first step done, and the ids of its two ranks."""
+    command = [*COMMAND, "demo", "--steps", "100000", "--hooks", "q4", "--out", str(tmp_path)]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        while "step 1/" not in process.stdout.readline():
+            assert process.poll() is None, process.stderr.read()
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        ranks = [int(pid) for pid in children if is_rank(int(pid))]
+        assert len(ranks) == 2
+        yield process, ranks
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def is_rank(pid: int) -> bool:
+    return b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def test_demo_ends_with_the_error_of_a_rank_that_died(running_demo):
+    process, ranks = running_demo
+    os.kill(ranks[1], signal.SIGKILL)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert "rank 1 was killed by signal 9" in errors
+    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+
+
+def test_demo_ends_its_ranks_on_ctrl_c(running_demo):
+    process, ranks = running_demo
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert errors == "gradferry: interrupted\n"
+    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+
+
+def test_ranks_end_when_the_demo_is_killed(running_demo):
+    process, ranks = running_demo
+    ends = [os.pidfd_open(rank) for rank in ranks]
+    process.kill()
+    for end in ends:
+        assert select.select([end], [], [], 10)[0], "a rank outlives the demo"
+        os.close(end)

@@ -1,0 +1,81 @@
+"""The byte formula against sums worked out by hand from docs/wire_format.md."""
+
+from __future__ import annotations
+
+from gradferry.wire_formula import all_reduce_bytes, wire_bytes_per_step
+
+HEADER = 64
+COMMIT = 64
+FULL_TILE = 16384  # bytes of 4096 fp32 elements
+
+
+def exact_fp32(parameter: int, num_elements: int) -> tuple[int, int]:
+    payload = -(-4 * num_elements // 16) * 16
+    return payload, payload
+
+
+def test_one_tile_goes_to_its_owner_and_back():
+    sent = wire_bytes_per_step([4096], exact_fp32, [[0]], world_size=2)
+    gather = HEADER + FULL_TILE  # both ranks: the one without a tile sends padding
+    assert sent == [HEADER + gather + COMMIT, HEADER + FULL_TILE + gather + COMMIT]
+
+
+def test_short_tile_is_padded_to_16_bytes():
+    sent = wire_bytes_per_step([5], exact_fp32, [[0]], world_size=2)
+    gather = HEADER + 32
+    assert sent == [HEADER + gather + COMMIT, HEADER + 32 + gather + COMMIT]
+
+
+def test_equal_tiles_are_owned_in_turn():
+    sent = wire_bytes_per_step([3 * 4096], exact_fp32, [[0]], world_size=3)
+    to_owners = 2 * (HEADER + FULL_TILE)
+    assert sent == [to_owners + 2 * (HEADER + FULL_TILE) + 2 * COMMIT] * 3
+
+
+def test_owner_is_the_rank_with_fewest_bytes_so_far():
+    # Tiles of 4096, 1024 and 1024 elements: rank 0, then rank 1 twice.
+    sent = wire_bytes_per_step([4096, 1024, 1024], exact_fp32, [[0, 1, 2]], world_size=2)
+    gather = HEADER + FULL_TILE
+    assert sent == [
+        HEADER + 2 * 4096 + gather + COMMIT,
+        HEADER + FULL_TILE + gather + COMMIT,
+    ]
+
+
+def test_tile_that_overfills_an_owner_starts_a_chunk():
+    sizes = [4 * 4096]  # two tiles per owner; a chunk has room for one
+    sent = wire_bytes_per_step(sizes, exact_fp32, [[0]], world_size=2, chunk_bytes=FULL_TILE)
+    chunk = (HEADER + FULL_TILE) + (HEADER + FULL_TILE)
+    assert sent == [2 * chunk + COMMIT] * 2
+
+
+def test_tile_larger_than_a_chunk_travels_alone():
+    sent = wire_bytes_per_step([4096], exact_fp32, [[0]], world_size=2, chunk_bytes=16)
+    assert sent == wire_bytes_per_step([4096], exact_fp32, [[0]], world_size=2)
+
+
+def test_every_bucket_ends_with_a_commit_and_keeps_owners():
+    one = wire_bytes_per_step([4096, 4096], exact_fp32, [[1, 0]], world_size=2)
+    two = wire_bytes_per_step([4096, 4096], exact_fp32, [[1], [0]], world_size=2)
+    both = HEADER + FULL_TILE
+    assert one == [both + both + COMMIT] * 2
+    assert two == [(HEADER + both) + (both + both) + 2 * COMMIT] * 2
+
+
+def test_stages_of_different_size_count_separately():
+    sent = wire_bytes_per_step([4096], lambda parameter, n: (160, 640), [[0]], world_size=2)
+    assert sent == [HEADER + HEADER + 640 + COMMIT, HEADER + 160 + HEADER + 640 + COMMIT]
+
+
+def test_one_rank_sends_nothing():
+    assert wire_bytes_per_step([4096], exact_fp32, [[0]], world_size=1) == [0]
+    assert all_reduce_bytes(4096, 4, 1) == 0
+
+
+def test_parameter_without_elements_has_no_tile():
+    with_empty = wire_bytes_per_step([0, 4096], exact_fp32, [[0, 1]], world_size=2)
+    assert with_empty == wire_bytes_per_step([4096], exact_fp32, [[0]], world_size=2)
+
+
+def test_all_reduce_sends_two_shares_of_w_minus_one():
+    assert all_reduce_bytes(1000, 4, 4) == 6000

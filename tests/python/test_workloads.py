@@ -1,0 +1,204 @@
+"""Tasks, hook names, and the ranks that a command starts for itself."""
+
+from __future__ import annotations
+
+import gzip
+import multiprocessing
+import os
+import signal
+import struct
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from gradferry.errors import ConfigError, PeerError, StateError
+from gradferry.workloads import TASKS, load_task
+from gradferry.workloads.hooks import TORCH_HOOKS, _powersgd_elements, check_hook
+from gradferry.workloads.launch import Placement, run_ranks, torchrun_placement
+from gradferry.workloads.task import sum_of_losses
+from gradferry.workloads.text import load_text
+from gradferry.workloads.training import check_size
+from gradferry.workloads.vision import load_vision, read_idx
+
+
+@pytest.fixture(scope="module", params=sorted(TASKS))
+def task(request):
+    if request.param == "vision":
+        pytest.importorskip("sklearn")
+        return load_vision(Path("/nonexistent"))
+    return load_task(request.param)
+
+
+def test_task_draws_the_same_batches_for_the_same_seed(task):
+    one, other = (task.draw(torch.Generator().manual_seed(7)) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    assert len(one[0]) == len(one[1]) == task.global_batch
+
+
+def test_task_model_starts_near_a_uniform_guess(task):
+    torch.manual_seed(0)
+    model = task.build_model()
+    loss, predictions = sum_of_losses(model, task.validation[0])
+    classes = model(task.validation[0][0]).shape[-1]
+    assert loss.item() / predictions == pytest.approx(torch.tensor(classes).log().item(), rel=0.1)
+
+
+def test_text_model_has_half_a_million_to_a_million_parameters():
+    elements = sum(p.numel() for p in load_text().build_model().parameters())
+    assert 500_000 <= elements <= 1_000_000
+
+
+def test_text_targets_are_the_bytes_that_follow():
+    inputs, targets = load_text().draw(torch.Generator().manual_seed(0))
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+
+
+def test_text_validation_files_are_not_trained_on(tmp_path):
+    for i in range(10):
+        (tmp_path / f"{i}.py").write_bytes(bytes([i]) * 30_000)
+    small = load_text(tmp_path)
+    assert {int(target.unique()) for _, target in small.validation} == {9}
+    drawn, _ = small.draw(torch.Generator().manual_seed(0))
+    assert 9 not in drawn
+
+
+def test_text_without_sources_says_what_to_do(tmp_path):
+    with pytest.raises(ConfigError, match="--task vision"):
+        load_text(tmp_path)
+
+
+def test_unknown_task_names_the_closest():
+    with pytest.raises(ConfigError, match="did you mean 'vision'"):
+        load_task("vison")
+
+
+def write_idx(path: Path, shape: tuple[int, ...], content: bytes) -> None:
+    head = b"\0\0\x08" + bytes([len(shape)]) + struct.pack(f">{len(shape)}I", *shape)
+    with gzip.open(path, "wb") as file:
+        file.write(head + content)
+
+
+def test_read_idx_takes_the_first_items(tmp_path):
+    write_idx(tmp_path / "x.gz", (3, 2), bytes(range(6)))
+    assert read_idx(tmp_path / "x.gz", 2).tolist() == [[0, 1], [2, 3]]
+    assert read_idx(tmp_path / "x.gz", 9).tolist() == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_read_idx_refuses_short_and_foreign_files(tmp_path):
+    write_idx(tmp_path / "short.gz", (3, 2), bytes(5))
+    with pytest.raises(ConfigError, match="cut short at 5 bytes"):
+        read_idx(tmp_path / "short.gz", 3)
+    (tmp_path / "foreign.gz").write_bytes(b"no gzip")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_idx(tmp_path / "foreign.gz", 3)
+    (tmp_path / "half.gz").write_bytes((tmp_path / "short.gz").read_bytes()[:-9])
+    with pytest.raises(ConfigError, match=r"half\.gz"):
+        read_idx(tmp_path / "half.gz", 3)
+
+
+def test_vision_reads_fashion_mnist_files(tmp_path):
+    for part in ("train", "t10k"):
+        write_idx(tmp_path / f"{part}-images-idx3-ubyte.gz", (2, 28, 28), bytes(range(256)) * 7)
+        write_idx(tmp_path / f"{part}-labels-idx1-ubyte.gz", (2,), bytes([3, 4]))
+    vision = load_vision(tmp_path)
+    images, labels = vision.validation[0]
+    assert images.shape == (2, 1, 28, 28)
+    assert labels.tolist() == [3, 4]
+    assert "Fashion-MNIST" in vision.source
+    assert vision.build_model()(images).shape == (2, 10)
+
+
+def test_vision_without_data_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(ConfigError, match=r"apt install dataset-fashion-mnist.*scikit-learn"):
+        load_vision(tmp_path)
+
+
+@pytest.mark.parametrize("name", [*TORCH_HOOKS, "q4", "exact", "off"])
+def test_check_hook_accepts(name):
+    check_hook(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("torch:fp23", "did you mean 'torch:fp32'"),
+        ("qq4", "did you mean 'q4'"),
+        ("torch:powersgd:x", "whole number"),
+        ("torch:powersgd:0", "whole number"),
+        ("torch:powersgd", "did you mean 'torch:powersgd:4'"),
+        ("q4:colour=red", "colour"),
+    ],
+)
+def test_check_hook_refuses_with_a_hint(name, hint):
+    with pytest.raises(ConfigError, match=hint):
+        check_hook(name)
+
+
+def test_powersgd_sends_factors_of_matrices_only_when_that_halves_them():
+    assert _powersgd_elements(torch.Size([128, 512]), 4) == 4 * (128 + 512)
+    assert _powersgd_elements(torch.Size([8, 8]), 4) == 64
+    assert _powersgd_elements(torch.Size([1000]), 4) == 1000
+
+
+@pytest.mark.parametrize(("steps", "ranks"), [(2, 2), (10, 0), (10, 17)])
+def test_check_size_refuses(steps, ranks):
+    with pytest.raises(ConfigError):
+        check_size(load_text(), steps, ranks)
+
+
+def test_torchrun_placement_needs_all_variables(monkeypatch):
+    variables = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "::1", "MASTER_PORT": "1"}
+    for name in variables:
+        monkeypatch.delenv(name, raising=False)
+    assert torchrun_placement() is None
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert torchrun_placement() == Placement(1, 3)
+
+
+def sum_of_ranks(emit, start):
+    total = torch.tensor([start + dist.get_rank()])
+    dist.all_reduce(total)
+    emit(f"rank {dist.get_rank()}")
+    return total.item()
+
+
+def die_on_rank_1(emit):
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def fail_on_last_rank(emit, kind):
+    if dist.get_rank() == dist.get_world_size() - 1:
+        raise kind("no more")
+    dist.barrier()
+
+
+def test_run_ranks_returns_rank_0s_value_and_events():
+    events = []
+    assert run_ranks(sum_of_ranks, (10,), 2, events.append) == 21
+    assert events == ["rank 0"]
+    assert not multiprocessing.active_children()
+
+
+def test_run_ranks_blames_the_rank_that_died():
+    with pytest.raises(PeerError, match="rank 1 was killed by signal 9"):
+        run_ranks(die_on_rank_1, (), 2, print)
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_ranks", "shown", "message"),
+    [
+        (StateError, 2, StateError, "no more"),
+        (ArithmeticError, 1, PeerError, "(?s)rank 0 failed.*ArithmeticError: no more"),
+    ],
+)
+def test_run_ranks_shows_the_first_error(kind, num_ranks, shown, message):
+    with pytest.raises(shown, match=message):
+        run_ranks(fail_on_last_rank, (kind,), num_ranks, print)
+    assert not multiprocessing.active_children()
