@@ -124,9 +124,9 @@ $(package_ready): $(package_inputs) $(core_ready) $(venv_ready)
 	@echo "$(package_build): hooks and bindings"
 	@$(quiet) build/package_$(TORCH).log $(bin)/python -m pip install --disable-pip-version-check \
 	    --no-build-isolation --no-deps -v \
-	    -C build-dir='$(package_build)/{wheel_tag}' \
-	    -C cmake.define.GRADFERRY_PREBUILT_KERNELS=$(CURDIR)/build/core/install \
-	    -C cmake.define.GRADFERRY_WERROR=ON .
+	    --config-settings=build-dir='$(package_build)/{wheel_tag}' \
+	    --config-settings=cmake.define.GRADFERRY_PREBUILT_KERNELS=$(CURDIR)/build/core/install \
+	    --config-settings=cmake.define.GRADFERRY_WERROR=ON .
 	@touch $@
 
 clean:  ## remove what was built, keep the environments
