@@ -166,6 +166,14 @@ def sum_of_ranks(emit, start):
     return total.item()
 
 
+@pytest.fixture
+def no_new_children():
+    """Ranks of other tests may live on; those of this one have ended."""
+    before = set(multiprocessing.active_children())
+    yield
+    assert set(multiprocessing.active_children()) <= before
+
+
 def die_on_rank_1(emit):
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -178,19 +186,20 @@ def fail_on_last_rank(emit, kind):
     dist.barrier()
 
 
+@pytest.mark.usefixtures("no_new_children")
 def test_run_ranks_returns_rank_0s_value_and_events():
     events = []
     assert run_ranks(sum_of_ranks, (10,), 2, events.append) == 21
     assert events == ["rank 0"]
-    assert not multiprocessing.active_children()
 
 
+@pytest.mark.usefixtures("no_new_children")
 def test_run_ranks_blames_the_rank_that_died():
     with pytest.raises(PeerError, match="rank 1 was killed by signal 9"):
         run_ranks(die_on_rank_1, (), 2, print)
-    assert not multiprocessing.active_children()
 
 
+@pytest.mark.usefixtures("no_new_children")
 @pytest.mark.parametrize(
     ("kind", "num_ranks", "shown", "message"),
     [
@@ -201,4 +210,3 @@ def test_run_ranks_blames_the_rank_that_died():
 def test_run_ranks_shows_the_first_error(kind, num_ranks, shown, message):
     with pytest.raises(shown, match=message):
         run_ranks(fail_on_last_rank, (kind,), num_ranks, print)
-    assert not multiprocessing.active_children()

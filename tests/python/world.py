@@ -21,8 +21,9 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,25 @@ CASE_SECONDS = 60.0
 GRACE_SECONDS = 5.0
 COLLECTIVE_SECONDS = 20.0
 
+# Ranks fork from a server that has imported torch once: a world starts in a fraction of a second.
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.nn.parallel", "torch.distributed"])
+# For a world with another environment, whose processes start from nothing.
+_fresh_context = multiprocessing.get_context("spawn")
+
+
+@contextlib.contextmanager
+def _environment(extra: dict[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(extra)
+    try:
+        yield
+    finally:
+        for name in extra:
+            if name in before:
+                os.environ[name] = before[name]
+            else:
+                del os.environ[name]
 
 
 class WorldError(AssertionError):
@@ -41,10 +59,14 @@ class WorldError(AssertionError):
 
 
 class World:
-    """`size` processes in one gloo group. Processes start at the first run()."""
+    """`size` processes in one gloo group. Processes start at the first run().
 
-    def __init__(self, size: int) -> None:
+    environment: variables that the processes have besides the session's own.
+    """
+
+    def __init__(self, size: int, environment: dict[str, str] | None = None) -> None:
         self.size = size
+        self._environment = environment
         self._ranks: list[_Rank] = []
 
     def run(
@@ -70,7 +92,9 @@ class World:
         self._ranks = []
 
     def _start(self) -> None:
-        self._ranks = [_Rank(number, self.size) for number in range(self.size)]
+        with _environment(self._environment or {}):
+            context = _fresh_context if self._environment else _context
+            self._ranks = [_Rank(number, self.size, context) for number in range(self.size)]
         port = self._receive_port()
         for rank in self._ranks[1:]:
             rank.connection.send(port)
@@ -111,11 +135,11 @@ class World:
 class _Rank:
     """The parent's end of one process."""
 
-    def __init__(self, number: int, size: int) -> None:
+    def __init__(self, number: int, size: int, context: BaseContext) -> None:
         self.number = number
         self.log = Path(tempfile.mkstemp(prefix=f"gradferry_rank{number}_", suffix=".log")[1])
-        self.connection, theirs = _context.Pipe()
-        self.process = _context.Process(
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(
             target=_serve, args=(number, size, theirs, str(self.log), sys.path), daemon=True
         )
         self.process.start()
