@@ -1,0 +1,28 @@
+"""What a call did, in a form that travels between processes: for tests of errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    error: str | None  # name of the exception's class
+    is_ours: bool  # a GradferryError
+    text: str
+    seconds: float
+
+
+def attempt(call: Callable[[], Any]) -> Outcome:
+    import gradferry
+
+    start = time.monotonic()
+    try:
+        call()
+    except Exception as error:
+        ours = isinstance(error, gradferry.GradferryError)
+        return Outcome(type(error).__name__, ours, str(error), time.monotonic() - start)
+    return Outcome(None, False, "", time.monotonic() - start)

@@ -1,0 +1,61 @@
+"""What travels: exactly the bytes of the documented formula, and nothing damaged is accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from reference import Layout, wire_bytes_per_step
+from scenario import Scenario, Weight, train
+from world import World
+
+WEIGHTS = (
+    Weight("embedding", (300, 200)),
+    Weight("bias", (70,)),
+    Weight("hidden", (500, 613)),
+    Weight("one", (1,)),
+    Weight("empty", (0, 3)),
+    Weight("output", (129, 401)),
+)
+INDEX = {weight.name: index for index, weight in enumerate(WEIGHTS)}
+
+
+def formula(scenario: Scenario, buckets: list[list[list[str]]], rank: int) -> int:
+    layout = Layout(
+        [w.describe() for w in scenario.weights],
+        scenario.codec,
+        scenario.world_size,
+        scenario.rules,
+    )
+    return sum(
+        wire_bytes_per_step(layout, [[INDEX[name] for name in b] for b in step], rank)
+        for step in buckets
+    )
+
+
+@pytest.mark.torch_core
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("codec", ["exact", "bf16", "q4"])
+def test_wire_bytes_equal_the_formula(
+    worlds: Callable[[int], World], world_size: int, codec: str
+) -> None:
+    scenario = Scenario(WEIGHTS, world_size, steps=3, codec=codec, ddp={"bucket_cap_mb": 0.5})
+    answers = worlds(world_size).run(train, scenario=scenario)
+    for rank, answer in enumerate(answers):
+        # exact needs several chunks per bucket, q4 and bf16 several buckets per step.
+        assert len(answer["buckets"][-1]) > 1
+        assert answer["stats"]["wire_bytes"] == formula(scenario, answer["buckets"], rank)
+
+
+def test_wire_bytes_equal_the_formula_with_rules_and_one_bucket(world_of_3: World) -> None:
+    scenario = Scenario(WEIGHTS, 3, rules=(("hid*", "exact"), ("one", "q4")))
+    answers = world_of_3.run(train, scenario=scenario)
+    for rank, answer in enumerate(answers):
+        assert answer["stats"]["wire_bytes"] == formula(scenario, answer["buckets"], rank)
+
+
+def test_q4_sends_less_than_a_seventh_of_what_the_gradients_weigh(world_of_2: World) -> None:
+    scenario = Scenario((Weight("hidden", (1024, 512)),), 2)
+    stats = world_of_2.run(train, scenario=scenario)[0]["stats"]
+    # Two ranks: half of the tiles out, half of the results back. 32 / 4.28 = 7.47.
+    assert stats["gradient_bytes"] > 7.4 * stats["wire_bytes"]
