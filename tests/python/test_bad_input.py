@@ -1,0 +1,213 @@
+"""Wrong use of attach, HookState and hook: the error is typed, and says what to do instead."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from outcomes import Outcome, attempt
+from scenario import ChosenGradients, Run, Scenario, Weight
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.nn.parallel import DistributedDataParallel
+from world import World
+
+SCENARIO = Scenario((Weight("first", (40, 40)), Weight("second", (9,))))
+
+
+def plain_ddp(**options: object) -> DistributedDataParallel:
+    return DistributedDataParallel(ChosenGradients(SCENARIO), **options)
+
+
+def case_bad_option(options: dict) -> Outcome:
+    import gradferry
+
+    return attempt(lambda: gradferry.attach(plain_ddp(), **options))
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({"codec": "q44"}, ("q44", "q4")),
+        ({"codec": "exat"}, ("exat", "exact")),
+        ({"codec": "q4:blok=3"}, ("q4", "blok")),
+        ({"codec": ""}, ("codec",)),
+        ({"error_feedback": "booth"}, ("error_feedback", "booth", "both")),
+        ({"nonfinite": "rise"}, ("nonfinite", "rise", "raise")),
+        ({"rules": [{"name": "first", "codec": "q44"}]}, ("q44", "q4")),
+        ({"rules": [{"nam": "first", "codec": "exact"}]}, ("nam", "name")),
+        ({"rules": {"first": "exact"}}, ("rules", "name", "codec")),
+        ({"rules": [{"name": "first"}]}, ("rules[0]", "codec")),
+        ({"momentum": 0.9}, ("momentum", "0.9")),
+        ({"seed": -1}, ("seed", "-1")),
+        ({"warmup_steps": -2}, ("warmup_steps", "-2")),
+    ],
+)
+def test_attach_names_the_wrong_value_and_the_closest_right_one(
+    world_of_2: World, options: dict, parts: tuple[str, ...]
+) -> None:
+    outcomes = world_of_2.run(case_bad_option, options=options)
+    assert [o.error for o in outcomes] == ["ConfigError"] * 2, outcomes
+    assert outcomes[0].text == outcomes[1].text
+    for part in parts:
+        assert part in outcomes[0].text, outcomes[0].text
+
+
+def attach_twice() -> Outcome:
+    import gradferry
+
+    ddp = plain_ddp()
+    gradferry.attach(ddp, "q4")
+    return attempt(lambda: gradferry.attach(ddp, "q4"))
+
+
+def attach_after_python_hook() -> Outcome:
+    import gradferry
+
+    ddp = plain_ddp()
+    ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+    return attempt(lambda: gradferry.attach(ddp, "q4"))
+
+
+def attach_after_builtin_hook() -> Outcome:
+    import gradferry
+
+    ddp = plain_ddp()
+    ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    return attempt(lambda: gradferry.attach(ddp, "q4"))
+
+
+def attach_to_mixed_precision() -> Outcome:
+    import gradferry
+    from torch.nn.parallel.distributed import _MixedPrecision
+
+    ddp = plain_ddp()
+    # As the argument would, but DDP itself takes that on accelerators only.
+    ddp.mixed_precision = _MixedPrecision(param_dtype=torch.bfloat16)
+    return attempt(lambda: gradferry.attach(ddp, "q4"))
+
+
+def attach_with_optimizer_in_backward() -> Outcome:
+    import gradferry
+
+    model = ChosenGradients(SCENARIO)
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    ddp = DistributedDataParallel(model)
+    return attempt(lambda: gradferry.attach(ddp, "q4"))
+
+
+def attach_to_a_module() -> Outcome:
+    import gradferry
+
+    return attempt(lambda: gradferry.attach(ChosenGradients(SCENARIO), "q4"))
+
+
+def bind_a_bound_state() -> Outcome:
+    import gradferry
+
+    state = gradferry.HookState("q4", plain_ddp())
+    return attempt(lambda: state.bind(plain_ddp()))
+
+
+def register_for_another_model() -> Outcome:
+    import gradferry
+
+    state = gradferry.HookState("q4", plain_ddp())
+    other = plain_ddp()
+    other.register_comm_hook(state, gradferry.hook)
+    return attempt(lambda: backward(other))
+
+
+def backward_unbound() -> Outcome:
+    import gradferry
+
+    ddp = plain_ddp()
+    ddp.register_comm_hook(gradferry.HookState("q4"), gradferry.hook)
+    return attempt(lambda: backward(ddp))
+
+
+def stats_unbound() -> Outcome:
+    import gradferry
+
+    return attempt(lambda: gradferry.HookState("q4").stats())
+
+
+def backward(ddp: DistributedDataParallel) -> None:
+    gradients = {w.name: torch.ones(w.shape) for w in SCENARIO.weights}
+    ddp(gradients).backward()
+
+
+@pytest.mark.parametrize(
+    ("case", "errors", "parts"),
+    [
+        (attach_twice, ("StateError", "ConfigError"), ("hook",)),
+        (attach_after_python_hook, ("StateError", "ConfigError"), ("hook",)),
+        (attach_after_builtin_hook, ("StateError", "ConfigError"), ("hook",)),
+        (attach_to_mixed_precision, ("ConfigError",), ("mixed_precision",)),
+        (attach_with_optimizer_in_backward, ("ConfigError",), ("optimizer", "backward")),
+        (attach_to_a_module, ("ConfigError",), ("DistributedDataParallel", "ChosenGradients")),
+        (bind_a_bound_state, ("StateError",), ("bound",)),
+        (register_for_another_model, ("StateError", "ConfigError"), ("model",)),
+        (backward_unbound, ("StateError",), ("bind",)),
+        (stats_unbound, ("StateError",), ("bind",)),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_wrong_use_raises_a_typed_error_with_advice(
+    world_of_2: World, case: Callable[[], Outcome], errors: tuple[str, ...], parts: tuple[str, ...]
+) -> None:
+    outcomes = world_of_2.run(case)
+    for outcome in outcomes:
+        assert outcome.error in errors, outcomes
+        for part in parts:
+            assert part in outcome.text, outcome.text
+
+
+def case_use_after_destroy(native: bool) -> Outcome:
+    run = Run(Scenario(SCENARIO.weights, native=native))
+    run.step(0)
+    dist.destroy_process_group()
+    return attempt(lambda: run.step(1))
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+def test_backward_after_destroy_process_group_raises_state_error(native: bool) -> None:
+    world = World(2)  # its group ends with this case
+    try:
+        outcomes = world.run(case_use_after_destroy, native=native)
+    finally:
+        world.stop()
+    for outcome in outcomes:
+        assert outcome.error == "StateError", outcomes
+        assert "process group" in outcome.text
+        assert "destroyed" in outcome.text
+
+
+def case_backward_in_fork(native: bool) -> tuple[str, bytes]:
+    run = Run(Scenario(SCENARIO.weights, native=native))
+    for step in range(3):  # DDP communicates by itself when it rebuilds its buckets
+        run.step(step)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        outcome = attempt(lambda: run.step(3))
+        os.write(writing, f"{outcome.error}: {outcome.text}".encode())
+        os._exit(0)
+    os.close(writing)
+    with open(reading, "rb") as pipe:  # noqa: PTH123
+        said = pipe.read()
+    os.waitpid(child, 0)
+    run.step(3)  # the parent goes on
+    return said.decode()
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+def test_backward_in_a_forked_child_raises_and_the_parent_goes_on(
+    world_of_2: World, native: bool
+) -> None:
+    for said in world_of_2.run(case_backward_in_fork, native=native):
+        assert said.startswith("StateError"), said
+        assert "fork" in said
