@@ -1,0 +1,87 @@
+"""However a process ends, it ends at once, with the user's exit code, and without an abort."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("exit_script.py")
+# The promise, on a machine that does little else.
+MOST_SECONDS = 5.0
+# What waits for a peer waits for the group's timeout of 30 s, or for ever: half of it tells a hang
+# from a busy machine, on which an exit of plain torch takes several seconds too.
+MOST_SECONDS_WHEN_BUSY = 15.0
+EXIT_CODES = {"return": 0, "sys_exit": 3, "exception": 1}
+DESTROYED = ("destroyed", "kept")
+
+
+def start(tmp_path: Path, registered: str, ending: str, destroy: str) -> list[subprocess.Popen]:
+    return [
+        subprocess.Popen(
+            [
+                *(sys.executable, SCRIPT, str(rank), tmp_path / "rendezvous"),
+                *(registered, ending, destroy),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+
+
+def finish(process: subprocess.Popen) -> float:
+    """Waits; returns seconds from the time it said it would end to its end."""
+    output, errors = process.communicate(timeout=60)
+    ended = time.monotonic()
+    assert output, errors
+    assert "terminate called" not in errors
+    return ended - float(output)
+
+
+def check(tmp_path: Path, registered: str, ending: str, destroy: str, most_seconds: float) -> None:
+    processes = start(tmp_path, registered, ending, destroy)
+    try:
+        seconds = [finish(process) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [p.returncode for p in processes] == [EXIT_CODES[ending]] * 2
+    assert max(seconds) < most_seconds
+
+
+@pytest.mark.parametrize("destroy", DESTROYED)
+@pytest.mark.parametrize("ending", list(EXIT_CODES))
+def test_exit_code_is_the_users(tmp_path: Path, ending: str, destroy: str) -> None:
+    check(tmp_path, "native", ending, destroy, MOST_SECONDS_WHEN_BUSY)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attempt", range(4))
+@pytest.mark.parametrize("registered", ["native", "python"])
+@pytest.mark.parametrize("destroy", DESTROYED)
+@pytest.mark.parametrize("ending", list(EXIT_CODES))
+def test_exit_code_is_the_users_every_time(
+    tmp_path: Path, registered: str, ending: str, destroy: str, attempt: int
+) -> None:
+    check(tmp_path, registered, ending, destroy, MOST_SECONDS)
+
+
+@pytest.mark.parametrize("registered", ["native", "python"])
+def test_exception_with_a_bucket_in_flight_ends_at_once(tmp_path: Path, registered: str) -> None:
+    processes = start(tmp_path, registered, "in_flight", "kept")
+    try:
+        # Rank 1 waits for its standard input, so its half of the bucket never comes.
+        assert finish(processes[0]) < MOST_SECONDS_WHEN_BUSY
+        assert processes[0].returncode == 1
+        assert processes[1].poll() is None
+        assert finish(processes[1]) < MOST_SECONDS_WHEN_BUSY  # closes its standard input
+        assert processes[1].returncode == 0
+    finally:
+        for process in processes:
+            process.kill()

@@ -1,0 +1,66 @@
+"""The native path never takes the GIL: counted by standing in front of Python's own functions."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from scenario import Run, Scenario, Weight
+from world import World
+
+SOURCE = Path(__file__).with_name("gil_interposer.c")
+SCENARIO = Scenario(
+    (Weight("first", (200, 100)), Weight("bias", (100,)), Weight("last", (100, 90))),
+    ddp={"bucket_cap_mb": 0.05},
+)
+
+
+@pytest.fixture(scope="module")
+def counting_world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    compiler = shutil.which("cc")
+    assert compiler, "building gradferry needs a C compiler, and so does this test"
+    library = tmp_path_factory.mktemp("gil") / "gil_interposer.so"
+    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library, SOURCE], check=True)
+    world = World(2, environment={"LD_PRELOAD": str(library)})
+    yield world
+    world.stop()
+
+
+def thread_names() -> set[str]:
+    return {(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()}
+
+
+def case_count(native: bool, steps: int) -> tuple[dict[str, int], set[str]]:
+    """Acquisitions by name of thread during `steps` steps, and the names of all threads."""
+    interposer = ctypes.CDLL(None)
+    run = Run(Scenario(SCENARIO.weights, native=native, ddp=SCENARIO.ddp))
+    for step in range(3):
+        run.step(step)
+    interposer.gil_reset()
+    for step in range(3, 3 + steps):
+        run.step(step)
+    buffer = ctypes.create_string_buffer(4096)
+    interposer.gil_counts(buffer, ctypes.c_size_t(len(buffer)))
+    lines = [line.split("\t") for line in buffer.value.decode().splitlines()]
+    return {name: int(count) for name, count in lines}, thread_names()
+
+
+@pytest.mark.torch_core
+def test_native_path_takes_the_gil_on_no_thread_but_pythons_own(counting_world: World) -> None:
+    for counts, names in counting_world.run(case_count, native=True, steps=20):
+        assert "gf-finish" in names
+        assert "gf-finish" not in counts, counts
+        # Threads started by Python bear the name of the program; gloo's and pools' do not matter
+        # as long as none but the program's own thread ever took the GIL.
+        main = Path("/proc/self/comm").read_text().strip()
+        assert set(counts) <= {main, threading.main_thread().name}, counts
+
+
+def test_interposer_sees_the_gil_being_taken(counting_world: World) -> None:
+    for counts, _ in counting_world.run(case_count, native=False, steps=20):
+        assert sum(counts.values()) >= 20, counts

@@ -1,0 +1,117 @@
+"""Attaching again and again, several at once, and in groups that overlap."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from scenario import Run, Scenario, Weight, assert_bit_equal
+from world import World
+
+WEIGHTS = (Weight("first", (60, 50)), Weight("bias", (50,)))
+
+
+def engine_threads() -> int:
+    tasks = Path("/proc/self/task").iterdir()
+    return sum((task / "comm").read_text().strip() == "gf-finish" for task in tasks)
+
+
+def open_files() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def case_attach_again(times: int, native: bool) -> list[tuple[int, int]]:
+    """After every life of a model: engine threads, open files."""
+    counts = []
+    for seed in range(times):
+        run = Run(Scenario(WEIGHTS, native=native, seed=seed))
+        run.step(0)
+        run.step(1)
+        threads = engine_threads()
+        del run
+        gc.collect()
+        # The thread ends by itself; a barrier per try bounds the wait without a clock.
+        tries = 0
+        while engine_threads() and tries < 1000:
+            dist.barrier()
+            tries += 1
+        counts.append((threads, engine_threads(), open_files()))
+    return counts
+
+
+@pytest.mark.torch_core
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+def test_ten_lives_in_one_process_leave_nothing_behind(world_of_2: World, native: bool) -> None:
+    for counts in world_of_2.run(case_attach_again, times=10, native=native):
+        assert [c[:2] for c in counts] == [(1, 0)] * 10
+        assert len({c[2] for c in counts[1:]}) == 1, counts
+
+
+def run_steps(runs: list[Run]) -> list[dict]:
+    """Steps of all models, interleaved."""
+    gradients: list[list] = [[] for _ in runs]
+    for step in range(3):
+        for run, collected in zip(runs, gradients, strict=True):
+            collected.append(run.step(step))
+    return [
+        {"gradients": g, "hashes": run.hashes, "final_hash": run.parameter_hash()}
+        for run, g in zip(runs, gradients, strict=True)
+    ]
+
+
+def case_two_attached(scenarios: list[Scenario]) -> list[dict]:
+    return run_steps([Run(scenario) for scenario in scenarios])
+
+
+def test_two_attached_models_train_in_turns(world_of_2: World) -> None:
+    scenarios = [
+        Scenario(WEIGHTS, steps=3, error_feedback="both"),
+        Scenario(WEIGHTS, steps=3, codec="bf16", seed=1, native=False),
+    ]
+    answers = world_of_2.run(case_two_attached, scenarios=scenarios)
+    for index, scenario in enumerate(scenarios):
+        assert_bit_equal([answer[index] for answer in answers], scenario)
+
+
+def case_overlapping(left: Scenario, right: Scenario) -> dict[str, dict]:
+    """Groups {0, 1} and {1, 2}: rank 1 is in both, and attaches to the left one first."""
+    groups = {name: dist.new_group(ranks) for name, ranks in (("l", [0, 1]), ("r", [1, 2]))}
+    scenarios = {"l": left, "r": right}
+    mine = {0: "l", 1: "lr", 2: "r"}[dist.get_rank()]
+    runs = [Run(scenarios[name], groups[name]) for name in mine]
+    return dict(zip(mine, run_steps(runs), strict=True))
+
+
+def test_overlapping_groups_each_get_their_own_average(world_of_3: World) -> None:
+    left = Scenario(WEIGHTS, steps=3, error_feedback="both")
+    right = Scenario(WEIGHTS, steps=3, seed=4)
+    answers = world_of_3.run(case_overlapping, left=left, right=right)
+    assert_bit_equal([answers[0]["l"], answers[1]["l"]], left)
+    assert_bit_equal([answers[1]["r"], answers[2]["r"]], right)
+
+
+def case_attach_after_destroy() -> bool:
+    """The same process trains, leaves its group, joins a new one and trains again."""
+    run = Run(Scenario(WEIGHTS))
+    run.step(0)
+    store = dist.distributed_c10d._get_default_store()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore("second life", store), rank=rank, world_size=size
+    )
+    second = Run(Scenario(WEIGHTS, seed=2))
+    gradients = second.step(0)
+    return all(torch.from_numpy(g).isfinite().all() for g in gradients)
+
+
+def test_attach_in_a_new_default_group_after_destroy() -> None:
+    world = World(2)  # its first group ends with this case
+    try:
+        assert world.run(case_attach_after_destroy) == [True, True]
+    finally:
+        world.stop()
