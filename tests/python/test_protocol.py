@@ -1,0 +1,243 @@
+"""A rank that forges messages: every honest rank raises the same named error, and never a hang.
+
+Rank 1 agrees at attach like everybody else, then speaks the protocol by hand, from the reference's
+layout and headers, and gets one thing wrong. What it sends as payload is zero tiles, which every
+codec accepts.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from reference import HEADER, Header, Layout, message_checksum, word_sum
+from reference.message import COMMIT, GATHER, SCATTER
+from scenario import ChosenGradients, Run, Scenario, Weight
+from torch.nn.parallel import DistributedDataParallel
+from world import World
+
+# Every rank owns a full q4 tile.
+WEIGHTS = (Weight("first", (200, 100)), Weight("bias", (50,)), Weight("second", (120, 60)))
+WORLD_SIZE = 3
+FORGER = 1
+COMMIT_RECORD = struct.Struct("<IHHIIQQIHHQQII")
+COMMIT_FIELDS = (
+    "magic",
+    "wire_version",
+    "phase",
+    "status",
+    "source_rank",
+    "step",
+    "bucket",
+    "failed_chunk",
+    "failed_phase",
+    "failed_rank",
+    "expected",
+    "received",
+    "checksum",
+    "reserved",
+)
+
+
+class Forger:
+    """One bucket through the three lanes, with `change` applied to what rank 1 sends in `phase`."""
+
+    def __init__(self, scenario: Scenario, phase: str, change: dict[str, int]) -> None:
+        import gradferry
+        from gradferry import binding
+        from gradferry.agreement import record_hash
+
+        model = ChosenGradients(scenario)
+        ddp = DistributedDataParallel(model)
+
+        def start(*arguments: Any) -> tuple[Any, ...]:
+            # Building a lane waits for all ranks, so it is done where they do it.
+            self.lanes = binding._make_lanes(*arguments[-2:])
+            return arguments
+
+        with mock.patch.object(binding, "_start", side_effect=start) as started:
+            gradferry.HookState(scenario.codec, ddp)
+        record = started.call_args.args[3]
+        self.layout_hash = record_hash(record["parameters"])
+        self.config_hash = record_hash({k: v for k, v in record.items() if k != "parameters"})
+        layout = Layout([w.describe() for w in scenario.weights], scenario.codec, WORLD_SIZE)
+        order = {id(p): i for i, p in enumerate(model.parameters())}
+        (bucket,) = ddp.reducer._get_zeros_like_grad_buckets()
+        tiles = [t for p in bucket.parameters() for t in layout.tiles_of[order[id(p)]]]
+        self.sizes = [
+            [layout.tiles[t].worker_bytes for t in tiles if layout.owners[t] == rank]
+            for rank in range(WORLD_SIZE)
+        ]
+        self.phase, self.change = phase, change
+
+    def message(self, phase: int, name: str, sizes: list[int]) -> np.ndarray:
+        change = self.change if self.phase == name else {}
+        payloads = [np.zeros(size, np.uint8) for size in sizes]
+        for key, value in change.items():
+            if key in ("payload", "corrupt"):
+                # A full tile of q4: its first exponent byte.
+                next(p for p in payloads if len(p) == 2192)[2176] = value
+        checksum = message_checksum(payloads) if "corrupt" in change else 0
+        header = Header(
+            phase=phase,
+            source_rank=FORGER,
+            config_hash=self.config_hash,
+            layout_hash=self.layout_hash,
+            payload_bytes=sum(sizes),
+            checksum=checksum,
+        )
+        for key, value in change.items():
+            if key not in ("payload", "corrupt"):
+                setattr(header, key, value)
+        return np.concatenate([np.frombuffer(header.pack(), np.uint8), *payloads])
+
+    def run(self) -> None:
+        self.scatter()
+        self.gather()
+        self.commit()
+
+    def scatter(self) -> None:
+        messages = [self.message(SCATTER, "scatter", sizes) for sizes in self.sizes]
+        send = torch.from_numpy(np.concatenate(messages))
+        own = HEADER.size + sum(self.sizes[FORGER])
+        receive = torch.zeros(own * WORLD_SIZE, dtype=torch.uint8)
+        lengths = [len(m) for m in messages]
+        self.lanes[0].alltoall_base(receive, send, [own] * WORLD_SIZE, lengths).wait()
+
+    def gather(self) -> None:
+        message = self.message(GATHER, "gather", self.sizes[FORGER])
+        padded = np.zeros(HEADER.size + max(map(sum, self.sizes)), np.uint8)
+        padded[: len(message)] = message
+        self._all_gather(1, padded)
+
+    def commit(self) -> None:
+        fields: dict[str, int] = dict.fromkeys(COMMIT_FIELDS, 0)
+        fields.update(magic=Header.magic, wire_version=1, phase=COMMIT, source_rank=FORGER)
+        change = self.change if self.phase == "commit" else {}
+        if self.change.get("status"):
+            change = {"status": self.change["status"], **change}
+        fields.update(change)
+        body = COMMIT_RECORD.pack(*fields.values())
+        if "checksum" not in change:
+            fields["checksum"] = word_sum(np.frombuffer(body[:56], np.uint8))
+            body = COMMIT_RECORD.pack(*fields.values())
+        self._all_gather(2, np.frombuffer(bytearray(body), np.uint8))
+
+    def _all_gather(self, lane: int, message: np.ndarray) -> None:
+        send = torch.from_numpy(message)
+        receive = torch.zeros(len(send) * WORLD_SIZE, dtype=torch.uint8)
+        self.lanes[lane]._allgather_base(receive, send).wait()
+
+
+def case_forged(phase: str, change: dict[str, int]) -> dict[str, Any] | None:
+    """What an honest rank sees: the error of the step, of the next one, and of its state."""
+    import gradferry
+
+    scenario = Scenario(WEIGHTS, WORLD_SIZE)
+    if dist.get_rank() == FORGER:
+        Forger(scenario, phase, change).run()
+        return None
+    run = Run(scenario)
+    errors = []
+    for attempt in (lambda: run.step(0), run.state.state_dict):
+        try:
+            attempt()
+            errors.append(("none", ""))
+        except gradferry.GradferryError as error:
+            errors.append((type(error).__name__, str(error)))
+    return {"errors": errors, "in_flight": run.state.stats()["in_flight"]}
+
+
+def check(world: World, phase: str, change: dict[str, int]) -> tuple[str, str]:
+    """The one error that all honest ranks raise."""
+    answers = [a for a in world.run(case_forged, phase=phase, change=change) if a is not None]
+    assert len(answers) == WORLD_SIZE - 1
+    errors = {error for answer in answers for error in answer["errors"]}
+    assert len(errors) == 1, errors
+    assert all(answer["in_flight"] == 0 for answer in answers)
+    return errors.pop()
+
+
+@pytest.mark.torch_core
+def test_forger_that_does_nothing_wrong_is_believed(world_of_3: World) -> None:
+    assert check(world_of_3, "none", {}) == ("none", "")
+
+
+@pytest.mark.parametrize("phase", ["scatter", "gather"])
+@pytest.mark.parametrize(
+    ("field", "value", "named"),
+    [
+        ("magic", 7, "magic is 7, expected 1498564167"),
+        ("wire_version", 2, "wire version is 2, expected 1"),
+        ("phase", 3, "phase is 3, expected"),
+        ("source_rank", 2, "source rank is 2, expected 1"),
+        ("config_hash", 11, "configuration hash is 11, expected"),
+        ("layout_hash", 12, "layout hash is 12, expected"),
+        ("step", 5, "step is 5, expected 0"),
+        ("chunk", 3, "chunk is 3, expected 0"),
+        ("payload_bytes", 16, "payload bytes is 16, expected"),
+        ("checksum", 99, "checksum is 0, expected 99"),
+        ("payload", 1, "checksum is"),
+        ("corrupt", 3, "number of corrupt tiles is 1, expected 0"),
+    ],
+)
+def test_message_with_a_wrong_field_is_refused_by_all_ranks(
+    world_of_3: World, phase: str, field: str, value: int, named: str
+) -> None:
+    kind, text = check(world_of_3, phase, {field: value})
+    assert kind == "ProtocolError"
+    assert named in text
+    assert f"chunk 0, {phase}" in text
+    if field != "corrupt":
+        assert "rank 0 refused a message from rank 1" in text
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "named"),
+    [
+        ("magic", 7, "magic is 7"),
+        ("phase", 1, "phase is 1, expected 3"),
+        ("source_rank", 2, "source rank is 2, expected 1"),
+        ("checksum", 99, "checksum is 99"),
+    ],
+)
+def test_commit_that_cannot_be_read_is_refused(
+    world_of_3: World, field: str, value: int, named: str
+) -> None:
+    # Who could not read it says so in its own name: the text differs in the first rank named.
+    answers = world_of_3.run(case_forged, phase="commit", change={field: value})
+    for rank, answer in enumerate(answers):
+        if rank == FORGER:
+            continue
+        kind, text = answer["errors"][0]
+        assert kind == "ProtocolError"
+        assert named in text
+        assert f"rank {rank} refused a message from rank 1" in text
+
+
+@pytest.mark.parametrize("field", ["step", "bucket"])
+def test_commit_of_another_step_or_bucket_is_refused(world_of_3: World, field: str) -> None:
+    answers = world_of_3.run(case_forged, phase="commit", change={field: 4})
+    for rank in (0, 2):
+        kind, text = answers[rank]["errors"][0]
+        assert kind == "ProtocolError"
+        assert "is 4, expected 0" in text
+
+
+def test_rank_in_trouble_is_named_on_all_ranks(world_of_3: World) -> None:
+    kind, text = check(world_of_3, "scatter", {"status": 12})
+    assert kind == "PeerError"
+    assert "rank 1 failed while it compressed gradients" in text
+
+
+def test_what_another_rank_refused_is_raised_with_its_values(world_of_3: World) -> None:
+    change = {"status": 7, "failed_rank": 2, "failed_phase": 2, "expected": 8, "received": 9}
+    kind, text = check(world_of_3, "commit", change)
+    assert kind == "ProtocolError"
+    assert "rank 1 refused a message from rank 2" in text
+    assert "step is 9, expected 8" in text
