@@ -89,13 +89,14 @@ def bind(
     binding: Binding | None = None
     try:
         binding = _start(ddp, config, parameters, record, group, str(envelopes[0]["nonce"]))
-        if native:
-            binding.hook.attach(ddp.reducer)
         outcome: Record = {}
     except Exception as error:
         outcome = error_record(error)
     raise_first_error(gather_records(outcome, group))
     assert binding is not None
+    if native:
+        # Only now: DDP takes a hook for life, so no rank may have one when another has failed.
+        binding.hook.attach(ddp.reducer)
     return binding
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -97,3 +98,32 @@ def case_train_after_failed_attach() -> bool:
 
 def test_another_model_trains_after_a_failed_attach(world_of_2: World) -> None:
     assert world_of_2.run(case_train_after_failed_attach) == [True, True]
+
+
+def case_allocation_fails(native: bool) -> tuple[Outcome, Outcome]:
+    """Rank 1 has no memory for its engine; then it has, and both attach to the same model."""
+    import gradferry
+    from gradferry import _native
+
+    ddp = DistributedDataParallel(ChosenGradients(Scenario(WEIGHTS)))
+    entry = gradferry.attach if native else gradferry.HookState
+    arguments = (ddp, "q4") if native else ("q4", ddp)
+    engine = _native.Engine
+    if dist.get_rank() == 1:
+        engine = mock.Mock(side_effect=MemoryError("no memory for residuals"))
+    with mock.patch.object(_native, "Engine", engine):
+        first = attempt(lambda: entry(*arguments))
+    return first, attempt(lambda: entry(*arguments))
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+def test_failed_allocation_is_the_same_error_on_all_and_leaves_the_model_alone(
+    world_of_2: World, native: bool
+) -> None:
+    answers = world_of_2.run(case_allocation_fails, native=native)
+    first, second = [a[0] for a in answers], [a[1] for a in answers]
+    assert all(o.is_ours for o in first), first
+    assert len({(o.error, o.text) for o in first}) == 1, first
+    assert "rank 1" in first[0].text
+    assert "no memory for residuals" in first[0].text
+    assert [o.error for o in second] == [None, None], second
