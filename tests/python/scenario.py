@@ -85,6 +85,7 @@ class Scenario:
     error_feedback: str = "auto"
     rules: tuple[tuple[str, str], ...] = ()
     native: bool = True  # attach(), or the standard signature of a hook
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)  # further ones of attach()
     seed: int = 0
     passes: int = 1  # backward passes per step, all but the last under no_sync()
     ddp: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -159,6 +160,7 @@ def attach(ddp: DistributedDataParallel, scenario: Scenario) -> Any:
         "error_feedback": scenario.error_feedback,
         "rules": [{"name": name, "codec": codec} for name, codec in scenario.rules],
         "seed": scenario.seed,
+        **scenario.options,
     }
     if scenario.native:
         return gradferry.attach(ddp, scenario.codec, **options)

@@ -1,0 +1,184 @@
+"""What the options of attach() change, and what frameworks around DDP do to the hook."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from reference import ReferenceEngine
+from scenario import Run, Scenario, Weight, assert_same_parameters, expected_gradients, train
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from world import World
+
+WEIGHTS = (Weight("first", (90, 70)), Weight("bias", (50,)), Weight("second", (120, 60)))
+SCENARIO = Scenario(WEIGHTS, 2, error_feedback="both", ddp={"bucket_cap_mb": 0.02})
+
+
+def same(left: list[list[np.ndarray]], right: list[list[np.ndarray]]) -> bool:
+    return all(
+        a.tobytes() == b.tobytes()
+        for one, other in zip(left, right, strict=True)
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def case_passes_through(scenario: Scenario, environment: dict[str, str]) -> dict[str, Any]:
+    """The hook's gradients, and those of plain DDP on the same buckets."""
+    with mock.patch.dict(os.environ, environment):
+        run = Run(scenario)
+    hooked = [run.step(step) for step in range(scenario.steps)]
+    with mock.patch("scenario.attach"):
+        plain = Run(scenario)
+    return {
+        "equal": same(hooked, [plain.step(step) for step in range(scenario.steps)]),
+        "stats": run.state.stats(),
+        "text": str(run.state),
+    }
+
+
+@pytest.mark.torch_core
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+def test_disabled_hook_gives_what_plain_ddp_gives(world_of_2: World, native: bool) -> None:
+    scenario = dataclasses.replace(SCENARIO, native=native)
+    for answer in world_of_2.run(
+        case_passes_through, scenario=scenario, environment={"GRADFERRY_DISABLE": "1"}
+    ):
+        assert answer["equal"]
+        assert answer["stats"] == {}
+        assert "passes through (GRADFERRY_DISABLE=1)" in answer["text"]
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+def test_codec_off_gives_what_plain_ddp_gives(world_of_2: World, native: bool) -> None:
+    scenario = dataclasses.replace(SCENARIO, native=native, codec="off")
+    for answer in world_of_2.run(case_passes_through, scenario=scenario, environment={}):
+        assert answer["equal"]
+        assert "passes through (codec 'off')" in answer["text"]
+
+
+def case_sparse(native: bool) -> dict[str, Any]:
+    import gradferry
+
+    model = nn.ModuleDict({"table": nn.Embedding(50, 40, sparse=True), "out": nn.Linear(40, 60)})
+    plain = nn.Embedding(50, 40, sparse=True)
+    plain.load_state_dict(model["table"].state_dict())
+    ddp = DistributedDataParallel(_Lookup(model))
+    if native:
+        state = gradferry.attach(ddp)
+    else:
+        state = gradferry.HookState("q4", ddp)
+        ddp.register_comm_hook(state, gradferry.hook)
+    for _ in range(3):
+        ddp.zero_grad()
+        ddp(torch.tensor([1, 2, 2 + dist.get_rank()])).sum().backward()
+    gradient = model["table"].weight.grad
+    return {"sparse": gradient.is_sparse, "dense": gradient.to_dense(), "stats": state.stats()}
+
+
+class _Lookup(nn.Module):
+    def __init__(self, parts: nn.ModuleDict) -> None:
+        super().__init__()
+        self.parts = parts
+
+    def forward(self, index: torch.Tensor) -> torch.Tensor:
+        return self.parts["table"](index).sum() + self.parts["out"](torch.ones(40)).sum()
+
+
+@pytest.mark.torch_core
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+def test_sparse_gradients_pass_through_averaged(world_of_2: World, native: bool) -> None:
+    expected = torch.zeros(50, 40)
+    # Rank 0 looks up rows 1, 2, 2 and rank 1 rows 1, 2, 3: halves are exact.
+    for row, value in ((1, 1.0), (2, 1.5), (3, 0.5)):
+        expected[row] = value
+    for answer in world_of_2.run(case_sparse, native=native):
+        assert answer["sparse"]
+        assert torch.equal(answer["dense"], expected)
+        assert answer["stats"]["buckets"] > 0  # the dense ones were compressed
+
+
+def test_warmup_steps_are_exact_and_leave_residuals_alone(world_of_2: World) -> None:
+    scenario = dataclasses.replace(SCENARIO, steps=5, options={"warmup_steps": 2})
+    dense = expected_gradients(dataclasses.replace(scenario, codec="exact"))
+    engine = ReferenceEngine(2, [w.describe() for w in WEIGHTS], "q4", "both")
+    count = range(len(WEIGHTS))
+    expected = dense[:2] + [
+        engine.step([[scenario.accumulated(s, r, i) for i in count] for r in range(2)])
+        for s in range(2, 5)
+    ]
+    answers = world_of_2.run(train, scenario=scenario)
+    for rank, answer in enumerate(answers):
+        assert same(answer["gradients"], [step[rank] for step in expected])
+    assert_same_parameters(answers)
+
+
+def case_nonfinite(scenario: Scenario) -> list[str]:
+    import gradferry
+
+    run = Run(scenario)
+    texts = []
+    for step in range(3):
+        try:
+            run.step(step)
+            texts.append("")
+        except gradferry.StateError as error:
+            texts.append(str(error))
+    return texts
+
+
+@pytest.mark.parametrize("name", ["second", "bias"])
+def test_nonfinite_raise_names_the_parameter_on_all_ranks(world_of_3: World, name: str) -> None:
+    scenario = dataclasses.replace(
+        SCENARIO,
+        world_size=3,
+        options={"nonfinite": "raise"},
+        poison={(1, 2, name): float("nan")},
+    )
+    answers = world_of_3.run(case_nonfinite, scenario=scenario)
+    assert answers[0] == answers[1] == answers[2]
+    first, second, third = answers[0]
+    assert first == ""
+    assert f"the averaged gradient of '{name}' is not finite at step 1" in second
+    assert third == second
+
+
+def case_autocast(compiled: bool) -> dict[str, Any]:
+    """Whether a few steps of a real model under autocast follow uncompressed training."""
+    import gradferry
+
+    losses = {}
+    for name in ("plain", "hooked"):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 1))
+        ddp = DistributedDataParallel(model)
+        if name == "hooked":
+            gradferry.attach(ddp, "exact")
+        forward = torch.compile(ddp, backend="aot_eager") if compiled else ddp
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        losses[name] = []
+        for _ in range(4):
+            x = torch.randn(16, 64, generator=generator)
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = (forward(x) - x[:, :1]).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            losses[name].append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "torch.compile"])
+def test_training_under_autocast_equals_plain_ddp(world_of_2: World, compiled: bool) -> None:
+    # With two ranks and `exact`, (a + b) / 2 is what plain DDP computes as a / 2 + b / 2: halving
+    # is exact, and a sum of two does not depend on order.
+    for losses in world_of_2.run(case_autocast, compiled=compiled):
+        assert losses["hooked"] == losses["plain"]
+        assert len(set(losses["plain"])) == 4

@@ -1,0 +1,127 @@
+"""HookState: what it prints, counts, saves and restores."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scenario import Run, Scenario, Weight
+from world import World
+
+WEIGHTS = (Weight("first", (90, 70)), Weight("bias", (50,)), Weight("second", (120, 60)))
+SCENARIO = Scenario(WEIGHTS, 2, error_feedback="both", ddp={"bucket_cap_mb": 0.02})
+
+
+def case_resume(scenario: Scenario) -> dict[str, Any]:
+    """Six steps at a stretch, and three, saved, and three more in a new model."""
+    straight = Run(scenario)
+    expected = [straight.step(step) for step in range(6)]
+    before = Run(scenario)
+    for step in range(3):
+        before.step(step)
+    file = io.BytesIO()
+    torch.save({"model": before.model.state_dict(), "hook": before.state.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file)
+    after = Run(scenario)
+    after.model.load_state_dict(saved["model"])
+    after.state.load_state_dict(saved["hook"])
+    resumed = [after.step(step) for step in range(3, 6)]
+    return {
+        "equal": all(
+            np.array_equal(a, b)
+            for one, other in zip(expected[3:], resumed, strict=True)
+            for a, b in zip(one, other, strict=True)
+        ),
+        "hashes": (straight.parameter_hash(), after.parameter_hash()),
+        "steps": (straight.state.stats()["steps"], after.state.stats()["steps"]),
+    }
+
+
+@pytest.mark.torch_core
+def test_resumed_run_equals_one_that_never_stopped(world_of_2: World) -> None:
+    for answer in world_of_2.run(case_resume, scenario=SCENARIO):
+        assert answer["equal"]
+        assert answer["hashes"][0] == answer["hashes"][1]
+        assert answer["steps"] == (5, 5)
+
+
+def case_refused(scenario: Scenario, changes: list[dict[str, Any]]) -> list[str]:
+    import gradferry
+
+    run = Run(scenario)
+    run.step(0)
+    saved = run.state.state_dict()
+    texts = []
+    for change in changes:
+        wrong = {k: v for k, v in {**saved, **change}.items() if v is not None}
+        with pytest.raises(gradferry.StateError) as caught:
+            run.state.load_state_dict(wrong)
+        texts.append(str(caught.value))
+    with pytest.raises(gradferry.ConfigError, match="on_resize='mean'"):
+        run.state.load_state_dict(saved, on_resize="mean")
+    run.state.load_state_dict(saved)
+    return texts
+
+
+def test_state_of_another_run_is_refused_by_name(world_of_2: World) -> None:
+    changes = [
+        {"worker": None},
+        {"format": 2},
+        {"codec": "bf16"},
+        {"rank": 7},
+        {"world_size": 3},
+        {"layout_hash": 1},
+        {"worker": torch.zeros(3)},
+        {"owner": [0.0]},
+    ]
+    for texts in world_of_2.run(case_refused, scenario=SCENARIO, changes=changes):
+        assert "lacks worker" in texts[0]
+        for text, field in zip(
+            texts[1:6], ["format", "codec", "rank", "world_size", "layout_hash"], strict=True
+        ):
+            assert f"has {field} " in text
+        assert "another size, dtype or device" in texts[6]
+        assert "owner residual is not a tensor" in texts[7]
+
+
+def case_describe(scenario: Scenario) -> dict[str, Any]:
+    run = Run(scenario)
+    unused = run.state.stats()
+    for step in range(3):
+        run.step(step)
+    with pytest.warns(UserWarning, match="attach again"):
+        copied = copy.deepcopy(run.state)
+    return {
+        "text": str(run.state),
+        "repr": repr(run.state),
+        "copy": repr(copied),
+        "before": unused,
+        "after": run.state.stats(),
+        "hook_name": run.ddp._get_ddp_logging_data()["comm_hook"],
+    }
+
+
+def test_state_prints_the_outcome_of_the_rules_and_counts(world_of_2: World) -> None:
+    rules = (("second", "bf16"),)
+    scenario = dataclasses.replace(SCENARIO, rules=rules, ddp={})
+    for rank, answer in enumerate(world_of_2.run(case_describe, scenario=scenario)):
+        text = answer["text"]
+        assert f"gradferry: q4, error feedback both, rank {rank} of 2" in text
+        assert "q4: 1 parameters, 6,300 elements (46.5%), 4.28 bits/element" in text
+        assert "bf16: 1 parameters, 7,200 elements (53.1%), 16.00 bits/element" in text
+        assert "exempt from compression: bias" in text
+        assert answer["repr"] == "HookState(codec='q4', bound=True)"
+        assert answer["copy"] == "HookState(codec='q4', bound=False)"
+        assert answer["hook_name"] == "gradferry:q4"
+        before, after = answer["before"], answer["after"]
+        assert before["wire_bytes"] == before["ratio"] == before["buckets"] == 0
+        assert (after["steps"], after["in_flight"]) == (2, 0)
+        assert after["gradient_bytes"] == 3 * 4 * (6300 + 50 + 7200)
+        assert after["ratio"] == after["gradient_bytes"] / after["wire_bytes"]
+        assert sorted(i for bucket in after["step_buckets"] for i in bucket) == [0, 1, 2]
