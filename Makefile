@@ -48,22 +48,21 @@ demo: $(package_ready)  ## two ranks on this machine: what compression changes, 
 	@$(bin)/gradferry demo
 
 test: $(package_ready)  ## all fast tests
-	@$(quiet) build/ctest.log --show 3 ctest --preset core -j $(JOBS)
+	@$(quiet) build/ctest.log --show 'tests passed|Total Test time' ctest --preset core -j $(JOBS)
 	@$(bin)/python -m pytest -q -m "not slow"
 
 test-full: $(package_ready)  ## all tests, also the slow ones and those under sanitizers
-	@$(quiet) build/ctest.log --show 3 ctest --preset core -j $(JOBS)
+	@$(quiet) build/ctest.log --show 'tests passed|Total Test time' ctest --preset core -j $(JOBS)
 	@$(quiet) build/sanitize.log cmake --preset sanitize
 	@$(quiet) build/sanitize.log cmake --build --preset sanitize
-	@$(quiet) build/sanitize_ctest.log --show 3 ctest --preset sanitize -j $(JOBS)
+	@$(quiet) build/sanitize_ctest.log --show 'tests passed|Total Test time' ctest --preset sanitize -j $(JOBS)
 	@$(bin)/python -m pytest -q
 
 test-torch-core: $(package_ready)  ## what must hold on every torch; use with TORCH=
 	@$(bin)/python -m pytest -q -m "torch_core and not slow"
 
-bench: $(package_ready)  ## benchmarks: kernels in C++, then codecs through Python
-	@for benchmark in build/core/benchmarks/*_benchmark; do "$$benchmark"; done
-	@$(bin)/gradferry bench codec
+bench: $(core_ready)  ## kernels of every codec, against what memory allows
+	@build/core/benchmarks/codec_bench
 
 # --- lint ------------------------------------------------------------------------------------------
 cpp_files := $(shell find include kernels hooks python_bindings tests/cpp benchmarks \
@@ -79,7 +78,7 @@ lint: $(package_ready) $(lint_ready)  ## formatting, static analysis, types, dep
 	@$(bin)/ruff check --quiet .
 	@$(bin)/ruff format --check --quiet .
 	@$(bin)/python tests/lint/check_includes.py
-	@$(quiet) build/mypy.log --show 1 $(bin)/mypy
+	@$(quiet) build/mypy.log --show Success $(bin)/mypy
 	@$(MAKE) -s -j $(JOBS) $(torch_tidy) $(core_tidy)
 	@echo "lint: all clean"
 

@@ -1,19 +1,21 @@
 #!/usr/bin/env bash
-# Runs a command with its output in a log. Says nothing when it succeeds, except the last N lines
-# of the log if asked; shows the end of the log when it fails.
+# Runs a command with its output in a log. Says nothing when it succeeds, except the lines of the log
+# that match PATTERN, if there is one; shows the end of the log when it fails.
 #
-# Usage: tools/quiet.sh LOG [--show N] COMMAND...
+# Usage: tools/quiet.sh LOG [--show PATTERN] COMMAND...
 set -uo pipefail
 log=$1
 shift
-show=0
+show=
 if [[ $1 == --show ]]; then
   show=$2
   shift 2
 fi
 mkdir -p "$(dirname "$log")"
 if "$@" >"$log" 2>&1; then
-  tail -n "$show" "$log"
+  if [[ -n $show ]]; then
+    grep -E "$show" "$log"
+  fi
 else
   code=$?
   tail -n 60 "$log" >&2
