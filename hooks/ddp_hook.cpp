@@ -44,8 +44,9 @@ void BucketHook::run(const c10d::GradBucket& bucket, FuturePtr future, c10::IVal
   for (const at::Tensor& parameter : bucket.getParameters()) {
     const auto found = index_.find(parameter.unsafeGetTensorImpl());
     if (found == index_.end()) {
-      raise("a bucket holds a parameter that was not there at attach; attach after the last change "
-            "to the model's parameters, on a new DistributedDataParallel");
+      raise(
+          "a bucket holds a parameter that was not there at attach; attach after the last change "
+          "to the model's parameters, on a new DistributedDataParallel");
     }
     parameters.push_back(found->second);
   }

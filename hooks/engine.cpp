@@ -38,8 +38,7 @@ Engine::Engine(EngineOptions options, std::vector<c10::intrusive_ptr<c10d::Backe
   const size_t wanted = options_.world_size > 1 ? 3 : 0;
   GRADFERRY_EXPECTS(backends.size() == wanted, kConfig,
                     "an engine for " + std::to_string(options_.world_size) + " ranks takes " +
-                        std::to_string(wanted) + " lanes, got " +
-                        std::to_string(backends.size()));
+                        std::to_string(wanted) + " lanes, got " + std::to_string(backends.size()));
   for (auto& backend : backends) {
     GRADFERRY_EXPECTS(static_cast<uint32_t>(backend->getRank()) == options_.rank &&
                           static_cast<uint32_t>(backend->getSize()) == options_.world_size,
@@ -47,9 +46,9 @@ Engine::Engine(EngineOptions options, std::vector<c10::intrusive_ptr<c10d::Backe
     lanes_.emplace_back(std::move(backend), &wire_bytes_);
   }
   if (wanted != 0) {
-    exchange_.emplace(Agreement{options_.rank, options_.world_size, options_.config_hash,
-                                options_.layout_hash},
-                      lanes_[0], lanes_[1], lanes_[2]);
+    exchange_.emplace(
+        Agreement{options_.rank, options_.world_size, options_.config_hash, options_.layout_hash},
+        lanes_[0], lanes_[1], lanes_[2]);
   }
   allocate();
 }
@@ -150,11 +149,10 @@ void Engine::run(const std::vector<uint32_t>& parameters, const at::Tensor& grad
   const uint64_t step = stats_.steps;  // only this thread writes it
   const BucketPlan& plan = plan_for(parameters, step < options_.warmup_steps);
   if (static_cast<uint64_t>(gradient.numel()) != plan.num_elements) {
-    raise(Error(ErrorKind::kState,
-                "a bucket holds " + std::to_string(gradient.numel()) + " elements where its " +
-                    std::to_string(parameters.size()) + " parameters have " +
-                    std::to_string(plan.num_elements) +
-                    "; parameters must not change shape or dtype after attach"));
+    raise(Error(ErrorKind::kState, "a bucket holds " + std::to_string(gradient.numel()) +
+                                       " elements where its " + std::to_string(parameters.size()) +
+                                       " parameters have " + std::to_string(plan.num_elements) +
+                                       "; parameters must not change shape or dtype after attach"));
   }
   if (!exchange_ || plan.chunks.empty()) {
     future->markCompleted(std::move(value));
@@ -306,11 +304,11 @@ void Engine::load_state(const EngineState& state) {
     return other.device().is_cpu() && other.scalar_type() == at::kFloat &&
            other.sizes() == own.sizes();
   };
-  GRADFERRY_EXPECTS(fits(worker_residual_, state.worker_residual) &&
-                        fits(owner_residual_, state.owner_residual),
-                    kState,
-                    "the saved residuals have another size, dtype or device than this engine's; "
-                    "they belong to another model, codec, rank or world size");
+  GRADFERRY_EXPECTS(
+      fits(worker_residual_, state.worker_residual) && fits(owner_residual_, state.owner_residual),
+      kState,
+      "the saved residuals have another size, dtype or device than this engine's; "
+      "they belong to another model, codec, rank or world size");
   worker_residual_.copy_(state.worker_residual);
   owner_residual_.copy_(state.owner_residual);
   stats_.steps = state.steps;

@@ -57,7 +57,7 @@ struct EngineStats {
   uint64_t residual_bytes = 0;
   uint64_t workspace_bytes = 0;
   uint64_t workspace_allocations = 0;
-  uint64_t in_flight = 0;  // buckets whose Future is not complete
+  uint64_t in_flight = 0;                           // buckets whose Future is not complete
   std::vector<std::vector<uint32_t>> step_buckets;  // parameters by bucket, last finished step
 };
 
@@ -76,8 +76,8 @@ class Engine {
   static std::shared_ptr<Engine> start(EngineOptions options,
                                        std::vector<c10::intrusive_ptr<c10d::Backend>> backends);
 
-  // Averages `gradient` (dense, flat, contiguous, real, on CPU) of `parameters` (in bucket order) in
-  // place over all ranks, then completes `future` with `value`. Called in bucket order, from one
+  // Averages `gradient` (dense, flat, contiguous, real, on CPU) of `parameters` (in bucket order)
+  // in place over all ranks, then completes `future` with `value`. Called in bucket order, from one
   // thread at a time, without the GIL. Blocks while all slots are in use.
   void run(const std::vector<uint32_t>& parameters, const at::Tensor& gradient, FuturePtr future,
            c10::IValue value);
@@ -101,14 +101,14 @@ class Engine {
     uint64_t number;
     uint64_t step;
     Fault fault;
-    std::string local_error;                  // of this rank, when fault is kLocalFailure
+    std::string local_error;  // of this rank, when fault is kLocalFailure
     std::optional<uint64_t> nonfinite_tile;
   };
   // A chunk under way, from encode to decode.
   struct ChunkJob {
     std::shared_ptr<BucketJob> bucket;
     Chunk chunk;
-    bool last;                // of its bucket
+    bool last;  // of its bucket
     std::string encode_error;
   };
   struct Commit {

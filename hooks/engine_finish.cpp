@@ -29,9 +29,9 @@ void Engine::finish() {
   } catch (const Error& e) {
     error = e;
   } catch (const std::exception& e) {
-    error = Error(ErrorKind::kPeer,
-                  "lost contact with another rank at step " + std::to_string(stats().steps) + ": " +
-                      e.what() + "; look at the other ranks' errors first, then restart");
+    error = Error(ErrorKind::kPeer, "lost contact with another rank at step " +
+                                        std::to_string(stats().steps) + ": " + e.what() +
+                                        "; look at the other ranks' errors first, then restart");
   }
   end(error);
 }
@@ -93,15 +93,15 @@ uint32_t Engine::reduce(const ChunkJob& job) {
   for (uint32_t rank = 0; rank < options_.world_size; ++rank) {
     payloads_[rank] = exchange_->scattered_payload(job.chunk, rank);
   }
-  std::byte* out =
-      static_cast<std::byte*>(job.chunk.slot->gather_send.mutable_data_ptr()) + sizeof(MessageHeader);
+  std::byte* out = static_cast<std::byte*>(job.chunk.slot->gather_send.mutable_data_ptr()) +
+                   sizeof(MessageHeader);
   uint32_t checksum = 0;
   uint64_t corrupt = 0;
   for (const PlannedBatch& planned : job.chunk.plan->reduce) {
     const TileBatch batch = make_batch(planned, job, Stage::kOwner, finish_status_);
     float* residual = planned.owner_residual ? owner_residual_.mutable_data_ptr<float>() : nullptr;
-    layout_.codecs()[planned.codec_index].codec->reduce(batch, payloads_.data(),
-                                                        options_.world_size, nullptr, residual, out);
+    layout_.codecs()[planned.codec_index].codec->reduce(
+        batch, payloads_.data(), options_.world_size, nullptr, residual, out);
     for (size_t i = 0; i < planned.tiles.size(); ++i) {
       const TileStatus& status = finish_status_[i];
       checksum = combine_checksum(checksum, status.checksum, planned.places[i].position);
@@ -170,8 +170,7 @@ void Engine::finish_commit() {
   BucketJob& bucket = *commit.bucket;
   commit.work->wait();
   uint32_t reporter = 0;
-  const Fault fault =
-      exchange_->read_commit(commit.receive, bucket.step, bucket.number, &reporter);
+  const Fault fault = exchange_->read_commit(commit.receive, bucket.step, bucket.number, &reporter);
   if (fault) {
     std::string message = describe(fault, reporter, bucket.step);
     if (fault.status != WireStatus::kLocalFailure) {

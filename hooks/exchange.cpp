@@ -155,8 +155,8 @@ Fault Exchange::wait_scatter(Chunk& chunk) {
   chunk.scatter.reset();
   const Shard& own = chunk.plan->shards[agreement_.rank];
   for (uint32_t rank = 0; rank < agreement_.world_size; ++rank) {
-    const Fault fault = check(scattered_payload(chunk, rank) - kHeaderBytes, chunk,
-                              Phase::kScatter, rank, own.worker_tiles, own.worker_bytes);
+    const Fault fault = check(scattered_payload(chunk, rank) - kHeaderBytes, chunk, Phase::kScatter,
+                              rank, own.worker_tiles, own.worker_bytes);
     if (fault) return fault;
   }
   return {};
@@ -171,9 +171,9 @@ void Exchange::post_gather(Chunk& chunk, WireStatus status, uint32_t checksum) {
   const int64_t size = chunk.plan->gather_message_bytes;
   write_header(bytes(chunk.slot->gather_send), chunk, Phase::kGather, status,
                chunk.plan->shards[agreement_.rank].owner_bytes, checksum);
-  chunk.gather = gather_lane_.all_gather(
-      chunk.slot->gather_receive.narrow(0, 0, size * agreement_.world_size),
-      chunk.slot->gather_send.narrow(0, 0, size));
+  chunk.gather =
+      gather_lane_.all_gather(chunk.slot->gather_receive.narrow(0, 0, size * agreement_.world_size),
+                              chunk.slot->gather_send.narrow(0, 0, size));
 }
 
 Fault Exchange::wait_gather(Chunk& chunk) {
@@ -238,8 +238,8 @@ Fault Exchange::read_commit(const at::Tensor& receive, uint64_t step, uint64_t b
   *reporter = agreement_.rank;
   for (uint32_t rank = 0; rank < records.size(); ++rank) {
     const CommitRecord& record = records[rank];
-    const uint32_t checksum = word_sum(reinterpret_cast<const std::byte*>(&record),
-                                       offsetof(CommitRecord, checksum));
+    const uint32_t checksum =
+        word_sum(reinterpret_cast<const std::byte*>(&record), offsetof(CommitRecord, checksum));
     const Fault unreadable = first_mismatch(
         rank, {{WireStatus::kBadMagic, kWireMagic, record.magic},
                {WireStatus::kBadVersion, kWireVersion, record.wire_version},
@@ -255,9 +255,12 @@ Fault Exchange::read_commit(const at::Tensor& receive, uint64_t step, uint64_t b
       const auto status = static_cast<WireStatus>(record.status);
       if (status == WireStatus::kOk || (status == WireStatus::kPeerTrouble) != echo) continue;
       *reporter = rank;
-      return {status,           static_cast<Phase>(record.failed_phase),
-              record.failed_rank, record.failed_chunk,
-              record.expected,  record.received};
+      return {status,
+              static_cast<Phase>(record.failed_phase),
+              record.failed_rank,
+              record.failed_chunk,
+              record.expected,
+              record.received};
     }
   }
   for (uint32_t rank = 0; rank < records.size(); ++rank) {

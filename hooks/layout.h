@@ -13,11 +13,11 @@ namespace gradferry {
 // One parameter that DDP reduces, as the caller describes it.
 struct ParameterSpec {
   std::string name;
-  uint64_t num_elements;   // of the real view: a complex parameter counts twice
-  ScalarType dtype;        // of the real view
-  std::string codec;       // a codec string, already resolved by the rules
-  bool worker_residual;    // keep what the first encode withholds
-  bool owner_residual;     // keep what the owner's encode withholds
+  uint64_t num_elements;  // of the real view: a complex parameter counts twice
+  ScalarType dtype;       // of the real view
+  std::string codec;      // a codec string, already resolved by the rules
+  bool worker_residual;   // keep what the first encode withholds
+  bool owner_residual;    // keep what the owner's encode withholds
 };
 
 // A parameter's codec, and what its tiles weigh.
@@ -32,10 +32,10 @@ struct Parameter {
   std::string name;
   uint64_t num_elements;
   ScalarType dtype;
-  uint32_t codec_index;       // into Layout::codecs()
-  uint64_t first_tile;        // id of its first tile
+  uint32_t codec_index;  // into Layout::codecs()
+  uint64_t first_tile;   // id of its first tile
   uint32_t num_tiles;
-  uint64_t worker_residual;   // offset of its first element in the worker residual, or kNoResidual
+  uint64_t worker_residual;  // offset of its first element in the worker residual, or kNoResidual
   bool owner_residual;
 };
 

@@ -46,7 +46,8 @@ std::vector<BucketTile> tiles_of(const Layout& layout, const BucketPlan& plan, b
 }
 
 // Finds the batch of the tile's codec and residuals, or adds it.
-PlannedBatch& batch_for(std::vector<PlannedBatch>& batches, const Parameter& parameter, bool dense) {
+PlannedBatch& batch_for(std::vector<PlannedBatch>& batches, const Parameter& parameter,
+                        bool dense) {
   const uint32_t codec = dense ? 0 : parameter.codec_index;
   const bool worker = !dense && parameter.worker_residual != kNoResidual;
   const bool owner = !dense && parameter.owner_residual;
@@ -127,7 +128,8 @@ BucketPlan make_plan(const Layout& layout, const std::vector<uint32_t>& paramete
     const bool full = worker_bytes[tile.owner] + tile.worker_bytes > options.chunk_bytes ||
                       owner_bytes[tile.owner] + tile.owner_bytes > options.chunk_bytes;
     if (full && i > first) {
-      plan.chunks.push_back(plan_chunk(layout, std::span(tiles).subspan(first, i - first), options));
+      plan.chunks.push_back(
+          plan_chunk(layout, std::span(tiles).subspan(first, i - first), options));
       first = i;
       std::fill(worker_bytes.begin(), worker_bytes.end(), 0);
       std::fill(owner_bytes.begin(), owner_bytes.end(), 0);

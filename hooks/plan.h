@@ -36,8 +36,8 @@ struct Shard {
 
 struct ChunkPlan {
   ScalarType dtype;
-  std::vector<Shard> shards;        // by owner
-  uint32_t gather_message_bytes;    // header + the largest owner_bytes: all_gather wants one size
+  std::vector<Shard> shards;      // by owner
+  uint32_t gather_message_bytes;  // header + the largest owner_bytes: all_gather wants one size
   // payload_offset counts from the start of the send buffer, headers included.
   std::vector<PlannedBatch> encode;
   // payload_offset and output_offset count from the end of the message's header.

@@ -42,8 +42,8 @@ TensorPlan plan_tensor(const at::Tensor& tensor, const std::string& codec) {
                           .num_elements = count,
                           .payload_offset = static_cast<uint32_t>(offset),
                           .output_offset = 0});
-    offset += plan.codec.codec->payload_bytes(count, plan.dtype, Stage::kWorker,
-                                              plan.codec.options);
+    offset +=
+        plan.codec.codec->payload_bytes(count, plan.dtype, Stage::kWorker, plan.codec.options);
     GRADFERRY_EXPECTS(offset <= UINT32_MAX, kConfig,
                       "tensor has " + std::to_string(n) +
                           " elements, too many for one message of 4 GiB; encode it in parts");

@@ -1,12 +1,13 @@
 // The one place that knows how torch's versions differ.
 #pragma once
 
+#include <torch/version.h>
+
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/csrc/distributed/c10d/comm.hpp>
-#include <torch/version.h>
 
 static_assert(TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR >= 11 && TORCH_VERSION_MINOR <= 15,
               "gradferry supports torch 2.11 to 2.15; see README.md, compatibility");

@@ -22,11 +22,10 @@ py::list describe_codecs() {
   for (const Codec& codec : codecs(Device::kCpu)) {
     py::list options;
     for (const OptionSpec& option : codec.options) options.append(describe_option(option));
-    rows.append(py::dict(py::arg("name") = std::string(codec.name),
-                         py::arg("summary") = std::string(codec.summary),
-                         py::arg("lossy") = codec.lossy,
-                         py::arg("supports_float64") = codec.supports_float64,
-                         py::arg("options") = options));
+    rows.append(py::dict(
+        py::arg("name") = std::string(codec.name), py::arg("summary") = std::string(codec.summary),
+        py::arg("lossy") = codec.lossy, py::arg("supports_float64") = codec.supports_float64,
+        py::arg("options") = options));
   }
   return rows;
 }
@@ -57,9 +56,10 @@ void bind_codecs(py::module_& module) {
   module.attr("WIRE_VERSION") = kWireVersion;
   module.attr("HEADER_BYTES") = sizeof(MessageHeader);
   module.def("codecs", &describe_codecs);
-  module.def("canonical_codec",
-             [](const std::string& text) { return parse_codec(text, Device::kCpu).canonical; },
-             py::arg("text"));
+  module.def(
+      "canonical_codec",
+      [](const std::string& text) { return parse_codec(text, Device::kCpu).canonical; },
+      py::arg("text"));
   module.def("payload_bytes", &payload_bytes, py::arg("codec"), py::arg("num_elements"),
              py::arg("dtype"), py::arg("stage"));
   module.def("available_isas", &isa_names);

@@ -1,5 +1,6 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/autograd/python_variable.h>
+
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 
 #include "bindings.h"

@@ -20,7 +20,8 @@ std::shared_ptr<Engine> start_engine(std::vector<ParameterSpec> parameters, uint
                                      const py::list& lanes) {
   std::vector<c10::intrusive_ptr<c10d::Backend>> backends;
   for (const py::handle lane : lanes) {
-    backends.push_back(c10::intrusive_ptr<c10d::Backend>::reclaim_copy(&lane.cast<c10d::Backend&>()));
+    backends.push_back(
+        c10::intrusive_ptr<c10d::Backend>::reclaim_copy(&lane.cast<c10d::Backend&>()));
   }
   EngineOptions options{.parameters = std::move(parameters),
                         .rank = rank,

@@ -20,8 +20,8 @@ void bind_tensor_messages(py::module_& module) {
         const py::gil_scoped_release released;
         decode_tensor(message, {codec, config_hash, layout_hash}, out);
       },
-      py::arg("message"), py::arg("codec"), py::arg("out"), py::kw_only(),
-      py::arg("config_hash"), py::arg("layout_hash"));
+      py::arg("message"), py::arg("codec"), py::arg("out"), py::kw_only(), py::arg("config_hash"),
+      py::arg("layout_hash"));
 }
 
 }  // namespace gradferry
