@@ -10,11 +10,9 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).with_name("exit_script.py")
-# The promise, on a machine that does little else.
-MOST_SECONDS = 5.0
-# What waits for a peer waits for the group's timeout of 30 s, or for ever: half of it tells a hang
-# from a busy machine, on which an exit of plain torch takes several seconds too.
-MOST_SECONDS_WHEN_BUSY = 15.0
+MOST_SECONDS = 5.0  # on a machine that does little else
+# What waits for a peer waits for the group's timeout of 60 s: half of it is a hang on any machine.
+MOST_SECONDS_WHEN_BUSY = 30.0
 EXIT_CODES = {"return": 0, "sys_exit": 3, "exception": 1}
 DESTROYED = ("destroyed", "kept")
 
@@ -35,30 +33,31 @@ def start(tmp_path: Path, registered: str, ending: str, destroy: str) -> list[su
     ]
 
 
-def finish(process: subprocess.Popen) -> float:
-    """Waits; returns seconds from the time it said it would end to its end."""
-    output, errors = process.communicate(timeout=60)
+def finish(process: subprocess.Popen) -> None:
+    """Waits, and checks the seconds from the time it said it would end to its end."""
+    output, errors = process.communicate(timeout=120)
     ended = time.monotonic()
     assert output, errors
     assert "terminate called" not in errors
-    return ended - float(output)
+    began, slowdown = map(float, output.split())
+    assert ended - began < min(MOST_SECONDS * slowdown, MOST_SECONDS_WHEN_BUSY)
 
 
-def check(tmp_path: Path, registered: str, ending: str, destroy: str, most_seconds: float) -> None:
+def check(tmp_path: Path, registered: str, ending: str, destroy: str) -> None:
     processes = start(tmp_path, registered, ending, destroy)
     try:
-        seconds = [finish(process) for process in processes]
+        for process in processes:
+            finish(process)
     finally:
         for process in processes:
             process.kill()
     assert [p.returncode for p in processes] == [EXIT_CODES[ending]] * 2
-    assert max(seconds) < most_seconds
 
 
 @pytest.mark.parametrize("destroy", DESTROYED)
 @pytest.mark.parametrize("ending", list(EXIT_CODES))
 def test_exit_code_is_the_users(tmp_path: Path, ending: str, destroy: str) -> None:
-    check(tmp_path, "native", ending, destroy, MOST_SECONDS_WHEN_BUSY)
+    check(tmp_path, "native", ending, destroy)
 
 
 @pytest.mark.slow
@@ -69,7 +68,7 @@ def test_exit_code_is_the_users(tmp_path: Path, ending: str, destroy: str) -> No
 def test_exit_code_is_the_users_every_time(
     tmp_path: Path, registered: str, ending: str, destroy: str, attempt: int
 ) -> None:
-    check(tmp_path, registered, ending, destroy, MOST_SECONDS)
+    check(tmp_path, registered, ending, destroy)
 
 
 @pytest.mark.parametrize("registered", ["native", "python"])
@@ -77,10 +76,10 @@ def test_exception_with_a_bucket_in_flight_ends_at_once(tmp_path: Path, register
     processes = start(tmp_path, registered, "in_flight", "kept")
     try:
         # Rank 1 waits for its standard input, so its half of the bucket never comes.
-        assert finish(processes[0]) < MOST_SECONDS_WHEN_BUSY
+        finish(processes[0])
         assert processes[0].returncode == 1
         assert processes[1].poll() is None
-        assert finish(processes[1]) < MOST_SECONDS_WHEN_BUSY  # closes its standard input
+        finish(processes[1])  # closes its standard input
         assert processes[1].returncode == 0
     finally:
         for process in processes:
