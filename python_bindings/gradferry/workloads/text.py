@@ -44,18 +44,21 @@ class Transformer(nn.Module):
 
 
 class _Block(nn.Module):
-    """Causal self-attention, then a two-layer perceptron; each normed before and added after."""
+    """Causal self-attention, then a two-layer perceptron; each normed before and added after.
+
+    What is added is 0 at first: training gets further in few steps than from random outputs.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(_WIDTH)
         self.query_key_value = nn.Linear(_WIDTH, 3 * _WIDTH, bias=False)
-        self.attention_out = nn.Linear(_WIDTH, _WIDTH, bias=False)
+        self.attention_out = _zero_linear(_WIDTH)
         self.perceptron = nn.Sequential(
             nn.LayerNorm(_WIDTH),
             nn.Linear(_WIDTH, 4 * _WIDTH),
             nn.GELU(),
-            nn.Linear(4 * _WIDTH, _WIDTH),
+            _zero_linear(4 * _WIDTH),
         )
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -70,6 +73,12 @@ class _Block(nn.Module):
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         result: torch.Tensor = self.attention_out(mixed.transpose(1, 2).reshape(hidden.shape))
         return result
+
+
+def _zero_linear(num_inputs: int) -> nn.Linear:
+    linear = nn.Linear(num_inputs, _WIDTH, bias=False)
+    nn.init.zeros_(linear.weight)
+    return linear
 
 
 def load_text(folder: Path | None = None) -> Task:
