@@ -179,7 +179,7 @@ def _start(
     config_hash = record_hash({key: record[key] for key in record if key != "parameters"})
     engine = None
     if not config.passes_through:
-        # First of all: it is collective, and whoever failed before it would keep the others waiting.
+        # First: it is collective, and whoever failed before it would keep the others waiting.
         lanes = _make_lanes(group, nonce) if world_size > 1 else []
         engine = _native.Engine(
             parameters=[p.native() for p in parameters],
