@@ -79,7 +79,7 @@ lint: $(package_ready) $(lint_ready)  ## formatting, static analysis, types, dep
 	@$(bin)/ruff format --check --quiet .
 	@$(bin)/python tests/lint/check_includes.py
 	@$(quiet) build/mypy.log --show Success $(bin)/mypy
-	@$(MAKE) -s -j $(JOBS) $(torch_tidy) $(core_tidy)
+	@$(MAKE) -s -k -j $(JOBS) $(torch_tidy) $(core_tidy)
 	@echo "lint: all clean"
 
 format: $(lint_ready)  ## rewrite what `make lint` would complain about
