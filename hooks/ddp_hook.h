@@ -23,7 +23,7 @@ class BucketHook {
   // Sparse buckets, and all of them without an engine: the backend's own averaged all-reduce.
   bool passes_through(const c10d::GradBucket& bucket) const;
 
-  // Posted in bucket order; the result is the bucket's own buffer.
+  // Posted in bucket order; the backend's own future.
   FuturePtr pass_through(c10d::GradBucket& bucket) const;
 
   // Completes `future` with `value` when the averaged gradient lies in the bucket's buffer.

@@ -1,10 +1,13 @@
 #include "engine.h"
 
+#include <ATen/Functions.h>
 #include <pthread.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <thread>
+
+#include "scalar_type.h"
 
 namespace gradferry {
 namespace {
@@ -106,6 +109,7 @@ std::shared_ptr<Engine> Engine::start(EngineOptions options,
 }
 
 void Engine::request_stop() {
+  if (getpid() != process_id_) return;  // a forked child has no finishing thread to tell
   const std::lock_guard lock(mutex_);
   stop_ = true;
   changed_.notify_all();
@@ -137,24 +141,45 @@ void Engine::raise(const Error& error) const {
 void Engine::run(const std::vector<uint32_t>& parameters, const at::Tensor& gradient,
                  FuturePtr future, c10::IValue value) {
   begin_run(parameters);
-  struct Running {  // leaves run() on every path
-    Engine& engine;
-    ~Running() {
-      const std::lock_guard lock(engine.mutex_);
-      engine.running_ = false;
-      engine.changed_.notify_all();
-    }
-  } const running{*this};
+  std::exception_ptr failure;
+  try {
+    send_bucket(parameters, gradient, std::move(future), std::move(value));
+  } catch (...) {
+    // Peers may miss messages now, so nothing can go on; the finishing thread ends the engine.
+    failure = std::current_exception();
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    running_ = false;
+    if (failure && !death_) death_ = describe_failure(failure, options_.rank);
+    changed_.notify_all();
+  }
+  if (failure) raise(*death_);
+}
 
+void Engine::check_gradient(const BucketPlan& plan, const at::Tensor& gradient) const {
+  const bool fits =
+      gradient.device().is_cpu() && gradient.is_contiguous() &&
+      static_cast<uint64_t>(gradient.numel()) == plan.num_elements &&
+      (plan.num_elements == 0 || to_scalar_type(gradient.scalar_type()) == plan.dtype);
+  GRADFERRY_EXPECTS(fits, kState,
+                    "a bucket holds " + std::to_string(gradient.numel()) + " elements of " +
+                        c10::toString(gradient.scalar_type()) + " on " + gradient.device().str() +
+                        ", other than its " + std::to_string(plan.num_elements) +
+                        " elements had at attach; do not wrap the hook in a compress wrapper, and "
+                        "do not change parameters after attach");
+}
+
+void Engine::send_bucket(const std::vector<uint32_t>& parameters, const at::Tensor& gradient,
+                         FuturePtr future, c10::IValue value) {
   const uint64_t step = stats_.steps;  // only this thread writes it
   const BucketPlan& plan = plan_for(parameters, step < options_.warmup_steps);
-  if (static_cast<uint64_t>(gradient.numel()) != plan.num_elements) {
-    raise(Error(ErrorKind::kState, "a bucket holds " + std::to_string(gradient.numel()) +
-                                       " elements where its " + std::to_string(parameters.size()) +
-                                       " parameters have " + std::to_string(plan.num_elements) +
-                                       "; parameters must not change shape or dtype after attach"));
-  }
+  check_gradient(plan, gradient);
   if (!exchange_ || plan.chunks.empty()) {
+    GRADFERRY_EXPECTS(!options_.raise_nonfinite || at::isfinite(gradient).all().item<bool>(),
+                      kState,
+                      "a gradient is not finite at step " + std::to_string(step) +
+                          "; lower the learning rate or the loss scale");
     future->markCompleted(std::move(value));
     return;
   }

@@ -5,13 +5,14 @@
 //                        wait -> decode into the bucket -> commit      (commit lane) -> Future
 //
 // The finishing thread keeps the engine alive and closes its lanes. It ends when it was told to
-// stop and nothing is in flight. Neither thread takes the GIL. After the first error an engine is
-// dead: every call gets that error, and its lanes are given up.
+// stop and nothing is in flight. On the native path neither thread takes the GIL. After the first
+// error an engine is dead: every call gets that error, and its lanes are given up.
 #pragma once
 
 #include <ATen/core/ivalue.h>
 
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
@@ -68,6 +69,10 @@ struct EngineState {
   at::Tensor owner_residual;
 };
 
+// What an exception means for the engine of `rank`: an Error as it is, anything else as a failure
+// here.
+Error describe_failure(const std::exception_ptr& failure, uint32_t rank);
+
 class Engine {
  public:
   // `backends`: three gloo backends of our own (scatter, gather, commit), or none when world_size
@@ -122,6 +127,9 @@ class Engine {
 
   // Autograd thread (engine.cpp).
   void begin_run(const std::vector<uint32_t>& parameters);
+  void send_bucket(const std::vector<uint32_t>& parameters, const at::Tensor& gradient,
+                   FuturePtr future, c10::IValue value);
+  void check_gradient(const BucketPlan& plan, const at::Tensor& gradient) const;
   const BucketPlan& plan_for(const std::vector<uint32_t>& parameters, bool dense);
   void send_chunk(const std::shared_ptr<BucketJob>& bucket, const ChunkPlan& plan, bool last);
   Slot* take_slot();

@@ -16,6 +16,17 @@ void note(Fault& kept, const Fault& fault) {
 
 }  // namespace
 
+Error describe_failure(const std::exception_ptr& failure, uint32_t rank) {
+  try {
+    std::rethrow_exception(failure);
+  } catch (const Error& error) {
+    return error;
+  } catch (const std::exception& error) {
+    return {ErrorKind::kState, "gradferry failed on rank " + std::to_string(rank) + ": " +
+                                   error.what() + "; restart the training"};
+  }
+}
+
 void Engine::finish() {
   {
     const std::lock_guard lock(mutex_);
@@ -26,12 +37,8 @@ void Engine::finish() {
   try {
     while (finish_one()) {
     }
-  } catch (const Error& e) {
-    error = e;
-  } catch (const std::exception& e) {
-    error = Error(ErrorKind::kPeer, "lost contact with another rank at step " +
-                                        std::to_string(stats().steps) + ": " + e.what() +
-                                        "; look at the other ranks' errors first, then restart");
+  } catch (...) {
+    error = describe_failure(std::current_exception(), options_.rank);
   }
   end(error);
 }
@@ -43,9 +50,10 @@ bool Engine::finish_one() {
   {
     std::unique_lock lock(mutex_);
     if (gathers_.empty() && commits_.empty()) {
-      changed_.wait(lock, [&] { return !queue_.empty() || (stop_ && !running_); });
-      if (queue_.empty()) return false;
+      changed_.wait(lock, [&] { return !queue_.empty() || death_ || (stop_ && !running_); });
+      if (!death_ && queue_.empty()) return false;
     }
+    if (death_) throw Error(*death_);  // run() failed
     if (!queue_.empty() && gathers_.size() < kGathersInFlight) {
       next = std::move(queue_.front());
       queue_.pop_front();
@@ -168,7 +176,7 @@ void Engine::post_commit(std::shared_ptr<BucketJob> bucket) {
 void Engine::finish_commit() {
   Commit& commit = commits_.front();
   BucketJob& bucket = *commit.bucket;
-  commit.work->wait();
+  exchange_->wait(commit.work, Phase::kCommit, bucket.step, bucket.number);
   uint32_t reporter = 0;
   const Fault fault = exchange_->read_commit(commit.receive, bucket.step, bucket.number, &reporter);
   if (fault) {
@@ -214,7 +222,7 @@ void Engine::end(const std::optional<Error>& error) {
   std::vector<std::shared_ptr<BucketJob>> failed;
   {
     const std::lock_guard lock(mutex_);
-    death_ = error;
+    if (!death_) death_ = error;
     for (const auto& job : gathers_) failed.push_back(job->bucket);
     for (const auto& commit : commits_) failed.push_back(commit.bucket);
     for (const auto& job : queue_) failed.push_back(job->bucket);

@@ -4,6 +4,8 @@
 #include <cstring>
 #include <initializer_list>
 
+#include "gradferry/error.h"
+
 namespace gradferry {
 namespace {
 
@@ -27,6 +29,14 @@ struct FieldText {
   const char* field;
   const char* advice;
 };
+
+// " (step 3, chunk 12, gather)"
+std::string place_of(Phase phase, uint64_t step, uint64_t number) {
+  const bool commit = phase == Phase::kCommit;
+  const char* name = commit ? "commit" : phase == Phase::kScatter ? "scatter" : "gather";
+  return " (step " + std::to_string(step) + (commit ? ", bucket " : ", chunk ") +
+         std::to_string(number) + ", " + name + ")";
+}
 
 FieldText text_of(WireStatus status) {
   constexpr const char* kForeign =
@@ -55,17 +65,13 @@ FieldText text_of(WireStatus status) {
 }  // namespace
 
 std::string describe(const Fault& fault, uint32_t reporter, uint64_t step) {
-  const std::string where = " (step " + std::to_string(step) + ", chunk " +
-                            std::to_string(fault.chunk) + ", " +
-                            (fault.phase == Phase::kScatter  ? "scatter"
-                             : fault.phase == Phase::kGather ? "gather"
-                                                             : "commit") +
-                            ")";
+  const std::string where = place_of(fault.phase, step, fault.chunk);
   if (fault.status == WireStatus::kLocalFailure) {
     return "rank " + std::to_string(reporter) + " failed while it compressed gradients" + where +
            "; the reason is in that rank's own error";
   }
-  const FieldText text = text_of(fault.status);
+  FieldText text = text_of(fault.status);
+  if (fault.phase == Phase::kCommit && fault.status == WireStatus::kBadChunk) text.field = "bucket";
   return "rank " + std::to_string(reporter) + " refused a message from rank " +
          std::to_string(fault.rank) + where + ": " + text.field + " is " +
          std::to_string(fault.received) + ", expected " + std::to_string(fault.expected) + "; " +
@@ -78,6 +84,17 @@ Slot make_slot(uint32_t world_size, uint64_t message_bytes) {
   const auto options = at::TensorOptions().dtype(at::kByte);
   return {at::zeros({all}, options), at::zeros({all}, options), at::zeros({single}, options),
           at::zeros({all}, options)};
+}
+
+void Exchange::wait(const Pending& work, Phase phase, uint64_t step, uint64_t number) const {
+  try {
+    work->wait();
+  } catch (const std::exception& error) {
+    throw Error(ErrorKind::kPeer, "rank " + std::to_string(agreement_.rank) +
+                                      " lost contact with another rank" +
+                                      place_of(phase, step, number) + ": " + error.what() +
+                                      "; look at the other ranks' errors first, then restart");
+  }
 }
 
 void Exchange::write_header(std::byte* message, const Chunk& chunk, Phase phase, WireStatus status,
@@ -151,7 +168,7 @@ Fault Exchange::check(const std::byte* message, const Chunk& chunk, Phase phase,
 }
 
 Fault Exchange::wait_scatter(Chunk& chunk) {
-  chunk.scatter->wait();
+  wait(chunk.scatter, Phase::kScatter, chunk.step, chunk.number);
   chunk.scatter.reset();
   const Shard& own = chunk.plan->shards[agreement_.rank];
   for (uint32_t rank = 0; rank < agreement_.world_size; ++rank) {
@@ -177,7 +194,7 @@ void Exchange::post_gather(Chunk& chunk, WireStatus status, uint32_t checksum) {
 }
 
 Fault Exchange::wait_gather(Chunk& chunk) {
-  chunk.gather->wait();
+  wait(chunk.gather, Phase::kGather, chunk.step, chunk.number);
   chunk.gather.reset();
   for (uint32_t rank = 0; rank < agreement_.world_size; ++rank) {
     const Shard& shard = chunk.plan->shards[rank];

@@ -65,7 +65,7 @@ class Exchange {
 
   // Sends the payloads in slot.scatter_send; checksums[p] belongs to the message for rank p.
   void post_scatter(Chunk& chunk, WireStatus status, const std::vector<uint32_t>& checksums);
-  // Returns the first message that cannot be trusted, by rank. Throws what the transport throws.
+  // Returns the first message that cannot be trusted, by rank.
   Fault wait_scatter(Chunk& chunk);
   // Where the payload for this owner from `rank` lies, after wait_scatter.
   const std::byte* scattered_payload(const Chunk& chunk, uint32_t rank) const;
@@ -81,7 +81,8 @@ class Exchange {
   // `reporter` is set to that rank.
   Fault read_commit(const at::Tensor& receive, uint64_t step, uint64_t bucket, uint32_t* reporter);
 
-  const Agreement& agreement() const { return agreement_; }
+  // Waits for a collective; throws Error(kPeer), saying where, when a peer is gone or too slow.
+  void wait(const Pending& work, Phase phase, uint64_t step, uint64_t number) const;
 
  private:
   void write_header(std::byte* message, const Chunk& chunk, Phase phase, WireStatus status,

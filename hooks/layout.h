@@ -20,7 +20,7 @@ struct ParameterSpec {
   bool owner_residual;    // keep what the owner's encode withholds
 };
 
-// A parameter's codec, and what its tiles weigh.
+// A codec with its options.
 struct ResolvedCodec {
   const Codec* codec;
   CodecOptions options;

@@ -115,9 +115,11 @@ ChunkPlan plan_chunk(const Layout& layout, std::span<const BucketTile> tiles,
 
 BucketPlan make_plan(const Layout& layout, const std::vector<uint32_t>& parameters,
                      const PlanOptions& options) {
-  BucketPlan plan{.parameters = parameters, .num_elements = 0, .chunks = {}};
+  BucketPlan plan;
+  plan.parameters = parameters;
   for (const uint32_t index : parameters) {
     plan.num_elements += layout.parameters()[index].num_elements;
+    plan.dtype = layout.parameters()[index].dtype;
   }
   const std::vector<BucketTile> tiles = tiles_of(layout, plan, options.dense);
   std::vector<uint32_t> worker_bytes(layout.world_size(), 0);

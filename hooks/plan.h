@@ -49,6 +49,7 @@ struct ChunkPlan {
 struct BucketPlan {
   std::vector<uint32_t> parameters;  // indices into Layout::parameters(), in bucket order
   uint64_t num_elements = 0;
+  ScalarType dtype = ScalarType::kFloat32;
   std::vector<ChunkPlan> chunks;
 };
 

@@ -67,6 +67,15 @@ TileBatch batch_of(const TensorPlan& plan, const MessageHeader& header,
           .stream = nullptr};
 }
 
+// Covers the payload and the header itself, whose seed and step nothing else vouches for: it counts
+// as one more tile after the last.
+uint32_t message_checksum(uint32_t payload_checksum, MessageHeader header, size_t num_tiles) {
+  header.checksum = 0;
+  return combine_checksum(payload_checksum,
+                          word_sum(reinterpret_cast<const std::byte*>(&header), sizeof(header)),
+                          static_cast<uint32_t>(num_tiles));
+}
+
 MessageHeader header_of(const TensorPlan& plan, const TensorMessageOptions& options, uint64_t seed,
                         uint64_t step) {
   return {.magic = kWireMagic,
@@ -95,9 +104,11 @@ at::Tensor encode_tensor(const at::Tensor& tensor, const TensorMessageOptions& o
   std::vector<TileStatus> status;
   plan.codec.codec->encode(batch_of(plan, header, status), tensor.const_data_ptr(), 1.0F, nullptr,
                            nullptr, bytes + sizeof(header));
+  uint32_t checksum = 0;
   for (uint32_t i = 0; i < status.size(); ++i) {
-    header.checksum = combine_checksum(header.checksum, status[i].checksum, i);
+    checksum = combine_checksum(checksum, status[i].checksum, i);
   }
+  header.checksum = message_checksum(checksum, header, status.size());
   std::memcpy(bytes, &header, sizeof(header));
   return message;
 }
@@ -150,10 +161,11 @@ void decode_tensor(const at::Tensor& message, const TensorMessageOptions& option
         checksum,
         word_sum(bytes + sizeof(received) + tile.payload_offset, end - tile.payload_offset), i);
   }
+  checksum = message_checksum(checksum, received, plan.tiles.size());
   GRADFERRY_EXPECTS(checksum == received.checksum, kProtocol,
                     "message has checksum " + std::to_string(received.checksum) +
-                        " but its payload sums to " + std::to_string(checksum) +
-                        "; its bytes were damaged");
+                        " but its bytes sum to " + std::to_string(checksum) +
+                        "; they were damaged");
   std::vector<TileStatus> status;
   plan.codec.codec->decode(batch_of(plan, received, status), bytes + sizeof(received),
                            out.mutable_data_ptr(), 0.0F, nullptr);

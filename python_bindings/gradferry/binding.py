@@ -40,7 +40,7 @@ class Binding:
         config_hash, layout_hash: in every message header.
         engine: None when every bucket passes through.
         hook: what DDP's hooks call.
-        group: DDP's process group, by name.
+        group_name: DDP's process group.
     """
 
     config: Config
@@ -76,7 +76,7 @@ def bind(
         config = make_config()
         _check_hookable(ddp)
         parameters = describe_parameters(ddp, config, dist.get_world_size(group))
-        record = _record(config, parameters)
+        record = _record(ddp, config, parameters)
     except Exception as error:
         record = error_record(error)
     nonce = uuid.uuid4().hex
@@ -94,6 +94,7 @@ def bind(
         outcome = error_record(error)
     raise_first_error(gather_records(outcome, group))
     assert binding is not None
+    ddp._update_process_group = _refuse_new_group  # type: ignore[method-assign]
     if native:
         # Only now: DDP takes a hook for life, so no rank may have one when another has failed.
         binding.hook.attach(ddp.reducer)
@@ -111,17 +112,28 @@ def _process_group(ddp: DistributedDataParallel) -> dist.ProcessGroup:
         raise StateError(
             "the process group of this DistributedDataParallel was destroyed; build a new one"
         )
+    if not any(device.type == "cpu" for device in group._device_types):
+        raise ConfigError(
+            f"the process group has no backend for CPU tensors, only {dist.get_backend(group)}; "
+            "start it with init_process_group('cpu:gloo,cuda:nccl'), or 'gloo'"
+        )
     return group
+
+
+def _refuse_new_group(*_: object) -> None:
+    raise StateError(
+        "gradferry averages over the process group it was attached with; build a new "
+        "DistributedDataParallel over the new group and attach again"
+    )
 
 
 def _check_hookable(ddp: DistributedDataParallel) -> None:
     logging_data: dict[str, Any] = ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]
     hook_name = logging_data.get("comm_hook", "")
-    if hook_name or ddp._comm_hooks:
+    if hook_name:
         raise ConfigError(
-            "this DistributedDataParallel already has a communication hook "
-            f"({hook_name or ddp._comm_hooks[0][0].__qualname__}); DDP takes one for life: wrap "
-            "the model in a new DistributedDataParallel"
+            f"this DistributedDataParallel already has a communication hook ({hook_name}); DDP "
+            "takes one for life: wrap the model in a new DistributedDataParallel"
         )
     if ddp.mixed_precision is not None:
         raise ConfigError(
@@ -140,8 +152,14 @@ def _check_hookable(ddp: DistributedDataParallel) -> None:
         )
 
 
-def _record(config: Config, parameters: list[ParameterLayout]) -> Record:
+def _record(
+    ddp: DistributedDataParallel, config: Config, parameters: list[ParameterLayout]
+) -> Record:
     return {
+        # These decide how buckets are cut, and so which messages travel.
+        "find_unused_parameters": ddp.find_unused_parameters,
+        "static_graph": ddp.static_graph,
+        "bucket_cap_mb": ddp.bucket_bytes_cap / 2**20,
         "gradferry version": GRADFERRY_VERSION,
         "wire version": _native.WIRE_VERSION,
         "GRADFERRY_DISABLE": config.disabled,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
@@ -30,13 +29,12 @@ class CodecSpec:
             return self.name
         return f"{self.name}:{','.join(f'{key}={value}' for key, value in self.options)}"
 
-    @cached_property
-    def bits_per_element(self) -> float:
-        """Bits per element of a full fp32 tile on its way to the owner; 32 for ``off``."""
+    def bits(self, dtype: torch.dtype = torch.float32) -> float:
+        """Bits per element of a full tile of this dtype on its way to the owner."""
         if self.name == OFF:
-            return 32.0
+            return 8.0 * dtype.itemsize
         n = _native.TILE_ELEMENTS
-        return 8 * _native.payload_bytes(str(self), n, torch.float32, "worker") / n
+        return 8 * _native.payload_bytes(str(self), n, dtype, "worker") / n
 
     @property
     def lossy(self) -> bool:

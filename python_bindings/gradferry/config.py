@@ -78,7 +78,7 @@ class Config:
             return False, False
         mode = self.error_feedback
         if mode == "auto":
-            mode = "owner" if codec.bits_per_element >= OWNER_ONLY_BITS else "both"
+            mode = "owner" if codec.bits() >= OWNER_ONLY_BITS else "both"
         return mode in ("worker", "both"), mode in ("owner", "both")
 
 

@@ -67,7 +67,7 @@ def codec_table() -> Table:
 
 
 def _bits(codec: Mapping[str, Any]) -> str:
-    return f"{parse_codec(codec['name']).bits_per_element:.2f}"
+    return f"{parse_codec(codec['name']).bits():.2f}"
 
 
 def _options(codec: Mapping[str, Any]) -> str:

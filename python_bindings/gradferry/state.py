@@ -14,6 +14,17 @@ from gradferry.config import Config, make_config
 from gradferry.errors import ConfigError, StateError
 
 STATE_FORMAT = 1
+COUNTERS = (
+    "steps",
+    "buckets",
+    "chunks",
+    "gradient_bytes",
+    "wire_bytes",
+    "residual_bytes",
+    "workspace_bytes",
+    "workspace_allocations",
+    "in_flight",
+)
 
 
 class HookState:
@@ -33,7 +44,7 @@ class HookState:
         warmup_steps: first steps in which every gradient travels as ``exact``.
         grad_scaler: not available in this version.
         nonfinite: ``"propagate"`` hands NaN and infinity on to every rank; ``"raise"`` raises
-            `StateError` on every rank.
+            `StateError` on every rank, after which this hook, like after any error, is finished.
         exact_skip: not available in this version.
         check_every: not available in this version.
         seed: of the codecs' random numbers; equal on all ranks.
@@ -83,6 +94,10 @@ class HookState:
         self._binding: binding.Binding | None = None
 
     def _make_config(self) -> Config:
+        if self._binding is not None:
+            raise StateError(
+                "this HookState is bound to a model already; make one HookState for each model"
+            )
         return make_config(self._codec, **self._arguments)
 
     def bind(self, ddp: DistributedDataParallel) -> None:
@@ -98,10 +113,6 @@ class HookState:
         self._bind(ddp, native=False)
 
     def _bind(self, ddp: DistributedDataParallel, *, native: bool) -> None:
-        if self._binding is not None:
-            raise StateError(
-                "this HookState is bound to a model already; make one HookState for each model"
-            )
         self._binding = binding.bind(ddp, self._make_config, native=native)
         if native and ddp.logger is not None:
             ddp.logger._set_comm_hook_name(f"gradferry:{self._binding.config.codec}")
@@ -118,7 +129,7 @@ class HookState:
         """Counters since the hook was attached, of this rank.
 
         Returns:
-            A dict, empty for a hook that passes everything through:
+            A dict, with zeros for a hook that passes everything through:
 
             - ``steps``: the current step, counted from 0.
             - ``buckets``, ``chunks``: sent so far.
@@ -137,7 +148,7 @@ class HookState:
         """
         bound = self._bound()
         if bound.engine is None:
-            return {}
+            return {**dict.fromkeys(COUNTERS, 0), "step_buckets": [], "ratio": 0.0}
         stats: dict[str, Any] = bound.engine.stats()
         ring = 2 * (bound.world_size - 1) / bound.world_size * stats["gradient_bytes"]
         stats["ratio"] = ring / stats["wire_bytes"] if stats["wire_bytes"] else 0.0
@@ -150,10 +161,13 @@ class HookState:
             A dict of integers, strings and two fp32 tensors: the residuals.
 
         Raises:
-            StateError: the state is not bound, passes through, failed, or buckets are in flight.
+            StateError: the state is not bound, failed, or buckets are in flight.
         """
-        engine = self._engine()
-        steps, worker, owner = engine.state()
+        engine = self._bound().engine
+        if engine is None:
+            steps, worker, owner = 0, torch.empty(0), torch.empty(0)
+        else:
+            steps, worker, owner = engine.state()
         return {**self._identity(), "steps": steps, "worker": worker, "owner": owner}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], on_resize: str = "strict") -> None:
@@ -170,7 +184,13 @@ class HookState:
         """
         if on_resize != "strict":
             raise ConfigError(f"on_resize={on_resize!r} is not available; use 'strict'")
-        engine = self._engine()
+        engine = self._bound().engine
+        if engine is None:
+            warnings.warn(
+                "this hook passes gradients through: the saved residuals are not used",
+                stacklevel=2,
+            )
+            return
         identity = self._identity()
         missing = sorted({*identity, "steps", "worker", "owner"} - set(state_dict))
         if missing:
@@ -179,22 +199,23 @@ class HookState:
             if state_dict[field] != own:
                 raise StateError(
                     f"the saved state has {field} {state_dict[field]!r}, this hook has {own!r}; "
-                    "load it with the codec, model, rank and world size it was saved with"
+                    "load it with the arguments, model, rank and world size it was saved with"
                 )
         for field in ("worker", "owner"):
             if not isinstance(state_dict[field], torch.Tensor):
                 raise StateError(f"the saved state's {field} residual is not a tensor")
+            if not state_dict[field].isfinite().all():
+                raise StateError(
+                    f"the saved state's {field} residual is not finite; it was damaged"
+                )
+        steps = state_dict["steps"]
+        if not isinstance(steps, int) or not 0 <= steps < 2**64:
+            raise StateError(f"the saved state has steps {steps!r}, which is no count")
         engine.load_state(
-            steps=int(state_dict["steps"]),
+            steps=steps,
             worker_residual=state_dict["worker"],
             owner_residual=state_dict["owner"],
         )
-
-    def _engine(self) -> Any:
-        engine = self._bound().engine
-        if engine is None:
-            raise StateError("this hook passes gradients through and has no state to save or load")
-        return engine
 
     def _identity(self) -> dict[str, Any]:
         bound = self._bound()
@@ -203,7 +224,8 @@ class HookState:
             "codec": str(bound.config.codec),
             "rank": bound.rank,
             "world_size": bound.world_size,
-            "config_hash": bound.config_hash,
+            "error_feedback": bound.config.error_feedback,
+            "seed": bound.config.seed,
             "layout_hash": bound.layout_hash,
         }
 
@@ -242,9 +264,10 @@ def describe(bound: binding.Binding) -> str:
     for codec in dict.fromkeys(p.codec for p in bound.parameters):
         members = [p for p in bound.parameters if p.codec == codec]
         elements = sum(p.num_elements for p in members)
+        bits = sum(p.num_elements * codec.bits(p.dtype) for p in members) / max(elements, 1)
         lines.append(
             f"  {codec}: {len(members)} parameters, {elements:,} elements "
-            f"({elements / total if total else 0:.1%}), {codec.bits_per_element:.2f} bits/element"
+            f"({elements / total if total else 0:.1%}), {bits:.2f} bits/element"
         )
     exempt = [p.name for p in bound.parameters if not p.codec.lossy]
     if exempt:

@@ -44,6 +44,8 @@ def wire_bytes_per_step(
     tiles = _assign_owners(num_elements, payload_bytes, world_size)
     for bucket in buckets:
         bucket_tiles = [tile for parameter in bucket for tile in tiles[parameter]]
+        if not bucket_tiles:
+            continue
         for chunk in _chunks(bucket_tiles, world_size, chunk_bytes):
             _add_chunk(sent, chunk)
         for rank in range(world_size):

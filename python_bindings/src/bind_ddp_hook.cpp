@@ -16,6 +16,8 @@ class BoxedTensor final : public c10::ivalue::PyObjectHolder {
   explicit BoxedTensor(at::Tensor tensor)
       : tensor_(std::move(tensor)), object_(THPVariable_Wrap(tensor_)) {}
   ~BoxedTensor() override {
+    // A job abandoned at exit may end while the interpreter does: then the object is leaked.
+    if (process_is_ending) return;
     const py::gil_scoped_acquire gil;
     Py_DECREF(object_);
   }

@@ -90,6 +90,7 @@ void bind_engine(py::module_& module) {
         const py::gil_scoped_release released;
         Engine::shutdown_all(
             std::chrono::milliseconds(static_cast<int64_t>(timeout_seconds * 1000)));
+        process_is_ending = true;
       },
       py::arg("timeout_seconds"));
 }

@@ -3,6 +3,7 @@
 
 #include <torch/csrc/utils/pybind.h>
 
+#include <atomic>
 #include <exception>
 
 #include "gradferry/error.h"
@@ -15,6 +16,9 @@ void bind_codecs(py::module_& module);
 void bind_tensor_messages(py::module_& module);
 void bind_engine(py::module_& module);
 void bind_ddp_hook(py::module_& module);
+
+// Set once gradferry was shut down at exit: from then on the GIL must not be taken.
+inline std::atomic<bool> process_is_ending{false};
 
 // For errors that travel through torch's autograd, which knows only torch's own exception base.
 std::exception_ptr make_torch_exception(const Error& error);

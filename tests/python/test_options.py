@@ -51,7 +51,7 @@ def test_disabled_hook_gives_what_plain_ddp_gives(world_of_2: World, native: boo
         case_passes_through, scenario=scenario, environment={"GRADFERRY_DISABLE": "1"}
     ):
         assert answer["equal"]
-        assert answer["stats"] == {}
+        assert answer["stats"]["wire_bytes"] == 0
         assert "passes through (GRADFERRY_DISABLE=1)" in answer["text"]
 
 
@@ -147,6 +147,42 @@ def test_nonfinite_raise_names_the_parameter_on_all_ranks(world_of_3: World, nam
     assert first == ""
     assert f"the averaged gradient of '{name}' is not finite at step 1" in second
     assert third == second
+
+
+def case_misused() -> list[str]:
+    """What wrappers and DDP's own changes around the hook lead to."""
+    import gradferry
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
+
+    texts = []
+    ddp = DistributedDataParallel(nn.Linear(40, 60))
+    state = gradferry.HookState("q4", ddp)
+    ddp.register_comm_hook(state, fp16_compress_wrapper(gradferry.hook))
+    with pytest.raises(gradferry.StateError) as caught:
+        ddp(torch.ones(3, 40)).sum().backward()
+    texts.append(str(caught.value))
+
+    ddp = DistributedDataParallel(nn.Linear(40, 60))
+    gradferry.attach(ddp)
+    with pytest.raises(gradferry.StateError) as caught:
+        ddp._update_process_group(dist.group.WORLD)
+    texts.append(str(caught.value))
+
+    cap = 1 if dist.get_rank() == 0 else 25
+    ddp = DistributedDataParallel(nn.Linear(40, 60), bucket_cap_mb=cap)
+    with pytest.raises(gradferry.RankMismatchError) as caught:
+        gradferry.attach(ddp)
+    texts.append(str(caught.value))
+    return texts
+
+
+@pytest.mark.torch_core
+def test_misuse_around_the_hook_is_refused_with_advice(world_of_2: World) -> None:
+    for wrapped, group, cap in world_of_2.run(case_misused):
+        assert "of Half on cpu" in wrapped
+        assert "do not wrap the hook in a compress wrapper" in wrapped
+        assert "build a new DistributedDataParallel" in group
+        assert "rank 1 differs from rank 0 in bucket_cap_mb: 25.0 instead of 1.0" in cap
 
 
 def case_autocast(compiled: bool) -> dict[str, Any]:

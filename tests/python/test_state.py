@@ -79,6 +79,9 @@ def test_state_of_another_run_is_refused_by_name(world_of_2: World) -> None:
         {"layout_hash": 1},
         {"worker": torch.zeros(3)},
         {"owner": [0.0]},
+        {"worker": torch.full((3,), float("nan"))},
+        {"steps": -1},
+        {"seed": 5},
     ]
     for texts in world_of_2.run(case_refused, scenario=SCENARIO, changes=changes):
         assert "lacks worker" in texts[0]
@@ -88,6 +91,9 @@ def test_state_of_another_run_is_refused_by_name(world_of_2: World) -> None:
             assert f"has {field} " in text
         assert "another size, dtype or device" in texts[6]
         assert "owner residual is not a tensor" in texts[7]
+        assert "worker residual is not finite" in texts[8]
+        assert "steps -1, which is no count" in texts[9]
+        assert "has seed 5" in texts[10]
 
 
 def case_describe(scenario: Scenario) -> dict[str, Any]:

@@ -83,7 +83,7 @@ def apply_hook(ddp: DistributedDataParallel, name: str, *, seed: int = 0) -> Hoo
     if name.startswith("torch:"):
         return _apply_torch_hook(ddp, name)
     state = gradferry.attach(ddp, name, seed=seed)
-    if not state.stats():
+    if state._bound().config.passes_through:
         dense_bytes = _dense_bytes(ddp)
         return _ComputedHook(name, dense_bytes, dense_bytes)
     return _CodecHook(name, state)

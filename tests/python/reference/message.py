@@ -78,9 +78,9 @@ def encode_tensor(
         layout_hash=hash64(f"{dtype}|{len(values)}"),
         step=step,
         payload_bytes=sum(map(len, payloads)),
-        checksum=message_checksum(payloads),
         seed=seed,
     )
+    header.checksum = message_checksum([*payloads, np.frombuffer(header.pack(), np.uint8)])
     return header.pack() + b"".join(p.tobytes() for p in payloads)
 
 
