@@ -44,6 +44,7 @@ void report(benchmark::State& state, const Group& group, const std::string& oper
     state.counters["ratio"] = row.ratio;
     state.counters["ratio_min"] = row.ratio_minimum;
     state.counters["ratio_max"] = row.ratio_maximum;
+    state.counters["ratio_of_best"] = row.ratio_of_best;
     state.counters["wrong"] = static_cast<double>(row.wrong);
     if (row.wrong != 0) {
       any_wrong = true;

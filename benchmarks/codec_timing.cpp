@@ -7,6 +7,7 @@
 #include <functional>
 #include <memory>
 #include <new>
+#include <numeric>
 #include <random>
 
 #include "benchmarks/roof.h"
@@ -45,11 +46,36 @@ double seconds_of(const std::function<void()>& work) {
   return std::chrono::duration<double>(Clock::now() - begin).count();
 }
 
-double median(std::vector<double> values) {
+double median(const std::vector<double>& unsorted) {
+  std::vector<double> values = unsorted;
   std::sort(values.begin(), values.end());
   const size_t half = values.size() / 2;
   return values.size() % 2 == 1 ? values[half] : 0.5 * (values[half - 1] + values[half]);
 }
+
+double minimum(const std::vector<double>& values) {
+  return *std::min_element(values.begin(), values.end());
+}
+
+// One pass over all tiles is timed in sections of this many: 1 MB of fp32 gradient, less than a
+// millisecond. An interruption then spoils a section of one pass, not the pass.
+constexpr size_t kSectionTiles = 64;
+using Sections = std::vector<double>;
+using Work = std::function<void(size_t first_tile, size_t num_tiles)>;
+
+// Seconds of a pass, given several: statistic of each section over the passes, summed up.
+double typical_seconds(const std::vector<Sections>& passes,
+                       double (*statistic)(const std::vector<double>&)) {
+  double sum = 0;
+  for (size_t section = 0; section < passes.front().size(); ++section) {
+    std::vector<double> values;
+    for (const Sections& pass : passes) values.push_back(pass[section]);
+    sum += statistic(values);
+  }
+  return sum;
+}
+
+double total(const Sections& pass) { return std::accumulate(pass.begin(), pass.end(), 0.0); }
 
 struct Free {
   void operator()(std::byte* p) const { ::operator delete[](p, std::align_val_t(4096)); }
@@ -105,38 +131,40 @@ class CodecTimer {
     const RoofStream sent{Kind::kWrite, payload_.get(), worker_bytes_ / 64 * 64};
     const RoofStream received{Kind::kRead, reduced_.get(), owner_bytes_ / 64 * 64};
     std::vector<CodecTimingRow> rows;
-    rows.push_back(time("encode", 1, {gradient_in, sent}, wrong, [&] {
-      codec_->encode(batch(tiles_, Stage::kWorker), gradient_, 1.0f, nullptr, nullptr,
+    rows.push_back(time("encode", 1, {gradient_in, sent}, wrong, [&](size_t first, size_t count) {
+      codec_->encode(batch(tiles_, Stage::kWorker, first, count), gradient_, 1.0f, nullptr, nullptr,
                      payload_.get());
     }));
-    rows.push_back(time("encode_ef", 1, {gradient_in, residual, sent}, wrong, [&] {
-      codec_->encode(batch(tiles_, Stage::kWorker), gradient_, 1.0f, nullptr, residuals(),
-                     payload_.get());
-    }));
+    rows.push_back(
+        time("encode_ef", 1, {gradient_in, residual, sent}, wrong, [&](size_t first, size_t count) {
+          codec_->encode(batch(tiles_, Stage::kWorker, first, count), gradient_, 1.0f, nullptr,
+                         residuals(), payload_.get());
+        }));
     for (const uint32_t world_size : options_.world_sizes) {
       rows.push_back(time_reduce(world_size, residual, wrong));
     }
     // Last: it overwrites the gradient.
-    rows.push_back(time("decode", 1, {received, gradient_out}, wrong, [&] {
-      codec_->decode(batch(gather_tiles_, Stage::kOwner), reduced_.get(), gradient_, 0.0f, nullptr);
-    }));
+    rows.push_back(
+        time("decode", 1, {received, gradient_out}, wrong, [&](size_t first, size_t count) {
+          codec_->decode(batch(gather_tiles_, Stage::kOwner, first, count), reduced_.get(),
+                         gradient_, 0.0f, nullptr);
+        }));
     return rows;
   }
 
  private:
   float* residuals() { return reinterpret_cast<float*>(residual_.get()); }
 
-  TileBatch batch(const std::vector<Tile>& tiles, Stage stage) {
-    return {tiles.data(),
-            static_cast<uint32_t>(tiles.size()),
-            options_.dtype,
-            stage,
-            true,
-            1,
-            1,
-            &parsed_.options,
-            status_.data(),
-            nullptr};
+  TileBatch batch(const std::vector<Tile>& tiles, Stage stage, size_t first, size_t count) {
+    TileBatch result = {};
+    result.tiles = tiles.data() + first;
+    result.num_tiles = static_cast<uint32_t>(count);
+    result.dtype = options_.dtype;
+    result.stage = stage;
+    result.hold_zero_tiles = true;
+    result.options = &parsed_.options;
+    result.status = status_.data() + first;
+    return result;
   }
 
   // Gaussian numbers of the size of gradients, and residuals a tenth of that. 2^16 of them repeat
@@ -161,9 +189,8 @@ class CodecTimer {
       // The bf16 codec makes a gradient of 16 bits: encode from fp32, decode to the dtype.
       const Tile whole{0, 0, 0, kTileElements, 0, 0};
       alignas(16) std::byte cast[2 * kTileElements];
-      TileBatch one = batch({}, Stage::kWorker);
+      TileBatch one = batch({whole}, Stage::kWorker, 0, 1);
       one.tiles = &whole;
-      one.num_tiles = 1;
       one.options = &bf16.options;
       one.dtype = ScalarType::kFloat32;
       bf16.codec->encode(one, tile.data(), 1.0f, nullptr, nullptr, cast);
@@ -178,18 +205,16 @@ class CodecTimer {
     const size_t in_bytes = checked * worker_bytes_, out_bytes = checked * owner_bytes_;
     std::vector<std::byte> expected(in_bytes + out_bytes);
     std::vector<float> saved(residuals(), residuals() + checked * kTileElements);
-    TileBatch few = batch(tiles_, Stage::kWorker);
-    few.num_tiles = static_cast<uint32_t>(checked);
+    const TileBatch few = batch(tiles_, Stage::kWorker, 0, checked);
+    const TileBatch all = batch(tiles_, Stage::kWorker, 0, num_tiles_);
     oracle_->encode(few, gradient_, 1.0f, nullptr, saved.data(), expected.data());
-    codec_->encode(batch(tiles_, Stage::kWorker), gradient_, 1.0f, nullptr, residuals(),
-                   payload_.get());
+    codec_->encode(all, gradient_, 1.0f, nullptr, residuals(), payload_.get());
     uint64_t wrong = differences(expected.data(), payload_.get(), in_bytes);
     wrong += differences(reinterpret_cast<std::byte*>(saved.data()), residual_.get(),
                          saved.size() * sizeof(float));
     const std::byte* payloads[2] = {payload_.get(), payload_.get()};
     oracle_->reduce(few, payloads, 2, nullptr, saved.data(), expected.data());
-    codec_->reduce(batch(tiles_, Stage::kWorker), payloads, 2, nullptr, residuals(),
-                   reduced_.get());
+    codec_->reduce(all, payloads, 2, nullptr, residuals(), reduced_.get());
     wrong += differences(expected.data(), reduced_.get(), out_bytes);
     return wrong;
   }
@@ -212,23 +237,39 @@ class CodecTimer {
     }
     streams.push_back(residual);
     streams.push_back({Kind::kWrite, reduced_.get(), owner_bytes_ / 64 * 64});
-    return time("reduce", world_size, streams, wrong, [&] {
-      codec_->reduce(batch(tiles_, Stage::kWorker), payloads.data(), world_size, nullptr,
-                     residuals(), reduced_.get());
+    return time("reduce", world_size, streams, wrong, [&](size_t first, size_t count) {
+      codec_->reduce(batch(tiles_, Stage::kWorker, first, count), payloads.data(), world_size,
+                     nullptr, residuals(), reduced_.get());
     });
   }
 
-  RoofShape fastest_roof(std::span<const RoofStream> streams) {
+  Sections timed(const Work& work) const {
+    Sections seconds;
+    for (size_t first = 0; first < num_tiles_; first += kSectionTiles) {
+      const size_t count = std::min(kSectionTiles, num_tiles_ - first);
+      seconds.push_back(seconds_of([&] { work(first, count); }));
+    }
+    return seconds;
+  }
+
+  Sections timed_roof(RoofShape shape, const std::vector<RoofStream>& streams) const {
+    return timed([&](size_t first, size_t count) {
+      std::vector<RoofStream> section = streams;
+      for (RoofStream& s : section) s.data += first * s.bytes_per_slice;
+      run_roof(options_.isa, shape, section, count);
+    });
+  }
+
+  RoofShape fastest_roof(const std::vector<RoofStream>& streams) const {
     RoofShape best = RoofShape::kPhased;
     double best_seconds = INFINITY;
-    for (int round = 0; round < 3; ++round) {
-      for (const RoofShape shape : kRoofShapes) {
-        const double seconds =
-            seconds_of([&] { run_roof(options_.isa, shape, streams, num_tiles_); });
-        if (seconds < best_seconds) {
-          best_seconds = seconds;
-          best = shape;
-        }
+    for (const RoofShape shape : kRoofShapes) {
+      std::vector<Sections> passes;
+      for (int round = 0; round < 3; ++round) passes.push_back(timed_roof(shape, streams));
+      const double seconds = typical_seconds(passes, minimum);
+      if (seconds < best_seconds) {
+        best_seconds = seconds;
+        best = shape;
       }
     }
     return best;
@@ -237,7 +278,7 @@ class CodecTimer {
   // The roof scribbles over residuals and outputs: residuals are put back before each case, and the
   // case runs once more at the end to leave its outputs behind.
   CodecTimingRow time(std::string operation, uint32_t world_size, std::vector<RoofStream> streams,
-                      uint64_t wrong, const std::function<void()>& work) {
+                      uint64_t wrong, const Work& work) {
     CodecTimingRow row{};
     row.operation = std::move(operation);
     row.world_size = world_size;
@@ -260,26 +301,27 @@ class CodecTimer {
       }
     };
     const RoofShape shape = fastest_roof(streams);
-    const auto roof = [&] {
-      return seconds_of([&] { run_roof(options_.isa, shape, streams, num_tiles_); });
-    };
-    std::vector<double> ratios, seconds, roofs;
+    std::vector<Sections> cases, roofs;
+    std::vector<double> ratios;
     for (int round = 0; round < options_.rounds; ++round) {
-      const double before = roof();
+      roofs.push_back(timed_roof(shape, streams));
       restore();
-      seconds.push_back(seconds_of(work));
-      roofs.push_back(0.5 * (before + roof()));
-      ratios.push_back(roofs.back() / seconds.back());
+      cases.push_back(timed(work));
+      roofs.push_back(timed_roof(shape, streams));
+      const size_t last = roofs.size() - 1;
+      ratios.push_back(0.5 * (total(roofs[last - 1]) + total(roofs[last])) / total(cases.back()));
     }
     restore();
-    work();
+    work(0, num_tiles_);
+    const double roof_seconds = typical_seconds(roofs, median);
     row.bytes_per_element = bytes / static_cast<double>(num_elements_);
-    row.seconds = median(seconds);
+    row.seconds = typical_seconds(cases, median);
     row.gigabytes_per_second = bytes / row.seconds / 1e9;
-    row.roof_gigabytes_per_second = bytes / median(roofs) / 1e9;
-    row.ratio = median(ratios);
-    row.ratio_minimum = *std::min_element(ratios.begin(), ratios.end());
+    row.roof_gigabytes_per_second = bytes / roof_seconds / 1e9;
+    row.ratio = roof_seconds / row.seconds;
+    row.ratio_minimum = minimum(ratios);
     row.ratio_maximum = *std::max_element(ratios.begin(), ratios.end());
+    row.ratio_of_best = typical_seconds(roofs, minimum) / typical_seconds(cases, minimum);
     return row;
   }
 

@@ -71,6 +71,21 @@ GRADFERRY_LANE uint32_t reduce_maximum(U32 x) {
   return static_cast<uint32_t>(_mm_cvtsi128_si32(m));
 }
 
+GRADFERRY_LANE U32 lane_maxima(const U32 (&x)[kLanes]) {
+  // Each step halves what is left of every vector and joins two of them; in the end one quarter of
+  // each, per 128-bit half, has become one lane.
+  const auto join = [](U32 a, U32 b) {
+    return maximum(U32(_mm256_unpacklo_epi32(a.v, b.v)), U32(_mm256_unpackhi_epi32(a.v, b.v)));
+  };
+  const auto join_pairs = [](U32 a, U32 b) {
+    return maximum(U32(_mm256_unpacklo_epi64(a.v, b.v)), U32(_mm256_unpackhi_epi64(a.v, b.v)));
+  };
+  const U32 low = join_pairs(join(x[0], x[1]), join(x[2], x[3]));
+  const U32 high = join_pairs(join(x[4], x[5]), join(x[6], x[7]));
+  return maximum(U32(_mm256_permute2x128_si256(low.v, high.v, 0x20)),
+                 U32(_mm256_permute2x128_si256(low.v, high.v, 0x31)));
+}
+
 GRADFERRY_LANE F32 load(const float* p) { return _mm256_loadu_ps(p); }
 GRADFERRY_LANE U32 load(const uint32_t* p) {
   return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
@@ -80,6 +95,7 @@ GRADFERRY_LANE void store(uint32_t* p, U32 x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x.v);
 }
 GRADFERRY_LANE void stream(float* p, F32 x) { _mm256_stream_ps(p, x.v); }
+GRADFERRY_LANE void finish_streams() { _mm_sfence(); }
 
 GRADFERRY_LANE U32 load_bytes(const uint8_t* p) {
   return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
@@ -113,6 +129,23 @@ GRADFERRY_LANE F32 lookup(const Table16& table, U32 index) {
   const __m256 bit3 = _mm256_castsi256_ps(_mm256_slli_epi32(index.v, 28));
   return _mm256_blendv_ps(_mm256_permutevar8x32_ps(table.low, index.v),
                           _mm256_permutevar8x32_ps(table.high, index.v), bit3);
+}
+
+struct SignedTable8 {
+  __m256 values;
+  GRADFERRY_LANE explicit SignedTable8(const float* table) : values(_mm256_loadu_ps(table)) {}
+};
+// Entry i of a scaled table has i added to its top bits without carry; the index, shifted there,
+// takes it away again and leaves its own bit 3 as the sign.
+struct ScaledTable8 {
+  U32 values;
+};
+GRADFERRY_LANE ScaledTable8 operator*(SignedTable8 table, F32 factor) {
+  const U32 lanes(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+  return {bits(F32(table.values) * factor) ^ (lanes << 28)};
+}
+GRADFERRY_LANE F32 lookup(const ScaledTable8& table, U32 index) {
+  return from_bits(U32(_mm256_permutevar8x32_epi32(table.values.v, index.v)) ^ (index << 28));
 }
 
 }  // namespace gradferry::GRADFERRY_KERNEL_NAMESPACE

@@ -73,11 +73,31 @@ GRADFERRY_LANE F32 maximum(F32 a, F32 b) { return _mm512_max_ps(a.v, b.v); }
 GRADFERRY_LANE U32 maximum(U32 a, U32 b) { return _mm512_max_epu32(a.v, b.v); }
 GRADFERRY_LANE uint32_t reduce_maximum(U32 x) { return _mm512_reduce_max_epu32(x.v); }
 
+GRADFERRY_LANE U32 lane_maxima(const U32 (&x)[kLanes]) {
+  // Each step halves what is left of every vector and joins two of them: first lanes, then pairs,
+  // then 128-bit quarters.
+  const auto join_four = [](const U32* y) {
+    const auto join = [](U32 a, U32 b) {
+      return maximum(U32(_mm512_unpacklo_epi32(a.v, b.v)), U32(_mm512_unpackhi_epi32(a.v, b.v)));
+    };
+    const U32 low = join(y[0], y[1]), high = join(y[2], y[3]);
+    return maximum(U32(_mm512_unpacklo_epi64(low.v, high.v)),
+                   U32(_mm512_unpackhi_epi64(low.v, high.v)));
+  };
+  const auto join_quarters = [](U32 a, U32 b) {
+    return maximum(U32(_mm512_shuffle_i32x4(a.v, b.v, 0x88)),
+                   U32(_mm512_shuffle_i32x4(a.v, b.v, 0xdd)));
+  };
+  return join_quarters(join_quarters(join_four(x), join_four(x + 4)),
+                       join_quarters(join_four(x + 8), join_four(x + 12)));
+}
+
 GRADFERRY_LANE F32 load(const float* p) { return _mm512_loadu_ps(p); }
 GRADFERRY_LANE U32 load(const uint32_t* p) { return _mm512_loadu_si512(p); }
 GRADFERRY_LANE void store(float* p, F32 x) { _mm512_storeu_ps(p, x.v); }
 GRADFERRY_LANE void store(uint32_t* p, U32 x) { _mm512_storeu_si512(p, x.v); }
 GRADFERRY_LANE void stream(float* p, F32 x) { _mm512_stream_ps(p, x.v); }
+GRADFERRY_LANE void finish_streams() { _mm_sfence(); }
 
 GRADFERRY_LANE U32 load_bytes(const uint8_t* p) {
   return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
@@ -104,6 +124,23 @@ struct Table16 {
   GRADFERRY_LANE explicit Table16(const float* table) : values(_mm512_loadu_ps(table)) {}
 };
 GRADFERRY_LANE F32 lookup(const Table16& table, U32 index) {
+  return _mm512_permutexvar_ps(index.v, table.values);
+}
+
+// The magnitudes, then the same with their sign.
+struct SignedTable8 {
+  __m512 values;
+  GRADFERRY_LANE explicit SignedTable8(const float* table) {
+    const __m512 twice = _mm512_broadcast_f32x8(_mm256_loadu_ps(table));
+    values = _mm512_mask_xor_ps(twice, 0xff00, twice, _mm512_set1_ps(-0.0f));
+  }
+};
+using ScaledTable8 = SignedTable8;
+GRADFERRY_LANE ScaledTable8 operator*(SignedTable8 table, F32 factor) {
+  table.values = _mm512_mul_ps(table.values, factor.v);
+  return table;
+}
+GRADFERRY_LANE F32 lookup(const ScaledTable8& table, U32 index) {
   return _mm512_permutexvar_ps(index.v, table.values);
 }
 

@@ -12,6 +12,7 @@ using Mask = bool;
 inline constexpr uint32_t kLanes = 1;
 
 GRADFERRY_LANE uint32_t reduce_maximum(U32 x) { return x; }
+GRADFERRY_LANE U32 lane_maxima(const U32 (&x)[kLanes]) { return x[0]; }
 
 // Payload bytes are read and written as several types, so every access is a copy.
 template <typename T>
@@ -30,6 +31,7 @@ GRADFERRY_LANE U32 load(const uint32_t* p) { return load_as<uint32_t>(p); }
 GRADFERRY_LANE void store(float* p, F32 x) { store_as<float>(p, x); }
 GRADFERRY_LANE void store(uint32_t* p, U32 x) { store_as<uint32_t>(p, x); }
 GRADFERRY_LANE void stream(float* p, F32 x) { store_as<float>(p, x); }
+GRADFERRY_LANE void finish_streams() {}
 
 GRADFERRY_LANE U32 load_bytes(const uint8_t* p) { return *p; }
 GRADFERRY_LANE U32 load_halfwords(const uint16_t* p) { return load_as<uint16_t>(p); }
@@ -47,5 +49,20 @@ struct Table16 {
   explicit Table16(const float* table) : values(table) {}
 };
 GRADFERRY_LANE F32 lookup(const Table16& table, U32 index) { return table.values[index & 15]; }
+
+struct SignedTable8 {
+  const float* values;
+  float factor = 1.0f;
+  explicit SignedTable8(const float* table) : values(table) {}
+};
+using ScaledTable8 = SignedTable8;
+GRADFERRY_LANE ScaledTable8 operator*(SignedTable8 table, F32 factor) {
+  table.factor *= factor;
+  return table;
+}
+GRADFERRY_LANE F32 lookup(const ScaledTable8& table, U32 index) {
+  const float magnitude = table.values[index & 7] * table.factor;
+  return from_bits(bits(magnitude) | ((index & 8) << 28));
+}
 
 }  // namespace gradferry::GRADFERRY_KERNEL_NAMESPACE

@@ -12,9 +12,17 @@
 //   template <class Sink> static uint32_t decode(const Unit&, const std::byte* payload, Sink sink)
 //     Calls sink(i, x) with the values of elements i .. i + kLanes - 1 of the unit, for every
 //     vector of 0 .. padded. NaNs are canonical. Returns kTile* flags.
+// and, where that makes it faster,
+//   kPrefetches = true: encode calls unit.ahead.prefetch_32(i) while it computes, for i = 0, 32, ..
+//     Otherwise the next unit is prefetched while this one is loaded.
+//   template <class Sink> static uint32_t sum(const Unit&, const std::byte* const* payload_by_rank,
+//                                             size_t offset, uint32_t num_ranks, float* scratch,
+//                                             Sink sink)
+//     Calls sink(i, s) with the sums of D(payload_by_rank[r] + offset) in rank order; flags as
+//     decode. scratch holds kUnit floats and may be what the sink writes to at i.
 //
-// A unit is read from memory once: v goes to scratch that stays in the L1 cache, from which a codec
-// may read it as often as it likes. While a unit is loaded, the next one is prefetched.
+// A unit is read from memory once: v goes to scratch that stays in the L1 cache (or is the gradient
+// itself, where that is the same), from which a codec may read it as often as it likes.
 #pragma once
 
 #include "kernels/common/codec_parts.h"
@@ -30,11 +38,16 @@ struct Unit {
   uint32_t first;         // element of the tile
   uint32_t num_elements;  // 1 .. kUnit
   uint32_t padded;        // num_elements rounded up to kBlock
+  Ahead ahead;            // encode, sum: what to prefetch meanwhile
 };
 
 struct StoreSink {
   float* out;
   GRADFERRY_LANE void operator()(uint32_t i, F32 x) const { store(out + i, x); }
+};
+struct StreamSink {
+  float* out;
+  GRADFERRY_LANE void operator()(uint32_t i, F32 x) const { stream(out + i, x); }
 };
 struct AddSink {
   float* out;
@@ -87,7 +100,11 @@ class TileDriver {
  private:
   static constexpr uint32_t kUnit = Codec::kUnit;
   static_assert(Codec::kBlock % kChunk == 0 && kUnit % Codec::kBlock == 0);
-  static_assert(kUnit == kTileElements || kTileElements % kUnit == 0);
+  static_assert(kTileElements % kUnit == 0);
+  static constexpr bool kCodecPrefetches = requires { Codec::kPrefetches; };
+  // Decoded gradients bypass the caches from this many tiles (1 MB of fp32) on: before the
+  // optimizer reads them, the rest of the batch would have pushed them out.
+  static constexpr uint32_t kStreamingTiles = 64;
 
   template <typename Body>
   GRADFERRY_LANE static void for_units(const TileBatch& batch, const Tile& tile, Stage stage,
@@ -95,7 +112,7 @@ class TileDriver {
     for (uint32_t first = 0; first < tile.num_elements; first += kUnit) {
       const uint32_t rest = tile.num_elements - first;
       const uint32_t n = rest < kUnit ? rest : kUnit;
-      body(Unit{batch, tile, stage, first, n, round_up(n, Codec::kBlock)});
+      body(Unit{batch, tile, stage, first, n, round_up(n, Codec::kBlock), Ahead{}});
     }
   }
 
@@ -118,14 +135,19 @@ class TileDriver {
     return flags;
   }
 
-  // The unit after `unit` in the same tile, else the first of the next tile, else this one.
-  static const Tile& ahead(const Unit& unit, uint32_t index, uint32_t* first) {
-    if (unit.first + kUnit < unit.tile.num_elements) {
-      *first = unit.first + kUnit;
-      return unit.tile;
-    }
-    *first = 0;
-    return unit.batch.tiles[index + 1 < unit.batch.num_tiles ? index + 1 : index];
+  // The unit after this one, in the same tile or the next; else this one again. Where there is only
+  // a gradient or only a residual its lines are asked for twice, which costs next to nothing.
+  static Ahead find_ahead(const Unit& unit, uint32_t index, const std::byte* gradient,
+                          uint32_t item, const float* residual) {
+    const bool same_tile = unit.first + kUnit < unit.tile.num_elements;
+    const bool next_tile = !same_tile && index + 1 < unit.batch.num_tiles;
+    const Tile& tile = unit.batch.tiles[next_tile ? index + 1 : index];
+    const uint32_t first = same_tile ? unit.first + kUnit : 0;
+    const uintptr_t g =
+        reinterpret_cast<uintptr_t>(gradient) + (tile.gradient_offset + first) * item;
+    const uintptr_t r =
+        reinterpret_cast<uintptr_t>(residual) + (tile.residual_offset + first) * sizeof(float);
+    return {gradient == nullptr ? r : g, residual == nullptr ? g : r, item};
   }
 
   [[gnu::noinline]] static void encode_tiles(const TileBatch& batch, const std::byte* gradient,
@@ -147,27 +169,32 @@ class TileDriver {
       }
       zero_padding(payload, num_bytes);
       uint32_t flags = 0;
-      for_units(batch, tile, batch.stage, [&](const Unit& unit) {
-        uint32_t next_first;
-        const Tile& next = ahead(unit, index, &next_first);
+      for_units(batch, tile, batch.stage, [&](Unit unit) {
+        const std::byte* from = g + unit.first * item;
         float* r = residual == nullptr ? nullptr : residual + tile.residual_offset + unit.first;
-        const Ahead prefetched{gradient + (next.gradient_offset + next_first) * item,
-                               reinterpret_cast<const std::byte*>(residual) +
-                                   (next.residual_offset + next_first) * sizeof(float)};
-        load_any(unit, g + unit.first * item, alpha, r, gain, prefetched, v);
+        unit.ahead = find_ahead(unit, index, gradient, item, residual);
+        // alpha = 1 leaves an fp32 gradient as it is: no need to copy it to scratch.
+        if (kCodecPrefetches && r == nullptr && alpha == 1.0f &&
+            batch.dtype == ScalarType::kFloat32 && unit.padded == unit.num_elements) {
+          flags |= Codec::encode(unit, reinterpret_cast<const float*>(from), payload, nullptr);
+          return;
+        }
+        load_any<!kCodecPrefetches>(unit, from, alpha, r, gain, v);
         flags |= encode_unit(unit, v, payload, r);
       });
       set_status(batch, index, payload_checksum(payload, num_bytes), flags);
     }
   }
 
+  template <bool kPrefetch>
   GRADFERRY_LANE static void load_any(const Unit& unit, const std::byte* g, float alpha,
-                                      const float* r, float gain, Ahead prefetched, float* v) {
+                                      const float* r, float gain, float* v) {
+    const uint32_t n = unit.num_elements;
     with_dtype(unit.batch.dtype, [&]<ScalarType dtype>() {
       if (r == nullptr) {
-        load_unit<dtype, false>(g, unit.num_elements, alpha, r, gain, prefetched, v, unit.padded);
+        load_unit<dtype, false, kPrefetch>(g, n, alpha, r, gain, unit.ahead, v, unit.padded);
       } else {
-        load_unit<dtype, true>(g, unit.num_elements, alpha, r, gain, prefetched, v, unit.padded);
+        load_unit<dtype, true, kPrefetch>(g, n, alpha, r, gain, unit.ahead, v, unit.padded);
       }
     });
   }
@@ -175,21 +202,28 @@ class TileDriver {
   [[gnu::noinline]] static void decode_tiles(const TileBatch& batch, const std::byte* in,
                                              std::byte* gradient, float beta, float* residual) {
     const uint32_t item = item_bytes(batch.dtype);
+    const bool momentum = residual != nullptr && beta != 0.0f;
+    const bool streaming = batch.num_tiles >= kStreamingTiles && !momentum;
     alignas(64) float scratch[kUnit];
     for (uint32_t index = 0; index < batch.num_tiles; ++index) {
       const Tile& tile = batch.tiles[index];
+      const std::byte* payload = in + tile.payload_offset;
       uint32_t flags = 0;
       for_units(batch, tile, batch.stage, [&](const Unit& unit) {
         std::byte* g = gradient + (tile.gradient_offset + unit.first) * item;
         const bool direct = batch.dtype == ScalarType::kFloat32 && unit.padded == unit.num_elements;
         float* values = direct ? reinterpret_cast<float*>(g) : scratch;
-        flags |= Codec::decode(unit, in + tile.payload_offset, StoreSink{values});
+        if (direct && streaming && reinterpret_cast<uintptr_t>(g) % 64 == 0) {
+          flags |= Codec::decode(unit, payload, StreamSink{values});
+          return;
+        }
+        flags |= Codec::decode(unit, payload, StoreSink{values});
         if (!direct) {
           flags |= with_dtype(batch.dtype, [&]<ScalarType dtype>() {
             return store_unit<dtype>(scratch, unit.num_elements, g);
           });
         }
-        if (residual != nullptr && beta != 0.0f) {
+        if (momentum) {
           const F32 b(beta);
           update_residual(residual + tile.residual_offset + unit.first, unit.num_elements,
                           [&](uint32_t i, F32 old) { return old + b * load(values + i); });
@@ -197,32 +231,44 @@ class TileDriver {
       });
       set_status(batch, index, 0, flags);
     }
+    if (streaming) finish_streams();
   }
 
-  // v = (sum of the payloads, in rank order) * inverse.
+  // Gives the sum of the payloads, in rank order, to a sink. Returns kTileCorrupt or 0.
+  template <typename Sink>
   GRADFERRY_LANE static uint32_t sum_ranks(const Unit& unit,
                                            const std::byte* const* payload_by_rank,
-                                           uint32_t world_size, float* v) {
+                                           uint32_t world_size, float* v, Sink sink) {
     const uint32_t offset = unit.tile.payload_offset;
-    uint32_t flags = Codec::decode(unit, payload_by_rank[0] + offset, StoreSink{v});
-    for (uint32_t rank = 1; rank < world_size; ++rank) {
-      flags |= Codec::decode(unit, payload_by_rank[rank] + offset, AddSink{v});
+    uint32_t flags = 0;
+    if constexpr (requires { Codec::sum(unit, payload_by_rank, offset, world_size, v, sink); }) {
+      flags = Codec::sum(unit, payload_by_rank, offset, world_size, v, sink);
+    } else {
+      flags = Codec::decode(unit, payload_by_rank[0] + offset, StoreSink{v});
+      for (uint32_t rank = 1; rank < world_size; ++rank) {
+        flags |= Codec::decode(unit, payload_by_rank[rank] + offset, AddSink{v});
+      }
+      for (uint32_t i = 0; i < unit.padded; i += kLanes) sink(i, load(v + i));
     }
     return flags & kTileCorrupt;
   }
 
-  // v = v * inverse + gain * residual, zeros from num_elements on.
-  GRADFERRY_LANE static void average(const Unit& unit, float inverse, const float* residual,
-                                     float gain, float* v) {
+  // v = (sum of the payloads) * inverse + gain * residual, zeros from num_elements on.
+  GRADFERRY_LANE static uint32_t average(const Unit& unit, const std::byte* const* payload_by_rank,
+                                         uint32_t world_size, float inverse, const float* residual,
+                                         float gain, float* v) {
     const F32 inv(inverse), b(gain);
-    for (uint32_t i = 0; i < unit.padded; i += kLanes) store(v + i, load(v + i) * inv);
-    for (uint32_t i = unit.num_elements; i < unit.padded; ++i) v[i] = 0.0f;
-    if (residual == nullptr) return;
-    uint32_t i = 0;
-    for (; i + kLanes <= unit.num_elements; i += kLanes) {
-      store(v + i, load(v + i) + b * load(residual + i));
+    if (residual != nullptr && unit.padded == unit.num_elements) {
+      return sum_ranks(unit, payload_by_rank, world_size, v,
+                       [&](uint32_t i, F32 s) { store(v + i, s * inv + b * load(residual + i)); });
     }
-    for (; i < unit.num_elements; ++i) v[i] = v[i] + gain * residual[i];
+    const uint32_t flags = sum_ranks(unit, payload_by_rank, world_size, v,
+                                     [&](uint32_t i, F32 s) { store(v + i, s * inv); });
+    for (uint32_t i = 0; residual != nullptr && i < unit.num_elements; ++i) {
+      v[i] = v[i] + gain * residual[i];
+    }
+    for (uint32_t i = unit.num_elements; i < unit.padded; ++i) v[i] = 0.0f;
+    return flags;
   }
 
   [[gnu::noinline]] static void reduce_tiles(const TileBatch& batch,
@@ -250,14 +296,13 @@ class TileDriver {
       }
       zero_padding(payload, num_bytes);
       uint32_t flags = 0;
-      for_units(batch, tile, Stage::kWorker, [&](const Unit& unit) {
+      for_units(batch, tile, Stage::kWorker, [&](Unit unit) {
+        unit.ahead = find_ahead(unit, index, nullptr, 0, owner_residual);
         float* r = owner_residual == nullptr ? nullptr
                                              : owner_residual + tile.residual_offset + unit.first;
-        flags |= sum_ranks(unit, payload_by_rank, world_size, v);
-        average(unit, inverse, r, gain, v);
-        Unit written = unit;
-        written.stage = Stage::kOwner;
-        flags |= encode_unit(written, v, payload, r);
+        flags |= average(unit, payload_by_rank, world_size, inverse, r, gain, v);
+        unit.stage = Stage::kOwner;
+        flags |= encode_unit(unit, v, payload, r);
       });
       set_status(batch, index, payload_checksum(payload, num_bytes), flags);
     }
@@ -275,7 +320,7 @@ class TileDriver {
       for_units(batch, tile, batch.stage, [&](const Unit& unit) {
         const std::byte* g = gradient + (tile.gradient_offset + unit.first) * item;
         flags |= Codec::decode(unit, own_payload + tile.payload_offset, StoreSink{decoded});
-        load_any(unit, g, alpha, nullptr, 1.0f, Ahead{g, nullptr}, sent);
+        load_any<false>(unit, g, alpha, nullptr, 1.0f, sent);
         update_residual(
             residual + tile.residual_offset + unit.first, unit.num_elements,
             [&](uint32_t i, F32 old) { return old + (load(decoded + i) - load(sent + i)); });

@@ -48,15 +48,27 @@ GRADFERRY_LANE void for_chunks(uint32_t n, Body body, Tail tail) {
   if (i < n) tail(i, n - i);
 }
 
-// Where the next unit lies, so that its cache lines travel while this unit is computed.
+// Where the next unit lies, so that its cache lines travel while this unit is computed. Addresses,
+// not pointers: nothing may be there.
 struct Ahead {
-  const std::byte* gradient;
-  const std::byte* residual;
+  uintptr_t gradient;
+  uintptr_t residual;
+  uint32_t gradient_item;  // bytes
+
+  // Elements i .. i + 31 of the next unit. A codec's slowest loop calls this as it goes: memory is
+  // idle while the processor computes unless requests are spread over all of that time.
+  GRADFERRY_LANE void prefetch_32(uint32_t i) const {
+    const uintptr_t g = gradient + i * gradient_item;
+    const uintptr_t r = residual + i * sizeof(float);
+    for (const uintptr_t line : {g, g + 16 * gradient_item, r, r + 64}) {
+      prefetch(reinterpret_cast<const void*>(line));
+    }
+  }
 };
 
 // v = alpha * gradient + gain * residual, zeros from n up to `padded`. residual null: alpha *
 // gradient.
-template <ScalarType dtype, bool kResidual>
+template <ScalarType dtype, bool kResidual, bool kPrefetch>
 void load_unit(const std::byte* gradient, uint32_t n, float alpha, const float* residual,
                float gain, Ahead ahead, float* v, uint32_t padded) {
   constexpr uint32_t kItem = item_bytes(dtype);
@@ -71,8 +83,7 @@ void load_unit(const std::byte* gradient, uint32_t n, float alpha, const float* 
   for_chunks(
       n,
       [&](uint32_t i) {
-        prefetch(ahead.gradient + i * kItem);
-        if constexpr (kResidual) prefetch(ahead.residual + i * sizeof(float));
+        if (kPrefetch && i % 32 == 0) ahead.prefetch_32(i);
         combine(gradient + i * kItem, residual + i, v + i);
       },
       [&](uint32_t i, uint32_t count) {

@@ -1,20 +1,23 @@
 // The q4 codec on CPU.
 //
 // Encoding with error feedback moves 12.5 bytes per element: gradient in, residual in and out, half
-// a byte of codes out. It is bound by memory as long as it stays under about 20 instructions per
-// vector, so a group is handled in three passes over L1:
+// a byte of codes out. It is bound by memory as long as it stays under about 40 instructions per
+// vector of 16, so a group is handled in three passes over L1:
 //   1. largest magnitude of each block, as integers (a NaN is larger than everything)
 //   2. scales, with blocks in the lanes of a vector: 32 blocks share two or four divisions
-//   3. codes and residual, with elements in the lanes: vectors j and j + 16 of a block meet in a
-//   byte
+//   3. codes and residual, with elements in the lanes; the next unit is prefetched here, in step
+// Adding the payloads of W ranks stays in registers: blocks outside, ranks inside.
 #include "kernels/common/tile_driver.h"
 #include "kernels/q4/q4_layout.h"
+#include "kernels/q4/q4_pack.h"
 
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE {
 namespace {
 
 using q4::kGroupBlocks;
 using q4::kHalfBlock;
+
+constexpr uint32_t kBlockVectors = q4::kBlock / kLanes;
 
 // Where a group's bytes lie. T: std::byte or const std::byte.
 template <typename T>
@@ -31,35 +34,47 @@ struct GroupBytes {
         num_blocks(unit.padded / q4::kBlock) {}
 };
 
-struct GroupScales {
-  alignas(64) float scale[kGroupBlocks];
+struct EncodeScales {
+  alignas(64) float half_scale[kGroupBlocks];
   alignas(64) float reciprocal[kGroupBlocks];
+};
+
+struct DecodeScales {
+  alignas(64) float scale[kGroupBlocks];
+  bool any_zero;  // in a whole group
 };
 
 // Largest magnitude of each block of v, zero for blocks that do not exist. Returns the group's.
 GRADFERRY_LANE uint32_t block_maxima(const float* v, uint32_t num_blocks, uint32_t* maxima) {
   U32 largest(0u);
-  for (uint32_t block = 0; block < num_blocks; ++block) {
-    U32 m(0u);
-    for (uint32_t i = 0; i < q4::kBlock; i += kLanes) {
-      m = maximum(m, magnitude_bits(load(v + block * q4::kBlock + i)));
+  for (uint32_t first = 0; first < kGroupBlocks; first += kLanes) {
+    U32 block_largest[kLanes];
+    for (uint32_t l = 0; l < kLanes; ++l) {
+      U32 m(0u);
+      if (first + l < num_blocks) {
+        const float* block = v + (first + l) * q4::kBlock;
+        for (uint32_t i = 0; i < q4::kBlock; i += kLanes) {
+          m = maximum(m, magnitude_bits(load(block + i)));
+        }
+      }
+      block_largest[l] = m;
     }
+    const U32 m = lane_maxima(block_largest);
+    store(maxima + first, m);
     largest = maximum(largest, m);
-    maxima[block] = reduce_maximum(m);
   }
-  for (uint32_t block = num_blocks; block < kGroupBlocks; ++block) maxima[block] = 0;
   return reduce_maximum(largest);
 }
 
 // Writes the scale bytes and the exponent of a finite group.
 GRADFERRY_LANE void encode_scales(const uint32_t* maxima, int32_t k,
-                                  const GroupBytes<std::byte>& out, GroupScales* scales) {
+                                  const GroupBytes<std::byte>& out, EncodeScales* scales) {
   uint8_t scale_bytes[kGroupBlocks];
   U32 seen(0u);
   for (uint32_t block = 0; block < kGroupBlocks; block += kLanes) {
     const q4::BlockScale<F32> s = q4::block_scale(from_bits(load(maxima + block)), k);
     store_bytes(scale_bytes + block, s.code);
-    store(scales->scale + block, s.scale);
+    store(scales->half_scale + block, s.half_scale);
     store(scales->reciprocal + block, s.reciprocal);
     seen = seen | s.code;
   }
@@ -68,44 +83,47 @@ GRADFERRY_LANE void encode_scales(const uint32_t* maxima, int32_t k,
 }
 
 template <bool kKeepResidual>
-GRADFERRY_LANE void encode_codes(const float* v, uint32_t num_blocks, const GroupScales& scales,
+GRADFERRY_LANE void encode_codes(const Unit& unit, const float* v, const EncodeScales& scales,
                                  std::byte* codes, float* residual) {
-  auto* out = reinterpret_cast<uint8_t*>(codes);
-  for (uint32_t block = 0; block < num_blocks; ++block) {
-    const F32 scale(scales.scale[block]), reciprocal(scales.reciprocal[block]);
-    for (uint32_t j = 0; j < kHalfBlock; j += kLanes) {
-      const uint32_t i = block * q4::kBlock + j;
-      const F32 low = load(v + i), high = load(v + i + kHalfBlock);
-      const q4::Element<F32> l = q4::encode_element(low, scale, reciprocal);
-      const q4::Element<F32> h = q4::encode_element(high, scale, reciprocal);
-      store_bytes(out + block * kHalfBlock + j, l.code | (h.code << 4));
-      if constexpr (kKeepResidual) {
-        store(residual + i, low - l.value);
-        store(residual + i + kHalfBlock, high - h.value);
-      }
+  const q4::Packer packer;
+  for (uint32_t i = 0; i < unit.padded; i += q4::kBlock) {
+    unit.ahead.prefetch_32(i);
+    const F32 half_scale(scales.half_scale[i / q4::kBlock]);
+    const F32 reciprocal(scales.reciprocal[i / q4::kBlock]);
+    F32 doubled[kBlockVectors];
+    for (uint32_t j = 0; j < kBlockVectors; ++j) {
+      const F32 x = load(v + i + j * kLanes);
+      doubled[j] = q4::nearest_doubled(x, reciprocal);
+      if constexpr (kKeepResidual) store(residual + i + j * kLanes, x - doubled[j] * half_scale);
     }
+    packer.pack(doubled, reinterpret_cast<uint8_t*>(codes) + i / 2);
   }
 }
 
-// Turns scale bytes into scales. Returns false if one of them, or the exponent, breaks the format.
-GRADFERRY_LANE bool decode_scales(const GroupBytes<const std::byte>& in, uint32_t exponent,
-                                  GroupScales* scales) {
-  alignas(64) uint8_t scale_bytes[kGroupBlocks] = {};
-  __builtin_memcpy(scale_bytes, in.scales, in.num_blocks);
+// Turns scale bytes into scales. Returns kTile* flags: not 0, the whole group is NaN.
+GRADFERRY_LANE uint32_t decode_scales(const GroupBytes<const std::byte>& in, DecodeScales* scales) {
+  const uint32_t exponent = static_cast<uint32_t>(*in.exponent);
   const int32_t k = static_cast<int32_t>(exponent) - q4::kExponentBias;
   const bool no_scales = exponent == 0 || exponent == q4::kNonFiniteExponent;
-  if (!no_scales && (k < q4::kSmallestExponent || k > q4::kLargestExponent)) return false;
+  if (!no_scales && (k < q4::kSmallestExponent || k > q4::kLargestExponent)) {
+    return kTileNonFinite | kTileCorrupt;
+  }
   const uint32_t largest = no_scales                   ? 0
                            : k == q4::kLargestExponent ? q4::kCappedScaleCode
                                                        : q4::kLargestScaleCode;
-  U32 valid(~0u);
+  alignas(64) uint8_t scale_bytes[kGroupBlocks] = {};
+  __builtin_memcpy(scale_bytes, in.scales, in.num_blocks);
+  U32 invalid(0u), zero(0u);
   for (uint32_t block = 0; block < kGroupBlocks; block += kLanes) {
     const U32 code = load_bytes(scale_bytes + block);
     const auto in_range = (code >= U32(q4::kSmallestScaleCode)) & (code <= U32(largest));
-    valid = valid & select(in_range | (code == U32(0u)), U32(~0u), U32(0u));
+    invalid = invalid | select(in_range, U32(0u), code);
+    zero = zero | select(code == U32(0u), U32(1u), U32(0u));
     store(scales->scale + block, q4::decode_scale(code, k));
   }
-  return reduce_maximum(valid ^ U32(~0u)) == 0;
+  scales->any_zero = reduce_maximum(zero) != 0;
+  if (reduce_maximum(invalid) != 0) return kTileNonFinite | kTileCorrupt;
+  return exponent == q4::kNonFiniteExponent ? kTileNonFinite : 0;
 }
 
 template <typename Sink>
@@ -113,9 +131,59 @@ GRADFERRY_LANE void fill(uint32_t first, uint32_t end, float value, Sink sink) {
   for (uint32_t i = first; i < end; i += kLanes) sink(i, F32(value));
 }
 
+// Calls sink(i, x) with the values of one block; i counts from `first`. Codes of a zero block mean
+// nothing: a negative one would decode to -0.
+template <typename Sink>
+GRADFERRY_LANE void decode_block(const std::byte* codes, float scale, const SignedTable8& values,
+                                 bool may_be_zero, uint32_t first, Sink sink) {
+  if (may_be_zero && scale == 0.0f) {
+    fill(first, first + q4::kBlock, 0.0f, sink);
+    return;
+  }
+  const ScaledTable8 scaled = values * F32(scale);
+  for (uint32_t j = 0; j < kHalfBlock; j += kLanes) {
+    const U32 pair = load_bytes(reinterpret_cast<const uint8_t*>(codes) + j);
+    sink(first + j, lookup(scaled, pair));
+    sink(first + j + kHalfBlock, lookup(scaled, pair >> 4));
+  }
+}
+
+// What is needed of one rank's group to decode its blocks.
+struct Addend {
+  const std::byte* codes;
+  DecodeScales scales;
+};
+
+// The sums of a unit's blocks over up to kRanksAtOnce ranks, on top of `start` unless null.
+template <bool kMayBeZero, typename Sink>
+GRADFERRY_LANE void sum_blocks(const Unit& unit, const Addend* addends, uint32_t num_ranks,
+                               const float* start, Sink sink) {
+  const SignedTable8 values(q4::kCodeValues);
+  for (uint32_t i = 0; i < unit.padded; i += q4::kBlock) {
+    unit.ahead.prefetch_32(i);
+    const auto decode = [&](uint32_t rank, auto each) {
+      const Addend& from = addends[rank];
+      decode_block(from.codes + i / 2, from.scales.scale[i / q4::kBlock], values, kMayBeZero, 0,
+                   each);
+    };
+    F32 s[kBlockVectors];
+    uint32_t rank = 0;
+    if (start != nullptr) {
+      for (uint32_t j = 0; j < kBlockVectors; ++j) s[j] = load(start + i + j * kLanes);
+    } else {
+      decode(rank++, [&](uint32_t j, F32 x) { s[j / kLanes] = x; });
+    }
+    for (; rank < num_ranks; ++rank) {
+      decode(rank, [&](uint32_t j, F32 x) { s[j / kLanes] = s[j / kLanes] + x; });
+    }
+    for (uint32_t j = 0; j < kBlockVectors; ++j) sink(i + j * kLanes, s[j]);
+  }
+}
+
 struct Q4 {
   static constexpr uint32_t kUnit = q4::kGroup;
   static constexpr uint32_t kBlock = q4::kBlock;
+  static constexpr bool kPrefetches = true;
 
   static uint32_t payload_bytes(uint32_t n, ScalarType dtype, Stage stage,
                                 const CodecOptions& options) {
@@ -132,12 +200,12 @@ struct Q4 {
       *out.exponent = std::byte(q4::kNonFiniteExponent);
       return kTileNonFinite;
     }
-    GroupScales scales;
+    EncodeScales scales;
     encode_scales(maxima, q4::group_exponent(largest), out, &scales);
     if (residual != nullptr) {
-      encode_codes<true>(v, out.num_blocks, scales, out.codes, residual);
+      encode_codes<true>(unit, v, scales, out.codes, residual);
     } else {
-      encode_codes<false>(v, out.num_blocks, scales, out.codes, nullptr);
+      encode_codes<false>(unit, v, scales, out.codes, nullptr);
     }
     return 0;
   }
@@ -145,30 +213,64 @@ struct Q4 {
   template <typename Sink>
   static uint32_t decode(const Unit& unit, const std::byte* payload, Sink sink) {
     const GroupBytes<const std::byte> in(unit, payload);
-    const uint32_t exponent = static_cast<uint32_t>(*in.exponent);
-    GroupScales scales;
-    const bool valid = decode_scales(in, exponent, &scales);
-    if (!valid || exponent == q4::kNonFiniteExponent) {
+    DecodeScales scales;
+    const uint32_t flags = decode_scales(in, &scales);
+    if (flags != 0) {
       fill(0, unit.padded, from_bits(kNanBits), sink);
-      return valid ? kTileNonFinite : kTileNonFinite | kTileCorrupt;
+      return flags;
     }
-    const auto* codes = reinterpret_cast<const uint8_t*>(in.codes);
-    const Table16 table(q4::kCodeValues);
+    const SignedTable8 values(q4::kCodeValues);
     for (uint32_t block = 0; block < in.num_blocks; ++block) {
-      const uint32_t first = block * q4::kBlock;
-      // Codes of a zero block mean nothing: a negative one would decode to -0.
-      if (scales.scale[block] == 0.0f) {
-        fill(first, first + q4::kBlock, 0.0f, sink);
-        continue;
-      }
-      const F32 scale(scales.scale[block]);
-      for (uint32_t j = 0; j < kHalfBlock; j += kLanes) {
-        const U32 pair = load_bytes(codes + block * kHalfBlock + j);
-        sink(first + j, lookup(table, pair) * scale);
-        sink(first + j + kHalfBlock, lookup(table, pair >> 4) * scale);
-      }
+      decode_block(in.codes + block * kHalfBlock, scales.scale[block], values, true,
+                   block * q4::kBlock, sink);
     }
     return 0;
+  }
+
+  template <typename Sink>
+  static uint32_t sum(const Unit& unit, const std::byte* const* payload_by_rank, size_t offset,
+                      uint32_t num_ranks, float* scratch, Sink sink) {
+    constexpr uint32_t kRanksAtOnce = 8;
+    for (uint32_t first = 0;; first += kRanksAtOnce) {
+      Addend addends[kRanksAtOnce];
+      const uint32_t rest = num_ranks - first;
+      const uint32_t count = rest < kRanksAtOnce ? rest : kRanksAtOnce;
+      uint32_t flags = 0;
+      bool any_zero = false;
+      for (uint32_t i = 0; i < count; ++i) {
+        const GroupBytes<const std::byte> in(unit, payload_by_rank[first + i] + offset);
+        addends[i].codes = in.codes;
+        flags |= decode_scales(in, &addends[i].scales);
+        any_zero |= addends[i].scales.any_zero;
+      }
+      if (flags != 0) {
+        fill(0, unit.padded, from_bits(kNanBits), sink);
+        return flags | corrupt_flags(unit, payload_by_rank + first + count, offset, rest - count);
+      }
+      const float* start = first == 0 ? nullptr : scratch;
+      if (count < rest) {
+        sum_blocks<true>(unit, addends, count, start, StoreSink{scratch});
+      } else if (any_zero) {
+        sum_blocks<true>(unit, addends, count, start, sink);
+        return 0;
+      } else {
+        sum_blocks<false>(unit, addends, count, start, sink);
+        return 0;
+      }
+    }
+  }
+
+ private:
+  // What the ranks after a bad one would have said: every corrupt payload is reported.
+  static uint32_t corrupt_flags(const Unit& unit, const std::byte* const* payload_by_rank,
+                                size_t offset, uint32_t num_ranks) {
+    uint32_t flags = 0;
+    for (uint32_t rank = 0; rank < num_ranks; ++rank) {
+      DecodeScales scales;
+      flags |=
+          decode_scales(GroupBytes<const std::byte>(unit, payload_by_rank[rank] + offset), &scales);
+    }
+    return flags;
   }
 };
 

@@ -54,8 +54,8 @@ GRADFERRY_LANE int32_t group_exponent(uint32_t largest_bits) {
 template <typename F>
 struct BlockScale {
   BitsOf<F> code;  // the scale byte; 0: the block is zero
-  F scale;         // S, or 0
-  F reciprocal;    // 1 / S, or 0
+  F half_scale;    // S / 2, or 0
+  F reciprocal;    // of that: 2 / S, or 0
 };
 
 // The scale of a block whose largest magnitude is `largest`, in a group with exponent k.
@@ -67,11 +67,10 @@ GRADFERRY_LANE BlockScale<F> block_scale(F largest, int32_t k) {
   const U rounded = (bits(y) + (U(0x7ffffu) + ((bits(y) >> 20) & U(1u)))) & U(0xfff00000u);
   const F s = minimum(from_bits(rounded), F(k == kLargestExponent ? 320.0f : 448.0f));
   const auto is_zero = s < F(0x1p-6f);
-  const U exponent = U(static_cast<uint32_t>(k) << 23);
-  const F scale = from_bits(bits(s) + exponent);
+  const F half_scale = from_bits(bits(s) + U(static_cast<uint32_t>(k - 1) << 23));
   const U code = (bits(s) >> 20) - U((127u - 7u) << 3);
-  return {select(is_zero, U(0u), code), select(is_zero, F(0.0f), scale),
-          select(is_zero, F(0.0f), F(1.0f) / scale)};
+  return {select(is_zero, U(0u), code), select(is_zero, F(0.0f), half_scale),
+          select(is_zero, F(0.0f), F(1.0f) / half_scale)};
 }
 
 // S of a valid scale byte; 0 of byte 0.
@@ -81,31 +80,32 @@ GRADFERRY_LANE auto decode_scale(U code, int32_t k) {
   return from_bits(select(code == U(0u), U(0u), (code << 20) + exponent));
 }
 
+// Twice the E2M1 value nearest to v / S, with its sign: 0, 1, 2, 3, 4, 6, 8 or 12; v is finite.
+// Twice, so that values are integers: dividing by S / 2 and multiplying by it is as exact as with
+// S.
+//
+// x = 2 v / S has 2 significant bits to keep, or less below 2, where halves of S end. Adding M,
+// whose last place is half of x's power of two (at least 1), rounds x so, ties to even; the half in
+// M = 1.5 * 2^(e + 22) keeps negative x in M's binade. A zero comes out as +0, as code 0 wants.
+// x needs no limit: a scale of 4 significant bits leaves |x| <= 2 * 6.375 (2 * 6.4 where it is
+// capped), which rounds to 12.
 template <typename F>
-struct Element {
-  BitsOf<F> code;  // 4 bits
-  F value;         // what the code decodes to
-};
-
-// Rounds a finite v to E2M1. Adding M = (2^23 + 2) last places, a last place being half of t's
-// power of two (at least 1/2), rounds t to 2 significant bits, ties to even; below 1 to halves.
-// Then the integer below M's exponent counts last places, off by the 2 that turns it, together
-// with the exponent, into the code.
-template <typename F>
-GRADFERRY_LANE Element<F> encode_element(F v, F scale, F reciprocal) {
+GRADFERRY_LANE F nearest_doubled(F v, F reciprocal) {
   using U = BitsOf<F>;
-  const F t = minimum(from_bits(magnitude_bits(v)) * reciprocal, F(6.0f));
-  const U exponent = bits(maximum(t, F(1.0f))) & U(kInfinityBits);
-  const F m = from_bits(exponent + U((22u << 23) + 2u));
-  const F sum = t + m;
-  const F rounded = sum - m;
-  const U code = ((exponent >> 22) + bits(sum)) & U(7u);
-  const U sign = select(rounded > F(0.0f), bits(v) & U(kSignBit), U(0u));
-  return {code | (sign >> 28), from_bits(bits(rounded * scale) | sign)};
+  const F x = v * reciprocal;
+  const U power = maximum(bits(x) & U(kInfinityBits), bits(F(2.0f)));
+  const F m = from_bits(power + U((22u << 23) | 0x400000u));
+  return (x + m) - m;
 }
 
-// The value of each code, before its scale.
-inline constexpr float kCodeValues[16] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
-                                          -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
+// The code of a doubled value q, at index q & 31: for vectors that look up 32 numbers, and for
+// plain code. The same for magnitudes alone.
+inline constexpr uint32_t kCodeOfDoubled[32] = {0, 1, 2,  3, 4,  0, 5,  0,  6,  0,  0,
+                                                0, 7, 0,  0, 0,  0, 0,  0,  0,  15, 0,
+                                                0, 0, 14, 0, 13, 0, 12, 11, 10, 9};
+inline constexpr uint8_t kCodeOfMagnitude[16] = {0, 1, 2, 3, 4, 0, 5, 0, 6, 0, 0, 0, 7, 0, 0, 0};
+
+// The value of each code without sign, before its scale.
+inline constexpr float kCodeValues[8] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
 
 }  // namespace gradferry::GRADFERRY_KERNEL_NAMESPACE::q4
