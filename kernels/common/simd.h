@@ -3,7 +3,7 @@
 // Each simd_*.h defines, in the object file's own namespace:
 //   F32, U32, Mask       vectors of kLanes floats, unsigned integers, truth values
 //   arithmetic           F32: + - * / < > ==; U32: + - * & | ^ << >> <= >= ==; Mask: & |
-//   bits, from_bits, select, any, minimum, maximum (see lane.h), reduce_maximum
+//   bits, from_bits, select, any, all, minimum, maximum (see lane.h), reduce_maximum
 //   lane_maxima          of kLanes vectors: lane l is the maximum of vector l
 //   load, store          kLanes elements at any address
 //   stream               store past the caches, to an aligned address; finish_streams orders them

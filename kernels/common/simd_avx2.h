@@ -15,6 +15,7 @@ struct Mask {
   GRADFERRY_LANE friend Mask operator|(Mask a, Mask b) { return {_mm256_or_si256(a.v, b.v)}; }
 };
 GRADFERRY_LANE bool any(Mask m) { return _mm256_testz_si256(m.v, m.v) == 0; }
+GRADFERRY_LANE bool all(Mask m) { return _mm256_movemask_epi8(m.v) == -1; }
 
 struct U32 {
   __m256i v;

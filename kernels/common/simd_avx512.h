@@ -15,6 +15,7 @@ struct Mask {
   GRADFERRY_LANE friend Mask operator|(Mask a, Mask b) { return {_kor_mask16(a.v, b.v)}; }
 };
 GRADFERRY_LANE bool any(Mask m) { return m.v != 0; }
+GRADFERRY_LANE bool all(Mask m) { return m.v == 0xffff; }
 
 struct U32 {
   __m512i v;

@@ -11,6 +11,8 @@ using U32 = uint32_t;
 using Mask = bool;
 inline constexpr uint32_t kLanes = 1;
 
+GRADFERRY_LANE bool all(Mask m) { return m; }
+
 GRADFERRY_LANE uint32_t reduce_maximum(U32 x) { return x; }
 GRADFERRY_LANE U32 lane_maxima(const U32 (&x)[kLanes]) { return x[0]; }
 

@@ -14,7 +14,7 @@
 //     vector of 0 .. padded. NaNs are canonical. Returns kTile* flags.
 // and, where that makes it faster,
 //   kPrefetches = true: encode calls unit.ahead.prefetch_32(i) while it computes, for i = 0, 32, ..
-//     Otherwise the next unit is prefetched while this one is loaded.
+//     Otherwise that is done while the unit is loaded.
 //   template <class Sink> static uint32_t sum(const Unit&, const std::byte* const* payload_by_rank,
 //                                             size_t offset, uint32_t num_ranks, float* scratch,
 //                                             Sink sink)
@@ -102,6 +102,8 @@ class TileDriver {
   static_assert(Codec::kBlock % kChunk == 0 && kUnit % Codec::kBlock == 0);
   static_assert(kTileElements % kUnit == 0);
   static constexpr bool kCodecPrefetches = requires { Codec::kPrefetches; };
+  // Far enough for memory to answer, near enough to stay in the L1 cache.
+  static constexpr uint32_t kAhead = kUnit > 2048 ? kUnit : 2048;
   // Decoded gradients bypass the caches from this many tiles (1 MB of fp32) on: before the
   // optimizer reads them, the rest of the batch would have pushed them out.
   static constexpr uint32_t kStreamingTiles = 64;
@@ -135,14 +137,17 @@ class TileDriver {
     return flags;
   }
 
-  // The unit after this one, in the same tile or the next; else this one again. Where there is only
-  // a gradient or only a residual its lines are asked for twice, which costs next to nothing.
+  // What lies kAhead elements further on, in the same tile or the next one; else this unit again.
+  // Where there is only a gradient or only a residual its lines are asked for twice, which costs
+  // next to nothing.
   static Ahead find_ahead(const Unit& unit, uint32_t index, const std::byte* gradient,
                           uint32_t item, const float* residual) {
-    const bool same_tile = unit.first + kUnit < unit.tile.num_elements;
-    const bool next_tile = !same_tile && index + 1 < unit.batch.num_tiles;
+    const uint32_t further = unit.first + kAhead;
+    const uint32_t units_end = round_up(unit.tile.num_elements, kUnit);
+    const bool same_tile = further < unit.tile.num_elements;
+    const bool next_tile = !same_tile && further >= units_end && index + 1 < unit.batch.num_tiles;
     const Tile& tile = unit.batch.tiles[next_tile ? index + 1 : index];
-    const uint32_t first = same_tile ? unit.first + kUnit : 0;
+    const uint32_t first = same_tile ? further : next_tile ? further - units_end : unit.first;
     const uintptr_t g =
         reinterpret_cast<uintptr_t>(gradient) + (tile.gradient_offset + first) * item;
     const uintptr_t r =

@@ -48,14 +48,14 @@ GRADFERRY_LANE void for_chunks(uint32_t n, Body body, Tail tail) {
   if (i < n) tail(i, n - i);
 }
 
-// Where the next unit lies, so that its cache lines travel while this unit is computed. Addresses,
-// not pointers: nothing may be there.
+// Where a unit that comes soon lies, so that its cache lines travel while this one is computed.
+// Addresses, not pointers: nothing may be there.
 struct Ahead {
   uintptr_t gradient;
   uintptr_t residual;
   uint32_t gradient_item;  // bytes
 
-  // Elements i .. i + 31 of the next unit. A codec's slowest loop calls this as it goes: memory is
+  // Elements i .. i + 31 of that unit. A codec's slowest loop calls this as it goes: memory is
   // idle while the processor computes unless requests are spread over all of that time.
   GRADFERRY_LANE void prefetch_32(uint32_t i) const {
     const uintptr_t g = gradient + i * gradient_item;

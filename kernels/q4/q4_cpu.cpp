@@ -5,7 +5,7 @@
 // vector of 16, so a group is handled in three passes over L1:
 //   1. largest magnitude of each block, as integers (a NaN is larger than everything)
 //   2. scales, with blocks in the lanes of a vector: 32 blocks share two or four divisions
-//   3. codes and residual, with elements in the lanes; the next unit is prefetched here, in step
+//   3. codes and residual, with elements in the lanes; what comes next is prefetched here, in step
 // Adding the payloads of W ranks stays in registers: blocks outside, ranks inside.
 #include "kernels/common/tile_driver.h"
 #include "kernels/q4/q4_layout.h"
@@ -112,17 +112,21 @@ GRADFERRY_LANE uint32_t decode_scales(const GroupBytes<const std::byte>& in, Dec
                            : k == q4::kLargestExponent ? q4::kCappedScaleCode
                                                        : q4::kLargestScaleCode;
   alignas(64) uint8_t scale_bytes[kGroupBlocks] = {};
-  __builtin_memcpy(scale_bytes, in.scales, in.num_blocks);
-  U32 invalid(0u), zero(0u);
+  if (in.num_blocks == kGroupBlocks) {
+    __builtin_memcpy(scale_bytes, in.scales, kGroupBlocks);
+  } else {
+    __builtin_memcpy(scale_bytes, in.scales, in.num_blocks);
+  }
+  bool valid = true;
+  scales->any_zero = false;
   for (uint32_t block = 0; block < kGroupBlocks; block += kLanes) {
     const U32 code = load_bytes(scale_bytes + block);
-    const auto in_range = (code >= U32(q4::kSmallestScaleCode)) & (code <= U32(largest));
-    invalid = invalid | select(in_range, U32(0u), code);
-    zero = zero | select(code == U32(0u), U32(1u), U32(0u));
+    const auto zero = code == U32(0u);
+    valid &= all(zero | ((code >= U32(q4::kSmallestScaleCode)) & (code <= U32(largest))));
+    scales->any_zero |= any(zero);
     store(scales->scale + block, q4::decode_scale(code, k));
   }
-  scales->any_zero = reduce_maximum(zero) != 0;
-  if (reduce_maximum(invalid) != 0) return kTileNonFinite | kTileCorrupt;
+  if (!valid) return kTileNonFinite | kTileCorrupt;
   return exponent == q4::kNonFiniteExponent ? kTileNonFinite : 0;
 }
 
@@ -158,6 +162,10 @@ struct Addend {
 template <bool kMayBeZero, typename Sink>
 GRADFERRY_LANE void sum_blocks(const Unit& unit, const Addend* addends, uint32_t num_ranks,
                                const float* start, Sink sink) {
+  // Payloads are short for a hardware prefetcher, and there are many. They usually lie one after
+  // the other.
+  constexpr uint32_t kLineElements = 128;
+  constexpr uint32_t kBytesAhead = 1024;
   const SignedTable8 values(q4::kCodeValues);
   for (uint32_t i = 0; i < unit.padded; i += q4::kBlock) {
     unit.ahead.prefetch_32(i);
@@ -166,6 +174,11 @@ GRADFERRY_LANE void sum_blocks(const Unit& unit, const Addend* addends, uint32_t
       decode_block(from.codes + i / 2, from.scales.scale[i / q4::kBlock], values, kMayBeZero, 0,
                    each);
     };
+    if (i % kLineElements == 0) {
+      for (uint32_t rank = 0; rank < num_ranks; ++rank) {
+        prefetch(addends[rank].codes + i / 2 + kBytesAhead);
+      }
+    }
     F32 s[kBlockVectors];
     uint32_t rank = 0;
     if (start != nullptr) {
