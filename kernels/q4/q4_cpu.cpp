@@ -102,6 +102,7 @@ GRADFERRY_LANE void encode_codes(const Unit& unit, const float* v, const EncodeS
 
 // Turns scale bytes into scales. Returns kTile* flags: not 0, the whole group is NaN.
 GRADFERRY_LANE uint32_t decode_scales(const GroupBytes<const std::byte>& in, DecodeScales* scales) {
+  scales->any_zero = false;
   const uint32_t exponent = static_cast<uint32_t>(*in.exponent);
   const int32_t k = static_cast<int32_t>(exponent) - q4::kExponentBias;
   const bool no_scales = exponent == 0 || exponent == q4::kNonFiniteExponent;
@@ -118,7 +119,6 @@ GRADFERRY_LANE uint32_t decode_scales(const GroupBytes<const std::byte>& in, Dec
     __builtin_memcpy(scale_bytes, in.scales, in.num_blocks);
   }
   bool valid = true;
-  scales->any_zero = false;
   for (uint32_t block = 0; block < kGroupBlocks; block += kLanes) {
     const U32 code = load_bytes(scale_bytes + block);
     const auto zero = code == U32(0u);
