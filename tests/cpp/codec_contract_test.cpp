@@ -1,4 +1,5 @@
-// What every codec promises, for every codec of the table, gradient dtype and instruction set.
+// What every codec promises, for every codec of the table, its options, gradient dtype and
+// instruction set.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -6,6 +7,7 @@
 #include "gradferry/wire.h"
 #include "tests/cpp/codec_runner.h"
 #include "tests/cpp/inputs.h"
+#include "tests/cpp/option_sets.h"
 
 #if defined(__x86_64__)
 #include <xmmintrin.h>
@@ -26,6 +28,7 @@ std::string dtype_name(ScalarType dtype) {
 
 void PrintTo(const Case& c, std::ostream* out) { *out << c.codec << " " << dtype_name(c.dtype); }
 
+// Defaults with every dtype, other options with fp32: no codec combines the two.
 std::vector<Case> all_cases() {
   std::vector<Case> cases;
   for (const Codec& codec : cpu_codecs(Isa::kScalar)) {
@@ -33,6 +36,9 @@ std::vector<Case> all_cases() {
                                    ScalarType::kFloat16, ScalarType::kFloat64}) {
       if (dtype == ScalarType::kFloat64 && !codec.supports_float64) continue;
       cases.push_back({std::string(codec.name), dtype});
+    }
+    for (const std::string& text : option_sets(codec)) {
+      if (text != codec.name) cases.push_back({text, ScalarType::kFloat32});
     }
   }
   return cases;
@@ -520,7 +526,8 @@ TEST_P(CodecContract, EmptyBatchAndMissingStatusAreFine) {
 
 INSTANTIATE_TEST_SUITE_P(AllCodecs, CodecContract, ::testing::ValuesIn(all_cases()),
                          [](const auto& test) {
-                           return test.param.codec + "_" + dtype_name(test.param.dtype);
+                           return as_name(test.param.codec, "") + "_" +
+                                  dtype_name(test.param.dtype);
                          });
 
 }  // namespace

@@ -1,11 +1,14 @@
 // Payloads, residuals and results recorded in tests/golden: the wire format does not change by
 // accident. GRADFERRY_WRITE_GOLDEN=1 writes the files anew, which needs a new wire version.
+// Payloads in tests/golden/bad break the format, and are found out.
 #include <gtest/gtest.h>
 
+#include <filesystem>
 #include <fstream>
 #include <iterator>
 
 #include "tests/cpp/codec_runner.h"
+#include "tests/cpp/option_sets.h"
 
 namespace gradferry::testing {
 namespace {
@@ -39,31 +42,79 @@ std::vector<double> golden_numbers(uint32_t n, uint32_t rank) {
   return result;
 }
 
+const std::string kBadDirectory = std::string(GRADFERRY_GOLDEN_DIR) + "/bad";
+constexpr uint32_t kElements = 1100;  // one whole group, blocks, and a ragged end
+
+// Every codec of the table, with each of its options.
+std::vector<std::string> golden_codecs() {
+  std::vector<std::string> result;
+  for (const Codec& codec : cpu_codecs(Isa::kScalar)) {
+    for (std::string& text : option_sets(codec)) result.push_back(std::move(text));
+  }
+  return result;
+}
+
+// The codec string with '_' for what separates options.
+std::string stem(const std::string& codec) { return as_name(codec, ".="); }
+
+Runner runner(const std::string& codec) {
+  CallSetup setup;
+  setup.codec = codec;
+  setup.sizes = {kElements};
+  return Runner(setup);
+}
+
 TEST(GoldenFiles, StillDescribeTheWireFormat) {
-  for (const std::string codec : {"exact", "bf16", "q4"}) {
+  for (const std::string& codec : golden_codecs()) {
     for (const Isa isa : available_isas()) {
-      CallSetup setup;
-      setup.codec = codec;
-      setup.sizes = {1100};  // one whole group, blocks, and a ragged end
-      const Runner run(setup);
+      const Runner run = runner(codec);
       const bool keeps_residual = run.codec(isa).lossy;
       std::vector<Buffer> payloads, residuals(2);
       for (uint32_t rank = 0; rank < 2; ++rank) {
-        const Buffer gradient = run.gradient_from(golden_numbers(1100, rank));
-        const Buffer zero = run.residual_from(std::vector<float>(1100, 0.0f));
+        const Buffer gradient = run.gradient_from(golden_numbers(kElements, rank));
+        const Buffer zero = run.residual_from(std::vector<float>(kElements, 0.0f));
         const Result r = run.encode(isa, gradient, keeps_residual ? zero : Buffer());
         const std::string suffix = "_rank" + std::to_string(rank);
         expect_golden("gradient" + suffix, gradient);
-        expect_golden(codec + "_payload" + suffix, r.payload);
-        if (keeps_residual) expect_golden(codec + "_residual" + suffix, r.residual);
+        expect_golden(stem(codec) + "_payload" + suffix, r.payload);
+        if (keeps_residual) expect_golden(stem(codec) + "_residual" + suffix, r.residual);
         payloads.push_back(r.payload);
       }
       const Result reduced = run.reduce(isa, payloads, Buffer());
-      expect_golden(codec + "_reduced", reduced.payload);
-      expect_golden(codec + "_decoded",
+      expect_golden(stem(codec) + "_reduced", reduced.payload);
+      expect_golden(stem(codec) + "_decoded",
                     run.decode(isa, reduced.payload, Buffer(), Stage::kOwner).gradient);
     }
   }
+}
+
+// A bad file's name is the codec's, "__" and what is wrong with it.
+TEST(GoldenFiles, BadPayloadsAreFlaggedAndDecodeToNan) {
+  std::ptrdiff_t num_checked = 0;
+  for (const auto& entry : std::filesystem::directory_iterator(kBadDirectory)) {
+    const std::string name = entry.path().stem().string();
+    for (const std::string& codec : golden_codecs()) {
+      if (name.substr(0, name.find("__")) != stem(codec)) continue;
+      ++num_checked;
+      std::ifstream file(entry.path(), std::ios::binary);
+      const std::string bytes{std::istreambuf_iterator<char>(file), {}};
+      const Runner run = runner(codec);
+      Buffer payload(run.payload_bytes(kElements, Stage::kWorker));
+      ASSERT_EQ(bytes.size(), payload.size()) << name;
+      std::memcpy(payload.data(), bytes.data(), bytes.size());
+      for (const Isa isa : available_isas()) {
+        const Result r = run.decode(isa, payload, Buffer(), Stage::kWorker);
+        EXPECT_EQ(r.status[0].flags, kTileCorrupt | kTileNonFinite) << name;
+        uint32_t num_nans = 0;
+        for (const float x : r.gradient.as<float>()) num_nans += std::isnan(x) ? 1 : 0;
+        EXPECT_GT(num_nans, 0u) << name;
+        const Result reduced = run.reduce(isa, {payload, payload}, Buffer());
+        EXPECT_EQ(reduced.status[0].flags, kTileCorrupt | kTileNonFinite) << name;
+      }
+    }
+  }
+  EXPECT_EQ(num_checked, std::distance(std::filesystem::directory_iterator(kBadDirectory), {}))
+      << "a file in " << kBadDirectory << " names no codec";
 }
 
 }  // namespace

@@ -1,0 +1,50 @@
+// Codec strings that use every option of every codec, read off the codec table.
+#pragma once
+
+#include <charconv>
+#include <string>
+#include <vector>
+
+#include "gradferry/codec.h"
+#include "gradferry/error.h"
+
+namespace gradferry::testing {
+
+inline std::vector<std::string> values_to_try(const OptionSpec& option) {
+  if (!option.choices.empty()) return {option.choices.begin(), option.choices.end()};
+  std::vector<std::string> values;
+  for (const double number : {option.minimum, option.maximum}) {
+    char text[32];
+    values.emplace_back(text, std::to_chars(text, text + sizeof(text), number).ptr);
+  }
+  return values;
+}
+
+// The codec alone, then with one option at a time at each of its choices, or at its smallest and
+// largest number. Left out: the defaults spelt out, and what the codec refuses beside its defaults.
+inline std::vector<std::string> option_sets(const Codec& codec) {
+  std::vector<std::string> sets = {std::string(codec.name)};
+  for (const OptionSpec& option : codec.options) {
+    for (const std::string& value : values_to_try(option)) {
+      if (value == option.default_value) continue;
+      const std::string text = sets[0] + ":" + std::string(option.name) + "=" + value;
+      try {
+        parse_codec(text, Device::kCpu);
+        sets.push_back(text);
+      } catch (const Error&) {
+      }
+    }
+  }
+  return sets;
+}
+
+// A codec string as part of a name: letters, digits, and what else `allowed` holds.
+inline std::string as_name(std::string text, std::string_view allowed) {
+  for (char& c : text) {
+    const bool plain = (c >= '0' && c <= '9') || (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z');
+    if (!plain && allowed.find(c) == std::string_view::npos) c = '_';
+  }
+  return text;
+}
+
+}  // namespace gradferry::testing
