@@ -4,8 +4,7 @@
 
 #include <algorithm>
 
-#include "tests/cpp/codec_runner.h"
-#include "tests/cpp/inputs.h"
+#include "tests/cpp/one_codec.h"
 
 namespace gradferry::testing {
 namespace {
@@ -77,47 +76,10 @@ std::vector<uint8_t> reference_payload(const std::vector<float>& v) {
   return payload;
 }
 
-class Q4 {
+class Q4 : public OneCodec {
  public:
-  explicit Q4(std::vector<uint32_t> sizes) : run_(call(std::move(sizes))) {}
-  const Runner& run() const { return run_; }
-  Result encode(Isa isa, const std::vector<float>& v) const {
-    return run_.encode(isa, run_.gradient_from(std::vector<double>(v.begin(), v.end())), Buffer());
-  }
-  std::vector<float> decode(const Buffer& payload, uint32_t* flags = nullptr) const {
-    const Result r = run_.decode(active_isa(), payload, Buffer(), Stage::kWorker);
-    if (flags != nullptr) *flags = r.status[0].flags;
-    return r.gradient.as<float>();
-  }
-
- private:
-  static CallSetup call(std::vector<uint32_t> sizes) {
-    CallSetup setup;
-    setup.codec = "q4";
-    setup.sizes = std::move(sizes);
-    return setup;
-  }
-  Runner run_;
+  explicit Q4(std::vector<uint32_t> sizes) : OneCodec("q4", std::move(sizes)) {}
 };
-
-std::vector<float> floats(Input input, size_t n, uint64_t seed) {
-  const std::vector<double> values = make_input(input, n, seed);
-  std::vector<float> result(n);
-  for (size_t i = 0; i < n; ++i) result[i] = static_cast<float>(values[i]);
-  return result;
-}
-
-double squares(const std::vector<float>& v) {
-  double sum = 0;
-  for (const float x : v) sum += static_cast<double>(x) * x;
-  return sum;
-}
-
-double squared_error(const std::vector<float>& a, const std::vector<float>& b) {
-  double sum = 0;
-  for (size_t i = 0; i < a.size(); ++i) sum += std::pow(static_cast<double>(a[i]) - b[i], 2);
-  return sum;
-}
 
 TEST(Q4Codec, WritesTheBytesOfASecondDerivation) {
   for (const Input input : kInputs) {
