@@ -1,15 +1,18 @@
-// Every codec of the table on every instruction set, against the roof of codec_timing.h.
+// Every codec of the table, or the codec strings given, on every instruction set, against the roof
+// of codec_timing.h.
 //
-//   codec_bench [--benchmark_filter=q4/avx512]
+//   codec_bench [--benchmark_filter=q4/avx512] [codec ...]
 //
 // Columns: Time, of one call over all tiles, median; GB/s and roof, bytes read and written per
 // second; ratio, roof's time over the case's, median of (roof, case, roof) triples, with minimum
 // and maximum; wrong, bytes that differ from the scalar kernels. Exits with 1 if any is wrong.
 #include <benchmark/benchmark.h>
 
+#include <cstdio>
 #include <map>
 
 #include "benchmarks/codec_timing.h"
+#include "gradferry/error.h"
 
 namespace {
 
@@ -62,31 +65,46 @@ void add(const Group& group, const std::string& operation, uint32_t world_size) 
       ->Unit(benchmark::kMillisecond);
 }
 
-}  // namespace
-
-int main(int argc, char** argv) {
+void add_codec(const std::string& codec) {
   const std::map<gradferry::ScalarType, std::string> dtypes = {
       {gradferry::ScalarType::kFloat32, "float32"},
       {gradferry::ScalarType::kBFloat16, "bfloat16"},
       {gradferry::ScalarType::kFloat16, "float16"}};
-  for (const gradferry::Codec& codec : gradferry::codecs(gradferry::Device::kCpu)) {
-    for (const gradferry::Isa isa : gradferry::available_isas()) {
-      for (const auto& [dtype, dtype_name] : dtypes) {
-        Group group{std::string(codec.name) + "/" + std::string(gradferry::isa_name(isa)) + "/" +
-                        dtype_name,
-                    {}};
-        group.options.codec = codec.name;
-        group.options.isa = isa;
-        group.options.dtype = dtype;
-        for (const char* operation : {"encode", "encode_ef", "decode"}) add(group, operation, 1);
-        for (const uint32_t w : group.options.world_sizes) add(group, "reduce", w);
-      }
+  for (const gradferry::Isa isa : gradferry::available_isas()) {
+    for (const auto& [dtype, dtype_name] : dtypes) {
+      Group group{codec + "/" + std::string(gradferry::isa_name(isa)) + "/" + dtype_name, {}};
+      group.options.codec = codec;
+      group.options.isa = isa;
+      group.options.dtype = dtype;
+      for (const char* operation : {"encode", "encode_ef", "decode"}) add(group, operation, 1);
+      for (const uint32_t w : group.options.world_sizes) add(group, "reduce", w);
     }
+  }
+}
+
+// The codec strings left in argv, else every codec of the table.
+void add_codecs(int argc, char** argv) {
+  for (int i = 1; i < argc; ++i) {
+    add_codec(gradferry::parse_codec(argv[i], gradferry::Device::kCpu).canonical);
+  }
+  if (argc > 1) return;
+  for (const gradferry::Codec& codec : gradferry::codecs(gradferry::Device::kCpu)) {
+    add_codec(std::string(codec.name));
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  benchmark::Initialize(&argc, argv);
+  try {
+    add_codecs(argc, argv);
+  } catch (const gradferry::Error& error) {
+    std::fprintf(stderr, "%s\n", error.what());
+    return 2;
   }
   benchmark::AddCustomContext(
       "memcpy_GB/s", std::to_string(gradferry::memcpy_gigabytes_per_second(size_t{1} << 26, 5)));
-  benchmark::Initialize(&argc, argv);
-  if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 1;
   benchmark::RunSpecifiedBenchmarks();
   benchmark::Shutdown();
   return any_wrong ? 1 : 0;
