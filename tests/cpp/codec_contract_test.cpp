@@ -511,13 +511,14 @@ TEST_P(CodecContract, RandomBytesNeverCrashAndNeverPoisonAResidual) {
 
 TEST_P(CodecContract, EmptyBatchAndMissingStatusAreFine) {
   const Runner empty(setup({}));
-  const Runner run(setup({100}));
+  const CallSetup s = setup({100});
+  const Runner run(s);
   const Buffer gradient = run.gradient_from(make_input(Input::kGaussian, 100, 1));
   for (const Isa isa : available_isas()) {
     empty.encode(isa, empty.new_gradient(), Buffer());
     Buffer payload(run.payload_bytes(100, Stage::kWorker));
     const TileBatch batch{
-        run.tiles().data(), 1,       GetParam().dtype, Stage::kWorker, false, 0, 0,
+        run.tiles().data(), 1,       GetParam().dtype, Stage::kWorker, false, s.seed, s.step,
         &run.options(),     nullptr, nullptr};
     run.codec(isa).encode(batch, gradient.data(), 1.0f, nullptr, nullptr, payload.data());
     EXPECT_TRUE(payload == run.encode(isa, gradient, Buffer()).payload);
