@@ -39,12 +39,22 @@ GRADFERRY_LANE float from_bits(uint32_t x) {
 
 GRADFERRY_LANE float select(bool condition, float a, float b) { return condition ? a : b; }
 GRADFERRY_LANE uint32_t select(bool condition, uint32_t a, uint32_t b) { return condition ? a : b; }
+GRADFERRY_LANE uint32_t or_where(bool condition, uint32_t a, uint32_t b) {
+  return condition ? a | b : a;
+}
 GRADFERRY_LANE bool any(bool condition) { return condition; }
 
 // With a NaN operand these return b, as the x86 instructions do.
 GRADFERRY_LANE float minimum(float a, float b) { return a < b ? a : b; }
 GRADFERRY_LANE float maximum(float a, float b) { return a > b ? a : b; }
 GRADFERRY_LANE uint32_t maximum(uint32_t a, uint32_t b) { return a > b ? a : b; }
+
+GRADFERRY_LANE float square_root(float x) { return __builtin_sqrtf(x); }
+
+// The upper half of the 64-bit product.
+GRADFERRY_LANE uint32_t multiply_high(uint32_t a, uint32_t b) {
+  return static_cast<uint32_t>((uint64_t{a} * b) >> 32);
+}
 
 // The unsigned type with as many lanes as F.
 template <typename F>

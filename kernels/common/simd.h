@@ -4,6 +4,7 @@
 //   F32, U32, Mask       vectors of kLanes floats, unsigned integers, truth values
 //   arithmetic           F32: + - * / < > ==; U32: + - * & | ^ << >> <= >= ==; Mask: & |
 //   bits, from_bits, select, any, all, minimum, maximum (see lane.h), reduce_maximum
+//   square_root, multiply_high (see lane.h); or_where: a | b in the lanes of a mask, a elsewhere
 //   lane_maxima          of kLanes vectors: lane l is the maximum of vector l
 //   load, store          kLanes elements at any address
 //   stream               store past the caches, to an aligned address; finish_streams orders them
@@ -11,6 +12,7 @@
 //                        kLanes integers of 8 or 16 bits; stores take values that fit
 //   load_fp16, store_fp16  kLanes IEEE half-precision numbers, rounded to nearest, ties to even
 //   Table16, lookup      a table of 16 floats in registers, indexed by the low 4 bits of each lane
+//   Table8, lookup, scaled  one of 8 floats, indexed by the low 3 bits; all of them times a factor
 //   SignedTable8         a table of 8 floats >= 0 that, multiplied by a factor > 0, gives a
 //   ScaledTable8, lookup one indexed by the low 3 bits of each lane and negated where bit 3 is set
 // There is no fused multiply-add and no approximate reciprocal, on purpose: every target must

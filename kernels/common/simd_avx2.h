@@ -62,6 +62,13 @@ GRADFERRY_LANE U32 select(Mask m, U32 a, U32 b) { return _mm256_blendv_epi8(b.v,
 GRADFERRY_LANE F32 select(Mask m, F32 a, F32 b) {
   return _mm256_blendv_ps(b.v, a.v, _mm256_castsi256_ps(m.v));
 }
+GRADFERRY_LANE U32 or_where(Mask m, U32 a, U32 b) { return a | U32(_mm256_and_si256(m.v, b.v)); }
+GRADFERRY_LANE F32 square_root(F32 x) { return _mm256_sqrt_ps(x.v); }
+GRADFERRY_LANE U32 multiply_high(U32 a, U32 b) {
+  const __m256i even = _mm256_mul_epu32(a.v, b.v);
+  const __m256i odd = _mm256_mul_epu32(_mm256_srli_epi64(a.v, 32), _mm256_srli_epi64(b.v, 32));
+  return _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
+}
 GRADFERRY_LANE F32 minimum(F32 a, F32 b) { return _mm256_min_ps(a.v, b.v); }
 GRADFERRY_LANE F32 maximum(F32 a, F32 b) { return _mm256_max_ps(a.v, b.v); }
 GRADFERRY_LANE U32 maximum(U32 a, U32 b) { return _mm256_max_epu32(a.v, b.v); }
@@ -130,6 +137,18 @@ GRADFERRY_LANE F32 lookup(const Table16& table, U32 index) {
   const __m256 bit3 = _mm256_castsi256_ps(_mm256_slli_epi32(index.v, 28));
   return _mm256_blendv_ps(_mm256_permutevar8x32_ps(table.low, index.v),
                           _mm256_permutevar8x32_ps(table.high, index.v), bit3);
+}
+
+struct Table8 {
+  __m256 values;
+  GRADFERRY_LANE explicit Table8(const float* table) : values(_mm256_loadu_ps(table)) {}
+};
+GRADFERRY_LANE F32 lookup(const Table8& table, U32 index) {
+  return _mm256_permutevar8x32_ps(table.values, index.v);
+}
+GRADFERRY_LANE Table8 scaled(Table8 table, float factor) {
+  table.values = _mm256_mul_ps(table.values, _mm256_set1_ps(factor));
+  return table;
 }
 
 struct SignedTable8 {

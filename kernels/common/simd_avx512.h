@@ -69,6 +69,15 @@ GRADFERRY_LANE U32 bits(F32 x) { return _mm512_castps_si512(x.v); }
 GRADFERRY_LANE F32 from_bits(U32 x) { return _mm512_castsi512_ps(x.v); }
 GRADFERRY_LANE F32 select(Mask m, F32 a, F32 b) { return _mm512_mask_blend_ps(m.v, b.v, a.v); }
 GRADFERRY_LANE U32 select(Mask m, U32 a, U32 b) { return _mm512_mask_blend_epi32(m.v, b.v, a.v); }
+GRADFERRY_LANE U32 or_where(Mask m, U32 a, U32 b) {
+  return _mm512_mask_or_epi32(a.v, m.v, a.v, b.v);
+}
+GRADFERRY_LANE F32 square_root(F32 x) { return _mm512_sqrt_ps(x.v); }
+GRADFERRY_LANE U32 multiply_high(U32 a, U32 b) {
+  const __m512i even = _mm512_mul_epu32(a.v, b.v);
+  const __m512i odd = _mm512_mul_epu32(_mm512_srli_epi64(a.v, 32), _mm512_srli_epi64(b.v, 32));
+  return _mm512_mask_blend_epi32(0xaaaa, _mm512_srli_epi64(even, 32), odd);
+}
 GRADFERRY_LANE F32 minimum(F32 a, F32 b) { return _mm512_min_ps(a.v, b.v); }
 GRADFERRY_LANE F32 maximum(F32 a, F32 b) { return _mm512_max_ps(a.v, b.v); }
 GRADFERRY_LANE U32 maximum(U32 a, U32 b) { return _mm512_max_epu32(a.v, b.v); }
@@ -126,6 +135,19 @@ struct Table16 {
 };
 GRADFERRY_LANE F32 lookup(const Table16& table, U32 index) {
   return _mm512_permutexvar_ps(index.v, table.values);
+}
+
+struct Table8 {
+  __m512 values;
+  GRADFERRY_LANE explicit Table8(const float* table)
+      : values(_mm512_broadcast_f32x8(_mm256_loadu_ps(table))) {}
+};
+GRADFERRY_LANE F32 lookup(const Table8& table, U32 index) {
+  return _mm512_permutexvar_ps(index.v, table.values);
+}
+GRADFERRY_LANE Table8 scaled(Table8 table, float factor) {
+  table.values = _mm512_mul_ps(table.values, _mm512_set1_ps(factor));
+  return table;
 }
 
 // The magnitudes, then the same with their sign.

@@ -52,6 +52,18 @@ struct Table16 {
 };
 GRADFERRY_LANE F32 lookup(const Table16& table, U32 index) { return table.values[index & 15]; }
 
+struct Table8 {
+  float values[8];
+  GRADFERRY_LANE explicit Table8(const float* table) {
+    __builtin_memcpy(values, table, sizeof(values));
+  }
+};
+GRADFERRY_LANE F32 lookup(const Table8& table, U32 index) { return table.values[index & 7]; }
+GRADFERRY_LANE Table8 scaled(Table8 table, float factor) {
+  for (float& x : table.values) x = x * factor;
+  return table;
+}
+
 struct SignedTable8 {
   const float* values;
   float factor = 1.0f;
