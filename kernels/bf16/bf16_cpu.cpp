@@ -15,7 +15,7 @@ struct Bf16 {
   }
   static uint32_t encode(const Unit& unit, const float* v, std::byte* payload, float* residual) {
     return encode_cast<ScalarType::kBFloat16>(unit, v, payload, residual,
-                                              [](F32 x) { return bf16::saturate(x); });
+                                              [](F32 x) { return saturate_bf16(x); });
   }
   template <typename Sink>
   static uint32_t decode(const Unit& unit, const std::byte* payload, Sink sink) {

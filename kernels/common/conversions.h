@@ -38,6 +38,16 @@ GRADFERRY_LANE BitsOf<F> float_to_bf16(F x) {
   return select(is_nan(x), U(kNanBits >> 16), rounded);
 }
 
+// Before float_to_bf16: finite numbers that would round to infinity become the largest bf16.
+template <typename F>
+GRADFERRY_LANE F saturate_bf16(F x) {
+  using U = BitsOf<F>;
+  constexpr uint32_t kLargest = 0x7f7f0000u;
+  const U magnitude = magnitude_bits(x);
+  const auto too_large = (magnitude >= U(kLargest)) & (magnitude <= U(kInfinityBits - 1));
+  return select(too_large, from_bits((bits(x) & U(kSignBit)) | U(kLargest)), x);
+}
+
 GRADFERRY_LANE float fp16_to_float(uint32_t x) {
   const uint32_t shifted = (x & 0x7fffu) << 13;
   const uint32_t exponent = shifted & 0x0f800000u;

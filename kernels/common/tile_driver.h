@@ -10,8 +10,8 @@
 //     aligned except residual. Returns kTileNonFinite or 0. The payload's last 16 bytes are zero
 //     before the first unit; the codec writes every other byte.
 //   template <class Sink> static uint32_t decode(const Unit&, const std::byte* payload, Sink sink)
-//     Calls sink(i, x) with the values of elements i .. i + kLanes - 1 of the unit, for every
-//     vector of 0 .. padded. NaNs are canonical. Returns kTile* flags.
+//     Gives the values of elements 0 .. padded of the unit to the sink, densely or sparsely: see
+//     sinks.h. NaNs are canonical. Returns kTile* flags.
 // and, where that makes it faster,
 //   kPrefetches = true: encode calls unit.ahead.prefetch_32(i) while it computes, for i = 0, 32, ..
 //     Otherwise that is done while the unit is loaded.
@@ -27,6 +27,7 @@
 
 #include "kernels/common/codec_parts.h"
 #include "kernels/common/float_environment.h"
+#include "kernels/common/sinks.h"
 #include "kernels/common/unit_io.h"
 
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE {
@@ -39,19 +40,6 @@ struct Unit {
   uint32_t num_elements;  // 1 .. kUnit
   uint32_t padded;        // num_elements rounded up to kBlock
   Ahead ahead;            // encode, sum: what to prefetch meanwhile
-};
-
-struct StoreSink {
-  float* out;
-  GRADFERRY_LANE void operator()(uint32_t i, F32 x) const { store(out + i, x); }
-};
-struct StreamSink {
-  float* out;
-  GRADFERRY_LANE void operator()(uint32_t i, F32 x) const { stream(out + i, x); }
-};
-struct AddSink {
-  float* out;
-  GRADFERRY_LANE void operator()(uint32_t i, F32 x) const { store(out + i, load(out + i) + x); }
 };
 
 // Calls f with the dtype as a compile-time constant. Codecs never see kFloat64 here: `exact` has
