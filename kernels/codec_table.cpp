@@ -8,7 +8,8 @@
 
 // One row per codec. Its description comes from kernels/<codec>/<codec>.cpp, its functions from
 // kernels/<codec>/<codec>_cpu.cpp, once per instruction set.
-#define GRADFERRY_FOR_EACH_CODEC(row) row(exact) row(bf16) row(q4) row(q8) row(sign1) row(rht) row(topk)
+#define GRADFERRY_FOR_EACH_CODEC(row) \
+  row(exact) row(bf16) row(q4) row(q8) row(sign1) row(rht) row(topk)
 
 namespace gradferry {
 

@@ -3,6 +3,7 @@
 
 #include <charconv>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "gradferry/codec.h"
@@ -27,10 +28,14 @@ inline std::vector<std::string> option_sets(const Codec& codec) {
   for (const OptionSpec& option : codec.options) {
     for (const std::string& value : values_to_try(option)) {
       if (value == option.default_value) continue;
-      const std::string text = sets[0] + ":" + std::string(option.name) + "=" + value;
+      // Not by parse_codec(), which would settle the instruction set before main() begins.
+      std::vector<std::string_view> values;
+      for (const OptionSpec& other : codec.options) {
+        values.push_back(other.name == option.name ? std::string_view(value) : other.default_value);
+      }
       try {
-        parse_codec(text, Device::kCpu);
-        sets.push_back(text);
+        codec.parse(values);
+        sets.push_back(sets[0] + ":" + std::string(option.name) + "=" + value);
       } catch (const Error&) {
       }
     }
