@@ -61,6 +61,7 @@ struct Ahead {
     const uintptr_t g = gradient + i * gradient_item;
     const uintptr_t r = residual + i * sizeof(float);
     for (const uintptr_t line : {g, g + 16 * gradient_item, r, r + 64}) {
+      // NOLINTNEXTLINE(performance-no-int-to-ptr): never read through
       prefetch(reinterpret_cast<const void*>(line));
     }
   }

@@ -33,11 +33,13 @@ inline std::vector<std::string> option_sets(const Codec& codec) {
       for (const OptionSpec& other : codec.options) {
         values.push_back(other.name == option.name ? std::string_view(value) : other.default_value);
       }
+      bool fits = true;
       try {
         codec.parse(values);
-        sets.push_back(sets[0] + ":" + std::string(option.name) + "=" + value);
       } catch (const Error&) {
+        fits = false;
       }
+      if (fits) sets.push_back(sets[0] + ":" + std::string(option.name) + "=" + value);
     }
   }
   return sets;
