@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <cfloat>
+#include <utility>
 #include <vector>
 
 #include "tests/cpp/numbers.h"
@@ -68,14 +69,14 @@ struct Coded {
 inline float bf16_of(float x) { return bf16_value(bf16_bits(x)); }
 
 inline void write_plane(std::vector<uint8_t>& codes, size_t first, int width, size_t p, int value) {
-  const size_t bytes = static_cast<size_t>(16 * width);
+  const size_t bytes = size_t{16} * static_cast<size_t>(width);
   codes[first + p % bytes] |=
       static_cast<uint8_t>(value << (static_cast<size_t>(width) * (p / bytes)));
 }
 
 inline Coded code_block(const Block& v, const std::array<uint32_t, 4>& words, int bits) {
   Coded result;
-  result.codes.assign(static_cast<size_t>(16 * bits), 0);
+  result.codes.assign(size_t{16} * static_cast<size_t>(bits), 0);
   const Book book = book_of(bits);
   Block x = v, squares;
   const auto energy = [&] {
@@ -132,7 +133,7 @@ inline Coded code_block(const Block& v, const std::array<uint32_t, 4>& words, in
   }
   for (size_t i = 0; i < 128; ++i) result.decoded[i] = static_cast<float>(value(i));
   result.scale = bf16_bits(static_cast<float>(scale));
-  result.codes = codes;
+  result.codes = std::move(codes);
   return result;
 }
 

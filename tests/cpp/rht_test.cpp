@@ -33,7 +33,8 @@ class Rht {
 
   // The payload by the second derivation, and what it decodes to.
   std::vector<uint8_t> expected(const std::vector<float>& v, std::vector<float>* decoded) const {
-    const size_t blocks = (v.size() + 127) / 128, code_bytes = static_cast<size_t>(16 * bits_);
+    const size_t blocks = (v.size() + 127) / 128,
+                 code_bytes = size_t{16} * static_cast<size_t>(bits_);
     std::vector<uint8_t> payload((blocks * (code_bytes + 2) + 15) / 16 * 16, 0);
     for (size_t b = 0; b < blocks; ++b) {
       Block block = {};

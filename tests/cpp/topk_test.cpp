@@ -43,8 +43,9 @@ uint32_t key(float x) { return float_bits(x) & 0x7fffffffu; }
 std::vector<uint32_t> largest(const Floats& v, uint32_t k) {
   std::vector<uint32_t> order(v.size());
   std::iota(order.begin(), order.end(), 0u);
-  std::stable_sort(order.begin(), order.end(),
-                   [&](uint32_t a, uint32_t b) { return key(v[a]) > key(v[b]); });
+  std::sort(order.begin(), order.end(), [&](uint32_t a, uint32_t b) {
+    return key(v[a]) != key(v[b]) ? key(v[a]) > key(v[b]) : a < b;
+  });
   order.resize(k);
   std::sort(order.begin(), order.end());
   return order;
