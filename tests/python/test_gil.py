@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from scenario import Run, Scenario, Weight
-from world import World
+from world import World, thread_names
 
 SOURCE = Path(__file__).with_name("gil_interposer.c")
 SCENARIO = Scenario(
@@ -37,10 +37,6 @@ def counting_world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     world.stop()
 
 
-def thread_names() -> set[str]:
-    return {(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()}
-
-
 def case_count(native: bool, steps: int) -> tuple[dict[str, int], set[str]]:
     """Acquisitions by name of thread during `steps` steps, and the names of all threads."""
     interposer = ctypes.CDLL(None)
@@ -53,7 +49,7 @@ def case_count(native: bool, steps: int) -> tuple[dict[str, int], set[str]]:
     buffer = ctypes.create_string_buffer(4096)
     interposer.gil_counts(buffer, ctypes.c_size_t(len(buffer)))
     lines = [line.split("\t") for line in buffer.value.decode().splitlines()]
-    return {name: int(count) for name, count in lines}, thread_names()
+    return {name: int(count) for name, count in lines}, set(thread_names())
 
 
 @pytest.mark.torch_core

@@ -10,14 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from scenario import Run, Scenario, Weight, assert_bit_equal
-from world import World
+from world import World, thread_names
 
 WEIGHTS = (Weight("first", (60, 50)), Weight("bias", (50,)))
 
 
 def engine_threads() -> int:
-    tasks = Path("/proc/self/task").iterdir()
-    return sum((task / "comm").read_text().strip() == "gf-finish" for task in tasks)
+    return thread_names().count("gf-finish")
 
 
 def open_files() -> int:

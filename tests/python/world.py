@@ -54,6 +54,16 @@ def _environment(extra: dict[str, str]) -> Iterator[None]:
                 del os.environ[name]
 
 
+def thread_names() -> list[str]:
+    """Names of this process's threads."""
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        # A thread may end after it was listed, before or while its name is read.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            names.append((task / "comm").read_text().strip())
+    return names
+
+
 class WorldError(AssertionError):
     """One or more ranks failed; the message holds every rank's traceback."""
 
