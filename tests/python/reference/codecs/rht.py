@@ -101,8 +101,8 @@ class RHT(Codec):
     def __init__(self, bits: int = 4) -> None:
         self.name = f"rht:bits={bits}"
         self._bits = bits
-        self._magnitudes = np.array(MAGNITUDES[bits])
-        self._thresholds = np.array([float.fromhex(t) for t in THRESHOLDS[bits]], np.float32)
+        self.magnitudes = np.array(MAGNITUDES[bits])
+        self.thresholds = np.array([float.fromhex(t) for t in THRESHOLDS[bits]], np.float32)
 
     def _code_bytes(self, n: int) -> int:
         return 16 * self._bits * num_blocks(n)
@@ -114,7 +114,7 @@ class RHT(Codec):
         return non_finite_blocks(values)
 
     def _values_of(self, codes: np.ndarray) -> np.ndarray:
-        magnitude = self._magnitudes[codes & (2 ** (self._bits - 1) - 1)]
+        magnitude = self.magnitudes[codes & (2 ** (self._bits - 1) - 1)]
         return np.where(codes >> (self._bits - 1) != 0, -magnitude, magnitude)
 
     def _pack(self, codes: np.ndarray) -> np.ndarray:
@@ -153,7 +153,7 @@ class RHT(Codec):
         x, Q, e = normalised(v)
         r = np.sqrt(Q)
         z = hadamard(block_signs(context, tiles, blocks).astype(np.float32) * x)[..., ORDER]
-        limits = self._thresholds * r[..., None]
+        limits = self.thresholds * r[..., None]
         codes = (np.abs(z)[..., None] > limits[..., None, :]).sum(axis=3)
         codes |= np.signbit(z).astype(np.int64) << (self._bits - 1)
         c = self._values_of(codes)
