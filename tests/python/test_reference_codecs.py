@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import CODECS, DTYPES, narrow, widen
-from reference.codecs import E2M1, e4m3_byte, e4m3_value, nearest_e2m1, round_to_4_bits
+from reference.codecs.q4 import E2M1, e4m3_byte, e4m3_value, nearest_e2m1, round_to_4_bits
 from reference.engine import encode_tiles
 
 Q4 = CODECS["q4"]
@@ -189,16 +189,37 @@ def test_q4_corrupt_bytes_make_their_group_nan() -> None:
         assert Q4.corrupt(bad, 2048).tolist() == [[True, False]]
 
 
+def documented_bytes(codec: str, n: int) -> int:
+    """Of the payload of a float32 tile on its way to the owner, without its padding."""
+    k = max(1, (n + 50) // 100)  # topk's ratio is 0.01 unless given
+    last = k - (k - 1) // 32 * 32  # of its values, in the last block
+    blocks, positions = -(-n // 128), min(-(-12 * k // 8), -(-n // 8))
+    return {
+        "exact": 4 * n,
+        "bf16": 2 * n,
+        "q4": 17 * -(-n // 32) + -(-n // 1024),
+        "q8": 16 * -(-n // 16) + 2 * blocks,
+        "sign1": 2 * -(-n // 16) + 2 * blocks,
+        "topk": 2 * k + positions,
+        "topk:values=q4": (k - last) // 2 + min(last, 16) + -(-k // 32) + 1 + positions,
+        "rht:bits=4": 66 * blocks,
+        "rht:bits=3": 50 * blocks,
+        "rht:bits=2": 34 * blocks,
+    }[codec]
+
+
 @pytest.mark.parametrize("codec", list(CODECS))
 @pytest.mark.parametrize("n", [1, 31, 32, 33, 1023, 1024, 1025, 4095, 4096])
 def test_payload_size_equals_formula_and_padding_is_zero(codec: str, n: int) -> None:
-    used = {"exact": 4 * n, "bf16": 2 * n, "q4": 17 * -(-n // 32) + -(-n // 1024)}[codec]
+    used = documented_bytes(codec, n)
     payload = CODECS[codec].encode(np.full((1, n), np.nan, np.float32), "float32")
     assert payload.shape == (1, CODECS[codec].payload_bytes(n, "float32"))
     assert len(payload[0]) % 16 == 0
     assert 0 <= len(payload[0]) - used < 16
     assert not payload[0, used:].any()
-    assert CODECS["q4"].payload_bytes(4096, "float32") == 2192
+    full = {"q4": 2192, "q8": 4160, "sign1": 576, "rht:bits=4": 2112, "rht:bits=3": 1600}
+    for name, size in {**full, "rht:bits=2": 1088, "topk": 144}.items():
+        assert CODECS[name].payload_bytes(4096, "float32") == size
 
 
 def test_exact_returns_every_bit_and_bf16_saturates() -> None:
