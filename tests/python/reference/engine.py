@@ -39,7 +39,7 @@ def encode_tiles(
     held = (gradient == 0).all(axis=1)
     payload = CODECS[codec].encode(v, dtype)
     payload[held] = 0
-    _keep_what_was_withheld(codec, dtype, v, payload, held, residual)
+    _keep_what_was_withheld(codec, dtype, v, payload, held, residual, gain)
     return payload
 
 
@@ -63,7 +63,7 @@ def reduce_tiles(
     held = ~np.any([payload.any(axis=1) for payload in payload_by_rank], axis=0)
     payload = CODECS[codec].encode(v, dtype)
     payload[held] = 0
-    _keep_what_was_withheld(codec, dtype, v, payload, held, residual)
+    _keep_what_was_withheld(codec, dtype, v, payload, held, residual, gain)
     return payload
 
 
@@ -74,13 +74,15 @@ def _keep_what_was_withheld(
     payload: np.ndarray,
     held: np.ndarray,
     residual: np.ndarray | None,
+    gain: float,
 ) -> None:
     if residual is None:
         return
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         withheld = v - CODECS[codec].decode(payload, v.shape[1], dtype)
-    keep = held[:, None] | CODECS[codec].non_finite(v)
-    residual[...] = np.where(keep, residual, withheld)
+        kept = np.float32(gain) * residual
+    keep = held[:, None] | CODECS[codec].non_finite(v) | ~np.isfinite(withheld)
+    residual[...] = np.where(keep, np.where(np.isfinite(kept), kept, residual), withheld)
 
 
 def _tiles(flat: np.ndarray) -> list[np.ndarray]:
