@@ -110,6 +110,10 @@ class TileDriver {
     __builtin_memset(payload + num_bytes - kPayloadAlignment, 0, kPayloadAlignment);
   }
 
+  static float* residual_of(const Tile& tile, float* residual, uint32_t first = 0) {
+    return residual == nullptr ? nullptr : residual + tile.residual_offset + first;
+  }
+
   // Has the codec write the residual in place, or by way of scratch where its last block is padded.
   GRADFERRY_LANE static uint32_t encode_unit(const Unit& unit, const float* v, std::byte* payload,
                                              float* residual) {
@@ -157,6 +161,7 @@ class TileDriver {
       if (batch.hold_zero_tiles &&
           all_zero(g, tile.num_elements * item, magnitude_mask(batch.dtype))) {
         __builtin_memset(payload, 0, num_bytes);
+        rescale_residual(residual_of(tile, residual), tile.num_elements, gain);
         set_status(batch, index, 0, 0);
         continue;
       }
@@ -164,7 +169,7 @@ class TileDriver {
       uint32_t flags = 0;
       for_units(batch, tile, batch.stage, [&](Unit unit) {
         const std::byte* from = g + unit.first * item;
-        float* r = residual == nullptr ? nullptr : residual + tile.residual_offset + unit.first;
+        float* r = residual_of(tile, residual, unit.first);
         unit.ahead = find_ahead(unit, index, gradient, item, residual);
         // alpha = 1 leaves an fp32 gradient as it is: no need to copy it to scratch.
         if (kCodecPrefetches && r == nullptr && alpha == 1.0f &&
@@ -173,6 +178,7 @@ class TileDriver {
           return;
         }
         load_any<!kCodecPrefetches>(unit, from, alpha, r, gain, v);
+        rescale_residual(r, unit.num_elements, gain);
         flags |= encode_unit(unit, v, payload, r);
       });
       set_status(batch, index, payload_checksum(payload, num_bytes), flags);
@@ -284,6 +290,7 @@ class TileDriver {
       }
       if (hold) {
         __builtin_memset(payload, 0, num_bytes);
+        rescale_residual(residual_of(tile, owner_residual), n, gain);
         set_status(batch, index, 0, 0);
         continue;
       }
@@ -291,9 +298,9 @@ class TileDriver {
       uint32_t flags = 0;
       for_units(batch, tile, Stage::kWorker, [&](Unit unit) {
         unit.ahead = find_ahead(unit, index, nullptr, 0, owner_residual);
-        float* r = owner_residual == nullptr ? nullptr
-                                             : owner_residual + tile.residual_offset + unit.first;
+        float* r = residual_of(tile, owner_residual, unit.first);
         flags |= average(unit, payload_by_rank, world_size, inverse, r, gain, v);
+        rescale_residual(r, unit.num_elements, gain);
         unit.stage = Stage::kOwner;
         flags |= encode_unit(unit, v, payload, r);
       });

@@ -140,6 +140,14 @@ GRADFERRY_LANE void update_residual(float* residual, uint32_t n, Update update) 
       });
 }
 
+// Brings a residual to the units of a new gradient, so that what a codec keeps of it is right. To
+// be called when v has been computed from the old one. residual may be null.
+inline void rescale_residual(float* residual, uint32_t n, float gain) {
+  if (residual == nullptr || gain == 1.0f) return;
+  const F32 factor(gain);
+  update_residual(residual, n, [&](uint32_t, F32 old) { return factor * old; });
+}
+
 // word_sum() of wire.h. Two running sums replace the multiplications: after K vectors w_k,
 // `sum` = w_0 + .. + w_(K-1) and `sums` = K w_0 + (K-1) w_1 + .. + 1 w_(K-1).
 inline uint32_t payload_checksum(const std::byte* payload, uint32_t num_bytes) {

@@ -91,10 +91,15 @@ class CodecContract : public ::testing::TestWithParam<Case> {
     const float by = static_cast<float>(b) * static_cast<float>(y);
     return ax + by;
   }
-  // The rule for every residual: the new value where it is finite, else the old one.
-  static float kept_unless_finite(double updated, float old) {
+  // The rule for every residual: the new value where it is finite, else what is kept of the old
+  // one.
+  static float kept_unless_finite(double updated, float kept) {
     const float rounded = static_cast<float>(updated);
-    return std::isfinite(rounded) ? rounded : old;
+    return std::isfinite(rounded) ? rounded : kept;
+  }
+  static float kept_by(float gain, float old) {
+    const float product = gain * old;
+    return std::isfinite(product) ? product : old;
   }
 };
 
@@ -199,7 +204,7 @@ TEST_P(CodecContract, ChecksumIsTheWordSumOfThePayload) {
   }
 }
 
-// residual' = fl(v - D(p)) exactly, or the old residual where that is not finite. The sum
+// residual' = fl(v - D(p)) exactly, or what is kept where that is not finite. The sum
 // D(p) + residual' then differs from v by one rounding at most.
 TEST_P(CodecContract, ResidualIsWhatThePayloadWithholds) {
   for (const Input input : kInputs) {
@@ -217,7 +222,8 @@ TEST_P(CodecContract, ResidualIsWhatThePayloadWithholds) {
     for (size_t i = 0; i < n; ++i) {
       const double v = combine(s.alpha, g[i], s.gain, old[i]);
       const float expected = kept_unless_finite(
-          is_float64() ? v - sent[i] : static_cast<float>(v) - static_cast<float>(sent[i]), old[i]);
+          is_float64() ? v - sent[i] : static_cast<float>(v) - static_cast<float>(sent[i]),
+          kept_by(s.gain, old[i]));
       ASSERT_EQ(float_bits(updated[i]), float_bits(expected)) << "element " << i;
     }
   }
@@ -249,7 +255,8 @@ TEST_P(CodecContract, ReduceIsTheScaledSumInRankOrderEncodedAgain) {
       for (size_t i = 0; i < n; ++i) {
         const double withheld =
             is_float64() ? v[i] - sent[i] : static_cast<float>(v[i]) - static_cast<float>(sent[i]);
-        ASSERT_EQ(float_bits(updated[i]), float_bits(kept_unless_finite(withheld, old[i])));
+        ASSERT_EQ(float_bits(updated[i]),
+                  float_bits(kept_unless_finite(withheld, kept_by(s.gain, old[i]))));
       }
       // The payload is C(v): what encoding v as a gradient at the owner's stage would write.
       if (run.codec(Isa::kScalar).lossy) {
@@ -411,6 +418,60 @@ TEST_P(CodecContract, AllZeroTileIsHeldAndItsResidualKept) {
     const Result decoded = run.decode(isa, encoded.payload, Buffer(), Stage::kWorker);
     const uint32_t item = item_bytes(s.dtype);
     for (size_t i = 0; i < 4096 * item; ++i) ASSERT_EQ(decoded.gradient.data()[i], std::byte(0));
+  }
+}
+
+// Three elements overflow when they are multiplied by a gain above 1, and stay as they are; by one
+// below 1 they become subnormal.
+std::vector<float> residual_beyond(float gain, size_t n, uint64_t seed) {
+  std::vector<float> residual = make_residual(Input::kGaussian, n, seed);
+  for (size_t i = 0; i < 3; ++i) residual[i] = gain > 1 ? (i == 1 ? -FLT_MAX : FLT_MAX) : FLT_MIN;
+  return residual;
+}
+
+TEST_P(CodecContract, HeldZeroTileKeepsItsResidualInTheNewUnits) {
+  for (const float gain : {0.5f, 2.0f}) {
+    CallSetup s = setup({4096, 50, 1024, 7});
+    s.hold_zero_tiles = true;
+    s.gain = gain;
+    const Runner run(s);
+    const size_t n = run.num_elements();
+    const Buffer gradient = run.gradient_from(std::vector<double>(n, 0.0));
+    const std::vector<float> old = residual_beyond(gain, n, 73);
+    for (const Isa isa : available_isas()) {
+      const Result encoded = run.encode(isa, gradient, run.residual_from(old));
+      const Result reduced =
+          run.reduce(isa, {encoded.payload, encoded.payload}, run.residual_from(old));
+      const std::vector<float> kept = encoded.residual.as<float>();
+      const std::vector<float> owner_kept = reduced.residual.as<float>();
+      for (size_t i = 0; i < n; ++i) {
+        ASSERT_EQ(float_bits(kept[i]), float_bits(kept_by(gain, old[i]))) << i;
+        ASSERT_EQ(float_bits(owner_kept[i]), float_bits(kept_by(gain, old[i]))) << i;
+      }
+    }
+  }
+}
+
+// Every element is in a non-finite unit, whatever the codec's unit is.
+TEST_P(CodecContract, NonFiniteUnitKeepsItsResidualInTheNewUnits) {
+  for (const float gain : {0.5f, 2.0f}) {
+    CallSetup s = setup({4096, 50, 1024, 7});
+    s.gain = gain;
+    const Runner run(s);
+    const size_t n = run.num_elements();
+    const Buffer gradient = run.gradient_from(std::vector<double>(n, INFINITY));
+    const std::vector<float> old = residual_beyond(gain, n, 74);
+    for (const Isa isa : available_isas()) {
+      const Result encoded = run.encode(isa, gradient, run.residual_from(old));
+      const Result reduced =
+          run.reduce(isa, {encoded.payload, encoded.payload}, run.residual_from(old));
+      const std::vector<float> kept = encoded.residual.as<float>();
+      const std::vector<float> owner_kept = reduced.residual.as<float>();
+      for (size_t i = 0; i < n; ++i) {
+        ASSERT_EQ(float_bits(kept[i]), float_bits(kept_by(gain, old[i]))) << i;
+        ASSERT_EQ(float_bits(owner_kept[i]), float_bits(kept_by(gain, old[i]))) << i;
+      }
+    }
   }
 }
 

@@ -42,7 +42,7 @@ def encode_tiles(
     payload = find_codec(codec).encode(v, dtype, context)
     payload[held] = 0
     if residual is not None:
-        _keep_what_was_withheld(residual, v, payload, held, codec, dtype, context)
+        _keep_what_was_withheld(residual, gain, v, payload, held, codec, dtype, context)
     return payload
 
 
@@ -70,12 +70,13 @@ def reduce_tiles(
     payload = find_codec(codec).encode(v, dtype, context)
     payload[held] = 0
     if residual is not None:
-        _keep_what_was_withheld(residual, v, payload, held, codec, dtype, context)
+        _keep_what_was_withheld(residual, gain, v, payload, held, codec, dtype, context)
     return payload
 
 
 def _keep_what_was_withheld(
     residual: np.ndarray,
+    gain: float,
     v: np.ndarray,
     payload: np.ndarray,
     held: np.ndarray,
@@ -85,8 +86,9 @@ def _keep_what_was_withheld(
 ) -> None:
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         withheld = v - find_codec(codec).decode(payload, v.shape[1], dtype, context)
+        kept = np.float32(gain) * residual
     keep = held[:, None] | find_codec(codec).non_finite(v) | ~np.isfinite(withheld)
-    residual[...] = np.where(keep, residual, withheld)
+    residual[...] = np.where(keep, np.where(np.isfinite(kept), kept, residual), withheld)
 
 
 def _tiles(flat: np.ndarray) -> list[np.ndarray]:
