@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from scenario import Scenario, Weight, assert_bit_equal, expected_gradients, train
@@ -78,7 +79,12 @@ def test_tiles_without_gradient_send_nothing_and_keep_residuals(worlds: Worlds) 
     here = tuple(f"{name}_{kind}" for name in NAMES for kind in ("bf16", "one"))
     options = {"find_unused_parameters": True, "bucket_cap_mb": 0.05}
     check(worlds, MIXED, unused={0: everywhere + here, 1: everywhere}, ddp=options)
-    # Every tile is empty on one rank in some steps and on none in others.
+    # Every tile is empty on some ranks in some steps, and on all in steps 1 and 3.
+    empty = ((0, 0), (1, 0), (1, 1), (2, 1), (3, 0), (3, 1))
+    check(worlds, MIXED, empty=empty, steps=5)
+
+
+def test_gradients_equal_reference_with_uneven_inputs(worlds: Worlds) -> None:
     check(worlds, MIXED, world_size=3, steps_by_rank=(2, 4, 1))
 
 
@@ -87,6 +93,27 @@ def test_non_finite_gradient_of_one_rank_reaches_all(worlds: Worlds, poison: flo
     kinds = ((1, 0, "fp32"), (2, 1, "bf16"), (1, 0, "one"))
     places = {(step, rank, f"{n}_{kind}"): poison for n in NAMES for step, rank, kind in kinds}
     check(worlds, MIXED, poison=places, steps=4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Huge(Scenario):
+    """Gradients of float32 up to the end of its range, block by block, on rank 0 the larger ones.
+
+    Sums overflow, and so do residuals: rht may return the opposite of a large element.
+    """
+
+    def gradient(self, step: int, turn: int, rank: int, index: int) -> np.ndarray:
+        rng = np.random.default_rng([self.seed, step, turn, rank, index])
+        blocks = -(-self.weights[index].num_elements // 128)
+        scale = np.exp2(-rng.integers(0, 4, (blocks, 1)) - 2.0 * rank) * np.finfo(np.float32).max
+        values = rng.choice([-1, 1], (blocks, 128)) * rng.uniform(0.5, 1, (blocks, 128)) * scale
+        return values.reshape(-1)[: self.weights[index].num_elements].astype(np.float32)
+
+
+def test_overflowing_sums_and_residuals_equal_reference(worlds: Worlds) -> None:
+    weights = tuple(weight for weight in MIXED.weights if weight.name.endswith("_fp32"))
+    scenario = Huge(weights, rules=MIXED.rules, codec="exact", error_feedback="both", steps=6)
+    check(worlds, scenario)
 
 
 def test_accumulated_gradients_equal_reference(worlds: Worlds) -> None:

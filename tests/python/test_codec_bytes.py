@@ -41,6 +41,7 @@ HARD_INPUTS = {
     "repeated_magnitudes": checks.repeated_magnitudes,
     "integer_ties": lambda: checks.integer_ties().astype(np.float32).reshape(-1),
     "rht_largest": lambda: checks.rht_largest(4),
+    "rht_minus_zero": checks.rht_minus_zero,
 }
 
 
@@ -73,8 +74,15 @@ def test_topk_bytes_equal_reference_for_every_count_of_kept_elements(codec: str)
 
 
 @pytest.mark.parametrize("text", ["0.01", ".01", "1e-2", "0.010", "0.1234565", "0.0999999995"])
-def test_topk_counts_ratios_in_millionths_however_they_are_written(text: str) -> None:
+def test_topk_ratio_may_be_written_in_any_way(text: str) -> None:
     assert_same_bytes(draw(3, 4096), f"topk:ratio={text}")
+
+
+@pytest.mark.parametrize(("ratio", "num_kept"), [("0.0124995", 2), ("0.0124994", 1)])
+def test_topk_counts_its_ratio_in_whole_millionths(ratio: str, num_kept: int) -> None:
+    # 12500 millionths of 120 are the first that round to 2.
+    assert find_codec(f"topk:ratio={ratio}").num_kept(120, "worker") == num_kept
+    assert_same_bytes(draw(3, 120), f"topk:ratio={ratio}")
 
 
 def adjacent_first(x: np.ndarray) -> np.ndarray:
