@@ -78,6 +78,14 @@ def test_topk_ratio_may_be_written_in_any_way(text: str) -> None:
     assert_same_bytes(draw(3, 4096), f"topk:ratio={text}")
 
 
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.floats(0.001, 0.25), st.floats(0.001, 0.25))
+def test_topk_ratio_is_written_as_its_shortest_decimal(ratio: float, other: float) -> None:
+    # In the text that a message carries the hash of.
+    ratio, owner_ratio = sorted((ratio, other))
+    assert_same_bytes(draw(3, 300), f"topk:owner_ratio={owner_ratio:.30f},ratio={ratio:.17e}")
+
+
 @pytest.mark.parametrize(("ratio", "num_kept"), [("0.0124995", 2), ("0.0124994", 1)])
 def test_topk_counts_its_ratio_in_whole_millionths(ratio: str, num_kept: int) -> None:
     # 12500 millionths of 120 are the first that round to 2.
