@@ -129,22 +129,31 @@ class TileDriver {
     return flags;
   }
 
-  // What lies kAhead elements further on, in the same tile or the next one; else this unit again.
-  // Where there is only a gradient or only a residual its lines are asked for twice, which costs
-  // next to nothing.
+  // Gradient and residual kAhead elements further on, in the same tile or the next one; payloads of
+  // the next tile. Behind the last tile nothing, or what is here.
   static Ahead find_ahead(const Unit& unit, uint32_t index, const std::byte* gradient,
                           uint32_t item, const float* residual) {
     const uint32_t further = unit.first + kAhead;
     const uint32_t units_end = round_up(unit.tile.num_elements, kUnit);
     const bool same_tile = further < unit.tile.num_elements;
-    const bool next_tile = !same_tile && further >= units_end && index + 1 < unit.batch.num_tiles;
-    const Tile& tile = unit.batch.tiles[next_tile ? index + 1 : index];
-    const uint32_t first = same_tile ? further : next_tile ? further - units_end : unit.first;
-    const uintptr_t g =
-        reinterpret_cast<uintptr_t>(gradient) + (tile.gradient_offset + first) * item;
-    const uintptr_t r =
-        reinterpret_cast<uintptr_t>(residual) + (tile.residual_offset + first) * sizeof(float);
-    return {gradient == nullptr ? r : g, residual == nullptr ? g : r, item};
+    const bool has_next = index + 1 < unit.batch.num_tiles;
+    const Tile& next = unit.batch.tiles[has_next ? index + 1 : index];
+    Ahead ahead;
+    ahead.payload = uintptr_t{next.payload_offset} - unit.tile.payload_offset;
+    ahead.output = uintptr_t{next.output_offset} - unit.tile.output_offset;
+    if (!same_tile && (further < units_end || !has_next)) return ahead;
+    const Tile& tile = same_tile ? unit.tile : next;
+    const uint32_t first = same_tile ? further : further - units_end;
+    ahead.gradient_item = item;
+    if (gradient != nullptr) {
+      ahead.gradient =
+          reinterpret_cast<uintptr_t>(gradient) + (tile.gradient_offset + first) * item;
+    }
+    if (residual != nullptr) {
+      ahead.residual =
+          reinterpret_cast<uintptr_t>(residual) + (tile.residual_offset + first) * sizeof(float);
+    }
+    return ahead;
   }
 
   [[gnu::noinline]] static void encode_tiles(const TileBatch& batch, const std::byte* gradient,
@@ -171,6 +180,7 @@ class TileDriver {
         const std::byte* from = g + unit.first * item;
         float* r = residual_of(tile, residual, unit.first);
         unit.ahead = find_ahead(unit, index, gradient, item, residual);
+        unit.ahead.output = unit.ahead.payload;
         // alpha = 1 leaves an fp32 gradient as it is: no need to copy it to scratch.
         if (kCodecPrefetches && r == nullptr && alpha == 1.0f &&
             batch.dtype == ScalarType::kFloat32 && unit.padded == unit.num_elements) {
@@ -259,10 +269,10 @@ class TileDriver {
     const F32 inv(inverse), b(gain);
     if (residual != nullptr && unit.padded == unit.num_elements) {
       return sum_ranks(unit, payload_by_rank, world_size, v,
-                       [&](uint32_t i, F32 s) { store(v + i, s * inv + b * load(residual + i)); });
+                       [=](uint32_t i, F32 s) { store(v + i, s * inv + b * load(residual + i)); });
     }
     const uint32_t flags = sum_ranks(unit, payload_by_rank, world_size, v,
-                                     [&](uint32_t i, F32 s) { store(v + i, s * inv); });
+                                     [=](uint32_t i, F32 s) { store(v + i, s * inv); });
     for (uint32_t i = 0; residual != nullptr && i < unit.num_elements; ++i) {
       v[i] = v[i] + gain * residual[i];
     }
