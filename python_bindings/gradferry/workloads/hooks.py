@@ -40,6 +40,10 @@ class HookHandle(Protocol):
     def measured(self) -> bool:
         """False: wire_bytes is computed, because PyTorch does not count."""
 
+    @property
+    def state(self) -> gradferry.HookState | None:
+        """Of a gradferry codec."""
+
     def wire_bytes(self, steps: int) -> int:
         """Bytes this rank has sent to others in the first `steps` steps, the last one just done."""
 
@@ -74,15 +78,18 @@ def ddp_options(name: str, model: nn.Module) -> dict[str, Any]:
     return {"bucket_cap_mb": num_bytes // 2**20 + 1}
 
 
-def apply_hook(ddp: DistributedDataParallel, name: str, *, seed: int = 0) -> HookHandle:
+def apply_hook(
+    ddp: DistributedDataParallel, name: str, *, seed: int = 0, **options: Any
+) -> HookHandle:
     """Registers the named hook on `ddp`, which must have none yet.
 
+    `seed` and `options` are arguments of `gradferry.attach`; PyTorch's own hooks have none.
     Raises ConfigError when no hook has this name.
     """
     check_hook(name)
     if name.startswith("torch:"):
         return _apply_torch_hook(ddp, name)
-    state = gradferry.attach(ddp, name, seed=seed)
+    state = gradferry.attach(ddp, name, seed=seed, **options)
     if state._bound().config.passes_through:
         dense_bytes = _dense_bytes(ddp)
         return _ComputedHook(name, dense_bytes, dense_bytes)
@@ -96,13 +103,13 @@ class _CodecHook:
 
     def __init__(self, name: str, state: gradferry.HookState) -> None:
         self.name = name
-        self._state = state
+        self.state = state
 
     def wire_bytes(self, steps: int) -> int:
-        return int(self._state.stats()["wire_bytes"])
+        return int(self.state.stats()["wire_bytes"])
 
     def formula_bytes(self) -> int:
-        bound = self._state._bound()
+        bound = self.state._bound()
         parameters = bound.parameters
 
         def payload_bytes(parameter: int, num_elements: int) -> tuple[int, int]:
@@ -113,7 +120,7 @@ class _CodecHook:
         return wire_bytes_per_step(
             [parameter.num_elements for parameter in parameters],
             payload_bytes,
-            self._state.stats()["step_buckets"],
+            self.state.stats()["step_buckets"],
             bound.world_size,
             bound.config.chunk_bytes,
         )[bound.rank]
@@ -128,6 +135,7 @@ class _ComputedHook:
     step_bytes: int
     dense_steps: int = 0  # at the start
     measured: bool = False
+    state: None = None
 
     def wire_bytes(self, steps: int) -> int:
         dense_steps = min(steps, self.dense_steps)

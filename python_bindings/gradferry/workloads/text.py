@@ -1,9 +1,12 @@
-"""Task `text`: a byte-level causal transformer on the source files of Python's standard library."""
+"""Tasks `text` and `small_text`: byte-level causal transformers on the source files of Python's
+standard library.
+"""
 
 from __future__ import annotations
 
 import platform
 import sysconfig
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,27 +17,32 @@ from gradferry.errors import ConfigError
 from gradferry.workloads.task import Batch, Task, in_batches
 
 _NUM_BYTES = 256  # the vocabulary: every byte value
-_CONTEXT = 128  # bytes a prediction may look back on
-_WIDTH = 128
-_LAYERS = 4
-_HEADS = 4
-_GLOBAL_BATCH = 16  # windows of 128 bytes
 _VALIDATION_FILES = 10  # every 10th file is kept for validation
 _VALIDATION_WINDOWS = 256
 _VALIDATION_BATCH = 32
 _FEWEST_BYTES = 200_000  # below this the text is not a standard library
 
 
-class Transformer(nn.Module):
-    """Scores for the next byte: int64 (batch, time <= 128) in, float (batch, time, 256) out."""
+@dataclass(frozen=True)
+class Size:
+    """Of a transformer."""
 
-    def __init__(self) -> None:
+    width: int = 128
+    layers: int = 4
+    heads: int = 4
+    context: int = 128  # bytes a prediction may look back on
+
+
+class Transformer(nn.Module):
+    """Scores for the next byte: int64 (batch, time <= context) in, float (batch, time, 256) out."""
+
+    def __init__(self, size: Size) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(_NUM_BYTES, _WIDTH)
-        self.position = nn.Parameter(torch.randn(_CONTEXT, _WIDTH) * 0.02)
-        self.blocks = nn.Sequential(*(_Block() for _ in range(_LAYERS)))
-        self.norm = nn.LayerNorm(_WIDTH)
-        self.head = nn.Linear(_WIDTH, _NUM_BYTES, bias=False)
+        self.embedding = nn.Embedding(_NUM_BYTES, size.width)
+        self.position = nn.Parameter(torch.randn(size.context, size.width) * 0.02)
+        self.blocks = nn.Sequential(*(_Block(size) for _ in range(size.layers)))
+        self.norm = nn.LayerNorm(size.width)
+        self.head = nn.Linear(size.width, _NUM_BYTES, bias=False)
         nn.init.normal_(self.embedding.weight, std=0.02)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -49,16 +57,18 @@ class _Block(nn.Module):
     What is added is 0 at first: training gets further in few steps than from random outputs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, size: Size) -> None:
         super().__init__()
-        self.attention_norm = nn.LayerNorm(_WIDTH)
-        self.query_key_value = nn.Linear(_WIDTH, 3 * _WIDTH, bias=False)
-        self.attention_out = _zero_linear(_WIDTH)
+        width = size.width
+        self.heads = size.heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.query_key_value = nn.Linear(width, 3 * width, bias=False)
+        self.attention_out = _zero_linear(width, width)
         self.perceptron = nn.Sequential(
-            nn.LayerNorm(_WIDTH),
-            nn.Linear(_WIDTH, 4 * _WIDTH),
+            nn.LayerNorm(width),
+            nn.Linear(width, 4 * width),
             nn.GELU(),
-            _zero_linear(4 * _WIDTH),
+            _zero_linear(4 * width, width),
         )
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -68,15 +78,15 @@ class _Block(nn.Module):
 
     def _attend(self, hidden: torch.Tensor) -> torch.Tensor:
         batch, time, width = hidden.shape
-        heads = self.query_key_value(hidden).view(batch, time, 3, _HEADS, width // _HEADS)
+        heads = self.query_key_value(hidden).view(batch, time, 3, self.heads, width // self.heads)
         query, key, value = (part.transpose(1, 2) for part in heads.unbind(2))
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         result: torch.Tensor = self.attention_out(mixed.transpose(1, 2).reshape(hidden.shape))
         return result
 
 
-def _zero_linear(num_inputs: int) -> nn.Linear:
-    linear = nn.Linear(num_inputs, _WIDTH, bias=False)
+def _zero_linear(num_inputs: int, num_outputs: int) -> nn.Linear:
+    linear = nn.Linear(num_inputs, num_outputs, bias=False)
     nn.init.zeros_(linear.weight)
     return linear
 
@@ -86,6 +96,20 @@ def load_text(folder: Path | None = None) -> Task:
 
     Raises ConfigError when there is too little text.
     """
+    return _load("text", folder, Size(), global_batch=16, default_steps=400)
+
+
+def load_small_text(folder: Path | None = None) -> Task:
+    """The same text for a model of half the size and windows of half the length: hundreds of
+    trainings of it fit into an hour.
+    """
+    size = Size(layers=2, context=64)
+    return _load("small_text", folder, size, global_batch=16, default_steps=400)
+
+
+def _load(
+    name: str, folder: Path | None, size: Size, *, global_batch: int, default_steps: int
+) -> Task:
     folder = folder or Path(sysconfig.get_path("stdlib"))
     files = sorted(folder.glob("*.py"))
     texts = [file.read_bytes() for file in files]
@@ -93,22 +117,28 @@ def load_text(folder: Path | None = None) -> Task:
     held_out = _as_tensor(b"".join(t for i, t in enumerate(texts) if _is_validation(i)))
     if len(training) + len(held_out) < _FEWEST_BYTES:
         raise ConfigError(
-            f"task text trains on the .py files of Python's standard library, and {folder} holds "
+            f"task {name} trains on the .py files of Python's standard library, and {folder} holds "
             f"only {len(training) + len(held_out)} bytes of them: install Python with its library "
             f"sources, or use --task vision"
         )
     megabytes = (len(training) + len(held_out)) / 1e6
+
+    def draw(generator: torch.Generator) -> Batch:
+        starts = torch.randint(len(training) - size.context, (global_batch,), generator=generator)
+        return _windows(training, starts, size.context)
+
     return Task(
-        name="text",
+        name=name,
         source=f"{len(files)} source files ({megabytes:.1f} MB) of the standard library of "
         f"Python {platform.python_version()}",
         metric="nats per byte",
-        global_batch=_GLOBAL_BATCH,
-        default_steps=400,
+        global_batch=global_batch,
+        default_steps=default_steps,
         learning_rate=2e-3,
-        build_model=Transformer,
-        draw=lambda generator: _draw(training, generator),
-        validation=_validation_batches(held_out),
+        sgd_learning_rate=0.2,
+        build_model=lambda: Transformer(size),
+        draw=draw,
+        validation=_validation_batches(held_out, size.context),
     )
 
 
@@ -122,17 +152,14 @@ def _as_tensor(text: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
-def _windows(text: torch.Tensor, starts: torch.Tensor) -> Batch:
-    """Inputs and targets, int64 (number of starts, 128): each target is the byte that follows."""
-    windows = text[starts[:, None] + torch.arange(_CONTEXT + 1)].long()
+def _windows(text: torch.Tensor, starts: torch.Tensor, length: int) -> Batch:
+    """Inputs and targets, int64 (number of starts, length): each target is the byte that follows
+    its input.
+    """
+    windows = text[starts[:, None] + torch.arange(length + 1)].long()
     return windows[:, :-1], windows[:, 1:]
 
 
-def _draw(text: torch.Tensor, generator: torch.Generator) -> Batch:
-    starts = torch.randint(len(text) - _CONTEXT, (_GLOBAL_BATCH,), generator=generator)
-    return _windows(text, starts)
-
-
-def _validation_batches(text: torch.Tensor) -> list[Batch]:
-    starts = torch.linspace(0, len(text) - _CONTEXT - 1, _VALIDATION_WINDOWS).long()
-    return in_batches(*_windows(text, starts), _VALIDATION_BATCH)
+def _validation_batches(text: torch.Tensor, length: int) -> list[Batch]:
+    starts = torch.linspace(0, len(text) - length - 1, _VALIDATION_WINDOWS).long()
+    return in_batches(*_windows(text, starts, length), _VALIDATION_BATCH)

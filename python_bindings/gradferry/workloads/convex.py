@@ -1,0 +1,96 @@
+"""Task `convex`: least squares whose workers disagree, with the optimum known.
+
+Sample i belongs to worker i mod 4, and every worker's targets come from weights of its own, so
+that at the optimum the workers' gradients are large and cancel. A codec that forgets what it
+withheld stops where its errors, not the gradients, cancel. The whole problem is one batch: the
+gradient has no noise, and what is left of the gap to the optimum is the codec's.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from gradferry.workloads.task import Batch, Task
+
+NUM_WORKERS = 4
+
+_INPUTS = 64
+_OUTPUTS = 256  # weights in four tiles, one for each of four owners
+_SAMPLES = 512
+_DATA_SEED = 0
+_DISAGREEMENT = 0.1  # size of a worker's own weights against the shared ones
+
+
+class LinearModel(nn.Module):
+    """Float (batch, 64) in, float (batch, 256) out; weights (256, 64), no bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(_INPUTS, _OUTPUTS, bias=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.linear(inputs)
+        return outputs
+
+
+def load_convex() -> Task:
+    """The problem is the same always; a seed changes where training starts."""
+    problem = make_problem()
+    return Task(
+        name="convex",
+        source=f"least squares, {_OUTPUTS * _INPUTS:,} weights, {_SAMPLES} samples, "
+        f"{NUM_WORKERS} workers that disagree",
+        metric="gap to the optimum, relative to that of zero weights",
+        global_batch=_SAMPLES,
+        default_steps=1000,
+        learning_rate=1e-2,
+        sgd_learning_rate=0.05,
+        build_model=LinearModel,
+        draw=lambda generator: problem,
+        validation=[gap_batch(problem)],
+        loss=squared_error,
+        score=squared_error,
+        score_title="gap to the optimum",
+    )
+
+
+def make_problem() -> Batch:
+    """Inputs (512, 64) and targets (512, 256) of all workers, float32."""
+    generator = torch.Generator().manual_seed(_DATA_SEED)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    inputs = normal(_SAMPLES, _INPUTS)
+    shared = normal(_INPUTS, _OUTPUTS)
+    targets = inputs @ shared
+    for worker in range(NUM_WORKERS):
+        own = _DISAGREEMENT * normal(_INPUTS, _OUTPUTS)
+        targets[worker::NUM_WORKERS] += inputs[worker::NUM_WORKERS] @ own
+    return inputs.float(), targets.float()
+
+
+def optimum(problem: Batch) -> torch.Tensor:
+    """The weights (64, 256) of least squared error over all samples, float64."""
+    inputs, targets = (part.double() for part in problem)
+    weights: torch.Tensor = torch.linalg.solve(inputs.T @ inputs, inputs.T @ targets)
+    return weights
+
+
+def gap_batch(problem: Batch) -> Batch:
+    """A batch whose mean loss is the gap to the optimum, 1 for weights of zero.
+
+    With H the matrix of second derivatives, f(w) - f(w*) = |R w - R w*|^2 / 2 for any R with
+    R'R = H: no large numbers are subtracted, so the gap is exact to fp32 at any size.
+    """
+    inputs = problem[0].double()
+    root = torch.linalg.cholesky(inputs.T @ inputs, upper=True)
+    targets = root @ optimum(problem)
+    scale = (len(targets) / targets.square().sum()).sqrt()
+    return (scale * root).float(), (scale * targets).float()
+
+
+def squared_error(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Summed over all elements; a prediction is a row."""
+    return (outputs - targets).square().sum()
