@@ -19,7 +19,7 @@ _INPUTS = 64
 _OUTPUTS = 256  # weights in four tiles, one for each of four owners
 _SAMPLES = 512
 _DATA_SEED = 0
-_DISAGREEMENT = 0.1  # size of a worker's own weights against the shared ones
+_DISAGREEMENT = 0.05  # size of a worker's own weights against the shared ones
 
 
 class LinearModel(nn.Module):
