@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from gradferry import binding
+from gradferry.advice import warn_about_adam
 from gradferry.config import Config, make_config
 from gradferry.errors import ConfigError, StateError
 
@@ -39,13 +41,22 @@ class HookState:
             than 1024 elements, else ``codec``. float64 and complex parameters are always
             ``exact``.
         error_feedback: which residuals are kept: ``"none"``, ``"owner"``, ``"worker"``,
-            ``"both"``, or ``"auto"``: owner at 3 bits per element and more, both below.
-        momentum: not available in this version.
-        warmup_steps: first steps in which every gradient travels as ``exact``.
-        grad_scaler: not available in this version.
+            ``"both"``, or ``"auto"``: owner at 3 bits per element and more, both below and in
+            momentum mode.
+        momentum: between 0 and 1. Gradients arrive as their momentum m = momentum * m +
+            (1 - momentum) * gradient, which the worker residual carries beside what was withheld:
+            for `gradferry.optim.OneBitAdam`, or for SGD without momentum of its own and with the
+            learning rate times 1 / (1 - momentum). Takes one synced backward pass per optimizer
+            step, no sparse gradients and no ``find_unused_parameters``.
+        warmup_steps: first steps in which every gradient travels as ``exact`` and arrives without
+            momentum.
+        grad_scaler: the `torch.amp.GradScaler` that scales the loss. Residuals follow its scale,
+            exactly where that changes by powers of two.
         nonfinite: ``"propagate"`` hands NaN and infinity on to every rank; ``"raise"`` raises
             `StateError` on every rank, after which this hook, like after any error, is finished.
-        exact_skip: not available in this version.
+        exact_skip: whether a step whose result holds a NaN or infinity, which a GradScaler
+            skips, leaves the residuals as it found them. Without it such a step moves them by what
+            arrived less what was given, wherever that is finite. Costs a copy of the residuals.
         check_every: not available in this version.
         seed: of the codecs' random numbers; equal on all ranks.
 
@@ -116,6 +127,8 @@ class HookState:
         self._binding = binding.bind(ddp, self._make_config, native=native)
         if native and ddp.logger is not None:
             ddp.logger._set_comm_hook_name(f"gradferry:{self._binding.config.codec}")
+        if not self._binding.config.momentum:
+            warn_about_adam(self._binding.parameters, self._binding.index)
 
     def _bound(self) -> binding.Binding:
         if self._binding is None:
@@ -165,10 +178,16 @@ class HookState:
         """
         engine = self._bound().engine
         if engine is None:
-            steps, worker, owner = 0, torch.empty(0), torch.empty(0)
+            steps, worker, owner, loss_scale = 0, torch.empty(0), torch.empty(0), 0.0
         else:
-            steps, worker, owner = engine.state()
-        return {**self._identity(), "steps": steps, "worker": worker, "owner": owner}
+            steps, worker, owner, loss_scale = engine.state()
+        return {
+            **self._identity(),
+            "steps": steps,
+            "loss_scale": loss_scale,
+            "worker": worker,
+            "owner": owner,
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], on_resize: str = "strict") -> None:
         """Restores what `state_dict` returned on the same rank. Not collective.
@@ -192,7 +211,7 @@ class HookState:
             )
             return
         identity = self._identity()
-        missing = sorted({*identity, "steps", "worker", "owner"} - set(state_dict))
+        missing = sorted({*identity, "steps", "loss_scale", "worker", "owner"} - set(state_dict))
         if missing:
             raise StateError(f"the saved state lacks {', '.join(missing)}; it is not a state_dict")
         for field, own in identity.items():
@@ -215,6 +234,7 @@ class HookState:
             steps=steps,
             worker_residual=state_dict["worker"],
             owner_residual=state_dict["owner"],
+            loss_scale=state_dict["loss_scale"],
         )
 
     def _identity(self) -> dict[str, Any]:
@@ -225,9 +245,42 @@ class HookState:
             "rank": bound.rank,
             "world_size": bound.world_size,
             "error_feedback": bound.config.error_feedback,
+            "momentum": bound.config.momentum,
             "seed": bound.config.seed,
             "layout_hash": bound.layout_hash,
         }
+
+    def skip_step(self) -> None:
+        """Tells that the gradients of the last step will not be used. Not collective.
+
+        Call it, on every rank, when you leave out an optimizer step although its gradients are
+        finite; skips of a GradScaler are noticed without it. The residuals become what they were
+        before the step, to the bit.
+
+        Raises:
+            StateError: the hook has no ``exact_skip=True``, or is in the middle of a step.
+        """
+        engine = self._bound().engine
+        if engine is not None:
+            engine.skip_step()
+
+    def scale_residuals(self, factor: float) -> None:
+        """Multiplies both residuals, and so the momentum that one of them carries. Not collective.
+
+        Call it with the same factor on every rank, for example when a learning rate jumps: what
+        was withheld before will be applied at the new rate.
+
+        Args:
+            factor: 0 forgets what was withheld; powers of two are exact.
+
+        Raises:
+            StateError: the hook is in the middle of a step.
+        """
+        if not math.isfinite(factor):
+            raise ConfigError(f"factor={factor!r} must be finite")
+        engine = self._bound().engine
+        if engine is not None:
+            engine.scale_residuals(factor)
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._binding is not None:
