@@ -1,7 +1,9 @@
 """Gradient hooks by name: PyTorch's own as `torch:...`, and every gradferry codec.
 
-Arguments of `gradferry.attach` may follow a codec, as in `sign1+error_feedback=none`. `none` does
-not communicate at all, for timing alone: ranks then train apart. `torch:fp32` is DDP's plain all-reduce. PyTorch does not count what it sends, so bytes of
+Arguments of `gradferry.attach` may follow a codec, as in `sign1+error_feedback=none`. `none`
+communicates nothing, for timing alone: ranks then train apart.
+
+`torch:fp32` is DDP's plain all-reduce. PyTorch does not count what it sends, so bytes of
 `torch:...` hooks and of `off` are computed for a bandwidth-optimal all-reduce; bytes of codecs
 are counted as they are handed to the transport.
 """
@@ -23,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradferry
 from gradferry import _native
-from gradferry.codec_spec import OFF, parse_codec
+from gradferry.codec_spec import OFF
 from gradferry.config import closest
 from gradferry.errors import ConfigError
 from gradferry.parameters import reduced_parameters

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import TracebackType
+from typing import IO
 
 from gradferry.errors import ConfigError, PeerError
 
@@ -102,13 +103,18 @@ class Network:
     the link's rate in both directions at once.
     """
 
-    def __init__(self, link: Link, commands: Sequence[Sequence[str]]) -> None:
+    def __init__(
+        self, link: Link, commands: Sequence[Sequence[str]], stderr: IO[str] | None = None
+    ) -> None:
         """Makes one host per command; the commands start once all hosts are joined.
+
+        stderr: where their standard error goes; None: where this process's goes.
 
         Raises ConfigError as check_network does, PeerError when a tool fails.
         """
         check_network(len(commands))
         self._link = link
+        self._stderr = stderr
         self._all: list[_Host] = []
         try:
             self._hosts = [self._new_host(command) for command in commands]
@@ -154,7 +160,7 @@ class Network:
             host.close()
 
     def _new_host(self, command: Sequence[str] = ()) -> _Host:
-        host = _Host(command)
+        host = _Host(command, self._stderr)
         self._all.append(host)
         host.wait_until_made()
         return host
@@ -190,11 +196,12 @@ def address(number: int) -> str:
 class _Host:
     """The namespaces of one host and the command that runs there, as their first process."""
 
-    def __init__(self, command: Sequence[str]) -> None:
+    def __init__(self, command: Sequence[str], stderr: IO[str] | None) -> None:
         self._door, far_end = socket.socketpair()
         self.process = subprocess.Popen(
             [*_NEW_HOST, "sh", "-c", _WAIT_FOR_LINK, "sh", *command],
-            stdin=far_end,
+            stdin=far_end.fileno(),
+            stderr=stderr,
             start_new_session=True,  # Ctrl-C is for this process, which then ends the hosts
         )
         far_end.close()

@@ -6,12 +6,20 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch.distributed as dist
 
 from gradferry.errors import ConfigError, PeerError
-from gradferry.workloads.launch import Body, Emit, run_ranks, torchrun_placement
+from gradferry.workloads.launch import (
+    Body,
+    Emit,
+    FailureFolder,
+    run_ranks,
+    torchrun_placement,
+)
 from gradferry.workloads.network import (
     DEVICE,
     Network,
@@ -24,6 +32,9 @@ from gradferry.workloads.network import (
 LOOPBACK = "loopback"
 _PORT = 29500  # nobody else is on the hosts
 _DEVICE_VARIABLE = "GLOO_SOCKET_IFNAME"  # how gloo is told which interface to use
+_LAST_LINES = 40  # of the hosts' standard error, when they fail without a word
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # tells machines apart
+_NETWORK_NAMESPACE = Path("/proc/self/ns/net")
 
 
 def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,22 +95,36 @@ def run_everywhere(
         value = run_ranks(body, body_arguments, arguments.ranks, on_event)
         placement = torchrun_placement()
         return report(value) if placement is None or placement.rank == 0 else 0
-    commands = [_torchrun(arguments, host) for host in range(arguments.hosts)]
-    with Network(parse_link(arguments.link), commands) as network:
-        codes = network.wait()
-    failed = [host for host, code in enumerate(codes) if code != 0]
-    if failed:
-        raise PeerError(
-            f"host {failed[0]} ended with code {codes[failed[0]]}; its own words are above"
-        )
+    with TemporaryDirectory(prefix="gradferry_") as folder:
+        _run_on_network(arguments, Path(folder))
     return 0
 
 
-def _torchrun(arguments: argparse.Namespace, host: int) -> list[str]:
+def _run_on_network(arguments: argparse.Namespace, folder: Path) -> None:
+    """Standard error goes to a file: torchrun says much there when one rank fails."""
+    commands = [_torchrun(arguments, host, folder) for host in range(arguments.hosts)]
+    with (folder / "stderr.log").open("w+") as log:
+        with Network(parse_link(arguments.link), commands, log) as network:
+            codes = network.wait()
+        error = FailureFolder(folder).first_error()
+        if error:
+            raise error
+        failed = [host for host, code in enumerate(codes) if code != 0]
+        if failed:
+            log.seek(0)
+            last_words = "".join(log.readlines()[-_LAST_LINES:])
+            raise PeerError(f"host {failed[0]} ended with code {codes[failed[0]]}:\n{last_words}")
+
+
+def _torchrun(arguments: argparse.Namespace, host: int, folder: Path) -> list[str]:
     """This very command, as host number `host` of a torchrun job."""
+    environment = {
+        _DEVICE_VARIABLE: DEVICE,
+        FailureFolder.VARIABLE: str(folder),
+        "OMP_NUM_THREADS": "1",
+    }
     return [
-        # Hosts have no name service, which c10d would warn of on every connection.
-        *("env", f"{_DEVICE_VARIABLE}={DEVICE}", "OMP_NUM_THREADS=1", "TORCH_CPP_LOG_LEVEL=ERROR"),
+        *("env", *(f"{name}={value}" for name, value in environment.items())),
         *(sys.executable, "-m", "torch.distributed.run"),
         *("--nnodes", str(arguments.hosts), "--node-rank", str(host)),
         *("--nproc-per-node", str(arguments.ranks // arguments.hosts)),
@@ -114,8 +139,7 @@ class InterfaceCounter:
     def __init__(self) -> None:
         """Collective: ranks that share a host share its interface, and then none is read."""
         here = os.environ.get(_DEVICE_VARIABLE, "lo")
-        # Processes in one network namespace see the same one.
-        mine = (os.readlink("/proc/self/ns/net"), _boot_id(), here)
+        mine = (_BOOT_ID.read_text(), str(_NETWORK_NAMESPACE.readlink()), here)
         everyone = [mine] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)
         alone = len(set(everyone)) == len(everyone)
@@ -124,8 +148,3 @@ class InterfaceCounter:
     def read(self) -> int | None:
         """Bytes so far; None where they are not this rank's alone."""
         return None if self._device is None else sent_bytes(self._device)
-
-
-def _boot_id() -> str:
-    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:  # noqa: PTH123
-        return file.read().strip()
