@@ -9,12 +9,12 @@ from gradferry.errors import ConfigError
 from gradferry.workloads.convex import load_convex
 from gradferry.workloads.digits import load_digits
 from gradferry.workloads.task import Task
-from gradferry.workloads.text import load_small_text, load_text
+from gradferry.workloads.text import load_text, load_tiny_text
 from gradferry.workloads.vision import load_vision
 
 TASKS: dict[str, Callable[[], Task]] = {
     "text": load_text,
-    "small_text": load_small_text,
+    "tiny_text": load_tiny_text,
     "vision": load_vision,
     "digits": load_digits,
     "convex": load_convex,

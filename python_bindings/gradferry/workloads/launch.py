@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import multiprocessing
 import os
 import signal
@@ -10,10 +11,11 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -108,6 +110,24 @@ class _Failure:
             error: GradferryError = getattr(errors, self.kind)(self.text)
             return error
         return PeerError(f"rank {self.rank} {self.text}")
+
+
+class FailureFolder:
+    """Where ranks that torchrun has started leave their errors for the command behind torchrun."""
+
+    VARIABLE = "GRADFERRY_FAILURES"
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def add(self, failure: _Failure) -> None:
+        """Leaves a failure of this machine's rank."""
+        (self._folder / f"rank{failure.rank}.json").write_text(json.dumps(asdict(failure)))
+
+    def first_error(self) -> GradferryError | None:
+        """The error of the rank that failed first; None when no rank has left one."""
+        found = [_Failure(**json.loads(f.read_text())) for f in self._folder.glob("rank*.json")]
+        return min(found, key=lambda failure: failure.when).error() if found else None
 
 
 class _Watch:
@@ -213,5 +233,10 @@ def _run_here(body: Body, arguments: Sequence[Any], on_event: Emit) -> Any:
         is_first = dist.get_rank() == 0
         value = body(on_event if is_first else _ignore, *arguments)
         return value if is_first else None
+    except Exception as error:
+        folder = os.environ.get(FailureFolder.VARIABLE)
+        if folder:
+            FailureFolder(Path(folder)).add(_describe(dist.get_rank(), error))
+        raise
     finally:
         dist.destroy_process_group()

@@ -46,6 +46,17 @@ class Task:
     score: Measure = correct  # what people look at beside the loss; a mean over predictions
     score_title: str = "accuracy"
 
+    def mean_loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Of one batch, to call backward() on."""
+        inputs, targets = batch
+        outputs = model(inputs)
+        return self.loss(outputs, targets) / num_predictions(outputs)
+
+
+def num_predictions(outputs: torch.Tensor) -> int:
+    """All dimensions of a model's outputs but the last one count predictions."""
+    return outputs.shape[:-1].numel()
+
 
 def in_batches(inputs: torch.Tensor, targets: torch.Tensor, size: int) -> list[Batch]:
     """Cuts samples into batches of `size`, the last one shorter."""

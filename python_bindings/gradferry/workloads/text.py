@@ -1,4 +1,4 @@
-"""Tasks `text` and `small_text`: byte-level causal transformers on the source files of Python's
+"""Tasks `text` and `tiny_text`: byte-level causal transformers on the source files of Python's
 standard library.
 """
 
@@ -18,29 +18,53 @@ from gradferry.workloads.task import Batch, Task, in_batches
 
 _NUM_BYTES = 256  # the vocabulary: every byte value
 _VALIDATION_FILES = 10  # every 10th file is kept for validation
-_VALIDATION_WINDOWS = 256
 _VALIDATION_BATCH = 32
 _FEWEST_BYTES = 200_000  # below this the text is not a standard library
 
 
 @dataclass(frozen=True)
-class Size:
-    """Of a transformer."""
+class TextSize:
+    """How large the model is, and how much text it sees."""
 
-    width: int = 128
-    layers: int = 4
-    heads: int = 4
-    context: int = 128  # bytes a prediction may look back on
+    context: int  # bytes a prediction may look back on
+    width: int
+    layers: int
+    heads: int
+    global_batch: int  # windows of `context` bytes per step, over all ranks
+    learning_rate: float
+    validation_windows: int
+
+
+SMALL = TextSize(
+    context=128,
+    width=128,
+    layers=4,
+    heads=4,
+    global_batch=16,
+    learning_rate=2e-3,
+    validation_windows=256,
+)
+
+# Hundreds of trainings of this one fit into an hour.
+TINY = TextSize(
+    context=64,
+    width=128,
+    layers=2,
+    heads=4,
+    global_batch=16,
+    learning_rate=2e-3,
+    validation_windows=256,
+)
 
 
 class Transformer(nn.Module):
     """Scores for the next byte: int64 (batch, time <= context) in, float (batch, time, 256) out."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: TextSize = SMALL) -> None:
         super().__init__()
         self.embedding = nn.Embedding(_NUM_BYTES, size.width)
         self.position = nn.Parameter(torch.randn(size.context, size.width) * 0.02)
-        self.blocks = nn.Sequential(*(_Block(size) for _ in range(size.layers)))
+        self.blocks = nn.Sequential(*(_Block(size.width, size.heads) for _ in range(size.layers)))
         self.norm = nn.LayerNorm(size.width)
         self.head = nn.Linear(size.width, _NUM_BYTES, bias=False)
         nn.init.normal_(self.embedding.weight, std=0.02)
@@ -57,10 +81,9 @@ class _Block(nn.Module):
     What is added is 0 at first: training gets further in few steps than from random outputs.
     """
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        width = size.width
-        self.heads = size.heads
+        self.heads = heads
         self.attention_norm = nn.LayerNorm(width)
         self.query_key_value = nn.Linear(width, 3 * width, bias=False)
         self.attention_out = _zero_linear(width, width)
@@ -91,25 +114,18 @@ def _zero_linear(num_inputs: int, num_outputs: int) -> nn.Linear:
     return linear
 
 
-def load_text(folder: Path | None = None) -> Task:
+def load_tiny_text() -> Task:
+    """Task `text` for a model of half the size. Raises ConfigError as load_text does."""
+    return load_text(size=TINY, name="tiny_text")
+
+
+def load_text(
+    folder: Path | None = None, size: TextSize = SMALL, name: str = "text"
+) -> Task:
     """Reads the .py files directly in `folder` (default: Python's standard library).
 
     Raises ConfigError when there is too little text.
     """
-    return _load("text", folder, Size(), global_batch=16, default_steps=400)
-
-
-def load_small_text(folder: Path | None = None) -> Task:
-    """The same text for a model of half the size and windows of half the length: hundreds of
-    trainings of it fit into an hour.
-    """
-    size = Size(layers=2, context=64)
-    return _load("small_text", folder, size, global_batch=16, default_steps=400)
-
-
-def _load(
-    name: str, folder: Path | None, size: Size, *, global_batch: int, default_steps: int
-) -> Task:
     folder = folder or Path(sysconfig.get_path("stdlib"))
     files = sorted(folder.glob("*.py"))
     texts = [file.read_bytes() for file in files]
@@ -122,23 +138,18 @@ def _load(
             f"sources, or use --task vision"
         )
     megabytes = (len(training) + len(held_out)) / 1e6
-
-    def draw(generator: torch.Generator) -> Batch:
-        starts = torch.randint(len(training) - size.context, (global_batch,), generator=generator)
-        return _windows(training, starts, size.context)
-
     return Task(
         name=name,
         source=f"{len(files)} source files ({megabytes:.1f} MB) of the standard library of "
         f"Python {platform.python_version()}",
         metric="nats per byte",
-        global_batch=global_batch,
-        default_steps=default_steps,
-        learning_rate=2e-3,
+        global_batch=size.global_batch,
+        default_steps=400,
+        learning_rate=size.learning_rate,
         sgd_learning_rate=0.2,
         build_model=lambda: Transformer(size),
-        draw=draw,
-        validation=_validation_batches(held_out, size.context),
+        draw=lambda generator: _draw(training, size, generator),
+        validation=_validation_batches(held_out, size),
     )
 
 
@@ -152,14 +163,17 @@ def _as_tensor(text: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
-def _windows(text: torch.Tensor, starts: torch.Tensor, length: int) -> Batch:
-    """Inputs and targets, int64 (number of starts, length): each target is the byte that follows
-    its input.
-    """
-    windows = text[starts[:, None] + torch.arange(length + 1)].long()
+def _windows(text: torch.Tensor, starts: torch.Tensor, context: int) -> Batch:
+    """Inputs and targets, int64 (number of starts, context): a target is the byte that follows."""
+    windows = text[starts[:, None] + torch.arange(context + 1)].long()
     return windows[:, :-1], windows[:, 1:]
 
 
-def _validation_batches(text: torch.Tensor, length: int) -> list[Batch]:
-    starts = torch.linspace(0, len(text) - length - 1, _VALIDATION_WINDOWS).long()
-    return in_batches(*_windows(text, starts, length), _VALIDATION_BATCH)
+def _draw(text: torch.Tensor, size: TextSize, generator: torch.Generator) -> Batch:
+    starts = torch.randint(len(text) - size.context, (size.global_batch,), generator=generator)
+    return _windows(text, starts, size.context)
+
+
+def _validation_batches(text: torch.Tensor, size: TextSize) -> list[Batch]:
+    starts = torch.linspace(0, len(text) - size.context - 1, size.validation_windows).long()
+    return in_batches(*_windows(text, starts, size.context), _VALIDATION_BATCH)

@@ -16,9 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradferry.errors import ConfigError, DivergedError
 from gradferry.wire_formula import all_reduce_bytes
-from gradferry.workloads.hooks import HookHandle, apply_hook, ddp_options
-from gradferry.workloads.optimizers import Recipe, make_optimizer
-from gradferry.workloads.task import Batch, Task
+from gradferry.workloads.hooks import HookHandle, apply_hook, bucket_caps
+from gradferry.workloads.optimizers import make_optimizer
+from gradferry.workloads.task import Task, num_predictions
 
 FEWEST_STEPS = 3
 _WARMUP = 0.05  # of the steps: the learning rate rises, then falls as a cosine
@@ -78,25 +78,27 @@ def train(
     *,
     steps: int,
     seed: int,
-    recipe: Recipe = Recipe(),  # noqa: B008 (immutable)
+    optimizer: str = "AdamW",
     on_step: OnStep | None = None,
 ) -> TrainingRun:
     """Trains `task` with `hook` on every rank of the default process group; call it on all.
 
-    Each rank takes its share of every global batch, one sample in W. The learning rate rises over
+    Each rank takes its share of every global batch, one sample in W. `optimizer` is one of
+    OPTIMIZERS. The learning rate rises over
     the first 5 % of the steps, then falls as a cosine. Returns the same result on every rank.
-    Raises ConfigError as check_size does, DivergedError when ranks end with different parameters.
+    Raises ConfigError as check_size and make_optimizer do, DivergedError when ranks end with different parameters.
     """
     world_size = dist.get_world_size()
     check_size(task, steps, world_size)
     torch.manual_seed(seed)
     model = task.build_model()
-    ddp = DistributedDataParallel(model, **ddp_options(hook, model))
-    handle = apply_hook(ddp, hook, seed=seed, **recipe.hook_options)
-    optimizer = make_optimizer(recipe, task, ddp.parameters(), steps, handle.state)
+    (bucket_cap_mb,) = bucket_caps(hook, model, [None])
+    ddp = DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb)
+    handle = apply_hook(ddp, hook, seed=seed)
+    chosen = make_optimizer(optimizer, task, ddp.parameters(), handle.state)
     initial = _validate(task, model)
     mine = _RankRun(initial, initial)
-    _train_steps(task, ddp, optimizer, handle, mine, steps=steps, seed=seed, on_step=on_step)
+    _train_steps(task, ddp, chosen, handle, mine, steps=steps, seed=seed, on_step=on_step)
     mine.formula_bytes = handle.formula_bytes()
     mine.final = _validate(task, model)
     mine.parameters_digest = _digest(model)
@@ -135,11 +137,10 @@ def _train_steps(
     batches = _batches(task, seed)
     ddp.module.train()
     for step in range(1, steps + 1):
-        inputs, targets = next(batches)
+        batch = next(batches)
         started = time.perf_counter()
         optimizer.zero_grad()
-        outputs = ddp(inputs)
-        loss = task.loss(outputs, targets) / num_predictions(outputs)
+        loss = task.mean_loss(ddp, batch)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         run.seconds.append(time.perf_counter() - started)
@@ -165,11 +166,6 @@ def _batches(task: Task, seed: int) -> Iterator[Batch]:
     while True:
         inputs, targets = task.draw(generator)
         yield inputs[rank::world_size], targets[rank::world_size]
-
-
-def num_predictions(outputs: torch.Tensor) -> int:
-    """All dimensions of a model's outputs but the last count predictions."""
-    return outputs.shape[:-1].numel()
 
 
 def _validate(task: Task, model: nn.Module) -> _Sums:
