@@ -119,9 +119,7 @@ def load_tiny_text() -> Task:
     return load_text(size=TINY, name="tiny_text")
 
 
-def load_text(
-    folder: Path | None = None, size: TextSize = SMALL, name: str = "text"
-) -> Task:
+def load_text(folder: Path | None = None, size: TextSize = SMALL, name: str = "text") -> Task:
     """Reads the .py files directly in `folder` (default: Python's standard library).
 
     Raises ConfigError when there is too little text.
