@@ -40,6 +40,7 @@ class Binding:
         parameters: as agreed by all ranks.
         rank, world_size: in the process group of DDP.
         config_hash, layout_hash: in every message header.
+        saved_layout_hash: in checkpoints; does not depend on the number of ranks.
         engine: None when every bucket passes through.
         hook: what DDP's hooks call.
         group_name: DDP's process group.
@@ -52,14 +53,13 @@ class Binding:
     world_size: int
     config_hash: int
     layout_hash: int
+    saved_layout_hash: int
     engine: _native.Engine | None
     hook: _native.BucketHook
     group_name: str
     index: WeakIdKeyDictionary
 
-    def add_to_residual(
-        self, parameter: torch.Tensor, values: torch.Tensor, factor: float
-    ) -> None:
+    def add_to_residual(self, parameter: torch.Tensor, values: torch.Tensor, factor: float) -> None:
         """Adds to a parameter's worker residual, which carries its momentum.
 
         Args:
@@ -283,7 +283,7 @@ def _start(
             chunk_bytes=config.chunk_bytes,
             lanes=lanes,
         )
-    tensors = [parameter for _, parameter in reduced_parameters(ddp)]
+    tensors: list[torch.Tensor] = [parameter for _, parameter in reduced_parameters(ddp)]
     hook = _native.BucketHook(
         engine=engine,
         parameters=tensors,
@@ -296,6 +296,9 @@ def _start(
         world_size=world_size,
         config_hash=config_hash,
         layout_hash=layout_hash,
+        saved_layout_hash=record_hash(
+            [{k: p[k] for k in p if k != "residuals"} for p in record["parameters"]]
+        ),
         engine=engine,
         hook=hook,
         group_name=group.group_name,

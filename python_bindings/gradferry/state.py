@@ -14,8 +14,8 @@ from gradferry import binding
 from gradferry.advice import warn_about_adam
 from gradferry.config import Config, make_config
 from gradferry.errors import ConfigError, StateError
+from gradferry.saved_state import Residuals, Tile, pack, unpack
 
-STATE_FORMAT = 1
 COUNTERS = (
     "steps",
     "buckets",
@@ -170,84 +170,79 @@ class HookState:
     def state_dict(self) -> dict[str, Any]:
         """What this rank must save to go on exactly where it stopped. Not collective.
 
+        Save it with the model and the optimizer, of every rank: by ``torch.save`` to a file per
+        rank, by `gradferry.checkpoint.save`, or by torch.distributed.checkpoint, for which a
+        HookState is a ``Stateful``.
+
         Returns:
-            A dict of integers, strings and two fp32 tensors: the residuals.
+            A dict of numbers and strings, equal on all ranks, and ``slot_<rank>``: a dict of this
+            rank's residuals (fp32) and the tiles it owns (int64), tensors of one dimension.
 
         Raises:
-            StateError: the state is not bound, failed, or buckets are in flight.
+            StateError: the state is not bound, failed, or is in the middle of a step.
         """
-        engine = self._bound().engine
-        if engine is None:
-            steps, worker, owner, loss_scale = 0, torch.empty(0), torch.empty(0), 0.0
-        else:
-            steps, worker, owner, loss_scale = engine.state()
-        return {
-            **self._identity(),
-            "steps": steps,
-            "loss_scale": loss_scale,
-            "worker": worker,
-            "owner": owner,
-        }
+        bound = self._bound()
+        if bound.engine is None:
+            own = Residuals(0, torch.empty(0), torch.empty(0), 0.0)
+            return pack(self._identity(), bound.rank, own, [])
+        return pack(self._identity(), bound.rank, Residuals(*bound.engine.state()), self._tiles())
 
     def load_state_dict(self, state_dict: Mapping[str, Any], on_resize: str = "strict") -> None:
-        """Restores what `state_dict` returned on the same rank. Not collective.
+        """Restores what `state_dict` returned. Not collective: call it on every rank.
+
+        At the world size it was saved with, a training goes on as if it had not stopped, to the
+        bit. Load the model and the optimizer of the same moment.
 
         Args:
-            state_dict: of the same codec, model, rank and world size.
-            on_resize: only ``"strict"`` in this version.
+            state_dict: what this rank saved, or the states of all ranks as
+                `gradferry.checkpoint.merge` makes them one.
+            on_resize: what to do when another number of ranks saved it. ``"strict"`` refuses.
+                ``"mean"`` takes the states of all ranks and keeps what the averaged gradient still
+                misses: every rank gets the mean of the worker residuals, in one rounding, and
+                the owner residuals of the tiles it owns now. ``"drop"`` begins without residuals
+                (and without momentum).
 
         Raises:
             ConfigError: another ``on_resize``.
-            StateError: the dict belongs to another codec, model, rank or world size, is
-                incomplete or newer, or buckets are in flight.
+            StateError: the state is of another codec, model, seed, momentum or world size, misses a
+                slot or has one too many, is damaged or newer; or the hook is in the middle of a
+                step. Nothing was changed.
         """
-        if on_resize != "strict":
-            raise ConfigError(f"on_resize={on_resize!r} is not available; use 'strict'")
-        engine = self._bound().engine
-        if engine is None:
+        bound = self._bound()
+        if bound.engine is None:
             warnings.warn(
                 "this hook passes gradients through: the saved residuals are not used",
                 stacklevel=2,
             )
             return
-        identity = self._identity()
-        missing = sorted({*identity, "steps", "loss_scale", "worker", "owner"} - set(state_dict))
-        if missing:
-            raise StateError(f"the saved state lacks {', '.join(missing)}; it is not a state_dict")
-        for field, own in identity.items():
-            if state_dict[field] != own:
-                raise StateError(
-                    f"the saved state has {field} {state_dict[field]!r}, this hook has {own!r}; "
-                    "load it with the arguments, model, rank and world size it was saved with"
-                )
-        for field in ("worker", "owner"):
-            if not isinstance(state_dict[field], torch.Tensor):
-                raise StateError(f"the saved state's {field} residual is not a tensor")
-            if not state_dict[field].isfinite().all():
-                raise StateError(
-                    f"the saved state's {field} residual is not finite; it was damaged"
-                )
-        steps = state_dict["steps"]
-        if not isinstance(steps, int) or not 0 <= steps < 2**64:
-            raise StateError(f"the saved state has steps {steps!r}, which is no count")
-        engine.load_state(
-            steps=steps,
-            worker_residual=state_dict["worker"],
-            owner_residual=state_dict["owner"],
-            loss_scale=state_dict["loss_scale"],
+        own = unpack(
+            state_dict,
+            self._identity(),
+            bound.rank,
+            bound.engine.residual_sizes(),
+            self._tiles(),
+            on_resize,
         )
+        bound.engine.load_state(
+            steps=own.steps,
+            worker_residual=own.worker,
+            owner_residual=own.owner,
+            loss_scale=own.loss_scale,
+        )
+
+    def _tiles(self) -> list[Tile]:
+        engine = self._bound().engine
+        return [] if engine is None else [Tile(*row) for row in engine.tiles()]
 
     def _identity(self) -> dict[str, Any]:
         bound = self._bound()
         return {
-            "format": STATE_FORMAT,
             "codec": str(bound.config.codec),
-            "rank": bound.rank,
             "world_size": bound.world_size,
             "error_feedback": bound.config.error_feedback,
             "momentum": bound.config.momentum,
             "seed": bound.config.seed,
-            "layout_hash": bound.layout_hash,
+            "layout_hash": bound.saved_layout_hash,
         }
 
     def skip_step(self) -> None:

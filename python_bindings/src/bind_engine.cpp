@@ -60,6 +60,27 @@ py::dict stats_dict(const Engine& engine) {
   return result;
 }
 
+// (id, elements, offset in the worker residual, offset in the owner residual) of every tile; offset
+// -1: this rank has none.
+py::list tiles_list(const Engine& engine) {
+  const auto offset = [](uint64_t residual) {
+    return residual == kNoResidual ? int64_t{-1} : static_cast<int64_t>(residual);
+  };
+  const Layout& layout = engine.layout();
+  py::list result;
+  for (const Parameter& parameter : layout.parameters()) {
+    for (uint32_t t = 0; t < parameter.num_tiles; ++t) {
+      const uint64_t id = parameter.first_tile + t;
+      const bool keeps = parameter.worker_residual != kNoResidual;
+      const uint64_t worker =
+          keeps ? parameter.worker_residual + uint64_t{t} * kTileElements : kNoResidual;
+      result.append(py::make_tuple(id, layout.tile_elements(parameter, t), offset(worker),
+                                   offset(layout.owner_residual_offset(id))));
+    }
+  }
+  return result;
+}
+
 }  // namespace
 
 void bind_engine(py::module_& module) {
@@ -93,6 +114,12 @@ void bind_engine(py::module_& module) {
           },
           py::arg("steps"), py::arg("worker_residual"), py::arg("owner_residual"),
           py::arg("loss_scale"))
+      .def("residual_sizes",
+           [](const Engine& engine) {
+             return py::make_tuple(engine.layout().worker_residual_elements(),
+                                   engine.layout().owner_residual_elements());
+           })
+      .def("tiles", &tiles_list)
       .def("skip_step", &Engine::skip_step, py::call_guard<py::gil_scoped_release>())
       .def("add_to_worker_residual", &Engine::add_to_worker_residual, py::arg("parameter"),
            py::arg("values"), py::arg("factor"), py::call_guard<py::gil_scoped_release>())

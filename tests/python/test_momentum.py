@@ -125,9 +125,10 @@ def case_residual_around_a_poisoned_step(scenario: Scenario) -> list[torch.Tenso
     run = Run(scenario)
     for step in range(3):
         run.step(step)
-    before = run.state.state_dict()["worker"]
+    slot = f"slot_{run.rank}"
+    before = run.state.state_dict()[slot]["worker"]
     run.step(3)
-    return [before, run.state.state_dict()["worker"]]
+    return [before, run.state.state_dict()[slot]["worker"]]
 
 
 @pytest.mark.parametrize("momentum", [None, BETA])
@@ -135,9 +136,15 @@ def test_undone_residual_is_what_it_was_before_the_step(
     worlds: Worlds, momentum: float | None
 ) -> None:
     weights = (Weight("only", (64, 64)),)  # one tile, one unit of topk
-    scenario = Scenario(weights, 3, codec="topk:ratio=0.05", error_feedback="both", steps=4,
-                        poison={(3, 1, "only"): math.nan},
-                        options={"momentum": momentum})
+    scenario = Scenario(
+        weights,
+        3,
+        codec="topk:ratio=0.05",
+        error_feedback="both",
+        steps=4,
+        poison={(3, 1, "only"): math.nan},
+        options={"momentum": momentum},
+    )
     for before, after in worlds(3).run(case_residual_around_a_poisoned_step, scenario=scenario):
         assert before.abs().max() > 0.5
         # Three roundings of values below 64: v - D(p), D(p) - alpha g, and their sum.
@@ -182,7 +189,7 @@ def case_sgd(momentum_from_hook: bool) -> list[torch.Tensor]:
 
 
 def test_sgd_without_momentum_of_its_own_equals_sgd_with_momentum(worlds: Worlds) -> None:
-    # Halves and doubles commute with rounding, and equal gradients have an exact mean: no tolerance.
+    # Halves and doubles commute with rounding, and equal gradients have an exact mean.
     hooked = worlds(2).run(case_sgd, momentum_from_hook=True)
     plain = worlds(2).run(case_sgd, momentum_from_hook=False)
     for one, other in zip(hooked, plain, strict=True):

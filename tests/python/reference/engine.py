@@ -214,9 +214,7 @@ class ReferenceEngine:
                     continue
                 own = find_codec(codec).decode(payload, n, dtype, context)
                 gradient = wide[rank][part]
-                finish_residual(
-                    residual, gradient, own, arrived, usable, self.alpha, self.momentum
-                )
+                finish_residual(residual, gradient, own, arrived, usable, self.alpha, self.momentum)
             first_tile += tiles
         return np.concatenate(pieces) if pieces else np.array(by_rank[0])
 
