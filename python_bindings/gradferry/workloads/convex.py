@@ -23,11 +23,15 @@ _DISAGREEMENT = 0.05  # size of a worker's own weights against the shared ones
 
 
 class LinearModel(nn.Module):
-    """Float (batch, 64) in, float (batch, 256) out; weights (256, 64), no bias."""
+    """Float (batch, 64) in, float (batch, 256) out; weights (256, 64), no bias.
+
+    Weights start as far from the optimum as zero is, in all directions alike.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(_INPUTS, _OUTPUTS, bias=False)
+        nn.init.normal_(self.linear.weight, std=(_INPUTS * _OUTPUTS) ** -0.5)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         outputs: torch.Tensor = self.linear(inputs)
@@ -41,22 +45,26 @@ def load_convex() -> Task:
         name="convex",
         source=f"least squares, {_OUTPUTS * _INPUTS:,} weights, {_SAMPLES} samples, "
         f"{NUM_WORKERS} workers that disagree",
-        metric="gap to the optimum, relative to that of zero weights",
+        metric="gap to the optimum (zero weights: 1)",
         global_batch=_SAMPLES,
-        default_steps=1000,
-        learning_rate=1e-2,
-        sgd_learning_rate=0.05,
+        default_steps=2000,
+        learning_rate=1e-3,
+        sgd_learning_rate=1e-3,
         build_model=LinearModel,
         draw=lambda generator: problem,
         validation=[gap_batch(problem)],
         loss=squared_error,
         score=squared_error,
-        score_title="gap to the optimum",
+        score_title="gap",
+        lowest_loss=lowest_loss(problem),
     )
 
 
 def make_problem() -> Batch:
-    """Inputs (512, 64) and targets (512, 256) of all workers, float32."""
+    """Inputs (512, 64) and targets (512, 256) of all workers, float32.
+
+    Targets are scaled so that the gap between zero weights and the optimum is 1.
+    """
     generator = torch.Generator().manual_seed(_DATA_SEED)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -68,7 +76,8 @@ def make_problem() -> Batch:
     for worker in range(NUM_WORKERS):
         own = _DISAGREEMENT * normal(_INPUTS, _OUTPUTS)
         targets[worker::NUM_WORKERS] += inputs[worker::NUM_WORKERS] @ own
-    return inputs.float(), targets.float()
+    gap = (inputs @ optimum((inputs, targets))).square().sum() / _SAMPLES
+    return inputs.float(), (targets / gap.sqrt()).float()
 
 
 def optimum(problem: Batch) -> torch.Tensor:
@@ -78,17 +87,23 @@ def optimum(problem: Batch) -> torch.Tensor:
     return weights
 
 
-def gap_batch(problem: Batch) -> Batch:
-    """A batch whose mean loss is the gap to the optimum, 1 for weights of zero.
+def lowest_loss(problem: Batch) -> float:
+    """The mean loss at the optimum: workers disagree, so it is not 0."""
+    inputs, targets = (part.double() for part in problem)
+    residual = inputs @ optimum(problem) - targets
+    return float(residual.square().sum() / len(inputs))
 
-    With H the matrix of second derivatives, f(w) - f(w*) = |R w - R w*|^2 / 2 for any R with
-    R'R = H: no large numbers are subtracted, so the gap is exact to fp32 at any size.
+
+def gap_batch(problem: Batch) -> Batch:
+    """A batch whose mean loss is the mean loss of the problem less the lowest one.
+
+    f(w) - f(w*) = |R w - R w*|^2 / samples for any R with R'R = X'X. No large numbers are
+    subtracted, so that gaps far below fp32's precision of f can be told apart.
     """
     inputs = problem[0].double()
     root = torch.linalg.cholesky(inputs.T @ inputs, upper=True)
-    targets = root @ optimum(problem)
-    scale = (len(targets) / targets.square().sum()).sqrt()
-    return (scale * root).float(), (scale * targets).float()
+    root *= (len(root) / len(inputs)) ** 0.5  # this batch has fewer predictions
+    return root.float(), (root @ optimum(problem)).float()
 
 
 def squared_error(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -45,6 +45,7 @@ class Task:
     loss: Measure = cross_entropy
     score: Measure = correct  # what people look at beside the loss; a mean over predictions
     score_title: str = "accuracy"
+    lowest_loss: float = 0.0  # of the training data, where known; metric counts from there
 
     def mean_loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Of one batch, to call backward() on."""

@@ -18,7 +18,7 @@ from gradferry.errors import ConfigError, DivergedError
 from gradferry.wire_formula import all_reduce_bytes
 from gradferry.workloads.hooks import HookHandle, apply_hook, bucket_caps
 from gradferry.workloads.optimizers import make_optimizer
-from gradferry.workloads.task import Task, num_predictions
+from gradferry.workloads.task import Batch, Task, num_predictions
 
 FEWEST_STEPS = 3
 _WARMUP = 0.05  # of the steps: the learning rate rises, then falls as a cosine
@@ -84,9 +84,9 @@ def train(
     """Trains `task` with `hook` on every rank of the default process group; call it on all.
 
     Each rank takes its share of every global batch, one sample in W. `optimizer` is one of
-    OPTIMIZERS. The learning rate rises over
-    the first 5 % of the steps, then falls as a cosine. Returns the same result on every rank.
-    Raises ConfigError as check_size and make_optimizer do, DivergedError when ranks end with different parameters.
+    OPTIMIZERS; its learning rate rises over the first 5 % of the steps, then falls as a cosine.
+    Returns the same result on every rank. Raises ConfigError as check_size and make_optimizer do,
+    DivergedError when ranks end with different parameters.
     """
     world_size = dist.get_world_size()
     check_size(task, steps, world_size)
