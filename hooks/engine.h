@@ -24,10 +24,12 @@
 #include <string>
 #include <vector>
 
+#include "events.h"
 #include "exchange.h"
 #include "gradferry/error.h"
 #include "layout.h"
 #include "plan.h"
+#include "residual_sample.h"
 
 namespace gradferry {
 
@@ -60,6 +62,7 @@ struct EngineStats {
   uint64_t workspace_allocations = 0;
   uint64_t in_flight = 0;                           // buckets whose Future is not complete
   std::vector<std::vector<uint32_t>> step_buckets;  // parameters by bucket, last finished step
+  StepTimes times;
 };
 
 // What a checkpoint must hold; fp32 tensors of one dimension on CPU.
@@ -88,6 +91,7 @@ class Engine {
            c10::IValue value);
 
   EngineStats stats() const;
+  std::vector<BucketEvent> events() const { return log_.events(); }
   // Both throw Error(kState) while buckets are in flight.
   EngineState state() const;
   void load_state(const EngineState& state);
@@ -108,6 +112,9 @@ class Engine {
     Fault fault;
     std::string local_error;  // of this rank, when fault is kLocalFailure
     std::optional<uint64_t> nonfinite_tile;
+    // Each thread writes its own times; those of run() under mutex_.
+    BucketEvent event;
+    ProfilerContext profiler;
   };
   // A chunk under way, from encode to decode.
   struct ChunkJob {
@@ -151,12 +158,16 @@ class Engine {
   TileBatch make_batch(const PlannedBatch& planned, const ChunkJob& job, Stage stage,
                        std::vector<TileStatus>& status) const;
   std::string parameter_of(uint64_t tile) const;
+  void log_failed(std::vector<std::shared_ptr<BucketJob>> jobs);
+  Error with_events(const Error& error) const;
   void request_stop();
   [[noreturn]] void raise(const Error& error) const;
 
   const EngineOptions options_;
   std::atomic<uint64_t> wire_bytes_{0};
   const Layout layout_;
+  const ResidualSample sample_;
+  EventLog log_;
   std::vector<Lane> lanes_;
   std::optional<Exchange> exchange_;  // none when world_size is 1
   std::optional<at::ThreadLocalState> clean_;

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -197,20 +197,7 @@ def _start(
     config_hash = record_hash({key: record[key] for key in record if key != "parameters"})
     engine = None
     if not config.passes_through:
-        # First: it is collective, and whoever failed before it would keep the others waiting.
-        lanes = _make_lanes(group, nonce) if world_size > 1 else []
-        engine = _native.Engine(
-            parameters=[p.native() for p in parameters],
-            rank=rank,
-            world_size=world_size,
-            config_hash=config_hash,
-            layout_hash=layout_hash,
-            seed=config.seed,
-            warmup_steps=config.warmup_steps,
-            raise_nonfinite=config.nonfinite == "raise",
-            chunk_bytes=config.chunk_bytes,
-            lanes=lanes,
-        )
+        engine = start_engine(config, parameters, group, nonce, config_hash, layout_hash)
     hook = _native.BucketHook(
         engine=engine,
         parameters=[parameter for _, parameter in reduced_parameters(ddp)],
@@ -226,6 +213,37 @@ def _start(
         engine=engine,
         hook=hook,
         group_name=group.group_name,
+    )
+
+
+def start_engine(
+    config: Config,
+    parameters: Sequence[ParameterLayout],
+    group: dist.ProcessGroup,
+    nonce: str,
+    config_hash: int = 0,
+    layout_hash: int = 0,
+) -> _native.Engine:
+    """An engine on lanes of its own. Collective; the arguments are equal on all ranks.
+
+    Args:
+        nonce: unlike that of any other engine of the group.
+        config_hash, layout_hash: in every message header.
+    """
+    world_size = dist.get_world_size(group)
+    # First: it is collective, and whoever failed before it would keep the others waiting.
+    lanes = _make_lanes(group, nonce) if world_size > 1 else []
+    return _native.Engine(
+        parameters=[p.native() for p in parameters],
+        rank=dist.get_rank(group),
+        world_size=world_size,
+        config_hash=config_hash,
+        layout_hash=layout_hash,
+        seed=config.seed,
+        warmup_steps=config.warmup_steps,
+        raise_nonfinite=config.nonfinite == "raise",
+        chunk_bytes=config.chunk_bytes,
+        lanes=lanes,
     )
 
 
