@@ -71,16 +71,42 @@ GRADFERRY_DEVICE void keep_residual(const Slice& slice, float* residual, const f
   }
 }
 
-// residual = updated where that is finite, else what it was, in units of the loss scale of now.
+// residual = updated where that is finite, else what it was, in units of the loss scale of now. What
+// is kept is read again, in a loop that costs nothing where there is none.
 template <bool kByQuads>
 GRADFERRY_DEVICE void store_residual(const Slice& slice, const float* updated, const float* gain,
                                      float* residual) {
-  store_slice<ScalarType::kFloat32>(slice, reinterpret_cast<std::byte*>(residual), [&](uint32_t j) {
-    const uint32_t tested = kByQuads ? j / kQuad * kQuad : j;
-    if (!is_not_finite(updated[tested])) return bits(updated[j]);
+  auto* array = reinterpret_cast<std::byte*>(residual);
+  const bool by_quads = slice.is_whole() && has_aligned_quads<ScalarType::kFloat32>(array);
+  uint32_t kept = 0;  // bit j: element j of the lane
+  GRADFERRY_UNROLL
+  for (uint32_t row = 0; row < kRows; ++row) {
+    const float* x = updated + kQuad * row;
+    uint32_t quad_kept = 0;
+    if constexpr (kByQuads) {
+      quad_kept = is_not_finite(x[0]) ? 15 : 0;
+    } else {
+      GRADFERRY_UNROLL
+      for (uint32_t i = 0; i < kQuad; ++i) quad_kept |= (is_not_finite(x[i]) ? 1u : 0u) << i;
+    }
+    kept |= quad_kept << (kQuad * row);
+    const uint32_t items[kQuad] = {bits(x[0]), bits(x[1]), bits(x[2]), bits(x[3])};
+    const uint32_t element = slice.element(row);
+    if (by_quads && quad_kept == 0) {
+      store_quad<ScalarType::kFloat32>(array + element * sizeof(float), items);
+      continue;
+    }
+    GRADFERRY_UNROLL
+    for (uint32_t i = 0; i < kQuad; ++i) {
+      const bool stored = (quad_kept >> i & 1) == 0 && element + i < slice.num_elements;
+      if (stored) residual[element + i] = x[i];
+    }
+  }
+  for (; kept != 0; kept &= kept - 1) {
+    const uint32_t j = static_cast<uint32_t>(__ffs(static_cast<int>(kept))) - 1;
     const uint32_t element = slice.element(j / kQuad) + j % kQuad;
-    return element < slice.num_elements ? bits(kept_residual(residual[element], gain)) : 0u;
-  });
+    if (element < slice.num_elements) residual[element] = kept_residual(residual[element], gain);
+  }
 }
 
 template <typename Options>
