@@ -15,7 +15,7 @@ struct Bf16 {
   GRADFERRY_DEVICE static uint32_t payload_bytes(uint32_t n, ScalarType dtype, Stage stage, Options) {
     return bf16::payload_bytes(n, dtype, stage, CodecOptions());
   }
-  template <ScalarType>
+  template <ScalarType, bool>
   GRADFERRY_DEVICE static uint32_t encode(const TileUnit<Options>& unit, float* v,
                                           PayloadWriter& out) {
     return encode_cast<ScalarType::kBFloat16>(unit.slice, unit.payload_bytes, v, out,

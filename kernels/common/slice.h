@@ -165,29 +165,35 @@ GRADFERRY_DEVICE void clear_beyond_end(const Slice& slice, float* x) {
 
 // --- warps -----------------------------------------------------------------------------------------
 
-// Reduces x[row] of all rows over octets: the result of row lane % 8 over the lane's octet. Combines
-// neighbours first: lanes 1 apart, then 2, then 4. Each step halves the rows a lane still looks
-// after, so that 8 reductions of 8 lanes take 7 shuffles instead of 24.
+// Whether the lane belongs to the upper half of each pair that `lanes`, a power of two, tells apart.
+GRADFERRY_DEVICE bool is_upper(const Slice& slice, int lanes) {
+  return (slice.lane & static_cast<uint32_t>(lanes)) != 0;
+}
+
+// One step of reducing several rows over lanes that are `lanes` apart. Lower lanes go on with the even
+// rows, upper ones with the odd rows: each sends what it gives up. half[i] is row 2 i or 2 i + 1.
+template <uint32_t kCount, typename T, typename Op>
+GRADFERRY_DEVICE void halve_rows(const Slice& slice, int lanes, const T* x, T* half, Op op) {
+  const bool upper = is_upper(slice, lanes);
+  GRADFERRY_UNROLL
+  for (uint32_t i = 0; i < kCount / 2; ++i) {
+    const T sent = upper ? x[2 * i] : x[2 * i + 1];
+    const T kept = upper ? x[2 * i + 1] : x[2 * i];
+    half[i] = op(kept, __shfl_xor_sync(kAllLanes, sent, lanes));
+  }
+}
+
+// Reduces x[row] of all rows over 8 lanes, those told apart by three powers of two, the first one
+// first: 7 shuffles, not 24. A lane gets the row whose bits 0, 1, 2 are its places in the pairs of
+// first, second, third: with 1, 2, 4 an octet is reduced, and lane l has row l % 8.
 template <typename T, typename Op>
-GRADFERRY_DEVICE T rows_to_lanes(const Slice& slice, const T* x, Op op) {
-  T half[kRows / 2];
-  const bool odd1 = (slice.lane & 1) != 0, odd2 = (slice.lane & 2) != 0,
-             odd4 = (slice.lane & 4) != 0;
-  GRADFERRY_UNROLL
-  for (uint32_t i = 0; i < 4; ++i) {
-    const T sent = odd1 ? x[2 * i] : x[2 * i + 1];
-    const T kept = odd1 ? x[2 * i + 1] : x[2 * i];
-    half[i] = op(kept, __shfl_xor_sync(kAllLanes, sent, 1));
-  }
-  GRADFERRY_UNROLL
-  for (uint32_t i = 0; i < 2; ++i) {
-    const T sent = odd2 ? half[2 * i] : half[2 * i + 1];
-    const T kept = odd2 ? half[2 * i + 1] : half[2 * i];
-    half[i] = op(kept, __shfl_xor_sync(kAllLanes, sent, 2));
-  }
-  const T sent = odd4 ? half[0] : half[1];
-  const T kept = odd4 ? half[1] : half[0];
-  return op(kept, __shfl_xor_sync(kAllLanes, sent, 4));
+GRADFERRY_DEVICE T rows_to_lanes(const Slice& slice, const T* x, Op op, int first = 1,
+                                 int second = 2, int third = 4) {
+  T half[kRows / 2], quarter[kRows / 4], result;
+  halve_rows<kRows>(slice, first, x, half, op);
+  halve_rows<kRows / 2>(slice, second, half, quarter, op);
+  halve_rows<kRows / 4>(slice, third, quarter, &result, op);
+  return result;
 }
 
 // Combines the four octets, neighbours first; every lane has the result of row lane % 8.

@@ -7,12 +7,13 @@
 //   kUnitsAreQuads      a quad's elements share a unit, and a residual of a finite unit is finite
 //   kUsesDtype          payloads depend on the gradient's dtype
 //   static uint32_t payload_bytes(n, dtype, stage, options)
-//   template <ScalarType dtype> static uint32_t encode(const TileUnit<Options>&, float* v,
-//                                                      PayloadWriter& out)
+//   template <ScalarType dtype, bool kKeep>
+//   static uint32_t encode(const TileUnit<Options>&, float* v, PayloadWriter& out)
 //     Writes the payload of v, all of its bytes, and replaces v by v - D(p): by NaN in units that
-//     are not finite. Returns kTileNonFinite or 0. v is +0 beyond the tile's end.
-//   template <ScalarType dtype> static uint32_t decode(const TileUnit<Options>&,
-//                                                      const std::byte* payload, Sink sink)
+//     are not finite, by anything if kKeep is false. Returns kTileNonFinite or 0. v is +0 beyond the
+//     tile's end.
+//   template <ScalarType dtype, typename Sink>
+//   static uint32_t decode(const TileUnit<Options>&, const std::byte* payload, Sink sink)
 //     Calls sink(j, value) for all kLaneElements elements of the lane, in order; anything beyond the
 //     tile's end. NaNs are canonical. Returns kTile* flags.
 // encode and decode are called by whole blocks: they may use barriers and shared memory.
@@ -198,7 +199,7 @@ __global__ void __launch_bounds__(kTileThreads)
   }
 
   PayloadWriter writer(payload);
-  const uint32_t flags = Codec::template encode<dtype>(unit, v, writer);
+  const uint32_t flags = Codec::template encode<dtype, kResidual>(unit, v, writer);
   if constexpr (kResidual) store_residual<Codec::kUnitsAreQuads>(slice, v, gain, tile_residual);
   finish(batch, writer.checksum, flags);
 }
@@ -278,7 +279,7 @@ __global__ void __launch_bounds__(kTileThreads)
   clear_beyond_end(slice, v);
 
   PayloadWriter writer(payload);
-  flags |= Codec::template encode<dtype>(owner_unit, v, writer);
+  flags |= Codec::template encode<dtype, kResidual>(owner_unit, v, writer);
   if constexpr (kResidual) store_residual<Codec::kUnitsAreQuads>(slice, v, gain, tile_residual);
   finish(batch, writer.checksum, flags);
 }

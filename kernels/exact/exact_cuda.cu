@@ -15,7 +15,7 @@ struct Exact {
   GRADFERRY_DEVICE static uint32_t payload_bytes(uint32_t n, ScalarType dtype, Stage, Options) {
     return round_up(n * item_bytes(dtype), kPayloadAlignment);
   }
-  template <ScalarType dtype>
+  template <ScalarType dtype, bool>
   GRADFERRY_DEVICE static uint32_t encode(const TileUnit<Options>& unit, float* v,
                                           PayloadWriter& out) {
     return encode_cast<dtype>(unit.slice, unit.payload_bytes, v, out, [](float x) { return x; });

@@ -92,7 +92,7 @@ struct Q4 {
     return q4::payload_bytes(n, dtype, stage, CodecOptions());
   }
 
-  template <ScalarType>
+  template <ScalarType, bool>
   GRADFERRY_DEVICE static uint32_t encode(const TileUnit<Options>& unit, float* v,
                                           PayloadWriter& out) {
     const Slice& slice = unit.slice;

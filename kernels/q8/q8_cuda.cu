@@ -26,7 +26,7 @@ struct Q8 {
     return q8::payload_bytes(n, dtype, stage, CodecOptions());
   }
 
-  template <ScalarType>
+  template <ScalarType, bool>
   GRADFERRY_DEVICE static uint32_t encode(const TileUnit<Options>& unit, float* v,
                                           PayloadWriter& out) {
     const Slice& slice = unit.slice;
