@@ -71,9 +71,11 @@ struct Quantizer {
   float cut[kCount];
 
   GRADFERRY_DEVICE explicit Quantizer(float root) {
-    constexpr auto& kCuts = Codebook<kBits>::kCuts;
-    constexpr float k0 = kCuts[0], k1 = kCuts[1], k2 = kCuts[2], k3 = kCuts[3], k4 = kCuts[4],
-                    k5 = kCuts[5], k6 = kCuts[6];
+    // As constants: device code cannot refer to the array itself.
+    using Book = Codebook<kBits>;
+    constexpr float k0 = Book::kCuts[0], k1 = Book::kCuts[1], k2 = Book::kCuts[2],
+                    k3 = Book::kCuts[3], k4 = Book::kCuts[4], k5 = Book::kCuts[5],
+                    k6 = Book::kCuts[6];
     const float all[7] = {k0, k1, k2, k3, k4, k5, k6};
     GRADFERRY_UNROLL
     for (uint32_t i = 0; i < kCount; ++i) cut[i] = all[i] * root;
