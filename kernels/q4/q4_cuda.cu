@@ -8,6 +8,7 @@
 //      16 apart, which share a byte, are 4 lanes apart and meet by one shuffle per two rows
 // Encoding with error feedback moves 12.5 bytes per element. It is bound by memory as long as it
 // stays under some 80 instructions per element; most of what there is are the 9 of rounding.
+#include "kernels/common/e2m1_codes.h"
 #include "kernels/common/tile_launch.h"
 #include "kernels/q4/q4_layout.h"
 
@@ -45,25 +46,13 @@ struct Place {
   }
 };
 
-// The code of a number of nearest_doubled. 2^-127 makes the doubled values 2 and above normal, 1
-// subnormal: codes are then the top bits of fraction and exponent, 2 4 6 of them subnormal or not.
-GRADFERRY_DEVICE uint32_t code_of_doubled(float doubled) {
-  const uint32_t x = bits(doubled * 0x1p-127f);
-  return (x >> 22 & 7) | x >> 28;
-}
-// Its inverse, times S / 2: both products are exact.
-GRADFERRY_DEVICE float value_of_code(uint32_t code, float half_scale) {
-  const float x = from_bits((code & 7) << 22 | (code & 8) << 28);
-  return x * 0x1p127f * half_scale;
-}
-
 // Codes a row's quad: four codes, a byte each. x becomes what they withhold.
 GRADFERRY_DEVICE uint32_t encode_quad(float* x, float half_scale, float reciprocal) {
   uint32_t codes = 0;
   GRADFERRY_UNROLL
   for (uint32_t i = 0; i < kQuad; ++i) {
     const float doubled = q4::nearest_doubled(x[i], reciprocal);
-    codes |= code_of_doubled(doubled) << (8 * i);
+    codes |= q4::code_of_doubled(doubled) << (8 * i);
     x[i] = x[i] - doubled * half_scale;
   }
   return codes;
@@ -157,14 +146,8 @@ struct Q4 {
     const uint32_t exponent = read<uint8_t>(payload + q4::exponents_offset(n) + slice.warp);
 
     const int32_t k = static_cast<int32_t>(exponent) - q4::kExponentBias;
-    const bool no_scales = exponent == 0 || exponent == q4::kNonFiniteExponent;
-    const uint32_t most = no_scales                   ? 0
-                          : k == q4::kLargestExponent ? q4::kCappedScaleCode
-                                                      : q4::kLargestScaleCode;
-    const bool scale_is_valid = scale == 0 || (scale >= q4::kSmallestScaleCode && scale <= most);
-    const bool exponent_is_valid =
-        no_scales || (k >= q4::kSmallestExponent && k <= q4::kLargestExponent);
-    const bool valid = __all_sync(kAllLanes, scale_is_valid && exponent_is_valid ? 1 : 0) != 0;
+    const bool scale_is_valid = q4::is_valid_scale(scale, q4::scale_range(exponent));
+    const bool valid = __all_sync(kAllLanes, scale_is_valid ? 1 : 0) != 0;
     if (!valid || exponent == q4::kNonFiniteExponent) {
       GRADFERRY_UNROLL
       for (uint32_t j = 0; j < kLaneElements; ++j) sink(j, from_bits(kNanBits));
@@ -185,7 +168,7 @@ struct Q4 {
         const uint32_t meaningful = half == 0.0f ? 0 : codes[r];
         GRADFERRY_UNROLL
         for (uint32_t i = 0; i < kQuad; ++i) {
-          sink(kQuad * (row + r) + i, value_of_code(meaningful >> (8 * i), half));
+          sink(kQuad * (row + r) + i, q4::value_of_code(meaningful >> (8 * i), half));
         }
       }
     }
