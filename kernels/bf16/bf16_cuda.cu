@@ -11,6 +11,7 @@ struct Bf16 {
   using Options = NoOptions;
   static constexpr bool kUnitsAreQuads = false;
   static constexpr bool kUsesDtype = false;
+  static constexpr uint32_t kMinBlocks = 0;
 
   GRADFERRY_DEVICE static uint32_t payload_bytes(uint32_t n, ScalarType dtype, Stage stage, Options) {
     return bf16::payload_bytes(n, dtype, stage, CodecOptions());

@@ -6,6 +6,7 @@
 //   Options             trivially copyable: what CodecOptions holds
 //   kUnitsAreQuads      a quad's elements share a unit, and a residual of a finite unit is finite
 //   kUsesDtype          payloads depend on the gradient's dtype
+//   kMinBlocks          for __launch_bounds__: 0 leaves registers to the compiler, 1 has it spill none
 //   static uint32_t payload_bytes(n, dtype, stage, options)
 //   template <ScalarType dtype, bool kKeep>
 //   static uint32_t encode(const TileUnit<Options>&, float* v, PayloadWriter& out)
@@ -171,7 +172,7 @@ GRADFERRY_DEVICE TileUnit<typename Codec::Options> make_unit(
 // --- kernels -----------------------------------------------------------------------------------------
 
 template <typename Codec, ScalarType dtype, bool kResidual>
-__global__ void __launch_bounds__(kTileThreads)
+__global__ void __launch_bounds__(kTileThreads, Codec::kMinBlocks)
     encode_kernel(BatchArguments<typename Codec::Options> batch, const std::byte* gradient,
                   float alpha, const float* gain, float* residual, std::byte* out) {
   const Tile tile = batch.tiles[blockIdx.x];
@@ -205,7 +206,7 @@ __global__ void __launch_bounds__(kTileThreads)
 }
 
 template <typename Codec, ScalarType dtype>
-__global__ void __launch_bounds__(kTileThreads)
+__global__ void __launch_bounds__(kTileThreads, Codec::kMinBlocks)
     decode_kernel(BatchArguments<typename Codec::Options> batch, const std::byte* in,
                   std::byte* gradient, float beta, float* residual) {
   const Tile tile = batch.tiles[blockIdx.x];
@@ -238,7 +239,7 @@ __global__ void __launch_bounds__(kTileThreads)
 }
 
 template <typename Codec, ScalarType dtype, bool kResidual>
-__global__ void __launch_bounds__(kTileThreads)
+__global__ void __launch_bounds__(kTileThreads, Codec::kMinBlocks)
     reduce_kernel(BatchArguments<typename Codec::Options> batch,
                   const std::byte* const* payload_by_rank, uint32_t world_size, float inverse,
                   const float* gain, float* owner_residual, std::byte* out) {
@@ -285,7 +286,7 @@ __global__ void __launch_bounds__(kTileThreads)
 }
 
 template <typename Codec, ScalarType dtype>
-__global__ void __launch_bounds__(kTileThreads)
+__global__ void __launch_bounds__(kTileThreads, Codec::kMinBlocks)
     undo_kernel(BatchArguments<typename Codec::Options> batch, const std::byte* own_payload,
                 const std::byte* gradient, float alpha, float* residual) {
   const Tile tile = batch.tiles[blockIdx.x];

@@ -11,6 +11,7 @@ struct Exact {
   using Options = NoOptions;
   static constexpr bool kUnitsAreQuads = false;
   static constexpr bool kUsesDtype = true;
+  static constexpr uint32_t kMinBlocks = 0;
 
   GRADFERRY_DEVICE static uint32_t payload_bytes(uint32_t n, ScalarType dtype, Stage, Options) {
     return round_up(n * item_bytes(dtype), kPayloadAlignment);

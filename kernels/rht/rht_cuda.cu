@@ -167,6 +167,7 @@ struct Rht {
   using Options = NoOptions;
   static constexpr bool kUnitsAreQuads = false;
   static constexpr bool kUsesDtype = false;
+  static constexpr uint32_t kMinBlocks = 0;
 
   GRADFERRY_DEVICE static uint32_t payload_bytes(uint32_t n, ScalarType, Stage, Options) {
     return rht::payload_bytes(n, rht::Options{kBits});

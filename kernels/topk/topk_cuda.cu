@@ -21,6 +21,7 @@ struct Topk {
   using Options = topk::Options;
   static constexpr bool kUnitsAreQuads = false;
   static constexpr bool kUsesDtype = false;
+  static constexpr uint32_t kMinBlocks = 1;
 
   GRADFERRY_DEVICE static uint32_t payload_bytes(uint32_t n, ScalarType, Stage stage,
                                                  const Options& options) {
