@@ -26,7 +26,7 @@ package_build := build/torch-$(TORCH)
 quiet := tools/quiet.sh
 
 # Folders are listed too: theirs is the timestamp that changes when a file goes away.
-core_inputs := $(shell find CMakeLists.txt CMakePresets.json cmake include kernels tests/cpp benchmarks 2>/dev/null)
+core_inputs := $(shell find CMakeLists.txt CMakePresets.json cmake include kernels tests/cpp tests/simt tests/cuda benchmarks 2>/dev/null)
 package_inputs := $(shell find pyproject.toml README.md CMakeLists.txt cmake include hooks python_bindings \
     -not -name __pycache__ -not -name '*.pyc' 2>/dev/null)
 
@@ -48,7 +48,7 @@ demo: $(package_ready)  ## two ranks on this machine: what compression changes, 
 	@$(bin)/gradferry demo
 
 test: $(package_ready)  ## all fast tests
-	@$(quiet) build/ctest.log --show 'tests passed|Total Test time' ctest --preset core -j $(JOBS)
+	@$(quiet) build/ctest.log --show 'tests passed|Total Test time' ctest --preset core -LE slow -j $(JOBS)
 	@$(bin)/python -m pytest -q -m "not slow"
 
 test-full: $(package_ready)  ## all tests, also the slow ones and those under sanitizers
@@ -65,8 +65,8 @@ bench: $(core_ready)  ## kernels of every codec, against what memory allows
 	@build/core/benchmarks/codec_bench
 
 # --- lint ------------------------------------------------------------------------------------------
-cpp_files := $(shell find include kernels hooks python_bindings tests/cpp benchmarks \
-    '(' -name '*.h' -o -name '*.cpp' -o -name '*.cu' ')' 2>/dev/null)
+cpp_files := $(shell find include kernels hooks python_bindings tests/cpp tests/simt tests/cuda benchmarks \
+    '(' -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' ')' 2>/dev/null)
 cpp_headers := $(filter %.h,$(cpp_files))
 torch_sources := $(filter hooks/%.cpp python_bindings/%.cpp,$(cpp_files))
 core_sources := $(filter-out $(torch_sources),$(filter %.cpp,$(cpp_files)))

@@ -13,7 +13,8 @@ struct Bf16 {
   static constexpr bool kUsesDtype = false;
   static constexpr uint32_t kMinBlocks = 0;
 
-  GRADFERRY_DEVICE static uint32_t payload_bytes(uint32_t n, ScalarType dtype, Stage stage, Options) {
+  GRADFERRY_DEVICE static uint32_t payload_bytes(uint32_t n, ScalarType dtype, Stage stage,
+                                                 Options) {
     return bf16::payload_bytes(n, dtype, stage, CodecOptions());
   }
   template <ScalarType, bool>

@@ -1,6 +1,6 @@
 // The one door to CUDA: what a .cu file needs of it, under nvcc and under the SIMT emulator of
-// tests/simt, which compiles the same sources for the CPU (GRADFERRY_SIMT). What kernels must keep to
-// so that both work is a section of docs/adding_a_codec.md.
+// tests/simt, which compiles the same sources for the CPU (GRADFERRY_SIMT). What kernels must keep
+// to so that both work is a section of docs/adding_a_codec.md.
 #pragma once
 
 #include <cstddef>
@@ -29,13 +29,13 @@
 #define GRADFERRY_UNROLL _Pragma("unroll")
 #define GRADFERRY_SHARED(Type, name) __shared__ Type name
 
-#define GRADFERRY_CUDA_TRY(call)                                                              \
-  do {                                                                                        \
-    const cudaError_t error = (call);                                                         \
-    GRADFERRY_EXPECTS(error == cudaSuccess, kState,                                           \
-                      std::string("CUDA refused " #call ": ") + cudaGetErrorString(error) +   \
-                          "; an error of earlier work shows here too: run with "              \
-                          "CUDA_LAUNCH_BLOCKING=1 to find it");                               \
+#define GRADFERRY_CUDA_TRY(call)                                                            \
+  do {                                                                                      \
+    const cudaError_t error = (call);                                                       \
+    GRADFERRY_EXPECTS(error == cudaSuccess, kState,                                         \
+                      std::string("CUDA refused " #call ": ") + cudaGetErrorString(error) + \
+                          "; an error of earlier work shows here too: run with "            \
+                          "CUDA_LAUNCH_BLOCKING=1 to find it");                             \
   } while (false)
 #define GRADFERRY_CHECK_LAUNCH() GRADFERRY_CUDA_TRY(cudaGetLastError())
 
@@ -54,14 +54,17 @@ void launch(uint32_t num_blocks, uint32_t num_threads, [[maybe_unused]] Stream s
 #if defined(GRADFERRY_SIMT)
   ::simt::launch(__PRETTY_FUNCTION__, num_blocks, num_threads, [&] { kKernel(args...); });
 #else
+  // clang-format off
   kKernel<<<num_blocks, num_threads, 0, static_cast<cudaStream_t>(stream)>>>(args...);
+  // clang-format on
   GRADFERRY_CHECK_LAUNCH();
 #endif
 }
 
-// --- memory ----------------------------------------------------------------------------------------
-// A T at an address that is a multiple of its size; the emulator checks that it is. With T = Bytes16
-// or Bytes8 a single access moves that many bytes.
+// --- memory
+// ---------------------------------------------------------------------------------------- A T at
+// an address that is a multiple of its size; the emulator checks that it is. With T = Bytes16 or
+// Bytes8 a single access moves that many bytes.
 struct alignas(16) Bytes16 {
   uint32_t word[4];
 };

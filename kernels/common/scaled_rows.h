@@ -1,5 +1,5 @@
-// A bf16 scale per block of 128 elements (block_scale.h), on CUDA: a block is a row of a warp's slice
-// (slice.h), and lane l looks after the scale of row l % 8.
+// A bf16 scale per block of 128 elements (block_scale.h), on CUDA: a block is a row of a warp's
+// slice (slice.h), and lane l looks after the scale of row l % 8.
 #pragma once
 
 #include "kernels/common/block_scale.h"

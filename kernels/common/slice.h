@@ -3,10 +3,11 @@
 //
 //   element 1024 * warp + 128 * row + 4 * lane + i  is  x[4 * row + i] of its lane
 //
-// A warp so reads and writes whole 512-byte lines of fp32 with one 16-byte access per lane. Blocks of
-// 128 elements are rows, blocks of 32 are the quads of 8 neighbouring lanes (an octet), and groups of
-// 1024 are slices: every scale is found within a warp, without shared memory or barriers. 32
-// elements per lane in registers keep enough loads on the way (256 bytes per lane with a residual).
+// A warp so reads and writes whole 512-byte lines of fp32 with one 16-byte access per lane. Blocks
+// of 128 elements are rows, blocks of 32 are the quads of 8 neighbouring lanes (an octet), and
+// groups of 1024 are slices: every scale is found within a warp, without shared memory or barriers.
+// 32 elements per lane in registers keep enough loads on the way (256 bytes per lane with a
+// residual).
 #pragma once
 
 #include "kernels/common/conversions.h"
@@ -49,7 +50,8 @@ struct Slice {
   }
 };
 
-// --- quads -----------------------------------------------------------------------------------------
+// --- quads
+// -----------------------------------------------------------------------------------------
 
 template <ScalarType dtype>
 GRADFERRY_DEVICE float widen(uint32_t bits_of_item) {
@@ -110,9 +112,10 @@ GRADFERRY_DEVICE bool has_aligned_quads(const void* p) {
   return reinterpret_cast<uintptr_t>(p) % (kQuad * item_bytes(dtype)) == 0;
 }
 
-// --- slices ----------------------------------------------------------------------------------------
-// Whole slices of aligned arrays go by quads, back to back; all others element by element, which a
-// warp does to the same lines.
+// --- slices
+// ---------------------------------------------------------------------------------------- Whole
+// slices of aligned arrays go by quads, back to back; all others element by element, which a warp
+// does to the same lines.
 
 // x = the lane's elements of a tile's array, +0 beyond its end.
 template <ScalarType dtype>
@@ -163,15 +166,18 @@ GRADFERRY_DEVICE void clear_beyond_end(const Slice& slice, float* x) {
   }
 }
 
-// --- warps -----------------------------------------------------------------------------------------
+// --- warps
+// -----------------------------------------------------------------------------------------
 
-// Whether the lane belongs to the upper half of each pair that `lanes`, a power of two, tells apart.
+// Whether the lane belongs to the upper half of each pair that `lanes`, a power of two, tells
+// apart.
 GRADFERRY_DEVICE bool is_upper(const Slice& slice, int lanes) {
   return (slice.lane & static_cast<uint32_t>(lanes)) != 0;
 }
 
-// One step of reducing several rows over lanes that are `lanes` apart. Lower lanes go on with the even
-// rows, upper ones with the odd rows: each sends what it gives up. half[i] is row 2 i or 2 i + 1.
+// One step of reducing several rows over lanes that are `lanes` apart. Lower lanes go on with the
+// even rows, upper ones with the odd rows: each sends what it gives up. half[i] is row 2 i or 2 i
+// + 1.
 template <uint32_t kCount, typename T, typename Op>
 GRADFERRY_DEVICE void halve_rows(const Slice& slice, int lanes, const T* x, T* half, Op op) {
   const bool upper = is_upper(slice, lanes);

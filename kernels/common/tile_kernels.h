@@ -6,17 +6,16 @@
 //   Options             trivially copyable: what CodecOptions holds
 //   kUnitsAreQuads      a quad's elements share a unit, and a residual of a finite unit is finite
 //   kUsesDtype          payloads depend on the gradient's dtype
-//   kMinBlocks          for __launch_bounds__: 0 leaves registers to the compiler, 1 has it spill none
-//   static uint32_t payload_bytes(n, dtype, stage, options)
-//   template <ScalarType dtype, bool kKeep>
-//   static uint32_t encode(const TileUnit<Options>&, float* v, PayloadWriter& out)
+//   kMinBlocks          for __launch_bounds__: 0 leaves registers to the compiler, 1 has it spill
+//   none static uint32_t payload_bytes(n, dtype, stage, options) template <ScalarType dtype, bool
+//   kKeep> static uint32_t encode(const TileUnit<Options>&, float* v, PayloadWriter& out)
 //     Writes the payload of v, all of its bytes, and replaces v by v - D(p): by NaN in units that
-//     are not finite, by anything if kKeep is false. Returns kTileNonFinite or 0. v is +0 beyond the
-//     tile's end.
+//     are not finite, by anything if kKeep is false. Returns kTileNonFinite or 0. v is +0 beyond
+//     the tile's end.
 //   template <ScalarType dtype, typename Sink>
 //   static uint32_t decode(const TileUnit<Options>&, const std::byte* payload, Sink sink)
-//     Calls sink(j, value) for all kLaneElements elements of the lane, in order; anything beyond the
-//     tile's end. NaNs are canonical. Returns kTile* flags.
+//     Calls sink(j, value) for all kLaneElements elements of the lane, in order; anything beyond
+//     the tile's end. NaNs are canonical. Returns kTile* flags.
 // encode and decode are called by whole blocks: they may use barriers and shared memory.
 //
 // What limits these kernels is memory: with error feedback 12 bytes per fp32 element and the
@@ -57,7 +56,8 @@ struct TileUnit {
 
 struct NoOptions {};
 
-// --- device helpers ----------------------------------------------------------------------------------
+// --- device helpers
+// ----------------------------------------------------------------------------------
 
 // A residual that is kept is converted to the present loss scale, where that leaves it finite.
 GRADFERRY_DEVICE float kept_residual(float old, const float* gain) {
@@ -73,8 +73,8 @@ GRADFERRY_DEVICE void keep_residual(const Slice& slice, float* residual, const f
   }
 }
 
-// residual = updated where that is finite, else what it was, in units of the loss scale of now. What
-// is kept is read again, in a loop that costs nothing where there is none.
+// residual = updated where that is finite, else what it was, in units of the loss scale of now.
+// What is kept is read again, in a loop that costs nothing where there is none.
 template <bool kByQuads>
 GRADFERRY_DEVICE void store_residual(const Slice& slice, const float* updated, const float* gain,
                                      float* residual) {
@@ -169,7 +169,8 @@ GRADFERRY_DEVICE TileUnit<typename Codec::Options> make_unit(
           batch.options};
 }
 
-// --- kernels -----------------------------------------------------------------------------------------
+// --- kernels
+// -----------------------------------------------------------------------------------------
 
 template <typename Codec, ScalarType dtype, bool kResidual>
 __global__ void __launch_bounds__(kTileThreads, Codec::kMinBlocks)
@@ -249,8 +250,8 @@ __global__ void __launch_bounds__(kTileThreads, Codec::kMinBlocks)
   const Slice& slice = unit.slice;
   std::byte* payload = out + tile.output_offset;
   float* tile_residual = kResidual ? owner_residual + tile.residual_offset : nullptr;
-  if (batch.hold_zero_tiles && all_payloads_are_zero(payload_by_rank, world_size,
-                                                     tile.payload_offset, unit.payload_bytes)) {
+  if (batch.hold_zero_tiles &&
+      all_payloads_are_zero(payload_by_rank, world_size, tile.payload_offset, unit.payload_bytes)) {
     write_zero_payload(payload, owner_unit.payload_bytes);
     if constexpr (kResidual) keep_residual(slice, tile_residual, gain);
     set_status(batch, {0, 0});

@@ -1,5 +1,5 @@
-// The launchers of tile_kernels.h: from the functions of the codec contract to kernels. Nothing here
-// waits for the device.
+// The launchers of tile_kernels.h: from the functions of the codec contract to kernels. Nothing
+// here waits for the device.
 #pragma once
 
 #include "kernels/common/tile_kernels.h"
@@ -49,8 +49,8 @@ struct TileLauncher {
     const auto arguments = arguments_of<typename Codec::Options>(batch);
     auto* g = static_cast<std::byte*>(gradient);
     with_gradient_dtype(batch.dtype, [&]<ScalarType dtype>() {
-      launch<decode_kernel<Codec, dtype>>(batch.num_tiles, kTileThreads, batch.stream, arguments, in,
-                                          g, beta, residual);
+      launch<decode_kernel<Codec, dtype>>(batch.num_tiles, kTileThreads, batch.stream, arguments,
+                                          in, g, beta, residual);
     });
   }
 

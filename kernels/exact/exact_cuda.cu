@@ -1,5 +1,5 @@
-// The exact codec on CUDA: the gradient's own numbers. Bound by memory at every dtype. fp64 is summed
-// in fp64 and so has kernels of its own, exact_float64_kernels.h.
+// The exact codec on CUDA: the gradient's own numbers. Bound by memory at every dtype. fp64 is
+// summed in fp64 and so has kernels of its own, exact_float64_kernels.h.
 #include "kernels/common/cast_kernels.h"
 #include "kernels/common/tile_launch.h"
 #include "kernels/exact/exact_float64_kernels.h"

@@ -1,6 +1,6 @@
-// The exact codec for fp64 gradients on CUDA: fp64 arithmetic, fp32 residuals. A block per tile, whose
-// threads take its elements in turn; fp64 gradients are too rare for more. exact_float64.h is the
-// same on CPU.
+// The exact codec for fp64 gradients on CUDA: fp64 arithmetic, fp32 residuals. A block per tile,
+// whose threads take its elements in turn; fp64 gradients are too rare for more. exact_float64.h is
+// the same on CPU.
 #pragma once
 
 #include "kernels/common/tile_launch.h"
@@ -96,8 +96,8 @@ __global__ void __launch_bounds__(kTileThreads)
   const uint32_t n = tile.num_elements;
   float* r = residual == nullptr ? nullptr : residual + tile.residual_offset;
   PayloadWriter writer(out + tile.output_offset);
-  if (batch.hold_zero_tiles && all_payloads_are_zero(payload_by_rank, world_size,
-                                                     tile.payload_offset, payload_bytes(n))) {
+  if (batch.hold_zero_tiles &&
+      all_payloads_are_zero(payload_by_rank, world_size, tile.payload_offset, payload_bytes(n))) {
     write_zero_payload(writer.payload, payload_bytes(n));
     if (r != nullptr) keep_residual(Slice(n), r, gain);
     set_status(batch, {0, 0});
@@ -137,7 +137,8 @@ __global__ void __launch_bounds__(kTileThreads)
   finish(batch, 0, flags);
 }
 
-// --- launchers -------------------------------------------------------------------------------------
+// --- launchers
+// -------------------------------------------------------------------------------------
 
 inline void encode(const TileBatch& batch, const void* gradient, float alpha, const float* gain,
                    float* residual, std::byte* out) {

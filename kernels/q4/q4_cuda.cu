@@ -1,7 +1,7 @@
 // The q4 codec on CUDA.
 //
-// A group of 1024 is the slice of a warp, a block of 32 the quads of 8 neighbouring lanes in one row
-// (slice.h). So a group is coded by one warp in three steps, all of them in registers:
+// A group of 1024 is the slice of a warp, a block of 32 the quads of 8 neighbouring lanes in one
+// row (slice.h). So a group is coded by one warp in three steps, all of them in registers:
 //   1. largest magnitudes of the 32 blocks, each ending up in the lane that will look after it
 //   2. that lane computes the block's scale: one division and one reciprocal per 32 elements
 //   3. codes and what they withhold, with the scales handed back to the octets; codes of elements

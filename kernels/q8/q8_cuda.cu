@@ -1,8 +1,9 @@
 // The q8 codec on CUDA.
 //
-// A block of 128 is a row of a warp's slice (slice.h); a lane's four codes of a row are one word, so
-// that a warp writes a row's codes as one line. Lane l finds the scale of row l % 8: one division and
-// one reciprocal per 32 elements. Encoding with error feedback moves 13 bytes per element.
+// A block of 128 is a row of a warp's slice (slice.h); a lane's four codes of a row are one word,
+// so that a warp writes a row's codes as one line. Lane l finds the scale of row l % 8: one
+// division and one reciprocal per 32 elements. Encoding with error feedback moves 13 bytes per
+// element.
 #include "kernels/common/scaled_rows.h"
 #include "kernels/common/tile_launch.h"
 #include "kernels/q8/q8_layout.h"
@@ -37,7 +38,8 @@ struct Q8 {
 
     uint32_t largest[kRows];
     quad_maxima(v, largest);
-    const uint32_t row_largest = combine_octets(rows_to_lanes(slice, largest, Maximum()), Maximum());
+    const uint32_t row_largest =
+        combine_octets(rows_to_lanes(slice, largest, Maximum()), Maximum());
     const bool finite = row_largest < kInfinityBits;
     const q8::BlockScale<float> own = q8::scale_of(from_bits(row_largest));
     write_scale(slice, scales_offset, finite ? own.code : block_scale::kNonFinite, out);
@@ -83,9 +85,8 @@ struct Q8 {
       broken_rows |= (broken ? 1u : 0u) << row;
     }
     broken_rows = warp_or(broken_rows);
-    const RowScale own =
-        read_scale(slice, payload, q8::scales_offset(n), q8::kLargestScale,
-                   (broken_rows >> (slice.lane % kRows) & 1) != 0);
+    const RowScale own = read_scale(slice, payload, q8::scales_offset(n), q8::kLargestScale,
+                                    (broken_rows >> (slice.lane % kRows) & 1) != 0);
     GRADFERRY_UNROLL
     for (uint32_t row = 0; row < kRows; ++row) {
       const float scale = of_row(own.scale, row);

@@ -1,10 +1,10 @@
 // The rht codec on CUDA.
 //
 // A block of 128 is a row of a warp's slice, and a warp codes its eight rows without shared memory:
-// the transform's strides of 4 and more are shuffles, 5 per element and direction. That, not memory,
-// is what encoding with error feedback has most of: some 13 shuffles per element beside 12.5 bytes.
-// Square roots, quotients and random bits are computed by one lane per row; sums over rows of eight
-// blocks share their shuffles (rows_to_lanes).
+// the transform's strides of 4 and more are shuffles, 5 per element and direction. That, not
+// memory, is what encoding with error feedback has most of: some 13 shuffles per element
+// beside 12.5 bytes. Square roots, quotients and random bits are computed by one lane per row; sums
+// over rows of eight blocks share their shuffles (rows_to_lanes).
 #include "kernels/common/scaled_rows.h"
 #include "kernels/common/tile_launch.h"
 #include "kernels/rht/rht_rows.h"
@@ -12,7 +12,8 @@
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE {
 namespace {
 
-// --- device helpers ----------------------------------------------------------------------------------
+// --- device helpers
+// ----------------------------------------------------------------------------------
 
 // Random signs: lane l has the word of row l % 8 that concerns its octet.
 struct Signs {
@@ -40,7 +41,8 @@ GRADFERRY_DEVICE float flip(float x, uint32_t signs, uint32_t e) {
 // Each row's sum of squares, in the lane that rows_to_lanes(.., 16, 8, 4) gives it to.
 GRADFERRY_DEVICE float energies(const Slice& slice, const float* x) {
   float folded[kQuad];
-  rht::fold_rows(slice, 16, 8, 4, [&](uint32_t j) { return x[j] * x[j]; }, folded);
+  rht::fold_rows(
+      slice, 16, 8, 4, [&](uint32_t j) { return x[j] * x[j]; }, folded);
   rht::fold_pairs(2, folded);
   rht::fold_pairs(1, folded);
   return rht::fold_quad(folded);
@@ -119,8 +121,7 @@ GRADFERRY_DEVICE void read_plane(const Slice& slice, const std::byte* codes, uin
   GRADFERRY_UNROLL
   for (uint32_t i = 0; i < kWidth; ++i) {
     const uint32_t block = kRows * slice.warp + plane.row(i);
-    words[i] =
-        block < num_blocks ? read<uint32_t>(codes + block * block_bytes + plane.offset) : 0;
+    words[i] = block < num_blocks ? read<uint32_t>(codes + block * block_bytes + plane.offset) : 0;
   }
   plane.spread(slice, words, fields);
 }
@@ -160,7 +161,8 @@ GRADFERRY_DEVICE void read_codes(const Slice& slice, const std::byte* payload, u
   }
 }
 
-// --- codec -------------------------------------------------------------------------------------------
+// --- codec
+// -------------------------------------------------------------------------------------------
 
 template <uint32_t kBits>
 struct Rht {
@@ -191,8 +193,7 @@ struct Rht {
     for (uint32_t row = 0; row < kRows; ++row) {
       float* z = x + kQuad * row;
       const uint32_t flips = signs.of_quad(slice, row);
-      const rht::Quantizer<kBits> quantizer(
-          __shfl_sync(kAllLanes, state.root, energy_lane(row)));
+      const rht::Quantizer<kBits> quantizer(__shfl_sync(kAllLanes, state.root, energy_lane(row)));
       GRADFERRY_UNROLL
       for (uint32_t e = 0; e < kQuad; ++e) z[e] = flip(z[e], flips, e);
       rht::transform_row(slice, z);
@@ -212,7 +213,8 @@ struct Rht {
 
     // Scales, in the lanes that have their rows' projections.
     float folded[kQuad];
-    rht::fold_rows(slice, 16, 8, 2, [&](uint32_t j) { return x[j]; }, folded);
+    rht::fold_rows(
+        slice, 16, 8, 2, [&](uint32_t j) { return x[j]; }, folded);
     rht::fold_pairs(1, folded);
     float projection = rht::fold_quad(folded);
     projection = projection + __shfl_xor_sync(kAllLanes, projection, 4);
@@ -306,9 +308,8 @@ void encode(const TileBatch& batch, const void* gradient, float alpha, const flo
 }
 void decode(const TileBatch& batch, const std::byte* in, void* gradient, float beta,
             float* residual) {
-  with_bits(batch, [&]<typename Launcher>() {
-    Launcher::decode(batch, in, gradient, beta, residual);
-  });
+  with_bits(batch,
+            [&]<typename Launcher>() { Launcher::decode(batch, in, gradient, beta, residual); });
 }
 void reduce(const TileBatch& batch, const std::byte* const* payload_by_rank, uint32_t world_size,
             const float* gain, float* owner_residual, std::byte* out) {

@@ -1,9 +1,9 @@
 // The sign1 codec on CUDA.
 //
 // A block of 128 is a row of a warp's slice (slice.h), whose sum's tree is four elements in a lane,
-// then lanes 1, 2, 4, 8 and 16 apart. Lane l finds the scale of row l % 8, and collects the 32 signs
-// of its octet in that row: a warp writes its 1024 signs as one line of 128 bytes. Encoding with
-// error feedback moves 12.1 bytes per element.
+// then lanes 1, 2, 4, 8 and 16 apart. Lane l finds the scale of row l % 8, and collects the 32
+// signs of its octet in that row: a warp writes its 1024 signs as one line of 128 bytes. Encoding
+// with error feedback moves 12.1 bytes per element.
 #include "kernels/common/scaled_rows.h"
 #include "kernels/common/tile_launch.h"
 #include "kernels/sign1/sign1_layout.h"
@@ -88,8 +88,7 @@ struct Sign1 {
     const uint32_t offset = word_offset(slice);
     // The payload goes on after the signs: a word that is half theirs may be read as a whole.
     const uint32_t word = offset + 2 <= scales_offset ? read<uint32_t>(payload + offset) : 0;
-    const RowScale own =
-        read_scale(slice, payload, scales_offset, block_scale::kLargest, false);
+    const RowScale own = read_scale(slice, payload, scales_offset, block_scale::kLargest, false);
     GRADFERRY_UNROLL
     for (uint32_t row = 0; row < kRows; ++row) {
       const float scale = of_row(own.scale, row);

@@ -1,10 +1,10 @@
 // Choosing and finding the kept elements of a tile, by a whole block of threads.
 //
-// Magnitudes compare as floats: none is NaN, and the order of finite floats that are not negative is
-// that of their bits. The k-th largest is found by bisection on the bits, each step counting over the
-// registers of all threads; it ends as soon as exactly k are not below, after some 16 steps on
-// gradients. What is chosen is then ranked in the order of elements, which is that of warps, rows,
-// lanes and quads (kernels/common/slice.h), by scans over lanes and warps.
+// Magnitudes compare as floats: none is NaN, and the order of finite floats that are not negative
+// is that of their bits. The k-th largest is found by bisection on the bits, each step counting
+// over the registers of all threads; it ends as soon as exactly k are not below, after some 16
+// steps on gradients. What is chosen is then ranked in the order of elements, which is that of
+// warps, rows, lanes and quads (kernels/common/slice.h), by scans over lanes and warps.
 #pragma once
 
 #include "kernels/common/slice.h"

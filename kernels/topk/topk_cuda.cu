@@ -104,13 +104,12 @@ struct Topk {
     }
     const uint32_t word =
         layout.bitmap ? topk::bitmap_word(positions, layout) : decoded.bitmap[threadIdx.x];
-    const Scanned ones =
-        exclusive_sum<kTileThreads>(storage, static_cast<uint32_t>(__popc(word)));
+    const Scanned ones = exclusive_sum<kTileThreads>(storage, static_cast<uint32_t>(__popc(word)));
     decoded.before[threadIdx.x] = ones.before;
     decoded.bitmap[threadIdx.x] = word;
     const uint32_t rest = slice.num_elements - 32 * threadIdx.x;  // of elements, from the word on
-    const bool is_inside = 32 * threadIdx.x >= slice.num_elements ? word == 0
-                                                                  : rest >= 32 || word >> rest == 0;
+    const bool is_inside =
+        32 * threadIdx.x >= slice.num_elements ? word == 0 : rest >= 32 || word >> rest == 0;
     valid = valid && is_inside && ones.total == layout.k;
     if (__syncthreads_and(valid ? 1 : 0) == 0) {
       return give_all(from_bits(kNanBits), sink) | kTileCorrupt;
@@ -120,8 +119,8 @@ struct Topk {
     for (uint32_t row = 0; row < kRows; ++row) {
       const uint32_t index = slice.element(row) / 32, shift = slice.element(row) % 32;
       const uint32_t bitmap = decoded.bitmap[index];
-      uint32_t rank = decoded.before[index] +
-                      static_cast<uint32_t>(__popc(bitmap & ((1u << shift) - 1)));
+      uint32_t rank =
+          decoded.before[index] + static_cast<uint32_t>(__popc(bitmap & ((1u << shift) - 1)));
       GRADFERRY_UNROLL
       for (uint32_t i = 0; i < kQuad; ++i) {
         const bool is_kept = (bitmap >> (shift + i) & 1) != 0;

@@ -1,6 +1,6 @@
-// The sections of a topk payload on CUDA: values and positions, between bytes and shared memory. All
-// functions are called by whole blocks; none begins or ends with a barrier. Sections begin at any
-// byte, so bytes are what is read and written: they are few.
+// The sections of a topk payload on CUDA: values and positions, between bytes and shared memory.
+// All functions are called by whole blocks; none begins or ends with a barrier. Sections begin at
+// any byte, so bytes are what is read and written: they are few.
 #pragma once
 
 #include "kernels/common/e2m1_codes.h"
@@ -21,10 +21,11 @@ struct Kept {
 
 GRADFERRY_DEVICE uint32_t byte_at(const std::byte* p) { return read<uint8_t>(p); }
 
-// --- encoding --------------------------------------------------------------------------------------
+// --- encoding
+// --------------------------------------------------------------------------------------
 
-// Values as one group of e2m1.h, each replaced by what its code withholds. A warp takes every fourth
-// block, a lane one value of it. Needs a barrier before; ends without one.
+// Values as one group of e2m1.h, each replaced by what its code withholds. A warp takes every
+// fourth block, a lane one value of it. Needs a barrier before; ends without one.
 GRADFERRY_DEVICE void encode_e2m1(const Slice& slice, Kept& kept, uint32_t k, PayloadWriter& out) {
   const uint32_t blocks = num_blocks(k), codes_end = code_bytes(k);
   for (uint32_t block = slice.warp; block < blocks; block += kWarps) {
@@ -86,7 +87,8 @@ GRADFERRY_DEVICE void encode_bitmap(const Slice& slice, const Ranks& ranks, cons
   }
 }
 
-// --- decoding --------------------------------------------------------------------------------------
+// --- decoding
+// --------------------------------------------------------------------------------------
 
 // What marks a tile that is not finite: the only bytes of it that are not zero.
 struct Mark {
@@ -122,10 +124,12 @@ GRADFERRY_DEVICE bool decode_e2m1(const std::byte* in, uint32_t k, float* values
     const uint32_t scale = byte_at(scales + block);
     valid = valid && e2m1::is_valid_scale(scale, range);
     const float half_scale =
-        valid ? 0.5f * e2m1::decode_scale(scale, static_cast<int32_t>(exponent) - e2m1::kExponentBias)
-              : 0.0f;
+        valid
+            ? 0.5f * e2m1::decode_scale(scale, static_cast<int32_t>(exponent) - e2m1::kExponentBias)
+            : 0.0f;
     const uint32_t pair = byte_at(in + block * e2m1::kHalfBlock + i % e2m1::kHalfBlock);
-    values[j] = unsigned_zero(e2m1::value_of_code(i < e2m1::kHalfBlock ? pair : pair >> 4, half_scale));
+    values[j] =
+        unsigned_zero(e2m1::value_of_code(i < e2m1::kHalfBlock ? pair : pair >> 4, half_scale));
   }
   return valid;
 }

@@ -22,7 +22,9 @@ inline std::string dtype_name(ScalarType dtype) {
   return names[static_cast<size_t>(dtype)];
 }
 
-inline void PrintTo(const Case& c, std::ostream* out) { *out << c.codec << " " << dtype_name(c.dtype); }
+inline void PrintTo(const Case& c, std::ostream* out) {
+  *out << c.codec << " " << dtype_name(c.dtype);
+}
 
 // Defaults with every dtype, other options with fp32: no codec combines the two.
 inline std::vector<Case> all_cases() {

@@ -5,9 +5,9 @@
 
 namespace gradferry {
 
-#define GRADFERRY_DECLARE(codec)                        \
-  namespace emulated {                                  \
-  extern const CodecFunctions codec##_functions;        \
+#define GRADFERRY_DECLARE(codec)                 \
+  namespace emulated {                           \
+  extern const CodecFunctions codec##_functions; \
   }
 GRADFERRY_FOR_EACH_EMULATED_CODEC(GRADFERRY_DECLARE)
 #undef GRADFERRY_DECLARE

@@ -111,19 +111,18 @@ TEST(Emulator, WarpOperationsGiveWhatCudaSays) {
   launch<use_warp>(1, 64, nullptr, out.data());
   for (uint32_t thread = 0; thread < 64; ++thread) {
     const uint32_t lane = thread % 32, warp = thread - lane;
-    const Numbers expected = {
-        10 * (warp + 3),
-        10 * (warp + (lane ^ 5)),
-        10 * (lane < 2 ? thread : thread - 2),
-        10 * (lane >= 30 ? thread : thread + 2),
-        0x49249249u,
-        1,
-        0,
-        31 * 16,
-        10 * (warp + 31),
-        kAllLanes,
-        lane < 16 ? 0x0000ffffu : 0xffff0000u,
-        lane ^ 1};
+    const Numbers expected = {10 * (warp + 3),
+                              10 * (warp + (lane ^ 5)),
+                              10 * (lane < 2 ? thread : thread - 2),
+                              10 * (lane >= 30 ? thread : thread + 2),
+                              0x49249249u,
+                              1,
+                              0,
+                              31 * 16,
+                              10 * (warp + 31),
+                              kAllLanes,
+                              lane < 16 ? 0x0000ffffu : 0xffff0000u,
+                              lane ^ 1};
     EXPECT_EQ(Numbers(out.begin() + 12 * thread, out.begin() + 12 * thread + 12), expected);
   }
 }
@@ -153,7 +152,8 @@ TEST(Emulator, SharedMemoryBeginsUndefined) {
   for (const uint32_t x : out) EXPECT_NE(x, 0u);
 }
 
-// --- faults ----------------------------------------------------------------------------------------
+// --- faults
+// ----------------------------------------------------------------------------------------
 
 __global__ void diverge_at_barriers() {
   if (threadIdx.x < 16) {

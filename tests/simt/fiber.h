@@ -33,7 +33,7 @@ class SanitizedStack {
  private:
   const void* begin_ = nullptr;
   size_t size_ = 0;
-  void* fake_stack_ = nullptr;   // AddressSanitizer's
+  void* fake_stack_ = nullptr;  // AddressSanitizer's
   void* tsan_fiber_ = nullptr;  // ThreadSanitizer's
 };
 

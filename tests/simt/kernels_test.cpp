@@ -198,8 +198,9 @@ TEST_P(Kernels, JudgeRandomBytesAsTheCpuDoes) {
     // Every second time a few bytes only, so that some of the payload is what encoders write.
     const size_t step = round % 2 == 0 ? 1 : 97;
     if (step != 1) {
-      payload = cpu.encode(kIsa, cpu.gradient_from(make_input(Input::kHeavyTail, cpu.num_elements(),
-                                                              static_cast<uint64_t>(round))),
+      payload = cpu.encode(kIsa,
+                           cpu.gradient_from(make_input(Input::kHeavyTail, cpu.num_elements(),
+                                                        static_cast<uint64_t>(round))),
                            Buffer())
                     .payload;
     }

@@ -308,8 +308,8 @@ class Machine {
       gathering_ = call;
     } else if (!same_place(gathering_.where, call.where) || gathering_.op != call.op ||
                gathering_.storage != call.storage) {
-      fail("threads of the block wait for each other at " + text_of(gathering_.where) +
-           " and at " + text_of(call.where));
+      fail("threads of the block wait for each other at " + text_of(gathering_.where) + " and at " +
+           text_of(call.where));
     }
     ++gathering_.arrived;
     threads_[current_].waits_for = what;
@@ -319,7 +319,8 @@ class Machine {
   void check_storage(const void* storage, size_t storage_bytes, const Where& where) {
     const auto* begin = static_cast<const std::byte*>(storage);
     for (const UsedStorage& used : used_storage_) {
-      if (used.barriers == num_barriers_ && begin < used.end && used.begin < begin + storage_bytes) {
+      if (used.barriers == num_barriers_ && begin < used.end &&
+          used.begin < begin + storage_bytes) {
         fail(text_of(where) + ": TempStorage is used again without a barrier in between");
       }
     }

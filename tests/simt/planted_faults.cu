@@ -1,5 +1,6 @@
-// Kernels with a mistake each, for the sanitizers to find: run with the name of one. Every sanitizer
-// must name the kernel and the line, which the tests ask for by the words in the comments.
+// Kernels with a mistake each, for the sanitizers to find: run with the name of one. Every
+// sanitizer must name the kernel and the line, which the tests ask for by the words in the
+// comments.
 #include <cstdio>
 #include <cstring>
 #include <vector>

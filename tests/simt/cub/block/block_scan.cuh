@@ -1,5 +1,5 @@
-// A stand-in for CUB's BlockScan: the part that kernels/common/block_collectives.h uses. TempStorage
-// must not be used again without a barrier.
+// A stand-in for CUB's BlockScan: the part that kernels/common/block_collectives.h uses.
+// TempStorage must not be used again without a barrier.
 #pragma once
 
 #include "tests/simt/machine.h"
@@ -19,7 +19,8 @@ class BlockScan {
                     const simt::Where& where = simt::Where::current()) {
     const T given[2] = {value, 0};
     T result[2];
-    simt::meet_in_block(&storage_, sizeof(storage_), &combine, given, result, sizeof(result), where);
+    simt::meet_in_block(&storage_, sizeof(storage_), &combine, given, result, sizeof(result),
+                        where);
     before = result[0];
     total = result[1];
   }
