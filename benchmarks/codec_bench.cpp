@@ -31,7 +31,7 @@ const std::vector<CodecTimingRow>& rows_of(const Group& group) {
   static std::string timed;
   static std::vector<CodecTimingRow> rows;
   if (timed != group.name) {
-    rows = gradferry::time_codec(group.options);
+    rows = gradferry::CodecTimer(group.options).rows();
     timed = group.name;
   }
   return rows;

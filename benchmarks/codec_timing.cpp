@@ -1,15 +1,16 @@
 #include "benchmarks/codec_timing.h"
 
 #include <algorithm>
-#include <chrono>
+#include <barrier>
 #include <cmath>
 #include <cstring>
 #include <functional>
 #include <memory>
 #include <new>
-#include <numeric>
 #include <random>
+#include <thread>
 
+#include "benchmarks/pass_times.h"
 #include "benchmarks/roof.h"
 #include "gradferry/error.h"
 
@@ -38,45 +39,6 @@ void run_roof(Isa isa, RoofShape shape, std::span<const RoofStream> streams, siz
 
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
-double seconds_of(const std::function<void()>& work) {
-  const Clock::time_point begin = Clock::now();
-  work();
-  return std::chrono::duration<double>(Clock::now() - begin).count();
-}
-
-double median(const std::vector<double>& unsorted) {
-  std::vector<double> values = unsorted;
-  std::sort(values.begin(), values.end());
-  const size_t half = values.size() / 2;
-  return values.size() % 2 == 1 ? values[half] : 0.5 * (values[half - 1] + values[half]);
-}
-
-double minimum(const std::vector<double>& values) {
-  return *std::min_element(values.begin(), values.end());
-}
-
-// One pass over all tiles is timed in sections of this many: 1 MB of fp32 gradient, less than a
-// millisecond. An interruption then spoils a section of one pass, not the pass.
-constexpr size_t kSectionTiles = 64;
-using Sections = std::vector<double>;
-using Work = std::function<void(size_t first_tile, size_t num_tiles)>;
-
-// Seconds of a pass, given several: statistic of each section over the passes, summed up.
-double typical_seconds(const std::vector<Sections>& passes,
-                       double (*statistic)(const std::vector<double>&)) {
-  double sum = 0;
-  for (size_t section = 0; section < passes.front().size(); ++section) {
-    std::vector<double> values;
-    for (const Sections& pass : passes) values.push_back(pass[section]);
-    sum += statistic(values);
-  }
-  return sum;
-}
-
-double total(const Sections& pass) { return std::accumulate(pass.begin(), pass.end(), 0.0); }
-
 struct Free {
   void operator()(std::byte* p) const { ::operator delete[](p, std::align_val_t(4096)); }
 };
@@ -89,9 +51,11 @@ Bytes allocate(size_t num_bytes) {
   return bytes;
 }
 
-class CodecTimer {
+}  // namespace
+
+class CodecTimer::Passes {
  public:
-  explicit CodecTimer(const CodecTimingOptions& options)
+  explicit Passes(const CodecTimingOptions& options)
       : options_(options), parsed_(parse_codec(options.codec, Device::kCpu)) {
     for (const Codec& codec : cpu_codecs(options.isa)) {
       if (codec.name == parsed_.codec->name) codec_ = &codec;
@@ -101,7 +65,17 @@ class CodecTimer {
     }
     GRADFERRY_EXPECTS(options.dtype != ScalarType::kFloat64, kConfig,
                       "codec timing takes float32, bfloat16 or float16, not float64");
-    num_tiles_ = std::max<size_t>(1, options.num_elements / kTileElements);
+    GRADFERRY_EXPECTS(options.threads >= 1 && options.rounds >= 1, kConfig,
+                      "threads and rounds are at least 1, not " + std::to_string(options.threads) +
+                          " and " + std::to_string(options.rounds));
+    num_tiles_ = options.num_elements / kTileElements;
+    // A shorter pass has no section per thread to time; a longer one overflows payload offsets.
+    const size_t fewest = kSectionTiles * options.threads, most = size_t{1} << 16;
+    GRADFERRY_EXPECTS(num_tiles_ >= fewest && num_tiles_ <= most, kConfig,
+                      "codec timing with " + std::to_string(options.threads) + " threads takes " +
+                          std::to_string(fewest * kTileElements) + " to " +
+                          std::to_string(most * kTileElements) + " elements, not " +
+                          std::to_string(options.num_elements));
     num_elements_ = num_tiles_ * kTileElements;
     worker_bytes_ =
         codec_->payload_bytes(kTileElements, options.dtype, Stage::kWorker, parsed_.options);
@@ -122,9 +96,22 @@ class CodecTimer {
     fill_inputs();
   }
 
-  std::vector<CodecTimingRow> run() {
+  std::span<std::byte> gradient() { return {gradient_, num_elements_ * item_}; }
+
+  double encode_pass() {
+    return total(timed([&](size_t first, size_t count) { encode_ef(first, count); }));
+  }
+  double decode_pass() {
+    return total(timed([&](size_t first, size_t count) {
+      codec_->decode(batch(tiles_, Stage::kWorker, first, count), payload_.get(), gradient_, 0.0f,
+                     nullptr);
+    }));
+  }
+
+  std::vector<CodecTimingRow> rows() {
     using Kind = RoofStream::Kind;
     const uint64_t wrong = validate();
+    nmse_ = measure_nmse();
     const RoofStream gradient_in{Kind::kRead, gradient_storage_.get(), kTileElements * item_};
     const RoofStream gradient_out{Kind::kWrite, gradient_storage_.get(), kTileElements * item_};
     const RoofStream residual{Kind::kUpdate, residual_.get(), kTileElements * sizeof(float)};
@@ -135,11 +122,8 @@ class CodecTimer {
       codec_->encode(batch(tiles_, Stage::kWorker, first, count), gradient_, 1.0f, nullptr, nullptr,
                      payload_.get());
     }));
-    rows.push_back(
-        time("encode_ef", 1, {gradient_in, residual, sent}, wrong, [&](size_t first, size_t count) {
-          codec_->encode(batch(tiles_, Stage::kWorker, first, count), gradient_, 1.0f, nullptr,
-                         residuals(), payload_.get());
-        }));
+    rows.push_back(time("encode_ef", 1, {gradient_in, residual, sent}, wrong,
+                        [&](size_t first, size_t count) { encode_ef(first, count); }));
     for (const uint32_t world_size : options_.world_sizes) {
       rows.push_back(time_reduce(world_size, residual, wrong));
     }
@@ -154,6 +138,11 @@ class CodecTimer {
 
  private:
   float* residuals() { return reinterpret_cast<float*>(residual_.get()); }
+
+  void encode_ef(size_t first, size_t count) {
+    codec_->encode(batch(tiles_, Stage::kWorker, first, count), gradient_, 1.0f, nullptr,
+                   residuals(), payload_.get());
+  }
 
   TileBatch batch(const std::vector<Tile>& tiles, Stage stage, size_t first, size_t count) {
     TileBatch result = {};
@@ -172,7 +161,8 @@ class CodecTimer {
   void fill_inputs() {
     std::mt19937_64 random(1);
     std::normal_distribution<float> gaussian(0.0f, 1e-3f);
-    std::vector<float> pool(size_t{1} << 16);
+    std::vector<float>& pool = gaussian_;
+    pool.resize(size_t{1} << 16);
     for (float& x : pool) x = gaussian(random);
     std::vector<float> tile(kTileElements);
     const ParsedCodec bf16 = parse_codec("bf16", Device::kCpu);
@@ -216,8 +206,36 @@ class CodecTimer {
     oracle_->reduce(few, payloads, 2, nullptr, saved.data(), expected.data());
     codec_->reduce(all, payloads, 2, nullptr, residuals(), reduced_.get());
     wrong += differences(expected.data(), reduced_.get(), out_bytes);
-    return wrong;
+    std::vector<std::byte> decoded(checked * kTileElements * item_), oracles(decoded.size());
+    const TileBatch gathered = batch(gather_tiles_, Stage::kOwner, 0, checked);
+    oracle_->decode(gathered, reduced_.get(), oracles.data(), 0.0f, nullptr);
+    codec_->decode(gathered, reduced_.get(), decoded.data(), 0.0f, nullptr);
+    return wrong + differences(oracles.data(), decoded.data(), decoded.size());
   }
+
+  double measure_nmse() {
+    const size_t num_tiles = gaussian_.size() / kTileElements;
+    std::vector<std::byte> payload(num_tiles * worker_bytes_ * 2);  // fp32 where dtype has 16 bits
+    std::vector<float> decoded(gaussian_.size());
+    std::vector<Tile> tiles(tiles_.begin(), tiles_.begin() + static_cast<ptrdiff_t>(num_tiles));
+    for (Tile& tile : tiles) {
+      tile.payload_offset =
+          static_cast<uint32_t>(tile.id * codec_->payload_bytes(kTileElements, ScalarType::kFloat32,
+                                                                Stage::kWorker, parsed_.options));
+    }
+    TileBatch all = batch(tiles, Stage::kWorker, 0, num_tiles);
+    all.dtype = ScalarType::kFloat32;
+    codec_->encode(all, gaussian_.data(), 1.0f, nullptr, nullptr, payload.data());
+    codec_->decode(all, payload.data(), decoded.data(), 0.0f, nullptr);
+    double error = 0, power = 0;
+    for (size_t i = 0; i < decoded.size(); ++i) {
+      const double x = gaussian_[i], difference = x - decoded[i];
+      error += difference * difference;
+      power += x * x;
+    }
+    return error / power;
+  }
+
   static uint64_t differences(const std::byte* a, const std::byte* b, size_t num_bytes) {
     uint64_t count = 0;
     for (size_t i = 0; i < num_bytes; ++i) count += a[i] != b[i] ? 1 : 0;
@@ -243,16 +261,27 @@ class CodecTimer {
     });
   }
 
-  Sections timed(const Work& work) const {
-    Sections seconds;
-    for (size_t first = 0; first < num_tiles_; first += kSectionTiles) {
-      const size_t count = std::min(kSectionTiles, num_tiles_ - first);
-      seconds.push_back(seconds_of([&] { work(first, count); }));
-    }
-    return seconds;
+  Pass timed(const Work& work) const {
+    Pass pass(options_.threads);
+    std::barrier start(options_.threads);
+    const auto walk = [&](uint32_t thread) {
+      const size_t end = num_tiles_ * (thread + 1) / options_.threads;
+      start.arrive_and_wait();
+      for (size_t first = num_tiles_ * thread / options_.threads; first < end;) {
+        const size_t count = std::min(kSectionTiles, end - first);
+        pass[thread].push_back(seconds_of([&] { work(first, count); }));
+        first += count;
+      }
+    };
+    std::vector<std::thread> others;
+    for (uint32_t thread = 1; thread < options_.threads; ++thread)
+      others.emplace_back(walk, thread);
+    walk(0);
+    for (std::thread& thread : others) thread.join();
+    return pass;
   }
 
-  Sections timed_roof(RoofShape shape, const std::vector<RoofStream>& streams) const {
+  Pass timed_roof(RoofShape shape, const std::vector<RoofStream>& streams) const {
     return timed([&](size_t first, size_t count) {
       std::vector<RoofStream> section = streams;
       for (RoofStream& s : section) s.data += first * s.bytes_per_slice;
@@ -264,7 +293,7 @@ class CodecTimer {
     RoofShape best = RoofShape::kPhased;
     double best_seconds = INFINITY;
     for (const RoofShape shape : kRoofShapes) {
-      std::vector<Sections> passes;
+      std::vector<Pass> passes;
       for (int round = 0; round < 3; ++round) passes.push_back(timed_roof(shape, streams));
       const double seconds = typical_seconds(passes, minimum);
       if (seconds < best_seconds) {
@@ -282,6 +311,10 @@ class CodecTimer {
     CodecTimingRow row{};
     row.operation = std::move(operation);
     row.world_size = world_size;
+    row.num_elements = num_elements_;
+    row.nmse = nmse_;
+    row.bits_per_element = 8.0 * (row.operation == "decode" ? owner_bytes_ : worker_bytes_) /
+                           static_cast<double>(kTileElements);
     row.wrong = wrong;
     if (wrong != 0) return row;
     double bytes = 0;
@@ -301,7 +334,7 @@ class CodecTimer {
       }
     };
     const RoofShape shape = fastest_roof(streams);
-    std::vector<Sections> cases, roofs;
+    std::vector<Pass> cases, roofs;
     std::vector<double> ratios;
     for (int round = 0; round < options_.rounds; ++round) {
       roofs.push_back(timed_roof(shape, streams));
@@ -335,13 +368,17 @@ class CodecTimer {
   std::vector<TileStatus> status_;
   Bytes gradient_storage_, residual_, payload_, reduced_;
   std::byte* gradient_;
+  std::vector<float> gaussian_;
+  double nmse_ = 0;
 };
 
-}  // namespace
-
-std::vector<CodecTimingRow> time_codec(const CodecTimingOptions& options) {
-  return CodecTimer(options).run();
-}
+CodecTimer::CodecTimer(const CodecTimingOptions& options)
+    : passes_(std::make_unique<Passes>(options)) {}
+CodecTimer::~CodecTimer() = default;
+std::vector<CodecTimingRow> CodecTimer::rows() { return passes_->rows(); }
+double CodecTimer::encode_pass() { return passes_->encode_pass(); }
+double CodecTimer::decode_pass() { return passes_->decode_pass(); }
+std::span<std::byte> CodecTimer::gradient() { return passes_->gradient(); }
 
 double memcpy_gigabytes_per_second(size_t num_bytes, int rounds) {
   const Bytes from = allocate(num_bytes), to = allocate(num_bytes);

@@ -4,7 +4,7 @@
 file(GLOB cuda_kernel_files CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/kernels/*/*_cuda.cu)
 
 function(gradferry_cuda_target target)
-  target_link_libraries(${target} PUBLIC gradferry_include)
+  target_link_libraries(${target} PUBLIC gradferry::include)
   target_include_directories(${target} PRIVATE ${PROJECT_SOURCE_DIR})
   target_compile_definitions(${target} PRIVATE GRADFERRY_KERNEL_NAMESPACE=cuda)
   # No contraction: every target must produce the same bits. (Division and roots are IEEE and

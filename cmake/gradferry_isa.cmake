@@ -18,7 +18,7 @@ function(gradferry_add_isa_objects target)
     add_library(${target}_${isa} OBJECT ${ARGN})
     gradferry_target_defaults(${target}_${isa})
     target_include_directories(${target}_${isa} PRIVATE ${PROJECT_SOURCE_DIR})
-    target_link_libraries(${target}_${isa} PRIVATE gradferry_include)
+    target_link_libraries(${target}_${isa} PRIVATE gradferry::include)
     string(TOUPPER ${isa} macro)
     target_compile_definitions(${target}_${isa}
       PRIVATE GRADFERRY_KERNEL_NAMESPACE=${isa} GRADFERRY_KERNEL_${macro}=1)

@@ -11,6 +11,7 @@ BucketHook::BucketHook(std::shared_ptr<Engine> engine, const std::vector<at::Ten
       make_exception_(make_exception) {
   for (uint32_t i = 0; i < parameters.size(); ++i) {
     index_.emplace(parameters[i].unsafeGetTensorImpl(), i);
+    identities_.emplace_back(parameters[i].getIntrusivePtr());
   }
 }
 

@@ -36,6 +36,8 @@ class BucketHook {
 
   std::shared_ptr<Engine> engine_;
   std::unordered_map<const c10::TensorImpl*, uint32_t> index_;
+  // Weak, and only so that no other tensor gets the address of one that is gone.
+  std::vector<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> identities_;
   std::string group_name_;
   ExceptionFactory make_exception_;
 };

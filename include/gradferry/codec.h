@@ -80,8 +80,9 @@ struct TileBatch {
   uint32_t num_tiles;
   ScalarType dtype;  // of the gradient
   Stage stage;       // format of the payload that encode writes or decode and undo read
-  // A tile whose gradient is all zero sends the zero payload and keeps its residual; a tile for
-  // which every payload is the zero payload keeps its owner residual. Off in momentum mode.
+  // A tile whose gradient is all zero sends the zero payload and keeps its residual (see encode); a
+  // tile for which every payload is the zero payload keeps its owner residual. Off in momentum
+  // mode.
   bool hold_zero_tiles;
   uint64_t seed;
   uint64_t step;
@@ -118,9 +119,11 @@ struct Codec {
                             const CodecOptions& options);
 
   // v = alpha * gradient + gain * residual;  out = C(v);  residual = v - D(out)
-  // residual null: v = alpha * gradient, nothing is kept. gain null: 1. A unit of v that is not
-  // finite keeps its residual. `gradient` may be misaligned down to one element; `out` and
-  // `residual` are 16-byte aligned and overlap nothing.
+  // residual null: v = alpha * gradient, nothing is kept. gain null: 1. A residual is kept where v
+  // is not finite (the whole unit), where v - D(out) is not, and in a held zero tile. Kept means
+  // multiplied by gain, which brings it to the units of this gradient, unless the product is not
+  // finite. `gradient` may be misaligned down to one element; `out` and `residual` are 16-byte
+  // aligned and overlap nothing.
   void (*encode)(const TileBatch& batch, const void* gradient, float alpha, const float* gain,
                  float* residual, std::byte* out);
 
@@ -131,8 +134,8 @@ struct Codec {
   // v = (sum over ranks in rank order of D(payload)) * (1 / world_size) + gain * owner_residual
   // out = C(v);  owner_residual = v - D(out)
   // Reads Stage::kWorker payloads at payload_offset from payload_by_rank[r] and writes the
-  // Stage::kOwner payload at output_offset of `out`. A unit with a non-finite sum keeps its
-  // owner_residual.
+  // Stage::kOwner payload at output_offset of `out`. owner_residual is kept where encode would keep
+  // its residual, and like it.
   void (*reduce)(const TileBatch& batch, const std::byte* const* payload_by_rank,
                  uint32_t world_size, const float* gain, float* owner_residual, std::byte* out);
 

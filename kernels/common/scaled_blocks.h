@@ -77,13 +77,13 @@ class ScaledBlocks {
 
     // Block from element `first` of the unit on. Returns kTile* flags.
     GRADFERRY_LANE uint32_t find(const Unit& unit, uint32_t first, const std::byte* payload) {
-      // Payloads are short for a hardware prefetcher, and there may be many. They usually lie one
-      // after the other.
-      constexpr uint32_t kBlocksAhead = 16;
       const uint32_t block = (unit.first + first) / kBlock;
-      codes = payload + block * Coding::kCodesBytes;
-      for (uint32_t i = 0; i < Coding::kCodesBytes; i += 64) {
-        prefetch(codes + kBlocksAhead * Coding::kCodesBytes + i);
+      const uint32_t position = block * Coding::kCodesBytes;
+      codes = payload + position;
+      if (position % 64 == 0) {
+        for (uint32_t i = 0; i < Coding::kCodesBytes; i += 64) {
+          unit.ahead.prefetch_payload(codes + i);
+        }
       }
       const uint32_t n = unit.num_elements - first;
       if (n < kBlock) {

@@ -110,6 +110,10 @@ class TileDriver {
     __builtin_memset(payload + num_bytes - kPayloadAlignment, 0, kPayloadAlignment);
   }
 
+  static float* residual_of(const Tile& tile, float* residual, uint32_t first = 0) {
+    return residual == nullptr ? nullptr : residual + tile.residual_offset + first;
+  }
+
   // Has the codec write the residual in place, or by way of scratch where its last block is padded.
   GRADFERRY_LANE static uint32_t encode_unit(const Unit& unit, const float* v, std::byte* payload,
                                              float* residual) {
@@ -125,22 +129,31 @@ class TileDriver {
     return flags;
   }
 
-  // What lies kAhead elements further on, in the same tile or the next one; else this unit again.
-  // Where there is only a gradient or only a residual its lines are asked for twice, which costs
-  // next to nothing.
+  // Gradient and residual kAhead elements further on, in the same tile or the next one; payloads of
+  // the next tile. Behind the last tile nothing, or what is here.
   static Ahead find_ahead(const Unit& unit, uint32_t index, const std::byte* gradient,
                           uint32_t item, const float* residual) {
     const uint32_t further = unit.first + kAhead;
     const uint32_t units_end = round_up(unit.tile.num_elements, kUnit);
     const bool same_tile = further < unit.tile.num_elements;
-    const bool next_tile = !same_tile && further >= units_end && index + 1 < unit.batch.num_tiles;
-    const Tile& tile = unit.batch.tiles[next_tile ? index + 1 : index];
-    const uint32_t first = same_tile ? further : next_tile ? further - units_end : unit.first;
-    const uintptr_t g =
-        reinterpret_cast<uintptr_t>(gradient) + (tile.gradient_offset + first) * item;
-    const uintptr_t r =
-        reinterpret_cast<uintptr_t>(residual) + (tile.residual_offset + first) * sizeof(float);
-    return {gradient == nullptr ? r : g, residual == nullptr ? g : r, item};
+    const bool has_next = index + 1 < unit.batch.num_tiles;
+    const Tile& next = unit.batch.tiles[has_next ? index + 1 : index];
+    Ahead ahead;
+    ahead.payload = uintptr_t{next.payload_offset} - unit.tile.payload_offset;
+    ahead.output = uintptr_t{next.output_offset} - unit.tile.output_offset;
+    if (!same_tile && (further < units_end || !has_next)) return ahead;
+    const Tile& tile = same_tile ? unit.tile : next;
+    const uint32_t first = same_tile ? further : further - units_end;
+    ahead.gradient_item = item;
+    if (gradient != nullptr) {
+      ahead.gradient =
+          reinterpret_cast<uintptr_t>(gradient) + (tile.gradient_offset + first) * item;
+    }
+    if (residual != nullptr) {
+      ahead.residual =
+          reinterpret_cast<uintptr_t>(residual) + (tile.residual_offset + first) * sizeof(float);
+    }
+    return ahead;
   }
 
   [[gnu::noinline]] static void encode_tiles(const TileBatch& batch, const std::byte* gradient,
@@ -157,6 +170,7 @@ class TileDriver {
       if (batch.hold_zero_tiles &&
           all_zero(g, tile.num_elements * item, magnitude_mask(batch.dtype))) {
         __builtin_memset(payload, 0, num_bytes);
+        rescale_residual(residual_of(tile, residual), tile.num_elements, gain);
         set_status(batch, index, 0, 0);
         continue;
       }
@@ -164,8 +178,9 @@ class TileDriver {
       uint32_t flags = 0;
       for_units(batch, tile, batch.stage, [&](Unit unit) {
         const std::byte* from = g + unit.first * item;
-        float* r = residual == nullptr ? nullptr : residual + tile.residual_offset + unit.first;
+        float* r = residual_of(tile, residual, unit.first);
         unit.ahead = find_ahead(unit, index, gradient, item, residual);
+        unit.ahead.output = unit.ahead.payload;
         // alpha = 1 leaves an fp32 gradient as it is: no need to copy it to scratch.
         if (kCodecPrefetches && r == nullptr && alpha == 1.0f &&
             batch.dtype == ScalarType::kFloat32 && unit.padded == unit.num_elements) {
@@ -173,6 +188,7 @@ class TileDriver {
           return;
         }
         load_any<!kCodecPrefetches>(unit, from, alpha, r, gain, v);
+        rescale_residual(r, unit.num_elements, gain);
         flags |= encode_unit(unit, v, payload, r);
       });
       set_status(batch, index, payload_checksum(payload, num_bytes), flags);
@@ -284,6 +300,7 @@ class TileDriver {
       }
       if (hold) {
         __builtin_memset(payload, 0, num_bytes);
+        rescale_residual(residual_of(tile, owner_residual), n, gain);
         set_status(batch, index, 0, 0);
         continue;
       }
@@ -291,9 +308,9 @@ class TileDriver {
       uint32_t flags = 0;
       for_units(batch, tile, Stage::kWorker, [&](Unit unit) {
         unit.ahead = find_ahead(unit, index, nullptr, 0, owner_residual);
-        float* r = owner_residual == nullptr ? nullptr
-                                             : owner_residual + tile.residual_offset + unit.first;
+        float* r = residual_of(tile, owner_residual, unit.first);
         flags |= average(unit, payload_by_rank, world_size, inverse, r, gain, v);
+        rescale_residual(r, unit.num_elements, gain);
         unit.stage = Stage::kOwner;
         flags |= encode_unit(unit, v, payload, r);
       });

@@ -48,22 +48,41 @@ GRADFERRY_LANE void for_chunks(uint32_t n, Body body, Tail tail) {
   if (i < n) tail(i, n - i);
 }
 
-// Where a unit that comes soon lies, so that its cache lines travel while this one is computed.
-// Addresses, not pointers: nothing may be there.
+// What comes soon, so that its cache lines travel while a unit is computed. A codec's loops call
+// these as they go: memory is idle while the processor computes unless requests are spread over all
+// of that time, and bursts of them wait for each other. Addresses, not pointers: nothing may be
+// there.
 struct Ahead {
-  uintptr_t gradient;
-  uintptr_t residual;
-  uint32_t gradient_item;  // bytes
+  uintptr_t gradient = 0;      // of a unit that comes soon; 0: nothing is read there
+  uintptr_t residual = 0;      // likewise
+  uint32_t gradient_item = 0;  // bytes
+  uintptr_t payload = 0;       // bytes from this tile's payload to the next one's, modulo 2^64
+  uintptr_t output = 0;        // likewise, where this call writes payloads
 
-  // Elements i .. i + 31 of that unit. A codec's slowest loop calls this as it goes: memory is
-  // idle while the processor computes unless requests are spread over all of that time.
+  // Elements i .. i + 31 of the gradient and the residual.
   GRADFERRY_LANE void prefetch_32(uint32_t i) const {
-    const uintptr_t g = gradient + i * gradient_item;
-    const uintptr_t r = residual + i * sizeof(float);
-    for (const uintptr_t line : {g, g + 16 * gradient_item, r, r + 64}) {
-      // NOLINTNEXTLINE(performance-no-int-to-ptr): never read through
-      prefetch(reinterpret_cast<const void*>(line));
+    if (gradient != 0) {
+      prefetch_at(gradient + i * gradient_item);
+      if (gradient_item == sizeof(float)) prefetch_at(gradient + i * gradient_item + 64);
     }
+    if (residual != 0) {
+      prefetch_at(residual + i * sizeof(float));
+      prefetch_at(residual + i * sizeof(float) + 64);
+    }
+  }
+  // The cache line in the next tile's payload that corresponds to this one in a tile's that is read
+  // or written. Payloads are too short for a hardware prefetcher, and there may be many.
+  GRADFERRY_LANE void prefetch_payload(const std::byte* p) const {
+    prefetch_at(reinterpret_cast<uintptr_t>(p) + payload);
+  }
+  GRADFERRY_LANE void prefetch_output(const std::byte* p) const {
+    prefetch_at(reinterpret_cast<uintptr_t>(p) + output);
+  }
+
+ private:
+  GRADFERRY_LANE static void prefetch_at(uintptr_t address) {
+    // NOLINTNEXTLINE(performance-no-int-to-ptr): never read through
+    prefetch(reinterpret_cast<const void*>(address));
   }
 };
 
@@ -138,6 +157,14 @@ GRADFERRY_LANE void update_residual(float* residual, uint32_t n, Update update) 
         apply(i, r);
         __builtin_memcpy(residual + i, r, count * sizeof(float));
       });
+}
+
+// Brings a residual to the units of a new gradient, so that what a codec keeps of it is right. To
+// be called when v has been computed from the old one. residual may be null.
+inline void rescale_residual(float* residual, uint32_t n, float gain) {
+  if (residual == nullptr || gain == 1.0f) return;
+  const F32 factor(gain);
+  update_residual(residual, n, [&](uint32_t, F32 old) { return factor * old; });
 }
 
 // word_sum() of wire.h. Two running sums replace the multiplications: after K vectors w_k,

@@ -36,6 +36,11 @@ GRADFERRY_LANE void set_residual(float* residual, double updated) {
   const float rounded = static_cast<float>(updated);
   if (magnitude_bits(rounded) < kInfinityBits) *residual = rounded;
 }
+// What is withheld of v, which is sent whole: nothing, or the old residual in units of v.
+GRADFERRY_LANE void withhold(float* residual, double v, double gain) {
+  set_residual(residual, gain * static_cast<double>(*residual));
+  set_residual(residual, v - v);
+}
 
 constexpr uint32_t payload_bytes(uint32_t n) { return round_up(8 * n, kPayloadAlignment); }
 
@@ -60,12 +65,13 @@ GRADFERRY_LANE void finish(const TileBatch& batch, uint32_t index, std::byte* pa
     bool finite = true;
     if (batch.hold_zero_tiles && all_zero(g, 8 * n, magnitude_mask(ScalarType::kFloat64))) {
       __builtin_memset(payload, 0, 8 * n);
+      rescale_residual(r, n, static_cast<float>(gain));
     } else {
       for (uint32_t i = 0; i < n; ++i) {
         double v = alpha * load64(g + 8 * i);
         if (r != nullptr) v = v + gain * static_cast<double>(r[i]);
         finite &= store64(payload + 8 * i, v);
-        if (r != nullptr) set_residual(r + i, v - v);
+        if (r != nullptr) withhold(r + i, v, gain);
       }
     }
     finish(batch, index, payload, finite);
@@ -102,6 +108,9 @@ GRADFERRY_LANE void finish(const TileBatch& batch, uint32_t index, std::byte* pa
     for (uint32_t rank = 0; hold && rank < world_size; ++rank) {
       hold = all_zero(payload_by_rank[rank] + tile.payload_offset, payload_bytes(n), ~uint64_t{0});
     }
+    if (hold && residual != nullptr) {
+      rescale_residual(residual + tile.residual_offset, n, static_cast<float>(gain));
+    }
     bool finite = true;
     for (uint32_t i = 0; i < n; ++i) {
       const size_t offset = tile.payload_offset + 8 * i;
@@ -113,7 +122,7 @@ GRADFERRY_LANE void finish(const TileBatch& batch, uint32_t index, std::byte* pa
       if (residual != nullptr && !hold) {
         float* r = residual + tile.residual_offset + i;
         v = v + gain * static_cast<double>(*r);
-        set_residual(r, v - v);
+        withhold(r, v, gain);
       }
       finite &= store64(payload + 8 * i, v);
     }

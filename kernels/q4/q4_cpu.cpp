@@ -18,6 +18,7 @@ using q4::kGroupBlocks;
 using q4::kHalfBlock;
 
 constexpr uint32_t kBlockVectors = q4::kBlock / kLanes;
+constexpr uint32_t kLineElements = 128;  // their codes fill a cache line
 
 // Where a group's bytes lie. T: std::byte or const std::byte.
 template <typename T>
@@ -88,6 +89,7 @@ GRADFERRY_LANE void encode_codes(const Unit& unit, const float* v, const EncodeS
   const q4::Packer packer;
   for (uint32_t i = 0; i < unit.padded; i += q4::kBlock) {
     unit.ahead.prefetch_32(i);
+    if (i % kLineElements == 0) unit.ahead.prefetch_output(codes + i / 2);
     const F32 half_scale(scales.half_scale[i / q4::kBlock]);
     const F32 reciprocal(scales.reciprocal[i / q4::kBlock]);
     F32 doubled[kBlockVectors];
@@ -162,13 +164,8 @@ struct Addend {
 template <bool kMayBeZero, typename Sink>
 GRADFERRY_LANE void sum_blocks(const Unit& unit, const Addend* addends, uint32_t num_ranks,
                                const float* start, Sink sink) {
-  // Payloads are short for a hardware prefetcher, and there are many. They usually lie one after
-  // the other.
-  constexpr uint32_t kLineElements = 128;
-  constexpr uint32_t kBytesAhead = 1024;
   const SignedTable8 values(q4::kCodeValues);
   for (uint32_t i = 0; i < unit.padded; i += q4::kBlock) {
-    unit.ahead.prefetch_32(i);
     const auto decode = [&](uint32_t rank, auto each) {
       const Addend& from = addends[rank];
       decode_block(from.codes + i / 2, from.scales.scale[i / q4::kBlock], values, kMayBeZero, 0,
@@ -176,7 +173,7 @@ GRADFERRY_LANE void sum_blocks(const Unit& unit, const Addend* addends, uint32_t
     };
     if (i % kLineElements == 0) {
       for (uint32_t rank = 0; rank < num_ranks; ++rank) {
-        prefetch(addends[rank].codes + i / 2 + kBytesAhead);
+        unit.ahead.prefetch_payload(addends[rank].codes + i / 2);
       }
     }
     F32 s[kBlockVectors];

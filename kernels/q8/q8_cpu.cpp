@@ -45,17 +45,20 @@ GRADFERRY_LANE void find_scales(const float* v, uint32_t num_blocks, UnitScales*
   }
 }
 
+// Codes of the block that begins at element `first` of the unit.
 template <bool kKeepResidual>
-GRADFERRY_LANE void encode_codes(const float* v, uint32_t num_elements, float scale,
+GRADFERRY_LANE void encode_codes(const Unit& unit, uint32_t first, const float* v, float scale,
                                  float reciprocal, std::byte* codes, float* residual) {
   auto* out = reinterpret_cast<uint8_t*>(codes);
   const F32 s(scale), r(reciprocal);
-  for (uint32_t i = 0; i < num_elements; i += kChunk) {
-    for (uint32_t l = i; l < i + kChunk; l += kLanes) {
-      const F32 x = load(v + l);
+  for (uint32_t i = 0; i < kBlock; i += 32) {
+    unit.ahead.prefetch_32(first + i);
+    if (i % 64 == 0) unit.ahead.prefetch_output(codes + i);
+    for (uint32_t l = i; l < i + 32; l += kLanes) {
+      const F32 x = load(v + first + l);
       const q8::Element<F32> element = q8::encode_element(x, s, r);
       store_bytes(out + l, element.code);
-      if constexpr (kKeepResidual) store(residual + l, x - element.value);
+      if constexpr (kKeepResidual) store(residual + first + l, x - element.value);
     }
   }
 }
@@ -97,24 +100,26 @@ struct Q8 : ScaledBlocks<Codes> {
     UnitScales scales;
     find_scales(v, unit.padded / kBlock, &scales);
     std::byte* out = payload + q8::scales_offset(unit.tile.num_elements);
+    alignas(64) std::byte short_block[kBlock];
     uint32_t flags = 0;
     for (uint32_t first = 0; first < unit.num_elements; first += kBlock) {
-      const uint32_t rest = unit.num_elements - first;
-      const uint32_t n = rest < kBlock ? rest : kBlock;
+      const uint32_t n = unit.num_elements - first;
       const uint32_t block = first / kBlock;
-      for (uint32_t i = first; i < first + kBlock; i += 32) unit.ahead.prefetch_32(i);
-      std::byte* codes = payload + unit.first + first;
+      std::byte* codes = n < kBlock ? short_block : payload + unit.first + first;
       uint32_t code = scales.code[block];
       if (scales.largest[block] >= kInfinityBits) {
         code = block_scale::kNonFinite;
-        __builtin_memset(codes, 0, round_up(n, kChunk));
+        __builtin_memset(codes, 0, kBlock);
         flags = kTileNonFinite;
       } else if (residual != nullptr) {
-        encode_codes<true>(v + first, n, scales.scale[block], scales.reciprocal[block], codes,
-                           residual + first);
+        encode_codes<true>(unit, first, v, scales.scale[block], scales.reciprocal[block], codes,
+                           residual);
       } else {
-        encode_codes<false>(v + first, n, scales.scale[block], scales.reciprocal[block], codes,
+        encode_codes<false>(unit, first, v, scales.scale[block], scales.reciprocal[block], codes,
                             nullptr);
+      }
+      if (n < kBlock) {
+        __builtin_memcpy(payload + unit.first + first, short_block, round_up(n, kChunk));
       }
       store_scale(out, unit.first / kBlock + block, code);
     }

@@ -51,22 +51,25 @@ GRADFERRY_LANE void scales_of(const float* sums, uint32_t num_elements, uint32_t
   }
 }
 
-// Signs of one block of num_elements. The zero block has none, and withholds everything.
+// Signs of the block that begins at element `first` of the unit. The zero block has none, and
+// withholds everything.
 template <bool kKeepResidual>
-GRADFERRY_LANE void encode_signs(const float* v, uint32_t num_elements, uint32_t scale,
+GRADFERRY_LANE void encode_signs(const Unit& unit, uint32_t first, const float* v, uint32_t scale,
                                  std::byte* signs, float* residual) {
   const U32 sign_mask(scale == block_scale::kZero ? 0 : kSignBit);
   const U32 magnitude(scale << 16);
-  for (uint32_t i = 0; i < num_elements; i += kChunk) {
-    uint32_t chunk = 0;
-    for (uint32_t l = 0; l < kChunk; l += kLanes) {
-      const F32 x = load(v + i + l);
+  for (uint32_t i = 0; i < kBlock; i += 32) {
+    unit.ahead.prefetch_32(first + i);
+    uint32_t word = 0;
+    for (uint32_t l = 0; l < 32; l += kLanes) {
+      const F32 x = load(v + first + i + l);
       const U32 sign = bits(x) & sign_mask;
-      chunk |= sign_bits(from_bits(sign)) << l;
-      if constexpr (kKeepResidual) store(residual + i + l, x - from_bits(sign | magnitude));
+      word |= sign_bits(from_bits(sign)) << l;
+      if constexpr (kKeepResidual) {
+        store(residual + first + i + l, x - from_bits(sign | magnitude));
+      }
     }
-    const auto halfword = static_cast<uint16_t>(chunk);
-    __builtin_memcpy(signs + i / 8, &halfword, sizeof(halfword));
+    __builtin_memcpy(signs + i / 8, &word, sizeof(word));
   }
 }
 
@@ -99,23 +102,26 @@ struct Sign1 : ScaledBlocks<Signs> {
     block_sums(v, unit.padded / kBlock, sums);
     scales_of(sums, unit.num_elements, scales);
     std::byte* out = payload + sign1::scales_offset(unit.tile.num_elements);
+    std::byte* all_signs = payload + unit.first / 8;
+    alignas(16) std::byte short_block[kBlock / 8];
     uint32_t flags = 0;
+    unit.ahead.prefetch_output(all_signs);
+    unit.ahead.prefetch_output(all_signs + 64);
     for (uint32_t first = 0; first < unit.num_elements; first += kBlock) {
-      const uint32_t rest = unit.num_elements - first;
-      const uint32_t n = rest < kBlock ? rest : kBlock;
+      const uint32_t n = unit.num_elements - first;
       const uint32_t block = first / kBlock;
-      for (uint32_t i = first; i < first + kBlock; i += 32) unit.ahead.prefetch_32(i);
-      std::byte* signs = payload + (unit.first + first) / 8;
+      std::byte* signs = n < kBlock ? short_block : all_signs + first / 8;
       uint32_t scale = scales[block];
       if (is_not_finite(sums[block])) {
         scale = block_scale::kNonFinite;
-        __builtin_memset(signs, 0, (n + 15) / 16 * 2);
+        __builtin_memset(signs, 0, sizeof(short_block));
         flags = kTileNonFinite;
       } else if (residual != nullptr) {
-        encode_signs<true>(v + first, n, scale, signs, residual + first);
+        encode_signs<true>(unit, first, v, scale, signs, residual);
       } else {
-        encode_signs<false>(v + first, n, scale, signs, nullptr);
+        encode_signs<false>(unit, first, v, scale, signs, nullptr);
       }
+      if (n < kBlock) __builtin_memcpy(all_signs + first / 8, short_block, (n + 15) / 16 * 2);
       store_scale(out, unit.first / kBlock + block, scale);
     }
     return flags;

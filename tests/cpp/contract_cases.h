@@ -2,12 +2,16 @@
 #pragma once
 
 #include <algorithm>
+#include <cfloat>
+#include <cmath>
 #include <numeric>
 #include <ostream>
 #include <string>
 #include <vector>
 
 #include "gradferry/codec.h"
+#include "tests/cpp/codec_runner.h"
+#include "tests/cpp/inputs.h"
 #include "tests/cpp/option_sets.h"
 
 namespace gradferry::testing {
@@ -59,6 +63,41 @@ inline bool same_status(const std::vector<TileStatus>& a, const std::vector<Tile
   return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](TileStatus x, TileStatus y) {
     return x.checksum == y.checksum && x.flags == y.flags;
   });
+}
+
+// The rule for every residual: the new value where it is finite, else what is kept of the old
+// one.
+inline float kept_unless_finite(double updated, float kept) {
+  const float rounded = static_cast<float>(updated);
+  return std::isfinite(rounded) ? rounded : kept;
+}
+inline float kept_by(float gain, float old) {
+  const float product = gain * old;
+  return std::isfinite(product) ? product : old;
+}
+
+// Three elements overflow when they are multiplied by a gain above 1, and stay as they are; by one
+// below 1 they become subnormal.
+inline std::vector<float> residual_beyond(float gain, size_t n, uint64_t seed) {
+  std::vector<float> residual = make_residual(Input::kGaussian, n, seed);
+  for (size_t i = 0; i < 3; ++i) residual[i] = gain > 1 ? (i == 1 ? -FLT_MAX : FLT_MAX) : FLT_MIN;
+  return residual;
+}
+
+// A suite over codecs, their options and dtypes.
+class ContractTest : public ::testing::TestWithParam<Case> {
+ protected:
+  static CallSetup setup(std::vector<uint32_t> sizes) {
+    CallSetup result;
+    result.codec = GetParam().codec;
+    result.dtype = GetParam().dtype;
+    result.sizes = std::move(sizes);
+    return result;
+  }
+};
+
+inline std::string case_name(const ::testing::TestParamInfo<Case>& info) {
+  return as_name(info.param.codec, "") + "_" + dtype_name(info.param.dtype);
 }
 
 }  // namespace gradferry::testing

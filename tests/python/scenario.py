@@ -251,6 +251,7 @@ def expected_gradients(scenario: Scenario) -> list[list[list[np.ndarray]]]:
         scenario.codec,
         scenario.error_feedback,
         scenario.rules,
+        scenario.seed,
     )
     ranks, count = range(scenario.world_size), len(scenario.weights)
     return [

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import CODECS, DTYPES, narrow, widen
-from reference.codecs import E2M1, e4m3_byte, e4m3_value, nearest_e2m1, round_to_4_bits
+from reference import CODECS, DTYPES, ideal, narrow, widen
+from reference.codecs.philox import philox_4x32
+from reference.codecs.q4 import E2M1, e4m3_byte, e4m3_value, nearest_e2m1, round_to_4_bits
+from reference.codecs.rht import MAGNITUDES, ORDER, THRESHOLDS, hadamard
 from reference.engine import encode_tiles
 
 Q4 = CODECS["q4"]
@@ -189,16 +191,65 @@ def test_q4_corrupt_bytes_make_their_group_nan() -> None:
         assert Q4.corrupt(bad, 2048).tolist() == [[True, False]]
 
 
+def test_philox_gives_its_authors_known_answers() -> None:
+    pi = [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344]
+    ones = 0xFFFFFFFF
+    for counter, key, answer in (
+        ([0] * 4, (0, 0), [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+        ([ones] * 4, (ones, ones), [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+        (pi, (0xA4093822, 0x299F31D0), [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]),
+    ):
+        assert philox_4x32(np.array(counter), key).tolist() == answer
+
+
+def test_hadamard_is_its_matrix_and_coordinates_are_a_permutation() -> None:
+    assert (hadamard(np.eye(128)) == ideal.sylvester(128)).all()
+    assert (np.sort(ORDER) == np.arange(128)).all()
+    assert ORDER[:4].tolist() == [0, 16, 1, 17]
+    assert ORDER[32] == 32
+
+
+@pytest.mark.parametrize("bits", [4, 3, 2])
+def test_rht_levels_are_lloyd_max_in_one_unit_to_the_nearest_integer(bits: int) -> None:
+    levels = np.array(MAGNITUDES[bits])
+    middles = (levels[1:] + levels[:-1]) / 2
+    units = middles / [float.fromhex(t) for t in THRESHOLDS[bits]]
+    # Each threshold is rounded once, by at most 2^-24 of itself.
+    assert np.ptp(units) <= 2 * 2.0**-24 * units[0]
+    assert (np.rint(ideal.lloyd_max(2 ** (bits - 1)) * units[0]) == levels).all()
+
+
+def documented_bytes(codec: str, n: int) -> int:
+    """Of the payload of a float32 tile on its way to the owner, without its padding."""
+    k = max(1, (n + 50) // 100)  # topk's ratio is 0.01 unless given
+    last = k - (k - 1) // 32 * 32  # of its values, in the last block
+    blocks, positions = -(-n // 128), min(-(-12 * k // 8), -(-n // 8))
+    return {
+        "exact": 4 * n,
+        "bf16": 2 * n,
+        "q4": 17 * -(-n // 32) + -(-n // 1024),
+        "q8": 16 * -(-n // 16) + 2 * blocks,
+        "sign1": 2 * -(-n // 16) + 2 * blocks,
+        "topk": 2 * k + positions,
+        "topk:values=q4": (k - last) // 2 + min(last, 16) + -(-k // 32) + 1 + positions,
+        "rht:bits=4": 66 * blocks,
+        "rht:bits=3": 50 * blocks,
+        "rht:bits=2": 34 * blocks,
+    }[codec]
+
+
 @pytest.mark.parametrize("codec", list(CODECS))
 @pytest.mark.parametrize("n", [1, 31, 32, 33, 1023, 1024, 1025, 4095, 4096])
 def test_payload_size_equals_formula_and_padding_is_zero(codec: str, n: int) -> None:
-    used = {"exact": 4 * n, "bf16": 2 * n, "q4": 17 * -(-n // 32) + -(-n // 1024)}[codec]
+    used = documented_bytes(codec, n)
     payload = CODECS[codec].encode(np.full((1, n), np.nan, np.float32), "float32")
     assert payload.shape == (1, CODECS[codec].payload_bytes(n, "float32"))
     assert len(payload[0]) % 16 == 0
     assert 0 <= len(payload[0]) - used < 16
     assert not payload[0, used:].any()
-    assert CODECS["q4"].payload_bytes(4096, "float32") == 2192
+    full = {"q4": 2192, "q8": 4160, "sign1": 576, "rht:bits=4": 2112, "rht:bits=3": 1600}
+    for name, size in {**full, "rht:bits=2": 1088, "topk": 144}.items():
+        assert CODECS[name].payload_bytes(4096, "float32") == size
 
 
 def test_exact_returns_every_bit_and_bf16_saturates() -> None:

@@ -44,8 +44,10 @@ def case_resume(scenario: Scenario) -> dict[str, Any]:
 
 
 @pytest.mark.torch_core
-def test_resumed_run_equals_one_that_never_stopped(world_of_2: World) -> None:
-    for answer in world_of_2.run(case_resume, scenario=SCENARIO):
+@pytest.mark.parametrize("codec", ["q4", "rht:bits=2"])  # whose signs change with the step
+def test_resumed_run_equals_one_that_never_stopped(world_of_2: World, codec: str) -> None:
+    scenario = dataclasses.replace(SCENARIO, codec=codec)
+    for answer in world_of_2.run(case_resume, scenario=scenario):
         assert answer["equal"]
         assert answer["hashes"][0] == answer["hashes"][1]
         assert answer["steps"] == (5, 5)

@@ -35,7 +35,7 @@ def formula(scenario: Scenario, buckets: list[list[list[str]]], rank: int) -> in
 
 @pytest.mark.torch_core
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("codec", ["exact", "bf16", "q4"])
+@pytest.mark.parametrize("codec", ["exact", "bf16", "q4", "topk"])
 def test_wire_bytes_equal_the_formula(
     worlds: Callable[[int], World], world_size: int, codec: str
 ) -> None:

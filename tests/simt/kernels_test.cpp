@@ -27,17 +27,9 @@ void expect_same(const Result& cpu, const Result& emulated, const char* what) {
   EXPECT_TRUE(same_status(cpu.status, emulated.status)) << what << ": statuses differ";
 }
 
-class Kernels : public ::testing::TestWithParam<Case> {
+class Kernels : public ContractTest {
  protected:
   static constexpr Isa kIsa = Isa::kScalar;
-
-  CallSetup setup(std::vector<uint32_t> sizes) const {
-    CallSetup result;
-    result.codec = GetParam().codec;
-    result.dtype = GetParam().dtype;
-    result.sizes = std::move(sizes);
-    return result;
-  }
 
   // All functions on all inputs' kind `input`, both ways.
   void compare_all(const CallSetup& s, Input input) const {
@@ -86,6 +78,7 @@ TEST_P(Kernels, GiveTheBytesOfTheCpu) {
     CallSetup s = setup(some_sizes(index % 4));
     s.misaligned = index % 2 == 1;
     s.alpha = s.misaligned ? 0.1f : 1.0f;
+    s.gain = s.misaligned ? 0.5f : 1.0f;
     s.beta = 0.9f;
     s.hold_zero_tiles = index % 4 >= 2;
     SCOPED_TRACE("input " + std::to_string(index));
@@ -150,22 +143,27 @@ TEST_P(Kernels, HoldZeroTilesAndKeepTheirResiduals) {
               "reduce");
 }
 
-// A residual that is not replaced is still converted to the present loss scale.
+// A residual that is not replaced is still converted to the present loss scale: in a unit that is
+// not finite, in a held zero tile.
 TEST_P(Kernels, ConvertTheResidualsTheyKeep) {
-  CallSetup s = setup({4096, 4096});
-  s.hold_zero_tiles = true;
-  s.gain = 0.5f;
-  const EmulatedRunner emulated(s);
-  const size_t n = emulated.num_elements();
-  std::vector<double> input(n, 0.0);
-  for (size_t i = 0; i < 4096; ++i) input[i] = double(NAN);
-  const std::vector<float> old = make_residual(Input::kGaussian, n, 5);
-  const Buffer residual = emulated.residual_from(old);
-  const Result encoded = emulated.encode(kIsa, emulated.gradient_from(input), residual);
-  const Result reduced = emulated.reduce(kIsa, {encoded.payload}, residual);
-  for (const Result* result : {&encoded, &reduced}) {
-    const std::vector<float> kept = result->residual.as<float>();
-    for (size_t i = 0; i < n; ++i) ASSERT_EQ(float_bits(kept[i]), float_bits(0.5f * old[i])) << i;
+  for (const float gain : {0.5f, 2.0f}) {
+    CallSetup s = setup({4096, 77, 4096, 130});
+    s.hold_zero_tiles = true;
+    s.gain = gain;
+    const EmulatedRunner emulated(s);
+    const size_t n = emulated.num_elements();
+    std::vector<double> input(n, 0.0);
+    for (size_t i = 0; i < 4096 + 77; ++i) input[i] = double(NAN);
+    const std::vector<float> old = residual_beyond(gain, n, 5);
+    const Buffer residual = emulated.residual_from(old);
+    const Result encoded = emulated.encode(kIsa, emulated.gradient_from(input), residual);
+    const Result reduced = emulated.reduce(kIsa, {encoded.payload}, residual);
+    for (const Result* result : {&encoded, &reduced}) {
+      const std::vector<float> kept = result->residual.as<float>();
+      for (size_t i = 0; i < n; ++i) {
+        ASSERT_EQ(float_bits(kept[i]), float_bits(kept_by(gain, old[i]))) << i;
+      }
+    }
   }
 }
 
@@ -228,11 +226,7 @@ TEST_P(Kernels, DoWithoutTilesAndWithoutStatus) {
   EXPECT_TRUE(payload == run.encode(kIsa, gradient, Buffer()).payload);
 }
 
-INSTANTIATE_TEST_SUITE_P(AllCodecs, Kernels, ::testing::ValuesIn(emulated_cases()),
-                         [](const auto& test) {
-                           return as_name(test.param.codec, "") + "_" +
-                                  dtype_name(test.param.dtype);
-                         });
+INSTANTIATE_TEST_SUITE_P(AllCodecs, Kernels, ::testing::ValuesIn(emulated_cases()), case_name);
 
 }  // namespace
 }  // namespace gradferry::testing

@@ -1,6 +1,6 @@
 """docs/wire_format.md in NumPy: an implementation that shares nothing with the library's."""
 
-from .codecs import CODECS
+from .codecs import CODECS, Codec, Context, find_codec
 from .engine import ReferenceEngine
 from .layout import (
     CHUNK_BYTES,
@@ -30,6 +30,8 @@ __all__ = [
     "HEADER",
     "MAGIC",
     "TILE_ELEMENTS",
+    "Codec",
+    "Context",
     "Header",
     "Layout",
     "Parameter",
@@ -39,6 +41,7 @@ __all__ = [
     "cut_chunks",
     "decode_tensor",
     "encode_tensor",
+    "find_codec",
     "message_checksum",
     "narrow",
     "widen",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 
-from .codecs import CODECS
+from .codecs import DEFAULT, OWNER, WORKER, Context, find_codec
 from .layout import TILE_ELEMENTS, Layout, Parameter, Rules
 from .scalars import DTYPES, narrow, widen
 
@@ -15,10 +16,10 @@ FEWEST_BITS_WITHOUT_WORKER_RESIDUAL = 3
 
 def resolve_error_feedback(error_feedback: str, codec: str, dtype: str) -> tuple[bool, bool]:
     """Whether a parameter has a worker and an owner residual."""
-    if not CODECS[codec].lossy:
+    if not find_codec(codec).lossy:
         return False, False
     if error_feedback == "auto":
-        bits = CODECS[codec].payload_bytes(TILE_ELEMENTS, dtype) * 8 / TILE_ELEMENTS
+        bits = find_codec(codec).payload_bytes(TILE_ELEMENTS, dtype, WORKER) * 8 / TILE_ELEMENTS
         error_feedback = "owner" if bits >= FEWEST_BITS_WITHOUT_WORKER_RESIDUAL else "both"
     return error_feedback in ("worker", "both"), error_feedback in ("owner", "both")
 
@@ -30,6 +31,7 @@ def encode_tiles(
     residual: np.ndarray | None = None,
     alpha: float = 1.0,
     gain: float = 1.0,
+    context: Context = DEFAULT,
 ) -> np.ndarray:
     """Payloads of tiles [tiles, n] of widened gradients. Updates `residual` in place."""
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
@@ -37,9 +39,10 @@ def encode_tiles(
         if residual is not None:
             v = v + np.float32(gain) * residual
     held = (gradient == 0).all(axis=1)
-    payload = CODECS[codec].encode(v, dtype)
+    payload = find_codec(codec).encode(v, dtype, context)
     payload[held] = 0
-    _keep_what_was_withheld(codec, dtype, v, payload, held, residual)
+    if residual is not None:
+        _keep_what_was_withheld(residual, gain, v, payload, held, codec, dtype, context)
     return payload
 
 
@@ -50,9 +53,12 @@ def reduce_tiles(
     n: int,
     residual: np.ndarray | None = None,
     gain: float = 1.0,
+    context: Context = DEFAULT,
 ) -> np.ndarray:
     """Owner payloads of tiles of n elements. Updates the owner `residual` in place."""
-    decoded = [CODECS[codec].decode(payload, n, dtype) for payload in payload_by_rank]
+    theirs = dataclasses.replace(context, stage=WORKER)
+    context = dataclasses.replace(context, stage=OWNER)
+    decoded = [find_codec(codec).decode(payload, n, dtype, theirs) for payload in payload_by_rank]
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         total = decoded[0]
         for values in decoded[1:]:
@@ -61,26 +67,28 @@ def reduce_tiles(
         if residual is not None:
             v = v + np.float32(gain) * residual
     held = ~np.any([payload.any(axis=1) for payload in payload_by_rank], axis=0)
-    payload = CODECS[codec].encode(v, dtype)
+    payload = find_codec(codec).encode(v, dtype, context)
     payload[held] = 0
-    _keep_what_was_withheld(codec, dtype, v, payload, held, residual)
+    if residual is not None:
+        _keep_what_was_withheld(residual, gain, v, payload, held, codec, dtype, context)
     return payload
 
 
 def _keep_what_was_withheld(
-    codec: str,
-    dtype: str,
+    residual: np.ndarray,
+    gain: float,
     v: np.ndarray,
     payload: np.ndarray,
     held: np.ndarray,
-    residual: np.ndarray | None,
+    codec: str,
+    dtype: str,
+    context: Context,
 ) -> None:
-    if residual is None:
-        return
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        withheld = v - CODECS[codec].decode(payload, v.shape[1], dtype)
-    keep = held[:, None] | CODECS[codec].non_finite(v)
-    residual[...] = np.where(keep, residual, withheld)
+        withheld = v - find_codec(codec).decode(payload, v.shape[1], dtype, context)
+        kept = np.float32(gain) * residual
+    keep = held[:, None] | find_codec(codec).non_finite(v) | ~np.isfinite(withheld)
+    residual[...] = np.where(keep, np.where(np.isfinite(kept), kept, residual), withheld)
 
 
 def _tiles(flat: np.ndarray) -> list[np.ndarray]:
@@ -104,8 +112,11 @@ class ReferenceEngine:
         codec: str = "q4",
         error_feedback: str = "auto",
         rules: Rules = (),
+        seed: int = 0,
     ) -> None:
         self.world_size = world_size
+        self.seed = seed
+        self.num_steps = 0
         self.layout = Layout(parameters, codec, world_size, rules)
         self.worker_residual: list[list[np.ndarray | None]] = []
         self.owner_residual: list[np.ndarray | None] = []
@@ -125,6 +136,7 @@ class ReferenceEngine:
             self._parameter(index, [gradients[rank][index] for rank in range(self.world_size)])
             for index in range(len(self.layout.parameters))
         ]
+        self.num_steps += 1
         return [averaged] * self.world_size
 
     def _parameter(self, index: int, by_rank: Sequence[np.ndarray]) -> np.ndarray:
@@ -137,14 +149,18 @@ class ReferenceEngine:
         worker = [_tiles_or_none(r, len(wide[0])) for r in self.worker_residual[index]]
         owner = _tiles_or_none(self.owner_residual[index], len(wide[0]))
         pieces = []
+        first_tile = self.layout.tiles_of[index].start
         for part in range(len(wide[0])):
-            n = wide[0][part].shape[1]
+            tiles, n = wide[0][part].shape
+            context = Context(WORKER, self.seed, self.num_steps, first_tile)
             payloads = [
-                encode_tiles(codec, dtype, wide[rank][part], worker[rank][part])
+                encode_tiles(codec, dtype, wide[rank][part], worker[rank][part], context=context)
                 for rank in range(self.world_size)
             ]
-            result = reduce_tiles(codec, dtype, payloads, n, owner[part])
-            pieces.append(CODECS[codec].decode(result, n, dtype).reshape(-1))
+            result = reduce_tiles(codec, dtype, payloads, n, owner[part], context=context)
+            context = dataclasses.replace(context, stage=OWNER)
+            pieces.append(find_codec(codec).decode(result, n, dtype, context).reshape(-1))
+            first_tile += tiles
         return narrow(np.concatenate(pieces), dtype) if pieces else np.array(by_rank[0])
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import fnmatch
 from collections.abc import Sequence
 
-from .codecs import CODECS
+from .codecs import OWNER, WORKER, find_codec
 
 TILE_ELEMENTS = 4096
 CHUNK_BYTES = 524288
@@ -65,8 +65,11 @@ class Layout:
             first = len(self.tiles)
             for offset in range(0, parameter.num_elements, TILE_ELEMENTS):
                 n = min(TILE_ELEMENTS, parameter.num_elements - offset)
-                size = CODECS[self.codecs[index]].payload_bytes(n, parameter.dtype)
-                self.tiles.append(Tile(index, offset, n, self.codecs[index], size, size))
+                sizes = (
+                    find_codec(self.codecs[index]).payload_bytes(n, parameter.dtype, stage)
+                    for stage in (WORKER, OWNER)
+                )
+                self.tiles.append(Tile(index, offset, n, self.codecs[index], *sizes))
             self.tiles_of.append(range(first, len(self.tiles)))
         self.owners = assign_owners(self.tiles, world_size)
 

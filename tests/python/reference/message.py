@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from .codecs import CODECS
+from .codecs import Context, find_codec
 from .layout import TILE_ELEMENTS
 from .scalars import narrow, widen
 
@@ -69,12 +69,13 @@ def encode_tensor(
     """What gradferry.encode writes for a tensor with these elements."""
     values = widen(elements.reshape(-1), dtype)
     payloads = []
-    for start in range(0, len(values), TILE_ELEMENTS):
+    for number, start in enumerate(range(0, len(values), TILE_ELEMENTS)):
         tile = values[None, start : start + TILE_ELEMENTS]
-        payload = CODECS[codec].encode(tile, dtype)[0]
+        context = Context(seed=seed, step=step, first_tile=number)
+        payload = find_codec(codec).encode(tile, dtype, context)[0]
         payloads.append(payload if tile.any() else np.zeros_like(payload))
     header = Header(
-        config_hash=hash64(codec),
+        config_hash=hash64(find_codec(codec).name),
         layout_hash=hash64(f"{dtype}|{len(values)}"),
         step=step,
         payload_bytes=sum(map(len, payloads)),
@@ -86,11 +87,13 @@ def encode_tensor(
 
 def decode_tensor(message: bytes, num_elements: int, codec: str, dtype: str) -> np.ndarray:
     """The elements of a message that encode_tensor could have written, in storage of `dtype`."""
+    header = Header.unpack(message)
     payload = np.frombuffer(message, np.uint8)[HEADER.size :]
     pieces = []
-    for n in _tile_lengths(num_elements):
-        size = CODECS[codec].payload_bytes(n, dtype)
-        pieces.append(CODECS[codec].decode(payload[None, :size], n, dtype)[0])
+    for number, n in enumerate(_tile_lengths(num_elements)):
+        size = find_codec(codec).payload_bytes(n, dtype)
+        context = Context(seed=header.seed, step=header.step, first_tile=number)
+        pieces.append(find_codec(codec).decode(payload[None, :size], n, dtype, context)[0])
         payload = payload[size:]
     values = np.concatenate(pieces) if pieces else np.zeros(0, np.float32)
     return narrow(values, dtype)

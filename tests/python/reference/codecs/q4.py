@@ -1,65 +1,11 @@
-"""Section 4 of docs/wire_format.md: the codecs.
-
-Every function takes many tiles of equal length n at once: values as [tiles, n], payloads as
-uint8 [tiles, payload_bytes]. Values are float32 (float64 where the gradient is float64).
-"""
+"""q4: four-bit floats, an E4M3 scale per 32 elements, a power of two per 1024."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from .scalars import DTYPES, canonical, narrow, round_to_bfloat16, widen
-
-
-def padded(num_bytes: int) -> int:
-    return -(-num_bytes // 16) * 16
-
-
-def _store(elements: np.ndarray) -> np.ndarray:
-    """[tiles, n] of any dtype -> its bytes as uint8 [tiles, padded]."""
-    raw = np.ascontiguousarray(elements).view(np.uint8).reshape(len(elements), -1)
-    return np.pad(raw, ((0, 0), (0, padded(raw.shape[1]) - raw.shape[1])))
-
-
-class Exact:
-    name = "exact"
-    lossy = False
-
-    def payload_bytes(self, n: int, dtype: str) -> int:
-        return padded(n * DTYPES[dtype].item_bytes)
-
-    def non_finite(self, values: np.ndarray) -> np.ndarray:
-        """True for each element whose unit is non-finite."""
-        return ~np.isfinite(values)
-
-    def encode(self, values: np.ndarray, dtype: str) -> np.ndarray:
-        return _store(narrow(values, dtype))
-
-    def decode(self, payload: np.ndarray, n: int, dtype: str) -> np.ndarray:
-        kind = DTYPES[dtype]
-        raw = np.ascontiguousarray(payload[:, : n * kind.item_bytes])
-        return canonical(widen(raw.view(kind.storage), dtype))
-
-
-class BFloat16:
-    name = "bf16"
-    lossy = True
-
-    def payload_bytes(self, n: int, dtype: str) -> int:
-        return padded(2 * n)
-
-    def non_finite(self, values: np.ndarray) -> np.ndarray:
-        return ~np.isfinite(values)
-
-    def encode(self, values: np.ndarray, dtype: str) -> np.ndarray:
-        bits = round_to_bfloat16(values)
-        overflowed = np.isfinite(values) & ((bits & 0x7FFF) == 0x7F80)
-        return _store(np.where(overflowed, (bits & 0x8000) | 0x7F7F, bits).astype(np.uint16))
-
-    def decode(self, payload: np.ndarray, n: int, dtype: str) -> np.ndarray:
-        raw = np.ascontiguousarray(payload[:, : 2 * n])
-        return canonical(widen(raw.view(np.uint16), "bfloat16"))
-
+from ..scalars import canonical
+from .base import DEFAULT, WORKER, Codec, Context, padded, store
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 BLOCK, GROUP = 32, 1024
@@ -101,11 +47,10 @@ def power_of_two(k: np.ndarray) -> np.ndarray:
     return np.ldexp(np.float32(1), k.astype(np.int32))
 
 
-class Q4:
+class Q4(Codec):
     name = "q4"
-    lossy = True
 
-    def payload_bytes(self, n: int, dtype: str) -> int:
+    def payload_bytes(self, n: int, dtype: str, stage: str = WORKER) -> int:
         blocks, groups = -(-n // BLOCK), -(-n // GROUP)
         return padded(16 * blocks + blocks + groups)
 
@@ -120,7 +65,7 @@ class Q4:
         bad = ~np.isfinite(self._groups(values)).all(axis=(2, 3))
         return np.repeat(bad, GROUP, axis=1)[:, : values.shape[1]]
 
-    def encode(self, values: np.ndarray, dtype: str) -> np.ndarray:
+    def encode(self, values: np.ndarray, dtype: str, context: Context = DEFAULT) -> np.ndarray:
         tiles, n = values.shape
         v = self._groups(values)
         bad = ~np.isfinite(v).all(axis=(2, 3))
@@ -146,12 +91,11 @@ class Q4:
 
         blocks = -(-n // BLOCK)
         packed = code[..., :16] | (code[..., 16:] << 4)
-        parts = [
+        return store(
             packed.reshape(tiles, -1)[:, : 16 * blocks],
             e4m3_byte(s).reshape(tiles, -1)[:, :blocks],
             exponent_byte,
-        ]
-        return _store(np.concatenate(parts, axis=1))
+        )
 
     def _split(self, payload: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Codes [tiles, groups, 32, 16], scale bytes [tiles, groups, 32], exponents."""
@@ -164,8 +108,7 @@ class Q4:
         shape = (tiles, groups, BLOCKS_PER_GROUP)
         return codes.reshape(*shape, 16), scales.reshape(shape), exponents
 
-    def corrupt(self, payload: np.ndarray, n: int) -> np.ndarray:
-        """True for each group [tiles, groups] that breaks the format."""
+    def corrupt(self, payload: np.ndarray, n: int, context: Context = DEFAULT) -> np.ndarray:
         _, scales, exponents = self._split(payload, n)
         outside = ((exponents >= 1) & (exponents <= 9)) | ((exponents >= 246) & (exponents <= 254))
         malformed = (scales >= SCALE_NAN_BYTE) | ((scales >= 1) & (scales <= 7))
@@ -173,7 +116,9 @@ class Q4:
         unused = (scales != 0) & ((exponents == 0) | (exponents == 255))[:, :, None]
         return outside | (malformed | too_large | unused).any(axis=2)
 
-    def decode(self, payload: np.ndarray, n: int, dtype: str) -> np.ndarray:
+    def decode(
+        self, payload: np.ndarray, n: int, dtype: str, context: Context = DEFAULT
+    ) -> np.ndarray:
         codes, scales, exponents = self._split(payload, n)
         nan = self.corrupt(payload, n) | (exponents == 255)
         live = ~nan & (exponents != 0)
@@ -185,6 +130,3 @@ class Q4:
         value = np.where(((code & 8) != 0) & (step[..., None] != 0), -value, value)
         value = np.where(nan[:, :, None, None], np.float32(np.nan), value)
         return canonical(value.reshape(len(payload), -1)[:, :n])
-
-
-CODECS = {codec.name: codec for codec in (Exact(), BFloat16(), Q4())}

@@ -1,0 +1,62 @@
+// Times of passes over many tiles, and what to make of several of them on a shared machine.
+#pragma once
+
+#include <algorithm>
+#include <chrono>
+#include <cstddef>
+#include <functional>
+#include <numeric>
+#include <vector>
+
+namespace gradferry {
+
+inline double seconds_of(const std::function<void()>& work) {
+  const auto begin = std::chrono::steady_clock::now();
+  work();
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+}
+
+inline double median(const std::vector<double>& unsorted) {
+  std::vector<double> values = unsorted;
+  std::sort(values.begin(), values.end());
+  const size_t half = values.size() / 2;
+  return values.size() % 2 == 1 ? values[half] : 0.5 * (values[half - 1] + values[half]);
+}
+
+inline double minimum(const std::vector<double>& values) {
+  return *std::min_element(values.begin(), values.end());
+}
+
+// One pass over all tiles is timed in sections of this many: 1 MB of fp32 gradient, less than a
+// millisecond. An interruption then spoils a section of one pass, not the pass.
+constexpr size_t kSectionTiles = 64;
+using Sections = std::vector<double>;  // of one thread
+using Pass = std::vector<Sections>;    // of all threads
+using Work = std::function<void(size_t first_tile, size_t num_tiles)>;
+
+// Seconds of a pass, given several: statistic of each section over the passes, summed up; of the
+// thread that takes longest.
+inline double typical_seconds(const std::vector<Pass>& passes,
+                              double (*statistic)(const std::vector<double>&)) {
+  double longest = 0;
+  for (size_t thread = 0; thread < passes.front().size(); ++thread) {
+    double sum = 0;
+    for (size_t section = 0; section < passes.front()[thread].size(); ++section) {
+      std::vector<double> values;
+      for (const Pass& pass : passes) values.push_back(pass[thread][section]);
+      sum += statistic(values);
+    }
+    longest = std::max(longest, sum);
+  }
+  return longest;
+}
+
+inline double total(const Pass& pass) {
+  double longest = 0;
+  for (const Sections& sections : pass) {
+    longest = std::max(longest, std::accumulate(sections.begin(), sections.end(), 0.0));
+  }
+  return longest;
+}
+
+}  // namespace gradferry

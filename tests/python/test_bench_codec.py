@@ -1,0 +1,110 @@
+"""`gradferry bench codec`: what it reports, on arrays too small for its figures to mean much."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from gradferry import _native
+from gradferry.bench.peers import PEERS, compare_with_peers, installed_peers
+from gradferry.cli import main
+
+ROW_KEYS = {
+    "codec", "op", "dtype", "num_elements", "threads", "isa", "world_size", "gbps", "roof_gbps",
+    "roof_ratio", "roof_ratio_min", "roof_ratio_max", "roof_ratio_best", "bytes_per_element",
+    "bits_per_element", "elements_per_second", "nmse", "wrong",
+}  # fmt: skip
+SMALL = ["--num-elements", "524288", "--rounds", "1"]
+
+
+def test_bench_codec_times_every_codec_of_the_table(tmp_path, capsys):
+    file = tmp_path / "rows.json"
+    assert main(["bench", "codec", *SMALL, "--world-sizes", "3", "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    names = [_native.canonical_codec(codec["name"]) for codec in _native.codecs()]
+    operations = [("encode", 1), ("encode_ef", 1), ("reduce", 3), ("decode", 1)]
+    assert [(row["codec"], row["op"], row["world_size"]) for row in rows] == [
+        (name, *operation) for name in names for operation in operations
+    ]
+    for row in rows:
+        assert set(row) == ROW_KEYS
+        assert row["wrong"] == 0
+        assert row["num_elements"] == 524288
+        assert row["gbps"] > 0
+        assert row["roof_ratio_min"] <= row["roof_ratio_max"]
+        assert row["gbps"] * 1e9 == pytest.approx(
+            row["elements_per_second"] * row["bytes_per_element"]
+        )
+        assert row["nmse"] == 0 or 0 < row["nmse"] < 1
+    shown = capsys.readouterr().out
+    assert "reduce/3" in shown
+    assert "memcpy" in shown
+
+
+def test_bench_codec_takes_threads_isas_and_dtypes(tmp_path):
+    file = tmp_path / "rows.json"
+    lists = ["--threads", "1", "2", "--isas", *_native.available_isas(), "--dtypes", "bfloat16"]
+    assert main(["bench", "codec", "--codecs", "q4", *SMALL, *lists, "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert {(row["isa"], row["threads"]) for row in rows} == {
+        (isa, threads) for isa in _native.available_isas() for threads in (1, 2)
+    }
+    for row in rows:
+        assert row["dtype"] == "bfloat16"
+        # 2192 bytes for 4096 elements; the owner's format of q4 is the worker's.
+        assert row["bits_per_element"] == 8 * 2192 / 4096
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--codecs", "q5"], "q5"),
+        (["--isas", "sse2"], "sse2"),
+        (["--threads", "0"], "--threads: 0"),
+        (["--rounds", "0"], "--rounds: 0"),
+        (["--world-sizes", "-1"], "--world-sizes: -1"),
+        (["--num-elements", "4096"], "4096"),
+        (["--num-elements", str(1 << 40)], str(1 << 40)),
+    ],
+)
+def test_bench_codec_names_the_option_that_is_wrong(arguments, message, capsys):
+    assert main(["bench", "codec", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_peers_are_compared_on_the_same_buffer(tmp_path, capsys):
+    file = tmp_path / "rows.json"
+    assert main(["bench", "codec", "--codecs", "q8", *SMALL, "--peers", "--json", str(file)]) == 0
+    rows = [row for row in json.loads(file.read_text())["rows"] if "peer" in row]
+    expected = [peer.name for peer in installed_peers() if peer.rival == "q8"]
+    assert "torch:quantize_per_tensor" in expected
+    assert [row["peer"] for row in rows] == [name for name in expected for _ in range(2)]
+    for row in rows:
+        assert row["speedup_min"] <= row["speedup"] <= row["speedup_max"]
+    assert "torch:quantize_per_tensor" in capsys.readouterr().out
+
+
+def test_peers_without_a_rival_are_left_out():
+    assert compare_with_peers(["sign1"], 1 << 19, threads=1, rounds=1) == []
+    assert {peer.rival for peer in PEERS} <= {codec["name"] for codec in _native.codecs()}
+
+
+def test_timer_lends_its_gradient_for_as_long_as_the_view_lives():
+    timer = _native.CodecTimer(
+        codec="q4",
+        dtype=torch.float32,
+        isa="scalar",
+        num_elements=1 << 18,
+        world_sizes=[],
+        rounds=1,
+        threads=1,
+    )
+    view = timer.gradient().view(torch.float32)
+    assert view.numel() == 1 << 18
+    # 2^16 Gaussian numbers, sigma 1e-3, repeated: five standard errors of the mean of squares,
+    # sigma^2 * sqrt(2 / 2^16).
+    assert view.double().square().mean().item() == pytest.approx(1e-6, rel=5 * math.sqrt(2 / 2**16))
+    del timer
+    assert torch.isfinite(view).all()

@@ -1,0 +1,106 @@
+"""Gradients that leave the hook equal the reference's to the bit, with every lossy codec."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+from scenario import Scenario, Weight, assert_bit_equal, expected_gradients, train
+from world import World
+
+Worlds = Callable[[int], World]
+
+WEIGHTS = (
+    Weight("embedding", (70, 64)),
+    Weight("just_compressed", (32, 32)),
+    Weight("wide", (3, 4099)),
+    Weight("bias", (67,)),
+)
+CODECS = (
+    "q8",
+    "sign1",
+    "topk:ratio=0.05",
+    "topk:ratio=0.03,values=q4",
+    "rht:bits=4",
+    "rht:bits=3",
+    "rht:bits=2",
+)
+# A few parameters of every kind for every codec, in one model.
+PER_CODEC = (*CODECS, "topk", "topk:ratio=0.2,owner_ratio=0.25,values=q4", "q4", "bf16", "exact")
+NAMES = [codec.replace(".", "_") for codec in PER_CODEC]
+KINDS = (
+    ("fp32", (41, 131), torch.float32),
+    ("bf16", (19, 67), torch.bfloat16),
+    ("fp16", (33, 127), torch.float16),
+    ("three", (3,), torch.float32),
+    ("one", (1,), torch.float32),
+)
+MIXED = Scenario(
+    tuple(Weight(f"{name}_{kind}", *rest) for name in NAMES for kind, *rest in KINDS),
+    rules=tuple((f"{name}_*", codec) for name, codec in zip(NAMES, PER_CODEC, strict=True)),
+    codec="exact",
+    error_feedback="both",
+    steps=3,
+    ddp={"bucket_cap_mb": 0.05},
+)
+
+
+def check(worlds: Worlds, scenario: Scenario, **changes: object) -> None:
+    scenario = dataclasses.replace(scenario, **changes)
+    assert_bit_equal(worlds(scenario.world_size).run(train, scenario=scenario), scenario)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+@pytest.mark.parametrize("codec", CODECS)
+def test_gradients_equal_reference(
+    worlds: Worlds, world_size: int, native: bool, codec: str
+) -> None:
+    check(worlds, Scenario(WEIGHTS, world_size, codec=codec, native=native, seed=2**63 + 11))
+
+
+def test_one_rank_alone_keeps_its_gradients(worlds: Worlds) -> None:
+    check(worlds, MIXED, world_size=1)
+
+
+@pytest.mark.parametrize("feedback", ["none", "worker", "owner", "both", "auto"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gradients_equal_reference_with_a_codec_per_parameter(
+    worlds: Worlds, world_size: int, feedback: str
+) -> None:
+    check(worlds, MIXED, world_size=world_size, error_feedback=feedback)
+
+
+def test_tiles_without_gradient_send_nothing_and_keep_residuals(worlds: Worlds) -> None:
+    everywhere = tuple(f"{name}_fp32" for name in NAMES)
+    here = tuple(f"{name}_{kind}" for name in NAMES for kind in ("bf16", "one"))
+    options = {"find_unused_parameters": True, "bucket_cap_mb": 0.05}
+    check(worlds, MIXED, unused={0: everywhere + here, 1: everywhere}, ddp=options)
+    # Every tile is empty on one rank in some steps and on none in others.
+    check(worlds, MIXED, world_size=3, steps_by_rank=(2, 4, 1))
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("-inf")])
+def test_non_finite_gradient_of_one_rank_reaches_all(worlds: Worlds, poison: float) -> None:
+    kinds = ((1, 0, "fp32"), (2, 1, "bf16"), (1, 0, "one"))
+    places = {(step, rank, f"{n}_{kind}"): poison for n in NAMES for step, rank, kind in kinds}
+    check(worlds, MIXED, poison=places, steps=4)
+
+
+def test_accumulated_gradients_equal_reference(worlds: Worlds) -> None:
+    check(worlds, MIXED, passes=2)
+
+
+def case_two_seeds(scenario: Scenario) -> list[dict]:
+    """The same gradients twice, under two seeds of the codec."""
+    return [train(dataclasses.replace(scenario, options={"seed": seed})) for seed in (0, 2**32)]
+
+
+@pytest.mark.parametrize("codec", ["rht:bits=4", "rht:bits=3", "rht:bits=2"])
+def test_rht_gradients_depend_on_the_seed(worlds: Worlds, codec: str) -> None:
+    scenario = Scenario(WEIGHTS, 2, codec=codec, steps=2)
+    first, second = worlds(2).run(case_two_seeds, scenario=scenario)[0]
+    assert first["gradients"][0][0].tobytes() != second["gradients"][0][0].tobytes()
+    assert first["gradients"][0][0].tobytes() == expected_gradients(scenario)[0][0][0].tobytes()

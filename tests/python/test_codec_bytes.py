@@ -1,0 +1,189 @@
+"""The bytes of every codec and what they decode to equal the reference's, on hard inputs too."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import numpy as np
+import pytest
+
+pytest.importorskip("gradferry", reason="the package is not built")
+
+import codec_checks as checks
+from codec_checks import NARROW_DTYPES, assert_same_bytes
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import CODECS, TILE_ELEMENTS, encode_tensor, find_codec
+from reference.codecs import rht, sign1
+
+# Around blocks of 16, 32 and 128, groups of 1024 and tiles; several tiles.
+SIZES = (1, 2, 8, 9, 15, 16, 17, 33, 127, 128, 129, 150, 255, 257, 1023, 1025, 4095, 4096, 4097)
+SEVERAL_TILES = (2 * TILE_ELEMENTS + 1, 5 * TILE_ELEMENTS + 130)
+RHT_BITS = (4, 3, 2)
+
+
+def draw(seed: int, n: int, lowest: int = -20, highest: int = 12) -> np.ndarray:
+    rng = np.random.default_rng([seed, n])
+    values = rng.standard_normal(n) * np.exp2(rng.integers(lowest, highest, n))
+    return np.clip(values, -checks.LARGEST, checks.LARGEST).astype(np.float32)
+
+
+@pytest.mark.parametrize("dtype", NARROW_DTYPES)
+@pytest.mark.parametrize("codec", list(CODECS))
+def test_bytes_equal_reference_at_every_size(codec: str, dtype: str) -> None:
+    for n in (*SIZES, *SEVERAL_TILES):
+        assert_same_bytes(draw(1, n), codec, dtype, seed=2**63 + 5, step=2**40 + 7)
+
+
+HARD_INPUTS = {
+    "every_power": checks.every_power,
+    "special_values": checks.special_values,
+    "repeated_magnitudes": checks.repeated_magnitudes,
+    "integer_ties": lambda: checks.integer_ties().astype(np.float32).reshape(-1),
+    "rht_largest": lambda: checks.rht_largest(4),
+}
+
+
+@pytest.mark.parametrize("dtype", NARROW_DTYPES)
+@pytest.mark.parametrize("codec", list(CODECS))
+@pytest.mark.parametrize("hard", list(HARD_INPUTS))
+def test_bytes_equal_reference_on_hard_input(hard: str, codec: str, dtype: str) -> None:
+    values = HARD_INPUTS[hard]()
+    assert_same_bytes(values, codec, dtype)
+    # Other cuts: blocks hold other elements, and the last tile is short.
+    assert_same_bytes(values[1:-37], codec, dtype)
+
+
+@pytest.mark.parametrize(
+    "codec",
+    [
+        "topk:ratio=0.001",
+        "topk:ratio=0.0049999",
+        "topk:ratio=0.0832",  # 341 of a full tile: indices, with four spare bits
+        "topk:ratio=0.0834",  # 342: a bitmap
+        "topk:ratio=0.25",
+        "topk:ratio=0.05,values=q4",
+        "topk:ratio=0.25,values=q4",
+        "topk:ratio=0.25,owner_ratio=0.25,values=q4",
+    ],
+)
+def test_topk_bytes_equal_reference_for_every_count_of_kept_elements(codec: str) -> None:
+    for n in (*range(1, 140), 4090, 4095, 4096, 4097 + 4096):
+        assert_same_bytes(draw(2, n), codec)
+
+
+@pytest.mark.parametrize("text", ["0.01", ".01", "1e-2", "0.010", "0.1234565", "0.0999999995"])
+def test_topk_counts_ratios_in_millionths_however_they_are_written(text: str) -> None:
+    assert_same_bytes(draw(3, 4096), f"topk:ratio={text}")
+
+
+def adjacent_first(x: np.ndarray) -> np.ndarray:
+    while x.shape[-1] > 1:
+        x = x[..., 0::2] + x[..., 1::2]
+    return x[..., 0]
+
+
+def halves_first(x: np.ndarray) -> np.ndarray:
+    while x.shape[-1] > 1:
+        x = x[..., : x.shape[-1] // 2] + x[..., x.shape[-1] // 2 :]
+    return x[..., 0]
+
+
+def rising_strides(x: np.ndarray) -> np.ndarray:
+    x, index = x.copy(), np.arange(128)
+    for stride in (1, 2, 4, 8, 16, 32, 64):
+        low = index[index & stride == 0]
+        total, difference = x[..., low] + x[..., low + stride], x[..., low] - x[..., low + stride]
+        x[..., low], x[..., low + stride] = total, difference
+    return x
+
+
+def bytes_with(module: object, name: str, other: object, values: np.ndarray, codec: str) -> bytes:
+    with mock.patch.object(module, name, other):
+        return encode_tensor(values, codec)
+
+
+def test_sign1_sums_in_the_documented_order() -> None:
+    values = checks.mean_ties(8)
+    # Another order of the sum would show.
+    assert bytes_with(sign1, "tree_sum", halves_first, values, "sign1") != encode_tensor(
+        values, "sign1"
+    )
+    assert_same_bytes(values, "sign1")
+
+
+@pytest.mark.parametrize("bits", RHT_BITS)
+def test_rht_compares_with_the_documented_thresholds_to_the_last_bit(bits: int) -> None:
+    codec = f"rht:bits={bits}"
+    values = checks.rht_threshold_ties(bits, 16)
+    right = encode_tensor(values, codec)
+    # Every threshold shows in its last bit, and so does the order of either sum.
+    for index, threshold in enumerate(CODECS[codec].thresholds):
+        other = CODECS[codec].thresholds.copy()
+        other[index] = np.nextafter(threshold, np.float32(9))
+        assert bytes_with(CODECS[codec], "thresholds", other, values, codec) != right
+    assert bytes_with(rht, "folded_sum", adjacent_first, values, codec) != right
+    assert bytes_with(rht, "hadamard", rising_strides, values, codec) != right
+    assert_same_bytes(values, codec)
+
+
+@pytest.mark.parametrize("bits", RHT_BITS)
+def test_rht_rounds_its_scale_after_the_documented_sums(bits: int) -> None:
+    codec = f"rht:bits={bits}"
+    values = checks.rht_scale_ties(bits, 16)
+    right = encode_tensor(values, codec)
+    assert bytes_with(rht, "folded_sum", adjacent_first, values, codec) != right
+    assert bytes_with(rht, "hadamard", rising_strides, values, codec) != right
+    assert_same_bytes(values, codec)
+
+
+@pytest.mark.parametrize("bits", RHT_BITS)
+def test_rht_signs_depend_on_seed_step_and_tile(bits: int) -> None:
+    codec, n = f"rht:bits={bits}", 3 * TILE_ELEMENTS + 300
+    values = np.tile(draw(4, TILE_ELEMENTS, -2, 2), 4)[:n]
+    bodies = set()
+    for seed, step in ((0, 0), (1, 0), (0, 1), (2**32, 0), (0, 2**32), (2**64 - 1, 2**64 - 1)):
+        assert_same_bytes(values, codec, seed=seed, step=step)
+        message = encode_tensor(values, codec, seed=seed, step=step)[64:]
+        full = find_codec(codec).payload_bytes(TILE_ELEMENTS, "float32")
+        bodies |= {message[i * full : (i + 1) * full] for i in range(3)}
+    assert len(bodies) == 6 * 3
+
+
+any_bits = st.integers(0, 2**32 - 1)
+ordinary = st.floats(width=32, min_value=-100, max_value=100).map(
+    lambda x: int(np.float32(x).view(np.uint32))
+)
+equal_or_nearly = st.sampled_from([0x3F800000, 0x3F800001, 0xBF800000, 0, 0x80000000, 1])
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(
+    st.one_of(
+        *(st.lists(kind, min_size=1, max_size=300) for kind in (ordinary, equal_or_nearly)),
+        st.lists(st.one_of(any_bits, ordinary), min_size=1, max_size=40),
+    ),
+    st.sampled_from(sorted(set(CODECS) - {"exact", "bf16"})),
+    st.sampled_from(NARROW_DTYPES),
+    st.integers(0, 2**64 - 1),
+)
+def test_bytes_of_any_values_equal_reference(
+    bits: list[int], codec: str, dtype: str, seed: int
+) -> None:
+    values = np.array(bits, np.uint32).view(np.float32)
+    assert_same_bytes(values, codec, dtype, seed=seed, step=seed // 3)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(
+    st.integers(1, 2 * TILE_ELEMENTS),
+    st.tuples(st.integers(-149, 127), st.integers(-149, 127)).map(sorted),
+    st.sampled_from(sorted(set(CODECS) - {"exact", "bf16"})),
+    st.sampled_from(NARROW_DTYPES),
+    st.integers(0, 2**32 - 1),
+)
+def test_bytes_of_any_range_of_magnitudes_equal_reference(
+    n: int, range_: list[int], codec: str, dtype: str, seed: int
+) -> None:
+    values = draw(seed, n, range_[0], range_[1] + 1)
+    assert_same_bytes(values, codec, dtype, seed=seed)
