@@ -269,10 +269,10 @@ class TileDriver {
     const F32 inv(inverse), b(gain);
     if (residual != nullptr && unit.padded == unit.num_elements) {
       return sum_ranks(unit, payload_by_rank, world_size, v,
-                       [&](uint32_t i, F32 s) { store(v + i, s * inv + b * load(residual + i)); });
+                       [=](uint32_t i, F32 s) { store(v + i, s * inv + b * load(residual + i)); });
     }
     const uint32_t flags = sum_ranks(unit, payload_by_rank, world_size, v,
-                                     [&](uint32_t i, F32 s) { store(v + i, s * inv); });
+                                     [=](uint32_t i, F32 s) { store(v + i, s * inv); });
     for (uint32_t i = 0; residual != nullptr && i < unit.num_elements; ++i) {
       v[i] = v[i] + gain * residual[i];
     }
