@@ -36,7 +36,7 @@ venv_ready := $(venv)/.torch-$(TORCH)
 package_ready := $(venv)/.gradferry
 lint_ready := $(venv)/.lint
 
-.PHONY: help setup demo test test-full test-torch-core lint format bench clean distclean
+.PHONY: help setup demo test test-full test-torch-core lint format bench sass clean distclean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -63,6 +63,9 @@ test-torch-core: $(package_ready)  ## what must hold on every torch; use with TO
 
 bench: $(core_ready)  ## kernels of every codec, against what memory allows
 	@build/core/benchmarks/codec_bench
+
+sass: $(venv_ready)  ## instructions, registers and occupancy of every CUDA kernel; needs nvcc, no GPU
+	@$(bin)/python tools/count_sass.py
 
 # --- lint ------------------------------------------------------------------------------------------
 cpp_files := $(shell find include kernels hooks python_bindings tests/cpp tests/simt tests/cuda benchmarks \

@@ -62,9 +62,9 @@ void launch(uint32_t num_blocks, uint32_t num_threads, [[maybe_unused]] Stream s
 }
 
 // --- memory
-// ---------------------------------------------------------------------------------------- A T at
-// an address that is a multiple of its size; the emulator checks that it is. With T = Bytes16 or
-// Bytes8 a single access moves that many bytes.
+//
+// A T at an address that is a multiple of its size; the emulator checks that it is. With T =
+// Bytes16 or Bytes8 a single access moves that many bytes.
 struct alignas(16) Bytes16 {
   uint32_t word[4];
 };
@@ -91,6 +91,15 @@ GRADFERRY_DEVICE void write(void* p, T value) {
   __builtin_memcpy(p, &value, sizeof(T));
 #else
   *static_cast<T*>(p) = value;
+#endif
+}
+
+// Asks for the cache line of a byte that is about to be read.
+GRADFERRY_DEVICE void prefetch(const std::byte* p) {
+#if defined(GRADFERRY_SIMT)
+  static_cast<void>(read<uint8_t>(p));
+#else
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
 #endif
 }
 

@@ -152,8 +152,7 @@ TEST(Emulator, SharedMemoryBeginsUndefined) {
   for (const uint32_t x : out) EXPECT_NE(x, 0u);
 }
 
-// --- faults
-// ----------------------------------------------------------------------------------------
+// --- faults --------------------------------------------------------------------------------------
 
 __global__ void diverge_at_barriers() {
   if (threadIdx.x < 16) {
