@@ -4,6 +4,8 @@ import importlib.util
 import sys
 from pathlib import Path
 
+import pytest
+
 SPEC = importlib.util.spec_from_file_location(
     "count_sass", Path(__file__).parents[2] / "tools" / "count_sass.py"
 )
@@ -57,10 +59,5 @@ def test_blocks_per_sm_is_the_scarcest_resource():
 def test_find_nvdisasm_says_where_it_comes_from(monkeypatch):
     monkeypatch.setattr(count_sass.shutil, "which", lambda name: None)
     monkeypatch.setattr(count_sass.importlib.util, "find_spec", lambda name: None)
-    try:
+    with pytest.raises(SystemExit, match=r"wheels triton and nvidia-cuda-nvdisasm"):
         count_sass.find_nvdisasm(None)
-    except SystemExit as end:
-        assert "triton" in str(end)
-        assert "nvidia-cuda-nvdisasm" in str(end)
-    else:
-        raise AssertionError("it found nvdisasm where there is none")

@@ -155,8 +155,7 @@ void launch(std::string_view function, uint32_t num_blocks, uint32_t num_threads
   const size_t length = kernel.size() < sizeof(name) - 1 ? kernel.size() : sizeof(name) - 1;
   std::memcpy(name, kernel.data(), length);
   name[length] = '\0';
-  run(
-      name, num_blocks, num_threads, [](void* f) { (*static_cast<Body*>(f))(); }, &body);
+  run(name, num_blocks, num_threads, [](void* f) { (*static_cast<Body*>(f))(); }, &body);
 }
 
 }  // namespace simt
