@@ -4,8 +4,9 @@
     tools/count_sass.py [--arch sm_90] [--dtype float32] [--nvdisasm PATH] [CODEC...]
 
 Needs nvcc and nvdisasm but no GPU. Kernels are compiled as for whole, aligned tiles
-(GRADFERRY_HOT_PATH_ONLY in kernels/common/slice.h). Every instruction that is left counts once, those
-of rare branches too, and a loop's body once: one rank of a reduce, one step of topk's bisection.
+(GRADFERRY_HOT_PATH_ONLY in kernels/common/slice.h). Every instruction that is left counts once,
+those of rare branches too, and a loop's body once: one rank of a reduce, one step of topk's
+bisection.
 """
 
 import argparse
@@ -50,6 +51,11 @@ class Kernel:
     instructions: int
     registers: int
     shared_bytes: int
+
+    @property
+    def uses_dtype(self) -> bool:
+        """Whether there is one for every dtype: a reduce sees payloads, and only exact's have it."""
+        return self.function != "reduce" or self.codec == "exact"
 
     def blocks_per_sm(self, arch: str) -> int:
         """How many blocks of 128 threads a multiprocessor holds."""
@@ -157,20 +163,19 @@ def main() -> int:
     nvdisasm = find_nvdisasm(arguments.nvdisasm)
 
     print(f"{arguments.arch}, {arguments.dtype} gradients")
-    print(
-        f"{'codec':<8} {'kernel':<18} {'instructions':>12} {'registers':>9} {'shared':>7} {'blocks':>6}"
-    )
-    print(f"{'':<8} {'':<18} {'per element':>12} {'':>9} {'bytes':>7} {'per SM':>6}")
+    heads = "instructions", "registers", "shared", "blocks"
+    print(f"{'codec':<8} {'kernel':<21} {heads[0]:>12} {heads[1]:>9} {heads[2]:>7} {heads[3]:>6}")
+    print(f"{'':<8} {'':<21} {'per element':>12} {'':>9} {'bytes':>7} {'per SM':>6}")
     with concurrent.futures.ThreadPoolExecutor() as pool:
         chosen = arguments.codecs or codecs
         results = pool.map(lambda codec: inspect(codec, arguments.arch, nvdisasm), chosen)
         for kernel in (kernel for kernels in results for kernel in kernels):
-            if kernel.dtype != arguments.dtype and kernel.function != "reduce":
+            if kernel.dtype != (arguments.dtype if kernel.uses_dtype else "float32"):
                 continue
             name = kernel.function + (" with residual" if kernel.residual else "")
             per_element = kernel.instructions / ELEMENTS_PER_THREAD
             print(
-                f"{kernel.codec:<8} {name:<18} {per_element:>12.1f} {kernel.registers:>9}"
+                f"{kernel.codec:<8} {name:<21} {per_element:>12.1f} {kernel.registers:>9}"
                 f" {kernel.shared_bytes:>7} {kernel.blocks_per_sm(arguments.arch):>6}"
             )
     return 0
