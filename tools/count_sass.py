@@ -54,7 +54,7 @@ class Kernel:
 
     @property
     def uses_dtype(self) -> bool:
-        """Whether there is one for every dtype: a reduce sees payloads, and only exact's have it."""
+        """Whether each dtype has its own: a reduce sees payloads, and only exact's depend on it."""
         return self.function != "reduce" or self.codec == "exact"
 
     def blocks_per_sm(self, arch: str) -> int:
