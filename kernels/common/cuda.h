@@ -94,10 +94,10 @@ GRADFERRY_DEVICE void write(void* p, T value) {
 #endif
 }
 
-// Asks for the cache line of a byte that is about to be read.
+// Asks for the cache line of a byte that will be read. The emulator reads it, to see that it may.
 GRADFERRY_DEVICE void prefetch(const std::byte* p) {
 #if defined(GRADFERRY_SIMT)
-  static_cast<void>(read<uint8_t>(p));
+  static_cast<void>(*reinterpret_cast<const volatile uint8_t*>(p));
 #else
   asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
 #endif
