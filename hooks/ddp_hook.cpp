@@ -42,6 +42,7 @@ bool BucketHook::admit(const c10d::GradBucket& bucket) const {
 
 FuturePtr BucketHook::pass_through(c10d::GradBucket& bucket) const {
   const auto process_group = group();
+  note_passed();
   std::vector<at::Tensor> tensors = {bucket.getBufferRef()};
   tensors[0].div_(process_group->getSize());
   return process_group->allreduce(tensors)->getFuture();

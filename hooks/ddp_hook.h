@@ -2,6 +2,7 @@
 // passes it through.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <string>
 #include <unordered_map>
@@ -27,6 +28,10 @@ class BucketHook {
 
   // Posted in bucket order; the backend's own future.
   FuturePtr pass_through(c10d::GradBucket& bucket) const;
+  // Buckets that have taken the backend's all-reduce, through pass_through() or counted by
+  // note_passed().
+  uint64_t passed() const { return passed_.load(std::memory_order_relaxed); }
+  void note_passed() const { passed_.fetch_add(1, std::memory_order_relaxed); }
 
   // Completes `future` with `value` when the averaged gradient lies in the bucket's buffer.
   // Raises ConfigError, StateError, or the engine's first error. Without the GIL.
@@ -43,6 +48,7 @@ class BucketHook {
   std::vector<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> identities_;
   std::string group_name_;
   ExceptionFactory make_exception_;
+  mutable std::atomic<uint64_t> passed_{0};
 };
 
 // The native hook: no Python and no GIL on its path.

@@ -34,6 +34,7 @@ Registry& registry() {
 Engine::Engine(EngineOptions options, std::vector<c10::intrusive_ptr<c10d::Backend>> backends)
     : options_(std::move(options)),
       layout_(options_.parameters, options_.rank, options_.world_size),
+      sample_(layout_),
       process_id_(getpid()),
       residuals_(layout_, options_.exact_skip) {
   GRADFERRY_EXPECTS(options_.chunk_bytes >= kLeastChunkBytes, kConfig,
@@ -149,7 +150,7 @@ void Engine::run(const std::vector<uint32_t>& parameters, const at::Tensor& grad
   {
     const std::lock_guard lock(mutex_);
     running_ = false;
-    if (failure && !death_) death_ = describe_failure(failure, options_.rank);
+    if (failure && !death_) death_ = with_events(describe_failure(failure, options_.rank));
     changed_.notify_all();
   }
   if (failure) raise(*death_);
@@ -175,6 +176,10 @@ void Engine::send_bucket(const std::vector<uint32_t>& parameters, const at::Tens
   check_gradient(plan, gradient);
   if (!step_began_) begin_step();
   auto bucket = std::make_shared<BucketJob>();
+  bucket->event = {.step = step,
+                   .chunks = plan.chunks.size(),
+                   .gradient_bytes = gradient.nbytes(),
+                   .begin_ns = log_.now()};
   bucket->gradient = gradient;
   bucket->future = std::move(future);
   bucket->value = std::move(value);
@@ -187,6 +192,7 @@ void Engine::send_bucket(const std::vector<uint32_t>& parameters, const at::Tens
   {
     const std::lock_guard lock(mutex_);
     bucket->number = stats_.buckets++;
+    bucket->event.bucket = bucket->number;
     stats_.gradient_bytes += gradient.nbytes();
     ++stats_.in_flight;
   }
@@ -305,9 +311,13 @@ void Engine::send_chunk(const std::shared_ptr<BucketJob>& bucket, const ChunkPla
   job->chunk.step = bucket->step;
   job->chunk.number = stats_.chunks;  // only this thread writes it
   auto status = WireStatus::kOk;
+  int64_t encode_ns = 0;
+  ResidualSquares withheld;
   std::fill(checksums_.begin(), checksums_.end(), 0);
   try {
+    const TimedRange timed("gradferry::encode", encode_ns);
     encode(*job, checksums_);
+    withheld = sample_.worker(plan, bucket->gradient.const_data_ptr(), residuals_.worker());
   } catch (const std::exception& error) {
     // The peers still get messages of the right size; the commit tells them why.
     job->encode_error = error.what();
@@ -317,6 +327,9 @@ void Engine::send_chunk(const std::shared_ptr<BucketJob>& bucket, const ChunkPla
   const std::lock_guard lock(mutex_);
   if (death_) raise(*death_);
   ++stats_.chunks;
+  bucket->event.encode_ns += encode_ns;
+  bucket->event.worker += withheld;
+  bucket->event.encoded_ns = log_.now();
   queue_.push_back(std::move(job));
   changed_.notify_all();
 }

@@ -28,10 +28,12 @@
 #include <string>
 #include <vector>
 
+#include "events.h"
 #include "exchange.h"
 #include "gradferry/error.h"
 #include "layout.h"
 #include "plan.h"
+#include "residual_sample.h"
 #include "residuals.h"
 
 namespace gradferry {
@@ -68,6 +70,7 @@ struct EngineStats {
   uint64_t workspace_allocations = 0;
   uint64_t in_flight = 0;                           // buckets whose Future is not complete
   std::vector<std::vector<uint32_t>> step_buckets;  // parameters by bucket, last finished step
+  StepTimes times;
 };
 
 // What a checkpoint must hold; fp32 tensors of one dimension on CPU.
@@ -103,6 +106,7 @@ class Engine {
 
   EngineStats stats() const;
   uint64_t current_step() const;  // counted from 0
+  std::vector<BucketEvent> events() const { return log_.events(); }
 
   // These throw Error(kState) in the middle of a step.
   EngineState state();
@@ -131,6 +135,9 @@ class Engine {
     Fault fault;
     std::string local_error;  // of this rank, when fault is kLocalFailure
     std::optional<uint64_t> nonfinite_tile;
+    // Each thread writes its own times; those of run() under mutex_.
+    BucketEvent event;
+    ProfilerContext profiler;
   };
   // A chunk under way, from encode to decode.
   struct ChunkJob {
@@ -190,12 +197,16 @@ class Engine {
   void expect_between_steps(const char* what) const;
   void settle();
   std::string parameter_of(uint64_t tile) const;
+  void log_failed(std::vector<std::shared_ptr<BucketJob>> jobs);
+  Error with_events(const Error& error) const;
   void request_stop();
   [[noreturn]] void raise(const Error& error) const;
 
   const EngineOptions options_;
   std::atomic<uint64_t> wire_bytes_{0};
   const Layout layout_;
+  const ResidualSample sample_;
+  EventLog log_;
   std::vector<Lane> lanes_;
   std::optional<Exchange> exchange_;  // none when world_size is 1
   std::optional<at::ThreadLocalState> clean_;

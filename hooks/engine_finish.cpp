@@ -81,15 +81,20 @@ void Engine::reduce_chunk(std::unique_ptr<ChunkJob> job) {
   // In gathers_ first, so that an exception finds its bucket there.
   ChunkJob& current = *gathers_.emplace_back(std::move(job));
   BucketJob& bucket = *current.bucket;
+  const ProfilerContext::Guard profiled(bucket.profiler);
   const Fault local = local_fault(current, Phase::kScatter);
   if (!current.encode_error.empty()) {
     note(bucket.fault, local);
     bucket.local_error = current.encode_error;
   }
-  note(bucket.fault, exchange_->wait_scatter(current.chunk));
+  {
+    const TimedRange timed("gradferry::network", bucket.event.network_ns);
+    note(bucket.fault, exchange_->wait_scatter(current.chunk));
+  }
   uint32_t checksum = 0;
   if (!bucket.fault) {
     try {
+      const TimedRange timed("gradferry::reduce", bucket.event.reduce_ns);
       checksum = reduce(current);
     } catch (const std::exception& error) {
       note(bucket.fault, local);
@@ -127,7 +132,9 @@ uint32_t Engine::reduce(const ChunkJob& job) {
 
 void Engine::decode_chunk(std::unique_ptr<ChunkJob> job) {
   BucketJob& bucket = *job->bucket;
+  const ProfilerContext::Guard profiled(bucket.profiler);
   try {
+    const TimedRange timed("gradferry::network", bucket.event.network_ns);
     note(bucket.fault, exchange_->wait_gather(job->chunk));
   } catch (...) {
     gathers_.push_front(std::move(job));  // end() fails its bucket
@@ -135,7 +142,10 @@ void Engine::decode_chunk(std::unique_ptr<ChunkJob> job) {
   }
   if (!bucket.fault) {
     try {
+      const TimedRange timed("gradferry::decode", bucket.event.decode_ns);
       decode(*job);
+      bucket.event.owner +=
+          sample_.owner(*job->chunk.plan, bucket.gradient.const_data_ptr(), residuals_.owner());
     } catch (const std::exception& error) {
       note(bucket.fault, local_fault(*job, Phase::kGather));
       bucket.local_error = error.what();
@@ -236,7 +246,11 @@ void Engine::post_commit(std::shared_ptr<BucketJob> bucket) {
 void Engine::finish_commit() {
   Commit& commit = commits_.front();
   BucketJob& bucket = *commit.bucket;
-  exchange_->wait(commit.work, Phase::kCommit, bucket.step, bucket.number);
+  {
+    const ProfilerContext::Guard profiled(bucket.profiler);
+    const TimedRange timed("gradferry::network", bucket.event.network_ns);
+    exchange_->wait(commit.work, Phase::kCommit, bucket.step, bucket.number);
+  }
   uint32_t reporter = 0;
   const Fault fault = exchange_->read_commit(commit.receive, bucket.step, bucket.number, &reporter);
   if (fault) {
@@ -259,6 +273,8 @@ void Engine::finish_commit() {
 }
 
 void Engine::complete(BucketJob& bucket) {
+  bucket.event.complete_ns = log_.now();
+  log_.add(bucket.event);
   {
     const std::lock_guard lock(mutex_);
     --stats_.in_flight;
@@ -277,24 +293,39 @@ std::string Engine::parameter_of(uint64_t tile) const {
   return std::prev(after)->name;
 }
 
+// One job per chunk, but one entry per bucket.
+void Engine::log_failed(std::vector<std::shared_ptr<BucketJob>> jobs) {
+  const auto number = [](const auto& job) { return job->number; };
+  std::ranges::sort(jobs, {}, number);
+  const auto repeated = std::ranges::unique(jobs, {}, number);
+  jobs.erase(repeated.begin(), repeated.end());
+  for (const auto& job : jobs) log_.add(job->event);
+}
+
+// The error with what the last buckets went through.
+Error Engine::with_events(const Error& error) const {
+  return {error.kind(), error.what() + log_.text(options_.rank)};
+}
+
 // The thread's last act. With an error: every bucket in flight fails with it, and the lanes are
 // given up, since a peer may never answer what is posted on them.
 void Engine::end(const std::optional<Error>& error) {
   std::vector<std::shared_ptr<BucketJob>> failed;
   {
     const std::lock_guard lock(mutex_);
-    if (!death_) death_ = error;
     for (const auto& job : gathers_) failed.push_back(job->bucket);
     for (const auto& commit : commits_) failed.push_back(commit.bucket);
     for (const auto& job : queue_) failed.push_back(job->bucket);
     queue_.clear();
+    if (error) log_failed(failed);
+    if (error && !death_) death_ = with_events(*error);
     stats_.in_flight = 0;
     changed_.notify_all();
   }
   gathers_.clear();
   commits_.clear();
   if (error) {
-    const std::exception_ptr exception = options_.make_exception(*error);
+    const std::exception_ptr exception = options_.make_exception(*death_);
     for (const auto& bucket : failed) {
       if (bucket->future) bucket->future->setErrorIfNeeded(exception);
       bucket->future.reset();

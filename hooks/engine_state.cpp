@@ -10,6 +10,7 @@ EngineStats Engine::stats() const {
   const std::lock_guard lock(mutex_);
   EngineStats stats = stats_;
   stats.wire_bytes = wire_bytes_.load(std::memory_order_relaxed);
+  stats.times = log_.totals();
   return stats;
 }
 

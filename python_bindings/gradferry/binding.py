@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -266,23 +266,7 @@ def _start(
     config_hash = record_hash({key: record[key] for key in record if key != "parameters"})
     engine = None
     if not config.passes_through:
-        # First: it is collective, and whoever failed before it would keep the others waiting.
-        lanes = _make_lanes(group, nonce) if world_size > 1 else []
-        engine = _native.Engine(
-            parameters=[p.native() for p in parameters],
-            rank=rank,
-            world_size=world_size,
-            config_hash=config_hash,
-            layout_hash=layout_hash,
-            seed=config.seed,
-            warmup_steps=config.warmup_steps,
-            momentum=config.momentum,
-            raise_nonfinite=config.nonfinite == "raise",
-            exact_skip=config.exact_skip,
-            loss_scale=_loss_scale(config),
-            chunk_bytes=config.chunk_bytes,
-            lanes=lanes,
-        )
+        engine = start_engine(config, parameters, group, nonce, config_hash, layout_hash)
     tensors: list[torch.Tensor] = [parameter for _, parameter in reduced_parameters(ddp)]
     hook = _native.BucketHook(
         engine=engine,
@@ -303,6 +287,40 @@ def _start(
         hook=hook,
         group_name=group.group_name,
         index=WeakIdKeyDictionary({tensor: index for index, tensor in enumerate(tensors)}),
+    )
+
+
+def start_engine(
+    config: Config,
+    parameters: Sequence[ParameterLayout],
+    group: dist.ProcessGroup,
+    nonce: str,
+    config_hash: int = 0,
+    layout_hash: int = 0,
+) -> _native.Engine:
+    """An engine on lanes of its own. Collective; the arguments are equal on all ranks.
+
+    Args:
+        nonce: unlike that of any other engine of the group.
+        config_hash, layout_hash: in every message header.
+    """
+    world_size = dist.get_world_size(group)
+    # First: it is collective, and whoever failed before it would keep the others waiting.
+    lanes = _make_lanes(group, nonce) if world_size > 1 else []
+    return _native.Engine(
+        parameters=[p.native() for p in parameters],
+        rank=dist.get_rank(group),
+        world_size=world_size,
+        config_hash=config_hash,
+        layout_hash=layout_hash,
+        seed=config.seed,
+        warmup_steps=config.warmup_steps,
+        momentum=config.momentum,
+        raise_nonfinite=config.nonfinite == "raise",
+        exact_skip=config.exact_skip,
+        loss_scale=_loss_scale(config),
+        chunk_bytes=config.chunk_bytes,
+        lanes=lanes,
     )
 
 

@@ -86,5 +86,6 @@ def hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Ten
     """
     bound = state._bound()
     if not bound.hook.admit(bucket):
+        bound.hook.note_passed()
         return allreduce_hook(_resolve_process_group(GroupName(bound.group_name)), bucket)
     return bound.hook.run(bucket).get_future()

@@ -4,29 +4,18 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
-from gradferry import binding
+from gradferry import binding, numbers
 from gradferry.advice import warn_about_adam
 from gradferry.config import Config, make_config
 from gradferry.errors import ConfigError, StateError
 from gradferry.saved_state import Residuals, Tile, pack, unpack
-
-COUNTERS = (
-    "steps",
-    "buckets",
-    "chunks",
-    "gradient_bytes",
-    "wire_bytes",
-    "residual_bytes",
-    "workspace_bytes",
-    "workspace_allocations",
-    "in_flight",
-)
 
 
 class HookState:
@@ -142,7 +131,8 @@ class HookState:
         """Counters since the hook was attached, of this rank.
 
         Returns:
-            A dict, with zeros for a hook that passes everything through:
+            A dict. Milliseconds are sums over steps, taken where the work is done: nothing waits
+            for them. Zeros for a hook that passes everything through:
 
             - ``steps``: the current step, counted from 0.
             - ``buckets``, ``chunks``: sent so far.
@@ -153,6 +143,15 @@ class HookState:
             - ``residual_bytes``, ``workspace_bytes``: memory held.
             - ``workspace_allocations``: how often workspace was allocated or a plan was made.
             - ``in_flight``: buckets under way.
+            - ``fallbacks``: buckets that took the backend's own all-reduce.
+            - ``encode_ms``: on the thread that DDP calls from.
+            - ``network_ms``: waiting for messages, and checking them, on the finishing thread.
+            - ``reduce_ms``, ``decode_ms``: on the finishing thread.
+            - ``exposed_ms``: what DDP's thread was held up: inside the hook, and after its last
+              bucket until all were complete.
+            - ``worker_residual_ratio``, ``owner_residual_ratio``: norm of the residual over norm of
+              the gradient it was withheld from (this rank's; the average), in the last step, on a
+              sample of about 256 tiles; 0.0 without such a residual.
             - ``step_buckets``: for each bucket of the last finished step, the indices of its
               parameters (in the order of the model's reduced parameters).
 
@@ -160,12 +159,46 @@ class HookState:
             StateError: the state is not bound.
         """
         bound = self._bound()
-        if bound.engine is None:
-            return {**dict.fromkeys(COUNTERS, 0), "step_buckets": [], "ratio": 0.0}
-        stats: dict[str, Any] = bound.engine.stats()
-        ring = 2 * (bound.world_size - 1) / bound.world_size * stats["gradient_bytes"]
-        stats["ratio"] = ring / stats["wire_bytes"] if stats["wire_bytes"] else 0.0
+        stats = numbers.zeros() if bound.engine is None else bound.engine.stats()
+        stats["fallbacks"] = bound.hook.passed()
+        stats["ratio"] = numbers.ratio(stats, bound.world_size)
         return stats
+
+    def on_step(self, callback: Callable[[dict[str, Any]], None]) -> RemovableHandle:
+        """Calls `callback` after every optimizer step that followed new gradients.
+
+        On the thread that steps the optimizer (any of `torch.optim`), and for as long as this
+        state exists. What the callback raises is raised there.
+
+        Args:
+            callback: gets a dict of the numbers of that step alone, on this rank, with the keys of
+                `stats` that are about steps: ``step`` (counted from 0), ``buckets``, ``chunks``,
+                ``gradient_bytes``, ``wire_bytes``, ``ratio``, ``fallbacks``, ``encode_ms``,
+                ``network_ms``, ``reduce_ms``, ``decode_ms``, ``exposed_ms``,
+                ``worker_residual_ratio`` and ``owner_residual_ratio``.
+
+        Returns:
+            A handle whose ``remove()`` ends the calls.
+
+        Raises:
+            StateError: the state is not bound.
+        """
+        return numbers.call_after_steps(self, callback, self._bound().world_size)
+
+    def events(self) -> list[dict[str, Any]]:
+        """The last 256 buckets, oldest first; every error of a hook ends with them.
+
+        Returns:
+            Dicts with ``step``, ``bucket``, ``chunks``, ``gradient_bytes``; the instants
+            ``begin_ms`` (DDP handed it in), ``encoded_ms`` (DDP's thread went on) and
+            ``complete_ms`` (0.0: never) since the hook was attached; and ``encode_ms``,
+            ``network_ms``, ``reduce_ms``, ``decode_ms``.
+
+        Raises:
+            StateError: the state is not bound.
+        """
+        engine = self._bound().engine
+        return [] if engine is None else engine.events()
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank must save to go on exactly where it stopped. Not collective.

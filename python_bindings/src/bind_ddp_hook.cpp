@@ -78,6 +78,8 @@ void bind_ddp_hook(py::module_& module) {
           },
           py::arg("reducer"))
       .def("admit", &BucketHook::admit, py::arg("bucket"))
+      .def("passed", &BucketHook::passed)
+      .def("note_passed", &BucketHook::note_passed)
       .def("run", &run_from_python, py::arg("bucket"));
 }
 

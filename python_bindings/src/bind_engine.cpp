@@ -1,5 +1,7 @@
 #include <pybind11/stl.h>
 
+#include <numeric>
+
 #include "bindings.h"
 #include "engine.h"
 #include "scalar_type.h"
@@ -41,6 +43,18 @@ std::shared_ptr<Engine> start_engine(std::vector<ParameterSpec> parameters, uint
   return Engine::start(std::move(options), std::move(backends));
 }
 
+// For benchmarks: the engine's one bucket of all its parameters, without DDP around it. Blocks.
+void all_reduce(Engine& engine, const at::Tensor& gradient) {
+  const py::gil_scoped_release released;
+  auto future = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get());
+  std::vector<uint32_t> parameters(engine.layout().parameters().size());
+  std::iota(parameters.begin(), parameters.end(), 0);
+  engine.run(parameters, gradient, future, gradient);
+  future->waitAndThrow();
+}
+
+double milliseconds(int64_t nanoseconds) { return static_cast<double>(nanoseconds) / 1e6; }
+
 py::dict stats_dict(const Engine& engine) {
   const EngineStats stats = [&] {
     const py::gil_scoped_release released;
@@ -57,6 +71,33 @@ py::dict stats_dict(const Engine& engine) {
   result["workspace_allocations"] = stats.workspace_allocations;
   result["in_flight"] = stats.in_flight;
   result["step_buckets"] = stats.step_buckets;
+  result["encode_ms"] = milliseconds(stats.times.encode_ns);
+  result["network_ms"] = milliseconds(stats.times.network_ns);
+  result["reduce_ms"] = milliseconds(stats.times.reduce_ns);
+  result["decode_ms"] = milliseconds(stats.times.decode_ns);
+  result["exposed_ms"] = milliseconds(stats.times.exposed_ns);
+  result["worker_residual_ratio"] = stats.times.worker.ratio();
+  result["owner_residual_ratio"] = stats.times.owner.ratio();
+  return result;
+}
+
+py::list event_list(const Engine& engine) {
+  py::list result;
+  for (const BucketEvent& event : engine.events()) {
+    py::dict row;
+    row["step"] = event.step;
+    row["bucket"] = event.bucket;
+    row["chunks"] = event.chunks;
+    row["gradient_bytes"] = event.gradient_bytes;
+    row["begin_ms"] = milliseconds(event.begin_ns);
+    row["encoded_ms"] = milliseconds(event.encoded_ns);
+    row["complete_ms"] = milliseconds(event.complete_ns);
+    row["encode_ms"] = milliseconds(event.encode_ns);
+    row["network_ms"] = milliseconds(event.network_ns);
+    row["reduce_ms"] = milliseconds(event.reduce_ns);
+    row["decode_ms"] = milliseconds(event.decode_ns);
+    result.append(row);
+  }
   return result;
 }
 
@@ -96,6 +137,8 @@ void bind_engine(py::module_& module) {
            py::arg("lanes"))
       .def("stats", &stats_dict)
       .def("current_step", &Engine::current_step, py::call_guard<py::gil_scoped_release>())
+      .def("events", &event_list)
+      .def("all_reduce", &all_reduce, py::arg("gradient"))
       .def("state",
            [](Engine& engine) {
              EngineState state = [&] {

@@ -127,21 +127,35 @@ class _Failure:
         return PeerError(f"rank {self.rank} {self.text}")
 
 
-class FailureFolder:
-    """Where ranks that torchrun has started leave their errors for the command behind torchrun."""
+class Outbox:
+    """A folder in which ranks under torchrun leave word for the command that started torchrun."""
 
-    VARIABLE = "GRADFERRY_FAILURES"
+    VARIABLE = "GRADFERRY_OUTBOX"
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
+        self._code = folder / "exit_code"
 
-    def add(self, failure: _Failure) -> None:
-        """Leaves a failure of this machine's rank."""
-        (self._folder / f"rank{failure.rank}.json").write_text(json.dumps(asdict(failure)))
+    @classmethod
+    def of_this_rank(cls) -> Outbox | None:
+        """None: a user has started torchrun, and reads what it says."""
+        folder = os.environ.get(cls.VARIABLE)
+        return cls(Path(folder)) if folder else None
+
+    def leave_failure(self, failure: _Failure) -> None:
+        (self.folder / f"rank{failure.rank}.json").write_text(json.dumps(asdict(failure)))
+
+    def leave_exit_code(self, code: int) -> None:
+        """Of a rank that has done its work, whatever came out of it."""
+        self._code.write_text(str(code))
+
+    def exit_code(self) -> int | None:
+        """None when no rank has left one."""
+        return int(self._code.read_text()) if self._code.exists() else None
 
     def first_error(self) -> GradferryError | None:
         """The error of the rank that failed first; None when no rank has left one."""
-        found = [_Failure(**json.loads(f.read_text())) for f in self._folder.glob("rank*.json")]
+        found = [_Failure(**json.loads(f.read_text())) for f in self.folder.glob("rank*.json")]
         return min(found, key=lambda failure: failure.when).error() if found else None
 
 
@@ -255,9 +269,9 @@ def _run_here(body: Body, arguments: Sequence[Any], on_event: Emit) -> Any:
         value = body(on_event if is_first else _ignore, *arguments)
         return value if is_first else None
     except Exception as error:
-        folder = os.environ.get(FailureFolder.VARIABLE)
-        if folder:
-            FailureFolder(Path(folder)).add(_describe(dist.get_rank(), error))
+        outbox = Outbox.of_this_rank()
+        if outbox:
+            outbox.leave_failure(_describe(dist.get_rank(), error))
         raise
     finally:
         dist.destroy_process_group()

@@ -16,7 +16,7 @@ from gradferry.errors import ConfigError, PeerError
 from gradferry.workloads.launch import (
     Body,
     Emit,
-    FailureFolder,
+    Outbox,
     run_ranks,
     torchrun_placement,
 )
@@ -91,36 +91,42 @@ def run_everywhere(
     reports from there. Returns the exit code. Raises as `run_ranks`, and PeerError when a host
     fails.
     """
-    if torchrun_placement() or arguments.link == LOOPBACK:
-        value = run_ranks(body, body_arguments, arguments.ranks, on_event)
-        placement = torchrun_placement()
-        return report(value) if placement is None or placement.rank == 0 else 0
-    with TemporaryDirectory(prefix="gradferry_") as folder:
-        _run_on_network(arguments, Path(folder))
-    return 0
+    placement = torchrun_placement()
+    if placement is None and arguments.link != LOOPBACK:
+        with TemporaryDirectory(prefix="gradferry_") as folder:
+            return _run_on_network(arguments, Outbox(Path(folder)))
+    value = run_ranks(body, body_arguments, arguments.ranks, on_event)
+    if placement and placement.rank != 0:
+        return 0
+    code = report(value)
+    outbox = Outbox.of_this_rank()
+    if outbox is None:
+        return code
+    outbox.leave_exit_code(code)
+    return 0  # to torchrun, which would take any other code for a crash
 
 
-def _run_on_network(arguments: argparse.Namespace, folder: Path) -> None:
+def _run_on_network(arguments: argparse.Namespace, outbox: Outbox) -> int:
     """Standard error goes to a file: torchrun says much there when one rank fails."""
-    commands = [_torchrun(arguments, host, folder) for host in range(arguments.hosts)]
-    with (folder / "stderr.log").open("w+") as log:
+    commands = [_torchrun(arguments, host, outbox) for host in range(arguments.hosts)]
+    with (outbox.folder / "stderr.log").open("w+") as log:
         with Network(parse_link(arguments.link), commands, log) as network:
             codes = network.wait()
-        error = FailureFolder(folder).first_error()
+        error, code = outbox.first_error(), outbox.exit_code()
         if error:
             raise error
-        failed = [host for host, code in enumerate(codes) if code != 0]
-        if failed:
+        if code is None:
             log.seek(0)
             last_words = "".join(log.readlines()[-_LAST_LINES:])
-            raise PeerError(f"host {failed[0]} ended with code {codes[failed[0]]}:\n{last_words}")
+            raise PeerError(f"the hosts ended with codes {codes}:\n{last_words}")
+    return code
 
 
-def _torchrun(arguments: argparse.Namespace, host: int, folder: Path) -> list[str]:
+def _torchrun(arguments: argparse.Namespace, host: int, outbox: Outbox) -> list[str]:
     """This very command, as host number `host` of a torchrun job."""
     environment = {
         _DEVICE_VARIABLE: DEVICE,
-        FailureFolder.VARIABLE: str(folder),
+        Outbox.VARIABLE: str(outbox.folder),
         "OMP_NUM_THREADS": "1",
     }
     return [
