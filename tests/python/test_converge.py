@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -45,24 +49,51 @@ CONTEST = Contest(
 )
 
 
+SUITE = Suite("quick", (CONTEST,), sigmas=2, num_ranks=2)
+NO_START = "multiprocessing.process.BaseProcess.start"
+
+
+@pytest.fixture(autouse=True)
+def small_suite(monkeypatch):
+    """A few steps in place of what --quick trains."""
+    monkeypatch.setitem(suites.SUITES, "quick", SUITE)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What one call of the command has left behind."""
+
+    code: int
+    folder: Path  # with out/ and rows.json
+    shown: str
+
+    def rows(self) -> list[dict]:
+        return json.loads((self.folder / "rows.json").read_text())["rows"]
+
+
+def converge(folder: Path, *arguments: str) -> int:
+    files = ["--out", str(folder / "out"), "--json", str(folder / "rows.json")]
+    return main(["converge", "--worlds", "1", *files, *arguments])
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Trained:
+    folder, shown = tmp_path_factory.mktemp("converge"), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(shown):
+        patch.setitem(suites.SUITES, "quick", SUITE)
+        code = converge(folder, "--worlds", "2")
+    return Trained(code, folder, shown.getvalue())
+
+
 @pytest.fixture
-def converge(tmp_path, monkeypatch):
-    """Calls the command with a small suite in place of the quick one; returns exit code, rows."""
-    monkeypatch.setitem(
-        suites.SUITES, "quick", Suite("quick", (CONTEST,), sigmas=2, num_ranks=2)
-    )
-
-    def call(*arguments: str) -> tuple[int, list[dict]]:
-        out = ["--out", str(tmp_path / "out"), "--json", str(tmp_path / "rows.json")]
-        code = main(["converge", "--worlds", "1", *out, *arguments])
-        return code, json.loads((tmp_path / "rows.json").read_text())["rows"]
-
-    return call
+def copy(trained, tmp_path) -> Trained:
+    shutil.copytree(trained.folder, tmp_path, dirs_exist_ok=True)
+    return replace(trained, folder=tmp_path)
 
 
-def test_converge_writes_rows_pictures_page_and_verdicts(converge, tmp_path, capsys):
-    code, rows = converge("--worlds", "2")
-    assert code == 0
+def test_converge_writes_a_row_for_every_training(trained):
+    assert trained.code == 0
+    rows = trained.rows()
     assert [(row["optimizer"], row["codec"], row["mode"], row["seed"]) for row in rows] == [
         ("AdamW", "torch:fp32", "dense", 0),
         ("AdamW", "torch:fp32", "dense", 1),
@@ -72,80 +103,87 @@ def test_converge_writes_rows_pictures_page_and_verdicts(converge, tmp_path, cap
     ]
     for row in rows:
         assert set(row) == ROW_KEYS
+        assert (row["task"], row["suite"], row["ranks"], row["steps"]) == ("convex", "quick", 2, 12)
         assert row["final_loss"] < row["initial_loss"]
         assert row["curve"]["steps"] == list(range(1, 13))
         assert row["curve"]["wire_bytes"][-1] == row["wire_bytes"]
         assert len(row["curve"]["losses"]) == 12
     dense, _, q4, sign1, topk = (row["wire_bytes"] for row in rows)
     assert topk < q4 < dense / 6
-    # 2 of 12 steps travel dense, the others with 1.1 bits.
-    assert 2 / 12 * dense < sign1 < (2 / 12 + 1.2 / 32 + 0.02) * dense
-    out = tmp_path / "out"
-    assert sorted(path.name for path in out.iterdir()) == ["convex_AdamW.png", "index.html", "quick"]
-    page = (out / "index.html").read_text()
-    assert "All 1 demands are met." in page
-    shown = capsys.readouterr().out
-    assert "5/5 convex" in shown
-    assert re.search(r"OneBitAdam +sign1 +momentum.*reported", shown)
-    assert re.search(r"AdamW +q4 +owner.*within", shown)
+    # 3 of 12 steps travel dense, the others with 1.1 bits of 32 and headers.
+    assert 3 / 12 * dense < sign1 < (3 / 12 + 2 / 32) * dense
 
 
-def test_converge_goes_on_where_it_stopped_with_the_same_rows(converge, tmp_path, capsys, monkeypatch):
-    _, rows = converge()
-    finished = sorted((tmp_path / "out" / "quick").glob("*.json"))
+def test_converge_shows_verdicts_pictures_and_a_page(trained):
+    out = trained.folder / "out"
+    assert sorted(path.name for path in out.iterdir()) == [
+        "convex_AdamW.png",
+        "index.html",
+        "quick",
+    ]
+    assert "All 1 demands are met." in (out / "index.html").read_text()
+    assert "5/5 convex" in trained.shown
+    assert re.search(r"OneBitAdam +sign1 +momentum.*reported", trained.shown)
+    assert re.search(r"AdamW +q4 +owner.*within", trained.shown)
+
+
+def test_converge_goes_on_where_it_stopped_with_the_same_rows(copy, capsys):
+    rows = copy.rows()
+    finished = sorted((copy.folder / "out/quick").glob("*.json"))
     assert len(finished) == 5
-    for path in finished[:2]:
-        path.unlink()
-    finished[2].write_text('{"cut off')
-    assert converge()[1] == rows
-    assert "2 of 5 trainings are in" in capsys.readouterr().out
-    monkeypatch.setattr("multiprocessing.process.BaseProcess.start", lambda _: pytest.fail("start"))
-    assert converge()[1] == rows
+    finished[0].unlink()
+    finished[1].write_text('{"cut off')
+    assert converge(copy.folder) == 0
+    assert "3 of 5 trainings are in" in capsys.readouterr().out
+    assert copy.rows() == rows
+
+
+def test_converge_trains_nothing_twice(copy, monkeypatch):
+    monkeypatch.setattr(NO_START, lambda _: pytest.fail("started"))
+    rows = copy.rows()
+    (copy.folder / "rows.json").unlink()
+    assert converge(copy.folder) == 0
+    assert copy.rows() == rows
 
 
 @pytest.mark.parametrize("change", ["settings", "versions", "fresh"])
-def test_converge_repeats_what_was_trained_otherwise(change, converge, tmp_path, monkeypatch):
-    converge("--codecs", "q4")
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out/quick").iterdir()}
-    arguments = ["--codecs", "q4"]
+def test_converge_repeats_what_was_trained_otherwise(change, copy, monkeypatch):
+    asked_for = []
+    monkeypatch.setattr(
+        "gradferry.converge.run_trainings", lambda trainings, *_: asked_for.extend(trainings)
+    )
+    arguments = []
     if change == "settings":
-        from dataclasses import replace
-
-        longer = Suite("quick", (replace(CONTEST, steps=13),), sigmas=2, num_ranks=2)
+        longer = replace(SUITE, contests=(replace(CONTEST, steps=13),))
         monkeypatch.setitem(suites.SUITES, "quick", longer)
     elif change == "versions":
-        place = {"gradferry": "another"}
-        monkeypatch.setattr("gradferry.converge.environment", lambda: place)
+        monkeypatch.setattr("gradferry.converge.environment", lambda: {"gradferry": "another"})
     else:
         arguments.append("--fresh")
-    converge(*arguments)
-    after = {path: path.stat().st_mtime_ns for path in (tmp_path / "out/quick").iterdir()}
-    assert set(after) == set(before)
-    assert all(after[path] > before[path] for path in before)
+    converge(copy.folder, *arguments)
+    assert asked_for == list(suites.SUITES["quick"].trainings())
 
 
-def test_converge_fails_when_a_codec_leaves_its_band(converge, tmp_path, capsys, monkeypatch):
-    _, rows = converge("--codecs", "q4")
-    document = json.loads((tmp_path / "rows.json").read_text())
-    document["rows"][-1]["final_loss"] *= 3
-    (tmp_path / "worse.json").write_text(json.dumps(document))
-    assert main(["converge", "--from", str(tmp_path / "worse.json"), "--out", str(tmp_path)]) == 1
-    shown = capsys.readouterr().out
-    assert "Not met: convex, AdamW, q4, owner: OUTSIDE" in shown
+def test_converge_fails_when_a_codec_leaves_its_band(copy, capsys):
+    document = json.loads((copy.folder / "rows.json").read_text())
+    document["rows"][2]["final_loss"] *= 3
+    (copy.folder / "worse.json").write_text(json.dumps(document))
+    source = ["--from", str(copy.folder / "worse.json"), "--out", str(copy.folder)]
+    assert main(["converge", *source]) == 1
+    assert "Not met: convex, AdamW, q4, owner: OUTSIDE" in capsys.readouterr().out
+    assert "1 of 1 demands are not met" in (copy.folder / "index.html").read_text()
 
 
-def test_converge_reports_a_file_without_training(converge, tmp_path, monkeypatch):
-    _, rows = converge()
-    monkeypatch.setattr("multiprocessing.process.BaseProcess.start", lambda _: pytest.fail("start"))
+def test_converge_reports_a_file_without_training(copy, tmp_path, monkeypatch):
+    monkeypatch.setattr(NO_START, lambda _: pytest.fail("started"))
+    page = (copy.folder / "out/index.html").read_text()
     document = tmp_path / "document.md"
     document.write_text(
         "<!-- results of gradferry converge -->\n<!-- end of results of gradferry converge -->\n"
     )
-    again = [str(tmp_path / "rows.json"), "--out", str(tmp_path / "again")]
-    assert main(["converge", "--from", *again, "--markdown", str(document)]) == 0
-    assert (tmp_path / "again" / "index.html").read_text() == (
-        tmp_path / "out" / "index.html"
-    ).read_text()
+    again = ["--from", str(tmp_path / "rows.json"), "--out", str(tmp_path / "again")]
+    assert main(["converge", *again, "--markdown", str(document)]) == 0
+    assert (tmp_path / "again/index.html").read_text() == page
     assert "| OneBitAdam | sign1 | momentum | 1 |" in document.read_text()
 
 
@@ -159,7 +197,7 @@ def test_converge_reports_a_file_without_training(converge, tmp_path, monkeypatc
     ],
 )
 def test_converge_refuses_before_it_starts_a_process(arguments, message, capsys, monkeypatch):
-    monkeypatch.setattr("multiprocessing.process.BaseProcess.start", lambda _: pytest.fail("start"))
+    monkeypatch.setattr(NO_START, lambda _: pytest.fail("started"))
     assert main(["converge", *arguments]) == 2
     assert message in capsys.readouterr().err
 

@@ -126,11 +126,11 @@ def test_trainings_of_a_codec_share_seeds_with_the_ruler():
         (Contestant("SGD", "torch:bf16", DENSE), "torch:bf16"),
         (Contestant("AdamW", "q4", "owner"), "q4+error_feedback=owner"),
         (Contestant("SGD", "sign1", MOMENTUM), "sign1+momentum=0.9"),
-        (Contestant("OneBitAdam", "sign1", MOMENTUM), "sign1+momentum=0.9+warmup_steps=20"),
+        (Contestant("OneBitAdam", "sign1", MOMENTUM), "sign1+momentum=0.9+warmup_steps=25"),
     ],
 )
 def test_hook_of_a_contestant(one, hook):
-    assert one.hook(100 if one.optimizer != "OneBitAdam" else 80) == hook
+    assert one.hook(100) == hook
 
 
 def test_select_keeps_rulers():
@@ -149,7 +149,7 @@ def test_select_keeps_rulers():
     ("arguments", "message"),
     [
         ((["visoin"],), "--tasks.*did you mean 'vision'"),
-        ((None, ["q5"]), "--codecs.*did you mean 'q"),
+        ((None, ["q5"]), "--codecs.*'q5' is not in this suite, which has torch:fp32"),
         ((None, None, ["Adam"]), "--optimizers.*did you mean 'AdamW'"),
     ],
 )

@@ -29,8 +29,7 @@ def test_optimum_has_no_gradient_but_workers_do(problem):
     inputs, targets = (part.double() for part in problem)
     errors = inputs @ optimum(problem) - targets
     gradients = [
-        inputs[worker::NUM_WORKERS].T @ errors[worker::NUM_WORKERS]
-        for worker in range(NUM_WORKERS)
+        inputs[worker::NUM_WORKERS].T @ errors[worker::NUM_WORKERS] for worker in range(NUM_WORKERS)
     ]
     # Solved in fp64: condition number of X'X below 10, sums of 512 products.
     assert torch.stack(gradients).sum(0).norm() < 1e-9 * gradients[0].norm()
@@ -40,7 +39,9 @@ def test_optimum_has_no_gradient_but_workers_do(problem):
 
 
 def test_gap_of_zero_weights_is_1(problem):
-    assert mean_loss(gap_batch(problem), torch.zeros(64, 256)) == pytest.approx(1, rel=1e-5)
+    assert mean_loss(
+        gap_batch(problem), torch.zeros(64, 256, dtype=torch.float64)
+    ) == pytest.approx(1, rel=1e-5)
 
 
 def test_gap_batch_measures_the_loss_above_the_lowest(problem):

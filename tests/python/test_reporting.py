@@ -105,9 +105,7 @@ def test_replace_section_touches_nothing_else(tmp_path):
     path.write_text("before\n<!-- x -->\nold\n<!-- end of x -->\nafter\n")
     for _ in range(2):
         replace_section(path, "x", "new")
-        assert path.read_text() == (
-            "before\n<!-- x -->\n\nnew\n\n<!-- end of x -->\nafter\n"
-        )
+        assert path.read_text() == ("before\n<!-- x -->\n\nnew\n\n<!-- end of x -->\nafter\n")
 
 
 @pytest.mark.parametrize("text", ["", "<!-- x -->\n", "<!-- end of x -->\n<!-- x -->\n"])

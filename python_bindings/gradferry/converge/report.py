@@ -123,7 +123,7 @@ def write_markdown(
     parts = [f"{_verdict_line(outcomes)} Obtained with: {facts}."]
     for outcome in outcomes:
         parts.append(markdown_table(table_of(suite, outcome)).strip())
-    replace_section(path, _SECTION, "\n\n".join(parts) + "\n")
+    replace_section(path, _SECTION, "\n\n".join(parts))
 
 
 def _verdict_line(outcomes: Sequence[Outcome]) -> str:

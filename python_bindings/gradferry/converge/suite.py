@@ -13,7 +13,7 @@ NUM_RANKS = 4
 RULER = "torch:fp32"  # what all others are compared with
 DENSE = "dense"
 MOMENTUM = "momentum"
-_FREEZE_SHARE = 0.2  # of the steps: OneBitAdam learns its variance from dense gradients
+_FREEZE_SHARE = 0.25  # of the steps: OneBitAdam learns its variance from dense gradients
 _TOPK = "topk:ratio=0.01"
 _COARSE_GAP = 1e-6  # to the optimum, of codecs below 3 bits
 _FINE_GAP = 1e-9
