@@ -63,7 +63,7 @@ class ConvolutionalNetwork(nn.Module):
 
 
 def load_tiny_vision() -> Task:
-    """Task `vision` for a model of a quarter of the size. Raises ConfigError as load_vision does."""
+    """Task `vision` for a quarter of the model. Raises ConfigError as load_vision does."""
     return load_vision(size=TINY, name="tiny_vision")
 
 
