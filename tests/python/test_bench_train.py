@@ -184,7 +184,7 @@ def test_models_are_as_large_as_they_say(name, millions):
 
 @pytest.mark.parametrize("name", ["vgg", "embedding"])
 def test_synthetic_tasks_can_be_learned(name):
-    task = MODELS[name](8)
+    task = MODELS[name](4)
     torch.manual_seed(0)
     model = task.build_model()
     generator = torch.Generator().manual_seed(0)
