@@ -128,6 +128,7 @@ struct Codec {
                  float* residual, std::byte* out);
 
   // gradient = D(in);  residual += beta * D(in)   (residual null or beta 0: left alone)
+  // gradient null: nothing but the statuses is written, cheaply; the residual is left alone.
   void (*decode)(const TileBatch& batch, const std::byte* in, void* gradient, float beta,
                  float* residual);
 
@@ -144,9 +145,10 @@ struct Codec {
                float alpha, float* residual);
 };
 
-// All codecs of a device, in the order of kernels/codec_table.cpp. Empty when the device was not
-// built. On CPU the instruction set is chosen once, at the first call: the best one the processor
-// has, or what GRADFERRY_ISA=scalar|avx2|avx512 names (an impossible value throws Error(kConfig)).
+// All codecs of a device, in the order of kernels/codec_rows.h. Empty for CUDA until
+// use_cuda_codecs() of gradferry/cuda_codecs.h was called. On CPU the instruction set is chosen
+// once, at the first call: the best one the processor has, or what GRADFERRY_ISA=scalar|avx2|avx512
+// names (an impossible value throws Error(kConfig)).
 std::span<const Codec> codecs(Device device);
 
 enum class Isa : uint8_t { kScalar, kAvx2, kAvx512 };

@@ -4,22 +4,24 @@
 //   kCodesBytes                       of the codes of a whole block
 //   kLargestScale                     a scale above is corrupt
 //   static uint32_t scales_offset(num_elements)
-//   static bool is_broken(codes)      whether a whole block has a code that no encoder writes
+//   static bool is_broken(codes, num_bytes)
+//                                     whether there is a code that no encoder writes; num_bytes is
+//                                     a multiple of kCodesBytes
 //   static F32 value(codes, i, scale) elements i .. i + kLanes - 1 of a block; of codes that are
 //                                     zero bytes +0 if scale is 0, the canonical NaN if it is that
 #pragma once
 
 #include "kernels/common/block_scale.h"
+#include "kernels/common/rank_sums.h"
 #include "kernels/common/tile_driver.h"
 
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE {
 
-// Scale `index` of an array at any address, as a bf16 pattern.
-GRADFERRY_LANE uint32_t load_scale(const std::byte* scales, uint32_t index) {
-  uint16_t scale;
-  __builtin_memcpy(&scale, scales + index * sizeof(scale), sizeof(scale));
-  return scale;
-}
+inline constexpr uint32_t kUnitBlocks = 8;
+// Room for one number per block: scales are handled by whole vectors.
+inline constexpr uint32_t kSlots = kUnitBlocks < kLanes ? kLanes : kUnitBlocks;
+
+// Writes scale `index` of an array at any address, a bf16 pattern.
 GRADFERRY_LANE void store_scale(std::byte* scales, uint32_t index, uint32_t value) {
   const auto scale = static_cast<uint16_t>(value);
   __builtin_memcpy(scales + index * sizeof(scale), &scale, sizeof(scale));
@@ -31,102 +33,107 @@ class ScaledBlocks {
   // decode and sum: see tile_driver.h.
   template <typename Sink>
   static uint32_t decode(const Unit& unit, const std::byte* payload, Sink sink) {
-    uint32_t flags = 0;
-    for (uint32_t first = 0; first < unit.padded; first += kBlock) {
-      Term term;
-      flags |= term.find(unit, first, payload);
-      for (uint32_t i = 0; i < kBlock; i += kLanes) {
-        sink(first + i, Coding::value(term.codes, i, F32(term.scale)));
-      }
-    }
-    return flags;
+    return decode_term<Term>(unit, payload, sink);
   }
-
-  // A few vectors of sums stay in registers while the ranks pass by.
   template <typename Sink>
   static uint32_t sum(const Unit& unit, const std::byte* const* payload_by_rank, size_t offset,
                       uint32_t num_ranks, float* scratch, Sink sink) {
-    uint32_t flags = 0;
-    for (uint32_t first = 0; first < unit.padded; first += kBlock) {
-      float* sums = scratch + first;
-      for (uint32_t rank = 0; rank < num_ranks; rank += kRanksAtOnce) {
-        const uint32_t rest = num_ranks - rank;
-        const uint32_t count = rest < kRanksAtOnce ? rest : kRanksAtOnce;
-        Term terms[kRanksAtOnce];
-        for (uint32_t i = 0; i < count; ++i) {
-          flags |= terms[i].find(unit, first, payload_by_rank[rank + i] + offset);
-        }
-        add_terms(terms, count, rank == 0, sums);
-      }
-      for (uint32_t i = 0; i < kBlock; i += kLanes) sink(first + i, load(sums + i));
-    }
-    return flags;
+    return sum_terms<Term>(unit, payload_by_rank, offset, num_ranks, scratch, sink);
   }
 
  private:
   static constexpr uint32_t kBlock = block_scale::kBlock;
-  static constexpr uint32_t kSums = 8;  // half the registers of AVX2
-  static constexpr uint32_t kRanksAtOnce = 8;
-  alignas(16) static constexpr std::byte kNoCodes[Coding::kCodesBytes] = {};
+  static constexpr uint32_t kCodesBytes = Coding::kCodesBytes;
 
-  // What a block decodes from. Blocks without numbers have zero bytes for codes and scale 0 or NaN.
+  // See rank_sums.h.
   struct Term {
     const std::byte* codes;
-    float scale;
-    alignas(16) std::byte copy[Coding::kCodesBytes];  // of the codes of a short block
+    alignas(64) float scales[kSlots];
+    alignas(64) std::byte copy[kUnitBlocks * kCodesBytes];  // for codes that need mending
 
-    // Block from element `first` of the unit on. Returns kTile* flags.
-    GRADFERRY_LANE uint32_t find(const Unit& unit, uint32_t first, const std::byte* payload) {
-      const uint32_t block = (unit.first + first) / kBlock;
-      const uint32_t position = block * Coding::kCodesBytes;
-      codes = payload + position;
-      if (position % 64 == 0) {
-        for (uint32_t i = 0; i < Coding::kCodesBytes; i += 64) {
-          unit.ahead.prefetch_payload(codes + i);
+    GRADFERRY_LANE uint32_t find(const Unit& unit, const std::byte* payload) {
+      const uint32_t num_blocks = unit.padded / kBlock;
+      const uint32_t first = unit.first / kBlock;
+      codes = payload + first * kCodesBytes;
+      const std::byte* patterns =
+          payload + Coding::scales_offset(unit.tile.num_elements) + first * sizeof(uint16_t);
+      unit.ahead.prefetch_payload(patterns);
+      if constexpr (kCodesBytes < 64) {
+        for (uint32_t i = 0; i < sizeof(copy); i += 64) unit.ahead.prefetch_payload(codes + i);
+      }
+      alignas(64) uint16_t pattern[kSlots];
+      for (uint32_t i = 0; i < kSlots; ++i) pattern[i] = block_scale::kSmallest;
+      if (num_blocks == kUnitBlocks) {
+        __builtin_memcpy(pattern, patterns, kUnitBlocks * sizeof(uint16_t));
+      } else {
+        __builtin_memcpy(pattern, patterns, num_blocks * sizeof(uint16_t));
+      }
+      bool sound = unit.num_elements == unit.padded;
+      for (uint32_t i = 0; i < kSlots; i += kLanes) {
+        const U32 x = load_halfwords(pattern + i);
+        sound &= all((x >= U32(block_scale::kSmallest)) & (x <= U32(Coding::kLargestScale)));
+        store(scales + i, bf16_to_float(x));
+      }
+      if (sound && !Coding::is_broken(codes, num_blocks * kCodesBytes)) return 0;
+      return mend(unit, pattern);
+    }
+
+    template <typename Sink>
+    [[gnu::noinline]] static void sum(const Unit& unit, const Term* terms, uint32_t count,
+                                      const float* start, Sink sink) {
+      constexpr uint32_t kSums = 8;  // vectors: half the registers of AVX2
+      for (uint32_t i = 0; i < unit.padded; i += kSums * kLanes) {
+        const uint32_t block = i / kBlock;
+        const uint32_t within = i % kBlock;
+        const auto value = [&](uint32_t rank, uint32_t k) {
+          return Coding::value(terms[rank].codes + block * kCodesBytes, within + k * kLanes,
+                               F32(terms[rank].scales[block]));
+        };
+        const auto prefetch_codes = [&](uint32_t rank) {
+          if constexpr (kCodesBytes >= 64) {
+            constexpr uint32_t kBytes = kSums * kLanes * kCodesBytes / kBlock;
+            for (uint32_t p = 0; p < kBytes; p += 64) {
+              unit.ahead.prefetch_payload(terms[rank].codes + i * kCodesBytes / kBlock + p);
+            }
+          }
+        };
+        F32 x[kSums];
+        for (uint32_t k = 0; k < kSums; ++k) {
+          x[k] = value(0, k);
+          if (start != nullptr) x[k] = load(start + i + k * kLanes) + x[k];
         }
+        prefetch_codes(0);
+        for (uint32_t rank = 1; rank < count; ++rank) {
+          prefetch_codes(rank);
+          for (uint32_t k = 0; k < kSums; ++k) x[k] = x[k] + value(rank, k);
+        }
+        for (uint32_t k = 0; k < kSums; ++k) sink(i + k * kLanes, x[k]);
       }
-      const uint32_t n = unit.num_elements - first;
-      if (n < kBlock) {
-        __builtin_memset(copy, 0, sizeof(copy));
-        __builtin_memcpy(copy, codes, (n * Coding::kCodesBytes + kBlock - 1) / kBlock);
-        codes = copy;
-      }
-      return apply(load_scale(payload + Coding::scales_offset(unit.tile.num_elements), block));
     }
 
    private:
-    GRADFERRY_LANE uint32_t apply(uint32_t pattern) {
-      const bool in_range = pattern >= block_scale::kSmallest && pattern <= Coding::kLargestScale;
-      if (in_range && !Coding::is_broken(codes)) {
-        scale = from_bits(pattern << 16);
-        return 0;
+    // Blocks that end early, are zero or not finite, or break the format: codes without a meaning
+    // become zero bytes, and scales what such codes decode to with value().
+    [[gnu::noinline]] uint32_t mend(const Unit& unit, const uint16_t* pattern) {
+      const uint32_t num_bytes = (unit.num_elements * kCodesBytes + kBlock - 1) / kBlock;
+      __builtin_memset(copy, 0, sizeof(copy));
+      __builtin_memcpy(copy, codes, num_bytes);
+      codes = copy;
+      uint32_t flags = 0;
+      for (uint32_t block = 0; block < unit.padded / kBlock; ++block) {
+        std::byte* block_codes = copy + block * kCodesBytes;
+        const bool in_range =
+            pattern[block] >= block_scale::kSmallest && pattern[block] <= Coding::kLargestScale;
+        if (in_range && !Coding::is_broken(block_codes, kCodesBytes)) continue;
+        __builtin_memset(block_codes, 0, kCodesBytes);
+        if (pattern[block] == block_scale::kZero) continue;
+        scales[block] = from_bits(kNanBits);
+        flags |= pattern[block] == block_scale::kNonFinite ? kTileNonFinite
+                                                           : kTileNonFinite | kTileCorrupt;
       }
-      codes = kNoCodes;
-      scale = from_bits(pattern == block_scale::kZero ? 0 : kNanBits);
-      if (pattern == block_scale::kZero) return 0;
-      return pattern == block_scale::kNonFinite ? kTileNonFinite : kTileNonFinite | kTileCorrupt;
+      return flags;
     }
   };
-
-  // Adds terms to the sums of a block; the first term of all is not added to anything.
-  GRADFERRY_LANE static void add_terms(const Term* terms, uint32_t count, bool is_first,
-                                       float* sums) {
-    for (uint32_t piece = 0; piece < kBlock; piece += kSums * kLanes) {
-      F32 x[kSums];
-      for (uint32_t k = 0; k < kSums; ++k) {
-        const uint32_t i = piece + k * kLanes;
-        x[k] = Coding::value(terms[0].codes, i, F32(terms[0].scale));
-        if (!is_first) x[k] = load(sums + i) + x[k];
-      }
-      for (uint32_t rank = 1; rank < count; ++rank) {
-        const F32 scale(terms[rank].scale);
-        for (uint32_t k = 0; k < kSums; ++k) {
-          x[k] = x[k] + Coding::value(terms[rank].codes, piece + k * kLanes, scale);
-        }
-      }
-      for (uint32_t k = 0; k < kSums; ++k) store(sums + piece + k * kLanes, x[k]);
-    }
-  }
 };
 
 }  // namespace gradferry::GRADFERRY_KERNEL_NAMESPACE

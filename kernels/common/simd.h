@@ -10,6 +10,8 @@
 //   stream               store past the caches, to an aligned address; finish_streams orders them
 //   load_bytes, load_halfwords, store_bytes, store_halfwords
 //                        kLanes integers of 8 or 16 bits; stores take values that fit
+//   load_signed_bytes    kLanes integers of 8 bits, as floats
+//   has_byte             whether one of num_bytes bytes, a multiple of 128, is this one
 //   load_fp16, store_fp16  kLanes IEEE half-precision numbers, rounded to nearest, ties to even
 //   Table16, lookup      a table of 16 floats in registers, indexed by the low 4 bits of each lane
 //   Table8, lookup, scaled  one of 8 floats, indexed by the low 3 bits; all of them times a factor

@@ -111,6 +111,20 @@ GRADFERRY_LANE U32 load_bytes(const uint8_t* p) {
 GRADFERRY_LANE U32 load_halfwords(const uint16_t* p) {
   return _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
+GRADFERRY_LANE F32 load_signed_bytes(const int8_t* p) {
+  return _mm256_cvtepi32_ps(
+      _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+GRADFERRY_LANE bool has_byte(const void* p, uint32_t num_bytes, uint8_t byte) {
+  const auto* bytes = static_cast<const uint8_t*>(p);
+  const __m256i wanted = _mm256_set1_epi8(static_cast<char>(byte));
+  __m256i found = _mm256_setzero_si256();
+  for (uint32_t i = 0; i < num_bytes; i += 32) {
+    const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(bytes + i));
+    found = _mm256_or_si256(found, _mm256_cmpeq_epi8(x, wanted));
+  }
+  return _mm256_testz_si256(found, found) == 0;
+}
 GRADFERRY_LANE void store_bytes(uint8_t* p, U32 x) {
   const __m128i words =
       _mm_packus_epi32(_mm256_castsi256_si128(x.v), _mm256_extracti128_si256(x.v, 1));

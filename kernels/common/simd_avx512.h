@@ -115,6 +115,19 @@ GRADFERRY_LANE U32 load_bytes(const uint8_t* p) {
 GRADFERRY_LANE U32 load_halfwords(const uint16_t* p) {
   return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
+GRADFERRY_LANE F32 load_signed_bytes(const int8_t* p) {
+  return _mm512_cvtepi32_ps(
+      _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+GRADFERRY_LANE bool has_byte(const void* p, uint32_t num_bytes, uint8_t byte) {
+  const auto* bytes = static_cast<const uint8_t*>(p);
+  const __m512i wanted = _mm512_set1_epi8(static_cast<char>(byte));
+  uint64_t found = 0;
+  for (uint32_t i = 0; i < num_bytes; i += 64) {
+    found |= _mm512_cmpeq_epi8_mask(_mm512_loadu_si512(bytes + i), wanted);
+  }
+  return found != 0;
+}
 GRADFERRY_LANE void store_bytes(uint8_t* p, U32 x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x.v));
 }

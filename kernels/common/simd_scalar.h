@@ -37,6 +37,13 @@ GRADFERRY_LANE void finish_streams() {}
 
 GRADFERRY_LANE U32 load_bytes(const uint8_t* p) { return *p; }
 GRADFERRY_LANE U32 load_halfwords(const uint16_t* p) { return load_as<uint16_t>(p); }
+GRADFERRY_LANE F32 load_signed_bytes(const int8_t* p) { return static_cast<float>(*p); }
+GRADFERRY_LANE bool has_byte(const void* p, uint32_t num_bytes, uint8_t byte) {
+  const auto* bytes = static_cast<const uint8_t*>(p);
+  bool found = false;
+  for (uint32_t i = 0; i < num_bytes; ++i) found |= bytes[i] == byte;
+  return found;
+}
 GRADFERRY_LANE void store_bytes(uint8_t* p, U32 x) { *p = static_cast<uint8_t>(x); }
 GRADFERRY_LANE void store_halfwords(uint16_t* p, U32 x) {
   store_as<uint16_t>(p, static_cast<uint16_t>(x));

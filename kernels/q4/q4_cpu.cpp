@@ -7,6 +7,7 @@
 //   2. scales, with blocks in the lanes of a vector: 32 blocks share two or four divisions
 //   3. codes and residual, with elements in the lanes; what comes next is prefetched here, in step
 // Adding the payloads of W ranks stays in registers: blocks outside, ranks inside.
+#include "kernels/common/rank_sums.h"
 #include "kernels/common/tile_driver.h"
 #include "kernels/q4/q4_layout.h"
 #include "kernels/q4/q4_pack.h"
@@ -38,11 +39,6 @@ struct GroupBytes {
 struct EncodeScales {
   alignas(64) float half_scale[kGroupBlocks];
   alignas(64) float reciprocal[kGroupBlocks];
-};
-
-struct DecodeScales {
-  alignas(64) float scale[kGroupBlocks];
-  bool any_zero;  // in a whole group
 };
 
 // Largest magnitude of each block of v, zero for blocks that do not exist. Returns the group's.
@@ -102,93 +98,86 @@ GRADFERRY_LANE void encode_codes(const Unit& unit, const float* v, const EncodeS
   }
 }
 
-// Turns scale bytes into scales. Returns kTile* flags: not 0, the whole group is NaN.
-GRADFERRY_LANE uint32_t decode_scales(const GroupBytes<const std::byte>& in, DecodeScales* scales) {
-  scales->any_zero = false;
-  const uint32_t exponent = static_cast<uint32_t>(*in.exponent);
-  const int32_t k = static_cast<int32_t>(exponent) - q4::kExponentBias;
-  const bool no_scales = exponent == 0 || exponent == q4::kNonFiniteExponent;
-  if (!no_scales && (k < q4::kSmallestExponent || k > q4::kLargestExponent)) {
-    return kTileNonFinite | kTileCorrupt;
-  }
-  const uint32_t largest = no_scales                   ? 0
-                           : k == q4::kLargestExponent ? q4::kCappedScaleCode
-                                                       : q4::kLargestScaleCode;
-  alignas(64) uint8_t scale_bytes[kGroupBlocks] = {};
-  if (in.num_blocks == kGroupBlocks) {
-    __builtin_memcpy(scale_bytes, in.scales, kGroupBlocks);
-  } else {
-    __builtin_memcpy(scale_bytes, in.scales, in.num_blocks);
-  }
-  bool valid = true;
-  for (uint32_t block = 0; block < kGroupBlocks; block += kLanes) {
-    const U32 code = load_bytes(scale_bytes + block);
-    const auto zero = code == U32(0u);
-    valid &= all(zero | ((code >= U32(q4::kSmallestScaleCode)) & (code <= U32(largest))));
-    scales->any_zero |= any(zero);
-    store(scales->scale + block, q4::decode_scale(code, k));
-  }
-  if (!valid) return kTileNonFinite | kTileCorrupt;
-  return exponent == q4::kNonFiniteExponent ? kTileNonFinite : 0;
-}
-
-template <typename Sink>
-GRADFERRY_LANE void fill(uint32_t first, uint32_t end, float value, Sink sink) {
-  for (uint32_t i = first; i < end; i += kLanes) sink(i, F32(value));
-}
-
-// Calls sink(i, x) with the values of one block; i counts from `first`. Codes of a zero block mean
-// nothing: a negative one would decode to -0.
-template <typename Sink>
-GRADFERRY_LANE void decode_block(const std::byte* codes, float scale, const SignedTable8& values,
-                                 bool may_be_zero, uint32_t first, Sink sink) {
-  if (may_be_zero && scale == 0.0f) {
-    fill(first, first + q4::kBlock, 0.0f, sink);
-    return;
-  }
-  const ScaledTable8 scaled = values * F32(scale);
-  for (uint32_t j = 0; j < kHalfBlock; j += kLanes) {
-    const U32 pair = load_bytes(reinterpret_cast<const uint8_t*>(codes) + j);
-    sink(first + j, lookup(scaled, pair));
-    sink(first + j + kHalfBlock, lookup(scaled, pair >> 4));
-  }
-}
-
-// What is needed of one rank's group to decode its blocks.
-struct Addend {
+// One rank's group, see rank_sums.h.
+struct Term {
   const std::byte* codes;
-  DecodeScales scales;
-};
+  alignas(64) float scales[kGroupBlocks];
+  alignas(64) std::byte copy[kGroupBlocks * kHalfBlock];  // for codes that need mending
 
-// The sums of a unit's blocks over up to kRanksAtOnce ranks, on top of `start` unless null.
-template <bool kMayBeZero, typename Sink>
-GRADFERRY_LANE void sum_blocks(const Unit& unit, const Addend* addends, uint32_t num_ranks,
-                               const float* start, Sink sink) {
-  const SignedTable8 values(q4::kCodeValues);
-  for (uint32_t i = 0; i < unit.padded; i += q4::kBlock) {
-    const auto decode = [&](uint32_t rank, auto each) {
-      const Addend& from = addends[rank];
-      decode_block(from.codes + i / 2, from.scales.scale[i / q4::kBlock], values, kMayBeZero, 0,
-                   each);
-    };
-    if (i % kLineElements == 0) {
-      for (uint32_t rank = 0; rank < num_ranks; ++rank) {
-        unit.ahead.prefetch_payload(addends[rank].codes + i / 2);
-      }
-    }
-    F32 s[kBlockVectors];
-    uint32_t rank = 0;
-    if (start != nullptr) {
-      for (uint32_t j = 0; j < kBlockVectors; ++j) s[j] = load(start + i + j * kLanes);
+  GRADFERRY_LANE uint32_t find(const Unit& unit, const std::byte* payload) {
+    const GroupBytes<const std::byte> in(unit, payload);
+    unit.ahead.prefetch_payload(in.scales);
+    codes = in.codes;
+    const uint32_t exponent = static_cast<uint32_t>(*in.exponent);
+    const int32_t k = static_cast<int32_t>(exponent) - q4::kExponentBias;
+    const bool has_scales = k >= q4::kSmallestExponent && k <= q4::kLargestExponent;
+    const uint32_t largest = !has_scales                 ? 0
+                             : k == q4::kLargestExponent ? q4::kCappedScaleCode
+                                                         : q4::kLargestScaleCode;
+    alignas(64) uint8_t scale_bytes[kGroupBlocks] = {};
+    if (in.num_blocks == kGroupBlocks) {
+      __builtin_memcpy(scale_bytes, in.scales, kGroupBlocks);
     } else {
-      decode(rank++, [&](uint32_t j, F32 x) { s[j / kLanes] = x; });
+      __builtin_memcpy(scale_bytes, in.scales, in.num_blocks);
     }
-    for (; rank < num_ranks; ++rank) {
-      decode(rank, [&](uint32_t j, F32 x) { s[j / kLanes] = s[j / kLanes] + x; });
+    bool valid = has_scales || exponent == 0 || exponent == q4::kNonFiniteExponent;
+    bool any_zero = false;
+    for (uint32_t block = 0; block < kGroupBlocks; block += kLanes) {
+      const U32 code = load_bytes(scale_bytes + block);
+      const auto zero = code == U32(0u);
+      valid &= all(zero | ((code >= U32(q4::kSmallestScaleCode)) & (code <= U32(largest))));
+      any_zero |= any(zero);
+      store(scales + block, q4::decode_scale(code, k));
     }
-    for (uint32_t j = 0; j < kBlockVectors; ++j) sink(i + j * kLanes, s[j]);
+    if (valid && !any_zero) return 0;
+    return mend(in, valid && exponent != q4::kNonFiniteExponent, valid);
   }
-}
+
+  template <typename Sink>
+  [[gnu::noinline]] static void sum(const Unit& unit, const Term* terms, uint32_t count,
+                                    const float* start, Sink sink) {
+    const q4::Unpacker unpacker;
+    for (uint32_t i = 0; i < unit.padded; i += q4::kBlock) {
+      if (i % kLineElements == 0) {
+        for (uint32_t rank = 0; rank < count; ++rank) {
+          unit.ahead.prefetch_payload(terms[rank].codes + i / 2);
+        }
+      }
+      const auto unpack = [&](uint32_t rank, F32(&x)[kBlockVectors]) {
+        unpacker.unpack(terms[rank].codes + i / 2, F32(terms[rank].scales[i / q4::kBlock]), x);
+      };
+      F32 s[kBlockVectors];
+      unpack(0, s);
+      if (start != nullptr) {
+        for (uint32_t j = 0; j < kBlockVectors; ++j) s[j] = load(start + i + j * kLanes) + s[j];
+      }
+      for (uint32_t rank = 1; rank < count; ++rank) {
+        F32 x[kBlockVectors];
+        unpack(rank, x);
+        for (uint32_t j = 0; j < kBlockVectors; ++j) s[j] = s[j] + x[j];
+      }
+      for (uint32_t j = 0; j < kBlockVectors; ++j) sink(i + j * kLanes, s[j]);
+    }
+  }
+
+ private:
+  // Codes of a zero block mean nothing, a negative one would decode to -0: zero bytes instead. A
+  // group without numbers is zero codes times NaN.
+  [[gnu::noinline]] uint32_t mend(const GroupBytes<const std::byte>& in, bool finite, bool valid) {
+    for (uint32_t block = 0; block < in.num_blocks; ++block) {
+      std::byte* to = copy + block * kHalfBlock;
+      if (finite && scales[block] != 0.0f) {
+        __builtin_memcpy(to, codes + block * kHalfBlock, kHalfBlock);
+      } else {
+        __builtin_memset(to, 0, kHalfBlock);
+      }
+      if (!finite) scales[block] = from_bits(kNanBits);
+    }
+    codes = copy;
+    if (finite) return 0;
+    return valid ? kTileNonFinite : kTileNonFinite | kTileCorrupt;
+  }
+};
 
 struct Q4 {
   static constexpr uint32_t kUnit = q4::kGroup;
@@ -222,65 +211,12 @@ struct Q4 {
 
   template <typename Sink>
   static uint32_t decode(const Unit& unit, const std::byte* payload, Sink sink) {
-    const GroupBytes<const std::byte> in(unit, payload);
-    DecodeScales scales;
-    const uint32_t flags = decode_scales(in, &scales);
-    if (flags != 0) {
-      fill(0, unit.padded, from_bits(kNanBits), sink);
-      return flags;
-    }
-    const SignedTable8 values(q4::kCodeValues);
-    for (uint32_t block = 0; block < in.num_blocks; ++block) {
-      decode_block(in.codes + block * kHalfBlock, scales.scale[block], values, true,
-                   block * q4::kBlock, sink);
-    }
-    return 0;
+    return decode_term<Term>(unit, payload, sink);
   }
-
   template <typename Sink>
   static uint32_t sum(const Unit& unit, const std::byte* const* payload_by_rank, size_t offset,
                       uint32_t num_ranks, float* scratch, Sink sink) {
-    constexpr uint32_t kRanksAtOnce = 8;
-    for (uint32_t first = 0;; first += kRanksAtOnce) {
-      Addend addends[kRanksAtOnce];
-      const uint32_t rest = num_ranks - first;
-      const uint32_t count = rest < kRanksAtOnce ? rest : kRanksAtOnce;
-      uint32_t flags = 0;
-      bool any_zero = false;
-      for (uint32_t i = 0; i < count; ++i) {
-        const GroupBytes<const std::byte> in(unit, payload_by_rank[first + i] + offset);
-        addends[i].codes = in.codes;
-        flags |= decode_scales(in, &addends[i].scales);
-        any_zero |= addends[i].scales.any_zero;
-      }
-      if (flags != 0) {
-        fill(0, unit.padded, from_bits(kNanBits), sink);
-        return flags | corrupt_flags(unit, payload_by_rank + first + count, offset, rest - count);
-      }
-      const float* start = first == 0 ? nullptr : scratch;
-      if (count < rest) {
-        sum_blocks<true>(unit, addends, count, start, StoreSink{scratch});
-      } else if (any_zero) {
-        sum_blocks<true>(unit, addends, count, start, sink);
-        return 0;
-      } else {
-        sum_blocks<false>(unit, addends, count, start, sink);
-        return 0;
-      }
-    }
-  }
-
- private:
-  // What the ranks after a bad one would have said: every corrupt payload is reported.
-  static uint32_t corrupt_flags(const Unit& unit, const std::byte* const* payload_by_rank,
-                                size_t offset, uint32_t num_ranks) {
-    uint32_t flags = 0;
-    for (uint32_t rank = 0; rank < num_ranks; ++rank) {
-      DecodeScales scales;
-      flags |=
-          decode_scales(GroupBytes<const std::byte>(unit, payload_by_rank[rank] + offset), &scales);
-    }
-    return flags;
+    return sum_terms<Term>(unit, payload_by_rank, offset, num_ranks, scratch, sink);
   }
 };
 

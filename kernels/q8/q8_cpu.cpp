@@ -13,10 +13,6 @@ namespace {
 
 using q8::kBlock;
 
-constexpr uint32_t kUnitBlocks = 8;
-// Scales are computed by whole vectors of blocks.
-constexpr uint32_t kSlots = kUnitBlocks < kLanes ? kLanes : kUnitBlocks;
-
 struct UnitScales {
   alignas(64) uint32_t largest[kSlots];  // magnitude, as bits
   alignas(64) uint32_t code[kSlots];
@@ -69,20 +65,11 @@ struct Codes {
 
   GRADFERRY_LANE static uint32_t scales_offset(uint32_t n) { return q8::scales_offset(n); }
 
-  // Four codes to a lane. A byte equal to kBrokenCode is zero in x, and the lowest zero byte is one
-  // where subtracting 1 from each byte sets a top bit that was not set; without one there is none.
-  GRADFERRY_LANE static bool is_broken(const std::byte* codes) {
-    const auto* words = reinterpret_cast<const uint32_t*>(codes);
-    const U32 ones(0x01010101u);
-    U32 found(0u);
-    for (uint32_t i = 0; i < kBlock / 4; i += kLanes) {
-      const U32 x = load(words + i) ^ U32(q8::kBrokenCode * 0x01010101u);
-      found = found | ((x - ones) & (x ^ U32(~0u)));
-    }
-    return any((found & U32(0x80808080u)) >= U32(1u));
+  GRADFERRY_LANE static bool is_broken(const std::byte* codes, uint32_t num_bytes) {
+    return has_byte(codes, num_bytes, q8::kBrokenCode);
   }
   GRADFERRY_LANE static F32 value(const std::byte* codes, uint32_t i, F32 scale) {
-    return q8::code_value(load_bytes(reinterpret_cast<const uint8_t*>(codes) + i)) * scale;
+    return load_signed_bytes(reinterpret_cast<const int8_t*>(codes) + i) * scale;
   }
 };
 

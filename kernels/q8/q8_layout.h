@@ -57,11 +57,4 @@ GRADFERRY_LANE Element<F> encode_element(F v, F scale, F reciprocal) {
   return {bits(sum) & BitsOf<F>(0xffu), (sum - magic) * scale};
 }
 
-// The integer of a code given as a byte. In the last places of 2^23, code + 128 is a positive
-// number.
-template <typename U>
-GRADFERRY_LANE auto code_value(U code) {
-  return from_bits(code ^ U(0x4b000080u)) - decltype(from_bits(code))(0x1p23f + 128.0f);
-}
-
 }  // namespace gradferry::GRADFERRY_KERNEL_NAMESPACE::q8

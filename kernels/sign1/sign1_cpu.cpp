@@ -14,10 +14,6 @@ namespace {
 
 using sign1::kBlock;
 
-constexpr uint32_t kUnitBlocks = 8;
-// Scales are computed by whole vectors of blocks.
-constexpr uint32_t kSlots = kUnitBlocks < kLanes ? kLanes : kUnitBlocks;
-
 // sums[b] = sum of the summands of block b, +0 for blocks that do not exist.
 GRADFERRY_LANE void block_sums(const float* v, uint32_t num_blocks, float* sums) {
   // Row b: the first levels of block b's tree.
@@ -78,11 +74,9 @@ struct Signs {
   static constexpr uint32_t kLargestScale = block_scale::kLargest;
 
   GRADFERRY_LANE static uint32_t scales_offset(uint32_t n) { return sign1::scales_offset(n); }
-  GRADFERRY_LANE static bool is_broken(const std::byte*) { return false; }
+  GRADFERRY_LANE static bool is_broken(const std::byte*, uint32_t) { return false; }
   GRADFERRY_LANE static F32 value(const std::byte* signs, uint32_t i, F32 scale) {
-    uint32_t word;
-    __builtin_memcpy(&word, signs + i / 32 * sizeof(word), sizeof(word));
-    return with_signs(scale, word, i % 32);
+    return flip_signs(scale, signs, i);
   }
 };
 

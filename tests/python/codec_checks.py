@@ -235,3 +235,22 @@ def rht_largest(tiles: int) -> np.ndarray:
     v /= np.abs(v).max(axis=1, keepdims=True)
     v *= np.exp2(rng.integers(-9, 1, (len(v), 1)))
     return (v * LARGEST).astype(np.float32).reshape(-1)
+
+
+def rht_minus_zero() -> np.ndarray:
+    """A tile of blocks of which a coordinate is -0: the last difference is that of -0 and +0."""
+    rng = np.random.default_rng(8)
+    signs = rht_signs(1)
+    index = np.arange(BLOCK)
+    rows = rng.choice(index[index & 8 != 0], len(signs))
+    row = hadamard(np.eye(BLOCK))[rows]
+    # Half of the inputs are zeros, each with the sign that keeps their sum -0 in that coordinate.
+    x = -0.0 * row
+    used = index[index & 8 != 0]
+    x[:, used] = 0.0
+    for block, weights in zip(x, row, strict=True):
+        first, second = (rng.choice(used[weights[used] == sign]) for sign in (1, -1))
+        block[[first, second]] = rng.standard_normal()
+    z = np.take_along_axis(hadamard(x), rows[:, None], axis=1)
+    assert ((z == 0) & np.signbit(z)).any()
+    return (signs * x).astype(np.float32).reshape(-1)

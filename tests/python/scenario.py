@@ -93,6 +93,7 @@ class Scenario:
     steps_by_rank: tuple[int, ...] | None = None  # uneven inputs under join()
     checkpointed: bool | None = None  # None: no; else the value of use_reentrant
     poison: dict[tuple[int, int, str], float] = dataclasses.field(default_factory=dict)
+    empty: tuple[tuple[int, int], ...] = ()  # (step, rank) whose gradients are all +0 or -0
     group_ranks: tuple[int, ...] | None = None  # DDP over these ranks of the world only
 
     def gradient(self, step: int, turn: int, rank: int, index: int) -> np.ndarray:
@@ -105,6 +106,8 @@ class Scenario:
         values = rng.standard_normal(weight.num_elements)
         values *= np.exp2(rng.integers(-12, 3, weight.num_elements))
         values[rng.random(weight.num_elements) < 0.02] = 0
+        if (step, rank) in self.empty:
+            values *= 0
         values = values if weight.real_dtype == "float64" else values.astype(np.float32)
         poison = self.poison.get((step, rank, weight.name))
         if poison is not None:
@@ -252,6 +255,7 @@ def expected_gradients(scenario: Scenario) -> list[list[list[np.ndarray]]]:
         scenario.error_feedback,
         scenario.rules,
         scenario.seed,
+        scenario.options.get("momentum", 0.0),
     )
     ranks, count = range(scenario.world_size), len(scenario.weights)
     return [

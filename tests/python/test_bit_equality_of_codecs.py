@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
+from reference import TILE_ELEMENTS, ReferenceEngine, find_codec
 from scenario import Scenario, Weight, assert_bit_equal, expected_gradients, train
 from world import World
 
 Worlds = Callable[[int], World]
+LARGEST = np.finfo(np.float32).max
 
 WEIGHTS = (
     Weight("embedding", (70, 64)),
@@ -78,7 +81,12 @@ def test_tiles_without_gradient_send_nothing_and_keep_residuals(worlds: Worlds) 
     here = tuple(f"{name}_{kind}" for name in NAMES for kind in ("bf16", "one"))
     options = {"find_unused_parameters": True, "bucket_cap_mb": 0.05}
     check(worlds, MIXED, unused={0: everywhere + here, 1: everywhere}, ddp=options)
-    # Every tile is empty on one rank in some steps and on none in others.
+    # Every tile is empty on some ranks in some steps, and on all in steps 1 and 3.
+    empty = ((0, 0), (1, 0), (1, 1), (2, 1), (3, 0), (3, 1))
+    check(worlds, MIXED, empty=empty, steps=5)
+
+
+def test_gradients_equal_reference_with_uneven_inputs(worlds: Worlds) -> None:
     check(worlds, MIXED, world_size=3, steps_by_rank=(2, 4, 1))
 
 
@@ -89,8 +97,49 @@ def test_non_finite_gradient_of_one_rank_reaches_all(worlds: Worlds, poison: flo
     check(worlds, MIXED, poison=places, steps=4)
 
 
+@dataclasses.dataclass(frozen=True)
+class Huge(Scenario):
+    """Gradients of float32 up to the end of its range, on rank 0 and in even steps the larger ones.
+
+    Sums overflow, and so do residuals: two bits per element may return the opposite of a large one.
+    Odd steps leave room for what residuals bring.
+    """
+
+    def gradient(self, step: int, turn: int, rank: int, index: int) -> np.ndarray:
+        rng = np.random.default_rng([self.seed, step, turn, rank, index])
+        blocks = -(-self.weights[index].num_elements // 128)
+        scale = np.exp2(-rng.integers(0, 2, (blocks, 1)) - 2.0 * rank - 4 * (step % 2)) * LARGEST
+        values = rng.choice([-1, 1], (blocks, 128)) * rng.uniform(0.9, 1, (blocks, 128)) * scale
+        return values.reshape(-1)[: self.weights[index].num_elements].astype(np.float32)
+
+
+def test_overflowing_sums_and_residuals_equal_reference(worlds: Worlds) -> None:
+    weights = tuple(Weight(f"{name}_huge", (90, 131)) for name in NAMES)
+    scenario = Huge(weights, rules=MIXED.rules, codec="exact", error_feedback="both", steps=3)
+    values = scenario.gradient(0, 0, 0, NAMES.index("rht:bits=2"))[None, :TILE_ELEMENTS]
+    codec = find_codec("rht:bits=2")
+    # Of such a residual, what is finite is kept and what is not is left out.
+    with np.errstate(over="ignore"):
+        withheld = values - codec.decode(codec.encode(values, "float32"), 4096, "float32")
+    assert 0 < np.isfinite(withheld).sum() < 4096
+    check(worlds, scenario)
+
+
 def test_accumulated_gradients_equal_reference(worlds: Worlds) -> None:
     check(worlds, MIXED, passes=2)
+
+
+def test_rht_signs_count_the_steps_of_warmup(worlds: Worlds) -> None:
+    scenario = Scenario(WEIGHTS, 2, codec="rht:bits=2", options={"warmup_steps": 2})
+    engine = ReferenceEngine(2, [w.describe() for w in WEIGHTS], scenario.codec)
+    engine.num_steps = 2
+    answers = worlds(2).run(train, scenario=scenario)
+    count = range(len(WEIGHTS))
+    for step in (2, 3):
+        given = [[scenario.accumulated(step, rank, i) for i in count] for rank in range(2)]
+        for rank, expected in enumerate(engine.step(given)):
+            got = answers[rank]["gradients"][step]
+            assert [g.tobytes() for g in got] == [g.tobytes() for g in expected]
 
 
 def case_two_seeds(scenario: Scenario) -> list[dict]:

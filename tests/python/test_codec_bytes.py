@@ -41,6 +41,7 @@ HARD_INPUTS = {
     "repeated_magnitudes": checks.repeated_magnitudes,
     "integer_ties": lambda: checks.integer_ties().astype(np.float32).reshape(-1),
     "rht_largest": lambda: checks.rht_largest(4),
+    "rht_minus_zero": checks.rht_minus_zero,
 }
 
 
@@ -73,8 +74,23 @@ def test_topk_bytes_equal_reference_for_every_count_of_kept_elements(codec: str)
 
 
 @pytest.mark.parametrize("text", ["0.01", ".01", "1e-2", "0.010", "0.1234565", "0.0999999995"])
-def test_topk_counts_ratios_in_millionths_however_they_are_written(text: str) -> None:
+def test_topk_ratio_may_be_written_in_any_way(text: str) -> None:
     assert_same_bytes(draw(3, 4096), f"topk:ratio={text}")
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.floats(0.001, 0.25), st.floats(0.001, 0.25))
+def test_topk_ratio_is_written_as_its_shortest_decimal(ratio: float, other: float) -> None:
+    # In the text that a message carries the hash of.
+    ratio, owner_ratio = sorted((ratio, other))
+    assert_same_bytes(draw(3, 300), f"topk:owner_ratio={owner_ratio:.30f},ratio={ratio:.17e}")
+
+
+@pytest.mark.parametrize(("ratio", "num_kept"), [("0.0124995", 2), ("0.0124994", 1)])
+def test_topk_counts_its_ratio_in_whole_millionths(ratio: str, num_kept: int) -> None:
+    # 12500 millionths of 120 are the first that round to 2.
+    assert find_codec(f"topk:ratio={ratio}").num_kept(120, "worker") == num_kept
+    assert_same_bytes(draw(3, 120), f"topk:ratio={ratio}")
 
 
 def adjacent_first(x: np.ndarray) -> np.ndarray:

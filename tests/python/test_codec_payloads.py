@@ -268,6 +268,10 @@ def test_topk_non_finite_tile_has_one_form(make, values: str) -> None:
         body = good.copy()
         body[place] = 1
         assert_unit(body, codec, TOPK_N, WHOLE, CORRUPT)
+    # The positions of a good tile do not make it one either.
+    body = encoded(codec, TOPK_N)
+    body[:num_values] = good[:num_values]
+    assert_unit(body, codec, TOPK_N, WHOLE, CORRUPT)
 
 
 @pytest.mark.parametrize("values", ["bf16", "q4"])

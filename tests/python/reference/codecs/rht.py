@@ -58,11 +58,9 @@ def block_signs(context: Context, tiles: int, blocks: int) -> np.ndarray:
     number = BLOCKS_PER_TILE * (context.first_tile + np.arange(tiles))[:, None] + np.arange(blocks)
     number = number.astype(np.uint64)
     step = np.full_like(number, context.step)
-    words = [
-        half for x in (number, step) for half in (x & np.uint64(2**32 - 1), x >> np.uint64(32))
-    ]
-    key = (context.seed % 2**32, context.seed >> 32)
-    drawn = philox_4x32(np.stack(words, axis=-1), key)
+    counter = [number & LOW_WORD, number >> HIGH_WORD, step & LOW_WORD, step >> HIGH_WORD]
+    key = (context.seed % 2**32, context.seed // 2**32)
+    drawn = philox_4x32(np.stack(counter, axis=-1), key)
     bits = (drawn[..., None] >> np.arange(32, dtype=np.uint32)) & 1
     return (1 - 2 * bits.astype(np.int8)).reshape(tiles, blocks, BLOCK)
 
