@@ -237,6 +237,7 @@ def _record(
         "grad_scaler": config.grad_scaler is not None,
         "nonfinite": config.nonfinite,
         "exact_skip": config.exact_skip,
+        "check_every": config.check_every,
         "seed": config.seed,
         "chunk_bytes": config.chunk_bytes,
         "parameters": [
@@ -264,6 +265,7 @@ def _start(
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     layout_hash = record_hash(record["parameters"])
     config_hash = record_hash({key: record[key] for key in record if key != "parameters"})
+    tensors: list[torch.Tensor] = [parameter for _, parameter in reduced_parameters(ddp)]
     engine = None
     if not config.passes_through:
         # First: it is collective, and whoever failed before it would keep the others waiting.
@@ -280,10 +282,11 @@ def _start(
             raise_nonfinite=config.nonfinite == "raise",
             exact_skip=config.exact_skip,
             loss_scale=_loss_scale(config),
+            check_every=config.check_every,
+            tensors=tensors,
             chunk_bytes=config.chunk_bytes,
             lanes=lanes,
         )
-    tensors: list[torch.Tensor] = [parameter for _, parameter in reduced_parameters(ddp)]
     hook = _native.BucketHook(
         engine=engine,
         parameters=tensors,
