@@ -32,6 +32,7 @@
 #include "exchange.h"
 #include "gradferry/error.h"
 #include "layout.h"
+#include "parameter_hashes.h"
 #include "plan.h"
 #include "residual_sample.h"
 #include "residuals.h"
@@ -54,6 +55,7 @@ struct EngineOptions {
   bool raise_nonfinite;   // a decoded NaN or infinity is an error instead of being handed on
   bool exact_skip;        // a step with a NaN or infinity leaves the residuals as it found them
   at::Tensor loss_scale;  // one fp32 that a GradScaler changes between steps; undefined: 1
+  uint64_t check_every;   // steps between comparisons of all ranks' parameters; 0: none
   uint32_t chunk_bytes;   // most payload bytes per owner and stage in one chunk
   ExceptionFactory make_exception;
 };
@@ -88,9 +90,10 @@ Error describe_failure(const std::exception_ptr& failure, uint32_t rank);
 class Engine {
  public:
   // `backends`: three gloo backends of our own (scatter, gather, commit), or none when world_size
-  // is 1. Allocates residuals and workspace, then starts the finishing thread. The engine stops
-  // when the last copy of the returned pointer is gone.
-  static std::shared_ptr<Engine> start(EngineOptions options,
+  // is 1. `hashes` of the parameters, in the order of options.parameters. Allocates residuals and
+  // workspace, then starts the finishing thread. The engine stops when the last copy of the
+  // returned pointer is gone.
+  static std::shared_ptr<Engine> start(EngineOptions options, ParameterHashes hashes,
                                        std::vector<c10::intrusive_ptr<c10d::Backend>> backends);
 
   // Averages `gradient` (dense, flat, contiguous, real, on CPU) of `parameters` (in bucket order)
@@ -152,13 +155,15 @@ class Engine {
     Pending work;
   };
 
-  Engine(EngineOptions options, std::vector<c10::intrusive_ptr<c10d::Backend>> backends);
+  Engine(EngineOptions options, ParameterHashes hashes,
+         std::vector<c10::intrusive_ptr<c10d::Backend>> backends);
   void allocate();
 
   // Autograd thread (engine.cpp).
   void begin_run(const std::vector<uint32_t>& parameters);
   void note_bucket(const std::vector<uint32_t>& parameters);
   void begin_step();
+  Fault check_parameters(uint64_t step);
   void send_bucket(const std::vector<uint32_t>& parameters, const at::Tensor& gradient,
                    FuturePtr future, c10::IValue value);
   void check_gradient(const BucketPlan& plan, const at::Tensor& gradient) const;
@@ -207,6 +212,7 @@ class Engine {
   const Layout layout_;
   const ResidualSample sample_;
   EventLog log_;
+  const ParameterHashes hashes_;
   std::vector<Lane> lanes_;
   std::optional<Exchange> exchange_;  // none when world_size is 1
   std::optional<at::ThreadLocalState> clean_;
@@ -219,6 +225,7 @@ class Engine {
   // Autograd thread only.
   std::array<std::map<std::vector<uint32_t>, BucketPlan>, 2> plans_;  // by warm-up
   float gain_ = 1.0F;                                                 // of the current step
+  bool check_is_due_ = false;                                         // in the current step
   std::vector<TileStatus> encode_status_;
   std::vector<uint32_t> checksums_;
 

@@ -81,6 +81,11 @@ class Exchange {
   // `reporter` is set to that rank.
   Fault read_commit(const at::Tensor& receive, uint64_t step, uint64_t bucket, uint32_t* reporter);
 
+  // Sends hashes of this rank's parameters, and puts every rank's into `by_rank`. Waits for all
+  // ranks. Returns the first message that cannot be trusted; `by_rank` is not to be read then.
+  Fault gather_hashes(const std::vector<uint64_t>& own, uint64_t step, uint64_t next_chunk,
+                      std::vector<std::vector<uint64_t>>& by_rank);
+
   // Waits for a collective; throws Error(kPeer), saying where, when a peer is gone or too slow.
   void wait(const Pending& work, Phase phase, uint64_t step, uint64_t number) const;
 

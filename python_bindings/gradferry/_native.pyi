@@ -50,6 +50,8 @@ class Engine:
         raise_nonfinite: bool,
         exact_skip: bool,
         loss_scale: torch.Tensor | None,
+        check_every: int,
+        tensors: list[torch.Tensor],
         chunk_bytes: int,
         lanes: Sequence[Backend],
     ) -> None: ...

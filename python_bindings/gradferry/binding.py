@@ -40,6 +40,7 @@ class Binding:
         parameters: as agreed by all ranks.
         rank, world_size: in the process group of DDP.
         config_hash, layout_hash: in every message header.
+        tensors: the parameters themselves, for `check_every`.
         saved_layout_hash: in checkpoints; does not depend on the number of ranks.
         engine: None when every bucket passes through.
         hook: what DDP's hooks call.
@@ -237,6 +238,7 @@ def _record(
         "grad_scaler": config.grad_scaler is not None,
         "nonfinite": config.nonfinite,
         "exact_skip": config.exact_skip,
+        "check_every": config.check_every,
         "seed": config.seed,
         "chunk_bytes": config.chunk_bytes,
         "parameters": [
@@ -264,10 +266,10 @@ def _start(
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     layout_hash = record_hash(record["parameters"])
     config_hash = record_hash({key: record[key] for key in record if key != "parameters"})
+    tensors: list[torch.Tensor] = [parameter for _, parameter in reduced_parameters(ddp)]
     engine = None
     if not config.passes_through:
-        engine = start_engine(config, parameters, group, nonce, config_hash, layout_hash)
-    tensors: list[torch.Tensor] = [parameter for _, parameter in reduced_parameters(ddp)]
+        engine = start_engine(config, parameters, group, nonce, config_hash, layout_hash, tensors)
     hook = _native.BucketHook(
         engine=engine,
         parameters=tensors,
@@ -297,12 +299,14 @@ def start_engine(
     nonce: str,
     config_hash: int = 0,
     layout_hash: int = 0,
+    tensors: Sequence[torch.Tensor] = (),
 ) -> _native.Engine:
     """An engine on lanes of its own. Collective; the arguments are equal on all ranks.
 
     Args:
         nonce: unlike that of any other engine of the group.
         config_hash, layout_hash: in every message header.
+        tensors: the parameters themselves, for `check_every`.
     """
     world_size = dist.get_world_size(group)
     # First: it is collective, and whoever failed before it would keep the others waiting.
@@ -319,6 +323,8 @@ def start_engine(
         raise_nonfinite=config.nonfinite == "raise",
         exact_skip=config.exact_skip,
         loss_scale=_loss_scale(config),
+        check_every=config.check_every,
+        tensors=list(tensors),
         chunk_bytes=config.chunk_bytes,
         lanes=lanes,
     )

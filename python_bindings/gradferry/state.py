@@ -46,7 +46,10 @@ class HookState:
         exact_skip: whether a step whose result holds a NaN or infinity, which a GradScaler
             skips, leaves the residuals as it found them. Without it such a step moves them by what
             arrived less what was given, wherever that is finite. Costs a copy of the residuals.
-        check_every: not available in this version.
+        check_every: number of steps after which all ranks compare hashes of their parameters, and
+            raise `DivergedError` if those differ; 0 for never. Reads the model once and sends 8
+            bytes per parameter. Not for uneven inputs under ``join()``: there a rank without
+            input stops updating.
         seed: of the codecs' random numbers; equal on all ranks.
 
     Raises:

@@ -19,7 +19,8 @@ std::shared_ptr<Engine> start_engine(std::vector<ParameterSpec> parameters, uint
                                      uint32_t world_size, uint64_t config_hash,
                                      uint64_t layout_hash, uint64_t seed, uint64_t warmup_steps,
                                      double momentum, bool raise_nonfinite, bool exact_skip,
-                                     std::optional<at::Tensor> loss_scale, uint32_t chunk_bytes,
+                                     std::optional<at::Tensor> loss_scale, uint64_t check_every,
+                                     const std::vector<at::Tensor>& tensors, uint32_t chunk_bytes,
                                      const py::list& lanes) {
   std::vector<c10::intrusive_ptr<c10d::Backend>> backends;
   for (const py::handle lane : lanes) {
@@ -37,10 +38,11 @@ std::shared_ptr<Engine> start_engine(std::vector<ParameterSpec> parameters, uint
                         .raise_nonfinite = raise_nonfinite,
                         .exact_skip = exact_skip,
                         .loss_scale = loss_scale.value_or(at::Tensor()),
+                        .check_every = check_every,
                         .chunk_bytes = chunk_bytes,
                         .make_exception = &make_torch_exception};
   const py::gil_scoped_release released;
-  return Engine::start(std::move(options), std::move(backends));
+  return Engine::start(std::move(options), ParameterHashes(tensors), std::move(backends));
 }
 
 // For benchmarks: the engine's one bucket of all its parameters, without DDP around it. Blocks.
@@ -133,8 +135,8 @@ void bind_engine(py::module_& module) {
       .def(py::init(&start_engine), py::kw_only(), py::arg("parameters"), py::arg("rank"),
            py::arg("world_size"), py::arg("config_hash"), py::arg("layout_hash"), py::arg("seed"),
            py::arg("warmup_steps"), py::arg("momentum"), py::arg("raise_nonfinite"),
-           py::arg("exact_skip"), py::arg("loss_scale").none(true), py::arg("chunk_bytes"),
-           py::arg("lanes"))
+           py::arg("exact_skip"), py::arg("loss_scale").none(true), py::arg("check_every"),
+           py::arg("tensors"), py::arg("chunk_bytes"), py::arg("lanes"))
       .def("stats", &stats_dict)
       .def("current_step", &Engine::current_step, py::call_guard<py::gil_scoped_release>())
       .def("events", &event_list)
