@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradferry.errors import ConfigError, DivergedError
 from gradferry.wire_formula import all_reduce_bytes
 from gradferry.workloads.hooks import HookHandle, apply_hook, bucket_caps
+from gradferry.workloads.optimizer import make_optimizer
 from gradferry.workloads.task import Batch, Task, sum_of_losses
 
 FEWEST_STEPS = 3
@@ -113,7 +114,7 @@ def _train_steps(
     seed: int,
     on_step: OnStep | None,
 ) -> None:
-    optimizer = torch.optim.AdamW(ddp.parameters(), lr=task.learning_rate, betas=(0.9, 0.95))
+    optimizer = make_optimizer(handle, ddp.parameters(), task.learning_rate)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, steps))
     batches = _batches(task, seed)
     ddp.module.train()
