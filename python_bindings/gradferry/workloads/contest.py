@@ -21,7 +21,7 @@ from gradferry.errors import ConfigError
 from gradferry.workloads.hooks import NO_HOOK, apply_hook, bucket_caps
 from gradferry.workloads.launch import Emit
 from gradferry.workloads.models import Workload, load_workload
-from gradferry.workloads.optimizer import make_optimizer
+from gradferry.workloads.optimizers import make_optimizer
 from gradferry.workloads.ranks import InterfaceCounter
 
 # DDP arranges its buckets in the first step, hooks that start with dense steps have two of them,
@@ -89,8 +89,14 @@ class _Contestant:
         self._generator = torch.Generator().manual_seed(seed)
         self._ddp = DistributedDataParallel(workload.build_model(), bucket_cap_mb=bucket_cap_mb)
         self.handle = apply_hook(self._ddp, hook, seed=seed, compress_from=compress_from)
+        state = self.handle.state
+        momentum = state._bound().config.momentum if state else None
         self._optimizer = make_optimizer(
-            self.handle, self._ddp.parameters(), workload.learning_rate, fused=True
+            "OneBitAdam" if momentum else "AdamW",
+            workload,
+            self._ddp.parameters(),
+            state,
+            fused=True,
         )
 
     def train(self, steps: int) -> float:

@@ -84,9 +84,16 @@ def check_hook(name: str) -> None:
 
 
 def check_timed_hook(name: str) -> None:
-    """As check_hook, but also takes `none`."""
-    if name != NO_HOOK:
-        check_hook(name)
+    """As check_hook, for steps with AdamW, or with OneBitAdam in momentum mode; takes `none`."""
+    if name == NO_HOOK:
+        return
+    check_hook(name)
+    _, arguments = _split_arguments(name)
+    if "momentum" in arguments and not arguments.get("warmup_steps"):
+        raise ConfigError(
+            f"hook {name!r}: OneBitAdam, which is used in momentum mode, begins with dense steps; "
+            f"say how many: {name}+warmup_steps=100"
+        )
 
 
 def _split_arguments(name: str) -> tuple[str, dict[str, Any]]:
@@ -104,11 +111,6 @@ def _split_arguments(name: str) -> tuple[str, dict[str, Any]]:
             arguments[key] = _ATTACH_ARGUMENTS[key](value)
         except ValueError:
             raise ConfigError(f"hook {name!r}: {key} cannot be {value!r}") from None
-    if "momentum" in arguments and not arguments.get("warmup_steps"):
-        raise ConfigError(
-            f"hook {name!r}: in momentum mode the optimizer is OneBitAdam, which begins with dense "
-            f"steps; say how many: {name}+warmup_steps=100"
-        )
     return codec, arguments
 
 
@@ -138,10 +140,10 @@ def apply_hook(
         warmup_steps) compresses; None: when it would.
     Raises ConfigError when no hook has this name.
     """
-    check_timed_hook(name)
     if name == NO_HOOK:
         ddp.register_comm_hook(None, debugging_hooks.noop_hook)
         return _ComputedHook(name, 0, 0)
+    check_hook(name)
     if name.startswith("torch:"):
         return _apply_torch_hook(ddp, name, compress_from or _POWERSGD_START)
     codec, arguments = _split_arguments(name)

@@ -16,7 +16,7 @@ from torch import nn
 from gradferry.config import closest
 from gradferry.errors import ConfigError
 from gradferry.workloads.synthetic import load_embedding, load_vgg
-from gradferry.workloads.task import Task, sum_of_losses
+from gradferry.workloads.task import Task
 from gradferry.workloads.text import SMALL, TextSize, load_text
 
 _WINDOWS_PER_RANK = 4
@@ -30,7 +30,8 @@ class Workload:
     build_model: Callable[[], nn.Module]  # the same weights on every rank
     draw: Callable[[torch.Generator], Any]  # this rank's next batch
     loss: Callable[[nn.Module, Any], torch.Tensor]  # a scalar to call backward() on
-    learning_rate: float
+    learning_rate: float  # of AdamW
+    sgd_learning_rate: float = 0.1  # of SGD with momentum 0.9
     metric: str = ""
     validation: Sequence[Any] = ()  # this rank's share; empty: the model has none
 
@@ -91,15 +92,11 @@ def load_workload(name: str) -> Workload:
         inputs, targets = task.draw(generator)
         return inputs[rank::world_size], targets[rank::world_size]
 
-    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
-        total, predictions = sum_of_losses(model, batch)
-        return total / predictions
-
     return Workload(
         name=name,
         build_model=task.build_model,
         draw=draw,
-        loss=loss,
+        loss=task.mean_loss,
         learning_rate=task.learning_rate,
         metric=task.metric,
         validation=task.validation[rank::world_size],
