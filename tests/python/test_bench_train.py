@@ -92,7 +92,8 @@ def test_a_loss_that_is_not_reached_in_time_is_given_up(world_of_2: World):
 
 @pytest.mark.parametrize("name", ["tensors", "words"])
 def test_a_model_of_the_users_is_trained(world_of_2: World, name):
-    hooks = ("none", "torch:powersgd:2", "sign1+error_feedback=none")
+    momentum = "sign1+momentum=0.9+warmup_steps=100"
+    hooks = ("none", "torch:powersgd:2", "sign1+error_feedback=none", momentum)
     answers = world_of_2.run(case_contest, model=f"own_models:{name}", hooks=hooks, rounds=3)
     for outcomes in answers:
         assert [outcome.hook for outcome in outcomes] == list(hooks)
@@ -133,6 +134,7 @@ def test_train_shows_a_ranks_own_error(capsys):
         (["--hooks", "q5"], "q5"),
         (["--hooks", "q4+momentun=0.9"], "did you mean 'momentum'"),
         (["--hooks", "q4+warmup_steps=x"], "warmup_steps cannot be 'x'"),
+        (["--hooks", "sign1+momentum=0.9"], "sign1+momentum=0.9+warmup_steps=100"),
         (["--hooks", "q4+error_feedback=all"], "error_feedback='all'"),
         (["--model", "transfomer"], "did you mean 'transformer'"),
         (["--model", "no_such_module:make"], "No module named 'no_such_module'"),

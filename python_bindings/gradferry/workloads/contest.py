@@ -21,12 +21,13 @@ from gradferry.errors import ConfigError
 from gradferry.workloads.hooks import NO_HOOK, apply_hook, bucket_caps
 from gradferry.workloads.launch import Emit
 from gradferry.workloads.models import Workload, load_workload
+from gradferry.workloads.optimizers import make_optimizer
 from gradferry.workloads.ranks import InterfaceCounter
 
-# DDP arranges its buckets in the first step, PowerSGD compresses from this one on, and the step
-# after is the first that is like all others.
-_POWERSGD_START = 2
-_WARMUP_STEPS = _POWERSGD_START + 1
+# DDP arranges its buckets in the first step, hooks that start with dense steps have two of them,
+# and the step after that is the first that is like all others.
+_COMPRESS_FROM = 2
+_WARMUP_STEPS = _COMPRESS_FROM + 1
 _TRIAL_STEPS = 3
 _VALIDATE_EVERY = 10  # steps
 
@@ -71,7 +72,14 @@ class Outcome:
 class _Contestant:
     """One hook with its model, on this rank."""
 
-    def __init__(self, workload: Workload, hook: str, bucket_cap_mb: float, seed: int) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        hook: str,
+        bucket_cap_mb: float,
+        seed: int,
+        compress_from: int | None,
+    ) -> None:
         torch.manual_seed(seed)
         self.hook = hook
         self.bucket_cap_mb = bucket_cap_mb
@@ -80,9 +88,15 @@ class _Contestant:
         self._workload = workload
         self._generator = torch.Generator().manual_seed(seed)
         self._ddp = DistributedDataParallel(workload.build_model(), bucket_cap_mb=bucket_cap_mb)
-        self.handle = apply_hook(self._ddp, hook, seed=seed, powersgd_start=_POWERSGD_START)
-        self._optimizer = torch.optim.AdamW(
-            self._ddp.parameters(), lr=workload.learning_rate, betas=(0.9, 0.95), fused=True
+        self.handle = apply_hook(self._ddp, hook, seed=seed, compress_from=compress_from)
+        state = self.handle.state
+        momentum = state._bound().config.momentum if state else None
+        self._optimizer = make_optimizer(
+            "OneBitAdam" if momentum else "AdamW",
+            workload,
+            self._ddp.parameters(),
+            state,
+            fused=True,
         )
 
     def train(self, steps: int) -> float:
@@ -151,9 +165,11 @@ class _Contest:
                     self._train_until(self._options.until_loss, outcome)
         return outcomes
 
-    def _new(self, hook: str, bucket_cap_mb: float) -> _Contestant:
+    def _new(
+        self, hook: str, bucket_cap_mb: float, compress_from: int | None = _COMPRESS_FROM
+    ) -> _Contestant:
         gc.collect()  # DDP objects sit in reference cycles
-        return _Contestant(self._workload, hook, bucket_cap_mb, self._options.seed)
+        return _Contestant(self._workload, hook, bucket_cap_mb, self._options.seed, compress_from)
 
     def _find_bucket_size(self, hook: str) -> tuple[float, dict[float, float]]:
         """The bucket size at which a short trial is fastest, and the trials' ms per step."""
@@ -198,7 +214,7 @@ class _Contest:
 
     def _train_until(self, target: float, outcome: Outcome) -> None:
         """Trains a fresh model until its validation loss is at the target."""
-        contestant = self._new(outcome.hook, outcome.bucket_cap_mb)
+        contestant = self._new(outcome.hook, outcome.bucket_cap_mb, compress_from=None)
         while contestant.steps < self._options.most_steps:
             contestant.train(_VALIDATE_EVERY)
             loss = contestant.validation_loss()

@@ -30,7 +30,8 @@ class Workload:
     build_model: Callable[[], nn.Module]  # the same weights on every rank
     draw: Callable[[torch.Generator], Any]  # this rank's next batch
     loss: Callable[[nn.Module, Any], torch.Tensor]  # a scalar to call backward() on
-    learning_rate: float
+    learning_rate: float  # of AdamW
+    sgd_learning_rate: float = 0.1  # of SGD with momentum 0.9
     metric: str = ""
     validation: Sequence[Any] = ()  # this rank's share; empty: the model has none
 
