@@ -281,6 +281,7 @@ void Engine::complete(BucketJob& bucket) {
     if (bucket.nonfinite_tile && !in_warmup(bucket.step)) step_nonfinite_ = true;
   }
   bucket.gradient.reset();
+  bucket.profiler.clear();
   bucket.future->markCompleted(std::move(bucket.value));
   bucket.future.reset();
 }
@@ -327,6 +328,7 @@ void Engine::end(const std::optional<Error>& error) {
   if (error) {
     const std::exception_ptr exception = options_.make_exception(*death_);
     for (const auto& bucket : failed) {
+      bucket->profiler.clear();
       if (bucket->future) bucket->future->setErrorIfNeeded(exception);
       bucket->future.reset();
     }

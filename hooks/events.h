@@ -116,6 +116,9 @@ class TimedRange {
 class ProfilerContext {
  public:
   ProfilerContext();
+  // Lets go of it. The profiler may hold Python objects, so its last owner must not be the
+  // finishing thread, which has no GIL: clear before whoever waits for the bucket goes on.
+  void clear();
 
   // Has the profiler look at this thread, for as long as the guard lives.
   class Guard {

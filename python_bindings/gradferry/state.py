@@ -154,7 +154,7 @@ class HookState:
               bucket until all were complete.
             - ``worker_residual_ratio``, ``owner_residual_ratio``: norm of the residual over norm of
               the gradient it was withheld from (this rank's; the average), in the last step, on a
-              sample of about 256 tiles; 0.0 without such a residual.
+              sample of about 64 tiles; 0.0 without such a residual.
             - ``step_buckets``: for each bucket of the last finished step, the indices of its
               parameters (in the order of the model's reduced parameters).
 
@@ -189,7 +189,7 @@ class HookState:
         return step_numbers.call_after_steps(self, callback, self._bound().world_size)
 
     def events(self) -> list[dict[str, Any]]:
-        """The last 256 buckets, oldest first; every error of a hook ends with them.
+        """The last 256 buckets, oldest first; an error that finishes the hook ends with them.
 
         Returns:
             Dicts with ``step``, ``bucket``, ``chunks``, ``gradient_bytes``; the instants

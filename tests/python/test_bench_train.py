@@ -27,7 +27,8 @@ ISSUE_KEYS = [
 FURTHER_KEYS = {
     "ratio_to_none_low", "ratio_to_none_high", "speedup", "speedup_low", "speedup_high",
     "wire_bytes_measured", "wire_bytes_formula", "interface_bytes", "steps_to_loss",
-    "seconds_to_loss", "model", "seed", "round_ms", "trial_ms",
+    "seconds_to_loss", "encode_ms", "network_ms", "reduce_ms", "decode_ms", "model",
+    "seed", "round_ms", "trial_ms",
 }  # fmt: skip
 
 
@@ -54,6 +55,9 @@ def test_train_smoke_compares_hooks_on_loopback(tmp_path, capsys):
         assert row["trial_ms"][f"{row['bucket_cap_mb']:g}"] == min(row["trial_ms"].values())
         assert row["interface_bytes"] is None  # both ranks share one
         assert row["wire_bytes_measured"] is (row["hook"] == "q4")
+        for phase in ("encode_ms", "network_ms", "reduce_ms", "decode_ms"):
+            assert (row[phase] is not None) == (row["hook"] == "q4")
+            assert row[phase] is None or 0 < row[phase] < row["ms_max"]
     none, fp16, q4 = rows
     assert (none["ratio_to_none"], none["exposed_ms"], none["wire_bytes"]) == (1, 0, 0)
     assert fp16["speedup"] == 1  # it is the best of PyTorch's own here

@@ -24,6 +24,7 @@ from gradferry.workloads.models import Workload, load_workload
 from gradferry.workloads.optimizers import make_optimizer
 from gradferry.workloads.ranks import InterfaceCounter
 
+PHASES = ("encode_ms", "network_ms", "reduce_ms", "decode_ms")  # of HookState.stats
 # DDP arranges its buckets in the first step, hooks that start with dense steps have two of them,
 # and the step after that is the first that is like all others.
 _COMPRESS_FROM = 2
@@ -66,6 +67,7 @@ class Outcome:
     wire_measured: bool = True
     wire_formula: int = 0
     interface_bytes: float | None = None  # per step, of that rank; None where not its own
+    phase_ms: dict[str, float] = field(default_factory=dict)  # per step, of a codec on rank 0
     reached: LossReached | None = None
 
 
@@ -113,6 +115,13 @@ class _Contestant:
         self.seconds += seconds
         return seconds
 
+    def phase_ms(self) -> dict[str, float]:
+        """Sums since the start."""
+        if self.handle.state is None:
+            return {}
+        stats = self.handle.state.stats()
+        return {key: float(stats[key]) for key in PHASES}
+
     def validation_loss(self) -> float:
         """Mean over the validation data of all ranks."""
         model = self._ddp.module
@@ -151,12 +160,16 @@ class _Contest:
             contestants[-1].train(_WARMUP_STEPS)
             outcomes.append(outcome)
         entries = list(zip(contestants, outcomes, strict=True))
+        before = {contestant.hook: contestant.phase_ms() for contestant, _ in entries}
         for number in range(1, self._options.rounds + 1):
             for contestant, outcome in entries:
                 self._emit(f"round {number}/{self._options.rounds}: {contestant.hook}")
                 self._take_turn(contestant, outcome)
             entries.reverse()
+        steps = self._options.rounds * self._options.steps
         for contestant, outcome in entries:
+            for key, total in contestant.phase_ms().items():
+                outcome.phase_ms[key] = (total - before[contestant.hook][key]) / steps
             self._count_bytes(contestant, outcome)
         del contestants, contestant, entries
         if self._options.until_loss is not None:
@@ -184,6 +197,7 @@ class _Contest:
             contestant.train(_WARMUP_STEPS)
             seconds = _slowest([contestant.train(1) for _ in range(_TRIAL_STEPS)])
             trials[cap] = 1000 * median(seconds)
+            del contestant  # before the next one takes memory
         return min(trials, key=lambda cap: trials[cap]), trials
 
     def _take_turn(self, contestant: _Contestant, outcome: Outcome) -> None:
@@ -208,6 +222,9 @@ class _Contest:
         mine = (wire_bytes, handle.formula_bytes(), on_interface)
         ranks = [mine] * dist.get_world_size()
         dist.all_gather_object(ranks, mine)
+        phases = [outcome.phase_ms]
+        dist.broadcast_object_list(phases, 0)
+        outcome.phase_ms = phases[0]
         busiest = max(ranks, key=lambda rank: rank[0])
         outcome.wire_bytes, outcome.wire_formula, outcome.interface_bytes = busiest
         outcome.wire_measured = handle.measured
