@@ -26,7 +26,7 @@ package_build := build/torch-$(TORCH)
 quiet := tools/quiet.sh
 
 # Folders are listed too: theirs is the timestamp that changes when a file goes away.
-core_inputs := $(shell find CMakeLists.txt CMakePresets.json cmake include kernels tests/cpp benchmarks 2>/dev/null)
+core_inputs := $(shell find CMakeLists.txt CMakePresets.json cmake include kernels tests/cpp tests/simt tests/cuda benchmarks 2>/dev/null)
 package_inputs := $(shell find pyproject.toml README.md CMakeLists.txt cmake include hooks benchmarks python_bindings \
     -not -name __pycache__ -not -name '*.pyc' 2>/dev/null)
 
@@ -36,7 +36,7 @@ venv_ready := $(venv)/.torch-$(TORCH)
 package_ready := $(venv)/.gradferry
 lint_ready := $(venv)/.lint
 
-.PHONY: help setup demo test test-full test-torch-core lint format bench clean distclean
+.PHONY: help setup demo test test-full test-torch-core lint format bench sass clean distclean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,7 +48,7 @@ demo: $(package_ready)  ## two ranks on this machine: what compression changes, 
 	@$(bin)/gradferry demo
 
 test: $(package_ready)  ## all fast tests
-	@$(quiet) build/ctest.log --show 'tests passed|Total Test time' ctest --preset core -j $(JOBS)
+	@$(quiet) build/ctest.log --show 'tests passed|Total Test time' ctest --preset core -LE slow -j $(JOBS)
 	@$(bin)/python -m pytest -q -m "not slow"
 
 test-full: $(package_ready)  ## all tests, also the slow ones and those under sanitizers
@@ -64,9 +64,12 @@ test-torch-core: $(package_ready)  ## what must hold on every torch; use with TO
 bench: $(core_ready)  ## kernels of every codec, against what memory allows
 	@build/core/benchmarks/codec_bench
 
+sass: $(venv_ready)  ## instructions, registers and occupancy of every CUDA kernel; needs nvcc, no GPU
+	@$(bin)/python tools/count_sass.py
+
 # --- lint ------------------------------------------------------------------------------------------
-cpp_files := $(shell find include kernels hooks python_bindings tests/cpp benchmarks \
-    '(' -name '*.h' -o -name '*.cpp' -o -name '*.cu' ')' 2>/dev/null)
+cpp_files := $(shell find include kernels hooks python_bindings tests/cpp tests/simt tests/cuda benchmarks \
+    '(' -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' ')' 2>/dev/null)
 cpp_headers := $(filter %.h,$(cpp_files))
 torch_sources := $(filter hooks/%.cpp python_bindings/%.cpp,$(cpp_files))
 core_sources := $(filter-out $(torch_sources),$(filter %.cpp,$(cpp_files)))

@@ -4,18 +4,9 @@
 
 #include "gradferry/codec.h"
 #include "gradferry/error.h"
-#include "kernels/common/codec_parts.h"
-
-// One row per codec. Its description comes from kernels/<codec>/<codec>.cpp, its functions from
-// kernels/<codec>/<codec>_cpu.cpp, once per instruction set.
-#define GRADFERRY_FOR_EACH_CODEC(row) \
-  row(exact) row(bf16) row(q4) row(q8) row(sign1) row(rht) row(topk)
+#include "kernels/codec_rows.h"
 
 namespace gradferry {
-
-#define GRADFERRY_DECLARE(codec) extern const CodecDescription codec##_description;
-GRADFERRY_FOR_EACH_CODEC(GRADFERRY_DECLARE)
-#undef GRADFERRY_DECLARE
 
 #define GRADFERRY_DECLARE(codec) extern const CodecFunctions codec##_functions;
 namespace scalar {
@@ -33,19 +24,8 @@ GRADFERRY_FOR_EACH_CODEC(GRADFERRY_DECLARE)
 
 namespace {
 
-Codec make_row(const CodecDescription& description, const CodecFunctions& functions) {
-  return {.name = description.name,
-          .summary = description.summary,
-          .lossy = description.lossy,
-          .supports_float64 = description.supports_float64,
-          .options = description.options,
-          .parse = description.parse,
-          .payload_bytes = description.payload_bytes,
-          .encode = functions.encode,
-          .decode = functions.decode,
-          .reduce = functions.reduce,
-          .undo = functions.undo};
-}
+// What set_cuda_codecs() was given.
+std::span<const Codec> cuda_rows;
 
 #define GRADFERRY_TABLE(isa)                                                         \
   [] {                                                                               \
@@ -74,8 +54,10 @@ std::span<const Codec> cpu_codecs(Isa isa) {
                                       "choose one that available_isas() lists");
 }
 
+void set_cuda_codecs(std::span<const Codec> rows) { cuda_rows = rows; }
+
 std::span<const Codec> codecs(Device device) {
-  return device == Device::kCpu ? cpu_codecs(active_isa()) : std::span<const Codec>();
+  return device == Device::kCpu ? cpu_codecs(active_isa()) : cuda_rows;
 }
 
 }  // namespace gradferry

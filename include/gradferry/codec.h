@@ -144,9 +144,10 @@ struct Codec {
                float alpha, float* residual);
 };
 
-// All codecs of a device, in the order of kernels/codec_table.cpp. Empty when the device was not
-// built. On CPU the instruction set is chosen once, at the first call: the best one the processor
-// has, or what GRADFERRY_ISA=scalar|avx2|avx512 names (an impossible value throws Error(kConfig)).
+// All codecs of a device, in the order of kernels/codec_rows.h. Empty for CUDA until
+// use_cuda_codecs() of gradferry/cuda_codecs.h was called. On CPU the instruction set is chosen
+// once, at the first call: the best one the processor has, or what GRADFERRY_ISA=scalar|avx2|avx512
+// names (an impossible value throws Error(kConfig)).
 std::span<const Codec> codecs(Device device);
 
 enum class Isa : uint8_t { kScalar, kAvx2, kAvx512 };

@@ -49,11 +49,13 @@ GRADFERRY_LANE uint32_t code_bytes(uint32_t bits) { return kBlock / 8 * bits; } 
 GRADFERRY_LANE uint32_t scales_offset(uint32_t num_elements, uint32_t bits) {
   return code_bytes(bits) * num_blocks(num_elements);
 }
-GRADFERRY_LANE uint32_t payload_bytes(uint32_t num_elements, ScalarType, Stage,
-                                      const CodecOptions& options) {
-  const uint32_t bits = options.as<Options>().bits;
-  return round_up(scales_offset(num_elements, bits) + 2 * num_blocks(num_elements),
+GRADFERRY_LANE uint32_t payload_bytes(uint32_t num_elements, const Options& options) {
+  return round_up(scales_offset(num_elements, options.bits) + 2 * num_blocks(num_elements),
                   kPayloadAlignment);
+}
+inline uint32_t payload_bytes(uint32_t num_elements, ScalarType, Stage,
+                              const CodecOptions& options) {
+  return payload_bytes(num_elements, options.as<Options>());
 }
 
 // Bit i mod 32 of word i / 32 flips the sign of element i of a block. `first` is the lowest of the

@@ -61,10 +61,13 @@ GRADFERRY_LANE Layout layout_of(uint32_t num_elements, Stage stage, const Option
   return layout;
 }
 
-GRADFERRY_LANE uint32_t payload_bytes(uint32_t num_elements, ScalarType, Stage stage,
-                                      const CodecOptions& options) {
-  const Layout layout = layout_of(num_elements, stage, options.as<Options>());
+GRADFERRY_LANE uint32_t payload_bytes(uint32_t num_elements, Stage stage, const Options& options) {
+  const Layout layout = layout_of(num_elements, stage, options);
   return round_up(layout.values_bytes + layout.positions_bytes, kPayloadAlignment);
+}
+inline uint32_t payload_bytes(uint32_t num_elements, ScalarType, Stage stage,
+                              const CodecOptions& options) {
+  return payload_bytes(num_elements, stage, options.as<Options>());
 }
 
 // The bf16 of a finite value, as 16 bits. Zero has no sign.

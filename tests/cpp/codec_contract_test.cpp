@@ -2,12 +2,10 @@
 // instruction set.
 #include <gtest/gtest.h>
 
-#include <algorithm>
-
 #include "gradferry/wire.h"
 #include "tests/cpp/codec_runner.h"
+#include "tests/cpp/contract_cases.h"
 #include "tests/cpp/inputs.h"
-#include "tests/cpp/option_sets.h"
 
 #if defined(__x86_64__)
 #include <xmmintrin.h>
@@ -16,56 +14,8 @@
 namespace gradferry::testing {
 namespace {
 
-struct Case {
-  std::string codec;
-  ScalarType dtype;
-};
-
-std::string dtype_name(ScalarType dtype) {
-  constexpr const char* names[] = {"float32", "bfloat16", "float16", "float64"};
-  return names[static_cast<size_t>(dtype)];
-}
-
-void PrintTo(const Case& c, std::ostream* out) { *out << c.codec << " " << dtype_name(c.dtype); }
-
-// Defaults with every dtype, other options with fp32: no codec combines the two.
-std::vector<Case> all_cases() {
-  std::vector<Case> cases;
-  for (const Codec& codec : cpu_codecs(Isa::kScalar)) {
-    for (const ScalarType dtype : {ScalarType::kFloat32, ScalarType::kBFloat16,
-                                   ScalarType::kFloat16, ScalarType::kFloat64}) {
-      if (dtype == ScalarType::kFloat64 && !codec.supports_float64) continue;
-      cases.push_back({std::string(codec.name), dtype});
-    }
-    for (const std::string& text : option_sets(codec)) {
-      if (text != codec.name) cases.push_back({text, ScalarType::kFloat32});
-    }
-  }
-  return cases;
-}
-
-// Every length up to four of the longest blocks, around the groups of 1024, and around a tile.
-std::vector<uint32_t> edge_sizes() {
-  std::vector<uint32_t> sizes(4 * 128 + 3);
-  std::iota(sizes.begin(), sizes.end(), 1u);
-  for (const uint32_t center : {1024u, 2048u, 3072u, 4080u}) {
-    for (const uint32_t offset : {0u, 1u, 15u, 16u, 17u, 31u, 32u, 33u}) {
-      if (center + offset <= kTileElements) sizes.push_back(center - 17 + offset);
-    }
-  }
-  for (const uint32_t n : {1025u, 4095u, 4096u, 4096u, 7u, 4096u}) sizes.push_back(n);
-  return sizes;
-}
-
-class CodecContract : public ::testing::TestWithParam<Case> {
+class CodecContract : public ContractTest {
  protected:
-  CallSetup setup(std::vector<uint32_t> sizes) const {
-    CallSetup result;
-    result.codec = GetParam().codec;
-    result.dtype = GetParam().dtype;
-    result.sizes = std::move(sizes);
-    return result;
-  }
   bool is_float64() const { return GetParam().dtype == ScalarType::kFloat64; }
 
   // D(payload) of every element, unrounded: lossy codecs decode to fp32 whatever the gradient is.
@@ -91,23 +41,7 @@ class CodecContract : public ::testing::TestWithParam<Case> {
     const float by = static_cast<float>(b) * static_cast<float>(y);
     return ax + by;
   }
-  // The rule for every residual: the new value where it is finite, else what is kept of the old
-  // one.
-  static float kept_unless_finite(double updated, float kept) {
-    const float rounded = static_cast<float>(updated);
-    return std::isfinite(rounded) ? rounded : kept;
-  }
-  static float kept_by(float gain, float old) {
-    const float product = gain * old;
-    return std::isfinite(product) ? product : old;
-  }
 };
-
-bool same_status(const std::vector<TileStatus>& a, const std::vector<TileStatus>& b) {
-  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](TileStatus x, TileStatus y) {
-    return x.checksum == y.checksum && x.flags == y.flags;
-  });
-}
 
 TEST_P(CodecContract, GivesTheSameBytesOnEveryInstructionSet) {
   for (const Input input : kInputs) {
@@ -382,107 +316,6 @@ TEST_P(CodecContract, NonFiniteInputNeverReachesAResidual) {
   }
 }
 
-TEST_P(CodecContract, AllZeroTileIsHeldAndItsResidualKept) {
-  CallSetup s = setup({4096, 50, 1024});
-  s.hold_zero_tiles = true;
-  const Runner run(s);
-  const size_t n = run.num_elements();
-  std::vector<double> input(n, 0.0);
-  for (size_t i = 0; i < n; i += 3) input[i] = -0.0;
-  input[4096 + 49] = 0.125;  // the second tile is zero but for its last element
-  const Buffer gradient = run.gradient_from(input);
-  const std::vector<float> old = make_residual(Input::kGaussian, n, 72);
-  for (const Isa isa : available_isas()) {
-    const Result encoded = run.encode(isa, gradient, run.residual_from(old));
-    const std::vector<float> kept = encoded.residual.as<float>();
-    const Result reduced =
-        run.reduce(isa, {encoded.payload, encoded.payload}, run.residual_from(old));
-    const std::vector<float> owner_kept = reduced.residual.as<float>();
-    for (const size_t tile : {0, 2}) {
-      const Tile& t = run.tiles()[tile];
-      for (uint32_t i = 0; i < run.payload_bytes(t.num_elements, Stage::kWorker); ++i) {
-        ASSERT_EQ(encoded.payload.data()[t.payload_offset + i], std::byte(0));
-      }
-      for (uint32_t i = 0; i < run.payload_bytes(t.num_elements, Stage::kOwner); ++i) {
-        ASSERT_EQ(reduced.payload.data()[t.output_offset + i], std::byte(0));
-      }
-      for (size_t i = t.residual_offset; i < t.residual_offset + t.num_elements; ++i) {
-        ASSERT_EQ(float_bits(kept[i]), float_bits(old[i]));
-        ASSERT_EQ(float_bits(owner_kept[i]), float_bits(old[i]));
-      }
-      EXPECT_EQ(encoded.status[tile].checksum, 0u);
-      EXPECT_EQ(encoded.status[tile].flags, 0u);
-      EXPECT_EQ(reduced.status[tile].checksum, 0u);
-    }
-    EXPECT_NE(encoded.status[1].checksum, 0u);
-    const Result decoded = run.decode(isa, encoded.payload, Buffer(), Stage::kWorker);
-    const uint32_t item = item_bytes(s.dtype);
-    for (size_t i = 0; i < 4096 * item; ++i) ASSERT_EQ(decoded.gradient.data()[i], std::byte(0));
-  }
-}
-
-// Three elements overflow when they are multiplied by a gain above 1, and stay as they are; by one
-// below 1 they become subnormal.
-std::vector<float> residual_beyond(float gain, size_t n, uint64_t seed) {
-  std::vector<float> residual = make_residual(Input::kGaussian, n, seed);
-  for (size_t i = 0; i < 3; ++i) residual[i] = gain > 1 ? (i == 1 ? -FLT_MAX : FLT_MAX) : FLT_MIN;
-  return residual;
-}
-
-TEST_P(CodecContract, HeldZeroTileKeepsItsResidualInTheNewUnits) {
-  for (const float gain : {0.5f, 2.0f}) {
-    CallSetup s = setup({4096, 50, 1024, 7});
-    s.hold_zero_tiles = true;
-    s.gain = gain;
-    const Runner run(s);
-    const size_t n = run.num_elements();
-    const Buffer gradient = run.gradient_from(std::vector<double>(n, 0.0));
-    const std::vector<float> old = residual_beyond(gain, n, 73);
-    for (const Isa isa : available_isas()) {
-      const Result encoded = run.encode(isa, gradient, run.residual_from(old));
-      const Result reduced =
-          run.reduce(isa, {encoded.payload, encoded.payload}, run.residual_from(old));
-      const std::vector<float> kept = encoded.residual.as<float>();
-      const std::vector<float> owner_kept = reduced.residual.as<float>();
-      for (size_t i = 0; i < n; ++i) {
-        ASSERT_EQ(float_bits(kept[i]), float_bits(kept_by(gain, old[i]))) << i;
-        ASSERT_EQ(float_bits(owner_kept[i]), float_bits(kept_by(gain, old[i]))) << i;
-      }
-    }
-  }
-}
-
-// Every element is in a non-finite unit, whatever the codec's unit is.
-TEST_P(CodecContract, NonFiniteUnitKeepsItsResidualInTheNewUnits) {
-  for (const float gain : {0.5f, 2.0f}) {
-    CallSetup s = setup({4096, 50, 1024, 7});
-    s.gain = gain;
-    const Runner run(s);
-    const size_t n = run.num_elements();
-    const Buffer gradient = run.gradient_from(std::vector<double>(n, INFINITY));
-    const std::vector<float> old = residual_beyond(gain, n, 74);
-    for (const Isa isa : available_isas()) {
-      const Result encoded = run.encode(isa, gradient, run.residual_from(old));
-      const Result reduced =
-          run.reduce(isa, {encoded.payload, encoded.payload}, run.residual_from(old));
-      const std::vector<float> kept = encoded.residual.as<float>();
-      const std::vector<float> owner_kept = reduced.residual.as<float>();
-      for (size_t i = 0; i < n; ++i) {
-        ASSERT_EQ(float_bits(kept[i]), float_bits(kept_by(gain, old[i]))) << i;
-        ASSERT_EQ(float_bits(owner_kept[i]), float_bits(kept_by(gain, old[i]))) << i;
-      }
-    }
-  }
-}
-
-TEST_P(CodecContract, ZeroTileSendsItsResidualInMomentumMode) {
-  const Runner run(setup({4096}));
-  const Buffer gradient = run.gradient_from(std::vector<double>(4096, 0.0));
-  const std::vector<float> old(4096, 0.5f);
-  const Result encoded = run.encode(active_isa(), gradient, run.residual_from(old));
-  EXPECT_NE(encoded.payload.as<uint32_t>(), std::vector<uint32_t>(encoded.payload.size() / 4, 0));
-}
-
 #if defined(__x86_64__)
 TEST_P(CodecContract, CallersFlushToZeroChangesNothingAndComesBack) {
   CallSetup s = setup({4096, 100});
@@ -586,11 +419,7 @@ TEST_P(CodecContract, EmptyBatchAndMissingStatusAreFine) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(AllCodecs, CodecContract, ::testing::ValuesIn(all_cases()),
-                         [](const auto& test) {
-                           return as_name(test.param.codec, "") + "_" +
-                                  dtype_name(test.param.dtype);
-                         });
+INSTANTIATE_TEST_SUITE_P(AllCodecs, CodecContract, ::testing::ValuesIn(all_cases()), case_name);
 
 }  // namespace
 }  // namespace gradferry::testing

@@ -105,6 +105,8 @@ class Runner {
     }
   }
 
+  virtual ~Runner() = default;
+
   uint32_t payload_bytes(uint32_t n, Stage stage) const {
     return parsed_.codec->payload_bytes(n, setup_.dtype, stage, parsed_.options);
   }
@@ -168,7 +170,8 @@ class Runner {
     return r;
   }
 
-  const Codec& codec(Isa isa) const {
+  // The implementation under test.
+  virtual const Codec& codec(Isa isa) const {
     for (const Codec& codec : cpu_codecs(isa)) {
       if (codec.name == parsed_.codec->name) return codec;
     }

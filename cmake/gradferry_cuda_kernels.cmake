@@ -1,0 +1,35 @@
+# The CUDA kernels: a library of their own, which the CPU build never needs, and their PTX, for the
+# lint in tests/cuda. Registers that spill and local memory are errors, so that a build without a GPU
+# proves that there are none.
+file(GLOB cuda_kernel_files CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/kernels/*/*_cuda.cu)
+
+function(gradferry_cuda_target target)
+  target_link_libraries(${target} PUBLIC gradferry::include)
+  target_include_directories(${target} PRIVATE ${PROJECT_SOURCE_DIR})
+  target_compile_definitions(${target} PRIVATE GRADFERRY_KERNEL_NAMESPACE=cuda)
+  # No contraction: every target must produce the same bits. (Division and roots are IEEE and
+  # subnormal numbers kept unless nvcc is told otherwise.)
+  target_compile_options(${target} PRIVATE
+    $<$<COMPILE_LANGUAGE:CUDA>:-fmad=false --expt-relaxed-constexpr -Xcompiler=-Wall,-Wextra>)
+  if(GRADFERRY_WERROR)
+    target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--Werror=all-warnings>)
+  endif()
+endfunction()
+
+add_library(gradferry_kernels_cuda STATIC codec_table_cuda.cpp ${cuda_kernel_files})
+add_library(gradferry::kernels_cuda ALIAS gradferry_kernels_cuda)
+gradferry_cuda_target(gradferry_kernels_cuda)
+# The runtime comes with the library, out of sight of others that a process may hold: what links
+# this one loads and runs on machines without a GPU, a driver or a toolkit.
+set_target_properties(gradferry_kernels_cuda PROPERTIES EXPORT_NAME kernels_cuda
+  CUDA_RUNTIME_LIBRARY None)
+target_link_libraries(gradferry_kernels_cuda PUBLIC gradferry_kernels CUDA::cudart_static)
+target_link_options(gradferry_kernels_cuda INTERFACE LINKER:--exclude-libs,libcudart_static.a)
+target_compile_options(gradferry_kernels_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:
+  -Xptxas=--warn-on-spills,--warn-on-local-memory-usage,--warning-as-error>)
+
+if(GRADFERRY_TESTS)
+  add_library(gradferry_kernels_ptx OBJECT ${cuda_kernel_files})
+  gradferry_cuda_target(gradferry_kernels_ptx)
+  set_target_properties(gradferry_kernels_ptx PROPERTIES CUDA_PTX_COMPILATION ON)
+endif()

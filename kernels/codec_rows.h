@@ -1,0 +1,34 @@
+// The rows of the codec table, one per codec, for the tables of all devices.
+#pragma once
+
+#include "kernels/common/codec_parts.h"
+
+// A codec's description comes from kernels/<codec>/<codec>.cpp, its functions from
+// kernels/<codec>/<codec>_cpu.cpp, once per instruction set, and kernels/<codec>/<codec>_cuda.cu.
+#define GRADFERRY_FOR_EACH_CODEC(row) \
+  row(exact) row(bf16) row(q4) row(q8) row(sign1) row(rht) row(topk)
+
+namespace gradferry {
+
+#define GRADFERRY_DECLARE(codec) extern const CodecDescription codec##_description;
+GRADFERRY_FOR_EACH_CODEC(GRADFERRY_DECLARE)
+#undef GRADFERRY_DECLARE
+
+inline Codec make_row(const CodecDescription& description, const CodecFunctions& functions) {
+  return {.name = description.name,
+          .summary = description.summary,
+          .lossy = description.lossy,
+          .supports_float64 = description.supports_float64,
+          .options = description.options,
+          .parse = description.parse,
+          .payload_bytes = description.payload_bytes,
+          .encode = functions.encode,
+          .decode = functions.decode,
+          .reduce = functions.reduce,
+          .undo = functions.undo};
+}
+
+// What codecs(Device::kCuda) gives from now on.
+void set_cuda_codecs(std::span<const Codec> rows);
+
+}  // namespace gradferry

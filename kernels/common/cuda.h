@@ -1,0 +1,106 @@
+// The one door to CUDA: what a .cu file needs of it, under nvcc and under the SIMT emulator of
+// tests/simt, which compiles the same sources for the CPU (GRADFERRY_SIMT). What kernels must keep
+// to so that both work is a section of docs/adding_a_codec.md.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "gradferry/codec.h"
+#include "gradferry/error.h"
+#include "kernels/common/lane.h"
+
+#if defined(GRADFERRY_SIMT)
+
+#include "simt.h"
+
+#define GRADFERRY_DEVICE [[gnu::always_inline]] inline
+#define GRADFERRY_UNROLL
+// Static shared memory, of a trivial type.
+#define GRADFERRY_SHARED(Type, name) \
+  static Type name##_memory;         \
+  Type& name = ::simt::shared_memory(name##_memory)
+
+#else
+
+#include <cuda_runtime.h>
+
+#define GRADFERRY_DEVICE __device__ __forceinline__
+#define GRADFERRY_UNROLL _Pragma("unroll")
+#define GRADFERRY_SHARED(Type, name) __shared__ Type name
+
+#define GRADFERRY_CUDA_TRY(call)                                                            \
+  do {                                                                                      \
+    const cudaError_t error = (call);                                                       \
+    GRADFERRY_EXPECTS(error == cudaSuccess, kState,                                         \
+                      std::string("CUDA refused " #call ": ") + cudaGetErrorString(error) + \
+                          "; an error of earlier work shows here too: run with "            \
+                          "CUDA_LAUNCH_BLOCKING=1 to find it");                             \
+  } while (false)
+#define GRADFERRY_CHECK_LAUNCH() GRADFERRY_CUDA_TRY(cudaGetLastError())
+
+#endif
+
+namespace gradferry::GRADFERRY_KERNEL_NAMESPACE {
+
+inline constexpr uint32_t kWarpLanes = 32;
+inline constexpr uint32_t kAllLanes = 0xffffffffu;
+
+// kKernel<<<num_blocks, num_threads, 0, stream>>>(args...), or the emulator's loop.
+template <auto kKernel, typename... Args>
+void launch(uint32_t num_blocks, uint32_t num_threads, [[maybe_unused]] Stream stream,
+            const Args&... args) {
+  if (num_blocks == 0) return;
+#if defined(GRADFERRY_SIMT)
+  ::simt::launch(__PRETTY_FUNCTION__, num_blocks, num_threads, [&] { kKernel(args...); });
+#else
+  // clang-format off
+  kKernel<<<num_blocks, num_threads, 0, static_cast<cudaStream_t>(stream)>>>(args...);
+  // clang-format on
+  GRADFERRY_CHECK_LAUNCH();
+#endif
+}
+
+// --- memory
+//
+// A T at an address that is a multiple of its size; the emulator checks that it is. With T =
+// Bytes16 or Bytes8 a single access moves that many bytes.
+struct alignas(16) Bytes16 {
+  uint32_t word[4];
+};
+struct alignas(8) Bytes8 {
+  uint32_t word[2];
+};
+
+template <typename T>
+GRADFERRY_DEVICE T read(const void* p) {
+#if defined(GRADFERRY_SIMT)
+  if (reinterpret_cast<uintptr_t>(p) % sizeof(T) != 0) ::simt::fail("misaligned read", {});
+  T value;
+  __builtin_memcpy(&value, p, sizeof(T));
+  return value;
+#else
+  return *static_cast<const T*>(p);
+#endif
+}
+
+template <typename T>
+GRADFERRY_DEVICE void write(void* p, T value) {
+#if defined(GRADFERRY_SIMT)
+  if (reinterpret_cast<uintptr_t>(p) % sizeof(T) != 0) ::simt::fail("misaligned write", {});
+  __builtin_memcpy(p, &value, sizeof(T));
+#else
+  *static_cast<T*>(p) = value;
+#endif
+}
+
+// Asks for the cache line of a byte that is about to be read.
+GRADFERRY_DEVICE void prefetch(const std::byte* p) {
+#if defined(GRADFERRY_SIMT)
+  static_cast<void>(read<uint8_t>(p));
+#else
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+#endif
+}
+
+}  // namespace gradferry::GRADFERRY_KERNEL_NAMESPACE

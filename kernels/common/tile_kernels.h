@@ -1,0 +1,321 @@
+// The kernels that every CUDA codec shares: one thread block of 128 threads per tile (slice.h says
+// which thread has which elements), one launch per codec and batch. They do what
+// kernels/common/tile_driver.h does on CPU, to the bit: gradients and residuals in and out, the sum
+// over ranks, zero tiles, statuses, checksums. A codec supplies a class with
+//
+//   Options             trivially copyable: what CodecOptions holds
+//   kUnitsAreQuads      a quad's elements share a unit, and a residual of a finite unit is finite
+//   kUsesDtype          payloads depend on the gradient's dtype
+//   kMinBlocks          for __launch_bounds__: 0 leaves registers to the compiler, 1 lets it take
+//                       what keeps everything out of local memory
+//   static uint32_t payload_bytes(n, dtype, stage, options)
+//   template <ScalarType dtype, bool kKeep>
+//   static uint32_t encode(const TileUnit<Options>&, float* v, PayloadWriter& out)
+//     Writes the payload of v, all of its bytes, and replaces v by v - D(p): by NaN in units that
+//     are not finite, by anything if kKeep is false. Returns kTileNonFinite or 0. v is +0 beyond
+//     the tile's end.
+//   template <ScalarType dtype, typename Sink>
+//   static uint32_t decode(const TileUnit<Options>&, const std::byte* payload, Sink sink)
+//     Calls sink(j, value) for all kLaneElements elements of the lane, in order; anything beyond
+//     the tile's end. NaNs are canonical. Returns kTile* flags.
+// encode and decode are called by whole blocks: they may use barriers and shared memory.
+//
+// What limits these kernels is memory: with error feedback 12 bytes per fp32 element and the
+// payload. Each element is read once and written once; where a unit turns out not to be finite its
+// residual is read again.
+#pragma once
+
+#include "kernels/common/block_collectives.h"
+#include "kernels/common/codec_parts.h"
+#include "kernels/common/payload_writer.h"
+#include "kernels/common/slice.h"
+
+namespace gradferry::GRADFERRY_KERNEL_NAMESPACE {
+
+// A TileBatch as kernels get it, by value.
+template <typename Options>
+struct BatchArguments {
+  const Tile* tiles;
+  TileStatus* status;
+  uint64_t seed;
+  uint64_t step;
+  Options options;
+  Stage stage;
+  bool hold_zero_tiles;
+};
+
+template <typename Options>
+struct TileUnit {
+  Slice slice;
+  Stage stage;
+  ScalarType dtype;
+  uint32_t payload_bytes;
+  uint64_t tile_id;
+  uint64_t seed;
+  uint64_t step;
+  Options options;
+};
+
+struct NoOptions {};
+
+// --- device helpers ------------------------------------------------------------------------------
+
+// A residual that is kept is converted to the present loss scale, where that leaves it finite.
+GRADFERRY_DEVICE float kept_residual(float old, const float* gain) {
+  if (gain == nullptr) return old;
+  const float converted = *gain * old;
+  return is_not_finite(converted) ? old : converted;
+}
+
+GRADFERRY_DEVICE void keep_residual(const Slice& slice, float* residual, const float* gain) {
+  if (gain == nullptr || *gain == 1.0f) return;
+  for (uint32_t i = threadIdx.x; i < slice.num_elements; i += kTileThreads) {
+    residual[i] = kept_residual(residual[i], gain);
+  }
+}
+
+// residual = updated where that is finite, else what it was, in units of the loss scale of now.
+// What is kept is read again, in a loop that costs nothing where there is none.
+template <bool kByQuads>
+GRADFERRY_DEVICE void store_residual(const Slice& slice, const float* updated, const float* gain,
+                                     float* residual) {
+  auto* array = reinterpret_cast<std::byte*>(residual);
+  const bool by_quads = slice.is_whole() && has_aligned_quads<ScalarType::kFloat32>(array);
+  uint32_t kept = 0;  // bit j: element j of the lane
+  GRADFERRY_UNROLL
+  for (uint32_t row = 0; row < kRows; ++row) {
+    const float* x = updated + kQuad * row;
+    uint32_t quad_kept = 0;
+    if constexpr (kByQuads) {
+      quad_kept = is_not_finite(x[0]) ? 15 : 0;
+    } else {
+      GRADFERRY_UNROLL
+      for (uint32_t i = 0; i < kQuad; ++i) quad_kept |= (is_not_finite(x[i]) ? 1u : 0u) << i;
+    }
+    kept |= quad_kept << (kQuad * row);
+    const uint32_t items[kQuad] = {bits(x[0]), bits(x[1]), bits(x[2]), bits(x[3])};
+    const uint32_t element = slice.element(row);
+    if (by_quads && quad_kept == 0) {
+      store_quad<ScalarType::kFloat32>(array + element * sizeof(float), items);
+      continue;
+    }
+    GRADFERRY_UNROLL
+    for (uint32_t i = 0; i < kQuad; ++i) {
+      const bool stored = (quad_kept >> i & 1) == 0 && element + i < slice.num_elements;
+      if (stored) residual[element + i] = x[i];
+    }
+  }
+  for (; kept != 0; kept &= kept - 1) {
+    const uint32_t j = static_cast<uint32_t>(__ffs(static_cast<int>(kept))) - 1;
+    const uint32_t element = slice.element(j / kQuad) + j % kQuad;
+    if (element < slice.num_elements) residual[element] = kept_residual(residual[element], gain);
+  }
+}
+
+template <typename Options>
+GRADFERRY_DEVICE void set_status(const BatchArguments<Options>& batch, TileStatus status) {
+  if (threadIdx.x == 0 && batch.status != nullptr) batch.status[blockIdx.x] = status;
+}
+
+// The last thing a kernel does.
+template <typename Options>
+GRADFERRY_DEVICE void finish(const BatchArguments<Options>& batch, uint32_t checksum,
+                             uint32_t flags) {
+  GRADFERRY_SHARED(StatusStorage<kTileThreads>, storage);
+  const StatusPart all = combine_status<kTileThreads>(storage, {checksum, flags});
+  set_status(batch, {all.checksum, all.flags});
+}
+
+// Whether one of the lane's elements is neither +0 nor -0.
+GRADFERRY_DEVICE bool has_magnitude(const float* x) {
+  uint32_t seen = 0;
+  GRADFERRY_UNROLL
+  for (uint32_t j = 0; j < kLaneElements; ++j) seen |= bits(x[j]);
+  return (seen & kMagnitudeBits) != 0;
+}
+
+GRADFERRY_DEVICE void write_zero_payload(std::byte* payload, uint32_t num_bytes) {
+  for (uint32_t i = 16 * threadIdx.x; i < num_bytes; i += 16 * kTileThreads) {
+    write(payload + i, Bytes16{});
+  }
+}
+
+// Payloads are decoded one after the other, and each would wait for its bytes alone.
+GRADFERRY_DEVICE void prefetch_payloads(const std::byte* const* payload_by_rank,
+                                        uint32_t world_size, uint32_t offset, uint32_t num_bytes) {
+  constexpr uint32_t kLine = 128;
+  const uint32_t lines = (num_bytes + kLine - 1) / kLine;
+  for (uint32_t i = threadIdx.x; i < world_size * lines; i += kTileThreads) {
+    prefetch(payload_by_rank[i / lines] + offset + i % lines * kLine);
+  }
+}
+
+// Whether the payloads of all ranks are zero bytes. Ends at the first that is not: after one pass
+// over one payload, usually.
+GRADFERRY_DEVICE bool all_payloads_are_zero(const std::byte* const* payload_by_rank,
+                                            uint32_t world_size, uint32_t offset,
+                                            uint32_t num_bytes) {
+  for (uint32_t rank = 0; rank < world_size; ++rank) {
+    const std::byte* payload = payload_by_rank[rank] + offset;
+    uint32_t seen = 0;
+    for (uint32_t i = 16 * threadIdx.x; i < num_bytes; i += 16 * kTileThreads) {
+      const Bytes16 words = read<Bytes16>(payload + i);
+      seen |= words.word[0] | words.word[1] | words.word[2] | words.word[3];
+    }
+    if (__syncthreads_or(seen != 0 ? 1 : 0) != 0) return false;
+  }
+  return true;
+}
+
+template <typename Codec, ScalarType dtype>
+GRADFERRY_DEVICE TileUnit<typename Codec::Options> make_unit(
+    const BatchArguments<typename Codec::Options>& batch, const Tile& tile, Stage stage) {
+  return {Slice(tile.num_elements),
+          stage,
+          dtype,
+          Codec::payload_bytes(tile.num_elements, dtype, stage, batch.options),
+          tile.id,
+          batch.seed,
+          batch.step,
+          batch.options};
+}
+
+// --- kernels -------------------------------------------------------------------------------------
+
+template <typename Codec, ScalarType dtype, bool kResidual>
+__global__ void __launch_bounds__(kTileThreads, Codec::kMinBlocks)
+    encode_kernel(BatchArguments<typename Codec::Options> batch, const std::byte* gradient,
+                  float alpha, const float* gain, float* residual, std::byte* out) {
+  const Tile tile = batch.tiles[blockIdx.x];
+  const auto unit = make_unit<Codec, dtype>(batch, tile, batch.stage);
+  const Slice& slice = unit.slice;
+  std::byte* payload = out + tile.payload_offset;
+  float* tile_residual = kResidual ? residual + tile.residual_offset : nullptr;
+
+  float v[kLaneElements], old[kLaneElements];
+  load_slice<dtype>(slice, gradient + tile.gradient_offset * item_bytes(dtype), v);
+  if constexpr (kResidual) {
+    load_slice<ScalarType::kFloat32>(slice, reinterpret_cast<const std::byte*>(tile_residual), old);
+  }
+  if (batch.hold_zero_tiles && __syncthreads_or(has_magnitude(v) ? 1 : 0) == 0) {
+    write_zero_payload(payload, unit.payload_bytes);
+    if constexpr (kResidual) keep_residual(slice, tile_residual, gain);
+    set_status(batch, {0, 0});
+    return;
+  }
+  const float g = kResidual && gain != nullptr ? *gain : 1.0f;
+  GRADFERRY_UNROLL
+  for (uint32_t j = 0; j < kLaneElements; ++j) {
+    v[j] = alpha * v[j];
+    if constexpr (kResidual) v[j] = v[j] + g * old[j];
+  }
+
+  PayloadWriter writer(payload);
+  const uint32_t flags = Codec::template encode<dtype, kResidual>(unit, v, writer);
+  if constexpr (kResidual) store_residual<Codec::kUnitsAreQuads>(slice, v, gain, tile_residual);
+  finish(batch, writer.checksum, flags);
+}
+
+template <typename Codec, ScalarType dtype>
+__global__ void __launch_bounds__(kTileThreads, Codec::kMinBlocks)
+    decode_kernel(BatchArguments<typename Codec::Options> batch, const std::byte* in,
+                  std::byte* gradient, float beta, float* residual) {
+  const Tile tile = batch.tiles[blockIdx.x];
+  const auto unit = make_unit<Codec, dtype>(batch, tile, batch.stage);
+  const Slice& slice = unit.slice;
+  float v[kLaneElements];
+  uint32_t flags = Codec::template decode<dtype>(unit, in + tile.payload_offset,
+                                                 [&](uint32_t j, float x) { v[j] = x; });
+  clear_beyond_end(slice, v);
+  uint32_t largest = 0;
+  store_slice<dtype>(slice, gradient + tile.gradient_offset * item_bytes(dtype), [&](uint32_t j) {
+    const uint32_t item = narrow<dtype>(v[j]);
+    if constexpr (dtype != ScalarType::kFloat32) {
+      largest = maximum(largest, magnitude_bits(widen<dtype>(item)));
+    }
+    return item;
+  });
+  // A finite number may be infinite in the gradient's dtype. (A NaN has its flag already.)
+  if (largest >= kInfinityBits) flags |= kTileNonFinite;
+
+  if (residual != nullptr && beta != 0.0f) {
+    float* tile_residual = residual + tile.residual_offset;
+    float old[kLaneElements];
+    load_slice<ScalarType::kFloat32>(slice, reinterpret_cast<const std::byte*>(tile_residual), old);
+    GRADFERRY_UNROLL
+    for (uint32_t j = 0; j < kLaneElements; ++j) v[j] = old[j] + beta * v[j];
+    store_residual<false>(slice, v, nullptr, tile_residual);
+  }
+  finish(batch, 0, flags);
+}
+
+template <typename Codec, ScalarType dtype, bool kResidual>
+__global__ void __launch_bounds__(kTileThreads, Codec::kMinBlocks)
+    reduce_kernel(BatchArguments<typename Codec::Options> batch,
+                  const std::byte* const* payload_by_rank, uint32_t world_size, float inverse,
+                  const float* gain, float* owner_residual, std::byte* out) {
+  const Tile tile = batch.tiles[blockIdx.x];
+  const auto unit = make_unit<Codec, dtype>(batch, tile, Stage::kWorker);
+  const auto owner_unit = make_unit<Codec, dtype>(batch, tile, Stage::kOwner);
+  const Slice& slice = unit.slice;
+  std::byte* payload = out + tile.output_offset;
+  float* tile_residual = kResidual ? owner_residual + tile.residual_offset : nullptr;
+  prefetch_payloads(payload_by_rank, world_size, tile.payload_offset, unit.payload_bytes);
+  if (batch.hold_zero_tiles &&
+      all_payloads_are_zero(payload_by_rank, world_size, tile.payload_offset, unit.payload_bytes)) {
+    write_zero_payload(payload, owner_unit.payload_bytes);
+    if constexpr (kResidual) keep_residual(slice, tile_residual, gain);
+    set_status(batch, {0, 0});
+    return;
+  }
+
+  // -0 is the number that adding changes nothing: the first rank's values come out as they are.
+  float v[kLaneElements];
+  GRADFERRY_UNROLL
+  for (uint32_t j = 0; j < kLaneElements; ++j) v[j] = -0.0f;
+  uint32_t flags = 0;
+  for (uint32_t rank = 0; rank < world_size; ++rank) {
+    flags |= Codec::template decode<dtype>(unit, payload_by_rank[rank] + tile.payload_offset,
+                                           [&](uint32_t j, float x) { v[j] = v[j] + x; });
+  }
+  flags &= kTileCorrupt;
+  if constexpr (kResidual) {
+    float old[kLaneElements];
+    load_slice<ScalarType::kFloat32>(slice, reinterpret_cast<const std::byte*>(tile_residual), old);
+    const float g = gain == nullptr ? 1.0f : *gain;
+    GRADFERRY_UNROLL
+    for (uint32_t j = 0; j < kLaneElements; ++j) v[j] = v[j] * inverse + g * old[j];
+  } else {
+    GRADFERRY_UNROLL
+    for (uint32_t j = 0; j < kLaneElements; ++j) v[j] = v[j] * inverse;
+  }
+  clear_beyond_end(slice, v);
+
+  PayloadWriter writer(payload);
+  flags |= Codec::template encode<dtype, kResidual>(owner_unit, v, writer);
+  if constexpr (kResidual) store_residual<Codec::kUnitsAreQuads>(slice, v, gain, tile_residual);
+  finish(batch, writer.checksum, flags);
+}
+
+template <typename Codec, ScalarType dtype>
+__global__ void __launch_bounds__(kTileThreads, Codec::kMinBlocks)
+    undo_kernel(BatchArguments<typename Codec::Options> batch, const std::byte* own_payload,
+                const std::byte* gradient, float alpha, float* residual) {
+  const Tile tile = batch.tiles[blockIdx.x];
+  const auto unit = make_unit<Codec, dtype>(batch, tile, batch.stage);
+  const Slice& slice = unit.slice;
+  float* tile_residual = residual + tile.residual_offset;
+  float v[kLaneElements], x[kLaneElements];
+  const uint32_t flags = Codec::template decode<dtype>(unit, own_payload + tile.payload_offset,
+                                                       [&](uint32_t j, float d) { v[j] = d; });
+  load_slice<dtype>(slice, gradient + tile.gradient_offset * item_bytes(dtype), x);
+  GRADFERRY_UNROLL
+  for (uint32_t j = 0; j < kLaneElements; ++j) v[j] = v[j] - alpha * x[j];
+  load_slice<ScalarType::kFloat32>(slice, reinterpret_cast<const std::byte*>(tile_residual), x);
+  GRADFERRY_UNROLL
+  for (uint32_t j = 0; j < kLaneElements; ++j) v[j] = x[j] + v[j];
+  store_residual<false>(slice, v, nullptr, tile_residual);
+  finish(batch, 0, flags);
+}
+
+}  // namespace gradferry::GRADFERRY_KERNEL_NAMESPACE

@@ -1,0 +1,142 @@
+// Choosing and finding the kept elements of a tile, by a whole block of threads.
+//
+// Magnitudes compare as floats: none is NaN, and the order of finite floats that are not negative
+// is that of their bits. The k-th largest is found by bisection on the bits, each step counting
+// over the registers of all threads; it ends as soon as exactly k are not below, after some 16
+// steps on gradients. What is chosen is then ranked in the order of elements, which is that of
+// warps, rows, lanes and quads (kernels/common/slice.h), by scans over lanes and warps.
+#pragma once
+
+#include "kernels/common/slice.h"
+#include "kernels/topk/topk_layout.h"
+
+namespace gradferry::GRADFERRY_KERNEL_NAMESPACE::topk {
+
+inline constexpr uint32_t kWarps = kTileThreads / kWarpLanes;
+
+struct WarpTotals {
+  uint32_t of_warp[2][kWarps];  // two, so that one barrier per sum is enough
+};
+
+// The sum over all threads, in all of them. `turn` alternates from call to call.
+GRADFERRY_DEVICE uint32_t block_sum(const Slice& slice, WarpTotals& totals, uint32_t turn,
+                                    uint32_t x) {
+#if defined(GRADFERRY_SIMT) || __CUDA_ARCH__ >= 800
+  x = __reduce_add_sync(kAllLanes, x);
+#else
+  GRADFERRY_UNROLL
+  for (int lanes = 16; lanes > 0; lanes /= 2) x += __shfl_xor_sync(kAllLanes, x, lanes);
+#endif
+  if (slice.lane == 0) totals.of_warp[turn % 2][slice.warp] = x;
+  __syncthreads();
+  uint32_t sum = 0;
+  GRADFERRY_UNROLL
+  for (uint32_t w = 0; w < kWarps; ++w) sum += totals.of_warp[turn % 2][w];
+  return sum;
+}
+
+// Elements above `key` are kept, and of those at it the first `ties`.
+struct Cut {
+  uint32_t key;
+  uint32_t ties;
+};
+
+// `largest`: bits of a magnitude that none is above.
+GRADFERRY_DEVICE Cut find_cut(const Slice& slice, WarpTotals& totals, const float* v, uint32_t k,
+                              uint32_t largest) {
+  // At least k magnitudes are not below `low`, fewer than k, `above`, not below `high`.
+  uint32_t low = 0, high = largest + 1, above = 0;
+  for (uint32_t turn = 0; high - low > 1; ++turn) {
+    const uint32_t middle = low + (high - low) / 2;
+    const float bound = from_bits(middle);
+    uint32_t count = 0;
+    GRADFERRY_UNROLL
+    for (uint32_t j = 0; j < kLaneElements; ++j) {
+      count += from_bits(magnitude_bits(v[j])) >= bound ? 1 : 0;
+    }
+    count = block_sum(slice, totals, turn, count);
+    if (count == k) return {middle - 1, 0};
+    if (count > k) {
+      low = middle;
+    } else {
+      high = middle;
+      above = count;
+    }
+  }
+  return {low, k - above};
+}
+
+// Which of the lane's elements are kept, and which place the first of each quad has among all.
+struct Ranks {
+  uint32_t kept;  // bit j: element j
+  uint32_t first[kRows];
+
+  GRADFERRY_DEVICE uint32_t quad(uint32_t row) const { return kept >> (kQuad * row) & 15; }
+};
+
+// The sum over the lanes before this one.
+GRADFERRY_DEVICE uint32_t exclusive_warp_sum(const Slice& slice, uint32_t x) {
+  uint32_t sum = x;
+  GRADFERRY_UNROLL
+  for (uint32_t lanes = 1; lanes < kWarpLanes; lanes *= 2) {
+    const uint32_t other = __shfl_up_sync(kAllLanes, sum, lanes);
+    if (slice.lane >= lanes) sum += other;
+  }
+  return sum - x;
+}
+
+// Counts go in pairs: those above the cut in the low half of a word, those at it in the high half.
+GRADFERRY_DEVICE Ranks rank_elements(const Slice& slice, WarpTotals& totals, const float* v,
+                                     const Cut& cut) {
+  uint32_t above = 0, tied = 0, before[kRows], sum = 0;
+  GRADFERRY_UNROLL
+  for (uint32_t row = 0; row < kRows; ++row) {
+    GRADFERRY_UNROLL
+    for (uint32_t j = kQuad * row; j < kQuad * row + kQuad; ++j) {
+      above |= (magnitude_bits(v[j]) > cut.key ? 1u : 0u) << j;
+      tied |= (cut.ties != 0 && magnitude_bits(v[j]) == cut.key ? 1u : 0u) << j;
+    }
+    const uint32_t quad_above = above >> (kQuad * row) & 15, quad_tied = tied >> (kQuad * row) & 15;
+    const uint32_t counts = static_cast<uint32_t>(__popc(quad_above) | __popc(quad_tied) << 16);
+    const uint32_t before_lane = exclusive_warp_sum(slice, counts);
+    before[row] = sum + before_lane;
+    sum += __shfl_sync(kAllLanes, before_lane + counts, kWarpLanes - 1);
+  }
+  // The bisection's last sum may still be being read.
+  __syncthreads();
+  if (slice.lane == 0) totals.of_warp[0][slice.warp] = sum;
+  __syncthreads();
+  uint32_t before_warp = 0;
+  for (uint32_t w = 0; w < slice.warp; ++w) before_warp += totals.of_warp[0][w];
+
+  Ranks ranks;
+  ranks.kept = above;
+  GRADFERRY_UNROLL
+  for (uint32_t row = 0; row < kRows; ++row) {
+    const uint32_t counts = before[row] + before_warp;
+    uint32_t ties_before = counts >> 16;
+    ranks.first[row] = (counts & 0xffffu) + (ties_before < cut.ties ? ties_before : cut.ties);
+    GRADFERRY_UNROLL
+    for (uint32_t j = kQuad * row; j < kQuad * row + kQuad; ++j) {
+      if ((tied >> j & 1) == 0) continue;
+      if (ties_before < cut.ties) ranks.kept |= 1u << j;
+      ++ties_before;
+    }
+  }
+  return ranks;
+}
+
+// Calls f(j, rank) for the kept elements of the lane.
+template <typename F>
+GRADFERRY_DEVICE void for_kept(const Ranks& ranks, F f) {
+  GRADFERRY_UNROLL
+  for (uint32_t row = 0; row < kRows; ++row) {
+    uint32_t rank = ranks.first[row];
+    GRADFERRY_UNROLL
+    for (uint32_t j = kQuad * row; j < kQuad * row + kQuad; ++j) {
+      if ((ranks.kept >> j & 1) != 0) f(j, rank++);
+    }
+  }
+}
+
+}  // namespace gradferry::GRADFERRY_KERNEL_NAMESPACE::topk

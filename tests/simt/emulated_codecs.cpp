@@ -1,0 +1,42 @@
+#include "tests/simt/emulated_codecs.h"
+
+#include "emulated_codec_names.h"  // written by the build: the codecs with a CUDA source
+#include "kernels/common/codec_parts.h"
+
+namespace gradferry {
+
+#define GRADFERRY_DECLARE(codec)                 \
+  namespace emulated {                           \
+  extern const CodecFunctions codec##_functions; \
+  }
+GRADFERRY_FOR_EACH_EMULATED_CODEC(GRADFERRY_DECLARE)
+#undef GRADFERRY_DECLARE
+
+namespace testing {
+
+const Codec* find_emulated(std::string_view name) {
+  static const std::vector<Codec> codecs = [] {
+    std::vector<Codec> result;
+    const auto add = [&](std::string_view codec_name, const CodecFunctions& functions) {
+      for (Codec codec : cpu_codecs(Isa::kScalar)) {
+        if (codec.name != codec_name) continue;
+        codec.encode = functions.encode;
+        codec.decode = functions.decode;
+        codec.reduce = functions.reduce;
+        codec.undo = functions.undo;
+        result.push_back(codec);
+      }
+    };
+#define GRADFERRY_ADD(codec) add(#codec, emulated::codec##_functions);
+    GRADFERRY_FOR_EACH_EMULATED_CODEC(GRADFERRY_ADD)
+#undef GRADFERRY_ADD
+    return result;
+  }();
+  for (const Codec& codec : codecs) {
+    if (codec.name == name) return &codec;
+  }
+  return nullptr;
+}
+
+}  // namespace testing
+}  // namespace gradferry

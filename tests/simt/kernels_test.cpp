@@ -1,0 +1,232 @@
+// Every CUDA kernel, run by the emulator, gives the bytes of the CPU codec: payloads, gradients,
+// residuals, statuses.
+#include <gtest/gtest.h>
+
+#include <random>
+
+#include "tests/cpp/contract_cases.h"
+#include "tests/cpp/inputs.h"
+#include "tests/simt/emulated_codecs.h"
+#include "tests/simt/machine.h"
+
+namespace gradferry::testing {
+namespace {
+
+std::vector<Case> emulated_cases() {
+  std::vector<Case> cases;
+  for (Case& c : all_cases()) {
+    if (find_emulated(c.codec.substr(0, c.codec.find(':'))) != nullptr) cases.push_back(c);
+  }
+  return cases;
+}
+
+void expect_same(const Result& cpu, const Result& emulated, const char* what) {
+  EXPECT_TRUE(cpu.payload == emulated.payload) << what << ": payloads differ";
+  EXPECT_TRUE(cpu.gradient == emulated.gradient) << what << ": gradients differ";
+  EXPECT_TRUE(cpu.residual == emulated.residual) << what << ": residuals differ";
+  EXPECT_TRUE(same_status(cpu.status, emulated.status)) << what << ": statuses differ";
+}
+
+class Kernels : public ContractTest {
+ protected:
+  static constexpr Isa kIsa = Isa::kScalar;
+
+  // All functions on all inputs' kind `input`, both ways.
+  void compare_all(const CallSetup& s, Input input) const {
+    const Runner cpu(s);
+    const EmulatedRunner emulated(s);
+    const size_t n = cpu.num_elements();
+    const Buffer gradient = cpu.gradient_from(make_input(input, n, 1));
+    const Buffer other = cpu.gradient_from(make_input(input, n, 2));
+    const Buffer residual = cpu.residual_from(make_residual(input, n, 3));
+
+    const Result encoded = cpu.encode(kIsa, gradient, residual);
+    // Another fill: a byte that is not written would differ.
+    expect_same(encoded, emulated.encode(kIsa, gradient, residual, 0x3c), "encode");
+    const Result plain = cpu.encode(kIsa, other, Buffer());
+    expect_same(plain, emulated.encode(kIsa, other, Buffer(), 0x3c), "encode without residual");
+
+    const std::vector<Buffer> payloads = {encoded.payload, plain.payload, encoded.payload};
+    const Result reduced = cpu.reduce(kIsa, payloads, residual);
+    expect_same(reduced, emulated.reduce(kIsa, payloads, residual), "reduce");
+    expect_same(cpu.reduce(kIsa, {plain.payload}, Buffer()),
+                emulated.reduce(kIsa, {plain.payload}, Buffer()), "reduce without residual");
+    for (const Buffer& r : {residual, Buffer()}) {
+      expect_same(cpu.decode(kIsa, reduced.payload, r, Stage::kOwner),
+                  emulated.decode(kIsa, reduced.payload, r, Stage::kOwner), "decode");
+    }
+    expect_same(cpu.undo(kIsa, encoded.payload, gradient, residual),
+                emulated.undo(kIsa, encoded.payload, gradient, residual), "undo");
+  }
+};
+
+// The contract's sizes: all of a tile's length and around groups, of the many short ones a quarter.
+std::vector<uint32_t> some_sizes(uint32_t quarter) {
+  std::vector<uint32_t> sizes;
+  for (const uint32_t n : edge_sizes()) {
+    if (n > 515 || n % 4 == quarter) sizes.push_back(n);
+  }
+  return sizes;
+}
+
+// Each input under a seed of its own, five in all; half of them at misaligned gradients. Every size
+// meets two inputs.
+TEST_P(Kernels, GiveTheBytesOfTheCpu) {
+  for (const Input input : kInputs) {
+    const auto index = static_cast<uint32_t>(input);
+    simt::set_seed(1 + index % 5);
+    CallSetup s = setup(some_sizes(index % 4));
+    s.misaligned = index % 2 == 1;
+    s.alpha = s.misaligned ? 0.1f : 1.0f;
+    s.gain = s.misaligned ? 0.5f : 1.0f;
+    s.beta = 0.9f;
+    s.hold_zero_tiles = index % 4 >= 2;
+    SCOPED_TRACE("input " + std::to_string(index));
+    compare_all(s, input);
+  }
+}
+
+TEST_P(Kernels, GiveTheBytesOfTheCpuUnderEverySeed) {
+  for (uint64_t seed = 1; seed <= 5; ++seed) {
+    simt::set_seed(seed);
+    CallSetup s = setup({4096, 4095, 1, 1025, 3000, 4096, 130, 33});
+    s.misaligned = seed % 2 == 0;
+    s.gain = 0.5f;
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    compare_all(s, seed % 2 == 0 ? Input::kGaussian : Input::kHeavyTail);
+  }
+}
+
+TEST_P(Kernels, SumRanksInOrder) {
+  for (const uint32_t world_size : {1u, 2u, 9u, 20u}) {
+    CallSetup s = setup({5, 4096, 1030});
+    const Runner cpu(s);
+    const EmulatedRunner emulated(s);
+    const size_t n = cpu.num_elements();
+    std::vector<Buffer> payloads;
+    for (uint32_t rank = 0; rank < world_size; ++rank) {
+      const Buffer gradient = cpu.gradient_from(make_input(Input::kHeavyTail, n, 20 + rank));
+      payloads.push_back(cpu.encode(kIsa, gradient, Buffer()).payload);
+    }
+    const Buffer residual = cpu.residual_from(make_residual(Input::kGaussian, n, 30));
+    expect_same(cpu.reduce(kIsa, payloads, residual), emulated.reduce(kIsa, payloads, residual),
+                "reduce");
+  }
+}
+
+TEST_P(Kernels, StayInsideEveryBufferOfASingleTile) {
+  for (const uint32_t n : {1u, 2u, 3u, 31u, 32u, 127u, 129u, 1000u, 1025u, 2047u, 4079u, 4096u}) {
+    CallSetup s = setup({n});
+    s.misaligned = n % 2 == 1;
+    s.beta = 0.5f;
+    compare_all(s, Input::kGaussian);
+  }
+}
+
+TEST_P(Kernels, HoldZeroTilesAndKeepTheirResiduals) {
+  CallSetup s = setup({4096, 50, 1024});
+  s.hold_zero_tiles = true;
+  const Runner cpu(s);
+  const EmulatedRunner emulated(s);
+  const size_t n = cpu.num_elements();
+  std::vector<double> input(n, 0.0);
+  for (size_t i = 0; i < n; i += 3) input[i] = -0.0;
+  input[4096 + 49] = 0.125;  // the second tile is zero but for its last element
+  const Buffer gradient = cpu.gradient_from(input);
+  const Buffer residual = cpu.residual_from(make_residual(Input::kGaussian, n, 72));
+  const Result encoded = cpu.encode(kIsa, gradient, residual);
+  expect_same(encoded, emulated.encode(kIsa, gradient, residual), "encode");
+  expect_same(cpu.encode(kIsa, gradient, Buffer()), emulated.encode(kIsa, gradient, Buffer()),
+              "encode without residual");
+  const std::vector<Buffer> payloads = {encoded.payload, encoded.payload};
+  expect_same(cpu.reduce(kIsa, payloads, residual), emulated.reduce(kIsa, payloads, residual),
+              "reduce");
+}
+
+// A residual that is not replaced is still converted to the present loss scale: in a unit that is
+// not finite, in a held zero tile.
+TEST_P(Kernels, ConvertTheResidualsTheyKeep) {
+  for (const float gain : {0.5f, 2.0f}) {
+    CallSetup s = setup({4096, 77, 4096, 130});
+    s.hold_zero_tiles = true;
+    s.gain = gain;
+    const EmulatedRunner emulated(s);
+    const size_t n = emulated.num_elements();
+    std::vector<double> input(n, 0.0);
+    for (size_t i = 0; i < 4096 + 77; ++i) input[i] = double(NAN);
+    const std::vector<float> old = residual_beyond(gain, n, 5);
+    const Buffer residual = emulated.residual_from(old);
+    const Result encoded = emulated.encode(kIsa, emulated.gradient_from(input), residual);
+    const Result reduced = emulated.reduce(kIsa, {encoded.payload}, residual);
+    for (const Result* result : {&encoded, &reduced}) {
+      const std::vector<float> kept = result->residual.as<float>();
+      for (size_t i = 0; i < n; ++i) {
+        ASSERT_EQ(float_bits(kept[i]), float_bits(kept_by(gain, old[i]))) << i;
+      }
+    }
+  }
+}
+
+TEST_P(Kernels, TakeEveryBitPatternOfSixteenBitGradients) {
+  if (item_bytes(GetParam().dtype) != 2) GTEST_SKIP() << "only for 16-bit gradients";
+  const CallSetup s = setup(std::vector<uint32_t>(16, 4096));
+  const Runner cpu(s);
+  const EmulatedRunner emulated(s);
+  Buffer gradient = cpu.new_gradient();
+  for (uint32_t i = 0; i < 65536; ++i) {
+    const auto pattern = static_cast<uint16_t>(i);
+    std::memcpy(gradient.data() + 2 * i, &pattern, 2);
+  }
+  const Result encoded = cpu.encode(kIsa, gradient, Buffer());
+  expect_same(encoded, emulated.encode(kIsa, gradient, Buffer()), "encode");
+  expect_same(cpu.decode(kIsa, encoded.payload, Buffer(), Stage::kWorker),
+              emulated.decode(kIsa, encoded.payload, Buffer(), Stage::kWorker), "decode");
+}
+
+TEST_P(Kernels, JudgeRandomBytesAsTheCpuDoes) {
+  CallSetup s = setup({4096, 33, 1023, 1});
+  s.beta = 0.9f;
+  const Runner cpu(s);
+  const EmulatedRunner emulated(s);
+  std::mt19937_64 random(5);
+  const Buffer residual =
+      cpu.residual_from(make_residual(Input::kGaussian, cpu.num_elements(), 92));
+  Buffer payload = cpu.encode(kIsa, cpu.new_gradient(), Buffer()).payload;
+  for (int round = 0; round < 20; ++round) {
+    // Every second time a few bytes only, so that some of the payload is what encoders write.
+    const size_t step = round % 2 == 0 ? 1 : 97;
+    if (step != 1) {
+      payload = cpu.encode(kIsa,
+                           cpu.gradient_from(make_input(Input::kHeavyTail, cpu.num_elements(),
+                                                        static_cast<uint64_t>(round))),
+                           Buffer())
+                    .payload;
+    }
+    for (size_t i = random() % step; i < payload.size(); i += step) {
+      payload.data()[i] = std::byte(random() & 255);
+    }
+    expect_same(cpu.reduce(kIsa, {payload, payload}, residual),
+                emulated.reduce(kIsa, {payload, payload}, residual), "reduce");
+    expect_same(cpu.decode(kIsa, payload, residual, Stage::kWorker),
+                emulated.decode(kIsa, payload, residual, Stage::kWorker), "decode");
+  }
+}
+
+TEST_P(Kernels, DoWithoutTilesAndWithoutStatus) {
+  const EmulatedRunner empty(setup({}));
+  empty.encode(kIsa, empty.new_gradient(), Buffer());
+  const CallSetup s = setup({100});
+  const EmulatedRunner run(s);
+  const Buffer gradient = run.gradient_from(make_input(Input::kGaussian, 100, 1));
+  Buffer payload(run.payload_bytes(100, Stage::kWorker));
+  const TileBatch batch{
+      run.tiles().data(), 1,       GetParam().dtype, Stage::kWorker, false, s.seed, s.step,
+      &run.options(),     nullptr, nullptr};
+  run.codec(kIsa).encode(batch, gradient.data(), 1.0f, nullptr, nullptr, payload.data());
+  EXPECT_TRUE(payload == run.encode(kIsa, gradient, Buffer()).payload);
+}
+
+INSTANTIATE_TEST_SUITE_P(AllCodecs, Kernels, ::testing::ValuesIn(emulated_cases()), case_name);
+
+}  // namespace
+}  // namespace gradferry::testing
