@@ -20,8 +20,10 @@ class BucketHook {
   BucketHook(std::shared_ptr<Engine> engine, const std::vector<at::Tensor>& parameters,
              std::string group_name, ExceptionFactory make_exception);
 
-  // Sparse buckets, and all of them without an engine: the backend's own averaged all-reduce.
-  bool passes_through(const c10d::GradBucket& bucket) const;
+  // Whether the bucket takes run(). Without an engine none does, and sparse ones never do: they
+  // pass through the backend's own averaged all-reduce. To be asked once per bucket, as it comes.
+  // Raises StateError for a sparse bucket where the engine needs every bucket.
+  bool admit(const c10d::GradBucket& bucket) const;
 
   // Posted in bucket order; the backend's own future.
   FuturePtr pass_through(c10d::GradBucket& bucket) const;
@@ -32,6 +34,7 @@ class BucketHook {
 
  private:
   c10::intrusive_ptr<c10d::ProcessGroup> group() const;
+  std::vector<uint32_t> indices_of(const c10d::GradBucket& bucket) const;
   [[noreturn]] void raise(const std::string& message) const;
 
   std::shared_ptr<Engine> engine_;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakIdKeyDictionary
 
 from gradferry import _native
 from gradferry._build_info import GRADFERRY_VERSION
@@ -38,9 +40,11 @@ class Binding:
         parameters: as agreed by all ranks.
         rank, world_size: in the process group of DDP.
         config_hash, layout_hash: in every message header.
+        saved_layout_hash: in checkpoints; does not depend on the number of ranks.
         engine: None when every bucket passes through.
         hook: what DDP's hooks call.
         group_name: DDP's process group.
+        index: of each parameter that DDP reduces, in `parameters`.
     """
 
     config: Config
@@ -49,9 +53,30 @@ class Binding:
     world_size: int
     config_hash: int
     layout_hash: int
+    saved_layout_hash: int
     engine: _native.Engine | None
     hook: _native.BucketHook
     group_name: str
+    index: WeakIdKeyDictionary
+
+    def add_to_residual(self, parameter: torch.Tensor, values: torch.Tensor, factor: float) -> None:
+        """Adds to a parameter's worker residual, which carries its momentum.
+
+        Args:
+            parameter: of the model.
+            values: of its shape and on its device, in units of gradients that are not scaled.
+            factor: what values are multiplied with.
+
+        Raises:
+            StateError: in the middle of a step, or the engine failed before.
+        """
+        if self.engine is None:
+            return
+        # In the order of the parameter's memory, as its gradient lies in a bucket.
+        laid_out = torch.empty_like(parameter, memory_format=torch.preserve_format).copy_(values)
+        real = torch.view_as_real(laid_out) if laid_out.is_complex() else laid_out
+        flat = real.as_strided((real.numel(),), (1,))
+        self.engine.add_to_worker_residual(self.index[parameter], flat, factor)
 
 
 def bind(
@@ -75,6 +100,7 @@ def bind(
     try:
         config = make_config()
         _check_hookable(ddp)
+        _check_options(ddp, config)
         parameters = describe_parameters(ddp, config, dist.get_world_size(group))
         record = _record(ddp, config, parameters)
     except Exception as error:
@@ -152,6 +178,46 @@ def _check_hookable(ddp: DistributedDataParallel) -> None:
         )
 
 
+def _check_options(ddp: DistributedDataParallel, config: Config) -> None:
+    if config.momentum and ddp.find_unused_parameters:
+        raise ConfigError(
+            f"momentum={config.momentum} does not go with find_unused_parameters=True: DDP drops "
+            "the momentum of parameters that no rank used; make every parameter take part, or "
+            "leave out momentum"
+        )
+    if config.needs_every_bucket:
+        for name, module in ddp.module.named_modules():
+            if getattr(module, "sparse", False) and isinstance(
+                module, torch.nn.Embedding | torch.nn.EmbeddingBag
+            ):
+                raise ConfigError(
+                    f"momentum= and exact_skip= cannot handle sparse gradients, which {name!r} "
+                    "has; build it with sparse=False, or leave them out"
+                )
+    scale = _loss_scale(config)
+    if scale is not None and scale.device.type != "cpu":
+        raise ConfigError(
+            f"the scale of grad_scaler is on {scale.device}, the model on the CPU; make a "
+            "torch.amp.GradScaler('cpu')"
+        )
+    if config.momentum and config.disabled:
+        warnings.warn(
+            f"GRADFERRY_DISABLE=1: gradients arrive without the momentum that momentum="
+            f"{config.momentum} asks for",
+            stacklevel=2,
+        )
+
+
+def _loss_scale(config: Config) -> torch.Tensor | None:
+    """The tensor in which the GradScaler keeps its scale, for as long as it lives."""
+    scaler = config.grad_scaler
+    if scaler is None:
+        return None
+    if scaler._scale is None:  # it makes the tensor when it is first used
+        scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
+    return scaler._scale
+
+
 def _record(
     ddp: DistributedDataParallel, config: Config, parameters: list[ParameterLayout]
 ) -> Record:
@@ -166,8 +232,11 @@ def _record(
         "codec": str(config.codec),
         "rules": [{**asdict(rule), "codec": str(rule.codec)} for rule in config.rules],
         "error_feedback": config.error_feedback,
+        "momentum": config.momentum,
         "warmup_steps": config.warmup_steps,
+        "grad_scaler": config.grad_scaler is not None,
         "nonfinite": config.nonfinite,
+        "exact_skip": config.exact_skip,
         "seed": config.seed,
         "chunk_bytes": config.chunk_bytes,
         "parameters": [
@@ -207,13 +276,17 @@ def _start(
             layout_hash=layout_hash,
             seed=config.seed,
             warmup_steps=config.warmup_steps,
+            momentum=config.momentum,
             raise_nonfinite=config.nonfinite == "raise",
+            exact_skip=config.exact_skip,
+            loss_scale=_loss_scale(config),
             chunk_bytes=config.chunk_bytes,
             lanes=lanes,
         )
+    tensors: list[torch.Tensor] = [parameter for _, parameter in reduced_parameters(ddp)]
     hook = _native.BucketHook(
         engine=engine,
-        parameters=[parameter for _, parameter in reduced_parameters(ddp)],
+        parameters=tensors,
         group_name=group.group_name,
     )
     return Binding(
@@ -223,9 +296,13 @@ def _start(
         world_size=world_size,
         config_hash=config_hash,
         layout_hash=layout_hash,
+        saved_layout_hash=record_hash(
+            [{k: p[k] for k in p if k != "residuals"} for p in record["parameters"]]
+        ),
         engine=engine,
         hook=hook,
         group_name=group.group_name,
+        index=WeakIdKeyDictionary({tensor: index for index, tensor in enumerate(tensors)}),
     )
 
 

@@ -63,7 +63,7 @@ def describe_parameters(
 ) -> list[ParameterLayout]:
     """Resolves the codec of every parameter that DDP reduces.
 
-    A world of one exchanges nothing and keeps no residuals.
+    A world of one exchanges nothing and withholds nothing: it keeps only momentum.
 
     Raises:
         ConfigError: a parameter's device or dtype has no codec.
@@ -99,5 +99,9 @@ def _describe(
         dtype=dtype,
         num_elements=parameter.numel() * (2 if parameter.is_complex() else 1),
         codec=codec,
-        residuals=config.residuals_of(codec) if world_size > 1 else (False, False),
+        residuals=_residuals(config, codec, world_size),
     )
+
+
+def _residuals(config: Config, codec: CodecSpec, world_size: int) -> tuple[bool, bool]:
+    return config.residuals_of(codec) if world_size > 1 else (config.momentum != 0, False)

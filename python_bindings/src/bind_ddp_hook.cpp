@@ -77,7 +77,7 @@ void bind_ddp_hook(py::module_& module) {
             reducer.register_comm_hook(std::make_unique<NativeHook>(hook));
           },
           py::arg("reducer"))
-      .def("passes_through", &BucketHook::passes_through, py::arg("bucket"))
+      .def("admit", &BucketHook::admit, py::arg("bucket"))
       .def("run", &run_from_python, py::arg("bucket"));
 }
 

@@ -16,7 +16,8 @@ ParameterSpec make_parameter(const std::string& name, uint64_t num_elements, at:
 std::shared_ptr<Engine> start_engine(std::vector<ParameterSpec> parameters, uint32_t rank,
                                      uint32_t world_size, uint64_t config_hash,
                                      uint64_t layout_hash, uint64_t seed, uint64_t warmup_steps,
-                                     bool raise_nonfinite, uint32_t chunk_bytes,
+                                     double momentum, bool raise_nonfinite, bool exact_skip,
+                                     std::optional<at::Tensor> loss_scale, uint32_t chunk_bytes,
                                      const py::list& lanes) {
   std::vector<c10::intrusive_ptr<c10d::Backend>> backends;
   for (const py::handle lane : lanes) {
@@ -30,7 +31,10 @@ std::shared_ptr<Engine> start_engine(std::vector<ParameterSpec> parameters, uint
                         .layout_hash = layout_hash,
                         .seed = seed,
                         .warmup_steps = warmup_steps,
+                        .momentum = momentum,
                         .raise_nonfinite = raise_nonfinite,
+                        .exact_skip = exact_skip,
+                        .loss_scale = loss_scale.value_or(at::Tensor()),
                         .chunk_bytes = chunk_bytes,
                         .make_exception = &make_torch_exception};
   const py::gil_scoped_release released;
@@ -56,6 +60,27 @@ py::dict stats_dict(const Engine& engine) {
   return result;
 }
 
+// (id, elements, offset in the worker residual, offset in the owner residual) of every tile; offset
+// -1: this rank has none.
+py::list tiles_list(const Engine& engine) {
+  const auto offset = [](uint64_t residual) {
+    return residual == kNoResidual ? int64_t{-1} : static_cast<int64_t>(residual);
+  };
+  const Layout& layout = engine.layout();
+  py::list result;
+  for (const Parameter& parameter : layout.parameters()) {
+    for (uint32_t t = 0; t < parameter.num_tiles; ++t) {
+      const uint64_t id = parameter.first_tile + t;
+      const bool keeps = parameter.worker_residual != kNoResidual;
+      const uint64_t worker =
+          keeps ? parameter.worker_residual + uint64_t{t} * kTileElements : kNoResidual;
+      result.append(py::make_tuple(id, layout.tile_elements(parameter, t), offset(worker),
+                                   offset(layout.owner_residual_offset(id))));
+    }
+  }
+  return result;
+}
+
 }  // namespace
 
 void bind_engine(py::module_& module) {
@@ -66,24 +91,40 @@ void bind_engine(py::module_& module) {
   py::class_<Engine, std::shared_ptr<Engine>>(module, "Engine")
       .def(py::init(&start_engine), py::kw_only(), py::arg("parameters"), py::arg("rank"),
            py::arg("world_size"), py::arg("config_hash"), py::arg("layout_hash"), py::arg("seed"),
-           py::arg("warmup_steps"), py::arg("raise_nonfinite"), py::arg("chunk_bytes"),
+           py::arg("warmup_steps"), py::arg("momentum"), py::arg("raise_nonfinite"),
+           py::arg("exact_skip"), py::arg("loss_scale").none(true), py::arg("chunk_bytes"),
            py::arg("lanes"))
       .def("stats", &stats_dict)
+      .def("current_step", &Engine::current_step, py::call_guard<py::gil_scoped_release>())
       .def("state",
-           [](const Engine& engine) {
+           [](Engine& engine) {
              EngineState state = [&] {
                const py::gil_scoped_release released;
                return engine.state();
              }();
-             return py::make_tuple(state.steps, state.worker_residual, state.owner_residual);
+             return py::make_tuple(state.steps, state.worker_residual, state.owner_residual,
+                                   state.loss_scale);
            })
       .def(
           "load_state",
-          [](Engine& engine, uint64_t steps, const at::Tensor& worker, const at::Tensor& owner) {
+          [](Engine& engine, uint64_t steps, const at::Tensor& worker, const at::Tensor& owner,
+             float loss_scale) {
             const py::gil_scoped_release released;
-            engine.load_state({steps, worker, owner});
+            engine.load_state({steps, worker, owner, loss_scale});
           },
-          py::arg("steps"), py::arg("worker_residual"), py::arg("owner_residual"));
+          py::arg("steps"), py::arg("worker_residual"), py::arg("owner_residual"),
+          py::arg("loss_scale"))
+      .def("residual_sizes",
+           [](const Engine& engine) {
+             return py::make_tuple(engine.layout().worker_residual_elements(),
+                                   engine.layout().owner_residual_elements());
+           })
+      .def("tiles", &tiles_list)
+      .def("skip_step", &Engine::skip_step, py::call_guard<py::gil_scoped_release>())
+      .def("add_to_worker_residual", &Engine::add_to_worker_residual, py::arg("parameter"),
+           py::arg("values"), py::arg("factor"), py::call_guard<py::gil_scoped_release>())
+      .def("scale_residuals", &Engine::scale_residuals, py::arg("factor"),
+           py::call_guard<py::gil_scoped_release>());
   module.def(
       "shutdown",
       [](double timeout_seconds) {
