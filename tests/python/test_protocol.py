@@ -61,7 +61,8 @@ class Forger:
             return arguments
 
         with mock.patch.object(binding, "_start", side_effect=start) as started:
-            gradferry.HookState(scenario.codec, ddp)
+            state = gradferry.HookState(scenario.codec, **scenario.options)
+            binding.bind(ddp, state._make_config, native=False)
         record = started.call_args.args[3]
         self.layout_hash = record_hash(record["parameters"])
         self.config_hash = record_hash({k: v for k, v in record.items() if k != "parameters"})
