@@ -19,9 +19,9 @@ std::shared_ptr<Engine> start_engine(std::vector<ParameterSpec> parameters, uint
                                      uint32_t world_size, uint64_t config_hash,
                                      uint64_t layout_hash, uint64_t seed, uint64_t warmup_steps,
                                      double momentum, bool raise_nonfinite, bool exact_skip,
-                                     std::optional<at::Tensor> loss_scale, uint64_t check_every,
-                                     const std::vector<at::Tensor>& tensors, uint32_t chunk_bytes,
-                                     const py::list& lanes) {
+                                     const std::optional<at::Tensor>& loss_scale,
+                                     uint64_t check_every, const std::vector<at::Tensor>& tensors,
+                                     uint32_t chunk_bytes, const py::list& lanes) {
   std::vector<c10::intrusive_ptr<c10d::Backend>> backends;
   for (const py::handle lane : lanes) {
     backends.push_back(
