@@ -2,8 +2,8 @@
 
 torchrun --nproc-per-node 2 examples/ddp_one_bit_adam.py
 
-The first FREEZE steps are dense AdamW, which lets the variance settle; after them it stands still,
-and a thirtieth of the bytes travels. Use it where the network is slow and the training long.
+The first FREEZE steps are dense AdamW, which lets the variance settle; then it stands still, and
+a thirtieth of the bytes travels. Use it where the network is slow and the training long.
 """
 
 import gradferry

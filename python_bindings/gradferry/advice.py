@@ -31,7 +31,7 @@ def warn_about_adam(parameters: tuple[ParameterLayout, ...], index: WeakIdKeyDic
     """
     for parameter in parameters:
         codec = parameter.codec
-        if parameter.residuals[0] and codec.lossy and codec.bits() < OWNER_ONLY_BITS:
+        if parameter.residuals[0] and codec.lossy and codec.bits(parameter.dtype) < OWNER_ONLY_BITS:
             _register()
             _watched.append((index, str(codec)))
             return

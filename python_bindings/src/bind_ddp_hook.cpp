@@ -77,7 +77,7 @@ void bind_ddp_hook(py::module_& module) {
             reducer.register_comm_hook(std::make_unique<NativeHook>(hook));
           },
           py::arg("reducer"))
-      .def("admit", &BucketHook::admit, py::arg("bucket"))
+      .def("admit", &BucketHook::admit, py::arg("bucket"), py::call_guard<py::gil_scoped_release>())
       .def("passed", &BucketHook::passed)
       .def("note_passed", &BucketHook::note_passed)
       .def("run", &run_from_python, py::arg("bucket"));
