@@ -5,10 +5,5 @@ string(REGEX REPLACE ".*kWireVersion = ([0-9]+).*" "\\1" GRADFERRY_WIRE_VERSION
   "${wire_version_line}")
 set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS
   ${PROJECT_SOURCE_DIR}/include/gradferry/wire.h)
-if(GRADFERRY_WITH_CUDA)
-  set(GRADFERRY_PYTHON_WITH_CUDA True)
-else()
-  set(GRADFERRY_PYTHON_WITH_CUDA False)
-endif()
 configure_file(${CMAKE_CURRENT_LIST_DIR}/_build_info.py.in ${PROJECT_BINARY_DIR}/_build_info.py @ONLY)
 install(FILES ${PROJECT_BINARY_DIR}/_build_info.py DESTINATION gradferry COMPONENT python)

@@ -1,5 +1,4 @@
-# Resolves GRADFERRY_CUDA=AUTO|ON|OFF into GRADFERRY_WITH_CUDA and says what was decided. CUDA is
-# enabled only when kernels/ holds CUDA sources.
+# Resolves GRADFERRY_CUDA=AUTO|ON|OFF into GRADFERRY_WITH_CUDA and says what was decided.
 set(GRADFERRY_WITH_CUDA OFF)
 string(TOUPPER "${GRADFERRY_CUDA}" cuda_choice)
 if(NOT cuda_choice MATCHES "^(AUTO|ON|OFF)$")
@@ -7,11 +6,6 @@ if(NOT cuda_choice MATCHES "^(AUTO|ON|OFF)$")
 endif()
 if(cuda_choice STREQUAL "OFF")
   message(STATUS "CUDA: off (GRADFERRY_CUDA=OFF)")
-  return()
-endif()
-
-if(cuda_choice STREQUAL "AUTO" AND GRADFERRY_PYTHON)
-  message(STATUS "CUDA: off (the Python package does not use the CUDA kernels yet)")
   return()
 endif()
 
@@ -27,13 +21,15 @@ if(NOT CMAKE_CUDA_COMPILER)
   return()
 endif()
 
-file(GLOB cuda_sources CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/kernels/*/*.cu)
-if(NOT cuda_sources)
-  message(STATUS "CUDA: off (${CMAKE_CUDA_COMPILER} works, but kernels/ has no CUDA sources yet)")
-  return()
-endif()
-if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
-  set(CMAKE_CUDA_ARCHITECTURES all-major)
+# For the GPUs of this machine; where it has none, PTX alone, which is quick to build and which
+# drivers translate for any of them. The preset `release` is for all of them.
+if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES AND NOT DEFINED ENV{CUDAARCHS})
+  execute_process(COMMAND nvidia-smi -L OUTPUT_VARIABLE gpus ERROR_QUIET)
+  if(gpus MATCHES "^GPU 0")
+    set(CMAKE_CUDA_ARCHITECTURES native)
+  else()
+    set(CMAKE_CUDA_ARCHITECTURES 80-virtual)
+  endif()
 endif()
 enable_language(CUDA)
 # CMake learns the default dialect of nvcc from its output, and of some versions nothing else.
@@ -41,5 +37,8 @@ if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION)
   set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION -std=c++20)
   set(CMAKE_CUDA20_EXTENSION_COMPILE_OPTION -std=c++20)
 endif()
+find_package(CUDAToolkit REQUIRED)
 set(GRADFERRY_WITH_CUDA ON)
-message(STATUS "CUDA: on (${CMAKE_CUDA_COMPILER} ${CMAKE_CUDA_COMPILER_VERSION})")
+list(JOIN CMAKE_CUDA_ARCHITECTURES " " GRADFERRY_CUDA_ARCHITECTURES)
+set(GRADFERRY_CUDA_COMPILER "nvcc ${CMAKE_CUDA_COMPILER_VERSION}")
+message(STATUS "CUDA: on (${GRADFERRY_CUDA_COMPILER}, architectures ${GRADFERRY_CUDA_ARCHITECTURES})")

@@ -19,7 +19,12 @@ endfunction()
 add_library(gradferry_kernels_cuda STATIC codec_table_cuda.cpp ${cuda_kernel_files})
 add_library(gradferry::kernels_cuda ALIAS gradferry_kernels_cuda)
 gradferry_cuda_target(gradferry_kernels_cuda)
-target_link_libraries(gradferry_kernels_cuda PUBLIC gradferry_kernels)
+# The runtime comes with the library, out of sight of others that a process may hold: what links
+# this one loads and runs on machines without a GPU, a driver or a toolkit.
+set_target_properties(gradferry_kernels_cuda PROPERTIES EXPORT_NAME kernels_cuda
+  CUDA_RUNTIME_LIBRARY None)
+target_link_libraries(gradferry_kernels_cuda PUBLIC gradferry_kernels CUDA::cudart_static)
+target_link_options(gradferry_kernels_cuda INTERFACE LINKER:--exclude-libs,libcudart_static.a)
 target_compile_options(gradferry_kernels_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:
   -Xptxas=--warn-on-spills,--warn-on-local-memory-usage,--warning-as-error>)
 

@@ -3,6 +3,9 @@ include(CMakePackageConfigHelpers)
 set(config_dir ${CMAKE_INSTALL_LIBDIR}/cmake/gradferry)
 
 install(TARGETS gradferry_include gradferry_kernels EXPORT gradferryTargets COMPONENT development)
+if(GRADFERRY_WITH_CUDA)
+  install(TARGETS gradferry_kernels_cuda EXPORT gradferryTargets COMPONENT development)
+endif()
 install(DIRECTORY ${PROJECT_SOURCE_DIR}/include/gradferry DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}
         COMPONENT development FILES_MATCHING PATTERN "*.h")
 install(EXPORT gradferryTargets NAMESPACE gradferry:: DESTINATION ${config_dir}

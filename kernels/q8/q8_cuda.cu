@@ -17,6 +17,12 @@ GRADFERRY_DEVICE uint32_t broken_bytes(uint32_t codes) {
   return ~(((x & 0x7f7f7f7fu) + 0x7f7f7f7fu) | x) & 0x80808080u;
 }
 
+// The integer of a code, which is a byte. In the last places of 2^23, code + 128 is a positive
+// number.
+GRADFERRY_DEVICE float code_value(uint32_t code) {
+  return from_bits(code ^ 0x4b000080u) - (0x1p23f + 128.0f);
+}
+
 struct Q8 {
   using Options = NoOptions;
   static constexpr bool kUnitsAreQuads = true;
@@ -94,7 +100,7 @@ struct Q8 {
       const uint32_t codes = scale > 0.0f ? words[row] : 0;
       GRADFERRY_UNROLL
       for (uint32_t i = 0; i < kQuad; ++i) {
-        const float value = q8::code_value(codes >> (8 * i) & 0xffu) * scale;
+        const float value = code_value(codes >> (8 * i) & 0xffu) * scale;
         sink(kQuad * row + i, is_number ? value : from_bits(kNanBits));
       }
     }

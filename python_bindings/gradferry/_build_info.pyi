@@ -5,4 +5,5 @@ WIRE_VERSION: int
 TORCH_VERSION: str
 PYTHON_VERSION: str
 COMPILER: str
-WITH_CUDA: bool
+CUDA_COMPILER: str  # empty where there are no CUDA kernels
+CUDA_ARCHITECTURES: str

@@ -42,9 +42,18 @@ def facts() -> dict[str, str]:
         "cpu": cpu_model(),
         "instruction sets": f"{' '.join(_native.available_isas())}; active: "
         f"{_native.active_isa()} (GRADFERRY_ISA chooses)",
-        "CUDA": f"{'yes' if _build_info.WITH_CUDA else 'no'} in this build, "
-        f"{torch.cuda.device_count()} devices seen by torch",
+        "CUDA": f"{_cuda_kernels()}; {torch.cuda.device_count()} devices seen by torch",
     }
+
+
+def _cuda_kernels() -> str:
+    """Which CUDA kernels this build holds; the hook does not use them yet."""
+    if not (codecs := _native.codecs("cuda")):
+        return "no kernels in this build"
+    return (
+        f"kernels of {len(codecs)} codecs, by {_build_info.CUDA_COMPILER} for "
+        f"{_build_info.CUDA_ARCHITECTURES}, which the hook does not use yet"
+    )
 
 
 def codec_table() -> Table:

@@ -2,6 +2,7 @@
 
 #include "bindings.h"
 #include "gradferry/codec.h"
+#include "gradferry/cuda_codecs.h"
 #include "gradferry/wire.h"
 #include "scalar_type.h"
 
@@ -17,9 +18,11 @@ py::dict describe_option(const OptionSpec& option) {
                   py::arg("maximum") = option.maximum, py::arg("choices") = choices);
 }
 
-py::list describe_codecs() {
+py::list describe_codecs(const std::string& device) {
+  GRADFERRY_EXPECTS(device == "cpu" || device == "cuda", kConfig,
+                    "device is 'cpu' or 'cuda', not '" + device + "'");
   py::list rows;
-  for (const Codec& codec : codecs(Device::kCpu)) {
+  for (const Codec& codec : codecs(device == "cpu" ? Device::kCpu : Device::kCuda)) {
     py::list options;
     for (const OptionSpec& option : codec.options) options.append(describe_option(option));
     rows.append(py::dict(
@@ -52,10 +55,13 @@ std::vector<std::string> isa_names() {
 }  // namespace
 
 void bind_codecs(py::module_& module) {
+#if defined(GRADFERRY_WITH_CUDA)
+  use_cuda_codecs();
+#endif
   module.attr("TILE_ELEMENTS") = kTileElements;
   module.attr("WIRE_VERSION") = kWireVersion;
   module.attr("HEADER_BYTES") = sizeof(MessageHeader);
-  module.def("codecs", &describe_codecs);
+  module.def("codecs", &describe_codecs, py::arg("device") = "cpu");
   module.def(
       "canonical_codec",
       [](const std::string& text) { return parse_codec(text, Device::kCpu).canonical; },
