@@ -4,7 +4,14 @@
 
 namespace gradferry {
 
-BucketHook::BucketHook(std::shared_ptr<Engine> engine, const std::vector<at::Tensor>& parameters,
+FuturePtr make_future(c10::TypePtr type, const c10d::GradBucket& bucket) {
+  const c10::Device device = bucket.getBuffer().device();
+  std::vector<c10::Device> devices;
+  if (!device.is_cpu()) devices.push_back(device);
+  return c10::make_intrusive<c10::ivalue::Future>(std::move(type), std::move(devices));
+}
+
+BucketHook::BucketHook(std::shared_ptr<BucketEngine> engine, const std::vector<at::Tensor>& parameters,
                        std::string group_name, ExceptionFactory make_exception)
     : engine_(std::move(engine)),
       group_name_(std::move(group_name)),
@@ -58,7 +65,7 @@ void BucketHook::run(const c10d::GradBucket& bucket, FuturePtr future, c10::IVal
 
 FuturePtr NativeHook::runHook(c10d::GradBucket& bucket) {
   if (hook_->passes_through(bucket)) return hook_->pass_through(bucket);
-  auto future = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get());
+  auto future = make_future(c10::TensorType::get(), bucket);
   hook_->run(bucket, future, bucket.getBuffer());
   return future;
 }

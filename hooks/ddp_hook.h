@@ -7,17 +7,22 @@
 #include <unordered_map>
 #include <vector>
 
+#include "bucket_engine.h"
 #include "engine.h"
 #include "torch_compat.h"
 
 namespace gradferry {
+
+// A Future of `type` for what concerns `bucket`: it makes streams wait where the bucket is on a
+// device that has some.
+FuturePtr make_future(c10::TypePtr type, const c10d::GradBucket& bucket);
 
 class BucketHook {
  public:
   // `parameters` in the order of the engine's layout; only their identity is kept. `group_name`:
   // DDP's process group, looked up on every call and never held. `engine` may be null: then every
   // bucket passes through.
-  BucketHook(std::shared_ptr<Engine> engine, const std::vector<at::Tensor>& parameters,
+  BucketHook(std::shared_ptr<BucketEngine> engine, const std::vector<at::Tensor>& parameters,
              std::string group_name, ExceptionFactory make_exception);
 
   // Sparse buckets, and all of them without an engine: the backend's own averaged all-reduce.
@@ -34,7 +39,7 @@ class BucketHook {
   c10::intrusive_ptr<c10d::ProcessGroup> group() const;
   [[noreturn]] void raise(const std::string& message) const;
 
-  std::shared_ptr<Engine> engine_;
+  std::shared_ptr<BucketEngine> engine_;
   std::unordered_map<const c10::TensorImpl*, uint32_t> index_;
   // Weak, and only so that no other tensor gets the address of one that is gone.
   std::vector<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> identities_;

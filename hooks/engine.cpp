@@ -33,7 +33,7 @@ Registry& registry() {
 
 Engine::Engine(EngineOptions options, std::vector<c10::intrusive_ptr<c10d::Backend>> backends)
     : options_(std::move(options)),
-      layout_(options_.parameters, options_.rank, options_.world_size),
+      layout_(options_.parameters, options_.rank, options_.world_size, Device::kCpu),
       process_id_(getpid()) {
   GRADFERRY_EXPECTS(options_.chunk_bytes >= kLeastChunkBytes, kConfig,
                     "chunk_bytes is " + std::to_string(options_.chunk_bytes) +

@@ -9,8 +9,6 @@
 // error an engine is dead: every call gets that error, and its lanes are given up.
 #pragma once
 
-#include <ATen/core/ivalue.h>
-
 #include <array>
 #include <atomic>
 #include <chrono>
@@ -24,6 +22,7 @@
 #include <string>
 #include <vector>
 
+#include "bucket_engine.h"
 #include "exchange.h"
 #include "gradferry/error.h"
 #include "layout.h"
@@ -31,7 +30,6 @@
 
 namespace gradferry {
 
-using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
 // Turns an Error into an exception that torch's autograd can show to Python.
 using ExceptionFactory = std::exception_ptr (*)(const Error&);
 
@@ -59,6 +57,7 @@ struct EngineStats {
   uint64_t workspace_bytes = 0;
   uint64_t workspace_allocations = 0;
   uint64_t in_flight = 0;                           // buckets whose Future is not complete
+  uint64_t host_waits = 0;                          // for a device that was a step behind
   std::vector<std::vector<uint32_t>> step_buckets;  // parameters by bucket, last finished step
 };
 
@@ -73,7 +72,7 @@ struct EngineState {
 // here.
 Error describe_failure(const std::exception_ptr& failure, uint32_t rank);
 
-class Engine {
+class Engine final : public BucketEngine {
  public:
   // `backends`: three gloo backends of our own (scatter, gather, commit), or none when world_size
   // is 1. Allocates residuals and workspace, then starts the finishing thread. The engine stops
@@ -81,16 +80,13 @@ class Engine {
   static std::shared_ptr<Engine> start(EngineOptions options,
                                        std::vector<c10::intrusive_ptr<c10d::Backend>> backends);
 
-  // Averages `gradient` (dense, flat, contiguous, real, on CPU) of `parameters` (in bucket order)
-  // in place over all ranks, then completes `future` with `value`. Called in bucket order, from one
-  // thread at a time, without the GIL. Blocks while all slots are in use.
+  // Blocks while all slots are in use.
   void run(const std::vector<uint32_t>& parameters, const at::Tensor& gradient, FuturePtr future,
-           c10::IValue value);
+           c10::IValue value) override;
 
-  EngineStats stats() const;
-  // Both throw Error(kState) while buckets are in flight.
-  EngineState state() const;
-  void load_state(const EngineState& state);
+  EngineStats stats() const override;
+  EngineState state() const override;
+  void load_state(const EngineState& state) override;
 
   const Layout& layout() const { return layout_; }
 

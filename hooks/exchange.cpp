@@ -234,8 +234,8 @@ Pending Exchange::post_commit(at::Tensor send, at::Tensor receive, uint64_t step
   return commit_lane_.all_gather(std::move(receive), std::move(send));
 }
 
-Fault Exchange::read_commit(const at::Tensor& receive, uint64_t step, uint64_t bucket,
-                            uint32_t* reporter) {
+Fault read_commit(const Agreement& agreement, const at::Tensor& received, uint64_t step,
+                  uint64_t bucket, uint32_t* reporter) {
   struct Check {
     WireStatus status;
     uint64_t expected, received;
@@ -248,11 +248,11 @@ Fault Exchange::read_commit(const at::Tensor& receive, uint64_t step, uint64_t b
     }
     return {};
   };
-  std::vector<CommitRecord> records(agreement_.world_size);
-  std::memcpy(records.data(), bytes(receive), records.size() * sizeof(CommitRecord));
+  std::vector<CommitRecord> records(agreement.world_size);
+  std::memcpy(records.data(), bytes(received), records.size() * sizeof(CommitRecord));
 
   // A record that cannot be read is this rank's own finding.
-  *reporter = agreement_.rank;
+  *reporter = agreement.rank;
   for (uint32_t rank = 0; rank < records.size(); ++rank) {
     const CommitRecord& record = records[rank];
     const uint32_t checksum =

@@ -123,6 +123,8 @@ struct DeviceLibrary {
 };
 // Rises with every change to this file or to codec.h.
 inline constexpr uint32_t kDeviceLibraryVersion = 1;
+// Names the Python capsule in which a library comes.
+inline constexpr const char* kDeviceLibraryCapsule = "gradferry.DeviceLibrary";
 
 // From now on codecs(Device::kCuda) and message_kernels() give what the library brings. Call it
 // once, before other threads ask. Throws Error(kConfig) for a library of another version.

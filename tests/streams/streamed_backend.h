@@ -1,0 +1,57 @@
+// A c10d backend for the fake device that behaves as ProcessGroupNCCL does: collectives go to a
+// stream of its own, behind what the current stream holds, in the order they were posted; a Work's
+// wait() has the current stream wait. The bytes travel by gloo.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <atomic>
+#include <functional>
+
+#include "torch_device.h"
+
+namespace fake_device {
+
+// Overwrites a byte of what one of the next collectives receives.
+struct Damage {
+  int64_t countdown = -1;  // all-to-alls and all-gathers of single tensors until then; -1: never
+  int64_t offset = 0;
+  uint8_t value = 0;
+};
+
+class StreamedBackend final : public c10d::Backend {
+ public:
+  StreamedBackend(c10::intrusive_ptr<c10d::Backend> carrier, int rank, int size);
+
+  // Collectives on the current stream, without a Work.
+  void set_in_line(bool in_line) { in_line_ = in_line; }
+  void damage(const Damage& damage) { damage_ = damage; }
+
+  const std::string getBackendName() const override { return "streamed"; }
+  c10::intrusive_ptr<c10d::Work> broadcast(std::vector<at::Tensor>& tensors,
+                                           const c10d::BroadcastOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
+                                           const c10d::AllreduceOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> allgather(std::vector<std::vector<at::Tensor>>& outputs,
+                                           std::vector<at::Tensor>& inputs,
+                                           const c10d::AllgatherOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor& output, at::Tensor& input,
+                                                 const c10d::AllgatherOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> alltoall_base(at::Tensor& output, at::Tensor& input,
+                                               std::vector<int64_t>& output_sizes,
+                                               std::vector<int64_t>& input_sizes,
+                                               const c10d::AllToAllOptions& options) override;
+
+ private:
+  using Post = std::function<c10::intrusive_ptr<c10d::Work>()>;
+  c10::intrusive_ptr<c10d::Work> run(const char* name, std::vector<at::Tensor> inputs,
+                                     std::vector<at::Tensor> outputs, Post post);
+
+  c10::intrusive_ptr<c10d::Backend> carrier_;
+  uint32_t stream_;
+  bool in_line_ = false;
+  Damage damage_;
+};
+
+}  // namespace fake_device
