@@ -35,7 +35,7 @@ class ParameterSpec:
         owner_residual: bool,
     ) -> None: ...
 
-class Engine:
+class EngineOptions:
     def __init__(
         self,
         *,
@@ -48,17 +48,31 @@ class Engine:
         warmup_steps: int,
         raise_nonfinite: bool,
         chunk_bytes: int,
-        lanes: Sequence[Backend],
     ) -> None: ...
+
+class BucketEngine:
     def stats(self) -> dict[str, Any]: ...
     def state(self) -> tuple[int, torch.Tensor, torch.Tensor]: ...
     def load_state(
         self, steps: int, worker_residual: torch.Tensor, owner_residual: torch.Tensor
     ) -> None: ...
 
+class Engine(BucketEngine):
+    def __init__(self, options: EngineOptions, *, lanes: Sequence[Backend]) -> None: ...
+
+class DeviceEngine(BucketEngine):
+    def __init__(
+        self,
+        options: EngineOptions,
+        *,
+        device: torch.device,
+        lane: Backend | None,
+        group_name: str | None,
+    ) -> None: ...
+
 class BucketHook:
     def __init__(
-        self, *, engine: Engine | None, parameters: list[torch.Tensor], group_name: str
+        self, *, engine: BucketEngine | None, parameters: list[torch.Tensor], group_name: str
     ) -> None: ...
     def attach(self, reducer: Reducer) -> None: ...
     def passes_through(self, bucket: GradBucket) -> bool: ...
@@ -103,5 +117,6 @@ def decode_tensor(
     config_hash: int,
     layout_hash: int,
 ) -> None: ...
+def use_device_library(library: object) -> None: ...
 def shutdown(timeout_seconds: float) -> None: ...
 def memcpy_gbps(num_bytes: int, rounds: int) -> float: ...

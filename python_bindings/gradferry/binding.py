@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 from torch.nn.parallel import DistributedDataParallel
 
-from gradferry import _native
+from gradferry import _native, device
 from gradferry._build_info import GRADFERRY_VERSION
 from gradferry.agreement import (
     Record,
@@ -27,6 +27,7 @@ from gradferry.errors import ConfigError, StateError
 from gradferry.parameters import ParameterLayout, describe_parameters, reduced_parameters
 
 LANES = ("scatter", "gather", "commit")
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Binding:
     world_size: int
     config_hash: int
     layout_hash: int
-    engine: _native.Engine | None
+    engine: _native.BucketEngine | None
     hook: _native.BucketHook
     group_name: str
 
@@ -70,17 +71,20 @@ def bind(
         PeerError: a rank failed to set up its connections or memory.
     """
     group = _process_group(ddp)
+    meeting_place = _meeting_place(ddp, group)
     config: Config | None = None
     parameters: list[ParameterLayout] = []
     try:
         config = make_config()
         _check_hookable(ddp)
-        parameters = describe_parameters(ddp, config, dist.get_world_size(group))
+        parameters = describe_parameters(ddp, config, exchanges=_exchanges(ddp, group))
+        if _streams(ddp, group):
+            config = replace(config, chunk_bytes=device.STREAM_CHUNK_BYTES)
         record = _record(ddp, config, parameters)
     except Exception as error:
         record = error_record(error)
     nonce = uuid.uuid4().hex
-    envelopes = gather_records({"nonce": nonce, "record": record}, group)
+    envelopes = gather_records({"nonce": nonce, "record": record}, group, meeting_place)
     records: list[Record] = [envelope["record"] for envelope in envelopes]
     raise_first_error(records)
     raise_first_mismatch(records)
@@ -92,7 +96,7 @@ def bind(
         outcome: Record = {}
     except Exception as error:
         outcome = error_record(error)
-    raise_first_error(gather_records(outcome, group))
+    raise_first_error(gather_records(outcome, group, meeting_place))
     assert binding is not None
     ddp._update_process_group = _refuse_new_group  # type: ignore[method-assign]
     if native:
@@ -112,12 +116,38 @@ def _process_group(ddp: DistributedDataParallel) -> dist.ProcessGroup:
         raise StateError(
             "the process group of this DistributedDataParallel was destroyed; build a new one"
         )
-    if not any(device.type == "cpu" for device in group._device_types):
-        raise ConfigError(
-            f"the process group has no backend for CPU tensors, only {dist.get_backend(group)}; "
-            "start it with init_process_group('cpu:gloo,cuda:nccl'), or 'gloo'"
-        )
     return group
+
+
+def _device(ddp: DistributedDataParallel) -> torch.device:
+    # DDP keeps all parameters of a bucket on one device; describe_parameters() sees to the rest.
+    return next((p.device for _, p in reduced_parameters(ddp)), _CPU)
+
+
+def _meeting_place(ddp: DistributedDataParallel, group: dist.ProcessGroup) -> torch.device:
+    """A device on which the ranks can agree: the CPU where the group has a backend for it."""
+    types = {kind.type for kind in group._device_types}
+    if "cpu" in types:
+        return _CPU
+    place = _device(ddp)
+    if place.type not in types:
+        raise ConfigError(
+            f"the process group has no backend for tensors on {place.type!r}, only "
+            f"{dist.get_backend(group)}; start it with init_process_group('cpu:gloo,cuda:nccl'), "
+            "or 'gloo'"
+        )
+    return place
+
+
+def _exchanges(ddp: DistributedDataParallel, group: dist.ProcessGroup) -> bool:
+    alone = device.EXCHANGE_WHEN_ALONE and _device(ddp).type != "cpu"
+    return dist.get_world_size(group) > 1 or alone
+
+
+def _streams(ddp: DistributedDataParallel, group: dist.ProcessGroup) -> bool:
+    """Whether the group's collectives go to streams of the parameters' device."""
+    place = _device(ddp)
+    return place.type != "cpu" and not device.is_staged(group, place)
 
 
 def _refuse_new_group(*_: object) -> None:
@@ -170,6 +200,7 @@ def _record(
         "nonfinite": config.nonfinite,
         "seed": config.seed,
         "chunk_bytes": config.chunk_bytes,
+        "device": _device(ddp).type,
         "parameters": [
             {
                 "name": p.name,
@@ -197,9 +228,7 @@ def _start(
     config_hash = record_hash({key: record[key] for key in record if key != "parameters"})
     engine = None
     if not config.passes_through:
-        # First: it is collective, and whoever failed before it would keep the others waiting.
-        lanes = _make_lanes(group, nonce) if world_size > 1 else []
-        engine = _native.Engine(
+        options = _native.EngineOptions(
             parameters=[p.native() for p in parameters],
             rank=rank,
             world_size=world_size,
@@ -209,8 +238,8 @@ def _start(
             warmup_steps=config.warmup_steps,
             raise_nonfinite=config.nonfinite == "raise",
             chunk_bytes=config.chunk_bytes,
-            lanes=lanes,
         )
+        engine = _start_engine(ddp, options, group, nonce)
     hook = _native.BucketHook(
         engine=engine,
         parameters=[parameter for _, parameter in reduced_parameters(ddp)],
@@ -229,11 +258,37 @@ def _start(
     )
 
 
-def _make_lanes(group: dist.ProcessGroup, nonce: str) -> list[ProcessGroupGloo]:
+def _start_engine(
+    ddp: DistributedDataParallel,
+    options: _native.EngineOptions,
+    group: dist.ProcessGroup,
+    nonce: str,
+) -> _native.BucketEngine:
+    # Lanes first: they are collective, and whoever failed before would keep the others waiting.
+    place = _device(ddp)
+    exchanges = _exchanges(ddp, group)
+    if place.type == "cpu":
+        lanes = _make_lanes(group, nonce) if exchanges else []
+        return _native.Engine(options, lanes=lanes)
+    staged = exchanges and not _streams(ddp, group)
+    return _native.DeviceEngine(
+        options,
+        device=place,
+        lane=_make_lanes(group, nonce, ("staged",), place)[0] if staged else None,
+        group_name=group.group_name if exchanges and not staged else None,
+    )
+
+
+def _make_lanes(
+    group: dist.ProcessGroup,
+    nonce: str,
+    names: tuple[str, ...] = LANES,
+    place: torch.device = _CPU,
+) -> list[ProcessGroupGloo]:
     # Built directly, never by new_group(): its names clash for overlapping groups and after a
     # group was destroyed and made again.
     store = dist.distributed_c10d._world.pg_map[group][1]
-    timeout = group._get_backend(torch.device("cpu")).options._timeout
+    timeout = group._get_backend(place).options._timeout
     return [
         ProcessGroupGloo(
             PrefixStore(f"gradferry/{nonce}/{lane}", store),
@@ -241,5 +296,5 @@ def _make_lanes(group: dist.ProcessGroup, nonce: str) -> list[ProcessGroupGloo]:
             dist.get_world_size(group),
             timeout,
         )
-        for lane in LANES
+        for lane in names
     ]

@@ -24,6 +24,7 @@ COUNTERS = (
     "workspace_bytes",
     "workspace_allocations",
     "in_flight",
+    "host_waits",
 )
 
 
@@ -140,6 +141,7 @@ class HookState:
             - ``residual_bytes``, ``workspace_bytes``: memory held.
             - ``workspace_allocations``: how often workspace was allocated or a plan was made.
             - ``in_flight``: buckets under way.
+            - ``host_waits``: how often the host waited for a device that was a step behind.
             - ``step_buckets``: for each bucket of the last finished step, the indices of its
               parameters (in the order of the model's reduced parameters).
 
