@@ -34,9 +34,7 @@ def error_record(error: Exception) -> Record:
     return {"error": kind, "message": text}
 
 
-def gather_records(
-    record: Record, group: dist.ProcessGroup, device: torch.device
-) -> list[Record]:
+def gather_records(record: Record, group: dist.ProcessGroup, device: torch.device) -> list[Record]:
     """Every rank's record, in rank order.
 
     Args:

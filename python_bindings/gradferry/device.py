@@ -31,7 +31,9 @@ def _cuda_library() -> object:
     try:
         return importlib.import_module("gradferry._cuda").library()
     except ImportError as error:
-        raise ConfigError(f"gradferry's CUDA kernels cannot be loaded: {error}; {_REBUILD}") from error
+        raise ConfigError(
+            f"gradferry's CUDA kernels cannot be loaded: {error}; {_REBUILD}"
+        ) from error
 
 
 # By type of device, where the kernels come from.
@@ -62,4 +64,4 @@ def load_kernels(device_type: str) -> None:
 
 def is_staged(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether a group's collectives for the device wait on the host: gloo's do, NCCL's do not."""
-    return "gloo" in group._get_backend(device).name()
+    return group._get_backend(device).name() == "gloo"

@@ -8,7 +8,9 @@ import re
 import sys
 from pathlib import Path
 
-FORBIDDEN = re.compile(r"^\s*(?:@!?%\w+\s+)?((?:fma\.|mad\.\S*f(?:32|64))\S*|\w+\S*\.(?:approx|ftz)\S*)")
+FORBIDDEN = re.compile(
+    r"^\s*(?:@!?%\w+\s+)?((?:fma\.|mad\.\S*f(?:32|64))\S*|\w+\S*\.(?:approx|ftz)\S*)"
+)
 ENTRY = re.compile(r"\.entry\s+(\w+)")
 
 

@@ -1,4 +1,5 @@
 // gradferry_fake_device: the fake device, its backend and its kernels, for tests.
+#include <pybind11/chrono.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -22,9 +23,11 @@ py::dict counters() {
 }
 
 // By reference: torch registers some backends under another holder type.
-c10::intrusive_ptr<StreamedBackend> make_backend(c10d::Backend& carrier, int rank, int size) {
+c10::intrusive_ptr<StreamedBackend> make_backend(c10d::Backend& carrier, const std::string& name,
+                                                 int rank, int size,
+                                                 std::chrono::milliseconds timeout) {
   return c10::make_intrusive<StreamedBackend>(
-      c10::intrusive_ptr<c10d::Backend>::reclaim_copy(&carrier), rank, size);
+      c10::intrusive_ptr<c10d::Backend>::reclaim_copy(&carrier), name, rank, size, timeout);
 }
 
 }  // namespace
@@ -36,7 +39,8 @@ PYBIND11_MODULE(gradferry_fake_device, module) {
   register_device();
   py::class_<StreamedBackend, c10::intrusive_ptr<StreamedBackend>, c10d::Backend>(module,
                                                                                   "StreamedBackend")
-      .def(py::init(&make_backend), py::arg("carrier"), py::arg("rank"), py::arg("size"))
+      .def(py::init(&make_backend), py::arg("carrier"), py::arg("name"), py::arg("rank"),
+           py::arg("size"), py::arg("timeout"))
       .def("set_in_line", &StreamedBackend::set_in_line, py::arg("in_line"))
       .def(
           "damage",

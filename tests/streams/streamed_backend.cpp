@@ -28,8 +28,13 @@ void touch(const Touched& touched, const std::vector<at::Tensor>& inputs,
 
 }  // namespace
 
-StreamedBackend::StreamedBackend(c10::intrusive_ptr<c10d::Backend> carrier, int rank, int size)
-    : Backend(rank, size), carrier_(std::move(carrier)), stream_(Machine::get().new_stream()) {}
+StreamedBackend::StreamedBackend(c10::intrusive_ptr<c10d::Backend> carrier,
+                                 const std::string& name, int rank, int size,
+                                 std::chrono::milliseconds timeout)
+    : Backend(rank, size),
+      carrier_(std::move(carrier)),
+      options_(c10::make_intrusive<Options>(name, timeout)),
+      stream_(Machine::get().new_stream()) {}
 
 // Two operations, so that other streams may run while bytes travel.
 c10::intrusive_ptr<c10d::Work> StreamedBackend::run(const char* name,

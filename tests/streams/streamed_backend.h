@@ -22,13 +22,16 @@ struct Damage {
 
 class StreamedBackend final : public c10d::Backend {
  public:
-  StreamedBackend(c10::intrusive_ptr<c10d::Backend> carrier, int rank, int size);
+  // What it calls itself, as torch's backends do.
+  StreamedBackend(c10::intrusive_ptr<c10d::Backend> carrier, const std::string& name, int rank,
+                  int size, std::chrono::milliseconds timeout);
 
   // Collectives on the current stream, without a Work.
   void set_in_line(bool in_line) { in_line_ = in_line; }
   void damage(const Damage& damage) { damage_ = damage; }
 
-  const std::string getBackendName() const override { return "streamed"; }
+  const std::string getBackendName() const override { return options_->backend; }
+  c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
   c10::intrusive_ptr<c10d::Work> broadcast(std::vector<at::Tensor>& tensors,
                                            const c10d::BroadcastOptions& options) override;
   c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
@@ -49,6 +52,7 @@ class StreamedBackend final : public c10d::Backend {
                                      std::vector<at::Tensor> outputs, Post post);
 
   c10::intrusive_ptr<c10d::Backend> carrier_;
+  c10::intrusive_ptr<Options> options_;
   uint32_t stream_;
   bool in_line_ = false;
   Damage damage_;
