@@ -63,13 +63,12 @@ def small_chunks() -> Any:
 
 def case_train(scenario: Scenario, seeds: list[int]) -> dict[str, Any]:
     """Trains once per seed of the streams' order; what they gave must be the same."""
-    import fake_device
+    from fake_device import machine
 
-    fake = fake_device.load()
     answers = []
     with small_chunks():
         for seed in seeds:
-            fake.set_seed(seed * 100 + dist.get_rank())
+            machine.set_seed(seed * 100 + dist.get_rank())
             answers.append(train(scenario))
     first = answers[0]
     for answer in answers[1:]:
@@ -77,7 +76,7 @@ def case_train(scenario: Scenario, seeds: list[int]) -> dict[str, Any]:
         for one, other in zip(answer["gradients"], first["gradients"], strict=True):
             for a, b in zip(one, other, strict=True):
                 assert a.tobytes() == b.tobytes()
-    assert fake.races() == []
+    assert machine.races() == []
     return first
 
 
@@ -116,17 +115,17 @@ class WatchedRun(Run):
     """A run that looks at the fake device's counters before and after every call of the hook."""
 
     def __init__(self, scenario: Scenario) -> None:
-        import fake_device
         import gradferry
+        from fake_device import machine
 
-        self.fake = fake_device.load()
+        self.fake = machine
         self.omitted: int | None = None  # which wait of the next step's calls
         self.calls: list[dict[str, int]] = []  # of the last step: what each added
         with mock.patch.object(gradferry, "hook", self.watch(gradferry.hook)):
             super().__init__(dataclasses.replace(scenario, native=False))
 
     def watch(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(state, bucket):  # noqa: ANN (DDP looks at annotations)
+        def watched(state, bucket):  # DDP looks at annotations
             if self.omitted is not None:
                 self.fake.omit_wait(self.omitted - sum(call["waits"] for call in self.calls))
             before = {**self.fake.counters(), "chunks": state.stats()["chunks"]}
@@ -224,13 +223,12 @@ def case_damage(scenario: Scenario, collective: int, offset: int, value: int) ->
     from outcomes import attempt
 
     run = Run(scenario)
-    fake = fake_device.load()
     if dist.get_rank() == 1:
         fake_device.backends["streamed"].damage(collective, offset, value)
     gradients = [run.step(0), run.step(1)]
     saved = attempt(run.state.state_dict)
     errors = [attempt(lambda: run.step(2)), attempt(lambda: run.step(3))]
-    assert fake.races() == []
+    assert fake_device.machine.races() == []
     return {"gradients": gradients, "saved": saved, "errors": errors}
 
 
@@ -335,7 +333,7 @@ def test_a_saved_state_moves_between_devices(worlds: Worlds, device: str) -> Non
         assert answer["equal"]
 
 
-# --- worlds of one, life and death, errors at attach ------------------------------------------------
+# --- worlds of one, life and death -----------------------------------------------------------------
 
 
 def case_alone(scenario: Scenario) -> dict[str, Any]:

@@ -13,7 +13,7 @@ namespace fake_device {
 namespace {
 
 py::capsule library_capsule() {
-  return {&library(), gradferry::kDeviceLibraryCapsule};
+  return py::capsule(&library(), gradferry::kDeviceLibraryCapsule);
 }
 
 py::dict counters() {

@@ -214,6 +214,8 @@ void register_device() {
   static const GuardImpl guard;
   static Hooks hooks;
   static const c10::impl::DeviceGuardImplRegistrar registrar(kDevice, &guard);
+  // With a name it is torch's accelerator, before any GPU, and so the one that memory is pinned for.
+  c10::register_privateuse1_backend("fake");
   at::RegisterPrivateUse1HooksInterface(&hooks);
   c10::SetAllocator(kDevice, &device_allocator);
 }
