@@ -45,8 +45,8 @@ void DeviceEngine::exchange(BucketJob& job) {
   reserve_statuses(job.plan->most_tiles());
 
   const std::vector<DeviceChunk>& chunks = job.plan->chunks();
-  std::array<ChunkJob, kChunksInFlight> jobs;
-  const auto at_chunk = [&](size_t i) -> ChunkJob& { return jobs[i % kChunksInFlight]; };
+  std::array<ChunkJob, kDeviceSlots> jobs;
+  const auto at_chunk = [&](size_t i) -> ChunkJob& { return jobs[i % kDeviceSlots]; };
   for (size_t i = 0; i < chunks.size() + 2; ++i) {
     if (i < chunks.size()) {
       at_chunk(i).chunk = &chunks[i];
@@ -152,6 +152,8 @@ void DeviceEngine::reduce(BucketJob& job, ChunkJob& chunk) {
                           .findings = findings(),
                           .buffer = bytes(slot.gather_send),
                           .stream = finish_stream_.native_handle()});
+  // What follows is F's alone.
+  slot.free.record(finish_stream_);
   chunk.gather = transport_->all_gather(slot.gather_receive, slot.gather_send,
                                         planned.plan->gather_message_bytes, finish_stream_);
 }
@@ -175,7 +177,8 @@ void DeviceEngine::decode(BucketJob& job, ChunkJob& chunk) {
         make_batch(job, planned.decode, batch, Stage::kOwner, finish_statuses_, finish_stream_),
         bytes(slot.gather_receive), job.gradient.mutable_data_ptr(), 0.0F, nullptr);
   }
-  message_kernels().conclude({.chunk = chunk.number,
+  message_kernels().conclude({.step = job.step,
+                              .chunk = chunk.number,
                               .tiles = job.plan->data(planned.decode.tiles),
                               .sources = job.plan->data(planned.decode_sources),
                               .status = statuses(finish_statuses_),
@@ -185,7 +188,6 @@ void DeviceEngine::decode(BucketJob& job, ChunkJob& chunk) {
                               .gradient = job.gradient.mutable_data_ptr(),
                               .findings = findings(),
                               .stream = finish_stream_.native_handle()});
-  slot.free.record(finish_stream_);
 }
 
 // Each belongs to one stream alone: a larger one takes the place of a smaller one in its order.
@@ -318,7 +320,7 @@ void DeviceEngine::load_kernels() const {
   message_kernels().check({{}, messages, 1, reinterpret_cast<const ReceivedTile*>(part(7)), 1,
                            part(10), scratch, scratch + 1, found, stream});
   message_kernels().conclude(
-      {0, tiles, zeros, status, 1, zeros, ScalarType::kFloat32, part(3), found, stream});
+      {0, 0, tiles, zeros, status, 1, zeros, ScalarType::kFloat32, part(3), found, stream});
   message_kernels().commit({0, 0, 0, found, reinterpret_cast<CommitRecord*>(part(11)),
                             reinterpret_cast<uint64_t*>(part(12)), stream});
   finish_stream_.synchronize();

@@ -269,7 +269,7 @@ EngineState DeviceEngine::state() const {
     throw Error(ErrorKind::kProtocol,
                 describe({status, static_cast<Phase>(findings->phase), findings->rank,
                           findings->chunk, findings->expected, findings->received},
-                         options_.rank, steps_.step()));
+                         options_.rank, findings->step));
   }
   return {steps_.finished_steps(), worker_residual_.cpu(), owner_residual_.cpu()};
 }

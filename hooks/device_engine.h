@@ -33,10 +33,8 @@
 
 namespace gradferry {
 
-// Chunks under way within a bucket: one is encoded, one reduced, one decoded.
-inline constexpr size_t kChunksInFlight = 3;
-// One more, so that E need not wait for F at once.
-inline constexpr size_t kDeviceSlots = 4;
+// Chunks in flight: one is encoded, one reduced, one decoded.
+inline constexpr size_t kDeviceSlots = 3;
 
 class DeviceEngine final : public BucketEngine {
  public:
@@ -58,7 +56,7 @@ class DeviceEngine final : public BucketEngine {
   // Buffers of one chunk in flight.
   struct DeviceSlot {
     DeviceBuffer scatter_send, scatter_receive, gather_send, gather_receive;
-    c10::Event free;  // recorded on F behind the last use
+    c10::Event free;  // recorded on F when E may use the slot again
   };
   struct BucketJob {
     const DevicePlan* plan;

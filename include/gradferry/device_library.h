@@ -46,6 +46,7 @@ struct Findings {
   uint32_t phase;
   uint32_t rank;  // whose message was refused
   uint32_t reserved;
+  uint64_t step;
   uint64_t chunk;
   uint64_t expected;
   uint64_t received;
@@ -86,6 +87,7 @@ struct CheckCall {
 // the first that is not finite is remembered. `tiles`, `sources` (message of each) and `status` run
 // in parallel.
 struct ConcludeCall {
+  uint64_t step;
   uint64_t chunk;
   const Tile* tiles;
   const uint32_t* sources;

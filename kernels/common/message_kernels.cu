@@ -21,6 +21,7 @@ struct Fault {
   WireStatus status;
   Phase phase;
   uint32_t rank;
+  uint64_t step;
   uint64_t chunk;
   uint64_t expected;
   uint64_t received;
@@ -34,6 +35,7 @@ GRADFERRY_DEVICE void note(Findings* findings, const Fault& fault) {
   findings->status = static_cast<uint32_t>(fault.status);
   findings->phase = static_cast<uint32_t>(fault.phase);
   findings->rank = fault.rank;
+  findings->step = fault.step;
   findings->chunk = fault.chunk;
   findings->expected = fault.expected;
   findings->received = fault.received;
@@ -81,7 +83,7 @@ GRADFERRY_DEVICE void write_header(std::byte* message, const Envelope& envelope,
 // The first field of a header that is not what it must be; status kOk without one.
 GRADFERRY_DEVICE Fault judge(const std::byte* header, const Envelope& envelope, uint32_t rank,
                              uint32_t payload_bytes, uint32_t checksum) {
-  Fault fault{WireStatus::kOk, envelope.phase, rank, envelope.chunk, 0, 0};
+  Fault fault{WireStatus::kOk, envelope.phase, rank, envelope.step, envelope.chunk, 0, 0};
   const auto demand = [&](WireStatus status, uint64_t expected, uint64_t received) {
     if (fault.status != WireStatus::kOk || expected == received) return;
     fault.status = status;
@@ -128,7 +130,7 @@ __global__ void __launch_bounds__(kThreads) seal_kernel(SealCall call) {
     const Envelope& envelope = call.envelope;
     if (all_corrupt != 0) {
       note(call.findings, {WireStatus::kCorruptPayload, Phase::kScatter, envelope.rank,
-                           envelope.chunk, 0, all_corrupt});
+                           envelope.step, envelope.chunk, 0, all_corrupt});
     }
     status = call.findings->status;
   }
@@ -201,7 +203,7 @@ __global__ void __launch_bounds__(kThreads) conclude_kernel(ConcludeCall call) {
   if (threadIdx.x != 0) return;
   if (corrupt != kNone) {
     note(call.findings, {WireStatus::kCorruptPayload, Phase::kGather, call.sources[corrupt],
-                         call.chunk, 0, 1});
+                         call.step, call.chunk, 0, 1});
   }
   if (nonfinite != kNone && call.findings->nonfinite_tile == 0) {
     call.findings->nonfinite_tile = call.tiles[nonfinite].id + 1;

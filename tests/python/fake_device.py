@@ -40,6 +40,12 @@ class _DeviceModule(ModuleType):
     def current_device(self) -> int:
         return 0
 
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def manual_seed_all(self, seed: int) -> None:
+        """There are no random numbers."""
+
 
 def _make_backend(
     kind: str, store: Store, rank: int, size: int, timeout: datetime.timedelta

@@ -22,7 +22,7 @@ from world import World
 
 Worlds = Callable[[int], World]
 
-# Eight chunks of at most 32 KiB per owner in two buckets: more than the four slots.
+# The least there can be: several chunks per bucket, and more than the four slots per step.
 CHUNK_BYTES = 32768
 WEIGHTS = (
     Weight("first", (200, 300)),
@@ -36,10 +36,11 @@ SCENARIO = Scenario(
     steps=4,
     codec="q8",
     error_feedback="both",
+    rules=(("second", "exact"), ("third", "bf16")),
     device="streamed",
-    ddp={"bucket_cap_mb": 0.3},
+    ddp={"bucket_cap_mb": 0.2},
 )
-SLOTS = 4
+SLOTS = 3
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +181,7 @@ def test_every_wait_is_needed(worlds: Worlds) -> None:
     for answer in worlds(2).run(case_omit_waits, scenario=scenario, seconds=300):
         names = answer["names"]
         assert len(answer["chunks"]) >= 2
-        assert sum(answer["chunks"]) > 2 * SLOTS
+        assert sum(answer["chunks"]) > SLOTS + 1
         assert answer["counted"] == len(names)
         nothing_omitted, *races = answer["races"]
         assert nothing_omitted == []
@@ -227,7 +228,7 @@ def case_damage(scenario: Scenario, collective: int, offset: int, value: int) ->
         fake_device.backends["streamed"].damage(collective, offset, value)
     gradients = [run.step(0), run.step(1)]
     saved = attempt(run.state.state_dict)
-    errors = [attempt(lambda: run.step(2)), attempt(lambda: run.step(3))]
+    errors = [attempt(lambda: run.step(2)), attempt(run.state.state_dict)]
     assert fake_device.machine.races() == []
     return {"gradients": gradients, "saved": saved, "errors": errors}
 
@@ -243,7 +244,6 @@ def nan_elements(gradients: list[np.ndarray]) -> list[int]:
         (32, 9, "step is 9, expected 0"),
         (40, 7, "chunk is 7, expected 0"),
         (0, 0, "magic is "),
-        (8, 12, "status is 12, expected 0"),
     ],
 )
 @pytest.mark.parametrize("phase", ["scatter", "gather"])
@@ -265,20 +265,22 @@ def test_damage_is_nan_at_once_and_an_error_two_steps_later(
         assert (sum(nans) > 0) == (phase == "scatter" or rank == 1)
         # From then on that rank's tiles are nobody's.
         assert sum(nan_elements(answer["gradients"][1])) > 0
-        assert answer["saved"].error == ("ProtocolError" if rank == 1 else None)
+        # Rank 0 has by now seen that rank 1 is in trouble.
+        assert answer["saved"].error == "ProtocolError"
+        assert (field in answer["saved"].text) == (rank == 1)
         for error in answer["errors"]:
             assert error.error == "ProtocolError"
             assert "rank 1 refused a message from rank 0 (step 0, chunk 0, " + phase in error.text
             assert field in error.text
-        assert answer["errors"][0].text == answer["errors"][1].text
-    assert answers[0]["errors"][0].text == answers[1]["errors"][0].text
+    assert len({error.text for answer in answers for error in answer["errors"]}) == 1
 
 
 def case_raise_nonfinite(scenario: Scenario) -> list[Any]:
     from outcomes import attempt
 
     run = Run(scenario)
-    return [attempt(lambda step=step: run.step(step)) for step in range(5)]
+    outcomes = [attempt(lambda step=step: run.step(step)) for step in range(4)]
+    return [*outcomes, attempt(run.state.state_dict)]
 
 
 def test_nonfinite_raise_names_the_parameter_one_step_later(worlds: Worlds) -> None:
@@ -350,10 +352,15 @@ def test_a_world_of_one_passes_gradients_on_unless_told_to_exchange(worlds: Worl
     scenario = dataclasses.replace(SCENARIO, world_size=1)
     (answer,) = worlds(1).run(case_alone, scenario=scenario)
     assert answer["chunks"] == 0
-    for index, gradient in enumerate(answer["untouched"]):
-        assert gradient.tobytes() == scenario.gradient(0, 0, 0, index).tobytes()
     assert answer["alone"]["stats"]["chunks"] > 0
-    assert_bit_equal([answer["alone"]], scenario)
+    for index, weight in enumerate(scenario.weights):
+        given = scenario.gradient(0, 0, 0, index)
+        assert answer["untouched"][index].tobytes() == given.tobytes()
+        # Exact parameters survive the exchange; of the others something is withheld.
+        exchanged = answer["alone"]["gradients"][0][index]
+        assert np.allclose(exchanged, given, rtol=2**-8, atol=np.abs(given).max() / 100)
+        lossless = weight.name in ("bias", "second")
+        assert (exchanged.tobytes() == given.tobytes()) == lossless
 
 
 def case_thread_ends(scenario: Scenario) -> dict[str, Any]:
@@ -383,7 +390,7 @@ def test_the_thread_of_a_staged_hook_ends_with_it(worlds: Worlds) -> None:
 @pytest.mark.parametrize("device", ["streamed", "staged"])
 def test_wire_bytes_equal_the_formula_with_one_commit_per_step(worlds: Worlds, device: str) -> None:
     scenario = dataclasses.replace(SCENARIO, world_size=3, device=device)
-    layout = Layout([w.describe() for w in WEIGHTS], scenario.codec, 3)
+    layout = Layout([w.describe() for w in WEIGHTS], scenario.codec, 3, scenario.rules)
     index = {weight.name: i for i, weight in enumerate(WEIGHTS)}
     answers = worlds(3).run(case_train, scenario=scenario, seeds=[1])
     for rank, answer in enumerate(answers):

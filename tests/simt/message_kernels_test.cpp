@@ -94,6 +94,7 @@ struct Received {
     EXPECT_EQ(static_cast<WireStatus>(findings.status), status);
     EXPECT_EQ(findings.phase, static_cast<uint32_t>(envelope.phase));
     EXPECT_EQ(findings.rank, rank);
+    EXPECT_EQ(findings.step, envelope.step);
     EXPECT_EQ(findings.chunk, envelope.chunk);
     EXPECT_EQ(findings.expected, expected);
     EXPECT_EQ(findings.received, received);
@@ -248,12 +249,13 @@ void expect_nans(ScalarType dtype, T nan) {
   std::vector<T> expected = gradient;
   std::fill_n(expected.begin() + 1501, 9, nan);
   Findings findings{};
-  message_kernels.conclude({kScatter.chunk, tiles.data(), sources.data(), status.data(), 200,
+  message_kernels.conclude({kScatter.step, kScatter.chunk, tiles.data(), sources.data(), status.data(), 200,
                             verdicts.data(), dtype, gradient.data(), &findings, nullptr});
   EXPECT_EQ(gradient, expected);
   EXPECT_EQ(findings.status, static_cast<uint32_t>(WireStatus::kCorruptPayload));
   EXPECT_EQ(findings.phase, static_cast<uint32_t>(Phase::kGather));
   EXPECT_EQ(findings.rank, 0u);
+  EXPECT_EQ(findings.step, kScatter.step);
   EXPECT_EQ(findings.chunk, kScatter.chunk);
   EXPECT_EQ(findings.received, 1u);
   EXPECT_EQ(findings.nonfinite_tile, 201u);  // tile 150, whose id is 200
@@ -271,6 +273,7 @@ TEST(Messages, CommitWritesItsRecordAndTakesTheTile) {
                     .phase = 2,
                     .rank = 3,
                     .reserved = 0,
+                    .step = 7,
                     .chunk = 0x500000006,
                     .expected = 11,
                     .received = 12,

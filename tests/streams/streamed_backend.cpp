@@ -39,10 +39,12 @@ StreamedBackend::StreamedBackend(c10::intrusive_ptr<c10d::Backend> carrier,
 // Two operations, so that other streams may run while bytes travel.
 c10::intrusive_ptr<c10d::Work> StreamedBackend::run(const char* name,
                                                     std::vector<at::Tensor> inputs,
-                                                    std::vector<at::Tensor> outputs, Post post) {
+                                                    std::vector<at::Tensor> outputs, bool in_line,
+                                                    Post post) {
   Machine& machine = Machine::get();
-  const uint32_t stream = in_line_ ? current_stream() : stream_;
-  if (!in_line_) machine.wait(stream, machine.record(current_stream()), /*counted=*/false);
+  const uint32_t stream = in_line ? current_stream() : stream_;
+  const MarkPtr first = in_line ? last_ : machine.record(current_stream());
+  if (first) machine.wait(stream, first, /*counted=*/false);
   auto under_way = std::make_shared<c10::intrusive_ptr<c10d::Work>>();
   machine.enqueue(stream, name, [=](const Touched& touched) {
     touch(touched, inputs, outputs);
@@ -56,14 +58,15 @@ c10::intrusive_ptr<c10d::Work> StreamedBackend::run(const char* name,
     if (damage.countdown < 0) return;
     static_cast<uint8_t*>(outputs[0].mutable_data_ptr())[damage.offset] = damage.value;
   });
-  if (in_line_) return nullptr;
-  return c10::make_intrusive<StreamedWork>(machine.record(stream));
+  last_ = machine.record(stream);
+  if (in_line) return nullptr;
+  return c10::make_intrusive<StreamedWork>(last_);
 }
 
 c10::intrusive_ptr<c10d::Work> StreamedBackend::broadcast(std::vector<at::Tensor>& tensors,
                                                           const c10d::BroadcastOptions& options) {
   std::vector<at::Tensor> host = {on_host(tensors[0])};
-  return run("broadcast", {}, host, [carrier = carrier_, host, options]() mutable {
+  return run("broadcast", {}, host, false, [carrier = carrier_, host, options]() mutable {
     return carrier->broadcast(host, options);
   });
 }
@@ -71,7 +74,7 @@ c10::intrusive_ptr<c10d::Work> StreamedBackend::broadcast(std::vector<at::Tensor
 c10::intrusive_ptr<c10d::Work> StreamedBackend::allreduce(std::vector<at::Tensor>& tensors,
                                                           const c10d::AllreduceOptions& options) {
   std::vector<at::Tensor> host = {on_host(tensors[0])};
-  return run("all-reduce", {}, host, [carrier = carrier_, host, options]() mutable {
+  return run("all-reduce", {}, host, false, [carrier = carrier_, host, options]() mutable {
     return carrier->allreduce(host, options);
   });
 }
@@ -82,7 +85,7 @@ c10::intrusive_ptr<c10d::Work> StreamedBackend::allgather(
   std::vector<std::vector<at::Tensor>> out(1);
   for (const at::Tensor& output : outputs[0]) out[0].push_back(on_host(output));
   std::vector<at::Tensor> in = {on_host(inputs[0])};
-  return run("all-gather", in, out[0], [carrier = carrier_, out, in, options]() mutable {
+  return run("all-gather", in, out[0], false, [carrier = carrier_, out, in, options]() mutable {
     return carrier->allgather(out, in, options);
   });
 }
@@ -90,7 +93,7 @@ c10::intrusive_ptr<c10d::Work> StreamedBackend::allgather(
 c10::intrusive_ptr<c10d::Work> StreamedBackend::_allgather_base(
     at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) {
   at::Tensor out = on_host(output), in = on_host(input);
-  return run("all-gather", {in}, {out}, [carrier = carrier_, out, in, options]() mutable {
+  return run("all-gather", {in}, {out}, in_line_, [carrier = carrier_, out, in, options]() mutable {
     return carrier->_allgather_base(out, in, options);
   });
 }
@@ -99,7 +102,7 @@ c10::intrusive_ptr<c10d::Work> StreamedBackend::alltoall_base(
     at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes,
     std::vector<int64_t>& input_sizes, const c10d::AllToAllOptions& options) {
   at::Tensor out = on_host(output), in = on_host(input);
-  return run("all-to-all", {in}, {out},
+  return run("all-to-all", {in}, {out}, in_line_,
              [carrier = carrier_, out, in, output_sizes, input_sizes, options]() mutable {
                return carrier->alltoall_base(out, in, output_sizes, input_sizes, options);
              });

@@ -15,7 +15,7 @@ namespace fake_device {
 
 // Overwrites a byte of what one of the next collectives receives.
 struct Damage {
-  int64_t countdown = -1;  // all-to-alls and all-gathers of single tensors until then; -1: never
+  int64_t countdown = -1;  // collectives until then; -1: never
   int64_t offset = 0;
   uint8_t value = 0;
 };
@@ -26,7 +26,8 @@ class StreamedBackend final : public c10d::Backend {
   StreamedBackend(c10::intrusive_ptr<c10d::Backend> carrier, const std::string& name, int rank,
                   int size, std::chrono::milliseconds timeout);
 
-  // Collectives on the current stream, without a Work.
+  // All-to-alls and all-gathers of single tensors on the current stream, one after the other and
+  // without a Work.
   void set_in_line(bool in_line) { in_line_ = in_line; }
   void damage(const Damage& damage) { damage_ = damage; }
 
@@ -49,12 +50,13 @@ class StreamedBackend final : public c10d::Backend {
  private:
   using Post = std::function<c10::intrusive_ptr<c10d::Work>()>;
   c10::intrusive_ptr<c10d::Work> run(const char* name, std::vector<at::Tensor> inputs,
-                                     std::vector<at::Tensor> outputs, Post post);
+                                     std::vector<at::Tensor> outputs, bool in_line, Post post);
 
   c10::intrusive_ptr<c10d::Backend> carrier_;
   c10::intrusive_ptr<Options> options_;
   uint32_t stream_;
   bool in_line_ = false;
+  MarkPtr last_;  // end of the last collective
   Damage damage_;
 };
 
