@@ -57,6 +57,7 @@ void Machine::push(uint32_t stream, Operation operation) {
   join(clock, host_);
   ++clock[stream];
   operation.clock = clock;
+  host_is_busy_ = true;
   queues_[stream].push_back(std::move(operation));
   changed_.notify_all();
 }
@@ -131,7 +132,10 @@ void Machine::work() {
       continue;
     }
     // As late as possible: not before the host waits or has nothing more to say.
-    if (waiting_ == 0 && changed_.wait_for(lock, kLatest) == std::cv_status::no_timeout) continue;
+    if (waiting_ == 0 && host_is_busy_) {
+      host_is_busy_ = changed_.wait_for(lock, kLatest) == std::cv_status::no_timeout;
+      continue;
+    }
     Operation operation = std::move(queues_[*stream].front());
     queues_[*stream].pop_front();
     if (operation.work) {

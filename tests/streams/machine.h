@@ -124,6 +124,7 @@ class Machine {
   std::vector<uint64_t> priorities_;
   Clock host_{};
   uint64_t waiting_ = 0;  // host threads
+  bool host_is_busy_ = false;
   std::mt19937_64 random_;
   std::map<void*, Block> blocks_;
   int64_t omitted_ = -1;
