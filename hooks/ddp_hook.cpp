@@ -4,10 +4,9 @@
 
 namespace gradferry {
 
-FuturePtr make_future(c10::TypePtr type, const c10d::GradBucket& bucket) {
-  const c10::Device device = bucket.getBuffer().device();
+FuturePtr make_future(c10::TypePtr type, const at::Tensor& tensor) {
   std::vector<c10::Device> devices;
-  if (!device.is_cpu()) devices.push_back(device);
+  if (!tensor.is_cpu()) devices.push_back(tensor.device());
   return c10::make_intrusive<c10::ivalue::Future>(std::move(type), std::move(devices));
 }
 
@@ -35,19 +34,27 @@ c10::intrusive_ptr<c10d::ProcessGroup> BucketHook::group() const {
   }
 }
 
-bool BucketHook::passes_through(const c10d::GradBucket& bucket) const {
-  return engine_ == nullptr || bucket.getBuffer().is_sparse();
+bool BucketHook::admit(const c10d::GradBucket& bucket) const {
+  if (engine_ == nullptr) return false;
+  if (!bucket.getBuffer().is_sparse()) return true;
+  if (engine_->needs_every_bucket()) {
+    raise(
+        "a sparse gradient came, which momentum= and exact_skip= cannot handle; build the "
+        "embedding with sparse=False, or attach without them");
+  }
+  engine_->pass(indices_of(bucket));
+  return false;
 }
 
 FuturePtr BucketHook::pass_through(c10d::GradBucket& bucket) const {
   const auto process_group = group();
+  note_passed();
   std::vector<at::Tensor> tensors = {bucket.getBufferRef()};
   tensors[0].div_(process_group->getSize());
   return process_group->allreduce(tensors)->getFuture();
 }
 
-void BucketHook::run(const c10d::GradBucket& bucket, FuturePtr future, c10::IValue value) const {
-  (void)group();  // refuses a destroyed group
+std::vector<uint32_t> BucketHook::indices_of(const c10d::GradBucket& bucket) const {
   std::vector<uint32_t> parameters;
   for (const at::Tensor& parameter : bucket.getParameters()) {
     const auto found = index_.find(parameter.unsafeGetTensorImpl());
@@ -58,14 +65,20 @@ void BucketHook::run(const c10d::GradBucket& bucket, FuturePtr future, c10::IVal
     }
     parameters.push_back(found->second);
   }
+  return parameters;
+}
+
+void BucketHook::run(const c10d::GradBucket& bucket, FuturePtr future, c10::IValue value) const {
+  (void)group();  // refuses a destroyed group
+  const std::vector<uint32_t> parameters = indices_of(bucket);
   at::Tensor gradient = bucket.getBuffer().detach();
   if (gradient.is_complex()) gradient = at::view_as_real(gradient);
   engine_->run(parameters, gradient.view({-1}), std::move(future), std::move(value));
 }
 
 FuturePtr NativeHook::runHook(c10d::GradBucket& bucket) {
-  if (hook_->passes_through(bucket)) return hook_->pass_through(bucket);
-  auto future = make_future(c10::TensorType::get(), bucket);
+  if (!hook_->admit(bucket)) return hook_->pass_through(bucket);
+  auto future = make_future(c10::TensorType::get(), bucket.getBuffer());
   hook_->run(bucket, future, bucket.getBuffer());
   return future;
 }

@@ -2,6 +2,7 @@
 // passes it through.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <string>
 #include <unordered_map>
@@ -13,9 +14,9 @@
 
 namespace gradferry {
 
-// A Future of `type` for what concerns `bucket`: it makes streams wait where the bucket is on a
-// device that has some.
-FuturePtr make_future(c10::TypePtr type, const c10d::GradBucket& bucket);
+// A Future of `type` for what will be in `tensor`: where that is on a device with streams, whoever
+// waits for the Future has its current stream wait.
+FuturePtr make_future(c10::TypePtr type, const at::Tensor& tensor);
 
 class BucketHook {
  public:
@@ -25,11 +26,17 @@ class BucketHook {
   BucketHook(std::shared_ptr<BucketEngine> engine, const std::vector<at::Tensor>& parameters,
              std::string group_name, ExceptionFactory make_exception);
 
-  // Sparse buckets, and all of them without an engine: the backend's own averaged all-reduce.
-  bool passes_through(const c10d::GradBucket& bucket) const;
+  // Whether the bucket takes run(). Without an engine none does, and sparse ones never do: they
+  // pass through the backend's own averaged all-reduce. To be asked once per bucket, as it comes.
+  // Raises StateError for a sparse bucket where the engine needs every bucket.
+  bool admit(const c10d::GradBucket& bucket) const;
 
   // Posted in bucket order; the backend's own future.
   FuturePtr pass_through(c10d::GradBucket& bucket) const;
+  // Buckets that have taken the backend's all-reduce, through pass_through() or counted by
+  // note_passed().
+  uint64_t passed() const { return passed_.load(std::memory_order_relaxed); }
+  void note_passed() const { passed_.fetch_add(1, std::memory_order_relaxed); }
 
   // Completes `future` with `value` when the averaged gradient lies in the bucket's buffer.
   // Raises ConfigError, StateError, or the engine's first error. Without the GIL.
@@ -37,6 +44,7 @@ class BucketHook {
 
  private:
   c10::intrusive_ptr<c10d::ProcessGroup> group() const;
+  std::vector<uint32_t> indices_of(const c10d::GradBucket& bucket) const;
   [[noreturn]] void raise(const std::string& message) const;
 
   std::shared_ptr<BucketEngine> engine_;
@@ -45,6 +53,7 @@ class BucketHook {
   std::vector<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> identities_;
   std::string group_name_;
   ExceptionFactory make_exception_;
+  mutable std::atomic<uint64_t> passed_{0};
 };
 
 // The native hook: no Python and no GIL on its path.

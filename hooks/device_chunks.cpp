@@ -23,10 +23,6 @@ uint32_t* words(const at::Tensor& tensor) {
 TileStatus* statuses(const at::Tensor& tensor) {
   return static_cast<TileStatus*>(tensor.mutable_data_ptr());
 }
-// Of an empty residual there is no memory, and no tile that uses it.
-float* floats(bool used, const at::Tensor& tensor) {
-  return used ? tensor.mutable_data_ptr<float>() : nullptr;
-}
 
 }  // namespace
 
@@ -36,12 +32,10 @@ float* floats(bool used, const at::Tensor& tensor) {
 void DeviceEngine::exchange(BucketJob& job) {
   const c10::DeviceGuard guard(device_);
   transport_->begin_bucket();
-  if (job.begins_step) {
-    read_last_commit();
-    post_commit(job.step - 1, job.number);
-  }
   job.ready.block(encode_stream_);
   give_back(std::move(job.ready));
+  if (job.begins_step) begin_step(job);
+  uncommitted_step_ = job.step;
   reserve_statuses(job.plan->most_tiles());
 
   const std::vector<DeviceChunk>& chunks = job.plan->chunks();
@@ -61,9 +55,23 @@ void DeviceEngine::exchange(BucketJob& job) {
     const std::lock_guard lock(mutex_);
     --stats_.in_flight;
   }
+  job.event.encoded_ns = job.event.complete_ns = log_.now();
+  log_.add(job.event);
   const c10::StreamGuard finish(finish_stream_);
   job.gradient.reset();
   job.future->markCompleted(std::move(job.value));
+}
+
+void DeviceEngine::begin_step(const BucketJob& job) {
+  read_last_commit();
+  if (uncommitted_step_) post_commit(*uncommitted_step_, job.number);
+  if (job.step < options_.warmup_steps) return;  // without residuals
+  const at::Tensor& scale = options_.loss_scale;
+  message_kernels().rescale(
+      {.loss_scale = scale.defined() ? scale.const_data_ptr<float>() : nullptr,
+       .residual_scale = residual_scale_.mutable_data_ptr<float>(),
+       .gain = gain_.mutable_data_ptr<float>(),
+       .stream = encode_stream_.native_handle()});
 }
 
 Envelope DeviceEngine::envelope(const BucketJob& job, const ChunkJob& chunk, Phase phase) const {
@@ -96,6 +104,7 @@ TileBatch DeviceEngine::make_batch(const BucketJob& job, const DeviceStage& stag
 }
 
 void DeviceEngine::send(BucketJob& job, ChunkJob& chunk) {
+  const TimedRange timed("gradferry::encode", job.event.encode_ns);
   const DeviceChunk& planned = *chunk.chunk;
   {
     const std::lock_guard lock(mutex_);
@@ -108,8 +117,8 @@ void DeviceEngine::send(BucketJob& job, ChunkJob& chunk) {
   for (const DeviceBatch& batch : planned.encode.batches) {
     layout_.codecs()[batch.codec_index].codec->encode(
         make_batch(job, planned.encode, batch, Stage::kWorker, encode_statuses_, encode_stream_),
-        job.gradient.const_data_ptr(), 1.0F, nullptr,
-        floats(batch.worker_residual, worker_residual_), bytes(slot.scatter_send));
+        job.gradient.const_data_ptr(), 1.0F, gain_.const_data_ptr<float>(),
+        batch.worker_residual ? residuals_->worker() : nullptr, bytes(slot.scatter_send));
   }
   message_kernels().seal({.envelope = envelope(job, chunk, Phase::kScatter),
                           .messages = job.plan->data(planned.scatter_sent),
@@ -123,10 +132,16 @@ void DeviceEngine::send(BucketJob& job, ChunkJob& chunk) {
                                          slot.scatter_send, planned.send_bytes, encode_stream_);
 }
 
+void DeviceEngine::wait(BucketJob& job, Transfer& transfer) {
+  const TimedRange timed("gradferry::network", job.event.network_ns);
+  transport_->wait(transfer, finish_stream_);
+}
+
 void DeviceEngine::reduce(BucketJob& job, ChunkJob& chunk) {
   const DeviceChunk& planned = *chunk.chunk;
   DeviceSlot& slot = *chunk.slot;
-  transport_->wait(chunk.scatter, finish_stream_);
+  wait(job, chunk.scatter);
+  const TimedRange timed("gradferry::reduce", job.event.reduce_ns);
   message_kernels().check({.envelope = envelope(job, chunk, Phase::kScatter),
                            .messages = job.plan->data(planned.scatter_received),
                            .num_messages = planned.scatter_received.size,
@@ -140,8 +155,8 @@ void DeviceEngine::reduce(BucketJob& job, ChunkJob& chunk) {
   for (const DeviceBatch& batch : planned.reduce.batches) {
     layout_.codecs()[batch.codec_index].codec->reduce(
         make_batch(job, planned.reduce, batch, Stage::kOwner, finish_statuses_, finish_stream_),
-        job.plan->data(planned.payloads[chunk.slot_index]), options_.world_size, nullptr,
-        floats(batch.owner_residual, owner_residual_),
+        job.plan->data(planned.payloads[chunk.slot_index]), options_.world_size,
+        gain_.const_data_ptr<float>(), batch.owner_residual ? residuals_->owner() : nullptr,
         bytes(slot.gather_send) + sizeof(MessageHeader));
   }
   message_kernels().seal({.envelope = envelope(job, chunk, Phase::kGather),
@@ -161,7 +176,8 @@ void DeviceEngine::reduce(BucketJob& job, ChunkJob& chunk) {
 void DeviceEngine::decode(BucketJob& job, ChunkJob& chunk) {
   const DeviceChunk& planned = *chunk.chunk;
   DeviceSlot& slot = *chunk.slot;
-  transport_->wait(chunk.gather, finish_stream_);
+  wait(job, chunk.gather);
+  const TimedRange timed("gradferry::decode", job.event.decode_ns);
   message_kernels().check({.envelope = envelope(job, chunk, Phase::kGather),
                            .messages = job.plan->data(planned.gather_received),
                            .num_messages = planned.gather_received.size,
@@ -305,9 +321,10 @@ void DeviceEngine::load_kernels() const {
                           .options = &codec.options,
                           .status = status,
                           .stream = stream};
+    const float* gain = gain_.const_data_ptr<float>();
     for (float* kept : {static_cast<float*>(nullptr), residual}) {
-      codec.codec->encode(batch, part(3), 1.0F, nullptr, kept, part(2));
-      codec.codec->reduce(batch, payloads, 1, nullptr, kept, part(6));
+      codec.codec->encode(batch, part(3), 1.0F, gain, kept, part(2));
+      codec.codec->reduce(batch, payloads, 1, gain, kept, part(6));
     }
     codec.codec->decode(batch, part(2), part(3), 0.0F, nullptr);
   };
@@ -316,6 +333,7 @@ void DeviceEngine::load_kernels() const {
   const auto* zeros = reinterpret_cast<const uint32_t*>(part(7));
   auto* found = reinterpret_cast<Findings*>(part(8));
   auto* scratch = reinterpret_cast<uint32_t*>(part(9));
+  message_kernels().rescale({nullptr, residual, residual, stream});
   message_kernels().seal({{}, messages, 1, zeros, status, found, part(10), stream});
   message_kernels().check({{}, messages, 1, reinterpret_cast<const ReceivedTile*>(part(7)), 1,
                            part(10), scratch, scratch + 1, found, stream});

@@ -62,10 +62,14 @@ std::shared_ptr<DeviceEngine> DeviceEngine::start(EngineOptions options, c10::De
 at::Tensor DeviceEngine::make_tensor(uint64_t num_bytes) const {
   const auto options = at::TensorOptions().dtype(at::kByte).device(device_);
   at::Tensor tensor = at::zeros({static_cast<int64_t>(num_bytes)}, options);
+  use_on_both_streams(tensor);
+  return tensor;
+}
+
+void DeviceEngine::use_on_both_streams(const at::Tensor& tensor) const {
   const c10::impl::VirtualGuardImpl guard(device_.type());
   guard.recordDataPtrOnStream(tensor.storage().data_ptr(), encode_stream_);
   guard.recordDataPtrOnStream(tensor.storage().data_ptr(), finish_stream_);
-  return tensor;
 }
 
 DeviceBuffer DeviceEngine::make_buffer(uint64_t num_bytes) const {
@@ -79,11 +83,12 @@ DeviceBuffer DeviceEngine::make_buffer(uint64_t num_bytes) const {
 
 void DeviceEngine::allocate() {
   const c10::StreamGuard guard(finish_stream_);
-  const uint64_t worker = layout_.worker_residual_elements() * sizeof(float);
-  const uint64_t owner = layout_.owner_residual_elements() * sizeof(float);
-  worker_residual_ = make_tensor(worker).view(at::kFloat);
-  owner_residual_ = make_tensor(owner).view(at::kFloat);
-  stats_.residual_bytes = worker + owner;
+  residuals_.emplace(layout_, /*keep_copy=*/false, device_);
+  use_on_both_streams(residuals_->worker_tensor());
+  use_on_both_streams(residuals_->owner_tensor());
+  stats_.residual_bytes = residuals_->num_bytes();
+  residual_scale_ = make_tensor(sizeof(float)).view(at::kFloat);
+  gain_ = make_tensor(sizeof(float)).view(at::kFloat);
   findings_ = make_tensor(sizeof(Findings));
   sums_ = make_tensor(uint64_t{options_.world_size} * sizeof(uint32_t));
   verdicts_ = make_tensor(uint64_t{options_.world_size} * sizeof(uint32_t));
@@ -143,7 +148,10 @@ void DeviceEngine::begin_run() {
 
 void DeviceEngine::fail(const std::exception_ptr& failure, const FuturePtr& future) {
   const std::lock_guard lock(mutex_);
-  if (!death_) death_ = describe_failure(failure, options_.rank);
+  if (!death_) {
+    const Error error = describe_failure(failure, options_.rank);
+    death_ = Error(error.kind(), error.what() + log_.text(options_.rank));
+  }
   if (future) future->setErrorIfNeeded(options_.make_exception(*death_));
 }
 
@@ -162,8 +170,13 @@ DeviceEngine::BucketJob DeviceEngine::make_job(const std::vector<uint32_t>& para
   check_gradient(plan.plan(), gradient);
   c10::Event ready = take_event();
   ready.record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
-  return {&plan,  gradient, std::move(future), std::move(value), std::move(ready),
-          step,   number,   begins_step};
+  BucketEvent event{.step = step,
+                    .bucket = number,
+                    .chunks = plan.chunks().size(),
+                    .gradient_bytes = gradient.nbytes(),
+                    .begin_ns = log_.now()};
+  return {&plan, gradient, std::move(future), std::move(value), std::move(ready),
+          step,  number,   begins_step,       event,            {}};
 }
 
 void DeviceEngine::submit(BucketJob job) {
@@ -190,6 +203,7 @@ void DeviceEngine::submit(BucketJob job) {
         const std::lock_guard lock(mutex_);
         if (death_) throw Error(*death_);
       }
+      const ProfilerContext::Guard profiled(shared->profiler);
       exchange(*shared);
     } catch (...) {
       fail(std::current_exception(), shared->future);
@@ -245,22 +259,46 @@ void DeviceEngine::give_back(c10::Event event) {
   events_.push_back(std::move(event));
 }
 
+// --- between steps
+// ---------------------------------------------------------------------------------
+
+void DeviceEngine::pass(const std::vector<uint32_t>& parameters) {
+  const std::lock_guard lock(mutex_);
+  steps_.pass(parameters);
+}
+
+uint64_t DeviceEngine::current_step() const {
+  const std::lock_guard lock(mutex_);
+  return steps_.step();
+}
+
 EngineStats DeviceEngine::stats() const {
   const std::lock_guard lock(mutex_);
   EngineStats stats = stats_;
   stats.steps = steps_.step();
   stats.step_buckets = steps_.finished();
+  stats.times = log_.totals();
   if (transport_) stats.wire_bytes = transport_->sent_bytes();
   return stats;
 }
 
-EngineState DeviceEngine::state() const {
-  const std::lock_guard lock(mutex_);
+// `what` is to be done. With mutex_ held.
+void DeviceEngine::expect_between_steps(const char* what) const {
   if (death_) throw Error(*death_);
-  GRADFERRY_EXPECTS(stats_.in_flight == 0, kState,
-                    std::to_string(stats_.in_flight) +
-                        " buckets are in flight; save the state after backward() returned");
-  if (!transport_) return {steps_.finished_steps(), at::empty({0}), at::empty({0})};
+  const size_t seen = steps_.num_seen(), all = steps_.num_parameters();
+  GRADFERRY_EXPECTS(stats_.in_flight == 0 && (seen == 0 || seen == all), kState,
+                    std::string("cannot ") + what + " in the middle of step " +
+                        std::to_string(steps_.step()) + ": " + std::to_string(seen) + " of " +
+                        std::to_string(all) + " gradients were handed over, " +
+                        std::to_string(stats_.in_flight) +
+                        " buckets are in flight; do it after backward() returned");
+}
+
+EngineState DeviceEngine::state() {
+  const std::lock_guard lock(mutex_);
+  expect_between_steps("save the state");
+  const at::Tensor nothing = at::empty({0}, at::TensorOptions().dtype(at::kFloat));
+  if (!transport_) return {steps_.finished_steps(), nothing, nothing, 0.0F};
   encode_stream_.synchronize();
   finish_stream_.synchronize();
   const at::Tensor found = findings_.cpu();
@@ -271,32 +309,47 @@ EngineState DeviceEngine::state() const {
                           findings->chunk, findings->expected, findings->received},
                          options_.rank, findings->step));
   }
-  return {steps_.finished_steps(), worker_residual_.cpu(), owner_residual_.cpu()};
+  return {steps_.finished_steps(), residuals_->worker_tensor().cpu(),
+          residuals_->owner_tensor().cpu(), residual_scale_.cpu().item<float>()};
 }
 
 void DeviceEngine::load_state(const EngineState& state) {
   const std::lock_guard lock(mutex_);
-  if (death_) throw Error(*death_);
-  GRADFERRY_EXPECTS(stats_.in_flight == 0, kState,
-                    std::to_string(stats_.in_flight) +
-                        " buckets are in flight; load the state before backward()");
-  const auto fits = [](uint64_t own, const at::Tensor& other) {
-    return other.scalar_type() == at::kFloat && other.dim() == 1 &&
-           static_cast<uint64_t>(other.numel()) == own;
-  };
-  GRADFERRY_EXPECTS(fits(layout_.worker_residual_elements(), state.worker_residual) &&
-                        fits(layout_.owner_residual_elements(), state.owner_residual),
-                    kState,
-                    "the saved residuals have another size or dtype than this engine's; "
-                    "they belong to another model, codec, rank or world size");
+  expect_between_steps("load a state");
+  if (transport_) {
+    encode_stream_.synchronize();
+    const c10::StreamGuard guard(finish_stream_);
+    residuals_->load(state.worker_residual, state.owner_residual, state.loss_scale);
+    residual_scale_.fill_(state.loss_scale);
+    finish_stream_.synchronize();
+  }
   steps_.resume(state.steps);
+  // Of steps that this one does not follow.
+  commit_.reset();
+  uncommitted_step_.reset();
+}
+
+void DeviceEngine::scale_residuals(float factor) {
+  const std::lock_guard lock(mutex_);
+  expect_between_steps("scale residuals");
   if (!transport_) return;
   encode_stream_.synchronize();
   const c10::StreamGuard guard(finish_stream_);
-  worker_residual_.copy_(state.worker_residual);
-  owner_residual_.copy_(state.owner_residual);
+  residuals_->scale(factor);
   finish_stream_.synchronize();
-  commit_.reset();  // of a step that this one does not follow
+}
+
+void DeviceEngine::skip_step() {
+  throw Error(ErrorKind::kState,
+              "a step can be skipped without loss only with exact_skip=True, which is not "
+              "available on a device in this version");
+}
+
+void DeviceEngine::add_to_worker_residual(uint32_t /*parameter*/, const at::Tensor& /*values*/,
+                                          float /*factor*/) {
+  throw Error(ErrorKind::kState,
+              "a worker residual carries momentum only in momentum mode, which is not available on "
+              "a device in this version");
 }
 
 }  // namespace gradferry

@@ -47,10 +47,22 @@ class DeviceEngine final : public BucketEngine {
   void run(const std::vector<uint32_t>& parameters, const at::Tensor& gradient, FuturePtr future,
            c10::IValue value) override;
 
+  void pass(const std::vector<uint32_t>& parameters) override;
+  bool needs_every_bucket() const override { return false; }
+
   EngineStats stats() const override;
+  uint64_t current_step() const override;
+  // Instants and times are the host's, of enqueueing.
+  std::vector<BucketEvent> events() const override { return log_.events(); }
+  const Layout& layout() const override { return layout_; }
+
   // These wait for both streams. state() also throws what this rank's device found so far.
-  EngineState state() const override;
+  EngineState state() override;
   void load_state(const EngineState& state) override;
+  void scale_residuals(float factor) override;
+  // Not on a device.
+  void skip_step() override;
+  void add_to_worker_residual(uint32_t parameter, const at::Tensor& values, float factor) override;
 
  private:
   // Buffers of one chunk in flight.
@@ -67,6 +79,8 @@ class DeviceEngine final : public BucketEngine {
     uint64_t step;
     uint64_t number;
     bool begins_step;
+    BucketEvent event;
+    ProfilerContext profiler;
   };
   struct ChunkJob {
     const DeviceChunk* chunk;
@@ -93,14 +107,18 @@ class DeviceEngine final : public BucketEngine {
   void give_back(c10::Event event);
   void submit(BucketJob job);
   void fail(const std::exception_ptr& failure, const FuturePtr& future);
+  void expect_between_steps(const char* what) const;
+  void use_on_both_streams(const at::Tensor& tensor) const;
   [[noreturn]] void raise(const Error& error) const;
 
   // The caller of run(), or the engine's thread with a transport that waits (device_chunks.cpp).
   void exchange(BucketJob& job);
   void send(BucketJob& job, ChunkJob& chunk);
+  void wait(BucketJob& job, Transfer& transfer);
   void reduce(BucketJob& job, ChunkJob& chunk);
   void decode(BucketJob& job, ChunkJob& chunk);
   void reserve_statuses(uint32_t num_tiles);
+  void begin_step(const BucketJob& job);
   void post_commit(uint64_t step, uint64_t bucket);
   void read_last_commit();
   Envelope envelope(const BucketJob& job, const ChunkJob& chunk, Phase phase) const;
@@ -113,13 +131,15 @@ class DeviceEngine final : public BucketEngine {
   const EngineOptions options_;
   const c10::Device device_;
   const Layout layout_;
+  EventLog log_;
   const int process_id_;
   const c10::Stream encode_stream_, finish_stream_;  // E and F
   std::unique_ptr<DeviceTransport> transport_;
   std::shared_ptr<Worker> worker_;  // with a transport that waits
 
   // Device memory.
-  at::Tensor worker_residual_, owner_residual_;
+  std::optional<Residuals> residuals_;  // none without a transport
+  at::Tensor residual_scale_, gain_;    // one fp32 each
   at::Tensor findings_;
   std::vector<DeviceSlot> slots_;
   at::Tensor encode_statuses_, finish_statuses_;
@@ -132,6 +152,7 @@ class DeviceEngine final : public BucketEngine {
     uint64_t step, bucket;
   };
   std::optional<PostedCommit> commit_;
+  std::optional<uint64_t> uncommitted_step_;
   c10::Event commit_done_;
   uint64_t next_slot_ = 0;
 

@@ -34,7 +34,9 @@ Registry& registry() {
 Engine::Engine(EngineOptions options, std::vector<c10::intrusive_ptr<c10d::Backend>> backends)
     : options_(std::move(options)),
       layout_(options_.parameters, options_.rank, options_.world_size, Device::kCpu),
-      process_id_(getpid()) {
+      sample_(layout_),
+      process_id_(getpid()),
+      residuals_(layout_, options_.exact_skip) {
   GRADFERRY_EXPECTS(options_.chunk_bytes >= kLeastChunkBytes, kConfig,
                     "chunk_bytes is " + std::to_string(options_.chunk_bytes) +
                         "; it must be at least " + std::to_string(kLeastChunkBytes));
@@ -57,10 +59,7 @@ Engine::Engine(EngineOptions options, std::vector<c10::intrusive_ptr<c10d::Backe
 }
 
 void Engine::allocate() {
-  const auto floats = at::TensorOptions().dtype(at::kFloat);
-  worker_residual_ = at::zeros({static_cast<int64_t>(layout_.worker_residual_elements())}, floats);
-  owner_residual_ = at::zeros({static_cast<int64_t>(layout_.owner_residual_elements())}, floats);
-  stats_.residual_bytes = worker_residual_.nbytes() + owner_residual_.nbytes();
+  stats_.residual_bytes = residuals_.num_bytes();
   seen_in_step_.assign(layout_.parameters().size(), false);
   if (!exchange_) return;
 
@@ -151,7 +150,7 @@ void Engine::run(const std::vector<uint32_t>& parameters, const at::Tensor& grad
   {
     const std::lock_guard lock(mutex_);
     running_ = false;
-    if (failure && !death_) death_ = describe_failure(failure, options_.rank);
+    if (failure && !death_) death_ = with_events(describe_failure(failure, options_.rank));
     changed_.notify_all();
   }
   if (failure) raise(*death_);
@@ -173,29 +172,67 @@ void Engine::check_gradient(const BucketPlan& plan, const at::Tensor& gradient) 
 void Engine::send_bucket(const std::vector<uint32_t>& parameters, const at::Tensor& gradient,
                          FuturePtr future, c10::IValue value) {
   const uint64_t step = stats_.steps;  // only this thread writes it
-  const BucketPlan& plan = plan_for(parameters, step < options_.warmup_steps);
+  const BucketPlan& plan = plan_for(parameters, in_warmup(step));
   check_gradient(plan, gradient);
-  if (!exchange_ || plan.chunks.empty()) {
-    GRADFERRY_EXPECTS(!options_.raise_nonfinite || at::isfinite(gradient).all().item<bool>(),
-                      kState,
-                      "a gradient is not finite at step " + std::to_string(step) +
-                          "; lower the learning rate or the loss scale");
-    future->markCompleted(std::move(value));
-    return;
-  }
+  if (!step_began_) begin_step();
   auto bucket = std::make_shared<BucketJob>();
+  bucket->event = {.step = step,
+                   .chunks = plan.chunks.size(),
+                   .gradient_bytes = gradient.nbytes(),
+                   .begin_ns = log_.now()};
   bucket->gradient = gradient;
   bucket->future = std::move(future);
   bucket->value = std::move(value);
   bucket->step = step;
+  bucket->gain = gain_;
+  if (!exchange_ || plan.chunks.empty()) {
+    run_alone(plan, bucket);
+    return;
+  }
   {
     const std::lock_guard lock(mutex_);
     bucket->number = stats_.buckets++;
+    bucket->event.bucket = bucket->number;
     stats_.gradient_bytes += gradient.nbytes();
     ++stats_.in_flight;
   }
   for (const ChunkPlan& chunk : plan.chunks) {
     send_chunk(bucket, chunk, &chunk == &plan.chunks.back());
+  }
+}
+
+// Nothing travels: gradients stay as they are, but for the momentum.
+void Engine::run_alone(const BucketPlan& plan, const std::shared_ptr<BucketJob>& bucket) {
+  if (options_.momentum != 0 && !in_warmup(bucket->step)) {
+    for (const ChunkPlan& chunk : plan.chunks) add_momentum_alone(chunk, bucket);
+  }
+  if ((options_.raise_nonfinite || options_.exact_skip) &&
+      !at::isfinite(bucket->gradient).all().item<bool>()) {
+    GRADFERRY_EXPECTS(!options_.raise_nonfinite, kState,
+                      "a gradient is not finite at step " + std::to_string(bucket->step) +
+                          "; lower the learning rate or the loss scale");
+    const std::lock_guard lock(mutex_);
+    step_nonfinite_ = !in_warmup(bucket->step);
+  }
+  bucket->future->markCompleted(std::move(bucket->value));
+}
+
+void Engine::add_momentum_alone(const ChunkPlan& plan, const std::shared_ptr<BucketJob>& bucket) {
+  alignas(kPayloadAlignment) std::byte payload[kTileElements * sizeof(double)];
+  ChunkJob job{.bucket = bucket, .chunk = {}, .last = false, .encode_error = {}};
+  job.chunk.plan = &plan;
+  void* gradient = bucket->gradient.mutable_data_ptr();
+  for (const PlannedBatch& planned : plan.encode) {
+    const Codec& codec = *layout_.codecs()[planned.codec_index].codec;
+    TileBatch batch = make_batch(planned, job, Stage::kWorker, encode_status_);
+    batch.num_tiles = 1;
+    for (Tile tile : planned.tiles) {
+      tile.payload_offset = 0;
+      batch.tiles = &tile;
+      codec.encode(batch, gradient, alpha(bucket->step), &bucket->gain, residuals_.worker(),
+                   payload);
+      codec.decode(batch, payload, gradient, beta(), residuals_.worker());
+    }
   }
 }
 
@@ -212,7 +249,17 @@ void Engine::begin_run(const std::vector<uint32_t>& parameters) {
     raise(Error(ErrorKind::kState, "gradferry was shut down; it cannot compress at exit"));
   }
   running_ = true;
-  // Bucket index and is_last are unreliable: a step begins when a parameter comes again.
+  note_bucket(parameters);
+  current_buckets_.push_back(parameters);
+}
+
+void Engine::pass(const std::vector<uint32_t>& parameters) {
+  const std::lock_guard lock(mutex_);
+  note_bucket(parameters);
+}
+
+// Bucket index and is_last are unreliable: a step begins when a parameter comes again.
+void Engine::note_bucket(const std::vector<uint32_t>& parameters) {
   const bool again = std::any_of(parameters.begin(), parameters.end(),
                                  [&](uint32_t index) { return seen_in_step_[index]; });
   if (again) {
@@ -220,16 +267,24 @@ void Engine::begin_run(const std::vector<uint32_t>& parameters) {
     std::fill(seen_in_step_.begin(), seen_in_step_.end(), false);
     stats_.step_buckets = std::move(current_buckets_);
     current_buckets_.clear();
+    step_began_ = false;
   }
   for (const uint32_t index : parameters) seen_in_step_[index] = true;
-  current_buckets_.push_back(parameters);
 }
 
-const BucketPlan& Engine::plan_for(const std::vector<uint32_t>& parameters, bool dense) {
-  auto& plans = plans_[dense];
+void Engine::begin_step() {
+  const std::lock_guard lock(mutex_);
+  settle();
+  step_began_ = true;
+  if (in_warmup(stats_.steps)) return;
+  gain_ = residuals_.begin_step(loss_scale());
+}
+
+const BucketPlan& Engine::plan_for(const std::vector<uint32_t>& parameters, bool warmup) {
+  auto& plans = plans_[warmup];
   const auto found = plans.find(parameters);
   if (found != plans.end()) return found->second;
-  const PlanOptions plan_options{options_.rank, options_.chunk_bytes, dense};
+  const PlanOptions plan_options{options_.rank, options_.chunk_bytes, warmup};
   const BucketPlan& plan =
       plans.emplace(parameters, make_plan(layout_, parameters, plan_options)).first->second;
   const std::lock_guard lock(mutex_);
@@ -256,9 +311,13 @@ void Engine::send_chunk(const std::shared_ptr<BucketJob>& bucket, const ChunkPla
   job->chunk.step = bucket->step;
   job->chunk.number = stats_.chunks;  // only this thread writes it
   auto status = WireStatus::kOk;
+  int64_t encode_ns = 0;
+  ResidualSquares withheld;
   std::fill(checksums_.begin(), checksums_.end(), 0);
   try {
+    const TimedRange timed("gradferry::encode", encode_ns);
     encode(*job, checksums_);
+    withheld = sample_.worker(plan, bucket->gradient.const_data_ptr(), residuals_.worker());
   } catch (const std::exception& error) {
     // The peers still get messages of the right size; the commit tells them why.
     job->encode_error = error.what();
@@ -268,6 +327,9 @@ void Engine::send_chunk(const std::shared_ptr<BucketJob>& bucket, const ChunkPla
   const std::lock_guard lock(mutex_);
   if (death_) raise(*death_);
   ++stats_.chunks;
+  bucket->event.encode_ns += encode_ns;
+  bucket->event.worker += withheld;
+  bucket->event.encoded_ns = log_.now();
   queue_.push_back(std::move(job));
   changed_.notify_all();
 }
@@ -279,7 +341,7 @@ TileBatch Engine::make_batch(const PlannedBatch& planned, const ChunkJob& job, S
           .num_tiles = static_cast<uint32_t>(planned.tiles.size()),
           .dtype = job.chunk.plan->dtype,
           .stage = stage,
-          .hold_zero_tiles = true,
+          .hold_zero_tiles = options_.momentum == 0 || in_warmup(job.bucket->step),
           .seed = options_.seed,
           .step = job.bucket->step,
           .options = &layout_.codecs()[planned.codec_index].options,
@@ -291,54 +353,14 @@ void Engine::encode(const ChunkJob& job, std::vector<uint32_t>& checksums) {
   auto* out = static_cast<std::byte*>(job.chunk.slot->scatter_send.mutable_data_ptr());
   for (const PlannedBatch& planned : job.chunk.plan->encode) {
     const TileBatch batch = make_batch(planned, job, Stage::kWorker, encode_status_);
-    float* residual =
-        planned.worker_residual ? worker_residual_.mutable_data_ptr<float>() : nullptr;
     layout_.codecs()[planned.codec_index].codec->encode(
-        batch, job.bucket->gradient.const_data_ptr(), 1.0F, nullptr, residual, out);
+        batch, job.bucket->gradient.const_data_ptr(), alpha(job.bucket->step), &job.bucket->gain,
+        planned.worker_residual ? residuals_.worker() : nullptr, out);
     for (size_t i = 0; i < planned.tiles.size(); ++i) {
       const auto [rank, position] = planned.places[i];
       checksums[rank] = combine_checksum(checksums[rank], encode_status_[i].checksum, position);
     }
   }
-}
-
-EngineStats Engine::stats() const {
-  const std::lock_guard lock(mutex_);
-  EngineStats stats = stats_;
-  stats.wire_bytes = wire_bytes_.load(std::memory_order_relaxed);
-  return stats;
-}
-
-EngineState Engine::state() const {
-  const std::lock_guard lock(mutex_);
-  if (death_) throw Error(*death_);
-  GRADFERRY_EXPECTS(stats_.in_flight == 0, kState,
-                    std::to_string(stats_.in_flight) +
-                        " buckets are in flight; save the state after backward() returned");
-  const bool began = !current_buckets_.empty();
-  return {stats_.steps + (began ? 1 : 0), worker_residual_.clone(), owner_residual_.clone()};
-}
-
-void Engine::load_state(const EngineState& state) {
-  const std::lock_guard lock(mutex_);
-  if (death_) throw Error(*death_);
-  GRADFERRY_EXPECTS(stats_.in_flight == 0, kState,
-                    std::to_string(stats_.in_flight) +
-                        " buckets are in flight; load the state before backward()");
-  const auto fits = [](const at::Tensor& own, const at::Tensor& other) {
-    return other.device().is_cpu() && other.scalar_type() == at::kFloat &&
-           other.sizes() == own.sizes();
-  };
-  GRADFERRY_EXPECTS(
-      fits(worker_residual_, state.worker_residual) && fits(owner_residual_, state.owner_residual),
-      kState,
-      "the saved residuals have another size, dtype or device than this engine's; "
-      "they belong to another model, codec, rank or world size");
-  worker_residual_.copy_(state.worker_residual);
-  owner_residual_.copy_(state.owner_residual);
-  stats_.steps = state.steps;
-  std::fill(seen_in_step_.begin(), seen_in_step_.end(), false);
-  current_buckets_.clear();
 }
 
 }  // namespace gradferry

@@ -4,6 +4,10 @@
 //   finishing thread     wait -> reduce -> post its all-gather         (gather lane)
 //                        wait -> decode into the bucket -> commit      (commit lane) -> Future
 //
+// In momentum mode a rank encodes (1 - momentum) * gradient + residual and adds momentum * decoded
+// to the residual, which so carries the momentum beside what was withheld; what arrives in the
+// bucket is the momentum. Every tile does so, also `exact` ones and those of a world of one.
+//
 // The finishing thread keeps the engine alive and closes its lanes. It ends when it was told to
 // stop and nothing is in flight. On the native path neither thread takes the GIL. After the first
 // error an engine is dead: every call gets that error, and its lanes are given up.
@@ -23,10 +27,13 @@
 #include <vector>
 
 #include "bucket_engine.h"
+#include "events.h"
 #include "exchange.h"
 #include "gradferry/error.h"
 #include "layout.h"
 #include "plan.h"
+#include "residual_sample.h"
+#include "residuals.h"
 
 namespace gradferry {
 
@@ -41,7 +48,10 @@ struct EngineOptions {
   uint64_t layout_hash;
   uint64_t seed;
   uint64_t warmup_steps;  // first steps, in which every tile travels as `exact`
+  double momentum;        // 0: none; then every parameter has a worker residual
   bool raise_nonfinite;   // a decoded NaN or infinity is an error instead of being handed on
+  bool exact_skip;        // a step with a NaN or infinity leaves the residuals as it found them
+  at::Tensor loss_scale;  // one fp32 that a GradScaler changes between steps; undefined: 1
   uint32_t chunk_bytes;   // most payload bytes per owner and stage in one chunk
   ExceptionFactory make_exception;
 };
@@ -59,6 +69,7 @@ struct EngineStats {
   uint64_t in_flight = 0;                           // buckets whose Future is not complete
   uint64_t host_waits = 0;                          // for a device that was a step behind
   std::vector<std::vector<uint32_t>> step_buckets;  // parameters by bucket, last finished step
+  StepTimes times;
 };
 
 // What a checkpoint must hold; fp32 tensors of one dimension on CPU.
@@ -66,6 +77,7 @@ struct EngineState {
   uint64_t steps;  // finished
   at::Tensor worker_residual;
   at::Tensor owner_residual;
+  float loss_scale;  // of the residuals; 0 when they are zero and have no units yet
 };
 
 // What an exception means for the engine of `rank`: an Error as it is, anything else as a failure
@@ -84,11 +96,22 @@ class Engine final : public BucketEngine {
   void run(const std::vector<uint32_t>& parameters, const at::Tensor& gradient, FuturePtr future,
            c10::IValue value) override;
 
-  EngineStats stats() const override;
-  EngineState state() const override;
-  void load_state(const EngineState& state) override;
+  void pass(const std::vector<uint32_t>& parameters) override;
+  bool needs_every_bucket() const override {
+    return options_.momentum != 0 || options_.exact_skip;
+  }
 
-  const Layout& layout() const { return layout_; }
+  EngineStats stats() const override;
+  uint64_t current_step() const override;
+  std::vector<BucketEvent> events() const override { return log_.events(); }
+
+  EngineState state() override;
+  void load_state(const EngineState& state) override;
+  void skip_step() override;
+  void add_to_worker_residual(uint32_t parameter, const at::Tensor& values, float factor) override;
+  void scale_residuals(float factor) override;
+
+  const Layout& layout() const override { return layout_; }
 
   // Tells every engine of the process to stop; waits at most `timeout` for what is in flight.
   static void shutdown_all(std::chrono::milliseconds timeout);
@@ -101,9 +124,13 @@ class Engine final : public BucketEngine {
     c10::IValue value;
     uint64_t number;
     uint64_t step;
+    float gain;  // to the residuals; only this thread and the finishing one read it
     Fault fault;
     std::string local_error;  // of this rank, when fault is kLocalFailure
     std::optional<uint64_t> nonfinite_tile;
+    // Each thread writes its own times; those of run() under mutex_.
+    BucketEvent event;
+    ProfilerContext profiler;
   };
   // A chunk under way, from encode to decode.
   struct ChunkJob {
@@ -123,13 +150,18 @@ class Engine final : public BucketEngine {
 
   // Autograd thread (engine.cpp).
   void begin_run(const std::vector<uint32_t>& parameters);
+  void note_bucket(const std::vector<uint32_t>& parameters);
+  void begin_step();
   void send_bucket(const std::vector<uint32_t>& parameters, const at::Tensor& gradient,
                    FuturePtr future, c10::IValue value);
   void check_gradient(const BucketPlan& plan, const at::Tensor& gradient) const;
-  const BucketPlan& plan_for(const std::vector<uint32_t>& parameters, bool dense);
+  bool in_warmup(uint64_t step) const { return step < options_.warmup_steps; }
+  const BucketPlan& plan_for(const std::vector<uint32_t>& parameters, bool warmup);
   void send_chunk(const std::shared_ptr<BucketJob>& bucket, const ChunkPlan& plan, bool last);
   Slot* take_slot();
   void encode(const ChunkJob& job, std::vector<uint32_t>& checksums);
+  void run_alone(const BucketPlan& plan, const std::shared_ptr<BucketJob>& bucket);
+  void add_momentum_alone(const ChunkPlan& plan, const std::shared_ptr<BucketJob>& bucket);
 
   // Finishing thread (engine_finish.cpp).
   void finish();
@@ -138,6 +170,9 @@ class Engine final : public BucketEngine {
   uint32_t reduce(const ChunkJob& job);
   void decode_chunk(std::unique_ptr<ChunkJob> job);
   void decode(const ChunkJob& job);
+  void decode_with_residual(const ChunkJob& job, size_t batch_index);
+  void decode_undone(const ChunkJob& job, const Codec& codec, TileBatch arrived,
+                     const TileBatch& sent);
   void post_commit(std::shared_ptr<BucketJob> bucket);
   void finish_commit();
   void complete(BucketJob& bucket);
@@ -146,25 +181,37 @@ class Engine final : public BucketEngine {
 
   TileBatch make_batch(const PlannedBatch& planned, const ChunkJob& job, Stage stage,
                        std::vector<TileStatus>& status) const;
+  // The gradient's share of what a step encodes.
+  float alpha(uint64_t step) const {
+    return in_warmup(step) ? 1.0F : static_cast<float>(1.0 - options_.momentum);
+  }
+  float beta() const { return static_cast<float>(options_.momentum); }
+  float loss_scale() const;
+  void expect_between_steps(const char* what) const;
+  void settle();
   std::string parameter_of(uint64_t tile) const;
+  void log_failed(std::vector<std::shared_ptr<BucketJob>> jobs);
+  Error with_events(const Error& error) const;
   void request_stop();
   [[noreturn]] void raise(const Error& error) const;
 
   const EngineOptions options_;
   std::atomic<uint64_t> wire_bytes_{0};
   const Layout layout_;
+  const ResidualSample sample_;
+  EventLog log_;
   std::vector<Lane> lanes_;
   std::optional<Exchange> exchange_;  // none when world_size is 1
   std::optional<at::ThreadLocalState> clean_;
   const int process_id_;
 
-  at::Tensor worker_residual_;
-  at::Tensor owner_residual_;
+  Residuals residuals_;
   std::vector<Slot> slots_;
   std::vector<std::pair<at::Tensor, at::Tensor>> commit_slots_;  // send, receive
 
   // Autograd thread only.
-  std::array<std::map<std::vector<uint32_t>, BucketPlan>, 2> plans_;  // compressed, dense
+  std::array<std::map<std::vector<uint32_t>, BucketPlan>, 2> plans_;  // by warm-up
+  float gain_ = 1.0F;                                                 // of the current step
   std::vector<TileStatus> encode_status_;
   std::vector<uint32_t> checksums_;
 
@@ -180,6 +227,8 @@ class Engine final : public BucketEngine {
   std::deque<std::unique_ptr<ChunkJob>> queue_;
   std::vector<Slot*> free_slots_;
   std::vector<bool> seen_in_step_;  // by parameter
+  bool step_began_ = false;         // a bucket of the step reached the codecs
+  bool step_nonfinite_ = false;     // and one of its results is not finite, or will not be used
   std::vector<std::vector<uint32_t>> current_buckets_;
   std::optional<Error> death_;
   bool running_ = false;  // run() is active

@@ -1,4 +1,6 @@
 // The engine's second half: what the finishing thread does.
+#include <ATen/Functions.h>
+
 #include <algorithm>
 
 #include "engine.h"
@@ -79,15 +81,20 @@ void Engine::reduce_chunk(std::unique_ptr<ChunkJob> job) {
   // In gathers_ first, so that an exception finds its bucket there.
   ChunkJob& current = *gathers_.emplace_back(std::move(job));
   BucketJob& bucket = *current.bucket;
+  const ProfilerContext::Guard profiled(bucket.profiler);
   const Fault local = local_fault(current, Phase::kScatter);
   if (!current.encode_error.empty()) {
     note(bucket.fault, local);
     bucket.local_error = current.encode_error;
   }
-  note(bucket.fault, exchange_->wait_scatter(current.chunk));
+  {
+    const TimedRange timed("gradferry::network", bucket.event.network_ns);
+    note(bucket.fault, exchange_->wait_scatter(current.chunk));
+  }
   uint32_t checksum = 0;
   if (!bucket.fault) {
     try {
+      const TimedRange timed("gradferry::reduce", bucket.event.reduce_ns);
       checksum = reduce(current);
     } catch (const std::exception& error) {
       note(bucket.fault, local);
@@ -107,9 +114,9 @@ uint32_t Engine::reduce(const ChunkJob& job) {
   uint64_t corrupt = 0;
   for (const PlannedBatch& planned : job.chunk.plan->reduce) {
     const TileBatch batch = make_batch(planned, job, Stage::kOwner, finish_status_);
-    float* residual = planned.owner_residual ? owner_residual_.mutable_data_ptr<float>() : nullptr;
     layout_.codecs()[planned.codec_index].codec->reduce(
-        batch, payloads_.data(), options_.world_size, nullptr, residual, out);
+        batch, payloads_.data(), options_.world_size, &job.bucket->gain,
+        planned.owner_residual ? residuals_.owner() : nullptr, out);
     for (size_t i = 0; i < planned.tiles.size(); ++i) {
       const TileStatus& status = finish_status_[i];
       checksum = combine_checksum(checksum, status.checksum, planned.places[i].position);
@@ -125,7 +132,9 @@ uint32_t Engine::reduce(const ChunkJob& job) {
 
 void Engine::decode_chunk(std::unique_ptr<ChunkJob> job) {
   BucketJob& bucket = *job->bucket;
+  const ProfilerContext::Guard profiled(bucket.profiler);
   try {
+    const TimedRange timed("gradferry::network", bucket.event.network_ns);
     note(bucket.fault, exchange_->wait_gather(job->chunk));
   } catch (...) {
     gathers_.push_front(std::move(job));  // end() fails its bucket
@@ -133,7 +142,10 @@ void Engine::decode_chunk(std::unique_ptr<ChunkJob> job) {
   }
   if (!bucket.fault) {
     try {
+      const TimedRange timed("gradferry::decode", bucket.event.decode_ns);
       decode(*job);
+      bucket.event.owner +=
+          sample_.owner(*job->chunk.plan, bucket.gradient.const_data_ptr(), residuals_.owner());
     } catch (const std::exception& error) {
       note(bucket.fault, local_fault(*job, Phase::kGather));
       bucket.local_error = error.what();
@@ -149,10 +161,16 @@ void Engine::decode_chunk(std::unique_ptr<ChunkJob> job) {
 
 void Engine::decode(const ChunkJob& job) {
   const auto* in = static_cast<const std::byte*>(job.chunk.slot->gather_receive.const_data_ptr());
-  for (const PlannedBatch& planned : job.chunk.plan->decode) {
-    const TileBatch batch = make_batch(planned, job, Stage::kOwner, finish_status_);
-    layout_.codecs()[planned.codec_index].codec->decode(
-        batch, in, job.bucket->gradient.mutable_data_ptr(), 0.0F, nullptr);
+  const auto& batches = job.chunk.plan->decode;
+  for (size_t b = 0; b < batches.size(); ++b) {
+    const PlannedBatch& planned = batches[b];
+    if (planned.worker_residual) {
+      decode_with_residual(job, b);
+    } else {
+      layout_.codecs()[planned.codec_index].codec->decode(
+          make_batch(planned, job, Stage::kOwner, finish_status_), in,
+          job.bucket->gradient.mutable_data_ptr(), 0.0F, nullptr);
+    }
     for (size_t i = 0; i < planned.tiles.size(); ++i) {
       const uint32_t flags = finish_status_[i].flags;
       if ((flags & kTileNonFinite) != 0 && !job.bucket->nonfinite_tile) {
@@ -166,6 +184,58 @@ void Engine::decode(const ChunkJob& job) {
   }
 }
 
+// Looks before it decodes: where another rank's gradient was not finite, what this rank sent was in
+// vain, and its own gradient is still there to tell what that was.
+void Engine::decode_with_residual(const ChunkJob& job, size_t batch_index) {
+  const auto* in = static_cast<const std::byte*>(job.chunk.slot->gather_receive.const_data_ptr());
+  const PlannedBatch& planned = job.chunk.plan->decode[batch_index];
+  const PlannedBatch& sent = job.chunk.plan->encode[batch_index];
+  const Codec& codec = *layout_.codecs()[planned.codec_index].codec;
+  void* gradient = job.bucket->gradient.mutable_data_ptr();
+  TileBatch batch = make_batch(planned, job, Stage::kOwner, finish_status_);
+  codec.decode(batch, in, nullptr, 0.0F, nullptr);
+  const auto not_finite = [](const TileStatus& s) { return (s.flags & kTileNonFinite) != 0; };
+  if (std::none_of(batch.status, batch.status + batch.num_tiles, not_finite)) {
+    codec.decode(batch, in, gradient, beta(), residuals_.worker());
+    return;
+  }
+  TileBatch sent_batch = make_batch(sent, job, Stage::kWorker, finish_status_);
+  batch.num_tiles = sent_batch.num_tiles = 1;
+  sent_batch.status = nullptr;
+  for (size_t i = 0; i < planned.tiles.size(); ++i) {
+    batch.tiles = &planned.tiles[i];
+    batch.status = &finish_status_[i];
+    sent_batch.tiles = &sent.tiles[i];
+    if (not_finite(*batch.status)) {
+      decode_undone(job, codec, batch, sent_batch);
+    } else {
+      codec.decode(batch, in, gradient, beta(), residuals_.worker());
+    }
+  }
+}
+
+// Decodes one tile of which elements arrive that are not finite. Those are undone: their residual
+// becomes what it was before the step. The others go on as ever.
+void Engine::decode_undone(const ChunkJob& job, const Codec& codec, TileBatch arrived,
+                           const TileBatch& sent) {
+  const auto* in = static_cast<const std::byte*>(job.chunk.slot->gather_receive.const_data_ptr());
+  const auto* out = static_cast<const std::byte*>(job.chunk.slot->scatter_send.const_data_ptr());
+  const at::Tensor& gradient = job.bucket->gradient;
+  Tile tile = *arrived.tiles;
+  const auto n = static_cast<int64_t>(tile.num_elements);
+  at::Tensor residual =
+      residuals_.worker_tensor().narrow(0, static_cast<int64_t>(tile.residual_offset), n);
+  at::Tensor advanced = residual.clone();
+  codec.undo(sent, out, gradient.const_data_ptr(), alpha(job.bucket->step), residuals_.worker());
+  tile.residual_offset = 0;
+  arrived.tiles = &tile;
+  codec.decode(arrived, in, gradient.mutable_data_ptr(), beta(),
+               advanced.mutable_data_ptr<float>());
+  const at::Tensor finite =
+      at::isfinite(gradient.narrow(0, static_cast<int64_t>(tile.gradient_offset), n));
+  residual.copy_(at::where(finite, advanced, residual));
+}
+
 void Engine::post_commit(std::shared_ptr<BucketJob> bucket) {
   const auto& [send, receive] = commit_slots_[bucket->number % commit_slots_.size()];
   Commit& commit = commits_.emplace_back(Commit{std::move(bucket), receive, {}});
@@ -176,7 +246,11 @@ void Engine::post_commit(std::shared_ptr<BucketJob> bucket) {
 void Engine::finish_commit() {
   Commit& commit = commits_.front();
   BucketJob& bucket = *commit.bucket;
-  exchange_->wait(commit.work, Phase::kCommit, bucket.step, bucket.number);
+  {
+    const ProfilerContext::Guard profiled(bucket.profiler);
+    const TimedRange timed("gradferry::network", bucket.event.network_ns);
+    exchange_->wait(commit.work, Phase::kCommit, bucket.step, bucket.number);
+  }
   uint32_t reporter = 0;
   const Fault fault = read_commit(exchange_->agreement(), commit.receive, bucket.step, bucket.number, &reporter);
   if (fault) {
@@ -199,9 +273,12 @@ void Engine::finish_commit() {
 }
 
 void Engine::complete(BucketJob& bucket) {
+  bucket.event.complete_ns = log_.now();
+  log_.add(bucket.event);
   {
     const std::lock_guard lock(mutex_);
     --stats_.in_flight;
+    if (bucket.nonfinite_tile && !in_warmup(bucket.step)) step_nonfinite_ = true;
   }
   bucket.gradient.reset();
   bucket.future->markCompleted(std::move(bucket.value));
@@ -216,24 +293,39 @@ std::string Engine::parameter_of(uint64_t tile) const {
   return std::prev(after)->name;
 }
 
+// One job per chunk, but one entry per bucket.
+void Engine::log_failed(std::vector<std::shared_ptr<BucketJob>> jobs) {
+  const auto number = [](const auto& job) { return job->number; };
+  std::ranges::sort(jobs, {}, number);
+  const auto repeated = std::ranges::unique(jobs, {}, number);
+  jobs.erase(repeated.begin(), repeated.end());
+  for (const auto& job : jobs) log_.add(job->event);
+}
+
+// The error with what the last buckets went through.
+Error Engine::with_events(const Error& error) const {
+  return {error.kind(), error.what() + log_.text(options_.rank)};
+}
+
 // The thread's last act. With an error: every bucket in flight fails with it, and the lanes are
 // given up, since a peer may never answer what is posted on them.
 void Engine::end(const std::optional<Error>& error) {
   std::vector<std::shared_ptr<BucketJob>> failed;
   {
     const std::lock_guard lock(mutex_);
-    if (!death_) death_ = error;
     for (const auto& job : gathers_) failed.push_back(job->bucket);
     for (const auto& commit : commits_) failed.push_back(commit.bucket);
     for (const auto& job : queue_) failed.push_back(job->bucket);
     queue_.clear();
+    if (error) log_failed(failed);
+    if (error && !death_) death_ = with_events(*error);
     stats_.in_flight = 0;
     changed_.notify_all();
   }
   gathers_.clear();
   commits_.clear();
   if (error) {
-    const std::exception_ptr exception = options_.make_exception(*error);
+    const std::exception_ptr exception = options_.make_exception(*death_);
     for (const auto& bucket : failed) {
       if (bucket->future) bucket->future->setErrorIfNeeded(exception);
       bucket->future.reset();

@@ -21,6 +21,11 @@ struct BucketTile {
   uint32_t owner;
 };
 
+// Every tile as `exact`. A world of one sends nothing, so there is nothing to compress.
+bool is_dense(const Layout& layout, const PlanOptions& options) {
+  return options.warmup || layout.world_size() == 1;
+}
+
 std::vector<BucketTile> tiles_of(const Layout& layout, const BucketPlan& plan, bool dense) {
   std::vector<BucketTile> tiles;
   uint64_t offset = 0;
@@ -46,11 +51,11 @@ std::vector<BucketTile> tiles_of(const Layout& layout, const BucketPlan& plan, b
 }
 
 // Finds the batch of the tile's codec and residuals, or adds it.
-PlannedBatch& batch_for(std::vector<PlannedBatch>& batches, const Parameter& parameter,
-                        bool dense) {
+PlannedBatch& batch_for(std::vector<PlannedBatch>& batches, const Parameter& parameter, bool dense,
+                        bool warmup) {
   const uint32_t codec = dense ? 0 : parameter.codec_index;
-  const bool worker = !dense && parameter.worker_residual != kNoResidual;
-  const bool owner = !dense && parameter.owner_residual;
+  const bool worker = !warmup && parameter.worker_residual != kNoResidual;
+  const bool owner = !warmup && parameter.owner_residual;
   for (PlannedBatch& batch : batches) {
     if (batch.codec_index == codec && batch.worker_residual == worker &&
         batch.owner_residual == owner) {
@@ -91,7 +96,8 @@ ChunkPlan plan_chunk(const Layout& layout, std::span<const BucketTile> tiles,
     const uint32_t in_owner = owner_offset[tile.owner];
     const auto add = [&](std::vector<PlannedBatch>& batches, uint64_t residual,
                          uint32_t payload_offset, uint32_t output_offset) {
-      PlannedBatch& batch = batch_for(batches, *tile.parameter, options.dense);
+      PlannedBatch& batch =
+          batch_for(batches, *tile.parameter, is_dense(layout, options), options.warmup);
       batch.tiles.push_back({tile.id, tile.gradient_offset, residual, tile.num_elements,
                              payload_offset, output_offset});
       batch.places.push_back(place);
@@ -121,7 +127,7 @@ BucketPlan make_plan(const Layout& layout, const std::vector<uint32_t>& paramete
     plan.num_elements += layout.parameters()[index].num_elements;
     plan.dtype = layout.parameters()[index].dtype;
   }
-  const std::vector<BucketTile> tiles = tiles_of(layout, plan, options.dense);
+  const std::vector<BucketTile> tiles = tiles_of(layout, plan, is_dense(layout, options));
   std::vector<uint32_t> worker_bytes(layout.world_size(), 0);
   std::vector<uint32_t> owner_bytes(layout.world_size(), 0);
   size_t first = 0;

@@ -1,5 +1,5 @@
 // How one bucket travels: its tiles, cut into chunks, each with the tables that the codecs walk.
-// A plan depends on the bucket's parameters, on the layout and on the chunk size alone; it is built
+// A plan depends on the bucket's parameters, on the layout and on its options alone; it is built
 // once per bucket identity and then only read.
 #pragma once
 
@@ -38,6 +38,7 @@ struct ChunkPlan {
   ScalarType dtype;
   std::vector<Shard> shards;      // by owner
   uint32_t gather_message_bytes;  // header + the largest owner_bytes: all_gather wants one size
+  // The same batches and tiles in `encode` and `decode`, in the same order.
   // payload_offset counts from the start of the send buffer, headers included.
   std::vector<PlannedBatch> encode;
   // payload_offset and output_offset count from the end of the message's header.
@@ -56,7 +57,7 @@ struct BucketPlan {
 struct PlanOptions {
   uint32_t rank;
   uint32_t chunk_bytes;  // most payload bytes per owner and stage in one chunk
-  bool dense;            // every tile as `exact`: warm-up
+  bool warmup;           // every tile as `exact`, and no residual is touched
 };
 
 // `parameters` in bucket order, all of one dtype.

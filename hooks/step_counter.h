@@ -13,8 +13,14 @@ class StepCounter {
  public:
   explicit StepCounter(size_t num_parameters) : seen_(num_parameters, false) {}
 
-  // Whether the bucket begins a step after another one.
+  // A bucket that is compressed. Whether it is the first of its step.
   bool add(const std::vector<uint32_t>& parameters) {
+    pass(parameters);
+    current_.push_back(parameters);
+    return current_.size() == 1;
+  }
+  // A bucket that passes through.
+  void pass(const std::vector<uint32_t>& parameters) {
     const bool begins = std::any_of(parameters.begin(), parameters.end(),
                                     [&](uint32_t index) { return seen_[index]; });
     if (begins) {
@@ -22,12 +28,14 @@ class StepCounter {
       finished_ = std::exchange(current_, {});
     }
     for (const uint32_t index : parameters) seen_[index] = true;
-    current_.push_back(parameters);
-    return begins;
   }
 
   uint64_t step() const { return step_; }
   uint64_t finished_steps() const { return step_ + (current_.empty() ? 0 : 1); }
+  size_t num_parameters() const { return seen_.size(); }
+  size_t num_seen() const {
+    return static_cast<size_t>(std::count(seen_.begin(), seen_.end(), true));
+  }
   // Parameters by bucket, of the last finished step.
   const std::vector<std::vector<uint32_t>>& finished() const { return finished_; }
 

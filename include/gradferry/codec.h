@@ -128,6 +128,7 @@ struct Codec {
                  float* residual, std::byte* out);
 
   // gradient = D(in);  residual += beta * D(in)   (residual null or beta 0: left alone)
+  // gradient null: nothing but the statuses is written, cheaply; the residual is left alone.
   void (*decode)(const TileBatch& batch, const std::byte* in, void* gradient, float beta,
                  float* residual);
 

@@ -111,7 +111,17 @@ struct CommitCall {
   Stream stream;
 };
 
+// At the beginning of a step: *gain = *loss_scale / *residual_scale, or 1 where that is 0 (residuals
+// that are zero have no units yet); then *residual_scale = *loss_scale. loss_scale null: 1.
+struct RescaleCall {
+  const float* loss_scale;
+  float* residual_scale;
+  float* gain;
+  Stream stream;
+};
+
 struct MessageKernels {
+  void (*rescale)(const RescaleCall& call);
   void (*seal)(const SealCall& call);
   void (*check)(const CheckCall& call);
   void (*conclude)(const ConcludeCall& call);

@@ -48,30 +48,28 @@ GRADFERRY_LANE F saturate_bf16(F x) {
   return select(too_large, from_bits((bits(x) & U(kSignBit)) | U(kLargest)), x);
 }
 
+// Without branches, which would keep a GPU from asking for more before it has converted.
 GRADFERRY_LANE float fp16_to_float(uint32_t x) {
   const uint32_t shifted = (x & 0x7fffu) << 13;
-  const uint32_t exponent = shifted & 0x0f800000u;
-  uint32_t result = shifted + (112u << 23);
-  if (exponent == 0x0f800000u) {
-    result += 112u << 23;  // infinity and NaN keep an exponent of all ones
-  } else if (exponent == 0) {
-    // Zero and subnormals: give them an implicit one, then take it away again, exactly.
-    result = bits(from_bits(result + (1u << 23)) - from_bits(113u << 23));
-  }
-  return from_bits(result | ((x & 0x8000u) << 16));
+  const uint32_t normal = shifted + (112u << 23);
+  // Zero and subnormals: give them an implicit one, then take it away again, exactly.
+  const uint32_t subnormal = bits(from_bits(normal + (1u << 23)) - from_bits(113u << 23));
+  const uint32_t finite = select(shifted < (1u << 23), subnormal, normal);
+  // Infinity and NaN keep an exponent of all ones.
+  return from_bits(or_where(shifted >= 0x0f800000u, finite, kInfinityBits) | ((x & 0x8000u) << 16));
 }
 
 // Rounded to nearest, ties to even; overflow gives infinity, every NaN the canonical one.
 GRADFERRY_LANE uint32_t float_to_fp16(float x) {
   const uint32_t sign = (bits(x) >> 16) & 0x8000u;
   const uint32_t magnitude = magnitude_bits(x);
-  if (magnitude > kInfinityBits) return 0x7e00u;
-  if (magnitude >= 0x47800000u) return sign | 0x7c00u;  // 65536 and above
-  if (magnitude < 0x38800000u) {
-    // Below 2^-14 results are subnormal: the last place of 0.5f is the last place of fp16 there.
-    return sign | (bits(from_bits(magnitude) + 0.5f) - bits(0.5f));
-  }
-  return sign | ((magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13);
+  // Below 2^-14 results are subnormal: the last place of 0.5f is the last place of fp16 there.
+  const uint32_t subnormal = bits(from_bits(magnitude) + 0.5f) - bits(0.5f);
+  const uint32_t normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+  const uint32_t in_range = select(magnitude < 0x38800000u, subnormal, normal);
+  // From 65536 on infinity.
+  const uint32_t number = sign | select(magnitude >= 0x47800000u, 0x7c00u, in_range);
+  return select(magnitude > kInfinityBits, 0x7e00u, number);
 }
 
 }  // namespace gradferry::GRADFERRY_KERNEL_NAMESPACE

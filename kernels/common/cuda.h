@@ -17,9 +17,11 @@
 #define GRADFERRY_DEVICE [[gnu::always_inline]] inline
 #define GRADFERRY_UNROLL
 // Static shared memory, of a trivial type.
+// NOLINTBEGIN(bugprone-macro-parentheses): a type and a name take none
 #define GRADFERRY_SHARED(Type, name) \
   static Type name##_memory;         \
   Type& name = ::simt::shared_memory(name##_memory)
+// NOLINTEND(bugprone-macro-parentheses)
 
 #else
 
@@ -62,9 +64,9 @@ void launch(uint32_t num_blocks, uint32_t num_threads, [[maybe_unused]] Stream s
 }
 
 // --- memory
-// ---------------------------------------------------------------------------------------- A T at
-// an address that is a multiple of its size; the emulator checks that it is. With T = Bytes16 or
-// Bytes8 a single access moves that many bytes.
+//
+// A T at an address that is a multiple of its size; the emulator checks that it is. With T =
+// Bytes16 or Bytes8 a single access moves that many bytes.
 struct alignas(16) Bytes16 {
   uint32_t word[4];
 };
@@ -91,6 +93,15 @@ GRADFERRY_DEVICE void write(void* p, T value) {
   __builtin_memcpy(p, &value, sizeof(T));
 #else
   *static_cast<T*>(p) = value;
+#endif
+}
+
+// Asks for the cache line of a byte that will be read. The emulator reads it, to see that it may.
+GRADFERRY_DEVICE void prefetch(const std::byte* p) {
+#if defined(GRADFERRY_SIMT)
+  static_cast<void>(*reinterpret_cast<const volatile uint8_t*>(p));
+#else
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
 #endif
 }
 

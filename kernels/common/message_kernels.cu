@@ -237,6 +237,14 @@ __global__ void commit_kernel(CommitCall call) {
   call.findings->nonfinite_tile = 0;
 }
 
+// One thread.
+__global__ void rescale_kernel(RescaleCall call) {
+  const float scale = call.loss_scale == nullptr ? 1.0f : *call.loss_scale;
+  const float before = *call.residual_scale;
+  *call.gain = before == 0.0f ? 1.0f : scale / before;
+  *call.residual_scale = scale;
+}
+
 // --- launchers -------------------------------------------------------------------------------------
 
 void seal(const SealCall& call) {
@@ -251,9 +259,11 @@ void conclude(const ConcludeCall& call) {
 }
 void commit(const CommitCall& call) { launch<commit_kernel>(1, 1, call.stream, call); }
 
+void rescale(const RescaleCall& call) { launch<rescale_kernel>(1, 1, call.stream, call); }
+
 }  // namespace
 
 extern const MessageKernels message_kernels;
-const MessageKernels message_kernels{&seal, &check, &conclude, &commit};
+const MessageKernels message_kernels{&rescale, &seal, &check, &conclude, &commit};
 
 }  // namespace gradferry::GRADFERRY_KERNEL_NAMESPACE

@@ -5,8 +5,8 @@
 //   kLargestScale                     a scale above is corrupt
 //   static uint32_t scales_offset(num_elements)
 //   static bool is_broken(codes, num_bytes)
-//                                     whether there is a code that no encoder writes; num_bytes is a
-//                                     multiple of kCodesBytes
+//                                     whether there is a code that no encoder writes; num_bytes is
+//                                     a multiple of kCodesBytes
 //   static F32 value(codes, i, scale) elements i .. i + kLanes - 1 of a block; of codes that are
 //                                     zero bytes +0 if scale is 0, the canonical NaN if it is that
 #pragma once
@@ -55,8 +55,8 @@ class ScaledBlocks {
       const uint32_t num_blocks = unit.padded / kBlock;
       const uint32_t first = unit.first / kBlock;
       codes = payload + first * kCodesBytes;
-      const std::byte* patterns = payload + Coding::scales_offset(unit.tile.num_elements) +
-                                  first * sizeof(uint16_t);
+      const std::byte* patterns =
+          payload + Coding::scales_offset(unit.tile.num_elements) + first * sizeof(uint16_t);
       unit.ahead.prefetch_payload(patterns);
       if constexpr (kCodesBytes < 64) {
         for (uint32_t i = 0; i < sizeof(copy); i += 64) unit.ahead.prefetch_payload(codes + i);
@@ -80,7 +80,7 @@ class ScaledBlocks {
 
     template <typename Sink>
     [[gnu::noinline]] static void sum(const Unit& unit, const Term* terms, uint32_t count,
-                                   const float* start, Sink sink) {
+                                      const float* start, Sink sink) {
       constexpr uint32_t kSums = 8;  // vectors: half the registers of AVX2
       for (uint32_t i = 0; i < unit.padded; i += kSums * kLanes) {
         const uint32_t block = i / kBlock;

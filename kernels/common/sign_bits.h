@@ -1,8 +1,8 @@
 // Signs as bits of memory.
 //
 //   sign_bits(x)            bit l is the sign bit of lane l
-//   flip_signs(x, bytes, i) changes the sign of lane l where bit i + l of the bytes is set, bit 8 being
-//                           the lowest of the second byte; i: a multiple of kLanes
+//   flip_signs(x, bytes, i) changes the sign of lane l where bit i + l of the bytes is set,
+//                           bit 8 being the lowest of the second byte; i: a multiple of kLanes
 #pragma once
 
 #include <cstddef>

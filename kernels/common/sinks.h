@@ -1,5 +1,5 @@
-// Where a codec's decode puts numbers: it is written once and stores, streams or adds. A codec
-// gives the elements of a unit, up to its `padded`, to its sink in one of two ways:
+// Where a codec's decode puts numbers: it is written once and stores, streams, adds, or only looks.
+// A codec gives the elements of a unit, up to its `padded`, to its sink in one of two ways:
 //
 //   dense    sink(i, x) for every vector: the values of elements i .. i + kLanes - 1
 //   sparse   give_sparsely(sink, padded, give): zeros, but for what give(put) gives by put(i, x)
@@ -29,6 +29,11 @@ struct AddSink {
   GRADFERRY_LANE void operator()(uint32_t i, F32 x) const { store(out + i, load(out + i) + x); }
   GRADFERRY_LANE void zeros(uint32_t) const {}
   GRADFERRY_LANE void put(uint32_t i, float x) const { out[i] = out[i] + x; }
+};
+struct NullSink {
+  GRADFERRY_LANE void operator()(uint32_t, F32) const {}
+  GRADFERRY_LANE void zeros(uint32_t) const {}
+  GRADFERRY_LANE void put(uint32_t, float) const {}
 };
 
 // One value for elements 0 .. padded.

@@ -50,8 +50,7 @@ struct Slice {
   }
 };
 
-// --- quads
-// -----------------------------------------------------------------------------------------
+// --- quads ---------------------------------------------------------------------------------------
 
 template <ScalarType dtype>
 GRADFERRY_DEVICE float widen(uint32_t bits_of_item) {
@@ -112,10 +111,10 @@ GRADFERRY_DEVICE bool has_aligned_quads(const void* p) {
   return reinterpret_cast<uintptr_t>(p) % (kQuad * item_bytes(dtype)) == 0;
 }
 
-// --- slices
-// ---------------------------------------------------------------------------------------- Whole
-// slices of aligned arrays go by quads, back to back; all others element by element, which a warp
-// does to the same lines.
+// --- slices --------------------------------------------------------------------------------------
+//
+// Whole slices of aligned arrays go by quads, back to back; all others element by element, which a
+// warp does to the same lines.
 
 // x = the lane's elements of a tile's array, +0 beyond its end.
 template <ScalarType dtype>
@@ -166,8 +165,7 @@ GRADFERRY_DEVICE void clear_beyond_end(const Slice& slice, float* x) {
   }
 }
 
-// --- warps
-// -----------------------------------------------------------------------------------------
+// --- warps ---------------------------------------------------------------------------------------
 
 // Whether the lane belongs to the upper half of each pair that `lanes`, a power of two, tells
 // apart.

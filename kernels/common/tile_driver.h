@@ -69,7 +69,11 @@ class TileDriver {
   static void decode(const TileBatch& batch, const std::byte* in, void* gradient, float beta,
                      float* residual) {
     const FloatEnvironment environment;
-    decode_tiles(batch, in, static_cast<std::byte*>(gradient), beta, residual);
+    if (gradient == nullptr) {
+      inspect_tiles(batch, in);
+    } else {
+      decode_tiles(batch, in, static_cast<std::byte*>(gradient), beta, residual);
+    }
   }
   static void reduce(const TileBatch& batch, const std::byte* const* payload_by_rank,
                      uint32_t world_size, const float* gain, float* owner_residual,
@@ -241,6 +245,27 @@ class TileDriver {
       set_status(batch, index, 0, flags);
     }
     if (streaming) finish_streams();
+  }
+
+  // decode without a gradient: the statuses alone.
+  [[gnu::noinline]] static void inspect_tiles(const TileBatch& batch, const std::byte* in) {
+    alignas(64) float values[kUnit];
+    alignas(64) std::byte narrowed[kUnit * sizeof(float)];
+    for (uint32_t index = 0; index < batch.num_tiles; ++index) {
+      const std::byte* payload = in + batch.tiles[index].payload_offset;
+      uint32_t flags = 0;
+      for_units(batch, batch.tiles[index], batch.stage, [&](const Unit& unit) {
+        if (batch.dtype == ScalarType::kFloat32) {
+          flags |= Codec::decode(unit, payload, NullSink{});
+          return;
+        }
+        flags |= Codec::decode(unit, payload, StoreSink{values});
+        flags |= with_dtype(batch.dtype, [&]<ScalarType dtype>() {
+          return store_unit<dtype>(values, unit.num_elements, narrowed);
+        });
+      });
+      set_status(batch, index, 0, flags);
+    }
   }
 
   // Gives the sum of the payloads, in rank order, to a sink. Returns kTileCorrupt or 0.

@@ -6,9 +6,11 @@
 //   Options             trivially copyable: what CodecOptions holds
 //   kUnitsAreQuads      a quad's elements share a unit, and a residual of a finite unit is finite
 //   kUsesDtype          payloads depend on the gradient's dtype
-//   kMinBlocks          for __launch_bounds__: 0 leaves registers to the compiler, 1 has it spill
-//   none static uint32_t payload_bytes(n, dtype, stage, options) template <ScalarType dtype, bool
-//   kKeep> static uint32_t encode(const TileUnit<Options>&, float* v, PayloadWriter& out)
+//   kMinBlocks          for __launch_bounds__: 0 leaves registers to the compiler, 1 lets it take
+//                       what keeps everything out of local memory
+//   static uint32_t payload_bytes(n, dtype, stage, options)
+//   template <ScalarType dtype, bool kKeep>
+//   static uint32_t encode(const TileUnit<Options>&, float* v, PayloadWriter& out)
 //     Writes the payload of v, all of its bytes, and replaces v by v - D(p): by NaN in units that
 //     are not finite, by anything if kKeep is false. Returns kTileNonFinite or 0. v is +0 beyond
 //     the tile's end.
@@ -56,8 +58,7 @@ struct TileUnit {
 
 struct NoOptions {};
 
-// --- device helpers
-// ----------------------------------------------------------------------------------
+// --- device helpers ------------------------------------------------------------------------------
 
 // A residual that is kept is converted to the present loss scale, where that leaves it finite.
 GRADFERRY_DEVICE float kept_residual(float old, const float* gain) {
@@ -139,6 +140,16 @@ GRADFERRY_DEVICE void write_zero_payload(std::byte* payload, uint32_t num_bytes)
   }
 }
 
+// Payloads are decoded one after the other, and each would wait for its bytes alone.
+GRADFERRY_DEVICE void prefetch_payloads(const std::byte* const* payload_by_rank,
+                                        uint32_t world_size, uint32_t offset, uint32_t num_bytes) {
+  constexpr uint32_t kLine = 128;
+  const uint32_t lines = (num_bytes + kLine - 1) / kLine;
+  for (uint32_t i = threadIdx.x; i < world_size * lines; i += kTileThreads) {
+    prefetch(payload_by_rank[i / lines] + offset + i % lines * kLine);
+  }
+}
+
 // Whether the payloads of all ranks are zero bytes. Ends at the first that is not: after one pass
 // over one payload, usually.
 GRADFERRY_DEVICE bool all_payloads_are_zero(const std::byte* const* payload_by_rank,
@@ -169,8 +180,7 @@ GRADFERRY_DEVICE TileUnit<typename Codec::Options> make_unit(
           batch.options};
 }
 
-// --- kernels
-// -----------------------------------------------------------------------------------------
+// --- kernels -------------------------------------------------------------------------------------
 
 template <typename Codec, ScalarType dtype, bool kResidual>
 __global__ void __launch_bounds__(kTileThreads, Codec::kMinBlocks)
@@ -250,6 +260,7 @@ __global__ void __launch_bounds__(kTileThreads, Codec::kMinBlocks)
   const Slice& slice = unit.slice;
   std::byte* payload = out + tile.output_offset;
   float* tile_residual = kResidual ? owner_residual + tile.residual_offset : nullptr;
+  prefetch_payloads(payload_by_rank, world_size, tile.payload_offset, unit.payload_bytes);
   if (batch.hold_zero_tiles &&
       all_payloads_are_zero(payload_by_rank, world_size, tile.payload_offset, unit.payload_bytes)) {
     write_zero_payload(payload, owner_unit.payload_bytes);

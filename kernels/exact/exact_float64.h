@@ -85,7 +85,9 @@ GRADFERRY_LANE void finish(const TileBatch& batch, uint32_t index, std::byte* pa
     bool finite = true;
     for (uint32_t i = 0; i < tile.num_elements; ++i) {
       const double value = load64(in + tile.payload_offset + 8 * i);
-      finite &= store64(gradient + 8 * (tile.gradient_offset + i), value);
+      finite &= is_finite64(value);
+      if (gradient == nullptr) continue;
+      store64(gradient + 8 * (tile.gradient_offset + i), value);
       if (residual != nullptr && beta != 0.0) {
         float* r = residual + tile.residual_offset + i;
         set_residual(r, static_cast<double>(*r) + beta * value);

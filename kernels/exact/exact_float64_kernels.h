@@ -137,8 +137,7 @@ __global__ void __launch_bounds__(kTileThreads)
   finish(batch, 0, flags);
 }
 
-// --- launchers
-// -------------------------------------------------------------------------------------
+// --- launchers -----------------------------------------------------------------------------------
 
 inline void encode(const TileBatch& batch, const void* gradient, float alpha, const float* gain,
                    float* residual, std::byte* out) {

@@ -111,7 +111,7 @@ struct Term {
     const uint32_t exponent = static_cast<uint32_t>(*in.exponent);
     const int32_t k = static_cast<int32_t>(exponent) - q4::kExponentBias;
     const bool has_scales = k >= q4::kSmallestExponent && k <= q4::kLargestExponent;
-    const uint32_t largest = !has_scales                  ? 0
+    const uint32_t largest = !has_scales                 ? 0
                              : k == q4::kLargestExponent ? q4::kCappedScaleCode
                                                          : q4::kLargestScaleCode;
     alignas(64) uint8_t scale_bytes[kGroupBlocks] = {};

@@ -1,5 +1,5 @@
-// From the rounded numbers of a block to its 16 bytes of codes, and from the codes to values. The one
-// place where q4 differs between instruction sets; the bytes do not.
+// From the rounded numbers of a block to its 16 bytes of codes, and from the codes to values. The
+// one place where q4 differs between instruction sets; the bytes do not.
 #pragma once
 
 #include "kernels/common/simd.h"
@@ -9,8 +9,8 @@ namespace gradferry::GRADFERRY_KERNEL_NAMESPACE::q4 {
 
 // Elements i of a block, i = 0 .. 31, are doubled[i / kLanes], lane i % kLanes: integers of
 // nearest_doubled(). Byte j of `out` gets element j in its low and j + 16 in its high half.
-// Unpacker: x[i / kLanes], lane i % kLanes, are the values of the codes times `scale`. A NaN for scale
-// makes the same NaN of codes that are 0.
+// Unpacker: x[i / kLanes], lane i % kLanes, are the values of the codes times `scale`. A NaN for
+// scale makes the same NaN of codes that are 0.
 #if defined(GRADFERRY_KERNEL_AVX512)
 
 // The codes from a table of 32 numbers, once as they are and once shifted to the high half.
@@ -69,12 +69,12 @@ struct Packer {
 struct Unpacker {
   __m256i upper, lower, order, shifts, low_half;
   GRADFERRY_LANE Unpacker()
-      : upper(_mm256_broadcastsi128_si256(
-            _mm_setr_epi8(0x00, 0x3f, 0x3f, 0x3f, 0x40, 0x40, 0x40, 0x40, -0x80, -0x41, -0x41,
-                          -0x41, -0x40, -0x40, -0x40, -0x40))),
-        lower(_mm256_broadcastsi128_si256(
-            _mm_setr_epi8(0x00, 0x00, -0x80, -0x40, 0x00, 0x40, -0x80, -0x40, 0x00, 0x00, -0x80,
-                          -0x40, 0x00, 0x40, -0x80, -0x40))),
+      : upper(_mm256_broadcastsi128_si256(_mm_setr_epi8(0x00, 0x3f, 0x3f, 0x3f, 0x40, 0x40, 0x40,
+                                                        0x40, -0x80, -0x41, -0x41, -0x41, -0x40,
+                                                        -0x40, -0x40, -0x40))),
+        lower(_mm256_broadcastsi128_si256(_mm_setr_epi8(0x00, 0x00, -0x80, -0x40, 0x00, 0x40, -0x80,
+                                                        -0x40, 0x00, 0x00, -0x80, -0x40, 0x00, 0x40,
+                                                        -0x80, -0x40))),
         order(_mm256_setr_epi8(0, 1, 2, 3, 8, 9, 10, 11, 0, 1, 2, 3, 8, 9, 10, 11,  //
                                4, 5, 6, 7, 12, 13, 14, 15, 4, 5, 6, 7, 12, 13, 14, 15)),
         shifts(_mm256_setr_epi64x(0, 4, 0, 4)),
@@ -82,8 +82,8 @@ struct Unpacker {
   GRADFERRY_LANE void unpack(const std::byte* codes, F32 scale, F32 (&x)[4]) const {
     // Unpacking works within 128-bit halves: `order` puts elements 0-3 8-11 16-19 24-27 into the
     // lower one, so that each vector comes out in order.
-    const __m256i pairs = _mm256_broadcastsi128_si256(
-        _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
+    const __m256i pairs =
+        _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
     const __m256i code =
         _mm256_and_si256(_mm256_srlv_epi64(_mm256_shuffle_epi8(pairs, order), shifts), low_half);
     const __m256i high = _mm256_shuffle_epi8(upper, code), low = _mm256_shuffle_epi8(lower, code);

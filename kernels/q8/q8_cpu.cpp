@@ -13,7 +13,6 @@ namespace {
 
 using q8::kBlock;
 
-
 struct UnitScales {
   alignas(64) uint32_t largest[kSlots];  // magnitude, as bits
   alignas(64) uint32_t code[kSlots];

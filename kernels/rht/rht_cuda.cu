@@ -12,8 +12,7 @@
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE {
 namespace {
 
-// --- device helpers
-// ----------------------------------------------------------------------------------
+// --- device helpers ------------------------------------------------------------------------------
 
 // Random signs: lane l has the word of row l % 8 that concerns its octet.
 struct Signs {
@@ -41,8 +40,7 @@ GRADFERRY_DEVICE float flip(float x, uint32_t signs, uint32_t e) {
 // Each row's sum of squares, in the lane that rows_to_lanes(.., 16, 8, 4) gives it to.
 GRADFERRY_DEVICE float energies(const Slice& slice, const float* x) {
   float folded[kQuad];
-  rht::fold_rows(
-      slice, 16, 8, 4, [&](uint32_t j) { return x[j] * x[j]; }, folded);
+  rht::fold_rows(slice, 16, 8, 4, [&](uint32_t j) { return x[j] * x[j]; }, folded);
   rht::fold_pairs(2, folded);
   rht::fold_pairs(1, folded);
   return rht::fold_quad(folded);
@@ -161,8 +159,7 @@ GRADFERRY_DEVICE void read_codes(const Slice& slice, const std::byte* payload, u
   }
 }
 
-// --- codec
-// -------------------------------------------------------------------------------------------
+// --- codec ---------------------------------------------------------------------------------------
 
 template <uint32_t kBits>
 struct Rht {
@@ -213,8 +210,7 @@ struct Rht {
 
     // Scales, in the lanes that have their rows' projections.
     float folded[kQuad];
-    rht::fold_rows(
-        slice, 16, 8, 2, [&](uint32_t j) { return x[j]; }, folded);
+    rht::fold_rows(slice, 16, 8, 2, [&](uint32_t j) { return x[j]; }, folded);
     rht::fold_pairs(1, folded);
     float projection = rht::fold_quad(folded);
     projection = projection + __shfl_xor_sync(kAllLanes, projection, 4);

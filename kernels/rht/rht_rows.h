@@ -11,8 +11,7 @@
 
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE::rht {
 
-// --- transform
-// -------------------------------------------------------------------------------------
+// --- transform -----------------------------------------------------------------------------------
 
 // The stride that is `lanes` lanes: x + y in the lower lane, x - y in the upper one.
 GRADFERRY_DEVICE void butterfly_across(const Slice& slice, int lanes, float* x) {
@@ -36,8 +35,7 @@ GRADFERRY_DEVICE void transform_row(const Slice& slice, float* x) {
   butterfly_across(slice, 2, x);
 }
 
-// --- sums
-// ------------------------------------------------------------------------------------------
+// --- sums ----------------------------------------------------------------------------------------
 
 // The lane that gets a row from rows_to_lanes with these pairs.
 GRADFERRY_DEVICE int lane_of_row(uint32_t row, int first, int second, int third) {
@@ -64,8 +62,7 @@ GRADFERRY_DEVICE void fold_pairs(int lanes, float* x) {
 }
 GRADFERRY_DEVICE float fold_quad(const float* x) { return (x[0] + x[2]) + (x[1] + x[3]); }
 
-// --- codes
-// -----------------------------------------------------------------------------------------
+// --- codes ---------------------------------------------------------------------------------------
 
 // How many cuts of the codebook lie below a magnitude, by bisection; cuts are multiples of `root`.
 template <uint32_t kBits>
@@ -119,12 +116,12 @@ GRADFERRY_DEVICE float value_of(uint32_t code) {
   return from_bits(bits(magnitude_of<kBits>(code)) | (code << (32 - kBits) & kSignBit));
 }
 
-// --- planes
-// ---------------------------------------------------------------------------------------- A plane
-// has kWidth bits per coordinate. A byte of it holds 8 / kWidth coordinates 16 kWidth apart: those
-// of as many lanes, told apart by `kPairs`. The lanes of such a company each look after kWidth of
-// the 8 rows. Bytes of even coordinates come from lanes with s < 4, odd ones from s + 4: of each
-// eight bytes, the lower lane has the first four, the upper one the others.
+// --- planes --------------------------------------------------------------------------------------
+//
+// A plane has kWidth bits per coordinate. A byte of it holds 8 / kWidth coordinates 16 kWidth
+// apart: those of as many lanes, told apart by `kPairs`. The lanes of such a company each look
+// after kWidth of the 8 rows. Bytes of even coordinates come from lanes with s < 4, odd ones from s
+// + 4: of each eight bytes, the lower lane has the first four, the upper one the others.
 
 template <uint32_t kWidth>
 struct Plane {

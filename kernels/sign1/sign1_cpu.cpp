@@ -14,7 +14,6 @@ namespace {
 
 using sign1::kBlock;
 
-
 // sums[b] = sum of the summands of block b, +0 for blocks that do not exist.
 GRADFERRY_LANE void block_sums(const float* v, uint32_t num_blocks, float* sums) {
   // Row b: the first levels of block b's tree.

@@ -21,8 +21,7 @@ struct Kept {
 
 GRADFERRY_DEVICE uint32_t byte_at(const std::byte* p) { return read<uint8_t>(p); }
 
-// --- encoding
-// --------------------------------------------------------------------------------------
+// --- encoding ------------------------------------------------------------------------------------
 
 // Values as one group of e2m1.h, each replaced by what its code withholds. A warp takes every
 // fourth block, a lane one value of it. Needs a barrier before; ends without one.
@@ -87,8 +86,7 @@ GRADFERRY_DEVICE void encode_bitmap(const Slice& slice, const Ranks& ranks, cons
   }
 }
 
-// --- decoding
-// --------------------------------------------------------------------------------------
+// --- decoding ------------------------------------------------------------------------------------
 
 // What marks a tile that is not finite: the only bytes of it that are not zero.
 struct Mark {

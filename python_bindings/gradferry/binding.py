@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakIdKeyDictionary
 
 from gradferry import _native, device
 from gradferry._build_info import GRADFERRY_VERSION
@@ -27,6 +29,8 @@ from gradferry.errors import ConfigError, StateError
 from gradferry.parameters import ParameterLayout, describe_parameters, reduced_parameters
 
 LANES = ("scatter", "gather", "commit")
+# One thread posts everything in one order, so one lane will do.
+STAGED_LANES = ("staged",)
 _CPU = torch.device("cpu")
 
 
@@ -39,9 +43,11 @@ class Binding:
         parameters: as agreed by all ranks.
         rank, world_size: in the process group of DDP.
         config_hash, layout_hash: in every message header.
+        saved_layout_hash: in checkpoints; does not depend on the number of ranks.
         engine: None when every bucket passes through.
         hook: what DDP's hooks call.
         group_name: DDP's process group.
+        index: of each parameter that DDP reduces, in `parameters`.
     """
 
     config: Config
@@ -50,9 +56,30 @@ class Binding:
     world_size: int
     config_hash: int
     layout_hash: int
+    saved_layout_hash: int
     engine: _native.BucketEngine | None
     hook: _native.BucketHook
     group_name: str
+    index: WeakIdKeyDictionary
+
+    def add_to_residual(self, parameter: torch.Tensor, values: torch.Tensor, factor: float) -> None:
+        """Adds to a parameter's worker residual, which carries its momentum.
+
+        Args:
+            parameter: of the model.
+            values: of its shape and on its device, in units of gradients that are not scaled.
+            factor: what values are multiplied with.
+
+        Raises:
+            StateError: in the middle of a step, or the engine failed before.
+        """
+        if self.engine is None:
+            return
+        # In the order of the parameter's memory, as its gradient lies in a bucket.
+        laid_out = torch.empty_like(parameter, memory_format=torch.preserve_format).copy_(values)
+        real = torch.view_as_real(laid_out) if laid_out.is_complex() else laid_out
+        flat = real.as_strided((real.numel(),), (1,))
+        self.engine.add_to_worker_residual(self.index[parameter], flat, factor)
 
 
 def bind(
@@ -77,8 +104,10 @@ def bind(
     try:
         config = make_config()
         _check_hookable(ddp)
-        parameters = describe_parameters(ddp, config, exchanges=_exchanges(ddp, group))
-        if _streams(ddp, group):
+        _check_options(ddp, config)
+        place = _device(ddp)
+        parameters = describe_parameters(ddp, config, exchanges=_exchanges(place, group))
+        if _streams(place, group):
             config = replace(config, chunk_bytes=device.STREAM_CHUNK_BYTES)
         record = _record(ddp, config, parameters)
     except Exception as error:
@@ -139,14 +168,13 @@ def _meeting_place(ddp: DistributedDataParallel, group: dist.ProcessGroup) -> to
     return place
 
 
-def _exchanges(ddp: DistributedDataParallel, group: dist.ProcessGroup) -> bool:
-    alone = device.EXCHANGE_WHEN_ALONE and _device(ddp).type != "cpu"
+def _exchanges(place: torch.device, group: dist.ProcessGroup) -> bool:
+    alone = device.EXCHANGE_WHEN_ALONE and place.type != "cpu"
     return dist.get_world_size(group) > 1 or alone
 
 
-def _streams(ddp: DistributedDataParallel, group: dist.ProcessGroup) -> bool:
-    """Whether the group's collectives go to streams of the parameters' device."""
-    place = _device(ddp)
+def _streams(place: torch.device, group: dist.ProcessGroup) -> bool:
+    """Whether the group's collectives for the device go to its streams."""
     return place.type != "cpu" and not device.is_staged(group, place)
 
 
@@ -182,6 +210,52 @@ def _check_hookable(ddp: DistributedDataParallel) -> None:
         )
 
 
+def _check_options(ddp: DistributedDataParallel, config: Config) -> None:
+    if config.momentum and ddp.find_unused_parameters:
+        raise ConfigError(
+            f"momentum={config.momentum} does not go with find_unused_parameters=True: DDP drops "
+            "the momentum of parameters that no rank used; make every parameter take part, or "
+            "leave out momentum"
+        )
+    if config.needs_every_bucket:
+        for name, module in ddp.module.named_modules():
+            if getattr(module, "sparse", False) and isinstance(
+                module, torch.nn.Embedding | torch.nn.EmbeddingBag
+            ):
+                raise ConfigError(
+                    f"momentum= and exact_skip= cannot handle sparse gradients, which {name!r} "
+                    "has; build it with sparse=False, or leave them out"
+                )
+    place = _device(ddp)
+    if place.type != "cpu" and config.needs_every_bucket:
+        raise ConfigError(
+            f"momentum= and exact_skip= are not available for gradients on {place.type!r} in this "
+            "version; leave them out, or train on the CPU"
+        )
+    scale = _loss_scale(config, place)
+    if scale is not None and scale.device != place:
+        raise ConfigError(
+            f"the scale of grad_scaler is on {scale.device}, the model on {place}; make a "
+            f"torch.amp.GradScaler({place.type!r})"
+        )
+    if config.momentum and config.disabled:
+        warnings.warn(
+            f"GRADFERRY_DISABLE=1: gradients arrive without the momentum that momentum="
+            f"{config.momentum} asks for",
+            stacklevel=2,
+        )
+
+
+def _loss_scale(config: Config, place: torch.device) -> torch.Tensor | None:
+    """The tensor in which the GradScaler keeps its scale, for as long as it lives."""
+    scaler = config.grad_scaler
+    if scaler is None:
+        return None
+    if scaler._scale is None:  # it makes the tensor when it is first used
+        scaler._lazy_init_scale_growth_tracker(place)
+    return scaler._scale
+
+
 def _record(
     ddp: DistributedDataParallel, config: Config, parameters: list[ParameterLayout]
 ) -> Record:
@@ -196,8 +270,11 @@ def _record(
         "codec": str(config.codec),
         "rules": [{**asdict(rule), "codec": str(rule.codec)} for rule in config.rules],
         "error_feedback": config.error_feedback,
+        "momentum": config.momentum,
         "warmup_steps": config.warmup_steps,
+        "grad_scaler": config.grad_scaler is not None,
         "nonfinite": config.nonfinite,
+        "exact_skip": config.exact_skip,
         "seed": config.seed,
         "chunk_bytes": config.chunk_bytes,
         "device": _device(ddp).type,
@@ -228,21 +305,13 @@ def _start(
     config_hash = record_hash({key: record[key] for key in record if key != "parameters"})
     engine = None
     if not config.passes_through:
-        options = _native.EngineOptions(
-            parameters=[p.native() for p in parameters],
-            rank=rank,
-            world_size=world_size,
-            config_hash=config_hash,
-            layout_hash=layout_hash,
-            seed=config.seed,
-            warmup_steps=config.warmup_steps,
-            raise_nonfinite=config.nonfinite == "raise",
-            chunk_bytes=config.chunk_bytes,
+        engine = start_engine(
+            config, parameters, group, nonce, config_hash, layout_hash, place=_device(ddp)
         )
-        engine = _start_engine(ddp, options, group, nonce)
+    tensors: list[torch.Tensor] = [parameter for _, parameter in reduced_parameters(ddp)]
     hook = _native.BucketHook(
         engine=engine,
-        parameters=[parameter for _, parameter in reduced_parameters(ddp)],
+        parameters=tensors,
         group_name=group.group_name,
     )
     return Binding(
@@ -252,30 +321,58 @@ def _start(
         world_size=world_size,
         config_hash=config_hash,
         layout_hash=layout_hash,
+        saved_layout_hash=record_hash(
+            [{k: p[k] for k in p if k != "residuals"} for p in record["parameters"]]
+        ),
         engine=engine,
         hook=hook,
         group_name=group.group_name,
+        index=WeakIdKeyDictionary({tensor: index for index, tensor in enumerate(tensors)}),
     )
 
 
-def _start_engine(
-    ddp: DistributedDataParallel,
-    options: _native.EngineOptions,
+def start_engine(
+    config: Config,
+    parameters: Sequence[ParameterLayout],
     group: dist.ProcessGroup,
     nonce: str,
+    config_hash: int = 0,
+    layout_hash: int = 0,
+    place: torch.device = _CPU,
 ) -> _native.BucketEngine:
-    # Lanes first: they are collective, and whoever failed before would keep the others waiting.
-    place = _device(ddp)
-    exchanges = _exchanges(ddp, group)
+    """An engine on lanes of its own. Collective; the arguments are equal on all ranks.
+
+    Args:
+        nonce: unlike that of any other engine of the group.
+        config_hash, layout_hash: in every message header.
+        place: where the gradients are.
+    """
+    exchanges, streams = _exchanges(place, group), _streams(place, group)
+    lanes: list[ProcessGroupGloo] = []
+    if exchanges and not streams:
+        # First: it is collective, and whoever failed before would keep the others waiting.
+        lanes = _make_lanes(group, nonce, LANES if place.type == "cpu" else STAGED_LANES, place)
+    options = _native.EngineOptions(
+        parameters=[p.native() for p in parameters],
+        rank=dist.get_rank(group),
+        world_size=dist.get_world_size(group),
+        config_hash=config_hash,
+        layout_hash=layout_hash,
+        seed=config.seed,
+        warmup_steps=config.warmup_steps,
+        momentum=config.momentum,
+        raise_nonfinite=config.nonfinite == "raise",
+        exact_skip=config.exact_skip,
+        loss_scale=_loss_scale(config, place),
+        chunk_bytes=config.chunk_bytes,
+    )
     if place.type == "cpu":
-        lanes = _make_lanes(group, nonce) if exchanges else []
         return _native.Engine(options, lanes=lanes)
-    staged = exchanges and not _streams(ddp, group)
     return _native.DeviceEngine(
         options,
         device=place,
-        lane=_make_lanes(group, nonce, ("staged",), place)[0] if staged else None,
-        group_name=group.group_name if exchanges and not staged else None,
+        lane=lanes[0] if lanes else None,
+        group_name=group.group_name if exchanges and streams else None,
     )
 
 

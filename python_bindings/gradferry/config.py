@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
+
 from gradferry.codec_spec import OFF, CodecSpec, parse_codec
 from gradferry.errors import ConfigError
 
@@ -54,8 +56,11 @@ class Config:
     codec: CodecSpec
     rules: tuple[Rule, ...]
     error_feedback: str
+    momentum: float  # 0.0: none
     warmup_steps: int
+    grad_scaler: torch.amp.GradScaler | None
     nonfinite: str
+    exact_skip: bool
     seed: int
     disabled: bool
     chunk_bytes: int = CHUNK_BYTES
@@ -72,14 +77,22 @@ class Config:
                 return rule.codec
         return self.codec
 
+    @property
+    def needs_every_bucket(self) -> bool:
+        """Whether no bucket may pass through, as those of sparse gradients do."""
+        return self.momentum != 0 or self.exact_skip
+
     def residuals_of(self, codec: CodecSpec) -> tuple[bool, bool]:
-        """Whether parameters of this codec keep a (worker, owner) residual."""
-        if not codec.lossy:
-            return False, False
+        """Whether parameters of this codec keep a (worker, owner) residual.
+
+        The worker residual also carries the momentum, of every parameter.
+        """
         mode = self.error_feedback
         if mode == "auto":
-            mode = "owner" if codec.bits() >= OWNER_ONLY_BITS else "both"
-        return mode in ("worker", "both"), mode in ("owner", "both")
+            precise = self.momentum == 0 and codec.bits() >= OWNER_ONLY_BITS
+            mode = "owner" if precise else "both"
+        worker = self.momentum != 0 or (codec.lossy and mode in ("worker", "both"))
+        return worker, codec.lossy and mode in ("owner", "both")
 
 
 def make_config(
@@ -100,23 +113,52 @@ def make_config(
     Raises:
         ConfigError: naming the argument, its value and what would be accepted.
     """
-    for name, value, default in (
-        ("momentum", momentum, None),
-        ("grad_scaler", grad_scaler, None),
-        ("exact_skip", exact_skip, False),
-        ("check_every", check_every, 0),
-    ):
-        if value != default:
-            raise ConfigError(f"{name}={value!r} is not available in this version; leave it out")
+    if check_every != 0:
+        raise ConfigError(f"check_every={check_every!r} is not available in this version")
+    spec = parse_codec(codec)
+    _choice("error_feedback", error_feedback, ERROR_FEEDBACK)
+    if momentum is not None:
+        _check_momentum(momentum, spec, error_feedback)
+    if not isinstance(exact_skip, bool):
+        raise ConfigError(f"exact_skip={exact_skip!r} must be True or False")
     return Config(
-        codec=parse_codec(codec),
+        codec=spec,
         rules=tuple(_parse_rule(rule, i) for i, rule in enumerate(rules or ())),
-        error_feedback=_choice("error_feedback", error_feedback, ERROR_FEEDBACK),
+        error_feedback=error_feedback,
+        momentum=float(momentum or 0.0),
         warmup_steps=_count("warmup_steps", warmup_steps),
+        grad_scaler=_grad_scaler(grad_scaler),
         nonfinite=_choice("nonfinite", nonfinite, NONFINITE),
+        exact_skip=exact_skip,
         seed=_count("seed", seed),
         disabled=_disabled(os.environ.get("GRADFERRY_DISABLE", "")),
     )
+
+
+def _check_momentum(momentum: float, codec: CodecSpec, error_feedback: str) -> None:
+    if not isinstance(momentum, float) or not 0.0 < momentum < 1.0:
+        raise ConfigError(
+            f"momentum={momentum!r} must be a number between 0 and 1, such as 0.9; leave it out "
+            "for gradients without momentum"
+        )
+    if codec.name == OFF:
+        raise ConfigError(
+            f"momentum={momentum!r} needs a codec, and 'off' passes gradients through; use 'exact' "
+            "for momentum without compression"
+        )
+    if error_feedback in ("none", "owner"):
+        raise ConfigError(
+            f"momentum={momentum!r} lives in the worker residual, which error_feedback="
+            f"{error_feedback!r} leaves out; use 'auto', 'both' or 'worker'"
+        )
+
+
+def _grad_scaler(value: object) -> torch.amp.GradScaler | None:
+    if value is not None and not isinstance(value, torch.amp.GradScaler):
+        raise ConfigError(
+            f"grad_scaler={value!r} must be a torch.amp.GradScaler, not {type(value).__name__}"
+        )
+    return value if value is not None and value.is_enabled() else None
 
 
 def _disabled(value: str) -> bool:

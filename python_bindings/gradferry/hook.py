@@ -85,6 +85,7 @@ def hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Ten
         StateError: the state is not bound to this model, or failed before.
     """
     bound = state._bound()
-    if bound.hook.passes_through(bucket):
+    if not bound.hook.admit(bucket):
+        bound.hook.note_passed()
         return allreduce_hook(_resolve_process_group(GroupName(bound.group_name)), bucket)
     return bound.hook.run(bucket).get_future()

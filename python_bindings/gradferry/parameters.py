@@ -63,7 +63,7 @@ def describe_parameters(
 ) -> list[ParameterLayout]:
     """Resolves the codec of every parameter that DDP reduces.
 
-    Where nothing is exchanged, in a world of one, there are no residuals.
+    Where nothing is exchanged, in a world of one, nothing is withheld: it keeps only momentum.
 
     Raises:
         ConfigError: a parameter's device or dtype has no codec, or parameters are on several
@@ -102,5 +102,9 @@ def _describe(
         dtype=dtype,
         num_elements=parameter.numel() * (2 if parameter.is_complex() else 1),
         codec=codec,
-        residuals=config.residuals_of(codec) if exchanges else (False, False),
+        residuals=_residuals(config, codec, exchanges),
     )
+
+
+def _residuals(config: Config, codec: CodecSpec, exchanges: bool) -> tuple[bool, bool]:
+    return config.residuals_of(codec) if exchanges else (config.momentum != 0, False)

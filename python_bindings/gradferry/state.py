@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
-from gradferry import binding
+from gradferry import binding, numbers
+from gradferry.advice import warn_about_adam
 from gradferry.config import Config, make_config
 from gradferry.errors import ConfigError, StateError
-
-STATE_FORMAT = 1
-COUNTERS = (
-    "steps",
-    "buckets",
-    "chunks",
-    "gradient_bytes",
-    "wire_bytes",
-    "residual_bytes",
-    "workspace_bytes",
-    "workspace_allocations",
-    "in_flight",
-    "host_waits",
-)
+from gradferry.saved_state import Residuals, Tile, pack, unpack
 
 
 class HookState:
@@ -40,13 +30,22 @@ class HookState:
             than 1024 elements, else ``codec``. float64 and complex parameters are always
             ``exact``.
         error_feedback: which residuals are kept: ``"none"``, ``"owner"``, ``"worker"``,
-            ``"both"``, or ``"auto"``: owner at 3 bits per element and more, both below.
-        momentum: not available in this version.
-        warmup_steps: first steps in which every gradient travels as ``exact``.
-        grad_scaler: not available in this version.
+            ``"both"``, or ``"auto"``: owner at 3 bits per element and more, both below and in
+            momentum mode.
+        momentum: between 0 and 1. Gradients arrive as their momentum m = momentum * m +
+            (1 - momentum) * gradient, which the worker residual carries beside what was withheld:
+            for `gradferry.optim.OneBitAdam`, or for SGD without momentum of its own and with the
+            learning rate times 1 / (1 - momentum). Takes one synced backward pass per optimizer
+            step, no sparse gradients and no ``find_unused_parameters``.
+        warmup_steps: first steps in which every gradient travels as ``exact`` and arrives without
+            momentum.
+        grad_scaler: the `torch.amp.GradScaler` that scales the loss. Residuals follow its scale,
+            exactly where that changes by powers of two.
         nonfinite: ``"propagate"`` hands NaN and infinity on to every rank; ``"raise"`` raises
             `StateError` on every rank, after which this hook, like after any error, is finished.
-        exact_skip: not available in this version.
+        exact_skip: whether a step whose result holds a NaN or infinity, which a GradScaler
+            skips, leaves the residuals as it found them. Without it such a step moves them by what
+            arrived less what was given, wherever that is finite. Costs a copy of the residuals.
         check_every: not available in this version.
         seed: of the codecs' random numbers; equal on all ranks.
 
@@ -117,6 +116,8 @@ class HookState:
         self._binding = binding.bind(ddp, self._make_config, native=native)
         if native and ddp.logger is not None:
             ddp.logger._set_comm_hook_name(f"gradferry:{self._binding.config.codec}")
+        if not self._binding.config.momentum:
+            warn_about_adam(self._binding.parameters, self._binding.index)
 
     def _bound(self) -> binding.Binding:
         if self._binding is None:
@@ -130,7 +131,8 @@ class HookState:
         """Counters since the hook was attached, of this rank.
 
         Returns:
-            A dict, with zeros for a hook that passes everything through:
+            A dict. Milliseconds are sums over steps, taken where the work is done: nothing waits
+            for them. Zeros for a hook that passes everything through:
 
             - ``steps``: the current step, counted from 0.
             - ``buckets``, ``chunks``: sent so far.
@@ -142,6 +144,16 @@ class HookState:
             - ``workspace_allocations``: how often workspace was allocated or a plan was made.
             - ``in_flight``: buckets under way.
             - ``host_waits``: how often the host waited for a device that was a step behind.
+            - ``fallbacks``: buckets that took the backend's own all-reduce.
+            - ``encode_ms``: on the thread that DDP calls from.
+            - ``network_ms``: waiting for messages, and checking them, on the finishing thread.
+            - ``reduce_ms``, ``decode_ms``: on the finishing thread.
+            - ``exposed_ms``: what DDP's thread was held up: inside the hook, and after its last
+              bucket until all were complete. On a device these times are the host's: of handing
+              work to streams.
+            - ``worker_residual_ratio``, ``owner_residual_ratio``: norm of the residual over norm of
+              the gradient it was withheld from (this rank's; the average), in the last step, on a
+              sample of about 256 tiles; 0.0 without such a residual, and on a device.
             - ``step_buckets``: for each bucket of the last finished step, the indices of its
               parameters (in the order of the model's reduced parameters).
 
@@ -149,87 +161,156 @@ class HookState:
             StateError: the state is not bound.
         """
         bound = self._bound()
-        if bound.engine is None:
-            return {**dict.fromkeys(COUNTERS, 0), "step_buckets": [], "ratio": 0.0}
-        stats: dict[str, Any] = bound.engine.stats()
-        ring = 2 * (bound.world_size - 1) / bound.world_size * stats["gradient_bytes"]
-        stats["ratio"] = ring / stats["wire_bytes"] if stats["wire_bytes"] else 0.0
+        stats = numbers.zeros() if bound.engine is None else bound.engine.stats()
+        stats["fallbacks"] = bound.hook.passed()
+        stats["ratio"] = numbers.ratio(stats, bound.world_size)
         return stats
+
+    def on_step(self, callback: Callable[[dict[str, Any]], None]) -> RemovableHandle:
+        """Calls `callback` after every optimizer step that followed new gradients.
+
+        On the thread that steps the optimizer (any of `torch.optim`), and for as long as this
+        state exists. What the callback raises is raised there.
+
+        Args:
+            callback: gets a dict of the numbers of that step alone, on this rank, with the keys of
+                `stats` that are about steps: ``step`` (counted from 0), ``buckets``, ``chunks``,
+                ``gradient_bytes``, ``wire_bytes``, ``ratio``, ``fallbacks``, ``encode_ms``,
+                ``network_ms``, ``reduce_ms``, ``decode_ms``, ``exposed_ms``,
+                ``worker_residual_ratio`` and ``owner_residual_ratio``.
+
+        Returns:
+            A handle whose ``remove()`` ends the calls.
+
+        Raises:
+            StateError: the state is not bound.
+        """
+        return numbers.call_after_steps(self, callback, self._bound().world_size)
+
+    def events(self) -> list[dict[str, Any]]:
+        """The last 256 buckets, oldest first; every error of a hook ends with them.
+
+        Returns:
+            Dicts with ``step``, ``bucket``, ``chunks``, ``gradient_bytes``; the instants
+            ``begin_ms`` (DDP handed it in), ``encoded_ms`` (DDP's thread went on) and
+            ``complete_ms`` (0.0: never) since the hook was attached; and ``encode_ms``,
+            ``network_ms``, ``reduce_ms``, ``decode_ms``.
+
+        Raises:
+            StateError: the state is not bound.
+        """
+        engine = self._bound().engine
+        return [] if engine is None else engine.events()
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank must save to go on exactly where it stopped. Not collective.
 
+        Save it with the model and the optimizer, of every rank: by ``torch.save`` to a file per
+        rank, by `gradferry.checkpoint.save`, or by torch.distributed.checkpoint, for which a
+        HookState is a ``Stateful``.
+
         Returns:
-            A dict of integers, strings and two fp32 tensors: the residuals.
+            A dict of numbers and strings, equal on all ranks, and ``slot_<rank>``: a dict of this
+            rank's residuals (fp32) and the tiles it owns (int64), tensors of one dimension.
 
         Raises:
-            StateError: the state is not bound, failed, or buckets are in flight.
+            StateError: the state is not bound, failed, or is in the middle of a step.
         """
-        engine = self._bound().engine
-        if engine is None:
-            steps, worker, owner = 0, torch.empty(0), torch.empty(0)
-        else:
-            steps, worker, owner = engine.state()
-        return {**self._identity(), "steps": steps, "worker": worker, "owner": owner}
+        bound = self._bound()
+        if bound.engine is None:
+            own = Residuals(0, torch.empty(0), torch.empty(0), 0.0)
+            return pack(self._identity(), bound.rank, own, [])
+        return pack(self._identity(), bound.rank, Residuals(*bound.engine.state()), self._tiles())
 
     def load_state_dict(self, state_dict: Mapping[str, Any], on_resize: str = "strict") -> None:
-        """Restores what `state_dict` returned on the same rank. Not collective.
+        """Restores what `state_dict` returned. Not collective: call it on every rank.
+
+        At the world size it was saved with, a training goes on as if it had not stopped, to the
+        bit. Load the model and the optimizer of the same moment.
 
         Args:
-            state_dict: of the same codec, model, rank and world size.
-            on_resize: only ``"strict"`` in this version.
+            state_dict: what this rank saved, or the states of all ranks as
+                `gradferry.checkpoint.merge` makes them one.
+            on_resize: what to do when another number of ranks saved it. ``"strict"`` refuses.
+                ``"mean"`` takes the states of all ranks and keeps what the averaged gradient still
+                misses: every rank gets the mean of the worker residuals, in one rounding, and
+                the owner residuals of the tiles it owns now. ``"drop"`` begins without residuals
+                (and without momentum).
 
         Raises:
             ConfigError: another ``on_resize``.
-            StateError: the dict belongs to another codec, model, rank or world size, is
-                incomplete or newer, or buckets are in flight.
+            StateError: the state is of another codec, model, seed, momentum or world size, misses a
+                slot or has one too many, is damaged or newer; or the hook is in the middle of a
+                step. Nothing was changed.
         """
-        if on_resize != "strict":
-            raise ConfigError(f"on_resize={on_resize!r} is not available; use 'strict'")
-        engine = self._bound().engine
-        if engine is None:
+        bound = self._bound()
+        if bound.engine is None:
             warnings.warn(
                 "this hook passes gradients through: the saved residuals are not used",
                 stacklevel=2,
             )
             return
-        identity = self._identity()
-        missing = sorted({*identity, "steps", "worker", "owner"} - set(state_dict))
-        if missing:
-            raise StateError(f"the saved state lacks {', '.join(missing)}; it is not a state_dict")
-        for field, own in identity.items():
-            if state_dict[field] != own:
-                raise StateError(
-                    f"the saved state has {field} {state_dict[field]!r}, this hook has {own!r}; "
-                    "load it with the arguments, model, rank and world size it was saved with"
-                )
-        for field in ("worker", "owner"):
-            if not isinstance(state_dict[field], torch.Tensor):
-                raise StateError(f"the saved state's {field} residual is not a tensor")
-            if not state_dict[field].isfinite().all():
-                raise StateError(
-                    f"the saved state's {field} residual is not finite; it was damaged"
-                )
-        steps = state_dict["steps"]
-        if not isinstance(steps, int) or not 0 <= steps < 2**64:
-            raise StateError(f"the saved state has steps {steps!r}, which is no count")
-        engine.load_state(
-            steps=steps,
-            worker_residual=state_dict["worker"],
-            owner_residual=state_dict["owner"],
+        own = unpack(
+            state_dict,
+            self._identity(),
+            bound.rank,
+            bound.engine.residual_sizes(),
+            self._tiles(),
+            on_resize,
         )
+        bound.engine.load_state(
+            steps=own.steps,
+            worker_residual=own.worker,
+            owner_residual=own.owner,
+            loss_scale=own.loss_scale,
+        )
+
+    def _tiles(self) -> list[Tile]:
+        engine = self._bound().engine
+        return [] if engine is None else [Tile(*row) for row in engine.tiles()]
 
     def _identity(self) -> dict[str, Any]:
         bound = self._bound()
         return {
-            "format": STATE_FORMAT,
             "codec": str(bound.config.codec),
-            "rank": bound.rank,
             "world_size": bound.world_size,
             "error_feedback": bound.config.error_feedback,
+            "momentum": bound.config.momentum,
             "seed": bound.config.seed,
-            "layout_hash": bound.layout_hash,
+            "layout_hash": bound.saved_layout_hash,
         }
+
+    def skip_step(self) -> None:
+        """Tells that the gradients of the last step will not be used. Not collective.
+
+        Call it, on every rank, when you leave out an optimizer step although its gradients are
+        finite; skips of a GradScaler are noticed without it. The residuals become what they were
+        before the step, to the bit.
+
+        Raises:
+            StateError: the hook has no ``exact_skip=True``, or is in the middle of a step.
+        """
+        engine = self._bound().engine
+        if engine is not None:
+            engine.skip_step()
+
+    def scale_residuals(self, factor: float) -> None:
+        """Multiplies both residuals, and so the momentum that one of them carries. Not collective.
+
+        Call it with the same factor on every rank, for example when a learning rate jumps: what
+        was withheld before will be applied at the new rate.
+
+        Args:
+            factor: 0 forgets what was withheld; powers of two are exact.
+
+        Raises:
+            StateError: the hook is in the middle of a step.
+        """
+        if not math.isfinite(factor):
+            raise ConfigError(f"factor={factor!r} must be finite")
+        engine = self._bound().engine
+        if engine is not None:
+            engine.scale_residuals(factor)
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._binding is not None:

@@ -49,7 +49,7 @@ class BucketWork final : public c10d::Work {
 
 c10::intrusive_ptr<c10d::Work> run_from_python(const BucketHook& hook,
                                                const c10d::GradBucket& bucket) {
-  auto future = make_future(c10::PyObjectType::get(), bucket);
+  auto future = make_future(c10::PyObjectType::get(), bucket.getBuffer());
   c10::intrusive_ptr<c10::ivalue::PyObjectHolder> boxed =
       c10::make_intrusive<BoxedTensor>(bucket.getBuffer());
   {
@@ -77,7 +77,9 @@ void bind_ddp_hook(py::module_& module) {
             reducer.register_comm_hook(std::make_unique<NativeHook>(hook));
           },
           py::arg("reducer"))
-      .def("passes_through", &BucketHook::passes_through, py::arg("bucket"))
+      .def("admit", &BucketHook::admit, py::arg("bucket"))
+      .def("passed", &BucketHook::passed)
+      .def("note_passed", &BucketHook::note_passed)
       .def("run", &run_from_python, py::arg("bucket"));
 }
 

@@ -1,6 +1,9 @@
 #include <pybind11/stl.h>
 
+#include <numeric>
+
 #include "bindings.h"
+#include "ddp_hook.h"
 #include "device_engine.h"
 #include "engine.h"
 #include "gradferry/device_library.h"
@@ -16,8 +19,9 @@ ParameterSpec make_parameter(const std::string& name, uint64_t num_elements, at:
 
 EngineOptions make_options(std::vector<ParameterSpec> parameters, uint32_t rank,
                            uint32_t world_size, uint64_t config_hash, uint64_t layout_hash,
-                           uint64_t seed, uint64_t warmup_steps, bool raise_nonfinite,
-                           uint32_t chunk_bytes) {
+                           uint64_t seed, uint64_t warmup_steps, double momentum,
+                           bool raise_nonfinite, bool exact_skip,
+                           std::optional<at::Tensor> loss_scale, uint32_t chunk_bytes) {
   return {.parameters = std::move(parameters),
           .rank = rank,
           .world_size = world_size,
@@ -25,7 +29,10 @@ EngineOptions make_options(std::vector<ParameterSpec> parameters, uint32_t rank,
           .layout_hash = layout_hash,
           .seed = seed,
           .warmup_steps = warmup_steps,
+          .momentum = momentum,
           .raise_nonfinite = raise_nonfinite,
+          .exact_skip = exact_skip,
+          .loss_scale = loss_scale.value_or(at::Tensor()),
           .chunk_bytes = chunk_bytes,
           .make_exception = &make_torch_exception};
 }
@@ -68,6 +75,18 @@ void use_library(const py::capsule& capsule) {
   use_device_library(*capsule.get_pointer<const DeviceLibrary>());
 }
 
+// For benchmarks: the engine's one bucket of all its parameters, without DDP around it. Blocks.
+void all_reduce(BucketEngine& engine, const at::Tensor& gradient) {
+  const py::gil_scoped_release released;
+  const FuturePtr future = make_future(c10::TensorType::get(), gradient);
+  std::vector<uint32_t> parameters(engine.layout().parameters().size());
+  std::iota(parameters.begin(), parameters.end(), 0);
+  engine.run(parameters, gradient, future, gradient);
+  future->waitAndThrow();
+}
+
+double milliseconds(int64_t nanoseconds) { return static_cast<double>(nanoseconds) / 1e6; }
+
 py::dict stats_dict(const BucketEngine& engine) {
   const EngineStats stats = [&] {
     const py::gil_scoped_release released;
@@ -85,6 +104,54 @@ py::dict stats_dict(const BucketEngine& engine) {
   result["in_flight"] = stats.in_flight;
   result["host_waits"] = stats.host_waits;
   result["step_buckets"] = stats.step_buckets;
+  result["encode_ms"] = milliseconds(stats.times.encode_ns);
+  result["network_ms"] = milliseconds(stats.times.network_ns);
+  result["reduce_ms"] = milliseconds(stats.times.reduce_ns);
+  result["decode_ms"] = milliseconds(stats.times.decode_ns);
+  result["exposed_ms"] = milliseconds(stats.times.exposed_ns);
+  result["worker_residual_ratio"] = stats.times.worker.ratio();
+  result["owner_residual_ratio"] = stats.times.owner.ratio();
+  return result;
+}
+
+py::list event_list(const BucketEngine& engine) {
+  py::list result;
+  for (const BucketEvent& event : engine.events()) {
+    py::dict row;
+    row["step"] = event.step;
+    row["bucket"] = event.bucket;
+    row["chunks"] = event.chunks;
+    row["gradient_bytes"] = event.gradient_bytes;
+    row["begin_ms"] = milliseconds(event.begin_ns);
+    row["encoded_ms"] = milliseconds(event.encoded_ns);
+    row["complete_ms"] = milliseconds(event.complete_ns);
+    row["encode_ms"] = milliseconds(event.encode_ns);
+    row["network_ms"] = milliseconds(event.network_ns);
+    row["reduce_ms"] = milliseconds(event.reduce_ns);
+    row["decode_ms"] = milliseconds(event.decode_ns);
+    result.append(row);
+  }
+  return result;
+}
+
+// (id, elements, offset in the worker residual, offset in the owner residual) of every tile; offset
+// -1: this rank has none.
+py::list tiles_list(const BucketEngine& engine) {
+  const auto offset = [](uint64_t residual) {
+    return residual == kNoResidual ? int64_t{-1} : static_cast<int64_t>(residual);
+  };
+  const Layout& layout = engine.layout();
+  py::list result;
+  for (const Parameter& parameter : layout.parameters()) {
+    for (uint32_t t = 0; t < parameter.num_tiles; ++t) {
+      const uint64_t id = parameter.first_tile + t;
+      const bool keeps = parameter.worker_residual != kNoResidual;
+      const uint64_t worker =
+          keeps ? parameter.worker_residual + uint64_t{t} * kTileElements : kNoResidual;
+      result.append(py::make_tuple(id, layout.tile_elements(parameter, t), offset(worker),
+                                   offset(layout.owner_residual_offset(id))));
+    }
+  }
   return result;
 }
 
@@ -98,24 +165,42 @@ void bind_engine(py::module_& module) {
   py::class_<EngineOptions>(module, "EngineOptions")
       .def(py::init(&make_options), py::kw_only(), py::arg("parameters"), py::arg("rank"),
            py::arg("world_size"), py::arg("config_hash"), py::arg("layout_hash"), py::arg("seed"),
-           py::arg("warmup_steps"), py::arg("raise_nonfinite"), py::arg("chunk_bytes"));
+           py::arg("warmup_steps"), py::arg("momentum"), py::arg("raise_nonfinite"),
+           py::arg("exact_skip"), py::arg("loss_scale").none(true), py::arg("chunk_bytes"));
   py::class_<BucketEngine, std::shared_ptr<BucketEngine>>(module, "BucketEngine")
       .def("stats", &stats_dict)
+      .def("current_step", &BucketEngine::current_step, py::call_guard<py::gil_scoped_release>())
+      .def("events", &event_list)
+      .def("all_reduce", &all_reduce, py::arg("gradient"))
       .def("state",
-           [](const BucketEngine& engine) {
+           [](BucketEngine& engine) {
              EngineState state = [&] {
                const py::gil_scoped_release released;
                return engine.state();
              }();
-             return py::make_tuple(state.steps, state.worker_residual, state.owner_residual);
+             return py::make_tuple(state.steps, state.worker_residual, state.owner_residual,
+                                   state.loss_scale);
            })
       .def(
           "load_state",
-          [](BucketEngine& engine, uint64_t steps, const at::Tensor& worker, const at::Tensor& owner) {
+          [](BucketEngine& engine, uint64_t steps, const at::Tensor& worker,
+             const at::Tensor& owner, float loss_scale) {
             const py::gil_scoped_release released;
-            engine.load_state({steps, worker, owner});
+            engine.load_state({steps, worker, owner, loss_scale});
           },
-          py::arg("steps"), py::arg("worker_residual"), py::arg("owner_residual"));
+          py::arg("steps"), py::arg("worker_residual"), py::arg("owner_residual"),
+          py::arg("loss_scale"))
+      .def("residual_sizes",
+           [](const BucketEngine& engine) {
+             return py::make_tuple(engine.layout().worker_residual_elements(),
+                                   engine.layout().owner_residual_elements());
+           })
+      .def("tiles", &tiles_list)
+      .def("skip_step", &BucketEngine::skip_step, py::call_guard<py::gil_scoped_release>())
+      .def("add_to_worker_residual", &BucketEngine::add_to_worker_residual, py::arg("parameter"),
+           py::arg("values"), py::arg("factor"), py::call_guard<py::gil_scoped_release>())
+      .def("scale_residuals", &BucketEngine::scale_residuals, py::arg("factor"),
+           py::call_guard<py::gil_scoped_release>());
   py::class_<Engine, BucketEngine, std::shared_ptr<Engine>>(module, "Engine")
       .def(py::init(&start_engine), py::arg("options"), py::kw_only(), py::arg("lanes"));
   py::class_<DeviceEngine, BucketEngine, std::shared_ptr<DeviceEngine>>(module, "DeviceEngine")

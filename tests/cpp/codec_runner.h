@@ -149,6 +149,12 @@ class Runner {
     codec(isa).decode(b, r.payload.data(), r.gradient.data(), setup_.beta,
                       residual_pointer(r.residual));
     EXPECT_TRUE(r.gradient.guards_intact() && r.residual.guards_intact()) << describe(isa);
+    // Without a gradient, decode finds the same and writes nothing else.
+    Result seen{payload, Buffer(), residual, new_status()};
+    b.status = seen.status.data();
+    codec(isa).decode(b, payload.data(), nullptr, setup_.beta, residual_pointer(seen.residual));
+    EXPECT_TRUE(seen.residual == residual);
+    for (size_t i = 0; i < tiles.size(); ++i) EXPECT_EQ(seen.status[i].flags, r.status[i].flags);
     return r;
   }
   Result reduce(Isa isa, const std::vector<Buffer>& payloads, const Buffer& residual) const {

@@ -1,15 +1,16 @@
 """Checks PTX files for instructions that would make a GPU compute other bits than a CPU.
 
-Fused multiply-adds, approximate functions, and flushing of subnormal numbers to zero. Run it with the
-files as arguments; it prints one line per violation and fails if there is one.
+Fused multiply-adds, approximate functions, and flushing of subnormal numbers to zero. Run it with
+the files as arguments; it prints one line per violation and fails if there is one.
 """
 
 import re
 import sys
 from pathlib import Path
 
+PREDICATE = r"(?:@!?%\w+\s+)?"
 FORBIDDEN = re.compile(
-    r"^\s*(?:@!?%\w+\s+)?((?:fma\.|mad\.\S*f(?:32|64))\S*|\w+\S*\.(?:approx|ftz)\S*)"
+    rf"^\s*{PREDICATE}((?:fma\.|mad\.\S*f(?:32|64))\S*|\w+\S*\.(?:approx|ftz)\S*)"
 )
 ENTRY = re.compile(r"\.entry\s+(\w+)")
 

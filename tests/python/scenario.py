@@ -265,6 +265,7 @@ def expected_gradients(scenario: Scenario) -> list[list[list[np.ndarray]]]:
         scenario.error_feedback,
         scenario.rules,
         scenario.seed,
+        scenario.options.get("momentum", 0.0),
     )
     ranks, count = range(scenario.world_size), len(scenario.weights)
     return [

@@ -41,7 +41,7 @@ def case_bad_option(options: dict) -> Outcome:
         ({"rules": [{"nam": "first", "codec": "exact"}]}, ("nam", "name")),
         ({"rules": {"first": "exact"}}, ("rules", "name", "codec")),
         ({"rules": [{"name": "first"}]}, ("rules[0]", "codec")),
-        ({"momentum": 0.9}, ("momentum", "0.9")),
+        ({"momentum": 1.5}, ("momentum", "1.5")),
         ({"seed": -1}, ("seed", "-1")),
         ({"warmup_steps": -2}, ("warmup_steps", "-2")),
     ],

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from gradferry import _build_info
+from gradferry import ConfigError, _build_info, _native, device
 from gradferry._compat import check_torch
+from gradferry.info import facts
 
 pytestmark = pytest.mark.torch_core
 
@@ -31,3 +32,23 @@ def test_check_torch_refuses_another_minor_version_in_one_line(running):
 def test_build_info_describes_this_build():
     assert _build_info.TORCH_VERSION == torch.__version__
     assert _build_info.WIRE_VERSION == 1
+
+
+def test_cuda_kernels_are_all_there_and_named_or_there_are_none():
+    if _build_info.CUDA_COMPILER:
+        device.load_kernels("cuda")  # needs no GPU
+    on_cuda = [codec["name"] for codec in _native.codecs("cuda")]
+    if _build_info.CUDA_COMPILER:
+        assert on_cuda == [codec["name"] for codec in _native.codecs("cpu")]
+        assert (
+            f"{_build_info.CUDA_COMPILER} for {_build_info.CUDA_ARCHITECTURES}" in facts()["CUDA"]
+        )
+    else:
+        assert on_cuda == []
+        assert facts()["CUDA"].startswith("no kernels in this build")
+    assert f"{torch.cuda.device_count()} devices" in facts()["CUDA"]
+
+
+def test_codecs_refuses_an_unknown_device():
+    with pytest.raises(ConfigError, match="'cpu' or 'cuda', not 'tpu'"):
+        _native.codecs("tpu")

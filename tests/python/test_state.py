@@ -60,13 +60,20 @@ def case_refused(scenario: Scenario, changes: list[dict[str, Any]]) -> list[str]
     run.step(0)
     saved = run.state.state_dict()
     texts = []
+    slot = f"slot_{run.rank}"
     for change in changes:
-        wrong = {k: v for k, v in {**saved, **change}.items() if v is not None}
+        residuals = {k: v for k, v in change.items() if k in saved[slot]}
+        others = {k: v for k, v in change.items() if k not in saved[slot]}
+        wrong = {**saved, slot: {**saved[slot], **residuals}, **others}
+        wrong = {k: v for k, v in wrong.items() if v is not None}
+        if change.get("slot") == "other":
+            wrong[f"slot_{1 - run.rank}"] = wrong.pop(slot)
         with pytest.raises(gradferry.StateError) as caught:
             run.state.load_state_dict(wrong)
         texts.append(str(caught.value))
-    with pytest.raises(gradferry.ConfigError, match="on_resize='mean'"):
-        run.state.load_state_dict(saved, on_resize="mean")
+    unknown = "on_resize='meen' is none of strict, mean, drop"
+    with pytest.raises(gradferry.ConfigError, match=unknown):
+        run.state.load_state_dict(saved, on_resize="meen")
     run.state.load_state_dict(saved)
     return texts
 
@@ -76,7 +83,7 @@ def test_state_of_another_run_is_refused_by_name(world_of_2: World) -> None:
         {"worker": None},
         {"format": 2},
         {"codec": "bf16"},
-        {"rank": 7},
+        {"momentum": 0.9},
         {"world_size": 3},
         {"layout_hash": 1},
         {"worker": torch.zeros(3)},
@@ -84,18 +91,70 @@ def test_state_of_another_run_is_refused_by_name(world_of_2: World) -> None:
         {"worker": torch.full((3,), float("nan"))},
         {"steps": -1},
         {"seed": 5},
+        {"slot": "other"},
+        {"slot_2": {}},
+        {"loss_scale": -1.0},
+        {"steps": None},
+        {"owner_tiles": torch.zeros(3)},
     ]
-    for texts in world_of_2.run(case_refused, scenario=SCENARIO, changes=changes):
-        assert "lacks worker" in texts[0]
+    answers = world_of_2.run(case_refused, scenario=SCENARIO, changes=changes)
+    for rank, texts in enumerate(answers):
+        assert f"slot_{rank}, worker, is not a tensor" in texts[0]
         for text, field in zip(
-            texts[1:6], ["format", "codec", "rank", "world_size", "layout_hash"], strict=True
+            texts[1:6], ["format", "codec", "momentum", "world_size", "layout_hash"], strict=True
         ):
             assert f"has {field} " in text
         assert "another size, dtype or device" in texts[6]
-        assert "owner residual is not a tensor" in texts[7]
-        assert "worker residual is not finite" in texts[8]
+        assert "owner, is not a tensor" in texts[7]
+        assert "worker, is not finite" in texts[8]
         assert "steps -1, which is no count" in texts[9]
         assert "has seed 5" in texts[10]
+        assert f"has no slot_{rank}, only slot_{1 - rank}" in texts[11]
+        assert "has slot_2, though 2 ranks saved it" in texts[12]
+        assert "loss_scale -1.0, which is no scale" in texts[13]
+        assert "lacks steps" in texts[14]
+        assert "owner_tiles, is not a tensor of torch.int64" in texts[15]
+
+
+def case_in_the_middle(scenario: Scenario) -> list[Any]:
+    """What saving, loading and skipping say while backward runs, when buckets are through."""
+    import gradferry
+
+    run = Run(scenario)
+    run.step(0)
+    saved = run.state.state_dict()
+    texts = []
+
+    def look(_: torch.Tensor) -> None:
+        # The last gradient of the model: buckets before it have been handed over.
+        for call in (
+            run.state.state_dict,
+            lambda: run.state.load_state_dict(saved),
+            run.state.skip_step,
+            lambda: run.state.scale_residuals(0.5),
+        ):
+            with pytest.raises(gradferry.StateError) as caught:
+                call()
+            texts.append(str(caught.value))
+
+    run.step(1)  # after it, buckets are in the order in which gradients come
+    first = run.ddp.module.get_parameter(run.buckets[-1][-1][-1])
+    handle = first.register_post_accumulate_grad_hook(look)
+    run.step(2)
+    handle.remove()
+    run.state.state_dict()
+    return texts
+
+
+def test_state_is_refused_in_the_middle_of_a_step(world_of_2: World) -> None:
+    scenario = dataclasses.replace(SCENARIO, options={"exact_skip": True})
+    for texts in world_of_2.run(case_in_the_middle, scenario=scenario):
+        assert len(texts) == 4
+        for text, what in zip(
+            texts, ["save the state", "load a state", "skip a step", "scale residuals"], strict=True
+        ):
+            assert f"cannot {what} in the middle of step 2" in text
+            assert "after backward() returned" in text
 
 
 def case_describe(scenario: Scenario) -> dict[str, Any]:

@@ -81,6 +81,7 @@ def case_train(scenario: Scenario, seeds: list[int]) -> dict[str, Any]:
     return first
 
 
+@pytest.mark.torch_core
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("device", ["streamed", "staged"])
 def test_every_codec_equals_the_reference(worlds: Worlds, device: str, world_size: int) -> None:
@@ -145,9 +146,9 @@ class WatchedRun(Run):
 
 def wait_names(calls: list[dict[str, int]]) -> list[str]:
     """What a step after the first waits for, in order."""
-    names = ["commit"]
-    for call in calls:
-        names.append("ready")
+    names = []
+    for number, call in enumerate(calls):
+        names += ["ready", "commit"] if number == 0 else ["ready"]
         chunks = call["chunks"]
         for i in range(chunks + 2):
             names += (
@@ -175,6 +176,7 @@ def case_omit_waits(scenario: Scenario) -> dict[str, Any]:
     return {"names": names, "counted": counted, "chunks": chunks, "races": races}
 
 
+@pytest.mark.torch_core
 def test_every_wait_is_needed(worlds: Worlds) -> None:
     # Buckets that are never rebuilt, so that every run has the same ones from the start.
     scenario = dataclasses.replace(SCENARIO, ddp={"find_unused_parameters": True, **SCENARIO.ddp})
@@ -206,6 +208,7 @@ def case_count(scenario: Scenario) -> list[dict[str, int]]:
     return calls
 
 
+@pytest.mark.torch_core
 def test_a_step_allocates_nothing_and_never_waits_on_the_host(worlds: Worlds) -> None:
     for calls in worlds(2).run(case_count, scenario=SCENARIO):
         assert len(calls) >= 2
@@ -272,7 +275,9 @@ def test_damage_is_nan_at_once_and_an_error_two_steps_later(
             assert error.error == "ProtocolError"
             assert "rank 1 refused a message from rank 0 (step 0, chunk 0, " + phase in error.text
             assert field in error.text
-    assert len({error.text for answer in answers for error in answer["errors"]}) == 1
+    # What follows the first line are the rank's last buckets.
+    lines = {error.text.splitlines()[0] for answer in answers for error in answer["errors"]}
+    assert len(lines) == 1
 
 
 def case_raise_nonfinite(scenario: Scenario) -> list[Any]:
@@ -307,8 +312,12 @@ def case_move_state(scenario: Scenario) -> dict[str, Any]:
         for step in range(3):
             run.step(step)
     states = {device: run.state.state_dict() for device, run in runs.items()}
-    for one, other in zip(*(state.values() for state in states.values()), strict=True):
-        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+    slot = f"slot_{dist.get_rank()}"
+    residuals = [state.pop(slot) for state in states.values()]
+    assert states["cpu"] == states[scenario.device]
+    for name, residual in residuals[0].items():
+        assert torch.equal(residual, residuals[1][name])
+    states = {device: {**state, slot: residuals[0]} for device, state in states.items()}
     straight = [runs["cpu"].step(step) for step in range(3, 6)]
     gradients = []
     for device in on:
@@ -323,7 +332,7 @@ def case_move_state(scenario: Scenario) -> dict[str, Any]:
             for one, other in zip(straight, moved, strict=True)
             for a, b in zip(one, other, strict=True)
         ),
-        "residual": float(states["cpu"]["worker"].abs().sum()),
+        "residual": float(residuals[0]["worker"].abs().sum()),
     }
 
 
@@ -333,6 +342,33 @@ def test_a_saved_state_moves_between_devices(worlds: Worlds, device: str) -> Non
     for answer in worlds(2).run(case_move_state, scenario=scenario):
         assert answer["residual"] > 0
         assert answer["equal"]
+
+
+def case_loss_scale(scenario: Scenario) -> dict[str, Any]:
+    """The same steps on the CPU and on the device, with a loss scale that changes."""
+    runs = []
+    for device in ("cpu", scenario.device):
+        scaler = torch.amp.GradScaler("cpu" if device == "cpu" else "fake", init_scale=1024.0)
+        options = {"grad_scaler": scaler}
+        run = Run(dataclasses.replace(scenario, device=device, options=options))
+        gradients = []
+        for step, scale in enumerate((1024.0, 512.0, 512.0, 3.0)):
+            scaler._scale.fill_(scale)
+            gradients += [gradient.tobytes() for gradient in run.step(step)]
+        state = run.state.state_dict()
+        runs.append((gradients, state["loss_scale"], state[f"slot_{dist.get_rank()}"]["worker"]))
+    return {
+        "gradients": runs[0][0] == runs[1][0],
+        "residuals": torch.equal(runs[0][2], runs[1][2]),
+        "scales": [run[1] for run in runs],
+    }
+
+
+@pytest.mark.parametrize("device", ["streamed", "staged"])
+def test_residuals_follow_the_loss_scale_as_on_the_cpu(worlds: Worlds, device: str) -> None:
+    scenario = dataclasses.replace(SCENARIO, device=device)
+    for answer in worlds(2).run(case_loss_scale, scenario=scenario):
+        assert answer == {"gradients": True, "residuals": True, "scales": [3.0, 3.0]}
 
 
 # --- worlds of one, life and death -----------------------------------------------------------------
@@ -402,3 +438,19 @@ def test_wire_bytes_equal_the_formula_with_one_commit_per_step(worlds: Worlds, d
             expected -= 2 * 64 * len(buckets)  # no commit per bucket
         expected += 2 * 64 * (scenario.steps - 1)  # of every step, at the beginning of the next
         assert answer["stats"]["wire_bytes"] == expected
+
+
+def case_attach_refused(scenario: Scenario, options: dict[str, Any]) -> Any:
+    from outcomes import attempt
+
+    return attempt(lambda: Run(dataclasses.replace(scenario, options=options)))
+
+
+@pytest.mark.parametrize("options", [{"momentum": 0.9}, {"exact_skip": True}])
+def test_what_a_device_cannot_do_is_refused_at_attach(
+    worlds: Worlds, options: dict[str, Any]
+) -> None:
+    scenario = dataclasses.replace(SCENARIO, error_feedback="auto")
+    for outcome in worlds(2).run(case_attach_refused, scenario=scenario, options=options):
+        assert outcome.error == "ConfigError"
+        assert "not available for gradients on 'fake' in this version" in outcome.text

@@ -152,10 +152,10 @@ TEST(Emulator, SharedMemoryBeginsUndefined) {
   for (const uint32_t x : out) EXPECT_NE(x, 0u);
 }
 
-// --- faults
-// ----------------------------------------------------------------------------------------
+// --- faults --------------------------------------------------------------------------------------
 
 __global__ void diverge_at_barriers() {
+  // NOLINTNEXTLINE(bugprone-branch-clone): the same barrier twice is the mistake
   if (threadIdx.x < 16) {
     __syncthreads();
   } else {

@@ -268,6 +268,20 @@ TEST(Messages, ConcludeMakesTilesOfRefusedMessagesNaN) {
   expect_nans<uint64_t>(ScalarType::kFloat64, 0x7ff8000000000000u);
 }
 
+TEST(Messages, RescaleGivesTheGainToThePresentLossScale) {
+  float residual_scale = 0, gain = 0;
+  const auto rescale = [&](const float* loss_scale) {
+    message_kernels.rescale({loss_scale, &residual_scale, &gain, nullptr});
+    return gain;
+  };
+  const float first = 1024, second = 512, third = 3;
+  EXPECT_EQ(rescale(&first), 1.0f);
+  EXPECT_EQ(rescale(&second), 0.5f);
+  EXPECT_EQ(rescale(&third), 3.0f / 512.0f);
+  EXPECT_EQ(rescale(nullptr), 1.0f / 3.0f);
+  EXPECT_EQ(residual_scale, 1.0f);
+}
+
 TEST(Messages, CommitWritesItsRecordAndTakesTheTile) {
   Findings findings{.status = 10,
                     .phase = 2,

@@ -24,8 +24,7 @@ struct Index {
 
 extern simt::Index threadIdx, blockIdx, blockDim, gridDim;
 
-// --- barriers
-// --------------------------------------------------------------------------------------
+// --- barriers ------------------------------------------------------------------------------------
 inline void __syncthreads(const simt::Where& where = simt::Where::current()) {
   simt::barrier(simt::BarrierOp::kSync, 0, where);
 }
@@ -39,8 +38,7 @@ inline int __syncthreads_count(int predicate, const simt::Where& where = simt::W
   return simt::barrier(simt::BarrierOp::kCount, predicate, where);
 }
 
-// --- warps
-// -----------------------------------------------------------------------------------------
+// --- warps ---------------------------------------------------------------------------------------
 inline void __syncwarp(uint32_t mask = 0xffffffffu,
                        const simt::Where& where = simt::Where::current()) {
   simt::meet(simt::WarpOp::kSync, mask, 0, 0, where);
@@ -111,8 +109,7 @@ inline uint32_t __reduce_or_sync(uint32_t mask, uint32_t value,
   return static_cast<uint32_t>(simt::meet(simt::WarpOp::kOr, mask, value, 0, where));
 }
 
-// --- atomics: whole by nature here, and known as atomic to ThreadSanitizer
-// ---------------------------
+// --- atomics: whole by nature here, and known as atomic to ThreadSanitizer -----------------------
 inline uint32_t atomicAdd(uint32_t* address, uint32_t value) {
   return __atomic_fetch_add(address, value, __ATOMIC_RELAXED);
 }
@@ -120,8 +117,7 @@ inline uint32_t atomicOr(uint32_t* address, uint32_t value) {
   return __atomic_fetch_or(address, value, __ATOMIC_RELAXED);
 }
 
-// --- bits
-// ------------------------------------------------------------------------------------------
+// --- bits ----------------------------------------------------------------------------------------
 inline int __popc(uint32_t x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(static_cast<uint32_t>(x)); }
@@ -159,8 +155,7 @@ void launch(std::string_view function, uint32_t num_blocks, uint32_t num_threads
   const size_t length = kernel.size() < sizeof(name) - 1 ? kernel.size() : sizeof(name) - 1;
   std::memcpy(name, kernel.data(), length);
   name[length] = '\0';
-  run(
-      name, num_blocks, num_threads, [](void* f) { (*static_cast<Body*>(f))(); }, &body);
+  run(name, num_blocks, num_threads, [](void* f) { (*static_cast<Body*>(f))(); }, &body);
 }
 
 }  // namespace simt

@@ -205,6 +205,15 @@ void commit(const CommitCall& call) {
   });
 }
 
+void rescale(const RescaleCall& call) {
+  Machine::get().enqueue(number_of(call.stream), "rescale", [=](const Touched& touched) {
+    if (call.loss_scale != nullptr) touched.read(call.loss_scale, sizeof(float));
+    touched.write(call.residual_scale, sizeof(float));
+    touched.write(call.gain, sizeof(float));
+    kernels().rescale(call);
+  });
+}
+
 constexpr size_t kCodecs = 7;
 
 }  // namespace
@@ -212,7 +221,7 @@ constexpr size_t kCodecs = 7;
 const DeviceLibrary& library() {
   static const DeviceLibrary result{kDeviceLibraryVersion,
                                     codecs_on_streams(std::make_index_sequence<kCodecs>()),
-                                    {&seal, &check, &conclude, &commit}};
+                                    {&rescale, &seal, &check, &conclude, &commit}};
   return result;
 }
 

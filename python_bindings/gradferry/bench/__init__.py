@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import argparse
 
-from gradferry.bench import codec
+from gradferry.bench import codec, collective, train
 
-_BENCHMARKS = (("codec", codec, "kernels of every codec against what memory allows"),)
+_BENCHMARKS = (
+    ("codec", codec, "kernels of every codec against what memory allows"),
+    ("collective", collective, "compressed all-reduce against the backend's own"),
+    ("train", train, "training steps under every hook, on a link of a chosen rate"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

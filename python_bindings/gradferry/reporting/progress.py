@@ -1,10 +1,12 @@
-"""Progress of trainings: a bar on a terminal, plain lines elsewhere."""
+"""Progress: bars and a status line on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
@@ -13,6 +15,7 @@ from rich.progress import TimeRemainingColumn as TimeLeft
 from gradferry.reporting.table import print_line
 
 _PLAIN_LINES = 5  # per training
+_PLAIN_LINE_EVERY_S = 15.0  # of a status line
 
 
 @dataclass(frozen=True)
@@ -72,3 +75,45 @@ class TrainingProgress:
     def _deserves_line(self, done: StepDone) -> bool:
         every = max(1, done.steps // _PLAIN_LINES)
         return done.step == 1 or done.step % every == 0
+
+
+class StatusLine:
+    """Shows what is being done: every text it is called with. A context manager."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._status = console.status("") if console.is_terminal else None
+        self._next_line = 0.0
+
+    def __enter__(self) -> StatusLine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __call__(self, text: str) -> None:
+        if self._status:
+            self._status.start()
+            self._status.update(text)
+        elif time.monotonic() >= self._next_line:
+            self._next_line = time.monotonic() + _PLAIN_LINE_EVERY_S
+            print_line(self._console, text)
+
+    def close(self) -> None:
+        """Takes the line away."""
+        if self._status:
+            self._status.stop()
+
+    def closing(self, report: Callable[[Any], int]) -> Callable[[Any], int]:
+        """`report`, with the line taken away first."""
+
+        def closed(value: Any) -> int:
+            self.close()
+            return report(value)
+
+        return closed

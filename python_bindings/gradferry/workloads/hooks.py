@@ -1,5 +1,8 @@
 """Gradient hooks by name: PyTorch's own as `torch:...`, and every gradferry codec.
 
+Arguments of `gradferry.attach` may follow a codec, as in `sign1+error_feedback=none`. `none`
+communicates nothing, for timing alone: ranks then train apart.
+
 `torch:fp32` is DDP's plain all-reduce. PyTorch does not count what it sends, so bytes of
 `torch:...` hooks and of `off` are computed for a bandwidth-optimal all-reduce; bytes of codecs
 are counted as they are handed to the transport.
@@ -7,17 +10,22 @@ are counted as they are handed to the transport.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    debugging_hooks,
+    default_hooks,
+    powerSGD_hook,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 import gradferry
 from gradferry import _native
-from gradferry.codec_spec import OFF, parse_codec
+from gradferry.codec_spec import OFF
 from gradferry.config import closest
 from gradferry.errors import ConfigError
 from gradferry.parameters import reduced_parameters
@@ -25,9 +33,15 @@ from gradferry.wire_formula import all_reduce_bytes, wire_bytes_per_step
 
 _ITEM_BYTES = {"torch:fp32": 4, "torch:fp16": 2, "torch:bf16": 2}
 _POWERSGD = "torch:powersgd"
-_POWERSGD_START = 10  # PyTorch's hook sends dense gradients before this step
+POWERSGD_START = 10  # PyTorch's hook sends dense gradients before this step
 _POWERSGD_MIN_RATE = 2  # and never compresses a matrix by less than this
 TORCH_HOOKS = (*_ITEM_BYTES, f"{_POWERSGD}:4")
+NO_HOOK = "none"
+_ATTACH_ARGUMENTS: dict[str, Callable[[str], Any]] = {
+    "error_feedback": str,
+    "momentum": float,
+    "warmup_steps": int,
+}
 
 
 class HookHandle(Protocol):
@@ -48,14 +62,16 @@ class HookHandle(Protocol):
 
 
 def check_hook(name: str) -> None:
-    """Raises ConfigError, with the closest match, when no hook has this name."""
+    """Raises ConfigError, with the closest match, when no hook that trains has this name."""
     codecs = [str(codec["name"]) for codec in _native.codecs()]
     if name in _ITEM_BYTES:
         return
     if name.startswith(f"{_POWERSGD}:"):
         _powersgd_rank(name)
-    elif name.partition(":")[0] in (*codecs, OFF):
-        parse_codec(name)
+        return
+    codec, arguments = _split_arguments(name)
+    if codec.partition(":")[0] in (*codecs, OFF):
+        gradferry.HookState(codec, **arguments)
     else:
         choices = (*TORCH_HOOKS, *codecs, OFF)
         raise ConfigError(
@@ -63,26 +79,62 @@ def check_hook(name: str) -> None:
         )
 
 
-def ddp_options(name: str, model: nn.Module) -> dict[str, Any]:
-    """Arguments of DistributedDataParallel that a hook cannot do without.
+def check_timed_hook(name: str) -> None:
+    """As check_hook, but also takes `none`."""
+    if name != NO_HOOK:
+        check_hook(name)
+
+
+def _split_arguments(name: str) -> tuple[str, dict[str, Any]]:
+    """`codec+argument=value+...` as the codec and the arguments of `attach`."""
+    codec, *texts = name.split("+")
+    arguments = {}
+    for text in texts:
+        key, _, value = text.partition("=")
+        if key not in _ATTACH_ARGUMENTS:
+            raise ConfigError(
+                f"hook {name!r}: {key!r} is no argument of attach that can be given here; choose "
+                f"from {', '.join(_ATTACH_ARGUMENTS)}{closest(key, list(_ATTACH_ARGUMENTS))}"
+            )
+        try:
+            arguments[key] = _ATTACH_ARGUMENTS[key](value)
+        except ValueError:
+            raise ConfigError(f"hook {name!r}: {key} cannot be {value!r}") from None
+    return codec, arguments
+
+
+def bucket_caps(
+    name: str, model: nn.Module, wanted: Sequence[float | None]
+) -> Sequence[float | None]:
+    """Those of the `wanted` bucket_cap_mb that a hook can work with; None is DDP's own choice.
 
     PowerSGD gets one bucket: over gloo, its collectives of several buckets mix and abort.
     """
     if not name.startswith(_POWERSGD):
-        return {}
+        return wanted
     num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    return {"bucket_cap_mb": num_bytes // 2**20 + 1}
+    return [num_bytes // 2**20 + 1]
 
 
-def apply_hook(ddp: DistributedDataParallel, name: str, *, seed: int = 0) -> HookHandle:
+def apply_hook(
+    ddp: DistributedDataParallel,
+    name: str,
+    *,
+    seed: int = 0,
+    powersgd_start: int = POWERSGD_START,
+) -> HookHandle:
     """Registers the named hook on `ddp`, which must have none yet.
 
     Raises ConfigError when no hook has this name.
     """
-    check_hook(name)
+    check_timed_hook(name)
+    if name == NO_HOOK:
+        ddp.register_comm_hook(None, debugging_hooks.noop_hook)
+        return _ComputedHook(name, 0, 0)
     if name.startswith("torch:"):
-        return _apply_torch_hook(ddp, name)
-    state = gradferry.attach(ddp, name, seed=seed)
+        return _apply_torch_hook(ddp, name, powersgd_start)
+    codec, arguments = _split_arguments(name)
+    state = gradferry.attach(ddp, codec, seed=seed, **arguments)
     if state._bound().config.passes_through:
         dense_bytes = _dense_bytes(ddp)
         return _ComputedHook(name, dense_bytes, dense_bytes)
@@ -137,18 +189,18 @@ class _ComputedHook:
         return self.step_bytes
 
 
-def _apply_torch_hook(ddp: DistributedDataParallel, name: str) -> HookHandle:
+def _apply_torch_hook(ddp: DistributedDataParallel, name: str, powersgd_start: int) -> HookHandle:
     group = ddp.process_group
     dense_bytes = _dense_bytes(ddp)
     if name.startswith(_POWERSGD):
         rank = _powersgd_rank(name)
         state = powerSGD_hook.PowerSGDState(
-            group, rank, _POWERSGD_START, min_compression_rate=_POWERSGD_MIN_RATE
+            group, rank, powersgd_start, min_compression_rate=_POWERSGD_MIN_RATE
         )
         ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         elements = sum(_powersgd_elements(p.shape, rank) for _, p in reduced_parameters(ddp))
         step_bytes = all_reduce_bytes(elements, 4, group.size())
-        return _ComputedHook(name, dense_bytes, step_bytes, _POWERSGD_START)
+        return _ComputedHook(name, dense_bytes, step_bytes, powersgd_start)
     if name == "torch:fp16":
         ddp.register_comm_hook(group, default_hooks.fp16_compress_hook)
     elif name == "torch:bf16":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import multiprocessing
 import os
 import signal
@@ -10,10 +11,11 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -108,6 +110,38 @@ class _Failure:
             error: GradferryError = getattr(errors, self.kind)(self.text)
             return error
         return PeerError(f"rank {self.rank} {self.text}")
+
+
+class Outbox:
+    """A folder in which ranks under torchrun leave word for the command that started torchrun."""
+
+    VARIABLE = "GRADFERRY_OUTBOX"
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._code = folder / "exit_code"
+
+    @classmethod
+    def of_this_rank(cls) -> Outbox | None:
+        """None: a user has started torchrun, and reads what it says."""
+        folder = os.environ.get(cls.VARIABLE)
+        return cls(Path(folder)) if folder else None
+
+    def leave_failure(self, failure: _Failure) -> None:
+        (self.folder / f"rank{failure.rank}.json").write_text(json.dumps(asdict(failure)))
+
+    def leave_exit_code(self, code: int) -> None:
+        """Of a rank that has done its work, whatever came out of it."""
+        self._code.write_text(str(code))
+
+    def exit_code(self) -> int | None:
+        """None when no rank has left one."""
+        return int(self._code.read_text()) if self._code.exists() else None
+
+    def first_error(self) -> GradferryError | None:
+        """The error of the rank that failed first; None when no rank has left one."""
+        found = [_Failure(**json.loads(f.read_text())) for f in self.folder.glob("rank*.json")]
+        return min(found, key=lambda failure: failure.when).error() if found else None
 
 
 class _Watch:
@@ -213,5 +247,10 @@ def _run_here(body: Body, arguments: Sequence[Any], on_event: Emit) -> Any:
         is_first = dist.get_rank() == 0
         value = body(on_event if is_first else _ignore, *arguments)
         return value if is_first else None
+    except Exception as error:
+        outbox = Outbox.of_this_rank()
+        if outbox:
+            outbox.leave_failure(_describe(dist.get_rank(), error))
+        raise
     finally:
         dist.destroy_process_group()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import sysconfig
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,27 +15,45 @@ from gradferry.errors import ConfigError
 from gradferry.workloads.task import Batch, Task, in_batches
 
 _NUM_BYTES = 256  # the vocabulary: every byte value
-_CONTEXT = 128  # bytes a prediction may look back on
-_WIDTH = 128
-_LAYERS = 4
-_HEADS = 4
-_GLOBAL_BATCH = 16  # windows of 128 bytes
 _VALIDATION_FILES = 10  # every 10th file is kept for validation
-_VALIDATION_WINDOWS = 256
 _VALIDATION_BATCH = 32
 _FEWEST_BYTES = 200_000  # below this the text is not a standard library
 
 
-class Transformer(nn.Module):
-    """Scores for the next byte: int64 (batch, time <= 128) in, float (batch, time, 256) out."""
+@dataclass(frozen=True)
+class TextSize:
+    """How large the model is, and how much text it sees."""
 
-    def __init__(self) -> None:
+    context: int  # bytes a prediction may look back on
+    width: int
+    layers: int
+    heads: int
+    global_batch: int  # windows of `context` bytes per step, over all ranks
+    learning_rate: float
+    validation_windows: int
+
+
+SMALL = TextSize(
+    context=128,
+    width=128,
+    layers=4,
+    heads=4,
+    global_batch=16,
+    learning_rate=2e-3,
+    validation_windows=256,
+)
+
+
+class Transformer(nn.Module):
+    """Scores for the next byte: int64 (batch, time <= context) in, float (batch, time, 256) out."""
+
+    def __init__(self, size: TextSize = SMALL) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(_NUM_BYTES, _WIDTH)
-        self.position = nn.Parameter(torch.randn(_CONTEXT, _WIDTH) * 0.02)
-        self.blocks = nn.Sequential(*(_Block() for _ in range(_LAYERS)))
-        self.norm = nn.LayerNorm(_WIDTH)
-        self.head = nn.Linear(_WIDTH, _NUM_BYTES, bias=False)
+        self.embedding = nn.Embedding(_NUM_BYTES, size.width)
+        self.position = nn.Parameter(torch.randn(size.context, size.width) * 0.02)
+        self.blocks = nn.Sequential(*(_Block(size.width, size.heads) for _ in range(size.layers)))
+        self.norm = nn.LayerNorm(size.width)
+        self.head = nn.Linear(size.width, _NUM_BYTES, bias=False)
         nn.init.normal_(self.embedding.weight, std=0.02)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -49,16 +68,17 @@ class _Block(nn.Module):
     What is added is 0 at first: training gets further in few steps than from random outputs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.attention_norm = nn.LayerNorm(_WIDTH)
-        self.query_key_value = nn.Linear(_WIDTH, 3 * _WIDTH, bias=False)
-        self.attention_out = _zero_linear(_WIDTH)
+        self.heads = heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.query_key_value = nn.Linear(width, 3 * width, bias=False)
+        self.attention_out = _zero_linear(width, width)
         self.perceptron = nn.Sequential(
-            nn.LayerNorm(_WIDTH),
-            nn.Linear(_WIDTH, 4 * _WIDTH),
+            nn.LayerNorm(width),
+            nn.Linear(width, 4 * width),
             nn.GELU(),
-            _zero_linear(4 * _WIDTH),
+            _zero_linear(4 * width, width),
         )
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -68,20 +88,20 @@ class _Block(nn.Module):
 
     def _attend(self, hidden: torch.Tensor) -> torch.Tensor:
         batch, time, width = hidden.shape
-        heads = self.query_key_value(hidden).view(batch, time, 3, _HEADS, width // _HEADS)
+        heads = self.query_key_value(hidden).view(batch, time, 3, self.heads, width // self.heads)
         query, key, value = (part.transpose(1, 2) for part in heads.unbind(2))
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         result: torch.Tensor = self.attention_out(mixed.transpose(1, 2).reshape(hidden.shape))
         return result
 
 
-def _zero_linear(num_inputs: int) -> nn.Linear:
-    linear = nn.Linear(num_inputs, _WIDTH, bias=False)
+def _zero_linear(num_inputs: int, num_outputs: int) -> nn.Linear:
+    linear = nn.Linear(num_inputs, num_outputs, bias=False)
     nn.init.zeros_(linear.weight)
     return linear
 
 
-def load_text(folder: Path | None = None) -> Task:
+def load_text(folder: Path | None = None, size: TextSize = SMALL) -> Task:
     """Reads the .py files directly in `folder` (default: Python's standard library).
 
     Raises ConfigError when there is too little text.
@@ -103,12 +123,12 @@ def load_text(folder: Path | None = None) -> Task:
         source=f"{len(files)} source files ({megabytes:.1f} MB) of the standard library of "
         f"Python {platform.python_version()}",
         metric="nats per byte",
-        global_batch=_GLOBAL_BATCH,
+        global_batch=size.global_batch,
         default_steps=400,
-        learning_rate=2e-3,
-        build_model=Transformer,
-        draw=lambda generator: _draw(training, generator),
-        validation=_validation_batches(held_out),
+        learning_rate=size.learning_rate,
+        build_model=lambda: Transformer(size),
+        draw=lambda generator: _draw(training, size, generator),
+        validation=_validation_batches(held_out, size),
     )
 
 
@@ -122,17 +142,17 @@ def _as_tensor(text: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
-def _windows(text: torch.Tensor, starts: torch.Tensor) -> Batch:
-    """Inputs and targets, int64 (number of starts, 128): each target is the byte that follows."""
-    windows = text[starts[:, None] + torch.arange(_CONTEXT + 1)].long()
+def _windows(text: torch.Tensor, starts: torch.Tensor, context: int) -> Batch:
+    """Inputs and targets, int64 (number of starts, context): a target is the byte that follows."""
+    windows = text[starts[:, None] + torch.arange(context + 1)].long()
     return windows[:, :-1], windows[:, 1:]
 
 
-def _draw(text: torch.Tensor, generator: torch.Generator) -> Batch:
-    starts = torch.randint(len(text) - _CONTEXT, (_GLOBAL_BATCH,), generator=generator)
-    return _windows(text, starts)
+def _draw(text: torch.Tensor, size: TextSize, generator: torch.Generator) -> Batch:
+    starts = torch.randint(len(text) - size.context, (size.global_batch,), generator=generator)
+    return _windows(text, starts, size.context)
 
 
-def _validation_batches(text: torch.Tensor) -> list[Batch]:
-    starts = torch.linspace(0, len(text) - _CONTEXT - 1, _VALIDATION_WINDOWS).long()
-    return in_batches(*_windows(text, starts), _VALIDATION_BATCH)
+def _validation_batches(text: torch.Tensor, size: TextSize) -> list[Batch]:
+    starts = torch.linspace(0, len(text) - size.context - 1, size.validation_windows).long()
+    return in_batches(*_windows(text, starts, size.context), _VALIDATION_BATCH)

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradferry.errors import ConfigError, DivergedError
 from gradferry.wire_formula import all_reduce_bytes
-from gradferry.workloads.hooks import HookHandle, apply_hook, ddp_options
+from gradferry.workloads.hooks import HookHandle, apply_hook, bucket_caps
 from gradferry.workloads.task import Batch, Task, sum_of_losses
 
 FEWEST_STEPS = 3
@@ -75,7 +75,8 @@ def train(
     check_size(task, steps, world_size)
     torch.manual_seed(seed)
     model = task.build_model()
-    ddp = DistributedDataParallel(model, **ddp_options(hook, model))
+    (bucket_cap_mb,) = bucket_caps(hook, model, [None])
+    ddp = DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb)
     handle = apply_hook(ddp, hook, seed=seed)
     mine = _RankRun(initial=_validate(task, model))
     _train_steps(task, ddp, handle, mine, steps=steps, seed=seed, on_step=on_step)

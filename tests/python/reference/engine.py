@@ -14,10 +14,14 @@ from .scalars import DTYPES, narrow, widen
 FEWEST_BITS_WITHOUT_WORKER_RESIDUAL = 3
 
 
-def resolve_error_feedback(error_feedback: str, codec: str, dtype: str) -> tuple[bool, bool]:
+def resolve_error_feedback(
+    error_feedback: str, codec: str, dtype: str, momentum: float = 0.0
+) -> tuple[bool, bool]:
     """Whether a parameter has a worker and an owner residual."""
+    if momentum and error_feedback == "auto":
+        error_feedback = "both"
     if not find_codec(codec).lossy:
-        return False, False
+        return momentum != 0, False
     if error_feedback == "auto":
         bits = find_codec(codec).payload_bytes(TILE_ELEMENTS, dtype, WORKER) * 8 / TILE_ELEMENTS
         error_feedback = "owner" if bits >= FEWEST_BITS_WITHOUT_WORKER_RESIDUAL else "both"
@@ -32,13 +36,14 @@ def encode_tiles(
     alpha: float = 1.0,
     gain: float = 1.0,
     context: Context = DEFAULT,
+    hold: bool = True,
 ) -> np.ndarray:
     """Payloads of tiles [tiles, n] of widened gradients. Updates `residual` in place."""
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        v = gradient.dtype.type(alpha) * gradient
+        v = gradient.dtype.type(np.float32(alpha)) * gradient
         if residual is not None:
-            v = v + np.float32(gain) * residual
-    held = (gradient == 0).all(axis=1)
+            v = v + v.dtype.type(np.float32(gain)) * residual
+    held = (gradient == 0).all(axis=1) & hold
     payload = find_codec(codec).encode(v, dtype, context)
     payload[held] = 0
     if residual is not None:
@@ -54,6 +59,7 @@ def reduce_tiles(
     residual: np.ndarray | None = None,
     gain: float = 1.0,
     context: Context = DEFAULT,
+    hold: bool = True,
 ) -> np.ndarray:
     """Owner payloads of tiles of n elements. Updates the owner `residual` in place."""
     theirs = dataclasses.replace(context, stage=WORKER)
@@ -65,8 +71,8 @@ def reduce_tiles(
             total = total + values
         v = total * (total.dtype.type(1) / total.dtype.type(len(decoded)))
         if residual is not None:
-            v = v + np.float32(gain) * residual
-    held = ~np.any([payload.any(axis=1) for payload in payload_by_rank], axis=0)
+            v = v + v.dtype.type(np.float32(gain)) * residual
+    held = ~np.any([payload.any(axis=1) for payload in payload_by_rank], axis=0) & hold
     payload = find_codec(codec).encode(v, dtype, context)
     payload[held] = 0
     if residual is not None:
@@ -91,6 +97,28 @@ def _keep_what_was_withheld(
     residual[...] = np.where(keep, np.where(np.isfinite(kept), kept, residual), withheld)
 
 
+def finish_residual(
+    residual: np.ndarray,
+    gradient: np.ndarray,
+    own: np.ndarray,
+    arrived: np.ndarray,
+    usable: np.ndarray,
+    alpha: float,
+    beta: float,
+) -> None:
+    """What decode does to a worker `residual`, in place; all arrays are [tiles, n].
+
+    `own` is D(what this rank sent), `arrived` D(what came back), and `usable` says where that is
+    finite in the gradient's dtype. Elsewhere the step is undone.
+    """
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        kind = gradient.dtype.type
+        went_on = residual + kind(np.float32(beta)) * arrived
+        undone = residual + (own - kind(np.float32(alpha)) * gradient)
+        updated = np.where(usable, went_on, undone).astype(np.float32)
+    residual[...] = np.where(np.isfinite(updated), updated, residual)
+
+
 def _tiles(flat: np.ndarray) -> list[np.ndarray]:
     """Views [tiles, n] of a flat array: its full tiles, then its last short one."""
     full = len(flat) // TILE_ELEMENTS * TILE_ELEMENTS
@@ -102,7 +130,8 @@ class ReferenceEngine:
     """What every rank's hook together make of the gradients of a step.
 
     Gradients are flat arrays in the order of memory: float32, float64, float16, or uint16 holding
-    the bits of bfloat16. Residuals are float32, per parameter (and rank), or None.
+    the bits of bfloat16. Residuals are float32, per parameter (and rank), or None. With momentum a
+    world of one sends nothing, but it has the momentum.
     """
 
     def __init__(
@@ -113,34 +142,46 @@ class ReferenceEngine:
         error_feedback: str = "auto",
         rules: Rules = (),
         seed: int = 0,
+        momentum: float = 0.0,
     ) -> None:
         self.world_size = world_size
         self.seed = seed
+        self.momentum = momentum
+        self.alpha = np.float32(1.0 - momentum)
         self.num_steps = 0
         self.layout = Layout(parameters, codec, world_size, rules)
         self.worker_residual: list[list[np.ndarray | None]] = []
         self.owner_residual: list[np.ndarray | None] = []
         for parameter, resolved in zip(self.layout.parameters, self.layout.codecs, strict=True):
-            worker, owner = resolve_error_feedback(error_feedback, resolved, parameter.dtype)
+            worker, owner = resolve_error_feedback(
+                error_feedback, resolved, parameter.dtype, momentum
+            )
+            if world_size == 1:
+                worker, owner = momentum != 0, False
             n = parameter.num_elements
             self.worker_residual.append(
                 [np.zeros(n, np.float32) if worker else None for _ in range(world_size)]
             )
             self.owner_residual.append(np.zeros(n, np.float32) if owner else None)
 
-    def step(self, gradients: Sequence[Sequence[np.ndarray]]) -> list[list[np.ndarray]]:
+    def step(
+        self, gradients: Sequence[Sequence[np.ndarray]], gain: float = 1.0
+    ) -> list[list[np.ndarray]]:
         """gradients[rank][parameter] -> the gradients every rank has afterwards, same indexing."""
-        if self.world_size == 1:
+        if self.world_size == 1 and not self.momentum:
             return [[np.array(g) for g in gradients[0]]]
         averaged = [
-            self._parameter(index, [gradients[rank][index] for rank in range(self.world_size)])
+            self._parameter(
+                index, [gradients[rank][index] for rank in range(self.world_size)], gain
+            )
             for index in range(len(self.layout.parameters))
         ]
         self.num_steps += 1
         return [averaged] * self.world_size
 
-    def _parameter(self, index: int, by_rank: Sequence[np.ndarray]) -> np.ndarray:
-        parameter, codec = self.layout.parameters[index], self.layout.codecs[index]
+    def _parameter(self, index: int, by_rank: Sequence[np.ndarray], gain: float) -> np.ndarray:
+        parameter = self.layout.parameters[index]
+        codec = self.layout.codecs[index] if self.world_size > 1 else "exact"
         dtype = parameter.dtype
         for flat in by_rank:
             if flat.shape != (parameter.num_elements,) or flat.dtype != DTYPES[dtype].storage:
@@ -153,15 +194,29 @@ class ReferenceEngine:
         for part in range(len(wide[0])):
             tiles, n = wide[0][part].shape
             context = Context(WORKER, self.seed, self.num_steps, first_tile)
+            common = {"gain": gain, "context": context, "hold": not self.momentum}
             payloads = [
-                encode_tiles(codec, dtype, wide[rank][part], worker[rank][part], context=context)
+                encode_tiles(
+                    codec, dtype, wide[rank][part], worker[rank][part], self.alpha, **common
+                )
                 for rank in range(self.world_size)
             ]
-            result = reduce_tiles(codec, dtype, payloads, n, owner[part], context=context)
-            context = dataclasses.replace(context, stage=OWNER)
-            pieces.append(find_codec(codec).decode(result, n, dtype, context).reshape(-1))
+            result = reduce_tiles(codec, dtype, payloads, n, owner[part], **common)
+            arrived = find_codec(codec).decode(
+                result, n, dtype, dataclasses.replace(context, stage=OWNER)
+            )
+            narrowed = narrow(arrived.reshape(-1), dtype)
+            pieces.append(narrowed)
+            usable = np.isfinite(widen(narrowed, dtype)).reshape(arrived.shape)
+            for rank, payload in enumerate(payloads):
+                residual = worker[rank][part]
+                if residual is None:
+                    continue
+                own = find_codec(codec).decode(payload, n, dtype, context)
+                gradient = wide[rank][part]
+                finish_residual(residual, gradient, own, arrived, usable, self.alpha, self.momentum)
             first_tile += tiles
-        return narrow(np.concatenate(pieces), dtype) if pieces else np.array(by_rank[0])
+        return np.concatenate(pieces) if pieces else np.array(by_rank[0])
 
 
 def _tiles_or_none(flat: np.ndarray | None, parts: int) -> list[np.ndarray | None]:

@@ -1,0 +1,72 @@
+#include "residuals.h"
+
+#include <ATen/Functions.h>
+#include <ATen/TensorOperators.h>
+
+#include "gradferry/error.h"
+
+namespace gradferry {
+namespace {
+
+at::Tensor zeros(uint64_t num_elements, c10::Device device) {
+  return at::zeros({static_cast<int64_t>(num_elements)},
+                   at::TensorOptions().dtype(at::kFloat).device(device));
+}
+
+void set_where_finite(at::Tensor& residual, const at::Tensor& updated) {
+  residual.copy_(at::where(at::isfinite(updated), updated, residual));
+}
+
+}  // namespace
+
+Residuals::Residuals(const Layout& layout, bool keep_copy, c10::Device device)
+    : worker_(zeros(layout.worker_residual_elements(), device)),
+      owner_(zeros(layout.owner_residual_elements(), device)),
+      worker_before_(zeros(keep_copy ? worker_.numel() : 0, device)),
+      owner_before_(zeros(keep_copy ? owner_.numel() : 0, device)) {}
+
+uint64_t Residuals::num_bytes() const {
+  return worker_.nbytes() + owner_.nbytes() + worker_before_.nbytes() + owner_before_.nbytes();
+}
+
+float Residuals::begin_step(float loss_scale) {
+  if (worker_before_.numel() != 0) worker_before_.copy_(worker_);
+  if (owner_before_.numel() != 0) owner_before_.copy_(owner_);
+  loss_scale_before_ = loss_scale_;
+  const float gain = loss_scale_ == 0.0F ? 1.0F : loss_scale / loss_scale_;
+  loss_scale_ = loss_scale;
+  return gain;
+}
+
+void Residuals::take_back() {
+  if (worker_before_.numel() != 0) worker_.copy_(worker_before_);
+  if (owner_before_.numel() != 0) owner_.copy_(owner_before_);
+  loss_scale_ = loss_scale_before_;
+}
+
+void Residuals::load(const at::Tensor& worker, const at::Tensor& owner, float loss_scale) {
+  const auto fits = [](const at::Tensor& own, const at::Tensor& other) {
+    return other.device().is_cpu() && other.scalar_type() == at::kFloat &&
+           other.sizes() == own.sizes();
+  };
+  GRADFERRY_EXPECTS(fits(worker_, worker) && fits(owner_, owner), kState,
+                    "the saved residuals have another size, dtype or device than this engine's; "
+                    "they belong to another model, codec, rank or world size");
+  worker_.copy_(worker);
+  owner_.copy_(owner);
+  loss_scale_ = loss_scale;
+}
+
+void Residuals::add_to_worker(uint64_t offset, const at::Tensor& values, float factor,
+                              float loss_scale) {
+  if (loss_scale_ == 0.0F) loss_scale_ = loss_scale;
+  at::Tensor part = worker_.narrow(0, static_cast<int64_t>(offset), values.numel());
+  set_where_finite(part, part + values.to(at::kFloat) * (factor * loss_scale_));
+}
+
+void Residuals::scale(float factor) {
+  set_where_finite(worker_, worker_ * factor);
+  set_where_finite(owner_, owner_ * factor);
+}
+
+}  // namespace gradferry

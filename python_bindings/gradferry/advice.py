@@ -1,0 +1,49 @@
+"""What a user should know about the training around the hook."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from gradferry.config import OWNER_ONLY_BITS
+from gradferry.parameters import ParameterLayout
+
+# By the names of their classes: those of many libraries are called so.
+_ADAPTIVE = ("adam", "lamb")
+
+
+def warn_about_adam(parameters: tuple[ParameterLayout, ...], index: WeakIdKeyDictionary) -> None:
+    """Warns once when Adam steps on a model whose worker residual holds back whole gradients.
+
+    Args:
+        parameters: as agreed; nothing happens unless one has a worker residual and a codec of fewer
+            than 3 bits.
+        index: holds the model's parameters.
+    """
+    coarse = [
+        str(p.codec)
+        for p in parameters
+        if p.residuals[0] and p.codec.lossy and p.codec.bits(p.dtype) < OWNER_ONLY_BITS
+    ]
+    if not coarse:
+        return
+
+    def look(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        mine = any(p in index for group in optimizer.param_groups for p in group["params"])
+        if mine or not index:
+            handle.remove()
+        name = type(optimizer).__name__
+        if mine and any(word in name.lower() for word in _ADAPTIVE):
+            warnings.warn(
+                f"{name} trains worse behind {coarse[0]} with error feedback: what is withheld "
+                "reaches its variance late and at once. Attach with momentum=betas[0] and "
+                "warmup_steps=N and use gradferry.optim.OneBitAdam; or take a codec of 3 bits or "
+                "more, an optimizer like SGD, or error_feedback='owner'",
+                stacklevel=3,
+            )
+
+    handle = register_optimizer_step_post_hook(look)

@@ -1,0 +1,242 @@
+"""Checkpoints that are whole or not there, and states for another number of ranks.
+
+`save` and `load` keep the latest checkpoint of a training in a folder that all ranks see: a file
+per rank and a manifest that names them, written last. Whoever is killed at any point leaves the old
+checkpoint or the new one. `ResizedState` is for torch.distributed.checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from gradferry.agreement import error_record, gather_records, raise_first_error
+from gradferry.errors import StateError
+from gradferry.saved_state import merge
+from gradferry.state import HookState
+
+__all__ = ["ResizedState", "exists", "load", "load_all", "merge", "save"]
+
+_MANIFEST = "manifest.json"
+_FORMAT = 1
+_FILE = re.compile(r"rank-\d+-[0-9a-f]+\.(pt|tmp)")
+_READ_BYTES = 1 << 20
+
+
+def save(
+    folder: str | Path, content: Mapping[str, Any], group: dist.ProcessGroup | None = None
+) -> None:
+    """Replaces the folder's checkpoint. Collective.
+
+    Each rank writes a file of its own and forces it to the disk; when all have, rank 0 puts the
+    manifest that names them in the place of the old one, and removes what that named.
+
+    Args:
+        folder: on a file system that all ranks see. Made if there is none.
+        content: of this rank: tensors, numbers, strings and containers of them, such as
+            ``{"model": model.state_dict(), "hook": state.state_dict()}``.
+        group: of the ranks that take part; the default group if None.
+
+    Raises:
+        PeerError: a rank could not write. The old checkpoint is still there.
+    """
+    folder = Path(folder)
+    group = group or dist.group.WORLD
+    assert group is not None
+    rank = dist.get_rank(group)
+    # Names never come twice, so that no file of the old checkpoint is touched.
+    name = f"rank-{rank}-{uuid.uuid4().hex[:16]}.pt"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _durable(folder / name) as file:
+            torch.save(dict(content), file)
+        record = {"name": name, **_fingerprint(folder / name)}
+    except Exception as error:
+        record = error_record(error)
+    files = gather_records(record, group)
+    raise_first_error(files)
+    outcome: dict[str, Any] = {}
+    if rank == 0:
+        try:
+            with _durable(folder / _MANIFEST) as file:
+                file.write(json.dumps({"format": _FORMAT, "files": files}, indent=1).encode())
+        except Exception as error:
+            outcome = error_record(error)
+    raise_first_error(gather_records(outcome, group))
+    if rank == 0:
+        _remove_all_but(folder, {str(entry["name"]) for entry in files})
+
+
+def exists(folder: str | Path) -> bool:
+    """Whether the folder holds a checkpoint."""
+    return (Path(folder) / _MANIFEST).exists()
+
+
+def load(folder: str | Path, rank: int | None = None) -> dict[str, Any]:
+    """What a rank saved.
+
+    Args:
+        folder: as for `save`.
+        rank: whose; this rank of the default group if None.
+
+    Raises:
+        StateError: there is no checkpoint, no such rank saved it, or it was damaged.
+    """
+    files = _read_manifest(Path(folder))
+    rank = dist.get_rank() if rank is None else rank
+    if not 0 <= rank < len(files):
+        raise StateError(
+            f"the checkpoint in {folder} is of {len(files)} ranks and has nothing of rank {rank}; "
+            "load_all() gives what they saved"
+        )
+    return _read(Path(folder), files[rank])
+
+
+def load_all(folder: str | Path) -> list[dict[str, Any]]:
+    """What every rank saved, in the order of ranks: for going on with another number of them.
+
+    >>> contents = gradferry.checkpoint.load_all(folder)
+    >>> saved = gradferry.checkpoint.merge(content["hook"] for content in contents)
+    >>> state.load_state_dict(saved, on_resize="mean")
+
+    Raises:
+        StateError: as `load`.
+    """
+    return [_read(Path(folder), entry) for entry in _read_manifest(Path(folder))]
+
+
+class ResizedState:
+    """A HookState that torch.distributed.checkpoint loads in another world size.
+
+    It asks the checkpoint which slots there are, where a HookState asks for its own alone. For
+    loading only; at the same world size it loads what the HookState would.
+
+    >>> resized = ResizedState(state, path, on_resize="mean")
+    >>> dcp.load({"hook": resized}, checkpoint_id=path)
+
+    Args:
+        state: bound.
+        checkpoint: the folder that is loaded.
+        key: under which the state was saved.
+        on_resize: as for `HookState.load_state_dict`.
+    """
+
+    def __init__(
+        self,
+        state: HookState,
+        checkpoint: str | Path,
+        *,
+        key: str = "hook",
+        on_resize: str = "mean",
+    ) -> None:
+        self._state = state
+        self._on_resize = on_resize
+        self._key = key
+        self._checkpoint = checkpoint
+
+    def state_dict(self) -> dict[str, Any]:
+        """Room for everything that the checkpoint holds under the key.
+
+        Raises:
+            StateError: it holds nothing there.
+        """
+        entries = FileSystemReader(self._checkpoint).read_metadata().state_dict_metadata
+        room: dict[str, Any] = {}
+        for path, entry in entries.items():
+            prefix, _, name = path.partition(".")
+            if prefix != self._key:
+                continue
+            slot, _, field = name.partition(".")
+            if isinstance(entry, TensorStorageMetadata):
+                tensor = torch.zeros(entry.size, dtype=entry.properties.dtype)
+                room.setdefault(slot, {})[field] = tensor
+            else:
+                room[name] = None
+        if not room:
+            raise StateError(f"the checkpoint {self._checkpoint} has nothing under {self._key!r}")
+        return room
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """As `HookState.load_state_dict`."""
+        self._state.load_state_dict(state_dict, on_resize=self._on_resize)
+
+
+@contextlib.contextmanager
+def _durable(path: Path) -> Iterator[BinaryIO]:
+    """A file to write under another name; it gets its own when it is on the disk."""
+    temporary = path.with_suffix(".tmp")
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _fingerprint(path: Path) -> dict[str, Any]:
+    digest = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as file:
+        while part := file.read(_READ_BYTES):
+            digest.update(part)
+        return {"bytes": file.tell(), "blake2b": digest.hexdigest()}
+
+
+def _remove_all_but(folder: Path, names: set[str]) -> None:
+    for path in folder.iterdir():
+        if _FILE.fullmatch(path.name) and path.name not in names:
+            path.unlink(missing_ok=True)
+
+
+def _read_manifest(folder: Path) -> list[dict[str, Any]]:
+    path = folder / _MANIFEST
+    try:
+        manifest = json.loads(path.read_text())
+        known = manifest["format"] == _FORMAT
+        files = list(manifest["files"]) if known else []
+    except FileNotFoundError:
+        raise StateError(f"there is no checkpoint in {folder}: {_MANIFEST} is missing") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise StateError(f"{path} is no manifest of a checkpoint: {error}") from error
+    if not all(isinstance(f, dict) and _FILE.fullmatch(str(f.get("name"))) for f in files):
+        raise StateError(f"{path} is no manifest of a checkpoint: it names foreign files")
+    if not known:
+        raise StateError(
+            f"the checkpoint in {folder} has format {manifest['format']!r}, and this gradferry "
+            f"reads format {_FORMAT}; load it with the version that saved it, or a newer one"
+        )
+    return files
+
+
+def _read(folder: Path, entry: dict[str, Any]) -> dict[str, Any]:
+    path = folder / str(entry["name"])
+    try:
+        found = {"name": entry["name"], **_fingerprint(path)}
+    except OSError as error:
+        raise StateError(f"the checkpoint in {folder} lacks {path.name}: {error}") from error
+    if found != entry:
+        raise StateError(
+            f"{path} is not what was saved: it has {found['bytes']} bytes with digest "
+            f"{found['blake2b']}, the manifest says {entry['bytes']} with {entry['blake2b']}"
+        )
+    content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    return content

@@ -1,0 +1,184 @@
+"""Optimizers for gradients that arrive as momentum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from gradferry.errors import ConfigError, StateError
+from gradferry.state import HookState
+
+__all__ = ["OneBitAdam"]
+
+
+class OneBitAdam(torch.optim.Optimizer):
+    """1-bit Adam (Tang et al. 2021): Adam whose momentum is what ranks exchange.
+
+    For the first ``freeze_step`` steps gradients are dense and this is `torch.optim.AdamW`. Then
+    the variance is frozen, the momentum moves into the hook's residual, and what the hook delivers
+    in ``.grad`` is the compressed momentum: any codec may compress it, while backward goes on. The
+    momentum's memory is given back.
+
+    The hook must be attached with ``momentum=betas[0]`` and ``warmup_steps=freeze_step``:
+
+    >>> state = gradferry.attach(ddp, "sign1", momentum=0.9, warmup_steps=100)
+    >>> optimizer = OneBitAdam(ddp.parameters(), lr=1e-3, freeze_step=100, state=state)
+
+    There must be one synced backward pass per step (accumulate under ``no_sync()``). Freeze when
+    the variance has settled: after the learning rate's warm-up, 15 to 20 % of the steps. A hook
+    that passes gradients through makes this AdamW for good.
+
+    Args:
+        params: parameters that the hook's model reduces, or groups of them.
+        lr: learning rate.
+        betas: decay of momentum and variance, for all groups the same ``betas[0]``.
+        eps: added to the denominator.
+        weight_decay: decoupled from the gradient, as in AdamW.
+        freeze_step: number of dense steps, at least 1.
+        state: of the hook, bound.
+
+    Raises:
+        ConfigError: the hook has another momentum or warm-up, or does not reduce a parameter.
+        StateError: the state is not bound.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        freeze_step: int,
+        state: HookState,
+    ) -> None:
+        bound = state._bound()
+        self._bound = bound
+        self._freeze_step = freeze_step
+        self._last_step: int | None = None  # of the hook
+        if bound.config.warmup_steps != freeze_step or freeze_step < 1:
+            raise ConfigError(
+                f"freeze_step={freeze_step} and the hook's warmup_steps="
+                f"{bound.config.warmup_steps} must be the same number, at least 1: attach with "
+                "warmup_steps=freeze_step"
+            )
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As for `torch.optim.Optimizer`; raises ConfigError as the class does."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        momentum = self._bound.config.momentum
+        if momentum != group["betas"][0]:
+            raise ConfigError(
+                f"betas[0]={group['betas'][0]} and the hook's momentum={momentum or None} must be "
+                "the same number: attach with momentum=betas[0]"
+            )
+        for index, parameter in enumerate(group["params"]):
+            if parameter not in self._bound.index:
+                raise ConfigError(
+                    f"parameter {index} of the last group, of shape {tuple(parameter.shape)}, is "
+                    "none that the hook reduces; pass the parameters of the attached model"
+                )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Performs one step. The closure, if there is one, makes the backward pass.
+
+        Raises:
+            StateError: there was not exactly one synced backward pass since the last step, or a
+                parameter without variance gets its first gradient after the freeze.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        engine = self._bound.engine
+        step = 0 if engine is None else self._count(engine.current_step())
+        dense = engine is None or step < self._freeze_step
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                if dense:
+                    self._dense_step(parameter, group)
+                    if engine is not None and step + 1 == self._freeze_step:
+                        self._freeze(parameter, group, delay=0)
+                else:
+                    self._frozen_step(parameter, group)
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As for `torch.optim.Optimizer`; load the hook's state of the same moment, too."""
+        super().load_state_dict(state_dict)
+        self._last_step = None
+
+    def _count(self, step: int) -> int:
+        passes = None if self._last_step is None else step - self._last_step
+        skips = self._bound.config.grad_scaler is not None  # whole steps
+        if passes is not None and (passes < 1 or (passes > 1 and not skips)):
+            raise StateError(
+                f"{passes} synced backward passes since the last step of OneBitAdam, instead of "
+                "one: every synced pass moves the momentum on; accumulate under no_sync()"
+            )
+        self._last_step = step
+        return step
+
+    def _dense_step(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        state["step"] += 1
+        beta1, beta2 = group["betas"]
+        state["exp_avg"].lerp_(gradient, 1 - beta1)
+        state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient.conj(), value=1 - beta2)
+        self._update(parameter, group, state["exp_avg"], int(state["step"]))
+
+    def _frozen_step(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        momentum = parameter.grad
+        assert momentum is not None
+        state = self.state[parameter]
+        if not state:
+            raise StateError(
+                f"a parameter of shape {tuple(parameter.shape)} gets its first gradient after the "
+                f"variance was frozen at step {self._freeze_step}; let every parameter take part "
+                "before"
+            )
+        if "exp_avg" in state:
+            # A GradScaler skipped the step at which the momentum was to move: it is one step late.
+            momentum.add_(state["exp_avg"], alpha=group["betas"][0])
+            self._freeze(parameter, group, delay=1)
+        state["step"] += 1
+        self._update(parameter, group, momentum, state["variance_step"])
+
+    def _freeze(self, parameter: torch.Tensor, group: dict[str, Any], *, delay: int) -> None:
+        """Moves the momentum into the residual, decayed as it will be in the next step."""
+        state = self.state[parameter]
+        state["variance_step"] = int(state["step"])
+        self._bound.add_to_residual(
+            parameter, state.pop("exp_avg"), group["betas"][0] ** (delay + 1)
+        )
+
+    def _update(
+        self,
+        parameter: torch.Tensor,
+        group: dict[str, Any],
+        momentum: torch.Tensor,
+        variance_step: int,
+    ) -> None:
+        """AdamW's: the corrections make up for averages that began at zero."""
+        state, (beta1, beta2) = self.state[parameter], group["betas"]
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        step_size = group["lr"] / (1 - beta1 ** int(state["step"]))
+        deviation = state["exp_avg_sq"].sqrt() / (1 - beta2**variance_step) ** 0.5
+        parameter.addcdiv_(momentum, deviation.add_(group["eps"]), value=-step_size)

@@ -1,0 +1,216 @@
+"""Hooks that take turns on the same model: step times of one run, to be compared in pairs.
+
+Every contestant has its own model, optimizer and hook, all alive at once. A round lets each of
+them train a few steps, in an order that turns around from round to round, so that what the
+machine does meanwhile strikes all alike.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from gradferry.errors import ConfigError
+from gradferry.workloads.hooks import NO_HOOK, apply_hook, bucket_caps
+from gradferry.workloads.launch import Emit
+from gradferry.workloads.models import Workload, load_workload
+from gradferry.workloads.ranks import InterfaceCounter
+
+# DDP arranges its buckets in the first step, PowerSGD compresses from this one on, and the step
+# after is the first that is like all others.
+_POWERSGD_START = 2
+_WARMUP_STEPS = _POWERSGD_START + 1
+_TRIAL_STEPS = 3
+_VALIDATE_EVERY = 10  # steps
+
+
+@dataclass(frozen=True)
+class ContestOptions:
+    """What is compared. Hooks and model are known to be good."""
+
+    model: str
+    hooks: tuple[str, ...]
+    bucket_caps_mb: tuple[float, ...]
+    rounds: int
+    steps: int  # of a contestant in a round
+    seed: int
+    until_loss: float | None = None  # of the validation data
+    most_steps: int = 0  # until that loss, before a hook is given up
+
+
+@dataclass(frozen=True)
+class LossReached:
+    """How long a training took to reach the target."""
+
+    steps: int
+    seconds: float  # of training steps, the first ones included; validation excluded
+
+
+@dataclass
+class Outcome:
+    """What became of one hook, over all ranks."""
+
+    hook: str
+    bucket_cap_mb: float
+    trial_ms: dict[float, float]  # by bucket size: how the best one was found
+    round_ms: list[float] = field(default_factory=list)  # per step, of the slowest rank
+    wire_bytes: int = 0  # per step, of the rank that sends most
+    wire_measured: bool = True
+    wire_formula: int = 0
+    interface_bytes: float | None = None  # per step, of that rank; None where not its own
+    reached: LossReached | None = None
+
+
+class _Contestant:
+    """One hook with its model, on this rank."""
+
+    def __init__(self, workload: Workload, hook: str, bucket_cap_mb: float, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.hook = hook
+        self.bucket_cap_mb = bucket_cap_mb
+        self.steps = 0
+        self.seconds = 0.0  # of training
+        self._workload = workload
+        self._generator = torch.Generator().manual_seed(seed)
+        self._ddp = DistributedDataParallel(workload.build_model(), bucket_cap_mb=bucket_cap_mb)
+        self.handle = apply_hook(self._ddp, hook, seed=seed, powersgd_start=_POWERSGD_START)
+        self._optimizer = torch.optim.AdamW(
+            self._ddp.parameters(), lr=workload.learning_rate, betas=(0.9, 0.95), fused=True
+        )
+
+    def train(self, steps: int) -> float:
+        """Trains; returns the seconds that passed on this rank. All ranks start together."""
+        batches = [self._workload.draw(self._generator) for _ in range(steps)]
+        dist.barrier()
+        started = time.perf_counter()
+        for batch in batches:
+            self._optimizer.zero_grad()
+            self._workload.loss(self._ddp, batch).backward()  # type: ignore[no-untyped-call]
+            self._optimizer.step()
+        seconds = time.perf_counter() - started
+        self.steps += steps
+        self.seconds += seconds
+        return seconds
+
+    def validation_loss(self) -> float:
+        """Mean over the validation data of all ranks."""
+        model = self._ddp.module
+        model.eval()
+        with torch.no_grad():
+            losses = [self._workload.loss(model, batch) for batch in self._workload.validation]
+        model.train()
+        total = torch.tensor([float(sum(losses)), float(len(losses))], dtype=torch.float64)
+        dist.all_reduce(total)
+        return float(total[0] / total[1])
+
+
+def run_contest(emit: Emit, options: ContestOptions) -> list[Outcome]:
+    """Runs on every rank; the outcomes are the same on all. Emits what it is doing, as text.
+
+    Raises ConfigError when a target loss is asked of a model without validation data.
+    """
+    return _Contest(emit, options).run()
+
+
+class _Contest:
+    def __init__(self, emit: Emit, options: ContestOptions) -> None:
+        self._emit = emit
+        self._options = options
+        self._workload = load_workload(options.model)
+        self._interface = InterfaceCounter()
+
+    def run(self) -> list[Outcome]:
+        if self._options.until_loss is not None and not self._workload.metric:
+            raise ConfigError(f"--until-loss: model {self._workload.name} has no validation data")
+        outcomes = []
+        contestants = []
+        for hook in self._options.hooks:
+            outcome = Outcome(hook, *self._find_bucket_size(hook))
+            contestants.append(self._new(hook, outcome.bucket_cap_mb))
+            contestants[-1].train(_WARMUP_STEPS)
+            outcomes.append(outcome)
+        entries = list(zip(contestants, outcomes, strict=True))
+        for number in range(1, self._options.rounds + 1):
+            for contestant, outcome in entries:
+                self._emit(f"round {number}/{self._options.rounds}: {contestant.hook}")
+                self._take_turn(contestant, outcome)
+            entries.reverse()
+        for contestant, outcome in entries:
+            self._count_bytes(contestant, outcome)
+        del contestants, contestant, entries
+        if self._options.until_loss is not None:
+            for outcome in outcomes:
+                if outcome.hook != NO_HOOK:  # without communication, ranks train apart
+                    self._train_until(self._options.until_loss, outcome)
+        return outcomes
+
+    def _new(self, hook: str, bucket_cap_mb: float) -> _Contestant:
+        gc.collect()  # DDP objects sit in reference cycles
+        return _Contestant(self._workload, hook, bucket_cap_mb, self._options.seed)
+
+    def _find_bucket_size(self, hook: str) -> tuple[float, dict[float, float]]:
+        """The bucket size at which a short trial is fastest, and the trials' ms per step."""
+        trials: dict[float, float] = {}
+        caps = bucket_caps(hook, self._workload.build_model(), self._options.bucket_caps_mb)
+        for cap in caps:
+            assert cap is not None
+            if len(caps) == 1:
+                return cap, {}
+            self._emit(f"{hook}: trying buckets of {cap:g} MB")
+            contestant = self._new(hook, cap)
+            contestant.train(_WARMUP_STEPS)
+            seconds = _slowest([contestant.train(1) for _ in range(_TRIAL_STEPS)])
+            trials[cap] = 1000 * median(seconds)
+        return min(trials, key=lambda cap: trials[cap]), trials
+
+    def _take_turn(self, contestant: _Contestant, outcome: Outcome) -> None:
+        steps = self._options.steps
+        dist.barrier()  # so that what the one before has sent is gone
+        before = self._interface.read()
+        seconds = contestant.train(steps)
+        after = self._interface.read()
+        outcome.round_ms += [1000 * s / steps for s in _slowest([seconds])]
+        if before is not None and after is not None:
+            outcome.interface_bytes = (outcome.interface_bytes or 0) + (after - before)
+
+    def _count_bytes(self, contestant: _Contestant, outcome: Outcome) -> None:
+        """Bytes of one more step, of the rank that sends most."""
+        handle = contestant.handle
+        before = handle.wire_bytes(contestant.steps)
+        contestant.train(1)
+        wire_bytes = handle.wire_bytes(contestant.steps) - before
+        on_interface = outcome.interface_bytes
+        if on_interface is not None:
+            on_interface /= self._options.rounds * self._options.steps
+        mine = (wire_bytes, handle.formula_bytes(), on_interface)
+        ranks = [mine] * dist.get_world_size()
+        dist.all_gather_object(ranks, mine)
+        busiest = max(ranks, key=lambda rank: rank[0])
+        outcome.wire_bytes, outcome.wire_formula, outcome.interface_bytes = busiest
+        outcome.wire_measured = handle.measured
+
+    def _train_until(self, target: float, outcome: Outcome) -> None:
+        """Trains a fresh model until its validation loss is at the target."""
+        contestant = self._new(outcome.hook, outcome.bucket_cap_mb)
+        while contestant.steps < self._options.most_steps:
+            contestant.train(_VALIDATE_EVERY)
+            loss = contestant.validation_loss()
+            self._emit(f"{outcome.hook}: step {contestant.steps}, loss {loss:.3f}")
+            if loss <= target:
+                outcome.reached = LossReached(contestant.steps, _slowest([contestant.seconds])[0])
+                return
+
+
+def _slowest(seconds: Sequence[float]) -> list[float]:
+    """Of every entry, the time of the slowest rank."""
+    times = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(times, dist.ReduceOp.MAX)
+    result: list[float] = times.tolist()
+    return result

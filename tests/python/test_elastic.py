@@ -1,0 +1,266 @@
+"""Going on with another number of ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from outcomes import Outcome, attempt
+from reference import ReferenceEngine
+from scenario import Run, Scenario, Weight
+from world import World
+
+Worlds = Callable[[int], World]
+
+WEIGHTS = (
+    Weight("embedding", (70, 64)),
+    Weight("wide", (3, 4099)),
+    Weight("bias", (67,)),
+    Weight("bf16", (90, 50), torch.bfloat16),
+)
+MODES = {
+    "q4": {"codec": "q4", "error_feedback": "both"},
+    "topk": {"codec": "topk:ratio=0.05"},
+    "sign1_momentum": {"codec": "sign1", "options": {"momentum": 0.9}},
+    "rht": {"codec": "rht:bits=2"},
+}
+
+
+def scenario_of(mode: str, world_size: int) -> Scenario:
+    return Scenario(WEIGHTS, world_size, ddp={"bucket_cap_mb": 0.05}, **MODES[mode])
+
+
+def case_go_on(
+    scenario: Scenario, saved: list[dict] | None, on_resize: str, steps: range
+) -> dict[str, Any]:
+    """Loads, if there is something to load, and trains."""
+    from gradferry.checkpoint import merge
+
+    run = Run(scenario)
+    if saved is not None:
+        run.state.load_state_dict(merge(saved), on_resize=on_resize)
+    loaded = run.state.state_dict()
+    gradients = [run.step(step) for step in steps]
+    return {"gradients": gradients, "loaded": loaded, "saved": run.state.state_dict()}
+
+
+def residuals_of(answers: list[dict], key: str) -> list[dict]:
+    return [answer[key] for answer in answers]
+
+
+def still_missing(states: list[dict], scenario: Scenario) -> np.ndarray:
+    """What the averaged gradient misses, by element: mean of the workers' plus the owners'."""
+    slots = [state[f"slot_{rank}"] for rank, state in enumerate(states)]
+    total = np.mean([slot["worker"].double().numpy() for slot in slots], axis=0)
+    layout = reference_of(scenario).layout
+    # Where the tile lies in a worker residual: every parameter that has one begins at 16 elements.
+    starts, offset = {}, 0
+    for index, parameter in enumerate(layout.parameters):
+        if reference_of(scenario).worker_residual[index][0] is None:
+            continue
+        for number, tile in enumerate(layout.tiles_of[index]):
+            starts[tile] = offset + number * 4096
+        offset += -(-parameter.num_elements // 16) * 16
+    for slot in slots:
+        at = 0
+        for tile in slot["owner_tiles"].tolist():
+            n = layout.tiles[tile].num_elements
+            total[starts[tile] : starts[tile] + n] += slot["owner"][at : at + n].double().numpy()
+            at += -(-n // 16) * 16
+    return total
+
+
+def reference_of(scenario: Scenario) -> ReferenceEngine:
+    return ReferenceEngine(
+        scenario.world_size,
+        [w.describe() for w in scenario.weights],
+        scenario.codec,
+        scenario.error_feedback,
+        momentum=scenario.options.get("momentum", 0.0),
+    )
+
+
+def advance(engine: ReferenceEngine, scenario: Scenario, steps: range) -> list[list[np.ndarray]]:
+    count = range(len(scenario.weights))
+    return [
+        engine.step(
+            [[scenario.gradient(s, 0, r, i) for i in count] for r in range(scenario.world_size)]
+        )[0]
+        for s in steps
+    ]
+
+
+def resize(old: ReferenceEngine, scenario: Scenario) -> ReferenceEngine:
+    new = reference_of(scenario)
+    new.num_steps = old.num_steps
+    for index, residuals in enumerate(old.worker_residual):
+        if residuals[0] is not None:
+            mean = np.mean([r.astype(np.float64) for r in residuals], axis=0).astype(np.float32)
+            new.worker_residual[index] = [mean.copy() for _ in range(scenario.world_size)]
+        if old.owner_residual[index] is not None:
+            new.owner_residual[index] = old.owner_residual[index].copy()
+    return new
+
+
+@pytest.mark.parametrize("sizes", [(2, 3, 2), (4, 2)], ids=["2-3-2", "4-2"])
+@pytest.mark.parametrize("mode", MODES)
+def test_mean_keeps_what_is_missing_and_goes_on_as_the_reference(
+    worlds: Worlds, mode: str, sizes: tuple[int, ...]
+) -> None:
+    saved, engine = None, None
+    for number, size in enumerate(sizes):
+        scenario = scenario_of(mode, size)
+        steps = range(3 * number, 3 * number + 3)
+        answers = worlds(size).run(
+            case_go_on, scenario=scenario, saved=saved, on_resize="mean", steps=steps
+        )
+        engine = reference_of(scenario) if engine is None else resize(engine, scenario)
+        expected = advance(engine, scenario, steps)
+        for answer in answers:
+            for got, want in zip(answer["gradients"], expected, strict=True):
+                assert all(g.tobytes() == w.tobytes() for g, w in zip(got, want, strict=True))
+        if saved is not None:
+            before = still_missing(saved, scenario_of(mode, sizes[number - 1]))
+            after = still_missing(residuals_of(answers, "loaded"), scenario)
+            assert np.abs(before).max() > 0.1
+            # The mean of the workers' is rounded to fp32 once; the owners' move as they are.
+            workers = [s[f"slot_{r}"]["worker"].double() for r, s in enumerate(saved)]
+            mean = torch.stack(workers).mean(0).abs().numpy()
+            assert (np.abs(after - before) <= mean * 2.0**-24 + 2.0**-150).all()
+            assert {s["steps"] for s in residuals_of(answers, "loaded")} == {3 * number}
+        saved = residuals_of(answers, "saved")
+
+
+def test_world_of_one_takes_owner_residuals_into_its_momentum(worlds: Worlds) -> None:
+    scenario = scenario_of("sign1_momentum", 2)
+    answers = worlds(2).run(
+        case_go_on, scenario=scenario, saved=None, on_resize="mean", steps=range(3)
+    )
+    saved = residuals_of(answers, "saved")
+    alone = scenario_of("sign1_momentum", 1)
+    loaded = worlds(1).run(
+        case_go_on, scenario=alone, saved=saved, on_resize="mean", steps=range(0)
+    )[0]["loaded"]
+    before = still_missing(saved, scenario)
+    after = loaded["slot_0"]["worker"].double().numpy()
+    # Two roundings: of the mean, and of the sum with the owner's.
+    assert (np.abs(after - before) <= 2 * 32 * 2.0**-24).all()
+    assert np.abs(before).max() < 32
+
+
+def test_same_size_is_strict_whatever_on_resize_says(worlds: Worlds) -> None:
+    scenario = scenario_of("q4", 2)
+    first = worlds(2).run(
+        case_go_on, scenario=scenario, saved=None, on_resize="strict", steps=range(3)
+    )
+    saved = residuals_of(first, "saved")
+    for policy in ("strict", "mean", "drop"):
+        again = worlds(2).run(
+            case_go_on, scenario=scenario, saved=saved, on_resize=policy, steps=range(0)
+        )
+        for one, other in zip(saved, residuals_of(again, "loaded"), strict=True):
+            assert same(one, other)
+
+
+def same(one: dict, other: dict) -> bool:
+    return one.keys() == other.keys() and all(
+        all(torch.equal(v[k], other[key][k]) for k in v) if isinstance(v, dict) else v == other[key]
+        for key, v in one.items()
+    )
+
+
+def case_refused(scenario: Scenario, attempts: list[tuple[list[dict], str]]) -> list[Outcome]:
+    from gradferry.checkpoint import merge
+
+    run = Run(scenario)
+
+    def load(states: list[dict], policy: str) -> None:
+        run.state.load_state_dict(merge(states), on_resize=policy)
+
+    return [attempt(functools.partial(load, *arguments)) for arguments in attempts]
+
+
+def test_what_cannot_be_resized_is_refused(worlds: Worlds) -> None:
+    scenario = scenario_of("q4", 2)
+    two = residuals_of(
+        worlds(2).run(case_go_on, scenario=scenario, saved=None, on_resize="mean", steps=range(2)),
+        "saved",
+    )
+    later = [{**two[0], "steps": 5}, two[1]]
+    stolen = {**two[1], "slot_1": {**two[1]["slot_1"]}}
+    stolen["slot_1"]["owner_tiles"] = two[0]["slot_0"]["owner_tiles"]
+    short = {**two[1], "slot_1": {**two[1]["slot_1"], "owner": torch.zeros(16)}}
+    attempts = [
+        (two, "strict"),
+        (two[:1], "mean"),
+        (later, "mean"),
+        ([two[0], two[0]], "mean"),
+        ([two[0], stolen], "mean"),
+        ([two[0], short], "mean"),
+        ([], "mean"),
+        (two, "drop"),
+    ]
+    for outcomes in worlds(3).run(
+        case_refused, scenario=dataclasses.replace(scenario, world_size=3), attempts=attempts
+    ):
+        assert [o.error for o in outcomes] == ["StateError"] * 7 + [None]
+        texts = [o.text for o in outcomes]
+        assert "has world_size 2, this hook has 3" in texts[0]
+        assert "slot_1 is missing" in texts[1]
+        assert "differ in steps: 5 and 2" in texts[2]
+        assert "two of the states to merge hold slot_0" in texts[3]
+        assert "another slot owns, too" in texts[4]
+        assert "it was damaged" in texts[5]
+        assert "there is no state to merge" in texts[6]
+    alone = worlds(1).run(
+        case_refused,
+        scenario=dataclasses.replace(scenario, world_size=1),
+        attempts=[(two, "mean"), (two, "drop")],
+    )[0]
+    assert [o.error for o in alone] == ["StateError", None]
+    assert "has no place for the saved residuals" in alone[0].text
+
+
+def case_dcp_save(scenario: Scenario, path: str) -> dict[str, Any]:
+    run = Run(scenario)
+    for step in range(3):
+        run.step(step)
+    dcp.save({"model": run.model.state_dict(), "hook": run.state}, checkpoint_id=path)
+    return run.state.state_dict()
+
+
+def case_dcp_load(scenario: Scenario, path: str, resized: bool) -> dict[str, Any]:
+    from gradferry.checkpoint import ResizedState
+
+    run = Run(scenario)
+    model = run.model.state_dict()
+    hook = ResizedState(run.state, path) if resized else run.state
+    dcp.load({"model": model, "hook": hook}, checkpoint_id=path)
+    return run.state.state_dict()
+
+
+@pytest.mark.torch_core
+@pytest.mark.parametrize("mode", ["topk", "sign1_momentum"])
+def test_distributed_checkpoint_keeps_every_rank_and_resizes(
+    worlds: Worlds, mode: str, tmp_path: Path
+) -> None:
+    scenario, path = scenario_of(mode, 2), str(tmp_path / "dcp")
+    saved = worlds(2).run(case_dcp_save, scenario=scenario, path=path)
+    assert not torch.equal(saved[0]["slot_0"]["worker"], saved[1]["slot_1"]["worker"])
+    for resized in (False, True):
+        loaded = worlds(2).run(case_dcp_load, scenario=scenario, path=path, resized=resized)
+        assert all(same(one, other) for one, other in zip(saved, loaded, strict=True))
+    three = scenario_of(mode, 3)
+    loaded = worlds(3).run(case_dcp_load, scenario=three, path=path, resized=True)
+    merged = worlds(3).run(
+        case_go_on, scenario=three, saved=saved, on_resize="mean", steps=range(0)
+    )
+    for one, other in zip(loaded, residuals_of(merged, "loaded"), strict=True):
+        assert same(one, other)
