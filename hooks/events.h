@@ -47,8 +47,8 @@ struct BucketEvent {
   int64_t reduce_ns = 0;
   int64_t decode_ns = 0;
   // Of a sample of the bucket's tiles.
-  ResidualSquares worker;
-  ResidualSquares owner;
+  ResidualSquares worker = {};
+  ResidualSquares owner = {};
 };
 
 // Sums over steps, in nanoseconds.
@@ -61,8 +61,8 @@ struct StepTimes {
   // complete.
   int64_t exposed_ns = 0;
   // Of the last step.
-  ResidualSquares worker;
-  ResidualSquares owner;
+  ResidualSquares worker = {};
+  ResidualSquares owner = {};
 };
 
 class EventLog {

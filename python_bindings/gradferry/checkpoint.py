@@ -7,15 +7,13 @@ checkpoint or the new one. `ResizedState` is for torch.distributed.checkpoint.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
 import re
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +21,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from gradferry.agreement import error_record, gather_records, raise_first_error
+from gradferry.durable import durable_file
 from gradferry.errors import StateError
 from gradferry.saved_state import merge
 from gradferry.state import HookState
@@ -60,7 +59,7 @@ def save(
     name = f"rank-{rank}-{uuid.uuid4().hex[:16]}.pt"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _durable(folder / name) as file:
+        with durable_file(folder / name) as file:
             torch.save(dict(content), file)
         record = {"name": name, **_fingerprint(folder / name)}
     except Exception as error:
@@ -70,7 +69,7 @@ def save(
     outcome: dict[str, Any] = {}
     if rank == 0:
         try:
-            with _durable(folder / _MANIFEST) as file:
+            with durable_file(folder / _MANIFEST) as file:
                 file.write(json.dumps({"format": _FORMAT, "files": files}, indent=1).encode())
         except Exception as error:
             outcome = error_record(error)
@@ -171,26 +170,6 @@ class ResizedState:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """As `HookState.load_state_dict`."""
         self._state.load_state_dict(state_dict, on_resize=self._on_resize)
-
-
-@contextlib.contextmanager
-def _durable(path: Path) -> Iterator[BinaryIO]:
-    """A file to write under another name; it gets its own when it is on the disk."""
-    temporary = path.with_suffix(".tmp")
-    try:
-        with temporary.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def _fingerprint(path: Path) -> dict[str, Any]:

@@ -7,13 +7,14 @@ import sys
 from collections.abc import Sequence
 
 import gradferry
-from gradferry import bench, demo, info
+from gradferry import bench, converge, demo, info
 from gradferry.errors import ConfigError, GradferryError
 
 _COMMANDS = (
     ("info", info, "versions, instruction sets and codecs of this installation"),
     ("demo", demo, "train with several gradient hooks and compare loss, bytes and time"),
     ("bench", bench, "measure speed on this machine"),
+    ("converge", converge, "train with every codec and judge where trainings end"),
 )
 _EXIT_FAILED = 1
 _EXIT_USAGE = 2  # as argparse does

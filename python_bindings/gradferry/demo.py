@@ -10,9 +10,9 @@ from typing import Any
 from rich.console import Console
 
 from gradferry.errors import ConfigError
-from gradferry.reporting.curves import Curve, draw_loss_curves
+from gradferry.reporting.curves import Axis, Curve, draw_loss_curves
 from gradferry.reporting.environment import environment
-from gradferry.reporting.html import Picture, html_page
+from gradferry.reporting.html import Picture, Section, html_page
 from gradferry.reporting.json_file import write_json
 from gradferry.reporting.progress import StepDone, TrainingProgress
 from gradferry.reporting.table import Column, Table, print_line, print_table
@@ -141,9 +141,11 @@ def _report(
     console.print()
     print_table(console, table)
     curves = [Curve(row["hook"], row["losses"], row["cumulative_wire_bytes"]) for row in rows]
-    light, dark = (draw_loss_curves(curves, task.metric, theme) for theme in ("light", "dark"))
+    axis = Axis(f"training loss, {task.metric}")
+    light, dark = (draw_loss_curves(curves, axis, theme) for theme in ("light", "dark"))
     picture = Picture("Training loss by step and by bytes sent, one curve per hook", light, dark)
-    page = html_page(table, f"{task.source}.", picture, environment())
+    sections = [Section(table, [picture])]
+    page = html_page(table.title, f"{task.source}.", sections, environment())
     (folder / "loss_curves.png").write_bytes(light)
     (folder / "index.html").write_text(page, encoding="utf-8")
     written = [folder / "loss_curves.png", folder / "index.html"]

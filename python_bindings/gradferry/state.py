@@ -11,7 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from gradferry import binding, numbers
+from gradferry import binding, step_numbers
 from gradferry.advice import warn_about_adam
 from gradferry.config import Config, make_config
 from gradferry.errors import ConfigError, StateError
@@ -161,9 +161,9 @@ class HookState:
             StateError: the state is not bound.
         """
         bound = self._bound()
-        stats = numbers.zeros() if bound.engine is None else bound.engine.stats()
+        stats = step_numbers.zeros() if bound.engine is None else bound.engine.stats()
         stats["fallbacks"] = bound.hook.passed()
-        stats["ratio"] = numbers.ratio(stats, bound.world_size)
+        stats["ratio"] = step_numbers.ratio(stats, bound.world_size)
         return stats
 
     def on_step(self, callback: Callable[[dict[str, Any]], None]) -> RemovableHandle:
@@ -185,7 +185,7 @@ class HookState:
         Raises:
             StateError: the state is not bound.
         """
-        return numbers.call_after_steps(self, callback, self._bound().world_size)
+        return step_numbers.call_after_steps(self, callback, self._bound().world_size)
 
     def events(self) -> list[dict[str, Any]]:
         """The last 256 buckets, oldest first; every error of a hook ends with them.

@@ -18,15 +18,27 @@ _SMOOTHED_SHARE = 0.05  # of the steps: the window of the running mean
 
 @dataclass(frozen=True)
 class Curve:
-    """One hook's training."""
+    """One training, or the mean of several."""
 
     label: str
-    losses: Sequence[float]  # per step
-    cumulative_bytes: Sequence[int]  # sent by one rank, after each step
+    losses: Sequence[float]
+    cumulative_bytes: Sequence[int]  # sent by one rank when each loss was seen
+    steps: Sequence[int] = ()  # done by then; by default 1, 2, ...
+    lowest: Sequence[float] = ()  # of the trainings behind each mean; drawn as a band
+    highest: Sequence[float] = ()
 
 
-def draw_loss_curves(curves: Sequence[Curve], loss_title: str, theme: Theme = "light") -> bytes:
-    """Returns a PNG with two panels: the running mean of the loss by step and by bytes sent."""
+@dataclass(frozen=True)
+class Axis:
+    """How losses are shown."""
+
+    title: str
+    smoothed: bool = True  # by a running mean over 5 % of the steps
+    is_log: bool = False
+
+
+def draw_loss_curves(curves: Sequence[Curve], axis: Axis, theme: Theme = "light") -> bytes:
+    """Returns a PNG with two panels: the loss by step and by bytes sent."""
     # The library behind pyplot, without its windows and global state.
     from matplotlib import style
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -36,22 +48,30 @@ def draw_loss_curves(curves: Sequence[Curve], loss_title: str, theme: Theme = "l
         figure = Figure(figsize=(10, 4), dpi=144, layout="constrained")
         FigureCanvasAgg(figure)
         by_step, by_bytes = figure.subplots(1, 2, sharey=True)
-        window = _window(curves)
+        window = _window(curves) if axis.smoothed else 1
         for number, curve in enumerate(curves):
             smooth = running_mean(curve.losses, window)
+            steps = curve.steps or range(1, len(smooth) + 1)
+            megabytes = [total / 1e6 for total in curve.cumulative_bytes]
             # Dashes tell apart curves that lie on each other.
             dashes = (0, (4, 2 * (number % 3)) if number % 3 else ())
             line = {"label": curve.label, "linewidth": 1.6, "linestyle": dashes, "alpha": 0.9}
-            by_step.plot(range(1, len(smooth) + 1), smooth, **line)
-            by_bytes.plot([total / 1e6 for total in curve.cumulative_bytes], smooth, **line)
+            for panel, places in ((by_step, steps), (by_bytes, megabytes)):
+                (drawn,) = panel.plot(places, smooth, **line)
+                if curve.lowest:
+                    look = {"color": drawn.get_color(), "alpha": 0.25, "linewidth": 0}
+                    panel.fill_between(places, curve.lowest, curve.highest, **look)
         by_step.set_xlabel("step")
-        by_step.set_ylabel(f"training loss, {loss_title}\n(mean of the last {window} steps)")
+        mean = f"\n(mean of the last {window} steps)" if axis.smoothed else ""
+        by_step.set_ylabel(f"{axis.title}{mean}")
         by_bytes.set_xlabel("MB sent per rank (log scale)")
+        if axis.is_log:
+            by_step.set_yscale("log")
         if any(any(curve.cumulative_bytes) for curve in curves):
             by_bytes.set_xscale("log")
         _finish(by_step)
         _finish(by_bytes)
-        by_step.legend(frameon=False)
+        by_step.legend(frameon=False, fontsize=8 if len(curves) > 4 else None)
         content = io.BytesIO()
         figure.savefig(content, format="png")
     return content.getvalue()

@@ -1,9 +1,9 @@
-"""One HTML page that needs nothing else: table, curves and environment, in light and dark."""
+"""One HTML page that needs nothing else: tables, curves and environment, in light and dark."""
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -19,6 +19,7 @@ _STYLE = """
 body { margin: 2rem auto; max-width: 62rem; padding: 0 1rem; color: var(--ink);
        background: var(--paper); font: 16px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.5rem; font-weight: 600; margin: 0 0 .25rem; }
+h2 { font-size: 1.15rem; font-weight: 600; margin: 2.5rem 0 .5rem; }
 .subtitle, .notes, dl { color: var(--soft); font-size: .9rem; }
 .subtitle { margin: 0 0 1.5rem; }
 .scroll { overflow-x: auto; }
@@ -43,22 +44,40 @@ class Picture:
     dark: bytes
 
 
-def html_page(table: Table, subtitle: str, picture: Picture, environment: Mapping[str, Any]) -> str:
-    """Returns the page as text. Every string is escaped; pictures are embedded."""
-    title = escape(table.title)
-    notes = "".join(f"<p>{escape(note)}</p>" for note in table.notes)
+@dataclass(frozen=True)
+class Section:
+    """A table and the pictures that belong to it."""
+
+    table: Table
+    pictures: Sequence[Picture] = ()
+
+
+def html_page(
+    title: str, subtitle: str, sections: Sequence[Section], environment: Mapping[str, Any]
+) -> str:
+    """Returns the page as text. Every string is escaped; pictures are embedded.
+
+    A section whose table has the page's title gets no heading of its own.
+    """
     facts = "".join(
         f"<dt>{escape(key)}</dt><dd>{escape(str(value))}</dd>" for key, value in environment.items()
     )
     return (
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{title}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
-        f'<h1>{title}</h1>\n<p class="subtitle">{escape(subtitle)}</p>\n'
-        f"{_table(table)}\n"
-        f'<div class="notes">{notes}</div>\n{_picture(picture)}\n<dl>{facts}</dl>\n'
+        f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
+        f'<h1>{escape(title)}</h1>\n<p class="subtitle">{escape(subtitle)}</p>\n'
+        f"{''.join(_section(section, title) for section in sections)}<dl>{facts}</dl>\n"
         f"</body>\n</html>\n"
     )
+
+
+def _section(section: Section, page_title: str) -> str:
+    table = section.table
+    heading = "" if table.title == page_title else f"<h2>{escape(table.title)}</h2>\n"
+    notes = "".join(f"<p>{escape(note)}</p>" for note in table.notes)
+    pictures = "".join(f"{_picture(picture)}\n" for picture in section.pictures)
+    return f'{heading}{_table(table)}\n<div class="notes">{notes}</div>\n{pictures}'
 
 
 def _table(table: Table) -> str:

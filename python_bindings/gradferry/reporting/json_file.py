@@ -1,4 +1,4 @@
-"""Results as JSON: {"schema": 1, "environment": {...}, "rows": [...]}."""
+"""Results as JSON: {"schema": 1, "environment": {...}, "rows": [...]}, a row on each line."""
 
 from __future__ import annotations
 
@@ -7,23 +7,45 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gradferry.durable import durable_file
+from gradferry.errors import ConfigError
 from gradferry.reporting.environment import environment
 
 SCHEMA = 1
 
 
-def write_json(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Writes rows with the present environment; numbers that are not finite become null."""
+def write_json(
+    path: Path, rows: Sequence[Mapping[str, Any]], place: Mapping[str, Any] | None = None
+) -> None:
+    """Writes rows with their environment; numbers that are not finite become null.
+
+    The file is whole or as it was before. `place`: the environment; by default the present one.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    document = {"schema": SCHEMA, "environment": environment(), "rows": _finite(rows)}
-    path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    head = json.dumps(environment() if place is None else place, indent=1)
+    lines = ",\n".join(json.dumps(finite(row), allow_nan=False) for row in rows)
+    text = f'{{\n"schema": {SCHEMA},\n"environment": {head},\n"rows": [\n{lines}\n]\n}}\n'
+    with durable_file(path) as file:
+        file.write(text.encode())
 
 
-def _finite(value: Any) -> Any:
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads what write_json has written. Raises ConfigError when the file is something else."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if not isinstance(document, dict) or document.get("schema") != SCHEMA:
+        raise ConfigError(f"{path} holds no results of schema {SCHEMA}")
+    return document
+
+
+def finite(value: Any) -> Any:
+    """`value` with null for every number that is not finite, in all its parts."""
     if isinstance(value, float):
         return value if abs(value) < float("inf") else None
     if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return value

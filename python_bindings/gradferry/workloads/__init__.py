@@ -6,11 +6,19 @@ from collections.abc import Callable
 
 from gradferry.config import closest
 from gradferry.errors import ConfigError
+from gradferry.workloads.convex import load_convex
+from gradferry.workloads.digits import load_digits
 from gradferry.workloads.task import Task
-from gradferry.workloads.text import load_text
+from gradferry.workloads.text import load_text, load_tiny_text
 from gradferry.workloads.vision import load_vision
 
-TASKS: dict[str, Callable[[], Task]] = {"text": load_text, "vision": load_vision}
+TASKS: dict[str, Callable[[], Task]] = {
+    "text": load_text,
+    "tiny_text": load_tiny_text,
+    "vision": load_vision,
+    "digits": load_digits,
+    "convex": load_convex,
+}
 
 
 def load_task(name: str) -> Task:

@@ -54,6 +54,10 @@ class HookHandle(Protocol):
     def measured(self) -> bool:
         """False: wire_bytes is computed, because PyTorch does not count."""
 
+    @property
+    def state(self) -> gradferry.HookState | None:
+        """Of a gradferry codec."""
+
     def wire_bytes(self, steps: int) -> int:
         """Bytes this rank has sent to others in the first `steps` steps, the last one just done."""
 
@@ -148,13 +152,13 @@ class _CodecHook:
 
     def __init__(self, name: str, state: gradferry.HookState) -> None:
         self.name = name
-        self._state = state
+        self.state = state
 
     def wire_bytes(self, steps: int) -> int:
-        return int(self._state.stats()["wire_bytes"])
+        return int(self.state.stats()["wire_bytes"])
 
     def formula_bytes(self) -> int:
-        bound = self._state._bound()
+        bound = self.state._bound()
         parameters = bound.parameters
 
         def payload_bytes(parameter: int, num_elements: int) -> tuple[int, int]:
@@ -165,7 +169,7 @@ class _CodecHook:
         return wire_bytes_per_step(
             [parameter.num_elements for parameter in parameters],
             payload_bytes,
-            self._state.stats()["step_buckets"],
+            self.state.stats()["step_buckets"],
             bound.world_size,
             bound.config.chunk_bytes,
         )[bound.rank]
@@ -180,6 +184,7 @@ class _ComputedHook:
     step_bytes: int
     dense_steps: int = 0  # at the start
     measured: bool = False
+    state: None = None
 
     def wire_bytes(self, steps: int) -> int:
         dense_steps = min(steps, self.dense_steps)

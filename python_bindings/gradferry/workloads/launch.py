@@ -58,24 +58,39 @@ def run_ranks(body: Body, arguments: Sequence[Any], num_ranks: int, on_event: Em
     """
     if torchrun_placement():
         return _run_here(body, arguments, on_event)
-    store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    return run_worlds(body, [arguments], num_ranks, on_event)[0]
+
+
+def run_worlds(
+    body: Body, arguments_by_world: Sequence[Sequence[Any]], num_ranks: int, on_event: Emit
+) -> list[Any]:
+    """As run_ranks outside torchrun, for several worlds of `num_ranks` processes at once.
+
+    Every world has a process group and arguments of its own. Returns the values of their ranks 0.
+    A rank that fails ends all worlds.
+    """
     context = multiprocessing.get_context("spawn")
+    stores: list[TCPStore] = []
     processes: list[BaseProcess] = []
     channels: list[Connection] = []
     try:
-        for rank in range(num_ranks):
-            channel, far_end = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_rank_main,
-                args=(far_end, Placement(rank, num_ranks), store.port, body, tuple(arguments)),
-                daemon=True,
-            )
-            with _without_interrupts():
-                process.start()
-            far_end.close()
-            processes.append(process)
-            channels.append(channel)
-        return _Watch(processes, channels, on_event).result()
+        for arguments in arguments_by_world:
+            store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+            stores.append(store)
+            for rank in range(num_ranks):
+                channel, far_end = context.Pipe(duplex=False)
+                process = context.Process(
+                    target=_rank_main,
+                    args=(far_end, Placement(rank, num_ranks), store.port, body, tuple(arguments)),
+                    daemon=True,
+                )
+                with _without_interrupts():
+                    process.start()
+                far_end.close()
+                processes.append(process)
+                channels.append(channel)
+        results = _Watch(processes, channels, num_ranks, on_event).results()
+        return results[::num_ranks]
     finally:
         for started in processes:
             started.kill()
@@ -145,50 +160,56 @@ class Outbox:
 
 
 class _Watch:
-    """Follows the ranks until all are done, or one has failed."""
+    """Follows the ranks of all worlds until all are done, or one has failed."""
 
     def __init__(
-        self, processes: list[BaseProcess], channels: list[Connection], on_event: Emit
+        self,
+        processes: list[BaseProcess],
+        channels: list[Connection],
+        num_ranks: int,
+        on_event: Emit,
     ) -> None:
         self._processes = processes
         self._open = dict(zip(channels, range(len(channels)), strict=True))
+        self._num_ranks = num_ranks
         self._on_event = on_event
-        self._results: dict[int, Any] = {}
-        self._failures: list[_Failure] = []
+        self._results: dict[int, Any] = {}  # by process, as the failures
+        self._failures: dict[int, _Failure] = {}
 
-    def result(self) -> Any:
+    def results(self) -> list[Any]:
         while self._open and not self._failures:
             self._receive(None)
         deadline = time.monotonic() + _LAST_WORDS_S
         while self._open and time.monotonic() < deadline:
             self._receive(deadline - time.monotonic())
         if self._failures:
-            raise min(self._failures, key=lambda failure: failure.when).error()
-        return self._results[0]
+            raise min(self._failures.values(), key=lambda failure: failure.when).error()
+        return [self._results[number] for number in range(len(self._processes))]
 
     def _receive(self, timeout_s: float | None) -> None:
         for channel in cast("list[Connection]", wait(list(self._open), timeout_s)):
-            rank = self._open[channel]
+            number = self._open[channel]
             try:
                 kind, value = channel.recv()
             except (EOFError, ConnectionResetError):
                 del self._open[channel]
-                self._check_end(rank)
+                self._check_end(number)
                 continue
             if kind == "event":
                 self._on_event(value)
             elif kind == "result":
-                self._results[rank] = value
+                self._results[number] = value
             else:
-                self._failures.append(value)
+                self._failures[number] = value
 
-    def _check_end(self, rank: int) -> None:
-        if rank in self._results or any(failure.rank == rank for failure in self._failures):
+    def _check_end(self, number: int) -> None:
+        if number in self._results or number in self._failures:
             return
-        self._processes[rank].join(_LAST_WORDS_S)
-        code = self._processes[rank].exitcode or 0
+        self._processes[number].join(_LAST_WORDS_S)
+        code = self._processes[number].exitcode or 0
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        self._failures.append(_Failure(rank, "", f"{how} before it was done", 0.0))
+        rank = number % self._num_ranks
+        self._failures[number] = _Failure(rank, "", f"{how} before it was done", 0.0)
 
 
 def _rank_main(

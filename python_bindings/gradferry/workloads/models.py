@@ -16,7 +16,7 @@ from torch import nn
 from gradferry.config import closest
 from gradferry.errors import ConfigError
 from gradferry.workloads.synthetic import load_embedding, load_vgg
-from gradferry.workloads.task import Task, sum_of_losses
+from gradferry.workloads.task import Task
 from gradferry.workloads.text import SMALL, TextSize, load_text
 
 _WINDOWS_PER_RANK = 4
@@ -62,7 +62,7 @@ MODELS: dict[str, Callable[[int], Task]] = {
 }
 MODEL_HELP = (
     "transformer (19.2 M parameters, 4 x 64 bytes of text per rank), vgg (a convolutional network, "
-    "9.8 M), embedding (a perceptron on embeddings, 12.9 M), small (a transformer of 0.9 M), or "
+    "9.8 M), embedding (a perceptron on embeddings, 12.9 M), small (a transformer of 0.87 M), or "
     "module:function for your own: a function without arguments that returns (model, batch_fn), "
     "where model(*batch_fn()) is the loss"
 )
@@ -91,15 +91,11 @@ def load_workload(name: str) -> Workload:
         inputs, targets = task.draw(generator)
         return inputs[rank::world_size], targets[rank::world_size]
 
-    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
-        total, predictions = sum_of_losses(model, batch)
-        return total / predictions
-
     return Workload(
         name=name,
         build_model=task.build_model,
         draw=draw,
-        loss=loss,
+        loss=task.mean_loss,
         learning_rate=task.learning_rate,
         metric=task.metric,
         validation=task.validation[rank::world_size],

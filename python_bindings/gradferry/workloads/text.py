@@ -1,4 +1,6 @@
-"""Task `text`: a byte-level causal transformer on the source files of Python's standard library."""
+"""Tasks `text` and `tiny_text`: byte-level causal transformers on the source files of Python's
+standard library.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +39,17 @@ SMALL = TextSize(
     context=128,
     width=128,
     layers=4,
+    heads=4,
+    global_batch=16,
+    learning_rate=2e-3,
+    validation_windows=256,
+)
+
+# Hundreds of trainings of this one fit into an hour.
+TINY = TextSize(
+    context=64,
+    width=128,
+    layers=2,
     heads=4,
     global_batch=16,
     learning_rate=2e-3,
@@ -101,7 +114,12 @@ def _zero_linear(num_inputs: int, num_outputs: int) -> nn.Linear:
     return linear
 
 
-def load_text(folder: Path | None = None, size: TextSize = SMALL) -> Task:
+def load_tiny_text() -> Task:
+    """Task `text` for a model of half the size. Raises ConfigError as load_text does."""
+    return load_text(size=TINY, name="tiny_text")
+
+
+def load_text(folder: Path | None = None, size: TextSize = SMALL, name: str = "text") -> Task:
     """Reads the .py files directly in `folder` (default: Python's standard library).
 
     Raises ConfigError when there is too little text.
@@ -113,19 +131,20 @@ def load_text(folder: Path | None = None, size: TextSize = SMALL) -> Task:
     held_out = _as_tensor(b"".join(t for i, t in enumerate(texts) if _is_validation(i)))
     if len(training) + len(held_out) < _FEWEST_BYTES:
         raise ConfigError(
-            f"task text trains on the .py files of Python's standard library, and {folder} holds "
+            f"task {name} trains on the .py files of Python's standard library, and {folder} holds "
             f"only {len(training) + len(held_out)} bytes of them: install Python with its library "
             f"sources, or use --task vision"
         )
     megabytes = (len(training) + len(held_out)) / 1e6
     return Task(
-        name="text",
+        name=name,
         source=f"{len(files)} source files ({megabytes:.1f} MB) of the standard library of "
         f"Python {platform.python_version()}",
         metric="nats per byte",
         global_batch=size.global_batch,
         default_steps=400,
         learning_rate=size.learning_rate,
+        sgd_learning_rate=0.05,
         build_model=lambda: Transformer(size),
         draw=lambda generator: _draw(training, size, generator),
         validation=_validation_batches(held_out, size),

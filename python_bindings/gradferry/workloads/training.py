@@ -17,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from gradferry.errors import ConfigError, DivergedError
 from gradferry.wire_formula import all_reduce_bytes
 from gradferry.workloads.hooks import HookHandle, apply_hook, bucket_caps
-from gradferry.workloads.task import Batch, Task, sum_of_losses
+from gradferry.workloads.optimizers import make_optimizer
+from gradferry.workloads.task import Batch, Task, num_predictions
 
 FEWEST_STEPS = 3
 _WARMUP = 0.05  # of the steps: the learning rate rises, then falls as a cosine
@@ -35,6 +36,7 @@ class TrainingRun:
     measured: bool  # False: bytes are computed, because PyTorch does not count them
     initial_loss: float  # of the validation data, as final_loss
     final_loss: float
+    final_score: float  # the task's score of the validation data
     losses: list[float]  # of the training batches, one per step, mean over ranks
     cumulative_wire_bytes: list[int]  # sent by the rank that sends most, after each step
     wire_bytes_formula: int  # of that rank, per step
@@ -48,12 +50,21 @@ class TrainingRun:
         return last_two[1] - last_two[0]
 
 
+@dataclass(frozen=True)
+class _Sums:
+    """Over the predictions of validation data."""
+
+    loss: float
+    score: float
+    predictions: int
+
+
 @dataclass
 class _RankRun:
     """What one rank saw."""
 
-    initial: tuple[float, int]  # validation: sum of losses and number of predictions
-    final: tuple[float, int] = (0.0, 0)
+    initial: _Sums
+    final: _Sums
     losses: list[float] = field(default_factory=list)
     wire_bytes: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -62,14 +73,20 @@ class _RankRun:
 
 
 def train(
-    task: Task, hook: str, *, steps: int, seed: int, on_step: OnStep | None = None
+    task: Task,
+    hook: str,
+    *,
+    steps: int,
+    seed: int,
+    optimizer: str = "AdamW",
+    on_step: OnStep | None = None,
 ) -> TrainingRun:
     """Trains `task` with `hook` on every rank of the default process group; call it on all.
 
-    Each rank takes its share of every global batch, one sample in W. AdamW; the learning rate
-    rises over the first 5 % of the steps, then falls as a cosine. Returns the same result on
-    every rank. Raises ConfigError as check_size does, DivergedError when ranks end with
-    different parameters.
+    Each rank takes its share of every global batch, one sample in W. `optimizer` is one of
+    OPTIMIZERS; its learning rate rises over the first 5 % of the steps, then falls as a cosine.
+    Returns the same result on every rank. Raises ConfigError as check_size and make_optimizer do,
+    DivergedError when ranks end with different parameters.
     """
     world_size = dist.get_world_size()
     check_size(task, steps, world_size)
@@ -78,8 +95,10 @@ def train(
     (bucket_cap_mb,) = bucket_caps(hook, model, [None])
     ddp = DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb)
     handle = apply_hook(ddp, hook, seed=seed)
-    mine = _RankRun(initial=_validate(task, model))
-    _train_steps(task, ddp, handle, mine, steps=steps, seed=seed, on_step=on_step)
+    chosen = make_optimizer(optimizer, task, ddp.parameters(), handle.state)
+    initial = _validate(task, model)
+    mine = _RankRun(initial, initial)
+    _train_steps(task, ddp, chosen, handle, mine, steps=steps, seed=seed, on_step=on_step)
     mine.formula_bytes = handle.formula_bytes()
     mine.final = _validate(task, model)
     mine.parameters_digest = _digest(model)
@@ -106,6 +125,7 @@ def check_size(task: Task, steps: int, num_ranks: int) -> None:
 def _train_steps(
     task: Task,
     ddp: DistributedDataParallel,
+    optimizer: torch.optim.Optimizer,
     handle: HookHandle,
     run: _RankRun,
     *,
@@ -113,7 +133,6 @@ def _train_steps(
     seed: int,
     on_step: OnStep | None,
 ) -> None:
-    optimizer = torch.optim.AdamW(ddp.parameters(), lr=task.learning_rate, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, steps))
     batches = _batches(task, seed)
     ddp.module.train()
@@ -121,8 +140,7 @@ def _train_steps(
         batch = next(batches)
         started = time.perf_counter()
         optimizer.zero_grad()
-        loss_sum, predictions = sum_of_losses(ddp, batch)
-        loss = loss_sum / predictions
+        loss = task.mean_loss(ddp, batch)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         run.seconds.append(time.perf_counter() - started)
@@ -150,16 +168,17 @@ def _batches(task: Task, seed: int) -> Iterator[Batch]:
         yield inputs[rank::world_size], targets[rank::world_size]
 
 
-def _validate(task: Task, model: nn.Module) -> tuple[float, int]:
-    """Sum of losses and number of predictions over this rank's share of the validation data."""
+def _validate(task: Task, model: nn.Module) -> _Sums:
+    """Over this rank's share of the validation data."""
     model.eval()
-    total, count = 0.0, 0
+    loss, score, predictions = 0.0, 0.0, 0
     with torch.no_grad():
-        for batch in task.validation[dist.get_rank() :: dist.get_world_size()]:
-            loss, predictions = sum_of_losses(model, batch)
-            total += loss.item()
-            count += predictions
-    return total, count
+        for inputs, targets in task.validation[dist.get_rank() :: dist.get_world_size()]:
+            outputs = model(inputs)
+            loss += task.loss(outputs, targets).item()
+            score += task.score(outputs, targets).item()
+            predictions += num_predictions(outputs)
+    return _Sums(loss, score, predictions)
 
 
 def _digest(model: nn.Module) -> int:
@@ -183,8 +202,9 @@ def _combine(handle: HookHandle, ranks: list[_RankRun], fp32_bytes: int) -> Trai
         hook=handle.name,
         num_ranks=len(ranks),
         measured=handle.measured,
-        initial_loss=_mean_loss([run.initial for run in ranks]),
-        final_loss=_mean_loss([run.final for run in ranks]),
+        initial_loss=_mean([run.initial for run in ranks], lambda sums: sums.loss),
+        final_loss=_mean([run.final for run in ranks], lambda sums: sums.loss),
+        final_score=_mean([run.final for run in ranks], lambda sums: sums.score),
         losses=[fmean(losses) for losses in zip(*(run.losses for run in ranks), strict=True)],
         cumulative_wire_bytes=busiest.wire_bytes,
         wire_bytes_formula=busiest.formula_bytes,
@@ -193,5 +213,5 @@ def _combine(handle: HookHandle, ranks: list[_RankRun], fp32_bytes: int) -> Trai
     )
 
 
-def _mean_loss(parts: list[tuple[float, int]]) -> float:
-    return sum(total for total, _ in parts) / sum(count for _, count in parts)
+def _mean(ranks: list[_Sums], total: Callable[[_Sums], float]) -> float:
+    return sum(map(total, ranks)) / sum(sums.predictions for sums in ranks)

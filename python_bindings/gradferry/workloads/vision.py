@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import importlib
 import struct
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 from gradferry.errors import ConfigError
+from gradferry.workloads.digits import normalize, read_digits
 from gradferry.workloads.task import Batch, Task, in_batches
 
 FASHION_MNIST_FOLDER = Path("/usr/share/datasets/fashion-mnist")  # Debian: dataset-fashion-mnist
@@ -20,7 +20,6 @@ _GLOBAL_BATCH = 64
 _VALIDATION_BATCH = 250
 _TRAINING_IMAGES = 30_000
 _VALIDATION_IMAGES = 2_000
-_DIGITS_VALIDATION = 5  # every 5th of the digits is kept for validation
 
 
 class ConvolutionalNetwork(nn.Module):
@@ -56,7 +55,10 @@ def load_vision(folder: Path = FASHION_MNIST_FOLDER) -> Task:
         held_out = _read_fashion_mnist(folder, "t10k", _VALIDATION_IMAGES)
         source = f"Fashion-MNIST from {folder} (first {_TRAINING_IMAGES} training images)"
     else:
-        training, held_out = _load_digits(folder)
+        training, held_out = read_digits(
+            f"task vision found no data: neither Fashion-MNIST in {folder} (Debian: apt install "
+            f"dataset-fashion-mnist) nor scikit-learn's digits"
+        )
         source = f"scikit-learn's digits, because {folder} holds no Fashion-MNIST"
     images, labels = training
     side = images.shape[-1]
@@ -72,6 +74,7 @@ def load_vision(folder: Path = FASHION_MNIST_FOLDER) -> Task:
         global_batch=_GLOBAL_BATCH,
         default_steps=400,
         learning_rate=1e-3,
+        sgd_learning_rate=0.02,
         build_model=lambda: ConvolutionalNetwork(side),
         draw=draw,
         validation=in_batches(*held_out, _VALIDATION_BATCH),
@@ -102,24 +105,4 @@ def read_idx(path: Path, most_items: int) -> torch.Tensor:
 def _read_fashion_mnist(folder: Path, part: str, most_items: int) -> Batch:
     images = read_idx(folder / f"{part}-images-idx3-ubyte.gz", most_items)
     labels = read_idx(folder / f"{part}-labels-idx1-ubyte.gz", most_items)
-    return _normalize(images.float() / 255), labels.long()
-
-
-def _load_digits(folder: Path) -> tuple[Batch, Batch]:
-    try:
-        digits = importlib.import_module("sklearn.datasets").load_digits()
-    except ImportError:
-        raise ConfigError(
-            f"task vision found no data: neither Fashion-MNIST in {folder} (Debian: apt install "
-            f"dataset-fashion-mnist) nor scikit-learn's digits (pip install scikit-learn); "
-            f"--task text needs neither"
-        ) from None
-    images = _normalize(torch.from_numpy(digits.images).float() / 16)
-    labels = torch.from_numpy(digits.target).long()
-    kept = torch.arange(len(labels)) % _DIGITS_VALIDATION == _DIGITS_VALIDATION - 1
-    return (images[~kept], labels[~kept]), (images[kept], labels[kept])
-
-
-def _normalize(images: torch.Tensor) -> torch.Tensor:
-    """(items, side, side) in 0..1 -> (items, 1, side, side) with mean 0 and deviation 1."""
-    return ((images - images.mean()) / images.std()).unsqueeze(1)
+    return normalize(images.float() / 255), labels.long()

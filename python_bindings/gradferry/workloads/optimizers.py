@@ -1,0 +1,77 @@
+"""Optimizers by name, set up for what the hook does with gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+import gradferry
+from gradferry.config import closest
+from gradferry.errors import ConfigError
+from gradferry.optim import OneBitAdam
+from gradferry.workloads.task import Task
+
+OPTIMIZERS = ("AdamW", "SGD", "OneBitAdam")
+BETAS = (0.9, 0.95)  # of AdamW and OneBitAdam
+SGD_MOMENTUM = 0.9
+_WEIGHT_DECAY = 0.01  # of AdamW and OneBitAdam
+
+
+def check_optimizer(name: str) -> None:
+    """Raises ConfigError, with the closest match, when no optimizer has this name."""
+    if name not in OPTIMIZERS:
+        raise ConfigError(
+            f"unknown optimizer {name!r}; optimizers are {', '.join(OPTIMIZERS)}"
+            f"{closest(name, OPTIMIZERS)}"
+        )
+
+
+def make_optimizer(
+    name: str,
+    task: Task,
+    parameters: Iterable[nn.Parameter],
+    state: gradferry.HookState | None,
+) -> torch.optim.Optimizer:
+    """An optimizer at the task's learning rate.
+
+    Behind a hook that keeps the momentum, SGD has none of its own, and OneBitAdam freezes its
+    variance when the hook's dense steps end.
+
+    Args:
+        name: one of OPTIMIZERS.
+        task: gives the learning rates.
+        parameters: of the model.
+        state: of the hook; None for a hook of PyTorch's.
+
+    Raises:
+        ConfigError: the name is unknown, or the optimizer does not fit the hook's momentum.
+    """
+    check_optimizer(name)
+    config = None if state is None else state._bound().config
+    momentum = config.momentum if config else None
+    if name == "OneBitAdam":
+        if state is None or config is None:
+            raise ConfigError("OneBitAdam needs a codec with momentum, not a hook of PyTorch's")
+        return OneBitAdam(
+            parameters,
+            lr=task.learning_rate,
+            betas=BETAS,
+            weight_decay=_WEIGHT_DECAY,
+            freeze_step=config.warmup_steps,
+            state=state,
+        )
+    if name == "AdamW":
+        if momentum:
+            raise ConfigError(
+                f"AdamW needs gradients, and the hook delivers their momentum "
+                f"(momentum={momentum}); use OneBitAdam"
+            )
+        return torch.optim.AdamW(
+            parameters, lr=task.learning_rate, betas=BETAS, weight_decay=_WEIGHT_DECAY
+        )
+    if momentum:
+        # The hook's momentum is an average, (1 - momentum) times the sum that SGD would keep.
+        return torch.optim.SGD(parameters, lr=task.sgd_learning_rate / (1 - momentum))
+    return torch.optim.SGD(parameters, lr=task.sgd_learning_rate, momentum=SGD_MOMENTUM)
