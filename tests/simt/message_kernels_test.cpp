@@ -1,4 +1,4 @@
-// The message kernels, run by the emulator, against the definitions of docs/wire_format.md in
+// The message kernels, run by the emulator or by a GPU, against the definitions of docs/wire_format.md in
 // include/gradferry/wire.h.
 #include <gtest/gtest.h>
 
@@ -8,16 +8,12 @@
 #include <vector>
 
 #include "gradferry/device_library.h"
-#include "tests/simt/machine.h"
+#include "tests/simt/kernel_codecs.h"
 
-namespace gradferry {
-namespace emulated {
-extern const MessageKernels message_kernels;
-}
-
+namespace gradferry::testing {
 namespace {
 
-using emulated::message_kernels;
+const MessageKernels& message_kernels = message_kernels_on_host();
 
 constexpr uint32_t kHeaderBytes = sizeof(MessageHeader);
 constexpr Envelope kScatter{.config_hash = 0x1122334455667788,
@@ -132,7 +128,7 @@ TEST(Messages, SealWritesHeadersAndNothingElse) {
     first += counts[m];
   }
   for (uint64_t seed = 1; seed <= 5; ++seed) {
-    simt::set_seed(seed);
+    set_schedule(seed);
     message_kernels.seal({kScatter, messages.data(), 4, order.data(), status.data(), nullptr,
                           buffer.data(), nullptr});
     EXPECT_EQ(buffer, expected);
@@ -158,7 +154,7 @@ TEST(Messages, SealOfAGatherCountsCorruptTilesAndCarriesTheStatus) {
 
 TEST(Messages, CheckAcceptsWhatIsRight) {
   for (uint64_t seed = 1; seed <= 5; ++seed) {
-    simt::set_seed(seed);
+    set_schedule(seed);
     for (const Envelope& envelope : {kScatter, gather()}) {
       Received received(envelope, {3, 0, 150, 1});
       received.check();
@@ -318,4 +314,4 @@ TEST(Messages, CommitWritesItsRecordAndTakesTheTile) {
 }
 
 }  // namespace
-}  // namespace gradferry
+}  // namespace gradferry::testing
