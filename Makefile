@@ -37,7 +37,7 @@ venv_ready := $(venv)/.torch-$(TORCH)
 package_ready := $(venv)/.gradferry
 lint_ready := $(venv)/.lint
 
-.PHONY: help setup demo test test-full test-torch-core lint format bench sass clean distclean
+.PHONY: help setup demo test test-full test-torch-core lint format bench gpu-check sass clean distclean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -61,6 +61,10 @@ test-full: $(package_ready)  ## all tests, also the slow ones and those under sa
 
 test-torch-core: $(package_ready)  ## what must hold on every torch; use with TORCH=
 	@$(bin)/python -m pytest -q -m "torch_core and not slow"
+
+gpu-check:  ## what a GPU makes of it: kernels, sanitizers, training; results in build/gpu/gpu.json
+	@$(PYTHON) tools/gpu_check.py kernels
+	@$(PYTHON) tools/gpu_check.py hook
 
 bench: $(core_ready)  ## kernels of every codec, against what memory allows
 	@build/core/benchmarks/codec_bench

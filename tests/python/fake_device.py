@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import ProcessGroupGloo, Store
-
 from gradferry import device
+from torch._C._distributed_c10d import ProcessGroupGloo, Store
 
 try:
     import gradferry_fake_device as machine

@@ -371,7 +371,7 @@ def test_residuals_follow_the_loss_scale_as_on_the_cpu(worlds: Worlds, device: s
         assert answer == {"gradients": True, "residuals": True, "scales": [3.0, 3.0]}
 
 
-# --- worlds of one, life and death -----------------------------------------------------------------
+# --- worlds of one, life and death ----------------------------------------------------------------
 
 
 def case_alone(scenario: Scenario) -> dict[str, Any]:
