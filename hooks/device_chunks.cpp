@@ -24,6 +24,14 @@ TileStatus* statuses(const at::Tensor& tensor) {
   return static_cast<TileStatus*>(tensor.mutable_data_ptr());
 }
 
+struct BucketBracket {
+  explicit BucketBracket(DeviceTransport& of) : transport(of) { transport.begin_bucket(); }
+  ~BucketBracket() { transport.end_bucket(); }
+  BucketBracket(const BucketBracket&) = delete;
+  BucketBracket& operator=(const BucketBracket&) = delete;
+  DeviceTransport& transport;
+};
+
 }  // namespace
 
 // One chunk ahead: the backend's stream takes collectives in the order they were posted, so chunk
@@ -31,7 +39,7 @@ TileStatus* statuses(const at::Tensor& tensor) {
 // the link would be idle while a chunk is reduced.
 void DeviceEngine::exchange(BucketJob& job) {
   const c10::DeviceGuard guard(device_);
-  transport_->begin_bucket();
+  const BucketBracket bracket(*transport_);
   job.ready.block(encode_stream_);
   give_back(std::move(job.ready));
   if (job.begins_step) begin_step(job);
@@ -49,8 +57,6 @@ void DeviceEngine::exchange(BucketJob& job) {
     if (i >= 1 && i - 1 < chunks.size()) reduce(job, at_chunk(i - 1));
     if (i >= 2) decode(job, at_chunk(i - 2));
   }
-  transport_->end_bucket();
-
   {
     const std::lock_guard lock(mutex_);
     --stats_.in_flight;
@@ -62,9 +68,9 @@ void DeviceEngine::exchange(BucketJob& job) {
   job.future->markCompleted(std::move(job.value));
 }
 
-void DeviceEngine::begin_step(const BucketJob& job) {
+void DeviceEngine::begin_step(BucketJob& job) {
   read_last_commit();
-  if (uncommitted_step_) post_commit(*uncommitted_step_, job.number);
+  if (uncommitted_step_) post_commit(job, *uncommitted_step_);
   if (job.step < options_.warmup_steps) return;  // without residuals
   const at::Tensor& scale = options_.loss_scale;
   message_kernels().rescale(
@@ -132,15 +138,19 @@ void DeviceEngine::send(BucketJob& job, ChunkJob& chunk) {
                                          slot.scatter_send, planned.send_bytes, encode_stream_);
 }
 
-void DeviceEngine::wait(BucketJob& job, Transfer& transfer) {
+void DeviceEngine::wait(BucketJob& job, Transfer& transfer, Phase phase, uint64_t number) {
   const TimedRange timed("gradferry::network", job.event.network_ns);
-  transport_->wait(transfer, finish_stream_);
+  try {
+    transport_->wait(transfer, finish_stream_);
+  } catch (const std::exception& error) {
+    throw lost_contact(options_.rank, phase, job.step, number, error.what());
+  }
 }
 
 void DeviceEngine::reduce(BucketJob& job, ChunkJob& chunk) {
   const DeviceChunk& planned = *chunk.chunk;
   DeviceSlot& slot = *chunk.slot;
-  wait(job, chunk.scatter);
+  wait(job, chunk.scatter, Phase::kScatter, chunk.number);
   const TimedRange timed("gradferry::reduce", job.event.reduce_ns);
   message_kernels().check({.envelope = envelope(job, chunk, Phase::kScatter),
                            .messages = job.plan->data(planned.scatter_received),
@@ -176,7 +186,7 @@ void DeviceEngine::reduce(BucketJob& job, ChunkJob& chunk) {
 void DeviceEngine::decode(BucketJob& job, ChunkJob& chunk) {
   const DeviceChunk& planned = *chunk.chunk;
   DeviceSlot& slot = *chunk.slot;
-  wait(job, chunk.gather);
+  wait(job, chunk.gather, Phase::kGather, chunk.number);
   const TimedRange timed("gradferry::decode", job.event.decode_ns);
   message_kernels().check({.envelope = envelope(job, chunk, Phase::kGather),
                            .messages = job.plan->data(planned.gather_received),
@@ -224,11 +234,12 @@ void DeviceEngine::reserve_statuses(uint32_t num_tiles) {
 // --- commits
 // ---------------------------------------------------------------------------------------
 
-void DeviceEngine::post_commit(uint64_t step, uint64_t bucket) {
+// Of `step`, before the first bucket of the next one.
+void DeviceEngine::post_commit(BucketJob& job, uint64_t step) {
   const auto records = static_cast<int64_t>(sizeof(CommitRecord)) * options_.world_size;
   message_kernels().commit(
       {.step = step,
-       .bucket = bucket,
+       .bucket = job.number,
        .rank = options_.rank,
        .findings = findings(),
        .record = reinterpret_cast<CommitRecord*>(bytes(commit_send_)),
@@ -236,11 +247,11 @@ void DeviceEngine::post_commit(uint64_t step, uint64_t bucket) {
        .stream = finish_stream_.native_handle()});
   Transfer transfer = transport_->all_gather(commit_receive_, commit_send_, sizeof(CommitRecord),
                                              finish_stream_);
-  transport_->wait(transfer, finish_stream_);
+  wait(job, transfer, Phase::kCommit, job.number);
   const c10::StreamGuard guard(finish_stream_);
   commit_result_.copy_(commit_receive_.device, /*non_blocking=*/true);
   commit_done_.record(finish_stream_);
-  commit_ = PostedCommit{step, bucket};
+  commit_ = PostedCommit{step, job.number};
 }
 
 // The commit was enqueued a whole step ago. Where it is not done yet the host is that far ahead of

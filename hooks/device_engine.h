@@ -114,12 +114,12 @@ class DeviceEngine final : public BucketEngine {
   // The caller of run(), or the engine's thread with a transport that waits (device_chunks.cpp).
   void exchange(BucketJob& job);
   void send(BucketJob& job, ChunkJob& chunk);
-  void wait(BucketJob& job, Transfer& transfer);
+  void wait(BucketJob& job, Transfer& transfer, Phase phase, uint64_t number);
   void reduce(BucketJob& job, ChunkJob& chunk);
   void decode(BucketJob& job, ChunkJob& chunk);
   void reserve_statuses(uint32_t num_tiles);
-  void begin_step(const BucketJob& job);
-  void post_commit(uint64_t step, uint64_t bucket);
+  void begin_step(BucketJob& job);
+  void post_commit(BucketJob& job, uint64_t step);
   void read_last_commit();
   Envelope envelope(const BucketJob& job, const ChunkJob& chunk, Phase phase) const;
   TileBatch make_batch(const BucketJob& job, const DeviceStage& stage, const DeviceBatch& batch,

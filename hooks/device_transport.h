@@ -40,7 +40,7 @@ class DeviceTransport {
   // Whether its calls wait on the host.
   virtual bool waits() const = 0;
 
-  // Brackets the collectives of one bucket.
+  // Around the collectives of one bucket.
   virtual void begin_bucket() {}
   virtual void end_bucket() {}
 

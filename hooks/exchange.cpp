@@ -78,6 +78,13 @@ std::string describe(const Fault& fault, uint32_t reporter, uint64_t step) {
          text.advice;
 }
 
+Error lost_contact(uint32_t rank, Phase phase, uint64_t step, uint64_t number,
+                   const std::string& reason) {
+  return {ErrorKind::kPeer, "rank " + std::to_string(rank) + " lost contact with another rank" +
+                                place_of(phase, step, number) + ": " + reason +
+                                "; look at the other ranks' errors first, then restart"};
+}
+
 Slot make_slot(uint32_t world_size, uint64_t message_bytes) {
   const auto single = static_cast<int64_t>(message_bytes);
   const int64_t all = single * world_size;
@@ -90,10 +97,7 @@ void Exchange::wait(const Pending& work, Phase phase, uint64_t step, uint64_t nu
   try {
     work->wait();
   } catch (const std::exception& error) {
-    throw Error(ErrorKind::kPeer, "rank " + std::to_string(agreement_.rank) +
-                                      " lost contact with another rank" +
-                                      place_of(phase, step, number) + ": " + error.what() +
-                                      "; look at the other ranks' errors first, then restart");
+    throw lost_contact(agreement_.rank, phase, step, number, error.what());
   }
 }
 

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "gradferry/codec.h"
+#include "gradferry/error.h"
 #include "gradferry/wire.h"
 #include "lane.h"
 #include "plan.h"
@@ -36,6 +37,10 @@ struct Fault {
 
 // "rank 1 refused what rank 0 sent: ..." with both values and advice. `reporter` saw the fault.
 std::string describe(const Fault& fault, uint32_t reporter, uint64_t step);
+
+// What a collective that fails means to `rank`. `number` is the chunk's, of a commit the bucket's.
+Error lost_contact(uint32_t rank, Phase phase, uint64_t step, uint64_t number,
+                   const std::string& reason);
 
 // Every rank's verdict, equal on all ranks: the fault of the lowest rank that reports one.
 // `reporter` is set to that rank. `received` begins with one CommitRecord per rank, in host memory.

@@ -4,8 +4,8 @@
     python tests/cuda/check_hook.py nccl --ranks 1        # NCCL; one rank exchanges with itself
     python tests/cuda/check_hook.py nccl --ranks 1 --slow 7   # with random delays on the streams
 
-Every rank has the same model twice, on the CPU and on a GPU, both wrapped in DistributedDataParallel
-and compressed; both get the same gradients, to the bit. What arrives in .grad must be equal, to the
+Every rank has the same model twice, on the CPU and on a GPU, in DistributedDataParallel and
+compressed; both get the same gradients, to the bit. What arrives in .grad must be equal, to the
 bit, and so must the saved states. Needs torch and gradferry, nothing else. Ends with code 0, or
 with 77 and a reason where this machine cannot run the case.
 """
