@@ -35,7 +35,7 @@ Registry& registry() {
 Engine::Engine(EngineOptions options, ParameterHashes hashes,
                std::vector<c10::intrusive_ptr<c10d::Backend>> backends)
     : options_(std::move(options)),
-      layout_(options_.parameters, options_.rank, options_.world_size),
+      layout_(options_.parameters, options_.rank, options_.world_size, Device::kCpu),
       sample_(layout_),
       hashes_(std::move(hashes)),
       process_id_(getpid()),

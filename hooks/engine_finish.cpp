@@ -252,7 +252,8 @@ void Engine::finish_commit() {
     exchange_->wait(commit.work, Phase::kCommit, bucket.step, bucket.number);
   }
   uint32_t reporter = 0;
-  const Fault fault = exchange_->read_commit(commit.receive, bucket.step, bucket.number, &reporter);
+  const Fault fault =
+      read_commit(exchange_->agreement(), commit.receive, bucket.step, bucket.number, &reporter);
   if (fault) {
     std::string message = describe(fault, reporter, bucket.step);
     if (fault.status != WireStatus::kLocalFailure) {

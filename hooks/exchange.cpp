@@ -86,6 +86,13 @@ std::string describe(const Fault& fault, uint32_t reporter, uint64_t step) {
          text.advice;
 }
 
+Error lost_contact(uint32_t rank, Phase phase, uint64_t step, uint64_t number,
+                   const std::string& reason) {
+  return {ErrorKind::kPeer, "rank " + std::to_string(rank) + " lost contact with another rank" +
+                                place_of(phase, step, number) + ": " + reason +
+                                "; look at the other ranks' errors first, then restart"};
+}
+
 Slot make_slot(uint32_t world_size, uint64_t message_bytes) {
   const auto single = static_cast<int64_t>(message_bytes);
   const int64_t all = single * world_size;
@@ -98,10 +105,7 @@ void Exchange::wait(const Pending& work, Phase phase, uint64_t step, uint64_t nu
   try {
     work->wait();
   } catch (const std::exception& error) {
-    throw Error(ErrorKind::kPeer, "rank " + std::to_string(agreement_.rank) +
-                                      " lost contact with another rank" +
-                                      place_of(phase, step, number) + ": " + error.what() +
-                                      "; look at the other ranks' errors first, then restart");
+    throw lost_contact(agreement_.rank, phase, step, number, error.what());
   }
 }
 
@@ -267,8 +271,8 @@ Fault Exchange::gather_hashes(const std::vector<uint64_t>& own, uint64_t step, u
   return {};
 }
 
-Fault Exchange::read_commit(const at::Tensor& receive, uint64_t step, uint64_t bucket,
-                            uint32_t* reporter) {
+Fault read_commit(const Agreement& agreement, const at::Tensor& received, uint64_t step,
+                  uint64_t bucket, uint32_t* reporter) {
   struct Check {
     WireStatus status;
     uint64_t expected, received;
@@ -281,11 +285,11 @@ Fault Exchange::read_commit(const at::Tensor& receive, uint64_t step, uint64_t b
     }
     return {};
   };
-  std::vector<CommitRecord> records(agreement_.world_size);
-  std::memcpy(records.data(), bytes(receive), records.size() * sizeof(CommitRecord));
+  std::vector<CommitRecord> records(agreement.world_size);
+  std::memcpy(records.data(), bytes(received), records.size() * sizeof(CommitRecord));
 
   // A record that cannot be read is this rank's own finding.
-  *reporter = agreement_.rank;
+  *reporter = agreement.rank;
   for (uint32_t rank = 0; rank < records.size(); ++rank) {
     const CommitRecord& record = records[rank];
     const uint32_t checksum =

@@ -146,15 +146,17 @@ class HookState:
             - ``residual_bytes``, ``workspace_bytes``: memory held.
             - ``workspace_allocations``: how often workspace was allocated or a plan was made.
             - ``in_flight``: buckets under way.
+            - ``host_waits``: how often the host waited for a device that was a step behind.
             - ``fallbacks``: buckets that took the backend's own all-reduce.
             - ``encode_ms``: on the thread that DDP calls from.
             - ``network_ms``: waiting for messages, and checking them, on the finishing thread.
             - ``reduce_ms``, ``decode_ms``: on the finishing thread.
             - ``exposed_ms``: what DDP's thread was held up: inside the hook, and after its last
-              bucket until all were complete.
+              bucket until all were complete. On a device these times are the host's: of handing
+              work to streams.
             - ``worker_residual_ratio``, ``owner_residual_ratio``: norm of the residual over norm of
               the gradient it was withheld from (this rank's; the average), in the last step, on a
-              sample of about 64 tiles; 0.0 without such a residual.
+              sample of about 64 tiles; 0.0 without such a residual, and on a device.
             - ``step_buckets``: for each bucket of the last finished step, the indices of its
               parameters (in the order of the model's reduced parameters).
 

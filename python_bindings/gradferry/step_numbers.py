@@ -39,6 +39,7 @@ _COUNTERS = (
     "workspace_bytes",
     "workspace_allocations",
     "in_flight",
+    "host_waits",
 )
 
 
