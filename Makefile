@@ -28,6 +28,7 @@ quiet := tools/quiet.sh
 # Folders are listed too: theirs is the timestamp that changes when a file goes away.
 core_inputs := $(shell find CMakeLists.txt CMakePresets.json cmake include kernels tests/cpp tests/simt tests/cuda benchmarks 2>/dev/null)
 package_inputs := $(shell find pyproject.toml README.md CMakeLists.txt cmake include hooks benchmarks python_bindings \
+    tests/streams tests/simt kernels/common \
     -not -name __pycache__ -not -name '*.pyc' 2>/dev/null)
 
 system_ready := build/.system_packages
@@ -36,7 +37,7 @@ venv_ready := $(venv)/.torch-$(TORCH)
 package_ready := $(venv)/.gradferry
 lint_ready := $(venv)/.lint
 
-.PHONY: help setup demo test test-full test-torch-core lint format bench sass clean distclean
+.PHONY: help setup demo test test-full test-torch-core lint format bench gpu-check sass clean distclean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -61,6 +62,10 @@ test-full: $(package_ready)  ## all tests, also the slow ones and those under sa
 test-torch-core: $(package_ready)  ## what must hold on every torch; use with TORCH=
 	@$(bin)/python -m pytest -q -m "torch_core and not slow"
 
+gpu-check:  ## what a GPU makes of it: kernels, sanitizers, training; results in build/gpu/gpu.json
+	@$(PYTHON) tools/gpu_check.py kernels
+	@$(PYTHON) tools/gpu_check.py hook
+
 bench: $(core_ready)  ## kernels of every codec, against what memory allows
 	@build/core/benchmarks/codec_bench
 
@@ -68,10 +73,11 @@ sass: $(venv_ready)  ## instructions, registers and occupancy of every CUDA kern
 	@$(bin)/python tools/count_sass.py
 
 # --- lint ------------------------------------------------------------------------------------------
-cpp_files := $(shell find include kernels hooks python_bindings tests/cpp tests/simt tests/cuda benchmarks \
+cpp_files := $(shell find include kernels hooks python_bindings benchmarks \
+    tests/cpp tests/simt tests/cuda tests/streams \
     '(' -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' ')' 2>/dev/null)
 cpp_headers := $(filter %.h,$(cpp_files))
-torch_sources := $(filter hooks/%.cpp python_bindings/%.cpp,$(cpp_files))
+torch_sources := $(filter hooks/%.cpp python_bindings/%.cpp tests/streams/%.cpp,$(cpp_files))
 core_sources := $(filter-out $(torch_sources),$(filter %.cpp,$(cpp_files)))
 core_tidy := $(core_sources:%=build/lint/%.tidy)
 torch_tidy := $(torch_sources:%=build/lint/%.tidy)
@@ -128,7 +134,9 @@ $(package_ready): $(package_inputs) $(core_ready) $(venv_ready)
 	    --no-build-isolation --no-deps -v \
 	    --config-settings=build-dir='$(package_build)/{wheel_tag}' \
 	    --config-settings=cmake.define.GRADFERRY_PREBUILT_KERNELS=$(CURDIR)/build/core/install \
-	    --config-settings=cmake.define.GRADFERRY_WERROR=ON .
+	    --config-settings=cmake.define.GRADFERRY_WERROR=ON \
+	    --config-settings=cmake.define.GRADFERRY_TESTS=ON \
+	    --config-settings=install.components='python;tests' .
 	@touch $@
 
 clean:  ## remove what was built, keep the environments

@@ -2,6 +2,7 @@
 # lint in tests/cuda. Registers that spill and local memory are errors, so that a build without a GPU
 # proves that there are none.
 file(GLOB cuda_kernel_files CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/kernels/*/*_cuda.cu)
+list(APPEND cuda_kernel_files ${PROJECT_SOURCE_DIR}/kernels/common/message_kernels.cu)
 
 function(gradferry_cuda_target target)
   target_link_libraries(${target} PUBLIC gradferry::include)

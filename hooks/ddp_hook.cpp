@@ -4,8 +4,15 @@
 
 namespace gradferry {
 
-BucketHook::BucketHook(std::shared_ptr<Engine> engine, const std::vector<at::Tensor>& parameters,
-                       std::string group_name, ExceptionFactory make_exception)
+FuturePtr make_future(c10::TypePtr type, const at::Tensor& tensor) {
+  std::vector<c10::Device> devices;
+  if (!tensor.is_cpu()) devices.push_back(tensor.device());
+  return c10::make_intrusive<c10::ivalue::Future>(std::move(type), std::move(devices));
+}
+
+BucketHook::BucketHook(std::shared_ptr<BucketEngine> engine,
+                       const std::vector<at::Tensor>& parameters, std::string group_name,
+                       ExceptionFactory make_exception)
     : engine_(std::move(engine)),
       group_name_(std::move(group_name)),
       make_exception_(make_exception) {
@@ -72,7 +79,7 @@ void BucketHook::run(const c10d::GradBucket& bucket, FuturePtr future, c10::IVal
 
 FuturePtr NativeHook::runHook(c10d::GradBucket& bucket) {
   if (!hook_->admit(bucket)) return hook_->pass_through(bucket);
-  auto future = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get());
+  auto future = make_future(c10::TensorType::get(), bucket.getBuffer());
   hook_->run(bucket, future, bucket.getBuffer());
   return future;
 }

@@ -8,17 +8,22 @@
 #include <unordered_map>
 #include <vector>
 
+#include "bucket_engine.h"
 #include "engine.h"
 #include "torch_compat.h"
 
 namespace gradferry {
+
+// A Future of `type` for what will be in `tensor`: where that is on a device with streams, whoever
+// waits for the Future has its current stream wait.
+FuturePtr make_future(c10::TypePtr type, const at::Tensor& tensor);
 
 class BucketHook {
  public:
   // `parameters` in the order of the engine's layout; only their identity is kept. `group_name`:
   // DDP's process group, looked up on every call and never held. `engine` may be null: then every
   // bucket passes through.
-  BucketHook(std::shared_ptr<Engine> engine, const std::vector<at::Tensor>& parameters,
+  BucketHook(std::shared_ptr<BucketEngine> engine, const std::vector<at::Tensor>& parameters,
              std::string group_name, ExceptionFactory make_exception);
 
   // Whether the bucket takes run(). Without an engine none does, and sparse ones never do: they
@@ -42,7 +47,7 @@ class BucketHook {
   std::vector<uint32_t> indices_of(const c10d::GradBucket& bucket) const;
   [[noreturn]] void raise(const std::string& message) const;
 
-  std::shared_ptr<Engine> engine_;
+  std::shared_ptr<BucketEngine> engine_;
   std::unordered_map<const c10::TensorImpl*, uint32_t> index_;
   // Weak, and only so that no other tensor gets the address of one that is gone.
   std::vector<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> identities_;

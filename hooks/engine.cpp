@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <thread>
+#include <utility>
 
 #include "scalar_type.h"
 
@@ -31,10 +32,12 @@ Registry& registry() {
 
 }  // namespace
 
-Engine::Engine(EngineOptions options, std::vector<c10::intrusive_ptr<c10d::Backend>> backends)
+Engine::Engine(EngineOptions options, ParameterHashes hashes,
+               std::vector<c10::intrusive_ptr<c10d::Backend>> backends)
     : options_(std::move(options)),
-      layout_(options_.parameters, options_.rank, options_.world_size),
+      layout_(options_.parameters, options_.rank, options_.world_size, Device::kCpu),
       sample_(layout_),
+      hashes_(std::move(hashes)),
       process_id_(getpid()),
       residuals_(layout_, options_.exact_skip) {
   GRADFERRY_EXPECTS(options_.chunk_bytes >= kLeastChunkBytes, kConfig,
@@ -85,9 +88,10 @@ void Engine::allocate() {
   stats_.workspace_allocations = kSlots + kCommitSlots;
 }
 
-std::shared_ptr<Engine> Engine::start(EngineOptions options,
+std::shared_ptr<Engine> Engine::start(EngineOptions options, ParameterHashes hashes,
                                       std::vector<c10::intrusive_ptr<c10d::Backend>> backends) {
-  std::shared_ptr<Engine> engine(new Engine(std::move(options), std::move(backends)));
+  std::shared_ptr<Engine> engine(
+      new Engine(std::move(options), std::move(hashes), std::move(backends)));
   if (engine->exchange_) {
     {
       Registry& all = registry();
@@ -189,6 +193,7 @@ void Engine::send_bucket(const std::vector<uint32_t>& parameters, const at::Tens
     run_alone(plan, bucket);
     return;
   }
+  if (std::exchange(check_is_due_, false)) bucket->fault = check_parameters(step);
   {
     const std::lock_guard lock(mutex_);
     bucket->number = stats_.buckets++;
@@ -276,8 +281,28 @@ void Engine::begin_step() {
   const std::lock_guard lock(mutex_);
   settle();
   step_began_ = true;
+  const uint64_t every = options_.check_every;
+  check_is_due_ = every != 0 && stats_.steps != 0 && stats_.steps % every == 0;
   if (in_warmup(stats_.steps)) return;
   gain_ = residuals_.begin_step(loss_scale());
+}
+
+// All ranks see the same hashes, so all of them throw, or none.
+Fault Engine::check_parameters(uint64_t step) {
+  std::vector<std::vector<uint64_t>> by_rank;
+  const Fault fault = exchange_->gather_hashes(hashes_.compute(), step, stats_.chunks, by_rank);
+  if (fault) return fault;  // the bucket's commit tells the others
+  for (size_t index = 0; index < layout_.parameters().size(); ++index) {
+    for (size_t rank = 1; rank < by_rank.size(); ++rank) {
+      GRADFERRY_EXPECTS(
+          by_rank[rank][index] == by_rank[0][index], kDiverged,
+          "parameter '" + layout_.parameters()[index].name + "' of rank " + std::to_string(rank) +
+              " differs from that of rank 0 at step " + std::to_string(step) +
+              ", and may not be the only one; look for updates, clipping or random numbers that "
+              "differ between ranks, then go on from a checkpoint that is older than this");
+    }
+  }
+  return {};
 }
 
 const BucketPlan& Engine::plan_for(const std::vector<uint32_t>& parameters, bool warmup) {

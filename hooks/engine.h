@@ -13,8 +13,6 @@
 // error an engine is dead: every call gets that error, and its lanes are given up.
 #pragma once
 
-#include <ATen/core/ivalue.h>
-
 #include <array>
 #include <atomic>
 #include <chrono>
@@ -28,17 +26,18 @@
 #include <string>
 #include <vector>
 
+#include "bucket_engine.h"
 #include "events.h"
 #include "exchange.h"
 #include "gradferry/error.h"
 #include "layout.h"
+#include "parameter_hashes.h"
 #include "plan.h"
 #include "residual_sample.h"
 #include "residuals.h"
 
 namespace gradferry {
 
-using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
 // Turns an Error into an exception that torch's autograd can show to Python.
 using ExceptionFactory = std::exception_ptr (*)(const Error&);
 
@@ -54,6 +53,7 @@ struct EngineOptions {
   bool raise_nonfinite;   // a decoded NaN or infinity is an error instead of being handed on
   bool exact_skip;        // a step with a NaN or infinity leaves the residuals as it found them
   at::Tensor loss_scale;  // one fp32 that a GradScaler changes between steps; undefined: 1
+  uint64_t check_every;   // steps between comparisons of all ranks' parameters; 0: none
   uint32_t chunk_bytes;   // most payload bytes per owner and stage in one chunk
   ExceptionFactory make_exception;
 };
@@ -69,6 +69,7 @@ struct EngineStats {
   uint64_t workspace_bytes = 0;
   uint64_t workspace_allocations = 0;
   uint64_t in_flight = 0;                           // buckets whose Future is not complete
+  uint64_t host_waits = 0;                          // for a device that was a step behind
   std::vector<std::vector<uint32_t>> step_buckets;  // parameters by bucket, last finished step
   StepTimes times;
 };
@@ -85,40 +86,33 @@ struct EngineState {
 // here.
 Error describe_failure(const std::exception_ptr& failure, uint32_t rank);
 
-class Engine {
+class Engine final : public BucketEngine {
  public:
   // `backends`: three gloo backends of our own (scatter, gather, commit), or none when world_size
-  // is 1. Allocates residuals and workspace, then starts the finishing thread. The engine stops
-  // when the last copy of the returned pointer is gone.
-  static std::shared_ptr<Engine> start(EngineOptions options,
+  // is 1. `hashes` of the parameters, in the order of options.parameters. Allocates residuals and
+  // workspace, then starts the finishing thread. The engine stops when the last copy of the
+  // returned pointer is gone.
+  static std::shared_ptr<Engine> start(EngineOptions options, ParameterHashes hashes,
                                        std::vector<c10::intrusive_ptr<c10d::Backend>> backends);
 
-  // Averages `gradient` (dense, flat, contiguous, real, on CPU) of `parameters` (in bucket order)
-  // in place over all ranks, then completes `future` with `value`. Called in bucket order, from one
-  // thread at a time, without the GIL. Blocks while all slots are in use.
+  // Blocks while all slots are in use.
   void run(const std::vector<uint32_t>& parameters, const at::Tensor& gradient, FuturePtr future,
-           c10::IValue value);
+           c10::IValue value) override;
 
-  // Buckets that pass through belong to the step as well.
-  void pass(const std::vector<uint32_t>& parameters);
-  // Whether some of its promises need every bucket, so that none may pass through.
-  bool needs_every_bucket() const { return options_.momentum != 0 || options_.exact_skip; }
+  void pass(const std::vector<uint32_t>& parameters) override;
+  bool needs_every_bucket() const override { return options_.momentum != 0 || options_.exact_skip; }
 
-  EngineStats stats() const;
-  uint64_t current_step() const;  // counted from 0
-  std::vector<BucketEvent> events() const { return log_.events(); }
+  EngineStats stats() const override;
+  uint64_t current_step() const override;
+  std::vector<BucketEvent> events() const override { return log_.events(); }
 
-  // These throw Error(kState) in the middle of a step.
-  EngineState state();
-  void load_state(const EngineState& state);
-  // What the last step gave will not be used, whatever it is: takes its residuals back. Only with
-  // exact_skip.
-  void skip_step();
-  // Worker residual of a parameter += factor * values, in the order of memory and unscaled.
-  void add_to_worker_residual(uint32_t parameter, const at::Tensor& values, float factor);
-  void scale_residuals(float factor);
+  EngineState state() override;
+  void load_state(const EngineState& state) override;
+  void skip_step() override;
+  void add_to_worker_residual(uint32_t parameter, const at::Tensor& values, float factor) override;
+  void scale_residuals(float factor) override;
 
-  const Layout& layout() const { return layout_; }
+  const Layout& layout() const override { return layout_; }
 
   // Tells every engine of the process to stop; waits at most `timeout` for what is in flight.
   static void shutdown_all(std::chrono::milliseconds timeout);
@@ -152,13 +146,15 @@ class Engine {
     Pending work;
   };
 
-  Engine(EngineOptions options, std::vector<c10::intrusive_ptr<c10d::Backend>> backends);
+  Engine(EngineOptions options, ParameterHashes hashes,
+         std::vector<c10::intrusive_ptr<c10d::Backend>> backends);
   void allocate();
 
   // Autograd thread (engine.cpp).
   void begin_run(const std::vector<uint32_t>& parameters);
   void note_bucket(const std::vector<uint32_t>& parameters);
   void begin_step();
+  Fault check_parameters(uint64_t step);
   void send_bucket(const std::vector<uint32_t>& parameters, const at::Tensor& gradient,
                    FuturePtr future, c10::IValue value);
   void check_gradient(const BucketPlan& plan, const at::Tensor& gradient) const;
@@ -207,6 +203,7 @@ class Engine {
   const Layout layout_;
   const ResidualSample sample_;
   EventLog log_;
+  const ParameterHashes hashes_;
   std::vector<Lane> lanes_;
   std::optional<Exchange> exchange_;  // none when world_size is 1
   std::optional<at::ThreadLocalState> clean_;
@@ -219,6 +216,7 @@ class Engine {
   // Autograd thread only.
   std::array<std::map<std::vector<uint32_t>, BucketPlan>, 2> plans_;  // by warm-up
   float gain_ = 1.0F;                                                 // of the current step
+  bool check_is_due_ = false;                                         // in the current step
   std::vector<TileStatus> encode_status_;
   std::vector<uint32_t> checksums_;
 

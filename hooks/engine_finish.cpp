@@ -252,7 +252,8 @@ void Engine::finish_commit() {
     exchange_->wait(commit.work, Phase::kCommit, bucket.step, bucket.number);
   }
   uint32_t reporter = 0;
-  const Fault fault = exchange_->read_commit(commit.receive, bucket.step, bucket.number, &reporter);
+  const Fault fault =
+      read_commit(exchange_->agreement(), commit.receive, bucket.step, bucket.number, &reporter);
   if (fault) {
     std::string message = describe(fault, reporter, bucket.step);
     if (fault.status != WireStatus::kLocalFailure) {
@@ -281,6 +282,7 @@ void Engine::complete(BucketJob& bucket) {
     if (bucket.nonfinite_tile && !in_warmup(bucket.step)) step_nonfinite_ = true;
   }
   bucket.gradient.reset();
+  bucket.profiler.clear();
   bucket.future->markCompleted(std::move(bucket.value));
   bucket.future.reset();
 }
@@ -327,6 +329,7 @@ void Engine::end(const std::optional<Error>& error) {
   if (error) {
     const std::exception_ptr exception = options_.make_exception(*death_);
     for (const auto& bucket : failed) {
+      bucket->profiler.clear();
       if (bucket->future) bucket->future->setErrorIfNeeded(exception);
       bucket->future.reset();
     }

@@ -101,6 +101,11 @@ TimedRange::~TimedRange() {
 ProfilerContext::ProfilerContext()
     : info_(c10::ThreadLocalDebugInfo::current()), record_(at::get_record_function_tls_()) {}
 
+void ProfilerContext::clear() {
+  info_.reset();
+  record_ = {};
+}
+
 ProfilerContext::Guard::Guard(const ProfilerContext& context)
     : info_before_(c10::ThreadLocalDebugInfo::current()),
       record_before_(at::get_record_function_tls_()) {

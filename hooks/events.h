@@ -47,8 +47,8 @@ struct BucketEvent {
   int64_t reduce_ns = 0;
   int64_t decode_ns = 0;
   // Of a sample of the bucket's tiles.
-  ResidualSquares worker;
-  ResidualSquares owner;
+  ResidualSquares worker = {};
+  ResidualSquares owner = {};
 };
 
 // Sums over steps, in nanoseconds.
@@ -61,8 +61,8 @@ struct StepTimes {
   // complete.
   int64_t exposed_ns = 0;
   // Of the last step.
-  ResidualSquares worker;
-  ResidualSquares owner;
+  ResidualSquares worker = {};
+  ResidualSquares owner = {};
 };
 
 class EventLog {
@@ -116,6 +116,9 @@ class TimedRange {
 class ProfilerContext {
  public:
   ProfilerContext();
+  // Lets go of it. The profiler may hold Python objects, so its last owner must not be the
+  // finishing thread, which has no GIL: clear before whoever waits for the bucket goes on.
+  void clear();
 
   // Has the profiler look at this thread, for as long as the guard lives.
   class Guard {

@@ -33,7 +33,15 @@ struct FieldText {
 // " (step 3, chunk 12, gather)"
 std::string place_of(Phase phase, uint64_t step, uint64_t number) {
   const bool commit = phase == Phase::kCommit;
-  const char* name = commit ? "commit" : phase == Phase::kScatter ? "scatter" : "gather";
+  const auto name_of = [](Phase p) {
+    switch (p) {
+      case Phase::kScatter: return "scatter";
+      case Phase::kCommit: return "commit";
+      case Phase::kParameters: return "check of parameters";
+      default: return "gather";
+    }
+  };
+  const char* name = name_of(phase);
   return " (step " + std::to_string(step) + (commit ? ", bucket " : ", chunk ") +
          std::to_string(number) + ", " + name + ")";
 }
@@ -78,6 +86,13 @@ std::string describe(const Fault& fault, uint32_t reporter, uint64_t step) {
          text.advice;
 }
 
+Error lost_contact(uint32_t rank, Phase phase, uint64_t step, uint64_t number,
+                   const std::string& reason) {
+  return {ErrorKind::kPeer, "rank " + std::to_string(rank) + " lost contact with another rank" +
+                                place_of(phase, step, number) + ": " + reason +
+                                "; look at the other ranks' errors first, then restart"};
+}
+
 Slot make_slot(uint32_t world_size, uint64_t message_bytes) {
   const auto single = static_cast<int64_t>(message_bytes);
   const int64_t all = single * world_size;
@@ -90,10 +105,7 @@ void Exchange::wait(const Pending& work, Phase phase, uint64_t step, uint64_t nu
   try {
     work->wait();
   } catch (const std::exception& error) {
-    throw Error(ErrorKind::kPeer, "rank " + std::to_string(agreement_.rank) +
-                                      " lost contact with another rank" +
-                                      place_of(phase, step, number) + ": " + error.what() +
-                                      "; look at the other ranks' errors first, then restart");
+    throw lost_contact(agreement_.rank, phase, step, number, error.what());
   }
 }
 
@@ -234,8 +246,33 @@ Pending Exchange::post_commit(at::Tensor send, at::Tensor receive, uint64_t step
   return commit_lane_.all_gather(std::move(receive), std::move(send));
 }
 
-Fault Exchange::read_commit(const at::Tensor& receive, uint64_t step, uint64_t bucket,
-                            uint32_t* reporter) {
+Fault Exchange::gather_hashes(const std::vector<uint64_t>& own, uint64_t step, uint64_t next_chunk,
+                              std::vector<std::vector<uint64_t>>& by_rank) {
+  const auto payload_bytes = static_cast<uint32_t>(own.size() * sizeof(uint64_t));
+  const int64_t size = kHeaderBytes + payload_bytes;
+  const auto options = at::TensorOptions().dtype(at::kByte);
+  const at::Tensor send = at::zeros({size}, options);
+  const at::Tensor receive = at::zeros({size * agreement_.world_size}, options);
+  Chunk place;
+  place.step = step;
+  place.number = next_chunk;
+  std::memcpy(bytes(send) + kHeaderBytes, own.data(), payload_bytes);
+  write_header(bytes(send), place, Phase::kParameters, WireStatus::kOk, payload_bytes,
+               word_sum(bytes(send) + kHeaderBytes, payload_bytes));
+  wait(scatter_lane_.all_gather(receive, send), Phase::kParameters, step, next_chunk);
+  by_rank.assign(agreement_.world_size, std::vector<uint64_t>(own.size()));
+  for (uint32_t rank = 0; rank < agreement_.world_size; ++rank) {
+    const std::byte* message = bytes(receive) + rank * size;
+    const Fault fault =
+        check(message, place, Phase::kParameters, rank, {payload_bytes}, payload_bytes);
+    if (fault) return fault;
+    std::memcpy(by_rank[rank].data(), message + kHeaderBytes, payload_bytes);
+  }
+  return {};
+}
+
+Fault read_commit(const Agreement& agreement, const at::Tensor& received, uint64_t step,
+                  uint64_t bucket, uint32_t* reporter) {
   struct Check {
     WireStatus status;
     uint64_t expected, received;
@@ -248,11 +285,11 @@ Fault Exchange::read_commit(const at::Tensor& receive, uint64_t step, uint64_t b
     }
     return {};
   };
-  std::vector<CommitRecord> records(agreement_.world_size);
-  std::memcpy(records.data(), bytes(receive), records.size() * sizeof(CommitRecord));
+  std::vector<CommitRecord> records(agreement.world_size);
+  std::memcpy(records.data(), bytes(received), records.size() * sizeof(CommitRecord));
 
   // A record that cannot be read is this rank's own finding.
-  *reporter = agreement_.rank;
+  *reporter = agreement.rank;
   for (uint32_t rank = 0; rank < records.size(); ++rank) {
     const CommitRecord& record = records[rank];
     const uint32_t checksum =

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "gradferry/codec.h"
+#include "gradferry/error.h"
 #include "gradferry/wire.h"
 #include "lane.h"
 #include "plan.h"
@@ -37,6 +38,15 @@ struct Fault {
 // "rank 1 refused what rank 0 sent: ..." with both values and advice. `reporter` saw the fault.
 std::string describe(const Fault& fault, uint32_t reporter, uint64_t step);
 
+// What a collective that fails means to `rank`. `number` is the chunk's, of a commit the bucket's.
+Error lost_contact(uint32_t rank, Phase phase, uint64_t step, uint64_t number,
+                   const std::string& reason);
+
+// Every rank's verdict, equal on all ranks: the fault of the lowest rank that reports one.
+// `reporter` is set to that rank. `received` begins with one CommitRecord per rank, in host memory.
+Fault read_commit(const Agreement& agreement, const at::Tensor& received, uint64_t step,
+                  uint64_t bucket, uint32_t* reporter);
+
 // Buffers of one chunk in flight, allocated once. uint8, in host memory.
 struct Slot {
   at::Tensor scatter_send, scatter_receive, gather_send, gather_receive;
@@ -63,6 +73,8 @@ class Exchange {
         gather_lane_(gather_lane),
         commit_lane_(commit_lane) {}
 
+  const Agreement& agreement() const { return agreement_; }
+
   // Sends the payloads in slot.scatter_send; checksums[p] belongs to the message for rank p.
   void post_scatter(Chunk& chunk, WireStatus status, const std::vector<uint32_t>& checksums);
   // Returns the first message that cannot be trusted, by rank.
@@ -77,9 +89,11 @@ class Exchange {
   // One record per rank; `send` and `receive` are uint8 of 64 and world_size * 64 bytes.
   Pending post_commit(at::Tensor send, at::Tensor receive, uint64_t step, uint64_t bucket,
                       const Fault& fault);
-  // Every rank's verdict, equal on all ranks: the fault of the lowest rank that reports one.
-  // `reporter` is set to that rank.
-  Fault read_commit(const at::Tensor& receive, uint64_t step, uint64_t bucket, uint32_t* reporter);
+
+  // Sends hashes of this rank's parameters, and puts every rank's into `by_rank`. Waits for all
+  // ranks. Returns the first message that cannot be trusted; `by_rank` is not to be read then.
+  Fault gather_hashes(const std::vector<uint64_t>& own, uint64_t step, uint64_t next_chunk,
+                      std::vector<std::vector<uint64_t>>& by_rank);
 
   // Waits for a collective; throws Error(kPeer), saying where, when a peer is gone or too slow.
   void wait(const Pending& work, Phase phase, uint64_t step, uint64_t number) const;

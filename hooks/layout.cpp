@@ -16,11 +16,12 @@ uint64_t round_up(uint64_t value, uint64_t multiple) {
 
 }  // namespace
 
-Layout::Layout(const std::vector<ParameterSpec>& parameters, uint32_t rank, uint32_t world_size)
-    : world_size_(world_size) {
+Layout::Layout(const std::vector<ParameterSpec>& parameters, uint32_t rank, uint32_t world_size,
+               Device device)
+    : device_(device), world_size_(world_size) {
   GRADFERRY_EXPECTS(world_size >= 1 && world_size <= 65535, kConfig,
                     "world size " + std::to_string(world_size) + " is not in 1..65535");
-  const ParsedCodec exact = parse_codec("exact", Device::kCpu);
+  const ParsedCodec exact = parse_codec("exact", device);
   codecs_.push_back({exact.codec, exact.options});
   codec_names_.push_back(exact.canonical);
   shard_bytes_.assign(world_size, 0);
@@ -66,7 +67,7 @@ Layout::Layout(const std::vector<ParameterSpec>& parameters, uint32_t rank, uint
 }
 
 uint32_t Layout::codec_index(const ParameterSpec& parameter) {
-  const ParsedCodec parsed = parse_codec(parameter.codec, Device::kCpu);
+  const ParsedCodec parsed = parse_codec(parameter.codec, device_);
   GRADFERRY_EXPECTS(parameter.dtype != ScalarType::kFloat64 || parsed.codec->supports_float64,
                     kConfig,
                     "parameter '" + parameter.name + "' is float64, which codec '" +

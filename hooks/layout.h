@@ -42,7 +42,8 @@ struct Parameter {
 class Layout {
  public:
   // Throws Error(kConfig) for an unknown codec, or a codec that cannot take the parameter's dtype.
-  Layout(const std::vector<ParameterSpec>& parameters, uint32_t rank, uint32_t world_size);
+  Layout(const std::vector<ParameterSpec>& parameters, uint32_t rank, uint32_t world_size,
+         Device device);
 
   uint32_t world_size() const { return world_size_; }
   const std::vector<Parameter>& parameters() const { return parameters_; }
@@ -70,6 +71,7 @@ class Layout {
  private:
   uint32_t codec_index(const ParameterSpec& parameter);
 
+  Device device_;  // whose codecs
   uint32_t world_size_;
   std::vector<Parameter> parameters_;
   std::vector<ResolvedCodec> codecs_;

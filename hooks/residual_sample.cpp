@@ -3,22 +3,32 @@
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
+#include <array>
 #include <cmath>
+#include <numeric>
 
 namespace gradferry {
 namespace {
 
-// Tiles in the sample, about: a million elements.
-constexpr uint64_t kSampledTiles = 256;
+// Tiles in the sample, about: a quarter of a million elements, which take a fraction of a
+// millisecond.
+constexpr uint64_t kSampledTiles = 64;
+// Sums side by side: one alone would wait for each addition to end.
+constexpr uint32_t kSums = 8;
 
 template <typename T>
 double sum_of_squares(const T* values, uint32_t count) {
-  double sum = 0;
-  for (uint32_t i = 0; i < count; ++i) {
+  std::array<double, kSums> sums{};
+  const auto square = [&](uint32_t i) {
     const auto value = static_cast<double>(values[i]);
-    sum += value * value;
+    return value * value;
+  };
+  uint32_t i = 0;
+  for (; i + kSums <= count; i += kSums) {
+    for (uint32_t s = 0; s < kSums; ++s) sums[s] += square(i + s);
   }
-  return sum;
+  for (; i < count; ++i) sums[0] += square(i);
+  return std::accumulate(sums.begin(), sums.end(), 0.0);
 }
 
 double gradient_squares(const void* gradient, ScalarType dtype, const Tile& tile) {

@@ -8,8 +8,9 @@
 namespace gradferry {
 namespace {
 
-at::Tensor zeros(uint64_t num_elements) {
-  return at::zeros({static_cast<int64_t>(num_elements)}, at::TensorOptions().dtype(at::kFloat));
+at::Tensor zeros(uint64_t num_elements, c10::Device device) {
+  return at::zeros({static_cast<int64_t>(num_elements)},
+                   at::TensorOptions().dtype(at::kFloat).device(device));
 }
 
 void set_where_finite(at::Tensor& residual, const at::Tensor& updated) {
@@ -18,11 +19,11 @@ void set_where_finite(at::Tensor& residual, const at::Tensor& updated) {
 
 }  // namespace
 
-Residuals::Residuals(const Layout& layout, bool keep_copy)
-    : worker_(zeros(layout.worker_residual_elements())),
-      owner_(zeros(layout.owner_residual_elements())),
-      worker_before_(zeros(keep_copy ? worker_.numel() : 0)),
-      owner_before_(zeros(keep_copy ? owner_.numel() : 0)) {}
+Residuals::Residuals(const Layout& layout, bool keep_copy, c10::Device device)
+    : worker_(zeros(layout.worker_residual_elements(), device)),
+      owner_(zeros(layout.owner_residual_elements(), device)),
+      worker_before_(zeros(keep_copy ? worker_.numel() : 0, device)),
+      owner_before_(zeros(keep_copy ? owner_.numel() : 0, device)) {}
 
 uint64_t Residuals::num_bytes() const {
   return worker_.nbytes() + owner_.nbytes() + worker_before_.nbytes() + owner_before_.nbytes();

@@ -17,7 +17,7 @@ namespace gradferry {
 class Residuals {
  public:
   // `keep_copy`: take_back() will be called.
-  Residuals(const Layout& layout, bool keep_copy);
+  Residuals(const Layout& layout, bool keep_copy, c10::Device device = c10::kCPU);
 
   float* worker() const { return worker_.mutable_data_ptr<float>(); }
   float* owner() const { return owner_.mutable_data_ptr<float>(); }

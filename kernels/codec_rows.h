@@ -28,7 +28,4 @@ inline Codec make_row(const CodecDescription& description, const CodecFunctions&
           .undo = functions.undo};
 }
 
-// What codecs(Device::kCuda) gives from now on.
-void set_cuda_codecs(std::span<const Codec> rows);
-
 }  // namespace gradferry

@@ -3,6 +3,7 @@
 #include <string>
 
 #include "gradferry/codec.h"
+#include "gradferry/device_library.h"
 #include "gradferry/error.h"
 #include "kernels/codec_rows.h"
 
@@ -24,8 +25,8 @@ GRADFERRY_FOR_EACH_CODEC(GRADFERRY_DECLARE)
 
 namespace {
 
-// What set_cuda_codecs() was given.
-std::span<const Codec> cuda_rows;
+// What use_device_library() was given; without a version until then.
+DeviceLibrary device_library;
 
 #define GRADFERRY_TABLE(isa)                                                         \
   [] {                                                                               \
@@ -54,10 +55,22 @@ std::span<const Codec> cpu_codecs(Isa isa) {
                                       "choose one that available_isas() lists");
 }
 
-void set_cuda_codecs(std::span<const Codec> rows) { cuda_rows = rows; }
+void use_device_library(const DeviceLibrary& library) {
+  GRADFERRY_EXPECTS(library.version == kDeviceLibraryVersion, kConfig,
+                    "the device library has version " + std::to_string(library.version) +
+                        ", and this gradferry needs version " +
+                        std::to_string(kDeviceLibraryVersion) + "; install both together");
+  device_library = library;
+}
+
+const MessageKernels& message_kernels() {
+  GRADFERRY_EXPECTS(device_library.version != 0, kState,
+                    "no device library is in use; call use_cuda_codecs() first");
+  return device_library.messages;
+}
 
 std::span<const Codec> codecs(Device device) {
-  return device == Device::kCpu ? cpu_codecs(active_isa()) : cuda_rows;
+  return device == Device::kCpu ? cpu_codecs(active_isa()) : device_library.codecs;
 }
 
 }  // namespace gradferry

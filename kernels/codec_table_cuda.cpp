@@ -10,13 +10,15 @@ namespace cuda {
 #define GRADFERRY_DECLARE(codec) extern const CodecFunctions codec##_functions;
 GRADFERRY_FOR_EACH_CODEC(GRADFERRY_DECLARE)
 #undef GRADFERRY_DECLARE
+extern const MessageKernels message_kernels;
 }  // namespace cuda
 
-void use_cuda_codecs() {
+const DeviceLibrary& cuda_library() {
 #define GRADFERRY_ROW(codec) make_row(codec##_description, cuda::codec##_functions),
   static const auto table = std::to_array<Codec>({GRADFERRY_FOR_EACH_CODEC(GRADFERRY_ROW)});
 #undef GRADFERRY_ROW
-  set_cuda_codecs(table);
+  static const DeviceLibrary library{kDeviceLibraryVersion, table, cuda::message_kernels};
+  return library;
 }
 
 }  // namespace gradferry

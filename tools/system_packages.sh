@@ -26,9 +26,12 @@ if command -v "$python" >/dev/null; then
 else
   missing+=(python3 python3-venv python3-dev)
 fi
-# Fashion-MNIST, for the vision demo. Nothing else needs it, so only Debian offers it.
+# Fashion-MNIST for the vision demo, iproute2 for benchmarks on a link. Nothing else needs them, so
+# only Debian offers them.
+optional=(dataset-fashion-mnist iproute2)
 if [[ -f /etc/debian_version ]]; then
   need dataset-fashion-mnist test -d /usr/share/datasets/fashion-mnist
+  need iproute2 command -v tc
 fi
 
 if ((${#missing[@]} == 0)); then
@@ -37,8 +40,10 @@ fi
 if [[ ! -f /etc/debian_version || $(id -u) != 0 ]]; then
   echo "Missing on this machine (Debian's names): ${missing[*]}" >&2
   echo "Install them and call make again. On Debian: sudo apt-get install ${missing[*]}" >&2
-  [[ ${missing[*]} == dataset-fashion-mnist ]] && exit 0
-  exit 1
+  for package in "${missing[@]}"; do
+    [[ " ${optional[*]} " == *" $package "* ]] || exit 1
+  done
+  exit 0
 fi
 
 echo "Installing Debian packages: ${missing[*]}"

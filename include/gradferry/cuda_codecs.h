@@ -8,10 +8,14 @@
 // CPU gives.
 #pragma once
 
+#include "gradferry/device_library.h"
+
 namespace gradferry {
+
+const DeviceLibrary& cuda_library();
 
 // From now on codecs(Device::kCuda) lists them. Call it once, before other threads ask for codecs;
 // it does not touch a device.
-void use_cuda_codecs();
+inline void use_cuda_codecs() { use_device_library(cuda_library()); }
 
 }  // namespace gradferry

@@ -12,7 +12,13 @@ static_assert(std::endian::native == std::endian::little, "the wire format is li
 inline constexpr uint32_t kWireMagic = 0x59524647;  // "GFRY"
 inline constexpr uint16_t kWireVersion = 1;
 
-enum class Phase : uint16_t { kScatter = 1, kGather = 2, kCommit = 3, kTensor = 4 };
+enum class Phase : uint16_t {
+  kScatter = 1,
+  kGather = 2,
+  kCommit = 3,
+  kTensor = 4,
+  kParameters = 5
+};
 
 // Why a rank is in trouble; 0 in every message of a healthy rank.
 enum class WireStatus : uint32_t {
@@ -42,7 +48,7 @@ struct MessageHeader {
   uint64_t config_hash;
   uint64_t layout_hash;
   uint64_t step;
-  uint64_t chunk;          // number of the chunk since the codec was attached
+  uint64_t chunk;          // number of the chunk since attach; kParameters: of the next one
   uint32_t payload_bytes;  // without header and without padding after the last tile
   uint32_t checksum;
   uint64_t seed;  // Phase::kTensor: of the codec's random numbers; else 0

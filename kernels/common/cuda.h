@@ -17,9 +17,11 @@
 #define GRADFERRY_DEVICE [[gnu::always_inline]] inline
 #define GRADFERRY_UNROLL
 // Static shared memory, of a trivial type.
+// NOLINTBEGIN(bugprone-macro-parentheses): a type and a name take none
 #define GRADFERRY_SHARED(Type, name) \
   static Type name##_memory;         \
   Type& name = ::simt::shared_memory(name##_memory)
+// NOLINTEND(bugprone-macro-parentheses)
 
 #else
 

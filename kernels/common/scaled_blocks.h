@@ -62,7 +62,7 @@ class ScaledBlocks {
         for (uint32_t i = 0; i < sizeof(copy); i += 64) unit.ahead.prefetch_payload(codes + i);
       }
       alignas(64) uint16_t pattern[kSlots];
-      for (uint32_t i = 0; i < kSlots; ++i) pattern[i] = block_scale::kSmallest;
+      for (uint16_t& p : pattern) p = block_scale::kSmallest;
       if (num_blocks == kUnitBlocks) {
         __builtin_memcpy(pattern, patterns, kUnitBlocks * sizeof(uint16_t));
       } else {

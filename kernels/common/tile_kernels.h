@@ -228,17 +228,23 @@ __global__ void __launch_bounds__(kTileThreads, Codec::kMinBlocks)
                                                  [&](uint32_t j, float x) { v[j] = x; });
   clear_beyond_end(slice, v);
   uint32_t largest = 0;
-  store_slice<dtype>(slice, gradient + tile.gradient_offset * item_bytes(dtype), [&](uint32_t j) {
+  const auto item_of = [&](uint32_t j) {
     const uint32_t item = narrow<dtype>(v[j]);
     if constexpr (dtype != ScalarType::kFloat32) {
       largest = maximum(largest, magnitude_bits(widen<dtype>(item)));
     }
     return item;
-  });
+  };
+  if (gradient != nullptr) {
+    store_slice<dtype>(slice, gradient + tile.gradient_offset * item_bytes(dtype), item_of);
+  } else {
+    GRADFERRY_UNROLL
+    for (uint32_t j = 0; j < kLaneElements; ++j) static_cast<void>(item_of(j));
+  }
   // A finite number may be infinite in the gradient's dtype. (A NaN has its flag already.)
   if (largest >= kInfinityBits) flags |= kTileNonFinite;
 
-  if (residual != nullptr && beta != 0.0f) {
+  if (gradient != nullptr && residual != nullptr && beta != 0.0f) {
     float* tile_residual = residual + tile.residual_offset;
     float old[kLaneElements];
     load_slice<ScalarType::kFloat32>(slice, reinterpret_cast<const std::byte*>(tile_residual), old);

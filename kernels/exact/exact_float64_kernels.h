@@ -76,12 +76,12 @@ __global__ void __launch_bounds__(kTileThreads)
     decode_kernel(Batch batch, const std::byte* in, double* gradient, double beta,
                   float* residual) {
   const Tile tile = batch.tiles[blockIdx.x];
-  double* g = gradient + tile.gradient_offset;
   uint32_t flags = 0;
   for (uint32_t i = threadIdx.x; i < tile.num_elements; i += kTileThreads) {
     const double value = read<double>(in + tile.payload_offset + 8 * i);
-    write(g + i, canonical_bits(value));
     flags |= flags_of(value);
+    if (gradient == nullptr) continue;
+    write(gradient + tile.gradient_offset + i, canonical_bits(value));
     if (residual == nullptr || beta == 0.0) continue;
     float* r = residual + tile.residual_offset + i;
     *r = residual_of(static_cast<double>(*r) + beta * value, *r);

@@ -166,7 +166,7 @@ struct Rht {
   using Options = NoOptions;
   static constexpr bool kUnitsAreQuads = false;
   static constexpr bool kUsesDtype = false;
-  static constexpr uint32_t kMinBlocks = 0;
+  static constexpr uint32_t kMinBlocks = 1;
 
   GRADFERRY_DEVICE static uint32_t payload_bytes(uint32_t n, ScalarType, Stage, Options) {
     return rht::payload_bytes(n, rht::Options{kBits});

@@ -10,7 +10,7 @@ check_torch()
 
 import atexit
 
-from gradferry import _native
+from gradferry import _native, checkpoint, optim
 from gradferry._build_info import GRADFERRY_VERSION
 from gradferry.errors import (
     ConfigError,
@@ -41,7 +41,9 @@ __all__ = [
     "StateError",
     "__version__",
     "attach",
+    "checkpoint",
     "decode",
     "encode",
     "hook",
+    "optim",
 ]

@@ -35,7 +35,7 @@ class ParameterSpec:
         owner_residual: bool,
     ) -> None: ...
 
-class Engine:
+class EngineOptions:
     def __init__(
         self,
         *,
@@ -50,9 +50,11 @@ class Engine:
         raise_nonfinite: bool,
         exact_skip: bool,
         loss_scale: torch.Tensor | None,
+        check_every: int,
         chunk_bytes: int,
-        lanes: Sequence[Backend],
     ) -> None: ...
+
+class BucketEngine:
     def stats(self) -> dict[str, Any]: ...
     def current_step(self) -> int: ...
     def events(self) -> list[dict[str, Any]]: ...
@@ -73,9 +75,24 @@ class Engine:
     ) -> None: ...
     def scale_residuals(self, factor: float) -> None: ...
 
+class Engine(BucketEngine):
+    def __init__(
+        self, options: EngineOptions, *, tensors: list[torch.Tensor], lanes: Sequence[Backend]
+    ) -> None: ...
+
+class DeviceEngine(BucketEngine):
+    def __init__(
+        self,
+        options: EngineOptions,
+        *,
+        device: torch.device,
+        lane: Backend | None,
+        group_name: str | None,
+    ) -> None: ...
+
 class BucketHook:
     def __init__(
-        self, *, engine: Engine | None, parameters: list[torch.Tensor], group_name: str
+        self, *, engine: BucketEngine | None, parameters: list[torch.Tensor], group_name: str
     ) -> None: ...
     def attach(self, reducer: Reducer) -> None: ...
     def admit(self, bucket: GradBucket) -> bool: ...
@@ -122,6 +139,7 @@ def decode_tensor(
     config_hash: int,
     layout_hash: int,
 ) -> None: ...
+def use_device_library(library: object) -> None: ...
 def shutdown(timeout_seconds: float) -> None: ...
 def compressed_mean(
     gradients: Sequence[torch.Tensor],

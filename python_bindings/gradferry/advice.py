@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import Any
 
@@ -16,6 +17,10 @@ from gradferry.parameters import ParameterLayout
 _ADAPTIVE = ("adam", "lamb")
 
 
+# Models whose optimizer has not stepped yet: their parameters, and what they are warned about.
+_watched: list[tuple[WeakIdKeyDictionary, str]] = []
+
+
 def warn_about_adam(parameters: tuple[ParameterLayout, ...], index: WeakIdKeyDictionary) -> None:
     """Warns once when Adam steps on a model whose worker residual holds back whole gradients.
 
@@ -24,26 +29,31 @@ def warn_about_adam(parameters: tuple[ParameterLayout, ...], index: WeakIdKeyDic
             than 3 bits.
         index: holds the model's parameters.
     """
-    coarse = [
-        str(p.codec)
-        for p in parameters
-        if p.residuals[0] and p.codec.lossy and p.codec.bits(p.dtype) < OWNER_ONLY_BITS
-    ]
-    if not coarse:
-        return
+    for parameter in parameters:
+        codec = parameter.codec
+        if parameter.residuals[0] and codec.lossy and codec.bits(parameter.dtype) < OWNER_ONLY_BITS:
+            _register()
+            _watched.append((index, str(codec)))
+            return
 
-    def look(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+
+@functools.cache
+def _register() -> None:
+    register_optimizer_step_post_hook(_look)  # for good: hooks must not go while they are called
+
+
+def _look(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for watched in list(_watched):
+        index, codec = watched
         mine = any(p in index for group in optimizer.param_groups for p in group["params"])
         if mine or not index:
-            handle.remove()
+            _watched[:] = [other for other in _watched if other is not watched]
         name = type(optimizer).__name__
         if mine and any(word in name.lower() for word in _ADAPTIVE):
             warnings.warn(
-                f"{name} trains worse behind {coarse[0]} with error feedback: what is withheld "
+                f"{name} trains worse behind {codec} with error feedback: what is withheld "
                 "reaches its variance late and at once. Attach with momentum=betas[0] and "
                 "warmup_steps=N and use gradferry.optim.OneBitAdam; or take a codec of 3 bits or "
                 "more, an optimizer like SGD, or error_feedback='owner'",
                 stacklevel=3,
             )
-
-    handle = register_optimizer_step_post_hook(look)

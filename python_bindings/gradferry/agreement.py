@@ -34,20 +34,21 @@ def error_record(error: Exception) -> Record:
     return {"error": kind, "message": text}
 
 
-def gather_records(record: Record, group: dist.ProcessGroup) -> list[Record]:
+def gather_records(record: Record, group: dist.ProcessGroup, device: torch.device) -> list[Record]:
     """Every rank's record, in rank order.
 
     Args:
         record: JSON-serializable.
         group: the process group of DDP. Every one of its ranks must call.
+        device: one that the group has a backend for.
 
     Raises:
         ProtocolError: a rank sent something else than a record.
     """
     world_size = dist.get_world_size(group)
     data = torch.frombuffer(bytearray(json.dumps(record).encode()), dtype=torch.uint8)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size)]
-    dist.all_gather(sizes, torch.tensor([data.numel()]), group=group)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world_size)]
+    dist.all_gather(sizes, torch.tensor([data.numel()], device=device), group=group)
     largest = max(int(size) for size in sizes)
     if not 0 < largest <= MAX_RECORD_BYTES:
         raise ProtocolError(
@@ -56,10 +57,10 @@ def gather_records(record: Record, group: dist.ProcessGroup) -> list[Record]:
         )
     padded = torch.zeros(largest, dtype=torch.uint8)
     padded[: data.numel()] = data
-    gathered = [torch.zeros(largest, dtype=torch.uint8) for _ in range(world_size)]
-    dist.all_gather(gathered, padded, group=group)
+    gathered = [torch.zeros(largest, dtype=torch.uint8, device=device) for _ in range(world_size)]
+    dist.all_gather(gathered, padded.to(device), group=group)
     return [
-        _parse(part[: int(size)].numpy().tobytes(), rank)
+        _parse(part.cpu()[: int(size)].numpy().tobytes(), rank)
         for rank, (part, size) in enumerate(zip(gathered, sizes, strict=True))
     ]
 

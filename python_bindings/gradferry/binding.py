@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gradferry import _native
+from gradferry import _native, device
 from gradferry._build_info import GRADFERRY_VERSION
 from gradferry.agreement import (
     Record,
@@ -29,6 +29,9 @@ from gradferry.errors import ConfigError, StateError
 from gradferry.parameters import ParameterLayout, describe_parameters, reduced_parameters
 
 LANES = ("scatter", "gather", "commit")
+# One thread posts everything in one order, so one lane will do.
+STAGED_LANES = ("staged",)
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,7 @@ class Binding:
         parameters: as agreed by all ranks.
         rank, world_size: in the process group of DDP.
         config_hash, layout_hash: in every message header.
+        tensors: the parameters themselves, for `check_every`.
         saved_layout_hash: in checkpoints; does not depend on the number of ranks.
         engine: None when every bucket passes through.
         hook: what DDP's hooks call.
@@ -54,7 +58,7 @@ class Binding:
     config_hash: int
     layout_hash: int
     saved_layout_hash: int
-    engine: _native.Engine | None
+    engine: _native.BucketEngine | None
     hook: _native.BucketHook
     group_name: str
     index: WeakIdKeyDictionary
@@ -95,18 +99,22 @@ def bind(
         PeerError: a rank failed to set up its connections or memory.
     """
     group = _process_group(ddp)
+    meeting_place = _meeting_place(ddp, group)
     config: Config | None = None
     parameters: list[ParameterLayout] = []
     try:
         config = make_config()
         _check_hookable(ddp)
         _check_options(ddp, config)
-        parameters = describe_parameters(ddp, config, dist.get_world_size(group))
+        place = _device(ddp)
+        parameters = describe_parameters(ddp, config, exchanges=_exchanges(place, group))
+        if _streams(place, group):
+            config = replace(config, chunk_bytes=device.STREAM_CHUNK_BYTES)
         record = _record(ddp, config, parameters)
     except Exception as error:
         record = error_record(error)
     nonce = uuid.uuid4().hex
-    envelopes = gather_records({"nonce": nonce, "record": record}, group)
+    envelopes = gather_records({"nonce": nonce, "record": record}, group, meeting_place)
     records: list[Record] = [envelope["record"] for envelope in envelopes]
     raise_first_error(records)
     raise_first_mismatch(records)
@@ -118,7 +126,7 @@ def bind(
         outcome: Record = {}
     except Exception as error:
         outcome = error_record(error)
-    raise_first_error(gather_records(outcome, group))
+    raise_first_error(gather_records(outcome, group, meeting_place))
     assert binding is not None
     ddp._update_process_group = _refuse_new_group  # type: ignore[method-assign]
     if native:
@@ -138,12 +146,37 @@ def _process_group(ddp: DistributedDataParallel) -> dist.ProcessGroup:
         raise StateError(
             "the process group of this DistributedDataParallel was destroyed; build a new one"
         )
-    if not any(device.type == "cpu" for device in group._device_types):
-        raise ConfigError(
-            f"the process group has no backend for CPU tensors, only {dist.get_backend(group)}; "
-            "start it with init_process_group('cpu:gloo,cuda:nccl'), or 'gloo'"
-        )
     return group
+
+
+def _device(ddp: DistributedDataParallel) -> torch.device:
+    # DDP keeps all parameters of a bucket on one device; describe_parameters() sees to the rest.
+    return next((p.device for _, p in reduced_parameters(ddp)), _CPU)
+
+
+def _meeting_place(ddp: DistributedDataParallel, group: dist.ProcessGroup) -> torch.device:
+    """A device on which the ranks can agree: the CPU where the group has a backend for it."""
+    types = {kind.type for kind in group._device_types}
+    if "cpu" in types:
+        return _CPU
+    place = _device(ddp)
+    if place.type not in types:
+        raise ConfigError(
+            f"the process group has no backend for tensors on {place.type!r}, only "
+            f"{dist.get_backend(group)}; start it with init_process_group('cpu:gloo,cuda:nccl'), "
+            "or 'gloo'"
+        )
+    return place
+
+
+def _exchanges(place: torch.device, group: dist.ProcessGroup) -> bool:
+    alone = device.EXCHANGE_WHEN_ALONE and place.type != "cpu"
+    return dist.get_world_size(group) > 1 or alone
+
+
+def _streams(place: torch.device, group: dist.ProcessGroup) -> bool:
+    """Whether the group's collectives for the device go to its streams."""
+    return place.type != "cpu" and not device.is_staged(group, place)
 
 
 def _refuse_new_group(*_: object) -> None:
@@ -194,11 +227,17 @@ def _check_options(ddp: DistributedDataParallel, config: Config) -> None:
                     f"momentum= and exact_skip= cannot handle sparse gradients, which {name!r} "
                     "has; build it with sparse=False, or leave them out"
                 )
-    scale = _loss_scale(config)
-    if scale is not None and scale.device.type != "cpu":
+    place = _device(ddp)
+    if place.type != "cpu" and (config.needs_every_bucket or config.check_every):
         raise ConfigError(
-            f"the scale of grad_scaler is on {scale.device}, the model on the CPU; make a "
-            "torch.amp.GradScaler('cpu')"
+            f"momentum=, exact_skip= and check_every= are not available for gradients on "
+            f"{place.type!r} in this version; leave them out, or train on the CPU"
+        )
+    scale = _loss_scale(config, place)
+    if scale is not None and scale.device != place:
+        raise ConfigError(
+            f"the scale of grad_scaler is on {scale.device}, the model on {place}; make a "
+            f"torch.amp.GradScaler({place.type!r})"
         )
     if config.momentum and config.disabled:
         warnings.warn(
@@ -208,13 +247,13 @@ def _check_options(ddp: DistributedDataParallel, config: Config) -> None:
         )
 
 
-def _loss_scale(config: Config) -> torch.Tensor | None:
+def _loss_scale(config: Config, place: torch.device) -> torch.Tensor | None:
     """The tensor in which the GradScaler keeps its scale, for as long as it lives."""
     scaler = config.grad_scaler
     if scaler is None:
         return None
     if scaler._scale is None:  # it makes the tensor when it is first used
-        scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
+        scaler._lazy_init_scale_growth_tracker(place)
     return scaler._scale
 
 
@@ -237,8 +276,10 @@ def _record(
         "grad_scaler": config.grad_scaler is not None,
         "nonfinite": config.nonfinite,
         "exact_skip": config.exact_skip,
+        "check_every": config.check_every,
         "seed": config.seed,
         "chunk_bytes": config.chunk_bytes,
+        "device": _device(ddp).type,
         "parameters": [
             {
                 "name": p.name,
@@ -264,10 +305,12 @@ def _start(
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     layout_hash = record_hash(record["parameters"])
     config_hash = record_hash({key: record[key] for key in record if key != "parameters"})
+    tensors: list[torch.Tensor] = [parameter for _, parameter in reduced_parameters(ddp)]
     engine = None
     if not config.passes_through:
-        engine = start_engine(config, parameters, group, nonce, config_hash, layout_hash)
-    tensors: list[torch.Tensor] = [parameter for _, parameter in reduced_parameters(ddp)]
+        engine = start_engine(
+            config, parameters, group, nonce, config_hash, layout_hash, tensors, _device(ddp)
+        )
     hook = _native.BucketHook(
         engine=engine,
         parameters=tensors,
@@ -297,20 +340,26 @@ def start_engine(
     nonce: str,
     config_hash: int = 0,
     layout_hash: int = 0,
-) -> _native.Engine:
+    tensors: Sequence[torch.Tensor] = (),
+    place: torch.device = _CPU,
+) -> _native.BucketEngine:
     """An engine on lanes of its own. Collective; the arguments are equal on all ranks.
 
     Args:
         nonce: unlike that of any other engine of the group.
         config_hash, layout_hash: in every message header.
+        tensors: the parameters themselves, for `check_every`.
+        place: where the gradients are.
     """
-    world_size = dist.get_world_size(group)
-    # First: it is collective, and whoever failed before it would keep the others waiting.
-    lanes = _make_lanes(group, nonce) if world_size > 1 else []
-    return _native.Engine(
+    exchanges, streams = _exchanges(place, group), _streams(place, group)
+    lanes: list[ProcessGroupGloo] = []
+    if exchanges and not streams:
+        # First: it is collective, and whoever failed before would keep the others waiting.
+        lanes = _make_lanes(group, nonce, LANES if place.type == "cpu" else STAGED_LANES, place)
+    options = _native.EngineOptions(
         parameters=[p.native() for p in parameters],
         rank=dist.get_rank(group),
-        world_size=world_size,
+        world_size=dist.get_world_size(group),
         config_hash=config_hash,
         layout_hash=layout_hash,
         seed=config.seed,
@@ -318,17 +367,30 @@ def start_engine(
         momentum=config.momentum,
         raise_nonfinite=config.nonfinite == "raise",
         exact_skip=config.exact_skip,
-        loss_scale=_loss_scale(config),
+        loss_scale=_loss_scale(config, place),
+        check_every=config.check_every,
         chunk_bytes=config.chunk_bytes,
-        lanes=lanes,
+    )
+    if place.type == "cpu":
+        return _native.Engine(options, tensors=list(tensors), lanes=lanes)
+    return _native.DeviceEngine(
+        options,
+        device=place,
+        lane=lanes[0] if lanes else None,
+        group_name=group.group_name if exchanges and streams else None,
     )
 
 
-def _make_lanes(group: dist.ProcessGroup, nonce: str) -> list[ProcessGroupGloo]:
+def _make_lanes(
+    group: dist.ProcessGroup,
+    nonce: str,
+    names: tuple[str, ...] = LANES,
+    place: torch.device = _CPU,
+) -> list[ProcessGroupGloo]:
     # Built directly, never by new_group(): its names clash for overlapping groups and after a
     # group was destroyed and made again.
     store = dist.distributed_c10d._world.pg_map[group][1]
-    timeout = group._get_backend(torch.device("cpu")).options._timeout
+    timeout = group._get_backend(place).options._timeout
     return [
         ProcessGroupGloo(
             PrefixStore(f"gradferry/{nonce}/{lane}", store),
@@ -336,5 +398,5 @@ def _make_lanes(group: dist.ProcessGroup, nonce: str) -> list[ProcessGroupGloo]:
             dist.get_world_size(group),
             timeout,
         )
-        for lane in LANES
+        for lane in names
     ]

@@ -17,8 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from gradferry.agreement import error_record, gather_records, raise_first_error
 from gradferry.durable import durable_file
@@ -151,6 +149,10 @@ class ResizedState:
         Raises:
             StateError: it holds nothing there.
         """
+        # Here, since it takes as long to import as the rest of the package.
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
         entries = FileSystemReader(self._checkpoint).read_metadata().state_dict_metadata
         room: dict[str, Any] = {}
         for path, entry in entries.items():

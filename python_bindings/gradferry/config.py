@@ -61,6 +61,7 @@ class Config:
     grad_scaler: torch.amp.GradScaler | None
     nonfinite: str
     exact_skip: bool
+    check_every: int
     seed: int
     disabled: bool
     chunk_bytes: int = CHUNK_BYTES
@@ -113,8 +114,6 @@ def make_config(
     Raises:
         ConfigError: naming the argument, its value and what would be accepted.
     """
-    if check_every != 0:
-        raise ConfigError(f"check_every={check_every!r} is not available in this version")
     spec = parse_codec(codec)
     _choice("error_feedback", error_feedback, ERROR_FEEDBACK)
     if momentum is not None:
@@ -130,6 +129,7 @@ def make_config(
         grad_scaler=_grad_scaler(grad_scaler),
         nonfinite=_choice("nonfinite", nonfinite, NONFINITE),
         exact_skip=exact_skip,
+        check_every=_count("check_every", check_every),
         seed=_count("seed", seed),
         disabled=_disabled(os.environ.get("GRADFERRY_DISABLE", "")),
     )

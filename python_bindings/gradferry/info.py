@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from gradferry import _build_info, _native
+from gradferry import _build_info, _native, device
 from gradferry.codec_spec import parse_codec
+from gradferry.errors import ConfigError
 from gradferry.reporting.environment import cpu_model, os_name
 from gradferry.reporting.table import Column, Table, print_line, print_table
 
@@ -47,13 +48,17 @@ def facts() -> dict[str, str]:
 
 
 def _cuda_kernels() -> str:
-    """Which CUDA kernels this build holds; the hook does not use them yet."""
-    if not (codecs := _native.codecs("cuda")):
+    """Which CUDA kernels this build holds, and whether they load."""
+    if not _build_info.CUDA_COMPILER:
         return "no kernels in this build"
-    return (
-        f"kernels of {len(codecs)} codecs, by {_build_info.CUDA_COMPILER} for "
-        f"{_build_info.CUDA_ARCHITECTURES}, which the hook does not use yet"
-    )
+    built = f"kernels by {_build_info.CUDA_COMPILER} for {_build_info.CUDA_ARCHITECTURES}"
+    if not torch.cuda.is_available():
+        return f"{built}, not loaded without a GPU"
+    try:
+        device.load_kernels("cuda")
+    except ConfigError as error:
+        return f"{built}: {error}"
+    return f"{built}, loaded"
 
 
 def codec_table() -> Table:

@@ -178,7 +178,8 @@ class OneBitAdam(torch.optim.Optimizer):
     ) -> None:
         """AdamW's: the corrections make up for averages that began at zero."""
         state, (beta1, beta2) = self.state[parameter], group["betas"]
-        parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        step_size = group["lr"] / (1 - beta1 ** int(state["step"]))
+        rate = float(group["lr"])
+        parameter.mul_(1 - rate * group["weight_decay"])
+        step_size = rate / (1 - beta1 ** int(state["step"]))
         deviation = state["exp_avg_sq"].sqrt() / (1 - beta2**variance_step) ** 0.5
         parameter.addcdiv_(momentum, deviation.add_(group["eps"]), value=-step_size)

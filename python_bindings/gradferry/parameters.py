@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from gradferry import _native
+from gradferry import _native, device
 from gradferry.codec_spec import CodecSpec
 from gradferry.config import EXACT, Config
 from gradferry.errors import ConfigError
@@ -59,29 +59,32 @@ def reduced_parameters(ddp: DistributedDataParallel) -> list[tuple[str, torch.nn
 
 
 def describe_parameters(
-    ddp: DistributedDataParallel, config: Config, world_size: int
+    ddp: DistributedDataParallel, config: Config, *, exchanges: bool
 ) -> list[ParameterLayout]:
     """Resolves the codec of every parameter that DDP reduces.
 
-    A world of one exchanges nothing and withholds nothing: it keeps only momentum.
+    Where nothing is exchanged, in a world of one, nothing is withheld: it keeps only momentum.
 
     Raises:
-        ConfigError: a parameter's device or dtype has no codec.
+        ConfigError: a parameter's device or dtype has no codec, or parameters are on several
+            devices.
     """
-    return [
-        _describe(name, parameter, config, world_size)
-        for name, parameter in reduced_parameters(ddp)
-    ]
+    parameters = reduced_parameters(ddp)
+    for name, parameter in parameters:
+        first_name, first = parameters[0]
+        if parameter.device != first.device:
+            raise ConfigError(
+                f"parameter {name!r} is on {parameter.device} and {first_name!r} on "
+                f"{first.device}; one hook compresses the gradients of one device"
+            )
+    if parameters and (place := parameters[0][1].device).type != "cpu":
+        device.load_kernels(place.type)
+    return [_describe(name, parameter, config, exchanges) for name, parameter in parameters]
 
 
 def _describe(
-    name: str, parameter: torch.nn.Parameter, config: Config, world_size: int
+    name: str, parameter: torch.nn.Parameter, config: Config, exchanges: bool
 ) -> ParameterLayout:
-    if parameter.device.type != "cpu":
-        raise ConfigError(
-            f"parameter {name!r} is on {parameter.device}, and this build has no codecs for that "
-            "device; move the model to the CPU"
-        )
     dtype = _REAL_DTYPES.get(parameter.dtype, parameter.dtype)
     if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         raise ConfigError(
@@ -99,9 +102,9 @@ def _describe(
         dtype=dtype,
         num_elements=parameter.numel() * (2 if parameter.is_complex() else 1),
         codec=codec,
-        residuals=_residuals(config, codec, world_size),
+        residuals=_residuals(config, codec, exchanges),
     )
 
 
-def _residuals(config: Config, codec: CodecSpec, world_size: int) -> tuple[bool, bool]:
-    return config.residuals_of(codec) if world_size > 1 else (config.momentum != 0, False)
+def _residuals(config: Config, codec: CodecSpec, exchanges: bool) -> tuple[bool, bool]:
+    return config.residuals_of(codec) if exchanges else (config.momentum != 0, False)

@@ -11,7 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from gradferry import binding, numbers
+from gradferry import binding, step_numbers
 from gradferry.advice import warn_about_adam
 from gradferry.config import Config, make_config
 from gradferry.errors import ConfigError, StateError
@@ -46,7 +46,10 @@ class HookState:
         exact_skip: whether a step whose result holds a NaN or infinity, which a GradScaler
             skips, leaves the residuals as it found them. Without it such a step moves them by what
             arrived less what was given, wherever that is finite. Costs a copy of the residuals.
-        check_every: not available in this version.
+        check_every: number of steps after which all ranks compare hashes of their parameters, and
+            raise `DivergedError` if those differ; 0 for never. Reads the model once and sends 8
+            bytes per parameter. Not for uneven inputs under ``join()``: there a rank without
+            input stops updating.
         seed: of the codecs' random numbers; equal on all ranks.
 
     Raises:
@@ -143,15 +146,17 @@ class HookState:
             - ``residual_bytes``, ``workspace_bytes``: memory held.
             - ``workspace_allocations``: how often workspace was allocated or a plan was made.
             - ``in_flight``: buckets under way.
+            - ``host_waits``: how often the host waited for a device that was a step behind.
             - ``fallbacks``: buckets that took the backend's own all-reduce.
             - ``encode_ms``: on the thread that DDP calls from.
             - ``network_ms``: waiting for messages, and checking them, on the finishing thread.
             - ``reduce_ms``, ``decode_ms``: on the finishing thread.
             - ``exposed_ms``: what DDP's thread was held up: inside the hook, and after its last
-              bucket until all were complete.
+              bucket until all were complete. On a device these times are the host's: of handing
+              work to streams.
             - ``worker_residual_ratio``, ``owner_residual_ratio``: norm of the residual over norm of
               the gradient it was withheld from (this rank's; the average), in the last step, on a
-              sample of about 256 tiles; 0.0 without such a residual.
+              sample of about 64 tiles; 0.0 without such a residual, and on a device.
             - ``step_buckets``: for each bucket of the last finished step, the indices of its
               parameters (in the order of the model's reduced parameters).
 
@@ -159,9 +164,9 @@ class HookState:
             StateError: the state is not bound.
         """
         bound = self._bound()
-        stats = numbers.zeros() if bound.engine is None else bound.engine.stats()
+        stats = step_numbers.zeros() if bound.engine is None else bound.engine.stats()
         stats["fallbacks"] = bound.hook.passed()
-        stats["ratio"] = numbers.ratio(stats, bound.world_size)
+        stats["ratio"] = step_numbers.ratio(stats, bound.world_size)
         return stats
 
     def on_step(self, callback: Callable[[dict[str, Any]], None]) -> RemovableHandle:
@@ -183,10 +188,10 @@ class HookState:
         Raises:
             StateError: the state is not bound.
         """
-        return numbers.call_after_steps(self, callback, self._bound().world_size)
+        return step_numbers.call_after_steps(self, callback, self._bound().world_size)
 
     def events(self) -> list[dict[str, Any]]:
-        """The last 256 buckets, oldest first; every error of a hook ends with them.
+        """The last 256 buckets, oldest first; an error that finishes the hook ends with them.
 
         Returns:
             Dicts with ``step``, ``bucket``, ``chunks``, ``gradient_bytes``; the instants

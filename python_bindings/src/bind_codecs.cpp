@@ -2,7 +2,6 @@
 
 #include "bindings.h"
 #include "gradferry/codec.h"
-#include "gradferry/cuda_codecs.h"
 #include "gradferry/wire.h"
 #include "scalar_type.h"
 
@@ -55,9 +54,6 @@ std::vector<std::string> isa_names() {
 }  // namespace
 
 void bind_codecs(py::module_& module) {
-#if defined(GRADFERRY_WITH_CUDA)
-  use_cuda_codecs();
-#endif
   module.attr("TILE_ELEMENTS") = kTileElements;
   module.attr("WIRE_VERSION") = kWireVersion;
   module.attr("HEADER_BYTES") = sizeof(MessageHeader);

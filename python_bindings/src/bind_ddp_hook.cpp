@@ -49,7 +49,7 @@ class BucketWork final : public c10d::Work {
 
 c10::intrusive_ptr<c10d::Work> run_from_python(const BucketHook& hook,
                                                const c10d::GradBucket& bucket) {
-  auto future = c10::make_intrusive<c10::ivalue::Future>(c10::PyObjectType::get());
+  auto future = make_future(c10::PyObjectType::get(), bucket.getBuffer());
   c10::intrusive_ptr<c10::ivalue::PyObjectHolder> boxed =
       c10::make_intrusive<BoxedTensor>(bucket.getBuffer());
   {
@@ -63,8 +63,8 @@ c10::intrusive_ptr<c10d::Work> run_from_python(const BucketHook& hook,
 
 void bind_ddp_hook(py::module_& module) {
   py::class_<BucketHook, std::shared_ptr<BucketHook>>(module, "BucketHook")
-      .def(py::init([](std::shared_ptr<Engine> engine, const std::vector<at::Tensor>& parameters,
-                       std::string group_name) {
+      .def(py::init([](std::shared_ptr<BucketEngine> engine,
+                       const std::vector<at::Tensor>& parameters, std::string group_name) {
              return std::make_shared<BucketHook>(std::move(engine), parameters,
                                                  std::move(group_name), &make_torch_exception);
            }),
@@ -77,7 +77,7 @@ void bind_ddp_hook(py::module_& module) {
             reducer.register_comm_hook(std::make_unique<NativeHook>(hook));
           },
           py::arg("reducer"))
-      .def("admit", &BucketHook::admit, py::arg("bucket"))
+      .def("admit", &BucketHook::admit, py::arg("bucket"), py::call_guard<py::gil_scoped_release>())
       .def("passed", &BucketHook::passed)
       .def("note_passed", &BucketHook::note_passed)
       .def("run", &run_from_python, py::arg("bucket"));

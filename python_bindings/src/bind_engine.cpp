@@ -3,7 +3,10 @@
 #include <numeric>
 
 #include "bindings.h"
+#include "ddp_hook.h"
+#include "device_engine.h"
 #include "engine.h"
+#include "gradferry/device_library.h"
 #include "scalar_type.h"
 
 namespace gradferry {
@@ -14,39 +17,71 @@ ParameterSpec make_parameter(const std::string& name, uint64_t num_elements, at:
   return {name, num_elements, to_scalar_type(dtype), codec, worker_residual, owner_residual};
 }
 
-// Takes the backends by reference: torch registers some of them under another holder type.
-std::shared_ptr<Engine> start_engine(std::vector<ParameterSpec> parameters, uint32_t rank,
-                                     uint32_t world_size, uint64_t config_hash,
-                                     uint64_t layout_hash, uint64_t seed, uint64_t warmup_steps,
-                                     double momentum, bool raise_nonfinite, bool exact_skip,
-                                     std::optional<at::Tensor> loss_scale, uint32_t chunk_bytes,
+EngineOptions make_options(std::vector<ParameterSpec> parameters, uint32_t rank,
+                           uint32_t world_size, uint64_t config_hash, uint64_t layout_hash,
+                           uint64_t seed, uint64_t warmup_steps, double momentum,
+                           bool raise_nonfinite, bool exact_skip,
+                           const std::optional<at::Tensor>& loss_scale, uint64_t check_every,
+                           uint32_t chunk_bytes) {
+  return {.parameters = std::move(parameters),
+          .rank = rank,
+          .world_size = world_size,
+          .config_hash = config_hash,
+          .layout_hash = layout_hash,
+          .seed = seed,
+          .warmup_steps = warmup_steps,
+          .momentum = momentum,
+          .raise_nonfinite = raise_nonfinite,
+          .exact_skip = exact_skip,
+          .loss_scale = loss_scale.value_or(at::Tensor()),
+          .check_every = check_every,
+          .chunk_bytes = chunk_bytes,
+          .make_exception = &make_torch_exception};
+}
+
+// By reference: torch registers some backends under another holder type.
+c10::intrusive_ptr<c10d::Backend> to_backend(const py::handle& lane) {
+  return c10::intrusive_ptr<c10d::Backend>::reclaim_copy(&lane.cast<c10d::Backend&>());
+}
+
+std::shared_ptr<Engine> start_engine(EngineOptions options, const std::vector<at::Tensor>& tensors,
                                      const py::list& lanes) {
   std::vector<c10::intrusive_ptr<c10d::Backend>> backends;
-  for (const py::handle lane : lanes) {
-    backends.push_back(
-        c10::intrusive_ptr<c10d::Backend>::reclaim_copy(&lane.cast<c10d::Backend&>()));
-  }
-  EngineOptions options{.parameters = std::move(parameters),
-                        .rank = rank,
-                        .world_size = world_size,
-                        .config_hash = config_hash,
-                        .layout_hash = layout_hash,
-                        .seed = seed,
-                        .warmup_steps = warmup_steps,
-                        .momentum = momentum,
-                        .raise_nonfinite = raise_nonfinite,
-                        .exact_skip = exact_skip,
-                        .loss_scale = loss_scale.value_or(at::Tensor()),
-                        .chunk_bytes = chunk_bytes,
-                        .make_exception = &make_torch_exception};
+  for (const py::handle lane : lanes) backends.push_back(to_backend(lane));
   const py::gil_scoped_release released;
-  return Engine::start(std::move(options), std::move(backends));
+  return Engine::start(std::move(options), ParameterHashes(tensors), std::move(backends));
+}
+
+// `lane`: bytes are staged in host memory for this backend of our own. Else `group_name`: they go
+// through the group's backend for the device. Neither: nothing is exchanged.
+std::shared_ptr<DeviceEngine> start_device_engine(EngineOptions options, const at::Device& device,
+                                                  const py::object& lane,
+                                                  const std::optional<std::string>& group_name) {
+  std::unique_ptr<DeviceTransport> transport;
+  if (!lane.is_none()) {
+    transport = std::make_unique<StagedTransport>(to_backend(lane), options.world_size);
+  } else if (group_name) {
+    transport = std::make_unique<StreamTransport>(
+        [name = *group_name, type = device.type()] {
+          return c10d::resolve_process_group(name)->getBackend(type);
+        },
+        options.world_size);
+  }
+  const py::gil_scoped_release released;
+  return DeviceEngine::start(std::move(options), device, std::move(transport));
+}
+
+// `capsule` holds a DeviceLibrary, in a module that stays loaded.
+void use_library(const py::capsule& capsule) {
+  GRADFERRY_EXPECTS(std::string_view(capsule.name()) == kDeviceLibraryCapsule, kConfig,
+                    "not a device library: a capsule named '" + std::string(capsule.name()) + "'");
+  use_device_library(*capsule.get_pointer<const DeviceLibrary>());
 }
 
 // For benchmarks: the engine's one bucket of all its parameters, without DDP around it. Blocks.
-void all_reduce(Engine& engine, const at::Tensor& gradient) {
+void all_reduce(BucketEngine& engine, const at::Tensor& gradient) {
   const py::gil_scoped_release released;
-  auto future = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get());
+  const FuturePtr future = make_future(c10::TensorType::get(), gradient);
   std::vector<uint32_t> parameters(engine.layout().parameters().size());
   std::iota(parameters.begin(), parameters.end(), 0);
   engine.run(parameters, gradient, future, gradient);
@@ -55,7 +90,7 @@ void all_reduce(Engine& engine, const at::Tensor& gradient) {
 
 double milliseconds(int64_t nanoseconds) { return static_cast<double>(nanoseconds) / 1e6; }
 
-py::dict stats_dict(const Engine& engine) {
+py::dict stats_dict(const BucketEngine& engine) {
   const EngineStats stats = [&] {
     const py::gil_scoped_release released;
     return engine.stats();
@@ -70,6 +105,7 @@ py::dict stats_dict(const Engine& engine) {
   result["workspace_bytes"] = stats.workspace_bytes;
   result["workspace_allocations"] = stats.workspace_allocations;
   result["in_flight"] = stats.in_flight;
+  result["host_waits"] = stats.host_waits;
   result["step_buckets"] = stats.step_buckets;
   result["encode_ms"] = milliseconds(stats.times.encode_ns);
   result["network_ms"] = milliseconds(stats.times.network_ns);
@@ -81,7 +117,7 @@ py::dict stats_dict(const Engine& engine) {
   return result;
 }
 
-py::list event_list(const Engine& engine) {
+py::list event_list(const BucketEngine& engine) {
   py::list result;
   for (const BucketEvent& event : engine.events()) {
     py::dict row;
@@ -103,7 +139,7 @@ py::list event_list(const Engine& engine) {
 
 // (id, elements, offset in the worker residual, offset in the owner residual) of every tile; offset
 // -1: this rank has none.
-py::list tiles_list(const Engine& engine) {
+py::list tiles_list(const BucketEngine& engine) {
   const auto offset = [](uint64_t residual) {
     return residual == kNoResidual ? int64_t{-1} : static_cast<int64_t>(residual);
   };
@@ -129,18 +165,19 @@ void bind_engine(py::module_& module) {
       .def(py::init(&make_parameter), py::kw_only(), py::arg("name"), py::arg("num_elements"),
            py::arg("dtype"), py::arg("codec"), py::arg("worker_residual"),
            py::arg("owner_residual"));
-  py::class_<Engine, std::shared_ptr<Engine>>(module, "Engine")
-      .def(py::init(&start_engine), py::kw_only(), py::arg("parameters"), py::arg("rank"),
+  py::class_<EngineOptions>(module, "EngineOptions")
+      .def(py::init(&make_options), py::kw_only(), py::arg("parameters"), py::arg("rank"),
            py::arg("world_size"), py::arg("config_hash"), py::arg("layout_hash"), py::arg("seed"),
            py::arg("warmup_steps"), py::arg("momentum"), py::arg("raise_nonfinite"),
-           py::arg("exact_skip"), py::arg("loss_scale").none(true), py::arg("chunk_bytes"),
-           py::arg("lanes"))
+           py::arg("exact_skip"), py::arg("loss_scale").none(true), py::arg("check_every"),
+           py::arg("chunk_bytes"));
+  py::class_<BucketEngine, std::shared_ptr<BucketEngine>>(module, "BucketEngine")
       .def("stats", &stats_dict)
-      .def("current_step", &Engine::current_step, py::call_guard<py::gil_scoped_release>())
+      .def("current_step", &BucketEngine::current_step, py::call_guard<py::gil_scoped_release>())
       .def("events", &event_list)
       .def("all_reduce", &all_reduce, py::arg("gradient"))
       .def("state",
-           [](Engine& engine) {
+           [](BucketEngine& engine) {
              EngineState state = [&] {
                const py::gil_scoped_release released;
                return engine.state();
@@ -150,30 +187,38 @@ void bind_engine(py::module_& module) {
            })
       .def(
           "load_state",
-          [](Engine& engine, uint64_t steps, const at::Tensor& worker, const at::Tensor& owner,
-             float loss_scale) {
+          [](BucketEngine& engine, uint64_t steps, const at::Tensor& worker,
+             const at::Tensor& owner, float loss_scale) {
             const py::gil_scoped_release released;
             engine.load_state({steps, worker, owner, loss_scale});
           },
           py::arg("steps"), py::arg("worker_residual"), py::arg("owner_residual"),
           py::arg("loss_scale"))
       .def("residual_sizes",
-           [](const Engine& engine) {
+           [](const BucketEngine& engine) {
              return py::make_tuple(engine.layout().worker_residual_elements(),
                                    engine.layout().owner_residual_elements());
            })
       .def("tiles", &tiles_list)
-      .def("skip_step", &Engine::skip_step, py::call_guard<py::gil_scoped_release>())
-      .def("add_to_worker_residual", &Engine::add_to_worker_residual, py::arg("parameter"),
+      .def("skip_step", &BucketEngine::skip_step, py::call_guard<py::gil_scoped_release>())
+      .def("add_to_worker_residual", &BucketEngine::add_to_worker_residual, py::arg("parameter"),
            py::arg("values"), py::arg("factor"), py::call_guard<py::gil_scoped_release>())
-      .def("scale_residuals", &Engine::scale_residuals, py::arg("factor"),
+      .def("scale_residuals", &BucketEngine::scale_residuals, py::arg("factor"),
            py::call_guard<py::gil_scoped_release>());
+  py::class_<Engine, BucketEngine, std::shared_ptr<Engine>>(module, "Engine")
+      .def(py::init(&start_engine), py::arg("options"), py::kw_only(), py::arg("tensors"),
+           py::arg("lanes"));
+  py::class_<DeviceEngine, BucketEngine, std::shared_ptr<DeviceEngine>>(module, "DeviceEngine")
+      .def(py::init(&start_device_engine), py::arg("options"), py::kw_only(), py::arg("device"),
+           py::arg("lane"), py::arg("group_name"));
+  module.def("use_device_library", &use_library, py::arg("library"));
   module.def(
       "shutdown",
       [](double timeout_seconds) {
         const py::gil_scoped_release released;
-        Engine::shutdown_all(
-            std::chrono::milliseconds(static_cast<int64_t>(timeout_seconds * 1000)));
+        const std::chrono::milliseconds timeout(static_cast<int64_t>(timeout_seconds * 1000));
+        Engine::shutdown_all(timeout);
+        Worker::stop_all(timeout);
         process_is_ending = true;
       },
       py::arg("timeout_seconds"));

@@ -63,7 +63,7 @@ class Weight:
 
     def to_flat(self, tensor: torch.Tensor) -> np.ndarray:
         """The elements of a tensor of this shape in the order of memory."""
-        tensor = tensor.detach()
+        tensor = tensor.detach().cpu()
         if self.channels_last:
             assert tensor.is_contiguous(memory_format=torch.channels_last)
             tensor = tensor.permute(0, 2, 3, 1)
@@ -95,6 +95,8 @@ class Scenario:
     poison: dict[tuple[int, int, str], float] = dataclasses.field(default_factory=dict)
     empty: tuple[tuple[int, int], ...] = ()  # (step, rank) whose gradients are all +0 or -0
     group_ranks: tuple[int, ...] | None = None  # DDP over these ranks of the world only
+    # Where the model is: "streamed" and "staged" mean the fake device of tests/streams.
+    device: str = "cpu"
 
     def gradient(self, step: int, turn: int, rank: int, index: int) -> np.ndarray:
         """Flat, in the dtype of the gradient; spans many powers of two and holds zeros."""
@@ -138,7 +140,7 @@ class ChosenGradients(nn.Module):
             self.register_parameter(weight.name, nn.Parameter(weight.from_flat(flat)))
 
     def forward(self, targets: dict[str, torch.Tensor]) -> torch.Tensor:
-        total = torch.zeros((), dtype=torch.float64)
+        total = torch.zeros((), dtype=torch.float64, device=next(self.parameters()).device)
         for name, target in targets.items():
             parameter = self.get_parameter(name)
             if self.reentrant is None:
@@ -179,6 +181,12 @@ class Run:
         self.scenario = scenario
         self.rank = dist.get_rank(group)
         self.model = ChosenGradients(scenario)
+        self.device = torch.device("cpu")
+        if scenario.device != "cpu":
+            import fake_device
+
+            group, self.device = fake_device.group(scenario.device), fake_device.DEVICE
+            self.model = self.model.to(self.device)
         self.ddp = DistributedDataParallel(self.model, process_group=group, **scenario.ddp)
         self.state = attach(self.ddp, scenario)
         self.hashes: list[str] = []
@@ -209,7 +217,9 @@ class Run:
     def targets(self, step: int, turn: int = 0) -> dict[str, torch.Tensor]:
         unused = self.scenario.unused.get(self.rank, ())
         return {
-            weight.name: weight.from_flat(self.scenario.gradient(step, turn, self.rank, index))
+            weight.name: weight.from_flat(self.scenario.gradient(step, turn, self.rank, index)).to(
+                self.device
+            )
             for index, weight in enumerate(self.scenario.weights)
             if weight.name not in unused
         }

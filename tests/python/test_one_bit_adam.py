@@ -402,3 +402,23 @@ def test_plain_adam_behind_a_coarse_codec_is_warned_about_once(
         if warned:
             assert texts[0].startswith(f"{optimizer} trains worse behind {codec.split(':')[0]}")
             assert "gradferry.optim.OneBitAdam" in texts[0]
+
+
+def case_two_models() -> int:
+    """Two watched models, one optimizer each: nothing breaks, each is warned about."""
+    import gradferry
+
+    models = [DistributedDataParallel(nn.Linear(40, 40)) for _ in range(3)]
+    for ddp in models:
+        gradferry.attach(ddp, "sign1")
+    steppers = [torch.optim.Adam(ddp.parameters()) for ddp in models]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for ddp, stepper in [*zip(models, steppers, strict=True)] * 2:
+            ddp(torch.ones(2, 40)).sum().backward()
+            stepper.step()
+    return sum("error feedback" in str(w.message) for w in caught)
+
+
+def test_every_model_is_warned_about_once(world_of_2: World) -> None:
+    assert world_of_2.run(case_two_models) == [3, 3]

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from reference import HEADER, Header, Layout, message_checksum, word_sum
-from reference.message import COMMIT, GATHER, SCATTER
+from reference.message import COMMIT, GATHER, PARAMETERS, SCATTER
 from scenario import ChosenGradients, Run, Scenario, Weight
 from torch.nn.parallel import DistributedDataParallel
 from world import World
@@ -61,7 +61,8 @@ class Forger:
             return arguments
 
         with mock.patch.object(binding, "_start", side_effect=start) as started:
-            gradferry.HookState(scenario.codec, ddp)
+            state = gradferry.HookState(scenario.codec, **scenario.options)
+            binding.bind(ddp, state._make_config, native=False)
         record = started.call_args.args[3]
         self.layout_hash = record_hash(record["parameters"])
         self.config_hash = record_hash({k: v for k, v in record.items() if k != "parameters"})
@@ -74,6 +75,7 @@ class Forger:
             for rank in range(WORLD_SIZE)
         ]
         self.phase, self.change = phase, change
+        self.step = 0  # one bucket of one chunk in each
 
     def message(self, phase: int, name: str, sizes: list[int]) -> np.ndarray:
         change = self.change if self.phase == name else {}
@@ -88,6 +90,8 @@ class Forger:
             source_rank=FORGER,
             config_hash=self.config_hash,
             layout_hash=self.layout_hash,
+            step=self.step,
+            chunk=self.step,
             payload_bytes=sum(sizes),
             checksum=checksum,
         )
@@ -109,6 +113,10 @@ class Forger:
         lengths = [len(m) for m in messages]
         self.lanes[0].alltoall_base(receive, send, [own] * WORLD_SIZE, lengths).wait()
 
+    def parameters(self, num_parameters: int) -> None:
+        """A check of parameters whose hashes are all 0."""
+        self._all_gather(0, self.message(PARAMETERS, "parameters", [8 * num_parameters]))
+
     def gather(self) -> None:
         message = self.message(GATHER, "gather", self.sizes[FORGER])
         padded = np.zeros(HEADER.size + max(map(sum, self.sizes)), np.uint8)
@@ -118,6 +126,7 @@ class Forger:
     def commit(self) -> None:
         fields: dict[str, int] = dict.fromkeys(COMMIT_FIELDS, 0)
         fields.update(magic=Header.magic, wire_version=1, phase=COMMIT, source_rank=FORGER)
+        fields.update(step=self.step, bucket=self.step)
         change = self.change if self.phase == "commit" else {}
         if self.change.get("status"):
             change = {"status": self.change["status"], **change}

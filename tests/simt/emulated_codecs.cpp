@@ -1,7 +1,10 @@
-#include "tests/simt/emulated_codecs.h"
+#include "tests/simt/kernel_codecs.h"
+
+#include <vector>
 
 #include "emulated_codec_names.h"  // written by the build: the codecs with a CUDA source
 #include "kernels/common/codec_parts.h"
+#include "tests/simt/machine.h"
 
 namespace gradferry {
 
@@ -11,10 +14,13 @@ namespace gradferry {
   }
 GRADFERRY_FOR_EACH_EMULATED_CODEC(GRADFERRY_DECLARE)
 #undef GRADFERRY_DECLARE
+namespace emulated {
+extern const MessageKernels message_kernels;
+}
 
 namespace testing {
 
-const Codec* find_emulated(std::string_view name) {
+const Codec* find_kernels(std::string_view name) {
   static const std::vector<Codec> codecs = [] {
     std::vector<Codec> result;
     const auto add = [&](std::string_view codec_name, const CodecFunctions& functions) {
@@ -37,6 +43,10 @@ const Codec* find_emulated(std::string_view name) {
   }
   return nullptr;
 }
+
+const MessageKernels& message_kernels_on_host() { return emulated::message_kernels; }
+
+void set_schedule(uint64_t seed) { simt::set_seed(seed); }
 
 }  // namespace testing
 }  // namespace gradferry

@@ -155,6 +155,7 @@ TEST(Emulator, SharedMemoryBeginsUndefined) {
 // --- faults --------------------------------------------------------------------------------------
 
 __global__ void diverge_at_barriers() {
+  // NOLINTNEXTLINE(bugprone-branch-clone): the same barrier twice is the mistake
   if (threadIdx.x < 16) {
     __syncthreads();
   } else {

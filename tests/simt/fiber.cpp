@@ -8,20 +8,24 @@
 
 // Compiled without -fsanitize=thread, so that switches are invisible to it, but told whether the
 // kernels are (SIMT_TSAN).
-#if defined(SIMT_TSAN)
 extern "C" {
+// Of the compiler's run-time libraries; declared here because their headers come with one compiler
+// and not with another. NOLINTBEGIN(bugprone-reserved-identifier)
+#if defined(SIMT_TSAN)
 void* __tsan_get_current_fiber();
 void* __tsan_create_fiber(unsigned flags);
 void __tsan_destroy_fiber(void* fiber);
 void __tsan_switch_to_fiber(void* fiber, unsigned flags);
 void __tsan_acquire(void* address);
 void __tsan_release(void* address);
-}
 #endif
 #if defined(__SANITIZE_ADDRESS__)
-#include <sanitizer/asan_interface.h>
-#include <sanitizer/common_interface_defs.h>
+void __asan_unpoison_memory_region(const volatile void* address, size_t size);
+void __sanitizer_start_switch_fiber(void** fake_stack, const void* begin, size_t size);
+void __sanitizer_finish_switch_fiber(void* fake_stack, const void** begin, size_t* size);
 #endif
+// NOLINTEND(bugprone-reserved-identifier)
+}
 
 asm(R"(
   .text

@@ -31,10 +31,12 @@ class SanitizedStack {
   void enter(SanitizedStack& previous);
 
  private:
-  const void* begin_ = nullptr;
-  size_t size_ = 0;
-  void* fake_stack_ = nullptr;  // AddressSanitizer's
-  void* tsan_fiber_ = nullptr;  // ThreadSanitizer's
+  // AddressSanitizer's
+  [[maybe_unused]] const void* begin_ = nullptr;
+  [[maybe_unused]] size_t size_ = 0;
+  void* fake_stack_ = nullptr;
+  // ThreadSanitizer's
+  [[maybe_unused]] void* tsan_fiber_ = nullptr;
 };
 
 // What ThreadSanitizer takes for synchronization at `address`; nothing without it.

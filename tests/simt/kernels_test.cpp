@@ -1,30 +1,36 @@
-// Every CUDA kernel, run by the emulator, gives the bytes of the CPU codec: payloads, gradients,
-// residuals, statuses.
+// Every CUDA kernel, run by the emulator or by a GPU, gives the bytes of the CPU codec: payloads,
+// gradients, residuals, statuses.
 #include <gtest/gtest.h>
 
 #include <random>
 
 #include "tests/cpp/contract_cases.h"
 #include "tests/cpp/inputs.h"
-#include "tests/simt/emulated_codecs.h"
-#include "tests/simt/machine.h"
+#include "tests/simt/kernel_codecs.h"
 
 namespace gradferry::testing {
 namespace {
 
-std::vector<Case> emulated_cases() {
+// Runs a codec's kernels, whatever instruction set is asked for.
+class KernelRunner : public Runner {
+ public:
+  using Runner::Runner;
+  const Codec& codec(Isa isa) const override { return *find_kernels(Runner::codec(isa).name); }
+};
+
+std::vector<Case> kernel_cases() {
   std::vector<Case> cases;
   for (Case& c : all_cases()) {
-    if (find_emulated(c.codec.substr(0, c.codec.find(':'))) != nullptr) cases.push_back(c);
+    if (find_kernels(c.codec.substr(0, c.codec.find(':'))) != nullptr) cases.push_back(c);
   }
   return cases;
 }
 
-void expect_same(const Result& cpu, const Result& emulated, const char* what) {
-  EXPECT_TRUE(cpu.payload == emulated.payload) << what << ": payloads differ";
-  EXPECT_TRUE(cpu.gradient == emulated.gradient) << what << ": gradients differ";
-  EXPECT_TRUE(cpu.residual == emulated.residual) << what << ": residuals differ";
-  EXPECT_TRUE(same_status(cpu.status, emulated.status)) << what << ": statuses differ";
+void expect_same(const Result& cpu, const Result& kernels, const char* what) {
+  EXPECT_TRUE(cpu.payload == kernels.payload) << what << ": payloads differ";
+  EXPECT_TRUE(cpu.gradient == kernels.gradient) << what << ": gradients differ";
+  EXPECT_TRUE(cpu.residual == kernels.residual) << what << ": residuals differ";
+  EXPECT_TRUE(same_status(cpu.status, kernels.status)) << what << ": statuses differ";
 }
 
 class Kernels : public ContractTest {
@@ -34,7 +40,7 @@ class Kernels : public ContractTest {
   // All functions on all inputs' kind `input`, both ways.
   void compare_all(const CallSetup& s, Input input) const {
     const Runner cpu(s);
-    const EmulatedRunner emulated(s);
+    const KernelRunner kernels(s);
     const size_t n = cpu.num_elements();
     const Buffer gradient = cpu.gradient_from(make_input(input, n, 1));
     const Buffer other = cpu.gradient_from(make_input(input, n, 2));
@@ -42,21 +48,21 @@ class Kernels : public ContractTest {
 
     const Result encoded = cpu.encode(kIsa, gradient, residual);
     // Another fill: a byte that is not written would differ.
-    expect_same(encoded, emulated.encode(kIsa, gradient, residual, 0x3c), "encode");
+    expect_same(encoded, kernels.encode(kIsa, gradient, residual, 0x3c), "encode");
     const Result plain = cpu.encode(kIsa, other, Buffer());
-    expect_same(plain, emulated.encode(kIsa, other, Buffer(), 0x3c), "encode without residual");
+    expect_same(plain, kernels.encode(kIsa, other, Buffer(), 0x3c), "encode without residual");
 
     const std::vector<Buffer> payloads = {encoded.payload, plain.payload, encoded.payload};
     const Result reduced = cpu.reduce(kIsa, payloads, residual);
-    expect_same(reduced, emulated.reduce(kIsa, payloads, residual), "reduce");
+    expect_same(reduced, kernels.reduce(kIsa, payloads, residual), "reduce");
     expect_same(cpu.reduce(kIsa, {plain.payload}, Buffer()),
-                emulated.reduce(kIsa, {plain.payload}, Buffer()), "reduce without residual");
+                kernels.reduce(kIsa, {plain.payload}, Buffer()), "reduce without residual");
     for (const Buffer& r : {residual, Buffer()}) {
       expect_same(cpu.decode(kIsa, reduced.payload, r, Stage::kOwner),
-                  emulated.decode(kIsa, reduced.payload, r, Stage::kOwner), "decode");
+                  kernels.decode(kIsa, reduced.payload, r, Stage::kOwner), "decode");
     }
     expect_same(cpu.undo(kIsa, encoded.payload, gradient, residual),
-                emulated.undo(kIsa, encoded.payload, gradient, residual), "undo");
+                kernels.undo(kIsa, encoded.payload, gradient, residual), "undo");
   }
 };
 
@@ -74,7 +80,7 @@ std::vector<uint32_t> some_sizes(uint32_t quarter) {
 TEST_P(Kernels, GiveTheBytesOfTheCpu) {
   for (const Input input : kInputs) {
     const auto index = static_cast<uint32_t>(input);
-    simt::set_seed(1 + index % 5);
+    set_schedule(1 + index % 5);
     CallSetup s = setup(some_sizes(index % 4));
     s.misaligned = index % 2 == 1;
     s.alpha = s.misaligned ? 0.1f : 1.0f;
@@ -88,7 +94,7 @@ TEST_P(Kernels, GiveTheBytesOfTheCpu) {
 
 TEST_P(Kernels, GiveTheBytesOfTheCpuUnderEverySeed) {
   for (uint64_t seed = 1; seed <= 5; ++seed) {
-    simt::set_seed(seed);
+    set_schedule(seed);
     CallSetup s = setup({4096, 4095, 1, 1025, 3000, 4096, 130, 33});
     s.misaligned = seed % 2 == 0;
     s.gain = 0.5f;
@@ -101,7 +107,7 @@ TEST_P(Kernels, SumRanksInOrder) {
   for (const uint32_t world_size : {1u, 2u, 9u, 20u}) {
     CallSetup s = setup({5, 4096, 1030});
     const Runner cpu(s);
-    const EmulatedRunner emulated(s);
+    const KernelRunner kernels(s);
     const size_t n = cpu.num_elements();
     std::vector<Buffer> payloads;
     for (uint32_t rank = 0; rank < world_size; ++rank) {
@@ -112,7 +118,7 @@ TEST_P(Kernels, SumRanksInOrder) {
       payloads.push_back(cpu.encode(kIsa, cpu.gradient_from(input), Buffer()).payload);
     }
     const Buffer residual = cpu.residual_from(make_residual(Input::kGaussian, n, 30));
-    expect_same(cpu.reduce(kIsa, payloads, residual), emulated.reduce(kIsa, payloads, residual),
+    expect_same(cpu.reduce(kIsa, payloads, residual), kernels.reduce(kIsa, payloads, residual),
                 "reduce");
   }
 }
@@ -123,7 +129,7 @@ TEST_P(Kernels, SumRanksInOrder) {
 TEST_P(Kernels, SumElementsInTheStatedTree) {
   const CallSetup s = setup({4096, 1000});
   const Runner cpu(s);
-  const EmulatedRunner emulated(s);
+  const KernelRunner kernels(s);
   std::vector<double> input(cpu.num_elements(), 0.0);
   for (size_t block = 0; 128 * (block + 1) <= input.size(); ++block) {
     const size_t stride = size_t{1} << (block % 6);
@@ -132,7 +138,7 @@ TEST_P(Kernels, SumElementsInTheStatedTree) {
   }
   const Buffer gradient = cpu.gradient_from(input);
   const Buffer zero = cpu.residual_from(std::vector<float>(input.size(), 0.0f));
-  expect_same(cpu.encode(kIsa, gradient, zero), emulated.encode(kIsa, gradient, zero), "encode");
+  expect_same(cpu.encode(kIsa, gradient, zero), kernels.encode(kIsa, gradient, zero), "encode");
 }
 
 TEST_P(Kernels, StayInsideEveryBufferOfASingleTile) {
@@ -148,7 +154,7 @@ TEST_P(Kernels, HoldZeroTilesAndKeepTheirResiduals) {
   CallSetup s = setup({4096, 50, 1024});
   s.hold_zero_tiles = true;
   const Runner cpu(s);
-  const EmulatedRunner emulated(s);
+  const KernelRunner kernels(s);
   const size_t n = cpu.num_elements();
   std::vector<double> input(n, 0.0);
   for (size_t i = 0; i < n; i += 3) input[i] = -0.0;
@@ -156,11 +162,11 @@ TEST_P(Kernels, HoldZeroTilesAndKeepTheirResiduals) {
   const Buffer gradient = cpu.gradient_from(input);
   const Buffer residual = cpu.residual_from(make_residual(Input::kGaussian, n, 72));
   const Result encoded = cpu.encode(kIsa, gradient, residual);
-  expect_same(encoded, emulated.encode(kIsa, gradient, residual), "encode");
-  expect_same(cpu.encode(kIsa, gradient, Buffer()), emulated.encode(kIsa, gradient, Buffer()),
+  expect_same(encoded, kernels.encode(kIsa, gradient, residual), "encode");
+  expect_same(cpu.encode(kIsa, gradient, Buffer()), kernels.encode(kIsa, gradient, Buffer()),
               "encode without residual");
   const std::vector<Buffer> payloads = {encoded.payload, encoded.payload};
-  expect_same(cpu.reduce(kIsa, payloads, residual), emulated.reduce(kIsa, payloads, residual),
+  expect_same(cpu.reduce(kIsa, payloads, residual), kernels.reduce(kIsa, payloads, residual),
               "reduce");
 }
 
@@ -171,14 +177,14 @@ TEST_P(Kernels, ConvertTheResidualsTheyKeep) {
     CallSetup s = setup({4096, 77, 4096, 130});
     s.hold_zero_tiles = true;
     s.gain = gain;
-    const EmulatedRunner emulated(s);
-    const size_t n = emulated.num_elements();
+    const KernelRunner kernels(s);
+    const size_t n = kernels.num_elements();
     std::vector<double> input(n, 0.0);
     for (size_t i = 0; i < 4096 + 77; ++i) input[i] = double(NAN);
     const std::vector<float> old = residual_beyond(gain, n, 5);
-    const Buffer residual = emulated.residual_from(old);
-    const Result encoded = emulated.encode(kIsa, emulated.gradient_from(input), residual);
-    const Result reduced = emulated.reduce(kIsa, {encoded.payload}, residual);
+    const Buffer residual = kernels.residual_from(old);
+    const Result encoded = kernels.encode(kIsa, kernels.gradient_from(input), residual);
+    const Result reduced = kernels.reduce(kIsa, {encoded.payload}, residual);
     for (const Result* result : {&encoded, &reduced}) {
       const std::vector<float> kept = result->residual.as<float>();
       for (size_t i = 0; i < n; ++i) {
@@ -192,23 +198,23 @@ TEST_P(Kernels, TakeEveryBitPatternOfSixteenBitGradients) {
   if (item_bytes(GetParam().dtype) != 2) GTEST_SKIP() << "only for 16-bit gradients";
   const CallSetup s = setup(std::vector<uint32_t>(16, 4096));
   const Runner cpu(s);
-  const EmulatedRunner emulated(s);
+  const KernelRunner kernels(s);
   Buffer gradient = cpu.new_gradient();
   for (uint32_t i = 0; i < 65536; ++i) {
     const auto pattern = static_cast<uint16_t>(i);
     std::memcpy(gradient.data() + 2 * i, &pattern, 2);
   }
   const Result encoded = cpu.encode(kIsa, gradient, Buffer());
-  expect_same(encoded, emulated.encode(kIsa, gradient, Buffer()), "encode");
+  expect_same(encoded, kernels.encode(kIsa, gradient, Buffer()), "encode");
   expect_same(cpu.decode(kIsa, encoded.payload, Buffer(), Stage::kWorker),
-              emulated.decode(kIsa, encoded.payload, Buffer(), Stage::kWorker), "decode");
+              kernels.decode(kIsa, encoded.payload, Buffer(), Stage::kWorker), "decode");
 }
 
 TEST_P(Kernels, JudgeRandomBytesAsTheCpuDoes) {
   CallSetup s = setup({4096, 33, 1023, 1});
   s.beta = 0.9f;
   const Runner cpu(s);
-  const EmulatedRunner emulated(s);
+  const KernelRunner kernels(s);
   std::mt19937_64 random(5);
   const Buffer residual =
       cpu.residual_from(make_residual(Input::kGaussian, cpu.num_elements(), 92));
@@ -227,17 +233,17 @@ TEST_P(Kernels, JudgeRandomBytesAsTheCpuDoes) {
       payload.data()[i] = std::byte(random() & 255);
     }
     expect_same(cpu.reduce(kIsa, {payload, payload}, residual),
-                emulated.reduce(kIsa, {payload, payload}, residual), "reduce");
+                kernels.reduce(kIsa, {payload, payload}, residual), "reduce");
     expect_same(cpu.decode(kIsa, payload, residual, Stage::kWorker),
-                emulated.decode(kIsa, payload, residual, Stage::kWorker), "decode");
+                kernels.decode(kIsa, payload, residual, Stage::kWorker), "decode");
   }
 }
 
 TEST_P(Kernels, DoWithoutTilesAndWithoutStatus) {
-  const EmulatedRunner empty(setup({}));
+  const KernelRunner empty(setup({}));
   empty.encode(kIsa, empty.new_gradient(), Buffer());
   const CallSetup s = setup({100});
-  const EmulatedRunner run(s);
+  const KernelRunner run(s);
   const Buffer gradient = run.gradient_from(make_input(Input::kGaussian, 100, 1));
   Buffer payload(run.payload_bytes(100, Stage::kWorker));
   const TileBatch batch{
@@ -247,7 +253,7 @@ TEST_P(Kernels, DoWithoutTilesAndWithoutStatus) {
   EXPECT_TRUE(payload == run.encode(kIsa, gradient, Buffer()).payload);
 }
 
-INSTANTIATE_TEST_SUITE_P(AllCodecs, Kernels, ::testing::ValuesIn(emulated_cases()), case_name);
+INSTANTIATE_TEST_SUITE_P(AllCodecs, Kernels, ::testing::ValuesIn(kernel_cases()), case_name);
 
 }  // namespace
 }  // namespace gradferry::testing

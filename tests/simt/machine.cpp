@@ -44,6 +44,8 @@ struct Gathering {
   const void* storage = nullptr;  // of meet_in_block
 };
 
+constexpr size_t kMostUses = 4096;  // of storages and of shared memory, in a block, usually
+
 struct UsedStorage {
   const std::byte* begin;
   const std::byte* end;
@@ -215,6 +217,9 @@ class Machine {
       thread.sanitized.renew(false);
     }
     abandoned_ = false;
+    // To grow in the middle of a block would move memory from thread to thread.
+    used_storage_.reserve(kMostUses);
+    shared_.reserve(kMostUses);
   }
 
   void run_block() {

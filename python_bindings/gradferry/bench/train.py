@@ -20,12 +20,14 @@ from gradferry.reporting.json_file import write_json
 from gradferry.reporting.paired import interval_of_median, paired_difference, paired_ratio
 from gradferry.reporting.progress import StatusLine
 from gradferry.reporting.table import Column, Table, print_line, print_table
-from gradferry.workloads.contest import ContestOptions, Outcome, run_contest
+from gradferry.workloads.contest import PHASES, ContestOptions, Outcome, run_contest
 from gradferry.workloads.hooks import NO_HOOK, TORCH_HOOKS, check_timed_hook
 from gradferry.workloads.models import MODEL_HELP, check_model
 from gradferry.workloads.ranks import add_rank_arguments, check_ranks, run_everywhere
 
-_DEFAULT_HOOKS = (NO_HOOK, *TORCH_HOOKS, "q8", "q4", "sign1", "topk")
+_MOMENTUM = "+momentum=0.9+warmup_steps=100"
+# All at once they take about 0.45 GB per hook and rank, so not every codec is among them.
+_DEFAULT_HOOKS = (NO_HOOK, *TORCH_HOOKS, "q8", "q4", f"sign1{_MOMENTUM}", f"topk{_MOMENTUM}")
 _BUCKET_CAPS_MB = (4.0, 10.0, 25.0)
 _SMOKE: dict[str, Any] = {
     "model": "small",
@@ -48,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="HOOK",
         help=f"of {NO_HOOK} (no communication; always included), {' '.join(TORCH_HOOKS)}, off, "
         f"and codecs: {codecs}. Arguments of attach may follow a codec: "
-        f"sign1+error_feedback=none (default: {' '.join(_DEFAULT_HOOKS)})",
+        f"sign1{_MOMENTUM} (default: {' '.join(_DEFAULT_HOOKS)})",
     )
     parser.add_argument(
         "--model", default="transformer", help=f"{MODEL_HELP} (default: %(default)s)"
@@ -168,6 +170,7 @@ def train_rows(
                 "interface_bytes": outcome.interface_bytes,
                 "steps_to_loss": outcome.reached.steps if outcome.reached else None,
                 "seconds_to_loss": outcome.reached.seconds if outcome.reached else None,
+                **{phase: outcome.phase_ms.get(phase) for phase in PHASES},
                 "model": model,
                 "seed": seed,
                 "round_ms": outcome.round_ms,

@@ -21,6 +21,7 @@ from gradferry.binding import start_engine
 from gradferry.codec_spec import parse_codec
 from gradferry.parameters import ParameterLayout
 from gradferry.wire_formula import all_reduce_bytes
+from gradferry.workloads.contest import PHASES
 from gradferry.workloads.launch import Emit
 
 OWN_DTYPES = {
@@ -31,7 +32,6 @@ OWN_DTYPES = {
 _UNIT = 2.0**-10
 _MOST_UNITS = 256  # whose multiples bfloat16, the coarsest dtype, still holds exactly
 _SEED = 0
-_PHASES = ("encode_ms", "network_ms", "reduce_ms", "decode_ms")
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class _CodecAllReduce:
 
     def phase_ms(self) -> dict[str, float]:
         stats = self._engine.stats()
-        return {key: float(stats[key]) for key in _PHASES}
+        return {key: float(stats[key]) for key in PHASES}
 
 
 _AllReduce = _OwnAllReduce | _CodecAllReduce

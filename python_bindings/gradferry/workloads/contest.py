@@ -21,12 +21,14 @@ from gradferry.errors import ConfigError
 from gradferry.workloads.hooks import NO_HOOK, apply_hook, bucket_caps
 from gradferry.workloads.launch import Emit
 from gradferry.workloads.models import Workload, load_workload
+from gradferry.workloads.optimizers import make_optimizer
 from gradferry.workloads.ranks import InterfaceCounter
 
-# DDP arranges its buckets in the first step, PowerSGD compresses from this one on, and the step
-# after is the first that is like all others.
-_POWERSGD_START = 2
-_WARMUP_STEPS = _POWERSGD_START + 1
+PHASES = ("encode_ms", "network_ms", "reduce_ms", "decode_ms")  # of HookState.stats
+# DDP arranges its buckets in the first step, hooks that start with dense steps have two of them,
+# and the step after that is the first that is like all others.
+_COMPRESS_FROM = 2
+_WARMUP_STEPS = _COMPRESS_FROM + 1
 _TRIAL_STEPS = 3
 _VALIDATE_EVERY = 10  # steps
 
@@ -65,13 +67,21 @@ class Outcome:
     wire_measured: bool = True
     wire_formula: int = 0
     interface_bytes: float | None = None  # per step, of that rank; None where not its own
+    phase_ms: dict[str, float] = field(default_factory=dict)  # per step, of a codec on rank 0
     reached: LossReached | None = None
 
 
 class _Contestant:
     """One hook with its model, on this rank."""
 
-    def __init__(self, workload: Workload, hook: str, bucket_cap_mb: float, seed: int) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        hook: str,
+        bucket_cap_mb: float,
+        seed: int,
+        compress_from: int | None,
+    ) -> None:
         torch.manual_seed(seed)
         self.hook = hook
         self.bucket_cap_mb = bucket_cap_mb
@@ -80,9 +90,15 @@ class _Contestant:
         self._workload = workload
         self._generator = torch.Generator().manual_seed(seed)
         self._ddp = DistributedDataParallel(workload.build_model(), bucket_cap_mb=bucket_cap_mb)
-        self.handle = apply_hook(self._ddp, hook, seed=seed, powersgd_start=_POWERSGD_START)
-        self._optimizer = torch.optim.AdamW(
-            self._ddp.parameters(), lr=workload.learning_rate, betas=(0.9, 0.95), fused=True
+        self.handle = apply_hook(self._ddp, hook, seed=seed, compress_from=compress_from)
+        state = self.handle.state
+        momentum = state._bound().config.momentum if state else None
+        self._optimizer = make_optimizer(
+            "OneBitAdam" if momentum else "AdamW",
+            workload,
+            self._ddp.parameters(),
+            state,
+            fused=True,
         )
 
     def train(self, steps: int) -> float:
@@ -98,6 +114,13 @@ class _Contestant:
         self.steps += steps
         self.seconds += seconds
         return seconds
+
+    def phase_ms(self) -> dict[str, float]:
+        """Sums since the start."""
+        if self.handle.state is None:
+            return {}
+        stats = self.handle.state.stats()
+        return {key: float(stats[key]) for key in PHASES}
 
     def validation_loss(self) -> float:
         """Mean over the validation data of all ranks."""
@@ -137,12 +160,16 @@ class _Contest:
             contestants[-1].train(_WARMUP_STEPS)
             outcomes.append(outcome)
         entries = list(zip(contestants, outcomes, strict=True))
+        before = {contestant.hook: contestant.phase_ms() for contestant, _ in entries}
         for number in range(1, self._options.rounds + 1):
             for contestant, outcome in entries:
                 self._emit(f"round {number}/{self._options.rounds}: {contestant.hook}")
                 self._take_turn(contestant, outcome)
             entries.reverse()
+        steps = self._options.rounds * self._options.steps
         for contestant, outcome in entries:
+            for key, total in contestant.phase_ms().items():
+                outcome.phase_ms[key] = (total - before[contestant.hook][key]) / steps
             self._count_bytes(contestant, outcome)
         del contestants, contestant, entries
         if self._options.until_loss is not None:
@@ -151,9 +178,11 @@ class _Contest:
                     self._train_until(self._options.until_loss, outcome)
         return outcomes
 
-    def _new(self, hook: str, bucket_cap_mb: float) -> _Contestant:
+    def _new(
+        self, hook: str, bucket_cap_mb: float, compress_from: int | None = _COMPRESS_FROM
+    ) -> _Contestant:
         gc.collect()  # DDP objects sit in reference cycles
-        return _Contestant(self._workload, hook, bucket_cap_mb, self._options.seed)
+        return _Contestant(self._workload, hook, bucket_cap_mb, self._options.seed, compress_from)
 
     def _find_bucket_size(self, hook: str) -> tuple[float, dict[float, float]]:
         """The bucket size at which a short trial is fastest, and the trials' ms per step."""
@@ -168,6 +197,7 @@ class _Contest:
             contestant.train(_WARMUP_STEPS)
             seconds = _slowest([contestant.train(1) for _ in range(_TRIAL_STEPS)])
             trials[cap] = 1000 * median(seconds)
+            del contestant  # before the next one takes memory
         return min(trials, key=lambda cap: trials[cap]), trials
 
     def _take_turn(self, contestant: _Contestant, outcome: Outcome) -> None:
@@ -192,13 +222,16 @@ class _Contest:
         mine = (wire_bytes, handle.formula_bytes(), on_interface)
         ranks = [mine] * dist.get_world_size()
         dist.all_gather_object(ranks, mine)
+        phases = [outcome.phase_ms]
+        dist.broadcast_object_list(phases, 0)
+        outcome.phase_ms = phases[0]
         busiest = max(ranks, key=lambda rank: rank[0])
         outcome.wire_bytes, outcome.wire_formula, outcome.interface_bytes = busiest
         outcome.wire_measured = handle.measured
 
     def _train_until(self, target: float, outcome: Outcome) -> None:
         """Trains a fresh model until its validation loss is at the target."""
-        contestant = self._new(outcome.hook, outcome.bucket_cap_mb)
+        contestant = self._new(outcome.hook, outcome.bucket_cap_mb, compress_from=None)
         while contestant.steps < self._options.most_steps:
             contestant.train(_VALIDATE_EVERY)
             loss = contestant.validation_loss()

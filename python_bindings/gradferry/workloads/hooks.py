@@ -1,6 +1,6 @@
 """Gradient hooks by name: PyTorch's own as `torch:...`, and every gradferry codec.
 
-Arguments of `gradferry.attach` may follow a codec, as in `sign1+error_feedback=none`. `none`
+Arguments of `gradferry.attach` may follow a codec: `sign1+momentum=0.9+warmup_steps=100`. `none`
 communicates nothing, for timing alone: ranks then train apart.
 
 `torch:fp32` is DDP's plain all-reduce. PyTorch does not count what it sends, so bytes of
@@ -33,7 +33,7 @@ from gradferry.wire_formula import all_reduce_bytes, wire_bytes_per_step
 
 _ITEM_BYTES = {"torch:fp32": 4, "torch:fp16": 2, "torch:bf16": 2}
 _POWERSGD = "torch:powersgd"
-POWERSGD_START = 10  # PyTorch's hook sends dense gradients before this step
+_POWERSGD_START = 10  # PyTorch's hook sends dense gradients before this step
 _POWERSGD_MIN_RATE = 2  # and never compresses a matrix by less than this
 TORCH_HOOKS = (*_ITEM_BYTES, f"{_POWERSGD}:4")
 NO_HOOK = "none"
@@ -56,7 +56,7 @@ class HookHandle(Protocol):
 
     @property
     def state(self) -> gradferry.HookState | None:
-        """Of a gradferry codec."""
+        """Of a gradferry hook."""
 
     def wire_bytes(self, steps: int) -> int:
         """Bytes this rank has sent to others in the first `steps` steps, the last one just done."""
@@ -84,9 +84,16 @@ def check_hook(name: str) -> None:
 
 
 def check_timed_hook(name: str) -> None:
-    """As check_hook, but also takes `none`."""
-    if name != NO_HOOK:
-        check_hook(name)
+    """As check_hook, for steps with AdamW, or with OneBitAdam in momentum mode; takes `none`."""
+    if name == NO_HOOK:
+        return
+    check_hook(name)
+    _, arguments = _split_arguments(name)
+    if "momentum" in arguments and not arguments.get("warmup_steps"):
+        raise ConfigError(
+            f"hook {name!r}: OneBitAdam, which is used in momentum mode, begins with dense steps; "
+            f"say how many: {name}+warmup_steps=100"
+        )
 
 
 def _split_arguments(name: str) -> tuple[str, dict[str, Any]]:
@@ -125,23 +132,27 @@ def apply_hook(
     name: str,
     *,
     seed: int = 0,
-    powersgd_start: int = POWERSGD_START,
+    compress_from: int | None = None,
 ) -> HookHandle:
     """Registers the named hook on `ddp`, which must have none yet.
 
+    compress_from: for timing, the step from which on a hook that starts with dense steps (PowerSGD,
+        warmup_steps) compresses; None: when it would.
     Raises ConfigError when no hook has this name.
     """
-    check_timed_hook(name)
     if name == NO_HOOK:
         ddp.register_comm_hook(None, debugging_hooks.noop_hook)
         return _ComputedHook(name, 0, 0)
+    check_hook(name)
     if name.startswith("torch:"):
-        return _apply_torch_hook(ddp, name, powersgd_start)
+        return _apply_torch_hook(ddp, name, compress_from or _POWERSGD_START)
     codec, arguments = _split_arguments(name)
+    if compress_from is not None and "warmup_steps" in arguments:
+        arguments["warmup_steps"] = min(arguments["warmup_steps"], compress_from)
     state = gradferry.attach(ddp, codec, seed=seed, **arguments)
     if state._bound().config.passes_through:
         dense_bytes = _dense_bytes(ddp)
-        return _ComputedHook(name, dense_bytes, dense_bytes)
+        return _ComputedHook(name, dense_bytes, dense_bytes, state=state)
     return _CodecHook(name, state)
 
 
@@ -184,7 +195,7 @@ class _ComputedHook:
     step_bytes: int
     dense_steps: int = 0  # at the start
     measured: bool = False
-    state: None = None
+    state: gradferry.HookState | None = None
 
     def wire_bytes(self, steps: int) -> int:
         dense_steps = min(steps, self.dense_steps)

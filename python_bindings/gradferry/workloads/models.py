@@ -30,7 +30,8 @@ class Workload:
     build_model: Callable[[], nn.Module]  # the same weights on every rank
     draw: Callable[[torch.Generator], Any]  # this rank's next batch
     loss: Callable[[nn.Module, Any], torch.Tensor]  # a scalar to call backward() on
-    learning_rate: float
+    learning_rate: float  # of AdamW
+    sgd_learning_rate: float = 0.1  # of SGD with momentum 0.9
     metric: str = ""
     validation: Sequence[Any] = ()  # this rank's share; empty: the model has none
 
@@ -62,7 +63,7 @@ MODELS: dict[str, Callable[[int], Task]] = {
 }
 MODEL_HELP = (
     "transformer (19.2 M parameters, 4 x 64 bytes of text per rank), vgg (a convolutional network, "
-    "9.8 M), embedding (a perceptron on embeddings, 12.9 M), small (a transformer of 0.9 M), or "
+    "9.8 M), embedding (a perceptron on embeddings, 12.9 M), small (a transformer of 0.87 M), or "
     "module:function for your own: a function without arguments that returns (model, batch_fn), "
     "where model(*batch_fn()) is the loss"
 )

@@ -29,6 +29,7 @@ _MOST_HOSTS = 32
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _BURST_SECONDS = 1e-3  # what a link lets through at once after a pause
 _QUEUE = "50ms"  # how long a link holds packets back before it drops them
+_COUNTERS = Path("/proc/self/net/dev")
 _LEAST_BURST = 2 * 1514
 _TOOLS = {
     "ip": "iproute2",
@@ -69,7 +70,7 @@ def parse_link(text: str) -> Link:
 
 def sent_bytes(device: str) -> int | None:
     """Bytes that an interface of this network namespace has sent; None if it has no such one."""
-    for line in Path("/proc/self/net/dev").read_text(encoding="ascii").splitlines():
+    for line in _COUNTERS.read_text(encoding="ascii").splitlines():
         name, colon, counters = line.partition(":")
         if colon and name.strip() == device:
             return int(counters.split()[8])

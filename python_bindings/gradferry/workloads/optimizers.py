@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -11,12 +12,23 @@ import gradferry
 from gradferry.config import closest
 from gradferry.errors import ConfigError
 from gradferry.optim import OneBitAdam
-from gradferry.workloads.task import Task
 
 OPTIMIZERS = ("AdamW", "SGD", "OneBitAdam")
 BETAS = (0.9, 0.95)  # of AdamW and OneBitAdam
 SGD_MOMENTUM = 0.9
 _WEIGHT_DECAY = 0.01  # of AdamW and OneBitAdam
+
+
+class LearningRates(Protocol):
+    """What a task says about its optimizers."""
+
+    @property
+    def learning_rate(self) -> float:
+        """Of AdamW."""
+
+    @property
+    def sgd_learning_rate(self) -> float:
+        """Of SGD with momentum 0.9."""
 
 
 def check_optimizer(name: str) -> None:
@@ -30,20 +42,23 @@ def check_optimizer(name: str) -> None:
 
 def make_optimizer(
     name: str,
-    task: Task,
+    rates: LearningRates,
     parameters: Iterable[nn.Parameter],
     state: gradferry.HookState | None,
+    *,
+    fused: bool | None = None,
 ) -> torch.optim.Optimizer:
-    """An optimizer at the task's learning rate.
+    """An optimizer at the learning rate of a task.
 
     Behind a hook that keeps the momentum, SGD has none of its own, and OneBitAdam freezes its
     variance when the hook's dense steps end.
 
     Args:
         name: one of OPTIMIZERS.
-        task: gives the learning rates.
+        rates: of the task.
         parameters: of the model.
         state: of the hook; None for a hook of PyTorch's.
+        fused: torch's fast AdamW, whose last bits differ; None is torch's own choice.
 
     Raises:
         ConfigError: the name is unknown, or the optimizer does not fit the hook's momentum.
@@ -56,7 +71,7 @@ def make_optimizer(
             raise ConfigError("OneBitAdam needs a codec with momentum, not a hook of PyTorch's")
         return OneBitAdam(
             parameters,
-            lr=task.learning_rate,
+            lr=rates.learning_rate,
             betas=BETAS,
             weight_decay=_WEIGHT_DECAY,
             freeze_step=config.warmup_steps,
@@ -69,9 +84,13 @@ def make_optimizer(
                 f"(momentum={momentum}); use OneBitAdam"
             )
         return torch.optim.AdamW(
-            parameters, lr=task.learning_rate, betas=BETAS, weight_decay=_WEIGHT_DECAY
+            parameters,
+            lr=rates.learning_rate,
+            betas=BETAS,
+            weight_decay=_WEIGHT_DECAY,
+            fused=fused,
         )
     if momentum:
         # The hook's momentum is an average, (1 - momentum) times the sum that SGD would keep.
-        return torch.optim.SGD(parameters, lr=task.sgd_learning_rate / (1 - momentum))
-    return torch.optim.SGD(parameters, lr=task.sgd_learning_rate, momentum=SGD_MOMENTUM)
+        return torch.optim.SGD(parameters, lr=rates.sgd_learning_rate / (1 - momentum))
+    return torch.optim.SGD(parameters, lr=rates.sgd_learning_rate, momentum=SGD_MOMENTUM)

@@ -143,8 +143,10 @@ class InterfaceCounter:
     """Bytes that this rank's network interface has sent, where the rank has one to itself."""
 
     def __init__(self) -> None:
-        """Collective: ranks that share a host share its interface, and then none is read."""
-        here = os.environ.get(_DEVICE_VARIABLE, "lo")
+        """Collective. None is read where gloo was not told which one to use, or where ranks share
+        a host and so its interface.
+        """
+        here = os.environ.get(_DEVICE_VARIABLE, "")
         mine = (_BOOT_ID.read_text(), str(_NETWORK_NAMESPACE.readlink()), here)
         everyone = [mine] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)

@@ -39,6 +39,7 @@ _COUNTERS = (
     "workspace_bytes",
     "workspace_allocations",
     "in_flight",
+    "host_waits",
 )
 
 
@@ -58,9 +59,10 @@ def call_after_steps(state: HookState, callback: StepCallback, world_size: int) 
     """See `HookState.on_step`."""
     weak_state = weakref.ref(state)  # what is registered with torch lives as long as the process
     before = state.stats()
+    passed_steps = 0  # of a hook without an engine, which counts no steps
 
     def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        nonlocal before
+        nonlocal before, passed_steps
         state = weak_state()
         if state is None:
             handle.remove()
@@ -71,8 +73,10 @@ def call_after_steps(state: HookState, callback: StepCallback, world_size: int) 
         if step["buckets"] + step["fallbacks"] == 0 or now["in_flight"]:
             return
         before = now
+        number = now["steps"] if now["buckets"] else passed_steps
+        passed_steps += 1
         ratios = {key: now[key] for key in _RATIOS}
-        callback({"step": now["steps"], **step, "ratio": ratio(step, world_size), **ratios})
+        callback({"step": number, **step, "ratio": ratio(step, world_size), **ratios})
 
     handle = register_optimizer_step_post_hook(after_step)
     return handle

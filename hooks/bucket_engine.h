@@ -1,0 +1,51 @@
+// What averages buckets: Engine for gradients on the CPU, DeviceEngine for a device with streams.
+#pragma once
+
+#include <ATen/core/ivalue.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "events.h"
+#include "layout.h"
+
+namespace gradferry {
+
+struct EngineState;
+struct EngineStats;
+
+using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
+
+class BucketEngine {
+ public:
+  virtual ~BucketEngine() = default;
+
+  // Averages `gradient` (dense, flat, contiguous, real, on the engine's device) of `parameters` (in
+  // bucket order) in place over all ranks, then completes `future` with `value`. Called in bucket
+  // order, from one thread at a time, without the GIL.
+  virtual void run(const std::vector<uint32_t>& parameters, const at::Tensor& gradient,
+                   FuturePtr future, c10::IValue value) = 0;
+
+  // Buckets that pass through belong to the step as well.
+  virtual void pass(const std::vector<uint32_t>& parameters) = 0;
+  // Whether some of its promises need every bucket, so that none may pass through.
+  virtual bool needs_every_bucket() const = 0;
+
+  virtual EngineStats stats() const = 0;
+  virtual uint64_t current_step() const = 0;  // counted from 0
+  virtual std::vector<BucketEvent> events() const = 0;
+  virtual const Layout& layout() const = 0;
+
+  // These throw Error(kState) in the middle of a step.
+  virtual EngineState state() = 0;
+  virtual void load_state(const EngineState& state) = 0;
+  // What the last step gave will not be used, whatever it is: takes its residuals back. Only with
+  // exact_skip.
+  virtual void skip_step() = 0;
+  // Worker residual of a parameter += factor * values, in the order of memory and unscaled.
+  virtual void add_to_worker_residual(uint32_t parameter, const at::Tensor& values,
+                                      float factor) = 0;
+  virtual void scale_residuals(float factor) = 0;
+};
+
+}  // namespace gradferry

@@ -1,0 +1,60 @@
+// Which step a bucket belongs to. A bucket's index and is_last are unreliable: a step begins when a
+// parameter comes again.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+namespace gradferry {
+
+class StepCounter {
+ public:
+  explicit StepCounter(size_t num_parameters) : seen_(num_parameters, false) {}
+
+  // A bucket that is compressed. Whether it is the first of its step.
+  bool add(const std::vector<uint32_t>& parameters) {
+    pass(parameters);
+    current_.push_back(parameters);
+    return current_.size() == 1;
+  }
+  // A bucket that passes through.
+  void pass(const std::vector<uint32_t>& parameters) {
+    const bool begins = std::any_of(parameters.begin(), parameters.end(),
+                                    [&](uint32_t index) { return seen_[index]; });
+    if (begins) {
+      restart(step_ + 1);
+      finished_ = std::exchange(current_, {});
+    }
+    for (const uint32_t index : parameters) seen_[index] = true;
+  }
+
+  uint64_t step() const { return step_; }
+  uint64_t finished_steps() const { return step_ + (current_.empty() ? 0 : 1); }
+  size_t num_parameters() const { return seen_.size(); }
+  size_t num_seen() const {
+    return static_cast<size_t>(std::count(seen_.begin(), seen_.end(), true));
+  }
+  // Parameters by bucket, of the last finished step.
+  const std::vector<std::vector<uint32_t>>& finished() const { return finished_; }
+
+  // The next bucket belongs to `step`, whatever it holds.
+  void resume(uint64_t step) {
+    restart(step);
+    current_.clear();
+  }
+
+ private:
+  void restart(uint64_t step) {
+    step_ = step;
+    std::fill(seen_.begin(), seen_.end(), false);
+  }
+
+  uint64_t step_ = 0;
+  std::vector<bool> seen_;  // by parameter
+  std::vector<std::vector<uint32_t>> current_;
+  std::vector<std::vector<uint32_t>> finished_;
+};
+
+}  // namespace gradferry

@@ -1,0 +1,36 @@
+// A thread that does jobs in order. It is detached, ends when it was told to stop and nothing is
+// left, and may outlive whoever gave it jobs: a job may wait for a peer that never answers.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+
+namespace gradferry {
+
+class Worker {
+ public:
+  static std::shared_ptr<Worker> start(const char* name);
+
+  // False when the thread was told to stop. Jobs must not throw.
+  bool add(std::function<void()> job);
+  // `last` is the thread's last act, after all jobs.
+  void stop(std::function<void()> last);
+
+  // Tells every worker of this process to stop; waits at most `timeout` for what they have to do.
+  static void stop_all(std::chrono::milliseconds timeout);
+
+ private:
+  void work();
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::function<void()>> jobs_;
+  bool stop_ = false;
+  bool ended_ = false;
+};
+
+}  // namespace gradferry

@@ -1,0 +1,269 @@
+// Headers, checksums and verdicts of messages on a device: what hooks/exchange.cpp does with
+// messages in host memory, to the bit. The contract is include/gradferry/device_library.h.
+//
+// The only work that grows with the payload is the checksum of received tiles: one block per tile
+// reads it once, 16 bytes per thread. Everything else looks at a few bytes per tile or message, in
+// one block, so that "first" has a meaning.
+#include "gradferry/device_library.h"
+
+#include "kernels/common/block_collectives.h"
+#include "kernels/common/conversions.h"
+
+namespace gradferry::GRADFERRY_KERNEL_NAMESPACE {
+namespace {
+
+constexpr uint32_t kThreads = 128;
+constexpr uint32_t kNone = 0xffffffffu;
+
+// --- device helpers --------------------------------------------------------------------------------
+
+struct Fault {
+  WireStatus status;
+  Phase phase;
+  uint32_t rank;
+  uint64_t step;
+  uint64_t chunk;
+  uint64_t expected;
+  uint64_t received;
+};
+
+// By one thread of the kernel, and by kernels of one stream only.
+GRADFERRY_DEVICE void note(Findings* findings, const Fault& fault) {
+  const auto kept = static_cast<WireStatus>(findings->status);
+  const bool echo = kept == WireStatus::kPeerTrouble && fault.status != WireStatus::kPeerTrouble;
+  if (kept != WireStatus::kOk && !echo) return;
+  findings->status = static_cast<uint32_t>(fault.status);
+  findings->phase = static_cast<uint32_t>(fault.phase);
+  findings->rank = fault.rank;
+  findings->step = fault.step;
+  findings->chunk = fault.chunk;
+  findings->expected = fault.expected;
+  findings->received = fault.received;
+}
+
+struct Minima {
+  uint32_t of_warp[kThreads / kWarpLanes];
+};
+// The least value of the block: in thread 0 alone.
+GRADFERRY_DEVICE uint32_t block_minimum(Minima& shared, uint32_t value) {
+  const uint32_t least = __reduce_min_sync(kAllLanes, value);
+  if (threadIdx.x % kWarpLanes == 0) shared.of_warp[threadIdx.x / kWarpLanes] = least;
+  __syncthreads();
+  uint32_t result = least;
+  if (threadIdx.x == 0) {
+    for (const uint32_t other : shared.of_warp) result = other < result ? other : result;
+  }
+  return result;
+}
+
+template <typename T>
+GRADFERRY_DEVICE T field(const std::byte* message, size_t offset) {
+  return read<T>(message + offset);
+}
+#define GRADFERRY_FIELD(message, name) \
+  field<decltype(MessageHeader::name)>(message, offsetof(MessageHeader, name))
+
+GRADFERRY_DEVICE void write_header(std::byte* message, const Envelope& envelope, uint32_t status,
+                                   uint32_t payload_bytes, uint32_t checksum) {
+  const auto put = [&](size_t offset, auto value) { write(message + offset, value); };
+  put(offsetof(MessageHeader, magic), kWireMagic);
+  put(offsetof(MessageHeader, wire_version), kWireVersion);
+  put(offsetof(MessageHeader, phase), static_cast<uint16_t>(envelope.phase));
+  put(offsetof(MessageHeader, status), status);
+  put(offsetof(MessageHeader, source_rank), envelope.rank);
+  put(offsetof(MessageHeader, config_hash), envelope.config_hash);
+  put(offsetof(MessageHeader, layout_hash), envelope.layout_hash);
+  put(offsetof(MessageHeader, step), envelope.step);
+  put(offsetof(MessageHeader, chunk), envelope.chunk);
+  put(offsetof(MessageHeader, payload_bytes), payload_bytes);
+  put(offsetof(MessageHeader, checksum), checksum);
+  put(offsetof(MessageHeader, seed), uint64_t{0});
+}
+
+// The first field of a header that is not what it must be; status kOk without one.
+GRADFERRY_DEVICE Fault judge(const std::byte* header, const Envelope& envelope, uint32_t rank,
+                             uint32_t payload_bytes, uint32_t checksum) {
+  Fault fault{WireStatus::kOk, envelope.phase, rank, envelope.step, envelope.chunk, 0, 0};
+  const auto demand = [&](WireStatus status, uint64_t expected, uint64_t received) {
+    if (fault.status != WireStatus::kOk || expected == received) return;
+    fault.status = status;
+    fault.expected = expected;
+    fault.received = received;
+  };
+  demand(WireStatus::kBadMagic, kWireMagic, GRADFERRY_FIELD(header, magic));
+  demand(WireStatus::kBadVersion, kWireVersion, GRADFERRY_FIELD(header, wire_version));
+  demand(WireStatus::kBadPhase, static_cast<uint64_t>(envelope.phase),
+         GRADFERRY_FIELD(header, phase));
+  demand(WireStatus::kBadSource, rank, GRADFERRY_FIELD(header, source_rank));
+  demand(WireStatus::kBadConfig, envelope.config_hash, GRADFERRY_FIELD(header, config_hash));
+  demand(WireStatus::kBadLayout, envelope.layout_hash, GRADFERRY_FIELD(header, layout_hash));
+  demand(WireStatus::kBadStep, envelope.step, GRADFERRY_FIELD(header, step));
+  demand(WireStatus::kBadChunk, envelope.chunk, GRADFERRY_FIELD(header, chunk));
+  demand(WireStatus::kBadPayloadBytes, payload_bytes, GRADFERRY_FIELD(header, payload_bytes));
+  // A sender in trouble reports through its own commit; its payload means nothing.
+  demand(WireStatus::kPeerTrouble, 0, GRADFERRY_FIELD(header, status));
+  // The received checksum is what the sender computed, so here it is the expected one.
+  demand(WireStatus::kBadChecksum, GRADFERRY_FIELD(header, checksum), checksum);
+  return fault;
+}
+#undef GRADFERRY_FIELD
+
+// --- kernels ---------------------------------------------------------------------------------------
+
+// One block per message.
+__global__ void __launch_bounds__(kThreads) seal_kernel(SealCall call) {
+  GRADFERRY_SHARED(StatusStorage<kThreads>, sum_storage);
+  GRADFERRY_SHARED(ScanStorage<kThreads>, count_storage);
+  const Message message = call.messages[blockIdx.x];
+  StatusPart part{0, 0};
+  uint32_t corrupt = 0;
+  for (uint32_t i = threadIdx.x; i < message.num_tiles; i += kThreads) {
+    const TileStatus status = call.status[call.order[message.first_tile + i]];
+    part.checksum += status.checksum * (2 * i + 1);
+    corrupt += (status.flags & kTileCorrupt) != 0 ? 1 : 0;
+  }
+  const uint32_t all_corrupt = exclusive_sum<kThreads>(count_storage, corrupt).total;
+  const StatusPart all = combine_status<kThreads>(sum_storage, part);
+  if (threadIdx.x != 0) return;
+  uint32_t status = 0;
+  if (call.findings != nullptr) {
+    const Envelope& envelope = call.envelope;
+    if (all_corrupt != 0) {
+      note(call.findings, {WireStatus::kCorruptPayload, Phase::kScatter, envelope.rank,
+                           envelope.step, envelope.chunk, 0, all_corrupt});
+    }
+    status = call.findings->status;
+  }
+  write_header(call.buffer + message.offset, call.envelope, status, message.payload_bytes,
+               all.checksum);
+}
+
+// One block per tile: adds its share to its message's checksum.
+__global__ void __launch_bounds__(kThreads) sum_kernel(CheckCall call) {
+  GRADFERRY_SHARED(StatusStorage<kThreads>, storage);
+  const ReceivedTile tile = call.tiles[blockIdx.x];
+  StatusPart part{0, 0};
+  for (uint32_t i = 16 * threadIdx.x; i < tile.num_bytes; i += 16 * kThreads) {
+    const Bytes16 words = read<Bytes16>(call.buffer + tile.offset + i);
+    GRADFERRY_UNROLL
+    for (uint32_t j = 0; j < 4; ++j) part.checksum += words.word[j] * (2 * (i / 4 + j) + 1);
+  }
+  const StatusPart all = combine_status<kThreads>(storage, part);
+  if (threadIdx.x == 0) atomicAdd(call.sums + tile.message, all.checksum * (2 * tile.position + 1));
+}
+
+// One block.
+__global__ void __launch_bounds__(kThreads) judge_kernel(CheckCall call) {
+  const auto judged = [&](uint32_t rank) {
+    const Message message = call.messages[rank];
+    return judge(call.buffer + message.offset, call.envelope, rank, message.payload_bytes,
+                 call.sums[rank]);
+  };
+  for (uint32_t rank = threadIdx.x; rank < call.num_messages; rank += kThreads) {
+    call.verdicts[rank] = static_cast<uint32_t>(judged(rank).status);
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    for (uint32_t rank = 0; rank < call.num_messages; ++rank) {
+      if (call.verdicts[rank] != 0) note(call.findings, judged(rank));
+    }
+  }
+  __syncthreads();
+  for (uint32_t rank = threadIdx.x; rank < call.num_messages; rank += kThreads) call.sums[rank] = 0;
+}
+
+GRADFERRY_DEVICE void fill_nan(void* gradient, const Tile& tile, ScalarType dtype) {
+  const uint32_t item = item_bytes(dtype);
+  std::byte* first = static_cast<std::byte*>(gradient) + tile.gradient_offset * item;
+  for (uint32_t i = 0; i < tile.num_elements; ++i) {
+    std::byte* element = first + uint64_t{i} * item;
+    switch (dtype) {
+      case ScalarType::kFloat32: write(element, kNanBits); break;
+      case ScalarType::kBFloat16: write(element, uint16_t{0x7fc0}); break;
+      case ScalarType::kFloat16: write(element, uint16_t{0x7e00}); break;
+      case ScalarType::kFloat64: write(element, uint64_t{0x7ff8000000000000}); break;
+    }
+  }
+}
+
+// One block; a thread per tile. Refused messages are rare, so their tiles may take long.
+__global__ void __launch_bounds__(kThreads) conclude_kernel(ConcludeCall call) {
+  GRADFERRY_SHARED(Minima, corrupt_minima);
+  GRADFERRY_SHARED(Minima, nonfinite_minima);
+  uint32_t corrupt = kNone, nonfinite = kNone;
+  for (uint32_t i = threadIdx.x; i < call.num_tiles; i += kThreads) {
+    const bool refused = call.verdicts[call.sources[i]] != 0;
+    const uint32_t flags = call.status[i].flags;
+    if (refused) fill_nan(call.gradient, call.tiles[i], call.dtype);
+    if (!refused && (flags & kTileCorrupt) != 0 && i < corrupt) corrupt = i;
+    if ((refused || (flags & kTileNonFinite) != 0) && i < nonfinite) nonfinite = i;
+  }
+  corrupt = block_minimum(corrupt_minima, corrupt);
+  nonfinite = block_minimum(nonfinite_minima, nonfinite);
+  if (threadIdx.x != 0) return;
+  if (corrupt != kNone) {
+    note(call.findings, {WireStatus::kCorruptPayload, Phase::kGather, call.sources[corrupt],
+                         call.step, call.chunk, 0, 1});
+  }
+  if (nonfinite != kNone && call.findings->nonfinite_tile == 0) {
+    call.findings->nonfinite_tile = call.tiles[nonfinite].id + 1;
+  }
+}
+
+// One thread.
+__global__ void commit_kernel(CommitCall call) {
+  auto* record = reinterpret_cast<std::byte*>(call.record);
+  const auto put = [&](size_t offset, auto value) { write(record + offset, value); };
+  const Findings& findings = *call.findings;
+  put(offsetof(CommitRecord, magic), kWireMagic);
+  put(offsetof(CommitRecord, wire_version), kWireVersion);
+  put(offsetof(CommitRecord, phase), static_cast<uint16_t>(Phase::kCommit));
+  put(offsetof(CommitRecord, status), findings.status);
+  put(offsetof(CommitRecord, source_rank), call.rank);
+  put(offsetof(CommitRecord, step), call.step);
+  put(offsetof(CommitRecord, bucket), call.bucket);
+  put(offsetof(CommitRecord, failed_chunk), static_cast<uint32_t>(findings.chunk));
+  put(offsetof(CommitRecord, failed_phase), static_cast<uint16_t>(findings.phase));
+  put(offsetof(CommitRecord, failed_rank), static_cast<uint16_t>(findings.rank));
+  put(offsetof(CommitRecord, expected), findings.expected);
+  put(offsetof(CommitRecord, received), findings.received);
+  uint32_t checksum = 0;
+  for (uint32_t i = 0; i < offsetof(CommitRecord, checksum) / 4; ++i) {
+    checksum += read<uint32_t>(record + 4 * i) * (2 * i + 1);
+  }
+  put(offsetof(CommitRecord, checksum), checksum);
+  put(offsetof(CommitRecord, reserved), uint32_t{0});
+  *call.nonfinite_tile = findings.nonfinite_tile;
+  call.findings->nonfinite_tile = 0;
+}
+
+// One thread.
+__global__ void rescale_kernel(RescaleCall call) {
+  const float scale = call.loss_scale == nullptr ? 1.0f : *call.loss_scale;
+  const float before = *call.residual_scale;
+  *call.gain = before == 0.0f ? 1.0f : scale / before;
+  *call.residual_scale = scale;
+}
+
+// --- launchers -------------------------------------------------------------------------------------
+
+void seal(const SealCall& call) {
+  launch<seal_kernel>(call.num_messages, kThreads, call.stream, call);
+}
+void check(const CheckCall& call) {
+  launch<sum_kernel>(call.num_tiles, kThreads, call.stream, call);
+  launch<judge_kernel>(1, kThreads, call.stream, call);
+}
+void conclude(const ConcludeCall& call) {
+  launch<conclude_kernel>(1, kThreads, call.stream, call);
+}
+void commit(const CommitCall& call) { launch<commit_kernel>(1, 1, call.stream, call); }
+
+void rescale(const RescaleCall& call) { launch<rescale_kernel>(1, 1, call.stream, call); }
+
+}  // namespace
+
+extern const MessageKernels message_kernels;
+const MessageKernels message_kernels{&rescale, &seal, &check, &conclude, &commit};
+
+}  // namespace gradferry::GRADFERRY_KERNEL_NAMESPACE

@@ -1,0 +1,185 @@
+"""The hook on GPUs, beside the hook on the CPU: one case per call, in processes of its own.
+
+    python tests/cuda/check_hook.py gloo --ranks 2        # one GPU for all ranks, gloo
+    python tests/cuda/check_hook.py nccl --ranks 1        # NCCL; one rank exchanges with itself
+    python tests/cuda/check_hook.py nccl --ranks 1 --slow 7   # with random delays on the streams
+
+Every rank has the same model twice, on the CPU and on a GPU, in DistributedDataParallel and
+compressed; both get the same gradients, to the bit. What arrives in .grad must be equal, to the
+bit, and so must the saved states. Needs torch and gradferry, nothing else. Ends with code 0, or
+with 77 and a reason where this machine cannot run the case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import sys
+from unittest import mock
+
+import gradferry
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from gradferry import _native, device
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+SKIPPED = 77
+STEPS = 4
+SHAPES = ((1000, 700), (77,), (512, 513), (3,), (4096,), (129, 401))
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+WARM_UP = 3  # steps until every bucket was seen
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("backend", choices=("gloo", "nccl"))
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--slow", type=int, help="seed of random delays before every kernel")
+    arguments = parser.parse_args()
+    if reason := why_not(arguments):
+        print(f"skipped: {reason}")
+        return SKIPPED
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "29531")
+    multiprocessing.spawn(run_rank, (arguments,), nprocs=arguments.ranks)
+    print(f"{arguments.ranks} ranks over {arguments.backend}: equal to the CPU")
+    return 0
+
+
+def why_not(arguments: argparse.Namespace) -> str:
+    """Why this machine cannot run the case; empty if it can."""
+    if not torch.cuda.is_available():
+        return "torch sees no GPU"
+    gpus = torch.cuda.device_count()
+    if arguments.backend == "nccl" and arguments.ranks > gpus:
+        shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+        if torch.cuda.nccl.version() < (2, 30):
+            return f"{gpus} GPUs, and NCCL {torch.cuda.nccl.version()} wants one for every rank"
+        if not shared:
+            return f"{gpus} GPUs, and NCCL_MULTI_RANK_GPU_ENABLE is not 1"
+    return ""
+
+
+def run_rank(rank: int, arguments: argparse.Namespace) -> None:
+    torch.manual_seed(0)
+    place = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(place)
+    if arguments.slow is not None:
+        import gradferry_slow_cuda
+
+        device.LIBRARIES["cuda"] = lambda: gradferry_slow_cuda.library(arguments.slow + rank)
+    backend = "gloo" if arguments.backend == "gloo" else "cpu:gloo,cuda:nccl"
+    timeout = datetime.timedelta(seconds=120)
+    dist.init_process_group(backend, rank=rank, world_size=arguments.ranks, timeout=timeout)
+    alone = arguments.ranks == 1
+    with mock.patch.object(device, "EXCHANGE_WHEN_ALONE", alone):
+        for row in _native.codecs("cpu"):
+            for dtype in DTYPES:
+                compare(row["name"], dtype, place, alone)
+        if arguments.backend == "nccl" and arguments.slow is None:
+            count_waits(place)
+    dist.destroy_process_group()
+
+
+class Model(nn.Module):
+    """The gradient of every parameter is what the loss multiplies it with."""
+
+    def __init__(self, dtype: torch.dtype, place: torch.device) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.zeros(shape, dtype=dtype) for shape in SHAPES)
+        self.to(place)
+
+    def forward(self, targets: list[torch.Tensor]) -> torch.Tensor:
+        products = [(w * t).sum().float() for w, t in zip(self.weights, targets, strict=True)]
+        return torch.stack(products).sum()
+
+
+def targets(step: int, dtype: torch.dtype, place: torch.device) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+    values = []
+    for shape in SHAPES:
+        exponents = torch.randint(-12, 3, shape, generator=generator)
+        value = torch.randn(shape, generator=generator) * torch.exp2(exponents.float())
+        values.append(value.to(dtype).to(place))
+    return values
+
+
+def compare(codec: str, dtype: torch.dtype, place: torch.device, alone: bool) -> None:
+    """Trains on the CPU and on the GPU. A world of one has no exchange on the CPU to compare with:
+    there the lossless codec must give what it got, and the others something finite."""
+    models = [
+        DistributedDataParallel(Model(dtype, p), bucket_cap_mb=1)
+        for p in (torch.device("cpu"), place)
+    ]
+    states = [gradferry.attach(model, codec, error_feedback="both") for model in models]
+    for step in range(STEPS):
+        for model in models:
+            model.zero_grad()
+            model(targets(step, dtype, next(model.parameters()).device)).backward()
+        for index, (a, b) in enumerate(zip(*(m.parameters() for m in models), strict=True)):
+            where = f"{codec}, {dtype}, step {step}, parameter {index}, rank {dist.get_rank()}"
+            got, want = b.grad.cpu(), a.grad
+            if alone and codec != "exact":
+                assert got.isfinite().all(), where
+            else:
+                assert torch.equal(got.view(torch.uint8), want.view(torch.uint8)), where
+    saved = [state.state_dict() for state in states]
+    if not alone:
+        slot = f"slot_{dist.get_rank()}"
+        for name in ("worker", "owner"):
+            assert torch.equal(saved[0][slot][name], saved[1][slot][name]), (codec, dtype, name)
+
+
+def count_waits(place: torch.device) -> None:
+    """After warm-up the hook neither allocates on the GPU nor waits for it."""
+    model = DistributedDataParallel(Model(torch.float32, place), bucket_cap_mb=1)
+    state = gradferry.HookState("q4", model, error_feedback="both")
+    allocations: list[int] = []
+    steps = {"now": 0}
+
+    def hook(state, bucket):  # DDP looks at annotations
+        warm = steps["now"] >= WARM_UP
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        # Whatever waits for the device through torch raises.
+        torch.cuda.set_sync_debug_mode("error" if warm else "default")
+        try:
+            return gradferry.hook(state, bucket)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+            after = torch.cuda.memory_stats()["allocation.all.allocated"]
+            allocations.append(after - before if warm else 0)
+
+    model.register_comm_hook(state, hook)
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    for step in range(WARM_UP):
+        steps["now"] = step
+        model(targets(step, torch.float32, place)).backward()
+    with torch.profiler.profile(activities=activities) as profile:
+        for step in range(WARM_UP, WARM_UP + 3):
+            steps["now"] = step
+            model(targets(step, torch.float32, place)).backward()
+    torch.cuda.synchronize()
+    assert not any(allocations), allocations
+    assert state.stats()["host_waits"] == 0
+    ours = [e for e in profile.events() if e.name.startswith("gradferry::")]
+    assert ours, "no ranges of the hook in the profile"
+    waits = [
+        e.name
+        for e in profile.events()
+        if e.name
+        in ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize", "cudaMalloc")
+        and any(
+            r.thread == e.thread
+            and r.time_range.start <= e.time_range.start
+            and e.time_range.end <= r.time_range.end
+            for r in ours
+        )
+    ]
+    assert not waits, waits
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+// gradferry_slow_cuda: gradferry's CUDA kernels, each behind a delay drawn from a seed, so that
+// streams run in other orders than usual. For tests/cuda/check_hook.py.
+#include <Python.h>
+#include <cuda_runtime.h>
+
+#include <array>
+#include <random>
+#include <utility>
+
+#include "gradferry/cuda_codecs.h"
+
+namespace gradferry {
+namespace {
+
+constexpr long long kMostCycles = 2'000'000;  // about a millisecond
+constexpr size_t kCodecs = 7;
+
+__global__ void spin(long long cycles) {
+  const long long start = clock64();
+  while (clock64() - start < cycles) {
+  }
+}
+
+std::mt19937_64& random_numbers() {
+  static std::mt19937_64 numbers;
+  return numbers;
+}
+
+// Every second launch is delayed, so that some run far ahead of others.
+void delay(Stream stream) {
+  const auto cycles = static_cast<long long>(random_numbers()() % (2 * kMostCycles));
+  if (cycles < kMostCycles) spin<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(cycles);
+}
+
+template <size_t kIndex>
+struct Slow {
+  static const Codec& codec() { return cuda_library().codecs[kIndex]; }
+  static void encode(const TileBatch& batch, const void* gradient, float alpha, const float* gain,
+                     float* residual, std::byte* out) {
+    delay(batch.stream);
+    codec().encode(batch, gradient, alpha, gain, residual, out);
+  }
+  static void decode(const TileBatch& batch, const std::byte* in, void* gradient, float beta,
+                     float* residual) {
+    delay(batch.stream);
+    codec().decode(batch, in, gradient, beta, residual);
+  }
+  static void reduce(const TileBatch& batch, const std::byte* const* payload_by_rank,
+                     uint32_t world_size, const float* gain, float* residual, std::byte* out) {
+    delay(batch.stream);
+    codec().reduce(batch, payload_by_rank, world_size, gain, residual, out);
+  }
+};
+
+template <size_t... kIndices>
+std::array<Codec, kCodecs> slow_codecs(std::index_sequence<kIndices...>) {
+  return {[] {
+    Codec row = Slow<kIndices>::codec();
+    row.encode = &Slow<kIndices>::encode;
+    row.decode = &Slow<kIndices>::decode;
+    row.reduce = &Slow<kIndices>::reduce;
+    return row;
+  }()...};
+}
+
+const MessageKernels& kernels() { return cuda_library().messages; }
+
+const DeviceLibrary& slow_library() {
+  static const auto codecs = slow_codecs(std::make_index_sequence<kCodecs>());
+  static const DeviceLibrary library{
+      kDeviceLibraryVersion,
+      codecs,
+      {[](const RescaleCall& call) { delay(call.stream), kernels().rescale(call); },
+       [](const SealCall& call) { delay(call.stream), kernels().seal(call); },
+       [](const CheckCall& call) { delay(call.stream), kernels().check(call); },
+       [](const ConcludeCall& call) { delay(call.stream), kernels().conclude(call); },
+       [](const CommitCall& call) { delay(call.stream), kernels().commit(call); }}};
+  return library;
+}
+
+PyObject* library(PyObject* /*module*/, PyObject* seed) {
+  random_numbers().seed(PyLong_AsUnsignedLongLong(seed));
+  if (PyErr_Occurred() != nullptr) return nullptr;
+  return PyCapsule_New(const_cast<DeviceLibrary*>(&slow_library()), kDeviceLibraryCapsule, nullptr);
+}
+
+PyMethodDef methods[] = {
+    {"library", &library, METH_O, "library(seed): the kernels, as a capsule."},
+    {nullptr, nullptr, 0, nullptr},
+};
+PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "gradferry_slow_cuda", nullptr, -1, methods, nullptr, nullptr, nullptr,
+    nullptr};
+
+}  // namespace
+}  // namespace gradferry
+
+PyMODINIT_FUNC PyInit_gradferry_slow_cuda() { return PyModule_Create(&gradferry::definition); }

@@ -1,0 +1,68 @@
+"""The fake device of tests/streams, as a test's rank uses it.
+
+Importing this makes it known to torch and to gradferry, for good.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from gradferry import device
+from torch._C._distributed_c10d import ProcessGroupGloo, Store
+
+try:
+    import gradferry_fake_device as machine
+except ImportError as error:
+    raise ImportError(
+        "these tests need the fake device: build with GRADFERRY_TESTS=ON and install component "
+        "'tests', as `make test` does"
+    ) from error
+
+DEVICE = torch.device("fake", 0)
+# What the backend of each kind of group calls itself: by its name the hook knows gloo.
+BACKEND_NAMES = {"streamed": "streamed", "staged": "gloo"}
+backends: dict[str, Any] = {}  # of this rank, by kind
+
+
+class _DeviceModule(ModuleType):
+    def is_available(self) -> bool:
+        return True
+
+    def device_count(self) -> int:
+        return 1
+
+    def current_device(self) -> int:
+        return 0
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def manual_seed_all(self, seed: int) -> None:
+        """There are no random numbers."""
+
+
+def _make_backend(
+    kind: str, store: Store, rank: int, size: int, timeout: datetime.timedelta
+) -> Any:
+    carrier = ProcessGroupGloo(store, rank, size, timeout)
+    backends[kind] = machine.StreamedBackend(carrier, BACKEND_NAMES[kind], rank, size, timeout)
+    return backends[kind]
+
+
+device.LIBRARIES["fake"] = machine.library
+torch._register_device_module("fake", _DeviceModule("torch.fake"))
+for _kind in BACKEND_NAMES:
+    dist.Backend.register_backend(
+        f"fake_{_kind}", functools.partial(_make_backend, _kind), devices=["fake"]
+    )
+
+
+@functools.cache
+def group(kind: str) -> dist.ProcessGroup:
+    """All ranks, with a backend for the device. Collective at the first call."""
+    return dist.new_group(backend=f"cpu:gloo,fake:fake_{kind}")

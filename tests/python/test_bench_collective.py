@@ -1,0 +1,176 @@
+"""`gradferry bench collective`: its columns, its flags, and that it finds wrong results."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gradferry import _native
+from gradferry.bench import collective
+from gradferry.bench.collective import collective_rows, parse_size
+from gradferry.cli import main
+from gradferry.errors import ConfigError
+from gradferry.workloads import all_reduce
+from gradferry.workloads.all_reduce import (
+    OWN_DTYPES,
+    AllReduceOptions,
+    AllReduceOutcome,
+    compare_all_reduces,
+)
+from world import World
+
+ROW_KEYS = [
+    "size", "count", "type", "codec", "time", "algbw", "busbw", "wrong", "wire", "ratio", "enc",
+    "dec", "net", "rel_err", "speedup", "speedup_low", "speedup_high", "time_min", "time_max",
+    "wire_measured", "link", "ranks",
+]  # fmt: skip
+CODECS = tuple(_native.canonical_codec(str(codec["name"])) for codec in _native.codecs())
+
+
+def test_collective_smoke_compares_with_the_backends_own(tmp_path, capsys):
+    file = tmp_path / "rows.json"
+    assert main(["bench", "collective", "--smoke", "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    names = [*OWN_DTYPES, "q4", _native.canonical_codec("topk")]
+    assert [(row["size"], row["codec"]) for row in rows] == [
+        (size, name) for size in (1 << 16, 1 << 18) for name in names
+    ]
+    for row in rows:
+        assert list(row) == ROW_KEYS
+        assert row["wrong"] == 0
+        assert row["count"] == row["size"] // 4
+        assert row["algbw"] == pytest.approx(row["size"] / row["time"] / 1e3)
+        assert row["busbw"] == pytest.approx(row["algbw"])  # 2 ranks
+        assert row["ratio"] == pytest.approx(row["size"] / row["wire"])  # of 2 ranks
+        assert row["speedup_low"] <= row["speedup"] <= row["speedup_high"]
+        codec = row["codec"] not in OWN_DTYPES
+        for part in ("enc", "dec", "net"):
+            assert (row[part] is not None) == codec
+            assert not codec or row[part] > 0
+        assert (row["rel_err"] > 0) == codec
+    shown = capsys.readouterr().out
+    heading = "type codec time algbw busbw #wrong"
+    assert " ".join(shown.split("(elements)")[0].split()).count("algbw") == 1
+    for word in (*heading.split(), "wire", "ratio", "enc", "dec", "net", "rel.err", "speedup"):
+        assert word in shown
+
+
+def case_compare(**options: Any) -> list[AllReduceOutcome]:
+    torch.manual_seed(0)
+    defaults = {"iterations": 1, "warmup": 0, "check": True}
+    return compare_all_reduces(lambda text: None, AllReduceOptions(**{**defaults, **options}))
+
+
+# Part of a tile; a tile and a bit; more than a chunk of half a megabyte per rank.
+SIZES = (4, 4 * 4100, 4 * 600_000)
+
+
+@pytest.mark.torch_core
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_codec_gives_what_its_functions_give(worlds, ranks: int):
+    for outcomes in worlds(ranks).run(case_compare, names=(*OWN_DTYPES, *CODECS), sizes=SIZES):
+        assert len(outcomes) == len(SIZES) * (len(OWN_DTYPES) + len(CODECS))
+        for outcome in outcomes:
+            assert outcome.wrong == 0, outcome
+            assert outcome.wire_bytes > 0
+            # Sums are exact; a mean is once rounded, to 2^-24, unless the number of ranks is 2.
+            if outcome.name in OWN_DTYPES or outcome.name == "exact":
+                assert outcome.relative_error <= 2.0**-24
+
+
+def case_damaged(name: str) -> list[AllReduceOutcome]:
+    """One bit of one element is wrong, on the last rank alone."""
+    original = _native.Engine.all_reduce
+    own = dist.all_reduce
+
+    def damage(gradient: torch.Tensor) -> None:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            flat = gradient.view(torch.int16 if gradient.itemsize == 2 else torch.int32)
+            flat[7] ^= 1
+
+    class Engine:
+        def __init__(self, **arguments: Any) -> None:
+            self.engine = _Original(**arguments)
+            self.stats = self.engine.stats
+
+        def all_reduce(self, gradient: torch.Tensor) -> None:
+            original(self.engine, gradient)
+            damage(gradient)
+
+    def damaged_all_reduce(tensor: torch.Tensor, *rest: Any) -> None:
+        own(tensor, *rest)
+        if tensor.is_floating_point() and tensor.numel() == 1000:
+            damage(tensor)
+
+    _Original = _native.Engine
+    try:
+        _native.Engine = Engine
+        all_reduce.dist.all_reduce = damaged_all_reduce
+        return case_compare(names=(name,), sizes=(4000,))
+    finally:
+        _native.Engine = _Original
+        all_reduce.dist.all_reduce = own
+
+
+@pytest.mark.parametrize("name", ["torch:fp32", "torch:bf16", "q4", "exact"])
+def test_one_wrong_bit_on_one_rank_is_found(world_of_2: World, name: str):
+    for outcomes in world_of_2.run(case_damaged, name=name):
+        assert [outcome.wrong for outcome in outcomes] == [1]
+
+
+def outcome(name: str, seconds: list[float], wrong: int | None = 0) -> AllReduceOutcome:
+    return AllReduceOutcome(name, 1 << 20, wrong, 0.0, 1000, True, seconds)
+
+
+@pytest.mark.parametrize(("wrong", "code"), [(0, 0), (3, 1), (None, 0)])
+def test_exit_code_says_whether_results_were_wrong(monkeypatch, capsys, wrong, code):
+    outcomes = [outcome("torch:fp32", [1.0]), outcome("q4", [1.0], wrong)]
+    monkeypatch.setattr(collective, "run_everywhere", lambda *a: a[-1](outcomes))
+    assert main(["bench", "collective", "--smoke"]) == code
+    assert ("N/A" if wrong is None else f" {wrong} ") in capsys.readouterr().out
+
+
+def test_rows_compare_with_the_fastest_of_the_backends_own():
+    outcomes = [
+        outcome("torch:fp32", [4.0, 8.0, 40.0]),
+        outcome("torch:bf16", [2.0, 6.0, 30.0]),
+        outcome("q4", [1.0, 2.0, 10.0]),
+    ]
+    rows = {row["codec"]: row for row in collective_rows(outcomes, "1gbit", 4)}
+    assert rows["q4"]["speedup"] == 3.0
+    assert rows["torch:fp32"]["speedup"] == 0.75
+    assert rows["q4"]["time"] == 2e6
+    assert rows["q4"]["busbw"] == pytest.approx(rows["q4"]["algbw"] * 1.5)
+    assert rows["q4"]["ratio"] == pytest.approx((1 << 22) * 1.5 / 1000)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("4", 4), ("7", 4), ("64K", 1 << 16), ("2m", 1 << 21), ("1G", 1 << 30)]
+)
+def test_sizes_are_read_as_nccl_tests_reads_them(text, size):
+    assert parse_size("-b", text) == size
+
+
+@pytest.mark.parametrize("text", ["", "3", "1T", "x", "-4", "1.5M"])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(ConfigError, match="-b"):
+        parse_size("-b", text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--codecs", "q5"], "q5"),
+        (["-b", "1M", "-e", "1K"], "-e 1K is less than -b 1M"),
+        (["-f", "1"], "-f 1"),
+        (["-n", "0"], "-n 0"),
+        (["-w", "-1"], "-w -1"),
+        (["--ranks", "0"], "--ranks"),
+    ],
+)
+def test_collective_names_the_option_that_is_wrong(arguments, message, capsys):
+    assert main(["bench", "collective", *arguments]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,262 @@
+"""`gradferry bench train`: what it reports, on models too small for its figures to mean much."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gradferry.bench.train import train_rows
+from gradferry.cli import main
+from gradferry.errors import ConfigError
+from gradferry.workloads.contest import ContestOptions, Outcome, run_contest
+from gradferry.workloads.models import MODELS, check_model
+from gradferry.workloads.network import check_network
+from world import World
+
+ISSUE_KEYS = [
+    "hook", "link", "ranks", "bucket_cap_mb", "ms_median", "ms_min", "ms_max", "ratio_to_none",
+    "wire_bytes", "exposed_ms",
+]  # fmt: skip
+FURTHER_KEYS = {
+    "ratio_to_none_low", "ratio_to_none_high", "speedup", "speedup_low", "speedup_high",
+    "wire_bytes_measured", "wire_bytes_formula", "interface_bytes", "steps_to_loss",
+    "seconds_to_loss", "encode_ms", "network_ms", "reduce_ms", "decode_ms", "model",
+    "seed", "round_ms", "trial_ms",
+}  # fmt: skip
+
+
+def check_row(row: dict, rounds: int) -> None:
+    assert list(row)[: len(ISSUE_KEYS)] == ISSUE_KEYS
+    assert set(row) == {*ISSUE_KEYS, *FURTHER_KEYS}
+    assert len(row["round_ms"]) == rounds
+    assert row["ms_min"] == min(row["round_ms"]) > 0
+    assert row["ms_max"] == max(row["round_ms"])
+    assert row["ms_min"] <= row["ms_median"] <= row["ms_max"]
+    assert row["ratio_to_none_low"] <= row["ratio_to_none"] <= row["ratio_to_none_high"]
+    assert row["wire_bytes"] == row["wire_bytes_formula"]
+
+
+def test_train_smoke_compares_hooks_on_loopback(tmp_path, capsys):
+    file = tmp_path / "rows.json"
+    assert main(["bench", "train", "--smoke", "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["hook"] for row in rows] == ["none", "torch:fp16", "q4"]
+    for row in rows:
+        check_row(row, rounds=2)
+        assert (row["link"], row["ranks"], row["model"]) == ("loopback", 2, "small")
+        assert set(row["trial_ms"]) == {"4", "25"}
+        assert row["trial_ms"][f"{row['bucket_cap_mb']:g}"] == min(row["trial_ms"].values())
+        assert row["interface_bytes"] is None  # both ranks share one
+        assert row["wire_bytes_measured"] is (row["hook"] == "q4")
+        for phase in ("encode_ms", "network_ms", "reduce_ms", "decode_ms"):
+            assert (row[phase] is not None) == (row["hook"] == "q4")
+            assert row[phase] is None or 0 < row[phase] < row["ms_max"]
+    none, fp16, q4 = rows
+    assert (none["ratio_to_none"], none["exposed_ms"], none["wire_bytes"]) == (1, 0, 0)
+    assert fp16["speedup"] == 1  # it is the best of PyTorch's own here
+    assert 3.5 < fp16["wire_bytes"] / q4["wire_bytes"] < 3.75  # 16 bits against 4.3 and exempt ones
+    shown = capsys.readouterr().out
+    assert "gradferry bench train: small, 2 ranks, link loopback, 2 rounds" in shown
+
+
+def case_contest(model: str, hooks: tuple[str, ...], **options: Any) -> Any:
+    chosen = {"bucket_caps_mb": (25.0,), "rounds": 1, "steps": 1, "seed": 0, **options}
+    arguments = ContestOptions(model=model, hooks=hooks, **chosen)
+    try:
+        return run_contest(lambda text: None, arguments)
+    except ConfigError as error:
+        return error
+
+
+def test_training_until_a_loss_says_how_long_it_takes(world_of_2: World):
+    # A transformer that knows nothing has ln 256 = 5.5; 10 steps take it well below 5.
+    answers = world_of_2.run(
+        case_contest, model="small", hooks=("none", "q4"), until_loss=5.0, most_steps=10
+    )
+    for none, q4 in answers:
+        assert none.reached is None
+        assert q4.reached.steps == 10
+        assert q4.reached.seconds > 0
+    assert answers[0][1].reached == answers[1][1].reached
+
+
+def test_a_loss_that_is_not_reached_in_time_is_given_up(world_of_2: World):
+    for (outcome,) in world_of_2.run(
+        case_contest, model="small", hooks=("q4",), until_loss=0.0, most_steps=10
+    ):
+        assert outcome.reached is None
+
+
+@pytest.mark.parametrize("name", ["tensors", "words"])
+def test_a_model_of_the_users_is_trained(world_of_2: World, name):
+    momentum = "sign1+momentum=0.9+warmup_steps=100"
+    hooks = ("none", "torch:powersgd:2", "sign1+error_feedback=none", momentum)
+    answers = world_of_2.run(case_contest, model=f"own_models:{name}", hooks=hooks, rounds=3)
+    for outcomes in answers:
+        assert [outcome.hook for outcome in outcomes] == list(hooks)
+        for outcome in outcomes:
+            assert len(outcome.round_ms) == 3
+            assert outcome.trial_ms == {}  # one bucket size needs no trial
+            assert outcome.wire_bytes == outcome.wire_formula
+    # Times are of the slowest rank, so the same on all.
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        ("scores", {}, r"own_models:scores: the model returned Tensor.*must return its loss"),
+        ("nothing", {}, r"own_models:nothing returned None; it must be \(model, batch_fn\)"),
+        ("tensors", {"until_loss": 1.0}, "own_models:tensors has no validation data"),
+    ],
+)
+def test_a_model_that_cannot_be_used_is_a_clear_error(world_of_2: World, model, options, message):
+    for answer in world_of_2.run(
+        case_contest, model=f"own_models:{model}", hooks=("none",), **options
+    ):
+        assert isinstance(answer, ConfigError)
+        assert re.search(message, str(answer)), answer
+
+
+def test_train_shows_a_ranks_own_error(capsys):
+    assert main(["bench", "train", "--hooks", "q4", "--model", "own_models:fails"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("gradferry: rank 1 failed")
+    assert "ArithmeticError: not today" in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--hooks", "q5"], "q5"),
+        (["--hooks", "q4+momentun=0.9"], "did you mean 'momentum'"),
+        (["--hooks", "q4+warmup_steps=x"], "warmup_steps cannot be 'x'"),
+        (["--hooks", "sign1+momentum=0.9"], "sign1+momentum=0.9+warmup_steps=100"),
+        (["--hooks", "q4+error_feedback=all"], "error_feedback='all'"),
+        (["--model", "transfomer"], "did you mean 'transformer'"),
+        (["--model", "no_such_module:make"], "No module named 'no_such_module'"),
+        (["--model", "math:make"], "math"),
+        (["--model", "math:pi"], "cannot be called"),
+        (["--rounds", "0"], "--rounds: 0"),
+        (["--steps", "0"], "--steps: 0"),
+        (["--bucket-caps", "4", "0"], "--bucket-caps: 0"),
+        (["--link", "fast"], "--link 'fast'"),
+        (["--ranks", "0"], "--ranks"),
+    ],
+)
+def test_train_refuses_before_it_starts_a_process(arguments, message, capsys, monkeypatch):
+    monkeypatch.setattr(
+        "multiprocessing.process.BaseProcess.start", lambda self: pytest.fail("started")
+    )
+    assert main(["bench", "train", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_rows_compare_within_rounds():
+    outcomes = [
+        Outcome("none", 25, {}, [100.0, 200.0, 400.0]),
+        Outcome("torch:fp32", 25, {}, [200.0, 500.0, 800.0]),
+        Outcome("torch:fp16", 25, {}, [150.0, 300.0, 600.0]),
+        Outcome("q4", 4, {}, [110.0, 220.0, 440.0]),
+    ]
+    rows = {row["hook"]: row for row in train_rows(outcomes, "m", "1gbit", 2, 0)}
+    assert rows["q4"]["ratio_to_none"] == pytest.approx(1.1)
+    assert rows["q4"]["exposed_ms"] == pytest.approx(20)
+    assert rows["q4"]["speedup"] == pytest.approx(600 / 440)
+    assert rows["torch:fp32"]["ratio_to_none"] == pytest.approx(2)
+    assert rows["torch:fp32"]["speedup"] == pytest.approx(0.75)
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [("transformer", 19.2), ("vgg", 9.8), ("embedding", 12.9), ("small", 0.87)],
+)
+def test_models_are_as_large_as_they_say(name, millions):
+    task = MODELS[name](2)
+    model = task.build_model()
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(1e6 * millions, rel=0.03)
+    inputs, targets = task.draw(torch.Generator().manual_seed(0))
+    assert len(inputs) == len(targets) == task.global_batch
+    assert torch.equal(inputs, task.draw(torch.Generator().manual_seed(0))[0])
+
+
+@pytest.mark.parametrize("name", ["vgg", "embedding"])
+def test_synthetic_tasks_can_be_learned(name):
+    task = MODELS[name](4)
+    torch.manual_seed(0)
+    model = task.build_model()
+    generator = torch.Generator().manual_seed(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=task.learning_rate)
+    for _ in range(25):
+        optimizer.zero_grad()
+        task.mean_loss(model, task.draw(generator)).backward()
+        optimizer.step()
+    with torch.no_grad():
+        losses = [task.mean_loss(model, batch) for batch in task.validation]
+    loss = sum(losses) / len(losses)
+    assert loss < 0.95 * torch.tensor(10.0).log()  # what a uniform guess among 10 classes costs
+
+
+def test_check_model_names_the_choices():
+    with pytest.raises(ConfigError, match="transformer, vgg, embedding, small, or module:function"):
+        check_model("resnet")
+
+
+@pytest.fixture
+def namespaces_allowed():
+    try:
+        check_network(2)
+    except ConfigError as error:
+        pytest.skip(f"no network namespaces here: {error}")
+
+
+@pytest.mark.usefixtures("namespaces_allowed")
+def test_train_on_a_link_sends_what_the_formula_says(tmp_path, capfd):
+    file = tmp_path / "rows.json"
+    assert main(["bench", "train", "--smoke", "--link", "1gbit", "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["hook"] for row in rows] == ["none", "torch:fp16", "q4"]
+    for row in rows:
+        check_row(row, rounds=2)
+        assert (row["link"], row["ranks"]) == ("1gbit", 2)
+        # At most 3 % above the formula: Ethernet, IP and TCP take 66 bytes of 1514 on the wire,
+        # less in segments that the kernel leaves whole, and a barrier takes under 4 kB.
+        formula = row["wire_bytes_formula"]
+        assert formula <= row["interface_bytes"] <= 1.03 * formula + 4096
+    assert "link 1gbit" in capfd.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("namespaces_allowed")
+def test_train_on_a_link_shows_a_ranks_own_error(capfd, monkeypatch):
+    monkeypatch.chdir(Path(__file__).parent)
+    command = ["bench", "train", "--hooks", "q4", "--model", "own_models:fails"]
+    assert main([*command, "--link", "unshaped"]) == 1
+    error = capfd.readouterr().err
+    assert error.startswith("gradferry: rank 1 failed")
+    assert "ArithmeticError: not today" in error
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("namespaces_allowed")
+def test_train_on_a_link_ends_on_ctrl_c(tmp_path):
+    command = [sys.executable, "-m", "gradferry", "bench", "train", "--smoke", "--link", "unshaped"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        assert "trying buckets" in process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 130
+    assert errors == "gradferry: interrupted\n"

@@ -1,0 +1,164 @@
+"""check_every: ranks whose parameters differ find out, all of them, in the same step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import gradferry
+import pytest
+import torch
+import torch.distributed as dist
+from outcomes import Outcome, attempt
+from scenario import Run, Scenario, Weight
+from test_protocol import FORGER, WEIGHTS, WORLD_SIZE, Forger
+from torch.nn.parallel import DistributedDataParallel
+from world import World
+
+Worlds = Callable[[int], World]
+
+KINDS = (
+    Weight("first", (90, 70)),
+    Weight("bias", (51,), torch.bfloat16),
+    Weight("channels", (32, 20, 3, 3), channels_last=True),
+    Weight("double", (5, 7), torch.float64),
+    Weight("complex", (7, 3), torch.complex64),
+    Weight("empty", (0, 3)),
+    Weight("one", (1,)),
+)
+
+
+def scenario_of(every: int, world_size: int = 3, native: bool = True) -> Scenario:
+    options = {"check_every": every}
+    ddp = {"bucket_cap_mb": 0.02}
+    return Scenario(KINDS, world_size, native=native, options=options, ddp=ddp)
+
+
+def case_train(scenario: Scenario, change: tuple[int, int, str] | None) -> list[Outcome]:
+    """Steps one by one; `change` (step, rank, name) moves one bit of a parameter before a step."""
+    run = Run(scenario)
+    outcomes = []
+    for step in range(10):
+        if change is not None and change[:2] == (step, run.rank):
+            flip_last_bit(run.model.get_parameter(change[2]))
+        outcomes.append(attempt(lambda step=step: run.step(step)))
+    return outcomes
+
+
+def flip_last_bit(parameter: torch.Tensor) -> None:
+    """Of the last element in memory: of its real part, if it is complex."""
+    with torch.no_grad():
+        flat = parameter.as_strided((parameter.numel(),), (1,)).view(torch.uint8)
+        flat[-parameter.element_size()] ^= 1
+
+
+@pytest.mark.torch_core
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+def test_equal_parameters_raise_no_alarm(worlds: Worlds, native: bool) -> None:
+    for every in (1, 3):
+        for outcomes in worlds(3).run(
+            case_train, scenario=scenario_of(every, native=native), change=None
+        ):
+            assert [o.error for o in outcomes] == [None] * 10
+
+
+@pytest.mark.parametrize("name", [w.name for w in KINDS if w.num_elements])
+def test_one_bit_on_one_rank_is_named_on_all(worlds: Worlds, name: str) -> None:
+    answers = worlds(3).run(case_train, scenario=scenario_of(4), change=(5, 2, name))
+    # Nobody looks before step 8, and from then on the hook is finished.
+    for outcomes in answers:
+        assert [o.error for o in outcomes] == [None] * 8 + ["DivergedError"] * 2
+        assert f"parameter '{name}' of rank 2 differs from that of rank 0 at step 8" in (
+            outcomes[8].text
+        )
+    assert len({outcomes[8].text for outcomes in answers}) == 1
+
+
+def test_first_of_several_parameters_is_named(worlds: Worlds) -> None:
+    answers = worlds(2).run(case_two_changes, scenario=scenario_of(2, world_size=2))
+    for outcome in answers:
+        assert "parameter 'channels' of rank 1" in outcome.text
+
+
+def case_two_changes(scenario: Scenario) -> Outcome:
+    run = Run(scenario)
+    run.step(0)
+    run.step(1)
+    if run.rank == 1:
+        flip_last_bit(run.model.get_parameter("one"))
+        flip_last_bit(run.model.get_parameter("channels"))
+    return attempt(lambda: run.step(2))
+
+
+def case_bytes(scenario: Scenario) -> list[int]:
+    """wire_bytes after every step."""
+    run = Run(scenario)
+    seen = []
+    for step in range(6):
+        run.step(step)
+        seen.append(run.state.stats()["wire_bytes"])
+    return seen
+
+
+def test_check_costs_the_documented_bytes_in_its_steps_only(worlds: Worlds) -> None:
+    plain = worlds(3).run(case_bytes, scenario=scenario_of(0))
+    checked = worlds(3).run(case_bytes, scenario=scenario_of(2))
+    for one, other in zip(plain, checked, strict=True):
+        extra = [b - a for a, b in zip(one, other, strict=True)]
+        once = 2 * (64 + 8 * len(KINDS))
+        assert extra == [0, 0, once, once, 2 * once, 2 * once]
+
+
+def test_world_of_one_has_nothing_to_compare(worlds: Worlds) -> None:
+    outcomes = worlds(1).run(case_train, scenario=scenario_of(1, world_size=1), change=None)[0]
+    assert [o.error for o in outcomes] == [None] * 10
+
+
+def case_forged(change: dict[str, int]) -> Outcome | None:
+    """A second step that begins with a check to which rank 1 sends hashes of its own making."""
+    scenario = Scenario(WEIGHTS, WORLD_SIZE, options={"check_every": 1})
+    if dist.get_rank() == FORGER:
+        forger = Forger(scenario, "parameters", change)
+        forger.run()
+        forger.step = 1
+        forger.parameters(len(WEIGHTS))
+        if change:
+            forger.run()
+        return None
+    run = Run(scenario)
+    run.step(0)
+    return attempt(lambda: run.step(1))
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "text"),
+    [
+        ({}, "DivergedError", "parameter 'first' of rank 1 differs"),
+        ({"magic": 7}, "ProtocolError", "magic is 7, expected"),
+        ({"phase": 1}, "ProtocolError", "phase is 1, expected 5"),
+        ({"step": 0}, "ProtocolError", "step is 0, expected 1"),
+        ({"payload_bytes": 8}, "ProtocolError", "payload bytes is 8, expected 24"),
+        ({"checksum": 5}, "ProtocolError", "checksum is 0, expected 5"),
+    ],
+)
+def test_forged_check_is_refused_by_all(
+    world_of_3: World, change: dict[str, int], kind: str, text: str
+) -> None:
+    outcomes = [o for o in world_of_3.run(case_forged, change=change) if o is not None]
+    assert [o.error for o in outcomes] == [kind] * 2
+    assert len({o.text for o in outcomes}) == 1
+    assert text in outcomes[0].text
+    if change:
+        assert "(step 1, chunk 1, check of parameters)" in outcomes[0].text
+
+
+def case_refused(every: Any) -> Outcome:
+    ddp = DistributedDataParallel(torch.nn.Linear(40, 40))
+    return attempt(lambda: gradferry.attach(ddp, check_every=every))
+
+
+@pytest.mark.parametrize("every", [-1, 1.5, True])
+def test_interval_that_is_no_count_is_refused(world_of_2: World, every: Any) -> None:
+    for outcome in world_of_2.run(case_refused, every=every):
+        assert outcome.error == "ConfigError"
+        assert "must be a whole number, 0 or more" in outcome.text

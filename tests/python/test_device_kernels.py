@@ -1,0 +1,39 @@
+"""gradferry.device: where kernels come from, and what is said when they do not."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+
+import pytest
+from gradferry import ConfigError, _native, device
+
+
+def test_a_build_without_cuda_kernels_says_how_to_get_them(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="no CUDA kernels; install gradferry again where nvcc"):
+        device.LIBRARIES["cuda"]()
+
+
+def test_kernels_that_cannot_be_loaded_are_named_with_the_reason(monkeypatch):
+    def fail(name: str) -> None:
+        raise ImportError("undefined symbol: cudaLaunchKernel")
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(importlib, "import_module", fail)
+    with pytest.raises(ConfigError) as error:
+        device.LIBRARIES["cuda"]()
+    assert "cannot be loaded: undefined symbol: cudaLaunchKernel" in str(error.value)
+    assert "cmake.define.GRADFERRY_CUDA=ON" in str(error.value)
+
+
+def test_a_device_without_kernels_is_refused_by_name():
+    with pytest.raises(ConfigError, match="no codecs for gradients on 'meta'; move the model to"):
+        device.load_kernels("meta")
+
+
+def test_only_a_device_library_is_taken():
+    import datetime
+
+    with pytest.raises(ConfigError, match="not a device library: a capsule named 'datetime"):
+        _native.use_device_library(datetime.datetime_CAPI)

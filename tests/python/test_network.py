@@ -1,0 +1,212 @@
+"""Hosts made of namespaces: their links, and that nothing of them is left whatever happens."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from gradferry.errors import ConfigError, PeerError
+from gradferry.workloads import network
+from gradferry.workloads.network import (
+    DEVICE,
+    Network,
+    address,
+    check_network,
+    parse_link,
+    sent_bytes,
+)
+
+MEGABYTE = 1_000_000
+# Each host but the first sends a megabyte to every host before it; each writes down how long the
+# slowest of what it got took, and what its interface has sent.
+TALK = textwrap.dedent(
+    """
+    import pathlib, socket, sys, time
+    me, hosts, folder, size = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+    address = "10.251.0.{}".format
+    server = socket.create_server((address(me), 4000), backlog=hosts)
+    deadline = time.monotonic() + 60
+    for other in range(1, me):
+        while True:
+            try:
+                peer = socket.create_connection((address(other), 4000))
+                break
+            except ConnectionRefusedError:
+                assert time.monotonic() < deadline
+        peer.sendall(bytes(size))
+        peer.shutdown(socket.SHUT_WR)
+        assert not peer.recv(1)  # the other has read it all
+    slowest = 0
+    for _ in range(hosts - me):
+        peer, _ = server.accept()
+        got = len(peer.recv(1))
+        started = time.monotonic()
+        while part := peer.recv(1 << 16):
+            got += len(part)
+        slowest = max(slowest, time.monotonic() - started)
+        peer.close()
+        assert got == size
+    counters = open("/proc/self/net/dev").read()
+    pathlib.Path(folder, str(me)).write_text(f"{slowest} {counters}")
+    """
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def namespaces_allowed() -> None:
+    try:
+        check_network(2)
+    except ConfigError as error:
+        pytest.skip(f"no network namespaces here: {error}")
+
+
+def talk(
+    link: str, hosts: int, size: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[float, int]]:
+    """Seconds of the slowest transfer to, and bytes sent by, every host."""
+    commands = [
+        [sys.executable, "-c", TALK, str(host), str(hosts), str(folder), str(size)]
+        for host in range(1, hosts + 1)
+    ]
+    with Network(parse_link(link), commands) as joined:
+        assert joined.wait() == [0] * hosts
+    results = []
+    for host in range(1, hosts + 1):
+        seconds, _, counters = (folder / str(host)).read_text().partition(" ")
+        monkeypatch.setattr(network, "_COUNTERS", folder / "counters")
+        (folder / "counters").write_text(counters)
+        results.append((float(seconds), sent_bytes(DEVICE)))
+    return results
+
+
+def test_two_hosts_talk_at_the_rate_of_their_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (seconds, acknowledged), (_, sent) = talk("10mbit", 2, MEGABYTE, tmp_path, monkeypatch)
+    # tbf lets through at most the rate and, once, its burst: 10 Mb/s * 1 ms = 1250 bytes, or two
+    # packets of 1514. One more packet may have come before the clock was started.
+    assert seconds >= (MEGABYTE - 3 * 1514) * 8 / 10e6
+    # What an Ethernet frame of 1514 bytes carries is at least 1448 bytes of TCP.
+    assert MEGABYTE < sent < MEGABYTE * 1514 / 1448 * 1.01 + 10_000
+    assert acknowledged < 0.1 * MEGABYTE
+
+
+def test_three_hosts_reach_each_other_through_a_switch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = [number for _, number in talk("unshaped", 3, MEGABYTE, tmp_path, monkeypatch)]
+    for host, megabytes in enumerate([0, 1, 2]):
+        assert megabytes * MEGABYTE <= sent[host] < (megabytes + 0.2) * MEGABYTE
+
+
+def test_one_host_that_fails_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "_LAST_WORDS_S", 0.1)
+    with Network(parse_link("unshaped"), [["false"], ["sleep", "1000"]]) as joined:
+        codes = joined.wait()
+    assert codes[0] == 1
+    assert codes[1] != 0
+
+
+class Hosts:
+    """The processes on whose command line a marker stands alone, and their namespaces."""
+
+    def __init__(self, marker: str) -> None:
+        self.ends: list[int] = []
+        self.namespaces: set[str] = set()
+        for entry in process_entries():
+            with contextlib.suppress(OSError):  # ended meanwhile, or not ours
+                if marker.encode() in (entry / "cmdline").read_bytes().split(b"\0"):
+                    self.namespaces.add(str((entry / "ns/net").readlink()))
+                    self.ends.append(os.pidfd_open(int(entry.name)))
+
+    def assert_gone(self, seconds: float) -> None:
+        """Every process has ended, or does so in time, and nobody is in their namespaces."""
+        for end in self.ends:
+            assert select.select([end], [], [], seconds)[0], "a process outlives its network"
+            os.close(end)
+        alive = set()
+        for entry in process_entries():
+            with contextlib.suppress(OSError):
+                alive.add(str((entry / "ns/net").readlink()))
+        assert not (self.namespaces - OWN_NAMESPACE) & alive
+
+
+def process_entries() -> list[Path]:
+    return [entry for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+
+
+OWN_NAMESPACE = {str(Path("/proc/self/ns/net").readlink())}
+
+
+# Both hosts run a shell that has a child of its own, so that there is someone to forget.
+OWNER = textwrap.dedent(
+    """
+    import sys
+    from gradferry.workloads.network import Network, parse_link
+    command = ["sh", "-c", "sleep $1 & echo up; wait", "sh", sys.argv[1]]
+    with Network(parse_link("unshaped"), [command, command]) as joined:
+        joined.wait()
+    """
+)
+
+
+@pytest.mark.parametrize(
+    "how", [signal.SIGKILL, signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
+def test_nothing_is_left_of_a_network_whose_owner_is_ended(how: signal.Signals) -> None:
+    seconds = str(100_000 + os.getpid())  # a marker that no other process has
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, seconds], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    try:
+        for _ in range(2):
+            assert owner.stdout.readline() == b"up\n", owner.stderr.read()
+        hosts = Hosts(seconds)
+        assert len(hosts.namespaces - OWN_NAMESPACE) == 2
+        assert len(hosts.ends) >= 4
+        owner.send_signal(how)
+        assert owner.wait(30) != 0
+    finally:
+        owner.kill()
+        owner.communicate()
+    hosts.assert_gone(10)
+
+
+def test_close_returns_when_every_process_has_ended() -> None:
+    seconds = str(200_000 + os.getpid())
+    with Network(parse_link("unshaped"), [["sleep", seconds]] * 2):
+        hosts = Hosts(seconds)
+        assert len(hosts.namespaces - OWN_NAMESPACE) == 2
+    hosts.assert_gone(0)
+
+
+def test_a_tool_that_fails_is_named_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = str(300_000 + os.getpid())
+    found = []
+    run = network._run
+
+    def look_and_run(*command: str) -> None:
+        if "tbf" in command:
+            found.append(Hosts(seconds))
+        run(*command)
+
+    monkeypatch.setattr(network, "_run", look_and_run)
+    monkeypatch.setattr(network, "_QUEUE", "never")
+    with pytest.raises(PeerError, match="tc qdisc add dev link0 root tbf"):
+        Network(parse_link("1gbit"), [["sleep", seconds]] * 2)
+    (hosts,) = found
+    assert len(hosts.namespaces - OWN_NAMESPACE) == 2
+    hosts.assert_gone(0)
+
+
+def test_counter_of_an_interface_that_is_not_there() -> None:
+    assert sent_bytes(DEVICE) is None
+    assert sent_bytes("lo") is not None
+    assert address(2) == "10.251.0.2"

@@ -1,0 +1,264 @@
+"""Numbers while training: what stats, on_step, events, errors and the profiler say of a run."""
+
+from __future__ import annotations
+
+import gc
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from outcomes import attempt
+from scenario import Run, Scenario, Weight
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import _global_optimizer_post_hooks
+from world import World
+
+WEIGHTS = (Weight("first", (90, 70)), Weight("bias", (50,)), Weight("second", (120, 60)))
+SCENARIO = Scenario(WEIGHTS, ddp={"bucket_cap_mb": 0.02})
+TIMES = ("encode_ms", "network_ms", "reduce_ms", "decode_ms")
+STEP_KEYS = {
+    "step", "buckets", "chunks", "gradient_bytes", "wire_bytes", "ratio", "fallbacks",
+    "exposed_ms", "worker_residual_ratio", "owner_residual_ratio", *TIMES,
+}  # fmt: skip
+EVENT_KEYS = {
+    "step", "bucket", "chunks", "gradient_bytes", "begin_ms", "encoded_ms", "complete_ms", *TIMES,
+}  # fmt: skip
+
+
+def case_run(scenario: Scenario, steps: int) -> dict[str, Any]:
+    run = Run(scenario)
+    started = time.perf_counter()
+    for step in range(steps):
+        run.step(step)
+    wall_ms = 1000 * (time.perf_counter() - started)
+    return {"stats": run.state.stats(), "events": run.state.events(), "wall_ms": wall_ms}
+
+
+@pytest.mark.torch_core
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+def test_times_are_those_of_the_parts(world_of_2: World, native: bool) -> None:
+    scenario = Scenario(WEIGHTS, native=native, ddp={"bucket_cap_mb": 0.02})
+    for answer in world_of_2.run(case_run, scenario=scenario, steps=5):
+        stats, events = answer["stats"], answer["events"]
+        assert len(events) == stats["buckets"] > 5
+        for key in ("chunks", "gradient_bytes"):
+            assert sum(event[key] for event in events) == stats[key]
+        for key in TIMES:
+            # Both are sums of the same whole nanoseconds, given in ms as doubles.
+            assert sum(event[key] for event in events) == pytest.approx(stats[key], rel=1e-12)
+            assert stats[key] > 0
+        # One thread does each of the two, one after the other.
+        assert stats["encode_ms"] < answer["wall_ms"]
+        assert sum(stats[key] for key in TIMES[1:]) < answer["wall_ms"]
+        assert stats["encode_ms"] < stats["exposed_ms"] < answer["wall_ms"]
+
+
+def test_events_are_in_order_and_the_last_256(world_of_2: World) -> None:
+    answer = world_of_2.run(case_run, scenario=SCENARIO, steps=150)[0]
+    events = answer["events"]
+    assert answer["stats"]["buckets"] > len(events) == 256
+    last = answer["stats"]["buckets"] - 1
+    assert [event["bucket"] for event in events] == list(range(last - 255, last + 1))
+    for event in events:
+        assert set(event) == EVENT_KEYS
+        assert 0 < event["begin_ms"] < event["encoded_ms"]
+        assert event["begin_ms"] < event["complete_ms"]
+        assert event["encode_ms"] <= event["encoded_ms"] - event["begin_ms"]
+    assert [e["begin_ms"] for e in events] == sorted(e["begin_ms"] for e in events)
+    assert events[-1]["step"] == 149
+
+
+def exposed_of(events: list[dict[str, Any]]) -> float:
+    """Per step: time inside the hook, and from its last return to the last completion."""
+    total = 0.0
+    for step in {event["step"] for event in events}:
+        own = [event for event in events if event["step"] == step]
+        total += sum(event["encoded_ms"] - event["begin_ms"] for event in own)
+        last_return = max(event["encoded_ms"] for event in own)
+        total += max(0.0, max(event["complete_ms"] for event in own) - last_return)
+    return total
+
+
+def test_exposed_is_what_the_training_thread_was_held_up(world_of_2: World) -> None:
+    for answer in world_of_2.run(case_run, scenario=SCENARIO, steps=7):
+        expected = exposed_of(answer["events"])
+        # Sums of some fifty nanosecond instants given in ms: rounding of doubles alone.
+        assert answer["stats"]["exposed_ms"] == pytest.approx(expected, rel=1e-9)
+
+
+def case_residuals(codec: str, error_feedback: str, shape: tuple[int, int]) -> dict[str, Any]:
+    weight = Weight("matrix", shape)
+    run = Run(Scenario((weight,), codec=codec, error_feedback=error_feedback))
+    for step in range(3):
+        average = run.step(step)[0]
+    local = run.scenario.gradient(2, 0, dist.get_rank(), 0)
+    saved = run.state.state_dict()
+    return {
+        "stats": run.state.stats(),
+        "local": float(torch.from_numpy(local).double().norm()),
+        "average": torch.from_numpy(average).double(),
+        "worker": float(saved["worker"].double().norm()),
+        "owner": float(saved["owner"].double().norm()),
+    }
+
+
+@pytest.mark.parametrize(("codec", "mode"), [("sign1", "both"), ("q4", "owner"), ("q4", "none")])
+def test_residual_ratio_is_that_of_norms(world_of_2: World, codec: str, mode: str) -> None:
+    # Two tiles of equal size: rank 0 owns the first, rank 1 the second.
+    answers = world_of_2.run(case_residuals, codec=codec, error_feedback=mode, shape=(2, 4096))
+    for rank, answer in enumerate(answers):
+        stats = answer["stats"]
+        owned = float(answer["average"].view(2, 4096)[rank].norm())
+        # Sums of 8192 squares in double precision, in another order: 8192 * 2^-53.
+        worker = answer["worker"] / answer["local"]
+        owner = answer["owner"] / owned
+        assert stats["worker_residual_ratio"] == pytest.approx(worker, rel=1e-12)
+        assert stats["owner_residual_ratio"] == pytest.approx(owner, rel=1e-12)
+        assert (worker > 0) == (mode == "both")
+        assert (owner > 0) == (mode != "none")
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(100, 16, sparse=True)
+        self.linear = nn.Linear(16, 64)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.embedding(ids)).sum()
+
+
+def case_on_step(codec: str, native: bool) -> dict[str, Any]:
+    import gradferry
+
+    ddp = DistributedDataParallel(Sparse())
+    if native:
+        state = gradferry.attach(ddp, codec)
+    else:
+        state = gradferry.HookState(codec, ddp)
+        ddp.register_comm_hook(state, gradferry.hook)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    rows: list[dict[str, Any]] = []
+    handle = state.on_step(rows.append)
+    optimizer.step()  # no gradients yet
+    for _ in range(3):
+        with ddp.no_sync():
+            ddp(torch.tensor([1, 2])).backward()
+        optimizer.step()  # nothing was sent
+        optimizer.zero_grad()
+        ddp(torch.tensor([1, 2])).backward()
+        optimizer.step()
+    stats = state.stats()
+    handle.remove()
+    ddp(torch.tensor([1, 2])).backward()
+    optimizer.step()
+    return {"rows": rows, "stats": stats}
+
+
+@pytest.mark.torch_core
+@pytest.mark.parametrize("codec", ["q4", "off"])
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+def test_on_step_gets_the_numbers_of_each_step(world_of_2: World, codec: str, native: bool) -> None:
+    for answer in world_of_2.run(case_on_step, codec=codec, native=native):
+        rows, stats = answer["rows"], answer["stats"]
+        assert [row["step"] for row in rows] == [0, 1, 2]
+        for row in rows:
+            assert set(row) == STEP_KEYS
+            # The sparse embedding is a bucket of its own, which passes through.
+            assert row["fallbacks"] == (1 if codec == "q4" else 2)
+            assert row["buckets"] == (1 if codec == "q4" else 0)
+        for key in STEP_KEYS - {"step", "ratio"}:
+            if not key.endswith("ratio"):
+                total = sum(row[key] for row in rows)
+                assert total == pytest.approx(stats[key], rel=1e-9), key
+
+
+def case_callbacks_end_with_the_state() -> tuple[int, int, int]:
+    before = len(_global_optimizer_post_hooks)
+    run = Run(SCENARIO)
+    run.state.on_step(lambda row: None)
+    during = len(_global_optimizer_post_hooks)
+    del run
+    gc.collect()
+    parameter = nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    torch.optim.SGD([parameter], lr=0.1).step()
+    return before, during, len(_global_optimizer_post_hooks)
+
+
+def test_callbacks_end_with_the_state(world_of_2: World) -> None:
+    for before, during, after in world_of_2.run(case_callbacks_end_with_the_state):
+        assert during == before + 1
+        assert after == before
+
+
+def case_error() -> list[tuple[str, str]]:
+    run = Run(Scenario(WEIGHTS, options={"nonfinite": "raise"}, poison={(2, 0, "first"): 1e39}))
+    outcomes = []
+    for step in (0, 1, 2, 3):
+        outcome = attempt(lambda step=step: run.step(step))
+        if outcome.error:
+            outcomes.append((outcome.error, outcome.text))
+    return outcomes
+
+
+@pytest.mark.torch_core
+def test_every_error_ends_with_the_last_buckets(world_of_2: World) -> None:
+    answers = world_of_2.run(case_error)
+    for rank, outcomes in enumerate(answers):
+        assert [error for error, _ in outcomes] == ["StateError"] * 2
+        # The same error for ever, and the same first line on all ranks.
+        assert outcomes[0] == outcomes[1]
+        first, *lines = outcomes[0][1].splitlines()
+        assert "'first' is not finite at step 2" in first
+        assert first == answers[0][0][1].splitlines()[0]
+        assert lines[0].startswith(f"last buckets of rank {rank}")
+        events = [line for line in lines if re.match(r"  step \d+, bucket \d+: ", line)]
+        assert "step 0, bucket 0" in events[0]
+        assert "complete" in events[0]
+        assert "never complete" in events[-1]
+        assert len({line.partition(":")[0] for line in events}) == len(events)
+
+
+def case_profiled(native: bool) -> dict[str, int]:
+    run = Run(Scenario(WEIGHTS, native=native, ddp={"bucket_cap_mb": 0.02}))
+    run.step(0)
+    before = run.state.stats()["chunks"]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        run.step(1)
+    counts = {event.key: event.count for event in profile.key_averages()}
+    counts["chunks"] = run.state.stats()["chunks"] - before
+    run.step(2)
+    return counts
+
+
+@pytest.mark.torch_core
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+def test_profiler_shows_every_part_by_its_name(world_of_2: World, native: bool) -> None:
+    for counts in world_of_2.run(case_profiled, native=native):
+        for name in ("encode", "reduce", "decode"):
+            assert counts[f"gradferry::{name}"] == counts["chunks"]
+        # For every chunk both exchanges, and one commit per bucket: here a chunk is a bucket.
+        assert counts["gradferry::network"] == 3 * counts["chunks"]
+
+
+def test_unbound_state_has_no_numbers() -> None:
+    import gradferry
+
+    state = gradferry.HookState("q4")
+    for call in (state.stats, state.events, lambda: state.on_step(print)):
+        with pytest.raises(gradferry.StateError, match="not bound"):
+            call()
+
+
+def test_every_key_is_in_the_documentation() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "numbers.md").read_text(encoding="utf-8")
+    for key in STEP_KEYS | EVENT_KEYS:
+        assert f"`{key}`" in text, key
+    for name in ("encode", "network", "reduce", "decode"):
+        assert f"`gradferry::{name}`" in text

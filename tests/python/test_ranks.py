@@ -1,0 +1,102 @@
+"""--link, --hosts and --ranks: what they accept, and what they say when they cannot be had."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+from gradferry.errors import ConfigError
+from gradferry.workloads import network
+from gradferry.workloads.network import check_network, parse_link
+from gradferry.workloads.ranks import add_rank_arguments, check_ranks
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [("100mbit", 1e8), ("2.5gbit", 2.5e9), (".5gbit", 5e8), ("64kbit", 64e3), ("unshaped", None)],
+)
+def test_link_is_a_rate(text: str, rate: float | None) -> None:
+    assert parse_link(text).bits_per_second == rate
+    assert parse_link(text).name == text
+
+
+@pytest.mark.parametrize("text", ["1", "fast", "1 gbit", "-1gbit", "0mbit", "1gbps", "1.2.3gbit"])
+def test_link_that_is_no_rate_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="100mbit"):
+        parse_link(text)
+
+
+def test_missing_tool_is_named_with_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda tool: None if tool == "tc" else tool)
+    with pytest.raises(ConfigError, match="'tc': install iproute2"):
+        check_network(2)
+
+
+@pytest.mark.parametrize(("user", "name"), [(1000, "an ordinary user"), (0, "root")])
+def test_who_may_not_make_namespaces_is_told_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, user: int, name: str
+) -> None:
+    monkeypatch.setattr("shutil.which", lambda tool: tool)
+    monkeypatch.setattr("os.geteuid", lambda: user)
+    monkeypatch.setattr(network, "_NEW_HOST", ("sh", "-c", "echo not permitted >&2; exit 1"))
+    with pytest.raises(ConfigError, match=rf"{name}.*not permitted.*run as root.*leave --link out"):
+        check_network(2)
+
+
+@pytest.mark.parametrize("hosts", [1, 33])
+def test_number_of_hosts_has_limits(hosts: int) -> None:
+    with pytest.raises(ConfigError, match="--hosts"):
+        check_network(hosts)
+
+
+def parsed(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_rank_arguments(parser)
+    return parser.parse_args(words)
+
+
+@pytest.fixture
+def every_network_is_possible(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradferry.workloads.ranks.check_network", lambda hosts: None)
+
+
+@pytest.mark.usefixtures("every_network_is_possible")
+@pytest.mark.parametrize(
+    ("words", "ranks"),
+    [
+        ([], 2),
+        (["--ranks", "3"], 3),
+        (["--link", "1gbit"], 2),
+        (["--link", "1gbit", "--hosts", "3"], 3),
+        (["--link", "1gbit", "--hosts", "2", "--ranks", "4"], 4),
+    ],
+)
+def test_ranks_follow_from_hosts_unless_given(words: list[str], ranks: int) -> None:
+    arguments = parsed(*words)
+    check_ranks(arguments)
+    assert arguments.ranks == ranks
+
+
+@pytest.mark.usefixtures("every_network_is_possible")
+@pytest.mark.parametrize(
+    "words",
+    [["--ranks", "0"], ["--link", "1gbit", "--ranks", "3"], ["--link", "1gbit", "--ranks", "0"]],
+)
+def test_ranks_that_cannot_be_placed_are_refused(words: list[str]) -> None:
+    with pytest.raises(ConfigError, match="--ranks"):
+        check_ranks(parsed(*words))
+
+
+def test_under_torchrun_its_ranks_are_taken_and_the_link_is_a_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in {
+        "RANK": "1",
+        "WORLD_SIZE": "5",
+        "MASTER_ADDR": "x",
+        "MASTER_PORT": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    arguments = parsed("--link", "our InfiniBand")
+    check_ranks(arguments)
+    assert arguments.ranks == 5

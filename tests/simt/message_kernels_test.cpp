@@ -1,0 +1,317 @@
+// The message kernels, run by the emulator or by a GPU, against the definitions of docs/wire_format.md in
+// include/gradferry/wire.h.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "gradferry/device_library.h"
+#include "tests/simt/kernel_codecs.h"
+
+namespace gradferry::testing {
+namespace {
+
+const MessageKernels& message_kernels = message_kernels_on_host();
+
+constexpr uint32_t kHeaderBytes = sizeof(MessageHeader);
+constexpr Envelope kScatter{.config_hash = 0x1122334455667788,
+                            .layout_hash = 0x99aabbccddeeff00,
+                            .step = 7,
+                            .chunk = uint64_t{1} << 40,
+                            .rank = 2,
+                            .phase = Phase::kScatter};
+
+Envelope gather() {
+  Envelope envelope = kScatter;
+  envelope.phase = Phase::kGather;
+  return envelope;
+}
+
+MessageHeader header_of(const Envelope& envelope, uint32_t rank, uint32_t payload_bytes,
+                        uint32_t checksum) {
+  return {.magic = kWireMagic,
+          .wire_version = kWireVersion,
+          .phase = static_cast<uint16_t>(envelope.phase),
+          .status = 0,
+          .source_rank = rank,
+          .config_hash = envelope.config_hash,
+          .layout_hash = envelope.layout_hash,
+          .step = envelope.step,
+          .chunk = envelope.chunk,
+          .payload_bytes = payload_bytes,
+          .checksum = checksum,
+          .seed = 0};
+}
+
+// Messages as they are received, one per rank, of tiles of random sizes and content.
+struct Received {
+  explicit Received(const Envelope& of, const std::vector<uint32_t>& tiles_by_rank)
+      : envelope(of), sums(tiles_by_rank.size()), verdicts(tiles_by_rank.size(), 77) {
+    std::mt19937_64 random(3);
+    for (uint32_t rank = 0; rank < tiles_by_rank.size(); ++rank) {
+      Message message{static_cast<uint32_t>(buffer.size()), 0, 0, tiles_by_rank[rank]};
+      message.first_tile = static_cast<uint32_t>(tiles.size());
+      buffer.resize(buffer.size() + kHeaderBytes);
+      uint32_t checksum = 0;
+      for (uint32_t position = 0; position < tiles_by_rank[rank]; ++position) {
+        const auto num_bytes = static_cast<uint32_t>(16 * (1 + random() % 200));
+        const auto offset = static_cast<uint32_t>(buffer.size());
+        tiles.push_back({offset, num_bytes, rank, position});
+        for (uint32_t i = 0; i < num_bytes; ++i) buffer.push_back(std::byte(random() & 255));
+        message.payload_bytes += num_bytes;
+        checksum = combine_checksum(checksum, word_sum(buffer.data() + offset, num_bytes), position);
+      }
+      const MessageHeader header = header_of(envelope, rank, message.payload_bytes, checksum);
+      std::memcpy(buffer.data() + message.offset, &header, sizeof(header));
+      messages.push_back(message);
+      buffer.resize(buffer.size() + 32);  // padding, which nobody looks at
+    }
+  }
+
+  MessageHeader& header(uint32_t rank) {
+    return *reinterpret_cast<MessageHeader*>(buffer.data() + messages[rank].offset);
+  }
+  void check() {
+    message_kernels.check({.envelope = envelope,
+                           .messages = messages.data(),
+                           .num_messages = static_cast<uint32_t>(messages.size()),
+                           .tiles = tiles.data(),
+                           .num_tiles = static_cast<uint32_t>(tiles.size()),
+                           .buffer = buffer.data(),
+                           .sums = sums.data(),
+                           .verdicts = verdicts.data(),
+                           .findings = &findings,
+                           .stream = nullptr});
+    for (const uint32_t sum : sums) EXPECT_EQ(sum, 0u);
+  }
+  void expect_fault(WireStatus status, uint32_t rank, uint64_t expected, uint64_t received) {
+    EXPECT_EQ(static_cast<WireStatus>(findings.status), status);
+    EXPECT_EQ(findings.phase, static_cast<uint32_t>(envelope.phase));
+    EXPECT_EQ(findings.rank, rank);
+    EXPECT_EQ(findings.step, envelope.step);
+    EXPECT_EQ(findings.chunk, envelope.chunk);
+    EXPECT_EQ(findings.expected, expected);
+    EXPECT_EQ(findings.received, received);
+  }
+
+  Envelope envelope;
+  std::vector<std::byte> buffer;
+  std::vector<Message> messages;
+  std::vector<ReceivedTile> tiles;
+  std::vector<uint32_t> sums, verdicts;
+  Findings findings{};
+};
+
+TEST(Messages, SealWritesHeadersAndNothingElse) {
+  std::mt19937_64 random(1);
+  const std::vector<uint32_t> counts = {3, 0, 500, 1};
+  std::vector<TileStatus> status;
+  for (uint32_t i = 0; i < 504; ++i) status.push_back({static_cast<uint32_t>(random()), 0});
+  std::vector<uint32_t> order(status.size());
+  for (uint32_t i = 0; i < order.size(); ++i) order[i] = i;
+  std::shuffle(order.begin(), order.end(), random);
+
+  std::vector<std::byte> buffer(4 * 256, std::byte{0x5a});
+  std::vector<std::byte> expected = buffer;
+  std::vector<Message> messages;
+  uint32_t first = 0;
+  for (uint32_t m = 0; m < counts.size(); ++m) {
+    messages.push_back({m * 256 + 16, m * 1000, first, counts[m]});
+    uint32_t checksum = 0;
+    for (uint32_t i = 0; i < counts[m]; ++i) {
+      checksum = combine_checksum(checksum, status[order[first + i]].checksum, i);
+    }
+    const MessageHeader header = header_of(kScatter, kScatter.rank, m * 1000, checksum);
+    std::memcpy(expected.data() + messages[m].offset, &header, sizeof(header));
+    first += counts[m];
+  }
+  for (uint64_t seed = 1; seed <= 5; ++seed) {
+    set_schedule(seed);
+    message_kernels.seal({kScatter, messages.data(), 4, order.data(), status.data(), nullptr,
+                          buffer.data(), nullptr});
+    EXPECT_EQ(buffer, expected);
+  }
+}
+
+TEST(Messages, SealOfAGatherCountsCorruptTilesAndCarriesTheStatus) {
+  std::vector<TileStatus> status(300, {1, 0});
+  status[7].flags = status[299].flags = kTileCorrupt | kTileNonFinite;
+  std::vector<uint32_t> order(status.size());
+  for (uint32_t i = 0; i < order.size(); ++i) order[i] = i;
+  const Message message{0, 64, 0, 300};
+  MessageHeader header{};
+  Findings findings{};
+  message_kernels.seal({gather(), &message, 1, order.data(), status.data(), &findings,
+                        reinterpret_cast<std::byte*>(&header), nullptr});
+  EXPECT_EQ(header.status, static_cast<uint32_t>(WireStatus::kCorruptPayload));
+  EXPECT_EQ(findings.status, header.status);
+  EXPECT_EQ(findings.phase, static_cast<uint32_t>(Phase::kScatter));
+  EXPECT_EQ(findings.rank, kScatter.rank);
+  EXPECT_EQ(findings.received, 2u);
+}
+
+TEST(Messages, CheckAcceptsWhatIsRight) {
+  for (uint64_t seed = 1; seed <= 5; ++seed) {
+    set_schedule(seed);
+    for (const Envelope& envelope : {kScatter, gather()}) {
+      Received received(envelope, {3, 0, 150, 1});
+      received.check();
+      EXPECT_EQ(received.verdicts, std::vector<uint32_t>(4, 0));
+      EXPECT_EQ(received.findings.status, 0u);
+    }
+  }
+}
+
+TEST(Messages, CheckNamesEveryFieldThatIsWrong) {
+  const struct {
+    WireStatus status;
+    void (*damage)(MessageHeader& header);
+    uint64_t expected, received;
+  } cases[] = {
+      {WireStatus::kBadMagic, [](MessageHeader& h) { h.magic = 1; }, kWireMagic, 1},
+      {WireStatus::kBadVersion, [](MessageHeader& h) { h.wire_version = 9; }, kWireVersion, 9},
+      {WireStatus::kBadPhase, [](MessageHeader& h) { h.phase = 3; }, 1, 3},
+      {WireStatus::kBadSource, [](MessageHeader& h) { h.source_rank = 0; }, 1, 0},
+      {WireStatus::kBadConfig, [](MessageHeader& h) { h.config_hash = 5; }, kScatter.config_hash,
+       5},
+      {WireStatus::kBadLayout, [](MessageHeader& h) { h.layout_hash = 5; }, kScatter.layout_hash,
+       5},
+      {WireStatus::kBadStep, [](MessageHeader& h) { h.step = 8; }, 7, 8},
+      {WireStatus::kBadChunk, [](MessageHeader& h) { h.chunk = 4; }, kScatter.chunk, 4},
+      {WireStatus::kPeerTrouble, [](MessageHeader& h) { h.status = 12; }, 0, 12},
+  };
+  for (const auto& c : cases) {
+    Received received(kScatter, {2, 3, 2});
+    c.damage(received.header(1));
+    received.check();
+    EXPECT_EQ(received.verdicts, (std::vector<uint32_t>{0, static_cast<uint32_t>(c.status), 0}));
+    received.expect_fault(c.status, 1, c.expected, c.received);
+  }
+  Received received(kScatter, {2, 3, 2});
+  const uint32_t size = received.messages[2].payload_bytes;
+  received.header(2).payload_bytes = 16;
+  received.check();
+  received.expect_fault(WireStatus::kBadPayloadBytes, 2, size, 16);
+}
+
+TEST(Messages, CheckSeesEveryFlippedBitAndNoPadding) {
+  Received received(kScatter, {1, 2});
+  const std::vector<std::byte> right = received.buffer;
+  std::vector<bool> covered(right.size(), false);
+  for (const ReceivedTile& tile : received.tiles) {
+    for (uint32_t i = 0; i < tile.num_bytes; ++i) covered[tile.offset + i] = true;
+  }
+  const uint32_t checksum = received.header(1).checksum;
+  for (size_t i = received.messages[1].offset + kHeaderBytes; i < right.size(); i += 5) {
+    received.buffer = right;
+    received.findings = {};
+    received.buffer[i] ^= std::byte(1 << (i % 8));
+    received.check();
+    EXPECT_EQ(received.verdicts[1] != 0, covered[i]) << i;
+    if (!covered[i]) continue;
+    EXPECT_EQ(received.findings.status, static_cast<uint32_t>(WireStatus::kBadChecksum));
+    EXPECT_EQ(received.findings.expected, checksum);
+    EXPECT_NE(received.findings.received, checksum);
+  }
+}
+
+TEST(Messages, TheFirstFaultStaysUnlessItIsAnEcho) {
+  Received received(kScatter, {1, 1, 1});
+  received.header(1).status = 10;
+  received.check();
+  received.expect_fault(WireStatus::kPeerTrouble, 1, 0, 10);
+  received.header(2).step = 9;
+  received.check();
+  received.expect_fault(WireStatus::kBadStep, 2, 7, 9);
+  received.header(0).magic = 0;
+  received.check();
+  received.expect_fault(WireStatus::kBadStep, 2, 7, 9);
+  EXPECT_EQ(received.verdicts[0], static_cast<uint32_t>(WireStatus::kBadMagic));
+}
+
+template <typename T>
+void expect_nans(ScalarType dtype, T nan) {
+  std::vector<Tile> tiles;
+  for (uint32_t i = 0; i < 200; ++i) tiles.push_back({i + 50, 10 * i + 1, 0, 9, 0, 0});
+  std::vector<uint32_t> sources(tiles.size(), 0);
+  sources[150] = 1;  // of a refused message
+  std::vector<TileStatus> status(tiles.size(), {0, 0});
+  status[150].flags = kTileCorrupt;  // means nothing there
+  status[170].flags = status[199].flags = kTileCorrupt | kTileNonFinite;
+  const std::vector<uint32_t> verdicts = {0, 10};
+  std::vector<T> gradient(2001, T{1});
+  std::vector<T> expected = gradient;
+  std::fill_n(expected.begin() + 1501, 9, nan);
+  Findings findings{};
+  message_kernels.conclude({kScatter.step, kScatter.chunk, tiles.data(), sources.data(), status.data(), 200,
+                            verdicts.data(), dtype, gradient.data(), &findings, nullptr});
+  EXPECT_EQ(gradient, expected);
+  EXPECT_EQ(findings.status, static_cast<uint32_t>(WireStatus::kCorruptPayload));
+  EXPECT_EQ(findings.phase, static_cast<uint32_t>(Phase::kGather));
+  EXPECT_EQ(findings.rank, 0u);
+  EXPECT_EQ(findings.step, kScatter.step);
+  EXPECT_EQ(findings.chunk, kScatter.chunk);
+  EXPECT_EQ(findings.received, 1u);
+  EXPECT_EQ(findings.nonfinite_tile, 201u);  // tile 150, whose id is 200
+}
+
+TEST(Messages, ConcludeMakesTilesOfRefusedMessagesNaN) {
+  expect_nans<uint32_t>(ScalarType::kFloat32, 0x7fc00000u);
+  expect_nans<uint16_t>(ScalarType::kBFloat16, 0x7fc0);
+  expect_nans<uint16_t>(ScalarType::kFloat16, 0x7e00);
+  expect_nans<uint64_t>(ScalarType::kFloat64, 0x7ff8000000000000u);
+}
+
+TEST(Messages, RescaleGivesTheGainToThePresentLossScale) {
+  float residual_scale = 0, gain = 0;
+  const auto rescale = [&](const float* loss_scale) {
+    message_kernels.rescale({loss_scale, &residual_scale, &gain, nullptr});
+    return gain;
+  };
+  const float first = 1024, second = 512, third = 3;
+  EXPECT_EQ(rescale(&first), 1.0f);
+  EXPECT_EQ(rescale(&second), 0.5f);
+  EXPECT_EQ(rescale(&third), 3.0f / 512.0f);
+  EXPECT_EQ(rescale(nullptr), 1.0f / 3.0f);
+  EXPECT_EQ(residual_scale, 1.0f);
+}
+
+TEST(Messages, CommitWritesItsRecordAndTakesTheTile) {
+  Findings findings{.status = 10,
+                    .phase = 2,
+                    .rank = 3,
+                    .reserved = 0,
+                    .step = 7,
+                    .chunk = 0x500000006,
+                    .expected = 11,
+                    .received = 12,
+                    .nonfinite_tile = 44};
+  CommitRecord record{};
+  uint64_t tile = 0;
+  message_kernels.commit({7, 9, 2, &findings, &record, &tile, nullptr});
+  CommitRecord expected{.magic = kWireMagic,
+                        .wire_version = kWireVersion,
+                        .phase = 3,
+                        .status = 10,
+                        .source_rank = 2,
+                        .step = 7,
+                        .bucket = 9,
+                        .failed_chunk = 6,
+                        .failed_phase = 2,
+                        .failed_rank = 3,
+                        .expected = 11,
+                        .received = 12,
+                        .checksum = 0,
+                        .reserved = 0};
+  expected.checksum =
+      word_sum(reinterpret_cast<const std::byte*>(&expected), offsetof(CommitRecord, checksum));
+  EXPECT_EQ(std::memcmp(&record, &expected, sizeof(record)), 0);
+  EXPECT_EQ(tile, 44u);
+  EXPECT_EQ(findings.nonfinite_tile, 0u);
+  EXPECT_EQ(findings.status, 10u);  // stays
+}
+
+}  // namespace
+}  // namespace gradferry::testing

@@ -1,0 +1,268 @@
+#include "machine.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <thread>
+#include <utility>
+
+namespace fake_device {
+namespace {
+
+constexpr std::byte kPoison{0xa5};
+// What is enqueued runs when the host waits, or at the latest when nothing happened for this long.
+constexpr std::chrono::milliseconds kLatest{2};
+constexpr size_t kAlignment = 256;
+
+void join(Clock& clock, const Clock& other) {
+  for (size_t i = 0; i < clock.size(); ++i) clock[i] = std::max(clock[i], other[i]);
+}
+
+}  // namespace
+
+void Touched::read(const void* memory, size_t num_bytes) const {
+  const auto begin = reinterpret_cast<uintptr_t>(memory);
+  machine_->touch(*this, begin, begin + num_bytes, false);
+}
+void Touched::write(const void* memory, size_t num_bytes) const {
+  const auto begin = reinterpret_cast<uintptr_t>(memory);
+  machine_->touch(*this, begin, begin + num_bytes, true);
+}
+
+// Never destroyed: its thread runs until the process ends.
+Machine& Machine::get() {
+  static auto* machine = new Machine;
+  return *machine;
+}
+
+Machine::Machine() {
+  new_stream();  // the default one
+  std::thread([this] { work(); }).detach();
+}
+
+uint32_t Machine::new_stream() {
+  const std::lock_guard lock(mutex_);
+  const auto stream = static_cast<uint32_t>(queues_.size());
+  if (stream == kMostStreams) throw std::runtime_error("fake device: too many streams");
+  queues_.emplace_back();
+  clocks_.emplace_back();
+  priorities_.push_back(random_());
+  return stream;
+}
+
+// Under the lock. The operation comes after all that its stream and the host know of.
+void Machine::push(uint32_t stream, Operation operation) {
+  Clock& clock = clocks_[stream];
+  join(clock, host_);
+  ++clock[stream];
+  operation.clock = clock;
+  host_is_busy_ = true;
+  queues_[stream].push_back(std::move(operation));
+  changed_.notify_all();
+}
+
+void Machine::enqueue(uint32_t stream, const char* name, Work work) {
+  const std::lock_guard lock(mutex_);
+  push(stream, {name, {}, std::move(work), nullptr});
+}
+
+MarkPtr Machine::record_locked(uint32_t stream) {
+  auto mark = std::make_shared<Mark>();
+  push(stream, {"record", {}, nullptr, mark, true});
+  mark->clock = clocks_[stream];
+  return mark;
+}
+MarkPtr Machine::record(uint32_t stream) {
+  const std::lock_guard lock(mutex_);
+  return record_locked(stream);
+}
+
+void Machine::wait(uint32_t stream, const MarkPtr& mark, bool counted) {
+  const std::lock_guard lock(mutex_);
+  if (counted) {
+    ++counters_.waits;
+    if (omitted_ >= 0 && omitted_-- == 0) return;
+  }
+  push(stream, {"wait", {}, nullptr, mark});
+  join(clocks_[stream], mark->clock);
+}
+
+bool Machine::query(const MarkPtr& mark) {
+  const std::lock_guard lock(mutex_);
+  if (mark->reached) join(host_, mark->clock);
+  return mark->reached;
+}
+
+void Machine::synchronize(const MarkPtr& mark) {
+  std::unique_lock lock(mutex_);
+  ++counters_.host_waits;
+  ++waiting_;
+  changed_.notify_all();
+  changed_.wait(lock, [&] { return mark->reached; });
+  --waiting_;
+  join(host_, mark->clock);
+}
+
+// The stream to go on with: of those that can, the one of highest priority. Priorities change at
+// random, so that one stream runs far ahead of another for a while.
+std::optional<uint32_t> Machine::choose() {
+  if (random_() % 8 == 0) {
+    for (uint64_t& priority : priorities_) priority = random_();
+  }
+  std::optional<uint32_t> chosen;
+  uint64_t highest = 0;
+  for (uint32_t i = 0; i < queues_.size(); ++i) {
+    if (queues_[i].empty()) continue;
+    const Operation& next = queues_[i].front();
+    const bool blocked = !next.work && !next.reaches && !next.mark->reached;
+    if (blocked || (chosen && priorities_[i] < highest)) continue;
+    chosen = i;
+    highest = priorities_[i];
+  }
+  return chosen;
+}
+
+void Machine::work() {
+  std::unique_lock lock(mutex_);
+  while (true) {
+    const std::optional<uint32_t> stream = choose();
+    if (!stream) {
+      changed_.wait(lock);
+      continue;
+    }
+    // As late as possible: not before the host waits or has nothing more to say.
+    if (waiting_ == 0 && host_is_busy_) {
+      host_is_busy_ = changed_.wait_for(lock, kLatest) == std::cv_status::no_timeout;
+      continue;
+    }
+    Operation operation = std::move(queues_[*stream].front());
+    queues_[*stream].pop_front();
+    if (operation.work) {
+      Touched touched;
+      touched.machine_ = this;
+      touched.name_ = operation.name;
+      touched.stream_ = *stream;
+      touched.time_ = operation.clock[*stream];
+      touched.clock_ = &operation.clock;
+      lock.unlock();
+      try {
+        operation.work(touched);
+      } catch (const std::exception& error) {
+        note_error(std::string(operation.name) + " failed: " + error.what());
+      }
+      operation.work = nullptr;
+      lock.lock();
+    } else if (operation.reaches) {
+      operation.mark->reached = true;
+      changed_.notify_all();
+    }
+  }
+}
+
+// --- memory --------------------------------------------------------------------------------------
+
+void* Machine::allocate(size_t num_bytes, uint32_t stream) {
+  if (num_bytes == 0) return nullptr;
+  void* memory = std::aligned_alloc(kAlignment, (num_bytes + kAlignment - 1) / kAlignment * kAlignment);
+  const std::lock_guard lock(mutex_);
+  ++counters_.allocations;
+  blocks_[memory] = {num_bytes, stream, {}};
+  push(stream, {"poison of new memory", {}, [=](const Touched& touched) {
+                  touched.write(memory, num_bytes);
+                  std::memset(memory, static_cast<int>(kPoison), num_bytes);
+                }, nullptr});
+  return memory;
+}
+
+void Machine::use_on(const void* memory, uint32_t stream) {
+  const std::lock_guard lock(mutex_);
+  const auto found = blocks_.find(const_cast<void*>(memory));
+  if (found != blocks_.end()) found->second.used_on.push_back(stream);
+}
+
+// Its own stream may use the memory again at once; other streams only what they were announced for.
+void Machine::free(void* memory) {
+  const std::lock_guard lock(mutex_);
+  const auto found = blocks_.find(memory);
+  if (found == blocks_.end()) return;
+  const Block block = std::move(found->second);
+  blocks_.erase(found);
+  for (const uint32_t stream : block.used_on) {
+    const MarkPtr mark = record_locked(stream);
+    push(block.stream, {"wait", {}, nullptr, mark});
+    join(clocks_[block.stream], mark->clock);
+  }
+  push(block.stream, {"poison of freed memory", {}, [this, memory, block](const Touched& touched) {
+                        touched.write(memory, block.num_bytes);
+                        const auto begin = reinterpret_cast<uintptr_t>(memory);
+                        cells_[begin] = {};
+                        cells_.erase(cells_.upper_bound(begin),
+                                     cells_.lower_bound(begin + block.num_bytes));
+                        std::memset(memory, static_cast<int>(kPoison), block.num_bytes);
+                        std::free(memory);
+                      }, nullptr});
+}
+
+// --- races ---------------------------------------------------------------------------------------
+
+void Machine::split(uintptr_t address) {
+  const auto after = cells_.upper_bound(address);
+  if (after == cells_.begin()) {
+    cells_.emplace(address, Cell{});
+  } else if (const auto at = std::prev(after); at->first != address) {
+    cells_.emplace(address, at->second);
+  }
+}
+
+void Machine::compare(const Touched& by, const Touch& other) {
+  if (other.name == nullptr || other.time <= (*by.clock_)[other.stream]) return;
+  const std::lock_guard lock(mutex_);
+  races_.push_back(std::string(by.name_) + " on stream " + std::to_string(by.stream_) +
+                   " is not ordered with " + other.name + " on stream " +
+                   std::to_string(other.stream));
+}
+
+void Machine::touch(const Touched& by, uintptr_t begin, uintptr_t end, bool write) {
+  if (begin == end) return;
+  split(begin);
+  split(end);
+  for (auto cell = cells_.find(begin); cell->first != end; ++cell) {
+    compare(by, cell->second.write);
+    const Touch touch{by.name_, by.stream_, by.time_};
+    auto& reads = cell->second.reads;
+    if (write) {
+      for (const Touch& read : reads) compare(by, read);
+      reads.clear();
+      cell->second.write = touch;
+    } else {
+      std::erase_if(reads, [&](const Touch& read) { return read.stream == by.stream_; });
+      reads.push_back(touch);
+    }
+  }
+}
+
+// --- for tests -----------------------------------------------------------------------------------
+
+void Machine::set_seed(uint64_t seed) {
+  const std::lock_guard lock(mutex_);
+  random_.seed(seed);
+}
+void Machine::omit_wait(int64_t number) {
+  const std::lock_guard lock(mutex_);
+  omitted_ = number;
+}
+Counters Machine::counters() {
+  const std::lock_guard lock(mutex_);
+  return counters_;
+}
+std::vector<std::string> Machine::races() {
+  const std::lock_guard lock(mutex_);
+  return std::exchange(races_, {});
+}
+void Machine::note_error(const std::string& error) {
+  const std::lock_guard lock(mutex_);
+  races_.push_back(error);
+}
+
+}  // namespace fake_device

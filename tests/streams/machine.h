@@ -1,0 +1,137 @@
+// A device that is no device: streams and events of a GPU, run by one thread of this process, with
+// host memory as device memory. What it is for:
+//
+// * Order. Streams run in an order drawn from a seed, as late as they may, so that whoever forgets
+//   to wait for an event sees old or poisoned bytes.
+// * Proof. Every operation says what it reads and writes. Two that touch the same byte, one of them
+//   writing, must be ordered by streams, events or the host; if they are not it is a race, whatever
+//   order they ran in. (Vector clocks: one per stream, and one for what the host knows.)
+// * Counts. How often the host allocated or waited.
+#pragma once
+
+#include <array>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <random>
+#include <string>
+#include <vector>
+
+namespace fake_device {
+
+inline constexpr size_t kMostStreams = 32;
+using Clock = std::array<uint64_t, kMostStreams>;
+
+class Machine;
+
+// What an operation touches; handed to it while it runs.
+class Touched {
+ public:
+  void read(const void* memory, size_t num_bytes) const;
+  void write(const void* memory, size_t num_bytes) const;
+
+ private:
+  friend class Machine;
+  Machine* machine_;
+  const char* name_;
+  uint32_t stream_;
+  uint64_t time_;  // on its stream
+  const Clock* clock_;
+};
+using Work = std::function<void(const Touched&)>;
+
+// A place in a stream: what an event records.
+struct Mark {
+  Clock clock;
+  bool reached = false;
+};
+using MarkPtr = std::shared_ptr<Mark>;
+
+struct Counters {
+  uint64_t allocations = 0;
+  uint64_t host_waits = 0;
+  uint64_t waits = 0;  // of streams for events
+};
+
+class Machine {
+ public:
+  static Machine& get();
+
+  uint32_t new_stream();
+  // `name` is a literal.
+  void enqueue(uint32_t stream, const char* name, Work work);
+  MarkPtr record(uint32_t stream);
+  // `counted`: it is one that omit_wait() counts.
+  void wait(uint32_t stream, const MarkPtr& mark, bool counted = true);
+  bool query(const MarkPtr& mark);
+  void synchronize(const MarkPtr& mark);
+  void synchronize(uint32_t stream) { synchronize(record(stream)); }
+
+  void* allocate(size_t num_bytes, uint32_t stream);
+  void use_on(const void* memory, uint32_t stream);
+  void free(void* memory);
+
+  // For tests.
+  void set_seed(uint64_t seed);
+  void omit_wait(int64_t number);  // the one of this number from now on; -1: none
+  Counters counters();
+  std::vector<std::string> races();  // since the last call
+  void note_error(const std::string& error);
+
+ private:
+  struct Operation {
+    const char* name;
+    Clock clock;
+    Work work;      // null: wait for `mark`
+    MarkPtr mark;   // or reach it
+    bool reaches = false;
+  };
+  struct Touch {
+    const char* name = nullptr;
+    uint32_t stream = 0;
+    uint64_t time = 0;
+  };
+  struct Cell {
+    Touch write;
+    std::vector<Touch> reads;
+  };
+  struct Block {
+    size_t num_bytes;
+    uint32_t stream;
+    std::vector<uint32_t> used_on;
+  };
+  friend class Touched;
+
+  Machine();
+  void work();
+  std::optional<uint32_t> choose();
+  MarkPtr record_locked(uint32_t stream);
+  void push(uint32_t stream, Operation operation);
+  void touch(const Touched& by, uintptr_t begin, uintptr_t end, bool write);
+  void split(uintptr_t address);
+  void compare(const Touched& by, const Touch& other);
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<std::deque<Operation>> queues_;
+  std::vector<Clock> clocks_;
+  std::vector<uint64_t> priorities_;
+  Clock host_{};
+  uint64_t waiting_ = 0;  // host threads
+  bool host_is_busy_ = false;
+  std::mt19937_64 random_;
+  std::map<void*, Block> blocks_;
+  int64_t omitted_ = -1;
+  Counters counters_;
+
+  std::map<uintptr_t, Cell> cells_;  // from this address to the next one's; the worker's alone
+  std::vector<std::string> races_;
+};
+
+}  // namespace fake_device

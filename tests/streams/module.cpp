@@ -1,0 +1,57 @@
+// gradferry_fake_device: the fake device, its backend and its kernels, for tests.
+#include <pybind11/chrono.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "fake_kernels.h"
+#include "streamed_backend.h"
+#include "torch_device.h"
+
+namespace py = pybind11;
+
+namespace fake_device {
+namespace {
+
+py::capsule library_capsule() {
+  return py::capsule(&library(), gradferry::kDeviceLibraryCapsule);
+}
+
+py::dict counters() {
+  const Counters now = Machine::get().counters();
+  return py::dict(py::arg("allocations") = now.allocations, py::arg("host_waits") = now.host_waits,
+                  py::arg("waits") = now.waits);
+}
+
+// By reference: torch registers some backends under another holder type.
+c10::intrusive_ptr<StreamedBackend> make_backend(c10d::Backend& carrier, const std::string& name,
+                                                 int rank, int size,
+                                                 std::chrono::milliseconds timeout) {
+  return c10::make_intrusive<StreamedBackend>(
+      c10::intrusive_ptr<c10d::Backend>::reclaim_copy(&carrier), name, rank, size, timeout);
+}
+
+}  // namespace
+}  // namespace fake_device
+
+PYBIND11_MODULE(gradferry_fake_device, module) {
+  using namespace fake_device;
+  py::module_::import("torch._C._distributed_c10d");
+  register_device();
+  py::class_<StreamedBackend, c10::intrusive_ptr<StreamedBackend>, c10d::Backend>(module,
+                                                                                  "StreamedBackend")
+      .def(py::init(&make_backend), py::arg("carrier"), py::arg("name"), py::arg("rank"),
+           py::arg("size"), py::arg("timeout"))
+      .def("set_in_line", &StreamedBackend::set_in_line, py::arg("in_line"))
+      .def(
+          "damage",
+          [](StreamedBackend& backend, int64_t countdown, int64_t offset, uint8_t value) {
+            backend.damage({countdown, offset, value});
+          },
+          py::arg("countdown"), py::arg("offset"), py::arg("value"));
+  module.def("library", &library_capsule);
+  module.def("counters", &counters);
+  module.def("set_seed", [](uint64_t seed) { Machine::get().set_seed(seed); }, py::arg("seed"));
+  module.def("omit_wait", [](int64_t number) { Machine::get().omit_wait(number); },
+             py::arg("number"));
+  module.def("races", [] { return Machine::get().races(); });
+}

@@ -1,0 +1,63 @@
+// A c10d backend for the fake device that behaves as ProcessGroupNCCL does: collectives go to a
+// stream of its own, behind what the current stream holds, in the order they were posted; a Work's
+// wait() has the current stream wait. The bytes travel by gloo.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <atomic>
+#include <functional>
+
+#include "torch_device.h"
+
+namespace fake_device {
+
+// Overwrites a byte of what one of the next collectives receives.
+struct Damage {
+  int64_t countdown = -1;  // collectives until then; -1: never
+  int64_t offset = 0;
+  uint8_t value = 0;
+};
+
+class StreamedBackend final : public c10d::Backend {
+ public:
+  // What it calls itself, as torch's backends do.
+  StreamedBackend(c10::intrusive_ptr<c10d::Backend> carrier, const std::string& name, int rank,
+                  int size, std::chrono::milliseconds timeout);
+
+  // All-to-alls and all-gathers of single tensors on the current stream, one after the other and
+  // without a Work.
+  void set_in_line(bool in_line) { in_line_ = in_line; }
+  void damage(const Damage& damage) { damage_ = damage; }
+
+  const std::string getBackendName() const override { return options_->backend; }
+  c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
+  c10::intrusive_ptr<c10d::Work> broadcast(std::vector<at::Tensor>& tensors,
+                                           const c10d::BroadcastOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
+                                           const c10d::AllreduceOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> allgather(std::vector<std::vector<at::Tensor>>& outputs,
+                                           std::vector<at::Tensor>& inputs,
+                                           const c10d::AllgatherOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor& output, at::Tensor& input,
+                                                 const c10d::AllgatherOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> alltoall_base(at::Tensor& output, at::Tensor& input,
+                                               std::vector<int64_t>& output_sizes,
+                                               std::vector<int64_t>& input_sizes,
+                                               const c10d::AllToAllOptions& options) override;
+
+ private:
+  using Post = std::function<c10::intrusive_ptr<c10d::Work>()>;
+  c10::intrusive_ptr<c10d::Work> run(const char* name, std::vector<at::Tensor> inputs,
+                                     std::vector<at::Tensor> outputs, bool in_line, Post post);
+
+  c10::intrusive_ptr<c10d::Backend> carrier_;
+  c10::intrusive_ptr<Options> options_;
+  uint32_t stream_;
+  bool in_line_ = false;
+  MarkPtr last_;  // end of the last collective
+  Damage damage_;
+};
+
+}  // namespace fake_device
