@@ -100,7 +100,7 @@ def test_full_demands_what_was_promised():
         for one in contest.contestants
         if isinstance(one.demand, Near)
     }
-    for task in ("tiny_text", "vision"):
+    for task in ("tiny_text", "tiny_vision"):
         for codec in ("q8", "q4", "rht:bits=4"):
             for optimizer in ("AdamW", "SGD"):
                 assert demanded[task, optimizer, codec, "owner"] == 0.003
@@ -134,13 +134,13 @@ def test_hook_of_a_contestant(one, hook):
 
 
 def test_select_keeps_rulers():
-    part = select(FULL, ["vision"], ["q4"], ["AdamW"])
+    part = select(FULL, ["tiny_vision"], ["q4"], ["AdamW"])
     (contest,) = part.contests
     assert [(one.optimizer, one.codec) for one in contest.contestants] == [
         ("AdamW", RULER),
         ("AdamW", "q4"),
     ]
-    frozen = select(FULL, ["vision"], None, ["OneBitAdam"]).contests[0].contestants
+    frozen = select(FULL, ["tiny_vision"], None, ["OneBitAdam"]).contests[0].contestants
     assert frozen[0].optimizer == "AdamW"
     assert select(FULL) == FULL
 

@@ -175,13 +175,19 @@ def _convex(fine: float, coarse: float) -> tuple[Contestant, ...]:
     )
 
 
+def _judged(contest: Contest) -> Contest:
+    """The contest without those that are only reported."""
+    ruler, *others = contest.contestants
+    return replace(contest, contestants=(ruler, *(one for one in others if one.demand)))
+
+
 FULL = Suite(
     name="full",
     contests=(
         Contest("tiny_text", 450, 0.08, _adam(0.003, 0.02, 0.06), ruler_seeds=5, seeds=3),
         Contest("tiny_text", 450, 0.08, _sgd(0.003, 0.06), ruler_seeds=5, seeds=3),
-        Contest("vision", 400, 0.07, _adam(0.003, 0.02, 0.06), ruler_seeds=5, seeds=3),
-        Contest("vision", 400, 0.07, _sgd(0.003, 0.06), ruler_seeds=5, seeds=3),
+        Contest("tiny_vision", 400, 0.02, _adam(0.003, 0.02, 0.06), ruler_seeds=5, seeds=3),
+        Contest("tiny_vision", 400, 0.02, _sgd(0.003, 0.06), ruler_seeds=5, seeds=3),
         Contest("digits", 300, 0.014, _adam(0.003, 0.02, 0.06), ruler_seeds=5, seeds=3),
         Contest("digits", 300, 0.014, _sgd(0.003, 0.06), ruler_seeds=5, seeds=3),
         Contest("convex", 2000, 0.012, _convex(1e-9, 1e-6), ruler_seeds=5, seeds=3),
@@ -189,7 +195,19 @@ FULL = Suite(
     sigmas=2,
 )
 
-SUITES = {suite.name: suite for suite in (FULL,)}
+# Shorter, and one seed for each codec: bands have room for what a single training scatters.
+QUICK = Suite(
+    name="quick",
+    contests=(
+        _judged(Contest("tiny_text", 150, 0.08, _adam(0.01, 0.04, 0.12), ruler_seeds=3, seeds=1)),
+        _judged(Contest("tiny_vision", 150, 0.02, _sgd(0.02, 0.3), ruler_seeds=3, seeds=1)),
+        _judged(Contest("digits", 200, 0.014, _adam(0.05, 0.2, 0.5), ruler_seeds=3, seeds=2)),
+        _judged(Contest("convex", 1000, 0.012, _convex(1e-8, 1e-4), ruler_seeds=1, seeds=1)),
+    ),
+    sigmas=3,
+)
+
+SUITES = {suite.name: suite for suite in (QUICK, FULL)}
 
 
 def select(
