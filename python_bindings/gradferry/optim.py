@@ -180,7 +180,7 @@ class OneBitAdam(torch.optim.Optimizer):
         """Floors the variance and moves the momentum into the residual, decayed as it will be."""
         state = self.state[parameter]
         state["variance_step"] = int(state["step"])
-        # Complex numbers have no order, but a complex variance has no imaginary part. The mean is in
+        # Complex numbers have no order, but a complex variance has no imaginary part. The mean is
         # fp64, so that ranks whose processors sum in another order round to the same floor.
         square = state["exp_avg_sq"]
         variance = square.real if square.is_complex() else square

@@ -203,7 +203,7 @@ def test_converge_refuses_before_it_starts_a_process(arguments, message, capsys,
 
 
 def test_converge_killed_at_any_time_keeps_what_was_finished(tmp_path):
-    part = ["--quick", "--tasks", "digits", "--codecs", "q8", "--optimizers", "SGD"]
+    part = ["--quick", "--tasks", "digits", "--codecs", "q8", "--optimizers", "AdamW"]
     command = [sys.executable, "-m", "gradferry", "converge", *part, "--out", str(tmp_path)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gradferry.config import closest
@@ -15,8 +15,8 @@ DENSE = "dense"
 MOMENTUM = "momentum"
 _FREEZE_SHARE = 0.25  # of the steps: OneBitAdam learns its variance from dense gradients
 _TOPK = "topk:ratio=0.01"
-_COARSE_GAP = 1e-6  # to the optimum, of codecs below 3 bits
-_FINE_GAP = 1e-9
+_COARSE_GAPS = {"sign1": 1e-6, _TOPK: 1e-6}  # to the optimum
+_GAPS = {"q8": 1e-9, "q4": 1e-9, "rht:bits=4": 1e-9, **_COARSE_GAPS}
 
 
 @dataclass(frozen=True)
@@ -158,19 +158,15 @@ def _sgd(floor: float, topk: float) -> tuple[Contestant, ...]:
     )
 
 
-def _convex(fine: float, coarse: float) -> tuple[Contestant, ...]:
-    gaps = {"q8": fine, "q4": fine, "rht:bits=4": fine, "sign1": coarse, _TOPK: coarse}
+def _convex(gaps: Mapping[str, float]) -> tuple[Contestant, ...]:
+    """Each codec with and without error feedback, by the gap that it must reach and miss."""
     return (
         Contestant("SGD", RULER, DENSE),
         Contestant("SGD", "torch:bf16", DENSE),
         *(
             Contestant("SGD", codec, mode, demand)
             for codec, gap in gaps.items()
-            for mode, demand in (
-                ("none", Misses(gap)),
-                ("both", Reaches(gap)),
-                ("owner", None) if gap == fine else (MOMENTUM, None),
-            )
+            for mode, demand in (("none", Misses(gap)), ("both", Reaches(gap)))
         ),
     )
 
@@ -190,7 +186,7 @@ FULL = Suite(
         Contest("tiny_vision", 400, 0.02, _sgd(0.003, 0.06), ruler_seeds=5, seeds=3),
         Contest("digits", 300, 0.014, _adam(0.003, 0.02, 0.06), ruler_seeds=5, seeds=3),
         Contest("digits", 300, 0.014, _sgd(0.003, 0.06), ruler_seeds=5, seeds=3),
-        Contest("convex", 2000, 0.012, _convex(1e-9, 1e-6), ruler_seeds=5, seeds=3),
+        Contest("convex", 2000, 0.012, _convex(_GAPS), ruler_seeds=5, seeds=3),
     ),
     sigmas=2,
 )
@@ -202,7 +198,7 @@ QUICK = Suite(
         _judged(Contest("tiny_text", 150, 0.08, _adam(0.01, 0.04, 0.12), ruler_seeds=3, seeds=1)),
         _judged(Contest("tiny_vision", 150, 0.02, _sgd(0.02, 0.3), ruler_seeds=3, seeds=1)),
         _judged(Contest("digits", 200, 0.014, _adam(0.05, 0.2, 0.5), ruler_seeds=3, seeds=2)),
-        _judged(Contest("convex", 1000, 0.012, _convex(1e-8, 1e-4), ruler_seeds=1, seeds=1)),
+        _judged(Contest("convex", 1500, 0.012, _convex(_COARSE_GAPS), ruler_seeds=1, seeds=1)),
     ),
     sigmas=3,
 )
