@@ -148,7 +148,7 @@ def test_select_keeps_rulers():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((["visoin"],), "--tasks.*did you mean 'vision'"),
+        ((["tiny_visoin"],), "--tasks.*did you mean 'tiny_vision'"),
         ((None, ["q5"]), "--codecs.*'q5' is not in this suite, which has torch:fp32"),
         ((None, None, ["Adam"]), "--optimizers.*did you mean 'AdamW'"),
     ],

@@ -193,7 +193,7 @@ def _is_gap(outcome: Outcome) -> bool:
 
 
 def _loss(value: float) -> str:
-    return f"{value:.4f}" if 0.01 <= value < 100 or value == 0 else f"{value:.1e}"
+    return f"{value:.4f}" if 0.001 <= value < 100 or value == 0 else f"{value:.1e}"
 
 
 def _percent(share: float) -> str:
