@@ -12,9 +12,7 @@ namespace py = pybind11;
 namespace fake_device {
 namespace {
 
-py::capsule library_capsule() {
-  return py::capsule(&library(), gradferry::kDeviceLibraryCapsule);
-}
+py::capsule library_capsule() { return py::capsule(&library(), gradferry::kDeviceLibraryCapsule); }
 
 py::dict counters() {
   const Counters now = Machine::get().counters();
@@ -41,6 +39,8 @@ PYBIND11_MODULE(gradferry_fake_device, module) {
                                                                                   "StreamedBackend")
       .def(py::init(&make_backend), py::arg("carrier"), py::arg("name"), py::arg("rank"),
            py::arg("size"), py::arg("timeout"))
+      // Which newer versions of torch give every backend.
+      .def_property_readonly("options", &StreamedBackend::getBackendOptions)
       .def("set_in_line", &StreamedBackend::set_in_line, py::arg("in_line"))
       .def(
           "damage",
@@ -51,7 +51,7 @@ PYBIND11_MODULE(gradferry_fake_device, module) {
   module.def("library", &library_capsule);
   module.def("counters", &counters);
   module.def("set_seed", [](uint64_t seed) { Machine::get().set_seed(seed); }, py::arg("seed"));
-  module.def("omit_wait", [](int64_t number) { Machine::get().omit_wait(number); },
-             py::arg("number"));
+  module.def(
+      "omit_wait", [](int64_t number) { Machine::get().omit_wait(number); }, py::arg("number"));
   module.def("races", [] { return Machine::get().races(); });
 }
