@@ -27,16 +27,22 @@ _VALIDATION_IMAGES = 2_000
 
 @dataclass(frozen=True)
 class VisionSize:
-    """How large the network is."""
+    """How large the network is, and the learning rates that suit it."""
 
     first_channels: int
     second_channels: int
     hidden: int
+    learning_rate: float
+    sgd_learning_rate: float
 
 
-SMALL = VisionSize(first_channels=32, second_channels=64, hidden=128)
+SMALL = VisionSize(
+    first_channels=32, second_channels=64, hidden=128, learning_rate=1e-3, sgd_learning_rate=0.02
+)
 # Hundreds of trainings of this one fit into an hour.
-TINY = VisionSize(first_channels=8, second_channels=16, hidden=128)
+TINY = VisionSize(
+    first_channels=8, second_channels=16, hidden=128, learning_rate=8e-3, sgd_learning_rate=0.05
+)
 
 
 class ConvolutionalNetwork(nn.Module):
@@ -97,8 +103,8 @@ def load_vision(
         metric="nats per image",
         global_batch=_GLOBAL_BATCH,
         default_steps=400,
-        learning_rate=1e-3,
-        sgd_learning_rate=0.02,
+        learning_rate=size.learning_rate,
+        sgd_learning_rate=size.sgd_learning_rate,
         build_model=lambda: ConvolutionalNetwork(side, size),
         draw=draw,
         validation=in_batches(*held_out, _VALIDATION_BATCH),
