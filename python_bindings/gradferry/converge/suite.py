@@ -197,7 +197,7 @@ QUICK = Suite(
     contests=(
         _judged(Contest("tiny_text", 150, 0.08, _adam(0.01, 0.04, 0.12), ruler_seeds=3, seeds=1)),
         _judged(Contest("tiny_vision", 150, 0.02, _sgd(0.02, 0.3), ruler_seeds=3, seeds=1)),
-        _judged(Contest("digits", 200, 0.014, _adam(0.05, 0.2, 0.5), ruler_seeds=3, seeds=2)),
+        _judged(Contest("digits", 200, 0.014, _adam(0.1, 0.3, 1.0), ruler_seeds=3, seeds=2)),
         _judged(Contest("convex", 1500, 0.012, _convex(_COARSE_GAPS), ruler_seeds=1, seeds=1)),
     ),
     sigmas=3,
