@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gradferry.cli import main
+from gradferry.converge.report import broken_demands, exit_code, judge
 from gradferry.converge.suite import MOMENTUM, QUICK, Misses, Near, Reaches
 
 Row = dict[str, Any]
@@ -34,15 +34,10 @@ def rows_of(quick: tuple[int, Path]) -> list[Row]:
     return json.loads(quick[1].read_text())["rows"]
 
 
-def report_again(
-    quick: tuple[int, Path], folder: Path, change: Callable[[list[Row]], list[Row]]
-) -> int:
-    """The exit code had the trainings given other rows."""
-    document = json.loads(quick[1].read_text())
-    document["rows"] = change(document["rows"])
-    path = folder / "changed.json"
-    path.write_text(json.dumps(document))
-    return main(["converge", "--from", str(path), "--out", str(folder)])
+def verdict_of(rows: list[Row]) -> tuple[int, list[str]]:
+    """Exit code and broken demands, had the trainings given these rows."""
+    outcomes = judge(QUICK, rows)
+    return exit_code(outcomes), broken_demands(outcomes)
 
 
 def find(rows: list[Row], codec: str, mode: str) -> Row:
@@ -50,31 +45,31 @@ def find(rows: list[Row], codec: str, mode: str) -> Row:
     return row
 
 
-def test_quick_meets_all_demands(quick, capsys):
+def test_quick_meets_all_demands(quick):
     assert quick[0] == 0, f"see {quick[1].parent / 'index.html'}"
 
 
-def test_quick_turns_red_without_error_feedback(quick, tmp_path, capsys):
+def test_quick_turns_red_without_error_feedback(quick):
     # Trainings without error feedback, in the place of those that should have it.
-    def forget(rows: list[Row]) -> list[Row]:
-        kept = [row for row in rows if row["mode"] != "both"]
-        return kept + [{**row, "mode": "both"} for row in rows if row["mode"] == "none"]
-
-    assert report_again(quick, tmp_path, forget) == 1
-    shown = capsys.readouterr().out
+    rows = rows_of(quick)
+    kept = [row for row in rows if row["mode"] != "both"]
+    code, broken = verdict_of(
+        kept + [{**row, "mode": "both"} for row in rows if row["mode"] == "none"]
+    )
+    assert code == 1
     for codec in GAPS:
-        assert f"Not met: convex, SGD, {codec}, both: OUTSIDE" in shown
+        assert any(line.startswith(f"convex, SGD, {codec}, both: OUTSIDE") for line in broken)
 
 
-def test_quick_turns_red_when_the_control_passes(quick, tmp_path, capsys):
-    def help_the_control(rows: list[Row]) -> list[Row]:
-        kept = [row for row in rows if row["mode"] != "none"]
-        return kept + [{**row, "mode": "none"} for row in rows if row["mode"] == "both"]
-
-    assert report_again(quick, tmp_path, help_the_control) == 1
-    shown = capsys.readouterr().out
+def test_quick_turns_red_when_the_control_passes(quick):
+    rows = rows_of(quick)
+    kept = [row for row in rows if row["mode"] != "none"]
+    code, broken = verdict_of(
+        kept + [{**row, "mode": "none"} for row in rows if row["mode"] == "both"]
+    )
+    assert code == 1
     for codec in GAPS:
-        assert f"Not met: convex, SGD, {codec}, none: MUST STALL" in shown
+        assert any(line.startswith(f"convex, SGD, {codec}, none: MUST STALL") for line in broken)
 
 
 JUDGED = [
@@ -86,19 +81,17 @@ JUDGED = [
 
 
 @pytest.mark.parametrize("who", JUDGED, ids=lambda who: "-".join(who))
-def test_quick_turns_red_when_a_codec_leaves_its_band(who, quick, tmp_path, capsys):
+def test_quick_turns_red_when_a_codec_leaves_its_band(who, quick):
     keys = ("task", "optimizer", "codec", "mode")
-
-    def worsen(rows: list[Row]) -> list[Row]:
-        return [
-            {**row, "final_loss": 2 * row["final_loss"]}
-            if tuple(row[key] for key in keys) == who
-            else row
-            for row in rows
-        ]
-
-    assert report_again(quick, tmp_path, worsen) == 1
-    assert f"Not met: {', '.join(who)}: OUTSIDE" in capsys.readouterr().out
+    rows = rows_of(quick)
+    changed = [row for row in rows if tuple(row[key] for key in keys) == who]
+    assert changed
+    code, broken = verdict_of(
+        [{**row, "final_loss": 3 * row["final_loss"]} if row in changed else row for row in rows]
+    )
+    assert code == 1
+    assert len(broken) == 1
+    assert broken[0].startswith(f"{', '.join(who)}: OUTSIDE")
 
 
 def test_quick_judges_every_codec_and_the_momentum_mode():

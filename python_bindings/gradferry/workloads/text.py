@@ -144,7 +144,7 @@ def load_text(folder: Path | None = None, size: TextSize = SMALL, name: str = "t
         global_batch=size.global_batch,
         default_steps=400,
         learning_rate=size.learning_rate,
-        sgd_learning_rate=0.05,
+        sgd_learning_rate=0.025,
         build_model=lambda: Transformer(size),
         draw=lambda generator: _draw(training, size, generator),
         validation=_validation_batches(held_out, size),
