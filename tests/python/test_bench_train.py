@@ -20,7 +20,7 @@ from gradferry.workloads.models import MODELS, check_model
 from gradferry.workloads.network import check_network
 from world import World
 
-ISSUE_KEYS = [
+FIRST_KEYS = [
     "hook", "link", "ranks", "bucket_cap_mb", "ms_median", "ms_min", "ms_max", "ratio_to_none",
     "wire_bytes", "exposed_ms",
 ]  # fmt: skip
@@ -28,13 +28,13 @@ FURTHER_KEYS = {
     "ratio_to_none_low", "ratio_to_none_high", "speedup", "speedup_low", "speedup_high",
     "wire_bytes_measured", "wire_bytes_formula", "interface_bytes", "steps_to_loss",
     "seconds_to_loss", "encode_ms", "network_ms", "reduce_ms", "decode_ms", "model",
-    "seed", "round_ms", "trial_ms",
+    "seed", "round_ms", "trial_ms", "last_step",
 }  # fmt: skip
 
 
 def check_row(row: dict, rounds: int) -> None:
-    assert list(row)[: len(ISSUE_KEYS)] == ISSUE_KEYS
-    assert set(row) == {*ISSUE_KEYS, *FURTHER_KEYS}
+    assert list(row)[: len(FIRST_KEYS)] == FIRST_KEYS
+    assert set(row) == {*FIRST_KEYS, *FURTHER_KEYS}
     assert len(row["round_ms"]) == rounds
     assert row["ms_min"] == min(row["round_ms"]) > 0
     assert row["ms_max"] == max(row["round_ms"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -175,6 +176,7 @@ def train_rows(
                 "seed": seed,
                 "round_ms": outcome.round_ms,
                 "trial_ms": {f"{cap:g}": ms for cap, ms in outcome.trial_ms.items()},
+                "last_step": asdict(outcome.last_step) if outcome.last_step else None,
             }
         )
     return rows
