@@ -243,7 +243,7 @@ const DevicePlan& DeviceEngine::plan_for(const std::vector<uint32_t>& parameters
   }
   // Read by E, and by F only behind E.
   const c10::StreamGuard guard(encode_stream_);
-  const PlanOptions plan_options{options_.rank, options_.chunk_bytes, dense};
+  const PlanOptions plan_options{options_.rank, options_.chunk_bytes, dense, transport_ != nullptr};
   const DevicePlan& plan =
       plans
           .try_emplace(parameters, make_plan(layout_, parameters, plan_options), options_.rank,

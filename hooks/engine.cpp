@@ -309,7 +309,8 @@ const BucketPlan& Engine::plan_for(const std::vector<uint32_t>& parameters, bool
   auto& plans = plans_[warmup];
   const auto found = plans.find(parameters);
   if (found != plans.end()) return found->second;
-  const PlanOptions plan_options{options_.rank, options_.chunk_bytes, warmup};
+  const PlanOptions plan_options{options_.rank, options_.chunk_bytes, warmup,
+                                 exchange_.has_value()};
   const BucketPlan& plan =
       plans.emplace(parameters, make_plan(layout_, parameters, plan_options)).first->second;
   const std::lock_guard lock(mutex_);

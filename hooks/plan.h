@@ -58,6 +58,7 @@ struct PlanOptions {
   uint32_t rank;
   uint32_t chunk_bytes;  // most payload bytes per owner and stage in one chunk
   bool warmup;           // every tile as `exact`, and no residual is touched
+  bool exchanges;        // false: nothing travels, so nothing is compressed: every tile as `exact`
 };
 
 // `parameters` in bucket order, all of one dtype.
