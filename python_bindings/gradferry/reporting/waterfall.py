@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gradferry.reporting.drawing import Theme, draw
 
@@ -43,7 +43,7 @@ class Waterfall:
     buckets: Sequence[Span]  # on their way, in the order in which they were handed in
 
 
-def waterfall_of(label: str, step: Mapping, backward_ms: float) -> Waterfall:
+def waterfall_of(label: str, step: Mapping[str, Any], backward_ms: float) -> Waterfall:
     """What happened in a step.
 
     Args:

@@ -143,17 +143,14 @@ class _Contestant:
 
     def last_step(self) -> LastStep:
         """When things happened in the last step."""
-        begun, *instants = (1000 * seconds for seconds in self._instants)
+        begun, backward, backward_end, end = (1000 * seconds for seconds in self._instants)
         events = self.handle.state.events() if self.handle.state else []
         buckets = [
-            {
-                key: value - begun if key in EVENT_INSTANTS else value
-                for key, value in event.items()
-            }
+            {key: value - begun if key in EVENT_INSTANTS else value for key, value in event.items()}
             for event in events
             if event["begin_ms"] > begun
         ]
-        return LastStep(*(instant - begun for instant in instants), buckets)
+        return LastStep(backward - begun, backward_end - begun, end - begun, buckets)
 
     def validation_loss(self) -> float:
         """Mean over the validation data of all ranks."""
