@@ -111,8 +111,9 @@ struct CommitCall {
   Stream stream;
 };
 
-// At the beginning of a step: *gain = *loss_scale / *residual_scale, or 1 where that is 0 (residuals
-// that are zero have no units yet); then *residual_scale = *loss_scale. loss_scale null: 1.
+// At the beginning of a step: *gain = *loss_scale / *residual_scale, or 1 where that is 0
+// (residuals that are zero have no units yet); then *residual_scale = *loss_scale. loss_scale
+// null: 1.
 struct RescaleCall {
   const float* loss_scale;
   float* residual_scale;

@@ -5,7 +5,6 @@
 // reads it once, 16 bytes per thread. Everything else looks at a few bytes per tile or message, in
 // one block, so that "first" has a meaning.
 #include "gradferry/device_library.h"
-
 #include "kernels/common/block_collectives.h"
 #include "kernels/common/conversions.h"
 
@@ -15,7 +14,8 @@ namespace {
 constexpr uint32_t kThreads = 128;
 constexpr uint32_t kNone = 0xffffffffu;
 
-// --- device helpers --------------------------------------------------------------------------------
+// --- device helpers
+// --------------------------------------------------------------------------------
 
 struct Fault {
   WireStatus status;
@@ -108,7 +108,8 @@ GRADFERRY_DEVICE Fault judge(const std::byte* header, const Envelope& envelope, 
 }
 #undef GRADFERRY_FIELD
 
-// --- kernels ---------------------------------------------------------------------------------------
+// --- kernels
+// ---------------------------------------------------------------------------------------
 
 // One block per message.
 __global__ void __launch_bounds__(kThreads) seal_kernel(SealCall call) {
@@ -245,7 +246,8 @@ __global__ void rescale_kernel(RescaleCall call) {
   *call.residual_scale = scale;
 }
 
-// --- launchers -------------------------------------------------------------------------------------
+// --- launchers
+// -------------------------------------------------------------------------------------
 
 void seal(const SealCall& call) {
   launch<seal_kernel>(call.num_messages, kThreads, call.stream, call);
@@ -254,9 +256,7 @@ void check(const CheckCall& call) {
   launch<sum_kernel>(call.num_tiles, kThreads, call.stream, call);
   launch<judge_kernel>(1, kThreads, call.stream, call);
 }
-void conclude(const ConcludeCall& call) {
-  launch<conclude_kernel>(1, kThreads, call.stream, call);
-}
+void conclude(const ConcludeCall& call) { launch<conclude_kernel>(1, kThreads, call.stream, call); }
 void commit(const CommitCall& call) { launch<commit_kernel>(1, 1, call.stream, call); }
 
 void rescale(const RescaleCall& call) { launch<rescale_kernel>(1, 1, call.stream, call); }

@@ -1,5 +1,5 @@
-// The message kernels, run by the emulator or by a GPU, against the definitions of docs/wire_format.md in
-// include/gradferry/wire.h.
+// The message kernels, run by the emulator or by a GPU, against the definitions of
+// docs/wire_format.md in include/gradferry/wire.h.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -61,7 +61,8 @@ struct Received {
         tiles.push_back({offset, num_bytes, rank, position});
         for (uint32_t i = 0; i < num_bytes; ++i) buffer.push_back(std::byte(random() & 255));
         message.payload_bytes += num_bytes;
-        checksum = combine_checksum(checksum, word_sum(buffer.data() + offset, num_bytes), position);
+        checksum =
+            combine_checksum(checksum, word_sum(buffer.data() + offset, num_bytes), position);
       }
       const MessageHeader header = header_of(envelope, rank, message.payload_bytes, checksum);
       std::memcpy(buffer.data() + message.offset, &header, sizeof(header));
@@ -245,8 +246,9 @@ void expect_nans(ScalarType dtype, T nan) {
   std::vector<T> expected = gradient;
   std::fill_n(expected.begin() + 1501, 9, nan);
   Findings findings{};
-  message_kernels.conclude({kScatter.step, kScatter.chunk, tiles.data(), sources.data(), status.data(), 200,
-                            verdicts.data(), dtype, gradient.data(), &findings, nullptr});
+  message_kernels.conclude({kScatter.step, kScatter.chunk, tiles.data(), sources.data(),
+                            status.data(), 200, verdicts.data(), dtype, gradient.data(), &findings,
+                            nullptr});
   EXPECT_EQ(gradient, expected);
   EXPECT_EQ(findings.status, static_cast<uint32_t>(WireStatus::kCorruptPayload));
   EXPECT_EQ(findings.phase, static_cast<uint32_t>(Phase::kGather));
