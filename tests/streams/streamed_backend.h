@@ -48,8 +48,9 @@ class StreamedBackend final : public c10d::Backend {
 
  private:
   using Post = std::function<c10::intrusive_ptr<c10d::Work>()>;
-  c10::intrusive_ptr<c10d::Work> run(const char* name, std::vector<at::Tensor> inputs,
-                                     std::vector<at::Tensor> outputs, bool in_line, Post post);
+  c10::intrusive_ptr<c10d::Work> run(const char* name, const std::vector<at::Tensor>& inputs,
+                                     const std::vector<at::Tensor>& outputs, bool in_line,
+                                     const Post& post);
 
   c10::intrusive_ptr<c10d::Backend> carrier_;
   c10::intrusive_ptr<Options> options_;
