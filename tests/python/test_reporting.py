@@ -55,7 +55,7 @@ def test_write_json_has_schema_environment_and_rows(tmp_path):
     write_json(path, [{"hook": "q4", "losses": [1.5, float("nan")], "ratio": float("inf")}])
     document = json.loads(path.read_text())
     assert document["schema"] == 1
-    place = document["environment"]
+    place = dict(document["environment"])
     assert datetime.fromisoformat(place.pop("date")).tzinfo is not None
     assert shlex.split(place.pop("command"))[1:] == sys.argv[1:]
     assert place == environment()
