@@ -39,9 +39,14 @@ class OneBitAdam(torch.optim.Optimizer):
         weight_decay: decoupled from the gradient, as in AdamW.
         freeze_step: number of dense steps, at least 1.
         state: of the hook, bound.
+        variance_floor: at the freeze, variances below this share of their parameter's mean are
+            raised to it. A codec gives elements with hardly a gradient (of a unit that was never
+            active, say) a momentum all the same, which their own variance would blow up.
+            0: the variance as it is, as published.
 
     Raises:
-        ConfigError: the hook has another momentum or warm-up, or does not reduce a parameter.
+        ConfigError: the hook has another momentum or warm-up, does not reduce a parameter, or
+            variance_floor is no share.
         StateError: the state is not bound.
     """
 
@@ -55,6 +60,7 @@ class OneBitAdam(torch.optim.Optimizer):
         *,
         freeze_step: int,
         state: HookState,
+        variance_floor: float = 0.01,
     ) -> None:
         bound = state._bound()
         self._bound = bound
@@ -66,8 +72,17 @@ class OneBitAdam(torch.optim.Optimizer):
                 f"{bound.config.warmup_steps} must be the same number, at least 1: attach with "
                 "warmup_steps=freeze_step"
             )
+        if not 0 <= variance_floor <= 1:
+            raise ConfigError(f"variance_floor={variance_floor} must be from 0 to 1")
         super().__init__(
-            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+            params,
+            {
+                "lr": lr,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "variance_floor": variance_floor,
+            },
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -162,9 +177,15 @@ class OneBitAdam(torch.optim.Optimizer):
         self._update(parameter, group, momentum, state["variance_step"])
 
     def _freeze(self, parameter: torch.Tensor, group: dict[str, Any], *, delay: int) -> None:
-        """Moves the momentum into the residual, decayed as it will be in the next step."""
+        """Floors the variance and moves the momentum into the residual, decayed as it will be."""
         state = self.state[parameter]
         state["variance_step"] = int(state["step"])
+        # Complex numbers have no order, but a complex variance has no imaginary part. The mean is
+        # fp64, so that ranks whose processors sum in another order round to the same floor.
+        square = state["exp_avg_sq"]
+        variance = square.real if square.is_complex() else square
+        mean = float(variance.mean(dtype=torch.float64))
+        variance.clamp_(min=group["variance_floor"] * mean)
         self._bound.add_to_residual(
             parameter, state.pop("exp_avg"), group["betas"][0] ** (delay + 1)
         )

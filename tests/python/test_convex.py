@@ -1,73 +1,74 @@
-"""A convex problem whose workers disagree: without error feedback compression stalls beside its
-optimum, with it training arrives."""
+"""The convex task: the optimum is one, and the gap to it is measured where fp32 cannot subtract."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from world import World
-
-N = 1024
-START_RATE = 0.01
-FULL_RATE_STEPS = 600
-DECAY = 0.998  # per step: slow, since what is withheld at one rate is applied at later ones
-
-
-class Quadratic(nn.Module):
-    """sum of h (x - center)^2 / 2, with another center on every rank; their mean is the optimum."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(1)
-        self.x = nn.Parameter(torch.zeros(N // 32, 32))
-        self.h = 1 + torch.rand(self.x.shape, generator=generator)
-        self.optimum = torch.randn(self.x.shape, generator=generator)
-        # At the optimum the workers' gradients cancel, but neither is near zero.
-        apart = 0.15 * torch.randn(self.x.shape, generator=generator)
-        apart[torch.rand(self.x.shape, generator=generator) < 0.1] *= 3
-        self.apart = apart
-
-    def forward(self, sign: int) -> torch.Tensor:
-        return (self.h * (self.x - self.optimum - sign * self.apart).square()).sum() / 2
-
-    def excess(self) -> float:
-        """How far the mean of the ranks' losses is above its minimum."""
-        return float((self.h * (self.x - self.optimum).square()).double().sum() / 2)
+from gradferry.workloads.convex import (
+    NUM_WORKERS,
+    gap_batch,
+    load_convex,
+    lowest_loss,
+    make_problem,
+    optimum,
+    squared_error,
+)
 
 
-def case_descend(codec: str, feedback: str, steps: int) -> float:
-    """What is left of the excess loss, as a fraction of that at the start."""
-    import gradferry
-
-    model = Quadratic()
-    ddp = DistributedDataParallel(model)
-    gradferry.attach(ddp, codec, error_feedback=feedback)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=START_RATE)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: DECAY ** max(0, step - FULL_RATE_STEPS)
-    )
-    start = model.excess()
-    sign = 1 - 2 * dist.get_rank()
-    for _ in range(steps):
-        optimizer.zero_grad()
-        ddp(sign).backward()
-        optimizer.step()
-        schedule.step()
-    return model.excess() / start
+@pytest.fixture(scope="module")
+def problem():
+    return make_problem()
 
 
-@pytest.mark.parametrize("codec", ["sign1", "topk:ratio=0.1"])
-def test_error_feedback_reaches_the_optimum(world_of_2: World, codec: str) -> None:
-    for left in world_of_2.run(case_descend, codec=codec, feedback="both", steps=2000, seconds=300):
-        assert left < 1e-6
+def mean_loss(batch, weights: torch.Tensor) -> float:
+    inputs, targets = (part.double() for part in batch)
+    return squared_error(inputs @ weights, targets).item() / len(inputs)
 
 
-@pytest.mark.parametrize("codec", ["sign1", "topk:ratio=0.1"])
-def test_without_error_feedback_the_same_stalls(world_of_2: World, codec: str) -> None:
-    half = world_of_2.run(case_descend, codec=codec, feedback="none", steps=1000, seconds=300)[0]
-    end = world_of_2.run(case_descend, codec=codec, feedback="none", steps=2000, seconds=300)[0]
-    assert end > 0.01
-    assert end > 0.8 * half
+def test_optimum_has_no_gradient_but_workers_do(problem):
+    inputs, targets = (part.double() for part in problem)
+    errors = inputs @ optimum(problem) - targets
+    gradients = [
+        inputs[worker::NUM_WORKERS].T @ errors[worker::NUM_WORKERS] for worker in range(NUM_WORKERS)
+    ]
+    # Solved in fp64: condition number of X'X below 10, sums of 512 products.
+    assert torch.stack(gradients).sum(0).norm() < 1e-9 * gradients[0].norm()
+    at_zero = inputs.T @ targets / NUM_WORKERS
+    for gradient in gradients:
+        assert 0.01 < gradient.norm() / at_zero.norm() < 0.1
+
+
+def test_gap_of_zero_weights_is_1(problem):
+    assert mean_loss(
+        gap_batch(problem), torch.zeros(64, 256, dtype=torch.float64)
+    ) == pytest.approx(1, rel=1e-5)
+
+
+def test_gap_batch_measures_the_loss_above_the_lowest(problem):
+    # Both sides in fp64, from batches rounded to fp32 (2^-24 relative per element).
+    generator = torch.Generator().manual_seed(1)
+    for size in (1.0, 1e-2, 1e-4):
+        direction = torch.randn(64, 256, generator=generator, dtype=torch.float64)
+        weights = optimum(problem) + size / 128 * direction
+        gap = mean_loss(problem, weights) - lowest_loss(problem)
+        assert mean_loss(gap_batch(problem), weights) == pytest.approx(gap, rel=1e-3)
+
+
+def test_gap_batch_sees_gaps_that_fp32_losses_cannot(problem):
+    # A shift of 1e-7 of the weights: the loss changes by 1e-14, fp32 resolves 1e-10 of it.
+    weights = (optimum(problem) * (1 + 1e-7)).double()
+    assert mean_loss(gap_batch(problem), weights) == pytest.approx(1e-14, rel=0.5)
+
+
+def test_seed_changes_where_training_starts_and_nothing_else():
+    task = load_convex()
+    starts = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        model = task.build_model()
+        starts.append(model.linear.weight.detach().clone())
+        # Random weights as large as the optimum, independent of it: the gap about doubles.
+        assert task.mean_loss(model, task.validation[0]).item() == pytest.approx(2, rel=0.2)
+    assert not torch.equal(*starts)
+    drawn = [task.draw(torch.Generator().manual_seed(seed)) for seed in (0, 1)]
+    assert all(torch.equal(a, b) for a, b in zip(*drawn, strict=True))

@@ -25,6 +25,7 @@ WEIGHTS = (Weight("first", (90, 70)), Weight("bias", (50,)), Weight("second", (6
 FREEZE = 4
 STEPS = 10
 BETAS = (0.9, 0.99)
+FLOOR = 0.01  # variance_floor by default
 
 
 def gradients_of(step: int, rank: int) -> dict[str, torch.Tensor]:
@@ -102,6 +103,7 @@ def test_frozen_steps_are_those_of_adam_with_a_constant_variance(worlds: Worlds)
             average = torch.lerp(average.expand_as(g), g, 1 - BETAS[0])
             square = (square * BETAS[1]).expand_as(g).addcmul(g, g, value=1 - BETAS[1])
         p = torch.from_numpy(seen[FREEZE - 1][index].reshape(-1).copy())
+        square.clamp_(min=FLOOR * float(square.double().mean()))
         deviation = square.sqrt() / (1 - BETAS[1] ** FREEZE) ** 0.5 + eps
         for step in range(FREEZE, STEPS):
             g = torch.from_numpy(flat_gradient(step, 0, index))
@@ -280,6 +282,8 @@ def test_switch_survives_steps_that_a_scaler_skips(
             m = BETAS[0] * m + (1 - BETAS[0]) * g
             if step < frozen_at:
                 v = BETAS[1] * v + (1 - BETAS[1]) * g * g
+            elif step == frozen_at:
+                v = np.maximum(v, FLOOR * v.mean())
             m_hat = m / (1 - BETAS[0] ** (step + 1))
             deviation = np.sqrt(v / (1 - BETAS[1] ** min(step + 1, frozen_at))) + 1e-8
             p = p - 0.01 * m_hat / deviation
@@ -289,6 +293,53 @@ def test_switch_survives_steps_that_a_scaler_skips(
         # and those of the parameter itself.
         bound = STEPS * 10 * 2.0**-24 * (32 * 0.01 / deviation + np.abs(p) + 1)
         assert (np.abs(got - p) <= bound).all(), (index, np.abs(got - p).max())
+
+
+def case_quiet_elements(floor: float) -> dict[str, Any]:
+    """Every other element never has a gradient, and a neighbour in its block always does."""
+    import gradferry
+    from gradferry.optim import OneBitAdam
+
+    weights = (Weight("real", (64, 32)), Weight("complex", (8, 4), torch.complex64))
+    targets = {w.name: w.from_flat(np.resize(np.float32([1, 0]), w.num_elements)) for w in weights}
+    model = ChosenGradients(Scenario(weights))
+    ddp = DistributedDataParallel(model)
+    state = gradferry.attach(ddp, "sign1", momentum=BETAS[0], warmup_steps=FREEZE)
+    optimizer = OneBitAdam(
+        ddp.parameters(),
+        lr=1.0,
+        betas=BETAS,
+        freeze_step=FREEZE,
+        state=state,
+        variance_floor=floor,
+    )
+    starts = [p.detach().clone() for p in model.parameters()]
+    for _ in range(FREEZE + 2):
+        optimizer.zero_grad()
+        ddp(targets).backward()
+        optimizer.step()
+    moved = [(p.detach() - start).abs() for p, start in zip(ddp.parameters(), starts, strict=True)]
+    return {
+        "moved": float(moved[0].flatten()[1::2].max()),
+        "complex_moved": float(moved[1].max()),
+        "variances": optimizer.state[next(model.parameters())]["exp_avg_sq"].flatten()[:2].tolist(),
+    }
+
+
+def test_elements_without_a_gradient_are_not_thrown_far(world_of_2: World) -> None:
+    (floored, same), (published, _) = (
+        world_of_2.run(case_quiet_elements, floor=floor) for floor in (FLOOR, 0.0)
+    )
+    assert floored == same
+    active, quiet = floored["variances"]
+    # Half of the elements are active, so that the mean is half of their variance.
+    assert quiet == pytest.approx(FLOOR * active / 2, rel=1e-6)
+    # sign1 gives a quiet element at most its neighbours' momentum, and that is at most 1 - beta^t
+    # of the gradient 1, which the correction divides by: a step is below 1 / deviation.
+    assert 0 < floored["moved"] < 2 / (FLOOR / 2) ** 0.5
+    assert published["moved"] > 1e6  # over eps
+    # A complex element whose imaginary part is quiet is as active as its real part.
+    assert floored["complex_moved"] == published["complex_moved"]
 
 
 def case_refusals() -> list[Outcome]:
@@ -313,6 +364,11 @@ def case_refusals() -> list[Outcome]:
         lambda: OneBitAdam(other.parameters(), betas=(0.8, 0.999), freeze_step=FREEZE, state=bound)
     )
     refused(lambda: OneBitAdam(parameters, freeze_step=FREEZE, state=bound))
+    refused(
+        lambda: OneBitAdam(
+            other.parameters(), freeze_step=FREEZE, state=bound, variance_floor=float("nan")
+        )
+    )
 
     rank = dist.get_rank()
     ddp(gradients_of(0, rank)).backward()
@@ -327,7 +383,7 @@ def case_refusals() -> list[Outcome]:
 def test_what_would_train_wrongly_is_refused(world_of_2: World) -> None:
     for outcomes in world_of_2.run(case_refusals):
         texts = [o.text for o in outcomes]
-        assert [o.error for o in outcomes] == ["StateError"] + ["ConfigError"] * 4 + [
+        assert [o.error for o in outcomes] == ["StateError"] + ["ConfigError"] * 5 + [
             "StateError"
         ] * 2, texts
         assert "not bound" in texts[0]
@@ -335,8 +391,9 @@ def test_what_would_train_wrongly_is_refused(world_of_2: World) -> None:
         assert "freeze_step=5 and the hook's warmup_steps=4" in texts[2]
         assert "betas[0]=0.8 and the hook's momentum=0.9" in texts[3]
         assert "of shape (90, 70), is none that the hook reduces" in texts[4]
-        assert "0 synced backward passes since the last step" in texts[5]
-        assert "2 synced backward passes since the last step" in texts[6]
+        assert "variance_floor=nan must be from 0 to 1" in texts[5]
+        assert "0 synced backward passes since the last step" in texts[6]
+        assert "2 synced backward passes since the last step" in texts[7]
 
 
 def case_disabled() -> bool:

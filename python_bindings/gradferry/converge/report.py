@@ -127,7 +127,7 @@ def write_markdown(
     parts = [f"{_verdict_line(outcomes)} Obtained with: {facts}."]
     for outcome in outcomes:
         parts.append(markdown_table(table_of(suite, outcome)).strip())
-    replace_section(path, _SECTION, "\n\n".join(parts) + "\n")
+    replace_section(path, _SECTION, "\n\n".join(parts))
 
 
 def _verdict_line(outcomes: Sequence[Outcome]) -> str:
@@ -197,7 +197,7 @@ def _is_gap(outcome: Outcome) -> bool:
 
 
 def _loss(value: float) -> str:
-    return f"{value:.4f}" if 0.01 <= value < 100 or value == 0 else f"{value:.1e}"
+    return f"{value:.4f}" if 0.001 <= value < 100 or value == 0 else f"{value:.1e}"
 
 
 def _percent(share: float) -> str:

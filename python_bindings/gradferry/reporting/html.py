@@ -16,7 +16,7 @@ _STYLE = """
 @media (prefers-color-scheme: dark) {
   :root { --ink: #e4e8ec; --paper: #000000; --line: #333a42; --soft: #9aa5b0; --band: #12161b; }
 }
-body { margin: 2rem auto; max-width: 62rem; padding: 0 1rem; color: var(--ink);
+body { margin: 2rem auto; max-width: 68rem; padding: 0 1rem; color: var(--ink);
        background: var(--paper); font: 16px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.5rem; font-weight: 600; margin: 0 0 .25rem; }
 h2 { font-size: 1.15rem; font-weight: 600; margin: 2.5rem 0 .5rem; }
@@ -24,12 +24,13 @@ h2 { font-size: 1.15rem; font-weight: 600; margin: 2.5rem 0 .5rem; }
 .subtitle { margin: 0 0 1.5rem; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-th, td { padding: .4rem .7rem; text-align: right; border-bottom: 1px solid var(--line); }
-th { vertical-align: bottom; font-weight: 600; font-size: .9rem; }
+th, td { padding: .4rem .55rem; text-align: right; border-bottom: 1px solid var(--line); }
+td { white-space: nowrap; }
+th { vertical-align: bottom; font-weight: 600; font-size: .9rem; white-space: pre-line; }
 th.name, td.name { text-align: left; }
-td.name { font-family: ui-monospace, monospace; white-space: nowrap; }
+td.name { font: .9em ui-monospace, monospace; }
 tbody tr:hover { background: var(--band); }
-img { width: 100%; height: auto; margin: 1.5rem 0 1rem; }
+img { width: 100%; min-width: 40rem; height: auto; margin: 1.5rem 0 1rem; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; }
 dt { font-weight: 600; } dd { margin: 0; }
 """
@@ -100,9 +101,10 @@ def _table(table: Table) -> str:
 
 def _picture(picture: Picture) -> str:
     return (
-        f'<picture><source srcset="{_data_url(picture.dark)}" '
+        f'<div class="scroll"><picture><source srcset="{_data_url(picture.dark)}" '
         f'media="(prefers-color-scheme: dark)">'
-        f'<img src="{_data_url(picture.light)}" alt="{escape(picture.description)}"></picture>'
+        f'<img src="{_data_url(picture.light)}" alt="{escape(picture.description)}">'
+        f"</picture></div>"
     )
 
 

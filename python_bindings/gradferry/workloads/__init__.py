@@ -10,12 +10,13 @@ from gradferry.workloads.convex import load_convex
 from gradferry.workloads.digits import load_digits
 from gradferry.workloads.task import Task
 from gradferry.workloads.text import load_text, load_tiny_text
-from gradferry.workloads.vision import load_vision
+from gradferry.workloads.vision import load_tiny_vision, load_vision
 
 TASKS: dict[str, Callable[[], Task]] = {
     "text": load_text,
     "tiny_text": load_tiny_text,
     "vision": load_vision,
+    "tiny_vision": load_tiny_vision,
     "digits": load_digits,
     "convex": load_convex,
 }

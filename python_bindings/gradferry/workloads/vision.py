@@ -1,9 +1,12 @@
-"""Task `vision`: a small convolutional network on Fashion-MNIST, or on scikit-learn's digits."""
+"""Tasks `vision` and `tiny_vision`: small convolutional networks on Fashion-MNIST, or on
+scikit-learn's digits.
+"""
 
 from __future__ import annotations
 
 import gzip
 import struct
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,22 +25,42 @@ _TRAINING_IMAGES = 30_000
 _VALIDATION_IMAGES = 2_000
 
 
+@dataclass(frozen=True)
+class VisionSize:
+    """How large the network is, and the learning rates that suit it."""
+
+    first_channels: int
+    second_channels: int
+    hidden: int
+    learning_rate: float
+    sgd_learning_rate: float
+
+
+SMALL = VisionSize(
+    first_channels=32, second_channels=64, hidden=128, learning_rate=1e-3, sgd_learning_rate=0.02
+)
+# Hundreds of trainings of this one fit into an hour.
+TINY = VisionSize(
+    first_channels=8, second_channels=16, hidden=128, learning_rate=8e-3, sgd_learning_rate=0.05
+)
+
+
 class ConvolutionalNetwork(nn.Module):
     """Class scores. Takes float (batch, 1, side, side), gives float (batch, 10)."""
 
-    def __init__(self, side: int) -> None:
+    def __init__(self, side: int, size: VisionSize) -> None:
         super().__init__()
         self.layers = nn.Sequential(
-            nn.Conv2d(1, 32, 3, padding=1),
+            nn.Conv2d(1, size.first_channels, 3, padding=1),
             nn.ReLU(),
             nn.MaxPool2d(2),
-            nn.Conv2d(32, 64, 3, padding=1),
+            nn.Conv2d(size.first_channels, size.second_channels, 3, padding=1),
             nn.ReLU(),
             nn.MaxPool2d(2),
             nn.Flatten(),
-            nn.Linear(64 * (side // 4) ** 2, 128),
+            nn.Linear(size.second_channels * (side // 4) ** 2, size.hidden),
             nn.ReLU(),
-            nn.Linear(128, _NUM_CLASSES),
+            nn.Linear(size.hidden, _NUM_CLASSES),
         )
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -45,7 +68,14 @@ class ConvolutionalNetwork(nn.Module):
         return scores
 
 
-def load_vision(folder: Path = FASHION_MNIST_FOLDER) -> Task:
+def load_tiny_vision() -> Task:
+    """Task `vision` for a quarter of the model. Raises ConfigError as load_vision does."""
+    return load_vision(size=TINY, name="tiny_vision")
+
+
+def load_vision(
+    folder: Path = FASHION_MNIST_FOLDER, size: VisionSize = SMALL, name: str = "vision"
+) -> Task:
     """Fashion-MNIST's gzipped IDX files from `folder`; where missing, scikit-learn's digits.
 
     Raises ConfigError when neither is installed, or a file is not what it should be.
@@ -56,7 +86,7 @@ def load_vision(folder: Path = FASHION_MNIST_FOLDER) -> Task:
         source = f"Fashion-MNIST from {folder} (first {_TRAINING_IMAGES} training images)"
     else:
         training, held_out = read_digits(
-            f"task vision found no data: neither Fashion-MNIST in {folder} (Debian: apt install "
+            f"task {name} found no data: neither Fashion-MNIST in {folder} (Debian: apt install "
             f"dataset-fashion-mnist) nor scikit-learn's digits"
         )
         source = f"scikit-learn's digits, because {folder} holds no Fashion-MNIST"
@@ -68,14 +98,14 @@ def load_vision(folder: Path = FASHION_MNIST_FOLDER) -> Task:
         return images[chosen], labels[chosen]
 
     return Task(
-        name="vision",
+        name=name,
         source=source,
         metric="nats per image",
         global_batch=_GLOBAL_BATCH,
         default_steps=400,
-        learning_rate=1e-3,
-        sgd_learning_rate=0.02,
-        build_model=lambda: ConvolutionalNetwork(side),
+        learning_rate=size.learning_rate,
+        sgd_learning_rate=size.sgd_learning_rate,
+        build_model=lambda: ConvolutionalNetwork(side, size),
         draw=draw,
         validation=in_batches(*held_out, _VALIDATION_BATCH),
     )

@@ -1,0 +1,232 @@
+"""`gradferry converge` as a user runs it, with a suite of a few steps."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from gradferry.cli import main
+from gradferry.converge import suite as suites
+from gradferry.converge.suite import DENSE, MOMENTUM, RULER, Contest, Contestant, Near, Suite
+
+ROOT = Path(__file__).parents[2]
+ROW_KEYS = {
+    "task",
+    "optimizer",
+    "codec",
+    "mode",
+    "seed",
+    "final_loss",
+    "final_metric",
+    "wire_bytes",
+    "suite",
+    "ranks",
+    "steps",
+    "initial_loss",
+    "curve",
+}
+CONTEST = Contest(
+    task="convex",
+    steps=12,
+    cost=0.01,
+    contestants=(
+        Contestant("AdamW", RULER, DENSE),
+        Contestant("AdamW", "q4", "owner", Near(0.5)),
+        Contestant("OneBitAdam", "sign1", MOMENTUM),
+        Contestant("AdamW", "topk:ratio=0.01", "none"),
+    ),
+    ruler_seeds=2,
+    seeds=1,
+)
+
+
+SUITE = Suite("quick", (CONTEST,), sigmas=2, num_ranks=2)
+NO_START = "multiprocessing.process.BaseProcess.start"
+
+
+@pytest.fixture(autouse=True)
+def small_suite(monkeypatch):
+    """A few steps in place of what --quick trains."""
+    monkeypatch.setitem(suites.SUITES, "quick", SUITE)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What one call of the command has left behind."""
+
+    code: int
+    folder: Path  # with out/ and rows.json
+    shown: str
+
+    def rows(self) -> list[dict]:
+        return json.loads((self.folder / "rows.json").read_text())["rows"]
+
+
+def converge(folder: Path, *arguments: str) -> int:
+    files = ["--out", str(folder / "out"), "--json", str(folder / "rows.json")]
+    return main(["converge", "--worlds", "1", *files, *arguments])
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Trained:
+    folder, shown = tmp_path_factory.mktemp("converge"), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(shown):
+        patch.setitem(suites.SUITES, "quick", SUITE)
+        code = converge(folder, "--worlds", "2")
+    return Trained(code, folder, shown.getvalue())
+
+
+@pytest.fixture
+def copy(trained, tmp_path) -> Trained:
+    shutil.copytree(trained.folder, tmp_path, dirs_exist_ok=True)
+    return replace(trained, folder=tmp_path)
+
+
+def test_converge_writes_a_row_for_every_training(trained):
+    assert trained.code == 0
+    rows = trained.rows()
+    assert [(row["optimizer"], row["codec"], row["mode"], row["seed"]) for row in rows] == [
+        ("AdamW", "torch:fp32", "dense", 0),
+        ("AdamW", "torch:fp32", "dense", 1),
+        ("AdamW", "q4", "owner", 0),
+        ("OneBitAdam", "sign1", "momentum", 0),
+        ("AdamW", "topk:ratio=0.01", "none", 0),
+    ]
+    for row in rows:
+        assert set(row) == ROW_KEYS
+        assert (row["task"], row["suite"], row["ranks"], row["steps"]) == ("convex", "quick", 2, 12)
+        assert row["final_loss"] < row["initial_loss"]
+        assert row["curve"]["steps"] == list(range(1, 13))
+        assert row["curve"]["wire_bytes"][-1] == row["wire_bytes"]
+        assert len(row["curve"]["losses"]) == 12
+    dense, _, q4, sign1, topk = (row["wire_bytes"] for row in rows)
+    assert topk < q4 < dense / 6
+    # 3 of 12 steps travel dense, the others with 1.1 bits of 32 and headers.
+    assert 3 / 12 * dense < sign1 < (3 / 12 + 2 / 32) * dense
+
+
+def test_converge_shows_verdicts_pictures_and_a_page(trained):
+    out = trained.folder / "out"
+    assert sorted(path.name for path in out.iterdir()) == [
+        "convex_AdamW.png",
+        "index.html",
+        "quick",
+    ]
+    assert "All 1 demands are met." in (out / "index.html").read_text()
+    assert "5/5 convex" in trained.shown
+    assert re.search(r"OneBitAdam +sign1 +momentum.*reported", trained.shown)
+    assert re.search(r"AdamW +q4 +owner.*within", trained.shown)
+
+
+def test_converge_goes_on_where_it_stopped_with_the_same_rows(copy, capsys):
+    rows = copy.rows()
+    finished = sorted((copy.folder / "out/quick").glob("*.json"))
+    assert len(finished) == 5
+    finished[0].unlink()
+    finished[1].write_text('{"cut off')
+    assert converge(copy.folder) == 0
+    assert "3 of 5 trainings are in" in capsys.readouterr().out
+    assert copy.rows() == rows
+
+
+def test_converge_trains_nothing_twice(copy, monkeypatch):
+    monkeypatch.setattr(NO_START, lambda _: pytest.fail("started"))
+    rows = copy.rows()
+    (copy.folder / "rows.json").unlink()
+    assert converge(copy.folder) == 0
+    assert copy.rows() == rows
+
+
+@pytest.mark.parametrize("change", ["settings", "versions", "fresh"])
+def test_converge_repeats_what_was_trained_otherwise(change, copy, monkeypatch):
+    asked_for = []
+    monkeypatch.setattr(
+        "gradferry.converge.run_trainings", lambda trainings, *_: asked_for.extend(trainings)
+    )
+    arguments = []
+    if change == "settings":
+        longer = replace(SUITE, contests=(replace(CONTEST, steps=13),))
+        monkeypatch.setitem(suites.SUITES, "quick", longer)
+    elif change == "versions":
+        monkeypatch.setattr("gradferry.converge.environment", lambda: {"gradferry": "another"})
+    else:
+        arguments.append("--fresh")
+    converge(copy.folder, *arguments)
+    assert asked_for == list(suites.SUITES["quick"].trainings())
+
+
+def test_converge_fails_when_a_codec_leaves_its_band(copy, capsys):
+    document = json.loads((copy.folder / "rows.json").read_text())
+    document["rows"][2]["final_loss"] *= 3
+    (copy.folder / "worse.json").write_text(json.dumps(document))
+    source = ["--from", str(copy.folder / "worse.json"), "--out", str(copy.folder)]
+    assert main(["converge", *source]) == 1
+    assert "Not met: convex, AdamW, q4, owner: OUTSIDE" in capsys.readouterr().out
+    assert "1 of 1 demands are not met" in (copy.folder / "index.html").read_text()
+
+
+def test_converge_reports_a_file_without_training(copy, tmp_path, monkeypatch):
+    monkeypatch.setattr(NO_START, lambda _: pytest.fail("started"))
+    page = (copy.folder / "out/index.html").read_text()
+    document = tmp_path / "document.md"
+    document.write_text(
+        "<!-- results of gradferry converge -->\n<!-- end of results of gradferry converge -->\n"
+    )
+    again = ["--from", str(tmp_path / "rows.json"), "--out", str(tmp_path / "again")]
+    assert main(["converge", *again, "--markdown", str(document)]) == 0
+    assert (tmp_path / "again/index.html").read_text() == page
+    assert "| OneBitAdam | sign1 | momentum | 1 |" in document.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--worlds", "0"], "--worlds: 0 must be at least 1"),
+        (["--tasks", "convexx"], "did you mean 'convex'"),
+        (["--out", "/dev/null/results"], "cannot make this folder"),
+        (["--from", "/dev/null"], "/dev/null cannot be read"),
+    ],
+)
+def test_converge_refuses_before_it_starts_a_process(arguments, message, capsys, monkeypatch):
+    monkeypatch.setattr(NO_START, lambda _: pytest.fail("started"))
+    assert main(["converge", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_converge_killed_at_any_time_keeps_what_was_finished(tmp_path):
+    part = ["--quick", "--tasks", "digits", "--codecs", "q8", "--optimizers", "AdamW"]
+    command = [sys.executable, "-m", "gradferry", "converge", *part, "--out", str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        while "2/" not in (line := process.stdout.readline()):
+            assert line, "ended before two trainings were done"
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    finished = list((tmp_path / "quick").glob("*.json"))
+    assert len(finished) >= 2
+    assert all("row" in json.loads(path.read_text()) for path in finished)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert f"{len(finished)} of " in ended.stdout
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def test_convergence_document_shows_the_committed_results(tmp_path):
+    results = ROOT / "benchmarks/results/convergence.json"
+    document = ROOT / "docs/convergence.md"
+    if not results.exists():
+        pytest.skip("no results are committed")
+    copy = tmp_path / "convergence.md"
+    copy.write_text(document.read_text())
+    arguments = ["--from", str(results), "--out", str(tmp_path), "--markdown", str(copy)]
+    main(["converge", *arguments])
+    assert copy.read_text() == document.read_text()
