@@ -21,10 +21,8 @@ struct BucketTile {
   uint32_t owner;
 };
 
-// Every tile as `exact`. A world of one sends nothing, so there is nothing to compress.
-bool is_dense(const Layout& layout, const PlanOptions& options) {
-  return options.warmup || layout.world_size() == 1;
-}
+// Every tile as `exact`.
+bool is_dense(const PlanOptions& options) { return options.warmup || !options.exchanges; }
 
 std::vector<BucketTile> tiles_of(const Layout& layout, const BucketPlan& plan, bool dense) {
   std::vector<BucketTile> tiles;
@@ -96,19 +94,18 @@ ChunkPlan plan_chunk(const Layout& layout, std::span<const BucketTile> tiles,
     const uint32_t in_owner = owner_offset[tile.owner];
     const auto add = [&](std::vector<PlannedBatch>& batches, uint64_t residual,
                          uint32_t payload_offset, uint32_t output_offset) {
-      PlannedBatch& batch =
-          batch_for(batches, *tile.parameter, is_dense(layout, options), options.warmup);
+      PlannedBatch& batch = batch_for(batches, *tile.parameter, is_dense(options), options.warmup);
       batch.tiles.push_back({tile.id, tile.gradient_offset, residual, tile.num_elements,
                              payload_offset, output_offset});
       batch.places.push_back(place);
     };
+    const uint32_t arrives_at = tile.owner * chunk.gather_message_bytes + kHeaderBytes + in_owner;
     add(chunk.encode, tile.worker_residual, message_start[tile.owner] + kHeaderBytes + in_worker,
-        0);
+        arrives_at);
     if (tile.owner == options.rank) {
       add(chunk.reduce, layout.owner_residual_offset(tile.id), in_worker, in_owner);
     }
-    add(chunk.decode, tile.worker_residual,
-        tile.owner * chunk.gather_message_bytes + kHeaderBytes + in_owner, 0);
+    add(chunk.decode, tile.worker_residual, arrives_at, 0);
     worker_offset[tile.owner] += tile.worker_bytes;
     owner_offset[tile.owner] += tile.owner_bytes;
     shard.worker_tiles.push_back(tile.worker_bytes);
@@ -127,7 +124,7 @@ BucketPlan make_plan(const Layout& layout, const std::vector<uint32_t>& paramete
     plan.num_elements += layout.parameters()[index].num_elements;
     plan.dtype = layout.parameters()[index].dtype;
   }
-  const std::vector<BucketTile> tiles = tiles_of(layout, plan, is_dense(layout, options));
+  const std::vector<BucketTile> tiles = tiles_of(layout, plan, is_dense(options));
   std::vector<uint32_t> worker_bytes(layout.world_size(), 0);
   std::vector<uint32_t> owner_bytes(layout.world_size(), 0);
   size_t first = 0;

@@ -1,9 +1,8 @@
-#include "tests/simt/kernel_codecs.h"
-
 #include <vector>
 
 #include "emulated_codec_names.h"  // written by the build: the codecs with a CUDA source
 #include "kernels/common/codec_parts.h"
+#include "tests/simt/kernel_codecs.h"
 #include "tests/simt/machine.h"
 
 namespace gradferry {

@@ -164,14 +164,18 @@ void Machine::work() {
 
 void* Machine::allocate(size_t num_bytes, uint32_t stream) {
   if (num_bytes == 0) return nullptr;
-  void* memory = std::aligned_alloc(kAlignment, (num_bytes + kAlignment - 1) / kAlignment * kAlignment);
+  void* memory =
+      std::aligned_alloc(kAlignment, (num_bytes + kAlignment - 1) / kAlignment * kAlignment);
   const std::lock_guard lock(mutex_);
   ++counters_.allocations;
   blocks_[memory] = {num_bytes, stream, {}};
-  push(stream, {"poison of new memory", {}, [=](const Touched& touched) {
+  push(stream, {"poison of new memory",
+                {},
+                [=](const Touched& touched) {
                   touched.write(memory, num_bytes);
                   std::memset(memory, static_cast<int>(kPoison), num_bytes);
-                }, nullptr});
+                },
+                nullptr});
   return memory;
 }
 
@@ -193,7 +197,9 @@ void Machine::free(void* memory) {
     push(block.stream, {"wait", {}, nullptr, mark});
     join(clocks_[block.stream], mark->clock);
   }
-  push(block.stream, {"poison of freed memory", {}, [this, memory, block](const Touched& touched) {
+  push(block.stream, {"poison of freed memory",
+                      {},
+                      [this, memory, block](const Touched& touched) {
                         touched.write(memory, block.num_bytes);
                         const auto begin = reinterpret_cast<uintptr_t>(memory);
                         cells_[begin] = {};
@@ -201,7 +207,8 @@ void Machine::free(void* memory) {
                                      cells_.lower_bound(begin + block.num_bytes));
                         std::memset(memory, static_cast<int>(kPoison), block.num_bytes);
                         std::free(memory);
-                      }, nullptr});
+                      },
+                      nullptr});
 }
 
 // --- races ---------------------------------------------------------------------------------------

@@ -12,9 +12,7 @@ namespace py = pybind11;
 namespace fake_device {
 namespace {
 
-py::capsule library_capsule() {
-  return py::capsule(&library(), gradferry::kDeviceLibraryCapsule);
-}
+py::capsule library_capsule() { return py::capsule(&library(), gradferry::kDeviceLibraryCapsule); }
 
 py::dict counters() {
   const Counters now = Machine::get().counters();
@@ -51,7 +49,7 @@ PYBIND11_MODULE(gradferry_fake_device, module) {
   module.def("library", &library_capsule);
   module.def("counters", &counters);
   module.def("set_seed", [](uint64_t seed) { Machine::get().set_seed(seed); }, py::arg("seed"));
-  module.def("omit_wait", [](int64_t number) { Machine::get().omit_wait(number); },
-             py::arg("number"));
+  module.def(
+      "omit_wait", [](int64_t number) { Machine::get().omit_wait(number); }, py::arg("number"));
   module.def("races", [] { return Machine::get().races(); });
 }

@@ -28,9 +28,8 @@ void touch(const Touched& touched, const std::vector<at::Tensor>& inputs,
 
 }  // namespace
 
-StreamedBackend::StreamedBackend(c10::intrusive_ptr<c10d::Backend> carrier,
-                                 const std::string& name, int rank, int size,
-                                 std::chrono::milliseconds timeout)
+StreamedBackend::StreamedBackend(c10::intrusive_ptr<c10d::Backend> carrier, const std::string& name,
+                                 int rank, int size, std::chrono::milliseconds timeout)
     : Backend(rank, size),
       carrier_(std::move(carrier)),
       options_(c10::make_intrusive<Options>(name, timeout)),
@@ -51,7 +50,8 @@ c10::intrusive_ptr<c10d::Work> StreamedBackend::run(const char* name,
     *under_way = post();
   });
   Damage damage;
-  if (damage_.countdown >= 0 && damage_.countdown-- == 0) damage = {0, damage_.offset, damage_.value};
+  if (damage_.countdown >= 0 && damage_.countdown-- == 0)
+    damage = {0, damage_.offset, damage_.value};
   machine.enqueue(stream, name, [=](const Touched& touched) {
     touch(touched, inputs, outputs);
     (*under_way)->wait();

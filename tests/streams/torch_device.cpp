@@ -4,8 +4,8 @@
 #include <ATen/Functions.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
-#include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
@@ -186,7 +186,8 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   });
   const at::Tensor& host_side = from_device ? to : from;
   const bool both = from_device && to_device;
-  if (!both && !(non_blocking && host_side.is_pinned())) Machine::get().synchronize(current_stream());
+  if (!both && !(non_blocking && host_side.is_pinned()))
+    Machine::get().synchronize(current_stream());
   return to;
 }
 
@@ -214,7 +215,8 @@ void register_device() {
   static const GuardImpl guard;
   static Hooks hooks;
   static const c10::impl::DeviceGuardImplRegistrar registrar(kDevice, &guard);
-  // With a name it is torch's accelerator, before any GPU, and so the one that memory is pinned for.
+  // With a name it is torch's accelerator, before any GPU, and so the one that memory is pinned
+  // for.
   c10::register_privateuse1_backend("fake");
   at::RegisterPrivateUse1HooksInterface(&hooks);
   c10::SetAllocator(kDevice, &device_allocator);
@@ -224,7 +226,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("empty.memory_format", &empty);
   library.impl("empty_strided", &empty_strided);
   library.impl("as_strided", &at::native::as_strided_tensorimpl);
-  library.impl("view", static_cast<at::Tensor (*)(const at::Tensor&, at::IntArrayRef)>(&at::native::view));
+  library.impl("view",
+               static_cast<at::Tensor (*)(const at::Tensor&, at::IntArrayRef)>(&at::native::view));
   library.impl("_reshape_alias", &at::native::_reshape_alias);
   library.impl("_copy_from", &copy_from);
   library.impl("_copy_from_and_resize", &copy_from_and_resize);
