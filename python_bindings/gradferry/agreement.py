@@ -10,7 +10,13 @@ import torch
 import torch.distributed as dist
 
 from gradferry import errors
-from gradferry.errors import GradferryError, PeerError, ProtocolError, RankMismatchError
+from gradferry.errors import (
+    ConfigError,
+    GradferryError,
+    PeerError,
+    ProtocolError,
+    RankMismatchError,
+)
 
 Record = dict[str, Any]
 # A record is about 200 bytes per parameter; more than this is not a record.
@@ -32,6 +38,23 @@ def error_record(error: Exception) -> Record:
     kind = type(error).__name__ if isinstance(error, GradferryError) else PeerError.__name__
     text = str(error) if isinstance(error, GradferryError) else f"{type(error).__name__}: {error}"
     return {"error": kind, "message": text}
+
+
+def meeting_place(group: dist.ProcessGroup, place: torch.device) -> torch.device:
+    """Where a group's ranks can agree: on the CPU if it has a backend for that, else at `place`.
+
+    Raises ConfigError when it has none for either.
+    """
+    types = {kind.type for kind in group._device_types}
+    if "cpu" in types:
+        return torch.device("cpu")
+    if place.type not in types:
+        raise ConfigError(
+            f"the process group has no backend for tensors on {place.type!r}, only "
+            f"{dist.get_backend(group)}; start it with init_process_group('cpu:gloo,cuda:nccl'), "
+            "or 'gloo'"
+        )
+    return place
 
 
 def gather_records(record: Record, group: dist.ProcessGroup, device: torch.device) -> list[Record]:

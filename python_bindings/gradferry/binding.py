@@ -20,6 +20,7 @@ from gradferry.agreement import (
     Record,
     error_record,
     gather_records,
+    meeting_place,
     raise_first_error,
     raise_first_mismatch,
     record_hash,
@@ -99,22 +100,22 @@ def bind(
         PeerError: a rank failed to set up its connections or memory.
     """
     group = _process_group(ddp)
-    meeting_place = _meeting_place(ddp, group)
+    place = meeting_place(group, _device(ddp))
     config: Config | None = None
     parameters: list[ParameterLayout] = []
     try:
         config = make_config()
         _check_hookable(ddp)
         _check_options(ddp, config)
-        place = _device(ddp)
-        parameters = describe_parameters(ddp, config, exchanges=_exchanges(place, group))
-        if _streams(place, group):
+        home = _device(ddp)
+        parameters = describe_parameters(ddp, config, exchanges=_exchanges(home, group))
+        if _streams(home, group):
             config = replace(config, chunk_bytes=device.STREAM_CHUNK_BYTES)
         record = _record(ddp, config, parameters)
     except Exception as error:
         record = error_record(error)
     nonce = uuid.uuid4().hex
-    envelopes = gather_records({"nonce": nonce, "record": record}, group, meeting_place)
+    envelopes = gather_records({"nonce": nonce, "record": record}, group, place)
     records: list[Record] = [envelope["record"] for envelope in envelopes]
     raise_first_error(records)
     raise_first_mismatch(records)
@@ -126,7 +127,7 @@ def bind(
         outcome: Record = {}
     except Exception as error:
         outcome = error_record(error)
-    raise_first_error(gather_records(outcome, group, meeting_place))
+    raise_first_error(gather_records(outcome, group, place))
     assert binding is not None
     ddp._update_process_group = _refuse_new_group  # type: ignore[method-assign]
     if native:
@@ -152,21 +153,6 @@ def _process_group(ddp: DistributedDataParallel) -> dist.ProcessGroup:
 def _device(ddp: DistributedDataParallel) -> torch.device:
     # DDP keeps all parameters of a bucket on one device; describe_parameters() sees to the rest.
     return next((p.device for _, p in reduced_parameters(ddp)), _CPU)
-
-
-def _meeting_place(ddp: DistributedDataParallel, group: dist.ProcessGroup) -> torch.device:
-    """A device on which the ranks can agree: the CPU where the group has a backend for it."""
-    types = {kind.type for kind in group._device_types}
-    if "cpu" in types:
-        return _CPU
-    place = _device(ddp)
-    if place.type not in types:
-        raise ConfigError(
-            f"the process group has no backend for tensors on {place.type!r}, only "
-            f"{dist.get_backend(group)}; start it with init_process_group('cpu:gloo,cuda:nccl'), "
-            "or 'gloo'"
-        )
-    return place
 
 
 def _exchanges(place: torch.device, group: dist.ProcessGroup) -> bool:

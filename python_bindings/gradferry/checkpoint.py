@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradferry.agreement import error_record, gather_records, raise_first_error
+from gradferry.agreement import error_record, gather_records, meeting_place, raise_first_error
 from gradferry.durable import durable_file
 from gradferry.errors import StateError
 from gradferry.saved_state import merge
@@ -53,6 +53,7 @@ def save(
     group = group or dist.group.WORLD
     assert group is not None
     rank = dist.get_rank(group)
+    place = meeting_place(group, torch.device(group._device_types[0].type))
     # Names never come twice, so that no file of the old checkpoint is touched.
     name = f"rank-{rank}-{uuid.uuid4().hex[:16]}.pt"
     try:
@@ -62,7 +63,7 @@ def save(
         record = {"name": name, **_fingerprint(folder / name)}
     except Exception as error:
         record = error_record(error)
-    files = gather_records(record, group)
+    files = gather_records(record, group, place)
     raise_first_error(files)
     outcome: dict[str, Any] = {}
     if rank == 0:
@@ -71,7 +72,7 @@ def save(
                 file.write(json.dumps({"format": _FORMAT, "files": files}, indent=1).encode())
         except Exception as error:
             outcome = error_record(error)
-    raise_first_error(gather_records(outcome, group))
+    raise_first_error(gather_records(outcome, group, place))
     if rank == 0:
         _remove_all_but(folder, {str(entry["name"]) for entry in files})
 

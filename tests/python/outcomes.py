@@ -15,6 +15,11 @@ class Outcome:
     text: str
     seconds: float
 
+    @property
+    def headline(self) -> str:
+        """What is the same on all ranks: below it are a rank's own last buckets."""
+        return self.text.partition("\n")[0]
+
 
 def attempt(call: Callable[[], Any]) -> Outcome:
     import gradferry

@@ -92,8 +92,8 @@ def case_damaged(name: str) -> list[AllReduceOutcome]:
             flat[7] ^= 1
 
     class Engine:
-        def __init__(self, **arguments: Any) -> None:
-            self.engine = _Original(**arguments)
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            self.engine = _Original(*arguments, **options)
             self.stats = self.engine.stats
 
         def all_reduce(self, gradient: torch.Tensor) -> None:

@@ -129,7 +129,7 @@ def case_nonfinite(scenario: Scenario) -> list[str]:
             run.step(step)
             texts.append("")
         except gradferry.StateError as error:
-            texts.append(str(error))
+            texts.append(str(error).splitlines()[0])
     return texts
 
 

@@ -158,7 +158,8 @@ def case_forged(phase: str, change: dict[str, int]) -> dict[str, Any] | None:
             attempt()
             errors.append(("none", ""))
         except gradferry.GradferryError as error:
-            errors.append((type(error).__name__, str(error)))
+            headline = str(error).partition("\n")[0]  # below it are a rank's own last buckets
+            errors.append((type(error).__name__, headline))
     return {"errors": errors, "in_flight": run.state.stats()["in_flight"]}
 
 

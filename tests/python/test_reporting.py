@@ -7,12 +7,15 @@ import json
 import re
 
 import pytest
-from gradferry.reporting.curves import Curve, draw_loss_curves, running_mean
+from gradferry.errors import ConfigError
+from gradferry.reporting.curves import Axis, Curve, draw_loss_curves, running_mean
 from gradferry.reporting.environment import environment
-from gradferry.reporting.html import Picture, html_page
-from gradferry.reporting.json_file import write_json
+from gradferry.reporting.html import Picture, Section, html_page
+from gradferry.reporting.json_file import read_json, write_json
+from gradferry.reporting.markdown import markdown_table, replace_section
 from gradferry.reporting.progress import StepDone, TrainingProgress
 from gradferry.reporting.table import Column, Table, print_table
+from gradferry.reporting.work import PartDone, PieceDone, WorkProgress
 from rich.console import Console
 
 PNG_START = b"\x89PNG\r\n\x1a\n"
@@ -51,6 +54,67 @@ def test_write_json_has_schema_environment_and_rows(tmp_path):
     assert document["schema"] == 1
     assert document["environment"] == environment()
     assert document["rows"] == [{"hook": "q4", "losses": [1.5, None], "ratio": None}]
+    assert read_json(path) == document
+
+
+def test_write_json_gives_every_row_a_line(tmp_path):
+    write_json(tmp_path / "j", [{"row": n, "list": [1, 2]} for n in range(3)], {"cpu": "another"})
+    text = (tmp_path / "j").read_text()
+    assert [line for line in text.splitlines() if "row" in line][1:] == [
+        '{"row": 0, "list": [1, 2]},',
+        '{"row": 1, "list": [1, 2]},',
+        '{"row": 2, "list": [1, 2]}',
+    ]
+    assert json.loads(text)["environment"] == {"cpu": "another"}
+
+
+def test_write_json_of_no_rows_is_json(tmp_path):
+    write_json(tmp_path / "j", [])
+    assert read_json(tmp_path / "j")["rows"] == []
+
+
+def test_write_json_leaves_the_old_file_when_it_fails(tmp_path):
+    write_json(tmp_path / "j", [{"row": 1}])
+    with pytest.raises(TypeError):
+        write_json(tmp_path / "j", [{"row": object()}])
+    assert read_json(tmp_path / "j")["rows"] == [{"row": 1}]
+    assert [path.name for path in tmp_path.iterdir()] == ["j"]
+
+
+@pytest.mark.parametrize("content", ["", "[1]", '{"schema": 2, "rows": []}'])
+def test_read_json_refuses_other_files(content, tmp_path):
+    (tmp_path / "j").write_text(content)
+    with pytest.raises(ConfigError, match="j "):
+        read_json(tmp_path / "j")
+
+
+def test_markdown_table_has_every_cell_on_one_line(table):
+    assert markdown_table(table) == (
+        "**A <title>**\n\n| hook | bytes sent |\n| --- | ---: |\n"
+        "| q4[bold] | 1,234,567 |\n| <b>& | 0 |\n\none [note]\n"
+    )
+
+
+def test_markdown_table_escapes_bars():
+    bars = Table("t", [Column("a|b", lambda row: row["x"])], [{"x": "|x|"}])
+    assert "| a\\|b |\n| ---: |\n| \\|x\\| |" in markdown_table(bars)
+
+
+def test_replace_section_touches_nothing_else(tmp_path):
+    path = tmp_path / "d.md"
+    path.write_text("before\n<!-- x -->\nold\n<!-- end of x -->\nafter\n")
+    for _ in range(2):
+        replace_section(path, "x", "new")
+        assert path.read_text() == ("before\n<!-- x -->\n\nnew\n\n<!-- end of x -->\nafter\n")
+
+
+@pytest.mark.parametrize("text", ["", "<!-- x -->\n", "<!-- end of x -->\n<!-- x -->\n"])
+def test_replace_section_needs_its_place(text, tmp_path):
+    path = tmp_path / "d.md"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="<!-- x -->"):
+        replace_section(path, "x", "new")
+    assert path.read_text() == text
 
 
 def test_environment_names_versions_and_machine():
@@ -66,20 +130,38 @@ def test_running_mean_starts_with_what_there_is():
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_draw_loss_curves_gives_a_png(theme):
     curves = [Curve("q4", [3.0, 2.0], [10, 20]), Curve("off", [3.0, float("nan")], [0, 0])]
-    assert draw_loss_curves(curves, "nats", theme).startswith(PNG_START)
+    assert draw_loss_curves(curves, Axis("nats"), theme).startswith(PNG_START)
+
+
+def test_draw_loss_curves_draws_bands_on_a_log_axis():
+    axis = Axis("gap", smoothed=False, is_log=True)
+    plain, banded = (
+        draw_loss_curves([Curve("q4", [1.0, 1e-3], [10, 20], [5, 10], low, high)], axis)
+        for low, high in (((), ()), ([0.5, 1e-4], [2.0, 1e-2]))
+    )
+    assert plain.startswith(PNG_START)
+    assert plain != banded
 
 
 def test_html_page_is_self_contained_and_escaped(table):
-    page = html_page(table, "from <here>", Picture("two curves", b"light", b"dark"), {"cpu": "A&B"})
+    sections = [Section(table, [Picture("two curves", b"light", b"dark")])]
+    page = html_page("A <page>", "from <here>", sections, {"cpu": "A&B"})
     assert "q4[bold]" in page
     assert "&lt;b&gt;&amp;" in page
-    assert "A &lt;title&gt;" in page
+    assert "<h1>A &lt;page&gt;</h1>" in page
+    assert "<h2>A &lt;title&gt;</h2>" in page
     assert "A&amp;B" in page
     sources = re.findall(r'(?:src|srcset|href)="([^"]*)"', page)
     assert len(sources) == 2
     assert all(source.startswith("data:image/png;base64,") for source in sources)
     assert "http" not in page
     assert "prefers-color-scheme: dark" in page
+
+
+def test_html_page_says_a_title_once(table):
+    page = html_page(table.title, "", [Section(table), Section(table)], {})
+    assert "<h2>" not in page
+    assert page.count("<table>") == 2
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
@@ -91,3 +173,25 @@ def test_progress_shows_hook_and_loss(is_terminal):
     assert "q4" in file.getvalue()
     assert "3/3" in file.getvalue()
     assert "2.500" in file.getvalue()
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_work_progress_shows_pieces_and_time_left(is_terminal):
+    now = [0.0]
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=is_terminal, width=120)
+    with WorkProgress(console, 3, 100.0, lambda: now[0]) as progress:
+        assert progress.time_left() == "time left unknown"
+        now[0] = 10.0
+        progress.part_done(PartDone(0, "first", 0.5, 20.0))
+        assert progress.time_left() == "about 2 min left"  # 90 s
+        progress.piece_done(PieceDone(0, "first: loss 1.5", 20.0))
+        assert progress.time_left() == "about 40 s left"
+        progress.part_done(PartDone(1, "second", 0.25, 80.0))
+        assert progress.time_left() == "about 15 s left"
+    shown = file.getvalue()
+    assert "1/3" in shown
+    if is_terminal:
+        assert "second" in shown
+    else:
+        assert shown == "1/3 first: loss 1.5; about 40 s left\n"

@@ -38,7 +38,7 @@ def replace_section(path: Path, name: str, content: str) -> None:
             f"{end.strip()!r}"
         )
     with durable_file(path) as file:
-        file.write(f"{head}{begin}\n{content}\n{end}{tail}".encode())
+        file.write(f"{head}{begin}\n{content.strip()}\n\n{end}{tail}".encode())
 
 
 def _cell(text: str) -> str:
