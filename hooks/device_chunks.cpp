@@ -49,7 +49,7 @@ void DeviceEngine::exchange(BucketJob& job) {
     const std::lock_guard lock(mutex_);
     --stats_.in_flight;
   }
-  job.event.encoded_ns = job.event.complete_ns = log_.now();
+  job.event.encoded_ns = job.event.complete_ns = EventLog::now();
   log_.add(job.event);
   const c10::StreamGuard finish(finish_stream_);
   job.gradient.reset();

@@ -120,7 +120,7 @@ DeviceEngine::BucketJob DeviceEngine::make_job(const std::vector<uint32_t>& para
                     .bucket = number,
                     .chunks = plan.chunks().size(),
                     .gradient_bytes = gradient.nbytes(),
-                    .begin_ns = log_.now()};
+                    .begin_ns = EventLog::now()};
   return {&plan,
           gradient,
           std::move(future),

@@ -19,7 +19,9 @@ class TableWriter {
     const uint64_t offset = bytes_.size();
     const uint64_t num_bytes = entries.size() * sizeof(T);
     bytes_.resize((offset + num_bytes + kTableAlignment - 1) / kTableAlignment * kTableAlignment);
-    if (num_bytes != 0) std::memcpy(bytes_.data() + offset, entries.data(), num_bytes);
+    if (num_bytes != 0) {
+      std::memcpy(bytes_.data() + offset, static_cast<const void*>(entries.data()), num_bytes);
+    }
     return {offset, static_cast<uint32_t>(entries.size())};
   }
   const std::vector<std::byte>& bytes() const { return bytes_; }

@@ -106,7 +106,7 @@ void DeviceEngine::load_kernels() const {
                                  at::TensorOptions().dtype(at::kByte).pinned_memory(true));
   const std::byte* payload = part(2);
   std::memcpy(bytes(staging), &tile, sizeof(tile));
-  std::memcpy(bytes(staging) + most_bytes, &payload, sizeof(payload));
+  std::memcpy(bytes(staging) + most_bytes, static_cast<const void*>(&payload), sizeof(payload));
   memory.narrow(0, 0, staging.numel()).copy_(staging, /*non_blocking=*/true);
   const auto* tiles = reinterpret_cast<const Tile*>(part(0));
   const auto* payloads = reinterpret_cast<const std::byte* const*>(part(1));
@@ -139,19 +139,12 @@ void DeviceEngine::load_kernels() const {
   auto* found = reinterpret_cast<Findings*>(part(8));
   auto* scratch = reinterpret_cast<uint32_t*>(part(9));
   auto* word = reinterpret_cast<uint32_t*>(part(13));
+  const Envelope envelope{0, 0, 0, 0, 0, Phase::kScatter};
   message_kernels().take_back({word, residual, residual, 1, stream});
   message_kernels().rescale({nullptr, residual, residual, word, stream});
-  message_kernels().seal({{}, messages, 1, zeros, status, found, part(10), stream});
-  message_kernels().check({{},
-                           messages,
-                           1,
-                           reinterpret_cast<const ReceivedTile*>(part(7)),
-                           1,
-                           part(10),
-                           scratch,
-                           scratch + 1,
-                           found,
-                           stream});
+  message_kernels().seal({envelope, messages, 1, zeros, status, found, part(10), stream});
+  message_kernels().check({envelope, messages, 1, reinterpret_cast<const ReceivedTile*>(part(7)), 1,
+                           part(10), scratch, scratch + 1, found, stream});
   message_kernels().conclude(
       {0, 0, tiles, zeros, status, 1, zeros, ScalarType::kFloat32, part(3), found, word, stream});
   message_kernels().commit({0, 0, 0, found, reinterpret_cast<CommitRecord*>(part(11)),

@@ -183,7 +183,7 @@ void Engine::send_bucket(const std::vector<uint32_t>& parameters, const at::Tens
   bucket->event = {.step = step,
                    .chunks = plan.chunks.size(),
                    .gradient_bytes = gradient.nbytes(),
-                   .begin_ns = log_.now()};
+                   .begin_ns = EventLog::now()};
   bucket->gradient = gradient;
   bucket->future = std::move(future);
   bucket->value = std::move(value);
@@ -345,7 +345,7 @@ void Engine::send_chunk(const std::shared_ptr<BucketJob>& bucket, const ChunkPla
   ++stats_.chunks;
   bucket->event.encode_ns += encode_ns;
   bucket->event.worker += withheld;
-  bucket->event.encoded_ns = log_.now();
+  bucket->event.encoded_ns = EventLog::now();
   queue_.push_back(std::move(job));
   changed_.notify_all();
 }

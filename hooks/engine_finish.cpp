@@ -236,7 +236,7 @@ void Engine::finish_commit() {
 }
 
 void Engine::complete(BucketJob& bucket) {
-  bucket.event.complete_ns = log_.now();
+  bucket.event.complete_ns = EventLog::now();
   log_.add(bucket.event);
   {
     const std::lock_guard lock(mutex_);

@@ -9,20 +9,20 @@ namespace {
 
 double milliseconds(int64_t nanoseconds) { return static_cast<double>(nanoseconds) / 1e6; }
 
-std::string line_of(const BucketEvent& event) {
+std::string line_of(const BucketEvent& event, int64_t start_ns) {
   char text[256];
   std::snprintf(text, sizeof(text),
                 "\n  step %llu, bucket %llu: %.2f MB in %llu chunks, begun %.1f, encoded %.1f, ",
                 static_cast<unsigned long long>(event.step),
                 static_cast<unsigned long long>(event.bucket),
                 static_cast<double>(event.gradient_bytes) / 1e6,
-                static_cast<unsigned long long>(event.chunks), milliseconds(event.begin_ns),
-                milliseconds(event.encoded_ns));
+                static_cast<unsigned long long>(event.chunks),
+                milliseconds(event.begin_ns - start_ns), milliseconds(event.encoded_ns - start_ns));
   std::string line = text;
   if (event.complete_ns == 0) {
     line += "never complete";
   } else {
-    std::snprintf(text, sizeof(text), "complete %.1f", milliseconds(event.complete_ns));
+    std::snprintf(text, sizeof(text), "complete %.1f", milliseconds(event.complete_ns - start_ns));
     line += text;
   }
   std::snprintf(text, sizeof(text), "; encode %.2f, network %.2f, reduce %.2f, decode %.2f",
@@ -37,8 +37,9 @@ double ResidualSquares::ratio() const {
   return gradient > 0 ? std::sqrt(residual / gradient) : 0.0;
 }
 
-int64_t EventLog::now() const {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start_).count();
+int64_t EventLog::now() {
+  const auto since_epoch = Clock::now().time_since_epoch();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(since_epoch).count();
 }
 
 int64_t EventLog::CurrentStep::exposed_ns() const {
@@ -84,7 +85,7 @@ std::string EventLog::text(uint32_t rank) const {
   if (events_.empty()) return {};
   std::string text = "\nlast buckets of rank " + std::to_string(rank) +
                      ", instants in ms since attach, then what each part took in ms:";
-  for (const BucketEvent& event : events_) text += line_of(event);
+  for (const BucketEvent& event : events_) text += line_of(event, start_ns_);
   return text;
 }
 

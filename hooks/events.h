@@ -32,7 +32,7 @@ struct ResidualSquares {
   double ratio() const;
 };
 
-// One bucket. Instants are nanoseconds since the engine started, 0 for what did not happen.
+// One bucket. Instants are nanoseconds on std::chrono::steady_clock, 0 for what did not happen.
 struct BucketEvent {
   uint64_t step = 0;
   uint64_t bucket = 0;  // counted since the engine started
@@ -69,7 +69,7 @@ class EventLog {
  public:
   static constexpr size_t kCapacity = 256;
 
-  int64_t now() const;
+  static int64_t now();
   // A bucket that is complete, or, with complete_ns 0, will never be.
   void add(const BucketEvent& event);
   StepTimes totals() const;
@@ -90,7 +90,7 @@ class EventLog {
     int64_t exposed_ns() const;
   };
 
-  const Clock::time_point start_ = Clock::now();
+  const int64_t start_ns_ = now();
   mutable std::mutex mutex_;
   std::deque<BucketEvent> events_;
   StepTimes totals_;  // exposed_ns without the current step

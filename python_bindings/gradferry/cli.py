@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 import gradferry
-from gradferry import bench, converge, demo, info
+from gradferry import bench, converge, demo, info, report
 from gradferry.errors import ConfigError, GradferryError
 
 _COMMANDS = (
@@ -15,6 +15,7 @@ _COMMANDS = (
     ("demo", demo, "train with several gradient hooks and compare loss, bytes and time"),
     ("bench", bench, "measure speed on this machine"),
     ("converge", converge, "train with every codec and judge where trainings end"),
+    ("report", report, "one page of everything that was measured"),
 )
 _EXIT_FAILED = 1
 _EXIT_USAGE = 2  # as argparse does

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from gradferry.errors import ConfigError
 from gradferry.reporting.curves import Axis, Curve, draw_loss_curves
+from gradferry.reporting.drawing import THEMES
 from gradferry.reporting.environment import environment
 from gradferry.reporting.html import Picture, Section, html_page
 from gradferry.reporting.json_file import write_json
@@ -137,22 +138,28 @@ def _row(task: Task, run: TrainingRun, steps: int, seed: int) -> dict[str, Any]:
 def _report(
     console: Console, task: Task, rows: Sequence[Row], folder: Path, json_file: Path | None
 ) -> None:
-    table = _table(task, rows)
+    section = section_of(rows)
+    table, (picture,) = section.table, section.pictures
     console.print()
     print_table(console, table)
-    curves = [Curve(row["hook"], row["losses"], row["cumulative_wire_bytes"]) for row in rows]
-    axis = Axis(f"training loss, {task.metric}")
-    light, dark = (draw_loss_curves(curves, axis, theme) for theme in ("light", "dark"))
-    picture = Picture("Training loss by step and by bytes sent, one curve per hook", light, dark)
-    sections = [Section(table, [picture])]
-    page = html_page(table.title, f"{task.source}.", sections, environment())
-    (folder / "loss_curves.png").write_bytes(light)
+    page = html_page(table.title, f"{task.source}.", [section], environment())
+    (folder / "loss_curves.png").write_bytes(picture.light)
     (folder / "index.html").write_text(page, encoding="utf-8")
     written = [folder / "loss_curves.png", folder / "index.html"]
     if json_file:
         write_json(json_file, rows)
         written.append(json_file)
     print_line(console, f"Written: {', '.join(map(str, written))}")
+
+
+def section_of(rows: Sequence[Row]) -> Section:
+    """Table and curves of the demo's rows."""
+    task = load_task(rows[0]["task"])
+    curves = [Curve(row["hook"], row["losses"], row["cumulative_wire_bytes"]) for row in rows]
+    axis = Axis(f"training loss, {task.metric}")
+    light, dark = (draw_loss_curves(curves, axis, theme) for theme in THEMES)
+    picture = Picture("Training loss by step and by bytes sent, one curve per hook", light, dark)
+    return Section(_table(task, rows), [picture])
 
 
 def _table(task: Task, rows: Sequence[Row]) -> Table:

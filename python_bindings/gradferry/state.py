@@ -196,7 +196,7 @@ class HookState:
         Returns:
             Dicts with ``step``, ``bucket``, ``chunks``, ``gradient_bytes``; the instants
             ``begin_ms`` (DDP handed it in), ``encoded_ms`` (DDP's thread went on) and
-            ``complete_ms`` (0.0: never) since the hook was attached; and ``encode_ms``,
+            ``complete_ms`` (0.0: never) on the clock of ``time.monotonic()``; and ``encode_ms``,
             ``network_ms``, ``reduce_ms``, ``decode_ms``.
 
         Raises:

@@ -28,4 +28,5 @@ PyModuleDef definition = {PyModuleDef_HEAD_INIT,
 
 }  // namespace
 
+// NOLINTNEXTLINE(bugprone-reserved-identifier): the name that Python looks for
 PyMODINIT_FUNC PyInit__cuda() { return PyModule_Create(&definition); }

@@ -88,9 +88,15 @@ PyMethodDef methods[] = {
     {"library", &library, METH_O, "library(seed): the kernels, as a capsule."},
     {nullptr, nullptr, 0, nullptr},
 };
-PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "gradferry_slow_cuda", nullptr, -1, methods, nullptr, nullptr, nullptr,
-    nullptr};
+PyModuleDef definition = {PyModuleDef_HEAD_INIT,
+                          "gradferry_slow_cuda",
+                          nullptr,
+                          -1,
+                          methods,
+                          nullptr,
+                          nullptr,
+                          nullptr,
+                          nullptr};
 
 }  // namespace
 }  // namespace gradferry

@@ -20,27 +20,34 @@ from gradferry.workloads.models import MODELS, check_model
 from gradferry.workloads.network import check_network
 from world import World
 
-ISSUE_KEYS = [
+FIRST_KEYS = [
     "hook", "link", "ranks", "bucket_cap_mb", "ms_median", "ms_min", "ms_max", "ratio_to_none",
     "wire_bytes", "exposed_ms",
 ]  # fmt: skip
 FURTHER_KEYS = {
     "ratio_to_none_low", "ratio_to_none_high", "speedup", "speedup_low", "speedup_high",
-    "wire_bytes_measured", "wire_bytes_formula", "interface_bytes", "steps_to_loss",
+    "wire_bytes_measured", "wire_bytes_formula", "interface_bytes", "until_loss", "steps_to_loss",
     "seconds_to_loss", "encode_ms", "network_ms", "reduce_ms", "decode_ms", "model",
-    "seed", "round_ms", "trial_ms",
+    "seed", "round_ms", "trial_ms", "last_step",
 }  # fmt: skip
 
 
 def check_row(row: dict, rounds: int) -> None:
-    assert list(row)[: len(ISSUE_KEYS)] == ISSUE_KEYS
-    assert set(row) == {*ISSUE_KEYS, *FURTHER_KEYS}
+    assert list(row)[: len(FIRST_KEYS)] == FIRST_KEYS
+    assert set(row) == {*FIRST_KEYS, *FURTHER_KEYS}
     assert len(row["round_ms"]) == rounds
     assert row["ms_min"] == min(row["round_ms"]) > 0
     assert row["ms_max"] == max(row["round_ms"])
     assert row["ms_min"] <= row["ms_median"] <= row["ms_max"]
     assert row["ratio_to_none_low"] <= row["ratio_to_none"] <= row["ratio_to_none_high"]
     assert row["wire_bytes"] == row["wire_bytes_formula"]
+    step = row["last_step"]
+    assert 0 < step["backward_ms"] < step["backward_end_ms"] < step["end_ms"]
+    assert bool(step["buckets"]) == (row["hook"] == "q4")
+    for bucket in step["buckets"]:
+        assert step["backward_ms"] < bucket["begin_ms"] < bucket["encoded_ms"]
+        assert bucket["encoded_ms"] < step["backward_end_ms"]
+        assert bucket["begin_ms"] < bucket["complete_ms"] < step["backward_end_ms"]
 
 
 def test_train_smoke_compares_hooks_on_loopback(tmp_path, capsys):
@@ -166,7 +173,8 @@ def test_rows_compare_within_rounds():
         Outcome("torch:fp16", 25, {}, [150.0, 300.0, 600.0]),
         Outcome("q4", 4, {}, [110.0, 220.0, 440.0]),
     ]
-    rows = {row["hook"]: row for row in train_rows(outcomes, "m", "1gbit", 2, 0)}
+    options = ContestOptions("m", ("none",), (25.0,), rounds=3, steps=1, seed=0)
+    rows = {row["hook"]: row for row in train_rows(outcomes, options, "1gbit", 2)}
     assert rows["q4"]["ratio_to_none"] == pytest.approx(1.1)
     assert rows["q4"]["exposed_ms"] == pytest.approx(20)
     assert rows["q4"]["speedup"] == pytest.approx(600 / 440)

@@ -96,7 +96,8 @@ struct OnStream {
                      uint32_t world_size, const float* gain, float* owner_residual,
                      std::byte* out) {
     launch(codec(), "reduce", batch, [=](const TileBatch& now, const Touched& touched, auto size) {
-      touched.read(payload_by_rank, world_size * sizeof(*payload_by_rank));
+      touched.read(static_cast<const void*>(payload_by_rank),
+                   world_size * sizeof(*payload_by_rank));
       for (const Tile& tile : std::span(now.tiles, now.num_tiles)) {
         for (const std::byte* payloads : std::span(payload_by_rank, world_size)) {
           touched.read(payloads + tile.payload_offset, size(tile, Stage::kWorker));

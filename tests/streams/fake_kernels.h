@@ -1,5 +1,5 @@
-// The fake device's kernels: the codecs of the CPU and the message kernels of the emulator, enqueued
-// on its streams, each saying what it reads and writes.
+// The fake device's kernels: the codecs of the CPU and the message kernels of the emulator,
+// enqueued on its streams, each saying what it reads and writes.
 #pragma once
 
 #include "gradferry/device_library.h"

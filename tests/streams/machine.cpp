@@ -82,7 +82,11 @@ void Machine::wait(uint32_t stream, const MarkPtr& mark, bool counted) {
   const std::lock_guard lock(mutex_);
   if (counted) {
     ++counters_.waits;
-    if (omitted_ >= 0 && omitted_-- == 0) return;
+    if (omitted_ == 0) {
+      omitted_ = -1;
+      return;
+    }
+    if (omitted_ > 0) --omitted_;
   }
   push(stream, {"wait", {}, nullptr, mark});
   join(clocks_[stream], mark->clock);

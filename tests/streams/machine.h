@@ -88,8 +88,8 @@ class Machine {
   struct Operation {
     const char* name;
     Clock clock;
-    Work work;      // null: wait for `mark`
-    MarkPtr mark;   // or reach it
+    Work work;     // null: wait for `mark`
+    MarkPtr mark;  // or reach it
     bool reaches = false;
   };
   struct Touch {

@@ -39,6 +39,8 @@ PYBIND11_MODULE(gradferry_fake_device, module) {
                                                                                   "StreamedBackend")
       .def(py::init(&make_backend), py::arg("carrier"), py::arg("name"), py::arg("rank"),
            py::arg("size"), py::arg("timeout"))
+      // Which newer versions of torch give every backend.
+      .def_property_readonly("options", &StreamedBackend::getBackendOptions)
       .def("set_in_line", &StreamedBackend::set_in_line, py::arg("in_line"))
       .def(
           "damage",

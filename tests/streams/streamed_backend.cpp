@@ -37,9 +37,9 @@ StreamedBackend::StreamedBackend(c10::intrusive_ptr<c10d::Backend> carrier, cons
 
 // Two operations, so that other streams may run while bytes travel.
 c10::intrusive_ptr<c10d::Work> StreamedBackend::run(const char* name,
-                                                    std::vector<at::Tensor> inputs,
-                                                    std::vector<at::Tensor> outputs, bool in_line,
-                                                    Post post) {
+                                                    const std::vector<at::Tensor>& inputs,
+                                                    const std::vector<at::Tensor>& outputs,
+                                                    bool in_line, const Post& post) {
   Machine& machine = Machine::get();
   const uint32_t stream = in_line ? current_stream() : stream_;
   const MarkPtr first = in_line ? last_ : machine.record(current_stream());
@@ -50,8 +50,8 @@ c10::intrusive_ptr<c10d::Work> StreamedBackend::run(const char* name,
     *under_way = post();
   });
   Damage damage;
-  if (damage_.countdown >= 0 && damage_.countdown-- == 0)
-    damage = {0, damage_.offset, damage_.value};
+  if (damage_.countdown == 0) damage = damage_;
+  if (damage_.countdown >= 0) --damage_.countdown;
   machine.enqueue(stream, name, [=](const Touched& touched) {
     touch(touched, inputs, outputs);
     (*under_way)->wait();

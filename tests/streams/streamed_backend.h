@@ -3,11 +3,10 @@
 // wait() has the current stream wait. The bytes travel by gloo.
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Backend.hpp>
-#include <torch/csrc/distributed/c10d/Work.hpp>
-
 #include <atomic>
 #include <functional>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "torch_device.h"
 
@@ -49,8 +48,9 @@ class StreamedBackend final : public c10d::Backend {
 
  private:
   using Post = std::function<c10::intrusive_ptr<c10d::Work>()>;
-  c10::intrusive_ptr<c10d::Work> run(const char* name, std::vector<at::Tensor> inputs,
-                                     std::vector<at::Tensor> outputs, bool in_line, Post post);
+  c10::intrusive_ptr<c10d::Work> run(const char* name, const std::vector<at::Tensor>& inputs,
+                                     const std::vector<at::Tensor>& outputs, bool in_line,
+                                     const Post& post);
 
   c10::intrusive_ptr<c10d::Backend> carrier_;
   c10::intrusive_ptr<Options> options_;

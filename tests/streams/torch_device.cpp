@@ -61,6 +61,7 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
     return stream_of(std::exchange(current, stream.id()));
   }
   void* getStreamNativeHandle(const c10::Stream stream) const override {
+    // NOLINTNEXTLINE(performance-no-int-to-ptr): nobody follows it
     return reinterpret_cast<void*>(static_cast<uintptr_t>(number_of(stream)));
   }
   bool queryStream(const c10::Stream& stream) const override {

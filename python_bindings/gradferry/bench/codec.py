@@ -21,7 +21,7 @@ from gradferry.bench.device_codec import (
     device_peer_table,
     measure,
 )
-from gradferry.bench.peers import compare_with_peers, installed_peers, peer_table
+from gradferry.bench.peers import compare_with_peers, missing_peers, peer_table
 from gradferry.errors import ConfigError
 from gradferry.reporting.environment import environment
 from gradferry.reporting.json_file import write_json
@@ -164,14 +164,14 @@ def _run_on_cpu(arguments: argparse.Namespace) -> int:
     print_table(console, codec_table(rows, memcpy))
     if arguments.peers:
         console.print()
-        print_table(console, peer_table(peers, installed_peers()))
+        print_table(console, peer_table(peers, missing_peers()))
     if arguments.json:
         write_json(arguments.json, [*rows, *peers])
         print_line(console, f"Written: {arguments.json}")
     return 1 if any(row["wrong"] for row in rows) else 0
 
 
-def codec_table(rows: Sequence[Row], memcpy_gbps: float) -> Table:
+def codec_table(rows: Sequence[Row], memcpy_gbps: float | None = None) -> Table:
     """Rows of `gradferry bench codec`, with its columns explained below."""
     columns = (
         Column("codec", lambda row: str(row["codec"]), is_number=False),
@@ -188,7 +188,7 @@ def codec_table(rows: Sequence[Row], memcpy_gbps: float) -> Table:
         Column("NMSE", lambda row: f"{100 * row['nmse']:.3g} %"),
         Column("#wrong", lambda row: str(row["wrong"])),
     )
-    notes = (
+    notes = [
         "GB/s: bytes read plus bytes written. Ratio to roof: time of the fastest plain loop with "
         "the same reads, writes and threads over the time of the operation; medians of sections "
         "over alternating passes, minimum and maximum of whole passes.",
@@ -196,8 +196,9 @@ def codec_table(rows: Sequence[Row], memcpy_gbps: float) -> Table:
         "pass. reduce/W: sum of W payloads plus residual, encoded again. NMSE: of Gaussian "
         "numbers, without residual. #wrong: bytes that differ from the scalar kernels; such a "
         "case is not timed.",
-        f"memcpy of {_MEMCPY_BYTES >> 20} MB, one thread: {memcpy_gbps:.1f} GB/s.",
-    )
+    ]
+    if memcpy_gbps is not None:
+        notes.append(f"memcpy of {_MEMCPY_BYTES >> 20} MB, one thread: {memcpy_gbps:.1f} GB/s.")
     return Table("Codecs on the CPU", columns, rows, notes)
 
 

@@ -200,7 +200,12 @@ def _torch_threads(threads: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def peer_table(rows: Sequence[Row], installed: Sequence[Peer]) -> Table:
+def missing_peers() -> list[str]:
+    """Names of packages that are not installed."""
+    return sorted({peer.module for peer in PEERS} - {peer.module for peer in installed_peers()})
+
+
+def peer_table(rows: Sequence[Row], missing: Sequence[str] = ()) -> Table:
     """Rows of compare_with_peers."""
     columns = (
         Column("peer", lambda row: str(row["peer"]), is_number=False),
@@ -211,7 +216,6 @@ def peer_table(rows: Sequence[Row], installed: Sequence[Peer]) -> Table:
         Column("(min)", lambda row: f"{row['speedup_min']:.2f}"),
         Column("(max)", lambda row: f"{row['speedup_max']:.2f}"),
     )
-    missing = sorted({peer.module for peer in PEERS} - {peer.module for peer in installed})
     notes = [
         "Same fp32 buffer, same number of threads, in turns; median of the ratios of each turn. "
         "Ours keeps a scale per block, and its encoding includes error feedback: 8 bytes more of "

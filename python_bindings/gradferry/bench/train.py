@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -102,8 +103,8 @@ def run(arguments: argparse.Namespace) -> int:
     console = Console()
 
     def report(outcomes: Sequence[Outcome]) -> int:
-        rows = train_rows(outcomes, arguments.model, arguments.link, arguments.ranks, options.seed)
-        print_table(console, train_table(rows, options.until_loss))
+        rows = train_rows(outcomes, options, arguments.link, arguments.ranks)
+        print_table(console, train_table(rows))
         if arguments.json:
             write_json(arguments.json, rows)
             print_line(console, f"Written: {arguments.json}")
@@ -138,7 +139,7 @@ def _options(arguments: argparse.Namespace) -> ContestOptions:
 
 
 def train_rows(
-    outcomes: Sequence[Outcome], model: str, link: str, num_ranks: int, seed: int
+    outcomes: Sequence[Outcome], options: ContestOptions, link: str, num_ranks: int
 ) -> list[dict[str, Any]]:
     """Rows of the JSON file; docs/benchmarks.md defines every key."""
     none = next(outcome.round_ms for outcome in outcomes if outcome.hook == NO_HOOK)
@@ -168,13 +169,15 @@ def train_rows(
                 "wire_bytes_measured": outcome.wire_measured,
                 "wire_bytes_formula": outcome.wire_formula,
                 "interface_bytes": outcome.interface_bytes,
+                "until_loss": options.until_loss,
                 "steps_to_loss": outcome.reached.steps if outcome.reached else None,
                 "seconds_to_loss": outcome.reached.seconds if outcome.reached else None,
                 **{phase: outcome.phase_ms.get(phase) for phase in PHASES},
-                "model": model,
-                "seed": seed,
+                "model": options.model,
+                "seed": options.seed,
                 "round_ms": outcome.round_ms,
                 "trial_ms": {f"{cap:g}": ms for cap, ms in outcome.trial_ms.items()},
+                "last_step": asdict(outcome.last_step) if outcome.last_step else None,
             }
         )
     return rows
@@ -186,7 +189,7 @@ def _best_of_torch(outcomes: Sequence[Outcome]) -> list[float] | None:
     return min(candidates, key=median) if candidates else None
 
 
-def train_table(rows: Sequence[Row], until_loss: float | None) -> Table:
+def train_table(rows: Sequence[Row]) -> Table:
     """Rows of `gradferry bench train`, with its columns explained below."""
     columns = [
         Column("hook", lambda row: str(row["hook"]), is_number=False),
@@ -212,6 +215,7 @@ def train_table(rows: Sequence[Row], until_loss: float | None) -> Table:
     ]
     if not all(row["wire_bytes_measured"] for row in rows):
         notes.append("* computed for a ring all-reduce: PyTorch does not count what it sends.")
+    until_loss = rows[0]["until_loss"]
     if until_loss is not None:
         columns += [
             Column("steps to\nloss", lambda row: _number(row["steps_to_loss"], "d")),

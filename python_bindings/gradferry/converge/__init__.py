@@ -17,6 +17,7 @@ from gradferry.converge.report import (
     broken_demands,
     exit_code,
     judge,
+    section_of,
     table_of,
     write_markdown,
     write_pictures_and_page,
@@ -26,6 +27,7 @@ from gradferry.converge.suite import SUITES, Suite, select
 from gradferry.converge.trainings import run_trainings
 from gradferry.errors import ConfigError
 from gradferry.reporting.environment import environment
+from gradferry.reporting.html import Section
 from gradferry.reporting.json_file import read_json, write_json
 from gradferry.reporting.table import print_line, print_table
 from gradferry.reporting.work import WorkProgress
@@ -119,6 +121,14 @@ def run(arguments: argparse.Namespace) -> int:
     for line in broken_demands(outcomes):
         print_line(console, f"Not met: {line}")
     return exit_code(outcomes)
+
+
+def sections_of(rows: Sequence[Mapping[str, Any]], path: Path) -> list[Section]:
+    """Tables and curves of rows that were written before, to `path`. Raises ConfigError for those
+    of another suite.
+    """
+    suite = _suite_of(rows, path)
+    return [section_of(suite, outcome) for outcome in judge(suite, rows)]
 
 
 def _train(

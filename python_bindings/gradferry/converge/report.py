@@ -10,7 +10,8 @@ from typing import Any
 
 from gradferry.converge.suite import MOMENTUM, Contest, Misses, Near, Reaches, Suite
 from gradferry.converge.verdict import Row, Summary, summarize
-from gradferry.reporting.curves import Axis, Curve, Theme, draw_loss_curves
+from gradferry.reporting.curves import Axis, Curve, draw_loss_curves
+from gradferry.reporting.drawing import THEMES, Theme
 from gradferry.reporting.html import Picture, Section, html_page
 from gradferry.reporting.markdown import markdown_table, replace_section
 from gradferry.reporting.table import Column, Table
@@ -91,6 +92,13 @@ def broken_demands(outcomes: Sequence[Outcome]) -> list[str]:
     ]
 
 
+def section_of(suite: Suite, outcome: Outcome) -> Section:
+    """Table and curves of one contest."""
+    pictures = (_draw(outcome, theme) for theme in THEMES)
+    picture = Picture(f"Loss by step and by bytes sent: task {outcome.name}", *pictures)
+    return Section(table_of(suite, outcome), [picture])
+
+
 def write_pictures_and_page(
     suite: Suite, outcomes: Sequence[Outcome], environment: Mapping[str, Any], folder: Path
 ) -> list[Path]:
@@ -98,15 +106,11 @@ def write_pictures_and_page(
     folder.mkdir(parents=True, exist_ok=True)
     sections, written = [], []
     for outcome in outcomes:
-        picture = Picture(
-            f"Loss by step and by bytes sent: task {outcome.name}",
-            _draw(outcome, "light"),
-            _draw(outcome, "dark"),
-        )
+        section = section_of(suite, outcome)
         path = folder / f"{outcome.name}.png"
-        path.write_bytes(picture.light)
+        path.write_bytes(section.pictures[0].light)
         written.append(path)
-        sections.append(Section(table_of(suite, outcome), [picture]))
+        sections.append(section)
     page = html_page(
         f"gradferry converge: suite {suite.name}", _verdict_line(outcomes), sections, environment
     )

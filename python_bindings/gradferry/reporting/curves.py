@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
+
+from gradferry.reporting.drawing import Theme, draw
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-Theme = Literal["light", "dark"]
+    from matplotlib.figure import Figure
 
 _SMOOTHED_SHARE = 0.05  # of the steps: the window of the running mean
 
@@ -39,42 +39,35 @@ class Axis:
 
 def draw_loss_curves(curves: Sequence[Curve], axis: Axis, theme: Theme = "light") -> bytes:
     """Returns a PNG with two panels: the loss by step and by bytes sent."""
-    # The library behind pyplot, without its windows and global state.
-    from matplotlib import style
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    return draw((10, 4), theme, lambda figure: _fill(figure, curves, axis))
 
-    with style.context("dark_background" if theme == "dark" else "default"):
-        figure = Figure(figsize=(10, 4), dpi=144, layout="constrained")
-        FigureCanvasAgg(figure)
-        by_step, by_bytes = figure.subplots(1, 2, sharey=True)
-        window = _window(curves) if axis.smoothed else 1
-        for number, curve in enumerate(curves):
-            smooth = running_mean(curve.losses, window)
-            steps = curve.steps or range(1, len(smooth) + 1)
-            megabytes = [total / 1e6 for total in curve.cumulative_bytes]
-            # Dashes tell apart curves that lie on each other.
-            dashes = (0, (4, 2 * (number % 3)) if number % 3 else ())
-            line = {"label": curve.label, "linewidth": 1.6, "linestyle": dashes, "alpha": 0.9}
-            for panel, places in ((by_step, steps), (by_bytes, megabytes)):
-                (drawn,) = panel.plot(places, smooth, **line)
-                if curve.lowest:
-                    look = {"color": drawn.get_color(), "alpha": 0.25, "linewidth": 0}
-                    panel.fill_between(places, curve.lowest, curve.highest, **look)
-        by_step.set_xlabel("step")
-        mean = f"\n(mean of the last {window} steps)" if axis.smoothed else ""
-        by_step.set_ylabel(f"{axis.title}{mean}")
-        by_bytes.set_xlabel("MB sent per rank (log scale)")
-        if axis.is_log:
-            by_step.set_yscale("log")
-        if any(any(curve.cumulative_bytes) for curve in curves):
-            by_bytes.set_xscale("log")
-        _finish(by_step)
-        _finish(by_bytes)
-        by_step.legend(frameon=False, fontsize=8 if len(curves) > 4 else None)
-        content = io.BytesIO()
-        figure.savefig(content, format="png")
-    return content.getvalue()
+
+def _fill(figure: Figure, curves: Sequence[Curve], axis: Axis) -> None:
+    by_step, by_bytes = figure.subplots(1, 2, sharey=True)
+    window = _window(curves) if axis.smoothed else 1
+    for number, curve in enumerate(curves):
+        smooth = running_mean(curve.losses, window)
+        steps = curve.steps or range(1, len(smooth) + 1)
+        megabytes = [total / 1e6 for total in curve.cumulative_bytes]
+        # Dashes tell apart curves that lie on each other.
+        dashes = (0, (4, 2 * (number % 3)) if number % 3 else ())
+        line = {"label": curve.label, "linewidth": 1.6, "linestyle": dashes, "alpha": 0.9}
+        for panel, places in ((by_step, steps), (by_bytes, megabytes)):
+            (drawn,) = panel.plot(places, smooth, **line)
+            if curve.lowest:
+                look = {"color": drawn.get_color(), "alpha": 0.25, "linewidth": 0}
+                panel.fill_between(places, curve.lowest, curve.highest, **look)
+    by_step.set_xlabel("step")
+    mean = f"\n(mean of the last {window} steps)" if axis.smoothed else ""
+    by_step.set_ylabel(f"{axis.title}{mean}")
+    by_bytes.set_xlabel("MB sent per rank (log scale)")
+    if axis.is_log:
+        by_step.set_yscale("log")
+    if any(any(curve.cumulative_bytes) for curve in curves):
+        by_bytes.set_xscale("log")
+    _finish(by_step)
+    _finish(by_bytes)
+    by_step.legend(frameon=False, fontsize=8 if len(curves) > 4 else None)
 
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:

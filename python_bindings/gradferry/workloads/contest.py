@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from gradferry.workloads.models import Workload, load_workload
 from gradferry.workloads.optimizers import make_optimizer
 from gradferry.workloads.ranks import InterfaceCounter
 
+EVENT_INSTANTS = ("begin_ms", "encoded_ms", "complete_ms")  # of HookState.events
 PHASES = ("encode_ms", "network_ms", "reduce_ms", "decode_ms")  # of HookState.stats
 # DDP arranges its buckets in the first step, hooks that start with dense steps have two of them,
 # and the step after that is the first that is like all others.
@@ -55,6 +57,16 @@ class LossReached:
     seconds: float  # of training steps, the first ones included; validation excluded
 
 
+@dataclass(frozen=True)
+class LastStep:
+    """Instants of one step on one rank, in ms since it began."""
+
+    backward_ms: float  # backward began
+    backward_end_ms: float  # gradients were there
+    end_ms: float  # the optimizer was done
+    buckets: Sequence[Mapping[str, float]]  # of a codec: HookState.events(), on the same clock
+
+
 @dataclass
 class Outcome:
     """What became of one hook, over all ranks."""
@@ -68,6 +80,7 @@ class Outcome:
     wire_formula: int = 0
     interface_bytes: float | None = None  # per step, of that rank; None where not its own
     phase_ms: dict[str, float] = field(default_factory=dict)  # per step, of a codec on rank 0
+    last_step: LastStep | None = None  # of the last round, on rank 0
     reached: LossReached | None = None
 
 
@@ -87,6 +100,7 @@ class _Contestant:
         self.bucket_cap_mb = bucket_cap_mb
         self.steps = 0
         self.seconds = 0.0  # of training
+        self._instants: list[float] = []  # of the last step, in seconds
         self._workload = workload
         self._generator = torch.Generator().manual_seed(seed)
         self._ddp = DistributedDataParallel(workload.build_model(), bucket_cap_mb=bucket_cap_mb)
@@ -105,12 +119,17 @@ class _Contestant:
         """Trains; returns the seconds that passed on this rank. All ranks start together."""
         batches = [self._workload.draw(self._generator) for _ in range(steps)]
         dist.barrier()
-        started = time.perf_counter()
+        started = time.monotonic()
         for batch in batches:
+            begun = time.monotonic()
             self._optimizer.zero_grad()
-            self._workload.loss(self._ddp, batch).backward()  # type: ignore[no-untyped-call]
+            loss = self._workload.loss(self._ddp, batch)
+            backward = time.monotonic()
+            loss.backward()  # type: ignore[no-untyped-call]
+            backward_end = time.monotonic()
             self._optimizer.step()
-        seconds = time.perf_counter() - started
+            self._instants = [begun, backward, backward_end, time.monotonic()]
+        seconds = time.monotonic() - started
         self.steps += steps
         self.seconds += seconds
         return seconds
@@ -121,6 +140,17 @@ class _Contestant:
             return {}
         stats = self.handle.state.stats()
         return {key: float(stats[key]) for key in PHASES}
+
+    def last_step(self) -> LastStep:
+        """When things happened in the last step."""
+        begun, backward, backward_end, end = (1000 * seconds for seconds in self._instants)
+        events = self.handle.state.events() if self.handle.state else []
+        buckets = [
+            {key: value - begun if key in EVENT_INSTANTS else value for key, value in event.items()}
+            for event in events
+            if event["begin_ms"] > begun
+        ]
+        return LastStep(backward - begun, backward_end - begun, end - begun, buckets)
 
     def validation_loss(self) -> float:
         """Mean over the validation data of all ranks."""
@@ -170,6 +200,7 @@ class _Contest:
         for contestant, outcome in entries:
             for key, total in contestant.phase_ms().items():
                 outcome.phase_ms[key] = (total - before[contestant.hook][key]) / steps
+            outcome.last_step = contestant.last_step()
             self._count_bytes(contestant, outcome)
         del contestants, contestant, entries
         if self._options.until_loss is not None:
@@ -222,9 +253,9 @@ class _Contest:
         mine = (wire_bytes, handle.formula_bytes(), on_interface)
         ranks = [mine] * dist.get_world_size()
         dist.all_gather_object(ranks, mine)
-        phases = [outcome.phase_ms]
-        dist.broadcast_object_list(phases, 0)
-        outcome.phase_ms = phases[0]
+        of_rank_0: list[Any] = [outcome.phase_ms, outcome.last_step]
+        dist.broadcast_object_list(of_rank_0, 0)
+        outcome.phase_ms, outcome.last_step = of_rank_0
         busiest = max(ranks, key=lambda rank: rank[0])
         outcome.wire_bytes, outcome.wire_formula, outcome.interface_bytes = busiest
         outcome.wire_measured = handle.measured

@@ -129,8 +129,8 @@ struct Voidify {
 template <typename T, typename = void>
 struct IsPrintable : std::false_type {};
 template <typename T>
-struct IsPrintable<
-    T, std::void_t<decltype(std::declval<std::ostream&>() << std::declval<const T&>())>>
+struct IsPrintable<T,
+                   std::void_t<decltype(std::declval<std::ostream&>() << std::declval<const T&>())>>
     : std::true_type {};
 template <typename T>
 std::string show(const T& value) {
@@ -146,7 +146,8 @@ std::string show(const T& value) {
 // "x == y, with 1 and 2", or nothing where that holds.
 template <typename A, typename B, typename Compare>
 std::string unless(const A& a, const B& b, const char* text, Compare compare) {
-  return compare(a, b) ? std::string() : std::string(text) + ", with " + show(a) + " and " + show(b);
+  return compare(a, b) ? std::string()
+                       : std::string(text) + ", with " + show(a) + " and " + show(b);
 }
 
 class ScopedTrace {
@@ -181,20 +182,20 @@ inline int run_all(const char* part) {
 }  // namespace testing
 
 #define GRADFERRY_TEST_CLASS(suite, test) suite##_##test##_Test
-#define TEST(suite, test)                                                     \
-  static void GRADFERRY_TEST_CLASS(suite, test)();                            \
-  static const bool suite##_##test##_added =                                  \
-      ::testing::add(#suite "." #test, &GRADFERRY_TEST_CLASS(suite, test));   \
+#define TEST(suite, test)                                                   \
+  static void GRADFERRY_TEST_CLASS(suite, test)();                          \
+  static const bool suite##_##test##_added =                                \
+      ::testing::add(#suite "." #test, &GRADFERRY_TEST_CLASS(suite, test)); \
   static void GRADFERRY_TEST_CLASS(suite, test)()
-#define TEST_P(suite, test)                                                   \
-  struct GRADFERRY_TEST_CLASS(suite, test) : suite {                          \
-    void body();                                                              \
-  };                                                                          \
-  static const bool suite##_##test##_added = [] {                             \
-    ::testing::tests_of_suite<suite>().emplace_back(                          \
-        #test, [] { GRADFERRY_TEST_CLASS(suite, test)().body(); });           \
-    return true;                                                              \
-  }();                                                                        \
+#define TEST_P(suite, test)                                         \
+  struct GRADFERRY_TEST_CLASS(suite, test) : suite {                \
+    void body();                                                    \
+  };                                                                \
+  static const bool suite##_##test##_added = [] {                   \
+    ::testing::tests_of_suite<suite>().emplace_back(                \
+        #test, [] { GRADFERRY_TEST_CLASS(suite, test)().body(); }); \
+    return true;                                                    \
+  }();                                                              \
   void GRADFERRY_TEST_CLASS(suite, test)::body()
 #define INSTANTIATE_TEST_SUITE_P(prefix, suite, values, name) \
   static const bool prefix##_##suite##_instantiated =         \
@@ -204,16 +205,16 @@ inline int run_all(const char* part) {
 #define GTEST_SKIP() return ::testing::Voidify() = ::testing::Skip()
 #define GRADFERRY_FAILURE(what) ::testing::Failure(__FILE__, __LINE__, what)
 #define FAIL() return ::testing::Voidify() = GRADFERRY_FAILURE("failed")
-#define GRADFERRY_COMPARE(a, b, operation)                                          \
-  ::testing::unless(a, b, #a " " #operation " " #b,                                 \
+#define GRADFERRY_COMPARE(a, b, operation)          \
+  ::testing::unless(a, b, #a " " #operation " " #b, \
                     [](const auto& x, const auto& y) { return x operation y; })
-#define GRADFERRY_EXPECT(failure) \
+#define GRADFERRY_EXPECT(failure)                         \
   if (const std::string unmet = failure; unmet.empty()) { \
-  } else                                                \
+  } else                                                  \
     GRADFERRY_FAILURE(unmet)
-#define GRADFERRY_ASSERT(failure) \
+#define GRADFERRY_ASSERT(failure)                         \
   if (const std::string unmet = failure; unmet.empty()) { \
-  } else                                                \
+  } else                                                  \
     return ::testing::Voidify() = GRADFERRY_FAILURE(unmet)
 #define GRADFERRY_HOLDS(condition) ((condition) ? std::string() : std::string(#condition))
 

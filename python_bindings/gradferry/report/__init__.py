@@ -1,0 +1,104 @@
+"""One page of everything that was measured: reads the JSON files that the other commands write, and
+makes tables and pictures of them. The page needs nothing but itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from gradferry.durable import durable_file
+from gradferry.errors import ConfigError
+from gradferry.report.page import Measurement, kind_of, sections_of
+from gradferry.reporting.html import html_page
+from gradferry.reporting.json_file import read_json
+from gradferry.reporting.table import print_line
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of `gradferry report`."""
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        type=Path,
+        metavar="RUNS",
+        help="JSON files of bench train, bench collective, bench codec, doctor, converge and demo, "
+        "and folders that hold some",
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        default=Path("report.html"),
+        metavar="FILE",
+        help="the page (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--png", type=Path, metavar="DIR", help="also write every picture as a PNG into this folder"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Reads and reports. Raises ConfigError when there is nothing to report."""
+    console = Console()
+    found: list[Measurement] = []
+    for path in _files(arguments.runs):
+        try:
+            found.append(_read(path))
+        except ConfigError as error:
+            if path in arguments.runs:
+                raise
+            print_line(console, f"Left out: {error}")
+    if not found:
+        places = ", ".join(map(str, arguments.runs))
+        raise ConfigError(f"{places}: no results; make some with the option --json of a command")
+    sections = sections_of(found)
+    page = html_page("gradferry report", _subtitle(found), sections, {})
+    written = [arguments.output]
+    try:
+        with durable_file(arguments.output) as file:
+            file.write(page.encode())
+        if arguments.png:
+            arguments.png.mkdir(parents=True, exist_ok=True)
+            for section in sections:
+                for picture in section.pictures:
+                    path = arguments.png / f"{_file_name(picture.description)}.png"
+                    path.write_bytes(picture.light)
+                    written.append(path)
+    except OSError as error:
+        raise ConfigError(f"{error.filename} cannot be written: {error.strerror}") from error
+    print_line(console, f"Written: {', '.join(map(str, written))}")
+    return 0
+
+
+def _files(runs: Sequence[Path]) -> list[Path]:
+    """Files as they are named, those of folders in alphabetical order; each once."""
+    found: dict[Path, None] = {}
+    for path in runs:
+        if not path.exists():
+            raise ConfigError(f"{path} does not exist")
+        inside = sorted(path.rglob("*.json")) if path.is_dir() else [path]
+        found.update(dict.fromkeys(inside))
+    return list(found)
+
+
+def _read(path: Path) -> Measurement:
+    document = read_json(path)
+    rows, place = document.get("rows"), document.get("environment")
+    if not (isinstance(rows, list) and rows and isinstance(place, dict)):
+        raise ConfigError(f"{path} holds no rows")
+    measurement = Measurement(path, rows, place)
+    kind_of(measurement)
+    return measurement
+
+
+def _file_name(description: str) -> str:
+    return re.sub(r"[^a-z0-9.]+", "_", description.lower()).strip("_")
+
+
+def _subtitle(found: Sequence[Measurement]) -> str:
+    return f"From {', '.join(measurement.path.name for measurement in found)}."

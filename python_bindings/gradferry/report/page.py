@@ -1,0 +1,211 @@
+"""What each kind of result becomes on the page."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from gradferry import converge, demo
+from gradferry.bench.codec import codec_table
+from gradferry.bench.collective import collective_table
+from gradferry.bench.peers import peer_table
+from gradferry.bench.train import train_table
+from gradferry.errors import ConfigError
+from gradferry.reporting.drawing import THEMES, Theme
+from gradferry.reporting.html import Picture, Section
+from gradferry.reporting.links import LinkCurve, draw_speedups
+from gradferry.reporting.table import Column, Row, Table
+from gradferry.reporting.waterfall import draw_waterfalls, waterfall_of
+from gradferry.workloads.hooks import NO_HOOK
+from gradferry.workloads.network import parse_link
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One JSON file."""
+
+    path: Path
+    rows: Sequence[Row]
+    environment: Mapping[str, Any]
+
+    def section(self, table: Table, pictures: Sequence[Picture] = ()) -> Section:
+        """A section that says where its figures come from."""
+        facts = ", ".join(f"{key} {value}" for key, value in self.environment.items())
+        return Section(replace(table, notes=(*table.notes, f"{self.path}: {facts}.")), pictures)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Results of one command: the keys that tell them from others, and what they become."""
+
+    keys: frozenset[str]
+    sections: Callable[[Measurement], list[Section]]
+
+
+def sections_of(found: Sequence[Measurement]) -> list[Section]:
+    """Everything on the page: single files by kind, comparisons between files after training.
+
+    Raises ConfigError for a file of no known kind.
+    """
+    by_kind: dict[str, list[Measurement]] = defaultdict(list)
+    for measurement in found:
+        by_kind[kind_of(measurement)].append(measurement)
+    sections = []
+    for name, kind in KINDS.items():
+        for measurement in by_kind[name]:
+            sections += kind.sections(measurement)
+        if name == "train":
+            sections += _by_link([row for m in by_kind["train"] for row in m.rows])
+            sections += _predictions(by_kind["doctor"], by_kind["train"])
+    return sections
+
+
+def kind_of(measurement: Measurement) -> str:
+    """A key of KINDS. Raises ConfigError for rows of something else."""
+    keys = set().union(*measurement.rows)
+    for name, kind in KINDS.items():
+        if kind.keys <= keys:
+            return name
+    shown = ", ".join(sorted(keys)[:8])
+    raise ConfigError(f"{measurement.path} holds rows of no command of gradferry's ({shown})")
+
+
+def _picture(description: str, draw: Callable[[Theme], bytes]) -> Picture:
+    return Picture(description, *(draw(theme) for theme in THEMES))
+
+
+def _train(measurement: Measurement) -> list[Section]:
+    rows = measurement.rows
+    steps = [row for row in rows if row.get("last_step")]
+    alone = next((row["last_step"] for row in steps if row["hook"] == NO_HOOK), None)
+    pictures = []
+    if alone:
+        backward_ms = alone["backward_end_ms"] - alone["backward_ms"]
+        waterfalls = [waterfall_of(row["hook"], row["last_step"], backward_ms) for row in steps]
+        title = f"One step of every hook: {rows[0]['model']}, link {rows[0]['link']}"
+        pictures = [_picture(title, partial(draw_waterfalls, waterfalls))]
+    return [measurement.section(train_table(rows), pictures)]
+
+
+def _by_link(rows: Sequence[Row]) -> list[Section]:
+    """One section per model that was trained on several links."""
+    sections = []
+    for (model, ranks), own in _grouped(rows, "model", "ranks"):
+        links = sorted({row["link"] for row in own}, key=_rate)
+        if len(links) < 2:
+            continue
+        by_place = {(row["hook"], row["link"]): row for row in own}
+        hooks = list(dict.fromkeys(row["hook"] for row in own if row["hook"] != NO_HOOK))
+        columns = [Column("hook", lambda row: str(row["hook"]), is_number=False)]
+        columns += [Column(link, _cell_of(link)) for link in links]
+        table = Table(
+            f"By link: {model}, {ranks} ranks",
+            columns,
+            [{"hook": hook, **{link: by_place.get((hook, link)) for link in links}}
+             for hook in hooks],
+            ["Time of a step over that without communication, and (in brackets) speed-up over the "
+             "fastest of PyTorch's own hooks on that link."],
+        )  # fmt: skip
+        curves = [
+            LinkCurve(hook, [_speedup(by_place.get((hook, link))) for link in links])
+            for hook in hooks
+        ]
+        curves = [curve for curve in curves if any(curve.speedups)]
+        if curves:
+            draw = partial(draw_speedups, links, curves)
+            title = f"Speed-up by link: {model}, {ranks} ranks"
+            sections.append(Section(table, [_picture(title, draw)]))
+        else:
+            sections.append(Section(table))
+    return sections
+
+
+def _rate(link: str) -> float:
+    try:
+        return parse_link(link).bits_per_second or float("inf")
+    except ConfigError:  # loopback, or a name that the user gave it
+        return float("inf")
+
+
+def _cell_of(link: str) -> Callable[[Row], str]:
+    def cell(row: Row) -> str:
+        measured = row[link]
+        if measured is None:
+            return "-"
+        speedup = "" if measured["speedup"] is None else f" ({measured['speedup']:.2f}x)"
+        return f"{measured['ratio_to_none']:.2f}{speedup}"
+
+    return cell
+
+
+def _speedup(row: Row | None) -> float | None:
+    return None if row is None else row["speedup"]
+
+
+def _predictions(doctors: Sequence[Measurement], trains: Sequence[Measurement]) -> list[Section]:
+    """What doctor predicted beside what bench train measured."""
+    place = ("model", "link", "ranks", "hook")
+    measured = {tuple(row[key] for key in place): row for m in trains for row in m.rows}
+    rows = []
+    for prediction in (row for m in doctors for row in m.rows if row["kind"] == "prediction"):
+        own = measured.get(tuple(prediction[key] for key in place))
+        if own is not None:
+            rows.append({**prediction, "measured": own["ratio_to_none"]})
+    if not rows:
+        return []
+    columns = [
+        Column("model", lambda row: str(row["model"]), is_number=False),
+        Column("link", lambda row: str(row["link"]), is_number=False),
+        Column("hook", lambda row: str(row["hook"]), is_number=False),
+        Column("predicted\nratio to none", lambda row: f"{row['ratio_to_none']:.3f}"),
+        Column("measured", lambda row: f"{row['measured']:.3f}"),
+        Column(
+            "predicted\noff by",
+            lambda row: f"{100 * (row['ratio_to_none'] / row['measured'] - 1):+.1f} %",
+        ),
+    ]
+    note = "Predicted by gradferry doctor, measured by gradferry bench train."
+    return [Section(Table("Predicted against measured", columns, rows, [note]))]
+
+
+def _collective(measurement: Measurement) -> list[Section]:
+    return [measurement.section(collective_table(measurement.rows))]
+
+
+def _codec(measurement: Measurement) -> list[Section]:
+    ours = [row for row in measurement.rows if "roof_ratio" in row]
+    peers = [row for row in measurement.rows if "peer" in row]
+    sections = [measurement.section(codec_table(ours))]
+    return [*sections, measurement.section(peer_table(peers))] if peers else sections
+
+
+def _converge(measurement: Measurement) -> list[Section]:
+    sections = converge.sections_of(measurement.rows, measurement.path)
+    return [measurement.section(section.table, section.pictures) for section in sections]
+
+
+def _demo(measurement: Measurement) -> list[Section]:
+    section = demo.section_of(measurement.rows)
+    return [measurement.section(section.table, section.pictures)]
+
+
+def _grouped(rows: Iterable[Row], *keys: str) -> Iterable[tuple[tuple[Any, ...], list[Row]]]:
+    groups: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
+    for row in rows:
+        groups[tuple(row[key] for key in keys)].append(row)
+    return groups.items()
+
+
+# In the order of the page. doctor's stand beside what was measured.
+KINDS = {
+    "train": Kind(frozenset({"hook", "link", "round_ms"}), _train),
+    "converge": Kind(frozenset({"task", "codec", "final_metric"}), _converge),
+    "demo": Kind(frozenset({"task", "hook", "cumulative_wire_bytes"}), _demo),
+    "collective": Kind(frozenset({"codec", "busbw"}), _collective),
+    "codec": Kind(frozenset({"codec", "roof_ratio"}), _codec),
+    "doctor": Kind(frozenset({"kind", "ratio_to_none"}), lambda measurement: []),
+}

@@ -1,0 +1,158 @@
+"""`gradferry report`: which files become which sections, and what they say."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gradferry.bench.train import train_rows
+from gradferry.cli import main
+from gradferry.reporting.json_file import write_json
+from gradferry.reporting.waterfall import Span, draw_waterfalls, waterfall_of
+from gradferry.workloads.contest import ContestOptions, LastStep, Outcome
+
+PNG_START = b"\x89PNG\r\n\x1a\n"
+PLACE = {"cpu": "A&B"}
+BUCKETS = [
+    {"begin_ms": 20.0, "encoded_ms": 22.0, "complete_ms": 31.0},
+    {"begin_ms": 28.0, "encoded_ms": 29.0, "complete_ms": 34.0},
+]
+STEP = LastStep(10.0, 35.0, 40.0, BUCKETS)
+
+
+def train(link: str, q4_ms: float) -> list[dict[str, Any]]:
+    outcomes = [
+        Outcome("none", 25, {}, [100.0], last_step=LastStep(10.0, 30.0, 34.0, [])),
+        Outcome("torch:fp16", 25, {}, [150.0], last_step=LastStep(10.0, 60.0, 64.0, [])),
+        Outcome("q4", 4, {}, [q4_ms], last_step=STEP),
+    ]
+    options = ContestOptions("small", ("none", "torch:fp16", "q4"), (25.0,), 1, 1, 0)
+    return train_rows(outcomes, options, link, 2)
+
+
+def report(tmp_path: Path, *arguments: str) -> str:
+    page = tmp_path / "page.html"
+    assert main(["report", *arguments, "-o", str(page)]) == 0
+    return page.read_text(encoding="utf-8")
+
+
+def headings(page: str) -> list[str]:
+    return re.findall(r"<h2>(.*?)</h2>", page)
+
+
+def cells(page: str, heading: str) -> list[list[str]]:
+    table = page.partition(f"<h2>{heading}</h2>")[2].partition("</table>")[0]
+    return [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in table.split("<tr>")[2:]]
+
+
+def test_trainings_on_several_links_are_compared(tmp_path):
+    folder = tmp_path / "runs" / "deep"
+    write_json(folder / "fast.json", train("10gbit", 100.0), PLACE)
+    write_json(folder / "slow.json", train("100mbit", 75.0), PLACE)
+    write_json(folder / "own.json", train("our cluster", 120.0), PLACE)
+    page = report(tmp_path, str(tmp_path / "runs"))
+    by_link = "By link: small, 2 ranks"
+    assert headings(page)[-1] == by_link
+    assert len(headings(page)) == 4
+    heads = re.findall(r"<th\b[^>]*>(.*?)</th>", page.partition(by_link)[2].partition("</thead>")[0])
+    assert heads == ["hook", "100mbit", "10gbit", "our cluster"]
+    assert cells(page, by_link) == [
+        ["torch:fp16", "1.50 (1.00x)", "1.50 (1.00x)", "1.50 (1.00x)"],
+        ["q4", "0.75 (2.00x)", "1.00 (1.50x)", "1.20 (1.25x)"],
+    ]
+    # Of each file one step of every hook, and the comparison; nothing from elsewhere.
+    sources = re.findall(r'(?:src|srcset|href)="([^"]*)"', page)
+    assert len(sources) == 2 * 4
+    assert all(source.startswith("data:image/png;base64,") for source in sources)
+    assert f"{folder / 'fast.json'}: cpu A&amp;B." in page
+
+
+def test_predictions_stand_beside_what_was_measured(tmp_path):
+    place = {"kind": "prediction", "model": "small", "link": "1gbit", "ranks": 2}
+    predictions = [
+        {**place, "hook": "q4", "ratio_to_none": 1.32},
+        {**place, "hook": "q8", "ratio_to_none": 1.5},  # nobody measured it
+        {"kind": "verdict", "text": "use q4"},
+    ]
+    write_json(tmp_path / "doctor.json", predictions, PLACE)
+    write_json(tmp_path / "train.json", train("1gbit", 120.0), PLACE)
+    page = report(tmp_path, str(tmp_path / "doctor.json"), str(tmp_path / "train.json"))
+    assert cells(page, "Predicted against measured") == [
+        ["small", "1gbit", "q4", "1.320", "1.200", "+10.0 %"]
+    ]
+
+
+def test_committed_results_become_a_page(tmp_path):
+    results = Path(__file__).parents[2] / "benchmarks" / "results"
+    page = report(tmp_path, str(results), "--png", str(tmp_path / "png"))
+    assert "Codecs on the CPU" in headings(page)
+    for picture in (tmp_path / "png").iterdir():
+        assert re.fullmatch(r"[a-z0-9._]+\.png", picture.name)
+        assert picture.read_bytes().startswith(PNG_START)
+
+
+def test_demo_becomes_a_section_with_its_curves(tmp_path):
+    demo = ["demo", "--task", "digits", "--steps", "3", "--hooks", "torch:fp32", "q4"]
+    file = tmp_path / "demo.json"
+    assert main([*demo, "--out", str(tmp_path / "demo"), "--json", str(file)]) == 0
+    page = report(tmp_path, str(file))
+    assert headings(page) == ["gradferry demo: task digits, 2 ranks, 3 steps, seed 0"]
+    assert page.count("data:image/png") == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "does not exist"),
+        ("{", "cannot be read"),
+        ('{"rows": []}', "holds no results of schema 1"),
+        ('{"schema": 1, "environment": {}, "rows": []}', "holds no rows"),
+        ('{"schema": 1, "environment": {}, "rows": [{"speed": 1}]}', r"\(speed\)"),
+    ],
+)
+def test_a_file_that_is_named_and_holds_no_results_is_an_error(tmp_path, content, message, capsys):
+    file = tmp_path / "file.json"
+    if content is not None:
+        file.write_text(content)
+    assert main(["report", str(file), "-o", str(tmp_path / "page.html")]) == 2
+    assert re.search(f"{file}.*{message}", capsys.readouterr().err)
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_a_folder_may_hold_other_files(tmp_path, capsys):
+    folder = tmp_path / "runs"
+    write_json(folder / "train.json", train("1gbit", 120.0), PLACE)
+    (folder / "settings.json").write_text(json.dumps({"a": 1}))
+    assert len(headings(report(tmp_path, str(folder)))) == 1
+    assert "Left out: " in capsys.readouterr().out
+    (folder / "train.json").unlink()
+    assert main(["report", str(folder)]) == 2
+    assert "no results; make some with the option --json" in capsys.readouterr().err
+
+
+def test_waterfall_of_a_codec_has_its_own_instants():
+    waterfall = waterfall_of("q4", vars(STEP), backward_ms=20.0)
+    assert waterfall.thread == [
+        Span("forward", 0, 10.0),
+        Span("backward", 10.0, 29.0),  # until the last bucket was posted
+        Span("encode", 20.0, 22.0),
+        Span("encode", 28.0, 29.0),
+        Span("exposed", 29.0, 35.0),
+        Span("optimizer", 35.0, 40.0),
+    ]
+    assert waterfall.buckets == [Span("on its way", 22.0, 31.0), Span("on its way", 29.0, 34.0)]
+
+
+def test_waterfall_of_another_hook_exposes_what_none_does_not_take():
+    step = {"backward_ms": 10.0, "backward_end_ms": 60.0, "end_ms": 64.0, "buckets": []}
+    spans = {span.kind: span for span in waterfall_of("torch:fp16", step, backward_ms=20.0).thread}
+    assert spans["backward"] == Span("backward", 10.0, 30.0)
+    assert spans["exposed"] == Span("exposed", 30.0, 60.0)
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_draw_waterfalls_gives_a_png(theme):
+    assert draw_waterfalls([waterfall_of("q4", vars(STEP), 20.0)], theme).startswith(PNG_START)
