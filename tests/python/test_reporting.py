@@ -5,6 +5,9 @@ from __future__ import annotations
 import io
 import json
 import re
+import shlex
+import sys
+from datetime import datetime
 
 import pytest
 from gradferry.errors import ConfigError
@@ -52,7 +55,10 @@ def test_write_json_has_schema_environment_and_rows(tmp_path):
     write_json(path, [{"hook": "q4", "losses": [1.5, float("nan")], "ratio": float("inf")}])
     document = json.loads(path.read_text())
     assert document["schema"] == 1
-    assert document["environment"] == environment()
+    place = dict(document["environment"])
+    assert datetime.fromisoformat(place.pop("date")).tzinfo is not None
+    assert shlex.split(place.pop("command"))[1:] == sys.argv[1:]
+    assert place == environment()
     assert document["rows"] == [{"hook": "q4", "losses": [1.5, None], "ratio": None}]
     assert read_json(path) == document
 

@@ -26,7 +26,7 @@ from gradferry.converge.results import Results
 from gradferry.converge.suite import SUITES, Suite, select
 from gradferry.converge.trainings import run_trainings
 from gradferry.errors import ConfigError
-from gradferry.reporting.environment import environment
+from gradferry.reporting.environment import environment, occasion
 from gradferry.reporting.html import Section
 from gradferry.reporting.json_file import read_json, write_json
 from gradferry.reporting.table import print_line, print_table
@@ -100,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
         rows, place = document["rows"], document["environment"]
         suite = _suite_of(rows, arguments.source)
     else:
-        place = environment()
+        place = environment() | occasion()
         suite = SUITES[arguments.suite]
     suite = select(suite, arguments.tasks, arguments.codecs, arguments.optimizers)
     if not arguments.source:

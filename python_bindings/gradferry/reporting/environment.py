@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
+import sys
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,14 @@ def environment() -> dict[str, Any]:
         "isa": _native.active_isa(),
         "os": os_name(),
     }
+
+
+def occasion() -> dict[str, Any]:
+    """When this is, and the command line that this process was started with."""
+    name = Path(sys.argv[0]).name
+    command = ["gradferry" if name == "__main__.py" else name, *sys.argv[1:]]
+    now = datetime.now(timezone.utc).isoformat(timespec="minutes")
+    return {"date": now, "command": shlex.join(command)}
 
 
 def cpu_model() -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from gradferry.durable import durable_file
 from gradferry.errors import ConfigError
-from gradferry.reporting.environment import environment
+from gradferry.reporting.environment import environment, occasion
 
 SCHEMA = 1
 
@@ -19,10 +19,11 @@ def write_json(
 ) -> None:
     """Writes rows with their environment; numbers that are not finite become null.
 
-    The file is whole or as it was before. `place`: the environment; by default the present one.
+    The file is whole or as it was before. `place`: the environment; by default the present one,
+    with date and command line.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    head = json.dumps(environment() if place is None else place, indent=1)
+    head = json.dumps(environment() | occasion() if place is None else dict(place), indent=1)
     lines = ",\n".join(json.dumps(finite(row), allow_nan=False) for row in rows)
     text = f'{{\n"schema": {SCHEMA},\n"environment": {head},\n"rows": [\n{lines}\n]\n}}\n'
     with durable_file(path) as file:
