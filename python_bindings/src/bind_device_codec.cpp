@@ -68,7 +68,7 @@ class DeviceCodec {
       expect_bytes(payload, worker_bytes_, "payload");
       table.push_back(bytes(payload));
     }
-    return upload(table.data(), table.size() * sizeof(const std::byte*));
+    return upload(static_cast<const void*>(table.data()), table.size() * sizeof(const std::byte*));
   }
 
   void reduce(const at::Tensor& pointers, const std::optional<at::Tensor>& residual,

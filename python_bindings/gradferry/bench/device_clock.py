@@ -56,14 +56,14 @@ def find_gpu(wanted: str) -> TimedDevice:
         environment={
             "gpu": properties.name,
             "cuda": torch.version.cuda,
-            "cuda driver": torch._C._cuda_getDriverVersion(),
+            "cuda driver": torch._C._cuda_getDriverVersion(),  # type: ignore[attr-defined]
         },
     )
 
 
 def _seconds_by_events(passes: Sequence[Pass]) -> list[float]:
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(passes) + 1)]
-    torch.cuda._sleep(_HEAD_START_CYCLES)
+    torch.cuda._sleep(_HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
     marks[0].record()
     for work, mark in zip(passes, marks[1:], strict=True):
         work()

@@ -153,7 +153,7 @@ def _place(device: str) -> tuple[torch.device, dist.ProcessGroup | None]:
     place = torch.device("cuda", rank % num_gpus)
     torch.cuda.set_device(place)
     shared: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(shared, torch.cuda.get_device_properties(place).uuid.bytes)
+    dist.all_gather_object(shared, str(torch.cuda.get_device_properties(place).uuid))
     alone = len(set(shared)) == len(shared) and dist.is_nccl_available()
     return place, dist.new_group(backend="cpu:gloo,cuda:nccl") if alone else None
 
