@@ -61,8 +61,12 @@ def find_gpu(wanted: str) -> TimedDevice:
     )
 
 
+def _timing_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
 def _seconds_by_events(passes: Sequence[Pass]) -> list[float]:
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(passes) + 1)]
+    marks = [_timing_event() for _ in range(len(passes) + 1)]
     torch.cuda._sleep(_HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
     marks[0].record()
     for work, mark in zip(passes, marks[1:], strict=True):

@@ -5,7 +5,7 @@ validated before they are timed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Any
@@ -282,7 +282,7 @@ def _percentile_99(values: Sequence[float]) -> float:
 def device_codec_table(rows: Sequence[Row], name: str) -> Table:
     """Rows of `measure` but those of peers, with the columns explained below."""
 
-    def figure(key: str, form: str) -> Callable[[Row], str]:
+    def figure(key: str, form: str) -> Callable[[Mapping[str, Any]], str]:
         return lambda row: format(row[key], form) if key in row else "-"
 
     columns = (

@@ -114,13 +114,14 @@ class _DeviceWatch(_Watch):
         self._mark()
 
     def _mark(self) -> None:
-        self._marks.append(torch.cuda.Event(enable_timing=True))
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._marks.append(event)
         self._marks[-1].record()
 
     def seconds(self) -> float:
         torch.cuda.synchronize()
         pairs = zip(self._marks[::2], self._marks[1::2], strict=True)
-        return sum(before.elapsed_time(after) for before, after in pairs) / 1e3
+        return float(sum(before.elapsed_time(after) for before, after in pairs)) / 1e3
 
 
 def run_overlap(emit: Emit, options: OverlapOptions) -> list[OverlapOutcome]:
@@ -155,7 +156,11 @@ def _place(device: str) -> tuple[torch.device, dist.ProcessGroup | None]:
     shared: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(shared, str(torch.cuda.get_device_properties(place).uuid))
     alone = len(set(shared)) == len(shared) and dist.is_nccl_available()
-    return place, dist.new_group(backend="cpu:gloo,cuda:nccl") if alone else None
+    if not alone:
+        return place, None
+    group = dist.new_group(backend="cpu:gloo,cuda:nccl")
+    assert isinstance(group, dist.ProcessGroup)  # this rank is in it
+    return place, group
 
 
 def _on(device: torch.device, batch: Any) -> Any:
