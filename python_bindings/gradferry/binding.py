@@ -214,11 +214,6 @@ def _check_options(ddp: DistributedDataParallel, config: Config) -> None:
                     "has; build it with sparse=False, or leave them out"
                 )
     place = _device(ddp)
-    if place.type != "cpu" and (config.needs_every_bucket or config.check_every):
-        raise ConfigError(
-            f"momentum=, exact_skip= and check_every= are not available for gradients on "
-            f"{place.type!r} in this version; leave them out, or train on the CPU"
-        )
     scale = _loss_scale(config, place)
     if scale is not None and scale.device != place:
         raise ConfigError(
@@ -362,6 +357,7 @@ def start_engine(
     return _native.DeviceEngine(
         options,
         device=place,
+        tensors=list(tensors),
         lane=lanes[0] if lanes else None,
         group_name=group.group_name if exchanges and streams else None,
     )
