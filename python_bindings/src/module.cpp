@@ -9,5 +9,6 @@ PYBIND11_MODULE(_native, module) {
   gradferry::bind_engine(module);
   gradferry::bind_ddp_hook(module);
   gradferry::bind_codec_timing(module);
+  gradferry::bind_codec_speed(module);
   gradferry::bind_compressed_mean(module);
 }
