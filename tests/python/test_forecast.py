@@ -243,3 +243,75 @@ def test_doctor_looks_at_a_model_that_is_there(world_of_2: World) -> None:
     assert re.match(r"Use q4: |Do not compress: ", verdict)
     assert hooks == ["none", "torch:fp32", "q4"]
     assert unchanged
+
+
+def plan_rows(tmp_path, *arguments: str) -> list[dict[str, Any]]:
+    file = tmp_path / "plan.json"
+    assert main(["plan", "--smoke", "--json", str(file), *arguments]) == 0
+    return json.loads(file.read_text())["rows"]
+
+
+def test_plan_smoke_draws_and_says_what_it_assumes(tmp_path, capsys):
+    picture = tmp_path / "plan.png"
+    rows = plan_rows(tmp_path, "--png", str(picture))
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    shown = capsys.readouterr().out
+    for word in ("989 TFLOP/s", "40%", "today is flat", "4 of them in the backward", "crossover"):
+        assert word in shown, word
+    plans = [row for row in rows if row["kind"] == "plan"]
+    assert {row["exchange"] for row in plans} == {"flat", "hierarchical"}
+    fp32 = [row for row in plans if row["hook"] == "torch:fp32"]
+    assert fp32[0]["ms"] == fp32[1]["ms"]  # PyTorch's own do not depend on our exchange
+
+
+def test_a_plan_agrees_with_the_closed_form_where_the_link_decides(tmp_path):
+    # No overlap to speak of: one token makes the backward pass vanish, and 0.5 Gb/s is slow.
+    rows = plan_rows(
+        tmp_path, "--link", "500mbit", "--tokens", "1", "--gpus-per-node", "1", "--latency-us", "0"
+    )
+    ms = {row["hook"]: row["ms"] for row in rows if row["kind"] == "plan"}
+    elements, world = 2e7, 16
+    fp32 = 1e3 * 2 * (world - 1) / world * 4 * elements / (500e6 / 8)
+    assert ms["torch:fp32"] == pytest.approx(fp32, rel=0.01)
+    assert ms["torch:bf16"] == pytest.approx(fp32 / 2, rel=0.01)
+    # 4.28 bits per element, headers and padding to the largest shard.
+    assert ms["q4"] == pytest.approx(fp32 * 4.28 / 32, rel=0.05)
+
+
+def test_gpus_that_share_a_card_multiply_the_flat_exchanges_traffic(tmp_path):
+    slow = ("--link", "1gbit", "--tokens", "1", "--latency-us", "0")
+    rows = plan_rows(tmp_path, "--gpus-per-node", "4", *slow)
+    ms = {(row["exchange"], row["hook"]): row["ms"] for row in rows if row["kind"] == "plan"}
+    # Of 15 others 12 are on other nodes, and 4 GPUs share a card: 4 * 12 / 15 = 3.2 times what one
+    # GPU alone would send; hierarchical: 2 * 3/4 of the model through each card.
+    assert ms["flat", "q4"] / ms["hierarchical", "q4"] == pytest.approx(
+        (3.2 * 15 / 16) / (3 / 4), rel=0.05
+    )
+
+
+def test_the_crossover_is_where_the_speed_up_ends(tmp_path):
+    rows = [row for row in plan_rows(tmp_path) if row["kind"] == "speedup"]
+    for row in rows:
+        crossover = row["crossover_gbit_per_s"]
+        if row["exchange"] == "hierarchical":
+            assert (row["speedup"] >= 1.02) == (row["gbit_per_s"] <= crossover)
+        else:  # eight GPUs share a card, and (8 + 1) * 4.28 bits are more than 32
+            assert crossover is None
+            assert row["speedup"] < 1.02
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--world", "10"], "multiple of --gpus-per-node"),
+        (["--world", "8"], "is one node"),
+        (["--link", "fast"], "fast"),
+        (["--link", "unshaped"], "must be rates"),
+        (["--mfu", "1.5"], "--mfu 1.5"),
+        (["--params", "0"], "--params 0"),
+        (["--hooks", "q5"], "q5"),
+    ],
+)
+def test_plan_refuses(arguments, message, capsys):
+    assert main(["plan", *arguments]) == 2
+    assert message in capsys.readouterr().err
