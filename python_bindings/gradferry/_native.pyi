@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypedDict
 
 import torch
@@ -22,6 +22,12 @@ class CodecInfo(TypedDict):
     lossy: bool
     supports_float64: bool
     options: list[OptionInfo]
+
+class CodecSpeed(TypedDict):
+    encode_per_element: float
+    reduce_per_element: float
+    decode_per_element: float
+    check_per_byte: float
 
 class ParameterSpec:
     def __init__(
@@ -96,6 +102,10 @@ class BucketHook:
         self, *, engine: BucketEngine | None, parameters: list[torch.Tensor], group_name: str
     ) -> None: ...
     def attach(self, reducer: Reducer) -> None: ...
+    def use_engine(self, engine: BucketEngine | None) -> None: ...
+    def call_at(self, step: int, callback: Callable[[BucketHook, int], None]) -> None: ...
+    def resume(self, step: int) -> None: ...
+    def finished_steps(self) -> int: ...
     def admit(self, bucket: GradBucket) -> bool: ...
     def passed(self) -> int: ...
     def note_passed(self) -> None: ...
@@ -167,4 +177,15 @@ def compressed_mean(
     worker_residual: bool,
     owner_residual: bool,
 ) -> torch.Tensor: ...
+def codec_speed(
+    codec: str,
+    *,
+    dtype: torch.dtype,
+    world_size: int,
+    worker_residual: bool,
+    owner_residual: bool,
+    momentum: bool,
+    num_elements: int,
+    rounds: int,
+) -> CodecSpeed: ...
 def memcpy_gbps(num_bytes: int, rounds: int) -> float: ...
