@@ -33,8 +33,9 @@ class BucketHook : public std::enable_shared_from_this<BucketHook> {
   void use_engine(std::shared_ptr<BucketEngine> engine) { engine_ = std::move(engine); }
 
   // At the first bucket of step `step`, or of a later one when that has begun, `callback` gets
-  // this hook and the step's number, once, before anything becomes of the bucket: the same instant on all ranks. It
-  // may change the engine, and call this again. Steps count from 0; resume() changes the count.
+  // this hook and the step's number, once, before anything becomes of the bucket: the same instant
+  // on all ranks. It may change the engine, and call this again. Steps count from 0; resume()
+  // changes the count.
   using StepCallback = std::function<void(const std::shared_ptr<BucketHook>&, uint64_t)>;
   void call_at(uint64_t step, StepCallback callback);
   void resume(uint64_t step);

@@ -15,12 +15,13 @@ from rich.console import Console
 
 from gradferry.bench.device_clock import find_gpu
 from gradferry.errors import ConfigError
+from gradferry.forecast.predict import NO_HOOK
 from gradferry.reporting.environment import environment
 from gradferry.reporting.json_file import write_json
 from gradferry.reporting.paired import paired_difference, paired_ratio
 from gradferry.reporting.progress import StatusLine
 from gradferry.reporting.table import Column, Table, print_line, print_table
-from gradferry.workloads.hooks import NO_HOOK, TORCH_HOOKS, check_timed_hook
+from gradferry.workloads.hooks import TORCH_HOOKS, check_timed_hook
 from gradferry.workloads.models import MODEL_HELP, check_model
 from gradferry.workloads.overlap import OverlapOptions, OverlapOutcome, run_overlap
 from gradferry.workloads.ranks import add_rank_arguments, check_ranks, run_everywhere

@@ -15,12 +15,12 @@ from gradferry.bench.collective import collective_table
 from gradferry.bench.peers import peer_table
 from gradferry.bench.train import train_table
 from gradferry.errors import ConfigError
+from gradferry.forecast.predict import NO_HOOK
 from gradferry.reporting.drawing import THEMES, Theme
 from gradferry.reporting.html import Picture, Section
 from gradferry.reporting.links import LinkCurve, draw_speedups
 from gradferry.reporting.table import Column, Row, Table
 from gradferry.reporting.waterfall import draw_waterfalls, waterfall_of
-from gradferry.workloads.hooks import NO_HOOK
 from gradferry.workloads.network import parse_link
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from gradferry.reporting.curves import Theme
+from gradferry.reporting.drawing import Theme, draw
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _BAR = 40  # characters
 _EVERY = 2  # of the points has a bar
@@ -45,35 +48,29 @@ def draw_speedups(
     drawings: Sequence[Speedups], asked_gbit: float | None, theme: Theme = "light"
 ) -> bytes:
     """Returns a PNG: a curve for every drawing. `asked_gbit`: a link speed to point at."""
-    from matplotlib import style
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    return draw((8, 4.5), theme, lambda figure: _fill(figure, drawings, asked_gbit))
 
-    with style.context("dark_background" if theme == "dark" else "default"):
-        figure = Figure(figsize=(8, 4.5), dpi=144, layout="constrained")
-        FigureCanvasAgg(figure)
-        axes = figure.subplots()
-        for drawing in drawings:
-            (line,) = axes.plot(drawing.gbits, drawing.speedups, label=drawing.title, linewidth=1.8)
-            if drawing.crossover_gbit is not None:
-                axes.plot([drawing.crossover_gbit], [1.0], "o", color=line.get_color())
-                axes.annotate(
-                    f"{drawing.crossover_gbit:,.3g} Gb/s",
-                    (drawing.crossover_gbit, 1.0),
-                    textcoords="offset points",
-                    xytext=(6, 8),
-                    color=line.get_color(),
-                )
-        axes.axhline(1.0, color="grey", linewidth=0.8)
-        if asked_gbit is not None:
-            axes.axvline(asked_gbit, color="grey", linewidth=0.8, linestyle="--")
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter("{x:g}")
-        axes.set_xlabel("link of a node (Gb/s, log scale)")
-        axes.set_ylabel("speed-up over the best\nwithout compression")
-        axes.grid(alpha=0.25, linewidth=0.6)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False)
-        content = io.BytesIO()
-        figure.savefig(content, format="png")
-    return content.getvalue()
+
+def _fill(figure: Figure, drawings: Sequence[Speedups], asked_gbit: float | None) -> None:
+    axes = figure.subplots()
+    for drawing in drawings:
+        (line,) = axes.plot(drawing.gbits, drawing.speedups, label=drawing.title, linewidth=1.8)
+        if drawing.crossover_gbit is not None:
+            axes.plot([drawing.crossover_gbit], [1.0], "o", color=line.get_color())
+            axes.annotate(
+                f"{drawing.crossover_gbit:,.3g} Gb/s",
+                (drawing.crossover_gbit, 1.0),
+                textcoords="offset points",
+                xytext=(6, 8),
+                color=line.get_color(),
+            )
+    axes.axhline(1.0, color="grey", linewidth=0.8)
+    if asked_gbit is not None:
+        axes.axvline(asked_gbit, color="grey", linewidth=0.8, linestyle="--")
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_xlabel("link of a node (Gb/s, log scale)")
+    axes.set_ylabel("speed-up over the best\nwithout compression")
+    axes.grid(alpha=0.25, linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
