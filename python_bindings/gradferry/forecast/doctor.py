@@ -118,15 +118,21 @@ def _examination(arguments: argparse.Namespace) -> Examination:
 
 def show_diagnosis(console: Console, found: Diagnosis, model: str, link: str) -> None:
     """Prints tables and verdict."""
-    rows = doctor_rows(found, model, link)
-    kinds = {kind: [row for row in rows if row["kind"] == kind] for kind in _KINDS}
-    print_table(console, _link_table(kinds["link"], found.world_size, link))
-    console.print()
-    print_table(console, _codec_table(kinds["codec"]))
-    console.print()
-    print_table(console, prediction_table(kinds["prediction"], found, model, link))
-    console.print()
+    for table in doctor_tables(doctor_rows(found, model, link)):
+        print_table(console, table)
+        console.print()
     print_line(console, found.verdict)
+
+
+def doctor_tables(rows: Sequence[Row]) -> list[Table]:
+    """Of the link, of the codecs, and of the steps that they would take."""
+    kinds = {kind: [row for row in rows if row["kind"] == kind] for kind in _KINDS}
+    (verdict,) = kinds["verdict"]
+    return [
+        _link_table(kinds["link"], verdict),
+        _codec_table(kinds["codec"]),
+        _prediction_table(kinds["prediction"], verdict),
+    ]
 
 
 _KINDS = ("link", "codec", "prediction", "verdict")
@@ -184,11 +190,21 @@ def doctor_rows(found: Diagnosis, model: str, link: str) -> list[dict[str, Any]]
                 **place,
             }
         )
-    rows.append({"kind": "verdict", "text": found.verdict, **place})
+    elements = sum(parameter.num_elements for parameter in found.parameters)
+    rows.append(
+        {
+            "kind": "verdict",
+            "text": found.verdict,
+            "elements": elements,
+            "parameters": len(found.parameters),
+            "waiting_ms": 1e3 * found.profile.waiting_s,
+            **place,
+        }
+    )
     return rows
 
 
-def _link_table(rows: Sequence[Row], ranks: int, link: str) -> Table:
+def _link_table(rows: Sequence[Row], verdict: Row) -> Table:
     columns = (
         Column("collective", lambda row: str(row["collective"]), is_number=False),
         Column("bytes sent", lambda row: f"{row['bytes']:,}"),
@@ -204,7 +220,8 @@ def _link_table(rows: Sequence[Row], ranks: int, link: str) -> Table:
         "its tensor. Latency: of the smallest collective, alone. CPU: of all threads of a rank. "
         "Beside backward: share of its speed that the link keeps while the ranks compute.",
     )
-    return Table(f"gradferry doctor: {ranks} ranks, link {link}", columns, rows, notes)
+    title = f"gradferry doctor: {verdict['ranks']} ranks, link {verdict['link']}"
+    return Table(title, columns, rows, notes)
 
 
 def _codec_table(rows: Sequence[Row]) -> Table:
@@ -227,8 +244,7 @@ def _residuals(row: Row) -> str:
     return " and ".join(kept) or "none"
 
 
-def prediction_table(rows: Sequence[Row], found: Diagnosis, model: str, link: str) -> Table:
-    """What every hook would take."""
+def _prediction_table(rows: Sequence[Row], verdict: Row) -> Table:
     columns = (
         Column("hook", lambda row: f"{row['hook']}{' *' * row['needs_momentum']}", is_number=False),
         Column("bucket\nMB", lambda row: _cap(row["bucket_cap_mb"])),
@@ -237,16 +253,16 @@ def prediction_table(rows: Sequence[Row], found: Diagnosis, model: str, link: st
         Column("ratio to\nnone", lambda row: f"{row['ratio_to_none']:.3f}"),
         Column("bytes sent\nper step", lambda row: f"{row['wire_bytes']:,}"),
     )
-    elements = sum(parameter.num_elements for parameter in found.parameters)
     notes = [
-        f"{elements:,} elements in {len(found.parameters)} parameters. `none` was measured, all "
-        f"else is predicted from the tables above; every hook at its fastest bucket size. Exposed: "
-        f"more than without communication. Ranks wait for each other: "
-        f"{1e3 * found.profile.waiting_s:.1f} ms, found by measuring q4.",
+        f"{verdict['elements']:,} elements in {verdict['parameters']} parameters. `none` was "
+        f"measured, all else is predicted from the tables above; every hook at its fastest bucket "
+        f"size. Exposed: more than without communication. Ranks wait for each other: "
+        f"{verdict['waiting_ms']:.1f} ms, found by measuring q4.",
     ]
     if any(row["needs_momentum"] for row in rows):
         notes.append("* trains well only in momentum mode (momentum=), or with SGD.")
-    return Table(f"Predicted step: {model}, link {link}", columns, rows, notes)
+    title = f"Predicted step: {verdict['model']}, link {verdict['link']}"
+    return Table(title, columns, rows, notes)
 
 
 def _cap(cap: float | None) -> str:

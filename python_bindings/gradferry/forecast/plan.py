@@ -116,7 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
     for line in _assumptions(cluster, arguments):
         print_line(console, line)
     console.print()
-    print_table(console, _table(rows, cluster, arguments.link))
+    print_table(console, plan_table(rows))
     for plan, drawing in zip(plans, drawings, strict=True):
         console.print()
         for line in speedup_lines(drawing):
@@ -324,7 +324,8 @@ def _assumptions(cluster: Cluster, arguments: argparse.Namespace) -> list[str]:
     ]
 
 
-def _table(rows: Sequence[Row], cluster: Cluster, link: str) -> Table:
+def plan_table(rows: Sequence[Row]) -> Table:
+    """Rows of kind `plan`."""
     columns = (
         Column("exchange", lambda row: str(row["exchange"]), is_number=False),
         Column("hook", lambda row: f"{row['hook']}{' *' * row['needs_momentum']}", is_number=False),
@@ -339,7 +340,24 @@ def _table(rows: Sequence[Row], cluster: Cluster, link: str) -> Table:
     ]
     if any(row["needs_momentum"] for row in rows):
         notes.append("* trains well only in momentum mode (momentum=), or with SGD.")
-    return Table(f"Predicted on {cluster.world} GPUs, link {link}", columns, rows, notes)
+    title = f"Predicted on {rows[0]['world']} GPUs, link {rows[0]['link']}"
+    return Table(title, columns, rows, notes)
+
+
+def plan_curves(rows: Sequence[Row]) -> list[Speedups]:
+    """Rows of kind `speedup`."""
+    exchanges: dict[str, list[Row]] = {}
+    for row in rows:
+        exchanges.setdefault(row["exchange"], []).append(row)
+    return [
+        Speedups(
+            title=exchange,
+            gbits=tuple(row["gbit_per_s"] for row in own),
+            speedups=tuple(row["speedup"] for row in own),
+            crossover_gbit=own[0]["crossover_gbit_per_s"],
+        )
+        for exchange, own in exchanges.items()
+    ]
 
 
 def _curve_rows(drawing: Speedups) -> list[dict[str, Any]]:
