@@ -83,8 +83,7 @@ def broken_demands(outcomes: Sequence[Outcome]) -> list[str]:
     """One line for each demand that is not met."""
     return [
         f"{outcome.contest.task}, {one.optimizer}, {one.codec}, {one.mode}: {summary.verdict} "
-        f"(loss {_loss(summary.loss)}, {_percent(summary.excess)} against fp32, "
-        f"band {_band(summary)})"
+        f"({_result(outcome, summary)}, band {_band(summary)})"
         for outcome in outcomes
         for summary in outcome.summaries
         for one in [summary.contestant]
@@ -185,6 +184,12 @@ def _note(suite: Suite, outcome: Outcome) -> str:
         f"that is more; losses below the ruler's are within. Without a band a row is reported "
         f"and not judged."
     )
+
+
+def _result(outcome: Outcome, summary: Summary) -> str:
+    if _is_gap(outcome):
+        return f"gap {_loss(summary.loss)}"
+    return f"loss {_loss(summary.loss)}, {_percent(summary.excess)} against fp32"
 
 
 def _ruler(outcome: Outcome) -> str:
