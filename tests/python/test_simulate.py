@@ -59,14 +59,14 @@ def test_latency_is_hidden_by_chunks_in_flight_and_paid_at_the_end():
 
 
 def test_a_fifth_chunk_waits_for_a_slot():
-    # Encoding takes a second, all else nothing, but what was sent arrives 100 s later: the first
-    # slot is free when the first chunk was gathered, at 1 + 100 + 100. The fifth is encoded then.
+    # Encoding takes a second, all else nothing, but what was sent arrives 100 s later. Chunks are
+    # posted at 1, 2, 3, 4; two gathers at a time arrive at 201 and 202, then 301 and 302. The first
+    # one's slot is free at 201: the fifth is posted at 202, its gather at 302, and has come at 402.
     chunk = ChunkCost(1, 0, 0, 0, 0)
     four = play_codec(Backward((0.0,), 0.0), [[chunk] * 4], link(s_per_byte=0.0))
     five = play_codec(Backward((0.0,), 0.0), [[chunk] * 5], link(s_per_byte=0.0))
-    # Two gathers are in flight, so the last two of four are posted once the first have arrived.
-    assert four.end_s == 202 + LATENCY + LATENCY
-    assert five.end_s > four.end_s
+    assert four.end_s == 302 + LATENCY
+    assert five.end_s == 402 + LATENCY
 
 
 def test_the_finishing_thread_holds_up_the_backward_pass_where_it_shares_its_core():
@@ -101,20 +101,26 @@ def test_it_is_deterministic():
     assert play_codec(backward, buckets, link(0.3, 1.7, 0.1)) == first
 
 
+SLOW = CollectiveCosts(0.0, Curve(((0.0, 0.0), (1.0, 1.0))), beside_backward=0.25)
+
+
 def test_the_link_is_slower_while_gradients_are_computed():
-    slow = CollectiveCosts(0.0, Curve(((0.0, 0.0), (1.0, 1.0))), beside_backward=0.25)
-    buckets = [ReducedBucket(0, 100, 0)]
+    one = [ReducedBucket(0, 100, 0)]
     # 100 s of the link: a quarter of the 200 s of the pass, and 50 s after it.
-    assert play_all_reduce(Backward((0.0,), 200.0), buckets, slow).end_s == 250
-    assert play_all_reduce(Backward((0.0,), 1000.0), buckets, slow).end_s == 1000
+    assert play_all_reduce(Backward((0.0,), 200.0), one, SLOW).end_s == 250
+    # Two of them are through after 800 s.
+    assert play_all_reduce(Backward((0.0, 0.0), 800.0), one * 2, SLOW).end_s == 800
+    assert play_all_reduce(Backward((0.0, 0.0), 799.0), one * 2, SLOW).end_s > 799
 
 
 def test_the_link_is_not_slower_while_ddp_waits_for_a_slot():
-    slow = CollectiveCosts(0.0, Curve(((0.0, 0.0), (1.0, 1.0))), beside_backward=0.25)
-    costs = LinkCosts(slow, slow, {})
     chunk = ChunkCost(0, 10, 0, 0, 0)
-    # A chunk a second, ten seconds of the link each: after the fifth second the slots are taken
-    # and the thread waits, so that nearly all of the 70 s pass at full speed.
-    ready = tuple(float(second) for second in range(7))
-    played = play_codec(Backward(ready, 6.0), [[chunk]] * 7, costs)
-    assert 70 < played.end_s < 70 + 2 * 5
+    played = play_codec(
+        Backward((0.0, 1.0, 2.0, 3.0, 4.0, 1000.0), 1000.0),
+        [[chunk]] * 6,
+        LinkCosts(SLOW, SLOW, {}),
+    )
+    # From second 4 on the thread waits for a slot: the first chunk has sent 1 of 10 s by then and
+    # is through at 13, the three after it at 43. Then its gather takes no time and frees the slot.
+    # The last chunk is ready 996 s after that, and has the link for itself.
+    assert played.end_s == 43 + 996 + 10
