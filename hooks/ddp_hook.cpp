@@ -2,6 +2,8 @@
 
 #include <ATen/ops/view_as_real.h>
 
+#include <utility>
+
 namespace gradferry {
 
 FuturePtr make_future(c10::TypePtr type, const at::Tensor& tensor) {
@@ -35,7 +37,25 @@ c10::intrusive_ptr<c10d::ProcessGroup> BucketHook::group() const {
   }
 }
 
-bool BucketHook::admit(const c10d::GradBucket& bucket) const {
+void BucketHook::call_at(uint64_t step, StepCallback callback) {
+  if (!steps_) steps_.emplace(index_.size());
+  call_at_ = step;
+  callback_ = std::move(callback);
+}
+
+void BucketHook::resume(uint64_t step) {
+  if (steps_) steps_->resume(step);
+}
+
+void BucketHook::count(const c10d::GradBucket& bucket) {
+  const bool begins_step = steps_->add(indices_of(bucket));
+  if (!begins_step || !callback_ || steps_->step() < call_at_) return;
+  const StepCallback callback = std::exchange(callback_, {});
+  callback(shared_from_this(), steps_->step());
+}
+
+bool BucketHook::admit(const c10d::GradBucket& bucket) {
+  if (steps_) count(bucket);
   if (engine_ == nullptr) return false;
   if (!bucket.getBuffer().is_sparse()) return true;
   if (engine_->needs_every_bucket()) {

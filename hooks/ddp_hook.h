@@ -3,13 +3,16 @@
 #pragma once
 
 #include <atomic>
+#include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
 #include "bucket_engine.h"
 #include "engine.h"
+#include "step_counter.h"
 #include "torch_compat.h"
 
 namespace gradferry {
@@ -18,7 +21,7 @@ namespace gradferry {
 // waits for the Future has its current stream wait.
 FuturePtr make_future(c10::TypePtr type, const at::Tensor& tensor);
 
-class BucketHook {
+class BucketHook : public std::enable_shared_from_this<BucketHook> {
  public:
   // `parameters` in the order of the engine's layout; only their identity is kept. `group_name`:
   // DDP's process group, looked up on every call and never held. `engine` may be null: then every
@@ -26,10 +29,23 @@ class BucketHook {
   BucketHook(std::shared_ptr<BucketEngine> engine, const std::vector<at::Tensor>& parameters,
              std::string group_name, ExceptionFactory make_exception);
 
+  // The engine changes only between steps, for codec="auto". Null: every bucket passes through.
+  void use_engine(std::shared_ptr<BucketEngine> engine) { engine_ = std::move(engine); }
+
+  // At the first bucket of step `step`, or of a later one when that has begun, `callback` gets
+  // this hook and the step's number, once, before anything becomes of the bucket: the same instant
+  // on all ranks. It may change the engine, and call this again. Steps count from 0; resume()
+  // changes the count.
+  using StepCallback = std::function<void(const std::shared_ptr<BucketHook>&, uint64_t)>;
+  void call_at(uint64_t step, StepCallback callback);
+  void resume(uint64_t step);
+  // Steps that have begun and ended; only with call_at().
+  uint64_t finished_steps() const { return steps_ ? steps_->finished_steps() : 0; }
+
   // Whether the bucket takes run(). Without an engine none does, and sparse ones never do: they
   // pass through the backend's own averaged all-reduce. To be asked once per bucket, as it comes.
   // Raises StateError for a sparse bucket where the engine needs every bucket.
-  bool admit(const c10d::GradBucket& bucket) const;
+  bool admit(const c10d::GradBucket& bucket);
 
   // Posted in bucket order; the backend's own future.
   FuturePtr pass_through(c10d::GradBucket& bucket) const;
@@ -45,6 +61,7 @@ class BucketHook {
  private:
   c10::intrusive_ptr<c10d::ProcessGroup> group() const;
   std::vector<uint32_t> indices_of(const c10d::GradBucket& bucket) const;
+  void count(const c10d::GradBucket& bucket);
   [[noreturn]] void raise(const std::string& message) const;
 
   std::shared_ptr<BucketEngine> engine_;
@@ -54,17 +71,20 @@ class BucketHook {
   std::string group_name_;
   ExceptionFactory make_exception_;
   mutable std::atomic<uint64_t> passed_{0};
+  std::optional<StepCounter> steps_;
+  uint64_t call_at_ = 0;
+  StepCallback callback_;
 };
 
 // The native hook: no Python and no GIL on its path.
 class NativeHook final : public c10d::CommHookInterface {
  public:
-  explicit NativeHook(std::shared_ptr<const BucketHook> hook) : hook_(std::move(hook)) {}
+  explicit NativeHook(std::shared_ptr<BucketHook> hook) : hook_(std::move(hook)) {}
   FuturePtr runHook(c10d::GradBucket& bucket) override;
   at::Tensor parseHookResult(const c10::IValue& result) override;
 
  private:
-  std::shared_ptr<const BucketHook> hook_;
+  std::shared_ptr<BucketHook> hook_;
 };
 
 }  // namespace gradferry

@@ -1,28 +1,16 @@
-// The device engine's second half: what is enqueued for a bucket, chunk by chunk.
+// The device engine's second part: what is enqueued for a bucket, chunk by chunk.
 #include <ATen/Functions.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
 
-#include <algorithm>
-#include <cstring>
-#include <set>
+#include <array>
 #include <utility>
 
+#include "device_bytes.h"
 #include "device_engine.h"
 
 namespace gradferry {
 namespace {
-
-std::byte* bytes(const at::Tensor& tensor) {
-  return static_cast<std::byte*>(tensor.mutable_data_ptr());
-}
-std::byte* bytes(const DeviceBuffer& buffer) { return bytes(buffer.device); }
-uint32_t* words(const at::Tensor& tensor) {
-  return static_cast<uint32_t*>(tensor.mutable_data_ptr());
-}
-TileStatus* statuses(const at::Tensor& tensor) {
-  return static_cast<TileStatus*>(tensor.mutable_data_ptr());
-}
 
 struct BucketBracket {
   explicit BucketBracket(DeviceTransport& of) : transport(of) { transport.begin_bucket(); }
@@ -68,18 +56,6 @@ void DeviceEngine::exchange(BucketJob& job) {
   job.future->markCompleted(std::move(job.value));
 }
 
-void DeviceEngine::begin_step(BucketJob& job) {
-  read_last_commit();
-  if (uncommitted_step_) post_commit(job, *uncommitted_step_);
-  if (job.step < options_.warmup_steps) return;  // without residuals
-  const at::Tensor& scale = options_.loss_scale;
-  message_kernels().rescale(
-      {.loss_scale = scale.defined() ? scale.const_data_ptr<float>() : nullptr,
-       .residual_scale = residual_scale_.mutable_data_ptr<float>(),
-       .gain = gain_.mutable_data_ptr<float>(),
-       .stream = encode_stream_.native_handle()});
-}
-
 Envelope DeviceEngine::envelope(const BucketJob& job, const ChunkJob& chunk, Phase phase) const {
   return {.config_hash = options_.config_hash,
           .layout_hash = options_.layout_hash,
@@ -101,7 +77,7 @@ TileBatch DeviceEngine::make_batch(const BucketJob& job, const DeviceStage& stag
           .num_tiles = batch.num_tiles,
           .dtype = job.plan->plan().dtype,
           .stage = codec_stage,
-          .hold_zero_tiles = true,
+          .hold_zero_tiles = !options_.has_momentum(job.step),
           .seed = options_.seed,
           .step = job.step,
           .options = &layout_.codecs()[batch.codec_index].options,
@@ -123,7 +99,7 @@ void DeviceEngine::send(BucketJob& job, ChunkJob& chunk) {
   for (const DeviceBatch& batch : planned.encode.batches) {
     layout_.codecs()[batch.codec_index].codec->encode(
         make_batch(job, planned.encode, batch, Stage::kWorker, encode_statuses_, encode_stream_),
-        job.gradient.const_data_ptr(), 1.0F, gain_.const_data_ptr<float>(),
+        job.gradient.const_data_ptr(), options_.alpha(job.step), residuals_->gain(),
         batch.worker_residual ? residuals_->worker() : nullptr, bytes(slot.scatter_send));
   }
   message_kernels().seal({.envelope = envelope(job, chunk, Phase::kScatter),
@@ -165,8 +141,8 @@ void DeviceEngine::reduce(BucketJob& job, ChunkJob& chunk) {
   for (const DeviceBatch& batch : planned.reduce.batches) {
     layout_.codecs()[batch.codec_index].codec->reduce(
         make_batch(job, planned.reduce, batch, Stage::kOwner, finish_statuses_, finish_stream_),
-        job.plan->data(planned.payloads[chunk.slot_index]), options_.world_size,
-        gain_.const_data_ptr<float>(), batch.owner_residual ? residuals_->owner() : nullptr,
+        job.plan->data(planned.payloads[chunk.slot_index]), options_.world_size, residuals_->gain(),
+        batch.owner_residual ? residuals_->owner() : nullptr,
         bytes(slot.gather_send) + sizeof(MessageHeader));
   }
   message_kernels().seal({.envelope = envelope(job, chunk, Phase::kGather),
@@ -177,8 +153,8 @@ void DeviceEngine::reduce(BucketJob& job, ChunkJob& chunk) {
                           .findings = findings(),
                           .buffer = bytes(slot.gather_send),
                           .stream = finish_stream_.native_handle()});
-  // What follows is F's alone.
-  slot.free.record(finish_stream_);
+  // What follows is F's alone, unless decode looks at what was sent.
+  if (!planned.worker_residual) slot.free.record(finish_stream_);
   chunk.gather = transport_->all_gather(slot.gather_receive, slot.gather_send,
                                         planned.plan->gather_message_bytes, finish_stream_);
 }
@@ -198,11 +174,8 @@ void DeviceEngine::decode(BucketJob& job, ChunkJob& chunk) {
                            .verdicts = words(verdicts_),
                            .findings = findings(),
                            .stream = finish_stream_.native_handle()});
-  for (const DeviceBatch& batch : planned.decode.batches) {
-    layout_.codecs()[batch.codec_index].codec->decode(
-        make_batch(job, planned.decode, batch, Stage::kOwner, finish_statuses_, finish_stream_),
-        bytes(slot.gather_receive), job.gradient.mutable_data_ptr(), 0.0F, nullptr);
-  }
+  for (size_t b = 0; b < planned.decode.batches.size(); ++b) decode_batch(job, chunk, b);
+  if (planned.worker_residual) slot.free.record(finish_stream_);
   message_kernels().conclude({.step = job.step,
                               .chunk = chunk.number,
                               .tiles = job.plan->data(planned.decode.tiles),
@@ -213,7 +186,64 @@ void DeviceEngine::decode(BucketJob& job, ChunkJob& chunk) {
                               .dtype = job.plan->plan().dtype,
                               .gradient = job.gradient.mutable_data_ptr(),
                               .findings = findings(),
+                              .in_vain = in_vain(job),
                               .stream = finish_stream_.native_handle()});
+}
+
+uint32_t* DeviceEngine::in_vain(const BucketJob& job) const {
+  return options_.in_warmup(job.step) ? nullptr : residuals_->in_vain();
+}
+
+// With a worker residual it looks before it decodes: where another rank's gradient was not finite,
+// what this rank sent was in vain, and its own gradient is still there to tell what that was.
+void DeviceEngine::decode_batch(const BucketJob& job, const ChunkJob& chunk, size_t index) {
+  const DeviceChunk& planned = *chunk.chunk;
+  const DeviceBatch& batch = planned.decode.batches[index];
+  const Codec& codec = *layout_.codecs()[batch.codec_index].codec;
+  const TileBatch arrived =
+      make_batch(job, planned.decode, batch, Stage::kOwner, finish_statuses_, finish_stream_);
+  const std::byte* in = bytes(chunk.slot->gather_receive);
+  void* gradient = job.gradient.mutable_data_ptr();
+  if (!batch.worker_residual) return codec.decode(arrived, in, gradient, 0.0F, nullptr);
+  codec.decode(arrived, in, nullptr, 0.0F, nullptr);
+  codec.undo(make_batch(job, planned.encode, planned.encode.batches[index], Stage::kWorker,
+                        finish_statuses_, finish_stream_),
+             bytes(chunk.slot->scatter_send), in, gradient, options_.alpha(job.step),
+             residuals_->worker());
+  codec.decode(arrived, in, gradient, options_.beta(), residuals_->worker());
+}
+
+// A world of one: nothing travels, but there is the momentum. On E alone, from one buffer, with the
+// codec exact.
+void DeviceEngine::add_momentum_alone(BucketJob& job) {
+  const c10::DeviceGuard guard(device_);
+  job.ready.block(encode_stream_);
+  if (job.begins_step) residuals_->begin_step(options_.loss_scale, encode_stream_);
+  reserve_statuses(job.plan->most_tiles());
+  const DeviceBuffer& buffer = slots_.front().scatter_send;
+  void* gradient = job.gradient.mutable_data_ptr();
+  for (const DeviceChunk& planned : job.plan->chunks()) {
+    for (const DeviceBatch& batch : planned.encode.batches) {
+      const Codec& codec = *layout_.codecs()[batch.codec_index].codec;
+      const TileBatch tiles =
+          make_batch(job, planned.encode, batch, Stage::kWorker, encode_statuses_, encode_stream_);
+      codec.encode(tiles, gradient, options_.alpha(job.step), residuals_->gain(),
+                   residuals_->worker(), bytes(buffer));
+      codec.decode(tiles, bytes(buffer), gradient, options_.beta(), residuals_->worker());
+    }
+    message_kernels().conclude({.step = job.step,
+                                .chunk = 0,
+                                .tiles = job.plan->data(planned.encode.tiles),
+                                .sources = job.plan->data(planned.decode_sources),
+                                .status = statuses(encode_statuses_),
+                                .num_tiles = planned.encode.tiles.size,
+                                .verdicts = words(verdicts_),
+                                .dtype = job.plan->plan().dtype,
+                                .gradient = gradient,
+                                .findings = findings(),
+                                .in_vain = in_vain(job),
+                                .stream = encode_stream_.native_handle()});
+  }
 }
 
 // Each belongs to one stream alone: a larger one takes the place of a smaller one in its order.
@@ -229,131 +259,6 @@ void DeviceEngine::reserve_statuses(uint32_t num_tiles) {
   finish_statuses_ = at::empty({num_bytes}, options);
   const std::lock_guard lock(mutex_);
   ++stats_.workspace_allocations;
-}
-
-// --- commits
-// ---------------------------------------------------------------------------------------
-
-// Of `step`, before the first bucket of the next one.
-void DeviceEngine::post_commit(BucketJob& job, uint64_t step) {
-  const auto records = static_cast<int64_t>(sizeof(CommitRecord)) * options_.world_size;
-  message_kernels().commit(
-      {.step = step,
-       .bucket = job.number,
-       .rank = options_.rank,
-       .findings = findings(),
-       .record = reinterpret_cast<CommitRecord*>(bytes(commit_send_)),
-       .nonfinite_tile = reinterpret_cast<uint64_t*>(bytes(commit_receive_) + records),
-       .stream = finish_stream_.native_handle()});
-  Transfer transfer =
-      transport_->all_gather(commit_receive_, commit_send_, sizeof(CommitRecord), finish_stream_);
-  wait(job, transfer, Phase::kCommit, job.number);
-  const c10::StreamGuard guard(finish_stream_);
-  commit_result_.copy_(commit_receive_.device, /*non_blocking=*/true);
-  commit_done_.record(finish_stream_);
-  commit_ = PostedCommit{step, job.number};
-}
-
-// The commit was enqueued a whole step ago. Where it is not done yet the host is that far ahead of
-// the device, and waits: an error must come up at the same bucket on every rank.
-void DeviceEngine::read_last_commit() {
-  if (!commit_) return;
-  const auto [step, bucket] = *commit_;
-  if (!commit_done_.query()) {
-    commit_done_.synchronize();
-    const std::lock_guard lock(mutex_);
-    ++stats_.host_waits;
-  }
-  uint32_t reporter = 0;
-  const Fault fault = read_commit({options_.rank, options_.world_size, 0, 0}, commit_result_, step,
-                                  bucket, &reporter);
-  if (fault) throw Error(ErrorKind::kProtocol, describe(fault, reporter, step));
-  uint64_t nonfinite_tile = 0;
-  std::memcpy(&nonfinite_tile, bytes(commit_result_) + sizeof(CommitRecord) * options_.world_size,
-              sizeof(nonfinite_tile));
-  GRADFERRY_EXPECTS(!options_.raise_nonfinite || nonfinite_tile == 0, kState,
-                    "the averaged gradient of '" + parameter_of(nonfinite_tile - 1) +
-                        "' was not finite at step " + std::to_string(step) +
-                        "; lower the learning rate or the loss scale, or attach with "
-                        "nonfinite='propagate' to see it in .grad");
-}
-
-std::string DeviceEngine::parameter_of(uint64_t tile) const {
-  const auto& parameters = layout_.parameters();
-  const auto after = std::upper_bound(
-      parameters.begin(), parameters.end(), tile,
-      [](uint64_t id, const Parameter& parameter) { return id < parameter.first_tile; });
-  return std::prev(after)->name;
-}
-
-// --- set-up
-// ----------------------------------------------------------------------------------------
-
-// Runs every kernel that a bucket may need once, on one element: the first launch of a kernel may
-// load it, and loading may wait for the device.
-void DeviceEngine::load_kernels() const {
-  std::set<std::pair<uint32_t, ScalarType>> used;  // codecs and the dtypes they take
-  for (const Parameter& parameter : layout_.parameters()) {
-    used.emplace(0, parameter.dtype);
-    used.emplace(parameter.codec_index, parameter.dtype);
-  }
-  uint64_t most_bytes = sizeof(MessageHeader);  // of anything below
-  for (const auto& [index, dtype] : used) {
-    const auto& [codec, options] = layout_.codecs()[index];
-    for (const Stage stage : {Stage::kWorker, Stage::kOwner}) {
-      most_bytes = std::max<uint64_t>(most_bytes, codec->payload_bytes(1, dtype, stage, options));
-    }
-  }
-  const c10::StreamGuard guard(finish_stream_);
-  const at::Tensor memory = make_tensor(16 * most_bytes);
-  const auto part = [&](uint64_t i) { return bytes(memory) + i * most_bytes; };
-  Tile tile{};
-  tile.num_elements = 1;
-  at::Tensor staging = at::zeros({2 * static_cast<int64_t>(most_bytes)},
-                                 at::TensorOptions().dtype(at::kByte).pinned_memory(true));
-  const std::byte* payload = part(2);
-  std::memcpy(bytes(staging), &tile, sizeof(tile));
-  std::memcpy(bytes(staging) + most_bytes, static_cast<const void*>(&payload), sizeof(payload));
-  memory.narrow(0, 0, staging.numel()).copy_(staging, /*non_blocking=*/true);
-  const auto* tiles = reinterpret_cast<const Tile*>(part(0));
-  const auto* payloads = reinterpret_cast<const std::byte* const*>(part(1));
-  auto* status = reinterpret_cast<TileStatus*>(part(4));
-  auto* residual = reinterpret_cast<float*>(part(5));
-  const Stream stream = finish_stream_.native_handle();
-
-  const auto load = [&](const ResolvedCodec& codec, ScalarType dtype) {
-    const TileBatch batch{.tiles = tiles,
-                          .num_tiles = 1,
-                          .dtype = dtype,
-                          .stage = Stage::kWorker,
-                          .hold_zero_tiles = true,
-                          .seed = 0,
-                          .step = 0,
-                          .options = &codec.options,
-                          .status = status,
-                          .stream = stream};
-    const float* gain = gain_.const_data_ptr<float>();
-    for (float* kept : {static_cast<float*>(nullptr), residual}) {
-      codec.codec->encode(batch, part(3), 1.0F, gain, kept, part(2));
-      codec.codec->reduce(batch, payloads, 1, gain, kept, part(6));
-    }
-    codec.codec->decode(batch, part(2), part(3), 0.0F, nullptr);
-  };
-  for (const auto& [index, dtype] : used) load(layout_.codecs()[index], dtype);
-  const auto* messages = reinterpret_cast<const Message*>(part(7));
-  const auto* zeros = reinterpret_cast<const uint32_t*>(part(7));
-  auto* found = reinterpret_cast<Findings*>(part(8));
-  auto* scratch = reinterpret_cast<uint32_t*>(part(9));
-  const Envelope envelope{0, 0, 0, 0, 0, Phase::kScatter};
-  message_kernels().rescale({nullptr, residual, residual, stream});
-  message_kernels().seal({envelope, messages, 1, zeros, status, found, part(10), stream});
-  message_kernels().check({envelope, messages, 1, reinterpret_cast<const ReceivedTile*>(part(7)), 1,
-                           part(10), scratch, scratch + 1, found, stream});
-  message_kernels().conclude(
-      {0, 0, tiles, zeros, status, 1, zeros, ScalarType::kFloat32, part(3), found, stream});
-  message_kernels().commit({0, 0, 0, found, reinterpret_cast<CommitRecord*>(part(11)),
-                            reinterpret_cast<uint64_t*>(part(12)), stream});
-  finish_stream_.synchronize();
 }
 
 }  // namespace gradferry

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 
+#include "device_bytes.h"
 #include "scalar_type.h"
 
 namespace gradferry {
@@ -22,11 +23,12 @@ c10::Stream new_stream(c10::Device device) {
 
 }  // namespace
 
-DeviceEngine::DeviceEngine(EngineOptions options, c10::Device device,
+DeviceEngine::DeviceEngine(EngineOptions options, c10::Device device, ParameterHashes hashes,
                            std::unique_ptr<DeviceTransport> transport)
     : options_(std::move(options)),
       device_(device),
       layout_(options_.parameters, options_.rank, options_.world_size, Device::kCuda),
+      hashes_(std::move(hashes)),
       process_id_(getpid()),
       encode_stream_(new_stream(device)),
       finish_stream_(new_stream(device)),
@@ -39,14 +41,15 @@ DeviceEngine::DeviceEngine(EngineOptions options, c10::Device device,
 }
 
 std::shared_ptr<DeviceEngine> DeviceEngine::start(EngineOptions options, c10::Device device,
+                                                  ParameterHashes hashes,
                                                   std::unique_ptr<DeviceTransport> transport) {
   GRADFERRY_EXPECTS(device.has_index(), kConfig, "the device has no index");
   std::shared_ptr<DeviceEngine> engine(
-      new DeviceEngine(std::move(options), device, std::move(transport)));
-  if (!engine->transport_) return engine;
+      new DeviceEngine(std::move(options), device, std::move(hashes), std::move(transport)));
+  if (!engine->transport_ && engine->options_.momentum == 0) return engine;
   engine->allocate();
   engine->load_kernels();
-  if (!engine->transport_->waits()) return engine;
+  if (!engine->transport_ || !engine->transport_->waits()) return engine;
   engine->worker_ = Worker::start("gf-staged");
   // The handle's last copy stops the thread; its last act holds the engine until then.
   return {engine.get(), [engine](DeviceEngine*) {
@@ -56,63 +59,6 @@ std::shared_ptr<DeviceEngine> DeviceEngine::start(EngineOptions options, c10::De
               engine->transport_->close(engine->death_.has_value());
             });
           }};
-}
-
-// Memory that both streams use for as long as it lives.
-at::Tensor DeviceEngine::make_tensor(uint64_t num_bytes) const {
-  const auto options = at::TensorOptions().dtype(at::kByte).device(device_);
-  at::Tensor tensor = at::zeros({static_cast<int64_t>(num_bytes)}, options);
-  use_on_both_streams(tensor);
-  return tensor;
-}
-
-void DeviceEngine::use_on_both_streams(const at::Tensor& tensor) const {
-  const c10::impl::VirtualGuardImpl guard(device_.type());
-  guard.recordDataPtrOnStream(tensor.storage().data_ptr(), encode_stream_);
-  guard.recordDataPtrOnStream(tensor.storage().data_ptr(), finish_stream_);
-}
-
-DeviceBuffer DeviceEngine::make_buffer(uint64_t num_bytes) const {
-  DeviceBuffer buffer{make_tensor(num_bytes), {}};
-  if (transport_->waits()) {
-    buffer.host = at::zeros({static_cast<int64_t>(num_bytes)},
-                            at::TensorOptions().dtype(at::kByte).pinned_memory(true));
-  }
-  return buffer;
-}
-
-void DeviceEngine::allocate() {
-  const c10::StreamGuard guard(finish_stream_);
-  residuals_.emplace(layout_, /*keep_copy=*/false, device_);
-  use_on_both_streams(residuals_->worker_tensor());
-  use_on_both_streams(residuals_->owner_tensor());
-  stats_.residual_bytes = residuals_->num_bytes();
-  residual_scale_ = make_tensor(sizeof(float)).view(at::kFloat);
-  gain_ = make_tensor(sizeof(float)).view(at::kFloat);
-  findings_ = make_tensor(sizeof(Findings));
-  sums_ = make_tensor(uint64_t{options_.world_size} * sizeof(uint32_t));
-  verdicts_ = make_tensor(uint64_t{options_.world_size} * sizeof(uint32_t));
-
-  const uint64_t message_bytes =
-      sizeof(MessageHeader) +
-      std::min<uint64_t>(options_.chunk_bytes, layout_.largest_shard_bytes());
-  GRADFERRY_EXPECTS(message_bytes * options_.world_size <= UINT32_MAX, kConfig,
-                    "chunk_bytes times the world size exceeds 4 GiB; choose smaller chunks");
-  const uint64_t all = message_bytes * options_.world_size;
-  for (size_t i = 0; i < kDeviceSlots; ++i) {
-    slots_.push_back({make_buffer(all), make_buffer(all), make_buffer(message_bytes),
-                      make_buffer(all), c10::Event(device_.type())});
-    stats_.workspace_bytes += 3 * all + message_bytes;
-  }
-  const uint64_t records = sizeof(CommitRecord) * options_.world_size;
-  commit_send_ = make_buffer(sizeof(CommitRecord));
-  commit_receive_ = make_buffer(records + sizeof(uint64_t));
-  commit_result_ = at::zeros({static_cast<int64_t>(records + sizeof(uint64_t))},
-                             at::TensorOptions().dtype(at::kByte).pinned_memory(true));
-  stats_.workspace_bytes += 2 * records + 2 * sizeof(CommitRecord);
-  stats_.workspace_allocations = kDeviceSlots + 1;
-  // E must not see memory before it was zeroed; from here on events see to the order.
-  finish_stream_.synchronize();
 }
 
 void DeviceEngine::raise(const Error& error) const {
@@ -166,7 +112,7 @@ DeviceEngine::BucketJob DeviceEngine::make_job(const std::vector<uint32_t>& para
     step = steps_.step();
     number = stats_.buckets;
   }
-  const DevicePlan& plan = plan_for(parameters, step < options_.warmup_steps);
+  const DevicePlan& plan = plan_for(parameters, options_.in_warmup(step));
   check_gradient(plan.plan(), gradient);
   c10::Event ready = take_event();
   ready.record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
@@ -188,15 +134,7 @@ DeviceEngine::BucketJob DeviceEngine::make_job(const std::vector<uint32_t>& para
 }
 
 void DeviceEngine::submit(BucketJob job) {
-  if (!transport_) {
-    GRADFERRY_EXPECTS(!options_.raise_nonfinite || at::isfinite(job.gradient).all().item<bool>(),
-                      kState,
-                      "a gradient is not finite at step " + std::to_string(job.step) +
-                          "; lower the learning rate or the loss scale");
-    job.future->markCompleted(std::move(job.value));
-    give_back(std::move(job.ready));
-    return;
-  }
+  if (!transport_) return finish_alone(job);
   {
     const std::lock_guard lock(mutex_);
     if (!job.plan->chunks().empty()) ++stats_.buckets;
@@ -220,6 +158,19 @@ void DeviceEngine::submit(BucketJob job) {
   GRADFERRY_EXPECTS(added, kState, "gradferry was shut down; it cannot compress at exit");
 }
 
+// Nothing travels: gradients stay as they are, but for the momentum.
+void DeviceEngine::finish_alone(BucketJob& job) {
+  const bool momentum = options_.has_momentum(job.step);
+  if (momentum) add_momentum_alone(job);
+  give_back(std::move(job.ready));
+  const c10::OptionalStreamGuard guard(momentum ? std::optional(encode_stream_) : std::nullopt);
+  GRADFERRY_EXPECTS(!options_.raise_nonfinite || at::isfinite(job.gradient).all().item<bool>(),
+                    kState,
+                    "a gradient is not finite at step " + std::to_string(job.step) +
+                        "; lower the learning rate or the loss scale");
+  job.future->markCompleted(std::move(job.value));
+}
+
 void DeviceEngine::check_gradient(const BucketPlan& plan, const at::Tensor& gradient) const {
   const bool fits =
       gradient.device() == device_ && gradient.is_contiguous() &&
@@ -233,17 +184,18 @@ void DeviceEngine::check_gradient(const BucketPlan& plan, const at::Tensor& grad
                         "do not change parameters after attach");
 }
 
-const DevicePlan& DeviceEngine::plan_for(const std::vector<uint32_t>& parameters, bool dense) {
-  auto& plans = plans_[dense];
+const DevicePlan& DeviceEngine::plan_for(const std::vector<uint32_t>& parameters, bool warmup) {
+  auto& plans = plans_[warmup];
   const auto found = plans.find(parameters);
   if (found != plans.end()) return found->second;
   std::vector<std::byte*> received;
   for (const DeviceSlot& slot : slots_) {
-    received.push_back(static_cast<std::byte*>(slot.scatter_receive.device.mutable_data_ptr()));
+    if (transport_) received.push_back(bytes(slot.scatter_receive));
   }
   // Read by E, and by F only behind E.
   const c10::StreamGuard guard(encode_stream_);
-  const PlanOptions plan_options{options_.rank, options_.chunk_bytes, dense, transport_ != nullptr};
+  const PlanOptions plan_options{options_.rank, options_.chunk_bytes, warmup,
+                                 transport_ != nullptr};
   const DevicePlan& plan =
       plans
           .try_emplace(parameters, make_plan(layout_, parameters, plan_options), options_.rank,
@@ -307,9 +259,9 @@ EngineState DeviceEngine::state() {
   const std::lock_guard lock(mutex_);
   expect_between_steps("save the state");
   const at::Tensor nothing = at::empty({0}, at::TensorOptions().dtype(at::kFloat));
-  if (!transport_) return {steps_.finished_steps(), nothing, nothing, 0.0F};
-  encode_stream_.synchronize();
-  finish_stream_.synchronize();
+  if (!residuals_) return {steps_.finished_steps(), nothing, nothing, 0.0F};
+  const c10::StreamGuard guard = behind_all();
+  residuals_->settle(finish_stream_);
   const at::Tensor found = findings_.cpu();
   const auto* findings = static_cast<const Findings*>(found.const_data_ptr());
   if (const auto status = static_cast<WireStatus>(findings->status); status != WireStatus::kOk) {
@@ -318,18 +270,16 @@ EngineState DeviceEngine::state() {
                           findings->chunk, findings->expected, findings->received},
                          options_.rank, findings->step));
   }
-  return {steps_.finished_steps(), residuals_->worker_tensor().cpu(),
-          residuals_->owner_tensor().cpu(), residual_scale_.cpu().item<float>()};
+  return {steps_.finished_steps(), residuals_->worker_copy(), residuals_->owner_copy(),
+          residuals_->loss_scale()};
 }
 
 void DeviceEngine::load_state(const EngineState& state) {
   const std::lock_guard lock(mutex_);
   expect_between_steps("load a state");
-  if (transport_) {
-    encode_stream_.synchronize();
-    const c10::StreamGuard guard(finish_stream_);
+  if (residuals_) {
+    const c10::StreamGuard guard = behind_all();
     residuals_->load(state.worker_residual, state.owner_residual, state.loss_scale);
-    residual_scale_.fill_(state.loss_scale);
     finish_stream_.synchronize();
   }
   steps_.resume(state.steps);
@@ -341,24 +291,41 @@ void DeviceEngine::load_state(const EngineState& state) {
 void DeviceEngine::scale_residuals(float factor) {
   const std::lock_guard lock(mutex_);
   expect_between_steps("scale residuals");
-  if (!transport_) return;
-  encode_stream_.synchronize();
-  const c10::StreamGuard guard(finish_stream_);
+  if (!residuals_) return;
+  const c10::StreamGuard guard = behind_all();
+  residuals_->settle(finish_stream_);
   residuals_->scale(factor);
   finish_stream_.synchronize();
 }
 
 void DeviceEngine::skip_step() {
-  throw Error(ErrorKind::kState,
-              "a step can be skipped without loss only with exact_skip=True, which is not "
-              "available on a device in this version");
+  const std::lock_guard lock(mutex_);
+  expect_between_steps("skip a step");
+  GRADFERRY_EXPECTS(options_.exact_skip, kState,
+                    "a step can be skipped without loss only with exact_skip=True");
+  if (!residuals_ || !steps_.began() || options_.in_warmup(steps_.step())) return;
+  const c10::StreamGuard guard = behind_all();
+  residuals_->settle(finish_stream_, /*skipped=*/true);
+  finish_stream_.synchronize();
 }
 
-void DeviceEngine::add_to_worker_residual(uint32_t /*parameter*/, const at::Tensor& /*values*/,
-                                          float /*factor*/) {
-  throw Error(ErrorKind::kState,
-              "a worker residual carries momentum only in momentum mode, which is not available on "
-              "a device in this version");
+void DeviceEngine::add_to_worker_residual(uint32_t parameter, const at::Tensor& values,
+                                          float factor) {
+  const std::lock_guard lock(mutex_);
+  expect_between_steps("change a residual");
+  const Parameter& target = parameter_to_change(layout_, parameter, values, device_);
+  const c10::StreamGuard guard = behind_all();
+  residuals_->settle(finish_stream_);
+  residuals_->add_to_worker(target.worker_residual, values, factor, options_.loss_scale);
+  finish_stream_.synchronize();
+}
+
+// F is current, and behind everything that was enqueued.
+c10::StreamGuard DeviceEngine::behind_all() const {
+  c10::impl::VirtualGuardImpl(device_.type()).getStream(device_).synchronize();
+  encode_stream_.synchronize();
+  finish_stream_.synchronize();
+  return c10::StreamGuard(finish_stream_);
 }
 
 }  // namespace gradferry

@@ -2,7 +2,7 @@
 //
 //   E   encode, seal                          then the all-to-all, on the backend's own stream
 //   F   check, reduce, seal                   then the all-gather, on the backend's own stream
-//       check, decode into the bucket, conclude -> Future
+//       check, undo, decode into the bucket, conclude -> Future
 //
 // Everything is enqueued in bucket order, by run() itself: nothing waits on the host and, once
 // every bucket was seen, nothing is allocated. docs/streams.md draws what waits for what. With a
@@ -15,6 +15,7 @@
 
 #include <c10/core/Event.h>
 #include <c10/core/Stream.h>
+#include <c10/core/StreamGuard.h>
 
 #include <array>
 #include <deque>
@@ -26,6 +27,7 @@
 
 #include "bucket_engine.h"
 #include "device_plan.h"
+#include "device_residuals.h"
 #include "device_transport.h"
 #include "engine.h"
 #include "step_counter.h"
@@ -42,13 +44,14 @@ class DeviceEngine final : public BucketEngine {
   // everything and loads every kernel. The engine ends when the last copy of the returned pointer
   // is gone and nothing is in flight.
   static std::shared_ptr<DeviceEngine> start(EngineOptions options, c10::Device device,
+                                             ParameterHashes hashes,
                                              std::unique_ptr<DeviceTransport> transport);
 
   void run(const std::vector<uint32_t>& parameters, const at::Tensor& gradient, FuturePtr future,
            c10::IValue value) override;
 
   void pass(const std::vector<uint32_t>& parameters) override;
-  bool needs_every_bucket() const override { return false; }
+  bool needs_every_bucket() const override { return options_.needs_every_bucket(); }
 
   EngineStats stats() const override;
   uint64_t current_step() const override;
@@ -60,7 +63,6 @@ class DeviceEngine final : public BucketEngine {
   EngineState state() override;
   void load_state(const EngineState& state) override;
   void scale_residuals(float factor) override;
-  // Not on a device.
   void skip_step() override;
   void add_to_worker_residual(uint32_t parameter, const at::Tensor& values, float factor) override;
 
@@ -90,9 +92,11 @@ class DeviceEngine final : public BucketEngine {
     Transfer scatter, gather;
   };
 
-  DeviceEngine(EngineOptions options, c10::Device device,
+  DeviceEngine(EngineOptions options, c10::Device device, ParameterHashes hashes,
                std::unique_ptr<DeviceTransport> transport);
+  // Set-up (device_setup.cpp).
   void allocate();
+  void allocate_slots();
   DeviceBuffer make_buffer(uint64_t num_bytes) const;
   at::Tensor make_tensor(uint64_t num_bytes) const;
   void load_kernels() const;
@@ -101,14 +105,16 @@ class DeviceEngine final : public BucketEngine {
   void begin_run();
   BucketJob make_job(const std::vector<uint32_t>& parameters, const at::Tensor& gradient,
                      FuturePtr future, c10::IValue value);
-  const DevicePlan& plan_for(const std::vector<uint32_t>& parameters, bool dense);
+  const DevicePlan& plan_for(const std::vector<uint32_t>& parameters, bool warmup);
   void check_gradient(const BucketPlan& plan, const at::Tensor& gradient) const;
   c10::Event take_event();
   void give_back(c10::Event event);
   void submit(BucketJob job);
+  void finish_alone(BucketJob& job);
   void fail(const std::exception_ptr& failure, const FuturePtr& future);
   void expect_between_steps(const char* what) const;
   void use_on_both_streams(const at::Tensor& tensor) const;
+  c10::StreamGuard behind_all() const;
   [[noreturn]] void raise(const Error& error) const;
 
   // The caller of run(), or the engine's thread with a transport that waits (device_chunks.cpp).
@@ -117,10 +123,16 @@ class DeviceEngine final : public BucketEngine {
   void wait(BucketJob& job, Transfer& transfer, Phase phase, uint64_t number);
   void reduce(BucketJob& job, ChunkJob& chunk);
   void decode(BucketJob& job, ChunkJob& chunk);
+  void decode_batch(const BucketJob& job, const ChunkJob& chunk, size_t index);
+  void add_momentum_alone(BucketJob& job);
+  uint32_t* in_vain(const BucketJob& job) const;
   void reserve_statuses(uint32_t num_tiles);
+  // The same, at the beginning of a step (device_commits.cpp).
   void begin_step(BucketJob& job);
   void post_commit(BucketJob& job, uint64_t step);
   void read_last_commit();
+  void check_parameters(BucketJob& job);
+  void note_fault(const Fault& fault, uint64_t step);
   Envelope envelope(const BucketJob& job, const ChunkJob& chunk, Phase phase) const;
   TileBatch make_batch(const BucketJob& job, const DeviceStage& stage, const DeviceBatch& batch,
                        Stage codec_stage, const at::Tensor& statuses,
@@ -132,14 +144,14 @@ class DeviceEngine final : public BucketEngine {
   const c10::Device device_;
   const Layout layout_;
   EventLog log_;
+  const ParameterHashes hashes_;
   const int process_id_;
   const c10::Stream encode_stream_, finish_stream_;  // E and F
   std::unique_ptr<DeviceTransport> transport_;
   std::shared_ptr<Worker> worker_;  // with a transport that waits
 
   // Device memory.
-  std::optional<Residuals> residuals_;  // none without a transport
-  at::Tensor residual_scale_, gain_;    // one fp32 each
+  std::optional<DeviceResiduals> residuals_;  // none without a transport or momentum
   at::Tensor findings_;
   std::vector<DeviceSlot> slots_;
   at::Tensor encode_statuses_, finish_statuses_;
@@ -154,7 +166,7 @@ class DeviceEngine final : public BucketEngine {
   std::optional<PostedCommit> commit_;
   std::optional<uint64_t> uncommitted_step_;
   c10::Event commit_done_;
-  uint64_t next_slot_ = 0;
+  DeviceBuffer hashes_send_, hashes_receive_;  // with check_every
 
   std::array<std::map<std::vector<uint32_t>, DevicePlan>, 2> plans_;  // compressed, dense
 

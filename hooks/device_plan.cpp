@@ -93,6 +93,7 @@ DeviceChunk add_chunk(TableWriter& writer, const ChunkPlan& plan, uint32_t rank,
   chunk.encode = add_stage(writer, plan.encode);
   chunk.reduce = add_stage(writer, plan.reduce);
   chunk.decode = add_stage(writer, plan.decode);
+  for (const PlannedBatch& batch : plan.decode) chunk.worker_residual |= batch.worker_residual;
 
   std::vector<uint32_t> sources;
   for (const MessagePlace& place : places_of(plan.decode)) sources.push_back(place.rank);

@@ -39,6 +39,7 @@ struct DeviceStage {
 struct DeviceChunk {
   const ChunkPlan* plan;
   DeviceStage encode, reduce, decode;
+  bool worker_residual = false;    // some tiles have one, so that decode looks at what was sent
   Table<uint32_t> decode_sources;  // of every tile: whose message it is in
   // Messages to send: their tiles in message order, as places in the stage's statuses.
   Table<Message> scatter_sent, gather_sent;

@@ -176,7 +176,7 @@ void Engine::check_gradient(const BucketPlan& plan, const at::Tensor& gradient) 
 void Engine::send_bucket(const std::vector<uint32_t>& parameters, const at::Tensor& gradient,
                          FuturePtr future, c10::IValue value) {
   const uint64_t step = stats_.steps;  // only this thread writes it
-  const BucketPlan& plan = plan_for(parameters, in_warmup(step));
+  const BucketPlan& plan = plan_for(parameters, options_.in_warmup(step));
   check_gradient(plan, gradient);
   if (!step_began_) begin_step();
   auto bucket = std::make_shared<BucketJob>();
@@ -208,7 +208,7 @@ void Engine::send_bucket(const std::vector<uint32_t>& parameters, const at::Tens
 
 // Nothing travels: gradients stay as they are, but for the momentum.
 void Engine::run_alone(const BucketPlan& plan, const std::shared_ptr<BucketJob>& bucket) {
-  if (options_.momentum != 0 && !in_warmup(bucket->step)) {
+  if (options_.has_momentum(bucket->step)) {
     for (const ChunkPlan& chunk : plan.chunks) add_momentum_alone(chunk, bucket);
   }
   if ((options_.raise_nonfinite || options_.exact_skip) &&
@@ -217,7 +217,7 @@ void Engine::run_alone(const BucketPlan& plan, const std::shared_ptr<BucketJob>&
                       "a gradient is not finite at step " + std::to_string(bucket->step) +
                           "; lower the learning rate or the loss scale");
     const std::lock_guard lock(mutex_);
-    step_nonfinite_ = !in_warmup(bucket->step);
+    step_nonfinite_ = !options_.in_warmup(bucket->step);
   }
   bucket->future->markCompleted(std::move(bucket->value));
 }
@@ -234,9 +234,9 @@ void Engine::add_momentum_alone(const ChunkPlan& plan, const std::shared_ptr<Buc
     for (Tile tile : planned.tiles) {
       tile.payload_offset = 0;
       batch.tiles = &tile;
-      codec.encode(batch, gradient, alpha(bucket->step), &bucket->gain, residuals_.worker(),
-                   payload);
-      codec.decode(batch, payload, gradient, beta(), residuals_.worker());
+      codec.encode(batch, gradient, options_.alpha(bucket->step), &bucket->gain,
+                   residuals_.worker(), payload);
+      codec.decode(batch, payload, gradient, options_.beta(), residuals_.worker());
     }
   }
 }
@@ -281,9 +281,8 @@ void Engine::begin_step() {
   const std::lock_guard lock(mutex_);
   settle();
   step_began_ = true;
-  const uint64_t every = options_.check_every;
-  check_is_due_ = every != 0 && stats_.steps != 0 && stats_.steps % every == 0;
-  if (in_warmup(stats_.steps)) return;
+  check_is_due_ = options_.check_is_due(stats_.steps);
+  if (options_.in_warmup(stats_.steps)) return;
   gain_ = residuals_.begin_step(loss_scale());
 }
 
@@ -292,16 +291,7 @@ Fault Engine::check_parameters(uint64_t step) {
   std::vector<std::vector<uint64_t>> by_rank;
   const Fault fault = exchange_->gather_hashes(hashes_.compute(), step, stats_.chunks, by_rank);
   if (fault) return fault;  // the bucket's commit tells the others
-  for (size_t index = 0; index < layout_.parameters().size(); ++index) {
-    for (size_t rank = 1; rank < by_rank.size(); ++rank) {
-      GRADFERRY_EXPECTS(
-          by_rank[rank][index] == by_rank[0][index], kDiverged,
-          "parameter '" + layout_.parameters()[index].name + "' of rank " + std::to_string(rank) +
-              " differs from that of rank 0 at step " + std::to_string(step) +
-              ", and may not be the only one; look for updates, clipping or random numbers that "
-              "differ between ranks, then go on from a checkpoint that is older than this");
-    }
-  }
+  expect_equal_hashes(by_rank, layout_, step);
   return {};
 }
 
@@ -367,7 +357,7 @@ TileBatch Engine::make_batch(const PlannedBatch& planned, const ChunkJob& job, S
           .num_tiles = static_cast<uint32_t>(planned.tiles.size()),
           .dtype = job.chunk.plan->dtype,
           .stage = stage,
-          .hold_zero_tiles = options_.momentum == 0 || in_warmup(job.bucket->step),
+          .hold_zero_tiles = !options_.has_momentum(job.bucket->step),
           .seed = options_.seed,
           .step = job.bucket->step,
           .options = &layout_.codecs()[planned.codec_index].options,
@@ -380,8 +370,8 @@ void Engine::encode(const ChunkJob& job, std::vector<uint32_t>& checksums) {
   for (const PlannedBatch& planned : job.chunk.plan->encode) {
     const TileBatch batch = make_batch(planned, job, Stage::kWorker, encode_status_);
     layout_.codecs()[planned.codec_index].codec->encode(
-        batch, job.bucket->gradient.const_data_ptr(), alpha(job.bucket->step), &job.bucket->gain,
-        planned.worker_residual ? residuals_.worker() : nullptr, out);
+        batch, job.bucket->gradient.const_data_ptr(), options_.alpha(job.bucket->step),
+        &job.bucket->gain, planned.worker_residual ? residuals_.worker() : nullptr, out);
     for (size_t i = 0; i < planned.tiles.size(); ++i) {
       const auto [rank, position] = planned.places[i];
       checksums[rank] = combine_checksum(checksums[rank], encode_status_[i].checksum, position);

@@ -56,6 +56,18 @@ struct EngineOptions {
   uint64_t check_every;   // steps between comparisons of all ranks' parameters; 0: none
   uint32_t chunk_bytes;   // most payload bytes per owner and stage in one chunk
   ExceptionFactory make_exception;
+
+  bool in_warmup(uint64_t step) const { return step < warmup_steps; }
+  bool has_momentum(uint64_t step) const { return momentum != 0 && !in_warmup(step); }
+  // The gradient's share of what a step encodes, and the decoded share that stays in the residual.
+  float alpha(uint64_t step) const {
+    return in_warmup(step) ? 1.0F : static_cast<float>(1.0 - momentum);
+  }
+  float beta() const { return static_cast<float>(momentum); }
+  bool needs_every_bucket() const { return momentum != 0 || exact_skip; }
+  bool check_is_due(uint64_t step) const {
+    return check_every != 0 && step != 0 && step % check_every == 0;
+  }
 };
 
 // Counters since attach. wire_bytes is what this rank sent to others, counted where it is posted.
@@ -100,7 +112,7 @@ class Engine final : public BucketEngine {
            c10::IValue value) override;
 
   void pass(const std::vector<uint32_t>& parameters) override;
-  bool needs_every_bucket() const override { return options_.momentum != 0 || options_.exact_skip; }
+  bool needs_every_bucket() const override { return options_.needs_every_bucket(); }
 
   EngineStats stats() const override;
   uint64_t current_step() const override;
@@ -158,7 +170,6 @@ class Engine final : public BucketEngine {
   void send_bucket(const std::vector<uint32_t>& parameters, const at::Tensor& gradient,
                    FuturePtr future, c10::IValue value);
   void check_gradient(const BucketPlan& plan, const at::Tensor& gradient) const;
-  bool in_warmup(uint64_t step) const { return step < options_.warmup_steps; }
   const BucketPlan& plan_for(const std::vector<uint32_t>& parameters, bool warmup);
   void send_chunk(const std::shared_ptr<BucketJob>& bucket, const ChunkPlan& plan, bool last);
   Slot* take_slot();
@@ -174,8 +185,6 @@ class Engine final : public BucketEngine {
   void decode_chunk(std::unique_ptr<ChunkJob> job);
   void decode(const ChunkJob& job);
   void decode_with_residual(const ChunkJob& job, size_t batch_index);
-  void decode_undone(const ChunkJob& job, const Codec& codec, TileBatch arrived,
-                     const TileBatch& sent);
   void post_commit(std::shared_ptr<BucketJob> bucket);
   void finish_commit();
   void complete(BucketJob& bucket);
@@ -184,11 +193,6 @@ class Engine final : public BucketEngine {
 
   TileBatch make_batch(const PlannedBatch& planned, const ChunkJob& job, Stage stage,
                        std::vector<TileStatus>& status) const;
-  // The gradient's share of what a step encodes.
-  float alpha(uint64_t step) const {
-    return in_warmup(step) ? 1.0F : static_cast<float>(1.0 - options_.momentum);
-  }
-  float beta() const { return static_cast<float>(options_.momentum); }
   float loss_scale() const;
   void expect_between_steps(const char* what) const;
   void settle();

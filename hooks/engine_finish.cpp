@@ -1,6 +1,4 @@
 // The engine's second half: what the finishing thread does.
-#include <ATen/Functions.h>
-
 #include <algorithm>
 
 #include "engine.h"
@@ -188,52 +186,16 @@ void Engine::decode(const ChunkJob& job) {
 // vain, and its own gradient is still there to tell what that was.
 void Engine::decode_with_residual(const ChunkJob& job, size_t batch_index) {
   const auto* in = static_cast<const std::byte*>(job.chunk.slot->gather_receive.const_data_ptr());
+  const auto* out = static_cast<const std::byte*>(job.chunk.slot->scatter_send.const_data_ptr());
   const PlannedBatch& planned = job.chunk.plan->decode[batch_index];
   const PlannedBatch& sent = job.chunk.plan->encode[batch_index];
   const Codec& codec = *layout_.codecs()[planned.codec_index].codec;
   void* gradient = job.bucket->gradient.mutable_data_ptr();
-  TileBatch batch = make_batch(planned, job, Stage::kOwner, finish_status_);
+  const TileBatch batch = make_batch(planned, job, Stage::kOwner, finish_status_);
   codec.decode(batch, in, nullptr, 0.0F, nullptr);
-  const auto not_finite = [](const TileStatus& s) { return (s.flags & kTileNonFinite) != 0; };
-  if (std::none_of(batch.status, batch.status + batch.num_tiles, not_finite)) {
-    codec.decode(batch, in, gradient, beta(), residuals_.worker());
-    return;
-  }
-  TileBatch sent_batch = make_batch(sent, job, Stage::kWorker, finish_status_);
-  batch.num_tiles = sent_batch.num_tiles = 1;
-  sent_batch.status = nullptr;
-  for (size_t i = 0; i < planned.tiles.size(); ++i) {
-    batch.tiles = &planned.tiles[i];
-    batch.status = &finish_status_[i];
-    sent_batch.tiles = &sent.tiles[i];
-    if (not_finite(*batch.status)) {
-      decode_undone(job, codec, batch, sent_batch);
-    } else {
-      codec.decode(batch, in, gradient, beta(), residuals_.worker());
-    }
-  }
-}
-
-// Decodes one tile of which elements arrive that are not finite. Those are undone: their residual
-// becomes what it was before the step. The others go on as ever.
-void Engine::decode_undone(const ChunkJob& job, const Codec& codec, TileBatch arrived,
-                           const TileBatch& sent) {
-  const auto* in = static_cast<const std::byte*>(job.chunk.slot->gather_receive.const_data_ptr());
-  const auto* out = static_cast<const std::byte*>(job.chunk.slot->scatter_send.const_data_ptr());
-  const at::Tensor& gradient = job.bucket->gradient;
-  Tile tile = *arrived.tiles;
-  const auto n = static_cast<int64_t>(tile.num_elements);
-  at::Tensor residual =
-      residuals_.worker_tensor().narrow(0, static_cast<int64_t>(tile.residual_offset), n);
-  at::Tensor advanced = residual.clone();
-  codec.undo(sent, out, gradient.const_data_ptr(), alpha(job.bucket->step), residuals_.worker());
-  tile.residual_offset = 0;
-  arrived.tiles = &tile;
-  codec.decode(arrived, in, gradient.mutable_data_ptr(), beta(),
-               advanced.mutable_data_ptr<float>());
-  const at::Tensor finite =
-      at::isfinite(gradient.narrow(0, static_cast<int64_t>(tile.gradient_offset), n));
-  residual.copy_(at::where(finite, advanced, residual));
+  codec.undo(make_batch(sent, job, Stage::kWorker, finish_status_), out, in, gradient,
+             options_.alpha(job.bucket->step), residuals_.worker());
+  codec.decode(batch, in, gradient, options_.beta(), residuals_.worker());
 }
 
 void Engine::post_commit(std::shared_ptr<BucketJob> bucket) {
@@ -279,7 +241,7 @@ void Engine::complete(BucketJob& bucket) {
   {
     const std::lock_guard lock(mutex_);
     --stats_.in_flight;
-    if (bucket.nonfinite_tile && !in_warmup(bucket.step)) step_nonfinite_ = true;
+    if (bucket.nonfinite_tile && !options_.in_warmup(bucket.step)) step_nonfinite_ = true;
   }
   bucket.gradient.reset();
   bucket.profiler.clear();

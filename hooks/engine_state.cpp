@@ -72,7 +72,7 @@ void Engine::skip_step() {
   expect_between_steps("skip a step");
   GRADFERRY_EXPECTS(options_.exact_skip, kState,
                     "a step can be skipped without loss only with exact_skip=True");
-  const bool compressed = step_began_ && !in_warmup(stats_.steps);
+  const bool compressed = step_began_ && !options_.in_warmup(stats_.steps);
   step_nonfinite_ = compressed;
   settle();
 }
@@ -80,16 +80,7 @@ void Engine::skip_step() {
 void Engine::add_to_worker_residual(uint32_t parameter, const at::Tensor& values, float factor) {
   const std::lock_guard lock(mutex_);
   expect_between_steps("change a residual");
-  GRADFERRY_EXPECTS(parameter < layout_.parameters().size(), kConfig,
-                    "there is no parameter " + std::to_string(parameter));
-  const Parameter& target = layout_.parameters()[parameter];
-  GRADFERRY_EXPECTS(target.worker_residual != kNoResidual &&
-                        static_cast<uint64_t>(values.numel()) == target.num_elements &&
-                        values.dim() == 1 && values.device().is_cpu(),
-                    kConfig,
-                    "the values for '" + target.name + "' must be a CPU tensor of one dimension, " +
-                        std::to_string(target.num_elements) +
-                        " elements, and the parameter must have a worker residual");
+  const Parameter& target = parameter_to_change(layout_, parameter, values, c10::kCPU);
   settle();
   residuals_.add_to_worker(target.worker_residual, values, factor, loss_scale());
 }

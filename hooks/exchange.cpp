@@ -25,6 +25,64 @@ uint32_t message_checksum(const std::byte* payload, const std::vector<uint32_t>&
   return checksum;
 }
 
+// What a message is about.
+struct Place {
+  uint64_t step;
+  uint64_t chunk;
+};
+
+void write_header(std::byte* message, const Agreement& agreement, const Place& place, Phase phase,
+                  WireStatus status, uint32_t payload_bytes, uint32_t checksum) {
+  const MessageHeader header{.magic = kWireMagic,
+                             .wire_version = kWireVersion,
+                             .phase = static_cast<uint16_t>(phase),
+                             .status = static_cast<uint32_t>(status),
+                             .source_rank = agreement.rank,
+                             .config_hash = agreement.config_hash,
+                             .layout_hash = agreement.layout_hash,
+                             .step = place.step,
+                             .chunk = place.chunk,
+                             .payload_bytes = payload_bytes,
+                             .checksum = checksum,
+                             .seed = 0};
+  std::memcpy(message, &header, sizeof(header));
+}
+
+Fault check(const std::byte* message, const Agreement& agreement, const Place& place, Phase phase,
+            uint32_t source, const std::vector<uint32_t>& tile_bytes, uint32_t payload_bytes) {
+  MessageHeader header;
+  std::memcpy(&header, message, sizeof(header));
+  const auto fault = [&](WireStatus status, uint64_t expected, uint64_t received) {
+    return Fault{status, phase, source, place.chunk, expected, received};
+  };
+  const struct {
+    WireStatus status;
+    uint64_t expected, received;
+  } fields[] = {
+      {WireStatus::kBadMagic, kWireMagic, header.magic},
+      {WireStatus::kBadVersion, kWireVersion, header.wire_version},
+      {WireStatus::kBadPhase, static_cast<uint64_t>(phase), header.phase},
+      {WireStatus::kBadSource, source, header.source_rank},
+      {WireStatus::kBadConfig, agreement.config_hash, header.config_hash},
+      {WireStatus::kBadLayout, agreement.layout_hash, header.layout_hash},
+      {WireStatus::kBadStep, place.step, header.step},
+      {WireStatus::kBadChunk, place.chunk, header.chunk},
+      {WireStatus::kBadPayloadBytes, payload_bytes, header.payload_bytes},
+  };
+  for (const auto& field : fields) {
+    if (field.expected != field.received) {
+      return fault(field.status, field.expected, field.received);
+    }
+  }
+  // A sender in trouble reports through its own commit; its payload is not to be read.
+  if (header.status != 0) return fault(WireStatus::kPeerTrouble, 0, header.status);
+  const uint32_t checksum = message_checksum(message + kHeaderBytes, tile_bytes);
+  if (checksum != header.checksum) {
+    return fault(WireStatus::kBadChecksum, header.checksum, checksum);
+  }
+  return {};
+}
+
 struct FieldText {
   const char* field;
   const char* advice;
@@ -109,23 +167,6 @@ void Exchange::wait(const Pending& work, Phase phase, uint64_t step, uint64_t nu
   }
 }
 
-void Exchange::write_header(std::byte* message, const Chunk& chunk, Phase phase, WireStatus status,
-                            uint32_t payload_bytes, uint32_t checksum) const {
-  const MessageHeader header{.magic = kWireMagic,
-                             .wire_version = kWireVersion,
-                             .phase = static_cast<uint16_t>(phase),
-                             .status = static_cast<uint32_t>(status),
-                             .source_rank = agreement_.rank,
-                             .config_hash = agreement_.config_hash,
-                             .layout_hash = agreement_.layout_hash,
-                             .step = chunk.step,
-                             .chunk = chunk.number,
-                             .payload_bytes = payload_bytes,
-                             .checksum = checksum,
-                             .seed = 0};
-  std::memcpy(message, &header, sizeof(header));
-}
-
 void Exchange::post_scatter(Chunk& chunk, WireStatus status,
                             const std::vector<uint32_t>& checksums) {
   const auto& shards = chunk.plan->shards;
@@ -134,8 +175,8 @@ void Exchange::post_scatter(Chunk& chunk, WireStatus status,
   const std::vector<int64_t> receive_bytes(shards.size(), own);
   int64_t offset = 0;
   for (uint32_t p = 0; p < shards.size(); ++p) {
-    write_header(bytes(chunk.slot->scatter_send) + offset, chunk, Phase::kScatter, status,
-                 shards[p].worker_bytes, checksums[p]);
+    write_header(bytes(chunk.slot->scatter_send) + offset, agreement_, {chunk.step, chunk.number},
+                 Phase::kScatter, status, shards[p].worker_bytes, checksums[p]);
     send_bytes[p] = kHeaderBytes + shards[p].worker_bytes;
     offset += send_bytes[p];
   }
@@ -144,48 +185,14 @@ void Exchange::post_scatter(Chunk& chunk, WireStatus status,
       receive_bytes, chunk.slot->scatter_send.narrow(0, 0, offset), send_bytes);
 }
 
-Fault Exchange::check(const std::byte* message, const Chunk& chunk, Phase phase, uint32_t source,
-                      const std::vector<uint32_t>& tile_bytes, uint32_t payload_bytes) const {
-  MessageHeader header;
-  std::memcpy(&header, message, sizeof(header));
-  const auto fault = [&](WireStatus status, uint64_t expected, uint64_t received) {
-    return Fault{status, phase, source, chunk.number, expected, received};
-  };
-  const struct {
-    WireStatus status;
-    uint64_t expected, received;
-  } fields[] = {
-      {WireStatus::kBadMagic, kWireMagic, header.magic},
-      {WireStatus::kBadVersion, kWireVersion, header.wire_version},
-      {WireStatus::kBadPhase, static_cast<uint64_t>(phase), header.phase},
-      {WireStatus::kBadSource, source, header.source_rank},
-      {WireStatus::kBadConfig, agreement_.config_hash, header.config_hash},
-      {WireStatus::kBadLayout, agreement_.layout_hash, header.layout_hash},
-      {WireStatus::kBadStep, chunk.step, header.step},
-      {WireStatus::kBadChunk, chunk.number, header.chunk},
-      {WireStatus::kBadPayloadBytes, payload_bytes, header.payload_bytes},
-  };
-  for (const auto& field : fields) {
-    if (field.expected != field.received) {
-      return fault(field.status, field.expected, field.received);
-    }
-  }
-  // A sender in trouble reports through its own commit; its payload is not to be read.
-  if (header.status != 0) return fault(WireStatus::kPeerTrouble, 0, header.status);
-  const uint32_t checksum = message_checksum(message + kHeaderBytes, tile_bytes);
-  if (checksum != header.checksum) {
-    return fault(WireStatus::kBadChecksum, header.checksum, checksum);
-  }
-  return {};
-}
-
 Fault Exchange::wait_scatter(Chunk& chunk) {
   wait(chunk.scatter, Phase::kScatter, chunk.step, chunk.number);
   chunk.scatter.reset();
   const Shard& own = chunk.plan->shards[agreement_.rank];
   for (uint32_t rank = 0; rank < agreement_.world_size; ++rank) {
-    const Fault fault = check(scattered_payload(chunk, rank) - kHeaderBytes, chunk, Phase::kScatter,
-                              rank, own.worker_tiles, own.worker_bytes);
+    const Fault fault =
+        check(scattered_payload(chunk, rank) - kHeaderBytes, agreement_, {chunk.step, chunk.number},
+              Phase::kScatter, rank, own.worker_tiles, own.worker_bytes);
     if (fault) return fault;
   }
   return {};
@@ -198,8 +205,8 @@ const std::byte* Exchange::scattered_payload(const Chunk& chunk, uint32_t rank) 
 
 void Exchange::post_gather(Chunk& chunk, WireStatus status, uint32_t checksum) {
   const int64_t size = chunk.plan->gather_message_bytes;
-  write_header(bytes(chunk.slot->gather_send), chunk, Phase::kGather, status,
-               chunk.plan->shards[agreement_.rank].owner_bytes, checksum);
+  write_header(bytes(chunk.slot->gather_send), agreement_, {chunk.step, chunk.number},
+               Phase::kGather, status, chunk.plan->shards[agreement_.rank].owner_bytes, checksum);
   chunk.gather =
       gather_lane_.all_gather(chunk.slot->gather_receive.narrow(0, 0, size * agreement_.world_size),
                               chunk.slot->gather_send.narrow(0, 0, size));
@@ -212,8 +219,8 @@ Fault Exchange::wait_gather(Chunk& chunk) {
     const Shard& shard = chunk.plan->shards[rank];
     const std::byte* message =
         bytes(chunk.slot->gather_receive) + uint64_t{rank} * chunk.plan->gather_message_bytes;
-    const Fault fault =
-        check(message, chunk, Phase::kGather, rank, shard.owner_tiles, shard.owner_bytes);
+    const Fault fault = check(message, agreement_, {chunk.step, chunk.number}, Phase::kGather, rank,
+                              shard.owner_tiles, shard.owner_bytes);
     if (fault) return fault;
   }
   return {};
@@ -248,23 +255,36 @@ Pending Exchange::post_commit(at::Tensor send, at::Tensor receive, uint64_t step
 
 Fault Exchange::gather_hashes(const std::vector<uint64_t>& own, uint64_t step, uint64_t next_chunk,
                               std::vector<std::vector<uint64_t>>& by_rank) {
-  const auto payload_bytes = static_cast<uint32_t>(own.size() * sizeof(uint64_t));
-  const int64_t size = kHeaderBytes + payload_bytes;
+  const auto size = static_cast<int64_t>(hash_message_bytes(own.size()));
   const auto options = at::TensorOptions().dtype(at::kByte);
   const at::Tensor send = at::zeros({size}, options);
   const at::Tensor receive = at::zeros({size * agreement_.world_size}, options);
-  Chunk place;
-  place.step = step;
-  place.number = next_chunk;
-  std::memcpy(bytes(send) + kHeaderBytes, own.data(), payload_bytes);
-  write_header(bytes(send), place, Phase::kParameters, WireStatus::kOk, payload_bytes,
-               word_sum(bytes(send) + kHeaderBytes, payload_bytes));
+  write_hashes(agreement_, step, next_chunk, own, bytes(send));
   wait(scatter_lane_.all_gather(receive, send), Phase::kParameters, step, next_chunk);
-  by_rank.assign(agreement_.world_size, std::vector<uint64_t>(own.size()));
-  for (uint32_t rank = 0; rank < agreement_.world_size; ++rank) {
-    const std::byte* message = bytes(receive) + rank * size;
-    const Fault fault =
-        check(message, place, Phase::kParameters, rank, {payload_bytes}, payload_bytes);
+  return read_hashes(agreement_, step, next_chunk, bytes(receive), own.size(), by_rank);
+}
+
+uint64_t hash_message_bytes(size_t num_parameters) {
+  return kHeaderBytes + num_parameters * sizeof(uint64_t);
+}
+
+void write_hashes(const Agreement& agreement, uint64_t step, uint64_t next_chunk,
+                  const std::vector<uint64_t>& own, std::byte* message) {
+  const auto payload_bytes = static_cast<uint32_t>(own.size() * sizeof(uint64_t));
+  std::memcpy(message + kHeaderBytes, own.data(), payload_bytes);
+  write_header(message, agreement, {step, next_chunk}, Phase::kParameters, WireStatus::kOk,
+               payload_bytes, word_sum(message + kHeaderBytes, payload_bytes));
+}
+
+Fault read_hashes(const Agreement& agreement, uint64_t step, uint64_t next_chunk,
+                  const std::byte* received, size_t num_parameters,
+                  std::vector<std::vector<uint64_t>>& by_rank) {
+  const auto payload_bytes = static_cast<uint32_t>(num_parameters * sizeof(uint64_t));
+  by_rank.assign(agreement.world_size, std::vector<uint64_t>(num_parameters));
+  for (uint32_t rank = 0; rank < agreement.world_size; ++rank) {
+    const std::byte* message = received + rank * hash_message_bytes(num_parameters);
+    const Fault fault = check(message, agreement, {step, next_chunk}, Phase::kParameters, rank,
+                              {payload_bytes}, payload_bytes);
     if (fault) return fault;
     std::memcpy(by_rank[rank].data(), message + kHeaderBytes, payload_bytes);
   }

@@ -47,6 +47,16 @@ Error lost_contact(uint32_t rank, Phase phase, uint64_t step, uint64_t number,
 Fault read_commit(const Agreement& agreement, const at::Tensor& received, uint64_t step,
                   uint64_t bucket, uint32_t* reporter);
 
+// A check of parameters: one message per rank, of this many bytes, with its hashes. In host memory.
+// `next_chunk` is the number of the chunk that follows.
+uint64_t hash_message_bytes(size_t num_parameters);
+void write_hashes(const Agreement& agreement, uint64_t step, uint64_t next_chunk,
+                  const std::vector<uint64_t>& own, std::byte* message);
+// Returns the first message that cannot be trusted; `by_rank` is not to be read then.
+Fault read_hashes(const Agreement& agreement, uint64_t step, uint64_t next_chunk,
+                  const std::byte* received, size_t num_parameters,
+                  std::vector<std::vector<uint64_t>>& by_rank);
+
 // Buffers of one chunk in flight, allocated once. uint8, in host memory.
 struct Slot {
   at::Tensor scatter_send, scatter_receive, gather_send, gather_receive;
@@ -99,11 +109,6 @@ class Exchange {
   void wait(const Pending& work, Phase phase, uint64_t step, uint64_t number) const;
 
  private:
-  void write_header(std::byte* message, const Chunk& chunk, Phase phase, WireStatus status,
-                    uint32_t payload_bytes, uint32_t checksum) const;
-  Fault check(const std::byte* message, const Chunk& chunk, Phase phase, uint32_t source,
-              const std::vector<uint32_t>& tile_bytes, uint32_t payload_bytes) const;
-
   Agreement agreement_;
   Lane& scatter_lane_;
   Lane& gather_lane_;

@@ -2,6 +2,8 @@
 
 #include <cstring>
 
+#include "gradferry/error.h"
+
 namespace gradferry {
 namespace {
 
@@ -35,6 +37,20 @@ uint64_t hash64(const void* data, uint64_t num_bytes) {
   return hash;
 }
 
+void expect_equal_hashes(const std::vector<std::vector<uint64_t>>& by_rank, const Layout& layout,
+                         uint64_t step) {
+  for (size_t index = 0; index < layout.parameters().size(); ++index) {
+    for (size_t rank = 1; rank < by_rank.size(); ++rank) {
+      GRADFERRY_EXPECTS(
+          by_rank[rank][index] == by_rank[0][index], kDiverged,
+          "parameter '" + layout.parameters()[index].name + "' of rank " + std::to_string(rank) +
+              " differs from that of rank 0 at step " + std::to_string(step) +
+              ", and may not be the only one; look for updates, clipping or random numbers that "
+              "differ between ranks, then go on from a checkpoint that is older than this");
+    }
+  }
+}
+
 ParameterHashes::ParameterHashes(const std::vector<at::Tensor>& parameters) {
   for (const at::Tensor& parameter : parameters) {
     parameters_.emplace_back(parameter.getIntrusivePtr());
@@ -53,7 +69,8 @@ std::vector<uint64_t> ParameterHashes::compute() const {
     // Strides were agreed at attach, so the order of memory is the same on all ranks.
     const at::Tensor dense =
         parameter.is_non_overlapping_and_dense() ? parameter : parameter.contiguous();
-    hashes.push_back(hash64(dense.const_data_ptr(), dense.nbytes()));
+    const at::Tensor on_host = dense.cpu();
+    hashes.push_back(hash64(on_host.const_data_ptr(), on_host.nbytes()));
   }
   return hashes;
 }

@@ -99,13 +99,13 @@ ChunkPlan plan_chunk(const Layout& layout, std::span<const BucketTile> tiles,
                              payload_offset, output_offset});
       batch.places.push_back(place);
     };
+    const uint32_t arrives_at = tile.owner * chunk.gather_message_bytes + kHeaderBytes + in_owner;
     add(chunk.encode, tile.worker_residual, message_start[tile.owner] + kHeaderBytes + in_worker,
-        0);
+        arrives_at);
     if (tile.owner == options.rank) {
       add(chunk.reduce, layout.owner_residual_offset(tile.id), in_worker, in_owner);
     }
-    add(chunk.decode, tile.worker_residual,
-        tile.owner * chunk.gather_message_bytes + kHeaderBytes + in_owner, 0);
+    add(chunk.decode, tile.worker_residual, arrives_at, 0);
     worker_offset[tile.owner] += tile.worker_bytes;
     owner_offset[tile.owner] += tile.owner_bytes;
     shard.worker_tiles.push_back(tile.worker_bytes);

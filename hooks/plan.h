@@ -39,7 +39,8 @@ struct ChunkPlan {
   std::vector<Shard> shards;      // by owner
   uint32_t gather_message_bytes;  // header + the largest owner_bytes: all_gather wants one size
   // The same batches and tiles in `encode` and `decode`, in the same order.
-  // payload_offset counts from the start of the send buffer, headers included.
+  // payload_offset counts from the start of the send buffer, headers included; output_offset, for
+  // undo, as payload_offset in `decode`.
   std::vector<PlannedBatch> encode;
   // payload_offset and output_offset count from the end of the message's header.
   std::vector<PlannedBatch> reduce;

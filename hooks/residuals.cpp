@@ -19,6 +19,20 @@ void set_where_finite(at::Tensor& residual, const at::Tensor& updated) {
 
 }  // namespace
 
+const Parameter& parameter_to_change(const Layout& layout, uint32_t index, const at::Tensor& values,
+                                     c10::Device device) {
+  GRADFERRY_EXPECTS(index < layout.parameters().size(), kConfig,
+                    "there is no parameter " + std::to_string(index));
+  const Parameter& target = layout.parameters()[index];
+  const bool fits = static_cast<uint64_t>(values.numel()) == target.num_elements &&
+                    values.dim() == 1 && values.device() == device;
+  GRADFERRY_EXPECTS(fits && target.worker_residual != kNoResidual, kConfig,
+                    "the values for '" + target.name + "' must be a tensor of one dimension, " +
+                        std::to_string(target.num_elements) + " elements, on " + device.str() +
+                        ", and the parameter must have a worker residual");
+  return target;
+}
+
 Residuals::Residuals(const Layout& layout, bool keep_copy, c10::Device device)
     : worker_(zeros(layout.worker_residual_elements(), device)),
       owner_(zeros(layout.owner_residual_elements(), device)),

@@ -14,6 +14,11 @@
 
 namespace gradferry {
 
+// The parameter whose worker residual `values`, flat and on `device`, are to be added to. Throws
+// Error(kConfig) when they do not fit, or there is none.
+const Parameter& parameter_to_change(const Layout& layout, uint32_t index, const at::Tensor& values,
+                                     c10::Device device);
+
 class Residuals {
  public:
   // `keep_copy`: take_back() will be called.

@@ -32,6 +32,8 @@ class StepCounter {
 
   uint64_t step() const { return step_; }
   uint64_t finished_steps() const { return step_ + (current_.empty() ? 0 : 1); }
+  // Whether the step has a bucket that is compressed.
+  bool began() const { return !current_.empty(); }
   size_t num_parameters() const { return seen_.size(); }
   size_t num_seen() const {
     return static_cast<size_t>(std::count(seen_.begin(), seen_.end(), true));

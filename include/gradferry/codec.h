@@ -44,7 +44,7 @@ struct Tile {
   uint64_t residual_offset;  // elements from the start of the residual passed to the call
   uint32_t num_elements;     // 1 .. kTileElements
   uint32_t payload_offset;   // bytes from the start of the payload the call reads or writes
-  uint32_t output_offset;    // reduce only: bytes from the start of `out`
+  uint32_t output_offset;    // reduce: bytes from the start of `out`; undo: of `in`
 };
 
 // What a call found or wrote, one entry per tile of the batch.
@@ -128,7 +128,8 @@ struct Codec {
                  float* residual, std::byte* out);
 
   // gradient = D(in);  residual += beta * D(in)   (residual null or beta 0: left alone)
-  // gradient null: nothing but the statuses is written, cheaply; the residual is left alone.
+  // The residual of an element whose gradient is not finite is left alone, too. gradient null:
+  // nothing but the statuses is written, cheaply.
   void (*decode)(const TileBatch& batch, const std::byte* in, void* gradient, float beta,
                  float* residual);
 
@@ -140,9 +141,13 @@ struct Codec {
   void (*reduce)(const TileBatch& batch, const std::byte* const* payload_by_rank,
                  uint32_t world_size, const float* gain, float* owner_residual, std::byte* out);
 
-  // For tiles another rank made non-finite: residual += D(own_payload) - alpha * gradient
-  void (*undo)(const TileBatch& batch, const std::byte* own_payload, const void* gradient,
-               float alpha, float* residual);
+  // residual += D(own_payload) - alpha * gradient   for elements that another rank made non-finite
+  // Between decode(in, null), which fills batch.status, and decode(in, gradient): only tiles with
+  // kTileNonFinite are looked at, and in them the elements whose gradient will not be finite. `in`
+  // holds their Stage::kOwner payloads, own_payload what encode wrote. Statuses are read, not
+  // written; null: all tiles are looked at.
+  void (*undo)(const TileBatch& batch, const std::byte* own_payload, const std::byte* in,
+               const void* gradient, float alpha, float* residual);
 };
 
 // All codecs of a device, in the order of kernels/codec_rows.h. Empty for CUDA until

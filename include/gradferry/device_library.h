@@ -84,8 +84,8 @@ struct CheckCall {
 };
 
 // After decode: tiles of refused messages become NaN in `gradient`, corrupt ones are a fault, and
-// the first that is not finite is remembered. `tiles`, `sources` (message of each) and `status` run
-// in parallel.
+// the first that is not finite is remembered; then *in_vain becomes 1, unless it is null. `tiles`,
+// `sources` (message of each) and `status` run in parallel.
 struct ConcludeCall {
   uint64_t step;
   uint64_t chunk;
@@ -97,6 +97,7 @@ struct ConcludeCall {
   ScalarType dtype;
   void* gradient;
   Findings* findings;
+  uint32_t* in_vain;
   Stream stream;
 };
 
@@ -113,15 +114,26 @@ struct CommitCall {
 
 // At the beginning of a step: *gain = *loss_scale / *residual_scale, or 1 where that is 0
 // (residuals that are zero have no units yet); then *residual_scale = *loss_scale. loss_scale
-// null: 1.
+// null: 1. *in_vain becomes 0, unless it is null.
 struct RescaleCall {
   const float* loss_scale;
   float* residual_scale;
   float* gain;
+  uint32_t* in_vain;
+  Stream stream;
+};
+
+// values[i] = before[i], unless *in_vain is 0.
+struct TakeBackCall {
+  const uint32_t* in_vain;
+  float* values;
+  const float* before;
+  uint64_t num_elements;
   Stream stream;
 };
 
 struct MessageKernels {
+  void (*take_back)(const TakeBackCall& call);
   void (*rescale)(const RescaleCall& call);
   void (*seal)(const SealCall& call);
   void (*check)(const CheckCall& call);
@@ -135,7 +147,7 @@ struct DeviceLibrary {
   MessageKernels messages;
 };
 // Rises with every change to this file or to codec.h.
-inline constexpr uint32_t kDeviceLibraryVersion = 1;
+inline constexpr uint32_t kDeviceLibraryVersion = 2;
 // Names the Python capsule in which a library comes.
 inline constexpr const char* kDeviceLibraryCapsule = "gradferry.DeviceLibrary";
 

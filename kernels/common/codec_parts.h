@@ -29,6 +29,11 @@ constexpr uint32_t round_up(uint32_t value, uint32_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
+// Whether undo has to look at a tile.
+inline bool holds_nonfinite(const TileBatch& batch, uint32_t index) {
+  return batch.status == nullptr || (batch.status[index].flags & kTileNonFinite) != 0;
+}
+
 // The parse function of a codec without options.
 inline CodecOptions parse_nothing(std::span<const std::string_view>) { return {}; }
 

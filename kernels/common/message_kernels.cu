@@ -206,9 +206,11 @@ __global__ void __launch_bounds__(kThreads) conclude_kernel(ConcludeCall call) {
     note(call.findings, {WireStatus::kCorruptPayload, Phase::kGather, call.sources[corrupt],
                          call.step, call.chunk, 0, 1});
   }
-  if (nonfinite != kNone && call.findings->nonfinite_tile == 0) {
+  if (nonfinite == kNone) return;
+  if (call.findings->nonfinite_tile == 0) {
     call.findings->nonfinite_tile = call.tiles[nonfinite].id + 1;
   }
+  if (call.in_vain != nullptr) *call.in_vain = 1;
 }
 
 // One thread.
@@ -244,6 +246,17 @@ __global__ void rescale_kernel(RescaleCall call) {
   const float before = *call.residual_scale;
   *call.gain = before == 0.0f ? 1.0f : scale / before;
   *call.residual_scale = scale;
+  if (call.in_vain != nullptr) *call.in_vain = 0;
+}
+
+// A block per kBlockElements of them.
+constexpr uint32_t kBlockElements = 4096;
+__global__ void __launch_bounds__(kThreads) take_back_kernel(TakeBackCall call) {
+  if (*call.in_vain == 0) return;
+  const uint64_t first = uint64_t{blockIdx.x} * kBlockElements;
+  for (uint32_t i = threadIdx.x; i < kBlockElements; i += kThreads) {
+    if (first + i < call.num_elements) call.values[first + i] = call.before[first + i];
+  }
 }
 
 // --- launchers
@@ -261,9 +274,14 @@ void commit(const CommitCall& call) { launch<commit_kernel>(1, 1, call.stream, c
 
 void rescale(const RescaleCall& call) { launch<rescale_kernel>(1, 1, call.stream, call); }
 
+void take_back(const TakeBackCall& call) {
+  const auto num_blocks = (call.num_elements + kBlockElements - 1) / kBlockElements;
+  launch<take_back_kernel>(static_cast<uint32_t>(num_blocks), kThreads, call.stream, call);
+}
+
 }  // namespace
 
 extern const MessageKernels message_kernels;
-const MessageKernels message_kernels{&rescale, &seal, &check, &conclude, &commit};
+const MessageKernels message_kernels{&take_back, &rescale, &seal, &check, &conclude, &commit};
 
 }  // namespace gradferry::GRADFERRY_KERNEL_NAMESPACE

@@ -82,10 +82,10 @@ class TileDriver {
     reduce_tiles(batch, payload_by_rank, world_size, gain == nullptr ? 1.0f : *gain, owner_residual,
                  out);
   }
-  static void undo(const TileBatch& batch, const std::byte* own_payload, const void* gradient,
-                   float alpha, float* residual) {
+  static void undo(const TileBatch& batch, const std::byte* own_payload, const std::byte* in,
+                   const void* gradient, float alpha, float* residual) {
     const FloatEnvironment environment;
-    undo_tiles(batch, own_payload, static_cast<const std::byte*>(gradient), alpha, residual);
+    undo_tiles(batch, own_payload, in, static_cast<const std::byte*>(gradient), alpha, residual);
   }
   static constexpr CodecFunctions functions() { return {&encode, &decode, &reduce, &undo}; }
 
@@ -232,9 +232,12 @@ class TileDriver {
         }
         flags |= Codec::decode(unit, payload, StoreSink{values});
         if (!direct) {
-          flags |= with_dtype(batch.dtype, [&]<ScalarType dtype>() {
+          const uint32_t stored = with_dtype(batch.dtype, [&]<ScalarType dtype>() {
             return store_unit<dtype>(scratch, unit.num_elements, g);
           });
+          // What is infinite only in the gradient's dtype must not reach the residual either.
+          if (momentum && stored != 0) mark_not_finite(unit, g, scratch);
+          flags |= stored;
         }
         if (momentum) {
           const F32 b(beta);
@@ -245,6 +248,15 @@ class TileDriver {
       set_status(batch, index, 0, flags);
     }
     if (streaming) finish_streams();
+  }
+
+  // Makes values NaN where the gradient is not finite.
+  static void mark_not_finite(const Unit& unit, const std::byte* gradient, float* values) {
+    alignas(64) float arrived[kUnit];
+    load_any<false>(unit, gradient, 1.0f, nullptr, 1.0f, arrived);
+    for (uint32_t i = 0; i < unit.num_elements; ++i) {
+      if (magnitude_bits(arrived[i]) >= kInfinityBits) values[i] = from_bits(kNanBits);
+    }
   }
 
   // decode without a gradient: the statuses alone.
@@ -343,24 +355,44 @@ class TileDriver {
     }
   }
 
+  // Whether the unit's gradients will be finite once `in` is decoded.
+  static void find_finite(Unit unit, const std::byte* in, bool* finite) {
+    alignas(64) float arrived[kUnit];
+    alignas(64) std::byte narrowed[kUnit * sizeof(float)];
+    unit.stage = Stage::kOwner;
+    Codec::decode(unit, in + unit.tile.output_offset, StoreSink{arrived});
+    with_dtype(unit.batch.dtype, [&]<ScalarType dtype>() {
+      return store_unit<dtype>(arrived, unit.num_elements, narrowed);
+    });
+    load_any<false>(unit, narrowed, 1.0f, nullptr, 1.0f, arrived);
+    for (uint32_t i = 0; i < unit.num_elements; ++i) {
+      finite[i] = magnitude_bits(arrived[i]) < kInfinityBits;
+    }
+  }
+
   [[gnu::noinline]] static void undo_tiles(const TileBatch& batch, const std::byte* own_payload,
-                                           const std::byte* gradient, float alpha,
-                                           float* residual) {
+                                           const std::byte* in, const std::byte* gradient,
+                                           float alpha, float* residual) {
     const uint32_t item = item_bytes(batch.dtype);
     alignas(64) float decoded[kUnit];
     alignas(64) float sent[kUnit];
+    bool finite[kUnit];
     for (uint32_t index = 0; index < batch.num_tiles; ++index) {
       const Tile& tile = batch.tiles[index];
-      uint32_t flags = 0;
+      if (!holds_nonfinite(batch, index)) continue;
       for_units(batch, tile, batch.stage, [&](const Unit& unit) {
         const std::byte* g = gradient + (tile.gradient_offset + unit.first) * item;
-        flags |= Codec::decode(unit, own_payload + tile.payload_offset, StoreSink{decoded});
+        find_finite(unit, in, finite);
+        Codec::decode(unit, own_payload + tile.payload_offset, StoreSink{decoded});
         load_any<false>(unit, g, alpha, nullptr, 1.0f, sent);
+        // A residual is not updated by what is not finite.
+        for (uint32_t i = 0; i < unit.num_elements; ++i) {
+          if (finite[i]) sent[i] = from_bits(kNanBits);
+        }
         update_residual(
             residual + tile.residual_offset + unit.first, unit.num_elements,
             [&](uint32_t i, F32 old) { return old + (load(decoded + i) - load(sent + i)); });
       });
-      set_status(batch, index, 0, flags);
     }
   }
 };

@@ -117,6 +117,18 @@ GRADFERRY_DEVICE void set_status(const BatchArguments<Options>& batch, TileStatu
   if (threadIdx.x == 0 && batch.status != nullptr) batch.status[blockIdx.x] = status;
 }
 
+// Whether undo has to look at the block's tile.
+template <typename Options>
+GRADFERRY_DEVICE bool holds_nonfinite(const BatchArguments<Options>& batch) {
+  return batch.status == nullptr || (batch.status[blockIdx.x].flags & kTileNonFinite) != 0;
+}
+
+// Whether what was decoded is finite in the gradient's dtype, too.
+template <ScalarType dtype>
+GRADFERRY_DEVICE bool arrives_finite(float x) {
+  return !is_not_finite(widen<dtype>(narrow<dtype>(x)));
+}
+
 // The last thing a kernel does.
 template <typename Options>
 GRADFERRY_DEVICE void finish(const BatchArguments<Options>& batch, uint32_t checksum,
@@ -249,7 +261,10 @@ __global__ void __launch_bounds__(kTileThreads, Codec::kMinBlocks)
     float old[kLaneElements];
     load_slice<ScalarType::kFloat32>(slice, reinterpret_cast<const std::byte*>(tile_residual), old);
     GRADFERRY_UNROLL
-    for (uint32_t j = 0; j < kLaneElements; ++j) v[j] = old[j] + beta * v[j];
+    for (uint32_t j = 0; j < kLaneElements; ++j) {
+      const float arrived = old[j] + beta * v[j];
+      v[j] = arrives_finite<dtype>(v[j]) ? arrived : from_bits(kNanBits);
+    }
     store_residual<false>(slice, v, nullptr, tile_residual);
   }
   finish(batch, 0, flags);
@@ -306,22 +321,28 @@ __global__ void __launch_bounds__(kTileThreads, Codec::kMinBlocks)
 template <typename Codec, ScalarType dtype>
 __global__ void __launch_bounds__(kTileThreads, Codec::kMinBlocks)
     undo_kernel(BatchArguments<typename Codec::Options> batch, const std::byte* own_payload,
-                const std::byte* gradient, float alpha, float* residual) {
+                const std::byte* in, const std::byte* gradient, float alpha, float* residual) {
+  if (!holds_nonfinite(batch)) return;  // the whole block
   const Tile tile = batch.tiles[blockIdx.x];
   const auto unit = make_unit<Codec, dtype>(batch, tile, batch.stage);
+  const auto owner_unit = make_unit<Codec, dtype>(batch, tile, Stage::kOwner);
   const Slice& slice = unit.slice;
   float* tile_residual = residual + tile.residual_offset;
+  static_assert(kLaneElements == 32);
+  uint32_t lost = 0;  // bit j: element j of the lane
+  Codec::template decode<dtype>(owner_unit, in + tile.output_offset, [&](uint32_t j, float x) {
+    lost |= (arrives_finite<dtype>(x) ? 0u : 1u) << j;
+  });
   float v[kLaneElements], x[kLaneElements];
-  const uint32_t flags = Codec::template decode<dtype>(unit, own_payload + tile.payload_offset,
-                                                       [&](uint32_t j, float d) { v[j] = d; });
+  Codec::template decode<dtype>(unit, own_payload + tile.payload_offset,
+                                [&](uint32_t j, float d) { v[j] = d; });
   load_slice<dtype>(slice, gradient + tile.gradient_offset * item_bytes(dtype), x);
   GRADFERRY_UNROLL
   for (uint32_t j = 0; j < kLaneElements; ++j) v[j] = v[j] - alpha * x[j];
   load_slice<ScalarType::kFloat32>(slice, reinterpret_cast<const std::byte*>(tile_residual), x);
   GRADFERRY_UNROLL
-  for (uint32_t j = 0; j < kLaneElements; ++j) v[j] = x[j] + v[j];
+  for (uint32_t j = 0; j < kLaneElements; ++j) v[j] = (lost >> j & 1) != 0 ? x[j] + v[j] : x[j];
   store_residual<false>(slice, v, nullptr, tile_residual);
-  finish(batch, 0, flags);
 }
 
 }  // namespace gradferry::GRADFERRY_KERNEL_NAMESPACE

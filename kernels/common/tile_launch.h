@@ -78,13 +78,13 @@ struct TileLauncher {
     }
   }
 
-  static void undo(const TileBatch& batch, const std::byte* own_payload, const void* gradient,
-                   float alpha, float* residual) {
+  static void undo(const TileBatch& batch, const std::byte* own_payload, const std::byte* in,
+                   const void* gradient, float alpha, float* residual) {
     const auto arguments = arguments_of<typename Codec::Options>(batch);
     const auto* g = static_cast<const std::byte*>(gradient);
     with_gradient_dtype(batch.dtype, [&]<ScalarType dtype>() {
       launch<undo_kernel<Codec, dtype>>(batch.num_tiles, kTileThreads, batch.stream, arguments,
-                                        own_payload, g, alpha, residual);
+                                        own_payload, in, g, alpha, residual);
     });
   }
 

@@ -57,12 +57,12 @@ void reduce(const TileBatch& batch, const std::byte* const* payload_by_rank, uin
   }
 }
 
-void undo(const TileBatch& batch, const std::byte* own_payload, const void* gradient, float alpha,
-          float* residual) {
+void undo(const TileBatch& batch, const std::byte* own_payload, const std::byte* in,
+          const void* gradient, float alpha, float* residual) {
   if (batch.dtype == ScalarType::kFloat64) {
-    exact_float64::undo(batch, own_payload, gradient, alpha, residual);
+    exact_float64::undo(batch, own_payload, in, gradient, alpha, residual);
   } else {
-    Launcher::undo(batch, own_payload, gradient, alpha, residual);
+    Launcher::undo(batch, own_payload, in, gradient, alpha, residual);
   }
 }
 

@@ -133,18 +133,18 @@ GRADFERRY_LANE void finish(const TileBatch& batch, uint32_t index, std::byte* pa
 }
 
 [[gnu::noinline]] inline void undo_tiles(const TileBatch& batch, const std::byte* own_payload,
-                                         const std::byte* gradient, double alpha, float* residual) {
+                                         const std::byte* in, const std::byte* gradient,
+                                         double alpha, float* residual) {
   for (uint32_t index = 0; index < batch.num_tiles; ++index) {
     const Tile& tile = batch.tiles[index];
-    bool finite = true;
+    if (!holds_nonfinite(batch, index)) continue;
     for (uint32_t i = 0; i < tile.num_elements; ++i) {
+      if (is_finite64(load64(in + tile.output_offset + 8 * i))) continue;
       const double value = load64(own_payload + tile.payload_offset + 8 * i);
       const double sent = alpha * load64(gradient + 8 * (tile.gradient_offset + i));
       float* r = residual + tile.residual_offset + i;
       set_residual(r, static_cast<double>(*r) + (value - sent));
-      finite &= is_finite64(value);
     }
-    if (batch.status != nullptr) batch.status[index] = {0, finite ? 0 : kTileNonFinite};
   }
 }
 
@@ -167,10 +167,10 @@ inline void reduce(const TileBatch& batch, const std::byte* const* payload_by_ra
   reduce_tiles(batch, payload_by_rank, world_size, gain ? *gain : 1.0f, owner_residual, out);
 }
 
-inline void undo(const TileBatch& batch, const std::byte* own_payload, const void* gradient,
-                 float alpha, float* residual) {
+inline void undo(const TileBatch& batch, const std::byte* own_payload, const std::byte* in,
+                 const void* gradient, float alpha, float* residual) {
   const FloatEnvironment environment;
-  undo_tiles(batch, own_payload, static_cast<const std::byte*>(gradient), alpha, residual);
+  undo_tiles(batch, own_payload, in, static_cast<const std::byte*>(gradient), alpha, residual);
 }
 
 }  // namespace gradferry::GRADFERRY_KERNEL_NAMESPACE::exact_float64

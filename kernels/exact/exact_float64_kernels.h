@@ -123,18 +123,17 @@ __global__ void __launch_bounds__(kTileThreads)
 }
 
 __global__ void __launch_bounds__(kTileThreads)
-    undo_kernel(Batch batch, const std::byte* own_payload, const double* gradient, double alpha,
-                float* residual) {
+    undo_kernel(Batch batch, const std::byte* own_payload, const std::byte* in,
+                const double* gradient, double alpha, float* residual) {
+  if (!holds_nonfinite(batch)) return;  // the whole block
   const Tile tile = batch.tiles[blockIdx.x];
-  uint32_t flags = 0;
   for (uint32_t i = threadIdx.x; i < tile.num_elements; i += kTileThreads) {
+    if (flags_of(read<double>(in + tile.output_offset + 8 * i)) == 0) continue;
     const double value = read<double>(own_payload + tile.payload_offset + 8 * i);
     const double sent = alpha * gradient[tile.gradient_offset + i];
     float* r = residual + tile.residual_offset + i;
     *r = residual_of(static_cast<double>(*r) + (value - sent), *r);
-    flags |= flags_of(value);
   }
-  finish(batch, 0, flags);
 }
 
 // --- launchers -----------------------------------------------------------------------------------
@@ -159,11 +158,11 @@ inline void reduce(const TileBatch& batch, const std::byte* const* payload_by_ra
                         owner_residual, out);
 }
 
-inline void undo(const TileBatch& batch, const std::byte* own_payload, const void* gradient,
-                 float alpha, float* residual) {
+inline void undo(const TileBatch& batch, const std::byte* own_payload, const std::byte* in,
+                 const void* gradient, float alpha, float* residual) {
   launch<undo_kernel>(batch.num_tiles, kTileThreads, batch.stream, arguments_of<NoOptions>(batch),
-                      own_payload, static_cast<const double*>(gradient), static_cast<double>(alpha),
-                      residual);
+                      own_payload, in, static_cast<const double*>(gradient),
+                      static_cast<double>(alpha), residual);
 }
 
 }  // namespace gradferry::GRADFERRY_KERNEL_NAMESPACE::exact_float64

@@ -313,10 +313,10 @@ void reduce(const TileBatch& batch, const std::byte* const* payload_by_rank, uin
     Launcher::reduce(batch, payload_by_rank, world_size, gain, owner_residual, out);
   });
 }
-void undo(const TileBatch& batch, const std::byte* own_payload, const void* gradient, float alpha,
-          float* residual) {
+void undo(const TileBatch& batch, const std::byte* own_payload, const std::byte* in,
+          const void* gradient, float alpha, float* residual) {
   with_bits(batch, [&]<typename Launcher>() {
-    Launcher::undo(batch, own_payload, gradient, alpha, residual);
+    Launcher::undo(batch, own_payload, in, gradient, alpha, residual);
   });
 }
 

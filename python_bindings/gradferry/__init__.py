@@ -21,6 +21,7 @@ from gradferry.errors import (
     RankMismatchError,
     StateError,
 )
+from gradferry.forecast.api import doctor
 from gradferry.hook import attach, hook
 from gradferry.state import HookState
 from gradferry.tensor import decode, encode
@@ -43,6 +44,7 @@ __all__ = [
     "attach",
     "checkpoint",
     "decode",
+    "doctor",
     "encode",
     "hook",
     "optim",

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import uuid
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -23,46 +22,64 @@ from gradferry.agreement import (
     meeting_place,
     raise_first_error,
     raise_first_mismatch,
-    record_hash,
 )
+from gradferry.choice import Chooser
+from gradferry.codec_spec import AUTO
 from gradferry.config import Config
+from gradferry.engine import CPU, exchanges, loss_scale, streams
 from gradferry.errors import ConfigError, StateError
 from gradferry.parameters import ParameterLayout, describe_parameters, reduced_parameters
-
-LANES = ("scatter", "gather", "commit")
-# One thread posts everything in one order, so one lane will do.
-STAGED_LANES = ("staged",)
-_CPU = torch.device("cpu")
+from gradferry.running import Running, parameter_records
 
 
 @dataclass(frozen=True)
 class Binding:
-    """A configuration at work on one model.
+    """What is at work on one model, and the hook that DDP calls.
 
     Attributes:
-        config: as agreed by all ranks.
-        parameters: as agreed by all ranks.
-        rank, world_size: in the process group of DDP.
-        config_hash, layout_hash: in every message header.
-        tensors: the parameters themselves, for `check_every`.
-        saved_layout_hash: in checkpoints; does not depend on the number of ranks.
-        engine: None when every bucket passes through.
+        running: configuration, parameters and engine; with "auto" they change.
         hook: what DDP's hooks call.
-        group_name: DDP's process group.
-        index: of each parameter that DDP reduces, in `parameters`.
+        chooser: of the codec; None unless it is "auto" and there is something to choose.
     """
 
-    config: Config
-    parameters: tuple[ParameterLayout, ...]
-    rank: int
-    world_size: int
-    config_hash: int
-    layout_hash: int
-    saved_layout_hash: int
-    engine: _native.BucketEngine | None
+    running: Running
     hook: _native.BucketHook
-    group_name: str
-    index: WeakIdKeyDictionary
+    chooser: Chooser | None
+
+    @property
+    def config(self) -> Config:
+        """As agreed by all ranks."""
+        return self.running.config
+
+    @property
+    def parameters(self) -> tuple[ParameterLayout, ...]:
+        """As agreed by all ranks."""
+        return self.running.parameters
+
+    @property
+    def engine(self) -> _native.BucketEngine | None:
+        """None when every bucket passes through."""
+        return self.running.engine
+
+    @property
+    def rank(self) -> int:
+        """In the process group of DDP."""
+        return self.running.rank
+
+    @property
+    def world_size(self) -> int:
+        """Of the process group of DDP."""
+        return self.running.world_size
+
+    @property
+    def group_name(self) -> str:
+        """Of DDP's process group."""
+        return self.running.group_name
+
+    @property
+    def index(self) -> WeakIdKeyDictionary:
+        """Of each parameter that DDP reduces, in `parameters`."""
+        return self.running.index
 
     def add_to_residual(self, parameter: torch.Tensor, values: torch.Tensor, factor: float) -> None:
         """Adds to a parameter's worker residual, which carries its momentum.
@@ -108,8 +125,8 @@ def bind(
         _check_hookable(ddp)
         _check_options(ddp, config)
         home = _device(ddp)
-        parameters = describe_parameters(ddp, config, exchanges=_exchanges(home, group))
-        if _streams(home, group):
+        parameters = describe_parameters(ddp, config, exchanges=exchanges(home, group))
+        if streams(home, group):
             config = replace(config, chunk_bytes=device.STREAM_CHUNK_BYTES)
         record = _record(ddp, config, parameters)
     except Exception as error:
@@ -152,17 +169,7 @@ def _process_group(ddp: DistributedDataParallel) -> dist.ProcessGroup:
 
 def _device(ddp: DistributedDataParallel) -> torch.device:
     # DDP keeps all parameters of a bucket on one device; describe_parameters() sees to the rest.
-    return next((p.device for _, p in reduced_parameters(ddp)), _CPU)
-
-
-def _exchanges(place: torch.device, group: dist.ProcessGroup) -> bool:
-    alone = device.EXCHANGE_WHEN_ALONE and place.type != "cpu"
-    return dist.get_world_size(group) > 1 or alone
-
-
-def _streams(place: torch.device, group: dist.ProcessGroup) -> bool:
-    """Whether the group's collectives for the device go to its streams."""
-    return place.type != "cpu" and not device.is_staged(group, place)
+    return next((p.device for _, p in reduced_parameters(ddp)), CPU)
 
 
 def _refuse_new_group(*_: object) -> None:
@@ -214,12 +221,12 @@ def _check_options(ddp: DistributedDataParallel, config: Config) -> None:
                     "has; build it with sparse=False, or leave them out"
                 )
     place = _device(ddp)
-    if place.type != "cpu" and (config.needs_every_bucket or config.check_every):
+    if place.type != "cpu" and config.chooses:
         raise ConfigError(
-            f"momentum=, exact_skip= and check_every= are not available for gradients on "
-            f"{place.type!r} in this version; leave them out, or train on the CPU"
+            f"codec='auto' cannot measure gradients on {place.type!r} in this version; name a "
+            "codec, and see what `gradferry plan` says"
         )
-    scale = _loss_scale(config, place)
+    scale = loss_scale(config, place)
     if scale is not None and scale.device != place:
         raise ConfigError(
             f"the scale of grad_scaler is on {scale.device}, the model on {place}; make a "
@@ -233,16 +240,6 @@ def _check_options(ddp: DistributedDataParallel, config: Config) -> None:
         )
 
 
-def _loss_scale(config: Config, place: torch.device) -> torch.Tensor | None:
-    """The tensor in which the GradScaler keeps its scale, for as long as it lives."""
-    scaler = config.grad_scaler
-    if scaler is None:
-        return None
-    if scaler._scale is None:  # it makes the tensor when it is first used
-        scaler._lazy_init_scale_growth_tracker(place)
-    return scaler._scale
-
-
 def _record(
     ddp: DistributedDataParallel, config: Config, parameters: list[ParameterLayout]
 ) -> Record:
@@ -254,7 +251,7 @@ def _record(
         "gradferry version": GRADFERRY_VERSION,
         "wire version": _native.WIRE_VERSION,
         "GRADFERRY_DISABLE": config.disabled,
-        "codec": str(config.codec),
+        "codec": AUTO if config.chooses else str(config.codec),
         "rules": [{**asdict(rule), "codec": str(rule.codec)} for rule in config.rules],
         "error_feedback": config.error_feedback,
         "momentum": config.momentum,
@@ -266,17 +263,7 @@ def _record(
         "seed": config.seed,
         "chunk_bytes": config.chunk_bytes,
         "device": _device(ddp).type,
-        "parameters": [
-            {
-                "name": p.name,
-                "shape": list(p.shape),
-                "strides": list(p.strides),
-                "dtype": str(p.dtype),
-                "codec": str(p.codec),
-                "residuals": list(p.residuals),
-            }
-            for p in parameters
-        ],
+        "parameters": parameter_records(tuple(parameters)),
     }
 
 
@@ -288,101 +275,22 @@ def _start(
     group: dist.ProcessGroup,
     nonce: str,
 ) -> Binding:
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    layout_hash = record_hash(record["parameters"])
-    config_hash = record_hash({key: record[key] for key in record if key != "parameters"})
     tensors: list[torch.Tensor] = [parameter for _, parameter in reduced_parameters(ddp)]
-    engine = None
-    if not config.passes_through:
-        engine = start_engine(
-            config, parameters, group, nonce, config_hash, layout_hash, tensors, _device(ddp)
-        )
-    hook = _native.BucketHook(
-        engine=engine,
-        parameters=tensors,
-        group_name=group.group_name,
-    )
-    return Binding(
+    running = Running(
         config=config,
         parameters=tuple(parameters),
-        rank=rank,
-        world_size=world_size,
-        config_hash=config_hash,
-        layout_hash=layout_hash,
-        saved_layout_hash=record_hash(
-            [{k: p[k] for k in p if k != "residuals"} for p in record["parameters"]]
-        ),
-        engine=engine,
-        hook=hook,
-        group_name=group.group_name,
-        index=WeakIdKeyDictionary({tensor: index for index, tensor in enumerate(tensors)}),
-    )
-
-
-def start_engine(
-    config: Config,
-    parameters: Sequence[ParameterLayout],
-    group: dist.ProcessGroup,
-    nonce: str,
-    config_hash: int = 0,
-    layout_hash: int = 0,
-    tensors: Sequence[torch.Tensor] = (),
-    place: torch.device = _CPU,
-) -> _native.BucketEngine:
-    """An engine on lanes of its own. Collective; the arguments are equal on all ranks.
-
-    Args:
-        nonce: unlike that of any other engine of the group.
-        config_hash, layout_hash: in every message header.
-        tensors: the parameters themselves, for `check_every`.
-        place: where the gradients are.
-    """
-    exchanges, streams = _exchanges(place, group), _streams(place, group)
-    lanes: list[ProcessGroupGloo] = []
-    if exchanges and not streams:
-        # First: it is collective, and whoever failed before would keep the others waiting.
-        lanes = _make_lanes(group, nonce, LANES if place.type == "cpu" else STAGED_LANES, place)
-    options = _native.EngineOptions(
-        parameters=[p.native() for p in parameters],
         rank=dist.get_rank(group),
         world_size=dist.get_world_size(group),
-        config_hash=config_hash,
-        layout_hash=layout_hash,
-        seed=config.seed,
-        warmup_steps=config.warmup_steps,
-        momentum=config.momentum,
-        raise_nonfinite=config.nonfinite == "raise",
-        exact_skip=config.exact_skip,
-        loss_scale=_loss_scale(config, place),
-        check_every=config.check_every,
-        chunk_bytes=config.chunk_bytes,
+        group_name=group.group_name,
+        index=WeakIdKeyDictionary({tensor: index for index, tensor in enumerate(tensors)}),
+        agreed={key: record[key] for key in record if key != "parameters"},
     )
-    if place.type == "cpu":
-        return _native.Engine(options, tensors=list(tensors), lanes=lanes)
-    return _native.DeviceEngine(
-        options,
-        device=place,
-        lane=lanes[0] if lanes else None,
-        group_name=group.group_name if exchanges and streams else None,
+    running.start(group, nonce, _device(ddp))
+    hook = _native.BucketHook(
+        engine=running.engine, parameters=tensors, group_name=running.group_name
     )
-
-
-def _make_lanes(
-    group: dist.ProcessGroup,
-    nonce: str,
-    names: tuple[str, ...] = LANES,
-    place: torch.device = _CPU,
-) -> list[ProcessGroupGloo]:
-    # Built directly, never by new_group(): its names clash for overlapping groups and after a
-    # group was destroyed and made again.
-    store = dist.distributed_c10d._world.pg_map[group][1]
-    timeout = group._get_backend(place).options._timeout
-    return [
-        ProcessGroupGloo(
-            PrefixStore(f"gradferry/{nonce}/{lane}", store),
-            dist.get_rank(group),
-            dist.get_world_size(group),
-            timeout,
-        )
-        for lane in names
-    ]
+    chooser = None
+    if config.chooses and not config.disabled and running.world_size > 1:
+        chooser = Chooser(running)
+        chooser.start(hook)
+    return Binding(running, hook, chooser)

@@ -9,11 +9,14 @@ from collections.abc import Sequence
 import gradferry
 from gradferry import bench, converge, demo, info, report
 from gradferry.errors import ConfigError, GradferryError
+from gradferry.forecast import doctor, plan
 
 _COMMANDS = (
     ("info", info, "versions, instruction sets and codecs of this installation"),
     ("demo", demo, "train with several gradient hooks and compare loss, bytes and time"),
     ("bench", bench, "measure speed on this machine"),
+    ("doctor", doctor, "predict the training step under every hook, and say which to use"),
+    ("plan", plan, "the same for a cluster that is not at hand, on paper"),
     ("converge", converge, "train with every codec and judge where trainings end"),
     ("report", report, "one page of everything that was measured"),
 )

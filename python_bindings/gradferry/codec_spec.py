@@ -10,6 +10,7 @@ from gradferry import _native
 from gradferry.errors import ConfigError
 
 OFF = "off"
+AUTO = "auto"  # of those in the table, and OFF
 
 
 @dataclass(frozen=True)

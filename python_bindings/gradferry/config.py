@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from gradferry.codec_spec import OFF, CodecSpec, parse_codec
+from gradferry.codec_spec import AUTO, OFF, CodecSpec, parse_codec
 from gradferry.errors import ConfigError
 
 ERROR_FEEDBACK = ("auto", "none", "owner", "worker", "both")
@@ -64,6 +64,7 @@ class Config:
     check_every: int
     seed: int
     disabled: bool
+    chooses: bool  # "auto": `codec` is the present choice
     chunk_bytes: int = CHUNK_BYTES
 
     @property
@@ -114,7 +115,8 @@ def make_config(
     Raises:
         ConfigError: naming the argument, its value and what would be accepted.
     """
-    spec = parse_codec(codec)
+    chooses = codec == AUTO
+    spec = EXACT if chooses else parse_codec(codec)
     _choice("error_feedback", error_feedback, ERROR_FEEDBACK)
     if momentum is not None:
         _check_momentum(momentum, spec, error_feedback)
@@ -131,6 +133,7 @@ def make_config(
         exact_skip=exact_skip,
         check_every=_count("check_every", check_every),
         seed=_count("seed", seed),
+        chooses=chooses,
         disabled=_disabled(os.environ.get("GRADFERRY_DISABLE", "")),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -79,11 +80,18 @@ def describe_parameters(
             )
     if parameters and (place := parameters[0][1].device).type != "cpu":
         device.load_kernels(place.type)
+    return describe(parameters, config, exchanges=exchanges)
+
+
+def describe(
+    parameters: Iterable[tuple[str, torch.Tensor]], config: Config, *, exchanges: bool
+) -> list[ParameterLayout]:
+    """As `describe_parameters`, of names and parameters on one device."""
     return [_describe(name, parameter, config, exchanges) for name, parameter in parameters]
 
 
 def _describe(
-    name: str, parameter: torch.nn.Parameter, config: Config, exchanges: bool
+    name: str, parameter: torch.Tensor, config: Config, exchanges: bool
 ) -> ParameterLayout:
     dtype = _REAL_DTYPES.get(parameter.dtype, parameter.dtype)
     if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):

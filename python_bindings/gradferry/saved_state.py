@@ -125,7 +125,7 @@ def unpack(
     """
     if on_resize not in ON_RESIZE:
         raise ConfigError(f"on_resize={on_resize!r} is none of {', '.join(ON_RESIZE)}")
-    _check_identity(saved, identity)
+    check_identity(saved, identity)
     steps = saved["steps"]
     if not isinstance(steps, int) or not 0 <= steps < 2**64:
         raise StateError(f"the saved state has steps {steps!r}, which is no count")
@@ -161,7 +161,8 @@ def unpack(
     return Residuals(steps, worker, owner, scale)
 
 
-def _check_identity(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+def check_identity(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+    """Raises StateError unless the state was saved by a hook like the one that loads it."""
     missing = sorted({"format", *identity, "steps", "loss_scale"} - set(saved))
     if missing:
         raise StateError(f"the saved state lacks {', '.join(missing)}; it is not a state_dict")

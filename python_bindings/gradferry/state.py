@@ -13,16 +13,30 @@ from torch.utils.hooks import RemovableHandle
 
 from gradferry import binding, step_numbers
 from gradferry.advice import warn_about_adam
+from gradferry.agreement import (
+    Record,
+    error_record,
+    gather_records,
+    raise_first_error,
+    raise_first_mismatch,
+)
+from gradferry.choice import Choice, Chooser
+from gradferry.codec_spec import AUTO, OFF
 from gradferry.config import Config, make_config
-from gradferry.errors import ConfigError, StateError
-from gradferry.saved_state import Residuals, Tile, pack, unpack
+from gradferry.engine import CPU
+from gradferry.errors import ConfigError, GradferryError, StateError
+from gradferry.saved_state import Residuals, Tile, check_identity, pack, unpack
 
 
 class HookState:
     """Compression of one DistributedDataParallel's gradients.
 
     Args:
-        codec: a codec string such as ``"q4"``, or ``"off"`` for the backend's own all-reduce.
+        codec: a codec string such as ``"q4"``, ``"off"`` for the backend's own all-reduce, or
+            ``"auto"``: dense steps while the training and the link are measured, then the most
+            precise codec, ``"off"`` included, within 2 % of the fastest predicted step; looked at
+            again every thousand steps and more. Codecs below 3 bits are chosen in momentum mode
+            only. ``stats()["choice"]`` says what was chosen and why. For models on the CPU.
         ddp: the model. Without it, call `bind` before the first backward pass.
         rules: dicts with ``codec`` and any of ``name`` (a shell-style pattern), ``min_dims``,
             ``max_dims``, ``min_size``, ``max_size`` (elements); the first that matches a parameter
@@ -118,7 +132,7 @@ class HookState:
     def _bind(self, ddp: DistributedDataParallel, *, native: bool) -> None:
         self._binding = binding.bind(ddp, self._make_config, native=native)
         if native and ddp.logger is not None:
-            ddp.logger._set_comm_hook_name(f"gradferry:{self._binding.config.codec}")
+            ddp.logger._set_comm_hook_name(f"gradferry:{self._identity()['codec']}")
         if not self._binding.config.momentum:
             warn_about_adam(self._binding.parameters, self._binding.index)
 
@@ -157,6 +171,9 @@ class HookState:
             - ``worker_residual_ratio``, ``owner_residual_ratio``: norm of the residual over norm of
               the gradient it was withheld from (this rank's; the average), in the last step, on a
               sample of about 64 tiles; 0.0 without such a residual, and on a device.
+            - ``choice``: a dict of ``codec`` (in use) and ``reason``; with ``"auto"`` also of
+              ``step`` (since when), ``next_check`` (the step at which it is looked at again) and
+              ``predicted_ms`` (of a step, by codec, when it was last looked at).
             - ``step_buckets``: for each bucket of the last finished step, the indices of its
               parameters (in the order of the model's reduced parameters).
 
@@ -164,9 +181,12 @@ class HookState:
             StateError: the state is not bound.
         """
         bound = self._bound()
-        stats = step_numbers.zeros() if bound.engine is None else bound.engine.stats()
+        stats = bound.running.stats()
+        if bound.chooser is not None and bound.engine is None:
+            stats["steps"] = max(0, bound.hook.finished_steps() - 1)
         stats["fallbacks"] = bound.hook.passed()
         stats["ratio"] = step_numbers.ratio(stats, bound.world_size)
+        stats["choice"] = _choice(bound)
         return stats
 
     def on_step(self, callback: Callable[[dict[str, Any]], None]) -> RemovableHandle:
@@ -221,12 +241,17 @@ class HookState:
         """
         bound = self._bound()
         if bound.engine is None:
-            own = Residuals(0, torch.empty(0), torch.empty(0), 0.0)
-            return pack(self._identity(), bound.rank, own, [])
-        return pack(self._identity(), bound.rank, Residuals(*bound.engine.state()), self._tiles())
+            own = Residuals(bound.hook.finished_steps(), torch.empty(0), torch.empty(0), 0.0)
+        else:
+            own = Residuals(*bound.engine.state())
+        state = pack(self._identity(), bound.rank, own, self._tiles())
+        if bound.chooser is not None:
+            state["choice"] = bound.chooser.choice.saved()
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], on_resize: str = "strict") -> None:
-        """Restores what `state_dict` returned. Not collective: call it on every rank.
+        """Restores what `state_dict` returned. Call it on every rank: with ``"auto"``, whose choice
+        it restores as well, it is collective.
 
         At the world size it was saved with, a training goes on as if it had not stopped, to the
         bit. Load the model and the optimizer of the same moment.
@@ -247,6 +272,10 @@ class HookState:
                 step. Nothing was changed.
         """
         bound = self._bound()
+        if bound.chooser is not None:
+            self._restore_choice(bound, bound.chooser, state_dict)
+            if bound.engine is None:
+                return
         if bound.engine is None:
             warnings.warn(
                 "this hook passes gradients through: the saved residuals are not used",
@@ -268,6 +297,21 @@ class HookState:
             loss_scale=own.loss_scale,
         )
 
+    def _restore_choice(
+        self, bound: binding.Binding, chooser: Chooser, saved: Mapping[str, Any]
+    ) -> None:
+        record: Record
+        try:
+            check_identity(saved, self._identity())
+            choice = Choice.restored(saved.get("choice"))
+            record = {"choice": choice.saved(), "steps": saved["steps"]}
+        except GradferryError as error:
+            record = error_record(error)
+        records = gather_records(record, bound.running.group, CPU)
+        raise_first_error(records)
+        raise_first_mismatch(records)
+        chooser.restore(bound.hook, choice, int(saved["steps"]))
+
     def _tiles(self) -> list[Tile]:
         engine = self._bound().engine
         return [] if engine is None else [Tile(*row) for row in engine.tiles()]
@@ -275,12 +319,12 @@ class HookState:
     def _identity(self) -> dict[str, Any]:
         bound = self._bound()
         return {
-            "codec": str(bound.config.codec),
+            "codec": AUTO if bound.config.chooses else str(bound.config.codec),
             "world_size": bound.world_size,
             "error_feedback": bound.config.error_feedback,
             "momentum": bound.config.momentum,
             "seed": bound.config.seed,
-            "layout_hash": bound.saved_layout_hash,
+            "layout_hash": bound.running.saved_layout_hash,
         }
 
     def skip_step(self) -> None:
@@ -337,16 +381,32 @@ def _unbound(codec: str, arguments: dict[str, Any]) -> HookState:
     return HookState(codec, **arguments)
 
 
+def _choice(bound: binding.Binding) -> dict[str, Any]:
+    if bound.chooser is not None:
+        return bound.chooser.choice.shown()
+    codec = OFF if bound.config.disabled else str(bound.config.codec)
+    if bound.config.disabled:
+        reason = "GRADFERRY_DISABLE=1"
+    elif bound.config.chooses:
+        reason = "a world of one rank does not communicate"
+    else:
+        reason = "as attached"
+    return {"codec": codec, "reason": reason}
+
+
 def describe(bound: binding.Binding) -> str:
     """The outcome of the rules, line by line, as ``print(state)`` shows it."""
     if bound.engine is None:
         reason = "GRADFERRY_DISABLE=1" if bound.config.disabled else "codec 'off'"
-        return f"gradferry: passes through ({reason}), process group {bound.group_name!r}"
+        chosen = f", {_choice(bound)['reason']}" if bound.chooser is not None else ""
+        return f"gradferry: passes through ({reason}{chosen}), process group {bound.group_name!r}"
     total = sum(p.num_elements for p in bound.parameters)
     lines = [
         f"gradferry: {bound.config.codec}, error feedback {bound.config.error_feedback}, "
         f"rank {bound.rank} of {bound.world_size}, process group {bound.group_name!r}"
     ]
+    if bound.config.chooses:
+        lines.append(f"  chosen by 'auto': {_choice(bound)['reason']}")
     for codec in dict.fromkeys(p.codec for p in bound.parameters):
         members = [p for p in bound.parameters if p.codec == codec]
         elements = sum(p.num_elements for p in members)

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 StepCallback = Callable[[dict[str, Any]], None]
 
-# Sums over steps: a step's own is what they grow by.
-_SUMS = (
+# Of stats(), sums over steps: a step's own is what they grow by.
+SUMS = (
     "buckets",
     "chunks",
     "gradient_bytes",
@@ -45,7 +45,7 @@ _COUNTERS = (
 
 def zeros() -> dict[str, Any]:
     """What an engine that never did anything would count."""
-    times = dict.fromkeys((key for key in (*_SUMS, *_RATIOS) if key not in _COUNTERS), 0.0)
+    times = dict.fromkeys((key for key in (*SUMS, *_RATIOS) if key not in _COUNTERS), 0.0)
     return {**dict.fromkeys(_COUNTERS, 0), **times, "step_buckets": []}
 
 
@@ -68,7 +68,7 @@ def call_after_steps(state: HookState, callback: StepCallback, world_size: int) 
             handle.remove()
             return
         now = state.stats()
-        step = {key: now[key] - before[key] for key in _SUMS}
+        step = {key: now[key] - before[key] for key in SUMS}
         # Another model's optimizer, or gradients that are still on their way.
         if step["buckets"] + step["fallbacks"] == 0 or now["in_flight"]:
             return

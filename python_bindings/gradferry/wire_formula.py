@@ -6,7 +6,8 @@ chunking and padding are worked out here again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from heapq import heapreplace
 from typing import NamedTuple
 
 TILE_ELEMENTS = 4096
@@ -19,10 +20,44 @@ DEFAULT_CHUNK_BYTES = 524288
 PayloadBytes = Callable[[int, int], tuple[int, int]]
 
 
-class _Tile(NamedTuple):
+class Tile(NamedTuple):
+    """Up to 4096 elements of one parameter."""
+
+    parameter: int
+    num_elements: int
     owner: int  # rank that reduces it
     worker_bytes: int  # payload of every rank on its way to the owner
     owner_bytes: int  # payload on its way back to every rank
+
+
+class Chunk:
+    """Consecutive tiles that travel in one all-to-all and one all-gather."""
+
+    def __init__(self, world_size: int) -> None:
+        self.tiles: list[Tile] = []
+        self._worker_bytes = [0] * world_size  # payloads, by owner
+        self._owner_bytes = [0] * world_size
+
+    def has_room(self, tile: Tile, chunk_bytes: int) -> bool:
+        """Whether a tile still fits: a first one always does."""
+        worker = self._worker_bytes[tile.owner] + tile.worker_bytes
+        owner = self._owner_bytes[tile.owner] + tile.owner_bytes
+        return not self.tiles or max(worker, owner) <= chunk_bytes
+
+    def add(self, tile: Tile) -> None:
+        """Appends a tile."""
+        self._worker_bytes[tile.owner] += tile.worker_bytes
+        self._owner_bytes[tile.owner] += tile.owner_bytes
+        self.tiles.append(tile)
+
+    def scatter_bytes(self, rank: int) -> int:
+        """Bytes that `rank` sends to the owners, headers included."""
+        to_owners = sum(self._worker_bytes) - self._worker_bytes[rank]
+        return (len(self._worker_bytes) - 1) * HEADER_BYTES + to_owners
+
+    def gather_bytes(self) -> int:
+        """Bytes that every rank sends to all others: messages are padded to the largest one."""
+        return (len(self._owner_bytes) - 1) * (HEADER_BYTES + max(self._owner_bytes))
 
 
 def wire_bytes_per_step(
@@ -38,18 +73,22 @@ def wire_bytes_per_step(
     buckets: per bucket of the step, the indices of its parameters in bucket order.
     chunk_bytes: the most payload bytes that one owner gets, or sends, in one chunk.
     """
-    sent = [0] * world_size
     if world_size == 1:
-        return sent
-    tiles = _assign_owners(num_elements, payload_bytes, world_size)
-    for bucket in buckets:
-        bucket_tiles = [tile for parameter in bucket for tile in tiles[parameter]]
-        if not bucket_tiles:
+        return [0]
+    tiles = assign_owners(num_elements, payload_bytes, world_size)
+    cut = [cut_chunks(tiles, bucket, world_size, chunk_bytes) for bucket in buckets]
+    return sent_bytes(cut, world_size)
+
+
+def sent_bytes(buckets: Sequence[Sequence[Chunk]], world_size: int) -> list[int]:
+    """As `wire_bytes_per_step`, of chunks: those of every bucket."""
+    sent = [0] * world_size
+    for chunks in buckets:
+        if not chunks:
             continue
-        for chunk in _chunks(bucket_tiles, world_size, chunk_bytes):
-            _add_chunk(sent, chunk)
         for rank in range(world_size):
-            sent[rank] += (world_size - 1) * COMMIT_BYTES
+            messages = (chunk.scatter_bytes(rank) + chunk.gather_bytes() for chunk in chunks)
+            sent[rank] += sum(messages) + (world_size - 1) * COMMIT_BYTES
     return sent
 
 
@@ -58,56 +97,39 @@ def all_reduce_bytes(num_elements: int, item_bytes: int, world_size: int) -> int
     return round(2 * (world_size - 1) * num_elements * item_bytes / world_size)
 
 
-def _assign_owners(
+def assign_owners(
     num_elements: Sequence[int], payload_bytes: PayloadBytes, world_size: int
-) -> list[list[_Tile]]:
+) -> list[list[Tile]]:
     """Tiles of every parameter; each tile goes to the rank with the fewest bytes so far."""
-    load = [0] * world_size
-    tiles: list[list[_Tile]] = []
+    load = [(0, rank) for rank in range(world_size)]  # a heap; the lowest rank wins a tie
+    tiles: list[list[Tile]] = []
     for parameter, elements in enumerate(num_elements):
         mine = []
         for start in range(0, elements, TILE_ELEMENTS):
-            sizes = payload_bytes(parameter, min(TILE_ELEMENTS, elements - start))
-            owner = load.index(min(load))
-            load[owner] += sum(sizes)
-            mine.append(_Tile(owner, *sizes))
+            count = min(TILE_ELEMENTS, elements - start)
+            sizes = payload_bytes(parameter, count)
+            num_bytes, owner = load[0]
+            heapreplace(load, (num_bytes + sum(sizes), owner))
+            mine.append(Tile(parameter, count, owner, *sizes))
         tiles.append(mine)
     return tiles
 
 
-class _Chunk:
-    """Consecutive tiles: payload bytes per owner, in both directions."""
+def cut_chunks(
+    tiles: Sequence[Sequence[Tile]],
+    bucket: Sequence[int],
+    world_size: int,
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+) -> list[Chunk]:
+    """The chunks of a bucket.
 
-    def __init__(self, world_size: int) -> None:
-        self.worker_bytes = [0] * world_size
-        self.owner_bytes = [0] * world_size
-        self.num_tiles = 0
-
-    def has_room(self, tile: _Tile, chunk_bytes: int) -> bool:
-        worker = self.worker_bytes[tile.owner] + tile.worker_bytes
-        owner = self.owner_bytes[tile.owner] + tile.owner_bytes
-        return self.num_tiles == 0 or max(worker, owner) <= chunk_bytes
-
-    def add(self, tile: _Tile) -> None:
-        self.worker_bytes[tile.owner] += tile.worker_bytes
-        self.owner_bytes[tile.owner] += tile.owner_bytes
-        self.num_tiles += 1
-
-
-def _chunks(tiles: Sequence[_Tile], world_size: int, chunk_bytes: int) -> Iterator[_Chunk]:
-    chunk = _Chunk(world_size)
-    for tile in tiles:
-        if not chunk.has_room(tile, chunk_bytes):
-            yield chunk
-            chunk = _Chunk(world_size)
-        chunk.add(tile)
-    if chunk.num_tiles:
-        yield chunk
-
-
-def _add_chunk(sent: list[int], chunk: _Chunk) -> None:
-    peers = len(sent) - 1
-    gather_bytes = HEADER_BYTES + max(chunk.owner_bytes)
-    for rank in range(len(sent)):
-        to_owners = sum(chunk.worker_bytes) - chunk.worker_bytes[rank]
-        sent[rank] += peers * HEADER_BYTES + to_owners + peers * gather_bytes
+    tiles: of every parameter, from `assign_owners`.
+    bucket: the indices of its parameters, in bucket order.
+    """
+    chunks: list[Chunk] = []
+    for parameter in bucket:
+        for tile in tiles[parameter]:
+            if not chunks or not chunks[-1].has_room(tile, chunk_bytes):
+                chunks.append(Chunk(world_size))
+            chunks[-1].add(tile)
+    return chunks

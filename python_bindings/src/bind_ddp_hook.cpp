@@ -47,6 +47,21 @@ class BucketWork final : public c10d::Work {
   FuturePtr future_;
 };
 
+// A Python function for C++ to call and to let go of, with the GIL or without.
+BucketHook::StepCallback make_callback(py::function function) {
+  const std::shared_ptr<py::function> held(new py::function(std::move(function)),
+                                           [](py::function* last) {
+                                             // The interpreter may be gone: then it is leaked.
+                                             if (process_is_ending) return;
+                                             const py::gil_scoped_acquire gil;
+                                             delete last;
+                                           });
+  return [held](const std::shared_ptr<BucketHook>& hook, uint64_t step) {
+    const py::gil_scoped_acquire gil;
+    (*held)(hook, step);
+  };
+}
+
 c10::intrusive_ptr<c10d::Work> run_from_python(const BucketHook& hook,
                                                const c10d::GradBucket& bucket) {
   auto future = make_future(c10::PyObjectType::get(), bucket.getBuffer());
@@ -77,6 +92,15 @@ void bind_ddp_hook(py::module_& module) {
             reducer.register_comm_hook(std::make_unique<NativeHook>(hook));
           },
           py::arg("reducer"))
+      .def("use_engine", &BucketHook::use_engine, py::arg("engine").none(true))
+      .def(
+          "call_at",
+          [](BucketHook& hook, uint64_t step, py::function callback) {
+            hook.call_at(step, make_callback(std::move(callback)));
+          },
+          py::arg("step"), py::arg("callback"))
+      .def("resume", &BucketHook::resume, py::arg("step"))
+      .def("finished_steps", &BucketHook::finished_steps)
       .def("admit", &BucketHook::admit, py::arg("bucket"), py::call_guard<py::gil_scoped_release>())
       .def("passed", &BucketHook::passed)
       .def("note_passed", &BucketHook::note_passed)

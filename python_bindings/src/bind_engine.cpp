@@ -55,6 +55,7 @@ std::shared_ptr<Engine> start_engine(EngineOptions options, const std::vector<at
 // `lane`: bytes are staged in host memory for this backend of our own. Else `group_name`: they go
 // through the group's backend for the device. Neither: nothing is exchanged.
 std::shared_ptr<DeviceEngine> start_device_engine(EngineOptions options, const at::Device& device,
+                                                  const std::vector<at::Tensor>& tensors,
                                                   const py::object& lane,
                                                   const std::optional<std::string>& group_name) {
   std::unique_ptr<DeviceTransport> transport;
@@ -68,7 +69,8 @@ std::shared_ptr<DeviceEngine> start_device_engine(EngineOptions options, const a
         options.world_size);
   }
   const py::gil_scoped_release released;
-  return DeviceEngine::start(std::move(options), device, std::move(transport));
+  return DeviceEngine::start(std::move(options), device, ParameterHashes(tensors),
+                             std::move(transport));
 }
 
 // `capsule` holds a DeviceLibrary, in a module that stays loaded.
@@ -210,7 +212,7 @@ void bind_engine(py::module_& module) {
            py::arg("lanes"));
   py::class_<DeviceEngine, BucketEngine, std::shared_ptr<DeviceEngine>>(module, "DeviceEngine")
       .def(py::init(&start_device_engine), py::arg("options"), py::kw_only(), py::arg("device"),
-           py::arg("lane"), py::arg("group_name"));
+           py::arg("tensors"), py::arg("lane"), py::arg("group_name"));
   module.def("use_device_library", &use_library, py::arg("library"));
   module.def(
       "shutdown",

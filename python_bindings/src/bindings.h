@@ -16,7 +16,9 @@ void bind_codecs(py::module_& module);
 void bind_tensor_messages(py::module_& module);
 void bind_engine(py::module_& module);
 void bind_ddp_hook(py::module_& module);
+void bind_device_codec(py::module_& module);
 void bind_codec_timing(py::module_& module);
+void bind_codec_speed(py::module_& module);
 void bind_compressed_mean(py::module_& module);
 
 // Set once gradferry was shut down at exit: from then on the GIL must not be taken.

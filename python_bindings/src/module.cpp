@@ -8,6 +8,8 @@ PYBIND11_MODULE(_native, module) {
   gradferry::bind_tensor_messages(module);
   gradferry::bind_engine(module);
   gradferry::bind_ddp_hook(module);
+  gradferry::bind_device_codec(module);
   gradferry::bind_codec_timing(module);
+  gradferry::bind_codec_speed(module);
   gradferry::bind_compressed_mean(module);
 }

@@ -63,7 +63,8 @@ TEST_P(CodecContract, GivesTheSameBytesOnEveryInstructionSet) {
       const Result reduced = run.reduce(Isa::kScalar, payloads, residual);
       const Result averaged = run.reduce(Isa::kScalar, payloads, Buffer());
       const Result decoded = run.decode(Isa::kScalar, reduced.payload, residual, Stage::kOwner);
-      const Result undone = run.undo(Isa::kScalar, scalar.payload, gradient, residual);
+      const Result undone =
+          run.undo(Isa::kScalar, scalar.payload, reduced.payload, gradient, residual);
       for (const Isa isa : available_isas()) {
         SCOPED_TRACE(std::string(isa_name(isa)) + " input " +
                      std::to_string(static_cast<int>(input)));
@@ -82,7 +83,11 @@ TEST_P(CodecContract, GivesTheSameBytesOnEveryInstructionSet) {
         ASSERT_TRUE(d.gradient == decoded.gradient);
         ASSERT_TRUE(d.residual == decoded.residual);
         ASSERT_TRUE(same_status(d.status, decoded.status));
-        ASSERT_TRUE(run.undo(isa, scalar.payload, gradient, residual).residual == undone.residual);
+        for (const bool with_status : {true, false}) {
+          ASSERT_TRUE(
+              run.undo(isa, scalar.payload, reduced.payload, gradient, residual, with_status)
+                  .residual == undone.residual);
+        }
       }
     }
   }
@@ -101,7 +106,11 @@ TEST_P(CodecContract, StaysInsideEveryBufferOfASingleTile) {
       const Result encoded = run.encode(isa, gradient, residual);
       const Result reduced = run.reduce(isa, {encoded.payload, encoded.payload}, residual);
       run.decode(isa, reduced.payload, residual, Stage::kOwner);
-      run.undo(isa, encoded.payload, gradient, residual);
+      std::vector<double> lost = make_input(Input::kGaussian, n, n);
+      lost[n / 2] = double(NAN);
+      const Buffer sent = run.encode(isa, run.gradient_from(lost), Buffer()).payload;
+      const Result nothing = run.reduce(isa, {encoded.payload, sent}, residual);
+      run.undo(isa, encoded.payload, nothing.payload, gradient, residual);
     }
   }
 }
@@ -238,7 +247,9 @@ TEST_P(CodecContract, DecodeRoundsToTheGradientsDtypeAndAddsMomentum) {
       ASSERT_EQ(std::memcmp(expected, decoded.gradient.data() + i * item, item), 0) << i;
       const size_t tile = i < 4096 ? 0 : i < 4096 + 77 ? 1 : 2;
       if (!std::isfinite(read_number(s.dtype, expected))) finite[tile] = false;
-      const double momentum = combine(1, old[i], s.beta, sent[i]);
+      const double momentum = std::isfinite(read_number(s.dtype, expected))
+                                  ? combine(1, old[i], s.beta, sent[i])
+                                  : double(NAN);
       ASSERT_EQ(float_bits(updated[i]), float_bits(kept_unless_finite(momentum, old[i]))) << i;
     }
     for (size_t tile = 0; tile < finite.size(); ++tile) {
@@ -247,22 +258,38 @@ TEST_P(CodecContract, DecodeRoundsToTheGradientsDtypeAndAddsMomentum) {
   }
 }
 
-// residual' = fl(residual + fl(D(p) - fl(alpha * g))), where finite.
+// residual' = fl(residual + fl(D(p) - fl(alpha * g))), where finite, for elements that arrive
+// non-finite; here that is every second tile and some of the others.
 TEST_P(CodecContract, UndoPutsBackWhatEncodeTook) {
   for (const Input input : kInputs) {
-    CallSetup s = setup({2000, 63});
+    CallSetup s = setup({2000, 63, 300, 4096});
     s.alpha = 0.1f;
     const Runner run(s);
     const size_t n = run.num_elements();
     const Buffer gradient = run.gradient_from(make_input(input, n, 51));
     const std::vector<float> old = make_residual(input, n, 52);
     const Result encoded = run.encode(Isa::kScalar, gradient, run.residual_from(old));
-    const Result undone = run.undo(active_isa(), encoded.payload, gradient, encoded.residual);
+    std::vector<double> others(n, 1.0);
+    std::fill(others.begin(), others.begin() + 2000, double(INFINITY));
+    std::fill(others.begin() + 2063, others.begin() + 2363, double(NAN));
+    others[2363 + 1000] = double(NAN);
+    const Buffer sent_by_other =
+        run.encode(Isa::kScalar, run.gradient_from(others), Buffer()).payload;
+    const Buffer in = run.reduce(Isa::kScalar, {sent_by_other}, Buffer()).payload;
+    const std::vector<double> arrived =
+        numbers(s.dtype, run.decode(Isa::kScalar, in, Buffer(), Stage::kOwner).gradient);
+    const Result undone = run.undo(active_isa(), encoded.payload, in, gradient, encoded.residual);
+    uint32_t num_lost = 0;
     const std::vector<double> g = numbers(s.dtype, gradient);
     const std::vector<double> sent = values(s, encoded.payload, Stage::kWorker);
     const std::vector<float> between = encoded.residual.as<float>();
     const std::vector<float> updated = undone.residual.as<float>();
     for (size_t i = 0; i < n; ++i) {
+      if (std::isfinite(arrived[i])) {
+        ASSERT_EQ(float_bits(updated[i]), float_bits(between[i]));
+        continue;
+      }
+      ++num_lost;
       double expected;
       if (is_float64()) {
         expected = between[i] + (sent[i] - static_cast<double>(s.alpha) * g[i]);
@@ -277,6 +304,8 @@ TEST_P(CodecContract, UndoPutsBackWhatEncodeTook) {
         ASSERT_NEAR(updated[i], old[i], 4 * 0x1p-24 * scale);
       }
     }
+    ASSERT_GE(num_lost, 2301u);
+    ASSERT_LT(num_lost, n);
   }
 }
 
@@ -307,7 +336,8 @@ TEST_P(CodecContract, NonFiniteInputNeverReachesAResidual) {
       EXPECT_FALSE(std::isfinite(result[17]));
       EXPECT_FALSE(std::isfinite(result[4096 + 4095]));
       EXPECT_TRUE(std::isfinite(result[2 * 4096]));
-      const Result undone = run.undo(isa, encoded.payload, gradient, decoded.residual);
+      const Result undone =
+          run.undo(isa, encoded.payload, reduced.payload, gradient, decoded.residual);
       for (const Buffer* residual :
            {&encoded.residual, &reduced.residual, &decoded.residual, &undone.residual}) {
         for (const float x : residual->as<float>()) ASSERT_TRUE(std::isfinite(x));
@@ -331,7 +361,12 @@ TEST_P(CodecContract, CallersFlushToZeroChangesNothingAndComesBack) {
     const Result a = run.encode(isa, gradient, residual);
     const Result b = run.reduce(isa, {a.payload, a.payload, a.payload}, residual);
     const Result c = run.decode(isa, b.payload, residual, Stage::kOwner);
-    const Result d = run.undo(isa, a.payload, gradient, residual);
+    std::vector<double> lost(n, 0.0);
+    for (size_t i = 0; i < n; i += 7) lost[i] = double(NAN);
+    const Buffer nothing =
+        run.reduce(isa, {run.encode(isa, run.gradient_from(lost), Buffer()).payload}, Buffer())
+            .payload;
+    const Result d = run.undo(isa, a.payload, nothing, gradient, residual);
     const uint32_t saved = _mm_getcsr();
     // Flush to zero, denormals are zero, round toward zero, all exceptions masked.
     const uint32_t hostile = 0x8040u | 0x6000u | 0x1f80u;
@@ -340,7 +375,7 @@ TEST_P(CodecContract, CallersFlushToZeroChangesNothingAndComesBack) {
     const uint32_t after_encode = _mm_getcsr();
     const Result b2 = run.reduce(isa, {a.payload, a.payload, a.payload}, residual);
     const Result c2 = run.decode(isa, b.payload, residual, Stage::kOwner);
-    const Result d2 = run.undo(isa, a.payload, gradient, residual);
+    const Result d2 = run.undo(isa, a.payload, nothing, gradient, residual);
     const uint32_t after_all = _mm_getcsr();
     _mm_setcsr(saved);
     EXPECT_EQ(after_encode, hostile);

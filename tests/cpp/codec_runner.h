@@ -167,10 +167,13 @@ class Runner {
     EXPECT_TRUE(r.payload.guards_intact() && r.residual.guards_intact()) << describe(isa);
     return r;
   }
-  Result undo(Isa isa, const Buffer& payload, const Buffer& gradient,
-              const Buffer& residual) const {
-    Result r{payload, gradient, residual, new_status()};
-    codec(isa).undo(batch(Stage::kWorker, r), payload.data(), gradient.data(), setup_.alpha,
+  // `in`: what came back. With `status` as a decode of it leaves them, or without.
+  Result undo(Isa isa, const Buffer& payload, const Buffer& in, const Buffer& gradient,
+              const Buffer& residual, bool with_status = true) const {
+    Result r{payload, gradient, residual, decode(isa, in, Buffer(), Stage::kOwner).status};
+    TileBatch b = batch(Stage::kWorker, r);
+    if (!with_status) b.status = nullptr;
+    codec(isa).undo(b, payload.data(), in.data(), gradient.data(), setup_.alpha,
                     residual_pointer(r.residual));
     EXPECT_TRUE(r.residual.guards_intact()) << describe(isa);
     return r;

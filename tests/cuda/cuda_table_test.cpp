@@ -32,7 +32,7 @@ TEST(CudaTable, EmptyBatchLaunchesNothing) {
     codec.encode(batch, nullptr, 1.0f, nullptr, nullptr, nullptr);
     codec.decode(batch, nullptr, nullptr, 0.0f, nullptr);
     codec.reduce(batch, nullptr, 2, nullptr, nullptr, nullptr);
-    codec.undo(batch, nullptr, nullptr, 1.0f, nullptr);
+    codec.undo(batch, nullptr, nullptr, nullptr, 1.0f, nullptr);
   }
 }
 

@@ -95,14 +95,15 @@ struct OnGpu {
     codec().reduce(on_gpu.batch, p.get(), world_size, k.get(), r.get(), o.get());
   }
 
-  static void undo(const TileBatch& batch, const std::byte* own_payload, const void* gradient,
-                   float alpha, float* residual) {
+  static void undo(const TileBatch& batch, const std::byte* own_payload, const std::byte* in,
+                   const void* gradient, float alpha, float* residual) {
     const Extents extents = extents_of(codec(), batch);
     const GpuBatch on_gpu(batch);
-    const GpuCopy i(own_payload, extents.payload);
+    const GpuCopy o(own_payload, extents.payload);
+    const GpuCopy i(in, extents.output);
     const GpuCopy g(as_bytes(gradient), extents.gradient);
     const GpuCopy r(residual, extents.residual);
-    codec().undo(on_gpu.batch, i.get(), g.get(), alpha, r.get());
+    codec().undo(on_gpu.batch, o.get(), i.get(), g.get(), alpha, r.get());
   }
 };
 
@@ -141,7 +142,15 @@ void rescale(const RescaleCall& call) {
   const GpuCopy loss(call.loss_scale, 1);
   const GpuCopy residual(call.residual_scale, 1);
   const GpuCopy gain(call.gain, 1);
-  kernels().rescale({loss.get(), residual.get(), gain.get(), nullptr});
+  const GpuCopy in_vain(call.in_vain, 1);
+  kernels().rescale({loss.get(), residual.get(), gain.get(), in_vain.get(), nullptr});
+}
+
+void take_back(const TakeBackCall& call) {
+  const GpuCopy in_vain(call.in_vain, 1);
+  const GpuCopy values(call.values, call.num_elements);
+  const GpuCopy before(call.before, call.num_elements);
+  kernels().take_back({in_vain.get(), values.get(), before.get(), call.num_elements, nullptr});
 }
 
 void seal(const SealCall& call) {
@@ -203,7 +212,9 @@ void conclude(const ConcludeCall& call) {
   on_gpu.status = status.get();
   on_gpu.verdicts = verdicts.get();
   on_gpu.gradient = gradient.get();
+  const GpuCopy in_vain(call.in_vain, 1);
   on_gpu.findings = findings.get();
+  on_gpu.in_vain = in_vain.get();
   kernels().conclude(on_gpu);
 }
 
@@ -229,7 +240,7 @@ const Codec* find_kernels(std::string_view name) {
 }
 
 const MessageKernels& message_kernels_on_host() {
-  static const MessageKernels on_host{&rescale, &seal, &check, &conclude, &commit};
+  static const MessageKernels on_host{&take_back, &rescale, &seal, &check, &conclude, &commit};
   return on_host;
 }
 

@@ -18,9 +18,7 @@ from world import World
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.fixture(scope="session")
-def worlds() -> Iterator[Callable[[int], World]]:
-    """worlds(n) is the session's world of n processes."""
+def _worlds() -> Iterator[Callable[[int], World]]:
     started: dict[int, World] = {}
 
     def get(size: int) -> World:
@@ -29,6 +27,18 @@ def worlds() -> Iterator[Callable[[int], World]]:
     yield get
     for world in started.values():
         world.stop()
+
+
+@pytest.fixture(scope="session")
+def worlds() -> Iterator[Callable[[int], World]]:
+    """worlds(n) is the session's world of n processes."""
+    yield from _worlds()
+
+
+@pytest.fixture(scope="session")
+def device_worlds() -> Iterator[Callable[[int], World]]:
+    """Worlds of their own: a process keeps the fake device once it has loaded it."""
+    yield from _worlds()
 
 
 @pytest.fixture

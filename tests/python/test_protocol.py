@@ -49,7 +49,7 @@ class Forger:
 
     def __init__(self, scenario: Scenario, phase: str, change: dict[str, int]) -> None:
         import gradferry
-        from gradferry import binding
+        from gradferry import binding, engine
         from gradferry.agreement import record_hash
 
         model = ChosenGradients(scenario)
@@ -57,7 +57,7 @@ class Forger:
 
         def start(*arguments: Any) -> tuple[Any, ...]:
             # Building a lane waits for all ranks, so it is done where they do it.
-            self.lanes = binding._make_lanes(*arguments[-2:])
+            self.lanes = engine.make_lanes(*arguments[-2:])
             return arguments
 
         with mock.patch.object(binding, "_start", side_effect=start) as started:

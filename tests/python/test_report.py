@@ -72,11 +72,14 @@ def test_trainings_on_several_links_are_compared(tmp_path):
 
 
 def test_predictions_stand_beside_what_was_measured(tmp_path):
-    place = {"kind": "prediction", "model": "small", "link": "1gbit", "ranks": 2}
+    place = {"model": "small", "link": "1gbit", "ranks": 2}
+    costs = {"ms": 7.0, "exposed_ms": 2.0, "wire_bytes": 9, "bucket_cap_mb": 4}
+    step = {"kind": "prediction", "needs_momentum": False, **costs, **place}
+    size = {"elements": 3, "parameters": 1, "waiting_ms": 0.0}
     predictions = [
-        {**place, "hook": "q4", "ratio_to_none": 1.32},
-        {**place, "hook": "q8", "ratio_to_none": 1.5},  # nobody measured it
-        {"kind": "verdict", "text": "use q4"},
+        {**step, "hook": "q4", "ratio_to_none": 1.32},
+        {**step, "hook": "q8", "ratio_to_none": 1.5},  # nobody measured it
+        {"kind": "verdict", "text": "Use <q4>.", **size, **place},
     ]
     write_json(tmp_path / "doctor.json", predictions, PLACE)
     write_json(tmp_path / "train.json", train("1gbit", 120.0), PLACE)
@@ -84,6 +87,9 @@ def test_predictions_stand_beside_what_was_measured(tmp_path):
     assert cells(page, "Predicted against measured") == [
         ["small", "1gbit", "q4", "1.320", "1.200", "+10.0 %"]
     ]
+    predicted = cells(page, "Predicted step: small, link 1gbit")
+    assert [row[0] for row in predicted] == ["q4", "q8"]
+    assert "<p>Use &lt;q4&gt;.</p>" in page
 
 
 def test_committed_results_become_a_page(tmp_path):
@@ -93,6 +99,17 @@ def test_committed_results_become_a_page(tmp_path):
     for picture in (tmp_path / "png").iterdir():
         assert re.fullmatch(r"[a-z0-9._]+\.png", picture.name)
         assert picture.read_bytes().startswith(PNG_START)
+
+
+def test_plan_becomes_a_section_with_its_curves(tmp_path):
+    file = tmp_path / "plan.json"
+    assert main(["plan", "--smoke", "--json", str(file)]) == 0
+    page = report(tmp_path, str(file))
+    (heading,) = headings(page)
+    assert heading.startswith("Predicted on ")
+    exchanges = {row[0] for row in cells(page, heading)}
+    assert exchanges == {"flat", "hierarchical"}
+    assert page.count("data:image/png") == 2
 
 
 def test_demo_becomes_a_section_with_its_curves(tmp_path):

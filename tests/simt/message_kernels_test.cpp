@@ -246,9 +246,10 @@ void expect_nans(ScalarType dtype, T nan) {
   std::vector<T> expected = gradient;
   std::fill_n(expected.begin() + 1501, 9, nan);
   Findings findings{};
+  uint32_t in_vain = 0;
   message_kernels.conclude({kScatter.step, kScatter.chunk, tiles.data(), sources.data(),
                             status.data(), 200, verdicts.data(), dtype, gradient.data(), &findings,
-                            nullptr});
+                            &in_vain, nullptr});
   EXPECT_EQ(gradient, expected);
   EXPECT_EQ(findings.status, static_cast<uint32_t>(WireStatus::kCorruptPayload));
   EXPECT_EQ(findings.phase, static_cast<uint32_t>(Phase::kGather));
@@ -257,6 +258,39 @@ void expect_nans(ScalarType dtype, T nan) {
   EXPECT_EQ(findings.chunk, kScatter.chunk);
   EXPECT_EQ(findings.received, 1u);
   EXPECT_EQ(findings.nonfinite_tile, 201u);  // tile 150, whose id is 200
+  EXPECT_EQ(in_vain, 1u);
+}
+
+TEST(Messages, ConcludeFindsNothingWhereEverythingIsFinite) {
+  const Tile tile{3, 0, 0, 9, 0, 0};
+  const uint32_t source = 0, verdict = 0;
+  const TileStatus status{0, 0};
+  std::vector<float> gradient(9, 1.0f);
+  Findings findings{};
+  uint32_t in_vain = 0;
+  message_kernels.conclude({7, 8, &tile, &source, &status, 1, &verdict, ScalarType::kFloat32,
+                            gradient.data(), &findings, &in_vain, nullptr});
+  EXPECT_EQ(in_vain, 0u);
+  EXPECT_EQ(findings.nonfinite_tile, 0u);
+  EXPECT_EQ(gradient, std::vector<float>(9, 1.0f));
+}
+
+TEST(Messages, TakeBackPutsEverythingBackOrNothing) {
+  for (const uint64_t n : {1, 4095, 4096, 4097, 10000}) {
+    std::vector<float> values(n), before(n);
+    for (uint64_t i = 0; i < n; ++i) {
+      values[i] = static_cast<float>(i);
+      before[i] = -values[i] - 1;
+    }
+    const std::vector<float> now = values;
+    uint32_t in_vain = 0;
+    message_kernels.take_back({&in_vain, values.data(), before.data(), n, nullptr});
+    EXPECT_EQ(values, now);
+    in_vain = 1;
+    message_kernels.take_back({&in_vain, values.data(), before.data(), n, nullptr});
+    EXPECT_EQ(values, before);
+    EXPECT_EQ(in_vain, 1u);
+  }
 }
 
 TEST(Messages, ConcludeMakesTilesOfRefusedMessagesNaN) {
@@ -269,7 +303,9 @@ TEST(Messages, ConcludeMakesTilesOfRefusedMessagesNaN) {
 TEST(Messages, RescaleGivesTheGainToThePresentLossScale) {
   float residual_scale = 0, gain = 0;
   const auto rescale = [&](const float* loss_scale) {
-    message_kernels.rescale({loss_scale, &residual_scale, &gain, nullptr});
+    uint32_t in_vain = 1;
+    message_kernels.rescale({loss_scale, &residual_scale, &gain, &in_vain, nullptr});
+    EXPECT_EQ(in_vain, 0u);
     return gain;
   };
   const float first = 1024, second = 512, third = 3;

@@ -84,6 +84,7 @@ struct OnStream {
       for (const Tile& tile : std::span(now.tiles, now.num_tiles)) {
         const auto [offset, bytes] = gradient_bytes(now, tile);
         touched.read(in + tile.payload_offset, size(tile, now.stage));
+        if (gradient == nullptr) continue;
         touch_residual(touched, tile, residual);
         touched.write(static_cast<std::byte*>(gradient) + offset, bytes);
       }
@@ -109,16 +110,17 @@ struct OnStream {
     });
   }
 
-  static void undo(const TileBatch& batch, const std::byte* own_payload, const void* gradient,
-                   float alpha, float* residual) {
+  static void undo(const TileBatch& batch, const std::byte* own_payload, const std::byte* in,
+                   const void* gradient, float alpha, float* residual) {
     launch(codec(), "undo", batch, [=](const TileBatch& now, const Touched& touched, auto size) {
       for (const Tile& tile : std::span(now.tiles, now.num_tiles)) {
         const auto [offset, bytes] = gradient_bytes(now, tile);
-        touched.read(own_payload + tile.payload_offset, size(tile, now.stage));
+        touched.read(own_payload + tile.payload_offset, size(tile, Stage::kWorker));
+        touched.read(in + tile.output_offset, size(tile, Stage::kOwner));
         touched.read(static_cast<const std::byte*>(gradient) + offset, bytes);
         touch_residual(touched, tile, residual);
       }
-      codec().undo(now, own_payload, gradient, alpha, residual);
+      codec().undo(now, own_payload, in, gradient, alpha, residual);
     });
   }
 };
@@ -193,6 +195,7 @@ void conclude(const ConcludeCall& call) {
                     tile.num_elements * item);
     }
     touched.write(call.findings, sizeof(Findings));
+    if (call.in_vain != nullptr) touched.write(call.in_vain, sizeof(uint32_t));
     kernels().conclude(call);
   });
 }
@@ -211,7 +214,17 @@ void rescale(const RescaleCall& call) {
     if (call.loss_scale != nullptr) touched.read(call.loss_scale, sizeof(float));
     touched.write(call.residual_scale, sizeof(float));
     touched.write(call.gain, sizeof(float));
+    if (call.in_vain != nullptr) touched.write(call.in_vain, sizeof(uint32_t));
     kernels().rescale(call);
+  });
+}
+
+void take_back(const TakeBackCall& call) {
+  Machine::get().enqueue(number_of(call.stream), "take back", [=](const Touched& touched) {
+    touched.read(call.in_vain, sizeof(uint32_t));
+    touched.read(call.before, call.num_elements * sizeof(float));
+    touched.write(call.values, call.num_elements * sizeof(float));
+    kernels().take_back(call);
   });
 }
 
@@ -222,7 +235,7 @@ constexpr size_t kCodecs = 7;
 const DeviceLibrary& library() {
   static const DeviceLibrary result{kDeviceLibraryVersion,
                                     codecs_on_streams(std::make_index_sequence<kCodecs>()),
-                                    {&rescale, &seal, &check, &conclude, &commit}};
+                                    {&take_back, &rescale, &seal, &check, &conclude, &commit}};
   return result;
 }
 

@@ -1,5 +1,6 @@
-"""Speed of codecs on the CPU: encode, decode and reduce against the fastest plain loop that moves
-the same bytes with as many threads, in the same run. Results are validated before they are timed.
+"""Speed of codecs: encode, decode and reduce against what memory allows, in the same run. On the
+CPU that is the fastest plain loop that moves the same bytes with as many threads, on a GPU a copy
+of as many bytes. Results are validated before they are timed.
 """
 
 from __future__ import annotations
@@ -13,13 +14,23 @@ import torch
 from rich.console import Console
 
 from gradferry import _native
+from gradferry.bench.device_clock import find_gpu
+from gradferry.bench.device_codec import (
+    DeviceOptions,
+    device_codec_table,
+    device_peer_table,
+    measure,
+)
 from gradferry.bench.peers import compare_with_peers, missing_peers, peer_table
 from gradferry.errors import ConfigError
+from gradferry.reporting.environment import environment
 from gradferry.reporting.json_file import write_json
 from gradferry.reporting.table import Column, Table, print_line, print_table
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _MEMCPY_BYTES = 1 << 26
+_ROUNDS = {"cpu": 9, "gpu": 100}
+_CPU_ONLY = ("isas", "threads", "num_elements")
 
 Row = Mapping[str, Any]
 
@@ -35,9 +46,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"codecs as listed by `gradferry info` (default: {' '.join(names)})",
     )
     parser.add_argument(
+        "--device",
+        default="cpu",
+        metavar="DEVICE",
+        help="cpu, or cuda for the kernels of a GPU (default: cpu)",
+    )
+    parser.add_argument(
+        "--sizes-mb",
+        nargs="+",
+        type=float,
+        metavar="MB",
+        help="with a GPU: sizes of the gradient, in units of 2^20 bytes (default: 1 8 25 100)",
+    )
+    parser.add_argument(
         "--isas",
         nargs="+",
-        default=[_native.active_isa()],
         metavar="ISA",
         help=f"instruction sets, of {' '.join(_native.available_isas())} "
         f"(default: {_native.active_isa()})",
@@ -53,7 +76,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--threads",
         nargs="+",
         type=int,
-        default=[1],
         metavar="N",
         help="threads, each with its own share of the elements; several counts are measured one "
         "after the other (default: 1)",
@@ -69,22 +91,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--num-elements",
         type=int,
-        default=1 << 24,
         metavar="N",
-        help="elements of the gradient; arrays should not fit the caches (default: %(default)s)",
+        help=f"elements of the gradient; arrays should not fit the caches (default: {1 << 24})",
     )
     parser.add_argument(
         "--rounds",
         type=int,
-        default=9,
         metavar="N",
-        help="repetitions of (roof, case, roof), or of (codec, peer) (default: %(default)s)",
+        help="repetitions of (roof, case, roof), or of (codec, peer) (default: "
+        f"{_ROUNDS['cpu']}, with a GPU {_ROUNDS['gpu']})",
     )
     parser.add_argument(
         "--peers",
         action="store_true",
-        help="also compare with pypiquant, torch's quantizers, bitsandbytes and hivemind, those "
-        "that are installed, on the same buffers",
+        help="also compare with pypiquant, torch's quantizers, bitsandbytes and hivemind, on a GPU "
+        "with torch.topk, torch's casts, an unfused q4 and bitsandbytes, those that are installed",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows as JSON")
 
@@ -92,6 +113,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measures and reports. 1 when a result was wrong, else 0; ConfigError for a wrong option."""
     _check(arguments)
+    return _run_on_cpu(arguments) if arguments.device == "cpu" else _run_on_gpu(arguments)
+
+
+def _run_on_gpu(arguments: argparse.Namespace) -> int:
+    gpu = find_gpu(arguments.device)
+    options = DeviceOptions(
+        codecs=arguments.codecs,
+        dtypes=[_DTYPES[name] for name in arguments.dtypes],
+        sizes_mb=arguments.sizes_mb,
+        world_sizes=arguments.world_sizes,
+        rounds=arguments.rounds,
+        peers=arguments.peers,
+    )
+    console = Console()
+    with console.status("") as status:
+        rows = list(measure(options, gpu, status.update))
+    own = [row for row in rows if "peer" not in row]
+    print_table(console, device_codec_table(own, gpu.environment["gpu"]))
+    if arguments.peers:
+        console.print()
+        print_table(console, device_peer_table([row for row in rows if "peer" in row]))
+    if arguments.json:
+        write_json(arguments.json, rows, {**environment(), **gpu.environment})
+        print_line(console, f"Written: {arguments.json}")
+    return 1 if any(row["wrong"] for row in own) else 0
+
+
+def _run_on_cpu(arguments: argparse.Namespace) -> int:
     console = Console()
     rows: list[dict[str, Any]] = []
     cases = [
@@ -158,6 +207,21 @@ def _operation(row: Row) -> str:
 
 
 def _check(arguments: argparse.Namespace) -> None:
+    """Checks options and fills in their defaults."""
+    on_cpu = arguments.device == "cpu"
+    for option in _CPU_ONLY if not on_cpu else ("sizes_mb",):
+        if getattr(arguments, option) is not None:
+            where = "the CPU" if not on_cpu else "a GPU (--device cuda)"
+            raise ConfigError(f"--{option.replace('_', '-')} is for {where} only; leave it out")
+    arguments.isas = arguments.isas or [_native.active_isa()]
+    arguments.threads = arguments.threads or [1]
+    arguments.sizes_mb = arguments.sizes_mb or [1.0, 8.0, 25.0, 100.0]
+    if arguments.num_elements is None:
+        arguments.num_elements = 1 << 24
+    if arguments.rounds is None:
+        arguments.rounds = _ROUNDS["cpu" if on_cpu else "gpu"]
+    if min(arguments.sizes_mb) <= 0:
+        raise ConfigError(f"--sizes-mb: {min(arguments.sizes_mb):g} must be more than 0")
     arguments.codecs = [_native.canonical_codec(codec) for codec in arguments.codecs]
     for isa in arguments.isas:
         if isa not in _native.available_isas():

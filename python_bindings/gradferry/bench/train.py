@@ -17,12 +17,13 @@ from rich.console import Console
 
 from gradferry import _native
 from gradferry.errors import ConfigError
+from gradferry.forecast.predict import NO_HOOK
 from gradferry.reporting.json_file import write_json
 from gradferry.reporting.paired import interval_of_median, paired_difference, paired_ratio
 from gradferry.reporting.progress import StatusLine
 from gradferry.reporting.table import Column, Table, print_line, print_table
 from gradferry.workloads.contest import PHASES, ContestOptions, Outcome, run_contest
-from gradferry.workloads.hooks import NO_HOOK, TORCH_HOOKS, check_timed_hook
+from gradferry.workloads.hooks import TORCH_HOOKS, check_timed_hook
 from gradferry.workloads.models import MODEL_HELP, check_model
 from gradferry.workloads.ranks import add_rank_arguments, check_ranks, run_everywhere
 
@@ -50,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=list(_DEFAULT_HOOKS),
         metavar="HOOK",
         help=f"of {NO_HOOK} (no communication; always included), {' '.join(TORCH_HOOKS)}, off, "
-        f"and codecs: {codecs}. Arguments of attach may follow a codec: "
+        f"auto, and codecs: {codecs}. Arguments of attach may follow a codec: "
         f"sign1{_MOMENTUM} (default: {' '.join(_DEFAULT_HOOKS)})",
     )
     parser.add_argument(

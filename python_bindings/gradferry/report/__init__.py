@@ -26,8 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=Path,
         metavar="RUNS",
-        help="JSON files of bench train, bench collective, bench codec, doctor, converge and demo, "
-        "and folders that hold some",
+        help="JSON files of bench train, bench collective, bench codec, doctor, plan, converge and "
+        "demo, and folders that hold some",
     )
     parser.add_argument(
         "-o",

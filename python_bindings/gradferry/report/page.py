@@ -15,12 +15,15 @@ from gradferry.bench.collective import collective_table
 from gradferry.bench.peers import peer_table
 from gradferry.bench.train import train_table
 from gradferry.errors import ConfigError
+from gradferry.forecast.doctor import doctor_tables
+from gradferry.forecast.plan import plan_curves, plan_table
+from gradferry.forecast.predict import NO_HOOK
 from gradferry.reporting.drawing import THEMES, Theme
 from gradferry.reporting.html import Picture, Section
 from gradferry.reporting.links import LinkCurve, draw_speedups
+from gradferry.reporting.speedups import draw_speedups as draw_planned
 from gradferry.reporting.table import Column, Row, Table
 from gradferry.reporting.waterfall import draw_waterfalls, waterfall_of
-from gradferry.workloads.hooks import NO_HOOK
 from gradferry.workloads.network import parse_link
 
 
@@ -172,6 +175,20 @@ def _predictions(doctors: Sequence[Measurement], trains: Sequence[Measurement]) 
     return [Section(Table("Predicted against measured", columns, rows, [note]))]
 
 
+def _doctor(measurement: Measurement) -> list[Section]:
+    *tables, last = doctor_tables(measurement.rows)
+    (verdict,) = (row for row in measurement.rows if row["kind"] == "verdict")
+    last = replace(last, notes=(*last.notes, verdict["text"]))
+    return [*map(Section, tables), measurement.section(last)]
+
+
+def _plan(measurement: Measurement) -> list[Section]:
+    table = plan_table([row for row in measurement.rows if row["kind"] == "plan"])
+    curves = plan_curves([row for row in measurement.rows if row["kind"] == "speedup"])
+    draw = partial(draw_planned, curves, None)
+    return [measurement.section(table, [_picture(f"Speed-up by link: {table.title}", draw)])]
+
+
 def _collective(measurement: Measurement) -> list[Section]:
     return [measurement.section(collective_table(measurement.rows))]
 
@@ -200,12 +217,13 @@ def _grouped(rows: Iterable[Row], *keys: str) -> Iterable[tuple[tuple[Any, ...],
     return groups.items()
 
 
-# In the order of the page. doctor's stand beside what was measured.
+# In the order of the page.
 KINDS = {
     "train": Kind(frozenset({"hook", "link", "round_ms"}), _train),
+    "doctor": Kind(frozenset({"kind", "waiting_ms"}), _doctor),
+    "plan": Kind(frozenset({"kind", "crossover_gbit_per_s"}), _plan),
     "converge": Kind(frozenset({"task", "codec", "final_metric"}), _converge),
     "demo": Kind(frozenset({"task", "hook", "cumulative_wire_bytes"}), _demo),
     "collective": Kind(frozenset({"codec", "busbw"}), _collective),
     "codec": Kind(frozenset({"codec", "roof_ratio"}), _codec),
-    "doctor": Kind(frozenset({"kind", "ratio_to_none"}), lambda measurement: []),
 }

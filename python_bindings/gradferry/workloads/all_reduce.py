@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 import gradferry
 from gradferry import _native
-from gradferry.binding import start_engine
 from gradferry.codec_spec import parse_codec
+from gradferry.engine import start_engine
 from gradferry.parameters import ParameterLayout
 from gradferry.wire_formula import all_reduce_bytes
 from gradferry.workloads.contest import PHASES

@@ -19,7 +19,13 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from gradferry.errors import ConfigError
-from gradferry.workloads.hooks import NO_HOOK, apply_hook, bucket_caps
+from gradferry.forecast.predict import NO_HOOK
+from gradferry.workloads.hooks import (
+    COMPRESS_FROM,
+    apply_hook,
+    bucket_caps,
+    steps_until_steady,
+)
 from gradferry.workloads.launch import Emit
 from gradferry.workloads.models import Workload, load_workload
 from gradferry.workloads.optimizers import make_optimizer
@@ -27,10 +33,6 @@ from gradferry.workloads.ranks import InterfaceCounter
 
 EVENT_INSTANTS = ("begin_ms", "encoded_ms", "complete_ms")  # of HookState.events
 PHASES = ("encode_ms", "network_ms", "reduce_ms", "decode_ms")  # of HookState.stats
-# DDP arranges its buckets in the first step, hooks that start with dense steps have two of them,
-# and the step after that is the first that is like all others.
-_COMPRESS_FROM = 2
-_WARMUP_STEPS = _COMPRESS_FROM + 1
 _TRIAL_STEPS = 3
 _VALIDATE_EVERY = 10  # steps
 
@@ -187,7 +189,7 @@ class _Contest:
         for hook in self._options.hooks:
             outcome = Outcome(hook, *self._find_bucket_size(hook))
             contestants.append(self._new(hook, outcome.bucket_cap_mb))
-            contestants[-1].train(_WARMUP_STEPS)
+            contestants[-1].train(steps_until_steady(hook))
             outcomes.append(outcome)
         entries = list(zip(contestants, outcomes, strict=True))
         before = {contestant.hook: contestant.phase_ms() for contestant, _ in entries}
@@ -210,7 +212,7 @@ class _Contest:
         return outcomes
 
     def _new(
-        self, hook: str, bucket_cap_mb: float, compress_from: int | None = _COMPRESS_FROM
+        self, hook: str, bucket_cap_mb: float, compress_from: int | None = COMPRESS_FROM
     ) -> _Contestant:
         gc.collect()  # DDP objects sit in reference cycles
         return _Contestant(self._workload, hook, bucket_cap_mb, self._options.seed, compress_from)
@@ -225,7 +227,7 @@ class _Contest:
                 return cap, {}
             self._emit(f"{hook}: trying buckets of {cap:g} MB")
             contestant = self._new(hook, cap)
-            contestant.train(_WARMUP_STEPS)
+            contestant.train(steps_until_steady(hook))
             seconds = _slowest([contestant.train(1) for _ in range(_TRIAL_STEPS)])
             trials[cap] = 1000 * median(seconds)
             del contestant  # before the next one takes memory

@@ -25,9 +25,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradferry
 from gradferry import _native
-from gradferry.codec_spec import OFF
-from gradferry.config import closest
+from gradferry.choice import FIRST_CHECK
+from gradferry.codec_spec import AUTO, OFF
+from gradferry.config import Config, closest
 from gradferry.errors import ConfigError
+from gradferry.forecast.predict import NO_HOOK
 from gradferry.parameters import reduced_parameters
 from gradferry.wire_formula import all_reduce_bytes, wire_bytes_per_step
 
@@ -36,7 +38,7 @@ _POWERSGD = "torch:powersgd"
 _POWERSGD_START = 10  # PyTorch's hook sends dense gradients before this step
 _POWERSGD_MIN_RATE = 2  # and never compresses a matrix by less than this
 TORCH_HOOKS = (*_ITEM_BYTES, f"{_POWERSGD}:4")
-NO_HOOK = "none"
+COMPRESS_FROM = 2  # for timing: the first step in which hooks can compress
 _ATTACH_ARGUMENTS: dict[str, Callable[[str], Any]] = {
     "error_feedback": str,
     "momentum": float,
@@ -74,10 +76,10 @@ def check_hook(name: str) -> None:
         _powersgd_rank(name)
         return
     codec, arguments = _split_arguments(name)
-    if codec.partition(":")[0] in (*codecs, OFF):
+    if codec.partition(":")[0] in (*codecs, OFF, AUTO):
         gradferry.HookState(codec, **arguments)
     else:
-        choices = (*TORCH_HOOKS, *codecs, OFF)
+        choices = (*TORCH_HOOKS, *codecs, OFF, AUTO)
         raise ConfigError(
             f"unknown hook {name!r}; hooks are {', '.join(choices)}{closest(name, choices)}"
         )
@@ -94,6 +96,12 @@ def check_timed_hook(name: str) -> None:
             f"hook {name!r}: OneBitAdam, which is used in momentum mode, begins with dense steps; "
             f"say how many: {name}+warmup_steps=100"
         )
+
+
+def hook_config(name: str) -> Config:
+    """What a gradferry hook of this name is attached with. Raises ConfigError."""
+    codec, arguments = _split_arguments(name)
+    return gradferry.HookState(codec, **arguments)._make_config()
 
 
 def _split_arguments(name: str) -> tuple[str, dict[str, Any]]:
@@ -127,6 +135,16 @@ def bucket_caps(
     return [num_bytes // 2**20 + 1]
 
 
+def steps_until_steady(name: str) -> int:
+    """Steps after which a hook that began to compress as early as it can does as in all others.
+
+    DDP arranges its buckets in the first step, hooks that start with dense steps have two of them,
+    and the step after that is the first that is like all others. `auto` measures for longer.
+    """
+    chooses = name.partition("+")[0] == AUTO
+    return FIRST_CHECK + 1 if chooses else COMPRESS_FROM + 1
+
+
 def apply_hook(
     ddp: DistributedDataParallel,
     name: str,
@@ -153,22 +171,31 @@ def apply_hook(
     if state._bound().config.passes_through:
         dense_bytes = _dense_bytes(ddp)
         return _ComputedHook(name, dense_bytes, dense_bytes, state=state)
-    return _CodecHook(name, state)
+    return _CodecHook(name, state, _dense_bytes(ddp))
 
 
 class _CodecHook:
-    """A gradferry codec: bytes are those that the engine has counted."""
+    """A gradferry codec: bytes are those that the engine has counted. When `auto` has chosen `off`,
+    they are computed, as if all steps had been so.
+    """
 
-    measured = True
-
-    def __init__(self, name: str, state: gradferry.HookState) -> None:
+    def __init__(self, name: str, state: gradferry.HookState, dense_bytes: int) -> None:
         self.name = name
         self.state = state
+        self._dense_bytes = dense_bytes
+
+    @property
+    def measured(self) -> bool:
+        return self.state._bound().engine is not None
 
     def wire_bytes(self, steps: int) -> int:
+        if not self.measured:
+            return steps * self._dense_bytes
         return int(self.state.stats()["wire_bytes"])
 
     def formula_bytes(self) -> int:
+        if not self.measured:
+            return self._dense_bytes
         bound = self.state._bound()
         parameters = bound.parameters
 

@@ -122,17 +122,20 @@ def _load_own(name: str) -> Workload:
         name=name,
         build_model=lambda: make()[0],
         draw=lambda generator: batch_fn(),
-        loss=lambda model, batch: _own_loss(name, model, batch),
+        loss=lambda model, batch: batch_loss(f"--model {name}", model, batch),
         learning_rate=1e-4,
     )
 
 
-def _own_loss(name: str, model: nn.Module, batch: Any) -> torch.Tensor:
+def batch_loss(name: str, model: nn.Module, batch: Any) -> torch.Tensor:
+    """The loss that a user's model returns for a batch. Raises ConfigError, with `name`, when it
+    returns something else.
+    """
     returned = model(**batch) if isinstance(batch, dict) else model(*batch)
     loss = getattr(returned, "loss", returned)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         raise ConfigError(
-            f"--model {name}: the model returned {type(returned).__name__}; called with a batch "
+            f"{name}: the model returned {type(returned).__name__}; called with a batch "
             f"it must return its loss, a tensor of one element, or an object whose .loss is one"
         )
     return loss

@@ -1,0 +1,88 @@
+#include "device_residuals.h"
+
+#include <ATen/Functions.h>
+#include <ATen/TensorOperators.h>
+#include <c10/core/StreamGuard.h>
+
+#include "gradferry/device_library.h"
+
+namespace gradferry {
+
+DeviceResiduals::DeviceResiduals(const Layout& layout, bool keep_copy, c10::Device device)
+    : residuals_(layout, /*keep_copy=*/false, device) {
+  const auto single = at::TensorOptions().dtype(at::kFloat).device(device);
+  scale_ = at::zeros({1}, single);
+  gain_ = at::zeros({1}, single);
+  if (!keep_copy) return;
+  for (const at::Tensor& now : {residuals_.worker_tensor(), residuals_.owner_tensor(), scale_}) {
+    kept_.push_back({now, at::zeros_like(now)});
+  }
+  in_vain_ = at::zeros({1}, single.dtype(at::kInt));
+}
+
+uint32_t* DeviceResiduals::in_vain() const {
+  return in_vain_.defined() ? static_cast<uint32_t*>(in_vain_.mutable_data_ptr()) : nullptr;
+}
+
+std::vector<at::Tensor> DeviceResiduals::tensors() const {
+  std::vector<at::Tensor> all = {residuals_.worker_tensor(), residuals_.owner_tensor(), scale_,
+                                 gain_};
+  for (const Kept& kept : kept_) all.push_back(kept.before);
+  if (in_vain_.defined()) all.push_back(in_vain_);
+  return all;
+}
+
+uint64_t DeviceResiduals::num_bytes() const {
+  uint64_t bytes = residuals_.num_bytes();
+  for (const Kept& kept : kept_) bytes += kept.before.nbytes();
+  return bytes;
+}
+
+void DeviceResiduals::take_back(const c10::Stream& stream) const {
+  for (const Kept& kept : kept_) {
+    message_kernels().take_back({.in_vain = in_vain(),
+                                 .values = kept.now.mutable_data_ptr<float>(),
+                                 .before = kept.before.const_data_ptr<float>(),
+                                 .num_elements = static_cast<uint64_t>(kept.now.numel()),
+                                 .stream = stream.native_handle()});
+  }
+}
+
+void DeviceResiduals::begin_step(const at::Tensor& loss_scale, const c10::Stream& stream) {
+  take_back(stream);
+  const c10::StreamGuard guard(stream);
+  for (const Kept& kept : kept_) kept.before.copy_(kept.now, /*non_blocking=*/true);
+  message_kernels().rescale(
+      {.loss_scale = loss_scale.defined() ? loss_scale.const_data_ptr<float>() : nullptr,
+       .residual_scale = scale_.mutable_data_ptr<float>(),
+       .gain = gain_.mutable_data_ptr<float>(),
+       .in_vain = in_vain(),
+       .stream = stream.native_handle()});
+}
+
+void DeviceResiduals::settle(const c10::Stream& current, bool skipped) {
+  if (kept_.empty()) return;
+  if (skipped) in_vain_.fill_(1);
+  take_back(current);
+  in_vain_.fill_(0);
+}
+
+void DeviceResiduals::load(const at::Tensor& worker, const at::Tensor& owner, float loss_scale) {
+  residuals_.load(worker, owner, loss_scale);
+  scale_.fill_(loss_scale);
+  if (in_vain_.defined()) in_vain_.fill_(0);
+}
+
+void DeviceResiduals::add_to_worker(uint64_t offset, const at::Tensor& values, float factor,
+                                    const at::Tensor& loss_scale) {
+  const at::Tensor next = loss_scale.defined() ? loss_scale.reshape({1}) : at::ones_like(scale_);
+  scale_.copy_(at::where(scale_ == 0, next, scale_));
+  at::Tensor part =
+      residuals_.worker_tensor().narrow(0, static_cast<int64_t>(offset), values.numel());
+  const at::Tensor updated = part + values.to(at::kFloat) * (scale_ * factor);
+  part.copy_(at::where(at::isfinite(updated), updated, part));
+}
+
+float DeviceResiduals::loss_scale() const { return scale_.cpu().item<float>(); }
+
+}  // namespace gradferry

@@ -1,0 +1,115 @@
+"""An engine on connections of its own between the ranks of a process group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
+
+from gradferry import _native, device
+from gradferry.config import Config
+from gradferry.parameters import ParameterLayout
+
+LANES = ("scatter", "gather", "commit")
+# One thread posts everything in one order, so one lane will do.
+STAGED_LANES = ("staged",)
+CPU = torch.device("cpu")
+
+
+def exchanges(place: torch.device, group: dist.ProcessGroup) -> bool:
+    """Whether anything is sent at all."""
+    alone = device.EXCHANGE_WHEN_ALONE and place.type != "cpu"
+    return dist.get_world_size(group) > 1 or alone
+
+
+def streams(place: torch.device, group: dist.ProcessGroup) -> bool:
+    """Whether the group's collectives for the device go to its streams."""
+    return place.type != "cpu" and not device.is_staged(group, place)
+
+
+def loss_scale(config: Config, place: torch.device) -> torch.Tensor | None:
+    """The tensor in which the GradScaler keeps its scale, for as long as it lives."""
+    scaler = config.grad_scaler
+    if scaler is None:
+        return None
+    if scaler._scale is None:  # it makes the tensor when it is first used
+        scaler._lazy_init_scale_growth_tracker(place)
+    return scaler._scale
+
+
+def start_engine(
+    config: Config,
+    parameters: Sequence[ParameterLayout],
+    group: dist.ProcessGroup,
+    nonce: str,
+    config_hash: int = 0,
+    layout_hash: int = 0,
+    tensors: Sequence[torch.Tensor] = (),
+    place: torch.device = CPU,
+) -> _native.BucketEngine:
+    """An engine on lanes of its own. Collective; the arguments are equal on all ranks.
+
+    Args:
+        nonce: unlike that of any other engine of the group.
+        config_hash, layout_hash: in every message header.
+        tensors: the parameters themselves, for `check_every`.
+        place: where the gradients are.
+    """
+    exchanging, streaming = exchanges(place, group), streams(place, group)
+    lanes: list[ProcessGroupGloo] = []
+    if exchanging and not streaming:
+        # First: it is collective, and whoever failed before would keep the others waiting.
+        lanes = make_lanes(group, nonce, LANES if place.type == "cpu" else STAGED_LANES, place)
+    options = _native.EngineOptions(
+        parameters=[p.native() for p in parameters],
+        rank=dist.get_rank(group),
+        world_size=dist.get_world_size(group),
+        config_hash=config_hash,
+        layout_hash=layout_hash,
+        seed=config.seed,
+        warmup_steps=config.warmup_steps,
+        momentum=config.momentum,
+        raise_nonfinite=config.nonfinite == "raise",
+        exact_skip=config.exact_skip,
+        loss_scale=loss_scale(config, place),
+        check_every=config.check_every,
+        chunk_bytes=config.chunk_bytes,
+    )
+    if place.type == "cpu":
+        return _native.Engine(options, tensors=list(tensors), lanes=lanes)
+    return _native.DeviceEngine(
+        options,
+        device=place,
+        tensors=list(tensors),
+        lane=lanes[0] if lanes else None,
+        group_name=group.group_name if exchanging and streaming else None,
+    )
+
+
+def make_lanes(
+    group: dist.ProcessGroup,
+    nonce: str,
+    names: tuple[str, ...] = LANES,
+    place: torch.device = CPU,
+) -> list[ProcessGroupGloo]:
+    """Gloo backends of our own between the ranks of the group. Collective.
+
+    Args:
+        nonce: equal on all ranks, and unlike that of any other lanes of the group.
+        place: where the gradients are; the timeout is that of the group's backend for it.
+    """
+    # Built directly, never by new_group(): its names clash for overlapping groups and after a
+    # group was destroyed and made again.
+    store = dist.distributed_c10d._world.pg_map[group][1]
+    timeout = group._get_backend(place).options._timeout
+    return [
+        ProcessGroupGloo(
+            PrefixStore(f"gradferry/{nonce}/{lane}", store),
+            dist.get_rank(group),
+            dist.get_world_size(group),
+            timeout,
+        )
+        for lane in names
+    ]

@@ -1,0 +1,124 @@
+"""What travels in a step: DDP's buckets, and the chunks that a codec makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch._C import _distributed_c10d
+
+from gradferry import _native, wire_formula
+from gradferry.codec_spec import CodecSpec
+from gradferry.config import EXACT, Config
+from gradferry.forecast.costs import CodecCosts, Parameter
+from gradferry.forecast.simulate import ChunkCost
+
+# As DDP has it unless bucket_cap_mb is given.
+DEFAULT_CAP_MB = 25.0
+
+
+def ddp_buckets(
+    parameters: Sequence[Parameter], ready_s: Sequence[float], cap_mb: float | None
+) -> list[list[int]]:
+    """Indices of the parameters by bucket, as DDP arranges them after its first step.
+
+    ready_s: when the gradient of each parameter is there.
+    cap_mb: DDP's bucket_cap_mb; None: its default, with a smaller first bucket.
+    """
+    order = sorted(range(len(parameters)), key=lambda index: ready_s[index])
+    tensors = [_meta(parameters[index]) for index in order]
+    limit = int((cap_mb or DEFAULT_CAP_MB) * 2**20)
+    first = _distributed_c10d._DEFAULT_FIRST_BUCKET_BYTES if cap_mb is None else limit
+    # With the order given, its answer indexes the tensors.
+    assigned, _ = _distributed_c10d._compute_bucket_assignment_by_size(
+        tensors, [first, limit], [False] * len(tensors), list(range(len(tensors)))
+    )
+    return [[order[place] for place in bucket] for bucket in assigned]
+
+
+def _meta(parameter: Parameter) -> torch.Tensor:
+    return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+
+
+@dataclass(frozen=True)
+class ParameterCodec:
+    """What a configuration does with a parameter: codec, (worker, owner) residual, momentum."""
+
+    codec: CodecSpec
+    residuals: tuple[bool, bool]
+    momentum: bool
+
+
+def parameter_codecs(config: Config, parameters: Sequence[Parameter]) -> list[ParameterCodec]:
+    """The outcome of the configuration's rules, parameter by parameter."""
+    chosen = []
+    for parameter in parameters:
+        codec = config.codec_of(parameter.name, len(parameter.shape), parameter.num_elements)
+        if parameter.dtype == torch.float64:
+            codec = EXACT
+        residuals = config.residuals_of(codec)
+        chosen.append(ParameterCodec(codec, residuals, config.momentum != 0))
+    return chosen
+
+
+class CodecTraffic:
+    """A model's tiles under a configuration, for any buckets."""
+
+    def __init__(self, config: Config, parameters: Sequence[Parameter], world_size: int) -> None:
+        self._codecs = parameter_codecs(config, parameters)
+        self._world_size = world_size
+        self._chunk_bytes = config.chunk_bytes
+
+        @cache
+        def sizes(codec: str, dtype: torch.dtype, count: int) -> tuple[int, int]:
+            worker = _native.payload_bytes(codec, count, dtype, "worker")
+            return worker, _native.payload_bytes(codec, count, dtype, "owner")
+
+        def payload_bytes(index: int, count: int) -> tuple[int, int]:
+            return sizes(str(self._codecs[index].codec), parameters[index].dtype, count)
+
+        self._tiles = wire_formula.assign_owners(
+            [p.num_elements for p in parameters], payload_bytes, world_size
+        )
+
+    def cut(self, buckets: Sequence[Sequence[int]]) -> list[list[wire_formula.Chunk]]:
+        """The chunks of every bucket."""
+        return [
+            wire_formula.cut_chunks(self._tiles, bucket, self._world_size, self._chunk_bytes)
+            for bucket in buckets
+        ]
+
+    def cost(
+        self,
+        cut: Sequence[Sequence[wire_formula.Chunk]],
+        costs: Mapping[ParameterCodec, CodecCosts],
+    ) -> list[list[ChunkCost]]:
+        """What every chunk costs the rank that has most to do in it."""
+        return [[self._cost(chunk, costs) for chunk in bucket] for bucket in cut]
+
+    def sent_bytes(self, cut: Sequence[Sequence[wire_formula.Chunk]]) -> int:
+        """Bytes that the rank which sends most sends in a step."""
+        return max(wire_formula.sent_bytes(cut, self._world_size))
+
+    def _cost(
+        self, chunk: wire_formula.Chunk, costs: Mapping[ParameterCodec, CodecCosts]
+    ) -> ChunkCost:
+        encode = decode = 0.0
+        reduce = [0.0] * self._world_size
+        for tile in chunk.tiles:
+            cost = costs[self._codecs[tile.parameter]]
+            encode += tile.num_elements * cost.encode_per_element
+            decode += tile.num_elements * cost.decode_per_element
+            decode += tile.owner_bytes * cost.check_per_byte
+            arriving = self._world_size * tile.worker_bytes
+            reduce[tile.owner] += tile.num_elements * cost.reduce_per_element
+            reduce[tile.owner] += arriving * cost.check_per_byte
+        return ChunkCost(
+            encode_s=encode,
+            scatter_bytes=max(chunk.scatter_bytes(rank) for rank in range(self._world_size)),
+            reduce_s=max(reduce),
+            gather_bytes=chunk.gather_bytes(),
+            decode_s=decode,
+        )

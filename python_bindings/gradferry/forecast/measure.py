@@ -1,0 +1,55 @@
+"""Everything a prediction needs beside the step itself, measured on all ranks of a group."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple
+
+import torch
+
+from gradferry.config import Config
+from gradferry.forecast.buckets import parameter_codecs
+from gradferry.forecast.costs import CastCosts, CodecCosts, Parameter
+from gradferry.forecast.measure_codecs import NUM_ELEMENTS, measure_casts, measure_codec
+from gradferry.forecast.measure_link import LinkProbe, Progress
+from gradferry.forecast.predict import OWN_HOOKS, Costs
+
+
+def measure_costs(
+    probe: LinkProbe,
+    parameters: Sequence[Parameter],
+    own_hooks: Sequence[str],
+    configs: Iterable[Config],
+    seconds: float,
+    emit: Progress = lambda text: None,
+) -> Costs:
+    """Collective; the same on all ranks: those of the slowest.
+
+    own_hooks: of OWN_HOOKS.
+    configs: of the codecs to be predicted.
+    seconds: about how long each size of a collective may take.
+    """
+    dtype = _most_common(parameters)
+    largest = sum(parameter.num_elements for parameter in parameters)
+    num_elements = min(NUM_ELEMENTS, max(largest, 1))
+    wanted = dict.fromkeys(codec for c in configs for codec in parameter_codecs(c, parameters))
+    codecs = {}
+    for codec in wanted:
+        emit(f"codec {codec.codec}")
+        costs = measure_codec(codec, dtype, probe.world_size, num_elements)
+        codecs[codec] = CodecCosts(*probe.most(astuple(costs)))
+    casts = {
+        hook: CastCosts(*probe.most(astuple(costs)))
+        for hook, costs in measure_casts(own_hooks, probe.world_size, num_elements).items()
+    }
+    dtypes = list(dict.fromkeys(OWN_HOOKS[hook] for hook in own_hooks))
+    link = probe.measure(dtypes, seconds, emit)
+    return Costs(probe.world_size, link, casts, codecs)
+
+
+def _most_common(parameters: Sequence[Parameter]) -> torch.dtype:
+    counts: Counter[torch.dtype] = Counter()
+    for parameter in parameters:
+        counts[parameter.dtype] += parameter.num_elements
+    return counts.most_common(1)[0][0] if counts else torch.float32

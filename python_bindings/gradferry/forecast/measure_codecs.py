@@ -1,0 +1,67 @@
+"""Speed of codecs, and of what PyTorch's own hooks compute, on one thread of this machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from statistics import median
+
+import torch
+
+from gradferry import _native
+from gradferry.codec_spec import OFF
+from gradferry.forecast.buckets import ParameterCodec
+from gradferry.forecast.costs import CastCosts, CodecCosts
+
+_ROUNDS = 5
+NUM_ELEMENTS = 1 << 21  # 8 MB of fp32: more than fits the caches next to a processor
+
+
+def measure_codec(
+    codec: ParameterCodec,
+    dtype: torch.dtype,
+    world_size: int,
+    num_elements: int = NUM_ELEMENTS,
+) -> CodecCosts:
+    """As the engine runs it for gradients of this dtype."""
+    least = world_size * _native.TILE_ELEMENTS
+    speed = _native.codec_speed(
+        str(codec.codec),
+        dtype=dtype,
+        world_size=world_size,
+        worker_residual=codec.residuals[0],
+        owner_residual=codec.residuals[1],
+        momentum=codec.momentum,
+        num_elements=max(num_elements, least),
+        rounds=_ROUNDS,
+    )
+    return CodecCosts(**speed)
+
+
+def measure_casts(
+    hooks: Iterable[str], world_size: int, num_elements: int = NUM_ELEMENTS
+) -> dict[str, CastCosts]:
+    """What `torch:fp32` (as `off`), `torch:fp16` and `torch:bf16` do beside their all-reduce."""
+    return {hook: _measure_cast(hook, world_size, num_elements) for hook in hooks}
+
+
+def _measure_cast(hook: str, world_size: int, num_elements: int) -> CastCosts:
+    gradient = torch.randn(num_elements)
+    if hook in (OFF, "torch:fp32"):
+        seconds = _timed(lambda: gradient.div_(world_size))
+        return CastCosts(seconds / num_elements, 0.0)
+    dtype = torch.float16 if hook == "torch:fp16" else torch.bfloat16
+    small = gradient.to(dtype)
+    before = _timed(lambda: gradient.to(dtype).div_(world_size))
+    after = _timed(lambda: gradient.copy_(small))
+    return CastCosts(before / num_elements, after / num_elements)
+
+
+def _timed(work: Callable[[], object]) -> float:
+    work()  # memory is touched for the first time
+    times = []
+    for _ in range(_ROUNDS):
+        begin = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - begin)
+    return median(times)

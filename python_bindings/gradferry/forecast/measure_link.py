@@ -1,0 +1,214 @@
+"""What the link takes for the collectives in use, by size, with both directions busy as in use."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from gradferry import wire_formula
+from gradferry.engine import make_lanes
+from gradferry.forecast.costs import CollectiveCosts, Curve, LinkCosts
+
+# Payload bytes to each rank: from the last chunk of a bucket to a full one.
+_EXCHANGE_BYTES = (4 << 10, 64 << 10, wire_formula.DEFAULT_CHUNK_BYTES)
+_REDUCE_BYTES = (64 << 10, 1 << 20, 4 << 20)  # of the tensor
+_IN_FLIGHT = 2  # as the engine has gathers, and gloo's threads have all-reduces
+_BATCH = 6  # collectives between two looks at the clock
+_MOST_BATCHES = 9
+_LATENCY_ROUNDS = 15
+_BESIDE = 8  # collectives that travel while this thread computes
+_BESIDE_ROUNDS = 3
+_MATRIX = 192  # whose product takes well under a millisecond
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # tells machines apart
+
+Progress = Callable[[str], None]
+Post = Callable[[int], Sequence[dist.Work]]  # of the buffers with that number
+
+
+class LinkProbe:
+    """Connections of its own between the ranks of a group, as the engine's. Collective."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        nonce = [uuid.uuid4().hex]
+        dist.broadcast_object_list(nonce, dist.get_global_rank(group, 0), group)
+        lanes = make_lanes(group, nonce[0], ("probe", "second_probe"))
+        # Any: torch's stubs leave out what backends can do.
+        self._scatter: Any
+        self._gather: Any
+        self._scatter, self._gather = lanes
+        self.world_size = dist.get_world_size(group)
+
+    def measure(
+        self, dtypes: Sequence[torch.dtype], seconds: float, emit: Progress = lambda text: None
+    ) -> LinkCosts:
+        """Collective; the same on all ranks.
+
+        dtypes: whose all-reduce is wanted.
+        seconds: about how long each size may take; slow links take their time all the same.
+        """
+        emit("latency")
+        scatter_s, gather_s = self._latency(self._post_scatter), self._latency(self._post_gather)
+        exchanged = []
+        for size in _EXCHANGE_BYTES:
+            emit(f"all-to-all and all-gather, {size >> 10} kB to each rank")
+            buffers = [self._exchange_buffers(size) for _ in range(_IN_FLIGHT)]
+            timed = self._batches(
+                lambda slot, buffers=buffers: [  # type: ignore[misc]
+                    self._post_scatter(buffers[slot][0]),
+                    self._post_gather(buffers[slot][1]),
+                ],
+                seconds,
+                scatter_s + gather_s,
+            )
+            sent = (self.world_size - 1) * size
+            exchanged.append((float(sent), timed.seconds / 2, timed.cpu_s / 2 / sent))
+        curve = _rising([(sent, taken) for sent, taken, _ in exchanged])
+        cpu = exchanged[-1][2]
+        pairs = [self._exchange_buffers(_EXCHANGE_BYTES[-1])[0] for _ in range(_BESIDE)]
+        beside = self._beside(lambda slot: self._post_scatter(pairs[slot]), curve.points[-1][1])
+        return LinkCosts(
+            scatter=CollectiveCosts(scatter_s, curve, cpu, beside),
+            gather=CollectiveCosts(gather_s, curve, cpu, beside),
+            all_reduce={dtype: self._all_reduce(dtype, seconds, emit) for dtype in dtypes},
+        )
+
+    def _all_reduce(self, dtype: torch.dtype, seconds: float, emit: Progress) -> CollectiveCosts:
+        def post(tensor: torch.Tensor) -> dist.Work:
+            work: dist.Work = self._scatter.allreduce([tensor])
+            return work
+
+        latency_s = self._latency(lambda pair: post(pair[0].view(dtype)))
+        points, cpu = [], 0.0
+        for size in _REDUCE_BYTES:
+            emit(f"all-reduce of {size >> 10} kB of {str(dtype).removeprefix('torch.')}")
+            tensors = [torch.zeros(size // dtype.itemsize, dtype=dtype) for _ in range(_IN_FLIGHT)]
+            timed = self._batches(
+                lambda slot, tensors=tensors: [post(tensors[slot])],  # type: ignore[misc]
+                seconds,
+                latency_s,
+            )
+            points.append((float(size), timed.seconds))
+            cpu = timed.cpu_s / size
+        curve = _rising(points)
+        several = [torch.zeros(_REDUCE_BYTES[1] // dtype.itemsize, dtype=dtype)] * _BESIDE
+        several = [tensor.clone() for tensor in several]
+        beside = self._beside(lambda slot: post(several[slot]), curve.at(_REDUCE_BYTES[1]))
+        return CollectiveCosts(latency_s, curve, cpu, beside)
+
+    def _exchange_buffers(self, size: int) -> tuple[_Pair, _Pair]:
+        every = self.world_size * size
+        bytes_ = torch.uint8
+        scatter = (torch.zeros(every, dtype=bytes_), torch.zeros(every, dtype=bytes_))
+        return scatter, (torch.zeros(size, dtype=bytes_), torch.zeros(every, dtype=bytes_))
+
+    def _post_scatter(self, pair: _Pair) -> dist.Work:
+        work: dist.Work = self._scatter.alltoall_base(pair[1], pair[0], [], [])
+        return work
+
+    def _post_gather(self, pair: _Pair) -> dist.Work:
+        size = pair[1].numel() // self.world_size
+        work: dist.Work = self._gather._allgather_base(pair[1], pair[0][:size])
+        return work
+
+    def _latency(self, post: Callable[[_Pair], dist.Work]) -> float:
+        size = self.world_size * wire_formula.HEADER_BYTES
+        pair = (torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8))
+        times = []
+        for _ in range(_LATENCY_ROUNDS):
+            begin = time.perf_counter()
+            post(pair).wait()
+            times.append(time.perf_counter() - begin)
+        # A quarter of them were undisturbed, however busy the machine is.
+        return self._slowest(sorted(times)[len(times) // 4])
+
+    def _beside(self, post: Callable[[int], dist.Work], alone_s: float) -> float:
+        """Share of its speed that the link keeps while the threads that post are computing."""
+        matrix = torch.ones(_MATRIX, _MATRIX)
+        shares = []
+        for _ in range(_BESIDE_ROUNDS):
+            self._slowest(0.0)  # all ranks begin together
+            works = [post(slot) for slot in range(_BESIDE)]
+            end = time.perf_counter() + _BESIDE * alone_s
+            while time.perf_counter() < end:
+                matrix @ matrix
+            done = sum(work.is_completed() for work in works)
+            shares.append((done + 0.5) / (_BESIDE + 0.5))  # one is under way
+            for work in works:
+                work.wait()
+        return -self._slowest(-median(shares))
+
+    def _batches(self, post: Post, seconds: float, latency_s: float) -> _Timed:
+        """Of one collective among many: the time until the next, and processor time."""
+        first = self._slowest(self._batch(post).seconds)
+        count = max(2, min(_MOST_BATCHES, round(seconds / first)))
+        batches = [self._batch(post) for _ in range(count)]
+        whole = self._slowest(median(batch.seconds for batch in batches))
+        cpu = self._slowest(median(batch.cpu_s for batch in batches))
+        return _Timed(max(whole - latency_s, 0.5 * whole) / _BATCH, cpu / _BATCH)
+
+    def _batch(self, post: Post) -> _Timed:
+        self._slowest(0.0)  # all ranks begin together
+        begin, cpu = time.perf_counter(), time.process_time()
+        in_flight: deque[Sequence[dist.Work]] = deque()
+        for number in range(_BATCH):
+            if len(in_flight) == _IN_FLIGHT:
+                for work in in_flight.popleft():
+                    work.wait()
+            in_flight.append(post(number % _IN_FLIGHT))
+        for works in in_flight:
+            for work in works:
+                work.wait()
+        return _Timed(time.perf_counter() - begin, time.process_time() - cpu)
+
+    def _slowest(self, value: float) -> float:
+        """The largest of all ranks' values."""
+        return float(self.most([value])[0])
+
+    def of_first_rank(self, value: int) -> int:
+        """Rank 0's value, on all ranks. Collective."""
+        tensor = torch.tensor([value])
+        self._scatter.broadcast(tensor, 0).wait()
+        return int(tensor)
+
+    def most(self, values: Sequence[float]) -> list[float]:
+        """The largest of all ranks' values, one by one. Collective."""
+        tensor = torch.tensor(values, dtype=torch.float64)
+        self._scatter.allreduce([tensor], dist.ReduceOp.MAX).wait()
+        result: list[float] = tensor.tolist()
+        return result
+
+
+_Pair = tuple[torch.Tensor, torch.Tensor]  # send, receive
+
+
+class _Timed(NamedTuple):
+    seconds: float
+    cpu_s: float
+
+
+def _rising(points: Sequence[tuple[float, float]]) -> Curve:
+    """More bytes never take less time: where noise says so, as much."""
+    longest = 0.0
+    rising = []
+    for num_bytes, seconds in points:
+        longest = max(longest, seconds)
+        rising.append((num_bytes, longest))
+    return Curve(tuple(rising))
+
+
+def spare_cores(group: dist.ProcessGroup) -> float:
+    """Processors per rank of this machine, less those that compute gradients. Collective."""
+    here = _BOOT_ID.read_text()
+    machines = [here] * dist.get_world_size(group)
+    dist.all_gather_object(machines, here, group)
+    share = len(os.sched_getaffinity(0)) / machines.count(here)
+    return max(0.0, share - torch.get_num_threads())

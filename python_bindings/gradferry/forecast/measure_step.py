@@ -1,0 +1,125 @@
+"""A training step without communication, when its gradients are there, and one with a codec."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+import gradferry
+from gradferry.forecast.costs import Parameter, StepProfile
+from gradferry.forecast.measure_link import spare_cores
+from gradferry.parameters import reduced_parameters
+
+_WARMUP_STEPS = 3  # DDP arranges its buckets in the first, optimizers make their state
+_TURN_STEPS = 3  # between two meetings of the ranks
+
+
+def model_parameters(ddp: DistributedDataParallel) -> list[Parameter]:
+    """What DDP reduces, in its own order; complex parameters as twice as many real numbers."""
+    found = []
+    for name, parameter in reduced_parameters(ddp):
+        real = torch.view_as_real(parameter.data) if parameter.is_complex() else parameter.data
+        found.append(Parameter(name, tuple(real.shape), real.dtype))
+    return found
+
+
+@dataclass(frozen=True)
+class MeasuredSteps:
+    """Steps without communication and with a codec, which took turns."""
+
+    parameters: tuple[Parameter, ...]
+    profile: StepProfile
+    exposed_s: float  # what a step with the codec took longer
+
+
+def measure_steps(
+    build_model: Callable[[], nn.Module],
+    group: dist.ProcessGroup,
+    make_step: Callable[[nn.Module], Callable[[], None]],
+    codec: str,
+    bucket_cap_mb: float | None,
+    turns: int,
+) -> MeasuredSteps:
+    """Trains a few steps. Collective; the same on all ranks.
+
+    build_model: gives a model that may be changed; called twice.
+    make_step: gets the model, wrapped; what it returns does one step, the optimizer's included.
+    codec: what `gradferry.attach` takes.
+    """
+
+    def wrap() -> DistributedDataParallel:
+        return DistributedDataParallel(
+            build_model(), process_group=group, bucket_cap_mb=bucket_cap_mb
+        )
+
+    silent, talking = wrap(), wrap()
+    silent.register_comm_hook(None, debugging_hooks.noop_hook)
+    gradferry.attach(talking, codec)
+    steps = make_step(silent), make_step(talking)
+    for step in steps:
+        for _ in range(_WARMUP_STEPS):
+            step()
+    times: tuple[list[float], list[float]] = ([], [])
+    instants: list[list[float]] = []
+    with _watching(silent) as ready:
+        for _ in range(turns):
+            for number, step in enumerate(steps):
+                dist.barrier(group)
+                turn = time.perf_counter()
+                for _ in range(_TURN_STEPS):
+                    begin = time.perf_counter()
+                    step()
+                    if number == 0:
+                        instants.append([instant - begin for instant in ready])
+                times[number].append((time.perf_counter() - turn) / _TURN_STEPS)
+    ready_s = [median(of_parameter) for of_parameter in zip(*instants, strict=True)]
+    slowest = _most([*times[0], *times[1], *ready_s], group)
+    without, with_codec = slowest[:turns], slowest[turns : 2 * turns]
+    exposed = (longer - shorter for longer, shorter in zip(with_codec, without, strict=True))
+    ready_s = slowest[2 * turns :]
+    profile = StepProfile(
+        total_s=median(without),
+        backward_end_s=max(ready_s),
+        ready_s=tuple(ready_s),
+        spare_cores=spare_cores(group),
+    )
+    return MeasuredSteps(tuple(model_parameters(silent)), profile, median(exposed))
+
+
+def _most(values: Sequence[float], group: dist.ProcessGroup) -> list[float]:
+    tensor = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX, group)
+    result: list[float] = tensor.tolist()
+    return result
+
+
+@contextmanager
+def _watching(ddp: DistributedDataParallel) -> Iterator[list[float]]:
+    """The instant at which each parameter last got its gradient."""
+    parameters = [parameter for _, parameter in reduced_parameters(ddp)]
+    ready = [time.perf_counter()] * len(parameters)
+
+    def note(index: int) -> Callable[[torch.Tensor], None]:
+        def noted(parameter: torch.Tensor) -> None:
+            ready[index] = time.perf_counter()
+
+        return noted
+
+    handles = [
+        parameter.register_post_accumulate_grad_hook(note(index))  # type: ignore[no-untyped-call]
+        for index, parameter in enumerate(parameters)
+    ]
+    try:
+        yield ready
+    finally:
+        for handle in handles:
+            handle.remove()

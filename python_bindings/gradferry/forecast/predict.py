@@ -1,0 +1,171 @@
+"""Time of a training step under every hook, from what its parts cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from gradferry.codec_spec import OFF
+from gradferry.config import Config
+from gradferry.forecast.buckets import CodecTraffic, ParameterCodec, ddp_buckets
+from gradferry.forecast.costs import CastCosts, CodecCosts, LinkCosts, Parameter, StepProfile
+from gradferry.forecast.simulate import (
+    Backward,
+    ChunkCost,
+    PlayedStep,
+    ReducedBucket,
+    play_all_reduce,
+    play_codec,
+)
+from gradferry.wire_formula import all_reduce_bytes
+
+NO_HOOK = "none"
+_CALIBRATION_PASSES = 4  # each brings what is missing, or nearly
+# Dtype of what PyTorch's own hooks all-reduce.
+OWN_HOOKS: Mapping[str, torch.dtype] = {
+    "torch:fp32": torch.float32,
+    "torch:fp16": torch.float16,
+    "torch:bf16": torch.bfloat16,
+    OFF: torch.float32,
+}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A training step under a hook.
+
+    Attributes:
+        hook: as in `gradferry bench train`.
+        bucket_cap_mb: at which it is fastest, of those that were asked for; None: DDP's default.
+        seconds: of the step.
+        exposed_s: more than without communication.
+        wire_bytes: that a rank sends.
+    """
+
+    hook: str
+    bucket_cap_mb: float | None
+    seconds: float
+    exposed_s: float
+    wire_bytes: int
+
+    @property
+    def ratio_to_none(self) -> float:
+        return self.seconds / (self.seconds - self.exposed_s)
+
+
+# Chunks of every bucket, and the bytes that a rank sends in all of them.
+_Cut = tuple[list[list[ChunkCost]], int]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Everything that was measured, or assumed, beside the step itself."""
+
+    world_size: int
+    link: LinkCosts
+    casts: Mapping[str, CastCosts]  # by hook of OWN_HOOKS
+    codecs: Mapping[ParameterCodec, CodecCosts]
+
+
+class Predictor:
+    """Predicts steps of one model on one cluster."""
+
+    def __init__(
+        self,
+        parameters: Sequence[Parameter],
+        profile: StepProfile,
+        costs: Costs,
+        seen_buckets: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """`seen_buckets`: as DDP has arranged them; None: as it would, for every bucket size."""
+        self._parameters = parameters
+        self._profile = profile
+        self._costs = costs
+        self._seen_buckets = seen_buckets
+        self._cut: dict[tuple[str, float | None], _Cut] = {}  # by hook and bucket size
+
+    def without(self) -> Prediction:
+        """The step without communication."""
+        return Prediction(NO_HOOK, None, self._profile.total_s, 0.0, 0)
+
+    def own_hook(self, hook: str, caps_mb: Sequence[float | None]) -> Prediction:
+        """One of PyTorch's own hooks, at the fastest bucket size."""
+        dtype, cast = OWN_HOOKS[hook], self._costs.casts[hook]
+
+        def predict(cap: float | None) -> Prediction:
+            buckets, backward = self._buckets(cap)
+            sent = 0
+            reduced = []
+            for bucket in buckets:
+                elements = sum(self._parameters[index].num_elements for index in bucket)
+                before = elements * cast.before_per_element
+                after = elements * cast.after_per_element
+                reduced.append(ReducedBucket(before, elements * dtype.itemsize, after))
+                sent += elements
+            played = play_all_reduce(backward, reduced, self._costs.link.all_reduce[dtype])
+            num_bytes = all_reduce_bytes(sent, dtype.itemsize, self._costs.world_size)
+            return self._prediction(hook, cap, played, num_bytes)
+
+        return min(map(predict, caps_mb), key=lambda prediction: prediction.seconds)
+
+    def codec(self, hook: str, config: Config, caps_mb: Sequence[float | None]) -> Prediction:
+        """A gradferry codec with these arguments, at the fastest bucket size."""
+
+        def predict(cap: float | None) -> Prediction:
+            _, backward = self._buckets(cap)
+            chunks, sent = self._chunks(hook, config, cap)
+            return self._prediction(hook, cap, play_codec(backward, chunks, self._costs.link), sent)
+
+        return min(map(predict, caps_mb), key=lambda prediction: prediction.seconds)
+
+    def _chunks(self, hook: str, config: Config, cap: float | None) -> _Cut:
+        if (hook, cap) not in self._cut:
+            traffic = CodecTraffic(config, self._parameters, self._costs.world_size)
+            cut = traffic.cut(self._buckets(cap)[0])
+            self._cut[hook, cap] = traffic.cost(cut, self._costs.codecs), traffic.sent_bytes(cut)
+        return self._cut[hook, cap]
+
+    def over(self, link: LinkCosts) -> Predictor:
+        """The same on another link."""
+        other = Predictor(
+            self._parameters, self._profile, replace(self._costs, link=link), self._seen_buckets
+        )
+        other._cut = self._cut
+        return other
+
+    def calibrated(
+        self, hook: str, config: Config, cap_mb: float | None, exposed_s: float
+    ) -> Predictor:
+        """Knows how much ranks wait for each other: so much that a step of this codec, which was
+        measured, would expose as much.
+        """
+        known = self
+        for _ in range(_CALIBRATION_PASSES):
+            predicted = known.codec(hook, config, [cap_mb]).exposed_s
+            waiting = max(0.0, known._profile.waiting_s + exposed_s - predicted)
+            profile = replace(self._profile, waiting_s=waiting)
+            known = Predictor(self._parameters, profile, self._costs, self._seen_buckets)
+            known._cut = self._cut
+        return known
+
+    @property
+    def profile(self) -> StepProfile:
+        """Of the step without communication."""
+        return self._profile
+
+    def _buckets(self, cap_mb: float | None) -> tuple[Sequence[Sequence[int]], Backward]:
+        ready_s = self._profile.ready_s
+        buckets = self._seen_buckets or ddp_buckets(self._parameters, ready_s, cap_mb)
+        end = self._profile.backward_end_s
+        # Steps of unlike length: the slowest rank's gradients come later, the last ones most.
+        slower = 1 + self._profile.waiting_s / end if end else 1.0
+        ready = tuple(slower * max(ready_s[index] for index in bucket) for bucket in buckets)
+        return buckets, Backward(ready, slower * end, self._profile.spare_cores)
+
+    def _prediction(
+        self, hook: str, cap: float | None, played: PlayedStep, wire_bytes: int
+    ) -> Prediction:
+        exposed = max(0.0, played.end_s - self._profile.backward_end_s)
+        return Prediction(hook, cap, self._profile.total_s + exposed, exposed, wire_bytes)

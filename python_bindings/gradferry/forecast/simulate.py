@@ -1,0 +1,278 @@
+"""Plays one step through the engine, by the clock instead of in threads.
+
+DDP's thread computes gradients, encodes and posts; the finishing thread waits, reduces, posts and
+decodes in the order that hooks/engine_finish.cpp has; messages take the link one after another.
+Ranks are taken to be alike and in step, so one of them is played.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+from gradferry.forecast.costs import CollectiveCosts, LinkCosts
+
+SLOTS = 4  # chunks in flight, as in hooks/engine.cpp
+COMMITS = 8  # buckets that are not concluded
+GATHERS = 2  # all-gathers in flight, as in hooks/engine_finish.cpp
+_MOST_PASSES = 12
+_CLOSE_ENOUGH = 1e-4
+
+
+@dataclass(frozen=True)
+class ChunkCost:
+    """One chunk on its way through the engine: seconds of work, bytes that a rank sends."""
+
+    encode_s: float
+    scatter_bytes: int
+    reduce_s: float
+    gather_bytes: int
+    decode_s: float
+
+
+@dataclass(frozen=True)
+class ReducedBucket:
+    """A bucket of one of PyTorch's own hooks."""
+
+    before_s: float
+    num_bytes: int  # of the tensor that is all-reduced
+    after_s: float
+
+
+@dataclass(frozen=True)
+class Backward:
+    """When gradients are there, in seconds from any one instant.
+
+    Attributes:
+        ready_s: of every bucket, rising.
+        end_s: of the pass.
+        spare_cores: see StepProfile.
+    """
+
+    ready_s: tuple[float, ...]
+    end_s: float
+    spare_cores: float = 1.0
+
+
+@dataclass(frozen=True)
+class PlayedStep:
+    """Seconds from the same instant as in Backward: when all gradients are there."""
+
+    end_s: float
+
+
+def play_codec(
+    backward: Backward, buckets: Sequence[Sequence[ChunkCost]], link: LinkCosts
+) -> PlayedStep:
+    """A step with a codec. `buckets`: the chunks of every bucket, in the order of `ready_s`."""
+    return _settle(backward, lambda stretch: _CodecStep(backward, buckets, link, stretch).play())
+
+
+def play_all_reduce(
+    backward: Backward, buckets: Sequence[ReducedBucket], costs: CollectiveCosts
+) -> PlayedStep:
+    """A step with one of PyTorch's own hooks."""
+
+    def play(stretch: float) -> _Timeline:
+        timeline = _Timeline()
+        computed = backward.ready_s[0]
+        finished = done = 0.0
+        for number, bucket in enumerate(buckets):
+            if number:
+                gap = backward.ready_s[number] - backward.ready_s[number - 1]
+                computed += gap * stretch
+            computed += bucket.before_s * stretch
+            arrived = timeline.send(computed, bucket.num_bytes, costs, backward.end_s)
+            done = max(done, arrived) + bucket.after_s
+            timeline.work(done - bucket.after_s, done, bucket.after_s)
+            finished = max(finished, done)
+        computed += (backward.end_s - backward.ready_s[-1]) * stretch
+        return timeline.ended(computed, finished)
+
+    return _settle(backward, play)
+
+
+@dataclass
+class _Timeline:
+    """The link, and what threads beside DDP's compute when."""
+
+    computed_s: float = 0.0  # DDP's thread is through
+    end_s: float = 0.0
+    _link_free: float = 0.0
+    _work: list[tuple[float, float, float]] = field(default_factory=list)  # begin, end, seconds
+
+    def send(
+        self, posted: float, num_bytes: int, costs: CollectiveCosts, busy_until: float
+    ) -> float:
+        """When a message posted then has arrived. `busy_until`: gradients are computed."""
+        begin = max(posted, self._link_free)
+        takes = costs.occupied.at(num_bytes)
+        slowed = max(0.0, busy_until - begin)
+        if takes <= slowed * costs.beside_backward:
+            takes /= costs.beside_backward
+        else:
+            takes += slowed * (1 - costs.beside_backward)
+        self._link_free = begin + takes
+        arrived = self._link_free + costs.latency_s
+        self.work(begin, arrived, num_bytes * costs.cpu_s_per_byte)
+        return arrived
+
+    def work(self, begin: float, end: float, seconds: float) -> None:
+        """Notes processor time, spread evenly."""
+        self._work.append((begin, end, seconds))
+
+    def ended(self, computed: float, finished: float) -> _Timeline:
+        self.computed_s = computed
+        self.end_s = max(computed, finished)
+        return self
+
+    def work_before(self, instant: float) -> float:
+        """Processor seconds until then."""
+        total = 0.0
+        for begin, end, seconds in self._work:
+            if end <= instant:
+                total += seconds
+            elif begin < instant:
+                total += seconds * (instant - begin) / (end - begin)
+        return total
+
+
+def _settle(backward: Backward, play: Callable[[float], _Timeline]) -> PlayedStep:
+    """Plays until DDP's thread is held up by as much work as the others do beside it."""
+    short = min(1.0, max(0.0, 1.0 - backward.spare_cores))
+    begin = backward.ready_s[0]
+    stretch = 1.0
+    timeline = play(stretch)
+    busy = timeline.computed_s - begin  # of DDP's thread, left alone; waiting for slots included
+    for _ in range(_MOST_PASSES):
+        stolen = short * timeline.work_before(timeline.computed_s)
+        wanted = 1.0 + stolen / busy if busy > 0 else 1.0
+        # Halfway: a longer pass sees more of the work, which makes it longer still.
+        if abs(wanted - stretch) < _CLOSE_ENOUGH:
+            break
+        stretch = (stretch + wanted) / 2
+        timeline = play(stretch)
+    return PlayedStep(timeline.end_s)
+
+
+@dataclass
+class _Job:
+    """A chunk under way."""
+
+    chunk: ChunkCost
+    posted_s: float
+    scattered_s: float
+    last: bool  # of its bucket
+    gathered_s: float = 0.0
+
+
+class _CodecStep:
+    """One pass over the step. Both threads have clocks of their own; the later one waits."""
+
+    def __init__(
+        self,
+        backward: Backward,
+        buckets: Sequence[Sequence[ChunkCost]],
+        link: LinkCosts,
+        stretch: float,
+    ) -> None:
+        self._backward = backward
+        self._link = link
+        self._stretch = stretch
+        self._timeline = _Timeline()
+        # DDP's thread: what it still has to encode, each with the computing that comes before it.
+        self._to_encode: deque[tuple[float, ChunkCost, bool]] = deque()
+        before = backward.ready_s[0]
+        for ready, chunks in zip(backward.ready_s, buckets, strict=True):
+            gap = ready - before
+            before = ready
+            for number, chunk in enumerate(chunks):
+                self._to_encode.append((gap, chunk, number == len(chunks) - 1))
+                gap = 0.0
+        self._computed = backward.ready_s[0]
+        self._free_slots = [0.0] * SLOTS  # since when
+        # The finishing thread.
+        self._now = 0.0
+        self._queue: deque[_Job] = deque()
+        self._gathers: deque[_Job] = deque()
+        self._commits: deque[float] = deque()
+        self._completed = 0.0
+
+    def play(self) -> _Timeline:
+        while self._to_encode or self._queue or self._gathers or self._commits:
+            self._encode_until(self._now)
+            self._finish_one()
+        tail = self._backward.end_s - self._backward.ready_s[-1]
+        return self._timeline.ended(self._computed + tail * self._stretch, self._completed)
+
+    def _encode_until(self, instant: float) -> None:
+        """Lets DDP's thread post what it can until then."""
+        while self._to_encode and self._free_slots:
+            gap, chunk, last = self._to_encode[0]
+            begin = max(self._computed + gap * self._stretch, self._free_slots[0])
+            posted = begin + chunk.encode_s * self._stretch
+            if posted > instant:
+                return
+            self._to_encode.popleft()
+            heappop(self._free_slots)
+            self._computed = posted
+            costs, busy = self._link.scatter, self._busy_until()
+            arrived = self._timeline.send(posted, chunk.scatter_bytes, costs, busy)
+            self._queue.append(_Job(chunk, posted, arrived, last))
+
+    def _busy_until(self) -> float:
+        """When DDP's thread is through, or, should no further slot become free, has to wait."""
+        instant = self._computed
+        free = len(self._free_slots)
+        for gap, chunk, _ in self._to_encode:
+            instant += gap * self._stretch
+            if free == 0:
+                return instant
+            free -= 1
+            instant += chunk.encode_s * self._stretch
+        return instant + (self._backward.end_s - self._backward.ready_s[-1]) * self._stretch
+
+    def _finish_one(self) -> None:
+        """As Engine::finish_one."""
+        if len(self._commits) == COMMITS:
+            self._finish_commit()
+        if self._queue and len(self._gathers) < GATHERS and self._queue[0].posted_s <= self._now:
+            self._reduce(self._queue.popleft())
+        elif self._gathers:
+            self._decode(self._gathers.popleft())
+        elif self._commits:
+            self._finish_commit()
+        elif self._queue:
+            self._now = self._queue[0].posted_s
+        else:
+            self._sleep()
+
+    def _sleep(self) -> None:
+        """Until DDP's thread posts something."""
+        gap, chunk, _ = self._to_encode[0]
+        begin = max(self._computed + gap * self._stretch, self._free_slots[0])
+        self._now = begin + chunk.encode_s * self._stretch
+
+    def _work(self, begin: float, seconds: float) -> None:
+        self._now = begin + seconds
+        self._timeline.work(begin, self._now, seconds)
+        self._encode_until(self._now)  # what was posted meanwhile is before this in the link
+
+    def _reduce(self, job: _Job) -> None:
+        self._work(max(self._now, job.scattered_s), job.chunk.reduce_s)
+        costs = self._link.gather
+        busy = self._busy_until()
+        job.gathered_s = self._timeline.send(self._now, job.chunk.gather_bytes, costs, busy)
+        self._gathers.append(job)
+
+    def _decode(self, job: _Job) -> None:
+        self._work(max(self._now, job.gathered_s), job.chunk.decode_s)
+        heappush(self._free_slots, self._now)
+        if job.last:
+            self._commits.append(self._now + self._link.gather.latency_s)
+
+    def _finish_commit(self) -> None:
+        self._now = max(self._now, self._commits.popleft())
+        self._completed = self._now

@@ -1,0 +1,75 @@
+"""Which hook to use, of several predictions, and a sentence that says why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from gradferry.codec_spec import parse_codec
+from gradferry.forecast.predict import NO_HOOK, OWN_HOOKS, Prediction
+
+# What is within this of the fastest counts as fast as it.
+TOLERANCE = 0.02
+_HIDDEN = 0.01  # of a step: exposed time that nobody need care about
+
+
+def bits(hook: str) -> float:
+    """Bits per fp32 element that a hook sends."""
+    if hook in OWN_HOOKS:
+        return 8.0 * OWN_HOOKS[hook].itemsize
+    return parse_codec(hook.partition("+")[0]).bits()
+
+
+def most_precise(predictions: Sequence[Prediction], tolerance: float = TOLERANCE) -> Prediction:
+    """Of the predictions within the tolerance of the fastest, the one with most bits.
+
+    Among equals `off` and PyTorch's own come first: what is not compressed costs no memory.
+    """
+    fastest = min(prediction.seconds for prediction in predictions)
+    close = [p for p in predictions if p.seconds <= fastest * (1 + tolerance)]
+    return max(close, key=lambda p: (bits(p.hook), p.hook in OWN_HOOKS, -p.seconds))
+
+
+def is_own(prediction: Prediction) -> bool:
+    """Whether a prediction is of PyTorch's own hooks, or of the backend's all-reduce."""
+    return prediction.hook in OWN_HOOKS
+
+
+def advise(predictions: Sequence[Prediction], needs_momentum: Callable[[str], bool]) -> str:
+    """One sentence.
+
+    predictions: of every hook, `none` and at least one of PyTorch's own and one codec included.
+    needs_momentum: whether a hook trains well only in momentum mode, and is not.
+    """
+    contestants = [p for p in predictions if p.hook != NO_HOOK]
+    ready = [p for p in contestants if not needs_momentum(p.hook)]
+    chosen = most_precise(ready)
+    best_own = min(filter(is_own, contestants), key=lambda p: p.seconds)
+    if is_own(chosen):
+        sentence = f"Do not compress: {_figures(chosen)}"
+        if chosen.exposed_s > _HIDDEN * chosen.seconds:
+            codecs = [p for p in ready if not is_own(p)]
+            best = min(codecs, key=lambda p: p.seconds)
+            sentence += f", and the fastest codec, {best.hook}, would take {_ms(best)}"
+        else:
+            sentence += ": the backward pass hides its communication"
+    else:
+        sentence = (
+            f"Use {chosen.hook}: {_figures(chosen)}, {best_own.seconds / chosen.seconds:.2f} times "
+            f"faster than {best_own.hook}, the best without gradferry"
+        )
+    fewer = [p for p in contestants if needs_momentum(p.hook)]
+    further = min(fewer, key=lambda p: p.seconds, default=None)
+    if further and further.seconds * (1 + TOLERANCE) < chosen.seconds:
+        sentence += f"; in momentum mode {further.hook} would take {_ms(further)}"
+    return sentence + "."
+
+
+def _ms(prediction: Prediction) -> str:
+    return f"{1e3 * prediction.seconds:.1f} ms"
+
+
+def _figures(prediction: Prediction) -> str:
+    return (
+        f"{prediction.hook} takes {_ms(prediction)} per step, "
+        f"{prediction.ratio_to_none:.2f} times a step without communication"
+    )

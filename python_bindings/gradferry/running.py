@@ -1,0 +1,187 @@
+"""What is at work on a model now: with `codec="auto"` it changes in the course of a training."""
+
+from __future__ import annotations
+
+import uuid
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import GroupName
+from torch.utils.weak import WeakIdKeyDictionary
+
+from gradferry import _native, step_numbers
+from gradferry.agreement import Record, error_record, gather_records, raise_first_error, record_hash
+from gradferry.codec_spec import CodecSpec
+from gradferry.config import Config
+from gradferry.engine import CPU, start_engine
+from gradferry.parameters import ParameterLayout, describe
+from gradferry.saved_state import Tile
+
+
+@dataclass
+class Running:
+    """A configuration at work on one model.
+
+    Attributes:
+        config: as agreed by all ranks; with "auto" its codec is the present one.
+        parameters: as agreed by all ranks.
+        engine: None when every bucket passes through.
+        agreed: the record that all ranks agreed on, but for its parameters.
+        index: of each parameter that DDP reduces, in `parameters`.
+        retired: what engines that are gone have counted.
+    """
+
+    config: Config
+    parameters: tuple[ParameterLayout, ...]
+    rank: int
+    world_size: int
+    group_name: str
+    index: WeakIdKeyDictionary
+    agreed: Record
+    engine: _native.BucketEngine | None = None
+    retired: Counter[str] = field(default_factory=Counter)
+    switches: int = 0
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """DDP's process group; looked up, never held."""
+        return _resolve_process_group(GroupName(self.group_name))
+
+    @property
+    def config_hash(self) -> int:
+        """In every message header."""
+        changes = {"choice": str(self.config.codec), "switches": self.switches}
+        return record_hash({**self.agreed, **(changes if self.switches else {})})
+
+    @property
+    def layout_hash(self) -> int:
+        """In every message header."""
+        return record_hash(parameter_records(self.parameters))
+
+    @property
+    def saved_layout_hash(self) -> int:
+        """In checkpoints; does not depend on the number of ranks, nor on what "auto" chose."""
+        left_out = {"residuals", "codec"} if self.config.chooses else {"residuals"}
+        records = parameter_records(self.parameters)
+        return record_hash([{k: p[k] for k in p if k not in left_out} for p in records])
+
+    @property
+    def has_owner_residuals(self) -> bool:
+        """On some rank."""
+        return any(parameter.residuals[1] for parameter in self.parameters)
+
+    def start(self, group: dist.ProcessGroup, nonce: str, place: torch.device) -> None:
+        """Starts the engine, if the configuration has one. Collective."""
+        self.engine = None
+        if not self.config.passes_through:
+            self.engine = start_engine(
+                self.config,
+                self.parameters,
+                group,
+                nonce,
+                self.config_hash,
+                self.layout_hash,
+                self.tensors(),
+                place,
+            )
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The parameters themselves, in order."""
+        return sorted(self.index, key=self.index.__getitem__)
+
+    def stats(self) -> dict[str, Any]:
+        """Of the engine, with what those before it have counted."""
+        now = step_numbers.zeros() if self.engine is None else self.engine.stats()
+        return now | {key: now[key] + count for key, count in self.retired.items()}
+
+    def switch(self, hook: _native.BucketHook, codec: CodecSpec, step: int) -> None:
+        """Has `codec` take over at the first bucket of `step`. Collective.
+
+        Owner residuals go to the tiles' new owners. What the old codec withheld is dropped where
+        the new one withholds nothing.
+        """
+        old = replace(self)
+        residuals = None if old.engine is None else old.engine.state()
+        if old.engine is not None:
+            counted = old.engine.stats()
+            own = {key: counted[key] for key in step_numbers.SUMS if key in counted}
+            self.retired = old.retired + Counter(own)
+        self.config = replace(old.config, codec=codec)
+        names = [parameter.name for parameter in old.parameters]
+        described = zip(names, self.tensors(), strict=True)
+        self.parameters = tuple(describe(described, self.config, exchanges=self.world_size > 1))
+        self.switches += 1
+        group = self.group
+        nonces = gather_records({"nonce": uuid.uuid4().hex}, group, CPU)
+        outcome: Record = {}
+        try:
+            self.start(group, str(nonces[0]["nonce"]), CPU)
+        except Exception as error:
+            outcome = error_record(error)
+        raise_first_error(gather_records(outcome, group, CPU))
+        if self.engine is not None:
+            self._take_over(self.engine, old, residuals, step)
+        hook.use_engine(self.engine)
+
+    def _take_over(
+        self,
+        engine: _native.BucketEngine,
+        old: Running,
+        residuals: tuple[int, torch.Tensor, torch.Tensor, float] | None,
+        step: int,
+    ) -> None:
+        worker_size, owner_size = engine.residual_sizes()
+        worker, owner, scale = torch.zeros(worker_size), torch.zeros(owner_size), 0.0
+        if old.engine is not None and residuals is not None:
+            _, old_worker, old_owner, scale = residuals
+            if old_worker.numel() == worker_size:
+                worker = old_worker
+            if old.has_owner_residuals and self.has_owner_residuals:
+                owner = self._with_new_owners(old.engine, old_owner, engine, owner)
+        engine.load_state(
+            steps=step, worker_residual=worker, owner_residual=owner, loss_scale=scale
+        )
+
+    def _with_new_owners(
+        self,
+        old: _native.BucketEngine,
+        old_owner: torch.Tensor,
+        new: _native.BucketEngine,
+        new_owner: torch.Tensor,
+    ) -> torch.Tensor:
+        """Every tile has one owner, so a sum over ranks brings its residual to all of them."""
+        tiles = [Tile(*row) for row in old.tiles()]
+        whole = torch.zeros(sum(tile.num_elements for tile in tiles))
+        begin = 0
+        for tile in tiles:
+            if tile.owner_offset >= 0:
+                end = tile.owner_offset + tile.num_elements
+                whole[begin : begin + tile.num_elements] = old_owner[tile.owner_offset : end]
+            begin += tile.num_elements
+        dist.all_reduce(whole, group=self.group)
+        begin = 0
+        for tile in (Tile(*row) for row in new.tiles()):
+            if tile.owner_offset >= 0:
+                end = tile.owner_offset + tile.num_elements
+                new_owner[tile.owner_offset : end] = whole[begin : begin + tile.num_elements]
+            begin += tile.num_elements
+        return new_owner
+
+
+def parameter_records(parameters: tuple[ParameterLayout, ...]) -> list[dict[str, Any]]:
+    """What ranks agree on of every parameter."""
+    return [
+        {
+            "name": p.name,
+            "shape": list(p.shape),
+            "strides": list(p.strides),
+            "dtype": str(p.dtype),
+            "codec": str(p.codec),
+            "residuals": list(p.residuals),
+        }
+        for p in parameters
+    ]

@@ -1,0 +1,188 @@
+"""`gradferry bench codec --device`, on the fake device and by a clock of the test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from gradferry import _native
+from gradferry.bench.device_codec import (
+    DeviceOptions,
+    device_codec_table,
+    device_peer_table,
+    num_buffers,
+)
+from gradferry.bench.device_peers import DEVICE_PEERS, UnfusedQ4
+from gradferry.cli import main
+from world import World
+
+Worlds = Callable[[int], World]
+
+
+class Clock:
+    """Every pass takes its time; the operations of codecs twice as long as copies."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, passes: Sequence[Callable[[], object]]) -> list[float]:
+        for work in passes:
+            work()
+        self.calls += 1
+        if len(passes) == 2:
+            return [1e-3, 4e-3]
+        return [1e-3, 2e-3 if self.calls % 2 else 2.5e-3, 1e-3]
+
+
+def case_measure(options: DeviceOptions) -> dict[str, Any]:
+    import fake_device
+    from gradferry.bench.device_clock import TimedDevice
+    from gradferry.bench.device_codec import measure
+
+    clock = Clock()
+    timed = TimedDevice(fake_device.DEVICE, 1 << 18, clock, {"gpu": "fake"})
+    heard: list[str] = []
+    rows = list(measure(options, timed, heard.append))
+    return {
+        "rows": rows,
+        "heard": heard,
+        "races": fake_device.machine.races(),
+        "calls": clock.calls,
+    }
+
+
+def test_every_case_is_validated_and_compared_with_a_copy(device_worlds: Worlds) -> None:
+    codecs = [_native.canonical_codec(str(codec["name"])) for codec in _native.codecs()]
+    options = DeviceOptions(codecs, [torch.float32, torch.float16], [0.25], [2, 3], 5, peers=False)
+    (answer,) = device_worlds(1).run(case_measure, options=options, seconds=300)
+    rows = answer["rows"]
+    assert answer["races"] == []
+    operations = [("encode", 1), ("encode_ef", 1), ("reduce", 2), ("reduce", 3), ("decode", 1)]
+    assert [
+        (row["codec"], row["dtype"], row["misaligned"], row["op"], row["world_size"])
+        for row in rows
+    ] == [
+        (codec, dtype, misaligned, *operation)
+        for codec in codecs
+        for dtype in ("float32", "float16")
+        for misaligned in (False, True)
+        for operation in operations
+    ]
+    assert answer["calls"] == 5 * len(rows)
+    for row in rows:
+        assert row["wrong"] == 0
+        assert row["num_elements"] == 2**18 // (4 if row["dtype"] == "float32" else 2)
+        assert row["roof_ratio_min"] == pytest.approx(0.4)
+        assert row["roof_ratio_max"] == pytest.approx(0.5)
+        assert row["roof_ratio_min"] <= row["roof_ratio"] <= row["roof_ratio_max"]
+        assert row["us_median"] == pytest.approx(2000) or row["us_median"] == pytest.approx(2500)
+        assert 2400 < row["us_p99"] <= 2500.1
+        assert row["gbps"] * 1e9 == pytest.approx(
+            row["elements_per_second"] * row["bytes_per_element"]
+        )
+        assert row["buffers"] >= 4
+        item = 4 if row["dtype"] == "float32" else 2
+        moved = row["bytes_per_element"] - row["bits_per_element"] / 8
+        if row["op"] in ("encode", "decode"):
+            assert moved == item
+        if row["op"] == "encode_ef":
+            assert moved == item + 8
+    assert "reduce/3" in str(
+        [column.text(rows[3]) for column in device_codec_table(rows, "x").columns]
+    )
+
+
+def case_wrong_kernel() -> dict[str, Any]:
+    import fake_device
+    from gradferry.bench import device_codec
+    from gradferry.bench.device_clock import TimedDevice
+
+    timed = TimedDevice(fake_device.DEVICE, 1 << 18, Clock(), {"gpu": "fake"})
+    options = DeviceOptions(["q8"], [torch.float32], [0.25], [], 2, peers=False)
+    # Numbers of another seed on the device than on the CPU: as wrong as a kernel can be.
+    honest = device_codec._Buffers.__init__
+
+    def forged(self: Any, codec: Any, gradient: torch.Tensor, *rest: Any, **named: Any) -> None:
+        honest(self, codec, torch.zeros_like(gradient), *rest, **named)
+
+    device_codec._Buffers.__init__ = forged
+    try:
+        return list(device_codec.measure(options, timed, lambda _: None))
+    finally:
+        device_codec._Buffers.__init__ = honest
+
+
+def test_a_wrong_result_is_counted_and_not_timed(device_worlds: Worlds) -> None:
+    (rows,) = device_worlds(1).run(case_wrong_kernel)
+    assert rows
+    for row in rows:
+        assert row["wrong"] > 0
+        assert "gbps" not in row
+
+
+def test_peers_take_turns_with_the_codec(device_worlds: Worlds) -> None:
+    installed = [peer for peer in DEVICE_PEERS if peer.module == "torch"]
+    codecs = [peer.rival for peer in installed]
+    options = DeviceOptions(codecs, [], [0.25], [2], 3, peers=True)
+    (answer,) = device_worlds(1).run(case_measure, options=options, seconds=300)
+    rows = [row for row in answer["rows"] if not row["peer"].startswith("bitsandbytes")]
+    assert [(row["peer"], row["op"]) for row in rows] == [
+        (peer.name, op) for peer in installed for op in ("encode_ef", "decode")
+    ]
+    for row in rows:
+        assert row["speedup"] == row["speedup_min"] == row["speedup_max"] == 4.0
+    assert device_peer_table(rows).rows == rows
+
+
+@pytest.mark.parametrize("n", [1024, 4096, 5 * 4096 + 3 * 1024])
+@pytest.mark.parametrize("spread", [0, 12, 120])
+def test_unfused_q4_gives_the_numbers_of_q4(n: int, spread: int) -> None:
+    generator = torch.Generator().manual_seed(n + spread)
+    q4 = UnfusedQ4(torch.device("cpu"))
+    residual = torch.zeros(n)
+    for _ in range(3):
+        exponents = torch.randint(-spread, 1, (n,), generator=generator).float()
+        gradient = torch.randn(n, generator=generator) * torch.exp2(exponents)
+        gradient[torch.rand(n, generator=generator) < 0.1] = 0
+        total = gradient + residual
+        sent = q4.encode(gradient, residual)
+        message = _native.encode_tensor(total, "q4", seed=0, step=0, config_hash=0, layout_hash=0)
+        expected = torch.empty(n)
+        _native.decode_tensor(message, "q4", expected, config_hash=0, layout_hash=0)
+        assert torch.equal(q4.decode(*sent, n), expected)
+        assert torch.equal(residual, total - expected)
+        payload = message[_native.HEADER_BYTES :]
+        first = min(n, 4096) // 2
+        assert torch.equal(sent[0].flatten()[:first], payload[:first])
+
+
+def test_buffers_together_are_larger_than_the_cache() -> None:
+    assert num_buffers(10, 0) == 4
+    assert num_buffers(1 << 20, 50 << 20) == 200
+    assert num_buffers(100 << 20, 50 << 20) == 4
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_command_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "codec", "--device", "cuda"]) == 2
+    assert "sees no GPU on this machine" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--sizes-mb", "1"], "--sizes-mb is for a GPU (--device cuda) only"),
+        (["--device", "cuda", "--threads", "2"], "--threads is for the CPU only"),
+        (["--device", "cuda", "--isas", "avx2"], "--isas is for the CPU only"),
+        (["--device", "cuda", "--num-elements", "9"], "--num-elements is for the CPU only"),
+        (["--device", "cuda", "--sizes-mb", "8", "0"], "--sizes-mb: 0 must be more than 0"),
+        (["--device", "cuda", "--codecs", "q5"], "q5"),
+    ],
+)
+def test_options_that_do_not_fit_the_device_are_named(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "codec", *arguments]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,377 @@
+"""codec="auto": what it may choose, when it changes its mind, and how all ranks change at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import logging
+import random
+from typing import Any
+from unittest import mock
+
+import gradferry
+import numpy as np
+import pytest
+import torch
+from gradferry import choice
+from gradferry.choice import CHECK_EVERY, FIRST_CHECK, SLOWER, candidates, decide
+from gradferry.cli import main
+from gradferry.errors import ConfigError
+from gradferry.forecast.predict import Prediction
+from gradferry.workloads.network import check_network
+from outcomes import attempt
+from scenario import Run, Scenario, Weight
+from world import World
+
+WEIGHTS = (Weight("first", (90, 70)), Weight("bias", (50,)), Weight("second", (120, 60)))
+AUTO = Scenario(WEIGHTS, codec="auto", ddp={"bucket_cap_mb": 0.02})
+
+
+def predicted(**ms: float) -> dict[str, Prediction]:
+    return {hook: Prediction(hook, None, 1e-3 * value, 0.0, 0) for hook, value in ms.items()}
+
+
+@pytest.mark.parametrize(
+    ("ms", "chosen"),
+    [
+        ({"off": 100, "bf16": 99, "q4": 98.1}, "off"),  # all within 2 % of the fastest
+        ({"off": 103, "bf16": 99, "q4": 98.1}, "bf16"),
+        ({"off": 200, "bf16": 120, "q8": 111, "q4": 100}, "q4"),
+        ({"off": 100, "exact": 100}, "off"),
+        ({"off": 101, "exact": 100}, "off"),
+    ],
+)
+def test_the_most_precise_within_2_percent_is_chosen(ms, chosen):
+    wanted, reason = decide(predicted(**ms), None)
+    assert wanted == chosen
+    assert chosen in reason
+    assert "within 2% of" in reason
+
+
+def test_a_choice_stays_while_it_is_not_much_slower():
+    assert decide(predicted(off=109, q4=100), "off")[0] == "off"
+    assert decide(predicted(off=111, q4=100), "off")[0] == "q4"
+    # More bits only when they cost nothing, not already within 2 %.
+    assert decide(predicted(off=101, q4=100), "q4")[0] == "q4"
+    assert decide(predicted(off=99, q4=100), "q4")[0] == "off"
+
+
+@pytest.mark.parametrize("start", ["off", "bf16", "q4"])
+def test_noise_does_not_make_it_flap(start):
+    # At most 1.03 * 1.02 / 0.98 = 1.07 lie between any two: below 1 + SLOWER. So a choice can only
+    # go to more precision, when that happens to be the fastest.
+    noise = random.Random(0)
+    current, changes = start, 0
+    for _ in range(1000):
+        ms = {"off": 103.0, "bf16": 101.5, "q4": 100.0}
+        wanted, _ = decide(
+            predicted(**{hook: value * noise.uniform(0.98, 1.02) for hook, value in ms.items()}),
+            current,
+        )
+        changes += wanted != current
+        current = wanted
+    assert changes <= 2
+
+
+def test_checks_become_rarer_with_every_change():
+    # So a training of n steps sees at most log2(n / CHECK_EVERY + 1) changes, whatever is measured.
+    steps, interval, changes = FIRST_CHECK, CHECK_EVERY, 0
+    while steps < 1_000_000:
+        interval *= 2
+        steps += interval
+        changes += 1
+    assert changes <= np.log2(1_000_000 / CHECK_EVERY + 1)
+
+
+def config_of(**arguments: Any) -> Any:
+    return gradferry.HookState("auto", **arguments)._make_config()
+
+
+def test_codecs_below_3_bits_are_for_momentum_mode():
+    without = candidates(config_of())
+    assert {name.partition(":")[0] for name in without} == {
+        "off", "exact", "bf16", "q8", "q4", "rht",
+    }  # fmt: skip
+    momentum = candidates(config_of(momentum=0.9))
+    assert {"sign1", "topk"} < {name.partition(":")[0] for name in momentum}
+    assert "off" not in momentum  # it delivers gradients, not their momentum
+
+
+@pytest.mark.parametrize("arguments", [{"nonfinite": "raise"}, {"check_every": 5}])
+def test_off_is_no_choice_where_only_an_engine_does_what_was_asked(arguments):
+    assert "off" not in candidates(config_of(**arguments))
+
+
+def case_forced(scenario: Scenario, answers: list[str], steps: int) -> dict[str, Any]:
+    """Trains with a choice every 4 steps from step 3 on, of which `answers` are the outcomes."""
+    run = Run(scenario)
+    bound = run.state._bound()
+    chooser = bound.chooser
+    chooser.choice = choice.Choice(next_check=3, interval=2)
+    chooser._observed = object()
+    chooser.start(bound.hook)
+    equal_costs = predicted(**dict.fromkeys(answers, 1))
+    told = ((answer, "so it was told") for answer in answers)
+    with (
+        mock.patch.object(choice, "decide", side_effect=told),
+        mock.patch.object(chooser, "_observe"),
+        mock.patch.object(chooser, "_predict", return_value=equal_costs),
+    ):
+        gradients = [run.step(step) for step in range(steps)]
+    stats = run.state.stats()
+    return {
+        "gradients": gradients,
+        "hashes": run.hashes,
+        "choice": stats["choice"],
+        "stats": stats,
+        "config_hash": bound.running.config_hash,
+        "state": run.state.state_dict(),
+        "text": str(run.state),
+    }
+
+
+def case_given(scenario: Scenario, begin: int, steps: int) -> list[Any]:
+    """The same gradients with a codec that begins at step `begin`."""
+    run = Run(scenario)
+    engine = run.state._bound().engine
+    worker, owner = (torch.zeros(size) for size in engine.residual_sizes())
+    engine.load_state(steps=begin, worker_residual=worker, owner_residual=owner, loss_scale=0.0)
+    return [run.step(step) for step in range(begin, steps)]
+
+
+def equal(one: list[Any], other: list[Any]) -> bool:
+    return all(
+        np.array_equal(a, b)
+        for step, step_of_other in zip(one, other, strict=True)
+        for a, b in zip(step, step_of_other, strict=True)
+    )
+
+
+@pytest.mark.torch_core
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+@pytest.mark.parametrize("codec", ["q4", "rht:bits=4"])  # whose signs change with the step
+def test_all_ranks_change_at_the_same_step(world_of_2: World, native: bool, codec: str) -> None:
+    scenario = dataclasses.replace(AUTO, native=native)
+    answers = world_of_2.run(case_forced, scenario=scenario, answers=[codec] * 3, steps=7)
+    exact = dataclasses.replace(scenario, codec="exact")
+    chosen = dataclasses.replace(scenario, codec=codec)
+    dense = world_of_2.run(case_given, scenario=exact, begin=0, steps=3)
+    compressed = world_of_2.run(case_given, scenario=chosen, begin=3, steps=7)
+    assert answers[0]["hashes"] == answers[1]["hashes"]
+    for answer, before, after in zip(answers, dense, compressed, strict=True):
+        assert equal(answer["gradients"][:3], before)
+        assert equal(answer["gradients"][3:], after)
+        assert answer["choice"]["codec"].startswith(codec.partition(":")[0])
+        assert answer["choice"]["reason"] == "so it was told"
+        assert answer["choice"]["step"] == 3
+        assert answer["stats"]["steps"] == 6
+        assert answer["stats"]["gradient_bytes"] == 7 * 4 * (90 * 70 + 50 + 120 * 60)
+        assert "chosen by 'auto': so it was told" in answer["text"]
+    assert answers[0]["config_hash"] == answers[1]["config_hash"]
+
+
+def test_off_takes_the_backends_all_reduce_and_can_be_left_again(world_of_2: World) -> None:
+    told = ["off", "q8"]
+    answers = world_of_2.run(case_forced, scenario=AUTO, answers=told, steps=8)
+    q8 = dataclasses.replace(AUTO, codec="q8")
+    for answer, after in zip(
+        answers, world_of_2.run(case_given, scenario=q8, begin=5, steps=8), strict=False
+    ):
+        # Off at step 3, q8 at step 3 + 2: the interval doubles only with the next change.
+        assert answer["stats"]["fallbacks"] > 0
+        assert equal(answer["gradients"][5:], after)
+        assert answer["choice"]["codec"] == "q8"
+
+
+def case_owner_residuals(scenario: Scenario) -> list[np.ndarray]:
+    """Owner residuals by tile, before and after a change of codec."""
+    run = Run(scenario)
+    bound = run.state._bound()
+    bound.running.switch(bound.hook, gradferry.codec_spec.parse_codec("q4"), 0)
+    for step in range(3):
+        run.step(step)
+
+    def by_tile() -> np.ndarray:
+        _, _, owner, _ = bound.engine.state()
+        rows = [row for row in bound.engine.tiles() if row[3] >= 0]
+        whole = np.zeros(sum(row[1] for row in bound.engine.tiles()), np.float32)
+        begins = np.cumsum([0] + [row[1] for row in bound.engine.tiles()])
+        for tile, count, _, offset in rows:
+            whole[begins[tile] : begins[tile] + count] = owner[offset : offset + count]
+        return whole
+
+    before = by_tile()
+    bound.running.switch(bound.hook, gradferry.codec_spec.parse_codec("q8"), 3)
+    return [before, by_tile()]
+
+
+def test_what_owners_withheld_goes_to_the_new_owners(world_of_2: World) -> None:
+    answers = world_of_2.run(case_owner_residuals, scenario=AUTO)
+    before = sum(answer[0] for answer in answers)
+    after = sum(answer[1] for answer in answers)
+    assert before.any()
+    assert np.array_equal(before, after)
+
+
+def test_momentum_goes_on_through_a_change(world_of_2: World) -> None:
+    scenario = dataclasses.replace(AUTO, options={"momentum": 0.5})
+    answers = world_of_2.run(case_forced, scenario=scenario, answers=["bf16"] * 2, steps=4)
+    exact = dataclasses.replace(scenario, codec="exact")
+    for answer, dense in zip(
+        answers, world_of_2.run(case_given, scenario=exact, begin=0, steps=4), strict=False
+    ):
+        # bf16 rounds to 8 bits of mantissa; without the momentum of 3 steps half would be missing.
+        for got, wanted in zip(answer["gradients"][3], dense[3], strict=True):
+            assert np.allclose(got, wanted, rtol=2.0**-6, atol=2.0**-7 * np.abs(wanted).max())
+
+
+def case_resumed(scenario: Scenario, codec: str) -> dict[str, Any]:
+    """Six steps at a stretch, and three, saved, and three more in a new model."""
+    spec = gradferry.codec_spec.parse_codec(codec)
+
+    def chosen() -> Run:
+        run = Run(scenario)
+        bound = run.state._bound()
+        bound.running.switch(bound.hook, spec, 0)
+        bound.chooser.choice = choice.Choice(codec=spec, made=True, reason="so it was told")
+        return run
+
+    straight = chosen()
+    expected = [straight.step(step) for step in range(6)]
+    before = chosen()
+    for step in range(3):
+        before.step(step)
+    file = io.BytesIO()
+    torch.save({"model": before.model.state_dict(), "hook": before.state.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file)
+    after = Run(scenario)
+    after.model.load_state_dict(saved["model"])
+    after.state.load_state_dict(saved["hook"])
+    resumed = [after.step(step) for step in range(3, 6)]
+    return {
+        "equal": equal(expected[3:], resumed),
+        "choice": after.state.stats()["choice"],
+        "steps": after.state.stats()["steps"],
+    }
+
+
+@pytest.mark.parametrize("codec", ["q4", "off"])
+def test_a_checkpoint_holds_the_choice(world_of_2: World, codec: str) -> None:
+    for answer in world_of_2.run(case_resumed, scenario=AUTO, codec=codec):
+        assert answer["equal"]
+        assert answer["choice"]["codec"] == codec
+        assert answer["choice"]["reason"] == "restored from a checkpoint"
+        assert answer["choice"]["next_check"] >= 3 + FIRST_CHECK
+        assert answer["steps"] == 5
+
+
+def case_loads_another(scenario: Scenario) -> Any:
+    run = Run(scenario)
+    run.step(0)
+    saved = run.state.state_dict()
+    if run.rank == 1:
+        saved["choice"] = {**saved["choice"], "codec": "q8"}
+    return attempt(lambda: Run(scenario).state.load_state_dict(saved))
+
+
+def test_ranks_that_load_unlike_choices_all_get_the_same_error(world_of_2: World) -> None:
+    one, other = world_of_2.run(case_loads_another, scenario=AUTO)
+    assert one.error == other.error == "RankMismatchError"
+    assert one.text == other.text
+    assert "choice" in one.text
+    assert "q8" in one.text
+
+
+def case_measured(scenario: Scenario) -> dict[str, Any]:
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger = logging.getLogger("gradferry")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        run = Run(scenario)
+        before = run.state.stats()["choice"]
+        for step in range(FIRST_CHECK + 2):
+            run.step(step)
+    finally:
+        logger.removeHandler(handler)
+    return {
+        "before": before,
+        "choice": run.state.stats()["choice"],
+        "hashes": run.hashes,
+        "log": [record.getMessage() for record in records],
+    }
+
+
+def test_it_measures_chooses_and_says_why(world_of_2: World) -> None:
+    one, other = world_of_2.run(case_measured, scenario=AUTO)
+    assert one["hashes"] == other["hashes"]
+    assert one["choice"] == other["choice"]
+    assert one["before"]["codec"] == "exact"
+    assert "measured" in one["before"]["reason"]
+    made = one["choice"]
+    assert made["step"] == FIRST_CHECK
+    assert made["next_check"] == FIRST_CHECK + CHECK_EVERY
+    assert set(made["predicted_ms"]) == set(candidates(config_of()))
+    fastest = min(made["predicted_ms"].values())
+    assert made["predicted_ms"][made["codec"]] <= 1.02 * fastest
+    assert len(one["log"]) == 1
+    assert not other["log"]
+    assert f"takes {made['codec']} from step {FIRST_CHECK} on" in one["log"][0]
+
+
+def case_disabled(scenario: Scenario) -> dict[str, Any]:
+    with mock.patch.dict("os.environ", {"GRADFERRY_DISABLE": "1"}):
+        run = Run(scenario)
+    for step in range(FIRST_CHECK + 2):
+        run.step(step)
+    return run.state.stats()
+
+
+def test_disabled_it_chooses_nothing(world_of_2: World) -> None:
+    for stats in world_of_2.run(case_disabled, scenario=AUTO):
+        assert stats["choice"] == {"codec": "off", "reason": "GRADFERRY_DISABLE=1"}
+        assert stats["wire_bytes"] == 0
+
+
+def case_failing(scenario: Scenario) -> Any:
+    run = Run(scenario)
+
+    def fail(*_: Any) -> None:
+        raise ArithmeticError("not today")
+
+    bound = run.state._bound()
+    bound.hook.call_at(1, fail)
+    run.step(0)
+    return attempt(lambda: run.step(1))
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+def test_an_error_in_a_choice_is_the_steps_error(world_of_2: World, native: bool) -> None:
+    for outcome in world_of_2.run(case_failing, scenario=dataclasses.replace(AUTO, native=native)):
+        assert outcome.error == "ArithmeticError"
+        assert "not today" in outcome.text
+
+
+def test_slower_is_more_than_the_tolerance_so_that_there_is_a_band():
+    assert SLOWER > 2 * choice.TOLERANCE
+
+
+def test_it_compresses_on_a_slow_link(tmp_path):
+    try:
+        check_network(2)
+    except ConfigError as error:
+        pytest.skip(f"no network namespaces here: {error}")
+    file = tmp_path / "rows.json"
+    command = ["bench", "train", "--model", "small", "--hooks", "auto", "--link", "50mbit"]
+    sizes = ["--rounds", "1", "--steps", "1", "--bucket-caps", "25", "--json", str(file)]
+    assert main([*command, *sizes]) == 0
+    none, auto = json.loads(file.read_text())["rows"]
+    # 3.49 MB of fp32 at 50 Mb/s take 560 ms, much longer than a step of this model: whatever 16
+    # bits would take, fewer take less by far more than 2 %.
+    assert auto["wire_bytes_measured"]
+    assert auto["wire_bytes"] == auto["wire_bytes_formula"] < 3_490_816 / 3
+    assert none["wire_bytes"] == 0

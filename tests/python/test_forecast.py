@@ -1,0 +1,317 @@
+"""Predictions: what they count is what travels, and what they advise follows from them."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import gradferry
+import pytest
+import torch
+from gradferry import _native
+from gradferry.cli import main
+from gradferry.errors import ConfigError
+from gradferry.forecast.buckets import CodecTraffic, ddp_buckets
+from gradferry.forecast.costs import Parameter
+from gradferry.forecast.diagnosis import needs_momentum
+from gradferry.forecast.observe import observe
+from gradferry.forecast.predict import Prediction
+from gradferry.forecast.verdict import advise
+from gradferry.workloads.hooks import hook_config
+from gradferry.workloads.network import check_network
+from scenario import Run, Scenario, Weight
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from world import World
+
+WEIGHTS = (*tuple(Weight(f"w{i}", (90 + 7 * i, 70)) for i in range(9)), Weight("bias", (50,)))
+SCENARIO = Scenario(WEIGHTS, codec="q4", ddp={"bucket_cap_mb": 0.06})
+
+
+def case_buckets(scenario: Scenario) -> dict[str, Any]:
+    run = Run(scenario)
+    ready: dict[int, int] = {}
+    parameters = list(run.model.parameters())
+    for index, parameter in enumerate(parameters):
+        parameter.register_post_accumulate_grad_hook(
+            lambda _, index=index: ready.__setitem__(index, len(ready))
+        )
+    for step in range(4):
+        run.step(step)
+    before = run.state.stats()["wire_bytes"]
+    ready.clear()
+    run.step(4)
+    stats = run.state.stats()
+    return {
+        "ready": [float(ready[index]) for index in range(len(parameters))],
+        "buckets": stats["step_buckets"],
+        "sent": stats["wire_bytes"] - before,
+        "events": run.state.events(),
+        "stats": stats,
+    }
+
+
+@pytest.mark.torch_core
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_buckets_and_bytes_are_those_of_the_hook(worlds: Any, world_size: int) -> None:
+    answers = worlds(world_size).run(case_buckets, scenario=SCENARIO)
+    parameters = [Parameter(w.name, w.shape) for w in WEIGHTS]
+    buckets = ddp_buckets(parameters, answers[0]["ready"], 0.06)
+    assert buckets == answers[0]["buckets"]
+    assert len(buckets) > 3
+    traffic = CodecTraffic(hook_config("q4"), parameters, world_size)
+    cut = traffic.cut(buckets)
+    assert traffic.sent_bytes(cut) == max(answer["sent"] for answer in answers)
+
+
+def test_steps_are_observed_in_what_the_hook_says_of_them(world_of_2: World) -> None:
+    answer = world_of_2.run(case_buckets, scenario=SCENARIO)[0]
+    last = answer["events"][-1]["step"]
+    of_last = [event for event in answer["events"] if event["step"] == last]
+    assert observe(of_last, answer["stats"]) is None  # none comes after it
+    longer = answer["events"][-len(answer["buckets"]) :]
+    later = [
+        [
+            {**event, "step": 5 + n, **{k: event[k] + 1000.0 * n for k in _INSTANTS}}
+            for event in longer
+        ]
+        for n in range(5)
+    ]
+    events = [event for step in later for event in step]
+    seen = observe(events, answer["stats"])
+    assert seen is not None
+    assert seen.buckets == tuple(map(tuple, answer["buckets"]))
+    assert seen.ready_s[0] == 0
+    assert list(seen.ready_s) == sorted(seen.ready_s)
+    held = sum(e["encoded_ms"] - e["begin_ms"] for e in longer)
+    tail = max(e["complete_ms"] for e in longer) - longer[-1]["encoded_ms"]
+    assert seen.exposed_s == pytest.approx(1e-3 * (held + tail))
+    assert seen.without_s + seen.exposed_s == pytest.approx(1.0)
+
+
+_INSTANTS = ("begin_ms", "encoded_ms", "complete_ms")
+
+
+@pytest.mark.parametrize("codec", ["exact", "q4", "sign1", "topk"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_codec_speed_times_every_function(codec: str, dtype: torch.dtype) -> None:
+    arguments = {
+        "dtype": dtype,
+        "worker_residual": codec == "sign1",
+        "owner_residual": codec != "exact",
+        "momentum": False,
+        "num_elements": 1 << 17,
+        "rounds": 1,
+    }
+    speed = _native.codec_speed(codec, world_size=3, **arguments)
+    assert set(speed) == {
+        "encode_per_element", "reduce_per_element", "decode_per_element", "check_per_byte",
+    }  # fmt: skip
+    assert all(0 < seconds < 1e-3 for seconds in speed.values())
+    with pytest.raises(ConfigError, match="a tile for every rank"):
+        _native.codec_speed(codec, world_size=33, **arguments)
+
+
+def predictions(**ms: float) -> list[Prediction]:
+    return [
+        Prediction(hook.replace("_", ":"), None, 1e-3 * value, 1e-3 * (value - 100), 0)
+        for hook, value in {"none": 100.0, **ms}.items()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ms", "sentence"),
+    [
+        (
+            {"torch_fp32": 100.2, "torch_bf16": 100.1, "q4": 100.3},
+            "Do not compress: torch:fp32 takes 100.2 ms per step, 1.00 times a step without "
+            "communication: the backward pass hides its communication.",
+        ),
+        (
+            {"torch_fp32": 150, "torch_bf16": 120, "q4": 130},
+            "Do not compress: torch:bf16 takes 120.0 ms per step, 1.20 times a step without "
+            "communication, and the fastest codec, q4, would take 130.0 ms.",
+        ),
+        (
+            {"torch_fp32": 900, "torch_bf16": 500, "q4": 200, "sign1": 110},
+            "Use q4: q4 takes 200.0 ms per step, 2.00 times a step without communication, 2.50 "
+            "times faster than torch:bf16, the best without gradferry; in momentum mode sign1 "
+            "would take 110.0 ms.",
+        ),
+    ],
+)
+def test_the_verdict_is_one_sentence(ms, sentence):
+    assert advise(predictions(**ms), needs_momentum) == sentence
+
+
+def check_doctor_rows(rows: list[dict[str, Any]], hooks: list[str]) -> None:
+    kinds = [row["kind"] for row in rows]
+    assert kinds == sorted(kinds, key=["link", "codec", "prediction", "verdict"].index)
+    found = {row["hook"]: row for row in rows if row["kind"] == "prediction"}
+    assert list(found) == hooks
+    none = found["none"]
+    for row in found.values():
+        assert row["ms"] == pytest.approx(none["ms"] + row["exposed_ms"])
+        assert row["ratio_to_none"] == pytest.approx(row["ms"] / none["ms"])
+        assert row["exposed_ms"] >= 0
+    assert found["torch:bf16"]["wire_bytes"] * 2 == found["torch:fp32"]["wire_bytes"]
+    assert found["sign1"]["needs_momentum"]
+    assert not found["q4"]["needs_momentum"]
+    for row in rows:
+        if row["kind"] == "link":
+            assert row["us"] > 0
+            assert row["gbit_per_s"] > 0
+            assert row["latency_us"] > 0
+
+
+DOCTOR_HOOKS = ["none", "torch:fp32", "torch:fp16", "torch:bf16", "q4", "sign1"]
+
+
+def test_doctor_smoke_predicts_on_loopback(tmp_path, capsys):
+    file = tmp_path / "rows.json"
+    assert main(["doctor", "--smoke", "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    check_doctor_rows(rows, DOCTOR_HOOKS)
+    shown = capsys.readouterr().out
+    assert rows[-1]["text"] in shown
+    assert "Predicted step: small, link loopback" in shown
+
+
+def test_doctor_smoke_predicts_on_a_link(tmp_path, capfd):
+    try:
+        check_network(2)
+    except ConfigError as error:
+        pytest.skip(f"no network namespaces here: {error}")
+    file = tmp_path / "rows.json"
+    assert main(["doctor", "--smoke", "--link", "100mbit", "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    check_doctor_rows(rows, DOCTOR_HOOKS)
+    assert "link 100mbit" in capfd.readouterr().out
+    # The largest messages: at most the rate; at least half of it, whatever else runs here.
+    for row in rows:
+        if row["kind"] == "link" and row["bytes"] > 1 << 18:
+            assert 0.05 < row["gbit_per_s"] < 0.1
+    # 3.49 MB at 0.1 Gb/s are 279 ms at the least, of which q4 sends a seventh.
+    found = {row["hook"]: row for row in rows if row["kind"] == "prediction"}
+    assert found["torch:fp32"]["ms"] > 279
+    assert found["q4"]["exposed_ms"] < 0.5 * found["torch:fp32"]["exposed_ms"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--hooks", "q5"], "q5"),
+        (["--hooks", "torch:powersgd:4"], "measure it with bench train"),
+        (["--model", "transfomer"], "did you mean 'transformer'"),
+        (["--turns", "0"], "--turns: 0"),
+        (["--bucket-caps", "0"], "--bucket-caps: 0"),
+        (["--ranks", "1"], "two ranks at least"),
+    ],
+)
+def test_doctor_refuses_before_it_starts_a_process(arguments, message, capsys, monkeypatch):
+    monkeypatch.setattr(
+        "multiprocessing.process.BaseProcess.start", lambda self: pytest.fail("started")
+    )
+    assert main(["doctor", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def case_own_model() -> tuple[str, list[str], bool]:
+    model = nn.Sequential(nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 1))
+    ddp = DistributedDataParallel(model)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+
+    class Loss(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x).square().mean()
+
+    ddp = DistributedDataParallel(Loss(model), bucket_cap_mb=0.1)
+    found = gradferry.doctor(ddp, lambda: (torch.randn(4, 300),), hooks=["q4"], show=False)
+    unchanged = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    return found.verdict, [p.hook for p in found.predictions], unchanged
+
+
+def test_doctor_looks_at_a_model_that_is_there(world_of_2: World) -> None:
+    answers = world_of_2.run(case_own_model)
+    assert answers[0] == answers[1]
+    verdict, hooks, unchanged = answers[0]
+    assert re.match(r"Use q4: |Do not compress: ", verdict)
+    assert hooks == ["none", "torch:fp32", "q4"]
+    assert unchanged
+
+
+def plan_rows(tmp_path, *arguments: str) -> list[dict[str, Any]]:
+    file = tmp_path / "plan.json"
+    assert main(["plan", "--smoke", "--json", str(file), *arguments]) == 0
+    return json.loads(file.read_text())["rows"]
+
+
+def test_plan_smoke_draws_and_says_what_it_assumes(tmp_path, capsys):
+    picture = tmp_path / "plan.png"
+    rows = plan_rows(tmp_path, "--png", str(picture))
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    shown = capsys.readouterr().out
+    for word in ("989 TFLOP/s", "40%", "today is flat", "4 of them in the backward", "crossover"):
+        assert word in shown, word
+    plans = [row for row in rows if row["kind"] == "plan"]
+    assert {row["exchange"] for row in plans} == {"flat", "hierarchical"}
+    fp32 = [row for row in plans if row["hook"] == "torch:fp32"]
+    assert fp32[0]["ms"] == fp32[1]["ms"]  # PyTorch's own do not depend on our exchange
+
+
+def test_a_plan_agrees_with_the_closed_form_where_the_link_decides(tmp_path):
+    # No overlap to speak of: one token makes the backward pass vanish, and 0.5 Gb/s is slow.
+    rows = plan_rows(
+        tmp_path, "--link", "500mbit", "--tokens", "1", "--gpus-per-node", "1", "--latency-us", "0"
+    )
+    ms = {row["hook"]: row["ms"] for row in rows if row["kind"] == "plan"}
+    elements, world = 2e7, 16
+    fp32 = 1e3 * 2 * (world - 1) / world * 4 * elements / (500e6 / 8)
+    assert ms["torch:fp32"] == pytest.approx(fp32, rel=0.01)
+    assert ms["torch:bf16"] == pytest.approx(fp32 / 2, rel=0.01)
+    # 4.28 bits per element, headers and padding to the largest shard.
+    assert ms["q4"] == pytest.approx(fp32 * 4.28 / 32, rel=0.05)
+
+
+def test_gpus_that_share_a_card_multiply_the_flat_exchanges_traffic(tmp_path):
+    slow = ("--link", "1gbit", "--tokens", "1", "--latency-us", "0")
+    rows = plan_rows(tmp_path, "--gpus-per-node", "4", *slow)
+    ms = {(row["exchange"], row["hook"]): row["ms"] for row in rows if row["kind"] == "plan"}
+    # Of 15 others 12 are on other nodes, and 4 GPUs share a card: 4 * 12 / 15 = 3.2 times what one
+    # GPU alone would send; hierarchical: 2 * 3/4 of the model through each card.
+    assert ms["flat", "q4"] / ms["hierarchical", "q4"] == pytest.approx(
+        (3.2 * 15 / 16) / (3 / 4), rel=0.05
+    )
+
+
+def test_the_crossover_is_where_the_speed_up_ends(tmp_path):
+    rows = [row for row in plan_rows(tmp_path) if row["kind"] == "speedup"]
+    for row in rows:
+        crossover = row["crossover_gbit_per_s"]
+        if row["exchange"] == "hierarchical":
+            assert (row["speedup"] >= 1.02) == (row["gbit_per_s"] <= crossover)
+        else:  # eight GPUs share a card, and (8 + 1) * 4.28 bits are more than 32
+            assert crossover is None
+            assert row["speedup"] < 1.02
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--world", "10"], "multiple of --gpus-per-node"),
+        (["--world", "8"], "is one node"),
+        (["--link", "fast"], "fast"),
+        (["--link", "unshaped"], "must be rates"),
+        (["--mfu", "1.5"], "--mfu 1.5"),
+        (["--params", "0"], "--params 0"),
+        (["--hooks", "q5"], "q5"),
+    ],
+)
+def test_plan_refuses(arguments, message, capsys):
+    assert main(["plan", *arguments]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,126 @@
+"""The simulated step against times worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gradferry.forecast.costs import CollectiveCosts, Curve, LinkCosts
+from gradferry.forecast.simulate import (
+    Backward,
+    ChunkCost,
+    ReducedBucket,
+    play_all_reduce,
+    play_codec,
+)
+
+# A second per byte on the link; a collective arrives 100 s after it has left.
+LATENCY = 100.0
+
+
+def line(s_per_byte: float, latency: float = LATENCY, cpu: float = 0.0) -> CollectiveCosts:
+    return CollectiveCosts(latency, Curve(((0.0, 0.0), (1.0, s_per_byte))), cpu)
+
+
+def link(s_per_byte: float = 1.0, latency: float = LATENCY, cpu: float = 0.0) -> LinkCosts:
+    costs = line(s_per_byte, latency, cpu)
+    return LinkCosts(costs, costs, {torch.float32: costs})
+
+
+CHUNK = ChunkCost(encode_s=1, scatter_bytes=10, reduce_s=2, gather_bytes=20, decode_s=3)
+
+
+def test_a_curve_is_straight_between_points_and_beyond():
+    curve = Curve(((10.0, 1.0), (20.0, 3.0), (40.0, 4.0)))
+    assert [curve.at(x) for x in (0, 10, 15, 20, 30, 60)] == [1, 1, 2, 3, 3.5, 5]
+
+
+def test_one_chunk_takes_the_sum_of_its_parts():
+    played = play_codec(Backward((1000.0,), 1000.0), [[CHUNK]], link())
+    scatter, gather, commit = 10 + LATENCY, 20 + LATENCY, LATENCY
+    assert played.end_s == 1000 + 1 + scatter + 2 + gather + 3 + commit
+
+
+def test_what_arrives_before_the_backward_pass_ends_is_hidden():
+    assert play_codec(Backward((0.0,), 5000.0), [[CHUNK]], link()).end_s == 5000 + 1  # the encoding
+
+
+def test_messages_take_the_link_one_after_another():
+    # Three chunks at once and no work: the link is never idle until the last gather has left.
+    chunk = ChunkCost(0, 10, 0, 10, 0)
+    played = play_codec(Backward((0.0,), 0.0), [[chunk] * 3], link(latency=0.0))
+    assert played.end_s == 60
+
+
+def test_latency_is_hidden_by_chunks_in_flight_and_paid_at_the_end():
+    chunk = ChunkCost(0, 1000, 0, 1000, 0)
+    played = play_codec(Backward((0.0,), 0.0), [[chunk] * 3], link())
+    # All scatters have left at 3000, gathers follow: the last has arrived 100 s after it left.
+    assert played.end_s == 6000 + LATENCY + LATENCY  # and the commit
+
+
+def test_a_fifth_chunk_waits_for_a_slot():
+    # Encoding takes a second, all else nothing, but what was sent arrives 100 s later. Chunks are
+    # posted at 1, 2, 3, 4; two gathers at a time arrive at 201 and 202, then 301 and 302. The first
+    # one's slot is free at 201: the fifth is posted at 202, its gather at 302, and has come at 402.
+    chunk = ChunkCost(1, 0, 0, 0, 0)
+    four = play_codec(Backward((0.0,), 0.0), [[chunk] * 4], link(s_per_byte=0.0))
+    five = play_codec(Backward((0.0,), 0.0), [[chunk] * 5], link(s_per_byte=0.0))
+    assert four.end_s == 302 + LATENCY
+    assert five.end_s == 402 + LATENCY
+
+
+def test_the_finishing_thread_holds_up_the_backward_pass_where_it_shares_its_core():
+    buckets = [[ChunkCost(0, 0, 30, 0, 20)], [ChunkCost(0, 0, 0, 0, 0)]]
+    nothing = link(0.0, 0.0)
+    alone = play_codec(Backward((0.0, 1000.0), 1000.0, spare_cores=1.0), buckets, nothing)
+    sharing = play_codec(Backward((0.0, 1000.0), 1000.0, spare_cores=0.0), buckets, nothing)
+    half = play_codec(Backward((0.0, 1000.0), 1000.0, spare_cores=0.5), buckets, nothing)
+    assert alone.end_s == 1000
+    assert sharing.end_s == pytest.approx(1050, abs=0.2)  # 1e-4 of the pass ends the search
+    assert half.end_s == pytest.approx(1025, abs=0.2)
+
+
+def test_moving_bytes_takes_processor_time_as_well():
+    buckets = [[ChunkCost(0, 100, 0, 100, 0)], [ChunkCost(0, 0, 0, 0, 0)]]
+    backward = Backward((0.0, 1000.0), 1000.0, spare_cores=0.0)
+    played = play_codec(backward, buckets, link(0.5, 0.0, cpu=0.25))
+    assert played.end_s == pytest.approx(1050, abs=0.2)
+
+
+def test_all_reduces_queue_and_are_cast_before_and_after():
+    buckets = [ReducedBucket(1, 100, 2), ReducedBucket(1, 50, 2)]
+    played = play_all_reduce(Backward((10.0, 20.0), 20.0), buckets, line(1.0))
+    # The first leaves at 11 and takes the link until 111, the second until 161.
+    assert played.end_s == 161 + LATENCY + 2
+
+
+def test_it_is_deterministic():
+    buckets = [[CHUNK] * 7, [CHUNK] * 3]
+    backward = Backward((0.1, 33.3), 35.0, spare_cores=0.3)
+    first = play_codec(backward, buckets, link(0.3, 1.7, 0.1))
+    assert play_codec(backward, buckets, link(0.3, 1.7, 0.1)) == first
+
+
+SLOW = CollectiveCosts(0.0, Curve(((0.0, 0.0), (1.0, 1.0))), beside_backward=0.25)
+
+
+def test_the_link_is_slower_while_gradients_are_computed():
+    one = [ReducedBucket(0, 100, 0)]
+    # 100 s of the link: a quarter of the 200 s of the pass, and 50 s after it.
+    assert play_all_reduce(Backward((0.0,), 200.0), one, SLOW).end_s == 250
+    # Two of them are through after 800 s.
+    assert play_all_reduce(Backward((0.0, 0.0), 800.0), one * 2, SLOW).end_s == 800
+    assert play_all_reduce(Backward((0.0, 0.0), 799.0), one * 2, SLOW).end_s > 799
+
+
+def test_the_link_is_not_slower_while_ddp_waits_for_a_slot():
+    chunk = ChunkCost(0, 10, 0, 0, 0)
+    played = play_codec(
+        Backward((0.0, 1.0, 2.0, 3.0, 4.0, 1000.0), 1000.0),
+        [[chunk]] * 6,
+        LinkCosts(SLOW, SLOW, {}),
+    )
+    # From second 4 on the thread waits for a slot: the first chunk has sent 1 of 10 s by then and
+    # is through at 13, the three after it at 43. Then its gather takes no time and frees the slot.
+    # The last chunk is ready 996 s after that, and has the link for itself.
+    assert played.end_s == 43 + 996 + 10
