@@ -1,17 +1,20 @@
 """Everything there is to know about gradferry on this machine's GPU, in two commands.
 
     python tools/gpu_check.py kernels     # build them; tests, sanitizers
-    python tools/gpu_check.py hook        # build the package; training over gloo and NCCL
+    python tools/gpu_check.py hook        # build the package; training, benchmarks
 
 Each takes at most eight minutes on 16 cores and needs nvcc, CMake, ninja, Python and torch, but no
-network, no GoogleTest and no other Python package. Results go to build/gpu/gpu.json, one row per
-check, those of both commands in one file. Ends with code 0 when nothing failed.
+network and no GoogleTest; benchmarks also need the Python package rich. Results go to
+build/gpu/gpu.json: one row per check and what was measured, those of both commands in one file. To
+keep them, copy it to benchmarks/results/. Where there is no GPU everything is built, and what needs
+one is skipped. Ends with code 0 when nothing failed.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import importlib.util
 import json
 import os
 import platform
@@ -26,12 +29,17 @@ ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build" / "gpu"
 PACKAGES = BUILD / "python"  # gradferry as this machine runs it
 RESULT = BUILD / "gpu.json"
+TOOLKIT = Path("/usr/local/cuda/bin")  # where nvcc is when it is not on the path
 SKIPPED = 77
 BUDGET_SECONDS = 460.0  # of a command
 LAST_LINES = 30
 # Of the tests under a sanitizer, which is tens of times slower.
 SANITIZED = "StayInside"
 SANITIZERS = ("memcheck", "racecheck", "initcheck")
+# Of the package, with their options.
+BENCHMARKS = {
+    "overlap": ["--trace", str(BUILD / "overlap_trace.json")],
+}
 
 
 class Checks:
@@ -41,6 +49,20 @@ class Checks:
         self.command = command
         self.start = time.monotonic()
         self.rows: list[dict[str, Any]] = []
+        self.measured: dict[str, Any] = {}
+        self.gpu = gpu()
+        if not self.gpu:
+            print("There is no GPU on this machine: what needs one is skipped.", flush=True)
+
+    def run_on_gpu(self, name: str, arguments: list[str], **environment: str) -> bool:
+        """As run(), where there is a GPU."""
+        if self.gpu:
+            return self.run(name, arguments, **environment)
+        return self.skip(name, "there is no GPU on this machine")
+
+    def skip(self, name: str, reason: str) -> bool:
+        """Notes a check that cannot run here."""
+        return self._add(name, "skipped", f"skipped: {reason}", 0.0)
 
     def run(self, name: str, arguments: list[str], **environment: str) -> bool:
         """Runs a program. True if it passed or had a reason not to run."""
@@ -82,12 +104,19 @@ class Checks:
         return outcome != "failed"
 
     def write(self) -> bool:
-        """Replaces this command's rows in the result. True if nothing failed."""
+        """Replaces what this command gave before in the result. True if nothing failed."""
         kept: list[dict[str, Any]] = []
+        measured: dict[str, Any] = {}
         if RESULT.exists():
-            rows = json.loads(RESULT.read_text())["rows"]
-            kept = [row for row in rows if row["command"] != self.command]
-        document = {"schema": 1, "environment": environment(), "rows": kept + self.rows}
+            before = json.loads(RESULT.read_text())
+            kept = [row for row in before["rows"] if row["command"] != self.command]
+            measured = before.get("measured", {})
+        document = {
+            "schema": 1,
+            "environment": environment(),
+            "rows": kept + self.rows,
+            "measured": {**measured, **self.measured},
+        }
         RESULT.parent.mkdir(parents=True, exist_ok=True)
         RESULT.write_text(json.dumps(document, indent=2) + "\n")
         return all(row["outcome"] != "failed" for row in self.rows)
@@ -103,7 +132,7 @@ def environment() -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "python": platform.python_version(),
         "cpu count": os.cpu_count(),
-        "gpu": _line("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"),
+        "gpu": gpu(),  # and its driver
         "nvcc": _line("nvcc", "--version"),
         "commit": _line("git", "-C", str(ROOT), "rev-parse", "HEAD"),
     }
@@ -115,10 +144,17 @@ def environment() -> dict[str, Any]:
     return {**facts, "torch": torch.__version__, "nccl": nccl}
 
 
+def gpu() -> str:
+    """Name and driver of the GPU; empty where there is none."""
+    return _line("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+
+
 def _line(*arguments: str) -> str:
     try:
         done = subprocess.run(arguments, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
+        return ""
+    if done.returncode != 0:
         return ""
     return (done.stdout.strip().splitlines() or [""])[-1]
 
@@ -136,16 +172,16 @@ def check_kernels(checks: Checks) -> None:
         return
     checks.run("install kernels", ["cmake", "--install", str(build), "--component", "development"])
     program = next(build.rglob("gradferry_gpu_check"), build / "gradferry_gpu_check")
-    checks.run("kernels give the bytes of the CPU", [str(program)])
+    checks.run_on_gpu("kernels give the bytes of the CPU", [str(program)])
     for tool in SANITIZERS:
-        checks.run(
+        checks.run_on_gpu(
             f"kernels under compute-sanitizer {tool}",
             ["compute-sanitizer", "--tool", tool, "--error-exitcode", "1", str(program), SANITIZED],
         )
 
 
 def check_hook(checks: Checks) -> None:
-    """Builds the package and trains beside the CPU."""
+    """Builds the package, trains beside the CPU, and measures."""
     build = BUILD / "hook"
     built = checks.run(
         "configure package",
@@ -177,7 +213,23 @@ def check_hook(checks: Checks) -> None:
             arguments += ["--slow", str(slow)]
             # Freed memory goes back at once, so that late users are found.
             variables["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
-        checks.run(name, arguments, **variables)
+        checks.run_on_gpu(name, arguments, **variables)
+    for benchmark, options in BENCHMARKS.items():
+        measure(checks, benchmark, options)
+
+
+def measure(checks: Checks, benchmark: str, options: list[str]) -> None:
+    """Runs a benchmark of the package and keeps its rows."""
+    name = f"gradferry bench {benchmark}"
+    if importlib.util.find_spec("rich") is None:
+        checks.skip(name, "the Python package rich is not on this machine")
+        return
+    rows = BUILD / f"{benchmark}.json"
+    rows.unlink(missing_ok=True)
+    arguments = [sys.executable, "-m", "gradferry", "bench", benchmark, "--device", "cuda"]
+    arguments += [*options, "--json", str(rows)]
+    if checks.run_on_gpu(name, arguments, PYTHONPATH=str(PACKAGES)) and rows.exists():
+        checks.measured[benchmark] = json.loads(rows.read_text())
 
 
 def main() -> int:
@@ -185,10 +237,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("command", choices=("kernels", "hook"))
     command = parser.parse_args().command
+    if shutil.which("nvcc") is None and (TOOLKIT / "nvcc").exists():
+        os.environ["PATH"] += os.pathsep + str(TOOLKIT)
     checks = Checks(command)
     check_kernels(checks) if command == "kernels" else check_hook(checks)
     passed = checks.write()
-    print(f"{RESULT}: {'nothing failed' if passed else 'something failed'}")
+    outcome = "nothing failed" if passed else "something failed"
+    print(f"{RESULT}: {outcome}{'' if checks.gpu else ', without a GPU'}")
     return 0 if passed else 1
 
 
