@@ -23,7 +23,7 @@ from gradferry.bench.device_codec import (
 )
 from gradferry.bench.peers import compare_with_peers, missing_peers, peer_table
 from gradferry.errors import ConfigError
-from gradferry.reporting.environment import environment
+from gradferry.reporting.environment import environment, occasion
 from gradferry.reporting.json_file import write_json
 from gradferry.reporting.table import Column, Table, print_line, print_table
 
@@ -135,7 +135,7 @@ def _run_on_gpu(arguments: argparse.Namespace) -> int:
         console.print()
         print_table(console, device_peer_table([row for row in rows if "peer" in row]))
     if arguments.json:
-        write_json(arguments.json, rows, {**environment(), **gpu.environment})
+        write_json(arguments.json, rows, {**environment(), **occasion(), **gpu.environment})
         print_line(console, f"Written: {arguments.json}")
     return 1 if any(row["wrong"] for row in own) else 0
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from gradferry.bench.device_clock import find_gpu
 from gradferry.errors import ConfigError
 from gradferry.forecast.predict import NO_HOOK
-from gradferry.reporting.environment import environment
+from gradferry.reporting.environment import environment, occasion
 from gradferry.reporting.json_file import write_json
 from gradferry.reporting.paired import paired_difference, paired_ratio
 from gradferry.reporting.progress import StatusLine
@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
         if options.trace:
             print_line(console, f"Trace of {options.hooks[-1]}: {options.trace}")
         if arguments.json:
-            write_json(arguments.json, rows, {**environment(), **gpu})
+            write_json(arguments.json, rows, {**environment(), **occasion(), **gpu})
             print_line(console, f"Written: {arguments.json}")
         return 0
 
