@@ -80,7 +80,8 @@ void DeviceResiduals::add_to_worker(uint64_t offset, const at::Tensor& values, f
   at::Tensor part =
       residuals_.worker_tensor().narrow(0, static_cast<int64_t>(offset), values.numel());
   const at::Tensor updated = part + values.to(at::kFloat) * (scale_ * factor);
-  part.copy_(at::where(at::isfinite(updated), updated, part));
+  const at::Tensor finite = (updated - updated) == 0;  // what is not gives NaN
+  part.copy_(at::where(finite, updated, part));
 }
 
 float DeviceResiduals::loss_scale() const { return scale_.cpu().item<float>(); }

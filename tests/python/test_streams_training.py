@@ -288,14 +288,15 @@ def test_equal_parameters_raise_no_alarm(worlds: Worlds, device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_one_bit_on_one_rank_is_named_on_all(worlds: Worlds, device: str, name: str) -> None:
     scenario = check_scenario(device, 4)
-    answers = worlds(3).run(case_check, scenario=scenario, change=(2, 2, name))
+    # In the step that looks: adding a gradient may round the bit away.
+    answers = worlds(3).run(case_check, scenario=scenario, change=(4, 2, name))
     for answer in answers:
         outcomes = answer["outcomes"]
-        assert [o.error for o in outcomes] == [None] * 4 + ["DivergedError"] * 3
+        assert [o.error for o in outcomes[:5]] == [None] * 4 + ["DivergedError"]
         assert f"parameter '{name}' of rank 2 differs from that of rank 0 at step 4" in (
             outcomes[4].text
         )
-    assert len({answer["outcomes"][4].text.splitlines()[0] for answer in answers}) == 1
+    assert len({answer["outcomes"][4].headline for answer in answers}) == 1
 
 
 def case_damaged_check(scenario: Scenario) -> list[Outcome]:
@@ -314,10 +315,10 @@ def test_damaged_hashes_are_an_error_on_all_ranks_two_steps_later(worlds: Worlds
     scenario = dataclasses.replace(check_scenario("streamed", 1), world_size=2, ddp={})
     answers = worlds(2).run(case_damaged_check, scenario=scenario)
     for outcomes in answers:
-        assert [o.error for o in outcomes] == [None] * 4 + ["ProtocolError"] * 2
+        assert [o.error for o in outcomes[:5]] == [None] * 4 + ["ProtocolError"]
         assert "rank 1 refused a message from rank 0 (step 2" in outcomes[4].text
         assert "check of parameters): checksum is " in outcomes[4].text
-    assert len({outcomes[4].text.splitlines()[0] for outcomes in answers}) == 1
+    assert len({outcomes[4].headline for outcomes in answers}) == 1
 
 
 # --- a world of one that exchanges ----------------------------------------------------------------
