@@ -90,7 +90,7 @@ def test_every_case_is_validated_and_compared_with_a_copy(device_worlds: Worlds)
         if row["op"] == "encode_ef":
             assert moved == item + 8
     assert "reduce/3" in str(
-        [column.text(rows[3]) for column in device_codec_table(rows, "x").columns]
+        [column.cell(rows[3]) for column in device_codec_table(rows, "x").columns]
     )
 
 

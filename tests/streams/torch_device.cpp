@@ -193,7 +193,11 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
 }
 
 at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
-  TORCH_CHECK(from.sizes() == to.sizes(), "fake device: no resizing");
+  if (from.sizes() != to.sizes()) {
+    const at::Tensor resized = at::empty(from.sizes(), to.options());
+    to.unsafeGetTensorImpl()->set_storage_keep_dtype(resized.storage());
+    to.unsafeGetTensorImpl()->set_sizes_contiguous(from.sizes());
+  }
   return copy_from(from, to, false);
 }
 

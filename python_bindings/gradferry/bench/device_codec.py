@@ -125,7 +125,7 @@ def _time_codec(
         codec=name, dtype=dtype, num_elements=num_elements, device=timed.device
     )
     gradient = _gaussian(num_elements, dtype).to(timed.device)
-    ranks = max(1, *options.world_sizes)
+    ranks = max([1, *options.world_sizes])
     least = gradient.nbytes + codec.worker_bytes
     sets = [
         _Buffers(codec, gradient, misaligned, ranks)
@@ -263,7 +263,8 @@ def _elements(size_mb: float, dtype: torch.dtype) -> int:
 
 def _gaussian(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(num_elements, generator=generator).mul_(1e-3).to(dtype)
+    # Without -0, which a zero residual would make +0.
+    return torch.randn(num_elements, generator=generator).mul_(1e-3).to(dtype).add_(0.0)
 
 
 def _bytes(num_bytes: int, place: torch.device) -> torch.Tensor:

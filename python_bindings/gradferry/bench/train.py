@@ -216,7 +216,7 @@ def train_table(rows: Sequence[Row]) -> Table:
     ]
     if not all(row["wire_bytes_measured"] for row in rows):
         notes.append("* computed for a ring all-reduce: PyTorch does not count what it sends.")
-    until_loss = rows[0]["until_loss"]
+    until_loss = rows[0].get("until_loss")
     if until_loss is not None:
         columns += [
             Column("steps to\nloss", lambda row: _number(row["steps_to_loss"], "d")),
