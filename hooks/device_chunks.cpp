@@ -123,21 +123,29 @@ void DeviceEngine::wait(BucketJob& job, Transfer& transfer, Phase phase, uint64_
   }
 }
 
+// What came: sums_ and verdicts_ get a word per message.
+void DeviceEngine::check_messages(const BucketJob& job, const Envelope& expected,
+                                  Table<Message> messages, Table<ReceivedTile> tiles,
+                                  const DeviceBuffer& received) const {
+  message_kernels().check({.envelope = expected,
+                           .messages = job.plan->data(messages),
+                           .num_messages = messages.size,
+                           .tiles = job.plan->data(tiles),
+                           .num_tiles = tiles.size,
+                           .buffer = bytes(received),
+                           .sums = words(sums_),
+                           .verdicts = words(verdicts_),
+                           .findings = findings(),
+                           .stream = finish_stream_.native_handle()});
+}
+
 void DeviceEngine::reduce(BucketJob& job, ChunkJob& chunk) {
   const DeviceChunk& planned = *chunk.chunk;
   DeviceSlot& slot = *chunk.slot;
   wait(job, chunk.scatter, Phase::kScatter, chunk.number);
   const TimedRange timed("gradferry::reduce", job.event.reduce_ns);
-  message_kernels().check({.envelope = envelope(job, chunk, Phase::kScatter),
-                           .messages = job.plan->data(planned.scatter_received),
-                           .num_messages = planned.scatter_received.size,
-                           .tiles = job.plan->data(planned.scatter_tiles),
-                           .num_tiles = planned.scatter_tiles.size,
-                           .buffer = bytes(slot.scatter_receive),
-                           .sums = words(sums_),
-                           .verdicts = words(verdicts_),
-                           .findings = findings(),
-                           .stream = finish_stream_.native_handle()});
+  check_messages(job, envelope(job, chunk, Phase::kScatter), planned.scatter_received,
+                 planned.scatter_tiles, slot.scatter_receive);
   for (const DeviceBatch& batch : planned.reduce.batches) {
     layout_.codecs()[batch.codec_index].codec->reduce(
         make_batch(job, planned.reduce, batch, Stage::kOwner, finish_statuses_, finish_stream_),
@@ -164,16 +172,8 @@ void DeviceEngine::decode(BucketJob& job, ChunkJob& chunk) {
   DeviceSlot& slot = *chunk.slot;
   wait(job, chunk.gather, Phase::kGather, chunk.number);
   const TimedRange timed("gradferry::decode", job.event.decode_ns);
-  message_kernels().check({.envelope = envelope(job, chunk, Phase::kGather),
-                           .messages = job.plan->data(planned.gather_received),
-                           .num_messages = planned.gather_received.size,
-                           .tiles = job.plan->data(planned.gather_tiles),
-                           .num_tiles = planned.gather_tiles.size,
-                           .buffer = bytes(slot.gather_receive),
-                           .sums = words(sums_),
-                           .verdicts = words(verdicts_),
-                           .findings = findings(),
-                           .stream = finish_stream_.native_handle()});
+  check_messages(job, envelope(job, chunk, Phase::kGather), planned.gather_received,
+                 planned.gather_tiles, slot.gather_receive);
   for (size_t b = 0; b < planned.decode.batches.size(); ++b) decode_batch(job, chunk, b);
   if (planned.worker_residual) slot.free.record(finish_stream_);
   message_kernels().conclude({.step = job.step,

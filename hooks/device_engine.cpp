@@ -82,12 +82,7 @@ void DeviceEngine::run(const std::vector<uint32_t>& parameters, const at::Tensor
 }
 
 void DeviceEngine::begin_run() {
-  if (getpid() != process_id_) {
-    raise(Error(ErrorKind::kState,
-                "gradferry was attached in process " + std::to_string(process_id_) +
-                    " and called after a fork in process " + std::to_string(getpid()) +
-                    "; attach in the process that trains"));
-  }
+  if (getpid() != process_id_) raise(called_after_fork(process_id_));
   const std::lock_guard lock(mutex_);
   if (death_) raise(*death_);
 }

@@ -121,6 +121,8 @@ class DeviceEngine final : public BucketEngine {
   void exchange(BucketJob& job);
   void send(BucketJob& job, ChunkJob& chunk);
   void wait(BucketJob& job, Transfer& transfer, Phase phase, uint64_t number);
+  void check_messages(const BucketJob& job, const Envelope& expected, Table<Message> messages,
+                      Table<ReceivedTile> tiles, const DeviceBuffer& received) const;
   void reduce(BucketJob& job, ChunkJob& chunk);
   void decode(BucketJob& job, ChunkJob& chunk);
   void decode_batch(const BucketJob& job, const ChunkJob& chunk, size_t index);

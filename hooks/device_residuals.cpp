@@ -77,11 +77,9 @@ void DeviceResiduals::add_to_worker(uint64_t offset, const at::Tensor& values, f
                                     const at::Tensor& loss_scale) {
   const at::Tensor next = loss_scale.defined() ? loss_scale.reshape({1}) : at::ones_like(scale_);
   scale_.copy_(at::where(scale_ == 0, next, scale_));
-  at::Tensor part =
+  const at::Tensor part =
       residuals_.worker_tensor().narrow(0, static_cast<int64_t>(offset), values.numel());
-  const at::Tensor updated = part + values.to(at::kFloat) * (scale_ * factor);
-  const at::Tensor finite = (updated - updated) == 0;  // what is not gives NaN
-  part.copy_(at::where(finite, updated, part));
+  set_where_finite(part, part + values.to(at::kFloat) * (scale_ * factor));
 }
 
 float DeviceResiduals::loss_scale() const { return scale_.cpu().item<float>(); }

@@ -242,12 +242,7 @@ void Engine::add_momentum_alone(const ChunkPlan& plan, const std::shared_ptr<Buc
 }
 
 void Engine::begin_run(const std::vector<uint32_t>& parameters) {
-  if (getpid() != process_id_) {
-    raise(Error(ErrorKind::kState,
-                "gradferry was attached in process " + std::to_string(process_id_) +
-                    " and called after a fork in process " + std::to_string(getpid()) +
-                    "; attach in the process that trains"));
-  }
+  if (getpid() != process_id_) raise(called_after_fork(process_id_));
   const std::lock_guard lock(mutex_);
   if (death_) raise(*death_);
   if (stop_) {

@@ -98,6 +98,9 @@ struct EngineState {
 // here.
 Error describe_failure(const std::exception_ptr& failure, uint32_t rank);
 
+// What a call means in another process than the one, `process_id`, that attached.
+Error called_after_fork(int process_id);
+
 class Engine final : public BucketEngine {
  public:
   // `backends`: three gloo backends of our own (scatter, gather, commit), or none when world_size

@@ -1,4 +1,6 @@
 // The engine's second half: what the finishing thread does.
+#include <unistd.h>
+
 #include <algorithm>
 
 #include "engine.h"
@@ -15,6 +17,12 @@ void note(Fault& kept, const Fault& fault) {
 }
 
 }  // namespace
+
+Error called_after_fork(int process_id) {
+  return {ErrorKind::kState, "gradferry was attached in process " + std::to_string(process_id) +
+                                 " and called after a fork in process " + std::to_string(getpid()) +
+                                 "; attach in the process that trains"};
+}
 
 Error describe_failure(const std::exception_ptr& failure, uint32_t rank) {
   try {

@@ -13,11 +13,11 @@ at::Tensor zeros(uint64_t num_elements, c10::Device device) {
                    at::TensorOptions().dtype(at::kFloat).device(device));
 }
 
-void set_where_finite(at::Tensor& residual, const at::Tensor& updated) {
+}  // namespace
+
+void set_where_finite(const at::Tensor& residual, const at::Tensor& updated) {
   residual.copy_(at::where(at::isfinite(updated), updated, residual));
 }
-
-}  // namespace
 
 const Parameter& parameter_to_change(const Layout& layout, uint32_t index, const at::Tensor& values,
                                      c10::Device device) {

@@ -19,6 +19,9 @@ namespace gradferry {
 const Parameter& parameter_to_change(const Layout& layout, uint32_t index, const at::Tensor& values,
                                      c10::Device device);
 
+// Elements of `updated` that are not finite leave the residual as it is.
+void set_where_finite(const at::Tensor& residual, const at::Tensor& updated);
+
 class Residuals {
  public:
   // `keep_copy`: take_back() will be called.
