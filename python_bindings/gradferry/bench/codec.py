@@ -23,6 +23,7 @@ from gradferry.bench.device_codec import (
 )
 from gradferry.bench.peers import compare_with_peers, missing_peers, peer_table
 from gradferry.errors import ConfigError
+from gradferry.option_checks import require_at_least_one, require_more_than_zero
 from gradferry.reporting.environment import environment, occasion
 from gradferry.reporting.json_file import write_json
 from gradferry.reporting.table import Column, Table, print_line, print_table
@@ -220,8 +221,7 @@ def _check(arguments: argparse.Namespace) -> None:
         arguments.num_elements = 1 << 24
     if arguments.rounds is None:
         arguments.rounds = _ROUNDS["cpu" if on_cpu else "gpu"]
-    if min(arguments.sizes_mb) <= 0:
-        raise ConfigError(f"--sizes-mb: {min(arguments.sizes_mb):g} must be more than 0")
+    require_more_than_zero("--sizes-mb", arguments.sizes_mb)
     arguments.codecs = [_native.canonical_codec(codec) for codec in arguments.codecs]
     for isa in arguments.isas:
         if isa not in _native.available_isas():
@@ -229,14 +229,7 @@ def _check(arguments: argparse.Namespace) -> None:
                 f"--isas: '{isa}' is none that this machine can run; choose from "
                 f"{' '.join(_native.available_isas())}"
             )
-    for option in ("threads", "world_sizes"):
-        for value in getattr(arguments, option):
-            if value < 1:
-                raise ConfigError(f"--{option.replace('_', '-')}: {value} must be at least 1")
-    if arguments.rounds < 1:
-        raise ConfigError(f"--rounds: {arguments.rounds} must be at least 1")
-    if arguments.num_elements < 1:
-        raise ConfigError(f"--num-elements: {arguments.num_elements} must be at least 1")
+    require_at_least_one(arguments, "threads", "world_sizes", "rounds", "num_elements")
 
 
 def _time(

@@ -14,8 +14,8 @@ from typing import Any
 from rich.console import Console
 
 from gradferry.bench.device_clock import find_gpu
-from gradferry.errors import ConfigError
-from gradferry.forecast.predict import NO_HOOK
+from gradferry.hook_names import NO_HOOK
+from gradferry.option_checks import require_at_least_one, require_more_than_zero
 from gradferry.reporting.environment import environment, occasion
 from gradferry.reporting.json_file import write_json
 from gradferry.reporting.paired import paired_difference, paired_ratio
@@ -108,11 +108,8 @@ def _options(arguments: argparse.Namespace) -> OverlapOptions:
     for hook in hooks:
         check_timed_hook(hook)
     check_model(arguments.model)
-    for option in ("rounds", "steps"):
-        if getattr(arguments, option) < 1:
-            raise ConfigError(f"--{option}: {getattr(arguments, option)} must be at least 1")
-    if not arguments.bucket_cap > 0:
-        raise ConfigError(f"--bucket-cap: {arguments.bucket_cap:g} must be more than 0")
+    require_at_least_one(arguments, "rounds", "steps")
+    require_more_than_zero("--bucket-cap", [arguments.bucket_cap])
     return OverlapOptions(
         model=arguments.model,
         hooks=hooks,

@@ -16,8 +16,8 @@ from typing import Any
 from rich.console import Console
 
 from gradferry import _native
-from gradferry.errors import ConfigError
-from gradferry.forecast.predict import NO_HOOK
+from gradferry.hook_names import NO_HOOK
+from gradferry.option_checks import require_at_least_one, require_more_than_zero
 from gradferry.reporting.json_file import write_json
 from gradferry.reporting.paired import interval_of_median, paired_difference, paired_ratio
 from gradferry.reporting.progress import StatusLine
@@ -120,13 +120,8 @@ def _options(arguments: argparse.Namespace) -> ContestOptions:
     for hook in hooks:
         check_timed_hook(hook)
     check_model(arguments.model)
-    for option in ("rounds", "steps", "most_steps"):
-        if getattr(arguments, option) < 1:
-            name = option.replace("_", "-")
-            raise ConfigError(f"--{name}: {getattr(arguments, option)} must be at least 1")
-    for cap in arguments.bucket_caps:
-        if not cap > 0:
-            raise ConfigError(f"--bucket-caps: {cap:g} must be more than 0")
+    require_at_least_one(arguments, "rounds", "steps", "most_steps")
+    require_more_than_zero("--bucket-caps", arguments.bucket_caps)
     return ContestOptions(
         model=arguments.model,
         hooks=tuple(hooks),

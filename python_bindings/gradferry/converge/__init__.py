@@ -26,6 +26,7 @@ from gradferry.converge.results import Results
 from gradferry.converge.suite import SUITES, Suite, select
 from gradferry.converge.trainings import run_trainings
 from gradferry.errors import ConfigError
+from gradferry.option_checks import require_at_least_one
 from gradferry.reporting.environment import environment, occasion
 from gradferry.reporting.html import Section
 from gradferry.reporting.json_file import read_json, write_json
@@ -135,8 +136,7 @@ def _train(
     console: Console, suite: Suite, arguments: argparse.Namespace
 ) -> list[Mapping[str, Any]]:
     """Rows of all trainings, in the suite's order."""
-    if arguments.worlds < 1:
-        raise ConfigError(f"--worlds: {arguments.worlds} must be at least 1")
+    require_at_least_one(arguments, "worlds")
     folder = arguments.out / suite.name
     if arguments.fresh:
         shutil.rmtree(folder, ignore_errors=True)

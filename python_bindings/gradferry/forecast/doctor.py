@@ -22,7 +22,9 @@ from gradferry.forecast.diagnosis import (
     needs_momentum,
     require_hooks,
 )
-from gradferry.forecast.predict import NO_HOOK, OWN_HOOKS
+from gradferry.forecast.predict import OWN_HOOKS
+from gradferry.hook_names import NO_HOOK
+from gradferry.option_checks import require_at_least_one, require_more_than_zero
 from gradferry.reporting.json_file import write_json
 from gradferry.reporting.progress import StatusLine
 from gradferry.reporting.table import Column, Table, print_line, print_table
@@ -107,11 +109,8 @@ def _examination(arguments: argparse.Namespace) -> Examination:
         if hook.startswith("torch:") and hook not in OWN_HOOKS:
             raise ConfigError(f"--hooks: {hook} cannot be predicted; measure it with bench train")
     check_model(arguments.model)
-    if arguments.turns < 1:
-        raise ConfigError(f"--turns: {arguments.turns} must be at least 1")
-    for cap in arguments.bucket_caps:
-        if not cap > 0:
-            raise ConfigError(f"--bucket-caps: {cap:g} must be more than 0")
+    require_at_least_one(arguments, "turns")
+    require_more_than_zero("--bucket-caps", arguments.bucket_caps)
     caps = tuple(dict.fromkeys(arguments.bucket_caps))
     return Examination(hooks, caps, arguments.turns, _SECONDS)
 

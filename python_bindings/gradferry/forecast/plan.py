@@ -23,8 +23,9 @@ from gradferry.forecast.cluster import (
     on_streams,
 )
 from gradferry.forecast.diagnosis import OWN, default_hooks, needs_momentum, require_hooks
-from gradferry.forecast.predict import NO_HOOK, OWN_HOOKS, Prediction, Predictor
+from gradferry.forecast.predict import OWN_HOOKS, Prediction, Predictor
 from gradferry.forecast.verdict import TOLERANCE, advise, most_precise
+from gradferry.hook_names import NO_HOOK
 from gradferry.reporting.json_file import write_json
 from gradferry.reporting.speedups import Speedups, draw_speedups, speedup_lines
 from gradferry.reporting.table import Column, Table, print_line, print_table

@@ -19,17 +19,12 @@ from gradferry.forecast.simulate import (
     play_all_reduce,
     play_codec,
 )
+from gradferry.hook_names import NO_HOOK, TORCH_DTYPES
 from gradferry.wire_formula import all_reduce_bytes
 
-NO_HOOK = "none"
 _CALIBRATION_PASSES = 4  # each brings what is missing, or nearly
-# Dtype of what PyTorch's own hooks all-reduce.
-OWN_HOOKS: Mapping[str, torch.dtype] = {
-    "torch:fp32": torch.float32,
-    "torch:fp16": torch.float16,
-    "torch:bf16": torch.bfloat16,
-    OFF: torch.float32,
-}
+# Hooks that use the backend's own all-reduce, with its dtype.
+OWN_HOOKS: Mapping[str, torch.dtype] = {**TORCH_DTYPES, OFF: torch.float32}
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from gradferry.codec_spec import parse_codec
-from gradferry.forecast.predict import NO_HOOK, OWN_HOOKS, Prediction
+from gradferry.forecast.predict import OWN_HOOKS, Prediction
+from gradferry.hook_names import NO_HOOK
 
 # What is within this of the fastest counts as fast as it.
 TOLERANCE = 0.02

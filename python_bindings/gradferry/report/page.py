@@ -17,7 +17,7 @@ from gradferry.bench.train import train_table
 from gradferry.errors import ConfigError
 from gradferry.forecast.doctor import doctor_tables
 from gradferry.forecast.plan import plan_curves, plan_table
-from gradferry.forecast.predict import NO_HOOK
+from gradferry.hook_names import NO_HOOK
 from gradferry.reporting.drawing import THEMES, Theme
 from gradferry.reporting.html import Picture, Section
 from gradferry.reporting.links import LinkCurve, draw_speedups

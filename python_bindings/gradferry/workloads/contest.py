@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from gradferry.errors import ConfigError
-from gradferry.forecast.predict import NO_HOOK
+from gradferry.hook_names import NO_HOOK
 from gradferry.workloads.hooks import (
     COMPRESS_FROM,
     apply_hook,

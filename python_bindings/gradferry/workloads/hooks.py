@@ -29,15 +29,14 @@ from gradferry.choice import FIRST_CHECK
 from gradferry.codec_spec import AUTO, OFF
 from gradferry.config import Config, closest
 from gradferry.errors import ConfigError
-from gradferry.forecast.predict import NO_HOOK
+from gradferry.hook_names import NO_HOOK, TORCH_DTYPES
 from gradferry.parameters import reduced_parameters
 from gradferry.wire_formula import all_reduce_bytes, wire_bytes_per_step
 
-_ITEM_BYTES = {"torch:fp32": 4, "torch:fp16": 2, "torch:bf16": 2}
 _POWERSGD = "torch:powersgd"
 _POWERSGD_START = 10  # PyTorch's hook sends dense gradients before this step
 _POWERSGD_MIN_RATE = 2  # and never compresses a matrix by less than this
-TORCH_HOOKS = (*_ITEM_BYTES, f"{_POWERSGD}:4")
+TORCH_HOOKS = (*TORCH_DTYPES, f"{_POWERSGD}:4")
 COMPRESS_FROM = 2  # for timing: the first step in which hooks can compress
 _ATTACH_ARGUMENTS: dict[str, Callable[[str], Any]] = {
     "error_feedback": str,
@@ -70,7 +69,7 @@ class HookHandle(Protocol):
 def check_hook(name: str) -> None:
     """Raises ConfigError, with the closest match, when no hook that trains has this name."""
     codecs = [str(codec["name"]) for codec in _native.codecs()]
-    if name in _ITEM_BYTES:
+    if name in TORCH_DTYPES:
         return
     if name.startswith(f"{_POWERSGD}:"):
         _powersgd_rank(name)
@@ -248,7 +247,7 @@ def _apply_torch_hook(ddp: DistributedDataParallel, name: str, powersgd_start: i
         ddp.register_comm_hook(group, default_hooks.fp16_compress_hook)
     elif name == "torch:bf16":
         ddp.register_comm_hook(group, default_hooks.bf16_compress_hook)
-    return _ComputedHook(name, dense_bytes, dense_bytes * _ITEM_BYTES[name] // 4)
+    return _ComputedHook(name, dense_bytes, dense_bytes * TORCH_DTYPES[name].itemsize // 4)
 
 
 def _dense_bytes(ddp: DistributedDataParallel) -> int:
