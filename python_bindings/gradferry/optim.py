@@ -157,7 +157,7 @@ class OneBitAdam(torch.optim.Optimizer):
         beta1, beta2 = group["betas"]
         state["exp_avg"].lerp_(gradient, 1 - beta1)
         state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient.conj(), value=1 - beta2)
-        self._update(parameter, group, state["exp_avg"], int(state["step"]))
+        self._update(parameter, group, state["exp_avg"], self._denominator(parameter, group))
 
     def _frozen_step(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
         momentum = parameter.grad
@@ -174,33 +174,41 @@ class OneBitAdam(torch.optim.Optimizer):
             momentum.add_(state["exp_avg"], alpha=group["betas"][0])
             self._freeze(parameter, group, delay=1)
         state["step"] += 1
-        self._update(parameter, group, momentum, state["variance_step"])
+        self._update(parameter, group, momentum, state["denominator"])
 
     def _freeze(self, parameter: torch.Tensor, group: dict[str, Any], *, delay: int) -> None:
-        """Floors the variance and moves the momentum into the residual, decayed as it will be."""
+        """Floors the variance, keeps only what updates are divided by, which will not change any
+        more, and moves the momentum into the residual, decayed as it will be.
+        """
         state = self.state[parameter]
-        state["variance_step"] = int(state["step"])
         # Complex numbers have no order, but a complex variance has no imaginary part. The mean is
         # fp64, so that ranks whose processors sum in another order round to the same floor.
         square = state["exp_avg_sq"]
         variance = square.real if square.is_complex() else square
         mean = float(variance.mean(dtype=torch.float64))
         variance.clamp_(min=group["variance_floor"] * mean)
+        state["denominator"] = self._denominator(parameter, group)
+        del state["exp_avg_sq"]
         self._bound.add_to_residual(
             parameter, state.pop("exp_avg"), group["betas"][0] ** (delay + 1)
         )
+
+    def _denominator(self, parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        """AdamW's: the correction makes up for an average that began at zero."""
+        state, (_, beta2) = self.state[parameter], group["betas"]
+        deviation = state["exp_avg_sq"].sqrt() / (1 - beta2 ** int(state["step"])) ** 0.5
+        return deviation.add_(group["eps"])
 
     def _update(
         self,
         parameter: torch.Tensor,
         group: dict[str, Any],
         momentum: torch.Tensor,
-        variance_step: int,
+        denominator: torch.Tensor,
     ) -> None:
-        """AdamW's: the corrections make up for averages that began at zero."""
-        state, (beta1, beta2) = self.state[parameter], group["betas"]
+        """AdamW's: the correction makes up for an average that began at zero."""
         rate = float(group["lr"])
-        parameter.mul_(1 - rate * group["weight_decay"])
-        step_size = rate / (1 - beta1 ** int(state["step"]))
-        deviation = state["exp_avg_sq"].sqrt() / (1 - beta2**variance_step) ** 0.5
-        parameter.addcdiv_(momentum, deviation.add_(group["eps"]), value=-step_size)
+        if group["weight_decay"] != 0:
+            parameter.mul_(1 - rate * group["weight_decay"])
+        step_size = rate / (1 - group["betas"][0] ** int(self.state[parameter]["step"]))
+        parameter.addcdiv_(momentum, denominator, value=-step_size)
