@@ -196,7 +196,8 @@ class OneBitAdam(torch.optim.Optimizer):
     def _denominator(self, parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
         """AdamW's: the correction makes up for an average that began at zero."""
         state, (_, beta2) = self.state[parameter], group["betas"]
-        deviation = state["exp_avg_sq"].sqrt() / (1 - beta2 ** int(state["step"])) ** 0.5
+        correction = 1 - beta2 ** int(state["step"])
+        deviation: torch.Tensor = state["exp_avg_sq"].sqrt() / correction**0.5
         return deviation.add_(group["eps"])
 
     def _update(

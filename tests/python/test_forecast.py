@@ -262,6 +262,9 @@ def test_plan_smoke_draws_and_says_what_it_assumes(tmp_path, capsys):
     assert {row["exchange"] for row in plans} == {"flat", "hierarchical"}
     fp32 = [row for row in plans if row["hook"] == "torch:fp32"]
     assert fp32[0]["ms"] == fp32[1]["ms"]  # PyTorch's own do not depend on our exchange
+    verdicts = [row["text"] for row in rows if row["kind"] == "verdict"]
+    assert [text.partition(":")[0] for text in verdicts] == ["flat", "hierarchical"]
+    assert all(text[:60] in shown for text in verdicts)  # lines are wrapped
 
 
 def test_a_plan_agrees_with_the_closed_form_where_the_link_decides(tmp_path):

@@ -122,14 +122,15 @@ def run(arguments: argparse.Namespace) -> int:
         console.print()
         for line in speedup_lines(drawing):
             print_line(console, line)
-        print_line(console, f"{plan.exchange}: {plan.verdict()}")
+        print_line(console, plan.verdict())
     if arguments.png:
         arguments.png.parent.mkdir(parents=True, exist_ok=True)
         arguments.png.write_bytes(draw_speedups(drawings, cluster.link * 8e-9))
         print_line(console, f"Written: {arguments.png}")
     if arguments.json:
         curves = [row for drawing in drawings for row in _curve_rows(drawing)]
-        write_json(arguments.json, [*rows, *curves])
+        verdicts = [{"kind": "verdict", "text": plan.verdict()} for plan in plans]
+        write_json(arguments.json, [*rows, *curves, *verdicts])
         print_line(console, f"Written: {arguments.json}")
     return 0
 
@@ -234,8 +235,8 @@ class Plan:
         return found
 
     def verdict(self) -> str:
-        """A sentence for the link that was asked for."""
-        return advise(self.predict(self._cluster.link), needs_momentum)
+        """A sentence for the link that was asked for, after the exchange's name."""
+        return f"{self.exchange}: {advise(self.predict(self._cluster.link), needs_momentum)}"
 
     def rows(self, link: str) -> list[dict[str, Any]]:
         """Rows of the JSON file; docs/forecast.md defines every key."""

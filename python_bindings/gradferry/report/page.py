@@ -184,6 +184,8 @@ def _doctor(measurement: Measurement) -> list[Section]:
 
 def _plan(measurement: Measurement) -> list[Section]:
     table = plan_table([row for row in measurement.rows if row["kind"] == "plan"])
+    verdicts = [str(row["text"]) for row in measurement.rows if row["kind"] == "verdict"]
+    table = replace(table, notes=(*table.notes, *verdicts))
     curves = plan_curves([row for row in measurement.rows if row["kind"] == "speedup"])
     draw = partial(draw_planned, curves, None)
     return [measurement.section(table, [_picture(f"Speed-up by link: {table.title}", draw)])]
