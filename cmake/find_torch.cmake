@@ -4,10 +4,10 @@ find_package(Python REQUIRED COMPONENTS Interpreter Development.Module)
 execute_process(
   COMMAND ${Python_EXECUTABLE} -c "
 import torch
-from torch.utils import cpp_extension
+from torch.utils.cpp_extension import include_paths, library_paths
 print(torch.__version__)
-print(';'.join(cpp_extension.include_paths()))
-print(';'.join(cpp_extension.library_paths()))
+print(';'.join(include_paths()))
+print(';'.join(library_paths()))
 print(int(torch.compiled_with_cxx11_abi()))"
   OUTPUT_VARIABLE torch_facts ERROR_VARIABLE torch_error RESULT_VARIABLE torch_result
   OUTPUT_STRIP_TRAILING_WHITESPACE)

@@ -4,9 +4,11 @@
 #include <ATen/core/ivalue.h>
 
 #include <cstdint>
+#include <exception>
 #include <vector>
 
 #include "events.h"
+#include "gradferry/error.h"
 #include "layout.h"
 
 namespace gradferry {
@@ -47,5 +49,12 @@ class BucketEngine {
                                       float factor) = 0;
   virtual void scale_residuals(float factor) = 0;
 };
+
+// What an exception means for the engine of `rank`: an Error as it is, anything else as a failure
+// here.
+Error describe_failure(const std::exception_ptr& failure, uint32_t rank);
+
+// What a call means in another process than the one, `process_id`, that attached.
+Error called_after_fork(int process_id);
 
 }  // namespace gradferry

@@ -94,13 +94,6 @@ struct EngineState {
   float loss_scale;  // of the residuals; 0 when they are zero and have no units yet
 };
 
-// What an exception means for the engine of `rank`: an Error as it is, anything else as a failure
-// here.
-Error describe_failure(const std::exception_ptr& failure, uint32_t rank);
-
-// What a call means in another process than the one, `process_id`, that attached.
-Error called_after_fork(int process_id);
-
 class Engine final : public BucketEngine {
  public:
   // `backends`: three gloo backends of our own (scatter, gather, commit), or none when world_size

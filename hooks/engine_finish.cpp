@@ -1,6 +1,4 @@
 // The engine's second half: what the finishing thread does.
-#include <unistd.h>
-
 #include <algorithm>
 
 #include "engine.h"
@@ -17,23 +15,6 @@ void note(Fault& kept, const Fault& fault) {
 }
 
 }  // namespace
-
-Error called_after_fork(int process_id) {
-  return {ErrorKind::kState, "gradferry was attached in process " + std::to_string(process_id) +
-                                 " and called after a fork in process " + std::to_string(getpid()) +
-                                 "; attach in the process that trains"};
-}
-
-Error describe_failure(const std::exception_ptr& failure, uint32_t rank) {
-  try {
-    std::rethrow_exception(failure);
-  } catch (const Error& error) {
-    return error;
-  } catch (const std::exception& error) {
-    return {ErrorKind::kState, "gradferry failed on rank " + std::to_string(rank) + ": " +
-                                   error.what() + "; restart the training"};
-  }
-}
 
 void Engine::finish() {
   {

@@ -29,7 +29,7 @@ def _cuda_library() -> object:
     if importlib.util.find_spec("gradferry._cuda") is None:
         raise ConfigError(f"this installation of gradferry has no CUDA kernels; {_REBUILD}")
     try:
-        return importlib.import_module("gradferry._cuda").library()
+        return importlib.import_module("gradferry._cuda").device_library()
     except ImportError as error:
         raise ConfigError(
             f"gradferry's CUDA kernels cannot be loaded: {error}; {_REBUILD}"

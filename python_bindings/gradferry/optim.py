@@ -207,7 +207,7 @@ class OneBitAdam(torch.optim.Optimizer):
         momentum: torch.Tensor,
         denominator: torch.Tensor,
     ) -> None:
-        """AdamW's: the correction makes up for an average that began at zero."""
+        """One step of AdamW: weight decay, then along the momentum, corrected as above."""
         rate = float(group["lr"])
         if group["weight_decay"] != 0:
             parameter.mul_(1 - rate * group["weight_decay"])

@@ -5,14 +5,14 @@
 
 namespace {
 
-PyObject* library(PyObject* /*module*/, PyObject* /*arguments*/) {
+PyObject* device_library(PyObject* /*module*/, PyObject* /*arguments*/) {
   // Capsules take a mutable pointer; who uses this one only reads.
   return PyCapsule_New(const_cast<gradferry::DeviceLibrary*>(&gradferry::cuda_library()),
                        gradferry::kDeviceLibraryCapsule, nullptr);
 }
 
 PyMethodDef methods[] = {
-    {"library", &library, METH_NOARGS, "The kernels, as a capsule."},
+    {"device_library", &device_library, METH_NOARGS, "The kernels, as a capsule."},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -70,7 +70,7 @@ def run_rank(rank: int, arguments: argparse.Namespace) -> None:
     if arguments.slow is not None:
         import gradferry_slow_cuda
 
-        device.LIBRARIES["cuda"] = lambda: gradferry_slow_cuda.library(arguments.slow + rank)
+        device.LIBRARIES["cuda"] = lambda: gradferry_slow_cuda.device_library(arguments.slow + rank)
     backend = "gloo" if arguments.backend == "gloo" else "cpu:gloo,cuda:nccl"
     timeout = datetime.timedelta(seconds=120)
     dist.init_process_group(backend, rank=rank, world_size=arguments.ranks, timeout=timeout)

@@ -78,14 +78,14 @@ const DeviceLibrary& slow_library() {
   return library;
 }
 
-PyObject* library(PyObject* /*module*/, PyObject* seed) {
+PyObject* device_library(PyObject* /*module*/, PyObject* seed) {
   random_numbers().seed(PyLong_AsUnsignedLongLong(seed));
   if (PyErr_Occurred() != nullptr) return nullptr;
   return PyCapsule_New(const_cast<DeviceLibrary*>(&slow_library()), kDeviceLibraryCapsule, nullptr);
 }
 
 PyMethodDef methods[] = {
-    {"library", &library, METH_O, "library(seed): the kernels, as a capsule."},
+    {"device_library", &device_library, METH_O, "device_library(seed): the kernels, as a capsule."},
     {nullptr, nullptr, 0, nullptr},
 };
 PyModuleDef definition = {PyModuleDef_HEAD_INIT,

@@ -54,7 +54,7 @@ def _make_backend(
     return backends[kind]
 
 
-device.LIBRARIES["fake"] = machine.library
+device.LIBRARIES["fake"] = machine.device_library
 torch._register_device_module("fake", _DeviceModule("torch.fake"))
 for _kind in BACKEND_NAMES:
     dist.Backend.register_backend(

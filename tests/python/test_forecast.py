@@ -311,7 +311,7 @@ def test_the_crossover_is_where_the_speed_up_ends(tmp_path):
         (["--link", "fast"], "fast"),
         (["--link", "unshaped"], "must be rates"),
         (["--mfu", "1.5"], "--mfu 1.5"),
-        (["--params", "0"], "--params 0"),
+        (["--params", "0"], "--params: 0 must be more than 0"),
         (["--hooks", "q5"], "q5"),
     ],
 )

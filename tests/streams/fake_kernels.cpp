@@ -232,7 +232,7 @@ constexpr size_t kCodecs = 7;
 
 }  // namespace
 
-const DeviceLibrary& library() {
+const DeviceLibrary& device_library() {
   static const DeviceLibrary result{kDeviceLibraryVersion,
                                     codecs_on_streams(std::make_index_sequence<kCodecs>()),
                                     {&take_back, &rescale, &seal, &check, &conclude, &commit}};

@@ -6,6 +6,6 @@
 
 namespace fake_device {
 
-const gradferry::DeviceLibrary& library();
+const gradferry::DeviceLibrary& device_library();
 
 }  // namespace fake_device

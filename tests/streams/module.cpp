@@ -12,7 +12,9 @@ namespace py = pybind11;
 namespace fake_device {
 namespace {
 
-py::capsule library_capsule() { return py::capsule(&library(), gradferry::kDeviceLibraryCapsule); }
+py::capsule library_capsule() {
+  return py::capsule(&device_library(), gradferry::kDeviceLibraryCapsule);
+}
 
 py::dict counters() {
   const Counters now = Machine::get().counters();
@@ -48,7 +50,7 @@ PYBIND11_MODULE(gradferry_fake_device, module) {
             backend.damage({countdown, offset, value});
           },
           py::arg("countdown"), py::arg("offset"), py::arg("value"));
-  module.def("library", &library_capsule);
+  module.def("device_library", &library_capsule);
   module.def("counters", &counters);
   module.def("set_seed", [](uint64_t seed) { Machine::get().set_seed(seed); }, py::arg("seed"));
   module.def(

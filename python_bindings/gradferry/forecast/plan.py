@@ -6,6 +6,7 @@ first. Every assumption is printed; `gradferry doctor` measures instead.
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from gradferry.forecast.diagnosis import OWN, default_hooks, needs_momentum, req
 from gradferry.forecast.predict import OWN_HOOKS, Prediction, Predictor
 from gradferry.forecast.verdict import TOLERANCE, advise, most_precise
 from gradferry.hook_names import NO_HOOK
+from gradferry.option_checks import require_more_than_zero
 from gradferry.reporting.json_file import write_json
 from gradferry.reporting.speedups import Speedups, draw_speedups, speedup_lines
 from gradferry.reporting.table import Column, Table, print_line, print_table
@@ -168,8 +170,7 @@ def _cluster(arguments: argparse.Namespace) -> Cluster:
         "bucket-cap": arguments.bucket_cap,
     }
     for name, value in named.items():
-        if not value > 0:
-            raise ConfigError(f"--{name} {value:g} must be more than 0")
+        require_more_than_zero(f"--{name}", [value])
     if not 0 < arguments.mfu <= 1:
         raise ConfigError(f"--mfu {arguments.mfu:g} must be above 0 and at most 1")
     if arguments.latency_us < 0:
@@ -218,6 +219,11 @@ class Plan:
             share = cluster.model(cluster.gpus_per_node)
             self._codecs = Predictor(share, cluster.profile(), costs)
 
+    @functools.cached_property
+    def predictions(self) -> list[Prediction]:
+        """For the link that was asked for."""
+        return self.predict(self._cluster.link)
+
     def predict(self, link: float) -> list[Prediction]:
         """Of every hook, `none` first. `link`: bytes per second of a node's card."""
         cluster = self._cluster.at(link)
@@ -236,12 +242,11 @@ class Plan:
 
     def verdict(self) -> str:
         """A sentence for the link that was asked for, after the exchange's name."""
-        return f"{self.exchange}: {advise(self.predict(self._cluster.link), needs_momentum)}"
+        return f"{self.exchange}: {advise(self.predictions, needs_momentum)}"
 
     def rows(self, link: str) -> list[dict[str, Any]]:
         """Rows of the JSON file; docs/forecast.md defines every key."""
-        predictions = self.predict(self._cluster.link)
-        best = self._best_own(predictions)
+        best = self._best_own(self.predictions)
         return [
             {
                 "kind": "plan",
@@ -259,7 +264,7 @@ class Plan:
                 "params": self._cluster.parameters,
                 "tokens": self._cluster.tokens,
             }
-            for prediction in predictions
+            for prediction in self.predictions
         ]
 
     def speedups(self, gbits: Sequence[float]) -> Speedups:

@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from gradferry.errors import ConfigError, PeerError
+from gradferry.option_checks import require_at_least_one
 from gradferry.workloads.launch import (
     Body,
     Emit,
@@ -74,8 +75,7 @@ def check_ranks(arguments: argparse.Namespace) -> None:
             raise ConfigError(
                 f"--ranks {arguments.ranks} cannot be shared evenly by --hosts {arguments.hosts}"
             )
-    if arguments.ranks < 1:
-        raise ConfigError(f"--ranks must be at least 1, not {arguments.ranks}")
+    require_at_least_one(arguments, "ranks")
 
 
 def run_everywhere(
