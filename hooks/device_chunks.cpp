@@ -97,9 +97,10 @@ void DeviceEngine::send(BucketJob& job, ChunkJob& chunk) {
   DeviceSlot& slot = *chunk.slot;
   slot.free.block(encode_stream_);
   for (const DeviceBatch& batch : planned.encode.batches) {
-    layout_.codecs()[batch.codec_index].codec->encode(
+    const ResolvedCodec& resolved = layout_.codecs()[batch.codec_index];
+    resolved.codec->encode(
         make_batch(job, planned.encode, batch, Stage::kWorker, encode_statuses_, encode_stream_),
-        job.gradient.const_data_ptr(), options_.alpha(job.step), residuals_->gain(),
+        job.gradient.const_data_ptr(), options_.alpha(resolved, job.step), residuals_->gain(),
         batch.worker_residual ? residuals_->worker() : nullptr, bytes(slot.scatter_send));
   }
   message_kernels().seal({.envelope = envelope(job, chunk, Phase::kScatter),
@@ -199,7 +200,8 @@ uint32_t* DeviceEngine::in_vain(const BucketJob& job) const {
 void DeviceEngine::decode_batch(const BucketJob& job, const ChunkJob& chunk, size_t index) {
   const DeviceChunk& planned = *chunk.chunk;
   const DeviceBatch& batch = planned.decode.batches[index];
-  const Codec& codec = *layout_.codecs()[batch.codec_index].codec;
+  const ResolvedCodec& resolved = layout_.codecs()[batch.codec_index];
+  const Codec& codec = *resolved.codec;
   const TileBatch arrived =
       make_batch(job, planned.decode, batch, Stage::kOwner, finish_statuses_, finish_stream_);
   const std::byte* in = bytes(chunk.slot->gather_receive);
@@ -208,9 +210,9 @@ void DeviceEngine::decode_batch(const BucketJob& job, const ChunkJob& chunk, siz
   codec.decode(arrived, in, nullptr, 0.0F, nullptr);
   codec.undo(make_batch(job, planned.encode, planned.encode.batches[index], Stage::kWorker,
                         finish_statuses_, finish_stream_),
-             bytes(chunk.slot->scatter_send), in, gradient, options_.alpha(job.step),
+             bytes(chunk.slot->scatter_send), in, gradient, options_.alpha(resolved, job.step),
              residuals_->worker());
-  codec.decode(arrived, in, gradient, options_.beta(), residuals_->worker());
+  codec.decode(arrived, in, gradient, options_.beta(resolved), residuals_->worker());
 }
 
 // A world of one: nothing travels, but there is the momentum. On E alone, from one buffer, with the
@@ -224,12 +226,13 @@ void DeviceEngine::add_momentum_alone(BucketJob& job) {
   void* gradient = job.gradient.mutable_data_ptr();
   for (const DeviceChunk& planned : job.plan->chunks()) {
     for (const DeviceBatch& batch : planned.encode.batches) {
-      const Codec& codec = *layout_.codecs()[batch.codec_index].codec;
+      const ResolvedCodec& resolved = layout_.codecs()[batch.codec_index];
+      const Codec& codec = *resolved.codec;
       const TileBatch tiles =
           make_batch(job, planned.encode, batch, Stage::kWorker, encode_statuses_, encode_stream_);
-      codec.encode(tiles, gradient, options_.alpha(job.step), residuals_->gain(),
+      codec.encode(tiles, gradient, options_.alpha(resolved, job.step), residuals_->gain(),
                    residuals_->worker(), bytes(buffer));
-      codec.decode(tiles, bytes(buffer), gradient, options_.beta(), residuals_->worker());
+      codec.decode(tiles, bytes(buffer), gradient, options_.beta(resolved), residuals_->worker());
     }
     message_kernels().conclude({.step = job.step,
                                 .chunk = 0,

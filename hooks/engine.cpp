@@ -228,15 +228,16 @@ void Engine::add_momentum_alone(const ChunkPlan& plan, const std::shared_ptr<Buc
   job.chunk.plan = &plan;
   void* gradient = bucket->gradient.mutable_data_ptr();
   for (const PlannedBatch& planned : plan.encode) {
-    const Codec& codec = *layout_.codecs()[planned.codec_index].codec;
+    const ResolvedCodec& resolved = layout_.codecs()[planned.codec_index];
+    const Codec& codec = *resolved.codec;
     TileBatch batch = make_batch(planned, job, Stage::kWorker, encode_status_);
     batch.num_tiles = 1;
     for (Tile tile : planned.tiles) {
       tile.payload_offset = 0;
       batch.tiles = &tile;
-      codec.encode(batch, gradient, options_.alpha(bucket->step), &bucket->gain,
+      codec.encode(batch, gradient, options_.alpha(resolved, bucket->step), &bucket->gain,
                    residuals_.worker(), payload);
-      codec.decode(batch, payload, gradient, options_.beta(), residuals_.worker());
+      codec.decode(batch, payload, gradient, options_.beta(resolved), residuals_.worker());
     }
   }
 }
@@ -364,9 +365,10 @@ void Engine::encode(const ChunkJob& job, std::vector<uint32_t>& checksums) {
   auto* out = static_cast<std::byte*>(job.chunk.slot->scatter_send.mutable_data_ptr());
   for (const PlannedBatch& planned : job.chunk.plan->encode) {
     const TileBatch batch = make_batch(planned, job, Stage::kWorker, encode_status_);
-    layout_.codecs()[planned.codec_index].codec->encode(
-        batch, job.bucket->gradient.const_data_ptr(), options_.alpha(job.bucket->step),
-        &job.bucket->gain, planned.worker_residual ? residuals_.worker() : nullptr, out);
+    const ResolvedCodec& resolved = layout_.codecs()[planned.codec_index];
+    resolved.codec->encode(batch, job.bucket->gradient.const_data_ptr(),
+                           options_.alpha(resolved, job.bucket->step), &job.bucket->gain,
+                           planned.worker_residual ? residuals_.worker() : nullptr, out);
     for (size_t i = 0; i < planned.tiles.size(); ++i) {
       const auto [rank, position] = planned.places[i];
       checksums[rank] = combine_checksum(checksums[rank], encode_status_[i].checksum, position);

@@ -4,9 +4,10 @@
 //   finishing thread     wait -> reduce -> post its all-gather         (gather lane)
 //                        wait -> decode into the bucket -> commit      (commit lane) -> Future
 //
-// In momentum mode a rank encodes (1 - momentum) * gradient + residual and adds momentum * decoded
-// to the residual, which so carries the momentum beside what was withheld; what arrives in the
-// bucket is the momentum. Every tile does so, also `exact` ones and those of a world of one.
+// In momentum mode a rank encodes (1 - m) * gradient + residual and adds m * decoded to the
+// residual, which so carries the momentum beside what was withheld; what arrives in the bucket is
+// the momentum. Every tile does so, also `exact` ones and those of a world of one. For `m` see
+// momentum.h.
 //
 // The finishing thread keeps the engine alive and closes its lanes. It ends when it was told to
 // stop and nothing is in flight. On the native path neither thread takes the GIL. After the first
@@ -31,6 +32,7 @@
 #include "exchange.h"
 #include "gradferry/error.h"
 #include "layout.h"
+#include "momentum.h"
 #include "parameter_hashes.h"
 #include "plan.h"
 #include "residual_sample.h"
@@ -60,10 +62,18 @@ struct EngineOptions {
   bool in_warmup(uint64_t step) const { return step < warmup_steps; }
   bool has_momentum(uint64_t step) const { return momentum != 0 && !in_warmup(step); }
   // The gradient's share of what a step encodes, and the decoded share that stays in the residual.
-  float alpha(uint64_t step) const {
-    return in_warmup(step) ? 1.0F : static_cast<float>(1.0 - momentum);
+  float alpha(const ResolvedCodec& codec, uint64_t step) const {
+    return in_warmup(step) ? 1.0F : static_cast<float>(1.0 - momentum_behind(codec, momentum));
   }
-  float beta() const { return static_cast<float>(momentum); }
+  float beta(const ResolvedCodec& codec) const {
+    return static_cast<float>(momentum_behind(codec, momentum));
+  }
+  // What add_momentum() puts into the residual, of which beta() stays at every step, so that in sum
+  // as much comes as of a momentum that decays by `momentum`.
+  float share_of_momentum(const Layout& layout, const Parameter& parameter) const {
+    const ResolvedCodec& codec = layout.codecs()[world_size == 1 ? 0 : parameter.codec_index];
+    return static_cast<float>((1.0 - momentum_behind(codec, momentum)) / (1.0 - momentum));
+  }
   bool needs_every_bucket() const { return momentum != 0 || exact_skip; }
   bool check_is_due(uint64_t step) const {
     return check_every != 0 && step != 0 && step % check_every == 0;
@@ -117,7 +127,7 @@ class Engine final : public BucketEngine {
   EngineState state() override;
   void load_state(const EngineState& state) override;
   void skip_step() override;
-  void add_to_worker_residual(uint32_t parameter, const at::Tensor& values, float factor) override;
+  void add_momentum(uint32_t parameter, const at::Tensor& momentum, float factor) override;
   void scale_residuals(float factor) override;
 
   const Layout& layout() const override { return layout_; }

@@ -178,13 +178,14 @@ void Engine::decode_with_residual(const ChunkJob& job, size_t batch_index) {
   const auto* out = static_cast<const std::byte*>(job.chunk.slot->scatter_send.const_data_ptr());
   const PlannedBatch& planned = job.chunk.plan->decode[batch_index];
   const PlannedBatch& sent = job.chunk.plan->encode[batch_index];
-  const Codec& codec = *layout_.codecs()[planned.codec_index].codec;
+  const ResolvedCodec& resolved = layout_.codecs()[planned.codec_index];
+  const Codec& codec = *resolved.codec;
   void* gradient = job.bucket->gradient.mutable_data_ptr();
   const TileBatch batch = make_batch(planned, job, Stage::kOwner, finish_status_);
   codec.decode(batch, in, nullptr, 0.0F, nullptr);
   codec.undo(make_batch(sent, job, Stage::kWorker, finish_status_), out, in, gradient,
-             options_.alpha(job.bucket->step), residuals_.worker());
-  codec.decode(batch, in, gradient, options_.beta(), residuals_.worker());
+             options_.alpha(resolved, job.bucket->step), residuals_.worker());
+  codec.decode(batch, in, gradient, options_.beta(resolved), residuals_.worker());
 }
 
 void Engine::post_commit(std::shared_ptr<BucketJob> bucket) {

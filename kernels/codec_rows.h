@@ -22,6 +22,7 @@ inline Codec make_row(const CodecDescription& description, const CodecFunctions&
           .options = description.options,
           .parse = description.parse,
           .payload_bytes = description.payload_bytes,
+          .sent_share = description.sent_share,
           .encode = functions.encode,
           .decode = functions.decode,
           .reduce = functions.reduce,

@@ -118,6 +118,9 @@ struct Codec {
   uint32_t (*payload_bytes)(uint32_t num_elements, ScalarType dtype, Stage stage,
                             const CodecOptions& options);
 
+  // Share of a tile's elements that a worker's payload carries, in (0, 1]. null: all of them.
+  double (*sent_share)(const CodecOptions& options);
+
   // v = alpha * gradient + gain * residual;  out = C(v);  residual = v - D(out)
   // residual null: v = alpha * gradient, nothing is kept. gain null: 1. A residual is kept where v
   // is not finite (the whole unit), where v - D(out) is not, and in a held zero tile. Kept means

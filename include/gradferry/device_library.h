@@ -147,7 +147,7 @@ struct DeviceLibrary {
   MessageKernels messages;
 };
 // Rises with every change to this file or to codec.h.
-inline constexpr uint32_t kDeviceLibraryVersion = 2;
+inline constexpr uint32_t kDeviceLibraryVersion = 3;
 // Names the Python capsule in which a library comes.
 inline constexpr const char* kDeviceLibraryCapsule = "gradferry.DeviceLibrary";
 

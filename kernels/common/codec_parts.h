@@ -16,6 +16,7 @@ struct CodecDescription {
   std::span<const OptionSpec> options;
   decltype(Codec::parse) parse;
   decltype(Codec::payload_bytes) payload_bytes;
+  decltype(Codec::sent_share) sent_share = nullptr;
 };
 
 struct CodecFunctions {

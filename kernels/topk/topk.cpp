@@ -70,6 +70,10 @@ const CodecDescription topk_description = {
         [](uint32_t num_elements, ScalarType dtype, Stage stage, const CodecOptions& options) {
           return payload_bytes(num_elements, dtype, stage, options);
         },
+    .sent_share =
+        [](const CodecOptions& options) {
+          return static_cast<double>(options.as<Options>().ratio) / kRatioOne;
+        },
 };
 
 }  // namespace gradferry

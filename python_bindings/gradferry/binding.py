@@ -81,13 +81,13 @@ class Binding:
         """Of each parameter that DDP reduces, in `parameters`."""
         return self.running.index
 
-    def add_to_residual(self, parameter: torch.Tensor, values: torch.Tensor, factor: float) -> None:
-        """Adds to a parameter's worker residual, which carries its momentum.
+    def add_momentum(self, parameter: torch.Tensor, momentum: torch.Tensor, factor: float) -> None:
+        """Hands a parameter's momentum to the hook, which delivers it over the next steps.
 
         Args:
             parameter: of the model.
-            values: of its shape and on its device, in units of gradients that are not scaled.
-            factor: what values are multiplied with.
+            momentum: of its shape and on its device, in units of gradients that are not scaled.
+            factor: what it has become by the next step.
 
         Raises:
             StateError: in the middle of a step, or the engine failed before.
@@ -95,10 +95,10 @@ class Binding:
         if self.engine is None:
             return
         # In the order of the parameter's memory, as its gradient lies in a bucket.
-        laid_out = torch.empty_like(parameter, memory_format=torch.preserve_format).copy_(values)
+        laid_out = torch.empty_like(parameter, memory_format=torch.preserve_format).copy_(momentum)
         real = torch.view_as_real(laid_out) if laid_out.is_complex() else laid_out
         flat = real.as_strided((real.numel(),), (1,))
-        self.engine.add_to_worker_residual(self.index[parameter], flat, factor)
+        self.engine.add_momentum(self.index[parameter], flat, factor)
 
 
 def bind(

@@ -189,9 +189,7 @@ class OneBitAdam(torch.optim.Optimizer):
         variance.clamp_(min=group["variance_floor"] * mean)
         state["denominator"] = self._denominator(parameter, group)
         del state["exp_avg_sq"]
-        self._bound.add_to_residual(
-            parameter, state.pop("exp_avg"), group["betas"][0] ** (delay + 1)
-        )
+        self._bound.add_momentum(parameter, state.pop("exp_avg"), group["betas"][0] ** (delay + 1))
 
     def _denominator(self, parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
         """AdamW's: the correction makes up for an average that began at zero."""

@@ -47,7 +47,8 @@ class HookState:
             ``"both"``, or ``"auto"``: owner at 3 bits per element and more, both below and in
             momentum mode.
         momentum: between 0 and 1. Gradients arrive as their momentum m = momentum * m +
-            (1 - momentum) * gradient, which the worker residual carries beside what was withheld:
+            (1 - momentum) * gradient, which the worker residual carries beside what was withheld
+            (less of it behind ``topk``, whose elements wait for their turn anyway):
             for `gradferry.optim.OneBitAdam`, or for SGD without momentum of its own and with the
             learning rate times 1 / (1 - momentum). Takes one synced backward pass per optimizer
             step, no sparse gradients and no ``find_unused_parameters``.

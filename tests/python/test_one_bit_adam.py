@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 from outcomes import Outcome, attempt
 from reference.codecs import find_codec
+from reference.engine import momentum_behind
 from reference.one_bit_adam import OneBitMomentum, root_mean_square
+from residual_sums import still_missing
 from scenario import ChosenGradients, Scenario, Weight
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -428,6 +430,53 @@ def case_disabled() -> bool:
 def test_disabled_hook_leaves_adamw(world_of_2: World) -> None:
     # Halving commutes with rounding: DDP's mean of two is the reference's.
     assert world_of_2.run(case_disabled) == [True, True]
+
+
+def case_momentum_handed_over(codec: str, num_silent: int) -> dict[str, Any]:
+    """The momentum at the freeze, and what comes of it in steps without gradients."""
+    import gradferry
+    from gradferry.optim import OneBitAdam
+
+    scenario = Scenario((Weight("only", (80, 70)),))  # two tiles
+    model = ChosenGradients(scenario)
+    ddp = DistributedDataParallel(model)
+    state = gradferry.attach(ddp, codec, momentum=BETAS[0], warmup_steps=FREEZE)
+    optimizer = OneBitAdam(ddp.parameters(), lr=0.0, betas=BETAS, freeze_step=FREEZE, state=state)
+    average = np.zeros((80, 70))
+    came = np.zeros((80, 70))
+    for step in range(FREEZE + num_silent):
+        optimizer.zero_grad()
+        gradient = eighths(step, dist.get_rank(), 80 * 70) * (step < FREEZE)
+        ddp({"only": torch.from_numpy(gradient).view(80, 70)}).backward()
+        optimizer.step()
+        arrived = next(model.parameters()).grad.double().numpy()
+        if step < FREEZE:
+            average += (1 - BETAS[0]) * (arrived - average)
+        else:
+            came += arrived
+    return {"average": average, "came": came, "saved": state.state_dict()}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("codec", ["exact", "sign1", "topk:ratio=0.25", "topk:ratio=0.01"])
+def test_all_of_the_momentum_comes_behind_every_codec(
+    worlds: Worlds, codec: str, world_size: int
+) -> None:
+    num_silent = 12
+    answers = worlds(world_size).run(case_momentum_handed_over, codec=codec, num_silent=num_silent)
+    scenario = Scenario(
+        (Weight("only", (80, 70)),), world_size, codec=codec, options={"momentum": BETAS[0]}
+    )
+    kept = momentum_behind(codec if world_size > 1 else "exact", BETAS[0])
+    # Of what a residual still holds, 1 - kept comes next, then (1 - kept) * kept, and so on.
+    missing = still_missing([answer["saved"] for answer in answers], scenario)[0].reshape(80, 70)
+    average = answers[0]["average"]
+    comes = answers[0]["came"] + missing / (1 - kept)
+    # BETAS[0] of it by the next step, and so on. Per step the sums of a worker and of an owner, the
+    # product and its sum are rounded to 24 bits, as are the numbers of the dense steps before.
+    largest = np.abs(average).max() / (1 - BETAS[0])
+    bound = 4 * (num_silent + FREEZE) * largest * 2.0**-24 / (1 - kept)
+    assert np.abs(comes - average * BETAS[0] / (1 - BETAS[0])).max() <= bound
 
 
 def case_warnings(codec: str, feedback: str, optimizer: str) -> list[str]:

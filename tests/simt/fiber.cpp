@@ -71,8 +71,13 @@ void SanitizedStack::renew([[maybe_unused]] bool is_host) {
     tsan_fiber_ = __tsan_create_fiber(0);
   }
 #endif
+}
+
+void SanitizedStack::begin_again([[maybe_unused]] const void* left_at) {
 #if defined(__SANITIZE_ADDRESS__)
-  if (!is_host) __asan_unpoison_memory_region(begin_, size_);
+  const auto* const end = static_cast<const std::byte*>(begin_) + size_;
+  const auto* const frames = static_cast<const std::byte*>(left_at);
+  if (frames != nullptr) __asan_unpoison_memory_region(frames, static_cast<size_t>(end - frames));
 #endif
 }
 

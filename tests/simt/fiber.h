@@ -24,6 +24,9 @@ class SanitizedStack {
 
   // Forgets what an abandoned stack held.
   void renew(bool is_host);
+  // Before the stack is prepared again: the functions that it held at `left_at`, the stack pointer
+  // when it was left for good (null: it is new), will not return and clean up after themselves.
+  void begin_again(const void* left_at);
   // Around gradferry_simt_switch: from `this` to `next`.
   void before_switch(SanitizedStack& next);
   void after_switch(SanitizedStack& previous);

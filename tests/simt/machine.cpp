@@ -99,8 +99,11 @@ class Machine {
     }
   }
 
-  [[noreturn]] void fail(const std::string& message) {
+  // Two steps: what is alive on a thread's stack when it gives up is never destroyed.
+  void report(const std::string& message) {
     error_ = std::string(kernel_) + ", block " + std::to_string(blockIdx.x) + ": " + message;
+  }
+  [[noreturn]] void give_up() {
     switch_to(kHost);
     __builtin_unreachable();
   }
@@ -124,7 +127,10 @@ class Machine {
 
   void meet_in_block(const void* storage, size_t storage_bytes, Combine combine, const void* value,
                      void* result, size_t num_bytes, const Where& where) {
-    if (num_bytes > kMostValueBytes) fail("a block-wide value of more than 16 bytes");
+    if (num_bytes > kMostValueBytes) {
+      report("a block-wide value of more than 16 bytes");
+      give_up();
+    }
     if (gathering_.arrived == 0) check_storage(storage, storage_bytes, where);
     gather("a block-wide operation", {0, where, BarrierOp::kSync, storage});
     copy_unseen(&values_[current_ * kMostValueBytes], value, num_bytes);
@@ -142,8 +148,9 @@ class Machine {
     const uint32_t lane = current_ % kWarpSize, first = current_ - lane;
     Thread& me = threads_[current_];
     if ((mask >> lane & 1) == 0) {
-      fail(text_of(where) + ": lane " + std::to_string(lane) + " is not in the mask of its " +
-           name_of(op));
+      report(text_of(where) + ": lane " + std::to_string(lane) + " is not in the mask of its " +
+             name_of(op));
+      give_up();
     }
     Meeting& meeting = find_meeting(first / kWarpSize, op, mask, where);
     const uint64_t number = meeting.number;
@@ -172,7 +179,8 @@ class Machine {
     shared_.push_back(memory);
     shared_bytes_ += num_bytes;
     if (shared_bytes_ > kMostSharedBytes) {
-      fail(text_of(where) + ": more than 48 KB of static shared memory");
+      report(text_of(where) + ": more than 48 KB of static shared memory");
+      give_up();
     }
     auto* bytes = static_cast<volatile uint8_t*>(memory);
     const auto fill = static_cast<uint8_t>(0x5a ^ seed);
@@ -234,6 +242,7 @@ class Machine {
     }
     for (uint32_t i = 0; i < num_threads_; ++i) {
       threads_[i].done = false;
+      threads_[i].sanitized.begin_again(threads_[i].stack_pointer);
       threads_[i].stack_pointer = prepare_stack(threads_[i].stack + kStackBytes, &thread_main);
       make_ready(i);
     }
@@ -305,7 +314,7 @@ class Machine {
     text = describe(*waiting);
     if (other != nullptr) text += ", " + describe(*other);
     if (returned != kMostThreads) text += ", thread " + std::to_string(returned) + " has returned";
-    error_ = std::string(kernel_) + ", block " + std::to_string(blockIdx.x) + ": " + text;
+    report(text);
   }
 
   void gather(const char* what, const Gathering& call) {
@@ -313,8 +322,9 @@ class Machine {
       gathering_ = call;
     } else if (!same_place(gathering_.where, call.where) || gathering_.op != call.op ||
                gathering_.storage != call.storage) {
-      fail("threads of the block wait for each other at " + text_of(gathering_.where) + " and at " +
-           text_of(call.where));
+      report("threads of the block wait for each other at " + text_of(gathering_.where) +
+             " and at " + text_of(call.where));
+      give_up();
     }
     ++gathering_.arrived;
     threads_[current_].waits_for = what;
@@ -326,7 +336,8 @@ class Machine {
     for (const UsedStorage& used : used_storage_) {
       if (used.barriers == num_barriers_ && begin < used.end &&
           used.begin < begin + storage_bytes) {
-        fail(text_of(where) + ": TempStorage is used again without a barrier in between");
+        report(text_of(where) + ": TempStorage is used again without a barrier in between");
+        give_up();
       }
     }
     used_storage_.push_back({begin, begin + storage_bytes, num_barriers_});
@@ -370,8 +381,9 @@ class Machine {
       thread.result = all;
       if (meeting.op != WarpOp::kShuffle) continue;
       if (thread.source >= kWarpSize || (meeting.mask >> thread.source & 1) == 0) {
-        fail(text_of(meeting.where) + ": lane " + std::to_string(l) + " takes from lane " +
-             std::to_string(thread.source) + ", which is not in the mask");
+        report(text_of(meeting.where) + ": lane " + std::to_string(l) + " takes from lane " +
+               std::to_string(thread.source) + ", which is not in the mask");
+        give_up();
       }
       thread.result = threads_[first + thread.source].value;
     }
@@ -429,7 +441,8 @@ void run(const char* kernel, uint32_t num_blocks, uint32_t num_threads, void (*b
   the_machine().run(kernel, num_blocks, num_threads, body, context);
 }
 void fail(const char* message, const Where& where) {
-  the_machine().fail(text_of(where) + ": " + message);
+  the_machine().report(text_of(where) + ": " + message);
+  the_machine().give_up();
 }
 int barrier(BarrierOp op, int predicate, const Where& where) {
   return the_machine().barrier(op, predicate, where);

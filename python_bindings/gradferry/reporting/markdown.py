@@ -27,7 +27,7 @@ def replace_section(path: Path, name: str, content: str) -> None:
     """
     begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     head, found_begin, rest = text.partition(begin)

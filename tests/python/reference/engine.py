@@ -28,6 +28,15 @@ def resolve_error_feedback(
     return error_feedback in ("worker", "both"), error_feedback in ("owner", "both")
 
 
+def momentum_behind(codec: str, momentum: float) -> float:
+    """What stays of what was sent: less, the more elements wait for their turn."""
+    unsent = 1 / find_codec(codec).sent_share - 1
+    if unsent == 0:
+        return momentum
+    delay = momentum / (1 - momentum) / (1 + unsent / 4)
+    return delay / (1 + delay)
+
+
 def encode_tiles(
     codec: str,
     dtype: str,
@@ -147,7 +156,6 @@ class ReferenceEngine:
         self.world_size = world_size
         self.seed = seed
         self.momentum = momentum
-        self.alpha = np.float32(1.0 - momentum)
         self.num_steps = 0
         self.layout = Layout(parameters, codec, world_size, rules)
         self.worker_residual: list[list[np.ndarray | None]] = []
@@ -183,6 +191,8 @@ class ReferenceEngine:
         parameter = self.layout.parameters[index]
         codec = self.layout.codecs[index] if self.world_size > 1 else "exact"
         dtype = parameter.dtype
+        momentum = momentum_behind(codec, self.momentum)
+        alpha = np.float32(1.0 - momentum)
         for flat in by_rank:
             if flat.shape != (parameter.num_elements,) or flat.dtype != DTYPES[dtype].storage:
                 raise ValueError(f"{parameter.name}: got {flat.dtype} {flat.shape}")
@@ -196,9 +206,7 @@ class ReferenceEngine:
             context = Context(WORKER, self.seed, self.num_steps, first_tile)
             common = {"gain": gain, "context": context, "hold": not self.momentum}
             payloads = [
-                encode_tiles(
-                    codec, dtype, wide[rank][part], worker[rank][part], self.alpha, **common
-                )
+                encode_tiles(codec, dtype, wide[rank][part], worker[rank][part], alpha, **common)
                 for rank in range(self.world_size)
             ]
             result = reduce_tiles(codec, dtype, payloads, n, owner[part], **common)
@@ -214,7 +222,7 @@ class ReferenceEngine:
                     continue
                 own = find_codec(codec).decode(payload, n, dtype, context)
                 gradient = wide[rank][part]
-                finish_residual(residual, gradient, own, arrived, usable, self.alpha, self.momentum)
+                finish_residual(residual, gradient, own, arrived, usable, alpha, momentum)
             first_tile += tiles
         return np.concatenate(pieces) if pieces else np.array(by_rank[0])
 

@@ -36,6 +36,7 @@ class Codec:
 
     name = ""
     lossy = True
+    sent_share = 1.0  # of the elements of a tile, in a worker's payload
 
     def payload_bytes(self, n: int, dtype: str, stage: str = WORKER) -> int:
         raise NotImplementedError

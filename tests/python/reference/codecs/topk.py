@@ -78,6 +78,7 @@ class TopK(Codec):
         written = "" if owner_ratio is None else f",owner_ratio={owner_ratio!r}"
         self.name = f"topk:ratio={ratio!r}{written},values={values}"
         worker = millionths(ratio)
+        self.sent_share = worker / MILLION
         given = min(4 * worker, LARGEST_RATIO) if owner_ratio is None else millionths(owner_ratio)
         self._millionths = {WORKER: worker, OWNER: given}
         self._values = {"bf16": BFloat16Values(), "q4": Q4Values()}[values]
