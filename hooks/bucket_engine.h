@@ -44,9 +44,9 @@ class BucketEngine {
   // What the last step gave will not be used, whatever it is: takes its residuals back. Only with
   // exact_skip.
   virtual void skip_step() = 0;
-  // The residual of a parameter carries factor * momentum as well, which comes over the next steps.
-  // `momentum`: in the order of memory and unscaled.
-  virtual void add_momentum(uint32_t parameter, const at::Tensor& momentum, float factor) = 0;
+  // Worker residual of a parameter += factor * values, in the order of memory and unscaled.
+  virtual void add_to_worker_residual(uint32_t parameter, const at::Tensor& values,
+                                      float factor) = 0;
   virtual void scale_residuals(float factor) = 0;
 };
 

@@ -304,15 +304,14 @@ void DeviceEngine::skip_step() {
   finish_stream_.synchronize();
 }
 
-void DeviceEngine::add_momentum(uint32_t parameter, const at::Tensor& momentum, float factor) {
+void DeviceEngine::add_to_worker_residual(uint32_t parameter, const at::Tensor& values,
+                                          float factor) {
   const std::lock_guard lock(mutex_);
   expect_between_steps("change a residual");
-  const Parameter& target = parameter_to_change(layout_, parameter, momentum, device_);
+  const Parameter& target = parameter_to_change(layout_, parameter, values, device_);
   const c10::StreamGuard guard = behind_all();
   residuals_->settle(finish_stream_);
-  residuals_->add_to_worker(target.worker_residual, momentum,
-                            factor * options_.share_of_momentum(layout_, target),
-                            options_.loss_scale);
+  residuals_->add_to_worker(target.worker_residual, values, factor, options_.loss_scale);
   finish_stream_.synchronize();
 }
 

@@ -64,7 +64,7 @@ class DeviceEngine final : public BucketEngine {
   void load_state(const EngineState& state) override;
   void scale_residuals(float factor) override;
   void skip_step() override;
-  void add_momentum(uint32_t parameter, const at::Tensor& momentum, float factor) override;
+  void add_to_worker_residual(uint32_t parameter, const at::Tensor& values, float factor) override;
 
  private:
   // Buffers of one chunk in flight.

@@ -68,12 +68,6 @@ struct EngineOptions {
   float beta(const ResolvedCodec& codec) const {
     return static_cast<float>(momentum_behind(codec, momentum));
   }
-  // What add_momentum() puts into the residual, of which beta() stays at every step, so that in sum
-  // as much comes as of a momentum that decays by `momentum`.
-  float share_of_momentum(const Layout& layout, const Parameter& parameter) const {
-    const ResolvedCodec& codec = layout.codecs()[world_size == 1 ? 0 : parameter.codec_index];
-    return static_cast<float>((1.0 - momentum_behind(codec, momentum)) / (1.0 - momentum));
-  }
   bool needs_every_bucket() const { return momentum != 0 || exact_skip; }
   bool check_is_due(uint64_t step) const {
     return check_every != 0 && step != 0 && step % check_every == 0;
@@ -127,7 +121,7 @@ class Engine final : public BucketEngine {
   EngineState state() override;
   void load_state(const EngineState& state) override;
   void skip_step() override;
-  void add_momentum(uint32_t parameter, const at::Tensor& momentum, float factor) override;
+  void add_to_worker_residual(uint32_t parameter, const at::Tensor& values, float factor) override;
   void scale_residuals(float factor) override;
 
   const Layout& layout() const override { return layout_; }

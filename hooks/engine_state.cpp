@@ -77,13 +77,12 @@ void Engine::skip_step() {
   settle();
 }
 
-void Engine::add_momentum(uint32_t parameter, const at::Tensor& momentum, float factor) {
+void Engine::add_to_worker_residual(uint32_t parameter, const at::Tensor& values, float factor) {
   const std::lock_guard lock(mutex_);
   expect_between_steps("change a residual");
-  const Parameter& target = parameter_to_change(layout_, parameter, momentum, c10::kCPU);
+  const Parameter& target = parameter_to_change(layout_, parameter, values, c10::kCPU);
   settle();
-  residuals_.add_to_worker(target.worker_residual, momentum,
-                           factor * options_.share_of_momentum(layout_, target), loss_scale());
+  residuals_.add_to_worker(target.worker_residual, values, factor, loss_scale());
 }
 
 void Engine::scale_residuals(float factor) {

@@ -98,7 +98,9 @@ class Binding:
         laid_out = torch.empty_like(parameter, memory_format=torch.preserve_format).copy_(momentum)
         real = torch.view_as_real(laid_out) if laid_out.is_complex() else laid_out
         flat = real.as_strided((real.numel(),), (1,))
-        self.engine.add_momentum(self.index[parameter], flat, factor)
+        number = self.index[parameter]
+        share = self.running.momentum_share(number)
+        self.engine.add_to_worker_residual(number, flat, factor * share)
 
 
 def bind(

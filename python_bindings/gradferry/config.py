@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from gradferry import _native
 from gradferry.codec_spec import AUTO, OFF, CodecSpec, parse_codec
 from gradferry.errors import ConfigError
 
@@ -95,6 +96,15 @@ class Config:
             mode = "owner" if precise else "both"
         worker = self.momentum != 0 or (codec.lossy and mode in ("worker", "both"))
         return worker, codec.lossy and mode in ("owner", "both")
+
+    def momentum_share(self, codec: CodecSpec) -> float:
+        """How much of a momentum a residual behind `codec` holds, so that as much of it comes as
+        behind a codec that sends every element: the less stays at every step, the more.
+        """
+        if not self.momentum:
+            return 1.0
+        kept = _native.momentum_behind(str(codec), self.momentum)
+        return (1 - kept) / (1 - self.momentum)
 
 
 def make_config(

@@ -89,6 +89,23 @@ class Running:
                 place,
             )
 
+    def momentum_share(self, parameter: int) -> float:
+        """Of a momentum, what the worker residual of a parameter holds; see Config."""
+        exchanges = self.world_size > 1
+        return self.config.momentum_share(self.parameters[parameter].codec) if exchanges else 1.0
+
+    def tiles(self) -> list[Tile]:
+        """Of the engine; none without one."""
+        if self.engine is None:
+            return []
+        shares = [
+            self.config.momentum_share(parameter.codec)
+            for parameter in self.parameters
+            for _ in range(0, parameter.num_elements, _native.TILE_ELEMENTS)
+        ]
+        rows = zip(self.engine.tiles(), shares, strict=True)
+        return [Tile(*row, momentum_share=share) for row, share in rows]
+
     def tensors(self) -> list[torch.Tensor]:
         """The parameters themselves, in order."""
         return sorted(self.index, key=self.index.__getitem__)
@@ -102,7 +119,7 @@ class Running:
         """Has `codec` take over at the first bucket of `step`. Collective.
 
         Owner residuals go to the tiles' new owners. What the old codec withheld is dropped where
-        the new one withholds nothing.
+        the new one withholds nothing; where less of a momentum stays, residuals hold more of it.
         """
         old = replace(self)
         residuals = None if old.engine is None else old.engine.state()
@@ -141,20 +158,18 @@ class Running:
             if old_worker.numel() == worker_size:
                 worker = old_worker
             if old.has_owner_residuals and self.has_owner_residuals:
-                owner = self._with_new_owners(old.engine, old_owner, engine, owner)
+                self._hand_over_owner_residuals(old, old_owner, owner)
+            if self.world_size > 1:
+                self._convert_momentum(old, worker, owner)
         engine.load_state(
             steps=step, worker_residual=worker, owner_residual=owner, loss_scale=scale
         )
 
-    def _with_new_owners(
-        self,
-        old: _native.BucketEngine,
-        old_owner: torch.Tensor,
-        new: _native.BucketEngine,
-        new_owner: torch.Tensor,
-    ) -> torch.Tensor:
+    def _hand_over_owner_residuals(
+        self, old: Running, old_owner: torch.Tensor, owner: torch.Tensor
+    ) -> None:
         """Every tile has one owner, so a sum over ranks brings its residual to all of them."""
-        tiles = [Tile(*row) for row in old.tiles()]
+        tiles = old.tiles()
         whole = torch.zeros(sum(tile.num_elements for tile in tiles))
         begin = 0
         for tile in tiles:
@@ -164,12 +179,18 @@ class Running:
             begin += tile.num_elements
         dist.all_reduce(whole, group=self.group)
         begin = 0
-        for tile in (Tile(*row) for row in new.tiles()):
+        for tile in self.tiles():
             if tile.owner_offset >= 0:
                 end = tile.owner_offset + tile.num_elements
-                new_owner[tile.owner_offset : end] = whole[begin : begin + tile.num_elements]
+                owner[tile.owner_offset : end] = whole[begin : begin + tile.num_elements]
             begin += tile.num_elements
-        return new_owner
+
+    def _convert_momentum(self, old: Running, worker: torch.Tensor, owner: torch.Tensor) -> None:
+        for was, tile in zip(old.tiles(), self.tiles(), strict=True):
+            factor = tile.momentum_share / was.momentum_share
+            for residual, offset in ((worker, tile.worker_offset), (owner, tile.owner_offset)):
+                if factor != 1 and offset >= 0:
+                    residual[offset : offset + tile.num_elements] *= factor
 
 
 def parameter_records(parameters: tuple[ParameterLayout, ...]) -> list[dict[str, Any]]:

@@ -32,12 +32,17 @@ SavedState = dict[str, Any]
 
 @dataclass(frozen=True)
 class Tile:
-    """A tile with residuals; offsets in elements, -1 where this rank has none."""
+    """A tile with residuals; offsets in elements, -1 where this rank has none.
+
+    Where ranks exchange, its residuals hold `momentum_share` times what they hold in a world of
+    one, which sends every element.
+    """
 
     id: int
     num_elements: int
     worker_offset: int
     owner_offset: int
+    momentum_share: float
 
 
 @dataclass(frozen=True)
@@ -214,7 +219,7 @@ def _resize(
 
     So the mean of the worker residuals plus the owner residuals, which is what the averaged
     gradient still misses, stays what it was. A world of one has no owner residual: there it joins
-    the worker's.
+    the worker's. It sends every element, so that its residuals hold another share of the momentum.
     """
     saved_size = slots[0]["worker"].numel()
     if any(slot["worker"].numel() != saved_size for slot in slots):
@@ -235,6 +240,11 @@ def _resize(
             worker[tile.worker_offset : tile.worker_offset + tile.num_elements] += values
         elif alone and values.any():
             raise StateError(_NO_PLACE)
+    if alone or len(slots) == 1:
+        for tile in tiles:
+            if tile.worker_offset >= 0:
+                part = worker[tile.worker_offset : tile.worker_offset + tile.num_elements]
+                part *= 1 / tile.momentum_share if alone else tile.momentum_share
     return worker, owner
 
 

@@ -25,7 +25,7 @@ from gradferry.codec_spec import AUTO, OFF
 from gradferry.config import Config, make_config
 from gradferry.engine import CPU
 from gradferry.errors import ConfigError, GradferryError, StateError
-from gradferry.saved_state import Residuals, Tile, check_identity, pack, unpack
+from gradferry.saved_state import Residuals, check_identity, pack, unpack
 
 
 class HookState:
@@ -245,7 +245,7 @@ class HookState:
             own = Residuals(bound.hook.finished_steps(), torch.empty(0), torch.empty(0), 0.0)
         else:
             own = Residuals(*bound.engine.state())
-        state = pack(self._identity(), bound.rank, own, self._tiles())
+        state = pack(self._identity(), bound.rank, own, bound.running.tiles())
         if bound.chooser is not None:
             state["choice"] = bound.chooser.choice.saved()
         return state
@@ -288,7 +288,7 @@ class HookState:
             self._identity(),
             bound.rank,
             bound.engine.residual_sizes(),
-            self._tiles(),
+            bound.running.tiles(),
             on_resize,
         )
         bound.engine.load_state(
@@ -312,10 +312,6 @@ class HookState:
         raise_first_error(records)
         raise_first_mismatch(records)
         chooser.restore(bound.hook, choice, int(saved["steps"]))
-
-    def _tiles(self) -> list[Tile]:
-        engine = self._bound().engine
-        return [] if engine is None else [Tile(*row) for row in engine.tiles()]
 
     def _identity(self) -> dict[str, Any]:
         bound = self._bound()

@@ -3,6 +3,7 @@
 #include "bindings.h"
 #include "gradferry/codec.h"
 #include "gradferry/wire.h"
+#include "momentum.h"
 #include "scalar_type.h"
 
 namespace gradferry {
@@ -62,6 +63,13 @@ void bind_codecs(py::module_& module) {
       "canonical_codec",
       [](const std::string& text) { return parse_codec(text, Device::kCpu).canonical; },
       py::arg("text"));
+  module.def(
+      "momentum_behind",
+      [](const std::string& codec, double momentum) {
+        const ParsedCodec parsed = parse_codec(codec, Device::kCpu);
+        return momentum_behind({parsed.codec, parsed.options}, momentum);
+      },
+      py::arg("codec"), py::arg("momentum"));
   module.def("payload_bytes", &payload_bytes, py::arg("codec"), py::arg("num_elements"),
              py::arg("dtype"), py::arg("stage"));
   module.def("available_isas", &isa_names);

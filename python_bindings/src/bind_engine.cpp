@@ -203,8 +203,8 @@ void bind_engine(py::module_& module) {
            })
       .def("tiles", &tiles_list)
       .def("skip_step", &BucketEngine::skip_step, py::call_guard<py::gil_scoped_release>())
-      .def("add_momentum", &BucketEngine::add_momentum, py::arg("parameter"), py::arg("momentum"),
-           py::arg("factor"), py::call_guard<py::gil_scoped_release>())
+      .def("add_to_worker_residual", &BucketEngine::add_to_worker_residual, py::arg("parameter"),
+           py::arg("values"), py::arg("factor"), py::call_guard<py::gil_scoped_release>())
       .def("scale_residuals", &BucketEngine::scale_residuals, py::arg("factor"),
            py::call_guard<py::gil_scoped_release>());
   py::class_<Engine, BucketEngine, std::shared_ptr<Engine>>(module, "Engine")

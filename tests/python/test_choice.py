@@ -226,6 +226,30 @@ def test_momentum_goes_on_through_a_change(world_of_2: World) -> None:
             assert np.allclose(got, wanted, rtol=2.0**-6, atol=2.0**-7 * np.abs(wanted).max())
 
 
+def case_share_of_momentum(scenario: Scenario) -> list[torch.Tensor]:
+    """Worker residuals under sign1, then topk, then sign1 again."""
+    run = Run(scenario)
+    bound = run.state._bound()
+    seen = []
+    for number, codec in enumerate(("sign1", "topk:ratio=0.05", "sign1")):
+        bound.running.switch(bound.hook, gradferry.codec_spec.parse_codec(codec), min(number, 1))
+        if number == 0:
+            run.step(0)
+        seen.append(bound.engine.state()[1])
+    return seen
+
+
+def test_residuals_hold_more_of_a_momentum_of_which_less_stays(world_of_2: World) -> None:
+    weights = (Weight("only", (64, 64)),)
+    scenario = dataclasses.replace(AUTO, weights=weights, options={"momentum": 0.5})
+    # momentum / (1 - momentum) is 1, and 1 + (1 / 0.05 - 1) / 4 is 5.75
+    share = (1 - 1 / 5.75 / (1 + 1 / 5.75)) / (1 - 0.5)
+    for sign1, topk, again in world_of_2.run(case_share_of_momentum, scenario=scenario):
+        assert sign1.any()
+        torch.testing.assert_close(topk, sign1 * share, rtol=2.0**-22, atol=0)
+        torch.testing.assert_close(again, sign1, rtol=2.0**-21, atol=0)
+
+
 def case_resumed(scenario: Scenario, codec: str) -> dict[str, Any]:
     """Six steps at a stretch, and three, saved, and three more in a new model."""
     spec = gradferry.codec_spec.parse_codec(codec)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from outcomes import Outcome, attempt
 from reference import ReferenceEngine
+from reference.engine import momentum_behind
 from residual_sums import reference_of, still_missing
 from scenario import Run, Scenario, Weight
 from world import World
@@ -30,6 +31,7 @@ MODES = {
     "q4": {"codec": "q4", "error_feedback": "both"},
     "topk": {"codec": "topk:ratio=0.05"},
     "sign1_momentum": {"codec": "sign1", "options": {"momentum": 0.9}},
+    "topk_momentum": {"codec": "topk:ratio=0.05", "options": {"momentum": 0.9}},
     "rht": {"codec": "rht:bits=2"},
 }
 
@@ -107,21 +109,36 @@ def test_mean_keeps_what_is_missing_and_goes_on_as_the_reference(
         saved = residuals_of(answers, "saved")
 
 
-def test_world_of_one_takes_owner_residuals_into_its_momentum(worlds: Worlds) -> None:
-    scenario = scenario_of("sign1_momentum", 2)
+def momentum_shares(scenario: Scenario) -> np.ndarray:
+    """By element, what residuals of two ranks hold for what a world of one holds."""
+    layout = reference_of(scenario).layout
+    sizes = [parameter.num_elements for parameter in layout.parameters]
+    kept = [momentum_behind(codec, 0.9) for codec in layout.codecs]
+    return np.repeat([(1 - m) / (1 - 0.9) for m in kept], sizes)
+
+
+@pytest.mark.parametrize("mode", ["sign1_momentum", "topk_momentum"])
+def test_world_of_one_takes_owner_residuals_into_its_momentum(worlds: Worlds, mode: str) -> None:
+    scenario = scenario_of(mode, 2)
     answers = worlds(2).run(
         case_go_on, scenario=scenario, saved=None, on_resize="mean", steps=range(3)
     )
     saved = residuals_of(answers, "saved")
-    alone = scenario_of("sign1_momentum", 1)
+    alone = scenario_of(mode, 1)
     loaded = worlds(1).run(
         case_go_on, scenario=alone, saved=saved, on_resize="mean", steps=range(0)
     )[0]["loaded"]
-    before = np.concatenate(still_missing(saved, scenario))
+    shares = momentum_shares(scenario)
+    before = np.concatenate(still_missing(saved, scenario)) / shares
     after = np.concatenate(still_missing([loaded], alone))
-    # Two roundings: of the mean, and of the sum with the owner's.
-    assert (np.abs(after - before) <= 2 * 32 * 2.0**-24).all()
+    # Of the mean, of the sum with the owner's, of the share and of the product with it.
+    assert (np.abs(after - before) <= 4 * 32 * 2.0**-24).all()
     assert np.abs(before).max() < 32
+    back = worlds(2).run(
+        case_go_on, scenario=scenario, saved=[loaded], on_resize="mean", steps=range(0)
+    )
+    again = np.concatenate(still_missing(residuals_of(back, "loaded"), scenario)) / shares
+    assert (np.abs(again - after) <= 2 * 32 * 2.0**-24).all()
 
 
 def test_same_size_is_strict_whatever_on_resize_says(worlds: Worlds) -> None:
