@@ -99,7 +99,8 @@ class Binding:
         real = torch.view_as_real(laid_out) if laid_out.is_complex() else laid_out
         flat = real.as_strided((real.numel(),), (1,))
         number = self.index[parameter]
-        share = self.running.momentum_share(number)
+        codec = self.running.parameters[number].codec
+        share = self.config.momentum_share(codec) if self.running.exchanges else 1.0
         self.engine.add_to_worker_residual(number, flat, factor * share)
 
 
@@ -285,6 +286,7 @@ def _start(
         world_size=dist.get_world_size(group),
         group_name=group.group_name,
         index=WeakIdKeyDictionary({tensor: index for index, tensor in enumerate(tensors)}),
+        exchanges=exchanges(_device(ddp), group),
         agreed={key: record[key] for key in record if key != "parameters"},
     )
     running.start(group, nonce, _device(ddp))

@@ -19,7 +19,7 @@ from gradferry.codec_spec import CodecSpec
 from gradferry.config import Config
 from gradferry.engine import CPU, start_engine
 from gradferry.parameters import ParameterLayout, describe
-from gradferry.saved_state import Tile
+from gradferry.saved_state import Tile, rescale
 
 
 @dataclass
@@ -30,6 +30,7 @@ class Running:
         config: as agreed by all ranks; with "auto" its codec is the present one.
         parameters: as agreed by all ranks.
         engine: None when every bucket passes through.
+        exchanges: whether anything is sent at all.
         agreed: the record that all ranks agreed on, but for its parameters.
         index: of each parameter that DDP reduces, in `parameters`.
         retired: what engines that are gone have counted.
@@ -41,6 +42,7 @@ class Running:
     world_size: int
     group_name: str
     index: WeakIdKeyDictionary
+    exchanges: bool
     agreed: Record
     engine: _native.BucketEngine | None = None
     retired: Counter[str] = field(default_factory=Counter)
@@ -89,22 +91,29 @@ class Running:
                 place,
             )
 
-    def momentum_share(self, parameter: int) -> float:
-        """Of a momentum, what the worker residual of a parameter holds; see Config."""
-        exchanges = self.world_size > 1
-        return self.config.momentum_share(self.parameters[parameter].codec) if exchanges else 1.0
-
     def tiles(self) -> list[Tile]:
         """Of the engine; none without one."""
         if self.engine is None:
             return []
-        shares = [
-            self.config.momentum_share(parameter.codec)
-            for parameter in self.parameters
+        parameters = [
+            number
+            for number, parameter in enumerate(self.parameters)
             for _ in range(0, parameter.num_elements, _native.TILE_ELEMENTS)
         ]
-        rows = zip(self.engine.tiles(), shares, strict=True)
-        return [Tile(*row, momentum_share=share) for row, share in rows]
+        rows = zip(self.engine.tiles(), parameters, strict=True)
+        return [Tile(*row, parameter) for row, parameter in rows]
+
+    def momentum_shares(self, *, exchanges: bool, codec: CodecSpec | None = None) -> list[float]:
+        """By parameter, what its residuals hold of a momentum; see `Config.momentum_share`.
+
+        Args:
+            exchanges: False: what a world of one holds, which sends every element.
+            codec: in place of the present one.
+        """
+        config = self.config if codec is None else replace(self.config, codec=codec)
+        if not exchanges:
+            return [1.0] * len(self.parameters)
+        return [config.momentum_share(parameter.codec) for parameter in self._described(config)]
 
     def tensors(self) -> list[torch.Tensor]:
         """The parameters themselves, in order."""
@@ -128,9 +137,7 @@ class Running:
             own = {key: counted[key] for key in step_numbers.SUMS if key in counted}
             self.retired = old.retired + Counter(own)
         self.config = replace(old.config, codec=codec)
-        names = [parameter.name for parameter in old.parameters]
-        described = zip(names, self.tensors(), strict=True)
-        self.parameters = tuple(describe(described, self.config, exchanges=self.world_size > 1))
+        self.parameters = tuple(self._described(self.config))
         self.switches += 1
         group = self.group
         nonces = gather_records({"nonce": uuid.uuid4().hex}, group, CPU)
@@ -159,8 +166,10 @@ class Running:
                 worker = old_worker
             if old.has_owner_residuals and self.has_owner_residuals:
                 self._hand_over_owner_residuals(old, old_owner, owner)
-            if self.world_size > 1:
-                self._convert_momentum(old, worker, owner)
+            was = old.momentum_shares(exchanges=self.exchanges)
+            now = self.momentum_shares(exchanges=self.exchanges)
+            factors = [new / before for new, before in zip(now, was, strict=True)]
+            rescale(worker, owner, self.tiles(), factors)
         engine.load_state(
             steps=step, worker_residual=worker, owner_residual=owner, loss_scale=scale
         )
@@ -185,12 +194,9 @@ class Running:
                 owner[tile.owner_offset : end] = whole[begin : begin + tile.num_elements]
             begin += tile.num_elements
 
-    def _convert_momentum(self, old: Running, worker: torch.Tensor, owner: torch.Tensor) -> None:
-        for was, tile in zip(old.tiles(), self.tiles(), strict=True):
-            factor = tile.momentum_share / was.momentum_share
-            for residual, offset in ((worker, tile.worker_offset), (owner, tile.owner_offset)):
-                if factor != 1 and offset >= 0:
-                    residual[offset : offset + tile.num_elements] *= factor
+    def _described(self, config: Config) -> list[ParameterLayout]:
+        names = [parameter.name for parameter in self.parameters]
+        return describe(zip(names, self.tensors(), strict=True), config, exchanges=self.exchanges)
 
 
 def parameter_records(parameters: tuple[ParameterLayout, ...]) -> list[dict[str, Any]]:

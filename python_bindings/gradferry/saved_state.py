@@ -32,17 +32,13 @@ SavedState = dict[str, Any]
 
 @dataclass(frozen=True)
 class Tile:
-    """A tile with residuals; offsets in elements, -1 where this rank has none.
-
-    Where ranks exchange, its residuals hold `momentum_share` times what they hold in a world of
-    one, which sends every element.
-    """
+    """A tile with residuals; offsets in elements, -1 where this rank has none."""
 
     id: int
     num_elements: int
     worker_offset: int
     owner_offset: int
-    momentum_share: float
+    parameter: int
 
 
 @dataclass(frozen=True)
@@ -112,6 +108,7 @@ def unpack(
     rank: int,
     sizes: tuple[int, int],
     tiles: Sequence[Tile],
+    factors: Sequence[float],
     on_resize: str,
 ) -> Residuals:
     """What `rank` goes on with.
@@ -122,6 +119,7 @@ def unpack(
         rank: of the hook that loads.
         sizes: elements of its worker and owner residual.
         tiles: of its layout.
+        factors: by parameter, its share of a momentum divided by that of the hook that saved.
         on_resize: see `HookState.load_state_dict`.
 
     Raises:
@@ -163,6 +161,7 @@ def unpack(
             )
         every = [slots[r] for r in range(saved_size)]
         worker, owner = _resize(every, sizes, tiles, alone=world_size == 1)
+        rescale(worker, owner, tiles, factors)
     return Residuals(steps, worker, owner, scale)
 
 
@@ -219,7 +218,7 @@ def _resize(
 
     So the mean of the worker residuals plus the owner residuals, which is what the averaged
     gradient still misses, stays what it was. A world of one has no owner residual: there it joins
-    the worker's. It sends every element, so that its residuals hold another share of the momentum.
+    the worker's.
     """
     saved_size = slots[0]["worker"].numel()
     if any(slot["worker"].numel() != saved_size for slot in slots):
@@ -240,12 +239,20 @@ def _resize(
             worker[tile.worker_offset : tile.worker_offset + tile.num_elements] += values
         elif alone and values.any():
             raise StateError(_NO_PLACE)
-    if alone or len(slots) == 1:
-        for tile in tiles:
-            if tile.worker_offset >= 0:
-                part = worker[tile.worker_offset : tile.worker_offset + tile.num_elements]
-                part *= 1 / tile.momentum_share if alone else tile.momentum_share
     return worker, owner
+
+
+def rescale(
+    worker: torch.Tensor, owner: torch.Tensor, tiles: Iterable[Tile], factors: Sequence[float]
+) -> None:
+    """Multiplies the residuals of every parameter by its factor, where that is finite."""
+    for tile in tiles:
+        factor = factors[tile.parameter]
+        for residual, offset in ((worker, tile.worker_offset), (owner, tile.owner_offset)):
+            if factor != 1 and offset >= 0:
+                part = residual[offset : offset + tile.num_elements]
+                scaled = part * factor
+                part.copy_(torch.where(scaled.isfinite(), scaled, part))
 
 
 def _owner_tiles(

@@ -263,8 +263,9 @@ class HookState:
             on_resize: what to do when another number of ranks saved it. ``"strict"`` refuses.
                 ``"mean"`` takes the states of all ranks and keeps what the averaged gradient still
                 misses: every rank gets the mean of the worker residuals, in one rounding, and
-                the owner residuals of the tiles it owns now. ``"drop"`` begins without residuals
-                (and without momentum).
+                the owner residuals of the tiles it owns now (to and from a world of one, behind
+                ``topk`` in momentum mode, what gives as much momentum). ``"drop"`` begins without
+                residuals (and without momentum).
 
         Raises:
             ConfigError: another ``on_resize``.
@@ -289,6 +290,7 @@ class HookState:
             bound.rank,
             bound.engine.residual_sizes(),
             bound.running.tiles(),
+            self._momentum_factors(bound, state_dict),
             on_resize,
         )
         bound.engine.load_state(
@@ -298,13 +300,25 @@ class HookState:
             loss_scale=own.loss_scale,
         )
 
+    def _momentum_factors(self, bound: binding.Binding, saved: Mapping[str, Any]) -> list[float]:
+        """By parameter: what its residuals hold of a momentum, by what those saved hold of it."""
+        running = bound.running
+        check_identity(saved, self._identity())
+        # A world of one chooses nothing, and may load what others chose.
+        codec = Choice.restored(saved["choice"]).codec if "choice" in saved else None
+        before = running.momentum_shares(exchanges=saved["world_size"] != 1, codec=codec)
+        now = running.momentum_shares(exchanges=running.exchanges)
+        return [own / theirs for own, theirs in zip(now, before, strict=True)]
+
     def _restore_choice(
         self, bound: binding.Binding, chooser: Chooser, saved: Mapping[str, Any]
     ) -> None:
         record: Record
         try:
             check_identity(saved, self._identity())
-            choice = Choice.restored(saved.get("choice"))
+            # A world of one has chosen nothing: everything is measured yet.
+            alone = saved["world_size"] == 1 and "choice" not in saved
+            choice = Choice() if alone else Choice.restored(saved.get("choice"))
             record = {"choice": choice.saved(), "steps": saved["steps"]}
         except GradferryError as error:
             record = error_record(error)

@@ -70,7 +70,8 @@ const DeviceLibrary& slow_library() {
   static const DeviceLibrary library{
       kDeviceLibraryVersion,
       codecs,
-      {[](const RescaleCall& call) { delay(call.stream), kernels().rescale(call); },
+      {[](const TakeBackCall& call) { delay(call.stream), kernels().take_back(call); },
+       [](const RescaleCall& call) { delay(call.stream), kernels().rescale(call); },
        [](const SealCall& call) { delay(call.stream), kernels().seal(call); },
        [](const CheckCall& call) { delay(call.stream), kernels().check(call); },
        [](const ConcludeCall& call) { delay(call.stream), kernels().conclude(call); },

@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import random
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -15,16 +16,21 @@ import numpy as np
 import pytest
 import torch
 from gradferry import choice
+from gradferry.checkpoint import merge
 from gradferry.choice import CHECK_EVERY, FIRST_CHECK, SLOWER, candidates, decide
 from gradferry.cli import main
 from gradferry.errors import ConfigError
 from gradferry.forecast.predict import Prediction
 from gradferry.workloads.network import check_network
 from outcomes import attempt
+from residual_sums import still_missing
 from scenario import Run, Scenario, Weight
 from world import World
 
 WEIGHTS = (Weight("first", (90, 70)), Weight("bias", (50,)), Weight("second", (120, 60)))
+# What residuals hold of a momentum of 0.5 behind topk:ratio=0.05, of which m / (1 - m) is
+# 0.5 / (1 - 0.5) / (1 + (1 / 0.05 - 1) / 4) = 1 / 5.75: (1 - m) / (1 - 0.5).
+SHARE = 2 / (1 + 1 / 5.75)
 AUTO = Scenario(WEIGHTS, codec="auto", ddp={"bucket_cap_mb": 0.02})
 
 
@@ -242,12 +248,47 @@ def case_share_of_momentum(scenario: Scenario) -> list[torch.Tensor]:
 def test_residuals_hold_more_of_a_momentum_of_which_less_stays(world_of_2: World) -> None:
     weights = (Weight("only", (64, 64)),)
     scenario = dataclasses.replace(AUTO, weights=weights, options={"momentum": 0.5})
-    # momentum / (1 - momentum) is 1, and 1 + (1 / 0.05 - 1) / 4 is 5.75
-    share = (1 - 1 / 5.75 / (1 + 1 / 5.75)) / (1 - 0.5)
     for sign1, topk, again in world_of_2.run(case_share_of_momentum, scenario=scenario):
         assert sign1.any()
-        torch.testing.assert_close(topk, sign1 * share, rtol=2.0**-22, atol=0)
+        torch.testing.assert_close(topk, sign1 * SHARE, rtol=2.0**-22, atol=0)
         torch.testing.assert_close(again, sign1, rtol=2.0**-21, atol=0)
+
+
+def case_moved(scenario: Scenario, saved: list[dict], codec: str) -> tuple[dict, dict]:
+    """The state after loading (if there is something to load), and after two steps more."""
+    run = Run(scenario)
+    if saved:
+        run.state.load_state_dict(merge(saved), on_resize="mean")
+    if codec:
+        bound = run.state._bound()
+        spec = gradferry.codec_spec.parse_codec(codec)
+        bound.running.switch(bound.hook, spec, 0)
+        bound.chooser.choice = choice.Choice(codec=spec, made=True, reason="so it was told")
+    loaded = run.state.state_dict()
+    begin = int(loaded["steps"])
+    for step in range(begin, begin + 2):
+        run.step(step)
+    return loaded, run.state.state_dict()
+
+
+def test_momentum_goes_to_a_world_of_one_and_back(worlds: Callable[[int], World]) -> None:
+    weights = (Weight("only", (64, 64)),)
+    pair = dataclasses.replace(AUTO, weights=weights, options={"momentum": 0.5})
+    alone = dataclasses.replace(pair, world_size=1)
+    first = worlds(2).run(case_moved, scenario=pair, saved=[], codec="topk:ratio=0.05")
+    saved = [state for _, state in first]
+    ((one, later),) = worlds(1).run(case_moved, scenario=alone, saved=saved, codec="")
+    back = worlds(2).run(case_moved, scenario=pair, saved=[later], codec="")
+    topk = dataclasses.replace(pair, codec="topk:ratio=0.05")
+    (before,) = still_missing(saved, topk)
+    (after,) = still_missing([one], dataclasses.replace(alone, codec="exact"))
+    assert before.any()
+    # The mean, the sum with the owner's, the share, and the product.
+    np.testing.assert_allclose(after * SHARE, before, rtol=0, atol=np.abs(before).max() * 2.0**-21)
+    for rank, (loaded, _) in enumerate(back):
+        assert torch.equal(loaded[f"slot_{rank}"]["worker"], later["slot_0"]["worker"])
+        assert loaded["steps"] == 4
+        assert loaded["choice"]["codec"] == "exact"
 
 
 def case_resumed(scenario: Scenario, codec: str) -> dict[str, Any]:
