@@ -79,22 +79,25 @@ def test_events_are_in_order_and_the_last_256(world_of_2: World) -> None:
     assert events[-1]["step"] == 149
 
 
-def exposed_of(events: list[dict[str, Any]]) -> float:
-    """Per step: time inside the hook, and from its last return to the last completion."""
-    total = 0.0
+def nanoseconds(milliseconds: float) -> int:
+    """Exact: instants are whole nanoseconds, and far fewer than 2^53 since the machine started."""
+    return round(1e6 * milliseconds)
+
+
+def exposed_of(events: list[dict[str, Any]]) -> int:
+    """Nanoseconds, per step: inside the hook, and from its last return to the last completion."""
+    total = 0
     for step in {event["step"] for event in events}:
         own = [event for event in events if event["step"] == step]
-        total += sum(event["encoded_ms"] - event["begin_ms"] for event in own)
-        last_return = max(event["encoded_ms"] for event in own)
-        total += max(0.0, max(event["complete_ms"] for event in own) - last_return)
+        total += sum(nanoseconds(e["encoded_ms"]) - nanoseconds(e["begin_ms"]) for e in own)
+        last_return = max(nanoseconds(event["encoded_ms"]) for event in own)
+        total += max(0, max(nanoseconds(event["complete_ms"]) for event in own) - last_return)
     return total
 
 
 def test_exposed_is_what_the_training_thread_was_held_up(world_of_2: World) -> None:
     for answer in world_of_2.run(case_run, scenario=SCENARIO, steps=7):
-        expected = exposed_of(answer["events"])
-        # Sums of some fifty nanosecond instants given in ms: rounding of doubles alone.
-        assert answer["stats"]["exposed_ms"] == pytest.approx(expected, rel=1e-9)
+        assert nanoseconds(answer["stats"]["exposed_ms"]) == exposed_of(answer["events"])
 
 
 def case_residuals(codec: str, error_feedback: str, shape: tuple[int, int]) -> dict[str, Any]:
