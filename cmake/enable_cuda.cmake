@@ -1,5 +1,5 @@
-# Enables CUDA: for the GPUs of this machine; where it has none, PTX alone, which is quick to build and which
-# drivers translate for any of them. The preset `release` is for all of them.
+# Enables CUDA: for the GPUs of this machine; where it has none, PTX alone, which is quick to build
+# and which drivers translate for any of them. The preset `release` is for all of them.
 if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES AND NOT DEFINED ENV{CUDAARCHS})
   execute_process(COMMAND nvidia-smi -L OUTPUT_VARIABLE gpus ERROR_QUIET)
   if(gpus MATCHES "^GPU 0")
