@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from world import World
-
-Worlds = Callable[[int], World]
 
 
 def case_warnings(codec: str, feedback: str, optimizer: str) -> list[str]:
