@@ -10,7 +10,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gradferry.config import OWNER_ONLY_BITS
+from gradferry.config import COARSE_BITS
 from gradferry.parameters import ParameterLayout
 
 # By the names of their classes: those of many libraries are called so.
@@ -31,7 +31,7 @@ def warn_about_adam(parameters: tuple[ParameterLayout, ...], index: WeakIdKeyDic
     """
     for parameter in parameters:
         codec = parameter.codec
-        if parameter.residuals[0] and codec.lossy and codec.bits(parameter.dtype) < OWNER_ONLY_BITS:
+        if parameter.residuals[0] and codec.lossy and codec.bits(parameter.dtype) < COARSE_BITS:
             _register()
             _watched.append((index, str(codec)))
             return

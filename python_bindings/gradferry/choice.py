@@ -16,7 +16,7 @@ import torch
 
 from gradferry import _native
 from gradferry.codec_spec import OFF, CodecSpec, parse_codec
-from gradferry.config import EXACT, OWNER_ONLY_BITS, Config
+from gradferry.config import EXACT, COARSE_BITS, Config
 from gradferry.errors import ConfigError, StateError
 from gradferry.forecast.costs import Parameter
 from gradferry.forecast.measure import measure_costs
@@ -42,7 +42,7 @@ _MEASURING = "dense steps, while they are measured"
 def candidates(config: Config) -> list[str]:
     """Codecs that "auto" may choose: without momentum none below 3 bits."""
     codecs = [parse_codec(str(codec["name"])) for codec in _native.codecs()]
-    precise = [codec for codec in codecs if config.momentum or codec.bits() >= OWNER_ONLY_BITS]
+    precise = [codec for codec in codecs if config.momentum or codec.bits() >= COARSE_BITS]
     names = [str(codec) for codec in precise]  # every option written out, as in the configuration
     # What only an engine does: the backend's own all-reduce cannot.
     if not (config.momentum or config.check_every or config.nonfinite == "raise"):

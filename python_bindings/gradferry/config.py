@@ -20,8 +20,11 @@ NONFINITE = ("propagate", "raise")
 # Most payload bytes per owner, stage and chunk: over about 1 MB a gloo message reaches half the
 # rate of a link on which both sides send.
 CHUNK_BYTES = 512 * 1024
-# From this precision on the worker's residual brings next to nothing.
-OWNER_ONLY_BITS = 3.0
+# From this precision on, "auto" leaves out the worker's residual: 4 bytes per element, for rounding
+# errors of less than 1 % of a block's largest element.
+OWNER_ONLY_BITS = 8.0
+# Below, error feedback withholds whole gradients for many steps, which plain Adam cannot bear.
+COARSE_BITS = 3.0
 
 
 @dataclass(frozen=True)

@@ -44,8 +44,10 @@ class HookState:
             than 1024 elements, else ``codec``. float64 and complex parameters are always
             ``exact``.
         error_feedback: which residuals are kept: ``"none"``, ``"owner"``, ``"worker"``,
-            ``"both"``, or ``"auto"``: owner at 3 bits per element and more, both below and in
-            momentum mode.
+            ``"both"``, or ``"auto"``: both below 8 bits per element and in momentum mode, owner
+            from there on. With both, what was applied plus what is withheld is what the gradients
+            add up to; without the worker residual, 4 bytes per element, what a rank's own rounding
+            takes off is gone.
         momentum: between 0 and 1. Gradients arrive as their momentum m = momentum * m +
             (1 - momentum) * gradient, which the worker residual carries beside what was withheld
             (less of it behind ``topk``, whose elements wait for their turn anyway):

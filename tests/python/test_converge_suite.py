@@ -103,7 +103,7 @@ def test_full_demands_what_was_promised():
     for task in ("tiny_text", "tiny_vision"):
         for codec in ("q8", "q4", "rht:bits=4"):
             for optimizer in ("AdamW", "SGD"):
-                assert demanded[task, optimizer, codec, "owner"] == 0.003
+                assert demanded[task, optimizer, codec, auto_mode(codec)] == 0.003
         assert demanded[task, "OneBitAdam", "sign1", MOMENTUM] == 0.02
         for optimizer in ("OneBitAdam", "SGD"):
             assert demanded[task, optimizer, "topk:ratio=0.01", MOMENTUM] == 0.06

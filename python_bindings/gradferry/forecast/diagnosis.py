@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gradferry import _native
-from gradferry.config import OWNER_ONLY_BITS
+from gradferry.config import COARSE_BITS
 from gradferry.forecast.costs import Parameter, StepProfile
 from gradferry.forecast.measure import measure_costs
 from gradferry.forecast.measure_link import LinkProbe, Progress
@@ -59,7 +59,7 @@ def needs_momentum(hook: str) -> bool:
     if hook in OWN_HOOKS:
         return False
     config = hook_config(hook)
-    return not config.momentum and config.codec.bits() < OWNER_ONLY_BITS
+    return not config.momentum and config.codec.bits() < COARSE_BITS
 
 
 def examine_workload(emit: Progress, model: str, asked: Examination, seed: int) -> Diagnosis:

@@ -11,7 +11,7 @@ from .codecs import DEFAULT, OWNER, WORKER, Context, find_codec
 from .layout import TILE_ELEMENTS, Layout, Parameter, Rules
 from .scalars import DTYPES, narrow, widen
 
-FEWEST_BITS_WITHOUT_WORKER_RESIDUAL = 3
+FEWEST_BITS_WITHOUT_WORKER_RESIDUAL = 8
 
 
 def resolve_error_feedback(
