@@ -1,0 +1,154 @@
+// A bucket's plan where counts no longer fit 32 bits. It is tables alone: no gradient is allocated.
+#include "hooks/plan.h"
+
+#include <gtest/gtest.h>
+
+#include <span>
+#include <string>
+#include <vector>
+
+#include "gradferry/error.h"
+#include "gradferry/wire.h"
+
+namespace gradferry {
+namespace {
+
+constexpr uint64_t kHugeElements = (uint64_t{1} << 31) + 5000;
+constexpr uint32_t kLastElements = 64;
+constexpr uint64_t kElements = 2 * kHugeElements + kLastElements;
+constexpr uint32_t kWorldSize = 3;
+constexpr uint32_t kChunkBytes = 512 * 1024;
+
+ParameterSpec huge(const char* name, bool residuals) {
+  return {.name = name,
+          .num_elements = kHugeElements,
+          .dtype = ScalarType::kBFloat16,
+          .codec = "q4",
+          .worker_residual = residuals,
+          .owner_residual = residuals};
+}
+
+// The second one begins beyond 2^31 elements of the bucket, the last one beyond 2^32.
+Layout huge_layout(uint32_t rank) {
+  ParameterSpec last = huge("last", true);
+  last.num_elements = kLastElements;
+  return {{huge("first", true), huge("second", true), last}, rank, kWorldSize, Device::kCpu};
+}
+
+BucketPlan huge_plan(const Layout& layout, uint32_t rank) {
+  return make_plan(layout, {0, 1, 2},
+                   {.rank = rank, .chunk_bytes = kChunkBytes, .warmup = false, .exchanges = true});
+}
+
+TEST(HugeParameter, LayoutCountsItsTilesAndResiduals) {
+  const Layout layout = huge_layout(0);
+  const uint64_t tiles = kHugeElements / kTileElements + 1;
+  ASSERT_EQ(layout.num_tiles(), 2 * tiles + 1);
+  for (const Parameter& parameter : std::span(layout.parameters()).first(2)) {
+    EXPECT_EQ(parameter.num_elements, kHugeElements);
+    ASSERT_EQ(parameter.num_tiles, tiles);
+    EXPECT_EQ(layout.tile_elements(parameter, parameter.num_tiles - 2), kTileElements);
+    // 2^31 is whole tiles, and so is all of 5000 but 904 elements.
+    EXPECT_EQ(layout.tile_elements(parameter, parameter.num_tiles - 1), 904);
+  }
+  uint64_t owned = 0;
+  for (const Parameter& parameter : layout.parameters()) {
+    for (uint32_t t = 0; t < parameter.num_tiles; ++t) {
+      if (layout.owner(parameter.first_tile + t) != 0) continue;
+      ASSERT_EQ(layout.owner_residual_offset(parameter.first_tile + t), owned);
+      owned += (layout.tile_elements(parameter, t) + 15) / 16 * 16;
+    }
+  }
+  const uint64_t aligned = (kHugeElements + 15) / 16 * 16;
+  EXPECT_EQ(layout.parameters()[1].worker_residual, aligned);
+  EXPECT_EQ(layout.parameters()[2].worker_residual, 2 * aligned);
+  EXPECT_EQ(layout.worker_residual_elements(), 2 * aligned + kLastElements);
+  EXPECT_EQ(layout.owner_residual_elements(), owned);
+  EXPECT_GT(layout.worker_residual_elements(), uint64_t{UINT32_MAX});
+  // Of equal tiles every rank gets a third, to within one; three tiles are shorter.
+  EXPECT_NEAR(static_cast<double>(owned), static_cast<double>(kElements) / kWorldSize,
+              4 * kTileElements);
+}
+
+TEST(HugeParameter, PlanHasEveryElementOnceWhereItLies) {
+  const Layout layout = huge_layout(1);
+  const BucketPlan plan = huge_plan(layout, 1);
+  EXPECT_EQ(plan.num_elements, kElements);
+  uint64_t id = 0, element = 0;
+  auto parameter = layout.parameters().begin();
+  for (const ChunkPlan& chunk : plan.chunks) {
+    ASSERT_EQ(chunk.encode.size(), 1);
+    ASSERT_EQ(chunk.decode.size(), 1);
+    ASSERT_EQ(chunk.encode[0].tiles.size(), chunk.decode[0].tiles.size());
+    for (size_t i = 0; i < chunk.encode[0].tiles.size(); ++i, ++id) {
+      if (id == parameter->first_tile + parameter->num_tiles) ++parameter;
+      const uint64_t in_parameter = (id - parameter->first_tile) * kTileElements;
+      for (const Tile& tile : {chunk.encode[0].tiles[i], chunk.decode[0].tiles[i]}) {
+        ASSERT_EQ(tile.id, id);
+        ASSERT_EQ(tile.gradient_offset, element);
+        ASSERT_EQ(tile.residual_offset, parameter->worker_residual + in_parameter);
+      }
+      element += chunk.encode[0].tiles[i].num_elements;
+    }
+  }
+  EXPECT_EQ(id, layout.num_tiles());
+  EXPECT_EQ(element, kElements);
+}
+
+TEST(HugeParameter, PlanCutsMessagesThatFitAndDoNotOverlap) {
+  constexpr uint32_t kHeader = sizeof(MessageHeader);
+  const Layout layout = huge_layout(1);
+  const BucketPlan plan = huge_plan(layout, 1);
+  uint64_t payload_bytes = 0, reduced = 0;
+  for (const ChunkPlan& chunk : plan.chunks) {
+    uint32_t send_start = 0;
+    std::vector<uint32_t> send_next(kWorldSize), receive_next(kWorldSize);
+    for (uint32_t rank = 0; rank < kWorldSize; ++rank) {
+      const Shard& shard = chunk.shards[rank];
+      ASSERT_LE(shard.worker_bytes, kChunkBytes);
+      ASSERT_LE(kHeader + shard.owner_bytes, chunk.gather_message_bytes);
+      send_next[rank] = send_start + kHeader;
+      receive_next[rank] = rank * chunk.gather_message_bytes + kHeader;
+      send_start += kHeader + shard.worker_bytes;
+      payload_bytes += shard.worker_bytes;
+    }
+    for (size_t i = 0; i < chunk.encode[0].tiles.size(); ++i) {
+      const Tile &sent = chunk.encode[0].tiles[i], &received = chunk.decode[0].tiles[i];
+      const uint32_t owner = layout.owner(sent.id);
+      ASSERT_EQ(sent.payload_offset, send_next[owner]);
+      ASSERT_EQ(received.payload_offset, receive_next[owner]);
+      const Parameter& parameter = layout.parameters()[0];  // all are alike
+      const auto size = [&](Stage stage) {
+        return layout.payload_bytes(parameter, sent.num_elements, stage);
+      };
+      send_next[owner] += size(Stage::kWorker);
+      receive_next[owner] += size(Stage::kOwner);
+    }
+    for (const PlannedBatch& batch : chunk.reduce) reduced += batch.tiles.size();
+  }
+  const auto bytes = [&](uint32_t num_elements) {
+    return uint64_t{layout.payload_bytes(layout.parameters()[0], num_elements, Stage::kWorker)};
+  };
+  const uint64_t full = 2 * (kHugeElements / kTileElements);
+  EXPECT_EQ(payload_bytes, full * bytes(kTileElements) + 2 * bytes(904) + bytes(kLastElements));
+  uint64_t owned = 0;
+  for (uint64_t id = 0; id < layout.num_tiles(); ++id) owned += layout.owner(id) == 1;
+  EXPECT_EQ(reduced, owned);
+}
+
+TEST(HugeParameter, MoreTilesThanCanBeNumberedAreRefusedByName) {
+  ParameterSpec spec = huge("everything", false);
+  spec.num_elements = uint64_t{1} << 45;
+  try {
+    const Layout layout({spec}, 0, kWorldSize, Device::kCpu);
+    FAIL() << "it was accepted";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::kConfig);
+    EXPECT_NE(std::string(error.what()).find("'everything' has 35184372088832 elements"),
+              std::string::npos)
+        << error.what();
+  }
+}
+
+}  // namespace
+}  // namespace gradferry

@@ -1,0 +1,101 @@
+"""Parameters of unusual shape or memory: gradients equal the reference's to the bit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from scenario import Scenario, Weight, assert_bit_equal, train
+from world import World
+
+Worlds = Callable[[int], World]
+
+REAL = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+DTYPES = (*REAL, torch.complex64, torch.complex128)
+
+
+def check(worlds: Worlds, weights: tuple[Weight, ...], **options: object) -> None:
+    scenario = Scenario(weights, error_feedback="both", **options)
+    assert_bit_equal(worlds(2).run(train, scenario=scenario), scenario)
+
+
+def named(dtype: torch.dtype, kind: str) -> str:
+    return f"{str(dtype).removeprefix('torch.')}_{kind}"
+
+
+@pytest.mark.torch_core
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+def test_scalars_and_parameters_without_elements_of_every_dtype(
+    worlds: Worlds, native: bool
+) -> None:
+    shapes = {"scalar": (), "nothing": (0,), "no_columns": (3, 0), "matrix": (40, 30)}
+    weights = tuple(Weight(named(d, k), shape, d) for d in DTYPES for k, shape in shapes.items())
+    check(worlds, weights, native=native)
+    # Buckets that hold nothing but a scalar, or no element at all.
+    check(worlds, weights, native=native, steps=2, ddp={"bucket_cap_mb": 1e-6})
+
+
+@pytest.mark.parametrize("codec", ["q4", "topk:ratio=0.2"])
+def test_a_scalar_can_be_given_a_codec(worlds: Worlds, codec: str) -> None:
+    weights = (Weight("scalar", ()), Weight("matrix", (40, 30)))
+    check(worlds, weights, rules=(("*", codec),))
+
+
+@dataclasses.dataclass(frozen=True)
+class Strided(Weight):
+    """A matrix whose parameter is not contiguous; its gradient lies in a bucket as DDP wants it.
+
+    transposed: columns one after the other.
+    sliced: with a gap after every element. DDP then lays out the gradient row by row.
+    """
+
+    transposed: bool = False
+    sliced: bool = False
+
+    @property
+    def bucket_is_transposed(self) -> bool:
+        return self.transposed and not self.sliced
+
+    def from_flat(self, flat: np.ndarray) -> torch.Tensor:
+        rows, columns = self.shape
+        if self.bucket_is_transposed:
+            values = Weight(self.name, (columns, rows), self.dtype).from_flat(flat).t()
+        else:
+            values = super().from_flat(flat)
+        gap = 2 if self.sliced else 1
+        if self.transposed:
+            tensor = torch.zeros(columns, gap * rows, dtype=self.dtype)[:, ::gap].t()
+        else:
+            tensor = torch.zeros(rows, gap * columns, dtype=self.dtype)[:, ::gap]
+        return tensor.copy_(values)
+
+    def to_flat(self, tensor: torch.Tensor) -> np.ndarray:
+        tensor = tensor.detach()
+        if self.bucket_is_transposed:
+            return Weight(self.name, self.shape[::-1], self.dtype).to_flat(tensor.t().contiguous())
+        return super().to_flat(tensor.contiguous())
+
+
+@pytest.mark.torch_core
+@pytest.mark.parametrize(
+    "options", [{}, {"gradient_as_bucket_view": True}], ids=["copies", "views"]
+)
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+def test_strided_parameters_of_every_dtype(
+    worlds: Worlds, native: bool, options: dict[str, bool]
+) -> None:
+    kinds = {
+        "transposed": {"transposed": True},
+        "sliced": {"sliced": True},
+        "sliced_transposed": {"sliced": True, "transposed": True},
+    }
+    weights = tuple(
+        Strided(named(dtype, kind), (45, 30), dtype, **how)
+        for dtype in DTYPES
+        for kind, how in kinds.items()
+    )
+    assert not any(w.from_flat(np.zeros(1350, np.float32)).is_contiguous() for w in weights[:3])
+    check(worlds, weights, native=native, ddp={"bucket_cap_mb": 0.02, **options})
