@@ -58,7 +58,8 @@ std::vector<Tile> tiles_of(size_t num_tiles, uint32_t sent_bytes, uint32_t reduc
                      .residual_offset = i * kTileElements,
                      .num_elements = kTileElements,
                      .payload_offset = static_cast<uint32_t>(i * sent_bytes),
-                     .output_offset = static_cast<uint32_t>(i * reduced_bytes)});
+                     .output_offset = static_cast<uint32_t>(i * reduced_bytes),
+                     .message_offset = 0});
   }
   return tiles;
 }
@@ -125,7 +126,7 @@ CodecSpeed codec_speed(const CodecSpeedOptions& options) {
     if (kept) codec.decode(tiles, reduced.bytes(), nullptr, 0.0F, nullptr);
     codec.decode(tiles, reduced.bytes(), gradient.bytes(), options.momentum ? 0.5F : 0.0F, kept);
   };
-  uint32_t checksum = 0;
+  uint64_t checksum = 0;
   const Work check = [&](size_t first, size_t count) {
     checksum += word_sum(sent.bytes() + first * sent_bytes, count * sent_bytes);
   };
@@ -149,7 +150,7 @@ CodecSpeed codec_speed(const CodecSpeedOptions& options) {
     checked.push_back(now[3]);
   }
   const auto owned = static_cast<double>(num_owned * kTileElements);
-  volatile uint32_t used = checksum;  // so that it is computed
+  volatile uint64_t used = checksum;  // so that it is computed
   (void)used;
   return {typical_seconds(encoded, &median) / static_cast<double>(num_elements),
           typical_seconds(reduces, &median) / owned, typical_seconds(decoded, &median) / owned,

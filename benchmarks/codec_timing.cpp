@@ -83,8 +83,9 @@ class CodecTimer::Passes {
         codec_->payload_bytes(kTileElements, options.dtype, Stage::kOwner, parsed_.options);
     for (uint32_t i = 0; i < num_tiles_; ++i) {
       const uint64_t first = uint64_t{i} * kTileElements;
-      tiles_.push_back({i, first, first, kTileElements, i * worker_bytes_, i * owner_bytes_});
-      gather_tiles_.push_back({i, first, first, kTileElements, i * owner_bytes_, i * owner_bytes_});
+      tiles_.push_back({i, first, first, kTileElements, i * worker_bytes_, i * owner_bytes_, 0});
+      gather_tiles_.push_back(
+          {i, first, first, kTileElements, i * owner_bytes_, i * owner_bytes_, 0});
     }
     status_.resize(num_tiles_);
     item_ = item_bytes(options.dtype);
@@ -177,7 +178,7 @@ class CodecTimer::Passes {
         continue;
       }
       // The bf16 codec makes a gradient of 16 bits: encode from fp32, decode to the dtype.
-      const Tile whole{0, 0, 0, kTileElements, 0, 0};
+      const Tile whole{0, 0, 0, kTileElements, 0, 0, 0};
       alignas(16) std::byte cast[2 * kTileElements];
       TileBatch one = batch({whole}, Stage::kWorker, 0, 1);
       one.tiles = &whole;

@@ -31,7 +31,7 @@ void compressed_mean(const CompressedMeanOptions& options, std::span<const void*
   for (uint64_t first = 0; first < options.num_elements; first += kTileElements) {
     const auto count =
         static_cast<uint32_t>(std::min<uint64_t>(kTileElements, options.num_elements - first));
-    const Tile tile{first / kTileElements, first, 0, count, 0, 0};
+    const Tile tile{first / kTileElements, first, 0, count, 0, 0, 0};
     TileBatch batch{.tiles = &tile,
                     .num_tiles = 1,
                     .dtype = options.dtype,

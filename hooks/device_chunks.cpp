@@ -124,7 +124,7 @@ void DeviceEngine::wait(BucketJob& job, Transfer& transfer, Phase phase, uint64_
   }
 }
 
-// What came: sums_ and verdicts_ get a word per message.
+// What came: sums_ and verdicts_ get an entry per message.
 void DeviceEngine::check_messages(const BucketJob& job, const Envelope& expected,
                                   Table<Message> messages, Table<ReceivedTile> tiles,
                                   const DeviceBuffer& received) const {
@@ -134,7 +134,7 @@ void DeviceEngine::check_messages(const BucketJob& job, const Envelope& expected
                            .tiles = job.plan->data(tiles),
                            .num_tiles = tiles.size,
                            .buffer = bytes(received),
-                           .sums = words(sums_),
+                           .sums = reinterpret_cast<uint64_t*>(bytes(sums_)),
                            .verdicts = words(verdicts_),
                            .findings = findings(),
                            .stream = finish_stream_.native_handle()});

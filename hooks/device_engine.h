@@ -157,7 +157,7 @@ class DeviceEngine final : public BucketEngine {
   at::Tensor findings_;
   std::vector<DeviceSlot> slots_;
   at::Tensor encode_statuses_, finish_statuses_;
-  at::Tensor sums_, verdicts_;  // one word per message
+  at::Tensor sums_, verdicts_;  // uint64_t and uint32_t per message
 
   // The commit of the last step: one record per rank, then this rank's first non-finite tile.
   DeviceBuffer commit_send_, commit_receive_;

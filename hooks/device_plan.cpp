@@ -43,27 +43,25 @@ DeviceStage add_stage(TableWriter& writer, const std::vector<PlannedBatch>& plan
   return stage;
 }
 
-// Places of all tiles, batch after batch.
-std::vector<MessagePlace> places_of(const std::vector<PlannedBatch>& planned) {
-  std::vector<MessagePlace> places;
+// Ranks of all tiles, batch after batch.
+std::vector<uint32_t> ranks_of(const std::vector<PlannedBatch>& planned) {
+  std::vector<uint32_t> ranks;
   for (const PlannedBatch& batch : planned) {
-    places.insert(places.end(), batch.places.begin(), batch.places.end());
+    ranks.insert(ranks.end(), batch.ranks.begin(), batch.ranks.end());
   }
-  return places;
+  return ranks;
 }
 
-// Fills in which tiles `messages` have: message m holds those whose place names rank ranks[m].
+// Fills in which tiles `messages` have: message m holds those whose rank is ranks[m].
 std::vector<uint32_t> order_tiles(std::vector<Message>& messages,
                                   const std::vector<uint32_t>& ranks,
-                                  const std::vector<MessagePlace>& places) {
+                                  const std::vector<uint32_t>& tile_ranks) {
   std::vector<uint32_t> order;
   for (size_t m = 0; m < messages.size(); ++m) {
     const auto first = static_cast<uint32_t>(order.size());
-    for (uint32_t i = 0; i < places.size(); ++i) {
-      if (places[i].rank == ranks[m]) order.push_back(i);
+    for (uint32_t i = 0; i < tile_ranks.size(); ++i) {
+      if (tile_ranks[i] == ranks[m]) order.push_back(i);
     }
-    std::sort(order.begin() + first, order.end(),
-              [&](uint32_t a, uint32_t b) { return places[a].position < places[b].position; });
     messages[m].first_tile = first;
     messages[m].num_tiles = static_cast<uint32_t>(order.size()) - first;
   }
@@ -76,9 +74,9 @@ void add_received(std::vector<Message>& messages, std::vector<ReceivedTile>& til
   const auto number = static_cast<uint32_t>(messages.size());
   const auto first = static_cast<uint32_t>(tiles.size());
   uint32_t place = offset + kHeaderBytes;
-  for (uint32_t i = 0; i < tile_bytes.size(); ++i) {
-    tiles.push_back({place, tile_bytes[i], number, i});
-    place += tile_bytes[i];
+  for (const uint32_t num_bytes : tile_bytes) {
+    tiles.push_back({place, num_bytes, number, place - offset - kHeaderBytes});
+    place += num_bytes;
   }
   messages.push_back(
       {offset, place - offset - kHeaderBytes, first, static_cast<uint32_t>(tile_bytes.size())});
@@ -95,9 +93,7 @@ DeviceChunk add_chunk(TableWriter& writer, const ChunkPlan& plan, uint32_t rank,
   chunk.decode = add_stage(writer, plan.decode);
   for (const PlannedBatch& batch : plan.decode) chunk.worker_residual |= batch.worker_residual;
 
-  std::vector<uint32_t> sources;
-  for (const MessagePlace& place : places_of(plan.decode)) sources.push_back(place.rank);
-  chunk.decode_sources = writer.add(sources);
+  chunk.decode_sources = writer.add(ranks_of(plan.decode));
 
   std::vector<Message> sent;
   std::vector<uint32_t> ranks;
@@ -109,10 +105,10 @@ DeviceChunk add_chunk(TableWriter& writer, const ChunkPlan& plan, uint32_t rank,
     chunk.send_bytes.push_back(kHeaderBytes + plan.shards[p].worker_bytes);
     chunk.receive_bytes.push_back(kHeaderBytes + own.worker_bytes);
   }
-  chunk.scatter_order = writer.add(order_tiles(sent, ranks, places_of(plan.encode)));
+  chunk.scatter_order = writer.add(order_tiles(sent, ranks, ranks_of(plan.encode)));
   chunk.scatter_sent = writer.add(sent);
   sent = {{0, own.owner_bytes, 0, 0}};
-  chunk.gather_order = writer.add(order_tiles(sent, {rank}, places_of(plan.reduce)));
+  chunk.gather_order = writer.add(order_tiles(sent, {rank}, ranks_of(plan.reduce)));
   chunk.gather_sent = writer.add(sent);
 
   std::vector<Message> scattered, gathered;

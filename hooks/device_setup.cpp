@@ -42,7 +42,7 @@ void DeviceEngine::allocate() {
   for (const at::Tensor& tensor : residuals_->tensors()) use_on_both_streams(tensor);
   stats_.residual_bytes = residuals_->num_bytes();
   findings_ = make_tensor(sizeof(Findings));
-  sums_ = make_tensor(uint64_t{options_.world_size} * sizeof(uint32_t));
+  sums_ = make_tensor(uint64_t{options_.world_size} * sizeof(uint64_t));
   verdicts_ = make_tensor(uint64_t{options_.world_size} * sizeof(uint32_t));
   allocate_slots();
   // E must not see memory before it was zeroed; from here on events see to the order.
@@ -137,14 +137,14 @@ void DeviceEngine::load_kernels() const {
   const auto* messages = reinterpret_cast<const Message*>(part(7));
   const auto* zeros = reinterpret_cast<const uint32_t*>(part(7));
   auto* found = reinterpret_cast<Findings*>(part(8));
-  auto* scratch = reinterpret_cast<uint32_t*>(part(9));
+  auto* sums = reinterpret_cast<uint64_t*>(part(9));
   auto* word = reinterpret_cast<uint32_t*>(part(13));
   const Envelope envelope{0, 0, 0, 0, 0, Phase::kScatter};
   message_kernels().take_back({word, residual, residual, 1, stream});
   message_kernels().rescale({nullptr, residual, residual, word, stream});
   message_kernels().seal({envelope, messages, 1, zeros, status, found, part(10), stream});
   message_kernels().check({envelope, messages, 1, reinterpret_cast<const ReceivedTile*>(part(7)), 1,
-                           part(10), scratch, scratch + 1, found, stream});
+                           part(10), sums, word, found, stream});
   message_kernels().conclude(
       {0, 0, tiles, zeros, status, 1, zeros, ScalarType::kFloat32, part(3), found, word, stream});
   message_kernels().commit({0, 0, 0, found, reinterpret_cast<CommitRecord*>(part(11)),

@@ -361,7 +361,7 @@ TileBatch Engine::make_batch(const PlannedBatch& planned, const ChunkJob& job, S
           .stream = nullptr};
 }
 
-void Engine::encode(const ChunkJob& job, std::vector<uint32_t>& checksums) {
+void Engine::encode(const ChunkJob& job, std::vector<uint64_t>& checksums) {
   auto* out = static_cast<std::byte*>(job.chunk.slot->scatter_send.mutable_data_ptr());
   for (const PlannedBatch& planned : job.chunk.plan->encode) {
     const TileBatch batch = make_batch(planned, job, Stage::kWorker, encode_status_);
@@ -370,8 +370,7 @@ void Engine::encode(const ChunkJob& job, std::vector<uint32_t>& checksums) {
                            options_.alpha(resolved, job.bucket->step), &job.bucket->gain,
                            planned.worker_residual ? residuals_.worker() : nullptr, out);
     for (size_t i = 0; i < planned.tiles.size(); ++i) {
-      const auto [rank, position] = planned.places[i];
-      checksums[rank] = combine_checksum(checksums[rank], encode_status_[i].checksum, position);
+      checksums[planned.ranks[i]] += encode_status_[i].checksum;
     }
   }
 }

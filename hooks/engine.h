@@ -173,7 +173,7 @@ class Engine final : public BucketEngine {
   const BucketPlan& plan_for(const std::vector<uint32_t>& parameters, bool warmup);
   void send_chunk(const std::shared_ptr<BucketJob>& bucket, const ChunkPlan& plan, bool last);
   Slot* take_slot();
-  void encode(const ChunkJob& job, std::vector<uint32_t>& checksums);
+  void encode(const ChunkJob& job, std::vector<uint64_t>& checksums);
   void run_alone(const BucketPlan& plan, const std::shared_ptr<BucketJob>& bucket);
   void add_momentum_alone(const ChunkPlan& plan, const std::shared_ptr<BucketJob>& bucket);
 
@@ -181,7 +181,7 @@ class Engine final : public BucketEngine {
   void finish();
   bool finish_one();
   void reduce_chunk(std::unique_ptr<ChunkJob> job);
-  uint32_t reduce(const ChunkJob& job);
+  uint64_t reduce(const ChunkJob& job);
   void decode_chunk(std::unique_ptr<ChunkJob> job);
   void decode(const ChunkJob& job);
   void decode_with_residual(const ChunkJob& job, size_t batch_index);
@@ -222,7 +222,7 @@ class Engine final : public BucketEngine {
   float gain_ = 1.0F;                                                 // of the current step
   bool check_is_due_ = false;                                         // in the current step
   std::vector<TileStatus> encode_status_;
-  std::vector<uint32_t> checksums_;
+  std::vector<uint64_t> checksums_;
 
   // Finishing thread only.
   std::deque<std::unique_ptr<ChunkJob>> gathers_;

@@ -78,7 +78,7 @@ void Engine::reduce_chunk(std::unique_ptr<ChunkJob> job) {
     const TimedRange timed("gradferry::network", bucket.event.network_ns);
     note(bucket.fault, exchange_->wait_scatter(current.chunk));
   }
-  uint32_t checksum = 0;
+  uint64_t checksum = 0;
   if (!bucket.fault) {
     try {
       const TimedRange timed("gradferry::reduce", bucket.event.reduce_ns);
@@ -91,13 +91,13 @@ void Engine::reduce_chunk(std::unique_ptr<ChunkJob> job) {
   exchange_->post_gather(current.chunk, bucket.fault.status, checksum);
 }
 
-uint32_t Engine::reduce(const ChunkJob& job) {
+uint64_t Engine::reduce(const ChunkJob& job) {
   for (uint32_t rank = 0; rank < options_.world_size; ++rank) {
     payloads_[rank] = exchange_->scattered_payload(job.chunk, rank);
   }
   std::byte* out = static_cast<std::byte*>(job.chunk.slot->gather_send.mutable_data_ptr()) +
                    sizeof(MessageHeader);
-  uint32_t checksum = 0;
+  uint64_t checksum = 0;
   uint64_t corrupt = 0;
   for (const PlannedBatch& planned : job.chunk.plan->reduce) {
     const TileBatch batch = make_batch(planned, job, Stage::kOwner, finish_status_);
@@ -106,7 +106,7 @@ uint32_t Engine::reduce(const ChunkJob& job) {
         planned.owner_residual ? residuals_.owner() : nullptr, out);
     for (size_t i = 0; i < planned.tiles.size(); ++i) {
       const TileStatus& status = finish_status_[i];
-      checksum = combine_checksum(checksum, status.checksum, planned.places[i].position);
+      checksum += status.checksum;
       corrupt += (status.flags & kTileCorrupt) != 0;
     }
   }
@@ -164,8 +164,8 @@ void Engine::decode(const ChunkJob& job) {
         job.bucket->nonfinite_tile = planned.tiles[i].id;
       }
       if ((flags & kTileCorrupt) != 0) {
-        note(job.bucket->fault, {WireStatus::kCorruptPayload, Phase::kGather,
-                                 planned.places[i].rank, job.chunk.number, 0, 1});
+        note(job.bucket->fault, {WireStatus::kCorruptPayload, Phase::kGather, planned.ranks[i],
+                                 job.chunk.number, 0, 1});
       }
     }
   }

@@ -15,16 +15,6 @@ std::byte* bytes(const at::Tensor& tensor) {
   return static_cast<std::byte*>(tensor.mutable_data_ptr());
 }
 
-uint32_t message_checksum(const std::byte* payload, const std::vector<uint32_t>& tile_bytes) {
-  uint32_t checksum = 0;
-  uint32_t position = 0;
-  for (const uint32_t size : tile_bytes) {
-    checksum = combine_checksum(checksum, word_sum(payload, size), position++);
-    payload += size;
-  }
-  return checksum;
-}
-
 // What a message is about.
 struct Place {
   uint64_t step;
@@ -32,24 +22,24 @@ struct Place {
 };
 
 void write_header(std::byte* message, const Agreement& agreement, const Place& place, Phase phase,
-                  WireStatus status, uint32_t payload_bytes, uint32_t checksum) {
+                  WireStatus status, uint32_t payload_bytes, uint64_t checksum) {
   const MessageHeader header{.magic = kWireMagic,
                              .wire_version = kWireVersion,
-                             .phase = static_cast<uint16_t>(phase),
-                             .status = static_cast<uint32_t>(status),
+                             .phase = static_cast<uint8_t>(phase),
+                             .status = static_cast<uint8_t>(status),
                              .source_rank = agreement.rank,
+                             .payload_bytes = payload_bytes,
                              .config_hash = agreement.config_hash,
                              .layout_hash = agreement.layout_hash,
                              .step = place.step,
                              .chunk = place.chunk,
-                             .payload_bytes = payload_bytes,
-                             .checksum = checksum,
-                             .seed = 0};
+                             .seed = 0,
+                             .checksum = checksum};
   std::memcpy(message, &header, sizeof(header));
 }
 
 Fault check(const std::byte* message, const Agreement& agreement, const Place& place, Phase phase,
-            uint32_t source, const std::vector<uint32_t>& tile_bytes, uint32_t payload_bytes) {
+            uint32_t source, uint32_t payload_bytes) {
   MessageHeader header;
   std::memcpy(&header, message, sizeof(header));
   const auto fault = [&](WireStatus status, uint64_t expected, uint64_t received) {
@@ -76,7 +66,7 @@ Fault check(const std::byte* message, const Agreement& agreement, const Place& p
   }
   // A sender in trouble reports through its own commit; its payload is not to be read.
   if (header.status != 0) return fault(WireStatus::kPeerTrouble, 0, header.status);
-  const uint32_t checksum = message_checksum(message + kHeaderBytes, tile_bytes);
+  const uint64_t checksum = word_sum(message + kHeaderBytes, payload_bytes);
   if (checksum != header.checksum) {
     return fault(WireStatus::kBadChecksum, header.checksum, checksum);
   }
@@ -168,7 +158,7 @@ void Exchange::wait(const Pending& work, Phase phase, uint64_t step, uint64_t nu
 }
 
 void Exchange::post_scatter(Chunk& chunk, WireStatus status,
-                            const std::vector<uint32_t>& checksums) {
+                            const std::vector<uint64_t>& checksums) {
   const auto& shards = chunk.plan->shards;
   std::vector<int64_t> send_bytes(shards.size());
   const int64_t own = kHeaderBytes + shards[agreement_.rank].worker_bytes;
@@ -190,9 +180,8 @@ Fault Exchange::wait_scatter(Chunk& chunk) {
   chunk.scatter.reset();
   const Shard& own = chunk.plan->shards[agreement_.rank];
   for (uint32_t rank = 0; rank < agreement_.world_size; ++rank) {
-    const Fault fault =
-        check(scattered_payload(chunk, rank) - kHeaderBytes, agreement_, {chunk.step, chunk.number},
-              Phase::kScatter, rank, own.worker_tiles, own.worker_bytes);
+    const Fault fault = check(scattered_payload(chunk, rank) - kHeaderBytes, agreement_,
+                              {chunk.step, chunk.number}, Phase::kScatter, rank, own.worker_bytes);
     if (fault) return fault;
   }
   return {};
@@ -203,7 +192,7 @@ const std::byte* Exchange::scattered_payload(const Chunk& chunk, uint32_t rank) 
   return bytes(chunk.slot->scatter_receive) + rank * stride + kHeaderBytes;
 }
 
-void Exchange::post_gather(Chunk& chunk, WireStatus status, uint32_t checksum) {
+void Exchange::post_gather(Chunk& chunk, WireStatus status, uint64_t checksum) {
   const int64_t size = chunk.plan->gather_message_bytes;
   write_header(bytes(chunk.slot->gather_send), agreement_, {chunk.step, chunk.number},
                Phase::kGather, status, chunk.plan->shards[agreement_.rank].owner_bytes, checksum);
@@ -220,7 +209,7 @@ Fault Exchange::wait_gather(Chunk& chunk) {
     const std::byte* message =
         bytes(chunk.slot->gather_receive) + uint64_t{rank} * chunk.plan->gather_message_bytes;
     const Fault fault = check(message, agreement_, {chunk.step, chunk.number}, Phase::kGather, rank,
-                              shard.owner_tiles, shard.owner_bytes);
+                              shard.owner_bytes);
     if (fault) return fault;
   }
   return {};
@@ -240,8 +229,7 @@ Pending Exchange::post_commit(at::Tensor send, at::Tensor receive, uint64_t step
                       .failed_rank = 0,
                       .expected = fault.expected,
                       .received = fault.received,
-                      .checksum = 0,
-                      .reserved = 0};
+                      .checksum = 0};
   if (fault) {
     record.failed_chunk = static_cast<uint32_t>(fault.chunk);
     record.failed_phase = static_cast<uint16_t>(fault.phase);
@@ -283,8 +271,8 @@ Fault read_hashes(const Agreement& agreement, uint64_t step, uint64_t next_chunk
   by_rank.assign(agreement.world_size, std::vector<uint64_t>(num_parameters));
   for (uint32_t rank = 0; rank < agreement.world_size; ++rank) {
     const std::byte* message = received + rank * hash_message_bytes(num_parameters);
-    const Fault fault = check(message, agreement, {step, next_chunk}, Phase::kParameters, rank,
-                              {payload_bytes}, payload_bytes);
+    const Fault fault =
+        check(message, agreement, {step, next_chunk}, Phase::kParameters, rank, payload_bytes);
     if (fault) return fault;
     std::memcpy(by_rank[rank].data(), message + kHeaderBytes, payload_bytes);
   }
@@ -312,7 +300,7 @@ Fault read_commit(const Agreement& agreement, const at::Tensor& received, uint64
   *reporter = agreement.rank;
   for (uint32_t rank = 0; rank < records.size(); ++rank) {
     const CommitRecord& record = records[rank];
-    const uint32_t checksum =
+    const uint64_t checksum =
         word_sum(reinterpret_cast<const std::byte*>(&record), offsetof(CommitRecord, checksum));
     const Fault unreadable = first_mismatch(
         rank, {{WireStatus::kBadMagic, kWireMagic, record.magic},

@@ -86,14 +86,14 @@ class Exchange {
   const Agreement& agreement() const { return agreement_; }
 
   // Sends the payloads in slot.scatter_send; checksums[p] belongs to the message for rank p.
-  void post_scatter(Chunk& chunk, WireStatus status, const std::vector<uint32_t>& checksums);
+  void post_scatter(Chunk& chunk, WireStatus status, const std::vector<uint64_t>& checksums);
   // Returns the first message that cannot be trusted, by rank.
   Fault wait_scatter(Chunk& chunk);
   // Where the payload for this owner from `rank` lies, after wait_scatter.
   const std::byte* scattered_payload(const Chunk& chunk, uint32_t rank) const;
 
   // Sends the payload in slot.gather_send, after its header.
-  void post_gather(Chunk& chunk, WireStatus status, uint32_t checksum);
+  void post_gather(Chunk& chunk, WireStatus status, uint64_t checksum);
   Fault wait_gather(Chunk& chunk);
 
   // One record per rank; `send` and `receive` are uint8 of 64 and world_size * 64 bytes.

@@ -88,24 +88,22 @@ ChunkPlan plan_chunk(const Layout& layout, std::span<const BucketTile> tiles,
   std::vector<uint32_t> owner_offset(layout.world_size(), 0);
   for (const BucketTile& tile : tiles) {
     Shard& shard = chunk.shards[tile.owner];
-    const auto position = static_cast<uint32_t>(shard.worker_tiles.size());
-    const MessagePlace place{tile.owner, position};
     const uint32_t in_worker = worker_offset[tile.owner];
     const uint32_t in_owner = owner_offset[tile.owner];
     const auto add = [&](std::vector<PlannedBatch>& batches, uint64_t residual,
-                         uint32_t payload_offset, uint32_t output_offset) {
+                         uint32_t payload_offset, uint32_t output_offset, uint32_t message_offset) {
       PlannedBatch& batch = batch_for(batches, *tile.parameter, is_dense(options), options.warmup);
       batch.tiles.push_back({tile.id, tile.gradient_offset, residual, tile.num_elements,
-                             payload_offset, output_offset});
-      batch.places.push_back(place);
+                             payload_offset, output_offset, message_offset});
+      batch.ranks.push_back(tile.owner);
     };
     const uint32_t arrives_at = tile.owner * chunk.gather_message_bytes + kHeaderBytes + in_owner;
     add(chunk.encode, tile.worker_residual, message_start[tile.owner] + kHeaderBytes + in_worker,
-        arrives_at);
+        arrives_at, in_worker);
     if (tile.owner == options.rank) {
-      add(chunk.reduce, layout.owner_residual_offset(tile.id), in_worker, in_owner);
+      add(chunk.reduce, layout.owner_residual_offset(tile.id), in_worker, in_owner, in_owner);
     }
-    add(chunk.decode, tile.worker_residual, arrives_at, 0);
+    add(chunk.decode, tile.worker_residual, arrives_at, 0, 0);
     worker_offset[tile.owner] += tile.worker_bytes;
     owner_offset[tile.owner] += tile.owner_bytes;
     shard.worker_tiles.push_back(tile.worker_bytes);

@@ -11,19 +11,13 @@
 
 namespace gradferry {
 
-// Where a tile of a batch lies in its message, for the checksum.
-struct MessagePlace {
-  uint32_t rank;      // encode: whom the message goes to; decode: whom it came from
-  uint32_t position;  // counts the message's tiles from 0
-};
-
-// The tiles of one codec in a chunk. `tiles` and `places` run in parallel.
+// The tiles of one codec in a chunk. `tiles` and `ranks` run in parallel.
 struct PlannedBatch {
   uint32_t codec_index;
   bool worker_residual;  // the batch's parameters have one
   bool owner_residual;
   std::vector<Tile> tiles;
-  std::vector<MessagePlace> places;
+  std::vector<uint32_t> ranks;  // encode: whom the message goes to; decode: whom it came from
 };
 
 // One rank's share of a chunk.

@@ -41,7 +41,8 @@ TensorPlan plan_tensor(const at::Tensor& tensor, const std::string& codec) {
                           .residual_offset = 0,
                           .num_elements = count,
                           .payload_offset = static_cast<uint32_t>(offset),
-                          .output_offset = 0});
+                          .output_offset = 0,
+                          .message_offset = static_cast<uint32_t>(offset)});
     offset +=
         plan.codec.codec->payload_bytes(count, plan.dtype, Stage::kWorker, plan.codec.options);
     GRADFERRY_EXPECTS(offset <= UINT32_MAX, kConfig,
@@ -67,29 +68,28 @@ TileBatch batch_of(const TensorPlan& plan, const MessageHeader& header,
           .stream = nullptr};
 }
 
-// Covers the payload and the header itself, whose seed and step nothing else vouches for: it counts
-// as one more tile after the last.
-uint32_t message_checksum(uint32_t payload_checksum, MessageHeader header, size_t num_tiles) {
+// Covers the payload and the header itself, whose seed and step nothing else vouches for: its words
+// follow those of the payload.
+uint64_t message_checksum(uint64_t payload_checksum, MessageHeader header) {
   header.checksum = 0;
-  return combine_checksum(payload_checksum,
-                          word_sum(reinterpret_cast<const std::byte*>(&header), sizeof(header)),
-                          static_cast<uint32_t>(num_tiles));
+  return payload_checksum + word_sum(reinterpret_cast<const std::byte*>(&header), sizeof(header),
+                                     header.payload_bytes);
 }
 
 MessageHeader header_of(const TensorPlan& plan, const TensorMessageOptions& options, uint64_t seed,
                         uint64_t step) {
   return {.magic = kWireMagic,
           .wire_version = kWireVersion,
-          .phase = static_cast<uint16_t>(Phase::kTensor),
+          .phase = static_cast<uint8_t>(Phase::kTensor),
           .status = 0,
           .source_rank = 0,
+          .payload_bytes = plan.payload_bytes,
           .config_hash = options.config_hash,
           .layout_hash = options.layout_hash,
           .step = step,
           .chunk = 0,
-          .payload_bytes = plan.payload_bytes,
-          .checksum = 0,
-          .seed = seed};
+          .seed = seed,
+          .checksum = 0};
 }
 
 }  // namespace
@@ -104,11 +104,9 @@ at::Tensor encode_tensor(const at::Tensor& tensor, const TensorMessageOptions& o
   std::vector<TileStatus> status;
   plan.codec.codec->encode(batch_of(plan, header, status), tensor.const_data_ptr(), 1.0F, nullptr,
                            nullptr, bytes + sizeof(header));
-  uint32_t checksum = 0;
-  for (uint32_t i = 0; i < status.size(); ++i) {
-    checksum = combine_checksum(checksum, status[i].checksum, i);
-  }
-  header.checksum = message_checksum(checksum, header, status.size());
+  uint64_t checksum = 0;
+  for (const TileStatus& tile : status) checksum += tile.checksum;
+  header.checksum = message_checksum(checksum, header);
   std::memcpy(bytes, &header, sizeof(header));
   return message;
 }
@@ -152,16 +150,8 @@ void decode_tensor(const at::Tensor& message, const TensorMessageOptions& option
                           "; pass the codec, shape and dtype it was encoded with");
   }
   // The payload is checked before it is decoded: a tensor is never half written.
-  uint32_t checksum = 0;
-  for (uint32_t i = 0; i < plan.tiles.size(); ++i) {
-    const Tile& tile = plan.tiles[i];
-    const uint32_t end =
-        i + 1 < plan.tiles.size() ? plan.tiles[i + 1].payload_offset : plan.payload_bytes;
-    checksum = combine_checksum(
-        checksum,
-        word_sum(bytes + sizeof(received) + tile.payload_offset, end - tile.payload_offset), i);
-  }
-  checksum = message_checksum(checksum, received, plan.tiles.size());
+  const uint64_t checksum =
+      message_checksum(word_sum(bytes + sizeof(received), plan.payload_bytes), received);
   GRADFERRY_EXPECTS(checksum == received.checksum, kProtocol,
                     "message has checksum " + std::to_string(received.checksum) +
                         " but its bytes sum to " + std::to_string(checksum) +

@@ -45,11 +45,12 @@ struct Tile {
   uint32_t num_elements;     // 1 .. kTileElements
   uint32_t payload_offset;   // bytes from the start of the payload the call reads or writes
   uint32_t output_offset;    // reduce: bytes from the start of `out`; undo: of `in`
+  uint32_t message_offset;   // encode, reduce: bytes before the payload written, in its message
 };
 
 // What a call found or wrote, one entry per tile of the batch.
 struct TileStatus {
-  uint32_t checksum;  // encode, reduce: word_sum() of the payload written
+  uint64_t checksum;  // encode, reduce: word_sum() of the payload written, at message_offset
   uint32_t flags;     // kTile* bits
 };
 inline constexpr uint32_t kTileNonFinite = 1;  // the decoded tile holds a NaN or an infinity

@@ -25,7 +25,7 @@ struct ReceivedTile {
   uint32_t offset;     // bytes from the start of the buffer to its payload
   uint32_t num_bytes;  // of its payload
   uint32_t message;
-  uint32_t position;  // counts the message's tiles from 0
+  uint32_t message_offset;  // bytes before it in the message's payload
 };
 
 // Header fields that do not depend on what is sent.
@@ -53,8 +53,8 @@ struct Findings {
   uint64_t nonfinite_tile;  // 1 + the first that decoded non-finite since the last commit; or 0
 };
 
-// Writes the headers of `messages` into `buffer`, before their payloads. The tiles of a message, in
-// its order, are status[order[first_tile ...]]. Phase::kGather: a tile that reduce found corrupt is
+// Writes the headers of `messages` into `buffer`, before their payloads. The tiles of a message
+// are status[order[first_tile ...]]. Phase::kGather: a tile that reduce found corrupt is
 // a fault. Phase::kScatter does not look at `findings`, so that it may run beside what changes it.
 struct SealCall {
   Envelope envelope;
@@ -68,7 +68,7 @@ struct SealCall {
 };
 
 // Looks at every message of `buffer`; message r came from rank r. verdicts[r] becomes its
-// WireStatus, and the first refused message a fault. `sums` is scratch of one word per message,
+// WireStatus, and the first refused message a fault. `sums` is scratch of 8 bytes per message,
 // zero before the first call and after every one.
 struct CheckCall {
   Envelope envelope;
@@ -77,7 +77,7 @@ struct CheckCall {
   const ReceivedTile* tiles;
   uint32_t num_tiles;  // of all messages
   const std::byte* buffer;
-  uint32_t* sums;
+  uint64_t* sums;
   uint32_t* verdicts;
   Findings* findings;
   Stream stream;
@@ -147,7 +147,7 @@ struct DeviceLibrary {
   MessageKernels messages;
 };
 // Rises with every change to this file or to codec.h.
-inline constexpr uint32_t kDeviceLibraryVersion = 3;
+inline constexpr uint32_t kDeviceLibraryVersion = 4;
 // Names the Python capsule in which a library comes.
 inline constexpr const char* kDeviceLibraryCapsule = "gradferry.DeviceLibrary";
 

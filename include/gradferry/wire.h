@@ -10,7 +10,7 @@ namespace gradferry {
 static_assert(std::endian::native == std::endian::little, "the wire format is little-endian");
 
 inline constexpr uint32_t kWireMagic = 0x59524647;  // "GFRY"
-inline constexpr uint16_t kWireVersion = 1;
+inline constexpr uint16_t kWireVersion = 2;
 
 enum class Phase : uint16_t {
   kScatter = 1,
@@ -42,16 +42,16 @@ enum class WireStatus : uint32_t {
 struct MessageHeader {
   uint32_t magic;
   uint16_t wire_version;
-  uint16_t phase;
-  uint32_t status;
+  uint8_t phase;
+  uint8_t status;
   uint32_t source_rank;
+  uint32_t payload_bytes;  // without header and without padding after the last tile
   uint64_t config_hash;
   uint64_t layout_hash;
   uint64_t step;
-  uint64_t chunk;          // number of the chunk since attach; kParameters: of the next one
-  uint32_t payload_bytes;  // without header and without padding after the last tile
-  uint32_t checksum;
-  uint64_t seed;  // Phase::kTensor: of the codec's random numbers; else 0
+  uint64_t chunk;     // number of the chunk since attach; kParameters: of the next one
+  uint64_t seed;      // Phase::kTensor: of the codec's random numbers; else 0
+  uint64_t checksum;  // word_sum of the payload
 };
 static_assert(sizeof(MessageHeader) == 64);
 
@@ -70,25 +70,26 @@ struct CommitRecord {
   uint16_t failed_rank;  // whose message was refused, low 16 bits
   uint64_t expected;
   uint64_t received;
-  uint32_t checksum;  // word_sum of the 14 words before it
-  uint32_t reserved;  // 0
+  uint64_t checksum;  // word_sum of the 14 words before it
 };
 static_assert(sizeof(CommitRecord) == 64);
 
-// Sum of word[i] * (2 i + 1) modulo 2^32: order-free, and sensitive to every single bit.
-inline uint32_t word_sum(const std::byte* data, size_t num_bytes) {
-  uint32_t sum = 0;
-  for (size_t i = 0; i < num_bytes / 4; ++i) {
+// Weight of the first word of a checksum. Not 1: or a bit of that word and the same one of the
+// checksum itself could be flipped unseen.
+inline constexpr uint32_t kFirstWeight = 3;
+
+// Sum of word[i] * (2 i + kFirstWeight) modulo 2^64: order-free, so that parts of a message are
+// summed apart and added. docs/wire_format.md proves what it tells apart. `data` begins `offset`
+// bytes, a multiple of 4, into what is summed.
+inline uint64_t word_sum(const std::byte* data, size_t num_bytes, size_t offset = 0) {
+  uint64_t sum = 0;
+  uint64_t weight = offset / 2 + kFirstWeight;
+  for (size_t i = 0; i < num_bytes / 4; ++i, weight += 2) {
     uint32_t word;
     __builtin_memcpy(&word, data + 4 * i, 4);
-    sum += word * static_cast<uint32_t>(2 * i + 1);
+    sum += word * weight;
   }
   return sum;
-}
-
-// Adds a tile's word_sum to its message's checksum; `position` counts the message's tiles from 0.
-inline uint32_t combine_checksum(uint32_t message, uint32_t tile, uint32_t position) {
-  return message + tile * (2 * position + 1);
 }
 
 }  // namespace gradferry

@@ -12,7 +12,7 @@ namespace gradferry::GRADFERRY_KERNEL_NAMESPACE {
 
 // What threads know about a tile's status.
 struct StatusPart {
-  uint32_t checksum;
+  uint64_t checksum;
   uint32_t flags;
 };
 struct CombineStatus {

@@ -56,6 +56,12 @@ GRADFERRY_DEVICE uint32_t block_minimum(Minima& shared, uint32_t value) {
   return result;
 }
 
+// CUDA's atomicAdd knows this type alone of 64 bits without a sign.
+GRADFERRY_DEVICE void add_to(uint64_t* sum, uint64_t value) {
+  static_assert(sizeof(unsigned long long) == sizeof(uint64_t));
+  atomicAdd(reinterpret_cast<unsigned long long*>(sum), value);
+}
+
 template <typename T>
 GRADFERRY_DEVICE T field(const std::byte* message, size_t offset) {
   return read<T>(message + offset);
@@ -64,12 +70,12 @@ GRADFERRY_DEVICE T field(const std::byte* message, size_t offset) {
   field<decltype(MessageHeader::name)>(message, offsetof(MessageHeader, name))
 
 GRADFERRY_DEVICE void write_header(std::byte* message, const Envelope& envelope, uint32_t status,
-                                   uint32_t payload_bytes, uint32_t checksum) {
+                                   uint32_t payload_bytes, uint64_t checksum) {
   const auto put = [&](size_t offset, auto value) { write(message + offset, value); };
   put(offsetof(MessageHeader, magic), kWireMagic);
   put(offsetof(MessageHeader, wire_version), kWireVersion);
-  put(offsetof(MessageHeader, phase), static_cast<uint16_t>(envelope.phase));
-  put(offsetof(MessageHeader, status), status);
+  put(offsetof(MessageHeader, phase), static_cast<uint8_t>(envelope.phase));
+  put(offsetof(MessageHeader, status), static_cast<uint8_t>(status));
   put(offsetof(MessageHeader, source_rank), envelope.rank);
   put(offsetof(MessageHeader, config_hash), envelope.config_hash);
   put(offsetof(MessageHeader, layout_hash), envelope.layout_hash);
@@ -82,7 +88,7 @@ GRADFERRY_DEVICE void write_header(std::byte* message, const Envelope& envelope,
 
 // The first field of a header that is not what it must be; status kOk without one.
 GRADFERRY_DEVICE Fault judge(const std::byte* header, const Envelope& envelope, uint32_t rank,
-                             uint32_t payload_bytes, uint32_t checksum) {
+                             uint32_t payload_bytes, uint64_t checksum) {
   Fault fault{WireStatus::kOk, envelope.phase, rank, envelope.step, envelope.chunk, 0, 0};
   const auto demand = [&](WireStatus status, uint64_t expected, uint64_t received) {
     if (fault.status != WireStatus::kOk || expected == received) return;
@@ -120,7 +126,7 @@ __global__ void __launch_bounds__(kThreads) seal_kernel(SealCall call) {
   uint32_t corrupt = 0;
   for (uint32_t i = threadIdx.x; i < message.num_tiles; i += kThreads) {
     const TileStatus status = call.status[call.order[message.first_tile + i]];
-    part.checksum += status.checksum * (2 * i + 1);
+    part.checksum += status.checksum;
     corrupt += (status.flags & kTileCorrupt) != 0 ? 1 : 0;
   }
   const uint32_t all_corrupt = exclusive_sum<kThreads>(count_storage, corrupt).total;
@@ -143,14 +149,17 @@ __global__ void __launch_bounds__(kThreads) seal_kernel(SealCall call) {
 __global__ void __launch_bounds__(kThreads) sum_kernel(CheckCall call) {
   GRADFERRY_SHARED(StatusStorage<kThreads>, storage);
   const ReceivedTile tile = call.tiles[blockIdx.x];
+  const uint32_t first_weight = tile.message_offset / 2 + kFirstWeight;
   StatusPart part{0, 0};
   for (uint32_t i = 16 * threadIdx.x; i < tile.num_bytes; i += 16 * kThreads) {
     const Bytes16 words = read<Bytes16>(call.buffer + tile.offset + i);
     GRADFERRY_UNROLL
-    for (uint32_t j = 0; j < 4; ++j) part.checksum += words.word[j] * (2 * (i / 4 + j) + 1);
+    for (uint32_t j = 0; j < 4; ++j) {
+      part.checksum += uint64_t{words.word[j]} * (first_weight + 2 * (i / 4 + j));
+    }
   }
   const StatusPart all = combine_status<kThreads>(storage, part);
-  if (threadIdx.x == 0) atomicAdd(call.sums + tile.message, all.checksum * (2 * tile.position + 1));
+  if (threadIdx.x == 0) add_to(call.sums + tile.message, all.checksum);
 }
 
 // One block.
@@ -230,12 +239,11 @@ __global__ void commit_kernel(CommitCall call) {
   put(offsetof(CommitRecord, failed_rank), static_cast<uint16_t>(findings.rank));
   put(offsetof(CommitRecord, expected), findings.expected);
   put(offsetof(CommitRecord, received), findings.received);
-  uint32_t checksum = 0;
+  uint64_t checksum = 0;
   for (uint32_t i = 0; i < offsetof(CommitRecord, checksum) / 4; ++i) {
-    checksum += read<uint32_t>(record + 4 * i) * (2 * i + 1);
+    checksum += uint64_t{read<uint32_t>(record + 4 * i)} * (2 * i + kFirstWeight);
   }
   put(offsetof(CommitRecord, checksum), checksum);
-  put(offsetof(CommitRecord, reserved), uint32_t{0});
   *call.nonfinite_tile = findings.nonfinite_tile;
   call.findings->nonfinite_tile = 0;
 }

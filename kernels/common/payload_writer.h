@@ -1,16 +1,21 @@
 // Writing a tile's payload: each store also adds to the thread's part of the checksum. The checksum
 // (word_sum() of wire.h) is linear in the payload's bytes, so that no thread needs a whole word.
+// word * weight, both of 32 bits, added to 64: one instruction.
 #pragma once
 
+#include "gradferry/wire.h"
 #include "kernels/common/cuda.h"
 
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE {
 
 struct PayloadWriter {
   std::byte* payload;
-  uint32_t checksum = 0;
+  uint64_t checksum = 0;
+  uint32_t first_weight;
 
-  GRADFERRY_DEVICE explicit PayloadWriter(std::byte* start) : payload(start) {}
+  // message_offset: Tile's.
+  GRADFERRY_DEVICE PayloadWriter(std::byte* start, uint32_t message_offset)
+      : payload(start), first_weight(message_offset / 2 + kFirstWeight) {}
 
   // At an offset that is a multiple of the size.
   GRADFERRY_DEVICE void word(uint32_t offset, uint32_t value) {
@@ -43,7 +48,7 @@ struct PayloadWriter {
 
  private:
   GRADFERRY_DEVICE void add(uint32_t offset, uint32_t value) {
-    checksum += (value << (8 * (offset % 4))) * (2 * (offset / 4) + 1);
+    checksum += uint64_t{value << (8 * (offset % 4))} * (first_weight + 2 * (offset / 4));
   }
 };
 

@@ -53,7 +53,7 @@ GRADFERRY_LANE auto with_dtype(ScalarType dtype, F f) {
   }
 }
 
-inline void set_status(const TileBatch& batch, uint32_t index, uint32_t checksum, uint32_t flags) {
+inline void set_status(const TileBatch& batch, uint32_t index, uint64_t checksum, uint32_t flags) {
   if (batch.status != nullptr) batch.status[index] = {checksum, flags};
 }
 
@@ -195,7 +195,7 @@ class TileDriver {
         rescale_residual(r, unit.num_elements, gain);
         flags |= encode_unit(unit, v, payload, r);
       });
-      set_status(batch, index, payload_checksum(payload, num_bytes), flags);
+      set_status(batch, index, payload_checksum(payload, num_bytes, tile.message_offset), flags);
     }
   }
 
@@ -351,7 +351,7 @@ class TileDriver {
         unit.stage = Stage::kOwner;
         flags |= encode_unit(unit, v, payload, r);
       });
-      set_status(batch, index, payload_checksum(payload, num_bytes), flags);
+      set_status(batch, index, payload_checksum(payload, num_bytes, tile.message_offset), flags);
     }
   }
 

@@ -131,7 +131,7 @@ GRADFERRY_DEVICE bool arrives_finite(float x) {
 
 // The last thing a kernel does.
 template <typename Options>
-GRADFERRY_DEVICE void finish(const BatchArguments<Options>& batch, uint32_t checksum,
+GRADFERRY_DEVICE void finish(const BatchArguments<Options>& batch, uint64_t checksum,
                              uint32_t flags) {
   GRADFERRY_SHARED(StatusStorage<kTileThreads>, storage);
   const StatusPart all = combine_status<kTileThreads>(storage, {checksum, flags});
@@ -222,7 +222,7 @@ __global__ void __launch_bounds__(kTileThreads, Codec::kMinBlocks)
     if constexpr (kResidual) v[j] = v[j] + g * old[j];
   }
 
-  PayloadWriter writer(payload);
+  PayloadWriter writer(payload, tile.message_offset);
   const uint32_t flags = Codec::template encode<dtype, kResidual>(unit, v, writer);
   if constexpr (kResidual) store_residual<Codec::kUnitsAreQuads>(slice, v, gain, tile_residual);
   finish(batch, writer.checksum, flags);
@@ -312,7 +312,7 @@ __global__ void __launch_bounds__(kTileThreads, Codec::kMinBlocks)
   }
   clear_beyond_end(slice, v);
 
-  PayloadWriter writer(payload);
+  PayloadWriter writer(payload, tile.message_offset);
   flags |= Codec::template encode<dtype, kResidual>(owner_unit, v, writer);
   if constexpr (kResidual) store_residual<Codec::kUnitsAreQuads>(slice, v, gain, tile_residual);
   finish(batch, writer.checksum, flags);

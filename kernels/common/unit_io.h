@@ -7,6 +7,7 @@
 #pragma once
 
 #include "gradferry/codec.h"
+#include "gradferry/wire.h"
 #include "kernels/common/conversions.h"
 #include "kernels/common/simd.h"
 
@@ -167,28 +168,37 @@ inline void rescale_residual(float* residual, uint32_t n, float gain) {
   update_residual(residual, n, [&](uint32_t, F32 old) { return factor * old; });
 }
 
-// word_sum() of wire.h. Two running sums replace the multiplications: after K vectors w_k,
-// `sum` = w_0 + .. + w_(K-1) and `sums` = K w_0 + (K-1) w_1 + .. + 1 w_(K-1).
-inline uint32_t payload_checksum(const std::byte* payload, uint32_t num_bytes) {
-  const auto* words = reinterpret_cast<const uint32_t*>(payload);
-  const uint32_t num_words = num_bytes / 4;
-  const uint32_t num_vectors = num_words / kLanes;
-  U32 sum(0u), sums(0u);
+// Payloads are summed by vectors of 64-bit pairs of words.
+constexpr uint32_t kPairs = kLanes < 4 ? 2 : kLanes / 2;
+using Pairs [[gnu::vector_size(8 * kPairs)]] = uint64_t;
+
+// word_sum() of wire.h, modulo 2^64 in every step. Running sums replace the multiplications: after
+// K vectors x_k, `sum` = x_0 + .. + x_(K-1) and `sums` = K x_0 + (K-1) x_1 + .. + 1 x_(K-1); `high`
+// and `highs` are the same of the upper words. A pair is low + 2^32 high: so the sum of both words
+// is sum + high - 2^32 high.
+inline uint64_t payload_checksum(const std::byte* payload, uint32_t num_bytes,
+                                 uint32_t message_offset) {
+  const uint32_t num_vectors = num_bytes / sizeof(Pairs);
+  Pairs sum{}, sums{}, high{}, highs{};
   for (uint32_t k = 0; k < num_vectors; ++k) {
-    sum = sum + load(words + k * kLanes);
-    sums = sums + sum;
+    Pairs x;
+    __builtin_memcpy(&x, payload + k * sizeof(Pairs), sizeof(x));
+    sum += x;
+    sums += sum;
+    high += x >> 32;
+    highs += high;
   }
-  alignas(64) uint32_t lane_sum[kLanes], lane_sums[kLanes];
-  store(lane_sum, sum);
-  store(lane_sums, sums);
-  uint32_t result = 0;
-  for (uint32_t l = 0; l < kLanes; ++l) {
-    result += 2 * kLanes * (num_vectors * lane_sum[l] - lane_sums[l]) + (2 * l + 1) * lane_sum[l];
+  const Pairs both = sum + high - (high << 32);
+  const Pairs by_vector = num_vectors * both - (sums + highs - (highs << 32));  // of k x_k
+  const uint64_t first_weight = message_offset / 2 + kFirstWeight;
+  uint64_t result = 0;
+  for (uint32_t l = 0; l < kPairs; ++l) {
+    result += 4 * kPairs * by_vector[l] + (first_weight + 4 * l) * both[l] + 2 * high[l];
   }
-  for (uint32_t i = num_vectors * kLanes; i < num_words; ++i) {
+  for (uint32_t i = num_vectors * 2 * kPairs; i < num_bytes / 4; ++i) {
     uint32_t word;
     __builtin_memcpy(&word, payload + 4 * i, sizeof(word));
-    result += word * (2 * i + 1);
+    result += word * (first_weight + 2 * i);
   }
   return result;
 }

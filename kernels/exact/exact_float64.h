@@ -46,11 +46,12 @@ constexpr uint32_t payload_bytes(uint32_t n) { return round_up(8 * n, kPayloadAl
 
 GRADFERRY_LANE void finish(const TileBatch& batch, uint32_t index, std::byte* payload,
                            bool finite) {
-  const uint32_t n = batch.tiles[index].num_elements;
-  const uint32_t num_bytes = payload_bytes(n);
-  __builtin_memset(payload + 8 * n, 0, num_bytes - 8 * n);
+  const Tile& tile = batch.tiles[index];
+  const uint32_t num_bytes = payload_bytes(tile.num_elements);
+  __builtin_memset(payload + 8 * tile.num_elements, 0, num_bytes - 8 * tile.num_elements);
   if (batch.status == nullptr) return;
-  batch.status[index] = {payload_checksum(payload, num_bytes), finite ? 0 : kTileNonFinite};
+  batch.status[index] = {payload_checksum(payload, num_bytes, tile.message_offset),
+                         finite ? 0 : kTileNonFinite};
 }
 
 [[gnu::noinline]] inline void encode_tiles(const TileBatch& batch, const std::byte* gradient,

@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kTileThreads)
   const uint32_t n = tile.num_elements;
   const double* g = gradient + tile.gradient_offset;
   float* r = residual == nullptr ? nullptr : residual + tile.residual_offset;
-  PayloadWriter writer(out + tile.payload_offset);
+  PayloadWriter writer(out + tile.payload_offset, tile.message_offset);
   if (batch.hold_zero_tiles) {
     uint64_t seen = 0;
     for (uint32_t i = threadIdx.x; i < n; i += kTileThreads) seen |= bits64(g[i]) & kMagnitude64;
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(kTileThreads)
   const Tile tile = batch.tiles[blockIdx.x];
   const uint32_t n = tile.num_elements;
   float* r = residual == nullptr ? nullptr : residual + tile.residual_offset;
-  PayloadWriter writer(out + tile.output_offset);
+  PayloadWriter writer(out + tile.output_offset, tile.message_offset);
   if (batch.hold_zero_tiles &&
       all_payloads_are_zero(payload_by_rank, world_size, tile.payload_offset, payload_bytes(n))) {
     write_zero_payload(writer.payload, payload_bytes(n));

@@ -29,8 +29,8 @@ class DeviceCodec {
       const auto worker = static_cast<uint32_t>(worker_bytes_);
       const auto owner = static_cast<uint32_t>(owner_bytes_);
       const uint64_t id = first / kTileElements;
-      sent.push_back({id, first, first, n, worker, owner});
-      gathered.push_back({id, first, first, n, owner, 0});
+      sent.push_back({id, first, first, n, worker, owner, 0});
+      gathered.push_back({id, first, first, n, owner, 0, 0});
       worker_bytes_ += codec_.codec->payload_bytes(n, dtype_, Stage::kWorker, codec_.options);
       owner_bytes_ += codec_.codec->payload_bytes(n, dtype_, Stage::kOwner, codec_.options);
       GRADFERRY_EXPECTS(

@@ -137,12 +137,13 @@ TEST_P(CodecContract, ChecksumIsTheWordSumOfThePayload) {
     const Result reduced = run.reduce(isa, {encoded.payload}, Buffer());
     for (size_t i = 0; i < run.tiles().size(); ++i) {
       const Tile& tile = run.tiles()[i];
-      ASSERT_EQ(encoded.status[i].checksum,
-                word_sum(encoded.payload.data() + tile.payload_offset,
-                         run.payload_bytes(tile.num_elements, Stage::kWorker)));
+      ASSERT_EQ(
+          encoded.status[i].checksum,
+          word_sum(encoded.payload.data() + tile.payload_offset,
+                   run.payload_bytes(tile.num_elements, Stage::kWorker), tile.message_offset));
       ASSERT_EQ(reduced.status[i].checksum,
                 word_sum(reduced.payload.data() + tile.output_offset,
-                         run.payload_bytes(tile.num_elements, Stage::kOwner)));
+                         run.payload_bytes(tile.num_elements, Stage::kOwner), tile.message_offset));
     }
   }
 }

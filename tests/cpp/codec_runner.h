@@ -71,6 +71,9 @@ class Buffer {
   Bytes bytes_;
 };
 
+// Near the end of the longest message, so that weights of its words have all of their bits.
+inline constexpr uint32_t kFirstMessageOffset = 0xf0000000;
+
 // A codec, a dtype, a choice of tiles, and the scalars of the calls.
 struct CallSetup {
   std::string codec = "q4";
@@ -98,7 +101,8 @@ class Runner {
       : setup_(setup), parsed_(parse_codec(setup.codec, Device::kCpu)) {
     uint64_t id = 40;
     for (const uint32_t n : setup_.sizes) {
-      tiles_.push_back({id++, num_elements_, num_elements_, n, worker_bytes_, owner_bytes_});
+      tiles_.push_back({id++, num_elements_, num_elements_, n, worker_bytes_, owner_bytes_,
+                        kFirstMessageOffset + worker_bytes_});
       num_elements_ += n;
       worker_bytes_ += payload_bytes(n, Stage::kWorker);
       owner_bytes_ += payload_bytes(n, Stage::kOwner);

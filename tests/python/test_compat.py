@@ -31,7 +31,7 @@ def test_check_torch_refuses_another_minor_version_in_one_line(running):
 
 def test_build_info_describes_this_build():
     assert _build_info.TORCH_VERSION == torch.__version__
-    assert _build_info.WIRE_VERSION == 1
+    assert _build_info.WIRE_VERSION == 2
 
 
 def test_cuda_kernels_are_all_there_and_named_or_there_are_none():

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from reference import HEADER, Header, Layout, message_checksum, word_sum
-from reference.message import COMMIT, GATHER, PARAMETERS, SCATTER
+from reference.message import COMMIT, GATHER, PARAMETERS, SCATTER, WIRE_VERSION
 from scenario import ChosenGradients, Run, Scenario, Weight
 from torch.nn.parallel import DistributedDataParallel
 from world import World
@@ -25,7 +25,7 @@ from world import World
 WEIGHTS = (Weight("first", (200, 100)), Weight("bias", (50,)), Weight("second", (120, 60)))
 WORLD_SIZE = 3
 FORGER = 1
-COMMIT_RECORD = struct.Struct("<IHHIIQQIHHQQII")
+COMMIT_RECORD = struct.Struct("<IHHIIQQIHHQQQ")
 COMMIT_FIELDS = (
     "magic",
     "wire_version",
@@ -40,7 +40,6 @@ COMMIT_FIELDS = (
     "expected",
     "received",
     "checksum",
-    "reserved",
 )
 
 
@@ -96,9 +95,12 @@ class Forger:
             checksum=checksum,
         )
         for key, value in change.items():
-            if key not in ("payload", "corrupt"):
+            if key not in ("payload", "corrupt", "top_bits"):
                 setattr(header, key, value)
-        return np.concatenate([np.frombuffer(header.pack(), np.uint8), *payloads])
+        message = np.concatenate([np.frombuffer(header.pack(), np.uint8), *payloads])
+        if "top_bits" in change:
+            message[[HEADER.size + 3, HEADER.size + 3 + change["top_bits"]]] ^= 0x80
+        return message
 
     def run(self) -> None:
         self.scatter()
@@ -125,7 +127,9 @@ class Forger:
 
     def commit(self) -> None:
         fields: dict[str, int] = dict.fromkeys(COMMIT_FIELDS, 0)
-        fields.update(magic=Header.magic, wire_version=1, phase=COMMIT, source_rank=FORGER)
+        fields.update(
+            magic=Header.magic, wire_version=WIRE_VERSION, phase=COMMIT, source_rank=FORGER
+        )
         fields.update(step=self.step, bucket=self.step)
         change = self.change if self.phase == "commit" else {}
         if self.change.get("status"):
@@ -183,7 +187,7 @@ def test_forger_that_does_nothing_wrong_is_believed(world_of_3: World) -> None:
     ("field", "value", "named"),
     [
         ("magic", 7, "magic is 7, expected 1498564167"),
-        ("wire_version", 2, "wire version is 2, expected 1"),
+        ("wire_version", 1, "wire version is 1, expected 2"),
         ("phase", 3, "phase is 3, expected"),
         ("source_rank", 2, "source rank is 2, expected 1"),
         ("config_hash", 11, "configuration hash is 11, expected"),
@@ -193,6 +197,9 @@ def test_forger_that_does_nothing_wrong_is_believed(world_of_3: World) -> None:
         ("payload_bytes", 16, "payload bytes is 16, expected"),
         ("checksum", 99, "checksum is 0, expected 99"),
         ("payload", 1, "checksum is"),
+        # Bits 31 of two words: next to each other, and in two tiles.
+        ("top_bits", 4, "checksum is"),
+        ("top_bits", 2192, "checksum is"),
         ("corrupt", 3, "number of corrupt tiles is 1, expected 0"),
     ],
 )
@@ -211,6 +218,7 @@ def test_message_with_a_wrong_field_is_refused_by_all_ranks(
     ("field", "value", "named"),
     [
         ("magic", 7, "magic is 7"),
+        ("wire_version", 1, "wire version is 1, expected 2"),
         ("phase", 1, "phase is 1, expected 3"),
         ("source_rank", 2, "source rank is 2, expected 1"),
         ("checksum", 99, "checksum is 99"),

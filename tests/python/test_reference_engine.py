@@ -141,7 +141,23 @@ def test_checksum_sees_every_single_bit_and_swapped_tiles() -> None:
         assert word_sum(flipped) != word_sum(payload)
         assert message_checksum([flipped, other]) != checksum
     assert message_checksum([]) == 0
-    assert word_sum(np.array([1, 0, 0, 0] * 3, np.uint8)) == 9
+    assert word_sum(np.array([1, 0, 0, 0] * 3, np.uint8)) == 3 + 5 + 7
+    assert word_sum(np.array([0, 0, 0, 128] * 2, np.uint8)) == 2**31 * (3 + 5)
+
+
+def test_no_two_flipped_bits_leave_the_checksum_as_it_was() -> None:
+    message = np.random.default_rng(7).integers(0, 256, 4 * 40).astype(np.uint8)
+    sums = []
+    for bit in range(8 * len(message)):
+        flipped = message.copy()
+        flipped[bit // 8] ^= 1 << (bit % 8)
+        sums.append(word_sum(flipped) - word_sum(message))
+    # Of one word, too: there both flips add up to a change of the word. Then the checksum's own.
+    sums += [2**bit for bit in range(64)]
+    changes = {change % 2**64 for change in sums}
+    assert len(changes) == len(sums)
+    # 2^63 is its own negative: the checksum's top bit, which no other flip reaches.
+    assert all(-change % 2**64 not in changes for change in sums if change != 2**63)
 
 
 @pytest.mark.parametrize("codec", ["exact", "bf16", "q4"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -136,17 +138,18 @@ def changed(offset: int, value: bytes) -> bytes:
         (GOOD[:-1], "111"),
         (GOOD + bytes(16), "128"),
         (b"GFRX" + GOOD[4:], "magic"),
-        (changed(4, b"\2\0"), "version"),
-        (changed(6, b"\1\0"), "phase"),
-        (changed(8, b"\3\0\0\0"), "status"),
-        (changed(12, b"\1\0\0\0"), "rank"),
+        (changed(4, b"\1\0"), "wire version 1, expected 2"),
+        (changed(6, b"\1"), "phase"),
+        (changed(7, b"\3"), "status"),
+        (changed(8, b"\1\0\0\0"), "rank"),
+        (changed(12, b"\0\0\0\0"), "payload"),
         (changed(16, b"\0\0"), "codec hash"),
         (changed(24, b"\0\0"), "dtype or size hash"),
         (changed(32, b"\1"), "checksum"),
         (changed(40, b"\1"), "chunk"),
-        (changed(48, b"\0\0\0\0"), "payload"),
-        (changed(52, b"\0\0\0\0"), "checksum"),
-        (changed(56, b"\1"), "checksum"),
+        (changed(48, b"\1"), "checksum"),
+        (changed(56, b"\0\0\0\0"), "checksum"),
+        (changed(63, b"\x80"), "checksum"),
         (changed(70, b"\xff"), "checksum"),
     ],
 )
@@ -184,6 +187,39 @@ def test_every_flipped_bit_is_refused() -> None:
         flipped[bit // 8] ^= 1 << (bit % 8)
         with pytest.raises(gradferry.ProtocolError):
             gradferry.decode(as_message(bytes(flipped)), "q4", shape=(40,), dtype=torch.float32)
+
+
+def test_every_pair_of_flipped_top_bits_is_refused() -> None:
+    """Bit 31 has the least room above it in the sum."""
+    bits = range(31, 8 * len(GOOD), 32)
+    for first, second in itertools.combinations(bits, 2):
+        assert_refused(GOOD, [first, second], "q4", 40)
+
+
+@pytest.mark.parametrize("codec", ["q4", "exact", "topk:ratio=0.01"])
+def test_pairs_of_flipped_bits_are_refused_within_and_across_tiles(codec: str) -> None:
+    rng = np.random.default_rng(0)
+    n = 3 * 4096 + 100
+    good = as_bytes(gradferry.encode(torch.from_numpy(rng.standard_normal(n)).float(), codec))
+    num_words = len(good) // 4
+    for first, second in rng.integers(0, 32 * num_words, (500, 2)).tolist():
+        words = {first // 32, second // 32}
+        # Any two bits, one bit of two words, and the top bits of these.
+        pairs = [
+            {first, second},
+            *({32 * word + bit for word in words} for bit in (first % 32, 31)),
+        ]
+        for flips in pairs:
+            assert_refused(good, sorted(flips), codec, n)
+
+
+def assert_refused(good: bytes, flips: list[int], codec: str, n: int) -> None:
+    """The message with these bits flipped, all of different places."""
+    damaged = np.frombuffer(good, np.uint8).copy()
+    for bit in flips:
+        damaged[bit // 8] ^= 1 << (bit % 8)
+    with pytest.raises(gradferry.ProtocolError):
+        gradferry.decode(torch.from_numpy(damaged), codec, shape=(n,), dtype=torch.float32)
 
 
 mutation = st.one_of(

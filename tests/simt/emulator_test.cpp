@@ -231,7 +231,8 @@ TEST(Emulator, CatchesTempStorageUsedAgainWithoutABarrier) {
 __global__ void sum_statuses(uint32_t* out) {
   GRADFERRY_SHARED(StatusStorage<64>, storage);
   const StatusPart all = combine_status<64>(storage, {threadIdx.x, 1u << threadIdx.x % 4});
-  out[threadIdx.x] = threadIdx.x == 0 ? all.checksum + all.flags : all.checksum;
+  const auto checksum = static_cast<uint32_t>(all.checksum);
+  out[threadIdx.x] = threadIdx.x == 0 ? checksum + all.flags : checksum;
 }
 TEST(Emulator, ReductionIsKnownToThreadZeroAlone) {
   Numbers out(64);

@@ -30,19 +30,19 @@ Envelope gather() {
 }
 
 MessageHeader header_of(const Envelope& envelope, uint32_t rank, uint32_t payload_bytes,
-                        uint32_t checksum) {
+                        uint64_t checksum) {
   return {.magic = kWireMagic,
           .wire_version = kWireVersion,
-          .phase = static_cast<uint16_t>(envelope.phase),
+          .phase = static_cast<uint8_t>(envelope.phase),
           .status = 0,
           .source_rank = rank,
+          .payload_bytes = payload_bytes,
           .config_hash = envelope.config_hash,
           .layout_hash = envelope.layout_hash,
           .step = envelope.step,
           .chunk = envelope.chunk,
-          .payload_bytes = payload_bytes,
-          .checksum = checksum,
-          .seed = 0};
+          .seed = 0,
+          .checksum = checksum};
 }
 
 // Messages as they are received, one per rank, of tiles of random sizes and content.
@@ -54,16 +54,15 @@ struct Received {
       Message message{static_cast<uint32_t>(buffer.size()), 0, 0, tiles_by_rank[rank]};
       message.first_tile = static_cast<uint32_t>(tiles.size());
       buffer.resize(buffer.size() + kHeaderBytes);
-      uint32_t checksum = 0;
-      for (uint32_t position = 0; position < tiles_by_rank[rank]; ++position) {
+      for (uint32_t i = 0; i < tiles_by_rank[rank]; ++i) {
         const auto num_bytes = static_cast<uint32_t>(16 * (1 + random() % 200));
         const auto offset = static_cast<uint32_t>(buffer.size());
-        tiles.push_back({offset, num_bytes, rank, position});
-        for (uint32_t i = 0; i < num_bytes; ++i) buffer.push_back(std::byte(random() & 255));
+        tiles.push_back({offset, num_bytes, rank, message.payload_bytes});
+        for (uint32_t j = 0; j < num_bytes; ++j) buffer.push_back(std::byte(random() & 255));
         message.payload_bytes += num_bytes;
-        checksum =
-            combine_checksum(checksum, word_sum(buffer.data() + offset, num_bytes), position);
       }
+      const uint64_t checksum =
+          word_sum(buffer.data() + message.offset + kHeaderBytes, message.payload_bytes);
       const MessageHeader header = header_of(envelope, rank, message.payload_bytes, checksum);
       std::memcpy(buffer.data() + message.offset, &header, sizeof(header));
       messages.push_back(message);
@@ -85,7 +84,7 @@ struct Received {
                            .verdicts = verdicts.data(),
                            .findings = &findings,
                            .stream = nullptr});
-    for (const uint32_t sum : sums) EXPECT_EQ(sum, 0u);
+    for (const uint64_t sum : sums) EXPECT_EQ(sum, 0u);
   }
   void expect_fault(WireStatus status, uint32_t rank, uint64_t expected, uint64_t received) {
     EXPECT_EQ(static_cast<WireStatus>(findings.status), status);
@@ -101,7 +100,8 @@ struct Received {
   std::vector<std::byte> buffer;
   std::vector<Message> messages;
   std::vector<ReceivedTile> tiles;
-  std::vector<uint32_t> sums, verdicts;
+  std::vector<uint64_t> sums;
+  std::vector<uint32_t> verdicts;
   Findings findings{};
 };
 
@@ -109,7 +109,7 @@ TEST(Messages, SealWritesHeadersAndNothingElse) {
   std::mt19937_64 random(1);
   const std::vector<uint32_t> counts = {3, 0, 500, 1};
   std::vector<TileStatus> status;
-  for (uint32_t i = 0; i < 504; ++i) status.push_back({static_cast<uint32_t>(random()), 0});
+  for (uint32_t i = 0; i < 504; ++i) status.push_back({random(), 0});
   std::vector<uint32_t> order(status.size());
   for (uint32_t i = 0; i < order.size(); ++i) order[i] = i;
   std::shuffle(order.begin(), order.end(), random);
@@ -120,10 +120,8 @@ TEST(Messages, SealWritesHeadersAndNothingElse) {
   uint32_t first = 0;
   for (uint32_t m = 0; m < counts.size(); ++m) {
     messages.push_back({m * 256 + 16, m * 1000, first, counts[m]});
-    uint32_t checksum = 0;
-    for (uint32_t i = 0; i < counts[m]; ++i) {
-      checksum = combine_checksum(checksum, status[order[first + i]].checksum, i);
-    }
+    uint64_t checksum = 0;
+    for (uint32_t i = 0; i < counts[m]; ++i) checksum += status[order[first + i]].checksum;
     const MessageHeader header = header_of(kScatter, kScatter.rank, m * 1000, checksum);
     std::memcpy(expected.data() + messages[m].offset, &header, sizeof(header));
     first += counts[m];
@@ -204,7 +202,7 @@ TEST(Messages, CheckSeesEveryFlippedBitAndNoPadding) {
   for (const ReceivedTile& tile : received.tiles) {
     for (uint32_t i = 0; i < tile.num_bytes; ++i) covered[tile.offset + i] = true;
   }
-  const uint32_t checksum = received.header(1).checksum;
+  const uint64_t checksum = received.header(1).checksum;
   for (size_t i = received.messages[1].offset + kHeaderBytes; i < right.size(); i += 5) {
     received.buffer = right;
     received.findings = {};
@@ -216,6 +214,35 @@ TEST(Messages, CheckSeesEveryFlippedBitAndNoPadding) {
     EXPECT_EQ(received.findings.expected, checksum);
     EXPECT_NE(received.findings.received, checksum);
   }
+}
+
+// Of one bit in different words: a sum that loses its upper bits would not see them.
+TEST(Messages, CheckSeesEveryPairOfFlippedBits) {
+  Received received(kScatter, {1, 3});
+  const std::vector<std::byte> right = received.buffer;
+  const size_t first = received.messages[1].offset + kHeaderBytes;
+  const uint32_t num_bits = 8 * received.messages[1].payload_bytes;
+  const auto refused = [&](std::initializer_list<uint32_t> bits) {
+    received.buffer = right;
+    received.findings = {};
+    for (const uint32_t bit : bits) received.buffer[first + bit / 8] ^= std::byte(1 << (bit % 8));
+    received.check();
+    return received.verdicts[1] == static_cast<uint32_t>(WireStatus::kBadChecksum);
+  };
+  std::mt19937_64 random(4);
+  const auto random_bit = [&] { return static_cast<uint32_t>(random() % num_bits); };
+  for (uint32_t i = 0; i < 300; ++i) {
+    const uint32_t a = random_bit();
+    uint32_t b = random_bit();
+    if (a == b) continue;
+    ASSERT_TRUE(refused({a, b})) << a << " " << b;
+    b = b / 32 * 32 + a % 32;
+    if (a == b) continue;
+    ASSERT_TRUE(refused({a, b})) << a << " " << b;
+    ASSERT_TRUE(refused({a | 31, b | 31})) << a << " " << b;
+  }
+  // Neighbours, across the ends of tiles, too.
+  for (uint32_t bit = 31; bit + 32 < num_bits; bit += 32) ASSERT_TRUE(refused({bit, bit + 32}));
 }
 
 TEST(Messages, TheFirstFaultStaysUnlessItIsAnEcho) {
@@ -235,7 +262,7 @@ TEST(Messages, TheFirstFaultStaysUnlessItIsAnEcho) {
 template <typename T>
 void expect_nans(ScalarType dtype, T nan) {
   std::vector<Tile> tiles;
-  for (uint32_t i = 0; i < 200; ++i) tiles.push_back({i + 50, 10 * i + 1, 0, 9, 0, 0});
+  for (uint32_t i = 0; i < 200; ++i) tiles.push_back({i + 50, 10 * i + 1, 0, 9, 0, 0, 0});
   std::vector<uint32_t> sources(tiles.size(), 0);
   sources[150] = 1;  // of a refused message
   std::vector<TileStatus> status(tiles.size(), {0, 0});
@@ -262,7 +289,7 @@ void expect_nans(ScalarType dtype, T nan) {
 }
 
 TEST(Messages, ConcludeFindsNothingWhereEverythingIsFinite) {
-  const Tile tile{3, 0, 0, 9, 0, 0};
+  const Tile tile{3, 0, 0, 9, 0, 0, 0};
   const uint32_t source = 0, verdict = 0;
   const TileStatus status{0, 0};
   std::vector<float> gradient(9, 1.0f);
@@ -341,8 +368,7 @@ TEST(Messages, CommitWritesItsRecordAndTakesTheTile) {
                         .failed_rank = 3,
                         .expected = 11,
                         .received = 12,
-                        .checksum = 0,
-                        .reserved = 0};
+                        .checksum = 0};
   expected.checksum =
       word_sum(reinterpret_cast<const std::byte*>(&expected), offsetof(CommitRecord, checksum));
   EXPECT_EQ(std::memcmp(&record, &expected, sizeof(record)), 0);

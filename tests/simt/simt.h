@@ -113,6 +113,9 @@ inline uint32_t __reduce_or_sync(uint32_t mask, uint32_t value,
 inline uint32_t atomicAdd(uint32_t* address, uint32_t value) {
   return __atomic_fetch_add(address, value, __ATOMIC_RELAXED);
 }
+inline unsigned long long atomicAdd(unsigned long long* address, unsigned long long value) {
+  return __atomic_fetch_add(address, value, __ATOMIC_RELAXED);
+}
 inline uint32_t atomicOr(uint32_t* address, uint32_t value) {
   return __atomic_fetch_or(address, value, __ATOMIC_RELAXED);
 }

@@ -177,7 +177,7 @@ void check(const CheckCall& call) {
     for (const Message& message : std::span(call.messages, call.num_messages)) {
       touched.read(call.buffer + message.offset, sizeof(MessageHeader) + message.payload_bytes);
     }
-    touched.write(call.sums, call.num_messages * sizeof(uint32_t));
+    touched.write(call.sums, call.num_messages * sizeof(uint64_t));
     touched.write(call.verdicts, call.num_messages * sizeof(uint32_t));
     touched.write(call.findings, sizeof(Findings));
     kernels().check(call);

@@ -9,7 +9,7 @@ int main() {
   const gradferry::ParsedCodec q4 = gradferry::parse_codec("q4", gradferry::Device::kCpu);
   std::vector<float> gradient(100, 1.5f), decoded(100);
   alignas(16) std::byte payload[4096];
-  const gradferry::Tile tile{0, 0, 0, 100, 0, 0};
+  const gradferry::Tile tile{0, 0, 0, 100, 0, 0, 0};
   const gradferry::TileBatch batch{&tile,
                                    1,
                                    gradferry::ScalarType::kFloat32,

@@ -14,9 +14,9 @@ from .layout import TILE_ELEMENTS
 from .scalars import narrow, widen
 
 MAGIC = 0x59524647
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 SCATTER, GATHER, COMMIT, SINGLE_TENSOR, PARAMETERS = 1, 2, 3, 4, 5
-HEADER = struct.Struct("<IHHIIQQQQIIQ")
+HEADER = struct.Struct("<IHBBIIQQQQQQ")
 
 
 @dataclasses.dataclass
@@ -26,13 +26,13 @@ class Header:
     phase: int = SINGLE_TENSOR
     status: int = 0
     source_rank: int = 0
+    payload_bytes: int = 0
     config_hash: int = 0
     layout_hash: int = 0
     step: int = 0
     chunk: int = 0
-    payload_bytes: int = 0
-    checksum: int = 0
     seed: int = 0
+    checksum: int = 0
 
     def pack(self) -> bytes:
         return HEADER.pack(*dataclasses.astuple(self))
@@ -44,13 +44,13 @@ class Header:
 
 def word_sum(payload: np.ndarray) -> int:
     words = np.ascontiguousarray(payload, np.uint8).view("<u4").astype(np.uint64)
-    weights = 2 * np.arange(len(words), dtype=np.uint64) + 1
-    return int((words * weights % 2**32).sum() % 2**32)
+    weights = 2 * np.arange(len(words), dtype=np.uint64) + 3
+    return int((words * weights).sum())  # uint64 arithmetic is modulo 2^64
 
 
 def message_checksum(payloads: Iterable[np.ndarray]) -> int:
-    """Of a message, given the payloads of its tiles in order."""
-    return sum(word_sum(p) * (2 * j + 1) for j, p in enumerate(payloads)) % 2**32
+    """Of a message, given what it covers: the payloads of its tiles in order."""
+    return word_sum(np.concatenate([np.zeros(0, np.uint8), *payloads]))
 
 
 def hash64(text: str) -> int:
