@@ -13,6 +13,14 @@ Error called_after_fork(int process_id) {
                                  "; attach in the process that trains"};
 }
 
+Error finished(const Error& error, const EventLog& log, uint32_t rank) {
+  return {error.kind(), std::string(error.what()) +
+                            "\nThis hook is finished. To go on, delete this "
+                            "DistributedDataParallel first (its hook would run beside that of a "
+                            "new one), and attach to a new one." +
+                            log.text(rank)};
+}
+
 Error describe_failure(const std::exception_ptr& failure, uint32_t rank) {
   try {
     std::rethrow_exception(failure);

@@ -32,6 +32,9 @@ class BucketEngine {
   virtual void pass(const std::vector<uint32_t>& parameters) = 0;
   // Whether some of its promises need every bucket, so that none may pass through.
   virtual bool needs_every_bucket() const = 0;
+  // Ends the engine with `error`, which all ranks get to know: a bucket cannot be handed in, and
+  // they would wait for it.
+  virtual void fail(const Error& error) = 0;
 
   virtual EngineStats stats() const = 0;
   virtual uint64_t current_step() const = 0;  // counted from 0
@@ -53,6 +56,10 @@ class BucketEngine {
 // What an exception means for the engine of `rank`: an Error as it is, anything else as a failure
 // here.
 Error describe_failure(const std::exception_ptr& failure, uint32_t rank);
+
+// The error as every call of an engine gets it from then on, with what the last buckets went
+// through.
+Error finished(const Error& error, const EventLog& log, uint32_t rank);
 
 // What a call means in another process than the one, `process_id`, that attached.
 Error called_after_fork(int process_id);

@@ -25,7 +25,9 @@ BucketHook::BucketHook(std::shared_ptr<BucketEngine> engine,
 }
 
 void BucketHook::raise(const std::string& message) const {
-  std::rethrow_exception(make_exception_(Error(ErrorKind::kState, message)));
+  const Error error(ErrorKind::kState, message);
+  if (engine_) engine_->fail(error);
+  std::rethrow_exception(make_exception_(error));
 }
 
 c10::intrusive_ptr<c10d::ProcessGroup> BucketHook::group() const {

@@ -120,7 +120,7 @@ void DeviceEngine::wait(BucketJob& job, Transfer& transfer, Phase phase, uint64_
   try {
     transport_->wait(transfer, finish_stream_);
   } catch (const std::exception& error) {
-    throw lost_contact(options_.rank, phase, job.step, number, error.what());
+    throw lost_contact(*options_.peers, options_.rank, phase, job.step, number, error.what());
   }
 }
 

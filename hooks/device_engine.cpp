@@ -88,11 +88,10 @@ void DeviceEngine::begin_run() {
 }
 
 void DeviceEngine::fail(const std::exception_ptr& failure, const FuturePtr& future) {
+  const Error error = describe_failure(failure, options_.rank);
+  options_.peers->tell(error.what());
   const std::lock_guard lock(mutex_);
-  if (!death_) {
-    const Error error = describe_failure(failure, options_.rank);
-    death_ = Error(error.kind(), error.what() + log_.text(options_.rank));
-  }
+  if (!death_) death_ = finished(error, log_, options_.rank);
   if (future) future->setErrorIfNeeded(options_.make_exception(*death_));
 }
 

@@ -52,6 +52,7 @@ class DeviceEngine final : public BucketEngine {
 
   void pass(const std::vector<uint32_t>& parameters) override;
   bool needs_every_bucket() const override { return options_.needs_every_bucket(); }
+  void fail(const Error& error) override { fail(std::make_exception_ptr(error), {}); }
 
   EngineStats stats() const override;
   uint64_t current_step() const override;

@@ -53,8 +53,7 @@ void DeviceEngine::allocate_slots() {
   const uint64_t message_bytes =
       sizeof(MessageHeader) +
       std::min<uint64_t>(options_.chunk_bytes, layout_.largest_shard_bytes());
-  GRADFERRY_EXPECTS(message_bytes * options_.world_size <= UINT32_MAX, kConfig,
-                    "chunk_bytes times the world size exceeds 4 GiB; choose smaller chunks");
+  expect_offsets_fit(message_bytes, options_.world_size);
   const uint64_t all = message_bytes * options_.world_size;
   if (!transport_) {
     slots_.push_back({make_buffer(all), {}, {}, {}, c10::Event(device_.type())});

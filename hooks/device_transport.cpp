@@ -118,7 +118,7 @@ Transfer StagedTransport::all_gather(const DeviceBuffer& receive, const DeviceBu
 }
 
 void StagedTransport::wait(Transfer& transfer, const c10::Stream& stream) {
-  transfer.work->wait();
+  peers_->wait(*transfer.work);
   transfer.work.reset();
   const c10::StreamGuard guard(stream);
   first_bytes(transfer.received->device, transfer.num_bytes)
@@ -126,7 +126,7 @@ void StagedTransport::wait(Transfer& transfer, const c10::Stream& stream) {
 }
 
 void StagedTransport::close(bool failed) {
-  if (failed) lane_.abandon();
+  if (failed) lane_.close_later();
   lane_.close();
 }
 

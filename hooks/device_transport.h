@@ -12,10 +12,12 @@
 
 #include <atomic>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <vector>
 
 #include "lane.h"
+#include "peers.h"
 
 namespace gradferry {
 
@@ -56,7 +58,7 @@ class DeviceTransport {
   // What is enqueued on `stream` from now on comes after the collective.
   virtual void wait(Transfer& transfer, const c10::Stream& stream) = 0;
 
-  // No more calls. After a failure its backend is given up, since a peer may never answer.
+  // No more calls. After a failure its backend is closed later, since a peer may not answer yet.
   virtual void close(bool failed) = 0;
 
   uint64_t sent_bytes() const { return sent_bytes_.load(std::memory_order_relaxed); }
@@ -106,8 +108,11 @@ class StreamTransport final : public DeviceTransport {
 class StagedTransport final : public DeviceTransport {
  public:
   // `backend` is our own.
-  StagedTransport(c10::intrusive_ptr<c10d::Backend> backend, uint32_t world_size)
-      : DeviceTransport(world_size), lane_(std::move(backend), &sent_bytes_) {
+  StagedTransport(c10::intrusive_ptr<c10d::Backend> backend, uint32_t world_size,
+                  std::shared_ptr<Peers> peers)
+      : DeviceTransport(world_size),
+        lane_(std::move(backend), &sent_bytes_),
+        peers_(std::move(peers)) {
     lane_.set_thread_local_state(clean());
   }
 
@@ -122,6 +127,7 @@ class StagedTransport final : public DeviceTransport {
 
  private:
   Lane lane_;
+  std::shared_ptr<Peers> peers_;
 };
 
 }  // namespace gradferry

@@ -56,7 +56,7 @@ Engine::Engine(EngineOptions options, ParameterHashes hashes,
   if (wanted != 0) {
     exchange_.emplace(
         Agreement{options_.rank, options_.world_size, options_.config_hash, options_.layout_hash},
-        lanes_[0], lanes_[1], lanes_[2]);
+        *options_.peers, lanes_[0], lanes_[1], lanes_[2]);
   }
   allocate();
 }
@@ -69,8 +69,7 @@ void Engine::allocate() {
   const uint64_t message_bytes =
       sizeof(MessageHeader) +
       std::min<uint64_t>(options_.chunk_bytes, layout_.largest_shard_bytes());
-  GRADFERRY_EXPECTS(message_bytes * options_.world_size <= UINT32_MAX, kConfig,
-                    "chunk_bytes times the world size exceeds 4 GiB; choose smaller chunks");
+  expect_offsets_fit(message_bytes, options_.world_size);
   for (size_t i = 0; i < kSlots; ++i) {
     slots_.push_back(make_slot(options_.world_size, message_bytes));
     stats_.workspace_bytes += message_bytes * (3 * options_.world_size + 1);
@@ -144,20 +143,28 @@ void Engine::raise(const Error& error) const {
 void Engine::run(const std::vector<uint32_t>& parameters, const at::Tensor& gradient,
                  FuturePtr future, c10::IValue value) {
   begin_run(parameters);
-  std::exception_ptr failure;
+  std::optional<Error> failure;
   try {
     send_bucket(parameters, gradient, std::move(future), std::move(value));
   } catch (...) {
-    // Peers may miss messages now, so nothing can go on; the finishing thread ends the engine.
-    failure = std::current_exception();
+    failure = describe_failure(std::current_exception(), options_.rank);
   }
+  // Peers may miss messages then, so nothing can go on.
+  if (failure) fail(*failure);
+  const std::lock_guard lock(mutex_);
+  running_ = false;
+  changed_.notify_all();
+  if (failure) raise(*death_);
+}
+
+void Engine::fail(const Error& error) {
   {
     const std::lock_guard lock(mutex_);
-    running_ = false;
-    if (failure && !death_) death_ = with_events(describe_failure(failure, options_.rank));
-    changed_.notify_all();
+    if (!death_) death_ = finished(error, log_, options_.rank);
+    changed_.notify_all();  // the finishing thread ends the engine
   }
-  if (failure) raise(*death_);
+  // The finishing thread would tell, too, but it may be waiting for the others.
+  options_.peers->tell(death_->what());
 }
 
 void Engine::check_gradient(const BucketPlan& plan, const at::Tensor& gradient) const {

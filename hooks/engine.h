@@ -11,7 +11,8 @@
 //
 // The finishing thread keeps the engine alive and closes its lanes. It ends when it was told to
 // stop and nothing is in flight. On the native path neither thread takes the GIL. After the first
-// error an engine is dead: every call gets that error, and its lanes are given up.
+// error an engine is dead: all ranks are told (peers.h), every call gets that error, and its lanes
+// are closed.
 #pragma once
 
 #include <array>
@@ -34,6 +35,7 @@
 #include "layout.h"
 #include "momentum.h"
 #include "parameter_hashes.h"
+#include "peers.h"
 #include "plan.h"
 #include "residual_sample.h"
 #include "residuals.h"
@@ -58,6 +60,7 @@ struct EngineOptions {
   uint64_t check_every;   // steps between comparisons of all ranks' parameters; 0: none
   uint32_t chunk_bytes;   // most payload bytes per owner and stage in one chunk
   ExceptionFactory make_exception;
+  std::shared_ptr<Peers> peers;  // never null
 
   bool in_warmup(uint64_t step) const { return step < warmup_steps; }
   bool has_momentum(uint64_t step) const { return momentum != 0 && !in_warmup(step); }
@@ -113,6 +116,7 @@ class Engine final : public BucketEngine {
 
   void pass(const std::vector<uint32_t>& parameters) override;
   bool needs_every_bucket() const override { return options_.needs_every_bucket(); }
+  void fail(const Error& error) override;
 
   EngineStats stats() const override;
   uint64_t current_step() const override;
@@ -182,6 +186,7 @@ class Engine final : public BucketEngine {
   bool finish_one();
   void reduce_chunk(std::unique_ptr<ChunkJob> job);
   uint64_t reduce(const ChunkJob& job);
+  uint32_t sender_of_corrupt(const ChunkJob& job);
   void decode_chunk(std::unique_ptr<ChunkJob> job);
   void decode(const ChunkJob& job);
   void decode_with_residual(const ChunkJob& job, size_t batch_index);
@@ -198,7 +203,6 @@ class Engine final : public BucketEngine {
   void settle();
   std::string parameter_of(uint64_t tile) const;
   void log_failed(std::vector<std::shared_ptr<BucketJob>> jobs);
-  Error with_events(const Error& error) const;
   void request_stop();
   [[noreturn]] void raise(const Error& error) const;
 

@@ -111,10 +111,25 @@ uint64_t Engine::reduce(const ChunkJob& job) {
     }
   }
   if (corrupt != 0) {
-    note(job.bucket->fault, {WireStatus::kCorruptPayload, Phase::kScatter, options_.rank,
+    note(job.bucket->fault, {WireStatus::kCorruptPayload, Phase::kScatter, sender_of_corrupt(job),
                              job.chunk.number, 0, corrupt});
   }
   return checksum;
+}
+
+// The codec reduces all payloads of a tile together; each by itself tells whose is corrupt.
+uint32_t Engine::sender_of_corrupt(const ChunkJob& job) {
+  for (uint32_t rank = 0; rank < options_.world_size; ++rank) {
+    for (const PlannedBatch& planned : job.chunk.plan->reduce) {
+      const TileBatch batch = make_batch(planned, job, Stage::kWorker, finish_status_);
+      layout_.codecs()[planned.codec_index].codec->decode(batch, payloads_[rank], nullptr, 0.0F,
+                                                          nullptr);
+      for (size_t i = 0; i < planned.tiles.size(); ++i) {
+        if ((finish_status_[i].flags & kTileCorrupt) != 0) return rank;
+      }
+    }
+  }
+  return options_.rank;
 }
 
 void Engine::decode_chunk(std::unique_ptr<ChunkJob> job) {
@@ -256,13 +271,8 @@ void Engine::log_failed(std::vector<std::shared_ptr<BucketJob>> jobs) {
   for (const auto& job : jobs) log_.add(job->event);
 }
 
-// The error with what the last buckets went through.
-Error Engine::with_events(const Error& error) const {
-  return {error.kind(), error.what() + log_.text(options_.rank)};
-}
-
-// The thread's last act. With an error: every bucket in flight fails with it, and the lanes are
-// given up, since a peer may never answer what is posted on them.
+// The thread's last act. With an error: the other ranks are told, and every bucket in flight fails
+// with it.
 void Engine::end(const std::optional<Error>& error) {
   std::vector<std::shared_ptr<BucketJob>> failed;
   {
@@ -272,13 +282,14 @@ void Engine::end(const std::optional<Error>& error) {
     for (const auto& job : queue_) failed.push_back(job->bucket);
     queue_.clear();
     if (error) log_failed(failed);
-    if (error && !death_) death_ = with_events(*error);
+    if (error && !death_) death_ = finished(*error, log_, options_.rank);
     stats_.in_flight = 0;
     changed_.notify_all();
   }
   gathers_.clear();
   commits_.clear();
   if (error) {
+    options_.peers->tell(death_->what());
     const std::exception_ptr exception = options_.make_exception(*death_);
     for (const auto& bucket : failed) {
       bucket->profiler.clear();
@@ -289,7 +300,7 @@ void Engine::end(const std::optional<Error>& error) {
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [&] { return !running_; });  // run() may be posting on a lane
   for (Lane& lane : lanes_) {
-    if (error) lane.abandon();
+    if (error) lane.close_later();
     lane.close();
   }
   ended_ = true;

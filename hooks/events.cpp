@@ -85,7 +85,11 @@ std::string EventLog::text(uint32_t rank) const {
   if (events_.empty()) return {};
   std::string text = "\nlast buckets of rank " + std::to_string(rank) +
                      ", instants in ms since attach, then what each part took in ms:";
-  for (const BucketEvent& event : events_) text += line_of(event, start_ns_);
+  const size_t left_out = events_.size() - std::min(events_.size(), kInErrors);
+  for (size_t i = left_out; i < events_.size(); ++i) text += line_of(events_[i], start_ns_);
+  if (left_out != 0) {
+    text += "\n  (" + std::to_string(left_out) + " earlier ones: HookState.events())";
+  }
   return text;
 }
 

@@ -68,13 +68,14 @@ struct StepTimes {
 class EventLog {
  public:
   static constexpr size_t kCapacity = 256;
+  static constexpr size_t kInErrors = 8;
 
   static int64_t now();
   // A bucket that is complete, or, with complete_ns 0, will never be.
   void add(const BucketEvent& event);
   StepTimes totals() const;
   std::vector<BucketEvent> events() const;  // oldest first
-  // A line per bucket, for errors.
+  // A line per bucket, the last few, for errors.
   std::string text(uint32_t rank) const;
 
  private:

@@ -1,5 +1,6 @@
 #include "exchange.h"
 
+#include <algorithm>
 #include <cstddef>
 #include <cstring>
 #include <initializer_list>
@@ -94,6 +95,30 @@ std::string place_of(Phase phase, uint64_t step, uint64_t number) {
          std::to_string(number) + ", " + name + ")";
 }
 
+// "rank 1", "ranks 1 and 2", "ranks 0, 1, ... and 9 more".
+std::string name_ranks(const std::vector<uint32_t>& ranks) {
+  constexpr size_t kShown = 8;
+  const size_t shown = std::min(ranks.size(), kShown);
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (size_t i = 0; i < shown; ++i) {
+    const bool last = i + 1 == ranks.size();
+    text += (i == 0 ? "" : last ? " and " : ", ") + std::to_string(ranks[i]);
+  }
+  if (ranks.size() > shown) text += " and " + std::to_string(ranks.size() - shown) + " more";
+  return text;
+}
+
+// What gloo says in terms of its own sources, addresses and calls.
+std::string plain_reason(const std::string& reason) {
+  for (const char* words : {"closed by peer", "reset by peer", "Broken pipe"}) {
+    if (reason.find(words) != std::string::npos) return "its connection was closed";
+  }
+  if (reason.find("imed out") != std::string::npos) {
+    return "nothing came within the timeout of the process group";
+  }
+  return reason.substr(0, reason.find('\n'));
+}
+
 FieldText text_of(WireStatus status) {
   constexpr const char* kForeign =
       "something else used gradferry's connections, or bytes were damaged on the way";
@@ -134,11 +159,26 @@ std::string describe(const Fault& fault, uint32_t reporter, uint64_t step) {
          text.advice;
 }
 
-Error lost_contact(uint32_t rank, Phase phase, uint64_t step, uint64_t number,
+Error lost_contact(Peers& peers, uint32_t rank, Phase phase, uint64_t step, uint64_t number,
                    const std::string& reason) {
-  return {ErrorKind::kPeer, "rank " + std::to_string(rank) + " lost contact with another rank" +
-                                place_of(phase, step, number) + ": " + reason +
-                                "; look at the other ranks' errors first, then restart"};
+  const Loss loss = peers.look_around();
+  if (!loss.error.empty()) return {ErrorKind::kPeer, loss.error};
+  std::string text = "rank " + std::to_string(rank) + " lost contact with " +
+                     (loss.missing.empty() ? "another rank" : name_ranks(loss.missing)) +
+                     place_of(phase, step, number) + ": " + plain_reason(reason);
+  if (!loss.store_answers) {
+    text += ", and the store of the process group does not answer (mostly rank 0 serves it)";
+  }
+  return {ErrorKind::kPeer, text + "; look at the other ranks' errors first, then restart"};
+}
+
+void expect_offsets_fit(uint64_t message_bytes, uint32_t world_size) {
+  const uint64_t most_ranks = UINT32_MAX / message_bytes;
+  GRADFERRY_EXPECTS(world_size <= most_ranks, kConfig,
+                    "this model can be exchanged between " + std::to_string(most_ranks) +
+                        " ranks at most, not " + std::to_string(world_size) +
+                        ": the messages of one chunk, of up to " + std::to_string(message_bytes) +
+                        " bytes each, would exceed 4 GiB; attach with codec='off'");
 }
 
 Slot make_slot(uint32_t world_size, uint64_t message_bytes) {
@@ -151,9 +191,9 @@ Slot make_slot(uint32_t world_size, uint64_t message_bytes) {
 
 void Exchange::wait(const Pending& work, Phase phase, uint64_t step, uint64_t number) const {
   try {
-    work->wait();
+    peers_.wait(*work);
   } catch (const std::exception& error) {
-    throw lost_contact(agreement_.rank, phase, step, number, error.what());
+    throw lost_contact(peers_, agreement_.rank, phase, step, number, error.what());
   }
 }
 

@@ -11,6 +11,7 @@
 #include "gradferry/error.h"
 #include "gradferry/wire.h"
 #include "lane.h"
+#include "peers.h"
 #include "plan.h"
 
 namespace gradferry {
@@ -38,8 +39,9 @@ struct Fault {
 // "rank 1 refused what rank 0 sent: ..." with both values and advice. `reporter` saw the fault.
 std::string describe(const Fault& fault, uint32_t reporter, uint64_t step);
 
-// What a collective that fails means to `rank`. `number` is the chunk's, of a commit the bucket's.
-Error lost_contact(uint32_t rank, Phase phase, uint64_t step, uint64_t number,
+// What a collective that failed for `reason` means to `rank`: what another rank told, else who is
+// missing. `number` is the chunk's, of a commit the bucket's. Takes a second or two.
+Error lost_contact(Peers& peers, uint32_t rank, Phase phase, uint64_t step, uint64_t number,
                    const std::string& reason);
 
 // Every rank's verdict, equal on all ranks: the fault of the lowest rank that reports one.
@@ -72,13 +74,18 @@ struct Chunk {
   Pending gather;
 };
 
+// Offsets into the messages of a chunk, one of up to `message_bytes` per rank, have 32 bits.
+void expect_offsets_fit(uint64_t message_bytes, uint32_t world_size);
+
 // Bytes a slot needs for chunks whose largest message has `message_bytes`.
 Slot make_slot(uint32_t world_size, uint64_t message_bytes);
 
 class Exchange {
  public:
-  Exchange(const Agreement& agreement, Lane& scatter_lane, Lane& gather_lane, Lane& commit_lane)
+  Exchange(const Agreement& agreement, Peers& peers, Lane& scatter_lane, Lane& gather_lane,
+           Lane& commit_lane)
       : agreement_(agreement),
+        peers_(peers),
         scatter_lane_(scatter_lane),
         gather_lane_(gather_lane),
         commit_lane_(commit_lane) {}
@@ -105,11 +112,13 @@ class Exchange {
   Fault gather_hashes(const std::vector<uint64_t>& own, uint64_t step, uint64_t next_chunk,
                       std::vector<std::vector<uint64_t>>& by_rank);
 
-  // Waits for a collective; throws Error(kPeer), saying where, when a peer is gone or too slow.
+  // Waits for a collective; throws Error(kPeer), saying where, when a peer has failed, is gone or
+  // too slow.
   void wait(const Pending& work, Phase phase, uint64_t step, uint64_t number) const;
 
  private:
   Agreement agreement_;
+  Peers& peers_;
   Lane& scatter_lane_;
   Lane& gather_lane_;
   Lane& commit_lane_;

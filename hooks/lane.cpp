@@ -1,5 +1,11 @@
 #include "lane.h"
 
+#include <pthread.h>
+
+#include <chrono>
+#include <system_error>
+#include <thread>
+
 namespace gradferry {
 
 Lane::Lane(c10::intrusive_ptr<c10d::Backend> backend, std::atomic<uint64_t>* sent_bytes)
@@ -23,8 +29,20 @@ Pending Lane::all_gather(at::Tensor receive, at::Tensor send) {
   return backend_->_allgather_base(receive, send);
 }
 
-void Lane::abandon() {
-  if (backend_) c10::raw::intrusive_ptr::incref(backend_.get());
+void Lane::close_later() {
+  constexpr std::chrono::seconds kForSlowerPeers{2};
+  // As a plain pointer, so that where no thread can be had the backend stays, and nobody waits.
+  c10d::Backend* backend = backend_.release();
+  if (backend == nullptr) return;
+  try {
+    std::thread([backend, kForSlowerPeers] {
+      pthread_setname_np(pthread_self(), "gf-close");
+      std::this_thread::sleep_for(kForSlowerPeers);
+      c10::intrusive_ptr<c10d::Backend>::reclaim(backend).reset();
+    }).detach();
+  } catch (const std::system_error&) {
+    // Left open, like what is in flight on it.
+  }
 }
 
 }  // namespace gradferry

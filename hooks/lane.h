@@ -32,8 +32,10 @@ class Lane {
 
   // Destroys the backend. Only when nothing is in flight: its destructor joins its threads.
   void close() { backend_.reset(); }
-  // Never destroys it: something is in flight that a peer may never answer.
-  void abandon();
+  // After a failure: the same on a thread of its own that nobody waits for. What is in flight ends
+  // when the peers close their lanes, at the latest after the timeout of the process group. Not at
+  // once: a connection that is closed may take with it what a slower peer has not read yet.
+  void close_later();
 
  private:
   c10::intrusive_ptr<c10d::Backend> backend_;

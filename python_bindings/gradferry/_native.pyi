@@ -2,7 +2,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypedDict
 
 import torch
-from torch._C._distributed_c10d import Backend, GradBucket, Reducer, Work
+from torch._C._distributed_c10d import Backend, GradBucket, Reducer, Store, Work
 
 TILE_ELEMENTS: int
 WIRE_VERSION: int
@@ -58,6 +58,7 @@ class EngineOptions:
         loss_scale: torch.Tensor | None,
         check_every: int,
         chunk_bytes: int,
+        store: Store | None,
     ) -> None: ...
 
 class BucketEngine:

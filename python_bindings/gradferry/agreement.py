@@ -33,8 +33,14 @@ def record_hash(record: object) -> int:
     return hash64(json.dumps(record, sort_keys=True))
 
 
+class EchoError(PeerError):
+    """This rank failed because another one did, which will say why."""
+
+
 def error_record(error: Exception) -> Record:
     """What a rank that failed sends instead of its record, so that nobody waits for it."""
+    if isinstance(error, EchoError):
+        return {"error": PeerError.__name__, "message": str(error), "echo": True}
     kind = type(error).__name__ if isinstance(error, GradferryError) else PeerError.__name__
     text = str(error) if isinstance(error, GradferryError) else f"{type(error).__name__}: {error}"
     return {"error": kind, "message": text}
@@ -67,7 +73,19 @@ def gather_records(record: Record, group: dist.ProcessGroup, device: torch.devic
 
     Raises:
         ProtocolError: a rank sent something else than a record.
+        PeerError: a rank did not come, or left.
     """
+    try:
+        return _gather_records(record, group, device)
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise PeerError(
+            f"the ranks could not agree: {reason}; look at the other ranks' errors first, then "
+            "restart"
+        ) from error
+
+
+def _gather_records(record: Record, group: dist.ProcessGroup, device: torch.device) -> list[Record]:
     world_size = dist.get_world_size(group)
     data = torch.frombuffer(bytearray(json.dumps(record).encode()), dtype=torch.uint8)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world_size)]
@@ -102,11 +120,14 @@ def _parse(data: bytes, rank: int) -> Record:
 
 
 def raise_first_error(records: list[Record]) -> None:
-    """Raises the error of the lowest rank that failed, with the same text on every rank."""
-    for rank, record in enumerate(records):
-        if "error" in record:
-            kind = getattr(errors, str(record["error"]), GradferryError)
-            raise kind(f"rank {rank}: {record['message']}")
+    """Raises the error of the lowest rank that failed, with the same text on every rank.
+
+    Causes come before their echoes.
+    """
+    failed = [(rank, record) for rank, record in enumerate(records) if "error" in record]
+    for rank, record in sorted(failed, key=lambda item: "echo" in item[1]):
+        kind = getattr(errors, str(record["error"]), GradferryError)
+        raise kind(f"rank {rank}: {record['message']}")
 
 
 def raise_first_mismatch(records: list[Record]) -> None:

@@ -28,6 +28,8 @@ from gradferry.codec_spec import AUTO
 from gradferry.config import Config
 from gradferry.engine import CPU, exchanges, loss_scale, streams
 from gradferry.errors import ConfigError, StateError
+from gradferry.join import JoinHook
+from gradferry.meeting import meet, patience
 from gradferry.parameters import ParameterLayout, describe_parameters, reduced_parameters
 from gradferry.running import Running, parameter_records
 
@@ -117,10 +119,13 @@ def bind(
     Raises:
         ConfigError, StateError: this or another rank cannot; the same text on every rank.
         RankMismatchError: the ranks differ; the same text on every rank.
-        PeerError: a rank failed to set up its connections or memory.
+        PeerError: a rank did not come, or failed to set up its connections or memory. Nothing was
+            changed: all ranks can try again.
     """
     group = _process_group(ddp)
     place = meeting_place(group, _device(ddp))
+    longest = patience(group, place)
+    meet(group, longest, "come to attach")
     config: Config | None = None
     parameters: list[ParameterLayout] = []
     try:
@@ -147,9 +152,15 @@ def bind(
         outcome: Record = {}
     except Exception as error:
         outcome = error_record(error)
-    raise_first_error(gather_records(outcome, group, place))
+    # Who could not connect must not keep the others, who then could, from knowing.
+    meet(group, longest, "connect")
+    outcomes = gather_records(outcome, group, place)
+    if any(outcomes):
+        binding = None  # else the traceback would keep its connections
+    raise_first_error(outcomes)
     assert binding is not None
     ddp._update_process_group = _refuse_new_group  # type: ignore[method-assign]
+    ddp.join_hook = JoinHook(ddp)  # type: ignore[method-assign]
     if native:
         # Only now: DDP takes a hook for life, so no rank may have one when another has failed.
         binding.hook.attach(ddp.reducer)

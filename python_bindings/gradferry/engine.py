@@ -9,7 +9,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from gradferry import _native, device
+from gradferry.agreement import EchoError
 from gradferry.config import Config
+from gradferry.errors import PeerError
+from gradferry.meeting import patience, store_of
 from gradferry.parameters import ParameterLayout
 
 LANES = ("scatter", "gather", "commit")
@@ -76,6 +79,7 @@ def start_engine(
         loss_scale=loss_scale(config, place),
         check_every=config.check_every,
         chunk_bytes=config.chunk_bytes,
+        store=PrefixStore(f"gradferry/{nonce}/peers", store_of(group)) if exchanging else None,
     )
     if place.type == "cpu":
         return _native.Engine(options, tensors=list(tensors), lanes=lanes)
@@ -99,17 +103,38 @@ def make_lanes(
     Args:
         nonce: equal on all ranks, and unlike that of any other lanes of the group.
         place: where the gradients are; the timeout is that of the group's backend for it.
+
+    Raises:
+        PeerError: this rank cannot, or others did not do the same within half of `patience`; what
+            was made is closed.
     """
     # Built directly, never by new_group(): its names clash for overlapping groups and after a
     # group was destroyed and made again.
-    store = dist.distributed_c10d._world.pg_map[group][1]
-    timeout = group._get_backend(place).options._timeout
-    return [
-        ProcessGroupGloo(
-            PrefixStore(f"gradferry/{nonce}/{lane}", store),
-            dist.get_rank(group),
-            dist.get_world_size(group),
-            timeout,
-        )
-        for lane in names
-    ]
+    store = store_of(group)
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    lanes: list[ProcessGroupGloo] = []
+    for name in names:
+        prefixed = PrefixStore(f"gradferry/{nonce}/{name}", store)
+        try:
+            # Who cannot connect is soon done. The others must not wait for it longer than it will
+            # wait for them, to tell them why.
+            lane = ProcessGroupGloo(prefixed, rank, world_size, patience(group, place) / 2)
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            if _is_echo(reason):
+                raise EchoError(
+                    f"the other ranks did not connect: {reason}; look at their errors first"
+                ) from error
+            raise PeerError(
+                f"cannot connect to the other ranks: {reason}; look at the limits of the process "
+                "(ulimit -n) and at its network"
+            ) from error
+        lanes.append(lane)
+    for lane in lanes:
+        lane._set_default_timeout(group._get_backend(place).options._timeout)
+    return lanes
+
+
+def _is_echo(reason: str) -> bool:
+    """Whether an error of gloo tells of another rank's failure."""
+    return any(words in reason.lower() for words in ("timed out", "timeout", "by peer"))

@@ -22,7 +22,12 @@ EngineOptions make_options(std::vector<ParameterSpec> parameters, uint32_t rank,
                            uint64_t seed, uint64_t warmup_steps, double momentum,
                            bool raise_nonfinite, bool exact_skip,
                            const std::optional<at::Tensor>& loss_scale, uint64_t check_every,
-                           uint32_t chunk_bytes) {
+                           uint32_t chunk_bytes, const py::object& store) {
+  // By reference, like lanes.
+  c10::intrusive_ptr<c10d::Store> peers_store;
+  if (!store.is_none()) {
+    peers_store = c10::intrusive_ptr<c10d::Store>::reclaim_copy(&store.cast<c10d::Store&>());
+  }
   return {.parameters = std::move(parameters),
           .rank = rank,
           .world_size = world_size,
@@ -36,7 +41,8 @@ EngineOptions make_options(std::vector<ParameterSpec> parameters, uint32_t rank,
           .loss_scale = loss_scale.value_or(at::Tensor()),
           .check_every = check_every,
           .chunk_bytes = chunk_bytes,
-          .make_exception = &make_torch_exception};
+          .make_exception = &make_torch_exception,
+          .peers = std::make_shared<Peers>(std::move(peers_store), rank, world_size)};
 }
 
 // By reference: torch registers some backends under another holder type.
@@ -60,7 +66,8 @@ std::shared_ptr<DeviceEngine> start_device_engine(EngineOptions options, const a
                                                   const std::optional<std::string>& group_name) {
   std::unique_ptr<DeviceTransport> transport;
   if (!lane.is_none()) {
-    transport = std::make_unique<StagedTransport>(to_backend(lane), options.world_size);
+    transport =
+        std::make_unique<StagedTransport>(to_backend(lane), options.world_size, options.peers);
   } else if (group_name) {
     transport = std::make_unique<StreamTransport>(
         [name = *group_name, type = device.type()] {
@@ -172,7 +179,7 @@ void bind_engine(py::module_& module) {
            py::arg("world_size"), py::arg("config_hash"), py::arg("layout_hash"), py::arg("seed"),
            py::arg("warmup_steps"), py::arg("momentum"), py::arg("raise_nonfinite"),
            py::arg("exact_skip"), py::arg("loss_scale").none(true), py::arg("check_every"),
-           py::arg("chunk_bytes"));
+           py::arg("chunk_bytes"), py::arg("store").none(true));
   py::class_<BucketEngine, std::shared_ptr<BucketEngine>>(module, "BucketEngine")
       .def("stats", &stats_dict)
       .def("current_step", &BucketEngine::current_step, py::call_guard<py::gil_scoped_release>())

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from outcomes import Outcome, attempt
 from scenario import ChosenGradients, Run, Scenario, Weight
+from torch._C._distributed_c10d import Backend
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
@@ -184,6 +185,41 @@ def test_backward_after_destroy_process_group_raises_state_error(native: bool) -
         assert outcome.error == "StateError", outcomes
         assert "process group" in outcome.text
         assert "destroyed" in outcome.text
+
+
+def test_world_too_large_for_offsets_of_32_bits_is_told_the_largest_that_would_do() -> None:
+    import gradferry
+    from gradferry import _native as native
+
+    world_size, chunk_bytes = 4, 2**30
+    options = native.EngineOptions(
+        parameters=[
+            native.ParameterSpec(
+                name="weight",
+                num_elements=world_size * chunk_bytes // 8,  # shards as large as a chunk
+                dtype=torch.float64,
+                codec="exact",
+                worker_residual=False,
+                owner_residual=False,
+            )
+        ],
+        rank=0,
+        world_size=world_size,
+        config_hash=0,
+        layout_hash=0,
+        seed=0,
+        warmup_steps=0,
+        momentum=0.0,
+        raise_nonfinite=False,
+        exact_skip=False,
+        loss_scale=None,
+        check_every=0,
+        chunk_bytes=chunk_bytes,
+        store=None,
+    )
+    lanes = [Backend(0, world_size) for _ in range(3)]
+    with pytest.raises(gradferry.ConfigError, match="between 3 ranks at most, not 4"):
+        native.Engine(options, tensors=[], lanes=lanes)
 
 
 def case_backward_in_fork(native: bool) -> tuple[str, bytes]:

@@ -1,0 +1,163 @@
+#include "peers.h"
+
+#include <algorithm>
+#include <future>
+#include <sstream>
+#include <thread>
+#include <utility>
+
+#include "gradferry/error.h"
+
+namespace gradferry {
+namespace {
+
+using std::chrono::milliseconds;
+using Clock = std::chrono::steady_clock;
+
+constexpr milliseconds kSilence{1000};
+constexpr milliseconds kAnswer{500};
+// How long the first rank that lost contact looks for the others, and how long these wait for it.
+constexpr milliseconds kLook{1000};
+constexpr milliseconds kWaitForLook{1500};
+constexpr milliseconds kPause{10};
+constexpr milliseconds kMostPause{160};
+// Questions that may wait for one that the store does not answer.
+constexpr int kMostQuestions = 4;
+constexpr size_t kMostErrorBytes = 4000;
+
+std::string present_key(uint32_t rank) { return "present/" + std::to_string(rank); }
+
+// Empty: it is not there. Store::get() would wait for it.
+std::string read(c10d::Store& store, const std::string& key) {
+  if (!store.check({key})) return {};
+  const std::vector<uint8_t> value = store.get(key);
+  return {value.begin(), value.end()};
+}
+
+void write(c10d::Store& store, const std::string& key, const std::string& value) {
+  store.set(key, std::vector<uint8_t>(value.begin(), value.end()));
+}
+
+// Whether `work` ends within `longest`; throws what it ended with.
+bool ends_within(c10d::Work& work, milliseconds longest) {
+  try {
+    work.wait(longest);
+    return true;
+  } catch (const std::exception&) {
+    // A wait that ran out of time says so by an exception, too.
+    if (!work.isCompleted()) return false;
+  }
+  work.wait();
+  return true;
+}
+
+// What look_around() finds in the store: "error " and a text, or "missing " and ranks.
+std::string look(c10d::Store& store, uint32_t rank, uint32_t world_size) {
+  write(store, present_key(rank), "1");
+  const bool first = store.add("lost", 1) == 1;
+  const auto end = Clock::now() + (first ? kLook : kWaitForLook);
+  for (milliseconds pause = kPause;; pause = std::min(2 * pause, kMostPause)) {
+    if (const std::string error = read(store, "error"); !error.empty()) return "error " + error;
+    const bool all_but_one = first && store.add("lost", 0) >= int64_t{world_size} - 1;
+    if (all_but_one || Clock::now() >= end) break;
+    std::this_thread::sleep_for(pause);
+  }
+  std::string answer = "missing ";
+  if (!first) return answer;
+  for (uint32_t r = 0; r < world_size; ++r) {
+    if (r != rank && read(store, present_key(r)) != "1") answer += std::to_string(r) + " ";
+  }
+  return answer;
+}
+
+}  // namespace
+
+Peers::Peers(c10::intrusive_ptr<c10d::Store> store, uint32_t rank, uint32_t world_size)
+    : store_(std::move(store)), rank_(rank), world_size_(world_size) {}
+
+Peers::~Peers() {
+  if (worker_) worker_->stop(nullptr);
+}
+
+std::optional<std::string> Peers::ask(Question question, milliseconds longest) {
+  if (!store_) return std::nullopt;
+  if (busy_->fetch_add(1) >= kMostQuestions) {
+    busy_->fetch_sub(1);
+    return std::nullopt;
+  }
+  const auto answer = std::make_shared<std::promise<std::optional<std::string>>>();
+  auto answered = answer->get_future();
+  const auto job = [store = store_, busy = busy_, answer, question = std::move(question)] {
+    std::optional<std::string> text;
+    try {
+      text = question(*store);
+    } catch (const std::exception&) {
+      // The same as no answer.
+    }
+    busy->fetch_sub(1);
+    answer->set_value(std::move(text));
+  };
+  {
+    const std::lock_guard lock(mutex_);
+    if (!worker_) worker_ = Worker::start("gf-peers");
+    if (!worker_->add(job)) return std::nullopt;  // the process is ending
+  }
+  if (answered.wait_for(longest) != std::future_status::ready) return std::nullopt;
+  return answered.get();
+}
+
+void Peers::say_present(bool present) {
+  const auto say = [key = present_key(rank_), present](c10d::Store& store) {
+    write(store, key, present ? "1" : "0");
+    return std::string();
+  };
+  ask(say, milliseconds(0));  // nothing waits for it
+}
+
+void Peers::wait(c10d::Work& work) {
+  if (ends_within(work, kSilence)) return;
+  if (silent_waits_++ == 0) say_present(true);
+  try {
+    do {
+      const auto error = ask([](c10d::Store& store) { return read(store, "error"); }, kAnswer);
+      if (error && !error->empty()) throw Error(ErrorKind::kPeer, *error);
+    } while (!ends_within(work, kSilence));
+  } catch (...) {
+    --silent_waits_;  // and stays present
+    throw;
+  }
+  if (--silent_waits_ == 0) say_present(false);
+}
+
+void Peers::tell(const std::string& error) {
+  if (told_.exchange(true)) return;
+  std::string line = error.substr(0, std::min(error.find('\n'), kMostErrorBytes));
+  if (!line.starts_with("rank ")) line = "rank " + std::to_string(rank_) + " failed: " + line;
+  const auto tell = [line, key = present_key(rank_)](c10d::Store& store) {
+    write(store, key, "1");
+    if (store.add("told", 1) == 1) write(store, "error", line);
+    return std::string();
+  };
+  ask(tell, kAnswer);
+}
+
+Loss Peers::look_around() {
+  const auto question = [rank = rank_, world_size = world_size_](c10d::Store& store) {
+    return look(store, rank, world_size);
+  };
+  const auto answer = ask(question, kWaitForLook + kAnswer);
+  Loss loss;
+  if (!answer) return loss;
+  loss.store_answers = true;
+  std::istringstream words(*answer);
+  std::string kind;
+  words >> kind;
+  if (kind == "error") {
+    loss.error = answer->substr(kind.size() + 1);
+  } else {
+    for (uint32_t rank = 0; words >> rank;) loss.missing.push_back(rank);
+  }
+  return loss;
+}
+
+}  // namespace gradferry

@@ -1,0 +1,41 @@
+"""What `join()` can do for a model whose gradients gradferry averages."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch.distributed.algorithms.join import JoinHook as TorchJoinHook
+from torch.nn.parallel import DistributedDataParallel
+
+from gradferry.errors import ConfigError
+
+
+class JoinHook:
+    """In place of the method `join_hook` of one DistributedDataParallel.
+
+    DDP tells no communication hook how many ranks still have input, so an average over these alone
+    cannot be made. Every rank enters `join()` with the same arguments, so all of them refuse.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        # Not a strong reference: the model would not end with its last user, but with the next
+        # garbage collection.
+        self._ddp = weakref.ref(ddp)
+
+    def __call__(self, **arguments: Any) -> TorchJoinHook:
+        """Raises ConfigError for ``divide_by_initial_world_size=False``."""
+        if not arguments.get("divide_by_initial_world_size", True):
+            raise ConfigError(
+                "join(divide_by_initial_world_size=False) does not go with gradferry: DDP does not "
+                "tell communication hooks how many ranks still have input; leave it out, and scale "
+                "the loss if the last steps matter"
+            )
+        ddp = self._ddp()
+        assert ddp is not None
+        hook: TorchJoinHook = type(ddp).join_hook(ddp, **arguments)  # type: ignore[no-untyped-call]
+        return hook
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy of the model gets one for itself.
+        return (JoinHook, (self._ddp(),))

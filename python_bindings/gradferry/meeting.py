@@ -1,0 +1,132 @@
+"""How ranks find out, before any of them posts a collective, that all of them are there.
+
+A collective that one rank never joins costs the others the timeout of the process group, and the
+group with it. So they meet in the group's store first, by a few small keys per rank:
+
+    number       of the present meeting; moves on as soon as one is decided, so that nobody meets
+                 the keys of an old one, not even of an earlier group of the same name
+    <number>/rank/<rank>   that rank has come
+    <number>/came          how many have
+    <number>/decided       the first to count it up decides for all, by ...
+    <number>/outcome       ALL_CAME, or what every rank that came raises
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from gradferry.errors import PeerError
+
+MOST_PATIENCE = timedelta(seconds=60)
+MOST_PAUSE_SECONDS = 0.1  # between two looks into the store
+ALL_CAME = "all came"
+
+
+def store_of(group: dist.ProcessGroup) -> Store:
+    """The store in which the ranks of a group found each other."""
+    store: Store = dist.distributed_c10d._world.pg_map[group][1]
+    return store
+
+
+def patience(group: dist.ProcessGroup, place: torch.device) -> timedelta:
+    """How long ranks wait for each other while they connect: less than a collective would.
+
+    Args:
+        place: of tensors that the group has a backend for.
+    """
+    timeout: timedelta = group._get_backend(place).options._timeout
+    return min(timeout / 2, MOST_PATIENCE)
+
+
+def meet(group: dist.ProcessGroup, longest: timedelta, purpose: str) -> None:
+    """Waits until every rank of the group calls this.
+
+    Nothing is posted on the group, so that it is as good as before when this raises. A rank that
+    comes too late finds itself in the next meeting.
+
+    Args:
+        longest: how long to wait for the others.
+        purpose: what ranks that stay away did not do, for example "come to attach".
+
+    Raises:
+        PeerError: not all came; the same text, naming those that did not, on every rank that did.
+            Or the store does not answer.
+    """
+    if dist.get_world_size(group) == 1:
+        return
+    try:
+        outcome = _outcome(group, longest, purpose)
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise PeerError(
+            f"the store of the process group does not answer ({reason}); the process that serves "
+            "it, mostly that of rank 0, may have ended: look at its error first"
+        ) from error
+    if outcome != ALL_CAME:
+        raise PeerError(outcome)
+
+
+def _outcome(group: dist.ProcessGroup, longest: timedelta, purpose: str) -> str:
+    world_size, rank = dist.get_world_size(group), dist.get_rank(group)
+    store = PrefixStore("gradferry/meetings", store_of(group))
+    meeting = PrefixStore(str(store.add("number", 0)), store)
+
+    # A rank whose wait was interrupted may come twice, and is counted once.
+    if meeting.add(f"rank/{rank}", 1) == 1 and meeting.add("came", 1) == world_size:
+        _decide(store, meeting, lambda: ALL_CAME)
+    elif not _wait(store, meeting, longest, rank):
+        _decide(store, meeting, lambda: _absent(meeting, world_size, longest, purpose))
+    meeting.wait(["outcome"], longest)  # whoever decided is about to say it
+    return meeting.get("outcome").decode()
+
+
+def _decide(store: Store, meeting: Store, outcome: Callable[[], str]) -> None:
+    """Nothing, if another rank has decided."""
+    if meeting.add("decided", 1) == 1:
+        store.add("number", 1)
+        meeting.set("outcome", outcome())
+
+
+def _wait(store: Store, meeting: Store, longest: timedelta, rank: int) -> bool:
+    """Whether there was an outcome in time.
+
+    Asks again and again: the store's own wait cannot be interrupted, and logs a warning when its
+    time is up.
+    """
+    begin = time.monotonic()
+    try:
+        while not meeting.check(["outcome"]):
+            waited = time.monotonic() - begin
+            if waited > longest.total_seconds():
+                return False
+            time.sleep(min(waited / 8, MOST_PAUSE_SECONDS))
+    except KeyboardInterrupt:
+        _decide(store, meeting, lambda: f"rank {rank} was interrupted while it waited for others")
+        raise
+    return True
+
+
+def _absent(meeting: Store, world_size: int, longest: timedelta, purpose: str) -> str:
+    ranks = [rank for rank in range(world_size) if not meeting.check([f"rank/{rank}"])]
+    return (
+        f"{name_ranks(ranks) if ranks else 'the last rank'} did not {purpose} within "
+        f"{longest.total_seconds():g} s; see whether every rank calls gradferry at this point, and "
+        "look at the errors of those that did not first. Nothing was changed, and the process "
+        "group can be used"
+    )
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """ "rank 1", "ranks 1 and 2", "ranks 1, 2, 3, 4 and 9 more"."""
+    shown, more = [str(rank) for rank in ranks[:8]], len(ranks) - 8
+    if more > 0:
+        shown.append(f"{more} more")
+    if len(shown) == 1:
+        return f"rank {shown[0]}"
+    return f"ranks {', '.join(shown[:-1])} and {shown[-1]}"

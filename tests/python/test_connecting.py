@@ -1,0 +1,240 @@
+"""Ranks that do not all come to attach, or cannot connect: a named error, and nothing lost.
+
+Whoever came gets the same PeerError, long before the timeout of the process group, and can go on
+using the group: afterwards all ranks attach and train.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import time
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from outcomes import Outcome, attempt
+from scenario import ChosenGradients, Run, Scenario, Weight
+from torch.nn.parallel import DistributedDataParallel
+from world import World, WorldError
+
+SCENARIO = Scenario((Weight("first", (40, 40)), Weight("second", (9,))))
+PATIENCE = 1.0
+# Far below the world's timeout of 20 s, far above the patience even where processors are busy.
+MOST_SECONDS = 12.0
+
+
+def plain_ddp() -> DistributedDataParallel:
+    return DistributedDataParallel(ChosenGradients(SCENARIO))
+
+
+@contextlib.contextmanager
+def little_patience() -> Iterator[None]:
+    from gradferry import meeting
+
+    seconds = datetime.timedelta(seconds=PATIENCE)
+    with mock.patch.object(meeting, "MOST_PATIENCE", seconds):
+        yield
+
+
+def train() -> bool:
+    """Whether attach and a step work now, on all ranks."""
+    return Run(SCENARIO).step(0)[0] is not None
+
+
+def case_absent(absent: int) -> tuple[Outcome | None, bool]:
+    import gradferry
+
+    ddp, outcome = plain_ddp(), None
+    if dist.get_rank() != absent:
+        with little_patience():
+            outcome = attempt(lambda: gradferry.attach(ddp, "q4"))
+    dist.barrier()
+    return outcome, train()
+
+
+@pytest.mark.torch_core
+@pytest.mark.parametrize("absent", [0, 1])
+def test_ranks_that_attach_without_one_name_it_and_keep_the_group(
+    world_of_3: World, absent: int
+) -> None:
+    answers = world_of_3.run(case_absent, absent=absent)
+    outcomes = [outcome for outcome, _ in answers if outcome is not None]
+    assert [o.error for o in outcomes] == ["PeerError"] * 2, outcomes
+    assert len({o.text for o in outcomes}) == 1, outcomes
+    assert outcomes[0].text.startswith(f"rank {absent} did not come to attach within 1 s")
+    assert max(o.seconds for o in outcomes) < MOST_SECONDS
+    assert all(trained for _, trained in answers)
+
+
+def case_late() -> tuple[Outcome, bool]:
+    import gradferry
+
+    ddp = plain_ddp()
+    late = dist.get_rank() == 1
+    with little_patience():
+        if late:
+            dist.barrier()  # until the others have given up
+        outcome = attempt(lambda: gradferry.attach(ddp, "q4"))
+        if not late:
+            dist.barrier()
+    return outcome, train()
+
+
+def test_rank_that_comes_late_does_not_believe_that_the_others_are_there(
+    world_of_3: World,
+) -> None:
+    answers = world_of_3.run(case_late)
+    named = ["rank 1 did", "ranks 0 and 2 did", "rank 1 did"]
+    for (outcome, trained), names in zip(answers, named, strict=True):
+        assert outcome.error == "PeerError"
+        assert outcome.text.startswith(names), outcome.text
+        assert trained
+
+
+def case_interrupted() -> bool:
+    """A rank that was interrupted while it waited is not there any more."""
+    import gradferry
+    from gradferry import meeting
+
+    ddp = plain_ddp()
+    if dist.get_rank() == 0:
+        interrupt = mock.patch.object(meeting.time, "sleep", side_effect=KeyboardInterrupt)
+        with interrupt, contextlib.suppress(KeyboardInterrupt):
+            gradferry.attach(ddp, "q4")
+        dist.barrier()
+    else:
+        dist.barrier()
+        with little_patience():
+            outcome = attempt(lambda: gradferry.attach(ddp, "q4"))
+        assert outcome.text.startswith("rank 0 did not come"), outcome
+    dist.barrier()
+    return train()
+
+
+def test_interrupted_rank_is_not_counted(world_of_2: World) -> None:
+    assert world_of_2.run(case_interrupted) == [True, True]
+
+
+def case_cannot_connect(kind: str) -> tuple[Outcome, bool]:
+    """Rank 1 cannot make its second lane: the machine or Python is short of something."""
+    import gradferry
+    from gradferry import engine
+
+    ddp = plain_ddp()
+    make, calls = engine.ProcessGroupGloo, []
+
+    def fail(*arguments: object) -> object:
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise {"system": RuntimeError, "memory": MemoryError}[kind]("too many open files")
+        return make(*arguments)
+
+    replaced = fail if dist.get_rank() == 1 else make
+    with little_patience(), mock.patch.object(engine, "ProcessGroupGloo", replaced):
+        outcome = attempt(lambda: gradferry.attach(ddp, "q4"))
+    return outcome, train()
+
+
+@pytest.mark.parametrize("kind", ["system", "memory"])
+def test_rank_that_cannot_connect_is_named_by_all(world_of_3: World, kind: str) -> None:
+    answers = world_of_3.run(case_cannot_connect, kind=kind)
+    outcomes = [outcome for outcome, _ in answers]
+    assert [o.error for o in outcomes] == ["PeerError"] * 3, outcomes
+    assert len({o.text for o in outcomes}) == 1, outcomes
+    assert outcomes[0].text.startswith("rank 1: ")
+    assert "too many open files" in outcomes[0].text
+    assert max(o.seconds for o in outcomes) < MOST_SECONDS
+    assert all(trained for _, trained in answers)
+
+
+def case_dead(kind: str) -> None:
+    import gradferry
+    from gradferry import running
+
+    ddp = plain_ddp()
+    victim = dist.get_rank() == 1
+    if victim and kind == "before":
+        os._exit(9)
+    if victim:
+        running.start_engine = lambda *_: os._exit(9)
+    with little_patience():
+        outcome = attempt(lambda: gradferry.attach(ddp, "q4"))
+    assert outcome.seconds < MOST_SECONDS
+    raise AssertionError(f"survivor: {outcome.error}: {outcome.text}")
+
+
+@pytest.mark.parametrize(("kind", "what"), [("before", "come to attach"), ("while", "connect")])
+def test_rank_that_dies_while_attaching_is_named_by_the_others(kind: str, what: str) -> None:
+    world = World(3)
+    try:
+        with pytest.raises(WorldError) as failures:
+            world.run(case_dead, kind=kind)
+    finally:
+        world.stop()
+    text = f"survivor: PeerError: rank 1 did not {what} within 1 s"
+    assert str(failures.value).count(text) == 2, failures.value
+
+
+def resources() -> tuple[int, int]:
+    """Open files and threads of this process."""
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))  # noqa: PTH208
+
+
+def freed(before: tuple[int, int]) -> bool:
+    """Whether there are no more than before, within some seconds: lanes are closed later."""
+    deadline = time.monotonic() + MOST_SECONDS
+    while time.monotonic() < deadline:
+        if all(now <= then for now, then in zip(resources(), before, strict=True)):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def attach_and_fail() -> None:
+    """Trains until every rank raises."""
+    run = Run(Scenario(SCENARIO.weights, options={"nonfinite": "raise"}, poison=POISON))
+    assert attempt(lambda: run.step(0)).error == "StateError"
+
+
+POISON = {(0, 0, "first"): float("nan")}
+
+
+def attach_in_vain() -> None:
+    """Rank 1 has no memory for its engine, when all are connected."""
+    import gradferry
+    from gradferry import _native
+
+    ddp = plain_ddp()
+    engine = mock.Mock(side_effect=MemoryError) if dist.get_rank() == 1 else _native.Engine
+    with mock.patch.object(_native, "Engine", engine):
+        assert attempt(lambda: gradferry.attach(ddp, "q4")).error == "PeerError"
+
+
+def settled() -> tuple[int, int]:
+    """What is left when nothing has changed for longer than lanes take to close."""
+    last, since = resources(), time.monotonic()
+    while time.monotonic() - since < 4.0:
+        time.sleep(0.1)
+        if (now := resources()) != last:
+            last, since = now, time.monotonic()
+    return last
+
+
+def case_freed() -> tuple[tuple[int, int], tuple[int, int], bool]:
+    attach_and_fail()
+    attach_in_vain()
+    before = settled()  # with what torch, Python and DDP make once
+    for _ in range(3):
+        attach_and_fail()
+        attach_in_vain()
+    held = resources()
+    return before, held, freed(before)
+
+
+def test_files_and_threads_are_freed_after_an_error(world_of_2: World) -> None:
+    for before, held, all_freed in world_of_2.run(case_freed):
+        assert held > before
+        assert all_freed, (before, held)

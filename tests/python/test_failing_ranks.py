@@ -1,0 +1,193 @@
+"""A rank that fails while the others wait: they soon know which one, and why.
+
+The world's collectives time out after 20 s: an error before that is one that was told.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import time
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from outcomes import Outcome, attempt
+from scenario import ChosenGradients, Run, Scenario, Weight
+from torch.nn.parallel import DistributedDataParallel
+from world import COLLECTIVE_SECONDS, World, WorldError
+
+WEIGHTS = (Weight("first", (90, 100)), Weight("last", (50, 60)))
+# What was told is known after a second of silence; the rest is for busy processors.
+MOST_SECONDS = 0.5 * COLLECTIVE_SECONDS
+VICTIM = 1
+
+
+def case_fails_before_it_posts(native: bool, failing_step: int) -> tuple[Outcome, Outcome, bool]:
+    """The victim's scale becomes one that cannot be, and it stays alive."""
+    scaler = torch.amp.GradScaler("cpu")
+    run = Run(Scenario(WEIGHTS, native=native, options={"grad_scaler": scaler}))
+    for step in range(failing_step):
+        run.step(step)
+    if dist.get_rank() == VICTIM:
+        scaler._scale.fill_(0.0)
+    outcome = attempt(lambda: run.step(failing_step))
+    again = attempt(run.state.state_dict)
+    dist.barrier()  # the victim is there, and so is the group
+    return outcome, again, Run(Scenario(WEIGHTS)).step(0)[0] is not None
+
+
+@pytest.mark.torch_core
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+def test_rank_that_fails_before_it_posts_is_named_by_all_with_its_text(
+    world_of_3: World, native: bool
+) -> None:
+    answers = world_of_3.run(case_fails_before_it_posts, native=native, failing_step=2)
+    own = answers[VICTIM][0]
+    for rank, (outcome, again, trained) in enumerate(answers):
+        assert again.headline == outcome.headline
+        assert outcome.seconds < MOST_SECONDS
+        assert trained
+        if rank != VICTIM:
+            assert outcome.error == "PeerError"
+            assert outcome.headline == f"rank {VICTIM} failed: {own.headline}"
+    assert "scale" in own.headline
+
+
+def case_timeout(group_seconds: float) -> Outcome | None:
+    """The victim is busy with something else."""
+    timeout = datetime.timedelta(seconds=group_seconds)
+    run = Run(Scenario(WEIGHTS), dist.new_group(timeout=timeout))
+    for step in range(2):
+        run.step(step)
+    outcome = attempt(lambda: run.step(2)) if dist.get_rank() != VICTIM else None
+    dist.barrier()
+    return outcome
+
+
+def test_rank_that_never_comes_is_named_when_the_time_is_up(world_of_3: World) -> None:
+    answers = world_of_3.run(case_timeout, group_seconds=5.0)
+    outcomes = [outcome for outcome in answers if outcome is not None]
+    assert [o.error for o in outcomes] == ["PeerError"] * 2, outcomes
+    assert len({o.headline for o in outcomes}) == 1, outcomes
+    headline = outcomes[0].headline
+    assert f"lost contact with rank {VICTIM} (step 2, chunk" in headline
+    assert "nothing came within the timeout of the process group" in headline
+    assert min(o.seconds for o in outcomes) > 4.0
+    # gloo's own words name its sources and the addresses of sockets.
+    assert ".cc" not in headline
+    assert "127.0.0.1" not in headline
+
+
+def case_killed(victim: int) -> None:
+    run = Run(Scenario(WEIGHTS))
+    for step in range(12):
+        run.step(step)
+    dist.barrier()
+    if dist.get_rank() == victim:
+        os._exit(9)
+    outcome = attempt(lambda: run.step(12))
+    assert outcome.seconds < MOST_SECONDS
+    shown = outcome.text.count("\n  step ")
+    raise AssertionError(f"survivor: {outcome.error}: {outcome.headline} / {shown} buckets")
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_rank_that_dies_is_named_as_far_as_it_can_be(victim: int) -> None:
+    world = World(3)
+    try:
+        with pytest.raises(WorldError) as failures:
+            world.run(case_killed, victim=victim)
+    finally:
+        world.stop()
+    text = str(failures.value)
+    # The store went with rank 0.
+    named = f"rank {victim}" if victim else "another rank"
+    assert text.count(f"lost contact with {named} (step 12, chunk") == 2, text
+    assert text.count("its connection was closed") == 2
+    assert text.count("the store of the process group does not answer") == (0 if victim else 2)
+    assert text.count("/ 8 buckets") == 2
+
+
+def case_told(at: str) -> Outcome:
+    """The victim takes part in the first steps, then posts nothing, and says why."""
+    from gradferry import engine
+
+    told: list[Any] = []
+    options = engine._native.EngineOptions
+
+    def remember(**arguments: Any) -> Any:
+        told.append(arguments["store"])
+        return options(**arguments)
+
+    with mock.patch.object(engine._native, "EngineOptions", remember):
+        run = Run(Scenario(WEIGHTS))
+    for step in range(2):  # DDP communicates by itself when it rebuilds its buckets
+        run.step(step)
+    if dist.get_rank() == VICTIM:
+        time.sleep(0 if at == "once" else 1.5)
+        told[0].set("error", "rank 1 could not read a commit")
+        outcome = Outcome("PeerError", True, "rank 1 could not read a commit", 0.0)
+    else:
+        outcome = attempt(lambda: run.step(2))
+    dist.barrier()
+    return outcome
+
+
+@pytest.mark.parametrize("at", ["once", "in silence"])
+def test_what_one_rank_tells_is_raised_by_those_that_wait(world_of_3: World, at: str) -> None:
+    for outcome in world_of_3.run(case_told, at=at):
+        assert (outcome.error, outcome.headline) == ("PeerError", "rank 1 could not read a commit")
+        assert outcome.seconds < MOST_SECONDS
+
+
+def case_silence() -> tuple[list[str], bool]:
+    """A slow rank: the others are silent for longer than a second, and then all goes on."""
+    run = Run(Scenario(WEIGHTS))
+    run.step(0)
+    store = dist.distributed_c10d._get_default_store()
+    dist.barrier()
+    before = store.num_keys()
+    dist.barrier()
+    run.step(1)
+    dist.barrier()
+    quick = store.num_keys() - before
+    if dist.get_rank() == VICTIM:
+        time.sleep(2.5)
+    gradients = run.step(2)
+    return quick, gradients[0] is not None
+
+
+def test_steps_without_silence_leave_nothing_in_the_store(world_of_2: World) -> None:
+    for keys, trained in world_of_2.run(case_silence):
+        assert keys == 0
+        assert trained
+
+
+def case_foreign_bucket() -> Outcome:
+    """One rank hands in a bucket of another model."""
+    import gradferry
+
+    run = Run(Scenario(WEIGHTS))
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    for step in range(2):
+        run.step(step)
+    if dist.get_rank() == VICTIM:
+        other = DistributedDataParallel(ChosenGradients(Scenario(WEIGHTS)), process_group=alone)
+        other.register_comm_hook(run.state, gradferry.hook)
+        ones = {w.name: torch.ones(w.shape) for w in WEIGHTS}
+        outcome = attempt(lambda: other(ones).backward())
+    else:
+        outcome = attempt(lambda: run.step(2))
+    dist.barrier()
+    return outcome
+
+
+def test_bucket_that_never_reaches_the_engine_is_told_to_all(world_of_2: World) -> None:
+    waiting, failing = world_of_2.run(case_foreign_bucket)
+    assert failing.error == "StateError"
+    assert waiting.error == "PeerError"
+    assert waiting.headline == f"rank {VICTIM} failed: {failing.headline}"
+    assert waiting.seconds < MOST_SECONDS
