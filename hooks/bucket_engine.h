@@ -10,6 +10,7 @@
 #include "events.h"
 #include "gradferry/error.h"
 #include "layout.h"
+#include "used_parameters.h"
 
 namespace gradferry {
 
@@ -24,9 +25,10 @@ class BucketEngine {
 
   // Averages `gradient` (dense, flat, contiguous, real, on the engine's device) of `parameters` (in
   // bucket order) in place over all ranks, then completes `future` with `value`. Called in bucket
-  // order, from one thread at a time, without the GIL.
-  virtual void run(const std::vector<uint32_t>& parameters, const at::Tensor& gradient,
-                   FuturePtr future, c10::IValue value) = 0;
+  // order, from one thread at a time, without the GIL. `used`: by this rank, in this pass; empty:
+  // all of them. What no rank used stays as it is.
+  virtual void run(const std::vector<uint32_t>& parameters, UsedMap used,
+                   const at::Tensor& gradient, FuturePtr future, c10::IValue value) = 0;
 
   // Buckets that pass through belong to the step as well.
   virtual void pass(const std::vector<uint32_t>& parameters) = 0;
@@ -44,9 +46,11 @@ class BucketEngine {
   // These throw Error(kState) in the middle of a step.
   virtual EngineState state() = 0;
   virtual void load_state(const EngineState& state) = 0;
-  // What the last step gave will not be used, whatever it is: takes its residuals back. Only with
-  // exact_skip.
+  // What the last optimizer step gave will not be used, whatever it is: takes its residuals back.
+  // Only with exact_skip, and where it is known which passes that step has (optimizer_steps.h).
   virtual void skip_step() = 0;
+  // An optimizer of the model has stepped.
+  virtual void note_optimizer_step() = 0;
   // Worker residual of a parameter += factor * values, in the order of memory and unscaled.
   virtual void add_to_worker_residual(uint32_t parameter, const at::Tensor& values,
                                       float factor) = 0;

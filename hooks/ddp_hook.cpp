@@ -58,6 +58,7 @@ void BucketHook::count(const c10d::GradBucket& bucket) {
 
 bool BucketHook::admit(const c10d::GradBucket& bucket) {
   if (steps_) count(bucket);
+  if (used_) used_in_bucket_ = used_->take(indices_of(bucket));
   if (engine_ == nullptr) return false;
   if (!bucket.getBuffer().is_sparse()) return true;
   if (engine_->needs_every_bucket()) {
@@ -91,12 +92,13 @@ std::vector<uint32_t> BucketHook::indices_of(const c10d::GradBucket& bucket) con
   return parameters;
 }
 
-void BucketHook::run(const c10d::GradBucket& bucket, FuturePtr future, c10::IValue value) const {
+void BucketHook::run(const c10d::GradBucket& bucket, FuturePtr future, c10::IValue value) {
   (void)group();  // refuses a destroyed group
   const std::vector<uint32_t> parameters = indices_of(bucket);
   at::Tensor gradient = bucket.getBuffer().detach();
   if (gradient.is_complex()) gradient = at::view_as_real(gradient);
-  engine_->run(parameters, gradient.view({-1}), std::move(future), std::move(value));
+  engine_->run(parameters, std::exchange(used_in_bucket_, {}), gradient.view({-1}),
+               std::move(future), std::move(value));
 }
 
 FuturePtr NativeHook::runHook(c10d::GradBucket& bucket) {

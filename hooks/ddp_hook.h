@@ -14,6 +14,7 @@
 #include "engine.h"
 #include "step_counter.h"
 #include "torch_compat.h"
+#include "used_parameters.h"
 
 namespace gradferry {
 
@@ -31,6 +32,9 @@ class BucketHook : public std::enable_shared_from_this<BucketHook> {
 
   // The engine changes only between steps, for codec="auto". Null: every bucket passes through.
   void use_engine(std::shared_ptr<BucketEngine> engine) { engine_ = std::move(engine); }
+
+  // Has the engine know which parameters are used; `parameters` as for the constructor.
+  void watch_use(const std::vector<at::Tensor>& parameters) { used_.emplace(parameters); }
 
   // At the first bucket of step `step`, or of a later one when that has begun, `callback` gets
   // this hook and the step's number, once, before anything becomes of the bucket: the same instant
@@ -56,7 +60,7 @@ class BucketHook : public std::enable_shared_from_this<BucketHook> {
 
   // Completes `future` with `value` when the averaged gradient lies in the bucket's buffer.
   // Raises ConfigError, StateError, or the engine's first error. Without the GIL.
-  void run(const c10d::GradBucket& bucket, FuturePtr future, c10::IValue value) const;
+  void run(const c10d::GradBucket& bucket, FuturePtr future, c10::IValue value);
 
  private:
   c10::intrusive_ptr<c10d::ProcessGroup> group() const;
@@ -72,6 +76,8 @@ class BucketHook : public std::enable_shared_from_this<BucketHook> {
   ExceptionFactory make_exception_;
   mutable std::atomic<uint64_t> passed_{0};
   std::optional<StepCounter> steps_;
+  std::optional<UsedParameters> used_;
+  UsedMap used_in_bucket_;  // the one that was admitted
   uint64_t call_at_ = 0;
   StepCallback callback_;
 };

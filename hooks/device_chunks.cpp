@@ -220,7 +220,10 @@ void DeviceEngine::decode_batch(const BucketJob& job, const ChunkJob& chunk, siz
 void DeviceEngine::add_momentum_alone(BucketJob& job) {
   const c10::DeviceGuard guard(device_);
   job.ready.block(encode_stream_);
-  if (job.begins_step) residuals_->begin_step(options_.loss_scale, encode_stream_);
+  if (job.begins_optimizer_step) residuals_->begin_step(encode_stream_);
+  if (job.begins_step) {
+    residuals_->begin_pass(options_.loss_scale, job.begins_optimizer_step, encode_stream_);
+  }
   reserve_statuses(job.plan->most_tiles());
   const DeviceBuffer& buffer = slots_.front().scatter_send;
   void* gradient = job.gradient.mutable_data_ptr();

@@ -15,8 +15,9 @@ void DeviceEngine::begin_step(BucketJob& job) {
   read_last_commit();
   if (uncommitted_step_) post_commit(job, *uncommitted_step_);
   if (options_.check_is_due(job.step) && !job.plan->chunks().empty()) check_parameters(job);
+  if (job.begins_optimizer_step) residuals_->begin_step(encode_stream_);
   if (options_.in_warmup(job.step)) return;  // without residuals
-  residuals_->begin_step(options_.loss_scale, encode_stream_);
+  residuals_->begin_pass(options_.loss_scale, job.begins_optimizer_step, encode_stream_);
 }
 
 // Of `step`, before the first bucket of the next one.

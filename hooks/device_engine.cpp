@@ -34,7 +34,8 @@ DeviceEngine::DeviceEngine(EngineOptions options, c10::Device device, ParameterH
       finish_stream_(new_stream(device)),
       transport_(std::move(transport)),
       commit_done_(device.type()),
-      steps_(layout_.parameters().size()) {
+      steps_(layout_.parameters().size()),
+      optimizer_steps_(options_.loss_scale) {
   GRADFERRY_EXPECTS(options_.chunk_bytes >= kLeastChunkBytes, kConfig,
                     "chunk_bytes is " + std::to_string(options_.chunk_bytes) +
                         "; it must be at least " + std::to_string(kLeastChunkBytes));
@@ -65,8 +66,8 @@ void DeviceEngine::raise(const Error& error) const {
   std::rethrow_exception(options_.make_exception(error));
 }
 
-void DeviceEngine::run(const std::vector<uint32_t>& parameters, const at::Tensor& gradient,
-                       FuturePtr future, c10::IValue value) {
+void DeviceEngine::run(const std::vector<uint32_t>& parameters, UsedMap /*used*/,
+                       const at::Tensor& gradient, FuturePtr future, c10::IValue value) {
   begin_run();
   std::exception_ptr failure;
   try {
@@ -98,11 +99,14 @@ void DeviceEngine::fail(const std::exception_ptr& failure, const FuturePtr& futu
 DeviceEngine::BucketJob DeviceEngine::make_job(const std::vector<uint32_t>& parameters,
                                                const at::Tensor& gradient, FuturePtr future,
                                                c10::IValue value) {
-  bool begins_step = false;
+  bool begins_step = false, begins_optimizer_step = false;
   uint64_t step = 0, number = 0;
   {
     const std::lock_guard lock(mutex_);
     begins_step = steps_.add(parameters);
+    if (begins_step && options_.exact_skip) {
+      begins_optimizer_step = optimizer_steps_.begin_pass(hashes_.writes());
+    }
     step = steps_.step();
     number = stats_.buckets;
   }
@@ -115,15 +119,8 @@ DeviceEngine::BucketJob DeviceEngine::make_job(const std::vector<uint32_t>& para
                     .chunks = plan.chunks().size(),
                     .gradient_bytes = gradient.nbytes(),
                     .begin_ns = EventLog::now()};
-  return {&plan,
-          gradient,
-          std::move(future),
-          std::move(value),
-          std::move(ready),
-          step,
-          number,
-          begins_step,
-          event,
+  return {&plan, gradient, std::move(future), std::move(value),      std::move(ready),
+          step,  number,   begins_step,       begins_optimizer_step, event,
           {}};
 }
 
@@ -277,6 +274,7 @@ void DeviceEngine::load_state(const EngineState& state) {
     finish_stream_.synchronize();
   }
   steps_.resume(state.steps);
+  optimizer_steps_.reset();
   // Of steps that this one does not follow.
   commit_.reset();
   uncommitted_step_.reset();
@@ -298,9 +296,11 @@ void DeviceEngine::skip_step() {
   GRADFERRY_EXPECTS(options_.exact_skip, kState,
                     "a step can be skipped without loss only with exact_skip=True");
   if (!residuals_ || !steps_.began() || options_.in_warmup(steps_.step())) return;
+  expect_known_step(optimizer_steps_);
   const c10::StreamGuard guard = behind_all();
-  residuals_->settle(finish_stream_, /*skipped=*/true);
+  residuals_->skip(finish_stream_);
   finish_stream_.synchronize();
+  optimizer_steps_.reset();
 }
 
 void DeviceEngine::add_to_worker_residual(uint32_t parameter, const at::Tensor& values,

@@ -47,8 +47,8 @@ class DeviceEngine final : public BucketEngine {
                                              ParameterHashes hashes,
                                              std::unique_ptr<DeviceTransport> transport);
 
-  void run(const std::vector<uint32_t>& parameters, const at::Tensor& gradient, FuturePtr future,
-           c10::IValue value) override;
+  void run(const std::vector<uint32_t>& parameters, UsedMap used, const at::Tensor& gradient,
+           FuturePtr future, c10::IValue value) override;
 
   void pass(const std::vector<uint32_t>& parameters) override;
   bool needs_every_bucket() const override { return options_.needs_every_bucket(); }
@@ -65,6 +65,7 @@ class DeviceEngine final : public BucketEngine {
   void load_state(const EngineState& state) override;
   void scale_residuals(float factor) override;
   void skip_step() override;
+  void note_optimizer_step() override { optimizer_steps_.note_step(); }
   void add_to_worker_residual(uint32_t parameter, const at::Tensor& values, float factor) override;
 
  private:
@@ -82,6 +83,7 @@ class DeviceEngine final : public BucketEngine {
     uint64_t step;
     uint64_t number;
     bool begins_step;
+    bool begins_optimizer_step;
     BucketEvent event;
     ProfilerContext profiler;
   };
@@ -176,6 +178,7 @@ class DeviceEngine final : public BucketEngine {
   mutable std::mutex mutex_;
   std::vector<c10::Event> events_;  // not in use
   StepCounter steps_;
+  OptimizerSteps optimizer_steps_;
   std::optional<Error> death_;
   EngineStats stats_;
 };

@@ -48,23 +48,36 @@ void DeviceResiduals::take_back(const c10::Stream& stream) const {
   }
 }
 
-void DeviceResiduals::begin_step(const at::Tensor& loss_scale, const c10::Stream& stream) {
+void DeviceResiduals::begin_step(const c10::Stream& stream) {
   take_back(stream);
   const c10::StreamGuard guard(stream);
   for (const Kept& kept : kept_) kept.before.copy_(kept.now, /*non_blocking=*/true);
+}
+
+void DeviceResiduals::begin_pass(const at::Tensor& loss_scale, bool begins_step,
+                                 const c10::Stream& stream) {
   message_kernels().rescale(
       {.loss_scale = loss_scale.defined() ? loss_scale.const_data_ptr<float>() : nullptr,
        .residual_scale = scale_.mutable_data_ptr<float>(),
        .gain = gain_.mutable_data_ptr<float>(),
-       .in_vain = in_vain(),
+       .in_vain = begins_step ? in_vain() : nullptr,
        .stream = stream.native_handle()});
 }
 
-void DeviceResiduals::settle(const c10::Stream& current, bool skipped) {
+void DeviceResiduals::settle(const c10::Stream& current) const { take_back(current); }
+
+void DeviceResiduals::skip(const c10::Stream& current) {
   if (kept_.empty()) return;
-  if (skipped) in_vain_.fill_(1);
+  in_vain_.fill_(1);
   take_back(current);
   in_vain_.fill_(0);
+}
+
+void DeviceResiduals::scale(float factor) {
+  residuals_.scale(factor);
+  for (const Kept& kept : kept_) {
+    if (!kept.now.is_same(scale_)) set_where_finite(kept.before, kept.before * factor);
+  }
 }
 
 void DeviceResiduals::load(const at::Tensor& worker, const at::Tensor& owner, float loss_scale) {
@@ -76,10 +89,13 @@ void DeviceResiduals::load(const at::Tensor& worker, const at::Tensor& owner, fl
 void DeviceResiduals::add_to_worker(uint64_t offset, const at::Tensor& values, float factor,
                                     const at::Tensor& loss_scale) {
   const at::Tensor next = loss_scale.defined() ? loss_scale.reshape({1}) : at::ones_like(scale_);
-  scale_.copy_(at::where(scale_ == 0, next, scale_));
-  const at::Tensor part =
-      residuals_.worker_tensor().narrow(0, static_cast<int64_t>(offset), values.numel());
-  set_where_finite(part, part + values.to(at::kFloat) * (scale_ * factor));
+  const auto add = [&](const at::Tensor& worker, const at::Tensor& units) {
+    units.copy_(at::where(units == 0, next, units));
+    const at::Tensor part = worker.narrow(0, static_cast<int64_t>(offset), values.numel());
+    set_where_finite(part, part + values.to(at::kFloat) * (units * factor));
+  };
+  add(residuals_.worker_tensor(), scale_);
+  if (!kept_.empty()) add(kept_.front().before, kept_.back().before);
 }
 
 float DeviceResiduals::loss_scale() const { return scale_.cpu().item<float>(); }

@@ -24,19 +24,24 @@ class DeviceResiduals {
   // Everything that other streams than the current one will use.
   std::vector<at::Tensor> tensors() const;
 
-  // On `stream`: takes the last step back if it was in vain, keeps a copy, and finds the gain of a
-  // step with this loss scale (one fp32 on the device; undefined: 1).
-  void begin_step(const at::Tensor& loss_scale, const c10::Stream& stream);
+  // On `stream`, when an optimizer step begins: takes the last one back if it was in vain, and
+  // keeps a copy.
+  void begin_step(const c10::Stream& stream);
+  // On `stream`: finds the gain of a pass with this loss scale (one fp32 on the device; undefined:
+  // 1). `begins_step`: nothing of its optimizer step is in vain yet.
+  void begin_pass(const at::Tensor& loss_scale, bool begins_step, const c10::Stream& stream);
 
   // The rest is called between steps, with the current stream behind all others. It may wait.
 
-  // As begin_step(), for a step that is over. `skipped`: it was in vain, whatever it gave.
-  void settle(const c10::Stream& current, bool skipped = false);
+  // Takes the last step back if it is in vain, and stays so if more passes follow.
+  void settle(const c10::Stream& current) const;
+  // Takes the last step back, whatever it gave.
+  void skip(const c10::Stream& current);
   void load(const at::Tensor& worker, const at::Tensor& owner, float loss_scale);
   // As Residuals::add_to_worker().
   void add_to_worker(uint64_t offset, const at::Tensor& values, float factor,
                      const at::Tensor& loss_scale);
-  void scale(float factor) { residuals_.scale(factor); }
+  void scale(float factor);
   // On the CPU.
   at::Tensor worker_copy() const { return residuals_.worker_tensor().cpu(); }
   at::Tensor owner_copy() const { return residuals_.owner_tensor().cpu(); }
@@ -52,7 +57,7 @@ class DeviceResiduals {
 
   Residuals residuals_;
   at::Tensor scale_, gain_;  // one fp32 each
-  std::vector<Kept> kept_;   // empty without exact_skip
+  std::vector<Kept> kept_;   // worker, owner, scale_; empty without exact_skip
   at::Tensor in_vain_;
 };
 

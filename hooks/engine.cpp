@@ -39,7 +39,8 @@ Engine::Engine(EngineOptions options, ParameterHashes hashes,
       sample_(layout_),
       hashes_(std::move(hashes)),
       process_id_(getpid()),
-      residuals_(layout_, options_.exact_skip) {
+      residuals_(layout_, options_.exact_skip),
+      optimizer_steps_(options_.loss_scale) {
   GRADFERRY_EXPECTS(options_.chunk_bytes >= kLeastChunkBytes, kConfig,
                     "chunk_bytes is " + std::to_string(options_.chunk_bytes) +
                         "; it must be at least " + std::to_string(kLeastChunkBytes));
@@ -75,12 +76,13 @@ void Engine::allocate() {
     stats_.workspace_bytes += message_bytes * (3 * options_.world_size + 1);
   }
   for (Slot& slot : slots_) free_slots_.push_back(&slot);
-  const auto record = static_cast<int64_t>(sizeof(CommitRecord));
+  const auto record = static_cast<int64_t>(
+      commit_bytes(options_.find_unused_parameters ? layout_.parameters().size() : 0));
   const auto bytes = at::TensorOptions().dtype(at::kByte);
   for (size_t i = 0; i < kCommitSlots; ++i) {
     commit_slots_.emplace_back(at::zeros({record}, bytes),
                                at::zeros({record * options_.world_size}, bytes));
-    stats_.workspace_bytes += sizeof(CommitRecord) * (options_.world_size + 1);
+    stats_.workspace_bytes += record * (options_.world_size + 1);
   }
   checksums_.resize(options_.world_size);
   payloads_.resize(options_.world_size);
@@ -140,12 +142,12 @@ void Engine::raise(const Error& error) const {
   std::rethrow_exception(options_.make_exception(error));
 }
 
-void Engine::run(const std::vector<uint32_t>& parameters, const at::Tensor& gradient,
+void Engine::run(const std::vector<uint32_t>& parameters, UsedMap used, const at::Tensor& gradient,
                  FuturePtr future, c10::IValue value) {
   begin_run(parameters);
   std::optional<Error> failure;
   try {
-    send_bucket(parameters, gradient, std::move(future), std::move(value));
+    send_bucket(parameters, std::move(used), gradient, std::move(future), std::move(value));
   } catch (...) {
     failure = describe_failure(std::current_exception(), options_.rank);
   }
@@ -180,8 +182,8 @@ void Engine::check_gradient(const BucketPlan& plan, const at::Tensor& gradient) 
                         "do not change parameters after attach");
 }
 
-void Engine::send_bucket(const std::vector<uint32_t>& parameters, const at::Tensor& gradient,
-                         FuturePtr future, c10::IValue value) {
+void Engine::send_bucket(const std::vector<uint32_t>& parameters, UsedMap used,
+                         const at::Tensor& gradient, FuturePtr future, c10::IValue value) {
   const uint64_t step = stats_.steps;  // only this thread writes it
   const BucketPlan& plan = plan_for(parameters, options_.in_warmup(step));
   check_gradient(plan, gradient);
@@ -196,6 +198,7 @@ void Engine::send_bucket(const std::vector<uint32_t>& parameters, const at::Tens
   bucket->value = std::move(value);
   bucket->step = step;
   bucket->gain = gain_;
+  bucket->plan = &plan;
   if (!exchange_ || plan.chunks.empty()) {
     run_alone(plan, bucket);
     return;
@@ -208,9 +211,20 @@ void Engine::send_bucket(const std::vector<uint32_t>& parameters, const at::Tens
     stats_.gradient_bytes += gradient.nbytes();
     ++stats_.in_flight;
   }
+  if (options_.find_unused_parameters) keep_unused(*bucket, std::move(used));
   for (const ChunkPlan& chunk : plan.chunks) {
     send_chunk(bucket, chunk, &chunk == &plan.chunks.back());
   }
+}
+
+// Of an earlier bucket with the same parameters nothing is in flight any more.
+void Engine::keep_unused(BucketJob& bucket, UsedMap used) {
+  const auto& parameters = bucket.plan->parameters;
+  bucket.used = used.empty() ? UsedMap(parameters.size(), 1) : std::move(used);
+  const bool touched = !options_.in_warmup(bucket.step);
+  bucket.unused = UnusedCopy(layout_, parameters, bucket.used, bucket.gradient,
+                             touched ? residuals_.worker_tensor() : at::Tensor(),
+                             touched ? residuals_.owner_tensor() : at::Tensor());
 }
 
 // Nothing travels: gradients stay as they are, but for the momentum.
@@ -224,7 +238,7 @@ void Engine::run_alone(const BucketPlan& plan, const std::shared_ptr<BucketJob>&
                       "a gradient is not finite at step " + std::to_string(bucket->step) +
                           "; lower the learning rate or the loss scale");
     const std::lock_guard lock(mutex_);
-    step_nonfinite_ = !options_.in_warmup(bucket->step);
+    if (!options_.in_warmup(bucket->step)) step_nonfinite_ = true;
   }
   bucket->future->markCompleted(std::move(bucket->value));
 }
@@ -282,11 +296,15 @@ void Engine::note_bucket(const std::vector<uint32_t>& parameters) {
 
 void Engine::begin_step() {
   const std::lock_guard lock(mutex_);
-  settle();
+  if (options_.exact_skip && optimizer_steps_.begin_pass(hashes_.writes())) {
+    settle();
+    step_nonfinite_ = false;
+    residuals_.keep();
+  }
   step_began_ = true;
   check_is_due_ = options_.check_is_due(stats_.steps);
   if (options_.in_warmup(stats_.steps)) return;
-  gain_ = residuals_.begin_step(loss_scale());
+  gain_ = residuals_.begin_pass(loss_scale());
 }
 
 // All ranks see the same hashes, so all of them throw, or none.

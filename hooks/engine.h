@@ -34,11 +34,13 @@
 #include "gradferry/error.h"
 #include "layout.h"
 #include "momentum.h"
+#include "optimizer_steps.h"
 #include "parameter_hashes.h"
 #include "peers.h"
 #include "plan.h"
 #include "residual_sample.h"
 #include "residuals.h"
+#include "used_parameters.h"
 
 namespace gradferry {
 
@@ -56,9 +58,10 @@ struct EngineOptions {
   double momentum;        // 0: none; then every parameter has a worker residual
   bool raise_nonfinite;   // a decoded NaN or infinity is an error instead of being handed on
   bool exact_skip;        // a step with a NaN or infinity leaves the residuals as it found them
-  at::Tensor loss_scale;  // one fp32 that a GradScaler changes between steps; undefined: 1
+  at::Tensor loss_scale;  // one fp32 that a GradScaler writes after every step; undefined: 1
   uint64_t check_every;   // steps between comparisons of all ranks' parameters; 0: none
   uint32_t chunk_bytes;   // most payload bytes per owner and stage in one chunk
+  bool find_unused_parameters;  // DDP's: commits tell which parameters a rank used
   ExceptionFactory make_exception;
   std::shared_ptr<Peers> peers;  // never null
 
@@ -111,8 +114,8 @@ class Engine final : public BucketEngine {
                                        std::vector<c10::intrusive_ptr<c10d::Backend>> backends);
 
   // Blocks while all slots are in use.
-  void run(const std::vector<uint32_t>& parameters, const at::Tensor& gradient, FuturePtr future,
-           c10::IValue value) override;
+  void run(const std::vector<uint32_t>& parameters, UsedMap used, const at::Tensor& gradient,
+           FuturePtr future, c10::IValue value) override;
 
   void pass(const std::vector<uint32_t>& parameters) override;
   bool needs_every_bucket() const override { return options_.needs_every_bucket(); }
@@ -125,6 +128,7 @@ class Engine final : public BucketEngine {
   EngineState state() override;
   void load_state(const EngineState& state) override;
   void skip_step() override;
+  void note_optimizer_step() override { optimizer_steps_.note_step(); }
   void add_to_worker_residual(uint32_t parameter, const at::Tensor& values, float factor) override;
   void scale_residuals(float factor) override;
 
@@ -143,8 +147,11 @@ class Engine final : public BucketEngine {
     uint64_t step;
     float gain;  // to the residuals; only this thread and the finishing one read it
     Fault fault;
-    std::string local_error;  // of this rank, when fault is kLocalFailure
-    std::optional<uint64_t> nonfinite_tile;
+    std::string local_error;                // of this rank, when fault is kLocalFailure
+    std::vector<uint64_t> nonfinite_tiles;  // the first; all when some parameters may be unused
+    const BucketPlan* plan;
+    UsedMap used;  // by this rank
+    UnusedCopy unused;
     // Each thread writes its own times; those of run() under mutex_.
     BucketEvent event;
     ProfilerContext profiler;
@@ -171,8 +178,9 @@ class Engine final : public BucketEngine {
   void note_bucket(const std::vector<uint32_t>& parameters);
   void begin_step();
   Fault check_parameters(uint64_t step);
-  void send_bucket(const std::vector<uint32_t>& parameters, const at::Tensor& gradient,
-                   FuturePtr future, c10::IValue value);
+  void send_bucket(const std::vector<uint32_t>& parameters, UsedMap used,
+                   const at::Tensor& gradient, FuturePtr future, c10::IValue value);
+  void keep_unused(BucketJob& bucket, UsedMap used);
   void check_gradient(const BucketPlan& plan, const at::Tensor& gradient) const;
   const BucketPlan& plan_for(const std::vector<uint32_t>& parameters, bool warmup);
   void send_chunk(const std::shared_ptr<BucketJob>& bucket, const ChunkPlan& plan, bool last);
@@ -192,6 +200,7 @@ class Engine final : public BucketEngine {
   void decode_with_residual(const ChunkJob& job, size_t batch_index);
   void post_commit(std::shared_ptr<BucketJob> bucket);
   void finish_commit();
+  void put_back_unused(const Commit& commit);
   void complete(BucketJob& bucket);
   Fault local_fault(const ChunkJob& job, Phase phase) const;
   void end(const std::optional<Error>& error);
@@ -241,7 +250,8 @@ class Engine final : public BucketEngine {
   std::vector<Slot*> free_slots_;
   std::vector<bool> seen_in_step_;  // by parameter
   bool step_began_ = false;         // a bucket of the step reached the codecs
-  bool step_nonfinite_ = false;     // and one of its results is not finite, or will not be used
+  OptimizerSteps optimizer_steps_;
+  bool step_nonfinite_ = false;  // a result of the optimizer step is not finite
   std::vector<std::vector<uint32_t>> current_buckets_;
   std::optional<Error> death_;
   bool running_ = false;  // run() is active

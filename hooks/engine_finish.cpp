@@ -175,8 +175,9 @@ void Engine::decode(const ChunkJob& job) {
     }
     for (size_t i = 0; i < planned.tiles.size(); ++i) {
       const uint32_t flags = finish_status_[i].flags;
-      if ((flags & kTileNonFinite) != 0 && !job.bucket->nonfinite_tile) {
-        job.bucket->nonfinite_tile = planned.tiles[i].id;
+      auto& nonfinite = job.bucket->nonfinite_tiles;
+      if ((flags & kTileNonFinite) != 0 && (nonfinite.empty() || options_.find_unused_parameters)) {
+        nonfinite.push_back(planned.tiles[i].id);
       }
       if ((flags & kTileCorrupt) != 0) {
         note(job.bucket->fault, {WireStatus::kCorruptPayload, Phase::kGather, planned.ranks[i],
@@ -205,9 +206,12 @@ void Engine::decode_with_residual(const ChunkJob& job, size_t batch_index) {
 
 void Engine::post_commit(std::shared_ptr<BucketJob> bucket) {
   const auto& [send, receive] = commit_slots_[bucket->number % commit_slots_.size()];
-  Commit& commit = commits_.emplace_back(Commit{std::move(bucket), receive, {}});
+  const auto size = static_cast<int64_t>(commit_bytes(bucket->used.size()));
+  Commit& commit = commits_.emplace_back(
+      Commit{std::move(bucket), receive.narrow(0, 0, size * options_.world_size), {}});
   const BucketJob& job = *commit.bucket;
-  commit.work = exchange_->post_commit(send, receive, job.step, job.number, job.fault);
+  commit.work = exchange_->post_commit(send.narrow(0, 0, size), commit.receive, job.step,
+                                       job.number, job.fault, job.used);
 }
 
 void Engine::finish_commit() {
@@ -219,8 +223,8 @@ void Engine::finish_commit() {
     exchange_->wait(commit.work, Phase::kCommit, bucket.step, bucket.number);
   }
   uint32_t reporter = 0;
-  const Fault fault =
-      read_commit(exchange_->agreement(), commit.receive, bucket.step, bucket.number, &reporter);
+  const Fault fault = read_commit(exchange_->agreement(), commit.receive, bucket.step,
+                                  bucket.number, &reporter, bucket.used.size());
   if (fault) {
     std::string message = describe(fault, reporter, bucket.step);
     if (fault.status != WireStatus::kLocalFailure) {
@@ -229,9 +233,10 @@ void Engine::finish_commit() {
     if (reporter == options_.rank) message += ": " + bucket.local_error;
     throw Error(ErrorKind::kPeer, message);
   }
-  if (options_.raise_nonfinite && bucket.nonfinite_tile) {
+  if (!bucket.used.empty()) put_back_unused(commit);
+  if (options_.raise_nonfinite && !bucket.nonfinite_tiles.empty()) {
     throw Error(ErrorKind::kState,
-                "the averaged gradient of '" + parameter_of(*bucket.nonfinite_tile) +
+                "the averaged gradient of '" + parameter_of(bucket.nonfinite_tiles.front()) +
                     "' is not finite at step " + std::to_string(bucket.step) +
                     "; lower the learning rate or the loss scale, or attach with "
                     "nonfinite='propagate' to see it in .grad");
@@ -240,13 +245,29 @@ void Engine::finish_commit() {
   commits_.pop_front();
 }
 
+// What no rank used stays as it is, and is nobody's infinity.
+void Engine::put_back_unused(const Commit& commit) {
+  BucketJob& bucket = *commit.bucket;
+  const UsedMap used =
+      read_used(commit.receive, options_.world_size, bucket.plan->parameters.size());
+  bucket.unused.put_back(used, bucket.gain);
+  bucket.unused = {};
+  std::erase_if(bucket.nonfinite_tiles, [&](uint64_t tile) {
+    for (size_t i = 0; i < used.size(); ++i) {
+      const Parameter& parameter = layout_.parameters()[bucket.plan->parameters[i]];
+      if (tile - parameter.first_tile < parameter.num_tiles) return used[i] == 0;
+    }
+    return false;
+  });
+}
+
 void Engine::complete(BucketJob& bucket) {
   bucket.event.complete_ns = EventLog::now();
   log_.add(bucket.event);
   {
     const std::lock_guard lock(mutex_);
     --stats_.in_flight;
-    if (bucket.nonfinite_tile && !options_.in_warmup(bucket.step)) step_nonfinite_ = true;
+    if (!bucket.nonfinite_tiles.empty() && !options_.in_warmup(bucket.step)) step_nonfinite_ = true;
   }
   bucket.gradient.reset();
   bucket.profiler.clear();

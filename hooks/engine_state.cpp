@@ -32,10 +32,10 @@ void Engine::expect_between_steps(const char* what) const {
                         " buckets are in flight; do it after backward() returned");
 }
 
-// Takes back what a step with exact_skip did, if it was in vain. With mutex_ held.
+// Takes back what an optimizer step with exact_skip did so far, if it is in vain: it stays so if
+// more passes follow. With mutex_ held.
 void Engine::settle() {
   if (options_.exact_skip && step_nonfinite_) residuals_.take_back();
-  step_nonfinite_ = false;
 }
 
 float Engine::loss_scale() const {
@@ -65,6 +65,7 @@ void Engine::load_state(const EngineState& state) {
   current_buckets_.clear();
   step_began_ = false;
   step_nonfinite_ = false;
+  optimizer_steps_.reset();
 }
 
 void Engine::skip_step() {
@@ -72,9 +73,11 @@ void Engine::skip_step() {
   expect_between_steps("skip a step");
   GRADFERRY_EXPECTS(options_.exact_skip, kState,
                     "a step can be skipped without loss only with exact_skip=True");
-  const bool compressed = step_began_ && !options_.in_warmup(stats_.steps);
-  step_nonfinite_ = compressed;
-  settle();
+  if (!step_began_ || options_.in_warmup(stats_.steps)) return;
+  expect_known_step(optimizer_steps_);
+  residuals_.take_back();
+  step_nonfinite_ = false;
+  optimizer_steps_.reset();
 }
 
 void Engine::add_to_worker_residual(uint32_t parameter, const at::Tensor& values, float factor) {

@@ -16,6 +16,12 @@ std::byte* bytes(const at::Tensor& tensor) {
   return static_cast<std::byte*>(tensor.mutable_data_ptr());
 }
 
+// Of a commit record and the `map_bytes` bytes after it, without the field that holds it.
+uint64_t commit_checksum(const std::byte* record, uint64_t map_bytes) {
+  constexpr size_t kSummed = offsetof(CommitRecord, checksum);
+  return word_sum(record, kSummed) + word_sum(record + sizeof(CommitRecord), map_bytes, kSummed);
+}
+
 // What a message is about.
 struct Place {
   uint64_t step;
@@ -256,7 +262,11 @@ Fault Exchange::wait_gather(Chunk& chunk) {
 }
 
 Pending Exchange::post_commit(at::Tensor send, at::Tensor receive, uint64_t step, uint64_t bucket,
-                              const Fault& fault) {
+                              const Fault& fault, const UsedMap& used) {
+  std::byte* map = bytes(send) + sizeof(CommitRecord);
+  const uint64_t map_bytes = used_map_bytes(used.size());
+  std::memset(map, 0, map_bytes);
+  if (!used.empty()) std::memcpy(map, used.data(), used.size());
   CommitRecord record{.magic = kWireMagic,
                       .wire_version = kWireVersion,
                       .phase = static_cast<uint16_t>(Phase::kCommit),
@@ -276,7 +286,7 @@ Pending Exchange::post_commit(at::Tensor send, at::Tensor receive, uint64_t step
     record.failed_rank = static_cast<uint16_t>(fault.rank);
   }
   std::memcpy(bytes(send), &record, sizeof(record));
-  record.checksum = word_sum(bytes(send), offsetof(CommitRecord, checksum));
+  record.checksum = commit_checksum(bytes(send), map_bytes);
   std::memcpy(bytes(send), &record, sizeof(record));
   return commit_lane_.all_gather(std::move(receive), std::move(send));
 }
@@ -319,8 +329,19 @@ Fault read_hashes(const Agreement& agreement, uint64_t step, uint64_t next_chunk
   return {};
 }
 
+uint64_t commit_bytes(size_t num_used) { return sizeof(CommitRecord) + used_map_bytes(num_used); }
+
+UsedMap read_used(const at::Tensor& received, uint32_t world_size, size_t num_used) {
+  UsedMap used(num_used, 0);
+  for (uint32_t rank = 0; rank < world_size; ++rank) {
+    const std::byte* map = bytes(received) + rank * commit_bytes(num_used) + sizeof(CommitRecord);
+    for (size_t i = 0; i < num_used; ++i) used[i] |= static_cast<uint8_t>(map[i]);
+  }
+  return used;
+}
+
 Fault read_commit(const Agreement& agreement, const at::Tensor& received, uint64_t step,
-                  uint64_t bucket, uint32_t* reporter) {
+                  uint64_t bucket, uint32_t* reporter, size_t num_used) {
   struct Check {
     WireStatus status;
     uint64_t expected, received;
@@ -333,15 +354,17 @@ Fault read_commit(const Agreement& agreement, const at::Tensor& received, uint64
     }
     return {};
   };
+  const auto place = [&](uint32_t rank) { return bytes(received) + rank * commit_bytes(num_used); };
   std::vector<CommitRecord> records(agreement.world_size);
-  std::memcpy(records.data(), bytes(received), records.size() * sizeof(CommitRecord));
+  for (uint32_t rank = 0; rank < records.size(); ++rank) {
+    std::memcpy(&records[rank], place(rank), sizeof(CommitRecord));
+  }
 
   // A record that cannot be read is this rank's own finding.
   *reporter = agreement.rank;
   for (uint32_t rank = 0; rank < records.size(); ++rank) {
     const CommitRecord& record = records[rank];
-    const uint64_t checksum =
-        word_sum(reinterpret_cast<const std::byte*>(&record), offsetof(CommitRecord, checksum));
+    const uint64_t checksum = commit_checksum(place(rank), used_map_bytes(num_used));
     const Fault unreadable = first_mismatch(
         rank, {{WireStatus::kBadMagic, kWireMagic, record.magic},
                {WireStatus::kBadVersion, kWireVersion, record.wire_version},

@@ -13,6 +13,7 @@
 #include "lane.h"
 #include "peers.h"
 #include "plan.h"
+#include "used_parameters.h"
 
 namespace gradferry {
 
@@ -45,9 +46,15 @@ Error lost_contact(Peers& peers, uint32_t rank, Phase phase, uint64_t step, uint
                    const std::string& reason);
 
 // Every rank's verdict, equal on all ranks: the fault of the lowest rank that reports one.
-// `reporter` is set to that rank. `received` begins with one CommitRecord per rank, in host memory.
+// `reporter` is set to that rank. `received`, in host memory, begins with the commits of all ranks,
+// with a map of `num_used` parameters each.
 Fault read_commit(const Agreement& agreement, const at::Tensor& received, uint64_t step,
-                  uint64_t bucket, uint32_t* reporter);
+                  uint64_t bucket, uint32_t* reporter, size_t num_used = 0);
+
+// A CommitRecord and a map of used parameters; no map of none.
+uint64_t commit_bytes(size_t num_used);
+// Which parameters some rank used, from commits that read_commit() found no fault in.
+UsedMap read_used(const at::Tensor& received, uint32_t world_size, size_t num_used);
 
 // A check of parameters: one message per rank, of this many bytes, with its hashes. In host memory.
 // `next_chunk` is the number of the chunk that follows.
@@ -103,9 +110,10 @@ class Exchange {
   void post_gather(Chunk& chunk, WireStatus status, uint64_t checksum);
   Fault wait_gather(Chunk& chunk);
 
-  // One record per rank; `send` and `receive` are uint8 of 64 and world_size * 64 bytes.
+  // One record per rank, with its map; `send` and `receive` are uint8 of commit_bytes(used.size())
+  // and world_size times as many bytes.
   Pending post_commit(at::Tensor send, at::Tensor receive, uint64_t step, uint64_t bucket,
-                      const Fault& fault);
+                      const Fault& fault, const UsedMap& used);
 
   // Sends hashes of this rank's parameters, and puts every rank's into `by_rank`. Waits for all
   // ranks. Returns the first message that cannot be trusted; `by_rank` is not to be read then.

@@ -26,6 +26,9 @@ class ParameterHashes {
   // Of the parameters' bits as they are now, in the order of memory; 0 for one that is gone. On a
   // device: as they are behind the current stream, for which it waits.
   std::vector<uint64_t> compute() const;
+  // A number that changes when torch writes to a parameter in place; some fused kernels and what
+  // goes through .data are not seen.
+  uint64_t writes() const;
 
  private:
   std::vector<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> parameters_;

@@ -43,10 +43,13 @@ uint64_t Residuals::num_bytes() const {
   return worker_.nbytes() + owner_.nbytes() + worker_before_.nbytes() + owner_before_.nbytes();
 }
 
-float Residuals::begin_step(float loss_scale) {
+void Residuals::keep() {
   if (worker_before_.numel() != 0) worker_before_.copy_(worker_);
   if (owner_before_.numel() != 0) owner_before_.copy_(owner_);
   loss_scale_before_ = loss_scale_;
+}
+
+float Residuals::begin_pass(float loss_scale) {
   const float gain = loss_scale_ == 0.0F ? 1.0F : loss_scale / loss_scale_;
   loss_scale_ = loss_scale;
   return gain;
@@ -73,14 +76,19 @@ void Residuals::load(const at::Tensor& worker, const at::Tensor& owner, float lo
 
 void Residuals::add_to_worker(uint64_t offset, const at::Tensor& values, float factor,
                               float loss_scale) {
-  if (loss_scale_ == 0.0F) loss_scale_ = loss_scale;
-  at::Tensor part = worker_.narrow(0, static_cast<int64_t>(offset), values.numel());
-  set_where_finite(part, part + values.to(at::kFloat) * (factor * loss_scale_));
+  const auto add = [&](const at::Tensor& worker, float& units) {
+    if (units == 0.0F) units = loss_scale;
+    at::Tensor part = worker.narrow(0, static_cast<int64_t>(offset), values.numel());
+    set_where_finite(part, part + values.to(at::kFloat) * (factor * units));
+  };
+  add(worker_, loss_scale_);
+  if (worker_before_.numel() != 0) add(worker_before_, loss_scale_before_);
 }
 
 void Residuals::scale(float factor) {
-  set_where_finite(worker_, worker_ * factor);
-  set_where_finite(owner_, owner_ * factor);
+  for (const at::Tensor& residual : {worker_, owner_, worker_before_, owner_before_}) {
+    set_where_finite(residual, residual * factor);
+  }
 }
 
 }  // namespace gradferry

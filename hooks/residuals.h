@@ -3,7 +3,7 @@
 // gives its tiles; a residual is never anything but finite.
 //
 // Residuals are in units of the gradients they were withheld from, that is, of a loss multiplied by
-// `loss_scale`. Codecs multiply them by the gain that begin_step() returns.
+// `loss_scale`. Codecs multiply them by the gain that begin_pass() returns.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -35,9 +35,10 @@ class Residuals {
   float loss_scale() const { return loss_scale_; }
   uint64_t num_bytes() const;  // the copy included
 
-  // Returns the factor that brings the residuals to the units of a step with this loss scale.
-  float begin_step(float loss_scale);
-  // The residuals become what they were before the last begin_step().
+  // Returns the factor that brings the residuals to the units of a pass with this loss scale.
+  float begin_pass(float loss_scale);
+  // take_back() will bring this moment back.
+  void keep();
   void take_back();
 
   // Throws Error(kState) when sizes, dtype or device are not those of this layout.
@@ -45,7 +46,7 @@ class Residuals {
   // worker[offset ..] += factor * values, where that is finite. `values` is unscaled; `loss_scale`
   // is that of the next step, and counts when there were no units yet.
   void add_to_worker(uint64_t offset, const at::Tensor& values, float factor, float loss_scale);
-  // Multiplies both by `factor`.
+  // Multiplies both by `factor`. Like add_to_worker(), it changes what is kept as well.
   void scale(float factor);
 
  private:

@@ -70,7 +70,7 @@ struct CommitRecord {
   uint16_t failed_rank;  // whose message was refused, low 16 bits
   uint64_t expected;
   uint64_t received;
-  uint64_t checksum;  // word_sum of the 14 words before it
+  uint64_t checksum;  // word_sum of the 14 words before it, and of what follows as if it came next
 };
 static_assert(sizeof(CommitRecord) == 64);
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import uuid
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -30,8 +32,14 @@ from gradferry.engine import CPU, exchanges, loss_scale, streams
 from gradferry.errors import ConfigError, StateError
 from gradferry.join import JoinHook
 from gradferry.meeting import meet, patience
-from gradferry.parameters import ParameterLayout, describe_parameters, reduced_parameters
-from gradferry.running import Running, parameter_records
+from gradferry.momentum_handover import MomentumHandover
+from gradferry.parameters import (
+    ParameterLayout,
+    check_parameters,
+    describe_parameters,
+    reduced_parameters,
+)
+from gradferry.running import Running, note_optimizer_steps, parameter_records
 
 
 @dataclass(frozen=True)
@@ -42,11 +50,15 @@ class Binding:
         running: configuration, parameters and engine; with "auto" they change.
         hook: what DDP's hooks call.
         chooser: of the codec; None unless it is "auto" and there is something to choose.
+        model: never held: DDP holds its hook, and so this.
+        handover: of momentum; None unless the hook has it after warm-up steps and other ranks, too.
     """
 
     running: Running
     hook: _native.BucketHook
     chooser: Chooser | None
+    model: weakref.ref[DistributedDataParallel]
+    handover: MomentumHandover | None
 
     @property
     def config(self) -> Config:
@@ -83,6 +95,20 @@ class Binding:
         """Of each parameter that DDP reduces, in `parameters`."""
         return self.running.index
 
+    def expect_registered(self) -> None:
+        """For a hook that DDP calls by the standard signature.
+
+        Raises:
+            StateError: the model has no such hook, so another one has called.
+        """
+        ddp = self.model()
+        if ddp is None or not ddp._comm_hooks:
+            raise StateError(
+                "this HookState is bound to another DistributedDataParallel than the one that "
+                "calls it; give each its own: "
+                "ddp.register_comm_hook(gradferry.HookState(codec, ddp), gradferry.hook)"
+            )
+
     def add_momentum(self, parameter: torch.Tensor, momentum: torch.Tensor, factor: float) -> None:
         """Hands a parameter's momentum to the hook, which delivers it over the next steps.
 
@@ -96,14 +122,17 @@ class Binding:
         """
         if self.engine is None:
             return
-        # In the order of the parameter's memory, as its gradient lies in a bucket.
-        laid_out = torch.empty_like(parameter, memory_format=torch.preserve_format).copy_(momentum)
+        number = self.index[parameter]
+        layout = self.running.parameters[number]
+        laid_out = torch.empty_strided(
+            layout.shape, layout.strides, dtype=parameter.dtype, device=parameter.device
+        ).copy_(momentum)
         real = torch.view_as_real(laid_out) if laid_out.is_complex() else laid_out
         flat = real.as_strided((real.numel(),), (1,))
-        number = self.index[parameter]
-        codec = self.running.parameters[number].codec
-        share = self.config.momentum_share(codec) if self.running.exchanges else 1.0
+        share = self.config.momentum_share(layout.codec) if self.running.exchanges else 1.0
         self.engine.add_to_worker_residual(number, flat, factor * share)
+        if self.handover is not None:
+            self.handover.hand_over(number)
 
 
 def bind(
@@ -131,6 +160,8 @@ def bind(
     try:
         config = make_config()
         _check_hookable(ddp)
+        check_parameters(ddp)
+        _check_memory_formats(ddp)
         _check_options(ddp, config)
         home = _device(ddp)
         parameters = describe_parameters(ddp, config, exchanges=exchanges(home, group))
@@ -159,8 +190,11 @@ def bind(
         binding = None  # else the traceback would keep its connections
     raise_first_error(outcomes)
     assert binding is not None
-    ddp._update_process_group = _refuse_new_group  # type: ignore[method-assign]
-    ddp.join_hook = JoinHook(ddp)  # type: ignore[method-assign]
+    _guard(ddp)
+    if ddp.find_unused_parameters and binding.running.exchanges and not config.passes_through:
+        binding.hook.watch_use(binding.running.tensors())
+    if config.exact_skip and config.grad_scaler is None:
+        note_optimizer_steps(binding.running)
     if native:
         # Only now: DDP takes a hook for life, so no rank may have one when another has failed.
         binding.hook.attach(ddp.reducer)
@@ -173,6 +207,11 @@ def _process_group(ddp: DistributedDataParallel) -> dist.ProcessGroup:
         raise ConfigError(
             f"ddp must be a DistributedDataParallel, not {type(ddp).__name__}; wrap the model first"
         )
+    if not hasattr(ddp, "reducer"):
+        raise ConfigError(
+            "this DistributedDataParallel delays the all-reduce of all parameters "
+            "(delay_all_reduce_named_params) and calls no communication hook; build it without"
+        )
     group = ddp.process_group
     if not dist.is_initialized() or group not in dist.distributed_c10d._world.pg_map:
         raise StateError(
@@ -184,6 +223,29 @@ def _process_group(ddp: DistributedDataParallel) -> dist.ProcessGroup:
 def _device(ddp: DistributedDataParallel) -> torch.device:
     # DDP keeps all parameters of a bucket on one device; describe_parameters() sees to the rest.
     return next((p.device for _, p in reduced_parameters(ddp)), CPU)
+
+
+def _guard(ddp: DistributedDataParallel) -> None:
+    """Against what would lose the hook or mislead it, as long as the model exists."""
+    ddp._update_process_group = _refuse_new_group  # type: ignore[method-assign]
+    ddp.join_hook = JoinHook(ddp)  # type: ignore[method-assign]
+    # What copy and pickle ask for; DDP rebuilds its reducer from it, which then has no hook.
+    ddp.__getstate__ = functools.partial(  # type: ignore[method-assign]
+        _state_without_hook, weakref.ref(ddp)
+    )
+
+
+def _state_without_hook(model: weakref.ref[DistributedDataParallel]) -> dict[str, Any]:
+    ddp = model()
+    assert ddp is not None  # it is being asked
+    state: dict[str, Any] = type(ddp).__getstate__(ddp)  # type: ignore[no-untyped-call]
+    warnings.warn(
+        "a copied or pickled DistributedDataParallel has no communication hook and would train "
+        "uncompressed: attach again",
+        stacklevel=3,
+    )
+    guards = ("_update_process_group", "join_hook", "__getstate__")
+    return {**{key: state[key] for key in state if key not in guards}, "_comm_hooks": []}
 
 
 def _refuse_new_group(*_: object) -> None:
@@ -218,6 +280,17 @@ def _check_hookable(ddp: DistributedDataParallel) -> None:
         )
 
 
+def _check_memory_formats(ddp: DistributedDataParallel) -> None:
+    reordered = _native.reordered_since_buckets_were_made(ddp.reducer)
+    for name, parameter in reduced_parameters(ddp):
+        if any(parameter is other for other in reordered):
+            raise ConfigError(
+                f"the memory format of parameter {name!r} has changed since this "
+                "DistributedDataParallel was built, which would mix up its gradient (without a "
+                "hook, too); build a new one after model.to(memory_format=...)"
+            )
+
+
 def _check_options(ddp: DistributedDataParallel, config: Config) -> None:
     if config.momentum and ddp.find_unused_parameters:
         raise ConfigError(
@@ -235,6 +308,18 @@ def _check_options(ddp: DistributedDataParallel, config: Config) -> None:
                     "has; build it with sparse=False, or leave them out"
                 )
     place = _device(ddp)
+    if (
+        place.type != "cpu"
+        and ddp.find_unused_parameters
+        and not ddp.gradient_as_bucket_view
+        and not config.passes_through
+    ):
+        raise ConfigError(
+            f"find_unused_parameters=True on {place.type!r} needs gradient_as_bucket_view=True in "
+            "this version: without it DDP hands over the .grad of an earlier pass for a parameter "
+            "that no rank used, and drops what comes back; build the DistributedDataParallel with "
+            "gradient_as_bucket_view=True"
+        )
     if place.type != "cpu" and config.chooses:
         raise ConfigError(
             f"codec='auto' cannot measure gradients on {place.type!r} in this version; name a "
@@ -308,4 +393,8 @@ def _start(
     if config.chooses and not config.disabled and running.world_size > 1:
         chooser = Chooser(running)
         chooser.start(hook)
-    return Binding(running, hook, chooser)
+    handover = None
+    if config.momentum and config.warmup_steps and running.engine and running.world_size > 1:
+        handover = MomentumHandover(running, meeting_place(group, _device(ddp)))
+        handover.start(hook)
+    return Binding(running, hook, chooser, weakref.ref(ddp), handover)

@@ -51,6 +51,7 @@ def start_engine(
     layout_hash: int = 0,
     tensors: Sequence[torch.Tensor] = (),
     place: torch.device = CPU,
+    find_unused_parameters: bool = False,
 ) -> _native.BucketEngine:
     """An engine on lanes of its own. Collective; the arguments are equal on all ranks.
 
@@ -59,6 +60,7 @@ def start_engine(
         config_hash, layout_hash: in every message header.
         tensors: the parameters themselves, for `check_every`.
         place: where the gradients are.
+        find_unused_parameters: DDP's.
     """
     exchanging, streaming = exchanges(place, group), streams(place, group)
     lanes: list[ProcessGroupGloo] = []
@@ -80,6 +82,7 @@ def start_engine(
         check_every=config.check_every,
         chunk_bytes=config.chunk_bytes,
         store=PrefixStore(f"gradferry/{nonce}/peers", store_of(group)) if exchanging else None,
+        find_unused_parameters=find_unused_parameters,
     )
     if place.type == "cpu":
         return _native.Engine(options, tensors=list(tensors), lanes=lanes)

@@ -63,6 +63,8 @@ class HookState:
         exact_skip: whether a step whose result holds a NaN or infinity, which a GradScaler
             skips, leaves the residuals as it found them. Without it such a step moves them by what
             arrived less what was given, wherever that is finite. Costs a copy of the residuals.
+            With ``grad_scaler`` a step is all synced backward passes since ``scaler.update()``;
+            without, each such pass is a step of its own.
         check_every: number of steps after which all ranks compare hashes of their parameters, and
             raise `DivergedError` if those differ; 0 for never. Reads the model once and sends 8
             bytes per parameter. Not for uneven inputs under ``join()``: there a rank without
@@ -345,10 +347,14 @@ class HookState:
 
         Call it, on every rank, when you leave out an optimizer step although its gradients are
         finite; skips of a GradScaler are noticed without it. The residuals become what they were
-        before the step, to the bit.
+        before the step, to the bit. With ``grad_scaler`` that is before the first synced backward
+        pass since the last ``scaler.update()``; without, before the last synced backward pass.
 
         Raises:
-            StateError: the hook has no ``exact_skip=True``, or is in the middle of a step.
+            StateError: the hook has no ``exact_skip=True``, or is in the middle of a step; or,
+                without ``grad_scaler``, between the last two synced backward passes no optimizer
+                stepped, no parameter was written in place and no step was skipped, so that both may
+                belong to the step.
         """
         engine = self._bound().engine
         if engine is not None:

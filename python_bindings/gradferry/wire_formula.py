@@ -66,18 +66,31 @@ def wire_bytes_per_step(
     buckets: Sequence[Sequence[int]],
     world_size: int,
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    *,
+    find_unused_parameters: bool = False,
 ) -> list[int]:
     """Returns the bytes each rank sends to others in one step, headers and padding included.
 
     num_elements: elements of every parameter, in the order of `named_parameters()`.
     buckets: per bucket of the step, the indices of its parameters in bucket order.
     chunk_bytes: the most payload bytes that one owner gets, or sends, in one chunk.
+    find_unused_parameters: DDP's, for gradients on the CPU.
     """
     if world_size == 1:
         return [0]
     tiles = assign_owners(num_elements, payload_bytes, world_size)
     cut = [cut_chunks(tiles, bucket, world_size, chunk_bytes) for bucket in buckets]
-    return sent_bytes(cut, world_size)
+    sent = sent_bytes(cut, world_size)
+    if not find_unused_parameters:
+        return sent
+    pairs = zip(buckets, cut, strict=True)
+    maps = sum(used_map_bytes(len(bucket)) for bucket, chunks in pairs if chunks)
+    return [num_bytes + (world_size - 1) * maps for num_bytes in sent]
+
+
+def used_map_bytes(num_parameters: int) -> int:
+    """Bytes in which a commit tells which parameters of its bucket a rank used."""
+    return -(-num_parameters // 8) * 8
 
 
 def sent_bytes(buckets: Sequence[Sequence[Chunk]], world_size: int) -> list[int]:

@@ -62,8 +62,7 @@ BucketHook::StepCallback make_callback(py::function function) {
   };
 }
 
-c10::intrusive_ptr<c10d::Work> run_from_python(const BucketHook& hook,
-                                               const c10d::GradBucket& bucket) {
+c10::intrusive_ptr<c10d::Work> run_from_python(BucketHook& hook, const c10d::GradBucket& bucket) {
   auto future = make_future(c10::PyObjectType::get(), bucket.getBuffer());
   c10::intrusive_ptr<c10::ivalue::PyObjectHolder> boxed =
       c10::make_intrusive<BoxedTensor>(bucket.getBuffer());
@@ -92,6 +91,7 @@ void bind_ddp_hook(py::module_& module) {
             reducer.register_comm_hook(std::make_unique<NativeHook>(hook));
           },
           py::arg("reducer"))
+      .def("watch_use", &BucketHook::watch_use, py::arg("parameters"))
       .def("use_engine", &BucketHook::use_engine, py::arg("engine").none(true))
       .def(
           "call_at",

@@ -22,7 +22,8 @@ EngineOptions make_options(std::vector<ParameterSpec> parameters, uint32_t rank,
                            uint64_t seed, uint64_t warmup_steps, double momentum,
                            bool raise_nonfinite, bool exact_skip,
                            const std::optional<at::Tensor>& loss_scale, uint64_t check_every,
-                           uint32_t chunk_bytes, const py::object& store) {
+                           uint32_t chunk_bytes, bool find_unused_parameters,
+                           const py::object& store) {
   // By reference, like lanes.
   c10::intrusive_ptr<c10d::Store> peers_store;
   if (!store.is_none()) {
@@ -41,6 +42,7 @@ EngineOptions make_options(std::vector<ParameterSpec> parameters, uint32_t rank,
           .loss_scale = loss_scale.value_or(at::Tensor()),
           .check_every = check_every,
           .chunk_bytes = chunk_bytes,
+          .find_unused_parameters = find_unused_parameters,
           .make_exception = &make_torch_exception,
           .peers = std::make_shared<Peers>(std::move(peers_store), rank, world_size)};
 }
@@ -93,7 +95,7 @@ void all_reduce(BucketEngine& engine, const at::Tensor& gradient) {
   const FuturePtr future = make_future(c10::TensorType::get(), gradient);
   std::vector<uint32_t> parameters(engine.layout().parameters().size());
   std::iota(parameters.begin(), parameters.end(), 0);
-  engine.run(parameters, gradient, future, gradient);
+  engine.run(parameters, {}, gradient, future, gradient);
   future->waitAndThrow();
 }
 
@@ -179,7 +181,7 @@ void bind_engine(py::module_& module) {
            py::arg("world_size"), py::arg("config_hash"), py::arg("layout_hash"), py::arg("seed"),
            py::arg("warmup_steps"), py::arg("momentum"), py::arg("raise_nonfinite"),
            py::arg("exact_skip"), py::arg("loss_scale").none(true), py::arg("check_every"),
-           py::arg("chunk_bytes"), py::arg("store").none(true));
+           py::arg("chunk_bytes"), py::arg("find_unused_parameters"), py::arg("store").none(true));
   py::class_<BucketEngine, std::shared_ptr<BucketEngine>>(module, "BucketEngine")
       .def("stats", &stats_dict)
       .def("current_step", &BucketEngine::current_step, py::call_guard<py::gil_scoped_release>())
@@ -210,6 +212,7 @@ void bind_engine(py::module_& module) {
            })
       .def("tiles", &tiles_list)
       .def("skip_step", &BucketEngine::skip_step, py::call_guard<py::gil_scoped_release>())
+      .def("note_optimizer_step", &BucketEngine::note_optimizer_step)
       .def("add_to_worker_residual", &BucketEngine::add_to_worker_residual, py::arg("parameter"),
            py::arg("values"), py::arg("factor"), py::call_guard<py::gil_scoped_release>())
       .def("scale_residuals", &BucketEngine::scale_residuals, py::arg("factor"),

@@ -183,6 +183,7 @@ def case_skips(codec: str, options: dict[str, Any], poison: bool) -> dict[str, t
     weights = WEIGHTS[:2]
     model = ChosenGradients(Scenario(weights))
     ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     state = gradferry.attach(ddp, codec, **options)
     for step in range(4):
         ddp.zero_grad()
@@ -196,6 +197,8 @@ def case_skips(codec: str, options: dict[str, Any], poison: bool) -> dict[str, t
             if poison and dist.get_rank() == 0:
                 targets["bias"][0] = math.inf
         ddp(targets).backward()
+        if step < 3:
+            optimizer.step()
     if not poison and options.get("exact_skip"):
         state.skip_step()
     rank = dist.get_rank()
@@ -219,6 +222,138 @@ def test_exact_skip_leaves_residuals_as_they_were(
     for answer in world_of_2.run(case_skips, codec=codec, options=options, poison=poison):
         for name in ("worker", "owner"):
             assert torch.equal(answer["before"][name], answer["after"][name])
+
+
+class Passes:
+    """Optimizer steps of several synced backward passes each."""
+
+    def __init__(self, options: dict[str, Any], device: str = "cpu") -> None:
+        import gradferry
+
+        self.weights = WEIGHTS[:2]
+        place, group = torch.device("cpu"), None
+        if device != "cpu":
+            import fake_device
+
+            place, group = fake_device.DEVICE, fake_device.group(device)
+        self.place = place
+        self.scaler = torch.amp.GradScaler(place.type, init_scale=8.0)
+        self.model = ChosenGradients(Scenario(self.weights)).to(place)
+        self.ddp = DistributedDataParallel(self.model, process_group=group)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
+        self.state = gradferry.attach(
+            self.ddp, "sign1", exact_skip=True, grad_scaler=self.scaler, **options
+        )
+
+    def backward(self, step: int, turn: int, *, poison: bool = False) -> None:
+        scenario = Scenario(self.weights, seed=step)
+        targets = {
+            w.name: w.from_flat(scenario.gradient(0, turn, dist.get_rank(), i)).to(self.place)
+            for i, w in enumerate(self.weights)
+        }
+        if poison and dist.get_rank() == 0:
+            targets["bias"][0] = math.inf
+        self.scaler.scale(self.ddp(targets)).backward()
+
+    def step(self, step: int, passes: int = 2) -> None:
+        self.model.zero_grad()
+        for turn in range(passes):
+            self.backward(step, turn)
+        self.end()
+
+    def end(self) -> None:
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def residuals(self) -> torch.Tensor:
+        """Unscaled; the scales are powers of two."""
+        return residuals(self.state) / self.state.state_dict()["loss_scale"]
+
+
+def case_skipped_passes(
+    options: dict[str, Any], poisoned: int | None, *, looked_at: bool, device: str = "cpu"
+) -> list[bool]:
+    """Which of the steps after two left the residuals as they were: the third is skipped."""
+    passes, kept = Passes(options, device), []
+    for step in range(5):
+        before = passes.residuals() if step else None
+        if step != 2:
+            passes.step(step, passes=1 + step % 3)
+        else:
+            passes.model.zero_grad()
+            for turn in range(3):
+                # Gradients accumulate, so what comes after an infinity holds it, too; zeroed in
+                # between it does not.
+                passes.backward(step, turn, poison=turn == poisoned)
+                passes.model.zero_grad()
+                if looked_at:
+                    passes.residuals()
+            if poisoned is None:
+                passes.state.skip_step()
+            passes.scaler.update(new_scale=passes.scaler.get_scale() / 2)
+        if before is not None:
+            kept.append(torch.equal(before, passes.residuals()))
+    return kept
+
+
+@pytest.mark.parametrize("looked_at", [False, True], ids=["", "looked_at"])
+@pytest.mark.parametrize("poisoned", [0, 1, 2, None], ids=["first", "second", "last", "by_hand"])
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.9}], ids=["plain", "momentum"])
+def test_exact_skip_takes_all_passes_of_a_step_back(
+    world_of_2: World, options: dict[str, Any], poisoned: int | None, looked_at: bool
+) -> None:
+    # The others: the steps before and after move residuals, and are not taken back with it.
+    arguments = {"options": options, "poisoned": poisoned, "looked_at": looked_at}
+    for kept in world_of_2.run(case_skipped_passes, **arguments):
+        assert kept == [False, True, False, False]
+
+
+def case_skip_without_scaler(how: str) -> list[Outcome]:
+    """Two passes, something between them, and skip_step()."""
+    import gradferry
+
+    model = DistributedDataParallel(nn.Linear(40, 40))
+    parameters = list(model.parameters())
+    fused = torch.optim.AdamW(parameters, lr=0.1, fused=True)
+    others = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    state = gradferry.attach(model, "q4", exact_skip=True)
+    for turn in range(2):
+        model(torch.ones(2, 40)).sum().backward()
+        if turn == 1:
+            break
+        if how == "fused":
+            fused.step()
+        elif how == "in_place":
+            with torch.no_grad():
+                parameters[0].sub_(parameters[0].grad)
+        elif how == "skipped":
+            state.skip_step()
+        elif how == "loaded":
+            state.load_state_dict(state.state_dict())
+        elif how == "other_model":
+            others.step()
+    return [attempt(state.skip_step), attempt(state.skip_step)]
+
+
+@pytest.mark.parametrize(
+    ("how", "known"),
+    [
+        ("fused", True),
+        ("in_place", True),
+        ("skipped", True),
+        ("loaded", True),
+        ("nothing", False),
+        ("other_model", False),
+    ],
+)
+def test_without_a_scaler_skip_step_refuses_to_guess(
+    world_of_2: World, how: str, known: bool
+) -> None:
+    for first, second in world_of_2.run(case_skip_without_scaler, how=how):
+        assert [first.error, second.error] == ([None] * 2 if known else ["StateError"] * 2)
+        if not known:
+            assert "had no optimizer step between them" in first.text
+            assert "grad_scaler=" in first.text
 
 
 def test_without_exact_skip_a_skipped_step_moves_residuals_by_what_came_less_what_was_given(

@@ -151,7 +151,10 @@ def wait_names(calls: list[dict[str, int]]) -> list[str]:
 
 def case_omit_waits(scenario: Scenario, steps_before: int) -> dict[str, Any]:
     """A run for every wait of the step that comes after `steps_before`, without that wait."""
-    with small_chunks():
+    from gradferry import binding
+
+    # With every parameter used find_unused_parameters is right without bucket views, too.
+    with small_chunks(), mock.patch.object(binding, "_check_options"):
         run = WatchedRun(scenario)
         for step in range(steps_before + 1):
             run.step(step)
@@ -446,3 +449,18 @@ def test_wire_bytes_equal_the_formula_with_one_commit_per_step(worlds: Worlds, d
             expected -= 2 * 64 * len(buckets)  # no commit per bucket
         expected += 2 * 64 * (scenario.steps - 1)  # of every step, at the beginning of the next
         assert answer["stats"]["wire_bytes"] == expected
+
+
+def case_unused_parameters(scenario: Scenario) -> Any:
+    from outcomes import attempt
+
+    return attempt(lambda: Run(scenario))
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_unused_parameters_need_bucket_views(worlds: Worlds, views: bool) -> None:
+    ddp = {"find_unused_parameters": True, "gradient_as_bucket_view": views}
+    scenario = dataclasses.replace(SCENARIO, ddp=ddp)
+    for outcome in worlds(2).run(case_unused_parameters, scenario=scenario):
+        assert outcome.error == (None if views else "ConfigError")
+        assert views or "build the DistributedDataParallel with gradient_as_" in outcome.text

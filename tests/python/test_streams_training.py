@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from outcomes import Outcome, attempt
 from scenario import ChosenGradients, Run, Scenario, Weight, assert_bit_equal
+from test_amp import case_skipped_passes
 from test_check_every import KINDS, flip_last_bit
 from test_momentum import DTYPES, WEIGHTS, scenario_of
 from test_streams import case_train, small_chunks
@@ -211,6 +212,16 @@ def test_exact_skip_takes_steps_back_as_on_the_cpu(
         assert answer["equal"] == [True] * 7
         assert answer["kept"] == [step in (2, 3, 5) for step in range(7)]
         assert answer["races"] == []
+
+
+@pytest.mark.parametrize("poisoned", [0, 1, 2, None], ids=["first", "second", "last", "by_hand"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_exact_skip_takes_all_passes_of_a_step_back(
+    worlds: Worlds, device: str, poisoned: int | None
+) -> None:
+    arguments = {"options": {}, "poisoned": poisoned, "looked_at": poisoned == 1, "device": device}
+    for kept in worlds(2).run(case_skipped_passes, **arguments):
+        assert kept == [False, True, False, False]
 
 
 def case_lazy_skip(device: str) -> list[bool]:

@@ -17,7 +17,6 @@ WEIGHTS = (
     Weight("empty", (0, 3)),
     Weight("output", (129, 401)),
 )
-INDEX = {weight.name: index for index, weight in enumerate(WEIGHTS)}
 
 
 def formula(scenario: Scenario, buckets: list[list[list[str]]], rank: int) -> int:
@@ -27,8 +26,15 @@ def formula(scenario: Scenario, buckets: list[list[list[str]]], rank: int) -> in
         scenario.world_size,
         scenario.rules,
     )
+    unused = scenario.ddp.get("find_unused_parameters", False)
+    number = {weight.name: index for index, weight in enumerate(scenario.weights)}
     return sum(
-        wire_bytes_per_step(layout, [[INDEX[name] for name in b] for b in step], rank)
+        wire_bytes_per_step(
+            layout,
+            [[number[name] for name in b] for b in step],
+            rank,
+            find_unused_parameters=unused,
+        )
         for step in buckets
     )
 
@@ -51,6 +57,18 @@ def test_wire_bytes_equal_the_formula_with_rules_and_one_bucket(world_of_3: Worl
     scenario = Scenario(WEIGHTS, 3, rules=(("hid*", "exact"), ("one", "q4")))
     answers = world_of_3.run(train, scenario=scenario)
     for rank, answer in enumerate(answers):
+        assert answer["stats"]["wire_bytes"] == formula(scenario, answer["buckets"], rank)
+
+
+@pytest.mark.parametrize("cap", [0.5, 100])
+def test_wire_bytes_equal_the_formula_with_maps_of_used_parameters(
+    world_of_3: World, cap: float
+) -> None:
+    # 9 parameters: maps of 8 bytes, and one of 16 where they share a bucket.
+    weights = (*WEIGHTS, *(Weight(f"small{i}", (9,)) for i in range(3)))
+    ddp = {"bucket_cap_mb": cap, "find_unused_parameters": True}
+    scenario = Scenario(weights, 3, steps=2, ddp=ddp)
+    for rank, answer in enumerate(world_of_3.run(train, scenario=scenario)):
         assert answer["stats"]["wire_bytes"] == formula(scenario, answer["buckets"], rank)
 
 

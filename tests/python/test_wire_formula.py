@@ -79,3 +79,13 @@ def test_parameter_without_elements_has_no_tile():
 
 def test_all_reduce_sends_two_shares_of_w_minus_one():
     assert all_reduce_bytes(1000, 4, 4) == 6000
+
+
+def test_maps_of_used_parameters_take_a_byte_per_parameter_in_multiples_of_eight() -> None:
+    sizes, buckets = [4096, *[0] * 8, 4096, 0], [[0], list(range(1, 10)), [10]]
+    without = wire_bytes_per_step(sizes, exact_fp32, buckets, world_size=3)
+    maps = wire_bytes_per_step(
+        sizes, exact_fp32, buckets, world_size=3, find_unused_parameters=True
+    )
+    # 1 and 9 parameters; a bucket without elements has no commit.
+    assert [a - b for a, b in zip(maps, without, strict=True)] == [2 * (8 + 16)] * 3

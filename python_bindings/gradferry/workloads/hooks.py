@@ -209,6 +209,7 @@ class _CodecHook:
             self.state.stats()["step_buckets"],
             bound.world_size,
             bound.config.chunk_bytes,
+            find_unused_parameters=bound.running.agreed["find_unused_parameters"],
         )[bound.rank]
 
 

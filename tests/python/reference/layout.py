@@ -106,7 +106,11 @@ def cut_chunks(layout: Layout, bucket: Sequence[int], chunk_bytes: int) -> list[
 
 
 def wire_bytes_per_step(
-    layout: Layout, buckets: Sequence[Sequence[int]], rank: int, chunk_bytes: int = CHUNK_BYTES
+    layout: Layout,
+    buckets: Sequence[Sequence[int]],
+    rank: int,
+    chunk_bytes: int = CHUNK_BYTES,
+    find_unused_parameters: bool = False,
 ) -> int:
     """What `rank` sends to others in a step whose buckets hold these parameters."""
     world_size = layout.world_size
@@ -124,5 +128,6 @@ def wire_bytes_per_step(
             total += sum(HEADER_BYTES + worker[p] for p in range(world_size) if p != rank)
             total += (world_size - 1) * (HEADER_BYTES + max(owner))
         if chunks:
-            total += (world_size - 1) * HEADER_BYTES
+            maps = -(-len(bucket) // 8) * 8 if find_unused_parameters else 0
+            total += (world_size - 1) * (HEADER_BYTES + maps)
     return total

@@ -1,0 +1,39 @@
+#include "optimizer_steps.h"
+
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <utility>
+
+#include "gradferry/error.h"
+
+namespace gradferry {
+
+OptimizerSteps::OptimizerSteps(at::Tensor loss_scale) : loss_scale_(std::move(loss_scale)) {}
+
+bool OptimizerSteps::begin_pass(uint64_t writes) {
+  const bool scaled = loss_scale_.defined();
+  if (scaled) writes = static_cast<uint64_t>(loss_scale_._version());
+  const bool first = !writes_;
+  const bool noted = noted_.exchange(false);
+  const bool changed = first || *writes_ != writes;
+  writes_ = writes;
+  known_ = scaled || changed || noted;
+  // A rank that has joined takes part outside of any backward pass, and nobody updates its scaler.
+  const bool joined = torch::autograd::get_current_graph_task_id() == -1;
+  return !scaled || changed || joined;
+}
+
+void OptimizerSteps::reset() {
+  writes_.reset();
+  noted_ = false;
+}
+
+void expect_known_step(const OptimizerSteps& steps) {
+  GRADFERRY_EXPECTS(steps.knows_last_step(), kState,
+                    "the last two backward passes had no optimizer step between them, so it cannot "
+                    "be told which of them belong to the step to be skipped; attach with "
+                    "grad_scaler=, whose update() ends a step, or have all but the last pass of a "
+                    "step run under no_sync(), and call skip_step() for every step you leave out");
+}
+
+}  // namespace gradferry

@@ -1,0 +1,111 @@
+#include "used_parameters.h"
+
+#include <ATen/Functions.h>
+#include <ATen/TensorOperators.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <utility>
+
+#include "residuals.h"
+
+namespace gradferry {
+namespace {
+
+// Holds its parameter as strongly as the node does that it hangs on.
+class MarkUsed final : public torch::autograd::FunctionPreHook {
+ public:
+  MarkUsed(std::shared_ptr<std::vector<std::atomic<bool>>> flags, size_t index,
+           at::Tensor parameter)
+      : flags_(std::move(flags)), index_(index), parameter_(std::move(parameter)) {}
+
+  // As DDP: used when .grad will be there, whether this gradient or an older one.
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& grads) override {
+    if (grads[0].defined() || parameter_.grad().defined()) {
+      (*flags_)[index_].store(true, std::memory_order_relaxed);
+    }
+    return grads;
+  }
+
+ private:
+  std::shared_ptr<std::vector<std::atomic<bool>>> flags_;
+  size_t index_;
+  at::Tensor parameter_;
+};
+
+struct Range {
+  uint64_t begin = kNoResidual;
+  uint64_t end = 0;
+};
+
+// Tiles of a parameter that this rank owns lie one after the other.
+Range owner_range(const Layout& layout, const Parameter& parameter) {
+  Range range;
+  for (uint32_t t = 0; t < parameter.num_tiles; ++t) {
+    const uint64_t offset = layout.owner_residual_offset(parameter.first_tile + t);
+    if (offset == kNoResidual) continue;
+    if (range.begin == kNoResidual) range.begin = offset;
+    range.end = offset + layout.tile_elements(parameter, t);
+  }
+  return range;
+}
+
+}  // namespace
+
+uint64_t used_map_bytes(size_t num_parameters) { return (num_parameters + 7) / 8 * 8; }
+
+UsedParameters::UsedParameters(const std::vector<at::Tensor>& parameters)
+    : flags_(std::make_shared<Flags>(parameters.size())) {
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    (*flags_)[i].store(true, std::memory_order_relaxed);
+    torch::autograd::impl::grad_accumulator(parameters[i])
+        ->add_pre_hook(std::make_unique<MarkUsed>(flags_, i, parameters[i]));
+  }
+}
+
+UsedMap UsedParameters::take(const std::vector<uint32_t>& parameters) {
+  UsedMap used;
+  used.reserve(parameters.size());
+  for (const uint32_t index : parameters) {
+    used.push_back((*flags_)[index].exchange(false, std::memory_order_relaxed) ? 1 : 0);
+  }
+  return used;
+}
+
+UnusedCopy::UnusedCopy(const Layout& layout, const std::vector<uint32_t>& parameters,
+                       const UsedMap& used, const at::Tensor& gradient, const at::Tensor& worker,
+                       const at::Tensor& owner) {
+  uint64_t offset = 0;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const Parameter& parameter = layout.parameters()[parameters[i]];
+    const uint64_t n = parameter.num_elements;
+    const uint64_t begin = std::exchange(offset, offset + n);
+    if (used[i] != 0 || n == 0) continue;
+    keep(i, gradient, begin, n, /*residual=*/false);
+    if (worker.defined() && parameter.worker_residual != kNoResidual) {
+      keep(i, worker, parameter.worker_residual, n, /*residual=*/true);
+    }
+    const Range owned = owner_range(layout, parameter);
+    if (owner.defined() && owned.begin != kNoResidual) {
+      keep(i, owner, owned.begin, owned.end - owned.begin, /*residual=*/true);
+    }
+  }
+}
+
+void UnusedCopy::keep(size_t position, const at::Tensor& whole, uint64_t offset,
+                      uint64_t num_elements, bool residual) {
+  const at::Tensor now =
+      whole.narrow(0, static_cast<int64_t>(offset), static_cast<int64_t>(num_elements));
+  parts_.push_back({position, now, now.clone(), residual});
+}
+
+void UnusedCopy::put_back(const UsedMap& used, float gain) const {
+  for (const Part& part : parts_) {
+    if (used[part.position] != 0) continue;
+    part.now.copy_(part.before);
+    if (part.residual && gain != 1.0F) set_where_finite(part.now, part.before * gain);
+  }
+}
+
+}  // namespace gradferry
