@@ -84,8 +84,8 @@ std::vector<uint32_t> BucketHook::indices_of(const c10d::GradBucket& bucket) con
     const auto found = index_.find(parameter.unsafeGetTensorImpl());
     if (found == index_.end()) {
       raise(
-          "a bucket holds a parameter that was not there at attach; attach after the last change "
-          "to the model's parameters, on a new DistributedDataParallel");
+          "this hook is bound to another DistributedDataParallel: a bucket holds a parameter that "
+          "the one it was attached to does not reduce; each needs a HookState of its own");
     }
     parameters.push_back(found->second);
   }

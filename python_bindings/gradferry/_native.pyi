@@ -100,6 +100,8 @@ class DeviceEngine(BucketEngine):
         group_name: str | None,
     ) -> None: ...
 
+def reducer_parameters(reducer: Reducer) -> list[torch.Tensor]: ...
+
 class BucketHook:
     def __init__(
         self, *, engine: BucketEngine | None, parameters: list[torch.Tensor], group_name: str

@@ -89,20 +89,21 @@ def _gather_records(record: Record, group: dist.ProcessGroup, device: torch.devi
     world_size = dist.get_world_size(group)
     data = torch.frombuffer(bytearray(json.dumps(record).encode()), dtype=torch.uint8)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world_size)]
-    dist.all_gather(sizes, torch.tensor([data.numel()], device=device), group=group)
+    size = torch.tensor([data.numel()], dtype=torch.int64, device=device)
+    dist.all_gather(sizes, size, group=group)
     largest = max(int(size) for size in sizes)
     if not 0 < largest <= MAX_RECORD_BYTES:
         raise ProtocolError(
             f"a rank announced a record of {largest} bytes; run gradferry's attach, and nothing "
             "else, on all ranks at this point"
         )
-    padded = torch.zeros(largest, dtype=torch.uint8)
+    padded = torch.zeros(largest, dtype=torch.uint8, device="cpu")
     padded[: data.numel()] = data
     gathered = [torch.zeros(largest, dtype=torch.uint8, device=device) for _ in range(world_size)]
     dist.all_gather(gathered, padded.to(device), group=group)
     return [
-        _parse(part.cpu()[: int(size)].numpy().tobytes(), rank)
-        for rank, (part, size) in enumerate(zip(gathered, sizes, strict=True))
+        _parse(part.cpu()[: int(length)].numpy().tobytes(), rank)
+        for rank, (part, length) in enumerate(zip(gathered, sizes, strict=True))
     ]
 
 

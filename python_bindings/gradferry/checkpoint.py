@@ -8,12 +8,15 @@ checkpoint or the new one. `ResizedState` is for torch.distributed.checkpoint.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
+import pickle
 import re
 import uuid
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -28,7 +31,7 @@ __all__ = ["ResizedState", "exists", "load", "load_all", "merge", "save"]
 
 _MANIFEST = "manifest.json"
 _FORMAT = 1
-_FILE = re.compile(r"rank-\d+-[0-9a-f]+\.(pt|tmp)")
+_FILE = re.compile(r"rank-(\d+)-[0-9a-f]+\.(pt|tmp)")
 _READ_BYTES = 1 << 20
 
 
@@ -38,15 +41,18 @@ def save(
     """Replaces the folder's checkpoint. Collective.
 
     Each rank writes a file of its own and forces it to the disk; when all have, rank 0 puts the
-    manifest that names them in the place of the old one, and removes what that named.
+    manifest that names them in the place of the old one. Then each rank removes its old files.
 
     Args:
         folder: on a file system that all ranks see. Made if there is none.
         content: of this rank: tensors, numbers, strings and containers of them, such as
-            ``{"model": model.state_dict(), "hook": state.state_dict()}``.
+            ``{"model": model.state_dict(), "hook": state.state_dict()}``; what ``torch.load`` with
+            ``weights_only=True`` takes.
         group: of the ranks that take part; the default group if None.
 
     Raises:
+        StateError: a rank's content holds what `load` would refuse; it is named on all ranks. The
+            old checkpoint is still there.
         PeerError: a rank could not write. The old checkpoint is still there.
     """
     folder = Path(folder)
@@ -56,14 +62,18 @@ def save(
     place = meeting_place(group, torch.device(group._device_types[0].type))
     # Names never come twice, so that no file of the old checkpoint is touched.
     name = f"rank-{rank}-{uuid.uuid4().hex[:16]}.pt"
+    stale: list[Path] = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        stale = _files_of(folder, rank, dist.get_world_size(group))
         with durable_file(folder / name) as file:
-            torch.save(dict(content), file)
+            _write(file, dict(content))
         record = {"name": name, **_fingerprint(folder / name)}
     except Exception as error:
         record = error_record(error)
     files = gather_records(record, group, place)
+    if any("error" in entry for entry in files):
+        _remove([folder / name])  # no manifest will name it
     raise_first_error(files)
     outcome: dict[str, Any] = {}
     if rank == 0:
@@ -73,8 +83,8 @@ def save(
         except Exception as error:
             outcome = error_record(error)
     raise_first_error(gather_records(outcome, group, place))
-    if rank == 0:
-        _remove_all_but(folder, {str(entry["name"]) for entry in files})
+    # From here on another rank may be in its next save: a rank removes nothing that others write.
+    _remove(stale)
 
 
 def exists(folder: str | Path) -> bool:
@@ -162,7 +172,7 @@ class ResizedState:
                 continue
             slot, _, field = name.partition(".")
             if isinstance(entry, TensorStorageMetadata):
-                tensor = torch.zeros(entry.size, dtype=entry.properties.dtype)
+                tensor = torch.zeros(entry.size, dtype=entry.properties.dtype, device="cpu")
                 room.setdefault(slot, {})[field] = tensor
             else:
                 room[name] = None
@@ -183,10 +193,68 @@ def _fingerprint(path: Path) -> dict[str, Any]:
         return {"bytes": file.tell(), "blake2b": digest.hexdigest()}
 
 
-def _remove_all_but(folder: Path, names: set[str]) -> None:
+def _files_of(folder: Path, rank: int, num_ranks: int) -> list[Path]:
+    """A rank's files in the folder. Rank 0 has those of ranks, too, that there are no more."""
+    found = []
     for path in folder.iterdir():
-        if _FILE.fullmatch(path.name) and path.name not in names:
+        match = _FILE.fullmatch(path.name)
+        if match and (int(match[1]) == rank or (rank == 0 and int(match[1]) >= num_ranks)):
+            found.append(path)
+    return found
+
+
+def _remove(paths: Iterable[Path]) -> None:
+    for path in paths:
+        try:
             path.unlink(missing_ok=True)
+        except OSError as error:  # all that matters is on the disk
+            warnings.warn(f"no longer needed, but still there: {error}", stacklevel=3)
+
+
+def _write(file: BinaryIO, content: dict[str, Any]) -> None:
+    """Raises StateError when the content is not what `load` will take."""
+    try:
+        torch.save(content, file)
+        file.flush()
+        # Reads no more than names and shapes.
+        torch.load(file.name, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:
+        path, value = next(_refused(content, "content"), ("", None))
+        if not path:
+            raise
+        raise StateError(
+            f"{path} is a {_type_name(value)}, which a checkpoint cannot hold: save tensors, "
+            "numbers, strings and containers of them (.item() and .tolist() make them of NumPy's), "
+            "or name the type to torch.serialization.add_safe_globals() wherever it is saved and "
+            "loaded"
+        ) from error
+
+
+def _refused(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """What in the value cannot be loaded again, and where it is: the innermost things first."""
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, Mapping):
+        for key in value:
+            yield from _refused(key, f"the key {key!r} of {path}")
+        items = value.items()
+    elif isinstance(value, list | tuple):
+        items = enumerate(value)
+    for key, item in items:
+        yield from _refused(item, f"{path}[{key!r}]")
+    if type(value) in (torch.Tensor, torch.nn.Parameter):
+        return
+    try:
+        file = io.BytesIO()
+        torch.save(value, file)
+        file.seek(0)
+        torch.load(file, map_location="cpu", weights_only=True)
+    except Exception:
+        yield path, value
+
+
+def _type_name(value: object) -> str:
+    kind = type(value)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
 
 
 def _read_manifest(folder: Path) -> list[dict[str, Any]]:
@@ -220,5 +288,10 @@ def _read(folder: Path, entry: dict[str, Any]) -> dict[str, Any]:
             f"{path} is not what was saved: it has {found['bytes']} bytes with digest "
             f"{found['blake2b']}, the manifest says {entry['bytes']} with {entry['blake2b']}"
         )
-    content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise StateError(
+            f"{path} holds what this process does not load, since it could run code: {error}"
+        ) from error
     return content

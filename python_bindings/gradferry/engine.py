@@ -32,6 +32,7 @@ def streams(place: torch.device, group: dist.ProcessGroup) -> bool:
     return place.type != "cpu" and not device.is_staged(group, place)
 
 
+@torch.inference_mode(False)  # inference tensors could not be changed in training
 def loss_scale(config: Config, place: torch.device) -> torch.Tensor | None:
     """The tensor in which the GradScaler keeps its scale, for as long as it lives."""
     scaler = config.grad_scaler
@@ -42,6 +43,7 @@ def loss_scale(config: Config, place: torch.device) -> torch.Tensor | None:
     return scaler._scale
 
 
+@torch.inference_mode(False)
 def start_engine(
     config: Config,
     parameters: Sequence[ParameterLayout],

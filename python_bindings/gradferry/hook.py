@@ -82,9 +82,11 @@ def hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Ten
         A future of the bucket's buffer, holding the average over all ranks.
 
     Raises:
-        StateError: the state is not bound to this model, or failed before.
+        StateError: the state is bound to no DistributedDataParallel, or to another one than that
+            which calls; or it failed before.
     """
     bound = state._bound()
+    bound.expect_registered()
     if not bound.hook.admit(bucket):
         bound.hook.note_passed()
         return allreduce_hook(_resolve_process_group(GroupName(bound.group_name)), bucket)

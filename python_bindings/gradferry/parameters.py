@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -51,12 +52,46 @@ class ParameterLayout:
 
 
 def reduced_parameters(ddp: DistributedDataParallel) -> list[tuple[str, torch.nn.Parameter]]:
-    """Names and parameters that DDP reduces, each shared parameter once."""
-    return [
-        (name, parameter)
+    """Names and parameters that DDP reduces, each shared parameter once.
+
+    It took them when it was built: what was frozen or unfrozen since makes no difference.
+    """
+    reduced = {id(parameter) for parameter in _native.reducer_parameters(ddp.reducer)}
+    named = ddp.module.named_parameters()
+    return [(name, parameter) for name, parameter in named if id(parameter) in reduced]
+
+
+def check_parameters(ddp: DistributedDataParallel) -> None:
+    """Compares what DDP reduces with the model of now.
+
+    Warns of parameters that take gradients which DDP does not reduce.
+
+    Raises:
+        ConfigError: DDP reduces a parameter that the model no longer has.
+    """
+    reduced = {id(parameter) for _, parameter in reduced_parameters(ddp)}
+    for parameter in _native.reducer_parameters(ddp.reducer):
+        if id(parameter) not in reduced:
+            raise ConfigError(
+                f"DistributedDataParallel reduces a parameter of shape {tuple(parameter.shape)} "
+                "that the model no longer has; wrap the model after the last change to its "
+                "parameters"
+            )
+    apart = [
+        name
         for name, parameter in ddp.module.named_parameters()
-        if parameter.requires_grad and name not in ddp.parameters_to_ignore
+        if parameter.requires_grad
+        and id(parameter) not in reduced
+        and name not in ddp.parameters_to_ignore
     ]
+    if apart:
+        more = f" and {len(apart) - 1} more" if len(apart) > 1 else ""
+        warnings.warn(
+            f"DistributedDataParallel does not reduce the gradients of {apart[0]!r}{more}, frozen "
+            "or not there yet when it was built: they will differ from rank to rank; wrap the "
+            "model after the last change to its parameters",
+            stacklevel=2,
+        )
 
 
 def describe_parameters(

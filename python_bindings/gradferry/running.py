@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,7 @@ from gradferry.codec_spec import CodecSpec
 from gradferry.config import Config
 from gradferry.engine import CPU, start_engine
 from gradferry.parameters import ParameterLayout, describe
-from gradferry.saved_state import Tile, rescale
+from gradferry.saved_state import Tile, rescale, zero_residual
 
 
 @dataclass
@@ -68,11 +69,12 @@ class Running:
         return record_hash(parameter_records(self.parameters))
 
     @property
-    def saved_layout_hash(self) -> int:
+    def saved_layout(self) -> str:
         """In checkpoints; does not depend on the number of ranks, nor on what "auto" chose."""
         left_out = {"residuals", "codec"} if self.config.chooses else {"residuals"}
         records = parameter_records(self.parameters)
-        return record_hash([{k: p[k] for k in p if k not in left_out} for p in records])
+        kept = [{k: p[k] for k in p if k not in left_out} for p in records]
+        return json.dumps(kept, sort_keys=True)
 
     @property
     def has_owner_residuals(self) -> bool:
@@ -163,7 +165,7 @@ class Running:
         step: int,
     ) -> None:
         worker_size, owner_size = engine.residual_sizes()
-        worker, owner, scale = torch.zeros(worker_size), torch.zeros(owner_size), 0.0
+        worker, owner, scale = zero_residual(worker_size), zero_residual(owner_size), 0.0
         if old.engine is not None and residuals is not None:
             _, old_worker, old_owner, scale = residuals
             if old_worker.numel() == worker_size:
@@ -183,7 +185,7 @@ class Running:
     ) -> None:
         """Every tile has one owner, so a sum over ranks brings its residual to all of them."""
         tiles = old.tiles()
-        whole = torch.zeros(sum(tile.num_elements for tile in tiles))
+        whole = zero_residual(sum(tile.num_elements for tile in tiles))
         begin = 0
         for tile in tiles:
             if tile.owner_offset >= 0:

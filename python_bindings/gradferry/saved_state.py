@@ -7,16 +7,22 @@ values with the same key, stores every slot.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
 
+from gradferry.agreement import hash64
 from gradferry.errors import ConfigError, StateError
 
-FORMAT = 1
+FORMAT = 2
+# Of every parameter, as JSON text; in format 1 a hash of that. The key is the old one, because
+# torch.distributed.checkpoint loads the keys of a new state only, and all of them.
+LAYOUT = "layout_hash"
 ON_RESIZE = ("strict", "mean", "drop")
 _SLOT = re.compile(r"slot_(\d+)")
 _ALIGNMENT = 16  # elements: where tiles start in an owner residual
@@ -51,6 +57,11 @@ class Residuals:
     loss_scale: float
 
 
+def zero_residual(num_elements: int) -> torch.Tensor:
+    """Of one dimension on the CPU, in fp32 whatever torch's default is."""
+    return torch.zeros(num_elements, dtype=torch.float32, device="cpu")
+
+
 def pack(
     identity: Mapping[str, Any], rank: int, own: Residuals, tiles: Sequence[Tile]
 ) -> SavedState:
@@ -71,7 +82,7 @@ def pack(
         f"slot_{rank}": {
             "worker": own.worker,
             "owner": own.owner,
-            "owner_tiles": torch.tensor([t.id for t in owned], dtype=torch.int64),
+            "owner_tiles": torch.tensor([t.id for t in owned], dtype=torch.int64, device="cpu"),
         },
     }
 
@@ -92,6 +103,11 @@ def merge(states: Iterable[Mapping[str, Any]]) -> SavedState:
                 merged[key] = value
             elif _SLOT.fullmatch(key):
                 raise StateError(f"two of the states to merge hold {key}; merge one per rank")
+            elif merged[key] != value and key == LAYOUT and isinstance(merged[key], str):
+                raise StateError(
+                    "the states to merge are of different models: "
+                    + _layout_difference(value, merged[key], "another")
+                )
             elif merged[key] != value:
                 raise StateError(
                     f"the states to merge differ in {key}: {merged[key]!r} and {value!r}; they are "
@@ -151,7 +167,7 @@ def unpack(
             "on_resize='drop'"
         )
     elif on_resize == "drop":
-        worker, owner = torch.zeros(sizes[0]), torch.zeros(sizes[1])
+        worker, owner = zero_residual(sizes[0]), zero_residual(sizes[1])
     else:
         missing = [r for r in range(saved_size) if r not in slots]
         if missing:
@@ -170,17 +186,49 @@ def check_identity(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> Non
     missing = sorted({"format", *identity, "steps", "loss_scale"} - set(saved))
     if missing:
         raise StateError(f"the saved state lacks {', '.join(missing)}; it is not a state_dict")
-    if saved["format"] != FORMAT:
+    if saved["format"] not in (1, FORMAT):
         raise StateError(
-            f"the saved state has format {saved['format']!r}, and this gradferry reads format "
-            f"{FORMAT}; load it with the version that saved it, or a newer one"
+            f"the saved state has format {saved['format']!r}, and this gradferry reads formats 1 "
+            f"to {FORMAT}; load it with the version that saved it, or a newer one"
         )
     for field, own in identity.items():
-        if field != "world_size" and saved[field] != own:
+        if field == LAYOUT:
+            _check_layout(saved[field], own)
+        elif field != "world_size" and saved[field] != own:
             raise StateError(
                 f"the saved state has {field} {saved[field]!r}, this hook has {own!r}; "
                 "load it with the arguments and the model it was saved with"
             )
+
+
+def _check_layout(saved: object, own: str) -> None:
+    known = hash64(own) if isinstance(saved, int) else own
+    if saved != known:
+        raise StateError(
+            f"the saved state is of another model: {_layout_difference(saved, own, 'this hook')}; "
+            "load it with the arguments and the model it was saved with"
+        )
+
+
+def _layout_difference(saved: object, own: str, who: str) -> str:
+    """The first parameter that differs, in words."""
+    if isinstance(saved, int):
+        return f"it has {LAYOUT} {saved}, {who} has {hash64(own)}"
+    try:
+        pairs: Iterator[tuple[Any, Any]]
+        pairs = zip_longest(json.loads(str(saved)), json.loads(own), fillvalue={})
+        for index, (they, we) in enumerate(pairs):
+            if they == we:
+                continue
+            name = f"parameter {index} ({(we or they)['name']})"
+            if not (they and we):
+                holder, other = ("it", who) if they else (who, "it")
+                return f"{holder} has {name}, {other} has only {index} parameters"
+            field = next(key for key in we if they.get(key) != we[key])
+            return f"{name} has {field} {they.get(field)!r}, {who} has {we[field]!r}"
+    except (ValueError, TypeError, KeyError, AttributeError, StopIteration):
+        pass
+    return "what it says of its parameters was damaged"
 
 
 def _slots(saved: Mapping[str, Any]) -> dict[int, Mapping[str, torch.Tensor]]:
@@ -223,15 +271,15 @@ def _resize(
     saved_size = slots[0]["worker"].numel()
     if any(slot["worker"].numel() != saved_size for slot in slots):
         raise StateError("the saved slots have worker residuals of different sizes; one is damaged")
-    total = torch.zeros(saved_size, dtype=torch.float64)
+    total = torch.zeros(saved_size, dtype=torch.float64, device="cpu")
     for slot in slots:
         total += slot["worker"]
     worker = (total / len(slots)).float()
     if saved_size != sizes[0]:
         if worker.any():
             raise StateError(_NO_PLACE if alone else _OTHER_SIZE)
-        worker = torch.zeros(sizes[0])
-    owner = torch.zeros(sizes[1])
+        worker = zero_residual(sizes[0])
+    owner = zero_residual(sizes[1])
     for tile, values in _owner_tiles(slots, tiles):
         if tile.owner_offset >= 0:
             owner[tile.owner_offset : tile.owner_offset + tile.num_elements] = values

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
@@ -25,7 +24,14 @@ from gradferry.codec_spec import AUTO, OFF
 from gradferry.config import Config, make_config
 from gradferry.engine import CPU
 from gradferry.errors import ConfigError, GradferryError, StateError
-from gradferry.saved_state import Residuals, check_identity, pack, unpack
+from gradferry.saved_state import (
+    LAYOUT,
+    Residuals,
+    check_identity,
+    pack,
+    unpack,
+    zero_residual,
+)
 
 
 class HookState:
@@ -246,7 +252,8 @@ class HookState:
         """
         bound = self._bound()
         if bound.engine is None:
-            own = Residuals(bound.hook.finished_steps(), torch.empty(0), torch.empty(0), 0.0)
+            nothing = zero_residual(0)
+            own = Residuals(bound.hook.finished_steps(), nothing, nothing, 0.0)
         else:
             own = Residuals(*bound.engine.state())
         state = pack(self._identity(), bound.rank, own, bound.running.tiles())
@@ -339,7 +346,7 @@ class HookState:
             "error_feedback": bound.config.error_feedback,
             "momentum": bound.config.momentum,
             "seed": bound.config.seed,
-            "layout_hash": bound.running.saved_layout_hash,
+            LAYOUT: bound.running.saved_layout,
         }
 
     def skip_step(self) -> None:

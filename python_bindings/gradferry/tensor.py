@@ -60,7 +60,7 @@ def decode(
     """
     spec = _usable(codec)
     _check_dense(message, "message")
-    out = torch.empty(tuple(shape), dtype=dtype)
+    out = torch.empty(tuple(shape), dtype=dtype, device="cpu")
     _native.decode_tensor(
         message.detach(),
         str(spec),

@@ -73,9 +73,19 @@ c10::intrusive_ptr<c10d::Work> run_from_python(BucketHook& hook, const c10d::Gra
   return c10::make_intrusive<BucketWork>(std::move(future));
 }
 
+// Never made: lends its right to look into a Reducer, whose public functions tell the parameters
+// of buckets only, and only when those have memory.
+class ReducerParameters : public c10d::Reducer {
+ public:
+  static const std::vector<at::Tensor>& of(const c10d::Reducer& reducer) {
+    return reducer.*(&ReducerParameters::params_);
+  }
+};
+
 }  // namespace
 
 void bind_ddp_hook(py::module_& module) {
+  module.def("reducer_parameters", &ReducerParameters::of, py::arg("reducer"));
   py::class_<BucketHook, std::shared_ptr<BucketHook>>(module, "BucketHook")
       .def(py::init([](std::shared_ptr<BucketEngine> engine,
                        const std::vector<at::Tensor>& parameters, std::string group_name) {

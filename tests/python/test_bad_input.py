@@ -106,6 +106,18 @@ def attach_to_a_module() -> Outcome:
     return attempt(lambda: gradferry.attach(ChosenGradients(SCENARIO), "q4"))
 
 
+def attach_to_delayed_all_reduce() -> Outcome:
+    import gradferry
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    delayed = list(model.named_parameters())
+    model.frozen = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
+    ddp = DistributedDataParallel(
+        model, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=model[0].weight
+    )
+    return attempt(lambda: gradferry.attach(ddp, "q4"))
+
+
 def bind_a_bound_state() -> Outcome:
     import gradferry
 
@@ -120,6 +132,37 @@ def register_for_another_model() -> Outcome:
     other = plain_ddp()
     other.register_comm_hook(state, gradferry.hook)
     return attempt(lambda: backward(other))
+
+
+def register_for_the_same_model_wrapped_again() -> Outcome:
+    import gradferry
+
+    first = plain_ddp()
+    state = gradferry.HookState("q4", first)
+    second = DistributedDataParallel(first.module)
+    second.register_comm_hook(state, gradferry.hook)
+    return attempt(lambda: backward(second))
+
+
+def register_the_state_of_a_native_hook() -> Outcome:
+    import gradferry
+
+    first = plain_ddp()
+    state = gradferry.attach(first, "q4")
+    second = DistributedDataParallel(first.module)
+    second.register_comm_hook(state, gradferry.hook)
+    return attempt(lambda: backward(second))
+
+
+def register_for_two_models() -> Outcome:
+    import gradferry
+
+    first, second = plain_ddp(), plain_ddp()
+    state = gradferry.HookState("q4", first)
+    for ddp in (first, second):
+        ddp.register_comm_hook(state, gradferry.hook)
+    backward(first)
+    return attempt(lambda: backward(second))
 
 
 def backward_unbound() -> Outcome:
@@ -149,9 +192,17 @@ def backward(ddp: DistributedDataParallel) -> None:
         (attach_after_builtin_hook, ("StateError", "ConfigError"), ("hook",)),
         (attach_to_mixed_precision, ("ConfigError",), ("mixed_precision",)),
         (attach_with_optimizer_in_backward, ("ConfigError",), ("optimizer", "backward")),
+        (attach_to_delayed_all_reduce, ("ConfigError",), ("delay_all_reduce_named_params",)),
         (attach_to_a_module, ("ConfigError",), ("DistributedDataParallel", "ChosenGradients")),
         (bind_a_bound_state, ("StateError",), ("bound",)),
-        (register_for_another_model, ("StateError", "ConfigError"), ("model",)),
+        (
+            register_for_another_model,
+            ("StateError",),
+            ("to another Distr", "HookState(codec, ddp)"),
+        ),
+        (register_for_the_same_model_wrapped_again, ("StateError",), ("to another Distr",)),
+        (register_the_state_of_a_native_hook, ("StateError",), ("to another Distr",)),
+        (register_for_two_models, ("StateError",), ("to another Distr", "a HookState of its own")),
         (backward_unbound, ("StateError",), ("bind",)),
         (stats_unbound, ("StateError",), ("bind",)),
     ],

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import time
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -90,6 +94,44 @@ def test_overlapping_groups_each_get_their_own_average(world_of_3: World) -> Non
     answers = world_of_3.run(case_overlapping, left=left, right=right)
     assert_bit_equal([answers[0]["l"], answers[1]["l"]], left)
     assert_bit_equal([answers[1]["r"], answers[2]["r"]], right)
+
+
+def case_copied(native: bool) -> dict[str, Any]:
+    """What is said of every kind of copy, and whether it can be attached to."""
+    import gradferry
+
+    run = Run(Scenario(WEIGHTS, native=native))
+    kinds = {
+        "copy": copy.copy,
+        "deepcopy": copy.deepcopy,
+        "pickle": lambda ddp: pickle.loads(pickle.dumps(ddp)),
+    }
+    said, comm_hooks = {}, []
+    for kind, make in kinds.items():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            copied = make(run.ddp)
+            again = copy.deepcopy(copied)  # has no hook to lose
+        said[kind] = [str(w.message) for w in caught]
+        comm_hooks += [copied._comm_hooks, again._get_ddp_logging_data().get("comm_hook", "")]
+        state = gradferry.attach(copied, "q4")
+        copied(run.targets(0)).backward()
+        assert state.stats()["buckets"] > 0
+    run.step(0)
+    return {"said": said, "comm_hooks": comm_hooks, "buckets": run.state.stats()["buckets"]}
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+def test_copied_model_says_that_it_has_no_hook_and_takes_a_new_one(
+    world_of_2: World, native: bool
+) -> None:
+    for answer in world_of_2.run(case_copied, native=native):
+        for texts in answer["said"].values():
+            (text,) = texts
+            assert "has no communication hook" in text
+            assert "attach again" in text
+        assert answer["comm_hooks"] == [[], ""] * 3
+        assert answer["buckets"] > 0
 
 
 def case_attach_after_destroy() -> bool:

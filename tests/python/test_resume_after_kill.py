@@ -62,7 +62,8 @@ def random_kill(seed: int, job: Job) -> Kill:
     step = rng.choice(range(SAVE_EVERY - 1, STEPS, SAVE_EVERY)) if place == "save" else None
     rank = rng.randrange(job.world_size)
     # A rank forces its file to the disk, renames it, forces the folder; rank 0 the manifest, too.
-    number = rng.randrange(6 if rank == 0 else 3)
+    # From the second save on a rank then removes its old file.
+    number = rng.randrange((6 if rank == 0 else 3) + (step is not None and step >= SAVE_EVERY))
     return Kill(rank, rng.randrange(STEPS) if step is None else step, place, number)
 
 
@@ -160,21 +161,22 @@ class Executioner:
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
         calls = 0
-        fsync, replace = os.fsync, Path.replace
+        fsync, replace, unlink = os.fsync, Path.replace, Path.unlink
 
         def counted(call: Callable[..., None]) -> Callable[..., None]:
-            def count(*arguments: Any) -> None:
+            def count(*arguments: Any, **options: Any) -> None:
                 nonlocal calls
                 if self.kill is not None and calls == self.kill.number:
                     self.reach("save")
                 calls += 1
-                call(*arguments)
+                call(*arguments, **options)
 
             return count
 
         with (
             mock.patch("os.fsync", counted(fsync)),
             mock.patch("pathlib.Path.replace", counted(replace)),
+            mock.patch("pathlib.Path.unlink", counted(unlink)),
         ):
             yield
 

@@ -81,7 +81,7 @@ def case_refused(scenario: Scenario, changes: list[dict[str, Any]]) -> list[str]
 def test_state_of_another_run_is_refused_by_name(world_of_2: World) -> None:
     changes = [
         {"worker": None},
-        {"format": 2},
+        {"format": 3},
         {"codec": "bf16"},
         {"momentum": 0.9},
         {"world_size": 3},
@@ -96,6 +96,7 @@ def test_state_of_another_run_is_refused_by_name(world_of_2: World) -> None:
         {"loss_scale": -1.0},
         {"steps": None},
         {"owner_tiles": torch.zeros(3)},
+        {"layout_hash": '["nonsense"]'},
     ]
     answers = world_of_2.run(case_refused, scenario=SCENARIO, changes=changes)
     for rank, texts in enumerate(answers):
@@ -104,6 +105,7 @@ def test_state_of_another_run_is_refused_by_name(world_of_2: World) -> None:
             texts[1:6], ["format", "codec", "momentum", "world_size", "layout_hash"], strict=True
         ):
             assert f"has {field} " in text
+        assert "of another model: it has layout_hash 1, this hook has " in texts[5]
         assert "another size, dtype or device" in texts[6]
         assert "owner, is not a tensor" in texts[7]
         assert "worker, is not finite" in texts[8]
@@ -114,6 +116,60 @@ def test_state_of_another_run_is_refused_by_name(world_of_2: World) -> None:
         assert "loss_scale -1.0, which is no scale" in texts[13]
         assert "lacks steps" in texts[14]
         assert "owner_tiles, is not a tensor of torch.int64" in texts[15]
+        assert "of another model: what it says of its parameters was damaged" in texts[16]
+
+
+def case_other_models(scenario: Scenario, others: list[tuple[Weight, ...]]) -> dict[str, Any]:
+    """What a hook says to states of other models, alone and merged, and to one of format 1."""
+    import gradferry
+    from gradferry.agreement import hash64
+    from gradferry.checkpoint import merge
+
+    run = Run(scenario)
+    run.step(0)
+    own = run.state.state_dict()
+    loading, merging = [], []
+    for weights in others:
+        saved = Run(dataclasses.replace(scenario, weights=weights)).state.state_dict()
+        with pytest.raises(gradferry.StateError) as caught:
+            run.state.load_state_dict(saved)
+        loading.append(str(caught.value))
+        with pytest.raises(gradferry.StateError) as caught:
+            merge([own, {key: saved[key] for key in saved if not key.startswith("slot_")}])
+        merging.append(str(caught.value))
+    # Format 1 had a hash of the layout in place of the layout.
+    before = {**own, "format": 1, "layout_hash": hash64(own["layout_hash"])}
+    run.state.load_state_dict(before)
+    with pytest.raises(gradferry.StateError) as caught:
+        run.state.load_state_dict({**before, "layout_hash": 1})
+    return {"loading": loading, "merging": merging, "before": str(caught.value)}
+
+
+def test_state_of_another_model_names_the_first_parameter_that_differs(world_of_2: World) -> None:
+    first, bias, second = WEIGHTS
+    others = [
+        (first, bias, Weight("second", (120, 64))),
+        (first, bias, Weight("other", (120, 60))),
+        (first, Weight("bias", (50,), torch.float16), second),
+        (first, bias),
+        (*WEIGHTS, Weight("third", (3,))),
+    ]
+    for answer in world_of_2.run(case_other_models, scenario=SCENARIO, others=others):
+        for text, merged, part in zip(
+            answer["loading"],
+            answer["merging"],
+            [
+                "parameter 2 (second) has shape [120, 64], {} has [120, 60]",
+                "parameter 2 (second) has name 'other', {} has 'second'",
+                "parameter 1 (bias) has dtype 'torch.float16', {} has 'torch.float32'",
+                "{} has parameter 2 (second), it has only 2 parameters",
+                "it has parameter 3 (third), {} has only 3 parameters",
+            ],
+            strict=True,
+        ):
+            assert f"of another model: {part.format('this hook')};" in text
+            assert merged.endswith(f"of different models: {part.format('another')}")
+        assert "of another model: it has layout_hash 1, this hook has " in answer["before"]
 
 
 def case_in_the_middle(scenario: Scenario) -> list[Any]:

@@ -46,7 +46,7 @@ def measure_casts(
 
 
 def _measure_cast(hook: str, world_size: int, num_elements: int) -> CastCosts:
-    gradient = torch.randn(num_elements)
+    gradient = torch.randn(num_elements, dtype=torch.float32, device="cpu")
     if hook in (OFF, "torch:fp32"):
         seconds = _timed(lambda: gradient.div_(world_size))
         return CastCosts(seconds / num_elements, 0.0)

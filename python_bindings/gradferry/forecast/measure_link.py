@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from gradferry import wire_formula
-from gradferry.engine import make_lanes
+from gradferry.agreement import gather_records
+from gradferry.engine import CPU, make_lanes
 from gradferry.forecast.costs import CollectiveCosts, Curve, LinkCosts
 
 # Payload bytes to each rank: from the last chunk of a bucket to a full one.
@@ -38,9 +39,8 @@ class LinkProbe:
     """Connections of its own between the ranks of a group, as the engine's. Collective."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        nonce = [uuid.uuid4().hex]
-        dist.broadcast_object_list(nonce, dist.get_global_rank(group, 0), group)
-        lanes = make_lanes(group, nonce[0], ("probe", "second_probe"))
+        nonces = gather_records({"nonce": uuid.uuid4().hex}, group, CPU)
+        lanes = make_lanes(group, str(nonces[0]["nonce"]), ("probe", "second_probe"))
         # Any: torch's stubs leave out what backends can do.
         self._scatter: Any
         self._gather: Any
@@ -90,7 +90,7 @@ class LinkProbe:
         points, cpu = [], 0.0
         for size in _REDUCE_BYTES:
             emit(f"all-reduce of {size >> 10} kB of {str(dtype).removeprefix('torch.')}")
-            tensors = [torch.zeros(size // dtype.itemsize, dtype=dtype) for _ in range(_IN_FLIGHT)]
+            tensors = [_zeros(size // dtype.itemsize, dtype) for _ in range(_IN_FLIGHT)]
             timed = self._batches(
                 lambda slot, tensors=tensors: [post(tensors[slot])],  # type: ignore[misc]
                 seconds,
@@ -99,16 +99,14 @@ class LinkProbe:
             points.append((float(size), timed.seconds))
             cpu = timed.cpu_s / size
         curve = _rising(points)
-        several = [torch.zeros(_REDUCE_BYTES[1] // dtype.itemsize, dtype=dtype)] * _BESIDE
+        several = [_zeros(_REDUCE_BYTES[1] // dtype.itemsize, dtype)] * _BESIDE
         several = [tensor.clone() for tensor in several]
         beside = self._beside(lambda slot: post(several[slot]), curve.at(_REDUCE_BYTES[1]))
         return CollectiveCosts(latency_s, curve, cpu, beside)
 
     def _exchange_buffers(self, size: int) -> tuple[_Pair, _Pair]:
         every = self.world_size * size
-        bytes_ = torch.uint8
-        scatter = (torch.zeros(every, dtype=bytes_), torch.zeros(every, dtype=bytes_))
-        return scatter, (torch.zeros(size, dtype=bytes_), torch.zeros(every, dtype=bytes_))
+        return (_zeros(every), _zeros(every)), (_zeros(size), _zeros(every))
 
     def _post_scatter(self, pair: _Pair) -> dist.Work:
         work: dist.Work = self._scatter.alltoall_base(pair[1], pair[0], [], [])
@@ -121,7 +119,7 @@ class LinkProbe:
 
     def _latency(self, post: Callable[[_Pair], dist.Work]) -> float:
         size = self.world_size * wire_formula.HEADER_BYTES
-        pair = (torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8))
+        pair = (_zeros(size), _zeros(size))
         times = []
         for _ in range(_LATENCY_ROUNDS):
             begin = time.perf_counter()
@@ -132,7 +130,7 @@ class LinkProbe:
 
     def _beside(self, post: Callable[[int], dist.Work], alone_s: float) -> float:
         """Share of its speed that the link keeps while the threads that post are computing."""
-        matrix = torch.ones(_MATRIX, _MATRIX)
+        matrix = torch.ones(_MATRIX, _MATRIX, dtype=torch.float32, device="cpu")
         shares = []
         for _ in range(_BESIDE_ROUNDS):
             self._slowest(0.0)  # all ranks begin together
@@ -175,16 +173,20 @@ class LinkProbe:
 
     def of_first_rank(self, value: int) -> int:
         """Rank 0's value, on all ranks. Collective."""
-        tensor = torch.tensor([value])
+        tensor = torch.tensor([value], dtype=torch.int64, device="cpu")
         self._scatter.broadcast(tensor, 0).wait()
         return int(tensor)
 
     def most(self, values: Sequence[float]) -> list[float]:
         """The largest of all ranks' values, one by one. Collective."""
-        tensor = torch.tensor(values, dtype=torch.float64)
+        tensor = torch.tensor(values, dtype=torch.float64, device="cpu")
         self._scatter.allreduce([tensor], dist.ReduceOp.MAX).wait()
         result: list[float] = tensor.tolist()
         return result
+
+
+def _zeros(num_elements: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    return torch.zeros(num_elements, dtype=dtype, device="cpu")
 
 
 _Pair = tuple[torch.Tensor, torch.Tensor]  # send, receive
@@ -207,8 +209,6 @@ def _rising(points: Sequence[tuple[float, float]]) -> Curve:
 
 def spare_cores(group: dist.ProcessGroup) -> float:
     """Processors per rank of this machine, less those that compute gradients. Collective."""
-    here = _BOOT_ID.read_text()
-    machines = [here] * dist.get_world_size(group)
-    dist.all_gather_object(machines, here, group)
-    share = len(os.sched_getaffinity(0)) / machines.count(here)
+    here = {"machine": _BOOT_ID.read_text()}
+    share = len(os.sched_getaffinity(0)) / gather_records(here, group, CPU).count(here)
     return max(0.0, share - torch.get_num_threads())

@@ -96,7 +96,7 @@ def measure_steps(
 
 
 def _most(values: Sequence[float], group: dist.ProcessGroup) -> list[float]:
-    tensor = torch.tensor(values, dtype=torch.float64)
+    tensor = torch.tensor(values, dtype=torch.float64, device="cpu")
     dist.all_reduce(tensor, dist.ReduceOp.MAX, group)
     result: list[float] = tensor.tolist()
     return result

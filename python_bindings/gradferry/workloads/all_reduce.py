@@ -22,7 +22,7 @@ from gradferry.engine import start_engine
 from gradferry.parameters import ParameterLayout
 from gradferry.wire_formula import all_reduce_bytes
 from gradferry.workloads.contest import PHASES
-from gradferry.workloads.launch import Emit
+from gradferry.workloads.launch import Emit, gather_from_ranks
 
 OWN_DTYPES = {
     "torch:fp32": torch.float32,
@@ -109,9 +109,8 @@ class _CodecAllReduce:
         )
         group = dist.group.WORLD
         assert group is not None
-        nonce = [uuid.uuid4().hex]
-        dist.broadcast_object_list(nonce, 0)
-        self._engine = start_engine(config, [self._layout], group, nonce[0])
+        nonces = gather_from_ranks({"nonce": uuid.uuid4().hex})
+        self._engine = start_engine(config, [self._layout], group, str(nonces[0]["nonce"]))
 
     def run(self, gradient: torch.Tensor) -> None:
         self._engine.all_reduce(gradient)
@@ -167,7 +166,7 @@ def _compare(options: AllReduceOptions, num_elements: int) -> list[AllReduceOutc
             outcome.seconds.append(_timed(all_reduce, buffer, mine))
         turns.reverse()
     for (all_reduce, outcome), earlier in zip(entries, before, strict=True):
-        times = torch.tensor(outcome.seconds, dtype=torch.float64)
+        times = torch.tensor(outcome.seconds, dtype=torch.float64, device="cpu")
         dist.all_reduce(times, dist.ReduceOp.MAX)
         outcome.seconds = times.tolist()
         for key, total in all_reduce.phase_ms().items():
@@ -187,7 +186,7 @@ def _first_run(
         wrong = int((_bits(buffer) != _bits(all_reduce.expected(gradients))).sum())
     exact = torch.stack(list(gradients)).double().mean(0)
     error = float((buffer.double() - exact).norm() / exact.norm()) if exact.any() else 0.0
-    facts = torch.tensor([wrong, all_reduce.wire_bytes() - before])
+    facts = torch.tensor([wrong, all_reduce.wire_bytes() - before], dtype=torch.int64)
     dist.all_reduce(facts, dist.ReduceOp.MAX)
     return AllReduceOutcome(
         name=all_reduce.name,

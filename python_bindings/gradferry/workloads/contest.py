@@ -10,9 +10,8 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from statistics import median
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +25,7 @@ from gradferry.workloads.hooks import (
     bucket_caps,
     steps_until_steady,
 )
-from gradferry.workloads.launch import Emit
+from gradferry.workloads.launch import Emit, gather_from_ranks
 from gradferry.workloads.models import Workload, load_workload
 from gradferry.workloads.optimizers import make_optimizer
 from gradferry.workloads.ranks import InterfaceCounter
@@ -161,7 +160,9 @@ class _Contestant:
         with torch.no_grad():
             losses = [self._workload.loss(model, batch) for batch in self._workload.validation]
         model.train()
-        total = torch.tensor([float(sum(losses)), float(len(losses))], dtype=torch.float64)
+        total = torch.tensor(
+            [float(sum(losses)), float(len(losses))], dtype=torch.float64, device="cpu"
+        )
         dist.all_reduce(total)
         return float(total[0] / total[1])
 
@@ -252,14 +253,20 @@ class _Contest:
         on_interface = outcome.interface_bytes
         if on_interface is not None:
             on_interface /= self._options.rounds * self._options.steps
-        mine = (wire_bytes, handle.formula_bytes(), on_interface)
-        ranks = [mine] * dist.get_world_size()
-        dist.all_gather_object(ranks, mine)
-        of_rank_0: list[Any] = [outcome.phase_ms, outcome.last_step]
-        dist.broadcast_object_list(of_rank_0, 0)
-        outcome.phase_ms, outcome.last_step = of_rank_0
-        busiest = max(ranks, key=lambda rank: rank[0])
-        outcome.wire_bytes, outcome.wire_formula, outcome.interface_bytes = busiest
+        ranks = gather_from_ranks(
+            {
+                "wire_bytes": wire_bytes,
+                "wire_formula": handle.formula_bytes(),
+                "interface_bytes": on_interface,
+                "phase_ms": outcome.phase_ms,
+                "last_step": asdict(outcome.last_step) if outcome.last_step else None,
+            }
+        )
+        outcome.phase_ms, last_step = ranks[0]["phase_ms"], ranks[0]["last_step"]
+        outcome.last_step = LastStep(**last_step) if last_step else None
+        busiest = max(ranks, key=lambda rank: int(rank["wire_bytes"]))
+        outcome.wire_bytes, outcome.wire_formula = busiest["wire_bytes"], busiest["wire_formula"]
+        outcome.interface_bytes = busiest["interface_bytes"]
         outcome.wire_measured = handle.measured
 
     def _train_until(self, target: float, outcome: Outcome) -> None:
@@ -276,7 +283,7 @@ class _Contest:
 
 def _slowest(seconds: Sequence[float]) -> list[float]:
     """Of every entry, the time of the slowest rank."""
-    times = torch.tensor(seconds, dtype=torch.float64)
+    times = torch.tensor(seconds, dtype=torch.float64, device="cpu")
     dist.all_reduce(times, dist.ReduceOp.MAX)
     result: list[float] = times.tolist()
     return result

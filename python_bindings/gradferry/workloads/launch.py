@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from gradferry import errors
+from gradferry.agreement import Record, gather_records
 from gradferry.errors import GradferryError, PeerError
 
 Emit = Callable[[Any], None]  # hands a picklable event of rank 0 to whoever shows progress
@@ -46,6 +47,13 @@ def torchrun_placement() -> Placement | None:
     if not all(name in os.environ for name in names):
         return None
     return Placement(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+
+
+def gather_from_ranks(record: Record) -> list[Record]:
+    """Every rank's record, in rank order: JSON, never pickled objects. Collective, for a `Body`."""
+    group = dist.group.WORLD
+    assert group is not None
+    return gather_records(record, group, torch.device("cpu"))
 
 
 def run_ranks(body: Body, arguments: Sequence[Any], num_ranks: int, on_event: Emit) -> Any:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from gradferry.workloads.hooks import apply_hook, bucket_caps
-from gradferry.workloads.launch import Emit
+from gradferry.workloads.launch import Emit, gather_from_ranks
 from gradferry.workloads.models import Workload, load_workload
 from gradferry.workloads.optimizers import make_optimizer
 
@@ -153,8 +153,8 @@ def _place(device: str) -> tuple[torch.device, dist.ProcessGroup | None]:
     rank, num_gpus = dist.get_rank(), torch.cuda.device_count()
     place = torch.device("cuda", rank % num_gpus)
     torch.cuda.set_device(place)
-    shared: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(shared, str(torch.cuda.get_device_properties(place).uuid))
+    here = {"gpu": str(torch.cuda.get_device_properties(place).uuid)}
+    shared = [record["gpu"] for record in gather_from_ranks(here)]
     alone = len(set(shared)) == len(shared) and dist.is_nccl_available()
     if not alone:
         return place, None
@@ -174,7 +174,7 @@ def _on(device: torch.device, batch: Any) -> Any:
 
 
 def _slowest(seconds: float) -> float:
-    longest = torch.tensor(seconds, dtype=torch.float64)
+    longest = torch.tensor(seconds, dtype=torch.float64, device="cpu")
     dist.all_reduce(longest, dist.ReduceOp.MAX)
     return float(longest)
 

@@ -10,14 +10,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch.distributed as dist
-
 from gradferry.errors import ConfigError, PeerError
 from gradferry.option_checks import require_at_least_one
 from gradferry.workloads.launch import (
     Body,
     Emit,
     Outbox,
+    gather_from_ranks,
     run_ranks,
     torchrun_placement,
 )
@@ -147,10 +146,10 @@ class InterfaceCounter:
         a host and so its interface.
         """
         here = os.environ.get(_DEVICE_VARIABLE, "")
-        mine = (_BOOT_ID.read_text(), str(_NETWORK_NAMESPACE.readlink()), here)
-        everyone = [mine] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
-        alone = len(set(everyone)) == len(everyone)
+        machine, namespace = _BOOT_ID.read_text(), str(_NETWORK_NAMESPACE.readlink())
+        mine = {"machine": machine, "namespace": namespace, "interface": here}
+        everyone = gather_from_ranks(mine)
+        alone = all(everyone.count(record) == 1 for record in everyone)
         self._device = here if alone and sent_bytes(here) is not None else None
 
     def read(self) -> int | None:

@@ -6,7 +6,7 @@ import math
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from statistics import fmean, median
 
 import torch
@@ -14,9 +14,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gradferry.agreement import Record
 from gradferry.errors import ConfigError, DivergedError
 from gradferry.wire_formula import all_reduce_bytes
 from gradferry.workloads.hooks import HookHandle, apply_hook, bucket_caps
+from gradferry.workloads.launch import gather_from_ranks
 from gradferry.workloads.optimizers import make_optimizer
 from gradferry.workloads.task import Batch, Task, num_predictions
 
@@ -71,6 +73,12 @@ class _RankRun:
     formula_bytes: int = 0
     parameters_digest: int = 0
 
+    @classmethod
+    def of(cls, record: Record) -> _RankRun:
+        """The inverse of asdict()."""
+        sums = {key: _Sums(**record[key]) for key in ("initial", "final")}
+        return cls(**{**record, **sums})
+
 
 def train(
     task: Task,
@@ -102,8 +110,7 @@ def train(
     mine.formula_bytes = handle.formula_bytes()
     mine.final = _validate(task, model)
     mine.parameters_digest = _digest(model)
-    ranks: list[_RankRun] = [mine] * world_size
-    dist.all_gather_object(ranks, mine)
+    ranks = [_RankRun.of(record) for record in gather_from_ranks(asdict(mine))]
     elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return _combine(handle, ranks, all_reduce_bytes(elements, 4, world_size))
 
