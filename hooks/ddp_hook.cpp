@@ -4,6 +4,8 @@
 
 #include <utility>
 
+#include "bucket_order.h"
+
 namespace gradferry {
 
 FuturePtr make_future(c10::TypePtr type, const at::Tensor& tensor) {
@@ -21,6 +23,7 @@ BucketHook::BucketHook(std::shared_ptr<BucketEngine> engine,
   for (uint32_t i = 0; i < parameters.size(); ++i) {
     index_.emplace(parameters[i].unsafeGetTensorImpl(), i);
     identities_.emplace_back(parameters[i].getIntrusivePtr());
+    strides_.push_back(bucket_strides(parameters[i]));
   }
 }
 
@@ -39,10 +42,9 @@ c10::intrusive_ptr<c10d::ProcessGroup> BucketHook::group() const {
   }
 }
 
-void BucketHook::call_at(uint64_t step, StepCallback callback) {
+void BucketHook::call_at(uint64_t step, StepCallback callback, const std::string& purpose) {
   if (!steps_) steps_.emplace(index_.size());
-  call_at_ = step;
-  callback_ = std::move(callback);
+  calls_[purpose] = {step, std::move(callback)};
 }
 
 void BucketHook::resume(uint64_t step) {
@@ -50,10 +52,17 @@ void BucketHook::resume(uint64_t step) {
 }
 
 void BucketHook::count(const c10d::GradBucket& bucket) {
-  const bool begins_step = steps_->add(indices_of(bucket));
-  if (!begins_step || !callback_ || steps_->step() < call_at_) return;
-  const StepCallback callback = std::exchange(callback_, {});
-  callback(shared_from_this(), steps_->step());
+  if (!steps_->add(indices_of(bucket))) return;
+  std::vector<StepCallback> due;  // they may call call_at()
+  for (auto call = calls_.begin(); call != calls_.end();) {
+    if (call->second.step <= steps_->step()) {
+      due.push_back(std::move(call->second.callback));
+      call = calls_.erase(call);
+    } else {
+      ++call;
+    }
+  }
+  for (const StepCallback& callback : due) callback(shared_from_this(), steps_->step());
 }
 
 bool BucketHook::admit(const c10d::GradBucket& bucket) {
@@ -92,9 +101,23 @@ std::vector<uint32_t> BucketHook::indices_of(const c10d::GradBucket& bucket) con
   return parameters;
 }
 
+void BucketHook::expect_same_order(const c10d::GradBucket& bucket,
+                                   const std::vector<uint32_t>& parameters) const {
+  const std::vector<at::Tensor> tensors = bucket.getParameters();
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (bucket_strides(tensors[i]) != strides_[parameters[i]]) {
+      raise("the memory format of parameter '" +
+            engine_->layout().parameters()[parameters[i]].name +
+            "' has changed since attach, and DDP now mixes up its gradient; change memory formats "
+            "before you build a new DistributedDataParallel and attach");
+    }
+  }
+}
+
 void BucketHook::run(const c10d::GradBucket& bucket, FuturePtr future, c10::IValue value) {
   (void)group();  // refuses a destroyed group
   const std::vector<uint32_t> parameters = indices_of(bucket);
+  expect_same_order(bucket, parameters);
   at::Tensor gradient = bucket.getBuffer().detach();
   if (gradient.is_complex()) gradient = at::view_as_real(gradient);
   engine_->run(parameters, std::exchange(used_in_bucket_, {}), gradient.view({-1}),

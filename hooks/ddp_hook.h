@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -38,10 +39,11 @@ class BucketHook : public std::enable_shared_from_this<BucketHook> {
 
   // At the first bucket of step `step`, or of a later one when that has begun, `callback` gets
   // this hook and the step's number, once, before anything becomes of the bucket: the same instant
-  // on all ranks. It may change the engine, and call this again. Steps count from 0; resume()
-  // changes the count.
+  // on all ranks. It may change the engine, and call this again. Of one `purpose` there is one
+  // callback, the last; those due at the same bucket come in the order of their purposes. Steps
+  // count from 0; resume() changes the count.
   using StepCallback = std::function<void(const std::shared_ptr<BucketHook>&, uint64_t)>;
-  void call_at(uint64_t step, StepCallback callback);
+  void call_at(uint64_t step, StepCallback callback, const std::string& purpose);
   void resume(uint64_t step);
   // Steps that have begun and ended; only with call_at().
   uint64_t finished_steps() const { return steps_ ? steps_->finished_steps() : 0; }
@@ -60,26 +62,33 @@ class BucketHook : public std::enable_shared_from_this<BucketHook> {
 
   // Completes `future` with `value` when the averaged gradient lies in the bucket's buffer.
   // Raises ConfigError, StateError, or the engine's first error. Without the GIL.
+  // StateError, too, for a parameter whose memory format has changed: residuals are in the old one.
   void run(const c10d::GradBucket& bucket, FuturePtr future, c10::IValue value);
 
  private:
   c10::intrusive_ptr<c10d::ProcessGroup> group() const;
   std::vector<uint32_t> indices_of(const c10d::GradBucket& bucket) const;
   void count(const c10d::GradBucket& bucket);
+  void expect_same_order(const c10d::GradBucket& bucket,
+                         const std::vector<uint32_t>& parameters) const;
   [[noreturn]] void raise(const std::string& message) const;
 
   std::shared_ptr<BucketEngine> engine_;
   std::unordered_map<const c10::TensorImpl*, uint32_t> index_;
   // Weak, and only so that no other tensor gets the address of one that is gone.
   std::vector<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> identities_;
+  std::vector<std::vector<int64_t>> strides_;  // in buckets, by parameter
   std::string group_name_;
   ExceptionFactory make_exception_;
   mutable std::atomic<uint64_t> passed_{0};
   std::optional<StepCounter> steps_;
   std::optional<UsedParameters> used_;
   UsedMap used_in_bucket_;  // the one that was admitted
-  uint64_t call_at_ = 0;
-  StepCallback callback_;
+  struct Call {
+    uint64_t step;
+    StepCallback callback;
+  };
+  std::map<std::string, Call> calls_;  // by purpose
 };
 
 // The native hook: no Python and no GIL on its path.

@@ -5,6 +5,7 @@
 #include <charconv>
 #include <cmath>
 #include <numeric>
+#include <optional>
 #include <vector>
 
 #include "gradferry/error.h"
@@ -64,6 +65,28 @@ std::string shortest_number(double value) {
   return {buffer, end};
 }
 
+std::optional<double> number_in(std::string_view value) {
+  double number = 0;
+  const auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), number);
+  if (error != std::errc() || end != value.data() + value.size()) return {};
+  return number;
+}
+
+// " Did you mean 'option=value'?" for a value without its option's name, else nothing.
+std::string option_suggestion(std::string_view value, const Codec& codec) {
+  for (const OptionSpec& spec : codec.options) {
+    const std::optional<double> number = number_in(value);
+    const bool fits =
+        spec.choices.empty()
+            ? number && *number >= spec.minimum && *number <= spec.maximum
+            : std::find(spec.choices.begin(), spec.choices.end(), value) != spec.choices.end();
+    if (fits) {
+      return " Did you mean " + quoted(std::string(spec.name) + "=" + std::string(value)) + "?";
+    }
+  }
+  return "";
+}
+
 // Checks a value against its spec and returns it in canonical spelling.
 std::string checked_value(std::string_view text, const OptionSpec& spec, std::string_view value) {
   if (!spec.choices.empty()) {
@@ -73,17 +96,16 @@ std::string checked_value(std::string_view text, const OptionSpec& spec, std::st
     }
     return std::string(value);
   }
-  double number = 0;
-  const auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), number);
+  const std::optional<double> number = number_in(value);
   const std::string range =
       "a number from " + shortest_number(spec.minimum) + " to " + shortest_number(spec.maximum);
-  if (error != std::errc() || end != value.data() + value.size() || !std::isfinite(number)) {
+  if (!number || !std::isfinite(*number)) {
     fail(text, "option " + quoted(spec.name) + " is " + quoted(value) + ", which is not " + range);
   }
-  if (number < spec.minimum || number > spec.maximum) {
+  if (*number < spec.minimum || *number > spec.maximum) {
     fail(text, "option " + quoted(spec.name) + " is " + quoted(value) + "; use " + range);
   }
-  return shortest_number(number);
+  return shortest_number(*number);
 }
 
 const Codec& find_codec(std::string_view text, std::string_view name,
@@ -103,9 +125,6 @@ size_t find_option(std::string_view text, std::string_view name, const Codec& co
     if (codec.options[i].name == name) return i;
     names.push_back(codec.options[i].name);
   }
-  if (names.empty()) {
-    fail(text, quoted(codec.name) + " has no options, so write just " + quoted(codec.name));
-  }
   fail(text, quoted(codec.name) + " has no option " + quoted(name) + "." + suggestion(name, names) +
                  " Options: " + joined(names));
 }
@@ -113,6 +132,9 @@ size_t find_option(std::string_view text, std::string_view name, const Codec& co
 // Fills `values`, in table order, from "option=value,option=value".
 void read_options(std::string_view text, std::string_view list, const Codec& codec,
                   std::vector<std::string>& values) {
+  if (codec.options.empty()) {
+    fail(text, quoted(codec.name) + " has no options, so write just " + quoted(codec.name));
+  }
   std::vector<bool> given(codec.options.size(), false);
   for (size_t begin = 0; begin <= list.size();) {
     const size_t comma = std::min(list.find(',', begin), list.size());
@@ -120,7 +142,8 @@ void read_options(std::string_view text, std::string_view list, const Codec& cod
     begin = comma + 1;
     const size_t equals = item.find('=');
     if (equals == std::string_view::npos || equals == 0 || equals + 1 == item.size()) {
-      fail(text, quoted(item) + " is not of the form option=value");
+      fail(text,
+           quoted(item) + " is not of the form option=value." + option_suggestion(item, codec));
     }
     const std::string_view name = item.substr(0, equals);
     const size_t index = find_option(text, name, codec);

@@ -2,39 +2,90 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
+import math
 import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gradferry.config import COARSE_BITS
+from gradferry.config import COARSE_BITS, DEFAULT_RULES, Config, Rule
 from gradferry.parameters import ParameterLayout
 
 # By the names of their classes: those of many libraries are called so.
 _ADAPTIVE = ("adam", "lamb")
 
 
-# Models whose optimizer has not stepped yet: their parameters, and what they are warned about.
-_watched: list[tuple[WeakIdKeyDictionary, str]] = []
+# Models whose optimizer has not stepped yet: their parameters, and what to warn of, if anything.
+_watched: list[tuple[WeakIdKeyDictionary, Callable[[Optimizer], str | None]]] = []
 
 
-def warn_about_adam(parameters: tuple[ParameterLayout, ...], index: WeakIdKeyDictionary) -> None:
-    """Warns once when Adam steps on a model whose worker residual holds back whole gradients.
+def watch_optimizer(
+    parameters: Sequence[ParameterLayout], index: WeakIdKeyDictionary, momentum: float
+) -> None:
+    """Warns once when the first optimizer that steps on a model does not go with the hook.
+
+    That is one with a momentum of its own in momentum mode; without, Adam behind a worker residual
+    that holds back whole gradients.
 
     Args:
-        parameters: as agreed; nothing happens unless one has a worker residual and a codec of fewer
-            than 3 bits.
+        parameters: as agreed.
         index: holds the model's parameters.
+        momentum: of the hook; 0.0: none.
     """
+    if momentum:
+        _watch(index, functools.partial(_momentum_twice, momentum))
+        return
     for parameter in parameters:
         codec = parameter.codec
         if parameter.residuals[0] and codec.lossy and codec.bits(parameter.dtype) < COARSE_BITS:
-            _register()
-            _watched.append((index, str(codec)))
+            _watch(index, functools.partial(_adam_behind, str(codec)))
             return
+
+
+def _momentum_twice(momentum: float, optimizer: Optimizer) -> str | None:
+    from gradferry.optim import OneBitAdam  # which needs this module
+
+    if isinstance(optimizer, OneBitAdam):
+        return None
+    own = {name: value for group in optimizer.param_groups for name, value in _momenta(group)}
+    if not own:
+        return None
+    shown = ", ".join(f"{name}={value:g}" for name, value in own.items())
+    return (
+        f"{type(optimizer).__name__} has {shown}, but behind attach(momentum={momentum:g}) "
+        "gradients arrive as momentum already, and so take part in it twice. Use SGD with "
+        f"momentum=0 and {1 / (1 - momentum):g} times the learning rate, or "
+        "gradferry.optim.OneBitAdam in place of Adam; or attach without momentum"
+    )
+
+
+def _momenta(group: dict[str, Any]) -> list[tuple[str, float]]:
+    momenta = [("momentum", group.get("momentum")), ("betas[0]", (group.get("betas") or [0])[0])]
+    return [(name, float(value)) for name, value in momenta if value]
+
+
+def _adam_behind(codec: str, optimizer: Optimizer) -> str | None:
+    name = type(optimizer).__name__
+    if not any(word in name.lower() for word in _ADAPTIVE):
+        return None
+    return (
+        f"{name} trains worse behind {codec} with error feedback: what is withheld "
+        "reaches its variance late and at once. Attach with momentum=betas[0] and "
+        "warmup_steps=N and use gradferry.optim.OneBitAdam; or take a codec of 3 bits or "
+        "more, an optimizer like SGD, or error_feedback='owner'"
+    )
+
+
+def _watch(index: WeakIdKeyDictionary, judge: Callable[[Optimizer], str | None]) -> None:
+    _register()
+    _watched.append((index, judge))
 
 
 @functools.cache
@@ -42,18 +93,87 @@ def _register() -> None:
     register_optimizer_step_post_hook(_look)  # for good: hooks must not go while they are called
 
 
-def _look(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for watched in list(_watched):
-        index, codec = watched
+        index, judge = watched
         mine = any(p in index for group in optimizer.param_groups for p in group["params"])
         if mine or not index:
             _watched[:] = [other for other in _watched if other is not watched]
-        name = type(optimizer).__name__
-        if mine and any(word in name.lower() for word in _ADAPTIVE):
-            warnings.warn(
-                f"{name} trains worse behind {codec} with error feedback: what is withheld "
-                "reaches its variance late and at once. Attach with momentum=betas[0] and "
-                "warmup_steps=N and use gradferry.optim.OneBitAdam; or take a codec of 3 bits or "
-                "more, an optimizer like SGD, or error_feedback='owner'",
-                stacklevel=3,
-            )
+        if mine and (text := judge(optimizer)):
+            warnings.warn(text, stacklevel=3)
+
+
+def warn_about_rules(
+    config: Config, parameters: Sequence[ParameterLayout], *, exchanges: bool, stacklevel: int
+) -> None:
+    """Warns of rules that match no parameter, and of a codec that no parameter gets."""
+    for number, rule in enumerate(config.rules):
+        if not any(_matches(rule, parameter) for parameter in parameters):
+            names = [parameter.name for parameter in parameters]
+            warnings.warn(_unmatched(number, rule, names), stacklevel=stacklevel + 1)
+    reasons = [_why_exempt(config, parameter) for parameter in parameters]
+    compresses = config.codec.lossy or config.chooses
+    if not exchanges or not compresses or not all(reasons) or set(reasons) <= {_BY_RULE}:
+        return
+    counted = ", ".join(f"{count} {reason}" for reason, count in Counter(reasons).items())
+    warnings.warn(
+        f"nothing is compressed: every parameter is exempt ({counted}) and travels as 'exact', "
+        "which sends no less than DDP does by itself; leave gradferry out, or give parameters of "
+        "fp32, bf16 or fp16 a codec by rules=",
+        stacklevel=stacklevel + 1,
+    )
+
+
+_BY_RULE = "by your rules"
+
+
+def _why_exempt(config: Config, parameter: ParameterLayout) -> str | None:
+    """Why a parameter is never compressed; None when a lossy codec takes it."""
+    is_complex = parameter.num_elements != math.prod(parameter.shape)
+    if is_complex or parameter.dtype == torch.float64:
+        return "of float64 or complex"
+    for rule in (*config.rules, *DEFAULT_RULES):
+        if _matches(rule, parameter):
+            if rule.codec.lossy:
+                return None
+            if rule in config.rules:
+                return _BY_RULE
+            if rule.max_dims is not None:
+                return f"of at most {rule.max_dims} dimension"
+            assert rule.max_size is not None
+            return f"of fewer than {rule.max_size + 1} elements"
+    return None
+
+
+def _matches(rule: Rule, parameter: ParameterLayout) -> bool:
+    return rule.matches(parameter.name, len(parameter.shape), math.prod(parameter.shape))
+
+
+def _unmatched(number: int, rule: Rule, names: Sequence[str]) -> str:
+    given = {
+        key: value
+        for key, value in {**asdict(rule), "codec": str(rule.codec)}.items()
+        if value != Rule.__dataclass_fields__[key].default
+    }
+    text = f"rules[{number}]={given!r} matches no parameter"
+    if any(Rule(rule.codec, rule.name).matches(name, 0, 0) for name in names):
+        return f"{text}: of those with such a name none has these dimensions and this size"
+    near = _closest_names(rule.name, names)
+    if near:
+        text += f"; the closest names are {', '.join(map(repr, near))}"
+    return (
+        f"{text}. A pattern covers the whole name, dots included: '*embedding*' matches "
+        "'embedding.weight' and 'encoder.embedding.weight'"
+    )
+
+
+def _closest_names(pattern: str, names: Sequence[str]) -> list[str]:
+    """At most three, by what a pattern says beside its wildcards."""
+    wanted = pattern.strip("*?.")
+
+    def nearness(name: str) -> float:
+        parts = (name, *name.split("."))
+        return max(difflib.SequenceMatcher(None, wanted, part).ratio() for part in parts)
+
+    near = [name for name in names if nearness(name) > 0.6]
+    return sorted(near, key=nearness, reverse=True)[:3]

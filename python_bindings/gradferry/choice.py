@@ -144,7 +144,7 @@ class Chooser:
 
     def start(self, hook: _native.BucketHook) -> None:
         """Has the hook call at the next step to check."""
-        hook.call_at(self.choice.next_check, self.check)
+        hook.call_at(self.choice.next_check, self.check, "choice")
 
     def restore(self, hook: _native.BucketHook, choice: Choice, step: int) -> None:
         """Goes on from a checkpoint at `step`. Collective."""

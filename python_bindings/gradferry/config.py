@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import numbers
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -129,17 +130,17 @@ def make_config(
         ConfigError: naming the argument, its value and what would be accepted.
     """
     chooses = codec == AUTO
-    spec = EXACT if chooses else parse_codec(codec)
+    spec = EXACT if chooses else _codec(codec, (OFF, AUTO))
     _choice("error_feedback", error_feedback, ERROR_FEEDBACK)
     if momentum is not None:
-        _check_momentum(momentum, spec, error_feedback)
+        momentum = _momentum(momentum, spec, error_feedback)
     if not isinstance(exact_skip, bool):
         raise ConfigError(f"exact_skip={exact_skip!r} must be True or False")
     return Config(
         codec=spec,
         rules=tuple(_parse_rule(rule, i) for i, rule in enumerate(rules or ())),
         error_feedback=error_feedback,
-        momentum=float(momentum or 0.0),
+        momentum=momentum or 0.0,
         warmup_steps=_count("warmup_steps", warmup_steps),
         grad_scaler=_grad_scaler(grad_scaler),
         nonfinite=_choice("nonfinite", nonfinite, NONFINITE),
@@ -151,8 +152,25 @@ def make_config(
     )
 
 
-def _check_momentum(momentum: float, codec: CodecSpec, error_feedback: str) -> None:
-    if not isinstance(momentum, float) or not 0.0 < momentum < 1.0:
+def _codec(text: str, others: Sequence[str] = ()) -> CodecSpec:
+    """As parse_codec(); errors list `others`, which can stand for a codec here, as well."""
+    if isinstance(text, str) and text not in others:
+        name = text.partition(":")[0]
+        if name == "torch":
+            raise ConfigError(
+                f"codec {text!r} is a hook of PyTorch's own, which gradferry's commands compare "
+                "codecs with; use 'bf16' or another codec, or register PyTorch's hook instead"
+            )
+        choices = [*(str(row["name"]) for row in _native.codecs()), *others]
+        if name not in choices:
+            raise ConfigError(
+                f"codec {text!r} is none of {', '.join(choices)}{closest(name.lower(), choices)}"
+            )
+    return parse_codec(text)
+
+
+def _momentum(momentum: float, codec: CodecSpec, error_feedback: str) -> float:
+    if not isinstance(momentum, numbers.Real) or not 0.0 < momentum < 1.0:
         raise ConfigError(
             f"momentum={momentum!r} must be a number between 0 and 1, such as 0.9; leave it out "
             "for gradients without momentum"
@@ -167,6 +185,7 @@ def _check_momentum(momentum: float, codec: CodecSpec, error_feedback: str) -> N
             f"momentum={momentum!r} lives in the worker residual, which error_feedback="
             f"{error_feedback!r} leaves out; use 'auto', 'both' or 'worker'"
         )
+    return float(momentum)
 
 
 def _grad_scaler(value: object) -> torch.amp.GradScaler | None:
@@ -192,9 +211,10 @@ def _choice(argument: str, value: str, choices: Sequence[str]) -> str:
 
 
 def _count(argument: str, value: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**64:
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not whole or not 0 <= value < 2**64:
         raise ConfigError(f"{argument}={value!r} must be a whole number, 0 or more")
-    return value
+    return int(value)
 
 
 def closest(word: str, choices: Sequence[str]) -> str:
@@ -207,7 +227,7 @@ def _parse_rule(rule: Mapping[str, Any], index: int) -> Rule:
     if not isinstance(rule, Mapping):
         raise ConfigError(
             f"rules[{index}]={rule!r} must be a dict such as "
-            "{'name': '*.embedding.*', 'codec': 'bf16'}"
+            "{'name': '*embedding*', 'codec': 'bf16'}"
         )
     fields = tuple(Rule.__dataclass_fields__)
     for key in rule:
@@ -218,15 +238,17 @@ def _parse_rule(rule: Mapping[str, Any], index: int) -> Rule:
             )
     if "codec" not in rule:
         raise ConfigError(f"rules[{index}]={dict(rule)!r} names no codec; add 'codec'")
-    codec = parse_codec(rule["codec"])
-    if codec.name == OFF:
+    if rule["codec"] in (OFF, AUTO):
         raise ConfigError(
-            f"rules[{index}] gives single parameters the codec 'off', which is for whole models; "
-            "use 'exact'"
+            f"rules[{index}] gives single parameters the codec {rule['codec']!r}, which is for "
+            "whole models; use 'exact'"
         )
+    codec = _codec(rule["codec"])
     if not isinstance(rule.get("name", "*"), str):
         raise ConfigError(f"rules[{index}] has name={rule['name']!r}; it must be a pattern")
-    limits = {key: rule[key] for key in rule if key not in ("codec", "name")}
-    for key, value in limits.items():
-        _count(f"rules[{index}][{key!r}]", value)
+    limits = {
+        key: _count(f"rules[{index}][{key!r}]", rule[key])
+        for key in rule
+        if key not in ("codec", "name")
+    }
     return Rule(codec=codec, name=rule.get("name", "*"), **limits)

@@ -11,7 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.distributed.distributed_c10d import GroupName
 from torch.nn.parallel import DistributedDataParallel
 
-from gradferry.state import HookState
+from gradferry.state import HookState, bound_to
 
 
 def attach(
@@ -82,10 +82,11 @@ def hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Ten
         A future of the bucket's buffer, holding the average over all ranks.
 
     Raises:
+        ConfigError: the state is no HookState.
         StateError: the state is bound to no DistributedDataParallel, or to another one than that
             which calls; or it failed before.
     """
-    bound = state._bound()
+    bound = bound_to(state)
     bound.expect_registered()
     if not bound.hook.admit(bucket):
         bound.hook.note_passed()

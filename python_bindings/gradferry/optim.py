@@ -9,7 +9,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from gradferry.errors import ConfigError, StateError
-from gradferry.state import HookState
+from gradferry.state import HookState, bound_to
 
 __all__ = ["OneBitAdam"]
 
@@ -31,6 +31,10 @@ class OneBitAdam(torch.optim.Optimizer):
     the variance has settled: after the learning rate's warm-up, 15 to 20 % of the steps. A hook
     that passes gradients through makes this AdamW for good.
 
+    Every rank hands over its share of every momentum, so that the optimizers of all ranks must hold
+    the same parameters: no ``ZeroRedundancyOptimizer`` around them. Ranks compare in the first
+    backward pass and in that after the freeze, and all raise `StateError` there if they differ.
+
     Args:
         params: parameters that the hook's model reduces, or groups of them.
         lr: learning rate.
@@ -45,8 +49,8 @@ class OneBitAdam(torch.optim.Optimizer):
             0: the variance as it is, as published.
 
     Raises:
-        ConfigError: the hook has another momentum or warm-up, does not reduce a parameter, or
-            variance_floor is no share.
+        ConfigError: the hook has another momentum or warm-up, does not reduce a parameter, state is
+            no HookState, or variance_floor is no share.
         StateError: the state is not bound.
     """
 
@@ -62,7 +66,7 @@ class OneBitAdam(torch.optim.Optimizer):
         state: HookState,
         variance_floor: float = 0.01,
     ) -> None:
-        bound = state._bound()
+        bound = bound_to(state)
         self._bound = bound
         self._freeze_step = freeze_step
         self._last_step: int | None = None  # of the hook
@@ -101,6 +105,8 @@ class OneBitAdam(torch.optim.Optimizer):
                     f"parameter {index} of the last group, of shape {tuple(parameter.shape)}, is "
                     "none that the hook reduces; pass the parameters of the attached model"
                 )
+        if self._bound.handover is not None:
+            self._bound.handover.hold(self._bound.index[p] for p in group["params"])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

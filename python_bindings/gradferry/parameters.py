@@ -24,7 +24,8 @@ class ParameterLayout:
     Attributes:
         name: as in ``module.named_parameters()``.
         shape: of the parameter.
-        strides: of the parameter, in elements; its gradient lies in the same order.
+        strides: of its gradient in DDP's buckets, in elements: those of the parameter where that is
+            dense and does not overlap itself, else row-major. 1 where the size is 1.
         dtype: of the parameter's real view.
         num_elements: of the real view: twice as many for complex parameters.
         codec: the outcome of the rules.
@@ -141,7 +142,7 @@ def _describe(
     return ParameterLayout(
         name=name,
         shape=tuple(parameter.shape),
-        strides=parameter.stride(),
+        strides=tuple(_native.bucket_strides(parameter)),
         dtype=dtype,
         num_elements=parameter.numel() * (2 if parameter.is_complex() else 1),
         codec=codec,

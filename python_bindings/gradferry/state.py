@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from gradferry import binding, step_numbers
-from gradferry.advice import warn_about_adam
+from gradferry.advice import warn_about_rules, watch_optimizer
 from gradferry.agreement import (
     Record,
     error_record,
@@ -44,10 +44,11 @@ class HookState:
             again every thousand steps and more. Codecs below 3 bits are chosen in momentum mode
             only. ``stats()["choice"]`` says what was chosen and why. For models on the CPU.
         ddp: the model. Without it, call `bind` before the first backward pass.
-        rules: dicts with ``codec`` and any of ``name`` (a shell-style pattern), ``min_dims``,
-            ``max_dims``, ``min_size``, ``max_size`` (elements); the first that matches a parameter
-            gives its codec. Others get ``exact`` when they have at most one dimension or fewer
-            than 1024 elements, else ``codec``. float64 and complex parameters are always
+        rules: dicts with ``codec`` and any of ``name`` (a shell-style pattern of the whole name,
+            such as ``"*embedding*"``), ``min_dims``, ``max_dims``, ``min_size``, ``max_size``
+            (elements); the first that matches a parameter gives its codec, and there is a warning
+            of one that matches none. Others get ``exact`` when they have at most one dimension or
+            fewer than 1024 elements, else ``codec``. float64 and complex parameters are always
             ``exact``.
         error_feedback: which residuals are kept: ``"none"``, ``"owner"``, ``"worker"``,
             ``"both"``, or ``"auto"``: both below 8 bits per element and in momentum mode, owner
@@ -144,8 +145,15 @@ class HookState:
         self._binding = binding.bind(ddp, self._make_config, native=native)
         if native and ddp.logger is not None:
             ddp.logger._set_comm_hook_name(f"gradferry:{self._identity()['codec']}")
-        if not self._binding.config.momentum:
-            warn_about_adam(self._binding.parameters, self._binding.index)
+        bound = self._binding
+        if bound.engine is not None:
+            watch_optimizer(bound.parameters, bound.index, bound.config.momentum)
+            warn_about_rules(
+                bound.config,
+                bound.parameters,
+                exchanges=bound.running.exchanges,
+                stacklevel=3 if native else 4,
+            )
 
     def _bound(self) -> binding.Binding:
         if self._binding is None:
@@ -310,6 +318,9 @@ class HookState:
             owner_residual=own.owner,
             loss_scale=own.loss_scale,
         )
+        if bound.handover is not None:
+            bound.hook.resume(own.steps)
+            bound.handover.start(bound.hook)
 
     def _momentum_factors(self, bound: binding.Binding, saved: Mapping[str, Any]) -> list[float]:
         """By parameter: what its residuals hold of a momentum, by what those saved hold of it."""
@@ -401,6 +412,22 @@ class HookState:
         if self._binding is None:
             return repr(self)
         return describe(self._binding)
+
+
+def bound_to(state: object) -> binding.Binding:
+    """What a user's `state` is bound to.
+
+    Raises:
+        ConfigError: it is no HookState.
+        StateError: it is not bound.
+    """
+    if not isinstance(state, HookState):
+        raise ConfigError(
+            f"the state is {state!r}, not a gradferry.HookState: register "
+            "ddp.register_comm_hook(gradferry.HookState('q4', ddp), gradferry.hook), and give "
+            "OneBitAdam the state that gradferry.attach() returns"
+        )
+    return state._bound()
 
 
 def _unbound(codec: str, arguments: dict[str, Any]) -> HookState:

@@ -4,6 +4,7 @@
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 
 #include "bindings.h"
+#include "bucket_order.h"
 #include "ddp_hook.h"
 
 namespace gradferry {
@@ -86,6 +87,9 @@ class ReducerParameters : public c10d::Reducer {
 
 void bind_ddp_hook(py::module_& module) {
   module.def("reducer_parameters", &ReducerParameters::of, py::arg("reducer"));
+  module.def("bucket_strides", &bucket_strides, py::arg("parameter"));
+  module.def("reordered_since_buckets_were_made", &reordered_since_buckets_were_made,
+             py::arg("reducer"));
   py::class_<BucketHook, std::shared_ptr<BucketHook>>(module, "BucketHook")
       .def(py::init([](std::shared_ptr<BucketEngine> engine,
                        const std::vector<at::Tensor>& parameters, std::string group_name) {
@@ -105,10 +109,10 @@ void bind_ddp_hook(py::module_& module) {
       .def("use_engine", &BucketHook::use_engine, py::arg("engine").none(true))
       .def(
           "call_at",
-          [](BucketHook& hook, uint64_t step, py::function callback) {
-            hook.call_at(step, make_callback(std::move(callback)));
+          [](BucketHook& hook, uint64_t step, py::function callback, const std::string& purpose) {
+            hook.call_at(step, make_callback(std::move(callback)), purpose);
           },
-          py::arg("step"), py::arg("callback"))
+          py::arg("step"), py::arg("callback"), py::arg("purpose"))
       .def("resume", &BucketHook::resume, py::arg("step"))
       .def("finished_steps", &BucketHook::finished_steps)
       .def("admit", &BucketHook::admit, py::arg("bucket"), py::call_guard<py::gil_scoped_release>())

@@ -91,7 +91,15 @@ TEST(ParseCodec, BadOptionsSayWhatToWriteInstead) {
   EXPECT_TRUE(contains(error_of("sparse:ratio=0.1,"), "not of the form option=value"));
   EXPECT_TRUE(contains(error_of("sparse:ratio=0.1,ratio=0.2"), "given twice"));
   EXPECT_TRUE(contains(error_of("plain:ratio=1"), "has no options"));
+  EXPECT_TRUE(contains(error_of("plain:4"), "has no options"));
   EXPECT_TRUE(contains(error_of(""), "there is no codec ''"));
+}
+
+TEST(ParseCodec, ValuesWithoutTheirOptionGetASuggestion) {
+  EXPECT_TRUE(contains(error_of("sparse:0.1"), "Did you mean 'ratio=0.1'?"));
+  EXPECT_TRUE(contains(error_of("sparse:q4"), "Did you mean 'values=q4'?"));
+  EXPECT_FALSE(contains(error_of("sparse:2"), "Did you mean"));  // no option takes it
+  EXPECT_FALSE(contains(error_of("sparse:nan"), "Did you mean"));
 }
 
 TEST(ParseCodec, FindsEveryCodecOfTheTable) {

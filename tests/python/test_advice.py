@@ -1,8 +1,10 @@
-"""The warning for plain Adam behind codecs that train better with OneBitAdam."""
+"""Warnings about what does not go together: optimizers, rules, models that nothing compresses."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -64,3 +66,174 @@ def case_two_models() -> int:
 
 def test_every_model_is_warned_about_once(world_of_2: World) -> None:
     assert world_of_2.run(case_two_models) == [3, 3]
+
+
+def one_bit_adam(parameters: Any, state: Any) -> Any:
+    import gradferry
+
+    return gradferry.optim.OneBitAdam(parameters, freeze_step=2, state=state)
+
+
+def sgd(parameters: Any, state: Any) -> Any:
+    return torch.optim.SGD(parameters, lr=0.01)
+
+
+def sgd_with_momentum(parameters: Any, state: Any) -> Any:
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.8)
+
+
+def adamw(parameters: Any, state: Any) -> Any:
+    return torch.optim.AdamW(parameters)
+
+
+def rmsprop_with_momentum(parameters: Any, state: Any) -> Any:
+    return torch.optim.RMSprop(parameters, momentum=0.5)
+
+
+def sharded_adam(parameters: Any, state: Any) -> Any:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    return ZeroRedundancyOptimizer(parameters, optimizer_class=torch.optim.Adam)
+
+
+def case_momentum_twice(make: Callable[..., Any], momentum: float | None) -> list[str]:
+    import gradferry
+
+    ddp = DistributedDataParallel(nn.Linear(40, 40))
+    warmup = 2 if make is one_bit_adam else 0
+    state = gradferry.attach(ddp, "q4", momentum=momentum, warmup_steps=warmup)
+    stepper = make(ddp.parameters(), state)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            ddp(torch.ones(2, 40)).sum().backward()
+            stepper.step()
+    return [str(w.message) for w in caught if "twice" in str(w.message)]
+
+
+@pytest.mark.parametrize(
+    ("make", "momentum", "own"),
+    [
+        (sgd_with_momentum, 0.9, "SGD has momentum=0.8"),
+        (adamw, 0.9, "AdamW has betas[0]=0.9"),
+        (rmsprop_with_momentum, 0.9, "RMSprop has momentum=0.5"),
+        (sharded_adam, 0.9, "Adam has betas[0]=0.9"),
+        (sgd, 0.9, None),
+        (one_bit_adam, 0.9, None),
+        (sgd_with_momentum, None, None),
+    ],
+)
+def test_momentum_on_both_sides_is_warned_about_once(
+    world_of_2: World, make: Callable[..., Any], momentum: float | None, own: str | None
+) -> None:
+    for texts in world_of_2.run(case_momentum_twice, make=make, momentum=momentum):
+        assert len(texts) == (own is not None), texts
+        if own:
+            assert texts[0].startswith(f"{own}, but behind attach(momentum=0.9)")
+            assert "SGD with momentum=0 and 10 times the learning rate" in texts[0]
+
+
+class Words(nn.Module):
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(100, 32, dtype=dtype)
+        self.encoder = nn.ModuleDict({"embedding": nn.Linear(32, 64, dtype=dtype)})
+
+
+def norm() -> nn.Module:
+    return nn.LayerNorm(4096)
+
+
+def tiny() -> nn.Module:
+    return nn.Linear(8, 8)
+
+
+def doubles() -> nn.Module:
+    return Words(torch.float64)
+
+
+def case_attach_warnings(
+    make: Callable[[], nn.Module], codec: str, rules: list[dict[str, Any]], native: bool = True
+) -> list[tuple[str, bool]]:
+    """What attach() warns of, and whether it names the line that attaches."""
+    import gradferry
+
+    ddp = DistributedDataParallel(make())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if native:
+            gradferry.attach(ddp, codec, rules=rules)
+        else:
+            gradferry.HookState(codec, ddp, rules=rules)
+    ours = [w for w in caught if "compressed" in str(w.message) or "rules[" in str(w.message)]
+    return [(str(w.message), w.filename == __file__) for w in ours]
+
+
+@pytest.mark.parametrize(
+    ("rule", "parts"),
+    [
+        ({"name": "*embedding*"}, None),  # as in the README
+        ({"name": "embedding.*"}, None),
+        ({"max_dims": 1}, None),
+        ({"name": "*.embeding.*"}, ("'embedding.weight'", "'encoder.embedding.weight'", "whole")),
+        ({"name": "encoder.embeddings.*"}, ("'encoder.embedding.weight'", "*embedding*")),
+        ({"name": "zzzz"}, ("'zzzz'", "covers the whole name")),
+        ({"name": "embedding.*", "min_dims": 3}, ("none has these dimensions", "'min_dims': 3")),
+        ({"min_size": 10**9}, ("'min_size': 1000000000",)),
+    ],
+)
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+def test_a_rule_without_a_parameter_is_warned_about(
+    world_of_2: World, rule: dict[str, Any], parts: tuple[str, ...] | None, native: bool
+) -> None:
+    rules = [{"codec": "q8", **rule}, {"name": "*", "codec": "q4"}]
+    for warned in world_of_2.run(
+        case_attach_warnings, make=Words, codec="q4", rules=rules, native=native
+    ):
+        assert len(warned) == (parts is not None), warned
+        for text, at_the_call in warned:
+            assert at_the_call
+            assert text.startswith("rules[0]={")
+            for part in parts or ():
+                assert part in text, text
+
+
+@pytest.mark.parametrize(
+    ("make", "codec", "rules", "expected"),
+    [
+        (doubles, "q4", [], "(3 of float64 or complex)"),
+        (norm, "sign1", [], "(2 of at most 1 dimension)"),
+        (
+            tiny,
+            "auto",
+            [],
+            "(1 of fewer than 1024 elements, 1 of at most 1 dimension)",
+        ),
+        (
+            Words,
+            "q4",
+            [{"min_dims": 2, "codec": "exact"}],
+            "(2 by your rules, 1 of at most 1 dimension)",
+        ),
+        (Words, "q4", [{"codec": "exact"}], None),
+        (norm, "exact", [], None),
+        (norm, "q4", [{"codec": "q4"}], None),
+        (Words, "q4", [], None),
+    ],
+)
+def test_a_model_that_nothing_compresses_is_warned_about(
+    world_of_2: World,
+    make: Callable[[], nn.Module],
+    codec: str,
+    rules: list[dict[str, Any]],
+    expected: str | None,
+) -> None:
+    for warned in world_of_2.run(case_attach_warnings, make=make, codec=codec, rules=rules):
+        assert len(warned) == (expected is not None), warned
+        if expected:
+            assert expected in warned[0][0], warned
+            assert warned[0][1]
+
+
+def test_a_world_of_one_compresses_nothing_anyway(worlds: Callable[[int], World]) -> None:
+    assert worlds(1).run(case_attach_warnings, make=norm, codec="q4", rules=[]) == [[]]

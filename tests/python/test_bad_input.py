@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -36,6 +37,14 @@ def case_bad_option(options: dict) -> Outcome:
         ({"codec": "exat"}, ("exat", "exact")),
         ({"codec": "q4:blok=3"}, ("q4", "blok")),
         ({"codec": ""}, ("codec",)),
+        ({"codec": "aut"}, ("did you mean 'auto'?", "topk, off, auto")),
+        ({"codec": "of"}, ("did you mean 'off'?",)),
+        ({"codec": "Q4"}, ("did you mean 'q4'?",)),
+        ({"codec": "torch:fp16"}, ("'torch:fp16'", "PyTorch's own", "'bf16'")),
+        ({"codec": "topk:0.01"}, ("Did you mean 'ratio=0.01'?",)),
+        ({"codec": "q8:8"}, ("'q8' has no options",)),
+        ({"rules": [{"codec": "auto"}]}, ("rules[0]", "'auto'", "whole models")),
+        ({"rules": [{"codec": "torch:bf16"}]}, ("PyTorch's own",)),
         ({"error_feedback": "booth"}, ("error_feedback", "booth", "both")),
         ({"nonfinite": "rise"}, ("nonfinite", "rise", "raise")),
         ({"rules": [{"name": "first", "codec": "q44"}]}, ("q44", "q4")),
@@ -43,7 +52,12 @@ def case_bad_option(options: dict) -> Outcome:
         ({"rules": {"first": "exact"}}, ("rules", "name", "codec")),
         ({"rules": [{"name": "first"}]}, ("rules[0]", "codec")),
         ({"momentum": 1.5}, ("momentum", "1.5")),
+        ({"momentum": np.float32(1)}, ("momentum", "1.0")),
+        ({"momentum": True}, ("momentum", "True")),
         ({"seed": -1}, ("seed", "-1")),
+        ({"seed": np.int64(-1)}, ("seed", "-1")),
+        ({"seed": True}, ("seed", "True")),
+        ({"seed": 1.0}, ("seed", "1.0")),
         ({"warmup_steps": -2}, ("warmup_steps", "-2")),
     ],
 )
@@ -55,6 +69,23 @@ def test_attach_names_the_wrong_value_and_the_closest_right_one(
     assert outcomes[0].text == outcomes[1].text
     for part in parts:
         assert part in outcomes[0].text, outcomes[0].text
+
+
+def case_numpy_numbers() -> tuple[float, int, int]:
+    import gradferry
+
+    state = gradferry.attach(
+        plain_ddp(),
+        momentum=np.float64(0.9),
+        seed=np.int64(3),
+        rules=[{"min_size": np.int32(8), "codec": "q8"}],
+    )
+    config = state._bound().config
+    return config.momentum, config.seed, config.rules[0].min_size
+
+
+def test_numbers_of_numpy_are_numbers(world_of_2: World) -> None:
+    assert world_of_2.run(case_numpy_numbers) == [(0.9, 3, 8)] * 2
 
 
 def attach_twice() -> Outcome:
@@ -173,6 +204,14 @@ def backward_unbound() -> Outcome:
     return attempt(lambda: backward(ddp))
 
 
+def backward_without_state() -> Outcome:
+    import gradferry
+
+    ddp = plain_ddp()
+    ddp.register_comm_hook(None, gradferry.hook)
+    return attempt(lambda: backward(ddp))
+
+
 def stats_unbound() -> Outcome:
     import gradferry
 
@@ -204,6 +243,7 @@ def backward(ddp: DistributedDataParallel) -> None:
         (register_the_state_of_a_native_hook, ("StateError",), ("to another Distr",)),
         (register_for_two_models, ("StateError",), ("to another Distr", "a HookState of its own")),
         (backward_unbound, ("StateError",), ("bind",)),
+        (backward_without_state, ("ConfigError",), ("is None", "gradferry.HookState('q4', ddp)")),
         (stats_unbound, ("StateError",), ("bind",)),
     ],
     ids=lambda value: getattr(value, "__name__", None),

@@ -409,7 +409,7 @@ def case_failing(scenario: Scenario) -> Any:
         raise ArithmeticError("not today")
 
     bound = run.state._bound()
-    bound.hook.call_at(1, fail)
+    bound.hook.call_at(1, fail, "test")
     run.step(0)
     return attempt(lambda: run.step(1))
 

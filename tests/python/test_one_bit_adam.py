@@ -369,6 +369,7 @@ def case_refusals() -> list[Outcome]:
         lambda: OneBitAdam(other.parameters(), betas=(0.8, 0.999), freeze_step=FREEZE, state=bound)
     )
     refused(lambda: OneBitAdam(parameters, freeze_step=FREEZE, state=bound))
+    refused(lambda: OneBitAdam(parameters, freeze_step=FREEZE, state=None))
     refused(
         lambda: OneBitAdam(
             other.parameters(), freeze_step=FREEZE, state=bound, variance_floor=float("nan")
@@ -388,7 +389,7 @@ def case_refusals() -> list[Outcome]:
 def test_what_would_train_wrongly_is_refused(world_of_2: World) -> None:
     for outcomes in world_of_2.run(case_refusals):
         texts = [o.text for o in outcomes]
-        assert [o.error for o in outcomes] == ["StateError"] + ["ConfigError"] * 5 + [
+        assert [o.error for o in outcomes] == ["StateError"] + ["ConfigError"] * 6 + [
             "StateError"
         ] * 2, texts
         assert "not bound" in texts[0]
@@ -396,9 +397,10 @@ def test_what_would_train_wrongly_is_refused(world_of_2: World) -> None:
         assert "freeze_step=5 and the hook's warmup_steps=4" in texts[2]
         assert "betas[0]=0.8 and the hook's momentum=0.9" in texts[3]
         assert "of shape (90, 70), is none that the hook reduces" in texts[4]
-        assert "variance_floor=nan must be from 0 to 1" in texts[5]
-        assert "0 synced backward passes since the last step" in texts[6]
-        assert "2 synced backward passes since the last step" in texts[7]
+        assert "is None, not a gradferry.HookState" in texts[5]
+        assert "variance_floor=nan must be from 0 to 1" in texts[6]
+        assert "0 synced backward passes since the last step" in texts[7]
+        assert "2 synced backward passes since the last step" in texts[8]
 
 
 def case_disabled() -> bool:

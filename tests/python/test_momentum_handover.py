@@ -1,0 +1,126 @@
+"""Ranks compare whose momentum OneBitAdam hands over."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from outcomes import Outcome, attempt
+from scenario import ChosenGradients, Scenario, Weight
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from world import World
+
+WEIGHTS = (Weight("first", (90, 70)), Weight("bias", (50,)), Weight("second", (64, 60)))
+BETAS = (0.9, 0.99)
+
+
+def case_ranks_that_differ(optimizers: dict[int, list[list[int]]]) -> list[str]:
+    """The outcome of every step; optimizers: by rank, the indices of each one's parameters."""
+    import gradferry
+    from gradferry.optim import OneBitAdam
+
+    model = ChosenGradients(Scenario(WEIGHTS))
+    ddp = DistributedDataParallel(model)
+    state = gradferry.attach(ddp, "sign1", momentum=BETAS[0], warmup_steps=2)
+    parameters = list(ddp.parameters())
+    steppers = [
+        OneBitAdam(
+            [{"params": [parameters[i] for i in chosen]}], betas=BETAS, freeze_step=2, state=state
+        )
+        for chosen in optimizers[dist.get_rank()]
+    ]
+    targets = {w.name: torch.ones(w.shape) for w in WEIGHTS}
+    outcomes = []
+    for _ in range(4):
+        outcome = attempt(lambda: ddp(targets).backward())
+        outcomes.append(f"{outcome.error}: {outcome.text}" if outcome.error else "")
+        if outcome.error:
+            break
+        for stepper in steppers:
+            stepper.step()
+    return outcomes
+
+
+@pytest.mark.parametrize(
+    ("optimizers", "fault"),
+    [
+        ({0: [[0, 1, 2]], 1: [[0, 1, 2]]}, ""),
+        ({0: [[0, 2]], 1: [[0, 2]]}, ""),
+        ({0: [[0], [1, 2]], 1: [[0], [1, 2]]}, ""),
+        ({0: [[0, 1]], 1: [[2]]}, "rank 0 has no OneBitAdam that holds 'second'"),
+        ({0: [[0, 1, 2]], 1: [[]]}, "rank 1 has no OneBitAdam that holds 'first' and 2 more"),
+        ({0: [[0], [1, 2]], 1: [[0]]}, "rank 1 has no OneBitAdam that holds 'bias' and 1 more"),
+        ({0: [], 1: [[1]]}, "rank 0 has no OneBitAdam that holds 'bias'"),
+    ],
+)
+def test_every_rank_must_hold_the_same_momenta(
+    world_of_2: World, optimizers: dict[int, list[list[int]]], fault: str
+) -> None:
+    one, other = world_of_2.run(case_ranks_that_differ, optimizers=optimizers)
+    assert one == other
+    if fault:
+        assert one[0].startswith(f"StateError: {fault}, unlike another rank"), one
+        assert "without ZeroRedundancyOptimizer" in one[0]
+    else:
+        assert one == [""] * 4
+
+
+@pytest.mark.torch_core
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+def test_a_sharded_optimizer_is_refused_on_all_ranks(world_of_3: World, native: bool) -> None:
+    # One parameter for three ranks: two shards are empty.
+    outcomes = world_of_3.run(case_sharded, native=native)
+    assert [o.error for o in outcomes] == ["StateError"] * 3
+    assert len({o.text for o in outcomes}) == 1
+    assert "has no OneBitAdam that holds 'weight'" in outcomes[0].text
+
+
+def case_sharded(native: bool) -> Outcome:
+    import gradferry
+    from gradferry.optim import OneBitAdam
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    ddp = DistributedDataParallel(nn.Linear(40, 40, bias=False))
+    options = {"momentum": 0.9, "warmup_steps": 2}
+    if native:
+        state = gradferry.attach(ddp, "sign1", **options)
+    else:
+        state = gradferry.HookState("sign1", ddp, **options)
+        ddp.register_comm_hook(state, gradferry.hook)
+    ZeroRedundancyOptimizer(
+        ddp.parameters(), optimizer_class=OneBitAdam, freeze_step=2, state=state
+    )
+    return attempt(lambda: ddp(torch.ones(2, 40)).sum().backward())
+
+
+def case_a_rank_that_does_not_step(resumed: bool) -> list[str]:
+    """Rank 1 leaves out its optimizer's step at the freeze; perhaps after a checkpoint."""
+    import gradferry
+    from gradferry.optim import OneBitAdam
+
+    ddp = DistributedDataParallel(nn.Linear(40, 40))
+    state = gradferry.attach(ddp, "sign1", momentum=0.9, warmup_steps=3)
+    optimizer = OneBitAdam(ddp.parameters(), freeze_step=3, state=state)
+    outcomes = []
+    for step in range(5):
+        if resumed and step == 2:
+            state.load_state_dict(state.state_dict())
+        outcome = attempt(lambda: ddp(torch.ones(2, 40)).sum().backward())
+        outcomes.append(f"{outcome.error}: {outcome.text}" if outcome.error else "")
+        if outcome.error:
+            break
+        if step < 2 or dist.get_rank() == 0:
+            optimizer.step()
+    return outcomes
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_rank_that_hands_over_no_momentum_stops_all(world_of_2: World, resumed: bool) -> None:
+    one, other = world_of_2.run(case_a_rank_that_does_not_step, resumed=resumed)
+    assert one == other
+    assert one[:3] == [""] * 3
+    assert len(one) == 4
+    assert one[3].startswith(
+        "StateError: rank 1 did not hand over, after step 2, the momentum of 'weight' and 1 more"
+    )
