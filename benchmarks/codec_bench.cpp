@@ -44,9 +44,9 @@ void report(benchmark::State& state, const Group& group, const std::string& oper
     for (auto _ : state) state.SetIterationTime(row.seconds);
     state.counters["GB/s"] = row.gigabytes_per_second;
     state.counters["roof"] = row.roof_gigabytes_per_second;
-    state.counters["ratio"] = row.ratio;
-    state.counters["ratio_min"] = row.ratio_minimum;
-    state.counters["ratio_max"] = row.ratio_maximum;
+    state.counters["ratio"] = row.ratios.median;
+    state.counters["ratio_min"] = row.ratios.minimum;
+    state.counters["ratio_max"] = row.ratios.maximum;
     state.counters["ratio_of_best"] = row.ratio_of_best;
     state.counters["wrong"] = static_cast<double>(row.wrong);
     if (row.wrong != 0) {

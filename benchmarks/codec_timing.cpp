@@ -336,14 +336,11 @@ class CodecTimer::Passes {
     };
     const RoofShape shape = fastest_roof(streams);
     std::vector<Pass> cases, roofs;
-    std::vector<double> ratios;
     for (int round = 0; round < options_.rounds; ++round) {
       roofs.push_back(timed_roof(shape, streams));
       restore();
       cases.push_back(timed(work));
       roofs.push_back(timed_roof(shape, streams));
-      const size_t last = roofs.size() - 1;
-      ratios.push_back(0.5 * (total(roofs[last - 1]) + total(roofs[last])) / total(cases.back()));
     }
     restore();
     work(0, num_tiles_);
@@ -352,9 +349,7 @@ class CodecTimer::Passes {
     row.seconds = typical_seconds(cases, median);
     row.gigabytes_per_second = bytes / row.seconds / 1e9;
     row.roof_gigabytes_per_second = bytes / roof_seconds / 1e9;
-    row.ratio = roof_seconds / row.seconds;
-    row.ratio_minimum = minimum(ratios);
-    row.ratio_maximum = *std::max_element(ratios.begin(), ratios.end());
+    row.ratios = ratios_of_rounds(roofs, cases);
     row.ratio_of_best = typical_seconds(roofs, minimum) / typical_seconds(cases, minimum);
     return row;
   }

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "benchmarks/pass_times.h"
 #include "gradferry/codec.h"
 
 namespace gradferry {
@@ -32,9 +33,7 @@ struct CodecTimingRow {
   double seconds;            // of a pass over all elements: the medians of its sections, summed
   double gigabytes_per_second;
   double roof_gigabytes_per_second;
-  double ratio;  // roof's time over the case's, from section medians; 1: as fast as the roof
-  double ratio_minimum;  // of whole triples
-  double ratio_maximum;
+  RoundRatios ratios;    // roof's time over the case's; 1: as fast as the roof
   double ratio_of_best;  // fastest roof over fastest case: what is left when others use the machine
   uint64_t wrong;        // bytes that failed validation; the case is timed only if 0
 };

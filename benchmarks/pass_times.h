@@ -51,6 +51,32 @@ inline double typical_seconds(const std::vector<Pass>& passes,
   return longest;
 }
 
+// How a case compares with a roof that was timed before and after it in every round.
+struct RoundRatios {
+  double median, minimum, maximum;  // of the rounds
+};
+
+// A round's ratio is the median over its sections of roof / case, with the roof before and with the
+// one after. So minimum, median and maximum are of the same numbers, and interruptions, which are
+// always additions, spoil none of them: a mean of both roofs would carry them on. `roofs` has two
+// passes for each of `cases`, all cut alike.
+inline RoundRatios ratios_of_rounds(const std::vector<Pass>& roofs,
+                                    const std::vector<Pass>& cases) {
+  std::vector<double> rounds;
+  for (size_t round = 0; round < cases.size(); ++round) {
+    const Pass &before = roofs[2 * round], &after = roofs[2 * round + 1], &own = cases[round];
+    std::vector<double> sections;
+    for (size_t thread = 0; thread < own.size(); ++thread) {
+      for (size_t i = 0; i < own[thread].size(); ++i) {
+        sections.push_back(before[thread][i] / own[thread][i]);
+        sections.push_back(after[thread][i] / own[thread][i]);
+      }
+    }
+    rounds.push_back(median(sections));
+  }
+  return {median(rounds), minimum(rounds), *std::max_element(rounds.begin(), rounds.end())};
+}
+
 inline double total(const Pass& pass) {
   double longest = 0;
   for (const Sections& sections : pass) {

@@ -53,6 +53,8 @@ def main() -> None:
     first = (
         load(arguments.checkpoint, parts, state) if checkpoint.exists(arguments.checkpoint) else 0
     )
+    if first >= arguments.epochs and dist.get_rank() == 0:
+        print(f"finished: {first} epochs are done in {arguments.checkpoint}; more with --epochs")
     for epoch in range(first, arguments.epochs):
         sampler.set_epoch(epoch)
         for batch, targets in loader:

@@ -28,9 +28,9 @@ _EXIT_INTERRUPTED = 130  # as shells do: 128 + SIGINT
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the process's exit code."""
     command_line = list(sys.argv[1:] if argv is None else argv)
-    arguments = _parser().parse_args(command_line)
-    arguments.command_line = command_line  # for commands that start themselves again elsewhere
     try:
+        arguments = _parser().parse_args(command_line)  # options name what this machine can run
+        arguments.command_line = command_line  # for commands that start themselves again elsewhere
         code: int = arguments.run(arguments)
     except ConfigError as error:
         print(f"gradferry: {error}", file=sys.stderr)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import platform
+import textwrap
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,9 +15,10 @@ from gradferry import _build_info, _native, device
 from gradferry.codec_spec import parse_codec
 from gradferry.errors import ConfigError
 from gradferry.reporting.environment import cpu_model, os_name
-from gradferry.reporting.table import Column, Table, print_line, print_table
+from gradferry.reporting.table import print_line
 
 _KEY_WIDTH = 18  # characters
+_MOST_WIDTH = 100  # longer lines are hard to read
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +31,8 @@ def run(arguments: argparse.Namespace) -> int:
     for key, value in facts().items():
         print_line(console, f"{key + ':':<{_KEY_WIDTH}}{value}")
     console.print()
-    print_table(console, codec_table())
+    for line in codec_lines(min(console.width, _MOST_WIDTH)):
+        print_line(console, line)
     return 0
 
 
@@ -61,31 +64,36 @@ def _cuda_kernels() -> str:
     return f"{built}, loaded"
 
 
-def codec_table() -> Table:
-    """Every codec of this build."""
-    columns = (
-        Column("codec", lambda row: str(row["name"]), is_number=False),
-        Column("bits per\nelement", _bits),
-        Column("options", _options, is_number=False),
-        Column("what it does", lambda row: str(row["summary"]), is_number=False),
-    )
-    return Table(
-        title="Codecs",
-        columns=columns,
-        rows=_native.codecs(),
-        notes=(
-            "Bits are those of 4096 fp32 elements on their way to the owner, at the default "
-            "options. Codec 'off' leaves gradients to the backend's own all-reduce.",
+def codec_lines(width: int) -> list[str]:
+    """Every codec of this build: name, bits per element, what it does, its options. No line is
+    longer than `width`, in characters.
+    """
+    codecs = _native.codecs()
+    names = max(len(codec["name"]) for codec in codecs)
+    lines = [f"{'codec':<{names}}    bits", "-" * width]
+    for codec in codecs:
+        head = f"{codec['name']:<{names}}  {parse_codec(codec['name']).bits():>6.2f}  "
+        lines += _wrapped(codec["summary"], head, width)
+        for option in codec["options"]:
+            lines += _wrapped(f"{_option(option)}: {option['help']}", " " * len(head), width)
+    return [
+        *lines,
+        "",
+        *_wrapped(
+            "Bits are those per element of 4096 fp32 elements on their way to the owner, at the "
+            "default options. Codec 'off' leaves gradients to the backend's own all-reduce.",
+            "",
+            width,
         ),
+    ]
+
+
+def _wrapped(text: str, head: str, width: int) -> list[str]:
+    """`text` beside `head`; its further lines stand below its first one."""
+    below = " " * len(head)
+    return textwrap.wrap(
+        text, width, initial_indent=head, subsequent_indent=below, break_on_hyphens=False
     )
-
-
-def _bits(codec: Mapping[str, Any]) -> str:
-    return f"{parse_codec(codec['name']).bits():.2f}"
-
-
-def _options(codec: Mapping[str, Any]) -> str:
-    return ",".join(_option(option) for option in codec["options"]) or "-"
 
 
 def _option(option: Mapping[str, Any]) -> str:

@@ -37,8 +37,9 @@ py::dict describe_row(const CodecTimingRow& row) {
   return py::dict(
       py::arg("op") = row.operation, py::arg("num_elements") = row.num_elements,
       py::arg("world_size") = row.world_size, py::arg("gbps") = row.gigabytes_per_second,
-      py::arg("roof_gbps") = row.roof_gigabytes_per_second, py::arg("roof_ratio") = row.ratio,
-      py::arg("roof_ratio_min") = row.ratio_minimum, py::arg("roof_ratio_max") = row.ratio_maximum,
+      py::arg("roof_gbps") = row.roof_gigabytes_per_second,
+      py::arg("roof_ratio") = row.ratios.median, py::arg("roof_ratio_min") = row.ratios.minimum,
+      py::arg("roof_ratio_max") = row.ratios.maximum,
       py::arg("roof_ratio_best") = row.ratio_of_best, py::arg("seconds") = row.seconds,
       py::arg("bytes_per_element") = row.bytes_per_element,
       py::arg("bits_per_element") = row.bits_per_element, py::arg("nmse") = row.nmse,

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from gradferry import _native
-from gradferry.bench.peers import PEERS, compare_with_peers, installed_peers
+from gradferry.bench.peers import PEERS, compare_with_peers, installed_peers, missing_peers
 from gradferry.cli import main
 
 ROW_KEYS = {
@@ -33,7 +33,7 @@ def test_bench_codec_times_every_codec_of_the_table(tmp_path, capsys):
         assert row["wrong"] == 0
         assert row["num_elements"] == 524288
         assert row["gbps"] > 0
-        assert row["roof_ratio_min"] <= row["roof_ratio_max"]
+        assert row["roof_ratio_min"] <= row["roof_ratio"] <= row["roof_ratio_max"]
         assert row["gbps"] * 1e9 == pytest.approx(
             row["elements_per_second"] * row["bytes_per_element"]
         )
@@ -84,6 +84,11 @@ def test_peers_are_compared_on_the_same_buffer(tmp_path, capsys):
     for row in rows:
         assert row["speedup_min"] <= row["speedup"] <= row["speedup_max"]
     assert "torch:quantize_per_tensor" in capsys.readouterr().out
+
+
+def test_missing_peers_are_named_as_pip_knows_them(monkeypatch):
+    monkeypatch.setattr("gradferry.bench.peers.installed_peers", list)
+    assert missing_peers() == ["bitsandbytes", "hivemind", "pypiquant", "torch"]
 
 
 def test_peers_without_a_rival_are_left_out():

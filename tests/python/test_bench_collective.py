@@ -24,8 +24,8 @@ from world import World
 
 ROW_KEYS = [
     "size", "count", "type", "codec", "time", "algbw", "busbw", "wrong", "wire", "ratio", "enc",
-    "dec", "net", "rel_err", "speedup", "speedup_low", "speedup_high", "time_min", "time_max",
-    "wire_measured", "link", "ranks",
+    "dec", "net", "rel_err", "speedup", "speedup_low", "speedup_high", "iters",
+    "interval_coverage", "time_min", "time_max", "wire_measured", "link", "ranks",
 ]  # fmt: skip
 CODECS = tuple(_native.canonical_codec(str(codec["name"])) for codec in _native.codecs())
 
@@ -46,12 +46,14 @@ def test_collective_smoke_compares_with_the_backends_own(tmp_path, capsys):
         assert row["busbw"] == pytest.approx(row["algbw"])  # 2 ranks
         assert row["ratio"] == pytest.approx(row["size"] / row["wire"])  # of 2 ranks
         assert row["speedup_low"] <= row["speedup"] <= row["speedup_high"]
+        assert (row["iters"], row["interval_coverage"]) == (2, 0.5)
         codec = row["codec"] not in OWN_DTYPES
         for part in ("enc", "dec", "net"):
             assert (row[part] is not None) == codec
             assert not codec or row[part] > 0
         assert (row["rel_err"] > 0) == codec
     shown = capsys.readouterr().out
+    assert "(50 %)" in shown
     heading = "type codec time algbw busbw #wrong"
     assert " ".join(shown.split("(elements)")[0].split()).count("algbw") == 1
     for word in (*heading.split(), "wire", "ratio", "enc", "dec", "net", "rel.err", "speedup"):

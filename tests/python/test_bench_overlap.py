@@ -13,7 +13,7 @@ from gradferry.workloads.overlap import OverlapOptions, OverlapOutcome
 ROW_KEYS = {
     "hook", "link", "ranks", "device", "model", "bucket_cap_mb", "seed", "backward_ms",
     "backward_ms_min", "backward_ms_max", "exposed_ms", "exposed_ms_low", "exposed_ms_high",
-    "ratio_to_none", "round_ms",
+    "ratio_to_none", "round_ms", "interval_coverage",
 }  # fmt: skip
 PHASES = {"gradferry::encode", "gradferry::network", "gradferry::reduce", "gradferry::decode"}
 
@@ -49,7 +49,11 @@ def test_exposed_time_is_that_of_pairs():
     assert (none["exposed_ms"], none["ratio_to_none"]) == (0.0, 1.0)
     assert (q4["exposed_ms"], q4["exposed_ms_low"], q4["exposed_ms_high"]) == (2.0, 1.0, 6.0)
     assert (q4["backward_ms"], q4["ratio_to_none"]) == (22.0, 1.1)
-    assert len(overlap_table([none, q4]).rows) == 2
+    assert q4["interval_coverage"] == 0.75
+    table = overlap_table([none, q4])
+    assert len(table.rows) == 2
+    assert "(75 %)" in [column.title for column in table.columns]
+    assert "75 %: how surely" in table.notes[1]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

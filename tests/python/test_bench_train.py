@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from gradferry.bench.train import train_rows
+from gradferry.bench.train import train_rows, train_table
 from gradferry.cli import main
 from gradferry.errors import ConfigError
 from gradferry.workloads.contest import ContestOptions, Outcome, run_contest
@@ -26,6 +26,7 @@ FIRST_KEYS = [
 ]  # fmt: skip
 FURTHER_KEYS = {
     "ratio_to_none_low", "ratio_to_none_high", "speedup", "speedup_low", "speedup_high",
+    "interval_coverage",
     "wire_bytes_measured", "wire_bytes_formula", "interface_bytes", "until_loss", "steps_to_loss",
     "seconds_to_loss", "encode_ms", "network_ms", "reduce_ms", "decode_ms", "model",
     "seed", "round_ms", "trial_ms", "last_step",
@@ -71,6 +72,9 @@ def test_train_smoke_compares_hooks_on_loopback(tmp_path, capsys):
     assert 3.5 < fp16["wire_bytes"] / q4["wire_bytes"] < 3.75  # 16 bits against 4.3 and exempt ones
     shown = capsys.readouterr().out
     assert "gradferry bench train: small, 2 ranks, link loopback, 2 rounds" in shown
+    assert {row["interval_coverage"] for row in rows} == {0.5}
+    assert "(50 %)" in shown
+    assert "95 %)" not in shown
 
 
 def case_contest(model: str, hooks: tuple[str, ...], **options: Any) -> Any:
@@ -120,6 +124,9 @@ def test_a_model_of_the_users_is_trained(world_of_2: World, name):
     ("model", "options", "message"),
     [
         ("scores", {}, r"own_models:scores: the model returned Tensor.*must return its loss"),
+        ("bare", {}, r"own_models:bare: a batch is a Tensor.*must be a tuple.*\(x,\)"),
+        ("too_many", {}, r"forward\(x: .*does not take a batch of 2 values: too many positional"),
+        ("misnamed", {}, r"does not take a batch of y: missing a required argument: 'x'"),
         ("nothing", {}, r"own_models:nothing returned None; it must be \(model, batch_fn\)"),
         ("tensors", {"until_loss": 1.0}, "own_models:tensors has no validation data"),
     ],
@@ -151,6 +158,7 @@ def test_train_shows_a_ranks_own_error(capsys):
         (["--model", "no_such_module:make"], "No module named 'no_such_module'"),
         (["--model", "math:make"], "math"),
         (["--model", "math:pi"], "cannot be called"),
+        (["--model", "json:dumps"], "must be a function without arguments"),
         (["--rounds", "0"], "--rounds: 0"),
         (["--steps", "0"], "--steps: 0"),
         (["--bucket-caps", "4", "0"], "--bucket-caps: 0"),
@@ -180,6 +188,17 @@ def test_rows_compare_within_rounds():
     assert rows["q4"]["speedup"] == pytest.approx(600 / 440)
     assert rows["torch:fp32"]["ratio_to_none"] == pytest.approx(2)
     assert rows["torch:fp32"]["speedup"] == pytest.approx(0.75)
+
+
+@pytest.mark.parametrize(("rounds", "heading"), [(2, "(50 %)"), (20, "(95 %)")])
+def test_the_heading_of_an_interval_is_what_its_rounds_give(rounds, heading):
+    times = [100.0 + n for n in range(rounds)]
+    outcomes = [Outcome("none", 25, {}, times), Outcome("q4", 4, {}, times)]
+    options = ContestOptions("m", ("none",), (25.0,), rounds=rounds, steps=1, seed=0)
+    table = train_table(train_rows(outcomes, options, "1gbit", 2))
+    titles = [column.title for column in table.columns if "%" in column.title]
+    assert titles == [heading, heading]
+    assert f"by {rounds} rounds" in table.notes[0]
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,7 @@ def test_converge_shows_verdicts_pictures_and_a_page(trained):
         "quick",
     ]
     assert "All 1 demands are met." in (out / "index.html").read_text()
+    assert trained.shown.startswith("5 trainings, 2 at a time.\n")
     assert "5/5 convex" in trained.shown
     assert re.search(r"OneBitAdam +sign1 +momentum.*reported", trained.shown)
     assert re.search(r"AdamW +q4 +owner.*within", trained.shown)

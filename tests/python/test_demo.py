@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from gradferry.cli import main
+from gradferry.demo import section_of
 
 COMMAND = [sys.executable, "-m", "gradferry"]
 ROW_KEYS = {
@@ -60,6 +62,26 @@ def test_demo_compares_hooks_on_text(tmp_path, capsys):
     assert "standard library" in shown
     assert f"{q4['wire_bytes_per_step']:,}" in shown
     assert "1 Gb/s" in shown
+    slower = q4["ms_per_step"] / fp32["ms_per_step"]
+    assert re.search(rf"ms\s+with\s+torch:fp32.*q4\s+{slower:.2f}\s+times", shown, re.DOTALL)
+
+
+@pytest.mark.parametrize("q4_ms", [5.0, 20.0])
+def test_demo_says_what_it_measured(q4_ms):
+    row = {
+        "task": "digits", "ranks": 2, "steps": 3, "seed": 0, "initial_loss": 2.0, "final_loss": 1.0,
+        "wire_bytes_per_step": 10, "wire_bytes_measured": True, "wire_bytes_formula": 10,
+        "ratio": 1.0, "losses": [2.0], "cumulative_wire_bytes": [10],
+    }  # fmt: skip
+    fp32 = {**row, "hook": "torch:fp32", "ms_per_step": 12.0}
+    bf16 = {**row, "hook": "torch:bf16", "ms_per_step": 10.0}
+    q4 = {**row, "hook": "q4", "ms_per_step": q4_ms}
+    notes = " ".join(section_of([fp32, bf16, q4]).table.notes)
+    assert (
+        f"of the 10.0 ms with torch:bf16, the fastest without a codec: q4 {q4_ms / 10:.2f}" in notes
+    )
+    assert "too fast" not in notes
+    assert "the fastest without" not in " ".join(section_of([q4]).table.notes)
 
 
 def test_demo_runs_under_torchrun_on_vision(tmp_path):

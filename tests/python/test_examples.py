@@ -43,6 +43,8 @@ def test_amp_resumes_to_the_same_bits_and_with_another_number_of_ranks(tmp_path:
     first = run(name, "--checkpoint", stopped, "--epochs", "2")
     second = run(name, "--checkpoint", stopped, "--epochs", "4")
     assert first + second == whole
+    again = run(name, "--checkpoint", stopped, "--epochs", "4")
+    assert again == f"finished: 4 epochs are done in {stopped}; more with --epochs\n"
     third = run(name, "--checkpoint", stopped, "--epochs", "5", ranks=3)
     assert re.findall(r"epoch (\d)", third) == ["4"]
     assert losses(third)[0] < 0.8 * losses(whole)[0]
@@ -73,7 +75,8 @@ def test_amp_resumes_after_kill_9(tmp_path: Path) -> None:
     rest = run(name, "--checkpoint", folder, "--epochs", "3")
     # The kill may have come after a later save: then those epochs were not printed here.
     assert whole.startswith(seen)
-    assert whole.endswith(rest)
+    assert whole.endswith("".join(re.findall(r"epoch .*\n", rest)))
+    assert ("finished" in rest) == ("epoch 2:" not in rest)
 
 
 def test_one_bit_adam_learns_and_sends_a_twentieth() -> None:

@@ -16,8 +16,9 @@ from gradferry.forecast.buckets import CodecTraffic, ddp_buckets
 from gradferry.forecast.costs import Parameter
 from gradferry.forecast.diagnosis import needs_momentum
 from gradferry.forecast.observe import observe
+from gradferry.forecast.plan import plan_curves
 from gradferry.forecast.predict import Prediction
-from gradferry.forecast.verdict import advise
+from gradferry.forecast.verdict import advise, suppose
 from gradferry.workloads.hooks import hook_config
 from gradferry.workloads.network import check_network
 from scenario import Run, Scenario, Weight
@@ -245,6 +246,34 @@ def test_doctor_looks_at_a_model_that_is_there(world_of_2: World) -> None:
     assert unchanged
 
 
+def case_bad_batches() -> list[str]:
+    ddp = DistributedDataParallel(nn.Linear(300, 1))
+    x = torch.randn(4, 300)
+    said = []
+    for batch_fn in (
+        lambda: x, lambda: None, lambda: (x, x), lambda: {"y": x}, lambda n: (x,), (x,),
+    ):  # fmt: skip
+        try:
+            gradferry.doctor(ddp, batch_fn, hooks=["q4"], show=False)
+        except ConfigError as error:
+            said.append(str(error))
+    return said
+
+
+def test_doctor_says_what_a_batch_must_be(world_of_2: World) -> None:
+    expected = (
+        r"batch_fn: a batch is a Tensor; it must be a tuple or list .*one tensor alone is \(x,\)",
+        r"batch_fn: a batch is None; it must be",
+        r"batch_fn: the model's forward\(input: .* does not take a batch of 2 values: too many",
+        r"does not take a batch of y: missing a required argument: 'input'",
+        r"batch_fn must be a function without arguments .*'n'",
+        r"batch_fn must be a function without arguments .* cannot be called",
+    )
+    for said in world_of_2.run(case_bad_batches):
+        for sentence, pattern in zip(said, expected, strict=True):
+            assert re.search(pattern, sentence, re.DOTALL), sentence
+
+
 def plan_rows(tmp_path, *arguments: str) -> list[dict[str, Any]]:
     file = tmp_path / "plan.json"
     assert main(["plan", "--smoke", "--json", str(file), *arguments]) == 0
@@ -256,15 +285,69 @@ def test_plan_smoke_draws_and_says_what_it_assumes(tmp_path, capsys):
     rows = plan_rows(tmp_path, "--png", str(picture))
     assert picture.read_bytes().startswith(b"\x89PNG")
     shown = capsys.readouterr().out
-    for word in ("989 TFLOP/s", "40%", "today is flat", "4 of them in the backward", "crossover"):
+    for word in (
+        "989 TFLOP/s",
+        "40%",
+        "exchange is flat",
+        "4 of them in the backward",
+        "crossover",
+    ):
         assert word in shown, word
     plans = [row for row in rows if row["kind"] == "plan"]
     assert {row["exchange"] for row in plans} == {"flat", "hierarchical"}
     fp32 = [row for row in plans if row["hook"] == "torch:fp32"]
     assert fp32[0]["ms"] == fp32[1]["ms"]  # PyTorch's own do not depend on our exchange
-    verdicts = [row["text"] for row in rows if row["kind"] == "verdict"]
-    assert [text.partition(":")[0] for text in verdicts] == ["flat", "hierarchical"]
-    assert all(text[:60] in shown for text in verdicts)  # lines are wrapped
+    verdicts = [row for row in rows if row["kind"] == "verdict"]
+    assert [(row["exchange"], row["exists"]) for row in verdicts] == [
+        ("flat", True),
+        ("hierarchical", False),
+    ]
+    assert all(row["text"][:60] in shown for row in verdicts)  # lines are wrapped
+
+
+def test_what_does_not_exist_is_marked_wherever_it_is_shown(tmp_path, capsys):
+    rows = plan_rows(tmp_path, "--gpus-per-node", "8")
+    assert {(row["exchange"], row["exists"]) for row in rows} == {
+        ("flat", True),
+        ("hierarchical", False),
+    }
+    paper, flat = (
+        next(row["text"] for row in rows if row["kind"] == "verdict" and row["exists"] is exists)
+        for exists in (False, True)
+    )
+    assert re.match(r"hierarchical, which does not exist yet: q4 would take ", paper)
+    assert "Use" not in paper
+    assert re.match(r"flat: (Use|Do not compress)", flat)
+    lines = capsys.readouterr().out.splitlines()
+    for line in lines:
+        if "hierarchical" in line:
+            assert "†" in line or "does not exist yet" in line, line
+    assert any(line.startswith("† does not exist yet") for line in lines)
+    # PyTorch's own, which do not depend on the exchange, are there once.
+    assert [line.split()[0] for line in lines if " torch:bf16 " in line][:1] == ["flat"]
+    assert sum(line.startswith("hierarchical †") for line in lines) == 1  # q4
+    drawn = plan_curves([row for row in rows if row["kind"] == "speedup"])
+    assert [one.label for one in drawn] == ["flat", "hierarchical (does not exist yet)"]
+
+
+def test_with_one_gpu_per_node_there_is_one_exchange(tmp_path, capsys):
+    rows = plan_rows(tmp_path, "--gpus-per-node", "1")
+    assert {row["exchange"] for row in rows} == {"flat"}
+    shown = capsys.readouterr().out
+    assert "hierarchical" not in shown
+    assert "does not exist" not in shown
+    assert shown.count("speed-up by link speed") == 1
+    assert "nodes of 1 GPU," in shown
+
+
+def test_a_supposition_says_would_and_compares():
+    found = suppose(predictions(torch_fp32=150, torch_bf16=120, q4=110), needs_momentum)
+    assert found == (
+        "q4 would take 110.0 ms per step, 1.10 times a step without communication, 1.09 times "
+        "faster than torch:bf16."
+    )
+    found = suppose(predictions(torch_fp32=150, torch_bf16=120, q4=130), needs_momentum)
+    assert found.endswith("without communication, compression would not pay.")
 
 
 def test_a_plan_agrees_with_the_closed_form_where_the_link_decides(tmp_path):

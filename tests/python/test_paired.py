@@ -6,7 +6,14 @@ import random
 from math import comb
 
 import pytest
-from gradferry.reporting.paired import interval_of_median, paired_difference, paired_ratio
+from gradferry.reporting.paired import (
+    coverage_note,
+    coverage_of,
+    coverage_text,
+    interval_of_median,
+    paired_difference,
+    paired_ratio,
+)
 
 
 @pytest.mark.parametrize(
@@ -22,11 +29,24 @@ def test_interval_runs_between_the_right_order_statistics(n: int, k: int) -> Non
     assert interval.median == (n + 1) / 2
     below = sum(comb(n, i) for i in range(k)) / 2**n
     assert 2 * below <= 0.05 < 2 * (below + comb(n, k) / 2**n)
+    assert coverage_of(n) == 1 - 2 * below
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])
 def test_interval_of_few_values_is_all_of_them(n: int) -> None:
     assert interval_of_median(range(n))[1:] == (0, n - 1)
+
+
+@pytest.mark.parametrize(
+    # Of n fair coins, all show the same side with probability 2 / 2^n.
+    ("n", "coverage", "text"),
+    [(1, 0, "0 %"), (2, 0.5, "50 %"), (3, 0.75, "75 %"), (5, 0.9375, "93 %"), (6, 0.96875, "96 %")],
+)
+def test_few_rounds_promise_no_more_than_they_hold(n: int, coverage: float, text: str) -> None:
+    assert coverage_of(n) == coverage
+    assert coverage_text(n) == text
+    assert coverage_note(n).startswith(f"{text}: ")
+    assert ("6 give" in coverage_note(n)) == (n < 6)
 
 
 def test_pairs_are_compared_within_their_round() -> None:

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gradferry.bench.overlap import overlap_rows
 from gradferry.bench.train import train_rows
 from gradferry.cli import main
 from gradferry.reporting.json_file import write_json
 from gradferry.reporting.waterfall import Span, draw_waterfalls, waterfall_of
 from gradferry.workloads.contest import ContestOptions, LastStep, Outcome
+from gradferry.workloads.overlap import OverlapOptions, OverlapOutcome
 
 PNG_START = b"\x89PNG\r\n\x1a\n"
 PLACE = {"cpu": "A&B"}
@@ -50,9 +52,12 @@ def cells(page: str, heading: str) -> list[list[str]]:
 
 def test_trainings_on_several_links_are_compared(tmp_path):
     folder = tmp_path / "runs" / "deep"
-    write_json(folder / "fast.json", train("10gbit", 100.0), PLACE)
-    write_json(folder / "slow.json", train("100mbit", 75.0), PLACE)
-    write_json(folder / "own.json", train("our cluster", 120.0), PLACE)
+    for name, link, q4_ms in (
+        ("fast", "10gbit", 100.0),
+        ("slow", "100mbit", 75.0),
+        ("own", "our cluster", 120.0),
+    ):
+        write_json(folder / f"{name}.json", train(link, q4_ms), PLACE, results_of="bench train")
     page = report(tmp_path, str(tmp_path / "runs"))
     by_link = "By link: small, 2 ranks"
     assert headings(page)[-1] == by_link
@@ -81,8 +86,8 @@ def test_predictions_stand_beside_what_was_measured(tmp_path):
         {**step, "hook": "q8", "ratio_to_none": 1.5},  # nobody measured it
         {"kind": "verdict", "text": "Use <q4>.", **size, **place},
     ]
-    write_json(tmp_path / "doctor.json", predictions, PLACE)
-    write_json(tmp_path / "train.json", train("1gbit", 120.0), PLACE)
+    write_json(tmp_path / "doctor.json", predictions, PLACE, results_of="doctor")
+    write_json(tmp_path / "train.json", train("1gbit", 120.0), PLACE, results_of="bench train")
     page = report(tmp_path, str(tmp_path / "doctor.json"), str(tmp_path / "train.json"))
     assert cells(page, "Predicted against measured") == [
         ["small", "1gbit", "q4", "1.320", "1.200", "+10.0 %"]
@@ -108,8 +113,82 @@ def test_plan_becomes_a_section_with_its_curves(tmp_path):
     (heading,) = headings(page)
     assert heading.startswith("Predicted on ")
     exchanges = {row[0] for row in cells(page, heading)}
-    assert exchanges == {"flat", "hierarchical"}
+    assert exchanges == {"flat", "hierarchical †"}
+    assert "<p>† does not exist yet" in page
+    assert re.search(r"<p>flat: (Use|Do not compress)", page)
+    assert re.search(r"<p>hierarchical, which does not exist yet: \w+ would take", page)
+    assert "hierarchical: " not in page
     assert page.count("data:image/png") == 2
+
+
+def overlap() -> list[dict[str, Any]]:
+    outcomes = [OverlapOutcome("none", [10.0, 20.0]), OverlapOutcome("q4", [11.0, 23.0])]
+    options = OverlapOptions("small", ("none", "q4"), "cpu", 25.0, 2, 1, 0)
+    return overlap_rows(outcomes, options, "1gbit", 2)
+
+
+def older(path: Path) -> None:
+    """As files were before they said which command they are of."""
+    document = json.loads(path.read_text())
+    del document["results_of"]
+    path.write_text(json.dumps(document))
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_backward_passes_have_a_section_beside_trainings(tmp_path, is_old):
+    write_json(tmp_path / "overlap.json", overlap(), PLACE, results_of="bench overlap")
+    write_json(tmp_path / "train.json", train("1gbit", 120.0), PLACE, results_of="bench train")
+    if is_old:
+        older(tmp_path / "overlap.json")
+        older(tmp_path / "train.json")
+    page = report(tmp_path, str(tmp_path))
+    assert headings(page)[1:] == ["Backward passes"]
+    shown = {row[0]: row for row in cells(page, "Backward passes")}
+    assert shown["q4"][4:6] == ["2.00", "1.00 to 3.00"]
+    assert "(50 %)" in page
+
+
+def test_kernels_on_a_gpu_have_a_section(tmp_path):
+    row = {
+        "codec": "q4", "op": "encode", "dtype": "float32", "device": "cuda", "size_mb": 1.0,
+        "num_elements": 1 << 18, "world_size": 1, "misaligned": False, "wrong": 0, "gbps": 100.0,
+        "roof_gbps": 200.0, "roof_ratio": 0.5, "roof_ratio_min": 0.4, "roof_ratio_max": 0.6,
+        "us_median": 9.0, "us_p99": 10.0, "bits_per_element": 4.28,
+    }  # fmt: skip
+    peer = {
+        "codec": "q4", "op": "decode", "device": "cuda", "size_mb": 1.0, "peer": "another",
+        "peer_elements_per_second": 1e9, "speedup": 2.0, "speedup_min": 1.5, "speedup_max": 2.5,
+    }  # fmt: skip
+    write_json(tmp_path / "gpu.json", [row, peer], {"gpu": "H<1>"}, results_of="bench codec")
+    page = report(tmp_path, str(tmp_path / "gpu.json"))
+    assert headings(page) == ["Codecs on H&lt;1&gt;", "Other implementations"]
+
+
+UNUSABLE: list[Any] = [
+    {"results_of": "bench train", "rows": [{"hook": "q4"}]},
+    {"results_of": "bench train", "rows": [{**train("1gbit", 120.0)[0], "link": [5]}]},
+    {"results_of": "bench train", "rows": [1]},
+    {"results_of": "bench flight", "rows": train("1gbit", 120.0)},
+    {"results_of": ["bench train"], "rows": train("1gbit", 120.0)},
+    {"results_of": "doctor", "rows": [{"kind": "verdict", "text": 5}]},
+    {"results_of": "demo", "rows": [{"task": "no such"}]},
+    {"results_of": "converge", "rows": [{"suite": "no such"}]},
+    {"rows": [{"round_ms": [], "hook": "q4", "link": "1gbit"}]},
+]
+
+
+@pytest.mark.parametrize("content", UNUSABLE, ids=range(len(UNUSABLE)))
+def test_a_file_that_cannot_be_used_costs_no_more_than_itself(tmp_path, content, capsys):
+    write_json(tmp_path / "train.json", train("1gbit", 120.0), PLACE, results_of="bench train")
+    odd = tmp_path / "odd.json"
+    odd.write_text(json.dumps({"schema": 1, "environment": {}, **content}))
+    page = report(tmp_path, str(tmp_path / "train.json"), str(odd))
+    assert headings(page)[-1] == "Left out"
+    assert len(headings(page)) == 2
+    ((reason,),) = cells(page, "Left out")
+    assert str(odd) in reason
+    assert f"Left out: {odd}" in capsys.readouterr().err
+    assert "From train.json." in page
 
 
 def test_demo_becomes_a_section_with_its_curves(tmp_path):
@@ -142,10 +221,10 @@ def test_a_file_that_is_named_and_holds_no_results_is_an_error(tmp_path, content
 
 def test_a_folder_may_hold_other_files(tmp_path, capsys):
     folder = tmp_path / "runs"
-    write_json(folder / "train.json", train("1gbit", 120.0), PLACE)
+    write_json(folder / "train.json", train("1gbit", 120.0), PLACE, results_of="bench train")
     (folder / "settings.json").write_text(json.dumps({"a": 1}))
-    assert len(headings(report(tmp_path, str(folder)))) == 1
-    assert "Left out: " in capsys.readouterr().out
+    assert len(headings(report(tmp_path, str(folder)))) == 2
+    assert "Left out: " in capsys.readouterr().err
     (folder / "train.json").unlink()
     assert main(["report", str(folder)]) == 2
     assert "no results; make some with the option --json" in capsys.readouterr().err

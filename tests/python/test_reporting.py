@@ -52,9 +52,11 @@ def test_print_table_cuts_nothing_off_when_narrow(table):
 
 def test_write_json_has_schema_environment_and_rows(tmp_path):
     path = tmp_path / "new" / "rows.json"
-    write_json(path, [{"hook": "q4", "losses": [1.5, float("nan")], "ratio": float("inf")}])
+    rows = [{"hook": "q4", "losses": [1.5, float("nan")], "ratio": float("inf")}]
+    write_json(path, rows, results_of="demo")
     document = json.loads(path.read_text())
     assert document["schema"] == 1
+    assert document["results_of"] == "demo"
     place = dict(document["environment"])
     assert datetime.fromisoformat(place.pop("date")).tzinfo is not None
     assert shlex.split(place.pop("command"))[1:] == sys.argv[1:]
@@ -64,7 +66,8 @@ def test_write_json_has_schema_environment_and_rows(tmp_path):
 
 
 def test_write_json_gives_every_row_a_line(tmp_path):
-    write_json(tmp_path / "j", [{"row": n, "list": [1, 2]} for n in range(3)], {"cpu": "another"})
+    rows = [{"row": n, "list": [1, 2]} for n in range(3)]
+    write_json(tmp_path / "j", rows, {"cpu": "another"}, results_of="demo")
     text = (tmp_path / "j").read_text()
     assert [line for line in text.splitlines() if "row" in line][1:] == [
         '{"row": 0, "list": [1, 2]},',
@@ -75,14 +78,14 @@ def test_write_json_gives_every_row_a_line(tmp_path):
 
 
 def test_write_json_of_no_rows_is_json(tmp_path):
-    write_json(tmp_path / "j", [])
+    write_json(tmp_path / "j", [], results_of="demo")
     assert read_json(tmp_path / "j")["rows"] == []
 
 
 def test_write_json_leaves_the_old_file_when_it_fails(tmp_path):
-    write_json(tmp_path / "j", [{"row": 1}])
+    write_json(tmp_path / "j", [{"row": 1}], results_of="demo")
     with pytest.raises(TypeError):
-        write_json(tmp_path / "j", [{"row": object()}])
+        write_json(tmp_path / "j", [{"row": object()}], results_of="demo")
     assert read_json(tmp_path / "j")["rows"] == [{"row": 1}]
     assert [path.name for path in tmp_path.iterdir()] == ["j"]
 
@@ -195,9 +198,17 @@ def test_work_progress_shows_pieces_and_time_left(is_terminal):
         assert progress.time_left() == "about 40 s left"
         progress.part_done(PartDone(1, "second", 0.25, 80.0))
         assert progress.time_left() == "about 15 s left"
+        now[0] = 19.9  # a line is 9.9 s old
+        progress.part_done(PartDone(1, "second", 0.275, 80.0))
+        now[0] = 20.0
+        progress.part_done(PartDone(1, "second", 0.3, 80.0))
     shown = file.getvalue()
     assert "1/3" in shown
     if is_terminal:
         assert "second" in shown
     else:
-        assert shown == "1/3 first: loss 1.5; about 40 s left\n"
+        assert shown == (
+            "0/3 first: 50%; about 2 min left\n"
+            "1/3 first: loss 1.5; about 40 s left\n"
+            "1/3 second: 30%; about 25 s left\n"
+        )

@@ -136,7 +136,8 @@ def _run_on_gpu(arguments: argparse.Namespace) -> int:
         console.print()
         print_table(console, device_peer_table([row for row in rows if "peer" in row]))
     if arguments.json:
-        write_json(arguments.json, rows, {**environment(), **occasion(), **gpu.environment})
+        place = {**environment(), **occasion(), **gpu.environment}
+        write_json(arguments.json, rows, place, results_of="bench codec")
         print_line(console, f"Written: {arguments.json}")
     return 1 if any(row["wrong"] for row in own) else 0
 
@@ -167,7 +168,7 @@ def _run_on_cpu(arguments: argparse.Namespace) -> int:
         console.print()
         print_table(console, peer_table(peers, missing_peers()))
     if arguments.json:
-        write_json(arguments.json, [*rows, *peers])
+        write_json(arguments.json, [*rows, *peers], results_of="bench codec")
         print_line(console, f"Written: {arguments.json}")
     return 1 if any(row["wrong"] for row in rows) else 0
 
@@ -191,8 +192,8 @@ def codec_table(rows: Sequence[Row], memcpy_gbps: float | None = None) -> Table:
     )
     notes = [
         "GB/s: bytes read plus bytes written. Ratio to roof: time of the fastest plain loop with "
-        "the same reads, writes and threads over the time of the operation; medians of sections "
-        "over alternating passes, minimum and maximum of whole passes.",
+        "the same reads, writes and threads, before and after, over the time of the operation: of "
+        "every round the median of its sections of 1 MB; median, minimum and maximum of rounds.",
         "encode_ef: with error feedback, that is with the residual read and written in the same "
         "pass. reduce/W: sum of W payloads plus residual, encoded again. NMSE: of Gaussian "
         "numbers, without residual. #wrong: bytes that differ from the scalar kernels; such a "

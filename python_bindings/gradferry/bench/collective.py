@@ -16,7 +16,7 @@ from rich.console import Console
 from gradferry import _native
 from gradferry.errors import ConfigError
 from gradferry.reporting.json_file import write_json
-from gradferry.reporting.paired import paired_ratio
+from gradferry.reporting.paired import coverage_note, coverage_of, coverage_text, paired_ratio
 from gradferry.reporting.progress import StatusLine
 from gradferry.reporting.table import Column, Table, print_line, print_table
 from gradferry.wire_formula import all_reduce_bytes
@@ -107,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
         rows = collective_rows(outcomes, arguments.link, arguments.ranks)
         print_table(console, collective_table(rows))
         if arguments.json:
-            write_json(arguments.json, rows)
+            write_json(arguments.json, rows, results_of="bench collective")
             print_line(console, f"Written: {arguments.json}")
         return 1 if any(row["wrong"] for row in rows) else 0
 
@@ -183,6 +183,8 @@ def collective_rows(
                 "speedup": speedup.median,
                 "speedup_low": speedup.low,
                 "speedup_high": speedup.high,
+                "iters": len(outcome.seconds),
+                "interval_coverage": coverage_of(len(outcome.seconds)),
                 "time_min": 1e6 * min(outcome.seconds),
                 "time_max": 1e6 * max(outcome.seconds),
                 "wire_measured": outcome.wire_measured,
@@ -201,6 +203,7 @@ def _microseconds(outcome: AllReduceOutcome, *phases: str) -> float | None:
 
 def collective_table(rows: Sequence[Row]) -> Table:
     """Rows of `gradferry bench collective`, with its columns explained below."""
+    iters = rows[0]["iters"]
     columns = (
         Column("size\n(B)", lambda row: str(row["size"])),
         Column("count\n(elements)", lambda row: str(row["count"])),
@@ -217,7 +220,7 @@ def collective_table(rows: Sequence[Row]) -> Table:
         Column("net\n(us)", lambda row: _number(row["net"], ".1f")),
         Column("rel.err", lambda row: f"{row['rel_err']:.1e}"),
         Column("speedup", lambda row: f"{row['speedup']:.2f}"),
-        Column("(95 %)", lambda row: f"{row['speedup_low']:.2f}..{row['speedup_high']:.2f}"),
+        Column(f"({coverage_text(iters)})", _interval),
     )
     notes = (
         "time: median over turns, of the slowest rank. algbw: size / time. busbw: algbw * "
@@ -228,12 +231,16 @@ def collective_table(rows: Sequence[Row]) -> Table:
         "on the calling thread. dec: reduce and decode; net: waiting for messages, both on the "
         "finishing thread of rank 0: the three overlap.",
         "rel.err: |result - exact mean| / |exact mean| in the first turn. speedup: over the "
-        "fastest of the backend's own at this size, from times of the same turn; 95 %: where the "
-        "median lies. torch:fp16 and torch:bf16 cast, all-reduce and cast back.",
+        "fastest of the backend's own at this size, from times of the same turn. "
+        f"{coverage_note(iters)}. torch:fp16 and torch:bf16 cast, all-reduce and cast back.",
     )
     first = rows[0]
     title = f"gradferry bench collective: {first['ranks']} ranks, link {first['link']}"
     return Table(title, columns, rows, notes)
+
+
+def _interval(row: Row) -> str:
+    return f"{row['speedup_low']:.2f}..{row['speedup_high']:.2f}"
 
 
 def _number(value: float | None, form: str) -> str:

@@ -280,7 +280,7 @@ def _percentile_99(values: Sequence[float]) -> float:
     return quantiles(values, n=100, method="inclusive")[98] if len(values) > 1 else values[0]
 
 
-def device_codec_table(rows: Sequence[Row], name: str) -> Table:
+def device_codec_table(rows: Sequence[Mapping[str, Any]], name: str) -> Table:
     """Rows of `measure` but those of peers, with the columns explained below."""
 
     def figure(key: str, form: str) -> Callable[[Mapping[str, Any]], str]:
@@ -290,7 +290,9 @@ def device_codec_table(rows: Sequence[Row], name: str) -> Table:
         Column("codec", lambda row: str(row["codec"]), is_number=False),
         Column(
             "operation",
-            lambda row: f"{row['op']}/{row['world_size']}" if row["op"] == "reduce" else row["op"],
+            lambda row: (
+                f"{row['op']}/{row['world_size']}" if row["op"] == "reduce" else str(row["op"])
+            ),
             is_number=False,
         ),
         Column("dtype", lambda row: str(row["dtype"]), is_number=False),
@@ -315,7 +317,7 @@ def device_codec_table(rows: Sequence[Row], name: str) -> Table:
     return Table(f"Codecs on {name}", columns, rows, notes)
 
 
-def device_peer_table(rows: Sequence[Row]) -> Table:
+def device_peer_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Rows of `measure` that compare with another implementation."""
     columns = (
         Column("peer", lambda row: str(row["peer"]), is_number=False),

@@ -31,8 +31,13 @@ class DevicePeer:
 
     name: str
     module: str
-    rival: str  # the codec of ours that does the same
+    codec: str  # of ours that does the same
     passes: Callable[[torch.Tensor, torch.Tensor], tuple[Pass, Pass]]
+
+    @property
+    def rival(self) -> str:
+        """The codec as `measure` names it."""
+        return _native.canonical_codec(self.codec)
 
     def is_installed(self) -> bool:
         """Whether its package is there."""
@@ -125,7 +130,7 @@ def _bitsandbytes(kind: str) -> Callable[[torch.Tensor, torch.Tensor], tuple[Pas
 
 DEVICE_PEERS = (
     DevicePeer("torch: unfused q4 with error feedback", "torch", "q4", _unfused_q4),
-    DevicePeer("torch.topk, 1 %", "torch", _native.canonical_codec("topk:ratio=0.01"), _torch_topk),
+    DevicePeer("torch.topk, 1 %", "torch", "topk:ratio=0.01", _torch_topk),
     DevicePeer("torch: cast to bf16 and back", "torch", "bf16", _torch_cast),
     DevicePeer("bitsandbytes: quantize_4bit", "bitsandbytes", "q4", _bitsandbytes("4bit")),
     DevicePeer(

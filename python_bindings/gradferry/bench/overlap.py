@@ -18,7 +18,13 @@ from gradferry.hook_names import NO_HOOK
 from gradferry.option_checks import require_at_least_one, require_more_than_zero
 from gradferry.reporting.environment import environment, occasion
 from gradferry.reporting.json_file import write_json
-from gradferry.reporting.paired import paired_difference, paired_ratio
+from gradferry.reporting.paired import (
+    coverage_note,
+    coverage_of,
+    coverage_text,
+    paired_difference,
+    paired_ratio,
+)
 from gradferry.reporting.progress import StatusLine
 from gradferry.reporting.table import Column, Table, print_line, print_table
 from gradferry.workloads.hooks import TORCH_HOOKS, check_timed_hook
@@ -95,7 +101,8 @@ def run(arguments: argparse.Namespace) -> int:
         if options.trace:
             print_line(console, f"Trace of {options.hooks[-1]}: {options.trace}")
         if arguments.json:
-            write_json(arguments.json, rows, {**environment(), **occasion(), **gpu})
+            place = {**environment(), **occasion(), **gpu}
+            write_json(arguments.json, rows, place, results_of="bench overlap")
             print_line(console, f"Written: {arguments.json}")
         return 0
 
@@ -146,6 +153,7 @@ def overlap_rows(
                 "exposed_ms": exposed.median,
                 "exposed_ms_low": exposed.low,
                 "exposed_ms_high": exposed.high,
+                "interval_coverage": coverage_of(len(outcome.backward_ms)),
                 "ratio_to_none": ratio.median,
                 "round_ms": list(outcome.backward_ms),
             }
@@ -155,21 +163,26 @@ def overlap_rows(
 
 def overlap_table(rows: Sequence[Row]) -> Table:
     """Rows of overlap_rows."""
+    first = rows[0]
+    num_rounds = len(first["round_ms"])
     columns = (
         Column("hook", lambda row: str(row["hook"]), is_number=False),
         Column("backward\nms", lambda row: f"{row['backward_ms']:.2f}"),
         Column("(min)", lambda row: f"{row['backward_ms_min']:.2f}"),
         Column("(max)", lambda row: f"{row['backward_ms_max']:.2f}"),
         Column("exposed\nms", lambda row: f"{row['exposed_ms']:.2f}"),
-        Column("95 %", lambda row: f"{row['exposed_ms_low']:.2f} to {row['exposed_ms_high']:.2f}"),
+        Column(f"({coverage_text(num_rounds)})", _interval),
         Column("ratio\nto none", lambda row: f"{row['ratio_to_none']:.3f}"),
     )
-    first = rows[0]
     clock = "events of the GPU" if first["device"] == "cuda" else "the clock"
     notes = (
         f"Backward passes of {first['model']} on {first['ranks']} ranks, {first['link']}, buckets "
         f"of {first['bucket_cap_mb']:g} MB; by {clock}, per step, of the slowest rank.",
-        f"Exposed: time minus that of {NO_HOOK} in the same round, median and where it lies with "
-        "95 % confidence.",
+        f"Exposed: time minus that of {NO_HOOK} in the same round, median and interval. "
+        f"{coverage_note(num_rounds)}.",
     )
     return Table("Backward passes", columns, rows, notes)
+
+
+def _interval(row: Row) -> str:
+    return f"{row['exposed_ms_low']:.2f} to {row['exposed_ms_high']:.2f}"

@@ -34,6 +34,11 @@ class Peer:
     rival: str  # the codec of ours with as many bits
     passes: Callable[[torch.Tensor, int], tuple[Pass, Pass]]
 
+    @property
+    def package(self) -> str:
+        """What `pip install` takes; pypiquant is imported by another name."""
+        return self.name.partition(":")[0]
+
 
 def _pypiquant(dtype_name: str, values_per_byte: int) -> Callable[..., tuple[Pass, Pass]]:
     def passes(x: torch.Tensor, threads: int) -> tuple[Pass, Pass]:
@@ -201,8 +206,8 @@ def _torch_threads(threads: int) -> Iterator[None]:
 
 
 def missing_peers() -> list[str]:
-    """Names of packages that are not installed."""
-    return sorted({peer.module for peer in PEERS} - {peer.module for peer in installed_peers()})
+    """Names of packages that are not installed, as pip knows them."""
+    return sorted({peer.package for peer in PEERS} - {peer.package for peer in installed_peers()})
 
 
 def peer_table(rows: Sequence[Row], missing: Sequence[str] = ()) -> Table:

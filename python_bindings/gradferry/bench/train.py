@@ -19,7 +19,14 @@ from gradferry import _native
 from gradferry.hook_names import NO_HOOK
 from gradferry.option_checks import require_at_least_one, require_more_than_zero
 from gradferry.reporting.json_file import write_json
-from gradferry.reporting.paired import interval_of_median, paired_difference, paired_ratio
+from gradferry.reporting.paired import (
+    coverage_note,
+    coverage_of,
+    coverage_text,
+    interval_of_median,
+    paired_difference,
+    paired_ratio,
+)
 from gradferry.reporting.progress import StatusLine
 from gradferry.reporting.table import Column, Table, print_line, print_table
 from gradferry.workloads.contest import PHASES, ContestOptions, Outcome, run_contest
@@ -107,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
         rows = train_rows(outcomes, options, arguments.link, arguments.ranks)
         print_table(console, train_table(rows))
         if arguments.json:
-            write_json(arguments.json, rows)
+            write_json(arguments.json, rows, results_of="bench train")
             print_line(console, f"Written: {arguments.json}")
         return 0
 
@@ -162,6 +169,7 @@ def train_rows(
                 "speedup": speedup.median if speedup else None,
                 "speedup_low": speedup.low if speedup else None,
                 "speedup_high": speedup.high if speedup else None,
+                "interval_coverage": coverage_of(len(outcome.round_ms)),
                 "wire_bytes_measured": outcome.wire_measured,
                 "wire_bytes_formula": outcome.wire_formula,
                 "interface_bytes": outcome.interface_bytes,
@@ -187,6 +195,8 @@ def _best_of_torch(outcomes: Sequence[Outcome]) -> list[float] | None:
 
 def train_table(rows: Sequence[Row]) -> Table:
     """Rows of `gradferry bench train`, with its columns explained below."""
+    num_rounds = len(rows[0]["round_ms"])
+    coverage = f"({coverage_text(num_rounds)})"
     columns = [
         Column("hook", lambda row: str(row["hook"]), is_number=False),
         Column("bucket\nMB", lambda row: f"{row['bucket_cap_mb']:g}"),
@@ -195,9 +205,9 @@ def train_table(rows: Sequence[Row]) -> Table:
         Column("(max)", lambda row: f"{row['ms_max']:.1f}"),
         Column("exposed\nms", lambda row: f"{row['exposed_ms']:.1f}"),
         Column("ratio to\nnone", lambda row: f"{row['ratio_to_none']:.3f}"),
-        Column("(95 %)", lambda row: _interval(row, "ratio_to_none")),
+        Column(coverage, lambda row: _interval(row, "ratio_to_none")),
         Column("speed-up", lambda row: _number(row["speedup"], ".2f")),
-        Column("(95 %)", lambda row: _interval(row, "speedup")),
+        Column(coverage, lambda row: _interval(row, "speedup")),
         Column("bytes sent\nper step ", _bytes_sent),
         Column("of\nformula", lambda row: _of_formula(row["wire_bytes"], row)),
         Column("interface\nof formula", lambda row: _of_formula(row["interface_bytes"], row)),
@@ -205,7 +215,7 @@ def train_table(rows: Sequence[Row]) -> Table:
     notes = [
         "Hooks take turns; every ratio compares times of the same round. Median, minimum and "
         "maximum are of turns, of the slowest rank. Exposed: what a step takes longer than with "
-        "`none`. Speed-up: over the fastest of PyTorch's own hooks. 95 %: where the median lies.",
+        f"`none`. Speed-up: over the fastest of PyTorch's own hooks. {coverage_note(num_rounds)}.",
         "Bytes: of the rank that sends most. Interface: what its counter says, protocol headers "
         "included, over the formula.",
     ]
@@ -224,7 +234,7 @@ def train_table(rows: Sequence[Row]) -> Table:
     first = rows[0]
     title = (
         f"gradferry bench train: {first['model']}, {first['ranks']} ranks, link {first['link']}, "
-        f"{len(first['round_ms'])} rounds"
+        f"{num_rounds} rounds"
     )
     return Table(title, columns, rows, notes)
 

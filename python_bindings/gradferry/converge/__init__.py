@@ -112,7 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
         print_table(console, table_of(suite, outcome))
     written = write_pictures_and_page(suite, outcomes, place, arguments.out)
     if arguments.json:
-        write_json(arguments.json, rows, place)
+        write_json(arguments.json, rows, place, results_of="converge")
         written.append(arguments.json)
     if arguments.markdown:
         write_markdown(suite, outcomes, place, arguments.markdown)
@@ -146,6 +146,8 @@ def _train(
     if len(missing) < len(trainings):
         found = len(trainings) - len(missing)
         print_line(console, f"{found} of {len(trainings)} trainings are in {folder} already.")
+    if missing:
+        print_line(console, f"{len(missing)} trainings, {arguments.worlds} at a time.")
     with WorkProgress(console, len(missing), sum(t.cost for t in missing)) as progress:
         run_trainings(missing, arguments.worlds, results.add, progress)
     rows = [results.find(training) for training in trainings]

@@ -51,10 +51,16 @@ def doctor(
     from gradferry.forecast.diagnosis import Examination, default_hooks, examine, require_hooks
     from gradferry.forecast.doctor import show_diagnosis
     from gradferry.workloads.hooks import check_hook
-    from gradferry.workloads.models import batch_loss
+    from gradferry.workloads.models import batch_loss, misfit
 
     if not isinstance(ddp, DistributedDataParallel):
         raise ConfigError(f"ddp must be a DistributedDataParallel, not {type(ddp).__name__}")
+    reason = misfit(batch_fn) if callable(batch_fn) else f"{batch_fn!r} cannot be called"
+    if reason is not None:
+        raise ConfigError(
+            "batch_fn must be a function without arguments that returns this rank's next batch, a "
+            f"tuple for ddp(*batch) or a dict for ddp(**batch), but: {reason}"
+        )
     wanted = require_hooks(default_hooks() if hooks is None else hooks)
     for hook in wanted:
         check_hook(hook)

@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
         show_diagnosis(console, found, arguments.model, arguments.link)
         if arguments.json:
             rows = doctor_rows(found, arguments.model, arguments.link)
-            write_json(arguments.json, rows)
+            write_json(arguments.json, rows, results_of="doctor")
             print_line(console, f"Written: {arguments.json}")
         return 0
 

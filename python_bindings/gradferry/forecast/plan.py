@@ -1,6 +1,7 @@
 """Will it help on a cluster that is not at hand? Predicts a training step there under every hook,
-on paper: with gradferry's exchange of today, which is flat, and with one that reduces inside nodes
-first. Every assumption is printed; `gradferry doctor` measures instead.
+on paper: with gradferry's exchange, which is flat, and, where GPUs share a node, with one that
+would reduce inside nodes first and does not exist yet. Every assumption is printed; `gradferry
+doctor` measures instead.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from gradferry.forecast.cluster import (
 )
 from gradferry.forecast.diagnosis import OWN, default_hooks, needs_momentum, require_hooks
 from gradferry.forecast.predict import OWN_HOOKS, Prediction, Predictor
-from gradferry.forecast.verdict import TOLERANCE, advise, most_precise
+from gradferry.forecast.verdict import TOLERANCE, advise, most_precise, suppose
 from gradferry.hook_names import NO_HOOK
 from gradferry.option_checks import require_more_than_zero
 from gradferry.reporting.json_file import write_json
-from gradferry.reporting.speedups import Speedups, draw_speedups, speedup_lines
+from gradferry.reporting.speedups import NOT_YET, Speedups, draw_speedups, speedup_lines
 from gradferry.reporting.table import Column, Table, print_line, print_table
 from gradferry.workloads.hooks import check_hook, hook_config
 from gradferry.workloads.network import parse_link
@@ -45,6 +46,7 @@ _GBIT_STEPS = tuple(2.0 ** (half / 2) for half in range(-2, 21))  # what is draw
 _SEARCH_PASSES = 20
 _SMOKE: dict[str, Any] = {"world": 16, "params": 2e7, "hooks": ["torch:fp32", "torch:bf16", "q4"]}
 FLAT, HIERARCHICAL = "flat", "hierarchical"
+_MARK = "†"  # of what does not exist
 
 Row = Mapping[str, Any]
 
@@ -113,7 +115,9 @@ def run(arguments: argparse.Namespace) -> int:
         check_hook(hook)
     console = Console()
     with console.status("predicting") if console.is_terminal else _Quiet():
-        plans = [Plan(cluster, exchange, hooks, arguments.bucket_cap) for exchange in _EXCHANGES]
+        plans = [
+            Plan(cluster, exchange, hooks, arguments.bucket_cap) for exchange in _exchanges(cluster)
+        ]
         drawings = [plan.speedups(_GBIT_STEPS) for plan in plans]
     rows = [row for plan in plans for row in plan.rows(arguments.link)]
     for line in _assumptions(cluster, arguments):
@@ -124,15 +128,20 @@ def run(arguments: argparse.Namespace) -> int:
         console.print()
         for line in speedup_lines(drawing):
             print_line(console, line)
-        print_line(console, plan.verdict())
+        if not plan.exchange.exists:
+            print_line(console, plan.verdict())
+    console.print()
+    for plan in plans:
+        if plan.exchange.exists:
+            print_line(console, plan.verdict())
     if arguments.png:
         arguments.png.parent.mkdir(parents=True, exist_ok=True)
         arguments.png.write_bytes(draw_speedups(drawings, cluster.link * 8e-9))
         print_line(console, f"Written: {arguments.png}")
     if arguments.json:
         curves = [row for drawing in drawings for row in _curve_rows(drawing)]
-        verdicts = [{"kind": "verdict", "text": plan.verdict()} for plan in plans]
-        write_json(arguments.json, [*rows, *curves, *verdicts])
+        verdicts = [plan.verdict_row() for plan in plans]
+        write_json(arguments.json, [*rows, *curves, *verdicts], results_of="plan")
         print_line(console, f"Written: {arguments.json}")
     return 0
 
@@ -190,23 +199,30 @@ def _cluster(arguments: argparse.Namespace) -> Cluster:
 
 
 @dataclass(frozen=True)
-class _Exchange:
+class Exchange:
+    """How packed bytes move between ranks. `exists`: whether gradferry has it."""
+
     name: str
-    is_flat: bool
+    exists: bool
 
 
-_EXCHANGES = (_Exchange(FLAT, True), _Exchange(HIERARCHICAL, False))
+def _exchanges(cluster: Cluster) -> list[Exchange]:
+    """Where no node has several GPUs, they are all the same."""
+    found = [Exchange(FLAT, exists=True)]
+    if cluster.gpus_per_node > 1:
+        found.append(Exchange(HIERARCHICAL, exists=False))
+    return found
 
 
 class Plan:
     """Predictions for one cluster and one kind of exchange."""
 
     def __init__(
-        self, cluster: Cluster, exchange: _Exchange, hooks: Sequence[str], cap_mb: float
+        self, cluster: Cluster, exchange: Exchange, hooks: Sequence[str], cap_mb: float
     ) -> None:
-        self.exchange = exchange.name
+        self.exchange = exchange
         self._cluster = cluster
-        self._is_flat = exchange.is_flat
+        self._is_flat = exchange.name == FLAT
         self._cap_mb = cap_mb
         self._own = [hook for hook in hooks if hook in OWN_HOOKS]
         self._configs = {h: on_streams(hook_config(h)) for h in hooks if h not in OWN_HOOKS}
@@ -241,8 +257,20 @@ class Plan:
         return found
 
     def verdict(self) -> str:
-        """A sentence for the link that was asked for, after the exchange's name."""
-        return f"{self.exchange}: {advise(self.predictions, needs_momentum)}"
+        """A sentence for the link that was asked for, after the exchange's name: what to use, or,
+        with an exchange that does not exist, what it would give.
+        """
+        name = self.exchange.name
+        if self.exchange.exists:
+            return f"{name}: {advise(self.predictions, needs_momentum)}"
+        return f"{name}, which {NOT_YET}: {suppose(self.predictions, needs_momentum)}"
+
+    def verdict_row(self) -> dict[str, Any]:
+        """Row of kind `verdict` of the JSON file."""
+        return {"kind": "verdict", **self._place(), "text": self.verdict()}
+
+    def _place(self) -> dict[str, Any]:
+        return {"exchange": self.exchange.name, "exists": self.exchange.exists}
 
     def rows(self, link: str) -> list[dict[str, Any]]:
         """Rows of the JSON file; docs/forecast.md defines every key."""
@@ -250,7 +278,7 @@ class Plan:
         return [
             {
                 "kind": "plan",
-                "exchange": self.exchange,
+                **self._place(),
                 "hook": prediction.hook,
                 "ms": 1e3 * prediction.seconds,
                 "exposed_ms": 1e3 * prediction.exposed_s,
@@ -270,7 +298,8 @@ class Plan:
     def speedups(self, gbits: Sequence[float]) -> Speedups:
         """Of the best codec over the best of PyTorch's own, by link speed."""
         return Speedups(
-            title=self.exchange,
+            title=self.exchange.name,
+            exists=self.exchange.exists,
             gbits=tuple(gbits),
             speedups=tuple(self._speedup(gbit) for gbit in gbits),
             crossover_gbit=self._crossover(gbits[0], gbits[-1]),
@@ -312,8 +341,9 @@ def _later(prediction: Prediction, seconds: float) -> Prediction:
 
 def _assumptions(cluster: Cluster, arguments: argparse.Namespace) -> list[str]:
     total = cluster.profile().total_s
-    return [
-        f"gradferry plan: {cluster.nodes} nodes of {cluster.gpus_per_node} GPUs, "
+    local = cluster.gpus_per_node
+    lines = [
+        f"gradferry plan: {cluster.nodes} nodes of {local} GPU{'s' * (local > 1)}, "
         f"{arguments.link} per node, {cluster.parameters:,.0f} parameters, "
         f"{cluster.tokens:,.0f} tokens per GPU and step. On paper, with these assumptions:",
         f"  a GPU does {1e-12 * cluster.flops:,.0f} TFLOP/s at best and reaches {cluster.mfu:.0%} "
@@ -324,17 +354,23 @@ def _assumptions(cluster: Cluster, arguments: argparse.Namespace) -> list[str]:
         f"  a card carries its rate in both directions at once, without loss; a small collective "
         f"takes {1e6 * cluster.latency_s:,.0f} us; a GPU has "
         f"{8e-9 * cluster.intra_link:,.0f} Gb/s to the others of its node",
-        "  PyTorch's own all-reduce runs in rings that use each card once; a flat exchange sends "
-        f"{cluster.gpus_per_node} times as much through it, since every GPU talks to every other",
-        "  gradferry's exchange today is flat. Hierarchical, which reduces inside each node first, "
-        "is what it could be: it is not there yet",
+        "  PyTorch's own all-reduce runs in rings that use each card once",
+        "  gradferry's exchange is flat: every GPU talks to every other",
     ]
+    if local > 1:
+        lines[-1] += f", so {local} times as much goes through a card"
+        lines.append(
+            f"  hierarchical, which would reduce inside each node first, {NOT_YET}: its figures "
+            "are what it could be"
+        )
+    return lines
 
 
 def plan_table(rows: Sequence[Row]) -> Table:
-    """Rows of kind `plan`."""
+    """Rows of kind `plan`; what does not depend on the exchange is shown once."""
+    rows = [row for row in rows if _exists(row) or row["hook"] not in (NO_HOOK, *OWN_HOOKS)]
     columns = (
-        Column("exchange", lambda row: str(row["exchange"]), is_number=False),
+        Column("exchange", _exchange, is_number=False),
         Column("hook", lambda row: f"{row['hook']}{' *' * row['needs_momentum']}", is_number=False),
         Column("ms per step", lambda row: f"{row['ms']:,.1f}"),
         Column("exposed\nms", lambda row: f"{row['exposed_ms']:,.1f}"),
@@ -343,12 +379,23 @@ def plan_table(rows: Sequence[Row]) -> Table:
         Column("MB sent\nper rank", lambda row: f"{1e-6 * row['wire_bytes']:,.1f}"),
     )
     notes = [
-        "Speed-up: over the fastest of PyTorch's own hooks, which do not depend on the exchange.",
+        "Speed-up: over the fastest of PyTorch's own hooks; these do not depend on the exchange.",
     ]
     if any(row["needs_momentum"] for row in rows):
         notes.append("* trains well only in momentum mode (momentum=), or with SGD.")
+    if not all(map(_exists, rows)):
+        notes.append(f"{_MARK} {NOT_YET}: gradferry's exchange is flat.")
     title = f"Predicted on {rows[0]['world']} GPUs, link {rows[0]['link']}"
     return Table(title, columns, rows, notes)
+
+
+def _exchange(row: Row) -> str:
+    return f"{row['exchange']}{'' if _exists(row) else f' {_MARK}'}"
+
+
+def _exists(row: Row) -> bool:
+    """Files of earlier versions do not say it."""
+    return bool(row.get("exists", row["exchange"] == FLAT))
 
 
 def plan_curves(rows: Sequence[Row]) -> list[Speedups]:
@@ -359,6 +406,7 @@ def plan_curves(rows: Sequence[Row]) -> list[Speedups]:
     return [
         Speedups(
             title=exchange,
+            exists=_exists(own[0]),
             gbits=tuple(row["gbit_per_s"] for row in own),
             speedups=tuple(row["speedup"] for row in own),
             crossover_gbit=own[0]["crossover_gbit_per_s"],
@@ -372,6 +420,7 @@ def _curve_rows(drawing: Speedups) -> list[dict[str, Any]]:
         {
             "kind": "speedup",
             "exchange": drawing.title,
+            "exists": drawing.exists,
             "gbit_per_s": gbit,
             "speedup": speedup,
             "crossover_gbit_per_s": drawing.crossover_gbit,

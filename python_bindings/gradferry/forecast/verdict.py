@@ -65,12 +65,23 @@ def advise(predictions: Sequence[Prediction], needs_momentum: Callable[[str], bo
     return sentence + "."
 
 
+def suppose(predictions: Sequence[Prediction], needs_momentum: Callable[[str], bool]) -> str:
+    """What `advise` would choose where the predictions are of something that is not there."""
+    contestants = [p for p in predictions if p.hook != NO_HOOK]
+    chosen = most_precise([p for p in contestants if not needs_momentum(p.hook)])
+    best_own = min(filter(is_own, contestants), key=lambda p: p.seconds)
+    gain = "compression would not pay"
+    if not is_own(chosen):
+        gain = f"{best_own.seconds / chosen.seconds:.2f} times faster than {best_own.hook}"
+    return f"{_figures(chosen, 'would take')}, {gain}."
+
+
 def _ms(prediction: Prediction) -> str:
     return f"{1e3 * prediction.seconds:.1f} ms"
 
 
-def _figures(prediction: Prediction) -> str:
+def _figures(prediction: Prediction, takes: str = "takes") -> str:
     return (
-        f"{prediction.hook} takes {_ms(prediction)} per step, "
+        f"{prediction.hook} {takes} {_ms(prediction)} per step, "
         f"{prediction.ratio_to_none:.2f} times a step without communication"
     )

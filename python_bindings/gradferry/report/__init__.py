@@ -13,10 +13,9 @@ from rich.console import Console
 
 from gradferry.durable import durable_file
 from gradferry.errors import ConfigError
-from gradferry.report.page import Measurement, kind_of, sections_of
-from gradferry.reporting.html import html_page
-from gradferry.reporting.json_file import read_json
-from gradferry.reporting.table import print_line
+from gradferry.report.page import Measurement, Page, read
+from gradferry.reporting.html import Section, html_page
+from gradferry.reporting.table import Column, Table, print_line
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,8 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=Path,
         metavar="RUNS",
-        help="JSON files of bench train, bench collective, bench codec, doctor, plan, converge and "
-        "demo, and folders that hold some",
+        help="JSON files of bench, doctor, plan, converge and demo, and folders that hold some",
     )
     parser.add_argument(
         "-o",
@@ -43,21 +41,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Reads and reports. Raises ConfigError when there is nothing to report."""
-    console = Console()
+    """Reads and reports; a file that cannot be used is named on standard error and on the page.
+    Raises ConfigError when there is nothing to report.
+    """
     found: list[Measurement] = []
+    left_out: list[str] = []
     for path in _files(arguments.runs):
         try:
-            found.append(_read(path))
+            found.append(read(path))
         except ConfigError as error:
-            if path in arguments.runs:
-                raise
-            print_line(console, f"Left out: {error}")
-    if not found:
+            left_out.append(str(error))
+    content = Page(found)
+    left_out += content.left_out
+    for sentence in left_out:
+        print_line(Console(stderr=True), f"Left out: {sentence}")
+    if not content.shown:
         places = ", ".join(map(str, arguments.runs))
         raise ConfigError(f"{places}: no results; make some with the option --json of a command")
-    sections = sections_of(found)
-    page = html_page("gradferry report", _subtitle(found), sections, {})
+    sections = [*content.sections, *([_left_out_section(left_out)] if left_out else [])]
+    page = html_page("gradferry report", _subtitle(content.shown), sections, {})
     written = [arguments.output]
     try:
         with durable_file(arguments.output) as file:
@@ -71,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
                     written.append(path)
     except OSError as error:
         raise ConfigError(f"{error.filename} cannot be written: {error.strerror}") from error
-    print_line(console, f"Written: {', '.join(map(str, written))}")
+    print_line(Console(), f"Written: {', '.join(map(str, written))}")
     return 0
 
 
@@ -86,14 +88,9 @@ def _files(runs: Sequence[Path]) -> list[Path]:
     return list(found)
 
 
-def _read(path: Path) -> Measurement:
-    document = read_json(path)
-    rows, place = document.get("rows"), document.get("environment")
-    if not (isinstance(rows, list) and rows and isinstance(place, dict)):
-        raise ConfigError(f"{path} holds no rows")
-    measurement = Measurement(path, rows, place)
-    kind_of(measurement)
-    return measurement
+def _left_out_section(sentences: Sequence[str]) -> Section:
+    columns = [Column("what, and why", lambda row: str(row["why"]), is_number=False)]
+    return Section(Table("Left out", columns, [{"why": sentence} for sentence in sentences]))
 
 
 def _file_name(description: str) -> str:

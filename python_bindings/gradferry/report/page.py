@@ -12,6 +12,8 @@ from typing import Any
 from gradferry import converge, demo
 from gradferry.bench.codec import codec_table
 from gradferry.bench.collective import collective_table
+from gradferry.bench.device_codec import device_codec_table, device_peer_table
+from gradferry.bench.overlap import overlap_table
 from gradferry.bench.peers import peer_table
 from gradferry.bench.train import train_table
 from gradferry.errors import ConfigError
@@ -20,6 +22,7 @@ from gradferry.forecast.plan import plan_curves, plan_table
 from gradferry.hook_names import NO_HOOK
 from gradferry.reporting.drawing import THEMES, Theme
 from gradferry.reporting.html import Picture, Section
+from gradferry.reporting.json_file import read_json
 from gradferry.reporting.links import LinkCurve, draw_speedups
 from gradferry.reporting.speedups import draw_speedups as draw_planned
 from gradferry.reporting.table import Column, Row, Table
@@ -32,6 +35,7 @@ class Measurement:
     """One JSON file."""
 
     path: Path
+    results_of: str  # a key of KINDS
     rows: Sequence[Row]
     environment: Mapping[str, Any]
 
@@ -43,46 +47,96 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Kind:
-    """Results of one command: the keys that tell them from others, and what they become."""
+    """Results of one command: keys that no other's rows have, and what they become."""
 
     keys: frozenset[str]
     sections: Callable[[Measurement], list[Section]]
 
 
-def sections_of(found: Sequence[Measurement]) -> list[Section]:
-    """Everything on the page: single files by kind, comparisons between files after training.
+def read(path: Path) -> Measurement:
+    """Raises ConfigError when the file holds no results of a command of gradferry's."""
+    document = read_json(path)
+    rows, place = document.get("rows"), document.get("environment")
+    is_table = isinstance(rows, list) and all(isinstance(row, dict) for row in rows)
+    if not (is_table and rows and isinstance(place, dict)):
+        raise ConfigError(f"{path} holds no rows")
+    return Measurement(path, _command_of(path, document), rows, place)
 
-    Raises ConfigError for a file of no known kind.
-    """
-    by_kind: dict[str, list[Measurement]] = defaultdict(list)
-    for measurement in found:
-        by_kind[kind_of(measurement)].append(measurement)
-    sections = []
+
+def _command_of(path: Path, document: Mapping[str, Any]) -> str:
+    """What the file says, or, where it is of a version that did not say it, its rows' keys."""
+    named = document.get("results_of")
+    if isinstance(named, str) and named in KINDS:
+        return named
+    keys = set().union(*document["rows"])
     for name, kind in KINDS.items():
-        for measurement in by_kind[name]:
-            sections += kind.sections(measurement)
-        if name == "train":
-            sections += _by_link([row for m in by_kind["train"] for row in m.rows])
-            sections += _predictions(by_kind["doctor"], by_kind["train"])
-    return sections
-
-
-def kind_of(measurement: Measurement) -> str:
-    """A key of KINDS. Raises ConfigError for rows of something else."""
-    keys = set().union(*measurement.rows)
-    for name, kind in KINDS.items():
-        if kind.keys <= keys:
+        if named is None and kind.keys <= keys:
             return name
-    shown = ", ".join(sorted(keys)[:8])
-    raise ConfigError(f"{measurement.path} holds rows of no command of gradferry's ({shown})")
+    shown = ", ".join(sorted(keys)[:8]) if named is None else f"results_of {named!r}"
+    raise ConfigError(f"{path} holds rows of no command of gradferry's ({shown})")
+
+
+class Page:
+    """What becomes of all files: single ones by command, comparisons between them after training.
+
+    Whatever a file holds, it costs no more than its own sections.
+
+    Attributes:
+        sections: in the order of the page.
+        shown: the files that they are from.
+        left_out: a sentence for everything that could not be shown.
+    """
+
+    def __init__(self, found: Sequence[Measurement]) -> None:
+        self.sections: list[Section] = []
+        self.shown: list[Measurement] = []
+        self.left_out: list[str] = []
+        for name, kind in KINDS.items():
+            for measurement in found:
+                if measurement.results_of == name and self._add(
+                    partial(kind.sections, measurement), str(measurement.path)
+                ):
+                    self.shown.append(measurement)
+            if name == _TRAIN:
+                rows = [row for train in self._shown_of(_TRAIN) for row in train.rows]
+                self._add(partial(_by_link, rows), "the comparison of links")
+        doctors, trains = self._shown_of(_DOCTOR), self._shown_of(_TRAIN)
+        self._add(partial(_predictions, doctors, trains), "the comparison of predictions")
+
+    def _shown_of(self, command: str) -> list[Measurement]:
+        return [one for one in self.shown if one.results_of == command]
+
+    def _add(self, make: Callable[[], list[Section]], what: str) -> bool:
+        try:
+            sections = make()
+            for section in sections:
+                section.table.cells()  # reads every row
+        except ConfigError as error:
+            text = str(error)
+            self.left_out.append(text if what in text else f"{what}: {text}")
+        except Exception as error:
+            self.left_out.append(f"{what} cannot be shown: {type(error).__name__}: {error}")
+        else:
+            self.sections += sections
+            return True
+        return False
 
 
 def _picture(description: str, draw: Callable[[Theme], bytes]) -> Picture:
     return Picture(description, *(draw(theme) for theme in THEMES))
 
 
+def _check_places(rows: Iterable[Row]) -> None:
+    """What comparisons between files go by."""
+    for row in rows:
+        if not all(isinstance(row[key], kind) for key, kind in _PLACE.items()):
+            found = {key: row[key] for key in _PLACE}
+            raise ConfigError(f"{found} are not names and a number of ranks")
+
+
 def _train(measurement: Measurement) -> list[Section]:
     rows = measurement.rows
+    _check_places(rows)
     steps = [row for row in rows if row.get("last_step")]
     alone = next((row["last_step"] for row in steps if row["hook"] == NO_HOOK), None)
     pictures = []
@@ -151,11 +205,10 @@ def _speedup(row: Row | None) -> float | None:
 
 def _predictions(doctors: Sequence[Measurement], trains: Sequence[Measurement]) -> list[Section]:
     """What doctor predicted beside what bench train measured."""
-    place = ("model", "link", "ranks", "hook")
-    measured = {tuple(row[key] for key in place): row for m in trains for row in m.rows}
+    measured = {tuple(row[key] for key in _PLACE): row for m in trains for row in m.rows}
     rows = []
     for prediction in (row for m in doctors for row in m.rows if row["kind"] == "prediction"):
-        own = measured.get(tuple(prediction[key] for key in place))
+        own = measured.get(tuple(prediction[key] for key in _PLACE))
         if own is not None:
             rows.append({**prediction, "measured": own["ratio_to_none"]})
     if not rows:
@@ -176,9 +229,10 @@ def _predictions(doctors: Sequence[Measurement], trains: Sequence[Measurement]) 
 
 
 def _doctor(measurement: Measurement) -> list[Section]:
+    _check_places(row for row in measurement.rows if row["kind"] == "prediction")
     *tables, last = doctor_tables(measurement.rows)
     (verdict,) = (row for row in measurement.rows if row["kind"] == "verdict")
-    last = replace(last, notes=(*last.notes, verdict["text"]))
+    last = replace(last, notes=(*last.notes, str(verdict["text"])))
     return [*map(Section, tables), measurement.section(last)]
 
 
@@ -191,15 +245,25 @@ def _plan(measurement: Measurement) -> list[Section]:
     return [measurement.section(table, [_picture(f"Speed-up by link: {table.title}", draw)])]
 
 
+def _overlap(measurement: Measurement) -> list[Section]:
+    return [measurement.section(overlap_table(measurement.rows))]
+
+
 def _collective(measurement: Measurement) -> list[Section]:
     return [measurement.section(collective_table(measurement.rows))]
 
 
 def _codec(measurement: Measurement) -> list[Section]:
-    ours = [row for row in measurement.rows if "roof_ratio" in row]
+    ours = [row for row in measurement.rows if "peer" not in row]
     peers = [row for row in measurement.rows if "peer" in row]
-    sections = [measurement.section(codec_table(ours))]
-    return [*sections, measurement.section(peer_table(peers))] if peers else sections
+    if "device" in measurement.rows[0]:
+        own, others = (
+            device_codec_table(ours, str(measurement.environment.get("gpu"))),
+            device_peer_table(peers),
+        )
+    else:
+        own, others = codec_table(ours), peer_table(peers)
+    return [measurement.section(own), *([measurement.section(others)] if peers else [])]
 
 
 def _converge(measurement: Measurement) -> list[Section]:
@@ -219,13 +283,16 @@ def _grouped(rows: Iterable[Row], *keys: str) -> Iterable[tuple[tuple[Any, ...],
     return groups.items()
 
 
+_PLACE = {"model": str, "link": str, "ranks": int, "hook": str}
+_TRAIN, _DOCTOR = "bench train", "doctor"
 # In the order of the page.
 KINDS = {
-    "train": Kind(frozenset({"hook", "link", "round_ms"}), _train),
-    "doctor": Kind(frozenset({"kind", "waiting_ms"}), _doctor),
-    "plan": Kind(frozenset({"kind", "crossover_gbit_per_s"}), _plan),
-    "converge": Kind(frozenset({"task", "codec", "final_metric"}), _converge),
-    "demo": Kind(frozenset({"task", "hook", "cumulative_wire_bytes"}), _demo),
-    "collective": Kind(frozenset({"codec", "busbw"}), _collective),
-    "codec": Kind(frozenset({"codec", "roof_ratio"}), _codec),
+    _TRAIN: Kind(frozenset({"ms_median"}), _train),
+    "bench overlap": Kind(frozenset({"backward_ms"}), _overlap),
+    _DOCTOR: Kind(frozenset({"waiting_ms"}), _doctor),
+    "plan": Kind(frozenset({"crossover_gbit_per_s"}), _plan),
+    "converge": Kind(frozenset({"final_metric"}), _converge),
+    "demo": Kind(frozenset({"cumulative_wire_bytes"}), _demo),
+    "bench collective": Kind(frozenset({"busbw"}), _collective),
+    "bench codec": Kind(frozenset({"roof_ratio"}), _codec),
 }

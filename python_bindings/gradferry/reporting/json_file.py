@@ -1,4 +1,6 @@
-"""Results as JSON: {"schema": 1, "environment": {...}, "rows": [...]}, a row on each line."""
+"""Results as JSON: {"schema": 1, "results_of": "bench train", "environment": {...}, "rows": [...]},
+a row on each line.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +17,25 @@ SCHEMA = 1
 
 
 def write_json(
-    path: Path, rows: Sequence[Mapping[str, Any]], place: Mapping[str, Any] | None = None
+    path: Path,
+    rows: Sequence[Mapping[str, Any]],
+    place: Mapping[str, Any] | None = None,
+    *,
+    results_of: str,
 ) -> None:
     """Writes rows with their environment; numbers that are not finite become null.
 
     The file is whole or as it was before. `place`: the environment; by default the present one,
-    with date and command line.
+    with date and command line. `results_of`: the command, by which `gradferry report` knows what
+    the rows are.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     head = json.dumps(environment() | occasion() if place is None else dict(place), indent=1)
     lines = ",\n".join(json.dumps(finite(row), allow_nan=False) for row in rows)
-    text = f'{{\n"schema": {SCHEMA},\n"environment": {head},\n"rows": [\n{lines}\n]\n}}\n'
+    text = (
+        f'{{\n"schema": {SCHEMA},\n"results_of": {json.dumps(results_of)},\n'
+        f'"environment": {head},\n"rows": [\n{lines}\n]\n}}\n'
+    )
     with durable_file(path) as file:
         file.write(text.encode())
 

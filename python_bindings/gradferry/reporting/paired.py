@@ -12,11 +12,11 @@ from math import comb
 from statistics import median
 from typing import NamedTuple
 
-COVERAGE = 0.95
+WANTED_COVERAGE = 0.95
 
 
 class Interval(NamedTuple):
-    """A median and where it lies with 95 % confidence, or as much as few rounds allow."""
+    """A median and where it lies; `coverage_of` says how surely."""
 
     median: float
     low: float
@@ -24,19 +24,45 @@ class Interval(NamedTuple):
 
 
 def interval_of_median(values: Sequence[float]) -> Interval:
-    """The distribution-free interval between two order statistics.
-
-    The median of what the values are drawn from lies below the k-th smallest of n, or above the
-    k-th largest, each with probability sum of C(n, i) / 2^n for i < k. The interval takes the
-    largest k that leaves 5 % for both; with fewer than 6 values even k = 1 leaves more.
+    """The distribution-free interval between two order statistics: the k-th smallest value and
+    the k-th largest, with the largest k that leaves 5 % outside. With fewer than 6 values even the
+    smallest and the largest leave more.
     """
     ordered = sorted(values)
-    n = len(ordered)
+    k, _ = _order_statistic(len(ordered))
+    return Interval(median(ordered), ordered[k - 1], ordered[-k])
+
+
+def coverage_of(num_rounds: int) -> float:
+    """How probably an interval of so many rounds holds the median, whatever the distribution:
+    0 for one round, 0.5 for two, 0.9375 for five, from six on 0.95 or more.
+    """
+    return 1 - _order_statistic(num_rounds)[1]
+
+
+def coverage_text(num_rounds: int) -> str:
+    """For the heading of an interval; rounded down, so that it promises no more than it holds."""
+    return f"{int(100 * coverage_of(num_rounds))} %"
+
+
+def coverage_note(num_rounds: int) -> str:
+    """What `coverage_text` in a heading means."""
+    rounds = "1 round" if num_rounds == 1 else f"{num_rounds} rounds"
+    note = f"{coverage_text(num_rounds)}: how surely the interval holds the median, by {rounds}"
+    return note if coverage_of(num_rounds) >= WANTED_COVERAGE else f"{note}; 6 give 95 % and more"
+
+
+def _order_statistic(n: int) -> tuple[int, float]:
+    """k, and how probably the median lies outside the k-th smallest and the k-th largest of n.
+
+    It lies on either side with the probability that fewer than k of n fair coins show heads: the
+    sum of C(n, i) / 2^n for i < k.
+    """
     k, outside = 1, 2 / 2**n
-    while k < n // 2 and outside + 2 * comb(n, k) / 2**n <= 1 - COVERAGE:
+    while k < n // 2 and outside + 2 * comb(n, k) / 2**n <= 1 - WANTED_COVERAGE:
         outside += 2 * comb(n, k) / 2**n
         k += 1
-    return Interval(median(ordered), ordered[k - 1], ordered[n - k])
+    return k, outside
 
 
 def paired_ratio(times: Sequence[float], baseline: Sequence[float]) -> Interval:

@@ -15,7 +15,7 @@ from rich.progress import TimeRemainingColumn as TimeLeft
 from gradferry.reporting.table import print_line
 
 _PLAIN_LINES = 5  # per training
-_PLAIN_LINE_EVERY_S = 15.0  # of a status line
+PLAIN_LINE_EVERY_S = 10.0  # where there is no bar or status line
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class StatusLine:
             self._status.start()
             self._status.update(text)
         elif time.monotonic() >= self._next_line:
-            self._next_line = time.monotonic() + _PLAIN_LINE_EVERY_S
+            self._next_line = time.monotonic() + PLAIN_LINE_EVERY_S
             print_line(self._console, text)
 
     def close(self) -> None:

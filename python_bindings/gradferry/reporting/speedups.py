@@ -13,25 +13,34 @@ if TYPE_CHECKING:
 
 _BAR = 40  # characters
 _EVERY = 2  # of the points has a bar
+NOT_YET = "does not exist yet"
 
 
 @dataclass(frozen=True)
 class Speedups:
     """Time of the best without compression over time of the best with it, by link speed.
 
-    `crossover_gbit`: the fastest link on which compression still pays; None: on all, or none.
+    `title`: the exchange; `exists`: whether gradferry has it. `crossover_gbit`: the fastest link on
+    which compression still pays; None: on all, or none.
     """
 
     title: str
+    exists: bool
     gbits: tuple[float, ...]  # rising
     speedups: tuple[float, ...]
     crossover_gbit: float | None
+
+    @property
+    def label(self) -> str:
+        """The title, with a warning where it is needed."""
+        return self.title if self.exists else f"{self.title} ({NOT_YET})"
 
 
 def speedup_lines(drawn: Speedups) -> list[str]:
     """A bar for every other link speed, and a line where the crossover is."""
     most = max(*drawn.speedups, 1.0)
-    lines = [f"speed-up by link speed, {drawn.title} exchange (| is 1.00)"]
+    remark = "" if drawn.exists else f", which {NOT_YET}"
+    lines = [f"speed-up by link speed, {drawn.title} exchange{remark} (| is 1.00)"]
     one = round(_BAR / most)
     marked = drawn.crossover_gbit is None
     for gbit, speedup in zip(drawn.gbits[::_EVERY], drawn.speedups[::_EVERY], strict=True):
@@ -54,7 +63,10 @@ def draw_speedups(
 def _fill(figure: Figure, drawings: Sequence[Speedups], asked_gbit: float | None) -> None:
     axes = figure.subplots()
     for drawing in drawings:
-        (line,) = axes.plot(drawing.gbits, drawing.speedups, label=drawing.title, linewidth=1.8)
+        style = "-" if drawing.exists else "--"
+        (line,) = axes.plot(
+            drawing.gbits, drawing.speedups, style, label=drawing.label, linewidth=1.8
+        )
         if drawing.crossover_gbit is not None:
             axes.plot([drawing.crossover_gbit], [1.0], "o", color=line.get_color())
             axes.annotate(
@@ -66,7 +78,7 @@ def _fill(figure: Figure, drawings: Sequence[Speedups], asked_gbit: float | None
             )
     axes.axhline(1.0, color="grey", linewidth=0.8)
     if asked_gbit is not None:
-        axes.axvline(asked_gbit, color="grey", linewidth=0.8, linestyle="--")
+        axes.axvline(asked_gbit, color="grey", linewidth=0.8, linestyle=":")
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("link of a node (Gb/s, log scale)")

@@ -10,6 +10,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from gradferry.reporting.progress import PLAIN_LINE_EVERY_S
 from gradferry.reporting.table import print_line
 
 
@@ -33,7 +34,8 @@ class PieceDone:
 
 
 class WorkProgress:
-    """Bars on a terminal: all of the work, and each worker's piece. Elsewhere a line per piece.
+    """Bars on a terminal: all of the work, and each worker's piece. Elsewhere a line for every
+    finished piece, and, where none is finished, one every few seconds.
 
     What is left is estimated from the cost of what is done and the time it took. A context
     manager: leaving it ends the bars.
@@ -54,6 +56,7 @@ class WorkProgress:
         self._under_way: dict[int, float] = {}  # cost done, by worker
         self._clock = clock
         self._started = clock()
+        self._last_line = float("-inf")
         self._bars = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -78,12 +81,16 @@ class WorkProgress:
         self._bars.stop()
 
     def part_done(self, part: PartDone) -> None:
-        """Moves the worker's bar and the one of all work."""
+        """Moves the worker's bar and the one of all work; where there are none, prints a line when
+        none was printed for long.
+        """
         self._under_way[part.worker] = part.share * part.cost
         if part.worker not in self._workers:
             self._workers[part.worker] = self._bars.add_task(part.title, total=1, remark="")
         self._bars.update(self._workers[part.worker], description=part.title, completed=part.share)
         self._show()
+        if self._clock() >= self._last_line + PLAIN_LINE_EVERY_S:
+            self._print_line(f"{part.title}: {part.share:.0%}")
 
     def piece_done(self, piece: PieceDone) -> None:
         """Counts the piece; where there are no bars, prints a line."""
@@ -91,8 +98,7 @@ class WorkProgress:
         self._cost_done += piece.cost
         self._num_done += 1
         self._show()
-        if not self._console.is_terminal:
-            print_line(self._console, f"{self._count()} {piece.title}; {self.time_left()}")
+        self._print_line(piece.title)
 
     def time_left(self) -> str:
         """An estimate for people."""
@@ -106,6 +112,11 @@ class WorkProgress:
 
     def _count(self) -> str:
         return f"{self._num_done}/{self._num_pieces}"
+
+    def _print_line(self, text: str) -> None:
+        if not self._console.is_terminal:
+            self._last_line = self._clock()
+            print_line(self._console, f"{self._count()} {text}; {self.time_left()}")
 
     def _show(self) -> None:
         done = self._cost_done + sum(self._under_way.values())

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,10 +129,27 @@ def _load_own(name: str) -> Workload:
 
 
 def batch_loss(name: str, model: nn.Module, batch: Any) -> torch.Tensor:
-    """The loss that a user's model returns for a batch. Raises ConfigError, with `name`, when it
-    returns something else.
+    """The loss that a user's model returns for a batch. Raises ConfigError, with `name`, when the
+    model cannot be called with the batch, or returns something else.
     """
-    returned = model(**batch) if isinstance(batch, dict) else model(*batch)
+    if not isinstance(batch, (tuple, list, Mapping)):
+        raise ConfigError(
+            f"{name}: a batch is {_kind(batch)}; it must be a tuple or list of the model's "
+            "positional arguments, or a dict of its keyword arguments: one tensor alone is (x,)"
+        )
+    keywords = batch if isinstance(batch, Mapping) else {}
+    arguments = () if isinstance(batch, Mapping) else batch
+    try:
+        returned = model(*arguments, **keywords)
+    except TypeError as error:
+        called = getattr(model, "module", model).forward
+        mismatch = misfit(called, *arguments, **keywords)
+        if mismatch is None:
+            raise
+        raise ConfigError(
+            f"{name}: the model's forward{inspect.signature(called)} does not take a batch of "
+            f"{_contents(batch)}: {mismatch}"
+        ) from error
     loss = getattr(returned, "loss", returned)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         raise ConfigError(
@@ -139,6 +157,27 @@ def batch_loss(name: str, model: nn.Module, batch: Any) -> torch.Tensor:
             f"it must return its loss, a tensor of one element, or an object whose .loss is one"
         )
     return loss
+
+
+def misfit(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> str | None:
+    """Why the function cannot be called so; None when it can, or does not say."""
+    try:
+        inspect.signature(function).bind(*arguments, **keywords)
+    except TypeError as error:
+        return str(error)
+    except ValueError:  # some functions written in C have no signature
+        return None
+    return None
+
+
+def _kind(value: Any) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def _contents(batch: Any) -> str:
+    if isinstance(batch, Mapping):
+        return ", ".join(map(str, batch))
+    return f"{len(batch)} value{'s' * (len(batch) != 1)}"
 
 
 def _find_function(name: str) -> Callable[[], Any]:
@@ -154,4 +193,10 @@ def _find_function(name: str) -> Callable[[], Any]:
         ) from error
     if not callable(function):
         raise ConfigError(f"--model {name}: {function_name} cannot be called")
+    mismatch = misfit(function)
+    if mismatch is not None:
+        raise ConfigError(
+            f"--model {name}: {function_name} must be a function without arguments that returns "
+            f"(model, batch_fn), but: {mismatch}"
+        )
     return function  # type: ignore[no-any-return]

@@ -1,0 +1,46 @@
+"""`gradferry info`, and a command line on a machine that lacks what the environment asks for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from gradferry import _native
+from gradferry.cli import main
+from gradferry.info import codec_lines
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_codecs_fit_and_nothing_is_left_out(width):
+    lines = codec_lines(width)
+    assert max(map(len, lines)) <= width
+    text = " ".join(" ".join(lines).split())
+    for codec in _native.codecs():
+        assert f" {codec['name']} " in text
+        assert codec["summary"] in text
+        for option in codec["options"]:
+            assert f"{option['name']}=" in text
+            assert option["help"] in text
+
+
+def test_info_through_a_pipe_is_no_wider_than_a_terminal(capsys, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert main(["info"]) == 0
+    _, _, codecs = capsys.readouterr().out.partition("\n\n")
+    assert "topk" in codecs
+    assert max(map(len, codecs.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("command", ["info", "bench"])
+def test_an_instruction_set_that_is_not_there_is_one_sentence(command):
+    ended = subprocess.run(
+        [sys.executable, "-m", "gradferry", command],
+        env={**os.environ, "GRADFERRY_ISA": "neon"},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("gradferry: environment variable GRADFERRY_ISA is 'neon'")
+    assert ended.stderr.count("\n") == 1
