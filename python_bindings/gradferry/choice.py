@@ -16,7 +16,7 @@ import torch
 
 from gradferry import _native
 from gradferry.codec_spec import OFF, CodecSpec, parse_codec
-from gradferry.config import EXACT, COARSE_BITS, Config
+from gradferry.config import COARSE_BITS, EXACT, Config
 from gradferry.errors import ConfigError, StateError
 from gradferry.forecast.costs import Parameter
 from gradferry.forecast.measure import measure_costs

@@ -35,7 +35,3 @@ class JoinHook:
         assert ddp is not None
         hook: TorchJoinHook = type(ddp).join_hook(ddp, **arguments)  # type: ignore[no-untyped-call]
         return hook
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A copy of the model gets one for itself.
-        return (JoinHook, (self._ddp(),))

@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from gradferry.errors import PeerError
 
-MOST_PATIENCE = timedelta(seconds=60)
+MOST_PATIENCE = timedelta(minutes=5)
 MOST_PAUSE_SECONDS = 0.1  # between two looks into the store
 ALL_CAME = "all came"
 

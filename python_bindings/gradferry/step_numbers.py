@@ -65,7 +65,6 @@ def call_after_steps(state: HookState, callback: StepCallback, world_size: int) 
         nonlocal before, passed_steps
         state = weak_state()
         if state is None:
-            handle.remove()
             return
         now = state.stats()
         step = {key: now[key] - before[key] for key in SUMS}
@@ -79,4 +78,6 @@ def call_after_steps(state: HookState, callback: StepCallback, world_size: int) 
         callback({"step": number, **step, "ratio": ratio(step, world_size), **ratios})
 
     handle = register_optimizer_step_post_hook(after_step)
+    # Not by after_step itself: torch is then going through the hooks.
+    weakref.finalize(state, handle.remove).atexit = False
     return handle

@@ -254,10 +254,10 @@ def check(
         assert any("slot_" in path for path, _ in got)
 
 
-# One place of each kind but the first, which the second contains.
+# Two of the places of a kill, and two jobs.
 @pytest.mark.parametrize(
     ("name", "seed"),
-    [("sign1_momentum-W2", 1), ("topk-W3", 2), ("float64-W3", 3), ("q4-W2", 4)],
+    [("sign1_momentum-W2", 1), ("topk-W3", 2)],
 )
 def test_killed_run_resumes_to_the_same_bits(
     mortal: Any, uninterrupted: Any, tmp_path: Path, name: str, seed: int
@@ -266,7 +266,7 @@ def test_killed_run_resumes_to_the_same_bits(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(5, 35))
+@pytest.mark.parametrize("seed", range(3, 35))
 def test_killed_run_resumes_to_the_same_bits_wherever_it_was_killed(
     mortal: Any, uninterrupted: Any, tmp_path: Path, seed: int
 ) -> None:
