@@ -27,7 +27,7 @@ BucketHook::BucketHook(std::shared_ptr<BucketEngine> engine,
   }
 }
 
-void BucketHook::raise(const std::string& message) const {
+void BucketHook::fail(const std::string& message) const {
   const Error error(ErrorKind::kState, message);
   if (engine_) engine_->fail(error);
   std::rethrow_exception(make_exception_(error));
@@ -37,8 +37,8 @@ c10::intrusive_ptr<c10d::ProcessGroup> BucketHook::group() const {
   try {
     return c10d::resolve_process_group(group_name_);
   } catch (const std::exception&) {
-    raise("the process group '" + group_name_ +
-          "' of this DistributedDataParallel was destroyed; build a new one and attach again");
+    fail("the process group '" + group_name_ +
+         "' of this DistributedDataParallel was destroyed; build a new one and attach again");
   }
 }
 
@@ -71,7 +71,7 @@ bool BucketHook::admit(const c10d::GradBucket& bucket) {
   if (engine_ == nullptr) return false;
   if (!bucket.getBuffer().is_sparse()) return true;
   if (engine_->needs_every_bucket()) {
-    raise(
+    fail(
         "a sparse gradient came, which momentum= and exact_skip= cannot handle; build the "
         "embedding with sparse=False, or attach without them");
   }
@@ -92,7 +92,7 @@ std::vector<uint32_t> BucketHook::indices_of(const c10d::GradBucket& bucket) con
   for (const at::Tensor& parameter : bucket.getParameters()) {
     const auto found = index_.find(parameter.unsafeGetTensorImpl());
     if (found == index_.end()) {
-      raise(
+      fail(
           "this hook is bound to another DistributedDataParallel: a bucket holds a parameter that "
           "the one it was attached to does not reduce; each needs a HookState of its own");
     }
@@ -106,10 +106,9 @@ void BucketHook::expect_same_order(const c10d::GradBucket& bucket,
   const std::vector<at::Tensor> tensors = bucket.getParameters();
   for (size_t i = 0; i < tensors.size(); ++i) {
     if (bucket_strides(tensors[i]) != strides_[parameters[i]]) {
-      raise("the memory format of parameter '" +
-            engine_->layout().parameters()[parameters[i]].name +
-            "' has changed since attach, and DDP now mixes up its gradient; change memory formats "
-            "before you build a new DistributedDataParallel and attach");
+      fail("the memory format of parameter '" + engine_->layout().parameters()[parameters[i]].name +
+           "' has changed since attach, and DDP now mixes up its gradient; change memory formats "
+           "before you build a new DistributedDataParallel and attach");
     }
   }
 }

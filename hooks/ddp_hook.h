@@ -65,13 +65,16 @@ class BucketHook : public std::enable_shared_from_this<BucketHook> {
   // StateError, too, for a parameter whose memory format has changed: residuals are in the old one.
   void run(const c10d::GradBucket& bucket, FuturePtr future, c10::IValue value);
 
+  // Ends the engine, which tells the other ranks, and raises StateError: a bucket that never
+  // reaches the engine would keep them waiting.
+  [[noreturn]] void fail(const std::string& message) const;
+
  private:
   c10::intrusive_ptr<c10d::ProcessGroup> group() const;
   std::vector<uint32_t> indices_of(const c10d::GradBucket& bucket) const;
   void count(const c10d::GradBucket& bucket);
   void expect_same_order(const c10d::GradBucket& bucket,
                          const std::vector<uint32_t>& parameters) const;
-  [[noreturn]] void raise(const std::string& message) const;
 
   std::shared_ptr<BucketEngine> engine_;
   std::unordered_map<const c10::TensorImpl*, uint32_t> index_;

@@ -120,6 +120,7 @@ void Engine::request_stop() {
 }
 
 void Engine::shutdown_all(std::chrono::milliseconds timeout) {
+  Lane::leave_open();
   std::vector<std::shared_ptr<Engine>> engines;
   {
     Registry& all = registry();

@@ -7,6 +7,12 @@
 #include <thread>
 
 namespace gradferry {
+namespace {
+
+// Threads that close lanes may meet the end of the process; what they hold is left to it.
+std::atomic<bool> process_is_ending{false};
+
+}  // namespace
 
 Lane::Lane(c10::intrusive_ptr<c10d::Backend> backend, std::atomic<uint64_t>* sent_bytes)
     : backend_(std::move(backend)),
@@ -29,6 +35,8 @@ Pending Lane::all_gather(at::Tensor receive, at::Tensor send) {
   return backend_->_allgather_base(receive, send);
 }
 
+void Lane::leave_open() { process_is_ending = true; }
+
 void Lane::close_later() {
   constexpr std::chrono::seconds kForSlowerPeers{2};
   // As a plain pointer, so that where no thread can be had the backend stays, and nobody waits.
@@ -38,7 +46,7 @@ void Lane::close_later() {
     std::thread([backend, kForSlowerPeers] {
       pthread_setname_np(pthread_self(), "gf-close");
       std::this_thread::sleep_for(kForSlowerPeers);
-      c10::intrusive_ptr<c10d::Backend>::reclaim(backend).reset();
+      if (!process_is_ending) c10::intrusive_ptr<c10d::Backend>::reclaim(backend).reset();
     }).detach();
   } catch (const std::system_error&) {
     // Left open, like what is in flight on it.

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <future>
 #include <sstream>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -97,10 +98,13 @@ std::optional<std::string> Peers::ask(Question question, milliseconds longest) {
     busy->fetch_sub(1);
     answer->set_value(std::move(text));
   };
-  {
+  try {
     const std::lock_guard lock(mutex_);
     if (!worker_) worker_ = Worker::start("gf-peers");
     if (!worker_->add(job)) return std::nullopt;  // the process is ending
+  } catch (const std::system_error&) {            // the process has all the threads it may have
+    busy_->fetch_sub(1);
+    return std::nullopt;
   }
   if (answered.wait_for(longest) != std::future_status::ready) return std::nullopt;
   return answered.get();
@@ -120,7 +124,11 @@ void Peers::wait(c10d::Work& work) {
   try {
     do {
       const auto error = ask([](c10d::Store& store) { return read(store, "error"); }, kAnswer);
-      if (error && !error->empty()) throw Error(ErrorKind::kPeer, *error);
+      if (error && !error->empty()) {
+        // What all ranks find out for themselves is an error of its own kind, a moment later.
+        if (ends_within(work, kAnswer)) break;
+        throw Error(ErrorKind::kPeer, *error);
+      }
     } while (!ends_within(work, kSilence));
   } catch (...) {
     --silent_waits_;  // and stays present

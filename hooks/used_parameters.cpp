@@ -59,8 +59,12 @@ UsedParameters::UsedParameters(const std::vector<at::Tensor>& parameters)
     : flags_(std::make_shared<Flags>(parameters.size())) {
   for (size_t i = 0; i < parameters.size(); ++i) {
     (*flags_)[i].store(true, std::memory_order_relaxed);
-    torch::autograd::impl::grad_accumulator(parameters[i])
-        ->add_pre_hook(std::make_unique<MarkUsed>(flags_, i, parameters[i]));
+    // DDP keeps the node, also of a parameter that is frozen now and may not be later.
+    const auto node = torch::autograd::impl::try_get_grad_accumulator(parameters[i]);
+    GRADFERRY_EXPECTS(node != nullptr, kState,
+                      "DDP does not accumulate the gradient of parameter " + std::to_string(i) +
+                          "; build a new DistributedDataParallel and attach again");
+    node->add_pre_hook(std::make_unique<MarkUsed>(flags_, i, parameters[i]));
   }
 }
 

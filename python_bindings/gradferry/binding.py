@@ -103,7 +103,7 @@ class Binding:
         """
         ddp = self.model()
         if ddp is None or not ddp._comm_hooks:
-            raise StateError(
+            self.hook.fail(
                 "this HookState is bound to another DistributedDataParallel than the one that "
                 "calls it; give each its own: "
                 "ddp.register_comm_hook(gradferry.HookState(codec, ddp), gradferry.hook)"
@@ -183,15 +183,18 @@ def bind(
         outcome: Record = {}
     except Exception as error:
         outcome = error_record(error)
-    # Who could not connect must not keep the others, who then could, from knowing.
-    meet(group, longest, "connect")
-    outcomes = gather_records(outcome, group, place)
-    if any(outcomes):
+    try:
+        # Who could not connect must not keep the others, who then could, from knowing.
+        meet(group, longest, "connect")
+        raise_first_error(gather_records(outcome, group, place))
+    except BaseException:
         binding = None  # else the traceback would keep its connections
-    raise_first_error(outcomes)
+        raise
     assert binding is not None
     _guard(ddp)
-    if ddp.find_unused_parameters and binding.running.exchanges and not config.passes_through:
+    on_cpu = _device(ddp).type == "cpu"
+    exchanges_here = binding.running.exchanges and not config.passes_through
+    if ddp.find_unused_parameters and on_cpu and exchanges_here:
         binding.hook.watch_use(binding.running.tensors())
     if config.exact_skip and config.grad_scaler is None:
         note_optimizer_steps(binding.running)

@@ -40,7 +40,10 @@ def patience(group: dist.ProcessGroup, place: torch.device) -> timedelta:
     Args:
         place: of tensors that the group has a backend for.
     """
-    timeout: timedelta = group._get_backend(place).options._timeout
+    try:
+        timeout: timedelta = group._get_backend(place).options._timeout
+    except (RuntimeError, AttributeError):  # a backend without options
+        return MOST_PATIENCE
     return min(timeout / 2, MOST_PATIENCE)
 
 

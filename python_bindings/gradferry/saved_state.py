@@ -16,13 +16,10 @@ from typing import Any
 
 import torch
 
-from gradferry.agreement import hash64
 from gradferry.errors import ConfigError, StateError
 
 FORMAT = 2
-# Of every parameter, as JSON text; in format 1 a hash of that. The key is the old one, because
-# torch.distributed.checkpoint loads the keys of a new state only, and all of them.
-LAYOUT = "layout_hash"
+LAYOUT = "layout"  # of every parameter, as JSON text
 ON_RESIZE = ("strict", "mean", "drop")
 _SLOT = re.compile(r"slot_(\d+)")
 _ALIGNMENT = 16  # elements: where tiles start in an owner residual
@@ -183,14 +180,14 @@ def unpack(
 
 def check_identity(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
     """Raises StateError unless the state was saved by a hook like the one that loads it."""
+    if saved.get("format", FORMAT) != FORMAT:
+        raise StateError(
+            f"the saved state has format {saved['format']!r}, and this gradferry reads format "
+            f"{FORMAT}; load it with the version that saved it"
+        )
     missing = sorted({"format", *identity, "steps", "loss_scale"} - set(saved))
     if missing:
         raise StateError(f"the saved state lacks {', '.join(missing)}; it is not a state_dict")
-    if saved["format"] not in (1, FORMAT):
-        raise StateError(
-            f"the saved state has format {saved['format']!r}, and this gradferry reads formats 1 "
-            f"to {FORMAT}; load it with the version that saved it, or a newer one"
-        )
     for field, own in identity.items():
         if field == LAYOUT:
             _check_layout(saved[field], own)
@@ -202,8 +199,7 @@ def check_identity(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> Non
 
 
 def _check_layout(saved: object, own: str) -> None:
-    known = hash64(own) if isinstance(saved, int) else own
-    if saved != known:
+    if saved != own:
         raise StateError(
             f"the saved state is of another model: {_layout_difference(saved, own, 'this hook')}; "
             "load it with the arguments and the model it was saved with"
@@ -212,8 +208,6 @@ def _check_layout(saved: object, own: str) -> None:
 
 def _layout_difference(saved: object, own: str, who: str) -> str:
     """The first parameter that differs, in words."""
-    if isinstance(saved, int):
-        return f"it has {LAYOUT} {saved}, {who} has {hash64(own)}"
     try:
         pairs: Iterator[tuple[Any, Any]]
         pairs = zip_longest(json.loads(str(saved)), json.loads(own), fillvalue={})

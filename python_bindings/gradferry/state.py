@@ -230,7 +230,7 @@ class HookState:
         return step_numbers.call_after_steps(self, callback, self._bound().world_size)
 
     def events(self) -> list[dict[str, Any]]:
-        """The last 256 buckets, oldest first; an error that finishes the hook ends with them.
+        """The last 256 buckets, oldest first; an error that finishes the hook ends with the last 8.
 
         Returns:
             Dicts with ``step``, ``bucket``, ``chunks``, ``gradient_bytes``; the instants

@@ -118,6 +118,7 @@ void bind_ddp_hook(py::module_& module) {
       .def("admit", &BucketHook::admit, py::arg("bucket"), py::call_guard<py::gil_scoped_release>())
       .def("passed", &BucketHook::passed)
       .def("note_passed", &BucketHook::note_passed)
+      .def("fail", &BucketHook::fail, py::arg("message"), py::call_guard<py::gil_scoped_release>())
       .def("run", &run_from_python, py::arg("bucket"));
 }
 

@@ -222,18 +222,6 @@ def case_dcp_save(scenario: Scenario, path: str) -> dict[str, Any]:
     return run.state.state_dict()
 
 
-def case_dcp_save_format_1(scenario: Scenario, path: str) -> dict[str, Any]:
-    """As this package saved before states held their layout itself."""
-    from gradferry.agreement import hash64
-
-    run = Run(scenario)
-    run.step(0)
-    saved = run.state.state_dict()
-    before = {**saved, "format": 1, "layout_hash": hash64(saved["layout_hash"])}
-    dcp.save({"model": run.model.state_dict(), "hook": before}, checkpoint_id=path)
-    return saved
-
-
 def case_dcp_load(scenario: Scenario, path: str, resized: bool) -> dict[str, Any]:
     from gradferry.checkpoint import ResizedState
 
@@ -262,10 +250,3 @@ def test_distributed_checkpoint_keeps_every_rank_and_resizes(
     )
     for one, other in zip(loaded, residuals_of(merged, "loaded"), strict=True):
         assert same(one, other)
-
-
-def test_distributed_checkpoint_of_format_1_loads(worlds: Worlds, tmp_path: Path) -> None:
-    scenario, path = scenario_of("q4", 2), str(tmp_path / "dcp")
-    saved = worlds(2).run(case_dcp_save_format_1, scenario=scenario, path=path)
-    loaded = worlds(2).run(case_dcp_load, scenario=scenario, path=path, resized=False)
-    assert all(same(one, other) for one, other in zip(saved, loaded, strict=True))

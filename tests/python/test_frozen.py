@@ -34,25 +34,27 @@ def step(ddp: DistributedDataParallel) -> list[torch.Tensor | None]:
 
 
 def case_frozen(attached: bool, when: str) -> dict[str, Any]:
-    """Gradients of five steps; the first layer is frozen before attach, or from step 1 to 3."""
+    """Gradients of five steps; the first layer is frozen before attach, to step 3, or from 1 to 3."""
     import gradferry
 
     model = TwoLayers()
     ddp = DistributedDataParallel(model, find_unused_parameters=True)
-    if when == "before attach":
+    if when.startswith("before attach"):
         model.first.requires_grad_(False)
     state = gradferry.attach(ddp, "exact") if attached else None
     gradients = []
     for number in range(5):
-        if when == "in training" and number in (1, 3):
-            model.first.requires_grad_(number == 3)
+        if when == "in training" and number == 1:
+            model.first.requires_grad_(False)
+        if when != "before attach" and number == 3:
+            model.first.requires_grad_(True)
         gradients.append(step(ddp))
     if state is not None:
         state.load_state_dict(state.state_dict())
     return {"gradients": gradients, "steps": state and state.stats()["steps"]}
 
 
-@pytest.mark.parametrize("when", ["before attach", "in training"])
+@pytest.mark.parametrize("when", ["before attach", "before attach, to step 3", "in training"])
 def test_frozen_layer_changes_nothing_for_the_others(world_of_2: World, when: str) -> None:
     plain = world_of_2.run(case_frozen, attached=False, when=when)
     for answer, expected in zip(

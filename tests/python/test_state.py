@@ -85,7 +85,7 @@ def test_state_of_another_run_is_refused_by_name(world_of_2: World) -> None:
         {"codec": "bf16"},
         {"momentum": 0.9},
         {"world_size": 3},
-        {"layout_hash": 1},
+        {"layout": 1},
         {"worker": torch.zeros(3)},
         {"owner": [0.0]},
         {"worker": torch.full((3,), float("nan"))},
@@ -96,16 +96,16 @@ def test_state_of_another_run_is_refused_by_name(world_of_2: World) -> None:
         {"loss_scale": -1.0},
         {"steps": None},
         {"owner_tiles": torch.zeros(3)},
-        {"layout_hash": '["nonsense"]'},
+        {"layout": '["nonsense"]'},
     ]
     answers = world_of_2.run(case_refused, scenario=SCENARIO, changes=changes)
     for rank, texts in enumerate(answers):
         assert f"slot_{rank}, worker, is not a tensor" in texts[0]
         for text, field in zip(
-            texts[1:6], ["format", "codec", "momentum", "world_size", "layout_hash"], strict=True
+            texts[1:5], ["format", "codec", "momentum", "world_size"], strict=True
         ):
             assert f"has {field} " in text
-        assert "of another model: it has layout_hash 1, this hook has " in texts[5]
+        assert "of another model: what it says of its parameters was damaged" in texts[5]
         assert "another size, dtype or device" in texts[6]
         assert "owner, is not a tensor" in texts[7]
         assert "worker, is not finite" in texts[8]
@@ -120,9 +120,8 @@ def test_state_of_another_run_is_refused_by_name(world_of_2: World) -> None:
 
 
 def case_other_models(scenario: Scenario, others: list[tuple[Weight, ...]]) -> dict[str, Any]:
-    """What a hook says to states of other models, alone and merged, and to one of format 1."""
+    """What a hook says to states of other models, alone and merged."""
     import gradferry
-    from gradferry.agreement import hash64
     from gradferry.checkpoint import merge
 
     run = Run(scenario)
@@ -137,12 +136,7 @@ def case_other_models(scenario: Scenario, others: list[tuple[Weight, ...]]) -> d
         with pytest.raises(gradferry.StateError) as caught:
             merge([own, {key: saved[key] for key in saved if not key.startswith("slot_")}])
         merging.append(str(caught.value))
-    # Format 1 had a hash of the layout in place of the layout.
-    before = {**own, "format": 1, "layout_hash": hash64(own["layout_hash"])}
-    run.state.load_state_dict(before)
-    with pytest.raises(gradferry.StateError) as caught:
-        run.state.load_state_dict({**before, "layout_hash": 1})
-    return {"loading": loading, "merging": merging, "before": str(caught.value)}
+    return {"loading": loading, "merging": merging}
 
 
 def test_state_of_another_model_names_the_first_parameter_that_differs(world_of_2: World) -> None:
@@ -169,7 +163,6 @@ def test_state_of_another_model_names_the_first_parameter_that_differs(world_of_
         ):
             assert f"of another model: {part.format('this hook')};" in text
             assert merged.endswith(f"of different models: {part.format('another')}")
-        assert "of another model: it has layout_hash 1, this hook has " in answer["before"]
 
 
 def case_in_the_middle(scenario: Scenario) -> list[Any]:
