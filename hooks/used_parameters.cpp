@@ -8,6 +8,7 @@
 
 #include <utility>
 
+#include "gradferry/error.h"
 #include "residuals.h"
 
 namespace gradferry {
