@@ -192,9 +192,12 @@ def bind(
         raise
     assert binding is not None
     _guard(ddp)
-    on_cpu = _device(ddp).type == "cpu"
-    exchanges_here = binding.running.exchanges and not config.passes_through
-    if ddp.find_unused_parameters and on_cpu and exchanges_here:
+    if (
+        ddp.find_unused_parameters
+        and _device(ddp).type == "cpu"
+        and binding.running.exchanges
+        and not config.passes_through
+    ):
         binding.hook.watch_use(binding.running.tensors())
     if config.exact_skip and config.grad_scaler is None:
         note_optimizer_steps(binding.running)
