@@ -34,8 +34,11 @@ class BucketHook : public std::enable_shared_from_this<BucketHook> {
   // The engine changes only between steps, for codec="auto". Null: every bucket passes through.
   void use_engine(std::shared_ptr<BucketEngine> engine) { engine_ = std::move(engine); }
 
-  // Has the engine know which parameters are used; `parameters` as for the constructor.
-  void watch_use(const std::vector<at::Tensor>& parameters) { used_.emplace(parameters); }
+  // Has the engine know which parameters are used; `parameters` as for the constructor, `used` as
+  // for UsedParameters.
+  void watch_use(const std::vector<at::Tensor>& parameters, const UsedMap& used) {
+    used_.emplace(parameters, used);
+  }
 
   // At the first bucket of step `step`, or of a later one when that has begun, `callback` gets
   // this hook and the step's number, once, before anything becomes of the bucket: the same instant

@@ -56,10 +56,10 @@ Range owner_range(const Layout& layout, const Parameter& parameter) {
 
 uint64_t used_map_bytes(size_t num_parameters) { return (num_parameters + 7) / 8 * 8; }
 
-UsedParameters::UsedParameters(const std::vector<at::Tensor>& parameters)
+UsedParameters::UsedParameters(const std::vector<at::Tensor>& parameters, const UsedMap& used)
     : flags_(std::make_shared<Flags>(parameters.size())) {
   for (size_t i = 0; i < parameters.size(); ++i) {
-    (*flags_)[i].store(true, std::memory_order_relaxed);
+    (*flags_)[i].store(used[i] != 0, std::memory_order_relaxed);
     // DDP keeps the node, also of a parameter that is frozen now and may not be later.
     const auto node = torch::autograd::impl::try_get_grad_accumulator(parameters[i]);
     GRADFERRY_EXPECTS(node != nullptr, kState,

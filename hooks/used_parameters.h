@@ -26,9 +26,9 @@ uint64_t used_map_bytes(size_t num_parameters);
 // accumulation, which runs before DDP hands over the bucket. Passes under no_sync() count.
 class UsedParameters {
  public:
-  // From now on, for as long as DDP keeps the nodes that accumulate gradients. What came before is
-  // not known: at first every parameter counts as used.
-  explicit UsedParameters(const std::vector<at::Tensor>& parameters);
+  // From now on, for as long as DDP keeps the nodes that accumulate gradients. `used`: by
+  // parameter, since the last synced pass.
+  UsedParameters(const std::vector<at::Tensor>& parameters, const UsedMap& used);
 
   // Whether each was used since it was asked for last.
   UsedMap take(const std::vector<uint32_t>& parameters);

@@ -198,7 +198,7 @@ def bind(
         and binding.running.exchanges
         and not config.passes_through
     ):
-        binding.hook.watch_use(binding.running.tensors())
+        binding.hook.watch_use(binding.running.tensors(), ddp.reducer)
     if config.exact_skip and config.grad_scaler is None:
         note_optimizer_steps(binding.running)
     if native:

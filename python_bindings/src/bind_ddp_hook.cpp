@@ -2,6 +2,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <torch/csrc/distributed/c10d/reducer.hpp>
+#include <unordered_map>
 
 #include "bindings.h"
 #include "bucket_order.h"
@@ -81,6 +82,19 @@ class ReducerParameters : public c10d::Reducer {
   static const std::vector<at::Tensor>& of(const c10d::Reducer& reducer) {
     return reducer.*(&ReducerParameters::params_);
   }
+  // Whether each of `parameters` was used since the last synced pass, as under no_sync().
+  static UsedMap used(const c10d::Reducer& reducer, const std::vector<at::Tensor>& parameters) {
+    const auto map = (reducer.*(&ReducerParameters::local_used_map_)).contiguous();
+    std::unordered_map<const c10::TensorImpl*, bool> by_parameter;
+    for (size_t i = 0; i < of(reducer).size(); ++i) {
+      by_parameter[of(reducer)[i].unsafeGetTensorImpl()] = map.const_data_ptr<int32_t>()[i] != 0;
+    }
+    UsedMap used;
+    for (const at::Tensor& parameter : parameters) {
+      used.push_back(by_parameter.at(parameter.unsafeGetTensorImpl()) ? 1 : 0);
+    }
+    return used;
+  }
 };
 
 }  // namespace
@@ -105,7 +119,13 @@ void bind_ddp_hook(py::module_& module) {
             reducer.register_comm_hook(std::make_unique<NativeHook>(hook));
           },
           py::arg("reducer"))
-      .def("watch_use", &BucketHook::watch_use, py::arg("parameters"))
+      .def(
+          "watch_use",
+          [](BucketHook& hook, const std::vector<at::Tensor>& parameters,
+             const c10d::Reducer& reducer) {
+            hook.watch_use(parameters, ReducerParameters::used(reducer, parameters));
+          },
+          py::arg("parameters"), py::arg("reducer"))
       .def("use_engine", &BucketHook::use_engine, py::arg("engine").none(true))
       .def(
           "call_at",

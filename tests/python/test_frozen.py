@@ -34,7 +34,7 @@ def step(ddp: DistributedDataParallel) -> list[torch.Tensor | None]:
 
 
 def case_frozen(attached: bool, when: str) -> dict[str, Any]:
-    """Gradients of five steps; the first layer is frozen before attach, to step 3, or from 1 to 3."""
+    """Gradients of five steps; the first layer is frozen at attach, to step 3, or from 1 to 3."""
     import gradferry
 
     model = TwoLayers()

@@ -208,3 +208,49 @@ def test_what_no_rank_used_keeps_its_bits_and_is_no_infinity(
             assert torch.equal(later["residual"], seen[1]["residual"])
         assert torch.equal(seen[2]["grad"], seen[1]["grad"])
         assert seen[3]["grad"][7, 7] == math.inf
+
+
+def case_first_pass_after_attach(codec: str | None, views: bool, no_sync: bool) -> dict[str, Any]:
+    """ "second" is used before attach only: in a synced pass, then perhaps under no_sync()."""
+    scenario = scenario_of(codec or "exact", 2, views=views, native=True)
+    rank, model = dist.get_rank(), ChosenGradients(scenario)
+    ddp = DistributedDataParallel(model, **scenario.ddp)
+
+    def backward(turn: int, *left_out: str) -> None:
+        ddp(
+            {
+                w.name: w.from_flat(scenario.gradient(0, turn, rank, i))
+                for i, w in enumerate(WEIGHTS)
+                if w.name not in left_out
+            }
+        ).backward()
+
+    backward(0)
+    if no_sync:
+        with ddp.no_sync():
+            backward(1)
+    before = model.second.grad.clone()
+    state = attach(ddp, scenario) if codec else None
+    backward(2, "second")
+    slot = state.state_dict()[f"slot_{rank}"] if state else {"worker": torch.zeros(0)}
+    # Of "first" come its 6300 elements, then, aligned to 16, "second".
+    return {
+        "before": before,
+        "after": model.second.grad.clone(),
+        "withheld": slot["worker"][6304 : 6304 + 3 * 4099],
+    }
+
+
+@pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
+def test_use_before_attach_is_as_ddp_knows_it(worlds: Worlds, views: bool) -> None:
+    for answer in worlds(2).run(
+        case_first_pass_after_attach, codec="sign1", views=views, no_sync=False
+    ):
+        assert torch.equal(answer["after"], answer["before"])
+        assert not answer["withheld"].any()
+    plain, exact = (
+        worlds(2).run(case_first_pass_after_attach, codec=codec, views=views, no_sync=True)
+        for codec in (None, "exact")
+    )
+    for one, other in zip(plain, exact, strict=True):
+        assert torch.equal(one["after"], other["after"])
