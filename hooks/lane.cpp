@@ -49,7 +49,7 @@ void Lane::close_later() {
       if (!process_is_ending) c10::intrusive_ptr<c10d::Backend>::reclaim(backend).reset();
     }).detach();
   } catch (const std::system_error&) {
-    // Left open, like what is in flight on it.
+    return;  // left open, like what is in flight on it
   }
 }
 

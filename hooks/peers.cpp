@@ -93,7 +93,7 @@ std::optional<std::string> Peers::ask(Question question, milliseconds longest) {
     try {
       text = question(*store);
     } catch (const std::exception&) {
-      // The same as no answer.
+      text.reset();  // the same as no answer
     }
     busy->fetch_sub(1);
     answer->set_value(std::move(text));
