@@ -7,18 +7,10 @@
 #include <cstdint>
 #include <vector>
 
-namespace c10d {
-class Reducer;
-}
-
 namespace gradferry {
 
 // Strides, in elements, of the gradient in a bucket that DDP would make now. Where the size is 1
 // the stride is 1, so that equal orders have equal strides.
 std::vector<int64_t> bucket_strides(const at::Tensor& parameter);
-
-// Parameters whose gradients the buckets that are there hold in another order: their memory format
-// has changed since. DDP writes gradients to a bucket in the old order and reads them in the new.
-std::vector<at::Tensor> reordered_since_buckets_were_made(const c10d::Reducer& reducer);
 
 }  // namespace gradferry

@@ -67,9 +67,9 @@ void BucketHook::count(const c10d::GradBucket& bucket) {
 
 bool BucketHook::admit(const c10d::GradBucket& bucket) {
   if (steps_) count(bucket);
-  if (used_) used_in_bucket_ = used_->take(indices_of(bucket));
+  if (engine_ != nullptr && !bucket.getBuffer().is_sparse()) return true;
+  if (used_) (void)used_->take(indices_of(bucket));  // run() will not
   if (engine_ == nullptr) return false;
-  if (!bucket.getBuffer().is_sparse()) return true;
   if (engine_->needs_every_bucket()) {
     fail(
         "a sparse gradient came, which momentum= and exact_skip= cannot handle; build the "
@@ -113,14 +113,15 @@ void BucketHook::expect_same_order(const c10d::GradBucket& bucket,
   }
 }
 
-void BucketHook::run(const c10d::GradBucket& bucket, FuturePtr future, c10::IValue value) {
+void BucketHook::run(const c10d::GradBucket& bucket, FuturePtr future, c10::IValue value) const {
   (void)group();  // refuses a destroyed group
   const std::vector<uint32_t> parameters = indices_of(bucket);
   expect_same_order(bucket, parameters);
   at::Tensor gradient = bucket.getBuffer().detach();
   if (gradient.is_complex()) gradient = at::view_as_real(gradient);
-  engine_->run(parameters, std::exchange(used_in_bucket_, {}), gradient.view({-1}),
-               std::move(future), std::move(value));
+  UsedMap used = used_ ? used_->take(parameters) : UsedMap();
+  engine_->run(parameters, std::move(used), gradient.view({-1}), std::move(future),
+               std::move(value));
 }
 
 FuturePtr NativeHook::runHook(c10d::GradBucket& bucket) {

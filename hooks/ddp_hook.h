@@ -66,7 +66,7 @@ class BucketHook : public std::enable_shared_from_this<BucketHook> {
   // Completes `future` with `value` when the averaged gradient lies in the bucket's buffer.
   // Raises ConfigError, StateError, or the engine's first error. Without the GIL.
   // StateError, too, for a parameter whose memory format has changed: residuals are in the old one.
-  void run(const c10d::GradBucket& bucket, FuturePtr future, c10::IValue value);
+  void run(const c10d::GradBucket& bucket, FuturePtr future, c10::IValue value) const;
 
   // Ends the engine, which tells the other ranks, and raises StateError: a bucket that never
   // reaches the engine would keep them waiting.
@@ -89,7 +89,6 @@ class BucketHook : public std::enable_shared_from_this<BucketHook> {
   mutable std::atomic<uint64_t> passed_{0};
   std::optional<StepCounter> steps_;
   std::optional<UsedParameters> used_;
-  UsedMap used_in_bucket_;  // the one that was admitted
   struct Call {
     uint64_t step;
     StepCallback callback;

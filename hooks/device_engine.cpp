@@ -105,7 +105,7 @@ DeviceEngine::BucketJob DeviceEngine::make_job(const std::vector<uint32_t>& para
     const std::lock_guard lock(mutex_);
     begins_step = steps_.add(parameters);
     if (begins_step && options_.exact_skip) {
-      begins_optimizer_step = optimizer_steps_.begin_pass(hashes_.writes());
+      begins_optimizer_step = optimizer_steps_.begin_pass(hashes_);
     }
     step = steps_.step();
     number = stats_.buckets;

@@ -120,7 +120,6 @@ void Engine::request_stop() {
 }
 
 void Engine::shutdown_all(std::chrono::milliseconds timeout) {
-  Lane::leave_open();
   std::vector<std::shared_ptr<Engine>> engines;
   {
     Registry& all = registry();
@@ -297,7 +296,7 @@ void Engine::note_bucket(const std::vector<uint32_t>& parameters) {
 
 void Engine::begin_step() {
   const std::lock_guard lock(mutex_);
-  if (options_.exact_skip && optimizer_steps_.begin_pass(hashes_.writes())) {
+  if (options_.exact_skip && optimizer_steps_.begin_pass(hashes_)) {
     settle();
     step_nonfinite_ = false;
     residuals_.keep();

@@ -6,13 +6,9 @@
 #include <system_error>
 #include <thread>
 
+#include "process_end.h"
+
 namespace gradferry {
-namespace {
-
-// Threads that close lanes may meet the end of the process; what they hold is left to it.
-std::atomic<bool> process_is_ending{false};
-
-}  // namespace
 
 Lane::Lane(c10::intrusive_ptr<c10d::Backend> backend, std::atomic<uint64_t>* sent_bytes)
     : backend_(std::move(backend)),
@@ -34,8 +30,6 @@ Pending Lane::all_gather(at::Tensor receive, at::Tensor send) {
                          std::memory_order_relaxed);
   return backend_->_allgather_base(receive, send);
 }
-
-void Lane::leave_open() { process_is_ending = true; }
 
 void Lane::close_later() {
   constexpr std::chrono::seconds kForSlowerPeers{2};

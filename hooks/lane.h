@@ -36,8 +36,6 @@ class Lane {
   // when the peers close their lanes, at the latest after the timeout of the process group. Not at
   // once: a connection that is closed may take with it what a slower peer has not read yet.
   void close_later();
-  // From now on close_later() leaves lanes open: the process ends.
-  static void leave_open();
 
  private:
   c10::intrusive_ptr<c10d::Backend> backend_;

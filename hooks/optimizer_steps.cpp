@@ -10,9 +10,10 @@ namespace gradferry {
 
 OptimizerSteps::OptimizerSteps(at::Tensor loss_scale) : loss_scale_(std::move(loss_scale)) {}
 
-bool OptimizerSteps::begin_pass(uint64_t writes) {
+bool OptimizerSteps::begin_pass(const ParameterHashes& parameters) {
   const bool scaled = loss_scale_.defined();
-  if (scaled) writes = static_cast<uint64_t>(loss_scale_._version());
+  const uint64_t writes =
+      scaled ? static_cast<uint64_t>(loss_scale_._version()) : parameters.writes();
   const bool first = !writes_;
   const bool noted = noted_.exchange(false);
   const bool changed = first || *writes_ != writes;

@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <optional>
 
+#include "parameter_hashes.h"
+
 namespace gradferry {
 
 class OptimizerSteps {
@@ -17,8 +19,8 @@ class OptimizerSteps {
   explicit OptimizerSteps(at::Tensor loss_scale);
 
   // At the first bucket of a pass, on the thread that DDP calls from. Returns whether a step
-  // begins. `writes`: what has been written to parameters so far, as any number that then changes.
-  bool begin_pass(uint64_t writes);
+  // begins. `parameters`: of the model.
+  bool begin_pass(const ParameterHashes& parameters);
   // The next pass begins a step.
   void reset();
   // An optimizer has stepped. Any thread.

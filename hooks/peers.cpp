@@ -98,11 +98,15 @@ std::optional<std::string> Peers::ask(Question question, milliseconds longest) {
     busy->fetch_sub(1);
     answer->set_value(std::move(text));
   };
+  bool added = false;
   try {
     const std::lock_guard lock(mutex_);
     if (!worker_) worker_ = Worker::start("gf-peers");
-    if (!worker_->add(job)) return std::nullopt;  // the process is ending
-  } catch (const std::system_error&) {            // the process has all the threads it may have
+    added = worker_->add(job);  // not when the process is ending
+  } catch (const std::system_error&) {
+    added = false;  // the process has all the threads it may have
+  }
+  if (!added) {
     busy_->fetch_sub(1);
     return std::nullopt;
   }

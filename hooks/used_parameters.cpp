@@ -69,7 +69,7 @@ UsedParameters::UsedParameters(const std::vector<at::Tensor>& parameters, const 
   }
 }
 
-UsedMap UsedParameters::take(const std::vector<uint32_t>& parameters) {
+UsedMap UsedParameters::take(const std::vector<uint32_t>& parameters) const {
   UsedMap used;
   used.reserve(parameters.size());
   for (const uint32_t index : parameters) {

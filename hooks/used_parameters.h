@@ -31,7 +31,7 @@ class UsedParameters {
   UsedParameters(const std::vector<at::Tensor>& parameters, const UsedMap& used);
 
   // Whether each was used since it was asked for last.
-  UsedMap take(const std::vector<uint32_t>& parameters);
+  UsedMap take(const std::vector<uint32_t>& parameters) const;
 
  private:
   using Flags = std::vector<std::atomic<bool>>;  // by parameter

@@ -12,18 +12,15 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from gradferry.after_steps import call_after_steps
 from gradferry.config import COARSE_BITS, DEFAULT_RULES, Config, Rule
 from gradferry.parameters import ParameterLayout
 
 # By the names of their classes: those of many libraries are called so.
 _ADAPTIVE = ("adam", "lamb")
-
-
-# Models whose optimizer has not stepped yet: their parameters, and what to warn of, if anything.
-_watched: list[tuple[WeakIdKeyDictionary, Callable[[Optimizer], str | None]]] = []
 
 
 def watch_optimizer(
@@ -84,23 +81,14 @@ def _adam_behind(codec: str, optimizer: Optimizer) -> str | None:
 
 
 def _watch(index: WeakIdKeyDictionary, judge: Callable[[Optimizer], str | None]) -> None:
-    _register()
-    _watched.append((index, judge))
+    """`judge`: what to warn of, if anything, when the model's optimizer has stepped first."""
 
+    def look(optimizer: Optimizer) -> None:
+        handle.remove()
+        if text := judge(optimizer):
+            warnings.warn(text, stacklevel=4)
 
-@functools.cache
-def _register() -> None:
-    register_optimizer_step_post_hook(_look)  # for good: hooks must not go while they are called
-
-
-def _look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for watched in list(_watched):
-        index, judge = watched
-        mine = any(p in index for group in optimizer.param_groups for p in group["params"])
-        if mine or not index:
-            _watched[:] = [other for other in _watched if other is not watched]
-        if mine and (text := judge(optimizer)):
-            warnings.warn(text, stacklevel=3)
+    handle = call_after_steps(index, look)
 
 
 def warn_about_rules(

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 import uuid
+import weakref
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed.distributed_c10d import GroupName
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradferry import _native, step_numbers
+from gradferry.after_steps import call_after_steps
 from gradferry.agreement import Record, error_record, gather_records, raise_first_error, record_hash
 from gradferry.codec_spec import CodecSpec
 from gradferry.config import Config
@@ -205,26 +205,18 @@ class Running:
         return describe(zip(names, self.tensors(), strict=True), config, exchanges=self.exchanges)
 
 
-_noting: WeakValueDictionary[int, Running] = WeakValueDictionary()  # by id
-
-
-@cache
-def _note_all_steps() -> None:
-    # torch's registry cannot lose a hook while it runs them, so one serves all, for good.
-    register_optimizer_step_post_hook(_after_optimizer_step)
-
-
 def note_optimizer_steps(running: Running) -> None:
     """Has the engine know when an optimizer of the model has stepped."""
-    _note_all_steps()
-    _noting[id(running)] = running
+    weak = weakref.ref(running)  # the model may outlive its hook
 
-
-def _after_optimizer_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    stepped = [p for group in optimizer.param_groups for p in group["params"]]
-    for running in list(_noting.values()):
-        if running.engine is not None and any(p in running.index for p in stepped):
+    def note(_: Optimizer) -> None:
+        running = weak()
+        if running is None:
+            handle.remove()
+        elif running.engine is not None:
             running.engine.note_optimizer_step()
+
+    handle = call_after_steps(running.index, note)
 
 
 def parameter_records(parameters: tuple[ParameterLayout, ...]) -> list[dict[str, Any]]:

@@ -2,11 +2,12 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <torch/csrc/distributed/c10d/reducer.hpp>
-#include <unordered_map>
 
 #include "bindings.h"
 #include "bucket_order.h"
 #include "ddp_hook.h"
+#include "process_end.h"
+#include "reducer_view.h"
 
 namespace gradferry {
 namespace {
@@ -75,32 +76,10 @@ c10::intrusive_ptr<c10d::Work> run_from_python(BucketHook& hook, const c10d::Gra
   return c10::make_intrusive<BucketWork>(std::move(future));
 }
 
-// Never made: lends its right to look into a Reducer, whose public functions tell the parameters
-// of buckets only, and only when those have memory.
-class ReducerParameters : public c10d::Reducer {
- public:
-  static const std::vector<at::Tensor>& of(const c10d::Reducer& reducer) {
-    return reducer.*(&ReducerParameters::params_);
-  }
-  // Whether each of `parameters` was used since the last synced pass, as under no_sync().
-  static UsedMap used(const c10d::Reducer& reducer, const std::vector<at::Tensor>& parameters) {
-    const auto map = (reducer.*(&ReducerParameters::local_used_map_)).contiguous();
-    std::unordered_map<const c10::TensorImpl*, bool> by_parameter;
-    for (size_t i = 0; i < of(reducer).size(); ++i) {
-      by_parameter[of(reducer)[i].unsafeGetTensorImpl()] = map.const_data_ptr<int32_t>()[i] != 0;
-    }
-    UsedMap used;
-    for (const at::Tensor& parameter : parameters) {
-      used.push_back(by_parameter.at(parameter.unsafeGetTensorImpl()) ? 1 : 0);
-    }
-    return used;
-  }
-};
-
 }  // namespace
 
 void bind_ddp_hook(py::module_& module) {
-  module.def("reducer_parameters", &ReducerParameters::of, py::arg("reducer"));
+  module.def("reducer_parameters", &reducer_parameters, py::arg("reducer"));
   module.def("bucket_strides", &bucket_strides, py::arg("parameter"));
   module.def("reordered_since_buckets_were_made", &reordered_since_buckets_were_made,
              py::arg("reducer"));
@@ -123,7 +102,7 @@ void bind_ddp_hook(py::module_& module) {
           "watch_use",
           [](BucketHook& hook, const std::vector<at::Tensor>& parameters,
              const c10d::Reducer& reducer) {
-            hook.watch_use(parameters, ReducerParameters::used(reducer, parameters));
+            hook.watch_use(parameters, used_since_last_sync(reducer, parameters));
           },
           py::arg("parameters"), py::arg("reducer"))
       .def("use_engine", &BucketHook::use_engine, py::arg("engine").none(true))

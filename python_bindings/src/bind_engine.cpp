@@ -7,6 +7,7 @@
 #include "device_engine.h"
 #include "engine.h"
 #include "gradferry/device_library.h"
+#include "process_end.h"
 #include "scalar_type.h"
 
 namespace gradferry {

@@ -3,7 +3,6 @@
 
 #include <torch/csrc/utils/pybind.h>
 
-#include <atomic>
 #include <exception>
 
 #include "gradferry/error.h"
@@ -20,9 +19,6 @@ void bind_device_codec(py::module_& module);
 void bind_codec_timing(py::module_& module);
 void bind_codec_speed(py::module_& module);
 void bind_compressed_mean(py::module_& module);
-
-// Set once gradferry was shut down at exit: from then on the GIL must not be taken.
-inline std::atomic<bool> process_is_ending{false};
 
 // For errors that travel through torch's autograd, which knows only torch's own exception base.
 std::exception_ptr make_torch_exception(const Error& error);

@@ -13,18 +13,23 @@ from torch.nn.parallel import DistributedDataParallel
 from world import World
 
 
+def warnings_of_steps(ddp: DistributedDataParallel, stepper: Any, word: str) -> list[str]:
+    """Those with the word, from three steps."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            ddp(torch.ones(2, 40)).sum().backward()
+            stepper.step()
+    return [str(w.message) for w in caught if word in str(w.message)]
+
+
 def case_warnings(codec: str, feedback: str, optimizer: str) -> list[str]:
     import gradferry
 
     ddp = DistributedDataParallel(nn.Linear(40, 40))
     gradferry.attach(ddp, codec, error_feedback=feedback)
     stepper = getattr(torch.optim, optimizer)(ddp.parameters(), lr=0.01)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(3):
-            ddp(torch.ones(2, 40)).sum().backward()
-            stepper.step()
-    return [str(w.message) for w in caught if "error feedback" in str(w.message)]
+    return warnings_of_steps(ddp, stepper, "error feedback")
 
 
 @pytest.mark.parametrize(
@@ -102,13 +107,7 @@ def case_momentum_twice(make: Callable[..., Any], momentum: float | None) -> lis
     ddp = DistributedDataParallel(nn.Linear(40, 40))
     warmup = 2 if make is one_bit_adam else 0
     state = gradferry.attach(ddp, "q4", momentum=momentum, warmup_steps=warmup)
-    stepper = make(ddp.parameters(), state)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(3):
-            ddp(torch.ones(2, 40)).sum().backward()
-            stepper.step()
-    return [str(w.message) for w in caught if "twice" in str(w.message)]
+    return warnings_of_steps(ddp, make(ddp.parameters(), state), "twice")
 
 
 @pytest.mark.parametrize(

@@ -167,13 +167,11 @@ def case_dead(kind: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "what"), [("before", "come to attach"), ("while", "connect")])
-def test_rank_that_dies_while_attaching_is_named_by_the_others(kind: str, what: str) -> None:
-    world = World(3)
-    try:
-        with pytest.raises(WorldError) as failures:
-            world.run(case_dead, kind=kind)
-    finally:
-        world.stop()
+def test_rank_that_dies_while_attaching_is_named_by_the_others(
+    world_of_3: World, kind: str, what: str
+) -> None:
+    with pytest.raises(WorldError) as failures:
+        world_of_3.run(case_dead, kind=kind)
     text = f"survivor: PeerError: rank 1 did not {what} within 1 s"
     assert str(failures.value).count(text) == 2, failures.value
 

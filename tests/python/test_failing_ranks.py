@@ -95,13 +95,9 @@ def case_killed(victim: int) -> None:
 
 
 @pytest.mark.parametrize("victim", [0, 2])
-def test_rank_that_dies_is_named_as_far_as_it_can_be(victim: int) -> None:
-    world = World(3)
-    try:
-        with pytest.raises(WorldError) as failures:
-            world.run(case_killed, victim=victim)
-    finally:
-        world.stop()
+def test_rank_that_dies_is_named_as_far_as_it_can_be(world_of_3: World, victim: int) -> None:
+    with pytest.raises(WorldError) as failures:
+        world_of_3.run(case_killed, victim=victim)
     text = str(failures.value)
     # The store went with rank 0.
     named = f"rank {victim}" if victim else "another rank"

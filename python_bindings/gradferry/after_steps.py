@@ -1,0 +1,43 @@
+"""Calls after the steps of the optimizers that hold a model's parameters."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
+
+_calls: OrderedDict[int, tuple[WeakIdKeyDictionary, Callable[[Optimizer], None]]] = OrderedDict()
+
+
+def call_after_steps(
+    index: WeakIdKeyDictionary, callback: Callable[[Optimizer], None]
+) -> RemovableHandle:
+    """Calls `callback` after every step of an optimizer, any of `torch.optim`, that holds some of
+    the parameters in `index`, until there are none any more.
+
+    Returns:
+        A handle whose ``remove()`` ends the calls; the callback may use it.
+    """
+    _register()
+    handle = RemovableHandle(_calls)
+    _calls[handle.id] = (index, callback)
+    return handle
+
+
+@cache
+def _register() -> None:
+    # For good: torch's own registry must not lose a hook while it goes through them.
+    register_optimizer_step_post_hook(_after_step)
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for number, (index, callback) in list(_calls.items()):
+        if not index:
+            _calls.pop(number, None)
+        elif any(p in index for group in optimizer.param_groups for p in group["params"]):
+            callback(optimizer)
