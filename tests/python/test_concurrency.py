@@ -94,7 +94,7 @@ def case_looked_on(scenario: Scenario) -> dict[str, Any]:
     onlooker = Onlooker(run)
     # Its gradient is the last one: buckets before its own were handed over.
     last = run.ddp.module.get_parameter(run.buckets[-1][-1][-1])
-    last.register_post_accumulate_grad_hook(onlooker.wait_for_a_whole_round)
+    turning = last.register_post_accumulate_grad_hook(onlooker.wait_for_a_whole_round)
     own = []
     with ThreadPoolExecutor(1) as threads:
         looking = threads.submit(onlooker.look)
@@ -106,6 +106,7 @@ def case_looked_on(scenario: Scenario) -> dict[str, Any]:
             onlooker.wait_for_a_whole_round()
         finally:
             onlooker.end()
+            turning.remove()  # nobody else sees that the hook leads back to the parameter
         looking.result()
     mine = {state["steps"]: state for state in own}
     looked = {state["steps"] for state in onlooker.saved}
