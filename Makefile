@@ -26,9 +26,9 @@ package_build := build/torch-$(TORCH)
 quiet := tools/quiet.sh
 
 # Folders are listed too: theirs is the timestamp that changes when a file goes away.
-core_inputs := $(shell find CMakeLists.txt CMakePresets.json cmake include kernels tests/cpp tests/simt tests/cuda benchmarks \
+core_inputs := $(shell find CMakeLists.txt CMakePresets.json cmake include kernels measure tests/cpp tests/simt tests/cuda benchmarks \
     hooks/layout.* hooks/plan.* 2>/dev/null)
-package_inputs := $(shell find pyproject.toml README.md CMakeLists.txt cmake include hooks benchmarks python_bindings \
+package_inputs := $(shell find pyproject.toml README.md CMakeLists.txt cmake include hooks measure python_bindings \
     tests/streams tests/simt kernels/common \
     -not -name __pycache__ -not -name '*.pyc' 2>/dev/null)
 
@@ -74,7 +74,7 @@ sass: $(venv_ready)  ## instructions, registers and occupancy of every CUDA kern
 	@$(bin)/python tools/count_sass.py
 
 # --- lint ------------------------------------------------------------------------------------------
-cpp_files := $(shell find include kernels hooks python_bindings benchmarks \
+cpp_files := $(shell find include kernels measure hooks python_bindings benchmarks \
     tests/cpp tests/simt tests/cuda tests/streams \
     '(' -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' ')' 2>/dev/null)
 cpp_headers := $(filter %.h,$(cpp_files))

@@ -1,5 +1,5 @@
 // Every codec of the table, or the codec strings given, on every instruction set, against the roof
-// of codec_timing.h.
+// of roof_timing.h.
 //
 //   codec_bench [--benchmark_filter=q4/avx512] [codec ...]
 //
@@ -11,7 +11,7 @@
 #include <cstdio>
 #include <map>
 
-#include "benchmarks/codec_timing.h"
+#include "measure/roof_timing.h"
 #include "gradferry/error.h"
 
 namespace {

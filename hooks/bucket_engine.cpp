@@ -2,34 +2,216 @@
 
 #include <unistd.h>
 
-#include <exception>
 #include <string>
+#include <utility>
+
+#include "engine_errors.h"
+#include "residuals.h"
+#include "scalar_type.h"
 
 namespace gradferry {
-
-Error called_after_fork(int process_id) {
-  return {ErrorKind::kState, "gradferry was attached in process " + std::to_string(process_id) +
-                                 " and called after a fork in process " + std::to_string(getpid()) +
-                                 "; attach in the process that trains"};
+BucketEngine::BucketEngine(EngineOptions options, ParameterHashes hashes, c10::Device device,
+                           bool exchanges)
+    : options_(std::move(options)),
+      device_(device),
+      exchanges_(exchanges),
+      layout_(options_.parameters, options_.rank, options_.world_size,
+              device.is_cpu() ? Device::kCpu : Device::kCuda),
+      hashes_(std::move(hashes)),
+      process_id_(getpid()),
+      steps_(layout_.parameters().size()),
+      optimizer_steps_(options_.loss_scale) {
+  GRADFERRY_EXPECTS(options_.chunk_bytes >= kLeastChunkBytes, kConfig,
+                    "chunk_bytes is " + std::to_string(options_.chunk_bytes) +
+                        "; it must be at least " + std::to_string(kLeastChunkBytes));
 }
 
-Error finished(const Error& error, const EventLog& log, uint32_t rank) {
-  return {error.kind(), std::string(error.what()) +
-                            "\nThis hook is finished. To go on, delete this "
-                            "DistributedDataParallel first (its hook would run beside that of a "
-                            "new one), and attach to a new one." +
-                            log.text(rank)};
-}
+// --- a bucket ---
 
-Error describe_failure(const std::exception_ptr& failure, uint32_t rank) {
+void BucketEngine::run(const std::vector<uint32_t>& parameters, UsedMap used,
+                       const at::Tensor& gradient, FuturePtr future, c10::IValue value) {
+  begin_run();
+  std::optional<Error> failure;
   try {
-    std::rethrow_exception(failure);
-  } catch (const Error& error) {
-    return error;
-  } catch (const std::exception& error) {
-    return {ErrorKind::kState, "gradferry failed on rank " + std::to_string(rank) + ": " +
-                                   error.what() + "; restart the training"};
+    average(accept(parameters, std::move(used), gradient, std::move(future), std::move(value)));
+  } catch (...) {
+    failure = describe_failure(std::current_exception(), options_.rank);
   }
+  // Peers may miss messages then, so nothing can go on.
+  if (failure) fail(*failure);
+  const std::lock_guard lock(life_.mutex);
+  life_.running = false;
+  life_.changed.notify_all();
+  if (failure) raise(*life_.death);
+}
+
+void BucketEngine::begin_run() {
+  if (getpid() != process_id_) raise(called_after_fork(process_id_));
+  const std::lock_guard lock(life_.mutex);
+  if (life_.death) raise(*life_.death);
+  if (life_.stop) {
+    raise(Error(ErrorKind::kState, "gradferry was shut down; it cannot compress at exit"));
+  }
+  life_.running = true;
+}
+
+BucketEngine::Bucket BucketEngine::accept(const std::vector<uint32_t>& parameters, UsedMap used,
+                                          const at::Tensor& gradient, FuturePtr future,
+                                          c10::IValue value) {
+  const int64_t begin_ns = EventLog::now();
+  bool begins_step = false, begins_optimizer_step = false;
+  uint64_t step = 0;
+  {
+    const std::lock_guard lock(life_.mutex);
+    begins_step = steps_.add(parameters);
+    step = steps_.step();
+    if (begins_step && options_.exact_skip) {
+      begins_optimizer_step = optimizer_steps_.begin_pass(hashes_);
+    }
+  }
+  const BucketPlan& plan = plan_for(parameters, options_.in_warmup(step));
+  check_gradient(plan, gradient);
+  return {.plan = &plan,
+          .used = std::move(used),
+          .gradient = gradient,
+          .future = std::move(future),
+          .value = std::move(value),
+          .step = step,
+          .begins_step = begins_step,
+          .begins_optimizer_step = begins_optimizer_step,
+          .event = {.step = step,
+                    .chunks = plan.chunks.size(),
+                    .gradient_bytes = gradient.nbytes(),
+                    .begin_ns = begin_ns}};
+}
+
+const BucketPlan& BucketEngine::plan_for(const std::vector<uint32_t>& parameters, bool warmup) {
+  auto& plans = plans_[warmup];
+  const auto found = plans.find(parameters);
+  if (found != plans.end()) return found->second;
+  const PlanOptions plan_options{options_.rank, options_.chunk_bytes, warmup, exchanges_};
+  const BucketPlan& plan =
+      plans.emplace(parameters, make_plan(layout_, parameters, plan_options)).first->second;
+  const std::lock_guard lock(life_.mutex);
+  ++life_.stats.workspace_allocations;
+  return plan;
+}
+
+void BucketEngine::check_gradient(const BucketPlan& plan, const at::Tensor& gradient) const {
+  const bool in_place = device_.is_cpu() ? gradient.is_cpu() : gradient.device() == device_;
+  const bool fits =
+      in_place && gradient.is_contiguous() &&
+      static_cast<uint64_t>(gradient.numel()) == plan.num_elements &&
+      (plan.num_elements == 0 || to_scalar_type(gradient.scalar_type()) == plan.dtype);
+  GRADFERRY_EXPECTS(fits, kState,
+                    "a bucket holds " + std::to_string(gradient.numel()) + " elements of " +
+                        c10::toString(gradient.scalar_type()) + " on " + gradient.device().str() +
+                        ", other than its " + std::to_string(plan.num_elements) +
+                        " elements had at attach; do not wrap the hook in a compress wrapper, and "
+                        "do not change parameters after attach");
+}
+
+void BucketEngine::count_in(Bucket& bucket) {
+  const std::lock_guard lock(life_.mutex);
+  bucket.event.bucket = life_.stats.buckets;
+  if (!bucket.plan->chunks.empty()) ++life_.stats.buckets;
+  life_.stats.gradient_bytes += bucket.event.gradient_bytes;
+  ++life_.stats.in_flight;
+}
+
+void BucketEngine::pass(const std::vector<uint32_t>& parameters) {
+  const std::lock_guard lock(life_.mutex);
+  steps_.pass(parameters);
+}
+
+// --- errors and the end ---
+
+void BucketEngine::raise(const Error& error) const {
+  std::rethrow_exception(options_.make_exception(error));
+}
+
+void BucketEngine::fail(const Error& error) {
+  {
+    const std::lock_guard lock(life_.mutex);
+    if (!life_.death) life_.death = finished(error, log_, options_.rank);
+    life_.changed.notify_all();
+  }
+  // A thread of the engine that sees the death would tell, too, but may be waiting for the others.
+  options_.peers->tell(life_.death->what());
+}
+
+void BucketEngine::request_stop() {
+  if (getpid() != process_id_) return;  // a forked child has no thread to tell
+  const std::lock_guard lock(life_.mutex);
+  life_.stop = true;
+  life_.changed.notify_all();
+}
+
+// --- between steps ---
+
+EngineStats BucketEngine::stats() const {
+  const std::lock_guard lock(life_.mutex);
+  EngineStats stats = life_.stats;
+  stats.steps = steps_.step();
+  stats.step_buckets = steps_.finished();
+  stats.wire_bytes = sent_bytes();
+  stats.times = log_.totals();
+  return stats;
+}
+
+uint64_t BucketEngine::current_step() const {
+  const std::lock_guard lock(life_.mutex);
+  return steps_.step();
+}
+
+// `what` is to be done. With life_.mutex held.
+void BucketEngine::expect_between_steps(const char* what) const {
+  if (life_.death) throw Error(*life_.death);
+  const size_t seen = steps_.num_seen(), all = steps_.num_parameters();
+  GRADFERRY_EXPECTS(life_.stats.in_flight == 0 && !life_.running && (seen == 0 || seen == all), kState,
+                    std::string("cannot ") + what + " in the middle of step " +
+                        std::to_string(steps_.step()) + ": " + std::to_string(seen) + " of " +
+                        std::to_string(all) + " gradients were handed over, " +
+                        std::to_string(life_.stats.in_flight) +
+                        " buckets are in flight; do it after backward() returned");
+}
+
+EngineState BucketEngine::state() {
+  const std::lock_guard lock(life_.mutex);
+  expect_between_steps("save the state");
+  return {steps_.finished_steps(), save_residuals()};
+}
+
+void BucketEngine::load_state(const EngineState& state) {
+  const std::lock_guard lock(life_.mutex);
+  expect_between_steps("load a state");
+  load_residuals(state.residuals);
+  steps_.resume(state.steps);
+  optimizer_steps_.reset();
+}
+
+void BucketEngine::skip_step() {
+  const std::lock_guard lock(life_.mutex);
+  expect_between_steps("skip a step");
+  GRADFERRY_EXPECTS(options_.exact_skip, kState,
+                    "a step can be skipped without loss only with exact_skip=True");
+  if (!steps_.began() || options_.in_warmup(steps_.step())) return;
+  expect_known_step(optimizer_steps_);
+  take_back_step();
+  optimizer_steps_.reset();
+}
+
+void BucketEngine::add_to_worker_residual(uint32_t parameter, const at::Tensor& values,
+                                          float factor) {
+  const std::lock_guard lock(life_.mutex);
+  expect_between_steps("change a residual");
+  change_worker_residual(parameter_to_change(layout_, parameter, values, device_), values, factor);
+}
+
+void BucketEngine::scale_residuals(float factor) {
+  const std::lock_guard lock(life_.mutex);
+  expect_between_steps("scale residuals");
+  multiply_residuals(factor);
 }
 
 }  // namespace gradferry

@@ -1,71 +1,151 @@
-// What averages buckets: Engine for gradients on the CPU, DeviceEngine for a device with streams.
+// The engine: takes a bucket, and completes a Future once the averaged gradient is in it. This is
+// the roof over the engine for the host (host/) and that for devices with streams (device/): what
+// they are told, what they count, which step a bucket belongs to, how they fail, and what a
+// checkpoint or an optimizer asks of them between steps. They differ in where gradients lie, and so
+// in what does the work and who waits.
+//
+// In momentum mode a rank encodes (1 - m) * gradient + residual and adds m * decoded to the
+// residual, which so carries the momentum beside what was withheld; what arrives in the bucket is
+// the momentum. Every tile does so, also `exact` ones and those of a world of one. For `m` see
+// momentum.h.
+//
+// After the first error an engine is dead: all ranks are told (peers.h), and every call gets that
+// error.
 #pragma once
 
 #include <ATen/core/ivalue.h>
 
+#include <array>
 #include <cstdint>
-#include <exception>
+#include <map>
 #include <vector>
 
+#include "engine_life.h"
+#include "engine_options.h"
 #include "events.h"
 #include "gradferry/error.h"
 #include "layout.h"
+#include "optimizer_steps.h"
+#include "parameter_hashes.h"
+#include "plan.h"
+#include "step_counter.h"
 #include "used_parameters.h"
 
 namespace gradferry {
 
-struct EngineState;
-struct EngineStats;
-
 using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
+
+// Residuals as a checkpoint holds them: fp32 tensors of one dimension on the CPU.
+struct SavedResiduals {
+  at::Tensor worker;
+  at::Tensor owner;
+  float loss_scale;  // of the residuals; 0 when they are zero and have no units yet
+};
+
+struct EngineState {
+  uint64_t steps;  // finished
+  SavedResiduals residuals;
+};
 
 class BucketEngine {
  public:
   virtual ~BucketEngine() = default;
+  BucketEngine(const BucketEngine&) = delete;
+  BucketEngine& operator=(const BucketEngine&) = delete;
 
   // Averages `gradient` (dense, flat, contiguous, real, on the engine's device) of `parameters` (in
   // bucket order) in place over all ranks, then completes `future` with `value`. Called in bucket
   // order, from one thread at a time, without the GIL. `used`: by this rank, in this pass; empty:
-  // all of them. What no rank used stays as it is.
-  virtual void run(const std::vector<uint32_t>& parameters, UsedMap used,
-                   const at::Tensor& gradient, FuturePtr future, c10::IValue value) = 0;
+  // all of them. What no rank used stays as it is. May block while earlier buckets are under way.
+  void run(const std::vector<uint32_t>& parameters, UsedMap used, const at::Tensor& gradient,
+           FuturePtr future, c10::IValue value);
 
   // Buckets that pass through belong to the step as well.
-  virtual void pass(const std::vector<uint32_t>& parameters) = 0;
+  void pass(const std::vector<uint32_t>& parameters);
   // Whether some of its promises need every bucket, so that none may pass through.
-  virtual bool needs_every_bucket() const = 0;
+  bool needs_every_bucket() const { return options_.needs_every_bucket(); }
   // Ends the engine with `error`, which all ranks get to know: a bucket cannot be handed in, and
   // they would wait for it.
-  virtual void fail(const Error& error) = 0;
+  void fail(const Error& error);
 
-  virtual EngineStats stats() const = 0;
-  virtual uint64_t current_step() const = 0;  // counted from 0
-  virtual std::vector<BucketEvent> events() const = 0;
-  virtual const Layout& layout() const = 0;
+  EngineStats stats() const;
+  uint64_t current_step() const;  // counted from 0
+  // On a device, instants and times are the host's, of enqueueing.
+  std::vector<BucketEvent> events() const { return log_.events(); }
+  const Layout& layout() const { return layout_; }
 
   // These throw Error(kState) in the middle of a step.
-  virtual EngineState state() = 0;
-  virtual void load_state(const EngineState& state) = 0;
+  EngineState state();
+  void load_state(const EngineState& state);
   // What the last optimizer step gave will not be used, whatever it is: takes its residuals back.
   // Only with exact_skip, and where it is known which passes that step has (optimizer_steps.h).
-  virtual void skip_step() = 0;
-  // An optimizer of the model has stepped.
-  virtual void note_optimizer_step() = 0;
+  void skip_step();
   // Worker residual of a parameter += factor * values, in the order of memory and unscaled.
-  virtual void add_to_worker_residual(uint32_t parameter, const at::Tensor& values,
+  void add_to_worker_residual(uint32_t parameter, const at::Tensor& values, float factor);
+  void scale_residuals(float factor);
+
+  // An optimizer of the model has stepped.
+  void note_optimizer_step() { optimizer_steps_.note_step(); }
+
+ protected:
+  // A bucket that is to be averaged.
+  struct Bucket {
+    const BucketPlan* plan;
+    UsedMap used;
+    at::Tensor gradient;
+    FuturePtr future;
+    c10::IValue value;
+    uint64_t step;               // counted from 0
+    bool begins_step;            // the first of its pass that is compressed
+    bool begins_optimizer_step;  // with exact_skip: residuals are kept from here on
+    BucketEvent event;
+  };
+
+  // `device`: where gradients lie. `exchanges`: false in a world of one, where nothing travels.
+  BucketEngine(EngineOptions options, ParameterHashes hashes, c10::Device device, bool exchanges);
+
+  // run(), once the bucket was accepted. What it throws ends the engine.
+  virtual void average(Bucket bucket) = 0;
+  // What this rank sent to others.
+  virtual uint64_t sent_bytes() const = 0;
+
+  // Residuals between steps, with life_.mutex held.
+  virtual SavedResiduals save_residuals() = 0;
+  virtual void load_residuals(const SavedResiduals& saved) = 0;
+  // Back to what they were before the last optimizer step.
+  virtual void take_back_step() = 0;
+  virtual void change_worker_residual(const Parameter& parameter, const at::Tensor& values,
                                       float factor) = 0;
-  virtual void scale_residuals(float factor) = 0;
+  virtual void multiply_residuals(float factor) = 0;
+
+  // The engine is told to stop: its last handle is gone, or the process ends.
+  void request_stop();
+  // Gives the bucket its number and counts it as in flight.
+  void count_in(Bucket& bucket);
+  // Throws what autograd can show to Python.
+  [[noreturn]] void raise(const Error& error) const;
+
+  const EngineOptions options_;
+  const c10::Device device_;
+  const bool exchanges_;
+  const Layout layout_;
+  const ParameterHashes hashes_;
+  const int process_id_;
+  EventLog log_;
+
+  EngineLife life_;
+
+ private:
+  void begin_run();
+  Bucket accept(const std::vector<uint32_t>& parameters, UsedMap used, const at::Tensor& gradient,
+                FuturePtr future, c10::IValue value);
+  const BucketPlan& plan_for(const std::vector<uint32_t>& parameters, bool warmup);
+  void check_gradient(const BucketPlan& plan, const at::Tensor& gradient) const;
+  void expect_between_steps(const char* what) const;
+
+  std::array<std::map<std::vector<uint32_t>, BucketPlan>, 2> plans_;  // by warm-up; run() alone
+  StepCounter steps_;                                                 // under life_.mutex
+  OptimizerSteps optimizer_steps_;
 };
-
-// What an exception means for the engine of `rank`: an Error as it is, anything else as a failure
-// here.
-Error describe_failure(const std::exception_ptr& failure, uint32_t rank);
-
-// The error as every call of an engine gets it from then on, with what the last buckets went
-// through.
-Error finished(const Error& error, const EventLog& log, uint32_t rank);
-
-// What a call means in another process than the one, `process_id`, that attached.
-Error called_after_fork(int process_id);
 
 }  // namespace gradferry

@@ -12,7 +12,6 @@
 #include <vector>
 
 #include "bucket_engine.h"
-#include "engine.h"
 #include "step_counter.h"
 #include "torch_compat.h"
 #include "used_parameters.h"

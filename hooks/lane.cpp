@@ -3,6 +3,7 @@
 #include <pthread.h>
 
 #include <chrono>
+#include <optional>
 #include <system_error>
 #include <thread>
 
@@ -10,23 +11,31 @@
 
 namespace gradferry {
 
-Lane::Lane(c10::intrusive_ptr<c10d::Backend> backend, std::atomic<uint64_t>* sent_bytes)
+at::ThreadLocalState thread_state_without_python() {
+  std::optional<at::ThreadLocalState> state;
+  std::thread([&] { state.emplace(); }).join();
+  return *state;
+}
+
+Lane::Lane(c10::intrusive_ptr<c10d::Backend> backend, const at::ThreadLocalState& clean,
+           std::atomic<uint64_t>& sent_bytes)
     : backend_(std::move(backend)),
       rank_(static_cast<size_t>(backend_->getRank())),
       world_size_(static_cast<uint64_t>(backend_->getSize())),
+      clean_(clean),
       sent_bytes_(sent_bytes) {}
 
 Pending Lane::all_to_all(at::Tensor receive, std::vector<int64_t> receive_bytes, at::Tensor send,
                          std::vector<int64_t> send_bytes) {
-  const at::ThreadLocalStateGuard guard(*clean_);
-  sent_bytes_->fetch_add(static_cast<uint64_t>(send.numel() - send_bytes[rank_]),
+  const at::ThreadLocalStateGuard guard(clean_);
+  sent_bytes_.fetch_add(static_cast<uint64_t>(send.numel() - send_bytes[rank_]),
                          std::memory_order_relaxed);
   return backend_->alltoall_base(receive, send, receive_bytes, send_bytes);
 }
 
 Pending Lane::all_gather(at::Tensor receive, at::Tensor send) {
-  const at::ThreadLocalStateGuard guard(*clean_);
-  sent_bytes_->fetch_add(static_cast<uint64_t>(send.numel()) * (world_size_ - 1),
+  const at::ThreadLocalStateGuard guard(clean_);
+  sent_bytes_.fetch_add(static_cast<uint64_t>(send.numel()) * (world_size_ - 1),
                          std::memory_order_relaxed);
   return backend_->_allgather_base(receive, send);
 }

@@ -16,13 +16,15 @@ namespace gradferry {
 // A collective under way. Holds its tensors until it is waited for.
 using Pending = c10::intrusive_ptr<c10d::Work>;
 
+// That of a thread that never ran Python: posting under it keeps Python contexts, and so the GIL,
+// out of the Work.
+at::ThreadLocalState thread_state_without_python();
+
 class Lane {
  public:
-  // `clean` was captured on a thread that never ran Python: posting under it keeps Python contexts,
-  // and so the GIL, out of the Work. `sent_bytes` counts what this rank sends to others.
-  Lane(c10::intrusive_ptr<c10d::Backend> backend, std::atomic<uint64_t>* sent_bytes);
-
-  void set_thread_local_state(const at::ThreadLocalState* clean) { clean_ = clean; }
+  // `clean`: thread_state_without_python(). `sent_bytes` counts what this rank sends to others.
+  Lane(c10::intrusive_ptr<c10d::Backend> backend, const at::ThreadLocalState& clean,
+       std::atomic<uint64_t>& sent_bytes);
 
   // uint8 tensors, contiguous, one dimension; rank p's part of `send` has send_bytes[p] bytes.
   Pending all_to_all(at::Tensor receive, std::vector<int64_t> receive_bytes, at::Tensor send,
@@ -41,8 +43,8 @@ class Lane {
   c10::intrusive_ptr<c10d::Backend> backend_;
   size_t rank_;
   uint64_t world_size_;
-  std::atomic<uint64_t>* sent_bytes_;
-  const at::ThreadLocalState* clean_ = nullptr;
+  const at::ThreadLocalState& clean_;
+  std::atomic<uint64_t>& sent_bytes_;
 };
 
 }  // namespace gradferry

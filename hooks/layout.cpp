@@ -79,6 +79,13 @@ uint32_t Layout::codec_index(const ParameterSpec& parameter) {
   return static_cast<uint32_t>(codecs_.size() - 1);
 }
 
+const Parameter& Layout::parameter_of(uint64_t tile) const {
+  const auto after = std::upper_bound(
+      parameters_.begin(), parameters_.end(), tile,
+      [](uint64_t id, const Parameter& parameter) { return id < parameter.first_tile; });
+  return *std::prev(after);
+}
+
 uint32_t Layout::tile_elements(const Parameter& parameter, uint32_t tile_in_parameter) const {
   const uint64_t start = uint64_t{tile_in_parameter} * kTileElements;
   return static_cast<uint32_t>(std::min<uint64_t>(kTileElements, parameter.num_elements - start));

@@ -57,6 +57,8 @@ class Layout {
   // Where the tile starts in this rank's owner residual; kNoResidual when it has none here.
   uint64_t owner_residual_offset(uint64_t tile) const { return owner_residual_offsets_[tile]; }
 
+  // The one that the tile is a part of.
+  const Parameter& parameter_of(uint64_t tile) const;
   uint32_t tile_elements(const Parameter& parameter, uint32_t tile_in_parameter) const;
   // `dense`: as `exact`, which replaces every codec during warm-up steps.
   uint32_t payload_bytes(const Parameter& parameter, uint32_t num_elements, Stage stage,

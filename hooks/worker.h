@@ -1,8 +1,7 @@
-// A thread that does jobs in order. It is detached, ends when it was told to stop and nothing is
-// left, and may outlive whoever gave it jobs: a job may wait for a peer that never answers.
+// A thread that does jobs in order. It ends when it was told to stop and nothing is left, and may
+// outlive whoever gave it jobs: a job may wait for a peer that never answers.
 #pragma once
 
-#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -13,15 +12,13 @@ namespace gradferry {
 
 class Worker {
  public:
+  // Throws as BackgroundThread::start().
   static std::shared_ptr<Worker> start(const char* name);
 
   // False when the thread was told to stop. Jobs must not throw.
   bool add(std::function<void()> job);
   // `last` is the thread's last act, after all jobs.
   void stop(std::function<void()> last);
-
-  // Tells every worker of this process to stop; waits at most `timeout` for what they have to do.
-  static void stop_all(std::chrono::milliseconds timeout);
 
  private:
   void work();
@@ -30,7 +27,6 @@ class Worker {
   std::condition_variable changed_;
   std::deque<std::function<void()>> jobs_;
   bool stop_ = false;
-  bool ended_ = false;
 };
 
 }  // namespace gradferry

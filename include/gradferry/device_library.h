@@ -28,16 +28,6 @@ struct ReceivedTile {
   uint32_t message_offset;  // bytes before it in the message's payload
 };
 
-// Header fields that do not depend on what is sent.
-struct Envelope {
-  uint64_t config_hash;
-  uint64_t layout_hash;
-  uint64_t step;
-  uint64_t chunk;
-  uint32_t rank;  // this rank
-  Phase phase;
-};
-
 // What went wrong on this rank since the start: the first fault, except that an echo of another
 // rank's trouble (WireStatus::kPeerTrouble) gives way to a cause. One per engine, in device memory,
 // zero at first. Once there is a fault, every message of Phase::kGather carries its status.
@@ -53,11 +43,11 @@ struct Findings {
   uint64_t nonfinite_tile;  // 1 + the first that decoded non-finite since the last commit; or 0
 };
 
-// Writes the headers of `messages` into `buffer`, before their payloads. The tiles of a message
+// Writes the headers of `messages`, as `envelope` says, into `buffer`, before their payloads. The tiles of a message
 // are status[order[first_tile ...]]. Phase::kGather: a tile that reduce found corrupt is
 // a fault. Phase::kScatter does not look at `findings`, so that it may run beside what changes it.
 struct SealCall {
-  Envelope envelope;
+  Envelope envelope;  // of this rank
   const Message* messages;
   uint32_t num_messages;
   const uint32_t* order;
@@ -71,7 +61,7 @@ struct SealCall {
 // WireStatus, and the first refused message a fault. `sums` is scratch of 8 bytes per message,
 // zero before the first call and after every one.
 struct CheckCall {
-  Envelope envelope;
+  Envelope envelope;  // of any of them: rank r takes the place of its rank
   const Message* messages;
   uint32_t num_messages;
   const ReceivedTile* tiles;
@@ -84,7 +74,7 @@ struct CheckCall {
 };
 
 // After decode: tiles of refused messages become NaN in `gradient`, corrupt ones are a fault, and
-// the first that is not finite is remembered; then *in_vain becomes 1, unless it is null. `tiles`,
+// the first that is not finite is remembered; then *step_nonfinite becomes 1, unless it is null. `tiles`,
 // `sources` (message of each) and `status` run in parallel.
 struct ConcludeCall {
   uint64_t step;
@@ -97,7 +87,7 @@ struct ConcludeCall {
   ScalarType dtype;
   void* gradient;
   Findings* findings;
-  uint32_t* in_vain;
+  uint32_t* step_nonfinite;
   Stream stream;
 };
 
@@ -114,18 +104,18 @@ struct CommitCall {
 
 // At the beginning of a step: *gain = *loss_scale / *residual_scale, or 1 where that is 0
 // (residuals that are zero have no units yet); then *residual_scale = *loss_scale. loss_scale
-// null: 1. *in_vain becomes 0, unless it is null.
+// null: 1. *step_nonfinite becomes 0, unless it is null.
 struct RescaleCall {
   const float* loss_scale;
   float* residual_scale;
   float* gain;
-  uint32_t* in_vain;
+  uint32_t* step_nonfinite;
   Stream stream;
 };
 
-// values[i] = before[i], unless *in_vain is 0.
+// values[i] = before[i], unless *step_nonfinite is 0.
 struct TakeBackCall {
-  const uint32_t* in_vain;
+  const uint32_t* step_nonfinite;
   float* values;
   const float* before;
   uint64_t num_elements;
@@ -147,7 +137,7 @@ struct DeviceLibrary {
   MessageKernels messages;
 };
 // Rises with every change to this file or to codec.h.
-inline constexpr uint32_t kDeviceLibraryVersion = 4;
+inline constexpr uint32_t kDeviceLibraryVersion = 5;
 // Names the Python capsule in which a library comes.
 inline constexpr const char* kDeviceLibraryCapsule = "gradferry.DeviceLibrary";
 

@@ -1,9 +1,11 @@
 // What travels between ranks: message headers and checksums. Defined in docs/wire_format.md.
 #pragma once
 
+#include <array>
 #include <bit>
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 
 namespace gradferry {
 
@@ -54,6 +56,101 @@ struct MessageHeader {
   uint64_t checksum;  // word_sum of the payload
 };
 static_assert(sizeof(MessageHeader) == 64);
+
+// --- the law of headers
+//
+// What a message says of itself, and what a receiver demands of it, is said here once: hosts and
+// devices write make_header(), and look with first_mismatch() at what came.
+
+// What the sender and the receiver of a message must agree on.
+struct Envelope {
+  uint64_t config_hash;
+  uint64_t layout_hash;
+  uint64_t step;
+  uint64_t chunk;
+  uint32_t rank;  // the sender
+  Phase phase;
+};
+
+constexpr MessageHeader make_header(const Envelope& envelope, uint32_t payload_bytes,
+                                    uint64_t checksum, uint32_t status = 0) {
+  return {.magic = kWireMagic,
+          .wire_version = kWireVersion,
+          .phase = static_cast<uint8_t>(envelope.phase),
+          .status = static_cast<uint8_t>(status),
+          .source_rank = envelope.rank,
+          .payload_bytes = payload_bytes,
+          .config_hash = envelope.config_hash,
+          .layout_hash = envelope.layout_hash,
+          .step = envelope.step,
+          .chunk = envelope.chunk,
+          .seed = 0,
+          .checksum = checksum};
+}
+
+struct HeaderField {
+  const char* name;
+  uint32_t offset;  // bytes
+  uint32_t num_bytes;
+  WireStatus refused;  // why a message is refused whose field is another than it must be
+};
+
+// The fields with one lawful value each, in the order in which they are looked at. Only
+// MessageHeader::seed may be anything.
+#define GRADFERRY_HEADER_FIELD(name, refused) \
+  { #name, offsetof(MessageHeader, name), sizeof(MessageHeader::name), WireStatus::refused }
+inline constexpr std::array<HeaderField, 11> kHeaderFields{{
+    GRADFERRY_HEADER_FIELD(magic, kBadMagic),
+    GRADFERRY_HEADER_FIELD(wire_version, kBadVersion),
+    GRADFERRY_HEADER_FIELD(phase, kBadPhase),
+    GRADFERRY_HEADER_FIELD(source_rank, kBadSource),
+    GRADFERRY_HEADER_FIELD(config_hash, kBadConfig),
+    GRADFERRY_HEADER_FIELD(layout_hash, kBadLayout),
+    GRADFERRY_HEADER_FIELD(step, kBadStep),
+    GRADFERRY_HEADER_FIELD(chunk, kBadChunk),
+    GRADFERRY_HEADER_FIELD(payload_bytes, kBadPayloadBytes),
+    // A sender in trouble reports through its own commit; its payload means nothing.
+    GRADFERRY_HEADER_FIELD(status, kPeerTrouble),
+    GRADFERRY_HEADER_FIELD(checksum, kBadChecksum),
+}};
+#undef GRADFERRY_HEADER_FIELD
+
+// A header that came against the one that would be right; status kOk: they agree.
+struct HeaderMismatch {
+  WireStatus status = WireStatus::kOk;
+  uint64_t expected = 0;
+  uint64_t received = 0;
+};
+
+// A MessageHeader as it travels.
+struct HeaderWords {
+  uint32_t word[sizeof(MessageHeader) / 4];
+};
+
+constexpr uint64_t header_value(const HeaderWords& words, const HeaderField& field) {
+  const uint64_t low = words.word[field.offset / 4] >> (8 * (field.offset % 4));
+  if (field.num_bytes == 8) return low | uint64_t{words.word[field.offset / 4 + 1]} << 32;
+  return low & ((uint64_t{1} << (8 * field.num_bytes)) - 1);
+}
+
+// `expected`: by make_header(), with the checksum of the payload that came.
+constexpr HeaderMismatch first_mismatch(const MessageHeader& expected,
+                                        const HeaderWords& received) {
+  const auto lawful = std::bit_cast<HeaderWords>(expected);
+  HeaderMismatch first;
+  // Unrolled, since a device can read constants of the host but not address them.
+  const auto compare = [&]<size_t i>() {
+    constexpr HeaderField field = kHeaderFields[i];
+    const uint64_t wanted = header_value(lawful, field), came = header_value(received, field);
+    if (first.status == WireStatus::kOk && wanted != came) first = {field.refused, wanted, came};
+  };
+  [&]<size_t... i>(std::index_sequence<i...>) {
+    (compare.template operator()<i>(), ...);
+  }(std::make_index_sequence<kHeaderFields.size()>());
+  // The checksum in the header is the sender's, so that it is the expected one.
+  if (first.status == WireStatus::kBadChecksum) std::swap(first.expected, first.received);
+  return first;
+}
 
 // Ends every bucket: one per rank, gathered by all. Carries the first error of its rank, with both
 // values, so that every rank raises the same error.

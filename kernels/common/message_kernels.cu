@@ -1,9 +1,11 @@
-// Headers, checksums and verdicts of messages on a device: what hooks/exchange.cpp does with
-// messages in host memory, to the bit. The contract is include/gradferry/device_library.h.
+// Headers, checksums and verdicts of messages on a device: what hooks/messages.cpp does in
+// host memory, to the bit. The contract is include/gradferry/device_library.h.
 //
 // The only work that grows with the payload is the checksum of received tiles: one block per tile
 // reads it once, 16 bytes per thread. Everything else looks at a few bytes per tile or message, in
 // one block, so that "first" has a meaning.
+#include <bit>
+
 #include "gradferry/device_library.h"
 #include "kernels/common/block_collectives.h"
 #include "kernels/common/conversions.h"
@@ -62,57 +64,29 @@ GRADFERRY_DEVICE void add_to(uint64_t* sum, uint64_t value) {
   atomicAdd(reinterpret_cast<unsigned long long*>(sum), value);
 }
 
-template <typename T>
-GRADFERRY_DEVICE T field(const std::byte* message, size_t offset) {
-  return read<T>(message + offset);
-}
-#define GRADFERRY_FIELD(message, name) \
-  field<decltype(MessageHeader::name)>(message, offsetof(MessageHeader, name))
+constexpr uint32_t kHeaderParts = sizeof(MessageHeader) / sizeof(Bytes16);
+struct HeaderParts {
+  Bytes16 part[kHeaderParts];
+};
 
-GRADFERRY_DEVICE void write_header(std::byte* message, const Envelope& envelope, uint32_t status,
-                                   uint32_t payload_bytes, uint64_t checksum) {
-  const auto put = [&](size_t offset, auto value) { write(message + offset, value); };
-  put(offsetof(MessageHeader, magic), kWireMagic);
-  put(offsetof(MessageHeader, wire_version), kWireVersion);
-  put(offsetof(MessageHeader, phase), static_cast<uint8_t>(envelope.phase));
-  put(offsetof(MessageHeader, status), static_cast<uint8_t>(status));
-  put(offsetof(MessageHeader, source_rank), envelope.rank);
-  put(offsetof(MessageHeader, config_hash), envelope.config_hash);
-  put(offsetof(MessageHeader, layout_hash), envelope.layout_hash);
-  put(offsetof(MessageHeader, step), envelope.step);
-  put(offsetof(MessageHeader, chunk), envelope.chunk);
-  put(offsetof(MessageHeader, payload_bytes), payload_bytes);
-  put(offsetof(MessageHeader, checksum), checksum);
-  put(offsetof(MessageHeader, seed), uint64_t{0});
+GRADFERRY_DEVICE void write_header(std::byte* message, const MessageHeader& header) {
+  const auto parts = std::bit_cast<HeaderParts>(header);
+  GRADFERRY_UNROLL
+  for (uint32_t i = 0; i < kHeaderParts; ++i) write(message + 16 * i, parts.part[i]);
 }
 
 // The first field of a header that is not what it must be; status kOk without one.
-GRADFERRY_DEVICE Fault judge(const std::byte* header, const Envelope& envelope, uint32_t rank,
+GRADFERRY_DEVICE Fault judge(const std::byte* message, Envelope envelope, uint32_t rank,
                              uint32_t payload_bytes, uint64_t checksum) {
-  Fault fault{WireStatus::kOk, envelope.phase, rank, envelope.step, envelope.chunk, 0, 0};
-  const auto demand = [&](WireStatus status, uint64_t expected, uint64_t received) {
-    if (fault.status != WireStatus::kOk || expected == received) return;
-    fault.status = status;
-    fault.expected = expected;
-    fault.received = received;
-  };
-  demand(WireStatus::kBadMagic, kWireMagic, GRADFERRY_FIELD(header, magic));
-  demand(WireStatus::kBadVersion, kWireVersion, GRADFERRY_FIELD(header, wire_version));
-  demand(WireStatus::kBadPhase, static_cast<uint64_t>(envelope.phase),
-         GRADFERRY_FIELD(header, phase));
-  demand(WireStatus::kBadSource, rank, GRADFERRY_FIELD(header, source_rank));
-  demand(WireStatus::kBadConfig, envelope.config_hash, GRADFERRY_FIELD(header, config_hash));
-  demand(WireStatus::kBadLayout, envelope.layout_hash, GRADFERRY_FIELD(header, layout_hash));
-  demand(WireStatus::kBadStep, envelope.step, GRADFERRY_FIELD(header, step));
-  demand(WireStatus::kBadChunk, envelope.chunk, GRADFERRY_FIELD(header, chunk));
-  demand(WireStatus::kBadPayloadBytes, payload_bytes, GRADFERRY_FIELD(header, payload_bytes));
-  // A sender in trouble reports through its own commit; its payload means nothing.
-  demand(WireStatus::kPeerTrouble, 0, GRADFERRY_FIELD(header, status));
-  // The received checksum is what the sender computed, so here it is the expected one.
-  demand(WireStatus::kBadChecksum, GRADFERRY_FIELD(header, checksum), checksum);
-  return fault;
+  envelope.rank = rank;
+  HeaderParts received;
+  GRADFERRY_UNROLL
+  for (uint32_t i = 0; i < kHeaderParts; ++i) received.part[i] = read<Bytes16>(message + 16 * i);
+  const HeaderMismatch found = first_mismatch(make_header(envelope, payload_bytes, checksum),
+                                              std::bit_cast<HeaderWords>(received));
+  return {found.status,   envelope.phase, rank,          envelope.step,
+          envelope.chunk, found.expected, found.received};
 }
-#undef GRADFERRY_FIELD
 
 // --- kernels
 // ---------------------------------------------------------------------------------------
@@ -141,8 +115,8 @@ __global__ void __launch_bounds__(kThreads) seal_kernel(SealCall call) {
     }
     status = call.findings->status;
   }
-  write_header(call.buffer + message.offset, call.envelope, status, message.payload_bytes,
-               all.checksum);
+  write_header(call.buffer + message.offset,
+               make_header(call.envelope, message.payload_bytes, all.checksum, status));
 }
 
 // One block per tile: adds its share to its message's checksum.
@@ -219,7 +193,7 @@ __global__ void __launch_bounds__(kThreads) conclude_kernel(ConcludeCall call) {
   if (call.findings->nonfinite_tile == 0) {
     call.findings->nonfinite_tile = call.tiles[nonfinite].id + 1;
   }
-  if (call.in_vain != nullptr) *call.in_vain = 1;
+  if (call.step_nonfinite != nullptr) *call.step_nonfinite = 1;
 }
 
 // One thread.
@@ -254,13 +228,13 @@ __global__ void rescale_kernel(RescaleCall call) {
   const float before = *call.residual_scale;
   *call.gain = before == 0.0f ? 1.0f : scale / before;
   *call.residual_scale = scale;
-  if (call.in_vain != nullptr) *call.in_vain = 0;
+  if (call.step_nonfinite != nullptr) *call.step_nonfinite = 0;
 }
 
 // A block per kBlockElements of them.
 constexpr uint32_t kBlockElements = 4096;
 __global__ void __launch_bounds__(kThreads) take_back_kernel(TakeBackCall call) {
-  if (*call.in_vain == 0) return;
+  if (*call.step_nonfinite == 0) return;
   const uint64_t first = uint64_t{blockIdx.x} * kBlockElements;
   for (uint32_t i = threadIdx.x; i < kBlockElements; i += kThreads) {
     if (first + i < call.num_elements) call.values[first + i] = call.before[first + i];

@@ -26,7 +26,7 @@ BatchArguments<Options> arguments_of(const TileBatch& batch) {
           options,     batch.stage,  batch.hold_zero_tiles};
 }
 
-// `select(options)` calls what it is given with the codec class that serves these options.
+// The codec contract for the kernels of one codec class.
 template <typename Codec>
 struct TileLauncher {
   static void encode(const TileBatch& batch, const void* gradient, float alpha, const float* gain,

@@ -1,7 +1,7 @@
 #include <ATen/Functions.h>
 #include <pybind11/stl.h>
 
-#include "benchmarks/compressed_mean.h"
+#include "measure/compressed_mean.h"
 #include "bindings.h"
 #include "scalar_type.h"
 

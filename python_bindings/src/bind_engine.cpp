@@ -2,11 +2,12 @@
 
 #include <numeric>
 
+#include "background_thread.h"
 #include "bindings.h"
 #include "ddp_hook.h"
-#include "device_engine.h"
-#include "engine.h"
+#include "device/device_engine.h"
 #include "gradferry/device_library.h"
+#include "host/host_engine.h"
 #include "process_end.h"
 #include "scalar_type.h"
 
@@ -53,12 +54,12 @@ c10::intrusive_ptr<c10d::Backend> to_backend(const py::handle& lane) {
   return c10::intrusive_ptr<c10d::Backend>::reclaim_copy(&lane.cast<c10d::Backend&>());
 }
 
-std::shared_ptr<Engine> start_engine(EngineOptions options, const std::vector<at::Tensor>& tensors,
+std::shared_ptr<HostEngine> start_host_engine(EngineOptions options, const std::vector<at::Tensor>& tensors,
                                      const py::list& lanes) {
   std::vector<c10::intrusive_ptr<c10d::Backend>> backends;
   for (const py::handle lane : lanes) backends.push_back(to_backend(lane));
   const py::gil_scoped_release released;
-  return Engine::start(std::move(options), ParameterHashes(tensors), std::move(backends));
+  return HostEngine::start(std::move(options), ParameterHashes(tensors), std::move(backends));
 }
 
 // `lane`: bytes are staged in host memory for this backend of our own. Else `group_name`: they go
@@ -194,15 +195,15 @@ void bind_engine(py::module_& module) {
                const py::gil_scoped_release released;
                return engine.state();
              }();
-             return py::make_tuple(state.steps, state.worker_residual, state.owner_residual,
-                                   state.loss_scale);
+             const SavedResiduals& saved = state.residuals;
+             return py::make_tuple(state.steps, saved.worker, saved.owner, saved.loss_scale);
            })
       .def(
           "load_state",
           [](BucketEngine& engine, uint64_t steps, const at::Tensor& worker,
              const at::Tensor& owner, float loss_scale) {
             const py::gil_scoped_release released;
-            engine.load_state({steps, worker, owner, loss_scale});
+            engine.load_state({steps, {worker, owner, loss_scale}});
           },
           py::arg("steps"), py::arg("worker_residual"), py::arg("owner_residual"),
           py::arg("loss_scale"))
@@ -218,8 +219,8 @@ void bind_engine(py::module_& module) {
            py::arg("values"), py::arg("factor"), py::call_guard<py::gil_scoped_release>())
       .def("scale_residuals", &BucketEngine::scale_residuals, py::arg("factor"),
            py::call_guard<py::gil_scoped_release>());
-  py::class_<Engine, BucketEngine, std::shared_ptr<Engine>>(module, "Engine")
-      .def(py::init(&start_engine), py::arg("options"), py::kw_only(), py::arg("tensors"),
+  py::class_<HostEngine, BucketEngine, std::shared_ptr<HostEngine>>(module, "Engine")
+      .def(py::init(&start_host_engine), py::arg("options"), py::kw_only(), py::arg("tensors"),
            py::arg("lanes"));
   py::class_<DeviceEngine, BucketEngine, std::shared_ptr<DeviceEngine>>(module, "DeviceEngine")
       .def(py::init(&start_device_engine), py::arg("options"), py::kw_only(), py::arg("device"),
@@ -230,8 +231,7 @@ void bind_engine(py::module_& module) {
       [](double timeout_seconds) {
         const py::gil_scoped_release released;
         const std::chrono::milliseconds timeout(static_cast<int64_t>(timeout_seconds * 1000));
-        Engine::shutdown_all(timeout);
-        Worker::stop_all(timeout);
+        BackgroundThread::stop_all(timeout);
         process_is_ending = true;
       },
       py::arg("timeout_seconds"));

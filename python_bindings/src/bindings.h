@@ -16,8 +16,8 @@ void bind_tensor_messages(py::module_& module);
 void bind_engine(py::module_& module);
 void bind_ddp_hook(py::module_& module);
 void bind_device_codec(py::module_& module);
-void bind_codec_timing(py::module_& module);
-void bind_codec_speed(py::module_& module);
+void bind_roof_timing(py::module_& module);
+void bind_codec_cost(py::module_& module);
 void bind_compressed_mean(py::module_& module);
 
 // For errors that travel through torch's autograd, which knows only torch's own exception base.

@@ -9,7 +9,7 @@ PYBIND11_MODULE(_native, module) {
   gradferry::bind_engine(module);
   gradferry::bind_ddp_hook(module);
   gradferry::bind_device_codec(module);
-  gradferry::bind_codec_timing(module);
-  gradferry::bind_codec_speed(module);
+  gradferry::bind_roof_timing(module);
+  gradferry::bind_codec_cost(module);
   gradferry::bind_compressed_mean(module);
 }

@@ -1,4 +1,4 @@
-#include "benchmarks/pass_times.h"
+#include "measure/pass_times.h"
 
 #include <gtest/gtest.h>
 

@@ -142,15 +142,15 @@ void rescale(const RescaleCall& call) {
   const GpuCopy loss(call.loss_scale, 1);
   const GpuCopy residual(call.residual_scale, 1);
   const GpuCopy gain(call.gain, 1);
-  const GpuCopy in_vain(call.in_vain, 1);
-  kernels().rescale({loss.get(), residual.get(), gain.get(), in_vain.get(), nullptr});
+  const GpuCopy step_nonfinite(call.step_nonfinite, 1);
+  kernels().rescale({loss.get(), residual.get(), gain.get(), step_nonfinite.get(), nullptr});
 }
 
 void take_back(const TakeBackCall& call) {
-  const GpuCopy in_vain(call.in_vain, 1);
+  const GpuCopy step_nonfinite(call.step_nonfinite, 1);
   const GpuCopy values(call.values, call.num_elements);
   const GpuCopy before(call.before, call.num_elements);
-  kernels().take_back({in_vain.get(), values.get(), before.get(), call.num_elements, nullptr});
+  kernels().take_back({step_nonfinite.get(), values.get(), before.get(), call.num_elements, nullptr});
 }
 
 void seal(const SealCall& call) {
@@ -212,9 +212,9 @@ void conclude(const ConcludeCall& call) {
   on_gpu.status = status.get();
   on_gpu.verdicts = verdicts.get();
   on_gpu.gradient = gradient.get();
-  const GpuCopy in_vain(call.in_vain, 1);
+  const GpuCopy step_nonfinite(call.step_nonfinite, 1);
   on_gpu.findings = findings.get();
-  on_gpu.in_vain = in_vain.get();
+  on_gpu.step_nonfinite = step_nonfinite.get();
   kernels().conclude(on_gpu);
 }
 

@@ -1,6 +1,7 @@
 """Checks the dependency law of the C++ rooms: python_bindings -> hooks -> include <- kernels.
 
-benchmarks uses include and kernels; python_bindings binds the timing of codecs from there.
+measure times codecs, with include and kernels; python_bindings binds it, benchmarks are programs on
+it. Within hooks, host and device do not know each other, nor does anything above know them.
 
 Run it as a script; it prints one line per violation and fails if there is one.
 """
@@ -15,8 +16,9 @@ MAY_INCLUDE = {
     "include": (),
     "kernels": ("include",),
     "hooks": ("include",),
-    "benchmarks": ("include", "kernels"),
-    "python_bindings": ("include", "hooks", "benchmarks"),
+    "measure": ("include", "kernels"),
+    "benchmarks": ("include", "measure"),
+    "python_bindings": ("include", "hooks", "measure"),
 }
 TORCH = re.compile(r"(torch|ATen|c10|pybind11)/|Python\.h$")
 INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]')
@@ -52,6 +54,10 @@ def complaint(root: Path, file: Path, name: str) -> str | None:
         return None
     if target.parts[0] != room and target.parts[0] not in MAY_INCLUDE[room]:
         return f"{room}/ must not include {target.parts[0]}/"
+    if room == target.parts[0] == "hooks" and len(target.parts) > 2:
+        engine = target.parts[1]
+        if here.parts[1] != engine:
+            return f"hooks/{engine}/ is for itself: what others need of it belongs in hooks/"
     # A codec is a folder of kernels/; files directly in kernels/ list the codecs.
     if room == target.parts[0] == "kernels" and len(here.parts) > 2 and len(target.parts) > 2:
         codec, other = here.parts[1], target.parts[1]

@@ -273,10 +273,10 @@ void expect_nans(ScalarType dtype, T nan) {
   std::vector<T> expected = gradient;
   std::fill_n(expected.begin() + 1501, 9, nan);
   Findings findings{};
-  uint32_t in_vain = 0;
+  uint32_t step_nonfinite = 0;
   message_kernels.conclude({kScatter.step, kScatter.chunk, tiles.data(), sources.data(),
                             status.data(), 200, verdicts.data(), dtype, gradient.data(), &findings,
-                            &in_vain, nullptr});
+                            &step_nonfinite, nullptr});
   EXPECT_EQ(gradient, expected);
   EXPECT_EQ(findings.status, static_cast<uint32_t>(WireStatus::kCorruptPayload));
   EXPECT_EQ(findings.phase, static_cast<uint32_t>(Phase::kGather));
@@ -285,7 +285,7 @@ void expect_nans(ScalarType dtype, T nan) {
   EXPECT_EQ(findings.chunk, kScatter.chunk);
   EXPECT_EQ(findings.received, 1u);
   EXPECT_EQ(findings.nonfinite_tile, 201u);  // tile 150, whose id is 200
-  EXPECT_EQ(in_vain, 1u);
+  EXPECT_EQ(step_nonfinite, 1u);
 }
 
 TEST(Messages, ConcludeFindsNothingWhereEverythingIsFinite) {
@@ -294,10 +294,10 @@ TEST(Messages, ConcludeFindsNothingWhereEverythingIsFinite) {
   const TileStatus status{0, 0};
   std::vector<float> gradient(9, 1.0f);
   Findings findings{};
-  uint32_t in_vain = 0;
+  uint32_t step_nonfinite = 0;
   message_kernels.conclude({7, 8, &tile, &source, &status, 1, &verdict, ScalarType::kFloat32,
-                            gradient.data(), &findings, &in_vain, nullptr});
-  EXPECT_EQ(in_vain, 0u);
+                            gradient.data(), &findings, &step_nonfinite, nullptr});
+  EXPECT_EQ(step_nonfinite, 0u);
   EXPECT_EQ(findings.nonfinite_tile, 0u);
   EXPECT_EQ(gradient, std::vector<float>(9, 1.0f));
 }
@@ -310,13 +310,13 @@ TEST(Messages, TakeBackPutsEverythingBackOrNothing) {
       before[i] = -values[i] - 1;
     }
     const std::vector<float> now = values;
-    uint32_t in_vain = 0;
-    message_kernels.take_back({&in_vain, values.data(), before.data(), n, nullptr});
+    uint32_t step_nonfinite = 0;
+    message_kernels.take_back({&step_nonfinite, values.data(), before.data(), n, nullptr});
     EXPECT_EQ(values, now);
-    in_vain = 1;
-    message_kernels.take_back({&in_vain, values.data(), before.data(), n, nullptr});
+    step_nonfinite = 1;
+    message_kernels.take_back({&step_nonfinite, values.data(), before.data(), n, nullptr});
     EXPECT_EQ(values, before);
-    EXPECT_EQ(in_vain, 1u);
+    EXPECT_EQ(step_nonfinite, 1u);
   }
 }
 
@@ -330,9 +330,9 @@ TEST(Messages, ConcludeMakesTilesOfRefusedMessagesNaN) {
 TEST(Messages, RescaleGivesTheGainToThePresentLossScale) {
   float residual_scale = 0, gain = 0;
   const auto rescale = [&](const float* loss_scale) {
-    uint32_t in_vain = 1;
-    message_kernels.rescale({loss_scale, &residual_scale, &gain, &in_vain, nullptr});
-    EXPECT_EQ(in_vain, 0u);
+    uint32_t step_nonfinite = 1;
+    message_kernels.rescale({loss_scale, &residual_scale, &gain, &step_nonfinite, nullptr});
+    EXPECT_EQ(step_nonfinite, 0u);
     return gain;
   };
   const float first = 1024, second = 512, third = 3;

@@ -195,7 +195,7 @@ void conclude(const ConcludeCall& call) {
                     tile.num_elements * item);
     }
     touched.write(call.findings, sizeof(Findings));
-    if (call.in_vain != nullptr) touched.write(call.in_vain, sizeof(uint32_t));
+    if (call.step_nonfinite != nullptr) touched.write(call.step_nonfinite, sizeof(uint32_t));
     kernels().conclude(call);
   });
 }
@@ -214,14 +214,14 @@ void rescale(const RescaleCall& call) {
     if (call.loss_scale != nullptr) touched.read(call.loss_scale, sizeof(float));
     touched.write(call.residual_scale, sizeof(float));
     touched.write(call.gain, sizeof(float));
-    if (call.in_vain != nullptr) touched.write(call.in_vain, sizeof(uint32_t));
+    if (call.step_nonfinite != nullptr) touched.write(call.step_nonfinite, sizeof(uint32_t));
     kernels().rescale(call);
   });
 }
 
 void take_back(const TakeBackCall& call) {
   Machine::get().enqueue(number_of(call.stream), "take back", [=](const Touched& touched) {
-    touched.read(call.in_vain, sizeof(uint32_t));
+    touched.read(call.step_nonfinite, sizeof(uint32_t));
     touched.read(call.before, call.num_elements * sizeof(float));
     touched.write(call.values, call.num_elements * sizeof(float));
     kernels().take_back(call);

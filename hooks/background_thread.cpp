@@ -1,0 +1,70 @@
+#include "background_thread.h"
+
+#include <pthread.h>
+#include <unistd.h>
+
+#include <thread>
+#include <utility>
+#include <vector>
+
+namespace gradferry {
+namespace {
+
+struct Registry {
+  std::mutex mutex;
+  std::vector<std::weak_ptr<BackgroundThread>> threads;
+  int process_id = 0;
+};
+
+// Never destroyed: threads may outlive static destruction.
+Registry& registry() {
+  static auto* instance = new Registry;
+  return *instance;
+}
+
+}  // namespace
+
+std::shared_ptr<BackgroundThread> BackgroundThread::start(const char* name,
+                                                          std::function<void()> body,
+                                                          std::function<void()> stop) {
+  const auto self = std::make_shared<BackgroundThread>();
+  self->stop_ = std::move(stop);
+  {
+    Registry& all = registry();
+    const std::lock_guard lock(all.mutex);
+    // A forked child has none of its parent's threads.
+    if (all.process_id != getpid()) all.threads.clear();
+    all.process_id = getpid();
+    std::erase_if(all.threads, [](const auto& weak) { return weak.expired(); });
+    all.threads.push_back(self);
+  }
+  std::thread([self, name, body = std::move(body)]() mutable {
+    pthread_setname_np(pthread_self(), name);
+    body();
+    body = nullptr;  // what it holds may be freed here
+    const std::lock_guard lock(self->mutex_);
+    self->ended_ = true;
+    self->changed_.notify_all();
+  }).detach();
+  return self;
+}
+
+void BackgroundThread::stop_all(std::chrono::milliseconds timeout) {
+  std::vector<std::shared_ptr<BackgroundThread>> threads;
+  {
+    Registry& all = registry();
+    const std::lock_guard lock(all.mutex);
+    if (all.process_id != getpid()) return;
+    for (const auto& weak : all.threads) {
+      if (auto thread = weak.lock()) threads.push_back(std::move(thread));
+    }
+  }
+  for (const auto& thread : threads) thread->stop_();
+  const auto deadline = std::chrono::steady_clock::now() + timeout;
+  for (const auto& thread : threads) {
+    std::unique_lock lock(thread->mutex_);
+    thread->changed_.wait_until(lock, deadline, [&] { return thread->ended_; });
+  }
+}
+
+}  // namespace gradferry

@@ -1,0 +1,32 @@
+// A thread of ours. It is detached, since it may wait for a peer that never answers, and known to
+// the process until it has ended, so that the end of the process can ask all of them to stop.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+
+namespace gradferry {
+
+class BackgroundThread {
+ public:
+  // `body` is all that the thread does. `stop` asks it to end, from any thread; it may come at any
+  // time, and more than once. Both live until the thread has ended. Throws std::system_error when
+  // the process has all the threads it may have.
+  static std::shared_ptr<BackgroundThread> start(const char* name, std::function<void()> body,
+                                                 std::function<void()> stop);
+
+  // Asks every thread of this process to stop; waits at most `timeout` for what they have to do.
+  static void stop_all(std::chrono::milliseconds timeout);
+
+ private:
+  std::function<void()> stop_;
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool ended_ = false;
+};
+
+}  // namespace gradferry

@@ -1,0 +1,241 @@
+#include "device/device_engine.h"
+
+#include <ATen/Functions.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <unistd.h>
+
+#include <utility>
+
+#include "device/load_kernels.h"
+#include "engine_errors.h"
+
+namespace gradferry {
+namespace {
+
+// Tells the transport where a bucket's collectives begin and end.
+struct BucketBracket {
+  explicit BucketBracket(DeviceTransport& of) : transport(of) { transport.begin_bucket(); }
+  ~BucketBracket() { transport.end_bucket(); }
+  BucketBracket(const BucketBracket&) = delete;
+  BucketBracket& operator=(const BucketBracket&) = delete;
+  DeviceTransport& transport;
+};
+
+}  // namespace
+
+DeviceEngine::DeviceEngine(EngineOptions options, c10::Device device, ParameterHashes hashes,
+                           std::unique_ptr<DeviceTransport> transport)
+    : BucketEngine(std::move(options), std::move(hashes), device,
+                   /*exchanges=*/transport != nullptr),
+      context_(options_, layout_, life_, device, std::move(transport)) {
+  if (!context_.residuals) return;
+  exchange_.emplace(context_);
+  if (exchanges_) commits_.emplace(context_, hashes_);
+  // E must not see memory before it was zeroed; from here on events see to the order.
+  context_.finish_stream.synchronize();
+  load_kernels(context_);
+}
+
+std::shared_ptr<DeviceEngine> DeviceEngine::start(EngineOptions options, c10::Device device,
+                                                  ParameterHashes hashes,
+                                                  std::unique_ptr<DeviceTransport> transport) {
+  GRADFERRY_EXPECTS(device.has_index(), kConfig, "the device has no index");
+  std::shared_ptr<DeviceEngine> engine(
+      new DeviceEngine(std::move(options), device, std::move(hashes), std::move(transport)));
+  if (!engine->exchanges_ || !engine->context_.transport->waits()) return engine;
+  engine->worker_ = Worker::start("gf-staged");
+  // The handle's last copy stops the thread; its last act holds the engine until then.
+  return {engine.get(), [engine](DeviceEngine*) {
+            if (getpid() != engine->process_id_) return;  // a forked child has no such thread
+            engine->worker_->stop([engine] {
+              const std::lock_guard lock(engine->life_.mutex);
+              engine->context_.transport->close(engine->life_.death.has_value());
+            });
+          }};
+}
+
+// --- a bucket, on DDP's thread ---
+
+void DeviceEngine::average(Bucket bucket) {
+  if (exchanges_) count_in(bucket);
+  DeviceJob job = make_job(std::move(bucket));
+  if (!exchanges_) {
+    average_alone(std::move(job));
+  } else if (worker_) {
+    exchange_later(std::move(job));
+  } else {
+    exchange(job);
+  }
+}
+
+DeviceJob DeviceEngine::make_job(Bucket bucket) {
+  c10::Event ready = take_event();
+  ready.record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
+  return {.plan = exchange_ ? &plan_for(*bucket.plan) : nullptr,
+          .gradient = std::move(bucket.gradient),
+          .future = std::move(bucket.future),
+          .value = std::move(bucket.value),
+          .ready = std::move(ready),
+          .step = bucket.step,
+          .begins_step = bucket.begins_step,
+          .begins_optimizer_step = bucket.begins_optimizer_step,
+          .event = bucket.event,
+          .profiler = {}};
+}
+
+const DevicePlan& DeviceEngine::plan_for(const BucketPlan& plan) {
+  const auto found = plans_.find(&plan);
+  if (found != plans_.end()) return found->second;
+  // Read by E, and by F only behind E.
+  const c10::StreamGuard guard(context_.encode_stream);
+  const DevicePlan& added =
+      plans_.try_emplace(&plan, plan, options_.rank, exchange_->scatter_received(), device_)
+          .first->second;
+  added.use_on(context_.finish_stream);
+  return added;
+}
+
+// Events are used again: making one may wait for the device.
+c10::Event DeviceEngine::take_event() {
+  const std::lock_guard lock(life_.mutex);
+  if (events_.empty()) return c10::Event(device_.type());
+  c10::Event event = std::move(events_.back());
+  events_.pop_back();
+  return event;
+}
+
+void DeviceEngine::give_back(c10::Event event) {
+  const std::lock_guard lock(life_.mutex);
+  events_.push_back(std::move(event));
+}
+
+void DeviceEngine::exchange_later(DeviceJob job) {
+  const auto shared = std::make_shared<DeviceJob>(std::move(job));
+  const bool added = worker_->add([this, shared] {
+    try {
+      {
+        const std::lock_guard lock(life_.mutex);
+        if (life_.death) throw Error(*life_.death);
+      }
+      const ProfilerContext::Guard profiled(shared->profiler);
+      exchange(*shared);
+    } catch (...) {
+      fail(describe_failure(std::current_exception(), options_.rank));
+      shared->future->setErrorIfNeeded(options_.make_exception(*life_.death));
+    }
+  });
+  GRADFERRY_EXPECTS(added, kState, "gradferry was shut down; it cannot compress at exit");
+}
+
+// --- on DDP's thread, or the engine's with a transport that waits ---
+
+void DeviceEngine::exchange(DeviceJob& job) {
+  const c10::DeviceGuard guard(device_);
+  const BucketBracket bracket(*context_.transport);
+  job.ready.block(context_.encode_stream);
+  give_back(std::move(job.ready));
+  if (job.begins_step) {
+    commits_->begin_step(job);
+    begin_step(job);
+  }
+  commits_->note_step(job.step);
+  exchange_->average(job);
+  {
+    const std::lock_guard lock(life_.mutex);
+    --life_.stats.in_flight;
+  }
+  job.event.encoded_ns = job.event.complete_ns = EventLog::now();
+  log_.add(job.event);
+  const c10::StreamGuard finish(context_.finish_stream);
+  job.gradient.reset();
+  job.future->markCompleted(std::move(job.value));
+}
+
+// F is done with the residuals of the pass before: DDP has its stream wait for the Futures of a
+// pass, and E waits for a gradient of the next one.
+void DeviceEngine::begin_step(const DeviceJob& job) {
+  if (job.begins_optimizer_step) context_.residuals->begin_step(context_.encode_stream);
+  if (options_.in_warmup(job.step)) return;  // without residuals
+  context_.residuals->begin_pass(options_.loss_scale, job.begins_optimizer_step,
+                                 context_.encode_stream);
+}
+
+// Nothing travels: gradients stay as they are, but for the momentum.
+void DeviceEngine::average_alone(DeviceJob job) {
+  const bool momentum = options_.has_momentum(job.step);
+  if (momentum) {
+    const c10::DeviceGuard guard(device_);
+    job.ready.block(context_.encode_stream);
+    if (job.begins_step) begin_step(job);
+    exchange_->add_momentum(job);
+  }
+  give_back(std::move(job.ready));
+  const c10::OptionalStreamGuard guard(momentum ? std::optional(context_.encode_stream)
+                                                : std::nullopt);
+  if (options_.raise_nonfinite && !at::isfinite(job.gradient).all().item<bool>()) {
+    throw nonfinite_gradient(job.step);
+  }
+  job.future->markCompleted(std::move(job.value));
+}
+
+// --- between steps ---
+
+uint64_t DeviceEngine::sent_bytes() const {
+  return exchanges_ ? context_.transport->sent_bytes() : 0;
+}
+
+// F is current, and behind everything that was enqueued.
+c10::StreamGuard DeviceEngine::behind_all() const {
+  c10::impl::VirtualGuardImpl(device_.type()).getStream(device_).synchronize();
+  context_.encode_stream.synchronize();
+  context_.finish_stream.synchronize();
+  return c10::StreamGuard(context_.finish_stream);
+}
+
+SavedResiduals DeviceEngine::save_residuals() {
+  if (!context_.residuals) {
+    const at::Tensor nothing = at::empty({0}, at::TensorOptions().dtype(at::kFloat));
+    return {nothing, nothing, 0.0F};
+  }
+  DeviceResiduals& residuals = *context_.residuals;
+  const c10::StreamGuard guard = behind_all();
+  residuals.settle(context_.finish_stream);
+  if (commits_) commits_->expect_no_fault();
+  return {residuals.worker_copy(), residuals.owner_copy(), residuals.loss_scale()};
+}
+
+void DeviceEngine::load_residuals(const SavedResiduals& saved) {
+  if (context_.residuals) {
+    const c10::StreamGuard guard = behind_all();
+    context_.residuals->load(saved.worker, saved.owner, saved.loss_scale);
+    context_.finish_stream.synchronize();
+  }
+  if (commits_) commits_->forget();
+}
+
+void DeviceEngine::take_back_step() {
+  if (!context_.residuals) return;
+  const c10::StreamGuard guard = behind_all();
+  context_.residuals->skip(context_.finish_stream);
+  context_.finish_stream.synchronize();
+}
+
+// The parameter has a worker residual, so the engine has residuals.
+void DeviceEngine::change_worker_residual(const Parameter& parameter, const at::Tensor& values,
+                                          float factor) {
+  const c10::StreamGuard guard = behind_all();
+  context_.residuals->settle(context_.finish_stream);
+  context_.residuals->add_to_worker(parameter.worker_residual, values, factor, options_.loss_scale);
+  context_.finish_stream.synchronize();
+}
+
+void DeviceEngine::multiply_residuals(float factor) {
+  if (!context_.residuals) return;
+  const c10::StreamGuard guard = behind_all();
+  context_.residuals->settle(context_.finish_stream);
+  context_.residuals->scale(factor);
+  context_.finish_stream.synchronize();
+}
+
+}  // namespace gradferry

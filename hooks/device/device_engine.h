@@ -1,0 +1,73 @@
+// The engine of a device with streams. Two streams of high priority live as long as the engine:
+//
+//   E   encode, seal                          then the all-to-all, on the backend's own stream
+//   F   check, reduce, seal                   then the all-gather, on the backend's own stream
+//       check, undo, decode into the bucket, conclude -> Future
+//
+// Everything is enqueued in bucket order, by run() itself: nothing waits on the host and, once
+// every bucket was seen, nothing is allocated. docs/streams.md draws what waits for what. With a
+// transport that waits (StagedTransport) a thread of the engine's own does the same instead.
+//
+// An error on a device is known to the host only later (device_commits.h). So a tile that cannot be
+// trusted becomes NaN at once.
+#pragma once
+
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+
+#include <map>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "bucket_engine.h"
+#include "device/device_commits.h"
+#include "device/device_context.h"
+#include "device/device_exchange.h"
+#include "worker.h"
+
+namespace gradferry {
+
+class DeviceEngine final : public BucketEngine {
+ public:
+  // `transport` is null when nothing is to be exchanged: then gradients stay as they are. Allocates
+  // everything and loads every kernel. The engine ends when the last copy of the returned pointer
+  // is gone and nothing is in flight.
+  static std::shared_ptr<DeviceEngine> start(EngineOptions options, c10::Device device,
+                                             ParameterHashes hashes,
+                                             std::unique_ptr<DeviceTransport> transport);
+
+ private:
+  DeviceEngine(EngineOptions options, c10::Device device, ParameterHashes hashes,
+               std::unique_ptr<DeviceTransport> transport);
+
+  void average(Bucket bucket) override;
+  uint64_t sent_bytes() const override;
+  SavedResiduals save_residuals() override;
+  void load_residuals(const SavedResiduals& saved) override;
+  void take_back_step() override;
+  void change_worker_residual(const Parameter& parameter, const at::Tensor& values,
+                              float factor) override;
+  void multiply_residuals(float factor) override;
+
+  DeviceJob make_job(Bucket bucket);
+  const DevicePlan& plan_for(const BucketPlan& plan);
+  void begin_step(const DeviceJob& job);
+  void exchange(DeviceJob& job);
+  void exchange_later(DeviceJob job);
+  void average_alone(DeviceJob job);
+  c10::Event take_event();
+  void give_back(c10::Event event);
+  c10::StreamGuard behind_all() const;
+
+  DeviceContext context_;
+  // None where nothing is to be done; commits_ only where something travels.
+  std::optional<DeviceExchange> exchange_;
+  std::optional<DeviceCommits> commits_;
+  std::shared_ptr<Worker> worker_;  // with a transport that waits
+
+  std::map<const BucketPlan*, DevicePlan> plans_;  // DDP's thread only
+  std::vector<c10::Event> events_;                 // not in use; under life_.mutex
+};
+
+}  // namespace gradferry

@@ -1,0 +1,127 @@
+// How packed bytes in device memory reach other ranks, in the order of streams.
+//
+//   StreamTransport   a backend that enqueues its collectives (NCCL): nothing waits on the host
+//   StagedTransport   a backend for host memory (gloo): bytes pass through pinned memory, and both
+//                     calls wait on the host, so they belong on a thread of their own
+#pragma once
+
+#include <ATen/ThreadLocalState.h>
+#include <ATen/core/Tensor.h>
+#include <c10/core/Event.h>
+#include <c10/core/Stream.h>
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "lane.h"
+#include "peers.h"
+
+namespace gradferry {
+
+// uint8 of one dimension. `host` is pinned, as large, and there only for a staged transport.
+struct DeviceBuffer {
+  at::Tensor device;
+  at::Tensor host;
+};
+
+// A collective under way.
+struct Transfer {
+  Pending work;                            // null: it went to the stream it was posted from
+  std::optional<c10::Event> done;          // then this is recorded behind it
+  const DeviceBuffer* received = nullptr;  // staged: what comes back to the device
+  int64_t num_bytes = 0;
+};
+
+class DeviceTransport {
+ public:
+  virtual ~DeviceTransport() = default;
+
+  // Whether its calls wait on the host.
+  virtual bool waits() const = 0;
+
+  // Around the collectives of one bucket.
+  virtual void begin_bucket() {}
+  virtual void end_bucket() {}
+
+  // After what is enqueued on `stream`. Rank p's part of `send` has send_bytes[p] bytes; the parts
+  // lie one after the other, and so do those received.
+  virtual Transfer all_to_all(const DeviceBuffer& receive,
+                              const std::vector<int64_t>& receive_bytes, const DeviceBuffer& send,
+                              const std::vector<int64_t>& send_bytes,
+                              const c10::Stream& stream) = 0;
+  // Every rank sends the first `num_bytes` of `send`; `receive` gets world_size times as many.
+  virtual Transfer all_gather(const DeviceBuffer& receive, const DeviceBuffer& send,
+                              int64_t num_bytes, const c10::Stream& stream) = 0;
+  // What is enqueued on `stream` from now on comes after the collective.
+  virtual void wait(Transfer& transfer, const c10::Stream& stream) = 0;
+
+  // No more calls. After a failure its backend is closed later, since a peer may not answer yet.
+  virtual void close(bool failed) = 0;
+
+  uint64_t sent_bytes() const { return sent_bytes_.load(std::memory_order_relaxed); }
+
+ protected:
+  explicit DeviceTransport(uint32_t world_size) : world_size_(world_size) {}
+
+  Pending post_all_to_all(Lane& lane, const at::Tensor& receive,
+                          const std::vector<int64_t>& receive_bytes, const at::Tensor& send,
+                          const std::vector<int64_t>& send_bytes);
+  Pending post_all_gather(Lane& lane, const at::Tensor& receive, const at::Tensor& send,
+                          int64_t num_bytes);
+
+  const uint32_t world_size_;
+  const at::ThreadLocalState clean_ = thread_state_without_python();
+  std::atomic<uint64_t> sent_bytes_{0};
+};
+
+class StreamTransport final : public DeviceTransport {
+ public:
+  // `backend` finds DDP's own: asked for every bucket, never held, so that the group can be
+  // destroyed.
+  using FindBackend = std::function<c10::intrusive_ptr<c10d::Backend>()>;
+  StreamTransport(FindBackend backend, uint32_t world_size)
+      : DeviceTransport(world_size), find_backend_(std::move(backend)) {}
+
+  bool waits() const override { return false; }
+  void begin_bucket() override;
+  void end_bucket() override { lane_.reset(); }
+  Transfer all_to_all(const DeviceBuffer& receive, const std::vector<int64_t>& receive_bytes,
+                      const DeviceBuffer& send, const std::vector<int64_t>& send_bytes,
+                      const c10::Stream& stream) override;
+  Transfer all_gather(const DeviceBuffer& receive, const DeviceBuffer& send, int64_t num_bytes,
+                      const c10::Stream& stream) override;
+  void wait(Transfer& transfer, const c10::Stream& stream) override;
+  void close(bool /*failed*/) override {}
+
+ private:
+  FindBackend find_backend_;
+  std::optional<Lane> lane_;  // while a bucket is posted
+};
+
+class StagedTransport final : public DeviceTransport {
+ public:
+  // `backend` is our own.
+  StagedTransport(c10::intrusive_ptr<c10d::Backend> backend, uint32_t world_size,
+                  std::shared_ptr<Peers> peers)
+      : DeviceTransport(world_size),
+        lane_(std::move(backend), clean_, sent_bytes_),
+        peers_(std::move(peers)) {}
+
+  bool waits() const override { return true; }
+  Transfer all_to_all(const DeviceBuffer& receive, const std::vector<int64_t>& receive_bytes,
+                      const DeviceBuffer& send, const std::vector<int64_t>& send_bytes,
+                      const c10::Stream& stream) override;
+  Transfer all_gather(const DeviceBuffer& receive, const DeviceBuffer& send, int64_t num_bytes,
+                      const c10::Stream& stream) override;
+  void wait(Transfer& transfer, const c10::Stream& stream) override;
+  void close(bool failed) override;
+
+ private:
+  Lane lane_;
+  std::shared_ptr<Peers> peers_;
+};
+
+}  // namespace gradferry

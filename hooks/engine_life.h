@@ -1,0 +1,42 @@
+// What the threads of an engine share: whether it goes on, and what it has counted.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "events.h"
+#include "gradferry/error.h"
+
+namespace gradferry {
+
+// Counters since attach. wire_bytes is what this rank sent to others, counted where it is posted.
+struct EngineStats {
+  uint64_t steps = 0;  // the current step, counted from 0
+  uint64_t buckets = 0;
+  uint64_t chunks = 0;
+  uint64_t gradient_bytes = 0;
+  uint64_t wire_bytes = 0;
+  uint64_t residual_bytes = 0;
+  uint64_t workspace_bytes = 0;
+  uint64_t workspace_allocations = 0;
+  uint64_t in_flight = 0;                           // buckets whose Future is not complete
+  uint64_t host_waits = 0;                          // for a device that was a step behind
+  std::vector<std::vector<uint32_t>> step_buckets;  // parameters by bucket, last finished step
+  StepTimes times;
+};
+
+// Everything under `mutex`. `changed` tells of every change that somebody may wait for, also of
+// what threads hand to each other elsewhere under the same mutex.
+struct EngineLife {
+  mutable std::mutex mutex;
+  std::condition_variable changed;
+  std::optional<Error> death;  // as every call gets it; never changes again
+  bool running = false;        // run() is active
+  bool stop = false;           // the last handle is gone, or the process ends
+  EngineStats stats;
+};
+
+}  // namespace gradferry

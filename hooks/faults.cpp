@@ -1,0 +1,107 @@
+#include "faults.h"
+
+#include <algorithm>
+#include <vector>
+
+namespace gradferry {
+namespace {
+
+struct FieldText {
+  const char* field;
+  const char* advice;
+};
+
+// " (step 3, chunk 12, gather)"
+std::string place_of(Phase phase, uint64_t step, uint64_t number) {
+  const bool commit = phase == Phase::kCommit;
+  const auto name_of = [](Phase p) {
+    switch (p) {
+      case Phase::kScatter: return "scatter";
+      case Phase::kCommit: return "commit";
+      case Phase::kParameters: return "check of parameters";
+      default: return "gather";
+    }
+  };
+  const char* name = name_of(phase);
+  return " (step " + std::to_string(step) + (commit ? ", bucket " : ", chunk ") +
+         std::to_string(number) + ", " + name + ")";
+}
+
+// "rank 1", "ranks 1 and 2", "ranks 0, 1, ... and 9 more".
+std::string name_ranks(const std::vector<uint32_t>& ranks) {
+  constexpr size_t kShown = 8;
+  const size_t shown = std::min(ranks.size(), kShown);
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (size_t i = 0; i < shown; ++i) {
+    const bool last = i + 1 == ranks.size();
+    text += (i == 0 ? "" : last ? " and " : ", ") + std::to_string(ranks[i]);
+  }
+  if (ranks.size() > shown) text += " and " + std::to_string(ranks.size() - shown) + " more";
+  return text;
+}
+
+// What gloo says in terms of its own sources, addresses and calls.
+std::string plain_reason(const std::string& reason) {
+  for (const char* words : {"closed by peer", "reset by peer", "Broken pipe"}) {
+    if (reason.find(words) != std::string::npos) return "its connection was closed";
+  }
+  if (reason.find("imed out") != std::string::npos) {
+    return "nothing came within the timeout of the process group";
+  }
+  return reason.substr(0, reason.find('\n'));
+}
+
+FieldText text_of(WireStatus status) {
+  constexpr const char* kForeign =
+      "something else used gradferry's connections, or bytes were damaged on the way";
+  constexpr const char* kOrder =
+      "the ranks no longer run the same sequence of buckets: check that every rank runs the same "
+      "model, the same number of backward passes, and resumed from the same checkpoint";
+  switch (status) {
+    case WireStatus::kBadMagic: return {"magic", kForeign};
+    case WireStatus::kBadVersion: return {"wire version", "install one gradferry on all ranks"};
+    case WireStatus::kBadPhase: return {"phase", kOrder};
+    case WireStatus::kBadSource: return {"source rank", kForeign};
+    case WireStatus::kBadConfig: return {"configuration hash", kOrder};
+    case WireStatus::kBadLayout: return {"layout hash", kOrder};
+    case WireStatus::kBadStep: return {"step", kOrder};
+    case WireStatus::kBadChunk: return {"chunk", kOrder};
+    case WireStatus::kBadPayloadBytes: return {"payload bytes", kOrder};
+    case WireStatus::kBadChecksum:
+      return {"checksum", "bytes were damaged on the way; check the network and the memory"};
+    case WireStatus::kCorruptPayload:
+      return {"number of corrupt tiles", "the sender's codec misbehaves; please report it"};
+    default: return {"status", "see the error of that rank"};
+  }
+}
+
+}  // namespace
+
+std::string describe(const Fault& fault, uint32_t reporter, uint64_t step) {
+  const std::string where = place_of(fault.phase, step, fault.chunk);
+  if (fault.status == WireStatus::kLocalFailure) {
+    return "rank " + std::to_string(reporter) + " failed while it compressed gradients" + where +
+           "; the reason is in that rank's own error";
+  }
+  FieldText text = text_of(fault.status);
+  if (fault.phase == Phase::kCommit && fault.status == WireStatus::kBadChunk) text.field = "bucket";
+  return "rank " + std::to_string(reporter) + " refused a message from rank " +
+         std::to_string(fault.rank) + where + ": " + text.field + " is " +
+         std::to_string(fault.received) + ", expected " + std::to_string(fault.expected) + "; " +
+         text.advice;
+}
+
+Error lost_contact(Peers& peers, uint32_t rank, Phase phase, uint64_t step, uint64_t number,
+                   const std::string& reason) {
+  const Loss loss = peers.look_around();
+  if (!loss.error.empty()) return {ErrorKind::kPeer, loss.error};
+  std::string text = "rank " + std::to_string(rank) + " lost contact with " +
+                     (loss.missing.empty() ? "another rank" : name_ranks(loss.missing)) +
+                     place_of(phase, step, number) + ": " + plain_reason(reason);
+  if (!loss.store_answers) {
+    text += ", and the store of the process group does not answer (mostly rank 0 serves it)";
+  }
+  return {ErrorKind::kPeer, text + "; look at the other ranks' errors first, then restart"};
+}
+
+}  // namespace gradferry

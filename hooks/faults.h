@@ -1,0 +1,33 @@
+// What went wrong in an exchange, and the words for it.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "gradferry/error.h"
+#include "gradferry/wire.h"
+#include "peers.h"
+
+namespace gradferry {
+
+// The first thing that went wrong in a bucket on this rank; the commit carries it to the others.
+struct Fault {
+  WireStatus status = WireStatus::kOk;
+  Phase phase = Phase::kScatter;
+  uint32_t rank = 0;  // whose message was refused; this rank for kLocalFailure
+  uint64_t chunk = 0;
+  uint64_t expected = 0;
+  uint64_t received = 0;
+
+  explicit operator bool() const { return status != WireStatus::kOk; }
+};
+
+// "rank 1 refused what rank 0 sent: ..." with both values and advice. `reporter` saw the fault.
+std::string describe(const Fault& fault, uint32_t reporter, uint64_t step);
+
+// What a collective that failed for `reason` means to `rank`: what another rank told, else who is
+// missing. `number` is the chunk's, of a commit the bucket's. Takes a second or two.
+Error lost_contact(Peers& peers, uint32_t rank, Phase phase, uint64_t step, uint64_t number,
+                   const std::string& reason);
+
+}  // namespace gradferry

@@ -1,0 +1,80 @@
+// The flat exchange: scatter-reduce and all-gather of packed messages between all ranks, with a
+// header before every payload and a commit after every bucket. Knows messages, not numbers.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "lane.h"
+#include "messages.h"
+#include "peers.h"
+#include "plan.h"
+#include "used_parameters.h"
+
+namespace gradferry {
+
+// Buffers of one chunk in flight, allocated once. uint8, in host memory.
+struct Slot {
+  at::Tensor scatter_send, scatter_receive, gather_send, gather_receive;
+};
+
+// A slot for chunks whose largest message has `message_bytes`.
+Slot make_slot(uint32_t world_size, uint64_t message_bytes);
+uint64_t num_bytes(const Slot& slot);
+
+// One chunk on its way through the exchange.
+struct Chunk {
+  const ChunkPlan* plan = nullptr;
+  Slot* slot = nullptr;
+  uint64_t number = 0;
+  uint64_t step = 0;
+  Pending scatter;
+  Pending gather;
+};
+
+class Exchange {
+ public:
+  Exchange(const Agreement& agreement, Peers& peers, Lane& scatter_lane, Lane& gather_lane,
+           Lane& commit_lane)
+      : agreement_(agreement),
+        peers_(peers),
+        scatter_lane_(scatter_lane),
+        gather_lane_(gather_lane),
+        commit_lane_(commit_lane) {}
+
+  const Agreement& agreement() const { return agreement_; }
+
+  // Sends the payloads in slot.scatter_send; checksums[p] belongs to the message for rank p.
+  void post_scatter(Chunk& chunk, WireStatus status, const std::vector<uint64_t>& checksums);
+  // Returns the first message that cannot be trusted, by rank.
+  Fault wait_scatter(Chunk& chunk);
+  // Where the payload for this owner from `rank` lies, after wait_scatter.
+  const std::byte* scattered_payload(const Chunk& chunk, uint32_t rank) const;
+
+  // Sends the payload in slot.gather_send, after its header.
+  void post_gather(Chunk& chunk, WireStatus status, uint64_t checksum);
+  Fault wait_gather(Chunk& chunk);
+
+  // One record per rank, with its map; `send` and `receive` are uint8 of commit_bytes(used.size())
+  // and world_size times as many bytes.
+  Pending post_commit(at::Tensor send, at::Tensor receive, uint64_t step, uint64_t bucket,
+                      const Fault& fault, const UsedMap& used);
+
+  // Sends hashes of this rank's parameters, and puts every rank's into `by_rank`. Waits for all
+  // ranks. Returns the first message that cannot be trusted; `by_rank` is not to be read then.
+  Fault gather_hashes(const std::vector<uint64_t>& hashes, uint64_t step, uint64_t next_chunk,
+                      std::vector<std::vector<uint64_t>>& by_rank);
+
+  // Waits for a collective; throws Error(kPeer), saying where, when a peer has failed, is gone or
+  // too slow.
+  void wait(const Pending& work, Phase phase, uint64_t step, uint64_t number) const;
+
+ private:
+  Agreement agreement_;
+  Peers& peers_;
+  Lane& scatter_lane_;
+  Lane& gather_lane_;
+  Lane& commit_lane_;
+};
+
+}  // namespace gradferry

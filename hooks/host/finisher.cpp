@@ -1,0 +1,324 @@
+#include "host/finisher.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <string>
+
+#include "engine_errors.h"
+
+namespace gradferry {
+namespace {
+
+// Keeps the first fault, except that an echo of another rank's trouble gives way to a cause.
+void note(Fault& kept, const Fault& fault) {
+  if (fault && (!kept || kept.status == WireStatus::kPeerTrouble)) kept = fault;
+}
+
+}  // namespace
+
+Finisher::Finisher(const EngineOptions& options, const Layout& layout, HostResiduals& residuals,
+                   const ResidualSample& sample, Exchange& exchange, EventLog& log,
+                   EngineLife& life)
+    : options_(options),
+      layout_(layout),
+      residuals_(residuals),
+      sample_(sample),
+      exchange_(exchange),
+      log_(log),
+      life_(life),
+      codecs_(options, layout, residuals) {
+  const uint64_t message_bytes =
+      kHeaderBytes + std::min<uint64_t>(options_.chunk_bytes, layout_.largest_shard_bytes());
+  expect_offsets_fit(message_bytes, options_.world_size);
+  EngineStats& stats = life_.stats;
+  for (size_t i = 0; i < kHostSlots; ++i) {
+    slots_.push_back(make_slot(options_.world_size, message_bytes));
+    stats.workspace_bytes += num_bytes(slots_.back());
+  }
+  for (Slot& slot : slots_) free_slots_.push_back(&slot);
+  const auto record = static_cast<int64_t>(
+      commit_bytes(options_.find_unused_parameters ? layout_.parameters().size() : 0));
+  const auto bytes = at::TensorOptions().dtype(at::kByte);
+  for (size_t i = 0; i < kCommitSlots; ++i) {
+    commit_slots_.emplace_back(at::zeros({record}, bytes),
+                               at::zeros({record * options_.world_size}, bytes));
+    stats.workspace_bytes += record * (options_.world_size + 1);
+  }
+  stats.workspace_allocations = kHostSlots + kCommitSlots;
+}
+
+// --- the thread that DDP calls from ---
+
+Slot* Finisher::take_slot() {
+  std::unique_lock lock(life_.mutex);
+  life_.changed.wait(lock, [&] { return !free_slots_.empty() || life_.death; });
+  if (life_.death) throw Error(*life_.death);
+  Slot* slot = free_slots_.back();
+  free_slots_.pop_back();
+  return slot;
+}
+
+void Finisher::hand_in(std::unique_ptr<ChunkJob> job) {
+  const std::lock_guard lock(life_.mutex);
+  if (life_.death) throw Error(*life_.death);
+  queue_.push_back(std::move(job));
+  life_.changed.notify_all();
+}
+
+// --- the finishing thread ---
+
+bool Finisher::work() {
+  std::optional<Error> error;
+  try {
+    while (do_oldest()) {
+    }
+  } catch (...) {
+    error = describe_failure(std::current_exception(), options_.rank);
+  }
+  if (error) fail_all(*error);
+  std::unique_lock lock(life_.mutex);
+  life_.changed.wait(lock, [&] { return !life_.running; });  // it may be posting on a lane
+  return error.has_value();
+}
+
+// False when told to stop with nothing in flight.
+bool Finisher::do_oldest() {
+  if (commits_.size() == commit_slots_.size()) finish_commit();
+  std::unique_ptr<ChunkJob> next;
+  if (!next_chunk(next)) return false;
+  if (next) {
+    reduce(std::move(next));
+  } else if (!gathers_.empty()) {
+    auto job = std::move(gathers_.front());
+    gathers_.pop_front();
+    decode(std::move(job));
+  } else {
+    finish_commit();
+  }
+  return true;
+}
+
+// Waits only when there is nothing else to do; `next` stays null when something older comes first.
+bool Finisher::next_chunk(std::unique_ptr<ChunkJob>& next) {
+  std::unique_lock lock(life_.mutex);
+  if (gathers_.empty() && commits_.empty()) {
+    life_.changed.wait(lock, [&] {
+      return !queue_.empty() || life_.death || (life_.stop && !life_.running);
+    });
+    if (!life_.death && queue_.empty()) return false;
+  }
+  if (life_.death) throw Error(*life_.death);  // run() failed
+  if (!queue_.empty() && gathers_.size() < kGathersInFlight) {
+    next = std::move(queue_.front());
+    queue_.pop_front();
+  }
+  return true;
+}
+
+Fault Finisher::local_fault(const ChunkJob& job, Phase phase) const {
+  return {WireStatus::kLocalFailure, phase, options_.rank, job.chunk.number, 0, 0};
+}
+
+ChunkCodecs::Work Finisher::work_of(const ChunkJob& job) const {
+  const BucketJob& bucket = *job.bucket;
+  return {job.chunk.plan, bucket.step, bucket.gain, bucket.gradient.mutable_data_ptr()};
+}
+
+// Whatever happened here, the owner's message goes out, with its status: the others wait for it.
+void Finisher::reduce(std::unique_ptr<ChunkJob> job) {
+  // In gathers_ first, so that an exception finds its bucket there.
+  ChunkJob& current = *gathers_.emplace_back(std::move(job));
+  BucketJob& bucket = *current.bucket;
+  const ProfilerContext::Guard profiled(bucket.profiler);
+  const Fault local = local_fault(current, Phase::kScatter);
+  if (!current.encode_error.empty()) {
+    note(bucket.fault, local);
+    bucket.local_error = current.encode_error;
+  }
+  {
+    const TimedRange timed("gradferry::network", bucket.event.network_ns);
+    note(bucket.fault, exchange_.wait_scatter(current.chunk));
+  }
+  uint64_t checksum = 0;
+  if (!bucket.fault) {
+    try {
+      const TimedRange timed("gradferry::reduce", bucket.event.reduce_ns);
+      checksum = reduce_payloads(current);
+    } catch (const std::exception& error) {
+      note(bucket.fault, local);
+      bucket.local_error = error.what();
+    }
+  }
+  exchange_.post_gather(current.chunk, bucket.fault.status, checksum);
+}
+
+uint64_t Finisher::reduce_payloads(const ChunkJob& job) {
+  std::vector<const std::byte*> payloads;
+  for (uint32_t rank = 0; rank < options_.world_size; ++rank) {
+    payloads.push_back(exchange_.scattered_payload(job.chunk, rank));
+  }
+  auto* message = static_cast<std::byte*>(job.chunk.slot->gather_send.mutable_data_ptr());
+  const ChunkCodecs::Work work = work_of(job);
+  const ChunkCodecs::Reduced reduced = codecs_.reduce(work, payloads, message + kHeaderBytes);
+  if (reduced.corrupt_tiles != 0) {
+    const uint32_t sender = codecs_.sender_of_corrupt(work, payloads).value_or(options_.rank);
+    note(job.bucket->fault, {WireStatus::kCorruptPayload, Phase::kScatter, sender, job.chunk.number,
+                             0, reduced.corrupt_tiles});
+  }
+  return reduced.checksum;
+}
+
+void Finisher::decode(std::unique_ptr<ChunkJob> job) {
+  BucketJob& bucket = *job->bucket;
+  const ProfilerContext::Guard profiled(bucket.profiler);
+  try {
+    const TimedRange timed("gradferry::network", bucket.event.network_ns);
+    note(bucket.fault, exchange_.wait_gather(job->chunk));
+  } catch (...) {
+    gathers_.push_front(std::move(job));  // fail_all() fails its bucket
+    throw;
+  }
+  if (!bucket.fault) {
+    try {
+      const TimedRange timed("gradferry::decode", bucket.event.decode_ns);
+      decode_messages(*job);
+      bucket.event.owner +=
+          sample_.owner(*job->chunk.plan, bucket.gradient.const_data_ptr(), residuals_.owner());
+    } catch (const std::exception& error) {
+      note(bucket.fault, local_fault(*job, Phase::kGather));
+      bucket.local_error = error.what();
+    }
+  }
+  {
+    const std::lock_guard lock(life_.mutex);
+    free_slots_.push_back(job->chunk.slot);
+    life_.changed.notify_all();
+  }
+  if (job->last) post_commit(job->bucket);
+}
+
+void Finisher::decode_messages(const ChunkJob& job) {
+  const Slot& slot = *job.chunk.slot;
+  const ChunkCodecs::Decoded decoded =
+      codecs_.decode(work_of(job), static_cast<const std::byte*>(slot.gather_receive.const_data_ptr()),
+                     static_cast<const std::byte*>(slot.scatter_send.const_data_ptr()));
+  auto& nonfinite = job.bucket->nonfinite_tiles;
+  for (const uint64_t tile : decoded.nonfinite_tiles) {
+    if (nonfinite.empty() || options_.find_unused_parameters) nonfinite.push_back(tile);
+  }
+  for (const uint32_t source : decoded.corrupt_sources) {
+    note(job.bucket->fault,
+         {WireStatus::kCorruptPayload, Phase::kGather, source, job.chunk.number, 0, 1});
+  }
+}
+
+// A bucket counts only once every rank has said that it is well: until then a fault may have been
+// seen by one rank alone.
+void Finisher::post_commit(std::shared_ptr<BucketJob> bucket) {
+  const auto& [send, receive] = commit_slots_[bucket->event.bucket % commit_slots_.size()];
+  const auto size = static_cast<int64_t>(commit_bytes(bucket->used.size()));
+  Commit& commit = commits_.emplace_back(
+      Commit{std::move(bucket), receive.narrow(0, 0, size * options_.world_size), {}});
+  const BucketJob& job = *commit.bucket;
+  commit.work = exchange_.post_commit(send.narrow(0, 0, size), commit.receive, job.step,
+                                      job.event.bucket, job.fault, job.used);
+}
+
+void Finisher::finish_commit() {
+  Commit& commit = commits_.front();
+  BucketJob& bucket = *commit.bucket;
+  {
+    const ProfilerContext::Guard profiled(bucket.profiler);
+    const TimedRange timed("gradferry::network", bucket.event.network_ns);
+    exchange_.wait(commit.work, Phase::kCommit, bucket.step, bucket.event.bucket);
+  }
+  uint32_t reporter = 0;
+  const Fault fault = read_commit(exchange_.agreement(), commit.receive, bucket.step,
+                                  bucket.event.bucket, &reporter, bucket.used.size());
+  if (fault) {
+    std::string message = describe(fault, reporter, bucket.step);
+    if (fault.status != WireStatus::kLocalFailure) {
+      throw Error(ErrorKind::kProtocol, message);
+    }
+    if (reporter == options_.rank) message += ": " + bucket.local_error;
+    throw Error(ErrorKind::kPeer, message);
+  }
+  if (!bucket.used.empty()) put_back_unused(commit);
+  if (options_.raise_nonfinite && !bucket.nonfinite_tiles.empty()) {
+    throw nonfinite_mean(layout_, bucket.nonfinite_tiles.front(), bucket.step, "is");
+  }
+  complete(bucket);
+  commits_.pop_front();
+}
+
+// What no rank used stays as it is, and is nobody's infinity.
+void Finisher::put_back_unused(const Commit& commit) const {
+  BucketJob& bucket = *commit.bucket;
+  const UsedMap used =
+      read_used(commit.receive, options_.world_size, bucket.plan->parameters.size());
+  bucket.unused.put_back(used, bucket.gain);
+  bucket.unused = {};
+  std::erase_if(bucket.nonfinite_tiles, [&](uint64_t tile) {
+    for (size_t i = 0; i < used.size(); ++i) {
+      const Parameter& parameter = layout_.parameters()[bucket.plan->parameters[i]];
+      if (tile - parameter.first_tile < parameter.num_tiles) return used[i] == 0;
+    }
+    return false;
+  });
+}
+
+// Counted before the Future completes: whoever waits for it may ask for the state at once.
+void Finisher::complete(BucketJob& bucket) {
+  bucket.event.complete_ns = EventLog::now();
+  log_.add(bucket.event);
+  {
+    const std::lock_guard lock(life_.mutex);
+    --life_.stats.in_flight;
+    if (!bucket.nonfinite_tiles.empty() && !options_.in_warmup(bucket.step)) {
+      residuals_.note_nonfinite();
+    }
+  }
+  bucket.gradient.reset();
+  bucket.profiler.clear();
+  bucket.future->markCompleted(std::move(bucket.value));
+  bucket.future.reset();
+}
+
+// --- the end ---
+
+// Of everything in flight, in order of their numbers. With life_.mutex held.
+std::vector<std::shared_ptr<BucketJob>> Finisher::take_all_buckets() {
+  std::vector<std::shared_ptr<BucketJob>> buckets;
+  for (const auto& job : gathers_) buckets.push_back(job->bucket);
+  for (const auto& commit : commits_) buckets.push_back(commit.bucket);
+  for (const auto& job : queue_) buckets.push_back(job->bucket);
+  queue_.clear();
+  const auto number = [](const auto& bucket) { return bucket->event.bucket; };
+  std::ranges::sort(buckets, {}, number);
+  const auto repeated = std::ranges::unique(buckets, {}, number);
+  buckets.erase(repeated.begin(), repeated.end());
+  return buckets;
+}
+
+void Finisher::fail_all(const Error& error) {
+  std::vector<std::shared_ptr<BucketJob>> failed;
+  {
+    const std::lock_guard lock(life_.mutex);
+    failed = take_all_buckets();
+    for (const auto& bucket : failed) log_.add(bucket->event);
+    if (!life_.death) life_.death = finished(error, log_, options_.rank);
+    life_.stats.in_flight = 0;
+    life_.changed.notify_all();
+  }
+  gathers_.clear();
+  commits_.clear();
+  options_.peers->tell(life_.death->what());
+  const std::exception_ptr exception = options_.make_exception(*life_.death);
+  for (const auto& bucket : failed) {
+    bucket->profiler.clear();
+    if (bucket->future) bucket->future->setErrorIfNeeded(exception);
+    bucket->future.reset();
+  }
+}
+
+}  // namespace gradferry

@@ -1,0 +1,206 @@
+#include "host/host_engine.h"
+
+#include <ATen/Functions.h>
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "background_thread.h"
+#include "engine_errors.h"
+
+namespace gradferry {
+
+HostEngine::HostEngine(EngineOptions options, ParameterHashes hashes,
+                       std::vector<c10::intrusive_ptr<c10d::Backend>> backends)
+    : BucketEngine(std::move(options), std::move(hashes), c10::kCPU,
+                   /*exchanges=*/!backends.empty()),
+      sample_(layout_),
+      residuals_(layout_, options_.exact_skip),
+      codecs_(options_, layout_, residuals_) {
+  const size_t wanted = options_.world_size > 1 ? kHostLanes : 0;
+  GRADFERRY_EXPECTS(backends.size() == wanted, kConfig,
+                    "an engine for " + std::to_string(options_.world_size) + " ranks takes " +
+                        std::to_string(wanted) + " lanes, got " + std::to_string(backends.size()));
+  if (exchanges_) clean_.emplace(thread_state_without_python());
+  for (auto& backend : backends) {
+    GRADFERRY_EXPECTS(static_cast<uint32_t>(backend->getRank()) == options_.rank &&
+                          static_cast<uint32_t>(backend->getSize()) == options_.world_size,
+                      kConfig, "a lane's rank or size differs from the engine's");
+    lanes_.emplace_back(std::move(backend), *clean_, sent_bytes_);
+  }
+  life_.stats.residual_bytes = residuals_.num_bytes();
+  if (!exchanges_) return;
+  exchange_.emplace(options_.agreement(), *options_.peers, lanes_[0], lanes_[1], lanes_[2]);
+  finisher_.emplace(options_, layout_, residuals_, sample_, *exchange_, log_, life_);
+  checksums_.resize(options_.world_size);
+}
+
+std::shared_ptr<HostEngine> HostEngine::start(
+    EngineOptions options, ParameterHashes hashes,
+    std::vector<c10::intrusive_ptr<c10d::Backend>> backends) {
+  std::shared_ptr<HostEngine> engine(
+      new HostEngine(std::move(options), std::move(hashes), std::move(backends)));
+  if (engine->finisher_) {
+    BackgroundThread::start(
+        "gf-finish", [engine] { engine->close_lanes(engine->finisher_->work()); },
+        [weak = std::weak_ptr(engine)] {
+          if (const auto engine = weak.lock()) engine->request_stop();
+        });
+  }
+  // The handle's last copy stops the engine; the finishing thread keeps the object until it ends.
+  return {engine.get(), [engine](HostEngine*) { engine->request_stop(); }};
+}
+
+// The finishing thread's last act.
+void HostEngine::close_lanes(bool failed) {
+  for (Lane& lane : lanes_) {
+    if (failed) lane.close_later();
+    lane.close();
+  }
+}
+
+// --- a bucket, on DDP's thread ---
+
+void HostEngine::average(Bucket bucket) {
+  if (bucket.begins_step) begin_step(bucket);
+  if (!exchanges_ || bucket.plan->chunks.empty()) {
+    average_alone(std::move(bucket));
+    return;
+  }
+  Fault fault;
+  if (std::exchange(check_is_due_, false)) fault = check_parameters(bucket.step);
+  count_in(bucket);
+  const auto job = std::make_shared<BucketJob>(BucketJob{.plan = bucket.plan,
+                                                         .gradient = std::move(bucket.gradient),
+                                                         .future = std::move(bucket.future),
+                                                         .value = std::move(bucket.value),
+                                                         .step = bucket.step,
+                                                         .gain = gain_,
+                                                         .fault = fault,
+                                                         .local_error = {},
+                                                         .nonfinite_tiles = {},
+                                                         .used = {},
+                                                         .unused = {},
+                                                         .event = bucket.event,
+                                                         .profiler = {}});
+  if (options_.find_unused_parameters) keep_unused(*job, std::move(bucket.used));
+  const auto& chunks = job->plan->chunks;
+  for (const ChunkPlan& chunk : chunks) send_chunk(job, chunk, &chunk == &chunks.back());
+}
+
+// Before the step's first bucket reaches a codec: residuals of the step before are complete by now.
+void HostEngine::begin_step(const Bucket& bucket) {
+  const std::lock_guard lock(life_.mutex);
+  if (bucket.begins_optimizer_step) residuals_.begin_step();
+  check_is_due_ = options_.check_is_due(bucket.step);
+  if (options_.in_warmup(bucket.step)) return;  // without residuals
+  gain_ = residuals_.begin_pass(loss_scale());
+}
+
+// All ranks see the same hashes, so all of them throw, or none.
+Fault HostEngine::check_parameters(uint64_t step) {
+  std::vector<std::vector<uint64_t>> by_rank;
+  const uint64_t next_chunk = life_.stats.chunks;  // only this thread writes it
+  const Fault fault = exchange_->gather_hashes(hashes_.compute(), step, next_chunk, by_rank);
+  if (fault) return fault;  // the bucket's commit tells the others
+  expect_equal_hashes(by_rank, layout_, step);
+  return {};
+}
+
+// Of an earlier bucket with the same parameters nothing is in flight any more.
+void HostEngine::keep_unused(BucketJob& job, UsedMap used) const {
+  const auto& parameters = job.plan->parameters;
+  job.used = used.empty() ? UsedMap(parameters.size(), 1) : std::move(used);
+  const bool touched = !options_.in_warmup(job.step);
+  job.unused = UnusedCopy(layout_, parameters, job.used, job.gradient,
+                          touched ? residuals_.worker_tensor() : at::Tensor(),
+                          touched ? residuals_.owner_tensor() : at::Tensor());
+}
+
+// Nothing travels: gradients stay as they are, but for the momentum.
+void HostEngine::average_alone(Bucket bucket) {
+  if (options_.has_momentum(bucket.step)) {
+    for (const ChunkPlan& chunk : bucket.plan->chunks) {
+      codecs_.add_momentum({&chunk, bucket.step, gain_, bucket.gradient.mutable_data_ptr()});
+    }
+  }
+  if ((options_.raise_nonfinite || options_.exact_skip) &&
+      !at::isfinite(bucket.gradient).all().item<bool>()) {
+    if (options_.raise_nonfinite) throw nonfinite_gradient(bucket.step);
+    const std::lock_guard lock(life_.mutex);
+    if (!options_.in_warmup(bucket.step)) residuals_.note_nonfinite();
+  }
+  bucket.future->markCompleted(std::move(bucket.value));
+}
+
+// The all-to-all is posted from here, so that the chunk is on its way while the next one is
+// encoded, and DDP's thread never waits for the network unless all slots are in use.
+void HostEngine::send_chunk(const std::shared_ptr<BucketJob>& bucket, const ChunkPlan& plan,
+                            bool last) {
+  auto job = std::make_unique<ChunkJob>();
+  job->bucket = bucket;
+  job->last = last;
+  job->chunk.plan = &plan;
+  job->chunk.slot = finisher_->take_slot();
+  job->chunk.step = bucket->step;
+  job->chunk.number = life_.stats.chunks;  // only this thread writes it
+  auto status = WireStatus::kOk;
+  int64_t encode_ns = 0;
+  ResidualSquares withheld;
+  std::fill(checksums_.begin(), checksums_.end(), 0);
+  try {
+    const TimedRange timed("gradferry::encode", encode_ns);
+    codecs_.encode({&plan, bucket->step, bucket->gain, bucket->gradient.mutable_data_ptr()},
+                   static_cast<std::byte*>(job->chunk.slot->scatter_send.mutable_data_ptr()),
+                   checksums_);
+    withheld = sample_.worker(plan, bucket->gradient.const_data_ptr(), residuals_.worker());
+  } catch (const std::exception& error) {
+    // The peers still get messages of the right size; the commit tells them why.
+    job->encode_error = error.what();
+    status = WireStatus::kLocalFailure;
+  }
+  exchange_->post_scatter(job->chunk, status, checksums_);
+  {
+    const std::lock_guard lock(life_.mutex);
+    ++life_.stats.chunks;
+    bucket->event.encode_ns += encode_ns;
+    bucket->event.worker += withheld;
+    bucket->event.encoded_ns = EventLog::now();
+  }
+  finisher_->hand_in(std::move(job));
+}
+
+// --- between steps ---
+
+float HostEngine::loss_scale() const {
+  if (!options_.loss_scale.defined()) return 1.0F;
+  const auto scale = *options_.loss_scale.const_data_ptr<float>();
+  GRADFERRY_EXPECTS(
+      std::isfinite(scale) && scale > 0.0F, kState,
+      "the GradScaler's scale is " + std::to_string(scale) + "; it must be positive and finite");
+  return scale;
+}
+
+SavedResiduals HostEngine::save_residuals() {
+  residuals_.settle();
+  return {residuals_.worker_tensor().clone(), residuals_.owner_tensor().clone(),
+          residuals_.loss_scale()};
+}
+
+void HostEngine::load_residuals(const SavedResiduals& saved) {
+  residuals_.load(saved.worker, saved.owner, saved.loss_scale);
+}
+
+void HostEngine::change_worker_residual(const Parameter& parameter, const at::Tensor& values,
+                                        float factor) {
+  residuals_.settle();
+  residuals_.add_to_worker(parameter.worker_residual, values, factor, loss_scale());
+}
+
+void HostEngine::multiply_residuals(float factor) {
+  residuals_.settle();
+  residuals_.scale(factor);
+}
+
+}  // namespace gradferry

@@ -1,0 +1,79 @@
+// The engine for gradients in host memory.
+//
+//   DDP's thread         encode chunk -> post its all-to-all           (scatter lane)
+//   finishing thread     wait -> reduce -> post its all-gather         (gather lane)
+//                        wait -> decode into the bucket -> commit      (commit lane) -> Future
+//
+// The finishing thread keeps the engine alive and closes its lanes. It ends when it was told to
+// stop and nothing is in flight. On the native path neither thread takes the GIL.
+#pragma once
+
+#include <ATen/ThreadLocalState.h>
+
+#include <atomic>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "bucket_engine.h"
+#include "host/chunk_codecs.h"
+#include "host/exchange.h"
+#include "host/finisher.h"
+#include "host/host_residuals.h"
+#include "host/jobs.h"
+#include "host/residual_sample.h"
+#include "lane.h"
+
+namespace gradferry {
+
+// scatter, gather, commit
+inline constexpr size_t kHostLanes = 3;
+
+class HostEngine final : public BucketEngine {
+ public:
+  // `backends`: gloo backends of our own, one for each lane, or none when world_size is 1. `hashes`
+  // of the parameters, in the order of options.parameters. Allocates residuals and workspace, then
+  // starts the finishing thread. The engine stops when the last copy of the returned pointer is
+  // gone.
+  static std::shared_ptr<HostEngine> start(
+      EngineOptions options, ParameterHashes hashes,
+      std::vector<c10::intrusive_ptr<c10d::Backend>> backends);
+
+ private:
+  HostEngine(EngineOptions options, ParameterHashes hashes,
+             std::vector<c10::intrusive_ptr<c10d::Backend>> backends);
+
+  void average(Bucket bucket) override;
+  uint64_t sent_bytes() const override { return sent_bytes_.load(std::memory_order_relaxed); }
+  SavedResiduals save_residuals() override;
+  void load_residuals(const SavedResiduals& saved) override;
+  void take_back_step() override { residuals_.skip(); }
+  void change_worker_residual(const Parameter& parameter, const at::Tensor& values,
+                              float factor) override;
+  void multiply_residuals(float factor) override;
+
+  void begin_step(const Bucket& bucket);
+  Fault check_parameters(uint64_t step);
+  void average_alone(Bucket bucket);
+  void keep_unused(BucketJob& job, UsedMap used) const;
+  void send_chunk(const std::shared_ptr<BucketJob>& bucket, const ChunkPlan& plan, bool last);
+  float loss_scale() const;
+  void close_lanes(bool failed);
+
+  const ResidualSample sample_;
+  HostResiduals residuals_;
+  std::atomic<uint64_t> sent_bytes_{0};
+  // None when world_size is 1.
+  std::optional<at::ThreadLocalState> clean_;
+  std::vector<Lane> lanes_;
+  std::optional<Exchange> exchange_;
+  std::optional<Finisher> finisher_;
+
+  // DDP's thread only.
+  ChunkCodecs codecs_;
+  float gain_ = 1.0F;          // to the residuals, in the current step
+  bool check_is_due_ = false;  // in the current step
+  std::vector<uint64_t> checksums_;
+};
+
+}  // namespace gradferry
