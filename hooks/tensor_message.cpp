@@ -3,7 +3,9 @@
 #include <ATen/Functions.h>
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
+#include <string>
 #include <vector>
 
 #include "gradferry/codec.h"
@@ -78,18 +80,25 @@ uint64_t message_checksum(uint64_t payload_checksum, MessageHeader header) {
 
 MessageHeader header_of(const TensorPlan& plan, const TensorMessageOptions& options, uint64_t seed,
                         uint64_t step) {
-  return {.magic = kWireMagic,
-          .wire_version = kWireVersion,
-          .phase = static_cast<uint8_t>(Phase::kTensor),
-          .status = 0,
-          .source_rank = 0,
-          .payload_bytes = plan.payload_bytes,
-          .config_hash = options.config_hash,
-          .layout_hash = options.layout_hash,
-          .step = step,
-          .chunk = 0,
-          .seed = seed,
-          .checksum = 0};
+  const Envelope envelope{.config_hash = options.config_hash,
+                          .layout_hash = options.layout_hash,
+                          .step = step,
+                          .chunk = 0,
+                          .rank = 0,
+                          .phase = Phase::kTensor};
+  MessageHeader header = make_header(envelope, plan.payload_bytes, /*checksum=*/0);
+  header.seed = seed;
+  return header;
+}
+
+// The field of a message with that fault, as users know it.
+std::string field_name(WireStatus refused) {
+  if (refused == WireStatus::kBadConfig) return "codec hash";
+  if (refused == WireStatus::kBadLayout) return "dtype or size hash";
+  const auto field = std::ranges::find(kHeaderFields, refused, &HeaderField::refused);
+  std::string name = field->name;
+  std::ranges::replace(name, '_', ' ');
+  return name;
 }
 
 }  // namespace
@@ -127,35 +136,20 @@ void decode_tensor(const at::Tensor& message, const TensorMessageOptions& option
   const auto* bytes = static_cast<const std::byte*>(message.const_data_ptr());
   MessageHeader received;
   std::memcpy(&received, bytes, sizeof(received));
-  const MessageHeader expected = header_of(plan, options, received.seed, received.step);
-  const struct {
-    const char* field;
-    uint64_t expected, received;
-  } fields[] = {
-      {"magic", expected.magic, received.magic},
-      {"wire version", expected.wire_version, received.wire_version},
-      {"phase", expected.phase, received.phase},
-      {"status", expected.status, received.status},
-      {"source rank", expected.source_rank, received.source_rank},
-      {"codec hash", expected.config_hash, received.config_hash},
-      {"dtype or size hash", expected.layout_hash, received.layout_hash},
-      {"chunk", expected.chunk, received.chunk},
-      {"payload bytes", expected.payload_bytes, received.payload_bytes},
-  };
-  for (const auto& field : fields) {
-    GRADFERRY_EXPECTS(field.expected == field.received, kProtocol,
-                      "message has " + std::string(field.field) + " " +
-                          std::to_string(field.received) + ", expected " +
-                          std::to_string(field.expected) +
-                          "; pass the codec, shape and dtype it was encoded with");
-  }
   // The payload is checked before it is decoded: a tensor is never half written.
-  const uint64_t checksum =
+  MessageHeader expected = header_of(plan, options, received.seed, received.step);
+  expected.checksum =
       message_checksum(word_sum(bytes + sizeof(received), plan.payload_bytes), received);
-  GRADFERRY_EXPECTS(checksum == received.checksum, kProtocol,
-                    "message has checksum " + std::to_string(received.checksum) +
-                        " but its bytes sum to " + std::to_string(checksum) +
+  const HeaderMismatch found = first_mismatch(expected, std::bit_cast<HeaderWords>(received));
+  GRADFERRY_EXPECTS(found.status != WireStatus::kBadChecksum, kProtocol,
+                    "message has checksum " + std::to_string(found.expected) +
+                        " but its bytes sum to " + std::to_string(found.received) +
                         "; they were damaged");
+  GRADFERRY_EXPECTS(found.status == WireStatus::kOk, kProtocol,
+                    "message has " + field_name(found.status) + " " +
+                        std::to_string(found.received) + ", expected " +
+                        std::to_string(found.expected) +
+                        "; pass the codec, shape and dtype it was encoded with");
   std::vector<TileStatus> status;
   plan.codec.codec->decode(batch_of(plan, received, status), bytes + sizeof(received),
                            out.mutable_data_ptr(), 0.0F, nullptr);
