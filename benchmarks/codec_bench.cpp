@@ -11,8 +11,8 @@
 #include <cstdio>
 #include <map>
 
-#include "measure/roof_timing.h"
 #include "gradferry/error.h"
+#include "measure/roof_timing.h"
 
 namespace {
 

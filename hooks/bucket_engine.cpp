@@ -168,12 +168,12 @@ uint64_t BucketEngine::current_step() const {
 void BucketEngine::expect_between_steps(const char* what) const {
   if (life_.death) throw Error(*life_.death);
   const size_t seen = steps_.num_seen(), all = steps_.num_parameters();
-  GRADFERRY_EXPECTS(life_.stats.in_flight == 0 && !life_.running && (seen == 0 || seen == all), kState,
-                    std::string("cannot ") + what + " in the middle of step " +
-                        std::to_string(steps_.step()) + ": " + std::to_string(seen) + " of " +
-                        std::to_string(all) + " gradients were handed over, " +
-                        std::to_string(life_.stats.in_flight) +
-                        " buckets are in flight; do it after backward() returned");
+  GRADFERRY_EXPECTS(
+      life_.stats.in_flight == 0 && !life_.running && (seen == 0 || seen == all), kState,
+      std::string("cannot ") + what + " in the middle of step " + std::to_string(steps_.step()) +
+          ": " + std::to_string(seen) + " of " + std::to_string(all) +
+          " gradients were handed over, " + std::to_string(life_.stats.in_flight) +
+          " buckets are in flight; do it after backward() returned");
 }
 
 EngineState BucketEngine::state() {

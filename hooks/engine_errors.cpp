@@ -40,9 +40,9 @@ Error called_after_fork(int process_id) {
 }
 
 Error nonfinite_mean(const Layout& layout, uint64_t tile, uint64_t step, const char* is) {
-  return {ErrorKind::kState,
-          "the averaged gradient of '" + layout.parameter_of(tile).name + "' " + is +
-              at_step(step) + ", or attach with nonfinite='propagate' to see it in .grad"};
+  return {ErrorKind::kState, "the averaged gradient of '" + layout.parameter_of(tile).name + "' " +
+                                 is + at_step(step) +
+                                 ", or attach with nonfinite='propagate' to see it in .grad"};
 }
 
 Error nonfinite_gradient(uint64_t step) {

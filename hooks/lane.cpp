@@ -29,14 +29,14 @@ Pending Lane::all_to_all(at::Tensor receive, std::vector<int64_t> receive_bytes,
                          std::vector<int64_t> send_bytes) {
   const at::ThreadLocalStateGuard guard(clean_);
   sent_bytes_.fetch_add(static_cast<uint64_t>(send.numel() - send_bytes[rank_]),
-                         std::memory_order_relaxed);
+                        std::memory_order_relaxed);
   return backend_->alltoall_base(receive, send, receive_bytes, send_bytes);
 }
 
 Pending Lane::all_gather(at::Tensor receive, at::Tensor send) {
   const at::ThreadLocalStateGuard guard(clean_);
   sent_bytes_.fetch_add(static_cast<uint64_t>(send.numel()) * (world_size_ - 1),
-                         std::memory_order_relaxed);
+                        std::memory_order_relaxed);
   return backend_->_allgather_base(receive, send);
 }
 

@@ -65,9 +65,8 @@ Fault read_hashes(const Agreement& agreement, uint64_t step, uint64_t next_chunk
   by_rank.assign(agreement.world_size, std::vector<uint64_t>(num_parameters));
   for (uint32_t rank = 0; rank < agreement.world_size; ++rank) {
     const std::byte* message = received + rank * hash_message_bytes(num_parameters);
-    const Fault fault =
-        check_message(message, agreement.envelope(step, next_chunk, Phase::kParameters), rank,
-                      payload_bytes);
+    const Fault fault = check_message(
+        message, agreement.envelope(step, next_chunk, Phase::kParameters), rank, payload_bytes);
     if (fault) return fault;
     std::memcpy(by_rank[rank].data(), message + kHeaderBytes, payload_bytes);
   }

@@ -11,7 +11,7 @@ std::shared_ptr<Worker> Worker::start(const char* name) {
   BackgroundThread::start(
       name, [worker] { worker->work(); },
       [weak = std::weak_ptr(worker)] {
-        if (const auto worker = weak.lock()) worker->stop(nullptr);
+        if (const auto alive = weak.lock()) alive->stop(nullptr);
       });
   return worker;
 }

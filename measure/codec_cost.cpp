@@ -5,9 +5,9 @@
 #include <random>
 #include <vector>
 
-#include "measure/pass_times.h"
 #include "gradferry/error.h"
 #include "gradferry/wire.h"
+#include "measure/pass_times.h"
 
 namespace gradferry {
 namespace {

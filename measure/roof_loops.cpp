@@ -1,6 +1,6 @@
 // The roof's loops, compiled once per instruction set like the kernels.
-#include "measure/roof.h"
 #include "kernels/common/simd.h"
+#include "measure/roof.h"
 
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE {
 namespace {

@@ -10,9 +10,9 @@
 #include <random>
 #include <thread>
 
+#include "gradferry/error.h"
 #include "measure/pass_times.h"
 #include "measure/roof.h"
-#include "gradferry/error.h"
 
 namespace gradferry {
 

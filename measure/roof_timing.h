@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "measure/pass_times.h"
 #include "gradferry/codec.h"
+#include "measure/pass_times.h"
 
 namespace gradferry {
 

@@ -26,10 +26,7 @@ Fault fault_of(const Findings& found) {
 }  // namespace
 
 DeviceCommits::DeviceCommits(DeviceContext& context, const ParameterHashes& hashes)
-    : context_(context),
-      options_(context.options),
-      hashes_(hashes),
-      done_(context.device.type()) {
+    : context_(context), options_(context.options), hashes_(hashes), done_(context.device.type()) {
   const c10::StreamGuard guard(context_.finish_stream);
   const uint64_t records = sizeof(CommitRecord) * options_.world_size;
   send_ = context_.make_buffer(sizeof(CommitRecord));
@@ -70,8 +67,7 @@ void DeviceCommits::post(DeviceJob& job, uint64_t step) {
        .record = reinterpret_cast<CommitRecord*>(bytes(send_)),
        .nonfinite_tile = reinterpret_cast<uint64_t*>(bytes(receive_) + records),
        .stream = stream.native_handle()});
-  Transfer transfer =
-      context_.transport->all_gather(receive_, send_, sizeof(CommitRecord), stream);
+  Transfer transfer = context_.transport->all_gather(receive_, send_, sizeof(CommitRecord), stream);
   context_.wait(job, transfer, Phase::kCommit, job.event.bucket);
   const c10::StreamGuard guard(stream);
   result_.copy_(receive_.device, /*non_blocking=*/true);
@@ -120,8 +116,8 @@ void DeviceCommits::check_parameters(DeviceJob& job) {
   const at::Tensor message = at::zeros({size}, at::TensorOptions().dtype(at::kByte));
   write_hashes(agreement, job.step, next_chunk, hashes, bytes(message));
   hashes_send_.device.copy_(message);
-  Transfer transfer = context_.transport->all_gather(hashes_receive_, hashes_send_, size,
-                                                     context_.finish_stream);
+  Transfer transfer =
+      context_.transport->all_gather(hashes_receive_, hashes_send_, size, context_.finish_stream);
   context_.wait(job, transfer, Phase::kParameters, next_chunk);
   const at::Tensor received = hashes_receive_.device.cpu();
   std::vector<std::vector<uint64_t>> by_rank;

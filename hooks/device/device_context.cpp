@@ -18,8 +18,9 @@ c10::Stream new_stream(c10::Device device) {
 
 }  // namespace
 
-DeviceContext::DeviceContext(const EngineOptions& of, const Layout& its_layout, EngineLife& its_life,
-                             c10::Device on, std::unique_ptr<DeviceTransport> through)
+DeviceContext::DeviceContext(const EngineOptions& of, const Layout& its_layout,
+                             EngineLife& its_life, c10::Device on,
+                             std::unique_ptr<DeviceTransport> through)
     : options(of),
       layout(its_layout),
       life(its_life),

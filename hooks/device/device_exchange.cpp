@@ -99,10 +99,12 @@ void DeviceExchange::send(DeviceJob& job, ChunkJob& chunk) {
   slot.free.block(context_.encode_stream);
   for (const DeviceBatch& batch : planned.encode.batches) {
     const ResolvedCodec& resolved = context_.layout.codecs()[batch.codec_index];
-    resolved.codec->encode(
-        make_batch(job, planned.encode, batch, Stage::kWorker, encode_statuses_, context_.encode_stream),
-        job.gradient.const_data_ptr(), options_.alpha(resolved, job.step), context_.residuals->gain(),
-        batch.worker_residual ? context_.residuals->worker() : nullptr, bytes(slot.scatter_send));
+    resolved.codec->encode(make_batch(job, planned.encode, batch, Stage::kWorker, encode_statuses_,
+                                      context_.encode_stream),
+                           job.gradient.const_data_ptr(), options_.alpha(resolved, job.step),
+                           context_.residuals->gain(),
+                           batch.worker_residual ? context_.residuals->worker() : nullptr,
+                           bytes(slot.scatter_send));
   }
   message_kernels().seal({.envelope = envelope(job, chunk, Phase::kScatter),
                           .messages = job.plan->data(planned.scatter_sent),
@@ -112,14 +114,15 @@ void DeviceExchange::send(DeviceJob& job, ChunkJob& chunk) {
                           .findings = nullptr,
                           .buffer = bytes(slot.scatter_send),
                           .stream = context_.encode_stream.native_handle()});
-  chunk.scatter = context_.transport->all_to_all(slot.scatter_receive, planned.receive_bytes,
-                                         slot.scatter_send, planned.send_bytes, context_.encode_stream);
+  chunk.scatter =
+      context_.transport->all_to_all(slot.scatter_receive, planned.receive_bytes, slot.scatter_send,
+                                     planned.send_bytes, context_.encode_stream);
 }
 
 // What came: sums_ and verdicts_ get an entry per message.
 void DeviceExchange::check_messages(const DeviceJob& job, const Envelope& expected,
-                                  Table<Message> messages, Table<ReceivedTile> tiles,
-                                  const DeviceBuffer& received) const {
+                                    Table<Message> messages, Table<ReceivedTile> tiles,
+                                    const DeviceBuffer& received) const {
   message_kernels().check({.envelope = expected,
                            .messages = job.plan->data(messages),
                            .num_messages = messages.size,
@@ -143,9 +146,10 @@ void DeviceExchange::reduce(DeviceJob& job, ChunkJob& chunk) {
                  planned.scatter_tiles, slot.scatter_receive);
   for (const DeviceBatch& batch : planned.reduce.batches) {
     context_.layout.codecs()[batch.codec_index].codec->reduce(
-        make_batch(job, planned.reduce, batch, Stage::kOwner, finish_statuses_, context_.finish_stream),
-        job.plan->data(planned.payloads[chunk.slot_index]), options_.world_size, context_.residuals->gain(),
-        batch.owner_residual ? context_.residuals->owner() : nullptr,
+        make_batch(job, planned.reduce, batch, Stage::kOwner, finish_statuses_,
+                   context_.finish_stream),
+        job.plan->data(planned.payloads[chunk.slot_index]), options_.world_size,
+        context_.residuals->gain(), batch.owner_residual ? context_.residuals->owner() : nullptr,
         bytes(slot.gather_send) + kHeaderBytes);
   }
   message_kernels().seal({.envelope = envelope(job, chunk, Phase::kGather),
@@ -158,8 +162,9 @@ void DeviceExchange::reduce(DeviceJob& job, ChunkJob& chunk) {
                           .stream = context_.finish_stream.native_handle()});
   // What follows is F's alone, unless decode looks at what was sent.
   if (!planned.worker_residual) slot.free.record(context_.finish_stream);
-  chunk.gather = context_.transport->all_gather(slot.gather_receive, slot.gather_send,
-                                        planned.plan->gather_message_bytes, context_.finish_stream);
+  chunk.gather =
+      context_.transport->all_gather(slot.gather_receive, slot.gather_send,
+                                     planned.plan->gather_message_bytes, context_.finish_stream);
 }
 
 // F, last: the gradient's place in the bucket gets the mean, and tiles of refused messages become
@@ -201,8 +206,8 @@ void DeviceExchange::decode_batch(const DeviceJob& job, const ChunkJob& chunk, s
   const DeviceBatch& batch = planned.decode.batches[index];
   const ResolvedCodec& resolved = context_.layout.codecs()[batch.codec_index];
   const Codec& codec = *resolved.codec;
-  const TileBatch arrived =
-      make_batch(job, planned.decode, batch, Stage::kOwner, finish_statuses_, context_.finish_stream);
+  const TileBatch arrived = make_batch(job, planned.decode, batch, Stage::kOwner, finish_statuses_,
+                                       context_.finish_stream);
   const std::byte* in = bytes(chunk.slot->gather_receive);
   void* gradient = job.gradient.mutable_data_ptr();
   if (!batch.worker_residual) return codec.decode(arrived, in, gradient, 0.0F, nullptr);
@@ -223,11 +228,12 @@ void DeviceExchange::add_momentum(DeviceJob& job) {
     for (const DeviceBatch& batch : planned.encode.batches) {
       const ResolvedCodec& resolved = context_.layout.codecs()[batch.codec_index];
       const Codec& codec = *resolved.codec;
-      const TileBatch tiles =
-          make_batch(job, planned.encode, batch, Stage::kWorker, encode_statuses_, context_.encode_stream);
+      const TileBatch tiles = make_batch(job, planned.encode, batch, Stage::kWorker,
+                                         encode_statuses_, context_.encode_stream);
       codec.encode(tiles, gradient, options_.alpha(resolved, job.step), context_.residuals->gain(),
                    context_.residuals->worker(), bytes(buffer));
-      codec.decode(tiles, bytes(buffer), gradient, options_.beta(resolved), context_.residuals->worker());
+      codec.decode(tiles, bytes(buffer), gradient, options_.beta(resolved),
+                   context_.residuals->worker());
     }
     conclude(job, planned, 0, planned.encode, encode_statuses_, context_.encode_stream);
   }

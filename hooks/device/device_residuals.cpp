@@ -21,7 +21,8 @@ DeviceResiduals::DeviceResiduals(const Layout& layout, bool keep_copy, c10::Devi
 }
 
 uint32_t* DeviceResiduals::step_nonfinite() const {
-  return step_nonfinite_.defined() ? static_cast<uint32_t*>(step_nonfinite_.mutable_data_ptr()) : nullptr;
+  return step_nonfinite_.defined() ? static_cast<uint32_t*>(step_nonfinite_.mutable_data_ptr())
+                                   : nullptr;
 }
 
 std::vector<at::Tensor> DeviceResiduals::tensors() const {

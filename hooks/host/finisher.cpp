@@ -102,9 +102,8 @@ bool Finisher::do_oldest() {
 bool Finisher::next_chunk(std::unique_ptr<ChunkJob>& next) {
   std::unique_lock lock(life_.mutex);
   if (gathers_.empty() && commits_.empty()) {
-    life_.changed.wait(lock, [&] {
-      return !queue_.empty() || life_.death || (life_.stop && !life_.running);
-    });
+    life_.changed.wait(
+        lock, [&] { return !queue_.empty() || life_.death || (life_.stop && !life_.running); });
     if (!life_.death && queue_.empty()) return false;
   }
   if (life_.death) throw Error(*life_.death);  // run() failed
@@ -199,9 +198,9 @@ void Finisher::decode(std::unique_ptr<ChunkJob> job) {
 
 void Finisher::decode_messages(const ChunkJob& job) {
   const Slot& slot = *job.chunk.slot;
-  const ChunkCodecs::Decoded decoded =
-      codecs_.decode(work_of(job), static_cast<const std::byte*>(slot.gather_receive.const_data_ptr()),
-                     static_cast<const std::byte*>(slot.scatter_send.const_data_ptr()));
+  const ChunkCodecs::Decoded decoded = codecs_.decode(
+      work_of(job), static_cast<const std::byte*>(slot.gather_receive.const_data_ptr()),
+      static_cast<const std::byte*>(slot.scatter_send.const_data_ptr()));
   auto& nonfinite = job.bucket->nonfinite_tiles;
   for (const uint64_t tile : decoded.nonfinite_tiles) {
     if (nonfinite.empty() || options_.find_unused_parameters) nonfinite.push_back(tile);

@@ -45,7 +45,7 @@ std::shared_ptr<HostEngine> HostEngine::start(
     BackgroundThread::start(
         "gf-finish", [engine] { engine->close_lanes(engine->finisher_->work()); },
         [weak = std::weak_ptr(engine)] {
-          if (const auto engine = weak.lock()) engine->request_stop();
+          if (const auto alive = weak.lock()) alive->request_stop();
         });
   }
   // The handle's last copy stops the engine; the finishing thread keeps the object until it ends.

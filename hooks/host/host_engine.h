@@ -35,9 +35,8 @@ class HostEngine final : public BucketEngine {
   // of the parameters, in the order of options.parameters. Allocates residuals and workspace, then
   // starts the finishing thread. The engine stops when the last copy of the returned pointer is
   // gone.
-  static std::shared_ptr<HostEngine> start(
-      EngineOptions options, ParameterHashes hashes,
-      std::vector<c10::intrusive_ptr<c10d::Backend>> backends);
+  static std::shared_ptr<HostEngine> start(EngineOptions options, ParameterHashes hashes,
+                                           std::vector<c10::intrusive_ptr<c10d::Backend>> backends);
 
  private:
   HostEngine(EngineOptions options, ParameterHashes hashes,

@@ -43,9 +43,10 @@ struct Findings {
   uint64_t nonfinite_tile;  // 1 + the first that decoded non-finite since the last commit; or 0
 };
 
-// Writes the headers of `messages`, as `envelope` says, into `buffer`, before their payloads. The tiles of a message
-// are status[order[first_tile ...]]. Phase::kGather: a tile that reduce found corrupt is
-// a fault. Phase::kScatter does not look at `findings`, so that it may run beside what changes it.
+// Writes the headers of `messages`, as `envelope` says, into `buffer`, before their payloads. The
+// tiles of a message are status[order[first_tile ...]]. Phase::kGather: a tile that reduce found
+// corrupt is a fault. Phase::kScatter does not look at `findings`, so that it may run beside what
+// changes it.
 struct SealCall {
   Envelope envelope;  // of this rank
   const Message* messages;
@@ -74,8 +75,8 @@ struct CheckCall {
 };
 
 // After decode: tiles of refused messages become NaN in `gradient`, corrupt ones are a fault, and
-// the first that is not finite is remembered; then *step_nonfinite becomes 1, unless it is null. `tiles`,
-// `sources` (message of each) and `status` run in parallel.
+// the first that is not finite is remembered; then *step_nonfinite becomes 1, unless it is null.
+// `tiles`, `sources` (message of each) and `status` run in parallel.
 struct ConcludeCall {
   uint64_t step;
   uint64_t chunk;

@@ -98,7 +98,7 @@ struct HeaderField {
 // The fields with one lawful value each, in the order in which they are looked at. Only
 // MessageHeader::seed may be anything.
 #define GRADFERRY_HEADER_FIELD(name, refused) \
-  { #name, offsetof(MessageHeader, name), sizeof(MessageHeader::name), WireStatus::refused }
+  {#name, offsetof(MessageHeader, name), sizeof(MessageHeader::name), WireStatus::refused}
 inline constexpr std::array<HeaderField, 11> kHeaderFields{{
     GRADFERRY_HEADER_FIELD(magic, kBadMagic),
     GRADFERRY_HEADER_FIELD(wire_version, kBadVersion),

@@ -1,5 +1,5 @@
-#include "measure/codec_cost.h"
 #include "bindings.h"
+#include "measure/codec_cost.h"
 #include "scalar_type.h"
 
 namespace gradferry {
@@ -11,13 +11,13 @@ py::dict speed_of(const std::string& codec, at::ScalarType dtype, uint32_t world
   const CodecCost speed = [&] {
     const py::gil_scoped_release released;
     return codec_cost({.codec = codec,
-                        .dtype = to_scalar_type(dtype),
-                        .world_size = world_size,
-                        .worker_residual = worker_residual,
-                        .owner_residual = owner_residual,
-                        .momentum = momentum,
-                        .num_elements = num_elements,
-                        .rounds = rounds});
+                       .dtype = to_scalar_type(dtype),
+                       .world_size = world_size,
+                       .worker_residual = worker_residual,
+                       .owner_residual = owner_residual,
+                       .momentum = momentum,
+                       .num_elements = num_elements,
+                       .rounds = rounds});
   }();
   return py::dict(py::arg("encode_per_element") = speed.encode_per_element,
                   py::arg("reduce_per_element") = speed.reduce_per_element,

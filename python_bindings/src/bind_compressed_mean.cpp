@@ -1,8 +1,8 @@
 #include <ATen/Functions.h>
 #include <pybind11/stl.h>
 
-#include "measure/compressed_mean.h"
 #include "bindings.h"
+#include "measure/compressed_mean.h"
 #include "scalar_type.h"
 
 namespace gradferry {

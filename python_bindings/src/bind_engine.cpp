@@ -54,8 +54,9 @@ c10::intrusive_ptr<c10d::Backend> to_backend(const py::handle& lane) {
   return c10::intrusive_ptr<c10d::Backend>::reclaim_copy(&lane.cast<c10d::Backend&>());
 }
 
-std::shared_ptr<HostEngine> start_host_engine(EngineOptions options, const std::vector<at::Tensor>& tensors,
-                                     const py::list& lanes) {
+std::shared_ptr<HostEngine> start_host_engine(EngineOptions options,
+                                              const std::vector<at::Tensor>& tensors,
+                                              const py::list& lanes) {
   std::vector<c10::intrusive_ptr<c10d::Backend>> backends;
   for (const py::handle lane : lanes) backends.push_back(to_backend(lane));
   const py::gil_scoped_release released;

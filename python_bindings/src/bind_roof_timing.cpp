@@ -1,8 +1,8 @@
 #include <ATen/ops/from_blob.h>
 #include <pybind11/stl.h>
 
-#include "measure/roof_timing.h"
 #include "bindings.h"
+#include "measure/roof_timing.h"
 #include "scalar_type.h"
 
 namespace gradferry {

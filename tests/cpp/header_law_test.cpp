@@ -53,8 +53,8 @@ TEST(HeaderLaw, IsTheTableOfTheDocument) {
     EXPECT_EQ(row.offset, end) << row.name;
     end += row.num_bytes;
     if (row.name == "seed") continue;  // may be anything
-    const auto field = std::ranges::find(
-        kHeaderFields, row.name, [](const HeaderField& f) { return std::string(f.name); });
+    const auto field = std::ranges::find(kHeaderFields, row.name,
+                                         [](const HeaderField& f) { return std::string(f.name); });
     ASSERT_NE(field, kHeaderFields.end()) << row.name;
     EXPECT_EQ(field->offset, row.offset) << row.name;
     EXPECT_EQ(field->num_bytes, row.num_bytes) << row.name;

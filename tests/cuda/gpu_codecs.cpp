@@ -150,7 +150,8 @@ void take_back(const TakeBackCall& call) {
   const GpuCopy step_nonfinite(call.step_nonfinite, 1);
   const GpuCopy values(call.values, call.num_elements);
   const GpuCopy before(call.before, call.num_elements);
-  kernels().take_back({step_nonfinite.get(), values.get(), before.get(), call.num_elements, nullptr});
+  kernels().take_back(
+      {step_nonfinite.get(), values.get(), before.get(), call.num_elements, nullptr});
 }
 
 void seal(const SealCall& call) {

@@ -18,7 +18,9 @@ LAWFUL = {
     "hooks/host/host_engine.h": '#include "bucket_engine.h"\n',
     "hooks/host/host_engine.cpp": '#include "host/host_engine.h"\n',
     "hooks/device/device_engine.h": '#include "../bucket_engine.h"\n',
-    "python_bindings/src/module.cpp": '#include "hooks/bucket_engine.h"\n#include <pybind11/pybind11.h>\n',
+    "python_bindings/src/module.cpp": (
+        '#include "hooks/bucket_engine.h"\n#include <pybind11/pybind11.h>\n'
+    ),
 }
 
 
