@@ -178,7 +178,7 @@ using Pairs [[gnu::vector_size(8 * kPairs)]] = uint64_t;
 // is sum + high - 2^32 high.
 inline uint64_t payload_checksum(const std::byte* payload, uint32_t num_bytes,
                                  uint32_t message_offset) {
-  const uint32_t num_vectors = num_bytes / sizeof(Pairs);
+  const auto num_vectors = static_cast<uint32_t>(num_bytes / sizeof(Pairs));
   Pairs sum{}, sums{}, high{}, highs{};
   for (uint32_t k = 0; k < num_vectors; ++k) {
     Pairs x;

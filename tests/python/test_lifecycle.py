@@ -28,20 +28,22 @@ def open_files() -> int:
 
 
 def case_attach_again(times: int, native: bool) -> list[tuple[int, int]]:
-    """After every life of a model: engine threads, open files."""
+    """In and after every life of a model: engine threads of its own; open files after it."""
+    gc.collect()
+    before = engine_threads()  # of models that other tests have left behind
     counts = []
     for seed in range(times):
         run = Run(Scenario(WEIGHTS, native=native, seed=seed))
         run.step(0)
         run.step(1)
-        threads = engine_threads()
+        threads = engine_threads() - before
         del run
         gc.collect()
         # The thread ends by itself. No collective here: ranks may wait a different number of times.
         deadline = time.monotonic() + 10
-        while engine_threads() and time.monotonic() < deadline:
+        while engine_threads() > before and time.monotonic() < deadline:
             time.sleep(0.001)
-        counts.append((threads, engine_threads(), open_files()))
+        counts.append((threads, engine_threads() - before, open_files()))
     return counts
 
 
