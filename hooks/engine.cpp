@@ -13,9 +13,6 @@
 namespace gradferry {
 namespace {
 
-// Chunks in flight. Four keep both lanes busy: one is encoded, one scattered, two gathered.
-constexpr size_t kSlots = 4;
-constexpr size_t kCommitSlots = 8;
 // A full tile of the widest dtype must fit.
 constexpr uint32_t kLeastChunkBytes = kTileElements * sizeof(double);
 

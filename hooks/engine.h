@@ -44,6 +44,12 @@
 
 namespace gradferry {
 
+// Chunks in flight. Four keep both lanes busy: one is encoded, one scattered, two gathered.
+inline constexpr size_t kSlots = 4;
+inline constexpr size_t kCommitSlots = 8;  // buckets whose commits are in flight
+// All-gathers in flight: with two, one travels while the other is decoded.
+inline constexpr size_t kGathersInFlight = 2;
+
 // Turns an Error into an exception that torch's autograd can show to Python.
 using ExceptionFactory = std::exception_ptr (*)(const Error&);
 

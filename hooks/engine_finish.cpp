@@ -6,9 +6,6 @@
 namespace gradferry {
 namespace {
 
-// All-gathers in flight: with two, one travels while the other is decoded.
-constexpr size_t kGathersInFlight = 2;
-
 // Keeps the first fault, except that an echo of another rank's trouble gives way to a cause.
 void note(Fault& kept, const Fault& fault) {
   if (fault && (!kept || kept.status == WireStatus::kPeerTrouble)) kept = fault;

@@ -6,7 +6,12 @@ from torch._C._distributed_c10d import Backend, GradBucket, Reducer, Store, Work
 
 TILE_ELEMENTS: int
 WIRE_VERSION: int
-HEADER_BYTES: int
+HEADER_BYTES: int  # of every message, padding included
+COMMIT_BYTES: int  # that conclude a bucket
+CHUNK_SLOTS: int  # chunks in flight
+COMMIT_SLOTS: int  # buckets whose commits are in flight
+GATHERS_IN_FLIGHT: int
+RESIDUAL_ALIGNMENT: int  # fp32 elements
 
 class OptionInfo(TypedDict):
     name: str

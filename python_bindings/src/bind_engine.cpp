@@ -173,6 +173,10 @@ py::list tiles_list(const BucketEngine& engine) {
 }  // namespace
 
 void bind_engine(py::module_& module) {
+  module.attr("CHUNK_SLOTS") = kSlots;
+  module.attr("COMMIT_SLOTS") = kCommitSlots;
+  module.attr("GATHERS_IN_FLIGHT") = kGathersInFlight;
+  module.attr("RESIDUAL_ALIGNMENT") = kResidualAlignment;
   py::class_<ParameterSpec>(module, "ParameterSpec")
       .def(py::init(&make_parameter), py::kw_only(), py::arg("name"), py::arg("num_elements"),
            py::arg("dtype"), py::arg("codec"), py::arg("worker_residual"),

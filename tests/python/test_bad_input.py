@@ -80,7 +80,7 @@ def case_numpy_numbers() -> tuple[float, int, int]:
         seed=np.int64(3),
         rules=[{"min_size": np.int32(8), "codec": "q8"}],
     )
-    config = state._bound().config
+    config = state.config
     return config.momentum, config.seed, config.rules[0].min_size
 
 

@@ -10,17 +10,17 @@ import gradferry
 import pytest
 import torch
 from gradferry import _native
-from gradferry.cli import main
 from gradferry.errors import ConfigError
 from gradferry.forecast.buckets import CodecTraffic, ddp_buckets
 from gradferry.forecast.costs import Parameter
 from gradferry.forecast.diagnosis import needs_momentum
+from gradferry.forecast.hook_names import hook_config
 from gradferry.forecast.observe import observe
-from gradferry.forecast.plan import plan_curves
 from gradferry.forecast.predict import Prediction
 from gradferry.forecast.verdict import advise, suppose
-from gradferry.workloads.hooks import hook_config
-from gradferry.workloads.network import check_network
+from gradferry.lab.cli import main
+from gradferry.lab.plan import plan_curves
+from gradferry.lab.workloads.network import check_network
 from scenario import Run, Scenario, Weight
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
