@@ -71,24 +71,29 @@ def doctor(
     group = ddp.process_group
     if group.size() < 2:
         raise ConfigError("doctor needs two ranks at least: a world of one does not communicate")
-
-    def make_step(model: nn.Module) -> Callable[[], None]:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
-        batch = batch_fn()
-
-        def step() -> None:
-            optimizer.zero_grad()
-            batch_loss("batch_fn", model, batch).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-
-        return step
-
     cap = None if ddp.bucket_bytes_cap_default else ddp.bucket_bytes_cap / 2**20
     asked = Examination(wanted, (cap,), _TURNS, _SECONDS)
-    found = examine(group, lambda: copy.deepcopy(ddp.module), make_step, attach, asked)
+    found = examine(
+        group,
+        build_model=lambda: copy.deepcopy(ddp.module),
+        make_step=lambda model: _make_step(model, batch_fn()),
+        attach=attach,
+        asked=asked,
+    )
     if show and group.rank() == 0:
         _show(found, type(ddp.module).__name__)
     return found
+
+
+def _make_step(model: nn.Module, batch: Any) -> Callable[[], None]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        batch_loss("batch_fn", model, batch).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+    return step
 
 
 def _show(found: Diagnosis, model: str) -> None:

@@ -142,12 +142,7 @@ def unpack(
     if on_resize not in ON_RESIZE:
         raise ConfigError(f"on_resize={on_resize!r} is none of {', '.join(ON_RESIZE)}")
     check_identity(saved, identity)
-    steps = saved["steps"]
-    if not isinstance(steps, int) or not 0 <= steps < 2**64:
-        raise StateError(f"the saved state has steps {steps!r}, which is no count")
-    scale = saved["loss_scale"]
-    if not isinstance(scale, float) or not 0 <= scale < float("inf"):
-        raise StateError(f"the saved state has loss_scale {scale!r}, which is no scale")
+    steps, scale = _steps_and_scale(saved)
     slots = _slots(saved)
     world_size, saved_size = identity["world_size"], saved["world_size"]
     if saved_size == world_size:
@@ -176,6 +171,15 @@ def unpack(
         worker, owner = _resize(every, sizes, tiles, alone=world_size == 1)
         rescale(worker, owner, tiles, factors)
     return Residuals(steps, worker, owner, scale)
+
+
+def _steps_and_scale(saved: Mapping[str, Any]) -> tuple[int, float]:
+    steps, scale = saved["steps"], saved["loss_scale"]
+    if not isinstance(steps, int) or not 0 <= steps < 2**64:
+        raise StateError(f"the saved state has steps {steps!r}, which is no count")
+    if not isinstance(scale, float) or not 0 <= scale < float("inf"):
+        raise StateError(f"the saved state has loss_scale {scale!r}, which is no scale")
+    return steps, scale
 
 
 def check_identity(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> None:

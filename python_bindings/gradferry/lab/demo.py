@@ -39,13 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="text",
         help=f"what to train: {' or '.join(TASKS)} (default: %(default)s)",
     )
-    parser.add_argument(
-        "--hooks",
-        nargs="+",
-        default=list(DEFAULT_HOOKS),
-        metavar="HOOK",
-        help=f"hooks to compare, in this order: {' '.join(TORCH_HOOKS)}, off, or a gradferry codec "
-        f"as listed by `gradferry info` (default: {' '.join(DEFAULT_HOOKS)})",
+    flags.add_hooks(
+        parser,
+        DEFAULT_HOOKS,
+        f"hooks to compare, in this order: {' '.join(TORCH_HOOKS)}, off, or a gradferry codec "
+        f"as listed by `gradferry info`",
     )
     parser.add_argument("--steps", type=int, help="steps per hook (default: 400)")
     parser.add_argument(

@@ -16,6 +16,7 @@ from torch import nn
 
 from gradferry.ddp.attach import attach
 from gradferry.errors import ConfigError
+from gradferry.forecast.costs import LinkCosts
 from gradferry.forecast.diagnosis import (
     Diagnosis,
     Examination,
@@ -44,13 +45,11 @@ Row = Mapping[str, Any]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `gradferry doctor`."""
     flags.add_model(parser)
-    parser.add_argument(
-        "--hooks",
-        nargs="+",
-        default=list(default_hooks()),
-        metavar="HOOK",
-        help=f"of {' '.join(TORCH_DTYPES)} and codecs; arguments of attach may follow a codec, as "
-        f"for bench train (default: {' '.join(default_hooks())})",
+    flags.add_hooks(
+        parser,
+        default_hooks(),
+        f"of {' '.join(TORCH_DTYPES)} and codecs; arguments of attach may follow a codec, as "
+        f"for bench train",
     )
     add_rank_arguments(parser)
     flags.add_bucket_caps(parser, "predicted at its fastest")
@@ -154,11 +153,22 @@ _KINDS = ("link", "codec", "prediction", "verdict")
 def doctor_rows(found: Diagnosis, model: str, link: str) -> list[dict[str, Any]]:
     """Rows of the JSON file; docs/forecast.md defines every key."""
     place = {"model": model, "link": link, "ranks": found.world_size}
-    costs = found.costs.link
+    verdict = {
+        "kind": "verdict",
+        "text": found.verdict,
+        "elements": sum(parameter.num_elements for parameter in found.parameters),
+        "parameters": len(found.parameters),
+        "waiting_ms": 1e3 * found.profile.waiting_s,
+    }
+    rows = [*_link_rows(found.costs.link), *_codec_rows(found), *_prediction_rows(found), verdict]
+    return [{**row, **place} for row in rows]
+
+
+def _link_rows(costs: LinkCosts) -> list[dict[str, Any]]:
     collectives = {"all-to-all": costs.scatter, "all-gather": costs.gather}
     for dtype, reduce in costs.all_reduce.items():
         collectives[f"all-reduce {str(dtype).removeprefix('torch.')}"] = reduce
-    rows: list[dict[str, Any]] = [
+    return [
         {
             "kind": "link",
             "collective": name,
@@ -168,53 +178,43 @@ def doctor_rows(found: Diagnosis, model: str, link: str) -> list[dict[str, Any]]
             "latency_us": 1e6 * collective.latency_s,
             "cpu_ns_per_byte": 1e9 * collective.cpu_s_per_byte,
             "beside_backward": collective.beside_backward,
-            **place,
         }
         for name, collective in collectives.items()
         for num_bytes, seconds in collective.occupied.points
     ]
-    for codec, speed in found.costs.codecs.items():
-        rows.append(
-            {
-                "kind": "codec",
-                "codec": str(codec.codec),
-                "bits": codec.codec.bits(),
-                "worker_residual": codec.residuals[0],
-                "owner_residual": codec.residuals[1],
-                "encode_ns": 1e9 * speed.encode_per_element,
-                "reduce_ns": 1e9 * speed.reduce_per_element,
-                "decode_ns": 1e9 * speed.decode_per_element,
-                "check_ns_per_byte": 1e9 * speed.check_per_byte,
-                **place,
-            }
-        )
-    for prediction in found.predictions:
-        needs = prediction.hook != NO_HOOK and needs_momentum(prediction.hook)
-        rows.append(
-            {
-                "kind": "prediction",
-                "hook": prediction.hook,
-                "bucket_cap_mb": prediction.bucket_cap_mb,
-                "ms": 1e3 * prediction.seconds,
-                "exposed_ms": 1e3 * prediction.exposed_s,
-                "ratio_to_none": prediction.ratio_to_none,
-                "wire_bytes": prediction.wire_bytes,
-                "needs_momentum": needs,
-                **place,
-            }
-        )
-    elements = sum(parameter.num_elements for parameter in found.parameters)
-    rows.append(
+
+
+def _codec_rows(found: Diagnosis) -> list[dict[str, Any]]:
+    return [
         {
-            "kind": "verdict",
-            "text": found.verdict,
-            "elements": elements,
-            "parameters": len(found.parameters),
-            "waiting_ms": 1e3 * found.profile.waiting_s,
-            **place,
+            "kind": "codec",
+            "codec": str(codec.codec),
+            "bits": codec.codec.bits(),
+            "worker_residual": codec.residuals[0],
+            "owner_residual": codec.residuals[1],
+            "encode_ns": 1e9 * speed.encode_per_element,
+            "reduce_ns": 1e9 * speed.reduce_per_element,
+            "decode_ns": 1e9 * speed.decode_per_element,
+            "check_ns_per_byte": 1e9 * speed.check_per_byte,
         }
-    )
-    return rows
+        for codec, speed in found.costs.codecs.items()
+    ]
+
+
+def _prediction_rows(found: Diagnosis) -> list[dict[str, Any]]:
+    return [
+        {
+            "kind": "prediction",
+            "hook": prediction.hook,
+            "bucket_cap_mb": prediction.bucket_cap_mb,
+            "ms": 1e3 * prediction.seconds,
+            "exposed_ms": 1e3 * prediction.exposed_s,
+            "ratio_to_none": prediction.ratio_to_none,
+            "wire_bytes": prediction.wire_bytes,
+            "needs_momentum": prediction.hook != NO_HOOK and needs_momentum(prediction.hook),
+        }
+        for prediction in found.predictions
+    ]
 
 
 def _link_table(rows: Sequence[Row], verdict: Row) -> Table:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from gradferry.errors import ConfigError
@@ -26,6 +26,17 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     """Declares --model, for `workloads.models.load_workload`."""
     parser.add_argument(
         "--model", default="transformer", help=f"{MODEL_HELP} (default: %(default)s)"
+    )
+
+
+def add_hooks(parser: argparse.ArgumentParser, default: Sequence[str], what: str) -> None:
+    """Declares --hooks. `what`: which there are, and how they are written."""
+    parser.add_argument(
+        "--hooks",
+        nargs="+",
+        default=list(default),
+        metavar="HOOK",
+        help=f"{what} (default: {' '.join(default)})",
     )
 
 

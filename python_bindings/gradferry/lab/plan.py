@@ -96,13 +96,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--bucket-cap", default=25.0, help="DDP's bucket_cap_mb (default: 25)", **number
     )
-    parser.add_argument(
-        "--hooks",
-        nargs="+",
-        default=list(default_hooks()),
-        metavar="HOOK",
-        help=f"of {' '.join(TORCH_DTYPES)} and codecs, as for doctor "
-        f"(default: {' '.join(default_hooks())})",
+    flags.add_hooks(
+        parser,
+        default_hooks(),
+        f"of {' '.join(TORCH_DTYPES)} and codecs, as for doctor",
     )
     parser.add_argument("--png", type=Path, metavar="FILE", help="also draw speed-up by link speed")
     flags.add_json(parser)

@@ -94,6 +94,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"elements of the gradient; arrays should not fit the caches (default: {1 << 24})",
     )
+    _add_ways(parser)
+    flags.add_json(parser)
+
+
+def _add_ways(parser: argparse.ArgumentParser) -> None:
+    """Declares how often, and beside what."""
     parser.add_argument(
         "--rounds",
         type=int,
@@ -107,7 +113,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also compare with pypiquant, torch's quantizers, bitsandbytes and hivemind, on a GPU "
         "with torch.topk, torch's casts, an unfused q4 and bitsandbytes, those that are installed",
     )
-    flags.add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -28,7 +28,7 @@ from gradferry.lab.output.paired import (
 )
 from gradferry.lab.output.progress import StatusLine
 from gradferry.lab.output.table import Column, Table, print_line, print_table
-from gradferry.lab.workloads.hooks import check_timed_hook
+from gradferry.lab.workloads.hooks import timed_hooks
 from gradferry.lab.workloads.models import check_model
 from gradferry.lab.workloads.ranks import add_rank_arguments, check_ranks, run_everywhere
 
@@ -41,13 +41,11 @@ Row = Mapping[str, Any]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `gradferry bench overlap`."""
-    parser.add_argument(
-        "--hooks",
-        nargs="+",
-        default=list(_DEFAULT_HOOKS),
-        metavar="HOOK",
-        help=f"beside {NO_HOOK}: {' '.join(TORCH_HOOKS)}, off, and codecs; arguments of attach may "
-        f"follow a codec (default: {' '.join(_DEFAULT_HOOKS)})",
+    flags.add_hooks(
+        parser,
+        _DEFAULT_HOOKS,
+        f"beside {NO_HOOK}: {' '.join(TORCH_HOOKS)}, off, and codecs; arguments of attach may "
+        f"follow a codec",
     )
     flags.add_model(parser)
     parser.add_argument(
@@ -104,9 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _options(arguments: argparse.Namespace) -> OverlapOptions:
-    hooks = tuple(dict.fromkeys([NO_HOOK, *arguments.hooks]))
-    for hook in hooks:
-        check_timed_hook(hook)
+    hooks = timed_hooks(arguments.hooks)
     check_model(arguments.model)
     flags.require_at_least_one(arguments, "rounds", "steps")
     flags.require_more_than_zero("--bucket-cap", [arguments.bucket_cap])

@@ -30,7 +30,7 @@ from gradferry.lab.output.paired import (
 )
 from gradferry.lab.output.progress import StatusLine
 from gradferry.lab.output.table import Column, Table, print_line, print_table
-from gradferry.lab.workloads.hooks import check_timed_hook
+from gradferry.lab.workloads.hooks import timed_hooks
 from gradferry.lab.workloads.models import check_model
 from gradferry.lab.workloads.ranks import add_rank_arguments, check_ranks, run_everywhere
 
@@ -51,14 +51,12 @@ Row = Mapping[str, Any]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `gradferry bench train`."""
     codecs = " ".join(str(codec["name"]) for codec in _native.codecs())
-    parser.add_argument(
-        "--hooks",
-        nargs="+",
-        default=list(_DEFAULT_HOOKS),
-        metavar="HOOK",
-        help=f"of {NO_HOOK} (no communication; always included), {' '.join(TORCH_HOOKS)}, off, "
+    flags.add_hooks(
+        parser,
+        _DEFAULT_HOOKS,
+        f"of {NO_HOOK} (no communication; always included), {' '.join(TORCH_HOOKS)}, off, "
         f"auto, and codecs: {codecs}. Arguments of attach may follow a codec: "
-        f"sign1{_MOMENTUM} (default: {' '.join(_DEFAULT_HOOKS)})",
+        f"sign1{_MOMENTUM}",
     )
     flags.add_model(parser)
     add_rank_arguments(parser)
@@ -107,15 +105,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _options(arguments: argparse.Namespace) -> TrainOptions:
-    hooks = list(dict.fromkeys([NO_HOOK, *arguments.hooks]))
-    for hook in hooks:
-        check_timed_hook(hook)
+    hooks = timed_hooks(arguments.hooks)
     check_model(arguments.model)
     flags.require_at_least_one(arguments, "rounds", "steps", "most_steps")
     flags.require_more_than_zero("--bucket-caps", arguments.bucket_caps)
     return TrainOptions(
         model=arguments.model,
-        hooks=tuple(hooks),
+        hooks=hooks,
         bucket_caps_mb=tuple(dict.fromkeys(arguments.bucket_caps)),
         rounds=arguments.rounds,
         steps=arguments.steps,

@@ -62,10 +62,19 @@ class HookHandle(Protocol):
         """Bytes this rank sends per step by formula, once DDP has rebuilt its buckets."""
 
 
-def check_timed_hook(name: str) -> None:
-    """As check_hook, for steps with AdamW, or with OneBitAdam in momentum mode; takes `none`."""
-    if name == NO_HOOK:
-        return
+def timed_hooks(names: Sequence[str]) -> tuple[str, ...]:
+    """Each once, and `none` first, which all others are compared with.
+
+    Raises ConfigError as check_hook, or for one that cannot train with AdamW, nor in momentum mode
+    with OneBitAdam.
+    """
+    for name in names:
+        if name != NO_HOOK:
+            _check_timed_hook(name)
+    return tuple(dict.fromkeys([NO_HOOK, *names]))
+
+
+def _check_timed_hook(name: str) -> None:
     check_hook(name)
     _, options = split_options(name)
     if "momentum" in options and not options.get("warmup_steps"):

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
 from gradferry.errors import ConfigError, PeerError
@@ -133,12 +132,7 @@ class Network:
     def __enter__(self) -> Network:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def wait(self) -> list[int]:
