@@ -201,10 +201,10 @@ def case_owner_residuals(scenario: Scenario) -> list[np.ndarray]:
         run.step(step)
 
     def by_tile() -> np.ndarray:
-        _, _, owner, _ = bound.engine.state()
-        rows = [row for row in bound.engine.tiles() if row[3] >= 0]
-        whole = np.zeros(sum(row[1] for row in bound.engine.tiles()), np.float32)
-        begins = np.cumsum([0] + [row[1] for row in bound.engine.tiles()])
+        _, _, owner, _ = bound.running.engine.state()
+        rows = [row for row in bound.running.engine.tiles() if row[3] >= 0]
+        whole = np.zeros(sum(row[1] for row in bound.running.engine.tiles()), np.float32)
+        begins = np.cumsum([0] + [row[1] for row in bound.running.engine.tiles()])
         for tile, count, _, offset in rows:
             whole[begins[tile] : begins[tile] + count] = owner[offset : offset + count]
         return whole
@@ -243,7 +243,7 @@ def case_share_of_momentum(scenario: Scenario) -> list[torch.Tensor]:
         bound.running.switch(bound.hook, parse_codec(codec), min(number, 1))
         if number == 0:
             run.step(0)
-        seen.append(bound.engine.state()[1])
+        seen.append(bound.running.engine.state()[1])
     return seen
 
 
