@@ -55,9 +55,9 @@ class Forger:
         model = ChosenGradients(scenario)
         ddp = DistributedDataParallel(model)
 
-        def start(running: Any, model: Any, nonce: str, place: torch.device) -> Any:
+        def start(running: Any, group: dist.ProcessGroup, nonce: str, *_: Any) -> Any:
             # Building a lane waits for all ranks, so it is done where they do it.
-            self.lanes = engine.make_lanes(model.group, nonce)
+            self.lanes = engine.make_lanes(group, nonce)
             return running
 
         with (

@@ -7,6 +7,7 @@ import weakref
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from gradferry import _native
@@ -90,12 +91,11 @@ def bind(
             )
         config = make_config(options)
         model.check(config)
-        running = propose(model, config)
+        running = propose(config, group, model.device, model.named, model.record())
         record = running.record()
     except Exception as error:
         record = error_record(error)
-    nonce = uuid.uuid4().hex
-    envelopes = gather_records({"nonce": nonce, "record": record}, group, place)
+    envelopes = gather_records({"nonce": uuid.uuid4().hex, "record": record}, group, place)
     records: list[Record] = [envelope["record"] for envelope in envelopes]
     raise_first_error(records)
     raise_first_mismatch(records)
@@ -103,7 +103,8 @@ def bind(
 
     binding: Binding | None = None
     try:
-        binding = _start(running, model, str(envelopes[0]["nonce"]), place)
+        nonce = str(envelopes[0]["nonce"])
+        binding = _start(running, group, nonce, place, model.reference())
         outcome: Record = {}
     except Exception as error:
         outcome = error_record(error)
@@ -119,10 +120,16 @@ def bind(
     return binding
 
 
-def _start(running: Running, model: Model, nonce: str, place: torch.device) -> Binding:
+def _start(
+    running: Running,
+    group: dist.ProcessGroup,
+    nonce: str,
+    place: torch.device,
+    model: weakref.ref[DistributedDataParallel],
+) -> Binding:
     """What all ranks have agreed on begins to work."""
     config = running.config
-    running.start(model.group, nonce)
+    running.start(group, nonce)
     hook = _native.BucketHook(
         engine=running.engine, parameters=running.tensors(), group_name=running.group_name
     )
@@ -134,7 +141,7 @@ def _start(running: Running, model: Model, nonce: str, place: torch.device) -> B
     if config.momentum and config.warmup_steps and running.engine and running.world_size > 1:
         handover = MomentumHandover(running, place)
         handover.start(hook)
-    return Binding(running, hook, chooser, model.reference(), handover)
+    return Binding(running, hook, chooser, model, handover)
 
 
 def _put_on(model: Model, binding: Binding, *, native: bool) -> None:

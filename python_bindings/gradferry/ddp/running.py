@@ -6,6 +6,7 @@ import json
 import uuid
 import weakref
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,7 +34,6 @@ from gradferry.core.engine import start_engine
 from gradferry.core.parameters import ParameterLayout, describe, describe_parameters
 from gradferry.ddp import step_numbers
 from gradferry.ddp.after_steps import call_after_steps
-from gradferry.ddp.model import Model
 from gradferry.ddp.saved_state import Tile, rescale, zero_residual
 
 
@@ -228,19 +228,31 @@ class Running:
         return describe(named, config, exchanges=self.transport.exchanges)
 
 
-def propose(model: Model, config: Config) -> Running:
+def propose(
+    config: Config,
+    group: dist.ProcessGroup,
+    place: torch.device,
+    named: Sequence[tuple[str, torch.Tensor]],
+    model: Record,
+) -> Running:
     """What this rank would put to work, were the others to agree.
+
+    Args:
+        config: as the user asked for it.
+        group: that DDP averages over.
+        place: where the gradients are.
+        named: names and parameters that DDP reduces.
+        model: what else ranks must have in common.
 
     Raises:
         ConfigError: a parameter's device or dtype has no codec, or parameters are on several
             devices.
     """
-    group = model.group
-    transport = transport_of(model.device, group)
-    parameters = describe_parameters(model.named, config, exchanges=transport.exchanges)
+    transport = transport_of(place, group)
+    parameters = describe_parameters(named, config, exchanges=transport.exchanges)
     if transport.streams:
         config = replace(config, chunk_bytes=device.STREAM_CHUNK_BYTES)
-    tensors = [parameter for _, parameter in model.named]
+    tensors = [parameter for _, parameter in named]
     return Running(
         config=config,
         parameters=tuple(parameters),
@@ -250,11 +262,11 @@ def propose(model: Model, config: Config) -> Running:
         index=WeakIdKeyDictionary({tensor: index for index, tensor in enumerate(tensors)}),
         transport=transport,
         agreed={
-            **model.record(),
+            **model,
             "gradferry version": GRADFERRY_VERSION,
             "wire version": _native.WIRE_VERSION,
             **config.record(),
-            "device": model.device.type,
+            "device": place.type,
         },
     )
 
