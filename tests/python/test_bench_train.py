@@ -16,8 +16,8 @@ from gradferry.errors import ConfigError
 from gradferry.lab.bench.train import train_rows, train_table
 from gradferry.lab.bench.train_turns import TrainOptions, TrainOutcome, run_train
 from gradferry.lab.cli import main
+from gradferry.lab.ranks.network import check_network
 from gradferry.lab.workloads.models import MODELS, check_model
-from gradferry.lab.workloads.network import check_network
 from world import World
 
 FIRST_KEYS = [

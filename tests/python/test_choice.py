@@ -23,7 +23,7 @@ from gradferry.ddp.auto import CHECK_EVERY, FIRST_CHECK, SLOWER, candidates, dec
 from gradferry.errors import ConfigError
 from gradferry.forecast.predict import Prediction
 from gradferry.lab.cli import main
-from gradferry.lab.workloads.network import check_network
+from gradferry.lab.ranks.network import check_network
 from outcomes import attempt
 from residual_sums import still_missing
 from scenario import Run, Scenario, Weight

@@ -20,7 +20,7 @@ from gradferry.forecast.predict import Prediction
 from gradferry.forecast.verdict import advise, suppose
 from gradferry.lab.cli import main
 from gradferry.lab.plan import plan_curves
-from gradferry.lab.workloads.network import check_network
+from gradferry.lab.ranks.network import check_network
 from scenario import Run, Scenario, Weight
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel

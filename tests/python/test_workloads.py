@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from gradferry.errors import ConfigError, PeerError, StateError
 from gradferry.forecast.hook_names import TORCH_HOOKS, check_hook
+from gradferry.lab.ranks.launch import Placement, run_ranks, run_worlds, torchrun_placement
 from gradferry.lab.workloads import TASKS, load_task
 from gradferry.lab.workloads.hooks import _powersgd_elements
-from gradferry.lab.workloads.launch import Placement, run_ranks, run_worlds, torchrun_placement
 from gradferry.lab.workloads.text import load_text
 from gradferry.lab.workloads.training import check_size
 from gradferry.lab.workloads.vision import load_vision, read_idx

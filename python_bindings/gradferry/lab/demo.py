@@ -20,8 +20,8 @@ from gradferry.lab.output.html import Picture, Section, html_page
 from gradferry.lab.output.json_file import write_json
 from gradferry.lab.output.progress import StepDone, TrainingProgress
 from gradferry.lab.output.table import Column, Table, print_line, print_table
+from gradferry.lab.ranks.launch import Emit, Placement, run_ranks, torchrun_placement
 from gradferry.lab.workloads import TASKS, load_task
-from gradferry.lab.workloads.launch import Emit, Placement, run_ranks, torchrun_placement
 from gradferry.lab.workloads.task import Task
 from gradferry.lab.workloads.training import TrainingRun, check_size, train
 

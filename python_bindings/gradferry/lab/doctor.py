@@ -31,9 +31,9 @@ from gradferry.lab import flags
 from gradferry.lab.output.json_file import write_json
 from gradferry.lab.output.progress import StatusLine
 from gradferry.lab.output.table import Column, Table, print_line, print_table
+from gradferry.lab.ranks.everywhere import add_rank_arguments, check_ranks, run_everywhere
 from gradferry.lab.workloads.models import check_model, load_workload
 from gradferry.lab.workloads.optimizers import make_optimizer
-from gradferry.lab.workloads.ranks import add_rank_arguments, check_ranks, run_everywhere
 
 _TURNS = 5
 _SECONDS = 0.5

@@ -26,7 +26,7 @@ from gradferry.lab.output.json_file import write_json
 from gradferry.lab.output.paired import coverage_note, coverage_of, coverage_text, paired_ratio
 from gradferry.lab.output.progress import StatusLine
 from gradferry.lab.output.table import Column, Table, print_line, print_table
-from gradferry.lab.workloads.ranks import add_rank_arguments, check_ranks, run_everywhere
+from gradferry.lab.ranks.everywhere import add_rank_arguments, check_ranks, run_everywhere
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _SMOKE: dict[str, Any] = {

@@ -26,7 +26,7 @@ from gradferry.core.parameters import ParameterLayout
 from gradferry.forecast.chunks import all_reduce_bytes
 from gradferry.forecast.hook_names import TORCH_DTYPES
 from gradferry.lab.bench.hooked_model import phases_of
-from gradferry.lab.workloads.launch import Emit, gather_from_ranks
+from gradferry.lab.ranks.launch import Emit, gather_from_ranks
 
 _UNIT = 2.0**-10
 _MOST_UNITS = 256  # whose multiples bfloat16, the coarsest dtype, still holds exactly

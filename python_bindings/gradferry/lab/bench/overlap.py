@@ -28,9 +28,9 @@ from gradferry.lab.output.paired import (
 )
 from gradferry.lab.output.progress import StatusLine
 from gradferry.lab.output.table import Column, Table, print_line, print_table
+from gradferry.lab.ranks.everywhere import add_rank_arguments, check_ranks, run_everywhere
 from gradferry.lab.workloads.hooks import timed_hooks
 from gradferry.lab.workloads.models import check_model
-from gradferry.lab.workloads.ranks import add_rank_arguments, check_ranks, run_everywhere
 
 _DEVICES = ("cpu", "cuda")
 _DEFAULT_HOOKS = ("torch:fp32", "torch:bf16", "q4")

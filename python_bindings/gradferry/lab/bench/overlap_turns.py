@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from gradferry.core.agreement import most_of_ranks
 from gradferry.lab.bench.hooked_model import HookedModel
+from gradferry.lab.ranks.launch import Emit, gather_from_ranks
 from gradferry.lab.workloads.hooks import COMPRESS_FROM
-from gradferry.lab.workloads.launch import Emit, gather_from_ranks
 from gradferry.lab.workloads.models import Workload, load_workload
 
 # As for `gradferry bench train`: the step after the hook begins to compress is like all others.

@@ -30,9 +30,9 @@ from gradferry.lab.output.paired import (
 )
 from gradferry.lab.output.progress import StatusLine
 from gradferry.lab.output.table import Column, Table, print_line, print_table
+from gradferry.lab.ranks.everywhere import add_rank_arguments, check_ranks, run_everywhere
 from gradferry.lab.workloads.hooks import timed_hooks
 from gradferry.lab.workloads.models import check_model
-from gradferry.lab.workloads.ranks import add_rank_arguments, check_ranks, run_everywhere
 
 _MOMENTUM = "+momentum=0.9+warmup_steps=100"
 # All at once they take about 0.45 GB per hook and rank, so not every codec is among them.

@@ -20,10 +20,10 @@ from gradferry.core.agreement import most_of_ranks
 from gradferry.errors import ConfigError
 from gradferry.forecast.hook_names import NO_HOOK
 from gradferry.lab.bench.hooked_model import HookedModel, phases_of
+from gradferry.lab.ranks.everywhere import InterfaceCounter
+from gradferry.lab.ranks.launch import Emit, gather_from_ranks
 from gradferry.lab.workloads.hooks import COMPRESS_FROM, bucket_caps, steps_until_steady
-from gradferry.lab.workloads.launch import Emit, gather_from_ranks
 from gradferry.lab.workloads.models import load_workload
-from gradferry.lab.workloads.ranks import InterfaceCounter
 
 EVENT_INSTANTS = ("begin_ms", "encoded_ms", "complete_ms")  # of HookState.events
 _TRIAL_STEPS = 3

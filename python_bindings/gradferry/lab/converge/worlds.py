@@ -13,8 +13,8 @@ from gradferry.errors import ConfigError
 from gradferry.lab.converge.suite import Training
 from gradferry.lab.output.json_file import finite
 from gradferry.lab.output.work import PartDone, PieceDone, WorkProgress
+from gradferry.lab.ranks.launch import Emit, run_worlds, torchrun_placement
 from gradferry.lab.workloads import load_task
-from gradferry.lab.workloads.launch import Emit, run_worlds, torchrun_placement
 from gradferry.lab.workloads.training import TrainingRun, train
 
 _CURVE_POINTS = 50

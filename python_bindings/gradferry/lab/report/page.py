@@ -27,7 +27,7 @@ from gradferry.lab.output.speedups import draw_speedups as draw_planned
 from gradferry.lab.output.table import Column, Row, Table
 from gradferry.lab.output.waterfall import draw_waterfalls, waterfall_of
 from gradferry.lab.plan import plan_curves, plan_table
-from gradferry.lab.workloads.network import parse_link
+from gradferry.lab.ranks.network import parse_link
 
 
 @dataclass(frozen=True)

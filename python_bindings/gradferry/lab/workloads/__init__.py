@@ -1,4 +1,4 @@
-"""What demo, bench, converge and doctor train, and how: tasks, hooks, one training loop, ranks."""
+"""What demo, bench, converge and doctor train, and how: tasks, models, hooks, one training loop."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from gradferry.core.agreement import Record
 from gradferry.errors import ConfigError, DivergedError
 from gradferry.forecast.chunks import all_reduce_bytes
+from gradferry.lab.ranks.launch import gather_from_ranks
 from gradferry.lab.workloads.hooks import HookHandle, apply_hook, bucket_caps
-from gradferry.lab.workloads.launch import gather_from_ranks
 from gradferry.lab.workloads.optimizers import make_optimizer
 from gradferry.lab.workloads.task import Batch, Task, num_predictions
 

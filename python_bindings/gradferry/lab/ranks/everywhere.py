@@ -12,7 +12,7 @@ from typing import Any
 
 from gradferry.errors import ConfigError, PeerError
 from gradferry.lab.flags import require_at_least_one
-from gradferry.lab.workloads.launch import (
+from gradferry.lab.ranks.launch import (
     Body,
     Emit,
     Outbox,
@@ -20,7 +20,7 @@ from gradferry.lab.workloads.launch import (
     run_ranks,
     torchrun_placement,
 )
-from gradferry.lab.workloads.network import (
+from gradferry.lab.ranks.network import (
     DEVICE,
     Network,
     address,
