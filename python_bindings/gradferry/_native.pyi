@@ -13,7 +13,7 @@ COMMIT_SLOTS: int  # buckets whose commits are in flight
 GATHERS_IN_FLIGHT: int
 RESIDUAL_ALIGNMENT: int  # fp32 elements
 
-class OptionInfo(TypedDict):
+class _OptionInfo(TypedDict):
     name: str
     default: str
     help: str
@@ -21,14 +21,14 @@ class OptionInfo(TypedDict):
     maximum: float
     choices: list[str]
 
-class CodecInfo(TypedDict):
+class _CodecInfo(TypedDict):
     name: str
     summary: str
     lossy: bool
     supports_float64: bool
-    options: list[OptionInfo]
+    options: list[_OptionInfo]
 
-class CodecSpeed(TypedDict):
+class _CodecSpeed(TypedDict):
     encode_per_element: float
     reduce_per_element: float
     decode_per_element: float
@@ -159,7 +159,7 @@ class DeviceCodec:
         self, pointers: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor
     ) -> None: ...
 
-def codecs(device: Literal["cpu", "cuda"] = "cpu") -> list[CodecInfo]: ...
+def codecs(device: Literal["cpu", "cuda"] = "cpu") -> list[_CodecInfo]: ...
 def canonical_codec(text: str) -> str: ...
 def momentum_behind(codec: str, momentum: float) -> float: ...
 def payload_bytes(codec: str, num_elements: int, dtype: torch.dtype, stage: str) -> int: ...
@@ -204,5 +204,5 @@ def codec_speed(
     momentum: bool,
     num_elements: int,
     rounds: int,
-) -> CodecSpeed: ...
+) -> _CodecSpeed: ...
 def memcpy_gbps(num_bytes: int, rounds: int) -> float: ...
