@@ -51,6 +51,7 @@ class Forger:
         from gradferry.core.agreement import record_hash
         from gradferry.core.options import Options
         from gradferry.ddp import binding
+        from gradferry.ddp.model import Model
 
         model = ChosenGradients(scenario)
         ddp = DistributedDataParallel(model)
@@ -58,11 +59,11 @@ class Forger:
         def start(running: Any, group: dist.ProcessGroup, nonce: str, *_: Any) -> Any:
             # Building a lane waits for all ranks, so it is done where they do it.
             self.lanes = engine.make_lanes(group, nonce)
-            return running
+            return mock.Mock()
 
         with (
             mock.patch.object(binding, "_start", side_effect=start) as started,
-            mock.patch.object(binding, "_put_on"),
+            mock.patch.object(Model, "take"),
         ):
             binding.bind(ddp, Options(scenario.codec, **scenario.options), native=False)
         record = started.call_args.args[0].record()

@@ -91,7 +91,7 @@ def bind(
             )
         config = make_config(options)
         model.check(config)
-        running = propose(config, group, model.device, model.named, model.record())
+        running = propose(config, group, model.device, model.named, model.record)
         record = running.record()
     except Exception as error:
         record = error_record(error)
@@ -104,7 +104,7 @@ def bind(
     binding: Binding | None = None
     try:
         nonce = str(envelopes[0]["nonce"])
-        binding = _start(running, group, nonce, place, model.reference())
+        binding = _start(running, group, nonce, place, model.reference)
         outcome: Record = {}
     except Exception as error:
         outcome = error_record(error)
@@ -116,7 +116,10 @@ def bind(
         binding = running = None  # else the traceback would keep its connections
         raise
     assert binding is not None
-    _put_on(model, binding, native=native)
+    if running.config.exact_skip and running.config.grad_scaler is None:
+        note_optimizer_steps(running)
+    name = f"gradferry:{running.codec_asked_for}" if native else None
+    model.take(binding.hook, watch_use=_must_watch_use(running), name=name)
     return binding
 
 
@@ -144,19 +147,11 @@ def _start(
     return Binding(running, hook, chooser, model, handover)
 
 
-def _put_on(model: Model, binding: Binding, *, native: bool) -> None:
-    """Nothing can fail any more: the model gets what it keeps for life."""
-    running = binding.running
-    model.guard()
-    if (
+def _must_watch_use(running: Running) -> bool:
+    """Whether ranks tell each other in commits which parameters they used."""
+    return (
         running.agreed["find_unused_parameters"]
-        and model.device.type == "cpu"
+        and running.transport.device.type == "cpu"
         and running.transport.exchanges
         and not running.config.passes_through
-    ):
-        model.watch_use(binding.hook)
-    if running.config.exact_skip and running.config.grad_scaler is None:
-        note_optimizer_steps(running)
-    if native:
-        # Only now: DDP takes a hook for life, so no rank may have one when another has failed.
-        model.register(binding.hook, running.codec_asked_for)
+    )

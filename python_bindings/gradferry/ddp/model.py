@@ -33,6 +33,8 @@ class Model:
         named: names and parameters that it reduces, each shared parameter once.
         device: of the gradients. DDP keeps all parameters of a bucket on one device, and
             `describe_parameters` sees to the rest.
+        record: how buckets are cut, and so which messages travel: ranks must have it in common.
+        reference: to tell the model later.
 
     Raises:
         ConfigError, StateError: there is no process group to agree with about anything, so that
@@ -43,6 +45,12 @@ class Model:
         self.group = _process_group(ddp)
         self.named = reduced_parameters(ddp)
         self.device = self.named[0][1].device if self.named else CPU
+        self.record: Record = {
+            "find_unused_parameters": ddp.find_unused_parameters,
+            "static_graph": ddp.static_graph,
+            "bucket_cap_mb": ddp.bucket_bytes_cap / 2**20,
+        }
+        self.reference = weakref.ref(ddp)
         self._ddp = ddp
 
     def check(self, config: Config) -> None:
@@ -56,37 +64,32 @@ class Model:
         _check_memory_formats(self._ddp, self.named)
         _check_options(self._ddp, config, self.device)
 
-    def record(self) -> Record:
-        """How buckets are cut, and so which messages travel: ranks must have it in common."""
-        return {
-            "find_unused_parameters": self._ddp.find_unused_parameters,
-            "static_graph": self._ddp.static_graph,
-            "bucket_cap_mb": self._ddp.bucket_bytes_cap / 2**20,
-        }
+    def take(self, hook: _native.BucketHook, *, watch_use: bool, name: str | None) -> None:
+        """Guards the model against what would lose its hook, for as long as it exists.
 
-    def reference(self) -> weakref.ref[DistributedDataParallel]:
-        """To tell the model later."""
-        return weakref.ref(self._ddp)
+        Args:
+            hook: what DDP's hooks call.
+            watch_use: whether the hook learns of every bucket which parameters this rank used.
+            name: registers the native hook, under this name in DDP's logs. None: the user registers
+                one of the standard signature.
+        """
+        _guard(self._ddp)
+        if watch_use:
+            hook.watch_use([parameter for _, parameter in self.named], self._ddp.reducer)
+        if name is not None:
+            # Last: DDP takes a hook for life, so no rank may have one when another has failed.
+            hook.attach(self._ddp.reducer)
+            if self._ddp.logger is not None:
+                self._ddp.logger._set_comm_hook_name(name)
 
-    def watch_use(self, hook: _native.BucketHook) -> None:
-        """Has the hook learn of every bucket which of its parameters this rank used."""
-        hook.watch_use([parameter for _, parameter in self.named], self._ddp.reducer)
 
-    def guard(self) -> None:
-        """Against what would lose the hook or mislead it, as long as the model exists."""
-        ddp = self._ddp
-        ddp._update_process_group = _refuse_new_group  # type: ignore[method-assign]
-        ddp.join_hook = JoinHook(ddp)  # type: ignore[method-assign]
-        # What copy and pickle ask for; DDP rebuilds its reducer from it, which then has no hook.
-        ddp.__getstate__ = functools.partial(  # type: ignore[method-assign]
-            _state_without_hook, weakref.ref(ddp)
-        )
-
-    def register(self, hook: _native.BucketHook, codec: str) -> None:
-        """Makes the native hook DDP's, for the life of the model; DDP's logs name the codec."""
-        hook.attach(self._ddp.reducer)
-        if self._ddp.logger is not None:
-            self._ddp.logger._set_comm_hook_name(f"gradferry:{codec}")
+def _guard(ddp: DistributedDataParallel) -> None:
+    ddp._update_process_group = _refuse_new_group  # type: ignore[method-assign]
+    ddp.join_hook = JoinHook(ddp)  # type: ignore[method-assign]
+    # What copy and pickle ask for; DDP rebuilds its reducer from it, which then has no hook.
+    ddp.__getstate__ = functools.partial(  # type: ignore[method-assign]
+        _state_without_hook, weakref.ref(ddp)
+    )
 
 
 def _process_group(ddp: DistributedDataParallel) -> dist.ProcessGroup:
