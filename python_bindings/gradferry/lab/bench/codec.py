@@ -88,18 +88,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="W",
         help="payloads that `reduce` sums, a row each (default: 2 8)",
     )
+    _add_ways(parser)
+    flags.add_json(parser)
+
+
+def _add_ways(parser: argparse.ArgumentParser) -> None:
+    """Declares how much, how often, and beside what."""
     parser.add_argument(
         "--num-elements",
         type=int,
         metavar="N",
         help=f"elements of the gradient; arrays should not fit the caches (default: {1 << 24})",
     )
-    _add_ways(parser)
-    flags.add_json(parser)
-
-
-def _add_ways(parser: argparse.ArgumentParser) -> None:
-    """Declares how often, and beside what."""
     parser.add_argument(
         "--rounds",
         type=int,
