@@ -7,9 +7,6 @@
 namespace gradferry {
 namespace {
 
-// Residuals of a tile start on a cache line: 16 fp32.
-constexpr uint64_t kResidualAlignment = 16;
-
 uint64_t round_up(uint64_t value, uint64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }

@@ -27,6 +27,8 @@ struct ResolvedCodec {
 };
 
 inline constexpr uint64_t kNoResidual = ~uint64_t{0};
+// Residuals of a tile start on a cache line: 16 fp32.
+inline constexpr uint64_t kResidualAlignment = 16;
 
 struct Parameter {
   std::string name;

@@ -12,6 +12,9 @@ import atexit
 
 from gradferry import _native, checkpoint, optim
 from gradferry._build_info import GRADFERRY_VERSION
+from gradferry._doctor import doctor
+from gradferry.ddp.attach import attach, hook
+from gradferry.ddp.state import HookState
 from gradferry.errors import (
     ConfigError,
     DivergedError,
@@ -21,9 +24,6 @@ from gradferry.errors import (
     RankMismatchError,
     StateError,
 )
-from gradferry.forecast.api import doctor
-from gradferry.hook import attach, hook
-from gradferry.state import HookState
 from gradferry.tensor import decode, encode
 
 __version__ = GRADFERRY_VERSION

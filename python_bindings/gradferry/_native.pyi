@@ -6,9 +6,14 @@ from torch._C._distributed_c10d import Backend, GradBucket, Reducer, Store, Work
 
 TILE_ELEMENTS: int
 WIRE_VERSION: int
-HEADER_BYTES: int
+HEADER_BYTES: int  # of every message, padding included
+COMMIT_BYTES: int  # that conclude a bucket
+CHUNK_SLOTS: int  # chunks in flight
+COMMIT_SLOTS: int  # buckets whose commits are in flight
+GATHERS_IN_FLIGHT: int
+RESIDUAL_ALIGNMENT: int  # fp32 elements
 
-class OptionInfo(TypedDict):
+class _OptionInfo(TypedDict):
     name: str
     default: str
     help: str
@@ -16,14 +21,14 @@ class OptionInfo(TypedDict):
     maximum: float
     choices: list[str]
 
-class CodecInfo(TypedDict):
+class _CodecInfo(TypedDict):
     name: str
     summary: str
     lossy: bool
     supports_float64: bool
-    options: list[OptionInfo]
+    options: list[_OptionInfo]
 
-class CodecSpeed(TypedDict):
+class _CodecCost(TypedDict):
     encode_per_element: float
     reduce_per_element: float
     decode_per_element: float
@@ -84,7 +89,7 @@ class BucketEngine:
     ) -> None: ...
     def scale_residuals(self, factor: float) -> None: ...
 
-class Engine(BucketEngine):
+class HostEngine(BucketEngine):
     def __init__(
         self, options: EngineOptions, *, tensors: list[torch.Tensor], lanes: Sequence[Backend]
     ) -> None: ...
@@ -154,7 +159,7 @@ class DeviceCodec:
         self, pointers: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor
     ) -> None: ...
 
-def codecs(device: Literal["cpu", "cuda"] = "cpu") -> list[CodecInfo]: ...
+def codecs(device: Literal["cpu", "cuda"] = "cpu") -> list[_CodecInfo]: ...
 def canonical_codec(text: str) -> str: ...
 def momentum_behind(codec: str, momentum: float) -> float: ...
 def payload_bytes(codec: str, num_elements: int, dtype: torch.dtype, stage: str) -> int: ...
@@ -189,7 +194,7 @@ def compressed_mean(
     worker_residual: bool,
     owner_residual: bool,
 ) -> torch.Tensor: ...
-def codec_speed(
+def codec_cost(
     codec: str,
     *,
     dtype: torch.dtype,
@@ -199,5 +204,5 @@ def codec_speed(
     momentum: bool,
     num_elements: int,
     rounds: int,
-) -> CodecSpeed: ...
+) -> _CodecCost: ...
 def memcpy_gbps(num_bytes: int, rounds: int) -> float: ...

@@ -21,11 +21,11 @@ from typing import Any, BinaryIO
 import torch
 import torch.distributed as dist
 
-from gradferry.agreement import error_record, gather_records, meeting_place, raise_first_error
-from gradferry.durable import durable_file
+from gradferry.core.agreement import error_record, gather_records, meeting_place, raise_first_error
+from gradferry.core.durable import durable_file
+from gradferry.ddp.saved_state import merge
+from gradferry.ddp.state import HookState
 from gradferry.errors import StateError
-from gradferry.saved_state import merge
-from gradferry.state import HookState
 
 __all__ = ["ResizedState", "exists", "load", "load_all", "merge", "save"]
 

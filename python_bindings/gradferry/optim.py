@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
+from gradferry.ddp.state import HookState, momentum_of
 from gradferry.errors import ConfigError, StateError
-from gradferry.state import HookState, bound_to
 
 __all__ = ["OneBitAdam"]
 
@@ -54,6 +54,8 @@ class OneBitAdam(torch.optim.Optimizer):
         StateError: the state is not bound.
     """
 
+    takes_momentum = True  # see gradferry.ddp.advice
+
     def __init__(
         self,
         params: ParamsT,
@@ -66,15 +68,14 @@ class OneBitAdam(torch.optim.Optimizer):
         state: HookState,
         variance_floor: float = 0.01,
     ) -> None:
-        bound = bound_to(state)
-        self._bound = bound
+        self._hook = momentum_of(state)
+        warmup_steps = self._hook.config.warmup_steps
         self._freeze_step = freeze_step
         self._last_step: int | None = None  # of the hook
-        if bound.config.warmup_steps != freeze_step or freeze_step < 1:
+        if warmup_steps != freeze_step or freeze_step < 1:
             raise ConfigError(
-                f"freeze_step={freeze_step} and the hook's warmup_steps="
-                f"{bound.config.warmup_steps} must be the same number, at least 1: attach with "
-                "warmup_steps=freeze_step"
+                f"freeze_step={freeze_step} and the hook's warmup_steps={warmup_steps} must be the "
+                "same number, at least 1: attach with warmup_steps=freeze_step"
             )
         if not 0 <= variance_floor <= 1:
             raise ConfigError(f"variance_floor={variance_floor} must be from 0 to 1")
@@ -93,20 +94,19 @@ class OneBitAdam(torch.optim.Optimizer):
         """As for `torch.optim.Optimizer`; raises ConfigError as the class does."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        momentum = self._bound.config.momentum
+        momentum = self._hook.config.momentum
         if momentum != group["betas"][0]:
             raise ConfigError(
                 f"betas[0]={group['betas'][0]} and the hook's momentum={momentum or None} must be "
                 "the same number: attach with momentum=betas[0]"
             )
         for index, parameter in enumerate(group["params"]):
-            if parameter not in self._bound.index:
+            if not self._hook.covers(parameter):
                 raise ConfigError(
                     f"parameter {index} of the last group, of shape {tuple(parameter.shape)}, is "
                     "none that the hook reduces; pass the parameters of the attached model"
                 )
-        if self._bound.handover is not None:
-            self._bound.handover.hold(self._bound.index[p] for p in group["params"])
+        self._hook.hold(group["params"])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -120,16 +120,17 @@ class OneBitAdam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        engine = self._bound.engine
-        step = 0 if engine is None else self._count(engine.current_step())
-        dense = engine is None or step < self._freeze_step
+        now = self._hook.current_step()
+        passes_through = now is None
+        step = 0 if now is None else self._count(now)
+        dense = passes_through or step < self._freeze_step
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
                 if dense:
                     self._dense_step(parameter, group)
-                    if engine is not None and step + 1 == self._freeze_step:
+                    if not passes_through and step + 1 == self._freeze_step:
                         self._freeze(parameter, group, delay=0)
                 else:
                     self._frozen_step(parameter, group)
@@ -142,7 +143,7 @@ class OneBitAdam(torch.optim.Optimizer):
 
     def _count(self, step: int) -> int:
         passes = None if self._last_step is None else step - self._last_step
-        skips = self._bound.config.grad_scaler is not None  # whole steps
+        skips = self._hook.config.grad_scaler is not None  # whole steps
         if passes is not None and (passes < 1 or (passes > 1 and not skips)):
             raise StateError(
                 f"{passes} synced backward passes since the last step of OneBitAdam, instead of "
@@ -195,7 +196,7 @@ class OneBitAdam(torch.optim.Optimizer):
         variance.clamp_(min=group["variance_floor"] * mean)
         state["denominator"] = self._denominator(parameter, group)
         del state["exp_avg_sq"]
-        self._bound.add_momentum(parameter, state.pop("exp_avg"), group["betas"][0] ** (delay + 1))
+        self._hook.hand_over(parameter, state.pop("exp_avg"), group["betas"][0] ** (delay + 1))
 
     def _denominator(self, parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
         """AdamW's: the correction makes up for an average that began at zero."""

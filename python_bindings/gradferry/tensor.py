@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from gradferry import _native
-from gradferry.agreement import hash64
-from gradferry.codec_spec import OFF, CodecSpec, parse_codec
+from gradferry.core.agreement import hash64
+from gradferry.core.codec_spec import OFF, CodecSpec, parse_codec
 from gradferry.errors import ConfigError
 
 

@@ -28,7 +28,7 @@ py::dict speed_of(const std::string& codec, at::ScalarType dtype, uint32_t world
 }  // namespace
 
 void bind_codec_cost(py::module_& module) {
-  module.def("codec_speed", &speed_of, py::arg("codec"), py::kw_only(), py::arg("dtype"),
+  module.def("codec_cost", &speed_of, py::arg("codec"), py::kw_only(), py::arg("dtype"),
              py::arg("world_size"), py::arg("worker_residual"), py::arg("owner_residual"),
              py::arg("momentum"), py::arg("num_elements"), py::arg("rounds"));
 }

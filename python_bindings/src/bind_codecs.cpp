@@ -58,6 +58,7 @@ void bind_codecs(py::module_& module) {
   module.attr("TILE_ELEMENTS") = kTileElements;
   module.attr("WIRE_VERSION") = kWireVersion;
   module.attr("HEADER_BYTES") = sizeof(MessageHeader);
+  module.attr("COMMIT_BYTES") = sizeof(CommitRecord);
   module.def("codecs", &describe_codecs, py::arg("device") = "cpu");
   module.def(
       "canonical_codec",

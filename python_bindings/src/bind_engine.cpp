@@ -175,6 +175,10 @@ py::list tiles_list(const BucketEngine& engine) {
 }  // namespace
 
 void bind_engine(py::module_& module) {
+  module.attr("CHUNK_SLOTS") = kHostSlots;
+  module.attr("COMMIT_SLOTS") = kCommitSlots;
+  module.attr("GATHERS_IN_FLIGHT") = kGathersInFlight;
+  module.attr("RESIDUAL_ALIGNMENT") = kResidualAlignment;
   py::class_<ParameterSpec>(module, "ParameterSpec")
       .def(py::init(&make_parameter), py::kw_only(), py::arg("name"), py::arg("num_elements"),
            py::arg("dtype"), py::arg("codec"), py::arg("worker_residual"),
@@ -220,7 +224,7 @@ void bind_engine(py::module_& module) {
            py::arg("values"), py::arg("factor"), py::call_guard<py::gil_scoped_release>())
       .def("scale_residuals", &BucketEngine::scale_residuals, py::arg("factor"),
            py::call_guard<py::gil_scoped_release>());
-  py::class_<HostEngine, BucketEngine, std::shared_ptr<HostEngine>>(module, "Engine")
+  py::class_<HostEngine, BucketEngine, std::shared_ptr<HostEngine>>(module, "HostEngine")
       .def(py::init(&start_host_engine), py::arg("options"), py::kw_only(), py::arg("tensors"),
            py::arg("lanes"));
   py::class_<DeviceEngine, BucketEngine, std::shared_ptr<DeviceEngine>>(module, "DeviceEngine")

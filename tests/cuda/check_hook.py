@@ -22,7 +22,8 @@ import gradferry
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
-from gradferry import _native, device
+from gradferry import _native
+from gradferry.core import device
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gradferry import device
+from gradferry.core import device
 from torch._C._distributed_c10d import ProcessGroupGloo, Store
 
 try:

@@ -80,7 +80,7 @@ def case_numpy_numbers() -> tuple[float, int, int]:
         seed=np.int64(3),
         rules=[{"min_size": np.int32(8), "codec": "q8"}],
     )
-    config = state._bound().config
+    config = state.config
     return config.momentum, config.seed, config.rules[0].min_size
 
 
@@ -311,7 +311,7 @@ def test_world_too_large_for_offsets_of_32_bits_is_told_the_largest_that_would_d
     )
     lanes = [Backend(0, world_size) for _ in range(3)]
     with pytest.raises(gradferry.ConfigError, match="between 3 ranks at most, not 4"):
-        native.Engine(options, tensors=[], lanes=lanes)
+        native.HostEngine(options, tensors=[], lanes=lanes)
 
 
 def case_backward_in_fork(native: bool) -> tuple[str, bytes]:

@@ -9,17 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradferry import _native
-from gradferry.bench import collective
-from gradferry.bench.collective import collective_rows, parse_size
-from gradferry.cli import main
 from gradferry.errors import ConfigError
-from gradferry.workloads import all_reduce
-from gradferry.workloads.all_reduce import (
-    OWN_DTYPES,
+from gradferry.forecast.hook_names import TORCH_DTYPES
+from gradferry.lab.bench import collective, collective_turns
+from gradferry.lab.bench.collective import collective_rows, parse_size
+from gradferry.lab.bench.collective_turns import (
     AllReduceOptions,
     AllReduceOutcome,
     compare_all_reduces,
 )
+from gradferry.lab.cli import main
 from world import World
 
 ROW_KEYS = [
@@ -34,7 +33,7 @@ def test_collective_smoke_compares_with_the_backends_own(tmp_path, capsys):
     file = tmp_path / "rows.json"
     assert main(["bench", "collective", "--smoke", "--json", str(file)]) == 0
     rows = json.loads(file.read_text())["rows"]
-    names = [*OWN_DTYPES, "q4", _native.canonical_codec("topk")]
+    names = [*TORCH_DTYPES, "q4", _native.canonical_codec("topk")]
     assert [(row["size"], row["codec"]) for row in rows] == [
         (size, name) for size in (1 << 16, 1 << 18) for name in names
     ]
@@ -47,7 +46,7 @@ def test_collective_smoke_compares_with_the_backends_own(tmp_path, capsys):
         assert row["ratio"] == pytest.approx(row["size"] / row["wire"])  # of 2 ranks
         assert row["speedup_low"] <= row["speedup"] <= row["speedup_high"]
         assert (row["iters"], row["interval_coverage"]) == (2, 0.5)
-        codec = row["codec"] not in OWN_DTYPES
+        codec = row["codec"] not in TORCH_DTYPES
         for part in ("enc", "dec", "net"):
             assert (row[part] is not None) == codec
             assert not codec or row[part] > 0
@@ -73,19 +72,19 @@ SIZES = (4, 4 * 4100, 4 * 600_000)
 @pytest.mark.torch_core
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_every_codec_gives_what_its_functions_give(worlds, ranks: int):
-    for outcomes in worlds(ranks).run(case_compare, names=(*OWN_DTYPES, *CODECS), sizes=SIZES):
-        assert len(outcomes) == len(SIZES) * (len(OWN_DTYPES) + len(CODECS))
+    for outcomes in worlds(ranks).run(case_compare, names=(*TORCH_DTYPES, *CODECS), sizes=SIZES):
+        assert len(outcomes) == len(SIZES) * (len(TORCH_DTYPES) + len(CODECS))
         for outcome in outcomes:
             assert outcome.wrong == 0, outcome
             assert outcome.wire_bytes > 0
             # Sums are exact; a mean is once rounded, to 2^-24, unless the number of ranks is 2.
-            if outcome.name in OWN_DTYPES or outcome.name == "exact":
+            if outcome.name in TORCH_DTYPES or outcome.name == "exact":
                 assert outcome.relative_error <= 2.0**-24
 
 
 def case_damaged(name: str) -> list[AllReduceOutcome]:
     """One bit of one element is wrong, on the last rank alone."""
-    original = _native.Engine.all_reduce
+    original = _native.HostEngine.all_reduce
     own = dist.all_reduce
 
     def damage(gradient: torch.Tensor) -> None:
@@ -107,14 +106,14 @@ def case_damaged(name: str) -> list[AllReduceOutcome]:
         if tensor.is_floating_point() and tensor.numel() == 1000:
             damage(tensor)
 
-    _Original = _native.Engine
+    _Original = _native.HostEngine
     try:
-        _native.Engine = Engine
-        all_reduce.dist.all_reduce = damaged_all_reduce
+        _native.HostEngine = Engine
+        collective_turns.dist.all_reduce = damaged_all_reduce
         return case_compare(names=(name,), sizes=(4000,))
     finally:
-        _native.Engine = _Original
-        all_reduce.dist.all_reduce = own
+        _native.HostEngine = _Original
+        collective_turns.dist.all_reduce = own
 
 
 @pytest.mark.parametrize("name", ["torch:fp32", "torch:bf16", "q4", "exact"])

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 from gradferry import _native
-from gradferry.bench.device_codec import (
+from gradferry.lab.bench.device_codec import (
     DeviceOptions,
     device_codec_table,
     device_peer_table,
     num_buffers,
 )
-from gradferry.bench.device_peers import DEVICE_PEERS, UnfusedQ4
-from gradferry.cli import main
+from gradferry.lab.bench.device_peers import DEVICE_PEERS, UnfusedQ4
+from gradferry.lab.cli import main
 from world import World
 
 Worlds = Callable[[int], World]
@@ -38,8 +38,8 @@ class Clock:
 
 def case_measure(options: DeviceOptions) -> dict[str, Any]:
     import fake_device
-    from gradferry.bench.device_clock import TimedDevice
-    from gradferry.bench.device_codec import measure
+    from gradferry.lab.bench.device_clock import TimedDevice
+    from gradferry.lab.bench.device_codec import measure
 
     clock = Clock()
     timed = TimedDevice(fake_device.DEVICE, 1 << 18, clock, {"gpu": "fake"})
@@ -96,8 +96,8 @@ def test_every_case_is_validated_and_compared_with_a_copy(device_worlds: Worlds)
 
 def case_wrong_kernel() -> dict[str, Any]:
     import fake_device
-    from gradferry.bench import device_codec
-    from gradferry.bench.device_clock import TimedDevice
+    from gradferry.lab.bench import device_codec
+    from gradferry.lab.bench.device_clock import TimedDevice
 
     timed = TimedDevice(fake_device.DEVICE, 1 << 18, Clock(), {"gpu": "fake"})
     options = DeviceOptions(["q8"], [torch.float32], [0.25], [], 2, peers=False)

@@ -6,9 +6,9 @@ import json
 
 import pytest
 import torch
-from gradferry.bench.overlap import overlap_rows, overlap_table
-from gradferry.cli import main
-from gradferry.workloads.overlap import OverlapOptions, OverlapOutcome
+from gradferry.lab.bench.overlap import overlap_rows, overlap_table
+from gradferry.lab.bench.overlap_turns import OverlapOptions, OverlapOutcome
+from gradferry.lab.cli import main
 
 ROW_KEYS = {
     "hook", "link", "ranks", "device", "model", "bucket_cap_mb", "seed", "backward_ms",

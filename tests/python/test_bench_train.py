@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from gradferry.bench.train import train_rows, train_table
-from gradferry.cli import main
 from gradferry.errors import ConfigError
-from gradferry.workloads.contest import ContestOptions, Outcome, run_contest
-from gradferry.workloads.models import MODELS, check_model
-from gradferry.workloads.network import check_network
+from gradferry.lab.bench.train import train_rows, train_table
+from gradferry.lab.bench.train_turns import TrainOptions, TrainOutcome, run_train
+from gradferry.lab.cli import main
+from gradferry.lab.ranks.network import check_network
+from gradferry.lab.workloads.models import MODELS, check_model
 from world import World
 
 FIRST_KEYS = [
@@ -79,9 +79,9 @@ def test_train_smoke_compares_hooks_on_loopback(tmp_path, capsys):
 
 def case_contest(model: str, hooks: tuple[str, ...], **options: Any) -> Any:
     chosen = {"bucket_caps_mb": (25.0,), "rounds": 1, "steps": 1, "seed": 0, **options}
-    arguments = ContestOptions(model=model, hooks=hooks, **chosen)
+    arguments = TrainOptions(model=model, hooks=hooks, **chosen)
     try:
-        return run_contest(lambda text: None, arguments)
+        return run_train(lambda text: None, arguments)
     except ConfigError as error:
         return error
 
@@ -176,12 +176,12 @@ def test_train_refuses_before_it_starts_a_process(arguments, message, capsys, mo
 
 def test_rows_compare_within_rounds():
     outcomes = [
-        Outcome("none", 25, {}, [100.0, 200.0, 400.0]),
-        Outcome("torch:fp32", 25, {}, [200.0, 500.0, 800.0]),
-        Outcome("torch:fp16", 25, {}, [150.0, 300.0, 600.0]),
-        Outcome("q4", 4, {}, [110.0, 220.0, 440.0]),
+        TrainOutcome("none", 25, {}, [100.0, 200.0, 400.0]),
+        TrainOutcome("torch:fp32", 25, {}, [200.0, 500.0, 800.0]),
+        TrainOutcome("torch:fp16", 25, {}, [150.0, 300.0, 600.0]),
+        TrainOutcome("q4", 4, {}, [110.0, 220.0, 440.0]),
     ]
-    options = ContestOptions("m", ("none",), (25.0,), rounds=3, steps=1, seed=0)
+    options = TrainOptions("m", ("none",), (25.0,), rounds=3, steps=1, seed=0)
     rows = {row["hook"]: row for row in train_rows(outcomes, options, "1gbit", 2)}
     assert rows["q4"]["ratio_to_none"] == pytest.approx(1.1)
     assert rows["q4"]["exposed_ms"] == pytest.approx(20)
@@ -193,8 +193,8 @@ def test_rows_compare_within_rounds():
 @pytest.mark.parametrize(("rounds", "heading"), [(2, "(50 %)"), (20, "(95 %)")])
 def test_the_heading_of_an_interval_is_what_its_rounds_give(rounds, heading):
     times = [100.0 + n for n in range(rounds)]
-    outcomes = [Outcome("none", 25, {}, times), Outcome("q4", 4, {}, times)]
-    options = ContestOptions("m", ("none",), (25.0,), rounds=rounds, steps=1, seed=0)
+    outcomes = [TrainOutcome("none", 25, {}, times), TrainOutcome("q4", 4, {}, times)]
+    options = TrainOptions("m", ("none",), (25.0,), rounds=rounds, steps=1, seed=0)
     table = train_table(train_rows(outcomes, options, "1gbit", 2))
     titles = [column.title for column in table.columns if "%" in column.title]
     assert titles == [heading, heading]

@@ -11,17 +11,19 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-import gradferry
 import numpy as np
 import pytest
 import torch
-from gradferry import choice
 from gradferry.checkpoint import merge
-from gradferry.choice import CHECK_EVERY, FIRST_CHECK, SLOWER, candidates, decide
-from gradferry.cli import main
+from gradferry.core.codec_spec import parse_codec
+from gradferry.core.config import make_config
+from gradferry.core.options import Options
+from gradferry.ddp import auto as choice
+from gradferry.ddp.auto import CHECK_EVERY, FIRST_CHECK, SLOWER, candidates, decide
 from gradferry.errors import ConfigError
 from gradferry.forecast.predict import Prediction
-from gradferry.workloads.network import check_network
+from gradferry.lab.cli import main
+from gradferry.lab.ranks.network import check_network
 from outcomes import attempt
 from residual_sums import still_missing
 from scenario import Run, Scenario, Weight
@@ -91,7 +93,7 @@ def test_checks_become_rarer_with_every_change():
 
 
 def config_of(**arguments: Any) -> Any:
-    return gradferry.HookState("auto", **arguments)._make_config()
+    return make_config(Options("auto", **arguments))
 
 
 def test_codecs_below_3_bits_are_for_momentum_mode():
@@ -140,7 +142,7 @@ def case_forced(scenario: Scenario, answers: list[str], steps: int) -> dict[str,
 def case_given(scenario: Scenario, begin: int, steps: int) -> list[Any]:
     """The same gradients with a codec that begins at step `begin`."""
     run = Run(scenario)
-    engine = run.state._bound().engine
+    engine = run.state._bound().running.engine
     worker, owner = (torch.zeros(size) for size in engine.residual_sizes())
     engine.load_state(steps=begin, worker_residual=worker, owner_residual=owner, loss_scale=0.0)
     return [run.step(step) for step in range(begin, steps)]
@@ -194,21 +196,21 @@ def case_owner_residuals(scenario: Scenario) -> list[np.ndarray]:
     """Owner residuals by tile, before and after a change of codec."""
     run = Run(scenario)
     bound = run.state._bound()
-    bound.running.switch(bound.hook, gradferry.codec_spec.parse_codec("q4"), 0)
+    bound.running.switch(bound.hook, parse_codec("q4"), 0)
     for step in range(3):
         run.step(step)
 
     def by_tile() -> np.ndarray:
-        _, _, owner, _ = bound.engine.state()
-        rows = [row for row in bound.engine.tiles() if row[3] >= 0]
-        whole = np.zeros(sum(row[1] for row in bound.engine.tiles()), np.float32)
-        begins = np.cumsum([0] + [row[1] for row in bound.engine.tiles()])
+        _, _, owner, _ = bound.running.engine.state()
+        rows = [row for row in bound.running.engine.tiles() if row[3] >= 0]
+        whole = np.zeros(sum(row[1] for row in bound.running.engine.tiles()), np.float32)
+        begins = np.cumsum([0] + [row[1] for row in bound.running.engine.tiles()])
         for tile, count, _, offset in rows:
             whole[begins[tile] : begins[tile] + count] = owner[offset : offset + count]
         return whole
 
     before = by_tile()
-    bound.running.switch(bound.hook, gradferry.codec_spec.parse_codec("q8"), 3)
+    bound.running.switch(bound.hook, parse_codec("q8"), 3)
     return [before, by_tile()]
 
 
@@ -238,10 +240,10 @@ def case_share_of_momentum(scenario: Scenario) -> list[torch.Tensor]:
     bound = run.state._bound()
     seen = []
     for number, codec in enumerate(("sign1", "topk:ratio=0.05", "sign1")):
-        bound.running.switch(bound.hook, gradferry.codec_spec.parse_codec(codec), min(number, 1))
+        bound.running.switch(bound.hook, parse_codec(codec), min(number, 1))
         if number == 0:
             run.step(0)
-        seen.append(bound.engine.state()[1])
+        seen.append(bound.running.engine.state()[1])
     return seen
 
 
@@ -261,7 +263,7 @@ def case_moved(scenario: Scenario, saved: list[dict], codec: str) -> tuple[dict,
         run.state.load_state_dict(merge(saved), on_resize="mean")
     if codec:
         bound = run.state._bound()
-        spec = gradferry.codec_spec.parse_codec(codec)
+        spec = parse_codec(codec)
         bound.running.switch(bound.hook, spec, 0)
         bound.chooser.choice = choice.Choice(codec=spec, made=True, reason="so it was told")
     loaded = run.state.state_dict()
@@ -293,7 +295,7 @@ def test_momentum_goes_to_a_world_of_one_and_back(worlds: Callable[[int], World]
 
 def case_resumed(scenario: Scenario, codec: str) -> dict[str, Any]:
     """Six steps at a stretch, and three, saved, and three more in a new model."""
-    spec = gradferry.codec_spec.parse_codec(codec)
+    spec = parse_codec(codec)
 
     def chosen() -> Run:
         run = Run(scenario)

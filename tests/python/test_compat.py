@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from gradferry import ConfigError, _build_info, _native, device
+from gradferry import ConfigError, _build_info, _native
 from gradferry._compat import check_torch
-from gradferry.info import facts
+from gradferry.core import device
+from gradferry.lab.info import facts
 
 pytestmark = pytest.mark.torch_core
 

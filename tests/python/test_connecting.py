@@ -32,7 +32,7 @@ def plain_ddp() -> DistributedDataParallel:
 
 @contextlib.contextmanager
 def little_patience() -> Iterator[None]:
-    from gradferry import meeting
+    from gradferry.core import meeting
 
     seconds = datetime.timedelta(seconds=PATIENCE)
     with mock.patch.object(meeting, "MOST_PATIENCE", seconds):
@@ -97,7 +97,7 @@ def test_rank_that_comes_late_does_not_believe_that_the_others_are_there(
 def case_interrupted() -> bool:
     """A rank that was interrupted while it waited is not there any more."""
     import gradferry
-    from gradferry import meeting
+    from gradferry.core import meeting
 
     ddp = plain_ddp()
     if dist.get_rank() == 0:
@@ -121,7 +121,7 @@ def test_interrupted_rank_is_not_counted(world_of_2: World) -> None:
 def case_cannot_connect(kind: str) -> tuple[Outcome, bool]:
     """Rank 1 cannot make its second lane: the machine or Python is short of something."""
     import gradferry
-    from gradferry import engine
+    from gradferry.core import engine
 
     ddp = plain_ddp()
     make, calls = engine.ProcessGroupGloo, []
@@ -152,14 +152,14 @@ def test_rank_that_cannot_connect_is_named_by_all(world_of_3: World, kind: str) 
 
 def case_dead(kind: str) -> None:
     import gradferry
-    from gradferry import running
+    from gradferry.ddp import running
 
     ddp = plain_ddp()
     victim = dist.get_rank() == 1
     if victim and kind == "before":
         os._exit(9)
     if victim:
-        running.start_engine = lambda *_: os._exit(9)
+        running.start_engine = lambda *_, **__: os._exit(9)
     with little_patience():
         outcome = attempt(lambda: gradferry.attach(ddp, "q4"))
     assert outcome.seconds < MOST_SECONDS
@@ -206,7 +206,7 @@ def attach_in_vain() -> None:
     from gradferry import _native
 
     ddp = plain_ddp()
-    engine = mock.Mock(side_effect=MemoryError) if dist.get_rank() == 1 else _native.Engine
+    engine = mock.Mock(side_effect=MemoryError) if dist.get_rank() == 1 else _native.HostEngine
     with mock.patch.object(_native, "Engine", engine):
         assert attempt(lambda: gradferry.attach(ddp, "q4")).error == "PeerError"
 

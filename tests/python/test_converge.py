@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from gradferry.cli import main
-from gradferry.converge import suite as suites
-from gradferry.converge.suite import DENSE, MOMENTUM, RULER, Contest, Contestant, Near, Suite
+from gradferry.lab.cli import main
+from gradferry.lab.converge import suite as suites
+from gradferry.lab.converge.suite import DENSE, MOMENTUM, RULER, Contest, Contestant, Near, Suite
 
 ROOT = Path(__file__).parents[2]
 ROW_KEYS = {
@@ -151,14 +151,14 @@ def test_converge_trains_nothing_twice(copy, monkeypatch):
 def test_converge_repeats_what_was_trained_otherwise(change, copy, monkeypatch):
     asked_for = []
     monkeypatch.setattr(
-        "gradferry.converge.run_trainings", lambda trainings, *_: asked_for.extend(trainings)
+        "gradferry.lab.converge.run_trainings", lambda trainings, *_: asked_for.extend(trainings)
     )
     arguments = []
     if change == "settings":
         longer = replace(SUITE, contests=(replace(CONTEST, steps=13),))
         monkeypatch.setitem(suites.SUITES, "quick", longer)
     elif change == "versions":
-        monkeypatch.setattr("gradferry.converge.environment", lambda: {"gradferry": "another"})
+        monkeypatch.setattr("gradferry.lab.converge.environment", lambda: {"gradferry": "another"})
     else:
         arguments.append("--fresh")
     converge(copy.folder, *arguments)

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gradferry.cli import main
-from gradferry.converge.report import broken_demands, exit_code, judge
-from gradferry.converge.suite import MOMENTUM, QUICK, Misses, Near, Reaches
+from gradferry.lab.cli import main
+from gradferry.lab.converge.pages import broken_demands, exit_code, judge
+from gradferry.lab.converge.suite import MOMENTUM, QUICK, Misses, Near, Reaches
 
 Row = dict[str, Any]
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from gradferry.codec_spec import parse_codec
-from gradferry.config import make_config
-from gradferry.converge.suite import (
+from gradferry.core.codec_spec import parse_codec
+from gradferry.core.config import make_config
+from gradferry.core.options import Options
+from gradferry.errors import ConfigError
+from gradferry.forecast.hook_names import check_hook
+from gradferry.lab.converge.suite import (
     DENSE,
     MOMENTUM,
     RULER,
@@ -16,11 +19,9 @@ from gradferry.converge.suite import (
     Reaches,
     select,
 )
-from gradferry.converge.trainings import deal
-from gradferry.errors import ConfigError
-from gradferry.workloads import TASKS
-from gradferry.workloads.hooks import check_hook
-from gradferry.workloads.optimizers import OPTIMIZERS
+from gradferry.lab.converge.worlds import deal
+from gradferry.lab.workloads import TASKS
+from gradferry.lab.workloads.optimizers import OPTIMIZERS
 
 FULL = SUITES["full"]
 EVERYONE = sorted(
@@ -36,18 +37,7 @@ EVERYONE = sorted(
 
 def auto_mode(codec: str) -> str:
     """The error feedback that a user gets without asking."""
-    config = make_config(
-        codec,
-        rules=None,
-        error_feedback="auto",
-        momentum=None,
-        warmup_steps=0,
-        grad_scaler=None,
-        nonfinite="propagate",
-        exact_skip=False,
-        check_every=0,
-        seed=0,
-    )
+    config = make_config(Options(codec))
     return {(False, True): "owner", (True, True): "both"}[config.residuals_of(parse_codec(codec))]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gradferry.workloads.convex import (
+from gradferry.lab.workloads.convex import (
     NUM_WORKERS,
     gap_batch,
     load_convex,

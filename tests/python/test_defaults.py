@@ -16,9 +16,9 @@ import pytest
 import scenario
 import torch
 import torch.distributed as dist
-from gradferry import choice
 from gradferry.checkpoint import merge
-from gradferry.choice import FIRST_CHECK
+from gradferry.ddp import auto as choice
+from gradferry.ddp.auto import FIRST_CHECK
 from scenario import Run, Scenario, Weight
 from world import World
 
@@ -26,7 +26,7 @@ WEIGHTS = (Weight("first", (90, 70)), Weight("bias", (50,)), Weight("second", (1
 SCENARIO = Scenario(WEIGHTS, error_feedback="both", ddp={"bucket_cap_mb": 0.02})
 PACKAGE = Path(gradferry.__file__).parent
 # What runs in a user's process, where it may have set a default: not our own command lines.
-IN_A_USERS_PROCESS = ("*.py", "forecast/*.py")
+IN_A_USERS_PROCESS = ("*.py", "core/*.py", "forecast/*.py", "ddp/*.py")
 FACTORIES = {"arange", "empty", "full", "ones", "rand", "randn", "scalar_tensor", "tensor", "zeros"}
 
 

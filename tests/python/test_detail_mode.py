@@ -62,7 +62,7 @@ def test_gradients_equal_reference(detail_world: World) -> None:
 
 
 def case_lanes_and_errors() -> tuple[timedelta, list[Outcome]]:
-    from gradferry.engine import make_lanes
+    from gradferry.core.engine import make_lanes
 
     assert dist.get_debug_level() == dist.DebugLevel.DETAIL
     (lane,) = make_lanes(dist.group.WORLD, "test of detail mode", ("alone",))

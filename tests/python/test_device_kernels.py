@@ -1,4 +1,4 @@
-"""gradferry.device: where kernels come from, and what is said when they do not."""
+"""gradferry.core.device: where kernels come from, and what is said when they do not."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import importlib
 import importlib.util
 
 import pytest
-from gradferry import ConfigError, _native, device
+from gradferry import ConfigError, _native
+from gradferry.core import device
 
 
 def test_a_build_without_cuda_kernels_says_how_to_get_them(monkeypatch):

@@ -109,7 +109,7 @@ def test_rank_that_dies_is_named_as_far_as_it_can_be(world_of_3: World, victim: 
 
 def case_told(at: str) -> Outcome:
     """The victim takes part in the first steps, then posts nothing, and says why."""
-    from gradferry import engine
+    from gradferry.core import engine
 
     told: list[Any] = []
     options = engine._native.EngineOptions

@@ -10,17 +10,17 @@ import gradferry
 import pytest
 import torch
 from gradferry import _native
-from gradferry.cli import main
 from gradferry.errors import ConfigError
 from gradferry.forecast.buckets import CodecTraffic, ddp_buckets
 from gradferry.forecast.costs import Parameter
 from gradferry.forecast.diagnosis import needs_momentum
+from gradferry.forecast.hook_names import hook_config
 from gradferry.forecast.observe import observe
-from gradferry.forecast.plan import plan_curves
 from gradferry.forecast.predict import Prediction
 from gradferry.forecast.verdict import advise, suppose
-from gradferry.workloads.hooks import hook_config
-from gradferry.workloads.network import check_network
+from gradferry.lab.cli import main
+from gradferry.lab.plan import plan_curves
+from gradferry.lab.ranks.network import check_network
 from scenario import Run, Scenario, Weight
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -96,7 +96,7 @@ _INSTANTS = ("begin_ms", "encoded_ms", "complete_ms")
 
 @pytest.mark.parametrize("codec", ["exact", "q4", "sign1", "topk"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_codec_speed_times_every_function(codec: str, dtype: torch.dtype) -> None:
+def test_codec_cost_times_every_function(codec: str, dtype: torch.dtype) -> None:
     arguments = {
         "dtype": dtype,
         "worker_residual": codec == "sign1",
@@ -105,13 +105,13 @@ def test_codec_speed_times_every_function(codec: str, dtype: torch.dtype) -> Non
         "num_elements": 1 << 17,
         "rounds": 1,
     }
-    speed = _native.codec_speed(codec, world_size=3, **arguments)
+    speed = _native.codec_cost(codec, world_size=3, **arguments)
     assert set(speed) == {
         "encode_per_element", "reduce_per_element", "decode_per_element", "check_per_byte",
     }  # fmt: skip
     assert all(0 < seconds < 1e-3 for seconds in speed.values())
     with pytest.raises(ConfigError, match="a tile for every rank"):
-        _native.codec_speed(codec, world_size=33, **arguments)
+        _native.codec_cost(codec, world_size=33, **arguments)
 
 
 def predictions(**ms: float) -> list[Prediction]:

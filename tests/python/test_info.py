@@ -8,8 +8,8 @@ import sys
 
 import pytest
 from gradferry import _native
-from gradferry.cli import main
-from gradferry.info import codec_lines
+from gradferry.lab.cli import main
+from gradferry.lab.info import codec_lines
 
 
 @pytest.mark.parametrize("width", [60, 80, 100])

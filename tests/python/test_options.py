@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
 from typing import Any
 from unittest import mock
 
+import gradferry
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from gradferry.core.options import Options
 from reference import ReferenceEngine
 from scenario import Run, Scenario, Weight, assert_same_parameters, expected_gradients, train
 from torch import nn
@@ -19,6 +22,17 @@ from world import World
 
 WEIGHTS = (Weight("first", (90, 70)), Weight("bias", (50,)), Weight("second", (120, 60)))
 SCENARIO = Scenario(WEIGHTS, 2, error_feedback="both", ddp={"bucket_cap_mb": 0.02})
+
+
+@pytest.mark.parametrize("takes_options", [gradferry.attach, gradferry.HookState])
+def test_options_are_said_as_one_thing_with_the_same_names_and_defaults(takes_options) -> None:
+    said = {
+        name: parameter.default
+        for name, parameter in inspect.signature(takes_options).parameters.items()
+        if name != "ddp"
+    }
+    assert said == {field.name: field.default for field in dataclasses.fields(Options)}
+    assert Options.among({**said, "ddp": None}) == Options()
 
 
 def same(left: list[list[np.ndarray]], right: list[list[np.ndarray]]) -> bool:

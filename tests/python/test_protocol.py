@@ -47,22 +47,26 @@ class Forger:
     """One bucket through the three lanes, with `change` applied to what rank 1 sends in `phase`."""
 
     def __init__(self, scenario: Scenario, phase: str, change: dict[str, int]) -> None:
-        import gradferry
-        from gradferry import binding, engine
-        from gradferry.agreement import record_hash
+        from gradferry.core import engine
+        from gradferry.core.agreement import record_hash
+        from gradferry.core.options import Options
+        from gradferry.ddp import binding
+        from gradferry.ddp.model import Model
 
         model = ChosenGradients(scenario)
         ddp = DistributedDataParallel(model)
 
-        def start(*arguments: Any) -> tuple[Any, ...]:
+        def start(running: Any, group: dist.ProcessGroup, nonce: str, *_: Any) -> Any:
             # Building a lane waits for all ranks, so it is done where they do it.
-            self.lanes = engine.make_lanes(*arguments[-2:])
-            return arguments
+            self.lanes = engine.make_lanes(group, nonce)
+            return mock.Mock()
 
-        with mock.patch.object(binding, "_start", side_effect=start) as started:
-            state = gradferry.HookState(scenario.codec, **scenario.options)
-            binding.bind(ddp, state._make_config, native=False)
-        record = started.call_args.args[3]
+        with (
+            mock.patch.object(binding, "_start", side_effect=start) as started,
+            mock.patch.object(Model, "take"),
+        ):
+            binding.bind(ddp, Options(scenario.codec, **scenario.options), native=False)
+        record = started.call_args.args[0].record()
         self.layout_hash = record_hash(record["parameters"])
         self.config_hash = record_hash({k: v for k, v in record.items() if k != "parameters"})
         layout = Layout([w.describe() for w in scenario.weights], scenario.codec, WORLD_SIZE)

@@ -108,7 +108,7 @@ def case_allocation_fails(native: bool) -> tuple[Outcome, Outcome]:
     ddp = DistributedDataParallel(ChosenGradients(Scenario(WEIGHTS)))
     entry = gradferry.attach if native else gradferry.HookState
     arguments = (ddp, "q4") if native else ("q4", ddp)
-    engine = _native.Engine
+    engine = _native.HostEngine
     if dist.get_rank() == 1:
         engine = mock.Mock(side_effect=MemoryError("no memory for residuals"))
     with mock.patch.object(_native, "Engine", engine):

@@ -6,9 +6,9 @@ import argparse
 
 import pytest
 from gradferry.errors import ConfigError
-from gradferry.workloads import network
-from gradferry.workloads.network import check_network, parse_link
-from gradferry.workloads.ranks import add_rank_arguments, check_ranks
+from gradferry.lab.ranks import network
+from gradferry.lab.ranks.everywhere import add_rank_arguments, check_ranks
+from gradferry.lab.ranks.network import check_network, parse_link
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def parsed(*words: str) -> argparse.Namespace:
 
 @pytest.fixture
 def every_network_is_possible(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradferry.workloads.ranks.check_network", lambda hosts: None)
+    monkeypatch.setattr("gradferry.lab.ranks.everywhere.check_network", lambda hosts: None)
 
 
 @pytest.mark.usefixtures("every_network_is_possible")

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gradferry.bench.overlap import overlap_rows
-from gradferry.bench.train import train_rows
-from gradferry.cli import main
-from gradferry.reporting.json_file import write_json
-from gradferry.reporting.waterfall import Span, draw_waterfalls, waterfall_of
-from gradferry.workloads.contest import ContestOptions, LastStep, Outcome
-from gradferry.workloads.overlap import OverlapOptions, OverlapOutcome
+from gradferry.lab.bench.overlap import overlap_rows
+from gradferry.lab.bench.overlap_turns import OverlapOptions, OverlapOutcome
+from gradferry.lab.bench.train import train_rows
+from gradferry.lab.bench.train_turns import LastStep, TrainOptions, TrainOutcome
+from gradferry.lab.cli import main
+from gradferry.lab.output.json_file import write_json
+from gradferry.lab.output.waterfall import Span, draw_waterfalls, waterfall_of
 
 PNG_START = b"\x89PNG\r\n\x1a\n"
 PLACE = {"cpu": "A&B"}
@@ -27,11 +27,11 @@ STEP = LastStep(10.0, 35.0, 40.0, BUCKETS)
 
 def train(link: str, q4_ms: float) -> list[dict[str, Any]]:
     outcomes = [
-        Outcome("none", 25, {}, [100.0], last_step=LastStep(10.0, 30.0, 34.0, [])),
-        Outcome("torch:fp16", 25, {}, [150.0], last_step=LastStep(10.0, 60.0, 64.0, [])),
-        Outcome("q4", 4, {}, [q4_ms], last_step=STEP),
+        TrainOutcome("none", 25, {}, [100.0], last_step=LastStep(10.0, 30.0, 34.0, [])),
+        TrainOutcome("torch:fp16", 25, {}, [150.0], last_step=LastStep(10.0, 60.0, 64.0, [])),
+        TrainOutcome("q4", 4, {}, [q4_ms], last_step=STEP),
     ]
-    options = ContestOptions("small", ("none", "torch:fp16", "q4"), (25.0,), 1, 1, 0)
+    options = TrainOptions("small", ("none", "torch:fp16", "q4"), (25.0,), 1, 1, 0)
     return train_rows(outcomes, options, link, 2)
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import io
 from typing import Any
 
+import gradferry
 import numpy as np
 import pytest
 import torch
@@ -220,6 +221,9 @@ def case_describe(scenario: Scenario) -> dict[str, Any]:
         "before": unused,
         "after": run.state.stats(),
         "hook_name": run.ddp._get_ddp_logging_data()["comm_hook"],
+        "codecs": {p.name: str(p.codec) for p in run.state.parameters},
+        "agreed": (run.state.config.error_feedback, run.state.rank, run.state.world_size),
+        "passes_through": run.state.passes_through,
     }
 
 
@@ -235,9 +239,18 @@ def test_state_prints_the_outcome_of_the_rules_and_counts(world_of_2: World) -> 
         assert answer["repr"] == "HookState(codec='q4', bound=True)"
         assert answer["copy"] == "HookState(codec='q4', bound=False)"
         assert answer["hook_name"] == "gradferry:q4"
+        assert answer["codecs"] == {"first": "q4", "bias": "exact", "second": "bf16"}
+        assert answer["agreed"] == ("both", rank, 2)
+        assert not answer["passes_through"]
         before, after = answer["before"], answer["after"]
         assert before["wire_bytes"] == before["ratio"] == before["buckets"] == 0
         assert (after["steps"], after["in_flight"]) == (2, 0)
         assert after["gradient_bytes"] == 3 * 4 * (6300 + 50 + 7200)
         assert after["ratio"] == after["gradient_bytes"] / after["wire_bytes"]
         assert sorted(i for bucket in after["step_buckets"] for i in bucket) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("door", ["config", "parameters", "rank", "world_size", "passes_through"])
+def test_what_was_agreed_on_is_not_there_before_the_state_is_bound(door: str) -> None:
+    with pytest.raises(gradferry.StateError, match="not bound to a model"):
+        getattr(gradferry.HookState("q4"), door)

@@ -49,7 +49,7 @@ def worlds(device_worlds: Worlds) -> Worlds:
 
 
 def small_chunks() -> Any:
-    from gradferry import device
+    from gradferry.core import device
 
     return mock.patch.object(device, "STREAM_CHUNK_BYTES", CHUNK_BYTES)
 
@@ -151,10 +151,10 @@ def wait_names(calls: list[dict[str, int]]) -> list[str]:
 
 def case_omit_waits(scenario: Scenario, steps_before: int) -> dict[str, Any]:
     """A run for every wait of the step that comes after `steps_before`, without that wait."""
-    from gradferry import binding
+    from gradferry.ddp import model
 
     # With every parameter used find_unused_parameters is right without bucket views, too.
-    with small_chunks(), mock.patch.object(binding, "_check_options"):
+    with small_chunks(), mock.patch.object(model, "_check_options"):
         run = WatchedRun(scenario)
         for step in range(steps_before + 1):
             run.step(step)
@@ -386,7 +386,7 @@ def test_residuals_follow_the_loss_scale_as_on_the_cpu(worlds: Worlds, device: s
 
 
 def case_alone(scenario: Scenario) -> dict[str, Any]:
-    from gradferry import device
+    from gradferry.core import device
 
     plain = Run(scenario)
     untouched = plain.step(0)

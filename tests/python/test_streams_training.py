@@ -336,7 +336,7 @@ def test_damaged_hashes_are_an_error_on_all_ranks_two_steps_later(worlds: Worlds
 
 
 def case_alone(scenario: Scenario) -> dict[str, Any]:
-    from gradferry import device
+    from gradferry.core import device
 
     with mock.patch.object(device, "EXCHANGE_WHEN_ALONE", True):
         return case_train(scenario, seeds=[1])

@@ -14,12 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradferry.errors import ConfigError, PeerError, StateError
-from gradferry.workloads import TASKS, load_task
-from gradferry.workloads.hooks import TORCH_HOOKS, _powersgd_elements, check_hook
-from gradferry.workloads.launch import Placement, run_ranks, run_worlds, torchrun_placement
-from gradferry.workloads.text import load_text
-from gradferry.workloads.training import check_size
-from gradferry.workloads.vision import load_vision, read_idx
+from gradferry.forecast.hook_names import TORCH_HOOKS, check_hook
+from gradferry.lab.ranks.launch import Placement, run_ranks, run_worlds, torchrun_placement
+from gradferry.lab.workloads import TASKS, load_task
+from gradferry.lab.workloads.hooks import _powersgd_elements
+from gradferry.lab.workloads.text import load_text
+from gradferry.lab.workloads.training import check_size
+from gradferry.lab.workloads.vision import load_vision, read_idx
 
 
 @pytest.fixture(scope="module", params=sorted(TASKS))

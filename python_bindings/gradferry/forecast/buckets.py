@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch._C import _distributed_c10d
 
-from gradferry import _native, wire_formula
-from gradferry.codec_spec import CodecSpec
-from gradferry.config import EXACT, Config
-from gradferry.forecast.costs import CodecCosts, Parameter
+from gradferry.core.config import EXACT, Config
+from gradferry.forecast.chunks import (
+    Chunk,
+    assign_owners,
+    cut_chunks,
+    payload_sizes,
+    sent_bytes,
+)
+from gradferry.forecast.costs import CodecCosts, Parameter, ParameterCodec
 from gradferry.forecast.simulate import ChunkCost
 
 # As DDP has it unless bucket_cap_mb is given.
@@ -42,15 +45,6 @@ def _meta(parameter: Parameter) -> torch.Tensor:
     return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
 
 
-@dataclass(frozen=True)
-class ParameterCodec:
-    """What a configuration does with a parameter: codec, (worker, owner) residual, momentum."""
-
-    codec: CodecSpec
-    residuals: tuple[bool, bool]
-    momentum: bool
-
-
 def parameter_codecs(config: Config, parameters: Sequence[Parameter]) -> list[ParameterCodec]:
     """The outcome of the configuration's rules, parameter by parameter."""
     chosen = []
@@ -70,41 +64,30 @@ class CodecTraffic:
         self._codecs = parameter_codecs(config, parameters)
         self._world_size = world_size
         self._chunk_bytes = config.chunk_bytes
+        codecs = [str(chosen.codec) for chosen in self._codecs]
+        sizes = payload_sizes(list(zip(codecs, (p.dtype for p in parameters), strict=True)))
+        self._tiles = assign_owners([p.num_elements for p in parameters], sizes, world_size)
 
-        @cache
-        def sizes(codec: str, dtype: torch.dtype, count: int) -> tuple[int, int]:
-            worker = _native.payload_bytes(codec, count, dtype, "worker")
-            return worker, _native.payload_bytes(codec, count, dtype, "owner")
-
-        def payload_bytes(index: int, count: int) -> tuple[int, int]:
-            return sizes(str(self._codecs[index].codec), parameters[index].dtype, count)
-
-        self._tiles = wire_formula.assign_owners(
-            [p.num_elements for p in parameters], payload_bytes, world_size
-        )
-
-    def cut(self, buckets: Sequence[Sequence[int]]) -> list[list[wire_formula.Chunk]]:
+    def cut(self, buckets: Sequence[Sequence[int]]) -> list[list[Chunk]]:
         """The chunks of every bucket."""
         return [
-            wire_formula.cut_chunks(self._tiles, bucket, self._world_size, self._chunk_bytes)
+            cut_chunks(self._tiles, bucket, self._world_size, self._chunk_bytes)
             for bucket in buckets
         ]
 
     def cost(
         self,
-        cut: Sequence[Sequence[wire_formula.Chunk]],
+        cut: Sequence[Sequence[Chunk]],
         costs: Mapping[ParameterCodec, CodecCosts],
     ) -> list[list[ChunkCost]]:
         """What every chunk costs the rank that has most to do in it."""
         return [[self._cost(chunk, costs) for chunk in bucket] for bucket in cut]
 
-    def sent_bytes(self, cut: Sequence[Sequence[wire_formula.Chunk]]) -> int:
+    def sent_bytes(self, cut: Sequence[Sequence[Chunk]]) -> int:
         """Bytes that the rank which sends most sends in a step."""
-        return max(wire_formula.sent_bytes(cut, self._world_size))
+        return max(sent_bytes(cut, self._world_size))
 
-    def _cost(
-        self, chunk: wire_formula.Chunk, costs: Mapping[ParameterCodec, CodecCosts]
-    ) -> ChunkCost:
+    def _cost(self, chunk: Chunk, costs: Mapping[ParameterCodec, CodecCosts]) -> ChunkCost:
         encode = decode = 0.0
         reduce = [0.0] * self._world_size
         for tile in chunk.tiles:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from gradferry.core.codec_spec import CodecSpec
+
 
 @dataclass(frozen=True)
 class Curve:
@@ -68,7 +70,7 @@ class CodecCosts:
 
 @dataclass(frozen=True)
 class CastCosts:
-    """Of PyTorch's own hooks, per element: before the all-reduce on DDP's thread, and after it."""
+    """Of a backend hook, per element: before the all-reduce on DDP's thread, and after it."""
 
     before_per_element: float
     after_per_element: float
@@ -85,6 +87,15 @@ class Parameter:
     @property
     def num_elements(self) -> int:
         return torch.Size(self.shape).numel()
+
+
+@dataclass(frozen=True)
+class ParameterCodec:
+    """What a configuration does with a parameter: codec, (worker, owner) residual, momentum."""
+
+    codec: CodecSpec
+    residuals: tuple[bool, bool]
+    momentum: bool
 
 
 @dataclass(frozen=True)
@@ -106,3 +117,13 @@ class StepProfile:
     ready_s: tuple[float, ...]
     spare_cores: float
     waiting_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Everything that was measured, or assumed, beside the step itself."""
+
+    world_size: int
+    link: LinkCosts
+    casts: Mapping[str, CastCosts]  # by name, of BACKEND_HOOKS
+    codecs: Mapping[ParameterCodec, CodecCosts]

@@ -8,25 +8,25 @@ from dataclasses import astuple
 
 import torch
 
-from gradferry.config import Config
+from gradferry.core.config import Config
 from gradferry.forecast.buckets import parameter_codecs
-from gradferry.forecast.costs import CastCosts, CodecCosts, Parameter
+from gradferry.forecast.costs import CastCosts, CodecCosts, Costs, Parameter
+from gradferry.forecast.hook_names import BACKEND_HOOKS
 from gradferry.forecast.measure_codecs import NUM_ELEMENTS, measure_casts, measure_codec
 from gradferry.forecast.measure_link import LinkProbe, Progress
-from gradferry.forecast.predict import OWN_HOOKS, Costs
 
 
 def measure_costs(
     probe: LinkProbe,
     parameters: Sequence[Parameter],
-    own_hooks: Sequence[str],
+    backend_hooks: Sequence[str],
     configs: Iterable[Config],
     seconds: float,
     emit: Progress = lambda text: None,
 ) -> Costs:
     """Collective; the same on all ranks: those of the slowest.
 
-    own_hooks: of OWN_HOOKS.
+    backend_hooks: of BACKEND_HOOKS.
     configs: of the codecs to be predicted.
     seconds: about how long each size of a collective may take.
     """
@@ -41,9 +41,9 @@ def measure_costs(
         codecs[codec] = CodecCosts(*probe.most(astuple(costs)))
     casts = {
         hook: CastCosts(*probe.most(astuple(costs)))
-        for hook, costs in measure_casts(own_hooks, probe.world_size, num_elements).items()
+        for hook, costs in measure_casts(backend_hooks, probe.world_size, num_elements).items()
     }
-    dtypes = list(dict.fromkeys(OWN_HOOKS[hook] for hook in own_hooks))
+    dtypes = list(dict.fromkeys(BACKEND_HOOKS[hook] for hook in backend_hooks))
     link = probe.measure(dtypes, seconds, emit)
     return Costs(probe.world_size, link, casts, codecs)
 

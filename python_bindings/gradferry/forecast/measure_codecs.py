@@ -1,4 +1,4 @@
-"""Speed of codecs, and of what PyTorch's own hooks compute, on one thread of this machine."""
+"""Speed of codecs, and of what backend hooks compute, on one thread of this machine."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from statistics import median
 import torch
 
 from gradferry import _native
-from gradferry.codec_spec import OFF
-from gradferry.forecast.buckets import ParameterCodec
-from gradferry.forecast.costs import CastCosts, CodecCosts
+from gradferry.core.codec_spec import OFF
+from gradferry.forecast.costs import CastCosts, CodecCosts, ParameterCodec
 
 _ROUNDS = 5
 NUM_ELEMENTS = 1 << 21  # 8 MB of fp32: more than fits the caches next to a processor
@@ -25,7 +24,7 @@ def measure_codec(
 ) -> CodecCosts:
     """As the engine runs it for gradients of this dtype."""
     least = world_size * _native.TILE_ELEMENTS
-    speed = _native.codec_speed(
+    speed = _native.codec_cost(
         str(codec.codec),
         dtype=dtype,
         world_size=world_size,

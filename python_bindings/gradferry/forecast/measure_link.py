@@ -14,15 +14,17 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from gradferry import wire_formula
-from gradferry.agreement import gather_records
-from gradferry.engine import CPU, make_lanes
+from gradferry import _native
+from gradferry.core.agreement import gather_records
+from gradferry.core.config import CHUNK_BYTES
+from gradferry.core.device import CPU
+from gradferry.core.engine import make_lanes
 from gradferry.forecast.costs import CollectiveCosts, Curve, LinkCosts
 
 # Payload bytes to each rank: from the last chunk of a bucket to a full one.
-_EXCHANGE_BYTES = (4 << 10, 64 << 10, wire_formula.DEFAULT_CHUNK_BYTES)
+_EXCHANGE_BYTES = (4 << 10, 64 << 10, CHUNK_BYTES)
 _REDUCE_BYTES = (64 << 10, 1 << 20, 4 << 20)  # of the tensor
-_IN_FLIGHT = 2  # as the engine has gathers, and gloo's threads have all-reduces
+_IN_FLIGHT = _native.GATHERS_IN_FLIGHT  # gloo's threads have as many all-reduces
 _BATCH = 6  # collectives between two looks at the clock
 _MOST_BATCHES = 9
 _LATENCY_ROUNDS = 15
@@ -36,7 +38,7 @@ Post = Callable[[int], Sequence[dist.Work]]  # of the buffers with that number
 
 
 class LinkProbe:
-    """Connections of its own between the ranks of a group, as the engine's. Collective."""
+    """Lanes between the ranks of a group, as an engine has them. Collective."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         nonces = gather_records({"nonce": uuid.uuid4().hex}, group, CPU)
@@ -118,7 +120,7 @@ class LinkProbe:
         return work
 
     def _latency(self, post: Callable[[_Pair], dist.Work]) -> float:
-        size = self.world_size * wire_formula.HEADER_BYTES
+        size = self.world_size * _native.HEADER_BYTES
         pair = (_zeros(size), _zeros(size))
         times = []
         for _ in range(_LATENCY_ROUNDS):

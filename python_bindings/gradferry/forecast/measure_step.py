@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
@@ -14,17 +14,19 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-import gradferry
+from gradferry.core.agreement import most_of_ranks
+from gradferry.core.parameters import reduced_parameters
 from gradferry.forecast.costs import Parameter, StepProfile
 from gradferry.forecast.measure_link import spare_cores
-from gradferry.parameters import reduced_parameters
 
+# `gradferry.attach`, which is above this room.
+Attach = Callable[[DistributedDataParallel, str], object]
 _WARMUP_STEPS = 3  # DDP arranges its buckets in the first, optimizers make their state
 _TURN_STEPS = 3  # between two meetings of the ranks
 
 
 def model_parameters(ddp: DistributedDataParallel) -> list[Parameter]:
-    """What DDP reduces, in its own order; complex parameters as twice as many real numbers."""
+    """What DDP reduces, in its order; complex parameters as twice as many real numbers."""
     found = []
     for name, parameter in reduced_parameters(ddp):
         real = torch.view_as_real(parameter.data) if parameter.is_complex() else parameter.data
@@ -45,7 +47,7 @@ def measure_steps(
     build_model: Callable[[], nn.Module],
     group: dist.ProcessGroup,
     make_step: Callable[[nn.Module], Callable[[], None]],
-    codec: str,
+    compress: Callable[[DistributedDataParallel], object],
     bucket_cap_mb: float | None,
     turns: int,
 ) -> MeasuredSteps:
@@ -53,7 +55,7 @@ def measure_steps(
 
     build_model: gives a model that may be changed; called twice.
     make_step: gets the model, wrapped; what it returns does one step, the optimizer's included.
-    codec: what `gradferry.attach` takes.
+    compress: puts the hook on one of the two.
     """
 
     def wrap() -> DistributedDataParallel:
@@ -63,7 +65,7 @@ def measure_steps(
 
     silent, talking = wrap(), wrap()
     silent.register_comm_hook(None, debugging_hooks.noop_hook)
-    gradferry.attach(talking, codec)
+    compress(talking)
     steps = make_step(silent), make_step(talking)
     for step in steps:
         for _ in range(_WARMUP_STEPS):
@@ -82,7 +84,7 @@ def measure_steps(
                         instants.append([instant - begin for instant in ready])
                 times[number].append((time.perf_counter() - turn) / _TURN_STEPS)
     ready_s = [median(of_parameter) for of_parameter in zip(*instants, strict=True)]
-    slowest = _most([*times[0], *times[1], *ready_s], group)
+    slowest = most_of_ranks([*times[0], *times[1], *ready_s], group)
     without, with_codec = slowest[:turns], slowest[turns : 2 * turns]
     exposed = (longer - shorter for longer, shorter in zip(with_codec, without, strict=True))
     ready_s = slowest[2 * turns :]
@@ -93,13 +95,6 @@ def measure_steps(
         spare_cores=spare_cores(group),
     )
     return MeasuredSteps(tuple(model_parameters(silent)), profile, median(exposed))
-
-
-def _most(values: Sequence[float], group: dist.ProcessGroup) -> list[float]:
-    tensor = torch.tensor(values, dtype=torch.float64, device="cpu")
-    dist.all_reduce(tensor, dist.ReduceOp.MAX, group)
-    result: list[float] = tensor.tolist()
-    return result
 
 
 @contextmanager

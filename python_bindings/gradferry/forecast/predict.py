@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
-from gradferry.codec_spec import OFF
-from gradferry.config import Config
-from gradferry.forecast.buckets import CodecTraffic, ParameterCodec, ddp_buckets
-from gradferry.forecast.costs import CastCosts, CodecCosts, LinkCosts, Parameter, StepProfile
+from gradferry.core.config import Config
+from gradferry.forecast.buckets import CodecTraffic, ddp_buckets
+from gradferry.forecast.chunks import all_reduce_bytes
+from gradferry.forecast.costs import Costs, LinkCosts, Parameter, StepProfile
+from gradferry.forecast.hook_names import BACKEND_HOOKS, NO_HOOK
 from gradferry.forecast.simulate import (
     Backward,
     ChunkCost,
@@ -19,12 +18,8 @@ from gradferry.forecast.simulate import (
     play_all_reduce,
     play_codec,
 )
-from gradferry.hook_names import NO_HOOK, TORCH_DTYPES
-from gradferry.wire_formula import all_reduce_bytes
 
 _CALIBRATION_PASSES = 4  # each brings what is missing, or nearly
-# Hooks that use the backend's own all-reduce, with its dtype.
-OWN_HOOKS: Mapping[str, torch.dtype] = {**TORCH_DTYPES, OFF: torch.float32}
 
 
 @dataclass(frozen=True)
@@ -54,16 +49,6 @@ class Prediction:
 _Cut = tuple[list[list[ChunkCost]], int]
 
 
-@dataclass(frozen=True)
-class Costs:
-    """Everything that was measured, or assumed, beside the step itself."""
-
-    world_size: int
-    link: LinkCosts
-    casts: Mapping[str, CastCosts]  # by hook of OWN_HOOKS
-    codecs: Mapping[ParameterCodec, CodecCosts]
-
-
 class Predictor:
     """Predicts steps of one model on one cluster."""
 
@@ -85,9 +70,9 @@ class Predictor:
         """The step without communication."""
         return Prediction(NO_HOOK, None, self._profile.total_s, 0.0, 0)
 
-    def own_hook(self, hook: str, caps_mb: Sequence[float | None]) -> Prediction:
-        """One of PyTorch's own hooks, at the fastest bucket size."""
-        dtype, cast = OWN_HOOKS[hook], self._costs.casts[hook]
+    def backend_hook(self, hook: str, caps_mb: Sequence[float | None]) -> Prediction:
+        """One of BACKEND_HOOKS, at the fastest bucket size."""
+        dtype, cast = BACKEND_HOOKS[hook], self._costs.casts[hook]
 
         def predict(cap: float | None) -> Prediction:
             buckets, backward = self._buckets(cap)

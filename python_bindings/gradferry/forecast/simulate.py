@@ -1,7 +1,7 @@
 """Plays one step through the engine, by the clock instead of in threads.
 
 DDP's thread computes gradients, encodes and posts; the finishing thread waits, reduces, posts and
-decodes in the order that hooks/engine_finish.cpp has; messages take the link one after another.
+decodes in the order of the engine's finishing thread; messages take the link one after another.
 Ranks are taken to be alike and in step, so one of them is played.
 """
 
@@ -12,11 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
+from gradferry import _native
 from gradferry.forecast.costs import CollectiveCosts, LinkCosts
 
-SLOTS = 4  # chunks in flight, as in hooks/engine.cpp
-COMMITS = 8  # buckets that are not concluded
-GATHERS = 2  # all-gathers in flight, as in hooks/engine_finish.cpp
 _MOST_PASSES = 12
 _CLOSE_ENOUGH = 1e-4
 
@@ -34,7 +32,7 @@ class ChunkCost:
 
 @dataclass(frozen=True)
 class ReducedBucket:
-    """A bucket of one of PyTorch's own hooks."""
+    """A bucket of a backend hook."""
 
     before_s: float
     num_bytes: int  # of the tensor that is all-reduced
@@ -73,7 +71,7 @@ def play_codec(
 def play_all_reduce(
     backward: Backward, buckets: Sequence[ReducedBucket], costs: CollectiveCosts
 ) -> PlayedStep:
-    """A step with one of PyTorch's own hooks."""
+    """A step with a backend hook."""
 
     def play(stretch: float) -> _Timeline:
         timeline = _Timeline()
@@ -192,7 +190,7 @@ class _CodecStep:
                 self._to_encode.append((gap, chunk, number == len(chunks) - 1))
                 gap = 0.0
         self._computed = backward.ready_s[0]
-        self._free_slots = [0.0] * SLOTS  # since when
+        self._free_slots = [0.0] * _native.CHUNK_SLOTS  # since when
         # The finishing thread.
         self._now = 0.0
         self._queue: deque[_Job] = deque()
@@ -236,9 +234,10 @@ class _CodecStep:
 
     def _finish_one(self) -> None:
         """As Engine::finish_one."""
-        if len(self._commits) == COMMITS:
+        if len(self._commits) == _native.COMMIT_SLOTS:
             self._finish_commit()
-        if self._queue and len(self._gathers) < GATHERS and self._queue[0].posted_s <= self._now:
+        room = len(self._gathers) < _native.GATHERS_IN_FLIGHT
+        if room and self._queue and self._queue[0].posted_s <= self._now:
             self._reduce(self._queue.popleft())
         elif self._gathers:
             self._decode(self._gathers.popleft())

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from gradferry.codec_spec import parse_codec
-from gradferry.forecast.predict import OWN_HOOKS, Prediction
-from gradferry.hook_names import NO_HOOK
+from gradferry.core.codec_spec import parse_codec
+from gradferry.forecast.hook_names import BACKEND_HOOKS, NO_HOOK
+from gradferry.forecast.predict import Prediction
 
 # What is within this of the fastest counts as fast as it.
 TOLERANCE = 0.02
@@ -15,48 +15,48 @@ _HIDDEN = 0.01  # of a step: exposed time that nobody need care about
 
 def bits(hook: str) -> float:
     """Bits per fp32 element that a hook sends."""
-    if hook in OWN_HOOKS:
-        return 8.0 * OWN_HOOKS[hook].itemsize
+    if hook in BACKEND_HOOKS:
+        return 8.0 * BACKEND_HOOKS[hook].itemsize
     return parse_codec(hook.partition("+")[0]).bits()
 
 
 def most_precise(predictions: Sequence[Prediction], tolerance: float = TOLERANCE) -> Prediction:
     """Of the predictions within the tolerance of the fastest, the one with most bits.
 
-    Among equals `off` and PyTorch's own come first: what is not compressed costs no memory.
+    Among equals backend hooks come first: what is not compressed costs no memory.
     """
     fastest = min(prediction.seconds for prediction in predictions)
     close = [p for p in predictions if p.seconds <= fastest * (1 + tolerance)]
-    return max(close, key=lambda p: (bits(p.hook), p.hook in OWN_HOOKS, -p.seconds))
+    return max(close, key=lambda p: (bits(p.hook), p.hook in BACKEND_HOOKS, -p.seconds))
 
 
-def is_own(prediction: Prediction) -> bool:
-    """Whether a prediction is of PyTorch's own hooks, or of the backend's all-reduce."""
-    return prediction.hook in OWN_HOOKS
+def uses_backend(prediction: Prediction) -> bool:
+    """Whether a prediction is of a backend hook."""
+    return prediction.hook in BACKEND_HOOKS
 
 
 def advise(predictions: Sequence[Prediction], needs_momentum: Callable[[str], bool]) -> str:
     """One sentence.
 
-    predictions: of every hook, `none` and at least one of PyTorch's own and one codec included.
+    predictions: of every hook, `none`, at least one of PyTorch's and one codec included.
     needs_momentum: whether a hook trains well only in momentum mode, and is not.
     """
     contestants = [p for p in predictions if p.hook != NO_HOOK]
     ready = [p for p in contestants if not needs_momentum(p.hook)]
     chosen = most_precise(ready)
-    best_own = min(filter(is_own, contestants), key=lambda p: p.seconds)
-    if is_own(chosen):
+    rival = min(filter(uses_backend, contestants), key=lambda p: p.seconds)
+    if uses_backend(chosen):
         sentence = f"Do not compress: {_figures(chosen)}"
         if chosen.exposed_s > _HIDDEN * chosen.seconds:
-            codecs = [p for p in ready if not is_own(p)]
+            codecs = [p for p in ready if not uses_backend(p)]
             best = min(codecs, key=lambda p: p.seconds)
             sentence += f", and the fastest codec, {best.hook}, would take {_ms(best)}"
         else:
             sentence += ": the backward pass hides its communication"
     else:
         sentence = (
-            f"Use {chosen.hook}: {_figures(chosen)}, {best_own.seconds / chosen.seconds:.2f} times "
-            f"faster than {best_own.hook}, the best without gradferry"
+            f"Use {chosen.hook}: {_figures(chosen)}, {rival.seconds / chosen.seconds:.2f} times "
+            f"faster than {rival.hook}, the best without gradferry"
         )
     fewer = [p for p in contestants if needs_momentum(p.hook)]
     further = min(fewer, key=lambda p: p.seconds, default=None)
@@ -69,10 +69,10 @@ def suppose(predictions: Sequence[Prediction], needs_momentum: Callable[[str], b
     """What `advise` would choose where the predictions are of something that is not there."""
     contestants = [p for p in predictions if p.hook != NO_HOOK]
     chosen = most_precise([p for p in contestants if not needs_momentum(p.hook)])
-    best_own = min(filter(is_own, contestants), key=lambda p: p.seconds)
+    rival = min(filter(uses_backend, contestants), key=lambda p: p.seconds)
     gain = "compression would not pay"
-    if not is_own(chosen):
-        gain = f"{best_own.seconds / chosen.seconds:.2f} times faster than {best_own.hook}"
+    if not uses_backend(chosen):
+        gain = f"{rival.seconds / chosen.seconds:.2f} times faster than {rival.hook}"
     return f"{_figures(chosen, 'would take')}, {gain}."
 
 

@@ -1,0 +1,1 @@
+"""What every hook stands on: options and codecs, agreement between ranks, connections, engines."""

@@ -1,0 +1,176 @@
+"""How ranks agree on everything before the first gradient travels, or raise the same error."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradferry import errors
+from gradferry.errors import (
+    ConfigError,
+    GradferryError,
+    PeerError,
+    ProtocolError,
+    RankMismatchError,
+)
+
+Record = dict[str, Any]
+# A record is about 200 bytes per parameter; more than this is not a record.
+MAX_RECORD_BYTES = 1 << 30
+
+
+def hash64(text: str) -> int:
+    """First 8 bytes of BLAKE2b, little-endian: the hashes of message headers."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def record_hash(record: object) -> int:
+    """Hash of anything JSON can hold, equal for equal values on all ranks."""
+    return hash64(json.dumps(record, sort_keys=True))
+
+
+class EchoError(PeerError):
+    """This rank failed because another one did, which will say why."""
+
+
+def error_record(error: Exception) -> Record:
+    """What a rank that failed sends instead of its record, so that nobody waits for it."""
+    if isinstance(error, EchoError):
+        return {"error": PeerError.__name__, "message": str(error), "echo": True}
+    kind = type(error).__name__ if isinstance(error, GradferryError) else PeerError.__name__
+    text = str(error) if isinstance(error, GradferryError) else f"{type(error).__name__}: {error}"
+    return {"error": kind, "message": text}
+
+
+def meeting_place(group: dist.ProcessGroup, place: torch.device) -> torch.device:
+    """Where a group's ranks can agree: on the CPU if it has a backend for that, else at `place`.
+
+    Raises ConfigError when it has none for either.
+    """
+    types = {kind.type for kind in group._device_types}
+    if "cpu" in types:
+        return torch.device("cpu")
+    if place.type not in types:
+        raise ConfigError(
+            f"the process group has no backend for tensors on {place.type!r}, only "
+            f"{dist.get_backend(group)}; start it with init_process_group('cpu:gloo,cuda:nccl'), "
+            "or 'gloo'"
+        )
+    return place
+
+
+def gather_records(record: Record, group: dist.ProcessGroup, device: torch.device) -> list[Record]:
+    """Every rank's record, in rank order.
+
+    Args:
+        record: JSON-serializable.
+        group: the process group of DDP. Every one of its ranks must call.
+        device: one that the group has a backend for.
+
+    Raises:
+        ProtocolError: a rank sent something else than a record.
+        PeerError: a rank did not come, or left.
+    """
+    try:
+        return _gather_records(record, group, device)
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise PeerError(
+            f"the ranks could not agree: {reason}; look at the other ranks' errors first, then "
+            "restart"
+        ) from error
+
+
+def _gather_records(record: Record, group: dist.ProcessGroup, device: torch.device) -> list[Record]:
+    world_size = dist.get_world_size(group)
+    data = torch.frombuffer(bytearray(json.dumps(record).encode()), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world_size)]
+    size = torch.tensor([data.numel()], dtype=torch.int64, device=device)
+    dist.all_gather(sizes, size, group=group)
+    largest = max(int(size) for size in sizes)
+    if not 0 < largest <= MAX_RECORD_BYTES:
+        raise ProtocolError(
+            f"a rank announced a record of {largest} bytes; run gradferry's attach, and nothing "
+            "else, on all ranks at this point"
+        )
+    padded = torch.zeros(largest, dtype=torch.uint8, device="cpu")
+    padded[: data.numel()] = data
+    gathered = [torch.zeros(largest, dtype=torch.uint8, device=device) for _ in range(world_size)]
+    dist.all_gather(gathered, padded.to(device), group=group)
+    return [
+        _parse(part.cpu()[: int(length)].numpy().tobytes(), rank)
+        for rank, (part, length) in enumerate(zip(gathered, sizes, strict=True))
+    ]
+
+
+def _parse(data: bytes, rank: int) -> Record:
+    try:
+        record = json.loads(data)
+    except ValueError:
+        record = None
+    if not isinstance(record, dict):
+        raise ProtocolError(
+            f"rank {rank} sent something else than its configuration; run gradferry's attach, and "
+            "nothing else, on all ranks at this point"
+        )
+    return record
+
+
+def most_of_ranks(values: Sequence[float], group: dist.ProcessGroup | None = None) -> list[float]:
+    """The largest of all ranks' values, one by one. Collective; of times, those of the slowest.
+
+    Args:
+        values: as many on every rank.
+        group: with a backend for the CPU; None: the default group.
+    """
+    tensor = torch.tensor(values, dtype=torch.float64, device="cpu")
+    dist.all_reduce(tensor, dist.ReduceOp.MAX, group)
+    result: list[float] = tensor.tolist()
+    return result
+
+
+def raise_first_error(records: list[Record]) -> None:
+    """Raises the error of the lowest rank that failed, with the same text on every rank.
+
+    Causes come before their echoes.
+    """
+    failed = [(rank, record) for rank, record in enumerate(records) if "error" in record]
+    for rank, record in sorted(failed, key=lambda item: "echo" in item[1]):
+        kind = getattr(errors, str(record["error"]), GradferryError)
+        raise kind(f"rank {rank}: {record['message']}")
+
+
+def raise_first_mismatch(records: list[Record]) -> None:
+    """Compares every rank with rank 0.
+
+    Raises:
+        RankMismatchError: naming the lowest rank that differs, the field, and both values; the
+            same text on every rank.
+    """
+    for rank, record in enumerate(records):
+        for field, expected in records[0].items():
+            received = record.get(field)
+            if received == expected:
+                continue
+            if field == "parameters":
+                field, expected, received = _first_parameter(expected, received)
+            raise RankMismatchError(
+                f"rank {rank} differs from rank 0 in {field}: {received!r} instead of "
+                f"{expected!r}; start every rank with the same code, arguments and environment"
+            )
+
+
+def _first_parameter(expected: list[Record], received: Any) -> tuple[str, object, object]:
+    if not isinstance(received, list) or len(received) != len(expected):
+        count = len(received) if isinstance(received, list) else None
+        return "number of parameters", len(expected), count
+    for index, (mine, theirs) in enumerate(zip(expected, received, strict=True)):
+        for field, value in mine.items():
+            if theirs.get(field) != value:
+                return f"parameter {index} ({mine['name']}), {field}", value, theirs.get(field)
+    return "parameters", expected, received

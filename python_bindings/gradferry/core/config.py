@@ -1,0 +1,268 @@
+"""What a user may ask for, checked, and what it means for each parameter."""
+
+from __future__ import annotations
+
+import difflib
+import numbers
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+
+from gradferry import _native
+from gradferry.core.codec_spec import AUTO, OFF, CodecSpec, parse_codec
+from gradferry.core.options import Options
+from gradferry.errors import ConfigError
+
+ERROR_FEEDBACK = ("auto", "none", "owner", "worker", "both")
+NONFINITE = ("propagate", "raise")
+# Most payload bytes per owner, stage and chunk. Where both ends of a link send at once, messages of
+# more than about 1 MB reach only half its rate over gloo.
+CHUNK_BYTES = 512 * 1024
+# From this precision on, "auto" leaves out the worker residual. It costs 4 bytes per element, and
+# rounding errors are then less than 1 % of a block's largest element.
+OWNER_ONLY_BITS = 8.0
+# Below this precision error feedback withholds whole gradients for many steps, which plain Adam
+# cannot bear.
+COARSE_BITS = 3.0
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Gives the parameters it matches a codec. All its conditions must hold."""
+
+    codec: CodecSpec
+    name: str = "*"
+    min_dims: int = 0
+    max_dims: int | None = None
+    min_size: int = 0
+    max_size: int | None = None
+
+    def matches(self, name: str, dims: int, size: int) -> bool:
+        """Whether a parameter of this name, number of dimensions and elements is meant."""
+        return (
+            fnmatchcase(name, self.name)
+            and self.min_dims <= dims
+            and (self.max_dims is None or dims <= self.max_dims)
+            and self.min_size <= size
+            and (self.max_size is None or size <= self.max_size)
+        )
+
+
+EXACT = CodecSpec("exact")
+DEFAULT_RULES = (Rule(EXACT, max_dims=1), Rule(EXACT, max_size=1023))
+
+
+@dataclass(frozen=True)
+class Config:
+    """A checked configuration. Equal on all ranks, or attach refuses."""
+
+    codec: CodecSpec
+    rules: tuple[Rule, ...]
+    error_feedback: str
+    momentum: float  # 0.0: none
+    warmup_steps: int
+    grad_scaler: torch.amp.GradScaler | None
+    nonfinite: str
+    exact_skip: bool
+    check_every: int
+    seed: int
+    disabled: bool
+    chooses: bool  # "auto": `codec` is the present choice
+    chunk_bytes: int = CHUNK_BYTES
+
+    @property
+    def passes_through(self) -> bool:
+        """Whether every bucket takes the backend's own all-reduce."""
+        return self.disabled or self.codec.name == OFF
+
+    def codec_of(self, name: str, dims: int, size: int) -> CodecSpec:
+        """The codec of a parameter: the first rule that matches, else the configured one."""
+        for rule in (*self.rules, *DEFAULT_RULES):
+            if rule.matches(name, dims, size):
+                return rule.codec
+        return self.codec
+
+    @property
+    def needs_every_bucket(self) -> bool:
+        """Whether no bucket may pass through, as those of sparse gradients do."""
+        return self.momentum != 0 or self.exact_skip
+
+    def residuals_of(self, codec: CodecSpec) -> tuple[bool, bool]:
+        """Whether parameters of this codec keep a (worker, owner) residual.
+
+        The worker residual also carries the momentum, of every parameter.
+        """
+        mode = self.error_feedback
+        if mode == "auto":
+            precise = self.momentum == 0 and codec.bits() >= OWNER_ONLY_BITS
+            mode = "owner" if precise else "both"
+        worker = self.momentum != 0 or (codec.lossy and mode in ("worker", "both"))
+        return worker, codec.lossy and mode in ("owner", "both")
+
+    def momentum_share(self, codec: CodecSpec) -> float:
+        """How much more a residual behind `codec` must hold to deliver the same momentum.
+
+        A residual that holds r delivers r / (1 - m) in all, since the share m of what it delivers
+        goes back into it. Behind a codec that sends every element m is `momentum`. Behind one that
+        sends few it is less (hooks/momentum.h), and so more must be in the residual.
+
+        Returns:
+            The factor, at least 1. 1.0 without momentum.
+        """
+        if not self.momentum:
+            return 1.0
+        kept = _native.momentum_behind(str(codec), self.momentum)
+        return (1 - kept) / (1 - self.momentum)
+
+    def record(self) -> dict[str, Any]:
+        """What ranks must have in common, as JSON can hold it."""
+        return {
+            "GRADFERRY_DISABLE": self.disabled,
+            "codec": AUTO if self.chooses else str(self.codec),
+            "rules": [{**asdict(rule), "codec": str(rule.codec)} for rule in self.rules],
+            "error_feedback": self.error_feedback,
+            "momentum": self.momentum,
+            "warmup_steps": self.warmup_steps,
+            "grad_scaler": self.grad_scaler is not None,
+            "nonfinite": self.nonfinite,
+            "exact_skip": self.exact_skip,
+            "check_every": self.check_every,
+            "seed": self.seed,
+            "chunk_bytes": self.chunk_bytes,
+        }
+
+
+def make_config(options: Options) -> Config:
+    """Checks what a user asks for.
+
+    Raises:
+        ConfigError: naming the option, its value and what would be accepted.
+    """
+    chooses = options.codec == AUTO
+    spec = EXACT if chooses else _codec(options.codec, (OFF, AUTO))
+    _choice("error_feedback", options.error_feedback, ERROR_FEEDBACK)
+    momentum = 0.0
+    if options.momentum is not None:
+        momentum = _momentum(options.momentum, spec, options.error_feedback)
+    if not isinstance(options.exact_skip, bool):
+        raise ConfigError(f"exact_skip={options.exact_skip!r} must be True or False")
+    return Config(
+        codec=spec,
+        rules=tuple(_parse_rule(rule, i) for i, rule in enumerate(options.rules or ())),
+        error_feedback=options.error_feedback,
+        momentum=momentum,
+        warmup_steps=_count("warmup_steps", options.warmup_steps),
+        grad_scaler=_grad_scaler(options.grad_scaler),
+        nonfinite=_choice("nonfinite", options.nonfinite, NONFINITE),
+        exact_skip=options.exact_skip,
+        check_every=_count("check_every", options.check_every),
+        seed=_count("seed", options.seed),
+        chooses=chooses,
+        disabled=_disabled(os.environ.get("GRADFERRY_DISABLE", "")),
+    )
+
+
+def _codec(text: str, others: Sequence[str] = ()) -> CodecSpec:
+    """As parse_codec(); errors list `others`, which can stand for a codec here, as well."""
+    if isinstance(text, str) and text not in others:
+        name = text.partition(":")[0]
+        if name == "torch":
+            raise ConfigError(
+                f"codec {text!r} is a hook of PyTorch's own, which gradferry's commands compare "
+                "codecs with; use 'bf16' or another codec, or register PyTorch's hook instead"
+            )
+        choices = [*(str(row["name"]) for row in _native.codecs()), *others]
+        if name not in choices:
+            raise ConfigError(
+                f"codec {text!r} is none of {', '.join(choices)}{closest(name.lower(), choices)}"
+            )
+    return parse_codec(text)
+
+
+def _momentum(momentum: float, codec: CodecSpec, error_feedback: str) -> float:
+    if not isinstance(momentum, numbers.Real) or not 0.0 < momentum < 1.0:
+        raise ConfigError(
+            f"momentum={momentum!r} must be a number between 0 and 1, such as 0.9; leave it out "
+            "for gradients without momentum"
+        )
+    if codec.name == OFF:
+        raise ConfigError(
+            f"momentum={momentum!r} needs a codec, and 'off' passes gradients through; use 'exact' "
+            "for momentum without compression"
+        )
+    if error_feedback in ("none", "owner"):
+        raise ConfigError(
+            f"momentum={momentum!r} lives in the worker residual, which error_feedback="
+            f"{error_feedback!r} leaves out; use 'auto', 'both' or 'worker'"
+        )
+    return float(momentum)
+
+
+def _grad_scaler(value: object) -> torch.amp.GradScaler | None:
+    if value is not None and not isinstance(value, torch.amp.GradScaler):
+        raise ConfigError(
+            f"grad_scaler={value!r} must be a torch.amp.GradScaler, not {type(value).__name__}"
+        )
+    return value if value is not None and value.is_enabled() else None
+
+
+def _disabled(value: str) -> bool:
+    if value not in ("", "0", "1"):
+        raise ConfigError(f"GRADFERRY_DISABLE={value!r}: set it to 1, to 0, or not at all")
+    return value == "1"
+
+
+def _choice(argument: str, value: str, choices: Sequence[str]) -> str:
+    if value not in choices:
+        raise ConfigError(
+            f"{argument}={value!r} is none of {', '.join(choices)}{closest(str(value), choices)}"
+        )
+    return value
+
+
+def _count(argument: str, value: int) -> int:
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not whole or not 0 <= value < 2**64:
+        raise ConfigError(f"{argument}={value!r} must be a whole number, 0 or more")
+    return int(value)
+
+
+def closest(word: str, choices: Sequence[str]) -> str:
+    """ "; did you mean 'x'?", or nothing when no choice is near."""
+    near = difflib.get_close_matches(word, choices, n=1)
+    return f"; did you mean '{near[0]}'?" if near else ""
+
+
+def _parse_rule(rule: Mapping[str, Any], index: int) -> Rule:
+    if not isinstance(rule, Mapping):
+        raise ConfigError(
+            f"rules[{index}]={rule!r} must be a dict such as "
+            "{'name': '*embedding*', 'codec': 'bf16'}"
+        )
+    fields = tuple(Rule.__dataclass_fields__)
+    for key in rule:
+        if key not in fields:
+            raise ConfigError(
+                f"rules[{index}] has unknown key {key!r}; known keys are {', '.join(fields)}"
+                f"{closest(str(key), fields)}"
+            )
+    if "codec" not in rule:
+        raise ConfigError(f"rules[{index}]={dict(rule)!r} names no codec; add 'codec'")
+    if rule["codec"] in (OFF, AUTO):
+        raise ConfigError(
+            f"rules[{index}] gives single parameters the codec {rule['codec']!r}, which is for "
+            "whole models; use 'exact'"
+        )
+    codec = _codec(rule["codec"])
+    if not isinstance(rule.get("name", "*"), str):
+        raise ConfigError(f"rules[{index}] has name={rule['name']!r}; it must be a pattern")
+    limits = {
+        key: _count(f"rules[{index}][{key!r}]", rule[key])
+        for key in rule
+        if key not in ("codec", "name")
+    }
+    return Rule(codec=codec, name=rule.get("name", "*"), **limits)

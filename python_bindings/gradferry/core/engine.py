@@ -1,0 +1,142 @@
+"""Engines, and the connections between ranks that an engine has to itself: its lanes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
+
+from gradferry import _native
+from gradferry.core.agreement import EchoError
+from gradferry.core.config import Config
+from gradferry.core.device import CPU, Transport, transport_of
+from gradferry.core.meeting import patience, store_of
+from gradferry.core.parameters import ParameterLayout
+from gradferry.errors import PeerError
+
+LANES = ("scatter", "gather", "commit")
+# One thread posts everything in one order, so one lane will do.
+STAGED_LANES = ("staged",)
+
+
+@torch.inference_mode(False)  # inference tensors could not be changed in training
+def loss_scale(config: Config, place: torch.device) -> torch.Tensor | None:
+    """The tensor in which the GradScaler keeps its scale, for as long as it lives."""
+    scaler = config.grad_scaler
+    if scaler is None:
+        return None
+    if scaler._scale is None:  # it makes the tensor when it is first used
+        scaler._lazy_init_scale_growth_tracker(place)
+    return scaler._scale
+
+
+@torch.inference_mode(False)
+def start_engine(
+    config: Config,
+    parameters: Sequence[ParameterLayout],
+    group: dist.ProcessGroup,
+    nonce: str,
+    *,
+    transport: Transport | None = None,
+    hashes: tuple[int, int] = (0, 0),
+    tensors: Sequence[torch.Tensor] = (),
+    find_unused_parameters: bool = False,
+) -> _native.BucketEngine:
+    """An engine on connections of its own. Collective; the arguments are equal on all ranks.
+
+    Args:
+        config: as agreed by all ranks.
+        parameters: as agreed by all ranks.
+        group: of the ranks.
+        nonce: unlike that of any other engine of the group.
+        transport: of the gradients; None: they are on the CPU.
+        hashes: of (configuration, parameters), in every message header.
+        tensors: the parameters themselves, for `check_every`.
+        find_unused_parameters: DDP's.
+
+    Raises:
+        PeerError: as `make_lanes`.
+    """
+    path = transport_of(CPU, group) if transport is None else transport
+    on_host = path.device.type == "cpu"
+    lanes: list[ProcessGroupGloo] = []
+    if path.exchanges and not path.streams:
+        # First: it is collective, and whoever failed before would keep the others waiting.
+        lanes = make_lanes(group, nonce, LANES if on_host else STAGED_LANES, path.device)
+    store = PrefixStore(f"gradferry/{nonce}/peers", store_of(group)) if path.exchanges else None
+    options = _native.EngineOptions(
+        parameters=[p.native() for p in parameters],
+        rank=dist.get_rank(group),
+        world_size=dist.get_world_size(group),
+        config_hash=hashes[0],
+        layout_hash=hashes[1],
+        seed=config.seed,
+        warmup_steps=config.warmup_steps,
+        momentum=config.momentum,
+        raise_nonfinite=config.nonfinite == "raise",
+        exact_skip=config.exact_skip,
+        loss_scale=loss_scale(config, path.device),
+        check_every=config.check_every,
+        chunk_bytes=config.chunk_bytes,
+        find_unused_parameters=find_unused_parameters,
+        store=store,
+    )
+    if on_host:
+        return _native.HostEngine(options, tensors=list(tensors), lanes=lanes)
+    return _native.DeviceEngine(
+        options,
+        device=path.device,
+        tensors=list(tensors),
+        lane=lanes[0] if lanes else None,
+        group_name=group.group_name if path.exchanges and path.streams else None,
+    )
+
+
+def make_lanes(
+    group: dist.ProcessGroup,
+    nonce: str,
+    names: tuple[str, ...] = LANES,
+    place: torch.device = CPU,
+) -> list[ProcessGroupGloo]:
+    """Gloo backends between the ranks of the group, beside its own. Collective.
+
+    Args:
+        nonce: equal on all ranks, and unlike that of any other lanes of the group.
+        place: where the gradients are; the timeout is that of the group's backend for it.
+
+    Raises:
+        PeerError: this rank cannot, or others did not do the same within half of `patience`; what
+            was made is closed.
+    """
+    # Built directly, never by new_group(): its names clash for overlapping groups and after a
+    # group was destroyed and made again.
+    store = store_of(group)
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    lanes: list[ProcessGroupGloo] = []
+    for name in names:
+        prefixed = PrefixStore(f"gradferry/{nonce}/{name}", store)
+        try:
+            # Who cannot connect is soon done. The others must not wait for it longer than it will
+            # wait for them, to tell them why.
+            lane = ProcessGroupGloo(prefixed, rank, world_size, patience(group, place) / 2)
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            if _is_echo(reason):
+                raise EchoError(
+                    f"the other ranks did not connect: {reason}; look at their errors first"
+                ) from error
+            raise PeerError(
+                f"cannot connect to the other ranks: {reason}; look at the limits of the process "
+                "(ulimit -n) and at its network"
+            ) from error
+        lanes.append(lane)
+    for lane in lanes:
+        lane._set_default_timeout(group._get_backend(place).options._timeout)
+    return lanes
+
+
+def _is_echo(reason: str) -> bool:
+    """Whether an error of gloo tells of another rank's failure."""
+    return any(words in reason.lower() for words in ("timed out", "timeout", "by peer"))

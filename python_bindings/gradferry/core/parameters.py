@@ -1,0 +1,132 @@
+"""What DistributedDataParallel reduces: parameters, in the order in which tiles are numbered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from gradferry import _native
+from gradferry.core import device
+from gradferry.core.codec_spec import CodecSpec
+from gradferry.core.config import EXACT, Config
+from gradferry.errors import ConfigError
+
+_REAL_DTYPES = {torch.complex64: torch.float32, torch.complex128: torch.float64}
+
+
+@dataclass(frozen=True)
+class ParameterLayout:
+    """One parameter as the engine sees it.
+
+    Attributes:
+        name: as in ``module.named_parameters()``.
+        shape: of the parameter.
+        strides: of its gradient in DDP's buckets, in elements: those of the parameter where that is
+            dense and does not overlap itself, else row-major. 1 where the size is 1.
+        dtype: of the parameter's real view.
+        num_elements: of the real view: twice as many for complex parameters.
+        codec: the outcome of the rules.
+        residuals: whether there is a (worker, owner) residual.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    num_elements: int
+    codec: CodecSpec
+    residuals: tuple[bool, bool]
+
+    def record(self) -> dict[str, Any]:
+        """What ranks must have in common, as JSON can hold it."""
+        return {
+            "name": self.name,
+            "shape": list(self.shape),
+            "strides": list(self.strides),
+            "dtype": str(self.dtype),
+            "codec": str(self.codec),
+            "residuals": list(self.residuals),
+        }
+
+    def native(self) -> _native.ParameterSpec:
+        """The parameter for the C++ engine."""
+        return _native.ParameterSpec(
+            name=self.name,
+            num_elements=self.num_elements,
+            dtype=self.dtype,
+            codec=str(self.codec),
+            worker_residual=self.residuals[0],
+            owner_residual=self.residuals[1],
+        )
+
+
+def reduced_parameters(ddp: DistributedDataParallel) -> list[tuple[str, torch.nn.Parameter]]:
+    """Names and parameters that DDP reduces, each shared parameter once.
+
+    It took them when it was built: what was frozen or unfrozen since makes no difference.
+    """
+    reduced = {id(parameter) for parameter in _native.reducer_parameters(ddp.reducer)}
+    named = ddp.module.named_parameters()
+    return [(name, parameter) for name, parameter in named if id(parameter) in reduced]
+
+
+def describe_parameters(
+    named: Sequence[tuple[str, torch.Tensor]], config: Config, *, exchanges: bool
+) -> list[ParameterLayout]:
+    """Resolves the codec of every parameter that DDP reduces.
+
+    Where nothing is exchanged, in a world of one, nothing is withheld: it keeps only momentum.
+
+    Raises:
+        ConfigError: a parameter's device or dtype has no codec, or parameters are on several
+            devices.
+    """
+    for name, parameter in named:
+        first_name, first = named[0]
+        if parameter.device != first.device:
+            raise ConfigError(
+                f"parameter {name!r} is on {parameter.device} and {first_name!r} on "
+                f"{first.device}; one hook compresses the gradients of one device"
+            )
+    if named and (kind := named[0][1].device.type) != "cpu":
+        device.load_kernels(kind)
+    return describe(named, config, exchanges=exchanges)
+
+
+def describe(
+    parameters: Iterable[tuple[str, torch.Tensor]], config: Config, *, exchanges: bool
+) -> list[ParameterLayout]:
+    """As `describe_parameters`, of names and parameters on one device."""
+    return [_describe(name, parameter, config, exchanges) for name, parameter in parameters]
+
+
+def _describe(
+    name: str, parameter: torch.Tensor, config: Config, exchanges: bool
+) -> ParameterLayout:
+    dtype = _REAL_DTYPES.get(parameter.dtype, parameter.dtype)
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        raise ConfigError(
+            f"parameter {name!r} is {parameter.dtype}, which no codec takes; keep it out of DDP "
+            "or convert it to float32, bfloat16, float16 or float64"
+        )
+    if parameter.is_complex() or dtype == torch.float64:
+        codec = EXACT
+    else:
+        codec = config.codec_of(name, parameter.dim(), parameter.numel())
+    return ParameterLayout(
+        name=name,
+        shape=tuple(parameter.shape),
+        strides=tuple(_native.bucket_strides(parameter)),
+        dtype=dtype,
+        num_elements=parameter.numel() * (2 if parameter.is_complex() else 1),
+        codec=codec,
+        residuals=_residuals(config, codec, exchanges),
+    )
+
+
+def _residuals(config: Config, codec: CodecSpec, exchanges: bool) -> tuple[bool, bool]:
+    return config.residuals_of(codec) if exchanges else (config.momentum != 0, False)

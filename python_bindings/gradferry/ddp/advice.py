@@ -1,0 +1,166 @@
+"""What a user should know about the training around the hook."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import math
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from gradferry.core.config import COARSE_BITS, DEFAULT_RULES, Config, Rule
+from gradferry.core.parameters import ParameterLayout
+from gradferry.ddp.after_steps import call_after_steps
+
+# By the names of their classes: those of many libraries are called so.
+_ADAPTIVE = ("adam", "lamb")
+
+
+def watch_optimizer(
+    parameters: Sequence[ParameterLayout], index: WeakIdKeyDictionary, momentum: float
+) -> None:
+    """Warns once when the first optimizer that steps on a model does not go with the hook.
+
+    In momentum mode that is one which makes a momentum itself, unless its class says by the
+    attribute ``takes_momentum = True`` that it expects gradients which are momentum already.
+    Without, it is Adam behind a worker residual that holds back whole gradients.
+
+    Args:
+        parameters: as agreed.
+        index: holds the model's parameters.
+        momentum: of the hook; 0.0: none.
+    """
+    if momentum:
+        _watch(index, functools.partial(_momentum_twice, momentum))
+        return
+    for parameter in parameters:
+        codec = parameter.codec
+        if parameter.residuals[0] and codec.lossy and codec.bits(parameter.dtype) < COARSE_BITS:
+            _watch(index, functools.partial(_adam_behind, str(codec)))
+            return
+
+
+def _momentum_twice(momentum: float, optimizer: Optimizer) -> str | None:
+    if getattr(optimizer, "takes_momentum", False):
+        return None
+    found = {name: value for group in optimizer.param_groups for name, value in _momenta(group)}
+    if not found:
+        return None
+    shown = ", ".join(f"{name}={value:g}" for name, value in found.items())
+    return (
+        f"{type(optimizer).__name__} has {shown}, but behind attach(momentum={momentum:g}) "
+        "gradients arrive as momentum already, and so take part in it twice. Use SGD with "
+        f"momentum=0 and {1 / (1 - momentum):g} times the learning rate, or "
+        "gradferry.optim.OneBitAdam in place of Adam; or attach without momentum"
+    )
+
+
+def _momenta(group: dict[str, Any]) -> list[tuple[str, float]]:
+    momenta = [("momentum", group.get("momentum")), ("betas[0]", (group.get("betas") or [0])[0])]
+    return [(name, float(value)) for name, value in momenta if value]
+
+
+def _adam_behind(codec: str, optimizer: Optimizer) -> str | None:
+    name = type(optimizer).__name__
+    if not any(word in name.lower() for word in _ADAPTIVE):
+        return None
+    return (
+        f"{name} trains worse behind {codec} with error feedback: what is withheld "
+        "reaches its variance late and at once. Attach with momentum=betas[0] and "
+        "warmup_steps=N and use gradferry.optim.OneBitAdam; or take a codec of 3 bits or "
+        "more, an optimizer like SGD, or error_feedback='owner'"
+    )
+
+
+def _watch(index: WeakIdKeyDictionary, judge: Callable[[Optimizer], str | None]) -> None:
+    """`judge`: what to warn of, if anything, when the model's optimizer has stepped first."""
+
+    def look(optimizer: Optimizer) -> None:
+        handle.remove()
+        if text := judge(optimizer):
+            warnings.warn(text, stacklevel=4)
+
+    handle = call_after_steps(index, look)
+
+
+def warn_about_rules(
+    config: Config, parameters: Sequence[ParameterLayout], *, exchanges: bool, stacklevel: int
+) -> None:
+    """Warns of rules that match no parameter, and of a codec that no parameter gets."""
+    for number, rule in enumerate(config.rules):
+        if not any(_matches(rule, parameter) for parameter in parameters):
+            names = [parameter.name for parameter in parameters]
+            warnings.warn(_unmatched(number, rule, names), stacklevel=stacklevel + 1)
+    reasons = [_why_exempt(config, parameter) for parameter in parameters]
+    compresses = config.codec.lossy or config.chooses
+    if not exchanges or not compresses or not all(reasons) or set(reasons) <= {_BY_RULE}:
+        return
+    counted = ", ".join(f"{count} {reason}" for reason, count in Counter(reasons).items())
+    warnings.warn(
+        f"nothing is compressed: every parameter is exempt ({counted}) and travels as 'exact', "
+        "which sends no less than DDP does by itself; leave gradferry out, or give parameters of "
+        "fp32, bf16 or fp16 a codec by rules=",
+        stacklevel=stacklevel + 1,
+    )
+
+
+_BY_RULE = "by your rules"
+
+
+def _why_exempt(config: Config, parameter: ParameterLayout) -> str | None:
+    """Why a parameter is never compressed; None when a lossy codec takes it."""
+    is_complex = parameter.num_elements != math.prod(parameter.shape)
+    if is_complex or parameter.dtype == torch.float64:
+        return "of float64 or complex"
+    for rule in (*config.rules, *DEFAULT_RULES):
+        if _matches(rule, parameter):
+            if rule.codec.lossy:
+                return None
+            if rule in config.rules:
+                return _BY_RULE
+            if rule.max_dims is not None:
+                return f"of at most {rule.max_dims} dimension"
+            assert rule.max_size is not None
+            return f"of fewer than {rule.max_size + 1} elements"
+    return None
+
+
+def _matches(rule: Rule, parameter: ParameterLayout) -> bool:
+    return rule.matches(parameter.name, len(parameter.shape), math.prod(parameter.shape))
+
+
+def _unmatched(number: int, rule: Rule, names: Sequence[str]) -> str:
+    given = {
+        key: value
+        for key, value in {**asdict(rule), "codec": str(rule.codec)}.items()
+        if value != Rule.__dataclass_fields__[key].default
+    }
+    text = f"rules[{number}]={given!r} matches no parameter"
+    if any(Rule(rule.codec, rule.name).matches(name, 0, 0) for name in names):
+        return f"{text}: of those with such a name none has these dimensions and this size"
+    near = _closest_names(rule.name, names)
+    if near:
+        text += f"; the closest names are {', '.join(map(repr, near))}"
+    return (
+        f"{text}. A pattern covers the whole name, dots included: '*embedding*' matches "
+        "'embedding.weight' and 'encoder.embedding.weight'"
+    )
+
+
+def _closest_names(pattern: str, names: Sequence[str]) -> list[str]:
+    """At most three, by what a pattern says beside its wildcards."""
+    wanted = pattern.strip("*?.")
+
+    def nearness(name: str) -> float:
+        parts = (name, *name.split("."))
+        return max(difflib.SequenceMatcher(None, wanted, part).ratio() for part in parts)
+
+    near = [name for name in names if nearness(name) > 0.6]
+    return sorted(near, key=nearness, reverse=True)[:3]

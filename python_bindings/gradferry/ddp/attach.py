@@ -1,0 +1,80 @@
+"""The two ways in: the native hook, and the standard Python signature on the same engine."""
+
+# DDP compares the hook's annotations with the classes themselves: no postponed evaluation here.
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from gradferry.core.options import Options
+from gradferry.ddp.state import HookState, bound_to
+
+
+def attach(
+    ddp: DistributedDataParallel,
+    codec: str = "q4",
+    *,
+    rules: Sequence[Mapping[str, Any]] | None = None,
+    error_feedback: str = "auto",
+    momentum: float | None = None,
+    warmup_steps: int = 0,
+    grad_scaler: object | None = None,
+    nonfinite: str = "propagate",
+    exact_skip: bool = False,
+    check_every: int = 0,
+    seed: int = 0,
+) -> HookState:
+    """Compresses the gradients of a DistributedDataParallel from now on. Collective.
+
+    The hook is native: neither Python nor the GIL is on its path. Call it once on every rank, after
+    the model was wrapped and before the first backward pass that should be compressed.
+
+    Args:
+        ddp: the model; it must not have a communication hook.
+        codec: as for `HookState`, like all that follows.
+        rules: see `HookState`.
+        error_feedback: see `HookState`.
+        momentum: see `HookState`.
+        warmup_steps: see `HookState`.
+        grad_scaler: see `HookState`.
+        nonfinite: see `HookState`.
+        exact_skip: see `HookState`.
+        check_every: see `HookState`.
+        seed: see `HookState`.
+
+    Returns:
+        The hook's state. The hook lives as long as the model, whether the state is kept or not.
+
+    Raises:
+        ConfigError: an argument or the model cannot be used; nothing was changed.
+        RankMismatchError: ranks differ in configuration or model; nothing was changed.
+        PeerError: a rank failed to set up its connections or memory.
+    """
+    return HookState._attached(ddp, Options.among(locals()))
+
+
+def hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """A communication hook of the standard signature, for ``ddp.register_comm_hook(state, hook)``.
+
+    Args:
+        state: bound to the same model.
+        bucket: from DDP.
+
+    Returns:
+        A future of the bucket's buffer, holding the average over all ranks.
+
+    Raises:
+        ConfigError: the state is no HookState.
+        StateError: the state is bound to no DistributedDataParallel, or to another one than that
+            which calls; or it failed before.
+    """
+    bound = bound_to(state)
+    bound.expect_registered()
+    if not bound.hook.admit(bucket):
+        bound.hook.note_passed()
+        return allreduce_hook(bound.running.group, bucket)
+    return bound.hook.run(bucket).get_future()

@@ -1,0 +1,220 @@
+"""`codec="auto"`: dense steps, a measurement, and a choice that all ranks take at the same step.
+
+The hook calls at the first bucket of an agreed step, at the same instant on all ranks. There they
+measure the link together, predict the step under every codec from equal numbers, and take the
+answer of rank 0. A change starts a new engine, whose messages carry another configuration hash.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from gradferry import _native
+from gradferry.core.codec_spec import OFF, CodecSpec, parse_codec
+from gradferry.core.config import COARSE_BITS, EXACT, Config
+from gradferry.core.parameters import ParameterLayout
+from gradferry.ddp.running import Running
+from gradferry.errors import ConfigError, StateError
+from gradferry.forecast.costs import Parameter
+from gradferry.forecast.measure import measure_costs
+from gradferry.forecast.measure_link import LinkProbe, spare_cores
+from gradferry.forecast.observe import MEASURED_STEPS, ObservedSteps, observe
+from gradferry.forecast.predict import Prediction, Predictor
+from gradferry.forecast.verdict import TOLERANCE, most_precise
+
+_log = logging.getLogger("gradferry")
+
+# DDP arranges its buckets in the first two steps, and the last one measured needs one after it.
+FIRST_CHECK = 2 + MEASURED_STEPS + 1
+CHECK_EVERY = 1000  # steps; twice as many after every change, so that there are few for sure
+# A choice goes only when another is faster by this; or, for more bits, when that is the fastest.
+SLOWER = 0.10
+_SECONDS = 0.2  # about, per size of a collective
+
+_MEASURING = "dense steps, while they are measured"
+
+
+def candidates(config: Config) -> list[str]:
+    """Codecs that "auto" may choose: without momentum none below 3 bits."""
+    codecs = [parse_codec(str(codec["name"])) for codec in _native.codecs()]
+    precise = [codec for codec in codecs if config.momentum or codec.bits() >= COARSE_BITS]
+    names = [str(codec) for codec in precise]  # every option written out, as in the configuration
+    # What only an engine does: the backend's own all-reduce cannot.
+    if not (config.momentum or config.check_every or config.nonfinite == "raise"):
+        names.append(OFF)
+    return names
+
+
+def decide(predictions: Mapping[str, Prediction], current: str | None) -> tuple[str, str]:
+    """The choice and its reason.
+
+    predictions: by codec.
+    current: the choice so far; None: there is none.
+    """
+    every = list(predictions.values())
+    fastest = min(every, key=lambda prediction: prediction.seconds)
+    chosen = most_precise(every)
+    within = f"the most precise within {TOLERANCE:.0%} of the fastest, {_figures(fastest)}"
+    if chosen is fastest:
+        within = f"the fastest, and nothing more precise is within {TOLERANCE:.0%} of it"
+    if current is None:
+        return chosen.hook, f"{_figures(chosen)} is {within}"
+    held = predictions[current]
+    if held.seconds > fastest.seconds * (1 + SLOWER):
+        return chosen.hook, f"{_figures(held)} is slower than {_figures(chosen)}, {within}"
+    exact = most_precise(every, tolerance=0.0)
+    if parse_codec(exact.hook).bits() > parse_codec(current).bits():
+        return exact.hook, f"{_figures(exact)} is the fastest, and more precise than {current}"
+    return current, f"{_figures(held)} is within {SLOWER:.0%} of the fastest, {_figures(fastest)}"
+
+
+def _figures(prediction: Prediction) -> str:
+    return f"{prediction.hook} ({1e3 * prediction.seconds:.1f} ms per step predicted)"
+
+
+def _parameter(layout: ParameterLayout) -> Parameter:
+    is_real = torch.Size(layout.shape).numel() == layout.num_elements
+    # Complex ones travel as `exact`, as those of one dimension do.
+    shape = layout.shape if is_real else (layout.num_elements,)
+    return Parameter(layout.name, shape, layout.dtype)
+
+
+@dataclass
+class Choice:
+    """What was chosen so far; what a checkpoint holds of it is equal on all ranks."""
+
+    codec: CodecSpec = EXACT
+    made: bool = False  # else dense steps are still being measured
+    reason: str = _MEASURING
+    step: int = 0  # since when
+    next_check: int = FIRST_CHECK
+    interval: int = CHECK_EVERY
+    predicted_ms: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def restored(cls, saved: Any) -> Choice:
+        """From a checkpoint. Raises StateError when it holds something else."""
+        try:
+            return cls(
+                codec=parse_codec(saved["codec"]),
+                made=bool(saved["made"]),
+                reason="restored from a checkpoint",
+                step=int(saved["step"]),
+                next_check=int(saved["next_check"]),
+                interval=int(saved["interval"]),
+            )
+        except (KeyError, TypeError, ValueError, ConfigError) as error:
+            raise StateError(
+                f"the saved state's choice {saved!r} is no choice of codec='auto': {error}"
+            ) from error
+
+    def saved(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return {
+            "codec": str(self.codec),
+            "made": self.made,
+            "step": self.step,
+            "next_check": self.next_check,
+            "interval": self.interval,
+        }
+
+    def shown(self) -> dict[str, Any]:
+        """For `HookState.stats`."""
+        return {
+            "codec": str(self.codec),
+            "reason": self.reason,
+            "step": self.step,
+            "next_check": self.next_check,
+            "predicted_ms": dict(self.predicted_ms),
+        }
+
+
+class Chooser:
+    """Makes the choices of one hook."""
+
+    def __init__(self, running: Running) -> None:
+        self._running = running
+        self._observed: ObservedSteps | None = None
+        self.choice = Choice()
+
+    def start(self, hook: _native.BucketHook) -> None:
+        """Has the hook call at the next step to check."""
+        hook.call_at(self.choice.next_check, self.check, "choice")
+
+    def restore(self, hook: _native.BucketHook, choice: Choice, step: int) -> None:
+        """Goes on from a checkpoint at `step`. Collective."""
+        if choice.codec != self._running.config.codec:
+            self._running.switch(hook, choice.codec, step)
+        self._observed = None
+        # The steps until then must suffice to measure.
+        self.choice = replace(choice, next_check=max(choice.next_check, step + FIRST_CHECK))
+        hook.resume(step)
+        self.start(hook)
+
+    def check(self, hook: _native.BucketHook, step: int) -> None:
+        """At the first bucket of a step, on every rank. Collective."""
+        probe = LinkProbe(self._running.group)
+        self._observe(probe)
+        if self._observed is None:
+            self._measure_again(hook, step)
+            return
+        predictions = self._predict(probe, self._observed)
+        codecs = list(predictions)
+        current = str(self._running.config.codec) if self.choice.made else None
+        wanted, reason = decide(predictions, current)
+        wanted = codecs[probe.of_first_rank(codecs.index(wanted))]
+        changes = wanted != current
+        if parse_codec(wanted) != self._running.config.codec:
+            self._running.switch(hook, parse_codec(wanted), step)
+        choice = self.choice
+        interval = choice.interval * 2 if changes and choice.made else choice.interval
+        self.choice = Choice(
+            codec=parse_codec(wanted),
+            made=True,
+            reason=reason,
+            step=step if changes else choice.step,
+            next_check=step + interval,
+            interval=interval,
+            predicted_ms={name: 1e3 * p.seconds for name, p in predictions.items()},
+        )
+        level = logging.INFO if changes and self._running.rank == 0 else logging.DEBUG
+        _log.log(level, "codec='auto' takes %s from step %d on: %s", wanted, step, reason)
+        self.start(hook)
+
+    def _observe(self, probe: LinkProbe) -> None:
+        """From the engine at work, where there is one; else what was seen before holds."""
+        engine = self._running.engine
+        seen = None if engine is None else observe(engine.events(), engine.stats())
+        if probe.most([0.0 if seen else 1.0])[0]:
+            return  # a rank has not seen enough
+        assert seen is not None
+        self._observed = seen.of_slowest(probe.most)
+
+    def _measure_again(self, hook: _native.BucketHook, step: int) -> None:
+        if self._running.engine is None:
+            self._running.switch(hook, EXACT, step)
+        self.choice = Choice(next_check=step + FIRST_CHECK, interval=self.choice.interval)
+        self.start(hook)
+
+    def _predict(self, probe: LinkProbe, observed: ObservedSteps) -> dict[str, Prediction]:
+        running = self._running
+        parameters = [_parameter(p) for p in running.parameters]
+        now = running.config
+        configs = {
+            name: replace(now, codec=parse_codec(name)) for name in candidates(now) if name != OFF
+        }
+        backend = [OFF] if OFF in candidates(now) else []
+        costs = measure_costs(probe, parameters, backend, [now, *configs.values()], _SECONDS)
+        profile = observed.profile(len(parameters), spare_cores(running.group))
+        predictor = Predictor(parameters, profile, costs, observed.buckets)
+        if running.engine is not None:
+            # Of the engine at work: what was predicted against what was seen.
+            predictor = predictor.calibrated(str(now.codec), now, None, observed.exposed_s)
+        caps = [None]
+        found = {name: predictor.codec(name, configs[name], caps) for name in configs}
+        return found | {name: predictor.backend_hook(name, caps) for name in backend}

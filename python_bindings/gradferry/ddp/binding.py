@@ -1,0 +1,157 @@
+"""Ties options to one DistributedDataParallel: all ranks agree, connect and start engines."""
+
+from __future__ import annotations
+
+import uuid
+import weakref
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from gradferry import _native
+from gradferry.core.agreement import (
+    Record,
+    error_record,
+    gather_records,
+    meeting_place,
+    raise_first_error,
+    raise_first_mismatch,
+)
+from gradferry.core.config import make_config
+from gradferry.core.meeting import meet, patience
+from gradferry.core.options import Options
+from gradferry.ddp.auto import Chooser
+from gradferry.ddp.model import Model
+from gradferry.ddp.momentum_handover import MomentumHandover
+from gradferry.ddp.running import Running, note_optimizer_steps, propose
+from gradferry.errors import StateError
+
+
+@dataclass(frozen=True)
+class Binding:
+    """What is at work on one model, and the hook that DDP calls.
+
+    Attributes:
+        running: configuration, parameters and engine; with "auto" they change.
+        hook: what DDP's hooks call.
+        chooser: of the codec; None unless it is "auto" and there is something to choose.
+        model: never held: DDP holds its hook, and so this.
+        handover: of momentum; None unless the hook has it after warm-up steps and other ranks, too.
+    """
+
+    running: Running
+    hook: _native.BucketHook
+    chooser: Chooser | None
+    model: weakref.ref[DistributedDataParallel]
+    handover: MomentumHandover | None
+
+    def expect_registered(self) -> None:
+        """For a hook that DDP calls by the standard signature.
+
+        Raises:
+            StateError: the model has no such hook, so another one has called.
+        """
+        ddp = self.model()
+        if ddp is None or not ddp._comm_hooks:
+            self.hook.fail(
+                "this HookState is bound to another DistributedDataParallel than the one that "
+                "calls it; give each its own: "
+                "ddp.register_comm_hook(gradferry.HookState(codec, ddp), gradferry.hook)"
+            )
+
+
+def bind(
+    ddp: DistributedDataParallel, options: Options, *, native: bool, is_bound: bool = False
+) -> Binding:
+    """Agrees with all ranks of DDP's group and starts the engine. Collective.
+
+    Args:
+        ddp: has no communication hook yet.
+        options: checked here, so that what is wrong with them is raised on all ranks.
+        native: also registers the native hook.
+        is_bound: whether the state that asks has a model already, which all ranks are told.
+
+    Raises:
+        ConfigError, StateError: this or another rank cannot; the same text on every rank.
+        RankMismatchError: the ranks differ; the same text on every rank.
+        PeerError: a rank did not come, or failed to set up its connections or memory. Nothing was
+            changed: all ranks can try again.
+    """
+    model = Model(ddp)
+    group, place = model.group, meeting_place(model.group, model.device)
+    longest = patience(group, place)
+    meet(group, longest, "come to attach")
+    running: Running | None = None
+    try:
+        if is_bound:
+            raise StateError(
+                "this HookState is bound to a model already; make one HookState for each model"
+            )
+        config = make_config(options)
+        model.check(config)
+        running = propose(config, group, model.device, model.named, model.record)
+        record = running.record()
+    except Exception as error:
+        record = error_record(error)
+    envelopes = gather_records({"nonce": uuid.uuid4().hex, "record": record}, group, place)
+    records: list[Record] = [envelope["record"] for envelope in envelopes]
+    raise_first_error(records)
+    raise_first_mismatch(records)
+    assert running is not None  # otherwise raise_first_error() has raised this rank's error
+
+    binding: Binding | None = None
+    try:
+        nonce = str(envelopes[0]["nonce"])
+        binding = _start(running, group, nonce, place, model.reference)
+        outcome: Record = {}
+    except Exception as error:
+        outcome = error_record(error)
+    try:
+        # Who could not connect must not keep the others, who then could, from knowing.
+        meet(group, longest, "connect")
+        raise_first_error(gather_records(outcome, group, place))
+    except BaseException:
+        binding = running = None  # else the traceback would keep its connections
+        raise
+    assert binding is not None
+    if running.config.exact_skip and running.config.grad_scaler is None:
+        note_optimizer_steps(running)
+    name = f"gradferry:{running.codec_asked_for}" if native else None
+    model.take(binding.hook, watch_use=_must_watch_use(running), name=name)
+    return binding
+
+
+def _start(
+    running: Running,
+    group: dist.ProcessGroup,
+    nonce: str,
+    place: torch.device,
+    model: weakref.ref[DistributedDataParallel],
+) -> Binding:
+    """What all ranks have agreed on begins to work."""
+    config = running.config
+    running.start(group, nonce)
+    hook = _native.BucketHook(
+        engine=running.engine, parameters=running.tensors(), group_name=running.group_name
+    )
+    chooser = None
+    if config.chooses and not config.disabled and running.world_size > 1:
+        chooser = Chooser(running)
+        chooser.start(hook)
+    handover = None
+    if config.momentum and config.warmup_steps and running.engine and running.world_size > 1:
+        handover = MomentumHandover(running, place)
+        handover.start(hook)
+    return Binding(running, hook, chooser, model, handover)
+
+
+def _must_watch_use(running: Running) -> bool:
+    """Whether ranks tell each other in commits which parameters they used."""
+    return (
+        running.agreed["find_unused_parameters"]
+        and running.transport.device.type == "cpu"
+        and running.transport.exchanges
+        and not running.config.passes_through
+    )

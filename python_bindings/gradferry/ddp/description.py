@@ -1,0 +1,58 @@
+"""What a hook says of itself: ``print(state)``, and why its codec was chosen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gradferry.core.codec_spec import OFF
+from gradferry.ddp.binding import Binding
+
+
+def choice_of(bound: Binding) -> dict[str, Any]:
+    """The entry ``choice`` of `HookState.stats`."""
+    if bound.chooser is not None:
+        return bound.chooser.choice.shown()
+    config = bound.running.config
+    codec = OFF if config.disabled else str(config.codec)
+    if config.disabled:
+        reason = "GRADFERRY_DISABLE=1"
+    elif config.chooses:
+        reason = "a world of one rank does not communicate"
+    else:
+        reason = "as attached"
+    return {"codec": codec, "reason": reason}
+
+
+def describe(bound: Binding) -> str:
+    """The outcome of the rules, line by line, as ``print(state)`` shows it."""
+    running, config = bound.running, bound.running.config
+    if running.engine is None:
+        reason = "GRADFERRY_DISABLE=1" if config.disabled else "codec 'off'"
+        chosen = f", {choice_of(bound)['reason']}" if bound.chooser is not None else ""
+        return f"gradferry: passes through ({reason}{chosen}), process group {running.group_name!r}"
+    parameters = running.parameters
+    total = sum(p.num_elements for p in parameters)
+    lines = [
+        f"gradferry: {config.codec}, error feedback {config.error_feedback}, "
+        f"rank {running.rank} of {running.world_size}, process group {running.group_name!r}"
+    ]
+    if config.chooses:
+        lines.append(f"  chosen by 'auto': {choice_of(bound)['reason']}")
+    for codec in dict.fromkeys(p.codec for p in parameters):
+        members = [p for p in parameters if p.codec == codec]
+        elements = sum(p.num_elements for p in members)
+        bits = sum(p.num_elements * codec.bits(p.dtype) for p in members) / max(elements, 1)
+        lines.append(
+            f"  {codec}: {len(members)} parameters, {elements:,} elements "
+            f"({elements / total if total else 0:.1%}), {bits:.2f} bits/element"
+        )
+    exempt = [p.name for p in parameters if not p.codec.lossy]
+    if exempt:
+        shown = ", ".join(exempt[:4]) + (f", and {len(exempt) - 4} more" if len(exempt) > 4 else "")
+        lines.append(f"  exempt from compression: {shown}")
+    stats = running.engine.stats()
+    lines.append(
+        f"  memory: residuals {stats['residual_bytes'] / 2**20:.1f} MiB, "
+        f"workspace {stats['workspace_bytes'] / 2**20:.1f} MiB"
+    )
+    return "\n".join(lines)

@@ -1,0 +1,241 @@
+"""A DistributedDataParallel as gradferry sees it: the one file that knows what is inside."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from gradferry import _native
+from gradferry.core.agreement import Record
+from gradferry.core.config import Config
+from gradferry.core.device import CPU
+from gradferry.core.engine import loss_scale
+from gradferry.core.parameters import reduced_parameters
+from gradferry.ddp.join import JoinHook
+from gradferry.errors import ConfigError, StateError
+
+Named = list[tuple[str, torch.nn.Parameter]]
+
+
+class Model:
+    """A user's DistributedDataParallel, while a hook is put on it.
+
+    Nothing keeps it: DDP holds its hook, and so would never be freed.
+
+    Attributes:
+        group: the process group that it averages over.
+        named: names and parameters that it reduces, each shared parameter once.
+        device: of the gradients. DDP keeps all parameters of a bucket on one device, and
+            `describe_parameters` sees to the rest.
+        record: how buckets are cut, and so which messages travel: ranks must have it in common.
+        reference: to tell the model later.
+
+    Raises:
+        ConfigError, StateError: there is no process group to agree with about anything, so that
+            this is raised on the spot.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self.group = _process_group(ddp)
+        self.named = reduced_parameters(ddp)
+        self.device = self.named[0][1].device if self.named else CPU
+        self.record: Record = {
+            "find_unused_parameters": ddp.find_unused_parameters,
+            "static_graph": ddp.static_graph,
+            "bucket_cap_mb": ddp.bucket_bytes_cap / 2**20,
+        }
+        self.reference = weakref.ref(ddp)
+        self._ddp = ddp
+
+    def check(self, config: Config) -> None:
+        """Warns of what will go wrong beside the hook.
+
+        Raises:
+            ConfigError: this model cannot have a hook, or not one with this configuration.
+        """
+        _check_hookable(self._ddp)
+        _check_parameters(self._ddp, self.named)
+        _check_memory_formats(self._ddp, self.named)
+        _check_options(self._ddp, config, self.device)
+
+    def take(self, hook: _native.BucketHook, *, watch_use: bool, name: str | None) -> None:
+        """Guards the model against what would lose its hook, for as long as it exists.
+
+        Args:
+            hook: what DDP's hooks call.
+            watch_use: whether the hook learns of every bucket which parameters this rank used.
+            name: registers the native hook, under this name in DDP's logs. None: the user registers
+                one of the standard signature.
+        """
+        _guard(self._ddp)
+        if watch_use:
+            hook.watch_use([parameter for _, parameter in self.named], self._ddp.reducer)
+        if name is not None:
+            # Last: DDP takes a hook for life, so no rank may have one when another has failed.
+            hook.attach(self._ddp.reducer)
+            if self._ddp.logger is not None:
+                self._ddp.logger._set_comm_hook_name(name)
+
+
+def _guard(ddp: DistributedDataParallel) -> None:
+    ddp._update_process_group = _refuse_new_group  # type: ignore[method-assign]
+    ddp.join_hook = JoinHook(ddp)  # type: ignore[method-assign]
+    # What copy and pickle ask for; DDP rebuilds its reducer from it, which then has no hook.
+    ddp.__getstate__ = functools.partial(  # type: ignore[method-assign]
+        _state_without_hook, weakref.ref(ddp)
+    )
+
+
+def _process_group(ddp: DistributedDataParallel) -> dist.ProcessGroup:
+    if not isinstance(ddp, DistributedDataParallel):
+        raise ConfigError(
+            f"ddp must be a DistributedDataParallel, not {type(ddp).__name__}; wrap the model first"
+        )
+    if not hasattr(ddp, "reducer"):
+        raise ConfigError(
+            "this DistributedDataParallel delays the all-reduce of all parameters "
+            "(delay_all_reduce_named_params) and calls no communication hook; build it without"
+        )
+    group = ddp.process_group
+    if not dist.is_initialized() or group not in dist.distributed_c10d._world.pg_map:
+        raise StateError(
+            "the process group of this DistributedDataParallel was destroyed; build a new one"
+        )
+    return group
+
+
+def _state_without_hook(model: weakref.ref[DistributedDataParallel]) -> dict[str, Any]:
+    ddp = model()
+    assert ddp is not None  # it is being asked
+    state: dict[str, Any] = type(ddp).__getstate__(ddp)  # type: ignore[no-untyped-call]
+    warnings.warn(
+        "a copied or pickled DistributedDataParallel has no communication hook and would train "
+        "uncompressed: attach again",
+        stacklevel=3,
+    )
+    guards = ("_update_process_group", "join_hook", "__getstate__")
+    return {**{key: state[key] for key in state if key not in guards}, "_comm_hooks": []}
+
+
+def _refuse_new_group(*_: object) -> None:
+    raise StateError(
+        "gradferry averages over the process group it was attached with; build a new "
+        "DistributedDataParallel over the new group and attach again"
+    )
+
+
+def _check_hookable(ddp: DistributedDataParallel) -> None:
+    logging_data: dict[str, Any] = ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+    hook_name = logging_data.get("comm_hook", "")
+    if hook_name:
+        raise ConfigError(
+            f"this DistributedDataParallel already has a communication hook ({hook_name}); DDP "
+            "takes one for life: wrap the model in a new DistributedDataParallel"
+        )
+    if ddp.mixed_precision is not None:
+        raise ConfigError(
+            "DistributedDataParallel with mixed_precision= uses the communication hook itself; "
+            "use torch.autocast instead"
+        )
+    if ddp._use_python_reducer:
+        raise ConfigError(
+            "DistributedDataParallel runs with the Python reducer, which has no communication "
+            "hooks; set torch._dynamo.config.optimize_ddp to another value"
+        )
+    if any(hasattr(p, "_in_backward_optimizers") for p in ddp._module_parameters):
+        raise ConfigError(
+            "an optimizer runs inside backward and would see gradients before they are averaged; "
+            "step the optimizer after backward"
+        )
+
+
+def _check_parameters(ddp: DistributedDataParallel, named: Named) -> None:
+    """Compares what DDP reduces with the model of now."""
+    reduced = {id(parameter) for _, parameter in named}
+    for parameter in _native.reducer_parameters(ddp.reducer):
+        if id(parameter) not in reduced:
+            raise ConfigError(
+                f"DistributedDataParallel reduces a parameter of shape {tuple(parameter.shape)} "
+                "that the model no longer has; wrap the model after the last change to its "
+                "parameters"
+            )
+    apart = [
+        name
+        for name, parameter in ddp.module.named_parameters()
+        if parameter.requires_grad
+        and id(parameter) not in reduced
+        and name not in ddp.parameters_to_ignore
+    ]
+    if apart:
+        more = f" and {len(apart) - 1} more" if len(apart) > 1 else ""
+        warnings.warn(
+            f"DistributedDataParallel does not reduce the gradients of {apart[0]!r}{more}, frozen "
+            "or not there yet when it was built: they will differ from rank to rank; wrap the "
+            "model after the last change to its parameters",
+            stacklevel=2,
+        )
+
+
+def _check_memory_formats(ddp: DistributedDataParallel, named: Named) -> None:
+    reordered = _native.reordered_since_buckets_were_made(ddp.reducer)
+    for name, parameter in named:
+        if any(parameter is other for other in reordered):
+            raise ConfigError(
+                f"the memory format of parameter {name!r} has changed since this "
+                "DistributedDataParallel was built, which would mix up its gradient (without a "
+                "hook, too); build a new one after model.to(memory_format=...)"
+            )
+
+
+def _check_options(ddp: DistributedDataParallel, config: Config, device: torch.device) -> None:
+    if config.momentum and ddp.find_unused_parameters:
+        raise ConfigError(
+            f"momentum={config.momentum} does not go with find_unused_parameters=True: DDP drops "
+            "the momentum of parameters that no rank used; make every parameter take part, or "
+            "leave out momentum"
+        )
+    if config.needs_every_bucket:
+        for name, module in ddp.module.named_modules():
+            if getattr(module, "sparse", False) and isinstance(
+                module, torch.nn.Embedding | torch.nn.EmbeddingBag
+            ):
+                raise ConfigError(
+                    f"momentum= and exact_skip= cannot handle sparse gradients, which {name!r} "
+                    "has; build it with sparse=False, or leave them out"
+                )
+    if device.type != "cpu":
+        _check_device(ddp, config, device)
+    scale = loss_scale(config, device)
+    if scale is not None and scale.device != device:
+        raise ConfigError(
+            f"the scale of grad_scaler is on {scale.device}, the model on {device}; make a "
+            f"torch.amp.GradScaler({device.type!r})"
+        )
+    if config.momentum and config.disabled:
+        warnings.warn(
+            f"GRADFERRY_DISABLE=1: gradients arrive without the momentum that momentum="
+            f"{config.momentum} asks for",
+            stacklevel=2,
+        )
+
+
+def _check_device(ddp: DistributedDataParallel, config: Config, device: torch.device) -> None:
+    """What is missing for gradients that are not on the CPU."""
+    if ddp.find_unused_parameters and not ddp.gradient_as_bucket_view and not config.passes_through:
+        raise ConfigError(
+            f"find_unused_parameters=True on {device.type!r} needs gradient_as_bucket_view=True in "
+            "this version: without it DDP hands over the .grad of an earlier pass for a parameter "
+            "that no rank used, and drops what comes back; build the DistributedDataParallel with "
+            "gradient_as_bucket_view=True"
+        )
+    if config.chooses:
+        raise ConfigError(
+            f"codec='auto' cannot measure gradients on {device.type!r} in this version; name a "
+            "codec, and see what `gradferry plan` says"
+        )

@@ -1,0 +1,64 @@
+"""The momentum that a hook keeps, as an optimizer sees it that hands it over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from gradferry.core.config import Config
+from gradferry.ddp.binding import Binding
+
+
+class KeptMomentum:
+    """What `gradferry.optim.OneBitAdam` needs of a hook. From `momentum_of`."""
+
+    def __init__(self, binding: Binding) -> None:
+        self._binding = binding
+
+    @property
+    def config(self) -> Config:
+        """As agreed by all ranks."""
+        return self._binding.running.config
+
+    def current_step(self) -> int | None:
+        """Of the hook, counted from 0; None when it passes every gradient through."""
+        engine = self._binding.running.engine
+        return None if engine is None else engine.current_step()
+
+    def covers(self, parameter: torch.Tensor) -> bool:
+        """Whether the hook's model reduces the parameter."""
+        return parameter in self._binding.running.index
+
+    def hold(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Tells that an optimizer keeps the momentum of these parameters until it hands it over."""
+        if self._binding.handover is not None:
+            index = self._binding.running.index
+            self._binding.handover.hold(index[parameter] for parameter in parameters)
+
+    def hand_over(self, parameter: torch.Tensor, momentum: torch.Tensor, factor: float) -> None:
+        """Gives a parameter's momentum to the hook, which delivers it over the next steps.
+
+        Args:
+            parameter: of the model.
+            momentum: of its shape and on its device, in units of gradients that are not scaled.
+            factor: what it has become by the next step.
+
+        Raises:
+            StateError: in the middle of a step, or the engine failed before.
+        """
+        running = self._binding.running
+        if running.engine is None:
+            return
+        number = running.index[parameter]
+        layout = running.parameters[number]
+        laid_out = torch.empty_strided(
+            layout.shape, layout.strides, dtype=parameter.dtype, device=parameter.device
+        ).copy_(momentum)
+        real = torch.view_as_real(laid_out) if laid_out.is_complex() else laid_out
+        flat = real.as_strided((real.numel(),), (1,))
+        exchanges = running.transport.exchanges
+        share = running.config.momentum_share(layout.codec) if exchanges else 1.0
+        running.engine.add_to_worker_residual(number, flat, factor * share)
+        if self._binding.handover is not None:
+            self._binding.handover.hand_over(number)

@@ -1,0 +1,87 @@
+"""Ranks compare whose momentum OneBitAdam moves into the hook.
+
+What a rank's residual holds reaches the others divided by the number of ranks, so that a momentum
+arrives whole only when every rank hands it over. The comparison rides on a bucket, which no rank
+leaves out, whatever its optimizers hold and do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from gradferry import _native
+from gradferry.core.agreement import Record, gather_records
+from gradferry.ddp.running import Running
+from gradferry.errors import StateError
+
+
+class MomentumHandover:
+    """Of one hook, on this rank.
+
+    Args:
+        running: in momentum mode, with warm-up steps and other ranks.
+        place: a device that its process group has a backend for.
+    """
+
+    def __init__(self, running: Running, place: torch.device) -> None:
+        self._running = running
+        self._place = place
+        self._held: set[int] = set()
+        self._handed_over: set[int] = set()
+
+    def start(self, hook: _native.BucketHook) -> None:
+        """Has the ranks compare at the next step, and at the first one with momentum."""
+        self._handed_over.clear()
+        hook.call_at(0, self._check, "momentum handover")
+
+    def hold(self, parameters: Iterable[int]) -> None:
+        """An optimizer keeps the momentum of these parameters until it hands it over."""
+        self._held.update(parameters)
+
+    def hand_over(self, parameter: int) -> None:
+        """The parameter's momentum is in the residual of this rank now."""
+        self._handed_over.add(parameter)
+
+    def _check(self, hook: _native.BucketHook, step: int) -> None:
+        """At the first bucket of a step, on every rank. Collective.
+
+        Raises:
+            StateError: the ranks differ; the same text on every rank.
+        """
+        first_with_momentum = self._running.config.warmup_steps
+        if step > first_with_momentum:
+            return  # resumed later than that
+        record: Record = {
+            "held": sorted(self._held),
+            "handed_over": sorted(self._handed_over),
+        }
+        records = gather_records(record, self._running.group, self._place)
+        self._expect_equal(
+            [record["held"] for record in records],
+            "has no OneBitAdam that holds",
+            "every rank's must hold the same parameters, because each hands over its share of "
+            "every momentum; build it over all parameters, without ZeroRedundancyOptimizer (from "
+            "the freeze on the momentum takes no memory of its own)",
+        )
+        self._expect_equal(
+            [record["handed_over"] for record in records],
+            f"did not hand over, after step {first_with_momentum - 1}, the momentum of",
+            "step OneBitAdam on every rank; under join() with uneven inputs, freeze at a step that "
+            "every rank has inputs for",
+        )
+        if step < first_with_momentum:
+            hook.call_at(first_with_momentum, self._check, "momentum handover")
+
+    def _expect_equal(self, by_rank: list[list[int]], fault: str, advice: str) -> None:
+        every = set().union(*by_rank)
+        for rank, numbers in enumerate(by_rank):
+            missing = sorted(every.difference(numbers))
+            if missing:
+                names = [self._running.parameters[number].name for number in missing]
+                raise StateError(
+                    f"rank {rank} {fault} {names[0]!r}"
+                    + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+                    + f", unlike another rank: {advice}"
+                )

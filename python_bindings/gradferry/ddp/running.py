@@ -1,0 +1,285 @@
+"""What is at work on a model now: with `codec="auto"` it changes in the course of a training."""
+
+from __future__ import annotations
+
+import json
+import uuid
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import GroupName
+from torch.optim.optimizer import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from gradferry import _native
+from gradferry._build_info import GRADFERRY_VERSION
+from gradferry.core import device
+from gradferry.core.agreement import (
+    Record,
+    error_record,
+    gather_records,
+    raise_first_error,
+    record_hash,
+)
+from gradferry.core.codec_spec import AUTO, CodecSpec
+from gradferry.core.config import Config
+from gradferry.core.device import CPU, Transport, transport_of
+from gradferry.core.engine import start_engine
+from gradferry.core.parameters import ParameterLayout, describe, describe_parameters
+from gradferry.ddp import step_numbers
+from gradferry.ddp.after_steps import call_after_steps
+from gradferry.ddp.saved_state import Tile, rescale, zero_residual
+
+
+@dataclass
+class Running:
+    """A configuration at work on one model.
+
+    Attributes:
+        config: as agreed by all ranks; with "auto" its codec is the present one.
+        parameters: as agreed by all ranks.
+        engine: None when every bucket passes through.
+        transport: how bytes reach the other ranks.
+        agreed: the record that all ranks agreed on, but for its parameters.
+        index: of each parameter that DDP reduces, in `parameters`.
+        retired: what engines that are gone have counted.
+    """
+
+    config: Config
+    parameters: tuple[ParameterLayout, ...]
+    rank: int
+    world_size: int
+    group_name: str
+    index: WeakIdKeyDictionary
+    transport: Transport
+    agreed: Record
+    engine: _native.BucketEngine | None = None
+    retired: Counter[str] = field(default_factory=Counter)
+    switches: int = 0
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """DDP's process group; looked up, never held."""
+        return _resolve_process_group(GroupName(self.group_name))
+
+    @property
+    def config_hash(self) -> int:
+        """In every message header."""
+        changes = {"choice": str(self.config.codec), "switches": self.switches}
+        return record_hash({**self.agreed, **(changes if self.switches else {})})
+
+    @property
+    def layout_hash(self) -> int:
+        """In every message header."""
+        return record_hash(self._parameter_records())
+
+    @property
+    def saved_layout(self) -> str:
+        """In checkpoints; does not depend on the number of ranks, nor on what "auto" chose."""
+        left_out = {"residuals", "codec"} if self.config.chooses else {"residuals"}
+        records = self._parameter_records()
+        kept = [{k: p[k] for k in p if k not in left_out} for p in records]
+        return json.dumps(kept, sort_keys=True)
+
+    @property
+    def has_owner_residuals(self) -> bool:
+        """On some rank."""
+        return any(parameter.residuals[1] for parameter in self.parameters)
+
+    @property
+    def codec_asked_for(self) -> str:
+        """As in checkpoints and DDP's logs: "auto" itself, not what it chose."""
+        return AUTO if self.config.chooses else str(self.config.codec)
+
+    def record(self) -> Record:
+        """What ranks must have in common before anything starts."""
+        return {**self.agreed, "parameters": self._parameter_records()}
+
+    def start(self, group: dist.ProcessGroup, nonce: str) -> None:
+        """Starts the engine, if the configuration has one. Collective."""
+        self.engine = None
+        if not self.config.passes_through:
+            self.engine = start_engine(
+                self.config,
+                self.parameters,
+                group,
+                nonce,
+                transport=self.transport,
+                hashes=(self.config_hash, self.layout_hash),
+                tensors=self.tensors(),
+                find_unused_parameters=self.agreed["find_unused_parameters"],
+            )
+
+    def tiles(self) -> list[Tile]:
+        """Of the engine; none without one."""
+        if self.engine is None:
+            return []
+        parameters = [
+            number
+            for number, parameter in enumerate(self.parameters)
+            for _ in range(0, parameter.num_elements, _native.TILE_ELEMENTS)
+        ]
+        rows = zip(self.engine.tiles(), parameters, strict=True)
+        return [Tile(*row, parameter) for row, parameter in rows]
+
+    def momentum_shares(self, *, exchanges: bool, codec: CodecSpec | None = None) -> list[float]:
+        """By parameter, what its residuals hold of a momentum; see `Config.momentum_share`.
+
+        Args:
+            exchanges: False: what a world of one holds, which sends every element.
+            codec: in place of the present one.
+        """
+        config = self.config if codec is None else replace(self.config, codec=codec)
+        if not exchanges:
+            return [1.0] * len(self.parameters)
+        return [config.momentum_share(parameter.codec) for parameter in self._described(config)]
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The parameters themselves, in order."""
+        return sorted(self.index, key=self.index.__getitem__)
+
+    def stats(self) -> dict[str, Any]:
+        """Of the engine, with what those before it have counted."""
+        now = step_numbers.zeros() if self.engine is None else self.engine.stats()
+        return now | {key: now[key] + count for key, count in self.retired.items()}
+
+    def switch(self, hook: _native.BucketHook, codec: CodecSpec, step: int) -> None:
+        """Has `codec` take over at the first bucket of `step`. Collective.
+
+        Owner residuals go to the tiles' new owners. What the old codec withheld is dropped where
+        the new one withholds nothing; where less of a momentum stays, residuals hold more of it.
+        """
+        old = replace(self)
+        residuals = None if old.engine is None else old.engine.state()
+        if old.engine is not None:
+            counted = old.engine.stats()
+            sums = {key: counted[key] for key in step_numbers.SUMS if key in counted}
+            self.retired = old.retired + Counter(sums)
+        self.config = replace(old.config, codec=codec)
+        self.parameters = tuple(self._described(self.config))
+        self.switches += 1
+        group = self.group
+        nonces = gather_records({"nonce": uuid.uuid4().hex}, group, CPU)
+        outcome: Record = {}
+        try:
+            self.start(group, str(nonces[0]["nonce"]))
+        except Exception as error:
+            outcome = error_record(error)
+        raise_first_error(gather_records(outcome, group, CPU))
+        if self.engine is not None:
+            self._take_over(self.engine, old, residuals, step)
+        hook.use_engine(self.engine)
+
+    def _take_over(
+        self,
+        engine: _native.BucketEngine,
+        old: Running,
+        residuals: tuple[int, torch.Tensor, torch.Tensor, float] | None,
+        step: int,
+    ) -> None:
+        worker_size, owner_size = engine.residual_sizes()
+        worker, owner, scale = zero_residual(worker_size), zero_residual(owner_size), 0.0
+        if old.engine is not None and residuals is not None:
+            _, old_worker, old_owner, scale = residuals
+            if old_worker.numel() == worker_size:
+                worker = old_worker
+            if old.has_owner_residuals and self.has_owner_residuals:
+                self._hand_over_owner_residuals(old, old_owner, owner)
+            was = old.momentum_shares(exchanges=self.transport.exchanges)
+            now = self.momentum_shares(exchanges=self.transport.exchanges)
+            factors = [new / before for new, before in zip(now, was, strict=True)]
+            rescale(worker, owner, self.tiles(), factors)
+        engine.load_state(
+            steps=step, worker_residual=worker, owner_residual=owner, loss_scale=scale
+        )
+
+    def _hand_over_owner_residuals(
+        self, old: Running, old_owner: torch.Tensor, owner: torch.Tensor
+    ) -> None:
+        """Every tile has one owner, so a sum over ranks brings its residual to all of them."""
+        tiles = old.tiles()
+        whole = zero_residual(sum(tile.num_elements for tile in tiles))
+        begin = 0
+        for tile in tiles:
+            if tile.owner_offset >= 0:
+                end = tile.owner_offset + tile.num_elements
+                whole[begin : begin + tile.num_elements] = old_owner[tile.owner_offset : end]
+            begin += tile.num_elements
+        dist.all_reduce(whole, group=self.group)
+        begin = 0
+        for tile in self.tiles():
+            if tile.owner_offset >= 0:
+                end = tile.owner_offset + tile.num_elements
+                owner[tile.owner_offset : end] = whole[begin : begin + tile.num_elements]
+            begin += tile.num_elements
+
+    def _parameter_records(self) -> list[Record]:
+        return [parameter.record() for parameter in self.parameters]
+
+    def _described(self, config: Config) -> list[ParameterLayout]:
+        names = [parameter.name for parameter in self.parameters]
+        named = zip(names, self.tensors(), strict=True)
+        return describe(named, config, exchanges=self.transport.exchanges)
+
+
+def propose(
+    config: Config,
+    group: dist.ProcessGroup,
+    place: torch.device,
+    named: Sequence[tuple[str, torch.Tensor]],
+    model: Record,
+) -> Running:
+    """What this rank would put to work, were the others to agree.
+
+    Args:
+        config: as the user asked for it.
+        group: that DDP averages over.
+        place: where the gradients are.
+        named: names and parameters that DDP reduces.
+        model: what else ranks must have in common.
+
+    Raises:
+        ConfigError: a parameter's device or dtype has no codec, or parameters are on several
+            devices.
+    """
+    transport = transport_of(place, group)
+    parameters = describe_parameters(named, config, exchanges=transport.exchanges)
+    if transport.streams:
+        config = replace(config, chunk_bytes=device.STREAM_CHUNK_BYTES)
+    tensors = [parameter for _, parameter in named]
+    return Running(
+        config=config,
+        parameters=tuple(parameters),
+        rank=dist.get_rank(group),
+        world_size=dist.get_world_size(group),
+        group_name=group.group_name,
+        index=WeakIdKeyDictionary({tensor: index for index, tensor in enumerate(tensors)}),
+        transport=transport,
+        agreed={
+            **model,
+            "gradferry version": GRADFERRY_VERSION,
+            "wire version": _native.WIRE_VERSION,
+            **config.record(),
+            "device": place.type,
+        },
+    )
+
+
+def note_optimizer_steps(running: Running) -> None:
+    """Has the engine know when an optimizer of the model has stepped."""
+    weak = weakref.ref(running)  # the model may outlive its hook
+
+    def note(_: Optimizer) -> None:
+        running = weak()
+        if running is None:
+            handle.remove()
+        elif running.engine is not None:
+            running.engine.note_optimizer_step()
+
+    handle = call_after_steps(running.index, note)

@@ -1,0 +1,114 @@
+"""From a hook at work to what a checkpoint holds of it, and back."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from gradferry.core.agreement import (
+    Record,
+    error_record,
+    gather_records,
+    raise_first_error,
+    raise_first_mismatch,
+)
+from gradferry.core.device import CPU
+from gradferry.ddp.auto import Choice, Chooser
+from gradferry.ddp.binding import Binding
+from gradferry.ddp.running import Running
+from gradferry.ddp.saved_state import (
+    LAYOUT,
+    Residuals,
+    SavedState,
+    check_identity,
+    pack,
+    unpack,
+    zero_residual,
+)
+from gradferry.errors import GradferryError
+
+
+def save(bound: Binding) -> SavedState:
+    """See `HookState.state_dict`."""
+    running = bound.running
+    if running.engine is None:
+        nothing = zero_residual(0)
+        mine = Residuals(bound.hook.finished_steps(), nothing, nothing, 0.0)
+    else:
+        mine = Residuals(*running.engine.state())
+    state = pack(_identity(running), running.rank, mine, running.tiles())
+    if bound.chooser is not None:
+        state["choice"] = bound.chooser.choice.saved()
+    return state
+
+
+def load(bound: Binding, saved: Mapping[str, Any], on_resize: str) -> None:
+    """See `HookState.load_state_dict`, which calls this."""
+    running = bound.running
+    if bound.chooser is not None:
+        _restore_choice(bound, bound.chooser, saved)
+        if running.engine is None:
+            return
+    if running.engine is None:
+        warnings.warn(
+            "this hook passes gradients through: the saved residuals are not used",
+            stacklevel=3,
+        )
+        return
+    mine = unpack(
+        saved,
+        _identity(running),
+        running.rank,
+        running.engine.residual_sizes(),
+        running.tiles(),
+        _momentum_factors(running, saved),
+        on_resize,
+    )
+    running.engine.load_state(
+        steps=mine.steps,
+        worker_residual=mine.worker,
+        owner_residual=mine.owner,
+        loss_scale=mine.loss_scale,
+    )
+    if bound.handover is not None:
+        bound.hook.resume(mine.steps)
+        bound.handover.start(bound.hook)
+
+
+def _identity(running: Running) -> dict[str, Any]:
+    """What must be equal where a state is loaded."""
+    return {
+        "codec": running.codec_asked_for,
+        "world_size": running.world_size,
+        "error_feedback": running.config.error_feedback,
+        "momentum": running.config.momentum,
+        "seed": running.config.seed,
+        LAYOUT: running.saved_layout,
+    }
+
+
+def _momentum_factors(running: Running, saved: Mapping[str, Any]) -> list[float]:
+    """By parameter: what its residuals hold of a momentum, by what those saved hold of it."""
+    check_identity(saved, _identity(running))
+    # A world of one chooses nothing, and may load what others chose.
+    codec = Choice.restored(saved["choice"]).codec if "choice" in saved else None
+    before = running.momentum_shares(exchanges=saved["world_size"] != 1, codec=codec)
+    now = running.momentum_shares(exchanges=running.transport.exchanges)
+    return [ours / theirs for ours, theirs in zip(now, before, strict=True)]
+
+
+def _restore_choice(bound: Binding, chooser: Chooser, saved: Mapping[str, Any]) -> None:
+    record: Record
+    try:
+        check_identity(saved, _identity(bound.running))
+        # A world of one has chosen nothing: everything is measured yet.
+        alone = saved["world_size"] == 1 and "choice" not in saved
+        choice = Choice() if alone else Choice.restored(saved.get("choice"))
+        record = {"choice": choice.saved(), "steps": saved["steps"]}
+    except GradferryError as error:
+        record = error_record(error)
+    records = gather_records(record, bound.running.group, CPU)
+    raise_first_error(records)
+    raise_first_mismatch(records)
+    chooser.restore(bound.hook, choice, int(saved["steps"]))

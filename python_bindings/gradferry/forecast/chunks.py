@@ -1,0 +1,163 @@
+"""Bytes that a rank sends in one step, without sending them: owners, chunks and padding.
+
+The predictor's side of docs/wire_format.md, with the engine's numbers. The tests hold it against
+the bytes that engines have counted, and against a formula of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from heapq import heapreplace
+from typing import NamedTuple
+
+import torch
+
+from gradferry import _native
+from gradferry.core.config import CHUNK_BYTES
+
+# payload_bytes(parameter, num_elements) -> (worker, owner): bytes of the payloads of a tile of
+# `num_elements` elements (1..TILE_ELEMENTS) of the parameter with that index.
+PayloadBytes = Callable[[int, int], tuple[int, int]]
+
+
+def payload_sizes(parameters: Sequence[tuple[str, torch.dtype]]) -> PayloadBytes:
+    """By the codec tables; `parameters`: codec and dtype of each."""
+
+    @cache
+    def sizes(codec: str, dtype: torch.dtype, num_elements: int) -> tuple[int, int]:
+        worker = _native.payload_bytes(codec, num_elements, dtype, "worker")
+        return worker, _native.payload_bytes(codec, num_elements, dtype, "owner")
+
+    def payload_bytes(parameter: int, num_elements: int) -> tuple[int, int]:
+        return sizes(*parameters[parameter], num_elements)
+
+    return payload_bytes
+
+
+class Tile(NamedTuple):
+    """Up to TILE_ELEMENTS elements of one parameter."""
+
+    parameter: int
+    num_elements: int
+    owner: int  # rank that reduces it
+    worker_bytes: int  # payload of every rank on its way to the owner
+    owner_bytes: int  # payload on its way back to every rank
+
+
+class Chunk:
+    """Consecutive tiles that travel in one all-to-all and one all-gather."""
+
+    def __init__(self, world_size: int) -> None:
+        self.tiles: list[Tile] = []
+        self._worker_bytes = [0] * world_size  # payloads, by owner
+        self._owner_bytes = [0] * world_size
+
+    def has_room(self, tile: Tile, chunk_bytes: int) -> bool:
+        """Whether a tile still fits: a first one always does."""
+        worker = self._worker_bytes[tile.owner] + tile.worker_bytes
+        owner = self._owner_bytes[tile.owner] + tile.owner_bytes
+        return not self.tiles or max(worker, owner) <= chunk_bytes
+
+    def add(self, tile: Tile) -> None:
+        """Appends a tile."""
+        self._worker_bytes[tile.owner] += tile.worker_bytes
+        self._owner_bytes[tile.owner] += tile.owner_bytes
+        self.tiles.append(tile)
+
+    def scatter_bytes(self, rank: int) -> int:
+        """Bytes that `rank` sends to the owners, headers included."""
+        to_owners = sum(self._worker_bytes) - self._worker_bytes[rank]
+        return (len(self._worker_bytes) - 1) * _native.HEADER_BYTES + to_owners
+
+    def gather_bytes(self) -> int:
+        """Bytes that every rank sends to all others: messages are padded to the largest one."""
+        return (len(self._owner_bytes) - 1) * (_native.HEADER_BYTES + max(self._owner_bytes))
+
+
+def wire_bytes_per_step(
+    num_elements: Sequence[int],
+    payload_bytes: PayloadBytes,
+    buckets: Sequence[Sequence[int]],
+    world_size: int,
+    chunk_bytes: int = CHUNK_BYTES,
+    *,
+    find_unused_parameters: bool = False,
+) -> list[int]:
+    """Returns the bytes each rank sends to others in one step, headers and padding included.
+
+    num_elements: elements of every parameter, in the order of `named_parameters()`.
+    buckets: per bucket of the step, the indices of its parameters in bucket order.
+    chunk_bytes: the most payload bytes that one owner gets, or sends, in one chunk.
+    find_unused_parameters: DDP's, for gradients on the CPU.
+    """
+    if world_size == 1:
+        return [0]
+    tiles = assign_owners(num_elements, payload_bytes, world_size)
+    cut = [cut_chunks(tiles, bucket, world_size, chunk_bytes) for bucket in buckets]
+    sent = sent_bytes(cut, world_size)
+    if not find_unused_parameters:
+        return sent
+    pairs = zip(buckets, cut, strict=True)
+    maps = sum(used_map_bytes(len(bucket)) for bucket, chunks in pairs if chunks)
+    return [num_bytes + (world_size - 1) * maps for num_bytes in sent]
+
+
+def used_map_bytes(num_parameters: int) -> int:
+    """Bytes in which a commit tells which parameters of its bucket a rank used."""
+    return -(-num_parameters // 8) * 8
+
+
+def sent_bytes(buckets: Sequence[Sequence[Chunk]], world_size: int) -> list[int]:
+    """As `wire_bytes_per_step`, of chunks: those of every bucket."""
+    sent = [0] * world_size
+    for chunks in buckets:
+        if not chunks:
+            continue
+        for rank in range(world_size):
+            messages = (chunk.scatter_bytes(rank) + chunk.gather_bytes() for chunk in chunks)
+            sent[rank] += sum(messages) + (world_size - 1) * _native.COMMIT_BYTES
+    return sent
+
+
+def all_reduce_bytes(num_elements: int, item_bytes: int, world_size: int) -> int:
+    """Bytes each rank sends in a bandwidth-optimal all-reduce: 2 (W-1)/W of the data, rounded."""
+    return round(2 * (world_size - 1) * num_elements * item_bytes / world_size)
+
+
+def assign_owners(
+    num_elements: Sequence[int], payload_bytes: PayloadBytes, world_size: int
+) -> list[list[Tile]]:
+    """Tiles of every parameter; each tile goes to the rank with the fewest bytes so far."""
+    load = [(0, rank) for rank in range(world_size)]  # a heap; the lowest rank wins a tie
+    tiles: list[list[Tile]] = []
+    for parameter, elements in enumerate(num_elements):
+        cut = []
+        for start in range(0, elements, _native.TILE_ELEMENTS):
+            count = min(_native.TILE_ELEMENTS, elements - start)
+            sizes = payload_bytes(parameter, count)
+            num_bytes, owner = load[0]
+            heapreplace(load, (num_bytes + sum(sizes), owner))
+            cut.append(Tile(parameter, count, owner, *sizes))
+        tiles.append(cut)
+    return tiles
+
+
+def cut_chunks(
+    tiles: Sequence[Sequence[Tile]],
+    bucket: Sequence[int],
+    world_size: int,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> list[Chunk]:
+    """The chunks of a bucket.
+
+    tiles: of every parameter, from `assign_owners`.
+    bucket: the indices of its parameters, in bucket order.
+    """
+    chunks: list[Chunk] = []
+    for parameter in bucket:
+        for tile in tiles[parameter]:
+            if not chunks or not chunks[-1].has_room(tile, chunk_bytes):
+                chunks.append(Chunk(world_size))
+            chunks[-1].add(tile)
+    return chunks

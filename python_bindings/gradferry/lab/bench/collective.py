@@ -1,0 +1,248 @@
+"""Compressed all-reduce of one tensor against the backend's own, taking turns in one run, with
+the columns and flags of nccl-tests. Every result is checked to the bit before it is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+
+from gradferry import _native
+from gradferry.errors import ConfigError
+from gradferry.forecast.chunks import all_reduce_bytes
+from gradferry.forecast.hook_names import TORCH_DTYPES
+from gradferry.lab import flags
+from gradferry.lab.bench.collective_turns import (
+    AllReduceOptions,
+    AllReduceOutcome,
+    compare_all_reduces,
+)
+from gradferry.lab.output.json_file import write_json
+from gradferry.lab.output.paired import coverage_note, coverage_of, coverage_text, paired_ratio
+from gradferry.lab.output.progress import StatusLine
+from gradferry.lab.output.table import Column, Table, print_line, print_table
+from gradferry.lab.ranks.everywhere import add_rank_arguments, check_ranks, run_everywhere
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_SMOKE: dict[str, Any] = {
+    "codecs": ["q4", "topk"],
+    "minbytes": "64K",
+    "maxbytes": "256K",
+    "iters": 2,
+    "warmup_iters": 1,
+}
+
+Row = Mapping[str, Any]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of `gradferry bench collective`."""
+    names = [str(codec["name"]) for codec in _native.codecs()]
+    parser.add_argument(
+        "--codecs",
+        nargs="+",
+        default=names,
+        metavar="CODEC",
+        help=f"codecs as listed by `gradferry info`, beside {' '.join(TORCH_DTYPES)} (default: "
+        f"{' '.join(names)})",
+    )
+    parser.add_argument(
+        "-b", "--minbytes", default="256K", metavar="SIZE", help="smallest size (default: 256K)"
+    )
+    parser.add_argument(
+        "-e", "--maxbytes", default="16M", metavar="SIZE", help="largest size (default: 16M)"
+    )
+    parser.add_argument(
+        "-f",
+        "--stepfactor",
+        type=int,
+        default=4,
+        metavar="N",
+        help="each size is so many times the one before (default: 4)",
+    )
+    parser.add_argument(
+        "-n", "--iters", type=int, default=20, metavar="N", help="timed turns (default: 20)"
+    )
+    parser.add_argument(
+        "-w",
+        "--warmup_iters",
+        "--warmup-iters",
+        type=int,
+        default=5,
+        metavar="N",
+        help="turns before that (default: 5)",
+    )
+    parser.add_argument(
+        "-c",
+        "--check",
+        type=int,
+        choices=(0, 1),
+        default=1,
+        help="whether results are checked to the bit; needs the gradients of all ranks in memory "
+        "(default: 1)",
+    )
+    add_rank_arguments(parser)
+    parser.add_argument(
+        "--smoke", action="store_true", help="two codecs, small sizes, to see that all works"
+    )
+    flags.add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures and reports. 1 when an element was wrong, else 0. Raises a GradferryError when an
+    option is wrong or a rank fails.
+    """
+    if arguments.smoke:
+        vars(arguments).update(_SMOKE)
+    options = _options(arguments)
+    check_ranks(arguments)
+    console = Console()
+
+    def report(outcomes: Sequence[AllReduceOutcome]) -> int:
+        rows = collective_rows(outcomes, arguments.link, arguments.ranks)
+        print_table(console, collective_table(rows))
+        if arguments.json:
+            write_json(arguments.json, rows, results_of="bench collective")
+            print_line(console, f"Written: {arguments.json}")
+        return 1 if any(row["wrong"] for row in rows) else 0
+
+    with StatusLine(console) as status:
+        body_arguments = (options,)
+        return run_everywhere(
+            arguments, compare_all_reduces, body_arguments, status, status.closing(report)
+        )
+
+
+def _options(arguments: argparse.Namespace) -> AllReduceOptions:
+    codecs = [_native.canonical_codec(codec) for codec in arguments.codecs]
+    smallest = parse_size("-b", arguments.minbytes)
+    largest = parse_size("-e", arguments.maxbytes)
+    if largest < smallest:
+        raise ConfigError(f"-e {arguments.maxbytes} is less than -b {arguments.minbytes}")
+    for flag, value, least in (
+        ("-f", arguments.stepfactor, 2),
+        ("-n", arguments.iters, 1),
+        ("-w", arguments.warmup_iters, 0),
+    ):
+        if value < least:
+            raise ConfigError(f"{flag} {value}: must be at least {least}")
+    sizes = [smallest]
+    while sizes[-1] * arguments.stepfactor <= largest:
+        sizes.append(sizes[-1] * arguments.stepfactor)
+    return AllReduceOptions(
+        names=(*TORCH_DTYPES, *dict.fromkeys(codecs)),
+        sizes=tuple(sizes),
+        iterations=arguments.iters,
+        warmup=arguments.warmup_iters,
+        check=bool(arguments.check),
+    )
+
+
+def parse_size(flag: str, text: str) -> int:
+    """Bytes of `8`, `64K`, `1M` or `2G`, in whole fp32 elements. Raises ConfigError."""
+    match = re.fullmatch(r"([0-9]+)([KMG]?)", text.upper())
+    size = int(match[1]) * _UNITS[match[2]] // 4 * 4 if match else 0
+    if size == 0:
+        raise ConfigError(f"{flag} {text!r} is no size; write 4 bytes or more, as in 64K or 16M")
+    return size
+
+
+def collective_rows(
+    outcomes: Sequence[AllReduceOutcome], link: str, num_ranks: int
+) -> list[dict[str, Any]]:
+    """Rows of the JSON file; docs/benchmarks.md defines every key."""
+    rows = []
+    for outcome in outcomes:
+        backend = [o for o in outcomes if o.name in TORCH_DTYPES]
+        alike = [o.seconds for o in backend if o.num_elements == outcome.num_elements]
+        best = min(alike, key=median)
+        size = 4 * outcome.num_elements
+        seconds = median(outcome.seconds)
+        speedup = paired_ratio(best, outcome.seconds)
+        uncompressed = all_reduce_bytes(outcome.num_elements, 4, num_ranks)
+        rows.append(
+            {
+                "size": size,
+                "count": outcome.num_elements,
+                "type": "float",
+                "codec": outcome.name,
+                "time": 1e6 * seconds,
+                "algbw": size / seconds / 1e9,
+                "busbw": size / seconds / 1e9 * 2 * (num_ranks - 1) / num_ranks,
+                "wrong": outcome.wrong,
+                "wire": outcome.wire_bytes,
+                "ratio": uncompressed / outcome.wire_bytes if outcome.wire_bytes else None,
+                "enc": _microseconds(outcome, "encode_ms"),
+                "dec": _microseconds(outcome, "reduce_ms", "decode_ms"),
+                "net": _microseconds(outcome, "network_ms"),
+                "rel_err": outcome.relative_error,
+                "speedup": speedup.median,
+                "speedup_low": speedup.low,
+                "speedup_high": speedup.high,
+                "iters": len(outcome.seconds),
+                "interval_coverage": coverage_of(len(outcome.seconds)),
+                "time_min": 1e6 * min(outcome.seconds),
+                "time_max": 1e6 * max(outcome.seconds),
+                "wire_measured": outcome.wire_measured,
+                "link": link,
+                "ranks": num_ranks,
+            }
+        )
+    return rows
+
+
+def _microseconds(outcome: AllReduceOutcome, *phases: str) -> float | None:
+    if not outcome.phase_ms:
+        return None
+    return 1e3 * sum(outcome.phase_ms[phase] for phase in phases)
+
+
+def collective_table(rows: Sequence[Row]) -> Table:
+    """Rows of `gradferry bench collective`, with its columns explained below."""
+    iters = rows[0]["iters"]
+    columns = (
+        Column("size\n(B)", lambda row: str(row["size"])),
+        Column("count\n(elements)", lambda row: str(row["count"])),
+        Column("type", lambda row: str(row["type"])),
+        Column("codec", lambda row: str(row["codec"]), is_number=False),
+        Column("time\n(us)", lambda row: f"{row['time']:.1f}"),
+        Column("algbw\n(GB/s)", lambda row: f"{row['algbw']:.3f}"),
+        Column("busbw\n(GB/s)", lambda row: f"{row['busbw']:.3f}"),
+        Column("#wrong", lambda row: "N/A" if row["wrong"] is None else str(row["wrong"])),
+        Column("wire\n(B)", lambda row: f"{row['wire']}{' ' if row['wire_measured'] else '*'}"),
+        Column("ratio", lambda row: _number(row["ratio"], ".2f")),
+        Column("enc\n(us)", lambda row: _number(row["enc"], ".1f")),
+        Column("dec\n(us)", lambda row: _number(row["dec"], ".1f")),
+        Column("net\n(us)", lambda row: _number(row["net"], ".1f")),
+        Column("rel.err", lambda row: f"{row['rel_err']:.1e}"),
+        Column("speedup", lambda row: f"{row['speedup']:.2f}"),
+        Column(f"({coverage_text(iters)})", _interval),
+    )
+    notes = (
+        "time: median over turns, of the slowest rank. algbw: size / time. busbw: algbw * "
+        "2 (W-1) / W, what links carry without compression. #wrong: elements that differ by a bit "
+        "from what they must be.",
+        "wire: bytes that the busiest rank sends; * computed for a ring all-reduce, because the "
+        "backend does not count. ratio: bytes of an fp32 ring all-reduce over wire. enc: encode, "
+        "on the calling thread. dec: reduce and decode; net: waiting for messages, both on the "
+        "finishing thread of rank 0: the three overlap.",
+        "rel.err: |result - exact mean| / |exact mean| in the first turn. speedup: over the "
+        "fastest of the backend's own at this size, from times of the same turn. "
+        f"{coverage_note(iters)}. torch:fp16 and torch:bf16 cast, all-reduce and cast back.",
+    )
+    first = rows[0]
+    title = f"gradferry bench collective: {first['ranks']} ranks, link {first['link']}"
+    return Table(title, columns, rows, notes)
+
+
+def _interval(row: Row) -> str:
+    return f"{row['speedup_low']:.2f}..{row['speedup_high']:.2f}"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)

@@ -1,0 +1,177 @@
+"""What a hook adds to the backward pass: exposed time per step, by a GPU's events or the CPU's
+clock, and a trace of it that chrome://tracing and ui.perfetto.dev open. Hooks take turns in one
+run; `none` does not communicate.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+
+from gradferry.forecast.hook_names import NO_HOOK, TORCH_HOOKS
+from gradferry.lab import flags
+from gradferry.lab.bench.device_clock import find_gpu
+from gradferry.lab.bench.overlap_turns import OverlapOptions, OverlapOutcome, run_overlap
+from gradferry.lab.output.environment import environment, occasion
+from gradferry.lab.output.json_file import write_json
+from gradferry.lab.output.paired import (
+    coverage_note,
+    coverage_of,
+    coverage_text,
+    paired_difference,
+    paired_ratio,
+)
+from gradferry.lab.output.progress import StatusLine
+from gradferry.lab.output.table import Column, Table, print_line, print_table
+from gradferry.lab.ranks.everywhere import add_rank_arguments, check_ranks, run_everywhere
+from gradferry.lab.workloads.hooks import timed_hooks
+from gradferry.lab.workloads.models import check_model
+
+_DEVICES = ("cpu", "cuda")
+_DEFAULT_HOOKS = ("torch:fp32", "torch:bf16", "q4")
+_SMOKE: dict[str, Any] = {"model": "small", "hooks": ["q4"], "rounds": 2, "steps": 1}
+
+Row = Mapping[str, Any]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of `gradferry bench overlap`."""
+    flags.add_hooks(
+        parser,
+        _DEFAULT_HOOKS,
+        f"beside {NO_HOOK}: {' '.join(TORCH_HOOKS)}, off, and codecs; arguments of attach may "
+        f"follow a codec",
+    )
+    flags.add_model(parser)
+    parser.add_argument(
+        "--device",
+        choices=_DEVICES,
+        default="cpu",
+        help="where the model is. With GPUs for all ranks they meet over NCCL, else over gloo "
+        "(default: cpu)",
+    )
+    add_rank_arguments(parser)
+    parser.add_argument(
+        "--bucket-cap",
+        type=float,
+        default=25.0,
+        metavar="MB",
+        help="DDP's bucket_cap_mb (default: %(default)g)",
+    )
+    flags.add_turns(parser)
+    flags.add_seed(parser)
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="also trace two steps of the last hook on rank 0, as JSON",
+    )
+    parser.add_argument(
+        "--smoke", action="store_true", help="a small model and two rounds, to see that all works"
+    )
+    flags.add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures and reports. Raises a GradferryError when an option is wrong or a rank fails."""
+    if arguments.smoke:
+        vars(arguments).update(_SMOKE)
+    gpu = find_gpu("cuda").environment if arguments.device == "cuda" else {}
+    options = _options(arguments)
+    check_ranks(arguments)
+    console = Console()
+
+    def report(outcomes: Sequence[OverlapOutcome]) -> int:
+        rows = overlap_rows(outcomes, options, arguments.link, arguments.ranks)
+        print_table(console, overlap_table(rows))
+        if options.trace:
+            print_line(console, f"Trace of {options.hooks[-1]}: {options.trace}")
+        if arguments.json:
+            place = {**environment(), **occasion(), **gpu}
+            write_json(arguments.json, rows, place, results_of="bench overlap")
+            print_line(console, f"Written: {arguments.json}")
+        return 0
+
+    with StatusLine(console) as status:
+        return run_everywhere(arguments, run_overlap, (options,), status, status.closing(report))
+
+
+def _options(arguments: argparse.Namespace) -> OverlapOptions:
+    hooks = timed_hooks(arguments.hooks)
+    check_model(arguments.model)
+    flags.require_at_least_one(arguments, "rounds", "steps")
+    flags.require_more_than_zero("--bucket-cap", [arguments.bucket_cap])
+    return OverlapOptions(
+        model=arguments.model,
+        hooks=hooks,
+        device=arguments.device,
+        bucket_cap_mb=arguments.bucket_cap,
+        rounds=arguments.rounds,
+        steps=arguments.steps,
+        seed=arguments.seed,
+        trace=arguments.trace,
+    )
+
+
+def overlap_rows(
+    outcomes: Sequence[OverlapOutcome], options: OverlapOptions, link: str, num_ranks: int
+) -> list[dict[str, Any]]:
+    """Rows of the JSON file; docs/benchmarks.md defines every key."""
+    none = next(outcome.backward_ms for outcome in outcomes if outcome.hook == NO_HOOK)
+    rows = []
+    for outcome in outcomes:
+        exposed = paired_difference(outcome.backward_ms, none)
+        ratio = paired_ratio(outcome.backward_ms, none)
+        rows.append(
+            {
+                "hook": outcome.hook,
+                "link": link,
+                "ranks": num_ranks,
+                "device": options.device,
+                "model": options.model,
+                "bucket_cap_mb": options.bucket_cap_mb,
+                "seed": options.seed,
+                "backward_ms": median(outcome.backward_ms),
+                "backward_ms_min": min(outcome.backward_ms),
+                "backward_ms_max": max(outcome.backward_ms),
+                "exposed_ms": exposed.median,
+                "exposed_ms_low": exposed.low,
+                "exposed_ms_high": exposed.high,
+                "interval_coverage": coverage_of(len(outcome.backward_ms)),
+                "ratio_to_none": ratio.median,
+                "round_ms": list(outcome.backward_ms),
+            }
+        )
+    return rows
+
+
+def overlap_table(rows: Sequence[Row]) -> Table:
+    """Rows of overlap_rows."""
+    first = rows[0]
+    num_rounds = len(first["round_ms"])
+    columns = (
+        Column("hook", lambda row: str(row["hook"]), is_number=False),
+        Column("backward\nms", lambda row: f"{row['backward_ms']:.2f}"),
+        Column("(min)", lambda row: f"{row['backward_ms_min']:.2f}"),
+        Column("(max)", lambda row: f"{row['backward_ms_max']:.2f}"),
+        Column("exposed\nms", lambda row: f"{row['exposed_ms']:.2f}"),
+        Column(f"({coverage_text(num_rounds)})", _interval),
+        Column("ratio\nto none", lambda row: f"{row['ratio_to_none']:.3f}"),
+    )
+    clock = "events of the GPU" if first["device"] == "cuda" else "the clock"
+    notes = (
+        f"Backward passes of {first['model']} on {first['ranks']} ranks, {first['link']}, buckets "
+        f"of {first['bucket_cap_mb']:g} MB; by {clock}, per step, of the slowest rank.",
+        f"Exposed: time minus that of {NO_HOOK} in the same round, median and interval. "
+        f"{coverage_note(num_rounds)}.",
+    )
+    return Table("Backward passes", columns, rows, notes)
+
+
+def _interval(row: Row) -> str:
+    return f"{row['exposed_ms_low']:.2f} to {row['exposed_ms_high']:.2f}"

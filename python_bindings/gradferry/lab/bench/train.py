@@ -1,0 +1,238 @@
+"""Step time of a model under gradient hooks that take turns in one run, each at its best bucket
+size, on loopback, on a link of a chosen rate (as root), or under torchrun. `none` does not
+communicate: what a hook takes longer than that is communication that the backward pass does not
+hide.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+
+from gradferry import _native
+from gradferry.forecast.hook_names import NO_HOOK, TORCH_HOOKS
+from gradferry.lab import flags
+from gradferry.lab.bench.hooked_model import PHASES
+from gradferry.lab.bench.train_turns import TrainOptions, TrainOutcome, run_train
+from gradferry.lab.output.json_file import write_json
+from gradferry.lab.output.paired import (
+    coverage_note,
+    coverage_of,
+    coverage_text,
+    interval_of_median,
+    paired_difference,
+    paired_ratio,
+)
+from gradferry.lab.output.progress import StatusLine
+from gradferry.lab.output.table import Column, Table, print_line, print_table
+from gradferry.lab.ranks.everywhere import add_rank_arguments, check_ranks, run_everywhere
+from gradferry.lab.workloads.hooks import timed_hooks
+from gradferry.lab.workloads.models import check_model
+
+_MOMENTUM = "+momentum=0.9+warmup_steps=100"
+# All at once they take about 0.45 GB per hook and rank, so not every codec is among them.
+_DEFAULT_HOOKS = (NO_HOOK, *TORCH_HOOKS, "q8", "q4", f"sign1{_MOMENTUM}", f"topk{_MOMENTUM}")
+_SMOKE: dict[str, Any] = {
+    "model": "small",
+    "hooks": [NO_HOOK, "torch:fp16", "q4"],
+    "bucket_caps": [4.0, 25.0],
+    "rounds": 2,
+    "steps": 1,
+}
+
+Row = Mapping[str, Any]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of `gradferry bench train`."""
+    codecs = " ".join(str(codec["name"]) for codec in _native.codecs())
+    flags.add_hooks(
+        parser,
+        _DEFAULT_HOOKS,
+        f"of {NO_HOOK} (no communication; always included), {' '.join(TORCH_HOOKS)}, off, "
+        f"auto, and codecs: {codecs}. Arguments of attach may follow a codec: "
+        f"sign1{_MOMENTUM}",
+    )
+    flags.add_model(parser)
+    add_rank_arguments(parser)
+    flags.add_bucket_caps(parser, "tried with each, and compared at its fastest")
+    flags.add_turns(parser)
+    flags.add_seed(parser)
+    parser.add_argument(
+        "--until-loss",
+        type=float,
+        metavar="LOSS",
+        help="then train a fresh model with every hook until its validation loss is there, and "
+        "say how long that took",
+    )
+    parser.add_argument(
+        "--most-steps",
+        type=int,
+        default=1000,
+        help="with --until-loss: give a hook up after so many (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--smoke",
+        action="store_true",
+        help="a small model, few hooks and two rounds, to see that all works; figures mean nothing",
+    )
+    flags.add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures and reports. Raises a GradferryError when an option is wrong or a rank fails."""
+    if arguments.smoke:
+        vars(arguments).update(_SMOKE)
+    options = _options(arguments)
+    check_ranks(arguments)
+    console = Console()
+
+    def report(outcomes: Sequence[TrainOutcome]) -> int:
+        rows = train_rows(outcomes, options, arguments.link, arguments.ranks)
+        print_table(console, train_table(rows))
+        if arguments.json:
+            write_json(arguments.json, rows, results_of="bench train")
+            print_line(console, f"Written: {arguments.json}")
+        return 0
+
+    with StatusLine(console) as status:
+        return run_everywhere(arguments, run_train, (options,), status, status.closing(report))
+
+
+def _options(arguments: argparse.Namespace) -> TrainOptions:
+    hooks = timed_hooks(arguments.hooks)
+    check_model(arguments.model)
+    flags.require_at_least_one(arguments, "rounds", "steps", "most_steps")
+    flags.require_more_than_zero("--bucket-caps", arguments.bucket_caps)
+    return TrainOptions(
+        model=arguments.model,
+        hooks=hooks,
+        bucket_caps_mb=tuple(dict.fromkeys(arguments.bucket_caps)),
+        rounds=arguments.rounds,
+        steps=arguments.steps,
+        seed=arguments.seed,
+        until_loss=arguments.until_loss,
+        most_steps=arguments.most_steps,
+    )
+
+
+def train_rows(
+    outcomes: Sequence[TrainOutcome], options: TrainOptions, link: str, num_ranks: int
+) -> list[dict[str, Any]]:
+    """Rows of the JSON file; docs/benchmarks.md defines every key."""
+    none = next(outcome.round_ms for outcome in outcomes if outcome.hook == NO_HOOK)
+    torch_ms = _best_of_torch(outcomes)
+    rows = []
+    for outcome in outcomes:
+        times = interval_of_median(outcome.round_ms)
+        ratio = paired_ratio(outcome.round_ms, none)
+        speedup = paired_ratio(torch_ms, outcome.round_ms) if torch_ms else None
+        rows.append(
+            {
+                "hook": outcome.hook,
+                "link": link,
+                "ranks": num_ranks,
+                "bucket_cap_mb": outcome.bucket_cap_mb,
+                "ms_median": times.median,
+                "ms_min": min(outcome.round_ms),
+                "ms_max": max(outcome.round_ms),
+                "ratio_to_none": ratio.median,
+                "wire_bytes": outcome.wire_bytes,
+                "exposed_ms": paired_difference(outcome.round_ms, none).median,
+                "ratio_to_none_low": ratio.low,
+                "ratio_to_none_high": ratio.high,
+                "speedup": speedup.median if speedup else None,
+                "speedup_low": speedup.low if speedup else None,
+                "speedup_high": speedup.high if speedup else None,
+                "interval_coverage": coverage_of(len(outcome.round_ms)),
+                "wire_bytes_measured": outcome.wire_measured,
+                "wire_bytes_formula": outcome.wire_formula,
+                "interface_bytes": outcome.interface_bytes,
+                "until_loss": options.until_loss,
+                "steps_to_loss": outcome.reached.steps if outcome.reached else None,
+                "seconds_to_loss": outcome.reached.seconds if outcome.reached else None,
+                **{phase: outcome.phase_ms.get(phase) for phase in PHASES},
+                "model": options.model,
+                "seed": options.seed,
+                "round_ms": outcome.round_ms,
+                "trial_ms": {f"{cap:g}": ms for cap, ms in outcome.trial_ms.items()},
+                "last_step": asdict(outcome.last_step) if outcome.last_step else None,
+            }
+        )
+    return rows
+
+
+def _best_of_torch(outcomes: Sequence[TrainOutcome]) -> list[float] | None:
+    """Times of the fastest of PyTorch's own hooks."""
+    candidates = [o.round_ms for o in outcomes if o.hook.startswith("torch:")]
+    return min(candidates, key=median) if candidates else None
+
+
+def train_table(rows: Sequence[Row]) -> Table:
+    """Rows of `gradferry bench train`, with its columns explained below."""
+    num_rounds = len(rows[0]["round_ms"])
+    coverage = f"({coverage_text(num_rounds)})"
+    columns = [
+        Column("hook", lambda row: str(row["hook"]), is_number=False),
+        Column("bucket\nMB", lambda row: f"{row['bucket_cap_mb']:g}"),
+        Column("ms per step\nmedian", lambda row: f"{row['ms_median']:.1f}"),
+        Column("(min)", lambda row: f"{row['ms_min']:.1f}"),
+        Column("(max)", lambda row: f"{row['ms_max']:.1f}"),
+        Column("exposed\nms", lambda row: f"{row['exposed_ms']:.1f}"),
+        Column("ratio to\nnone", lambda row: f"{row['ratio_to_none']:.3f}"),
+        Column(coverage, lambda row: _interval(row, "ratio_to_none")),
+        Column("speed-up", lambda row: _number(row["speedup"], ".2f")),
+        Column(coverage, lambda row: _interval(row, "speedup")),
+        Column("bytes sent\nper step ", _bytes_sent),
+        Column("of\nformula", lambda row: _of_formula(row["wire_bytes"], row)),
+        Column("interface\nof formula", lambda row: _of_formula(row["interface_bytes"], row)),
+    ]
+    notes = [
+        "Hooks take turns; every ratio compares times of the same round. Median, minimum and "
+        "maximum are of turns, of the slowest rank. Exposed: what a step takes longer than with "
+        f"`none`. Speed-up: over the fastest of PyTorch's own hooks. {coverage_note(num_rounds)}.",
+        "Bytes: of the rank that sends most. Interface: what its counter says, protocol headers "
+        "included, over the formula.",
+    ]
+    if not all(row["wire_bytes_measured"] for row in rows):
+        notes.append("* computed for a ring all-reduce: PyTorch does not count what it sends.")
+    until_loss = rows[0].get("until_loss")
+    if until_loss is not None:
+        columns += [
+            Column("steps to\nloss", lambda row: _number(row["steps_to_loss"], "d")),
+            Column("seconds\nto loss", lambda row: _number(row["seconds_to_loss"], ".1f")),
+        ]
+        notes.append(
+            f"To loss: training until the validation loss is {until_loss:g}, looked at every 10 "
+            f"steps; validation is not counted."
+        )
+    first = rows[0]
+    title = (
+        f"gradferry bench train: {first['model']}, {first['ranks']} ranks, link {first['link']}, "
+        f"{num_rounds} rounds"
+    )
+    return Table(title, columns, rows, notes)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _interval(row: Row, key: str) -> str:
+    low, high = row[f"{key}_low"], row[f"{key}_high"]
+    return "-" if low is None else f"{low:.2f}..{high:.2f}"
+
+
+def _bytes_sent(row: Row) -> str:
+    mark = " " if row["wire_bytes_measured"] else "*"
+    return f"{row['wire_bytes']:,}{mark}"
+
+
+def _of_formula(sent: float | None, row: Row) -> str:
+    formula = row["wire_bytes_formula"]
+    return "-" if sent is None or not formula else f"{sent / formula:.4f}"

@@ -1,0 +1,250 @@
+"""`gradferry bench train` on the ranks: hooks take turns on the same model.
+
+Every hook has a model and optimizer to itself, all alive at once. A round lets each of them train a
+few steps, in an order that turns around from round to round, so that what the machine does
+meanwhile strikes all alike.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from gradferry.core.agreement import most_of_ranks
+from gradferry.errors import ConfigError
+from gradferry.forecast.hook_names import NO_HOOK
+from gradferry.lab.bench.hooked_model import HookedModel, phases_of
+from gradferry.lab.ranks.everywhere import InterfaceCounter
+from gradferry.lab.ranks.launch import Emit, gather_from_ranks
+from gradferry.lab.workloads.hooks import COMPRESS_FROM, bucket_caps, steps_until_steady
+from gradferry.lab.workloads.models import load_workload
+
+EVENT_INSTANTS = ("begin_ms", "encoded_ms", "complete_ms")  # of HookState.events
+_TRIAL_STEPS = 3
+_VALIDATE_EVERY = 10  # steps
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """What is compared. Hooks and model are known to be good."""
+
+    model: str
+    hooks: tuple[str, ...]
+    bucket_caps_mb: tuple[float, ...]
+    rounds: int
+    steps: int  # of a hook in a round
+    seed: int
+    until_loss: float | None = None  # of the validation data
+    most_steps: int = 0  # until that loss, before a hook is given up
+
+
+@dataclass(frozen=True)
+class LossReached:
+    """How long a training took to reach the target."""
+
+    steps: int
+    seconds: float  # of training steps, the first ones included; validation excluded
+
+
+@dataclass(frozen=True)
+class LastStep:
+    """Instants of one step on one rank, in ms since it began."""
+
+    backward_ms: float  # backward began
+    backward_end_ms: float  # gradients were there
+    end_ms: float  # the optimizer was done
+    buckets: Sequence[Mapping[str, float]]  # of a codec: HookState.events(), on the same clock
+
+
+@dataclass
+class TrainOutcome:
+    """What became of one hook, over all ranks."""
+
+    hook: str
+    bucket_cap_mb: float
+    trial_ms: dict[float, float]  # by bucket size: how the best one was found
+    round_ms: list[float] = field(default_factory=list)  # per step, of the slowest rank
+    wire_bytes: int = 0  # per step, of the rank that sends most
+    wire_measured: bool = True
+    wire_formula: int = 0
+    interface_bytes: float | None = None  # per step, of that rank; None where not its own
+    phase_ms: dict[str, float] = field(default_factory=dict)  # per step, of a codec on rank 0
+    last_step: LastStep | None = None  # of the last round, on rank 0
+    reached: LossReached | None = None
+
+
+class _TimedModel(HookedModel):
+    """Trains, and knows how long that took."""
+
+    steps = 0
+    seconds = 0.0  # of training
+    _instants: Sequence[float] = ()  # of the last step, in seconds
+
+    def train(self, steps: int) -> float:
+        """Trains; returns the seconds that passed on this rank. All ranks start together."""
+        batches = self._draw(steps)
+        dist.barrier()
+        started = time.monotonic()
+        for batch in batches:
+            begun = time.monotonic()
+            self._optimizer.zero_grad()
+            loss = self._workload.loss(self._ddp, batch)
+            backward = time.monotonic()
+            loss.backward()  # type: ignore[no-untyped-call]
+            backward_end = time.monotonic()
+            self._optimizer.step()
+            self._instants = [begun, backward, backward_end, time.monotonic()]
+        seconds = time.monotonic() - started
+        self.steps += steps
+        self.seconds += seconds
+        return seconds
+
+    def phase_ms(self) -> dict[str, float]:
+        """Sums since the start."""
+        return phases_of(self.handle.state.stats()) if self.handle.state else {}
+
+    def last_step(self) -> LastStep:
+        """When things happened in the last step."""
+        begun, backward, backward_end, end = (1000 * seconds for seconds in self._instants)
+        events = self.handle.state.events() if self.handle.state else []
+        buckets = [
+            {key: value - begun if key in EVENT_INSTANTS else value for key, value in event.items()}
+            for event in events
+            if event["begin_ms"] > begun
+        ]
+        return LastStep(backward - begun, backward_end - begun, end - begun, buckets)
+
+    def validation_loss(self) -> float:
+        """Mean over the validation data of all ranks."""
+        model = self._ddp.module
+        model.eval()
+        with torch.no_grad():
+            losses = [self._workload.loss(model, batch) for batch in self._workload.validation]
+        model.train()
+        total = torch.tensor(
+            [float(sum(losses)), float(len(losses))], dtype=torch.float64, device="cpu"
+        )
+        dist.all_reduce(total)
+        return float(total[0] / total[1])
+
+
+def run_train(emit: Emit, options: TrainOptions) -> list[TrainOutcome]:
+    """Runs on every rank; the outcomes are the same on all. Emits what it is doing, as text.
+
+    Raises ConfigError when a target loss is asked of a model without validation data.
+    """
+    return _Turns(emit, options).run()
+
+
+class _Turns:
+    def __init__(self, emit: Emit, options: TrainOptions) -> None:
+        self._emit = emit
+        self._options = options
+        self._workload = load_workload(options.model)
+        self._interface = InterfaceCounter()
+
+    def run(self) -> list[TrainOutcome]:
+        if self._options.until_loss is not None and not self._workload.metric:
+            raise ConfigError(f"--until-loss: model {self._workload.name} has no validation data")
+        outcomes = []
+        models = []
+        for hook in self._options.hooks:
+            outcome = TrainOutcome(hook, *self._find_bucket_size(hook))
+            models.append(self._new(hook, outcome.bucket_cap_mb))
+            models[-1].train(steps_until_steady(hook))
+            outcomes.append(outcome)
+        entries = list(zip(models, outcomes, strict=True))
+        before = {model.hook: model.phase_ms() for model, _ in entries}
+        for number in range(1, self._options.rounds + 1):
+            for model, outcome in entries:
+                self._emit(f"round {number}/{self._options.rounds}: {model.hook}")
+                self._take_turn(model, outcome)
+            entries.reverse()
+        steps = self._options.rounds * self._options.steps
+        for model, outcome in entries:
+            for key, total in model.phase_ms().items():
+                outcome.phase_ms[key] = (total - before[model.hook][key]) / steps
+            outcome.last_step = model.last_step()
+            self._count_bytes(model, outcome)
+        del models, model, entries
+        if self._options.until_loss is not None:
+            for outcome in outcomes:
+                if outcome.hook != NO_HOOK:  # without communication, ranks train apart
+                    self._train_until(self._options.until_loss, outcome)
+        return outcomes
+
+    def _new(
+        self, hook: str, bucket_cap_mb: float, compress_from: int | None = COMPRESS_FROM
+    ) -> _TimedModel:
+        gc.collect()  # DDP objects sit in reference cycles
+        return _TimedModel(
+            self._workload, hook, bucket_cap_mb, self._options.seed, compress_from, fused=True
+        )
+
+    def _find_bucket_size(self, hook: str) -> tuple[float, dict[float, float]]:
+        """The bucket size at which a short trial is fastest, and the trials' ms per step."""
+        trials: dict[float, float] = {}
+        caps = bucket_caps(hook, self._workload.build_model(), self._options.bucket_caps_mb)
+        for cap in caps:
+            assert cap is not None
+            if len(caps) == 1:
+                return cap, {}
+            self._emit(f"{hook}: trying buckets of {cap:g} MB")
+            model = self._new(hook, cap)
+            model.train(steps_until_steady(hook))
+            seconds = most_of_ranks([model.train(1) for _ in range(_TRIAL_STEPS)])
+            trials[cap] = 1000 * median(seconds)
+            del model  # before the next one takes memory
+        return min(trials, key=lambda cap: trials[cap]), trials
+
+    def _take_turn(self, model: _TimedModel, outcome: TrainOutcome) -> None:
+        steps = self._options.steps
+        dist.barrier()  # so that what the one before has sent is gone
+        before = self._interface.read()
+        seconds = model.train(steps)
+        after = self._interface.read()
+        outcome.round_ms += [1000 * s / steps for s in most_of_ranks([seconds])]
+        if before is not None and after is not None:
+            outcome.interface_bytes = (outcome.interface_bytes or 0) + (after - before)
+
+    def _count_bytes(self, model: _TimedModel, outcome: TrainOutcome) -> None:
+        """Bytes of one more step, of the rank that sends most."""
+        handle = model.handle
+        before = handle.wire_bytes(model.steps)
+        model.train(1)
+        wire_bytes = handle.wire_bytes(model.steps) - before
+        on_interface = outcome.interface_bytes
+        if on_interface is not None:
+            on_interface /= self._options.rounds * self._options.steps
+        ranks = gather_from_ranks(
+            {
+                "wire_bytes": wire_bytes,
+                "wire_formula": handle.formula_bytes(),
+                "interface_bytes": on_interface,
+                "phase_ms": outcome.phase_ms,
+                "last_step": asdict(outcome.last_step) if outcome.last_step else None,
+            }
+        )
+        outcome.phase_ms, last_step = ranks[0]["phase_ms"], ranks[0]["last_step"]
+        outcome.last_step = LastStep(**last_step) if last_step else None
+        busiest = max(ranks, key=lambda rank: int(rank["wire_bytes"]))
+        outcome.wire_bytes, outcome.wire_formula = busiest["wire_bytes"], busiest["wire_formula"]
+        outcome.interface_bytes = busiest["interface_bytes"]
+        outcome.wire_measured = handle.measured
+
+    def _train_until(self, target: float, outcome: TrainOutcome) -> None:
+        """Trains a fresh model until its validation loss is at the target."""
+        model = self._new(outcome.hook, outcome.bucket_cap_mb, compress_from=None)
+        while model.steps < self._options.most_steps:
+            model.train(_VALIDATE_EVERY)
+            loss = model.validation_loss()
+            self._emit(f"{outcome.hook}: step {model.steps}, loss {loss:.3f}")
+            if loss <= target:
+                outcome.reached = LossReached(model.steps, most_of_ranks([model.seconds])[0])
+                return

@@ -1,0 +1,244 @@
+"""What is trained, and what is demanded of it: tasks, contestants, seeds, bands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from gradferry.core.config import closest
+from gradferry.errors import ConfigError
+from gradferry.lab.workloads.optimizers import BETAS, SGD_MOMENTUM
+
+NUM_RANKS = 4
+RULER = "torch:fp32"  # what all others are compared with
+DENSE = "dense"
+MOMENTUM = "momentum"
+_FREEZE_SHARE = 0.25  # of the steps: OneBitAdam learns its variance from dense gradients
+_TOPK = "topk:ratio=0.01"
+_COARSE_GAPS = {"sign1": 1e-6, _TOPK: 1e-6}  # to the optimum
+_GAPS = {"q8": 1e-9, "q4": 1e-9, "rht:bits=4": 1e-9, **_COARSE_GAPS}
+
+
+@dataclass(frozen=True)
+class Near:
+    """The mean loss is at most `floor`, or some standard deviations of the ruler, above it."""
+
+    floor: float
+
+
+@dataclass(frozen=True)
+class Reaches:
+    """The mean gap to the optimum is at most `gap`."""
+
+    gap: float
+
+
+@dataclass(frozen=True)
+class Misses:
+    """A negative control: the gap stays above `gap`, or the task could not tell."""
+
+    gap: float
+
+
+Demand = Near | Reaches | Misses
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A codec, and what happens to what it withholds.
+
+    Attributes:
+        optimizer: of OPTIMIZERS.
+        codec: or one of PyTorch's hooks.
+        mode: DENSE for PyTorch's hooks, MOMENTUM, or the `error_feedback` of `attach`.
+        demand: None: only reported.
+    """
+
+    optimizer: str
+    codec: str
+    mode: str
+    demand: Demand | None = None
+
+    def hook(self, steps: int) -> str:
+        """Name of the hook, for `workloads.training.train`."""
+        if self.mode == DENSE:
+            return self.codec
+        if self.mode != MOMENTUM:
+            return f"{self.codec}+error_feedback={self.mode}"
+        if self.optimizer == "SGD":
+            return f"{self.codec}+momentum={SGD_MOMENTUM}"
+        dense_steps = max(1, round(_FREEZE_SHARE * steps))
+        return f"{self.codec}+momentum={BETAS[0]}+warmup_steps={dense_steps}"
+
+
+@dataclass(frozen=True)
+class Contest:
+    """Contestants that train one task, all judged by the first one's trainings."""
+
+    task: str
+    steps: int
+    cost: float  # core seconds per step, about
+    contestants: tuple[Contestant, ...]
+    ruler_seeds: int
+    seeds: int
+
+
+@dataclass(frozen=True)
+class Training:
+    """One model from start to end. Two equal ones end with the same parameters."""
+
+    suite: str
+    task: str
+    contestant: Contestant
+    seed: int
+    steps: int
+    num_ranks: int
+    cost: float
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        one = self.contestant
+        return f"{self.task} {one.optimizer} {one.codec} {one.mode} seed {self.seed}"
+
+
+@dataclass(frozen=True)
+class Suite:
+    """All of a run. `sigmas`: how many standard deviations of the ruler a band is wide."""
+
+    name: str
+    contests: tuple[Contest, ...]
+    sigmas: float
+    num_ranks: int = NUM_RANKS
+
+    def trainings(self) -> Iterator[Training]:
+        """Every training of every contest."""
+        for contest in self.contests:
+            for one in contest.contestants:
+                seeds = contest.ruler_seeds if one.codec == RULER else contest.seeds
+                for seed in range(seeds):
+                    yield Training(
+                        suite=self.name,
+                        task=contest.task,
+                        contestant=one,
+                        seed=seed,
+                        steps=contest.steps,
+                        num_ranks=self.num_ranks,
+                        cost=contest.steps * contest.cost,
+                    )
+
+
+def _adam(floor: float, sign1: float, topk: float) -> tuple[Contestant, ...]:
+    near = Near(floor)
+    return (
+        Contestant("AdamW", RULER, DENSE),
+        Contestant("AdamW", "torch:bf16", DENSE),
+        Contestant("AdamW", "q8", "owner", near),
+        Contestant("AdamW", "q4", "both", near),
+        Contestant("AdamW", "rht:bits=4", "both", near),
+        Contestant("AdamW", "sign1", "both"),
+        Contestant("AdamW", _TOPK, "both"),
+        Contestant("OneBitAdam", "sign1", MOMENTUM, Near(sign1)),
+        Contestant("OneBitAdam", _TOPK, MOMENTUM, Near(topk)),
+    )
+
+
+def _sgd(floor: float, topk: float) -> tuple[Contestant, ...]:
+    near = Near(floor)
+    return (
+        Contestant("SGD", RULER, DENSE),
+        Contestant("SGD", "torch:bf16", DENSE),
+        Contestant("SGD", "q8", "owner", near),
+        Contestant("SGD", "q4", "both", near),
+        Contestant("SGD", "rht:bits=4", "both", near),
+        Contestant("SGD", "sign1", "both"),
+        Contestant("SGD", _TOPK, "both"),
+        Contestant("SGD", "sign1", MOMENTUM),
+        Contestant("SGD", _TOPK, MOMENTUM, Near(topk)),
+    )
+
+
+def _convex(gaps: Mapping[str, float]) -> tuple[Contestant, ...]:
+    """Each codec with and without error feedback, by the gap that it must reach and miss."""
+    return (
+        Contestant("SGD", RULER, DENSE),
+        Contestant("SGD", "torch:bf16", DENSE),
+        *(
+            Contestant("SGD", codec, mode, demand)
+            for codec, gap in gaps.items()
+            for mode, demand in (("none", Misses(gap)), ("both", Reaches(gap)))
+        ),
+    )
+
+
+def _judged(contest: Contest) -> Contest:
+    """The contest without those that are only reported."""
+    ruler, *others = contest.contestants
+    return replace(contest, contestants=(ruler, *(one for one in others if one.demand)))
+
+
+FULL = Suite(
+    name="full",
+    contests=(
+        Contest("tiny_text", 450, 0.08, _adam(0.003, 0.02, 0.06), ruler_seeds=5, seeds=3),
+        Contest("tiny_text", 450, 0.08, _sgd(0.003, 0.06), ruler_seeds=5, seeds=3),
+        Contest("tiny_vision", 400, 0.02, _adam(0.003, 0.02, 0.06), ruler_seeds=5, seeds=3),
+        Contest("tiny_vision", 400, 0.02, _sgd(0.003, 0.06), ruler_seeds=5, seeds=3),
+        Contest("digits", 300, 0.014, _adam(0.003, 0.02, 0.06), ruler_seeds=5, seeds=3),
+        Contest("digits", 300, 0.014, _sgd(0.003, 0.06), ruler_seeds=5, seeds=3),
+        Contest("convex", 2000, 0.012, _convex(_GAPS), ruler_seeds=5, seeds=3),
+    ),
+    sigmas=2,
+)
+
+# Shorter, and one seed for each codec: bands have room for what a single training scatters.
+QUICK = Suite(
+    name="quick",
+    contests=(
+        _judged(Contest("tiny_text", 150, 0.08, _adam(0.01, 0.04, 0.12), ruler_seeds=3, seeds=1)),
+        _judged(Contest("tiny_vision", 150, 0.02, _sgd(0.02, 0.3), ruler_seeds=3, seeds=1)),
+        _judged(Contest("digits", 200, 0.014, _adam(0.1, 0.3, 1.0), ruler_seeds=3, seeds=2)),
+        _judged(Contest("convex", 1500, 0.012, _convex(_COARSE_GAPS), ruler_seeds=1, seeds=1)),
+    ),
+    sigmas=3,
+)
+
+SUITES = {suite.name: suite for suite in (QUICK, FULL)}
+
+
+def select(
+    suite: Suite,
+    tasks: Sequence[str] | None = None,
+    codecs: Sequence[str] | None = None,
+    optimizers: Sequence[str] | None = None,
+) -> Suite:
+    """The part of a suite with these tasks, codecs and optimizers; None: all.
+
+    A contest keeps its ruler. Raises ConfigError for what the suite does not have.
+    """
+    everyone = [one for contest in suite.contests for one in contest.contestants]
+    _check("--tasks", tasks, [contest.task for contest in suite.contests])
+    _check("--codecs", codecs, [one.codec for one in everyone])
+    _check("--optimizers", optimizers, [one.optimizer for one in everyone])
+    contests = []
+    for contest in suite.contests:
+        kept = tuple(
+            one
+            for one in contest.contestants
+            if (codecs is None or one.codec in codecs)
+            and (optimizers is None or one.optimizer in optimizers)
+        )
+        if kept and (tasks is None or contest.task in tasks):
+            rulers = tuple(one for one in contest.contestants[:1] if one not in kept)
+            contests.append(replace(contest, contestants=(*rulers, *kept)))
+    return replace(suite, contests=tuple(contests))
+
+
+def _check(option: str, wanted: Sequence[str] | None, known: Sequence[str]) -> None:
+    for value in wanted or ():
+        if value not in known:
+            choices = list(dict.fromkeys(known))
+            raise ConfigError(
+                f"{option}: {value!r} is not in this suite, which has {', '.join(choices)}"
+                f"{closest(value, choices)}"
+            )

@@ -1,0 +1,282 @@
+"""Will it help me? Measures the link between the ranks, the codecs and a model's training step,
+predicts that step under every hook, and says in one sentence what to use, or not to compress at
+all. On loopback, on a link of a chosen rate (as root), or under torchrun.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch import nn
+
+from gradferry.ddp.attach import attach
+from gradferry.errors import ConfigError
+from gradferry.forecast.costs import LinkCosts
+from gradferry.forecast.diagnosis import (
+    Diagnosis,
+    Examination,
+    default_hooks,
+    examine,
+    needs_momentum,
+    require_hooks,
+)
+from gradferry.forecast.hook_names import BACKEND_HOOKS, NO_HOOK, TORCH_DTYPES, check_hook
+from gradferry.forecast.measure_link import Progress
+from gradferry.lab import flags
+from gradferry.lab.output.json_file import write_json
+from gradferry.lab.output.progress import StatusLine
+from gradferry.lab.output.table import Column, Table, print_line, print_table
+from gradferry.lab.ranks.everywhere import add_rank_arguments, check_ranks, run_everywhere
+from gradferry.lab.workloads.models import check_model, load_workload
+from gradferry.lab.workloads.optimizers import make_optimizer
+
+_TURNS = 5
+_SECONDS = 0.5
+_SMOKE: dict[str, Any] = {"model": "small", "hooks": [*TORCH_DTYPES, "q4", "sign1"], "turns": 1}
+
+Row = Mapping[str, Any]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of `gradferry doctor`."""
+    flags.add_model(parser)
+    flags.add_hooks(
+        parser,
+        default_hooks(),
+        f"of {' '.join(TORCH_DTYPES)} and codecs; arguments of attach may follow a codec, as "
+        f"for bench train",
+    )
+    add_rank_arguments(parser)
+    flags.add_bucket_caps(parser, "predicted at its fastest")
+    parser.add_argument(
+        "--turns",
+        type=int,
+        default=_TURNS,
+        help="turns of three training steps to measure (default: %(default)s)",
+    )
+    flags.add_seed(parser)
+    parser.add_argument(
+        "--smoke",
+        action="store_true",
+        help="a small model, few hooks and one turn, to see that all works; figures mean nothing",
+    )
+    flags.add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures and reports. Raises a GradferryError when an option is wrong or a rank fails."""
+    if arguments.smoke:
+        vars(arguments).update(_SMOKE)
+    asked = _examination(arguments)
+    check_ranks(arguments)
+    if arguments.ranks < 2:
+        raise ConfigError("doctor needs two ranks at least: a world of one does not communicate")
+    console = Console()
+
+    def report(found: Diagnosis) -> int:
+        show_diagnosis(console, found, arguments.model, arguments.link)
+        if arguments.json:
+            rows = doctor_rows(found, arguments.model, arguments.link)
+            write_json(arguments.json, rows, results_of="doctor")
+            print_line(console, f"Written: {arguments.json}")
+        return 0
+
+    with StatusLine(console) as status:
+        body_arguments = (arguments.model, asked, arguments.seed)
+        return run_everywhere(
+            arguments, examine_workload, body_arguments, status, status.closing(report)
+        )
+
+
+def _examination(arguments: argparse.Namespace) -> Examination:
+    hooks = require_hooks(arguments.hooks)
+    for hook in hooks:
+        check_hook(hook)
+        if hook.startswith("torch:") and hook not in BACKEND_HOOKS:
+            raise ConfigError(f"--hooks: {hook} cannot be predicted; measure it with bench train")
+    check_model(arguments.model)
+    flags.require_at_least_one(arguments, "turns")
+    flags.require_more_than_zero("--bucket-caps", arguments.bucket_caps)
+    caps = tuple(dict.fromkeys(arguments.bucket_caps))
+    return Examination(hooks, caps, arguments.turns, _SECONDS)
+
+
+def examine_workload(emit: Progress, model: str, asked: Examination, seed: int) -> Diagnosis:
+    """Runs on every rank of the default group, on a model as `bench train` has it."""
+    group = dist.group.WORLD
+    assert group is not None
+    torch.manual_seed(seed)
+    workload = load_workload(model)
+
+    def make_step(ddp: nn.Module) -> Callable[[], None]:
+        optimizer = make_optimizer("AdamW", workload, ddp.parameters(), None, fused=True)
+        generator = torch.Generator().manual_seed(seed)
+        batch: Any = workload.draw(generator)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            workload.loss(ddp, batch).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+
+        return step
+
+    return examine(group, workload.build_model, make_step, attach, asked, emit)
+
+
+def show_diagnosis(console: Console, found: Diagnosis, model: str, link: str) -> None:
+    """Prints tables and verdict."""
+    for table in doctor_tables(doctor_rows(found, model, link)):
+        print_table(console, table)
+        console.print()
+    print_line(console, found.verdict)
+
+
+def doctor_tables(rows: Sequence[Row]) -> list[Table]:
+    """Of the link, of the codecs, and of the steps that they would take."""
+    kinds = {kind: [row for row in rows if row["kind"] == kind] for kind in _KINDS}
+    (verdict,) = kinds["verdict"]
+    return [
+        _link_table(kinds["link"], verdict),
+        _codec_table(kinds["codec"]),
+        _prediction_table(kinds["prediction"], verdict),
+    ]
+
+
+_KINDS = ("link", "codec", "prediction", "verdict")
+
+
+def doctor_rows(found: Diagnosis, model: str, link: str) -> list[dict[str, Any]]:
+    """Rows of the JSON file; docs/forecast.md defines every key."""
+    place = {"model": model, "link": link, "ranks": found.world_size}
+    verdict = {
+        "kind": "verdict",
+        "text": found.verdict,
+        "elements": sum(parameter.num_elements for parameter in found.parameters),
+        "parameters": len(found.parameters),
+        "waiting_ms": 1e3 * found.profile.waiting_s,
+    }
+    rows = [*_link_rows(found.costs.link), *_codec_rows(found), *_prediction_rows(found), verdict]
+    return [{**row, **place} for row in rows]
+
+
+def _link_rows(costs: LinkCosts) -> list[dict[str, Any]]:
+    collectives = {"all-to-all": costs.scatter, "all-gather": costs.gather}
+    for dtype, reduce in costs.all_reduce.items():
+        collectives[f"all-reduce {str(dtype).removeprefix('torch.')}"] = reduce
+    return [
+        {
+            "kind": "link",
+            "collective": name,
+            "bytes": int(num_bytes),
+            "us": 1e6 * seconds,
+            "gbit_per_s": 8e-9 * num_bytes / seconds if seconds else None,
+            "latency_us": 1e6 * collective.latency_s,
+            "cpu_ns_per_byte": 1e9 * collective.cpu_s_per_byte,
+            "beside_backward": collective.beside_backward,
+        }
+        for name, collective in collectives.items()
+        for num_bytes, seconds in collective.occupied.points
+    ]
+
+
+def _codec_rows(found: Diagnosis) -> list[dict[str, Any]]:
+    return [
+        {
+            "kind": "codec",
+            "codec": str(codec.codec),
+            "bits": codec.codec.bits(),
+            "worker_residual": codec.residuals[0],
+            "owner_residual": codec.residuals[1],
+            "encode_ns": 1e9 * speed.encode_per_element,
+            "reduce_ns": 1e9 * speed.reduce_per_element,
+            "decode_ns": 1e9 * speed.decode_per_element,
+            "check_ns_per_byte": 1e9 * speed.check_per_byte,
+        }
+        for codec, speed in found.costs.codecs.items()
+    ]
+
+
+def _prediction_rows(found: Diagnosis) -> list[dict[str, Any]]:
+    return [
+        {
+            "kind": "prediction",
+            "hook": prediction.hook,
+            "bucket_cap_mb": prediction.bucket_cap_mb,
+            "ms": 1e3 * prediction.seconds,
+            "exposed_ms": 1e3 * prediction.exposed_s,
+            "ratio_to_none": prediction.ratio_to_none,
+            "wire_bytes": prediction.wire_bytes,
+            "needs_momentum": prediction.hook != NO_HOOK and needs_momentum(prediction.hook),
+        }
+        for prediction in found.predictions
+    ]
+
+
+def _link_table(rows: Sequence[Row], verdict: Row) -> Table:
+    columns = (
+        Column("collective", lambda row: str(row["collective"]), is_number=False),
+        Column("bytes sent", lambda row: f"{row['bytes']:,}"),
+        Column("us", lambda row: f"{row['us']:,.1f}"),
+        Column("Gb/s", lambda row: f"{row['gbit_per_s']:.3f}"),
+        Column("latency\nus", lambda row: f"{row['latency_us']:,.0f}"),
+        Column("CPU\nns per byte", lambda row: f"{row['cpu_ns_per_byte']:.2f}"),
+        Column("beside\nbackward", lambda row: f"{row['beside_backward']:.2f}"),
+    )
+    notes = (
+        "us: from one collective to the next with two in flight, and all-to-all and all-gather at "
+        "the same time, as the engine uses them. Bytes: that a rank sends; of an all-reduce, of "
+        "its tensor. Latency: of the smallest collective, alone. CPU: of all threads of a rank. "
+        "Beside backward: share of its speed that the link keeps while the ranks compute.",
+    )
+    title = f"gradferry doctor: {verdict['ranks']} ranks, link {verdict['link']}"
+    return Table(title, columns, rows, notes)
+
+
+def _codec_table(rows: Sequence[Row]) -> Table:
+    columns = (
+        Column("codec", lambda row: str(row["codec"]), is_number=False),
+        Column("residuals", _residuals, is_number=False),
+        Column("bits per\nelement", lambda row: f"{row['bits']:.2f}"),
+        Column("encode\nns", lambda row: f"{row['encode_ns']:.3f}"),
+        Column("reduce\nns", lambda row: f"{row['reduce_ns']:.3f}"),
+        Column("decode\nns", lambda row: f"{row['decode_ns']:.3f}"),
+    )
+    notes = (
+        "ns per element, on one thread. reduce: per element that a rank owns, from all ranks.",
+    )
+    return Table("Codecs on this machine", columns, rows, notes)
+
+
+def _residuals(row: Row) -> str:
+    kept = [name for name in ("worker", "owner") if row[f"{name}_residual"]]
+    return " and ".join(kept) or "none"
+
+
+def _prediction_table(rows: Sequence[Row], verdict: Row) -> Table:
+    columns = (
+        Column("hook", lambda row: f"{row['hook']}{' *' * row['needs_momentum']}", is_number=False),
+        Column("bucket\nMB", lambda row: _cap(row["bucket_cap_mb"])),
+        Column("ms per step\npredicted", lambda row: f"{row['ms']:,.1f}"),
+        Column("exposed\nms", lambda row: f"{row['exposed_ms']:,.1f}"),
+        Column("ratio to\nnone", lambda row: f"{row['ratio_to_none']:.3f}"),
+        Column("bytes sent\nper step", lambda row: f"{row['wire_bytes']:,}"),
+    )
+    notes = [
+        f"{verdict['elements']:,} elements in {verdict['parameters']} parameters. `none` was "
+        f"measured, all else is predicted from the tables above; every hook at its fastest bucket "
+        f"size. Exposed: more than without communication. Ranks wait for each other: "
+        f"{verdict['waiting_ms']:.1f} ms, found by measuring q4.",
+    ]
+    if any(row["needs_momentum"] for row in rows):
+        notes.append("* trains well only in momentum mode (momentum=), or with SGD.")
+    title = f"Predicted step: {verdict['model']}, link {verdict['link']}"
+    return Table(title, columns, rows, notes)
+
+
+def _cap(cap: float | None) -> str:
+    return "-" if cap is None else f"{cap:g}"

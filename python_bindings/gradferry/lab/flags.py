@@ -1,0 +1,78 @@
+"""Flags that several commands have, and checks of their values, which raise ConfigError."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from gradferry.errors import ConfigError
+from gradferry.lab.workloads.models import MODEL_HELP
+
+_BUCKET_CAPS_MB = (4.0, 10.0, 25.0)
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Declares --json."""
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows as JSON")
+
+
+def add_seed(parser: argparse.ArgumentParser) -> None:
+    """Declares --seed."""
+    parser.add_argument("--seed", type=int, default=0, help="of model and data (default: 0)")
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Declares --model, for `workloads.models.load_workload`."""
+    parser.add_argument(
+        "--model", default="transformer", help=f"{MODEL_HELP} (default: %(default)s)"
+    )
+
+
+def add_hooks(parser: argparse.ArgumentParser, default: Sequence[str], what: str) -> None:
+    """Declares --hooks. `what`: which there are, and how they are written."""
+    parser.add_argument(
+        "--hooks",
+        nargs="+",
+        default=list(default),
+        metavar="HOOK",
+        help=f"{what} (default: {' '.join(default)})",
+    )
+
+
+def add_bucket_caps(parser: argparse.ArgumentParser, what: str) -> None:
+    """Declares --bucket-caps. `what`: what becomes of every hook."""
+    parser.add_argument(
+        "--bucket-caps",
+        nargs="+",
+        type=float,
+        default=list(_BUCKET_CAPS_MB),
+        metavar="MB",
+        help=f"DDP's bucket_cap_mb: every hook is {what} (default: 4 10 25)",
+    )
+
+
+def add_turns(parser: argparse.ArgumentParser) -> None:
+    """Declares --rounds and --steps, of hooks that take turns."""
+    parser.add_argument(
+        "--rounds", type=int, default=20, help="turns of every hook (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=3, help="training steps in a turn (default: %(default)s)"
+    )
+
+
+def require_at_least_one(arguments: argparse.Namespace, *options: str) -> None:
+    """Options whose value, or each of whose values, counts something."""
+    for option in options:
+        value = getattr(arguments, option)
+        for count in value if isinstance(value, list) else [value]:
+            if count < 1:
+                raise ConfigError(f"--{option.replace('_', '-')}: {count} must be at least 1")
+
+
+def require_more_than_zero(flag: str, values: Iterable[float]) -> None:
+    """Values of the option `flag`; a NaN is refused, too."""
+    for value in values:
+        if not value > 0:
+            raise ConfigError(f"{flag}: {value:g} must be more than 0")

@@ -1,0 +1,226 @@
+"""Hooks put on a model by their name, and the bytes that they send.
+
+`torch:fp32` is DDP's plain all-reduce. PyTorch does not count what it sends, so bytes of
+`torch:...` hooks and of `off` are computed for a bandwidth-optimal all-reduce; bytes of codecs
+are counted as they are handed to the transport.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    debugging_hooks,
+    default_hooks,
+    powerSGD_hook,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from gradferry.core.codec_spec import AUTO
+from gradferry.core.parameters import reduced_parameters
+from gradferry.ddp.attach import attach
+from gradferry.ddp.auto import FIRST_CHECK
+from gradferry.ddp.state import HookState
+from gradferry.errors import ConfigError
+from gradferry.forecast.chunks import all_reduce_bytes, payload_sizes, wire_bytes_per_step
+from gradferry.forecast.hook_names import (
+    NO_HOOK,
+    POWERSGD,
+    TORCH_DTYPES,
+    check_hook,
+    powersgd_rank,
+    split_options,
+)
+
+_POWERSGD_START = 10  # PyTorch's hook sends dense gradients before this step
+_POWERSGD_MIN_RATE = 2  # and never compresses a matrix by less than this
+COMPRESS_FROM = 2  # for timing: the first step in which hooks can compress
+
+
+class HookHandle(Protocol):
+    """A hook at work on one DDP object."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def measured(self) -> bool:
+        """False: wire_bytes is computed, because PyTorch does not count."""
+
+    @property
+    def state(self) -> HookState | None:
+        """Of a gradferry hook."""
+
+    def wire_bytes(self, steps: int) -> int:
+        """Bytes this rank has sent to others in the first `steps` steps, the last one just done."""
+
+    def formula_bytes(self) -> int:
+        """Bytes this rank sends per step by formula, once DDP has rebuilt its buckets."""
+
+
+def timed_hooks(names: Sequence[str]) -> tuple[str, ...]:
+    """Each once, and `none` first, which all others are compared with.
+
+    Raises ConfigError as check_hook, or for one that cannot train with AdamW, nor in momentum mode
+    with OneBitAdam.
+    """
+    for name in names:
+        if name != NO_HOOK:
+            _check_timed_hook(name)
+    return tuple(dict.fromkeys([NO_HOOK, *names]))
+
+
+def _check_timed_hook(name: str) -> None:
+    check_hook(name)
+    _, options = split_options(name)
+    if "momentum" in options and not options.get("warmup_steps"):
+        raise ConfigError(
+            f"hook {name!r}: OneBitAdam, which is used in momentum mode, begins with dense steps; "
+            f"say how many: {name}+warmup_steps=100"
+        )
+
+
+def bucket_caps(
+    name: str, model: nn.Module, wanted: Sequence[float | None]
+) -> Sequence[float | None]:
+    """Those of the `wanted` bucket_cap_mb that a hook can work with; None is DDP's own choice.
+
+    PowerSGD gets one bucket: over gloo, its collectives of several buckets mix and abort.
+    """
+    if not name.startswith(POWERSGD):
+        return wanted
+    num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    return [num_bytes // 2**20 + 1]
+
+
+def steps_until_steady(name: str) -> int:
+    """Steps after which a hook that began to compress as early as it can does as in all others.
+
+    DDP arranges its buckets in the first step, hooks that start with dense steps have two of them,
+    and the step after that is the first that is like all others. `auto` measures for longer.
+    """
+    chooses = name.partition("+")[0] == AUTO
+    return FIRST_CHECK + 1 if chooses else COMPRESS_FROM + 1
+
+
+def apply_hook(
+    ddp: DistributedDataParallel,
+    name: str,
+    *,
+    seed: int = 0,
+    compress_from: int | None = None,
+) -> HookHandle:
+    """Registers the named hook on `ddp`, which must have none yet.
+
+    compress_from: for timing, the step from which on a hook that starts with dense steps (PowerSGD,
+        warmup_steps) compresses; None: when it would.
+    Raises ConfigError when no hook has this name.
+    """
+    if name == NO_HOOK:
+        ddp.register_comm_hook(None, debugging_hooks.noop_hook)
+        return _ComputedHook(name, 0, 0)
+    check_hook(name)
+    if name.startswith("torch:"):
+        return _apply_torch_hook(ddp, name, compress_from or _POWERSGD_START)
+    codec, options = split_options(name)
+    if compress_from is not None and "warmup_steps" in options:
+        options["warmup_steps"] = min(options["warmup_steps"], compress_from)
+    state = attach(ddp, codec, seed=seed, **options)
+    dense_bytes = _dense_bytes(ddp)
+    if state.config.passes_through:
+        return _ComputedHook(name, dense_bytes, dense_bytes, state=state)
+    return _CodecHook(name, state, dense_bytes, ddp.find_unused_parameters)
+
+
+class _CodecHook:
+    """A gradferry codec: bytes are those that the engine has counted. When `auto` has chosen `off`,
+    they are computed, as if all steps had been so.
+    """
+
+    def __init__(
+        self, name: str, state: HookState, dense_bytes: int, find_unused_parameters: bool
+    ) -> None:
+        self.name = name
+        self.state = state
+        self._dense_bytes = dense_bytes
+        self._find_unused_parameters = find_unused_parameters
+
+    @property
+    def measured(self) -> bool:
+        return not self.state.passes_through
+
+    def wire_bytes(self, steps: int) -> int:
+        if not self.measured:
+            return steps * self._dense_bytes
+        return int(self.state.stats()["wire_bytes"])
+
+    def formula_bytes(self) -> int:
+        if not self.measured:
+            return self._dense_bytes
+        parameters = self.state.parameters
+        return wire_bytes_per_step(
+            [parameter.num_elements for parameter in parameters],
+            payload_sizes([(str(p.codec), p.dtype) for p in parameters]),
+            self.state.stats()["step_buckets"],
+            self.state.world_size,
+            self.state.config.chunk_bytes,
+            find_unused_parameters=self._find_unused_parameters,
+        )[self.state.rank]
+
+
+@dataclass(frozen=True)
+class _ComputedHook:
+    """A hook of PyTorch's, or its plain all-reduce: bytes follow from what it must send."""
+
+    name: str
+    dense_bytes: int  # per step, of fp32 gradients
+    step_bytes: int
+    dense_steps: int = 0  # at the start
+    measured: bool = False
+    state: HookState | None = None
+
+    def wire_bytes(self, steps: int) -> int:
+        dense_steps = min(steps, self.dense_steps)
+        return dense_steps * self.dense_bytes + (steps - dense_steps) * self.step_bytes
+
+    def formula_bytes(self) -> int:
+        return self.step_bytes
+
+
+def _apply_torch_hook(ddp: DistributedDataParallel, name: str, powersgd_start: int) -> HookHandle:
+    group = ddp.process_group
+    dense_bytes = _dense_bytes(ddp)
+    if name.startswith(POWERSGD):
+        rank = powersgd_rank(name)
+        state = powerSGD_hook.PowerSGDState(
+            group, rank, powersgd_start, min_compression_rate=_POWERSGD_MIN_RATE
+        )
+        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        elements = sum(_powersgd_elements(p.shape, rank) for _, p in reduced_parameters(ddp))
+        step_bytes = all_reduce_bytes(elements, 4, group.size())
+        return _ComputedHook(name, dense_bytes, step_bytes, powersgd_start)
+    if name == "torch:fp16":
+        ddp.register_comm_hook(group, default_hooks.fp16_compress_hook)
+    elif name == "torch:bf16":
+        ddp.register_comm_hook(group, default_hooks.bf16_compress_hook)
+    return _ComputedHook(name, dense_bytes, dense_bytes * TORCH_DTYPES[name].itemsize // 4)
+
+
+def _dense_bytes(ddp: DistributedDataParallel) -> int:
+    """Bytes a rank sends when fp32 gradients of the whole model are all-reduced."""
+    elements = sum(p.numel() for _, p in reduced_parameters(ddp))
+    return all_reduce_bytes(elements, 4, ddp.process_group.size())
+
+
+def _powersgd_elements(shape: torch.Size, rank: int) -> int:
+    """Elements that PowerSGD (Vogels et al. 2019) all-reduces for a parameter: P and Q, or all."""
+    elements = shape.numel()
+    if len(shape) <= 1:
+        return elements
+    rows, columns = shape[0], elements // shape[0]
+    factors = (rows + columns) * min(rows, columns, rank)
+    return factors if factors * _POWERSGD_MIN_RATE < elements else elements

@@ -1,0 +1,96 @@
+"""Optimizers by name, set up for what the hook does with gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from gradferry.core.config import closest
+from gradferry.ddp.state import HookState
+from gradferry.errors import ConfigError
+from gradferry.optim import OneBitAdam
+
+OPTIMIZERS = ("AdamW", "SGD", "OneBitAdam")
+BETAS = (0.9, 0.95)  # of AdamW and OneBitAdam
+SGD_MOMENTUM = 0.9
+_WEIGHT_DECAY = 0.01  # of AdamW and OneBitAdam
+
+
+class LearningRates(Protocol):
+    """What a task says about its optimizers."""
+
+    @property
+    def learning_rate(self) -> float:
+        """Of AdamW."""
+
+    @property
+    def sgd_learning_rate(self) -> float:
+        """Of SGD with momentum 0.9."""
+
+
+def check_optimizer(name: str) -> None:
+    """Raises ConfigError, with the closest match, when no optimizer has this name."""
+    if name not in OPTIMIZERS:
+        raise ConfigError(
+            f"unknown optimizer {name!r}; optimizers are {', '.join(OPTIMIZERS)}"
+            f"{closest(name, OPTIMIZERS)}"
+        )
+
+
+def make_optimizer(
+    name: str,
+    rates: LearningRates,
+    parameters: Iterable[nn.Parameter],
+    state: HookState | None,
+    *,
+    fused: bool | None = None,
+) -> torch.optim.Optimizer:
+    """An optimizer at the learning rate of a task.
+
+    Behind a hook that keeps the momentum, SGD has none of its own, and OneBitAdam freezes its
+    variance when the hook's dense steps end.
+
+    Args:
+        name: one of OPTIMIZERS.
+        rates: of the task.
+        parameters: of the model.
+        state: of the hook; None for a hook of PyTorch's.
+        fused: torch's fast AdamW, whose last bits differ; None is torch's own choice.
+
+    Raises:
+        ConfigError: the name is unknown, or the optimizer does not fit the hook's momentum.
+    """
+    check_optimizer(name)
+    config = None if state is None else state.config
+    momentum = config.momentum if config else None
+    if name == "OneBitAdam":
+        if state is None or config is None:
+            raise ConfigError("OneBitAdam needs a codec with momentum, not a hook of PyTorch's")
+        return OneBitAdam(
+            parameters,
+            lr=rates.learning_rate,
+            betas=BETAS,
+            weight_decay=_WEIGHT_DECAY,
+            freeze_step=config.warmup_steps,
+            state=state,
+        )
+    if name == "AdamW":
+        if momentum:
+            raise ConfigError(
+                f"AdamW needs gradients, and the hook delivers their momentum "
+                f"(momentum={momentum}); use OneBitAdam"
+            )
+        return torch.optim.AdamW(
+            parameters,
+            lr=rates.learning_rate,
+            betas=BETAS,
+            weight_decay=_WEIGHT_DECAY,
+            fused=fused,
+        )
+    if momentum:
+        # The hook's momentum is an average, (1 - momentum) times the sum that SGD would keep.
+        return torch.optim.SGD(parameters, lr=rates.sgd_learning_rate / (1 - momentum))
+    return torch.optim.SGD(parameters, lr=rates.sgd_learning_rate, momentum=SGD_MOMENTUM)

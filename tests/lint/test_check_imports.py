@@ -1,0 +1,116 @@
+"""check_imports finds a planted mistake of each kind, and nothing in a tree without one."""
+
+from pathlib import Path
+
+import pytest
+from check_imports import PACKAGE, arrows, circles, violations
+
+LAWFUL = {
+    "__init__.py": "from gradferry import checkpoint\nfrom gradferry.ddp.state import HookState\n",
+    "__main__.py": "from gradferry.lab.cli import main\n",
+    "_doctor.py": "def doctor():\n    from gradferry.lab.cli import main\n",
+    "_native.pyi": "import torch\n",
+    "errors.py": "class GradferryError(Exception): ...\n",
+    "checkpoint.py": "from gradferry.ddp.state import HookState\n",
+    "optim.py": "import torch\n",
+    "core/__init__.py": "",
+    "core/config.py": "from gradferry import _native\nfrom ..errors import GradferryError\n",
+    "core/device.py": "import importlib\nimportlib.import_module('gradferry._cuda')\n",
+    "forecast/__init__.py": "",
+    "forecast/costs.py": "from gradferry.core import config\n",
+    "forecast/predict.py": "from .costs import Costs\nfrom . import costs\n",
+    "ddp/__init__.py": "",
+    "ddp/state.py": "import gradferry.forecast.predict\nHookState = None\n",
+    "lab/__init__.py": "",
+    "lab/cli.py": "from gradferry.optim import OneBitAdam\nfrom gradferry.lab import info\n",
+    "lab/info.py": "from gradferry._build_info import WIRE_VERSION\n",
+    "_build_info.pyi": "WIRE_VERSION: int\n",
+}
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    for name, text in LAWFUL.items():
+        write(tmp_path / PACKAGE, name, text)
+    return tmp_path / PACKAGE
+
+
+def write(package: Path, name: str, text: str) -> None:
+    file = package / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+
+
+def test_violations_lawful_tree_has_none(package):
+    assert violations(package) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "planted", "target", "reason"),
+    [
+        ("core/config.py", "from gradferry.forecast.costs import Costs", "forecast.costs",
+         "core must not import forecast"),
+        ("core/config.py", "import gradferry.lab.cli", "lab.cli", "core must not import lab"),
+        ("core/config.py", "from gradferry import HookState", "", "core must not import package"),
+        ("core/config.py", "from .. import optim", "optim", "core must not import public"),
+        ("core/config.py", "from ..forecast import predict", "forecast.predict",
+         "core must not import forecast"),
+        ("core/config.py", "def late():\n    from gradferry.ddp import state", "ddp.state",
+         "core must not import ddp"),
+        ("core/config.py", "if TYPE_CHECKING:\n    from gradferry.ddp.state import HookState",
+         "ddp.state", "core must not import ddp"),
+        ("core/config.py", "import importlib\nimportlib.import_module('gradferry.lab.cli')",
+         "lab.cli", "core must not import lab"),
+        ("errors.py", "from gradferry import _doctor", "_doctor", "ground must not import package"),
+        ("forecast/costs.py", "from gradferry.ddp.state import HookState", "ddp.state",
+         "forecast must not import ddp"),
+        ("ddp/state.py", "from gradferry.optim import OneBitAdam", "optim",
+         "ddp must not import public"),
+        ("checkpoint.py", "from gradferry.lab import info", "lab.info",
+         "public must not import lab"),
+        ("lab/cli.py", "import gradferry", "", "lab must not import package"),
+        ("__init__.py", "from gradferry.lab import info", "lab.info", "inside a function"),
+        ("_doctor.py", "class Now:\n    from gradferry.lab import info", "lab.info",
+         "inside a function"),
+    ],
+)  # fmt: skip
+def test_violations_planted_import_is_found(package, file, planted, target, reason):
+    write(package, file, f"{LAWFUL[file]}{planted}\n")
+    line_number = f"{LAWFUL[file]}{planted}".count("\n") + 1
+    (line,) = [line for line in violations(package) if "circle" not in line]
+    name = f"{PACKAGE}.{target}".rstrip(".")
+    assert line.startswith(f"{PACKAGE}/{file}:{line_number}: imports {name}: ")
+    assert reason in line
+
+
+@pytest.mark.parametrize("file", ["tools/plot.py", "helpers.py", "forecasts/__init__.py"])
+def test_violations_unknown_room_is_found(package, file):
+    write(package, file, "import torch\n")
+    (line,) = violations(package)
+    assert line.startswith(f"{PACKAGE}/{file}: is in no room")
+
+
+@pytest.mark.parametrize(
+    "back",
+    [
+        "from gradferry.forecast.predict import Predictor",
+        "def late():\n    from . import predict",
+        "if TYPE_CHECKING:\n    from gradferry.forecast.predict import Predictor",
+    ],
+)
+def test_violations_circle_between_modules_is_found(package, back):
+    write(package, "forecast/costs.py", f"{back}\n")
+    assert violations(package) == [
+        "a circle of imports: gradferry.forecast.costs, gradferry.forecast.predict"
+    ]
+
+
+def test_violations_circle_through_a_third_module_is_found_once(package):
+    write(package, "forecast/a.py", "from gradferry.forecast import b\n")
+    write(package, "forecast/b.py", "from gradferry.forecast import c\n")
+    write(package, "forecast/c.py", "from gradferry.forecast import a\n")
+    assert circles(arrows(package)) == [[f"gradferry.forecast.{name}" for name in "abc"]]
+
+
+def test_violations_this_tree_has_none():
+    assert violations(Path(__file__).parents[2] / "python_bindings" / PACKAGE) == []

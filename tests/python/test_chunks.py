@@ -1,0 +1,124 @@
+"""What the predictor says a step sends, against sums by hand from docs/wire_format.md and against
+the reference, which is written apart; test_wire.py holds that against what engines have counted.
+"""
+
+from __future__ import annotations
+
+import pytest
+import reference
+import torch
+from gradferry.forecast.chunks import all_reduce_bytes, payload_sizes, wire_bytes_per_step
+
+HEADER = 64
+COMMIT = 64
+FULL_TILE = 16384  # bytes of 4096 fp32 elements
+
+
+def exact_fp32(parameter: int, num_elements: int) -> tuple[int, int]:
+    payload = -(-4 * num_elements // 16) * 16
+    return payload, payload
+
+
+def test_one_tile_goes_to_its_owner_and_back():
+    sent = wire_bytes_per_step([4096], exact_fp32, [[0]], world_size=2)
+    gather = HEADER + FULL_TILE  # both ranks: the one without a tile sends padding
+    assert sent == [HEADER + gather + COMMIT, HEADER + FULL_TILE + gather + COMMIT]
+
+
+def test_short_tile_is_padded_to_16_bytes():
+    sent = wire_bytes_per_step([5], exact_fp32, [[0]], world_size=2)
+    gather = HEADER + 32
+    assert sent == [HEADER + gather + COMMIT, HEADER + 32 + gather + COMMIT]
+
+
+def test_equal_tiles_are_owned_in_turn():
+    sent = wire_bytes_per_step([3 * 4096], exact_fp32, [[0]], world_size=3)
+    to_owners = 2 * (HEADER + FULL_TILE)
+    assert sent == [to_owners + 2 * (HEADER + FULL_TILE) + 2 * COMMIT] * 3
+
+
+def test_owner_is_the_rank_with_fewest_bytes_so_far():
+    # Tiles of 4096, 1024 and 1024 elements: rank 0, then rank 1 twice.
+    sent = wire_bytes_per_step([4096, 1024, 1024], exact_fp32, [[0, 1, 2]], world_size=2)
+    gather = HEADER + FULL_TILE
+    assert sent == [
+        HEADER + 2 * 4096 + gather + COMMIT,
+        HEADER + FULL_TILE + gather + COMMIT,
+    ]
+
+
+def test_tile_that_overfills_an_owner_starts_a_chunk():
+    sizes = [4 * 4096]  # two tiles per owner; a chunk has room for one
+    sent = wire_bytes_per_step(sizes, exact_fp32, [[0]], world_size=2, chunk_bytes=FULL_TILE)
+    chunk = (HEADER + FULL_TILE) + (HEADER + FULL_TILE)
+    assert sent == [2 * chunk + COMMIT] * 2
+
+
+def test_tile_larger_than_a_chunk_travels_alone():
+    sent = wire_bytes_per_step([4096], exact_fp32, [[0]], world_size=2, chunk_bytes=16)
+    assert sent == wire_bytes_per_step([4096], exact_fp32, [[0]], world_size=2)
+
+
+def test_every_bucket_ends_with_a_commit_and_keeps_owners():
+    one = wire_bytes_per_step([4096, 4096], exact_fp32, [[1, 0]], world_size=2)
+    two = wire_bytes_per_step([4096, 4096], exact_fp32, [[1], [0]], world_size=2)
+    both = HEADER + FULL_TILE
+    assert one == [both + both + COMMIT] * 2
+    assert two == [(HEADER + both) + (both + both) + 2 * COMMIT] * 2
+
+
+def test_stages_of_different_size_count_separately():
+    sent = wire_bytes_per_step([4096], lambda parameter, n: (160, 640), [[0]], world_size=2)
+    assert sent == [HEADER + HEADER + 640 + COMMIT, HEADER + 160 + HEADER + 640 + COMMIT]
+
+
+def test_one_rank_sends_nothing():
+    assert wire_bytes_per_step([4096], exact_fp32, [[0]], world_size=1) == [0]
+    assert all_reduce_bytes(4096, 4, 1) == 0
+
+
+def test_parameter_without_elements_has_no_tile():
+    with_empty = wire_bytes_per_step([0, 4096], exact_fp32, [[0, 1]], world_size=2)
+    assert with_empty == wire_bytes_per_step([4096], exact_fp32, [[0]], world_size=2)
+
+
+def test_all_reduce_sends_two_shares_of_w_minus_one():
+    assert all_reduce_bytes(1000, 4, 4) == 6000
+
+
+def test_maps_of_used_parameters_take_a_byte_per_parameter_in_multiples_of_eight() -> None:
+    sizes, buckets = [4096, *[0] * 8, 4096, 0], [[0], list(range(1, 10)), [10]]
+    without = wire_bytes_per_step(sizes, exact_fp32, buckets, world_size=3)
+    maps = wire_bytes_per_step(
+        sizes, exact_fp32, buckets, world_size=3, find_unused_parameters=True
+    )
+    # 1 and 9 parameters; a bucket without elements has no commit.
+    assert [a - b for a, b in zip(maps, without, strict=True)] == [2 * (8 + 16)] * 3
+
+
+@pytest.mark.parametrize("codec", ["exact", "q8", "q4", "sign1", "topk", "rht"])
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("find_unused_parameters", [False, True])
+def test_predicted_bytes_are_those_of_the_reference(
+    codec: str, world_size: int, find_unused_parameters: bool
+) -> None:
+    sizes = [60_000, 70, 306_500, 1, 0, 51_729]
+    parameters = [
+        reference.Parameter(str(number), size, ndim=1 if size == 70 else 2)
+        for number, size in enumerate(sizes)
+    ]
+    layout = reference.Layout(parameters, codec, world_size)
+    buckets = [[5, 4], [3, 2, 1], [0]]
+    chunk_bytes = 1 << 15  # so that buckets have several chunks, of some codecs
+    predicted = wire_bytes_per_step(
+        sizes,
+        payload_sizes([(name, torch.float32) for name in layout.codecs]),
+        buckets,
+        world_size,
+        chunk_bytes,
+        find_unused_parameters=find_unused_parameters,
+    )
+    assert predicted == [
+        reference.wire_bytes_per_step(layout, buckets, rank, chunk_bytes, find_unused_parameters)
+        for rank in range(world_size)
+    ]

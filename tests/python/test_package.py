@@ -1,0 +1,44 @@
+"""The package as it is imported: what that loads, and where its public names are."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+
+def run(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def test_importing_gradferry_does_not_load_the_laboratory() -> None:
+    loaded = run(
+        "import sys, torch.distributed; before = set(sys.modules); import gradferry\n"
+        "print(*(set(sys.modules) - before))"
+    ).split()
+    assert "gradferry.ddp.state" in loaded
+    laboratory = ("gradferry.lab", "rich", "matplotlib")
+    assert not [name for name in loaded if name.startswith(laboratory)]
+
+
+def test_every_public_name_is_there() -> None:
+    missing = run(
+        "import gradferry; print(*(n for n in gradferry.__all__ if not hasattr(gradferry, n)))"
+    )
+    assert missing.split() == []
+
+
+@pytest.mark.parametrize("path", ["gradferry.checkpoint", "gradferry.optim", "gradferry.errors"])
+def test_public_modules_are_imported_by_their_name(path: str) -> None:
+    assert run(f"import {path}; print({path}.__name__)").split() == [path]
+
+
+def test_the_module_is_the_command() -> None:
+    shown = subprocess.run(
+        [sys.executable, "-m", "gradferry", "--version"], capture_output=True, text=True, check=True
+    )
+    import gradferry
+
+    assert shown.stdout.strip() == gradferry.__version__
