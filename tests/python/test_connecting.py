@@ -207,7 +207,7 @@ def attach_in_vain() -> None:
 
     ddp = plain_ddp()
     engine = mock.Mock(side_effect=MemoryError) if dist.get_rank() == 1 else _native.HostEngine
-    with mock.patch.object(_native, "Engine", engine):
+    with mock.patch.object(_native, "HostEngine", engine):
         assert attempt(lambda: gradferry.attach(ddp, "q4")).error == "PeerError"
 
 

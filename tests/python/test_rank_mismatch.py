@@ -111,7 +111,7 @@ def case_allocation_fails(native: bool) -> tuple[Outcome, Outcome]:
     engine = _native.HostEngine
     if dist.get_rank() == 1:
         engine = mock.Mock(side_effect=MemoryError("no memory for residuals"))
-    with mock.patch.object(_native, "Engine", engine):
+    with mock.patch.object(_native, "HostEngine", engine):
         first = attempt(lambda: entry(*arguments))
     return first, attempt(lambda: entry(*arguments))
 
