@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from outcomes import attempt
 from scenario import Run, Scenario, Weight, assert_bit_equal
+from torch.nn.parallel import DistributedDataParallel
 from world import World
 
 WEIGHTS = (Weight("first", (90, 70)), Weight("bias", (50,)), Weight("second", (120, 60)))
@@ -38,8 +39,13 @@ def case_two_threads(scenarios: list[Scenario]) -> list[dict]:
             "steps": run.state.stats()["steps"],
         }
 
-    with ThreadPoolExecutor(len(runs)) as threads:
-        return list(threads.map(train, runs))
+    try:
+        with ThreadPoolExecutor(len(runs)) as threads:
+            return list(threads.map(train, runs))
+    finally:
+        # A forward sets this back to what it found, which between two threads may be the other's
+        # module: it would live on, and torch.compile would split the next model by its buckets.
+        DistributedDataParallel._active_ddp_module = None
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
