@@ -6,6 +6,8 @@
 #
 # Environments are .venv and .venv-torch<version>, all else goes to build/: build/core holds kernels
 # and C++ tests and is shared by every torch, build/torch-<version> holds hooks and bindings.
+# `make demo` on a fresh clone builds, in the same folders, the package for the CPU alone; what tests
+# need on top comes with `make setup` or `make test`, which compile nothing of that a second time.
 # Stamp files remember what is done; long output goes to build/*.log.
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -32,35 +34,51 @@ package_inputs := $(shell find pyproject.toml README.md CMakeLists.txt cmake inc
     tests/streams tests/simt kernels/common \
     -not -name __pycache__ -not -name '*.pyc' 2>/dev/null)
 
+kernel_inputs := $(shell find CMakeLists.txt CMakePresets.json cmake include kernels 2>/dev/null)
+
+compilers_ready := build/.compilers
 system_ready := build/.system_packages
+kernels_ready := build/core/.kernels
 core_ready := build/core/.installed
 venv_ready := $(venv)/.torch-$(TORCH)
+tests_ready := $(venv)/.tests
 package_ready := $(venv)/.gradferry
 lint_ready := $(venv)/.lint
+# Where everything is built already, the demo uses and renews that.
+demo_ready := $(if $(wildcard $(core_ready)),$(package_ready),$(venv)/.gradferry-demo)
+
+# Brings stamps up to date, two at a time: torch is on its way while kernels are compiled.
+prepare = @+$(MAKE) -s -j2
 
 .PHONY: help setup demo test test-full test-torch-core lint format bench gpu-check sass clean distclean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: $(package_ready)  ## the environment, with gradferry built and installed
+setup:  ## the environment, with gradferry and all that tests need built and installed
+	$(prepare) $(package_ready)
 	@echo "gradferry is installed in $(venv) for torch $(TORCH)"
 
-demo: $(package_ready)  ## two ranks on this machine: what compression changes, with pictures
+demo:  ## two ranks on this machine: what compression changes, with pictures
+	@test -e $(demo_ready) || echo "Set-up: about 4 minutes on two cores, once. Details are in build/*.log."
+	$(prepare) $(demo_ready)
 	@$(bin)/gradferry demo
 
-test: $(package_ready)  ## all fast tests
+test:  ## all fast tests
+	$(prepare) $(package_ready)
 	@$(quiet) build/ctest.log --show 'tests passed|Total Test time' ctest --preset core -LE slow -j $(JOBS)
 	@$(bin)/python -m pytest -q -m "not slow"
 
-test-full: $(package_ready)  ## all tests, also the slow ones and those under sanitizers
+test-full:  ## all tests, also the slow ones and those under sanitizers
+	$(prepare) $(package_ready)
 	@$(quiet) build/ctest.log --show 'tests passed|Total Test time' ctest --preset core -j $(JOBS)
 	@$(quiet) build/sanitize.log cmake --preset sanitize
 	@$(quiet) build/sanitize.log cmake --build --preset sanitize
 	@$(quiet) build/sanitize_ctest.log --show 'tests passed|Total Test time' ctest --preset sanitize -j $(JOBS)
 	@$(bin)/python -m pytest -q
 
-test-torch-core: $(package_ready)  ## what must hold on every torch; use with TORCH=
+test-torch-core:  ## what must hold on every torch; use with TORCH=
+	$(prepare) $(package_ready)
 	@$(bin)/python -m pytest -q -m "torch_core and not slow"
 
 gpu-check:  ## what a GPU makes of it: kernels, sanitizers, training; results in build/gpu/gpu.json
@@ -102,46 +120,77 @@ format: $(lint_ready)  ## rewrite what `make lint` would complain about
 
 # One stamp per source; a header of ours that changes is looked at again through every source.
 $(core_tidy): database = build/core
-$(torch_tidy): database = $(lastword $(wildcard $(package_build)/*))
-$(torch_tidy): | $(package_ready)
+$(torch_tidy): database = build/lint/torch-$(TORCH)
+$(torch_tidy): | build/lint/torch-$(TORCH)/compile_commands.json
+# Without the precompiled headers, so that a file that does not name what it uses is an error.
+build/lint/torch-$(TORCH)/compile_commands.json: $(package_ready)
+	@mkdir -p $(@D)
+	@sed -E 's/ -Winvalid-pch -include [^ ]*cmake_pch\.hxx//' \
+	    $(lastword $(wildcard $(package_build)/*))/compile_commands.json >$@
 build/lint/%.tidy: % .clang-tidy $(cpp_headers) | $(core_ready) $(lint_ready)
 	@$(quiet) build/lint/$*.log $(bin)/clang-tidy -p $(database) --quiet \
 	    --extra-arg=-Wno-unknown-warning-option $<
 	@touch $@
 
 # --- set-up ----------------------------------------------------------------------------------------
-$(system_ready): tools/system_packages.sh
-	@$(quiet) build/system_packages.log $< $(PYTHON)
+# How long a step usually takes is for two cores and 100 MB/s, the first time.
+$(compilers_ready): tools/system_packages.sh
+	@$(quiet) build/compilers.log $< $(PYTHON) package
 	@touch $@
 
-$(venv_ready): requirements/build.txt requirements/run.txt requirements/test.txt | $(system_ready)
-	@echo "$(venv): torch $(TORCH) and what the tests need (minutes, the first time)"
-	@test -x $(bin)/python || $(PYTHON) -m venv $(venv)
-	@$(quiet) build/pip_$(TORCH).log $(bin)/python -m pip install --disable-pip-version-check \
-	    torch==$(TORCH) $(^:%=-r %)
+$(system_ready): tools/system_packages.sh | $(compilers_ready)
+	@$(quiet) build/system_packages.log $< $(PYTHON) tests
+	@touch $@
+
+$(venv_ready): requirements/build.txt requirements/run.txt | $(compilers_ready)
+	@$(quiet) build/pip_$(TORCH).log --title "$(venv): torch $(TORCH), 3 GB (usually 2 min)" \
+	    bash -ec 'test -x $(bin)/python || $(PYTHON) -m venv $(venv); \
+	    $(bin)/python -m pip install --disable-pip-version-check --progress-bar off \
+	    torch==$(TORCH) $(^:%=-r %)'
+	@touch $@
+
+$(tests_ready): requirements/test.txt | $(venv_ready)
+	@$(quiet) build/pip_tests.log --title "$(venv): what tests need" \
+	    $(bin)/python -m pip install --disable-pip-version-check --progress-bar off -r $<
 	@touch $@
 
 $(lint_ready): requirements/lint.txt | $(venv_ready)
 	@$(quiet) build/pip_lint.log $(bin)/python -m pip install --disable-pip-version-check -r $<
 	@touch $@
 
-$(core_ready): $(core_inputs) | $(system_ready)
-	@echo "build/core: kernels and C++ tests"
-	@$(quiet) build/core.log cmake --preset core
-	@$(quiet) build/core.log cmake --build --preset core
+$(kernels_ready): $(kernel_inputs) | $(compilers_ready)
+	@$(quiet) build/core.log cmake --preset demo
+	@$(quiet) build/core.log --title "build/core: kernels (usually 1 min)" \
+	    cmake --build --preset demo
 	@$(quiet) build/core_install.log cmake --install build/core
 	@touch $@
 
-$(package_ready): $(package_inputs) $(core_ready) $(venv_ready)
-	@echo "$(package_build): hooks and bindings"
-	@$(quiet) build/package_$(TORCH).log $(bin)/python -m pip install --disable-pip-version-check \
+$(core_ready): $(core_inputs) | $(system_ready)
+	@$(quiet) build/core.log cmake --preset core
+	@$(quiet) build/core.log --title "build/core: kernels and C++ tests (usually 4 min)" \
+	    cmake --build --preset core
+	@$(quiet) build/core_install.log cmake --install build/core
+	@touch $@
+
+# $(1): ON with what tests load beside the package, else OFF.
+define install_package
+	@$(quiet) build/package_$(TORCH).log \
+	    --title "$(package_build): hooks and bindings (usually 2 min)" \
+	    $(bin)/python -m pip install --disable-pip-version-check \
 	    --no-build-isolation --no-deps -v \
 	    --config-settings=build-dir='$(package_build)/{wheel_tag}' \
 	    --config-settings=cmake.define.GRADFERRY_PREBUILT_KERNELS=$(CURDIR)/build/core/install \
 	    --config-settings=cmake.define.GRADFERRY_WERROR=ON \
-	    --config-settings=cmake.define.GRADFERRY_TESTS=ON \
-	    --config-settings=install.components='python;tests' .
+	    --config-settings=cmake.define.GRADFERRY_TESTS=$(1) \
+	    --config-settings=install.components='python$(if $(filter ON,$(1)),;tests)' .
 	@touch $@
+endef
+
+$(venv)/.gradferry-demo: $(package_inputs) $(kernels_ready) $(venv_ready)
+	$(call install_package,OFF)
+
+$(package_ready): $(package_inputs) $(core_ready) $(venv_ready) | $(tests_ready)
+	$(call install_package,ON)
 
 clean:  ## remove what was built, keep the environments
 	@rm -rf build demo_results .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -22,6 +22,11 @@ if(NOT CMAKE_BUILD_TYPE)
   set(CMAKE_BUILD_TYPE Release)
 endif()
 
+# A compiler cache does not keep what was compiled with precompiled headers, and does more than they.
+if(CMAKE_CXX_COMPILER_LAUNCHER)
+  set(CMAKE_DISABLE_PRECOMPILE_HEADERS ON)
+endif()
+
 # Warnings and numerics: contraction is off everywhere, so that no fused multiply-add changes a bit.
 function(gradferry_target_defaults target)
   target_compile_options(${target} PRIVATE -Wall -Wextra -Wshadow -Wconversion -Wno-sign-conversion

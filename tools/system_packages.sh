@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# Makes sure that the compilers and C++ libraries of the build are there. On Debian as root it
-# installs what is missing; elsewhere it says what to install.
+# Makes sure that the compilers of the build are there ("package"), and what the C++ tests and
+# benchmarks need, too ("tests"). On Debian as root it installs what is missing; elsewhere it says
+# what to install.
 #
-# Usage: tools/system_packages.sh PYTHON
+# Usage: tools/system_packages.sh PYTHON package|tests
 set -euo pipefail
 python=$1
+purpose=$2
 
 missing=()
 need() {  # need PACKAGE COMMAND...: the package is missing unless the command succeeds
@@ -18,8 +20,10 @@ cmake_is_recent() { [[ $(printf '%s\n' 3.25 "$(cmake --version | awk 'NR == 1 {p
 need g++ command -v g++
 need cmake cmake_is_recent
 need ninja-build command -v ninja
-need libgtest-dev has_header gtest/gtest.h
-need libbenchmark-dev has_header benchmark/benchmark.h
+if [[ $purpose == tests ]]; then
+  need libgtest-dev has_header gtest/gtest.h
+  need libbenchmark-dev has_header benchmark/benchmark.h
+fi
 if command -v "$python" >/dev/null; then
   need python3-venv "$python" -c 'import ensurepip, venv'
   need python3-dev "$python" -c 'import os, sysconfig; os.stat(sysconfig.get_path("include") + "/Python.h")'
@@ -29,7 +33,7 @@ fi
 # Fashion-MNIST for the vision demo, iproute2 for benchmarks on a link. Nothing else needs them, so
 # only Debian offers them.
 optional=(dataset-fashion-mnist iproute2)
-if [[ -f /etc/debian_version ]]; then
+if [[ $purpose == tests && -f /etc/debian_version ]]; then
   need dataset-fashion-mnist test -d /usr/share/datasets/fashion-mnist
   need iproute2 command -v tc
 fi

@@ -203,10 +203,24 @@ def test_converge_refuses_before_it_starts_a_process(arguments, message, capsys,
     assert message in capsys.readouterr().err
 
 
+# Long enough for a kill to come between the second training and the last; nothing is demanded.
+STRETCHED = replace(
+    CONTEST,
+    steps=200,
+    contestants=tuple(replace(one, demand=None) for one in CONTEST.contestants),
+)
+
+
+def converge_stretched(out: str) -> None:
+    """A process of its own that trains STRETCHED."""
+    suites.SUITES["quick"] = replace(SUITE, contests=(STRETCHED,))
+    sys.exit(main(["converge", "--worlds", "1", "--out", out]))
+
+
 def test_converge_killed_at_any_time_keeps_what_was_finished(tmp_path):
-    part = ["--quick", "--tasks", "digits", "--codecs", "q8", "--optimizers", "AdamW"]
-    command = [sys.executable, "-m", "gradferry", "converge", *part, "--out", str(tmp_path)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    script = f"import test_converge; test_converge.converge_stretched({str(tmp_path)!r})"
+    command, here = [sys.executable, "-c", script], Path(__file__).parent
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=here)
     try:
         while "2/" not in (line := process.stdout.readline()):
             assert line, "ended before two trainings were done"
@@ -216,7 +230,7 @@ def test_converge_killed_at_any_time_keeps_what_was_finished(tmp_path):
     finished = list((tmp_path / "quick").glob("*.json"))
     assert len(finished) >= 2
     assert all("row" in json.loads(path.read_text()) for path in finished)
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=here)
     assert f"{len(finished)} of " in ended.stdout
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
