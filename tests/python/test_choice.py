@@ -20,6 +20,7 @@ from gradferry.core.config import make_config
 from gradferry.core.options import Options
 from gradferry.ddp import auto as choice
 from gradferry.ddp.auto import CHECK_EVERY, FIRST_CHECK, SLOWER, candidates, decide
+from gradferry.ddp.state import bound_to
 from gradferry.errors import ConfigError
 from gradferry.forecast.predict import Prediction
 from gradferry.lab.cli import main
@@ -114,7 +115,7 @@ def test_off_is_no_choice_where_only_an_engine_does_what_was_asked(arguments):
 def case_forced(scenario: Scenario, answers: list[str], steps: int) -> dict[str, Any]:
     """Trains with a choice every 4 steps from step 3 on, of which `answers` are the outcomes."""
     run = Run(scenario)
-    bound = run.state._bound()
+    bound = bound_to(run.state)
     chooser = bound.chooser
     chooser.choice = choice.Choice(next_check=3, interval=2)
     chooser._observed = object()
@@ -142,7 +143,7 @@ def case_forced(scenario: Scenario, answers: list[str], steps: int) -> dict[str,
 def case_given(scenario: Scenario, begin: int, steps: int) -> list[Any]:
     """The same gradients with a codec that begins at step `begin`."""
     run = Run(scenario)
-    engine = run.state._bound().running.engine
+    engine = bound_to(run.state).running.engine
     worker, owner = (torch.zeros(size) for size in engine.residual_sizes())
     engine.load_state(steps=begin, worker_residual=worker, owner_residual=owner, loss_scale=0.0)
     return [run.step(step) for step in range(begin, steps)]
@@ -195,7 +196,7 @@ def test_off_takes_the_backends_all_reduce_and_can_be_left_again(world_of_2: Wor
 def case_owner_residuals(scenario: Scenario) -> list[np.ndarray]:
     """Owner residuals by tile, before and after a change of codec."""
     run = Run(scenario)
-    bound = run.state._bound()
+    bound = bound_to(run.state)
     bound.running.switch(bound.hook, parse_codec("q4"), 0)
     for step in range(3):
         run.step(step)
@@ -237,7 +238,7 @@ def test_momentum_goes_on_through_a_change(world_of_2: World) -> None:
 def case_share_of_momentum(scenario: Scenario) -> list[torch.Tensor]:
     """Worker residuals under sign1, then topk, then sign1 again."""
     run = Run(scenario)
-    bound = run.state._bound()
+    bound = bound_to(run.state)
     seen = []
     for number, codec in enumerate(("sign1", "topk:ratio=0.05", "sign1")):
         bound.running.switch(bound.hook, parse_codec(codec), min(number, 1))
@@ -262,7 +263,7 @@ def case_moved(scenario: Scenario, saved: list[dict], codec: str) -> tuple[dict,
     if saved:
         run.state.load_state_dict(merge(saved), on_resize="mean")
     if codec:
-        bound = run.state._bound()
+        bound = bound_to(run.state)
         spec = parse_codec(codec)
         bound.running.switch(bound.hook, spec, 0)
         bound.chooser.choice = choice.Choice(codec=spec, made=True, reason="so it was told")
@@ -299,7 +300,7 @@ def case_resumed(scenario: Scenario, codec: str) -> dict[str, Any]:
 
     def chosen() -> Run:
         run = Run(scenario)
-        bound = run.state._bound()
+        bound = bound_to(run.state)
         bound.running.switch(bound.hook, spec, 0)
         bound.chooser.choice = choice.Choice(codec=spec, made=True, reason="so it was told")
         return run
@@ -410,7 +411,7 @@ def case_failing(scenario: Scenario) -> Any:
     def fail(*_: Any) -> None:
         raise ArithmeticError("not today")
 
-    bound = run.state._bound()
+    bound = bound_to(run.state)
     bound.hook.call_at(1, fail, "test")
     run.step(0)
     return attempt(lambda: run.step(1))

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from gradferry.checkpoint import merge
 from gradferry.ddp import auto as choice
 from gradferry.ddp.auto import FIRST_CHECK
+from gradferry.ddp.state import bound_to
 from scenario import Run, Scenario, Weight
 from world import World
 
@@ -68,7 +69,7 @@ def case_resized(dtype: torch.dtype, device: str) -> bool:
 def case_chosen(dtype: torch.dtype, device: str) -> tuple[list[str], torch.dtype]:
     """The codecs of "auto", step by step: each is measured first, and takes over residuals."""
     run = Run(Scenario(WEIGHTS, codec="auto", ddp=SCENARIO.ddp))
-    chooser = run.state._bound().chooser
+    chooser = bound_to(run.state).chooser
     chooser.choice = choice.Choice(next_check=FIRST_CHECK, interval=1)
     told = iter([("q4", "told"), ("q8", "told"), ("off", "told")])
     codecs = []

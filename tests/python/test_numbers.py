@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from gradferry.ddp.state import bound_to
 from outcomes import attempt
 from scenario import Run, Scenario, Weight
 from torch import nn
@@ -106,7 +107,7 @@ def case_residuals(codec: str, error_feedback: str, shape: tuple[int, int]) -> d
     for step in range(3):
         average = run.step(step)[0]
     local = run.scenario.gradient(2, 0, dist.get_rank(), 0)
-    _, worker, owner, *_ = run.state._bound().running.engine.state()
+    _, worker, owner, *_ = bound_to(run.state).running.engine.state()
     return {
         "stats": run.state.stats(),
         "local": float(torch.from_numpy(local).double().norm()),

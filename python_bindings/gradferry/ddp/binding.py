@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import Optimizer
 
 from gradferry import _native
 from gradferry.core.agreement import (
@@ -22,10 +23,12 @@ from gradferry.core.agreement import (
 from gradferry.core.config import make_config
 from gradferry.core.meeting import meet, patience
 from gradferry.core.options import Options
+from gradferry.ddp.after_steps import call_after_steps
 from gradferry.ddp.auto import Chooser
 from gradferry.ddp.model import Model
 from gradferry.ddp.momentum_handover import MomentumHandover
-from gradferry.ddp.running import Running, note_optimizer_steps, propose
+from gradferry.ddp.registration import register
+from gradferry.ddp.running import Running, propose
 from gradferry.errors import StateError
 
 
@@ -117,9 +120,9 @@ def bind(
         raise
     assert binding is not None
     if running.config.exact_skip and running.config.grad_scaler is None:
-        note_optimizer_steps(running)
+        _note_optimizer_steps(running)
     name = f"gradferry:{running.codec_asked_for}" if native else None
-    model.take(binding.hook, watch_use=_must_watch_use(running), name=name)
+    register(model, binding.hook, watch_use=_must_watch_use(running), name=name)
     return binding
 
 
@@ -155,3 +158,17 @@ def _must_watch_use(running: Running) -> bool:
         and running.transport.exchanges
         and not running.config.passes_through
     )
+
+
+def _note_optimizer_steps(running: Running) -> None:
+    """Has the engine know when an optimizer of the model has stepped."""
+    weak = weakref.ref(running)  # the model may outlive its hook
+
+    def note(_: Optimizer) -> None:
+        running = weak()
+        if running is None:
+            handle.remove()
+        elif running.engine is not None:
+            running.engine.note_optimizer_step()
+
+    handle = call_after_steps(running.index, note)

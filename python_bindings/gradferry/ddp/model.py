@@ -1,8 +1,7 @@
-"""A DistributedDataParallel as gradferry sees it: the one file that knows what is inside."""
+"""A DistributedDataParallel as gradferry reads it; what gradferry changes is in registration.py."""
 
 from __future__ import annotations
 
-import functools
 import warnings
 import weakref
 from typing import Any
@@ -17,7 +16,6 @@ from gradferry.core.config import Config
 from gradferry.core.device import CPU
 from gradferry.core.engine import loss_scale
 from gradferry.core.parameters import reduced_parameters
-from gradferry.ddp.join import JoinHook
 from gradferry.errors import ConfigError, StateError
 
 Named = list[tuple[str, torch.nn.Parameter]]
@@ -29,6 +27,7 @@ class Model:
     Nothing keeps it: DDP holds its hook, and so would never be freed.
 
     Attributes:
+        ddp: the model itself.
         group: the process group that it averages over.
         named: names and parameters that it reduces, each shared parameter once.
         device: of the gradients. DDP keeps all parameters of a bucket on one device, and
@@ -51,7 +50,7 @@ class Model:
             "bucket_cap_mb": ddp.bucket_bytes_cap / 2**20,
         }
         self.reference = weakref.ref(ddp)
-        self._ddp = ddp
+        self.ddp = ddp
 
     def check(self, config: Config) -> None:
         """Warns of what will go wrong beside the hook.
@@ -59,37 +58,10 @@ class Model:
         Raises:
             ConfigError: this model cannot have a hook, or not one with this configuration.
         """
-        _check_hookable(self._ddp)
-        _check_parameters(self._ddp, self.named)
-        _check_memory_formats(self._ddp, self.named)
-        _check_options(self._ddp, config, self.device)
-
-    def take(self, hook: _native.BucketHook, *, watch_use: bool, name: str | None) -> None:
-        """Guards the model against what would lose its hook, for as long as it exists.
-
-        Args:
-            hook: what DDP's hooks call.
-            watch_use: whether the hook learns of every bucket which parameters this rank used.
-            name: registers the native hook, under this name in DDP's logs. None: the user registers
-                one of the standard signature.
-        """
-        _guard(self._ddp)
-        if watch_use:
-            hook.watch_use([parameter for _, parameter in self.named], self._ddp.reducer)
-        if name is not None:
-            # Last: DDP takes a hook for life, so no rank may have one when another has failed.
-            hook.attach(self._ddp.reducer)
-            if self._ddp.logger is not None:
-                self._ddp.logger._set_comm_hook_name(name)
-
-
-def _guard(ddp: DistributedDataParallel) -> None:
-    ddp._update_process_group = _refuse_new_group  # type: ignore[method-assign]
-    ddp.join_hook = JoinHook(ddp)  # type: ignore[method-assign]
-    # What copy and pickle ask for; DDP rebuilds its reducer from it, which then has no hook.
-    ddp.__getstate__ = functools.partial(  # type: ignore[method-assign]
-        _state_without_hook, weakref.ref(ddp)
-    )
+        _check_hookable(self.ddp)
+        _check_parameters(self.ddp, self.named)
+        _check_memory_formats(self.ddp, self.named)
+        _check_options(self.ddp, config, self.device)
 
 
 def _process_group(ddp: DistributedDataParallel) -> dist.ProcessGroup:
@@ -108,26 +80,6 @@ def _process_group(ddp: DistributedDataParallel) -> dist.ProcessGroup:
             "the process group of this DistributedDataParallel was destroyed; build a new one"
         )
     return group
-
-
-def _state_without_hook(model: weakref.ref[DistributedDataParallel]) -> dict[str, Any]:
-    ddp = model()
-    assert ddp is not None  # it is being asked
-    state: dict[str, Any] = type(ddp).__getstate__(ddp)  # type: ignore[no-untyped-call]
-    warnings.warn(
-        "a copied or pickled DistributedDataParallel has no communication hook and would train "
-        "uncompressed: attach again",
-        stacklevel=3,
-    )
-    guards = ("_update_process_group", "join_hook", "__getstate__")
-    return {**{key: state[key] for key in state if key not in guards}, "_comm_hooks": []}
-
-
-def _refuse_new_group(*_: object) -> None:
-    raise StateError(
-        "gradferry averages over the process group it was attached with; build a new "
-        "DistributedDataParallel over the new group and attach again"
-    )
 
 
 def _check_hookable(ddp: DistributedDataParallel) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import uuid
-import weakref
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -14,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed.distributed_c10d import GroupName
-from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradferry import _native
@@ -33,7 +31,6 @@ from gradferry.core.device import CPU, Transport, transport_of
 from gradferry.core.engine import start_engine
 from gradferry.core.parameters import ParameterLayout, describe, describe_parameters
 from gradferry.ddp import step_numbers
-from gradferry.ddp.after_steps import call_after_steps
 from gradferry.ddp.saved_state import Tile, rescale, zero_residual
 
 
@@ -269,17 +266,3 @@ def propose(
             "device": place.type,
         },
     )
-
-
-def note_optimizer_steps(running: Running) -> None:
-    """Has the engine know when an optimizer of the model has stepped."""
-    weak = weakref.ref(running)  # the model may outlive its hook
-
-    def note(_: Optimizer) -> None:
-        running = weak()
-        if running is None:
-            handle.remove()
-        elif running.engine is not None:
-            running.engine.note_optimizer_step()
-
-    handle = call_after_steps(running.index, note)

@@ -1,0 +1,65 @@
+"""Puts a hook on a DistributedDataParallel: the one file that changes the user's model."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+import weakref
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+from gradferry import _native
+from gradferry.ddp.join import JoinHook
+from gradferry.ddp.model import Model
+from gradferry.errors import StateError
+
+
+def register(model: Model, hook: _native.BucketHook, *, watch_use: bool, name: str | None) -> None:
+    """Registers the hook, and guards the model against what would lose it, while both exist.
+
+    Args:
+        model: has no communication hook yet.
+        hook: what DDP's hooks call.
+        watch_use: whether the hook learns of every bucket which parameters this rank used.
+        name: registers the native hook, under this name in DDP's logs. None: the user registers
+            one of the standard signature.
+    """
+    ddp = model.ddp
+    _guard(ddp)
+    if watch_use:
+        hook.watch_use([parameter for _, parameter in model.named], ddp.reducer)
+    if name is not None:
+        # Last: DDP takes a hook for life, so no rank may have one when another has failed.
+        hook.attach(ddp.reducer)
+        if ddp.logger is not None:
+            ddp.logger._set_comm_hook_name(name)
+
+
+def _guard(ddp: DistributedDataParallel) -> None:
+    ddp._update_process_group = _refuse_new_group  # type: ignore[method-assign]
+    ddp.join_hook = JoinHook(ddp)  # type: ignore[method-assign]
+    # What copy and pickle ask for; DDP rebuilds its reducer from it, which then has no hook.
+    ddp.__getstate__ = functools.partial(  # type: ignore[method-assign]
+        _state_without_hook, weakref.ref(ddp)
+    )
+
+
+def _state_without_hook(model: weakref.ref[DistributedDataParallel]) -> dict[str, Any]:
+    ddp = model()
+    assert ddp is not None  # it is being asked
+    state: dict[str, Any] = type(ddp).__getstate__(ddp)  # type: ignore[no-untyped-call]
+    warnings.warn(
+        "a copied or pickled DistributedDataParallel has no communication hook and would train "
+        "uncompressed: attach again",
+        stacklevel=3,
+    )
+    guards = ("_update_process_group", "join_hook", "__getstate__")
+    return {**{key: state[key] for key in state if key not in guards}, "_comm_hooks": []}
+
+
+def _refuse_new_group(*_: object) -> None:
+    raise StateError(
+        "gradferry averages over the process group it was attached with; build a new "
+        "DistributedDataParallel over the new group and attach again"
+    )
