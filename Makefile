@@ -44,11 +44,15 @@ venv_ready := $(venv)/.torch-$(TORCH)
 tests_ready := $(venv)/.tests
 package_ready := $(venv)/.gradferry
 lint_ready := $(venv)/.lint
-# Where everything is built already, the demo uses and renews that.
-demo_ready := $(if $(wildcard $(core_ready)),$(package_ready),$(venv)/.gradferry-demo)
+# Where everything is installed already, the demo uses and renews that.
+demo_ready := $(if $(wildcard $(package_ready)),$(package_ready),$(venv)/.gradferry-demo)
 
-# Brings stamps up to date, two at a time: torch is on its way while kernels are compiled.
+# Brings stamps up to date, two at a time: torch is on its way while kernels are compiled. Goals
+# given together come one after the other, so that no two of these run at once.
 prepare = @+$(MAKE) -s -j2
+ifeq ($(MAKELEVEL),0)
+.NOTPARALLEL:
+endif
 
 .PHONY: help setup demo test test-full test-torch-core lint format bench gpu-check sass clean distclean
 
@@ -154,11 +158,12 @@ $(tests_ready): requirements/test.txt | $(venv_ready)
 	    $(bin)/python -m pip install --disable-pip-version-check --progress-bar off -r $<
 	@touch $@
 
-$(lint_ready): requirements/lint.txt | $(venv_ready)
+$(lint_ready): requirements/lint.txt | $(tests_ready)
 	@$(quiet) build/pip_lint.log $(bin)/python -m pip install --disable-pip-version-check -r $<
 	@touch $@
 
 $(kernels_ready): $(kernel_inputs) | $(compilers_ready)
+	@rm -f $(core_ready)  # what stands there is without tests from now on
 	@$(quiet) build/core.log cmake --preset demo
 	@$(quiet) build/core.log --title "build/core: kernels (usually 1 min)" \
 	    cmake --build --preset demo

@@ -24,11 +24,9 @@ Registry& registry() {
 
 }  // namespace
 
-std::shared_ptr<BackgroundThread> BackgroundThread::start(const char* name,
-                                                          std::function<void()> body,
-                                                          std::function<void()> stop) {
-  const auto self = std::make_shared<BackgroundThread>();
-  self->stop_ = std::move(stop);
+void BackgroundThread::start(const char* name, Role role, std::function<void()> body,
+                             std::function<void()> stop) {
+  const std::shared_ptr<BackgroundThread> self(new BackgroundThread(role, std::move(stop)));
   {
     Registry& all = registry();
     const std::lock_guard lock(all.mutex);
@@ -46,7 +44,6 @@ std::shared_ptr<BackgroundThread> BackgroundThread::start(const char* name,
     self->ended_ = true;
     self->changed_.notify_all();
   }).detach();
-  return self;
 }
 
 void BackgroundThread::stop_all(std::chrono::milliseconds timeout) {
@@ -59,11 +56,16 @@ void BackgroundThread::stop_all(std::chrono::milliseconds timeout) {
       if (auto thread = weak.lock()) threads.push_back(std::move(thread));
     }
   }
-  for (const auto& thread : threads) thread->stop_();
   const auto deadline = std::chrono::steady_clock::now() + timeout;
-  for (const auto& thread : threads) {
-    std::unique_lock lock(thread->mutex_);
-    thread->changed_.wait_until(lock, deadline, [&] { return thread->ended_; });
+  for (const Role role : {Role::kEngine, Role::kHelper}) {
+    for (const auto& thread : threads) {
+      if (thread->role_ == role) thread->stop_();
+    }
+    for (const auto& thread : threads) {
+      if (thread->role_ != role) continue;
+      std::unique_lock lock(thread->mutex_);
+      thread->changed_.wait_until(lock, deadline, [&] { return thread->ended_; });
+    }
   }
 }
 

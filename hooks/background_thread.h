@@ -7,22 +7,30 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <utility>
 
 namespace gradferry {
 
 class BackgroundThread {
  public:
+  // A helper does what engines give it, also while these end.
+  enum class Role { kEngine, kHelper };
+
   // `body` is all that the thread does. `stop` asks it to end, from any thread; it may come at any
   // time, and more than once. Both live until the thread has ended. Throws std::system_error when
   // the process has all the threads it may have.
-  static std::shared_ptr<BackgroundThread> start(const char* name, std::function<void()> body,
-                                                 std::function<void()> stop);
+  static void start(const char* name, Role role, std::function<void()> body,
+                    std::function<void()> stop);
 
-  // Asks every thread of this process to stop; waits at most `timeout` for what they have to do.
+  // Asks every thread of this process to stop, helpers after engines; waits at most `timeout` in
+  // all for what they have to do.
   static void stop_all(std::chrono::milliseconds timeout);
 
  private:
-  std::function<void()> stop_;
+  BackgroundThread(Role role, std::function<void()> stop) : role_(role), stop_(std::move(stop)) {}
+
+  const Role role_;
+  const std::function<void()> stop_;
 
   std::mutex mutex_;
   std::condition_variable changed_;

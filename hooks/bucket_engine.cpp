@@ -49,9 +49,7 @@ void BucketEngine::begin_run() {
   if (getpid() != process_id_) raise(called_after_fork(process_id_));
   const std::lock_guard lock(life_.mutex);
   if (life_.death) raise(*life_.death);
-  if (life_.stop) {
-    raise(Error(ErrorKind::kState, "gradferry was shut down; it cannot compress at exit"));
-  }
+  if (life_.stop) raise(called_at_exit());
   life_.running = true;
 }
 

@@ -74,7 +74,8 @@ class BucketEngine {
   std::vector<BucketEvent> events() const { return log_.events(); }
   const Layout& layout() const { return layout_; }
 
-  // These throw Error(kState) in the middle of a step.
+  // These throw the death of the engine, and Error(kState) in the middle of a step. On a device
+  // they wait for its streams, and throw what it has found by then.
   EngineState state();
   void load_state(const EngineState& state);
   // What the last optimizer step gave will not be used, whatever it is: takes its residuals back.

@@ -39,6 +39,10 @@ Error called_after_fork(int process_id) {
                                  "; attach in the process that trains"};
 }
 
+Error called_at_exit() {
+  return {ErrorKind::kState, "gradferry was shut down; it cannot compress at exit"};
+}
+
 Error nonfinite_mean(const Layout& layout, uint64_t tile, uint64_t step, const char* is) {
   return {ErrorKind::kState, "the averaged gradient of '" + layout.parameter_of(tile).name + "' " +
                                  is + at_step(step) +

@@ -20,6 +20,8 @@ Error finished(const Error& error, const EventLog& log, uint32_t rank);
 
 // What a call means in another process than the one, `process_id`, that attached.
 Error called_after_fork(int process_id);
+// What a call means when the process ends.
+Error called_at_exit();
 
 // The averaged gradient that holds `tile` "is", or "was", not finite at `step`.
 Error nonfinite_mean(const Layout& layout, uint64_t tile, uint64_t step, const char* is);

@@ -12,7 +12,8 @@
 
 namespace gradferry {
 
-// Counters since attach. wire_bytes is what this rank sent to others, counted where it is posted.
+// Counters since attach. BucketEngine::stats() alone fills in `steps`, `wire_bytes` (what this rank
+// sent to others, counted where it is posted), `step_buckets` and `times`.
 struct EngineStats {
   uint64_t steps = 0;  // the current step, counted from 0
   uint64_t buckets = 0;
@@ -35,7 +36,7 @@ struct EngineLife {
   std::condition_variable changed;
   std::optional<Error> death;  // as every call gets it; never changes again
   bool running = false;        // run() is active
-  bool stop = false;           // the last handle is gone, or the process ends
+  bool stop = false;           // of a host's engine: its last handle is gone, or the process ends
   EngineStats stats;
 };
 

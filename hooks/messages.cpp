@@ -81,24 +81,7 @@ void write_commit(std::byte* place, uint32_t rank, uint64_t step, uint64_t bucke
   const uint64_t map_bytes = used_map_bytes(used.size());
   std::memset(map, 0, map_bytes);
   if (!used.empty()) std::memcpy(map, used.data(), used.size());
-  CommitRecord record{.magic = kWireMagic,
-                      .wire_version = kWireVersion,
-                      .phase = static_cast<uint16_t>(Phase::kCommit),
-                      .status = static_cast<uint32_t>(fault.status),
-                      .source_rank = rank,
-                      .step = step,
-                      .bucket = bucket,
-                      .failed_chunk = 0,
-                      .failed_phase = 0,
-                      .failed_rank = 0,
-                      .expected = fault.expected,
-                      .received = fault.received,
-                      .checksum = 0};
-  if (fault) {
-    record.failed_chunk = static_cast<uint32_t>(fault.chunk);
-    record.failed_phase = static_cast<uint16_t>(fault.phase);
-    record.failed_rank = static_cast<uint16_t>(fault.rank);
-  }
+  CommitRecord record = make_commit(rank, step, bucket, fault);
   std::memcpy(place, &record, sizeof(record));
   record.checksum = commit_checksum(place, map_bytes);
   std::memcpy(place, &record, sizeof(record));

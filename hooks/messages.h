@@ -15,8 +15,6 @@
 
 namespace gradferry {
 
-inline constexpr uint32_t kHeaderBytes = sizeof(MessageHeader);
-
 // What all messages of an engine have in common on this rank.
 struct Agreement {
   uint32_t rank;

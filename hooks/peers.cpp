@@ -101,7 +101,7 @@ std::optional<std::string> Peers::ask(Question question, milliseconds longest) {
   bool added = false;
   try {
     const std::lock_guard lock(mutex_);
-    if (!worker_) worker_ = Worker::start("gf-peers");
+    if (!worker_) worker_ = Worker::start("gf-peers", BackgroundThread::Role::kHelper);
     added = worker_->add(job);  // not when the process is ending
   } catch (const std::system_error&) {
     added = false;  // the process has all the threads it may have

@@ -7,8 +7,6 @@
 namespace gradferry {
 namespace {
 
-constexpr uint32_t kHeaderBytes = sizeof(MessageHeader);
-
 // A tile of the bucket, before its chunk is known.
 struct BucketTile {
   const Parameter* parameter;

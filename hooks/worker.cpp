@@ -2,14 +2,12 @@
 
 #include <utility>
 
-#include "background_thread.h"
-
 namespace gradferry {
 
-std::shared_ptr<Worker> Worker::start(const char* name) {
+std::shared_ptr<Worker> Worker::start(const char* name, BackgroundThread::Role role) {
   const auto worker = std::make_shared<Worker>();
   BackgroundThread::start(
-      name, [worker] { worker->work(); },
+      name, role, [worker] { worker->work(); },
       [weak = std::weak_ptr(worker)] {
         if (const auto alive = weak.lock()) alive->stop(nullptr);
       });

@@ -8,12 +8,14 @@
 #include <memory>
 #include <mutex>
 
+#include "background_thread.h"
+
 namespace gradferry {
 
 class Worker {
  public:
   // Throws as BackgroundThread::start().
-  static std::shared_ptr<Worker> start(const char* name);
+  static std::shared_ptr<Worker> start(const char* name, BackgroundThread::Role role);
 
   // False when the thread was told to stop. Jobs must not throw.
   bool add(std::function<void()> job);

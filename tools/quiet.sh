@@ -37,7 +37,10 @@ if [[ -n $title ]]; then
 fi
 if "$@" >"$log" 2>&1; then
   if [[ -n $show ]]; then
-    grep -E "$show" "$log"
+    grep -E "$show" "$log" || {
+      echo "$log has no line that matches '$show'" >&2
+      exit 1
+    }
   fi
   if [[ -n $title ]]; then
     echo "${title%% (*}: done in $SECONDS s"

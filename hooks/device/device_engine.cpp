@@ -44,7 +44,7 @@ std::shared_ptr<DeviceEngine> DeviceEngine::start(EngineOptions options, c10::De
   std::shared_ptr<DeviceEngine> engine(
       new DeviceEngine(std::move(options), device, std::move(hashes), std::move(transport)));
   if (!engine->exchanges_ || !engine->context_.transport->waits()) return engine;
-  engine->worker_ = Worker::start("gf-staged");
+  engine->worker_ = Worker::start("gf-staged", BackgroundThread::Role::kEngine);
   // The handle's last copy stops the thread; its last act holds the engine until then.
   return {engine.get(), [engine](DeviceEngine*) {
             if (getpid() != engine->process_id_) return;  // a forked child has no such thread
@@ -125,7 +125,7 @@ void DeviceEngine::exchange_later(DeviceJob job) {
       shared->future->setErrorIfNeeded(options_.make_exception(*life_.death));
     }
   });
-  GRADFERRY_EXPECTS(added, kState, "gradferry was shut down; it cannot compress at exit");
+  if (!added) throw called_at_exit();
 }
 
 // --- on DDP's thread, or the engine's with a transport that waits ---

@@ -24,21 +24,21 @@ class DeviceResiduals {
   // Everything that other streams than the current one will use.
   std::vector<at::Tensor> tensors() const;
 
-  // On `stream`, when an optimizer step begins: takes the last one back if it was in vain, and
-  // keeps a copy.
+  // On `stream`, when an optimizer step begins: takes the last one back if its result was
+  // not finite, and keeps a copy.
   void begin_step(const c10::Stream& stream);
   // On `stream`: finds the gain of a pass with this loss scale (one fp32 on the device; undefined:
-  // 1). `begins_step`: nothing of its optimizer step is in vain yet.
+  // 1). `begins_step`: no result of its optimizer step is known yet.
   void begin_pass(const at::Tensor& loss_scale, bool begins_step, const c10::Stream& stream);
 
   // The rest is called between steps, with the current stream behind all others. It may wait.
 
-  // Takes the last step back if it is in vain, and stays so if more passes follow.
+  // Takes the last step back if its result is not finite, and stays so if more passes follow.
   void settle(const c10::Stream& current) const;
   // Takes the last step back, whatever it gave.
   void skip(const c10::Stream& current);
   void load(const at::Tensor& worker, const at::Tensor& owner, float loss_scale);
-  // As Residuals::add_to_worker().
+  // As HostResiduals::add_to_worker().
   void add_to_worker(uint64_t offset, const at::Tensor& values, float factor,
                      const at::Tensor& loss_scale);
   void scale(float factor);

@@ -43,7 +43,8 @@ std::shared_ptr<HostEngine> HostEngine::start(
       new HostEngine(std::move(options), std::move(hashes), std::move(backends)));
   if (engine->finisher_) {
     BackgroundThread::start(
-        "gf-finish", [engine] { engine->close_lanes(engine->finisher_->work()); },
+        "gf-finish", BackgroundThread::Role::kEngine,
+        [engine] { engine->close_lanes(engine->finisher_->work()); },
         [weak = std::weak_ptr(engine)] {
           if (const auto alive = weak.lock()) alive->request_stop();
         });

@@ -56,6 +56,7 @@ struct MessageHeader {
   uint64_t checksum;  // word_sum of the payload
 };
 static_assert(sizeof(MessageHeader) == 64);
+inline constexpr uint32_t kHeaderBytes = sizeof(MessageHeader);
 
 // --- the law of headers
 //
@@ -170,6 +171,34 @@ struct CommitRecord {
   uint64_t checksum;  // word_sum of the 14 words before it, and of what follows as if it came next
 };
 static_assert(sizeof(CommitRecord) == 64);
+
+// A commit without its checksum. `Fault` has status, chunk, phase, rank, expected and received; of
+// one that is no fault all but the status are 0.
+template <class Fault>
+constexpr CommitRecord make_commit(uint32_t rank, uint64_t step, uint64_t bucket,
+                                   const Fault& fault) {
+  CommitRecord record{.magic = kWireMagic,
+                      .wire_version = kWireVersion,
+                      .phase = static_cast<uint16_t>(Phase::kCommit),
+                      .status = static_cast<uint32_t>(fault.status),
+                      .source_rank = rank,
+                      .step = step,
+                      .bucket = bucket,
+                      .failed_chunk = 0,
+                      .failed_phase = 0,
+                      .failed_rank = 0,
+                      .expected = 0,
+                      .received = 0,
+                      .checksum = 0};
+  if (record.status != static_cast<uint32_t>(WireStatus::kOk)) {
+    record.failed_chunk = static_cast<uint32_t>(fault.chunk);
+    record.failed_phase = static_cast<uint16_t>(fault.phase);
+    record.failed_rank = static_cast<uint16_t>(fault.rank);
+    record.expected = fault.expected;
+    record.received = fault.received;
+  }
+  return record;
+}
 
 // Weight of the first word of a checksum. Not 1: or a bit of that word and the same one of the
 // checksum itself could be flipped unseen.

@@ -196,28 +196,19 @@ __global__ void __launch_bounds__(kThreads) conclude_kernel(ConcludeCall call) {
   if (call.step_nonfinite != nullptr) *call.step_nonfinite = 1;
 }
 
+struct CommitWords {
+  uint32_t word[sizeof(CommitRecord) / 4];
+};
+
 // One thread.
 __global__ void commit_kernel(CommitCall call) {
-  auto* record = reinterpret_cast<std::byte*>(call.record);
-  const auto put = [&](size_t offset, auto value) { write(record + offset, value); };
   const Findings& findings = *call.findings;
-  put(offsetof(CommitRecord, magic), kWireMagic);
-  put(offsetof(CommitRecord, wire_version), kWireVersion);
-  put(offsetof(CommitRecord, phase), static_cast<uint16_t>(Phase::kCommit));
-  put(offsetof(CommitRecord, status), findings.status);
-  put(offsetof(CommitRecord, source_rank), call.rank);
-  put(offsetof(CommitRecord, step), call.step);
-  put(offsetof(CommitRecord, bucket), call.bucket);
-  put(offsetof(CommitRecord, failed_chunk), static_cast<uint32_t>(findings.chunk));
-  put(offsetof(CommitRecord, failed_phase), static_cast<uint16_t>(findings.phase));
-  put(offsetof(CommitRecord, failed_rank), static_cast<uint16_t>(findings.rank));
-  put(offsetof(CommitRecord, expected), findings.expected);
-  put(offsetof(CommitRecord, received), findings.received);
-  uint64_t checksum = 0;
+  CommitRecord record = make_commit(call.rank, call.step, call.bucket, findings);
+  const auto words = std::bit_cast<CommitWords>(record);
   for (uint32_t i = 0; i < offsetof(CommitRecord, checksum) / 4; ++i) {
-    checksum += uint64_t{read<uint32_t>(record + 4 * i)} * (2 * i + kFirstWeight);
+    record.checksum += uint64_t{words.word[i]} * (2 * i + kFirstWeight);
   }
-  put(offsetof(CommitRecord, checksum), checksum);
+  *call.record = record;
   *call.nonfinite_tile = findings.nonfinite_tile;
   call.findings->nonfinite_tile = 0;
 }

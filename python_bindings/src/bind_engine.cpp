@@ -172,9 +172,7 @@ py::list tiles_list(const BucketEngine& engine) {
   return result;
 }
 
-}  // namespace
-
-void bind_engine(py::module_& module) {
+void bind_options(py::module_& module) {
   module.attr("CHUNK_SLOTS") = kHostSlots;
   module.attr("COMMIT_SLOTS") = kCommitSlots;
   module.attr("GATHERS_IN_FLIGHT") = kGathersInFlight;
@@ -189,20 +187,27 @@ void bind_engine(py::module_& module) {
            py::arg("warmup_steps"), py::arg("momentum"), py::arg("raise_nonfinite"),
            py::arg("exact_skip"), py::arg("loss_scale").none(true), py::arg("check_every"),
            py::arg("chunk_bytes"), py::arg("find_unused_parameters"), py::arg("store").none(true));
+}
+
+py::tuple saved_state(BucketEngine& engine) {
+  EngineState state = [&] {
+    const py::gil_scoped_release released;
+    return engine.state();
+  }();
+  const SavedResiduals& saved = state.residuals;
+  return py::make_tuple(state.steps, saved.worker, saved.owner, saved.loss_scale);
+}
+
+}  // namespace
+
+void bind_engine(py::module_& module) {
+  bind_options(module);
   py::class_<BucketEngine, std::shared_ptr<BucketEngine>>(module, "BucketEngine")
       .def("stats", &stats_dict)
       .def("current_step", &BucketEngine::current_step, py::call_guard<py::gil_scoped_release>())
       .def("events", &event_list)
       .def("all_reduce", &all_reduce, py::arg("gradient"))
-      .def("state",
-           [](BucketEngine& engine) {
-             EngineState state = [&] {
-               const py::gil_scoped_release released;
-               return engine.state();
-             }();
-             const SavedResiduals& saved = state.residuals;
-             return py::make_tuple(state.steps, saved.worker, saved.owner, saved.loss_scale);
-           })
+      .def("state", &saved_state)
       .def(
           "load_state",
           [](BucketEngine& engine, uint64_t steps, const at::Tensor& worker,

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <cfloat>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -74,32 +75,46 @@ inline void write_plane(std::vector<uint8_t>& codes, size_t first, int width, si
       static_cast<uint8_t>(value << (static_cast<size_t>(width) * (p / bytes)));
 }
 
+// What a block is divided by, as a power of two, before it is coded; its energy then.
+struct Scaled {
+  Block x;
+  float q;
+  int e;
+};
+
+// None for a block with a number that is not finite.
+inline std::optional<Scaled> scaled(const Block& v) {
+  const auto energy = [](const Block& x) {
+    Block squares;
+    for (size_t i = 0; i < 128; ++i) squares[i] = x[i] * x[i];
+    return sum(squares);
+  };
+  const float q = energy(v);
+  if (q >= 0x1p-100f && q <= 0x1p100f) return Scaled{v, q, 0};
+  float largest = 0;
+  for (const float y : v) {
+    if (!std::isfinite(y)) return std::nullopt;
+    largest = std::max(largest, std::fabs(y));
+  }
+  if (largest == 0) return Scaled{v, 0, 0};
+  const int e = std::clamp(std::ilogb(largest), -126, 126);
+  Block x;
+  for (size_t i = 0; i < 128; ++i) x[i] = v[i] * std::ldexp(1.0f, -e);
+  return Scaled{x, energy(x), e};
+}
+
 inline Coded code_block(const Block& v, const std::array<uint32_t, 4>& words, int bits) {
   Coded result;
   result.codes.assign(size_t{16} * static_cast<size_t>(bits), 0);
   const Book book = book_of(bits);
-  Block x = v, squares;
-  const auto energy = [&] {
-    for (size_t i = 0; i < 128; ++i) squares[i] = x[i] * x[i];
-    return sum(squares);
-  };
-  float q = energy();
-  int e = 0;
-  if (!(q >= 0x1p-100f && q <= 0x1p100f)) {
-    float largest = 0;
-    for (const float y : v) {
-      if (!std::isfinite(y)) {
-        result.scale = 0x7fc0;
-        result.decoded.fill(NAN);
-        return result;
-      }
-      largest = std::max(largest, std::fabs(y));
-    }
-    if (largest == 0) return result;
-    e = std::clamp(std::ilogb(largest), -126, 126);
-    for (size_t i = 0; i < 128; ++i) x[i] = v[i] * std::ldexp(1.0f, -e);
-    q = energy();
+  const std::optional<Scaled> block = scaled(v);
+  if (!block) {
+    result.scale = 0x7fc0;
+    result.decoded.fill(NAN);
+    return result;
   }
+  const auto& [x, q, e] = *block;
+  if (q == 0) return result;
   Block h, sign, c, products;
   for (size_t i = 0; i < 128; ++i) sign[i] = (words[i / 32] >> (i % 32) & 1) != 0 ? -1.0f : 1.0f;
   for (size_t i = 0; i < 128; ++i) h[i] = sign[i] * x[i];

@@ -15,7 +15,6 @@ namespace {
 
 const MessageKernels& message_kernels = message_kernels_on_host();
 
-constexpr uint32_t kHeaderBytes = sizeof(MessageHeader);
 constexpr Envelope kScatter{.config_hash = 0x1122334455667788,
                             .layout_hash = 0x99aabbccddeeff00,
                             .step = 7,

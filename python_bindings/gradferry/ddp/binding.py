@@ -25,7 +25,7 @@ from gradferry.core.meeting import meet, patience
 from gradferry.core.options import Options
 from gradferry.ddp.after_steps import call_after_steps
 from gradferry.ddp.auto import Chooser
-from gradferry.ddp.model import Model
+from gradferry.ddp.model import Model, has_python_hook
 from gradferry.ddp.momentum_handover import MomentumHandover
 from gradferry.ddp.registration import register
 from gradferry.ddp.running import Running, propose
@@ -57,7 +57,7 @@ class Binding:
             StateError: the model has no such hook, so another one has called.
         """
         ddp = self.model()
-        if ddp is None or not ddp._comm_hooks:
+        if ddp is None or not has_python_hook(ddp):
             self.hook.fail(
                 "this HookState is bound to another DistributedDataParallel than the one that "
                 "calls it; give each its own: "

@@ -64,6 +64,11 @@ class Model:
         _check_options(self.ddp, config, self.device)
 
 
+def has_python_hook(ddp: DistributedDataParallel) -> bool:
+    """Whether a hook of the standard signature is registered."""
+    return bool(ddp._comm_hooks)
+
+
 def _process_group(ddp: DistributedDataParallel) -> dist.ProcessGroup:
     if not isinstance(ddp, DistributedDataParallel):
         raise ConfigError(

@@ -67,7 +67,8 @@ def examine(
 ) -> Diagnosis:
     """Measures and predicts. Collective.
 
-    build_model, make_step, attach: as for measure_steps.
+    build_model, make_step: as for measure_steps.
+    attach: `gradferry.attach`.
     """
     emit(f"training steps without communication, and with {_MEASURED_CODEC}")
     cap = asked.bucket_caps_mb[0]

@@ -24,7 +24,7 @@ def measure_codec(
 ) -> CodecCosts:
     """As the engine runs it for gradients of this dtype."""
     least = world_size * _native.TILE_ELEMENTS
-    speed = _native.codec_cost(
+    cost = _native.codec_cost(
         str(codec.codec),
         dtype=dtype,
         world_size=world_size,
@@ -34,7 +34,7 @@ def measure_codec(
         num_elements=max(num_elements, least),
         rounds=_ROUNDS,
     )
-    return CodecCosts(**speed)
+    return CodecCosts(**cost)
 
 
 def measure_casts(

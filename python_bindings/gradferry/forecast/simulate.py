@@ -233,7 +233,7 @@ class _CodecStep:
         return instant + (self._backward.end_s - self._backward.ready_s[-1]) * self._stretch
 
     def _finish_one(self) -> None:
-        """As Engine::finish_one."""
+        """As Finisher::do_oldest."""
         if len(self._commits) == _native.COMMIT_SLOTS:
             self._finish_commit()
         room = len(self._gathers) < _native.GATHERS_IN_FLIGHT
