@@ -16,7 +16,7 @@ OUTSIDE = "OUTSIDE"
 CONTROL_STANDS = "stalls, as it must"
 CONTROL_FAILS = "MUST STALL"
 REPORTED = "reported"
-IS_RULER = "ruler"
+IS_RULER = "baseline"
 
 
 @dataclass(frozen=True)
