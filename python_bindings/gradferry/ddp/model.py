@@ -1,4 +1,4 @@
-"""A DistributedDataParallel as gradferry sees it: the one file that knows what is inside."""
+"""Access to a DistributedDataParallel. The only file of gradferry that uses its internals."""
 
 from __future__ import annotations
 
@@ -24,21 +24,22 @@ Named = list[tuple[str, torch.nn.Parameter]]
 
 
 class Model:
-    """A user's DistributedDataParallel, while a hook is put on it.
+    """A user's DistributedDataParallel, only while a hook is attached to it.
 
-    Nothing keeps it: DDP holds its hook, and so would never be freed.
+    Do not keep this object: DDP holds its hook, so a strong reference from the hook to the model
+    would keep the model alive.
 
     Attributes:
         group: the process group that it averages over.
         named: names and parameters that it reduces, each shared parameter once.
-        device: of the gradients. DDP keeps all parameters of a bucket on one device, and
-            `describe_parameters` sees to the rest.
-        record: how buckets are cut, and so which messages travel: ranks must have it in common.
-        reference: to tell the model later.
+        device: of the gradients. DDP keeps all parameters of a bucket on one device;
+            `describe_parameters` checks that all buckets are on the same one.
+        record: options that determine the buckets, and so the messages; must be equal on all ranks.
+        reference: a weak reference to the model.
 
     Raises:
-        ConfigError, StateError: there is no process group to agree with about anything, so that
-            this is raised on the spot.
+        ConfigError, StateError: `ddp` has no usable process group. Raised on this rank alone,
+            because without a group it cannot tell the others.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
@@ -54,10 +55,10 @@ class Model:
         self._ddp = ddp
 
     def check(self, config: Config) -> None:
-        """Warns of what will go wrong beside the hook.
+        """Checks that the hook works on this model, and warns of problems outside the hook.
 
         Raises:
-            ConfigError: this model cannot have a hook, or not one with this configuration.
+            ConfigError: this model cannot have a hook, or not with this configuration.
         """
         _check_hookable(self._ddp)
         _check_parameters(self._ddp, self.named)
@@ -65,19 +66,19 @@ class Model:
         _check_options(self._ddp, config, self.device)
 
     def take(self, hook: _native.BucketHook, *, watch_use: bool, name: str | None) -> None:
-        """Guards the model against what would lose its hook, for as long as it exists.
+        """Connects the hook, and guards the model for its lifetime against losing it.
 
         Args:
-            hook: what DDP's hooks call.
-            watch_use: whether the hook learns of every bucket which parameters this rank used.
-            name: registers the native hook, under this name in DDP's logs. None: the user registers
-                one of the standard signature.
+            hook: called by DDP's communication hook.
+            watch_use: whether the hook records which parameters this rank uses.
+            name: registers the native hook, with this name in DDP's logs. None: the user registers
+                `gradferry.hook`.
         """
         _guard(self._ddp)
         if watch_use:
             hook.watch_use([parameter for _, parameter in self.named], self._ddp.reducer)
         if name is not None:
-            # Last: DDP takes a hook for life, so no rank may have one when another has failed.
+            # Last, because DDP cannot remove a hook: no rank may have one if another has failed.
             hook.attach(self._ddp.reducer)
             if self._ddp.logger is not None:
                 self._ddp.logger._set_comm_hook_name(name)
@@ -86,7 +87,7 @@ class Model:
 def _guard(ddp: DistributedDataParallel) -> None:
     ddp._update_process_group = _refuse_new_group  # type: ignore[method-assign]
     ddp.join_hook = JoinHook(ddp)  # type: ignore[method-assign]
-    # What copy and pickle ask for; DDP rebuilds its reducer from it, which then has no hook.
+    # copy and pickle call this; DDP then builds a new reducer, which has no hook.
     ddp.__getstate__ = functools.partial(  # type: ignore[method-assign]
         _state_without_hook, weakref.ref(ddp)
     )
@@ -112,7 +113,7 @@ def _process_group(ddp: DistributedDataParallel) -> dist.ProcessGroup:
 
 def _state_without_hook(model: weakref.ref[DistributedDataParallel]) -> dict[str, Any]:
     ddp = model()
-    assert ddp is not None  # it is being asked
+    assert ddp is not None  # this is one of its methods
     state: dict[str, Any] = type(ddp).__getstate__(ddp)  # type: ignore[no-untyped-call]
     warnings.warn(
         "a copied or pickled DistributedDataParallel has no communication hook and would train "
@@ -156,7 +157,7 @@ def _check_hookable(ddp: DistributedDataParallel) -> None:
 
 
 def _check_parameters(ddp: DistributedDataParallel, named: Named) -> None:
-    """Compares what DDP reduces with the model of now."""
+    """Compares the parameters that DDP reduces with those that the model has now."""
     reduced = {id(parameter) for _, parameter in named}
     for parameter in _native.reducer_parameters(ddp.reducer):
         if id(parameter) not in reduced:
@@ -226,7 +227,7 @@ def _check_options(ddp: DistributedDataParallel, config: Config, device: torch.d
 
 
 def _check_device(ddp: DistributedDataParallel, config: Config, device: torch.device) -> None:
-    """What is missing for gradients that are not on the CPU."""
+    """Raises ConfigError for what gradients on a device other than the CPU do not support."""
     if ddp.find_unused_parameters and not ddp.gradient_as_bucket_view and not config.passes_through:
         raise ConfigError(
             f"find_unused_parameters=True on {device.type!r} needs gradient_as_bucket_view=True in "
