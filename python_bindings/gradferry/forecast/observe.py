@@ -36,7 +36,7 @@ class ObservedSteps:
         return ObservedSteps(self.buckets, tuple(ready), without, exposed)
 
     def profile(self, num_parameters: int, spare_cores: float) -> StepProfile:
-        """A profile in which a step begins at its first bucket; parameters are ready with theirs."""
+        """A profile of steps that begin at their first bucket; a bucket makes parameters ready."""
         ready = [0.0] * num_parameters
         for instant, bucket in zip(self.ready_s, self.buckets, strict=True):
             for index in bucket:

@@ -145,7 +145,7 @@ def _draw(outcome: Outcome, theme: Theme) -> bytes:
 
 
 def _curve(summary: Summary, with_band: bool) -> Curve:
-    """The mean over all seeds; the ruler's with the band that its seeds fill."""
+    """The mean over all seeds; for the baseline with the range of its seeds."""
     one, curves = summary.contestant, [row["curve"] for row in summary.rows]
     losses = list(zip(*(map(_drawn, curve["losses"]) for curve in curves), strict=True))
     return Curve(
