@@ -39,7 +39,7 @@ void BackgroundThread::start(const char* name, Role role, std::function<void()> 
   std::thread([self, name, body = std::move(body)]() mutable {
     pthread_setname_np(pthread_self(), name);
     body();
-    body = nullptr;  // what it holds may be freed here
+    body = nullptr;  // frees what it holds before the thread counts as ended
     const std::lock_guard lock(self->mutex_);
     self->ended_ = true;
     self->changed_.notify_all();

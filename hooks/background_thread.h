@@ -1,5 +1,5 @@
-// A thread of ours. It is detached, since it may wait for a peer that never answers, and known to
-// the process until it has ended, so that the end of the process can ask all of them to stop.
+// A detached thread. It may wait for a peer that never answers, so nothing joins it. The process
+// keeps a list of all such threads that have not ended, so that it can ask them to stop at exit.
 #pragma once
 
 #include <chrono>
@@ -16,14 +16,14 @@ class BackgroundThread {
   // A helper does what engines give it, also while these end.
   enum class Role { kEngine, kHelper };
 
-  // `body` is all that the thread does. `stop` asks it to end, from any thread; it may come at any
-  // time, and more than once. Both live until the thread has ended. Throws std::system_error when
-  // the process has all the threads it may have.
+  // The thread runs `body` and ends. `stop` asks it to end; any thread may call it, at any time and
+  // more than once. Both live until the thread has ended. Throws std::system_error when the process
+  // cannot start another thread.
   static void start(const char* name, Role role, std::function<void()> body,
                     std::function<void()> stop);
 
-  // Asks every thread of this process to stop, helpers after engines; waits at most `timeout` in
-  // all for what they have to do.
+  // Asks every thread in the list to stop, helpers after engines, and waits at most `timeout` in
+  // all until they have ended.
   static void stop_all(std::chrono::milliseconds timeout);
 
  private:

@@ -37,7 +37,7 @@ void BucketEngine::run(const std::vector<uint32_t>& parameters, UsedMap used,
   } catch (...) {
     failure = describe_failure(std::current_exception(), options_.rank);
   }
-  // Peers may miss messages then, so nothing can go on.
+  // The peers may lack messages of this rank, so the engine cannot continue.
   if (failure) fail(*failure);
   const std::lock_guard lock(life_.mutex);
   life_.running = false;
@@ -134,12 +134,12 @@ void BucketEngine::fail(const Error& error) {
     if (!life_.death) life_.death = finished(error, log_, options_.rank);
     life_.changed.notify_all();
   }
-  // A thread of the engine that sees the death would tell, too, but may be waiting for the others.
+  // A thread of the engine that sees the death would also report it, but may be waiting for others.
   options_.peers->tell(life_.death->what());
 }
 
 void BucketEngine::request_stop() {
-  if (getpid() != process_id_) return;  // a forked child has no thread to tell
+  if (getpid() != process_id_) return;  // a forked child has none of the threads
   const std::lock_guard lock(life_.mutex);
   life_.stop = true;
   life_.changed.notify_all();
@@ -162,7 +162,7 @@ uint64_t BucketEngine::current_step() const {
   return steps_.step();
 }
 
-// `what` is to be done. With life_.mutex held.
+// Throws unless the engine is between steps; `what` names the call. With life_.mutex held.
 void BucketEngine::expect_between_steps(const char* what) const {
   if (life_.death) throw Error(*life_.death);
   const size_t seen = steps_.num_seen(), all = steps_.num_parameters();

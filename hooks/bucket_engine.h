@@ -1,16 +1,16 @@
 // The engine: takes a bucket, and completes a Future once the averaged gradient is in it. This is
-// the roof over the engine for the host (host/) and that for devices with streams (device/): what
-// they are told, what they count, which step a bucket belongs to, how they fail, and what a
-// checkpoint or an optimizer asks of them between steps. They differ in where gradients lie, and so
-// in what does the work and who waits.
+// the base class of the engine for the host (host/) and of the engine for devices with streams
+// (device/). It holds their options and counters, assigns buckets to steps, handles failures, and
+// serves the calls of checkpoints and optimizers between steps. The engines differ in the memory of
+// the gradients, and so in which threads or streams do the work and wait.
 //
 // In momentum mode a rank encodes (1 - m) * gradient + residual and adds m * decoded to the
-// residual, which so carries the momentum beside what was withheld; what arrives in the bucket is
-// the momentum. Every tile does so, also `exact` ones and those of a world of one. For `m` see
-// momentum.h.
+// residual, which then carries the momentum and what was withheld; the bucket receives the
+// momentum. This holds for every tile, including `exact` ones and those of a world of one. For `m`
+// see momentum.h.
 //
-// After the first error an engine is dead: all ranks are told (peers.h), and every call gets that
-// error.
+// After the first error an engine is dead: it informs all ranks (peers.h), and every call throws
+// that error.
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -39,7 +39,7 @@ using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
 struct SavedResiduals {
   at::Tensor worker;
   at::Tensor owner;
-  float loss_scale;  // of the residuals; 0 when they are zero and have no units yet
+  float loss_scale;  // of the gradients they were withheld from; 0: zero residuals, no units yet
 };
 
 struct EngineState {
@@ -55,22 +55,23 @@ class BucketEngine {
 
   // Averages `gradient` (dense, flat, contiguous, real, on the engine's device) of `parameters` (in
   // bucket order) in place over all ranks, then completes `future` with `value`. Called in bucket
-  // order, from one thread at a time, without the GIL. `used`: by this rank, in this pass; empty:
-  // all of them. What no rank used stays as it is. May block while earlier buckets are under way.
+  // order, from one thread at a time, without the GIL. `used`: which parameters this rank used in
+  // this pass; empty: all of them. Parameters that no rank used do not change. May block while
+  // earlier buckets are in flight. Throws the engine's error, or Error(kConfig) or Error(kState).
   void run(const std::vector<uint32_t>& parameters, UsedMap used, const at::Tensor& gradient,
            FuturePtr future, c10::IValue value);
 
-  // Buckets that pass through belong to the step as well.
+  // Counts a bucket that passes through as part of the step.
   void pass(const std::vector<uint32_t>& parameters);
-  // Whether some of its promises need every bucket, so that none may pass through.
+  // Whether an option needs every bucket, so that none may pass through.
   bool needs_every_bucket() const { return options_.needs_every_bucket(); }
-  // Ends the engine with `error`, which all ranks get to know: a bucket cannot be handed in, and
-  // they would wait for it.
+  // Ends the engine with `error` and informs all ranks, which would otherwise wait for a bucket
+  // that does not reach the engine.
   void fail(const Error& error);
 
   EngineStats stats() const;
   uint64_t current_step() const;  // counted from 0
-  // On a device, instants and times are the host's, of enqueueing.
+  // On a device, all times are those at which the host enqueues work.
   std::vector<BucketEvent> events() const { return log_.events(); }
   const Layout& layout() const { return layout_; }
 
@@ -78,10 +79,11 @@ class BucketEngine {
   // they wait for its streams, and throw what it has found by then.
   EngineState state();
   void load_state(const EngineState& state);
-  // What the last optimizer step gave will not be used, whatever it is: takes its residuals back.
-  // Only with exact_skip, and where it is known which passes that step has (optimizer_steps.h).
+  // The result of the last optimizer step will not be used: restores the residuals from before it.
+  // Needs exact_skip, and that the passes of that step are known (optimizer_steps.h).
   void skip_step();
-  // Worker residual of a parameter += factor * values, in the order of memory and unscaled.
+  // worker residual of a parameter += factor * values. `values` (flat, on the engine's device) are
+  // in memory order and not multiplied by a loss scale.
   void add_to_worker_residual(uint32_t parameter, const at::Tensor& values, float factor);
   void scale_residuals(float factor);
 
@@ -89,7 +91,7 @@ class BucketEngine {
   void note_optimizer_step() { optimizer_steps_.note_step(); }
 
  protected:
-  // A bucket that is to be averaged.
+  // A bucket to average.
   struct Bucket {
     const BucketPlan* plan;
     UsedMap used;
@@ -97,15 +99,15 @@ class BucketEngine {
     FuturePtr future;
     c10::IValue value;
     uint64_t step;               // counted from 0
-    bool begins_step;            // the first of its pass that is compressed
-    bool begins_optimizer_step;  // with exact_skip: residuals are kept from here on
+    bool begins_step;            // the first of its pass that does not pass through
+    bool begins_optimizer_step;  // with exact_skip: the engine copies residuals here
     BucketEvent event;
   };
 
-  // `device`: where gradients lie. `exchanges`: false in a world of one, where nothing travels.
+  // `device`: where gradients are. `exchanges`: false in a world of one, where nothing is sent.
   BucketEngine(EngineOptions options, ParameterHashes hashes, c10::Device device, bool exchanges);
 
-  // run(), once the bucket was accepted. What it throws ends the engine.
+  // The part of run() after the bucket was accepted. An exception ends the engine.
   virtual void average(Bucket bucket) = 0;
   // What this rank sent to others.
   virtual uint64_t sent_bytes() const = 0;
@@ -113,17 +115,17 @@ class BucketEngine {
   // Residuals between steps, with life_.mutex held.
   virtual SavedResiduals save_residuals() = 0;
   virtual void load_residuals(const SavedResiduals& saved) = 0;
-  // Back to what they were before the last optimizer step.
+  // Restores the residuals from before the last optimizer step.
   virtual void take_back_step() = 0;
   virtual void change_worker_residual(const Parameter& parameter, const at::Tensor& values,
                                       float factor) = 0;
   virtual void multiply_residuals(float factor) = 0;
 
-  // The engine is told to stop: its last handle is gone, or the process ends.
+  // Asks the engine to stop: its last handle is gone, or the process is ending.
   void request_stop();
   // Gives the bucket its number and counts it as in flight.
   void count_in(Bucket& bucket);
-  // Throws what autograd can show to Python.
+  // Throws `error` as an exception that autograd can pass on to Python.
   [[noreturn]] void raise(const Error& error) const;
 
   const EngineOptions options_;

@@ -1,5 +1,5 @@
-// In which order DDP lays a parameter's gradient into a bucket: that of the parameter's memory
-// where this is dense and does not overlap itself, else row-major.
+// The element order of a parameter's gradient in a DDP bucket: the memory order of the parameter if
+// that is dense and non-overlapping, else row-major.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,8 +9,8 @@
 
 namespace gradferry {
 
-// Strides, in elements, of the gradient in a bucket that DDP would make now. Where the size is 1
-// the stride is 1, so that equal orders have equal strides.
+// Strides, in elements, that the gradient would have in a bucket made now. Dimensions of size 1
+// have stride 1, so that equal orders have equal strides.
 std::vector<int64_t> bucket_strides(const at::Tensor& parameter);
 
 }  // namespace gradferry

@@ -53,7 +53,7 @@ void BucketHook::resume(uint64_t step) {
 
 void BucketHook::count(const c10d::GradBucket& bucket) {
   if (!steps_->add(indices_of(bucket))) return;
-  std::vector<StepCallback> due;  // they may call call_at()
+  std::vector<StepCallback> due;  // collected first: callbacks may use call_at()
   for (auto call = calls_.begin(); call != calls_.end();) {
     if (call->second.step <= steps_->step()) {
       due.push_back(std::move(call->second.callback));
@@ -68,7 +68,7 @@ void BucketHook::count(const c10d::GradBucket& bucket) {
 bool BucketHook::admit(const c10d::GradBucket& bucket) {
   if (steps_) count(bucket);
   if (engine_ != nullptr && !bucket.getBuffer().is_sparse()) return true;
-  if (used_) (void)used_->take(indices_of(bucket));  // run() will not
+  if (used_) (void)used_->take(indices_of(bucket));  // resets the flags, as run() would
   if (engine_ == nullptr) return false;
   if (engine_->needs_every_bucket()) {
     fail(
@@ -114,7 +114,7 @@ void BucketHook::expect_same_order(const c10d::GradBucket& bucket,
 }
 
 void BucketHook::run(const c10d::GradBucket& bucket, FuturePtr future, c10::IValue value) const {
-  (void)group();  // refuses a destroyed group
+  (void)group();  // throws if the group was destroyed
   const std::vector<uint32_t> parameters = indices_of(bucket);
   expect_same_order(bucket, parameters);
   at::Tensor gradient = bucket.getBuffer().detach();

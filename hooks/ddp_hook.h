@@ -1,5 +1,5 @@
-// What DDP calls for every bucket: finds the bucket's parameters and hands it to the engine, or
-// passes it through.
+// The hook that DDP calls for every bucket. It finds the bucket's parameters and passes the bucket
+// to the engine, or to the backend's own all-reduce ("passes through").
 #pragma once
 
 #include <atomic>
@@ -18,8 +18,8 @@
 
 namespace gradferry {
 
-// A Future of `type` for what will be in `tensor`: where that is on a device with streams, whoever
-// waits for the Future has its current stream wait.
+// A Future of `type` for the coming content of `tensor`. If `tensor` is on a device with streams,
+// waiting for the Future makes the current stream wait.
 FuturePtr make_future(c10::TypePtr type, const at::Tensor& tensor);
 
 class BucketHook : public std::enable_shared_from_this<BucketHook> {
@@ -33,38 +33,38 @@ class BucketHook : public std::enable_shared_from_this<BucketHook> {
   // The engine changes only between steps, for codec="auto". Null: every bucket passes through.
   void use_engine(std::shared_ptr<BucketEngine> engine) { engine_ = std::move(engine); }
 
-  // Has the engine know which parameters are used; `parameters` as for the constructor, `used` as
-  // for UsedParameters.
+  // From now on tells the engine which parameters this rank used; `parameters` as for the
+  // constructor, `used` as for UsedParameters.
   void watch_use(const std::vector<at::Tensor>& parameters, const UsedMap& used) {
     used_.emplace(parameters, used);
   }
 
-  // At the first bucket of step `step`, or of a later one when that has begun, `callback` gets
-  // this hook and the step's number, once, before anything becomes of the bucket: the same instant
-  // on all ranks. It may change the engine, and call this again. Of one `purpose` there is one
-  // callback, the last; those due at the same bucket come in the order of their purposes. Steps
-  // count from 0; resume() changes the count.
+  // Calls `callback` once, with this hook and the number of the step, at the first bucket of step
+  // `step`, or of the next step if `step` has begun. This is the same point on all ranks; nothing
+  // has been done with the bucket yet. The callback may change the engine and use call_at() again.
+  // A new callback replaces an older one with the same `purpose`; those due at the same bucket run
+  // in the order of their purposes. Steps count from 0; resume() sets the count.
   using StepCallback = std::function<void(const std::shared_ptr<BucketHook>&, uint64_t)>;
   void call_at(uint64_t step, StepCallback callback, const std::string& purpose);
   void resume(uint64_t step);
   // Steps that have begun and ended; only with call_at().
   uint64_t finished_steps() const { return steps_ ? steps_->finished_steps() : 0; }
 
-  // Whether the bucket takes run(). Without an engine none does, and sparse ones never do: they
-  // pass through the backend's own averaged all-reduce. To be asked once per bucket, as it comes.
-  // Raises StateError for a sparse bucket where the engine needs every bucket.
+  // Whether the bucket must go to run(). Without an engine no bucket does, and sparse ones never
+  // do: they take the backend's own averaged all-reduce. Call it exactly once per bucket, in order.
+  // Throws StateError for a sparse bucket where the engine needs every bucket.
   bool admit(const c10d::GradBucket& bucket);
 
-  // Posted in bucket order; the backend's own future.
+  // Posts the backend's all-reduce, in bucket order; returns the backend's own future.
   FuturePtr pass_through(c10d::GradBucket& bucket) const;
   // Buckets that have taken the backend's all-reduce, through pass_through() or counted by
   // note_passed().
   uint64_t passed() const { return passed_.load(std::memory_order_relaxed); }
   void note_passed() const { passed_.fetch_add(1, std::memory_order_relaxed); }
 
-  // Completes `future` with `value` when the averaged gradient lies in the bucket's buffer.
-  // Raises ConfigError, StateError, or the engine's first error. Without the GIL.
-  // StateError, too, for a parameter whose memory format has changed: residuals are in the old one.
+  // Completes `future` with `value` when the averaged gradient is in the bucket's buffer. Call it
+  // without the GIL. Throws ConfigError, StateError, or the engine's first error. StateError also
+  // means that a parameter changed its memory format: residuals are in the old one.
   void run(const c10d::GradBucket& bucket, FuturePtr future, c10::IValue value) const;
 
   // Ends the engine, which tells the other ranks, and raises StateError: a bucket that never
@@ -80,7 +80,7 @@ class BucketHook : public std::enable_shared_from_this<BucketHook> {
 
   std::shared_ptr<BucketEngine> engine_;
   std::unordered_map<const c10::TensorImpl*, uint32_t> index_;
-  // Weak, and only so that no other tensor gets the address of one that is gone.
+  // Weak references: they only keep another tensor from getting the address of a freed one.
   std::vector<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> identities_;
   std::vector<std::vector<int64_t>> strides_;  // in buckets, by parameter
   std::string group_name_;

@@ -1,4 +1,4 @@
-// What ends an engine, in words.
+// The texts of errors that end an engine.
 #pragma once
 
 #include <cstdint>
@@ -10,22 +10,21 @@
 
 namespace gradferry {
 
-// What an exception means for the engine of `rank`: an Error as it is, anything else as a failure
-// here.
+// An exception in the engine of `rank` as an Error: an Error unchanged, anything else as a failure
+// of this rank.
 Error describe_failure(const std::exception_ptr& failure, uint32_t rank);
 
-// The error as every call of an engine gets it from then on, with what the last buckets went
-// through.
+// The error that every later call of the engine throws: `error` with the last buckets of `log`.
 Error finished(const Error& error, const EventLog& log, uint32_t rank);
 
-// What a call means in another process than the one, `process_id`, that attached.
+// The error of a call in another process than `process_id`, the one that attached.
 Error called_after_fork(int process_id);
 // What a call means when the process ends.
 Error called_at_exit();
 
 // The averaged gradient that holds `tile` "is", or "was", not finite at `step`.
 Error nonfinite_mean(const Layout& layout, uint64_t tile, uint64_t step, const char* is);
-// A gradient that does not travel is not finite.
+// As nonfinite_mean(), in a world of one, where nothing is sent.
 Error nonfinite_gradient(uint64_t step);
 
 }  // namespace gradferry

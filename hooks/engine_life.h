@@ -1,4 +1,4 @@
-// What the threads of an engine share: whether it goes on, and what it has counted.
+// State that the threads of an engine share: whether it still runs, and its counters.
 #pragma once
 
 #include <condition_variable>
@@ -24,17 +24,17 @@ struct EngineStats {
   uint64_t workspace_bytes = 0;
   uint64_t workspace_allocations = 0;
   uint64_t in_flight = 0;                           // buckets whose Future is not complete
-  uint64_t host_waits = 0;                          // for a device that was a step behind
+  uint64_t host_waits = 0;                          // waits for a device that was a step behind
   std::vector<std::vector<uint32_t>> step_buckets;  // parameters by bucket, last finished step
   StepTimes times;
 };
 
-// Everything under `mutex`. `changed` tells of every change that somebody may wait for, also of
-// what threads hand to each other elsewhere under the same mutex.
+// Everything is guarded by `mutex`. `changed` is notified of every change that a thread may wait
+// for, including queues of other objects that use the same mutex.
 struct EngineLife {
   mutable std::mutex mutex;
   std::condition_variable changed;
-  std::optional<Error> death;  // as every call gets it; never changes again
+  std::optional<Error> death;  // the error that every call throws; once set it never changes
   bool running = false;        // run() is active
   bool stop = false;           // of a host's engine: its last handle is gone, or the process ends
   EngineStats stats;

@@ -1,4 +1,4 @@
-// What an engine is told when it starts, on the host as on a device.
+// The options of an engine, on the host or on a device.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,10 +16,10 @@
 
 namespace gradferry {
 
-// Turns an Error into an exception that torch's autograd can show to Python.
+// Turns an Error into an exception that torch's autograd can pass on to Python.
 using ExceptionFactory = std::exception_ptr (*)(const Error&);
 
-// Most payload bytes of a chunk must let a full tile of the widest dtype through.
+// The smallest allowed chunk_bytes: a chunk must have space for a full tile of the widest dtype.
 inline constexpr uint32_t kLeastChunkBytes = kTileElements * sizeof(double);
 
 struct EngineOptions {
@@ -29,10 +29,10 @@ struct EngineOptions {
   uint64_t config_hash;
   uint64_t layout_hash;
   uint64_t seed;
-  uint64_t warmup_steps;  // first steps, in which every tile travels as `exact`
-  double momentum;        // 0: none; then every parameter has a worker residual
-  bool raise_nonfinite;   // a decoded NaN or infinity is an error instead of being handed on
-  bool exact_skip;        // a step with a NaN or infinity leaves the residuals as it found them
+  uint64_t warmup_steps;  // first steps, in which every tile is sent as `exact`
+  double momentum;        // 0: none; if not 0, every parameter has a worker residual
+  bool raise_nonfinite;   // a decoded NaN or infinity is an error; else every rank receives it
+  bool exact_skip;        // a step with a NaN or infinity leaves the residuals unchanged
   at::Tensor loss_scale;  // one fp32 that a GradScaler writes after every step; undefined: 1
   uint64_t check_every;   // steps between comparisons of all ranks' parameters; 0: none
   uint32_t chunk_bytes;   // most payload bytes per owner and stage in one chunk
@@ -43,7 +43,8 @@ struct EngineOptions {
   Agreement agreement() const { return {rank, world_size, config_hash, layout_hash}; }
   bool in_warmup(uint64_t step) const { return step < warmup_steps; }
   bool has_momentum(uint64_t step) const { return momentum != 0 && !in_warmup(step); }
-  // The gradient's share of what a step encodes, and the decoded share that stays in the residual.
+  // Factors of momentum mode: alpha of the gradient before encode, beta of the decoded value that
+  // is added to the worker residual.
   float alpha(const ResolvedCodec& codec, uint64_t step) const {
     return in_warmup(step) ? 1.0F : static_cast<float>(1.0 - momentum_behind(codec, momentum));
   }

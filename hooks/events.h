@@ -1,9 +1,9 @@
-// Where the time of buckets goes: the last 256 of them, and sums over all steps.
+// Times of the last 256 buckets, and sums over all steps.
 //
-// Times are taken where the work is done and never wait for anything. `encode` runs on the thread
-// that DDP calls from, `network`, `reduce` and `decode` on the finishing thread: `network` is its
-// waiting for messages, their checks included. The four are also ranges in torch.profiler, as
-// "gradferry::encode" and so on.
+// Each thread times its own work, so nothing waits for these times. `encode` runs on the thread on
+// which DDP calls the hook; `network`, `reduce` and `decode` run on the finishing thread. `network`
+// is the time it waits for messages and checks them. The four are also ranges in torch.profiler,
+// named "gradferry::encode" and so on.
 #pragma once
 
 #include <ATen/record_function.h>
@@ -19,7 +19,7 @@
 
 namespace gradferry {
 
-// A residual beside the gradient it was withheld from: sums of squares over the same tiles.
+// Sums of squares of a residual and of the gradient it was withheld from, over the same tiles.
 struct ResidualSquares {
   double residual = 0;
   double gradient = 0;
@@ -28,20 +28,21 @@ struct ResidualSquares {
     residual += other.residual;
     gradient += other.gradient;
   }
-  // Of their norms; 0 without a gradient.
+  // Norm of the residual over norm of the gradient; 0 if the gradient is zero.
   double ratio() const;
 };
 
-// One bucket. Instants are nanoseconds on std::chrono::steady_clock, 0 for what did not happen.
+// One bucket. begin, encoded and complete are points in time, in nanoseconds on
+// std::chrono::steady_clock; 0: it did not happen.
 struct BucketEvent {
   uint64_t step = 0;
   uint64_t bucket = 0;  // counted since the engine started
   uint64_t chunks = 0;
   uint64_t gradient_bytes = 0;
-  int64_t begin_ns = 0;     // DDP handed the bucket in
-  int64_t encoded_ns = 0;   // its last chunk was posted, and DDP's thread went on
-  int64_t complete_ns = 0;  // its gradients were there
-  // Nanoseconds, over all chunks.
+  int64_t begin_ns = 0;     // DDP passed the bucket to the hook
+  int64_t encoded_ns = 0;   // its last chunk was posted, and DDP's thread continued
+  int64_t complete_ns = 0;  // its averaged gradients were complete
+  // Durations in nanoseconds, summed over all chunks.
   int64_t encode_ns = 0;
   int64_t network_ns = 0;
   int64_t reduce_ns = 0;
@@ -57,8 +58,7 @@ struct StepTimes {
   int64_t network_ns = 0;
   int64_t reduce_ns = 0;
   int64_t decode_ns = 0;
-  // What DDP's thread was held up: inside the hook, and after its last bucket until all were
-  // complete.
+  // Delay of DDP's thread: time inside the hook, and after its last bucket until all were complete.
   int64_t exposed_ns = 0;
   // Of the last step.
   ResidualSquares worker = {};
@@ -71,11 +71,11 @@ class EventLog {
   static constexpr size_t kInErrors = 8;
 
   static int64_t now();
-  // A bucket that is complete, or, with complete_ns 0, will never be.
+  // Adds a bucket that is complete or, with complete_ns 0, never will be.
   void add(const BucketEvent& event);
   StepTimes totals() const;
   std::vector<BucketEvent> events() const;  // oldest first
-  // A line per bucket, the last few, for errors.
+  // The last kInErrors buckets, one line each, for error messages.
   std::string text(uint32_t rank) const;
 
  private:
@@ -98,7 +98,7 @@ class EventLog {
   CurrentStep current_;
 };
 
-// Adds the time of its life to a sum, and is a range of that name in torch.profiler.
+// Adds its lifetime to a sum, and records a range of that name in torch.profiler.
 class TimedRange {
  public:
   TimedRange(const char* name, int64_t& sum);
@@ -112,16 +112,16 @@ class TimedRange {
   const std::chrono::steady_clock::time_point start_;
 };
 
-// The profiler at work on the thread that made this: torch's profiler looks at threads one by one,
+// The profiler state of the thread that creates this. torch's profiler records threads separately,
 // and does not know the finishing thread.
 class ProfilerContext {
  public:
   ProfilerContext();
-  // Lets go of it. The profiler may hold Python objects, so its last owner must not be the
-  // finishing thread, which has no GIL: clear before whoever waits for the bucket goes on.
+  // Drops the state. The profiler may hold Python objects, so the finishing thread, which has no
+  // GIL, must not be its last owner: call this before the bucket's Future completes.
   void clear();
 
-  // Has the profiler look at this thread, for as long as the guard lives.
+  // The profiler records this thread for as long as the guard lives.
   class Guard {
    public:
     explicit Guard(const ProfilerContext& context);

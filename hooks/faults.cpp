@@ -40,7 +40,7 @@ std::string name_ranks(const std::vector<uint32_t>& ranks) {
   return text;
 }
 
-// What gloo says in terms of its own sources, addresses and calls.
+// gloo's reason without the source locations, addresses and calls that gloo names.
 std::string plain_reason(const std::string& reason) {
   for (const char* words : {"closed by peer", "reset by peer", "Broken pipe"}) {
     if (reason.find(words) != std::string::npos) return "its connection was closed";

@@ -1,4 +1,4 @@
-// What went wrong in an exchange, and the words for it.
+// Errors of an exchange, and their texts.
 #pragma once
 
 #include <cstdint>
@@ -25,8 +25,9 @@ struct Fault {
 // "rank 1 refused what rank 0 sent: ..." with both values and advice. `reporter` saw the fault.
 std::string describe(const Fault& fault, uint32_t reporter, uint64_t step);
 
-// What a collective that failed for `reason` means to `rank`: what another rank told, else who is
-// missing. `number` is the chunk's, of a commit the bucket's. Takes a second or two.
+// The error on `rank` for a collective that failed with `reason`: the error that another rank
+// reported, else the missing ranks. `number` is that of the chunk, or of the bucket for a commit.
+// Takes a second or two.
 Error lost_contact(Peers& peers, uint32_t rank, Phase phase, uint64_t step, uint64_t number,
                    const std::string& reason);
 

@@ -42,7 +42,8 @@ Pending Lane::all_gather(at::Tensor receive, at::Tensor send) {
 
 void Lane::close_later() {
   constexpr std::chrono::seconds kForSlowerPeers{2};
-  // As a plain pointer, so that where no thread can be had the backend stays, and nobody waits.
+  // Released to a raw pointer: if no thread can be started, the backend is leaked instead of
+  // destroyed here, where its destructor could wait.
   c10d::Backend* backend = backend_.release();
   if (backend == nullptr) return;
   try {
@@ -52,7 +53,7 @@ void Lane::close_later() {
       if (!process_is_ending) c10::intrusive_ptr<c10d::Backend>::reclaim(backend).reset();
     }).detach();
   } catch (const std::system_error&) {
-    return;  // left open, like what is in flight on it
+    return;  // the backend stays open, with what is in flight on it
   }
 }
 

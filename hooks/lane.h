@@ -13,11 +13,11 @@
 
 namespace gradferry {
 
-// A collective under way. Holds its tensors until it is waited for.
+// A collective in flight. Holds its tensors until a thread waits for it.
 using Pending = c10::intrusive_ptr<c10d::Work>;
 
-// That of a thread that never ran Python: posting under it keeps Python contexts, and so the GIL,
-// out of the Work.
+// The thread-local state of a thread that never ran Python. A Work posted under it holds no Python
+// objects, so that destroying it needs no GIL.
 at::ThreadLocalState thread_state_without_python();
 
 class Lane {
@@ -34,9 +34,9 @@ class Lane {
 
   // Destroys the backend. Only when nothing is in flight: its destructor joins its threads.
   void close() { backend_.reset(); }
-  // After a failure: the same on a thread of its own that nobody waits for. What is in flight ends
-  // when the peers close their lanes, at the latest after the timeout of the process group. Not at
-  // once: a connection that is closed may take with it what a slower peer has not read yet.
+  // After a failure: the same after a delay, on a detached thread. What is in flight ends when the
+  // peers close their lanes, at the latest after the timeout of the process group. The delay is
+  // needed because closing a connection may discard data that a slower peer has not read yet.
   void close_later();
 
  private:

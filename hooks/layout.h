@@ -1,4 +1,4 @@
-// The model as tiles: which codec, which owner, and which place in the residuals each tile has.
+// The model as tiles: the codec, the owner and the offsets into the residuals of each tile.
 // Built once when the codec is attached, before any bucket is known, and never changed.
 #pragma once
 
@@ -59,10 +59,10 @@ class Layout {
   // Where the tile starts in this rank's owner residual; kNoResidual when it has none here.
   uint64_t owner_residual_offset(uint64_t tile) const { return owner_residual_offsets_[tile]; }
 
-  // The one that the tile is a part of.
+  // The parameter that contains the tile.
   const Parameter& parameter_of(uint64_t tile) const;
   uint32_t tile_elements(const Parameter& parameter, uint32_t tile_in_parameter) const;
-  // `dense`: as `exact`, which replaces every codec during warm-up steps.
+  // Bytes of a tile's payload. `dense`: with `exact`, which replaces every codec in warm-up steps.
   uint32_t payload_bytes(const Parameter& parameter, uint32_t num_elements, Stage stage,
                          bool dense = false) const;
 

@@ -10,7 +10,7 @@
 namespace gradferry {
 namespace {
 
-// Of a commit record and the `map_bytes` bytes after it, without the field that holds it.
+// Checksum of a commit record, except its checksum field, and of the `map_bytes` bytes after it.
 uint64_t commit_checksum(const std::byte* record, uint64_t map_bytes) {
   constexpr size_t kSummed = offsetof(CommitRecord, checksum);
   return word_sum(record, kSummed) + word_sum(record + sizeof(CommitRecord), map_bytes, kSummed);
@@ -116,7 +116,7 @@ Fault read_commit(const Agreement& agreement, const at::Tensor& received, uint64
     std::memcpy(&records[rank], place(rank), sizeof(CommitRecord));
   }
 
-  // A record that cannot be read is this rank's own finding.
+  // A record that cannot be read is a fault that this rank reports itself.
   *reporter = agreement.rank;
   for (uint32_t rank = 0; rank < records.size(); ++rank) {
     const CommitRecord& record = records[rank];
@@ -129,7 +129,7 @@ Fault read_commit(const Agreement& agreement, const at::Tensor& received, uint64
                {WireStatus::kBadChecksum, checksum, record.checksum}});
     if (unreadable) return unreadable;
   }
-  // The cause before its echoes.
+  // A cause comes before kPeerTrouble, its echo on other ranks.
   for (const bool echo : {false, true}) {
     for (uint32_t rank = 0; rank < records.size(); ++rank) {
       const CommitRecord& record = records[rank];

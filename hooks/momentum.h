@@ -1,10 +1,10 @@
-// Momentum mode behind codecs that send a share of the elements.
+// Momentum mode with codecs that send only a share of the elements.
 //
-// Of a gradient, 1 - m comes at once, and m stays for the steps to come: it is delayed by
-// m / (1 - m) steps on average. Elements that are not sent wait as well, and are the later the
-// smaller their share. Both delays together made trainings lag; so the more elements wait, the less
-// stays of those that were sent. In sum all of a gradient comes, whatever m is: learning rates
-// remain as they are. docs/decisions.md has the measurements behind the 1/4.
+// A step delivers the share 1 - m of a gradient and keeps m for later steps, which delays it by
+// m / (1 - m) steps on average. Elements that are not sent wait as well, longer when the share is
+// smaller. Both delays together slowed trainings down, so m is smaller for codecs that send fewer
+// elements. Every gradient is delivered completely in the end, whatever m is, so learning rates
+// need no change. docs/decisions.md has the measurements behind the 1/4.
 #pragma once
 
 #include "layout.h"

@@ -19,7 +19,8 @@ bool OptimizerSteps::begin_pass(const ParameterHashes& parameters) {
   const bool changed = first || *writes_ != writes;
   writes_ = writes;
   known_ = scaled || changed || noted;
-  // A rank that has joined takes part outside of any backward pass, and nobody updates its scaler.
+  // Under join(), a rank without input gets here outside a backward pass, and its scaler is not
+  // updated: it counts every pass as a step.
   const bool joined = torch::autograd::get_current_graph_task_id() == -1;
   return !scaled || changed || joined;
 }

@@ -1,5 +1,5 @@
-// Which passes belong to one optimizer step: with exact_skip their residuals are taken back
-// together.
+// Which backward passes belong to one optimizer step: with exact_skip, skipping the step restores
+// the residuals from before its first pass.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,8 +14,8 @@ namespace gradferry {
 
 class OptimizerSteps {
  public:
-  // `loss_scale`: of a GradScaler. Every update(), and so every optimizer step, writes it, if only
-  // the number that was there before. Undefined: every pass counts as a step of its own.
+  // `loss_scale`: the scale tensor of a GradScaler. Every update(), and so every optimizer step,
+  // writes to it, even if its value stays the same. Undefined: every pass counts as a step.
   explicit OptimizerSteps(at::Tensor loss_scale);
 
   // At the first bucket of a pass, on the thread that DDP calls from. Returns whether a step
@@ -26,13 +26,13 @@ class OptimizerSteps {
   // An optimizer has stepped. Any thread.
   void note_step() { noted_ = true; }
 
-  // Whether it is known which passes the last step has: false without a loss scale when the last
-  // two may both belong to it.
+  // Whether the passes of the last step are known. False without a loss scale if the last two
+  // passes may both belong to it.
   bool knows_last_step() const { return known_; }
 
  private:
   at::Tensor loss_scale_;
-  std::optional<uint64_t> writes_;  // of the loss scale or to parameters, when the last pass began
+  std::optional<uint64_t> writes_;  // to loss scale or parameters, when the last pass began
   bool known_ = true;
   std::atomic<bool> noted_ = false;
 };

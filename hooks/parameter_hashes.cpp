@@ -10,7 +10,7 @@ namespace {
 constexpr uint64_t kOdd = 0x9e3779b97f4a7c15;  // 2^64 divided by the golden ratio
 constexpr uint64_t kLanes = 4;                 // so that multiplications overlap
 
-// One to one in `state` for every word, and in `word` for every state.
+// Bijective in `state` for every word, and in `word` for every state.
 uint64_t mix(uint64_t state, uint64_t word) {
   state = (state ^ word) * kOdd;
   return state ^ (state >> 32);
@@ -66,7 +66,7 @@ std::vector<uint64_t> ParameterHashes::compute() const {
       continue;
     }
     const at::Tensor parameter(locked);
-    // Strides were agreed at attach, so the order of memory is the same on all ranks.
+    // Ranks agreed on strides at attach, so the memory order is the same on all ranks.
     const at::Tensor dense =
         parameter.is_non_overlapping_and_dense() ? parameter : parameter.contiguous();
     const at::Tensor on_host = dense.cpu();

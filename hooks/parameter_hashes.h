@@ -1,4 +1,4 @@
-// 64-bit hashes of a model's parameters, for finding out whether ranks still train the same model.
+// 64-bit hashes of a model's parameters, to check that all ranks still have the same model.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,8 +10,9 @@
 
 namespace gradferry {
 
-// Of `num_bytes` bytes, read eight at a time: two inputs of one length that differ in a single
-// eight always differ in their hash, others by chance in all but one of 2^64 cases.
+// Hash of `num_bytes` bytes in host memory, read in words of eight bytes. Two inputs of the same
+// length that differ in one word always have different hashes; other different inputs have equal
+// hashes with probability 2^-64.
 uint64_t hash64(const void* data, uint64_t num_bytes);
 
 // Throws Error(kDiverged) naming the first parameter whose hash differs from rank 0's.
@@ -23,11 +24,11 @@ class ParameterHashes {
   // In the order of the engine's layout. Held weakly: the model owns its parameters.
   explicit ParameterHashes(const std::vector<at::Tensor>& parameters);
 
-  // Of the parameters' bits as they are now, in the order of memory; 0 for one that is gone. On a
-  // device: as they are behind the current stream, for which it waits.
+  // Hashes of the parameters' bits, in memory order; 0 for a parameter that was freed. On a device
+  // it waits for the current stream and hashes the state after it.
   std::vector<uint64_t> compute() const;
-  // A number that changes when torch writes to a parameter in place; some fused kernels and what
-  // goes through .data are not seen.
+  // A number that changes when torch writes to a parameter in place. Misses some fused kernels and
+  // writes through .data.
   uint64_t writes() const;
 
  private:

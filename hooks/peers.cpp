@@ -17,18 +17,19 @@ using Clock = std::chrono::steady_clock;
 
 constexpr milliseconds kSilence{1000};
 constexpr milliseconds kAnswer{500};
-// How long the first rank that lost contact looks for the others, and how long these wait for it.
+// How long the first rank that lost its connections looks for the others, and how long they wait
+// for its report.
 constexpr milliseconds kLook{1000};
 constexpr milliseconds kWaitForLook{1500};
 constexpr milliseconds kPause{10};
 constexpr milliseconds kMostPause{160};
-// Questions that may wait for one that the store does not answer.
+// Most questions that may wait while the store does not answer one.
 constexpr int kMostQuestions = 4;
 constexpr size_t kMostErrorBytes = 4000;
 
 std::string present_key(uint32_t rank) { return "present/" + std::to_string(rank); }
 
-// Empty: it is not there. Store::get() would wait for it.
+// The value of a key; empty if the key does not exist, for which Store::get() would wait.
 std::string read(c10d::Store& store, const std::string& key) {
   if (!store.check({key})) return {};
   const std::vector<uint8_t> value = store.get(key);
@@ -45,14 +46,14 @@ bool ends_within(c10d::Work& work, milliseconds longest) {
     work.wait(longest);
     return true;
   } catch (const std::exception&) {
-    // A wait that ran out of time says so by an exception, too.
+    // A timeout is an exception as well.
     if (!work.isCompleted()) return false;
   }
   work.wait();
   return true;
 }
 
-// What look_around() finds in the store: "error " and a text, or "missing " and ranks.
+// The result of look_around() as text: "error " and a message, or "missing " and ranks.
 std::string look(c10d::Store& store, uint32_t rank, uint32_t world_size) {
   write(store, present_key(rank), "1");
   const bool first = store.add("lost", 1) == 1;
@@ -93,7 +94,7 @@ std::optional<std::string> Peers::ask(Question question, milliseconds longest) {
     try {
       text = question(*store);
     } catch (const std::exception&) {
-      text.reset();  // the same as no answer
+      text.reset();  // counts as no answer
     }
     busy->fetch_sub(1);
     answer->set_value(std::move(text));
@@ -102,9 +103,9 @@ std::optional<std::string> Peers::ask(Question question, milliseconds longest) {
   try {
     const std::lock_guard lock(mutex_);
     if (!worker_) worker_ = Worker::start("gf-peers", BackgroundThread::Role::kHelper);
-    added = worker_->add(job);  // not when the process is ending
+    added = worker_->add(job);  // false when the process is ending
   } catch (const std::system_error&) {
-    added = false;  // the process has all the threads it may have
+    added = false;  // the process cannot start another thread
   }
   if (!added) {
     busy_->fetch_sub(1);
@@ -119,7 +120,7 @@ void Peers::say_present(bool present) {
     write(store, key, present ? "1" : "0");
     return std::string();
   };
-  ask(say, milliseconds(0));  // nothing waits for it
+  ask(say, milliseconds(0));  // does not wait for the answer
 }
 
 void Peers::wait(c10d::Work& work) {
@@ -129,13 +130,13 @@ void Peers::wait(c10d::Work& work) {
     do {
       const auto error = ask([](c10d::Store& store) { return read(store, "error"); }, kAnswer);
       if (error && !error->empty()) {
-        // What all ranks find out for themselves is an error of its own kind, a moment later.
+        // An error that all ranks see themselves ends `work` a moment later, with its own type.
         if (ends_within(work, kAnswer)) break;
         throw Error(ErrorKind::kPeer, *error);
       }
     } while (!ends_within(work, kSilence));
   } catch (...) {
-    --silent_waits_;  // and stays present
+    --silent_waits_;  // without say_present(false): this rank stays present
     throw;
   }
   if (--silent_waits_ == 0) say_present(false);

@@ -1,13 +1,13 @@
-// What the ranks of one attach say to each other when a collective does not come: through the store
-// of the process group, beside the connections that no longer serve. As long as collectives end
-// within a second nothing is written and nothing is read. Keys:
+// How the ranks of one attach exchange errors when a collective does not complete: through the
+// store of the process group, since their connections may no longer work. As long as collectives
+// complete within a second, the store is not used. Keys:
 //
 //   present/<rank>   "1": that rank waits for others, or has failed; "0": no longer
-//   lost             how many ranks have lost contact
-//   told, error      the first failure: who counts `told` up first writes `error`, for all
+//   lost             how many ranks have lost their connections
+//   told, error      the first failure: the rank that first increments `told` writes `error`
 //
-// A store may never answer: its server may be gone, or stand still. So it is asked on a thread of
-// its own, and for a few seconds at most.
+// A store may never answer: its server may have ended, or hang. So a separate thread asks it, and
+// callers wait a few seconds at most.
 #pragma once
 
 #include <atomic>
@@ -28,36 +28,36 @@ namespace gradferry {
 
 // Why a collective failed, as far as this rank can find out.
 struct Loss {
-  std::string error;              // of the rank that failed first; empty: none said anything
-  std::vector<uint32_t> missing;  // ranks that neither wait nor have said that they failed
+  std::string error;              // of the rank that failed first; empty: none reported one
+  std::vector<uint32_t> missing;  // ranks that neither wait nor reported a failure
   bool store_answers = false;
 };
 
 // Safe to use from any thread.
 class Peers {
  public:
-  // `store`: with a prefix that is equal on all ranks and used for nothing else; null: there is
-  // nobody to talk to.
+  // `store`: with a prefix that is equal on all ranks and used for nothing else; null: there are no
+  // other ranks.
   Peers(c10::intrusive_ptr<c10d::Store> store, uint32_t rank, uint32_t world_size);
   ~Peers();
   Peers(const Peers&) = delete;
   Peers& operator=(const Peers&) = delete;
 
   // Waits for a collective. Throws what the collective throws, or Error(kPeer) within about a
-  // second of another rank's failure; then `work` is still under way.
+  // second of another rank's failure; `work` is then still in flight.
   void wait(c10d::Work& work);
 
-  // Tells all ranks that this one has failed: the first line of `error`. Once; further calls do
-  // nothing.
+  // Reports the failure of this rank to all ranks: the first line of `error`. Only the first call
+  // has an effect.
   void tell(const std::string& error);
 
-  // To be called after wait() threw. The first rank that calls it looks for at most a second who
-  // else calls or waits; the others wait for what it tells.
+  // Call it after wait() threw. The first rank that calls it spends at most a second to find out
+  // which ranks also call it or wait; the others wait for its report.
   Loss look_around();
 
  private:
   using Question = std::function<std::string(c10d::Store&)>;
-  // None: no answer in time.
+  // Returns nothing when there was no answer in time.
   std::optional<std::string> ask(Question question, std::chrono::milliseconds longest);
   void say_present(bool present);
 
@@ -68,7 +68,7 @@ class Peers {
   std::atomic<int> silent_waits_{0};
 
   std::mutex mutex_;
-  std::shared_ptr<Worker> worker_;         // from the first silence on
+  std::shared_ptr<Worker> worker_;         // started when a collective first takes over a second
   std::shared_ptr<std::atomic<int>> busy_  // questions that the store has not answered yet
       = std::make_shared<std::atomic<int>>(0);
 };

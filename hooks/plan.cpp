@@ -19,7 +19,7 @@ struct BucketTile {
   uint32_t owner;
 };
 
-// Every tile as `exact`.
+// Whether every tile is sent as `exact`.
 bool is_dense(const PlanOptions& options) { return options.warmup || !options.exchanges; }
 
 std::vector<BucketTile> tiles_of(const Layout& layout, const BucketPlan& plan, bool dense) {

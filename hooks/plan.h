@@ -1,6 +1,6 @@
-// How one bucket travels: its tiles, cut into chunks, each with the tables that the codecs walk.
-// A plan depends on the bucket's parameters, on the layout and on its options alone; it is built
-// once per bucket identity and then only read.
+// The plan of one bucket: its tiles, cut into chunks, each with the tile tables for the codecs.
+// A plan depends only on the bucket's parameters, the layout and its options; it is built once per
+// list of parameters and never changed.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ struct PlannedBatch {
   bool worker_residual;  // the batch's parameters have one
   bool owner_residual;
   std::vector<Tile> tiles;
-  std::vector<uint32_t> ranks;  // encode: whom the message goes to; decode: whom it came from
+  std::vector<uint32_t> ranks;  // encode: receiver of the message; decode: its sender
 };
 
 // One rank's share of a chunk.

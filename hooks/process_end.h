@@ -1,12 +1,12 @@
-// Whether the process ends.
+// Whether the process is ending.
 #pragma once
 
 #include <atomic>
 
 namespace gradferry {
 
-// Set once gradferry was shut down at exit. From then on the GIL must not be taken, and what
-// threads of ours still hold is left to the end of the process.
+// Set when gradferry is shut down at exit. After that no thread may take the GIL, and what our
+// threads still hold is not freed.
 inline std::atomic<bool> process_is_ending{false};
 
 }  // namespace gradferry

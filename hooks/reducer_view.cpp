@@ -8,7 +8,7 @@
 namespace gradferry {
 namespace {
 
-// Never made: it lends its right to look into a Reducer.
+// Never instantiated: deriving from Reducer gives access to its protected members.
 class OpenReducer : public c10d::Reducer {
  public:
   static const auto& parameters(const c10d::Reducer& reducer) {
@@ -46,7 +46,7 @@ UsedMap used_since_last_sync(const c10d::Reducer& reducer,
 std::vector<at::Tensor> reordered_since_buckets_were_made(const c10d::Reducer& reducer) {
   std::vector<at::Tensor> reordered;
   for (const auto& bucket : OpenReducer::buckets(reducer)) {
-    // Sparse buckets have no views, and neither have those that wait for their memory.
+    // Sparse buckets have no views, nor have buckets without memory yet.
     for (size_t i = 0; i < bucket.bucket_views_in.size(); ++i) {
       const at::Tensor& parameter = bucket.variables[i];
       if (bucket_strides(bucket.bucket_views_in[i]) != bucket_strides(parameter)) {

@@ -1,6 +1,6 @@
 // What compression has withheld so far on this rank: before the first exchange (worker residual)
 // and before the second (owner residual). Flat fp32 buffers, addressed by the offsets that a Layout
-// gives its tiles; a residual is never anything but finite.
+// gives its tiles. Residuals are always finite.
 //
 // Residuals are in units of the gradients they were withheld from, that is, of a loss multiplied by
 // a GradScaler's scale. The engines keep that scale beside them (HostResiduals, DeviceResiduals).
@@ -14,12 +14,12 @@
 
 namespace gradferry {
 
-// Parameter `index`, whose worker residual is about to change by `values`. Throws Error(kConfig)
-// unless it has a worker residual, and `values` is flat, as large, and on `device`.
+// Returns parameter `index`. Throws Error(kConfig) unless it has a worker residual and `values` is
+// flat, on `device`, and of the same number of elements.
 const Parameter& parameter_to_change(const Layout& layout, uint32_t index, const at::Tensor& values,
                                      c10::Device device);
 
-// Elements of `updated` that are not finite leave the residual as it is.
+// residual = updated, except where `updated` is not finite.
 void set_where_finite(const at::Tensor& residual, const at::Tensor& updated);
 
 class Residuals {
@@ -32,7 +32,8 @@ class Residuals {
   const at::Tensor& owner_tensor() const { return owner_; }
   uint64_t num_bytes() const { return worker_.nbytes() + owner_.nbytes(); }
 
-  // From the CPU. Throws Error(kState) when sizes, dtype or device are not those of this layout.
+  // Copies from tensors on the CPU. Throws Error(kState) unless they are fp32, of one dimension,
+  // and of the sizes of this layout.
   void load(const at::Tensor& worker, const at::Tensor& owner);
   void scale(float factor);
 

@@ -1,4 +1,4 @@
-// torch's dtypes as the codecs know them.
+// Conversion of torch's dtypes to those of the codecs.
 #pragma once
 
 #include <c10/core/ScalarType.h>

@@ -1,5 +1,5 @@
-// Which step a bucket belongs to. A bucket's index and is_last are unreliable: a step begins when a
-// parameter comes again.
+// Finds the step of a bucket. DDP's bucket index and is_last are unreliable, so a step begins when
+// a bucket has a parameter that was already seen in the current step.
 #pragma once
 
 #include <algorithm>
@@ -13,13 +13,13 @@ class StepCounter {
  public:
   explicit StepCounter(size_t num_parameters) : seen_(num_parameters, false) {}
 
-  // A bucket that is compressed. Whether it is the first of its step.
+  // Counts a bucket that goes to the engine. Returns whether it is the first such one of its step.
   bool add(const std::vector<uint32_t>& parameters) {
     pass(parameters);
     current_.push_back(parameters);
     return current_.size() == 1;
   }
-  // A bucket that passes through.
+  // Counts a bucket that passes through.
   void pass(const std::vector<uint32_t>& parameters) {
     const bool begins = std::any_of(parameters.begin(), parameters.end(),
                                     [&](uint32_t index) { return seen_[index]; });
@@ -32,7 +32,7 @@ class StepCounter {
 
   uint64_t step() const { return step_; }
   uint64_t finished_steps() const { return step_ + (current_.empty() ? 0 : 1); }
-  // Whether the step has a bucket that is compressed.
+  // Whether the current step has a bucket that went to the engine.
   bool began() const { return !current_.empty(); }
   size_t num_parameters() const { return seen_.size(); }
   size_t num_seen() const {
@@ -41,7 +41,7 @@ class StepCounter {
   // Parameters by bucket, of the last finished step.
   const std::vector<std::vector<uint32_t>>& finished() const { return finished_; }
 
-  // The next bucket belongs to `step`, whatever it holds.
+  // The next bucket begins `step`.
   void resume(uint64_t step) {
     restart(step);
     current_.clear();

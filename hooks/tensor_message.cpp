@@ -70,8 +70,8 @@ TileBatch batch_of(const TensorPlan& plan, const MessageHeader& header,
           .stream = nullptr};
 }
 
-// Covers the payload and the header itself, whose seed and step nothing else vouches for: its words
-// follow those of the payload.
+// Covers the payload and then the words of the header, because nothing else protects the header's
+// seed and step.
 uint64_t message_checksum(uint64_t payload_checksum, MessageHeader header) {
   header.checksum = 0;
   return payload_checksum + word_sum(reinterpret_cast<const std::byte*>(&header), sizeof(header),
@@ -91,7 +91,7 @@ MessageHeader header_of(const TensorPlan& plan, const TensorMessageOptions& opti
   return header;
 }
 
-// The field of a message with that fault, as users know it.
+// The name, for error messages, of the field with that fault.
 std::string field_name(WireStatus refused) {
   if (refused == WireStatus::kBadConfig) return "codec hash";
   if (refused == WireStatus::kBadLayout) return "dtype or size hash";
@@ -136,7 +136,7 @@ void decode_tensor(const at::Tensor& message, const TensorMessageOptions& option
   const auto* bytes = static_cast<const std::byte*>(message.const_data_ptr());
   MessageHeader received;
   std::memcpy(&received, bytes, sizeof(received));
-  // The payload is checked before it is decoded: a tensor is never half written.
+  // Checks the payload before it decodes: a tensor is never partly written.
   MessageHeader expected = header_of(plan, options, received.seed, received.step);
   expected.checksum =
       message_checksum(word_sum(bytes + sizeof(received), plan.payload_bytes), received);

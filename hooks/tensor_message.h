@@ -1,4 +1,4 @@
-// One tensor as one message, without any exchange: for tests, tools and experiments.
+// Encodes one tensor as one message, without an exchange, for tests, tools and experiments.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,7 +8,7 @@
 
 namespace gradferry {
 
-// The hashes stand for the codec and for dtype and size.
+// config_hash identifies the codec; layout_hash dtype and size (docs/wire_format.md, section 2).
 struct TensorMessageOptions {
   std::string codec;
   uint64_t config_hash;

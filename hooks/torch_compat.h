@@ -1,4 +1,4 @@
-// The one place that knows how torch's versions differ.
+// The only file that depends on the version of torch.
 #pragma once
 
 #include <torch/version.h>

@@ -14,14 +14,14 @@
 namespace gradferry {
 namespace {
 
-// Holds its parameter as strongly as the node does that it hangs on.
+// Holds a strong reference to its parameter, like the graph node that owns this hook.
 class MarkUsed final : public torch::autograd::FunctionPreHook {
  public:
   MarkUsed(std::shared_ptr<std::vector<std::atomic<bool>>> flags, size_t index,
            at::Tensor parameter)
       : flags_(std::move(flags)), index_(index), parameter_(std::move(parameter)) {}
 
-  // As DDP: used when .grad will be there, whether this gradient or an older one.
+  // Like DDP: used if .grad will be defined, by this gradient or an older one.
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& grads) override {
     if (grads[0].defined() || parameter_.grad().defined()) {
       (*flags_)[index_].store(true, std::memory_order_relaxed);
@@ -40,7 +40,7 @@ struct Range {
   uint64_t end = 0;
 };
 
-// Tiles of a parameter that this rank owns lie one after the other.
+// The tiles of a parameter that this rank owns are contiguous in the owner residual.
 Range owner_range(const Layout& layout, const Parameter& parameter) {
   Range range;
   for (uint32_t t = 0; t < parameter.num_tiles; ++t) {
@@ -60,7 +60,7 @@ UsedParameters::UsedParameters(const std::vector<at::Tensor>& parameters, const 
     : flags_(std::make_shared<Flags>(parameters.size())) {
   for (size_t i = 0; i < parameters.size(); ++i) {
     (*flags_)[i].store(used[i] != 0, std::memory_order_relaxed);
-    // DDP keeps the node, also of a parameter that is frozen now and may not be later.
+    // DDP keeps the node, even of a parameter that is frozen now and may be unfrozen later.
     const auto node = torch::autograd::impl::try_get_grad_accumulator(parameters[i]);
     GRADFERRY_EXPECTS(node != nullptr, kState,
                       "DDP does not accumulate the gradient of parameter " + std::to_string(i) +

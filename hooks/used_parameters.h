@@ -1,8 +1,8 @@
-// Which parameters a rank used in a pass, for DDP with find_unused_parameters. DDP hands over the
-// .grad that is there for all others as well, and that of a parameter that no rank used is to stay
-// as it is. No rank knows that before it has heard from all: so it keeps a copy of what the
-// exchange changes of those that it did not use, tells the others with the bucket's commit which it
-// did, and puts the copy back where nobody did.
+// Which parameters a rank used in a pass, for DDP with find_unused_parameters. A bucket also holds
+// the old .grad of unused parameters, and if no rank used a parameter, its .grad must not change. A
+// rank knows this only after it has heard from all others. So it copies the elements and residuals
+// of the parameters that it did not use, sends with the bucket's commit which ones it did use, and
+// restores the copy of parameters that no rank used.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,21 +16,21 @@
 
 namespace gradferry {
 
-// By parameter of a bucket, in bucket order: not 0 where it was used.
+// One byte per parameter of a bucket, in bucket order: not 0 if it was used.
 using UsedMap = std::vector<uint8_t>;
 
-// Bytes of a map on its way: one for each parameter, and zeros up to a multiple of 8.
+// Bytes of a map in a message: one for each parameter, and zeros up to a multiple of 8.
 uint64_t used_map_bytes(size_t num_parameters);
 
 // Finds the parameters whose gradients were accumulated, as DDP itself does: by a hook on the
-// accumulation, which runs before DDP hands over the bucket. Passes under no_sync() count.
+// accumulation, which runs before DDP calls the hook for the bucket. Passes under no_sync() count.
 class UsedParameters {
  public:
-  // From now on, for as long as DDP keeps the nodes that accumulate gradients. `used`: by
-  // parameter, since the last synced pass.
+  // Watches from now on, for as long as DDP keeps the nodes that accumulate gradients. `used`: for
+  // each parameter, whether it was already used since the last synced pass.
   UsedParameters(const std::vector<at::Tensor>& parameters, const UsedMap& used);
 
-  // Whether each was used since it was asked for last.
+  // Whether each parameter was used since the last call for it.
   UsedMap take(const std::vector<uint32_t>& parameters) const;
 
  private:
@@ -38,17 +38,17 @@ class UsedParameters {
   std::shared_ptr<Flags> flags_;
 };
 
-// What the exchange may change of the parameters that this rank did not use: their elements of the
-// bucket, and this rank's residuals.
+// A copy of what the exchange may change for the parameters that this rank did not use: their
+// elements in the bucket, and this rank's residuals.
 class UnusedCopy {
  public:
   UnusedCopy() = default;
-  // Work of the current stream. `worker` and `owner` are the residuals; undefined: not touched.
+  // Copies on the current stream. `worker` and `owner` are the residuals; undefined: not copied.
   UnusedCopy(const Layout& layout, const std::vector<uint32_t>& parameters, const UsedMap& used,
              const at::Tensor& gradient, const at::Tensor& worker, const at::Tensor& owner);
 
-  // Where no rank used a parameter: its elements as they were, to the bit, and residuals times
-  // `gain`, as of a gradient of zeros. `used` is of all ranks together.
+  // Where no rank used a parameter: restores its elements, to the bit, and sets its residuals to
+  // their old value times `gain`, as for a gradient of zeros. `used` combines all ranks.
   void put_back(const UsedMap& used, float gain) const;
 
  private:

@@ -38,7 +38,7 @@ void Worker::work() {
     jobs_.pop_front();
     lock.unlock();
     job();
-    job = nullptr;  // what it holds may be freed here
+    job = nullptr;  // frees what it holds while the mutex is not locked
     lock.lock();
   }
 }

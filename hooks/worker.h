@@ -1,5 +1,5 @@
-// A thread that does jobs in order. It ends when it was told to stop and nothing is left, and may
-// outlive whoever gave it jobs: a job may wait for a peer that never answers.
+// A thread that runs jobs in order. It ends when it was asked to stop and no job is left. It may
+// outlive the object that added jobs, because a job may wait for a peer that never answers.
 #pragma once
 
 #include <condition_variable>
@@ -17,9 +17,9 @@ class Worker {
   // Throws as BackgroundThread::start().
   static std::shared_ptr<Worker> start(const char* name, BackgroundThread::Role role);
 
-  // False when the thread was told to stop. Jobs must not throw.
+  // Returns false, and drops the job, when the thread was asked to stop. Jobs must not throw.
   bool add(std::function<void()> job);
-  // `last` is the thread's last act, after all jobs.
+  // Asks the thread to stop; it runs `last` after all jobs.
   void stop(std::function<void()> last);
 
  private:

@@ -1,4 +1,4 @@
-// How fast this machine runs a codec as the engine uses it: for predictions of training steps.
+// Time that a codec takes on this machine when used as in the engine, for predictions of steps.
 #pragma once
 
 #include <string>
@@ -21,13 +21,13 @@ struct CodecCostOptions {
 // Seconds, medians over the rounds.
 struct CodecCost {
   double encode_per_element;
-  double reduce_per_element;  // that a rank owns, with the payloads of all ranks
+  double reduce_per_element;  // per element that a rank owns, from the payloads of all ranks
   double decode_per_element;
-  double check_per_byte;  // of the checksum of what arrives
+  double check_per_byte;  // checksum of received messages
 };
 
-// On one thread, with numbers that are Gaussian. Throws Error(kConfig) for a codec it does not
-// know, or less than a tile per rank.
+// Measures on one thread with Gaussian numbers. Throws Error(kConfig) for an unknown codec, or less
+// than a tile per rank.
 CodecCost codec_cost(const CodecCostOptions& options);
 
 }  // namespace gradferry

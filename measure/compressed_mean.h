@@ -1,5 +1,5 @@
-// What a compressed all-reduce must give, worked out in one process: the codec's three functions
-// one after the other, tile by tile, without messages, chunks or threads.
+// The expected result of a compressed all-reduce, computed in one process: encode, reduce and
+// decode tile by tile, without messages, chunks or threads.
 #pragma once
 
 #include <span>
@@ -14,12 +14,13 @@ struct CompressedMeanOptions {
   ScalarType dtype = ScalarType::kFloat32;
   size_t num_elements = 0;
   uint64_t seed = 0;
-  bool worker_residual = false;  // each zero, as in a new engine
+  bool worker_residual = false;  // residuals are zero, as in a new engine
   bool owner_residual = false;
 };
 
-// Writes to `mean` what every rank has after the first step of an engine whose one parameter has
-// these gradients, by rank. Throws Error(kConfig) for a codec it does not know.
+// Writes to `mean` the result of the first step of an engine with one parameter. gradients[r] is
+// that of rank r; all are in host memory, with num_elements elements of dtype. Throws
+// Error(kConfig) for an unknown codec.
 void compressed_mean(const CompressedMeanOptions& options, std::span<const void* const> gradients,
                      void* mean);
 

@@ -1,4 +1,4 @@
-// Times of passes over many tiles, and what to make of several of them on a shared machine.
+// Times of passes over many tiles, and statistics of several passes that suit a shared machine.
 #pragma once
 
 #include <algorithm>
@@ -34,8 +34,8 @@ using Sections = std::vector<double>;  // of one thread
 using Pass = std::vector<Sections>;    // of all threads
 using Work = std::function<void(size_t first_tile, size_t num_tiles)>;
 
-// Seconds of a pass, given several: statistic of each section over the passes, summed up; of the
-// thread that takes longest.
+// Typical seconds of a pass: `statistic` of each section over the passes, summed over the sections,
+// for the thread that takes longest.
 inline double typical_seconds(const std::vector<Pass>& passes,
                               double (*statistic)(const std::vector<double>&)) {
   double longest = 0;
@@ -51,15 +51,15 @@ inline double typical_seconds(const std::vector<Pass>& passes,
   return longest;
 }
 
-// How a case compares with a roof that was timed before and after it in every round.
+// Ratios of a case to a roof that was timed before and after it in every round.
 struct RoundRatios {
   double median, minimum, maximum;  // of the rounds
 };
 
-// A round's ratio is the median over its sections of roof / case, with the roof before and with the
-// one after. So minimum, median and maximum are of the same numbers, and interruptions, which are
-// always additions, spoil none of them: a mean of both roofs would carry them on. `roofs` has two
-// passes for each of `cases`, all cut alike.
+// The ratio of a round is the median of roof / case over its sections, each with the roof before
+// and the roof after. So minimum, median and maximum are statistics of the same numbers.
+// Interruptions only ever add time and do not move a median; a mean of both roofs would include
+// them. `roofs` has two passes for each of `cases`, all with the same sections.
 inline RoundRatios ratios_of_rounds(const std::vector<Pass>& roofs,
                                     const std::vector<Pass>& cases) {
   std::vector<double> rounds;

@@ -1,4 +1,4 @@
-// Loops that move the bytes of a codec call and compute next to nothing.
+// Loops that move the same bytes as a codec call and compute almost nothing.
 #pragma once
 
 #include <cstddef>
@@ -9,8 +9,8 @@
 
 namespace gradferry {
 
-// A stream is walked in slices, as a codec walks tiles: num_slices times bytes_per_slice, both
-// pointer and bytes_per_slice multiples of 64.
+// One array that a loop reads or writes, in num_slices slices of bytes_per_slice, as a codec does
+// with tiles. `data` and bytes_per_slice are multiples of 64.
 struct RoofStream {
   enum class Kind { kRead, kUpdate, kWrite } kind;
   std::byte* data;
@@ -19,10 +19,10 @@ struct RoofStream {
 
 enum class RoofShape {
   kPhased,             // per slice: all reads, then all updates, then all writes
-  kPhasedAhead,        // and the next slice is prefetched meanwhile
-  kPhasedNonTemporal,  // writes go past the caches
+  kPhasedAhead,        // the same, and prefetches the next slice
+  kPhasedNonTemporal,  // as kPhased, with stores that bypass the caches
   kPhasedAheadNonTemporal,
-  kInterleaved,  // a cache line of every stream in turn
+  kInterleaved,  // one cache line of every stream in turn
   kInterleavedNonTemporal,
 };
 inline constexpr RoofShape kRoofShapes[] = {

@@ -1,5 +1,5 @@
 // Times the functions of a codec against a roof: the fastest of several plain loops with the same
-// read and write streams and no arithmetic to speak of, in the same run, with as many threads.
+// read and write streams and almost no arithmetic, in the same run, with the same threads.
 #pragma once
 
 #include <memory>
@@ -19,14 +19,14 @@ struct CodecTimingOptions {
   size_t num_elements = size_t{1} << 24;       // 64 MB of fp32: arrays must not fit the caches
   std::vector<uint32_t> world_sizes = {2, 8};  // one `reduce` row each
   int rounds = 9;                              // (roof, case, roof) triples
-  uint32_t threads = 1;                        // each walks its own share of the tiles
+  uint32_t threads = 1;                        // each processes its own share of the tiles
   bool misaligned = false;                     // gradient one element off a cache line
 };
 
 struct CodecTimingRow {
   std::string operation;     // encode, encode_ef (error feedback), decode, reduce
   uint32_t world_size;       // reduce: payloads summed; else 1
-  size_t num_elements;       // of the options, in whole tiles
+  size_t num_elements;       // as in the options, rounded down to whole tiles
   double bytes_per_element;  // read plus written
   double bits_per_element;   // of the payload read (decode, reduce) or written (encode)
   double nmse;               // |x - D(C(x))|^2 / |x|^2 of Gaussian fp32 numbers, no residual
@@ -34,7 +34,7 @@ struct CodecTimingRow {
   double gigabytes_per_second;
   double roof_gigabytes_per_second;
   RoundRatios ratios;    // roof's time over the case's; 1: as fast as the roof
-  double ratio_of_best;  // fastest roof over fastest case: what is left when others use the machine
+  double ratio_of_best;  // fastest roof over fastest case: least disturbed by other processes
   uint64_t wrong;        // bytes that failed validation; the case is timed only if 0
 };
 
@@ -48,12 +48,12 @@ class CodecTimer {
   // Validates against the scalar kernels, then times every operation.
   std::vector<CodecTimingRow> rows();
 
-  // Seconds of one pass of `encode_ef`, or of a `decode` of its payloads, over all elements: for a
-  // caller that alternates it with something else.
+  // Seconds of one pass over all elements of `encode_ef`, or of `decode` of its payloads, for a
+  // caller that alternates it with other work.
   double encode_pass();
   double decode_pass();
 
-  // What encode reads, as it lies in memory: num_elements of the dtype, whole tiles.
+  // The input of encode, in host memory: whole tiles of num_elements elements of the dtype.
   std::span<std::byte> gradient();
 
  private:

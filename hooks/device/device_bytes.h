@@ -1,4 +1,4 @@
-// Typed pointers into device memory, for kernels; the host must not follow them.
+// Typed pointers into device memory, for kernels; the host must not dereference them.
 #pragma once
 
 #include <ATen/core/Tensor.h>

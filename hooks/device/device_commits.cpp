@@ -13,7 +13,7 @@
 namespace gradferry {
 namespace {
 
-// As the host sees it. `found`: a copy of the findings in host memory.
+// The findings as a Fault. `found`: a copy in host memory.
 Fault fault_of(const Findings& found) {
   return {static_cast<WireStatus>(found.status),
           static_cast<Phase>(found.phase),
@@ -55,7 +55,7 @@ void DeviceCommits::forget() {
   uncommitted_step_.reset();
 }
 
-// Of `step`, before the first bucket of the next one.
+// Posts the commit of `step`, before the first bucket of the next step.
 void DeviceCommits::post(DeviceJob& job, uint64_t step) {
   const c10::Stream& stream = context_.finish_stream;
   const auto records = static_cast<int64_t>(sizeof(CommitRecord)) * options_.world_size;
@@ -75,8 +75,8 @@ void DeviceCommits::post(DeviceJob& job, uint64_t step) {
   posted_ = PostedCommit{step, job.event.bucket};
 }
 
-// The commit was enqueued a whole step ago. Where it is not done yet the host is that far ahead of
-// the device, and waits: an error must come up at the same bucket on every rank.
+// The commit was enqueued a whole step ago. If it is not done yet, the host is that far ahead of
+// the device, and waits: every rank must raise an error at the same bucket.
 void DeviceCommits::read_last() {
   if (!posted_) return;
   const auto [step, bucket] = *posted_;
@@ -127,7 +127,7 @@ void DeviceCommits::check_parameters(DeviceJob& job) {
   expect_equal_hashes(by_rank, context_.layout, job.step);
 }
 
-// What the host found, as if a kernel had: the next commits tell the others.
+// Stores a fault that the host found as if a kernel had found it; the next commit sends it.
 void DeviceCommits::note_fault(const Fault& fault, uint64_t step) const {
   const at::Tensor kept = context_.findings.cpu();
   auto* findings = static_cast<Findings*>(kept.mutable_data_ptr());

@@ -1,9 +1,9 @@
-// How a step begins on a device: what the last ones found travels to all ranks, and parameters are
-// compared.
+// The beginning of a step on a device: ranks exchange the errors of earlier steps and compare their
+// parameters.
 //
-// An error on a device is known to the host only later. So every rank's first fault of step s
-// travels to all at the first bucket of step s + 1, and there is looked at by the first bucket of
-// step s + 2, on all ranks.
+// The host learns of an error on a device only later. So every rank sends its first fault of step s
+// to all at the first bucket of step s + 1, and all ranks read these faults at the first bucket of
+// step s + 2.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,18 +20,18 @@ namespace gradferry {
 
 class DeviceCommits {
  public:
-  // Allocates on F, and counts it. Both outlive the commits.
+  // Allocates on F and adds it to the stats. Both arguments outlive this.
   DeviceCommits(DeviceContext& context, const ParameterHashes& hashes);
 
-  // At the first bucket of a step. Throws what an earlier step found, the same on all ranks, or
-  // Error(kDiverged).
+  // Call it at the first bucket of a step. Throws the error of an earlier step, the same on all
+  // ranks, or Error(kDiverged).
   void begin_step(DeviceJob& job);
-  // Step `step` has buckets that are exchanged, so that its findings will have to be told.
+  // Notes that step `step` exchanges buckets, so that its findings must be sent later.
   void note_step(uint64_t step) { uncommitted_step_ = step; }
-  // The steps before are not those that the next one follows.
+  // Drops unsent and unread commits: the next step does not follow the last one.
   void forget();
 
-  // Throws what this rank's device has found so far. Waits for it.
+  // Waits for the device, and throws the error that it has found so far on this rank.
   void expect_no_fault() const;
 
  private:
@@ -47,7 +47,7 @@ class DeviceCommits {
   DeviceContext& context_;
   const EngineOptions& options_;
   const ParameterHashes& hashes_;
-  // One record per rank, then this rank's first non-finite tile.
+  // The commit records of all ranks, then this rank's first non-finite tile.
   DeviceBuffer send_, receive_;
   at::Tensor result_;  // pinned
   c10::Event done_;

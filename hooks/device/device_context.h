@@ -1,5 +1,5 @@
-// What the parts of a device's engine work with: its two streams, its memory, its transport, and
-// what its kernels found.
+// State that the parts of a device's engine share: its two streams, memory and transport, and the
+// findings of its kernels.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -22,13 +22,13 @@
 
 namespace gradferry {
 
-// A bucket under way.
+// A bucket in flight.
 struct DeviceJob {
   const DevicePlan* plan;
   at::Tensor gradient;
   c10::intrusive_ptr<c10::ivalue::Future> future;
   c10::IValue value;
-  c10::Event ready;  // the gradient is
+  c10::Event ready;  // recorded after the gradient was written
   uint64_t step;
   bool begins_step;
   bool begins_optimizer_step;
@@ -37,20 +37,19 @@ struct DeviceJob {
 };
 
 struct DeviceContext {
-  // Two streams of high priority. `transport`: null when nothing is to be exchanged. The rest is
-  // the engine's and outlives the context.
+  // Creates two high-priority streams. `transport`: null if nothing is exchanged. The other
+  // arguments outlive the context.
   DeviceContext(const EngineOptions& options, const Layout& layout, EngineLife& life,
                 c10::Device device, std::unique_ptr<DeviceTransport> transport);
 
-  // Device memory of zeros that both streams use for as long as it lives. Work of the current
-  // stream.
+  // Zeroed device memory, uint8, registered with both streams. Zeroes it on the current stream.
   at::Tensor make_tensor(uint64_t num_bytes) const;
-  // The same, with a host side where the transport wants one.
+  // The same, with pinned host memory if the transport needs it.
   DeviceBuffer make_buffer(uint64_t num_bytes) const;
   void use_on_both_streams(const at::Tensor& tensor) const;
 
-  // Has F wait for a collective. Throws Error(kPeer), saying where. `number` is the chunk's, of a
-  // commit the bucket's.
+  // Makes F wait for a collective. Throws Error(kPeer), which names phase, step and number.
+  // `number` is that of the chunk, or of the bucket for a commit.
   void wait(DeviceJob& job, Transfer& transfer, Phase phase, uint64_t number) const;
 
   Findings* findings_on_device() const {
@@ -69,7 +68,7 @@ struct DeviceContext {
   const c10::Stream encode_stream, finish_stream;  // E and F
   const std::unique_ptr<DeviceTransport> transport;
 
-  // Device memory; none without a transport or momentum.
+  // In device memory; neither exists without a transport and without momentum.
   std::optional<DeviceResiduals> residuals;
   at::Tensor findings;
 };

@@ -32,7 +32,7 @@ DeviceEngine::DeviceEngine(EngineOptions options, c10::Device device, ParameterH
   if (!context_.residuals) return;
   exchange_.emplace(context_);
   if (exchanges_) commits_.emplace(context_, hashes_);
-  // E must not see memory before it was zeroed; from here on events see to the order.
+  // E must not use memory before it was zeroed. From here on events ensure the order.
   context_.finish_stream.synchronize();
   load_kernels(context_);
 }
@@ -96,7 +96,7 @@ const DevicePlan& DeviceEngine::plan_for(const BucketPlan& plan) {
   return added;
 }
 
-// Events are used again: making one may wait for the device.
+// Events are reused, because creating one may wait for the device.
 c10::Event DeviceEngine::take_event() {
   const std::lock_guard lock(life_.mutex);
   if (events_.empty()) return c10::Event(device_.type());
@@ -152,8 +152,8 @@ void DeviceEngine::exchange(DeviceJob& job) {
   job.future->markCompleted(std::move(job.value));
 }
 
-// F is done with the residuals of the pass before: DDP has its stream wait for the Futures of a
-// pass, and E waits for a gradient of the next one.
+// F has finished with the residuals of the last pass: DDP's stream waits for the Futures of a pass,
+// and E waits for a gradient of the next one.
 void DeviceEngine::begin_step(const DeviceJob& job) {
   if (job.begins_optimizer_step) context_.residuals->begin_step(context_.encode_stream);
   if (options_.in_warmup(job.step)) return;  // without residuals
@@ -161,7 +161,7 @@ void DeviceEngine::begin_step(const DeviceJob& job) {
                                  context_.encode_stream);
 }
 
-// Nothing travels: gradients stay as they are, but for the momentum.
+// Nothing is sent. Gradients do not change, except that momentum mode makes them momentum.
 void DeviceEngine::average_alone(DeviceJob job) {
   const bool momentum = options_.has_momentum(job.step);
   if (momentum) {
@@ -185,7 +185,7 @@ uint64_t DeviceEngine::sent_bytes() const {
   return exchanges_ ? context_.transport->sent_bytes() : 0;
 }
 
-// F is current, and behind everything that was enqueued.
+// Waits on the host for everything that was enqueued, and makes F current.
 c10::StreamGuard DeviceEngine::behind_all() const {
   c10::impl::VirtualGuardImpl(device_.type()).getStream(device_).synchronize();
   context_.encode_stream.synchronize();

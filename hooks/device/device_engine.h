@@ -4,11 +4,11 @@
 //   F   check, reduce, seal                   then the all-gather, on the backend's own stream
 //       check, undo, decode into the bucket, conclude -> Future
 //
-// Everything is enqueued in bucket order, by run() itself: nothing waits on the host and, once
-// every bucket was seen, nothing is allocated. docs/streams.md draws what waits for what. With a
-// transport that waits (StagedTransport) a thread of the engine's own does the same instead.
+// run() itself enqueues everything in bucket order: the host does not wait and, after every bucket
+// was seen once, nothing is allocated. docs/streams.md shows what waits for what. With a transport
+// that waits (StagedTransport), a thread of the engine does this work instead.
 //
-// An error on a device is known to the host only later (device_commits.h). So a tile that cannot be
+// The host learns of an error on a device only later (device_commits.h). So a tile that cannot be
 // trusted becomes NaN at once.
 #pragma once
 
@@ -30,9 +30,9 @@ namespace gradferry {
 
 class DeviceEngine final : public BucketEngine {
  public:
-  // `transport` is null when nothing is to be exchanged: then gradients stay as they are. Allocates
-  // everything and loads every kernel. The engine ends when the last copy of the returned pointer
-  // is gone and nothing is in flight.
+  // `transport` is null if nothing is exchanged; gradients then do not change, except in momentum
+  // mode. Allocates everything and loads every kernel. The engine ends when the last copy of the
+  // returned pointer is destroyed and nothing is in flight.
   static std::shared_ptr<DeviceEngine> start(EngineOptions options, c10::Device device,
                                              ParameterHashes hashes,
                                              std::unique_ptr<DeviceTransport> transport);
@@ -61,7 +61,7 @@ class DeviceEngine final : public BucketEngine {
   c10::StreamGuard behind_all() const;
 
   DeviceContext context_;
-  // None where nothing is to be done; commits_ only where something travels.
+  // Empty if there is nothing to do; commits_ exists only if something is sent.
   std::optional<DeviceExchange> exchange_;
   std::optional<DeviceCommits> commits_;
   std::shared_ptr<Worker> worker_;  // with a transport that waits

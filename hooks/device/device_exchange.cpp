@@ -75,8 +75,8 @@ TileBatch DeviceExchange::make_batch(const DeviceJob& job, const DeviceStage& st
           .num_tiles = batch.num_tiles,
           .dtype = job.plan->plan().dtype,
           .stage = codec_stage,
-          // A tile of zeros leaves its residual alone, except where that carries a momentum, which
-          // must go on to decay.
+          // A tile of zeros keeps its residual, except if that carries a momentum, which must
+          // continue to decay.
           .hold_zero_tiles = !options_.has_momentum(job.step),
           .seed = options_.seed,
           .step = job.step,
@@ -85,7 +85,7 @@ TileBatch DeviceExchange::make_batch(const DeviceJob& job, const DeviceStage& st
           .stream = stream.native_handle()};
 }
 
-// E: the slot's last user on F must be done with it.
+// On E, after the last use of the slot on F.
 void DeviceExchange::send(DeviceJob& job, ChunkJob& chunk) {
   const TimedRange timed("gradferry::encode", job.event.encode_ns);
   const DeviceChunk& planned = *chunk.chunk;
@@ -119,7 +119,7 @@ void DeviceExchange::send(DeviceJob& job, ChunkJob& chunk) {
                                      planned.send_bytes, context_.encode_stream);
 }
 
-// What came: sums_ and verdicts_ get an entry per message.
+// Checks received messages: sums_ and verdicts_ get one entry per message.
 void DeviceExchange::check_messages(const DeviceJob& job, const Envelope& expected,
                                     Table<Message> messages, Table<ReceivedTile> tiles,
                                     const DeviceBuffer& received) const {
@@ -135,8 +135,8 @@ void DeviceExchange::check_messages(const DeviceJob& job, const Envelope& expect
                            .stream = context_.finish_stream.native_handle()});
 }
 
-// F: what cannot be trusted gets a verdict, and the reduce goes on with whatever came: to know
-// better on the host, it would have to wait.
+// On F. Messages that cannot be trusted get a verdict, and reduce still processes them: to skip
+// them, the host would have to wait for the verdicts.
 void DeviceExchange::reduce(DeviceJob& job, ChunkJob& chunk) {
   const DeviceChunk& planned = *chunk.chunk;
   DeviceSlot& slot = *chunk.slot;
@@ -160,15 +160,15 @@ void DeviceExchange::reduce(DeviceJob& job, ChunkJob& chunk) {
                           .findings = context_.findings_on_device(),
                           .buffer = bytes(slot.gather_send),
                           .stream = context_.finish_stream.native_handle()});
-  // What follows is F's alone, unless decode looks at what was sent.
+  // From here on E may reuse its buffers of the slot, unless decode reads what was sent.
   if (!planned.worker_residual) slot.free.record(context_.finish_stream);
   chunk.gather =
       context_.transport->all_gather(slot.gather_receive, slot.gather_send,
                                      planned.plan->gather_message_bytes, context_.finish_stream);
 }
 
-// F, last: the gradient's place in the bucket gets the mean, and tiles of refused messages become
-// NaN, so that nobody trains on them before the commit tells.
+// On F, last: the mean replaces the gradient in the bucket. Tiles of refused messages become NaN,
+// so that no rank trains on them before the commit reports the error.
 void DeviceExchange::decode(DeviceJob& job, ChunkJob& chunk) {
   const DeviceChunk& planned = *chunk.chunk;
   DeviceSlot& slot = *chunk.slot;
@@ -198,9 +198,9 @@ void DeviceExchange::conclude(const DeviceJob& job, const DeviceChunk& planned, 
                               .stream = stream.native_handle()});
 }
 
-// With a worker residual it looks before it decodes: where another rank's gradient was not finite,
-// what this rank sent has no effect, and only as long as its own gradient is still there can the
-// residual be told what that was.
+// With a worker residual it inspects the payload before it decodes: where another rank's gradient
+// was not finite, what this rank sent has no effect. It must be put back into the residual while
+// the bucket still holds this rank's own gradient.
 void DeviceExchange::decode_batch(const DeviceJob& job, const ChunkJob& chunk, size_t index) {
   const DeviceChunk& planned = *chunk.chunk;
   const DeviceBatch& batch = planned.decode.batches[index];
@@ -219,7 +219,7 @@ void DeviceExchange::decode_batch(const DeviceJob& job, const ChunkJob& chunk, s
   codec.decode(arrived, in, gradient, options_.beta(resolved), context_.residuals->worker());
 }
 
-// From one buffer, with the codec exact, in the order of E.
+// Uses one buffer for all tiles, with the codec `exact`, on E.
 void DeviceExchange::add_momentum(DeviceJob& job) {
   reserve_statuses(job.plan->most_tiles());
   const DeviceBuffer& buffer = slots_.front().scatter_send;
@@ -239,7 +239,7 @@ void DeviceExchange::add_momentum(DeviceJob& job) {
   }
 }
 
-// Each belongs to one stream alone: a larger one takes the place of a smaller one in its order.
+// Only one stream uses each tensor, so a larger one can replace a smaller one in stream order.
 void DeviceExchange::reserve_statuses(uint32_t num_tiles) {
   const auto num_bytes = static_cast<int64_t>(uint64_t{num_tiles} * sizeof(TileStatus));
   if (encode_statuses_.defined() && encode_statuses_.numel() >= num_bytes) return;

@@ -1,4 +1,4 @@
-// What is enqueued for the chunks of a bucket, on the streams E and F and on the transport.
+// Enqueues the work for the chunks of a bucket on the streams E and F and on the transport.
 #pragma once
 
 #include <c10/core/Event.h>
@@ -16,15 +16,15 @@ inline constexpr size_t kDeviceSlots = 3;
 
 class DeviceExchange {
  public:
-  // Allocates the workspace on F, and counts it. `context` outlives the exchange.
+  // Allocates the workspace on F and adds it to the stats. `context` outlives the exchange.
   explicit DeviceExchange(DeviceContext& context);
 
-  // Enqueues everything, from the gradient to the mean in its place. E is behind the gradient.
+  // Enqueues everything from encode to the mean in the bucket. E already waits for the gradient.
   void average(DeviceJob& job);
-  // A world of one: nothing travels, but there is the momentum. On E alone.
+  // Momentum mode in a world of one, where nothing is sent: gradient becomes momentum. On E alone.
   void add_momentum(DeviceJob& job);
 
-  // Where each slot receives its scatter, in device memory; none in a world of one.
+  // The receive buffer of each slot's scatter, in device memory; none in a world of one.
   std::vector<std::byte*> scatter_received() const;
 
  private:

@@ -44,7 +44,7 @@ DeviceStage add_stage(TableWriter& writer, const std::vector<PlannedBatch>& plan
   return stage;
 }
 
-// Ranks of all tiles, batch after batch.
+// The rank of each tile, batch after batch.
 std::vector<uint32_t> ranks_of(const std::vector<PlannedBatch>& planned) {
   std::vector<uint32_t> ranks;
   for (const PlannedBatch& batch : planned) {
@@ -53,7 +53,7 @@ std::vector<uint32_t> ranks_of(const std::vector<PlannedBatch>& planned) {
   return ranks;
 }
 
-// Fills in which tiles `messages` have: message m holds those whose rank is ranks[m].
+// Fills in the tiles of `messages`: message m holds the tiles of rank ranks[m].
 std::vector<uint32_t> order_tiles(std::vector<Message>& messages,
                                   const std::vector<uint32_t>& ranks,
                                   const std::vector<uint32_t>& tile_ranks) {

@@ -1,4 +1,4 @@
-// A bucket's plan with its tables in device memory: what the kernels of one chunk walk. Built and
+// A bucket's plan with its tables in device memory, which the kernels of each chunk read. Built and
 // uploaded once per plan.
 #pragma once
 
@@ -39,23 +39,23 @@ struct DeviceStage {
 struct DeviceChunk {
   const ChunkPlan* plan;
   DeviceStage encode, reduce, decode;
-  bool worker_residual = false;    // some tiles have one, so that decode looks at what was sent
-  Table<uint32_t> decode_sources;  // of every tile: whose message it is in
+  bool worker_residual = false;    // some tiles have one, so that decode reads what was sent
+  Table<uint32_t> decode_sources;  // by tile: rank that sent its message
   // Messages to send: their tiles in message order, as places in the stage's statuses.
   Table<Message> scatter_sent, gather_sent;
   Table<uint32_t> scatter_order, gather_order;
   // Messages received.
   Table<Message> scatter_received, gather_received;
   Table<ReceivedTile> scatter_tiles, gather_tiles;
-  // Payloads of the scatter by rank, for every slot.
+  // By slot: pointers to the received scatter payloads, by rank.
   std::vector<Table<const std::byte*>> payloads;
-  // All-to-all: what goes to, and comes from, each rank.
+  // All-to-all: bytes sent to, and received from, each rank.
   std::vector<int64_t> send_bytes, receive_bytes;
 };
 
 class DevicePlan {
  public:
-  // `plan` outlives this. `scatter_received`: where the scatter of each slot is received, in device
+  // `plan` outlives this. `scatter_received`: receive buffer of each slot's scatter, in device
   // memory. Uploads on the current stream of `device`.
   DevicePlan(const BucketPlan& plan, uint32_t rank, std::span<std::byte* const> scatter_received,
              c10::Device device);
@@ -63,7 +63,7 @@ class DevicePlan {
   DevicePlan(const DevicePlan&) = delete;
   DevicePlan& operator=(const DevicePlan&) = delete;
 
-  // The tables are used on `stream` too.
+  // Registers the tables with `stream`, which uses them too.
   void use_on(const c10::Stream& stream) const;
 
   const BucketPlan& plan() const { return plan_; }
@@ -80,7 +80,7 @@ class DevicePlan {
   const BucketPlan& plan_;
   std::vector<DeviceChunk> chunks_;
   uint32_t most_tiles_ = 0;
-  at::Tensor staging_;  // pinned; kept because nobody waits for the upload
+  at::Tensor staging_;  // pinned; kept because nothing waits for the end of the upload
   at::Tensor tables_;
   const std::byte* base_ = nullptr;
 };

@@ -1,6 +1,6 @@
-// The residuals of an engine on a device, with what a step decides about them there: their units,
-// and with exact_skip whether the last step is to be taken back. Nothing here waits for the device
-// unless it says so.
+// The residuals of an engine on a device, with their units (the loss scale) and, with exact_skip,
+// the copy that restores them after a skipped optimizer step. Functions do not wait for the device
+// unless their comment says so. A step is "in vain" if a result of it is not finite.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,7 +12,7 @@ namespace gradferry {
 
 class DeviceResiduals {
  public:
-  // `keep_copy`: with exact_skip. Work of the current stream.
+  // `keep_copy`: with exact_skip. Allocates and zeroes on the current stream.
   DeviceResiduals(const Layout& layout, bool keep_copy, c10::Device device);
 
   float* worker() const { return residuals_.worker(); }
@@ -21,24 +21,26 @@ class DeviceResiduals {
   // Kernels set it when a result of the step is not finite; null without exact_skip.
   uint32_t* step_nonfinite() const;
   uint64_t num_bytes() const;  // copies included
-  // Everything that other streams than the current one will use.
+  // All tensors that streams other than the current one will use.
   std::vector<at::Tensor> tensors() const;
 
-  // On `stream`, when an optimizer step begins: takes the last one back if its result was
-  // not finite, and keeps a copy.
+  // Begins an optimizer step on `stream`: restores the residuals if the result of the last step was
+  // not finite, then copies them.
   void begin_step(const c10::Stream& stream);
-  // On `stream`: finds the gain of a pass with this loss scale (one fp32 on the device; undefined:
-  // 1). `begins_step`: no result of its optimizer step is known yet.
+  // On `stream`: computes the gain of a pass with this loss scale (one fp32 on the device;
+  // undefined: 1). `begins_step`: clears step_nonfinite, because an optimizer step begins.
   void begin_pass(const at::Tensor& loss_scale, bool begins_step, const c10::Stream& stream);
 
-  // The rest is called between steps, with the current stream behind all others. It may wait.
+  // Call the rest between steps, when the work of all other streams is done. It may wait for the
+  // device.
 
-  // Takes the last step back if its result is not finite, and stays so if more passes follow.
+  // Restores the residuals if the result of the last step is not finite; the step stays so if more
+  // passes follow.
   void settle(const c10::Stream& current) const;
-  // Takes the last step back, whatever it gave.
+  // Restores the residuals from before the last step.
   void skip(const c10::Stream& current);
   void load(const at::Tensor& worker, const at::Tensor& owner, float loss_scale);
-  // As HostResiduals::add_to_worker().
+  // As HostResiduals::add_to_worker(); `values` and `loss_scale` are on the device.
   void add_to_worker(uint64_t offset, const at::Tensor& values, float factor,
                      const at::Tensor& loss_scale);
   void scale(float factor);
@@ -48,7 +50,7 @@ class DeviceResiduals {
   float loss_scale() const;
 
  private:
-  // What takes part in a step, and the copy of each.
+  // A tensor that a step changes, and its copy from before the step.
   struct Kept {
     at::Tensor now;
     at::Tensor before;

@@ -16,7 +16,7 @@ at::Tensor first_bytes(const at::Tensor& tensor, int64_t num_bytes) {
   return tensor.narrow(0, 0, num_bytes);
 }
 
-// Copies the first bytes of `buffer` to its host side and waits until they are there.
+// Copies the first bytes of `buffer` to its pinned memory and waits for the copy.
 void to_host(const DeviceBuffer& buffer, int64_t num_bytes, const c10::Stream& stream) {
   const c10::StreamGuard guard(stream);
   first_bytes(buffer.host, num_bytes)

@@ -1,8 +1,8 @@
 // How packed bytes in device memory reach other ranks, in the order of streams.
 //
 //   StreamTransport   a backend that enqueues its collectives (NCCL): nothing waits on the host
-//   StagedTransport   a backend for host memory (gloo): bytes pass through pinned memory, and both
-//                     calls wait on the host, so they belong on a thread of their own
+//   StagedTransport   a backend for host memory (gloo): bytes pass through pinned memory. Its calls
+//                     block the host, so a separate thread must make them
 #pragma once
 
 #include <ATen/ThreadLocalState.h>
@@ -21,17 +21,17 @@
 
 namespace gradferry {
 
-// uint8 of one dimension. `host` is pinned, as large, and there only for a staged transport.
+// uint8 of one dimension. `host` is pinned memory of the same size, only for a staged transport.
 struct DeviceBuffer {
   at::Tensor device;
   at::Tensor host;
 };
 
-// A collective under way.
+// A collective in flight.
 struct Transfer {
-  Pending work;                            // null: it went to the stream it was posted from
-  std::optional<c10::Event> done;          // then this is recorded behind it
-  const DeviceBuffer* received = nullptr;  // staged: what comes back to the device
+  Pending work;                            // null: it runs on the stream it was posted from
+  std::optional<c10::Event> done;          // recorded after it, if `work` is null
+  const DeviceBuffer* received = nullptr;  // staged: buffer to copy back to the device
   int64_t num_bytes = 0;
 };
 
@@ -42,12 +42,12 @@ class DeviceTransport {
   // Whether its calls wait on the host.
   virtual bool waits() const = 0;
 
-  // Around the collectives of one bucket.
+  // Call these before and after the collectives of one bucket.
   virtual void begin_bucket() {}
   virtual void end_bucket() {}
 
-  // After what is enqueued on `stream`. Rank p's part of `send` has send_bytes[p] bytes; the parts
-  // lie one after the other, and so do those received.
+  // Runs after the work that is enqueued on `stream`. Rank p's part of `send` has send_bytes[p]
+  // bytes; the parts are contiguous, and so are those received.
   virtual Transfer all_to_all(const DeviceBuffer& receive,
                               const std::vector<int64_t>& receive_bytes, const DeviceBuffer& send,
                               const std::vector<int64_t>& send_bytes,
@@ -55,10 +55,10 @@ class DeviceTransport {
   // Every rank sends the first `num_bytes` of `send`; `receive` gets world_size times as many.
   virtual Transfer all_gather(const DeviceBuffer& receive, const DeviceBuffer& send,
                               int64_t num_bytes, const c10::Stream& stream) = 0;
-  // What is enqueued on `stream` from now on comes after the collective.
+  // Work enqueued on `stream` from now on runs after the collective.
   virtual void wait(Transfer& transfer, const c10::Stream& stream) = 0;
 
-  // No more calls. After a failure its backend is closed later, since a peer may not answer yet.
+  // The last call. After a failure the backend is closed later, as in Lane::close_later().
   virtual void close(bool failed) = 0;
 
   uint64_t sent_bytes() const { return sent_bytes_.load(std::memory_order_relaxed); }
@@ -79,8 +79,8 @@ class DeviceTransport {
 
 class StreamTransport final : public DeviceTransport {
  public:
-  // `backend` finds DDP's own: asked for every bucket, never held, so that the group can be
-  // destroyed.
+  // `backend` returns DDP's own backend. It is called for every bucket and its result not kept, so
+  // that the group can be destroyed.
   using FindBackend = std::function<c10::intrusive_ptr<c10d::Backend>()>;
   StreamTransport(FindBackend backend, uint32_t world_size)
       : DeviceTransport(world_size), find_backend_(std::move(backend)) {}
@@ -103,7 +103,7 @@ class StreamTransport final : public DeviceTransport {
 
 class StagedTransport final : public DeviceTransport {
  public:
-  // `backend` is our own.
+  // `backend`: separate from DDP's.
   StagedTransport(c10::intrusive_ptr<c10d::Backend> backend, uint32_t world_size,
                   std::shared_ptr<Peers> peers)
       : DeviceTransport(world_size),

@@ -14,7 +14,7 @@
 namespace gradferry {
 namespace {
 
-// Codecs, by index, and the dtypes they take.
+// Codecs, by index, with the dtypes for which they are used.
 using UsedCodecs = std::set<std::pair<uint32_t, ScalarType>>;
 
 UsedCodecs used_codecs(const Layout& layout) {
@@ -26,7 +26,7 @@ UsedCodecs used_codecs(const Layout& layout) {
   return used;
 }
 
-// Device memory in parts, each large enough for anything that follows.
+// Device memory in parts, each large enough for any argument below.
 class Scratch {
  public:
   Scratch(const DeviceContext& context, const UsedCodecs& used) {
@@ -45,7 +45,7 @@ class Scratch {
   T* as(uint64_t i) const {
     return reinterpret_cast<T*>(part(i));
   }
-  // Part i becomes `value`, in the order of the current stream.
+  // Writes `value` to part i, on the current stream.
   template <typename T>
   void set(uint64_t i, const T& value) const {
     const at::Tensor staging =

@@ -5,8 +5,8 @@
 
 namespace gradferry {
 
-// Runs each of them once, on one element, on F, and waits: the first launch of a kernel may load
-// it, and loading may wait for the device, which must not happen in a backward pass.
+// Runs each kernel once, on one element, on F, and waits. The first launch of a kernel may load it,
+// and loading may wait for the device, which must not happen in a backward pass.
 void load_kernels(const DeviceContext& context);
 
 }  // namespace gradferry

@@ -8,8 +8,8 @@ TileBatch ChunkCodecs::make_batch(const Work& work, const PlannedBatch& planned,
           .num_tiles = static_cast<uint32_t>(planned.tiles.size()),
           .dtype = work.plan->dtype,
           .stage = stage,
-          // A tile of zeros leaves its residual alone, except where that carries a momentum, which
-          // must go on to decay.
+          // A tile of zeros keeps its residual, except if that carries a momentum, which must
+          // continue to decay.
           .hold_zero_tiles = !options_.has_momentum(work.step),
           .seed = options_.seed,
           .step = work.step,
@@ -47,7 +47,7 @@ ChunkCodecs::Reduced ChunkCodecs::reduce(const Work& work,
   return reduced;
 }
 
-// The codec reduces all payloads of a tile together; each by itself tells whose is corrupt.
+// The codec reduces all payloads of a tile together. Decoding one by one shows which is corrupt.
 std::optional<uint32_t> ChunkCodecs::sender_of_corrupt(
     const Work& work, const std::vector<const std::byte*>& payloads) {
   for (uint32_t rank = 0; rank < payloads.size(); ++rank) {
@@ -78,9 +78,9 @@ ChunkCodecs::Decoded ChunkCodecs::decode(const Work& work, const std::byte* mess
   return decoded;
 }
 
-// With a worker residual it looks before it decodes: where another rank's gradient was not finite,
-// what this rank sent has no effect, and only as long as its own gradient is still there can the
-// residual be told what that was.
+// With a worker residual it inspects the payload before it decodes: where another rank's gradient
+// was not finite, what this rank sent has no effect. It must be put back into the residual while
+// the bucket still holds this rank's own gradient.
 void ChunkCodecs::decode_batch(const Work& work, size_t index, const std::byte* messages,
                                const std::byte* sent) {
   const PlannedBatch& planned = work.plan->decode[index];
@@ -97,7 +97,7 @@ void ChunkCodecs::decode_batch(const Work& work, size_t index, const std::byte* 
   codec.decode(batch, messages, work.gradient, options_.beta(resolved), residuals_.worker());
 }
 
-// Tile by tile through a payload on the stack; a world of one sends every tile as `exact`.
+// Encodes and decodes tile by tile through a payload on the stack. All tiles use `exact`.
 void ChunkCodecs::add_momentum(const Work& work) {
   alignas(kPayloadAlignment) std::byte payload[kTileElements * sizeof(double)];
   for (const PlannedBatch& planned : work.plan->encode) {

@@ -1,6 +1,6 @@
-// What codecs do with one chunk in host memory: encode what goes out, reduce what came in, decode
-// the mean. Knows numbers, not messages, and waits for nothing. Not safe for two threads: each has
-// its own.
+// Runs the codecs on one chunk in host memory: encodes payloads to send, reduces received payloads,
+// decodes the mean. Does not know message headers, and waits for nothing. Not thread-safe: each
+// thread has its own.
 #pragma once
 
 #include <cstddef>
@@ -20,12 +20,12 @@ class ChunkCodecs {
   ChunkCodecs(const EngineOptions& options, const Layout& layout, const HostResiduals& residuals)
       : options_(options), layout_(layout), residuals_(residuals) {}
 
-  // A chunk, and what its bucket says of it.
+  // A chunk and its bucket.
   struct Work {
     const ChunkPlan* plan;
     uint64_t step;
-    float gain;      // to the residuals
-    void* gradient;  // of the bucket
+    float gain;      // factor for the residuals
+    void* gradient;  // of the bucket, in host memory
   };
   struct Reduced {
     uint64_t checksum = 0;  // of the payload
@@ -33,20 +33,21 @@ class ChunkCodecs {
   };
   struct Decoded {
     std::vector<uint64_t> nonfinite_tiles;  // ids, in the order of the plan
-    std::vector<uint32_t> corrupt_sources;  // whose tiles could not be decoded, in that order
+    std::vector<uint32_t> corrupt_sources;  // ranks of tiles that are corrupt, in that order
   };
 
-  // The gradient into `messages`, headers left out; checksums[p] += that of the payload for rank p.
+  // Encodes the gradient into the payloads of `messages`; writes no headers. Adds the checksum of
+  // the payload for rank p to checksums[p].
   void encode(const Work& work, std::byte* messages, std::vector<uint64_t>& checksums);
-  // The payloads of all ranks, by rank, into one of their mean.
+  // Reduces the payloads of all ranks (payloads[r]: from rank r) to the payload of their mean.
   Reduced reduce(const Work& work, const std::vector<const std::byte*>& payloads,
                  std::byte* payload);
-  // Whose payload the codec cannot decode; none: all are fine one by one.
+  // The lowest rank whose payload is corrupt; none: each payload decodes by itself.
   std::optional<uint32_t> sender_of_corrupt(const Work& work,
                                             const std::vector<const std::byte*>& payloads);
-  // `messages` of all ranks into the gradient; `sent`: what encode() wrote.
+  // Decodes the `messages` of all ranks into the gradient. `sent`: the output of encode().
   Decoded decode(const Work& work, const std::byte* messages, const std::byte* sent);
-  // Nothing travels, but there is the momentum.
+  // Momentum mode in a world of one, where nothing is sent: gradient becomes momentum.
   void add_momentum(const Work& work);
 
  private:

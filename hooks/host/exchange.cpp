@@ -27,7 +27,7 @@ void Exchange::wait(const Pending& work, Phase phase, uint64_t step, uint64_t nu
   }
 }
 
-// A message to every owner: all-to-all takes them one after the other, however long each is.
+// One message to every owner. All-to-all allows messages of different sizes, without gaps.
 void Exchange::post_scatter(Chunk& chunk, WireStatus status,
                             const std::vector<uint64_t>& checksums) {
   const auto& shards = chunk.plan->shards;
@@ -65,8 +65,8 @@ const std::byte* Exchange::scattered_payload(const Chunk& chunk, uint32_t rank) 
   return bytes(chunk.slot->scatter_receive) + rank * stride + kHeaderBytes;
 }
 
-// All-gather wants one size, so every message is as long as the longest; its header says how much
-// of it counts.
+// All-gather needs messages of one size, so all are padded to the longest; the header of each holds
+// its payload size.
 void Exchange::post_gather(Chunk& chunk, WireStatus status, uint64_t checksum) {
   const int64_t size = chunk.plan->gather_message_bytes;
   write_header(bytes(chunk.slot->gather_send),
@@ -97,7 +97,7 @@ Pending Exchange::post_commit(at::Tensor send, at::Tensor receive, uint64_t step
   return commit_lane_.all_gather(std::move(receive), std::move(send));
 }
 
-// On the scatter lane: it belongs to the thread that asks, and nothing else is posted meanwhile.
+// On the scatter lane: the calling thread owns that lane, and posts nothing else meanwhile.
 Fault Exchange::gather_hashes(const std::vector<uint64_t>& hashes, uint64_t step,
                               uint64_t next_chunk, std::vector<std::vector<uint64_t>>& by_rank) {
   const auto size = static_cast<int64_t>(hash_message_bytes(hashes.size()));

@@ -1,5 +1,5 @@
 // The flat exchange: scatter-reduce and all-gather of packed messages between all ranks, with a
-// header before every payload and a commit after every bucket. Knows messages, not numbers.
+// header before every payload and a commit after every bucket. Does not interpret payloads.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ struct Slot {
   at::Tensor scatter_send, scatter_receive, gather_send, gather_receive;
 };
 
-// A slot for chunks whose largest message has `message_bytes`.
+// A slot for chunks whose messages have at most `message_bytes` bytes.
 Slot make_slot(uint32_t world_size, uint64_t message_bytes);
 uint64_t num_bytes(const Slot& slot);
 
@@ -46,27 +46,28 @@ class Exchange {
 
   // Sends the payloads in slot.scatter_send; checksums[p] belongs to the message for rank p.
   void post_scatter(Chunk& chunk, WireStatus status, const std::vector<uint64_t>& checksums);
-  // Returns the first message that cannot be trusted, by rank.
+  // Returns the fault of the first message, in rank order, that cannot be trusted.
   Fault wait_scatter(Chunk& chunk);
-  // Where the payload for this owner from `rank` lies, after wait_scatter.
+  // The payload from `rank` for this owner, in host memory, after wait_scatter.
   const std::byte* scattered_payload(const Chunk& chunk, uint32_t rank) const;
 
   // Sends the payload in slot.gather_send, after its header.
   void post_gather(Chunk& chunk, WireStatus status, uint64_t checksum);
   Fault wait_gather(Chunk& chunk);
 
-  // One record per rank, with its map; `send` and `receive` are uint8 of commit_bytes(used.size())
-  // and world_size times as many bytes.
+  // Sends this rank's commit record and map to all. `send` is uint8 of commit_bytes(used.size())
+  // bytes, `receive` of world_size times as many.
   Pending post_commit(at::Tensor send, at::Tensor receive, uint64_t step, uint64_t bucket,
                       const Fault& fault, const UsedMap& used);
 
-  // Sends hashes of this rank's parameters, and puts every rank's into `by_rank`. Waits for all
-  // ranks. Returns the first message that cannot be trusted; `by_rank` is not to be read then.
+  // Sends the hashes of this rank's parameters, and puts every rank's into `by_rank`. Waits for all
+  // ranks. Returns the fault of the first message that cannot be trusted; `by_rank` is then
+  // unspecified.
   Fault gather_hashes(const std::vector<uint64_t>& hashes, uint64_t step, uint64_t next_chunk,
                       std::vector<std::vector<uint64_t>>& by_rank);
 
-  // Waits for a collective; throws Error(kPeer), saying where, when a peer has failed, is gone or
-  // too slow.
+  // Waits for a collective. Throws Error(kPeer), which names phase, step and number, when a peer
+  // has failed, is gone or is too slow.
   void wait(const Pending& work, Phase phase, uint64_t step, uint64_t number) const;
 
  private:

@@ -9,7 +9,8 @@
 namespace gradferry {
 namespace {
 
-// Keeps the first fault, except that an echo of another rank's trouble gives way to a cause.
+// Keeps the first fault, except that a cause replaces kPeerTrouble, the echo of another rank's
+// error.
 void note(Fault& kept, const Fault& fault) {
   if (fault && (!kept || kept.status == WireStatus::kPeerTrouble)) kept = fault;
 }
@@ -98,7 +99,7 @@ bool Finisher::do_oldest() {
   return true;
 }
 
-// Waits only when there is nothing else to do; `next` stays null when something older comes first.
+// Waits only if there is nothing else to do. `next` stays null if an older job comes first.
 bool Finisher::next_chunk(std::unique_ptr<ChunkJob>& next) {
   std::unique_lock lock(life_.mutex);
   if (gathers_.empty() && commits_.empty()) {
@@ -123,7 +124,7 @@ ChunkCodecs::Work Finisher::work_of(const ChunkJob& job) const {
   return {job.chunk.plan, bucket.step, bucket.gain, bucket.gradient.mutable_data_ptr()};
 }
 
-// Whatever happened here, the owner's message goes out, with its status: the others wait for it.
+// The owner's message is sent even after an error here, with its status: the others wait for it.
 void Finisher::reduce(std::unique_ptr<ChunkJob> job) {
   // In gathers_ first, so that an exception finds its bucket there.
   ChunkJob& current = *gathers_.emplace_back(std::move(job));
@@ -211,8 +212,8 @@ void Finisher::decode_messages(const ChunkJob& job) {
   }
 }
 
-// A bucket counts only once every rank has said that it is well: until then a fault may have been
-// seen by one rank alone.
+// A bucket is complete only when the commits of all ranks report no fault: until then a single rank
+// may have seen one.
 void Finisher::post_commit(std::shared_ptr<BucketJob> bucket) {
   const auto& [send, receive] = commit_slots_[bucket->event.bucket % commit_slots_.size()];
   const auto size = static_cast<int64_t>(commit_bytes(bucket->used.size()));
@@ -250,7 +251,7 @@ void Finisher::finish_commit() {
   commits_.pop_front();
 }
 
-// What no rank used stays as it is, and is nobody's infinity.
+// Restores parameters that no rank used; their non-finite values do not count as an error.
 void Finisher::put_back_unused(const Commit& commit) const {
   BucketJob& bucket = *commit.bucket;
   const UsedMap used =
@@ -266,7 +267,7 @@ void Finisher::put_back_unused(const Commit& commit) const {
   });
 }
 
-// Counted before the Future completes: whoever waits for it may ask for the state at once.
+// Counts before it completes the Future: a thread that waits for it may ask for the state at once.
 void Finisher::complete(BucketJob& bucket) {
   bucket.event.complete_ns = EventLog::now();
   log_.add(bucket.event);
@@ -285,7 +286,7 @@ void Finisher::complete(BucketJob& bucket) {
 
 // --- the end ---
 
-// Of everything in flight, in order of their numbers. With life_.mutex held.
+// Takes the buckets of everything in flight, in order of their numbers. With life_.mutex held.
 std::vector<std::shared_ptr<BucketJob>> Finisher::take_all_buckets() {
   std::vector<std::shared_ptr<BucketJob>> buckets;
   for (const auto& job : gathers_) buckets.push_back(job->bucket);

@@ -1,11 +1,12 @@
-// The finishing half of the host's engine: what becomes of a chunk after it was encoded and posted.
-// Its thread does the oldest thing that can be done, so that buckets complete in their order:
+// The finishing half of the host's engine: it processes a chunk after DDP's thread has encoded and
+// posted it. Its thread always does the oldest possible job, so that buckets complete in order:
 //
 //   wait for a scatter -> reduce -> post the gather
 //   wait for a gather -> decode into the bucket -> after the last chunk post the commit
 //   wait for a commit -> complete the bucket's Future
 //
-// Owns the slots: the thread that DDP calls from takes one, fills and posts it, and hands it in.
+// Owns the slots: the thread on which DDP calls the hook takes one, fills it, posts it, and passes
+// the chunk to the finisher.
 #pragma once
 
 #include <cstdint>
@@ -31,23 +32,24 @@ namespace gradferry {
 inline constexpr size_t kHostSlots = 4;
 // All-gathers in flight: with two, one travels while the other is decoded.
 inline constexpr size_t kGathersInFlight = 2;
-// Commits in flight: nobody waits for one until all are under way.
+// Commits in flight: the finisher waits for one only if it has nothing else to do, or all are in
+// use.
 inline constexpr size_t kCommitSlots = 8;
 
 class Finisher {
  public:
-  // Allocates the workspace, and counts it. Everything outlives the finisher.
+  // Allocates the workspace and adds it to the stats. All arguments outlive the finisher.
   Finisher(const EngineOptions& options, const Layout& layout, HostResiduals& residuals,
            const ResidualSample& sample, Exchange& exchange, EventLog& log, EngineLife& life);
 
-  // The thread that DDP calls from. take_slot() blocks while all are in use; both throw the
-  // engine's error once it has one.
+  // For the thread on which DDP calls the hook. take_slot() blocks while all slots are in use. Both
+  // throw the engine's error after it has failed.
   Slot* take_slot();
   void hand_in(std::unique_ptr<ChunkJob> job);
 
-  // The finishing thread's life: until it is told to stop and nothing is in flight, or until the
-  // first error, which all ranks get to know and with which every bucket in flight fails. Returns
-  // whether it ended with one, once run() of the engine is over.
+  // The body of the finishing thread. Returns false when it was asked to stop and nothing is in
+  // flight. After the first error it informs all ranks, fails every bucket in flight, waits until
+  // the engine's run() has ended, and returns true.
   bool work();
 
  private:
@@ -83,12 +85,12 @@ class Finisher {
   std::vector<Slot> slots_;
   std::vector<std::pair<at::Tensor, at::Tensor>> commit_slots_;  // send, receive
 
-  // The finishing thread's own.
+  // Only for the finishing thread.
   ChunkCodecs codecs_;
   std::deque<std::unique_ptr<ChunkJob>> gathers_;
   std::deque<Commit> commits_;
 
-  // Between both threads, under life_.mutex.
+  // Shared by both threads, under life_.mutex.
   std::deque<std::unique_ptr<ChunkJob>> queue_;
   std::vector<Slot*> free_slots_;
 };

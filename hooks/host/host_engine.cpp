@@ -90,7 +90,7 @@ void HostEngine::average(Bucket bucket) {
   for (const ChunkPlan& chunk : chunks) send_chunk(job, chunk, &chunk == &chunks.back());
 }
 
-// Before the step's first bucket reaches a codec: residuals of the step before are complete by now.
+// Called before the step's first bucket reaches a codec; residuals of the last step are complete.
 void HostEngine::begin_step(const Bucket& bucket) {
   const std::lock_guard lock(life_.mutex);
   if (bucket.begins_optimizer_step) residuals_.begin_step();
@@ -109,7 +109,7 @@ Fault HostEngine::check_parameters(uint64_t step) {
   return {};
 }
 
-// Of an earlier bucket with the same parameters nothing is in flight any more.
+// No earlier bucket with the same parameters is in flight any more.
 void HostEngine::keep_unused(BucketJob& job, UsedMap used) const {
   const auto& parameters = job.plan->parameters;
   job.used = used.empty() ? UsedMap(parameters.size(), 1) : std::move(used);
@@ -119,7 +119,7 @@ void HostEngine::keep_unused(BucketJob& job, UsedMap used) const {
                           touched ? residuals_.owner_tensor() : at::Tensor());
 }
 
-// Nothing travels: gradients stay as they are, but for the momentum.
+// Nothing is sent. Gradients do not change, except that momentum mode makes them momentum.
 void HostEngine::average_alone(Bucket bucket) {
   if (options_.has_momentum(bucket.step)) {
     for (const ChunkPlan& chunk : bucket.plan->chunks) {
@@ -135,8 +135,8 @@ void HostEngine::average_alone(Bucket bucket) {
   bucket.future->markCompleted(std::move(bucket.value));
 }
 
-// The all-to-all is posted from here, so that the chunk is on its way while the next one is
-// encoded, and DDP's thread never waits for the network unless all slots are in use.
+// Posts the all-to-all, so that the chunk is sent while the next one is encoded. DDP's thread waits
+// for the network only if all slots are in use.
 void HostEngine::send_chunk(const std::shared_ptr<BucketJob>& bucket, const ChunkPlan& plan,
                             bool last) {
   auto job = std::make_unique<ChunkJob>();

@@ -4,8 +4,8 @@
 //   finishing thread     wait -> reduce -> post its all-gather         (gather lane)
 //                        wait -> decode into the bucket -> commit      (commit lane) -> Future
 //
-// The finishing thread keeps the engine alive and closes its lanes. It ends when it was told to
-// stop and nothing is in flight. On the native path neither thread takes the GIL.
+// The finishing thread keeps the engine alive and closes its lanes. It ends when it was asked to
+// stop and nothing is in flight. With the native hook, neither thread takes the GIL.
 #pragma once
 
 #include <ATen/ThreadLocalState.h>
@@ -31,10 +31,10 @@ inline constexpr size_t kHostLanes = 3;
 
 class HostEngine final : public BucketEngine {
  public:
-  // `backends`: gloo backends of our own, one for each lane, or none when world_size is 1. `hashes`
-  // of the parameters, in the order of options.parameters. Allocates residuals and workspace, then
+  // `backends`: separate gloo backends, one for each lane; none when world_size is 1. `hashes`: of
+  // the parameters, in the order of options.parameters. Allocates residuals and workspace, then
   // starts the finishing thread. The engine stops when the last copy of the returned pointer is
-  // gone.
+  // destroyed.
   static std::shared_ptr<HostEngine> start(EngineOptions options, ParameterHashes hashes,
                                            std::vector<c10::intrusive_ptr<c10d::Backend>> backends);
 
@@ -62,7 +62,7 @@ class HostEngine final : public BucketEngine {
   const ResidualSample sample_;
   HostResiduals residuals_;
   std::atomic<uint64_t> sent_bytes_{0};
-  // None when world_size is 1.
+  // Empty when world_size is 1.
   std::optional<at::ThreadLocalState> clean_;
   std::vector<Lane> lanes_;
   std::optional<Exchange> exchange_;
@@ -70,7 +70,7 @@ class HostEngine final : public BucketEngine {
 
   // DDP's thread only.
   ChunkCodecs codecs_;
-  float gain_ = 1.0F;          // to the residuals, in the current step
+  float gain_ = 1.0F;          // for the residuals, in the current step
   bool check_is_due_ = false;  // in the current step
   std::vector<uint64_t> checksums_;
 };

@@ -1,6 +1,5 @@
-// The residuals of the host's engine, with what a step decides about them: their units, and with
-// exact_skip whether the last optimizer step is to be taken back. DeviceResiduals is the same on a
-// device.
+// The residuals of the host's engine, with their units (the loss scale) and, with exact_skip, the
+// copy that restores them after a skipped optimizer step. DeviceResiduals is the same on a device.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -24,25 +23,26 @@ class HostResiduals {
   // 0 before the first step: residuals that are zero have no units.
   float loss_scale() const { return loss_scale_; }
 
-  // When an optimizer step begins: takes the last one back if its result was not finite, and keeps
-  // a copy.
+  // Begins an optimizer step: restores the residuals if the result of the last one was not finite,
+  // then copies them.
   void begin_step();
-  // Returns the factor, for codecs, that brings the residuals to the units of a pass with this loss
-  // scale.
+  // Begins a pass with this loss scale. Returns the factor (`gain` of the codecs) that converts the
+  // residuals to its units.
   float begin_pass(float loss_scale);
-  // A result of the optimizer step is not finite.
+  // Notes that a result of the optimizer step is not finite.
   void note_nonfinite() { step_nonfinite_ = true; }
 
-  // The rest is called between steps.
+  // Call the rest between steps.
 
-  // Takes the last step back if its result is not finite, and stays so if more passes follow.
+  // Restores the residuals if the result of the last step is not finite; the step still counts as
+  // not finite if more of its passes follow.
   void settle();
-  // Takes the last step back, whatever it gave.
+  // Restores the residuals from before the last step.
   void skip();
   void load(const at::Tensor& worker, const at::Tensor& owner, float loss_scale);
-  // worker[offset ..] += factor * values, where that is finite. `values` is unscaled; `loss_scale`
-  // is that of the next step, and counts when there were no units yet. Like scale(), it changes
-  // what is kept as well.
+  // worker[offset ..] += factor * values, where that is finite. `values` is not multiplied by a
+  // loss scale. `loss_scale` is that of the next step; it sets the units if there were none. Like
+  // scale(), it also changes the copy.
   void add_to_worker(uint64_t offset, const at::Tensor& values, float factor, float loss_scale);
   void scale(float factor);
 
@@ -52,7 +52,7 @@ class HostResiduals {
   Residuals residuals_;
   float loss_scale_ = 0.0F;
   const bool keeps_copy_;
-  at::Tensor worker_before_;  // without elements unless a copy is kept
+  at::Tensor worker_before_;  // empty unless a copy is kept
   at::Tensor owner_before_;
   float loss_scale_before_ = 0.0F;
   bool step_nonfinite_ = false;

@@ -1,4 +1,4 @@
-// What the host's engine has under way: buckets, and chunks of them.
+// Buckets that the host's engine has in flight, and their chunks.
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -16,24 +16,24 @@
 
 namespace gradferry {
 
-// Once run() has returned, only the finishing thread touches it.
+// After run() has returned, only the finishing thread uses it.
 struct BucketJob {
   const BucketPlan* plan;
   at::Tensor gradient;
   c10::intrusive_ptr<c10::ivalue::Future> future;
   c10::IValue value;
   uint64_t step;
-  float gain;  // to the residuals
+  float gain;  // factor for the residuals
   Fault fault;
   std::string local_error;                // of this rank, when fault is kLocalFailure
-  std::vector<uint64_t> nonfinite_tiles;  // the first; all when some parameters may be unused
+  std::vector<uint64_t> nonfinite_tiles;  // only the first, or all if parameters may be unused
   UsedMap used;                           // by this rank
   UnusedCopy unused;
-  BucketEvent event;  // each thread writes its own times; those of run() under the engine's mutex
+  BucketEvent event;  // each thread writes its own times; run() does so under the engine's mutex
   ProfilerContext profiler;
 };
 
-// From encode to decode.
+// One chunk, from encode to decode.
 struct ChunkJob {
   std::shared_ptr<BucketJob> bucket;
   Chunk chunk;

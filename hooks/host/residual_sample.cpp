@@ -13,7 +13,7 @@ namespace {
 // Tiles in the sample, about: a quarter of a million elements, which take a fraction of a
 // millisecond.
 constexpr uint64_t kSampledTiles = 64;
-// Sums side by side: one alone would wait for each addition to end.
+// Number of independent sums: with one, each addition would wait for the one before.
 constexpr uint32_t kSums = 8;
 
 template <typename T>
@@ -50,13 +50,13 @@ ResidualSquares squares(const void* gradient, ScalarType dtype, const Tile& tile
                         const float* residual) {
   const ResidualSquares result{sum_of_squares(residual, tile.num_elements),
                                gradient_squares(gradient, dtype, tile)};
-  // A gradient that is not finite says nothing of what is withheld.
+  // A ratio to a non-finite gradient has no meaning.
   return std::isfinite(result.gradient) ? result : ResidualSquares{};
 }
 
 }  // namespace
 
-// Odd: a model of equal layers has tiles in a pattern that an even stride might fall in step with.
+// Odd, because in a model of equal layers an even stride could always select the same tile.
 ResidualSample::ResidualSample(const Layout& layout)
     : layout_(layout), stride_((layout.num_tiles() / kSampledTiles) | 1) {}
 

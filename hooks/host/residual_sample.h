@@ -1,5 +1,5 @@
-// How much of the gradient is withheld: residuals beside gradients, on a sample of tiles. A look
-// at all of them would cost as much as encoding.
+// Compares the norms of residuals and gradients on a sample of tiles. Reading all tiles would cost
+// as much as encoding.
 #pragma once
 
 #include "events.h"
@@ -12,9 +12,9 @@ class ResidualSample {
  public:
   explicit ResidualSample(const Layout& layout);
 
-  // Worker residuals of the chunk's tiles after encode, beside this rank's gradient.
+  // Of the chunk's tiles after encode: worker residual and this rank's gradient.
   ResidualSquares worker(const ChunkPlan& plan, const void* gradient, const float* residual) const;
-  // Owner residuals of the tiles that this rank owns, after decode, beside the averaged gradient.
+  // Of the tiles that this rank owns, after decode: owner residual and averaged gradient.
   ResidualSquares owner(const ChunkPlan& plan, const void* gradient, const float* residual) const;
 
  private:

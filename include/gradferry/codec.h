@@ -1,7 +1,7 @@
 // The codec contract: functions between a tile's numbers and a fixed number of bytes.
 //
-// A codec knows nothing of ranks' transport, of torch, or of buckets. Every function walks a table
-// of tiles, is stateless, runs on the caller's thread, allocates nothing and never throws on data.
+// A codec does not depend on transport, torch or buckets. Every function processes a table of
+// tiles, is stateless, runs on the caller's thread, allocates nothing and never throws on data.
 // Payload sizes follow from num_elements, stage and options alone: never from data.
 // The byte format and the arithmetic of each codec are defined in docs/wire_format.md; every
 // instruction set and device produces the same bytes and the same numbers, to the bit.
@@ -48,7 +48,7 @@ struct Tile {
   uint32_t message_offset;   // encode, reduce: bytes before the payload written, in its message
 };
 
-// What a call found or wrote, one entry per tile of the batch.
+// Result of a call, one entry per tile of the batch.
 struct TileStatus {
   uint64_t checksum;  // encode, reduce: word_sum() of the payload written, at message_offset
   uint32_t flags;     // kTile* bits
@@ -81,9 +81,9 @@ struct TileBatch {
   uint32_t num_tiles;
   ScalarType dtype;  // of the gradient
   Stage stage;       // format of the payload that encode writes or decode and undo read
-  // A tile whose gradient is all zero sends the zero payload and keeps its residual (see encode); a
-  // tile for which every payload is the zero payload keeps its owner residual. Off in momentum
-  // mode.
+  // If true, encode writes the zero payload for a tile whose gradient is all zero, and keeps its
+  // residual (see encode); reduce keeps the owner residual of a tile if every payload is the zero
+  // payload. False in momentum mode.
   bool hold_zero_tiles;
   uint64_t seed;
   uint64_t step;
@@ -123,33 +123,33 @@ struct Codec {
   double (*sent_share)(const CodecOptions& options);
 
   // v = alpha * gradient + gain * residual;  out = C(v);  residual = v - D(out)
-  // residual null: v = alpha * gradient, nothing is kept. gain null: 1. A residual is kept where v
-  // is not finite (the whole unit), where v - D(out) is not, and in a held zero tile. Kept means
-  // multiplied by gain, which brings it to the units of this gradient, unless the product is not
-  // finite. `gradient` may be misaligned down to one element; `out` and `residual` are 16-byte
-  // aligned and overlap nothing.
+  // residual null: v = alpha * gradient, nothing is stored. gain null: 1. A residual is kept where
+  // v is not finite (the whole unit), where v - D(out) is not, and in a held zero tile. A kept
+  // residual is multiplied by gain, which converts it to the units of this gradient, or unchanged
+  // if the product is not finite. `gradient` needs only the alignment of one element; `out` and
+  // `residual` are 16-byte aligned and overlap nothing.
   void (*encode)(const TileBatch& batch, const void* gradient, float alpha, const float* gain,
                  float* residual, std::byte* out);
 
-  // gradient = D(in);  residual += beta * D(in)   (residual null or beta 0: left alone)
-  // The residual of an element whose gradient is not finite is left alone, too. gradient null:
-  // nothing but the statuses is written, cheaply.
+  // gradient = D(in);  residual += beta * D(in)   (residual null or beta 0: not changed)
+  // The residual of an element whose gradient is not finite does not change. gradient null: writes
+  // only the statuses, which is cheap.
   void (*decode)(const TileBatch& batch, const std::byte* in, void* gradient, float beta,
                  float* residual);
 
   // v = (sum over ranks in rank order of D(payload)) * (1 / world_size) + gain * owner_residual
   // out = C(v);  owner_residual = v - D(out)
   // Reads Stage::kWorker payloads at payload_offset from payload_by_rank[r] and writes the
-  // Stage::kOwner payload at output_offset of `out`. owner_residual is kept where encode would keep
-  // its residual, and like it.
+  // Stage::kOwner payload at output_offset of `out`. owner_residual is kept where, and as, encode
+  // keeps its residual.
   void (*reduce)(const TileBatch& batch, const std::byte* const* payload_by_rank,
                  uint32_t world_size, const float* gain, float* owner_residual, std::byte* out);
 
   // residual += D(own_payload) - alpha * gradient   for elements that another rank made non-finite
-  // Between decode(in, null), which fills batch.status, and decode(in, gradient): only tiles with
-  // kTileNonFinite are looked at, and in them the elements whose gradient will not be finite. `in`
-  // holds their Stage::kOwner payloads, own_payload what encode wrote. Statuses are read, not
-  // written; null: all tiles are looked at.
+  // Call it between decode(in, null), which fills batch.status, and decode(in, gradient). It
+  // processes only tiles with kTileNonFinite, and in them the elements whose decoded gradient is
+  // not finite. `in` holds the Stage::kOwner payloads, own_payload the output of encode. Statuses
+  // are read, not written; null: it processes all tiles.
   void (*undo)(const TileBatch& batch, const std::byte* own_payload, const std::byte* in,
                const void* gradient, float alpha, float* residual);
 };
@@ -162,8 +162,8 @@ std::span<const Codec> codecs(Device device);
 
 enum class Isa : uint8_t { kScalar, kAvx2, kAvx512 };
 std::string_view isa_name(Isa isa);
-std::span<const Isa> available_isas();  // what this build and this processor can run, best last
-Isa active_isa();                       // what codecs(Device::kCpu) uses
+std::span<const Isa> available_isas();       // supported by build and processor, best last
+Isa active_isa();                            // what codecs(Device::kCpu) uses
 std::span<const Codec> cpu_codecs(Isa isa);  // one instruction set; throws Error(kConfig) if absent
 
 // A codec string such as "q4" or "topk:ratio=0.01,values=q4", resolved against the table.

@@ -1,6 +1,6 @@
-// What a device's own library brings: codecs, and the work on messages that a CPU does in place. As
-// in cuda_codecs.h, pointers are to device memory unless said otherwise, work is enqueued on a
-// stream, and nothing waits for it.
+// The interface of a library for one kind of device: codecs, and kernels that write and check
+// messages. As in cuda_codecs.h, pointers are to device memory unless stated otherwise; calls
+// enqueue work on a stream and do not wait for it.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +12,8 @@
 
 namespace gradferry {
 
-// One message within a buffer. Its tiles are `num_tiles` entries of the call's table.
+// One message within a buffer. Its tiles are `num_tiles` entries of the call's table, from
+// `first_tile` on.
 struct Message {
   uint32_t offset;  // bytes from the start of the buffer to the header; a multiple of 16
   uint32_t payload_bytes;
@@ -28,9 +29,9 @@ struct ReceivedTile {
   uint32_t message_offset;  // bytes before it in the message's payload
 };
 
-// What went wrong on this rank since the start: the first fault, except that an echo of another
-// rank's trouble (WireStatus::kPeerTrouble) gives way to a cause. One per engine, in device memory,
-// zero at first. Once there is a fault, every message of Phase::kGather carries its status.
+// The first fault on this rank since the start, except that a cause replaces
+// WireStatus::kPeerTrouble, the echo of another rank's error. One per engine, in device memory,
+// zero at first. After a fault, every message of Phase::kGather carries its status.
 struct Findings {
   uint32_t status;  // WireStatus
   uint32_t phase;
@@ -40,13 +41,13 @@ struct Findings {
   uint64_t chunk;
   uint64_t expected;
   uint64_t received;
-  uint64_t nonfinite_tile;  // 1 + the first that decoded non-finite since the last commit; or 0
+  uint64_t nonfinite_tile;  // 1 + id of the first non-finite tile since the last commit; or 0
 };
 
-// Writes the headers of `messages`, as `envelope` says, into `buffer`, before their payloads. The
-// tiles of a message are status[order[first_tile ...]]. Phase::kGather: a tile that reduce found
-// corrupt is a fault. Phase::kScatter does not look at `findings`, so that it may run beside what
-// changes it.
+// Writes the headers of `messages`, with the fields of `envelope`, into `buffer`, before their
+// payloads. The tiles of a message are status[order[first_tile ...]]. Phase::kGather: a tile that
+// reduce found corrupt is a fault. Phase::kScatter does not read `findings`, so that it may run
+// while another stream writes it.
 struct SealCall {
   Envelope envelope;  // of this rank
   const Message* messages;
@@ -58,11 +59,11 @@ struct SealCall {
   Stream stream;
 };
 
-// Looks at every message of `buffer`; message r came from rank r. verdicts[r] becomes its
-// WireStatus, and the first refused message a fault. `sums` is scratch of 8 bytes per message,
-// zero before the first call and after every one.
+// Checks every message of `buffer`; message r came from rank r. verdicts[r] becomes its WireStatus,
+// and the first refused message a fault. `sums` is scratch memory of 8 bytes per message; it must
+// be zero before the first call, and every call leaves it zero.
 struct CheckCall {
-  Envelope envelope;  // of any of them: rank r takes the place of its rank
+  Envelope envelope;  // of all messages; `rank` is replaced by r
   const Message* messages;
   uint32_t num_messages;
   const ReceivedTile* tiles;
@@ -74,9 +75,10 @@ struct CheckCall {
   Stream stream;
 };
 
-// After decode: tiles of refused messages become NaN in `gradient`, corrupt ones are a fault, and
-// the first that is not finite is remembered; then *step_nonfinite becomes 1, unless it is null.
-// `tiles`, `sources` (message of each) and `status` run in parallel.
+// After decode: sets tiles of refused messages to NaN in `gradient`, notes a corrupt tile as a
+// fault, and stores the first tile that is not finite in `findings`; in that case it also sets
+// *step_nonfinite to 1, unless the pointer is null. `tiles`, `sources` (message of each tile) and
+// `status` are parallel arrays.
 struct ConcludeCall {
   uint64_t step;
   uint64_t chunk;
@@ -103,9 +105,9 @@ struct CommitCall {
   Stream stream;
 };
 
-// At the beginning of a step: *gain = *loss_scale / *residual_scale, or 1 where that is 0
-// (residuals that are zero have no units yet); then *residual_scale = *loss_scale. loss_scale
-// null: 1. *step_nonfinite becomes 0, unless it is null.
+// At the beginning of a step: *gain = *loss_scale / *residual_scale, or 1 if *residual_scale is 0
+// (zero residuals have no units yet); then *residual_scale = *loss_scale. loss_scale null: 1. Sets
+// *step_nonfinite to 0, unless the pointer is null.
 struct RescaleCall {
   const float* loss_scale;
   float* residual_scale;
@@ -133,17 +135,17 @@ struct MessageKernels {
 };
 
 struct DeviceLibrary {
-  uint32_t version;  // kDeviceLibraryVersion of the headers it was built with
+  uint32_t version;  // kDeviceLibraryVersion when it was compiled
   std::span<const Codec> codecs;
   MessageKernels messages;
 };
-// Rises with every change to this file or to codec.h.
+// Increases with every change of a type or function type in this file or in codec.h.
 inline constexpr uint32_t kDeviceLibraryVersion = 5;
-// Names the Python capsule in which a library comes.
+// Name of the Python capsule that holds a library.
 inline constexpr const char* kDeviceLibraryCapsule = "gradferry.DeviceLibrary";
 
-// From now on codecs(Device::kCuda) and message_kernels() give what the library brings. Call it
-// once, before other threads ask. Throws Error(kConfig) for a library of another version.
+// From now on codecs(Device::kCuda) and message_kernels() return those of the library. Call it
+// once, before other threads use them. Throws Error(kConfig) for a library of another version.
 void use_device_library(const DeviceLibrary& library);
 
 // Throws Error(kState) until use_device_library() was called.

@@ -6,7 +6,7 @@
 
 namespace gradferry {
 
-// Which promise was broken, and so which Python exception is raised.
+// The kind of an error, and so the Python exception that is raised.
 enum class ErrorKind {
   kConfig,        // ConfigError: an argument or option is wrong; nothing was changed
   kRankMismatch,  // RankMismatchError: ranks disagree on configuration or model layout

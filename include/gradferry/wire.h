@@ -1,4 +1,4 @@
-// What travels between ranks: message headers and checksums. Defined in docs/wire_format.md.
+// Message headers and checksums, as docs/wire_format.md defines them.
 #pragma once
 
 #include <array>
@@ -22,7 +22,7 @@ enum class Phase : uint16_t {
   kParameters = 5
 };
 
-// Why a rank is in trouble; 0 in every message of a healthy rank.
+// The error of a rank; kOk in every message of a rank without one.
 enum class WireStatus : uint32_t {
   kOk = 0,
   kBadMagic = 1,
@@ -37,7 +37,7 @@ enum class WireStatus : uint32_t {
   kBadChecksum = 10,
   kCorruptPayload = 11,
   kLocalFailure = 12,
-  kPeerTrouble = 13,  // saw another rank's status; that rank's commit says why
+  kPeerTrouble = 13,  // received another rank's error status; that rank's commit has the cause
 };
 
 // Precedes every payload.
@@ -60,10 +60,10 @@ inline constexpr uint32_t kHeaderBytes = sizeof(MessageHeader);
 
 // --- the law of headers
 //
-// What a message says of itself, and what a receiver demands of it, is said here once: hosts and
-// devices write make_header(), and look with first_mismatch() at what came.
+// The only definition of the fields that a sender writes and a receiver requires: hosts and devices
+// write headers with make_header() and check received ones with first_mismatch().
 
-// What the sender and the receiver of a message must agree on.
+// The fields that the sender and the receiver of a message must agree on.
 struct Envelope {
   uint64_t config_hash;
   uint64_t layout_hash;
@@ -93,11 +93,11 @@ struct HeaderField {
   const char* name;
   uint32_t offset;  // bytes
   uint32_t num_bytes;
-  WireStatus refused;  // why a message is refused whose field is another than it must be
+  WireStatus refused;  // the status of a message whose field has a wrong value
 };
 
-// The fields with one lawful value each, in the order in which they are looked at. Only
-// MessageHeader::seed may be anything.
+// The fields that must have one exact value, in the order in which they are checked. Only
+// MessageHeader::seed may have any value.
 #define GRADFERRY_HEADER_FIELD(name, refused) \
   {#name, offsetof(MessageHeader, name), sizeof(MessageHeader::name), WireStatus::refused}
 inline constexpr std::array<HeaderField, 11> kHeaderFields{{
@@ -110,20 +110,20 @@ inline constexpr std::array<HeaderField, 11> kHeaderFields{{
     GRADFERRY_HEADER_FIELD(step, kBadStep),
     GRADFERRY_HEADER_FIELD(chunk, kBadChunk),
     GRADFERRY_HEADER_FIELD(payload_bytes, kBadPayloadBytes),
-    // A sender in trouble reports through its own commit; its payload means nothing.
+    // A sender with an error reports it in its own commit; its payload has no meaning.
     GRADFERRY_HEADER_FIELD(status, kPeerTrouble),
     GRADFERRY_HEADER_FIELD(checksum, kBadChecksum),
 }};
 #undef GRADFERRY_HEADER_FIELD
 
-// A header that came against the one that would be right; status kOk: they agree.
+// The first difference between a received header and the expected one; status kOk: there is none.
 struct HeaderMismatch {
   WireStatus status = WireStatus::kOk;
   uint64_t expected = 0;
   uint64_t received = 0;
 };
 
-// A MessageHeader as it travels.
+// A MessageHeader as 32-bit words, in memory order.
 struct HeaderWords {
   uint32_t word[sizeof(MessageHeader) / 4];
 };
@@ -134,12 +134,12 @@ constexpr uint64_t header_value(const HeaderWords& words, const HeaderField& fie
   return low & ((uint64_t{1} << (8 * field.num_bytes)) - 1);
 }
 
-// `expected`: by make_header(), with the checksum of the payload that came.
+// `expected`: from make_header(), with the checksum of the received payload.
 constexpr HeaderMismatch first_mismatch(const MessageHeader& expected,
                                         const HeaderWords& received) {
   const auto lawful = std::bit_cast<HeaderWords>(expected);
   HeaderMismatch first;
-  // Unrolled, since a device can read constants of the host but not address them.
+  // Unrolled, because device code can use constants of the host but not their addresses.
   const auto compare = [&]<size_t i>() {
     constexpr HeaderField field = kHeaderFields[i];
     const uint64_t wanted = header_value(lawful, field), came = header_value(received, field);
@@ -148,13 +148,13 @@ constexpr HeaderMismatch first_mismatch(const MessageHeader& expected,
   [&]<size_t... i>(std::index_sequence<i...>) {
     (compare.template operator()<i>(), ...);
   }(std::make_index_sequence<kHeaderFields.size()>());
-  // The checksum in the header is the sender's, so that it is the expected one.
+  // The checksum in the header is the sender's, so in an error message it is the expected one.
   if (first.status == WireStatus::kBadChecksum) std::swap(first.expected, first.received);
   return first;
 }
 
-// Ends every bucket: one per rank, gathered by all. Carries the first error of its rank, with both
-// values, so that every rank raises the same error.
+// Ends every bucket: every rank sends one to all. It carries the first error of its rank, with both
+// values, so that all ranks raise the same error.
 struct CommitRecord {
   uint32_t magic;
   uint16_t wire_version;
@@ -168,7 +168,7 @@ struct CommitRecord {
   uint16_t failed_rank;  // whose message was refused, low 16 bits
   uint64_t expected;
   uint64_t received;
-  uint64_t checksum;  // word_sum of the 14 words before it, and of what follows as if it came next
+  uint64_t checksum;  // word_sum of the 14 words before it, followed by the words after it
 };
 static_assert(sizeof(CommitRecord) == 64);
 
@@ -200,13 +200,13 @@ constexpr CommitRecord make_commit(uint32_t rank, uint64_t step, uint64_t bucket
   return record;
 }
 
-// Weight of the first word of a checksum. Not 1: or a bit of that word and the same one of the
-// checksum itself could be flipped unseen.
+// Weight of the first word of a checksum. With 1, a flipped bit of that word and the same bit of
+// the checksum itself could cancel.
 inline constexpr uint32_t kFirstWeight = 3;
 
-// Sum of word[i] * (2 i + kFirstWeight) modulo 2^64: order-free, so that parts of a message are
-// summed apart and added. docs/wire_format.md proves what it tells apart. `data` begins `offset`
-// bytes, a multiple of 4, into what is summed.
+// Sum of word[i] * (2 i + kFirstWeight) modulo 2^64. The order does not matter, so parts of a
+// message can be summed separately and added. docs/wire_format.md proves which errors it detects.
+// `data` is in host memory and begins `offset` bytes, a multiple of 4, after the start of the sum.
 inline uint64_t word_sum(const std::byte* data, size_t num_bytes, size_t offset = 0) {
   uint64_t sum = 0;
   uint64_t weight = offset / 2 + kFirstWeight;

@@ -28,7 +28,7 @@ from gradferry.tensor import decode, encode
 
 __version__ = GRADFERRY_VERSION
 
-# What is in flight when Python exits gets one second; after that the process ends without it.
+# Work in flight when Python exits gets one second; then the process ends without it.
 atexit.register(_native.shutdown, 1.0)
 
 __all__ = [

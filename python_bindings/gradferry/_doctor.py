@@ -1,4 +1,4 @@
-"""`gradferry.doctor`: what the command of that name does, for a model that is there already."""
+"""`gradferry.doctor`: does for a user's model what the command of that name does."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _make_step(model: nn.Module, batch: Any) -> Callable[[], None]:
 
 
 def _show(found: Diagnosis, model: str) -> None:
-    # Here, since a training that asks for nothing shown need not load what shows it.
+    # Imported here, because a training that shows nothing does not need it.
     from rich.console import Console
 
     from gradferry.lab.doctor import show_diagnosis

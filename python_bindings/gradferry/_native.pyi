@@ -7,7 +7,7 @@ from torch._C._distributed_c10d import Backend, GradBucket, Reducer, Store, Work
 TILE_ELEMENTS: int
 WIRE_VERSION: int
 HEADER_BYTES: int  # of every message, padding included
-COMMIT_BYTES: int  # that conclude a bucket
+COMMIT_BYTES: int  # of the commit that ends a bucket, without a map
 CHUNK_SLOTS: int  # chunks in flight
 COMMIT_SLOTS: int  # buckets whose commits are in flight
 GATHERS_IN_FLIGHT: int

@@ -1,7 +1,7 @@
-"""Checkpoints that are whole or not there, and states for another number of ranks.
+"""Atomic checkpoints, and states for another number of ranks.
 
-`save` and `load` keep the latest checkpoint of a training in a folder that all ranks see: a file
-per rank and a manifest that names them, written last. Whoever is killed at any point leaves the old
+`save` and `load` keep the latest checkpoint of a training in a folder on a shared file system: a
+file per rank, and a manifest that names them, written last. A kill at any point leaves the old
 checkpoint or the new one. `ResizedState` is for torch.distributed.checkpoint.
 """
 
@@ -40,14 +40,14 @@ def save(
 ) -> None:
     """Replaces the folder's checkpoint. Collective.
 
-    Each rank writes a file of its own and forces it to the disk; when all have, rank 0 puts the
-    manifest that names them in the place of the old one. Then each rank removes its old files.
+    Each rank writes its own file and flushes it to disk. When all have, rank 0 replaces the
+    manifest. Then each rank removes its old files.
 
     Args:
-        folder: on a file system that all ranks see. Made if there is none.
+        folder: on a file system that all ranks share. Created if it does not exist.
         content: of this rank: tensors, numbers, strings and containers of them, such as
-            ``{"model": model.state_dict(), "hook": state.state_dict()}``; what ``torch.load`` with
-            ``weights_only=True`` takes.
+            ``{"model": model.state_dict(), "hook": state.state_dict()}``. ``torch.load`` with
+            ``weights_only=True`` must be able to load it.
         group: of the ranks that take part; the default group if None.
 
     Raises:
@@ -83,7 +83,7 @@ def save(
         except Exception as error:
             outcome = error_record(error)
     raise_first_error(gather_records(outcome, group, place))
-    # From here on another rank may be in its next save: a rank removes nothing that others write.
+    # From here on another rank may be in its next save, so a rank removes only its own files.
     _remove(stale)
 
 
@@ -97,10 +97,13 @@ def load(folder: str | Path, rank: int | None = None) -> dict[str, Any]:
 
     Args:
         folder: as for `save`.
-        rank: whose; this rank of the default group if None.
+        rank: the rank that saved; this rank of the default group if None.
+
+    Returns:
+        Its content, tensors on the CPU.
 
     Raises:
-        StateError: there is no checkpoint, no such rank saved it, or it was damaged.
+        StateError: there is no checkpoint, it has no such rank, or it was damaged.
     """
     files = _read_manifest(Path(folder))
     rank = dist.get_rank() if rank is None else rank
@@ -113,7 +116,7 @@ def load(folder: str | Path, rank: int | None = None) -> dict[str, Any]:
 
 
 def load_all(folder: str | Path) -> list[dict[str, Any]]:
-    """What every rank saved, in the order of ranks: for going on with another number of them.
+    """What every rank saved, in rank order, for resuming with another number of ranks.
 
     >>> contents = gradferry.checkpoint.load_all(folder)
     >>> saved = gradferry.checkpoint.merge(content["hook"] for content in contents)
@@ -126,10 +129,10 @@ def load_all(folder: str | Path) -> list[dict[str, Any]]:
 
 
 class ResizedState:
-    """A HookState that torch.distributed.checkpoint loads in another world size.
+    """Loads a HookState with torch.distributed.checkpoint at another world size.
 
-    It asks the checkpoint which slots there are, where a HookState asks for its own alone. For
-    loading only; at the same world size it loads what the HookState would.
+    It requests all slots of the checkpoint, where a HookState requests only its own. For loading
+    only; at the same world size it loads the same as the HookState.
 
     >>> resized = ResizedState(state, path, on_resize="mean")
     >>> dcp.load({"hook": resized}, checkpoint_id=path)
@@ -155,12 +158,12 @@ class ResizedState:
         self._checkpoint = checkpoint
 
     def state_dict(self) -> dict[str, Any]:
-        """Room for everything that the checkpoint holds under the key.
+        """Empty tensors for everything that the checkpoint holds under the key.
 
         Raises:
             StateError: it holds nothing there.
         """
-        # Here, since it takes as long to import as the rest of the package.
+        # Imported here, because it takes as long to import as the rest of the package.
         from torch.distributed.checkpoint.filesystem import FileSystemReader
         from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -194,7 +197,7 @@ def _fingerprint(path: Path) -> dict[str, Any]:
 
 
 def _files_of(folder: Path, rank: int, num_ranks: int) -> list[Path]:
-    """A rank's files in the folder. Rank 0 has those of ranks, too, that there are no more."""
+    """A rank's files in the folder. Rank 0 also has the files of ranks that no longer exist."""
     found = []
     for path in folder.iterdir():
         match = _FILE.fullmatch(path.name)
@@ -207,16 +210,16 @@ def _remove(paths: Iterable[Path]) -> None:
     for path in paths:
         try:
             path.unlink(missing_ok=True)
-        except OSError as error:  # all that matters is on the disk
+        except OSError as error:  # only a warning: the new checkpoint is complete
             warnings.warn(f"no longer needed, but still there: {error}", stacklevel=3)
 
 
 def _write(file: BinaryIO, content: dict[str, Any]) -> None:
-    """Raises StateError when the content is not what `load` will take."""
+    """Writes the content. Raises StateError if `load` would refuse it."""
     try:
         torch.save(content, file)
         file.flush()
-        # Reads no more than names and shapes.
+        # Reads only names and shapes.
         torch.load(file.name, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
         path, value = next(_refused(content, "content"), ("", None))
@@ -231,7 +234,7 @@ def _write(file: BinaryIO, content: dict[str, Any]) -> None:
 
 
 def _refused(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """What in the value cannot be loaded again, and where it is: the innermost things first."""
+    """Yields the parts of the value that cannot be loaded again, innermost first, with paths."""
     items: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, Mapping):
         for key in value:

@@ -15,12 +15,12 @@ __all__ = ["OneBitAdam"]
 
 
 class OneBitAdam(torch.optim.Optimizer):
-    """1-bit Adam (Tang et al. 2021): Adam whose momentum is what ranks exchange.
+    """1-bit Adam (Tang et al. 2021): Adam for which ranks exchange the momentum.
 
-    For the first ``freeze_step`` steps gradients are dense and this is `torch.optim.AdamW`. Then
-    the variance is frozen, the momentum moves into the hook's residual, and what the hook delivers
-    in ``.grad`` is the compressed momentum: any codec may compress it, while backward goes on. The
-    momentum's memory is given back.
+    In the first ``freeze_step`` steps gradients are dense and this is `torch.optim.AdamW`. Then the
+    variance is frozen, the momentum moves into the hook's residual, and the hook delivers the
+    compressed momentum in ``.grad``. Any codec may compress it, during the backward pass. The
+    optimizer frees its momentum.
 
     The hook must be attached with ``momentum=betas[0]`` and ``warmup_steps=freeze_step``:
 
@@ -28,33 +28,33 @@ class OneBitAdam(torch.optim.Optimizer):
     >>> optimizer = OneBitAdam(ddp.parameters(), lr=1e-3, freeze_step=100, state=state)
 
     There must be one synced backward pass per step (accumulate under ``no_sync()``). Freeze when
-    the variance has settled: after the learning rate's warm-up, 15 to 20 % of the steps. A hook
-    that passes gradients through makes this AdamW for good.
+    the variance has settled: after the learning rate's warm-up, at 15 to 20 % of the steps. With a
+    hook that passes gradients through, this stays AdamW.
 
-    Every rank hands over its share of every momentum, so that the optimizers of all ranks must hold
-    the same parameters: no ``ZeroRedundancyOptimizer`` around them. Ranks compare in the first
-    backward pass and in that after the freeze, and all raise `StateError` there if they differ.
+    Every rank hands over its share of every momentum. So the optimizers of all ranks must hold the
+    same parameters, and no ``ZeroRedundancyOptimizer`` may shard them. Ranks compare in the first
+    backward pass and in the first one after the freeze; if they differ, all raise `StateError`.
 
     Args:
         params: parameters that the hook's model reduces, or groups of them.
         lr: learning rate.
-        betas: decay of momentum and variance, for all groups the same ``betas[0]``.
+        betas: decay of momentum and variance; ``betas[0]`` must be the same in all groups.
         eps: added to the denominator.
         weight_decay: decoupled from the gradient, as in AdamW.
         freeze_step: number of dense steps, at least 1.
         state: of the hook, bound.
-        variance_floor: at the freeze, variances below this share of their parameter's mean are
-            raised to it. A codec gives elements with hardly a gradient (of a unit that was never
-            active, say) a momentum all the same, which their own variance would blow up.
-            0: the variance as it is, as published.
+        variance_floor: in 0..1. At the freeze, variances below this share of their parameter's mean
+            variance are raised to it. A codec gives a momentum even to elements with almost no
+            gradient, such as those of an inactive unit, and a tiny variance would make their
+            updates huge. 0: no floor, as published.
 
     Raises:
         ConfigError: the hook has another momentum or warm-up, does not reduce a parameter, state is
-            no HookState, or variance_floor is no share.
+            no HookState, or variance_floor is not in 0..1.
         StateError: the state is not bound.
     """
 
-    takes_momentum = True  # see gradferry.ddp.advice
+    takes_momentum = True  # gradferry.ddp.advice reads it
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class OneBitAdam(torch.optim.Optimizer):
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As for `torch.optim.Optimizer`; raises ConfigError as the class does."""
+        """As `torch.optim.Optimizer.add_param_group`; raises ConfigError as the class does."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         momentum = self._hook.config.momentum
@@ -110,7 +110,7 @@ class OneBitAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Performs one step. The closure, if there is one, makes the backward pass.
+        """Performs one step. The closure, if given, runs the backward pass.
 
         Raises:
             StateError: there was not exactly one synced backward pass since the last step, or a
@@ -137,13 +137,13 @@ class OneBitAdam(torch.optim.Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As for `torch.optim.Optimizer`; load the hook's state of the same moment, too."""
+        """As `torch.optim.Optimizer.load_state_dict`; also load the hook's state of that step."""
         super().load_state_dict(state_dict)
         self._last_step = None
 
     def _count(self, step: int) -> int:
         passes = None if self._last_step is None else step - self._last_step
-        skips = self._hook.config.grad_scaler is not None  # whole steps
+        skips = self._hook.config.grad_scaler is not None  # the scaler may skip whole steps
         if passes is not None and (passes < 1 or (passes > 1 and not skips)):
             raise StateError(
                 f"{passes} synced backward passes since the last step of OneBitAdam, instead of "
@@ -177,15 +177,15 @@ class OneBitAdam(torch.optim.Optimizer):
                 "before"
             )
         if "exp_avg" in state:
-            # A GradScaler skipped the step at which the momentum was to move: it is one step late.
+            # A GradScaler skipped the step at which the momentum should have moved: it moves now.
             momentum.add_(state["exp_avg"], alpha=group["betas"][0])
             self._freeze(parameter, group, delay=1)
         state["step"] += 1
         self._update(parameter, group, momentum, state["denominator"])
 
     def _freeze(self, parameter: torch.Tensor, group: dict[str, Any], *, delay: int) -> None:
-        """Floors the variance, keeps only what updates are divided by, which will not change any
-        more, and moves the momentum into the residual, decayed as it will be.
+        """Floors the variance, replaces it by the final denominator of updates, and moves the
+        momentum into the residual, decayed for `delay` + 1 steps.
         """
         state = self.state[parameter]
         # Complex numbers have no order, but a complex variance has no imaginary part. The mean is
@@ -199,7 +199,7 @@ class OneBitAdam(torch.optim.Optimizer):
         self._hook.hand_over(parameter, state.pop("exp_avg"), group["betas"][0] ** (delay + 1))
 
     def _denominator(self, parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-        """AdamW's: the correction makes up for an average that began at zero."""
+        """AdamW's denominator, with bias correction."""
         state, (_, beta2) = self.state[parameter], group["betas"]
         correction = 1 - beta2 ** int(state["step"])
         deviation: torch.Tensor = state["exp_avg_sq"].sqrt() / correction**0.5
@@ -212,7 +212,7 @@ class OneBitAdam(torch.optim.Optimizer):
         momentum: torch.Tensor,
         denominator: torch.Tensor,
     ) -> None:
-        """One step of AdamW: weight decay, then along the momentum, corrected as above."""
+        """One update of AdamW: weight decay, then a step along the bias-corrected momentum."""
         rate = float(group["lr"])
         if group["weight_decay"] != 0:
             parameter.mul_(1 - rate * group["weight_decay"])

@@ -1,4 +1,4 @@
-"""Single tensors through a codec, without any process group."""
+"""Encodes and decodes single tensors, without a process group."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def encode(tensor: torch.Tensor, codec: str, *, seed: int = 0, step: int = 0) ->
     Args:
         tensor: float32, bfloat16 or float16 (`exact`: float64 too), contiguous, not empty, on CPU.
         codec: a codec string.
-        seed: of the codec's random numbers; kept in the message.
-        step: likewise.
+        seed: of the codec's random numbers; stored in the message.
+        step: of the codec's random numbers; stored in the message.
 
     Returns:
-        uint8 of one dimension, as docs/wire_format.md defines it.
+        The message: uint8, one dimension, on the CPU, as docs/wire_format.md defines it.
 
     Raises:
         ConfigError: the codec or the tensor cannot be used.

@@ -1,4 +1,4 @@
-"""How ranks agree on everything before the first gradient travels, or raise the same error."""
+"""Ranks compare their configurations before the first exchange, or all raise the same error."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gradferry.errors import (
 )
 
 Record = dict[str, Any]
-# A record is about 200 bytes per parameter; more than this is not a record.
+# A record has about 200 bytes per parameter; anything larger than this is not a record.
 MAX_RECORD_BYTES = 1 << 30
 
 
@@ -35,11 +35,11 @@ def record_hash(record: object) -> int:
 
 
 class EchoError(PeerError):
-    """This rank failed because another one did, which will say why."""
+    """This rank failed because another rank did; that rank's error has the cause."""
 
 
 def error_record(error: Exception) -> Record:
-    """What a rank that failed sends instead of its record, so that nobody waits for it."""
+    """The record that a rank sends after an error, so that no other rank waits for it."""
     if isinstance(error, EchoError):
         return {"error": PeerError.__name__, "message": str(error), "echo": True}
     kind = type(error).__name__ if isinstance(error, GradferryError) else PeerError.__name__
@@ -48,9 +48,10 @@ def error_record(error: Exception) -> Record:
 
 
 def meeting_place(group: dist.ProcessGroup, place: torch.device) -> torch.device:
-    """Where a group's ranks can agree: on the CPU if it has a backend for that, else at `place`.
+    """The device for exchanging records: the CPU if the group has a backend for it, else `place`.
 
-    Raises ConfigError when it has none for either.
+    Raises:
+        ConfigError: the group has a backend for neither.
     """
     types = {kind.type for kind in group._device_types}
     if "cpu" in types:
@@ -74,7 +75,7 @@ def gather_records(record: Record, group: dist.ProcessGroup, device: torch.devic
 
     Raises:
         ProtocolError: a rank sent something else than a record.
-        PeerError: a rank did not come, or left.
+        PeerError: a collective failed, for example because a rank did not call or has ended.
     """
     try:
         return _gather_records(record, group, device)
@@ -122,11 +123,11 @@ def _parse(data: bytes, rank: int) -> Record:
 
 
 def most_of_ranks(values: Sequence[float], group: dist.ProcessGroup | None = None) -> list[float]:
-    """The largest of all ranks' values, one by one. Collective; of times, those of the slowest.
+    """The elementwise maximum over all ranks, for times those of the slowest rank. Collective.
 
     Args:
-        values: as many on every rank.
-        group: with a backend for the CPU; None: the default group.
+        values: the same number of values on every rank.
+        group: must have a backend for the CPU; None: the default group.
     """
     tensor = torch.tensor(values, dtype=torch.float64, device="cpu")
     dist.all_reduce(tensor, dist.ReduceOp.MAX, group)
@@ -137,7 +138,7 @@ def most_of_ranks(values: Sequence[float], group: dist.ProcessGroup | None = Non
 def raise_first_error(records: list[Record]) -> None:
     """Raises the error of the lowest rank that failed, with the same text on every rank.
 
-    Causes come before their echoes.
+    An EchoError is raised only if no rank has another error.
     """
     failed = [(rank, record) for rank, record in enumerate(records) if "error" in record]
     for rank, record in sorted(failed, key=lambda item: "echo" in item[1]):

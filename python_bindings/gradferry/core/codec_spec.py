@@ -10,7 +10,7 @@ from gradferry import _native
 from gradferry.errors import ConfigError
 
 OFF = "off"
-AUTO = "auto"  # of those in the table, and OFF
+AUTO = "auto"  # chooses a codec of the table, or OFF
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class CodecSpec:
         return f"{self.name}:{','.join(f'{key}={value}' for key, value in self.options)}"
 
     def bits(self, dtype: torch.dtype = torch.float32) -> float:
-        """Bits per element of a full tile of this dtype on its way to the owner."""
+        """Bits per element that a worker sends for a full tile of this dtype."""
         if self.name == OFF:
             return 8.0 * dtype.itemsize
         n = _native.TILE_ELEMENTS
@@ -39,7 +39,7 @@ class CodecSpec:
 
     @property
     def lossy(self) -> bool:
-        """Whether decoding gives other numbers than were encoded."""
+        """Whether decoding can give other numbers than were encoded."""
         return any(row["name"] == self.name and row["lossy"] for row in _native.codecs())
 
 

@@ -1,4 +1,4 @@
-"""What a user may ask for, checked, and what it means for each parameter."""
+"""Checks the options of a hook, and derives the codec and residuals of each parameter."""
 
 from __future__ import annotations
 
@@ -19,20 +19,27 @@ from gradferry.errors import ConfigError
 
 ERROR_FEEDBACK = ("auto", "none", "owner", "worker", "both")
 NONFINITE = ("propagate", "raise")
-# Most payload bytes per owner, stage and chunk. Where both ends of a link send at once, messages of
-# more than about 1 MB reach only half its rate over gloo.
+# Most payload bytes per owner, stage and chunk. Over gloo, messages of more than about 1 MB reach
+# only half the rate of a link if both ends send at once.
 CHUNK_BYTES = 512 * 1024
-# From this precision on, "auto" leaves out the worker residual. It costs 4 bytes per element, and
-# rounding errors are then less than 1 % of a block's largest element.
+# From this many bits per element on, error_feedback="auto" keeps no worker residual, which costs 4
+# bytes per element: rounding errors are then less than 1 % of a block's largest element.
 OWNER_ONLY_BITS = 8.0
-# Below this precision error feedback withholds whole gradients for many steps, which plain Adam
-# cannot bear.
+# Below this many bits per element, error feedback withholds whole gradients for many steps, and
+# trainings end worse without momentum mode.
 COARSE_BITS = 3.0
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Gives the parameters it matches a codec. All its conditions must hold."""
+    """Sets the codec of the parameters that meet all its conditions.
+
+    Attributes:
+        codec: of the parameters that match.
+        name: shell-style pattern for the whole name, case-sensitive.
+        min_dims, max_dims: limits, inclusive, for the number of dimensions; None: no limit.
+        min_size, max_size: limits, inclusive, for the number of elements; None: no limit.
+    """
 
     codec: CodecSpec
     name: str = "*"
@@ -42,7 +49,7 @@ class Rule:
     max_size: int | None = None
 
     def matches(self, name: str, dims: int, size: int) -> bool:
-        """Whether a parameter of this name, number of dimensions and elements is meant."""
+        """Whether the rule applies to a parameter with this name, dimensions and elements."""
         return (
             fnmatchcase(name, self.name)
             and self.min_dims <= dims
@@ -58,12 +65,12 @@ DEFAULT_RULES = (Rule(EXACT, max_dims=1), Rule(EXACT, max_size=1023))
 
 @dataclass(frozen=True)
 class Config:
-    """A checked configuration. Equal on all ranks, or attach refuses."""
+    """A checked configuration. Ranks compare it at attach; see `HookState` for the options."""
 
     codec: CodecSpec
     rules: tuple[Rule, ...]
     error_feedback: str
-    momentum: float  # 0.0: none
+    momentum: float  # 0.0: no momentum mode
     warmup_steps: int
     grad_scaler: torch.amp.GradScaler | None
     nonfinite: str
@@ -71,7 +78,7 @@ class Config:
     check_every: int
     seed: int
     disabled: bool
-    chooses: bool  # "auto": `codec` is the present choice
+    chooses: bool  # with codec="auto"; `codec` is then the current choice
     chunk_bytes: int = CHUNK_BYTES
 
     @property
@@ -88,13 +95,13 @@ class Config:
 
     @property
     def needs_every_bucket(self) -> bool:
-        """Whether no bucket may pass through, as those of sparse gradients do."""
+        """Whether no bucket may pass through; buckets of sparse gradients would."""
         return self.momentum != 0 or self.exact_skip
 
     def residuals_of(self, codec: CodecSpec) -> tuple[bool, bool]:
-        """Whether parameters of this codec keep a (worker, owner) residual.
+        """Whether parameters with this codec keep a (worker, owner) residual.
 
-        The worker residual also carries the momentum, of every parameter.
+        In momentum mode every parameter has a worker residual, which carries the momentum.
         """
         mode = self.error_feedback
         if mode == "auto":
@@ -104,14 +111,17 @@ class Config:
         return worker, codec.lossy and mode in ("owner", "both")
 
     def momentum_share(self, codec: CodecSpec) -> float:
-        """How much more a residual behind `codec` must hold to deliver the same momentum.
+        """The factor by which a residual must be larger to deliver the same momentum.
 
-        A residual that holds r delivers r / (1 - m) in all, since the share m of what it delivers
-        goes back into it. Behind a codec that sends every element m is `momentum`. Behind one that
-        sends few it is less (hooks/momentum.h), and so more must be in the residual.
+        A residual r delivers r / (1 - m) in total, because the share m of everything it delivers
+        returns to it. For a codec that sends every element, m is `momentum`. For a codec that sends
+        only some, m is smaller (hooks/momentum.h), so the residual must be larger.
+
+        Args:
+            codec: of the parameter.
 
         Returns:
-            The factor, at least 1. 1.0 without momentum.
+            The factor, at least 1; 1.0 outside momentum mode.
         """
         if not self.momentum:
             return 1.0
@@ -119,7 +129,7 @@ class Config:
         return (1 - kept) / (1 - self.momentum)
 
     def record(self) -> dict[str, Any]:
-        """What ranks must have in common, as JSON can hold it."""
+        """The fields that must be equal on all ranks, JSON-serializable."""
         return {
             "GRADFERRY_DISABLE": self.disabled,
             "codec": AUTO if self.chooses else str(self.codec),
@@ -137,10 +147,10 @@ class Config:
 
 
 def make_config(options: Options) -> Config:
-    """Checks what a user asks for.
+    """Checks the options that a user passed.
 
     Raises:
-        ConfigError: naming the option, its value and what would be accepted.
+        ConfigError: an option is invalid; the message names it, its value and valid values.
     """
     chooses = options.codec == AUTO
     spec = EXACT if chooses else _codec(options.codec, (OFF, AUTO))
@@ -167,7 +177,7 @@ def make_config(options: Options) -> Config:
 
 
 def _codec(text: str, others: Sequence[str] = ()) -> CodecSpec:
-    """As parse_codec(); errors list `others`, which can stand for a codec here, as well."""
+    """parse_codec() with errors that also list `others`, names that are valid here."""
     if isinstance(text, str) and text not in others:
         name = text.partition(":")[0]
         if name == "torch":
@@ -232,7 +242,7 @@ def _count(argument: str, value: int) -> int:
 
 
 def closest(word: str, choices: Sequence[str]) -> str:
-    """ "; did you mean 'x'?", or nothing when no choice is near."""
+    """ "; did you mean 'x'?", or an empty string when no choice is similar."""
     near = difflib.get_close_matches(word, choices, n=1)
     return f"; did you mean '{near[0]}'?" if near else ""
 

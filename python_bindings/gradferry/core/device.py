@@ -1,4 +1,4 @@
-"""Devices other than the CPU: their kernels, and how bytes leave them."""
+"""Devices other than the CPU: their kernels, and how bytes are sent from them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gradferry.errors import ConfigError
 # Most payload bytes per owner, stage and chunk where collectives are enqueued on streams. A chunk
 # costs a dozen launches, so it should be megabytes.
 STREAM_CHUNK_BYTES = 4 << 20
-# For tests: a world of one exchanges with itself, so that one device runs the whole path.
+# For tests: a world of one exchanges with itself, so that a single device runs the whole path.
 EXCHANGE_WHEN_ALONE = False
 CPU = torch.device("cpu")
 
@@ -38,7 +38,7 @@ def _cuda_library() -> object:
         ) from error
 
 
-# By type of device, where the kernels come from.
+# By device type: loads its kernels.
 LIBRARIES: dict[str, Callable[[], object]] = {"cuda": _cuda_library}
 _loaded: str | None = None
 
@@ -76,8 +76,8 @@ class Transport:
     Attributes:
         device: where the gradients are.
         exchanges: whether anything is sent at all.
-        streams: whether the group's collectives take them from the device's streams; else they
-            leave from host memory.
+        streams: whether the group's collectives run in the order of the device's streams; else
+            bytes are sent from host memory.
     """
 
     device: torch.device
@@ -86,7 +86,7 @@ class Transport:
 
 
 def transport_of(device: torch.device, group: dist.ProcessGroup) -> Transport:
-    """For gradients on `device`, averaged over `group`."""
+    """The transport of gradients on `device` that are averaged over `group`."""
     on_host = device.type == "cpu"
     alone = dist.get_world_size(group) == 1
     return Transport(

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, whatever ends the process."""
+"""Files that are either complete or absent, however the process ends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 @contextlib.contextmanager
 def durable_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write under another name; it gets its own when it is on the disk."""
+    """Opens a temporary file for writing, and renames it to `path` when it is on the disk."""
     temporary = path.with_suffix(".tmp")
     try:
         with temporary.open("wb") as file:

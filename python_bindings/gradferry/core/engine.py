@@ -1,4 +1,4 @@
-"""Engines, and the connections between ranks that an engine has to itself: its lanes."""
+"""Starts engines and their lanes: gloo backends that only the engine uses."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from gradferry.core.parameters import ParameterLayout
 from gradferry.errors import PeerError
 
 LANES = ("scatter", "gather", "commit")
-# One thread posts everything in one order, so one lane will do.
+# One thread posts everything in one order, so one lane suffices.
 STAGED_LANES = ("staged",)
 
 
 @torch.inference_mode(False)  # inference tensors could not be changed in training
 def loss_scale(config: Config, place: torch.device) -> torch.Tensor | None:
-    """The tensor in which the GradScaler keeps its scale, for as long as it lives."""
+    """The fp32 tensor in which the GradScaler keeps its scale for its whole life; None without."""
     scaler = config.grad_scaler
     if scaler is None:
         return None
-    if scaler._scale is None:  # it makes the tensor when it is first used
+    if scaler._scale is None:  # the scaler creates the tensor at its first use
         scaler._lazy_init_scale_growth_tracker(place)
     return scaler._scale
 
@@ -44,17 +44,17 @@ def start_engine(
     tensors: Sequence[torch.Tensor] = (),
     find_unused_parameters: bool = False,
 ) -> _native.BucketEngine:
-    """An engine on connections of its own. Collective; the arguments are equal on all ranks.
+    """Starts an engine on its own connections. Collective; pass equal arguments on all ranks.
 
     Args:
         config: as agreed by all ranks.
         parameters: as agreed by all ranks.
         group: of the ranks.
-        nonce: unlike that of any other engine of the group.
+        nonce: different for every engine of the group.
         transport: of the gradients; None: they are on the CPU.
-        hashes: of (configuration, parameters), in every message header.
+        hashes: of (configuration, parameters), for message headers.
         tensors: the parameters themselves, for `check_every`.
-        find_unused_parameters: DDP's.
+        find_unused_parameters: that of DDP.
 
     Raises:
         PeerError: as `make_lanes`.
@@ -63,7 +63,7 @@ def start_engine(
     on_host = path.device.type == "cpu"
     lanes: list[ProcessGroupGloo] = []
     if path.exchanges and not path.streams:
-        # First: it is collective, and whoever failed before would keep the others waiting.
+        # First, because it is collective: a rank that failed before it would block the others.
         lanes = make_lanes(group, nonce, LANES if on_host else STAGED_LANES, path.device)
     store = PrefixStore(f"gradferry/{nonce}/peers", store_of(group)) if path.exchanges else None
     options = _native.EngineOptions(
@@ -100,26 +100,28 @@ def make_lanes(
     names: tuple[str, ...] = LANES,
     place: torch.device = CPU,
 ) -> list[ProcessGroupGloo]:
-    """Gloo backends between the ranks of the group, beside its own. Collective.
+    """Creates gloo backends between the ranks of the group, separate from its own. Collective.
 
     Args:
-        nonce: equal on all ranks, and unlike that of any other lanes of the group.
-        place: where the gradients are; the timeout is that of the group's backend for it.
+        group: of the ranks.
+        nonce: equal on all ranks, and different for all lanes of the group.
+        names: of the lanes.
+        place: device of the gradients; the timeout is that of the group's backend for it.
 
     Raises:
-        PeerError: this rank cannot, or others did not do the same within half of `patience`; what
-            was made is closed.
+        PeerError: this rank cannot connect, or others did not within half of `patience`. Lanes
+            made so far are closed.
     """
-    # Built directly, never by new_group(): its names clash for overlapping groups and after a
-    # group was destroyed and made again.
+    # Not by new_group(): its names clash for overlapping groups, and after a group was destroyed
+    # and created again.
     store = store_of(group)
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     lanes: list[ProcessGroupGloo] = []
     for name in names:
         prefixed = PrefixStore(f"gradferry/{nonce}/{name}", store)
         try:
-            # Who cannot connect is soon done. The others must not wait for it longer than it will
-            # wait for them, to tell them why.
+            # A rank that cannot connect gives up early, and then waits to tell the others why. They
+            # must not wait for it longer than it waits for them.
             lane = ProcessGroupGloo(prefixed, rank, world_size, patience(group, place) / 2)
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
@@ -138,5 +140,5 @@ def make_lanes(
 
 
 def _is_echo(reason: str) -> bool:
-    """Whether an error of gloo tells of another rank's failure."""
+    """Whether an error of gloo was caused by the failure of another rank."""
     return any(words in reason.lower() for words in ("timed out", "timeout", "by peer"))

@@ -1,14 +1,14 @@
-"""How ranks find out, before any of them posts a collective, that all of them are there.
+"""A barrier in the store of a process group, before any rank posts a collective.
 
-A collective that one rank never joins costs the others the timeout of the process group, and the
-group with it. So they meet in the group's store first, by a few small keys per rank:
+If one rank never joins a collective, the others lose the timeout of the process group, and the
+group with it. So they first meet in the group's store, with a few small keys per rank:
 
-    number       of the present meeting; moves on as soon as one is decided, so that nobody meets
-                 the keys of an old one, not even of an earlier group of the same name
+    number       of the current meeting; incremented as soon as one is decided, so that no rank
+                 reads keys of an old one, not even of an earlier group of the same name
     <number>/rank/<rank>   that rank has come
-    <number>/came          how many have
-    <number>/decided       the first to count it up decides for all, by ...
-    <number>/outcome       ALL_CAME, or what every rank that came raises
+    <number>/came          number of ranks that have come
+    <number>/decided       the first rank to increment it decides for all, by setting ...
+    <number>/outcome       ALL_CAME, or the error that every rank that came raises
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from gradferry.errors import PeerError
 
 MOST_PATIENCE = timedelta(minutes=5)
-MOST_PAUSE_SECONDS = 0.1  # between two looks into the store
+MOST_PAUSE_SECONDS = 0.1  # between two reads of the store
 ALL_CAME = "all came"
 
 
 def store_of(group: dist.ProcessGroup) -> Store:
-    """The store in which the ranks of a group found each other."""
+    """The store with which the group was created."""
     store: Store = dist.distributed_c10d._world.pg_map[group][1]
     return store
 
 
 def patience(group: dist.ProcessGroup, place: torch.device) -> timedelta:
-    """How long ranks wait for each other while they connect: less than a collective would.
+    """How long ranks wait for each other at attach: half the timeout, at most `MOST_PATIENCE`.
 
     Args:
-        place: of tensors that the group has a backend for.
+        group: of the ranks.
+        place: a device that the group has a backend for.
     """
     try:
         timeout: timedelta = group._get_backend(place).options._timeout
@@ -50,16 +51,17 @@ def patience(group: dist.ProcessGroup, place: torch.device) -> timedelta:
 def meet(group: dist.ProcessGroup, longest: timedelta, purpose: str) -> None:
     """Waits until every rank of the group calls this.
 
-    Nothing is posted on the group, so that it is as good as before when this raises. A rank that
-    comes too late finds itself in the next meeting.
+    Nothing is posted on the group, so it remains usable when this raises. A rank that comes too
+    late takes part in the next meeting.
 
     Args:
+        group: of the ranks.
         longest: how long to wait for the others.
         purpose: what ranks that stay away did not do, for example "come to attach".
 
     Raises:
-        PeerError: not all came; the same text, naming those that did not, on every rank that did.
-            Or the store does not answer.
+        PeerError: not all ranks came (every rank that came raises the same text, which names the
+            missing ranks), or the store does not answer.
     """
     if dist.get_world_size(group) == 1:
         return
@@ -80,17 +82,17 @@ def _outcome(group: dist.ProcessGroup, longest: timedelta, purpose: str) -> str:
     store = PrefixStore("gradferry/meetings", store_of(group))
     meeting = PrefixStore(str(store.add("number", 0)), store)
 
-    # A rank whose wait was interrupted may come twice, and is counted once.
+    # A rank whose wait was interrupted may come twice, but is counted once.
     if meeting.add(f"rank/{rank}", 1) == 1 and meeting.add("came", 1) == world_size:
         _decide(store, meeting, lambda: ALL_CAME)
     elif not _wait(store, meeting, longest, rank):
         _decide(store, meeting, lambda: _absent(meeting, world_size, longest, purpose))
-    meeting.wait(["outcome"], longest)  # whoever decided is about to say it
+    meeting.wait(["outcome"], longest)  # the rank that decided is about to set it
     return meeting.get("outcome").decode()
 
 
 def _decide(store: Store, meeting: Store, outcome: Callable[[], str]) -> None:
-    """Nothing, if another rank has decided."""
+    """Sets the outcome, unless another rank has decided."""
     if meeting.add("decided", 1) == 1:
         store.add("number", 1)
         meeting.set("outcome", outcome())
@@ -99,8 +101,7 @@ def _decide(store: Store, meeting: Store, outcome: Callable[[], str]) -> None:
 def _wait(store: Store, meeting: Store, longest: timedelta, rank: int) -> bool:
     """Whether there was an outcome in time.
 
-    Asks again and again: the store's own wait cannot be interrupted, and logs a warning when its
-    time is up.
+    Polls, because the store's own wait cannot be interrupted and logs a warning at a timeout.
     """
     begin = time.monotonic()
     try:

@@ -1,4 +1,4 @@
-"""What a user asks of a hook, as one thing."""
+"""The options of a hook as one object, unchecked."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 class Options:
     """The options of `gradferry.attach` and `gradferry.HookState`, which documents them.
 
-    Nothing is checked here: with a model, all ranks must be told first of what is wrong.
-    `make_config` checks.
+    `make_config` checks them later: all ranks must learn of an error, so attach does not raise it
+    here on one rank alone.
     """
 
     codec: str = "q4"
@@ -28,8 +28,8 @@ class Options:
 
     @classmethod
     def among(cls, arguments: Mapping[str, Any]) -> Options:
-        """From the arguments of a function that has one for every option, as ``locals()`` has them.
+        """Takes the options from ``locals()`` of a function that has an argument for each of them.
 
-        Others are left out.
+        Other names are ignored.
         """
         return cls(**{field.name: arguments[field.name] for field in fields(cls)})

@@ -1,4 +1,4 @@
-"""What DistributedDataParallel reduces: parameters, in the order in which tiles are numbered."""
+"""The parameters that DistributedDataParallel reduces, in the order of the tile numbers."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class ParameterLayout:
     Attributes:
         name: as in ``module.named_parameters()``.
         shape: of the parameter.
-        strides: of its gradient in DDP's buckets, in elements: those of the parameter where that is
-            dense and does not overlap itself, else row-major. 1 where the size is 1.
+        strides: of its gradient in DDP's buckets, in elements: those of the parameter if it is
+            dense and non-overlapping, else row-major. 1 for dimensions of size 1.
         dtype: of the parameter's real view.
         num_elements: of the real view: twice as many for complex parameters.
-        codec: the outcome of the rules.
-        residuals: whether there is a (worker, owner) residual.
+        codec: as the rules decide.
+        residuals: whether it has a (worker, owner) residual.
     """
 
     name: str
@@ -42,7 +42,7 @@ class ParameterLayout:
     residuals: tuple[bool, bool]
 
     def record(self) -> dict[str, Any]:
-        """What ranks must have in common, as JSON can hold it."""
+        """The fields that must be equal on all ranks, JSON-serializable."""
         return {
             "name": self.name,
             "shape": list(self.shape),
@@ -67,7 +67,7 @@ class ParameterLayout:
 def reduced_parameters(ddp: DistributedDataParallel) -> list[tuple[str, torch.nn.Parameter]]:
     """Names and parameters that DDP reduces, each shared parameter once.
 
-    It took them when it was built: what was frozen or unfrozen since makes no difference.
+    DDP fixed them when it was built; parameters frozen or unfrozen since then do not matter.
     """
     reduced = {id(parameter) for parameter in _native.reducer_parameters(ddp.reducer)}
     named = ddp.module.named_parameters()
@@ -77,9 +77,12 @@ def reduced_parameters(ddp: DistributedDataParallel) -> list[tuple[str, torch.nn
 def describe_parameters(
     named: Sequence[tuple[str, torch.Tensor]], config: Config, *, exchanges: bool
 ) -> list[ParameterLayout]:
-    """Resolves the codec of every parameter that DDP reduces.
+    """Resolves the codec and residuals of every parameter that DDP reduces.
 
-    Where nothing is exchanged, in a world of one, nothing is withheld: it keeps only momentum.
+    Args:
+        named: names and parameters, in order.
+        config: checked.
+        exchanges: False in a world of one, where only momentum mode needs residuals.
 
     Raises:
         ConfigError: a parameter's device or dtype has no codec, or parameters are on several
@@ -100,7 +103,7 @@ def describe_parameters(
 def describe(
     parameters: Iterable[tuple[str, torch.Tensor]], config: Config, *, exchanges: bool
 ) -> list[ParameterLayout]:
-    """As `describe_parameters`, of names and parameters on one device."""
+    """As `describe_parameters`, for parameters that are known to be on one device."""
     return [_describe(name, parameter, config, exchanges) for name, parameter in parameters]
 
 

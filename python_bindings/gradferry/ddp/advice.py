@@ -1,4 +1,4 @@
-"""What a user should know about the training around the hook."""
+"""Warnings about the rules and the optimizer of a training."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from gradferry.core.config import COARSE_BITS, DEFAULT_RULES, Config, Rule
 from gradferry.core.parameters import ParameterLayout
 from gradferry.ddp.after_steps import call_after_steps
 
-# By the names of their classes: those of many libraries are called so.
+# Parts of class names, because optimizers of many libraries have such names.
 _ADAPTIVE = ("adam", "lamb")
 
 
 def watch_optimizer(
     parameters: Sequence[ParameterLayout], index: WeakIdKeyDictionary, momentum: float
 ) -> None:
-    """Warns once when the first optimizer that steps on a model does not go with the hook.
+    """Warns once if the first optimizer that steps on a model does not suit the hook.
 
-    In momentum mode that is one which makes a momentum itself, unless its class says by the
-    attribute ``takes_momentum = True`` that it expects gradients which are momentum already.
-    Without, it is Adam behind a worker residual that holds back whole gradients.
+    In momentum mode, that is an optimizer with its own momentum, unless its class has the attribute
+    ``takes_momentum = True``, which means that it expects momentum instead of gradients. Without
+    momentum mode, it is Adam with a codec below 3 bits and a worker residual.
 
     Args:
         parameters: as agreed.
         index: holds the model's parameters.
-        momentum: of the hook; 0.0: none.
+        momentum: of the hook; 0.0: no momentum mode.
     """
     if momentum:
         _watch(index, functools.partial(_momentum_twice, momentum))
@@ -80,7 +80,7 @@ def _adam_behind(codec: str, optimizer: Optimizer) -> str | None:
 
 
 def _watch(index: WeakIdKeyDictionary, judge: Callable[[Optimizer], str | None]) -> None:
-    """`judge`: what to warn of, if anything, when the model's optimizer has stepped first."""
+    """Warns with the text that `judge` returns, if any, for the first optimizer that steps."""
 
     def look(optimizer: Optimizer) -> None:
         handle.remove()
@@ -155,7 +155,7 @@ def _unmatched(number: int, rule: Rule, names: Sequence[str]) -> str:
 
 
 def _closest_names(pattern: str, names: Sequence[str]) -> list[str]:
-    """At most three, by what a pattern says beside its wildcards."""
+    """At most three names that are similar to the pattern without its wildcards."""
     wanted = pattern.strip("*?.")
 
     def nearness(name: str) -> float:

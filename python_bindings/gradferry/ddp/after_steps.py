@@ -1,4 +1,4 @@
-"""Calls after the steps of the optimizers that hold a model's parameters."""
+"""Callbacks after the steps of the optimizers that hold a model's parameters."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _calls: OrderedDict[int, tuple[WeakIdKeyDictionary, Callable[[Optimizer], None]]
 def call_after_steps(
     index: WeakIdKeyDictionary, callback: Callable[[Optimizer], None]
 ) -> RemovableHandle:
-    """Calls `callback` after every step of an optimizer, any of `torch.optim`, that holds some of
-    the parameters in `index`, until there are none any more.
+    """Calls `callback` after every step of any `torch.optim` optimizer that holds a parameter in
+    `index`, until all these parameters were freed.
 
     Returns:
         A handle whose ``remove()`` ends the calls; the callback may use it.
@@ -31,7 +31,7 @@ def call_after_steps(
 
 @cache
 def _register() -> None:
-    # For good: torch's own registry must not lose a hook while it goes through them.
+    # Never removed: torch iterates over its registry, which must not change during a call.
     register_optimizer_step_post_hook(_after_step)
 
 

@@ -1,4 +1,4 @@
-"""The two ways in: the native hook, and the standard Python signature on the same engine."""
+"""`attach` for the native hook, and `hook` with the standard signature on the same engine."""
 
 # DDP compares the hook's annotations with the classes themselves: no postponed evaluation here.
 
@@ -30,12 +30,12 @@ def attach(
 ) -> HookState:
     """Compresses the gradients of a DistributedDataParallel from now on. Collective.
 
-    The hook is native: neither Python nor the GIL is on its path. Call it once on every rank, after
-    the model was wrapped and before the first backward pass that should be compressed.
+    Registers a native hook, which runs without Python and the GIL. Call it once on every rank,
+    after the model was wrapped and before the first backward pass that should be compressed.
 
     Args:
         ddp: the model; it must not have a communication hook.
-        codec: as for `HookState`, like all that follows.
+        codec: see `HookState`.
         rules: see `HookState`.
         error_feedback: see `HookState`.
         momentum: see `HookState`.
@@ -52,13 +52,15 @@ def attach(
     Raises:
         ConfigError: an argument or the model cannot be used; nothing was changed.
         RankMismatchError: ranks differ in configuration or model; nothing was changed.
-        PeerError: a rank failed to set up its connections or memory.
+        PeerError: a rank did not call this, or failed to set up its connections or memory; nothing
+            was changed.
+        StateError: the process group was destroyed.
     """
     return HookState._attached(ddp, Options.among(locals()))
 
 
 def hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """A communication hook of the standard signature, for ``ddp.register_comm_hook(state, hook)``.
+    """A communication hook for ``ddp.register_comm_hook(state, gradferry.hook)``.
 
     Args:
         state: bound to the same model.
@@ -69,8 +71,8 @@ def hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Ten
 
     Raises:
         ConfigError: the state is no HookState.
-        StateError: the state is bound to no DistributedDataParallel, or to another one than that
-            which calls; or it failed before.
+        StateError: the state is not bound, or bound to another DistributedDataParallel than the
+            one that calls; or it failed before.
     """
     bound = bound_to(state)
     bound.expect_registered()

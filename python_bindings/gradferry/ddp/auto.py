@@ -1,8 +1,9 @@
-"""`codec="auto"`: dense steps, a measurement, and a choice that all ranks take at the same step.
+"""`codec="auto"`: dense steps, a measurement, and a choice that all ranks apply at the same step.
 
-The hook calls at the first bucket of an agreed step, at the same instant on all ranks. There they
-measure the link together, predict the step under every codec from equal numbers, and take the
-answer of rank 0. A change starts a new engine, whose messages carry another configuration hash.
+The hook calls `Chooser.check` at the first bucket of an agreed step, at the same point on all
+ranks. There they measure the link together, predict the step under every codec from equal numbers,
+and take the answer of rank 0. A change starts a new engine, whose messages carry another
+configuration hash.
 """
 
 from __future__ import annotations
@@ -29,22 +30,23 @@ from gradferry.forecast.verdict import TOLERANCE, most_precise
 
 _log = logging.getLogger("gradferry")
 
-# DDP arranges its buckets in the first two steps, and the last one measured needs one after it.
+# DDP arranges its buckets in the first two steps, and the last measured step needs one after it.
 FIRST_CHECK = 2 + MEASURED_STEPS + 1
-CHECK_EVERY = 1000  # steps; twice as many after every change, so that there are few for sure
-# A choice goes only when another is faster by this; or, for more bits, when that is the fastest.
+CHECK_EVERY = 1000  # steps; doubled after every change, which limits the number of changes
+# A choice is given up if it is slower than the fastest by more than this share, or if the fastest
+# has more bits.
 SLOWER = 0.10
-_SECONDS = 0.2  # about, per size of a collective
+_SECONDS = 0.2  # approximate time to measure one size of a collective
 
 _MEASURING = "dense steps, while they are measured"
 
 
 def candidates(config: Config) -> list[str]:
-    """Codecs that "auto" may choose: without momentum none below 3 bits."""
+    """The codecs that "auto" may choose; without momentum mode none below 3 bits."""
     codecs = [parse_codec(str(codec["name"])) for codec in _native.codecs()]
     precise = [codec for codec in codecs if config.momentum or codec.bits() >= COARSE_BITS]
     names = [str(codec) for codec in precise]  # every option written out, as in the configuration
-    # What only an engine does: the backend's own all-reduce cannot.
+    # These options need an engine, which the backend's own all-reduce does not have.
     if not (config.momentum or config.check_every or config.nonfinite == "raise"):
         names.append(OFF)
     return names
@@ -53,8 +55,9 @@ def candidates(config: Config) -> list[str]:
 def decide(predictions: Mapping[str, Prediction], current: str | None) -> tuple[str, str]:
     """The choice and its reason.
 
-    predictions: by codec.
-    current: the choice so far; None: there is none.
+    Args:
+        predictions: by codec.
+        current: the choice so far; None: there is none.
     """
     every = list(predictions.values())
     fastest = min(every, key=lambda prediction: prediction.seconds)
@@ -86,19 +89,23 @@ def _parameter(layout: ParameterLayout) -> Parameter:
 
 @dataclass
 class Choice:
-    """What was chosen so far; what a checkpoint holds of it is equal on all ranks."""
+    """The current choice. The fields in `saved` are equal on all ranks."""
 
     codec: CodecSpec = EXACT
-    made: bool = False  # else dense steps are still being measured
+    made: bool = False  # False while dense steps are measured
     reason: str = _MEASURING
-    step: int = 0  # since when
+    step: int = 0  # the first with this codec
     next_check: int = FIRST_CHECK
     interval: int = CHECK_EVERY
     predicted_ms: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def restored(cls, saved: Any) -> Choice:
-        """From a checkpoint. Raises StateError when it holds something else."""
+        """The choice in a checkpoint.
+
+        Raises:
+            StateError: the checkpoint holds something else.
+        """
         try:
             return cls(
                 codec=parse_codec(saved["codec"]),
@@ -114,7 +121,7 @@ class Choice:
             ) from error
 
     def saved(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """The fields for a checkpoint."""
         return {
             "codec": str(self.codec),
             "made": self.made,
@@ -124,7 +131,7 @@ class Choice:
         }
 
     def shown(self) -> dict[str, Any]:
-        """For `HookState.stats`."""
+        """The fields for `HookState.stats`."""
         return {
             "codec": str(self.codec),
             "reason": self.reason,
@@ -135,7 +142,7 @@ class Choice:
 
 
 class Chooser:
-    """Makes the choices of one hook."""
+    """Chooses the codec of one hook."""
 
     def __init__(self, running: Running) -> None:
         self._running = running
@@ -143,21 +150,21 @@ class Chooser:
         self.choice = Choice()
 
     def start(self, hook: _native.BucketHook) -> None:
-        """Has the hook call at the next step to check."""
+        """Makes the hook call `check` at the next step to check."""
         hook.call_at(self.choice.next_check, self.check, "choice")
 
     def restore(self, hook: _native.BucketHook, choice: Choice, step: int) -> None:
-        """Goes on from a checkpoint at `step`. Collective."""
+        """Continues from a checkpoint at `step`. Collective."""
         if choice.codec != self._running.config.codec:
             self._running.switch(hook, choice.codec, step)
         self._observed = None
-        # The steps until then must suffice to measure.
+        # There must be enough steps before the next check to measure.
         self.choice = replace(choice, next_check=max(choice.next_check, step + FIRST_CHECK))
         hook.resume(step)
         self.start(hook)
 
     def check(self, hook: _native.BucketHook, step: int) -> None:
-        """At the first bucket of a step, on every rank. Collective."""
+        """Measures, chooses and switches, at the first bucket of a step. Collective."""
         probe = LinkProbe(self._running.group)
         self._observe(probe)
         if self._observed is None:
@@ -187,7 +194,7 @@ class Chooser:
         self.start(hook)
 
     def _observe(self, probe: LinkProbe) -> None:
-        """From the engine at work, where there is one; else what was seen before holds."""
+        """Updates the observed steps from the engine; without one, keeps the earlier ones."""
         engine = self._running.engine
         seen = None if engine is None else observe(engine.events(), engine.stats())
         if probe.most([0.0 if seen else 1.0])[0]:
@@ -213,7 +220,7 @@ class Chooser:
         profile = observed.profile(len(parameters), spare_cores(running.group))
         predictor = Predictor(parameters, profile, costs, observed.buckets)
         if running.engine is not None:
-            # Of the engine at work: what was predicted against what was seen.
+            # Corrects the model by the difference between prediction and observation.
             predictor = predictor.calibrated(str(now.codec), now, None, observed.exposed_s)
         caps = [None]
         found = {name: predictor.codec(name, configs[name], caps) for name in configs}

@@ -1,4 +1,4 @@
-"""Ties options to one DistributedDataParallel: all ranks agree, connect and start engines."""
+"""Binds options to one DistributedDataParallel: all ranks agree, connect and start engines."""
 
 from __future__ import annotations
 
@@ -34,14 +34,15 @@ from gradferry.errors import StateError
 
 @dataclass(frozen=True)
 class Binding:
-    """What is at work on one model, and the hook that DDP calls.
+    """The running configuration of one model, and the hook that DDP calls.
 
     Attributes:
-        running: configuration, parameters and engine; with "auto" they change.
-        hook: what DDP's hooks call.
-        chooser: of the codec; None unless it is "auto" and there is something to choose.
-        model: never held: DDP holds its hook, and so this.
-        handover: of momentum; None unless the hook has it after warm-up steps and other ranks, too.
+        running: configuration, parameters and engine; "auto" changes them.
+        hook: called by DDP's communication hook.
+        chooser: chooses the codec; None unless it is "auto" and there is something to choose.
+        model: a weak reference, because DDP holds its hook, and so this object.
+        handover: compares handed-over momenta; None unless the hook has momentum mode, warm-up
+            steps and other ranks.
     """
 
     running: Running
@@ -51,10 +52,10 @@ class Binding:
     handover: MomentumHandover | None
 
     def expect_registered(self) -> None:
-        """For a hook that DDP calls by the standard signature.
+        """Checks, for the standard signature, that the calling model is the bound one.
 
         Raises:
-            StateError: the model has no such hook, so another one has called.
+            StateError: the bound model has no registered hook, so another model has called.
         """
         ddp = self.model()
         if ddp is None or not has_python_hook(ddp):
@@ -72,9 +73,9 @@ def bind(
 
     Args:
         ddp: has no communication hook yet.
-        options: checked here, so that what is wrong with them is raised on all ranks.
+        options: checked here, so that an error in them is raised on all ranks.
         native: also registers the native hook.
-        is_bound: whether the state that asks has a model already, which all ranks are told.
+        is_bound: whether the calling state already has a model, which is an error on all ranks.
 
     Raises:
         ConfigError, StateError: this or another rank cannot; the same text on every rank.
@@ -112,11 +113,11 @@ def bind(
     except Exception as error:
         outcome = error_record(error)
     try:
-        # Who could not connect must not keep the others, who then could, from knowing.
+        # A rank that could not connect must still tell the others.
         meet(group, longest, "connect")
         raise_first_error(gather_records(outcome, group, place))
     except BaseException:
-        binding = running = None  # else the traceback would keep its connections
+        binding = running = None  # otherwise the traceback would keep the connections alive
         raise
     assert binding is not None
     if running.config.exact_skip and running.config.grad_scaler is None:
@@ -133,7 +134,7 @@ def _start(
     place: torch.device,
     model: weakref.ref[DistributedDataParallel],
 ) -> Binding:
-    """What all ranks have agreed on begins to work."""
+    """Starts the engine and the hook after all ranks have agreed."""
     config = running.config
     running.start(group, nonce)
     hook = _native.BucketHook(

@@ -1,4 +1,4 @@
-"""What a hook says of itself: ``print(state)``, and why its codec was chosen."""
+"""The text of ``print(state)``, and the reason for the codec of a hook."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def choice_of(bound: Binding) -> dict[str, Any]:
 
 
 def describe(bound: Binding) -> str:
-    """The outcome of the rules, line by line, as ``print(state)`` shows it."""
+    """The text of ``print(state)``: codecs, exempt parameters and memory, line by line."""
     running, config = bound.running, bound.running.config
     if running.engine is None:
         reason = "GRADFERRY_DISABLE=1" if config.disabled else "codec 'off'"

@@ -1,4 +1,4 @@
-"""What `join()` can do for a model whose gradients gradferry averages."""
+"""Restricts `join()` for a model whose gradients gradferry averages."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from gradferry.errors import ConfigError
 
 
 class JoinHook:
-    """In place of the method `join_hook` of one DistributedDataParallel.
+    """Replaces the method `join_hook` of one DistributedDataParallel.
 
-    DDP tells no communication hook how many ranks still have input, so an average over these alone
-    cannot be made. Every rank enters `join()` with the same arguments, so all of them refuse.
+    DDP does not tell a communication hook how many ranks still have input, so the hook cannot
+    average over those ranks alone. Every rank enters `join()` with the same arguments, so all ranks
+    raise the error.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
-        # Not a strong reference: the model would not end with its last user, but with the next
-        # garbage collection.
+        # Weak: with a reference cycle, only the garbage collector would free the model.
         self._ddp = weakref.ref(ddp)
 
     def __call__(self, **arguments: Any) -> TorchJoinHook:

@@ -1,4 +1,4 @@
-"""A DistributedDataParallel as gradferry reads it; what gradferry changes is in registration.py."""
+"""Access to a DistributedDataParallel. The only file that reads its internals."""
 
 from __future__ import annotations
 
@@ -22,22 +22,23 @@ Named = list[tuple[str, torch.nn.Parameter]]
 
 
 class Model:
-    """A user's DistributedDataParallel, while a hook is put on it.
+    """A user's DistributedDataParallel, only while a hook is attached to it.
 
-    Nothing keeps it: DDP holds its hook, and so would never be freed.
+    Do not keep this object: DDP holds its hook, so a strong reference from the hook to the model
+    would keep the model alive.
 
     Attributes:
         ddp: the model itself.
         group: the process group that it averages over.
         named: names and parameters that it reduces, each shared parameter once.
-        device: of the gradients. DDP keeps all parameters of a bucket on one device, and
-            `describe_parameters` sees to the rest.
-        record: how buckets are cut, and so which messages travel: ranks must have it in common.
-        reference: to tell the model later.
+        device: of the gradients. DDP keeps all parameters of a bucket on one device;
+            `describe_parameters` checks that all buckets are on the same one.
+        record: options that determine the buckets, and so the messages; must be equal on all ranks.
+        reference: a weak reference to the model.
 
     Raises:
-        ConfigError, StateError: there is no process group to agree with about anything, so that
-            this is raised on the spot.
+        ConfigError, StateError: `ddp` has no usable process group. Raised on this rank alone,
+            because without a group it cannot tell the others.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
@@ -53,10 +54,10 @@ class Model:
         self.ddp = ddp
 
     def check(self, config: Config) -> None:
-        """Warns of what will go wrong beside the hook.
+        """Checks that the hook works on this model, and warns of problems outside the hook.
 
         Raises:
-            ConfigError: this model cannot have a hook, or not one with this configuration.
+            ConfigError: this model cannot have a hook, or not with this configuration.
         """
         _check_hookable(self.ddp)
         _check_parameters(self.ddp, self.named)
@@ -113,7 +114,7 @@ def _check_hookable(ddp: DistributedDataParallel) -> None:
 
 
 def _check_parameters(ddp: DistributedDataParallel, named: Named) -> None:
-    """Compares what DDP reduces with the model of now."""
+    """Compares the parameters that DDP reduces with those that the model has now."""
     reduced = {id(parameter) for _, parameter in named}
     for parameter in _native.reducer_parameters(ddp.reducer):
         if id(parameter) not in reduced:
@@ -183,7 +184,7 @@ def _check_options(ddp: DistributedDataParallel, config: Config, device: torch.d
 
 
 def _check_device(ddp: DistributedDataParallel, config: Config, device: torch.device) -> None:
-    """What is missing for gradients that are not on the CPU."""
+    """Raises ConfigError for what gradients on a device other than the CPU do not support."""
     if ddp.find_unused_parameters and not ddp.gradient_as_bucket_view and not config.passes_through:
         raise ConfigError(
             f"find_unused_parameters=True on {device.type!r} needs gradient_as_bucket_view=True in "

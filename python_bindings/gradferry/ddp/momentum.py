@@ -1,4 +1,4 @@
-"""The momentum that a hook keeps, as an optimizer sees it that hands it over."""
+"""Access to the momentum in a hook, for an optimizer that hands over its own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gradferry.ddp.binding import Binding
 
 
 class KeptMomentum:
-    """What `gradferry.optim.OneBitAdam` needs of a hook. From `momentum_of`."""
+    """The interface of a hook to `gradferry.optim.OneBitAdam`. Use `momentum_of` to get one."""
 
     def __init__(self, binding: Binding) -> None:
         self._binding = binding
@@ -22,7 +22,7 @@ class KeptMomentum:
         return self._binding.running.config
 
     def current_step(self) -> int | None:
-        """Of the hook, counted from 0; None when it passes every gradient through."""
+        """The current step of the hook, counted from 0; None if every gradient passes through."""
         engine = self._binding.running.engine
         return None if engine is None else engine.current_step()
 
@@ -31,7 +31,7 @@ class KeptMomentum:
         return parameter in self._binding.running.index
 
     def hold(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Tells that an optimizer keeps the momentum of these parameters until it hands it over."""
+        """Notes that an optimizer holds the momentum of these parameters until the handover."""
         if self._binding.handover is not None:
             index = self._binding.running.index
             self._binding.handover.hold(index[parameter] for parameter in parameters)
@@ -41,11 +41,11 @@ class KeptMomentum:
 
         Args:
             parameter: of the model.
-            momentum: of its shape and on its device, in units of gradients that are not scaled.
-            factor: what it has become by the next step.
+            momentum: tensor of its shape, on its device, without a loss scale.
+            factor: multiplies the momentum: its decay until the next step.
 
         Raises:
-            StateError: in the middle of a step, or the engine failed before.
+            StateError: the hook is in the middle of a step, or failed before.
         """
         running = self._binding.running
         if running.engine is None:

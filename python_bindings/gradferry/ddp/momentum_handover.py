@@ -1,8 +1,8 @@
 """Ranks compare whose momentum OneBitAdam moves into the hook.
 
-What a rank's residual holds reaches the others divided by the number of ranks, so that a momentum
-arrives whole only when every rank hands it over. The comparison rides on a bucket, which no rank
-leaves out, whatever its optimizers hold and do.
+The exchange averages over ranks, so a momentum arrives completely only if every rank hands it over
+to its residual. Ranks compare at a bucket, because every rank takes part in every bucket, whatever
+its optimizers hold and do.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from gradferry.errors import StateError
 
 
 class MomentumHandover:
-    """Of one hook, on this rank.
+    """The handover of momentum to one hook, on this rank.
 
     Args:
-        running: in momentum mode, with warm-up steps and other ranks.
+        running: has momentum mode, warm-up steps and other ranks.
         place: a device that its process group has a backend for.
     """
 
@@ -32,27 +32,27 @@ class MomentumHandover:
         self._handed_over: set[int] = set()
 
     def start(self, hook: _native.BucketHook) -> None:
-        """Has the ranks compare at the next step, and at the first one with momentum."""
+        """Makes the ranks compare at the next step, and at the first one with momentum."""
         self._handed_over.clear()
         hook.call_at(0, self._check, "momentum handover")
 
     def hold(self, parameters: Iterable[int]) -> None:
-        """An optimizer keeps the momentum of these parameters until it hands it over."""
+        """Notes that an optimizer holds the momentum of these parameters until the handover."""
         self._held.update(parameters)
 
     def hand_over(self, parameter: int) -> None:
-        """The parameter's momentum is in the residual of this rank now."""
+        """Notes that the parameter's momentum is now in this rank's residual."""
         self._handed_over.add(parameter)
 
     def _check(self, hook: _native.BucketHook, step: int) -> None:
-        """At the first bucket of a step, on every rank. Collective.
+        """Compares the ranks, at the first bucket of a step. Collective.
 
         Raises:
             StateError: the ranks differ; the same text on every rank.
         """
         first_with_momentum = self._running.config.warmup_steps
         if step > first_with_momentum:
-            return  # resumed later than that
+            return  # the training was resumed after that step
         record: Record = {
             "held": sorted(self._held),
             "handed_over": sorted(self._handed_over),

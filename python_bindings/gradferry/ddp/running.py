@@ -1,4 +1,4 @@
-"""What is at work on a model now: with `codec="auto"` it changes in the course of a training."""
+"""The running configuration and engine of a model; `codec="auto"` changes them during training."""
 
 from __future__ import annotations
 
@@ -36,16 +36,20 @@ from gradferry.ddp.saved_state import Tile, rescale, zero_residual
 
 @dataclass
 class Running:
-    """A configuration at work on one model.
+    """The configuration in use on one model, and its engine.
 
     Attributes:
-        config: as agreed by all ranks; with "auto" its codec is the present one.
+        config: as agreed by all ranks; with "auto" its codec is the current one.
         parameters: as agreed by all ranks.
-        engine: None when every bucket passes through.
+        rank: this rank in DDP's process group.
+        world_size: number of ranks in that group.
+        group_name: name of that group.
+        index: for each parameter that DDP reduces, its index in `parameters`.
         transport: how bytes reach the other ranks.
-        agreed: the record that all ranks agreed on, but for its parameters.
-        index: of each parameter that DDP reduces, in `parameters`.
-        retired: what engines that are gone have counted.
+        agreed: the record that all ranks agreed on, without its parameters.
+        engine: None if every bucket passes through.
+        retired: sums of the counters of earlier engines.
+        switches: number of changes of the codec.
     """
 
     config: Config
@@ -62,23 +66,23 @@ class Running:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """DDP's process group; looked up, never held."""
+        """DDP's process group. It is looked up at every use, so that it can be destroyed."""
         return _resolve_process_group(GroupName(self.group_name))
 
     @property
     def config_hash(self) -> int:
-        """In every message header."""
+        """Hash of the configuration, in every message header."""
         changes = {"choice": str(self.config.codec), "switches": self.switches}
         return record_hash({**self.agreed, **(changes if self.switches else {})})
 
     @property
     def layout_hash(self) -> int:
-        """In every message header."""
+        """Hash of the parameters, in every message header."""
         return record_hash(self._parameter_records())
 
     @property
     def saved_layout(self) -> str:
-        """In checkpoints; does not depend on the number of ranks, nor on what "auto" chose."""
+        """The parameters as JSON, for checkpoints; independent of world size and of "auto"."""
         left_out = {"residuals", "codec"} if self.config.chooses else {"residuals"}
         records = self._parameter_records()
         kept = [{k: p[k] for k in p if k not in left_out} for p in records]
@@ -86,20 +90,25 @@ class Running:
 
     @property
     def has_owner_residuals(self) -> bool:
-        """On some rank."""
+        """Whether any rank has an owner residual."""
         return any(parameter.residuals[1] for parameter in self.parameters)
 
     @property
     def codec_asked_for(self) -> str:
-        """As in checkpoints and DDP's logs: "auto" itself, not what it chose."""
+        """The codec as the user named it, for checkpoints and DDP's logs: "auto" stays "auto"."""
         return AUTO if self.config.chooses else str(self.config.codec)
 
     def record(self) -> Record:
-        """What ranks must have in common before anything starts."""
+        """The fields that must be equal on all ranks before an engine starts."""
         return {**self.agreed, "parameters": self._parameter_records()}
 
     def start(self, group: dist.ProcessGroup, nonce: str) -> None:
-        """Starts the engine, if the configuration has one. Collective."""
+        """Starts the engine, if the configuration needs one. Collective.
+
+        Args:
+            group: DDP's process group.
+            nonce: equal on all ranks, different for every engine of the group.
+        """
         self.engine = None
         if not self.config.passes_through:
             self.engine = start_engine(
@@ -114,7 +123,7 @@ class Running:
             )
 
     def tiles(self) -> list[Tile]:
-        """Of the engine; none without one."""
+        """The tiles of the engine; empty without one."""
         if self.engine is None:
             return []
         parameters = [
@@ -126,11 +135,11 @@ class Running:
         return [Tile(*row, parameter) for row, parameter in rows]
 
     def momentum_shares(self, *, exchanges: bool, codec: CodecSpec | None = None) -> list[float]:
-        """By parameter, what its residuals hold of a momentum; see `Config.momentum_share`.
+        """`Config.momentum_share` for the codec of each parameter.
 
         Args:
-            exchanges: False: what a world of one holds, which sends every element.
-            codec: in place of the present one.
+            exchanges: False: for a world of one, which sends every element; all shares are 1.
+            codec: replaces the configured one if given.
         """
         config = self.config if codec is None else replace(self.config, codec=codec)
         if not exchanges:
@@ -142,15 +151,15 @@ class Running:
         return sorted(self.index, key=self.index.__getitem__)
 
     def stats(self) -> dict[str, Any]:
-        """Of the engine, with what those before it have counted."""
+        """The counters of the engine, plus those of earlier engines."""
         now = step_numbers.zeros() if self.engine is None else self.engine.stats()
         return now | {key: now[key] + count for key, count in self.retired.items()}
 
     def switch(self, hook: _native.BucketHook, codec: CodecSpec, step: int) -> None:
-        """Has `codec` take over at the first bucket of `step`. Collective.
+        """Replaces the codec at the first bucket of `step`. Collective.
 
-        Owner residuals go to the tiles' new owners. What the old codec withheld is dropped where
-        the new one withholds nothing; where less of a momentum stays, residuals hold more of it.
+        Owner residuals move to the new owners of their tiles. Residuals are dropped where the new
+        codec has none, and rescaled where it keeps another share of the momentum.
         """
         old = replace(self)
         residuals = None if old.engine is None else old.engine.state()
@@ -199,7 +208,7 @@ class Running:
     def _hand_over_owner_residuals(
         self, old: Running, old_owner: torch.Tensor, owner: torch.Tensor
     ) -> None:
-        """Every tile has one owner, so a sum over ranks brings its residual to all of them."""
+        """Sums owner residuals over ranks: every tile has one owner, so all get its residual."""
         tiles = old.tiles()
         whole = zero_residual(sum(tile.num_elements for tile in tiles))
         begin = 0
@@ -232,14 +241,14 @@ def propose(
     named: Sequence[tuple[str, torch.Tensor]],
     model: Record,
 ) -> Running:
-    """What this rank would put to work, were the others to agree.
+    """The configuration of this rank, without an engine yet, for comparison with other ranks.
 
     Args:
-        config: as the user asked for it.
-        group: that DDP averages over.
-        place: where the gradients are.
+        config: checked.
+        group: DDP's process group.
+        place: device of the gradients.
         named: names and parameters that DDP reduces.
-        model: what else ranks must have in common.
+        model: other fields that must be equal on all ranks.
 
     Raises:
         ConfigError: a parameter's device or dtype has no codec, or parameters are on several

@@ -1,4 +1,4 @@
-"""From a hook at work to what a checkpoint holds of it, and back."""
+"""Saves the state of a hook for a checkpoint, and loads it."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def load(bound: Binding, saved: Mapping[str, Any], on_resize: str) -> None:
 
 
 def _identity(running: Running) -> dict[str, Any]:
-    """What must be equal where a state is loaded."""
+    """The fields that must be equal where the state is loaded."""
     return {
         "codec": running.codec_asked_for,
         "world_size": running.world_size,
@@ -89,9 +89,9 @@ def _identity(running: Running) -> dict[str, Any]:
 
 
 def _momentum_factors(running: Running, saved: Mapping[str, Any]) -> list[float]:
-    """By parameter: what its residuals hold of a momentum, by what those saved hold of it."""
+    """By parameter, the factor from saved residuals to those that deliver the same momentum."""
     check_identity(saved, _identity(running))
-    # A world of one chooses nothing, and may load what others chose.
+    # A world of one chooses no codec, but may load a state in which others chose one.
     codec = Choice.restored(saved["choice"]).codec if "choice" in saved else None
     before = running.momentum_shares(exchanges=saved["world_size"] != 1, codec=codec)
     now = running.momentum_shares(exchanges=running.transport.exchanges)
@@ -102,7 +102,7 @@ def _restore_choice(bound: Binding, chooser: Chooser, saved: Mapping[str, Any]) 
     record: Record
     try:
         check_identity(saved, _identity(bound.running))
-        # A world of one has chosen nothing: everything is measured yet.
+        # A world of one has chosen nothing: the measurement begins after loading.
         alone = saved["world_size"] == 1 and "choice" not in saved
         choice = Choice() if alone else Choice.restored(saved.get("choice"))
         record = {"choice": choice.saved(), "steps": saved["steps"]}

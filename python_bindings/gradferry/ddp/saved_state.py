@@ -1,8 +1,8 @@
-"""What a checkpoint holds of a hook, and how it becomes the state of another world.
+"""The saved state of a hook, and its conversion to another world size.
 
-Every rank saves a *slot*: its residuals. What is equal on all ranks lies beside the slots, so that
-states of all ranks can be merged, and so that torch.distributed.checkpoint, which stores one of all
-values with the same key, stores every slot.
+Every rank saves a *slot* with its residuals. State that is equal on all ranks is stored beside the
+slots. So the states of all ranks can be merged, and torch.distributed.checkpoint, which stores only
+one value per key, stores every slot.
 """
 
 from __future__ import annotations
@@ -35,7 +35,15 @@ SavedState = dict[str, Any]
 
 @dataclass(frozen=True)
 class Tile:
-    """A tile with residuals; offsets in elements, -1 where this rank has none."""
+    """A tile and the offsets of its residuals, in elements; -1: this rank has none.
+
+    Attributes:
+        id: number of the tile in the model.
+        num_elements: of the tile.
+        worker_offset: into the worker residual.
+        owner_offset: into the owner residual.
+        parameter: index of its parameter.
+    """
 
     id: int
     num_elements: int
@@ -46,7 +54,14 @@ class Tile:
 
 @dataclass(frozen=True)
 class Residuals:
-    """Of one rank, as the engine holds them."""
+    """The residuals of one rank, one-dimensional fp32 tensors on the CPU.
+
+    Attributes:
+        steps: finished.
+        worker: worker residual.
+        owner: owner residual.
+        loss_scale: of the gradients they were withheld from; 0.0: zero residuals without units.
+    """
 
     steps: int
     worker: torch.Tensor
@@ -55,7 +70,7 @@ class Residuals:
 
 
 def zero_residual(num_elements: int) -> torch.Tensor:
-    """Of one dimension on the CPU, in fp32 whatever torch's default is."""
+    """Zeros of one dimension, on the CPU and in fp32 whatever torch's defaults are."""
     return torch.zeros(num_elements, dtype=torch.float32, device="cpu")
 
 
@@ -65,8 +80,8 @@ def pack(
     """The state of one rank.
 
     Args:
-        identity: what must be equal where the state is loaded; ``world_size`` is among it.
-        rank: whose slot this is.
+        identity: the fields that must be equal where the state is loaded, and ``world_size``.
+        rank: that saves.
         mine: its residuals.
         tiles: of its layout.
     """
@@ -85,13 +100,13 @@ def pack(
 
 
 def merge(states: Iterable[Mapping[str, Any]]) -> SavedState:
-    """The states of several ranks as one, for loading in another world size.
+    """Merges the states of several ranks into one, for loading at another world size.
 
     Args:
-        states: what `HookState.state_dict` returned, of different ranks at the same step.
+        states: what `HookState.state_dict` returned on different ranks at the same step.
 
     Raises:
-        StateError: there are none, they differ beside their slots, or a slot comes twice.
+        StateError: there are none, they differ in more than their slots, or a slot occurs twice.
     """
     merged: SavedState = {}
     for state in states:
@@ -124,15 +139,15 @@ def unpack(
     factors: Sequence[float],
     on_resize: str,
 ) -> Residuals:
-    """What `rank` goes on with.
+    """The residuals with which `rank` continues.
 
     Args:
         saved: from `pack` or `merge`.
         identity: of the hook that loads.
         rank: of the hook that loads.
-        sizes: elements of its worker and owner residual.
+        sizes: number of elements of its (worker, owner) residual.
         tiles: of its layout.
-        factors: by parameter, its share of a momentum divided by that of the hook that saved.
+        factors: by parameter, its `momentum_share` divided by that of the hook that saved.
         on_resize: see `HookState.load_state_dict`.
 
     Raises:
@@ -211,7 +226,7 @@ def _check_layout(saved: object, mine: str) -> None:
 
 
 def _layout_difference(saved: object, mine: str, who: str) -> str:
-    """The first parameter that differs, in words."""
+    """Describes the first parameter that differs, for an error message."""
     try:
         pairs: Iterator[tuple[Any, Any]]
         pairs = zip_longest(json.loads(str(saved)), json.loads(mine), fillvalue={})
@@ -262,9 +277,9 @@ def _resize(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Every rank gets the mean of the worker residuals, and the owner residuals of its tiles.
 
-    So the mean of the worker residuals plus the owner residuals, which is what the averaged
-    gradient still misses, stays what it was. A world of one has no owner residual: there it joins
-    the worker's.
+    This preserves the mean of the worker residuals plus the owner residuals, which the averaged
+    gradient still lacks. A world of one has no owner residual, so it is added to the worker
+    residual.
     """
     saved_size = slots[0]["worker"].numel()
     if any(slot["worker"].numel() != saved_size for slot in slots):

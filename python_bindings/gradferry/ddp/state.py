@@ -1,4 +1,4 @@
-"""The state of a communication hook: what a user holds, prints, asks and saves."""
+"""`HookState`: a user's handle to a hook, for options, counters and checkpoints."""
 
 from __future__ import annotations
 
@@ -27,39 +27,40 @@ class HookState:
 
     Args:
         codec: a codec string such as ``"q4"``, ``"off"`` for the backend's own all-reduce, or
-            ``"auto"``: dense steps while the training and the link are measured, then the most
-            precise codec, ``"off"`` included, within 2 % of the fastest predicted step; looked at
-            again every thousand steps and more. Codecs below 3 bits are chosen in momentum mode
-            only. ``stats()["choice"]`` says what was chosen and why. For models on the CPU.
+            ``"auto"``. ``"auto"`` measures training and link during dense steps, then takes the
+            most precise codec, or ``"off"``, within 2 % of the fastest predicted step, and checks
+            again after 1000 steps, then less often after every change. It chooses codecs below 3
+            bits in momentum mode only. ``stats()["choice"]`` explains the choice. For models on
+            the CPU.
         ddp: the model. Without it, call `bind` before the first backward pass.
         rules: dicts with ``codec`` and any of ``name`` (a shell-style pattern of the whole name,
             such as ``"*embedding*"``), ``min_dims``, ``max_dims``, ``min_size``, ``max_size``
-            (elements); the first that matches a parameter gives its codec, and there is a warning
-            of one that matches none. Others get ``exact`` when they have at most one dimension or
-            fewer than 1024 elements, else ``codec``. float64 and complex parameters are always
-            ``exact``.
+            (elements). The first rule that matches a parameter gives its codec; a rule that matches
+            no parameter causes a warning. Other parameters get ``exact`` if they have at most one
+            dimension or fewer than 1024 elements, else ``codec``. float64 and complex parameters
+            are always ``exact``.
         error_feedback: which residuals are kept: ``"none"``, ``"owner"``, ``"worker"``,
-            ``"both"``, or ``"auto"``: both below 8 bits per element and in momentum mode, owner
-            from there on. With both, what was applied plus what is withheld is what the gradients
-            add up to; without the worker residual, 4 bytes per element, what a rank's own rounding
-            takes off is gone.
-        momentum: between 0 and 1. Gradients arrive as their momentum m = momentum * m +
-            (1 - momentum) * gradient, which the worker residual carries beside what was withheld
-            (less of it behind ``topk``, whose elements wait for their turn anyway):
-            for `gradferry.optim.OneBitAdam`, or for SGD without momentum of its own and with the
-            learning rate times 1 / (1 - momentum). Takes one synced backward pass per optimizer
-            step, no sparse gradients and no ``find_unused_parameters``.
-        warmup_steps: first steps in which every gradient travels as ``exact`` and arrives without
-            momentum.
+            ``"both"``, or ``"auto"``: both below 8 bits per element and in momentum mode, else the
+            owner residual. With both, what was applied plus what is withheld equals the sum of the
+            gradients. Without the worker residual, which takes 4 bytes per element, the rounding
+            error of a rank's own encoding is lost.
+        momentum: between 0 and 1. Instead of gradients, the hook delivers their momentum
+            m = momentum * m + (1 - momentum) * gradient, which the worker residual stores together
+            with what was withheld. ``topk`` uses a smaller momentum, because its elements already
+            wait before they are sent. Use it with `gradferry.optim.OneBitAdam`, or with SGD without
+            momentum and with the learning rate times 1 / (1 - momentum). Needs one synced backward
+            pass per optimizer step; refuses sparse gradients and ``find_unused_parameters``.
+        warmup_steps: number of first steps in which every gradient is sent as ``exact`` and
+            arrives without momentum.
         grad_scaler: the `torch.amp.GradScaler` that scales the loss. Residuals follow its scale,
             exactly where that changes by powers of two.
-        nonfinite: ``"propagate"`` hands NaN and infinity on to every rank; ``"raise"`` raises
-            `StateError` on every rank, after which this hook, like after any error, is finished.
-        exact_skip: whether a step whose result holds a NaN or infinity, which a GradScaler
-            skips, leaves the residuals as it found them. Without it such a step moves them by what
-            arrived less what was given, wherever that is finite. Costs a copy of the residuals.
-            With ``grad_scaler`` a step is all synced backward passes since ``scaler.update()``;
-            without, each such pass is a step of its own.
+        nonfinite: ``"propagate"`` delivers NaN and infinity to every rank; ``"raise"`` raises
+            `StateError` on every rank, after which the hook is finished, as after any error.
+        exact_skip: if true, a step whose result holds a NaN or infinity, which a GradScaler skips,
+            leaves the residuals unchanged. If false, such a step changes them by the difference
+            between what it was given and what it delivered, wherever that is finite. Costs a copy
+            of the residuals. With ``grad_scaler``, a step is all synced backward passes since
+            ``scaler.update()``; without, every synced backward pass is a step.
         check_every: number of steps after which all ranks compare hashes of their parameters, and
             raise `DivergedError` if those differ; 0 for never. Reads the model once and sends 8
             bytes per parameter. Not for uneven inputs under ``join()``: there a rank without
@@ -69,7 +70,8 @@ class HookState:
     Raises:
         ConfigError: an argument or the model cannot be used.
         RankMismatchError: ranks differ in configuration or model.
-        PeerError: a rank failed to set up its connections or memory.
+        PeerError: a rank did not come, or failed to set up its connections or memory.
+        StateError: the process group was destroyed.
     """
 
     def __init__(
@@ -95,14 +97,14 @@ class HookState:
 
     @classmethod
     def _attached(cls, ddp: DistributedDataParallel, options: Options) -> HookState:
-        """For `gradferry.attach`: bound, and the native hook is registered."""
+        """For `gradferry.attach`: binds a new state and registers the native hook."""
         state = cls.__new__(cls)
         state._ask(options)
         state._bind(ddp, native=True)
         return state
 
     def _ask(self, options: Options) -> None:
-        # Nothing is checked here: with a model, a wrong option must first be told to all ranks.
+        # Nothing is checked here: with a model, all ranks must learn of a wrong option.
         self._options = options
         self._binding: Binding | None = None
 
@@ -141,15 +143,16 @@ class HookState:
 
     @property
     def config(self) -> Config:
-        """The options, checked, as all ranks agreed on them; with ``"auto"`` of the present codec.
+        """The options as all ranks agreed on them; with ``"auto"``, for the current codec.
 
-        Raises StateError, like all that follow, when the state is not bound.
+        Raises:
+            StateError: the state is not bound. The properties below raise it as well.
         """
         return self._bound().running.config
 
     @property
     def parameters(self) -> tuple[ParameterLayout, ...]:
-        """What the model reduces, in its order, each with its codec and residuals."""
+        """The parameters that DDP reduces, in the model's order, with codecs and residuals."""
         return self._bound().running.parameters
 
     @property
@@ -164,41 +167,41 @@ class HookState:
 
     @property
     def passes_through(self) -> bool:
-        """Whether every bucket takes the backend's own all-reduce at present."""
+        """Whether every bucket currently takes the backend's own all-reduce."""
         return self._bound().running.engine is None
 
     def stats(self) -> dict[str, Any]:
-        """Counters since the hook was attached, of this rank.
+        """Counters of this rank since the hook was attached.
 
         Returns:
-            A dict. Milliseconds are sums over steps, taken where the work is done: nothing waits
-            for them. Zeros for a hook that passes everything through:
+            A dict. Times are floats in milliseconds, summed over steps; each thread times its own
+            work, so nothing waits for them. A hook that passes everything through has zeros:
 
             - ``steps``: the current step, counted from 0.
-            - ``buckets``, ``chunks``: sent so far.
+            - ``buckets``, ``chunks``: number sent so far.
             - ``gradient_bytes``: uncompressed size of all buckets so far.
             - ``wire_bytes``: bytes sent to other ranks so far, headers and padding included.
-            - ``ratio``: bytes that an uncompressed ring all-reduce would have sent, over
+            - ``ratio``: bytes that an uncompressed ring all-reduce would have sent, divided by
               ``wire_bytes``; 0.0 before the first bucket.
             - ``residual_bytes``, ``workspace_bytes``: memory held.
             - ``workspace_allocations``: how often workspace was allocated or a plan was made.
-            - ``in_flight``: buckets under way.
+            - ``in_flight``: buckets that are not complete yet.
             - ``host_waits``: how often the host waited for a device that was a step behind.
             - ``fallbacks``: buckets that took the backend's own all-reduce.
-            - ``encode_ms``: on the thread that DDP calls from.
-            - ``network_ms``: waiting for messages, and checking them, on the finishing thread.
-            - ``reduce_ms``, ``decode_ms``: on the finishing thread.
-            - ``exposed_ms``: what DDP's thread was held up: inside the hook, and after its last
-              bucket until all were complete. On a device these times are the host's: of handing
-              work to streams.
+            - ``encode_ms``: encoding, on the thread on which DDP calls the hook.
+            - ``network_ms``: waiting for messages and checking them, on the finishing thread.
+            - ``reduce_ms``, ``decode_ms``: reducing and decoding, on the finishing thread.
+            - ``exposed_ms``: delay of DDP's thread: time inside the hook, and after its last bucket
+              until all were complete. On a device, all these times are those of the host while it
+              enqueues work.
             - ``worker_residual_ratio``, ``owner_residual_ratio``: norm of the residual over norm of
               the gradient it was withheld from (this rank's; the average), in the last step, on a
               sample of about 64 tiles; 0.0 without such a residual, and on a device.
             - ``choice``: a dict of ``codec`` (in use) and ``reason``; with ``"auto"`` also of
-              ``step`` (since when), ``next_check`` (the step at which it is looked at again) and
-              ``predicted_ms`` (of a step, by codec, when it was last looked at).
+              ``step`` (when it came into use), ``next_check`` (the step of the next check) and
+              ``predicted_ms`` (of a step, by codec, from the last check).
             - ``step_buckets``: for each bucket of the last finished step, the indices of its
-              parameters (in the order of the model's reduced parameters).
+              parameters (in the order of `parameters`).
 
         Raises:
             StateError: the state is not bound.
@@ -215,14 +218,14 @@ class HookState:
     def on_step(self, callback: Callable[[dict[str, Any]], None]) -> RemovableHandle:
         """Calls `callback` after every optimizer step that followed new gradients.
 
-        On the thread that steps the optimizer (any of `torch.optim`), and for as long as this
-        state exists. What the callback raises is raised there.
+        The callback runs on the thread that steps the optimizer (any of `torch.optim`), for as long
+        as this state exists. Its exceptions are raised there.
 
         Args:
-            callback: gets a dict of the numbers of that step alone, on this rank, with the keys of
-                `stats` that are about steps: ``step`` (counted from 0), ``buckets``, ``chunks``,
-                ``gradient_bytes``, ``wire_bytes``, ``ratio``, ``fallbacks``, ``encode_ms``,
-                ``network_ms``, ``reduce_ms``, ``decode_ms``, ``exposed_ms``,
+            callback: gets a dict with the numbers of that step alone, on this rank, with the
+                meaning that they have in `stats`: ``step`` (counted from 0), ``buckets``,
+                ``chunks``, ``gradient_bytes``, ``wire_bytes``, ``ratio``, ``fallbacks``,
+                ``encode_ms``, ``network_ms``, ``reduce_ms``, ``decode_ms``, ``exposed_ms``,
                 ``worker_residual_ratio`` and ``owner_residual_ratio``.
 
         Returns:
@@ -237,10 +240,10 @@ class HookState:
         """The last 256 buckets, oldest first; an error that finishes the hook ends with the last 8.
 
         Returns:
-            Dicts with ``step``, ``bucket``, ``chunks``, ``gradient_bytes``; the instants
-            ``begin_ms`` (DDP handed it in), ``encoded_ms`` (DDP's thread went on) and
-            ``complete_ms`` (0.0: never) on the clock of ``time.monotonic()``; and ``encode_ms``,
-            ``network_ms``, ``reduce_ms``, ``decode_ms``.
+            Dicts with ``step``, ``bucket``, ``chunks``, ``gradient_bytes``; the times ``begin_ms``
+            (DDP passed it to the hook), ``encoded_ms`` (DDP's thread continued) and ``complete_ms``
+            (0.0: never) on the clock of ``time.monotonic()``; and the durations ``encode_ms``,
+            ``network_ms``, ``reduce_ms``, ``decode_ms``. All times are in milliseconds.
 
         Raises:
             StateError: the state is not bound.
@@ -249,15 +252,16 @@ class HookState:
         return [] if engine is None else engine.events()
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank must save to go on exactly where it stopped. Not collective.
+        """The state that this rank must save to continue exactly where it stopped. Not collective.
 
-        Save it with the model and the optimizer, of every rank: by ``torch.save`` to a file per
+        Save it on every rank, with the model and the optimizer: by ``torch.save`` to a file per
         rank, by `gradferry.checkpoint.save`, or by torch.distributed.checkpoint, for which a
         HookState is a ``Stateful``.
 
         Returns:
             A dict of numbers and strings, equal on all ranks, and ``slot_<rank>``: a dict of this
-            rank's residuals (fp32) and the tiles it owns (int64), tensors of one dimension.
+            rank's residuals (fp32) and the ids of the tiles it owns (int64), one-dimensional
+            tensors on the CPU.
 
         Raises:
             StateError: the state is not bound, failed, or is in the middle of a step.
@@ -265,59 +269,60 @@ class HookState:
         return save(self._bound())
 
     def load_state_dict(self, state_dict: Mapping[str, Any], on_resize: str = "strict") -> None:
-        """Restores what `state_dict` returned. Call it on every rank: with ``"auto"``, whose choice
-        it restores as well, it is collective.
+        """Restores what `state_dict` returned. Call it on every rank. With ``"auto"`` it also
+        restores the choice, and is collective.
 
-        At the world size it was saved with, a training goes on as if it had not stopped, to the
-        bit. Load the model and the optimizer of the same moment.
+        At the same world size, the training continues bit-identically. Load the model and the
+        optimizer that were saved at the same time.
 
         Args:
-            state_dict: what this rank saved, or the states of all ranks as
-                `gradferry.checkpoint.merge` makes them one.
+            state_dict: what this rank saved, or the states of all ranks, merged by
+                `gradferry.checkpoint.merge`.
             on_resize: what to do when another number of ranks saved it. ``"strict"`` refuses.
-                ``"mean"`` takes the states of all ranks and keeps what the averaged gradient still
-                misses: every rank gets the mean of the worker residuals, in one rounding, and
-                the owner residuals of the tiles it owns now (to and from a world of one, behind
-                ``topk`` in momentum mode, what gives as much momentum). ``"drop"`` begins without
+                ``"mean"`` needs the states of all ranks and keeps what the averaged gradient still
+                lacks: every rank gets the mean of the worker residuals, rounded once, and the owner
+                residuals of the tiles it owns now (with ``topk`` in momentum mode, to and from a
+                world of one, scaled to deliver the same momentum). ``"drop"`` begins without
                 residuals (and without momentum).
 
         Raises:
             ConfigError: another ``on_resize``.
-            StateError: the state is of another codec, model, seed, momentum or world size, misses a
-                slot or has one too many, is damaged or newer; or the hook is in the middle of a
-                step. Nothing was changed.
+            StateError: the state is of another codec, model, seed, momentum or world size, lacks a
+                slot or has one too many, is damaged or of another format; or the hook is in the
+                middle of a step. Nothing was changed.
         """
         load(self._bound(), state_dict, on_resize)
 
     def skip_step(self) -> None:
-        """Tells that the gradients of the last step will not be used. Not collective.
+        """Declares that the gradients of the last step will not be used. Not collective.
 
-        Call it, on every rank, when you leave out an optimizer step although its gradients are
-        finite; skips of a GradScaler are noticed without it. The residuals become what they were
-        before the step, to the bit. With ``grad_scaler`` that is before the first synced backward
-        pass since the last ``scaler.update()``; without, before the last synced backward pass.
+        Call it on every rank when you skip an optimizer step although its gradients are finite; the
+        hook detects skips by a GradScaler itself. It restores the residuals from before the step,
+        to the bit. With ``grad_scaler`` the step began with the first synced backward pass since
+        the last ``scaler.update()``; without, it is the last synced backward pass.
 
         Raises:
-            StateError: the hook has no ``exact_skip=True``, or is in the middle of a step; or,
-                without ``grad_scaler``, between the last two synced backward passes no optimizer
-                stepped, no parameter was written in place and no step was skipped, so that both may
-                belong to the step.
+            StateError: the hook has no ``exact_skip=True``, or is in the middle of a step. Without
+                ``grad_scaler`` also if the last two synced backward passes may belong to one step:
+                between them no optimizer stepped, no parameter was written in place and no step was
+                skipped.
         """
         engine = self._bound().running.engine
         if engine is not None:
             engine.skip_step()
 
     def scale_residuals(self, factor: float) -> None:
-        """Multiplies both residuals, and so the momentum that one of them carries. Not collective.
+        """Multiplies both residuals, and with them the momentum that they carry. Not collective.
 
-        Call it with the same factor on every rank, for example when a learning rate jumps: what
-        was withheld before will be applied at the new rate.
+        Call it with the same factor on every rank, for example when a learning rate jumps: what was
+        withheld before will be applied at the new rate.
 
         Args:
-            factor: 0 forgets what was withheld; powers of two are exact.
+            factor: finite; 0 drops what was withheld; powers of two are exact.
 
         Raises:
-            StateError: the hook is in the middle of a step.
+            ConfigError: the factor is not finite.
+            StateError: the state is not bound, failed, or is in the middle of a step.
         """
         if not math.isfinite(factor):
             raise ConfigError(f"factor={factor!r} must be finite")
@@ -344,7 +349,7 @@ class HookState:
 
 
 def bound_to(state: object) -> Binding:
-    """What a user's `state` is bound to.
+    """The binding of a user's `state`.
 
     Raises:
         ConfigError: it is no HookState.
@@ -360,7 +365,7 @@ def bound_to(state: object) -> Binding:
 
 
 def momentum_of(state: object) -> KeptMomentum:
-    """What the hook of a user's `state` keeps, for an optimizer that hands its momentum over.
+    """Access to the momentum in the hook of `state`, for an optimizer that hands over its own.
 
     Raises:
         ConfigError: it is no HookState.

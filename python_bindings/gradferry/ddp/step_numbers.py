@@ -1,4 +1,4 @@
-"""Numbers while training: what a step adds to the counters, handed to callbacks."""
+"""Counters of single steps, for the callbacks of `HookState.on_step`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ StepCallback = Callable[[dict[str, Any]], None]
 
 
 class Counting(Protocol):
-    """What counts: a `HookState`."""
+    """An object with counters: a `HookState`."""
 
     def stats(self) -> dict[str, Any]:
         """See `HookState.stats`."""
 
 
-# Of stats(), sums over steps: the number of one step is what they grow by in it.
+# Keys of stats() that are sums over steps; their increase is the number of one step.
 SUMS = (
     "buckets",
     "chunks",
@@ -32,7 +32,7 @@ SUMS = (
     "decode_ms",
     "exposed_ms",
 )
-# As they are now, or of the last step.
+# Keys of stats() that refer to the last step.
 _RATIOS = ("worker_residual_ratio", "owner_residual_ratio")
 _COUNTERS = (
     "steps",
@@ -49,22 +49,22 @@ _COUNTERS = (
 
 
 def zeros() -> dict[str, Any]:
-    """What an engine that never did anything would count."""
+    """The counters of an engine that has done nothing."""
     times = dict.fromkeys((key for key in (*SUMS, *_RATIOS) if key not in _COUNTERS), 0.0)
     return {**dict.fromkeys(_COUNTERS, 0), **times, "step_buckets": []}
 
 
 def ratio(counts: Mapping[str, Any], world_size: int) -> float:
-    """Bytes of an uncompressed ring all-reduce over those sent; 0.0 when none were."""
+    """Bytes of an uncompressed ring all-reduce, divided by those sent; 0.0 if none were sent."""
     ring = 2 * (world_size - 1) / world_size * float(counts["gradient_bytes"])
     return ring / counts["wire_bytes"] if counts["wire_bytes"] else 0.0
 
 
 def call_after_steps(state: Counting, callback: StepCallback, world_size: int) -> RemovableHandle:
     """See `HookState.on_step`."""
-    weak_state = weakref.ref(state)  # what is registered with torch lives as long as the process
+    weak_state = weakref.ref(state)  # torch's registry must not keep the state alive
     before = state.stats()
-    passed_steps = 0  # of a hook without an engine, which counts no steps
+    passed_steps = 0  # counts steps if the hook has no engine, which would do so
 
     def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         nonlocal before, passed_steps
@@ -73,7 +73,7 @@ def call_after_steps(state: Counting, callback: StepCallback, world_size: int) -
             return
         now = state.stats()
         step = {key: now[key] - before[key] for key in SUMS}
-        # Another model's optimizer, or gradients that are still on their way.
+        # The optimizer of another model, or buckets that are not complete.
         if step["buckets"] + step["fallbacks"] == 0 or now["in_flight"]:
             return
         before = now
@@ -83,6 +83,6 @@ def call_after_steps(state: Counting, callback: StepCallback, world_size: int) -
         callback({"step": number, **step, "ratio": ratio(step, world_size), **ratios})
 
     handle = register_optimizer_step_post_hook(after_step)
-    # Not by after_step itself: torch is then going through the hooks.
+    # Not in after_step itself, while torch iterates over its registry.
     weakref.finalize(state, handle.remove).atexit = False
     return handle

@@ -1,6 +1,6 @@
-"""What a training step would take with each codec: costs, measured or assumed, put together.
+"""Predicts the time of a training step under each hook, from measured or assumed costs.
 
-`simulate` plays a step through the engine, `predict` does so for every hook, `verdict` says which
-to use. Costs come from measurements of this machine and network (`doctor`, `codec="auto"`) or from
-assumptions about another one (`plan`).
+`simulate` simulates a step, `predict` does so for every hook, `verdict` says which hook to use.
+Costs come from measurements of this machine and network (`doctor`, `codec="auto"`) or from
+assumptions about others (`plan`).
 """

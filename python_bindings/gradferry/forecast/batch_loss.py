@@ -44,7 +44,7 @@ def batch_loss(name: str, model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def misfit(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> str | None:
-    """Why the function cannot be called so; None when it can, or does not say."""
+    """Why the function cannot be called with these arguments; None if it can, or is unknown."""
     try:
         inspect.signature(function).bind(*arguments, **keywords)
     except TypeError as error:

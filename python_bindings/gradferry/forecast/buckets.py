@@ -1,4 +1,4 @@
-"""What travels in a step: DDP's buckets, and the chunks that a codec makes of them."""
+"""DDP's buckets, and the chunks of a codec with their costs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gradferry.forecast.chunks import (
 from gradferry.forecast.costs import CodecCosts, Parameter, ParameterCodec
 from gradferry.forecast.simulate import ChunkCost
 
-# As DDP has it unless bucket_cap_mb is given.
+# DDP's default for bucket_cap_mb.
 DEFAULT_CAP_MB = 25.0
 
 
@@ -34,7 +34,7 @@ def ddp_buckets(
     tensors = [_meta(parameters[index]) for index in order]
     limit = int((cap_mb or DEFAULT_CAP_MB) * 2**20)
     first = _distributed_c10d._DEFAULT_FIRST_BUCKET_BYTES if cap_mb is None else limit
-    # With the order given, its answer indexes the tensors.
+    # With a given order, the result holds indices into `tensors`.
     assigned, _ = _distributed_c10d._compute_bucket_assignment_by_size(
         tensors, [first, limit], [False] * len(tensors), list(range(len(tensors)))
     )
@@ -46,7 +46,7 @@ def _meta(parameter: Parameter) -> torch.Tensor:
 
 
 def parameter_codecs(config: Config, parameters: Sequence[Parameter]) -> list[ParameterCodec]:
-    """The outcome of the configuration's rules, parameter by parameter."""
+    """The codec and residuals of each parameter."""
     chosen = []
     for parameter in parameters:
         codec = config.codec_of(parameter.name, len(parameter.shape), parameter.num_elements)
@@ -80,11 +80,11 @@ class CodecTraffic:
         cut: Sequence[Sequence[Chunk]],
         costs: Mapping[ParameterCodec, CodecCosts],
     ) -> list[list[ChunkCost]]:
-        """What every chunk costs the rank that has most to do in it."""
+        """The costs of every chunk, for the rank with most work in it."""
         return [[self._cost(chunk, costs) for chunk in bucket] for bucket in cut]
 
     def sent_bytes(self, cut: Sequence[Sequence[Chunk]]) -> int:
-        """Bytes that the rank which sends most sends in a step."""
+        """Bytes per step of the rank that sends most."""
         return max(sent_bytes(cut, self._world_size))
 
     def _cost(self, chunk: Chunk, costs: Mapping[ParameterCodec, CodecCosts]) -> ChunkCost:

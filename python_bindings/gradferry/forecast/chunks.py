@@ -1,7 +1,7 @@
 """Bytes that a rank sends in one step, without sending them: owners, chunks and padding.
 
-The predictor's side of docs/wire_format.md, with the engine's numbers. The tests hold it against
-the bytes that engines have counted, and against a formula of their own.
+It follows docs/wire_format.md with the constants of the engine. The tests compare it with the bytes
+that engines count, and with an independent formula.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PayloadBytes = Callable[[int, int], tuple[int, int]]
 
 
 def payload_sizes(parameters: Sequence[tuple[str, torch.dtype]]) -> PayloadBytes:
-    """By the codec tables; `parameters`: codec and dtype of each."""
+    """Payload sizes from the codec tables; `parameters`: codec and dtype of each."""
 
     @cache
     def sizes(codec: str, dtype: torch.dtype, num_elements: int) -> tuple[int, int]:
@@ -41,12 +41,12 @@ class Tile(NamedTuple):
     parameter: int
     num_elements: int
     owner: int  # rank that reduces it
-    worker_bytes: int  # payload of every rank on its way to the owner
-    owner_bytes: int  # payload on its way back to every rank
+    worker_bytes: int  # payload from every rank to the owner
+    owner_bytes: int  # payload from the owner to every rank
 
 
 class Chunk:
-    """Consecutive tiles that travel in one all-to-all and one all-gather."""
+    """Consecutive tiles that are sent in one all-to-all and one all-gather."""
 
     def __init__(self, world_size: int) -> None:
         self.tiles: list[Tile] = []
@@ -54,7 +54,7 @@ class Chunk:
         self._owner_bytes = [0] * world_size
 
     def has_room(self, tile: Tile, chunk_bytes: int) -> bool:
-        """Whether a tile still fits: a first one always does."""
+        """Whether a tile still fits; the first tile always does."""
         worker = self._worker_bytes[tile.owner] + tile.worker_bytes
         owner = self._owner_bytes[tile.owner] + tile.owner_bytes
         return not self.tiles or max(worker, owner) <= chunk_bytes
@@ -88,8 +88,8 @@ def wire_bytes_per_step(
 
     num_elements: elements of every parameter, in the order of `named_parameters()`.
     buckets: per bucket of the step, the indices of its parameters in bucket order.
-    chunk_bytes: the most payload bytes that one owner gets, or sends, in one chunk.
-    find_unused_parameters: DDP's, for gradients on the CPU.
+    chunk_bytes: the most payload bytes that one owner receives, or sends, in one chunk.
+    find_unused_parameters: that of DDP, for gradients on the CPU.
     """
     if world_size == 1:
         return [0]
@@ -104,12 +104,12 @@ def wire_bytes_per_step(
 
 
 def used_map_bytes(num_parameters: int) -> int:
-    """Bytes in which a commit tells which parameters of its bucket a rank used."""
+    """Bytes of a commit's map of the parameters that a rank used."""
     return -(-num_parameters // 8) * 8
 
 
 def sent_bytes(buckets: Sequence[Sequence[Chunk]], world_size: int) -> list[int]:
-    """As `wire_bytes_per_step`, of chunks: those of every bucket."""
+    """As `wire_bytes_per_step`, for the chunks of every bucket."""
     sent = [0] * world_size
     for chunks in buckets:
         if not chunks:

@@ -1,4 +1,4 @@
-"""What a step is made of, in seconds and bytes: the inputs of a prediction."""
+"""The costs of the parts of a step, in seconds and bytes: the inputs of a prediction."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from gradferry.core.codec_spec import CodecSpec
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds by bytes, from a few points: straight lines between them.
+    """Seconds as a function of bytes, interpolated linearly between a few points.
 
-    Below the first point its own time, beyond the last one the slope of the last two.
+    Below the first point, the time of that point; above the last, the slope of the last two.
     """
 
     points: tuple[tuple[float, float], ...]  # (bytes, seconds), bytes rising
 
     def at(self, num_bytes: float) -> float:
-        """Seconds for so many bytes."""
+        """Seconds for this number of bytes."""
         points = self.points
         if len(points) == 1 or num_bytes <= points[0][0]:
             return points[0][1]
@@ -32,15 +32,15 @@ class Curve:
 
 @dataclass(frozen=True)
 class CollectiveCosts:
-    """One kind of collective.
+    """The costs of one kind of collective.
 
     Attributes:
-        latency_s: of the smallest one, alone.
-        occupied: how long the link is taken, one after another, by the bytes that a rank sends
-            (of an all-reduce: by the bytes of its tensor).
-        cpu_s_per_byte: processor time that a rank's threads spend on moving a byte.
-        beside_backward: share of its speed that the link keeps while gradients are computed: moving
-            bytes takes threads, and they may find no processor.
+        latency_s: seconds of the smallest one, alone.
+        occupied: seconds that one of many collectives occupies the link, by the bytes that a rank
+            sends (for an all-reduce: the bytes of its tensor).
+        cpu_s_per_byte: processor seconds that a rank's threads take per byte.
+        beside_backward: fraction of its speed that the link keeps while gradients are computed,
+            when the threads that send and receive compete for processors.
     """
 
     latency_s: float
@@ -51,7 +51,7 @@ class CollectiveCosts:
 
 @dataclass(frozen=True)
 class LinkCosts:
-    """A rank's way to the others. `all_reduce` by dtype of the tensor."""
+    """The collectives of a rank; `all_reduce` by dtype of the tensor."""
 
     scatter: CollectiveCosts
     gather: CollectiveCosts
@@ -60,7 +60,7 @@ class LinkCosts:
 
 @dataclass(frozen=True)
 class CodecCosts:
-    """Seconds on one thread. reduce: per element that a rank owns; check: per byte that arrives."""
+    """Seconds on one thread. reduce: per element that a rank owns; check: per byte received."""
 
     encode_per_element: float
     reduce_per_element: float
@@ -70,7 +70,7 @@ class CodecCosts:
 
 @dataclass(frozen=True)
 class CastCosts:
-    """Of a backend hook, per element: before the all-reduce on DDP's thread, and after it."""
+    """Seconds of a backend hook per element, before the all-reduce (on DDP's thread) and after."""
 
     before_per_element: float
     after_per_element: float
@@ -91,7 +91,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class ParameterCodec:
-    """What a configuration does with a parameter: codec, (worker, owner) residual, momentum."""
+    """Codec, (worker, owner) residual and momentum of a parameter under a configuration."""
 
     codec: CodecSpec
     residuals: tuple[bool, bool]
@@ -103,13 +103,13 @@ class StepProfile:
     """A training step without communication, on one rank.
 
     Attributes:
-        total_s: the whole step.
-        backward_end_s: from its begin to the end of the backward pass.
-        ready_s: from its begin until the gradient of each parameter was there.
-        spare_cores: processors that a rank has beside the one that runs the backward pass. Below 1,
-            what other threads compute meanwhile holds that up.
-        waiting_s: how much later the backward pass ends because ranks wait for each other; found by
-            measuring one hook.
+        total_s: seconds of the whole step.
+        backward_end_s: seconds from its begin to the end of the backward pass.
+        ready_s: for each parameter, seconds from the begin until its gradient was ready.
+        spare_cores: processors of a rank besides the one that runs the backward pass. Below 1, the
+            work of other threads delays the backward pass.
+        waiting_s: seconds by which the backward pass ends later because ranks wait for each other;
+            derived from the measurement of one hook.
     """
 
     total_s: float
@@ -121,7 +121,7 @@ class StepProfile:
 
 @dataclass(frozen=True)
 class Costs:
-    """Everything that was measured, or assumed, beside the step itself."""
+    """All costs except those of the step itself, measured or assumed."""
 
     world_size: int
     link: LinkCosts

@@ -1,4 +1,4 @@
-"""What is found out on the ranks of a model: costs, a prediction for every hook, a verdict."""
+"""Measures a model on its ranks: costs, a prediction for every hook, a verdict."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from gradferry.forecast.measure_step import Attach, measure_steps
 from gradferry.forecast.predict import Prediction, Predictor
 from gradferry.forecast.verdict import advise
 
-# Measured to see how much ranks wait for each other. It sends little, so that is what shows.
+# Measured to find how long ranks wait for each other. It sends little, so waiting dominates.
 _MEASURED_CODEC = "q4"
 
 
 @dataclass(frozen=True)
 class Examination:
-    """What is asked. Hooks are known to be good: of TORCH_DTYPES, and codecs."""
+    """The options. Hooks are already checked: names of TORCH_DTYPES, and codecs."""
 
     hooks: tuple[str, ...]
     bucket_caps_mb: tuple[float | None, ...]
-    turns: int  # of training steps
-    seconds: float  # about, per size of a collective
+    turns: int  # rounds of training steps
+    seconds: float  # approximate time per size of a collective
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was found, the same on all ranks."""
+    """The results, the same on all ranks."""
 
     world_size: int
     parameters: tuple[Parameter, ...]
@@ -45,7 +45,7 @@ class Diagnosis:
 
 
 def default_hooks() -> tuple[str, ...]:
-    """PyTorch's that can be predicted, and every codec."""
+    """PyTorch's hooks that can be predicted, and every codec."""
     return (*TORCH_DTYPES, *(str(codec["name"]) for codec in _native.codecs()))
 
 
@@ -101,7 +101,7 @@ def examine(
 
 
 def require_hooks(hooks: Sequence[str]) -> tuple[str, ...]:
-    """The hooks, with PyTorch's and the codec that every verdict compares with."""
+    """The hooks, plus `torch:fp32` and, if there is no codec, `q4`, for the verdict to compare."""
     wanted = dict.fromkeys(("torch:fp32", *hooks))
     if all(hook in BACKEND_HOOKS for hook in wanted):
         wanted["q4"] = None

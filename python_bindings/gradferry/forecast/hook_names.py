@@ -1,7 +1,7 @@
-"""Hooks by name, wherever hooks are listed: PyTorch's as `torch:...`, and every gradferry codec.
+"""Names of hooks for the commands: PyTorch's as `torch:...`, and every gradferry codec.
 
-Options of `gradferry.attach` may follow a codec: `sign1+momentum=0.9+warmup_steps=100`. `none`
-communicates nothing, for timing alone: ranks then train apart.
+Options of `gradferry.attach` may follow a codec: `sign1+momentum=0.9+warmup_steps=100`. `none` does
+not communicate, so that ranks diverge; it is for timing only.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def check_hook(name: str) -> None:
 
 
 def hook_config(name: str) -> Config:
-    """What a gradferry hook of this name is attached with. Raises ConfigError."""
+    """The configuration of the gradferry hook with this name. Raises ConfigError."""
     codec, options = split_options(name)
     return make_config(Options(codec, **options))
 
@@ -81,7 +81,7 @@ def split_options(name: str) -> tuple[str, dict[str, Any]]:
 
 
 def powersgd_rank(name: str) -> int:
-    """Of `torch:powersgd:RANK`. Raises ConfigError when that is no rank."""
+    """The RANK of `torch:powersgd:RANK`. Raises ConfigError when it is not a number from 1."""
     text = name.partition(":powersgd:")[2]
     if not text.isdecimal() or int(text) == 0:
         raise ConfigError(f"hook {name!r}: rank {text!r} must be a whole number from 1, as in 4")

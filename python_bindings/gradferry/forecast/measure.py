@@ -1,4 +1,4 @@
-"""Everything a prediction needs beside the step itself, measured on all ranks of a group."""
+"""Measures all costs of a prediction except the step itself, on all ranks of a group."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def measure_costs(
     seconds: float,
     emit: Progress = lambda text: None,
 ) -> Costs:
-    """Collective; the same on all ranks: those of the slowest.
+    """Measures costs. Collective; the result is that of the slowest rank, the same on all.
 
     backend_hooks: of BACKEND_HOOKS.
-    configs: of the codecs to be predicted.
-    seconds: about how long each size of a collective may take.
+    configs: of the codecs to predict.
+    seconds: approximate time for each size of a collective.
     """
     dtype = _most_common(parameters)
     largest = sum(parameter.num_elements for parameter in parameters)

@@ -1,4 +1,4 @@
-"""Speed of codecs, and of what backend hooks compute, on one thread of this machine."""
+"""Measures codecs, and the casts of backend hooks, on one thread of this machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gradferry.core.codec_spec import OFF
 from gradferry.forecast.costs import CastCosts, CodecCosts, ParameterCodec
 
 _ROUNDS = 5
-NUM_ELEMENTS = 1 << 21  # 8 MB of fp32: more than fits the caches next to a processor
+NUM_ELEMENTS = 1 << 21  # 8 MB of fp32: more than the private caches of a core
 
 
 def measure_codec(
@@ -22,7 +22,7 @@ def measure_codec(
     world_size: int,
     num_elements: int = NUM_ELEMENTS,
 ) -> CodecCosts:
-    """As the engine runs it for gradients of this dtype."""
+    """Measures a codec as the engine uses it for gradients of this dtype."""
     least = world_size * _native.TILE_ELEMENTS
     cost = _native.codec_cost(
         str(codec.codec),
@@ -40,7 +40,7 @@ def measure_codec(
 def measure_casts(
     hooks: Iterable[str], world_size: int, num_elements: int = NUM_ELEMENTS
 ) -> dict[str, CastCosts]:
-    """What `torch:fp32` (as `off`), `torch:fp16` and `torch:bf16` do beside their all-reduce."""
+    """Measures what backend hooks compute before and after their all-reduce."""
     return {hook: _measure_cast(hook, world_size, num_elements) for hook in hooks}
 
 
@@ -57,7 +57,7 @@ def _measure_cast(hook: str, world_size: int, num_elements: int) -> CastCosts:
 
 
 def _timed(work: Callable[[], object]) -> float:
-    work()  # memory is touched for the first time
+    work()  # the first run touches new memory
     times = []
     for _ in range(_ROUNDS):
         begin = time.perf_counter()

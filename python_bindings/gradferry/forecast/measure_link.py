@@ -1,4 +1,4 @@
-"""What the link takes for the collectives in use, by size, with both directions busy as in use."""
+"""Measures the collectives that hooks use on the link, by size, with both directions busy."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from gradferry.forecast.costs import CollectiveCosts, Curve, LinkCosts
 # Payload bytes to each rank: from the last chunk of a bucket to a full one.
 _EXCHANGE_BYTES = (4 << 10, 64 << 10, CHUNK_BYTES)
 _REDUCE_BYTES = (64 << 10, 1 << 20, 4 << 20)  # of the tensor
-_IN_FLIGHT = _native.GATHERS_IN_FLIGHT  # gloo's threads have as many all-reduces
-_BATCH = 6  # collectives between two looks at the clock
+_IN_FLIGHT = _native.GATHERS_IN_FLIGHT  # gloo also runs as many all-reduces at once
+_BATCH = 6  # collectives between two readings of the clock
 _MOST_BATCHES = 9
 _LATENCY_ROUNDS = 15
-_BESIDE = 8  # collectives that travel while this thread computes
+_BESIDE = 8  # collectives in flight while this thread computes
 _BESIDE_ROUNDS = 3
-_MATRIX = 192  # whose product takes well under a millisecond
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # tells machines apart
+_MATRIX = 192  # size of a matrix whose product takes well under a millisecond
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # differs between machines
 
 Progress = Callable[[str], None]
-Post = Callable[[int], Sequence[dist.Work]]  # of the buffers with that number
+Post = Callable[[int], Sequence[dist.Work]]  # posts collectives on the buffers with that number
 
 
 class LinkProbe:
-    """Lanes between the ranks of a group, as an engine has them. Collective."""
+    """Measures on lanes between the ranks of a group, like those of an engine. Collective."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         nonces = gather_records({"nonce": uuid.uuid4().hex}, group, CPU)
         lanes = make_lanes(group, str(nonces[0]["nonce"]), ("probe", "second_probe"))
-        # Any: torch's stubs leave out what backends can do.
+        # Any, because torch's stubs lack methods of backends.
         self._scatter: Any
         self._gather: Any
         self._scatter, self._gather = lanes
@@ -52,10 +52,10 @@ class LinkProbe:
     def measure(
         self, dtypes: Sequence[torch.dtype], seconds: float, emit: Progress = lambda text: None
     ) -> LinkCosts:
-        """Collective; the same on all ranks.
+        """Measures all costs. Collective; the result is the same on all ranks.
 
-        dtypes: whose all-reduce is wanted.
-        seconds: about how long each size may take; slow links take their time all the same.
+        dtypes: for which all-reduces are measured.
+        seconds: approximate time for each size; slow links take longer.
         """
         emit("latency")
         scatter_s, gather_s = self._latency(self._post_scatter), self._latency(self._post_gather)
@@ -127,27 +127,27 @@ class LinkProbe:
             begin = time.perf_counter()
             post(pair).wait()
             times.append(time.perf_counter() - begin)
-        # A quarter of them were undisturbed, however busy the machine is.
+        # The first quartile, because even on a busy machine a quarter is undisturbed.
         return self._slowest(sorted(times)[len(times) // 4])
 
     def _beside(self, post: Callable[[int], dist.Work], alone_s: float) -> float:
-        """Share of its speed that the link keeps while the threads that post are computing."""
+        """Fraction of its speed that the link keeps while the posting threads compute."""
         matrix = torch.ones(_MATRIX, _MATRIX, dtype=torch.float32, device="cpu")
         shares = []
         for _ in range(_BESIDE_ROUNDS):
-            self._slowest(0.0)  # all ranks begin together
+            self._slowest(0.0)  # a barrier
             works = [post(slot) for slot in range(_BESIDE)]
             end = time.perf_counter() + _BESIDE * alone_s
             while time.perf_counter() < end:
                 matrix @ matrix
             done = sum(work.is_completed() for work in works)
-            shares.append((done + 0.5) / (_BESIDE + 0.5))  # one is under way
+            shares.append((done + 0.5) / (_BESIDE + 0.5))  # 0.5: one is partly done
             for work in works:
                 work.wait()
         return -self._slowest(-median(shares))
 
     def _batches(self, post: Post, seconds: float, latency_s: float) -> _Timed:
-        """Of one collective among many: the time until the next, and processor time."""
+        """The time from one collective to the next among many, and its processor time."""
         first = self._slowest(self._batch(post).seconds)
         count = max(2, min(_MOST_BATCHES, round(seconds / first)))
         batches = [self._batch(post) for _ in range(count)]
@@ -156,7 +156,7 @@ class LinkProbe:
         return _Timed(max(whole - latency_s, 0.5 * whole) / _BATCH, cpu / _BATCH)
 
     def _batch(self, post: Post) -> _Timed:
-        self._slowest(0.0)  # all ranks begin together
+        self._slowest(0.0)  # a barrier
         begin, cpu = time.perf_counter(), time.process_time()
         in_flight: deque[Sequence[dist.Work]] = deque()
         for number in range(_BATCH):
@@ -170,7 +170,7 @@ class LinkProbe:
         return _Timed(time.perf_counter() - begin, time.process_time() - cpu)
 
     def _slowest(self, value: float) -> float:
-        """The largest of all ranks' values."""
+        """The maximum over all ranks. Collective."""
         return float(self.most([value])[0])
 
     def of_first_rank(self, value: int) -> int:
@@ -180,7 +180,7 @@ class LinkProbe:
         return int(tensor)
 
     def most(self, values: Sequence[float]) -> list[float]:
-        """The largest of all ranks' values, one by one. Collective."""
+        """The elementwise maximum over all ranks. Collective."""
         tensor = torch.tensor(values, dtype=torch.float64, device="cpu")
         self._scatter.allreduce([tensor], dist.ReduceOp.MAX).wait()
         result: list[float] = tensor.tolist()
@@ -200,7 +200,7 @@ class _Timed(NamedTuple):
 
 
 def _rising(points: Sequence[tuple[float, float]]) -> Curve:
-    """More bytes never take less time: where noise says so, as much."""
+    """A curve in which more bytes never take less time, whatever the noise."""
     longest = 0.0
     rising = []
     for num_bytes, seconds in points:
@@ -210,7 +210,7 @@ def _rising(points: Sequence[tuple[float, float]]) -> Curve:
 
 
 def spare_cores(group: dist.ProcessGroup) -> float:
-    """Processors per rank of this machine, less those that compute gradients. Collective."""
+    """Processors per rank on this machine, minus those that compute gradients. Collective."""
     here = {"machine": _BOOT_ID.read_text()}
     share = len(os.sched_getaffinity(0)) / gather_records(here, group, CPU).count(here)
     return max(0.0, share - torch.get_num_threads())

@@ -1,4 +1,4 @@
-"""A training step without communication, when its gradients are there, and one with a codec."""
+"""Measures a training step without communication, with its gradients, and one with a codec."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from gradferry.core.parameters import reduced_parameters
 from gradferry.forecast.costs import Parameter, StepProfile
 from gradferry.forecast.measure_link import spare_cores
 
-# `gradferry.attach`, which is above this room.
+# `gradferry.attach`, passed as an argument because it belongs to a higher layer.
 Attach = Callable[[DistributedDataParallel, str], object]
-_WARMUP_STEPS = 3  # DDP arranges its buckets in the first, optimizers make their state
-_TURN_STEPS = 3  # between two meetings of the ranks
+_WARMUP_STEPS = 3  # in the first, DDP arranges its buckets and optimizers create their state
+_TURN_STEPS = 3  # between two barriers
 
 
 def model_parameters(ddp: DistributedDataParallel) -> list[Parameter]:
-    """What DDP reduces, in its order; complex parameters as twice as many real numbers."""
+    """The parameters that DDP reduces, in its order; complex ones as their real views."""
     found = []
     for name, parameter in reduced_parameters(ddp):
         real = torch.view_as_real(parameter.data) if parameter.is_complex() else parameter.data
@@ -36,11 +36,11 @@ def model_parameters(ddp: DistributedDataParallel) -> list[Parameter]:
 
 @dataclass(frozen=True)
 class MeasuredSteps:
-    """Steps without communication and with a codec, which took turns."""
+    """Alternating steps without communication and with a codec."""
 
     parameters: tuple[Parameter, ...]
     profile: StepProfile
-    exposed_s: float  # what a step with the codec took longer
+    exposed_s: float  # extra seconds of a step with the codec
 
 
 def measure_steps(
@@ -51,11 +51,11 @@ def measure_steps(
     bucket_cap_mb: float | None,
     turns: int,
 ) -> MeasuredSteps:
-    """Trains a few steps. Collective; the same on all ranks.
+    """Trains a few steps. Collective; the result is the same on all ranks.
 
-    build_model: gives a model that may be changed; called twice.
-    make_step: gets the model, wrapped; what it returns does one step, the optimizer's included.
-    compress: puts the hook on one of the two.
+    build_model: returns a model that may be changed; called twice.
+    make_step: gets the wrapped model; returns a function that runs one step with the optimizer.
+    compress: attaches the hook to one of the two models.
     """
 
     def wrap() -> DistributedDataParallel:
@@ -99,7 +99,7 @@ def measure_steps(
 
 @contextmanager
 def _watching(ddp: DistributedDataParallel) -> Iterator[list[float]]:
-    """The instant at which each parameter last got its gradient."""
+    """Yields the times at which each parameter last got its gradient."""
     parameters = [parameter for _, parameter in reduced_parameters(ddp)]
     ready = [time.perf_counter()] * len(parameters)
 

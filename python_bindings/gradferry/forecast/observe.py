@@ -1,4 +1,4 @@
-"""What a hook's own numbers say about a training step."""
+"""Derives the profile of a training step from the counters of a hook."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any
 from gradferry.forecast.costs import StepProfile
 
 MEASURED_STEPS = 6
-_FEWEST_STEPS = 1  # of models with many buckets, more do not fit into the events
+_FEWEST_STEPS = 1  # the events of a model with many buckets cover few steps
 
 
 @dataclass(frozen=True)
 class ObservedSteps:
-    """Medians over a few steps, in seconds; instants from the first bucket of the step.
+    """Medians over a few steps, in seconds; times count from the first bucket of the step.
 
     Attributes:
         buckets: indices of the parameters by bucket.
-        ready_s: when each bucket came, less what the hook held DDP's thread up before.
-        without_s: from a step's first bucket to the next one's, less what the hook held up.
-        exposed_s: what the hook held up.
+        ready_s: time of each bucket, minus earlier delays of DDP's thread by the hook.
+        without_s: from a step's first bucket to that of the next, minus the delay by the hook.
+        exposed_s: delay of DDP's thread by the hook.
     """
 
     buckets: tuple[tuple[int, ...], ...]
@@ -31,12 +31,12 @@ class ObservedSteps:
     exposed_s: float
 
     def of_slowest(self, most: Callable[[Sequence[float]], list[float]]) -> ObservedSteps:
-        """With the largest of all ranks' values. `most` gives those; collective."""
+        """The maxima over all ranks. `most` computes a maximum over ranks. Collective."""
         without, exposed, *ready = most([self.without_s, self.exposed_s, *self.ready_s])
         return ObservedSteps(self.buckets, tuple(ready), without, exposed)
 
     def profile(self, num_parameters: int, spare_cores: float) -> StepProfile:
-        """A step that begins with its first bucket. Parameters are ready when their bucket is."""
+        """A profile of steps that begin at their first bucket; a bucket makes parameters ready."""
         ready = [0.0] * num_parameters
         for instant, bucket in zip(self.ready_s, self.buckets, strict=True):
             for index in bucket:
@@ -45,9 +45,9 @@ class ObservedSteps:
 
 
 def observe(events: Sequence[Mapping[str, Any]], stats: Mapping[str, Any]) -> ObservedSteps | None:
-    """From `HookState.events` and `HookState.stats`; None when they tell of too few steps.
+    """Observes steps from `HookState.events` and `HookState.stats`; None if there are too few.
 
-    Takes the last steps with the present buckets.
+    Uses the last steps with the current buckets.
     """
     buckets = tuple(map(tuple, stats["step_buckets"]))
     steps = [list(rows) for _, rows in groupby(events, key=lambda event: event["step"])]
@@ -71,7 +71,7 @@ def observe(events: Sequence[Mapping[str, Any]], stats: Mapping[str, Any]) -> Ob
 def _observe_step(
     rows: Sequence[Mapping[str, Any]], next_begin_ms: float
 ) -> tuple[list[float], float, float]:
-    """Of one step, in ms: when buckets came, its length, and what the hook held up."""
+    """The times of buckets, the length, and the delay by the hook, of one step in ms."""
     begin = rows[0]["begin_ms"]
     held = 0.0
     ready = []

@@ -1,4 +1,4 @@
-"""Time of a training step under every hook, from what its parts cost."""
+"""Predicts the time of a training step under every hook, from the costs of its parts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gradferry.forecast.simulate import (
     play_codec,
 )
 
-_CALIBRATION_PASSES = 4  # each brings what is missing, or nearly
+_CALIBRATION_PASSES = 4  # each adds (almost) the remaining difference
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class Prediction:
 
     Attributes:
         hook: as in `gradferry bench train`.
-        bucket_cap_mb: at which it is fastest, of those that were asked for; None: DDP's default.
+        bucket_cap_mb: the fastest of the given bucket sizes; None: DDP's default.
         seconds: of the step.
-        exposed_s: more than without communication.
-        wire_bytes: that a rank sends.
+        exposed_s: seconds more than without communication.
+        wire_bytes: bytes that a rank sends.
     """
 
     hook: str
@@ -59,7 +59,7 @@ class Predictor:
         costs: Costs,
         seen_buckets: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        """`seen_buckets`: as DDP has arranged them; None: as it would, for every bucket size."""
+        """`seen_buckets`: those of DDP; None: as DDP would arrange them for each bucket size."""
         self._parameters = parameters
         self._profile = profile
         self._costs = costs
@@ -71,7 +71,7 @@ class Predictor:
         return Prediction(NO_HOOK, None, self._profile.total_s, 0.0, 0)
 
     def backend_hook(self, hook: str, caps_mb: Sequence[float | None]) -> Prediction:
-        """One of BACKEND_HOOKS, at the fastest bucket size."""
+        """Predicts one of BACKEND_HOOKS at the fastest bucket size."""
         dtype, cast = BACKEND_HOOKS[hook], self._costs.casts[hook]
 
         def predict(cap: float | None) -> Prediction:
@@ -91,7 +91,7 @@ class Predictor:
         return min(map(predict, caps_mb), key=lambda prediction: prediction.seconds)
 
     def codec(self, hook: str, config: Config, caps_mb: Sequence[float | None]) -> Prediction:
-        """A gradferry codec with these arguments, at the fastest bucket size."""
+        """Predicts a gradferry codec with this configuration at the fastest bucket size."""
 
         def predict(cap: float | None) -> Prediction:
             _, backward = self._buckets(cap)
@@ -108,7 +108,7 @@ class Predictor:
         return self._cut[hook, cap]
 
     def over(self, link: LinkCosts) -> Predictor:
-        """The same on another link."""
+        """A predictor for another link."""
         other = Predictor(
             self._parameters, self._profile, replace(self._costs, link=link), self._seen_buckets
         )
@@ -118,8 +118,8 @@ class Predictor:
     def calibrated(
         self, hook: str, config: Config, cap_mb: float | None, exposed_s: float
     ) -> Predictor:
-        """Knows how much ranks wait for each other: so much that a step of this codec, which was
-        measured, would expose as much.
+        """A predictor with a `waiting_s` for which the predicted exposed time of this codec equals
+        the measured one, `exposed_s`.
         """
         known = self
         for _ in range(_CALIBRATION_PASSES):
@@ -139,7 +139,7 @@ class Predictor:
         ready_s = self._profile.ready_s
         buckets = self._seen_buckets or ddp_buckets(self._parameters, ready_s, cap_mb)
         end = self._profile.backward_end_s
-        # Steps of unlike length: the slowest rank's gradients come later, the last ones most.
+        # Ranks wait for the slowest one: its gradients are ready later, the last ones most.
         slower = 1 + self._profile.waiting_s / end if end else 1.0
         ready = tuple(slower * max(ready_s[index] for index in bucket) for bucket in buckets)
         return buckets, Backward(ready, slower * end, self._profile.spare_cores)

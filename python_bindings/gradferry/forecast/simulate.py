@@ -1,8 +1,8 @@
-"""Plays one step through the engine, by the clock instead of in threads.
+"""Simulates one step of the engine: a discrete-event simulation of its two threads and the link.
 
-DDP's thread computes gradients, encodes and posts; the finishing thread waits, reduces, posts and
-decodes in the order of the engine's finishing thread; messages take the link one after another.
-Ranks are taken to be alike and in step, so one of them is played.
+DDP's thread computes gradients, encodes and posts. The finishing thread waits, reduces, posts and
+decodes in the order of the engine's finishing thread. Messages use the link one after another.
+All ranks are assumed to be alike and synchronous, so only one is simulated.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CLOSE_ENOUGH = 1e-4
 
 @dataclass(frozen=True)
 class ChunkCost:
-    """One chunk on its way through the engine: seconds of work, bytes that a rank sends."""
+    """The costs of one chunk: seconds of work, bytes that a rank sends."""
 
     encode_s: float
     scatter_bytes: int
@@ -32,7 +32,7 @@ class ChunkCost:
 
 @dataclass(frozen=True)
 class ReducedBucket:
-    """A bucket of a backend hook."""
+    """A bucket of a backend hook: seconds of work before and after its all-reduce."""
 
     before_s: float
     num_bytes: int  # of the tensor that is all-reduced
@@ -41,11 +41,11 @@ class ReducedBucket:
 
 @dataclass(frozen=True)
 class Backward:
-    """When gradients are there, in seconds from any one instant.
+    """When gradients are ready, in seconds from a common time.
 
     Attributes:
-        ready_s: of every bucket, rising.
-        end_s: of the pass.
+        ready_s: of every bucket, ascending.
+        end_s: end of the backward pass.
         spare_cores: see StepProfile.
     """
 
@@ -56,7 +56,7 @@ class Backward:
 
 @dataclass(frozen=True)
 class PlayedStep:
-    """Seconds from the same instant as in Backward: when all gradients are there."""
+    """When all averaged gradients are ready, in seconds from the same time as in Backward."""
 
     end_s: float
 
@@ -64,14 +64,14 @@ class PlayedStep:
 def play_codec(
     backward: Backward, buckets: Sequence[Sequence[ChunkCost]], link: LinkCosts
 ) -> PlayedStep:
-    """A step with a codec. `buckets`: the chunks of every bucket, in the order of `ready_s`."""
+    """Simulates a step with a codec. `buckets`: chunks by bucket, in the order of `ready_s`."""
     return _settle(backward, lambda stretch: _CodecStep(backward, buckets, link, stretch).play())
 
 
 def play_all_reduce(
     backward: Backward, buckets: Sequence[ReducedBucket], costs: CollectiveCosts
 ) -> PlayedStep:
-    """A step with a backend hook."""
+    """Simulates a step with a backend hook."""
 
     def play(stretch: float) -> _Timeline:
         timeline = _Timeline()
@@ -94,9 +94,9 @@ def play_all_reduce(
 
 @dataclass
 class _Timeline:
-    """The link, and what threads beside DDP's compute when."""
+    """The use of the link, and the work of all threads except DDP's."""
 
-    computed_s: float = 0.0  # DDP's thread is through
+    computed_s: float = 0.0  # when DDP's thread has finished
     end_s: float = 0.0
     _link_free: float = 0.0
     _work: list[tuple[float, float, float]] = field(default_factory=list)  # begin, end, seconds
@@ -104,7 +104,7 @@ class _Timeline:
     def send(
         self, posted: float, num_bytes: int, costs: CollectiveCosts, busy_until: float
     ) -> float:
-        """When a message posted then has arrived. `busy_until`: gradients are computed."""
+        """Returns when a message has arrived. `busy_until`: gradients are computed until then."""
         begin = max(posted, self._link_free)
         takes = costs.occupied.at(num_bytes)
         slowed = max(0.0, busy_until - begin)
@@ -118,7 +118,7 @@ class _Timeline:
         return arrived
 
     def work(self, begin: float, end: float, seconds: float) -> None:
-        """Notes processor time, spread evenly."""
+        """Records processor time, spread evenly between begin and end."""
         self._work.append((begin, end, seconds))
 
     def ended(self, computed: float, finished: float) -> _Timeline:
@@ -127,7 +127,7 @@ class _Timeline:
         return self
 
     def work_before(self, instant: float) -> float:
-        """Processor seconds until then."""
+        """Processor seconds before `instant`."""
         total = 0.0
         for begin, end, seconds in self._work:
             if end <= instant:
@@ -138,16 +138,16 @@ class _Timeline:
 
 
 def _settle(backward: Backward, play: Callable[[float], _Timeline]) -> PlayedStep:
-    """Plays until DDP's thread is held up by as much work as the others do beside it."""
+    """Repeats the simulation until the delay of DDP's thread equals the work of the others."""
     short = min(1.0, max(0.0, 1.0 - backward.spare_cores))
     begin = backward.ready_s[0]
     stretch = 1.0
     timeline = play(stretch)
-    busy = timeline.computed_s - begin  # of DDP's thread, left alone; waiting for slots included
+    busy = timeline.computed_s - begin  # of DDP's thread without delay, with waits for slots
     for _ in range(_MOST_PASSES):
         stolen = short * timeline.work_before(timeline.computed_s)
         wanted = 1.0 + stolen / busy if busy > 0 else 1.0
-        # Halfway: a longer pass sees more of the work, which makes it longer still.
+        # Only halfway, because a longer pass overlaps more work, which makes it longer still.
         if abs(wanted - stretch) < _CLOSE_ENOUGH:
             break
         stretch = (stretch + wanted) / 2
@@ -157,7 +157,7 @@ def _settle(backward: Backward, play: Callable[[float], _Timeline]) -> PlayedSte
 
 @dataclass
 class _Job:
-    """A chunk under way."""
+    """A chunk in flight."""
 
     chunk: ChunkCost
     posted_s: float
@@ -167,7 +167,7 @@ class _Job:
 
 
 class _CodecStep:
-    """One pass over the step. Both threads have clocks of their own; the later one waits."""
+    """One simulation of the step. Both threads have their own clocks; the later one waits."""
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ class _CodecStep:
         self._link = link
         self._stretch = stretch
         self._timeline = _Timeline()
-        # DDP's thread: what it still has to encode, each with the computing that comes before it.
+        # DDP's thread: chunks still to encode, each with the computing time before it.
         self._to_encode: deque[tuple[float, ChunkCost, bool]] = deque()
         before = backward.ready_s[0]
         for ready, chunks in zip(backward.ready_s, buckets, strict=True):
@@ -190,7 +190,7 @@ class _CodecStep:
                 self._to_encode.append((gap, chunk, number == len(chunks) - 1))
                 gap = 0.0
         self._computed = backward.ready_s[0]
-        self._free_slots = [0.0] * _native.CHUNK_SLOTS  # since when
+        self._free_slots = [0.0] * _native.CHUNK_SLOTS  # times since when slots are free
         # The finishing thread.
         self._now = 0.0
         self._queue: deque[_Job] = deque()
@@ -206,7 +206,7 @@ class _CodecStep:
         return self._timeline.ended(self._computed + tail * self._stretch, self._completed)
 
     def _encode_until(self, instant: float) -> None:
-        """Lets DDP's thread post what it can until then."""
+        """Lets DDP's thread post what it can until `instant`."""
         while self._to_encode and self._free_slots:
             gap, chunk, last = self._to_encode[0]
             begin = max(self._computed + gap * self._stretch, self._free_slots[0])
@@ -221,7 +221,7 @@ class _CodecStep:
             self._queue.append(_Job(chunk, posted, arrived, last))
 
     def _busy_until(self) -> float:
-        """When DDP's thread is through, or, should no further slot become free, has to wait."""
+        """When DDP's thread finishes, or has to wait if no further slot becomes free."""
         instant = self._computed
         free = len(self._free_slots)
         for gap, chunk, _ in self._to_encode:
@@ -233,7 +233,7 @@ class _CodecStep:
         return instant + (self._backward.end_s - self._backward.ready_s[-1]) * self._stretch
 
     def _finish_one(self) -> None:
-        """As Finisher::do_oldest."""
+        """One job of the finishing thread, as in Finisher::do_oldest()."""
         if len(self._commits) == _native.COMMIT_SLOTS:
             self._finish_commit()
         room = len(self._gathers) < _native.GATHERS_IN_FLIGHT
@@ -249,7 +249,7 @@ class _CodecStep:
             self._sleep()
 
     def _sleep(self) -> None:
-        """Until DDP's thread posts something."""
+        """Waits until DDP's thread posts something."""
         gap, chunk, _ = self._to_encode[0]
         begin = max(self._computed + gap * self._stretch, self._free_slots[0])
         self._now = begin + chunk.encode_s * self._stretch
@@ -257,7 +257,7 @@ class _CodecStep:
     def _work(self, begin: float, seconds: float) -> None:
         self._now = begin + seconds
         self._timeline.work(begin, self._now, seconds)
-        self._encode_until(self._now)  # what was posted meanwhile is before this in the link
+        self._encode_until(self._now)  # what DDP's thread posted meanwhile uses the link first
 
     def _reduce(self, job: _Job) -> None:
         self._work(max(self._now, job.scattered_s), job.chunk.reduce_s)

@@ -1,4 +1,4 @@
-"""Which hook to use, of several predictions, and a sentence that says why."""
+"""Chooses a hook from several predictions, and explains the choice in a sentence."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from gradferry.core.codec_spec import parse_codec
 from gradferry.forecast.hook_names import BACKEND_HOOKS, NO_HOOK
 from gradferry.forecast.predict import Prediction
 
-# What is within this of the fastest counts as fast as it.
+# A prediction within this share of the fastest counts as equally fast.
 TOLERANCE = 0.02
-_HIDDEN = 0.01  # of a step: exposed time that nobody need care about
+_HIDDEN = 0.01  # share of a step: less exposed time counts as hidden
 
 
 def bits(hook: str) -> float:
@@ -21,9 +21,9 @@ def bits(hook: str) -> float:
 
 
 def most_precise(predictions: Sequence[Prediction], tolerance: float = TOLERANCE) -> Prediction:
-    """Of the predictions within the tolerance of the fastest, the one with most bits.
+    """The prediction with most bits among those within the tolerance of the fastest.
 
-    Among equals backend hooks come first: what is not compressed costs no memory.
+    Among equals it prefers backend hooks, which need no memory.
     """
     fastest = min(prediction.seconds for prediction in predictions)
     close = [p for p in predictions if p.seconds <= fastest * (1 + tolerance)]
@@ -36,10 +36,10 @@ def uses_backend(prediction: Prediction) -> bool:
 
 
 def advise(predictions: Sequence[Prediction], needs_momentum: Callable[[str], bool]) -> str:
-    """One sentence.
+    """The verdict, one sentence.
 
-    predictions: of every hook, `none`, at least one of PyTorch's and one codec included.
-    needs_momentum: whether a hook trains well only in momentum mode, and is not.
+    predictions: of every hook, including `none`, at least one of PyTorch's and one codec.
+    needs_momentum: whether a hook trains well only in momentum mode and does not use it.
     """
     contestants = [p for p in predictions if p.hook != NO_HOOK]
     ready = [p for p in contestants if not needs_momentum(p.hook)]
@@ -66,7 +66,7 @@ def advise(predictions: Sequence[Prediction], needs_momentum: Callable[[str], bo
 
 
 def suppose(predictions: Sequence[Prediction], needs_momentum: Callable[[str], bool]) -> str:
-    """What `advise` would choose where the predictions are of something that is not there."""
+    """As `advise`, in the conditional, for predictions of an exchange that does not exist."""
     contestants = [p for p in predictions if p.hook != NO_HOOK]
     chosen = most_precise([p for p in contestants if not needs_momentum(p.hook)])
     rival = min(filter(uses_backend, contestants), key=lambda p: p.seconds)

@@ -1,1 +1,1 @@
-"""The laboratory: the commands of `gradferry`, what they train and measure, and what they show."""
+"""The commands of `gradferry`, with their models, processes, tables and pictures."""

@@ -1,9 +1,9 @@
 """`gradferry bench collective` on the ranks: all-reduces that take turns on the same numbers, the
 backend's and every codec's.
 
-Inputs are multiples of a power of two, small enough that sums of them are exact in every dtype:
-so the result of the backend's is known to the bit. What a codec must give is worked out from
-its functions in one process, and compared to the bit as well.
+Inputs are multiples of a power of two, small enough that their sums are exact in every dtype, so
+the result of the backend's all-reduce is known to the bit. The expected result of a codec is
+computed with its functions in one process, and also compared to the bit.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SEED = 0
 
 @dataclass(frozen=True)
 class AllReduceOptions:
-    """What is compared. Names are known to be good."""
+    """The options. Names are already checked."""
 
     names: tuple[str, ...]  # of TORCH_DTYPES, and codecs
     sizes: tuple[int, ...]  # bytes of the fp32 tensor
@@ -46,7 +46,7 @@ class AllReduceOptions:
 
 @dataclass
 class AllReduceOutcome:
-    """What became of one name at one size, over all ranks."""
+    """The result of one name at one size, over all ranks."""
 
     name: str
     num_elements: int

@@ -1,4 +1,4 @@
-"""What else would do a codec's work on a GPU, called as its users call it."""
+"""Other implementations of a codec's work on a GPU, called as their users call them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class DevicePeer:
 
 
 class UnfusedQ4:
-    """Codec q4 with error feedback, in operators of torch: the same numbers, one pass each.
+    """Codec q4 with error feedback, written in torch operators: same results, one pass each.
 
     Args:
         device: where it works.

@@ -26,7 +26,7 @@ _TRACED_STEPS = 2
 
 @dataclass(frozen=True)
 class OverlapOptions:
-    """What is measured. Hooks and model are known to be good."""
+    """The options. Hooks and model are already checked."""
 
     model: str
     hooks: tuple[str, ...]
@@ -40,7 +40,7 @@ class OverlapOptions:
 
 @dataclass
 class OverlapOutcome:
-    """What became of one hook, over all ranks."""
+    """The results of one hook, over all ranks."""
 
     hook: str
     backward_ms: list[float] = field(default_factory=list)  # per step and round, slowest rank

@@ -1,8 +1,8 @@
 """`gradferry bench train` on the ranks: hooks take turns on the same model.
 
-Every hook has a model and optimizer to itself, all alive at once. A round lets each of them train a
-few steps, in an order that turns around from round to round, so that what the machine does
-meanwhile strikes all alike.
+Every hook has its own model and optimizer, and all stay in memory. In each round every hook trains
+a few steps; the order is reversed from round to round, so that disturbances of the machine affect
+all hooks alike.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _VALIDATE_EVERY = 10  # steps
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """What is compared. Hooks and model are known to be good."""
+    """The options. Hooks and model are already checked."""
 
     model: str
     hooks: tuple[str, ...]
@@ -54,7 +54,7 @@ class LossReached:
 
 @dataclass(frozen=True)
 class LastStep:
-    """Instants of one step on one rank, in ms since it began."""
+    """Times of one step on one rank, in ms since it began."""
 
     backward_ms: float  # backward began
     backward_end_ms: float  # gradients were there
@@ -64,7 +64,7 @@ class LastStep:
 
 @dataclass
 class TrainOutcome:
-    """What became of one hook, over all ranks."""
+    """The results of one hook, over all ranks."""
 
     hook: str
     bucket_cap_mb: float

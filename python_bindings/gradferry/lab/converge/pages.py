@@ -145,7 +145,7 @@ def _draw(outcome: Outcome, theme: Theme) -> bytes:
 
 
 def _curve(summary: Summary, with_band: bool) -> Curve:
-    """The mean over all seeds; the ruler's with the band that its seeds fill."""
+    """The mean over all seeds; for the baseline with the range of its seeds."""
     one, curves = summary.contestant, [row["curve"] for row in summary.rows]
     losses = list(zip(*(map(_drawn, curve["losses"]) for curve in curves), strict=True))
     return Curve(
@@ -175,14 +175,14 @@ def _note(suite: Suite, outcome: Outcome) -> str:
     what = f"{task.source[0].upper()}{task.source[1:]}. Final loss: {task.metric}"
     if _is_gap(outcome):
         return (
-            f"{what}; full gradients, so that nothing but the codec keeps a training from 0. "
-            f"'stalls' rows are controls: without error feedback the demanded gap must be missed."
+            f"{what}; gradients have no sampling noise, so that a remaining gap is due to the "
+            f"codec. 'stalls' rows are controls: without error feedback they must miss the gap."
         )
     return (
-        f"{what}, of the validation data. Against fp32: the mean of paired differences, seed by "
-        f"seed. Band: the demanded one, or {sigma:g} standard deviations of {_ruler(outcome)} if "
-        f"that is more; losses below the ruler's are within. Without a band a row is reported "
-        f"and not judged."
+        f"{what}, on the validation data. Against fp32: mean over the seeds of the difference to "
+        f"fp32 with the same seed. Band: the demanded one, or {sigma:g} standard deviations of "
+        f"{_ruler(outcome)} if that is more; a lower loss is within it. A row without a band is "
+        f"reported, not judged."
     )
 
 

@@ -1,4 +1,4 @@
-"""Results of trainings, one file each, so that an interrupted run goes on where it stopped."""
+"""Results of trainings, one file each, so that an interrupted run can be resumed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Row = Mapping[str, Any]
 
 
 class Results:
-    """A folder of results. Those of other settings or versions do not count as found.
+    """A folder of results. Ignores those of other settings or versions.
 
     Raises ConfigError when the folder cannot be made.
     """
@@ -31,7 +31,7 @@ class Results:
             raise ConfigError(f"--out {folder}: cannot make this folder: {error}") from error
 
     def find(self, training: Training) -> Row | None:
-        """The row of a training that was finished before."""
+        """The row of a training that was finished before, or None."""
         try:
             document = json.loads(self._path(training).read_text(encoding="utf-8"))
         except (FileNotFoundError, ValueError):
@@ -40,7 +40,7 @@ class Results:
         return row if document == self._document(training, row) else None
 
     def add(self, training: Training, row: Row) -> None:
-        """Keeps a row; it is there as a whole or not at all, whatever ends the process."""
+        """Writes a row to a file, atomically."""
         with durable_file(self._path(training)) as file:
             file.write(json.dumps(self._document(training, row)).encode())
 

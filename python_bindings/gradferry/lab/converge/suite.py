@@ -1,4 +1,4 @@
-"""What is trained, and what is demanded of it: tasks, contestants, seeds, bands."""
+"""The trainings of `gradferry converge` and their bands: tasks, contestants, seeds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gradferry.errors import ConfigError
 from gradferry.lab.workloads.optimizers import BETAS, SGD_MOMENTUM
 
 NUM_RANKS = 4
-RULER = "torch:fp32"  # what all others are compared with
+RULER = "torch:fp32"  # the baseline of all comparisons
 DENSE = "dense"
 MOMENTUM = "momentum"
 _FREEZE_SHARE = 0.25  # of the steps: OneBitAdam learns its variance from dense gradients
@@ -21,7 +21,7 @@ _GAPS = {"q8": 1e-9, "q4": 1e-9, "rht:bits=4": 1e-9, **_COARSE_GAPS}
 
 @dataclass(frozen=True)
 class Near:
-    """The mean loss is at most `floor`, or some standard deviations of the ruler, above it."""
+    """The excess of the mean loss is at most `floor`, or some standard deviations if more."""
 
     floor: float
 
@@ -35,7 +35,7 @@ class Reaches:
 
 @dataclass(frozen=True)
 class Misses:
-    """A negative control: the gap stays above `gap`, or the task could not tell."""
+    """A negative control: the gap must stay above `gap`, otherwise the task proves nothing."""
 
     gap: float
 
@@ -45,13 +45,13 @@ Demand = Near | Reaches | Misses
 
 @dataclass(frozen=True)
 class Contestant:
-    """A codec, and what happens to what it withholds.
+    """A codec with an optimizer and a mode of error feedback.
 
     Attributes:
         optimizer: of OPTIMIZERS.
-        codec: or one of PyTorch's hooks.
+        codec: a codec string, or one of PyTorch's hooks.
         mode: DENSE for PyTorch's hooks, MOMENTUM, or the `error_feedback` of `attach`.
-        demand: None: only reported.
+        demand: None: the result is reported, not judged.
     """
 
     optimizer: str
@@ -73,7 +73,7 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Contest:
-    """Contestants that train one task, all judged by the first one's trainings."""
+    """Contestants that train one task; the first one is the baseline of the others."""
 
     task: str
     steps: int
@@ -85,7 +85,7 @@ class Contest:
 
 @dataclass(frozen=True)
 class Training:
-    """One model from start to end. Two equal ones end with the same parameters."""
+    """One training. Two equal ones end with the same parameters."""
 
     suite: str
     task: str
@@ -97,14 +97,14 @@ class Training:
 
     @property
     def title(self) -> str:
-        """For people."""
+        """A name for progress and messages."""
         one = self.contestant
         return f"{self.task} {one.optimizer} {one.codec} {one.mode} seed {self.seed}"
 
 
 @dataclass(frozen=True)
 class Suite:
-    """All of a run. `sigmas`: how many standard deviations of the ruler a band is wide."""
+    """All contests of a run. `sigmas`: least width of a band, in standard deviations."""
 
     name: str
     contests: tuple[Contest, ...]
@@ -159,7 +159,7 @@ def _sgd(floor: float, topk: float) -> tuple[Contestant, ...]:
 
 
 def _convex(gaps: Mapping[str, float]) -> tuple[Contestant, ...]:
-    """Each codec with and without error feedback, by the gap that it must reach and miss."""
+    """Each codec with error feedback, which must reach the gap, and without, which must miss it."""
     return (
         Contestant("SGD", RULER, DENSE),
         Contestant("SGD", "torch:bf16", DENSE),
@@ -172,7 +172,7 @@ def _convex(gaps: Mapping[str, float]) -> tuple[Contestant, ...]:
 
 
 def _judged(contest: Contest) -> Contest:
-    """The contest without those that are only reported."""
+    """The contest without contestants that are not judged."""
     ruler, *others = contest.contestants
     return replace(contest, contestants=(ruler, *(one for one in others if one.demand)))
 
@@ -191,7 +191,7 @@ FULL = Suite(
     sigmas=2,
 )
 
-# Shorter, and one seed for each codec: bands have room for what a single training scatters.
+# Shorter, with one or two seeds per codec: the bands allow for the scatter of a single training.
 QUICK = Suite(
     name="quick",
     contests=(
@@ -214,7 +214,7 @@ def select(
 ) -> Suite:
     """The part of a suite with these tasks, codecs and optimizers; None: all.
 
-    A contest keeps its ruler. Raises ConfigError for what the suite does not have.
+    A contest keeps its baseline. Raises ConfigError for names that the suite does not have.
     """
     everyone = [one for contest in suite.contests for one in contest.contestants]
     _check("--tasks", tasks, [contest.task for contest in suite.contests])

@@ -1,4 +1,4 @@
-"""What the rows say: means, spreads, and whether every demand is met."""
+"""Summarizes rows: means, spreads, and whether every demand is met."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OUTSIDE = "OUTSIDE"
 CONTROL_STANDS = "stalls, as it must"
 CONTROL_FAILS = "MUST STALL"
 REPORTED = "reported"
-IS_RULER = "ruler"
+IS_RULER = "baseline"
 
 
 @dataclass(frozen=True)
@@ -24,16 +24,16 @@ class Summary:
     """All seeds of one contestant.
 
     Attributes:
-        contestant: of whom.
+        contestant: that was trained.
         rows: one per seed.
         loss: mean of the final losses; infinite when one is not finite.
         spread: their standard deviation; 0 for a single one.
         metric: mean of the final metrics.
-        wire_bytes: mean, of a whole training.
-        ratio: bytes of the ruler over these.
-        excess: mean over the seeds of its loss over the ruler's of the same seed, less 1.
-        band: the greatest excess, or the gap, that meets the demand; None without a demand.
-        verdict: one of the words above.
+        wire_bytes: mean bytes of a whole training.
+        ratio: bytes of the baseline over these.
+        excess: mean over the seeds of its loss divided by the baseline's with that seed, minus 1.
+        band: the largest excess, or the gap, that meets the demand; None without a demand.
+        verdict: one of the constants above.
     """
 
     contestant: Contestant
@@ -56,7 +56,7 @@ class Summary:
 def summarize(suite: Suite, contest: Contest, rows: Sequence[Row]) -> list[Summary]:
     """One summary per contestant of the contest that has rows, in the suite's order.
 
-    The ruler is the contest's first contestant. Its standard deviation is relative to its mean.
+    The baseline is the contest's first contestant. Its standard deviation is relative to its mean.
     """
     found = {one: _rows_of(contest, one, rows) for one in contest.contestants}
     ruler = found[contest.contestants[0]]

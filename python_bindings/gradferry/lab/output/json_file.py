@@ -25,9 +25,8 @@ def write_json(
 ) -> None:
     """Writes rows with their environment; numbers that are not finite become null.
 
-    The file is whole or as it was before. `place`: the environment; by default the present one,
-    with date and command line. `results_of`: the command, by which `gradferry report` knows what
-    the rows are.
+    Replaces the file atomically. `place`: the environment; by default the current one, with date
+    and command line. `results_of`: the command, which tells `gradferry report` the kind of rows.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     head = json.dumps(environment() | occasion() if place is None else dict(place), indent=1)

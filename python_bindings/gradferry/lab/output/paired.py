@@ -1,8 +1,8 @@
-"""Comparisons within one run: contestants take turns, and each turn is compared with its own round.
+"""Comparisons within one run: candidates take turns, and are compared round by round.
 
-A machine drifts, and its drift is as large as what is to be seen. Two times of one round share
-most of it, so their ratio is steadier than either; a median of ratios shrugs off the odd bad
-round, and its interval assumes nothing about how times are distributed.
+The speed of a machine drifts by as much as the differences of interest. Two times of one round
+share most of the drift, so their ratio varies less than either. A median of ratios is robust
+against single bad rounds, and its interval makes no assumption about the distribution of times.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ WANTED_COVERAGE = 0.95
 
 
 class Interval(NamedTuple):
-    """A median and where it lies; `coverage_of` says how surely."""
+    """A median and its confidence interval; `coverage_of` gives the confidence."""
 
     median: float
     low: float
@@ -24,9 +24,9 @@ class Interval(NamedTuple):
 
 
 def interval_of_median(values: Sequence[float]) -> Interval:
-    """The distribution-free interval between two order statistics: the k-th smallest value and
-    the k-th largest, with the largest k that leaves 5 % outside. With fewer than 6 values even the
-    smallest and the largest leave more.
+    """The distribution-free confidence interval of the median: from the k-th smallest value to the
+    k-th largest, with the largest k that leaves at most 5 % outside. With fewer than 6 values even
+    the whole range leaves more.
     """
     ordered = sorted(values)
     k, _ = _order_statistic(len(ordered))
@@ -34,14 +34,14 @@ def interval_of_median(values: Sequence[float]) -> Interval:
 
 
 def coverage_of(num_rounds: int) -> float:
-    """How probably an interval of so many rounds holds the median, whatever the distribution:
-    0 for one round, 0.5 for two, 0.9375 for five, from six on 0.95 or more.
+    """The confidence of an interval of that many rounds, for any distribution: 0 for one round,
+    0.5 for two, 0.9375 for five, 0.95 or more from six on.
     """
     return 1 - _order_statistic(num_rounds)[1]
 
 
 def coverage_text(num_rounds: int) -> str:
-    """For the heading of an interval; rounded down, so that it promises no more than it holds."""
+    """The confidence as text for a heading, rounded down."""
     return f"{int(100 * coverage_of(num_rounds))} %"
 
 
@@ -53,10 +53,10 @@ def coverage_note(num_rounds: int) -> str:
 
 
 def _order_statistic(n: int) -> tuple[int, float]:
-    """k, and how probably the median lies outside the k-th smallest and the k-th largest of n.
+    """k, and the probability that the median is outside the k-th smallest and k-th largest of n.
 
-    It lies on either side with the probability that fewer than k of n fair coins show heads: the
-    sum of C(n, i) / 2^n for i < k.
+    For each side, this is the probability that fewer than k of n fair coins show heads: the sum of
+    C(n, i) / 2^n for i < k.
     """
     k, outside = 1, 2 / 2**n
     while k < n // 2 and outside + 2 * comb(n, k) / 2**n <= 1 - WANTED_COVERAGE:

@@ -1,4 +1,4 @@
-"""One table, described once, for the terminal and for HTML."""
+"""Tables for the terminal, Markdown and HTML, from one description."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One training step of several hooks under each other, as PNG: what ran when."""
+"""A training step of several hooks as a timeline, as PNG."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _INCH_PER_UNIT = 0.28
 
 @dataclass(frozen=True)
 class Span:
-    """From one instant to another, in ms since the step began."""
+    """A time span, in ms since the step began."""
 
     kind: str  # a key of _COLORS
     begin_ms: float
@@ -44,12 +44,12 @@ class Waterfall:
 
 
 def waterfall_of(label: str, step: Mapping[str, Any], backward_ms: float) -> Waterfall:
-    """What happened in a step.
+    """The timeline of a step.
 
     Args:
         step: `last_step` of a row of `gradferry bench train`.
-        backward_ms: duration of a backward pass without communication. What PyTorch's hooks add
-            to it is exposed; codecs say themselves when their last bucket was handed in.
+        backward_ms: duration of a backward pass without communication. For PyTorch's hooks, the
+            time beyond it is exposed; codecs record when their last bucket was passed in.
     """
     begin, end = step["backward_ms"], step["backward_end_ms"]
     buckets = [bucket for bucket in step["buckets"] if bucket["complete_ms"] > 0]

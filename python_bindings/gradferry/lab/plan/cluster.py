@@ -1,4 +1,4 @@
-"""A cluster on paper: what a step's parts cost on machines that are not at hand."""
+"""A hypothetical cluster: the costs of the parts of a step, from assumptions."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class Cluster:
 
     Attributes:
         world: ranks, a GPU each.
-        gpus_per_node: of them share a node, and its network card.
+        gpus_per_node: GPUs that share a node and its network card.
         link: bytes per second of a node's card, in each direction.
         latency_s: of a small collective between nodes.
         intra_link: bytes per second of a GPU to the others of its node, in each direction.
         parameters, tokens: of the model; per rank and step.
-        flops: that a GPU does per second at best, in the arithmetic of the model.
-        mfu: the share of them that a training step reaches.
+        flops: peak operations per second of a GPU, in the arithmetic of the model.
+        mfu: the fraction of this peak that a training step reaches.
         copy: bytes per second that a GPU's codec kernels move, read plus written.
     """
 
@@ -71,7 +71,7 @@ class Cluster:
         return [Parameter(f"matrix{number}", (rows, _WIDTH), _GRADIENT) for number in range(count)]
 
     def profile(self) -> StepProfile:
-        """Gradients come at an even pace through the backward pass, the last matrix's first."""
+        """The step: gradients become ready at even intervals, that of the last matrix first."""
         total = FLOPS_PER_PARAMETER * self.parameters * self.tokens / (self.flops * self.mfu)
         forward = total * (1 - BACKWARD_SHARE)
         count = len(self.model())
@@ -79,12 +79,12 @@ class Cluster:
         return StepProfile(total, total, tuple(ready), spare_cores=1.0)
 
     def at(self, link: float) -> Cluster:
-        """The same with another card in every node."""
+        """The same cluster with another card in every node."""
         return replace(self, link=link)
 
 
 def flat_costs(cluster: Cluster, configs: Sequence[Config]) -> Costs:
-    """Every rank talks to every other; the ranks of a node share its card."""
+    """Costs of the flat exchange, in which all ranks of a node share its card."""
     world, local = cluster.world, cluster.gpus_per_node
     off_node = (world - local) / max(1, world - 1)  # of what a rank sends to all others
     per_byte = max(off_node * local / cluster.link, (1 - off_node) / cluster.intra_link)
@@ -92,8 +92,8 @@ def flat_costs(cluster: Cluster, configs: Sequence[Config]) -> Costs:
 
 
 def hierarchical_costs(cluster: Cluster, configs: Sequence[Config]) -> Costs:
-    """A node reduces inside first; then each of its GPUs exchanges its share with those of other
-    nodes, and all gather inside. The model of one share, for one GPU of every node.
+    """Costs of the hierarchical exchange: each node reduces inside, each of its GPUs exchanges one
+    share with the GPUs of other nodes, and the node gathers. For one share and one GPU per node.
     """
     per_byte = cluster.gpus_per_node / cluster.link
     return _costs(cluster, cluster.nodes, per_byte, _all_reduce(cluster), configs)
@@ -144,7 +144,7 @@ def _cast(cluster: Cluster, dtype: torch.dtype) -> CastCosts:
 
 
 def _codec(cluster: Cluster, codec: ParameterCodec, world_size: int) -> CodecCosts:
-    """What the kernels read and write, at the speed of a copy."""
+    """Costs of codec kernels: the bytes they read and write, at the speed of a copy."""
     tile = _native.TILE_ELEMENTS
     name = str(codec.codec)
     sent = _native.payload_bytes(name, tile, _GRADIENT, "worker") / tile

@@ -1,5 +1,5 @@
-"""What a step would take on a cluster on paper, with the exchange that gradferry has, and with one
-that it could have.
+"""Predicts a step on a hypothetical cluster, with gradferry's exchange and with a hierarchical one
+that does not exist yet.
 """
 
 from __future__ import annotations

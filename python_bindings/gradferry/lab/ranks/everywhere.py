@@ -106,7 +106,7 @@ def run_everywhere(
 
 
 def _run_on_network(arguments: argparse.Namespace, outbox: Outbox) -> int:
-    """Standard error goes to a file: torchrun says much there when one rank fails."""
+    """Standard error goes to a file, because torchrun prints much there when a rank fails."""
     commands = [_torchrun(arguments, host, outbox) for host in range(arguments.hosts)]
     with (outbox.folder / "stderr.log").open("w+") as log:
         with Network(parse_link(arguments.link), commands, log) as network:
@@ -142,8 +142,8 @@ class InterfaceCounter:
     """Bytes that this rank's network interface has sent, where the rank has one to itself."""
 
     def __init__(self) -> None:
-        """Collective. None is read where gloo was not told which one to use, or where ranks share
-        a host and so its interface.
+        """Collective. `read` returns None if gloo was given no interface, or if ranks share a host
+        and so its interface.
         """
         here = os.environ.get(_DEVICE_VARIABLE, "")
         machine, namespace = _BOOT_ID.read_text(), str(_NETWORK_NAMESPACE.readlink())
@@ -153,5 +153,5 @@ class InterfaceCounter:
         self._device = here if alone and sent_bytes(here) is not None else None
 
     def read(self) -> int | None:
-        """Bytes so far; None where they are not this rank's alone."""
+        """Bytes sent so far; None if the interface is not this rank's alone."""
         return None if self._device is None else sent_bytes(self._device)

@@ -108,7 +108,7 @@ def run_worlds(
 
 @contextlib.contextmanager
 def _without_interrupts() -> Iterator[None]:
-    """Processes started meanwhile ignore Ctrl-C: it is for this process, which then ends them."""
+    """Processes started in this context ignore Ctrl-C; this process handles it and ends them."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -121,7 +121,7 @@ def _without_interrupts() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Failure:
-    """What a rank says about its end. `kind`: a class of gradferry.errors, or empty."""
+    """The error of a rank. `kind`: a class of gradferry.errors, or empty."""
 
     rank: int
     kind: str
@@ -136,7 +136,7 @@ class _Failure:
 
 
 class Outbox:
-    """A folder in which ranks under torchrun leave word for the command that started torchrun."""
+    """A folder in which ranks under torchrun report to the command that started torchrun."""
 
     VARIABLE = "GRADFERRY_OUTBOX"
 

@@ -1,8 +1,8 @@
 """Hosts for one command: network namespaces of this machine, joined by a link of a chosen rate.
 
-Every host is a network and a process namespace without a name, and lives as long as the process
-that was started in it. Whatever ends this process, the kernel then ends all that runs on the
-hosts, and takes their interfaces and links away with them: nothing is left to be cleaned up.
+Every host is an unnamed network and process namespace, and lives as long as the process that was
+started in it. However this process ends, the kernel then ends all processes of the hosts and
+removes their interfaces and links: there is nothing to clean up.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _LAST_WORDS_S = 10.0  # after one host has failed, how long the others may go on
 
 @dataclass(frozen=True)
 class Link:
-    """What joins two hosts. `bits_per_second` is None when nothing limits the rate."""
+    """The link between two hosts. `bits_per_second` is None if nothing limits the rate."""
 
     name: str
     bits_per_second: float | None
@@ -77,7 +77,7 @@ def sent_bytes(device: str) -> int | None:
 
 
 def check_network(num_hosts: int) -> None:
-    """Raises ConfigError when this process may not, or cannot, make that many hosts."""
+    """Raises ConfigError if this process is not allowed, or not able, to make that many hosts."""
     if not 2 <= num_hosts <= _MOST_HOSTS:
         raise ConfigError(f"--hosts {num_hosts}: a network has from 2 to {_MOST_HOSTS} hosts")
     for tool, package in _TOOLS.items():
@@ -99,8 +99,8 @@ def check_network(num_hosts: int) -> None:
 class Network:
     """Hosts 10.251.0.1, .2, ... joined by a link. A context manager: leaving it ends them.
 
-    Two hosts share one cable; more hang on a switch, each on a cable of its own. A cable carries
-    the link's rate in both directions at once.
+    A cable (a veth pair) joins two hosts; more hosts have one cable each to a switch. A cable has
+    the link's rate in each direction at the same time.
     """
 
     def __init__(

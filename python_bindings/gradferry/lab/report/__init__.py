@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _files(runs: Sequence[Path]) -> list[Path]:
-    """Files as they are named, those of folders in alphabetical order; each once."""
+    """The named files, and those of named folders in alphabetical order, each once."""
     found: dict[Path, None] = {}
     for path in runs:
         if not path.exists():

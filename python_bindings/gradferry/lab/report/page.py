@@ -1,4 +1,4 @@
-"""What each kind of result becomes on the page."""
+"""The sections of the page for each kind of result."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Kind:
-    """Results of one command: keys that no other's rows have, and what they become."""
+    """The results of one command: keys that only its rows have, and their sections."""
 
     keys: frozenset[str]
     sections: Callable[[Measurement], list[Section]]
 
 
 def read(path: Path) -> Measurement:
-    """Raises ConfigError when the file holds no results of a command of gradferry's."""
+    """Reads one file. Raises ConfigError when it holds no results of a gradferry command."""
     document = read_json(path)
     rows, place = document.get("rows"), document.get("environment")
     is_table = isinstance(rows, list) and all(isinstance(row, dict) for row in rows)
@@ -64,7 +64,7 @@ def read(path: Path) -> Measurement:
 
 
 def _command_of(path: Path, document: Mapping[str, Any]) -> str:
-    """What the file says, or, where it is of a version that did not say it, its rows' keys."""
+    """The command of a file: as the file says or, for files of old versions, by its rows' keys."""
     named = document.get("results_of")
     if isinstance(named, str) and named in KINDS:
         return named
@@ -77,14 +77,14 @@ def _command_of(path: Path, document: Mapping[str, Any]) -> str:
 
 
 class Page:
-    """What becomes of all files: single ones by command, comparisons between them after training.
+    """The sections for all files, by command; comparisons between files follow training.
 
-    Whatever a file holds, it costs no more than its own sections.
+    A bad file affects only its own sections.
 
     Attributes:
         sections: in the order of the page.
-        shown: the files that they are from.
-        left_out: a sentence for everything that could not be shown.
+        shown: the files that they show.
+        left_out: a sentence for each thing that could not be shown.
     """
 
     def __init__(self, found: Sequence[Measurement]) -> None:
@@ -204,7 +204,7 @@ def _speedup(row: Row | None) -> float | None:
 
 
 def _predictions(doctors: Sequence[Measurement], trains: Sequence[Measurement]) -> list[Section]:
-    """What doctor predicted beside what bench train measured."""
+    """Predictions of doctor beside measurements of bench train."""
     measured = {tuple(row[key] for key in _PLACE): row for m in trains for row in m.rows}
     rows = []
     for prediction in (row for m in doctors for row in m.rows if row["kind"] == "prediction"):

@@ -1,9 +1,9 @@
 """Task `convex`: least squares whose workers disagree, with the optimum known.
 
-Sample i belongs to worker i mod 4, and every worker's targets come from weights of its own, so
-that at the optimum the workers' gradients are large and cancel. A codec that forgets what it
-withheld stops where its errors, not the gradients, cancel. The whole problem is one batch: the
-gradient has no noise, and what is left of the gap to the optimum is the codec's.
+Sample i belongs to worker i mod 4, and every worker's targets come from different weights, so
+that at the optimum the workers' gradients are large and cancel. Without error feedback, training
+stops where the errors of the codec cancel, not the gradients. The whole problem is one batch: the
+gradient has no noise, and the remaining gap to the optimum is due to the codec.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _DISAGREEMENT = 0.05  # size of a worker's own weights against the shared ones
 class LinearModel(nn.Module):
     """Float (batch, 64) in, float (batch, 256) out; weights (256, 64), no bias.
 
-    Weights start as far from the optimum as zero is, in all directions alike.
+    Weights start about as far from the optimum as zero weights, in random directions.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class LinearModel(nn.Module):
 
 
 def load_convex() -> Task:
-    """The problem is the same always; a seed changes where training starts."""
+    """The problem is always the same; the seed changes only the initial weights."""
     problem = make_problem()
     return Task(
         name="convex",
@@ -97,8 +97,8 @@ def lowest_loss(problem: Batch) -> float:
 def gap_batch(problem: Batch) -> Batch:
     """A batch whose mean loss is the mean loss of the problem less the lowest one.
 
-    f(w) - f(w*) = |R w - R w*|^2 / samples for any R with R'R = X'X. No large numbers are
-    subtracted, so that gaps far below fp32's precision of f can be told apart.
+    f(w) - f(w*) = |R w - R w*|^2 / samples for any R with R'R = X'X. This subtracts no large
+    numbers, so it resolves gaps far below the fp32 precision of f.
     """
     inputs = problem[0].double()
     root = torch.linalg.cholesky(inputs.T @ inputs, upper=True)

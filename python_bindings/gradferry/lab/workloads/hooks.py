@@ -1,4 +1,4 @@
-"""Hooks put on a model by their name, and the bytes that they send.
+"""Attaches hooks to a model by name, and counts the bytes that they send.
 
 `torch:fp32` is DDP's plain all-reduce. PyTorch does not count what it sends, so bytes of
 `torch:...` hooks and of `off` are computed for a bandwidth-optimal all-reduce; bytes of codecs
@@ -42,7 +42,7 @@ COMPRESS_FROM = 2  # for timing: the first step in which hooks can compress
 
 
 class HookHandle(Protocol):
-    """A hook at work on one DDP object."""
+    """A hook registered on one DDP object."""
 
     @property
     def name(self) -> str: ...
@@ -98,7 +98,7 @@ def bucket_caps(
 
 
 def steps_until_steady(name: str) -> int:
-    """Steps after which a hook that began to compress as early as it can does as in all others.
+    """Number of steps after which all steps of a hook are alike, if it compresses early.
 
     DDP arranges its buckets in the first step, hooks that start with dense steps have two of them,
     and the step after that is the first that is like all others. `auto` measures for longer.
@@ -137,8 +137,8 @@ def apply_hook(
 
 
 class _CodecHook:
-    """A gradferry codec: bytes are those that the engine has counted. When `auto` has chosen `off`,
-    they are computed, as if all steps had been so.
+    """A gradferry codec: the engine counts bytes. If `auto` has chosen `off`, they are computed as
+    if all steps had used `off`.
     """
 
     def __init__(

@@ -31,7 +31,7 @@ OnStep = Callable[[int, float], None]  # steps done, this rank's training loss i
 
 @dataclass
 class TrainingRun:
-    """What became of one hook, over all ranks."""
+    """The results of one hook, over all ranks."""
 
     hook: str
     num_ranks: int
