@@ -25,7 +25,7 @@ GRADFERRY_FOR_EACH_CODEC(GRADFERRY_DECLARE)
 
 namespace {
 
-// What use_device_library() was given; without a version until then.
+// The library given to use_device_library(); version 0 before that.
 DeviceLibrary device_library;
 
 #define GRADFERRY_TABLE(isa)                                                         \

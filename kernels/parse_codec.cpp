@@ -40,7 +40,7 @@ size_t edit_distance(std::string_view a, std::string_view b) {
   return row.back();
 }
 
-// " Did you mean 'x'?" when a name is near enough to be meant, else nothing.
+// " Did you mean 'x'?" if a name is similar, else an empty string.
 std::string suggestion(std::string_view text, std::span<const std::string_view> names) {
   std::string_view best;
   size_t best_distance = std::max<size_t>(1, text.size() / 2) + 1;
@@ -72,7 +72,7 @@ std::optional<double> number_in(std::string_view value) {
   return number;
 }
 
-// " Did you mean 'option=value'?" for a value without its option's name, else nothing.
+// " Did you mean 'option=value'?" for a value without its option's name, else an empty string.
 std::string option_suggestion(std::string_view value, const Codec& codec) {
   for (const OptionSpec& spec : codec.options) {
     const std::optional<double> number = number_in(value);

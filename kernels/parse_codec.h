@@ -1,4 +1,4 @@
-// Codec strings against any table of codecs; parse_codec() of codec.h is this on a device's table.
+// Parses codec strings with any table of codecs; parse_codec() of codec.h uses a device's table.
 #pragma once
 
 #include <span>

@@ -1,6 +1,6 @@
-// Reduction and scan over a thread block: CUB's, through this file alone, so that the emulator has
-// few of them to stand in for. Each use needs storage in shared memory of its own, or a barrier
-// since the last use of it.
+// Reduction and scan over a thread block, by CUB. Only this file uses CUB, so that the emulator has
+// little to replace. Each use needs its own storage in shared memory, or a barrier since the last
+// use of the storage.
 #pragma once
 
 #include <cub/block/block_reduce.cuh>
@@ -10,7 +10,7 @@
 
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE {
 
-// What threads know about a tile's status.
+// A thread's part of a tile's status.
 struct StatusPart {
   uint64_t checksum;
   uint32_t flags;
@@ -24,7 +24,7 @@ struct CombineStatus {
 template <uint32_t kThreads>
 using StatusStorage = typename cub::BlockReduce<StatusPart, kThreads>::TempStorage;
 
-// Checksums added, flags united: in thread 0 alone.
+// Adds checksums and combines flags. The result is valid in thread 0 only.
 template <uint32_t kThreads>
 GRADFERRY_DEVICE StatusPart combine_status(StatusStorage<kThreads>& storage, StatusPart part) {
   return cub::BlockReduce<StatusPart, kThreads>(storage).Reduce(part, CombineStatus());

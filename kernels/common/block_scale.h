@@ -5,7 +5,7 @@
 //   0                      the zero block: every element is +0
 //   a positive normal bf16 the scale
 //   the canonical NaN      a number of the block was not finite: every element is NaN
-// and any other pattern is corrupt. Codes of the first and the last kind mean nothing.
+// and any other pattern is corrupt. In the first and the last case, codes have no meaning.
 #pragma once
 
 #include "kernels/common/conversions.h"

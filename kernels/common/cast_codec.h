@@ -1,12 +1,11 @@
-// Codecs whose payload is simply the numbers in some dtype: `exact` and `bf16`. Their unit is the
-// element.
+// Codecs whose payload is the numbers in some dtype: `exact` and `bf16`. Their unit is the element.
 #pragma once
 
 #include "kernels/common/tile_driver.h"
 
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE {
 
-// Writes unit's v, after `adjust`, as `dtype` to its place in the payload.
+// Writes the unit's v, after `adjust`, as `dtype` to the payload.
 template <ScalarType dtype, typename Adjust>
 uint32_t encode_cast(const Unit& unit, const float* v, std::byte* payload, float* residual,
                      Adjust adjust) {

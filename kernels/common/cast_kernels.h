@@ -1,12 +1,12 @@
-// Codecs whose payload is simply the numbers in some dtype, on CUDA: `exact` and `bf16`. Their unit
-// is the element, and quads of the payload lie as those of the gradient do.
+// Codecs whose payload is the numbers in some dtype, on CUDA: `exact` and `bf16`. Their unit is the
+// element, and the payload has the same order as the gradient.
 #pragma once
 
 #include "kernels/common/tile_kernels.h"
 
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE {
 
-// Writes v, after `adjust`, as `dtype`; v becomes what that withholds.
+// Writes v, after `adjust`, as `dtype`, and replaces v by the rounding error.
 template <ScalarType dtype, typename Adjust>
 GRADFERRY_DEVICE uint32_t encode_cast(const Slice& slice, uint32_t payload_bytes, float* v,
                                       PayloadWriter& out, Adjust adjust) {
@@ -48,7 +48,7 @@ GRADFERRY_DEVICE uint32_t decode_cast(const Slice& slice, uint32_t payload_bytes
     GRADFERRY_UNROLL
     for (uint32_t i = 0; i < kQuad; ++i) {
       const float value = canonical(x[i]);
-      // Padding is not looked at.
+      // Padding is ignored.
       if (slice.element(row) + i < slice.num_elements) {
         largest = maximum(largest, magnitude_bits(value));
       }

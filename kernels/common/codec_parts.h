@@ -1,5 +1,5 @@
-// The two halves of a row of the codec table. What does not depend on an instruction set is
-// compiled once (kernels/<codec>/<codec>.cpp); the functions are compiled per instruction set
+// The two halves of a row of the codec table. The description is compiled once
+// (kernels/<codec>/<codec>.cpp), the functions once per instruction set
 // (kernels/<codec>/<codec>_cpu.cpp).
 #pragma once
 
@@ -30,7 +30,7 @@ constexpr uint32_t round_up(uint32_t value, uint32_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-// Whether undo has to look at a tile.
+// Whether undo must process a tile.
 inline bool holds_nonfinite(const TileBatch& batch, uint32_t index) {
   return batch.status == nullptr || (batch.status[index].flags & kTileNonFinite) != 0;
 }

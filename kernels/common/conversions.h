@@ -48,7 +48,7 @@ GRADFERRY_LANE F saturate_bf16(F x) {
   return select(too_large, from_bits((bits(x) & U(kSignBit)) | U(kLargest)), x);
 }
 
-// Without branches, which would keep a GPU from asking for more before it has converted.
+// Without branches, which would delay the next loads on a GPU.
 GRADFERRY_LANE float fp16_to_float(uint32_t x) {
   const uint32_t shifted = (x & 0x7fffu) << 13;
   const uint32_t normal = shifted + (112u << 23);

@@ -1,6 +1,6 @@
-// The one door to CUDA: what a .cu file needs of it, under nvcc and under the SIMT emulator of
-// tests/simt, which compiles the same sources for the CPU (GRADFERRY_SIMT). What kernels must keep
-// to so that both work is a section of docs/adding_a_codec.md.
+// The only interface to CUDA for .cu files, under nvcc and under the SIMT emulator of tests/simt,
+// which compiles the same sources for the CPU (GRADFERRY_SIMT). docs/adding_a_codec.md has the
+// rules that kernels must follow so that both work.
 #pragma once
 
 #include <cstddef>
@@ -96,7 +96,7 @@ GRADFERRY_DEVICE void write(void* p, T value) {
 #endif
 }
 
-// Asks for the cache line of a byte that will be read. The emulator reads it, to see that it may.
+// Prefetches the cache line of a byte. The emulator reads the byte, to check that it may be read.
 GRADFERRY_DEVICE void prefetch(const std::byte* p) {
 #if defined(GRADFERRY_SIMT)
   static_cast<void>(*reinterpret_cast<const volatile uint8_t*>(p));

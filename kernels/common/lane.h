@@ -2,9 +2,9 @@
 // and uint32_t. A codec's <codec>_layout.h is written once against these names and serves the
 // scalar kernels and CUDA through this header, AVX2 and AVX-512 through the overloads in simd_*.h.
 //
-// Everything lives in a namespace per target (GRADFERRY_KERNEL_NAMESPACE, set by the build for each
+// Everything is in a namespace per target (GRADFERRY_KERNEL_NAMESPACE, set by the build for each
 // object file) and is always inlined. Otherwise the linker, which keeps one copy of an inline
-// function, could keep the one compiled with AVX-512 and hand it to the scalar kernels.
+// function, could use the one compiled with AVX-512 in the scalar kernels.
 #pragma once
 
 #include <cstdint>

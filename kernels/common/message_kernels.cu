@@ -29,7 +29,7 @@ struct Fault {
   uint64_t received;
 };
 
-// By one thread of the kernel, and by kernels of one stream only.
+// Only one thread of a kernel may call it, and only kernels of one stream.
 GRADFERRY_DEVICE void note(Findings* findings, const Fault& fault) {
   const auto kept = static_cast<WireStatus>(findings->status);
   const bool echo = kept == WireStatus::kPeerTrouble && fault.status != WireStatus::kPeerTrouble;
@@ -46,7 +46,7 @@ GRADFERRY_DEVICE void note(Findings* findings, const Fault& fault) {
 struct Minima {
   uint32_t of_warp[kThreads / kWarpLanes];
 };
-// The least value of the block: in thread 0 alone.
+// The minimum over the block, valid in thread 0 only.
 GRADFERRY_DEVICE uint32_t block_minimum(Minima& shared, uint32_t value) {
   const uint32_t least = __reduce_min_sync(kAllLanes, value);
   if (threadIdx.x % kWarpLanes == 0) shared.of_warp[threadIdx.x / kWarpLanes] = least;
@@ -58,7 +58,7 @@ GRADFERRY_DEVICE uint32_t block_minimum(Minima& shared, uint32_t value) {
   return result;
 }
 
-// CUDA's atomicAdd knows this type alone of 64 bits without a sign.
+// The only unsigned 64-bit type of CUDA's atomicAdd.
 GRADFERRY_DEVICE void add_to(uint64_t* sum, uint64_t value) {
   static_assert(sizeof(unsigned long long) == sizeof(uint64_t));
   atomicAdd(reinterpret_cast<unsigned long long*>(sum), value);
@@ -75,7 +75,7 @@ GRADFERRY_DEVICE void write_header(std::byte* message, const MessageHeader& head
   for (uint32_t i = 0; i < kHeaderParts; ++i) write(message + 16 * i, parts.part[i]);
 }
 
-// The first field of a header that is not what it must be; status kOk without one.
+// The first wrong field of a header; status kOk if there is none.
 GRADFERRY_DEVICE Fault judge(const std::byte* message, Envelope envelope, uint32_t rank,
                              uint32_t payload_bytes, uint64_t checksum) {
   envelope.rank = rank;

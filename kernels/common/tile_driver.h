@@ -133,8 +133,8 @@ class TileDriver {
     return flags;
   }
 
-  // Gradient and residual kAhead elements further on, in the same tile or the next one; payloads of
-  // the next tile. Behind the last tile nothing, or what is here.
+  // What to prefetch: gradient and residual kAhead elements ahead, in this tile or the next one,
+  // and payloads of the next tile. After the last tile nothing, or the current addresses.
   static Ahead find_ahead(const Unit& unit, uint32_t index, const std::byte* gradient,
                           uint32_t item, const float* residual) {
     const uint32_t further = unit.first + kAhead;
@@ -235,7 +235,7 @@ class TileDriver {
           const uint32_t stored = with_dtype(batch.dtype, [&]<ScalarType dtype>() {
             return store_unit<dtype>(scratch, unit.num_elements, g);
           });
-          // What is infinite only in the gradient's dtype must not reach the residual either.
+          // Nor may values reach the residual that are infinite only in the gradient's dtype.
           if (momentum && stored != 0) mark_not_finite(unit, g, scratch);
           flags |= stored;
         }
@@ -259,7 +259,7 @@ class TileDriver {
     }
   }
 
-  // decode without a gradient: the statuses alone.
+  // decode without a gradient: writes only the statuses.
   [[gnu::noinline]] static void inspect_tiles(const TileBatch& batch, const std::byte* in) {
     alignas(64) float values[kUnit];
     alignas(64) std::byte narrowed[kUnit * sizeof(float)];
@@ -385,7 +385,7 @@ class TileDriver {
         find_finite(unit, in, finite);
         Codec::decode(unit, own_payload + tile.payload_offset, StoreSink{decoded});
         load_any<false>(unit, g, alpha, nullptr, 1.0f, sent);
-        // A residual is not updated by what is not finite.
+        // Non-finite values do not update a residual.
         for (uint32_t i = 0; i < unit.num_elements; ++i) {
           if (finite[i]) sent[i] = from_bits(kNanBits);
         }

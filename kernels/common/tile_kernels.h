@@ -74,8 +74,8 @@ GRADFERRY_DEVICE void keep_residual(const Slice& slice, float* residual, const f
   }
 }
 
-// residual = updated where that is finite, else what it was, in units of the loss scale of now.
-// What is kept is read again, in a loop that costs nothing where there is none.
+// residual = updated where that is finite, else the old value, converted to the current loss scale.
+// Kept values are read again, in a loop that costs nothing if there are none.
 template <bool kByQuads>
 GRADFERRY_DEVICE void store_residual(const Slice& slice, const float* updated, const float* gain,
                                      float* residual) {
@@ -117,13 +117,13 @@ GRADFERRY_DEVICE void set_status(const BatchArguments<Options>& batch, TileStatu
   if (threadIdx.x == 0 && batch.status != nullptr) batch.status[blockIdx.x] = status;
 }
 
-// Whether undo has to look at the block's tile.
+// Whether undo must process the block's tile.
 template <typename Options>
 GRADFERRY_DEVICE bool holds_nonfinite(const BatchArguments<Options>& batch) {
   return batch.status == nullptr || (batch.status[blockIdx.x].flags & kTileNonFinite) != 0;
 }
 
-// Whether what was decoded is finite in the gradient's dtype, too.
+// Whether the decoded value is also finite in the gradient's dtype.
 template <ScalarType dtype>
 GRADFERRY_DEVICE bool arrives_finite(float x) {
   return !is_not_finite(widen<dtype>(narrow<dtype>(x)));
@@ -152,7 +152,7 @@ GRADFERRY_DEVICE void write_zero_payload(std::byte* payload, uint32_t num_bytes)
   }
 }
 
-// Payloads are decoded one after the other, and each would wait for its bytes alone.
+// Prefetches the payloads, which are decoded one after the other and would each wait for memory.
 GRADFERRY_DEVICE void prefetch_payloads(const std::byte* const* payload_by_rank,
                                         uint32_t world_size, uint32_t offset, uint32_t num_bytes) {
   constexpr uint32_t kLine = 128;
@@ -290,7 +290,7 @@ __global__ void __launch_bounds__(kTileThreads, Codec::kMinBlocks)
     return;
   }
 
-  // -0 is the number that adding changes nothing: the first rank's values come out as they are.
+  // Adding -0 changes no number, so the first rank's values do not change.
   float v[kLaneElements];
   GRADFERRY_UNROLL
   for (uint32_t j = 0; j < kLaneElements; ++j) v[j] = -0.0f;

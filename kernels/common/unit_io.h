@@ -49,10 +49,9 @@ GRADFERRY_LANE void for_chunks(uint32_t n, Body body, Tail tail) {
   if (i < n) tail(i, n - i);
 }
 
-// What comes soon, so that its cache lines travel while a unit is computed. A codec's loops call
-// these as they go: memory is idle while the processor computes unless requests are spread over all
-// of that time, and bursts of them wait for each other. Addresses, not pointers: nothing may be
-// there.
+// Addresses to prefetch while a unit is computed. A codec's loops call these functions regularly,
+// to spread memory requests over the computing time: requests in bursts wait for each other, and
+// memory is idle in between. Integers, not pointers: the addresses may be invalid.
 struct Ahead {
   uintptr_t gradient = 0;      // of a unit that comes soon; 0: nothing is read there
   uintptr_t residual = 0;      // likewise
@@ -160,8 +159,8 @@ GRADFERRY_LANE void update_residual(float* residual, uint32_t n, Update update) 
       });
 }
 
-// Brings a residual to the units of a new gradient, so that what a codec keeps of it is right. To
-// be called when v has been computed from the old one. residual may be null.
+// Converts a residual to the units of a new gradient, for elements that the codec then keeps. Call
+// it after v was computed from the old residual. residual may be null.
 inline void rescale_residual(float* residual, uint32_t n, float gain) {
   if (residual == nullptr || gain == 1.0f) return;
   const F32 factor(gain);

@@ -36,7 +36,7 @@ GRADFERRY_LANE void set_residual(float* residual, double updated) {
   const float rounded = static_cast<float>(updated);
   if (magnitude_bits(rounded) < kInfinityBits) *residual = rounded;
 }
-// What is withheld of v, which is sent whole: nothing, or the old residual in units of v.
+// The residual of v, which is sent exactly: 0, or the old one in units of v if v is not finite.
 GRADFERRY_LANE void withhold(float* residual, double v, double gain) {
   set_residual(residual, gain * static_cast<double>(*residual));
   set_residual(residual, v - v);

@@ -161,8 +161,8 @@ struct Term {
   }
 
  private:
-  // Codes of a zero block mean nothing, a negative one would decode to -0: zero bytes instead. A
-  // group without numbers is zero codes times NaN.
+  // Codes of a zero block are replaced by zero bytes, because a negative one would decode to -0. A
+  // non-finite group is zero codes times NaN.
   [[gnu::noinline]] uint32_t mend(const GroupBytes<const std::byte>& in, bool finite, bool valid) {
     for (uint32_t block = 0; block < in.num_blocks; ++block) {
       std::byte* to = copy + block * kHalfBlock;

@@ -2,9 +2,9 @@
 //
 // A group of 1024 is the slice of a warp, a block of 32 the quads of 8 neighbouring lanes in one
 // row (slice.h). So a group is coded by one warp in three steps, all of them in registers:
-//   1. largest magnitudes of the 32 blocks, each ending up in the lane that will look after it
+//   1. largest magnitudes of the 32 blocks, each in the lane that will compute its scale
 //   2. that lane computes the block's scale: one division and one reciprocal per 32 elements
-//   3. codes and what they withhold, with the scales handed back to the octets; codes of elements
+//   3. codes and residuals, with the scales sent back to the octets; codes of elements
 //      16 apart, which share a byte, are 4 lanes apart and meet by one shuffle per two rows
 // Encoding with error feedback moves 12.5 bytes per element. It is bound by memory as long as it
 // stays under some 80 instructions per element; most of what there is are the 9 of rounding.
@@ -22,7 +22,7 @@ static_assert(kSliceElements == q4::kGroup && kRows * kRowBlocks == kWarpLanes);
 struct Place {
   uint32_t octet;       // first lane of the lane's octet
   uint32_t sub;         // lane within it: quads of elements 4 * sub .. of a block
-  uint32_t block;       // the block whose scale the lane looks after
+  uint32_t block;       // the block whose scale the lane computes
   uint32_t num_blocks;  // of the tile
 
   GRADFERRY_DEVICE explicit Place(const Slice& slice)
@@ -40,7 +40,7 @@ struct Place {
     return q4::kHalfBlock * code_block(slice, row) + 4 * (sub & 3);
   }
   GRADFERRY_DEVICE bool is_low() const { return sub < 4; }
-  // The value of the lane that looks after this octet's block of a row.
+  // The value in the lane that computes the scale of this octet's block of a row.
   GRADFERRY_DEVICE float of_row(float x, uint32_t row) const {
     return __shfl_sync(kAllLanes, x, static_cast<int>(octet + row));
   }
@@ -165,7 +165,7 @@ struct Q4 {
       GRADFERRY_UNROLL
       for (uint32_t r = 0; r < 2; ++r) {
         const float half = place.of_row(half_scale, row + r);
-        // Codes of a zero block mean nothing: a negative one would decode to -0.
+        // Codes of a zero block are ignored: a negative one would decode to -0.
         const uint32_t meaningful = half == 0.0f ? 0 : codes[r];
         GRADFERRY_UNROLL
         for (uint32_t i = 0; i < kQuad; ++i) {

@@ -84,7 +84,7 @@ struct Q8 {
     }
     GRADFERRY_UNROLL
     for (uint32_t row = 0; row < kRows; ++row) {
-      // Codes beyond the tile's end are not looked at.
+      // Codes beyond the tile's end are ignored.
       const uint32_t rest = n - slice.element(row);
       const uint32_t looked_at = slice.is_whole() || rest >= kQuad ? ~0u : (1u << (8 * rest)) - 1;
       const bool broken = (broken_bytes(words[row]) & looked_at) != 0;

@@ -48,7 +48,7 @@ GRADFERRY_DEVICE float energies(const Slice& slice, const float* x) {
 GRADFERRY_DEVICE int energy_lane(uint32_t row) { return rht::lane_of_row(row, 16, 8, 4); }
 GRADFERRY_DEVICE int projection_lane(uint32_t row) { return rht::lane_of_row(row, 16, 8, 2); }
 
-// What lanes know of the row whose energy they have.
+// The row whose energy a lane holds.
 struct RowState {
   float root;
   int32_t exponent;  // the row was multiplied by 2^-exponent
@@ -141,7 +141,7 @@ GRADFERRY_DEVICE void write_codes(const Slice& slice, const uint32_t* codes, Pay
     write_plane<kBits>(slice, codes, num_blocks, kBytes, 0, out);
   }
 }
-// Bits of a byte above the code are others'.
+// Bits of a byte above the code belong to other codes.
 template <uint32_t kBits>
 GRADFERRY_DEVICE void read_codes(const Slice& slice, const std::byte* payload, uint32_t* codes) {
   const uint32_t num_blocks = rht::num_blocks(slice.num_elements);
@@ -180,7 +180,7 @@ struct Rht {
     out.zeros(scales_offset + 2 * rht::num_blocks(n), unit.payload_bytes);
     if (slice.is_empty()) return 0;
 
-    // v beyond the tile's end counts as zero and is coded; its residual is nobody's.
+    // v beyond the tile's end counts as zero and is coded, but has no residual in memory.
     const Signs signs(unit);
     float x[kLaneElements];
     const RowState state = measure_rows(slice, v, x);

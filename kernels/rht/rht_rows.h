@@ -119,9 +119,10 @@ GRADFERRY_DEVICE float value_of(uint32_t code) {
 // --- planes --------------------------------------------------------------------------------------
 //
 // A plane has kWidth bits per coordinate. A byte of it holds 8 / kWidth coordinates 16 kWidth
-// apart: those of as many lanes, told apart by `kPairs`. The lanes of such a company each look
-// after kWidth of the 8 rows. Bytes of even coordinates come from lanes with s < 4, odd ones from s
-// + 4: of each eight bytes, the lower lane has the first four, the upper one the others.
+// apart: one from each lane of a group of kCompany lanes whose numbers differ in the bits `kPairs`.
+// Each lane of such a group writes or reads kWidth of the 8 rows. Bytes of even coordinates come
+// from lanes with s < 4, odd ones from s + 4: of each eight bytes, the lower lane has the first
+// four, the upper one the others.
 
 template <uint32_t kWidth>
 struct Plane {
@@ -129,7 +130,7 @@ struct Plane {
   static constexpr uint32_t kCompany = 8 / kWidth;  // 8, 4 or 2 lanes
 
   uint32_t shift;   // of the lane's coordinates in a byte
-  uint32_t picked;  // the lane looks after rows kCompany * i + picked
+  uint32_t picked;  // the lane writes or reads rows kCompany * i + picked
   uint32_t offset;  // of its words in the plane
 
   GRADFERRY_DEVICE explicit Plane(const Slice& slice) {

@@ -13,7 +13,7 @@ namespace {
 
 constexpr uint32_t kRowBytes = kRowElements / 8;
 
-// Of the word of signs that the lane looks after: row lane % 8, the lane's octet.
+// Offset of the word of signs that the lane writes or reads: row lane % 8, the lane's octet.
 GRADFERRY_DEVICE uint32_t word_offset(const Slice& slice) {
   return kRowBytes * own_block(slice) + slice.lane / 8 * 4;
 }
@@ -64,7 +64,7 @@ struct Sign1 {
         float& x = v[kQuad * row + i];
         const uint32_t sign = bits(x) & mask;
         signs[row] |= sign >> (31 - i);
-        // Minus NaN is NaN: what a block without numbers withholds is none.
+        // v minus NaN is NaN, which never replaces a residual.
         x = x - from_bits(sign | scale << 16);
       }
       signs[row] <<= kQuad * (slice.lane % 8);

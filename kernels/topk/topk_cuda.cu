@@ -81,7 +81,7 @@ struct Topk {
     const Slice& slice = unit.slice;
     const topk::Layout layout = topk::layout_of(slice.num_elements, unit.stage, unit.options);
     const std::byte* positions = payload + layout.values_bytes;
-    __syncthreads();  // another payload may still be being given to its sink
+    __syncthreads();  // other threads may still read the last payload's data
     decoded.bitmap[threadIdx.x] = 0;
 
     const topk::Mark mark(layout);
@@ -135,7 +135,7 @@ struct Topk {
   GRADFERRY_DEVICE static uint32_t block_maximum(const Slice& slice, topk::WarpTotals& totals,
                                                  uint32_t x) {
     x = warp_maximum(x);
-    // The bisection begins with the other one of the two.
+    // The bisection begins with the other buffer of the two.
     if (slice.lane == 0) totals.of_warp[1][slice.warp] = x;
     __syncthreads();
     GRADFERRY_UNROLL

@@ -179,10 +179,10 @@ def _note(suite: Suite, outcome: Outcome) -> str:
             f"codec. 'stalls' rows are controls: without error feedback they must miss the gap."
         )
     return (
-        f"{what}, on the validation data. Against fp32: mean over the seeds of the difference to "
-        f"fp32 with the same seed. Band: the demanded one, or {sigma:g} standard deviations of "
-        f"{_ruler(outcome)} if that is more; a lower loss is within it. A row without a band is "
-        f"reported, not judged."
+        f"{what}, on the validation data. Against fp32: mean difference to the fp32 training with "
+        f"the same seed. Band: the demanded one, or {sigma:g} standard deviations of "
+        f"{_ruler(outcome)} if that is more; a lower loss is within it. Rows without a band are "
+        f"not judged."
     )
 
 
