@@ -24,6 +24,7 @@ ParameterSpec huge(const char* name, bool residuals) {
           .num_elements = kHugeElements,
           .dtype = ScalarType::kBFloat16,
           .codec = "q4",
+          .warmup = "exact",
           .worker_residual = residuals,
           .owner_residual = residuals};
 }
@@ -36,8 +37,9 @@ Layout huge_layout(uint32_t rank) {
 }
 
 BucketPlan huge_plan(const Layout& layout, uint32_t rank) {
-  return make_plan(layout, {0, 1, 2},
-                   {.rank = rank, .chunk_bytes = kChunkBytes, .warmup = false, .exchanges = true});
+  return make_plan(
+      layout, {0, 1, 2},
+      {.rank = rank, .chunk_bytes = kChunkBytes, .codecs = CodecChoice::kOwn, .residuals = true});
 }
 
 TEST(HugeParameter, LayoutCountsItsTilesAndResiduals) {
@@ -119,7 +121,7 @@ TEST(HugeParameter, PlanCutsMessagesThatFitAndDoNotOverlap) {
       ASSERT_EQ(received.payload_offset, receive_next[owner]);
       const Parameter& parameter = layout.parameters()[0];  // all are alike
       const auto size = [&](Stage stage) {
-        return layout.payload_bytes(parameter, sent.num_elements, stage);
+        return layout.payload_bytes(parameter, sent.num_elements, stage, CodecChoice::kOwn);
       };
       send_next[owner] += size(Stage::kWorker);
       receive_next[owner] += size(Stage::kOwner);
@@ -127,7 +129,8 @@ TEST(HugeParameter, PlanCutsMessagesThatFitAndDoNotOverlap) {
     for (const PlannedBatch& batch : chunk.reduce) reduced += batch.tiles.size();
   }
   const auto bytes = [&](uint32_t num_elements) {
-    return uint64_t{layout.payload_bytes(layout.parameters()[0], num_elements, Stage::kWorker)};
+    return uint64_t{layout.payload_bytes(layout.parameters()[0], num_elements, Stage::kWorker,
+                                         CodecChoice::kOwn)};
   };
   const uint64_t full = 2 * (kHugeElements / kTileElements);
   EXPECT_EQ(payload_bytes, full * bytes(kTileElements) + 2 * bytes(904) + bytes(kLastElements));

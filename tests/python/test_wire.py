@@ -25,17 +25,19 @@ def formula(scenario: Scenario, buckets: list[list[list[str]]], rank: int) -> in
         scenario.codec,
         scenario.world_size,
         scenario.rules,
+        scenario.options.get("warmup", "exact"),
     )
+    warmup_steps = scenario.options.get("warmup_steps", 0)
     unused = scenario.ddp.get("find_unused_parameters", False)
     number = {weight.name: index for index, weight in enumerate(scenario.weights)}
     return sum(
         wire_bytes_per_step(
-            layout,
+            layout.in_warmup() if index < warmup_steps else layout,
             [[number[name] for name in b] for b in step],
             rank,
             find_unused_parameters=unused,
         )
-        for step in buckets
+        for index, step in enumerate(buckets)
     )
 
 
@@ -51,6 +53,24 @@ def test_wire_bytes_equal_the_formula(
         # exact needs several chunks per bucket, q4 and bf16 several buckets per step.
         assert len(answer["buckets"][-1]) > 1
         assert answer["stats"]["wire_bytes"] == formula(scenario, answer["buckets"], rank)
+
+
+@pytest.mark.parametrize("warmup", ["exact", "q8", "topk:ratio=0.25"])
+@pytest.mark.parametrize("codec", ["sign1", "topk", "q4"])
+def test_wire_bytes_equal_the_formula_in_warmup_steps(
+    world_of_3: World, codec: str, warmup: str
+) -> None:
+    options = {"warmup_steps": 2, "warmup": warmup}
+    ddp = {"bucket_cap_mb": 0.5}
+    sent = []
+    for steps in (2, 4):  # owners are those of the steps to come, and chunks are others
+        scenario = Scenario(WEIGHTS, 3, steps=steps, codec=codec, options=options, ddp=ddp)
+        answers = world_of_3.run(train, scenario=scenario)
+        for rank, answer in enumerate(answers):
+            expected = formula(scenario, answer["buckets"], rank)
+            assert answer["stats"]["wire_bytes"] == expected
+        sent.append(expected)
+    assert sent[1] - sent[0] < sent[0]
 
 
 def test_wire_bytes_equal_the_formula_with_rules_and_one_bucket(world_of_3: World) -> None:
