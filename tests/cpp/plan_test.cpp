@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <span>
 #include <string>
 #include <vector>
@@ -137,6 +138,33 @@ TEST(HugeParameter, PlanCutsMessagesThatFitAndDoNotOverlap) {
   uint64_t owned = 0;
   for (uint64_t id = 0; id < layout.num_tiles(); ++id) owned += layout.owner(id) == 1;
   EXPECT_EQ(reduced, owned);
+}
+
+// One element is a whole block of rht, and less with both other codecs.
+TEST(Warmup, TilesKeepTheirOwnersAndFitWithEveryCodec) {
+  std::vector<ParameterSpec> specs(5, huge("one", true));
+  for (uint32_t i = 0; i < specs.size(); ++i) specs[i].num_elements = 1 + i * kTileElements;
+  const Layout dense(specs, 0, kWorldSize, Device::kCpu);
+  for (ParameterSpec& spec : specs) spec.warmup = "rht:bits=4";
+  const Layout layout(specs, 0, kWorldSize, Device::kCpu);
+  std::vector<uint64_t> shards(kWorldSize);
+  for (const Parameter& parameter : layout.parameters()) {
+    for (uint32_t t = 0; t < parameter.num_tiles; ++t) {
+      const uint64_t id = parameter.first_tile + t;
+      ASSERT_EQ(layout.owner(id), dense.owner(id));
+      uint32_t largest = 0;
+      for (const CodecChoice choice :
+           {CodecChoice::kOwn, CodecChoice::kWarmup, CodecChoice::kExact}) {
+        const uint32_t n = layout.tile_elements(parameter, t);
+        largest = std::max(largest, layout.payload_bytes(parameter, n, Stage::kWorker, choice));
+      }
+      shards[layout.owner(id)] += largest;
+    }
+  }
+  EXPECT_EQ(layout.largest_shard_bytes(), std::ranges::max(shards));
+  EXPECT_GT(layout.largest_shard_bytes(), dense.largest_shard_bytes());
+  const Parameter& one = layout.parameters()[0];
+  EXPECT_EQ(layout.payload_bytes(one, 1, Stage::kOwner, CodecChoice::kWarmup), 80);
 }
 
 TEST(HugeParameter, MoreTilesThanCanBeNumberedAreRefusedByName) {

@@ -12,6 +12,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from gradferry.core.codec_spec import parse_codec
+from gradferry.errors import ConfigError
+from gradferry.forecast.hook_names import hook_config
 from outcomes import Outcome, attempt
 from reference.engine import momentum_behind
 from residual_sums import reference_of, still_missing
@@ -81,9 +84,29 @@ def test_warmup_equals_reference_around_what_is_not_finite(worlds: Worlds, poiso
     check(worlds, warming_up("sign1", 3, "q8", poison=places))
 
 
+def test_warmup_equals_reference_with_uneven_inputs(worlds: Worlds) -> None:
+    check(worlds, warming_up("sign1", 3, "q8", steps_by_rank=(2, 7, 4)))
+
+
 def test_warmup_equals_reference_with_the_standard_signature(worlds: Worlds) -> None:
     options = {"error_feedback": "worker", "native": False, "passes": 2}
     check(worlds, warming_up("topk:ratio=0.02", 2, "q4", **options))
+
+
+def case_described(scenario: Scenario) -> str:
+    return str(Run(scenario).state)
+
+
+def test_a_hook_says_how_it_warms_up(world_of_2: World) -> None:
+    for text in world_of_2.run(case_described, scenario=warming_up("sign1", 2, "q8")):
+        assert "warm-up: 3 steps with q8" in text
+
+
+def test_a_hook_by_name_has_a_warmup() -> None:
+    config = hook_config("sign1+momentum=0.9+warmup_steps=100+warmup=topk:ratio=0.25")
+    assert config.warmup == parse_codec("topk:ratio=0.25")
+    with pytest.raises(ConfigError, match="warmup_steps="):
+        hook_config("sign1+momentum=0.9+warmup=q8")
 
 
 # --- nothing is lost ------------------------------------------------------------------------------

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 from reference import Layout, wire_bytes_per_step
-from scenario import Scenario, Weight, train
+from scenario import ChosenGradients, Scenario, Weight, train
+from torch.nn.parallel import DistributedDataParallel
 from world import World
 
 WEIGHTS = (
@@ -55,8 +56,10 @@ def test_wire_bytes_equal_the_formula(
         assert answer["stats"]["wire_bytes"] == formula(scenario, answer["buckets"], rank)
 
 
-@pytest.mark.parametrize("warmup", ["exact", "q8", "topk:ratio=0.25"])
-@pytest.mark.parametrize("codec", ["sign1", "topk", "q4"])
+@pytest.mark.parametrize(
+    ("codec", "warmup"),
+    [("sign1", "q8"), ("topk", "exact"), ("q4", "topk:ratio=0.25")],
+)
 def test_wire_bytes_equal_the_formula_in_warmup_steps(
     world_of_3: World, codec: str, warmup: str
 ) -> None:
@@ -71,6 +74,31 @@ def test_wire_bytes_equal_the_formula_in_warmup_steps(
             assert answer["stats"]["wire_bytes"] == expected
         sent.append(expected)
     assert sent[1] - sent[0] < sent[0]
+
+
+def case_predicted(hook: str) -> list[tuple[int, int]]:
+    """Bytes sent in every step after DDP has arranged its buckets, and what the tools predict."""
+    from gradferry.lab.workloads.hooks import apply_hook
+
+    scenario = Scenario(WEIGHTS)
+    ddp = DistributedDataParallel(ChosenGradients(scenario), bucket_cap_mb=0.5)
+    handle = apply_hook(ddp, hook)
+    sent, predicted = [0], []
+    for step in range(6):
+        gradients = [scenario.gradient(step, 0, 0, index) for index in range(len(WEIGHTS))]
+        flat = zip(WEIGHTS, gradients, strict=True)
+        ddp({weight.name: weight.from_flat(gradient) for weight, gradient in flat}).backward()
+        sent.append(handle.wire_bytes(step + 1))
+        predicted.append((sent[-1] - sent[-2], handle.formula_bytes()))
+    return predicted[3:]
+
+
+@pytest.mark.parametrize("warmup", ["exact", "q8"])
+def test_tools_predict_the_bytes_of_warmup_steps(world_of_2: World, warmup: str) -> None:
+    hook = f"topk+warmup_steps=4+warmup={warmup}"
+    for predictions in world_of_2.run(case_predicted, hook=hook):
+        assert [sent for sent, _ in predictions] == [formula for _, formula in predictions]
+        assert predictions[0][0] > 4 * predictions[1][0]
 
 
 def test_wire_bytes_equal_the_formula_with_rules_and_one_bucket(world_of_3: World) -> None:
