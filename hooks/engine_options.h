@@ -29,13 +29,14 @@ struct EngineOptions {
   uint64_t config_hash;
   uint64_t layout_hash;
   uint64_t seed;
-  uint64_t warmup_steps;  // first steps, in which every tile is sent as `exact`
-  double momentum;        // 0: none; if not 0, every parameter has a worker residual
-  bool raise_nonfinite;   // a decoded NaN or infinity is an error; else every rank receives it
-  bool exact_skip;        // a step with a NaN or infinity leaves the residuals unchanged
-  at::Tensor loss_scale;  // one fp32 that a GradScaler writes after every step; undefined: 1
-  uint64_t check_every;   // steps between comparisons of all ranks' parameters; 0: none
-  uint32_t chunk_bytes;   // most payload bytes per owner and stage in one chunk
+  uint64_t warmup_steps;   // first steps, without momentum, in which warm-up codecs are used
+  bool compressed_warmup;  // some warm-up codec is lossy; if not, these steps touch no residual
+  double momentum;         // 0: none; if not 0, every parameter has a worker residual
+  bool raise_nonfinite;    // a decoded NaN or infinity is an error; else every rank receives it
+  bool exact_skip;         // a step with a NaN or infinity leaves the residuals unchanged
+  at::Tensor loss_scale;   // one fp32 that a GradScaler writes after every step; undefined: 1
+  uint64_t check_every;    // steps between comparisons of all ranks' parameters; 0: none
+  uint32_t chunk_bytes;    // most payload bytes per owner and stage in one chunk
   bool find_unused_parameters;  // DDP's: commits tell which parameters a rank used
   ExceptionFactory make_exception;
   std::shared_ptr<Peers> peers;  // never null
@@ -43,13 +44,16 @@ struct EngineOptions {
   Agreement agreement() const { return {rank, world_size, config_hash, layout_hash}; }
   bool in_warmup(uint64_t step) const { return step < warmup_steps; }
   bool has_momentum(uint64_t step) const { return momentum != 0 && !in_warmup(step); }
+  bool touches_residuals(uint64_t step) const { return compressed_warmup || !in_warmup(step); }
+  // Whether residuals hold gradients in warm-up steps, and momentum after them.
+  bool turns_to_momentum() const { return compressed_warmup && momentum != 0; }
   // Factors of momentum mode: alpha of the gradient before encode, beta of the decoded value that
   // is added to the worker residual.
   float alpha(const ResolvedCodec& codec, uint64_t step) const {
     return in_warmup(step) ? 1.0F : static_cast<float>(1.0 - momentum_behind(codec, momentum));
   }
-  float beta(const ResolvedCodec& codec) const {
-    return static_cast<float>(momentum_behind(codec, momentum));
+  float beta(const ResolvedCodec& codec, uint64_t step) const {
+    return in_warmup(step) ? 0.0F : static_cast<float>(momentum_behind(codec, momentum));
   }
   bool needs_every_bucket() const { return momentum != 0 || exact_skip; }
   bool check_is_due(uint64_t step) const {

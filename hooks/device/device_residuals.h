@@ -31,6 +31,10 @@ class DeviceResiduals {
   // undefined: 1). `begins_step`: clears step_nonfinite, because an optimizer step begins.
   void begin_pass(const at::Tensor& loss_scale, bool begins_step, const c10::Stream& stream);
 
+  // As gradferry::scale_by_parameter(), the copies too. On the current stream, where begin_step()
+  // is called, or between steps.
+  void scale_by_parameter(const Layout& layout, const std::vector<float>& factors) const;
+
   // Call the rest between steps, when the work of all other streams is done. It may wait for the
   // device.
 

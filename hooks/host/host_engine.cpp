@@ -93,9 +93,10 @@ void HostEngine::average(Bucket bucket) {
 // Called before the step's first bucket reaches a codec; residuals of the last step are complete.
 void HostEngine::begin_step(const Bucket& bucket) {
   const std::lock_guard lock(life_.mutex);
+  if (bucket.begins_momentum) begin_momentum();
   if (bucket.begins_optimizer_step) residuals_.begin_step();
   check_is_due_ = options_.check_is_due(bucket.step);
-  if (options_.in_warmup(bucket.step)) return;  // without residuals
+  if (!options_.touches_residuals(bucket.step)) return;
   gain_ = residuals_.begin_pass(loss_scale());
 }
 
@@ -113,15 +114,16 @@ Fault HostEngine::check_parameters(uint64_t step) {
 void HostEngine::keep_unused(BucketJob& job, UsedMap used) const {
   const auto& parameters = job.plan->parameters;
   job.used = used.empty() ? UsedMap(parameters.size(), 1) : std::move(used);
-  const bool touched = !options_.in_warmup(job.step);
+  const bool touched = options_.touches_residuals(job.step);
   job.unused = UnusedCopy(layout_, parameters, job.used, job.gradient,
                           touched ? residuals_.worker_tensor() : at::Tensor(),
                           touched ? residuals_.owner_tensor() : at::Tensor());
 }
 
-// Nothing is sent. Gradients do not change, except that momentum mode makes them momentum.
+// Nothing is sent. In momentum mode gradients become momentum, and residuals that a compressed
+// warm-up left behind, in a larger world, are delivered.
 void HostEngine::average_alone(Bucket bucket) {
-  if (options_.has_momentum(bucket.step)) {
+  if (options_.momentum != 0 && options_.touches_residuals(bucket.step)) {
     for (const ChunkPlan& chunk : bucket.plan->chunks) {
       codecs_.add_momentum({&chunk, bucket.step, gain_, bucket.gradient.mutable_data_ptr()});
     }
@@ -130,7 +132,7 @@ void HostEngine::average_alone(Bucket bucket) {
       !at::isfinite(bucket.gradient).all().item<bool>()) {
     if (options_.raise_nonfinite) throw nonfinite_gradient(bucket.step);
     const std::lock_guard lock(life_.mutex);
-    if (!options_.in_warmup(bucket.step)) residuals_.note_nonfinite();
+    if (options_.touches_residuals(bucket.step)) residuals_.note_nonfinite();
   }
   bucket.future->markCompleted(std::move(bucket.value));
 }
@@ -203,5 +205,7 @@ void HostEngine::multiply_residuals(float factor) {
   residuals_.settle();
   residuals_.scale(factor);
 }
+
+void HostEngine::begin_momentum() { residuals_.scale_by_parameter(layout_, alphas()); }
 
 }  // namespace gradferry

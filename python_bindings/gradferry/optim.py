@@ -17,10 +17,12 @@ __all__ = ["OneBitAdam"]
 class OneBitAdam(torch.optim.Optimizer):
     """1-bit Adam (Tang et al. 2021): Adam for which ranks exchange the momentum.
 
-    In the first ``freeze_step`` steps gradients are dense and this is `torch.optim.AdamW`. Then the
-    variance is frozen, the momentum moves into the hook's residual, and the hook delivers the
-    compressed momentum in ``.grad``. Any codec may compress it, during the backward pass. The
-    optimizer frees its momentum.
+    In the first ``freeze_step`` steps, the hook's warm-up, this is `torch.optim.AdamW`: to the bit
+    that of an uncompressed training if the hook has ``warmup="exact"``, the default. With another
+    ``warmup``, such as ``"q8"``, it learns the variance from what arrives. Then the variance is
+    frozen, the momentum moves into the hook's residual, and the hook delivers the compressed
+    momentum in ``.grad``. Any codec may compress it, during the backward pass. The optimizer frees
+    its momentum.
 
     The hook must be attached with ``momentum=betas[0]`` and ``warmup_steps=freeze_step``:
 
@@ -41,7 +43,7 @@ class OneBitAdam(torch.optim.Optimizer):
         betas: decay of momentum and variance; ``betas[0]`` must be the same in all groups.
         eps: added to the denominator.
         weight_decay: decoupled from the gradient, as in AdamW.
-        freeze_step: number of dense steps, at least 1.
+        freeze_step: number of warm-up steps, at least 1.
         state: of the hook, bound.
         variance_floor: in 0..1. At the freeze, variances below this share of their parameter's mean
             variance are raised to it. A codec gives a momentum even to elements with almost no

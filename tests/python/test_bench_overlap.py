@@ -68,7 +68,7 @@ def test_without_a_gpu_the_command_says_so(capsys):
         (["--rounds", "0"], "--rounds: 0"),
         (["--bucket-cap", "0"], "--bucket-cap: 0"),
         (["--hooks", "q5"], "q5"),
-        (["--hooks", "sign1+momentum=0.9"], "begins with dense steps"),
+        (["--hooks", "sign1+momentum=0.9"], "begins with warm-up steps"),
         (["--model", "none"], "none"),
     ],
 )

@@ -50,8 +50,13 @@ class HookState:
             wait before they are sent. Use it with `gradferry.optim.OneBitAdam`, or with SGD without
             momentum and with the learning rate times 1 / (1 - momentum). Needs one synced backward
             pass per optimizer step; refuses sparse gradients and ``find_unused_parameters``.
-        warmup_steps: number of first steps in which every gradient is sent as ``exact`` and
-            arrives without momentum.
+        warmup_steps: number of first steps in which gradients arrive without momentum, and are sent
+            with the codec `warmup`.
+        warmup: the codec of the first `warmup_steps`, for all parameters that are not ``exact``.
+            ``"exact"`` sends gradients as they are, so that these steps have the bits of a training
+            without compression. Another one, such as ``"q8"``, sends less, with error feedback as
+            in all other steps; in momentum mode, what it has withheld then enters the momentum. An
+            adaptive optimizer learns its variance from what arrives, and needs 3 bits or more here.
         grad_scaler: the `torch.amp.GradScaler` that scales the loss. Residuals follow its scale,
             exactly where that changes by powers of two.
         nonfinite: ``"propagate"`` delivers NaN and infinity to every rank; ``"raise"`` raises
@@ -83,6 +88,7 @@ class HookState:
         error_feedback: str = "auto",
         momentum: float | None = None,
         warmup_steps: int = 0,
+        warmup: str = "exact",
         grad_scaler: object | None = None,
         nonfinite: str = "propagate",
         exact_skip: bool = False,
