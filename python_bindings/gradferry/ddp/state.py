@@ -46,8 +46,8 @@ class HookState:
         momentum: between 0 and 1. Gradients arrive as their momentum m = momentum * m +
             (1 - momentum) * gradient, which the worker residual carries beside what was withheld
             (less of it behind ``topk``, whose elements wait for their turn anyway):
-            for `gradferry.optim.OneBitAdam`, or for SGD without momentum of its own and with the
-            learning rate times 1 / (1 - momentum). Takes one synced backward pass per optimizer
+            for an optimizer that has none of its own, as `gradferry.optim.momentum_mode` makes
+            it, or for `gradferry.optim.OneBitAdam`. Takes one synced backward pass per optimizer
             step, no sparse gradients and no ``find_unused_parameters``.
         warmup_steps: first steps in which every gradient travels as ``exact`` and arrives without
             momentum.
