@@ -59,7 +59,7 @@ BucketEngine::Bucket BucketEngine::accept(const std::vector<uint32_t>& parameter
                                           const at::Tensor& gradient, FuturePtr future,
                                           c10::IValue value) {
   const int64_t begin_ns = EventLog::now();
-  bool begins_step = false, begins_optimizer_step = false;
+  bool begins_step = false, begins_optimizer_step = false, begins_momentum = false;
   uint64_t step = 0;
   {
     const std::lock_guard lock(life_.mutex);
@@ -68,8 +68,9 @@ BucketEngine::Bucket BucketEngine::accept(const std::vector<uint32_t>& parameter
     if (begins_step && options_.exact_skip) {
       begins_optimizer_step = optimizer_steps_.begin_pass(hashes_);
     }
+    if (begins_step) begins_momentum = turn_to_momentum(step);
   }
-  const BucketPlan& plan = plan_for(parameters, options_.in_warmup(step));
+  const BucketPlan& plan = plan_for(parameters, step);
   check_gradient(plan, gradient);
   return {.plan = &plan,
           .used = std::move(used),
@@ -79,17 +80,22 @@ BucketEngine::Bucket BucketEngine::accept(const std::vector<uint32_t>& parameter
           .step = step,
           .begins_step = begins_step,
           .begins_optimizer_step = begins_optimizer_step,
+          .begins_momentum = begins_momentum,
           .event = {.step = step,
                     .chunks = plan.chunks.size(),
                     .gradient_bytes = gradient.nbytes(),
                     .begin_ns = begin_ns}};
 }
 
-const BucketPlan& BucketEngine::plan_for(const std::vector<uint32_t>& parameters, bool warmup) {
+const BucketPlan& BucketEngine::plan_for(const std::vector<uint32_t>& parameters, uint64_t step) {
+  const bool warmup = options_.in_warmup(step);
   auto& plans = plans_[warmup];
   const auto found = plans.find(parameters);
   if (found != plans.end()) return found->second;
-  const PlanOptions plan_options{options_.rank, options_.chunk_bytes, warmup, exchanges_};
+  CodecChoice codecs = warmup ? CodecChoice::kWarmup : CodecChoice::kOwn;
+  if (!exchanges_) codecs = CodecChoice::kExact;
+  const PlanOptions plan_options{options_.rank, options_.chunk_bytes, codecs,
+                                 options_.touches_residuals(step)};
   const BucketPlan& plan =
       plans.emplace(parameters, make_plan(layout_, parameters, plan_options)).first->second;
   const std::lock_guard lock(life_.mutex);
@@ -176,9 +182,32 @@ void BucketEngine::expect_between_steps(const char* what) const {
           " buckets are in flight; do it after backward() returned");
 }
 
+// Whether begin_momentum() is due, after so many steps. From then on it counts as done. With
+// life_.mutex held.
+bool BucketEngine::turn_to_momentum(uint64_t finished_steps) {
+  if (!options_.turns_to_momentum() || finished_steps < options_.warmup_steps) return false;
+  return !std::exchange(momentum_began_, true);
+}
+
+// Between steps, with life_.mutex held.
+void BucketEngine::finish_warmup() {
+  if (turn_to_momentum(steps_.finished_steps())) begin_momentum();
+}
+
+std::vector<float> BucketEngine::alphas() const {
+  std::vector<float> alphas;
+  for (const Parameter& parameter : layout_.parameters()) {
+    const CodecChoice choice = exchanges_ ? CodecChoice::kOwn : CodecChoice::kExact;
+    const ResolvedCodec& codec = layout_.codecs()[Layout::codec_index(parameter, choice)];
+    alphas.push_back(options_.alpha(codec, options_.warmup_steps));
+  }
+  return alphas;
+}
+
 EngineState BucketEngine::state() {
   const std::lock_guard lock(life_.mutex);
   expect_between_steps("save the state");
+  finish_warmup();
   return {steps_.finished_steps(), save_residuals()};
 }
 
@@ -187,6 +216,7 @@ void BucketEngine::load_state(const EngineState& state) {
   expect_between_steps("load a state");
   load_residuals(state.residuals);
   steps_.resume(state.steps);
+  momentum_began_ = state.steps >= options_.warmup_steps;
   optimizer_steps_.reset();
 }
 
@@ -195,7 +225,7 @@ void BucketEngine::skip_step() {
   expect_between_steps("skip a step");
   GRADFERRY_EXPECTS(options_.exact_skip, kState,
                     "a step can be skipped without loss only with exact_skip=True");
-  if (!steps_.began() || options_.in_warmup(steps_.step())) return;
+  if (!steps_.began() || !options_.touches_residuals(steps_.step())) return;
   expect_known_step(optimizer_steps_);
   take_back_step();
   optimizer_steps_.reset();
@@ -205,12 +235,14 @@ void BucketEngine::add_to_worker_residual(uint32_t parameter, const at::Tensor& 
                                           float factor) {
   const std::lock_guard lock(life_.mutex);
   expect_between_steps("change a residual");
+  finish_warmup();
   change_worker_residual(parameter_to_change(layout_, parameter, values, device_), values, factor);
 }
 
 void BucketEngine::scale_residuals(float factor) {
   const std::lock_guard lock(life_.mutex);
   expect_between_steps("scale residuals");
+  finish_warmup();
   multiply_residuals(factor);
 }
 

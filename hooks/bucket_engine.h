@@ -98,6 +98,7 @@ class BucketEngine {
     uint64_t step;               // counted from 0
     bool begins_step;            // the first of its pass that is compressed
     bool begins_optimizer_step;  // with exact_skip: residuals are kept from here on
+    bool begins_momentum;        // begin_momentum() has to come before
     BucketEvent event;
   };
 
@@ -117,6 +118,11 @@ class BucketEngine {
   virtual void change_worker_residual(const Parameter& parameter, const at::Tensor& values,
                                       float factor) = 0;
   virtual void multiply_residuals(float factor) = 0;
+  // Multiplies the residuals of every parameter by its alpha, copies of them, too: what the warm-up
+  // has withheld of gradients becomes a part of the momentum, which delivers it once in sum.
+  virtual void begin_momentum() = 0;
+  // By parameter: the gradient's share of what a step with momentum encodes.
+  std::vector<float> alphas() const;
 
   // The engine is told to stop: its last handle is gone, or the process ends.
   void request_stop();
@@ -139,12 +145,15 @@ class BucketEngine {
   void begin_run();
   Bucket accept(const std::vector<uint32_t>& parameters, UsedMap used, const at::Tensor& gradient,
                 FuturePtr future, c10::IValue value);
-  const BucketPlan& plan_for(const std::vector<uint32_t>& parameters, bool warmup);
+  const BucketPlan& plan_for(const std::vector<uint32_t>& parameters, uint64_t step);
   void check_gradient(const BucketPlan& plan, const at::Tensor& gradient) const;
   void expect_between_steps(const char* what) const;
+  bool turn_to_momentum(uint64_t finished_steps);
+  void finish_warmup();
 
   std::array<std::map<std::vector<uint32_t>, BucketPlan>, 2> plans_;  // by warm-up; run() alone
   StepCounter steps_;                                                 // under life_.mutex
+  bool momentum_began_ = false;  // begin_momentum() was called, or a state is from later
   OptimizerSteps optimizer_steps_;
 };
 

@@ -28,7 +28,8 @@ Layout::Layout(const std::vector<ParameterSpec>& parameters, uint32_t rank, uint
     Parameter parameter{.name = spec.name,
                         .num_elements = spec.num_elements,
                         .dtype = spec.dtype,
-                        .codec_index = codec_index(spec),
+                        .codec_index = add_codec(spec, spec.codec),
+                        .warmup_index = add_codec(spec, spec.warmup),
                         .first_tile = num_tiles(),
                         .num_tiles = 0,
                         .worker_residual = kNoResidual,
@@ -44,13 +45,12 @@ Layout::Layout(const std::vector<ParameterSpec>& parameters, uint32_t rank, uint
     }
     for (uint32_t t = 0; t < parameter.num_tiles; ++t) {
       const uint32_t n = tile_elements(parameter, t);
-      const uint32_t worker = payload_bytes(parameter, n, Stage::kWorker);
-      const uint32_t owned = payload_bytes(parameter, n, Stage::kOwner);
-      const uint32_t dense = payload_bytes(parameter, n, Stage::kWorker, /*dense=*/true);
+      const uint32_t worker = payload_bytes(parameter, n, Stage::kWorker, CodecChoice::kOwn);
+      const uint32_t owned = payload_bytes(parameter, n, Stage::kOwner, CodecChoice::kOwn);
       const auto lightest = std::min_element(load.begin(), load.end());
       const auto owner = static_cast<uint16_t>(lightest - load.begin());
       *lightest += uint64_t{worker} + owned;
-      shard_bytes_[owner] += std::max({worker, owned, dense});
+      shard_bytes_[owner] += largest_payload_bytes(parameter, n);
       owners_.push_back(owner);
       if (spec.owner_residual && owner == rank) {
         owner_residual_offsets_.push_back(owner_residual_elements_);
@@ -63,8 +63,8 @@ Layout::Layout(const std::vector<ParameterSpec>& parameters, uint32_t rank, uint
   }
 }
 
-uint32_t Layout::codec_index(const ParameterSpec& parameter) {
-  const ParsedCodec parsed = parse_codec(parameter.codec, device_);
+uint32_t Layout::add_codec(const ParameterSpec& parameter, const std::string& codec) {
+  const ParsedCodec parsed = parse_codec(codec, device_);
   GRADFERRY_EXPECTS(parameter.dtype != ScalarType::kFloat64 || parsed.codec->supports_float64,
                     kConfig,
                     "parameter '" + parameter.name + "' is float64, which codec '" +
@@ -88,10 +88,39 @@ uint32_t Layout::tile_elements(const Parameter& parameter, uint32_t tile_in_para
   return static_cast<uint32_t>(std::min<uint64_t>(kTileElements, parameter.num_elements - start));
 }
 
+ResidualRange Layout::owner_residual_range(const Parameter& parameter) const {
+  ResidualRange range;
+  for (uint32_t t = 0; t < parameter.num_tiles; ++t) {
+    const uint64_t offset = owner_residual_offset(parameter.first_tile + t);
+    if (offset == kNoResidual) continue;
+    if (range.end == 0) range.begin = offset;
+    range.end = offset + tile_elements(parameter, t);
+  }
+  return range;
+}
+
+uint32_t Layout::codec_index(const Parameter& parameter, CodecChoice choice) {
+  switch (choice) {
+    case CodecChoice::kOwn: return parameter.codec_index;
+    case CodecChoice::kWarmup: return parameter.warmup_index;
+    default: return 0;
+  }
+}
+
 uint32_t Layout::payload_bytes(const Parameter& parameter, uint32_t num_elements, Stage stage,
-                               bool dense) const {
-  const ResolvedCodec& used = codecs_[dense ? 0 : parameter.codec_index];
+                               CodecChoice choice) const {
+  const ResolvedCodec& used = codecs_[codec_index(parameter, choice)];
   return used.codec->payload_bytes(num_elements, parameter.dtype, stage, used.options);
+}
+
+uint32_t Layout::largest_payload_bytes(const Parameter& parameter, uint32_t num_elements) const {
+  uint32_t largest = 0;
+  for (const CodecChoice choice : {CodecChoice::kOwn, CodecChoice::kWarmup, CodecChoice::kExact}) {
+    for (const Stage stage : {Stage::kWorker, Stage::kOwner}) {
+      largest = std::max(largest, payload_bytes(parameter, num_elements, stage, choice));
+    }
+  }
+  return largest;
 }
 
 uint64_t Layout::largest_shard_bytes() const {

@@ -16,6 +16,7 @@ struct ParameterSpec {
   uint64_t num_elements;  // of the real view: a complex parameter counts twice
   ScalarType dtype;       // of the real view
   std::string codec;      // a codec string, already resolved by the rules
+  std::string warmup;     // the codec of warm-up steps
   bool worker_residual;   // keep what the first encode withholds
   bool owner_residual;    // keep what the owner's encode withholds
 };
@@ -26,6 +27,13 @@ struct ResolvedCodec {
   CodecOptions options;
 };
 
+// Which codec a parameter's tiles travel with.
+enum class CodecChoice : uint8_t {
+  kOwn,
+  kWarmup,
+  kExact,  // `exact`, whatever the parameter's is: where nothing is exchanged
+};
+
 inline constexpr uint64_t kNoResidual = ~uint64_t{0};
 // Residuals of a tile start on a cache line: 16 fp32.
 inline constexpr uint64_t kResidualAlignment = 16;
@@ -34,11 +42,18 @@ struct Parameter {
   std::string name;
   uint64_t num_elements;
   ScalarType dtype;
-  uint32_t codec_index;  // into Layout::codecs()
-  uint64_t first_tile;   // id of its first tile
+  uint32_t codec_index;   // into Layout::codecs()
+  uint32_t warmup_index;  // likewise, of its codec in warm-up steps
+  uint64_t first_tile;    // id of its first tile
   uint32_t num_tiles;
   uint64_t worker_residual;  // offset of its first element in the worker residual, or kNoResidual
   bool owner_residual;
+};
+
+// Elements of a residual.
+struct ResidualRange {
+  uint64_t begin = 0;
+  uint64_t end = 0;
 };
 
 class Layout {
@@ -58,22 +73,26 @@ class Layout {
 
   // Where the tile starts in this rank's owner residual; kNoResidual when it has none here.
   uint64_t owner_residual_offset(uint64_t tile) const { return owner_residual_offsets_[tile]; }
+  // Of all tiles of a parameter that have one here, which lie one after the other; empty: none has.
+  ResidualRange owner_residual_range(const Parameter& parameter) const;
 
   // The one that the tile is a part of.
   const Parameter& parameter_of(uint64_t tile) const;
   uint32_t tile_elements(const Parameter& parameter, uint32_t tile_in_parameter) const;
-  // `dense`: as `exact`, which replaces every codec during warm-up steps.
+  // Into codecs().
+  static uint32_t codec_index(const Parameter& parameter, CodecChoice choice);
   uint32_t payload_bytes(const Parameter& parameter, uint32_t num_elements, Stage stage,
-                         bool dense = false) const;
+                         CodecChoice choice) const;
 
   uint64_t worker_residual_elements() const { return worker_residual_elements_; }
   uint64_t owner_residual_elements() const { return owner_residual_elements_; }
 
-  // The most bytes any rank owns of the whole model, in the larger stage, dense or not.
+  // The most bytes any rank owns of the whole model, in the larger stage, with whichever codecs.
   uint64_t largest_shard_bytes() const;
 
  private:
-  uint32_t codec_index(const ParameterSpec& parameter);
+  uint32_t add_codec(const ParameterSpec& parameter, const std::string& codec);
+  uint32_t largest_payload_bytes(const Parameter& parameter, uint32_t num_elements) const;
 
   Device device_;  // whose codecs
   uint32_t world_size_;

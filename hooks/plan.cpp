@@ -21,10 +21,7 @@ struct BucketTile {
   uint32_t owner;
 };
 
-// Every tile as `exact`.
-bool is_dense(const PlanOptions& options) { return options.warmup || !options.exchanges; }
-
-std::vector<BucketTile> tiles_of(const Layout& layout, const BucketPlan& plan, bool dense) {
+std::vector<BucketTile> tiles_of(const Layout& layout, const BucketPlan& plan, CodecChoice codecs) {
   std::vector<BucketTile> tiles;
   uint64_t offset = 0;
   for (const uint32_t index : plan.parameters) {
@@ -39,8 +36,8 @@ std::vector<BucketTile> tiles_of(const Layout& layout, const BucketPlan& plan, b
                        .gradient_offset = offset + start,
                        .worker_residual = keeps ? parameter.worker_residual + start : kNoResidual,
                        .num_elements = n,
-                       .worker_bytes = layout.payload_bytes(parameter, n, Stage::kWorker, dense),
-                       .owner_bytes = layout.payload_bytes(parameter, n, Stage::kOwner, dense),
+                       .worker_bytes = layout.payload_bytes(parameter, n, Stage::kWorker, codecs),
+                       .owner_bytes = layout.payload_bytes(parameter, n, Stage::kOwner, codecs),
                        .owner = layout.owner(id)});
     }
     offset += parameter.num_elements;
@@ -49,11 +46,11 @@ std::vector<BucketTile> tiles_of(const Layout& layout, const BucketPlan& plan, b
 }
 
 // Finds the batch of the tile's codec and residuals, or adds it.
-PlannedBatch& batch_for(std::vector<PlannedBatch>& batches, const Parameter& parameter, bool dense,
-                        bool warmup) {
-  const uint32_t codec = dense ? 0 : parameter.codec_index;
-  const bool worker = !warmup && parameter.worker_residual != kNoResidual;
-  const bool owner = !warmup && parameter.owner_residual;
+PlannedBatch& batch_for(std::vector<PlannedBatch>& batches, const Parameter& parameter,
+                        const PlanOptions& options) {
+  const uint32_t codec = Layout::codec_index(parameter, options.codecs);
+  const bool worker = options.residuals && parameter.worker_residual != kNoResidual;
+  const bool owner = options.residuals && parameter.owner_residual;
   for (PlannedBatch& batch : batches) {
     if (batch.codec_index == codec && batch.worker_residual == worker &&
         batch.owner_residual == owner) {
@@ -92,7 +89,7 @@ ChunkPlan plan_chunk(const Layout& layout, std::span<const BucketTile> tiles,
     const uint32_t in_owner = owner_offset[tile.owner];
     const auto add = [&](std::vector<PlannedBatch>& batches, uint64_t residual,
                          uint32_t payload_offset, uint32_t output_offset, uint32_t message_offset) {
-      PlannedBatch& batch = batch_for(batches, *tile.parameter, is_dense(options), options.warmup);
+      PlannedBatch& batch = batch_for(batches, *tile.parameter, options);
       batch.tiles.push_back({tile.id, tile.gradient_offset, residual, tile.num_elements,
                              payload_offset, output_offset, message_offset});
       batch.ranks.push_back(tile.owner);
@@ -122,7 +119,7 @@ BucketPlan make_plan(const Layout& layout, const std::vector<uint32_t>& paramete
     plan.num_elements += layout.parameters()[index].num_elements;
     plan.dtype = layout.parameters()[index].dtype;
   }
-  const std::vector<BucketTile> tiles = tiles_of(layout, plan, is_dense(options));
+  const std::vector<BucketTile> tiles = tiles_of(layout, plan, options.codecs);
   std::vector<uint32_t> worker_bytes(layout.world_size(), 0);
   std::vector<uint32_t> owner_bytes(layout.world_size(), 0);
   size_t first = 0;

@@ -52,8 +52,8 @@ struct BucketPlan {
 struct PlanOptions {
   uint32_t rank;
   uint32_t chunk_bytes;  // most payload bytes per owner and stage in one chunk
-  bool warmup;           // every tile as `exact`, and no residual is touched
-  bool exchanges;        // false: nothing travels, so nothing is compressed: every tile as `exact`
+  CodecChoice codecs;
+  bool residuals;  // false: none is touched
 };
 
 // `parameters` in bucket order, all of one dtype.

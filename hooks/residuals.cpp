@@ -19,6 +19,24 @@ void set_where_finite(const at::Tensor& residual, const at::Tensor& updated) {
   residual.copy_(at::where(at::isfinite(updated), updated, residual));
 }
 
+void scale_by_parameter(const Layout& layout, const std::vector<float>& factors,
+                        const at::Tensor& worker, const at::Tensor& owner) {
+  const auto scale = [](const at::Tensor& residual, ResidualRange range, float factor) {
+    if (range.begin == range.end || factor == 1.0F) return;
+    residual
+        .narrow(0, static_cast<int64_t>(range.begin), static_cast<int64_t>(range.end - range.begin))
+        .mul_(factor);
+  };
+  for (size_t i = 0; i < factors.size(); ++i) {
+    const Parameter& parameter = layout.parameters()[i];
+    if (parameter.worker_residual != kNoResidual) {
+      const uint64_t begin = parameter.worker_residual;
+      scale(worker, {begin, begin + parameter.num_elements}, factors[i]);
+    }
+    scale(owner, layout.owner_residual_range(parameter), factors[i]);
+  }
+}
+
 const Parameter& parameter_to_change(const Layout& layout, uint32_t index, const at::Tensor& values,
                                      c10::Device device) {
   GRADFERRY_EXPECTS(index < layout.parameters().size(), kConfig,

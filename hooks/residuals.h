@@ -9,6 +9,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <vector>
 
 #include "layout.h"
 
@@ -21,6 +22,11 @@ const Parameter& parameter_to_change(const Layout& layout, uint32_t index, const
 
 // Elements of `updated` that are not finite leave the residual as it is.
 void set_where_finite(const at::Tensor& residual, const at::Tensor& updated);
+
+// Multiplies the residuals of every parameter by its factor, from 0 to 1; `worker` and `owner` are
+// this rank's, or copies of them. Work of the current stream.
+void scale_by_parameter(const Layout& layout, const std::vector<float>& factors,
+                        const at::Tensor& worker, const at::Tensor& owner);
 
 class Residuals {
  public:

@@ -35,23 +35,6 @@ class MarkUsed final : public torch::autograd::FunctionPreHook {
   at::Tensor parameter_;
 };
 
-struct Range {
-  uint64_t begin = kNoResidual;
-  uint64_t end = 0;
-};
-
-// Tiles of a parameter that this rank owns lie one after the other.
-Range owner_range(const Layout& layout, const Parameter& parameter) {
-  Range range;
-  for (uint32_t t = 0; t < parameter.num_tiles; ++t) {
-    const uint64_t offset = layout.owner_residual_offset(parameter.first_tile + t);
-    if (offset == kNoResidual) continue;
-    if (range.begin == kNoResidual) range.begin = offset;
-    range.end = offset + layout.tile_elements(parameter, t);
-  }
-  return range;
-}
-
 }  // namespace
 
 uint64_t used_map_bytes(size_t num_parameters) { return (num_parameters + 7) / 8 * 8; }
@@ -91,8 +74,8 @@ UnusedCopy::UnusedCopy(const Layout& layout, const std::vector<uint32_t>& parame
     if (worker.defined() && parameter.worker_residual != kNoResidual) {
       keep(i, worker, parameter.worker_residual, n, /*residual=*/true);
     }
-    const Range owned = owner_range(layout, parameter);
-    if (owner.defined() && owned.begin != kNoResidual) {
+    const ResidualRange owned = layout.owner_residual_range(parameter);
+    if (owner.defined() && owned.begin != owned.end) {
       keep(i, owner, owned.begin, owned.end - owned.begin, /*residual=*/true);
     }
   }

@@ -32,6 +32,7 @@ struct DeviceJob {
   uint64_t step;
   bool begins_step;
   bool begins_optimizer_step;
+  bool begins_momentum;
   BucketEvent event;
   ProfilerContext profiler;
 };
@@ -57,9 +58,9 @@ struct DeviceContext {
     return static_cast<Findings*>(findings.mutable_data_ptr());
   }
   // Where kernels note that a result of the step is not finite; null without exact_skip and in
-  // warm-up steps, which touch no residual.
+  // steps that touch no residual.
   uint32_t* step_nonfinite(uint64_t step) const {
-    return options.in_warmup(step) ? nullptr : residuals->step_nonfinite();
+    return options.touches_residuals(step) ? residuals->step_nonfinite() : nullptr;
   }
 
   const EngineOptions& options;

@@ -80,6 +80,7 @@ DeviceJob DeviceEngine::make_job(Bucket bucket) {
           .step = bucket.step,
           .begins_step = bucket.begins_step,
           .begins_optimizer_step = bucket.begins_optimizer_step,
+          .begins_momentum = bucket.begins_momentum,
           .event = bucket.event,
           .profiler = {}};
 }
@@ -155,24 +156,29 @@ void DeviceEngine::exchange(DeviceJob& job) {
 // F is done with the residuals of the pass before: DDP has its stream wait for the Futures of a
 // pass, and E waits for a gradient of the next one.
 void DeviceEngine::begin_step(const DeviceJob& job) {
+  if (job.begins_momentum) {
+    const c10::StreamGuard guard(context_.encode_stream);
+    context_.residuals->scale_by_parameter(layout_, alphas());
+  }
   if (job.begins_optimizer_step) context_.residuals->begin_step(context_.encode_stream);
-  if (options_.in_warmup(job.step)) return;  // without residuals
+  if (!options_.touches_residuals(job.step)) return;
   context_.residuals->begin_pass(options_.loss_scale, job.begins_optimizer_step,
                                  context_.encode_stream);
 }
 
-// Nothing travels: gradients stay as they are, but for the momentum.
+// Nothing travels: gradients stay as they are, but for the momentum, and what a warm-up that began
+// in a larger world has withheld.
 void DeviceEngine::average_alone(DeviceJob job) {
-  const bool momentum = options_.has_momentum(job.step);
-  if (momentum) {
+  const bool changes = options_.momentum != 0 && options_.touches_residuals(job.step);
+  if (changes) {
     const c10::DeviceGuard guard(device_);
     job.ready.block(context_.encode_stream);
     if (job.begins_step) begin_step(job);
     exchange_->add_momentum(job);
   }
   give_back(std::move(job.ready));
-  const c10::OptionalStreamGuard guard(momentum ? std::optional(context_.encode_stream)
-                                                : std::nullopt);
+  const c10::OptionalStreamGuard guard(changes ? std::optional(context_.encode_stream)
+                                               : std::nullopt);
   if (options_.raise_nonfinite && !at::isfinite(job.gradient).all().item<bool>()) {
     throw nonfinite_gradient(job.step);
   }
@@ -235,6 +241,13 @@ void DeviceEngine::multiply_residuals(float factor) {
   const c10::StreamGuard guard = behind_all();
   context_.residuals->settle(context_.finish_stream);
   context_.residuals->scale(factor);
+  context_.finish_stream.synchronize();
+}
+
+// With momentum the engine has residuals.
+void DeviceEngine::begin_momentum() {
+  const c10::StreamGuard guard = behind_all();
+  context_.residuals->scale_by_parameter(layout_, alphas());
   context_.finish_stream.synchronize();
 }
 

@@ -49,6 +49,7 @@ class DeviceEngine final : public BucketEngine {
   void change_worker_residual(const Parameter& parameter, const at::Tensor& values,
                               float factor) override;
   void multiply_residuals(float factor) override;
+  void begin_momentum() override;
 
   DeviceJob make_job(Bucket bucket);
   const DevicePlan& plan_for(const BucketPlan& plan);

@@ -216,7 +216,8 @@ void DeviceExchange::decode_batch(const DeviceJob& job, const ChunkJob& chunk, s
                         finish_statuses_, context_.finish_stream),
              bytes(chunk.slot->scatter_send), in, gradient, options_.alpha(resolved, job.step),
              context_.residuals->worker());
-  codec.decode(arrived, in, gradient, options_.beta(resolved), context_.residuals->worker());
+  codec.decode(arrived, in, gradient, options_.beta(resolved, job.step),
+               context_.residuals->worker());
 }
 
 // From one buffer, with the codec exact, in the order of E.
@@ -232,7 +233,7 @@ void DeviceExchange::add_momentum(DeviceJob& job) {
                                          encode_statuses_, context_.encode_stream);
       codec.encode(tiles, gradient, options_.alpha(resolved, job.step), context_.residuals->gain(),
                    context_.residuals->worker(), bytes(buffer));
-      codec.decode(tiles, bytes(buffer), gradient, options_.beta(resolved),
+      codec.decode(tiles, bytes(buffer), gradient, options_.beta(resolved, job.step),
                    context_.residuals->worker());
     }
     conclude(job, planned, 0, planned.encode, encode_statuses_, context_.encode_stream);

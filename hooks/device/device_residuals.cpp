@@ -65,6 +65,14 @@ void DeviceResiduals::begin_pass(const at::Tensor& loss_scale, bool begins_step,
        .stream = stream.native_handle()});
 }
 
+void DeviceResiduals::scale_by_parameter(const Layout& layout,
+                                         const std::vector<float>& factors) const {
+  gradferry::scale_by_parameter(layout, factors, residuals_.worker_tensor(),
+                                residuals_.owner_tensor());
+  if (kept_.empty()) return;
+  gradferry::scale_by_parameter(layout, factors, kept_[0].before, kept_[1].before);
+}
+
 void DeviceResiduals::settle(const c10::Stream& current) const { take_back(current); }
 
 void DeviceResiduals::skip(const c10::Stream& current) {

@@ -31,6 +31,10 @@ class DeviceResiduals {
   // 1). `begins_step`: nothing of its optimizer step is in vain yet.
   void begin_pass(const at::Tensor& loss_scale, bool begins_step, const c10::Stream& stream);
 
+  // As gradferry::scale_by_parameter(), of what is kept as well. Work of the current stream, as
+  // begin_step() or between steps.
+  void scale_by_parameter(const Layout& layout, const std::vector<float>& factors) const;
+
   // The rest is called between steps, with the current stream behind all others. It may wait.
 
   // Takes the last step back if it is in vain, and stays so if more passes follow.

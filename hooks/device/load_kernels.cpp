@@ -20,8 +20,10 @@ using UsedCodecs = std::set<std::pair<uint32_t, ScalarType>>;
 UsedCodecs used_codecs(const Layout& layout) {
   UsedCodecs used;
   for (const Parameter& parameter : layout.parameters()) {
-    used.emplace(0, parameter.dtype);  // `exact`, in warm-up steps
-    used.emplace(parameter.codec_index, parameter.dtype);
+    for (const CodecChoice choice :
+         {CodecChoice::kOwn, CodecChoice::kWarmup, CodecChoice::kExact}) {
+      used.emplace(Layout::codec_index(parameter, choice), parameter.dtype);
+    }
   }
   return used;
 }

@@ -94,7 +94,8 @@ void ChunkCodecs::decode_batch(const Work& work, size_t index, const std::byte* 
   codec.decode(batch, messages, nullptr, 0.0F, nullptr);
   codec.undo(make_batch(work, work.plan->encode[index], Stage::kWorker), sent, messages,
              work.gradient, options_.alpha(resolved, work.step), residuals_.worker());
-  codec.decode(batch, messages, work.gradient, options_.beta(resolved), residuals_.worker());
+  codec.decode(batch, messages, work.gradient, options_.beta(resolved, work.step),
+               residuals_.worker());
 }
 
 // Tile by tile through a payload on the stack; a world of one sends every tile as `exact`.
@@ -110,7 +111,8 @@ void ChunkCodecs::add_momentum(const Work& work) {
       batch.tiles = &tile;
       codec.encode(batch, work.gradient, options_.alpha(resolved, work.step), &work.gain,
                    residuals_.worker(), payload);
-      codec.decode(batch, payload, work.gradient, options_.beta(resolved), residuals_.worker());
+      codec.decode(batch, payload, work.gradient, options_.beta(resolved, work.step),
+                   residuals_.worker());
     }
   }
 }

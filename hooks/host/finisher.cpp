@@ -273,7 +273,7 @@ void Finisher::complete(BucketJob& bucket) {
   {
     const std::lock_guard lock(life_.mutex);
     --life_.stats.in_flight;
-    if (!bucket.nonfinite_tiles.empty() && !options_.in_warmup(bucket.step)) {
+    if (!bucket.nonfinite_tiles.empty() && options_.touches_residuals(bucket.step)) {
       residuals_.note_nonfinite();
     }
   }

@@ -92,9 +92,10 @@ void HostEngine::average(Bucket bucket) {
 // Before the step's first bucket reaches a codec: residuals of the step before are complete by now.
 void HostEngine::begin_step(const Bucket& bucket) {
   const std::lock_guard lock(life_.mutex);
+  if (bucket.begins_momentum) begin_momentum();
   if (bucket.begins_optimizer_step) residuals_.begin_step();
   check_is_due_ = options_.check_is_due(bucket.step);
-  if (options_.in_warmup(bucket.step)) return;  // without residuals
+  if (!options_.touches_residuals(bucket.step)) return;
   gain_ = residuals_.begin_pass(loss_scale());
 }
 
@@ -112,15 +113,16 @@ Fault HostEngine::check_parameters(uint64_t step) {
 void HostEngine::keep_unused(BucketJob& job, UsedMap used) const {
   const auto& parameters = job.plan->parameters;
   job.used = used.empty() ? UsedMap(parameters.size(), 1) : std::move(used);
-  const bool touched = !options_.in_warmup(job.step);
+  const bool touched = options_.touches_residuals(job.step);
   job.unused = UnusedCopy(layout_, parameters, job.used, job.gradient,
                           touched ? residuals_.worker_tensor() : at::Tensor(),
                           touched ? residuals_.owner_tensor() : at::Tensor());
 }
 
-// Nothing travels: gradients stay as they are, but for the momentum.
+// Nothing travels: gradients stay as they are, but for the momentum, and what a warm-up that began
+// in a larger world has withheld.
 void HostEngine::average_alone(Bucket bucket) {
-  if (options_.has_momentum(bucket.step)) {
+  if (options_.momentum != 0 && options_.touches_residuals(bucket.step)) {
     for (const ChunkPlan& chunk : bucket.plan->chunks) {
       codecs_.add_momentum({&chunk, bucket.step, gain_, bucket.gradient.mutable_data_ptr()});
     }
@@ -129,7 +131,7 @@ void HostEngine::average_alone(Bucket bucket) {
       !at::isfinite(bucket.gradient).all().item<bool>()) {
     if (options_.raise_nonfinite) throw nonfinite_gradient(bucket.step);
     const std::lock_guard lock(life_.mutex);
-    if (!options_.in_warmup(bucket.step)) residuals_.note_nonfinite();
+    if (options_.touches_residuals(bucket.step)) residuals_.note_nonfinite();
   }
   bucket.future->markCompleted(std::move(bucket.value));
 }
@@ -202,5 +204,7 @@ void HostEngine::multiply_residuals(float factor) {
   residuals_.settle();
   residuals_.scale(factor);
 }
+
+void HostEngine::begin_momentum() { residuals_.scale_by_parameter(layout_, alphas()); }
 
 }  // namespace gradferry

@@ -50,6 +50,7 @@ class HostEngine final : public BucketEngine {
   void change_worker_residual(const Parameter& parameter, const at::Tensor& values,
                               float factor) override;
   void multiply_residuals(float factor) override;
+  void begin_momentum() override;
 
   void begin_step(const Bucket& bucket);
   Fault check_parameters(uint64_t step);

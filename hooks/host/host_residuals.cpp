@@ -69,6 +69,12 @@ void HostResiduals::add_to_worker(uint64_t offset, const at::Tensor& values, flo
   if (keeps_copy_) add(worker_before_, loss_scale_before_);
 }
 
+void HostResiduals::scale_by_parameter(const Layout& layout, const std::vector<float>& factors) {
+  gradferry::scale_by_parameter(layout, factors, worker_tensor(), owner_tensor());
+  if (!keeps_copy_) return;
+  gradferry::scale_by_parameter(layout, factors, worker_before_, owner_before_);
+}
+
 void HostResiduals::scale(float factor) {
   residuals_.scale(factor);
   for (const at::Tensor& before : {worker_before_, owner_before_}) {

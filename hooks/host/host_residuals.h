@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <vector>
 
 #include "residuals.h"
 
@@ -45,6 +46,8 @@ class HostResiduals {
   // what is kept as well.
   void add_to_worker(uint64_t offset, const at::Tensor& values, float factor, float loss_scale);
   void scale(float factor);
+  // As gradferry::scale_by_parameter(), of what is kept as well. Also at the beginning of a step.
+  void scale_by_parameter(const Layout& layout, const std::vector<float>& factors);
 
  private:
   void take_back();

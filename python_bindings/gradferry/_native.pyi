@@ -42,6 +42,7 @@ class ParameterSpec:
         num_elements: int,
         dtype: torch.dtype,
         codec: str,
+        warmup: str,
         worker_residual: bool,
         owner_residual: bool,
     ) -> None: ...
@@ -57,6 +58,7 @@ class EngineOptions:
         layout_hash: int,
         seed: int,
         warmup_steps: int,
+        compressed_warmup: bool,
         momentum: float,
         raise_nonfinite: bool,
         exact_skip: bool,

@@ -155,8 +155,10 @@ def _log_rate(now: dict[str, Any], before: dict[str, Any], momentum: float) -> N
 class OneBitAdam(torch.optim.Optimizer):
     """1-bit Adam (Tang et al. 2021): Adam whose momentum is what ranks exchange.
 
-    For the first ``freeze_step`` steps gradients are dense and this is `torch.optim.AdamW`. Then
-    the variance is frozen, the momentum moves into the hook's residual, and what the hook delivers
+    For the first ``freeze_step`` steps, the hook's warm-up, this is `torch.optim.AdamW`: to the bit
+    that of an uncompressed training where the hook has ``warmup="exact"``, as by default. With
+    another ``warmup``, such as ``"q8"``, it learns the variance from what arrives. Then the
+    variance is frozen, the momentum moves into the hook's residual, and what the hook delivers
     in ``.grad`` is the compressed momentum: any codec may compress it, while backward goes on. The
     momentum's memory is given back.
 
@@ -179,7 +181,7 @@ class OneBitAdam(torch.optim.Optimizer):
         betas: decay of momentum and variance, for all groups the same ``betas[0]``.
         eps: added to the denominator.
         weight_decay: decoupled from the gradient, as in AdamW.
-        freeze_step: number of dense steps, at least 1.
+        freeze_step: number of warm-up steps, at least 1.
         state: of the hook, bound.
         variance_floor: at the freeze, variances below this share of their parameter's mean are
             raised to it. A codec gives elements with hardly a gradient (of a unit that was never

@@ -15,14 +15,16 @@ namespace gradferry {
 namespace {
 
 ParameterSpec make_parameter(const std::string& name, uint64_t num_elements, at::ScalarType dtype,
-                             const std::string& codec, bool worker_residual, bool owner_residual) {
-  return {name, num_elements, to_scalar_type(dtype), codec, worker_residual, owner_residual};
+                             const std::string& codec, const std::string& warmup,
+                             bool worker_residual, bool owner_residual) {
+  return {name,   num_elements,    to_scalar_type(dtype), codec,
+          warmup, worker_residual, owner_residual};
 }
 
 EngineOptions make_options(std::vector<ParameterSpec> parameters, uint32_t rank,
                            uint32_t world_size, uint64_t config_hash, uint64_t layout_hash,
-                           uint64_t seed, uint64_t warmup_steps, double momentum,
-                           bool raise_nonfinite, bool exact_skip,
+                           uint64_t seed, uint64_t warmup_steps, bool compressed_warmup,
+                           double momentum, bool raise_nonfinite, bool exact_skip,
                            const std::optional<at::Tensor>& loss_scale, uint64_t check_every,
                            uint32_t chunk_bytes, bool find_unused_parameters,
                            const py::object& store) {
@@ -38,6 +40,7 @@ EngineOptions make_options(std::vector<ParameterSpec> parameters, uint32_t rank,
           .layout_hash = layout_hash,
           .seed = seed,
           .warmup_steps = warmup_steps,
+          .compressed_warmup = compressed_warmup,
           .momentum = momentum,
           .raise_nonfinite = raise_nonfinite,
           .exact_skip = exact_skip,
@@ -181,14 +184,15 @@ void bind_engine(py::module_& module) {
   module.attr("RESIDUAL_ALIGNMENT") = kResidualAlignment;
   py::class_<ParameterSpec>(module, "ParameterSpec")
       .def(py::init(&make_parameter), py::kw_only(), py::arg("name"), py::arg("num_elements"),
-           py::arg("dtype"), py::arg("codec"), py::arg("worker_residual"),
+           py::arg("dtype"), py::arg("codec"), py::arg("warmup"), py::arg("worker_residual"),
            py::arg("owner_residual"));
   py::class_<EngineOptions>(module, "EngineOptions")
       .def(py::init(&make_options), py::kw_only(), py::arg("parameters"), py::arg("rank"),
            py::arg("world_size"), py::arg("config_hash"), py::arg("layout_hash"), py::arg("seed"),
-           py::arg("warmup_steps"), py::arg("momentum"), py::arg("raise_nonfinite"),
-           py::arg("exact_skip"), py::arg("loss_scale").none(true), py::arg("check_every"),
-           py::arg("chunk_bytes"), py::arg("find_unused_parameters"), py::arg("store").none(true));
+           py::arg("warmup_steps"), py::arg("compressed_warmup"), py::arg("momentum"),
+           py::arg("raise_nonfinite"), py::arg("exact_skip"), py::arg("loss_scale").none(true),
+           py::arg("check_every"), py::arg("chunk_bytes"), py::arg("find_unused_parameters"),
+           py::arg("store").none(true));
   py::class_<BucketEngine, std::shared_ptr<BucketEngine>>(module, "BucketEngine")
       .def("stats", &stats_dict)
       .def("current_step", &BucketEngine::current_step, py::call_guard<py::gil_scoped_release>())

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <span>
 #include <string>
 #include <vector>
@@ -24,6 +25,7 @@ ParameterSpec huge(const char* name, bool residuals) {
           .num_elements = kHugeElements,
           .dtype = ScalarType::kBFloat16,
           .codec = "q4",
+          .warmup = "exact",
           .worker_residual = residuals,
           .owner_residual = residuals};
 }
@@ -36,8 +38,9 @@ Layout huge_layout(uint32_t rank) {
 }
 
 BucketPlan huge_plan(const Layout& layout, uint32_t rank) {
-  return make_plan(layout, {0, 1, 2},
-                   {.rank = rank, .chunk_bytes = kChunkBytes, .warmup = false, .exchanges = true});
+  return make_plan(
+      layout, {0, 1, 2},
+      {.rank = rank, .chunk_bytes = kChunkBytes, .codecs = CodecChoice::kOwn, .residuals = true});
 }
 
 TEST(HugeParameter, LayoutCountsItsTilesAndResiduals) {
@@ -119,7 +122,7 @@ TEST(HugeParameter, PlanCutsMessagesThatFitAndDoNotOverlap) {
       ASSERT_EQ(received.payload_offset, receive_next[owner]);
       const Parameter& parameter = layout.parameters()[0];  // all are alike
       const auto size = [&](Stage stage) {
-        return layout.payload_bytes(parameter, sent.num_elements, stage);
+        return layout.payload_bytes(parameter, sent.num_elements, stage, CodecChoice::kOwn);
       };
       send_next[owner] += size(Stage::kWorker);
       receive_next[owner] += size(Stage::kOwner);
@@ -127,13 +130,41 @@ TEST(HugeParameter, PlanCutsMessagesThatFitAndDoNotOverlap) {
     for (const PlannedBatch& batch : chunk.reduce) reduced += batch.tiles.size();
   }
   const auto bytes = [&](uint32_t num_elements) {
-    return uint64_t{layout.payload_bytes(layout.parameters()[0], num_elements, Stage::kWorker)};
+    return uint64_t{layout.payload_bytes(layout.parameters()[0], num_elements, Stage::kWorker,
+                                         CodecChoice::kOwn)};
   };
   const uint64_t full = 2 * (kHugeElements / kTileElements);
   EXPECT_EQ(payload_bytes, full * bytes(kTileElements) + 2 * bytes(904) + bytes(kLastElements));
   uint64_t owned = 0;
   for (uint64_t id = 0; id < layout.num_tiles(); ++id) owned += layout.owner(id) == 1;
   EXPECT_EQ(reduced, owned);
+}
+
+// One element is a whole block of rht, and less with both other codecs.
+TEST(Warmup, TilesKeepTheirOwnersAndFitWithEveryCodec) {
+  std::vector<ParameterSpec> specs(5, huge("one", true));
+  for (uint32_t i = 0; i < specs.size(); ++i) specs[i].num_elements = 1 + i * kTileElements;
+  const Layout dense(specs, 0, kWorldSize, Device::kCpu);
+  for (ParameterSpec& spec : specs) spec.warmup = "rht:bits=4";
+  const Layout layout(specs, 0, kWorldSize, Device::kCpu);
+  std::vector<uint64_t> shards(kWorldSize);
+  for (const Parameter& parameter : layout.parameters()) {
+    for (uint32_t t = 0; t < parameter.num_tiles; ++t) {
+      const uint64_t id = parameter.first_tile + t;
+      ASSERT_EQ(layout.owner(id), dense.owner(id));
+      uint32_t largest = 0;
+      for (const CodecChoice choice :
+           {CodecChoice::kOwn, CodecChoice::kWarmup, CodecChoice::kExact}) {
+        const uint32_t n = layout.tile_elements(parameter, t);
+        largest = std::max(largest, layout.payload_bytes(parameter, n, Stage::kWorker, choice));
+      }
+      shards[layout.owner(id)] += largest;
+    }
+  }
+  EXPECT_EQ(layout.largest_shard_bytes(), std::ranges::max(shards));
+  EXPECT_GT(layout.largest_shard_bytes(), dense.largest_shard_bytes());
+  const Parameter& one = layout.parameters()[0];
+  EXPECT_EQ(layout.payload_bytes(one, 1, Stage::kOwner, CodecChoice::kWarmup), 80);
 }
 
 TEST(HugeParameter, MoreTilesThanCanBeNumberedAreRefusedByName) {

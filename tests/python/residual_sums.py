@@ -18,6 +18,8 @@ def reference_of(scenario: Scenario) -> ReferenceEngine:
         scenario.codec,
         scenario.error_feedback,
         momentum=scenario.options.get("momentum", 0.0),
+        warmup_steps=scenario.options.get("warmup_steps", 0),
+        warmup=scenario.options.get("warmup", "exact"),
     )
 
 

@@ -266,6 +266,8 @@ def expected_gradients(scenario: Scenario) -> list[list[list[np.ndarray]]]:
         scenario.rules,
         scenario.seed,
         scenario.options.get("momentum", 0.0),
+        scenario.options.get("warmup_steps", 0),
+        scenario.options.get("warmup", "exact"),
     )
     ranks, count = range(scenario.world_size), len(scenario.weights)
     return [

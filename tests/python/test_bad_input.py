@@ -59,6 +59,18 @@ def case_bad_option(options: dict) -> Outcome:
         ({"seed": True}, ("seed", "True")),
         ({"seed": 1.0}, ("seed", "1.0")),
         ({"warmup_steps": -2}, ("warmup_steps", "-2")),
+        ({"warmup_steps": 5, "warmup": "q88"}, ("q88", "did you mean 'q8'?")),
+        ({"warmup_steps": 5, "warmup": "off"}, ("warmup='off'", "whole trainings", "'exact'")),
+        ({"warmup_steps": 5, "warmup": "auto"}, ("warmup='auto'", "whole trainings")),
+        ({"warmup_steps": 5, "warmup": "torch:fp16"}, ("'torch:fp16'", "PyTorch's own")),
+        ({"warmup_steps": 5, "warmup": None}, ("must be a string",)),
+        ({"warmup": "q8"}, ("warmup='q8'", "there are none", "warmup_steps=")),
+        ({"warmup_steps": 5, "warmup": "q4"}, ("warmup='q4' changes nothing", "momentum=")),
+        (
+            {"codec": "exact", "warmup_steps": 5, "warmup": "q8", "momentum": 0.9},
+            ("warmup='q8' has nothing to compress",),
+        ),
+        ({"codec": "off", "warmup_steps": 5, "warmup": "q8"}, ("'off' passes gradients through",)),
     ],
 )
 def test_attach_names_the_wrong_value_and_the_closest_right_one(
@@ -290,6 +302,7 @@ def test_world_too_large_for_offsets_of_32_bits_is_told_the_largest_that_would_d
                 num_elements=world_size * chunk_bytes // 8,  # shards as large as a chunk
                 dtype=torch.float64,
                 codec="exact",
+                warmup="exact",
                 worker_residual=False,
                 owner_residual=False,
             )
@@ -300,6 +313,7 @@ def test_world_too_large_for_offsets_of_32_bits_is_told_the_largest_that_would_d
         layout_hash=0,
         seed=0,
         warmup_steps=0,
+        compressed_warmup=False,
         momentum=0.0,
         raise_nonfinite=False,
         exact_skip=False,

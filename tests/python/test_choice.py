@@ -257,6 +257,15 @@ def test_residuals_hold_more_of_a_momentum_of_which_less_stays(world_of_2: World
         torch.testing.assert_close(again, sign1, rtol=2.0**-21, atol=0)
 
 
+def test_residuals_of_a_compressed_warmup_are_those_of_every_codec(world_of_2: World) -> None:
+    options = {"momentum": 0.5, "warmup_steps": 2, "warmup": "q4"}
+    scenario = dataclasses.replace(AUTO, options=options)
+    for sign1, topk, again in world_of_2.run(case_share_of_momentum, scenario=scenario):
+        assert sign1.any()
+        assert torch.equal(topk, sign1)
+        assert torch.equal(again, sign1)
+
+
 def case_moved(scenario: Scenario, saved: list[dict], codec: str) -> tuple[dict, dict]:
     """The state after loading (if there is something to load), and after two steps more."""
     run = Run(scenario)

@@ -99,15 +99,16 @@ def test_maps_of_used_parameters_take_a_byte_per_parameter_in_multiples_of_eight
 @pytest.mark.parametrize("codec", ["exact", "q8", "q4", "sign1", "topk", "rht"])
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("find_unused_parameters", [False, True])
+@pytest.mark.parametrize("warmup", [None, "exact", "q8"])
 def test_predicted_bytes_are_those_of_the_reference(
-    codec: str, world_size: int, find_unused_parameters: bool
+    codec: str, world_size: int, find_unused_parameters: bool, warmup: str | None
 ) -> None:
     sizes = [60_000, 70, 306_500, 1, 0, 51_729]
     parameters = [
         reference.Parameter(str(number), size, ndim=1 if size == 70 else 2)
         for number, size in enumerate(sizes)
     ]
-    layout = reference.Layout(parameters, codec, world_size)
+    layout = reference.Layout(parameters, codec, world_size, warmup=warmup or "exact")
     buckets = [[5, 4], [3, 2, 1], [0]]
     chunk_bytes = 1 << 15  # so that buckets have several chunks, of some codecs
     predicted = wire_bytes_per_step(
@@ -116,9 +117,13 @@ def test_predicted_bytes_are_those_of_the_reference(
         buckets,
         world_size,
         chunk_bytes,
+        sent_as=payload_sizes([(name, torch.float32) for name in layout.warmup_codecs])
+        if warmup
+        else None,
         find_unused_parameters=find_unused_parameters,
     )
+    sent = layout.in_warmup() if warmup else layout
     assert predicted == [
-        reference.wire_bytes_per_step(layout, buckets, rank, chunk_bytes, find_unused_parameters)
+        reference.wire_bytes_per_step(sent, buckets, rank, chunk_bytes, find_unused_parameters)
         for rank in range(world_size)
     ]

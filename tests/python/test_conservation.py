@@ -71,20 +71,24 @@ def gradient_of(step: int, turn: int, rank: int, index: int) -> np.ndarray:
     return (rng.standard_normal(n) * np.exp2(rng.integers(-6, 1, n))).astype(np.float32)
 
 
-def scenario_of(codec: str, world_size: int) -> Scenario:
+def scenario_of(codec: str, world_size: int, warmup: str | None = None) -> Scenario:
     views = (CODECS.index(codec) + world_size) % 2 == 0
     return Scenario(
         WEIGHTS,
         world_size,
         codec=codec,
         error_feedback="both",
-        options={"exact_skip": True},
+        options={"exact_skip": True, **(warming_up(warmup) if warmup else {})},
         ddp={
             "find_unused_parameters": True,
             "bucket_cap_mb": 0.01,
             "gradient_as_bucket_view": views,
         },
     )
+
+
+def warming_up(warmup: str) -> dict[str, Any]:
+    return {"warmup": warmup, "warmup_steps": FEW_STEPS}  # of its passes, of which a step has some
 
 
 def case_eventful_steps(scenario: Scenario, steps_of_rank: list[int]) -> dict[str, Any]:
@@ -137,23 +141,24 @@ def values_of(saved: dict) -> Iterator[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("codec", "world_size", "steps"),
+    ("codec", "world_size", "steps", "warmup"),
     [
-        *((codec, 2 + i % 2, FEW_STEPS) for i, codec in enumerate(CODECS)),
+        *((codec, 2 + i % 2, FEW_STEPS, None) for i, codec in enumerate(CODECS)),
+        ("topk:ratio=0.05", 3, FEW_STEPS, "sign1"),
         *(
-            pytest.param(codec, size, STEPS, marks=pytest.mark.slow)
+            pytest.param(codec, size, STEPS, None, marks=pytest.mark.slow)
             for codec in CODECS
             for size in (2, 3)
         ),
     ],
 )
 def test_eventful_steps_lose_nothing(
-    worlds: Worlds, codec: str, world_size: int, steps: int
+    worlds: Worlds, codec: str, world_size: int, steps: int, warmup: str | None
 ) -> None:
     # Ranks end at different steps, and the last ones train on beside their zeros. Every rank sees
     # what is applied until it ends; the last rank sees all of it.
     steps_of_rank = [first_end(world_size, steps) + 40 * rank for rank in range(world_size)]
-    scenario = scenario_of(codec, world_size)
+    scenario = scenario_of(codec, world_size, warmup)
     answers = worlds(world_size).run(
         case_eventful_steps, scenario=scenario, steps_of_rank=steps_of_rank, seconds=400
     )

@@ -33,6 +33,11 @@ MODES = {
     "sign1_momentum": {"codec": "sign1", "options": {"momentum": 0.9}},
     "topk_momentum": {"codec": "topk:ratio=0.05", "options": {"momentum": 0.9}},
     "rht": {"codec": "rht:bits=2"},
+    # Resized within the warm-up, which ends before it is resized again.
+    "topk_warmup": {
+        "codec": "topk:ratio=0.05",
+        "options": {"momentum": 0.9, "warmup_steps": 5, "warmup": "q4"},
+    },
 }
 
 
@@ -139,6 +144,31 @@ def test_world_of_one_takes_owner_residuals_into_its_momentum(worlds: Worlds, mo
     )
     again = np.concatenate(still_missing(residuals_of(back, "loaded"), scenario)) / shares
     assert (np.abs(again - after) <= 2 * 32 * 2.0**-24).all()
+
+
+def test_compressed_warmup_goes_on_in_a_world_of_one(worlds: Worlds) -> None:
+    scenario, alone = scenario_of("topk_warmup", 2), scenario_of("topk_warmup", 1)
+    answers = worlds(2).run(
+        case_go_on, scenario=scenario, saved=None, on_resize="mean", steps=range(3)
+    )
+    engine = reference_of(scenario)
+    advance(engine, scenario, range(3))
+    one = resize(engine, alone)
+    for worker, owner in zip(one.worker_residual, one.owner_residual, strict=True):
+        if owner is not None:
+            worker[0] += owner
+    one.owner_residual = [None] * len(WEIGHTS)
+    assert max(np.abs(worker[0]).max() for worker in one.worker_residual) > 0.1
+    steps = range(3, 8)
+    (answer,) = worlds(1).run(
+        case_go_on,
+        scenario=alone,
+        saved=residuals_of(answers, "saved"),
+        on_resize="mean",
+        steps=steps,
+    )
+    for got, want in zip(answer["gradients"], advance(one, alone, steps), strict=True):
+        assert all(g.tobytes() == w.tobytes() for g, w in zip(got, want, strict=True))
 
 
 def test_same_size_is_strict_whatever_on_resize_says(worlds: Worlds) -> None:

@@ -190,7 +190,7 @@ def regression() -> tuple[np.ndarray, np.ndarray]:
     return x, x @ rng.standard_normal(1024)
 
 
-def case_regression(freeze: int, steps: int) -> float:
+def case_regression(freeze: int, steps: int, warmup: str) -> float:
     import gradferry
     from gradferry.optim import OneBitAdam
 
@@ -198,8 +198,9 @@ def case_regression(freeze: int, steps: int) -> float:
     model = nn.Linear(1024, 1, bias=False)
     nn.init.zeros_(model.weight)
     ddp = DistributedDataParallel(model)
+    rules = [{"codec": "sign1"}]
     state = gradferry.attach(
-        ddp, "sign1", momentum=0.9, warmup_steps=freeze, rules=[{"codec": "sign1"}]
+        ddp, "sign1", momentum=0.9, warmup_steps=freeze, warmup=warmup, rules=rules
     )
     optimizer = OneBitAdam(ddp.parameters(), lr=0.01, freeze_step=freeze, state=state)
     for _ in range(steps):
@@ -228,10 +229,11 @@ def deepspeed_regression(freeze: int, steps: int) -> float:
     return float(np.mean((x @ w - y) ** 2))
 
 
-def test_regression_falls_as_with_deepspeeds_own_scale(worlds: Worlds) -> None:
+@pytest.mark.parametrize("warmup", ["exact", "q8", "q4"])
+def test_regression_falls_as_with_deepspeeds_own_scale(worlds: Worlds, warmup: str) -> None:
     start = float(np.mean(regression()[1] ** 2))
     theirs = deepspeed_regression(freeze=20, steps=200)
-    ours = np.mean(worlds(2).run(case_regression, freeze=20, steps=200))
+    ours = np.mean(worlds(2).run(case_regression, freeze=20, steps=200, warmup=warmup))
     # An underdetermined problem with optimum 0, which a mean of signs approaches down to the noise
     # of its steps: both leave a thirtieth.
     assert theirs < start / 30

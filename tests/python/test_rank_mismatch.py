@@ -52,9 +52,19 @@ def assert_same_error(outcomes: list[Outcome], error: str, *parts: str) -> None:
         ({}, {"error_feedback": "both"}, ("error_feedback", "auto", "both")),
         ({}, {"nonfinite": "raise"}, ("nonfinite", "propagate", "raise")),
         ({}, {"warmup_steps": 3}, ("warmup_steps", "0", "3")),
+        ({"warmup_steps": 3}, {"warmup": "q8"}, ("in warmup", "exact", "q8")),
         ({}, {"weights": RENAMED}, ("second", "other")),
     ],
-    ids=["codec", "seed", "rules", "error_feedback", "nonfinite", "warmup_steps", "names"],
+    ids=[
+        "codec",
+        "seed",
+        "rules",
+        "error_feedback",
+        "nonfinite",
+        "warmup_steps",
+        "warmup",
+        "names",
+    ],
 )
 def test_same_error_on_all_ranks_when_one_differs(
     world_of_2: World, native: bool, usual: dict, odd: dict, parts: tuple[str, ...]

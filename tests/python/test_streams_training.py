@@ -83,6 +83,18 @@ def test_what_another_rank_made_non_finite_is_undone(
     check(worlds, scenario_of(codec, 3, poison=places, device="staged", **feedback))
 
 
+@pytest.mark.parametrize(
+    ("codec", "world_size", "warmup"),
+    [("sign1", 2, "q8"), ("topk:ratio=0.05", 3, "q4"), ("q4", 1, "q8")],
+)
+@pytest.mark.parametrize("device", DEVICES)
+def test_compressed_warmup_equals_reference(
+    worlds: Worlds, device: str, codec: str, world_size: int, warmup: str
+) -> None:
+    options = {"momentum": 0.9, "warmup_steps": 3, "warmup": warmup}
+    check(worlds, scenario_of(codec, world_size, device=device, options=options))
+
+
 class Models:
     """The same model on the CPU and on a device, with hooks of the same options."""
 
@@ -135,16 +147,17 @@ class Models:
         return [tensor.detach().cpu().numpy().tobytes() for tensor in tensors]
 
 
-def case_one_bit_adam(device: str, codec: str, skipped: tuple[int, ...]) -> dict[str, Any]:
+def case_one_bit_adam(
+    device: str, codec: str, skipped: tuple[int, ...], warmup: str = "exact"
+) -> dict[str, Any]:
     """OneBitAdam under a GradScaler, with infinite gradients in the steps of `skipped`."""
     import fake_device
     from gradferry.optim import OneBitAdam
 
     freeze = 3
     with small_chunks():
-        models = Models(
-            device, codec, scale=2.0**10, momentum=0.9, warmup_steps=freeze, exact_skip=True
-        )
+        options = {"momentum": 0.9, "warmup_steps": freeze, "warmup": warmup, "exact_skip": True}
+        models = Models(device, codec, scale=2.0**10, **options)
     optimizers = {
         name: OneBitAdam(ddp.parameters(), lr=0.01, freeze_step=freeze, state=models.states[name])
         for name, ddp in models.ddps.items()
@@ -166,12 +179,15 @@ def case_one_bit_adam(device: str, codec: str, skipped: tuple[int, ...]) -> dict
 
 @pytest.mark.torch_core
 @pytest.mark.parametrize("skipped", [(), (2, 5)], ids=["no_skips", "skips"])
-@pytest.mark.parametrize("codec", ["sign1", "topk:ratio=0.05"])
+@pytest.mark.parametrize(
+    ("codec", "warmup"), [("sign1", "exact"), ("topk:ratio=0.05", "exact"), ("sign1", "q8")]
+)
 @pytest.mark.parametrize("device", DEVICES)
 def test_one_bit_adam_trains_as_on_the_cpu(
-    worlds: Worlds, device: str, codec: str, skipped: tuple[int, ...]
+    worlds: Worlds, device: str, codec: str, warmup: str, skipped: tuple[int, ...]
 ) -> None:
-    for answer in worlds(2).run(case_one_bit_adam, device=device, codec=codec, skipped=skipped):
+    arguments = {"device": device, "codec": codec, "warmup": warmup, "skipped": skipped}
+    for answer in worlds(2).run(case_one_bit_adam, **arguments):
         assert answer["equal"] == [True] * 8
         assert answer["races"] == []
         assert answer["moved"]

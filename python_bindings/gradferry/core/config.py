@@ -65,6 +65,7 @@ class Config:
     error_feedback: str
     momentum: float  # 0.0: none
     warmup_steps: int
+    warmup: CodecSpec
     grad_scaler: torch.amp.GradScaler | None
     nonfinite: str
     exact_skip: bool
@@ -85,6 +86,26 @@ class Config:
             if rule.matches(name, dims, size):
                 return rule.codec
         return self.codec
+
+    def warmup_codec_of(self, codec: CodecSpec) -> CodecSpec:
+        """What parameters of this codec travel with in warm-up steps."""
+        return self.warmup if codec.lossy else codec
+
+    @property
+    def compressed_warmup(self) -> bool:
+        """Whether warm-up steps withhold something."""
+        return self.warmup.lossy
+
+    def holds_gradients(self, step: int) -> bool:
+        """Whether residuals hold what is missing of gradients, although momentum will come.
+
+        So in a compressed warm-up. Else, in momentum mode, they hold what is missing of a momentum,
+        and the momentum itself.
+
+        Args:
+            step: the next one.
+        """
+        return self.momentum != 0 and self.compressed_warmup and step < self.warmup_steps
 
     @property
     def needs_every_bucket(self) -> bool:
@@ -127,6 +148,7 @@ class Config:
             "error_feedback": self.error_feedback,
             "momentum": self.momentum,
             "warmup_steps": self.warmup_steps,
+            "warmup": str(self.warmup),
             "grad_scaler": self.grad_scaler is not None,
             "nonfinite": self.nonfinite,
             "exact_skip": self.exact_skip,
@@ -150,12 +172,15 @@ def make_config(options: Options) -> Config:
         momentum = _momentum(options.momentum, spec, options.error_feedback)
     if not isinstance(options.exact_skip, bool):
         raise ConfigError(f"exact_skip={options.exact_skip!r} must be True or False")
+    rules = tuple(_parse_rule(rule, i) for i, rule in enumerate(options.rules or ()))
+    warmup_steps = _count("warmup_steps", options.warmup_steps)
     return Config(
         codec=spec,
-        rules=tuple(_parse_rule(rule, i) for i, rule in enumerate(options.rules or ())),
+        rules=rules,
         error_feedback=options.error_feedback,
         momentum=momentum,
-        warmup_steps=_count("warmup_steps", options.warmup_steps),
+        warmup_steps=warmup_steps,
+        warmup=_warmup(options, warmup_steps, spec, rules),
         grad_scaler=_grad_scaler(options.grad_scaler),
         nonfinite=_choice("nonfinite", options.nonfinite, NONFINITE),
         exact_skip=options.exact_skip,
@@ -200,6 +225,35 @@ def _momentum(momentum: float, codec: CodecSpec, error_feedback: str) -> float:
             f"{error_feedback!r} leaves out; use 'auto', 'both' or 'worker'"
         )
     return float(momentum)
+
+
+def _warmup(options: Options, steps: int, codec: CodecSpec, rules: Sequence[Rule]) -> CodecSpec:
+    text = options.warmup
+    if text in (OFF, AUTO):
+        raise ConfigError(
+            f"warmup={text!r} is for whole trainings; use 'exact', or a codec such as 'q8'"
+        )
+    warmup = _codec(text)
+    if not warmup.lossy:
+        return warmup
+    if steps == 0:
+        raise ConfigError(
+            f"warmup={text!r} is the codec of warm-up steps, and there are none: give "
+            "warmup_steps=, too"
+        )
+    if options.codec == OFF:
+        raise ConfigError(f"warmup={text!r} needs a codec, and 'off' passes gradients through")
+    others = {one for one in (codec, *(rule.codec for rule in rules)) if one.lossy}
+    if options.codec != AUTO and not others:
+        raise ConfigError(
+            f"warmup={text!r} has nothing to compress: what is 'exact' stays so in warm-up steps"
+        )
+    if options.codec != AUTO and options.momentum is None and others == {warmup}:
+        raise ConfigError(
+            f"warmup={text!r} changes nothing: without momentum= these steps would be like all "
+            "others; leave it out, with warmup_steps="
+        )
+    return warmup
 
 
 def _grad_scaler(value: object) -> torch.amp.GradScaler | None:

@@ -74,6 +74,7 @@ def start_engine(
         layout_hash=hashes[1],
         seed=config.seed,
         warmup_steps=config.warmup_steps,
+        compressed_warmup=config.compressed_warmup,
         momentum=config.momentum,
         raise_nonfinite=config.nonfinite == "raise",
         exact_skip=config.exact_skip,

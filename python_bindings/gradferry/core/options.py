@@ -20,6 +20,7 @@ class Options:
     error_feedback: str = "auto"
     momentum: float | None = None
     warmup_steps: int = 0
+    warmup: str = "exact"
     grad_scaler: object | None = None
     nonfinite: str = "propagate"
     exact_skip: bool = False

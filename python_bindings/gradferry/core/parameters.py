@@ -30,6 +30,7 @@ class ParameterLayout:
         dtype: of the parameter's real view.
         num_elements: of the real view: twice as many for complex parameters.
         codec: the outcome of the rules.
+        warmup: the codec of warm-up steps.
         residuals: whether there is a (worker, owner) residual.
     """
 
@@ -39,6 +40,7 @@ class ParameterLayout:
     dtype: torch.dtype
     num_elements: int
     codec: CodecSpec
+    warmup: CodecSpec
     residuals: tuple[bool, bool]
 
     def record(self) -> dict[str, Any]:
@@ -59,6 +61,7 @@ class ParameterLayout:
             num_elements=self.num_elements,
             dtype=self.dtype,
             codec=str(self.codec),
+            warmup=str(self.warmup),
             worker_residual=self.residuals[0],
             owner_residual=self.residuals[1],
         )
@@ -124,6 +127,7 @@ def _describe(
         dtype=dtype,
         num_elements=parameter.numel() * (2 if parameter.is_complex() else 1),
         codec=codec,
+        warmup=config.warmup_codec_of(codec),
         residuals=_residuals(config, codec, exchanges),
     )
 

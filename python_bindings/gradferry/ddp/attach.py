@@ -22,6 +22,7 @@ def attach(
     error_feedback: str = "auto",
     momentum: float | None = None,
     warmup_steps: int = 0,
+    warmup: str = "exact",
     grad_scaler: object | None = None,
     nonfinite: str = "propagate",
     exact_skip: bool = False,
@@ -40,6 +41,7 @@ def attach(
         error_feedback: see `HookState`.
         momentum: see `HookState`.
         warmup_steps: see `HookState`.
+        warmup: see `HookState`.
         grad_scaler: see `HookState`.
         nonfinite: see `HookState`.
         exact_skip: see `HookState`.

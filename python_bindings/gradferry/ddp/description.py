@@ -46,6 +46,8 @@ def describe(bound: Binding) -> str:
             f"  {codec}: {len(members)} parameters, {elements:,} elements "
             f"({elements / total if total else 0:.1%}), {bits:.2f} bits/element"
         )
+    if config.warmup_steps:
+        lines.append(f"  warm-up: {config.warmup_steps} steps with {config.warmup}")
     exempt = [p.name for p in parameters if not p.codec.lossy]
     if exempt:
         shown = ", ".join(exempt[:4]) + (f", and {len(exempt) - 4} more" if len(exempt) > 4 else "")

@@ -188,10 +188,11 @@ class Running:
                 worker = old_worker
             if old.has_owner_residuals and self.has_owner_residuals:
                 self._hand_over_owner_residuals(old, old_owner, owner)
-            was = old.momentum_shares(exchanges=self.transport.exchanges)
-            now = self.momentum_shares(exchanges=self.transport.exchanges)
-            factors = [new / before for new, before in zip(now, was, strict=True)]
-            rescale(worker, owner, self.tiles(), factors)
+            if not self.config.holds_gradients(step):
+                was = old.momentum_shares(exchanges=self.transport.exchanges)
+                now = self.momentum_shares(exchanges=self.transport.exchanges)
+                factors = [new / before for new, before in zip(now, was, strict=True)]
+                rescale(worker, owner, self.tiles(), factors)
         engine.load_state(
             steps=step, worker_residual=worker, owner_residual=owner, loss_scale=scale
         )

@@ -18,15 +18,17 @@ from gradferry.ddp.auto import Choice, Chooser
 from gradferry.ddp.binding import Binding
 from gradferry.ddp.running import Running
 from gradferry.ddp.saved_state import (
+    COMPRESSED_WARMUP,
     LAYOUT,
     Residuals,
     SavedState,
     check_identity,
     pack,
+    steps_and_scale,
     unpack,
     zero_residual,
 )
-from gradferry.errors import GradferryError
+from gradferry.errors import GradferryError, StateError
 
 
 def save(bound: Binding) -> SavedState:
@@ -38,6 +40,8 @@ def save(bound: Binding) -> SavedState:
     else:
         mine = Residuals(*running.engine.state())
     state = pack(_identity(running), running.rank, mine, running.tiles())
+    config = running.config
+    state[COMPRESSED_WARMUP] = config.warmup_steps if config.holds_gradients(0) else 0
     if bound.chooser is not None:
         state["choice"] = bound.chooser.choice.saved()
     return state
@@ -88,9 +92,30 @@ def _identity(running: Running) -> dict[str, Any]:
     }
 
 
+def _check(running: Running, saved: Mapping[str, Any]) -> int:
+    """Returns the step at which the state was saved.
+
+    Raises:
+        StateError: another hook saved it, or its residuals hold what this one's will not.
+    """
+    check_identity(saved, _identity(running))
+    step, _ = steps_and_scale(saved)
+    until = saved.get(COMPRESSED_WARMUP, 0)
+    if not isinstance(until, int) or (step < until) != running.config.holds_gradients(step):
+        config = running.config
+        raise StateError(
+            f"the saved state is of step {step} of a training whose warm-up was compressed for "
+            f"{until!r} steps, this hook has warmup_steps={config.warmup_steps} and "
+            f"warmup={str(config.warmup)!r}: before the end of a compressed warm-up residuals do "
+            "not hold momentum; load it with the arguments it was saved with"
+        )
+    return step
+
+
 def _momentum_factors(running: Running, saved: Mapping[str, Any]) -> list[float]:
     """By parameter: what its residuals hold of a momentum, by what those saved hold of it."""
-    check_identity(saved, _identity(running))
+    if running.config.holds_gradients(_check(running, saved)):
+        return [1.0] * len(running.parameters)
     # A world of one chooses nothing, and may load what others chose.
     codec = Choice.restored(saved["choice"]).codec if "choice" in saved else None
     before = running.momentum_shares(exchanges=saved["world_size"] != 1, codec=codec)
@@ -101,7 +126,7 @@ def _momentum_factors(running: Running, saved: Mapping[str, Any]) -> list[float]
 def _restore_choice(bound: Binding, chooser: Chooser, saved: Mapping[str, Any]) -> None:
     record: Record
     try:
-        check_identity(saved, _identity(bound.running))
+        _check(bound.running, saved)
         # A world of one has chosen nothing: everything is measured yet.
         alone = saved["world_size"] == 1 and "choice" not in saved
         choice = Choice() if alone else Choice.restored(saved.get("choice"))

@@ -21,6 +21,8 @@ from gradferry.errors import ConfigError, StateError
 
 FORMAT = 2
 LAYOUT = "layout"  # of every parameter, as JSON text
+# For how many steps residuals hold what is missing of gradients, before they hold momentum.
+COMPRESSED_WARMUP = "compressed_warmup"
 ON_RESIZE = ("strict", "mean", "drop")
 _SLOT = re.compile(r"slot_(\d+)")
 
@@ -142,7 +144,7 @@ def unpack(
     if on_resize not in ON_RESIZE:
         raise ConfigError(f"on_resize={on_resize!r} is none of {', '.join(ON_RESIZE)}")
     check_identity(saved, identity)
-    steps, scale = _steps_and_scale(saved)
+    steps, scale = steps_and_scale(saved)
     slots = _slots(saved)
     world_size, saved_size = identity["world_size"], saved["world_size"]
     if saved_size == world_size:
@@ -173,7 +175,8 @@ def unpack(
     return Residuals(steps, worker, owner, scale)
 
 
-def _steps_and_scale(saved: Mapping[str, Any]) -> tuple[int, float]:
+def steps_and_scale(saved: Mapping[str, Any]) -> tuple[int, float]:
+    """Finished steps, and the loss scale of the residuals. Raises StateError."""
     steps, scale = saved["steps"], saved["loss_scale"]
     if not isinstance(steps, int) or not 0 <= steps < 2**64:
         raise StateError(f"the saved state has steps {steps!r}, which is no count")

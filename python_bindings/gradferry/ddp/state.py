@@ -49,8 +49,14 @@ class HookState:
             for an optimizer that has none of its own, as `gradferry.optim.momentum_mode` makes
             it, or for `gradferry.optim.OneBitAdam`. Takes one synced backward pass per optimizer
             step, no sparse gradients and no ``find_unused_parameters``.
-        warmup_steps: first steps in which every gradient travels as ``exact`` and arrives without
-            momentum.
+        warmup_steps: first steps in which gradients arrive without momentum, and travel with the
+            codec of `warmup`.
+        warmup: the codec of the first `warmup_steps`, in place of every parameter's own but
+            ``exact``. ``"exact"`` sends gradients as they are, so that these steps have the bits of
+            a training without compression. Another, such as ``"q8"``, sends less, with the error
+            feedback of all other steps; in momentum mode what it has withheld then comes with the
+            momentum. Behind an adaptive optimizer, which learns its variance from what arrives,
+            take one of 3 bits or more.
         grad_scaler: the `torch.amp.GradScaler` that scales the loss. Residuals follow its scale,
             exactly where that changes by powers of two.
         nonfinite: ``"propagate"`` hands NaN and infinity on to every rank; ``"raise"`` raises
@@ -81,6 +87,7 @@ class HookState:
         error_feedback: str = "auto",
         momentum: float | None = None,
         warmup_steps: int = 0,
+        warmup: str = "exact",
         grad_scaler: object | None = None,
         nonfinite: str = "propagate",
         exact_skip: bool = False,

@@ -82,6 +82,7 @@ def wire_bytes_per_step(
     world_size: int,
     chunk_bytes: int = CHUNK_BYTES,
     *,
+    sent_as: PayloadBytes | None = None,
     find_unused_parameters: bool = False,
 ) -> list[int]:
     """Returns the bytes each rank sends to others in one step, headers and padding included.
@@ -89,11 +90,12 @@ def wire_bytes_per_step(
     num_elements: elements of every parameter, in the order of `named_parameters()`.
     buckets: per bucket of the step, the indices of its parameters in bucket order.
     chunk_bytes: the most payload bytes that one owner gets, or sends, in one chunk.
+    sent_as: payloads of the step where they are not `payload_bytes`, as in warm-up steps.
     find_unused_parameters: DDP's, for gradients on the CPU.
     """
     if world_size == 1:
         return [0]
-    tiles = assign_owners(num_elements, payload_bytes, world_size)
+    tiles = assign_owners(num_elements, payload_bytes, world_size, sent_as)
     cut = [cut_chunks(tiles, bucket, world_size, chunk_bytes) for bucket in buckets]
     sent = sent_bytes(cut, world_size)
     if not find_unused_parameters:
@@ -126,9 +128,15 @@ def all_reduce_bytes(num_elements: int, item_bytes: int, world_size: int) -> int
 
 
 def assign_owners(
-    num_elements: Sequence[int], payload_bytes: PayloadBytes, world_size: int
+    num_elements: Sequence[int],
+    payload_bytes: PayloadBytes,
+    world_size: int,
+    sent_as: PayloadBytes | None = None,
 ) -> list[list[Tile]]:
-    """Tiles of every parameter; each tile goes to the rank with the fewest bytes so far."""
+    """Tiles of every parameter; each tile goes to the rank with the fewest bytes so far.
+
+    They count as `payload_bytes`, whatever they are sent as.
+    """
     load = [(0, rank) for rank in range(world_size)]  # a heap; the lowest rank wins a tie
     tiles: list[list[Tile]] = []
     for parameter, elements in enumerate(num_elements):
@@ -138,7 +146,8 @@ def assign_owners(
             sizes = payload_bytes(parameter, count)
             num_bytes, owner = load[0]
             heapreplace(load, (num_bytes + sum(sizes), owner))
-            cut.append(Tile(parameter, count, owner, *sizes))
+            sent = sent_as(parameter, count) if sent_as else sizes
+            cut.append(Tile(parameter, count, owner, *sent))
         tiles.append(cut)
     return tiles
 

@@ -34,6 +34,7 @@ _OPTIONS: Mapping[str, Callable[[str], Any]] = {
     "error_feedback": str,
     "momentum": float,
     "warmup_steps": int,
+    "warmup": str,
 }
 
 

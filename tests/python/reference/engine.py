@@ -152,12 +152,16 @@ class ReferenceEngine:
         rules: Rules = (),
         seed: int = 0,
         momentum: float = 0.0,
+        warmup_steps: int = 0,
+        warmup: str = "exact",
     ) -> None:
         self.world_size = world_size
         self.seed = seed
         self.momentum = momentum
+        self.warmup_steps = warmup_steps
+        self.warmup = warmup
         self.num_steps = 0
-        self.layout = Layout(parameters, codec, world_size, rules)
+        self.layout = Layout(parameters, codec, world_size, rules, warmup)
         self.worker_residual: list[list[np.ndarray | None]] = []
         self.owner_residual: list[np.ndarray | None] = []
         for parameter, resolved in zip(self.layout.parameters, self.layout.codecs, strict=True):
@@ -176,35 +180,58 @@ class ReferenceEngine:
         self, gradients: Sequence[Sequence[np.ndarray]], gain: float = 1.0
     ) -> list[list[np.ndarray]]:
         """gradients[rank][parameter] -> the gradients every rank has afterwards, same indexing."""
-        if self.world_size == 1 and not self.momentum:
+        warming_up = self.num_steps < self.warmup_steps
+        if self.world_size == 1 and (not self.momentum or (warming_up and self.warmup == "exact")):
+            self.num_steps += 1
             return [[np.array(g) for g in gradients[0]]]
         averaged = [
             self._parameter(
-                index, [gradients[rank][index] for rank in range(self.world_size)], gain
+                index,
+                [gradients[rank][index] for rank in range(self.world_size)],
+                gain,
+                warming_up=warming_up,
             )
             for index in range(len(self.layout.parameters))
         ]
         self.num_steps += 1
+        if self.num_steps == self.warmup_steps and self.warmup != "exact":
+            self._turn_to_momentum()
         return [averaged] * self.world_size
 
-    def _parameter(self, index: int, by_rank: Sequence[np.ndarray], gain: float) -> np.ndarray:
+    def _own_codec(self, index: int) -> str:
+        return self.layout.codecs[index] if self.world_size > 1 else "exact"
+
+    def _turn_to_momentum(self) -> None:
+        for index in range(len(self.layout.parameters)):
+            alpha = np.float32(1.0 - momentum_behind(self._own_codec(index), self.momentum))
+            for residual in (*self.worker_residual[index], self.owner_residual[index]):
+                if residual is not None:
+                    residual *= alpha
+
+    def _parameter(
+        self, index: int, by_rank: Sequence[np.ndarray], gain: float, *, warming_up: bool
+    ) -> np.ndarray:
         parameter = self.layout.parameters[index]
-        codec = self.layout.codecs[index] if self.world_size > 1 else "exact"
+        codec = self._own_codec(index)
         dtype = parameter.dtype
-        momentum = momentum_behind(codec, self.momentum)
+        momentum = 0.0 if warming_up else momentum_behind(codec, self.momentum)
         alpha = np.float32(1.0 - momentum)
+        if warming_up and self.world_size > 1:
+            codec = self.layout.warmup_codecs[index]
         for flat in by_rank:
             if flat.shape != (parameter.num_elements,) or flat.dtype != DTYPES[dtype].storage:
                 raise ValueError(f"{parameter.name}: got {flat.dtype} {flat.shape}")
         wide = [_tiles(widen(flat, dtype)) for flat in by_rank]
-        worker = [_tiles_or_none(r, len(wide[0])) for r in self.worker_residual[index]]
-        owner = _tiles_or_none(self.owner_residual[index], len(wide[0]))
+        untouched = warming_up and self.warmup == "exact"
+        worker, owner = self.worker_residual[index], self.owner_residual[index]
+        worker = [_tiles_or_none(None if untouched else r, len(wide[0])) for r in worker]
+        owner = _tiles_or_none(None if untouched else owner, len(wide[0]))
         pieces = []
         first_tile = self.layout.tiles_of[index].start
         for part in range(len(wide[0])):
             tiles, n = wide[0][part].shape
             context = Context(WORKER, self.seed, self.num_steps, first_tile)
-            common = {"gain": gain, "context": context, "hold": not self.momentum}
+            common = {"gain": gain, "context": context, "hold": not momentum}
             payloads = [
                 encode_tiles(codec, dtype, wide[rank][part], worker[rank][part], alpha, **common)
                 for rank in range(self.world_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import fnmatch
 from collections.abc import Sequence
@@ -54,7 +55,12 @@ class Layout:
     """The tiles of a model, numbered, with their codecs and owners."""
 
     def __init__(
-        self, parameters: Sequence[Parameter], codec: str, world_size: int, rules: Rules = ()
+        self,
+        parameters: Sequence[Parameter],
+        codec: str,
+        world_size: int,
+        rules: Rules = (),
+        warmup: str = "exact",
     ) -> None:
         self.parameters = list(parameters)
         self.world_size = world_size
@@ -72,6 +78,24 @@ class Layout:
                 self.tiles.append(Tile(index, offset, n, self.codecs[index], *sizes))
             self.tiles_of.append(range(first, len(self.tiles)))
         self.owners = assign_owners(self.tiles, world_size)
+        # What is exact stays so in warm-up steps.
+        self.warmup_codecs = [warmup if find_codec(own).lossy else "exact" for own in self.codecs]
+
+    def in_warmup(self) -> Layout:
+        """As tiles travel in warm-up steps: of other sizes, to the same owners."""
+        layout = copy.copy(self)
+        layout.tiles = []
+        for tile in self.tiles:
+            codec = self.warmup_codecs[tile.parameter]
+            dtype = self.parameters[tile.parameter].dtype
+            worker, owner = (
+                find_codec(codec).payload_bytes(tile.num_elements, dtype, stage)
+                for stage in (WORKER, OWNER)
+            )
+            layout.tiles.append(
+                dataclasses.replace(tile, codec=codec, worker_bytes=worker, owner_bytes=owner)
+            )
+        return layout
 
 
 def assign_owners(tiles: Sequence[Tile], world_size: int) -> list[int]:

@@ -104,6 +104,7 @@ class _CodecAllReduce:
             dtype=torch.float32,
             num_elements=num_elements,
             codec=codec,
+            warmup=codec,
             residuals=residuals,
         )
         group = dist.group.WORLD

@@ -61,7 +61,9 @@ class HookHandle(Protocol):
         """Bytes this rank has sent to others in the first `steps` steps, the last one just done."""
 
     def formula_bytes(self) -> int:
-        """Bytes this rank sends per step by formula, once DDP has rebuilt its buckets."""
+        """Bytes this rank sends in a step like the last one by formula, once DDP has rebuilt its
+        buckets.
+        """
 
 
 def timed_hooks(names: Sequence[str]) -> tuple[str, ...]:
@@ -156,13 +158,17 @@ class _CodecHook:
     def formula_bytes(self) -> int:
         if not self.measured:
             return self._dense_bytes
-        parameters = self.state.parameters
+        parameters, config, stats = self.state.parameters, self.state.config, self.state.stats()
+        warmup = stats["steps"] < config.warmup_steps
         return wire_bytes_per_step(
             [parameter.num_elements for parameter in parameters],
             payload_sizes([(str(p.codec), p.dtype) for p in parameters]),
-            self.state.stats()["step_buckets"],
+            stats["step_buckets"],
             self.state.world_size,
-            self.state.config.chunk_bytes,
+            config.chunk_bytes,
+            sent_as=payload_sizes(
+                [(str(p.warmup if warmup else p.codec), p.dtype) for p in parameters]
+            ),
             find_unused_parameters=self._find_unused_parameters,
         )[self.state.rank]
 

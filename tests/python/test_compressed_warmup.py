@@ -1,0 +1,367 @@
+"""Warm-up steps that are compressed, and the change from them to momentum."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from gradferry.core.codec_spec import parse_codec
+from gradferry.errors import ConfigError
+from gradferry.forecast.hook_names import hook_config
+from outcomes import Outcome, attempt
+from reference.engine import momentum_behind
+from residual_sums import reference_of, still_missing
+from scenario import ChosenGradients, Run, Scenario, assert_bit_equal, train
+from test_momentum import BETA, DTYPES, WEIGHTS, scenario_of
+from torch.nn.parallel import DistributedDataParallel
+from world import World
+
+Worlds = Callable[[int], World]
+
+WARMUP_STEPS = 3
+STEPS = 7
+CODECS = ("sign1", "topk:ratio=0.05", "q4")
+
+
+def warming_up(codec: str, world_size: int, warmup: str, **changes: Any) -> Scenario:
+    """In momentum mode, unless `options` among the changes say `"momentum": None`."""
+    common = {"momentum": BETA, "warmup_steps": WARMUP_STEPS, "warmup": warmup}
+    options = {**common, **changes.get("options", {})}
+    changes["options"] = {name: value for name, value in options.items() if value is not None}
+    return scenario_of(codec, world_size, **{"steps": STEPS, **changes})
+
+
+def check(worlds: Worlds, scenario: Scenario) -> None:
+    answers = worlds(scenario.world_size).run(train, scenario=scenario)
+    # The first step has one bucket, all others several.
+    assert scenario.world_size == 1 or len(answers[0]["buckets"][-1]) > 1
+    assert_bit_equal(answers, scenario)
+
+
+# --- the same bits as the reference ---------------------------------------------------------------
+
+
+@pytest.mark.torch_core
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("warmup", ["q8", "q4"])
+@pytest.mark.parametrize("codec", CODECS)
+def test_warmup_change_and_momentum_equal_reference(
+    worlds: Worlds, codec: str, warmup: str, world_size: int
+) -> None:
+    check(worlds, warming_up(codec, world_size, warmup))
+
+
+@pytest.mark.parametrize("feedback", ["owner", "both", "auto"])
+@pytest.mark.parametrize("codec", CODECS)
+def test_warmup_without_momentum_equals_reference(
+    worlds: Worlds, codec: str, feedback: str
+) -> None:
+    options = {"momentum": None}
+    check(worlds, warming_up(codec, 2, "q8", error_feedback=feedback, options=options))
+
+
+@pytest.mark.parametrize("codec", ["exact", "bf16", "q8", "rht:bits=2"])
+def test_warmup_may_be_coarser_and_what_is_exact_stays_so(worlds: Worlds, codec: str) -> None:
+    rules = (("wide", codec), ("just*", "sign1"), ("bias", "q4"))
+    check(worlds, warming_up("topk:ratio=0.02", 2, "rht:bits=3", rules=rules))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_warmup_equals_reference_with_every_dtype(worlds: Worlds, world_size: int) -> None:
+    check(worlds, warming_up("sign1", world_size, "q8", weights=DTYPES))
+
+
+@pytest.mark.parametrize("poison", [math.nan, -math.inf])
+def test_warmup_equals_reference_around_what_is_not_finite(worlds: Worlds, poison: float) -> None:
+    places = {(1, 1, "wide"): poison, (2, 0, "embedding"): poison, (3, 2, "wide"): poison}
+    check(worlds, warming_up("sign1", 3, "q8", poison=places))
+
+
+def test_warmup_equals_reference_with_uneven_inputs(worlds: Worlds) -> None:
+    check(worlds, warming_up("sign1", 3, "q8", steps_by_rank=(2, 7, 4)))
+
+
+def test_warmup_equals_reference_with_the_standard_signature(worlds: Worlds) -> None:
+    options = {"error_feedback": "worker", "native": False, "passes": 2}
+    check(worlds, warming_up("topk:ratio=0.02", 2, "q4", **options))
+
+
+def case_described(scenario: Scenario) -> str:
+    return str(Run(scenario).state)
+
+
+def test_a_hook_says_how_it_warms_up(world_of_2: World) -> None:
+    for text in world_of_2.run(case_described, scenario=warming_up("sign1", 2, "q8")):
+        assert "warm-up: 3 steps with q8" in text
+
+
+def test_a_hook_by_name_has_a_warmup() -> None:
+    config = hook_config("sign1+momentum=0.9+warmup_steps=100+warmup=topk:ratio=0.25")
+    assert config.warmup == parse_codec("topk:ratio=0.25")
+    with pytest.raises(ConfigError, match="warmup_steps="):
+        hook_config("sign1+momentum=0.9+warmup=q8")
+
+
+# --- nothing is lost ------------------------------------------------------------------------------
+
+
+def case_sums(scenario: Scenario) -> dict[str, Any]:
+    """After every step what was given and applied so far, and the saved state."""
+    run = Run(scenario)
+    count = range(len(scenario.weights))
+    given = [np.zeros(w.num_elements) for w in scenario.weights]
+    applied = [np.zeros(w.num_elements) for w in scenario.weights]
+    steps, largest = [], 0.0
+    for step in range(scenario.steps):
+        arrived = run.step(step)
+        for index in count:
+            given[index] += scenario.gradient(step, 0, run.rank, index)
+            applied[index] += arrived[index]
+            largest = max(largest, float(np.abs(arrived[index]).max()))
+        saved = run.state.state_dict()
+        slot = saved[f"slot_{run.rank}"]
+        largest = max([largest, *(float(slot[n].abs().max()) for n in ("worker", "owner"))])
+        sums = {"given": np.concatenate(given), "applied": np.concatenate(applied)}
+        steps.append({**sums, "saved": saved})
+    return {"steps": steps, "largest": largest}
+
+
+@pytest.mark.parametrize("momentum", [None, BETA])
+@pytest.mark.parametrize("codec", CODECS)
+def test_what_warmup_withholds_comes_once(
+    world_of_2: World, codec: str, momentum: float | None
+) -> None:
+    options = {"error_feedback": "both", "options": {"momentum": momentum}}
+    scenario = warming_up(codec, 2, "rht:bits=2", **options)
+    answers = world_of_2.run(case_sums, scenario=scenario)
+    layout = reference_of(scenario).layout
+    sizes = [weight.num_elements for weight in WEIGHTS]
+    # Of what a residual holds in momentum mode 1 - m comes next, then (1 - m) m, and so on.
+    share = np.repeat([1 - momentum_behind(c, momentum or 0.0) for c in layout.codecs], sizes)
+    largest = 64.0
+    assert max(answer["largest"] for answer in answers) < largest / 2
+    for step in range(STEPS):
+        of_ranks = [answer["steps"][step] for answer in answers]
+        missing = np.concatenate(still_missing([rank["saved"] for rank in of_ranks], scenario))
+        if step + 1 >= WARMUP_STEPS:
+            missing /= share
+        given = np.mean([rank["given"] for rank in of_ranks], axis=0)
+        lost = np.abs(given - of_ranks[0]["applied"] - missing)
+        # Per step and rank at most: alpha g, its sum, v - D, m D and its sum; the sum over ranks;
+        # then the mean, 1 / W, the owner's sum and its v - D; at the change one product for each.
+        # All of numbers below `largest`, and residuals count 1 / (1 - m) times.
+        assert (lost <= (step + 1) * (2 * 7 + 5) * largest * 2.0**-24 / share).all(), step
+    # The end of the warm-up leaves behind what the bound would not hide.
+    held = answers[0]["steps"][WARMUP_STEPS - 2]["saved"]["slot_0"]["worker"]
+    assert held.abs().max() > 1
+
+
+# --- saved and loaded -----------------------------------------------------------------------------
+
+
+def case_resume(scenario: Scenario, at: int) -> dict[str, Any]:
+    """Steps at a stretch, and the same ones saved at `at`, in the same run and in a new one."""
+    straight, before, after = Run(scenario), Run(scenario), Run(scenario)
+    expected = [straight.step(step) for step in range(STEPS)]
+    gone_on = [before.step(step) for step in range(at)]
+    file = io.BytesIO()
+    torch.save({"model": before.model.state_dict(), "hook": before.state.state_dict()}, file)
+    gone_on += [before.step(step) for step in range(at, STEPS)]
+    file.seek(0)
+    saved = torch.load(file)
+    after.model.load_state_dict(saved["model"])
+    after.state.load_state_dict(saved["hook"])
+    resumed = expected[:at] + [after.step(step) for step in range(at, STEPS)]
+    slot = f"slot_{straight.rank}"
+    ends = [run.state.state_dict()[slot] for run in (straight, before, after)]
+    return {
+        "gradients": [bits(gradients) for gradients in (expected, gone_on, resumed)],
+        "ends": [end[name].numpy().tobytes() for name in ("worker", "owner") for end in ends],
+    }
+
+
+def bits(gradients: list[list[np.ndarray]]) -> list[list[bytes]]:
+    return [[g.tobytes() for g in step] for step in gradients]
+
+
+@pytest.mark.parametrize("exact_skip", [False, True])
+@pytest.mark.parametrize("at", [WARMUP_STEPS - 1, WARMUP_STEPS, WARMUP_STEPS + 1])
+def test_saving_and_resuming_change_no_bit(world_of_2: World, at: int, exact_skip: bool) -> None:
+    scenario = warming_up("sign1", 2, "q8", options={"exact_skip": exact_skip})
+    for answer in world_of_2.run(case_resume, scenario=scenario, at=at):
+        straight, gone_on, resumed = answer["gradients"]
+        assert straight == gone_on == resumed
+        assert len(set(answer["ends"])) == 2  # worker, owner
+
+
+def case_load_elsewhere(
+    scenario: Scenario, at: int, others: list[dict[str, Any]]
+) -> list[tuple[Outcome, Outcome]]:
+    """Loads a state of step `at` under other options, and back."""
+    outcomes = []
+    for options in others:
+        one, other = Run(scenario), Run(dataclasses.replace(scenario, options=options))
+        for step in range(at):
+            one.step(step)
+            other.step(step)
+        mine, theirs = one.state.state_dict(), other.state.state_dict()
+        outcomes.append(
+            (
+                attempt(lambda run=other, saved=mine: run.state.load_state_dict(saved)),
+                attempt(lambda run=one, saved=theirs: run.state.load_state_dict(saved)),
+            )
+        )
+    return outcomes
+
+
+@pytest.mark.parametrize("at", [WARMUP_STEPS - 1, WARMUP_STEPS])
+def test_residuals_of_a_compressed_warmup_are_not_taken_for_momentum(
+    world_of_2: World, at: int
+) -> None:
+    scenario = warming_up("sign1", 2, "q8")
+    dense = {"momentum": BETA, "warmup_steps": WARMUP_STEPS}
+    others = [{"momentum": BETA}, dense, {**dense, "warmup": "q4"}]
+    for answer in world_of_2.run(case_load_elsewhere, scenario=scenario, at=at, others=others):
+        for number, outcomes in enumerate(answer):
+            for outcome in outcomes:
+                fits = at == WARMUP_STEPS or number == 2
+                assert outcome.error == (None if fits else "StateError")
+                assert fits or "load it with the arguments it was saved with" in outcome.text
+
+
+# --- steps that are taken back --------------------------------------------------------------------
+
+
+def case_skips(
+    scenario: Scenario, skipped: tuple[int, ...], by_hand: bool, looked_at: bool
+) -> list[list[np.ndarray]]:
+    """The gradients of steps that are not skipped. `looked_at`: state is saved all the time."""
+    run, kept = Run(scenario), []
+    for step in range(scenario.steps):
+        gradients = run.step(step)
+        if looked_at:
+            run.state.state_dict()
+        if step not in skipped:
+            kept.append(gradients)
+        elif by_hand:
+            run.state.skip_step()
+        if looked_at:
+            run.state.state_dict()
+    return kept
+
+
+def check_skips(
+    world: World, scenario: Scenario, skipped: tuple[int, ...], by_hand: bool, looked_at: bool
+) -> None:
+    """As if there had been no such steps."""
+    options = {**scenario.options, "exact_skip": True}
+    poison = {} if by_hand else {(step, 0, "wide"): math.inf for step in skipped}
+    scenario = dataclasses.replace(scenario, options=options, poison=poison)
+    fewer = sum(step < WARMUP_STEPS for step in skipped)
+    options = {**options, "warmup_steps": WARMUP_STEPS - fewer}
+    engine = reference_of(dataclasses.replace(scenario, options=options))
+    ranks, count = range(scenario.world_size), range(len(scenario.weights))
+    expected = [
+        engine.step([[scenario.gradient(step, 0, r, i) for i in count] for r in ranks])[0]
+        for step in range(scenario.steps)
+        if step not in skipped
+    ]
+    arguments = {"skipped": skipped, "by_hand": by_hand, "looked_at": looked_at}
+    for kept in world.run(case_skips, scenario=scenario, **arguments):
+        assert bits(kept) == bits(expected)
+
+
+AROUND_THE_CHANGE = [(1,), (2,), (3,), (2, 3), (1, 2, 4)]
+
+
+@pytest.mark.parametrize("looked_at", [False, True], ids=["", "looked_at"])
+@pytest.mark.parametrize("by_hand", [False, True], ids=["infinite", "by_hand"])
+@pytest.mark.parametrize("skipped", AROUND_THE_CHANGE)
+def test_skipped_steps_around_the_change_leave_no_trace(
+    world_of_2: World, skipped: tuple[int, ...], by_hand: bool, looked_at: bool
+) -> None:
+    check_skips(world_of_2, warming_up("sign1", 2, "q8"), skipped, by_hand, looked_at)
+
+
+@pytest.mark.parametrize("skipped", AROUND_THE_CHANGE)
+@pytest.mark.parametrize("device", ["streamed", "staged"])
+def test_skipped_steps_around_the_change_leave_no_trace_on_a_device(
+    device_worlds: Worlds, device: str, skipped: tuple[int, ...]
+) -> None:
+    scenario = warming_up("topk:ratio=0.05", 2, "q8", device=device)
+    by_hand = len(skipped) == 1
+    check_skips(device_worlds(2), scenario, skipped, by_hand, looked_at=by_hand)
+
+
+# --- momentum that an optimizer hands over --------------------------------------------------------
+
+
+def case_hand_over(codec: str, warmup: str, skipped: tuple[int, ...]) -> list[list[np.ndarray]]:
+    """What OneBitAdam gets, unscaled, in the steps that a GradScaler does not skip."""
+    import gradferry
+    from gradferry.optim import OneBitAdam
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1000)
+    model = ChosenGradients(Scenario(WEIGHTS))
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.05)
+    options = {"warmup_steps": WARMUP_STEPS, "warmup": warmup, "exact_skip": True}
+    state = gradferry.attach(ddp, codec, momentum=BETA, grad_scaler=scaler, **options)
+    optimizer = OneBitAdam(
+        ddp.parameters(), lr=0.01, betas=(BETA, 0.99), freeze_step=WARMUP_STEPS, state=state
+    )
+    kept = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        targets = {w.name: w.from_flat(gradient(step, i)) for i, w in enumerate(WEIGHTS)}
+        if step in skipped and dist.get_rank() == 0:
+            targets["wide"][0, 0] = math.inf
+        scaler.scale(ddp(targets)).backward()
+        if step not in skipped:
+            kept.append([p.grad.div(scaler.get_scale()).numpy() for p in model.parameters()])
+        scaler.step(optimizer)
+        scaler.update()
+    return kept
+
+
+def gradient(step: int, index: int, rank: int | None = None) -> np.ndarray:
+    rank = dist.get_rank() if rank is None else rank
+    return Scenario(WEIGHTS).gradient(step, 0, rank, index)
+
+
+@pytest.mark.parametrize("skipped", [(), (0,), (2,), (2, 3), (3,)])
+@pytest.mark.parametrize("codec", ["sign1", "topk:ratio=0.05"])
+def test_momentum_is_handed_over_after_the_change(
+    world_of_2: World, codec: str, skipped: tuple[int, ...]
+) -> None:
+    fewer = sum(step < WARMUP_STEPS for step in skipped)
+    late = 2 in skipped  # one step more passes until the optimizer finds that it is to freeze
+    scenario = warming_up(codec, 2, "q8", options={"warmup_steps": WARMUP_STEPS - fewer})
+    engine, count = reference_of(scenario), range(len(WEIGHTS))
+    averages = [torch.zeros(w.num_elements) for w in WEIGHTS]
+    expected: list[list[np.ndarray]] = []
+    handed_over = False
+    for step in range(STEPS):
+        if step in skipped:
+            continue
+        given = [[gradient(step, index, rank) for index in count] for rank in range(2)]
+        expected.append(engine.step(given)[0])
+        if step < WARMUP_STEPS:
+            for average, arrived in zip(averages, expected[-1], strict=True):
+                average.lerp_(torch.from_numpy(arrived), 1 - BETA)
+        if step + 1 >= WARMUP_STEPS and not handed_over:
+            handed_over = True
+            for index, own in enumerate(engine.layout.codecs):
+                share = (1 - momentum_behind(own, BETA)) / (1 - BETA)
+                factor = np.float32(BETA ** (1 + late) * share)
+                for residual in engine.worker_residual[index]:
+                    residual += averages[index].numpy() * factor
+    for kept in world_of_2.run(case_hand_over, codec=codec, warmup="q8", skipped=skipped):
+        for got, want in zip(kept, expected, strict=True):
+            assert [g.tobytes() for g in got] == [w.tobytes() for w in want]
