@@ -2,16 +2,154 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.optim.optimizer import ParamsT
 
+from gradferry.ddp.momentum import KeptMomentum
 from gradferry.ddp.state import HookState, momentum_of
 from gradferry.errors import ConfigError, StateError
 
-__all__ = ["OneBitAdam"]
+__all__ = ["OneBitAdam", "momentum_mode"]
+
+OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
+_log = logging.getLogger("gradferry")
+
+
+def momentum_mode(optimizer: OptimizerT, state: HookState) -> OptimizerT:
+    """Makes an optimizer, set up as without gradferry, one for gradients that are momentum already.
+
+    Call this once, after `attach`, before the first step and before a schedule of learning rates
+    is made. Codecs below 3 bits so need no dense steps and no optimizer of their own:
+
+    >>> state = gradferry.attach(ddp, "sign1", momentum=0.8)
+    >>> optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
+    >>> gradferry.optim.momentum_mode(optimizer, state)
+
+    * **AdamW and Adam**: ``betas[0]`` becomes 0, and the learning rate ``sqrt((1 - m) / (1 + m))``
+      times what it was, 0.33 for m = 0.8 and 0.23 for 0.9; AdamW's ``weight_decay``, which acts
+      through the rate, is divided by as much. Behind ``topk``, which keeps less of the momentum,
+      m and with it the factor are those of what arrives; a group whose parameters arrive with
+      several m is divided. With ``codec="auto"`` m is that of codecs that send every element.
+    * **SGD**: its own momentum goes, and the learning rate becomes
+      ``lr * (1 - dampening) / (1 - momentum)`` with its own: as much of every gradient is applied
+      in all.
+
+    Why the factor: what arrives is the average m * average + (1 - m) * gradient, whose mean is the
+    gradient's and whose noise has (1 - m) / (1 + m) of its variance. Adam divides by the root of
+    that, so that without the factor it would go that much too far. With it parameters drift and
+    scatter, where noise prevails, as at the rate that was tuned; where signal prevails steps are
+    shorter, by that factor at most.
+
+    Why it bears coarse compression: an average changes little from step to step, so that error
+    feedback has made up for what was withheld while it still counts (1-bit Adam: Tang et al. 2021;
+    EF21-SGDM: Fatkhullin et al. 2023). And Adam squares after averaging and compressing, so that
+    what compression adds is in its variance, element by element: with ``betas[1]=0`` this would be
+    Signum (Bernstein et al. 2018). `OneBitAdam` squares gradients, as Adam does, and therefore has
+    to do so before compression begins.
+
+    Where a hook passes gradients through (``GRADFERRY_DISABLE=1``) the optimizer is left as it is.
+
+    Args:
+        optimizer: a `torch.optim` AdamW, Adam or SGD, all groups of which are changed.
+        state: of the hook, bound, in momentum mode.
+
+    Returns:
+        The same optimizer.
+
+    Raises:
+        ConfigError: the hook has no momentum; the optimizer is another, was changed before, has a
+            schedule already, or holds a parameter that the hook does not reduce.
+        StateError: the state is not bound, or the optimizer has stepped.
+    """
+    hook = momentum_of(state)
+    if not hook.config.momentum:
+        raise ConfigError(
+            "momentum_mode() is for a hook that delivers momentum, and this one delivers gradients;"
+            " attach with momentum=, such as 0.9"
+        )
+    if type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD):
+        raise ConfigError(
+            f"momentum_mode() knows AdamW, Adam and SGD, not {type(optimizer).__name__}: take its "
+            "own momentum away, and the learning rate times "
+            f"{_deviation(hook.config.momentum):.3g} where it divides by a variance"
+        )
+    if optimizer.state:
+        raise StateError(
+            f"this {type(optimizer).__name__} has stepped before: call momentum_mode() on a new "
+            "one, and load a state that was saved in momentum mode after it"
+        )
+    groups = list(optimizer.param_groups)
+    for number, group in enumerate(groups):
+        _expect_fresh(number, group, hook)
+    if hook.current_step() is None:
+        return optimizer
+    for group in groups:
+        if "betas" in group:
+            _average_first(optimizer, group, hook)
+        else:
+            _give_up_momentum(group, hook)
+    return optimizer
+
+
+def _deviation(momentum: float) -> float:
+    """Of an average of independent numbers, in units of theirs."""
+    return math.sqrt((1 - momentum) / (1 + momentum))
+
+
+def _expect_fresh(number: int, group: dict[str, Any], hook: KeptMomentum) -> None:
+    if "initial_lr" in group:
+        raise ConfigError(
+            f"group {number} has a schedule of learning rates, which goes on from the old one: "
+            "make the schedule after momentum_mode()"
+        )
+    if group.get("betas", (None,))[0] == 0:
+        raise ConfigError(f"group {number} has betas[0]=0: it takes no momentum of its own")
+    for index, parameter in enumerate(group["params"]):
+        if parameter.requires_grad and not hook.covers(parameter):
+            raise ConfigError(
+                f"parameter {index} of group {number}, of shape {tuple(parameter.shape)}, is none "
+                "that the hook reduces: it needs an optimizer of its own"
+            )
+
+
+def _average_first(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], hook: KeptMomentum
+) -> None:
+    """Divides an Adam's group by the momentum behind which its parameters are."""
+    by_momentum: dict[float, list[torch.Tensor]] = {}
+    for parameter in group["params"]:
+        if parameter.requires_grad:
+            by_momentum.setdefault(hook.momentum_of(parameter), []).append(parameter)
+    frozen = [parameter for parameter in group["params"] if not parameter.requires_grad]
+    settings = {key: value for key, value in group.items() if key != "params"}
+    for number, (momentum, parameters) in enumerate(by_momentum.items()):
+        factor = _deviation(momentum)
+        changed = {**settings, "lr": settings["lr"] * factor, "betas": (0.0, settings["betas"][1])}
+        if settings["decoupled_weight_decay"]:
+            changed["weight_decay"] = settings["weight_decay"] / factor
+        if number == 0:
+            group.update(changed, params=parameters + frozen)
+        else:
+            optimizer.add_param_group({**changed, "params": parameters})
+        _log_rate(changed, settings, momentum)
+
+
+def _give_up_momentum(group: dict[str, Any], hook: KeptMomentum) -> None:
+    """Of SGD."""
+    before = dict(group)
+    group["lr"] = before["lr"] * (1 - before["dampening"]) / (1 - before["momentum"])
+    group.update(momentum=0, dampening=0, nesterov=False)
+    _log_rate(group, before, hook.config.momentum)
+
+
+def _log_rate(now: dict[str, Any], before: dict[str, Any], momentum: float) -> None:
+    rates = now["lr"], before["lr"]
+    _log.info("gradients arrive with momentum %g: lr=%g instead of %g", momentum, *rates)
 
 
 class OneBitAdam(torch.optim.Optimizer):

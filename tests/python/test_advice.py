@@ -50,7 +50,7 @@ def test_plain_adam_behind_a_coarse_codec_is_warned_about_once(
         assert len(texts) == warned
         if warned:
             assert texts[0].startswith(f"{optimizer} trains worse behind {codec.split(':')[0]}")
-            assert "gradferry.optim.OneBitAdam" in texts[0]
+            assert "gradferry.optim.momentum_mode(optimizer, state)" in texts[0]
 
 
 def case_two_models() -> int:
@@ -91,6 +91,16 @@ def adamw(parameters: Any, state: Any) -> Any:
     return torch.optim.AdamW(parameters)
 
 
+def adamw_in_momentum_mode(parameters: Any, state: Any) -> Any:
+    import gradferry
+
+    return gradferry.optim.momentum_mode(torch.optim.AdamW(parameters), state)
+
+
+def nadam(parameters: Any, state: Any) -> Any:
+    return torch.optim.NAdam(parameters, betas=(0.8, 0.9))
+
+
 def rmsprop_with_momentum(parameters: Any, state: Any) -> Any:
     return torch.optim.RMSprop(parameters, momentum=0.5)
 
@@ -115,6 +125,8 @@ def case_momentum_twice(make: Callable[..., Any], momentum: float | None) -> lis
     [
         (sgd_with_momentum, 0.9, "SGD has momentum=0.8"),
         (adamw, 0.9, "AdamW has betas[0]=0.9"),
+        (adamw_in_momentum_mode, 0.9, None),
+        (nadam, 0.9, "NAdam has betas[0]=0.8"),
         (rmsprop_with_momentum, 0.9, "RMSprop has momentum=0.5"),
         (sharded_adam, 0.9, "Adam has betas[0]=0.9"),
         (sgd, 0.9, None),
@@ -129,7 +141,7 @@ def test_momentum_on_both_sides_is_warned_about_once(
         assert len(texts) == (own is not None), texts
         if own:
             assert texts[0].startswith(f"{own}, but behind attach(momentum=0.9)")
-            assert "SGD with momentum=0 and 10 times the learning rate" in texts[0]
+            assert "gradferry.optim.momentum_mode(optimizer, state)" in texts[0]
 
 
 class Words(nn.Module):

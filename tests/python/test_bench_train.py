@@ -25,12 +25,15 @@ FIRST_KEYS = [
     "wire_bytes", "exposed_ms",
 ]  # fmt: skip
 FURTHER_KEYS = {
-    "ratio_to_none_low", "ratio_to_none_high", "speedup", "speedup_low", "speedup_high",
+    "ratio_to_none_low", "ratio_to_none_high", "ratio_to_sync", "ratio_to_sync_low",
+    "ratio_to_sync_high", "speedup", "speedup_low", "speedup_high",
     "interval_coverage",
     "wire_bytes_measured", "wire_bytes_formula", "interface_bytes", "until_loss", "steps_to_loss",
     "seconds_to_loss", "encode_ms", "network_ms", "reduce_ms", "decode_ms", "model",
     "seed", "round_ms", "trial_ms", "last_step",
 }  # fmt: skip
+
+SMOKE_HOOKS = ["none", "sync", "torch:fp16", "q4"]
 
 
 def check_row(row: dict, rounds: int) -> None:
@@ -40,7 +43,8 @@ def check_row(row: dict, rounds: int) -> None:
     assert row["ms_min"] == min(row["round_ms"]) > 0
     assert row["ms_max"] == max(row["round_ms"])
     assert row["ms_min"] <= row["ms_median"] <= row["ms_max"]
-    assert row["ratio_to_none_low"] <= row["ratio_to_none"] <= row["ratio_to_none_high"]
+    for ratio in ("ratio_to_none", "ratio_to_sync"):
+        assert row[f"{ratio}_low"] <= row[ratio] <= row[f"{ratio}_high"]
     assert row["wire_bytes"] == row["wire_bytes_formula"]
     step = row["last_step"]
     assert 0 < step["backward_ms"] < step["backward_end_ms"] < step["end_ms"]
@@ -55,7 +59,7 @@ def test_train_smoke_compares_hooks_on_loopback(tmp_path, capsys):
     file = tmp_path / "rows.json"
     assert main(["bench", "train", "--smoke", "--json", str(file)]) == 0
     rows = json.loads(file.read_text())["rows"]
-    assert [row["hook"] for row in rows] == ["none", "torch:fp16", "q4"]
+    assert [row["hook"] for row in rows] == SMOKE_HOOKS
     for row in rows:
         check_row(row, rounds=2)
         assert (row["link"], row["ranks"], row["model"]) == ("loopback", 2, "small")
@@ -66,8 +70,9 @@ def test_train_smoke_compares_hooks_on_loopback(tmp_path, capsys):
         for phase in ("encode_ms", "network_ms", "reduce_ms", "decode_ms"):
             assert (row[phase] is not None) == (row["hook"] == "q4")
             assert row[phase] is None or 0 < row[phase] < row["ms_max"]
-    none, fp16, q4 = rows
+    none, sync, fp16, q4 = rows
     assert (none["ratio_to_none"], none["exposed_ms"], none["wire_bytes"]) == (1, 0, 0)
+    assert (sync["ratio_to_sync"], sync["wire_bytes"]) == (1, 4)  # one fp32 element
     assert fp16["speedup"] == 1  # it is the best of PyTorch's own here
     assert 3.5 < fp16["wire_bytes"] / q4["wire_bytes"] < 3.75  # 16 bits against 4.3 and exempt ones
     shown = capsys.readouterr().out
@@ -89,13 +94,14 @@ def case_contest(model: str, hooks: tuple[str, ...], **options: Any) -> Any:
 def test_training_until_a_loss_says_how_long_it_takes(world_of_2: World):
     # A transformer that knows nothing has ln 256 = 5.5; 10 steps take it well below 5.
     answers = world_of_2.run(
-        case_contest, model="small", hooks=("none", "q4"), until_loss=5.0, most_steps=10
+        case_contest, model="small", hooks=("none", "sync", "q4"), until_loss=5.0, most_steps=10
     )
-    for none, q4 in answers:
+    for none, sync, q4 in answers:
         assert none.reached is None
+        assert sync.reached is None  # it does not train either
         assert q4.reached.steps == 10
         assert q4.reached.seconds > 0
-    assert answers[0][1].reached == answers[1][1].reached
+    assert answers[0][2].reached == answers[1][2].reached
 
 
 def test_a_loss_that_is_not_reached_in_time_is_given_up(world_of_2: World):
@@ -108,7 +114,8 @@ def test_a_loss_that_is_not_reached_in_time_is_given_up(world_of_2: World):
 @pytest.mark.parametrize("name", ["tensors", "words"])
 def test_a_model_of_the_users_is_trained(world_of_2: World, name):
     momentum = "sign1+momentum=0.9+warmup_steps=100"
-    hooks = ("none", "torch:powersgd:2", "sign1+error_feedback=none", momentum)
+    plain = "sign1+momentum=0.8"  # AdamW behind it, and no warm-up
+    hooks = ("none", "torch:powersgd:2", "sign1+error_feedback=none", momentum, plain)
     answers = world_of_2.run(case_contest, model=f"own_models:{name}", hooks=hooks, rounds=3)
     for outcomes in answers:
         assert [outcome.hook for outcome in outcomes] == list(hooks)
@@ -152,7 +159,6 @@ def test_train_shows_a_ranks_own_error(capsys):
         (["--hooks", "q5"], "q5"),
         (["--hooks", "q4+momentun=0.9"], "did you mean 'momentum'"),
         (["--hooks", "q4+warmup_steps=x"], "warmup_steps cannot be 'x'"),
-        (["--hooks", "sign1+momentum=0.9"], "sign1+momentum=0.9+warmup_steps=100"),
         (["--hooks", "q4+error_feedback=all"], "error_feedback='all'"),
         (["--model", "transfomer"], "did you mean 'transformer'"),
         (["--model", "no_such_module:make"], "No module named 'no_such_module'"),
@@ -177,6 +183,7 @@ def test_train_refuses_before_it_starts_a_process(arguments, message, capsys, mo
 def test_rows_compare_within_rounds():
     outcomes = [
         TrainOutcome("none", 25, {}, [100.0, 200.0, 400.0]),
+        TrainOutcome("sync", 25, {}, [110.0, 200.0, 500.0]),
         TrainOutcome("torch:fp32", 25, {}, [200.0, 500.0, 800.0]),
         TrainOutcome("torch:fp16", 25, {}, [150.0, 300.0, 600.0]),
         TrainOutcome("q4", 4, {}, [110.0, 220.0, 440.0]),
@@ -184,6 +191,10 @@ def test_rows_compare_within_rounds():
     options = TrainOptions("m", ("none",), (25.0,), rounds=3, steps=1, seed=0)
     rows = {row["hook"]: row for row in train_rows(outcomes, options, "1gbit", 2)}
     assert rows["q4"]["ratio_to_none"] == pytest.approx(1.1)
+    assert rows["q4"]["ratio_to_sync"] == pytest.approx(1)  # of 1, 1.1 and 0.88
+    assert rows["q4"]["ratio_to_sync_low"] == pytest.approx(0.88)
+    assert rows["q4"]["ratio_to_sync_high"] == pytest.approx(1.1)
+    assert rows["sync"]["ratio_to_none"] == pytest.approx(1.1)
     assert rows["q4"]["exposed_ms"] == pytest.approx(20)
     assert rows["q4"]["speedup"] == pytest.approx(600 / 440)
     assert rows["torch:fp32"]["ratio_to_none"] == pytest.approx(2)
@@ -197,7 +208,8 @@ def test_the_heading_of_an_interval_is_what_its_rounds_give(rounds, heading):
     options = TrainOptions("m", ("none",), (25.0,), rounds=rounds, steps=1, seed=0)
     table = train_table(train_rows(outcomes, options, "1gbit", 2))
     titles = [column.title for column in table.columns if "%" in column.title]
-    assert titles == [heading, heading]
+    assert titles == [heading, heading]  # of the ratio to `none` and of the speed-up
+    assert "ratio to\nsync" not in [column.title for column in table.columns]
     assert f"by {rounds} rounds" in table.notes[0]
 
 
@@ -249,7 +261,7 @@ def test_train_on_a_link_sends_what_the_formula_says(tmp_path, capfd):
     file = tmp_path / "rows.json"
     assert main(["bench", "train", "--smoke", "--link", "1gbit", "--json", str(file)]) == 0
     rows = json.loads(file.read_text())["rows"]
-    assert [row["hook"] for row in rows] == ["none", "torch:fp16", "q4"]
+    assert [row["hook"] for row in rows] == SMOKE_HOOKS
     for row in rows:
         check_row(row, rounds=2)
         assert (row["link"], row["ranks"]) == ("1gbit", 2)

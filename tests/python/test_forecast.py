@@ -135,7 +135,7 @@ def predictions(**ms: float) -> list[Prediction]:
             "communication, and the fastest codec, q4, would take 130.0 ms.",
         ),
         (
-            {"torch_fp32": 900, "torch_bf16": 500, "q4": 200, "sign1": 110},
+            {"sync": 104, "torch_fp32": 900, "torch_bf16": 500, "q4": 200, "sign1": 110},
             "Use q4: q4 takes 200.0 ms per step, 2.00 times a step without communication, 2.50 "
             "times faster than torch:bf16, the best without gradferry; in momentum mode sign1 "
             "would take 110.0 ms.",
@@ -151,10 +151,18 @@ def check_doctor_rows(rows: list[dict[str, Any]], hooks: list[str]) -> None:
     assert kinds == sorted(kinds, key=["link", "codec", "prediction", "verdict"].index)
     found = {row["hook"]: row for row in rows if row["kind"] == "prediction"}
     assert list(found) == hooks
-    none = found["none"]
+    none, sync = found["none"], found["sync"]
+    (verdict,) = (row for row in rows if row["kind"] == "verdict")
+    (latency_us,) = {
+        row["latency_us"] for row in rows if row.get("collective") == "all-reduce float32"
+    }
+    # What ranks wait for each other, and for one element.
+    assert sync["exposed_ms"] == pytest.approx(verdict["waiting_ms"] + 1e-3 * latency_us)
+    assert sync["wire_bytes"] == 4
     for row in found.values():
         assert row["ms"] == pytest.approx(none["ms"] + row["exposed_ms"])
         assert row["ratio_to_none"] == pytest.approx(row["ms"] / none["ms"])
+        assert row["ratio_to_sync"] == pytest.approx(row["ms"] / sync["ms"])
         assert row["exposed_ms"] >= 0
     assert found["torch:bf16"]["wire_bytes"] * 2 == found["torch:fp32"]["wire_bytes"]
     assert found["sign1"]["needs_momentum"]
@@ -166,7 +174,7 @@ def check_doctor_rows(rows: list[dict[str, Any]], hooks: list[str]) -> None:
             assert row["latency_us"] > 0
 
 
-DOCTOR_HOOKS = ["none", "torch:fp32", "torch:fp16", "torch:bf16", "q4", "sign1"]
+DOCTOR_HOOKS = ["none", "sync", "torch:fp32", "torch:fp16", "torch:bf16", "q4", "sign1"]
 
 
 def test_doctor_smoke_predicts_on_loopback(tmp_path, capsys):
@@ -242,7 +250,7 @@ def test_doctor_looks_at_a_model_that_is_there(world_of_2: World) -> None:
     assert answers[0] == answers[1]
     verdict, hooks, unchanged = answers[0]
     assert re.match(r"Use q4: |Do not compress: ", verdict)
-    assert hooks == ["none", "torch:fp32", "q4"]
+    assert hooks == ["none", "sync", "torch:fp32", "q4"]
     assert unchanged
 
 

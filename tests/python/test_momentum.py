@@ -174,11 +174,10 @@ def case_sgd(momentum_from_hook: bool) -> list[torch.Tensor]:
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(20, 60), nn.Tanh(), nn.Linear(60, 1))
     ddp = DistributedDataParallel(model)
-    gradferry.attach(ddp, "exact", momentum=0.5 if momentum_from_hook else None)
+    state = gradferry.attach(ddp, "exact", momentum=0.5 if momentum_from_hook else None)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=2.0**-6, momentum=0.5)
     if momentum_from_hook:
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=2.0**-6 / (1 - 0.5))
-    else:
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=2.0**-6, momentum=0.5)
+        gradferry.optim.momentum_mode(optimizer, state)
     generator = torch.Generator().manual_seed(0)
     for _ in range(20):
         x = torch.randn(16, 20, generator=generator)

@@ -14,7 +14,9 @@ from gradferry.lab.bench.train import train_rows
 from gradferry.lab.bench.train_turns import LastStep, TrainOptions, TrainOutcome
 from gradferry.lab.cli import main
 from gradferry.lab.output.json_file import write_json
+from gradferry.lab.output.links import LinkCurve, draw_speedups
 from gradferry.lab.output.waterfall import Span, draw_waterfalls, waterfall_of
+from matplotlib.axes import Axes
 
 PNG_START = b"\x89PNG\r\n\x1a\n"
 PLACE = {"cpu": "A&B"}
@@ -28,10 +30,11 @@ STEP = LastStep(10.0, 35.0, 40.0, BUCKETS)
 def train(link: str, q4_ms: float) -> list[dict[str, Any]]:
     outcomes = [
         TrainOutcome("none", 25, {}, [100.0], last_step=LastStep(10.0, 30.0, 34.0, [])),
+        TrainOutcome("sync", 25, {}, [120.0], last_step=LastStep(10.0, 34.0, 38.0, [])),
         TrainOutcome("torch:fp16", 25, {}, [150.0], last_step=LastStep(10.0, 60.0, 64.0, [])),
         TrainOutcome("q4", 4, {}, [q4_ms], last_step=STEP),
     ]
-    options = TrainOptions("small", ("none", "torch:fp16", "q4"), (25.0,), 1, 1, 0)
+    options = TrainOptions("small", ("none", "sync", "torch:fp16", "q4"), (25.0,), 1, 1, 0)
     return train_rows(outcomes, options, link, 2)
 
 
@@ -66,8 +69,9 @@ def test_trainings_on_several_links_are_compared(tmp_path):
     heads = re.findall(r"<th\b[^>]*>(.*?)</th>", head)
     assert heads == ["hook", "100mbit", "10gbit", "our cluster"]
     assert cells(page, by_link) == [
-        ["torch:fp16", "1.50 (1.00x)", "1.50 (1.00x)", "1.50 (1.00x)"],
-        ["q4", "0.75 (2.00x)", "1.00 (1.50x)", "1.20 (1.25x)"],
+        ["sync", "1.20 / 1.00 (1.25x)", "1.20 / 1.00 (1.25x)", "1.20 / 1.00 (1.25x)"],
+        ["torch:fp16", "1.50 / 1.25 (1.00x)", "1.50 / 1.25 (1.00x)", "1.50 / 1.25 (1.00x)"],
+        ["q4", "0.75 / 0.62 (2.00x)", "1.00 / 0.83 (1.50x)", "1.20 / 1.00 (1.25x)"],
     ]
     # Of each file one step of every hook, and the comparison; nothing from elsewhere.
     sources = re.findall(r'(?:src|srcset|href)="([^"]*)"', page)
@@ -248,6 +252,28 @@ def test_waterfall_of_another_hook_exposes_what_none_does_not_take():
     spans = {span.kind: span for span in waterfall_of("torch:fp16", step, backward_ms=20.0).thread}
     assert spans["backward"] == Span("backward", 10.0, 30.0)
     assert spans["exposed"] == Span("exposed", 30.0, 60.0)
+
+
+def test_the_ends_of_rulers_and_what_they_give_are_drawn(monkeypatch):
+    lines, styles = [], []
+    monkeypatch.setattr(Axes, "axvline", lambda self, x, **_: lines.append(x))
+    sync = {"backward_ms": 10.0, "backward_end_ms": 34.0, "end_ms": 38.0, "buckets": []}
+    waterfalls = [waterfall_of("sync", sync, 20.0, True), waterfall_of("q4", vars(STEP), 20.0)]
+    draw_waterfalls(waterfalls)
+    assert lines == [38.0]
+    plot = Axes.plot
+
+    def noted(self: Axes, *values: Any, **style: Any) -> Any:
+        styles.append(style)
+        return plot(self, *values, **style)
+
+    monkeypatch.setattr(Axes, "plot", noted)
+    curves = [LinkCurve("q4", [1.5, 1.2]), LinkCurve("sync", [1.8, 1.3], is_ruler=True)]
+    draw_speedups(["100mbit", "1gbit"], curves, "light")
+    assert [(style["label"], style.get("linestyle")) for style in styles] == [
+        ("q4", None),
+        ("sync", ":"),
+    ]
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

@@ -8,7 +8,9 @@ import os
 import signal
 import struct
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,10 +19,13 @@ from gradferry.errors import ConfigError, PeerError, StateError
 from gradferry.forecast.hook_names import TORCH_HOOKS, check_hook
 from gradferry.lab.ranks.launch import Placement, run_ranks, run_worlds, torchrun_placement
 from gradferry.lab.workloads import TASKS, load_task
-from gradferry.lab.workloads.hooks import _powersgd_elements
+from gradferry.lab.workloads.hooks import _powersgd_elements, apply_hook, timed_hooks
 from gradferry.lab.workloads.text import load_text
 from gradferry.lab.workloads.training import check_size
 from gradferry.lab.workloads.vision import load_vision, read_idx
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from world import World
 
 
 @pytest.fixture(scope="module", params=sorted(TASKS))
@@ -246,3 +251,54 @@ def test_run_ranks_blames_the_rank_that_died():
 def test_run_ranks_shows_the_first_error(kind, num_ranks, shown, message):
     with pytest.raises(shown, match=message):
         run_ranks(fail_on_last_rank, (kind,), num_ranks, print)
+
+
+def case_sync() -> dict[str, Any]:
+    """Two passes, the second under no_sync(): rank 1 comes late to the first."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(50, 50) for _ in range(4)))
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.01)
+    handle = apply_hook(ddp, "sync")
+    reduced: list[int] = []
+    all_reduce = dist.all_reduce
+
+    def counted(tensor: torch.Tensor, **options: Any) -> Any:
+        reduced.append(tensor.numel())
+        return all_reduce(tensor, **options)
+
+    batch = torch.full((2, 50), 1.0 + dist.get_rank())
+    own = torch.autograd.grad(model(batch).sum(), list(model.parameters()))
+    dist.barrier()
+    dist.all_reduce = counted
+    try:
+        loss = ddp(batch).sum()
+        time.sleep(0.2 * dist.get_rank())
+        begun = time.monotonic()
+        loss.backward()
+        ended = time.monotonic()
+        kept = [torch.equal(p.grad, g) for p, g in zip(model.parameters(), own, strict=True)]
+        with ddp.no_sync():
+            ddp(batch).sum().backward()
+    finally:
+        dist.all_reduce = all_reduce
+    sent = handle.wire_bytes(1), handle.formula_bytes(), handle.measured
+    return {"begun": begun, "ended": ended, "kept": kept, "reduced": reduced, "sent": sent}
+
+
+@pytest.mark.torch_core
+def test_sync_waits_for_all_ranks_once_per_step_and_leaves_gradients_alone(world_of_2: World):
+    answers = world_of_2.run(case_sync)
+    # Both ranks have one clock. The pass ends on no rank before it has begun on every other.
+    latest = max(answer["begun"] for answer in answers)
+    for answer in answers:
+        assert answer["ended"] >= latest
+        assert all(answer["kept"])
+        assert answer["reduced"] == [1]
+        assert answer["sent"] == (4, 4, False)
+
+
+def test_rulers_are_for_timing_alone():
+    assert timed_hooks(["q4", "sync"]) == ("none", "q4", "sync")
+    for ruler in ("none", "sync"):
+        with pytest.raises(ConfigError, match=f"unknown hook '{ruler}'"):
+            check_hook(ruler)

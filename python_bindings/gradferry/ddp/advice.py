@@ -56,9 +56,10 @@ def _momentum_twice(momentum: float, optimizer: Optimizer) -> str | None:
     shown = ", ".join(f"{name}={value:g}" for name, value in found.items())
     return (
         f"{type(optimizer).__name__} has {shown}, but behind attach(momentum={momentum:g}) "
-        "gradients arrive as momentum already, and so take part in it twice. Use SGD with "
-        f"momentum=0 and {1 / (1 - momentum):g} times the learning rate, or "
-        "gradferry.optim.OneBitAdam in place of Adam; or attach without momentum"
+        "gradients arrive as momentum already, and so take part in it twice. Call "
+        "gradferry.optim.momentum_mode(optimizer, state) before the first step, which takes its "
+        "own away from AdamW, Adam and SGD and sets the learning rate; or use "
+        "gradferry.optim.OneBitAdam, or attach without momentum"
     )
 
 
@@ -73,9 +74,9 @@ def _adam_behind(codec: str, optimizer: Optimizer) -> str | None:
         return None
     return (
         f"{name} trains worse behind {codec} with error feedback: what is withheld "
-        "reaches its variance late and at once. Attach with momentum=betas[0] and "
-        "warmup_steps=N and use gradferry.optim.OneBitAdam; or take a codec of 3 bits or "
-        "more, an optimizer like SGD, or error_feedback='owner'"
+        "reaches its variance late and at once. Attach with momentum=, and call "
+        "gradferry.optim.momentum_mode(optimizer, state) or use gradferry.optim.OneBitAdam; or "
+        "take a codec of 3 bits or more, an optimizer like SGD, or error_feedback='owner'"
     )
 
 

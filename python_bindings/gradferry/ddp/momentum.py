@@ -30,6 +30,18 @@ class KeptMomentum:
         """Whether the hook's model reduces the parameter."""
         return parameter in self._binding.running.index
 
+    def momentum_of(self, parameter: torch.Tensor) -> float:
+        """The momentum that gradients of this parameter of the model arrive with.
+
+        It is less than the hook's behind codecs that send some elements only.
+        """
+        running = self._binding.running
+        momentum = running.config.momentum
+        if not running.transport.exchanges:
+            return momentum
+        share = running.config.momentum_share(running.parameters[running.index[parameter]].codec)
+        return 1 - share * (1 - momentum)
+
     def hold(self, parameters: Iterable[torch.Tensor]) -> None:
         """Notes that an optimizer holds the momentum of these parameters until the handover."""
         if self._binding.handover is not None:

@@ -47,9 +47,10 @@ class HookState:
         momentum: between 0 and 1. Instead of gradients, the hook delivers their momentum
             m = momentum * m + (1 - momentum) * gradient, which the worker residual stores together
             with what was withheld. ``topk`` uses a smaller momentum, because its elements already
-            wait before they are sent. Use it with `gradferry.optim.OneBitAdam`, or with SGD without
-            momentum and with the learning rate times 1 / (1 - momentum). Needs one synced backward
-            pass per optimizer step; refuses sparse gradients and ``find_unused_parameters``.
+            wait before they are sent. Use it with an optimizer that has no momentum of its own, as
+            `gradferry.optim.momentum_mode` makes it, or with `gradferry.optim.OneBitAdam`. Needs one
+            synced backward pass per optimizer step; refuses sparse gradients and
+            ``find_unused_parameters``.
         warmup_steps: number of first steps in which gradients arrive without momentum, and are sent
             with the codec `warmup`.
         warmup: the codec of the first `warmup_steps`, for all parameters that are not ``exact``.

@@ -11,7 +11,7 @@ from torch import nn
 from gradferry import _native
 from gradferry.core.config import COARSE_BITS
 from gradferry.forecast.costs import Costs, Parameter, StepProfile
-from gradferry.forecast.hook_names import BACKEND_HOOKS, TORCH_DTYPES, hook_config
+from gradferry.forecast.hook_names import BACKEND_HOOKS, RULERS, TORCH_DTYPES, hook_config
 from gradferry.forecast.measure import measure_costs
 from gradferry.forecast.measure_link import LinkProbe, Progress
 from gradferry.forecast.measure_step import Attach, measure_steps
@@ -40,7 +40,7 @@ class Diagnosis:
     parameters: tuple[Parameter, ...]
     profile: StepProfile
     costs: Costs
-    predictions: tuple[Prediction, ...]  # `none` first
+    predictions: tuple[Prediction, ...]  # those of RULERS first
     verdict: str
 
 
@@ -51,7 +51,7 @@ def default_hooks() -> tuple[str, ...]:
 
 def needs_momentum(hook: str) -> bool:
     """Whether a codec trains well only in momentum mode, which the hook does not use."""
-    if hook in BACKEND_HOOKS:
+    if hook in BACKEND_HOOKS or hook in RULERS:
         return False
     config = hook_config(hook)
     return not config.momentum and config.codec.bits() < COARSE_BITS
@@ -84,7 +84,7 @@ def examine(
     emit("predicting")
     predictor = Predictor(steps.parameters, steps.profile, costs)
     predictor = predictor.calibrated(_MEASURED_CODEC, measured, cap, steps.exposed_s)
-    predictions = [predictor.without()]
+    predictions = [predictor.without(), predictor.sync()]
     for hook in asked.hooks:
         if hook in configs:
             predictions.append(predictor.codec(hook, configs[hook], asked.bucket_caps_mb))

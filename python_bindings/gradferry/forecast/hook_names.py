@@ -1,7 +1,7 @@
 """Names of hooks for the commands: PyTorch's as `torch:...`, and every gradferry codec.
 
 Options of `gradferry.attach` may follow a codec: `sign1+momentum=0.9+warmup_steps=100`. `none` does
-not communicate, so that ranks diverge; it is for timing only.
+not communicate, and `sync` sends one element per step; ranks diverge, so both are for timing only.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from gradferry.core.options import Options
 from gradferry.errors import ConfigError
 
 NO_HOOK = "none"  # does not communicate at all
+SYNC_HOOK = "sync"  # ranks wait for each other once per step: what no hook can avoid
+RULERS = (NO_HOOK, SYNC_HOOK)  # what hooks are compared with; they do not train
 # PyTorch's, with the dtype that they all-reduce.
 TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "torch:fp32": torch.float32,

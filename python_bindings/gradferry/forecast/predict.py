@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from gradferry.core.config import Config
 from gradferry.forecast.buckets import CodecTraffic, ddp_buckets
 from gradferry.forecast.chunks import all_reduce_bytes
 from gradferry.forecast.costs import Costs, LinkCosts, Parameter, StepProfile
-from gradferry.forecast.hook_names import BACKEND_HOOKS, NO_HOOK
+from gradferry.forecast.hook_names import BACKEND_HOOKS, NO_HOOK, SYNC_HOOK
 from gradferry.forecast.simulate import (
     Backward,
     ChunkCost,
@@ -69,6 +71,13 @@ class Predictor:
     def without(self) -> Prediction:
         """The step without communication."""
         return Prediction(NO_HOOK, None, self._profile.total_s, 0.0, 0)
+
+    def sync(self) -> Prediction:
+        """The step with an all-reduce of one fp32 element as it ends."""
+        one = self._costs.link.all_reduce[torch.float32]
+        exposed = self._profile.waiting_s + one.latency_s
+        num_bytes = all_reduce_bytes(1, torch.float32.itemsize, self._costs.world_size)
+        return Prediction(SYNC_HOOK, None, self._profile.total_s + exposed, exposed, num_bytes)
 
     def backend_hook(self, hook: str, caps_mb: Sequence[float | None]) -> Prediction:
         """Predicts one of BACKEND_HOOKS at the fastest bucket size."""

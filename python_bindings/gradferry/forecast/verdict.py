@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from gradferry.core.codec_spec import parse_codec
-from gradferry.forecast.hook_names import BACKEND_HOOKS, NO_HOOK
+from gradferry.forecast.hook_names import BACKEND_HOOKS, RULERS
 from gradferry.forecast.predict import Prediction
 
 # A prediction within this share of the fastest counts as equally fast.
@@ -38,10 +38,10 @@ def uses_backend(prediction: Prediction) -> bool:
 def advise(predictions: Sequence[Prediction], needs_momentum: Callable[[str], bool]) -> str:
     """The verdict, one sentence.
 
-    predictions: of every hook, including `none`, at least one of PyTorch's and one codec.
+    predictions: of every hook, including one of PyTorch's and one codec; ignores RULERS.
     needs_momentum: whether a hook trains well only in momentum mode and does not use it.
     """
-    contestants = [p for p in predictions if p.hook != NO_HOOK]
+    contestants = [p for p in predictions if p.hook not in RULERS]
     ready = [p for p in contestants if not needs_momentum(p.hook)]
     chosen = most_precise(ready)
     rival = min(filter(uses_backend, contestants), key=lambda p: p.seconds)
@@ -67,7 +67,7 @@ def advise(predictions: Sequence[Prediction], needs_momentum: Callable[[str], bo
 
 def suppose(predictions: Sequence[Prediction], needs_momentum: Callable[[str], bool]) -> str:
     """As `advise`, in the conditional, for predictions of an exchange that does not exist."""
-    contestants = [p for p in predictions if p.hook != NO_HOOK]
+    contestants = [p for p in predictions if p.hook not in RULERS]
     chosen = most_precise([p for p in contestants if not needs_momentum(p.hook)])
     rival = min(filter(uses_backend, contestants), key=lambda p: p.seconds)
     gain = "compression would not pay"

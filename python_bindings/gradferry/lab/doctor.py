@@ -25,10 +25,17 @@ from gradferry.forecast.diagnosis import (
     needs_momentum,
     require_hooks,
 )
-from gradferry.forecast.hook_names import BACKEND_HOOKS, NO_HOOK, TORCH_DTYPES, check_hook
+from gradferry.forecast.hook_names import (
+    BACKEND_HOOKS,
+    RULERS,
+    SYNC_HOOK,
+    TORCH_DTYPES,
+    check_hook,
+)
 from gradferry.forecast.measure_link import Progress
 from gradferry.lab import flags
 from gradferry.lab.output.json_file import write_json
+from gradferry.lab.output.paired import ratio_columns
 from gradferry.lab.output.progress import StatusLine
 from gradferry.lab.output.table import Column, Table, print_line, print_table
 from gradferry.lab.ranks.everywhere import add_rank_arguments, check_ranks, run_everywhere
@@ -48,8 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_hooks(
         parser,
         default_hooks(),
-        f"of {' '.join(TORCH_DTYPES)} and codecs; arguments of attach may follow a codec, as "
-        f"for bench train",
+        f"beside {' and '.join(RULERS)}: {' '.join(TORCH_DTYPES)} and codecs; arguments of attach "
+        f"may follow a codec, as for bench train",
     )
     add_rank_arguments(parser)
     flags.add_bucket_caps(parser, "predicted at its fastest")
@@ -202,6 +209,7 @@ def _codec_rows(found: Diagnosis) -> list[dict[str, Any]]:
 
 
 def _prediction_rows(found: Diagnosis) -> list[dict[str, Any]]:
+    (sync_s,) = (p.seconds for p in found.predictions if p.hook == SYNC_HOOK)
     return [
         {
             "kind": "prediction",
@@ -210,8 +218,9 @@ def _prediction_rows(found: Diagnosis) -> list[dict[str, Any]]:
             "ms": 1e3 * prediction.seconds,
             "exposed_ms": 1e3 * prediction.exposed_s,
             "ratio_to_none": prediction.ratio_to_none,
+            "ratio_to_sync": prediction.seconds / sync_s,
             "wire_bytes": prediction.wire_bytes,
-            "needs_momentum": prediction.hook != NO_HOOK and needs_momentum(prediction.hook),
+            "needs_momentum": needs_momentum(prediction.hook),
         }
         for prediction in found.predictions
     ]
@@ -263,14 +272,15 @@ def _prediction_table(rows: Sequence[Row], verdict: Row) -> Table:
         Column("bucket\nMB", lambda row: _cap(row["bucket_cap_mb"])),
         Column("ms per step\npredicted", lambda row: f"{row['ms']:,.1f}"),
         Column("exposed\nms", lambda row: f"{row['exposed_ms']:,.1f}"),
-        Column("ratio to\nnone", lambda row: f"{row['ratio_to_none']:.3f}"),
+        *(column for ruler in RULERS for column in ratio_columns(rows, ruler)),
         Column("bytes sent\nper step", lambda row: f"{row['wire_bytes']:,}"),
     )
     notes = [
         f"{verdict['elements']:,} elements in {verdict['parameters']} parameters. `none` was "
         f"measured, all else is predicted from the tables above; every hook at its fastest bucket "
         f"size. Exposed: more than without communication. Ranks wait for each other: "
-        f"{verdict['waiting_ms']:.1f} ms, found by measuring q4.",
+        f"{verdict['waiting_ms']:.1f} ms, found by measuring q4. `sync`: that, and an all-reduce "
+        f"of one element.",
     ]
     if any(row["needs_momentum"] for row in rows):
         notes.append("* trains well only in momentum mode (momentum=), or with SGD.")

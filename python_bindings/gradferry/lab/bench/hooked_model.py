@@ -23,7 +23,10 @@ def phases_of(stats: Mapping[str, Any]) -> dict[str, float]:
 
 
 class HookedModel:
-    """One hook with its model, batches and optimizer: AdamW, or OneBitAdam in momentum mode.
+    """One hook with its model, batches and optimizer.
+
+    That is AdamW, in momentum mode as `gradferry.optim.momentum_mode` sets it up, and OneBitAdam
+    where momentum mode begins with warm-up steps.
 
     Args:
         workload: what is trained.
@@ -57,7 +60,9 @@ class HookedModel:
         self._ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=cap)
         self.handle = apply_hook(self._ddp, hook, seed=seed, compress_from=compress_from)
         state = self.handle.state
-        optimizer = "OneBitAdam" if state and state.config.momentum else "AdamW"
+        config = state.config if state else None
+        learns_first = config is not None and config.momentum and config.warmup_steps
+        optimizer = "OneBitAdam" if learns_first else "AdamW"
         self._optimizer = make_optimizer(
             optimizer, workload, self._ddp.parameters(), state, fused=fused
         )

@@ -1,6 +1,6 @@
 """What a hook adds to the backward pass: exposed time per step, by a GPU's events or the CPU's
 clock, and a trace of it that chrome://tracing and ui.perfetto.dev open. Hooks take turns in one
-run; `none` does not communicate.
+run; `none` does not communicate, `sync` all-reduces one element per step.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from gradferry.forecast.hook_names import NO_HOOK, TORCH_HOOKS
+from gradferry.forecast.hook_names import NO_HOOK, RULERS, SYNC_HOOK, TORCH_HOOKS
 from gradferry.lab import flags
 from gradferry.lab.bench.device_clock import find_gpu
 from gradferry.lab.bench.overlap_turns import OverlapOptions, OverlapOutcome, run_overlap
@@ -25,6 +25,7 @@ from gradferry.lab.output.paired import (
     coverage_text,
     paired_difference,
     paired_ratio,
+    ratio_columns,
 )
 from gradferry.lab.output.progress import StatusLine
 from gradferry.lab.output.table import Column, Table, print_line, print_table
@@ -33,8 +34,8 @@ from gradferry.lab.workloads.hooks import timed_hooks
 from gradferry.lab.workloads.models import check_model
 
 _DEVICES = ("cpu", "cuda")
-_DEFAULT_HOOKS = ("torch:fp32", "torch:bf16", "q4")
-_SMOKE: dict[str, Any] = {"model": "small", "hooks": ["q4"], "rounds": 2, "steps": 1}
+_DEFAULT_HOOKS = (SYNC_HOOK, "torch:fp32", "torch:bf16", "q4")
+_SMOKE: dict[str, Any] = {"model": "small", "hooks": [SYNC_HOOK, "q4"], "rounds": 2, "steps": 1}
 
 Row = Mapping[str, Any]
 
@@ -44,8 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_hooks(
         parser,
         _DEFAULT_HOOKS,
-        f"beside {NO_HOOK}: {' '.join(TORCH_HOOKS)}, off, and codecs; arguments of attach may "
-        f"follow a codec",
+        f"beside {NO_HOOK}: {SYNC_HOOK}, {' '.join(TORCH_HOOKS)}, off, and codecs; arguments "
+        f"of attach may follow a codec",
     )
     flags.add_model(parser)
     parser.add_argument(
@@ -122,7 +123,8 @@ def overlap_rows(
     outcomes: Sequence[OverlapOutcome], options: OverlapOptions, link: str, num_ranks: int
 ) -> list[dict[str, Any]]:
     """Rows of the JSON file; docs/benchmarks.md defines every key."""
-    none = next(outcome.backward_ms for outcome in outcomes if outcome.hook == NO_HOOK)
+    by_hook = {outcome.hook: outcome.backward_ms for outcome in outcomes}
+    none, sync = by_hook[NO_HOOK], by_hook.get(SYNC_HOOK)
     rows = []
     for outcome in outcomes:
         exposed = paired_difference(outcome.backward_ms, none)
@@ -144,6 +146,7 @@ def overlap_rows(
                 "exposed_ms_high": exposed.high,
                 "interval_coverage": coverage_of(len(outcome.backward_ms)),
                 "ratio_to_none": ratio.median,
+                "ratio_to_sync": paired_ratio(outcome.backward_ms, sync).median if sync else None,
                 "round_ms": list(outcome.backward_ms),
             }
         )
@@ -161,7 +164,7 @@ def overlap_table(rows: Sequence[Row]) -> Table:
         Column("(max)", lambda row: f"{row['backward_ms_max']:.2f}"),
         Column("exposed\nms", lambda row: f"{row['exposed_ms']:.2f}"),
         Column(f"({coverage_text(num_rounds)})", _interval),
-        Column("ratio\nto none", lambda row: f"{row['ratio_to_none']:.3f}"),
+        *(column for ruler in RULERS for column in ratio_columns(rows, ruler)),
     )
     clock = "events of the GPU" if first["device"] == "cuda" else "the clock"
     notes = (

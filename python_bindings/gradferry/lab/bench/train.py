@@ -1,7 +1,7 @@
 """Step time of a model under gradient hooks that take turns in one run, each at its best bucket
 size, on loopback, on a link of a chosen rate (as root), or under torchrun. `none` does not
 communicate: what a hook takes longer than that is communication that the backward pass does not
-hide.
+hide. `sync` all-reduces one element per step: that much of it no hook can avoid.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from gradferry import _native
-from gradferry.forecast.hook_names import NO_HOOK, TORCH_HOOKS
+from gradferry.forecast.hook_names import NO_HOOK, RULERS, SYNC_HOOK, TORCH_HOOKS
 from gradferry.lab import flags
 from gradferry.lab.bench.hooked_model import PHASES
 from gradferry.lab.bench.train_turns import TrainOptions, TrainOutcome, run_train
@@ -25,8 +25,10 @@ from gradferry.lab.output.paired import (
     coverage_of,
     coverage_text,
     interval_of_median,
+    interval_text,
     paired_difference,
     paired_ratio,
+    ratio_columns,
 )
 from gradferry.lab.output.progress import StatusLine
 from gradferry.lab.output.table import Column, Table, print_line, print_table
@@ -36,10 +38,10 @@ from gradferry.lab.workloads.models import check_model
 
 _MOMENTUM = "+momentum=0.9+warmup_steps=100"
 # All at once they take about 0.45 GB per hook and rank, so not every codec is among them.
-_DEFAULT_HOOKS = (NO_HOOK, *TORCH_HOOKS, "q8", "q4", f"sign1{_MOMENTUM}", f"topk{_MOMENTUM}")
+_DEFAULT_HOOKS = (*RULERS, *TORCH_HOOKS, "q8", "q4", f"sign1{_MOMENTUM}", f"topk{_MOMENTUM}")
 _SMOKE: dict[str, Any] = {
     "model": "small",
-    "hooks": [NO_HOOK, "torch:fp16", "q4"],
+    "hooks": [*RULERS, "torch:fp16", "q4"],
     "bucket_caps": [4.0, 25.0],
     "rounds": 2,
     "steps": 1,
@@ -54,9 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_hooks(
         parser,
         _DEFAULT_HOOKS,
-        f"of {NO_HOOK} (no communication; always included), {' '.join(TORCH_HOOKS)}, off, "
-        f"auto, and codecs: {codecs}. Arguments of attach may follow a codec: "
-        f"sign1{_MOMENTUM}",
+        f"of {NO_HOOK} (no communication; always included), {SYNC_HOOK} (one element per step), "
+        f"{' '.join(TORCH_HOOKS)}, off, auto, and codecs: {codecs}. Arguments of attach may "
+        f"follow a codec: sign1{_MOMENTUM}",
     )
     flags.add_model(parser)
     add_rank_arguments(parser)
@@ -125,12 +127,14 @@ def train_rows(
     outcomes: Sequence[TrainOutcome], options: TrainOptions, link: str, num_ranks: int
 ) -> list[dict[str, Any]]:
     """Rows of the JSON file; docs/benchmarks.md defines every key."""
-    none = next(outcome.round_ms for outcome in outcomes if outcome.hook == NO_HOOK)
+    by_hook = {outcome.hook: outcome.round_ms for outcome in outcomes}
+    none, sync = by_hook[NO_HOOK], by_hook.get(SYNC_HOOK)
     torch_ms = _best_of_torch(outcomes)
     rows = []
     for outcome in outcomes:
         times = interval_of_median(outcome.round_ms)
         ratio = paired_ratio(outcome.round_ms, none)
+        to_sync = paired_ratio(outcome.round_ms, sync) if sync else None
         speedup = paired_ratio(torch_ms, outcome.round_ms) if torch_ms else None
         rows.append(
             {
@@ -146,6 +150,9 @@ def train_rows(
                 "exposed_ms": paired_difference(outcome.round_ms, none).median,
                 "ratio_to_none_low": ratio.low,
                 "ratio_to_none_high": ratio.high,
+                "ratio_to_sync": to_sync.median if to_sync else None,
+                "ratio_to_sync_low": to_sync.low if to_sync else None,
+                "ratio_to_sync_high": to_sync.high if to_sync else None,
                 "speedup": speedup.median if speedup else None,
                 "speedup_low": speedup.low if speedup else None,
                 "speedup_high": speedup.high if speedup else None,
@@ -184,10 +191,9 @@ def train_table(rows: Sequence[Row]) -> Table:
         Column("(min)", lambda row: f"{row['ms_min']:.1f}"),
         Column("(max)", lambda row: f"{row['ms_max']:.1f}"),
         Column("exposed\nms", lambda row: f"{row['exposed_ms']:.1f}"),
-        Column("ratio to\nnone", lambda row: f"{row['ratio_to_none']:.3f}"),
-        Column(coverage, lambda row: _interval(row, "ratio_to_none")),
+        *(column for ruler in RULERS for column in ratio_columns(rows, ruler, coverage)),
         Column("speed-up", lambda row: _number(row["speedup"], ".2f")),
-        Column(coverage, lambda row: _interval(row, "speedup")),
+        Column(coverage, lambda row: interval_text(row, "speedup")),
         Column("bytes sent\nper step ", _bytes_sent),
         Column("of\nformula", lambda row: _of_formula(row["wire_bytes"], row)),
         Column("interface\nof formula", lambda row: _of_formula(row["interface_bytes"], row)),
@@ -195,7 +201,8 @@ def train_table(rows: Sequence[Row]) -> Table:
     notes = [
         "Hooks take turns; every ratio compares times of the same round. Median, minimum and "
         "maximum are of turns, of the slowest rank. Exposed: what a step takes longer than with "
-        f"`none`. Speed-up: over the fastest of PyTorch's own hooks. {coverage_note(num_rounds)}.",
+        f"`none`; `sync` is one all-reduce of one element per step. Speed-up: over the fastest of "
+        f"PyTorch's own hooks. {coverage_note(num_rounds)}.",
         "Bytes: of the rank that sends most. Interface: what its counter says, protocol headers "
         "included, over the formula.",
     ]
@@ -221,11 +228,6 @@ def train_table(rows: Sequence[Row]) -> Table:
 
 def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
-
-
-def _interval(row: Row, key: str) -> str:
-    low, high = row[f"{key}_low"], row[f"{key}_high"]
-    return "-" if low is None else f"{low:.2f}..{high:.2f}"
 
 
 def _bytes_sent(row: Row) -> str:

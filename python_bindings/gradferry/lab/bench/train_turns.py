@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from gradferry.core.agreement import most_of_ranks
 from gradferry.errors import ConfigError
-from gradferry.forecast.hook_names import NO_HOOK
+from gradferry.forecast.hook_names import RULERS
 from gradferry.lab.bench.hooked_model import HookedModel, phases_of
 from gradferry.lab.ranks.everywhere import InterfaceCounter
 from gradferry.lab.ranks.launch import Emit, gather_from_ranks
@@ -175,7 +175,7 @@ class _Turns:
         del models, model, entries
         if self._options.until_loss is not None:
             for outcome in outcomes:
-                if outcome.hook != NO_HOOK:  # without communication, ranks train apart
+                if outcome.hook not in RULERS:  # under which ranks train apart
                     self._train_until(self._options.until_loss, outcome)
         return outcomes
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gradferry.lab.output.drawing import Theme, draw
 
@@ -14,10 +14,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LinkCurve:
-    """One hook: its speed-up by link. None where it was not measured."""
+    """One hook: its speed-up by link. None where it was not measured.
+
+    is_ruler: drawn as what others can come near to.
+    """
 
     label: str
     speedups: Sequence[float | None]
+    is_ruler: bool = False
 
 
 def draw_speedups(links: Sequence[str], curves: Sequence[LinkCurve], theme: Theme) -> bytes:
@@ -30,7 +34,11 @@ def _fill(figure: Figure, links: Sequence[str], curves: Sequence[LinkCurve]) -> 
     places = range(len(links))
     for curve in curves:
         known = [(x, y) for x, y in zip(places, curve.speedups, strict=True) if y is not None]
-        axes.plot(*zip(*known, strict=True), marker="o", linewidth=1.6, label=curve.label)
+        if curve.is_ruler:
+            style: dict[str, Any] = {"linewidth": 1, "linestyle": ":", "color": "#8a8a8a"}
+        else:
+            style = {"linewidth": 1.6}
+        axes.plot(*zip(*known, strict=True), marker="o", label=curve.label, **style)
     axes.axhline(1, linewidth=1, linestyle=(0, (4, 3)), color="#8a8a8a")
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")

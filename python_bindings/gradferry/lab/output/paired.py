@@ -12,6 +12,8 @@ from math import comb
 from statistics import median
 from typing import NamedTuple
 
+from gradferry.lab.output.table import Column, Row
+
 WANTED_COVERAGE = 0.95
 
 
@@ -73,3 +75,23 @@ def paired_ratio(times: Sequence[float], baseline: Sequence[float]) -> Interval:
 def paired_difference(times: Sequence[float], baseline: Sequence[float]) -> Interval:
     """`times` minus `baseline`, round by round."""
     return interval_of_median([t - b for t, b in zip(times, baseline, strict=True)])
+
+
+def ratio_columns(rows: Sequence[Row], ruler: str, interval: str | None = None) -> list[Column]:
+    """Of `ratio_to_RULER`; none where the ruler did not take part.
+
+    interval: heading of a column for `ratio_to_RULER_low` and `_high`.
+    """
+    key = f"ratio_to_{ruler}"
+    if all(row.get(key) is None for row in rows):
+        return []
+    columns = [Column(f"ratio to\n{ruler}", lambda row: f"{row[key]:.3f}")]
+    if interval:
+        columns.append(Column(interval, lambda row: interval_text(row, key)))
+    return columns
+
+
+def interval_text(row: Row, key: str) -> str:
+    """`key_low` and `key_high`."""
+    low, high = row[f"{key}_low"], row[f"{key}_high"]
+    return "-" if low is None else f"{low:.2f}..{high:.2f}"

@@ -41,15 +41,19 @@ class Waterfall:
     label: str
     thread: Sequence[Span]  # of the training thread, later ones over earlier ones
     buckets: Sequence[Span]  # on their way, in the order in which they were handed in
+    is_ruler: bool = False  # its end is marked on all others
 
 
-def waterfall_of(label: str, step: Mapping[str, Any], backward_ms: float) -> Waterfall:
+def waterfall_of(
+    label: str, step: Mapping[str, Any], backward_ms: float, is_ruler: bool = False
+) -> Waterfall:
     """The timeline of a step.
 
     Args:
         step: `last_step` of a row of `gradferry bench train`.
         backward_ms: duration of a backward pass without communication. For PyTorch's hooks, the
             time beyond it is exposed; codecs record when their last bucket was passed in.
+        is_ruler: see Waterfall.
     """
     begin, end = step["backward_ms"], step["backward_end_ms"]
     buckets = [bucket for bucket in step["buckets"] if bucket["complete_ms"] > 0]
@@ -64,6 +68,7 @@ def waterfall_of(label: str, step: Mapping[str, Any], backward_ms: float) -> Wat
             Span("optimizer", end, step["end_ms"]),
         ],
         buckets=[Span("on its way", b["encoded_ms"], b["complete_ms"]) for b in buckets],
+        is_ruler=is_ruler,
     )
 
 
@@ -82,6 +87,9 @@ def _fill(figure: Figure, waterfalls: Sequence[Waterfall]) -> None:
         places.append(y)
         for span in waterfall.thread:
             _bar(axes, y, _BAR, span)
+        if waterfall.is_ruler:
+            end = max(span.end_ms for span in waterfall.thread)
+            axes.axvline(end, linewidth=1, linestyle=":", color="#8a8a8a")
         y += (_BAR + _THIN) / 2
         for span in waterfall.buckets:
             _bar(axes, y, _THIN, span)

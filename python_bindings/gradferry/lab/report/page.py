@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gradferry.errors import ConfigError
-from gradferry.forecast.hook_names import NO_HOOK
+from gradferry.forecast.hook_names import NO_HOOK, RULERS
 from gradferry.lab import converge, demo
 from gradferry.lab.bench.codec import codec_table
 from gradferry.lab.bench.collective import collective_table
@@ -142,7 +142,10 @@ def _train(measurement: Measurement) -> list[Section]:
     pictures = []
     if alone:
         backward_ms = alone["backward_end_ms"] - alone["backward_ms"]
-        waterfalls = [waterfall_of(row["hook"], row["last_step"], backward_ms) for row in steps]
+        waterfalls = [
+            waterfall_of(row["hook"], row["last_step"], backward_ms, row["hook"] in RULERS)
+            for row in steps
+        ]
         title = f"One step of every hook: {rows[0]['model']}, link {rows[0]['link']}"
         pictures = [_picture(title, partial(draw_waterfalls, waterfalls))]
     return [measurement.section(train_table(rows), pictures)]
@@ -164,12 +167,15 @@ def _by_link(rows: Sequence[Row]) -> list[Section]:
             columns,
             [{"hook": hook, **{link: by_place.get((hook, link)) for link in links}}
              for hook in hooks],
-            ["Time of a step over that without communication, and (in brackets) speed-up over the "
-             "fastest of PyTorch's own hooks on that link."],
+            ["Time of a step over that without communication, then, after a slash, over that of "
+             "`sync`, where that took part, and (in brackets) speed-up over the fastest of "
+             "PyTorch's own hooks on that link."],
         )  # fmt: skip
         curves = [
-            LinkCurve(hook, [_speedup(by_place.get((hook, link))) for link in links])
-            for hook in hooks
+            LinkCurve(
+                hook, [_speedup(by_place.get((hook, link))) for link in links], hook in RULERS
+            )
+            for hook in (*hooks, NO_HOOK)
         ]
         curves = [curve for curve in curves if any(curve.speedups)]
         if curves:
@@ -194,7 +200,11 @@ def _cell_of(link: str) -> Callable[[Row], str]:
         if measured is None:
             return "-"
         speedup = "" if measured["speedup"] is None else f" ({measured['speedup']:.2f}x)"
-        return f"{measured['ratio_to_none']:.2f}{speedup}"
+        to_sync = measured.get("ratio_to_sync")
+        ratios = f"{measured['ratio_to_none']:.2f}"
+        if to_sync is not None:
+            ratios += f" / {to_sync:.2f}"
+        return f"{ratios}{speedup}"
 
     return cell
 

@@ -1,8 +1,8 @@
 """Attaches hooks to a model by name, and counts the bytes that they send.
 
 `torch:fp32` is DDP's plain all-reduce. PyTorch does not count what it sends, so bytes of
-`torch:...` hooks and of `off` are computed for a bandwidth-optimal all-reduce; bytes of codecs
-are counted as they are handed to the transport.
+`torch:...` hooks, of `sync` and of `off` are computed for a bandwidth-optimal all-reduce; bytes of
+codecs are counted as they are handed to the transport.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ from gradferry.core.parameters import reduced_parameters
 from gradferry.ddp.attach import attach
 from gradferry.ddp.auto import FIRST_CHECK
 from gradferry.ddp.state import HookState
-from gradferry.errors import ConfigError
 from gradferry.forecast.chunks import all_reduce_bytes, payload_sizes, wire_bytes_per_step
 from gradferry.forecast.hook_names import (
     NO_HOOK,
     POWERSGD,
+    RULERS,
+    SYNC_HOOK,
     TORCH_DTYPES,
     check_hook,
     powersgd_rank,
     split_options,
 )
+from gradferry.lab.workloads.sync_hook import sync_hook
 
 _POWERSGD_START = 10  # PyTorch's hook sends dense gradients before this step
 _POWERSGD_MIN_RATE = 2  # and never compresses a matrix by less than this
@@ -67,23 +69,12 @@ class HookHandle(Protocol):
 def timed_hooks(names: Sequence[str]) -> tuple[str, ...]:
     """Each once, and `none` first, which all others are compared with.
 
-    Raises ConfigError as check_hook, or for one that cannot train with AdamW, nor in momentum mode
-    with OneBitAdam.
+    Raises ConfigError as check_hook.
     """
     for name in names:
-        if name != NO_HOOK:
-            _check_timed_hook(name)
+        if name not in RULERS:
+            check_hook(name)
     return tuple(dict.fromkeys([NO_HOOK, *names]))
-
-
-def _check_timed_hook(name: str) -> None:
-    check_hook(name)
-    _, options = split_options(name)
-    if "momentum" in options and not options.get("warmup_steps"):
-        raise ConfigError(
-            f"hook {name!r}: OneBitAdam, which is used in momentum mode, begins with warm-up "
-            f"steps; say how many: {name}+warmup_steps=100"
-        )
 
 
 def bucket_caps(
@@ -125,6 +116,10 @@ def apply_hook(
     if name == NO_HOOK:
         ddp.register_comm_hook(None, debugging_hooks.noop_hook)
         return _ComputedHook(name, 0, 0)
+    if name == SYNC_HOOK:
+        ddp.register_comm_hook(ddp.process_group, sync_hook)
+        num_bytes = all_reduce_bytes(1, 4, ddp.process_group.size())
+        return _ComputedHook(name, num_bytes, num_bytes)
     check_hook(name)
     if name.startswith("torch:"):
         return _apply_torch_hook(ddp, name, compress_from or _POWERSGD_START)

@@ -11,7 +11,7 @@ from torch import nn
 from gradferry.core.config import closest
 from gradferry.ddp.state import HookState
 from gradferry.errors import ConfigError
-from gradferry.optim import OneBitAdam
+from gradferry.optim import OneBitAdam, momentum_mode
 
 OPTIMIZERS = ("AdamW", "SGD", "OneBitAdam")
 BETAS = (0.9, 0.95)  # of AdamW and OneBitAdam
@@ -50,8 +50,8 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """An optimizer at the learning rate of a task.
 
-    Behind a hook that keeps the momentum, SGD has none of its own, and OneBitAdam freezes its
-    variance when the hook's dense steps end.
+    Behind a hook that keeps the momentum, AdamW and SGD are those of `momentum_mode`, and
+    OneBitAdam freezes its variance when the hook's warm-up steps end.
 
     Args:
         name: one of OPTIMIZERS.
@@ -65,7 +65,6 @@ def make_optimizer(
     """
     check_optimizer(name)
     config = None if state is None else state.config
-    momentum = config.momentum if config else None
     if name == "OneBitAdam":
         if state is None or config is None:
             raise ConfigError("OneBitAdam needs a codec with momentum, not a hook of PyTorch's")
@@ -77,20 +76,17 @@ def make_optimizer(
             freeze_step=config.warmup_steps,
             state=state,
         )
+    optimizer: torch.optim.Optimizer
     if name == "AdamW":
-        if momentum:
-            raise ConfigError(
-                f"AdamW needs gradients, and the hook delivers their momentum "
-                f"(momentum={momentum}); use OneBitAdam"
-            )
-        return torch.optim.AdamW(
+        optimizer = torch.optim.AdamW(
             parameters,
             lr=rates.learning_rate,
             betas=BETAS,
             weight_decay=_WEIGHT_DECAY,
             fused=fused,
         )
-    if momentum:
-        # The hook's momentum is an average, (1 - momentum) times the sum that SGD would keep.
-        return torch.optim.SGD(parameters, lr=rates.sgd_learning_rate / (1 - momentum))
-    return torch.optim.SGD(parameters, lr=rates.sgd_learning_rate, momentum=SGD_MOMENTUM)
+    else:
+        optimizer = torch.optim.SGD(parameters, lr=rates.sgd_learning_rate, momentum=SGD_MOMENTUM)
+    if state is not None and state.config.momentum:
+        momentum_mode(optimizer, state)
+    return optimizer
