@@ -1,24 +1,24 @@
 // Choosing the k largest magnitudes of a tile, exactly, on CPU.
 //
 // Magnitudes compare as integers (`key`), ties go to the lower position. Sorting is not needed: a
-// bound from below leaves few candidates, and the k-th largest of these is found by bisection.
+// bound from below leaves few candidates, among which the k-th largest is searched for.
 //   1. Cut the tile into G >= 2k strided groups and take each group's maximum. The k-th largest
-//      maximum has at least k elements not below it, in k different groups. Bisect on the key for
+//      maximum has at least k elements not below it, in k different groups. Search the key for
 //      it, roughly: any bound with k to 9/8 k maxima above it will do.
 //   2. Collect the elements not below the bound, in order: the candidates, a little more than k.
-//   3. Bisect on their keys until exactly k are not below, or until only ties are left to cut.
+//   3. Search their keys until exactly k are not below, or until only ties are left to cut.
 // One pass over all elements each for 1 and 2; the rest is proportional to k.
 #pragma once
 
 #include "kernels/common/compress.h"
-#include "kernels/topk/topk_layout.h"
+#include "kernels/topk/topk_positions.h"
 
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE::topk {
 
 // The chosen elements in increasing order of position. Entries from k on are scratch: writes go by
 // whole vectors, and numbers are padded with zeros to whole blocks.
 struct Chosen {
-  alignas(64) uint32_t positions[kMostKept + 2 * kChunk];
+  alignas(64) uint32_t positions[kPositionsRoom];
   alignas(64) float values[kMostKept + 2 * e2m1::kBlock];
 };
 
@@ -40,18 +40,40 @@ GRADFERRY_LANE uint32_t count_at_least(const uint32_t* numbers, uint32_t n, uint
   return reduce_sum(count);
 }
 
+// What falls evenly as keys rise, for a guess of the key at which a count is reached: among all
+// maxima the count itself, in the tail of the largest its logarithm, here of 2 count + 1.
+struct EvenCounts {
+  GRADFERRY_LANE static uint32_t height(uint32_t count) { return count; }
+};
+struct TailCounts {
+  GRADFERRY_LANE static uint32_t height(uint32_t count) {
+    return bits(static_cast<float>(2 * count + 1));  // a logarithm by pieces of straight lines
+  }
+};
+
 // Raises `cut` while more than `enough` numbers are left, keeping at least k. All keys are below
-// `high`.
-GRADFERRY_LANE Cut bisect(const uint32_t* numbers, uint32_t n, uint32_t k, uint32_t enough, Cut cut,
+// `high`. A range is cut where the guess lies, and after a guess that did not halve it in halves.
+template <typename Counts>
+GRADFERRY_LANE Cut search(const uint32_t* numbers, uint32_t n, uint32_t k, uint32_t enough, Cut cut,
                           uint32_t high) {
+  const uint32_t wanted = Counts::height(k + (enough - k) / 2);
+  bool halves = false;
   while (cut.count > enough && high - cut.key > 1) {
-    const uint32_t middle = cut.key + (high - cut.key) / 2;
+    const uint32_t range = high - cut.key;
+    uint32_t step = range / 2;
+    if (!halves) {
+      const uint32_t top = Counts::height(cut.count);
+      const uint64_t guess = uint64_t{range} * (top - wanted) / (top - Counts::height(cut.above));
+      step = guess == 0 ? 1 : guess < range ? static_cast<uint32_t>(guess) : range - 1;
+    }
+    const uint32_t middle = cut.key + step;
     const uint32_t count = count_at_least(numbers, n, middle);
     const bool is_bound = count >= k;
     cut.above = is_bound ? cut.above : count;
     high = is_bound ? high : middle;
     cut.count = is_bound ? count : cut.count;
     cut.key = is_bound ? middle : cut.key;
+    halves = !halves && high - cut.key > range / 2;
   }
   return cut;
 }
@@ -90,13 +112,12 @@ GRADFERRY_LANE void collect(const float* v, uint32_t padded, uint32_t key, Candi
   uint32_t count = 0;
   for (uint32_t i = 0; i < padded; i += kLanes) {
     if (i % 32 == 0) on_the_way(i);
-    const U32 x = bits(load(v + i));
-    const Mask chosen = (x & U32(kMagnitudeBits)) >= bound;
-    store_chosen(found->numbers + count, x, chosen);
+    const Mask chosen = magnitude_bits(load(v + i)) >= bound;
     count += store_chosen(found->positions + count, position, chosen);
     position = position + U32(kLanes);
   }
   found->count = count;
+  for (uint32_t j = 0; j < count; ++j) found->numbers[j] = bits(v[found->positions[j]]);
   for (uint32_t i = 0; i < kChunk; ++i) found->numbers[count + i] = 0;
 }
 
@@ -149,12 +170,13 @@ GRADFERRY_LANE bool choose(const float* v, uint32_t padded, uint32_t k, Chosen* 
   const uint32_t largest = reduce_maximum(most);
   if (largest >= kInfinityBits) return false;
   const Cut all_groups = {~reduce_maximum(least_inverted), groups, 0};
-  const Cut bound = bisect(maxima, groups, k, k + k / 8, all_groups, largest + 1);
+  const Cut bound = search<EvenCounts>(maxima, groups, k, k + k / 8, all_groups, largest + 1);
 
   Candidates found;
   collect(v, padded, bound.key, &found, on_the_way);
   const Cut all_found = {bound.key, found.count, 0};
-  take(found, k, bisect(found.numbers, round_up(found.count, kLanes), k, k, all_found, largest + 1),
+  const uint32_t padded_count = round_up(found.count, kLanes);
+  take(found, k, search<TailCounts>(found.numbers, padded_count, k, k, all_found, largest + 1),
        chosen);
   return true;
 }
