@@ -20,6 +20,14 @@
 //                                             Sink sink)
 //     Calls sink(i, s) with the sums of D(payload_by_rank[r] + offset) in rank order; flags as
 //     decode. scratch holds kUnit floats and may be what the sink writes to at i.
+//   static bool reduces(const Unit&, uint32_t num_ranks)
+//   static uint32_t reduce(const Unit&, const std::byte* const* payload_by_rank, uint32_t num_ranks,
+//                          float inverse, float* v, float* sums, std::byte* payload)
+//     Where reduces() says so, in place of summing by vectors and encode: adds the sum over ranks,
+//     times inverse, to v, which is the residual (0 without one), zero from num_elements to
+//     `padded`; codes it into the owner's payload; v -= D(payload), unless the codec's unit is not
+//     finite: then v is what it was. Flags: encode's, and kTileCorrupt. sums holds kUnit floats
+//     that are +0, before and after.
 //
 // A unit is read from memory once: v goes to scratch that stays in the L1 cache (or is the gradient
 // itself, where that is the same), from which a codec may read it as often as it likes.
@@ -94,6 +102,7 @@ class TileDriver {
   static_assert(Codec::kBlock % kChunk == 0 && kUnit % Codec::kBlock == 0);
   static_assert(kTileElements % kUnit == 0);
   static constexpr bool kCodecPrefetches = requires { Codec::kPrefetches; };
+  static constexpr bool kCodecReduces = requires { &Codec::reduce; };
   // Far enough for memory to answer, near enough to stay in the L1 cache.
   static constexpr uint32_t kAhead = kUnit > 2048 ? kUnit : 2048;
   // Decoded gradients bypass the caches from this many tiles (1 MB of fp32) on: before the
@@ -317,12 +326,31 @@ class TileDriver {
     return flags;
   }
 
+  // Has the codec reduce the residual in place, or by way of scratch where there is none or its
+  // last block is padded.
+  GRADFERRY_LANE static uint32_t reduce_unit(const Unit& unit,
+                                             const std::byte* const* payload_by_rank,
+                                             uint32_t world_size, float inverse, float* residual,
+                                             float* sums, std::byte* payload) {
+    if (residual != nullptr && unit.padded == unit.num_elements) {
+      return Codec::reduce(unit, payload_by_rank, world_size, inverse, residual, sums, payload);
+    }
+    alignas(64) float v[kUnit] = {};
+    const size_t num_bytes = unit.num_elements * sizeof(float);
+    if (residual != nullptr) __builtin_memcpy(v, residual, num_bytes);
+    const uint32_t flags =
+        Codec::reduce(unit, payload_by_rank, world_size, inverse, v, sums, payload);
+    if (residual != nullptr) __builtin_memcpy(residual, v, num_bytes);
+    return flags;
+  }
+
   [[gnu::noinline]] static void reduce_tiles(const TileBatch& batch,
                                              const std::byte* const* payload_by_rank,
                                              uint32_t world_size, float gain, float* owner_residual,
                                              std::byte* out) {
     const float inverse = 1.0f / static_cast<float>(world_size);
     alignas(64) float v[kUnit];
+    alignas(64) float sums[kCodecReduces ? kUnit : 1] = {};
     for (uint32_t index = 0; index < batch.num_tiles; ++index) {
       const Tile& tile = batch.tiles[index];
       const uint32_t n = tile.num_elements;
@@ -346,6 +374,12 @@ class TileDriver {
       for_units(batch, tile, Stage::kWorker, [&](Unit unit) {
         unit.ahead = find_ahead(unit, index, nullptr, 0, owner_residual);
         float* r = residual_of(tile, owner_residual, unit.first);
+        if constexpr (kCodecReduces) {
+          if (gain == 1.0f && Codec::reduces(unit, world_size)) {
+            flags |= reduce_unit(unit, payload_by_rank, world_size, inverse, r, sums, payload);
+            return;
+          }
+        }
         flags |= average(unit, payload_by_rank, world_size, inverse, r, gain, v);
         rescale_residual(r, unit.num_elements, gain);
         unit.stage = Stage::kOwner;
