@@ -48,8 +48,8 @@ class HookState:
             m = momentum * m + (1 - momentum) * gradient, which the worker residual stores together
             with what was withheld. ``topk`` uses a smaller momentum, because its elements already
             wait before they are sent. Use it with an optimizer that has no momentum of its own, as
-            `gradferry.optim.momentum_mode` makes it, or with `gradferry.optim.OneBitAdam`. Needs one
-            synced backward pass per optimizer step; refuses sparse gradients and
+            `gradferry.optim.momentum_mode` makes it, or with `gradferry.optim.OneBitAdam`. Needs
+            one synced backward pass per optimizer step; refuses sparse gradients and
             ``find_unused_parameters``.
         warmup_steps: number of first steps in which gradients arrive without momentum, and are sent
             with the codec `warmup`.
