@@ -51,7 +51,6 @@ class Forger:
         from gradferry.core.agreement import record_hash
         from gradferry.core.options import Options
         from gradferry.ddp import binding
-        from gradferry.ddp.model import Model
 
         model = ChosenGradients(scenario)
         ddp = DistributedDataParallel(model)
@@ -63,7 +62,7 @@ class Forger:
 
         with (
             mock.patch.object(binding, "_start", side_effect=start) as started,
-            mock.patch.object(Model, "take"),
+            mock.patch.object(binding, "register"),
         ):
             binding.bind(ddp, Options(scenario.codec, **scenario.options), native=False)
         record = started.call_args.args[0].record()
