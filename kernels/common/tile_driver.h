@@ -21,7 +21,8 @@
 //     Calls sink(i, s) with the sums of D(payload_by_rank[r] + offset) in rank order; flags as
 //     decode. scratch holds kUnit floats and may be what the sink writes to at i.
 //   static bool reduces(const Unit&, uint32_t num_ranks)
-//   static uint32_t reduce(const Unit&, const std::byte* const* payload_by_rank, uint32_t num_ranks,
+//   static uint32_t reduce(const Unit&, const std::byte* const* payload_by_rank, uint32_t
+//   num_ranks,
 //                          float inverse, float* v, float* sums, std::byte* payload)
 //     Where reduces() says so, in place of summing by vectors and encode: adds the sum over ranks,
 //     times inverse, to v, which is the residual (0 without one), zero from num_elements to
@@ -103,8 +104,10 @@ class TileDriver {
   static_assert(kTileElements % kUnit == 0);
   static constexpr bool kCodecPrefetches = requires { Codec::kPrefetches; };
   static constexpr bool kCodecReduces = requires { &Codec::reduce; };
-  // Far enough for memory to answer, near enough to stay in the L1 cache.
+  // Elements: far enough for memory to answer, near enough to stay in the L1 cache, which a reduce
+  // shares with the payloads of many ranks.
   static constexpr uint32_t kAhead = kUnit > 2048 ? kUnit : 2048;
+  static constexpr uint32_t kReduceAhead = kUnit > 1024 ? kUnit : 1024;
   // Decoded gradients bypass the caches from this many tiles (1 MB of fp32) on: before the
   // optimizer reads them, the rest of the batch would have pushed them out.
   static constexpr uint32_t kStreamingTiles = 64;
@@ -142,11 +145,11 @@ class TileDriver {
     return flags;
   }
 
-  // What to prefetch: gradient and residual kAhead elements ahead, in this tile or the next one,
-  // and payloads of the next tile. After the last tile nothing, or the current addresses.
-  static Ahead find_ahead(const Unit& unit, uint32_t index, const std::byte* gradient,
-                          uint32_t item, const float* residual) {
-    const uint32_t further = unit.first + kAhead;
+  // What to prefetch: gradient and residual `distance` elements ahead, in this tile or the next
+  // one, and payloads of the next tile. After the last tile nothing, or the current addresses.
+  static Ahead find_ahead(const Unit& unit, uint32_t index, uint32_t distance,
+                          const std::byte* gradient, uint32_t item, const float* residual) {
+    const uint32_t further = unit.first + distance;
     const uint32_t units_end = round_up(unit.tile.num_elements, kUnit);
     const bool same_tile = further < unit.tile.num_elements;
     const bool has_next = index + 1 < unit.batch.num_tiles;
@@ -192,7 +195,7 @@ class TileDriver {
       for_units(batch, tile, batch.stage, [&](Unit unit) {
         const std::byte* from = g + unit.first * item;
         float* r = residual_of(tile, residual, unit.first);
-        unit.ahead = find_ahead(unit, index, gradient, item, residual);
+        unit.ahead = find_ahead(unit, index, kAhead, gradient, item, residual);
         unit.ahead.output = unit.ahead.payload;
         // alpha = 1 leaves an fp32 gradient as it is: no need to copy it to scratch.
         if (kCodecPrefetches && r == nullptr && alpha == 1.0f &&
@@ -372,7 +375,7 @@ class TileDriver {
       zero_padding(payload, num_bytes);
       uint32_t flags = 0;
       for_units(batch, tile, Stage::kWorker, [&](Unit unit) {
-        unit.ahead = find_ahead(unit, index, nullptr, 0, owner_residual);
+        unit.ahead = find_ahead(unit, index, kReduceAhead, nullptr, 0, owner_residual);
         float* r = residual_of(tile, owner_residual, unit.first);
         if constexpr (kCodecReduces) {
           if (gain == 1.0f && Codec::reduces(unit, world_size)) {
