@@ -11,6 +11,7 @@
 #include <thread>
 
 #include "gradferry/error.h"
+#include "measure/core_rate.h"
 #include "measure/pass_times.h"
 #include "measure/roof.h"
 
@@ -38,6 +39,8 @@ void run_roof(Isa isa, RoofShape shape, std::span<const RoofStream> streams, siz
 }
 
 namespace {
+
+constexpr int kCoreWindows = 25;  // of the core's rate, before each pass of a case
 
 struct Free {
   void operator()(std::byte* p) const { ::operator delete[](p, std::align_val_t(4096)); }
@@ -336,9 +339,11 @@ class CodecTimer::Passes {
     };
     const RoofShape shape = fastest_roof(streams);
     std::vector<Pass> cases, roofs;
+    std::vector<double> core_rates;
     for (int round = 0; round < options_.rounds; ++round) {
       roofs.push_back(timed_roof(shape, streams));
       restore();
+      for (int i = 0; i < kCoreWindows; ++i) core_rates.push_back(multiply_adds_per_second());
       cases.push_back(timed(work));
       roofs.push_back(timed_roof(shape, streams));
     }
@@ -350,6 +355,8 @@ class CodecTimer::Passes {
     row.gigabytes_per_second = bytes / row.seconds / 1e9;
     row.roof_gigabytes_per_second = bytes / roof_seconds / 1e9;
     row.ratios = ratios_of_rounds(roofs, cases);
+    row.core_rate = median(core_rates);
+    row.best_core_rate = *std::max_element(core_rates.begin(), core_rates.end());
     row.ratio_of_best = typical_seconds(roofs, minimum) / typical_seconds(cases, minimum);
     return row;
   }

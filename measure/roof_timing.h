@@ -33,9 +33,11 @@ struct CodecTimingRow {
   double seconds;            // of a pass over all elements: the medians of its sections, summed
   double gigabytes_per_second;
   double roof_gigabytes_per_second;
-  RoundRatios ratios;    // roof's time over the case's; 1: as fast as the roof
-  double ratio_of_best;  // fastest roof over fastest case: least disturbed by other processes
-  uint64_t wrong;        // bytes that failed validation; the case is timed only if 0
+  RoundRatios ratios;     // roof's time over the case's; 1: as fast as the roof
+  double ratio_of_best;   // fastest roof over fastest case: least disturbed by other processes
+  double core_rate;       // multiply_adds_per_second() of the calling thread: median of the windows
+  double best_core_rate;  // between the row's passes, and the largest
+  uint64_t wrong;         // bytes that failed validation; the case is timed only if 0
 };
 
 // One codec on buffers of its own: Gaussian gradients and residuals, valid payloads.

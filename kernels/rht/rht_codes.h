@@ -58,13 +58,12 @@ GRADFERRY_LANE void store_codes(uint32_t j, const U32* index, const U32* sign, s
   }
 }
 
-// Codebook values of a block's codes, by coordinate.
-template <uint32_t kBits>
-GRADFERRY_LANE void load_codes(const std::byte* codes, float* z) {
+// Calls take(i, magnitudes, signs) with the codes of a block, by coordinate, in units of the table.
+template <uint32_t kBits, typename Take>
+GRADFERRY_LANE void for_codes(const std::byte* codes, const Table8& magnitudes, Take take) {
   constexpr uint32_t kWidth = kBits == 4 ? 4 : 2;
   constexpr uint32_t kBytes = 16 * kWidth;
   const auto* bytes = reinterpret_cast<const uint8_t*>(codes);
-  const Table8 magnitudes(Codebook<kBits>::kMagnitudes);
   for (uint32_t i = 0; i < kBlock; i += kLanes) {
     // Bits above the index are other codes': the table is indexed by three bits and repeats.
     const U32 code = load_bytes(bytes + i % kBytes) >> static_cast<int>(i / kBytes * kWidth);
@@ -72,8 +71,27 @@ GRADFERRY_LANE void load_codes(const std::byte* codes, float* z) {
     if constexpr (kBits == 3) {
       sign = load_bytes(bytes + kBytes + i % 16) << static_cast<int>(31 - i / 16);
     }
-    store(z + i, from_bits(bits(lookup(magnitudes, code)) | (sign & U32(kSignBit))));
+    take(i, lookup(magnitudes, code), sign & U32(kSignBit));
   }
+}
+
+// Codebook values of a block's codes, by coordinate.
+template <uint32_t kBits>
+GRADFERRY_LANE void load_codes(const std::byte* codes, float* z) {
+  for_codes<kBits>(codes, Table8(Codebook<kBits>::kMagnitudes),
+                   [&](uint32_t i, F32 magnitude, U32 sign) {
+                     store(z + i, from_bits(bits(magnitude) | sign));
+                   });
+}
+
+// Adds them, times a scale >= 0, and their magnitudes.
+template <uint32_t kBits>
+GRADFERRY_LANE void add_codes(const std::byte* codes, float scale, float* sums, float* magnitudes) {
+  const Table8 table = scaled(Table8(Codebook<kBits>::kMagnitudes), scale);
+  for_codes<kBits>(codes, table, [&](uint32_t i, F32 magnitude, U32 sign) {
+    store(sums + i, load(sums + i) + from_bits(bits(magnitude) | sign));
+    store(magnitudes + i, load(magnitudes + i) + magnitude);
+  });
 }
 
 }  // namespace gradferry::GRADFERRY_KERNEL_NAMESPACE::rht

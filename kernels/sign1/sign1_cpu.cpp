@@ -8,6 +8,9 @@
 #include "kernels/common/sign_bits.h"
 #include "kernels/common/tree_sums.h"
 #include "kernels/sign1/sign1_layout.h"
+#if defined(GRADFERRY_KERNEL_AVX512)
+#include "kernels/sign1/sign1_sum.h"
+#endif
 
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE {
 namespace {
@@ -81,6 +84,7 @@ struct Signs {
 };
 
 struct Sign1 : ScaledBlocks<Signs> {
+  using InOrder = ScaledBlocks<Signs>;
   static constexpr uint32_t kUnit = kUnitBlocks * sign1::kBlock;
   static constexpr uint32_t kBlock = sign1::kBlock;
   static constexpr bool kPrefetches = true;
@@ -120,6 +124,30 @@ struct Sign1 : ScaledBlocks<Signs> {
     }
     return flags;
   }
+
+#if defined(GRADFERRY_KERNEL_AVX512)
+  template <typename Sink>
+  static uint32_t sum(const Unit& unit, const std::byte* const* payload_by_rank, size_t offset,
+                      uint32_t num_ranks, float* scratch, Sink sink) {
+    if (unit.num_elements == kUnit && num_ranks >= sign1::kFewestRanks &&
+        num_ranks <= sign1::kMostRanks) {
+      const std::byte *signs[sign1::kMostRanks], *scales[sign1::kMostRanks];
+      for (uint32_t rank = 0; rank < num_ranks; ++rank) {
+        const std::byte* payload = payload_by_rank[rank] + offset;
+        signs[rank] = payload + unit.first / 8;
+        scales[rank] = payload + sign1::scales_offset(unit.tile.num_elements) +
+                       unit.first / kBlock * sizeof(uint16_t);
+        unit.ahead.prefetch_payload(scales[rank]);
+      }
+      sign1::IntegerScales integers;
+      if (integers.find(scales, num_ranks)) {
+        sign1::sum_integers(integers, signs, num_ranks, kUnitBlocks, unit.ahead, sink);
+        return 0;
+      }
+    }
+    return InOrder::sum(unit, payload_by_rank, offset, num_ranks, scratch, sink);
+  }
+#endif
 };
 
 }  // namespace

@@ -43,6 +43,7 @@ py::dict describe_row(const CodecTimingRow& row) {
       py::arg("roof_ratio_best") = row.ratio_of_best, py::arg("seconds") = row.seconds,
       py::arg("bytes_per_element") = row.bytes_per_element,
       py::arg("bits_per_element") = row.bits_per_element, py::arg("nmse") = row.nmse,
+      py::arg("core_rate") = row.core_rate, py::arg("best_core_rate") = row.best_core_rate,
       py::arg("wrong") = row.wrong);
 }
 

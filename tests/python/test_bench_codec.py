@@ -14,7 +14,7 @@ from gradferry.lab.cli import main
 ROW_KEYS = {
     "codec", "op", "dtype", "num_elements", "threads", "isa", "world_size", "gbps", "roof_gbps",
     "roof_ratio", "roof_ratio_min", "roof_ratio_max", "roof_ratio_best", "bytes_per_element",
-    "bits_per_element", "elements_per_second", "nmse", "wrong",
+    "bits_per_element", "elements_per_second", "nmse", "core_gfmas", "core_share", "wrong",
 }  # fmt: skip
 SMALL = ["--num-elements", "524288", "--rounds", "1"]
 
@@ -38,7 +38,14 @@ def test_bench_codec_times_every_codec_of_the_table(tmp_path, capsys):
             row["elements_per_second"] * row["bytes_per_element"]
         )
         assert row["nmse"] == 0 or 0 < row["nmse"] < 1
+        # Any processor manages a multiply-add in a microsecond, none 10^14 per second on a core.
+        assert 1e-3 < row["core_gfmas"] < 1e5
+        assert 0 < row["core_share"] <= 1
+    # The best window is one of the same run: every row is compared with the same rate.
+    alone = [row["core_gfmas"] / row["core_share"] for row in rows]
+    assert alone == pytest.approx([alone[0]] * len(rows))
     shown = capsys.readouterr().out
+    assert f"the best of the run, {alone[0]:.1f} G/s" in " ".join(shown.split())
     assert "reduce/3" in shown
     assert "memcpy" in shown
 

@@ -160,6 +160,7 @@ def _run_on_cpu(arguments: argparse.Namespace) -> int:
         for number, (codec, isa, dtype, threads) in enumerate(cases, 1):
             status.update(f"{number}/{len(cases)}: {codec}, {isa}, {dtype}, {threads} threads")
             rows += _time(arguments, codec, isa, dtype, threads)
+        _compare_core_rates(rows)
         memcpy = _native.memcpy_gbps(_MEMCPY_BYTES, arguments.rounds)
         peers: list[dict[str, Any]] = []
         if arguments.peers:
@@ -192,6 +193,7 @@ def codec_table(rows: Sequence[Row], memcpy_gbps: float | None = None) -> Table:
         Column("(max)", lambda row: f"{row['roof_ratio_max']:.2f}"),
         Column("bits per\nelement", lambda row: f"{row['bits_per_element']:.2f}"),
         Column("NMSE", lambda row: f"{100 * row['nmse']:.3g} %"),
+        Column("core", _core),
         Column("#wrong", lambda row: str(row["wrong"])),
     )
     notes = [
@@ -203,9 +205,32 @@ def codec_table(rows: Sequence[Row], memcpy_gbps: float | None = None) -> Table:
         "numbers, without residual. #wrong: bytes that differ from the scalar kernels; such a "
         "case is not timed.",
     ]
+    alone = [row["core_gfmas"] / row["core_share"] for row in rows if row.get("core_share")]
+    if alone:
+        notes.append(
+            "core: multiply-adds per second of a loop without memory traffic, between the passes of "
+            f"the row, over the best of the run, {alone[0]:.1f} G/s. 1: the core was alone; about "
+            "0.5: a neighbour computed on its other hardware thread, and so the ratio to roof of "
+            "what the processor limits is too low."
+        )
     if memcpy_gbps is not None:
         notes.append(f"memcpy of {_MEMCPY_BYTES >> 20} MB, one thread: {memcpy_gbps:.1f} GB/s.")
     return Table("Codecs on the CPU", columns, rows, notes)
+
+
+def _core(row: Row) -> str:
+    share = row.get("core_share")
+    return "-" if share is None else f"{share:.2f}"
+
+
+def _compare_core_rates(rows: Sequence[dict[str, Any]]) -> None:
+    """Replaces the rates of rows by `core_gfmas` and `core_share`, None for what was not timed."""
+    best = max((row["best_core_rate"] for row in rows), default=0.0)
+    for row in rows:
+        rate = row.pop("core_rate")
+        del row["best_core_rate"]
+        row["core_gfmas"] = rate / 1e9 if rate else None
+        row["core_share"] = rate / best if rate else None
 
 
 def _operation(row: Row) -> str:
