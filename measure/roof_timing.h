@@ -35,9 +35,9 @@ struct CodecTimingRow {
   double roof_gigabytes_per_second;
   RoundRatios ratios;    // roof's time over the case's; 1: as fast as the roof
   double ratio_of_best;  // fastest roof over fastest case: what is left when others use the machine
-  double core_rate;       // multiply_adds_per_second() of the calling thread, median of the windows
+  double core_rate;      // multiply_adds_per_second() of the calling thread, median of the windows
   double best_core_rate;  // between the row's passes; and their largest
-  uint64_t wrong;        // bytes that failed validation; the case is timed only if 0
+  uint64_t wrong;         // bytes that failed validation; the case is timed only if 0
 };
 
 // One codec on buffers of its own: Gaussian gradients and residuals, valid payloads.

@@ -19,9 +19,10 @@
 //                                             size_t offset, uint32_t num_ranks, float* scratch,
 //                                             Sink sink)
 //     Calls sink(i, s) with the sums of D(payload_by_rank[r] + offset) in rank order; flags as
-//     decode. scratch holds kUnit floats and may be what the sink writes to at i.
+//     decode. For one i the last call counts. scratch holds kUnit floats and may be what the sink writes to at i.
 //   static bool reduces(const Unit&, uint32_t num_ranks)
-//   static uint32_t reduce(const Unit&, const std::byte* const* payload_by_rank, uint32_t num_ranks,
+//   static uint32_t reduce(const Unit&, const std::byte* const* payload_by_rank, uint32_t
+//   num_ranks,
 //                          float inverse, float* v, float* sums, std::byte* payload)
 //     Where reduces() says so, in place of summing by vectors and encode: adds the sum over ranks,
 //     times inverse, to v, which is the residual (0 without one), zero from num_elements to
@@ -144,8 +145,8 @@ class TileDriver {
     return flags;
   }
 
-  // Gradient and residual `distance` elements further on, in the same tile or the next one; payloads
-  // of the next tile. Behind the last tile nothing, or what is here.
+  // Gradient and residual `distance` elements further on, in the same tile or the next one;
+  // payloads of the next tile. Behind the last tile nothing, or what is here.
   static Ahead find_ahead(const Unit& unit, uint32_t index, uint32_t distance,
                           const std::byte* gradient, uint32_t item, const float* residual) {
     const uint32_t further = unit.first + distance;

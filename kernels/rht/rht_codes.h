@@ -86,8 +86,7 @@ GRADFERRY_LANE void load_codes(const std::byte* codes, float* z) {
 
 // Adds them, times a scale >= 0, and their magnitudes.
 template <uint32_t kBits>
-GRADFERRY_LANE void add_codes(const std::byte* codes, float scale, float* sums,
-                              float* magnitudes) {
+GRADFERRY_LANE void add_codes(const std::byte* codes, float scale, float* sums, float* magnitudes) {
   const Table8 table = scaled(Table8(Codebook<kBits>::kMagnitudes), scale);
   for_codes<kBits>(codes, table, [&](uint32_t i, F32 magnitude, U32 sign) {
     store(sums + i, load(sums + i) + from_bits(bits(magnitude) | sign));

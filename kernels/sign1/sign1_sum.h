@@ -25,8 +25,8 @@ struct IntegerScales {
   alignas(64) uint32_t total[kSlots];              // likewise
   alignas(64) float unit[kSlots];
 
-  // scales_by_rank: payloads of the ranks, at the scales of the unit. Returns whether every scale is that of a
-  // finite block and all sums are exact.
+  // scales_by_rank: payloads of the ranks, at the scales of the unit. Returns whether every scale
+  // is that of a finite block and all sums are exact.
   GRADFERRY_LANE bool find(const std::byte* const* scales_by_rank, uint32_t num_ranks) {
     bool exact = true;
     for (uint32_t b = 0; b < kSlots; b += kLanes) {
@@ -37,8 +37,8 @@ struct IntegerScales {
         __builtin_memcpy(patterns, scales_by_rank[rank], kUnitBlocks * sizeof(uint16_t));
         const U32 p = load_halfwords(patterns + b);
         largest = maximum(largest, p);
-        below_top = maximum(
-            below_top, select(p == U32(block_scale::kZero), U32(0u), U32(255u) - (p >> 7)));
+        below_top =
+            maximum(below_top, select(p == U32(block_scale::kZero), U32(0u), U32(255u) - (p >> 7)));
         pattern[rank] = p;
       }
       const U32 exponent = U32(255u) - below_top;
@@ -75,12 +75,15 @@ GRADFERRY_LANE I16 subtract_where(const std::byte* bits, I16 s, I16 x) {
 // Calls sink with the elements i .. i + kHalfwords - 1, times `unit`.
 template <typename Sink>
 GRADFERRY_LANE void give_halfwords(I16 s, F32 unit, uint32_t i, Sink sink) {
-  const auto widen = [&](__m256i half) { return F32(_mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(half))); };
+  const auto widen = [&](__m256i half) {
+    return F32(_mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(half)));
+  };
   sink(i, widen(_mm512_castsi512_si256(s)) * unit);
   sink(i + kLanes, widen(_mm512_extracti64x4_epi64(s, 1)) * unit);
 }
 
-// Calls sink(i, s) with the sums of a unit's signed scales in rank order. signs: those of each rank.
+// Calls sink(i, s) with the sums of a unit's signed scales in rank order. signs: those of each
+// rank.
 template <typename Sink>
 [[gnu::noinline]] void sum_integers(const IntegerScales& scales, const std::byte* const* signs,
                                     uint32_t num_ranks, uint32_t num_blocks, const Ahead& ahead,

@@ -30,8 +30,8 @@ GRADFERRY_LANE void pack_indices(const uint32_t* positions, uint8_t* out) {
   }
 }
 GRADFERRY_LANE void unpack_indices(const uint8_t* in, uint16_t* positions) {
-  const __m256i halfwords = _mm256_broadcastsi128_si256(
-      _mm_setr_epi8(0, 1, 1, 2, 3, 4, 4, 5, 6, 7, 7, 8, 9, 10, 10, 11));
+  const __m256i halfwords =
+      _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 1, 2, 3, 4, 4, 5, 6, 7, 7, 8, 9, 10, 10, 11));
   const __m128i low = _mm_loadu_si128(reinterpret_cast<const __m128i*>(in));
   const __m128i high = _mm_loadu_si128(reinterpret_cast<const __m128i*>(in + kIndicesBytes / 2));
   const __m256i x = _mm256_shuffle_epi8(_mm256_set_m128i(high, low), halfwords);

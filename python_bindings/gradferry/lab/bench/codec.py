@@ -208,10 +208,10 @@ def codec_table(rows: Sequence[Row], memcpy_gbps: float | None = None) -> Table:
     alone = [row["core_gfmas"] / row["core_share"] for row in rows if row.get("core_share")]
     if alone:
         notes.append(
-            "core: multiply-adds per second of a loop that touches no memory, between the passes of "
-            f"the row, over the best of the run, {alone[0]:.1f} G/s. 1: the core was alone; about "
-            "0.5: a neighbour computed on its other hardware thread, and so the ratio to roof of "
-            "what the processor limits is too low."
+            "core: multiply-adds per second of a loop that touches no memory, between the passes "
+            f"of the row, over the best of the run, {alone[0]:.1f} G/s. 1: the core was alone; "
+            "about 0.5: a neighbour computed on its other hardware thread, and so the ratio to "
+            "roof of what the processor limits is too low."
         )
     if memcpy_gbps is not None:
         notes.append(f"memcpy of {_MEMCPY_BYTES >> 20} MB, one thread: {memcpy_gbps:.1f} GB/s.")
