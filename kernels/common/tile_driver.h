@@ -19,7 +19,8 @@
 //                                             size_t offset, uint32_t num_ranks, float* scratch,
 //                                             Sink sink)
 //     Calls sink(i, s) with the sums of D(payload_by_rank[r] + offset) in rank order; flags as
-//     decode. scratch holds kUnit floats and may be what the sink writes to at i.
+//     decode. For one i the last call counts. scratch holds kUnit floats and may be what the sink
+//     writes to at i.
 //   static bool reduces(const Unit&, uint32_t num_ranks)
 //   static uint32_t reduce(const Unit&, const std::byte* const* payload_by_rank, uint32_t
 //   num_ranks,

@@ -10,7 +10,7 @@
 #include "kernels/common/tile_driver.h"
 #include "kernels/rht/rht_codes.h"
 #include "kernels/rht/rht_layout.h"
-#include "kernels/rht/rht_transform.h"
+#include "kernels/rht/rht_sum.h"
 
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE {
 namespace {
@@ -20,7 +20,6 @@ using rht::kGroup;
 using rht::kGroupVectors;
 
 constexpr uint32_t kUnitBlocks = 8;
-constexpr uint32_t kMostRanks = 32;  // whose sum is transformed at once
 constexpr uint32_t kBlockLanes = kUnitBlocks > kLanes ? kUnitBlocks : kLanes;  // whole vectors
 
 // Four words of random signs per block.
@@ -256,62 +255,6 @@ uint32_t decode_unit(const Unit& unit, const std::byte* payload, Sink sink) {
   return flags;
 }
 
-// --- sums ----------------------------------------------------------------------------------------
-//
-// All ranks flip the same signs, and the transform is linear. So one transform does for all ranks
-// wherever no sum on the way is rounded, whatever its order: scales are integers in units of the
-// last place of the smallest, and with them codes, coordinates and elements. No sum of some ranks'
-// terms at an element, or of some of its coordinates, exceeds sqrt(128) times the norm of the sums
-// of magnitudes; below 2^24 all are exact in fp32. Only the sign of a sum that is zero depends on
-// the ranks: such a block, and one that is not finite or may round, is summed in rank order.
-
-struct RankBlock {
-  const std::byte* codes;
-  uint32_t scale;  // as fp32 bits
-};
-
-// The power of two that is the last place of the smallest scale, as fp32 bits; 0 where scales do
-// not allow exact sums.
-inline uint32_t common_unit(const RankBlock* ranks, uint32_t num_ranks) {
-  uint32_t smallest = ~0u;
-  for (uint32_t rank = 0; rank < num_ranks; ++rank) {
-    const uint32_t scale = ranks[rank].scale;
-    if (scale == 0) continue;
-    if (scale < rht::kSmallestScale || scale >= rht::kOverflowingScale) return 0;
-    smallest = scale < smallest ? scale : smallest;
-  }
-  const uint32_t exponent = smallest >> 23;
-  constexpr uint32_t kLastPlaces = 7;  // of a scale below its first
-  return exponent > 255 || exponent <= kLastPlaces ? 0 : (exponent - kLastPlaces) << 23;
-}
-
-// Calls sink(i, s) for a block of `num_ranks` ranks. Returns whether the sums are right.
-template <uint32_t kBits, typename Sink>
-GRADFERRY_LANE bool sum_transformed(const RankBlock* ranks, uint32_t num_ranks,
-                                    const uint32_t* words, Sink sink) {
-  const uint32_t unit = common_unit(ranks, num_ranks);
-  if (unit == 0) return false;
-  const float per_unit = from_bits((254u << 23) - unit);
-  alignas(64) float sums[kBlock] = {}, magnitudes[kBlock] = {};
-  float scales = 0.0f;
-  for (uint32_t rank = 0; rank < num_ranks; ++rank) {
-    const float scale = from_bits(ranks[rank].scale) * per_unit;
-    scales = scales + scale;
-    rht::add_codes<kBits>(ranks[rank].codes, scale, sums, magnitudes);
-  }
-  const float energy =
-      rht::block_sum([&](uint32_t i) { return load(magnitudes + i) * load(magnitudes + i); });
-  if (!(scales < 0x1p17f && energy < 0x1.fffp40f)) return false;
-  alignas(64) float back[kBlock];
-  rht::transform_groups_back(sums, back);
-  U32 smallest_inverted(0u);
-  rht::finish_block(back, unit, words, [&](uint32_t i, F32 value) {
-    smallest_inverted = maximum(smallest_inverted, magnitude_bits(value) ^ U32(~0u));
-    sink(i, value);
-  });
-  return reduce_maximum(smallest_inverted) != ~0u;
-}
-
 template <uint32_t kBits, typename Sink>
 uint32_t sum_units(const Unit& unit, const std::byte* const* payload_by_rank, size_t offset,
                    uint32_t num_ranks, Sink sink) {
@@ -321,18 +264,19 @@ uint32_t sum_units(const Unit& unit, const std::byte* const* payload_by_rank, si
     const auto rank_block = [&](uint32_t rank) {
       const rht::UnitBytes<const std::byte> in(unit, kBits, payload_by_rank[rank] + offset);
       unit.ahead.prefetch_payload(in.codes_of(block));
-      return RankBlock{in.codes_of(block), in.scale(block)};
+      return rht::RankBlock{in.codes_of(block), in.scale(block)};
     };
     const uint32_t* words = signs.words[block];
     const auto give = [&](uint32_t i, F32 sum) { sink(block * kBlock + i, sum); };
-    RankBlock ranks[kMostRanks];
-    for (uint32_t rank = 0; rank < num_ranks && rank < kMostRanks; ++rank) {
+    rht::RankBlock ranks[rht::kMostRanks];
+    for (uint32_t rank = 0; rank < num_ranks && rank < rht::kMostRanks; ++rank) {
       ranks[rank] = rank_block(rank);
     }
-    if (num_ranks <= kMostRanks && sum_transformed<kBits>(ranks, num_ranks, words, give)) continue;
+    if (num_ranks <= rht::kMostRanks && rht::sum_transformed<kBits>(ranks, num_ranks, words, give))
+      continue;
     alignas(64) float sums[kBlock];
     for (uint32_t rank = 0; rank < num_ranks; ++rank) {
-      const RankBlock in = rank_block(rank);
+      const rht::RankBlock in = rank_block(rank);
       if (rank == 0) {
         flags |= decode_block<kBits>(in.codes, in.scale, words, StoreSink{sums});
       } else {

@@ -208,7 +208,7 @@ def codec_table(rows: Sequence[Row], memcpy_gbps: float | None = None) -> Table:
     alone = [row["core_gfmas"] / row["core_share"] for row in rows if row.get("core_share")]
     if alone:
         notes.append(
-            "core: multiply-adds per second of a loop without memory traffic, between the passes of "
+            "core: multiply-adds per second of a loop without memory traffic, between passes of "
             f"the row, over the best of the run, {alone[0]:.1f} G/s. 1: the core was alone; about "
             "0.5: a neighbour computed on its other hardware thread, and so the ratio to roof of "
             "what the processor limits is too low."
