@@ -53,6 +53,8 @@ def momentum_mode(optimizer: OptimizerT, state: HookState) -> OptimizerT:
     to do so before compression begins.
 
     Where a hook passes gradients through (``GRADFERRY_DISABLE=1``) the optimizer is left as it is.
+    An optimizer class of your own that expects momentum says so with ``takes_momentum = True``, so
+    that the hook does not warn of it.
 
     Args:
         optimizer: a `torch.optim` AdamW, Adam or SGD, all groups of which are changed.
