@@ -22,7 +22,7 @@ __attribute__((target("avx2,fma"))) float fused_chains() {
   const __m256 factor = _mm256_set1_ps(kFactor), summand = _mm256_set1_ps(kSummand);
   for (int step = 0; step < kSteps; ++step) {
 #pragma GCC unroll 10
-    for (int i = 0; i < kChains; ++i) x[i] = _mm256_fmadd_ps(x[i], factor, summand);
+    for (__m256& chain : x) chain = _mm256_fmadd_ps(chain, factor, summand);
   }
   float sum = 0;
   for (const __m256& chain : x) sum += _mm256_cvtss_f32(chain);
@@ -40,7 +40,7 @@ float plain_chains() {
   for (float& chain : x) chain = 1.0F;
   for (int step = 0; step < kSteps; ++step) {
 #pragma GCC unroll 10
-    for (int i = 0; i < kChains; ++i) x[i] = x[i] * kFactor + kSummand;
+    for (float& chain : x) chain = chain * kFactor + kSummand;
   }
   float sum = 0;
   for (const float chain : x) sum += chain;
