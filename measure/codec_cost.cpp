@@ -64,6 +64,11 @@ std::vector<Tile> tiles_of(size_t num_tiles, uint32_t sent_bytes, uint32_t reduc
   return tiles;
 }
 
+// Tiles that a rank owns.
+size_t owned_tiles(const CodecCostOptions& options) {
+  return options.num_elements / kTileElements / std::max(options.world_size, 1U);
+}
+
 // One codec with payloads, residuals and gradients of its own: each stage as a pass over tiles.
 class Stages {
  public:
@@ -71,7 +76,7 @@ class Stages {
       : options_(options),
         parsed_(parsed),
         num_tiles_(options.num_elements / kTileElements),
-        num_owned_(num_tiles_ / std::max(options.world_size, 1U)),
+        num_owned_(owned_tiles(options)),
         sent_bytes_(payload_bytes(Stage::kWorker)),
         to_owner_(tiles_of(num_tiles_, sent_bytes_, payload_bytes(Stage::kOwner))),
         to_ranks_(tiles_of(num_tiles_, payload_bytes(Stage::kOwner), payload_bytes(Stage::kOwner))),
@@ -152,9 +157,8 @@ class Stages {
 
 CodecCost codec_cost(const CodecCostOptions& options) {
   const ParsedCodec parsed = parse_codec(options.codec, Device::kCpu);
-  GRADFERRY_EXPECTS(options.num_elements / kTileElements / std::max(options.world_size, 1U) > 0 &&
-                        options.rounds > 0,
-                    kConfig, "codec_cost takes at least one round, and a tile for every rank");
+  GRADFERRY_EXPECTS(owned_tiles(options) > 0 && options.rounds > 0, kConfig,
+                    "codec_cost takes at least one round, and a tile for every rank");
   GRADFERRY_EXPECTS(parsed.codec->supports_float64 || options.dtype != ScalarType::kFloat64,
                     kConfig, "codec '" + options.codec + "' takes no float64");
   Stages stages(options, parsed);

@@ -22,9 +22,9 @@
 //     decode. For one i the last call counts. scratch holds kUnit floats and may be what the sink
 //     writes to at i.
 //   static bool reduces(const Unit&, uint32_t num_ranks)
-//   static uint32_t reduce(const Unit&, const std::byte* const* payload_by_rank, uint32_t
-//   num_ranks,
-//                          float inverse, float* v, float* sums, std::byte* payload)
+//   static uint32_t reduce(const Unit&, const std::byte* const* payload_by_rank,
+//                          uint32_t num_ranks, float inverse, float* v, float* sums,
+//                          std::byte* payload)
 //     Where reduces() says so, in place of summing by vectors and encode: adds the sum over ranks,
 //     times inverse, to v, which is the residual (0 without one), zero from num_elements to
 //     `padded`; codes it into the owner's payload; v -= D(payload), unless the codec's unit is not
