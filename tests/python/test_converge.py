@@ -24,6 +24,8 @@ ROW_KEYS = {
     "optimizer",
     "codec",
     "mode",
+    "momentum",
+    "warmup",
     "seed",
     "final_loss",
     "final_metric",
@@ -41,7 +43,7 @@ CONTEST = Contest(
     contestants=(
         Contestant("AdamW", RULER, DENSE),
         Contestant("AdamW", "q4", "owner", Near(0.5)),
-        Contestant("OneBitAdam", "sign1", MOMENTUM),
+        Contestant("OneBitAdam", "sign1", MOMENTUM, warmup="exact"),
         Contestant("AdamW", "topk:ratio=0.01", "none"),
     ),
     ruler_seeds=2,
@@ -108,6 +110,8 @@ def test_converge_writes_a_row_for_every_training(trained):
         assert row["curve"]["steps"] == list(range(1, 13))
         assert row["curve"]["wire_bytes"][-1] == row["wire_bytes"]
         assert len(row["curve"]["losses"]) == 12
+    assert [row["warmup"] for row in rows] == [None, None, None, "exact", None]
+    assert [row["momentum"] for row in rows] == [None, None, None, 0.9, None]
     dense, _, q4, sign1, topk = (row["wire_bytes"] for row in rows)
     assert topk < q4 < dense / 6
     # 3 of 12 steps travel dense, the others with 1.1 bits of 32 and headers.
@@ -124,7 +128,7 @@ def test_converge_shows_verdicts_pictures_and_a_page(trained):
     assert "All 1 demands are met." in (out / "index.html").read_text()
     assert trained.shown.startswith("5 trainings, 2 at a time.\n")
     assert "5/5 convex" in trained.shown
-    assert re.search(r"OneBitAdam +sign1 +momentum.*reported", trained.shown)
+    assert re.search(r"OneBitAdam +sign1 +momentum 0.9 +exact.*reported", trained.shown)
     assert re.search(r"AdamW +q4 +owner.*within", trained.shown)
 
 
@@ -145,6 +149,32 @@ def test_converge_trains_nothing_twice(copy, monkeypatch):
     (copy.folder / "rows.json").unlink()
     assert converge(copy.folder) == 0
     assert copy.rows() == rows
+
+
+def test_converge_trains_only_what_a_file_does_not_have(copy, tmp_path, monkeypatch, capsys):
+    known = tmp_path / "known.json"
+    document = json.loads((copy.folder / "rows.json").read_text())
+    (left_out,) = (row for row in document["rows"] if row["codec"] == "sign1")
+    document["rows"].remove(left_out)
+    known.write_text(json.dumps(document))
+    shutil.rmtree(copy.folder / "out")
+    asked_for = []
+
+    def trainings_of(trainings, _worlds, keep, _progress):
+        for training in trainings:
+            asked_for.append(training)
+            keep(training, left_out)
+
+    monkeypatch.setattr("gradferry.lab.converge.run_trainings", trainings_of)
+    rows = copy.rows()
+    assert converge(copy.folder, "--known", str(known)) == 0
+    assert [training.contestant.codec for training in asked_for] == ["sign1"]
+    assert copy.rows() == rows
+    document["environment"]["torch"] = "1.0"
+    known.write_text(json.dumps(document))
+    capsys.readouterr()
+    assert converge(copy.folder, "--known", str(known)) == 2
+    assert "its trainings had torch 1.0 and not" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("change", ["settings", "versions", "fresh"])
@@ -185,7 +215,7 @@ def test_converge_reports_a_file_without_training(copy, tmp_path, monkeypatch):
     again = ["--from", str(tmp_path / "rows.json"), "--out", str(tmp_path / "again")]
     assert main(["converge", *again, "--markdown", str(document)]) == 0
     assert (tmp_path / "again/index.html").read_text() == page
-    assert "| OneBitAdam | sign1 | momentum | 1 |" in document.read_text()
+    assert "| OneBitAdam | sign1 | momentum 0.9 | exact | 1 |" in document.read_text()
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,8 @@ def test_quick_turns_red_when_a_codec_leaves_its_band(who, request):
     )
     assert code == 1
     assert len(broken) == 1
-    assert broken[0].startswith(f"{', '.join(who)}: OUTSIDE")
+    assert broken[0].startswith(", ".join(who))
+    assert ": OUTSIDE (" in broken[0]
 
 
 def test_quick_judges_every_codec_and_the_momentum_mode_outside_its_text():

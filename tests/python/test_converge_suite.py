@@ -116,7 +116,14 @@ def test_trainings_of_a_codec_share_seeds_with_the_ruler():
         (Contestant("SGD", "torch:bf16", DENSE), "torch:bf16"),
         (Contestant("AdamW", "q4", "owner"), "q4+error_feedback=owner"),
         (Contestant("SGD", "sign1", MOMENTUM), "sign1+momentum=0.9"),
-        (Contestant("OneBitAdam", "sign1", MOMENTUM), "sign1+momentum=0.9+warmup_steps=25"),
+        (
+            Contestant("OneBitAdam", "sign1", MOMENTUM, warmup="exact"),
+            "sign1+momentum=0.9+warmup_steps=25",
+        ),
+        (
+            Contestant("SGD", "sign1", MOMENTUM, warmup="q8", momentum=0.8),
+            "sign1+momentum=0.8+warmup_steps=25+warmup=q8",
+        ),
     ],
 )
 def test_hook_of_a_contestant(one, hook):

@@ -8,6 +8,7 @@ from statistics import stdev
 import pytest
 from gradferry.lab.converge.suite import (
     DENSE,
+    MOMENTUM,
     RULER,
     Contest,
     Contestant,
@@ -33,9 +34,7 @@ SIGMA = stdev(RULER_LOSSES) / 2.0
 def row(one: Contestant, seed: int, loss: float | None, wire_bytes: int = 100) -> dict:
     return {
         "task": "digits",
-        "optimizer": one.optimizer,
-        "codec": one.codec,
-        "mode": one.mode,
+        **one.facts(),
         "seed": seed,
         "final_loss": loss,
         "final_metric": 0.5,
@@ -72,6 +71,26 @@ def test_band_is_the_floor_or_the_spread_of_the_ruler(floor, sigmas, band):
         summary = summary_of(Near(floor), losses, sigmas)
         assert summary.band == pytest.approx(band)
         assert summary.verdict == verdict
+
+
+@pytest.mark.parametrize(("ratio", "verdict"), [(10, WITHIN), (10.1, OUTSIDE)])
+def test_a_demand_can_ask_for_fewer_bytes(ratio, verdict):
+    # The ruler sends 100 bytes, the codec 10.
+    assert summary_of(Near(0.5, ratio=ratio), RULER_LOSSES[:3]).verdict == verdict
+
+
+def test_contestants_that_differ_in_warm_up_or_momentum_alone_keep_their_rows():
+    dense = Contestant("SGD", RULER, DENSE)
+    others = [
+        Contestant("SGD", "sign1", MOMENTUM, warmup=warmup, momentum=momentum)
+        for warmup in (None, "exact", "q8")
+        for momentum in (0.8, 0.9)
+    ]
+    contest = Contest("digits", 10, 1.0, (dense, *others), ruler_seeds=1, seeds=1)
+    rows = [row(one, 0, 2.0 + number) for number, one in enumerate(contest.contestants)]
+    found = summarize(Suite("x", (contest,), 2.0), contest, rows)
+    assert [summary.loss for summary in found] == [2.0 + number for number in range(7)]
+    assert len({one.hook(100) for one in contest.contestants}) == 7
 
 
 @pytest.mark.parametrize(

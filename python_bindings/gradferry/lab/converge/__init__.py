@@ -25,13 +25,15 @@ from gradferry.lab.converge.pages import (
     write_pictures_and_page,
 )
 from gradferry.lab.converge.results import Results
-from gradferry.lab.converge.suite import SUITES, Suite, select
+from gradferry.lab.converge.suite import SUITES, Suite, Training, select
 from gradferry.lab.converge.worlds import run_trainings
 from gradferry.lab.output.environment import environment, occasion
 from gradferry.lab.output.html import Section
 from gradferry.lab.output.json_file import read_json, write_json
 from gradferry.lab.output.table import print_line, print_table
 from gradferry.lab.output.work import WorkProgress
+
+_VERSIONS = ("gradferry", "torch", "python")  # of an environment: they decide the numbers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,6 +86,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fresh", action="store_true", help="forget the finished trainings in --out"
     )
+    parser.add_argument(
+        "--known",
+        type=Path,
+        metavar="FILE",
+        help="trainings whose rows are in this JSON file, of the same versions, are not repeated "
+        "either",
+    )
     flags.add_json(parser)
     parser.add_argument(
         "--markdown",
@@ -105,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
         suite = SUITES[arguments.suite]
     suite = select(suite, arguments.tasks, arguments.codecs, arguments.optimizers)
     if not arguments.source:
-        rows = _train(console, suite, arguments)
+        rows = _train(console, suite, arguments, _known(arguments.known, place))
     outcomes = judge(suite, rows)
     for outcome in outcomes:
         console.print()
@@ -133,7 +142,10 @@ def sections_of(rows: Sequence[Mapping[str, Any]], path: Path) -> list[Section]:
 
 
 def _train(
-    console: Console, suite: Suite, arguments: argparse.Namespace
+    console: Console,
+    suite: Suite,
+    arguments: argparse.Namespace,
+    known: Sequence[Mapping[str, Any]],
 ) -> list[Mapping[str, Any]]:
     """Rows of all trainings, in the suite's order."""
     flags.require_at_least_one(arguments, "worlds")
@@ -142,16 +154,44 @@ def _train(
         shutil.rmtree(folder, ignore_errors=True)
     results = Results(folder, environment())
     trainings = list(suite.trainings())
-    missing = [training for training in trainings if results.find(training) is None]
+
+    def find(training: Training) -> Mapping[str, Any] | None:
+        row = results.find(training)
+        return row or next((row for row in known if training.facts().items() <= row.items()), None)
+
+    missing = [training for training in trainings if find(training) is None]
     if len(missing) < len(trainings):
         found = len(trainings) - len(missing)
-        print_line(console, f"{found} of {len(trainings)} trainings are in {folder} already.")
+        places = f"{folder} or {arguments.known}" if arguments.known else str(folder)
+        print_line(console, f"{found} of {len(trainings)} trainings are in {places} already.")
     if missing:
         print_line(console, f"{len(missing)} trainings, {arguments.worlds} at a time.")
     with WorkProgress(console, len(missing), sum(t.cost for t in missing)) as progress:
         run_trainings(missing, arguments.worlds, results.add, progress)
-    rows = [results.find(training) for training in trainings]
+    rows = map(find, trainings)
     return [row for row in rows if row is not None]
+
+
+def _known(path: Path | None, place: dict[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """Rows of a file. `place` then also says where these were made.
+
+    Raises ConfigError when they are of other versions.
+    """
+    if path is None:
+        return []
+    document = read_json(path)
+    there = document["environment"]
+    for key in _VERSIONS:
+        if there.get(key) != place[key]:
+            raise ConfigError(
+                f"--known {path}: its trainings had {key} {there.get(key)} and not {place[key]}; "
+                f"train again"
+            )
+    for key, here in place.items():
+        before = str(there.get(key, here))
+        place[key] = here if str(here) in before.split("; ") else f"{before}; {here}"
+    rows: Sequence[Mapping[str, Any]] = document["rows"]
+    return rows
 
 
 def _suite_of(rows: Sequence[Mapping[str, Any]], path: Path) -> Suite:

@@ -8,7 +8,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from gradferry.lab.converge.suite import MOMENTUM, Contest, Misses, Near, Reaches, Suite
+from gradferry.lab.converge.suite import (
+    MOMENTUM,
+    Contest,
+    Contestant,
+    Misses,
+    Near,
+    Reaches,
+    Suite,
+)
 from gradferry.lab.converge.summary import Row, Summary, summarize
 from gradferry.lab.output.curves import Axis, Curve, draw_loss_curves
 from gradferry.lab.output.drawing import THEMES, Theme
@@ -51,7 +59,8 @@ def table_of(suite: Suite, outcome: Outcome) -> Table:
     columns = [
         Column("optimizer", lambda row: row["of"].contestant.optimizer, is_number=False),
         Column("codec", lambda row: row["of"].contestant.codec, is_number=False),
-        Column("mode", lambda row: row["of"].contestant.mode, is_number=False),
+        Column("mode", lambda row: _mode(row["of"].contestant), is_number=False),
+        Column("warm-up", lambda row: row["of"].contestant.warmup or "-", is_number=False),
         Column("seeds", lambda row: str(len(row["of"].rows))),
         Column("final loss\n(mean)", lambda row: _loss(row["of"].loss)),
         Column("spread", lambda row: _loss(row["of"].spread)),
@@ -82,7 +91,8 @@ def exit_code(outcomes: Sequence[Outcome]) -> int:
 def broken_demands(outcomes: Sequence[Outcome]) -> list[str]:
     """One line for each demand that is not met."""
     return [
-        f"{outcome.contest.task}, {one.optimizer}, {one.codec}, {one.mode}: {summary.verdict} "
+        f"{outcome.contest.task}, {one.optimizer}, {one.codec}, {_mode(one)}"
+        f"{f', warm-up {one.warmup}' if one.warmup else ''}: {summary.verdict} "
         f"({_result(outcome, summary)}, band {_band(summary)})"
         for outcome in outcomes
         for summary in outcome.summaries
@@ -167,7 +177,13 @@ def _drawn(loss: float | None) -> float:
 
 def _label(summary: Summary) -> str:
     one = summary.contestant
-    return f"{one.codec}, {one.optimizer if one.mode == MOMENTUM else one.mode}"
+    if one.mode != MOMENTUM:
+        return f"{one.codec}, {one.mode}"
+    return f"{one.codec}, {one.optimizer}{f', warm-up {one.warmup}' if one.warmup else ''}"
+
+
+def _mode(one: Contestant) -> str:
+    return f"{one.mode} {one.momentum:g}" if one.mode == MOMENTUM else one.mode
 
 
 def _note(suite: Suite, outcome: Outcome) -> str:
@@ -181,15 +197,19 @@ def _note(suite: Suite, outcome: Outcome) -> str:
     return (
         f"{what}, on the validation data. Against fp32: mean difference to the fp32 training with "
         f"the same seed. Band: the demanded one, or {sigma:g} standard deviations of "
-        f"{_ruler(outcome)} if that is more; a lower loss is within it. Rows without a band are "
-        f"not judged."
+        f"{_ruler(outcome)} if that is more, and with 'x' at least so many times fewer bytes; a "
+        f"lower loss is within it. Rows without a band are not judged. Mode momentum: with that "
+        f"momentum. Bytes are of the whole training, its warm-up included."
     )
 
 
 def _result(outcome: Outcome, summary: Summary) -> str:
     if _is_gap(outcome):
         return f"gap {_loss(summary.loss)}"
-    return f"loss {_loss(summary.loss)}, {_percent(summary.excess)} against fp32"
+    return (
+        f"loss {_loss(summary.loss)}, {_percent(summary.excess)} against fp32, "
+        f"{summary.ratio:.2f} times fewer bytes"
+    )
 
 
 def _ruler(outcome: Outcome) -> str:
@@ -218,6 +238,6 @@ def _band(summary: Summary) -> str:
     if summary.band is None:
         return "-"
     if isinstance(demand, Near):
-        return _percent(summary.band)
+        return _percent(summary.band) + (f", {demand.ratio:g}x" if demand.ratio else "")
     sign = {Reaches: "<=", Misses: ">"}[type(demand)]
     return f"{sign} {summary.band:.0e}"

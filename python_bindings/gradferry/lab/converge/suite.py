@@ -7,13 +7,15 @@ from dataclasses import dataclass, replace
 
 from gradferry.core.config import closest
 from gradferry.errors import ConfigError
-from gradferry.lab.workloads.optimizers import BETAS, SGD_MOMENTUM
+from gradferry.lab.workloads.optimizers import SGD_MOMENTUM
 
 NUM_RANKS = 4
 RULER = "torch:fp32"  # the baseline of all comparisons
 DENSE = "dense"
 MOMENTUM = "momentum"
-_FREEZE_SHARE = 0.25  # of the steps: OneBitAdam learns its variance from dense gradients
+EXACT = "exact"
+_WARMUP_SHARE = 0.25  # of the steps: OneBitAdam learns its variance meanwhile
+_ADAMW_MOMENTUM = 0.8  # in MOMENTUM; docs/convergence.md has what others gave
 _TOPK = "topk:ratio=0.01"
 _COARSE_GAPS = {"sign1": 1e-6, _TOPK: 1e-6}  # to the optimum
 _GAPS = {"q8": 1e-9, "q4": 1e-9, "rht:bits=4": 1e-9, **_COARSE_GAPS}
@@ -21,9 +23,13 @@ _GAPS = {"q8": 1e-9, "q4": 1e-9, "rht:bits=4": 1e-9, **_COARSE_GAPS}
 
 @dataclass(frozen=True)
 class Near:
-    """The excess of the mean loss is at most `floor`, or some standard deviations if more."""
+    """The excess of the mean loss is at most `floor`, or some standard deviations if more.
+
+    ratio: and the whole training sends so many times fewer bytes than the baseline's.
+    """
 
     floor: float
+    ratio: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -52,12 +58,27 @@ class Contestant:
         codec: a codec string, or one of PyTorch's hooks.
         mode: DENSE for PyTorch's hooks, MOMENTUM, or the `error_feedback` of `attach`.
         demand: None: the result is reported, not judged.
+        warmup: codec of the first quarter of the steps, in MOMENTUM; None: there is no warm-up.
+            OneBitAdam, which learns its variance meanwhile, has one.
+        momentum: of the hook, in MOMENTUM.
     """
 
     optimizer: str
     codec: str
     mode: str
     demand: Demand | None = None
+    warmup: str | None = None
+    momentum: float = SGD_MOMENTUM
+
+    def facts(self) -> dict[str, str | float | None]:
+        """Keys of a row that tell its contestant from all others of a task."""
+        return {
+            "optimizer": self.optimizer,
+            "codec": self.codec,
+            "mode": self.mode,
+            "momentum": self.momentum if self.mode == MOMENTUM else None,
+            "warmup": self.warmup,
+        }
 
     def hook(self, steps: int) -> str:
         """Name of the hook, for `workloads.training.train`."""
@@ -65,10 +86,11 @@ class Contestant:
             return self.codec
         if self.mode != MOMENTUM:
             return f"{self.codec}+error_feedback={self.mode}"
-        if self.optimizer == "SGD":
-            return f"{self.codec}+momentum={SGD_MOMENTUM}"
-        dense_steps = max(1, round(_FREEZE_SHARE * steps))
-        return f"{self.codec}+momentum={BETAS[0]}+warmup_steps={dense_steps}"
+        name = f"{self.codec}+momentum={self.momentum}"
+        if self.warmup is None:
+            return name
+        name += f"+warmup_steps={max(1, round(_WARMUP_SHARE * steps))}"
+        return name if self.warmup == EXACT else f"{name}+warmup={self.warmup}"
 
 
 @dataclass(frozen=True)
@@ -95,11 +117,17 @@ class Training:
     num_ranks: int
     cost: float
 
+    def facts(self) -> dict[str, str | float | None]:
+        """Keys of its row that tell it from all other trainings."""
+        size = {"seed": self.seed, "steps": self.steps, "ranks": self.num_ranks}
+        return {"suite": self.suite, "task": self.task, **self.contestant.facts(), **size}
+
     @property
     def title(self) -> str:
         """A name for progress and messages."""
         one = self.contestant
-        return f"{self.task} {one.optimizer} {one.codec} {one.mode} seed {self.seed}"
+        facts = (str(value) for value in one.facts().values() if value is not None)
+        return f"{self.task} {' '.join(facts)} seed {self.seed}"
 
 
 @dataclass(frozen=True)
@@ -138,8 +166,8 @@ def _adam(floor: float, sign1: float, topk: float) -> tuple[Contestant, ...]:
         Contestant("AdamW", "rht:bits=4", "both", near),
         Contestant("AdamW", "sign1", "both"),
         Contestant("AdamW", _TOPK, "both"),
-        Contestant("OneBitAdam", "sign1", MOMENTUM, Near(sign1)),
-        Contestant("OneBitAdam", _TOPK, MOMENTUM, Near(topk)),
+        Contestant("OneBitAdam", "sign1", MOMENTUM, Near(sign1), EXACT),
+        Contestant("OneBitAdam", _TOPK, MOMENTUM, Near(topk), EXACT),
     )
 
 
@@ -155,6 +183,30 @@ def _sgd(floor: float, topk: float) -> tuple[Contestant, ...]:
         Contestant("SGD", _TOPK, "both"),
         Contestant("SGD", "sign1", MOMENTUM),
         Contestant("SGD", _TOPK, MOMENTUM, Near(topk)),
+    )
+
+
+def _whole_run(sign1: Demand | None) -> tuple[Contestant, ...]:
+    """AdamW in momentum mode from the first step to the last; `exact` is a ruler for the others."""
+    demands: Mapping[str, Demand | None] = {
+        "exact": None,
+        "rht:bits=2": Near(0.01, ratio=12),
+        "sign1": sign1,
+        "topk:ratio=0.04": None,
+        _TOPK: None,
+    }
+    return tuple(
+        Contestant("AdamW", codec, MOMENTUM, demand, momentum=_ADAMW_MOMENTUM)
+        for codec, demand in demands.items()
+    )
+
+
+def _warmed_up(optimizer: str, sign1: Demand | None, topk: Demand) -> tuple[Contestant, ...]:
+    """What begins with a warm-up, with one that is compressed."""
+    return tuple(
+        Contestant(optimizer, codec, MOMENTUM, demand if warmup == "q8" else None, warmup)
+        for codec, demand in (("sign1", sign1), (_TOPK, topk))
+        for warmup in ("q8", "q4")
     )
 
 
@@ -177,13 +229,25 @@ def _judged(contest: Contest) -> Contest:
     return replace(contest, contestants=(ruler, *(one for one in others if one.demand)))
 
 
+_TEXT_ADAM = (
+    *_adam(0.003, 0.02, 0.06),
+    *_whole_run(Near(0.01, ratio=15)),
+    *_warmed_up("OneBitAdam", Near(0.02, ratio=9), Near(0.06, ratio=10)),
+)
+_VISION_ADAM = (
+    *_adam(0.003, 0.02, 0.06),
+    *_whole_run(None),
+    *_warmed_up("OneBitAdam", Near(0.02, ratio=9), Near(0.06, ratio=10)),
+)
+_SGD = (*_sgd(0.003, 0.06), *_warmed_up("SGD", None, Near(0.06, ratio=10)))
+
 FULL = Suite(
     name="full",
     contests=(
-        Contest("tiny_text", 450, 0.08, _adam(0.003, 0.02, 0.06), ruler_seeds=5, seeds=3),
-        Contest("tiny_text", 450, 0.08, _sgd(0.003, 0.06), ruler_seeds=5, seeds=3),
-        Contest("tiny_vision", 400, 0.02, _adam(0.003, 0.02, 0.06), ruler_seeds=5, seeds=3),
-        Contest("tiny_vision", 400, 0.02, _sgd(0.003, 0.06), ruler_seeds=5, seeds=3),
+        Contest("tiny_text", 450, 0.08, _TEXT_ADAM, ruler_seeds=5, seeds=3),
+        Contest("tiny_text", 450, 0.08, _SGD, ruler_seeds=5, seeds=3),
+        Contest("tiny_vision", 400, 0.02, _VISION_ADAM, ruler_seeds=5, seeds=3),
+        Contest("tiny_vision", 400, 0.02, _SGD, ruler_seeds=5, seeds=3),
         Contest("digits", 300, 0.014, _adam(0.003, 0.02, 0.06), ruler_seeds=5, seeds=3),
         Contest("digits", 300, 0.014, _sgd(0.003, 0.06), ruler_seeds=5, seeds=3),
         Contest("convex", 2000, 0.012, _convex(_GAPS), ruler_seeds=5, seeds=3),

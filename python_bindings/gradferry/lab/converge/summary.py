@@ -68,9 +68,8 @@ def summarize(suite: Suite, contest: Contest, rows: Sequence[Row]) -> list[Summa
 
 
 def _rows_of(contest: Contest, one: Contestant, rows: Sequence[Row]) -> list[Row]:
-    key = (contest.task, one.optimizer, one.codec, one.mode)
-    names = ("task", "optimizer", "codec", "mode")
-    seeds = [row for row in rows if tuple(row[name] for name in names) == key]
+    facts = {"task": contest.task, **one.facts()}
+    seeds = [row for row in rows if all(row[name] == value for name, value in facts.items())]
     return sorted(seeds, key=lambda row: int(row["seed"]))
 
 
@@ -89,7 +88,8 @@ def _summarize(
     ruler_losses = list(ruler_by_seed.values())
     sigma = _spread(ruler_losses) / fmean(ruler_losses)
     wire_bytes = fmean(row["wire_bytes"] for row in rows)
-    band, verdict = _judge(one, loss, excess, sigmas * sigma)
+    ratio = fmean(row["wire_bytes"] for row in ruler) / wire_bytes if wire_bytes else 0.0
+    band, verdict = _judge(one, loss, excess, sigmas * sigma, ratio)
     return Summary(
         contestant=one,
         rows=rows,
@@ -97,7 +97,7 @@ def _summarize(
         spread=_spread(losses),
         metric=fmean(_number(row["final_metric"]) for row in rows),
         wire_bytes=wire_bytes,
-        ratio=fmean(row["wire_bytes"] for row in ruler) / wire_bytes if wire_bytes else 0.0,
+        ratio=ratio,
         excess=excess,
         band=band,
         verdict=verdict,
@@ -105,14 +105,14 @@ def _summarize(
 
 
 def _judge(
-    one: Contestant, loss: float, excess: float, spread_band: float
+    one: Contestant, loss: float, excess: float, spread_band: float, ratio: float
 ) -> tuple[float | None, str]:
     demand = one.demand
     if one.codec.startswith("torch:"):
         return None, IS_RULER
     if isinstance(demand, Near):
         band = max(demand.floor, spread_band)
-        return band, WITHIN if excess <= band else OUTSIDE
+        return band, WITHIN if excess <= band and ratio >= demand.ratio else OUTSIDE
     if isinstance(demand, Reaches):
         return demand.gap, WITHIN if loss <= demand.gap else OUTSIDE
     if isinstance(demand, Misses):

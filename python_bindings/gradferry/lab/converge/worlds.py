@@ -100,19 +100,11 @@ def _train(emit: Emit, world: int, training: Training) -> TrainingRun:
 
 def _row(training: Training, run: TrainingRun) -> dict[str, Any]:
     """One row of the JSON file. `wire_bytes`: sent by the rank that sends most, in all steps."""
-    contestant = training.contestant
     return {
-        "suite": training.suite,
-        "task": training.task,
-        "optimizer": contestant.optimizer,
-        "codec": contestant.codec,
-        "mode": contestant.mode,
-        "seed": training.seed,
+        **training.facts(),
         "final_loss": run.final_loss,
         "final_metric": run.final_score,
         "wire_bytes": run.cumulative_wire_bytes[-1],
-        "ranks": run.num_ranks,
-        "steps": training.steps,
         "initial_loss": run.initial_loss,
         "curve": _curve(run, _task(training.task).lowest_loss),
     }
