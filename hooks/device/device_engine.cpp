@@ -134,6 +134,8 @@ void DeviceEngine::exchange_later(DeviceJob job) {
 void DeviceEngine::exchange(DeviceJob& job) {
   const c10::DeviceGuard guard(device_);
   const BucketBracket bracket(*context_.transport);
+  // DDP frees the bucket too early when a backward pass is abandoned, or when DDP is built anew.
+  context_.use_on_both_streams(job.gradient);
   job.ready.block(context_.encode_stream);
   give_back(std::move(job.ready));
   if (job.begins_step) {
@@ -172,6 +174,7 @@ void DeviceEngine::average_alone(DeviceJob job) {
   const bool changes = options_.momentum != 0 && options_.touches_residuals(job.step);
   if (changes) {
     const c10::DeviceGuard guard(device_);
+    context_.use_on_both_streams(job.gradient);  // as in exchange()
     job.ready.block(context_.encode_stream);
     if (job.begins_step) begin_step(job);
     exchange_->add_momentum(job);

@@ -55,5 +55,9 @@ PYBIND11_MODULE(gradferry_fake_device, module) {
   module.def("set_seed", [](uint64_t seed) { Machine::get().set_seed(seed); }, py::arg("seed"));
   module.def(
       "omit_wait", [](int64_t number) { Machine::get().omit_wait(number); }, py::arg("number"));
+  module.def("synchronize", [] {
+    const pybind11::gil_scoped_release released;
+    Machine::get().finish();
+  });
   module.def("races", [] { return Machine::get().races(); });
 }
