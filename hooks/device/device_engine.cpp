@@ -58,6 +58,7 @@ std::shared_ptr<DeviceEngine> DeviceEngine::start(EngineOptions options, c10::De
 // --- a bucket, on DDP's thread ---
 
 void DeviceEngine::average(Bucket bucket) {
+  expect_no_capture();
   if (exchanges_) count_in(bucket);
   DeviceJob job = make_job(std::move(bucket));
   if (!exchanges_) {
@@ -67,6 +68,18 @@ void DeviceEngine::average(Bucket bucket) {
   } else {
     exchange(job);
   }
+}
+
+// A graph would replay the numbers of one step; and events of captured work cannot be queried.
+void DeviceEngine::expect_no_capture() const {
+  if (!context_.residuals) return;  // nothing will be enqueued
+  const c10::DeviceGuard guard(device_);
+  const c10::Stream current = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
+  GRADFERRY_EXPECTS(!is_capturing(current.native_handle()), kConfig,
+                    "the backward pass is being captured into a graph, which the hook does not "
+                    "support: each replay would send the messages of the same step; run backward() "
+                    "outside of torch.cuda.graph(), capture the forward pass or the optimizer "
+                    "alone, or attach with codec='off'");
 }
 
 DeviceJob DeviceEngine::make_job(Bucket bucket) {

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from outcomes import attempt
 from scenario import Run, assert_bit_equal
 from test_streams import SCENARIO, small_chunks
@@ -117,3 +118,115 @@ def test_what_is_freed_with_work_enqueued_is_not_touched(
         SCENARIO, world_size=world_size, options=options, error_feedback="auto"
     )
     worlds(world_size).run(case, scenario=scenario)
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def case_capture(scenario: Any) -> Any:
+    from fake_device import machine
+
+    run = Run(scenario)
+    run.step(0)
+    run.step(1)
+    machine.set_capturing(True)
+    try:
+        outcome = attempt(lambda: run.step(2))
+    finally:
+        machine.set_capturing(False)
+    machine.synchronize()
+    assert machine.races() == []
+    return outcome
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+def test_a_backward_pass_that_is_captured_into_a_graph_is_refused(
+    worlds: Worlds, native: bool
+) -> None:
+    scenario = dataclasses.replace(SCENARIO, native=native)
+    for outcome in worlds(2).run(case_capture, scenario=scenario):
+        assert outcome.error == "ConfigError"
+        assert "being captured into a graph" in outcome.text
+        assert "run backward() outside of torch.cuda.graph()" in outcome.text
+
+
+def case_off_without_kernels(scenario: Any) -> list[Any]:
+    """Where every bucket passes through, kernels are not asked for."""
+    from unittest import mock
+
+    from gradferry.core import device
+
+    off = dataclasses.replace(scenario, codec="off", error_feedback="auto", rules=())
+    with (
+        mock.patch.object(device, "_loaded", None),
+        mock.patch.object(device, "LIBRARIES", {}),
+    ):
+        return [attempt(lambda: Run(off)), attempt(lambda: Run(scenario))]
+
+
+def test_codec_off_needs_no_kernels(worlds: Worlds) -> None:
+    for off, compressed in worlds(2).run(case_off_without_kernels, scenario=SCENARIO):
+        assert off.error is None
+        assert compressed.error == "ConfigError"
+        assert "no codecs for gradients on 'fake'" in compressed.text
+
+
+def case_moved() -> tuple[int, Any]:
+    """As if the second parameter had moved; torch swaps no memory with the fake device's."""
+    from unittest import mock
+
+    import gradferry
+    from gradferry import _native
+    from scenario import ChosenGradients
+    from torch.nn.parallel import DistributedDataParallel
+
+    ddp = DistributedDataParallel(ChosenGradients(SCENARIO))
+    none = _native.moved_since_buckets_were_made(ddp.reducer)
+    moved = [ddp.module.get_parameter("bias")]
+    with mock.patch.object(_native, "moved_since_buckets_were_made", return_value=moved):
+        return len(none), attempt(lambda: gradferry.attach(ddp, "q4"))
+
+
+def test_a_model_moved_after_it_was_wrapped_is_refused(world_of_2: World) -> None:
+    for none, outcome in world_of_2.run(case_moved):
+        assert none == 0
+        assert outcome.error == "ConfigError"
+        assert "parameter 'bias' has moved to cpu" in outcome.text
+        assert "move the whole model first, then wrap it" in outcome.text
+
+
+def case_no_backend() -> Any:
+    from fake_device import DEVICE
+    from gradferry.core.device import transport_of
+
+    group = dist.new_group(backend="cpu:gloo")
+    return attempt(lambda: transport_of(DEVICE, group))
+
+
+def case_bound_elsewhere() -> Any:
+    from fake_device import DEVICE
+    from gradferry.core.device import transport_of
+
+    group = dist.new_group(backend="cpu:gloo,fake:fake_streamed")
+    group.bound_device_id = torch.device("fake", 1)
+    return attempt(lambda: transport_of(DEVICE, group))
+
+
+@pytest.mark.parametrize(
+    ("case", "says", "advises"),
+    [
+        (case_no_backend, "no backend for tensors on 'fake'", "start it with init_process_group("),
+        (
+            case_bound_elsewhere,
+            "the model is on fake:0, the process group on fake:1",
+            "device_id=torch.device('fake:0')",
+        ),
+    ],
+)
+def test_a_group_that_cannot_serve_the_device_is_refused(
+    worlds: Worlds, case: Callable[[], Any], says: str, advises: str
+) -> None:
+    for outcome in worlds(2).run(case):
+        assert outcome.error == "ConfigError"
+        assert says in outcome.text
+        assert advises in outcome.text

@@ -51,6 +51,7 @@ PYBIND11_MODULE(gradferry_fake_device, module) {
           },
           py::arg("countdown"), py::arg("offset"), py::arg("value"));
   module.def("device_library", &library_capsule);
+  module.def("set_capturing", &set_capturing, py::arg("now"));
   module.def("counters", &counters);
   module.def("set_seed", [](uint64_t seed) { Machine::get().set_seed(seed); }, py::arg("seed"));
   module.def(

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 
 from gradferry import _native
+from gradferry.core.agreement import no_backend
+from gradferry.core.cuda_build import driver_version, this_build, why_not
 from gradferry.errors import ConfigError
 
 # Most payload bytes per owner, stage and chunk where collectives are enqueued on streams. A chunk
@@ -64,6 +66,22 @@ def load_kernels(device_type: str) -> None:
     _loaded = device_type
 
 
+def expect_runnable(place: torch.device) -> None:
+    """Checks that the kernels of this installation run on a device.
+
+    Raises:
+        ConfigError: its GPU, or the driver, is too old for them.
+    """
+    build = this_build() if place.type == "cuda" else None
+    if build is None:
+        return
+    capability = torch.cuda.get_device_capability(place)
+    gpu = f"{place} ({torch.cuda.get_device_name(place)})"
+    reason = why_not(build, driver_version(), capability, gpu)
+    if reason is not None:
+        raise ConfigError(reason)
+
+
 def is_staged(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether a group's collectives for the device wait on the host: gloo's do, NCCL's do not."""
     return group._get_backend(device).name() == "gloo"
@@ -88,6 +106,15 @@ class Transport:
 def transport_of(device: torch.device, group: dist.ProcessGroup) -> Transport:
     """The transport of gradients on `device` that are averaged over `group`."""
     on_host = device.type == "cpu"
+    if device.type not in {kind.type for kind in group._device_types}:
+        raise no_backend(group, device)
+    bound = group.bound_device_id
+    if bound is not None and bound.type == device.type and bound != device:
+        raise ConfigError(
+            f"the model is on {device}, the process group on {bound}: call "
+            f"torch.cuda.set_device() and init_process_group(device_id=torch.device('{device}')) "
+            "before anything else, on every rank with its own GPU"
+        )
     alone = dist.get_world_size(group) == 1
     return Transport(
         device=device,

@@ -19,6 +19,7 @@ from gradferry.ddp.binding import Binding, bind
 from gradferry.ddp.description import choice_of, describe
 from gradferry.ddp.momentum import KeptMomentum
 from gradferry.ddp.save_load import load, save
+from gradferry.ddp.surroundings import warn_about_surroundings
 from gradferry.errors import ConfigError, StateError
 
 
@@ -139,6 +140,7 @@ class HookState:
                 exchanges=running.transport.exchanges,
                 stacklevel=4,  # the caller of `attach`, or of `bind` or the class
             )
+            warn_about_surroundings(running.transport, running.group, stacklevel=4)
 
     def _bound(self) -> Binding:
         if self._binding is None:
