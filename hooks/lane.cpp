@@ -17,11 +17,11 @@ at::ThreadLocalState thread_state_without_python() {
   return *state;
 }
 
-Lane::Lane(c10::intrusive_ptr<c10d::Backend> backend, const at::ThreadLocalState& clean,
-           std::atomic<uint64_t>& sent_bytes)
-    : backend_(std::move(backend)),
-      rank_(static_cast<size_t>(backend_->getRank())),
-      world_size_(static_cast<uint64_t>(backend_->getSize())),
+Lane::Lane(Carrier carrier, const at::ThreadLocalState& clean, std::atomic<uint64_t>& sent_bytes)
+    : carrier_(std::move(carrier)),
+      rank_(std::visit([](auto& on) { return static_cast<size_t>(on->getRank()); }, carrier_)),
+      world_size_(
+          std::visit([](auto& on) { return static_cast<uint64_t>(on->getSize()); }, carrier_)),
       clean_(clean),
       sent_bytes_(sent_bytes) {}
 
@@ -30,21 +30,23 @@ Pending Lane::all_to_all(at::Tensor receive, std::vector<int64_t> receive_bytes,
   const at::ThreadLocalStateGuard guard(clean_);
   sent_bytes_.fetch_add(static_cast<uint64_t>(send.numel() - send_bytes[rank_]),
                         std::memory_order_relaxed);
-  return backend_->alltoall_base(receive, send, receive_bytes, send_bytes);
+  return std::visit(
+      [&](auto& on) { return post_all_to_all(*on, receive, send, receive_bytes, send_bytes); },
+      carrier_);
 }
 
 Pending Lane::all_gather(at::Tensor receive, at::Tensor send) {
   const at::ThreadLocalStateGuard guard(clean_);
   sent_bytes_.fetch_add(static_cast<uint64_t>(send.numel()) * (world_size_ - 1),
                         std::memory_order_relaxed);
-  return backend_->_allgather_base(receive, send);
+  return std::visit([&](auto& on) { return post_all_gather(*on, receive, send); }, carrier_);
 }
 
 void Lane::close_later() {
   constexpr std::chrono::seconds kForSlowerPeers{2};
   // Released to a raw pointer: if no thread can be started, the backend is leaked instead of
   // destroyed here, where its destructor could wait.
-  c10d::Backend* backend = backend_.release();
+  c10d::Backend* backend = own_backend().release();
   if (backend == nullptr) return;
   try {
     std::thread([backend, kForSlowerPeers] {

@@ -66,8 +66,8 @@ std::shared_ptr<HostEngine> start_host_engine(EngineOptions options,
   return HostEngine::start(std::move(options), ParameterHashes(tensors), std::move(backends));
 }
 
-// `lane`: bytes are staged in host memory for this backend of our own. Else `group_name`: they go
-// through the group's backend for the device. Neither: nothing is exchanged.
+// `lane`: bytes are staged in host memory for this backend of our own. Else `group_name`: the
+// group's operations send them from the device. Neither: nothing is exchanged.
 std::shared_ptr<DeviceEngine> start_device_engine(EngineOptions options, const at::Device& device,
                                                   const std::vector<at::Tensor>& tensors,
                                                   const py::object& lane,
@@ -78,10 +78,7 @@ std::shared_ptr<DeviceEngine> start_device_engine(EngineOptions options, const a
         std::make_unique<StagedTransport>(to_backend(lane), options.world_size, options.peers);
   } else if (group_name) {
     transport = std::make_unique<StreamTransport>(
-        [name = *group_name, type = device.type()] {
-          return c10d::resolve_process_group(name)->getBackend(type);
-        },
-        options.world_size);
+        [name = *group_name] { return c10d::resolve_process_group(name); }, options.world_size);
   }
   const py::gil_scoped_release released;
   return DeviceEngine::start(std::move(options), device, ParameterHashes(tensors),

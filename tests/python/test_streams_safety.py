@@ -120,6 +120,43 @@ def test_what_is_freed_with_work_enqueued_is_not_touched(
     worlds(world_size).run(case, scenario=scenario)
 
 
+# --- what torch sees ------------------------------------------------------------------------------
+
+
+def case_hooks_of_the_group(scenario: Any) -> dict[str, Any]:
+    """Which operations pass by the hooks of DDP's group in a step, and how many chunks it had."""
+    import fake_device
+
+    group = fake_device.group("streamed")
+    run = Run(scenario)
+    run.step(0)
+    run.step(1)
+    before = run.state.stats()["chunks"]
+    seen: list[str] = []
+    group.register_pre_hook(17, lambda call: seen.append(str(call.name)))
+    try:
+        run.step(2)
+    finally:
+        group.unregister_pre_hook(17)
+    return {"seen": seen, "chunks": run.state.stats()["chunks"] - before}
+
+
+@pytest.mark.skipif(
+    not hasattr(dist.ProcessGroup, "register_pre_hook"),
+    reason="this torch has no hooks that a collective could pass by",
+)
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+def test_collectives_pass_by_the_hooks_of_the_process_group(worlds: Worlds, native: bool) -> None:
+    scenario = dataclasses.replace(SCENARIO, native=native)
+    for answer in worlds(2).run(case_hooks_of_the_group, scenario=scenario):
+        assert answer["chunks"] > 0
+        seen = [name.rpartition(".")[2].lower() for name in answer["seen"]]
+        assert sum("all_to_all" in name or "alltoall" in name for name in seen) == answer["chunks"]
+        # And the commit of the step before.
+        gathers = sum("gather" in name for name in seen)
+        assert gathers == answer["chunks"] + 1
+
+
 # --- what is refused ------------------------------------------------------------------------------
 
 
