@@ -20,11 +20,7 @@ BucketEngine::BucketEngine(EngineOptions options, ParameterHashes hashes, c10::D
       hashes_(std::move(hashes)),
       process_id_(getpid()),
       steps_(layout_.parameters().size()),
-      optimizer_steps_(options_.loss_scale) {
-  GRADFERRY_EXPECTS(options_.chunk_bytes >= kLeastChunkBytes, kConfig,
-                    "chunk_bytes is " + std::to_string(options_.chunk_bytes) +
-                        "; it must be at least " + std::to_string(kLeastChunkBytes));
-}
+      optimizer_steps_(options_.loss_scale) {}
 
 // --- a bucket ---
 

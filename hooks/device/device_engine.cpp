@@ -30,7 +30,7 @@ DeviceEngine::DeviceEngine(EngineOptions options, c10::Device device, ParameterH
                    /*exchanges=*/transport != nullptr),
       context_(options_, layout_, life_, device, std::move(transport)) {
   if (!context_.residuals) return;
-  exchange_.emplace(context_);
+  exchange_.emplace(context_, exchanges_ ? DeviceCommits::workspace_bytes(options_, layout_) : 0);
   if (exchanges_) commits_.emplace(context_, hashes_);
   // E must not use memory before it was zeroed. From here on events ensure the order.
   context_.finish_stream.synchronize();

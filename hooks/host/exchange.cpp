@@ -6,17 +6,15 @@
 #include "tensor_bytes.h"
 
 namespace gradferry {
-Slot make_slot(uint32_t world_size, uint64_t message_bytes) {
-  const auto single = static_cast<int64_t>(message_bytes);
-  const int64_t all = single * world_size;
-  const auto options = at::TensorOptions().dtype(at::kByte);
-  return {at::zeros({all}, options), at::zeros({all}, options), at::zeros({single}, options),
-          at::zeros({all}, options)};
-}
-
-uint64_t num_bytes(const Slot& slot) {
-  return slot.scatter_send.nbytes() + slot.scatter_receive.nbytes() + slot.gather_send.nbytes() +
-         slot.gather_receive.nbytes();
+Slot make_slot(const Workspace& workspace) {
+  const auto make = [](uint64_t num_bytes) {
+    return at::zeros({static_cast<int64_t>(num_bytes)}, at::TensorOptions().dtype(at::kByte));
+  };
+  Slot slot{
+      make(workspace.send_bytes), make(workspace.receive_bytes), make(workspace.message_bytes), {}};
+  slot.gather_receive =
+      workspace.shared_receive ? slot.scatter_receive : make(workspace.receive_bytes);
+  return slot;
 }
 
 void Exchange::wait(const Pending& work, Phase phase, uint64_t step, uint64_t number) const {

@@ -10,6 +10,7 @@
 #include "peers.h"
 #include "plan.h"
 #include "used_parameters.h"
+#include "workspace.h"
 
 namespace gradferry {
 
@@ -18,9 +19,7 @@ struct Slot {
   at::Tensor scatter_send, scatter_receive, gather_send, gather_receive;
 };
 
-// A slot for chunks whose messages have at most `message_bytes` bytes.
-Slot make_slot(uint32_t world_size, uint64_t message_bytes);
-uint64_t num_bytes(const Slot& slot);
+Slot make_slot(const Workspace& workspace);
 
 // One chunk on its way through the exchange.
 struct Chunk {

@@ -26,8 +26,8 @@ EngineOptions make_options(std::vector<ParameterSpec> parameters, uint32_t rank,
                            uint64_t seed, uint64_t warmup_steps, bool compressed_warmup,
                            double momentum, bool raise_nonfinite, bool exact_skip,
                            const std::optional<at::Tensor>& loss_scale, uint64_t check_every,
-                           uint32_t chunk_bytes, bool find_unused_parameters,
-                           const py::object& store) {
+                           uint32_t chunk_bytes, uint64_t workspace_cap_bytes,
+                           bool find_unused_parameters, const py::object& store) {
   // By reference, like lanes.
   c10::intrusive_ptr<c10d::Store> peers_store;
   if (!store.is_none()) {
@@ -47,6 +47,7 @@ EngineOptions make_options(std::vector<ParameterSpec> parameters, uint32_t rank,
           .loss_scale = loss_scale.value_or(at::Tensor()),
           .check_every = check_every,
           .chunk_bytes = chunk_bytes,
+          .workspace_cap_bytes = workspace_cap_bytes,
           .find_unused_parameters = find_unused_parameters,
           .make_exception = &make_torch_exception,
           .peers = std::make_shared<Peers>(std::move(peers_store), rank, world_size)};
@@ -131,6 +132,21 @@ py::dict stats_dict(const BucketEngine& engine) {
   return result;
 }
 
+// The memory of chunks in flight.
+py::dict workspace_dict(const BucketEngine& engine) {
+  const Workspace workspace = [&] {
+    const py::gil_scoped_release released;
+    return engine.stats().workspace;
+  }();
+  py::dict result;
+  result["slots"] = workspace.slots;
+  result["message_bytes"] = workspace.message_bytes;
+  result["send_bytes"] = workspace.send_bytes;
+  result["receive_bytes"] = workspace.receive_bytes;
+  result["shared_receive"] = workspace.shared_receive;
+  return result;
+}
+
 py::list event_list(const BucketEngine& engine) {
   py::list result;
   for (const BucketEvent& event : engine.events()) {
@@ -173,6 +189,8 @@ py::list tiles_list(const BucketEngine& engine) {
 }
 
 void bind_options(py::module_& module) {
+  module.def("chunk_bytes_within", &chunk_bytes_within, py::arg("workspace_cap_bytes"),
+             py::arg("world_size"), py::arg("most"));
   module.attr("CHUNK_SLOTS") = kHostSlots;
   module.attr("COMMIT_SLOTS") = kCommitSlots;
   module.attr("GATHERS_IN_FLIGHT") = kGathersInFlight;
@@ -186,8 +204,8 @@ void bind_options(py::module_& module) {
            py::arg("world_size"), py::arg("config_hash"), py::arg("layout_hash"), py::arg("seed"),
            py::arg("warmup_steps"), py::arg("compressed_warmup"), py::arg("momentum"),
            py::arg("raise_nonfinite"), py::arg("exact_skip"), py::arg("loss_scale").none(true),
-           py::arg("check_every"), py::arg("chunk_bytes"), py::arg("find_unused_parameters"),
-           py::arg("store").none(true));
+           py::arg("check_every"), py::arg("chunk_bytes"), py::arg("workspace_cap_bytes"),
+           py::arg("find_unused_parameters"), py::arg("store").none(true));
 }
 
 py::tuple saved_state(BucketEngine& engine) {
@@ -205,6 +223,7 @@ void bind_engine(py::module_& module) {
   bind_options(module);
   py::class_<BucketEngine, std::shared_ptr<BucketEngine>>(module, "BucketEngine")
       .def("stats", &stats_dict)
+      .def("workspace", &workspace_dict)
       .def("current_step", &BucketEngine::current_step, py::call_guard<py::gil_scoped_release>())
       .def("events", &event_list)
       .def("all_reduce", &all_reduce, py::arg("gradient"))

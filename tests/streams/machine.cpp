@@ -184,6 +184,7 @@ void* Machine::allocate(size_t num_bytes, uint32_t stream) {
       std::aligned_alloc(kAlignment, (num_bytes + kAlignment - 1) / kAlignment * kAlignment);
   const std::lock_guard lock(mutex_);
   ++counters_.allocations;
+  counters_.held_bytes += num_bytes;
   blocks_[memory] = {num_bytes, stream, {}};
   push(stream, {"poison of new memory",
                 {},
@@ -208,6 +209,7 @@ void Machine::free(void* memory) {
   if (found == blocks_.end()) return;
   const Block block = std::move(found->second);
   blocks_.erase(found);
+  counters_.held_bytes -= block.num_bytes;
   for (const uint32_t stream : block.used_on) {
     const MarkPtr mark = record_locked(stream);
     push(block.stream, {"wait", {}, nullptr, mark});

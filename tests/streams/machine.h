@@ -57,6 +57,7 @@ using MarkPtr = std::shared_ptr<Mark>;
 
 struct Counters {
   uint64_t allocations = 0;
+  uint64_t held_bytes = 0;
   uint64_t host_waits = 0;
   uint64_t waits = 0;  // of streams for events
 };

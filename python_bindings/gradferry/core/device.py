@@ -15,7 +15,8 @@ from gradferry.core.agreement import no_backend
 from gradferry.core.cuda_build import driver_version, this_build, why_not
 from gradferry.errors import ConfigError
 
-# Most payload bytes per owner, stage and chunk where collectives are enqueued on streams. A chunk
+# Most payload bytes per owner, stage and chunk, in small worlds, where collectives are enqueued on
+# streams. A chunk
 # costs a dozen launches, so it should be megabytes.
 STREAM_CHUNK_BYTES = 4 << 20
 # For tests: a world of one exchanges with itself, so that a single device runs the whole path.
@@ -104,7 +105,11 @@ class Transport:
 
 
 def transport_of(device: torch.device, group: dist.ProcessGroup) -> Transport:
-    """The transport of gradients on `device` that are averaged over `group`."""
+    """The transport of gradients on `device` that are averaged over `group`.
+
+    Raises:
+        ConfigError: the group has no backend for the device, or is bound to another one.
+    """
     on_host = device.type == "cpu"
     if device.type not in {kind.type for kind in group._device_types}:
         raise no_backend(group, device)

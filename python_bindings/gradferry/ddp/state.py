@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from gradferry.core.config import Config, make_config
-from gradferry.core.options import Options
+from gradferry.core.options import WORKSPACE_CAP_MB, Options
 from gradferry.core.parameters import ParameterLayout
 from gradferry.ddp import step_numbers
 from gradferry.ddp.advice import warn_about_rules, watch_optimizer
@@ -73,6 +73,9 @@ class HookState:
             bytes per parameter. Not for uneven inputs under ``join()``: there a rank without
             input stops updating.
         seed: of the codecs' random numbers; equal on all ranks.
+        workspace_cap_mb: the most memory for messages, in MiB, on the device of the model: chunks
+            get smaller as the world grows, then fewer are in flight. ``print(state)`` shows what is
+            used.
 
     Raises:
         ConfigError: an argument or the model cannot be used.
@@ -96,6 +99,7 @@ class HookState:
         exact_skip: bool = False,
         check_every: int = 0,
         seed: int = 0,
+        workspace_cap_mb: float = WORKSPACE_CAP_MB,
     ) -> None:
         self._ask(Options.among(locals()))
         if ddp is None:
