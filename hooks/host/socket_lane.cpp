@@ -1,0 +1,430 @@
+#include "host/socket_lane.h"
+
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <climits>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <system_error>
+#include <tuple>
+#include <utility>
+
+#include "tensor_bytes.h"
+
+namespace gradferry {
+namespace {
+
+using std::chrono::milliseconds;
+using Clock = std::chrono::steady_clock;
+
+constexpr std::chrono::hours kLongestTimeout{24 * 365};  // of the clock's range
+
+// Owns a file descriptor. -1: none.
+class Descriptor {
+ public:
+  Descriptor() = default;
+  explicit Descriptor(int number) : number_(number) {}
+  Descriptor(Descriptor&& other) noexcept : number_(std::exchange(other.number_, -1)) {}
+  Descriptor& operator=(Descriptor&& other) noexcept {
+    std::swap(number_, other.number_);
+    return *this;
+  }
+  ~Descriptor() {
+    if (number_ >= 0) close(number_);
+  }
+
+  int number() const { return number_; }
+
+ private:
+  int number_ = -1;
+};
+
+// "rank 2: Connection reset by peer". `error`: an errno.
+std::string system_text(uint32_t rank, int error) {
+  // A keepalive found no answer. "Timed out" would read as the timeout of the process group.
+  const std::string text =
+      error == ETIMEDOUT ? "its machine does not answer" : std::generic_category().message(error);
+  return "rank " + std::to_string(rank) + ": " + text;
+}
+
+}  // namespace
+
+// The connections of all lanes.
+class Sockets {
+ public:
+  class Transfer;
+  using TransferPtr = c10::intrusive_ptr<Transfer>;
+  struct Message {
+    uint32_t to;
+    const std::byte* begin;
+    size_t size;
+  };
+
+  // `lanes`: connections by lane and rank.
+  Sockets(uint32_t rank, std::vector<std::vector<Descriptor>> lanes, milliseconds timeout);
+
+  void post(const TransferPtr& transfer, const std::vector<Message>& messages);
+  // Until `transfer` has ended, or `end`.
+  void serve(Transfer& transfer, Clock::time_point end);
+
+  uint32_t rank() const { return rank_; }
+  uint32_t world_size() const { return static_cast<uint32_t>(lanes_[0].connections.size()); }
+
+ private:
+  struct Unsent {
+    const std::byte* next;
+    size_t left;
+    TransferPtr transfer;
+  };
+  struct Connection {
+    Descriptor socket;
+    std::deque<Unsent> unsent;  // what the kernel did not take yet; under mutex_
+    std::string broken;         // why nothing can be sent any more; under mutex_
+    int wakes_at = 1;           // bytes that have come; of the thread that serves
+  };
+  // What is still to come from a rank.
+  struct Part {
+    uint32_t from;
+    std::byte* next;
+    size_t left;
+  };
+  struct LaneState {
+    std::vector<Connection> connections;  // by rank
+    std::deque<TransferPtr> transfers;    // for which something is to come; under mutex_
+  };
+  struct Awaited {
+    std::vector<pollfd> polled;                                  // wake_, receiving, sending
+    std::vector<std::tuple<TransferPtr, Part*, int>> receiving;  // and the socket
+    std::vector<std::pair<Connection*, uint32_t>> sending;       // and to whom
+  };
+
+  static void send_unsent(Connection& connection, uint32_t to);
+  static bool receive(int socket, Part& to_come);
+  Awaited what_to_wait_for();
+  void move(milliseconds longest);
+  bool take_what_came(Awaited& awaited, bool all);
+  void drop_received();
+
+  const uint32_t rank_;
+  const milliseconds timeout_;
+  const Descriptor wake_;  // an eventfd: something was posted that the serving thread does not know
+  std::vector<LaneState> lanes_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool serving_ = false;
+  uint64_t moves_ = 0;  // how often something was sent or came
+};
+
+// A collective under way.
+class Sockets::Transfer final : public c10d::Work {
+ public:
+  Transfer(const std::shared_ptr<Sockets>& sockets, size_t index, at::Tensor receive,
+           at::Tensor send)
+      : lane(index), sockets_(sockets), receive_(std::move(receive)), send_(std::move(send)) {}
+
+  bool wait(milliseconds longest) override {
+    serve(longest);
+    if (!isCompleted()) throw std::runtime_error("timed out, and goes on");
+    if (exception()) std::rethrow_exception(exception());
+    return true;
+  }
+  void fail(const std::string& why) {
+    if (!isCompleted()) finish(std::make_exception_ptr(std::runtime_error(why)));
+  }
+  void end_if_done() {
+    if (parts.empty() && num_unsent == 0 && !isCompleted()) finish();
+  }
+
+  const size_t lane;
+  std::vector<Part> parts;  // of the thread that serves
+  // Under the mutex of Sockets.
+  size_t num_unsent = 0;
+  std::optional<Clock::time_point> quiet_since;  // since it was first waited for
+  uint64_t moves_seen = 0;
+
+ private:
+  void serve(milliseconds longest) {
+    const auto end = longest == kNoTimeout ? Clock::time_point::max() : Clock::now() + longest;
+    if (const auto sockets = sockets_.lock()) {
+      sockets->serve(*this, end);
+    } else {
+      fail("the lanes were closed");
+    }
+  }
+
+  const std::weak_ptr<Sockets> sockets_;  // which hold transfers
+  at::Tensor receive_, send_;
+};
+
+Sockets::Sockets(uint32_t rank, std::vector<std::vector<Descriptor>> lanes, milliseconds timeout)
+    : rank_(rank),
+      timeout_(std::min<milliseconds>(timeout, kLongestTimeout)),
+      wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+      lanes_(lanes.size()) {
+  if (wake_.number() < 0) {
+    throw std::runtime_error("no eventfd: " + std::generic_category().message(errno));
+  }
+  for (size_t lane = 0; lane < lanes.size(); ++lane) {
+    lanes_[lane].connections = std::vector<Connection>(lanes[lane].size());
+    for (size_t to = 0; to < lanes[lane].size(); ++to) {
+      lanes_[lane].connections[to].socket = std::move(lanes[lane][to]);
+    }
+  }
+}
+
+void Sockets::post(const TransferPtr& transfer, const std::vector<Message>& messages) {
+  LaneState& lane = lanes_[transfer->lane];
+  const std::lock_guard lock(mutex_);
+  if (!transfer->parts.empty()) lane.transfers.push_back(transfer);
+  for (const Message& message : messages) {
+    Connection& connection = lane.connections[message.to];
+    connection.unsent.push_back({message.begin, message.size, transfer});
+    ++transfer->num_unsent;
+    if (connection.unsent.size() == 1 || !connection.broken.empty()) {
+      send_unsent(connection, message.to);
+    }
+  }
+  transfer->end_if_done();
+  if (!serving_) return;
+  const uint64_t one = 1;
+  // Only a counter that is full already refuses.
+  [[maybe_unused]] const ssize_t written = write(wake_.number(), &one, sizeof(one));
+}
+
+// What the kernel takes now. With mutex_ held.
+void Sockets::send_unsent(Connection& connection, uint32_t to) {
+  while (!connection.unsent.empty() && connection.broken.empty()) {
+    Unsent& first = connection.unsent.front();
+    const ssize_t sent =
+        send(connection.socket.number(), first.next, first.left, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (sent < 0 && errno == EINTR) continue;
+    if (sent < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return;
+    if (sent < 0) {
+      connection.broken = system_text(to, errno);
+      break;
+    }
+    first.next += sent;
+    first.left -= static_cast<size_t>(sent);
+    if (first.left != 0) return;
+    --first.transfer->num_unsent;
+    first.transfer->end_if_done();
+    connection.unsent.pop_front();
+  }
+  if (connection.broken.empty()) return;
+  for (const Unsent& unsent : connection.unsent) unsent.transfer->fail(connection.broken);
+  connection.unsent.clear();
+}
+
+// Whether something came. Throws what a connection that is gone means.
+bool Sockets::receive(int socket, Part& to_come) {
+  const ssize_t got = recv(socket, to_come.next, to_come.left, MSG_DONTWAIT);
+  if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) return false;
+  if (got == 0) {
+    throw std::runtime_error("rank " + std::to_string(to_come.from) +
+                             ": connection closed by peer");
+  }
+  if (got < 0) throw std::runtime_error(system_text(to_come.from, errno));
+  to_come.next += got;
+  to_come.left -= static_cast<size_t>(got);
+  return true;
+}
+
+void Sockets::serve(Transfer& transfer, Clock::time_point end) {
+  std::unique_lock lock(mutex_);
+  while (!transfer.isCompleted()) {
+    const auto now = Clock::now();
+    if (!transfer.quiet_since || std::exchange(transfer.moves_seen, moves_) != moves_) {
+      transfer.quiet_since = now;
+      transfer.moves_seen = moves_;
+    }
+    const auto last = *transfer.quiet_since + timeout_;
+    // Once at least, however late it is: what has come counts.
+    const auto longest = std::max(std::min(last, end), now) - now;
+    if (serving_) {
+      changed_.wait_for(lock, longest);
+    } else {
+      serving_ = true;
+      lock.unlock();
+      std::string error;
+      try {
+        move(std::chrono::ceil<milliseconds>(longest));
+      } catch (const std::exception& thrown) {
+        error = thrown.what();
+      }
+      lock.lock();
+      serving_ = false;
+      if (!error.empty()) transfer.fail(error);
+      changed_.notify_all();
+    }
+    if (transfer.isCompleted() || moves_ != transfer.moves_seen) continue;
+    if (Clock::now() >= last) transfer.fail("timed out");
+    if (Clock::now() >= end) return;
+  }
+}
+
+// What is first in every lane, and all that is unsent.
+Sockets::Awaited Sockets::what_to_wait_for() {
+  Awaited awaited{{{wake_.number(), POLLIN, 0}}, {}, {}};
+  const std::lock_guard lock(mutex_);
+  for (LaneState& lane : lanes_) {
+    for (uint32_t to = 0; to < lane.connections.size(); ++to) {
+      Connection& connection = lane.connections[to];
+      if (!connection.unsent.empty()) awaited.sending.emplace_back(&connection, to);
+    }
+    if (lane.transfers.empty()) continue;
+    const TransferPtr& first = lane.transfers.front();
+    for (Part& part : first->parts) {
+      Connection& connection = lane.connections[part.from];
+      const int socket = connection.socket.number();
+      const int enough = static_cast<int>(std::min<size_t>(part.left, INT_MAX / 2));
+      // The kernel takes less where it must: then there is more than one waking.
+      if (std::exchange(connection.wakes_at, enough) != enough) {
+        setsockopt(socket, SOL_SOCKET, SO_RCVLOWAT, &enough, sizeof(enough));
+      }
+      awaited.receiving.emplace_back(first, &part, socket);
+      awaited.polled.push_back({socket, POLLIN, 0});
+    }
+  }
+  for (const auto& [connection, to] : awaited.sending) {
+    awaited.polled.push_back({connection->socket.number(), POLLOUT, 0});
+  }
+  return awaited;
+}
+
+// Waits until the kernel has brought something for any lane, or takes something, and moves that.
+// All lanes, because a peer may wait for another one, and can send there only what is read here.
+void Sockets::move(milliseconds longest) {
+  Awaited awaited = what_to_wait_for();
+  const int ready = poll(awaited.polled.data(), awaited.polled.size(),
+                         static_cast<int>(std::min<int64_t>(longest.count(), INT_MAX)));
+  if (ready < 0) {
+    if (errno == EINTR) return;
+    throw std::runtime_error("cannot wait for messages: " + std::generic_category().message(errno));
+  }
+  if (awaited.polled[0].revents != 0) {
+    uint64_t count = 0;
+    [[maybe_unused]] const ssize_t taken = read(wake_.number(), &count, sizeof(count));
+  }
+  // When the time is up, it is seen what has come, enough or not.
+  bool moved = take_what_came(awaited, ready == 0);
+  const std::lock_guard lock(mutex_);
+  for (size_t i = 0; i < awaited.sending.size(); ++i) {
+    if (awaited.polled[1 + awaited.receiving.size() + i].revents == 0) continue;
+    send_unsent(*awaited.sending[i].first, awaited.sending[i].second);
+    moved = true;
+  }
+  drop_received();
+  if (moved) ++moves_;
+}
+
+// Without mutex_: others may post meanwhile.
+bool Sockets::take_what_came(Awaited& awaited, bool all) {
+  bool moved = false;
+  for (size_t i = 0; i < awaited.receiving.size(); ++i) {
+    if (!all && awaited.polled[1 + i].revents == 0) continue;
+    auto& [transfer, part, socket] = awaited.receiving[i];
+    try {
+      moved |= receive(socket, *part);
+    } catch (const std::exception& error) {
+      const std::lock_guard lock(mutex_);
+      transfer->fail(error.what());
+      part->left = 0;  // nothing more comes
+      moved = true;
+    }
+  }
+  return moved;
+}
+
+// With mutex_ held.
+void Sockets::drop_received() {
+  for (LaneState& lane : lanes_) {
+    if (lane.transfers.empty()) continue;
+    const TransferPtr first = lane.transfers.front();
+    std::erase_if(first->parts, [](const Part& part) { return part.left == 0; });
+    if (!first->parts.empty()) continue;
+    lane.transfers.pop_front();
+    first->end_if_done();
+  }
+}
+
+// --- the lane ---
+
+namespace {
+
+// Puts the messages for the next ranks first, so that not all ranks send to the same one first.
+void start_behind(uint32_t rank, std::vector<Sockets::Message>& messages) {
+  std::ranges::stable_partition(messages,
+                                [rank](const Sockets::Message& m) { return m.to > rank; });
+}
+
+}  // namespace
+
+SocketLane::SocketLane(std::shared_ptr<Sockets> sockets, size_t index)
+    : sockets_(std::move(sockets)), index_(index) {}
+
+uint32_t SocketLane::rank() const { return sockets_->rank(); }
+uint32_t SocketLane::world_size() const { return sockets_->world_size(); }
+
+Pending SocketLane::all_to_all(at::Tensor receive, std::vector<int64_t> receive_bytes,
+                               at::Tensor send, std::vector<int64_t> send_bytes) {
+  std::byte* to = bytes(receive);
+  const std::byte* from = bytes(send);
+  const auto transfer =
+      c10::make_intrusive<Sockets::Transfer>(sockets_, index_, std::move(receive), std::move(send));
+  std::vector<Sockets::Message> messages;
+  for (uint32_t p = 0; p < world_size(); ++p) {
+    if (p != rank()) {
+      if (receive_bytes[p] != 0) {
+        transfer->parts.push_back({p, to, static_cast<size_t>(receive_bytes[p])});
+      }
+      if (send_bytes[p] != 0) messages.push_back({p, from, static_cast<size_t>(send_bytes[p])});
+    }
+    to += receive_bytes[p];
+    from += send_bytes[p];
+  }
+  start_behind(rank(), messages);
+  sockets_->post(transfer, messages);
+  return transfer;
+}
+
+Pending SocketLane::all_gather(at::Tensor receive, at::Tensor send) {
+  const auto size = static_cast<size_t>(send.numel());
+  std::byte* to = bytes(receive);
+  const std::byte* from = bytes(send);
+  const auto transfer =
+      c10::make_intrusive<Sockets::Transfer>(sockets_, index_, std::move(receive), std::move(send));
+  std::vector<Sockets::Message> messages;
+  for (uint32_t p = 0; p < world_size(); ++p, to += size) {
+    if (p == rank() || size == 0) continue;
+    transfer->parts.push_back({p, to, size});
+    messages.push_back({p, from, size});
+  }
+  start_behind(rank(), messages);
+  sockets_->post(transfer, messages);
+  return transfer;
+}
+
+std::vector<std::shared_ptr<Lane>> make_socket_lanes(
+    uint32_t rank, const std::vector<std::vector<int>>& connections, milliseconds timeout) {
+  std::vector<std::vector<Descriptor>> owned(connections.size());
+  for (size_t lane = 0; lane < connections.size(); ++lane) {
+    for (const int number : connections[lane]) owned[lane].emplace_back(number);
+  }
+  const auto sockets = std::make_shared<Sockets>(rank, std::move(owned), timeout);
+  std::vector<std::shared_ptr<Lane>> lanes;
+  for (size_t lane = 0; lane < connections.size(); ++lane) {
+    lanes.push_back(std::make_shared<SocketLane>(sockets, lane));
+  }
+  return lanes;
+}
+
+}  // namespace gradferry
