@@ -240,14 +240,15 @@ bool Sockets::receive(int socket, Part& to_come) {
 
 void Sockets::serve(Transfer& transfer, Clock::time_point end) {
   std::unique_lock lock(mutex_);
-  while (!transfer.isCompleted()) {
+  // Once at least, however late it is: what has come counts.
+  for (bool once = false; !transfer.isCompleted(); once = true) {
     const auto now = Clock::now();
+    if (once && now >= end) return;
     if (!transfer.quiet_since || std::exchange(transfer.moves_seen, moves_) != moves_) {
       transfer.quiet_since = now;
       transfer.moves_seen = moves_;
     }
     const auto last = *transfer.quiet_since + timeout_;
-    // Once at least, however late it is: what has come counts.
     const auto longest = std::max(std::min(last, end), now) - now;
     if (serving_) {
       changed_.wait_for(lock, longest);
@@ -265,9 +266,7 @@ void Sockets::serve(Transfer& transfer, Clock::time_point end) {
       if (!error.empty()) transfer.fail(error);
       changed_.notify_all();
     }
-    if (transfer.isCompleted() || moves_ != transfer.moves_seen) continue;
-    if (Clock::now() >= last) transfer.fail("timed out");
-    if (Clock::now() >= end) return;
+    if (moves_ == transfer.moves_seen && Clock::now() >= last) transfer.fail("timed out");
   }
 }
 
