@@ -361,8 +361,9 @@ namespace {
 
 // Puts the messages for the next ranks first, so that not all ranks send to the same one first.
 void start_behind(uint32_t rank, std::vector<Sockets::Message>& messages) {
-  std::ranges::stable_partition(messages,
-                                [rank](const Sockets::Message& m) { return m.to > rank; });
+  std::ranges::rotate(messages, std::ranges::find_if(messages, [rank](const Sockets::Message& m) {
+                        return m.to > rank;
+                      }));
 }
 
 }  // namespace
