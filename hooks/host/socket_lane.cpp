@@ -266,7 +266,9 @@ void Sockets::serve(Transfer& transfer, Clock::time_point end) {
       if (!error.empty()) transfer.fail(error);
       changed_.notify_all();
     }
-    if (moves_ == transfer.moves_seen && Clock::now() >= last) transfer.fail("timed out");
+    // Another thread that waits for the same collective may have seen it move.
+    const auto quiet_until = *transfer.quiet_since + timeout_;
+    if (moves_ == transfer.moves_seen && Clock::now() >= quiet_until) transfer.fail("timed out");
   }
 }
 

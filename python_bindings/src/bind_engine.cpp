@@ -66,10 +66,10 @@ struct Collective {
 };
 
 std::shared_ptr<Lane> make_backend_lane(const py::handle& backend) {
+  auto held = to_backend(backend);
   const py::gil_scoped_release released;
   return std::make_shared<BackendLane>(
-      to_backend(backend),
-      std::make_shared<const at::ThreadLocalState>(thread_state_without_python()));
+      std::move(held), std::make_shared<const at::ThreadLocalState>(thread_state_without_python()));
 }
 
 std::shared_ptr<HostEngine> start_host_engine(EngineOptions options,

@@ -29,7 +29,8 @@ from gradferry.core.meeting import MOST_PAUSE_SECONDS
 
 _SECRET_BYTES = 16
 _HELLO = struct.Struct(f"<{_SECRET_BYTES}sI")  # question, rank
-_MOST_STRANGERS = 64  # that have not said yet who they are; with one more the oldest is closed
+# That have not said yet who they are, or twice the ranks; with one more the oldest is closed.
+_MOST_STRANGERS = 64
 # Probes keep routers from forgetting idle connections. A connection is broken only after two hours
 # without an answer: what is in flight has the timeout of the process group.
 _OPTIONS = (
@@ -233,7 +234,7 @@ def _accept(
                 elif stranger not in said:
                     stranger.close()
             if listener.fileno() in ready:
-                if len(said) == _MOST_STRANGERS:
+                if len(said) == max(_MOST_STRANGERS, 2 * len(connections)):
                     oldest = next(iter(said))
                     del said[oldest]
                     oldest.close()

@@ -119,6 +119,7 @@ def make_lanes(
         return [_native.Lane(backend) for backend in make_backends(group, nonce, num_lanes, place)]
     store = PrefixStore(f"gradferry/{nonce}/sockets", store_of(group))
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    timeout_seconds = _timeout(group, place).total_seconds()
     deadline = time.monotonic() + (patience(group, place) / 2).total_seconds()
     lanes: list[list[socket | None]] = []
     with _telling_of_others(), ExitStack() as opened:
@@ -131,7 +132,7 @@ def make_lanes(
     return _native.socket_lanes(
         [[-1 if each is None else each.detach() for each in lane] for lane in lanes],
         rank=rank,
-        timeout_seconds=_timeout(group, place).total_seconds(),
+        timeout_seconds=timeout_seconds,
     )
 
 
