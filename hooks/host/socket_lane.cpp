@@ -3,6 +3,7 @@
 #include <poll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -15,7 +16,6 @@
 #include <stdexcept>
 #include <string>
 #include <system_error>
-#include <tuple>
 #include <utility>
 
 #include "tensor_bytes.h"
@@ -26,6 +26,8 @@ namespace {
 using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
 
+// Then it is seen what has come, enough or not: a peer may send less than is waited for.
+constexpr milliseconds kLongestPoll{1000};
 constexpr std::chrono::hours kLongestTimeout{24 * 365};  // of the clock's range
 
 // Owns a file descriptor. -1: none.
@@ -56,6 +58,13 @@ std::string system_text(uint32_t rank, int error) {
   return "rank " + std::to_string(rank) + ": " + text;
 }
 
+// Takes as many bytes as there are, at most `left`, off `left`. Returns how many.
+ssize_t take(size_t& left, ssize_t there) {
+  const ssize_t taken = std::min(static_cast<ssize_t>(left), there);
+  left -= static_cast<size_t>(taken);
+  return taken;
+}
+
 }  // namespace
 
 // The connections of all lanes.
@@ -80,7 +89,10 @@ class Sockets {
   uint32_t world_size() const { return static_cast<uint32_t>(lanes_[0].connections.size()); }
 
  private:
+  // Every message is preceded by its size, so that ranks that disagree on it see that at once.
   struct Unsent {
+    uint64_t size;
+    size_t size_left;  // bytes of `size`
     const std::byte* next;
     size_t left;
     TransferPtr transfer;
@@ -93,23 +105,36 @@ class Sockets {
   };
   // What is still to come from a rank.
   struct Part {
+    Part(uint32_t rank, std::byte* begin, size_t num_bytes)
+        : from(rank), next(begin), left(num_bytes), expected(num_bytes) {}
+    bool complete() const { return size_left == 0 && left == 0; }
+
     uint32_t from;
     std::byte* next;
     size_t left;
+    uint64_t expected;
+    uint64_t size = 0;  // as the other rank says
+    size_t size_left = sizeof(size);
   };
   struct LaneState {
     std::vector<Connection> connections;  // by rank
     std::deque<TransferPtr> transfers;    // for which something is to come; under mutex_
   };
+  struct Polled {
+    Connection* connection;
+    uint32_t rank;
+    TransferPtr transfer;
+    Part* part;  // of `transfer`; null: nothing is to come
+  };
   struct Awaited {
-    std::vector<pollfd> polled;                                  // wake_, receiving, sending
-    std::vector<std::tuple<TransferPtr, Part*, int>> receiving;  // and the socket
-    std::vector<std::pair<Connection*, uint32_t>> sending;       // and to whom
+    std::vector<pollfd> polled;  // wake_, then connections
+    std::vector<Polled> connections;
   };
 
   static void send_unsent(Connection& connection, uint32_t to);
   static bool receive(int socket, Part& to_come);
   Awaited what_to_wait_for();
+  static void wake_when_there(Connection& connection, size_t num_bytes);
   void move(milliseconds longest);
   bool take_what_came(Awaited& awaited, bool all);
   void drop_received();
@@ -187,7 +212,8 @@ void Sockets::post(const TransferPtr& transfer, const std::vector<Message>& mess
   if (!transfer->parts.empty()) lane.transfers.push_back(transfer);
   for (const Message& message : messages) {
     Connection& connection = lane.connections[message.to];
-    connection.unsent.push_back({message.begin, message.size, transfer});
+    connection.unsent.push_back(
+        {message.size, sizeof(message.size), message.begin, message.size, transfer});
     ++transfer->num_unsent;
     if (connection.unsent.size() == 1 || !connection.broken.empty()) {
       send_unsent(connection, message.to);
@@ -204,17 +230,23 @@ void Sockets::post(const TransferPtr& transfer, const std::vector<Message>& mess
 void Sockets::send_unsent(Connection& connection, uint32_t to) {
   while (!connection.unsent.empty() && connection.broken.empty()) {
     Unsent& first = connection.unsent.front();
-    const ssize_t sent =
-        send(connection.socket.number(), first.next, first.left, MSG_NOSIGNAL | MSG_DONTWAIT);
+    auto* size_end = reinterpret_cast<std::byte*>(&first.size) + sizeof(first.size);
+    iovec pieces[] = {{size_end - first.size_left, first.size_left},
+                      {const_cast<std::byte*>(first.next), first.left}};
+    msghdr message{};
+    message.msg_iov = pieces;
+    message.msg_iovlen = 2;
+    ssize_t sent = sendmsg(connection.socket.number(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (sent < 0 && errno == EINTR) continue;
     if (sent < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return;
     if (sent < 0) {
       connection.broken = system_text(to, errno);
       break;
     }
+    sent -= take(first.size_left, sent);
     first.next += sent;
     first.left -= static_cast<size_t>(sent);
-    if (first.left != 0) return;
+    if (first.size_left != 0 || first.left != 0) return;
     --first.transfer->num_unsent;
     first.transfer->end_if_done();
     connection.unsent.pop_front();
@@ -226,15 +258,29 @@ void Sockets::send_unsent(Connection& connection, uint32_t to) {
 
 // Whether something came. Throws what a connection that is gone means.
 bool Sockets::receive(int socket, Part& to_come) {
-  const ssize_t got = recv(socket, to_come.next, to_come.left, MSG_DONTWAIT);
+  auto* size_end = reinterpret_cast<std::byte*>(&to_come.size) + sizeof(to_come.size);
+  iovec pieces[] = {{size_end - to_come.size_left, to_come.size_left},
+                    {to_come.next, to_come.left}};
+  msghdr message{};
+  message.msg_iov = pieces;
+  message.msg_iovlen = 2;
+  ssize_t got = recvmsg(socket, &message, MSG_DONTWAIT);
   if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) return false;
   if (got == 0) {
     throw std::runtime_error("rank " + std::to_string(to_come.from) +
                              ": connection closed by peer");
   }
   if (got < 0) throw std::runtime_error(system_text(to_come.from, errno));
+  const bool had_size = to_come.size_left == 0;
+  got -= take(to_come.size_left, got);
   to_come.next += got;
   to_come.left -= static_cast<size_t>(got);
+  if (!had_size && to_come.size_left == 0 && to_come.size != to_come.expected) {
+    throw std::runtime_error("rank " + std::to_string(to_come.from) + " sends a message of " +
+                             std::to_string(to_come.size) + " bytes where " +
+                             std::to_string(to_come.expected) +
+                             " were expected; is it at another step, or is its model another?");
+  }
   return true;
 }
 
@@ -274,31 +320,35 @@ void Sockets::serve(Transfer& transfer, Clock::time_point end) {
 
 // What is first in every lane, and all that is unsent.
 Sockets::Awaited Sockets::what_to_wait_for() {
-  Awaited awaited{{{wake_.number(), POLLIN, 0}}, {}, {}};
+  Awaited awaited{{{wake_.number(), POLLIN, 0}}, {}};
   const std::lock_guard lock(mutex_);
   for (LaneState& lane : lanes_) {
-    for (uint32_t to = 0; to < lane.connections.size(); ++to) {
-      Connection& connection = lane.connections[to];
-      if (!connection.unsent.empty()) awaited.sending.emplace_back(&connection, to);
+    std::vector<Part*> parts(lane.connections.size(), nullptr);
+    TransferPtr first;
+    if (!lane.transfers.empty()) first = lane.transfers.front();
+    if (first) {
+      for (Part& part : first->parts) parts[part.from] = &part;
     }
-    if (lane.transfers.empty()) continue;
-    const TransferPtr& first = lane.transfers.front();
-    for (Part& part : first->parts) {
-      Connection& connection = lane.connections[part.from];
-      const int socket = connection.socket.number();
-      const int enough = static_cast<int>(std::min<size_t>(part.left, INT_MAX / 2));
-      // The kernel takes less where it must: then there is more than one waking.
-      if (std::exchange(connection.wakes_at, enough) != enough) {
-        setsockopt(socket, SOL_SOCKET, SO_RCVLOWAT, &enough, sizeof(enough));
+    for (uint32_t rank = 0; rank < lane.connections.size(); ++rank) {
+      Connection& connection = lane.connections[rank];
+      int16_t events = connection.unsent.empty() ? 0 : POLLOUT;
+      if (const Part* part = parts[rank]) {
+        events |= POLLIN;
+        wake_when_there(connection, part->size_left + part->left);
       }
-      awaited.receiving.emplace_back(first, &part, socket);
-      awaited.polled.push_back({socket, POLLIN, 0});
+      if (events == 0) continue;
+      awaited.polled.push_back({connection.socket.number(), events, 0});
+      awaited.connections.push_back({&connection, rank, first, parts[rank]});
     }
-  }
-  for (const auto& [connection, to] : awaited.sending) {
-    awaited.polled.push_back({connection->socket.number(), POLLOUT, 0});
   }
   return awaited;
+}
+
+void Sockets::wake_when_there(Connection& connection, size_t num_bytes) {
+  const int enough = static_cast<int>(std::min<size_t>(num_bytes, INT_MAX / 2));
+  // The kernel takes less where it must: then there is more than one waking.
+  if (std::exchange(connection.wakes_at, enough) == enough) return;
+  setsockopt(connection.socket.number(), SOL_SOCKET, SO_RCVLOWAT, &enough, sizeof(enough));
 }
 
 // Waits until the kernel has brought something for any lane, or takes something, and moves that.
@@ -306,7 +356,7 @@ Sockets::Awaited Sockets::what_to_wait_for() {
 void Sockets::move(milliseconds longest) {
   Awaited awaited = what_to_wait_for();
   const int ready = poll(awaited.polled.data(), awaited.polled.size(),
-                         static_cast<int>(std::min<int64_t>(longest.count(), INT_MAX)));
+                         static_cast<int>(std::min(longest, kLongestPoll).count()));
   if (ready < 0) {
     if (errno == EINTR) return;
     throw std::runtime_error("cannot wait for messages: " + std::generic_category().message(errno));
@@ -315,12 +365,14 @@ void Sockets::move(milliseconds longest) {
     uint64_t count = 0;
     [[maybe_unused]] const ssize_t taken = read(wake_.number(), &count, sizeof(count));
   }
-  // When the time is up, it is seen what has come, enough or not.
   bool moved = take_what_came(awaited, ready == 0);
   const std::lock_guard lock(mutex_);
-  for (size_t i = 0; i < awaited.sending.size(); ++i) {
-    if (awaited.polled[1 + awaited.receiving.size() + i].revents == 0) continue;
-    send_unsent(*awaited.sending[i].first, awaited.sending[i].second);
+  for (size_t i = 0; i < awaited.connections.size(); ++i) {
+    const Polled& polled = awaited.connections[i];
+    if (polled.connection->unsent.empty() || (awaited.polled[1 + i].revents & ~POLLIN) == 0) {
+      continue;
+    }
+    send_unsent(*polled.connection, polled.rank);
     moved = true;
   }
   drop_received();
@@ -330,15 +382,16 @@ void Sockets::move(milliseconds longest) {
 // Without mutex_: others may post meanwhile.
 bool Sockets::take_what_came(Awaited& awaited, bool all) {
   bool moved = false;
-  for (size_t i = 0; i < awaited.receiving.size(); ++i) {
-    if (!all && awaited.polled[1 + i].revents == 0) continue;
-    auto& [transfer, part, socket] = awaited.receiving[i];
+  for (size_t i = 0; i < awaited.connections.size(); ++i) {
+    Polled& polled = awaited.connections[i];
+    if (polled.part == nullptr) continue;
+    if (!all && (awaited.polled[1 + i].revents & ~POLLOUT) == 0) continue;
     try {
-      moved |= receive(socket, *part);
+      moved |= receive(polled.connection->socket.number(), *polled.part);
     } catch (const std::exception& error) {
       const std::lock_guard lock(mutex_);
-      transfer->fail(error.what());
-      part->left = 0;  // nothing more comes
+      polled.transfer->fail(error.what());
+      polled.part->size_left = polled.part->left = 0;  // nothing more comes
       moved = true;
     }
   }
@@ -350,7 +403,7 @@ void Sockets::drop_received() {
   for (LaneState& lane : lanes_) {
     if (lane.transfers.empty()) continue;
     const TransferPtr first = lane.transfers.front();
-    std::erase_if(first->parts, [](const Part& part) { return part.left == 0; });
+    std::erase_if(first->parts, [](const Part& part) { return part.complete(); });
     if (!first->parts.empty()) continue;
     lane.transfers.pop_front();
     first->end_if_done();
@@ -385,10 +438,8 @@ Pending SocketLane::all_to_all(at::Tensor receive, std::vector<int64_t> receive_
   std::vector<Sockets::Message> messages;
   for (uint32_t p = 0; p < world_size(); ++p) {
     if (p != rank()) {
-      if (receive_bytes[p] != 0) {
-        transfer->parts.push_back({p, to, static_cast<size_t>(receive_bytes[p])});
-      }
-      if (send_bytes[p] != 0) messages.push_back({p, from, static_cast<size_t>(send_bytes[p])});
+      transfer->parts.emplace_back(p, to, static_cast<size_t>(receive_bytes[p]));
+      messages.push_back({p, from, static_cast<size_t>(send_bytes[p])});
     }
     to += receive_bytes[p];
     from += send_bytes[p];
@@ -406,8 +457,8 @@ Pending SocketLane::all_gather(at::Tensor receive, at::Tensor send) {
       c10::make_intrusive<Sockets::Transfer>(sockets_, index_, std::move(receive), std::move(send));
   std::vector<Sockets::Message> messages;
   for (uint32_t p = 0; p < world_size(); ++p, to += size) {
-    if (p == rank() || size == 0) continue;
-    transfer->parts.push_back({p, to, size});
+    if (p == rank()) continue;
+    transfer->parts.emplace_back(p, to, size);
     messages.push_back({p, from, size});
   }
   start_behind(rank(), messages);

@@ -92,6 +92,22 @@ def test_what_is_posted_while_a_thread_waits_is_served(world_of_2: World) -> Non
     assert all(world_of_2.run(case_post_while_waiting))
 
 
+def case_other_size() -> str:
+    """Ranks that disagree on the size of a message, as at different steps."""
+    (lane,) = make_lanes("other size", 1)
+    size = 500 if dist.get_rank() == 0 else 4000
+    with pytest.raises(RuntimeError) as caught:
+        exchange(lane, size)[0].wait()
+    dist.barrier()
+    return str(caught.value)
+
+
+def test_ranks_that_disagree_on_a_size_see_it_at_once(world_of_2: World) -> None:
+    first, second = world_of_2.run(case_other_size)
+    assert first.startswith("rank 1 sends a message of 4000 bytes where 500 were expected")
+    assert second.startswith("rank 0 sends a message of 500 bytes where 4000 were expected")
+
+
 def case_nothing() -> bool:
     """Parts without bytes, in some directions and in all."""
     (lane,) = make_lanes("nothing", 1)
