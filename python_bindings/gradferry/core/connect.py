@@ -31,8 +31,8 @@ _SECRET_BYTES = 16
 _HELLO = struct.Struct(f"<{_SECRET_BYTES}sI")  # question, rank
 # That have not said yet who they are, or twice the ranks; with one more the oldest is closed.
 _MOST_STRANGERS = 64
-# Probes keep routers from forgetting idle connections. A connection is broken only after two hours
-# without an answer: what is in flight has the timeout of the process group.
+# Probes keep routers from forgetting idle connections. An idle one is broken only after two hours
+# without an answer; what is in flight has the timeout of the process group.
 _OPTIONS = (
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
