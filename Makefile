@@ -86,8 +86,7 @@ test-torch-core:  ## what must hold on every torch; use with TORCH=
 	@$(bin)/python -m pytest -q -m "torch_core and not slow"
 
 gpu-check:  ## what a GPU makes of it: kernels, sanitizers, training; results in build/gpu/gpu.json
-	@$(PYTHON) tools/gpu_check.py kernels
-	@$(PYTHON) tools/gpu_check.py hook
+	@$(PYTHON) tools/gpu_check.py
 
 bench: $(core_ready)  ## kernels of every codec, against what memory allows
 	@build/core/benchmarks/codec_bench

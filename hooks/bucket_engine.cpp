@@ -25,28 +25,35 @@ BucketEngine::BucketEngine(EngineOptions options, ParameterHashes hashes, c10::D
 // --- a bucket ---
 
 void BucketEngine::run(const std::vector<uint32_t>& parameters, UsedMap used,
-                       const at::Tensor& gradient, FuturePtr future, c10::IValue value) {
-  begin_run();
-  std::optional<Error> failure;
-  try {
-    average(accept(parameters, std::move(used), gradient, std::move(future), std::move(value)));
-  } catch (...) {
-    failure = describe_failure(std::current_exception(), options_.rank);
+                       const at::Tensor& gradient, const FuturePtr& future, c10::IValue value) {
+  if (begin_run()) {
+    std::optional<Error> failure;
+    try {
+      average(accept(parameters, std::move(used), gradient, future, std::move(value)));
+    } catch (...) {
+      failure = describe_failure(std::current_exception(), options_.rank);
+    }
+    // The peers may lack messages of this rank, so the engine cannot continue.
+    const bool is_first = failure && fail(*failure);
+    const std::lock_guard lock(life_.mutex);
+    life_.running = false;
+    life_.changed.notify_all();
+    if (!failure) return;
+    if (is_first) raise(*life_.death);
   }
-  // The peers may lack messages of this rank, so the engine cannot continue.
-  if (failure) fail(*failure);
-  const std::lock_guard lock(life_.mutex);
-  life_.running = false;
-  life_.changed.notify_all();
-  if (failure) raise(*life_.death);
+  // What a bucket before this one met is not thrown: DDP would be left in the middle of a pass, and
+  // meet the next one with an internal error.
+  future->setErrorIfNeeded(options_.make_exception(*life_.death));
 }
 
-void BucketEngine::begin_run() {
+// False when the engine has failed.
+bool BucketEngine::begin_run() {
   if (getpid() != process_id_) raise(called_after_fork(process_id_));
   const std::lock_guard lock(life_.mutex);
-  if (life_.death) raise(*life_.death);
+  if (life_.death) return false;
   if (life_.stop) raise(called_at_exit());
   life_.running = true;
+  return true;
 }
 
 BucketEngine::Bucket BucketEngine::accept(const std::vector<uint32_t>& parameters, UsedMap used,
@@ -130,14 +137,17 @@ void BucketEngine::raise(const Error& error) const {
   std::rethrow_exception(options_.make_exception(error));
 }
 
-void BucketEngine::fail(const Error& error) {
+bool BucketEngine::fail(const Error& error) {
+  bool is_first = false;
   {
     const std::lock_guard lock(life_.mutex);
-    if (!life_.death) life_.death = finished(error, log_, options_.rank);
+    is_first = !life_.death;
+    if (is_first) life_.death = finished(error, log_, options_.rank);
     life_.changed.notify_all();
   }
   // A thread of the engine that sees the death would also report it, but may be waiting for others.
   options_.peers->tell(life_.death->what());
+  return is_first;
 }
 
 void BucketEngine::request_stop() {

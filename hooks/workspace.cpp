@@ -35,12 +35,14 @@ Workspace plan_workspace(const Layout& layout, uint32_t chunk_bytes,
   workspace.message_bytes = std::max<uint64_t>(usual, kHeaderBytes + layout.largest_tile_bytes());
   workspace.send_bytes = (world_size - 1) * usual + workspace.message_bytes;
   workspace.receive_bytes = world_size * workspace.message_bytes;
+  workspace.own_message_bytes = limits.gathers_in_place ? 0 : workspace.message_bytes;
   const auto fits = [&] { return workspace.bytes() + limits.other_bytes <= limits.cap_bytes; };
   for (workspace.slots = limits.most_slots; workspace.slots >= 1; --workspace.slots) {
     if (fits()) return workspace;
   }
   workspace.slots = 1;
   workspace.shared_receive = true;
+  workspace.own_message_bytes = workspace.message_bytes;
   const uint64_t needed = workspace.bytes() + limits.other_bytes;
   GRADFERRY_EXPECTS(fits(), kConfig,
                     "the messages of one chunk between " + std::to_string(world_size) +

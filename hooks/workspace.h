@@ -24,10 +24,13 @@ struct Workspace {
   // What a scatter and a gather receive lies in the same memory, one after the other; only with a
   // single slot.
   bool shared_receive = false;
+  // Of the message to all ranks; 0 where it is written to its place among those of all ranks, which
+  // shared memory does not allow: a reduce still reads there.
+  uint64_t own_message_bytes = 0;
 
   // Messages to all owners, from all ranks, to all ranks, and from all owners.
   uint64_t slot_bytes() const {
-    return send_bytes + message_bytes + (shared_receive ? 1 : 2) * receive_bytes;
+    return send_bytes + own_message_bytes + (shared_receive ? 1 : 2) * receive_bytes;
   }
   uint64_t bytes() const { return slots * slot_bytes(); }
 };
@@ -36,6 +39,7 @@ struct WorkspaceLimits {
   uint64_t cap_bytes;    // of the engine
   uint64_t other_bytes;  // what it needs for other things
   size_t most_slots;
+  bool gathers_in_place;  // the message to all ranks is written to its place
 };
 
 // As many slots as the limit allows. Throws Error(kConfig) if it allows none: the owner of a tile

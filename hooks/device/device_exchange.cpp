@@ -20,8 +20,10 @@ DeviceExchange::DeviceExchange(DeviceContext& context, uint64_t other_bytes)
   const uint64_t verdicts_bytes = uint64_t{options_.world_size} * sizeof(uint32_t);
   const Workspace workspace =
       plan_workspace(context_.layout, options_.chunk_bytes,
-                     {options_.workspace_cap_bytes, other_bytes + sums_bytes + verdicts_bytes,
-                      exchanges ? kDeviceSlots : 1});
+                     {.cap_bytes = options_.workspace_cap_bytes,
+                      .other_bytes = other_bytes + sums_bytes + verdicts_bytes,
+                      .most_slots = exchanges ? kDeviceSlots : 1,
+                      .gathers_in_place = false});
   expect_offsets_fit(workspace.message_bytes, options_.world_size);
   sums_ = context_.make_tensor(sums_bytes);
   verdicts_ = context_.make_tensor(verdicts_bytes);
@@ -38,7 +40,7 @@ DeviceExchange::DeviceExchange(DeviceContext& context, uint64_t other_bytes)
       return;
     }
     slot.scatter_receive = context_.make_buffer(workspace.receive_bytes);
-    slot.gather_send = context_.make_buffer(workspace.message_bytes);
+    slot.gather_send = context_.make_buffer(workspace.own_message_bytes);
     slot.gather_receive = workspace.shared_receive ? slot.scatter_receive
                                                    : context_.make_buffer(workspace.receive_bytes);
   }

@@ -13,7 +13,6 @@
 #include <deque>
 #include <memory>
 #include <optional>
-#include <utility>
 #include <vector>
 
 #include "engine_life.h"
@@ -56,10 +55,11 @@ class Finisher {
  private:
   struct Commit {
     std::shared_ptr<BucketJob> bucket;
-    at::Tensor receive;
+    at::Tensor records;
     Pending work;
   };
 
+  Error cause_of(Error error);
   bool do_oldest();
   bool next_chunk(std::unique_ptr<ChunkJob>& next);
   void reduce(std::unique_ptr<ChunkJob> job);
@@ -84,7 +84,7 @@ class Finisher {
   EngineLife& life_;
 
   std::vector<Slot> slots_;
-  std::vector<std::pair<at::Tensor, at::Tensor>> commit_slots_;  // send, receive
+  std::vector<at::Tensor> commit_slots_;  // records of all ranks
 
   // Only for the finishing thread.
   ChunkCodecs codecs_;

@@ -95,9 +95,28 @@ class BucketEngine:
     ) -> None: ...
     def scale_residuals(self, factor: float) -> None: ...
 
+class Collective:
+    def wait(self) -> None: ...
+    def is_completed(self) -> bool: ...
+
+class Lane:
+    def __init__(self, backend: Backend) -> None: ...
+    def all_to_all(
+        self,
+        receive: torch.Tensor,
+        receive_bytes: list[int],
+        send: torch.Tensor,
+        send_bytes: list[int],
+    ) -> Collective: ...
+    def all_gather(self, receive: torch.Tensor, send: torch.Tensor) -> Collective: ...
+
+def socket_lanes(
+    connections: list[list[int]], *, rank: int, timeout_seconds: float
+) -> list[Lane]: ...
+
 class HostEngine(BucketEngine):
     def __init__(
-        self, options: EngineOptions, *, tensors: list[torch.Tensor], lanes: Sequence[Backend]
+        self, options: EngineOptions, *, tensors: list[torch.Tensor], lanes: Sequence[Lane]
     ) -> None: ...
 
 class DeviceEngine(BucketEngine):
@@ -107,7 +126,7 @@ class DeviceEngine(BucketEngine):
         *,
         device: torch.device,
         tensors: list[torch.Tensor],
-        lane: Backend | None,
+        lane: Lane | None,
         group_name: str | None,
     ) -> None: ...
 

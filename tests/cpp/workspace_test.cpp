@@ -19,8 +19,8 @@ constexpr uint64_t kMiB = uint64_t{1} << 20;
 constexpr uint64_t kCap = 96 * kMiB;
 constexpr uint32_t kOnHost = 512 * 1024, kOnStreams = 4 << 20;
 constexpr size_t kMostSlots = 4;
-// As commits of the host's engine need in the largest world: 8 times 4097 records of 64 bytes.
-constexpr uint64_t kOther = 2 * kMiB + 512;
+// As commits of the host's engine need in the largest world: 8 times 4096 records of 64 bytes.
+constexpr uint64_t kOther = 2 * kMiB;
 
 ParameterSpec parameter(const char* name, uint64_t num_elements, const char* codec,
                         ScalarType dtype = ScalarType::kFloat32) {
@@ -43,6 +43,14 @@ Layout layout_of(uint32_t world_size) {
           Device::kCpu};
 }
 
+WorkspaceLimits limits(uint64_t cap_bytes, uint64_t other_bytes, size_t most_slots = kMostSlots,
+                       bool gathers_in_place = false) {
+  return {.cap_bytes = cap_bytes,
+          .other_bytes = other_bytes,
+          .most_slots = most_slots,
+          .gathers_in_place = gathers_in_place};
+}
+
 class World : public testing::TestWithParam<uint32_t> {};
 
 TEST_P(World, KeepsWithinTheLimitAndChunksWithinTheBuffers) {
@@ -50,7 +58,7 @@ TEST_P(World, KeepsWithinTheLimitAndChunksWithinTheBuffers) {
   const Layout layout = layout_of(world_size);
   for (const uint32_t most : {kOnHost, kOnStreams}) {
     const uint32_t chunk_bytes = chunk_bytes_within(kCap, world_size, most);
-    const Workspace workspace = plan_workspace(layout, chunk_bytes, {kCap, kOther, kMostSlots});
+    const Workspace workspace = plan_workspace(layout, chunk_bytes, limits(kCap, kOther));
     EXPECT_LE(workspace.bytes() + kOther, kCap);
     EXPECT_GE(workspace.slots, world_size <= 512 ? kMostSlots : 1);
     EXPECT_GE(workspace.receive_bytes, world_size * workspace.message_bytes);
@@ -93,17 +101,28 @@ TEST(Workspace, ChunksShrinkWithTheWorldButHoldATile) {
 TEST(Workspace, LessMemoryMeansFewerChunksInFlight) {
   const Layout layout = layout_of(8);
   const uint32_t chunk_bytes = 32768;
-  const uint64_t slot = plan_workspace(layout, chunk_bytes, {kCap, 0, 1}).bytes();
+  const uint64_t slot = plan_workspace(layout, chunk_bytes, limits(kCap, 0, 1)).bytes();
   for (size_t slots = kMostSlots; slots >= 1; --slots) {
     const Workspace workspace =
-        plan_workspace(layout, chunk_bytes, {slots * slot + 100, 100, kMostSlots});
+        plan_workspace(layout, chunk_bytes, limits(slots * slot + 100, 100));
     EXPECT_EQ(workspace.slots, slots);
     EXPECT_FALSE(workspace.shared_receive);
   }
-  const Workspace least = plan_workspace(layout, chunk_bytes, {slot - 1, 0, kMostSlots});
+  const Workspace least = plan_workspace(layout, chunk_bytes, limits(slot - 1, 0));
   EXPECT_EQ(least.slots, 1);
   EXPECT_TRUE(least.shared_receive);
   EXPECT_EQ(least.bytes(), slot - least.receive_bytes);
+}
+
+// Only then is room for the message itself needed: a reduce reads what it would overwrite.
+TEST(Workspace, AGatherInPlaceNeedsItsOwnMemoryOnlyWhereBuffersTakeTurns) {
+  const Layout layout = layout_of(8);
+  const Workspace usual = plan_workspace(layout, 32768, limits(kCap, 0, 1, true));
+  EXPECT_EQ(usual.own_message_bytes, 0);
+  EXPECT_EQ(usual.bytes(), usual.send_bytes + 2 * usual.receive_bytes);
+  const Workspace least = plan_workspace(layout, 32768, limits(usual.bytes() - 1, 0, 1, true));
+  EXPECT_EQ(least.own_message_bytes, least.message_bytes);
+  EXPECT_EQ(least.bytes(), least.send_bytes + least.receive_bytes + least.message_bytes);
 }
 
 // An owner receives 4096 payloads of 32 KiB for every tile of float64.
@@ -112,7 +131,7 @@ TEST(Workspace, WhatCannotFitIsRefusedWithTheLeastThatDoes) {
                       Device::kCpu);
   const uint32_t chunk_bytes = chunk_bytes_within(kCap, 4096, kOnStreams);
   try {
-    (void)plan_workspace(layout, chunk_bytes, {kCap, 0, kMostSlots});
+    (void)plan_workspace(layout, chunk_bytes, limits(kCap, 0));
     FAIL() << "nothing was thrown";
   } catch (const Error& error) {
     EXPECT_EQ(error.kind(), ErrorKind::kConfig);
@@ -120,9 +139,8 @@ TEST(Workspace, WhatCannotFitIsRefusedWithTheLeastThatDoes) {
     EXPECT_NE(text.find("more than the " + std::to_string(kCap)), std::string::npos) << text;
     const size_t at = text.rfind("workspace_cap_mb=") + sizeof("workspace_cap_mb=") - 1;
     const uint64_t needed = std::stoull(text.substr(at));
-    EXPECT_NO_THROW((void)plan_workspace(layout, chunk_bytes, {needed * kMiB, 0, kMostSlots}));
-    EXPECT_ANY_THROW(
-        (void)plan_workspace(layout, chunk_bytes, {(needed - 1) * kMiB, 0, kMostSlots}));
+    EXPECT_NO_THROW((void)plan_workspace(layout, chunk_bytes, limits(needed * kMiB, 0)));
+    EXPECT_ANY_THROW((void)plan_workspace(layout, chunk_bytes, limits((needed - 1) * kMiB, 0)));
   }
 }
 

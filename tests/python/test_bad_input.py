@@ -330,7 +330,7 @@ def test_world_too_large_for_offsets_of_32_bits_is_told_the_largest_that_would_d
         find_unused_parameters=False,
         store=None,
     )
-    lanes = [Backend(0, world_size) for _ in range(3)]
+    lanes = [native.Lane(Backend(0, world_size)) for _ in range(3)]
     with pytest.raises(gradferry.ConfigError, match="between 3 ranks at most, not 4"):
         native.HostEngine(options, tensors=[], lanes=lanes)
 

@@ -37,7 +37,8 @@ def case_train(scenario: Scenario) -> dict[str, Any]:
 
 
 # Of two ranks and a tile of fp32 as it is: a slot has 4,288 + 16,448 bytes to owners, 2 x 32,896
-# received, 16,448 sent to all. That is 102,976 bytes, or 70,080 where one buffer receives.
+# received, 16,448 sent to all (on a host in the place where it would be received). That is 102,976
+# bytes (86,528), or 70,080 where one buffer receives.
 @pytest.mark.parametrize(
     ("cap_mb", "slots", "shared"), [(0.08, 1, True), (0.101, 1, False), (0.21, 2, False)]
 )

@@ -67,8 +67,9 @@ def _workspace_lines(workspace: dict[str, int], world_size: int) -> list[str]:
     if longest == 0:
         return []
     receives = "one for both" if workspace["shared_receive"] else "2"
+    own = workspace["own_message_bytes"]
     return [
         f"    {workspace['slots']} chunks in flight: {workspace['send_bytes'] / 2**20:.2f} MiB to "
-        f"owners, {receives} x {world_size} ranks x {longest / 2**20:.3f} MiB received, "
-        f"{longest / 2**20:.3f} MiB sent to all"
+        f"owners, {receives} x {world_size} ranks x {longest / 2**20:.3f} MiB received"
+        + (f", {own / 2**20:.3f} MiB sent to all" if own else "")
     ]
