@@ -34,6 +34,7 @@ struct EngineOptions {
   at::Tensor loss_scale;   // one fp32 that a GradScaler writes after every step; undefined: 1
   uint64_t check_every;    // steps between comparisons of all ranks' parameters; 0: none
   uint32_t chunk_bytes;    // most payload bytes per owner and stage in one chunk
+  bool equal_scatter;      // as in PlanOptions; equal on all ranks
   uint64_t workspace_cap_bytes;  // most memory for messages (workspace.h)
   bool find_unused_parameters;   // DDP's: commits tell which parameters a rank used
   ExceptionFactory make_exception;

@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <chrono>
 #include <optional>
 #include <system_error>
@@ -28,6 +29,12 @@ CarrierLane::CarrierLane(Carrier carrier, std::shared_ptr<const at::ThreadLocalS
 Pending CarrierLane::all_to_all(at::Tensor receive, std::vector<int64_t> receive_bytes,
                                 at::Tensor send, std::vector<int64_t> send_bytes) {
   const at::ThreadLocalStateGuard guard(*clean_);
+  // Every rank sends the same sizes, so all of them leave the sizes out, or none does.
+  const auto other = [&](int64_t num_bytes) { return num_bytes != send_bytes.front(); };
+  if (std::ranges::none_of(send_bytes, other)) {
+    send_bytes.clear();
+    receive_bytes.clear();
+  }
   return std::visit(
       [&](auto& on) { return post_all_to_all(*on, receive, send, receive_bytes, send_bytes); },
       carrier_);

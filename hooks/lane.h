@@ -25,7 +25,8 @@ class Lane {
   Lane& operator=(const Lane&) = delete;
 
   // uint8 tensors, contiguous, one dimension. Rank p's part of `send` has send_bytes[p] bytes, its
-  // part of `receive` receive_bytes[p]. A lane may or may not copy this rank's own part.
+  // part of `receive` receive_bytes[p]; all ranks give the same send_bytes. A lane may or may not
+  // copy this rank's own part.
   virtual Pending all_to_all(at::Tensor receive, std::vector<int64_t> receive_bytes,
                              at::Tensor send, std::vector<int64_t> send_bytes) = 0;
   // Every rank sends `send`; `receive` holds world_size times as much. `send` is this rank's place

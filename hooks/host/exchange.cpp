@@ -40,14 +40,14 @@ void Exchange::post_scatter(Chunk& chunk, WireStatus status,
                             const std::vector<uint64_t>& checksums) {
   const auto& shards = chunk.plan->shards;
   std::vector<int64_t> send_bytes(shards.size());
-  const int64_t mine = kHeaderBytes + shards[agreement_.rank].worker_bytes;
+  const int64_t mine = shards[agreement_.rank].scatter_bytes;
   const std::vector<int64_t> receive_bytes(shards.size(), mine);
   const Envelope envelope = agreement_.envelope(chunk.step, chunk.number, Phase::kScatter);
   int64_t offset = 0;
   for (uint32_t p = 0; p < shards.size(); ++p) {
     write_header(bytes(chunk.slot->scatter_send) + offset, envelope, status, shards[p].worker_bytes,
                  checksums[p]);
-    send_bytes[p] = kHeaderBytes + shards[p].worker_bytes;
+    send_bytes[p] = shards[p].scatter_bytes;
     offset += send_bytes[p];
   }
   sent_bytes_.fetch_add(static_cast<uint64_t>(offset - send_bytes[agreement_.rank]),
@@ -76,10 +76,10 @@ const std::byte* Exchange::scattered_payload(const Chunk& chunk, uint32_t rank) 
   const auto& shards = chunk.plan->shards;
   if (rank == agreement_.rank) {
     uint64_t offset = kHeaderBytes;
-    for (uint32_t p = 0; p < rank; ++p) offset += kHeaderBytes + shards[p].worker_bytes;
+    for (uint32_t p = 0; p < rank; ++p) offset += shards[p].scatter_bytes;
     return bytes(chunk.slot->scatter_send) + offset;
   }
-  const uint64_t stride = kHeaderBytes + shards[agreement_.rank].worker_bytes;
+  const uint64_t stride = shards[agreement_.rank].scatter_bytes;
   return bytes(chunk.slot->scatter_receive) + rank * stride + kHeaderBytes;
 }
 

@@ -11,6 +11,7 @@ COMMIT_BYTES: int  # of the commit that ends a bucket, without a map
 CHUNK_SLOTS: int  # chunks in flight
 COMMIT_SLOTS: int  # buckets whose commits are in flight
 GATHERS_IN_FLIGHT: int
+SCATTER_PADDING_PART: int  # padding is at most this part of a chunk's scatter messages
 RESIDUAL_ALIGNMENT: int  # fp32 elements
 
 class _OptionInfo(TypedDict):
@@ -65,6 +66,7 @@ class EngineOptions:
         loss_scale: torch.Tensor | None,
         check_every: int,
         chunk_bytes: int,
+        equal_scatter: bool,
         workspace_cap_bytes: int,
         find_unused_parameters: bool,
         store: Store | None,

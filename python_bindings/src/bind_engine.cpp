@@ -37,7 +37,7 @@ EngineOptions make_options(std::vector<ParameterSpec> parameters, uint32_t rank,
                            uint64_t seed, uint64_t warmup_steps, bool compressed_warmup,
                            double momentum, bool raise_nonfinite, bool exact_skip,
                            const std::optional<at::Tensor>& loss_scale, uint64_t check_every,
-                           uint32_t chunk_bytes, uint64_t workspace_cap_bytes,
+                           uint32_t chunk_bytes, bool equal_scatter, uint64_t workspace_cap_bytes,
                            bool find_unused_parameters, const py::object& store) {
   c10::intrusive_ptr<c10d::Store> peers_store;
   if (!store.is_none()) peers_store = to_store(store);
@@ -55,6 +55,7 @@ EngineOptions make_options(std::vector<ParameterSpec> parameters, uint32_t rank,
           .loss_scale = loss_scale.value_or(at::Tensor()),
           .check_every = check_every,
           .chunk_bytes = chunk_bytes,
+          .equal_scatter = equal_scatter,
           .workspace_cap_bytes = workspace_cap_bytes,
           .find_unused_parameters = find_unused_parameters,
           .make_exception = &make_torch_exception,
@@ -206,6 +207,7 @@ void bind_options(py::module_& module) {
              py::arg("world_size"), py::arg("most"));
   module.attr("CHUNK_SLOTS") = kHostSlots;
   module.attr("COMMIT_SLOTS") = kCommitSlots;
+  module.attr("SCATTER_PADDING_PART") = kScatterPaddingPart;
   module.attr("GATHERS_IN_FLIGHT") = kGathersInFlight;
   module.attr("RESIDUAL_ALIGNMENT") = kResidualAlignment;
   py::class_<Collective>(module, "Collective")
@@ -247,8 +249,9 @@ void bind_options(py::module_& module) {
            py::arg("world_size"), py::arg("config_hash"), py::arg("layout_hash"), py::arg("seed"),
            py::arg("warmup_steps"), py::arg("compressed_warmup"), py::arg("momentum"),
            py::arg("raise_nonfinite"), py::arg("exact_skip"), py::arg("loss_scale").none(true),
-           py::arg("check_every"), py::arg("chunk_bytes"), py::arg("workspace_cap_bytes"),
-           py::arg("find_unused_parameters"), py::arg("store").none(true));
+           py::arg("check_every"), py::arg("chunk_bytes"), py::arg("equal_scatter"),
+           py::arg("workspace_cap_bytes"), py::arg("find_unused_parameters"),
+           py::arg("store").none(true));
 }
 
 py::tuple saved_state(BucketEngine& engine) {

@@ -62,14 +62,18 @@ TEST_P(World, KeepsWithinTheLimitAndChunksWithinTheBuffers) {
     EXPECT_LE(workspace.bytes() + kOther, kCap);
     EXPECT_GE(workspace.slots, world_size <= 512 ? kMostSlots : 1);
     EXPECT_GE(workspace.receive_bytes, world_size * workspace.message_bytes);
-    const BucketPlan plan = make_plan(
-        layout, {0, 1, 2, 3},
-        {.rank = 0, .chunk_bytes = chunk_bytes, .codecs = CodecChoice::kOwn, .residuals = false});
+    const BucketPlan plan = make_plan(layout, {0, 1, 2, 3},
+                                      {.rank = 0,
+                                       .chunk_bytes = chunk_bytes,
+                                       .equal_scatter = true,
+                                       .codecs = CodecChoice::kOwn,
+                                       .residuals = false});
     for (const ChunkPlan& chunk : plan.chunks) {
       uint64_t sent = 0;
       for (const Shard& shard : chunk.shards) {
-        sent += kHeaderBytes + shard.worker_bytes;
-        EXPECT_LE(kHeaderBytes + shard.worker_bytes, workspace.message_bytes);
+        sent += shard.scatter_bytes;
+        EXPECT_GE(shard.scatter_bytes, kHeaderBytes + shard.worker_bytes);
+        EXPECT_LE(shard.scatter_bytes, workspace.message_bytes);
       }
       EXPECT_LE(sent, workspace.send_bytes);
       EXPECT_LE(chunk.gather_message_bytes, workspace.message_bytes);

@@ -326,6 +326,7 @@ def test_world_too_large_for_offsets_of_32_bits_is_told_the_largest_that_would_d
         loss_scale=None,
         check_every=0,
         chunk_bytes=chunk_bytes,
+        equal_scatter=True,
         workspace_cap_bytes=2**40,
         find_unused_parameters=False,
         store=None,

@@ -104,6 +104,7 @@ def case_large_world(world_size: int) -> dict[str, Any]:
         loss_scale=None,
         check_every=10,
         chunk_bytes=_native.chunk_bytes_within(cap, world_size, device.STREAM_CHUNK_BYTES),
+        equal_scatter=True,
         workspace_cap_bytes=cap,
         find_unused_parameters=False,
         store=None,

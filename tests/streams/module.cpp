@@ -43,6 +43,7 @@ PYBIND11_MODULE(gradferry_fake_device, module) {
            py::arg("size"), py::arg("timeout"))
       // Which newer versions of torch give every backend.
       .def_property_readonly("options", &StreamedBackend::getBackendOptions)
+      .def_property_readonly("num_equal", &StreamedBackend::num_equal)
       .def("set_in_line", &StreamedBackend::set_in_line, py::arg("in_line"))
       .def(
           "damage",

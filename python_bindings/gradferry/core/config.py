@@ -82,6 +82,7 @@ class Config:
     chooses: bool  # with codec="auto"; `codec` is then the current choice
     workspace_cap_mb: float
     chunk_bytes: int = CHUNK_BYTES  # at most; see `chunk_bytes_at`
+    equal_scatter: bool = False  # a chunk's messages to owners are padded to one size
 
     @property
     def passes_through(self) -> bool:

@@ -5,23 +5,29 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
 from gradferry import _native
 from gradferry.core.agreement import no_backend
+from gradferry.core.config import Config
 from gradferry.core.cuda_build import driver_version, this_build, why_not
 from gradferry.errors import ConfigError
 
 # Most payload bytes per owner, stage and chunk, in small worlds, where collectives are enqueued on
-# streams. A chunk
-# costs a dozen launches, so it should be megabytes.
+# streams. A chunk costs launches and two collectives, so it should be megabytes.
 STREAM_CHUNK_BYTES = 4 << 20
 # For tests: a world of one exchanges with itself, so that a single device runs the whole path.
 EXCHANGE_WHEN_ALONE = False
 CPU = torch.device("cpu")
+
+
+def on_streams(config: Config) -> Config:
+    """The configuration with the messages that suit collectives in the order of streams."""
+    return replace(config, chunk_bytes=STREAM_CHUNK_BYTES, equal_scatter=True)
+
 
 _REBUILD = (
     "install gradferry again where nvcc is found "
