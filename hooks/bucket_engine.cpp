@@ -20,11 +20,7 @@ BucketEngine::BucketEngine(EngineOptions options, ParameterHashes hashes, c10::D
       hashes_(std::move(hashes)),
       process_id_(getpid()),
       steps_(layout_.parameters().size()),
-      optimizer_steps_(options_.loss_scale) {
-  GRADFERRY_EXPECTS(options_.chunk_bytes >= kLeastChunkBytes, kConfig,
-                    "chunk_bytes is " + std::to_string(options_.chunk_bytes) +
-                        "; it must be at least " + std::to_string(kLeastChunkBytes));
-}
+      optimizer_steps_(options_.loss_scale) {}
 
 // --- a bucket ---
 
@@ -99,8 +95,11 @@ const BucketPlan& BucketEngine::plan_for(const std::vector<uint32_t>& parameters
   if (found != plans.end()) return found->second;
   CodecChoice codecs = warmup ? CodecChoice::kWarmup : CodecChoice::kOwn;
   if (!exchanges_) codecs = CodecChoice::kExact;
-  const PlanOptions plan_options{options_.rank, options_.chunk_bytes, codecs,
-                                 options_.touches_residuals(step)};
+  const PlanOptions plan_options{.rank = options_.rank,
+                                 .chunk_bytes = options_.chunk_bytes,
+                                 .equal_scatter = options_.equal_scatter,
+                                 .codecs = codecs,
+                                 .residuals = options_.touches_residuals(step)};
   const BucketPlan& plan =
       plans.emplace(parameters, make_plan(layout_, parameters, plan_options)).first->second;
   const std::lock_guard lock(life_.mutex);

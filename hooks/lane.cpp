@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <chrono>
 #include <optional>
 #include <system_error>
@@ -18,15 +19,30 @@ at::ThreadLocalState thread_state_without_python() {
   return *state;
 }
 
-Pending BackendLane::all_to_all(at::Tensor receive, std::vector<int64_t> receive_bytes,
+CarrierLane::CarrierLane(Carrier carrier, std::shared_ptr<const at::ThreadLocalState> clean)
+    : carrier_(std::move(carrier)),
+      rank_(std::visit([](auto& on) { return static_cast<uint32_t>(on->getRank()); }, carrier_)),
+      world_size_(
+          std::visit([](auto& on) { return static_cast<uint32_t>(on->getSize()); }, carrier_)),
+      clean_(std::move(clean)) {}
+
+Pending CarrierLane::all_to_all(at::Tensor receive, std::vector<int64_t> receive_bytes,
                                 at::Tensor send, std::vector<int64_t> send_bytes) {
   const at::ThreadLocalStateGuard guard(*clean_);
-  return backend_->alltoall_base(receive, send, receive_bytes, send_bytes);
+  // Every rank sends the same sizes, so all of them leave the sizes out, or none does.
+  const auto other = [&](int64_t num_bytes) { return num_bytes != send_bytes.front(); };
+  if (std::ranges::none_of(send_bytes, other)) {
+    send_bytes.clear();
+    receive_bytes.clear();
+  }
+  return std::visit(
+      [&](auto& on) { return post_all_to_all(*on, receive, send, receive_bytes, send_bytes); },
+      carrier_);
 }
 
-Pending BackendLane::all_gather(at::Tensor receive, at::Tensor send) {
+Pending CarrierLane::all_gather(at::Tensor receive, at::Tensor send) {
   const at::ThreadLocalStateGuard guard(*clean_);
-  return backend_->_allgather_base(receive, send);
+  return std::visit([&](auto& on) { return post_all_gather(*on, receive, send); }, carrier_);
 }
 
 void close_later(std::vector<std::shared_ptr<Lane>> lanes) {

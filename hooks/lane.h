@@ -1,6 +1,6 @@
-// A lane: an ordered queue of collectives of our own, on connections that one attach has to itself.
-// Collectives pair up by the order in which they were posted, so each lane has exactly one posting
-// thread.
+// A lane: an ordered queue of collectives, on connections that one attach has to itself, or on
+// DDP's own process group. Collectives pair up by the order in which they were posted, so each lane
+// has exactly one posting thread.
 #pragma once
 
 #include <ATen/ThreadLocalState.h>
@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <variant>
 #include <vector>
 
 #include "torch_compat.h"
@@ -24,7 +25,8 @@ class Lane {
   Lane& operator=(const Lane&) = delete;
 
   // uint8 tensors, contiguous, one dimension. Rank p's part of `send` has send_bytes[p] bytes, its
-  // part of `receive` receive_bytes[p]. A lane may or may not copy this rank's own part.
+  // part of `receive` receive_bytes[p]; all ranks give the same send_bytes. A lane may or may not
+  // copy this rank's own part.
   virtual Pending all_to_all(at::Tensor receive, std::vector<int64_t> receive_bytes,
                              at::Tensor send, std::vector<int64_t> send_bytes) = 0;
   // Every rank sends `send`; `receive` holds world_size times as much. `send` is this rank's place
@@ -47,22 +49,27 @@ void close_later(std::vector<std::shared_ptr<Lane>> lanes);
 // objects, so that destroying it needs no GIL.
 at::ThreadLocalState thread_state_without_python();
 
-// On a backend of torch's. Its destructor joins the backend's threads, which may wait for peers.
-class BackendLane final : public Lane {
+// What of torch's a lane posts on. Only the operations of a ProcessGroup pass by torch's flight
+// recorder, NaN check and other hooks.
+using Carrier =
+    std::variant<c10::intrusive_ptr<c10d::Backend>, c10::intrusive_ptr<c10d::ProcessGroup>>;
+
+// On a backend or process group of torch's. The destructor of a backend joins its threads, which
+// may wait for peers.
+class CarrierLane final : public Lane {
  public:
   // `clean`: thread_state_without_python().
-  BackendLane(c10::intrusive_ptr<c10d::Backend> backend,
-              std::shared_ptr<const at::ThreadLocalState> clean)
-      : backend_(std::move(backend)), clean_(std::move(clean)) {}
+  CarrierLane(Carrier carrier, std::shared_ptr<const at::ThreadLocalState> clean);
 
   Pending all_to_all(at::Tensor receive, std::vector<int64_t> receive_bytes, at::Tensor send,
                      std::vector<int64_t> send_bytes) override;
   Pending all_gather(at::Tensor receive, at::Tensor send) override;
-  uint32_t rank() const override { return static_cast<uint32_t>(backend_->getRank()); }
-  uint32_t world_size() const override { return static_cast<uint32_t>(backend_->getSize()); }
+  uint32_t rank() const override { return rank_; }
+  uint32_t world_size() const override { return world_size_; }
 
  private:
-  c10::intrusive_ptr<c10d::Backend> backend_;
+  Carrier carrier_;
+  uint32_t rank_, world_size_;
   std::shared_ptr<const at::ThreadLocalState> clean_;
 };
 

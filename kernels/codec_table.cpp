@@ -63,11 +63,19 @@ void use_device_library(const DeviceLibrary& library) {
   device_library = library;
 }
 
-const MessageKernels& message_kernels() {
+namespace {
+
+const DeviceLibrary& library_in_use() {
   GRADFERRY_EXPECTS(device_library.version != 0, kState,
                     "no device library is in use; call use_cuda_codecs() first");
-  return device_library.messages;
+  return device_library;
 }
+
+}  // namespace
+
+const MessageKernels& message_kernels() { return library_in_use().messages; }
+
+bool is_capturing(Stream stream) { return library_in_use().is_capturing(stream); }
 
 std::span<const Codec> codecs(Device device) {
   return device == Device::kCpu ? cpu_codecs(active_isa()) : device_library.codecs;

@@ -1,4 +1,6 @@
 // The table of codecs on CUDA, in the library of the CUDA kernels.
+#include <cuda_runtime_api.h>
+
 #include <array>
 
 #include "gradferry/cuda_codecs.h"
@@ -13,11 +15,24 @@ GRADFERRY_FOR_EACH_CODEC(GRADFERRY_DECLARE)
 extern const MessageKernels message_kernels;
 }  // namespace cuda
 
+namespace {
+
+// The default stream refuses to be asked while another stream of the device is captured.
+bool goes_into_graph(Stream stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  const cudaError_t error = cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status);
+  if (error != cudaSuccess) (void)cudaGetLastError();
+  return error == cudaErrorStreamCaptureImplicit || status != cudaStreamCaptureStatusNone;
+}
+
+}  // namespace
+
 const DeviceLibrary& cuda_library() {
 #define GRADFERRY_ROW(codec) make_row(codec##_description, cuda::codec##_functions),
   static const auto table = std::to_array<Codec>({GRADFERRY_FOR_EACH_CODEC(GRADFERRY_ROW)});
 #undef GRADFERRY_ROW
-  static const DeviceLibrary library{kDeviceLibraryVersion, table, cuda::message_kernels};
+  static const DeviceLibrary library{kDeviceLibraryVersion, table, cuda::message_kernels,
+                                     &goes_into_graph};
   return library;
 }
 

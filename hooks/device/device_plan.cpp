@@ -102,9 +102,9 @@ DeviceChunk add_chunk(TableWriter& writer, const ChunkPlan& plan, uint32_t rank,
   for (uint32_t p = 0; p < world_size; ++p) {
     sent.push_back({offset, plan.shards[p].worker_bytes, 0, 0});
     ranks.push_back(p);
-    offset += kHeaderBytes + plan.shards[p].worker_bytes;
-    chunk.send_bytes.push_back(kHeaderBytes + plan.shards[p].worker_bytes);
-    chunk.receive_bytes.push_back(kHeaderBytes + own.worker_bytes);
+    offset += plan.shards[p].scatter_bytes;
+    chunk.send_bytes.push_back(plan.shards[p].scatter_bytes);
+    chunk.receive_bytes.push_back(own.scatter_bytes);
   }
   chunk.scatter_order = writer.add(order_tiles(sent, ranks, ranks_of(plan.encode)));
   chunk.scatter_sent = writer.add(sent);
@@ -115,8 +115,7 @@ DeviceChunk add_chunk(TableWriter& writer, const ChunkPlan& plan, uint32_t rank,
   std::vector<Message> scattered, gathered;
   std::vector<ReceivedTile> scattered_tiles, gathered_tiles;
   for (uint32_t r = 0; r < world_size; ++r) {
-    add_received(scattered, scattered_tiles, r * (kHeaderBytes + own.worker_bytes),
-                 own.worker_tiles);
+    add_received(scattered, scattered_tiles, r * own.scatter_bytes, own.worker_tiles);
     add_received(gathered, gathered_tiles, r * plan.gather_message_bytes,
                  plan.shards[r].owner_tiles);
   }

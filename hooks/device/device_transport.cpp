@@ -46,7 +46,7 @@ Pending DeviceTransport::post_all_gather(Lane& lane, const at::Tensor& receive,
 
 // --- StreamTransport ---
 
-void StreamTransport::begin_bucket() { lane_.emplace(find_backend_(), clean_); }
+void StreamTransport::begin_bucket() { lane_.emplace(find_group_(), clean_); }
 
 namespace {
 

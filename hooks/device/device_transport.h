@@ -78,11 +78,11 @@ class DeviceTransport {
 
 class StreamTransport final : public DeviceTransport {
  public:
-  // `backend` returns DDP's own backend. It is called for every bucket and its result not kept, so
-  // that the group can be destroyed.
-  using FindBackend = std::function<c10::intrusive_ptr<c10d::Backend>()>;
-  StreamTransport(FindBackend backend, uint32_t world_size)
-      : DeviceTransport(world_size), find_backend_(std::move(backend)) {}
+  // `group` returns DDP's own process group. It is called for every bucket and its result not kept,
+  // so that the group can be destroyed.
+  using FindGroup = std::function<c10::intrusive_ptr<c10d::ProcessGroup>()>;
+  StreamTransport(FindGroup group, uint32_t world_size)
+      : DeviceTransport(world_size), find_group_(std::move(group)) {}
 
   bool waits() const override { return false; }
   void begin_bucket() override;
@@ -96,10 +96,10 @@ class StreamTransport final : public DeviceTransport {
   void close(bool /*failed*/) override {}
 
  private:
-  FindBackend find_backend_;
+  FindGroup find_group_;
   const std::shared_ptr<const at::ThreadLocalState> clean_ =
       std::make_shared<const at::ThreadLocalState>(thread_state_without_python());
-  std::optional<BackendLane> lane_;  // while a bucket is posted
+  std::optional<CarrierLane> lane_;  // while a bucket is posted
 };
 
 class StagedTransport final : public DeviceTransport {

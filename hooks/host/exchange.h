@@ -11,18 +11,18 @@
 #include "peers.h"
 #include "plan.h"
 #include "used_parameters.h"
+#include "workspace.h"
 
 namespace gradferry {
 
 // Buffers of one chunk in flight, allocated once. uint8, in host memory.
 struct Slot {
   at::Tensor scatter_send, scatter_receive;
-  at::Tensor gathered;  // of all ranks; this rank writes its own to its place
+  at::Tensor gathered;     // of all ranks; may be scatter_receive
+  at::Tensor own_message;  // then: this rank's, which else is written to its place in `gathered`
 };
 
-// A slot for chunks whose messages have at most `message_bytes` bytes.
-Slot make_slot(uint32_t world_size, uint64_t message_bytes);
-uint64_t num_bytes(const Slot& slot);
+Slot make_slot(const Workspace& workspace);
 
 // One chunk on its way through the exchange.
 struct Chunk {
@@ -79,6 +79,10 @@ class Exchange {
   static bool has_come(const Pending& work);
 
  private:
+  // Where all-gathered messages have this rank's.
+  std::byte* own_place(const Chunk& chunk) const;
+  // `messages`: a place for every rank. `own`: this rank's place, or elsewhere.
+  Pending post_all_gather(Lane& lane, const at::Tensor& messages, const at::Tensor& own);
   Pending post_all_gather(Lane& lane, const at::Tensor& messages);
 
   Agreement agreement_;

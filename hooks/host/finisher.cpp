@@ -28,23 +28,26 @@ Finisher::Finisher(const EngineOptions& options, const Layout& layout, HostResid
       log_(log),
       life_(life),
       codecs_(options, layout, residuals) {
-  const uint64_t message_bytes =
-      kHeaderBytes + std::min<uint64_t>(options_.chunk_bytes, layout_.largest_shard_bytes());
-  expect_offsets_fit(message_bytes, options_.world_size);
-  EngineStats& stats = life_.stats;
-  for (size_t i = 0; i < kHostSlots; ++i) {
-    slots_.push_back(make_slot(options_.world_size, message_bytes));
-    stats.workspace_bytes += num_bytes(slots_.back());
-  }
+  const uint64_t record =
+      commit_bytes(options_.find_unused_parameters ? layout_.parameters().size() : 0);
+  const uint64_t commits_bytes = kCommitSlots * record * uint64_t{options_.world_size};
+  const Workspace workspace = plan_workspace(layout_, options_.chunk_bytes,
+                                             {.cap_bytes = options_.workspace_cap_bytes,
+                                              .other_bytes = commits_bytes,
+                                              .most_slots = kHostSlots,
+                                              .gathers_in_place = true});
+  expect_offsets_fit(workspace.message_bytes, options_.world_size);
+  for (size_t i = 0; i < workspace.slots; ++i) slots_.push_back(make_slot(workspace));
   for (Slot& slot : slots_) free_slots_.push_back(&slot);
-  const auto record = static_cast<int64_t>(
-      commit_bytes(options_.find_unused_parameters ? layout_.parameters().size() : 0));
   const auto bytes = at::TensorOptions().dtype(at::kByte);
+  const auto length = static_cast<int64_t>(record);
   for (size_t i = 0; i < kCommitSlots; ++i) {
-    commit_slots_.push_back(at::zeros({record * options_.world_size}, bytes));
-    stats.workspace_bytes += commit_slots_.back().nbytes();
+    commit_slots_.push_back(at::zeros({length * options_.world_size}, bytes));
   }
-  stats.workspace_allocations = kHostSlots + kCommitSlots;
+  EngineStats& stats = life_.stats;
+  stats.workspace = workspace;
+  stats.workspace_bytes += workspace.bytes() + commits_bytes;
+  stats.workspace_allocations = workspace.slots + kCommitSlots;
 }
 
 // --- the thread that DDP calls from ---

@@ -27,7 +27,8 @@
 
 namespace gradferry {
 
-// Chunks in flight. Four keep both lanes busy: one is encoded, one scattered, two gathered.
+// Chunks in flight, if their memory may be so large. Four keep both lanes busy: one is encoded, one
+// scattered, two gathered.
 inline constexpr size_t kHostSlots = 4;
 // All-gathers in flight: with two, one travels while the other is decoded.
 inline constexpr size_t kGathersInFlight = 2;

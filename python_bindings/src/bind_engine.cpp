@@ -37,8 +37,8 @@ EngineOptions make_options(std::vector<ParameterSpec> parameters, uint32_t rank,
                            uint64_t seed, uint64_t warmup_steps, bool compressed_warmup,
                            double momentum, bool raise_nonfinite, bool exact_skip,
                            const std::optional<at::Tensor>& loss_scale, uint64_t check_every,
-                           uint32_t chunk_bytes, bool find_unused_parameters,
-                           const py::object& store) {
+                           uint32_t chunk_bytes, bool equal_scatter, uint64_t workspace_cap_bytes,
+                           bool find_unused_parameters, const py::object& store) {
   c10::intrusive_ptr<c10d::Store> peers_store;
   if (!store.is_none()) peers_store = to_store(store);
   return {.parameters = std::move(parameters),
@@ -55,6 +55,8 @@ EngineOptions make_options(std::vector<ParameterSpec> parameters, uint32_t rank,
           .loss_scale = loss_scale.value_or(at::Tensor()),
           .check_every = check_every,
           .chunk_bytes = chunk_bytes,
+          .equal_scatter = equal_scatter,
+          .workspace_cap_bytes = workspace_cap_bytes,
           .find_unused_parameters = find_unused_parameters,
           .make_exception = &make_torch_exception,
           .peers = std::make_shared<Peers>(std::move(peers_store), rank, world_size)};
@@ -68,7 +70,7 @@ struct Collective {
 std::shared_ptr<Lane> make_backend_lane(const py::handle& backend) {
   auto held = to_backend(backend);
   const py::gil_scoped_release released;
-  return std::make_shared<BackendLane>(
+  return std::make_shared<CarrierLane>(
       std::move(held), std::make_shared<const at::ThreadLocalState>(thread_state_without_python()));
 }
 
@@ -79,8 +81,8 @@ std::shared_ptr<HostEngine> start_host_engine(EngineOptions options,
   return HostEngine::start(std::move(options), ParameterHashes(tensors), std::move(lanes));
 }
 
-// `lane`: bytes are staged in host memory for it. Else `group_name`: they go through the group's
-// backend for the device. Neither: nothing is exchanged.
+// `lane`: bytes are staged in host memory for it. Else `group_name`: the group's operations send
+// them from the device. Neither: nothing is exchanged.
 std::shared_ptr<DeviceEngine> start_device_engine(EngineOptions options, const at::Device& device,
                                                   const std::vector<at::Tensor>& tensors,
                                                   const std::shared_ptr<Lane>& lane,
@@ -91,10 +93,7 @@ std::shared_ptr<DeviceEngine> start_device_engine(EngineOptions options, const a
     transport = std::make_unique<StagedTransport>(lane, options.peers);
   } else if (group_name) {
     transport = std::make_unique<StreamTransport>(
-        [name = *group_name, type = device.type()] {
-          return c10d::resolve_process_group(name)->getBackend(type);
-        },
-        options.world_size);
+        [name = *group_name] { return c10d::resolve_process_group(name); }, options.world_size);
   }
   return DeviceEngine::start(std::move(options), device, ParameterHashes(tensors),
                              std::move(transport));
@@ -146,6 +145,22 @@ py::dict stats_dict(const BucketEngine& engine) {
   return result;
 }
 
+// The memory of chunks in flight.
+py::dict workspace_dict(const BucketEngine& engine) {
+  const Workspace workspace = [&] {
+    const py::gil_scoped_release released;
+    return engine.stats().workspace;
+  }();
+  py::dict result;
+  result["slots"] = workspace.slots;
+  result["message_bytes"] = workspace.message_bytes;
+  result["send_bytes"] = workspace.send_bytes;
+  result["receive_bytes"] = workspace.receive_bytes;
+  result["shared_receive"] = workspace.shared_receive;
+  result["own_message_bytes"] = workspace.own_message_bytes;
+  return result;
+}
+
 py::list event_list(const BucketEngine& engine) {
   py::list result;
   for (const BucketEvent& event : engine.events()) {
@@ -188,8 +203,11 @@ py::list tiles_list(const BucketEngine& engine) {
 }
 
 void bind_options(py::module_& module) {
+  module.def("chunk_bytes_within", &chunk_bytes_within, py::arg("workspace_cap_bytes"),
+             py::arg("world_size"), py::arg("most"));
   module.attr("CHUNK_SLOTS") = kHostSlots;
   module.attr("COMMIT_SLOTS") = kCommitSlots;
+  module.attr("SCATTER_PADDING_PART") = kScatterPaddingPart;
   module.attr("GATHERS_IN_FLIGHT") = kGathersInFlight;
   module.attr("RESIDUAL_ALIGNMENT") = kResidualAlignment;
   py::class_<Collective>(module, "Collective")
@@ -231,7 +249,8 @@ void bind_options(py::module_& module) {
            py::arg("world_size"), py::arg("config_hash"), py::arg("layout_hash"), py::arg("seed"),
            py::arg("warmup_steps"), py::arg("compressed_warmup"), py::arg("momentum"),
            py::arg("raise_nonfinite"), py::arg("exact_skip"), py::arg("loss_scale").none(true),
-           py::arg("check_every"), py::arg("chunk_bytes"), py::arg("find_unused_parameters"),
+           py::arg("check_every"), py::arg("chunk_bytes"), py::arg("equal_scatter"),
+           py::arg("workspace_cap_bytes"), py::arg("find_unused_parameters"),
            py::arg("store").none(true));
 }
 
@@ -250,6 +269,7 @@ void bind_engine(py::module_& module) {
   bind_options(module);
   py::class_<BucketEngine, std::shared_ptr<BucketEngine>>(module, "BucketEngine")
       .def("stats", &stats_dict)
+      .def("workspace", &workspace_dict)
       .def("current_step", &BucketEngine::current_step, py::call_guard<py::gil_scoped_release>())
       .def("events", &event_list)
       .def("all_reduce", &all_reduce, py::arg("gradient"))

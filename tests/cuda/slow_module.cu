@@ -75,7 +75,8 @@ const DeviceLibrary& slow_library() {
        [](const SealCall& call) { delay(call.stream), kernels().seal(call); },
        [](const CheckCall& call) { delay(call.stream), kernels().check(call); },
        [](const ConcludeCall& call) { delay(call.stream), kernels().conclude(call); },
-       [](const CommitCall& call) { delay(call.stream), kernels().commit(call); }}};
+       [](const CommitCall& call) { delay(call.stream), kernels().commit(call); }},
+      cuda_library().is_capturing};
   return library;
 }
 

@@ -42,6 +42,7 @@ _OPTIONS = (
 )
 _LEAST_PAUSE_SECONDS = 0.001  # between two reads of the store
 _OUT_OF_FILES = (errno.EMFILE, errno.ENFILE)
+_OUT_OF_MEMORY = (errno.ENOBUFS, errno.ENOMEM)
 _SIOCGIFADDR = 0x8915  # ioctl of Linux: the IPv4 address of an interface
 _IPV6_INTERFACES = Path("/proc/net/if_inet6")
 
@@ -238,10 +239,14 @@ def _accept(
                     oldest = next(iter(said))
                     del said[oldest]
                     oldest.close()
-                with contextlib.suppress(BlockingIOError, ConnectionAbortedError):  # gone again
+                try:
                     stranger, _ = listener.accept()
-                    stranger.setblocking(False)
-                    said[stranger] = b""
+                except OSError as error:
+                    if error.errno in _OUT_OF_FILES + _OUT_OF_MEMORY:
+                        raise
+                    continue  # it is gone again, or its network is (accept(2), "Error handling")
+                stranger.setblocking(False)
+                said[stranger] = b""
     finally:
         for stranger in said:
             stranger.close()

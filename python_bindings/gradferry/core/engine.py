@@ -86,7 +86,9 @@ def start_engine(
         exact_skip=config.exact_skip,
         loss_scale=loss_scale(config, path.device),
         check_every=config.check_every,
-        chunk_bytes=config.chunk_bytes,
+        chunk_bytes=config.chunk_bytes_at(dist.get_world_size(group)),
+        equal_scatter=config.equal_scatter,
+        workspace_cap_bytes=config.workspace_cap_bytes,
         find_unused_parameters=find_unused_parameters,
         store=store,
     )
