@@ -26,6 +26,25 @@ void touch(const Touched& touched, const std::vector<at::Tensor>& inputs,
   }
 }
 
+// A collective begins when the last rank has come.
+class Start {
+ public:
+  void post(c10d::Backend& carrier, double here) {
+    c10d::AllreduceOptions options;
+    options.reduceOp = c10d::ReduceOp::MAX;
+    tensors_ = {at::full({1}, here, at::TensorOptions().dtype(at::kDouble))};
+    work_ = carrier.allreduce(tensors_, options);
+  }
+  double wait() {
+    work_->wait();
+    return tensors_[0].item<double>();
+  }
+
+ private:
+  std::vector<at::Tensor> tensors_;
+  c10::intrusive_ptr<c10d::Work> work_;
+};
+
 }  // namespace
 
 StreamedBackend::StreamedBackend(c10::intrusive_ptr<c10d::Backend> carrier, const std::string& name,
@@ -39,25 +58,33 @@ StreamedBackend::StreamedBackend(c10::intrusive_ptr<c10d::Backend> carrier, cons
 c10::intrusive_ptr<c10d::Work> StreamedBackend::run(const char* name,
                                                     const std::vector<at::Tensor>& inputs,
                                                     const std::vector<at::Tensor>& outputs,
-                                                    bool in_line, const Post& post) {
+                                                    uint64_t bytes_sent, bool in_line,
+                                                    const Post& post) {
   Machine& machine = Machine::get();
   const uint32_t stream = in_line ? current_stream() : stream_;
   const MarkPtr first = in_line ? last_ : machine.record(current_stream());
   if (first) machine.wait(stream, first, /*counted=*/false);
   auto under_way = std::make_shared<c10::intrusive_ptr<c10d::Work>>();
-  machine.enqueue(stream, name, [=](const Touched& touched) {
+  const Prices prices = machine.prices();
+  const double takes = prices.collective + prices.byte_sent * static_cast<double>(bytes_sent);
+  const auto start = takes > 0 ? std::make_shared<Start>() : nullptr;
+  const auto begin = [=, carrier = carrier_](const Touched& touched) {
     touch(touched, inputs, outputs);
+    if (start) start->post(*carrier, touched.begin());
     *under_way = post();
-  });
+  };
+  machine.enqueue(stream, name, begin, /*is_kernel=*/false);
   Damage damage;
   if (damage_.countdown == 0) damage = damage_;
   if (damage_.countdown >= 0) --damage_.countdown;
-  machine.enqueue(stream, name, [=](const Touched& touched) {
+  const auto finish = [=](const Touched& touched) {
     touch(touched, inputs, outputs);
     (*under_way)->wait();
+    if (start) touched.last_until(start->wait() + takes);
     if (damage.countdown < 0) return;
     static_cast<uint8_t*>(outputs[0].mutable_data_ptr())[damage.offset] = damage.value;
-  });
+  };
+  machine.enqueue(stream, name, finish, /*is_kernel=*/false);
   last_ = machine.record(stream);
   if (in_line) return nullptr;
   return c10::make_intrusive<StreamedWork>(last_);
@@ -66,17 +93,17 @@ c10::intrusive_ptr<c10d::Work> StreamedBackend::run(const char* name,
 c10::intrusive_ptr<c10d::Work> StreamedBackend::broadcast(std::vector<at::Tensor>& tensors,
                                                           const c10d::BroadcastOptions& options) {
   std::vector<at::Tensor> host = {on_host(tensors[0])};
-  return run("broadcast", {}, host, false, [carrier = carrier_, host, options]() mutable {
-    return carrier->broadcast(host, options);
-  });
+  return run(
+      "broadcast", {}, host, host[0].nbytes(), false,
+      [carrier = carrier_, host, options]() mutable { return carrier->broadcast(host, options); });
 }
 
 c10::intrusive_ptr<c10d::Work> StreamedBackend::allreduce(std::vector<at::Tensor>& tensors,
                                                           const c10d::AllreduceOptions& options) {
   std::vector<at::Tensor> host = {on_host(tensors[0])};
-  return run("all-reduce", {}, host, false, [carrier = carrier_, host, options]() mutable {
-    return carrier->allreduce(host, options);
-  });
+  return run(
+      "all-reduce", {}, host, host[0].nbytes(), false,
+      [carrier = carrier_, host, options]() mutable { return carrier->allreduce(host, options); });
 }
 
 c10::intrusive_ptr<c10d::Work> StreamedBackend::allgather(
@@ -85,24 +112,30 @@ c10::intrusive_ptr<c10d::Work> StreamedBackend::allgather(
   std::vector<std::vector<at::Tensor>> out(1);
   for (const at::Tensor& output : outputs[0]) out[0].push_back(on_host(output));
   std::vector<at::Tensor> in = {on_host(inputs[0])};
-  return run("all-gather", in, out[0], false, [carrier = carrier_, out, in, options]() mutable {
-    return carrier->allgather(out, in, options);
-  });
+  return run("all-gather", in, out[0], in[0].nbytes() * (getSize() - 1), false,
+             [carrier = carrier_, out, in, options]() mutable {
+               return carrier->allgather(out, in, options);
+             });
 }
 
 c10::intrusive_ptr<c10d::Work> StreamedBackend::_allgather_base(
     at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) {
   at::Tensor out = on_host(output), in = on_host(input);
-  return run("all-gather", {in}, {out}, in_line_, [carrier = carrier_, out, in, options]() mutable {
-    return carrier->_allgather_base(out, in, options);
-  });
+  const uint64_t sent = in.nbytes() * (getSize() - 1);
+  return run("all-gather", {in}, {out}, sent, in_line_,
+             [carrier = carrier_, out, in, options]() mutable {
+               return carrier->_allgather_base(out, in, options);
+             });
 }
 
 c10::intrusive_ptr<c10d::Work> StreamedBackend::alltoall_base(
     at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes,
     std::vector<int64_t>& input_sizes, const c10d::AllToAllOptions& options) {
   at::Tensor out = on_host(output), in = on_host(input);
-  return run("all-to-all", {in}, {out}, in_line_,
+  const auto world_size = static_cast<uint64_t>(getSize());
+  const uint64_t kept =
+      input_sizes.empty() ? in.nbytes() / world_size : input_sizes[getRank()] * in.element_size();
+  return run("all-to-all", {in}, {out}, in.nbytes() - kept, in_line_,
              [carrier = carrier_, out, in, output_sizes, input_sizes, options]() mutable {
                return carrier->alltoall_base(out, in, output_sizes, input_sizes, options);
              });

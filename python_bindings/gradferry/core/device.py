@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
 from gradferry import _native
+from gradferry.core.config import Config
 from gradferry.errors import ConfigError
 
 # Most payload bytes per owner, stage and chunk where collectives are enqueued on streams. A chunk
@@ -83,6 +84,15 @@ class Transport:
     device: torch.device
     exchanges: bool
     streams: bool
+
+    @property
+    def on_host(self) -> bool:
+        """Whether gradients are on the CPU."""
+        return self.device.type == "cpu"
+
+    def adapted(self, config: Config) -> Config:
+        """The configuration with chunks of the size that suits this transport."""
+        return replace(config, chunk_bytes=STREAM_CHUNK_BYTES) if self.streams else config
 
 
 def transport_of(device: torch.device, group: dist.ProcessGroup) -> Transport:
