@@ -1,5 +1,7 @@
 #include "streamed_backend.h"
 
+#include <c10/core/StreamGuard.h>
+
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
 namespace fake_device {
@@ -7,15 +9,28 @@ namespace {
 
 class StreamedWork final : public c10d::Work {
  public:
-  explicit StreamedWork(MarkPtr end) : end_(std::move(end)) {}
+  StreamedWork(MarkPtr end, uint32_t stream, std::vector<at::Tensor> outputs)
+      : end_(std::move(end)), stream_(stream), outputs_(std::move(outputs)) {}
   bool isCompleted() override { return Machine::get().query(end_); }
   bool wait(std::chrono::milliseconds /*timeout*/) override {
     Machine::get().wait(current_stream(), end_);
     return true;
   }
+  // Complete at once; who waits for it waits for the stream.
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    const c10::Device device(kDevice, 0);
+    auto future = c10::make_intrusive<c10::ivalue::Future>(
+        c10::ListType::create(c10::TensorType::get()), std::vector<c10::Device>{device});
+    const c10::StreamGuard guard(
+        c10::Stream(c10::Stream::UNSAFE, device, static_cast<c10::StreamId>(stream_)));
+    future->markCompleted(c10::IValue(outputs_));
+    return future;
+  }
 
  private:
   MarkPtr end_;
+  uint32_t stream_;
+  std::vector<at::Tensor> outputs_;  // on the device
 };
 
 void touch(const Touched& touched, const std::vector<at::Tensor>& inputs,
@@ -55,11 +70,9 @@ StreamedBackend::StreamedBackend(c10::intrusive_ptr<c10d::Backend> carrier, cons
       stream_(Machine::get().new_stream()) {}
 
 // Two operations, so that other streams may run while bytes travel.
-c10::intrusive_ptr<c10d::Work> StreamedBackend::run(const char* name,
-                                                    const std::vector<at::Tensor>& inputs,
-                                                    const std::vector<at::Tensor>& outputs,
-                                                    uint64_t bytes_sent, bool in_line,
-                                                    const Post& post) {
+c10::intrusive_ptr<c10d::Work> StreamedBackend::run(
+    const char* name, const std::vector<at::Tensor>& inputs, const std::vector<at::Tensor>& outputs,
+    const std::vector<at::Tensor>& results, uint64_t bytes_sent, bool in_line, const Post& post) {
   Machine& machine = Machine::get();
   const uint32_t stream = in_line ? current_stream() : stream_;
   const MarkPtr first = in_line ? last_ : machine.record(current_stream());
@@ -87,14 +100,14 @@ c10::intrusive_ptr<c10d::Work> StreamedBackend::run(const char* name,
   machine.enqueue(stream, name, finish, /*is_kernel=*/false);
   last_ = machine.record(stream);
   if (in_line) return nullptr;
-  return c10::make_intrusive<StreamedWork>(last_);
+  return c10::make_intrusive<StreamedWork>(last_, stream, results);
 }
 
 c10::intrusive_ptr<c10d::Work> StreamedBackend::broadcast(std::vector<at::Tensor>& tensors,
                                                           const c10d::BroadcastOptions& options) {
   std::vector<at::Tensor> host = {on_host(tensors[0])};
   return run(
-      "broadcast", {}, host, host[0].nbytes(), false,
+      "broadcast", {}, host, tensors, host[0].nbytes(), false,
       [carrier = carrier_, host, options]() mutable { return carrier->broadcast(host, options); });
 }
 
@@ -102,7 +115,7 @@ c10::intrusive_ptr<c10d::Work> StreamedBackend::allreduce(std::vector<at::Tensor
                                                           const c10d::AllreduceOptions& options) {
   std::vector<at::Tensor> host = {on_host(tensors[0])};
   return run(
-      "all-reduce", {}, host, host[0].nbytes(), false,
+      "all-reduce", {}, host, tensors, host[0].nbytes(), false,
       [carrier = carrier_, host, options]() mutable { return carrier->allreduce(host, options); });
 }
 
@@ -112,7 +125,7 @@ c10::intrusive_ptr<c10d::Work> StreamedBackend::allgather(
   std::vector<std::vector<at::Tensor>> out(1);
   for (const at::Tensor& output : outputs[0]) out[0].push_back(on_host(output));
   std::vector<at::Tensor> in = {on_host(inputs[0])};
-  return run("all-gather", in, out[0], in[0].nbytes() * (getSize() - 1), false,
+  return run("all-gather", in, out[0], outputs[0], in[0].nbytes() * (getSize() - 1), false,
              [carrier = carrier_, out, in, options]() mutable {
                return carrier->allgather(out, in, options);
              });
@@ -122,7 +135,7 @@ c10::intrusive_ptr<c10d::Work> StreamedBackend::_allgather_base(
     at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) {
   at::Tensor out = on_host(output), in = on_host(input);
   const uint64_t sent = in.nbytes() * (getSize() - 1);
-  return run("all-gather", {in}, {out}, sent, in_line_,
+  return run("all-gather", {in}, {out}, {output}, sent, in_line_,
              [carrier = carrier_, out, in, options]() mutable {
                return carrier->_allgather_base(out, in, options);
              });
@@ -135,7 +148,7 @@ c10::intrusive_ptr<c10d::Work> StreamedBackend::alltoall_base(
   const auto world_size = static_cast<uint64_t>(getSize());
   const uint64_t kept =
       input_sizes.empty() ? in.nbytes() / world_size : input_sizes[getRank()] * in.element_size();
-  return run("all-to-all", {in}, {out}, in.nbytes() - kept, in_line_,
+  return run("all-to-all", {in}, {out}, {output}, in.nbytes() - kept, in_line_,
              [carrier = carrier_, out, in, output_sizes, input_sizes, options]() mutable {
                return carrier->alltoall_base(out, in, output_sizes, input_sizes, options);
              });

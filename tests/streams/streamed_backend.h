@@ -49,9 +49,11 @@ class StreamedBackend final : public c10d::Backend {
 
  private:
   using Post = std::function<c10::intrusive_ptr<c10d::Work>()>;
-  // `bytes_sent`: to the other ranks, for the clock.
+  // `outputs` in host memory are `results` on the device. `bytes_sent`: to the other ranks, for the
+  // clock.
   c10::intrusive_ptr<c10d::Work> run(const char* name, const std::vector<at::Tensor>& inputs,
-                                     const std::vector<at::Tensor>& outputs, uint64_t bytes_sent,
+                                     const std::vector<at::Tensor>& outputs,
+                                     const std::vector<at::Tensor>& results, uint64_t bytes_sent,
                                      bool in_line, const Post& post);
 
   c10::intrusive_ptr<c10d::Backend> carrier_;

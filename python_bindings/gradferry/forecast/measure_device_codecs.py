@@ -44,10 +44,12 @@ def measure_launching(place: torch.device, num_elements: int = NUM_ELEMENTS) -> 
     clock = clock_of(place)
     codec, payload, gradient = _codec("exact", torch.float32, _FEWEST_ELEMENTS, place)
     seconds = timed(clock, lambda: codec.encode(gradient, None, payload))
-    num_bytes = 4 * max(num_elements, _FEWEST_ELEMENTS)
-    one, other = (torch.zeros(num_bytes, dtype=torch.uint8, device=place) for _ in range(2))
-    copied = timed(clock, lambda: one.copy_(other))
-    return Launching(seconds, copied / (2 * num_bytes))
+    few = torch.float32.itemsize * _FEWEST_ELEMENTS
+    many = max(torch.float32.itemsize * num_elements, _LEAST_RATIO * few)
+    one, other = (torch.zeros(many, dtype=torch.uint8, device=place) for _ in range(2))
+    small = timed(clock, lambda: one[:few].copy_(other[:few]))
+    large = timed(clock, lambda: one.copy_(other))
+    return Launching(seconds, max(0.0, (large - small) / (2 * (many - few))))
 
 
 def measure_codec_on(
