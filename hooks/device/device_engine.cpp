@@ -84,12 +84,15 @@ void DeviceEngine::expect_no_capture() const {
 
 DeviceJob DeviceEngine::make_job(Bucket bucket) {
   c10::Event ready = take_event();
-  ready.record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
+  const c10::Stream current = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
+  ready.record(current);
+  TimedBucketPtr timed = exchanges_ ? clock_.ready(bucket.step, current) : nullptr;
   return {.plan = exchange_ ? &plan_for(*bucket.plan) : nullptr,
           .gradient = std::move(bucket.gradient),
           .future = std::move(bucket.future),
           .value = std::move(bucket.value),
           .ready = std::move(ready),
+          .timed = std::move(timed),
           .step = bucket.step,
           .begins_step = bucket.begins_step,
           .begins_optimizer_step = bucket.begins_optimizer_step,
@@ -164,6 +167,7 @@ void DeviceEngine::exchange(DeviceJob& job) {
   job.event.encoded_ns = job.event.complete_ns = EventLog::now();
   log_.add(job.event);
   const c10::StreamGuard finish(context_.finish_stream);
+  clock_.complete(job.timed, context_.finish_stream);
   job.gradient.reset();
   job.future->markCompleted(std::move(job.value));
 }

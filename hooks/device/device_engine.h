@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "bucket_engine.h"
+#include "device/bucket_clock.h"
 #include "device/device_commits.h"
 #include "device/device_context.h"
 #include "device/device_exchange.h"
@@ -36,6 +37,10 @@ class DeviceEngine final : public BucketEngine {
   static std::shared_ptr<DeviceEngine> start(EngineOptions options, c10::Device device,
                                              ParameterHashes hashes,
                                              std::unique_ptr<DeviceTransport> transport);
+
+  // From now on buckets are timed by the device's clock.
+  void time_buckets() { clock_.start(); }
+  std::vector<BucketTime> bucket_times() const { return clock_.times(); }
 
  private:
   DeviceEngine(EngineOptions options, c10::Device device, ParameterHashes hashes,
@@ -63,6 +68,7 @@ class DeviceEngine final : public BucketEngine {
   c10::StreamGuard behind_all() const;
 
   DeviceContext context_;
+  BucketClock clock_;
   // Empty if there is nothing to do; commits_ exists only if something is sent.
   std::optional<DeviceExchange> exchange_;
   std::optional<DeviceCommits> commits_;

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gradferry.forecast.costs import CollectiveCosts, Curve, LinkCosts
+from gradferry.forecast.costs import CollectiveCosts, Curve, Engine, LinkCosts
 from gradferry.forecast.simulate import (
     Backward,
     ChunkCost,
@@ -12,6 +12,7 @@ from gradferry.forecast.simulate import (
     play_all_reduce,
     play_codec,
 )
+from gradferry.forecast.simulate_streams import enqueued, play_on_streams
 
 # A second per byte on the link; a collective arrives 100 s after it has left.
 LATENCY = 100.0
@@ -124,3 +125,72 @@ def test_the_link_is_not_slower_while_ddp_waits_for_a_slot():
     # is through at 13, the three after it at 43. Then its gather takes no time and frees the slot.
     # The last chunk is ready 996 s after that, and has the link for itself.
     assert played.end_s == 43 + 996 + 10
+
+
+def stream(s_per_byte: float, engine: Engine = Engine.STREAMS) -> LinkCosts:
+    """A collective occupies the backend's stream until it has arrived."""
+    costs = CollectiveCosts(LATENCY, Curve(((0.0, 0.0), (1.0, s_per_byte))), in_line=True)
+    return LinkCosts(costs, costs, {}, engine)
+
+
+def test_on_streams_work_is_enqueued_one_chunk_ahead():
+    assert [f"{does} {chunk}" for does, chunk in enqueued(3)] == [
+        "send 0", "send 1", "reduce 0", "send 2", "reduce 1", "decode 0", "reduce 2", "decode 1",
+        "decode 2",
+    ]  # fmt: skip
+    assert [turn.does for turn in enqueued(1)] == ["send", "reduce", "decode"]
+
+
+def test_on_streams_one_chunk_takes_the_sum_of_its_parts():
+    backward = Backward((1000.0,), 1000.0)
+    played = play_on_streams(backward, [[CHUNK]], stream(1.0))
+    assert played.end_s == 1000 + 1 + 10 + 2 + 20 + 3  # no latency, and the next step commits
+
+
+def test_on_streams_a_gather_waits_behind_the_next_scatter():
+    # Scatters at 0 and 10, the first reduce to 12, but its gather goes behind the second scatter:
+    # 20 to 40; the second's, reduced at 22, 40 to 60; and 3 to decode.
+    chunk = ChunkCost(0, 10, 2, 20, 3)
+    played = play_on_streams(Backward((0.0,), 0.0), [[chunk] * 2], stream(1.0))
+    assert played.end_s == 60 + 3
+
+
+def test_on_streams_encoding_does_not_hold_up_the_backward_pass():
+    chunk = ChunkCost(50, 0, 0, 0, 0)
+    backward = Backward((0.0, 1000.0), 1000.0, spare_cores=1.0)
+    none = [ChunkCost(0, 0, 0, 0, 0)]
+    assert play_on_streams(backward, [[chunk], none], stream(0.0)).end_s == 1000
+    # Unless its kernels take the device, half or whole.
+    for spare, end in ((0.5, 1025), (0.0, 1050)):
+        sharing = Backward((0.0, 1000.0), 1000.0, spare_cores=spare)
+        played = play_on_streams(sharing, [[chunk], none], stream(0.0))
+        assert played.end_s == pytest.approx(end, abs=0.2)
+
+
+@pytest.mark.parametrize(
+    ("keeps_sent", "free"),
+    [(False, 11), (True, 32)],  # the first chunk is reduced at 11, and decoded after a reduce at 32
+)
+def test_on_streams_a_fourth_chunk_waits_for_a_slot(keeps_sent, free):
+    # A second to encode, 10 to reduce, 11 to decode, nothing to send. Three chunks are through at
+    # 64. The fourth takes 60 s to encode.
+    chunk = ChunkCost(1, 0, 10, 0, 11, keeps_sent)
+    fourth = ChunkCost(60, 0, 10, 0, 11)
+    backward = Backward((0.0, 0.0), 0.0)
+    played = play_on_streams(backward, [[chunk] * 3, [fourth]], stream(0.0))
+    assert played.end_s == free + 60 + 10 + 11
+
+
+def test_staged_the_thread_waits_for_every_message():
+    # On streams: encode 1, 2; arrive 11, 21; reduce to 13, 23; gather 21 to 41, 41 to 61; decode.
+    chunk = ChunkCost(1, 10, 2, 20, 3)
+    backward = Backward((0.0,), 0.0)
+    assert play_on_streams(backward, [[chunk] * 2], stream(1.0)).end_s == 64
+    # With a thread, a second bucket is only encoded when the first one's last gather is there:
+    # 1, 11, 13, 33; then encode to 34, 44, reduce 46, 66, decode 69.
+    staged = play_on_streams(
+        Backward((0.0, 0.0), 0.0), [[chunk], [chunk]], stream(1.0, Engine.STAGED)
+    )
+    assert staged.end_s == 69
+    streamed = play_on_streams(Backward((0.0, 0.0), 0.0), [[chunk], [chunk]], stream(1.0))
+    assert streamed.end_s < 69

@@ -109,6 +109,15 @@ class Transport:
     exchanges: bool
     streams: bool
 
+    @property
+    def on_host(self) -> bool:
+        """Whether gradients are on the CPU."""
+        return self.device.type == "cpu"
+
+    def adapted(self, config: Config) -> Config:
+        """The configuration with chunks and messages that suit this transport."""
+        return on_streams(config) if self.streams else config
+
 
 def transport_of(device: torch.device, group: dist.ProcessGroup) -> Transport:
     """The transport of gradients on `device` that are averaged over `group`.

@@ -5,19 +5,55 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple
+from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 from gradferry.core.config import Config
+from gradferry.core.device import Transport
 from gradferry.forecast.buckets import parameter_codecs
-from gradferry.forecast.costs import CastCosts, CodecCosts, Costs, Parameter
+from gradferry.forecast.costs import (
+    CastCosts,
+    ChunkLaunches,
+    CodecCosts,
+    Costs,
+    LinkCosts,
+    Parameter,
+)
 from gradferry.forecast.hook_names import BACKEND_HOOKS
 from gradferry.forecast.measure_codecs import NUM_ELEMENTS, measure_casts, measure_codec
+from gradferry.forecast.measure_device_codecs import NUM_ELEMENTS as DEVICE_ELEMENTS
+from gradferry.forecast.measure_device_codecs import measure_codec_on, measure_launching
+from gradferry.forecast.measure_device_link import DeviceLinkProbe
 from gradferry.forecast.measure_link import LinkProbe, Progress
 
 
+class Probe(Protocol):
+    """What measures the link between the ranks. Its methods are collective."""
+
+    transport: Transport
+    world_size: int
+
+    def measure(
+        self, dtypes: Sequence[torch.dtype], seconds: float, emit: Progress = ...
+    ) -> LinkCosts:
+        """The costs of all collectives, the same on all ranks."""
+
+    def most(self, values: Sequence[float]) -> list[float]:
+        """The elementwise maximum over all ranks."""
+
+    def of_first_rank(self, value: int) -> int:
+        """Rank 0's value."""
+
+
+def make_probe(group: dist.ProcessGroup, transport: Transport) -> Probe:
+    """A probe of the link that gradients would take. Collective."""
+    return LinkProbe(group) if transport.on_host else DeviceLinkProbe(group, transport)
+
+
 def measure_costs(
-    probe: LinkProbe,
+    probe: Probe,
     parameters: Sequence[Parameter],
     backend_hooks: Sequence[str],
     configs: Iterable[Config],
@@ -32,20 +68,27 @@ def measure_costs(
     """
     dtype = _most_common(parameters)
     largest = sum(parameter.num_elements for parameter in parameters)
-    num_elements = min(NUM_ELEMENTS, max(largest, 1))
+    place, on_host = probe.transport.device, probe.transport.on_host
+    num_elements = min(NUM_ELEMENTS if on_host else DEVICE_ELEMENTS, max(largest, 1))
     wanted = dict.fromkeys(codec for c in configs for codec in parameter_codecs(c, parameters))
+    launching = None if on_host else measure_launching(place, num_elements)
     codecs = {}
     for codec in wanted:
         emit(f"codec {codec.codec}")
-        costs = measure_codec(codec, dtype, probe.world_size, num_elements)
+        arguments = (codec, dtype, probe.world_size, num_elements)
+        if launching is None:
+            costs = measure_codec(*arguments)
+        else:
+            costs = measure_codec_on(place, *arguments, launching)
         codecs[codec] = CodecCosts(*probe.most(astuple(costs)))
-    casts = {
-        hook: CastCosts(*probe.most(astuple(costs)))
-        for hook, costs in measure_casts(backend_hooks, probe.world_size, num_elements).items()
-    }
+    measured = measure_casts(backend_hooks, probe.world_size, num_elements, place)
+    casts = {hook: CastCosts(*probe.most(astuple(costs))) for hook, costs in measured.items()}
+    launches = ChunkLaunches()
+    if launching is not None:
+        launches = ChunkLaunches(*probe.most(astuple(launching.of_chunk())))
     dtypes = list(dict.fromkeys(BACKEND_HOOKS[hook] for hook in backend_hooks))
     link = probe.measure(dtypes, seconds, emit)
-    return Costs(probe.world_size, link, casts, codecs)
+    return Costs(probe.world_size, link, casts, codecs, launches)
 
 
 def _most_common(parameters: Sequence[Parameter]) -> torch.dtype:

@@ -10,11 +10,9 @@ from typing import Any
 import torch
 
 from gradferry.errors import ConfigError
+from gradferry.forecast.clock import HEAD_START_CYCLES
 
 Pass = Callable[[], object]
-# The device sleeps so long (some 2 ms) before it is timed: meanwhile the host hands over all
-# passes, so that none of them waits for the host.
-_HEAD_START_CYCLES = 4_000_000
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ def _timing_event() -> torch.cuda.Event:
 
 def _seconds_by_events(passes: Sequence[Pass]) -> list[float]:
     marks = [_timing_event() for _ in range(len(passes) + 1)]
-    torch.cuda._sleep(_HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
+    torch.cuda._sleep(HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
     marks[0].record()
     for work, mark in zip(passes, marks[1:], strict=True):
         work()

@@ -30,10 +30,10 @@ from gradferry.lab.output.paired import (
 from gradferry.lab.output.progress import StatusLine
 from gradferry.lab.output.table import Column, Table, print_line, print_table
 from gradferry.lab.ranks.everywhere import add_rank_arguments, check_ranks, run_everywhere
+from gradferry.lab.ranks.place import add_device
 from gradferry.lab.workloads.hooks import timed_hooks
 from gradferry.lab.workloads.models import check_model
 
-_DEVICES = ("cpu", "cuda")
 _DEFAULT_HOOKS = (SYNC_HOOK, "torch:fp32", "torch:bf16", "q4")
 _SMOKE: dict[str, Any] = {"model": "small", "hooks": [SYNC_HOOK, "q4"], "rounds": 2, "steps": 1}
 
@@ -49,13 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"of attach may follow a codec",
     )
     flags.add_model(parser)
-    parser.add_argument(
-        "--device",
-        choices=_DEVICES,
-        default="cpu",
-        help="where the model is. With GPUs for all ranks they meet over NCCL, else over gloo "
-        "(default: cpu)",
-    )
+    add_device(parser)
     add_rank_arguments(parser)
     parser.add_argument(
         "--bucket-cap",

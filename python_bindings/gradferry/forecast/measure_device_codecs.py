@@ -1,0 +1,117 @@
+"""Measures codecs on a device, by its own clock, as its engine uses them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from gradferry import _native
+from gradferry.core.device import load_kernels
+from gradferry.forecast.clock import clock_of
+from gradferry.forecast.costs import ChunkLaunches, CodecCosts, ParameterCodec
+from gradferry.forecast.measure_codecs import timed
+
+NUM_ELEMENTS = 1 << 24  # 64 MB of fp32: more than the caches of a GPU
+_FEWEST_ELEMENTS = _native.TILE_ELEMENTS
+_MOST_PAYLOADS = 8  # that are reduced lie apart, so that no cache holds them
+# Between two sizes, so that what a launch takes and what an element takes can be told apart.
+_LEAST_RATIO = 8
+# What DeviceExchange launches for a chunk besides its codecs: seal; check and seal; check and
+# conclude; and, with a worker residual, an inspection and undo.
+_ENCODE_LAUNCHES, _REDUCE_LAUNCHES, _DECODE_LAUNCHES, _UNDO_LAUNCHES = 1, 2, 2, 2
+
+
+@dataclass(frozen=True)
+class Launching:
+    """Seconds of a kernel that does almost nothing, and of each byte that a copy moves."""
+
+    seconds: float
+    per_byte: float
+
+    def of_chunk(self) -> ChunkLaunches:
+        """Of a chunk's kernels that are not a codec's."""
+        return ChunkLaunches(
+            encode=_ENCODE_LAUNCHES * self.seconds,
+            reduce=_REDUCE_LAUNCHES * self.seconds,
+            decode=_DECODE_LAUNCHES * self.seconds,
+            undo=_UNDO_LAUNCHES * self.seconds,
+        )
+
+
+def measure_launching(place: torch.device, num_elements: int = NUM_ELEMENTS) -> Launching:
+    """Measures a kernel of a codec on a tile, and copies."""
+    clock = clock_of(place)
+    codec, payload, gradient = _codec("exact", torch.float32, _FEWEST_ELEMENTS, place)
+    seconds = timed(clock, lambda: codec.encode(gradient, None, payload))
+    few = torch.float32.itemsize * _FEWEST_ELEMENTS
+    many = max(torch.float32.itemsize * num_elements, _LEAST_RATIO * few)
+    one, other = (torch.zeros(many, dtype=torch.uint8, device=place) for _ in range(2))
+    small = timed(clock, lambda: one[:few].copy_(other[:few]))
+    large = timed(clock, lambda: one.copy_(other))
+    return Launching(seconds, max(0.0, (large - small) / (2 * (many - few))))
+
+
+def measure_codec_on(
+    place: torch.device,
+    codec: ParameterCodec,
+    dtype: torch.dtype,
+    world_size: int,
+    num_elements: int,
+    launching: Launching,
+) -> CodecCosts:
+    """Measures a codec as the engine of a device uses it for gradients of this dtype.
+
+    Raises:
+        ConfigError: there are no kernels for the device.
+    """
+    load_kernels(place.type)
+    few = _FEWEST_ELEMENTS
+    many = max(num_elements, _LEAST_RATIO * few)
+    small = _times(place, codec, dtype, world_size, few)
+    large = _times(place, codec, dtype, world_size, many)
+    per_element = [max(0.0, (b - a) / (many - few)) for a, b in zip(small, large, strict=True)]
+    launches = [
+        max(0.0, seconds - few * each) for seconds, each in zip(small, per_element, strict=True)
+    ]
+    encode, reduce, decode = per_element
+    if codec.momentum:  # what was decoded is added to the worker residual, which is fp32
+        decode += 2 * torch.float32.itemsize * launching.per_byte
+    return CodecCosts(encode, reduce, decode, launching.per_byte, *launches)
+
+
+def _codec(
+    name: str, dtype: torch.dtype, num_elements: int, place: torch.device
+) -> tuple[_native.DeviceCodec, torch.Tensor, torch.Tensor]:
+    """The codec, a buffer for its payload, and a gradient."""
+    load_kernels(place.type)
+    codec = _native.DeviceCodec(codec=name, dtype=dtype, num_elements=num_elements, device=place)
+    generator = torch.Generator().manual_seed(1)
+    gradient = torch.randn(num_elements, generator=generator, device="cpu").to(dtype).to(place)
+    return codec, _bytes(codec.worker_bytes, place), gradient
+
+
+def _times(
+    place: torch.device,
+    kind: ParameterCodec,
+    dtype: torch.dtype,
+    world_size: int,
+    num_elements: int,
+) -> list[float]:
+    """Seconds to encode, to reduce and to decode so many elements."""
+    clock = clock_of(place)
+    codec, payload, gradient = _codec(str(kind.codec), dtype, num_elements, place)
+    worker, owner = (
+        torch.zeros(num_elements, dtype=torch.float32, device=place) if kept else None
+        for kept in kind.residuals
+    )
+    encode = timed(clock, lambda: codec.encode(gradient, worker, payload))
+    payloads = [payload, *(payload.clone() for _ in range(min(world_size, _MOST_PAYLOADS) - 1))]
+    pointers = codec.pointers([payloads[rank % len(payloads)] for rank in range(world_size)])
+    reduced = _bytes(codec.owner_bytes, place)
+    reduce = timed(clock, lambda: codec.reduce(pointers, owner, reduced))
+    return [encode, reduce, timed(clock, lambda: codec.decode(reduced, gradient))]
+
+
+def _bytes(num_bytes: int, place: torch.device) -> torch.Tensor:
+    return torch.zeros(num_bytes, dtype=torch.uint8, device=place)
