@@ -35,8 +35,7 @@ from gradferry.forecast.hook_names import (
 )
 from gradferry.forecast.measure_link import Progress
 from gradferry.lab import flags
-from gradferry.lab.bench.device_clock import find_gpu
-from gradferry.lab.output.environment import environment, occasion
+from gradferry.lab.bench.device_clock import environment_on
 from gradferry.lab.output.json_file import write_json
 from gradferry.lab.output.paired import ratio_columns
 from gradferry.lab.output.progress import StatusLine
@@ -85,10 +84,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.smoke:
         vars(arguments).update(_SMOKE)
     asked = _examination(arguments)
-    gpu: dict[str, Any] = {}
-    if arguments.device == "cuda":
-        gpu = find_gpu("cuda").environment
-        load_kernels("cuda")
+    place = environment_on(arguments.device)
+    if arguments.device != "cpu":
+        load_kernels(arguments.device)
     check_ranks(arguments)
     if arguments.ranks < 2:
         raise ConfigError("doctor needs two ranks at least: a world of one does not communicate")
@@ -98,7 +96,6 @@ def run(arguments: argparse.Namespace) -> int:
         show_diagnosis(console, found, arguments.model, arguments.link)
         if arguments.json:
             rows = doctor_rows(found, arguments.model, arguments.link)
-            place = {**environment(), **occasion(), **gpu}
             write_json(arguments.json, rows, place, results_of="doctor")
             print_line(console, f"Written: {arguments.json}")
         return 0

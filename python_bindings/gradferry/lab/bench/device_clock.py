@@ -11,6 +11,7 @@ import torch
 
 from gradferry.errors import ConfigError
 from gradferry.forecast.clock import HEAD_START_CYCLES
+from gradferry.lab.output.environment import environment, occasion
 
 Pass = Callable[[], object]
 
@@ -57,6 +58,14 @@ def find_gpu(wanted: str) -> TimedDevice:
             "cuda driver": torch._C._cuda_getDriverVersion(),  # type: ignore[attr-defined]
         },
     )
+
+
+def environment_on(device: str) -> dict[str, Any]:
+    """The environment for the JSON file, with the GPU if `device` is "cuda". Raises ConfigError
+    where there is none.
+    """
+    gpu = {} if device == "cpu" else find_gpu(device).environment
+    return {**environment(), **occasion(), **gpu}
 
 
 def _timing_event() -> torch.cuda.Event:

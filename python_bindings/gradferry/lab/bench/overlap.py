@@ -15,9 +15,8 @@ from rich.console import Console
 
 from gradferry.forecast.hook_names import NO_HOOK, RULERS, SYNC_HOOK, TORCH_HOOKS
 from gradferry.lab import flags
-from gradferry.lab.bench.device_clock import find_gpu
+from gradferry.lab.bench.device_clock import environment_on
 from gradferry.lab.bench.overlap_turns import OverlapOptions, OverlapOutcome, run_overlap
-from gradferry.lab.output.environment import environment, occasion
 from gradferry.lab.output.json_file import write_json
 from gradferry.lab.output.paired import (
     coverage_note,
@@ -76,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Measures and reports. Raises a GradferryError when an option is wrong or a rank fails."""
     if arguments.smoke:
         vars(arguments).update(_SMOKE)
-    gpu = find_gpu("cuda").environment if arguments.device == "cuda" else {}
+    place = environment_on(arguments.device)
     options = _options(arguments)
     check_ranks(arguments)
     console = Console()
@@ -87,7 +86,6 @@ def run(arguments: argparse.Namespace) -> int:
         if options.trace:
             print_line(console, f"Trace of {options.hooks[-1]}: {options.trace}")
         if arguments.json:
-            place = {**environment(), **occasion(), **gpu}
             write_json(arguments.json, rows, place, results_of="bench overlap")
             print_line(console, f"Written: {arguments.json}")
         return 0
