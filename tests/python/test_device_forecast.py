@@ -13,6 +13,7 @@ from unittest import mock
 import gradferry
 import pytest
 import torch
+import torch.distributed as dist
 from gradferry.lab.cli import main
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -107,6 +108,26 @@ def wrapped(layer_s: float, kind: str) -> tuple[DistributedDataParallel, torch.T
     group = fake_device.group(kind)
     ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=BUCKET_MB)
     return ddp, torch.ones(1, device=fake_device.DEVICE, requires_grad=True)
+
+
+@contextlib.contextmanager
+def group_without_cpu() -> Iterator[None]:
+    """Groups like those of init_process_group("nccl"), while this lasts."""
+    import fake_device
+
+    known = dict(fake_device.backends)
+
+    def group(kind: str) -> dist.ProcessGroup:
+        return dist.new_group(backend=f"fake:fake_{kind}")
+
+    with mock.patch.object(fake_device, "group", group):
+        yield
+    fake_device.backends.update(known)
+
+
+def case_without_cpu(case: str, **arguments: Any) -> Any:
+    with group_without_cpu():
+        return globals()[case](**arguments)
 
 
 def case_doctor(prices: Prices, layer_s: float, hooks: list[str], kind: str = "streamed") -> Any:
@@ -275,6 +296,15 @@ def test_auto_measures_bytes_that_pass_through_the_host(worlds: Worlds) -> None:
     first, second = (choice for choice, _ in answers)
     assert first == second
     assert set(first["predicted_ms"]) >= {"off", "exact", "q4"}
+
+
+def test_a_group_needs_no_backend_for_the_cpu(worlds: Worlds) -> None:
+    arguments = {"prices": Prices(), "layer_s": LAYER_S}
+    first, second = worlds(2).run(case_without_cpu, case="case_auto", **arguments)
+    assert first == second
+    assert first[0]["codec"] == "q4"
+    found = worlds(2).run(case_without_cpu, case="case_doctor", hooks=["q4"], **arguments)[0]
+    assert found.verdict.startswith("Use q4")
 
 
 def case_bucket_times(prices: Prices) -> list[list[dict[str, Any]]]:

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gradferry.forecast.costs import CollectiveCosts, Curve, Engine, LinkCosts
+from gradferry.forecast.buckets import parameter_codecs
+from gradferry.forecast.costs import (
+    CodecCosts,
+    CollectiveCosts,
+    Costs,
+    Curve,
+    Engine,
+    LinkCosts,
+    Parameter,
+    StepProfile,
+)
+from gradferry.forecast.hook_names import hook_config
+from gradferry.forecast.predict import Predictor
 from gradferry.forecast.simulate import (
     Backward,
     ChunkCost,
@@ -194,3 +206,33 @@ def test_staged_the_thread_waits_for_every_message():
     assert staged.end_s == 69
     streamed = play_on_streams(Backward((0.0, 0.0), 0.0), [[chunk], [chunk]], stream(1.0))
     assert streamed.end_s < 69
+
+
+def device_predictor() -> Predictor:
+    """A model of two parameters, whose codec takes time and whose link takes none."""
+    config = hook_config("q8")
+    parameters = [Parameter(name, (64, 64)) for name in ("first", "second")]
+    (codec,) = set(parameter_codecs(config, parameters))
+    launches = CodecCosts(0.0, 0.0, 0.0, 0.0, *(1.0, 1.0, 1.0))
+    costs = Costs(2, stream(0.0), {}, {codec: launches})
+    profile = StepProfile(200.0, 100.0, (0.0, 100.0), spare_cores=0.0)
+    return Predictor(parameters, profile, costs, [[0], [1]])
+
+
+@pytest.mark.parametrize(
+    ("exposed", "spare", "waiting"),
+    [
+        (2.0, 1.0, 0.0),  # less than the three kernels of the last bucket
+        (3.0, 1.0, 0.0),
+        (4.5, 0.5, 0.0),  # those of the first delay the backward pass by half their time
+        (6.0, 0.0, 0.0),
+        (16.0, 0.0, 10.0),  # more than kernels explain
+    ],
+)
+def test_what_kernels_take_from_the_backward_pass_is_found_by_measuring(exposed, spare, waiting):
+    predictor = device_predictor().calibrated("q8", hook_config("q8"), None, exposed)
+    assert predictor.profile.spare_cores == pytest.approx(spare, abs=0.02)
+    # The search for the pass's length ends within 1e-4 of it, the one for the share within 2^-10.
+    assert predictor.profile.waiting_s == pytest.approx(waiting, abs=0.1)
+    predicted = predictor.codec("q8", hook_config("q8"), [None])
+    assert predicted.exposed_s == pytest.approx(max(3.0, exposed), abs=0.1)

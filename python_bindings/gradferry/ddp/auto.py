@@ -148,6 +148,7 @@ class Chooser:
     def __init__(self, running: Running) -> None:
         self._running = running
         self._observed: ObservedSteps | None = None
+        self._spare = 0.0  # on a device, `spare_cores` as last found
         self.choice = Choice()
 
     def start(self, hook: _native.BucketHook) -> None:
@@ -229,12 +230,13 @@ class Chooser:
         }
         backend = [OFF] if OFF in candidates(now) else []
         costs = measure_costs(probe, parameters, backend, [now, *configs.values()], _SECONDS)
-        spare = spare_cores(running.group) if running.transport.on_host else 0.0
+        spare = spare_cores(running.group) if running.transport.on_host else self._spare
         profile = observed.profile(len(parameters), spare)
         predictor = Predictor(parameters, profile, costs, observed.buckets)
         if running.engine is not None:
             # Corrects the model by the difference between prediction and observation.
             predictor = predictor.calibrated(str(now.codec), now, None, observed.exposed_s)
+            self._spare = predictor.profile.spare_cores
         caps = [None]
         found = {name: predictor.codec(name, configs[name], caps) for name in configs}
         return found | {name: predictor.backend_hook(name, caps) for name in backend}

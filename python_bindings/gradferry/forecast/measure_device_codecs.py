@@ -12,9 +12,11 @@ from gradferry.forecast.clock import clock_of
 from gradferry.forecast.costs import ChunkLaunches, CodecCosts, ParameterCodec
 from gradferry.forecast.measure_codecs import timed
 
-NUM_ELEMENTS = 1 << 24  # 64 MB of fp32: more than the caches of a GPU
+# 16 MB of fp32. With residuals and the payloads of several ranks this takes some 130 MB of a device
+# that a training may have filled, but more than a GPU's cache.
+NUM_ELEMENTS = 1 << 22
 _FEWEST_ELEMENTS = _native.TILE_ELEMENTS
-_MOST_PAYLOADS = 8  # that are reduced lie apart, so that no cache holds them
+_MOST_PAYLOADS = 4  # that are reduced lie apart, so that no cache holds them
 # Between two sizes, so that what a launch takes and what an element takes can be told apart.
 _LEAST_RATIO = 8
 # What DeviceExchange launches for a chunk besides its codecs: seal; check and seal; check and

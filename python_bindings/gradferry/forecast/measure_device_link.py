@@ -24,7 +24,7 @@ from gradferry.forecast.costs import CollectiveCosts, Engine, LinkCosts
 from gradferry.forecast.measure_link import Progress, rising
 
 _EXCHANGE_BYTES = (64 << 10, 512 << 10, STREAM_CHUNK_BYTES)  # to each rank, as far as they fit
-_MOST_BYTES = 64 << 20  # that a rank sends, or receives, in one exchange
+_MOST_BYTES = 32 << 20  # that a rank sends, or receives, in one exchange
 _REDUCE_BYTES = (64 << 10, 4 << 20, 32 << 20)  # of the tensor
 _BATCH = 6  # collectives between two readings of the clock
 _FEWEST_BATCHES, _MOST_BATCHES = 3, 9
