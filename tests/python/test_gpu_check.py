@@ -122,6 +122,8 @@ def test_rows_of_what_was_measured_are_kept(tool, monkeypatch, tmp_path):
     assert json.loads(tool.RESULT.read_text())["measured"] == {
         "codec": "gradferry bench codec",
         "overlap": "gradferry bench overlap",
+        "collective": "gradferry bench collective",
+        "train": "gradferry bench train",
         "doctor": "gradferry doctor",
     }
     assert all(0 < minutes <= 6 for _, minutes, _ in ran)
