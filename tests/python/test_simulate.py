@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from gradferry.forecast.buckets import parameter_codecs
 from gradferry.forecast.costs import (
+    CastCosts,
+    ChunkLaunches,
     CodecCosts,
     CollectiveCosts,
     Costs,
@@ -15,8 +19,9 @@ from gradferry.forecast.costs import (
     Parameter,
     StepProfile,
 )
+from gradferry.forecast.diagnosis import needs_momentum
 from gradferry.forecast.hook_names import hook_config
-from gradferry.forecast.predict import Predictor
+from gradferry.forecast.predict import Prediction, Predictor
 from gradferry.forecast.simulate import (
     Backward,
     ChunkCost,
@@ -25,6 +30,7 @@ from gradferry.forecast.simulate import (
     play_codec,
 )
 from gradferry.forecast.simulate_streams import enqueued, play_on_streams
+from gradferry.forecast.verdict import advise
 
 # A second per byte on the link; a collective arrives 100 s after it has left.
 LATENCY = 100.0
@@ -236,3 +242,49 @@ def test_what_kernels_take_from_the_backward_pass_is_found_by_measuring(exposed,
     assert predictor.profile.waiting_s == pytest.approx(waiting, abs=0.1)
     predicted = predictor.codec("q8", hook_config("q8"), [None])
     assert predicted.exposed_s == pytest.approx(max(3.0, exposed), abs=0.1)
+
+
+def gpu_predictions(bytes_per_second: float, hooks: tuple[str, ...]) -> list[Prediction]:
+    """On 8 GPUs, with 8000 tokens each. Estimates for an H100: 400 TFLOP/s, so that the backward
+    pass takes 4 * 52e6 * 8000 / 400e12 s; kernels of codecs move 3 TB/s; a launch takes 3 us, a
+    collective 15.
+    """
+    move, launch, latency, world_size = 1 / 3e12, 3e-6, 15e-6, 8
+    parameters = [Parameter(f"w{i}", (2560, 2560)) for i in range(8)]  # 25 MB each, of fp32
+    configs = {hook: replace(hook_config(hook), chunk_bytes=4 << 20) for hook in hooks}
+    codecs = {
+        codec: CodecCosts(
+            (4 + 8 * codec.residuals[0] + codec.codec.bits() / 8) * move,
+            (8 * codec.residuals[1] + (world_size + 1) * codec.codec.bits() / 8) * move,
+            (4 + codec.codec.bits() / 8) * move,
+            move,
+            *(launch, launch, launch),
+        )
+        for config in configs.values()
+        for codec in parameter_codecs(config, parameters)
+    }
+
+    def costs(times: float) -> CollectiveCosts:
+        line = Curve(((0.0, latency), (1e9, latency + times * 1e9 / bytes_per_second)))
+        return CollectiveCosts(latency, line, in_line=True)
+
+    moved = 2 * (world_size - 1) / world_size
+    reduces = {dtype: costs(moved) for dtype in (torch.float32, torch.bfloat16)}
+    link = LinkCosts(costs(1), costs(1), reduces, Engine.STREAMS)
+    casts = {"torch:fp32": CastCosts(8 * move, 0.0), "torch:bf16": CastCosts(10 * move, 6 * move)}
+    launches = ChunkLaunches(launch, 2 * launch, 2 * launch, 2 * launch)
+    ready_s = tuple(4.2e-3 * number / 8 for number in range(8, 0, -1))
+    profile = StepProfile(6.3e-3, 4.2e-3, ready_s, spare_cores=0.0)
+    predictor = Predictor(parameters, profile, Costs(world_size, link, casts, codecs, launches))
+    found = [predictor.backend_hook(hook, [25.0]) for hook in casts]
+    return found + [predictor.codec(hook, config, [25.0]) for hook, config in configs.items()]
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_second", "verdict"),
+    [(400e9, "Do not compress: torch:"), (12.5e9, "Use q4: ")],
+    ids=["NVLink", "100 Gb/s"],
+)
+def test_inside_a_node_the_verdict_is_no(bytes_per_second, verdict):
+    predictions = gpu_predictions(bytes_per_second, ("q8", "q4"))
+    assert advise(predictions, needs_momentum).startswith(verdict)
