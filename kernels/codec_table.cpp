@@ -63,11 +63,21 @@ void use_device_library(const DeviceLibrary& library) {
   device_library = library;
 }
 
-const MessageKernels& message_kernels() {
+namespace {
+
+const DeviceLibrary& library_in_use() {
   GRADFERRY_EXPECTS(device_library.version != 0, kState,
                     "no device library is in use; call use_cuda_codecs() first");
-  return device_library.messages;
+  return device_library;
 }
+
+}  // namespace
+
+const ChunkKernels& chunk_kernels() { return library_in_use().chunks; }
+uint32_t row_of(const Codec& codec) {
+  return static_cast<uint32_t>(&codec - library_in_use().codecs.data());
+}
+const MessageKernels& message_kernels() { return library_in_use().messages; }
 
 std::span<const Codec> codecs(Device device) {
   return device == Device::kCpu ? cpu_codecs(active_isa()) : device_library.codecs;

@@ -40,7 +40,7 @@ struct Thread {
   Where where;
   uint64_t value = 0, result = 0;  // of meet()
   uint32_t source = 0;
-  bool fenced = false;            // since the block began
+  bool fenced = false;          // since the block began
   void* last_atomic = nullptr;  // the number of its last atomic operation
 };
 
@@ -93,10 +93,12 @@ void copy_unseen(void* to, const void* from, size_t num_bytes) {
 class Machine {
  public:
   uint64_t seed = 1;
+  uint64_t num_launches = 0;
 
   void run(const char* kernel, uint32_t num_blocks, uint32_t num_threads, void (*body)(void*),
            void* context) {
     if (num_threads == 0 || num_threads > kMostThreads) throw Fault("threads per block: 1 to 1024");
+    ++num_launches;
     kernel_ = kernel;
     body_ = body;
     context_ = context;
@@ -519,6 +521,7 @@ void run(const char* kernel, uint32_t num_blocks, uint32_t num_threads, void (*b
          void* context) {
   the_machine().run(kernel, num_blocks, num_threads, body, context);
 }
+uint64_t num_launches() { return the_machine().num_launches; }
 void fail(const char* message, const Where& where) {
   the_machine().report(text_of(where) + ": " + message);
   the_machine().give_up();

@@ -38,6 +38,9 @@ void set_seed(uint64_t seed);
 void run(const char* kernel, uint32_t num_blocks, uint32_t num_threads, void (*body)(void*),
          void* context);
 
+// How many launches there were.
+uint64_t num_launches();
+
 // Ends the launch with a Fault.
 [[noreturn]] void fail(const char* message, const Where& where);
 

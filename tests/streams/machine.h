@@ -56,7 +56,8 @@ using MarkPtr = std::shared_ptr<Mark>;
 struct Counters {
   uint64_t allocations = 0;
   uint64_t host_waits = 0;
-  uint64_t waits = 0;  // of streams for events
+  uint64_t waits = 0;     // of streams for events
+  uint64_t launches = 0;  // of kernels, counted when they run
 };
 
 class Machine {
@@ -80,6 +81,7 @@ class Machine {
   // For tests.
   void set_seed(uint64_t seed);
   void omit_wait(int64_t number);  // the one of this number from now on; -1: none
+  void count_launches(uint64_t number);
   Counters counters();
   std::vector<std::string> races();  // since the last call
   void note_error(const std::string& error);
