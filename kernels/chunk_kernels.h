@@ -104,23 +104,21 @@ __global__ void __launch_bounds__(kTileThreads, Codecs::kMinBlocks)
   const ChunkTile& entry = chunk.tiles[blockIdx.x];
   const Tile tile = entry.tile;
   const ChunkCodec& codec = chunk.codecs[entry.codec];
-  const auto* gradient = static_cast<const std::byte*>(call.gradient);
+  float* residual = entry.has_residual != 0 ? call.residual : nullptr;
   StatusPart part{0, 0};
   if constexpr (dtype == ScalarType::kFloat64) {
-    part = exact_float64::encode_tile(
-        tile, chunk.hold_zero_tiles, static_cast<const double*>(call.gradient), codec.alpha,
-        call.gain, entry.has_residual != 0 ? call.residual : nullptr, call.out);
+    part = exact_float64::encode_tile(tile, chunk.hold_zero_tiles,
+                                      static_cast<const double*>(call.gradient), codec.alpha,
+                                      call.gain, residual, call.out);
   } else {
-    Codecs::with(codec.row, [&]<typename Codec>() {
-      const auto unit = unit_of<Codec, dtype>(chunk, tile, codec, Stage::kWorker);
-      if (entry.has_residual != 0) {
-        part = encode_tile<Codec, dtype, true>(unit, tile, chunk.hold_zero_tiles, gradient,
-                                               codec.alpha, call.gain, call.residual, call.out);
-      } else {
-        part = encode_tile<Codec, dtype, false>(unit, tile, chunk.hold_zero_tiles, gradient,
-                                                codec.alpha, nullptr, nullptr, call.out);
-      }
-    });
+    const auto with_codec = [&](auto f) {
+      Codecs::with(codec.row, [&]<typename Codec>() {
+        f.template operator()<Codec>(unit_of<Codec, dtype>(chunk, tile, codec, Stage::kWorker));
+      });
+    };
+    part = encode_tile<dtype>(with_codec, tile, chunk.hold_zero_tiles,
+                              static_cast<const std::byte*>(call.gradient), codec.alpha, call.gain,
+                              residual, call.out);
   }
   if (call.num_messages == 0) return;
   const StatusPart all = combine_status<kTileThreads>(storage, part);
@@ -170,10 +168,9 @@ GRADFERRY_DEVICE void with_payload_dtype(ScalarType dtype, F f) {
 
 template <typename Codecs, bool kIsFloat64>
 GRADFERRY_DEVICE StatusPart reduce_entry(const ReduceChunkCall& call, const Tile& tile,
-                                         const ChunkCodec& codec, bool has_residual) {
+                                         const ChunkCodec& codec, float* residual) {
   const Chunk& chunk = call.chunk;
   const ReceivedMessages& received = call.received;
-  const uint32_t world_size = received.num_messages;
   std::byte* out = call.out + kHeaderBytes;
   const auto payload_of = [&](uint32_t rank) {
     return received.buffer + received.messages[rank].offset + kHeaderBytes;
@@ -182,28 +179,27 @@ GRADFERRY_DEVICE StatusPart reduce_entry(const ReduceChunkCall& call, const Tile
     const bool is_zero = sum_payloads(received, tile.payload_offset, num_bytes, sums_of(chunk));
     return chunk.hold_zero_tiles && __syncthreads_or(is_zero ? 0 : 1) == 0;
   };
-  StatusPart part{0, 0};
   if constexpr (kIsFloat64) {
     const bool is_zero = sum(exact_float64::payload_bytes(tile.num_elements));
-    part = exact_float64::reduce_tile(tile, is_zero, payload_of, world_size, call.gain,
-                                      has_residual ? call.residual : nullptr, out);
+    return exact_float64::reduce_tile(tile, is_zero, payload_of, received.num_messages, call.gain,
+                                      residual, out);
   } else {
-    Codecs::with(codec.row, [&]<typename Codec>() {
-      with_payload_dtype<Codec>(chunk.dtype, [&]<ScalarType dtype>() {
-        const auto unit = unit_of<Codec, dtype>(chunk, tile, codec, Stage::kWorker);
-        const auto owner_unit = unit_of<Codec, dtype>(chunk, tile, codec, Stage::kOwner);
-        const bool is_zero = sum(unit.payload_bytes);
-        if (has_residual) {
-          part = reduce_tile<Codec, dtype, true>(unit, owner_unit, tile, is_zero, payload_of,
-                                                 world_size, call.gain, call.residual, out);
-        } else {
-          part = reduce_tile<Codec, dtype, false>(unit, owner_unit, tile, is_zero, payload_of,
-                                                  world_size, nullptr, nullptr, out);
-        }
+    const auto with_codec = [&](auto f) {
+      Codecs::with(codec.row, [&]<typename Codec>() {
+        with_payload_dtype<Codec>(chunk.dtype, [&]<ScalarType dtype>() {
+          f.template operator()<Codec, dtype>(
+              unit_of<Codec, dtype>(chunk, tile, codec, Stage::kWorker),
+              unit_of<Codec, dtype>(chunk, tile, codec, Stage::kOwner));
+        });
       });
+    };
+    uint32_t num_bytes = 0;
+    with_codec([&]<typename Codec, ScalarType>(const auto& unit, const auto&) {
+      num_bytes = unit.payload_bytes;
     });
+    return reduce_tile(with_codec, tile, sum(num_bytes), payload_of, received.num_messages,
+                       call.gain, residual, out);
   }
-  return part;
 }
 
 // A rank that owns no tile of the chunk has one block without a tile.
@@ -216,8 +212,8 @@ __global__ void __launch_bounds__(kTileThreads, Codecs::kMinBlocks)
   if (blockIdx.x < chunk.num_tiles) {
     const ChunkTile& entry = chunk.tiles[blockIdx.x];
     const Tile tile = entry.tile;
-    const StatusPart part = reduce_entry<Codecs, kIsFloat64>(call, tile, chunk.codecs[entry.codec],
-                                                             entry.has_residual != 0);
+    const StatusPart part = reduce_entry<Codecs, kIsFloat64>(
+        call, tile, chunk.codecs[entry.codec], entry.has_residual != 0 ? call.residual : nullptr);
     const StatusPart all = combine_status<kTileThreads>(storage, part);
     if (threadIdx.x == 0) {
       add_to(sum_sent, all.checksum);
@@ -300,27 +296,37 @@ GRADFERRY_RARE uint32_t store_rest(const ChunkTile& entry, const ChunkCodec& cod
   return seen != 0 ? flags | kTileNonFinite : flags;
 }
 
-template <typename Codec, ScalarType dtype>
-GRADFERRY_DEVICE uint32_t decode_entry(const DecodeChunkCall& call, const ChunkTile& entry,
-                                       const Tile& tile, const ChunkCodec& codec,
-                                       const TileUnit<typename Codec::Options>& unit) {
+// Returns flags. with_codec as in encode_tile(). The block's sum of the payload comes first: it
+// brings closer what is then read again.
+template <ScalarType dtype, typename WithCodec>
+GRADFERRY_DEVICE uint32_t decode_entry(WithCodec with_codec, const DecodeChunkCall& call,
+                                       const ChunkTile& entry, const Tile& tile,
+                                       const ChunkCodec& codec) {
+  const Slice slice(tile.num_elements);
+  const std::byte* in = call.received.buffer;
   auto* gradient = static_cast<std::byte*>(call.gradient);
   float* residual = entry.has_residual != 0 ? call.residual : nullptr;
   float v[kLaneElements];
-  const uint32_t flags =
-      decode_values<Codec, dtype>(unit, call.received.buffer + tile.payload_offset, v);
+  uint32_t flags = 0;
+  with_codec([&]<typename Codec>(const TileUnit<typename Codec::Options>& unit) {
+    flags = decode_values<Codec, dtype>(unit, in + tile.payload_offset, v);
+  });
+  clear_beyond_end(slice, v);
   if (residual != nullptr) {
-    bool lost = false;
+    uint32_t largest = 0;
     GRADFERRY_UNROLL
-    for (uint32_t j = 0; j < kLaneElements; ++j) lost |= !arrives_finite<dtype>(v[j]);
-    if (__syncthreads_or(lost ? 1 : 0) != 0) {
-      const uint32_t which = undo_lost<Codec, dtype>(
-          entry, codec, unit.seed, unit.step, call.received.buffer, call.sent, gradient, residual);
-      return store_rest<Codec, dtype>(entry, codec, unit.seed, unit.step, call.received.buffer,
-                                      which, gradient, residual);
+    for (uint32_t j = 0; j < kLaneElements; ++j) largest = maximum(largest, magnitude_bits(v[j]));
+    if (__syncthreads_or(largest >= kLeastInfinite<dtype> ? 1 : 0) != 0) {
+      with_codec([&]<typename Codec>(const TileUnit<typename Codec::Options>& unit) {
+        const uint32_t lost = undo_lost<Codec, dtype>(entry, codec, unit.seed, unit.step, in,
+                                                      call.sent, gradient, residual);
+        flags = store_rest<Codec, dtype>(entry, codec, unit.seed, unit.step, in, lost, gradient,
+                                         residual);
+      });
+      return flags;
     }
   }
-  return flags | store_values<dtype>(unit.slice, tile, v, gradient, codec.beta, residual);
+  return flags | store_values<dtype>(slice, tile, v, gradient, codec.beta, residual);
 }
 
 GRADFERRY_DEVICE void fill_nan(void* gradient, const Tile& tile, ScalarType dtype) {
@@ -370,14 +376,8 @@ GRADFERRY_DEVICE void conclude(const DecodeChunkCall& call) {
   }
 }
 
-// Rounding to 16 bits takes more registers.
-template <ScalarType dtype>
-constexpr uint32_t decode_blocks(uint32_t min_blocks) {
-  return dtype == ScalarType::kFloat32 || min_blocks < 3 ? min_blocks : 3;
-}
-
 template <typename Codecs, ScalarType dtype>
-__global__ void __launch_bounds__(kTileThreads, decode_blocks<dtype>(Codecs::kMinBlocks))
+__global__ void __launch_bounds__(kTileThreads, Codecs::kMinBlocks)
     decode_chunk_kernel(DecodeChunkCall call) {
   GRADFERRY_SHARED(StatusStorage<kTileThreads>, storage);
   const Chunk& chunk = call.chunk;
@@ -386,7 +386,6 @@ __global__ void __launch_bounds__(kTileThreads, decode_blocks<dtype>(Codecs::kMi
   const ChunkCodec& codec = chunk.codecs[entry.codec];
   const std::byte* payload = call.received.buffer + tile.payload_offset;
   StatusPart part{0, 0};
-  // It also brings the payload closer, which is then read again.
   const auto sum = [&](uint32_t num_bytes) {
     part.checksum =
         sum_words(payload, num_bytes, tile.message_offset, 16 * threadIdx.x, 16 * kTileThreads).sum;
@@ -397,11 +396,15 @@ __global__ void __launch_bounds__(kTileThreads, decode_blocks<dtype>(Codecs::kMi
         tile, call.sent + tile.output_offset, payload, static_cast<double*>(call.gradient),
         codec.alpha, codec.beta, entry.has_residual != 0 ? call.residual : nullptr);
   } else {
-    Codecs::with(codec.row, [&]<typename Codec>() {
-      const auto unit = unit_of<Codec, dtype>(chunk, tile, codec, Stage::kOwner);
+    const auto with_codec = [&](auto f) {
+      Codecs::with(codec.row, [&]<typename Codec>() {
+        f.template operator()<Codec>(unit_of<Codec, dtype>(chunk, tile, codec, Stage::kOwner));
+      });
+    };
+    with_codec([&]<typename Codec>(const TileUnit<typename Codec::Options>& unit) {
       sum(unit.payload_bytes);
-      part.flags = decode_entry<Codec, dtype>(call, entry, tile, codec, unit);
     });
+    part.flags = decode_entry<dtype>(with_codec, call, entry, tile, codec);
   }
   const StatusPart all = combine_status<kTileThreads>(storage, part);
   if (threadIdx.x == 0) {

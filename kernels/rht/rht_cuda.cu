@@ -8,9 +8,9 @@ namespace {
 template <typename F>
 void with_bits(const TileBatch& batch, F f) {
   switch (batch.options->as<rht::Options>().bits) {
-    case 2: return f.template operator()<TileLauncher<rht::Rht<2>>>();
-    case 3: return f.template operator()<TileLauncher<rht::Rht<3>>>();
-    default: return f.template operator()<TileLauncher<rht::Rht<4>>>();
+    case 2: return f.template operator()<TileLauncher<rht::Rht<rht::OneWidth<2>>>>();
+    case 3: return f.template operator()<TileLauncher<rht::Rht<rht::OneWidth<3>>>>();
+    default: return f.template operator()<TileLauncher<rht::Rht<rht::OneWidth<4>>>>();
   }
 }
 

@@ -162,22 +162,46 @@ GRADFERRY_DEVICE void read_codes(const Slice& slice, const std::byte* payload, u
 
 // --- codec ---------------------------------------------------------------------------------------
 
+// The widths that a kernel has, and the choice among them: one, or all and the options say which.
 template <uint32_t kBits>
+struct OneWidth {
+  GRADFERRY_DEVICE static uint32_t bits(const rht::Options&) { return kBits; }
+  template <typename F>
+  GRADFERRY_DEVICE static void with(const rht::Options&, F f) {
+    f.template operator()<kBits>();
+  }
+};
+struct EveryWidth {
+  GRADFERRY_DEVICE static uint32_t bits(const rht::Options& options) { return options.bits; }
+  template <typename F>
+  GRADFERRY_DEVICE static void with(const rht::Options& options, F f) {
+    switch (options.bits) {
+      case 2: return f.template operator()<2>();
+      case 3: return f.template operator()<3>();
+      default: return f.template operator()<4>();
+    }
+  }
+};
+
+// What differs by width is in branches, and arrays are outside of them: see encode_tile().
+template <typename Widths>
 struct Rht {
   using Options = rht::Options;
   static constexpr bool kUnitsAreQuads = false;
   static constexpr bool kUsesDtype = false;
   static constexpr uint32_t kMinBlocks = 1;
 
-  GRADFERRY_DEVICE static uint32_t payload_bytes(uint32_t n, ScalarType, Stage, const Options&) {
-    return rht::payload_bytes(n, rht::Options{kBits});
+  GRADFERRY_DEVICE static uint32_t payload_bytes(uint32_t n, ScalarType, Stage,
+                                                 const Options& options) {
+    return rht::payload_bytes(n, rht::Options{Widths::bits(options)});
   }
 
   template <ScalarType, bool kKeep>
   GRADFERRY_DEVICE static uint32_t encode(const TileUnit<Options>& unit, float* v,
                                           PayloadWriter& out) {
     const Slice& slice = unit.slice;
-    const uint32_t n = slice.num_elements, scales_offset = rht::scales_offset(n, kBits);
+    const uint32_t n = slice.num_elements,
+                   scales_offset = rht::scales_offset(n, Widths::bits(unit.options));
     out.zeros(scales_offset + 2 * rht::num_blocks(n), unit.payload_bytes);
     if (slice.is_empty()) return 0;
 
@@ -187,27 +211,29 @@ struct Rht {
     const RowState state = measure_rows(slice, v, x);
     uint32_t codes[kRows];
     float powers[kRows];
-    GRADFERRY_UNROLL
-    for (uint32_t row = 0; row < kRows; ++row) {
-      float* z = x + kQuad * row;
-      const uint32_t flips = signs.of_quad(slice, row);
-      const rht::Quantizer<kBits> quantizer(__shfl_sync(kAllLanes, state.root, energy_lane(row)));
+    Widths::with(unit.options, [&]<uint32_t kBits>() {
       GRADFERRY_UNROLL
-      for (uint32_t e = 0; e < kQuad; ++e) z[e] = flip(z[e], flips, e);
-      rht::transform_row(slice, z);
-      codes[row] = 0;
-      powers[row] = 0.0f;
-      GRADFERRY_UNROLL
-      for (uint32_t e = 0; e < kQuad; ++e) {
-        const float magnitude = from_bits(magnitude_bits(z[e]));
-        const uint32_t index = quantizer.index(magnitude);
-        const float value = rht::magnitude_of<kBits>(index);
-        const uint32_t code = index | bits(z[e]) >> 31 << (kBits - 1);
-        codes[row] |= code << (8 * e);
-        powers[row] = powers[row] + value * value;  // exact, in any order
-        z[e] = magnitude * value;
+      for (uint32_t row = 0; row < kRows; ++row) {
+        float* z = x + kQuad * row;
+        const uint32_t flips = signs.of_quad(slice, row);
+        const rht::Quantizer<kBits> quantizer(__shfl_sync(kAllLanes, state.root, energy_lane(row)));
+        GRADFERRY_UNROLL
+        for (uint32_t e = 0; e < kQuad; ++e) z[e] = flip(z[e], flips, e);
+        rht::transform_row(slice, z);
+        codes[row] = 0;
+        powers[row] = 0.0f;
+        GRADFERRY_UNROLL
+        for (uint32_t e = 0; e < kQuad; ++e) {
+          const float magnitude = from_bits(magnitude_bits(z[e]));
+          const uint32_t index = quantizer.index(magnitude);
+          const float value = rht::magnitude_of<kBits>(index);
+          const uint32_t code = index | bits(z[e]) >> 31 << (kBits - 1);
+          codes[row] |= code << (8 * e);
+          powers[row] = powers[row] + value * value;  // exact, in any order
+          z[e] = magnitude * value;
+        }
       }
-    }
+    });
 
     // Scales, in the lanes that have their rows' projections.
     float folded[kQuad];
@@ -227,30 +253,32 @@ struct Rht {
     const uint32_t row_scale = finite ? found : kNanBits;
 
     uint32_t own_scale = 0;
-    GRADFERRY_UNROLL
-    for (uint32_t row = 0; row < kRows; ++row) {
-      uint32_t scale = __shfl_sync(kAllLanes, row_scale, projection_lane(row));
-      const int32_t row_exponent = __shfl_sync(kAllLanes, exponent, projection_lane(row));
-      const bool is_huge = row_exponent >= rht::kHugeExponent && scale != kNanBits && scale != 0;
-      float u[kQuad];
-      if (kKeep || is_huge) decode_row<kBits>(slice, codes[row], u);
-      if (is_huge) {
-        const float largest = row_largest(u);
-        while (is_not_finite(from_bits(scale) * largest)) scale -= 0x10000u;
-      }
-      if (scale == 0 || scale == kNanBits) codes[row] = 0;
-      if constexpr (kKeep) {
-        const uint32_t flips = signs.of_quad(slice, row);
-        GRADFERRY_UNROLL
-        for (uint32_t e = 0; e < kQuad; ++e) {
-          const float value = scale == 0 ? 0.0f : flip(from_bits(scale), flips, e) * u[e];
-          v[kQuad * row + e] = v[kQuad * row + e] - value;
+    Widths::with(unit.options, [&]<uint32_t kBits>() {
+      GRADFERRY_UNROLL
+      for (uint32_t row = 0; row < kRows; ++row) {
+        uint32_t scale = __shfl_sync(kAllLanes, row_scale, projection_lane(row));
+        const int32_t row_exponent = __shfl_sync(kAllLanes, exponent, projection_lane(row));
+        const bool is_huge = row_exponent >= rht::kHugeExponent && scale != kNanBits && scale != 0;
+        float u[kQuad];
+        if (kKeep || is_huge) decode_row<kBits>(slice, codes[row], u);
+        if (is_huge) {
+          const float largest = row_largest(u);
+          while (is_not_finite(from_bits(scale) * largest)) scale -= 0x10000u;
         }
+        if (scale == 0 || scale == kNanBits) codes[row] = 0;
+        if constexpr (kKeep) {
+          const uint32_t flips = signs.of_quad(slice, row);
+          GRADFERRY_UNROLL
+          for (uint32_t e = 0; e < kQuad; ++e) {
+            const float value = scale == 0 ? 0.0f : flip(from_bits(scale), flips, e) * u[e];
+            v[kQuad * row + e] = v[kQuad * row + e] - value;
+          }
+        }
+        own_scale = slice.lane % kRows == row ? scale : own_scale;
       }
-      own_scale = slice.lane % kRows == row ? scale : own_scale;
-    }
+      write_codes<kBits>(slice, codes, out);
+    });
     write_scale(slice, scales_offset, own_scale >> 16, out);
-    write_codes<kBits>(slice, codes, out);
     return finite ? 0 : kTileNonFinite;
   }
 
@@ -261,63 +289,36 @@ struct Rht {
     if (slice.is_empty()) return 0;
     const Signs signs(unit);
     uint32_t codes[kRows];
-    read_codes<kBits>(slice, payload, codes);
-    RowScale own = read_scale(slice, payload, rht::scales_offset(slice.num_elements, kBits),
+    RowScale own = read_scale(slice, payload,
+                              rht::scales_offset(slice.num_elements, Widths::bits(unit.options)),
                               block_scale::kLargest, false);
     uint32_t flags = own.flags;
-    GRADFERRY_UNROLL
-    for (uint32_t row = 0; row < kRows; ++row) {
-      float scale = of_row(own.scale, row);
-      float u[kQuad];
-      decode_row<kBits>(slice, codes[row], u);
-      if (bits(scale) >= rht::kOverflowingScale && bits(scale) < kInfinityBits) {
-        if (is_not_finite(scale * row_largest(u))) {
-          scale = from_bits(kNanBits);
-          flags |= kTileNonFinite | kTileCorrupt;
+    Widths::with(unit.options, [&]<uint32_t kBits>() {
+      read_codes<kBits>(slice, payload, codes);
+      GRADFERRY_UNROLL
+      for (uint32_t row = 0; row < kRows; ++row) {
+        float scale = of_row(own.scale, row);
+        float u[kQuad];
+        decode_row<kBits>(slice, codes[row], u);
+        if (bits(scale) >= rht::kOverflowingScale && bits(scale) < kInfinityBits) {
+          if (is_not_finite(scale * row_largest(u))) {
+            scale = from_bits(kNanBits);
+            flags |= kTileNonFinite | kTileCorrupt;
+          }
+        }
+        const uint32_t flips = signs.of_quad(slice, row);
+        GRADFERRY_UNROLL
+        for (uint32_t e = 0; e < kQuad; ++e) {
+          const float value = flip(scale, flips, e) * u[e];
+          // Zero and NaN blocks have the value itself, without a sign.
+          sink(kQuad * row + e, scale > 0.0f ? value : scale);
         }
       }
-      const uint32_t flips = signs.of_quad(slice, row);
-      GRADFERRY_UNROLL
-      for (uint32_t e = 0; e < kQuad; ++e) {
-        const float value = flip(scale, flips, e) * u[e];
-        // Zero and NaN blocks have the value itself, without a sign.
-        sink(kQuad * row + e, scale > 0.0f ? value : scale);
-      }
-    }
+    });
     return flags;
   }
 };
 
-// Of all widths: which one, the options say.
-struct AnyRht {
-  using Options = rht::Options;
-  static constexpr bool kUnitsAreQuads = false;
-  static constexpr bool kUsesDtype = false;
-  static constexpr uint32_t kMinBlocks = 1;
-
-  GRADFERRY_DEVICE static uint32_t payload_bytes(uint32_t n, ScalarType, Stage,
-                                                 const Options& options) {
-    return rht::payload_bytes(n, options);
-  }
-  template <ScalarType dtype, bool kKeep>
-  GRADFERRY_DEVICE static uint32_t encode(const TileUnit<Options>& unit, float* v,
-                                          PayloadWriter& out) {
-    switch (unit.options.bits) {
-      case 2: return Rht<2>::encode<dtype, kKeep>(unit, v, out);
-      case 3: return Rht<3>::encode<dtype, kKeep>(unit, v, out);
-      default: return Rht<4>::encode<dtype, kKeep>(unit, v, out);
-    }
-  }
-  template <ScalarType dtype, typename Sink>
-  GRADFERRY_DEVICE static uint32_t decode(const TileUnit<Options>& unit, const std::byte* payload,
-                                          Sink sink) {
-    switch (unit.options.bits) {
-      case 2: return Rht<2>::decode<dtype>(unit, payload, sink);
-      case 3: return Rht<3>::decode<dtype>(unit, payload, sink);
-      default: return Rht<4>::decode<dtype>(unit, payload, sink);
-    }
-  }
-};
-using TileCodec = AnyRht;
+using TileCodec = Rht<EveryWidth>;
 
 }  // namespace gradferry::GRADFERRY_KERNEL_NAMESPACE::rht
