@@ -14,6 +14,7 @@ namespace {
 // All of the table that have CUDA kernels.
 struct EveryCodec {
   static constexpr bool kHasFloat64 = false;
+  static constexpr bool kApart = true;
   static constexpr uint32_t kMinBlocks = 1;
 
   template <typename F>
@@ -29,9 +30,9 @@ struct EveryCodec {
 };
 
 constexpr uint32_t bit_of(CodecRow row) { return 1u << static_cast<uint32_t>(row); }
-static_assert(static_cast<uint32_t>(CodecRow::kEnd) <= 32, "Chunk::rows has a bit for each");
+static_assert(static_cast<uint32_t>(CodecRow::kEnd) <= 32, "ChunkBatch::rows has a bit for each");
 
-const ChunkKernels& kernels_for(const Chunk& chunk) {
+const ChunkKernels& kernels_for(const ChunkBatch& chunk) {
   static constexpr ChunkKernels kEvery = ChunkLauncher<EveryCodec>::kernels();
   const uint32_t others = chunk.rows & ~bit_of(CodecRow::exact);
   if (others == 0) return exact_chunks;

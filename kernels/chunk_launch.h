@@ -1,7 +1,9 @@
 // Sets of codecs that a chunk's tiles may have, each with kernels of its own, and their launchers.
 #pragma once
 
-#include "kernels/chunk_kernels.h"
+#include "kernels/chunk_decode.h"
+#include "kernels/chunk_encode.h"
+#include "kernels/chunk_reduce.h"
 
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE {
 
@@ -11,6 +13,7 @@ template <typename Other>
 struct WithExact {
   static constexpr bool kIsExactAlone = std::is_same_v<Other, exact::TileCodec>;
   static constexpr bool kHasFloat64 = kIsExactAlone;
+  static constexpr bool kApart = false;
   // Without a bound the compiler takes twice the registers, to load further ahead.
   static constexpr uint32_t kMinBlocks = Other::kMinBlocks == 0 ? 4 : Other::kMinBlocks;
 

@@ -59,8 +59,8 @@ void DeviceExchange::average(DeviceJob& job) {
   }
 }
 
-Chunk DeviceExchange::chunk_of(const DeviceJob& job, uint64_t number, const DeviceStage& stage,
-                               const at::Tensor& progress, const c10::Stream& stream) const {
+ChunkBatch DeviceExchange::chunk_of(const DeviceJob& job, uint64_t number, const DeviceStage& stage,
+                                    const at::Tensor& progress, const c10::Stream& stream) const {
   return {.tiles = job.plan->data(stage.tiles),
           .num_tiles = stage.tiles.size,
           .codecs = job.plan->codecs(),
@@ -143,7 +143,7 @@ void DeviceExchange::decode(DeviceJob& job, ChunkJob& chunk) {
   if (planned.worker_residual) slot.free.record(context_.finish_stream);
 }
 
-void DeviceExchange::decode_on(const DeviceJob& job, const Chunk& chunk,
+void DeviceExchange::decode_on(const DeviceJob& job, const ChunkBatch& chunk,
                                const ReceivedMessages& received, const DeviceBuffer& sent) const {
   chunk_kernels().decode({.chunk = chunk,
                           .received = received,

@@ -40,11 +40,11 @@ class DeviceExchange {
   void send(DeviceJob& job, ChunkJob& chunk);
   void reduce(DeviceJob& job, ChunkJob& chunk);
   void decode(DeviceJob& job, ChunkJob& chunk);
-  Chunk chunk_of(const DeviceJob& job, uint64_t number, const DeviceStage& stage,
-                 const at::Tensor& progress, const c10::Stream& stream) const;
+  ChunkBatch chunk_of(const DeviceJob& job, uint64_t number, const DeviceStage& stage,
+                      const at::Tensor& progress, const c10::Stream& stream) const;
   ReceivedMessages received_in(const DeviceJob& job, const Table<Message>& messages,
                                const DeviceBuffer& buffer) const;
-  void decode_on(const DeviceJob& job, const Chunk& chunk, const ReceivedMessages& received,
+  void decode_on(const DeviceJob& job, const ChunkBatch& chunk, const ReceivedMessages& received,
                  const DeviceBuffer& sent) const;
   void reserve_flags(uint32_t num_tiles);
 

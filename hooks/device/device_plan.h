@@ -19,7 +19,7 @@ struct Table {
   uint32_t size = 0;    // entries
 };
 
-// One stage of a chunk: all of its tiles, whatever their codecs. `rows`: as in Chunk.
+// One stage of a chunk: all of its tiles, whatever their codecs. `rows`: as in ChunkBatch.
 struct DeviceStage {
   Table<ChunkTile> tiles;
   uint32_t rows = 0;

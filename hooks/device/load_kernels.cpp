@@ -65,16 +65,16 @@ class Scratch {
 // Runs the kernels for chunks whose tiles have the codecs of these rows.
 void load_chunk_kernels(const DeviceContext& context, const Scratch& scratch, uint32_t rows,
                         ScalarType dtype) {
-  const Chunk chunk{.tiles = scratch.as<ChunkTile>(0),
-                    .num_tiles = 1,
-                    .codecs = scratch.as<ChunkCodec>(1),
-                    .rows = rows,
-                    .dtype = dtype,
-                    .hold_zero_tiles = true,
-                    .seed = 0,
-                    .envelope = {0, 0, 0, 0, 0, Phase::kScatter},
-                    .progress = scratch.as<ChunkProgress>(4),
-                    .stream = context.finish_stream.native_handle()};
+  const ChunkBatch chunk{.tiles = scratch.as<ChunkTile>(0),
+                         .num_tiles = 1,
+                         .codecs = scratch.as<ChunkCodec>(1),
+                         .rows = rows,
+                         .dtype = dtype,
+                         .hold_zero_tiles = true,
+                         .seed = 0,
+                         .envelope = {0, 0, 0, 0, 0, Phase::kScatter},
+                         .progress = scratch.as<ChunkProgress>(4),
+                         .stream = context.finish_stream.native_handle()};
   auto* findings = scratch.as<Findings>(8);
   const auto* messages = scratch.as<const Message>(7);
   const ReceivedMessages received{messages, 1, scratch.part(2), scratch.as<uint32_t>(9)};

@@ -48,7 +48,7 @@ struct ChunkCodec {
 
 struct ChunkTile {
   Tile tile;
-  uint32_t codec;         // index into Chunk::codecs
+  uint32_t codec;         // index into ChunkBatch::codecs
   uint32_t message;       // index of the message that holds it; in reduce, where all do: 0
   uint32_t has_residual;  // 0 or 1: whether residual_offset means something
   uint32_t reserved;
@@ -64,7 +64,8 @@ struct ChunkProgress {
   uint32_t reserved;
 };
 
-struct Chunk {
+// The tiles of a chunk, as TileBatch has those of one codec.
+struct ChunkBatch {
   const ChunkTile* tiles;
   uint32_t num_tiles;
   const ChunkCodec* codecs;
@@ -80,7 +81,7 @@ struct Chunk {
 // Encodes the tiles at Stage::kWorker as Codec::encode does, with the residual of those that have
 // one, then writes the headers of `messages` into `out`. Without messages it only encodes.
 struct EncodeChunkCall {
-  Chunk chunk;
+  ChunkBatch chunk;
   const void* gradient;
   const float* gain;
   float* residual;
@@ -102,7 +103,7 @@ struct ReceivedMessages {
 // those of refused messages too, into one message: payload_offset and output_offset count from the
 // end of a header. A tile found corrupt is a fault. Then writes the header of the message.
 struct ReduceChunkCall {
-  Chunk chunk;
+  ChunkBatch chunk;
   ReceivedMessages received;
   const float* gain;
   float* residual;
@@ -118,7 +119,7 @@ struct ReduceChunkCall {
 // corrupt tile as a fault, and stores the first tile that is not finite in `findings`; in that case
 // it also sets *step_nonfinite to 1, unless the pointer is null.
 struct DecodeChunkCall {
-  Chunk chunk;
+  ChunkBatch chunk;
   ReceivedMessages received;
   const std::byte* sent;
   void* gradient;

@@ -154,7 +154,7 @@ void take_back(const TakeBackCall& call) {
 }
 
 // How far the arrays of a chunk reach.
-Extents extents_of(const Chunk& chunk, Stage stage) {
+Extents extents_of(const ChunkBatch& chunk, Stage stage) {
   Extents extents;
   const size_t item = item_bytes(chunk.dtype);
   const auto reach = [](size_t& extent, size_t end) { extent = std::max(extent, end); };
@@ -178,7 +178,7 @@ Extents extents_of(const Chunk& chunk, Stage stage) {
 
 // The tables of a chunk on the GPU; `num_sums`: of messages received and sent.
 struct GpuChunk {
-  GpuChunk(const Chunk& of, size_t num_sums)
+  GpuChunk(const ChunkBatch& of, size_t num_sums)
       : tiles(of.tiles, of.num_tiles),
         codecs(of.codecs, num_codecs(of)),
         progress(reinterpret_cast<uint64_t*>(of.progress),
@@ -188,7 +188,7 @@ struct GpuChunk {
     chunk.codecs = codecs.get();
     chunk.progress = reinterpret_cast<ChunkProgress*>(progress.get());
   }
-  static size_t num_codecs(const Chunk& of) {
+  static size_t num_codecs(const ChunkBatch& of) {
     size_t num = 0;
     for (const ChunkTile& entry : std::span(of.tiles, of.num_tiles)) {
       num = std::max<size_t>(num, entry.codec + 1);
@@ -198,7 +198,7 @@ struct GpuChunk {
   GpuCopy<const ChunkTile> tiles;
   GpuCopy<const ChunkCodec> codecs;
   GpuCopy<uint64_t> progress;
-  Chunk chunk;
+  ChunkBatch chunk;
 };
 
 struct GpuReceived {

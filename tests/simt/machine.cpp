@@ -1,12 +1,11 @@
 #include "tests/simt/machine.h"
 
-#include <sys/mman.h>
-
 #include <cstring>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "tests/simt/block_memory.h"
 #include "tests/simt/fiber.h"
 #include "tests/simt/simt.h"
 
@@ -25,7 +24,6 @@ constexpr bool kTwoSets = true;
 #else
 constexpr bool kTwoSets = false;
 #endif
-constexpr size_t kArenaBytes = size_t{1} << 22;  // shared memory of all kernels, for the other set
 
 struct Fiber {
   void* stack_pointer = nullptr;
@@ -58,14 +56,6 @@ struct Gathering {
   Where where;
   BarrierOp op = BarrierOp::kSync;
   const void* storage = nullptr;  // of meet_in_block
-};
-
-constexpr size_t kMostUses = 4096;  // of storages and of shared memory, in a block, usually
-
-struct UsedStorage {
-  const std::byte* begin;
-  const std::byte* end;
-  uint64_t barriers;  // passed when it was used
 };
 
 const char* name_of(WarpOp op) {
@@ -194,19 +184,12 @@ class Machine {
   }
 
   void* enter_shared_memory(void* memory, size_t num_bytes, const Where& where) {
-    for (const auto& [known, piece] : shared_) {
-      if (known == memory) return piece;
-    }
-    shared_bytes_ += num_bytes;
-    if (shared_bytes_ > kMostSharedBytes) {
-      report(text_of(where) + ": more than 48 KB of static shared memory");
+    const char* error = nullptr;
+    void* piece = memory_.enter(memory, num_bytes, static_cast<uint8_t>(0x5a ^ seed), &error);
+    if (piece == nullptr) {
+      report(text_of(where) + ": " + error);
       give_up();
     }
-    void* piece = set_ == 0 ? memory : piece_for(memory, num_bytes);
-    shared_.emplace_back(memory, piece);
-    auto* bytes = static_cast<volatile uint8_t*>(piece);
-    const auto fill = static_cast<uint8_t>(0x5a ^ seed);
-    for (size_t i = 0; i < num_bytes; ++i) bytes[i] = fill;
     return piece;
   }
 
@@ -251,33 +234,11 @@ class Machine {
     return a;
   }
 
-  static std::byte* map(size_t num_bytes) {
-    void* memory = mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE,
-                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (memory == MAP_FAILED) throw std::bad_alloc();
-    return static_cast<std::byte*>(memory);
-  }
-  // Of the other set's shared memory, what `memory` stands for.
-  void* piece_for(void* memory, size_t num_bytes) {
-    for (const auto& [known, piece] : pieces_) {
-      if (known == memory) return piece;
-    }
-    if (arena_used_ + num_bytes > kArenaBytes) {
-      report("all kernels together have more shared memory than the emulator");
-      give_up();
-    }
-    std::byte* piece = arena_ + arena_used_;
-    arena_used_ += (num_bytes + 63) / 64 * 64;
-    pieces_.emplace_back(memory, piece);
-    return piece;
-  }
-
   void make_threads() {
     if (threads_.empty()) {
       threads_.resize(kMostThreads + 1);
       other_set_.resize(kTwoSets ? kMostThreads : 0);
-      if (kTwoSets) arena_ = map(kArenaBytes);
-      pieces_.reserve(kMostUses);
+      memory_.reserve(kTwoSets);
     }
     threads_[kHost].fiber.sanitized.renew(true);
     for (uint32_t i = 0; i < num_threads_; ++i) {
@@ -285,14 +246,11 @@ class Machine {
       if (kTwoSets) make_fiber(other_set_[i]);
     }
     abandoned_ = false;
-    // To grow in the middle of a block would move memory from thread to thread.
-    used_storage_.reserve(kMostUses);
-    shared_.reserve(kMostUses);
   }
 
   void make_fiber(Fiber& fiber) const {
     if (fiber.stack == nullptr) {
-      fiber.stack = map(kStackBytes);
+      fiber.stack = map_memory(kStackBytes);
       fiber.sanitized = SanitizedStack(fiber.stack, kStackBytes);
     } else if (!abandoned_) {
       return;
@@ -304,14 +262,11 @@ class Machine {
     num_ready_ = num_done_ = 0;
     gathering_.arrived = 0;
     count_ = 0;
-    shared_.clear();
-    shared_bytes_ = 0;
-    used_storage_.clear();
     for (auto& warp : meetings_) {
       for (Meeting& meeting : warp) meeting.mask = 0;
     }
     ++num_blocks_;
-    if (kTwoSets) set_ = num_blocks_ % 2;
+    memory_.begin_block(kTwoSets ? num_blocks_ % 2 : 0);
     for (uint32_t i = 0; i < num_threads_; ++i) {
       if (kTwoSets) std::swap(threads_[i].fiber, other_set_[i]);
       threads_[i].done = threads_[i].fenced = false;
@@ -405,15 +360,9 @@ class Machine {
   }
 
   void check_storage(const void* storage, size_t storage_bytes, const Where& where) {
-    const auto* begin = static_cast<const std::byte*>(storage);
-    for (const UsedStorage& used : used_storage_) {
-      if (used.barriers == num_barriers_ && begin < used.end &&
-          used.begin < begin + storage_bytes) {
-        report(text_of(where) + ": TempStorage is used again without a barrier in between");
-        give_up();
-      }
-    }
-    used_storage_.push_back({begin, begin + storage_bytes, num_barriers_});
+    if (memory_.use_storage(storage, storage_bytes, num_barriers_)) return;
+    report(text_of(where) + ": TempStorage is used again without a barrier in between");
+    give_up();
   }
 
   Meeting& find_meeting(uint32_t warp, WarpOp op, uint32_t mask, const Where& where) {
@@ -472,7 +421,6 @@ class Machine {
   std::vector<Thread> threads_;
   std::vector<Fiber> other_set_;
   uint32_t num_blocks_ = 0;  // so far
-  uint32_t set_ = 0;         // which one the block runs on
   bool abandoned_ = false;
   std::string error_;
 
@@ -482,12 +430,7 @@ class Machine {
   Meeting meetings_[kMostThreads / kWarpSize][kWarpSize];
   alignas(16) std::byte values_[kMostThreads * kMostValueBytes];
   alignas(16) std::byte results_[kMostThreads * kMostValueBytes];
-  std::vector<UsedStorage> used_storage_;
-  std::vector<std::pair<const void*, void*>> shared_;  // and which piece the block has of it
-  size_t shared_bytes_ = 0;
-  std::byte* arena_ = nullptr;
-  size_t arena_used_ = 0;
-  std::vector<std::pair<const void*, void*>> pieces_;  // of the arena
+  BlockMemory memory_;
 
   // What ThreadSanitizer knows the synchronization by. Neighbouring barriers have different
   // addresses, since a thread may reach the next one before another has left this one; so have

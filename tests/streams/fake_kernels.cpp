@@ -172,7 +172,7 @@ void enqueue(Stream stream, const char* name, void (*kernel)(const Call&), const
 
 // Calls visit(tile, bytes of its payload in a stage) for the tiles of a chunk.
 template <typename Visit>
-void for_tiles(const Touched& touched, const Chunk& chunk, Visit visit) {
+void for_tiles(const Touched& touched, const ChunkBatch& chunk, Visit visit) {
   read_table(touched, chunk.tiles, chunk.num_tiles);
   for (const ChunkTile& entry : std::span(chunk.tiles, chunk.num_tiles)) {
     const ChunkCodec& used = chunk.codecs[entry.codec];
@@ -183,7 +183,7 @@ void for_tiles(const Touched& touched, const Chunk& chunk, Visit visit) {
     });
   }
 }
-void touch_progress(const Touched& touched, const Chunk& chunk, size_t num_messages) {
+void touch_progress(const Touched& touched, const ChunkBatch& chunk, size_t num_messages) {
   touched.write(chunk.progress, sizeof(ChunkProgress) + num_messages * sizeof(uint64_t));
 }
 void touch_received(const Touched& touched, const ReceivedMessages& received) {
@@ -196,7 +196,7 @@ void touch_received(const Touched& touched, const ReceivedMessages& received) {
 void touch_kept(const Touched& touched, const ChunkTile& entry, float* residual) {
   if (entry.has_residual != 0) touch_residual(touched, entry.tile, residual);
 }
-std::pair<size_t, size_t> gradient_bytes(const Chunk& chunk, const Tile& tile) {
+std::pair<size_t, size_t> gradient_bytes(const ChunkBatch& chunk, const Tile& tile) {
   const size_t item = item_bytes(chunk.dtype);
   return {tile.gradient_offset * item, tile.num_elements * item};
 }
