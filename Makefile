@@ -29,7 +29,7 @@ quiet := tools/quiet.sh
 
 # Folders are listed too: theirs is the timestamp that changes when a file goes away.
 core_inputs := $(shell find CMakeLists.txt CMakePresets.json cmake include kernels measure tests/cpp tests/simt tests/cuda benchmarks \
-    hooks/layout.* hooks/plan.* 2>/dev/null)
+    hooks/layout.* hooks/plan.* hooks/workspace.* 2>/dev/null)
 package_inputs := $(shell find pyproject.toml README.md CMakeLists.txt cmake include hooks measure python_bindings \
     tests/streams tests/simt kernels/common \
     -not -name __pycache__ -not -name '*.pyc' 2>/dev/null)
@@ -86,8 +86,7 @@ test-torch-core:  ## what must hold on every torch; use with TORCH=
 	@$(bin)/python -m pytest -q -m "torch_core and not slow"
 
 gpu-check:  ## what a GPU makes of it: kernels, sanitizers, training; results in build/gpu/gpu.json
-	@$(PYTHON) tools/gpu_check.py kernels
-	@$(PYTHON) tools/gpu_check.py hook
+	@$(PYTHON) tools/gpu_check.py
 
 bench: $(core_ready)  ## kernels of every codec, against what memory allows
 	@build/core/benchmarks/codec_bench

@@ -1,12 +1,20 @@
-# Enables CUDA: for the GPUs of this machine; where it has none, PTX alone, which is quick to build
-# and which drivers translate for any of them. The preset `release` is for all of them.
+# Enables CUDA. Unless CMAKE_CUDA_ARCHITECTURES or CUDAARCHS says otherwise, code is for the GPUs of
+# data centres since 2020, whether this machine has one or not: machine code for sm_80, sm_90 and
+# sm_100, which all GPUs of the same major version run, and PTX of the newest, which drivers
+# translate for those that follow. An older nvcc makes what it knows of these.
+include(CheckLanguage)
+check_language(CUDA)
 if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES AND NOT DEFINED ENV{CUDAARCHS})
-  execute_process(COMMAND nvidia-smi -L OUTPUT_VARIABLE gpus ERROR_QUIET)
-  if(gpus MATCHES "^GPU 0")
-    set(CMAKE_CUDA_ARCHITECTURES native)
-  else()
-    set(CMAKE_CUDA_ARCHITECTURES 80-virtual)
-  endif()
+  execute_process(COMMAND ${CMAKE_CUDA_COMPILER} --list-gpu-code
+    OUTPUT_VARIABLE known_gpus ERROR_QUIET)
+  set(newest_gpu 80)
+  foreach(gpu IN ITEMS 90 100)
+    if(known_gpus MATCHES "sm_${gpu}[\r\n]")
+      list(APPEND CMAKE_CUDA_ARCHITECTURES ${newest_gpu}-real)
+      set(newest_gpu ${gpu})
+    endif()
+  endforeach()
+  list(APPEND CMAKE_CUDA_ARCHITECTURES ${newest_gpu})
 endif()
 enable_language(CUDA)
 # CMake learns the default dialect of nvcc from its output, and of some versions nothing else.

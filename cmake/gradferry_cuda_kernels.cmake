@@ -36,5 +36,6 @@ target_compile_options(gradferry_kernels_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>
 if(GRADFERRY_TESTS)
   add_library(gradferry_kernels_ptx OBJECT ${cuda_kernel_files})
   gradferry_cuda_target(gradferry_kernels_ptx)
-  set_target_properties(gradferry_kernels_ptx PROPERTIES CUDA_PTX_COMPILATION ON)
+  set_target_properties(gradferry_kernels_ptx PROPERTIES CUDA_PTX_COMPILATION ON
+    CUDA_ARCHITECTURES 90-virtual)
 endif()

@@ -20,37 +20,40 @@ BucketEngine::BucketEngine(EngineOptions options, ParameterHashes hashes, c10::D
       hashes_(std::move(hashes)),
       process_id_(getpid()),
       steps_(layout_.parameters().size()),
-      optimizer_steps_(options_.loss_scale) {
-  GRADFERRY_EXPECTS(options_.chunk_bytes >= kLeastChunkBytes, kConfig,
-                    "chunk_bytes is " + std::to_string(options_.chunk_bytes) +
-                        "; it must be at least " + std::to_string(kLeastChunkBytes));
-}
+      optimizer_steps_(options_.loss_scale) {}
 
 // --- a bucket ---
 
 void BucketEngine::run(const std::vector<uint32_t>& parameters, UsedMap used,
-                       const at::Tensor& gradient, FuturePtr future, c10::IValue value) {
-  begin_run();
-  std::optional<Error> failure;
-  try {
-    average(accept(parameters, std::move(used), gradient, std::move(future), std::move(value)));
-  } catch (...) {
-    failure = describe_failure(std::current_exception(), options_.rank);
+                       const at::Tensor& gradient, const FuturePtr& future, c10::IValue value) {
+  if (begin_run()) {
+    std::optional<Error> failure;
+    try {
+      average(accept(parameters, std::move(used), gradient, future, std::move(value)));
+    } catch (...) {
+      failure = describe_failure(std::current_exception(), options_.rank);
+    }
+    // The peers may lack messages of this rank, so the engine cannot continue.
+    const bool is_first = failure && fail(*failure);
+    const std::lock_guard lock(life_.mutex);
+    life_.running = false;
+    life_.changed.notify_all();
+    if (!failure) return;
+    if (is_first) raise(*life_.death);
   }
-  // The peers may lack messages of this rank, so the engine cannot continue.
-  if (failure) fail(*failure);
-  const std::lock_guard lock(life_.mutex);
-  life_.running = false;
-  life_.changed.notify_all();
-  if (failure) raise(*life_.death);
+  // What a bucket before this one met is not thrown: DDP would be left in the middle of a pass, and
+  // meet the next one with an internal error.
+  future->setErrorIfNeeded(options_.make_exception(*life_.death));
 }
 
-void BucketEngine::begin_run() {
+// False when the engine has failed.
+bool BucketEngine::begin_run() {
   if (getpid() != process_id_) raise(called_after_fork(process_id_));
   const std::lock_guard lock(life_.mutex);
-  if (life_.death) raise(*life_.death);
+  if (life_.death) return false;
   if (life_.stop) raise(called_at_exit());
   life_.running = true;
+  return true;
 }
 
 BucketEngine::Bucket BucketEngine::accept(const std::vector<uint32_t>& parameters, UsedMap used,
@@ -92,8 +95,11 @@ const BucketPlan& BucketEngine::plan_for(const std::vector<uint32_t>& parameters
   if (found != plans.end()) return found->second;
   CodecChoice codecs = warmup ? CodecChoice::kWarmup : CodecChoice::kOwn;
   if (!exchanges_) codecs = CodecChoice::kExact;
-  const PlanOptions plan_options{options_.rank, options_.chunk_bytes, codecs,
-                                 options_.touches_residuals(step)};
+  const PlanOptions plan_options{.rank = options_.rank,
+                                 .chunk_bytes = options_.chunk_bytes,
+                                 .equal_scatter = options_.equal_scatter,
+                                 .codecs = codecs,
+                                 .residuals = options_.touches_residuals(step)};
   const BucketPlan& plan =
       plans.emplace(parameters, make_plan(layout_, parameters, plan_options)).first->second;
   const std::lock_guard lock(life_.mutex);
@@ -134,14 +140,17 @@ void BucketEngine::raise(const Error& error) const {
   std::rethrow_exception(options_.make_exception(error));
 }
 
-void BucketEngine::fail(const Error& error) {
+bool BucketEngine::fail(const Error& error) {
+  bool is_first = false;
   {
     const std::lock_guard lock(life_.mutex);
-    if (!life_.death) life_.death = finished(error, log_, options_.rank);
+    is_first = !life_.death;
+    if (is_first) life_.death = finished(error, log_, options_.rank);
     life_.changed.notify_all();
   }
   // A thread of the engine that sees the death would also report it, but may be waiting for others.
   options_.peers->tell(life_.death->what());
+  return is_first;
 }
 
 void BucketEngine::request_stop() {

@@ -57,17 +57,18 @@ class BucketEngine {
   // bucket order) in place over all ranks, then completes `future` with `value`. Called in bucket
   // order, from one thread at a time, without the GIL. `used`: which parameters this rank used in
   // this pass; empty: all of them. Parameters that no rank used do not change. May block while
-  // earlier buckets are in flight. Throws the engine's error, or Error(kConfig) or Error(kState).
+  // earlier buckets are in flight. Throws Error(kConfig), Error(kState) or what goes wrong here,
+  // which ends the engine. An error that ended it before is that of `future`.
   void run(const std::vector<uint32_t>& parameters, UsedMap used, const at::Tensor& gradient,
-           FuturePtr future, c10::IValue value);
+           const FuturePtr& future, c10::IValue value);
 
   // Counts a bucket that passes through as part of the step.
   void pass(const std::vector<uint32_t>& parameters);
   // Whether an option needs every bucket, so that none may pass through.
   bool needs_every_bucket() const { return options_.needs_every_bucket(); }
   // Ends the engine with `error` and informs all ranks, which would otherwise wait for a bucket
-  // that does not reach the engine.
-  void fail(const Error& error);
+  // that does not reach the engine. False when it had ended before.
+  bool fail(const Error& error);
 
   EngineStats stats() const;
   uint64_t current_step() const;  // counted from 0
@@ -145,7 +146,7 @@ class BucketEngine {
   EngineLife life_;
 
  private:
-  void begin_run();
+  bool begin_run();
   Bucket accept(const std::vector<uint32_t>& parameters, UsedMap used, const at::Tensor& gradient,
                 FuturePtr future, c10::IValue value);
   const BucketPlan& plan_for(const std::vector<uint32_t>& parameters, uint64_t step);

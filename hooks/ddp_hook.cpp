@@ -113,15 +113,15 @@ void BucketHook::expect_same_order(const c10d::GradBucket& bucket,
   }
 }
 
-void BucketHook::run(const c10d::GradBucket& bucket, FuturePtr future, c10::IValue value) const {
+void BucketHook::run(const c10d::GradBucket& bucket, const FuturePtr& future,
+                     c10::IValue value) const {
   (void)group();  // throws if the group was destroyed
   const std::vector<uint32_t> parameters = indices_of(bucket);
   expect_same_order(bucket, parameters);
   at::Tensor gradient = bucket.getBuffer().detach();
   if (gradient.is_complex()) gradient = at::view_as_real(gradient);
   UsedMap used = used_ ? used_->take(parameters) : UsedMap();
-  engine_->run(parameters, std::move(used), gradient.view({-1}), std::move(future),
-               std::move(value));
+  engine_->run(parameters, std::move(used), gradient.view({-1}), future, std::move(value));
 }
 
 FuturePtr NativeHook::runHook(c10d::GradBucket& bucket) {

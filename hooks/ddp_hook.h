@@ -65,7 +65,7 @@ class BucketHook : public std::enable_shared_from_this<BucketHook> {
   // Completes `future` with `value` when the averaged gradient is in the bucket's buffer. Call it
   // without the GIL. Throws ConfigError, StateError, or the engine's first error. StateError also
   // means that a parameter changed its memory format: residuals are in the old one.
-  void run(const c10d::GradBucket& bucket, FuturePtr future, c10::IValue value) const;
+  void run(const c10d::GradBucket& bucket, const FuturePtr& future, c10::IValue value) const;
 
   // Ends the engine, which tells the other ranks, and raises StateError: a bucket that never
   // reaches the engine would keep them waiting.

@@ -9,6 +9,7 @@
 
 #include "events.h"
 #include "gradferry/error.h"
+#include "workspace.h"
 
 namespace gradferry {
 
@@ -22,6 +23,7 @@ struct EngineStats {
   uint64_t wire_bytes = 0;
   uint64_t residual_bytes = 0;
   uint64_t workspace_bytes = 0;
+  Workspace workspace;  // the part of it that chunks use
   uint64_t workspace_allocations = 0;
   uint64_t in_flight = 0;                           // buckets whose Future is not complete
   uint64_t host_waits = 0;                          // waits for a device that was a step behind

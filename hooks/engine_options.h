@@ -19,9 +19,6 @@ namespace gradferry {
 // Turns an Error into an exception that torch's autograd can pass on to Python.
 using ExceptionFactory = std::exception_ptr (*)(const Error&);
 
-// The smallest allowed chunk_bytes: a chunk must have space for a full tile of the widest dtype.
-inline constexpr uint32_t kLeastChunkBytes = kTileElements * sizeof(double);
-
 struct EngineOptions {
   std::vector<ParameterSpec> parameters;  // in the order of named_parameters()
   uint32_t rank;
@@ -37,7 +34,9 @@ struct EngineOptions {
   at::Tensor loss_scale;   // one fp32 that a GradScaler writes after every step; undefined: 1
   uint64_t check_every;    // steps between comparisons of all ranks' parameters; 0: none
   uint32_t chunk_bytes;    // most payload bytes per owner and stage in one chunk
-  bool find_unused_parameters;  // DDP's: commits tell which parameters a rank used
+  bool equal_scatter;      // as in PlanOptions; equal on all ranks
+  uint64_t workspace_cap_bytes;  // most memory for messages (workspace.h)
+  bool find_unused_parameters;   // DDP's: commits tell which parameters a rank used
   ExceptionFactory make_exception;
   std::shared_ptr<Peers> peers;  // never null
 

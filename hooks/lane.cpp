@@ -2,10 +2,12 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <chrono>
 #include <optional>
 #include <system_error>
 #include <thread>
+#include <utility>
 
 #include "process_end.h"
 
@@ -17,43 +19,46 @@ at::ThreadLocalState thread_state_without_python() {
   return *state;
 }
 
-Lane::Lane(c10::intrusive_ptr<c10d::Backend> backend, const at::ThreadLocalState& clean,
-           std::atomic<uint64_t>& sent_bytes)
-    : backend_(std::move(backend)),
-      rank_(static_cast<size_t>(backend_->getRank())),
-      world_size_(static_cast<uint64_t>(backend_->getSize())),
-      clean_(clean),
-      sent_bytes_(sent_bytes) {}
+CarrierLane::CarrierLane(Carrier carrier, std::shared_ptr<const at::ThreadLocalState> clean)
+    : carrier_(std::move(carrier)),
+      rank_(std::visit([](auto& on) { return static_cast<uint32_t>(on->getRank()); }, carrier_)),
+      world_size_(
+          std::visit([](auto& on) { return static_cast<uint32_t>(on->getSize()); }, carrier_)),
+      clean_(std::move(clean)) {}
 
-Pending Lane::all_to_all(at::Tensor receive, std::vector<int64_t> receive_bytes, at::Tensor send,
-                         std::vector<int64_t> send_bytes) {
-  const at::ThreadLocalStateGuard guard(clean_);
-  sent_bytes_.fetch_add(static_cast<uint64_t>(send.numel() - send_bytes[rank_]),
-                        std::memory_order_relaxed);
-  return backend_->alltoall_base(receive, send, receive_bytes, send_bytes);
+Pending CarrierLane::all_to_all(at::Tensor receive, std::vector<int64_t> receive_bytes,
+                                at::Tensor send, std::vector<int64_t> send_bytes) {
+  const at::ThreadLocalStateGuard guard(*clean_);
+  // Every rank sends the same sizes, so all of them leave the sizes out, or none does.
+  const auto other = [&](int64_t num_bytes) { return num_bytes != send_bytes.front(); };
+  if (std::ranges::none_of(send_bytes, other)) {
+    send_bytes.clear();
+    receive_bytes.clear();
+  }
+  return std::visit(
+      [&](auto& on) { return post_all_to_all(*on, receive, send, receive_bytes, send_bytes); },
+      carrier_);
 }
 
-Pending Lane::all_gather(at::Tensor receive, at::Tensor send) {
-  const at::ThreadLocalStateGuard guard(clean_);
-  sent_bytes_.fetch_add(static_cast<uint64_t>(send.numel()) * (world_size_ - 1),
-                        std::memory_order_relaxed);
-  return backend_->_allgather_base(receive, send);
+Pending CarrierLane::all_gather(at::Tensor receive, at::Tensor send) {
+  const at::ThreadLocalStateGuard guard(*clean_);
+  return std::visit([&](auto& on) { return post_all_gather(*on, receive, send); }, carrier_);
 }
 
-void Lane::close_later() {
+void close_later(std::vector<std::shared_ptr<Lane>> lanes) {
   constexpr std::chrono::seconds kForSlowerPeers{2};
-  // Released to a raw pointer: if no thread can be started, the backend is leaked instead of
-  // destroyed here, where its destructor could wait.
-  c10d::Backend* backend = backend_.release();
-  if (backend == nullptr) return;
+  if (lanes.empty()) return;
+  // A raw pointer: if no thread can be started, the lanes are leaked instead of destroyed here,
+  // where their destructors could wait.
+  auto* open = new std::vector(std::move(lanes));
   try {
-    std::thread([backend, kForSlowerPeers] {
+    std::thread([open, kForSlowerPeers] {
       pthread_setname_np(pthread_self(), "gf-close");
       std::this_thread::sleep_for(kForSlowerPeers);
-      if (!process_is_ending) c10::intrusive_ptr<c10d::Backend>::reclaim(backend).reset();
+      if (!process_is_ending) delete open;
     }).detach();
   } catch (const std::system_error&) {
-    return;  // the backend stays open, with what is in flight on it
+    return;  // the lanes stay open, with what is in flight on them
   }
 }
 

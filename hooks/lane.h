@@ -1,12 +1,14 @@
-// A lane: an ordered queue of collectives of our own, on a gloo backend built for one attach.
-// gloo pairs collectives by issue order per backend, so each lane has exactly one posting thread.
+// A lane: an ordered queue of collectives, on connections that one attach has to itself, or on
+// DDP's own process group. Collectives pair up by the order in which they were posted, so each lane
+// has exactly one posting thread.
 #pragma once
 
 #include <ATen/ThreadLocalState.h>
 #include <ATen/core/Tensor.h>
 
-#include <atomic>
 #include <cstdint>
+#include <memory>
+#include <variant>
 #include <vector>
 
 #include "torch_compat.h"
@@ -16,35 +18,59 @@ namespace gradferry {
 // A collective in flight. Holds its tensors until a thread waits for it.
 using Pending = c10::intrusive_ptr<c10d::Work>;
 
+class Lane {
+ public:
+  virtual ~Lane() = default;
+  Lane(const Lane&) = delete;
+  Lane& operator=(const Lane&) = delete;
+
+  // uint8 tensors, contiguous, one dimension. Rank p's part of `send` has send_bytes[p] bytes, its
+  // part of `receive` receive_bytes[p]; all ranks give the same send_bytes. A lane may or may not
+  // copy this rank's own part.
+  virtual Pending all_to_all(at::Tensor receive, std::vector<int64_t> receive_bytes,
+                             at::Tensor send, std::vector<int64_t> send_bytes) = 0;
+  // Every rank sends `send`; `receive` holds world_size times as much. `send` is this rank's place
+  // in `receive`, or elsewhere; then a lane may or may not copy it there.
+  virtual Pending all_gather(at::Tensor receive, at::Tensor send) = 0;
+
+  virtual uint32_t rank() const = 0;
+  virtual uint32_t world_size() const = 0;
+
+ protected:
+  Lane() = default;
+};
+
+// Destroys lanes after a failure: after a delay, on a detached thread. What is in flight ends when
+// the peers close their lanes, at the latest after the timeout of the process group. The delay is
+// needed because closing a connection may discard data that a slower peer has not read yet.
+void close_later(std::vector<std::shared_ptr<Lane>> lanes);
+
 // The thread-local state of a thread that never ran Python. A Work posted under it holds no Python
 // objects, so that destroying it needs no GIL.
 at::ThreadLocalState thread_state_without_python();
 
-class Lane {
+// What of torch's a lane posts on. Only the operations of a ProcessGroup pass by torch's flight
+// recorder, NaN check and other hooks.
+using Carrier =
+    std::variant<c10::intrusive_ptr<c10d::Backend>, c10::intrusive_ptr<c10d::ProcessGroup>>;
+
+// On a backend or process group of torch's. The destructor of a backend joins its threads, which
+// may wait for peers.
+class CarrierLane final : public Lane {
  public:
-  // `clean`: thread_state_without_python(). `sent_bytes` counts what this rank sends to others.
-  Lane(c10::intrusive_ptr<c10d::Backend> backend, const at::ThreadLocalState& clean,
-       std::atomic<uint64_t>& sent_bytes);
+  // `clean`: thread_state_without_python().
+  CarrierLane(Carrier carrier, std::shared_ptr<const at::ThreadLocalState> clean);
 
-  // uint8 tensors, contiguous, one dimension; rank p's part of `send` has send_bytes[p] bytes.
   Pending all_to_all(at::Tensor receive, std::vector<int64_t> receive_bytes, at::Tensor send,
-                     std::vector<int64_t> send_bytes);
-  // Every rank sends `send`; `receive` holds world_size times as much.
-  Pending all_gather(at::Tensor receive, at::Tensor send);
-
-  // Destroys the backend. Only when nothing is in flight: its destructor joins its threads.
-  void close() { backend_.reset(); }
-  // After a failure: the same after a delay, on a detached thread. What is in flight ends when the
-  // peers close their lanes, at the latest after the timeout of the process group. The delay is
-  // needed because closing a connection may discard data that a slower peer has not read yet.
-  void close_later();
+                     std::vector<int64_t> send_bytes) override;
+  Pending all_gather(at::Tensor receive, at::Tensor send) override;
+  uint32_t rank() const override { return rank_; }
+  uint32_t world_size() const override { return world_size_; }
 
  private:
-  c10::intrusive_ptr<c10d::Backend> backend_;
-  size_t rank_;
-  uint64_t world_size_;
-  const at::ThreadLocalState& clean_;
-  std::atomic<uint64_t>& sent_bytes_;
+  Carrier carrier_;
+  uint32_t rank_, world_size_;
+  std::shared_ptr<const at::ThreadLocalState> clean_;
 };
 
 }  // namespace gradferry

@@ -50,7 +50,9 @@ Layout::Layout(const std::vector<ParameterSpec>& parameters, uint32_t rank, uint
       const auto lightest = std::min_element(load.begin(), load.end());
       const auto owner = static_cast<uint16_t>(lightest - load.begin());
       *lightest += uint64_t{worker} + owned;
-      shard_bytes_[owner] += largest_payload_bytes(parameter, n);
+      const uint32_t largest = largest_payload_bytes(parameter, n);
+      shard_bytes_[owner] += largest;
+      largest_tile_bytes_ = std::max(largest_tile_bytes_, largest);
       owners_.push_back(owner);
       if (spec.owner_residual && owner == rank) {
         owner_residual_offsets_.push_back(owner_residual_elements_);

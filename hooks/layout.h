@@ -90,6 +90,8 @@ class Layout {
 
   // The most bytes any rank owns of the whole model, in the larger stage, with whichever codecs.
   uint64_t largest_shard_bytes() const;
+  // The longest payload of a tile, likewise.
+  uint32_t largest_tile_bytes() const { return largest_tile_bytes_; }
 
  private:
   uint32_t add_codec(const ParameterSpec& parameter, const std::string& codec);
@@ -103,6 +105,7 @@ class Layout {
   std::vector<uint16_t> owners_;
   std::vector<uint64_t> owner_residual_offsets_;
   std::vector<uint64_t> shard_bytes_;  // by rank
+  uint32_t largest_tile_bytes_ = 0;
   uint64_t worker_residual_elements_ = 0;
   uint64_t owner_residual_elements_ = 0;
 };

@@ -58,6 +58,24 @@ PlannedBatch& batch_for(std::vector<PlannedBatch>& batches, const Parameter& par
   return batches.emplace_back(PlannedBatch{codec, worker, owner, {}, {}});
 }
 
+// Sets the sizes of scatter messages. Backends have their own all-to-all for messages of one size;
+// any others they send one by one. A little padding is worth that; but not in a chunk whose only
+// tile is longer than chunk_bytes: buffers have room for one such message.
+void size_scatter_messages(std::vector<Shard>& shards, const PlanOptions& options) {
+  uint64_t sum = 0, longest = 0;
+  for (Shard& shard : shards) {
+    shard.scatter_bytes = kHeaderBytes + shard.worker_bytes;
+    sum += shard.scatter_bytes;
+    longest = std::max<uint64_t>(longest, shard.scatter_bytes);
+  }
+  const uint64_t padding = shards.size() * longest - sum;
+  if (!options.equal_scatter || longest > kHeaderBytes + options.chunk_bytes ||
+      padding * kScatterPaddingPart > sum) {
+    return;
+  }
+  for (Shard& shard : shards) shard.scatter_bytes = static_cast<uint32_t>(longest);
+}
+
 ChunkPlan plan_chunk(const Layout& layout, std::span<const BucketTile> tiles,
                      const PlanOptions& options) {
   ChunkPlan chunk{.dtype = tiles.front().parameter->dtype,
@@ -71,11 +89,12 @@ ChunkPlan plan_chunk(const Layout& layout, std::span<const BucketTile> tiles,
     shard.worker_bytes += tile.worker_bytes;
     shard.owner_bytes += tile.owner_bytes;
   }
+  size_scatter_messages(chunk.shards, options);
   std::vector<uint32_t> message_start(layout.world_size());  // of the scatter messages
   uint32_t start = 0;
   for (uint32_t rank = 0; rank < layout.world_size(); ++rank) {
     message_start[rank] = start;
-    start += kHeaderBytes + chunk.shards[rank].worker_bytes;
+    start += chunk.shards[rank].scatter_bytes;
     chunk.gather_message_bytes =
         std::max(chunk.gather_message_bytes, kHeaderBytes + chunk.shards[rank].owner_bytes);
   }

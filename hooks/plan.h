@@ -23,6 +23,7 @@ struct PlannedBatch {
 // One rank's share of a chunk.
 struct Shard {
   uint32_t worker_bytes = 0;           // payload of the scatter message to this rank
+  uint32_t scatter_bytes = 0;          // of that message: header, payload, padding
   uint32_t owner_bytes = 0;            // payload of the gather message from this rank
   std::vector<uint32_t> worker_tiles;  // payload bytes of its tiles, in message order
   std::vector<uint32_t> owner_tiles;
@@ -49,9 +50,13 @@ struct BucketPlan {
   std::vector<ChunkPlan> chunks;
 };
 
+// Padding of scatter messages to one size is at most one part in this many of their bytes.
+inline constexpr uint64_t kScatterPaddingPart = 32;
+
 struct PlanOptions {
   uint32_t rank;
   uint32_t chunk_bytes;  // most payload bytes per owner and stage in one chunk
+  bool equal_scatter;    // pads the scatter messages of a chunk to one size where that costs little
   CodecChoice codecs;
   bool residuals;  // false: none is touched
 };

@@ -43,18 +43,35 @@ UsedMap used_since_last_sync(const c10d::Reducer& reducer,
   return used;
 }
 
-std::vector<at::Tensor> reordered_since_buckets_were_made(const c10d::Reducer& reducer) {
-  std::vector<at::Tensor> reordered;
+namespace {
+
+// The parameters for which differs(parameter, its view of a bucket).
+template <typename Differs>
+std::vector<at::Tensor> changed_since_buckets_were_made(const c10d::Reducer& reducer,
+                                                        Differs differs) {
+  std::vector<at::Tensor> changed;
   for (const auto& bucket : OpenReducer::buckets(reducer)) {
     // Sparse buckets have no views, nor have buckets without memory yet.
     for (size_t i = 0; i < bucket.bucket_views_in.size(); ++i) {
       const at::Tensor& parameter = bucket.variables[i];
-      if (bucket_strides(bucket.bucket_views_in[i]) != bucket_strides(parameter)) {
-        reordered.push_back(parameter);
-      }
+      if (differs(parameter, bucket.bucket_views_in[i])) changed.push_back(parameter);
     }
   }
-  return reordered;
+  return changed;
+}
+
+}  // namespace
+
+std::vector<at::Tensor> reordered_since_buckets_were_made(const c10d::Reducer& reducer) {
+  return changed_since_buckets_were_made(reducer, [](const auto& parameter, const auto& view) {
+    return bucket_strides(view) != bucket_strides(parameter);
+  });
+}
+
+std::vector<at::Tensor> moved_since_buckets_were_made(const c10d::Reducer& reducer) {
+  return changed_since_buckets_were_made(reducer, [](const auto& parameter, const auto& view) {
+    return view.device() != parameter.device();
+  });
 }
 
 }  // namespace gradferry

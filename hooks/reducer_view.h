@@ -26,5 +26,7 @@ UsedMap used_since_last_sync(const c10d::Reducer& reducer,
 // Parameters whose memory format has changed since the present buckets were made. DDP writes their
 // gradients to a bucket in the old element order and reads them in the new one.
 std::vector<at::Tensor> reordered_since_buckets_were_made(const c10d::Reducer& reducer);
+// Parameters that have since moved to another device than their bucket's.
+std::vector<at::Tensor> moved_since_buckets_were_made(const c10d::Reducer& reducer);
 
 }  // namespace gradferry

@@ -79,6 +79,8 @@ uint32_t row_of(const Codec& codec) {
 }
 const MessageKernels& message_kernels() { return library_in_use().messages; }
 
+bool is_capturing(Stream stream) { return library_in_use().is_capturing(stream); }
+
 std::span<const Codec> codecs(Device device) {
   return device == Device::kCpu ? cpu_codecs(active_isa()) : device_library.codecs;
 }

@@ -1,4 +1,6 @@
 // The table of codecs on CUDA, in the library of the CUDA kernels.
+#include <cuda_runtime_api.h>
+
 #include <array>
 
 #include "gradferry/cuda_codecs.h"
@@ -14,12 +16,24 @@ extern const ChunkKernels chunk_kernels;
 extern const MessageKernels message_kernels;
 }  // namespace cuda
 
+namespace {
+
+// The default stream refuses to be asked while another stream of the device is captured.
+bool goes_into_graph(Stream stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  const cudaError_t error = cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status);
+  if (error != cudaSuccess) (void)cudaGetLastError();
+  return error == cudaErrorStreamCaptureImplicit || status != cudaStreamCaptureStatusNone;
+}
+
+}  // namespace
+
 const DeviceLibrary& cuda_library() {
 #define GRADFERRY_ROW(codec) make_row(codec##_description, cuda::codec##_functions),
   static const auto table = std::to_array<Codec>({GRADFERRY_FOR_EACH_CODEC(GRADFERRY_ROW)});
 #undef GRADFERRY_ROW
   static const DeviceLibrary library{kDeviceLibraryVersion, table, cuda::chunk_kernels,
-                                     cuda::message_kernels};
+                                     cuda::message_kernels, &goes_into_graph};
   return library;
 }
 

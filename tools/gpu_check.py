@@ -1,19 +1,22 @@
-"""Everything there is to know about gradferry on this machine's GPU, in two commands.
+"""What there is to know about gradferry on this machine's GPU, in one command.
 
-    python tools/gpu_check.py kernels     # build them; tests, sanitizers
-    python tools/gpu_check.py hook        # build the package; training, benchmarks
+    python tools/gpu_check.py               # build, test, train, measure: half an hour, 16 cores
+    python tools/gpu_check.py --minutes 9   # a part of it; call it again to go on
+    python tools/gpu_check.py --only train  # one stage: kernels, package, train or measure
 
-Each takes at most eight minutes on 16 cores and needs nvcc, CMake, ninja, Python and torch, but no
-network and no GoogleTest; benchmarks also need the Python package rich. Results go to
-build/gpu/gpu.json: one row per check and what was measured, those of both commands in one file. To
-keep them, copy it to benchmarks/results/. Where there is no GPU everything is built, and what needs
-one is skipped. Ends with code 0 when nothing failed.
+Needs nvcc, CMake, ninja, Python and torch, but no network and no GoogleTest; benchmarks also need
+the Python package rich. Results go to build/gpu/gpu.json after every check: one row each, and what
+was measured. A check that has passed is not repeated as long as sources and GPU are the same
+(--fresh forgets them). Where there is no GPU everything is built, and what needs one is skipped.
+Ends with code 0 when nothing failed and nothing is left to do, 1 when a check failed, 2 when time
+ran out first. docs/gpu_check.md says what a failure of each check would mean.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import hashlib
 import importlib.util
 import json
 import os
@@ -22,6 +25,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +33,26 @@ ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build" / "gpu"
 PACKAGES = BUILD / "python"  # gradferry as this machine runs it
 RESULT = BUILD / "gpu.json"
+SCHEMA = 2
 TOOLKIT = Path("/usr/local/cuda/bin")  # where nvcc is when it is not on the path
+SOURCES = ("cmake", "include", "kernels", "hooks", "python_bindings", "tests/cuda", "tools")
 SKIPPED = 77
-BUDGET_SECONDS = 460.0  # of a command
 LAST_LINES = 30
 # Of the tests under a sanitizer, which is tens of times slower.
 SANITIZED = "StayInside"
 SANITIZERS = ("memcheck", "racecheck", "initcheck")
+# Backend, ranks and what tests/cuda/check_hook.py shall do besides.
+TRAININGS: tuple[tuple[str, int, tuple[str, ...]], ...] = (
+    ("gloo", 2, ()),
+    ("gloo", 4, ()),
+    ("nccl", 1, ()),
+    ("nccl", 2, ()),
+    ("nccl", 1, ("--detail",)),
+    ("nccl", 1, ("--abandon",)),
+    ("gloo", 2, ("--abandon",)),
+    ("nccl", 1, ("--slow", "7")),
+    ("gloo", 2, ("--slow", "7")),
+)
 # Of the package, with their options.
 BENCHMARKS = {
     "codec": ["--peers", "--dtypes", "float32", "bfloat16", "--rounds", "50"],
@@ -44,33 +61,59 @@ BENCHMARKS = {
 
 
 class Checks:
-    """Runs checks one after the other and keeps what came of each."""
+    """Runs checks one after the other and writes down what came of each."""
 
-    def __init__(self, command: str) -> None:
-        self.command = command
-        self.start = time.monotonic()
-        self.rows: list[dict[str, Any]] = []
-        self.measured: dict[str, Any] = {}
+    def __init__(self, minutes: float, fresh: bool) -> None:
+        self._end = time.monotonic() + 60 * minutes
         self.gpu = gpu()
+        self._source = digest_of_sources()
+        self._environment = environment()
+        self._rows: dict[str, dict[str, Any]] = {}  # by check, in order
+        self._measured: dict[str, Any] = {}
+        self.num_left = 0
+        if RESULT.exists() and not fresh:
+            before = json.loads(RESULT.read_text())
+            if before["schema"] == SCHEMA:
+                self._rows = {row["check"]: row for row in before["rows"]}
+                self._measured = before["measured"]
         if not self.gpu:
             print("There is no GPU on this machine: what needs one is skipped.", flush=True)
-
-    def run_on_gpu(self, name: str, arguments: list[str], **environment: str) -> bool:
-        """As run(), where there is a GPU."""
-        if self.gpu:
-            return self.run(name, arguments, **environment)
-        return self.skip(name, "there is no GPU on this machine")
 
     def skip(self, name: str, reason: str) -> bool:
         """Notes a check that cannot run here."""
         return self._add(name, "skipped", f"skipped: {reason}", 0.0)
 
-    def run(self, name: str, arguments: list[str], **environment: str) -> bool:
-        """Runs a program. True if it passed or had a reason not to run."""
-        left = BUDGET_SECONDS - (time.monotonic() - self.start)
-        start = time.monotonic()
+    def run(
+        self,
+        name: str,
+        minutes: float,
+        arguments: list[str],
+        *,
+        on_gpu: bool = False,
+        again: bool = False,
+        **environment: str,
+    ) -> bool:
+        """Runs a program for at most so many minutes.
+
+        Args:
+            on_gpu: it needs one.
+            again: also if it has passed before. Builds do: they know best what is left to do.
+
+        Returns:
+            Whether it passed, now or before, or had a reason not to run.
+        """
+        if on_gpu and not self.gpu:
+            return self.skip(name, "there is no GPU on this machine")
+        if not again and self._has_passed(name):
+            print(f"passed   {name} (before)", flush=True)
+            return True
+        left = self._end - time.monotonic()
         if left <= 0:
-            return self._add(name, "failed", "no time was left", 0.0)
+            self.num_left += 1
+            print(f"left     {name}", flush=True)
+            return False
+        limit = min(60 * minutes, left)
+        start = time.monotonic()
         try:
             done = subprocess.run(
                 arguments,
@@ -79,52 +122,85 @@ class Checks:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
-                timeout=left,
+                timeout=limit,
             )
-            outcome = {0: "passed", SKIPPED: "skipped"}.get(done.returncode, "failed")
-            output = done.stdout
         except subprocess.TimeoutExpired as error:
-            outcome, output = "failed", f"{_text(error.stdout)}\nstopped: no time was left"
+            if limit < 60 * minutes:  # the fault of what ran before it
+                self.num_left += 1
+                print(f"left     {name} (stopped after {limit:.0f} s)", flush=True)
+                return False
+            output = f"{_text(error.stdout)}\nstopped after {minutes:g} minutes"
+            return self._add(name, "failed", output, time.monotonic() - start)
         except FileNotFoundError as error:
-            outcome, output = "skipped", f"skipped: {error.filename} is not on this machine"
-        return self._add(name, outcome, output, time.monotonic() - start)
+            return self.skip(name, f"{error.filename} is not on this machine")
+        outcome = {0: "passed", SKIPPED: "skipped"}.get(done.returncode, "failed")
+        return self._add(name, outcome, done.stdout, time.monotonic() - start)
+
+    def keep(self, name: str, measured: Any) -> None:
+        """Keeps what a benchmark measured."""
+        self._measured[name] = measured
+        self._write()
+
+    def has_measured(self, name: str) -> bool:
+        """Whether a benchmark's rows are there."""
+        return name in self._measured
+
+    def failed(self) -> list[str]:
+        """Names of the checks that failed with these sources."""
+        return [
+            name
+            for name, row in self._rows.items()
+            if row["outcome"] == "failed" and row["source"] == self._source
+        ]
+
+    def _has_passed(self, name: str) -> bool:
+        row = self._rows.get(name)
+        return bool(
+            row
+            and row["outcome"] == "passed"
+            and (row["source"], row["gpu"]) == (self._source, self.gpu)
+        )
 
     def _add(self, name: str, outcome: str, output: str, seconds: float) -> bool:
         lines = output.strip().splitlines()
         kept = lines[-LAST_LINES:] if outcome == "failed" else lines[-1:]
-        self.rows.append(
-            {
-                "command": self.command,
-                "check": name,
-                "outcome": outcome,
-                "seconds": round(seconds, 1),
-                "output": kept,
-            }
-        )
+        self._rows[name] = {
+            "check": name,
+            "outcome": outcome,
+            "seconds": round(seconds, 1),
+            "output": kept,
+            "gpu": self.gpu,
+            "source": self._source,
+        }
         print(f"{outcome:8} {name} ({seconds:.1f} s)", *kept, sep="\n    ", flush=True)
+        self._write()
         return outcome != "failed"
 
-    def write(self) -> bool:
-        """Replaces what this command gave before in the result. True if nothing failed."""
-        kept: list[dict[str, Any]] = []
-        measured: dict[str, Any] = {}
-        if RESULT.exists():
-            before = json.loads(RESULT.read_text())
-            kept = [row for row in before["rows"] if row["command"] != self.command]
-            measured = before.get("measured", {})
+    def _write(self) -> None:
         document = {
-            "schema": 1,
-            "environment": environment(),
-            "rows": kept + self.rows,
-            "measured": {**measured, **self.measured},
+            "schema": SCHEMA,
+            "environment": self._environment,
+            "rows": list(self._rows.values()),
+            "measured": self._measured,
         }
         RESULT.parent.mkdir(parents=True, exist_ok=True)
         RESULT.write_text(json.dumps(document, indent=2) + "\n")
-        return all(row["outcome"] != "failed" for row in self.rows)
 
 
 def _text(output: bytes | str | None) -> str:
     return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
+
+
+def digest_of_sources() -> str:
+    """Of the files that decide what a check finds."""
+    digest = hashlib.sha256()
+    files = (file for folder in SOURCES for file in (ROOT / folder).rglob("*"))
+    for file in sorted(
+        file for file in files if file.is_file() and "__pycache__" not in file.parts
+    ):
+        digest.update(str(file.relative_to(ROOT)).encode())
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def environment() -> dict[str, Any]:
@@ -165,87 +241,108 @@ def check_kernels(checks: Checks) -> None:
     build = BUILD / "kernels"
     built = checks.run(
         "configure kernels",
+        2,
         ["cmake", "-S", str(ROOT), "-B", str(build), "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release",
          "-DGRADFERRY_CUDA=ON", "-DGRADFERRY_GPU_CHECK=ON",
          f"-DCMAKE_INSTALL_PREFIX={BUILD / 'install'}"],
-    ) and checks.run("build kernels", ["cmake", "--build", str(build)])  # fmt: skip
-    if not built:
+        again=True,
+    ) and checks.run("build kernels", 10, ["cmake", "--build", str(build)], again=True)  # fmt: skip
+    install = ["cmake", "--install", str(build), "--component", "development"]
+    if not built or not checks.run("install kernels", 1, install, again=True):
         return
-    checks.run("install kernels", ["cmake", "--install", str(build), "--component", "development"])
     program = next(build.rglob("gradferry_gpu_check"), build / "gradferry_gpu_check")
-    checks.run_on_gpu("kernels give the bytes of the CPU", [str(program)])
+    checks.run("kernels give the bytes of the CPU", 5, [str(program)], on_gpu=True)
     for tool in SANITIZERS:
-        checks.run_on_gpu(
+        checks.run(
             f"kernels under compute-sanitizer {tool}",
+            4,
             ["compute-sanitizer", "--tool", tool, "--error-exitcode", "1", str(program), SANITIZED],
+            on_gpu=True,
         )
 
 
-def check_hook(checks: Checks) -> None:
-    """Builds the package, trains beside the CPU, and measures."""
+def check_package(checks: Checks) -> None:
+    """Builds the package on these kernels."""
     build = BUILD / "hook"
     built = checks.run(
         "configure package",
+        2,
         ["cmake", "-S", str(ROOT), "-B", str(build), "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release",
          "-DGRADFERRY_PYTHON=ON", "-DGRADFERRY_GPU_CHECK=ON",
          f"-DGRADFERRY_PREBUILT_KERNELS={BUILD / 'install'}",
          f"-DPython_EXECUTABLE={sys.executable}"],
-    ) and checks.run("build package", ["cmake", "--build", str(build)])  # fmt: skip
+        again=True,
+    ) and checks.run("build package", 10, ["cmake", "--build", str(build)], again=True)  # fmt: skip
     if not built:
         return
     shutil.rmtree(PACKAGES, ignore_errors=True)
     shutil.copytree(ROOT / "python_bindings" / "gradferry", PACKAGES / "gradferry")
     for component in ("python", "tests"):
         install = ["cmake", "--install", str(build), "--component", component]
-        checks.run(f"install {component}", [*install, "--prefix", str(PACKAGES)])
-    train = [sys.executable, str(ROOT / "tests" / "cuda" / "check_hook.py")]
-    for backend, ranks, slow in (
-        ("gloo", 2, None),
-        ("gloo", 4, None),
-        ("nccl", 1, None),
-        ("nccl", 2, None),
-        ("nccl", 1, 7),
-        ("gloo", 2, 7),
-    ):
-        name = f"{ranks} ranks over {backend}" + (", random delays" if slow else "")
-        arguments = [*train, backend, "--ranks", str(ranks)]
-        variables = {"PYTHONPATH": str(PACKAGES)}
-        if slow:
-            arguments += ["--slow", str(slow)]
-            # Freed memory goes back at once, so that late users are found.
-            variables["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
-        checks.run_on_gpu(name, arguments, **variables)
+        checks.run(f"install {component}", 1, [*install, "--prefix", str(PACKAGES)], again=True)
+    package = {"PYTHONPATH": str(PACKAGES)}
+    checks.run("gradferry info", 1, [sys.executable, "-m", "gradferry", "info"], **package)
+
+
+def check_training(checks: Checks) -> None:
+    """Trains on GPUs beside the CPU."""
+    program = ROOT / "tests" / "cuda" / "check_hook.py"
+    for backend, ranks, options in TRAININGS:
+        name = " ".join(("train:", str(ranks), "ranks", backend, *options))
+        arguments = [sys.executable, str(program), backend, "--ranks", str(ranks), *options]
+        checks.run(name, 4, arguments, on_gpu=True, PYTHONPATH=str(PACKAGES))
+
+
+def measure(checks: Checks) -> None:
+    """Runs the benchmarks of the package and keeps their rows."""
     for benchmark, options in BENCHMARKS.items():
-        measure(checks, benchmark, options)
+        name = f"gradferry bench {benchmark}"
+        if importlib.util.find_spec("rich") is None:
+            checks.skip(name, "the Python package rich is not on this machine")
+            continue
+        rows = BUILD / f"{benchmark}.json"
+        rows.unlink(missing_ok=True)
+        arguments = [sys.executable, "-m", "gradferry", "bench", benchmark, "--device", "cuda"]
+        arguments += [*options, "--json", str(rows)]
+        again = not checks.has_measured(benchmark)
+        passed = checks.run(name, 6, arguments, on_gpu=True, again=again, PYTHONPATH=str(PACKAGES))
+        if passed and rows.exists():
+            checks.keep(benchmark, json.loads(rows.read_text()))
 
 
-def measure(checks: Checks, benchmark: str, options: list[str]) -> None:
-    """Runs a benchmark of the package and keeps its rows."""
-    name = f"gradferry bench {benchmark}"
-    if importlib.util.find_spec("rich") is None:
-        checks.skip(name, "the Python package rich is not on this machine")
-        return
-    rows = BUILD / f"{benchmark}.json"
-    rows.unlink(missing_ok=True)
-    arguments = [sys.executable, "-m", "gradferry", "bench", benchmark, "--device", "cuda"]
-    arguments += [*options, "--json", str(rows)]
-    if checks.run_on_gpu(name, arguments, PYTHONPATH=str(PACKAGES)) and rows.exists():
-        checks.measured[benchmark] = json.loads(rows.read_text())
+STAGES: dict[str, Callable[[Checks], None]] = {
+    "kernels": check_kernels,
+    "package": check_package,
+    "train": check_training,
+    "measure": measure,
+}
 
 
 def main() -> int:
-    """Runs one of the two commands."""
+    """Runs all stages, or one."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("command", choices=("kernels", "hook"))
-    command = parser.parse_args().command
+    parser.add_argument("--only", choices=STAGES, help="one stage (default: all, in this order)")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=30.0,
+        help="stop after so many; what is left is for the next call (default: %(default)s)",
+    )
+    parser.add_argument("--fresh", action="store_true", help="forget what has passed before")
+    arguments = parser.parse_args()
+    if arguments.minutes <= 0:
+        parser.error(f"--minutes {arguments.minutes:g}: must be more than zero")
     if shutil.which("nvcc") is None and (TOOLKIT / "nvcc").exists():
         os.environ["PATH"] += os.pathsep + str(TOOLKIT)
-    checks = Checks(command)
-    check_kernels(checks) if command == "kernels" else check_hook(checks)
-    passed = checks.write()
-    outcome = "nothing failed" if passed else "something failed"
+    checks = Checks(arguments.minutes, arguments.fresh)
+    for name in [arguments.only] if arguments.only else STAGES:
+        STAGES[name](checks)
+    failed = checks.failed()
+    outcome = f"failed: {', '.join(failed)}" if failed else "nothing failed"
+    if checks.num_left:
+        outcome += f"; time ran out before {checks.num_left} more: call again"
     print(f"{RESULT}: {outcome}{'' if checks.gpu else ', without a GPU'}")
-    return 0 if passed else 1
+    return 1 if failed else 2 if checks.num_left else 0
 
 
 if __name__ == "__main__":

@@ -25,6 +25,13 @@ Fault fault_of(const Findings& found) {
 
 }  // namespace
 
+uint64_t DeviceCommits::workspace_bytes(const EngineOptions& options, const Layout& layout) {
+  const uint64_t senders = uint64_t{options.world_size} + 1;
+  const uint64_t commits = sizeof(CommitRecord) * senders + sizeof(uint64_t);
+  const uint64_t hashes = hash_message_bytes(layout.parameters().size()) * senders;
+  return commits + (options.check_every == 0 ? 0 : hashes);
+}
+
 DeviceCommits::DeviceCommits(DeviceContext& context, const ParameterHashes& hashes)
     : context_(context), options_(context.options), hashes_(hashes), done_(context.device.type()) {
   const c10::StreamGuard guard(context_.finish_stream);
@@ -34,13 +41,12 @@ DeviceCommits::DeviceCommits(DeviceContext& context, const ParameterHashes& hash
   result_ = at::zeros({static_cast<int64_t>(records + sizeof(uint64_t))},
                       at::TensorOptions().dtype(at::kByte).pinned_memory(true));
   EngineStats& stats = context_.life.stats;
-  stats.workspace_bytes += 2 * records + 2 * sizeof(CommitRecord);
+  stats.workspace_bytes += workspace_bytes(options_, context_.layout);
   ++stats.workspace_allocations;
   if (options_.check_every == 0) return;
   const uint64_t hash_bytes = hash_message_bytes(context_.layout.parameters().size());
   hashes_send_ = context_.make_buffer(hash_bytes);
   hashes_receive_ = context_.make_buffer(hash_bytes * options_.world_size);
-  stats.workspace_bytes += hash_bytes * (options_.world_size + 1);
   ++stats.workspace_allocations;
 }
 

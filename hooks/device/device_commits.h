@@ -20,6 +20,9 @@ namespace gradferry {
 
 class DeviceCommits {
  public:
+  // Device memory that it takes.
+  static uint64_t workspace_bytes(const EngineOptions& options, const Layout& layout);
+
   // Allocates on F and adds it to the stats. Both arguments outlive this.
   DeviceCommits(DeviceContext& context, const ParameterHashes& hashes);
 

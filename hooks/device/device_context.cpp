@@ -29,6 +29,7 @@ DeviceContext::DeviceContext(const EngineOptions& of, const Layout& its_layout,
       finish_stream(new_stream(on)),
       transport(std::move(through)) {
   if (!transport && options.momentum == 0) return;  // nothing will be done
+  if (options.loss_scale.defined()) use_on_both_streams(options.loss_scale);
   {
     const c10::StreamGuard guard(finish_stream);
     residuals.emplace(layout, options.exact_skip, device);

@@ -47,6 +47,8 @@ struct DeviceContext {
   at::Tensor make_tensor(uint64_t num_bytes) const;
   // The same, with pinned host memory if the transport needs it.
   DeviceBuffer make_buffer(uint64_t num_bytes) const;
+  // Registers memory of another stream with both: once it is freed, nobody gets it before they are
+  // done with what they hold by then.
   void use_on_both_streams(const at::Tensor& tensor) const;
 
   // Makes F wait for a collective. Throws Error(kPeer), which names phase, step and number.

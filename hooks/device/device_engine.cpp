@@ -30,7 +30,7 @@ DeviceEngine::DeviceEngine(EngineOptions options, c10::Device device, ParameterH
                    /*exchanges=*/transport != nullptr),
       context_(options_, layout_, life_, device, std::move(transport)) {
   if (!context_.residuals) return;
-  exchange_.emplace(context_);
+  exchange_.emplace(context_, exchanges_ ? DeviceCommits::workspace_bytes(options_, layout_) : 0);
   if (exchanges_) commits_.emplace(context_, hashes_);
   // E must not use memory before it was zeroed. From here on events ensure the order.
   context_.finish_stream.synchronize();
@@ -58,6 +58,7 @@ std::shared_ptr<DeviceEngine> DeviceEngine::start(EngineOptions options, c10::De
 // --- a bucket, on DDP's thread ---
 
 void DeviceEngine::average(Bucket bucket) {
+  expect_no_capture();
   if (exchanges_) count_in(bucket);
   DeviceJob job = make_job(std::move(bucket));
   if (!exchanges_) {
@@ -67,6 +68,18 @@ void DeviceEngine::average(Bucket bucket) {
   } else {
     exchange(job);
   }
+}
+
+// A graph would replay the numbers of one step; and events of captured work cannot be queried.
+void DeviceEngine::expect_no_capture() const {
+  if (!context_.residuals) return;  // nothing will be enqueued
+  const c10::DeviceGuard guard(device_);
+  const c10::Stream current = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
+  GRADFERRY_EXPECTS(!is_capturing(current.native_handle()), kConfig,
+                    "the backward pass is being captured into a graph, which the hook does not "
+                    "support: each replay would send the messages of the same step; run backward() "
+                    "outside of torch.cuda.graph(), capture the forward pass or the optimizer "
+                    "alone, or attach with codec='off'");
 }
 
 DeviceJob DeviceEngine::make_job(Bucket bucket) {
@@ -139,6 +152,8 @@ void DeviceEngine::exchange_later(DeviceJob job) {
 void DeviceEngine::exchange(DeviceJob& job) {
   const c10::DeviceGuard guard(device_);
   const BucketBracket bracket(*context_.transport);
+  // DDP frees the bucket too early when a backward pass is abandoned, or when DDP is built anew.
+  context_.use_on_both_streams(job.gradient);
   job.ready.block(context_.encode_stream);
   give_back(std::move(job.ready));
   if (job.begins_step) {
@@ -177,6 +192,7 @@ void DeviceEngine::average_alone(DeviceJob job) {
   const bool changes = options_.momentum != 0 && options_.touches_residuals(job.step);
   if (changes) {
     const c10::DeviceGuard guard(device_);
+    context_.use_on_both_streams(job.gradient);  // as in exchange()
     job.ready.block(context_.encode_stream);
     if (job.begins_step) begin_step(job);
     exchange_->add_momentum(job);

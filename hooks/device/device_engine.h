@@ -51,6 +51,7 @@ class DeviceEngine final : public BucketEngine {
   void multiply_residuals(float factor) override;
   void begin_momentum() override;
 
+  void expect_no_capture() const;
   DeviceJob make_job(Bucket bucket);
   const DevicePlan& plan_for(const BucketPlan& plan, uint64_t step);
   void begin_step(const DeviceJob& job);

@@ -12,50 +12,63 @@
 
 namespace gradferry {
 
-DeviceExchange::DeviceExchange(DeviceContext& context)
+DeviceExchange::DeviceExchange(DeviceContext& context, uint64_t other_bytes)
     : context_(context), options_(context.options) {
   const c10::StreamGuard guard(context_.finish_stream);
-  const uint64_t message_bytes =
-      kHeaderBytes +
-      std::min<uint64_t>(options_.chunk_bytes, context_.layout.largest_shard_bytes());
-  expect_offsets_fit(message_bytes, options_.world_size);
+  const bool exchanges = context_.transport != nullptr;
   const uint64_t progress_bytes =
       sizeof(ChunkProgress) + (uint64_t{options_.world_size} + 1) * sizeof(uint64_t);
+  const uint64_t verdicts_bytes = uint64_t{options_.world_size} * sizeof(uint32_t);
+  const Workspace workspace =
+      plan_workspace(context_.layout, options_.chunk_bytes,
+                     {.cap_bytes = options_.workspace_cap_bytes,
+                      .other_bytes = other_bytes + 2 * progress_bytes + verdicts_bytes,
+                      .most_slots = exchanges ? kDeviceSlots : 1,
+                      .gathers_in_place = false});
+  expect_offsets_fit(workspace.message_bytes, options_.world_size);
   encode_progress_ = context_.make_tensor(progress_bytes);
   finish_progress_ = context_.make_tensor(progress_bytes);
-  verdicts_ = context_.make_tensor(uint64_t{options_.world_size} * sizeof(uint32_t));
-  const uint64_t all = message_bytes * options_.world_size;
+  verdicts_ = context_.make_tensor(verdicts_bytes);
   EngineStats& stats = context_.life.stats;
-  if (!context_.transport) {
-    slots_.push_back({context_.make_buffer(all), {}, {}, {}, c10::Event(context_.device.type())});
-    stats.workspace_bytes += all;
-    ++stats.workspace_allocations;
-    return;
+  stats.workspace_allocations += workspace.slots;
+  for (size_t i = 0; i < workspace.slots; ++i) {
+    DeviceSlot& slot = slots_.emplace_back(DeviceSlot{context_.make_buffer(workspace.send_bytes),
+                                                      {},
+                                                      {},
+                                                      {},
+                                                      c10::Event(context_.device.type())});
+    if (!exchanges) {
+      stats.workspace_bytes += workspace.send_bytes;
+      return;
+    }
+    slot.scatter_receive = context_.make_buffer(workspace.receive_bytes);
+    slot.gather_send = context_.make_buffer(workspace.own_message_bytes);
+    slot.gather_receive = workspace.shared_receive ? slot.scatter_receive
+                                                   : context_.make_buffer(workspace.receive_bytes);
   }
-  for (size_t i = 0; i < kDeviceSlots; ++i) {
-    slots_.push_back({context_.make_buffer(all), context_.make_buffer(all),
-                      context_.make_buffer(message_bytes), context_.make_buffer(all),
-                      c10::Event(context_.device.type())});
-    stats.workspace_bytes += 3 * all + message_bytes;
-  }
-  stats.workspace_allocations += kDeviceSlots;
+  stats.workspace = workspace;
+  stats.workspace_bytes += workspace.bytes();
 }
 
-// One chunk ahead: the backend's stream takes collectives in the order they were posted, so chunk
-// c + 1 is scattered before chunk c is gathered, and reduced before chunk c is decoded. Otherwise
-// the link would be idle while a chunk is reduced.
+// With three slots, one chunk ahead: the backend's stream takes collectives in the order they were
+// posted, so chunk c + 1 is scattered before chunk c is gathered, and reduced before chunk c is
+// decoded. Otherwise the link would be idle while a chunk is reduced.
 void DeviceExchange::average(DeviceJob& job) {
   reserve_flags(job.plan->most_tiles());
   const std::vector<DeviceChunk>& chunks = job.plan->chunks();
   std::array<ChunkJob, kDeviceSlots> jobs;
   const auto at_chunk = [&](size_t i) -> ChunkJob& { return jobs[i % kDeviceSlots]; };
-  for (size_t i = 0; i < chunks.size() + 2; ++i) {
+  const size_t decode_behind = slots_.size() - 1,
+               reduce_behind = std::min<size_t>(decode_behind, 1);
+  for (size_t i = 0; i < chunks.size() + decode_behind; ++i) {
     if (i < chunks.size()) {
       at_chunk(i).chunk = &chunks[i];
       send(job, at_chunk(i));
     }
-    if (i >= 1 && i - 1 < chunks.size()) reduce(job, at_chunk(i - 1));
-    if (i >= 2) decode(job, at_chunk(i - 2));
+    if (i >= reduce_behind && i - reduce_behind < chunks.size()) {
+      reduce(job, at_chunk(i - reduce_behind));
+    }
+    if (i >= decode_behind) decode(job, at_chunk(i - decode_behind));
   }
 }
 
@@ -123,8 +136,9 @@ void DeviceExchange::reduce(DeviceJob& job, ChunkJob& chunk) {
        .payload_bytes = planned.gather_payload_bytes,
        .out = bytes(slot.gather_send),
        .findings = context_.findings_on_device()});
-  // From here on E may reuse its buffers of the slot, unless decode reads what was sent.
-  if (!planned.worker_residual) slot.free.record(context_.finish_stream);
+  // From here on E may reuse its buffers of the slot, unless decode reads what was sent, or what is
+  // received next lies where decode reads.
+  if (!freed_by_decode(planned)) slot.free.record(context_.finish_stream);
   chunk.gather =
       context_.transport->all_gather(slot.gather_receive, slot.gather_send,
                                      planned.plan->gather_message_bytes, context_.finish_stream);
@@ -140,7 +154,7 @@ void DeviceExchange::decode(DeviceJob& job, ChunkJob& chunk) {
   decode_on(job,
             chunk_of(job, chunk.number, planned.decode, finish_progress_, context_.finish_stream),
             received_in(job, planned.gather_received, slot.gather_receive), slot.scatter_send);
-  if (planned.worker_residual) slot.free.record(context_.finish_stream);
+  if (freed_by_decode(planned)) slot.free.record(context_.finish_stream);
 }
 
 void DeviceExchange::decode_on(const DeviceJob& job, const ChunkBatch& chunk,

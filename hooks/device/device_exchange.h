@@ -11,13 +11,14 @@
 
 namespace gradferry {
 
-// Chunks in flight: one is encoded, one reduced, one decoded.
+// Chunks in flight, if their memory may be so large: one is encoded, one reduced, one decoded.
 inline constexpr size_t kDeviceSlots = 3;
 
 class DeviceExchange {
  public:
   // Allocates the workspace on F and adds it to the stats. `context` outlives the exchange.
-  explicit DeviceExchange(DeviceContext& context);
+  // `other_bytes`: what else of the engine's counts as workspace.
+  DeviceExchange(DeviceContext& context, uint64_t other_bytes);
 
   // Enqueues everything from encode to the mean in the bucket. E already waits for the gradient.
   void average(DeviceJob& job);
@@ -37,6 +38,9 @@ class DeviceExchange {
     Transfer scatter, gather;
   };
 
+  bool freed_by_decode(const DeviceChunk& planned) const {
+    return planned.worker_residual || slots_.size() == 1;
+  }
   void send(DeviceJob& job, ChunkJob& chunk);
   void reduce(DeviceJob& job, ChunkJob& chunk);
   void decode(DeviceJob& job, ChunkJob& chunk);

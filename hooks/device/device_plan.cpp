@@ -76,14 +76,12 @@ DeviceChunk add_chunk(TableWriter& writer, const ChunkPlan& plan, uint32_t rank,
   std::vector<Message> sent, scattered, gathered;
   uint32_t offset = 0;
   for (uint32_t p = 0; p < world_size; ++p) {
-    const uint32_t sent_bytes = kHeaderBytes + plan.shards[p].worker_bytes;
-    const uint32_t received_bytes = kHeaderBytes + own.worker_bytes;
     sent.push_back({offset, plan.shards[p].worker_bytes});
-    scattered.push_back({p * received_bytes, own.worker_bytes});
+    scattered.push_back({p * own.scatter_bytes, own.worker_bytes});
     gathered.push_back({p * plan.gather_message_bytes, plan.shards[p].owner_bytes});
-    chunk.send_bytes.push_back(sent_bytes);
-    chunk.receive_bytes.push_back(received_bytes);
-    offset += sent_bytes;
+    chunk.send_bytes.push_back(plan.shards[p].scatter_bytes);
+    chunk.receive_bytes.push_back(own.scatter_bytes);
+    offset += plan.shards[p].scatter_bytes;
   }
   chunk.scatter_sent = writer.add(sent);
   chunk.scatter_received = writer.add(scattered);

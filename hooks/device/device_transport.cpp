@@ -30,19 +30,23 @@ Pending DeviceTransport::post_all_to_all(Lane& lane, const at::Tensor& receive,
                                          const std::vector<int64_t>& receive_bytes,
                                          const at::Tensor& send,
                                          const std::vector<int64_t>& send_bytes) {
+  sent_bytes_.fetch_add(static_cast<uint64_t>(sum(send_bytes) - send_bytes[lane.rank()]),
+                        std::memory_order_relaxed);
   return lane.all_to_all(first_bytes(receive, sum(receive_bytes)), receive_bytes,
                          first_bytes(send, sum(send_bytes)), send_bytes);
 }
 
 Pending DeviceTransport::post_all_gather(Lane& lane, const at::Tensor& receive,
                                          const at::Tensor& send, int64_t num_bytes) {
+  sent_bytes_.fetch_add(static_cast<uint64_t>(num_bytes) * (world_size_ - 1),
+                        std::memory_order_relaxed);
   return lane.all_gather(first_bytes(receive, num_bytes * world_size_),
                          first_bytes(send, num_bytes));
 }
 
 // --- StreamTransport ---
 
-void StreamTransport::begin_bucket() { lane_.emplace(find_backend_(), clean_, sent_bytes_); }
+void StreamTransport::begin_bucket() { lane_.emplace(find_group_(), clean_); }
 
 namespace {
 
@@ -88,7 +92,7 @@ Transfer StagedTransport::all_to_all(const DeviceBuffer& receive,
                                      const c10::Stream& stream) {
   to_host(send, sum(send_bytes), stream);
   Transfer transfer;
-  transfer.work = post_all_to_all(lane_, receive.host, receive_bytes, send.host, send_bytes);
+  transfer.work = post_all_to_all(*lane_, receive.host, receive_bytes, send.host, send_bytes);
   transfer.received = &receive;
   transfer.num_bytes = sum(receive_bytes);
   return transfer;
@@ -98,7 +102,7 @@ Transfer StagedTransport::all_gather(const DeviceBuffer& receive, const DeviceBu
                                      int64_t num_bytes, const c10::Stream& stream) {
   to_host(send, num_bytes, stream);
   Transfer transfer;
-  transfer.work = post_all_gather(lane_, receive.host, send.host, num_bytes);
+  transfer.work = post_all_gather(*lane_, receive.host, send.host, num_bytes);
   transfer.received = &receive;
   transfer.num_bytes = num_bytes * world_size_;
   return transfer;
@@ -113,8 +117,8 @@ void StagedTransport::wait(Transfer& transfer, const c10::Stream& stream) {
 }
 
 void StagedTransport::close(bool failed) {
-  if (failed) lane_.close_later();
-  lane_.close();
+  if (failed) close_later({std::move(lane_)});
+  lane_.reset();
 }
 
 }  // namespace gradferry

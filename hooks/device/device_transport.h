@@ -73,17 +73,16 @@ class DeviceTransport {
                           int64_t num_bytes);
 
   const uint32_t world_size_;
-  const at::ThreadLocalState clean_ = thread_state_without_python();
   std::atomic<uint64_t> sent_bytes_{0};
 };
 
 class StreamTransport final : public DeviceTransport {
  public:
-  // `backend` returns DDP's own backend. It is called for every bucket and its result not kept, so
-  // that the group can be destroyed.
-  using FindBackend = std::function<c10::intrusive_ptr<c10d::Backend>()>;
-  StreamTransport(FindBackend backend, uint32_t world_size)
-      : DeviceTransport(world_size), find_backend_(std::move(backend)) {}
+  // `group` returns DDP's own process group. It is called for every bucket and its result not kept,
+  // so that the group can be destroyed.
+  using FindGroup = std::function<c10::intrusive_ptr<c10d::ProcessGroup>()>;
+  StreamTransport(FindGroup group, uint32_t world_size)
+      : DeviceTransport(world_size), find_group_(std::move(group)) {}
 
   bool waits() const override { return false; }
   void begin_bucket() override;
@@ -97,18 +96,17 @@ class StreamTransport final : public DeviceTransport {
   void close(bool /*failed*/) override {}
 
  private:
-  FindBackend find_backend_;
-  std::optional<Lane> lane_;  // while a bucket is posted
+  FindGroup find_group_;
+  const std::shared_ptr<const at::ThreadLocalState> clean_ =
+      std::make_shared<const at::ThreadLocalState>(thread_state_without_python());
+  std::optional<CarrierLane> lane_;  // while a bucket is posted
 };
 
 class StagedTransport final : public DeviceTransport {
  public:
-  // `backend`: separate from DDP's.
-  StagedTransport(c10::intrusive_ptr<c10d::Backend> backend, uint32_t world_size,
-                  std::shared_ptr<Peers> peers)
-      : DeviceTransport(world_size),
-        lane_(std::move(backend), clean_, sent_bytes_),
-        peers_(std::move(peers)) {}
+  // `lane`: separate from DDP's connections.
+  StagedTransport(std::shared_ptr<Lane> lane, std::shared_ptr<Peers> peers)
+      : DeviceTransport(lane->world_size()), lane_(std::move(lane)), peers_(std::move(peers)) {}
 
   bool waits() const override { return true; }
   Transfer all_to_all(const DeviceBuffer& receive, const std::vector<int64_t>& receive_bytes,
@@ -120,7 +118,7 @@ class StagedTransport final : public DeviceTransport {
   void close(bool failed) override;
 
  private:
-  Lane lane_;
+  std::shared_ptr<Lane> lane_;
   std::shared_ptr<Peers> peers_;
 };
 

@@ -28,24 +28,26 @@ Finisher::Finisher(const EngineOptions& options, const Layout& layout, HostResid
       log_(log),
       life_(life),
       codecs_(options, layout, residuals) {
-  const uint64_t message_bytes =
-      kHeaderBytes + std::min<uint64_t>(options_.chunk_bytes, layout_.largest_shard_bytes());
-  expect_offsets_fit(message_bytes, options_.world_size);
-  EngineStats& stats = life_.stats;
-  for (size_t i = 0; i < kHostSlots; ++i) {
-    slots_.push_back(make_slot(options_.world_size, message_bytes));
-    stats.workspace_bytes += num_bytes(slots_.back());
-  }
+  const uint64_t record =
+      commit_bytes(options_.find_unused_parameters ? layout_.parameters().size() : 0);
+  const uint64_t commits_bytes = kCommitSlots * record * uint64_t{options_.world_size};
+  const Workspace workspace = plan_workspace(layout_, options_.chunk_bytes,
+                                             {.cap_bytes = options_.workspace_cap_bytes,
+                                              .other_bytes = commits_bytes,
+                                              .most_slots = kHostSlots,
+                                              .gathers_in_place = true});
+  expect_offsets_fit(workspace.message_bytes, options_.world_size);
+  for (size_t i = 0; i < workspace.slots; ++i) slots_.push_back(make_slot(workspace));
   for (Slot& slot : slots_) free_slots_.push_back(&slot);
-  const auto record = static_cast<int64_t>(
-      commit_bytes(options_.find_unused_parameters ? layout_.parameters().size() : 0));
   const auto bytes = at::TensorOptions().dtype(at::kByte);
+  const auto length = static_cast<int64_t>(record);
   for (size_t i = 0; i < kCommitSlots; ++i) {
-    commit_slots_.emplace_back(at::zeros({record}, bytes),
-                               at::zeros({record * options_.world_size}, bytes));
-    stats.workspace_bytes += record * (options_.world_size + 1);
+    commit_slots_.push_back(at::zeros({length * options_.world_size}, bytes));
   }
-  stats.workspace_allocations = kHostSlots + kCommitSlots;
+  EngineStats& stats = life_.stats;
+  stats.workspace = workspace;
+  stats.workspace_bytes += workspace.bytes() + commits_bytes;
+  stats.workspace_allocations = workspace.slots + kCommitSlots;
 }
 
 // --- the thread that DDP calls from ---
@@ -74,12 +76,26 @@ bool Finisher::work() {
     while (do_oldest()) {
     }
   } catch (...) {
-    error = describe_failure(std::current_exception(), options_.rank);
+    error = cause_of(describe_failure(std::current_exception(), options_.rank));
   }
   if (error) fail_all(*error);
   std::unique_lock lock(life_.mutex);
   life_.changed.wait(lock, [&] { return !life_.running; });  // it may be posting on a lane
   return error.has_value();
+}
+
+// A rank that has read the commit of a bucket, with an error, posts no later bucket. This rank may
+// have waited for one, and only heard that the other rank failed; the same commit is here, too.
+Error Finisher::cause_of(Error error) {
+  try {
+    while (error.kind() == ErrorKind::kPeer && !commits_.empty() &&
+           exchange_.has_come(commits_.front().work)) {
+      finish_commit();
+    }
+  } catch (...) {
+    return describe_failure(std::current_exception(), options_.rank);
+  }
+  return error;
 }
 
 // False when told to stop with nothing in flight.
@@ -157,9 +173,9 @@ uint64_t Finisher::reduce_payloads(const ChunkJob& job) {
   for (uint32_t rank = 0; rank < options_.world_size; ++rank) {
     payloads.push_back(exchange_.scattered_payload(job.chunk, rank));
   }
-  auto* message = static_cast<std::byte*>(job.chunk.slot->gather_send.mutable_data_ptr());
   const ChunkCodecs::Work work = work_of(job);
-  const ChunkCodecs::Reduced reduced = codecs_.reduce(work, payloads, message + kHeaderBytes);
+  const ChunkCodecs::Reduced reduced =
+      codecs_.reduce(work, payloads, exchange_.gather_message(job.chunk) + kHeaderBytes);
   if (reduced.corrupt_tiles != 0) {
     const uint32_t sender = codecs_.sender_of_corrupt(work, payloads).value_or(options_.rank);
     note(job.bucket->fault, {WireStatus::kCorruptPayload, Phase::kScatter, sender, job.chunk.number,
@@ -199,9 +215,9 @@ void Finisher::decode(std::unique_ptr<ChunkJob> job) {
 
 void Finisher::decode_messages(const ChunkJob& job) {
   const Slot& slot = *job.chunk.slot;
-  const ChunkCodecs::Decoded decoded = codecs_.decode(
-      work_of(job), static_cast<const std::byte*>(slot.gather_receive.const_data_ptr()),
-      static_cast<const std::byte*>(slot.scatter_send.const_data_ptr()));
+  const ChunkCodecs::Decoded decoded =
+      codecs_.decode(work_of(job), static_cast<const std::byte*>(slot.gathered.const_data_ptr()),
+                     static_cast<const std::byte*>(slot.scatter_send.const_data_ptr()));
   auto& nonfinite = job.bucket->nonfinite_tiles;
   for (const uint64_t tile : decoded.nonfinite_tiles) {
     if (nonfinite.empty() || options_.find_unused_parameters) nonfinite.push_back(tile);
@@ -215,13 +231,13 @@ void Finisher::decode_messages(const ChunkJob& job) {
 // A bucket is complete only when the commits of all ranks report no fault: until then a single rank
 // may have seen one.
 void Finisher::post_commit(std::shared_ptr<BucketJob> bucket) {
-  const auto& [send, receive] = commit_slots_[bucket->event.bucket % commit_slots_.size()];
+  const at::Tensor& slot = commit_slots_[bucket->event.bucket % commit_slots_.size()];
   const auto size = static_cast<int64_t>(commit_bytes(bucket->used.size()));
   Commit& commit = commits_.emplace_back(
-      Commit{std::move(bucket), receive.narrow(0, 0, size * options_.world_size), {}});
+      Commit{std::move(bucket), slot.narrow(0, 0, size * options_.world_size), {}});
   const BucketJob& job = *commit.bucket;
-  commit.work = exchange_.post_commit(send.narrow(0, 0, size), commit.receive, job.step,
-                                      job.event.bucket, job.fault, job.used);
+  commit.work =
+      exchange_.post_commit(commit.records, job.step, job.event.bucket, job.fault, job.used);
 }
 
 void Finisher::finish_commit() {
@@ -233,7 +249,7 @@ void Finisher::finish_commit() {
     exchange_.wait(commit.work, Phase::kCommit, bucket.step, bucket.event.bucket);
   }
   uint32_t reporter = 0;
-  const Fault fault = read_commit(exchange_.agreement(), commit.receive, bucket.step,
+  const Fault fault = read_commit(exchange_.agreement(), commit.records, bucket.step,
                                   bucket.event.bucket, &reporter, bucket.used.size());
   if (fault) {
     std::string message = describe(fault, reporter, bucket.step);
@@ -255,7 +271,7 @@ void Finisher::finish_commit() {
 void Finisher::put_back_unused(const Commit& commit) const {
   BucketJob& bucket = *commit.bucket;
   const UsedMap used =
-      read_used(commit.receive, options_.world_size, bucket.plan->parameters.size());
+      read_used(commit.records, options_.world_size, bucket.plan->parameters.size());
   bucket.unused.put_back(used, bucket.gain);
   bucket.unused = {};
   std::erase_if(bucket.nonfinite_tiles, [&](uint64_t tile) {

@@ -13,7 +13,6 @@
 #include <deque>
 #include <memory>
 #include <optional>
-#include <utility>
 #include <vector>
 
 #include "engine_life.h"
@@ -28,7 +27,8 @@
 
 namespace gradferry {
 
-// Chunks in flight. Four keep both lanes busy: one is encoded, one scattered, two gathered.
+// Chunks in flight, if their memory may be so large. Four keep both lanes busy: one is encoded, one
+// scattered, two gathered.
 inline constexpr size_t kHostSlots = 4;
 // All-gathers in flight: with two, one travels while the other is decoded.
 inline constexpr size_t kGathersInFlight = 2;
@@ -55,10 +55,11 @@ class Finisher {
  private:
   struct Commit {
     std::shared_ptr<BucketJob> bucket;
-    at::Tensor receive;
+    at::Tensor records;
     Pending work;
   };
 
+  Error cause_of(Error error);
   bool do_oldest();
   bool next_chunk(std::unique_ptr<ChunkJob>& next);
   void reduce(std::unique_ptr<ChunkJob> job);
@@ -83,7 +84,7 @@ class Finisher {
   EngineLife& life_;
 
   std::vector<Slot> slots_;
-  std::vector<std::pair<at::Tensor, at::Tensor>> commit_slots_;  // send, receive
+  std::vector<at::Tensor> commit_slots_;  // records of all ranks
 
   // Only for the finishing thread.
   ChunkCodecs codecs_;

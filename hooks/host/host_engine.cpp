@@ -12,35 +12,32 @@
 namespace gradferry {
 
 HostEngine::HostEngine(EngineOptions options, ParameterHashes hashes,
-                       std::vector<c10::intrusive_ptr<c10d::Backend>> backends)
+                       std::vector<std::shared_ptr<Lane>> lanes)
     : BucketEngine(std::move(options), std::move(hashes), c10::kCPU,
-                   /*exchanges=*/!backends.empty()),
+                   /*exchanges=*/!lanes.empty()),
       sample_(layout_),
       residuals_(layout_, options_.exact_skip),
+      lanes_(std::move(lanes)),
       codecs_(options_, layout_, residuals_) {
   const size_t wanted = options_.world_size > 1 ? kHostLanes : 0;
-  GRADFERRY_EXPECTS(backends.size() == wanted, kConfig,
+  GRADFERRY_EXPECTS(lanes_.size() == wanted, kConfig,
                     "an engine for " + std::to_string(options_.world_size) + " ranks takes " +
-                        std::to_string(wanted) + " lanes, got " + std::to_string(backends.size()));
-  if (exchanges_) clean_.emplace(thread_state_without_python());
-  for (auto& backend : backends) {
-    GRADFERRY_EXPECTS(static_cast<uint32_t>(backend->getRank()) == options_.rank &&
-                          static_cast<uint32_t>(backend->getSize()) == options_.world_size,
+                        std::to_string(wanted) + " lanes, got " + std::to_string(lanes_.size()));
+  for (const auto& lane : lanes_) {
+    GRADFERRY_EXPECTS(lane->rank() == options_.rank && lane->world_size() == options_.world_size,
                       kConfig, "a lane's rank or size differs from the engine's");
-    lanes_.emplace_back(std::move(backend), *clean_, sent_bytes_);
   }
   life_.stats.residual_bytes = residuals_.num_bytes();
   if (!exchanges_) return;
-  exchange_.emplace(options_.agreement(), *options_.peers, lanes_[0], lanes_[1], lanes_[2]);
+  exchange_.emplace(options_.agreement(), *options_.peers, *lanes_[0], *lanes_[1], *lanes_[2]);
   finisher_.emplace(options_, layout_, residuals_, sample_, *exchange_, log_, life_);
   checksums_.resize(options_.world_size);
 }
 
-std::shared_ptr<HostEngine> HostEngine::start(
-    EngineOptions options, ParameterHashes hashes,
-    std::vector<c10::intrusive_ptr<c10d::Backend>> backends) {
+std::shared_ptr<HostEngine> HostEngine::start(EngineOptions options, ParameterHashes hashes,
+                                              std::vector<std::shared_ptr<Lane>> lanes) {
   std::shared_ptr<HostEngine> engine(
-      new HostEngine(std::move(options), std::move(hashes), std::move(backends)));
+      new HostEngine(std::move(options), std::move(hashes), std::move(lanes)));
   if (engine->finisher_) {
     BackgroundThread::start(
         "gf-finish", BackgroundThread::Role::kEngine,
@@ -55,10 +52,8 @@ std::shared_ptr<HostEngine> HostEngine::start(
 
 // The finishing thread's last act.
 void HostEngine::close_lanes(bool failed) {
-  for (Lane& lane : lanes_) {
-    if (failed) lane.close_later();
-    lane.close();
-  }
+  if (failed) close_later(std::move(lanes_));
+  lanes_.clear();
 }
 
 // --- a bucket, on DDP's thread ---

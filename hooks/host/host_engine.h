@@ -8,9 +8,6 @@
 // stop and nothing is in flight. With the native hook, neither thread takes the GIL.
 #pragma once
 
-#include <ATen/ThreadLocalState.h>
-
-#include <atomic>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -31,19 +28,19 @@ inline constexpr size_t kHostLanes = 3;
 
 class HostEngine final : public BucketEngine {
  public:
-  // `backends`: separate gloo backends, one for each lane; none when world_size is 1. `hashes`: of
+  // `lanes`: one for each purpose; none when world_size is 1. `hashes`: of
   // the parameters, in the order of options.parameters. Allocates residuals and workspace, then
   // starts the finishing thread. The engine stops when the last copy of the returned pointer is
   // destroyed.
   static std::shared_ptr<HostEngine> start(EngineOptions options, ParameterHashes hashes,
-                                           std::vector<c10::intrusive_ptr<c10d::Backend>> backends);
+                                           std::vector<std::shared_ptr<Lane>> lanes);
 
  private:
   HostEngine(EngineOptions options, ParameterHashes hashes,
-             std::vector<c10::intrusive_ptr<c10d::Backend>> backends);
+             std::vector<std::shared_ptr<Lane>> lanes);
 
   void average(Bucket bucket) override;
-  uint64_t sent_bytes() const override { return sent_bytes_.load(std::memory_order_relaxed); }
+  uint64_t sent_bytes() const override { return exchange_ ? exchange_->sent_bytes() : 0; }
   SavedResiduals save_residuals() override;
   void load_residuals(const SavedResiduals& saved) override;
   void take_back_step() override { residuals_.skip(); }
@@ -62,10 +59,8 @@ class HostEngine final : public BucketEngine {
 
   const ResidualSample sample_;
   HostResiduals residuals_;
-  std::atomic<uint64_t> sent_bytes_{0};
   // Empty when world_size is 1.
-  std::optional<at::ThreadLocalState> clean_;
-  std::vector<Lane> lanes_;
+  std::vector<std::shared_ptr<Lane>> lanes_;
   std::optional<Exchange> exchange_;
   std::optional<Finisher> finisher_;
 

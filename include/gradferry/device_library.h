@@ -179,9 +179,11 @@ struct DeviceLibrary {
   std::span<const Codec> codecs;
   ChunkKernels chunks;
   MessageKernels messages;
+  // Whether what is enqueued on `stream` (of the current device) goes into a graph instead.
+  bool (*is_capturing)(Stream stream);
 };
 // Increases with every change of a type or function type in this file or in codec.h.
-inline constexpr uint32_t kDeviceLibraryVersion = 6;
+inline constexpr uint32_t kDeviceLibraryVersion = 7;
 // Name of the Python capsule that holds a library.
 inline constexpr const char* kDeviceLibraryCapsule = "gradferry.DeviceLibrary";
 
@@ -189,9 +191,10 @@ inline constexpr const char* kDeviceLibraryCapsule = "gradferry.DeviceLibrary";
 // once, before other threads use them. Throws Error(kConfig) for a library of another version.
 void use_device_library(const DeviceLibrary& library);
 
-// Throws Error(kState) until use_device_library() was called.
+// Those of the library in use. Throw Error(kState) until use_device_library() was called.
 const ChunkKernels& chunk_kernels();
 uint32_t row_of(const Codec& codec);  // of the library's table, which holds the codec
 const MessageKernels& message_kernels();
+bool is_capturing(Stream stream);
 
 }  // namespace gradferry

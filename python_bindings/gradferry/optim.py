@@ -64,8 +64,9 @@ def momentum_mode(optimizer: OptimizerT, state: HookState) -> OptimizerT:
         The same optimizer.
 
     Raises:
-        ConfigError: the hook has no momentum; the optimizer is another, was changed before, has a
-            schedule already, or holds a parameter that the hook does not reduce.
+        ConfigError: the hook has no momentum, or warm-up steps, and the optimizer is SGD; the
+            optimizer is another, was changed before, has a schedule already, or holds a parameter
+            that the hook does not reduce.
         StateError: the state is not bound, or the optimizer has stepped.
     """
     hook = momentum_of(state)
@@ -84,6 +85,12 @@ def momentum_mode(optimizer: OptimizerT, state: HookState) -> OptimizerT:
         raise StateError(
             f"this {type(optimizer).__name__} has stepped before: call momentum_mode() on a new "
             "one, and load a state that was saved in momentum mode after it"
+        )
+    if type(optimizer) is torch.optim.SGD and hook.config.warmup_steps:
+        raise ConfigError(
+            f"warmup_steps={hook.config.warmup_steps}: so long the hook delivers gradients, and "
+            "this SGD would have no momentum, at a learning rate for momentum; attach without "
+            "warmup_steps, which are for optimizers that learn a variance"
         )
     groups = list(optimizer.param_groups)
     for number, group in enumerate(groups):

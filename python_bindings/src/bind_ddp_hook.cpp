@@ -83,6 +83,7 @@ void bind_ddp_hook(py::module_& module) {
   module.def("bucket_strides", &bucket_strides, py::arg("parameter"));
   module.def("reordered_since_buckets_were_made", &reordered_since_buckets_were_made,
              py::arg("reducer"));
+  module.def("moved_since_buckets_were_made", &moved_since_buckets_were_made, py::arg("reducer"));
   py::class_<BucketHook, std::shared_ptr<BucketHook>>(module, "BucketHook")
       .def(py::init([](std::shared_ptr<BucketEngine> engine,
                        const std::vector<at::Tensor>& parameters, std::string group_name) {

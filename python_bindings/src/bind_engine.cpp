@@ -1,5 +1,6 @@
 #include <pybind11/stl.h>
 
+#include <chrono>
 #include <numeric>
 
 #include "background_thread.h"
@@ -8,6 +9,7 @@
 #include "device/device_engine.h"
 #include "gradferry/device_library.h"
 #include "host/host_engine.h"
+#include "host/socket_lane.h"
 #include "process_end.h"
 #include "scalar_type.h"
 
@@ -21,18 +23,24 @@ ParameterSpec make_parameter(const std::string& name, uint64_t num_elements, at:
           warmup, worker_residual, owner_residual};
 }
 
+// By reference: torch registers some classes under another holder type.
+c10::intrusive_ptr<c10d::Store> to_store(const py::handle& store) {
+  return c10::intrusive_ptr<c10d::Store>::reclaim_copy(&store.cast<c10d::Store&>());
+}
+
+c10::intrusive_ptr<c10d::Backend> to_backend(const py::handle& backend) {
+  return c10::intrusive_ptr<c10d::Backend>::reclaim_copy(&backend.cast<c10d::Backend&>());
+}
+
 EngineOptions make_options(std::vector<ParameterSpec> parameters, uint32_t rank,
                            uint32_t world_size, uint64_t config_hash, uint64_t layout_hash,
                            uint64_t seed, uint64_t warmup_steps, bool compressed_warmup,
                            double momentum, bool raise_nonfinite, bool exact_skip,
                            const std::optional<at::Tensor>& loss_scale, uint64_t check_every,
-                           uint32_t chunk_bytes, bool find_unused_parameters,
-                           const py::object& store) {
-  // By reference, like lanes.
+                           uint32_t chunk_bytes, bool equal_scatter, uint64_t workspace_cap_bytes,
+                           bool find_unused_parameters, const py::object& store) {
   c10::intrusive_ptr<c10d::Store> peers_store;
-  if (!store.is_none()) {
-    peers_store = c10::intrusive_ptr<c10d::Store>::reclaim_copy(&store.cast<c10d::Store&>());
-  }
+  if (!store.is_none()) peers_store = to_store(store);
   return {.parameters = std::move(parameters),
           .rank = rank,
           .world_size = world_size,
@@ -47,43 +55,46 @@ EngineOptions make_options(std::vector<ParameterSpec> parameters, uint32_t rank,
           .loss_scale = loss_scale.value_or(at::Tensor()),
           .check_every = check_every,
           .chunk_bytes = chunk_bytes,
+          .equal_scatter = equal_scatter,
+          .workspace_cap_bytes = workspace_cap_bytes,
           .find_unused_parameters = find_unused_parameters,
           .make_exception = &make_torch_exception,
           .peers = std::make_shared<Peers>(std::move(peers_store), rank, world_size)};
 }
 
-// By reference: torch registers some backends under another holder type.
-c10::intrusive_ptr<c10d::Backend> to_backend(const py::handle& lane) {
-  return c10::intrusive_ptr<c10d::Backend>::reclaim_copy(&lane.cast<c10d::Backend&>());
+// Torch has Python know its Work under a holder of its own.
+struct Collective {
+  Pending work;
+};
+
+std::shared_ptr<Lane> make_backend_lane(const py::handle& backend) {
+  auto held = to_backend(backend);
+  const py::gil_scoped_release released;
+  return std::make_shared<CarrierLane>(
+      std::move(held), std::make_shared<const at::ThreadLocalState>(thread_state_without_python()));
 }
 
 std::shared_ptr<HostEngine> start_host_engine(EngineOptions options,
                                               const std::vector<at::Tensor>& tensors,
-                                              const py::list& lanes) {
-  std::vector<c10::intrusive_ptr<c10d::Backend>> backends;
-  for (const py::handle lane : lanes) backends.push_back(to_backend(lane));
+                                              std::vector<std::shared_ptr<Lane>> lanes) {
   const py::gil_scoped_release released;
-  return HostEngine::start(std::move(options), ParameterHashes(tensors), std::move(backends));
+  return HostEngine::start(std::move(options), ParameterHashes(tensors), std::move(lanes));
 }
 
-// `lane`: bytes are staged in host memory for this backend of our own. Else `group_name`: they go
-// through the group's backend for the device. Neither: nothing is exchanged.
+// `lane`: bytes are staged in host memory for it. Else `group_name`: the group's operations send
+// them from the device. Neither: nothing is exchanged.
 std::shared_ptr<DeviceEngine> start_device_engine(EngineOptions options, const at::Device& device,
                                                   const std::vector<at::Tensor>& tensors,
-                                                  const py::object& lane,
+                                                  const std::shared_ptr<Lane>& lane,
                                                   const std::optional<std::string>& group_name) {
+  const py::gil_scoped_release released;
   std::unique_ptr<DeviceTransport> transport;
-  if (!lane.is_none()) {
-    transport =
-        std::make_unique<StagedTransport>(to_backend(lane), options.world_size, options.peers);
+  if (lane) {
+    transport = std::make_unique<StagedTransport>(lane, options.peers);
   } else if (group_name) {
     transport = std::make_unique<StreamTransport>(
-        [name = *group_name, type = device.type()] {
-          return c10d::resolve_process_group(name)->getBackend(type);
-        },
-        options.world_size);
+        [name = *group_name] { return c10d::resolve_process_group(name); }, options.world_size);
   }
-  const py::gil_scoped_release released;
   return DeviceEngine::start(std::move(options), device, ParameterHashes(tensors),
                              std::move(transport));
 }
@@ -134,6 +145,22 @@ py::dict stats_dict(const BucketEngine& engine) {
   return result;
 }
 
+// The memory of chunks in flight.
+py::dict workspace_dict(const BucketEngine& engine) {
+  const Workspace workspace = [&] {
+    const py::gil_scoped_release released;
+    return engine.stats().workspace;
+  }();
+  py::dict result;
+  result["slots"] = workspace.slots;
+  result["message_bytes"] = workspace.message_bytes;
+  result["send_bytes"] = workspace.send_bytes;
+  result["receive_bytes"] = workspace.receive_bytes;
+  result["shared_receive"] = workspace.shared_receive;
+  result["own_message_bytes"] = workspace.own_message_bytes;
+  return result;
+}
+
 py::list event_list(const BucketEngine& engine) {
   py::list result;
   for (const BucketEvent& event : engine.events()) {
@@ -176,10 +203,43 @@ py::list tiles_list(const BucketEngine& engine) {
 }
 
 void bind_options(py::module_& module) {
+  module.def("chunk_bytes_within", &chunk_bytes_within, py::arg("workspace_cap_bytes"),
+             py::arg("world_size"), py::arg("most"));
   module.attr("CHUNK_SLOTS") = kHostSlots;
   module.attr("COMMIT_SLOTS") = kCommitSlots;
+  module.attr("SCATTER_PADDING_PART") = kScatterPaddingPart;
   module.attr("GATHERS_IN_FLIGHT") = kGathersInFlight;
   module.attr("RESIDUAL_ALIGNMENT") = kResidualAlignment;
+  py::class_<Collective>(module, "Collective")
+      .def(
+          "wait", [](const Collective& collective) { collective.work->wait(); },
+          py::call_guard<py::gil_scoped_release>())
+      .def("is_completed",
+           [](const Collective& collective) { return collective.work->isCompleted(); });
+  py::class_<Lane, std::shared_ptr<Lane>>(module, "Lane")
+      .def(py::init(&make_backend_lane), py::arg("backend"))
+      .def(
+          "all_to_all",
+          [](Lane& lane, const at::Tensor& receive, const std::vector<int64_t>& receive_bytes,
+             const at::Tensor& send, const std::vector<int64_t>& send_bytes) {
+            return Collective{lane.all_to_all(receive, receive_bytes, send, send_bytes)};
+          },
+          py::arg("receive"), py::arg("receive_bytes"), py::arg("send"), py::arg("send_bytes"),
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "all_gather",
+          [](Lane& lane, const at::Tensor& receive, const at::Tensor& send) {
+            return Collective{lane.all_gather(receive, send)};
+          },
+          py::arg("receive"), py::arg("send"), py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "socket_lanes",
+      [](const std::vector<std::vector<int>>& connections, uint32_t rank, double timeout_seconds) {
+        return make_socket_lanes(
+            rank, connections,
+            std::chrono::milliseconds(static_cast<int64_t>(timeout_seconds * 1000)));
+      },
+      py::arg("connections"), py::kw_only(), py::arg("rank"), py::arg("timeout_seconds"));
   py::class_<ParameterSpec>(module, "ParameterSpec")
       .def(py::init(&make_parameter), py::kw_only(), py::arg("name"), py::arg("num_elements"),
            py::arg("dtype"), py::arg("codec"), py::arg("warmup"), py::arg("worker_residual"),
@@ -189,7 +249,8 @@ void bind_options(py::module_& module) {
            py::arg("world_size"), py::arg("config_hash"), py::arg("layout_hash"), py::arg("seed"),
            py::arg("warmup_steps"), py::arg("compressed_warmup"), py::arg("momentum"),
            py::arg("raise_nonfinite"), py::arg("exact_skip"), py::arg("loss_scale").none(true),
-           py::arg("check_every"), py::arg("chunk_bytes"), py::arg("find_unused_parameters"),
+           py::arg("check_every"), py::arg("chunk_bytes"), py::arg("equal_scatter"),
+           py::arg("workspace_cap_bytes"), py::arg("find_unused_parameters"),
            py::arg("store").none(true));
 }
 
@@ -208,6 +269,7 @@ void bind_engine(py::module_& module) {
   bind_options(module);
   py::class_<BucketEngine, std::shared_ptr<BucketEngine>>(module, "BucketEngine")
       .def("stats", &stats_dict)
+      .def("workspace", &workspace_dict)
       .def("current_step", &BucketEngine::current_step, py::call_guard<py::gil_scoped_release>())
       .def("events", &event_list)
       .def("all_reduce", &all_reduce, py::arg("gradient"))
@@ -238,7 +300,7 @@ void bind_engine(py::module_& module) {
            py::arg("lanes"));
   py::class_<DeviceEngine, BucketEngine, std::shared_ptr<DeviceEngine>>(module, "DeviceEngine")
       .def(py::init(&start_device_engine), py::arg("options"), py::kw_only(), py::arg("device"),
-           py::arg("tensors"), py::arg("lane"), py::arg("group_name"));
+           py::arg("tensors"), py::arg("lane").none(true), py::arg("group_name"));
   module.def("use_device_library", &use_library, py::arg("library"));
   module.def(
       "shutdown",

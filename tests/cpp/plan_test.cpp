@@ -38,9 +38,12 @@ Layout huge_layout(uint32_t rank) {
 }
 
 BucketPlan huge_plan(const Layout& layout, uint32_t rank) {
-  return make_plan(
-      layout, {0, 1, 2},
-      {.rank = rank, .chunk_bytes = kChunkBytes, .codecs = CodecChoice::kOwn, .residuals = true});
+  return make_plan(layout, {0, 1, 2},
+                   {.rank = rank,
+                    .chunk_bytes = kChunkBytes,
+                    .equal_scatter = false,
+                    .codecs = CodecChoice::kOwn,
+                    .residuals = true});
 }
 
 TEST(HugeParameter, LayoutCountsItsTilesAndResiduals) {
@@ -179,6 +182,49 @@ TEST(HugeParameter, MoreTilesThanCanBeNumberedAreRefusedByName) {
               std::string::npos)
         << error.what();
   }
+}
+
+// --- padding of messages to owners
+
+std::vector<uint32_t> scatter_sizes(uint64_t first_elements, uint64_t second_elements,
+                                    uint32_t chunk_bytes, bool equal_scatter) {
+  std::vector<ParameterSpec> parameters;
+  for (const uint64_t num_elements : {first_elements, second_elements}) {
+    parameters.push_back({.name = parameters.empty() ? "first" : "second",
+                          .num_elements = num_elements,
+                          .dtype = ScalarType::kFloat32,
+                          .codec = "exact",
+                          .warmup = "exact",
+                          .worker_residual = false,
+                          .owner_residual = false});
+  }
+  const Layout layout(parameters, 0, 2, Device::kCpu);
+  const BucketPlan plan = make_plan(layout, {0, 1},
+                                    {.rank = 0,
+                                     .chunk_bytes = chunk_bytes,
+                                     .equal_scatter = equal_scatter,
+                                     .codecs = CodecChoice::kOwn,
+                                     .residuals = false});
+  EXPECT_EQ(plan.chunks.size(), 1);
+  std::vector<uint32_t> sizes;
+  for (const Shard& shard : plan.chunks[0].shards) sizes.push_back(shard.scatter_bytes);
+  return sizes;
+}
+
+// A tile for each of two ranks, the second one of n elements. Padding is 4 (4096 - n) bytes of
+// 2 * 64 + 4 (4096 + n): at most 1/32 from n = 3848 on, as sizes are multiples of 16.
+TEST(EqualScatter, PadsWhereThatIsAtMostAThirtySecond) {
+  const std::vector<uint32_t> padded{64 + 16384, 64 + 16384}, below{64 + 16384, 64 + 15376};
+  EXPECT_EQ(scatter_sizes(4096, 3848, kChunkBytes, true), padded);
+  EXPECT_EQ(scatter_sizes(4096, 3844, kChunkBytes, true), below);
+  EXPECT_EQ(scatter_sizes(4096, 3848, kChunkBytes, false),
+            (std::vector<uint32_t>{64 + 16384, 64 + 15392}));
+}
+
+// Buffers have room for one message that is longer than a chunk, not for one to every rank.
+TEST(EqualScatter, DoesNotPadToATileThatIsLongerThanAChunk) {
+  EXPECT_EQ(scatter_sizes(4096, 4092, 16368, true),
+            (std::vector<uint32_t>{64 + 16384, 64 + 16368}));
 }
 
 }  // namespace

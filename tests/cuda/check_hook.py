@@ -3,17 +3,22 @@
     python tests/cuda/check_hook.py gloo --ranks 2        # one GPU for all ranks, gloo
     python tests/cuda/check_hook.py nccl --ranks 1        # NCCL; one rank exchanges with itself
     python tests/cuda/check_hook.py nccl --ranks 1 --slow 7   # with random delays on the streams
+    python tests/cuda/check_hook.py nccl --ranks 1 --abandon  # after passes that were given up
+    python tests/cuda/check_hook.py nccl --ranks 1 --detail   # TORCH_DISTRIBUTED_DEBUG=DETAIL
 
 Every rank has the same model twice, on the CPU and on a GPU, in DistributedDataParallel and
 compressed; both get the same gradients, to the bit. What arrives in .grad must be equal, to the
-bit, and so must the saved states. Needs torch and gradferry, nothing else. Ends with code 0, or
-with 77 and a reason where this machine cannot run the case.
+bit, and so must the saved states. Memory that torch's allocator has back is filled with NaN after
+every step: a stream that still reads it gets NaN, and one that writes it is found. Needs torch and
+gradferry, nothing else. Ends with code 0, or with 77 and a reason where this machine cannot run
+the case.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import gc
 import os
 import sys
 from unittest import mock
@@ -39,7 +44,11 @@ def main() -> int:
     parser.add_argument("backend", choices=("gloo", "nccl"))
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--slow", type=int, help="seed of random delays before every kernel")
+    parser.add_argument("--abandon", action="store_true", help="give up a backward pass first")
+    parser.add_argument("--detail", action="store_true", help="TORCH_DISTRIBUTED_DEBUG=DETAIL")
     arguments = parser.parse_args()
+    if arguments.detail:
+        os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"  # for the ranks
     if reason := why_not(arguments):
         print(f"skipped: {reason}")
         return SKIPPED
@@ -79,8 +88,10 @@ def run_rank(rank: int, arguments: argparse.Namespace) -> None:
     with mock.patch.object(device, "EXCHANGE_WHEN_ALONE", alone):
         for row in _native.codecs("cpu"):
             for dtype in DTYPES:
+                if arguments.abandon:
+                    abandon(row["name"], dtype, place)
                 compare(row["name"], dtype, place, alone)
-        if arguments.backend == "nccl" and arguments.slow is None:
+        if arguments.backend == "nccl" and arguments.slow is None and not arguments.detail:
             count_waits(place)
     dist.destroy_process_group()
 
@@ -108,6 +119,44 @@ def targets(step: int, dtype: torch.dtype, place: torch.device) -> list[torch.Te
     return values
 
 
+def poison(place: torch.device) -> None:
+    """Fills memory that the allocator has back with NaN, and sees that it stays so."""
+    taken = []
+    for power in range(25, 9, -1):
+        while True:
+            reserved = torch.cuda.memory_reserved(place)
+            block = torch.empty(2**power, dtype=torch.uint8, device=place)
+            if torch.cuda.memory_reserved(place) > reserved:
+                break  # it is new
+            taken.append(block.fill_(0xFF))  # a NaN in every format
+    torch.cuda.synchronize(place)
+    assert all(bool((block == 0xFF).all()) for block in taken), "written after it was freed"
+
+
+class GivenUpError(Exception):
+    """A backward pass is to end."""
+
+
+def abandon(codec: str, dtype: torch.dtype, place: torch.device) -> None:
+    """Gives up a backward pass when buckets are under way, and DistributedDataParallel with it."""
+
+    def give_up(_: torch.Tensor) -> None:
+        raise GivenUpError
+
+    model = DistributedDataParallel(Model(dtype, place), bucket_cap_mb=1)
+    gradferry.attach(model, codec, error_feedback="both")
+    model(targets(0, dtype, place)).backward()
+    model.module.weights[0].register_hook(give_up)  # its gradient comes last
+    try:
+        model(targets(1, dtype, place)).backward()
+    except GivenUpError:
+        del model
+        gc.collect()  # DDP objects sit in reference cycles
+        poison(place)
+        return
+    raise AssertionError("the pass went on")
+
+
 def compare(codec: str, dtype: torch.dtype, place: torch.device, alone: bool) -> None:
     """Trains on the CPU and on the GPU. A world of one has no exchange on the CPU to compare with:
     there the lossless codec must give what it got, and the others something finite."""
@@ -120,6 +169,7 @@ def compare(codec: str, dtype: torch.dtype, place: torch.device, alone: bool) ->
         for model in models:
             model.zero_grad()
             model(targets(step, dtype, next(model.parameters()).device)).backward()
+        poison(place)
         for index, (a, b) in enumerate(zip(*(m.parameters() for m in models), strict=True)):
             where = f"{codec}, {dtype}, step {step}, parameter {index}, rank {dist.get_rank()}"
             got, want = b.grad.cpu(), a.grad

@@ -76,7 +76,8 @@ const DeviceLibrary& slow_library() {
        [](const DecodeChunkCall& call) { delay(call.chunk.stream), chunks().decode(call); }},
       {[](const TakeBackCall& call) { delay(call.stream), kernels().take_back(call); },
        [](const RescaleCall& call) { delay(call.stream), kernels().rescale(call); },
-       [](const CommitCall& call) { delay(call.stream), kernels().commit(call); }}};
+       [](const CommitCall& call) { delay(call.stream), kernels().commit(call); }},
+      cuda_library().is_capturing};
   return library;
 }
 

@@ -64,6 +64,12 @@ def case_bad_option(options: dict) -> Outcome:
         ({"warmup_steps": 5, "warmup": "auto"}, ("warmup='auto'", "whole trainings")),
         ({"warmup_steps": 5, "warmup": "torch:fp16"}, ("'torch:fp16'", "PyTorch's own")),
         ({"warmup_steps": 5, "warmup": None}, ("must be a string",)),
+        ({"workspace_cap_mb": 0}, ("workspace_cap_mb=0", "such as 96")),
+        ({"workspace_cap_mb": "96"}, ("workspace_cap_mb='96'", "number of MiB")),
+        (
+            {"workspace_cap_mb": 0.01},
+            ("more than the 10485 that", "attach with workspace_cap_mb=1,"),
+        ),
         ({"warmup": "q8"}, ("warmup='q8'", "there are none", "warmup_steps=")),
         ({"warmup_steps": 5, "warmup": "q4"}, ("warmup='q4' changes nothing", "momentum=")),
         (
@@ -320,10 +326,12 @@ def test_world_too_large_for_offsets_of_32_bits_is_told_the_largest_that_would_d
         loss_scale=None,
         check_every=0,
         chunk_bytes=chunk_bytes,
+        equal_scatter=True,
+        workspace_cap_bytes=2**40,
         find_unused_parameters=False,
         store=None,
     )
-    lanes = [Backend(0, world_size) for _ in range(3)]
+    lanes = [native.Lane(Backend(0, world_size)) for _ in range(3)]
     with pytest.raises(gradferry.ConfigError, match="between 3 ranks at most, not 4"):
         native.HostEngine(options, tensors=[], lanes=lanes)
 

@@ -29,7 +29,7 @@ FURTHER_KEYS = {
     "ratio_to_sync_high", "speedup", "speedup_low", "speedup_high",
     "interval_coverage",
     "wire_bytes_measured", "wire_bytes_formula", "interface_bytes", "until_loss", "steps_to_loss",
-    "seconds_to_loss", "encode_ms", "network_ms", "reduce_ms", "decode_ms", "model",
+    "seconds_to_loss", "encode_ms", "network_ms", "reduce_ms", "decode_ms", "cpu_ms", "model",
     "seed", "round_ms", "trial_ms", "last_step",
 }  # fmt: skip
 
@@ -46,6 +46,8 @@ def check_row(row: dict, rounds: int) -> None:
     for ratio in ("ratio_to_none", "ratio_to_sync"):
         assert row[f"{ratio}_low"] <= row[ratio] <= row[f"{ratio}_high"]
     assert row["wire_bytes"] == row["wire_bytes_formula"]
+    assert row["cpu_ms"]["main"] > 0
+    assert row["hook"] != "q4" or row["cpu_ms"]["gf-finish"] > 0
     step = row["last_step"]
     assert 0 < step["backward_ms"] < step["backward_end_ms"] < step["end_ms"]
     assert bool(step["buckets"]) == (row["hook"] == "q4")

@@ -100,8 +100,13 @@ def test_maps_of_used_parameters_take_a_byte_per_parameter_in_multiples_of_eight
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("find_unused_parameters", [False, True])
 @pytest.mark.parametrize("warmup", [None, "exact", "q8"])
+@pytest.mark.parametrize("equal_scatter", [False, True])
 def test_predicted_bytes_are_those_of_the_reference(
-    codec: str, world_size: int, find_unused_parameters: bool, warmup: str | None
+    codec: str,
+    world_size: int,
+    find_unused_parameters: bool,
+    warmup: str | None,
+    equal_scatter: bool,
 ) -> None:
     sizes = [60_000, 70, 306_500, 1, 0, 51_729]
     parameters = [
@@ -117,6 +122,7 @@ def test_predicted_bytes_are_those_of_the_reference(
         buckets,
         world_size,
         chunk_bytes,
+        equal_scatter=equal_scatter,
         sent_as=payload_sizes([(name, torch.float32) for name in layout.warmup_codecs])
         if warmup
         else None,
@@ -124,6 +130,8 @@ def test_predicted_bytes_are_those_of_the_reference(
     )
     sent = layout.in_warmup() if warmup else layout
     assert predicted == [
-        reference.wire_bytes_per_step(sent, buckets, rank, chunk_bytes, find_unused_parameters)
+        reference.wire_bytes_per_step(
+            sent, buckets, rank, chunk_bytes, find_unused_parameters, equal_scatter
+        )
         for rank in range(world_size)
     ]

@@ -119,21 +119,21 @@ def test_interrupted_rank_is_not_counted(world_of_2: World) -> None:
 
 
 def case_cannot_connect(kind: str) -> tuple[Outcome, bool]:
-    """Rank 1 cannot make its second lane: the machine or Python is short of something."""
+    """Rank 1 cannot connect its second lane: the machine or Python is short of something."""
     import gradferry
     from gradferry.core import engine
 
     ddp = plain_ddp()
-    make, calls = engine.ProcessGroupGloo, []
+    connect, calls = engine.connect_ranks, []
 
     def fail(*arguments: object) -> object:
         calls.append(arguments)
         if len(calls) == 2:
-            raise {"system": RuntimeError, "memory": MemoryError}[kind]("too many open files")
-        return make(*arguments)
+            raise {"system": OSError, "memory": MemoryError}[kind]("too many open files")
+        return connect(*arguments)
 
-    replaced = fail if dist.get_rank() == 1 else make
-    with little_patience(), mock.patch.object(engine, "ProcessGroupGloo", replaced):
+    replaced = fail if dist.get_rank() == 1 else connect
+    with little_patience(), mock.patch.object(engine, "connect_ranks", replaced):
         outcome = attempt(lambda: gradferry.attach(ddp, "q4"))
     return outcome, train()
 

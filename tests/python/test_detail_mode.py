@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -61,22 +62,25 @@ def test_gradients_equal_reference(detail_world: World) -> None:
         assert_bit_equal([answer[index] for answer in answers], scenario)
 
 
-def case_lanes_and_errors() -> tuple[timedelta, list[Outcome]]:
+def case_lanes_and_errors() -> tuple[float, list[Outcome]]:
+    from gradferry import _native
     from gradferry.core.engine import make_lanes
 
     assert dist.get_debug_level() == dist.DebugLevel.DETAIL
-    (lane,) = make_lanes(dist.group.WORLD, "test of detail mode", ("alone",))
+    with mock.patch.object(_native, "socket_lanes", wraps=_native.socket_lanes) as connect:
+        make_lanes(dist.group.WORLD, "test of detail mode", 1)
+    timeout = connect.call_args.kwargs["timeout_seconds"]
     seed = dist.get_rank()
     differ = attempt(lambda: Run(Scenario(WEIGHTS, options={"seed": seed})))
     poisoned = Run(
         Scenario(WEIGHTS, poison={(0, 1, "first"): float("nan")}, options={"nonfinite": "raise"})
     )
-    return lane.options._timeout, [differ, attempt(lambda: poisoned.step(0))]
+    return timeout, [differ, attempt(lambda: poisoned.step(0))]
 
 
 def test_timeout_and_errors_are_as_without(detail_world: World) -> None:
     for timeout, (differ, poisoned) in detail_world.run(case_lanes_and_errors):
-        assert timeout == timedelta(seconds=COLLECTIVE_SECONDS)
+        assert timeout == COLLECTIVE_SECONDS
         assert differ.error == "RankMismatchError"
         assert "rank 1 differs from rank 0 in seed: 1 instead of 0" in differ.text
         assert poisoned.error == "StateError"

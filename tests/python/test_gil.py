@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import shutil
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -25,16 +26,29 @@ def python_is_a_shared_library() -> bool:
 
 
 @pytest.fixture(scope="module")
-def counting_world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+def counting_worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], World]]:
+    """A world for each device: the fake one must be known before the first backward pass."""
     if not python_is_a_shared_library():
         pytest.skip("Python is no shared library here: nothing can stand in front of it")
     compiler = shutil.which("cc")
     assert compiler, "building gradferry needs a C compiler, and so does this test"
     library = tmp_path_factory.mktemp("gil") / "gil_interposer.so"
     subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library, SOURCE], check=True)
-    world = World(2, environment={"LD_PRELOAD": str(library)})
-    yield world
-    world.stop()
+    # torch's flight recorder asks Python for a stack trace of every collective of a group.
+    environment = {"LD_PRELOAD": str(library), "TORCH_FR_BUFFER_SIZE": "0"}
+    started: dict[str, World] = {}
+    yield (
+        lambda device: (
+            started.get(device) or started.setdefault(device, World(2, environment=environment))
+        )
+    )
+    for world in started.values():
+        world.stop()
+
+
+@pytest.fixture
+def counting_world(counting_worlds: Callable[[str], World]) -> World:
+    return counting_worlds("cpu")
 
 
 def case_count(native: bool, steps: int) -> tuple[dict[str, int], set[str]]:
@@ -61,6 +75,39 @@ def test_native_path_takes_the_gil_on_no_thread_but_pythons_own(counting_world: 
         # as long as none but the program's own thread ever took the GIL.
         main = Path("/proc/self/comm").read_text().strip()
         assert set(counts) <= {main, threading.main_thread().name}, counts
+
+
+def case_count_on_streams(steps: int) -> tuple[int, int, int]:
+    """Acquisitions off the main thread in local passes and in synced ones; collectives of these."""
+    interposer = ctypes.CDLL(None)
+    run = Run(Scenario(SCENARIO.weights, ddp=SCENARIO.ddp, device="streamed"))
+    for step in range(3):
+        run.step(step)
+    before = run.state.stats()["chunks"]
+    counts = []
+    for synced in (False, True):
+        interposer.gil_reset()
+        for step in range(3, 3 + steps):
+            with contextlib.nullcontext() if synced else run.ddp.no_sync():
+                run.ddp(run.targets(step)).backward()
+        buffer = ctypes.create_string_buffer(4096)
+        interposer.gil_counts(buffer, ctypes.c_size_t(len(buffer)))
+        lines = [line.split("\t") for line in buffer.value.decode().splitlines()]
+        main = Path("/proc/self/comm").read_text().strip()
+        counts.append(sum(int(count) for name, count in lines if name != main))
+    collectives = 2 * (run.state.stats()["chunks"] - before) + steps  # and a commit per step
+    return counts[0], counts[1], collectives
+
+
+# The thread of autograd takes the GIL for reasons of its own, a little more or less often. One per
+# collective would be seen.
+def test_native_path_on_streams_takes_the_gil_for_no_collective(
+    counting_worlds: Callable[[str], World],
+) -> None:
+    world = counting_worlds("streamed")
+    for local, synced, collectives in world.run(case_count_on_streams, steps=20):
+        assert collectives >= 60
+        assert synced - local < collectives / 2, (local, synced, collectives)
 
 
 def test_interposer_sees_the_gil_being_taken(counting_world: World) -> None:

@@ -7,9 +7,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from gradferry import _native
+from gradferry.core.cuda_build import CudaBuild
+from gradferry.lab import info
 from gradferry.lab.cli import main
-from gradferry.lab.info import codec_lines
+from gradferry.lab.info import codec_lines, facts
 
 
 @pytest.mark.parametrize("width", [60, 80, 100])
@@ -44,3 +47,34 @@ def test_an_instruction_set_that_is_not_there_is_one_sentence(command):
     assert ended.returncode == 2
     assert ended.stderr.startswith("gradferry: environment variable GRADFERRY_ISA is 'neon'")
     assert ended.stderr.count("\n") == 1
+
+
+BUILD = CudaBuild(toolkit=(13, 0), machine_code=((8, 0), (9, 0), (10, 0)), ptx=((10, 0),))
+
+
+@pytest.mark.parametrize(
+    ("driver", "says"),
+    [
+        (None, "none on this machine"),
+        ((12, 8), "runs CUDA 12.8 and older, too old for these kernels"),
+        ((13, 0), "runs CUDA 13.0 and older: the machine code of these kernels, and translates"),
+        ((13, 4), "and translates their PTX"),
+    ],
+)
+def test_info_says_what_the_driver_runs(monkeypatch, driver, says):
+    monkeypatch.setattr(info, "this_build", lambda: BUILD)
+    monkeypatch.setattr(info, "driver_version", lambda: driver)
+    assert says in facts()["CUDA driver"]
+
+
+def test_info_says_what_every_gpu_runs(monkeypatch):
+    capabilities = [(9, 0), (12, 0), (7, 5)]
+    monkeypatch.setattr(info, "this_build", lambda: BUILD)
+    monkeypatch.setattr(info, "driver_version", lambda: (13, 0))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
+    shown = facts()
+    assert shown["cuda:0"] == "GPU 0, compute capability 9.0: runs machine code"
+    assert shown["cuda:1"] == "GPU 1, compute capability 12.0: runs translated PTX"
+    assert "7.5, and gradferry's kernels need 8.0 or newer" in shown["cuda:2"]

@@ -44,9 +44,13 @@ COMMIT_FIELDS = (
 
 
 class Forger:
-    """One bucket through the three lanes, with `change` applied to what rank 1 sends in `phase`."""
+    """A step through the three lanes, with `change` applied to what rank 1 sends in `phase` of
+    bucket `wrong`. A bucket has one chunk.
+    """
 
-    def __init__(self, scenario: Scenario, phase: str, change: dict[str, int]) -> None:
+    def __init__(
+        self, scenario: Scenario, phase: str, change: dict[str, int], wrong: int = 0
+    ) -> None:
         from gradferry.core import engine
         from gradferry.core.agreement import record_hash
         from gradferry.core.options import Options
@@ -70,17 +74,26 @@ class Forger:
         self.config_hash = record_hash({k: v for k, v in record.items() if k != "parameters"})
         layout = Layout([w.describe() for w in scenario.weights], scenario.codec, WORLD_SIZE)
         order = {id(p): i for i, p in enumerate(model.parameters())}
-        (bucket,) = ddp.reducer._get_zeros_like_grad_buckets()
-        tiles = [t for p in bucket.parameters() for t in layout.tiles_of[order[id(p)]]]
-        self.sizes = [
-            [layout.tiles[t].worker_bytes for t in tiles if layout.owners[t] == rank]
-            for rank in range(WORLD_SIZE)
-        ]
-        self.phase, self.change = phase, change
-        self.step = 0  # one bucket of one chunk in each
+        self.sizes = []  # of payloads, by bucket and owner
+        for bucket in ddp.reducer._get_zeros_like_grad_buckets():
+            tiles = [t for p in bucket.parameters() for t in layout.tiles_of[order[id(p)]]]
+            self.sizes.append(
+                [
+                    [layout.tiles[t].worker_bytes for t in tiles if layout.owners[t] == rank]
+                    for rank in range(WORLD_SIZE)
+                ]
+            )
+        self.phase, self.change, self.wrong = phase, change, wrong
+        self.unfinished: list[Any] = []
+        self.step = self.bucket = 0
+
+    @property
+    def number(self) -> int:
+        """Of the bucket, and of its chunk, since the first step."""
+        return self.step * len(self.sizes) + self.bucket
 
     def message(self, phase: int, name: str, sizes: list[int]) -> np.ndarray:
-        change = self.change if self.phase == name else {}
+        change = self.change if self.phase == name and self.bucket == self.wrong else {}
         payloads = [np.zeros(size, np.uint8) for size in sizes]
         for key, value in change.items():
             if key in ("payload", "corrupt"):
@@ -93,7 +106,7 @@ class Forger:
             config_hash=self.config_hash,
             layout_hash=self.layout_hash,
             step=self.step,
-            chunk=self.step,
+            chunk=self.number,
             payload_bytes=sum(sizes),
             checksum=checksum,
         )
@@ -106,25 +119,33 @@ class Forger:
         return message
 
     def run(self) -> None:
-        self.scatter()
-        self.gather()
-        self.commit()
+        """A step. After the commit of the bucket that is wrong honest ranks send no more, but wait
+        for what they had been promised.
+        """
+        buckets = range(len(self.sizes))
+        for self.bucket in buckets:
+            self.scatter()
+        for self.bucket in buckets:
+            self.gather()
+            self.commit()
 
     def scatter(self) -> None:
-        messages = [self.message(SCATTER, "scatter", sizes) for sizes in self.sizes]
+        sizes_by_owner = self.sizes[self.bucket]
+        messages = [self.message(SCATTER, "scatter", sizes) for sizes in sizes_by_owner]
         send = torch.from_numpy(np.concatenate(messages))
-        own = HEADER.size + sum(self.sizes[FORGER])
+        own = HEADER.size + sum(sizes_by_owner[FORGER])
         receive = torch.zeros(own * WORLD_SIZE, dtype=torch.uint8)
         lengths = [len(m) for m in messages]
-        self.lanes[0].alltoall_base(receive, send, [own] * WORLD_SIZE, lengths).wait()
+        self.lanes[0].all_to_all(receive, [own] * WORLD_SIZE, send, lengths).wait()
 
     def parameters(self, num_parameters: int) -> None:
         """A check of parameters whose hashes are all 0."""
         self._all_gather(0, self.message(PARAMETERS, "parameters", [8 * num_parameters]))
 
     def gather(self) -> None:
-        message = self.message(GATHER, "gather", self.sizes[FORGER])
-        padded = np.zeros(HEADER.size + max(map(sum, self.sizes)), np.uint8)
+        sizes_by_owner = self.sizes[self.bucket]
+        message = self.message(GATHER, "gather", sizes_by_owner[FORGER])
+        padded = np.zeros(HEADER.size + max(map(sum, sizes_by_owner)), np.uint8)
         padded[: len(message)] = message
         self._all_gather(1, padded)
 
@@ -133,9 +154,10 @@ class Forger:
         fields.update(
             magic=Header.magic, wire_version=WIRE_VERSION, phase=COMMIT, source_rank=FORGER
         )
-        fields.update(step=self.step, bucket=self.step)
-        change = self.change if self.phase == "commit" else {}
-        if self.change.get("status"):
+        fields.update(step=self.step, bucket=self.number)
+        wrong = self.bucket == self.wrong
+        change = self.change if self.phase == "commit" and wrong else {}
+        if self.change.get("status") and wrong:
             change = {"status": self.change["status"], **change}
         fields.update(change)
         body = COMMIT_RECORD.pack(*fields.values())
@@ -147,7 +169,11 @@ class Forger:
     def _all_gather(self, lane: int, message: np.ndarray) -> None:
         send = torch.from_numpy(message)
         receive = torch.zeros(len(send) * WORLD_SIZE, dtype=torch.uint8)
-        self.lanes[lane]._allgather_base(receive, send).wait()
+        work = self.lanes[lane].all_gather(receive, send)
+        if self.bucket <= self.wrong:
+            work.wait()
+        else:
+            self.unfinished.append((work, receive))
 
 
 def case_forged(phase: str, change: dict[str, int]) -> dict[str, Any] | None:

@@ -484,10 +484,36 @@ def test_wire_bytes_equal_the_formula_with_one_commit_per_step(worlds: Worlds, d
         expected = 0
         for step in answer["buckets"]:
             buckets = [[index[name] for name in bucket] for bucket in step]
-            expected += wire_bytes_per_step(layout, buckets, rank, chunk_bytes)
+            expected += wire_bytes_per_step(
+                layout, buckets, rank, chunk_bytes, equal_scatter=device == "streamed"
+            )
             expected -= 2 * 64 * len(buckets)  # no commit per bucket
         expected += 2 * 64 * (scenario.steps - 1)  # of every step, at the beginning of the next
         assert answer["stats"]["wire_bytes"] == expected
+
+
+def case_equal_messages(scenario: Scenario) -> dict[str, Any]:
+    import fake_device
+
+    before = fake_device.backends["streamed"].num_equal
+    answer = case_train(scenario, seeds=[1])
+    answer["equal"] = fake_device.backends["streamed"].num_equal - before
+    return answer
+
+
+# 3 * 4096 + 272 elements on two ranks: tiles of 2 x 16384 bytes for one and 16384 + 1088 for the
+# other. In chunks of 32768 bytes, the whole is one chunk with 15296 bytes of padding, too many; in
+# a bucket of 4096 + 4000 elements, 384 bytes of padding are less than 1/32 of 32512.
+@pytest.mark.parametrize(("num_elements", "padded"), [(3 * 4096 + 272, False), (8096, True)])
+def test_messages_to_owners_are_padded_where_that_costs_little(
+    worlds: Worlds, num_elements: int, padded: bool
+) -> None:
+    weights = (Weight("weight", (num_elements // 8, 8)),)
+    scenario = dataclasses.replace(SCENARIO, weights=weights, codec="exact", rules=())
+    answers = worlds(2).run(case_equal_messages, scenario=scenario)
+    assert_bit_equal(answers, scenario)
+    for answer in answers:
+        assert answer["equal"] == (scenario.steps if padded else 0)
 
 
 def case_unused_parameters(scenario: Scenario) -> Any:

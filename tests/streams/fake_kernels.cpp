@@ -1,5 +1,6 @@
 #include "fake_kernels.h"
 
+#include <atomic>
 #include <utility>
 
 #include "machine.h"
@@ -284,14 +285,18 @@ void take_back(const TakeBackCall& call) {
 }
 
 constexpr size_t kCodecs = 7;
+std::atomic<bool> capturing{false};
 
 }  // namespace
+
+void set_capturing(bool now) { capturing = now; }
 
 const DeviceLibrary& device_library() {
   static const DeviceLibrary result{kDeviceLibraryVersion,
                                     codecs_on_streams(std::make_index_sequence<kCodecs>()),
                                     {&encode, &reduce, &decode},
-                                    {&take_back, &rescale, &commit}};
+                                    {&take_back, &rescale, &commit},
+                                    [](Stream /*stream*/) { return capturing.load(); }};
   return result;
 }
 

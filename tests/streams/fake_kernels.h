@@ -8,5 +8,7 @@
 namespace fake_device {
 
 const gradferry::DeviceLibrary& device_library();
+// From now on all streams say that they are captured, or that they are not.
+void set_capturing(bool now);
 
 }  // namespace fake_device

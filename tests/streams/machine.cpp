@@ -14,6 +14,7 @@ constexpr std::byte kPoison{0xa5};
 // What is enqueued runs when the host waits, or at the latest when nothing happened for this long.
 constexpr std::chrono::milliseconds kLatest{2};
 constexpr size_t kAlignment = 256;
+constexpr size_t kMostBuried = size_t{64} << 20;
 
 void join(Clock& clock, const Clock& other) {
   for (size_t i = 0; i < clock.size(); ++i) clock[i] = std::max(clock[i], other[i]);
@@ -108,6 +109,17 @@ void Machine::synchronize(const MarkPtr& mark) {
   join(host_, mark->clock);
 }
 
+void Machine::finish() {
+  std::vector<MarkPtr> marks;
+  {
+    const std::lock_guard lock(mutex_);
+    for (uint32_t stream = 0; stream < queues_.size(); ++stream) {
+      marks.push_back(record_locked(stream));
+    }
+  }
+  for (const MarkPtr& mark : marks) synchronize(mark);
+}
+
 // The stream to go on with: of those that can, the one of highest priority. Priorities change at
 // random, so that one stream runs far ahead of another for a while.
 std::optional<uint32_t> Machine::choose() {
@@ -172,6 +184,7 @@ void* Machine::allocate(size_t num_bytes, uint32_t stream) {
       std::aligned_alloc(kAlignment, (num_bytes + kAlignment - 1) / kAlignment * kAlignment);
   const std::lock_guard lock(mutex_);
   ++counters_.allocations;
+  counters_.held_bytes += num_bytes;
   blocks_[memory] = {num_bytes, stream, {}};
   push(stream, {"poison of new memory",
                 {},
@@ -186,7 +199,7 @@ void* Machine::allocate(size_t num_bytes, uint32_t stream) {
 void Machine::use_on(const void* memory, uint32_t stream) {
   const std::lock_guard lock(mutex_);
   const auto found = blocks_.find(const_cast<void*>(memory));
-  if (found != blocks_.end()) found->second.used_on.push_back(stream);
+  if (found != blocks_.end()) found->second.used_on.insert(stream);
 }
 
 // Its own stream may use the memory again at once; other streams only what they were announced for.
@@ -196,6 +209,7 @@ void Machine::free(void* memory) {
   if (found == blocks_.end()) return;
   const Block block = std::move(found->second);
   blocks_.erase(found);
+  counters_.held_bytes -= block.num_bytes;
   for (const uint32_t stream : block.used_on) {
     const MarkPtr mark = record_locked(stream);
     push(block.stream, {"wait", {}, nullptr, mark});
@@ -210,9 +224,32 @@ void Machine::free(void* memory) {
                         cells_.erase(cells_.upper_bound(begin),
                                      cells_.lower_bound(begin + block.num_bytes));
                         std::memset(memory, static_cast<int>(kPoison), block.num_bytes);
-                        std::free(memory);
+                        bury(memory, block.num_bytes);
                       },
                       nullptr});
+}
+
+// Keeps freed memory from being handed out again, so that a late touch is told from a new use.
+void Machine::bury(void* memory, size_t num_bytes) {
+  buried_[reinterpret_cast<uintptr_t>(memory)] = num_bytes;
+  burials_.push_back(memory);
+  buried_bytes_ += num_bytes;
+  while (buried_bytes_ > kMostBuried && burials_.size() > 1) {
+    const auto oldest = buried_.find(reinterpret_cast<uintptr_t>(burials_.front()));
+    buried_bytes_ -= oldest->second;
+    buried_.erase(oldest);
+    std::free(burials_.front());
+    burials_.pop_front();
+  }
+}
+
+void Machine::expect_alive(const Touched& by, uintptr_t begin, uintptr_t end) {
+  const auto after = buried_.lower_bound(end);
+  if (after == buried_.begin()) return;
+  const auto last = std::prev(after);
+  if (last->first + last->second <= begin) return;
+  note_error(std::string(by.name_) + " on stream " + std::to_string(by.stream_) +
+             " touches freed memory");
 }
 
 // --- races ---------------------------------------------------------------------------------------
@@ -236,6 +273,7 @@ void Machine::compare(const Touched& by, const Touch& other) {
 
 void Machine::touch(const Touched& by, uintptr_t begin, uintptr_t end, bool write) {
   if (begin == end) return;
+  expect_alive(by, begin, end);
   split(begin);
   split(end);
   for (auto cell = cells_.find(begin); cell->first != end; ++cell) {

@@ -6,6 +6,7 @@
 // * Proof. Every operation says what it reads and writes. Two that touch the same byte, one of them
 //   writing, must be ordered by streams, events or the host; if they are not it is a race, whatever
 //   order they ran in. (Vector clocks: one per stream, and one for what the host knows.)
+// * Death. Memory that was freed stays poisoned for a while, and whoever touches it is reported.
 // * Counts. How often the host allocated or waited.
 #pragma once
 
@@ -20,6 +21,7 @@
 #include <mutex>
 #include <optional>
 #include <random>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -55,6 +57,7 @@ using MarkPtr = std::shared_ptr<Mark>;
 
 struct Counters {
   uint64_t allocations = 0;
+  uint64_t held_bytes = 0;
   uint64_t host_waits = 0;
   uint64_t waits = 0;     // of streams for events
   uint64_t launches = 0;  // of kernels, counted when they run
@@ -73,6 +76,7 @@ class Machine {
   bool query(const MarkPtr& mark);
   void synchronize(const MarkPtr& mark);
   void synchronize(uint32_t stream) { synchronize(record(stream)); }
+  void finish();  // synchronizes all streams
 
   void* allocate(size_t num_bytes, uint32_t stream);
   void use_on(const void* memory, uint32_t stream);
@@ -106,7 +110,7 @@ class Machine {
   struct Block {
     size_t num_bytes;
     uint32_t stream;
-    std::vector<uint32_t> used_on;
+    std::set<uint32_t> used_on;
   };
   friend class Touched;
 
@@ -132,7 +136,14 @@ class Machine {
   int64_t omitted_ = -1;
   Counters counters_;
 
-  std::map<uintptr_t, Cell> cells_;  // from this address to the next one's; the worker's alone
+  void bury(void* memory, size_t num_bytes);
+  void expect_alive(const Touched& by, uintptr_t begin, uintptr_t end);
+
+  // The worker's alone.
+  std::map<uintptr_t, Cell> cells_;     // from this address to the next one's
+  std::map<uintptr_t, size_t> buried_;  // poisoned, and not yet given back to the process
+  std::deque<void*> burials_;
+  size_t buried_bytes_ = 0;
   std::vector<std::string> races_;
 };
 

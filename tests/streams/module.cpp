@@ -18,8 +18,9 @@ py::capsule library_capsule() {
 
 py::dict counters() {
   const Counters now = Machine::get().counters();
-  return py::dict(py::arg("allocations") = now.allocations, py::arg("host_waits") = now.host_waits,
-                  py::arg("waits") = now.waits, py::arg("launches") = now.launches);
+  return py::dict(py::arg("allocations") = now.allocations, py::arg("held_bytes") = now.held_bytes,
+                  py::arg("host_waits") = now.host_waits, py::arg("waits") = now.waits,
+                  py::arg("launches") = now.launches);
 }
 
 // By reference: torch registers some backends under another holder type.
@@ -43,6 +44,7 @@ PYBIND11_MODULE(gradferry_fake_device, module) {
            py::arg("size"), py::arg("timeout"))
       // Which newer versions of torch give every backend.
       .def_property_readonly("options", &StreamedBackend::getBackendOptions)
+      .def_property_readonly("num_equal", &StreamedBackend::num_equal)
       .def("set_in_line", &StreamedBackend::set_in_line, py::arg("in_line"))
       .def(
           "damage",
@@ -51,9 +53,14 @@ PYBIND11_MODULE(gradferry_fake_device, module) {
           },
           py::arg("countdown"), py::arg("offset"), py::arg("value"));
   module.def("device_library", &library_capsule);
+  module.def("set_capturing", &set_capturing, py::arg("now"));
   module.def("counters", &counters);
   module.def("set_seed", [](uint64_t seed) { Machine::get().set_seed(seed); }, py::arg("seed"));
   module.def(
       "omit_wait", [](int64_t number) { Machine::get().omit_wait(number); }, py::arg("number"));
+  module.def("synchronize", [] {
+    const pybind11::gil_scoped_release released;
+    Machine::get().finish();
+  });
   module.def("races", [] { return Machine::get().races(); });
 }

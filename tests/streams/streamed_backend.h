@@ -29,6 +29,8 @@ class StreamedBackend final : public c10d::Backend {
   // without a Work.
   void set_in_line(bool in_line) { in_line_ = in_line; }
   void damage(const Damage& damage) { damage_ = damage; }
+  // How many all-to-alls had parts of one size.
+  uint64_t num_equal() const { return num_equal_; }
 
   const std::string getBackendName() const override { return options_->backend; }
   c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
@@ -58,6 +60,7 @@ class StreamedBackend final : public c10d::Backend {
   bool in_line_ = false;
   MarkPtr last_;  // end of the last collective
   Damage damage_;
+  uint64_t num_equal_ = 0;
 };
 
 }  // namespace fake_device

@@ -57,12 +57,18 @@ def meeting_place(group: dist.ProcessGroup, place: torch.device) -> torch.device
     if "cpu" in types:
         return torch.device("cpu")
     if place.type not in types:
-        raise ConfigError(
-            f"the process group has no backend for tensors on {place.type!r}, only "
-            f"{dist.get_backend(group)}; start it with init_process_group('cpu:gloo,cuda:nccl'), "
-            "or 'gloo'"
-        )
+        raise no_backend(group, place)
     return place
+
+
+def no_backend(group: dist.ProcessGroup, place: torch.device) -> ConfigError:
+    """The error of a group that has no backend for tensors on `place`."""
+    lacks = "" if dist.is_nccl_available() else " (this torch has no NCCL: install one for CUDA)"
+    return ConfigError(
+        f"the process group has no backend for tensors on {place.type!r}, only "
+        f"{dist.get_backend(group)}; start it with init_process_group('cpu:gloo,cuda:nccl')"
+        f"{lacks}, or 'gloo'"
+    )
 
 
 def gather_records(record: Record, group: dist.ProcessGroup, device: torch.device) -> list[Record]:

@@ -14,13 +14,13 @@ import torch
 
 from gradferry import _native
 from gradferry.core.codec_spec import AUTO, OFF, CodecSpec, parse_codec
-from gradferry.core.options import Options
+from gradferry.core.options import WORKSPACE_CAP_MB, Options
 from gradferry.errors import ConfigError
 
 ERROR_FEEDBACK = ("auto", "none", "owner", "worker", "both")
 NONFINITE = ("propagate", "raise")
-# Most payload bytes per owner, stage and chunk. Over gloo, messages of more than about 1 MB reach
-# only half the rate of a link if both ends send at once.
+# Most payload bytes per owner, stage and chunk, in small worlds. Over gloo, messages of more than
+# about 1 MB reach only half the rate of a link if both ends send at once.
 CHUNK_BYTES = 512 * 1024
 # From this many bits per element on, error_feedback="auto" keeps no worker residual, which costs 4
 # bytes per element: rounding errors are then less than 1 % of a block's largest element.
@@ -80,12 +80,23 @@ class Config:
     seed: int
     disabled: bool
     chooses: bool  # with codec="auto"; `codec` is then the current choice
-    chunk_bytes: int = CHUNK_BYTES
+    workspace_cap_mb: float
+    chunk_bytes: int = CHUNK_BYTES  # at most; see `chunk_bytes_at`
+    equal_scatter: bool = False  # a chunk's messages to owners are padded to one size
 
     @property
     def passes_through(self) -> bool:
         """Whether every bucket takes the backend's own all-reduce."""
         return self.disabled or self.codec.name == OFF
+
+    @property
+    def workspace_cap_bytes(self) -> int:
+        """`workspace_cap_mb` in bytes."""
+        return int(self.workspace_cap_mb * 2**20)
+
+    def chunk_bytes_at(self, world_size: int) -> int:
+        """Most payload bytes per owner, stage and chunk that the workspace has room for."""
+        return _native.chunk_bytes_within(self.workspace_cap_bytes, world_size, self.chunk_bytes)
 
     def codec_of(self, name: str, dims: int, size: int) -> CodecSpec:
         """The codec of a parameter: the first rule that matches, else the configured one."""
@@ -164,6 +175,7 @@ class Config:
             "exact_skip": self.exact_skip,
             "check_every": self.check_every,
             "seed": self.seed,
+            "workspace_cap_mb": self.workspace_cap_mb,
             "chunk_bytes": self.chunk_bytes,
         }
 
@@ -197,6 +209,7 @@ def make_config(options: Options) -> Config:
         check_every=_count("check_every", options.check_every),
         seed=_count("seed", options.seed),
         chooses=chooses,
+        workspace_cap_mb=_workspace_cap(options.workspace_cap_mb),
         disabled=_disabled(os.environ.get("GRADFERRY_DISABLE", "")),
     )
 
@@ -272,6 +285,16 @@ def _grad_scaler(value: object) -> torch.amp.GradScaler | None:
             f"grad_scaler={value!r} must be a torch.amp.GradScaler, not {type(value).__name__}"
         )
     return value if value is not None and value.is_enabled() else None
+
+
+def _workspace_cap(value: float) -> float:
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not number or not 0 < value < 2**24:
+        raise ConfigError(
+            f"workspace_cap_mb={value!r} must be a number of MiB, more than 0, such as "
+            f"{WORKSPACE_CAP_MB}"
+        )
+    return float(value)
 
 
 def _disabled(value: str) -> bool:

@@ -5,20 +5,29 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
 from gradferry import _native
+from gradferry.core.agreement import no_backend
+from gradferry.core.config import Config
+from gradferry.core.cuda_build import driver_version, this_build, why_not
 from gradferry.errors import ConfigError
 
-# Most payload bytes per owner, stage and chunk where collectives are enqueued on streams. A chunk
-# costs a dozen launches, so it should be megabytes.
+# Most payload bytes per owner, stage and chunk, in small worlds, where collectives are enqueued on
+# streams. A chunk costs launches and two collectives, so it should be megabytes.
 STREAM_CHUNK_BYTES = 4 << 20
 # For tests: a world of one exchanges with itself, so that a single device runs the whole path.
 EXCHANGE_WHEN_ALONE = False
 CPU = torch.device("cpu")
+
+
+def on_streams(config: Config) -> Config:
+    """The configuration with the messages that suit collectives in the order of streams."""
+    return replace(config, chunk_bytes=STREAM_CHUNK_BYTES, equal_scatter=True)
+
 
 _REBUILD = (
     "install gradferry again where nvcc is found "
@@ -64,6 +73,22 @@ def load_kernels(device_type: str) -> None:
     _loaded = device_type
 
 
+def expect_runnable(place: torch.device) -> None:
+    """Checks that the kernels of this installation run on a device.
+
+    Raises:
+        ConfigError: its GPU, or the driver, is too old for them.
+    """
+    build = this_build() if place.type == "cuda" else None
+    if build is None:
+        return
+    capability = torch.cuda.get_device_capability(place)
+    gpu = f"{place} ({torch.cuda.get_device_name(place)})"
+    reason = why_not(build, driver_version(), capability, gpu)
+    if reason is not None:
+        raise ConfigError(reason)
+
+
 def is_staged(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether a group's collectives for the device wait on the host: gloo's do, NCCL's do not."""
     return group._get_backend(device).name() == "gloo"
@@ -86,8 +111,21 @@ class Transport:
 
 
 def transport_of(device: torch.device, group: dist.ProcessGroup) -> Transport:
-    """The transport of gradients on `device` that are averaged over `group`."""
+    """The transport of gradients on `device` that are averaged over `group`.
+
+    Raises:
+        ConfigError: the group has no backend for the device, or is bound to another one.
+    """
     on_host = device.type == "cpu"
+    if device.type not in {kind.type for kind in group._device_types}:
+        raise no_backend(group, device)
+    bound = group.bound_device_id
+    if bound is not None and bound.type == device.type and bound != device:
+        raise ConfigError(
+            f"the model is on {device}, the process group on {bound}: call "
+            f"torch.cuda.set_device() and init_process_group(device_id=torch.device('{device}')) "
+            "before anything else, on every rank with its own GPU"
+        )
     alone = dist.get_world_size(group) == 1
     return Transport(
         device=device,

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+WORKSPACE_CAP_MB = 96
+
 
 @dataclass(frozen=True)
 class Options:
@@ -26,6 +28,7 @@ class Options:
     exact_skip: bool = False
     check_every: int = 0
     seed: int = 0
+    workspace_cap_mb: float = WORKSPACE_CAP_MB
 
     @classmethod
     def among(cls, arguments: Mapping[str, Any]) -> Options:

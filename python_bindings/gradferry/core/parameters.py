@@ -89,7 +89,7 @@ def describe_parameters(
 
     Raises:
         ConfigError: a parameter's device or dtype has no codec, or parameters are on several
-            devices.
+            devices; or the GPU or its driver is too old for the kernels.
     """
     for name, parameter in named:
         first_name, first = named[0]
@@ -98,8 +98,9 @@ def describe_parameters(
                 f"parameter {name!r} is on {parameter.device} and {first_name!r} on "
                 f"{first.device}; one hook compresses the gradients of one device"
             )
-    if named and (kind := named[0][1].device.type) != "cpu":
-        device.load_kernels(kind)
+    if named and (place := named[0][1].device).type != "cpu" and not config.passes_through:
+        device.expect_runnable(place)
+        device.load_kernels(place.type)
     return describe(named, config, exchanges=exchanges)
 
 

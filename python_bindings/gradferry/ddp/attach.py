@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from gradferry.core.options import Options
+from gradferry.core.options import WORKSPACE_CAP_MB, Options
 from gradferry.ddp.state import HookState, bound_to
 
 
@@ -28,6 +28,7 @@ def attach(
     exact_skip: bool = False,
     check_every: int = 0,
     seed: int = 0,
+    workspace_cap_mb: float = WORKSPACE_CAP_MB,
 ) -> HookState:
     """Compresses the gradients of a DistributedDataParallel from now on. Collective.
 
@@ -47,6 +48,7 @@ def attach(
         exact_skip: see `HookState`.
         check_every: see `HookState`.
         seed: see `HookState`.
+        workspace_cap_mb: see `HookState`.
 
     Returns:
         The hook's state. The hook lives as long as the model, whether the state is kept or not.

@@ -54,7 +54,22 @@ def describe(bound: Binding) -> str:
         lines.append(f"  exempt from compression: {shown}")
     stats = running.engine.stats()
     lines.append(
-        f"  memory: residuals {stats['residual_bytes'] / 2**20:.1f} MiB, "
-        f"workspace {stats['workspace_bytes'] / 2**20:.1f} MiB"
+        f"  memory: residuals {stats['residual_bytes'] / 2**20:.1f} MiB, workspace "
+        f"{stats['workspace_bytes'] / 2**20:.1f} of at most {config.workspace_cap_mb:g} MiB"
     )
+    lines += _workspace_lines(running.engine.workspace(), running.world_size)
     return "\n".join(lines)
+
+
+def _workspace_lines(workspace: dict[str, int], world_size: int) -> list[str]:
+    """The formula of the memory for chunks; nothing where none are sent."""
+    longest = workspace["message_bytes"]
+    if longest == 0:
+        return []
+    receives = "one for both" if workspace["shared_receive"] else "2"
+    own = workspace["own_message_bytes"]
+    return [
+        f"    {workspace['slots']} chunks in flight: {workspace['send_bytes'] / 2**20:.2f} MiB to "
+        f"owners, {receives} x {world_size} ranks x {longest / 2**20:.3f} MiB received"
+        + (f", {own / 2**20:.3f} MiB sent to all" if own else "")
+    ]

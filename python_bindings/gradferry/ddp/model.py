@@ -61,6 +61,7 @@ class Model:
         """
         _check_hookable(self.ddp)
         _check_parameters(self.ddp, self.named)
+        _check_places(self.ddp, self.named)
         _check_memory_formats(self.ddp, self.named)
         _check_options(self.ddp, config, self.device)
 
@@ -138,6 +139,17 @@ def _check_parameters(ddp: DistributedDataParallel, named: Named) -> None:
             "model after the last change to its parameters",
             stacklevel=2,
         )
+
+
+def _check_places(ddp: DistributedDataParallel, named: Named) -> None:
+    moved = _native.moved_since_buckets_were_made(ddp.reducer)
+    for name, parameter in named:
+        if any(parameter is other for other in moved):
+            raise ConfigError(
+                f"parameter {name!r} has moved to {parameter.device} since this "
+                "DistributedDataParallel was built, which still expects its gradient where it was: "
+                "move the whole model first, then wrap it"
+            )
 
 
 def _check_memory_formats(ddp: DistributedDataParallel, named: Named) -> None:

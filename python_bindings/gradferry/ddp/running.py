@@ -258,7 +258,7 @@ def propose(
     transport = transport_of(place, group)
     parameters = describe_parameters(named, config, exchanges=transport.exchanges)
     if transport.streams:
-        config = replace(config, chunk_bytes=device.STREAM_CHUNK_BYTES)
+        config = device.on_streams(config)
     tensors = [parameter for _, parameter in named]
     return Running(
         config=config,

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from gradferry.core.config import Config, make_config
-from gradferry.core.options import Options
+from gradferry.core.options import WORKSPACE_CAP_MB, Options
 from gradferry.core.parameters import ParameterLayout
 from gradferry.ddp import step_numbers
 from gradferry.ddp.advice import warn_about_rules, watch_optimizer
@@ -19,6 +19,7 @@ from gradferry.ddp.binding import Binding, bind
 from gradferry.ddp.description import choice_of, describe
 from gradferry.ddp.momentum import KeptMomentum
 from gradferry.ddp.save_load import load, save
+from gradferry.ddp.surroundings import warn_about_surroundings
 from gradferry.errors import ConfigError, StateError
 
 
@@ -72,6 +73,9 @@ class HookState:
             bytes per parameter. Not for uneven inputs under ``join()``: there a rank without
             input stops updating.
         seed: of the codecs' random numbers; equal on all ranks.
+        workspace_cap_mb: the most memory for messages, in MiB, on the device of the model: chunks
+            get smaller as the world grows, then fewer are in flight. ``print(state)`` shows what is
+            used.
 
     Raises:
         ConfigError: an argument or the model cannot be used.
@@ -95,6 +99,7 @@ class HookState:
         exact_skip: bool = False,
         check_every: int = 0,
         seed: int = 0,
+        workspace_cap_mb: float = WORKSPACE_CAP_MB,
     ) -> None:
         self._ask(Options.among(locals()))
         if ddp is None:
@@ -139,6 +144,7 @@ class HookState:
                 exchanges=running.transport.exchanges,
                 stacklevel=4,  # the caller of `attach`, or of `bind` or the class
             )
+            warn_about_surroundings(running.transport, running.group, stacklevel=4)
 
     def _bound(self) -> Binding:
         if self._binding is None:

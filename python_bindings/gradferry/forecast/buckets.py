@@ -63,7 +63,8 @@ class CodecTraffic:
     def __init__(self, config: Config, parameters: Sequence[Parameter], world_size: int) -> None:
         self._codecs = parameter_codecs(config, parameters)
         self._world_size = world_size
-        self._chunk_bytes = config.chunk_bytes
+        self._chunk_bytes = config.chunk_bytes_at(world_size)
+        self._equal_scatter = config.equal_scatter
         codecs = [str(chosen.codec) for chosen in self._codecs]
         sizes = payload_sizes(list(zip(codecs, (p.dtype for p in parameters), strict=True)))
         self._tiles = assign_owners([p.num_elements for p in parameters], sizes, world_size)
@@ -71,7 +72,13 @@ class CodecTraffic:
     def cut(self, buckets: Sequence[Sequence[int]]) -> list[list[Chunk]]:
         """The chunks of every bucket."""
         return [
-            cut_chunks(self._tiles, bucket, self._world_size, self._chunk_bytes)
+            cut_chunks(
+                self._tiles,
+                bucket,
+                self._world_size,
+                self._chunk_bytes,
+                equal_scatter=self._equal_scatter,
+            )
             for bucket in buckets
         ]
 

@@ -48,16 +48,18 @@ class Tile(NamedTuple):
 class Chunk:
     """Consecutive tiles that are sent in one all-to-all and one all-gather."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, chunk_bytes: int, *, equal_scatter: bool) -> None:
         self.tiles: list[Tile] = []
+        self._chunk_bytes = chunk_bytes
+        self._equal_scatter = equal_scatter
         self._worker_bytes = [0] * world_size  # payloads, by owner
         self._owner_bytes = [0] * world_size
 
-    def has_room(self, tile: Tile, chunk_bytes: int) -> bool:
+    def has_room(self, tile: Tile) -> bool:
         """Whether a tile still fits; the first tile always does."""
         worker = self._worker_bytes[tile.owner] + tile.worker_bytes
         owner = self._owner_bytes[tile.owner] + tile.owner_bytes
-        return not self.tiles or max(worker, owner) <= chunk_bytes
+        return not self.tiles or max(worker, owner) <= self._chunk_bytes
 
     def add(self, tile: Tile) -> None:
         """Appends a tile."""
@@ -67,8 +69,15 @@ class Chunk:
 
     def scatter_bytes(self, rank: int) -> int:
         """Bytes that `rank` sends to the owners, headers included."""
-        to_owners = sum(self._worker_bytes) - self._worker_bytes[rank]
-        return (len(self._worker_bytes) - 1) * _native.HEADER_BYTES + to_owners
+        messages = [_native.HEADER_BYTES + num_bytes for num_bytes in self._worker_bytes]
+        padding = len(messages) * max(messages) - sum(messages)
+        if (
+            self._equal_scatter
+            and max(self._worker_bytes) <= self._chunk_bytes
+            and padding * _native.SCATTER_PADDING_PART <= sum(messages)
+        ):
+            messages = [max(messages)] * len(messages)
+        return sum(messages) - messages[rank]
 
     def gather_bytes(self) -> int:
         """Bytes that every rank sends to all others: messages are padded to the largest one."""
@@ -82,6 +91,7 @@ def wire_bytes_per_step(
     world_size: int,
     chunk_bytes: int = CHUNK_BYTES,
     *,
+    equal_scatter: bool = False,
     sent_as: PayloadBytes | None = None,
     find_unused_parameters: bool = False,
 ) -> list[int]:
@@ -90,13 +100,17 @@ def wire_bytes_per_step(
     num_elements: elements of every parameter, in the order of `named_parameters()`.
     buckets: per bucket of the step, the indices of its parameters in bucket order.
     chunk_bytes: the most payload bytes that one owner receives, or sends, in one chunk.
+    equal_scatter: messages to owners are padded to one size where that costs little.
     sent_as: payloads of the step where they are not `payload_bytes`, as in warm-up steps.
     find_unused_parameters: that of DDP, for gradients on the CPU.
     """
     if world_size == 1:
         return [0]
     tiles = assign_owners(num_elements, payload_bytes, world_size, sent_as)
-    cut = [cut_chunks(tiles, bucket, world_size, chunk_bytes) for bucket in buckets]
+    cut = [
+        cut_chunks(tiles, bucket, world_size, chunk_bytes, equal_scatter=equal_scatter)
+        for bucket in buckets
+    ]
     sent = sent_bytes(cut, world_size)
     if not find_unused_parameters:
         return sent
@@ -157,16 +171,19 @@ def cut_chunks(
     bucket: Sequence[int],
     world_size: int,
     chunk_bytes: int = CHUNK_BYTES,
+    *,
+    equal_scatter: bool = False,
 ) -> list[Chunk]:
     """The chunks of a bucket.
 
     tiles: of every parameter, from `assign_owners`.
     bucket: the indices of its parameters, in bucket order.
+    chunk_bytes, equal_scatter: as for `wire_bytes_per_step`.
     """
     chunks: list[Chunk] = []
     for parameter in bucket:
         for tile in tiles[parameter]:
-            if not chunks or not chunks[-1].has_room(tile, chunk_bytes):
-                chunks.append(Chunk(world_size))
+            if not chunks or not chunks[-1].has_room(tile):
+                chunks.append(Chunk(world_size, chunk_bytes, equal_scatter=equal_scatter))
             chunks[-1].add(tile)
     return chunks

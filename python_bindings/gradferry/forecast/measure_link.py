@@ -7,6 +7,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from gradferry import _native
 from gradferry.core.agreement import gather_records
 from gradferry.core.config import CHUNK_BYTES
 from gradferry.core.device import CPU
-from gradferry.core.engine import make_lanes
+from gradferry.core.engine import make_backends, make_lanes
 from gradferry.forecast.costs import CollectiveCosts, Curve, LinkCosts
 
 # Payload bytes to each rank: from the last chunk of a bucket to a full one.
@@ -34,7 +35,8 @@ _MATRIX = 192  # size of a matrix whose product takes well under a millisecond
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # differs between machines
 
 Progress = Callable[[str], None]
-Post = Callable[[int], Sequence[dist.Work]]  # posts collectives on the buffers with that number
+InFlight = dist.Work | _native.Collective
+Post = Callable[[int], Sequence[InFlight]]  # posts collectives on the buffers with that number
 
 
 class LinkProbe:
@@ -42,11 +44,11 @@ class LinkProbe:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         nonces = gather_records({"nonce": uuid.uuid4().hex}, group, CPU)
-        lanes = make_lanes(group, str(nonces[0]["nonce"]), ("probe", "second_probe"))
+        nonce = str(nonces[0]["nonce"])
+        self._scatter, self._gather = make_lanes(group, nonce, 2)
         # Any, because torch's stubs lack methods of backends.
-        self._scatter: Any
-        self._gather: Any
-        self._scatter, self._gather = lanes
+        self._backend: Any
+        (self._backend,) = make_backends(group, nonce, 1)
         self.world_size = dist.get_world_size(group)
 
     def measure(
@@ -85,7 +87,7 @@ class LinkProbe:
 
     def _all_reduce(self, dtype: torch.dtype, seconds: float, emit: Progress) -> CollectiveCosts:
         def post(tensor: torch.Tensor) -> dist.Work:
-            work: dist.Work = self._scatter.allreduce([tensor])
+            work: dist.Work = self._backend.allreduce([tensor])
             return work
 
         latency_s = self._latency(lambda pair: post(pair[0].view(dtype)))
@@ -110,16 +112,15 @@ class LinkProbe:
         every = self.world_size * size
         return (_zeros(every), _zeros(every)), (_zeros(size), _zeros(every))
 
-    def _post_scatter(self, pair: _Pair) -> dist.Work:
-        work: dist.Work = self._scatter.alltoall_base(pair[1], pair[0], [], [])
-        return work
+    def _post_scatter(self, pair: _Pair) -> _native.Collective:
+        sizes = [pair[1].numel() // self.world_size] * self.world_size
+        return self._scatter.all_to_all(pair[1], sizes, pair[0], sizes)
 
-    def _post_gather(self, pair: _Pair) -> dist.Work:
+    def _post_gather(self, pair: _Pair) -> _native.Collective:
         size = pair[1].numel() // self.world_size
-        work: dist.Work = self._gather._allgather_base(pair[1], pair[0][:size])
-        return work
+        return self._gather.all_gather(pair[1], pair[0][:size])
 
-    def _latency(self, post: Callable[[_Pair], dist.Work]) -> float:
+    def _latency(self, post: Callable[[_Pair], InFlight]) -> float:
         size = self.world_size * _native.HEADER_BYTES
         pair = (_zeros(size), _zeros(size))
         times = []
@@ -130,20 +131,25 @@ class LinkProbe:
         # The first quartile, because even on a busy machine a quarter is undisturbed.
         return self._slowest(sorted(times)[len(times) // 4])
 
-    def _beside(self, post: Callable[[int], dist.Work], alone_s: float) -> float:
-        """Fraction of its speed that the link keeps while the posting threads compute."""
+    def _beside(self, post: Callable[[int], InFlight], alone_s: float) -> float:
+        """Fraction of its speed that the link keeps while the posting threads compute.
+
+        As in an engine, another thread waits for what was posted.
+        """
         matrix = torch.ones(_MATRIX, _MATRIX, dtype=torch.float32, device="cpu")
         shares = []
-        for _ in range(_BESIDE_ROUNDS):
-            self._slowest(0.0)  # a barrier
-            works = [post(slot) for slot in range(_BESIDE)]
-            end = time.perf_counter() + _BESIDE * alone_s
-            while time.perf_counter() < end:
-                matrix @ matrix
-            done = sum(work.is_completed() for work in works)
-            shares.append((done + 0.5) / (_BESIDE + 0.5))  # 0.5: one is partly done
-            for work in works:
-                work.wait()
+        with ThreadPoolExecutor(1) as waiter:
+            for _ in range(_BESIDE_ROUNDS):
+                self._slowest(0.0)  # a barrier
+                works = [post(slot) for slot in range(_BESIDE)]
+                waiting = [waiter.submit(work.wait) for work in works]
+                end = time.perf_counter() + _BESIDE * alone_s
+                while time.perf_counter() < end:
+                    matrix @ matrix
+                done = sum(work.is_completed() for work in works)
+                shares.append((done + 0.5) / (_BESIDE + 0.5))  # 0.5: one is partly done
+                for each in waiting:
+                    each.result()
         return -self._slowest(-median(shares))
 
     def _batches(self, post: Post, seconds: float, latency_s: float) -> _Timed:
@@ -158,7 +164,7 @@ class LinkProbe:
     def _batch(self, post: Post) -> _Timed:
         self._slowest(0.0)  # a barrier
         begin, cpu = time.perf_counter(), time.process_time()
-        in_flight: deque[Sequence[dist.Work]] = deque()
+        in_flight: deque[Sequence[InFlight]] = deque()
         for number in range(_BATCH):
             if len(in_flight) == _IN_FLIGHT:
                 for work in in_flight.popleft():
@@ -176,13 +182,13 @@ class LinkProbe:
     def of_first_rank(self, value: int) -> int:
         """Rank 0's value, on all ranks. Collective."""
         tensor = torch.tensor([value], dtype=torch.int64, device="cpu")
-        self._scatter.broadcast(tensor, 0).wait()
+        self._backend.broadcast(tensor, 0).wait()
         return int(tensor)
 
     def most(self, values: Sequence[float]) -> list[float]:
         """The elementwise maximum over all ranks. Collective."""
         tensor = torch.tensor(values, dtype=torch.float64, device="cpu")
-        self._scatter.allreduce([tensor], dist.ReduceOp.MAX).wait()
+        self._backend.allreduce([tensor], dist.ReduceOp.MAX).wait()
         result: list[float] = tensor.tolist()
         return result
 

@@ -135,6 +135,7 @@ def wire_bytes_per_step(
     rank: int,
     chunk_bytes: int = CHUNK_BYTES,
     find_unused_parameters: bool = False,
+    equal_scatter: bool = False,
 ) -> int:
     """What `rank` sends to others in a step whose buckets hold these parameters."""
     world_size = layout.world_size
@@ -149,7 +150,13 @@ def wire_bytes_per_step(
             for index in chunk:
                 worker[layout.owners[index]] += layout.tiles[index].worker_bytes
                 owner[layout.owners[index]] += layout.tiles[index].owner_bytes
-            total += sum(HEADER_BYTES + worker[p] for p in range(world_size) if p != rank)
+            longest = max(worker) + HEADER_BYTES
+            padding = sum(max(worker) - n for n in worker)
+            usual = sum(worker) + world_size * HEADER_BYTES
+            if equal_scatter and max(worker) <= chunk_bytes and 32 * padding <= usual:
+                total += (world_size - 1) * longest
+            else:
+                total += usual - worker[rank] - HEADER_BYTES
             total += (world_size - 1) * (HEADER_BYTES + max(owner))
         if chunks:
             maps = -(-len(bucket) // 8) * 8 if find_unused_parameters else 0

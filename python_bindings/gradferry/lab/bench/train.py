@@ -164,6 +164,7 @@ def train_rows(
                 "steps_to_loss": outcome.reached.steps if outcome.reached else None,
                 "seconds_to_loss": outcome.reached.seconds if outcome.reached else None,
                 **{phase: outcome.phase_ms.get(phase) for phase in PHASES},
+                "cpu_ms": outcome.cpu_ms,
                 "model": options.model,
                 "seed": options.seed,
                 "round_ms": outcome.round_ms,
@@ -191,6 +192,7 @@ def train_table(rows: Sequence[Row]) -> Table:
         Column("(min)", lambda row: f"{row['ms_min']:.1f}"),
         Column("(max)", lambda row: f"{row['ms_max']:.1f}"),
         Column("exposed\nms", lambda row: f"{row['exposed_ms']:.1f}"),
+        Column("CPU\nms", lambda row: _number(sum(row.get("cpu_ms", {}).values()) or None, ".1f")),
         *(column for ruler in RULERS for column in ratio_columns(rows, ruler, coverage)),
         Column("speed-up", lambda row: _number(row["speedup"], ".2f")),
         Column(coverage, lambda row: interval_text(row, "speedup")),
@@ -201,8 +203,9 @@ def train_table(rows: Sequence[Row]) -> Table:
     notes = [
         "Hooks take turns; every ratio compares times of the same round. Median, minimum and "
         "maximum are of turns, of the slowest rank. Exposed: what a step takes longer than with "
-        f"`none`; `sync` is one all-reduce of one element per step. Speed-up: over the fastest of "
-        f"PyTorch's own hooks. {coverage_note(num_rounds)}.",
+        f"`none`; `sync` is one all-reduce of one element per step. CPU: processor time per step "
+        f"of all threads of rank 0. Speed-up: over the fastest of PyTorch's own hooks. "
+        f"{coverage_note(num_rounds)}.",
         "Bytes: of the rank that sends most. Interface: what its counter says, protocol headers "
         "included, over the formula.",
     ]

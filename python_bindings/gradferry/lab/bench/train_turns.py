@@ -8,9 +8,12 @@ all hooks alike.
 from __future__ import annotations
 
 import gc
+import os
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -75,6 +78,7 @@ class TrainOutcome:
     wire_formula: int = 0
     interface_bytes: float | None = None  # per step, of that rank; None where not its own
     phase_ms: dict[str, float] = field(default_factory=dict)  # per step, of a codec on rank 0
+    cpu_ms: dict[str, float] = field(default_factory=dict)  # by thread, per step on rank 0
     last_step: LastStep | None = None  # of the last round, on rank 0
     reached: LossReached | None = None
 
@@ -134,6 +138,21 @@ class _TimedModel(HookedModel):
         return float(total[0] / total[1])
 
 
+def _cpu_ms() -> dict[str, float]:
+    """Processor time that the threads of this process have used, summed by their names. Empty
+    where the kernel does not count it.
+    """
+    times: dict[str, float] = defaultdict(float)
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            name = (task / "comm").read_text().strip()
+            nanoseconds = int((task / "schedstat").read_text().split()[0])
+        except OSError:  # it has ended
+            continue
+        times["main" if task.name == str(os.getpid()) else name] += nanoseconds / 1e6
+    return times
+
+
 def run_train(emit: Emit, options: TrainOptions) -> list[TrainOutcome]:
     """Runs on every rank; the outcomes are the same on all. Emits what it is doing, as text.
 
@@ -168,6 +187,7 @@ class _Turns:
             entries.reverse()
         steps = self._options.rounds * self._options.steps
         for model, outcome in entries:
+            outcome.cpu_ms = {thread: ms / steps for thread, ms in outcome.cpu_ms.items() if ms}
             for key, total in model.phase_ms().items():
                 outcome.phase_ms[key] = (total - before[model.hook][key]) / steps
             outcome.last_step = model.last_step()
@@ -206,9 +226,12 @@ class _Turns:
     def _take_turn(self, model: _TimedModel, outcome: TrainOutcome) -> None:
         steps = self._options.steps
         dist.barrier()  # so that what the one before has sent is gone
-        before = self._interface.read()
+        before, cpu_before = self._interface.read(), _cpu_ms()
         seconds = model.train(steps)
-        after = self._interface.read()
+        after, cpu_after = self._interface.read(), _cpu_ms()
+        for thread, ms in cpu_after.items():
+            used = ms - cpu_before.get(thread, 0.0)
+            outcome.cpu_ms[thread] = outcome.cpu_ms.get(thread, 0.0) + used
         outcome.round_ms += [1000 * s / steps for s in most_of_ranks([seconds])]
         if before is not None and after is not None:
             outcome.interface_bytes = (outcome.interface_bytes or 0) + (after - before)
@@ -228,10 +251,12 @@ class _Turns:
                 "wire_formula": handle.formula_bytes(),
                 "interface_bytes": on_interface,
                 "phase_ms": outcome.phase_ms,
+                "cpu_ms": outcome.cpu_ms,
                 "last_step": asdict(outcome.last_step) if outcome.last_step else None,
             }
         )
         outcome.phase_ms, last_step = ranks[0]["phase_ms"], ranks[0]["last_step"]
+        outcome.cpu_ms = ranks[0]["cpu_ms"]
         outcome.last_step = LastStep(**last_step) if last_step else None
         busiest = max(ranks, key=lambda rank: int(rank["wire_bytes"]))
         outcome.wire_bytes, outcome.wire_formula = busiest["wire_bytes"], busiest["wire_formula"]

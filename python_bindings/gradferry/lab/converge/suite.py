@@ -201,10 +201,10 @@ def _whole_run(sign1: Demand | None) -> tuple[Contestant, ...]:
     )
 
 
-def _warmed_up(optimizer: str, sign1: Demand | None, topk: Demand) -> tuple[Contestant, ...]:
+def _warmed_up(sign1: Demand, topk: Demand) -> tuple[Contestant, ...]:
     """What begins with a warm-up, with one that is compressed."""
     return tuple(
-        Contestant(optimizer, codec, MOMENTUM, demand if warmup == "q8" else None, warmup)
+        Contestant("OneBitAdam", codec, MOMENTUM, demand if warmup == "q8" else None, warmup)
         for codec, demand in (("sign1", sign1), (_TOPK, topk))
         for warmup in ("q8", "q4")
     )
@@ -232,14 +232,14 @@ def _judged(contest: Contest) -> Contest:
 _TEXT_ADAM = (
     *_adam(0.003, 0.02, 0.06),
     *_whole_run(Near(0.01, ratio=15)),
-    *_warmed_up("OneBitAdam", Near(0.02, ratio=9), Near(0.06, ratio=10)),
+    *_warmed_up(Near(0.02, ratio=9), Near(0.06, ratio=10)),
 )
 _VISION_ADAM = (
     *_adam(0.003, 0.02, 0.06),
     *_whole_run(None),
-    *_warmed_up("OneBitAdam", Near(0.02, ratio=9), Near(0.06, ratio=10)),
+    *_warmed_up(Near(0.02, ratio=9), Near(0.06, ratio=10)),
 )
-_SGD = (*_sgd(0.003, 0.06), *_warmed_up("SGD", None, Near(0.06, ratio=10)))
+_SGD = _sgd(0.003, 0.06)
 
 FULL = Suite(
     name="full",

@@ -43,7 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `gradferry plan`."""
     number: dict[str, Any] = {"type": float, "metavar": "N"}
     parser.add_argument("--world", type=int, default=64, help="ranks, one GPU each (default: 64)")
-    parser.add_argument("--gpus-per-node", type=int, default=8, help="(default: 8)")
+    parser.add_argument(
+        "--gpus-per-node",
+        type=int,
+        default=8,
+        metavar="N",
+        help="which share its network card (default: %(default)s)",
+    )
     parser.add_argument(
         "--link",
         default="25gbit",

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from gradferry import _native
-from gradferry.core import device
 from gradferry.core.config import Config
 from gradferry.forecast.buckets import parameter_codecs
 from gradferry.forecast.costs import (
@@ -157,8 +156,3 @@ def _codec(cluster: Cluster, codec: ParameterCodec, world_size: int) -> CodecCos
         decode_per_element=(returned + item + worker * codec.momentum) / cluster.copy,
         check_per_byte=1.0 / cluster.copy,
     )
-
-
-def on_streams(config: Config) -> Config:
-    """The configuration with the chunks that GPUs use."""
-    return replace(config, chunk_bytes=device.STREAM_CHUNK_BYTES)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gradferry.core import device
 from gradferry.core.config import Config
 from gradferry.forecast.diagnosis import needs_momentum
 from gradferry.forecast.hook_names import BACKEND_HOOKS, NO_HOOK, hook_config
@@ -20,7 +21,6 @@ from gradferry.lab.plan.cluster import (
     flat_costs,
     hierarchical_costs,
     inside_node_s,
-    on_streams,
 )
 
 FLAT, HIERARCHICAL = "flat", "hierarchical"
@@ -54,7 +54,9 @@ class Plan:
         self._is_flat = exchange.name == FLAT
         self._cap_mb = cap_mb
         self._backend = [hook for hook in hooks if hook in BACKEND_HOOKS]
-        self._configs = {h: on_streams(hook_config(h)) for h in hooks if h not in BACKEND_HOOKS}
+        self._configs = {
+            h: device.on_streams(hook_config(h)) for h in hooks if h not in BACKEND_HOOKS
+        }
         configs = list(self._configs.values())
         # The backend's all-reduce moves the whole model whatever the exchange.
         self._whole = Predictor(cluster.model(), cluster.profile(), flat_costs(cluster, configs))

@@ -165,7 +165,8 @@ class _CodecHook:
             payload_sizes([(str(p.codec), p.dtype) for p in parameters]),
             stats["step_buckets"],
             self.state.world_size,
-            config.chunk_bytes,
+            config.chunk_bytes_at(self.state.world_size),
+            equal_scatter=config.equal_scatter,
             sent_as=payload_sizes(
                 [(str(p.warmup if warmup else p.codec), p.dtype) for p in parameters]
             ),

@@ -1,0 +1,49 @@
+// Memory for the messages of chunks: how large chunks and buffers are, and how many chunks are in
+// flight, so that an engine keeps within `workspace_cap_bytes` in a world of any size.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "layout.h"
+
+namespace gradferry {
+
+// Most payload bytes per owner and stage in one chunk, at most `most`: four chunks of such messages
+// take at most seven eighths of the limit. The rest is for commits and hashes, and for tiles that
+// are longer than this. Even in the largest world it has room for a full tile of 9 bits per
+// element. Equal on ranks with equal arguments, as it must be.
+uint32_t chunk_bytes_within(uint64_t workspace_cap_bytes, uint32_t world_size, uint32_t most);
+
+// Sizes in bytes.
+struct Workspace {
+  size_t slots = 1;            // chunks in flight
+  uint64_t message_bytes = 0;  // the longest message, header included
+  uint64_t send_bytes = 0;     // a chunk's messages to all owners
+  uint64_t receive_bytes = 0;  // one message from every rank
+  // What a scatter and a gather receive lies in the same memory, one after the other; only with a
+  // single slot.
+  bool shared_receive = false;
+  // Of the message to all ranks; 0 where it is written to its place among those of all ranks, which
+  // shared memory does not allow: a reduce still reads there.
+  uint64_t own_message_bytes = 0;
+
+  // Messages to all owners, from all ranks, to all ranks, and from all owners.
+  uint64_t slot_bytes() const {
+    return send_bytes + own_message_bytes + (shared_receive ? 1 : 2) * receive_bytes;
+  }
+  uint64_t bytes() const { return slots * slot_bytes(); }
+};
+
+struct WorkspaceLimits {
+  uint64_t cap_bytes;    // of the engine
+  uint64_t other_bytes;  // what it needs for other things
+  size_t most_slots;
+  bool gathers_in_place;  // the message to all ranks is written to its place
+};
+
+// As many slots as the limit allows. Throws Error(kConfig) if it allows none: the owner of a tile
+// receives it from every rank at once.
+Workspace plan_workspace(const Layout& layout, uint32_t chunk_bytes, const WorkspaceLimits& limits);
+
+}  // namespace gradferry

@@ -1,0 +1,152 @@
+// The memory of chunks in worlds of any size, on paper: no buffer is allocated.
+#include "hooks/workspace.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include "gradferry/error.h"
+#include "gradferry/wire.h"
+#include "hooks/plan.h"
+
+namespace gradferry {
+namespace {
+
+constexpr uint64_t kMiB = uint64_t{1} << 20;
+constexpr uint64_t kCap = 96 * kMiB;
+constexpr uint32_t kOnHost = 512 * 1024, kOnStreams = 4 << 20;
+constexpr size_t kMostSlots = 4;
+// As commits of the host's engine need in the largest world: 8 times 4096 records of 64 bytes.
+constexpr uint64_t kOther = 2 * kMiB;
+
+ParameterSpec parameter(const char* name, uint64_t num_elements, const char* codec,
+                        ScalarType dtype = ScalarType::kFloat32) {
+  return {.name = name,
+          .num_elements = num_elements,
+          .dtype = dtype,
+          .codec = codec,
+          .warmup = "exact",
+          .worker_residual = false,
+          .owner_residual = false};
+}
+
+// Matrices with three tiles per rank, and what lies between them.
+Layout layout_of(uint32_t world_size) {
+  const uint64_t tiles = uint64_t{3} * world_size + 1;
+  return {{parameter("matrix", tiles * kTileElements, "q4"), parameter("bias", 5000, "exact"),
+           parameter("wide", tiles * kTileElements / 2, "q8"), parameter("norm", 64, "exact")},
+          0,
+          world_size,
+          Device::kCpu};
+}
+
+WorkspaceLimits limits(uint64_t cap_bytes, uint64_t other_bytes, size_t most_slots = kMostSlots,
+                       bool gathers_in_place = false) {
+  return {.cap_bytes = cap_bytes,
+          .other_bytes = other_bytes,
+          .most_slots = most_slots,
+          .gathers_in_place = gathers_in_place};
+}
+
+class World : public testing::TestWithParam<uint32_t> {};
+
+TEST_P(World, KeepsWithinTheLimitAndChunksWithinTheBuffers) {
+  const uint32_t world_size = GetParam();
+  const Layout layout = layout_of(world_size);
+  for (const uint32_t most : {kOnHost, kOnStreams}) {
+    const uint32_t chunk_bytes = chunk_bytes_within(kCap, world_size, most);
+    const Workspace workspace = plan_workspace(layout, chunk_bytes, limits(kCap, kOther));
+    EXPECT_LE(workspace.bytes() + kOther, kCap);
+    EXPECT_GE(workspace.slots, world_size <= 512 ? kMostSlots : 1);
+    EXPECT_GE(workspace.receive_bytes, world_size * workspace.message_bytes);
+    const BucketPlan plan = make_plan(layout, {0, 1, 2, 3},
+                                      {.rank = 0,
+                                       .chunk_bytes = chunk_bytes,
+                                       .equal_scatter = true,
+                                       .codecs = CodecChoice::kOwn,
+                                       .residuals = false});
+    for (const ChunkPlan& chunk : plan.chunks) {
+      uint64_t sent = 0;
+      for (const Shard& shard : chunk.shards) {
+        sent += shard.scatter_bytes;
+        EXPECT_GE(shard.scatter_bytes, kHeaderBytes + shard.worker_bytes);
+        EXPECT_LE(shard.scatter_bytes, workspace.message_bytes);
+      }
+      EXPECT_LE(sent, workspace.send_bytes);
+      EXPECT_LE(chunk.gather_message_bytes, workspace.message_bytes);
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Workspace, World,
+                         testing::Values(2, 3, 8, 13, 14, 64, 512, 1024, 2048, 4096));
+
+TEST(Workspace, SmallWorldsHaveTheChunksThatSuitTheLink) {
+  for (const uint32_t world_size : {1, 2, 8, 13}) {
+    EXPECT_EQ(chunk_bytes_within(kCap, world_size, kOnHost), kOnHost);
+  }
+  EXPECT_LT(chunk_bytes_within(kCap, 14, kOnHost), kOnHost);
+}
+
+TEST(Workspace, ChunksShrinkWithTheWorldButHoldATile) {
+  uint32_t before = kOnStreams;
+  for (uint32_t world_size = 1; world_size <= 4096; ++world_size) {
+    const uint32_t chunk_bytes = chunk_bytes_within(kCap, world_size, kOnStreams);
+    EXPECT_LE(chunk_bytes, before);
+    EXPECT_GE(chunk_bytes, kTileElements);
+    before = chunk_bytes;
+  }
+}
+
+// Four slots, then three, two, one, and one whose buffers take turns.
+TEST(Workspace, LessMemoryMeansFewerChunksInFlight) {
+  const Layout layout = layout_of(8);
+  const uint32_t chunk_bytes = 32768;
+  const uint64_t slot = plan_workspace(layout, chunk_bytes, limits(kCap, 0, 1)).bytes();
+  for (size_t slots = kMostSlots; slots >= 1; --slots) {
+    const Workspace workspace =
+        plan_workspace(layout, chunk_bytes, limits(slots * slot + 100, 100));
+    EXPECT_EQ(workspace.slots, slots);
+    EXPECT_FALSE(workspace.shared_receive);
+  }
+  const Workspace least = plan_workspace(layout, chunk_bytes, limits(slot - 1, 0));
+  EXPECT_EQ(least.slots, 1);
+  EXPECT_TRUE(least.shared_receive);
+  EXPECT_EQ(least.bytes(), slot - least.receive_bytes);
+}
+
+// Only then is room for the message itself needed: a reduce reads what it would overwrite.
+TEST(Workspace, AGatherInPlaceNeedsItsOwnMemoryOnlyWhereBuffersTakeTurns) {
+  const Layout layout = layout_of(8);
+  const Workspace usual = plan_workspace(layout, 32768, limits(kCap, 0, 1, true));
+  EXPECT_EQ(usual.own_message_bytes, 0);
+  EXPECT_EQ(usual.bytes(), usual.send_bytes + 2 * usual.receive_bytes);
+  const Workspace least = plan_workspace(layout, 32768, limits(usual.bytes() - 1, 0, 1, true));
+  EXPECT_EQ(least.own_message_bytes, least.message_bytes);
+  EXPECT_EQ(least.bytes(), least.send_bytes + least.receive_bytes + least.message_bytes);
+}
+
+// An owner receives 4096 payloads of 32 KiB for every tile of float64.
+TEST(Workspace, WhatCannotFitIsRefusedWithTheLeastThatDoes) {
+  const Layout layout({parameter("weight", 1 << 20, "exact", ScalarType::kFloat64)}, 0, 4096,
+                      Device::kCpu);
+  const uint32_t chunk_bytes = chunk_bytes_within(kCap, 4096, kOnStreams);
+  try {
+    (void)plan_workspace(layout, chunk_bytes, limits(kCap, 0));
+    FAIL() << "nothing was thrown";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::kConfig);
+    const std::string text = error.what();
+    EXPECT_NE(text.find("more than the " + std::to_string(kCap)), std::string::npos) << text;
+    const size_t at = text.rfind("workspace_cap_mb=") + sizeof("workspace_cap_mb=") - 1;
+    const uint64_t needed = std::stoull(text.substr(at));
+    EXPECT_NO_THROW((void)plan_workspace(layout, chunk_bytes, limits(needed * kMiB, 0)));
+    EXPECT_ANY_THROW((void)plan_workspace(layout, chunk_bytes, limits((needed - 1) * kMiB, 0)));
+  }
+}
+
+}  // namespace
+}  // namespace gradferry

@@ -1,0 +1,108 @@
+"""tools/gpu_check.py on programs that pass, fail, skip and hang: what it writes and repeats."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "gpu_check.py"
+
+
+@pytest.fixture
+def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The tool, with a result file of its own, on a machine with a GPU."""
+    spec = importlib.util.spec_from_file_location("gpu_check", SCRIPT)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "RESULT", tmp_path / "gpu.json")
+    monkeypatch.setattr(module, "gpu", lambda: "a GPU")
+    monkeypatch.setattr(module, "environment", dict)
+    monkeypatch.setattr(module, "digest_of_sources", lambda: "first")
+    return module
+
+
+def program(text: str) -> list[str]:
+    return [sys.executable, "-c", text]
+
+
+def rows(tool: ModuleType) -> dict[str, dict]:
+    return {row["check"]: row for row in json.loads(tool.RESULT.read_text())["rows"]}
+
+
+def test_outcomes_are_written_as_they_come(tool):
+    checks = tool.Checks(minutes=1, fresh=False)
+    assert checks.run("good", 1, program("print('first'); print('last')"), on_gpu=True)
+    assert rows(tool)["good"]["outcome"] == "passed"
+    assert rows(tool)["good"]["output"] == ["last"]
+    assert not checks.run("bad", 1, program("print('why'); raise SystemExit(3)"))
+    assert checks.run("not here", 1, program("print('no'); raise SystemExit(77)"))
+    assert checks.run("no program", 1, ["there-is-no-such-program"])
+    outcomes = {name: row["outcome"] for name, row in rows(tool).items()}
+    assert outcomes == {
+        "good": "passed", "bad": "failed", "not here": "skipped", "no program": "skipped",
+    }  # fmt: skip
+    assert rows(tool)["bad"]["output"] == ["why"]
+    assert checks.failed() == ["bad"]
+
+
+def test_check_that_takes_too_long_fails_and_the_next_one_runs(tool):
+    checks = tool.Checks(minutes=1, fresh=False)
+    assert not checks.run("hangs", 0.005, program("import time; time.sleep(60)"))
+    assert "stopped after 0.005 minutes" in rows(tool)["hangs"]["output"][-1]
+    assert checks.run("next", 1, program(""))
+    assert (checks.failed(), checks.num_left) == (["hangs"], 0)
+
+
+def test_what_time_was_too_short_for_is_left_to_the_next_call(tool):
+    checks = tool.Checks(minutes=0, fresh=False)
+    assert not checks.run("late", 1, program(""))
+    assert (checks.failed(), checks.num_left) == ([], 1)
+    assert tool.Checks(minutes=1, fresh=False).run("late", 1, program(""))
+
+
+@pytest.mark.parametrize(
+    ("change", "repeated"), [("nothing", False), ("sources", True), ("gpu", True), ("fresh", True)]
+)
+def test_passed_check_is_repeated_only_for_other_sources_or_another_gpu(
+    tool, monkeypatch, change, repeated
+):
+    assert tool.Checks(minutes=1, fresh=False).run("check", 1, program(""))
+    if change == "sources":
+        monkeypatch.setattr(tool, "digest_of_sources", lambda: "second")
+    if change == "gpu":
+        monkeypatch.setattr(tool, "gpu", lambda: "another GPU")
+    checks = tool.Checks(minutes=1, fresh=change == "fresh")
+    assert checks.run("check", 1, program("raise SystemExit(1)")) is not repeated
+
+
+def test_failed_check_is_repeated(tool):
+    assert not tool.Checks(minutes=1, fresh=False).run("check", 1, program("raise SystemExit(1)"))
+    checks = tool.Checks(minutes=1, fresh=False)
+    assert checks.run("check", 1, program(""))
+    assert checks.failed() == []
+
+
+def test_without_a_gpu_what_needs_one_is_skipped(tool, monkeypatch):
+    monkeypatch.setattr(tool, "gpu", lambda: "")
+    checks = tool.Checks(minutes=1, fresh=False)
+    assert checks.run("check", 1, program("raise SystemExit(1)"), on_gpu=True)
+    assert rows(tool)["check"]["output"] == ["skipped: there is no GPU on this machine"]
+
+
+def test_digest_changes_with_any_source(tool, tmp_path, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(tool, "ROOT", tmp_path)
+    (tmp_path / "hooks").mkdir()
+    file = tmp_path / "hooks" / "file.h"
+    file.write_text("one")
+    first = tool.digest_of_sources()
+    assert tool.digest_of_sources() == first
+    file.write_text("two")
+    assert tool.digest_of_sources() != first

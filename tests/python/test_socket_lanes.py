@@ -1,0 +1,251 @@
+"""Lanes on sockets: who waits for what, in which order, and who else comes to the door."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from world import World
+
+# More than a socket holds: the kernel keeps some MB of what nobody has read.
+LARGE = 16 << 20
+
+
+def make_lanes(purpose: str, number: int = 2) -> list[Any]:
+    from gradferry.core import engine
+
+    return engine.make_lanes(dist.group.WORLD, purpose, number)
+
+
+def exchange(lane: Any, size: int) -> tuple[Any, torch.Tensor]:
+    """Posts an all-gather in which rank r sends `size` bytes of value r + 1."""
+    rank = dist.get_rank()
+    received = torch.zeros(size * dist.get_world_size(), dtype=torch.uint8)
+    own = received[rank * size : (rank + 1) * size].fill_(rank + 1)
+    return lane.all_gather(received, own), received
+
+
+def came(received: torch.Tensor) -> bool:
+    parts = received.chunk(dist.get_world_size())
+    return all(bool((part == rank + 1).all()) for rank, part in enumerate(parts))
+
+
+def case_other_order() -> bool:
+    """Rank 0 posts on the second lane only when the first is done; rank 1 waits for the second."""
+    first, second = make_lanes("other order")
+    one, one_received = exchange(first, LARGE)
+    if dist.get_rank() == 0:
+        one.wait()
+        two, two_received = exchange(second, LARGE)
+    else:
+        two, two_received = exchange(second, LARGE)
+        two.wait()
+        one.wait()
+    two.wait()
+    return came(one_received) and came(two_received)
+
+
+def test_ranks_may_wait_for_lanes_in_different_order(world_of_2: World) -> None:
+    """A rank that read only the lane it waits for would keep the other one from sending."""
+    assert all(world_of_2.run(case_other_order))
+
+
+def case_many_waiters() -> bool:
+    lanes = make_lanes("many waiters", 3)
+    good = True
+    with ThreadPoolExecutor(6) as pool:
+        for size in (1, 1000, 1 << 20):
+            posted = [exchange(lane, size) for lane in lanes for _ in range(4)]
+            for done in [pool.submit(work.wait) for work, _ in reversed(posted)]:
+                done.result()
+            good &= all(came(received) for _, received in posted)
+    return good
+
+
+def test_any_threads_may_wait_in_any_order(world_of_3: World) -> None:
+    assert all(world_of_3.run(case_many_waiters))
+
+
+def case_post_while_waiting() -> bool:
+    """Something is posted while a thread already waits for another lane."""
+    first, second = make_lanes("post while waiting")
+    one, one_received = exchange(first, LARGE)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(one.wait)
+        two, two_received = exchange(second, LARGE)
+        two.wait()
+        waiting.result()
+    return came(one_received) and came(two_received)
+
+
+def test_what_is_posted_while_a_thread_waits_is_served(world_of_2: World) -> None:
+    assert all(world_of_2.run(case_post_while_waiting))
+
+
+def case_other_size() -> str:
+    """Ranks that disagree on the size of a message, as at different steps."""
+    (lane,) = make_lanes("other size", 1)
+    size = 500 if dist.get_rank() == 0 else 4000
+    with pytest.raises(RuntimeError) as caught:
+        exchange(lane, size)[0].wait()
+    dist.barrier()
+    return str(caught.value)
+
+
+def test_ranks_that_disagree_on_a_size_see_it_at_once(world_of_2: World) -> None:
+    first, second = world_of_2.run(case_other_size)
+    assert first.startswith("rank 1 sends a message of 4000 bytes where 500 were expected")
+    assert second.startswith("rank 0 sends a message of 500 bytes where 4000 were expected")
+
+
+def case_nothing() -> bool:
+    """Parts without bytes, in some directions and in all."""
+    (lane,) = make_lanes("nothing", 1)
+    rank = dist.get_rank()
+    empty = torch.zeros(0, dtype=torch.uint8)
+    lane.all_gather(empty, empty).wait()
+    # Only rank 0 sends: 5 bytes to rank 1.
+    send = torch.full((5,), 7, dtype=torch.uint8) if rank == 0 else empty
+    receive = torch.zeros(5 if rank == 1 else 0, dtype=torch.uint8)
+    lane.all_to_all(receive, [5 * (rank == 1), 0], send, [0, 5 * (rank == 0)]).wait()
+    return rank == 0 or bool((receive == 7).all())
+
+
+def test_parts_without_bytes_are_done_at_once(world_of_2: World) -> None:
+    assert all(world_of_2.run(case_nothing))
+
+
+def case_left() -> tuple[str, str]:
+    """Rank 1 closes its lanes while rank 0 waits for both."""
+    lanes = make_lanes("left")
+    if dist.get_rank() == 1:
+        return "", ""
+    works = [exchange(lane, 100)[0] for lane in lanes]
+    texts = []
+    for work in reversed(works):
+        with pytest.raises(RuntimeError) as caught:
+            work.wait()
+        texts.append(str(caught.value))
+    return texts[0], texts[1]
+
+
+def test_rank_that_has_left_is_named_on_every_lane(world_of_2: World) -> None:
+    texts = world_of_2.run(case_left)[0]
+    assert all(text.startswith("rank 1: ") for text in texts), texts
+
+
+def entries(store: Any, rank: int) -> dict[str, Any]:
+    deadline = time.monotonic() + 10
+    while not store.check([f"0/{rank}"]):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    return json.loads(store.get(f"0/{rank}"))
+
+
+def case_strangers() -> bool:
+    """While ranks connect, others come too: silent, with half a hello, with a wrong one."""
+    from gradferry.core import connect
+
+    store = PrefixStore("strangers", dist.distributed_c10d._get_default_store())
+    rank = dist.get_rank()
+    strangers: list[socket.socket] = []
+    if rank == 1:
+        place = entries(store, 0)
+        for said in (b"", b"x", b"y" * 20, bytes.fromhex(place["question"]) + b"\0\0\0\0") * 20:
+            stranger = socket.socket(place["family"])
+            stranger.connect(tuple(place["address"]))
+            stranger.sendall(said)
+            strangers.append(stranger)
+    connections = connect.connect_ranks(store, rank, 2, 0, 10)
+    other = connections[1 - rank]
+    assert other is not None
+    other.setblocking(True)
+    other.sendall(bytes([rank]))
+    good = other.recv(1) == bytes([1 - rank])
+    for each in (other, *strangers):
+        each.close()
+    return good
+
+
+def test_strangers_take_no_ranks_place(world_of_2: World) -> None:
+    assert all(world_of_2.run(case_strangers))
+
+
+def listen(monkeypatch: pytest.MonkeyPatch, interface: str | None) -> socket.socket:
+    from gradferry.core import connect
+
+    if interface is None:
+        monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    else:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
+    return connect._listen(0)
+
+
+def test_it_listens_where_gloo_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    with listen(monkeypatch, "lo") as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
+    monkeypatch.setattr(socket, "gethostname", lambda: "no.such.host.invalid")
+    with listen(monkeypatch, None) as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
+    with pytest.raises(RuntimeError, match="interface 'nothere' has no address"):
+        listen(monkeypatch, "nothere")
+
+
+def test_shortage_of_files_is_not_called_a_missing_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    shortage = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    monkeypatch.setattr(socket, "socket", mock.Mock(side_effect=shortage))
+    with pytest.raises(OSError, match="Too many open files"):
+        listen(monkeypatch, None)
+
+
+def test_ipv6_addresses_of_an_interface(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    from gradferry.core import connect
+
+    table = tmp_path / "if_inet6"
+    table.write_text(
+        "fe80000000000000000000000000abcd 03 40 20 80     d0\n"
+        "20010db8000000000000000000000005 03 40 00 80     d0\n"
+        "00000000000000000000000000000001 01 80 10 80     lo\n"
+    )
+    monkeypatch.setattr(connect, "_IPV6_INTERFACES", table)
+    assert connect._addresses_of("d0") == ["2001:db8::5", "fe80::abcd%d0"]
+
+
+def test_link_local_address_is_on_the_interface_of_this_rank() -> None:
+    from gradferry.core import connect
+
+    place = connect._Place(socket.AF_INET6, ("fe80::1", 5000, 0, 7), "aa", "bb")
+    assert connect._seen_from_here(place, ("fe80::2", 6000, 0, 3)) == ("fe80::1", 5000, 0, 3)
+    assert "aa" not in repr(place)
+    assert "bb" not in repr(place)
+
+
+def case_interrupted() -> str | None:
+    """Ctrl-C while another rank has not come yet."""
+    from gradferry.core import connect
+
+    if dist.get_rank() == 0:
+        dist.barrier()
+        return None
+    store = PrefixStore("interrupted", dist.distributed_c10d._get_default_store())
+    with mock.patch.object(connect.time, "sleep", side_effect=KeyboardInterrupt):
+        try:
+            connect.connect_ranks(store, 1, 2, 0, 10)
+        except KeyboardInterrupt:
+            dist.barrier()
+            return "interrupted"
+    return "went on"
+
+
+def test_waiting_for_a_rank_can_be_interrupted(world_of_2: World) -> None:
+    assert world_of_2.run(case_interrupted) == [None, "interrupted"]

@@ -1,0 +1,147 @@
+"""The memory for messages keeps within workspace_cap_mb; less of it changes no result."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from outcomes import attempt
+from scenario import Run, Scenario, Weight, assert_bit_equal, train
+from world import World
+
+Worlds = Callable[[int], World]
+
+CAP_MB = 96
+WEIGHTS = (Weight("first", (150, 200)), Weight("bias", (77,)), Weight("second", (120, 100)))
+SCENARIO = Scenario(
+    WEIGHTS, 2, steps=3, codec="q8", error_feedback="both", rules=(("second", "exact"),)
+)
+
+
+def case_train(scenario: Scenario) -> dict[str, Any]:
+    """Trains; `workspace` is what the engine planned."""
+    answer = train(scenario)
+    assert answer is not None
+    run = Run(scenario)
+    answer["workspace"] = run.state._bound().running.engine.workspace()
+    answer["shown"] = str(run.state)
+    if scenario.device != "cpu":
+        from fake_device import machine
+
+        machine.synchronize()
+        assert machine.races() == []
+    return answer
+
+
+# Of two ranks and a tile of fp32 as it is: a slot has 4,288 + 16,448 bytes to owners, 2 x 32,896
+# received, 16,448 sent to all (on a host in the place where it would be received). That is 102,976
+# bytes (86,528), or 70,080 where one buffer receives.
+@pytest.mark.parametrize(
+    ("cap_mb", "slots", "shared"), [(0.08, 1, True), (0.101, 1, False), (0.21, 2, False)]
+)
+@pytest.mark.parametrize("device", ["cpu", "streamed", "staged"])
+@pytest.mark.parametrize("error_feedback", ["both", "owner"])
+def test_less_memory_changes_no_result(
+    worlds: Worlds,
+    device_worlds: Worlds,
+    device: str,
+    error_feedback: str,
+    cap_mb: float,
+    slots: int,
+    shared: bool,
+) -> None:
+    scenario = dataclasses.replace(
+        SCENARIO,
+        device=device,
+        error_feedback=error_feedback,
+        options={"workspace_cap_mb": cap_mb},
+    )
+    world = (worlds if device == "cpu" else device_worlds)(2)
+    answers = world.run(case_train, scenario=scenario)
+    assert_bit_equal(answers, scenario)
+    for answer in answers:
+        assert answer["workspace"]["slots"] == slots
+        assert bool(answer["workspace"]["shared_receive"]) == shared
+        assert answer["stats"]["workspace_bytes"] <= cap_mb * 2**20
+        assert f"{slots} chunks in flight" in answer["shown"]
+
+
+def case_large_world(world_size: int) -> dict[str, Any]:
+    """The engine of one rank of a large world, which exchanges nothing."""
+    import fake_device
+    from fake_device import machine
+    from gradferry import _native
+    from gradferry.core import device
+
+    device.load_kernels("fake")
+    cap = CAP_MB << 20
+    options = _native.EngineOptions(
+        parameters=[
+            _native.ParameterSpec(
+                name=name,
+                num_elements=num_elements,
+                dtype=torch.float32,
+                codec=codec,
+                warmup="exact",
+                worker_residual=False,
+                owner_residual=False,
+            )
+            for name, num_elements, codec in (("matrix", 1 << 26, "q4"), ("bias", 8192, "exact"))
+        ],
+        rank=5,
+        world_size=world_size,
+        config_hash=0,
+        layout_hash=0,
+        seed=0,
+        warmup_steps=0,
+        compressed_warmup=False,
+        momentum=0.0,
+        raise_nonfinite=False,
+        exact_skip=False,
+        loss_scale=None,
+        check_every=10,
+        chunk_bytes=_native.chunk_bytes_within(cap, world_size, device.STREAM_CHUNK_BYTES),
+        equal_scatter=True,
+        workspace_cap_bytes=cap,
+        find_unused_parameters=False,
+        store=None,
+    )
+    machine.synchronize()
+    before = machine.counters()["held_bytes"]
+    engine = _native.DeviceEngine(
+        options, device=fake_device.DEVICE, tensors=[], lane=None, group_name="of no one"
+    )
+    machine.synchronize()
+    held = machine.counters()["held_bytes"] - before
+    assert machine.races() == []
+    return {**engine.workspace(), "held": held, "counted": engine.stats()["workspace_bytes"]}
+
+
+@pytest.mark.parametrize("world_size", [64])
+def test_an_engine_of_a_large_world_holds_no_more_than_it_says(
+    device_worlds: Worlds, world_size: int
+) -> None:
+    (answer,) = device_worlds(1).run(case_large_world, world_size=world_size)
+    assert answer["slots"] == 3
+    assert answer["counted"] <= CAP_MB << 20
+    # Counted are messages, commits and hashes; not the sums and verdicts of a world, findings, and
+    # the three numbers that are kept of a loss scale.
+    assert 0 <= answer["held"] - answer["counted"] <= 12 * world_size + 1024
+    # Four chunks of such messages take seven eighths of the limit, so three of them at least half.
+    assert answer["counted"] > CAP_MB << 19
+
+
+def case_other_cap(scenario: Scenario) -> Any:
+    import torch.distributed as dist
+
+    options = {"workspace_cap_mb": 96 - dist.get_rank()}
+    return attempt(lambda: Run(dataclasses.replace(scenario, options=options)))
+
+
+def test_ranks_must_agree_on_the_limit(world_of_2: World) -> None:
+    for outcome in world_of_2.run(case_other_cap, scenario=SCENARIO):
+        assert outcome.error == "RankMismatchError"
+        assert "workspace_cap_mb" in outcome.text
