@@ -87,7 +87,7 @@ DeviceJob DeviceEngine::make_job(Bucket bucket) {
   const c10::Stream current = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
   ready.record(current);
   TimedBucketPtr timed = exchanges_ ? clock_.ready(bucket.step, current) : nullptr;
-  return {.plan = exchange_ ? &plan_for(*bucket.plan) : nullptr,
+  return {.plan = exchange_ ? &plan_for(*bucket.plan, bucket.step) : nullptr,
           .gradient = std::move(bucket.gradient),
           .future = std::move(bucket.future),
           .value = std::move(bucket.value),
@@ -101,14 +101,19 @@ DeviceJob DeviceEngine::make_job(Bucket bucket) {
           .profiler = {}};
 }
 
-const DevicePlan& DeviceEngine::plan_for(const BucketPlan& plan) {
+// There are other plans for warm-up steps, so that the factors of a plan's codecs stay the same.
+const DevicePlan& DeviceEngine::plan_for(const BucketPlan& plan, uint64_t step) {
   const auto found = plans_.find(&plan);
   if (found != plans_.end()) return found->second;
+  std::vector<ChunkCodec> codecs;
+  for (const ResolvedCodec& resolved : layout_.codecs()) {
+    codecs.push_back({row_of(*resolved.codec), options_.alpha(resolved, step),
+                      options_.beta(resolved, step), resolved.options});
+  }
   // Read by E, and by F only behind E.
   const c10::StreamGuard guard(context_.encode_stream);
   const DevicePlan& added =
-      plans_.try_emplace(&plan, plan, options_.rank, exchange_->scatter_received(), device_)
-          .first->second;
+      plans_.try_emplace(&plan, plan, options_.rank, codecs, device_).first->second;
   added.use_on(context_.finish_stream);
   return added;
 }

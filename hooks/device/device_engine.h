@@ -1,8 +1,8 @@
 // The engine of a device with streams. Two streams of high priority live as long as the engine:
 //
-//   E   encode, seal                          then the all-to-all, on the backend's own stream
-//   F   check, reduce, seal                   then the all-gather, on the backend's own stream
-//       check, undo, decode into the bucket, conclude -> Future
+//   E   encode                                then the all-to-all, on the backend's own stream
+//   F   check and reduce                      then the all-gather, on the backend's own stream
+//       check and decode into the bucket -> Future
 //
 // run() itself enqueues everything in bucket order: the host does not wait and, after every bucket
 // was seen once, nothing is allocated. docs/streams.md shows what waits for what. With a transport
@@ -58,7 +58,7 @@ class DeviceEngine final : public BucketEngine {
 
   void expect_no_capture() const;
   DeviceJob make_job(Bucket bucket);
-  const DevicePlan& plan_for(const BucketPlan& plan);
+  const DevicePlan& plan_for(const BucketPlan& plan, uint64_t step);
   void begin_step(const DeviceJob& job);
   void exchange(DeviceJob& job);
   void exchange_later(DeviceJob job);

@@ -9,7 +9,6 @@ import torch
 from gradferry.forecast.buckets import parameter_codecs
 from gradferry.forecast.costs import (
     CastCosts,
-    ChunkLaunches,
     CodecCosts,
     CollectiveCosts,
     Costs,
@@ -272,10 +271,9 @@ def gpu_predictions(bytes_per_second: float, hooks: tuple[str, ...]) -> list[Pre
     reduces = {dtype: costs(moved) for dtype in (torch.float32, torch.bfloat16)}
     link = LinkCosts(costs(1), costs(1), reduces, Engine.STREAMS)
     casts = {"torch:fp32": CastCosts(8 * move, 0.0), "torch:bf16": CastCosts(10 * move, 6 * move)}
-    launches = ChunkLaunches(launch, 2 * launch, 2 * launch, 2 * launch)
     ready_s = tuple(4.2e-3 * number / 8 for number in range(8, 0, -1))
     profile = StepProfile(6.3e-3, 4.2e-3, ready_s, spare_cores=0.0)
-    predictor = Predictor(parameters, profile, Costs(world_size, link, casts, codecs, launches))
+    predictor = Predictor(parameters, profile, Costs(world_size, link, casts, codecs))
     found = [predictor.backend_hook(hook, [25.0]) for hook in casts]
     return found + [predictor.codec(hook, config, [25.0]) for hook, config in configs.items()]
 

@@ -229,6 +229,45 @@ def test_a_step_allocates_nothing_and_never_waits_on_the_host(
             assert call["host_waits"] == 0
 
 
+def case_launches(scenario: Scenario, steps: int) -> dict[str, int]:
+    """What the steps after the first one launch; the host reads the gradients of each."""
+    from fake_device import machine
+
+    with small_chunks():
+        run = Run(scenario)
+        run.step(0)
+        before = {**machine.counters(), **run.state.stats()}
+        for step in range(1, 1 + steps):
+            run.step(step)
+        after = {**machine.counters(), **run.state.stats()}
+    assert machine.races() == []
+    return {key: after[key] - before[key] for key in ("launches", "chunks")}
+
+
+@pytest.mark.torch_core
+@pytest.mark.parametrize(
+    ("changes", "per_step"),
+    [
+        # The gain, and the commit of the step before.
+        ({"codec": "q4", "rules": ()}, 2),
+        ({"codec": "q4"}, 2),
+        # And what takes a step back, for both residuals and their units.
+        ({"codec": "sign1", "error_feedback": "auto", **MOMENTUM}, 2 + 3),
+    ],
+    ids=["q4 and exact", "four codecs", "momentum and exact_skip"],
+)
+def test_a_chunk_takes_three_launches(
+    worlds: Worlds, changes: dict[str, Any], per_step: int
+) -> None:
+    steps = 3
+    scenario = dataclasses.replace(SCENARIO, **changes)
+    for counts in worlds(2).run(case_launches, scenario=scenario, steps=steps):
+        assert counts["chunks"] > SLOTS
+        launches = counts["launches"] - steps * per_step
+        print(f"{changes['codec']}: {launches / counts['chunks']:g} launches per chunk")
+        assert launches == 3 * counts["chunks"]
+
+
 # --- errors ---------------------------------------------------------------------------------------
 
 

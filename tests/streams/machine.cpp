@@ -338,6 +338,10 @@ void Machine::omit_wait(int64_t number) {
   const std::lock_guard lock(mutex_);
   omitted_ = number;
 }
+void Machine::count_launches(uint64_t number) {
+  const std::lock_guard lock(mutex_);
+  counters_.launches += number;
+}
 Counters Machine::counters() {
   const std::lock_guard lock(mutex_);
   return counters_;

@@ -66,7 +66,8 @@ struct Counters {
   uint64_t allocations = 0;
   uint64_t held_bytes = 0;
   uint64_t host_waits = 0;
-  uint64_t waits = 0;  // of streams for events
+  uint64_t waits = 0;     // of streams for events
+  uint64_t launches = 0;  // of kernels, counted when they run
 };
 
 // What operations take, in simulated seconds.
@@ -101,6 +102,7 @@ class Machine {
   void set_prices(const Prices& prices);
   Prices prices();
   void omit_wait(int64_t number);  // the one of this number from now on; -1: none
+  void count_launches(uint64_t number);
   Counters counters();
   std::vector<std::string> races();  // since the last call
   void note_error(const std::string& error);

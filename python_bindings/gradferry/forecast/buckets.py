@@ -15,7 +15,7 @@ from gradferry.forecast.chunks import (
     payload_sizes,
     sent_bytes,
 )
-from gradferry.forecast.costs import ChunkLaunches, CodecCosts, Parameter, ParameterCodec
+from gradferry.forecast.costs import CodecCosts, Parameter, ParameterCodec
 from gradferry.forecast.simulate import ChunkCost
 
 # DDP's default for bucket_cap_mb.
@@ -86,29 +86,19 @@ class CodecTraffic:
         self,
         cut: Sequence[Sequence[Chunk]],
         costs: Mapping[ParameterCodec, CodecCosts],
-        launches: ChunkLaunches,
     ) -> list[list[ChunkCost]]:
         """The costs of every chunk, for the rank with most work in it."""
-        return [[self._cost(chunk, costs, launches) for chunk in bucket] for bucket in cut]
+        return [[self._cost(chunk, costs) for chunk in bucket] for bucket in cut]
 
     def sent_bytes(self, cut: Sequence[Sequence[Chunk]]) -> int:
         """Bytes per step of the rank that sends most."""
         return max(sent_bytes(cut, self._world_size))
 
-    def _cost(
-        self,
-        chunk: Chunk,
-        costs: Mapping[ParameterCodec, CodecCosts],
-        launches: ChunkLaunches,
-    ) -> ChunkCost:
+    def _cost(self, chunk: Chunk, costs: Mapping[ParameterCodec, CodecCosts]) -> ChunkCost:
         codecs = {self._codecs[tile.parameter] for tile in chunk.tiles}
-        undoes = any(codec.residuals[0] for codec in codecs)
-        encode = launches.encode + sum(costs[codec].encode_launch for codec in codecs)
-        decode = launches.decode + sum(costs[codec].decode_launch for codec in codecs)
-        if undoes:
-            decode += launches.undo
-        launched = launches.reduce + sum(costs[codec].reduce_launch for codec in codecs)
-        reduce = [launched] * self._world_size
+        encode = max(costs[codec].encode_launch for codec in codecs)
+        decode = max(costs[codec].decode_launch for codec in codecs)
+        reduce = [max(costs[codec].reduce_launch for codec in codecs)] * self._world_size
         for tile in chunk.tiles:
             cost = costs[self._codecs[tile.parameter]]
             encode += tile.num_elements * cost.encode_per_element
@@ -123,5 +113,5 @@ class CodecTraffic:
             reduce_s=max(reduce),
             gather_bytes=chunk.gather_bytes(),
             decode_s=decode,
-            keeps_sent=undoes,
+            keeps_sent=any(codec.residuals[0] for codec in codecs),
         )

@@ -74,7 +74,7 @@ class LinkCosts:
 @dataclass(frozen=True)
 class CodecCosts:
     """Seconds on one thread, or on a device. reduce: per element that a rank owns; check: per byte
-    received; launches: of the codec's work on a chunk, however small.
+    received; launch: of a kernel, however small its chunk, which has tiles of all codecs in it.
     """
 
     encode_per_element: float
@@ -84,18 +84,6 @@ class CodecCosts:
     encode_launch: float = 0.0
     reduce_launch: float = 0.0
     decode_launch: float = 0.0
-
-
-@dataclass(frozen=True)
-class ChunkLaunches:
-    """Seconds of a chunk's kernels that are not a codec's, however small it is; undo: besides
-    decode, where a parameter has a worker residual.
-    """
-
-    encode: float = 0.0
-    reduce: float = 0.0
-    decode: float = 0.0
-    undo: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -158,4 +146,3 @@ class Costs:
     link: LinkCosts
     casts: Mapping[str, CastCosts]  # by name, of BACKEND_HOOKS
     codecs: Mapping[ParameterCodec, CodecCosts]
-    launches: ChunkLaunches = ChunkLaunches()

@@ -15,7 +15,6 @@ from gradferry.core.device import Transport
 from gradferry.forecast.buckets import parameter_codecs
 from gradferry.forecast.costs import (
     CastCosts,
-    ChunkLaunches,
     CodecCosts,
     Costs,
     LinkCosts,
@@ -24,7 +23,7 @@ from gradferry.forecast.costs import (
 from gradferry.forecast.hook_names import BACKEND_HOOKS
 from gradferry.forecast.measure_codecs import NUM_ELEMENTS, measure_casts, measure_codec
 from gradferry.forecast.measure_device_codecs import NUM_ELEMENTS as DEVICE_ELEMENTS
-from gradferry.forecast.measure_device_codecs import measure_codec_on, measure_launching
+from gradferry.forecast.measure_device_codecs import measure_codec_on, seconds_per_byte
 from gradferry.forecast.measure_device_link import DeviceLinkProbe
 from gradferry.forecast.measure_link import LinkProbe, Progress
 
@@ -71,24 +70,21 @@ def measure_costs(
     place, on_host = probe.transport.device, probe.transport.on_host
     num_elements = min(NUM_ELEMENTS if on_host else DEVICE_ELEMENTS, max(largest, 1))
     wanted = dict.fromkeys(codec for c in configs for codec in parameter_codecs(c, parameters))
-    launching = None if on_host else measure_launching(place, num_elements)
+    per_byte = None if on_host else seconds_per_byte(place, num_elements)
     codecs = {}
     for codec in wanted:
         emit(f"codec {codec.codec}")
         arguments = (codec, dtype, probe.world_size, num_elements)
-        if launching is None:
+        if per_byte is None:
             costs = measure_codec(*arguments)
         else:
-            costs = measure_codec_on(place, *arguments, launching)
+            costs = measure_codec_on(place, *arguments, per_byte)
         codecs[codec] = CodecCosts(*probe.most(astuple(costs)))
     measured = measure_casts(backend_hooks, probe.world_size, num_elements, place)
     casts = {hook: CastCosts(*probe.most(astuple(costs))) for hook, costs in measured.items()}
-    launches = ChunkLaunches()
-    if launching is not None:
-        launches = ChunkLaunches(*probe.most(astuple(launching.of_chunk())))
     dtypes = list(dict.fromkeys(BACKEND_HOOKS[hook] for hook in backend_hooks))
     link = probe.measure(dtypes, seconds, emit)
-    return Costs(probe.world_size, link, casts, codecs, launches)
+    return Costs(probe.world_size, link, casts, codecs)
 
 
 def _most_common(parameters: Sequence[Parameter]) -> torch.dtype:

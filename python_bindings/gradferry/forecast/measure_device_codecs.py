@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from gradferry import _native
 from gradferry.core.device import load_kernels
 from gradferry.forecast.clock import clock_of
-from gradferry.forecast.costs import ChunkLaunches, CodecCosts, ParameterCodec
+from gradferry.forecast.costs import CodecCosts, ParameterCodec
 from gradferry.forecast.measure_codecs import timed
 
 # 16 MB of fp32. With residuals and the payloads of several ranks this takes some 130 MB of a device
@@ -19,39 +17,17 @@ _FEWEST_ELEMENTS = _native.TILE_ELEMENTS
 _MOST_PAYLOADS = 4  # that are reduced lie apart, so that no cache holds them
 # Between two sizes, so that what a launch takes and what an element takes can be told apart.
 _LEAST_RATIO = 8
-# What DeviceExchange launches for a chunk besides its codecs: seal; check and seal; check and
-# conclude; and, with a worker residual, an inspection and undo.
-_ENCODE_LAUNCHES, _REDUCE_LAUNCHES, _DECODE_LAUNCHES, _UNDO_LAUNCHES = 1, 2, 2, 2
 
 
-@dataclass(frozen=True)
-class Launching:
-    """Seconds of a kernel that does almost nothing, and of each byte that a copy moves."""
-
-    seconds: float
-    per_byte: float
-
-    def of_chunk(self) -> ChunkLaunches:
-        """Of a chunk's kernels that are not a codec's."""
-        return ChunkLaunches(
-            encode=_ENCODE_LAUNCHES * self.seconds,
-            reduce=_REDUCE_LAUNCHES * self.seconds,
-            decode=_DECODE_LAUNCHES * self.seconds,
-            undo=_UNDO_LAUNCHES * self.seconds,
-        )
-
-
-def measure_launching(place: torch.device, num_elements: int = NUM_ELEMENTS) -> Launching:
-    """Measures a kernel of a codec on a tile, and copies."""
+def seconds_per_byte(place: torch.device, num_elements: int = NUM_ELEMENTS) -> float:
+    """Of each byte that a copy reads or writes."""
     clock = clock_of(place)
-    codec, payload, gradient = _codec("exact", torch.float32, _FEWEST_ELEMENTS, place)
-    seconds = timed(clock, lambda: codec.encode(gradient, None, payload))
     few = torch.float32.itemsize * _FEWEST_ELEMENTS
     many = max(torch.float32.itemsize * num_elements, _LEAST_RATIO * few)
     one, other = (torch.zeros(many, dtype=torch.uint8, device=place) for _ in range(2))
     small = timed(clock, lambda: one[:few].copy_(other[:few]))
     large = timed(clock, lambda: one.copy_(other))
-    return Launching(seconds, max(0.0, (large - small) / (2 * (many - few))))
+    return max(0.0, (large - small) / (2 * (many - few)))
 
 
 def measure_codec_on(
@@ -60,9 +36,10 @@ def measure_codec_on(
     dtype: torch.dtype,
     world_size: int,
     num_elements: int,
-    launching: Launching,
+    per_byte: float,
 ) -> CodecCosts:
-    """Measures a codec as the engine of a device uses it for gradients of this dtype.
+    """Measures a codec as the engine of a device uses it for gradients of this dtype. `per_byte`:
+    seconds, of `seconds_per_byte`.
 
     Raises:
         ConfigError: there are no kernels for the device.
@@ -78,8 +55,8 @@ def measure_codec_on(
     ]
     encode, reduce, decode = per_element
     if codec.momentum:  # what was decoded is added to the worker residual, which is fp32
-        decode += 2 * torch.float32.itemsize * launching.per_byte
-    return CodecCosts(encode, reduce, decode, launching.per_byte, *launches)
+        decode += 2 * torch.float32.itemsize * per_byte
+    return CodecCosts(encode, reduce, decode, per_byte, *launches)
 
 
 def _codec(

@@ -117,8 +117,7 @@ class Predictor:
         if (hook, cap) not in self._cut:
             traffic = CodecTraffic(config, self._parameters, self._costs.world_size)
             cut = traffic.cut(self._buckets(cap)[0])
-            costs = traffic.cost(cut, self._costs.codecs, self._costs.launches)
-            self._cut[hook, cap] = costs, traffic.sent_bytes(cut)
+            self._cut[hook, cap] = traffic.cost(cut, self._costs.codecs), traffic.sent_bytes(cut)
         return self._cut[hook, cap]
 
     def over(self, link: LinkCosts) -> Predictor:

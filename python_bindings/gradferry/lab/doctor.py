@@ -285,7 +285,7 @@ def _codec_table(rows: Sequence[Row], verdict: Row) -> Table:
     clock = "on one thread" if on_host else "by events of the device"
     note = f"ns per element, {clock}. reduce: per element that a rank owns, from all ranks."
     if not on_host:
-        note += " Launches: of the three for a chunk, however small, without those of messages."
+        note += " Launches: of the three for a chunk, however small."
     place = "machine" if on_host else "device"
     return Table(f"Codecs on this {place}", columns, rows, (note,))
 
