@@ -21,6 +21,9 @@ JOBS ?= $(shell nproc)
 newest_torch := $(or $(shell $(PYTHON) -c 'import sys; print("2.15.0" if sys.version_info >= (3, 11) else "2.14.1")' 2>/dev/null),2.15.0)
 TORCH ?= $(newest_torch)
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
+# Kernels for the GPUs of this machine; where it has none, for one kind: each takes minutes. What pip
+# installs without this file has all of them (cmake/enable_cuda.cmake).
+export CUDAARCHS ?= $(if $(shell nvidia-smi -L 2>/dev/null),native,90)
 
 venv := $(if $(filter $(newest_torch),$(TORCH)),.venv,.venv-torch$(TORCH))
 bin := $(venv)/bin
