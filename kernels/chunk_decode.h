@@ -72,52 +72,31 @@ GRADFERRY_DEVICE uint64_t sum_payload(const Tile& tile, const std::byte* in, uin
       .sum;
 }
 
-template <typename Codecs, ScalarType dtype>
-GRADFERRY_DEVICE StatusPart decode_entry(const TileJob& job, const std::byte* in,
-                                         const std::byte* sent, std::byte* gradient,
-                                         float* all_residuals) {
-  const auto with_codec = [&](auto f) {
-    Codecs::with(job.codec.row, [&]<typename Codec>() {
-      f.template operator()<Codec>(unit_of<Codec, dtype>(job, Stage::kOwner));
-    });
-  };
-  const Tile tile = job.entry.tile;
-  const Slice slice(tile.num_elements);
-  float* residual = residual_of(job.entry, all_residuals);
+template <typename Codec, ScalarType dtype>
+GRADFERRY_APART StatusPart decode_entry(const ChunkTile& entry, const ChunkCodec& codec,
+                                        uint64_t seed, uint64_t step, const std::byte* in,
+                                        const std::byte* sent, std::byte* gradient,
+                                        float* all_residuals) {
+  const Tile tile = entry.tile;
+  const auto unit = unit_of<Codec, dtype>(entry, codec, seed, step, Stage::kOwner);
+  float* residual = residual_of(entry, all_residuals);
   StatusPart part{0, 0};
-  with_codec([&]<typename Codec>(const TileUnit<typename Codec::Options>& unit) {
-    part.checksum = sum_payload(tile, in, unit.payload_bytes);
-  });
+  part.checksum = sum_payload(tile, in, unit.payload_bytes);
   float v[kLaneElements];
-  with_codec([&]<typename Codec>(const TileUnit<typename Codec::Options>& unit) {
-    part.flags = decode_values<Codec, dtype>(unit, in + tile.payload_offset, v);
-  });
-  clear_beyond_end(slice, v);
+  part.flags = decode_values<Codec, dtype>(unit, in + tile.payload_offset, v);
   if (residual != nullptr) {
     uint32_t largest = 0;
     GRADFERRY_UNROLL
     for (uint32_t j = 0; j < kLaneElements; ++j) largest = maximum(largest, magnitude_bits(v[j]));
     if (__syncthreads_or(largest >= kLeastInfinite<dtype> ? 1 : 0) != 0) {
-      with_codec([&]<typename Codec>(const TileUnit<typename Codec::Options>&) {
-        const uint32_t lost = undo_lost<Codec, dtype>(job.entry, job.codec, job.seed, job.step, in,
-                                                      sent, gradient, residual);
-        part.flags = store_rest<Codec, dtype>(job.entry, job.codec, job.seed, job.step, in, lost,
-                                              gradient, residual);
-      });
+      const uint32_t lost =
+          undo_lost<Codec, dtype>(entry, codec, seed, step, in, sent, gradient, residual);
+      part.flags = store_rest<Codec, dtype>(entry, codec, seed, step, in, lost, gradient, residual);
       return part;
     }
   }
-  part.flags |= store_values<dtype>(slice, tile, v, gradient, job.codec.beta, residual);
+  part.flags |= store_values<dtype>(unit.slice, tile, v, gradient, codec.beta, residual);
   return part;
-}
-
-template <typename Codec, ScalarType dtype>
-GRADFERRY_APART StatusPart decode_apart(const ChunkTile& entry, const ChunkCodec& codec,
-                                        uint64_t seed, uint64_t step, const std::byte* in,
-                                        const std::byte* sent, std::byte* gradient,
-                                        float* residual) {
-  return decode_entry<Only<Codec>, dtype>({entry, codec, seed, step, false}, in, sent, gradient,
-                                          residual);
 }
 
 GRADFERRY_DEVICE void fill_nan(void* gradient, const Tile& tile, ScalarType dtype) {
@@ -183,13 +162,11 @@ __global__ void __launch_bounds__(kTileThreads, Codecs::kMinBlocks)
         exact_float64::decode_tile(tile, call.sent + tile.output_offset, in + tile.payload_offset,
                                    static_cast<double*>(call.gradient), job.codec.alpha,
                                    job.codec.beta, residual_of(job.entry, call.residual));
-  } else if constexpr (Codecs::kApart) {
+  } else {
     Codecs::with(job.codec.row, [&]<typename Codec>() {
-      part = decode_apart<Codec, dtype>(job.entry, job.codec, job.seed, job.step, in, call.sent,
+      part = decode_entry<Codec, dtype>(job.entry, job.codec, job.seed, job.step, in, call.sent,
                                         gradient, call.residual);
     });
-  } else {
-    part = decode_entry<Codecs, dtype>(job, in, call.sent, gradient, call.residual);
   }
   const StatusPart all = combine_status<kTileThreads>(storage, part);
   if (threadIdx.x == 0) {

@@ -5,25 +5,14 @@
 
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE {
 
-template <typename Codecs, ScalarType dtype>
-GRADFERRY_DEVICE StatusPart encode_entry(const TileJob& job, const std::byte* gradient,
-                                         const float* gain, float* residual, std::byte* out) {
-  const auto with_codec = [&](auto f) {
-    Codecs::with(job.codec.row, [&]<typename Codec>() {
-      f.template operator()<Codec>(unit_of<Codec, dtype>(job, Stage::kWorker));
-    });
-  };
-  return encode_tile<dtype>(with_codec, job.entry.tile, job.hold_zero_tiles, gradient,
-                            job.codec.alpha, gain, residual_of(job.entry, residual), out);
-}
-
 template <typename Codec, ScalarType dtype>
-GRADFERRY_APART StatusPart encode_apart(const ChunkTile& entry, const ChunkCodec& codec,
+GRADFERRY_APART StatusPart encode_entry(const ChunkTile& entry, const ChunkCodec& codec,
                                         uint64_t seed, uint64_t step, bool hold_zero_tiles,
                                         const std::byte* gradient, const float* gain,
                                         float* residual, std::byte* out) {
-  return encode_entry<Only<Codec>, dtype>({entry, codec, seed, step, hold_zero_tiles}, gradient,
-                                          gain, residual, out);
+  return encode_tile<Codec, dtype>(unit_of<Codec, dtype>(entry, codec, seed, step, Stage::kWorker),
+                                   entry.tile, hold_zero_tiles, gradient, codec.alpha, gain,
+                                   residual_of(entry, residual), out);
 }
 
 template <typename Codecs, ScalarType dtype>
@@ -38,14 +27,12 @@ __global__ void __launch_bounds__(kTileThreads, Codecs::kMinBlocks)
     part = exact_float64::encode_tile(job.entry.tile, chunk.hold_zero_tiles,
                                       static_cast<const double*>(call.gradient), job.codec.alpha,
                                       call.gain, residual_of(job.entry, call.residual), call.out);
-  } else if constexpr (Codecs::kApart) {
-    Codecs::with(job.codec.row, [&]<typename Codec>() {
-      part =
-          encode_apart<Codec, dtype>(job.entry, job.codec, job.seed, job.step, job.hold_zero_tiles,
-                                     gradient, call.gain, call.residual, call.out);
-    });
   } else {
-    part = encode_entry<Codecs, dtype>(job, gradient, call.gain, call.residual, call.out);
+    Codecs::with(job.codec.row, [&]<typename Codec>() {
+      part = encode_entry<Codec, dtype>(job.entry, job.codec, job.seed, job.step,
+                                        chunk.hold_zero_tiles, gradient, call.gain, call.residual,
+                                        call.out);
+    });
   }
   if (call.num_messages == 0) return;
   const StatusPart all = combine_status<kTileThreads>(storage, part);

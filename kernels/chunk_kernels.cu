@@ -14,7 +14,6 @@ namespace {
 // All of the table that have CUDA kernels.
 struct EveryCodec {
   static constexpr bool kHasFloat64 = false;
-  static constexpr bool kApart = true;
   static constexpr uint32_t kMinBlocks = 1;
 
   template <typename F>

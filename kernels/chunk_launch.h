@@ -13,7 +13,6 @@ template <typename Other>
 struct WithExact {
   static constexpr bool kIsExactAlone = std::is_same_v<Other, exact::TileCodec>;
   static constexpr bool kHasFloat64 = kIsExactAlone;
-  static constexpr bool kApart = false;
   // Without a bound the compiler takes twice the registers, to load further ahead.
   static constexpr uint32_t kMinBlocks = Other::kMinBlocks == 0 ? 4 : Other::kMinBlocks;
 

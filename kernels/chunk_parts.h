@@ -3,11 +3,10 @@
 //
 // A kernel is instantiated for a set of codecs (chunk_launch.h). All threads of a block have the
 // same tile, so that the choice of its codec is no divergence; what it costs is registers, since a
-// kernel takes those of its greediest codec. A set gives
+// kernel takes those of its greediest codec. What a codec does with a tile is a function that the
+// kernel calls: inlined beside others it would lose its arrays to local memory. A set gives
 //
 //   kMinBlocks   for __launch_bounds__
-//   kApart       each codec's part is a function that the kernel calls: with many of them inlined
-//                the compiler gives up keeping their arrays in registers
 //   kHasFloat64  there are kernels for fp64 gradients, which only `exact` has
 //   with(row, f) calls f.operator()<Codec>() for the codec of a row of the table
 //
@@ -62,37 +61,28 @@ GRADFERRY_DEVICE Options options_of(const ChunkCodec& codec) {
   return options;
 }
 
-// A tile of a chunk: what its codec's part of a kernel needs of the ChunkBatch.
+// The block's tile, and what its codec's function needs of the ChunkBatch.
 struct TileJob {
   const ChunkTile& entry;  // in device memory, as is the codec
   const ChunkCodec& codec;
   uint64_t seed;
   uint64_t step;
-  bool hold_zero_tiles;
 };
 GRADFERRY_DEVICE TileJob job_of(const ChunkBatch& chunk) {
   const ChunkTile& entry = chunk.tiles[blockIdx.x];
-  return {entry, chunk.codecs[entry.codec], chunk.seed, chunk.envelope.step, chunk.hold_zero_tiles};
+  return {entry, chunk.codecs[entry.codec], chunk.seed, chunk.envelope.step};
 }
 GRADFERRY_DEVICE float* residual_of(const ChunkTile& entry, float* residual) {
   return entry.has_residual != 0 ? residual : nullptr;
 }
 
 template <typename Codec, ScalarType dtype>
-GRADFERRY_DEVICE TileUnit<typename Codec::Options> unit_of(const TileJob& job, Stage stage) {
-  return make_unit<Codec, dtype>(job.entry.tile, stage, job.seed, job.step,
-                                 options_of<typename Codec::Options>(job.codec));
+GRADFERRY_DEVICE TileUnit<typename Codec::Options> unit_of(const ChunkTile& entry,
+                                                           const ChunkCodec& codec, uint64_t seed,
+                                                           uint64_t step, Stage stage) {
+  return make_unit<Codec, dtype>(entry.tile, stage, seed, step,
+                                 options_of<typename Codec::Options>(codec));
 }
-
-// A set of one codec.
-template <typename Codec>
-struct Only {
-  static constexpr bool kApart = false;
-  template <typename F>
-  GRADFERRY_DEVICE static void with(uint32_t /*row*/, F f) {
-    f.template operator()<Codec>();
-  }
-};
 
 // Judges the messages, whose checksums are known by now, and forgets the checksums. Whether one is
 // refused. Only the last block may call it.

@@ -42,48 +42,37 @@ GRADFERRY_DEVICE void with_payload_dtype(ScalarType dtype, F f) {
   f.template operator()<ScalarType::kFloat32>();
 }
 
-// `reduce_as(is_zero, payload_of)` of a tile whose payloads have so many bytes, after their sums.
-template <typename Reduce>
-GRADFERRY_DEVICE StatusPart sum_and_reduce(const TileJob& job, const Received& received,
-                                           uint32_t num_bytes, uint64_t* sums, Reduce reduce_as) {
-  const bool is_zero = sum_payloads(received, job.entry.tile.payload_offset, num_bytes, sums);
-  const bool hold = job.hold_zero_tiles && __syncthreads_or(is_zero ? 0 : 1) == 0;
-  return reduce_as(hold, [&](uint32_t rank) {
-    return received.buffer + received.messages[rank].offset + kHeaderBytes;
-  });
+GRADFERRY_DEVICE const std::byte* payloads_of(const Received& received, uint32_t rank) {
+  return received.buffer + received.messages[rank].offset + kHeaderBytes;
 }
 
-template <typename Codecs>
-GRADFERRY_DEVICE StatusPart reduce_entry(const TileJob& job, ScalarType payload_dtype,
-                                         const Received& received, uint64_t* sums,
-                                         const float* gain, float* residual, std::byte* out) {
-  const auto with_codec = [&](auto f) {
-    Codecs::with(job.codec.row, [&]<typename Codec>() {
-      with_payload_dtype<Codec>(payload_dtype, [&]<ScalarType dtype>() {
-        f.template operator()<Codec, dtype>(unit_of<Codec, dtype>(job, Stage::kWorker),
-                                            unit_of<Codec, dtype>(job, Stage::kOwner));
-      });
-    });
-  };
-  uint32_t num_bytes = 0;
-  with_codec([&]<typename Codec, ScalarType>(const auto& unit, const auto&) {
-    num_bytes = unit.payload_bytes;
-  });
-  return sum_and_reduce(job, received, num_bytes, sums, [&](bool is_zero, auto payload_of) {
-    return reduce_tile(with_codec, job.entry.tile, is_zero, payload_of, received.num_messages, gain,
-                       residual_of(job.entry, residual), out);
-  });
+// Whether the tile is a held zero tile.
+GRADFERRY_DEVICE bool sum_and_compare(const Tile& tile, const Received& received,
+                                      uint32_t num_bytes, uint64_t* sums, bool hold_zero_tiles) {
+  const bool is_zero = sum_payloads(received, tile.payload_offset, num_bytes, sums);
+  return hold_zero_tiles && __syncthreads_or(is_zero ? 0 : 1) == 0;
 }
 
 template <typename Codec>
-GRADFERRY_APART StatusPart reduce_apart(const ChunkTile& entry, const ChunkCodec& codec,
+GRADFERRY_APART StatusPart reduce_entry(const ChunkTile& entry, const ChunkCodec& codec,
                                         uint64_t seed, uint64_t step, bool hold_zero_tiles,
                                         ScalarType payload_dtype, const Message* messages,
                                         uint32_t num_messages, const std::byte* buffer,
                                         uint64_t* sums, const float* gain, float* residual,
                                         std::byte* out) {
-  return reduce_entry<Only<Codec>>({entry, codec, seed, step, hold_zero_tiles}, payload_dtype,
-                                   {messages, num_messages, buffer}, sums, gain, residual, out);
+  const Received received{messages, num_messages, buffer};
+  StatusPart part{0, 0};
+  with_payload_dtype<Codec>(payload_dtype, [&]<ScalarType dtype>() {
+    const auto unit = unit_of<Codec, dtype>(entry, codec, seed, step, Stage::kWorker);
+    const auto owner_unit = unit_of<Codec, dtype>(entry, codec, seed, step, Stage::kOwner);
+    const bool is_zero =
+        sum_and_compare(entry.tile, received, unit.payload_bytes, sums, hold_zero_tiles);
+    part = reduce_tile<Codec, dtype>(
+        unit, owner_unit, entry.tile, is_zero,
+        [&](uint32_t rank) { return payloads_of(received, rank); }, num_messages, gain,
+        residual_of(entry, residual), out);
+  });
+  return part;
 }
 
 template <typename Codecs, bool kIsFloat64>
@@ -91,25 +80,23 @@ GRADFERRY_DEVICE StatusPart reduce_block(const ReduceChunkCall& call, const Tile
   const ChunkBatch& chunk = call.chunk;
   const Received received{call.received.messages, call.received.num_messages, call.received.buffer};
   std::byte* out = call.out + kHeaderBytes;
+  StatusPart part{0, 0};
   if constexpr (kIsFloat64) {
-    return sum_and_reduce(job, received, exact_float64::payload_bytes(job.entry.tile.num_elements),
-                          sums_of(chunk), [&](bool is_zero, auto payload_of) {
-                            return exact_float64::reduce_tile(
-                                job.entry.tile, is_zero, payload_of, received.num_messages,
-                                call.gain, residual_of(job.entry, call.residual), out);
-                          });
-  } else if constexpr (Codecs::kApart) {
-    StatusPart part{0, 0};
+    const Tile tile = job.entry.tile;
+    const bool is_zero =
+        sum_and_compare(tile, received, exact_float64::payload_bytes(tile.num_elements),
+                        sums_of(chunk), chunk.hold_zero_tiles);
+    part = exact_float64::reduce_tile(
+        tile, is_zero, [&](uint32_t rank) { return payloads_of(received, rank); },
+        received.num_messages, call.gain, residual_of(job.entry, call.residual), out);
+  } else {
     Codecs::with(job.codec.row, [&]<typename Codec>() {
-      part = reduce_apart<Codec>(job.entry, job.codec, job.seed, job.step, job.hold_zero_tiles,
+      part = reduce_entry<Codec>(job.entry, job.codec, job.seed, job.step, chunk.hold_zero_tiles,
                                  chunk.dtype, received.messages, received.num_messages,
                                  received.buffer, sums_of(chunk), call.gain, call.residual, out);
     });
-    return part;
-  } else {
-    return reduce_entry<Codecs>(job, chunk.dtype, received, sums_of(chunk), call.gain,
-                                call.residual, out);
   }
+  return part;
 }
 
 // A rank that owns no tile of the chunk has one block without a tile.

@@ -207,18 +207,17 @@ GRADFERRY_DEVICE TileUnit<typename Codec::Options> make_unit(
 // --- tiles ---------------------------------------------------------------------------------------
 //
 // What a block does with its tile, for the kernels below and for those of chunks. Pointers are to
-// the start of whole arrays, as in codec.h. with_codec(f) calls f with the tile's codec as a type
-// and its units: so the lane's values stay in one array, whatever codecs a kernel has to choose
-// from. (With an array for each, the compiler merges what their branches have in common, and the
-// arrays go to local memory.)
+// the start of whole arrays, as in codec.h; a residual may be null. The lane's values are one array
+// for all branches: with an array per branch, the compiler merges what branches have in common, and
+// arrays go to local memory.
 
-// with_codec calls f.operator()<Codec>(unit). Returns the thread's part of the tile's status.
-template <ScalarType dtype, typename WithCodec>
-GRADFERRY_DEVICE StatusPart encode_tile(WithCodec with_codec, const Tile& tile,
-                                        bool hold_zero_tiles, const std::byte* gradient,
-                                        float alpha, const float* gain, float* residual,
-                                        std::byte* out) {
-  const Slice slice(tile.num_elements);
+// Returns the thread's part of the tile's status.
+template <typename Codec, ScalarType dtype>
+GRADFERRY_DEVICE StatusPart encode_tile(const TileUnit<typename Codec::Options>& unit,
+                                        const Tile& tile, bool hold_zero_tiles,
+                                        const std::byte* gradient, float alpha, const float* gain,
+                                        float* residual, std::byte* out) {
+  const Slice& slice = unit.slice;
   std::byte* payload = out + tile.payload_offset;
   float* tile_residual = residual == nullptr ? nullptr : residual + tile.residual_offset;
 
@@ -228,9 +227,7 @@ GRADFERRY_DEVICE StatusPart encode_tile(WithCodec with_codec, const Tile& tile,
     load_slice<ScalarType::kFloat32>(slice, reinterpret_cast<const std::byte*>(tile_residual), old);
   }
   if (hold_zero_tiles && __syncthreads_or(has_magnitude(v) ? 1 : 0) == 0) {
-    with_codec([&]<typename Codec>(const TileUnit<typename Codec::Options>& unit) {
-      write_zero_payload(payload, unit.payload_bytes);
-    });
+    write_zero_payload(payload, unit.payload_bytes);
     if (residual != nullptr) keep_residual(slice, tile_residual, gain);
     return {0, 0};
   }
@@ -245,25 +242,26 @@ GRADFERRY_DEVICE StatusPart encode_tile(WithCodec with_codec, const Tile& tile,
 
   PayloadWriter writer(payload, tile.message_offset);
   uint32_t flags = 0;
-  with_codec([&]<typename Codec>(const TileUnit<typename Codec::Options>& unit) {
-    if (residual != nullptr) {
-      flags = Codec::template encode<dtype, true>(unit, v, writer);
-      store_residual<Codec::kUnitsAreQuads>(slice, v, gain, tile_residual);
-    } else {
-      flags = Codec::template encode<dtype, false>(unit, v, writer);
-    }
-  });
+  if (residual != nullptr) {
+    flags = Codec::template encode<dtype, true>(unit, v, writer);
+    store_residual<Codec::kUnitsAreQuads>(slice, v, gain, tile_residual);
+  } else {
+    flags = Codec::template encode<dtype, false>(unit, v, writer);
+  }
   return {writer.checksum, flags};
 }
 
-// v = the lane's values. Returns flags. clear_beyond_end() comes next.
+// v = the lane's values, +0 beyond the tile's end. Returns flags.
 template <typename Codec, ScalarType dtype>
 GRADFERRY_DEVICE uint32_t decode_values(const TileUnit<typename Codec::Options>& unit,
                                         const std::byte* payload, float* v) {
-  return Codec::template decode<dtype>(unit, payload, [&](uint32_t j, float x) { v[j] = x; });
+  const uint32_t flags =
+      Codec::template decode<dtype>(unit, payload, [&](uint32_t j, float x) { v[j] = x; });
+  clear_beyond_end(unit.slice, v);
+  return flags;
 }
 
-// Writes what was decoded, +0 beyond the tile's end, unless `gradient` is null; changes v. Returns
+// Writes what decode_values() gave, unless `gradient` is null; changes v. Returns
 // flags: a finite number may be infinite in the gradient's dtype.
 template <ScalarType dtype>
 GRADFERRY_DEVICE uint32_t store_values(const Slice& slice, const Tile& tile, float* v,
@@ -291,21 +289,20 @@ GRADFERRY_DEVICE uint32_t store_values(const Slice& slice, const Tile& tile, flo
   return largest >= kLeastInfinite<dtype> ? kTileNonFinite : 0;
 }
 
-// with_codec calls f.operator()<Codec, dtype of the payload>(unit, owner_unit). payload_of(rank):
-// where the rank's payloads begin. `is_zero`: this tile's are held zero tiles. Returns the thread's
-// part of the tile's status.
-template <typename WithCodec, typename PayloadOf>
-GRADFERRY_DEVICE StatusPart reduce_tile(WithCodec with_codec, const Tile& tile, bool is_zero,
-                                        PayloadOf payload_of, uint32_t world_size,
-                                        const float* gain, float* owner_residual, std::byte* out) {
-  const Slice slice(tile.num_elements);
+// payload_of(rank): where the rank's payloads begin. `is_zero`: this tile's are held zero tiles.
+// Returns the thread's part of the tile's status.
+template <typename Codec, ScalarType dtype, typename PayloadOf>
+GRADFERRY_DEVICE StatusPart reduce_tile(const TileUnit<typename Codec::Options>& unit,
+                                        const TileUnit<typename Codec::Options>& owner_unit,
+                                        const Tile& tile, bool is_zero, PayloadOf payload_of,
+                                        uint32_t world_size, const float* gain,
+                                        float* owner_residual, std::byte* out) {
+  const Slice& slice = unit.slice;
   std::byte* payload = out + tile.output_offset;
   float* tile_residual =
       owner_residual == nullptr ? nullptr : owner_residual + tile.residual_offset;
   if (is_zero) {
-    with_codec([&]<typename Codec, ScalarType>(const auto&, const auto& owner_unit) {
-      write_zero_payload(payload, owner_unit.payload_bytes);
-    });
+    write_zero_payload(payload, owner_unit.payload_bytes);
     if (owner_residual != nullptr) keep_residual(slice, tile_residual, gain);
     return {0, 0};
   }
@@ -315,12 +312,10 @@ GRADFERRY_DEVICE StatusPart reduce_tile(WithCodec with_codec, const Tile& tile, 
   GRADFERRY_UNROLL
   for (uint32_t j = 0; j < kLaneElements; ++j) v[j] = -0.0f;
   uint32_t flags = 0;
-  with_codec([&]<typename Codec, ScalarType dtype>(const auto& unit, const auto&) {
-    for (uint32_t rank = 0; rank < world_size; ++rank) {
-      flags |= Codec::template decode<dtype>(unit, payload_of(rank) + tile.payload_offset,
-                                             [&](uint32_t j, float x) { v[j] = v[j] + x; });
-    }
-  });
+  for (uint32_t rank = 0; rank < world_size; ++rank) {
+    flags |= Codec::template decode<dtype>(unit, payload_of(rank) + tile.payload_offset,
+                                           [&](uint32_t j, float x) { v[j] = v[j] + x; });
+  }
   flags &= kTileCorrupt;
   const float inverse = 1.0f / static_cast<float>(world_size);
   if (owner_residual != nullptr) {
@@ -336,14 +331,12 @@ GRADFERRY_DEVICE StatusPart reduce_tile(WithCodec with_codec, const Tile& tile, 
   clear_beyond_end(slice, v);
 
   PayloadWriter writer(payload, tile.message_offset);
-  with_codec([&]<typename Codec, ScalarType dtype>(const auto&, const auto& owner_unit) {
-    if (owner_residual != nullptr) {
-      flags |= Codec::template encode<dtype, true>(owner_unit, v, writer);
-      store_residual<Codec::kUnitsAreQuads>(slice, v, gain, tile_residual);
-    } else {
-      flags |= Codec::template encode<dtype, false>(owner_unit, v, writer);
-    }
-  });
+  if (owner_residual != nullptr) {
+    flags |= Codec::template encode<dtype, true>(owner_unit, v, writer);
+    store_residual<Codec::kUnitsAreQuads>(slice, v, gain, tile_residual);
+  } else {
+    flags |= Codec::template encode<dtype, false>(owner_unit, v, writer);
+  }
   return {writer.checksum, flags};
 }
 
@@ -380,9 +373,8 @@ __global__ void __launch_bounds__(kTileThreads, Codec::kMinBlocks)
                   float alpha, const float* gain, float* residual, std::byte* out) {
   const Tile tile = batch.tiles[blockIdx.x];
   const auto unit = make_unit<Codec, dtype>(batch, tile, batch.stage);
-  finish(batch, encode_tile<dtype>([&](auto f) { f.template operator()<Codec>(unit); }, tile,
-                                   batch.hold_zero_tiles, gradient, alpha, gain,
-                                   kResidual ? residual : nullptr, out));
+  finish(batch, encode_tile<Codec, dtype>(unit, tile, batch.hold_zero_tiles, gradient, alpha, gain,
+                                          kResidual ? residual : nullptr, out));
 }
 
 template <typename Codec, ScalarType dtype>
@@ -393,7 +385,6 @@ __global__ void __launch_bounds__(kTileThreads, Codec::kMinBlocks)
   const auto unit = make_unit<Codec, dtype>(batch, tile, batch.stage);
   float v[kLaneElements];
   uint32_t flags = decode_values<Codec, dtype>(unit, in + tile.payload_offset, v);
-  clear_beyond_end(unit.slice, v);
   flags |= store_values<dtype>(unit.slice, tile, v, gradient, beta, residual);
   finish(batch, {0, flags});
 }
@@ -410,9 +401,10 @@ __global__ void __launch_bounds__(kTileThreads, Codec::kMinBlocks)
   const bool is_zero =
       batch.hold_zero_tiles &&
       all_payloads_are_zero(payload_by_rank, world_size, tile.payload_offset, unit.payload_bytes);
-  finish(batch, reduce_tile([&](auto f) { f.template operator()<Codec, dtype>(unit, owner_unit); },
-                            tile, is_zero, [&](uint32_t rank) { return payload_by_rank[rank]; },
-                            world_size, gain, kResidual ? owner_residual : nullptr, out));
+  finish(batch,
+         reduce_tile<Codec, dtype>(
+             unit, owner_unit, tile, is_zero, [&](uint32_t rank) { return payload_by_rank[rank]; },
+             world_size, gain, kResidual ? owner_residual : nullptr, out));
 }
 
 template <typename Codec, ScalarType dtype>

@@ -183,7 +183,7 @@ struct EveryWidth {
   }
 };
 
-// What differs by width is in branches, and arrays are outside of them: see encode_tile().
+// What differs by width is in branches, and arrays are outside of them: see tile_kernels.h.
 template <typename Widths>
 struct Rht {
   using Options = rht::Options;
