@@ -114,10 +114,7 @@ class DeviceLinkProbe:
             self._clock.wait()
 
     def _all_to_all(self, send: torch.Tensor, receive: torch.Tensor) -> None:
-        sizes = [send.numel() // self.world_size] * self.world_size
-        self._in_order(
-            dist.all_to_all_single(receive, send, sizes, sizes, group=self._group, async_op=True)
-        )
+        self._in_order(dist.all_to_all_single(receive, send, group=self._group, async_op=True))
 
     def _all_gather(self, send: torch.Tensor, receive: torch.Tensor) -> None:
         self._in_order(dist.all_gather_into_tensor(receive, send, group=self._group, async_op=True))
