@@ -11,9 +11,12 @@ from typing import Any
 from unittest import mock
 
 import gradferry
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from gradferry import _native
+from gradferry.core.codec_spec import parse_codec
 from gradferry.lab.cli import main
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -303,6 +306,60 @@ def test_a_group_needs_no_backend_for_the_cpu(worlds: Worlds) -> None:
     assert first[0]["codec"] == "q4"
     found = worlds(2).run(case_without_cpu, case="case_doctor", hooks=["q4"], **arguments)[0]
     assert found.verdict.startswith("Use q4")
+
+
+def case_switched(prices: Prices) -> list[np.ndarray]:
+    """Owner residuals by tile, of the tiles that this rank owns, before and after a change."""
+    from gradferry.ddp.state import bound_to
+
+    with priced(prices):
+        ddp, x = wrapped(LAYER_S, "streamed")
+        bound = bound_to(gradferry.attach(ddp, "auto"))
+        with torch.no_grad():  # so that ranks have different gradients
+            for weight in ddp.parameters():
+                weight.mul_(dist.get_rank() + 0.3)
+        seen = []
+        for number, codec in enumerate(("q4", "rht")):
+            bound.running.switch(bound.hook, parse_codec(codec), number)
+            if number == 0:
+                ddp(x).backward()
+                seen.append(owner_residuals(bound.running.engine))
+        return [*seen, owner_residuals(bound.running.engine)]
+
+
+def owner_residuals(engine: Any) -> np.ndarray:
+    owner = engine.state()[2].numpy()
+    whole, begin = np.zeros(NUM_ELEMENTS, np.float32), 0
+    for _, count, _, offset in engine.tiles():
+        if offset >= 0:
+            whole[begin : begin + count] = owner[offset : offset + count]
+        begin += count
+    return whole
+
+
+def test_what_owners_withheld_moves_without_a_backend_for_the_cpu(worlds: Worlds) -> None:
+    answers = worlds(2).run(case_without_cpu, case="case_switched", prices=Prices())
+    before, after = (sum(answer[i] for answer in answers) for i in (0, 1))
+    assert before.any()
+    assert np.array_equal(before, after)
+
+
+def case_small_chunks(prices: Prices, chunk_bytes: int) -> int:
+    from gradferry.core import device
+
+    with mock.patch.object(device, "STREAM_CHUNK_BYTES", chunk_bytes):
+        found = case_doctor(prices, layer_s=LAYER_S, hooks=["exact"])
+    (predicted,) = (p for p in found.predictions if p.hook == "exact")
+    return predicted.wire_bytes
+
+
+def test_chunks_are_those_of_the_device(worlds: Worlds) -> None:
+    # A bucket sends an owner 128 kB: in one chunk, as on a host, or in four.
+    whole, parts = (
+        worlds(2).run(case_small_chunks, prices=Prices(), chunk_bytes=chunk_bytes)[0]
+        for chunk_bytes in (1 << 20, 1 << 15)
+    )
+    assert parts - whole == LAYERS * 3 * 2 * _native.HEADER_BYTES
 
 
 def case_bucket_times(prices: Prices) -> list[list[dict[str, Any]]]:

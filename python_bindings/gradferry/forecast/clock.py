@@ -6,6 +6,7 @@ A device runs behind the host, so the host's clock says nothing about the work o
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -69,6 +70,13 @@ class DeviceClock:
     def head_start(self) -> None:
         if self._place.type == "cuda":
             torch.cuda._sleep(HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
+
+
+def computing_on(place: torch.device) -> AbstractContextManager[object]:
+    """Makes a device the current one: events are recorded in the streams of that."""
+    if place.type == "cpu":
+        return nullcontext()
+    return torch.accelerator.device_index(place.index)
 
 
 def clock_of(place: torch.device) -> Clock:

@@ -12,7 +12,8 @@ from torch import nn
 from gradferry import _native
 from gradferry.core.agreement import meeting_place
 from gradferry.core.config import COARSE_BITS
-from gradferry.core.device import CPU, load_kernels, transport_of
+from gradferry.core.device import CPU, Transport, load_kernels, transport_of
+from gradferry.forecast.clock import computing_on
 from gradferry.forecast.costs import Costs, Parameter, StepProfile
 from gradferry.forecast.hook_names import BACKEND_HOOKS, RULERS, TORCH_DTYPES, hook_config
 from gradferry.forecast.measure import make_probe, measure_costs
@@ -83,6 +84,19 @@ def examine(
         load_kernels(place.type)
     meeting_place(group, place)
     transport = transport_of(place, group)
+    with computing_on(place):
+        return _examine(group, build_model, make_step, attach, asked, emit, transport)
+
+
+def _examine(
+    group: dist.ProcessGroup,
+    build_model: Callable[[], nn.Module],
+    make_step: Callable[[nn.Module], Callable[[], None]],
+    attach: Attach,
+    asked: Examination,
+    emit: Progress,
+    transport: Transport,
+) -> Diagnosis:
     emit(f"training steps without communication, and with {_MEASURED_CODEC}")
     cap = asked.bucket_caps_mb[0]
     steps = measure_steps(
@@ -92,7 +106,7 @@ def examine(
         lambda ddp: attach(ddp, _MEASURED_CODEC),
         cap,
         asked.turns,
-        place,
+        transport.device,
     )
     backend = [hook for hook in asked.hooks if hook in BACKEND_HOOKS]
     configs = {
@@ -120,7 +134,7 @@ def examine(
         costs=costs,
         predictions=tuple(predictions),
         verdict=advise(predictions, needs_momentum),
-        device=place.type,
+        device=transport.device.type,
     )
 
 

@@ -25,9 +25,9 @@ from gradferry.forecast.measure_link import Progress, rising
 
 _EXCHANGE_BYTES = (64 << 10, 512 << 10, STREAM_CHUNK_BYTES)  # to each rank, as far as they fit
 _MOST_BYTES = 32 << 20  # that a rank sends, or receives, in one exchange
-_REDUCE_BYTES = (64 << 10, 4 << 20, 32 << 20)  # of the tensor
-_BATCH = 6  # collectives between two readings of the clock
-_FEWEST_BATCHES, _MOST_BATCHES = 3, 9
+_REDUCE_BYTES = (64 << 10, 1 << 20, 16 << 20)  # of the tensor
+_MOST_IN_BATCH = 6  # collectives between two readings of the clock
+_MOST_BATCHES = 9
 
 Post = Callable[..., None]  # of tensors on the device; the collective is enqueued when it returns
 
@@ -87,32 +87,33 @@ class DeviceLinkProbe:
 
     def _batches(self, seconds: float, post: Post, *tensors: torch.Tensor) -> float:
         """Typical seconds from one collective to the next."""
-        self._batch(post, tensors)  # the first of its kind connects the ranks
-        first = self._batch(post, tensors)
-        count = round(seconds / (_BATCH * first)) if first > 0 else _MOST_BATCHES
-        count = max(_FEWEST_BATCHES, min(_MOST_BATCHES, count))
-        return self.most([median(self._batch(post, tensors) for _ in range(count))])[0]
+        self._batch(post, tensors, 1)  # the first of its kind connects the ranks
+        # Equal on all ranks, and so is what follows from it.
+        single = self._batch(post, tensors, 1)
+        wanted = seconds / single if single > 0 else _MOST_IN_BATCH * _MOST_BATCHES
+        in_batch = max(1, min(_MOST_IN_BATCH, round(wanted / _MOST_BATCHES)))
+        count = max(1, min(_MOST_BATCHES, round(wanted / in_batch)))
+        return median(self._batch(post, tensors, in_batch) for _ in range(count))
 
-    def _batch(self, post: Post, tensors: Sequence[torch.Tensor]) -> float:
-        """The same of one batch; equal on all ranks."""
+    def _batch(self, post: Post, tensors: Sequence[torch.Tensor], count: int) -> float:
+        """The same of `count` in a row, on the slowest rank."""
         self.most([0.0])
         aligning = torch.zeros(1, dtype=torch.float32, device=self._place)
         self._clock.head_start()
         self._reduce(aligning)  # no rank's clock runs before all ranks have come
         self._wait_if_staged()
         begin = self._link_clock.mark()
-        for _ in range(_BATCH):
+        for _ in range(count):
             post(*tensors)
         self._wait_if_staged()
         end = self._link_clock.mark()
-        return self.most([self._link_clock.seconds(begin, end) / _BATCH])[0]
+        return self.most([self._link_clock.seconds(begin, end) / count])[0]
 
     def _wait_if_staged(self) -> None:
         if self._engine is Engine.STAGED:
             self._clock.wait()
 
     def _all_to_all(self, send: torch.Tensor, receive: torch.Tensor) -> None:
-        # Without sizes, as the engine posts messages of one size.
         self._in_order(dist.all_to_all_single(receive, send, group=self._group, async_op=True))
 
     def _all_gather(self, send: torch.Tensor, receive: torch.Tensor) -> None:

@@ -322,8 +322,8 @@ def _prediction_table(rows: Sequence[Row], verdict: Row) -> Table:
     if not _on_host(verdict):
         lost = 1 - verdict["spare_cores"]
         notes.append(
-            f"While kernels of the engine run, the backward pass loses {lost:.0%} of their time, "
-            "by that measurement."
+            f"While kernels of the engine run, the backward pass loses {lost:.0%} of their time: "
+            f"found by that, too."
         )
     if any(row["needs_momentum"] for row in rows):
         notes.append("* trains well only in momentum mode (momentum=), or with SGD.")
