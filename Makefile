@@ -23,7 +23,9 @@ TORCH ?= $(newest_torch)
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 # Kernels for the GPUs of this machine; where it has none, for one kind: each takes minutes. What pip
 # installs without this file has all of them (cmake/enable_cuda.cmake).
-export CUDAARCHS ?= $(if $(shell nvidia-smi -L 2>/dev/null),native,90)
+ifndef CUDAARCHS
+export CUDAARCHS := $(if $(shell nvidia-smi -L 2>/dev/null),native,90)
+endif
 
 venv := $(if $(filter $(newest_torch),$(TORCH)),.venv,.venv-torch$(TORCH))
 bin := $(venv)/bin

@@ -30,8 +30,10 @@ set_target_properties(gradferry_kernels_cuda PROPERTIES EXPORT_NAME kernels_cuda
   CUDA_RUNTIME_LIBRARY None)
 target_link_libraries(gradferry_kernels_cuda PUBLIC gradferry_kernels CUDA::cudart_static)
 target_link_options(gradferry_kernels_cuda INTERFACE LINKER:--exclude-libs,libcudart_static.a)
-target_compile_options(gradferry_kernels_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:
-  -Xptxas=--warn-on-spills,--warn-on-local-memory-usage,--warning-as-error>)
+if(GRADFERRY_WERROR)
+  target_compile_options(gradferry_kernels_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:
+    -Xptxas=--warn-on-spills,--warn-on-local-memory-usage,--warning-as-error>)
+endif()
 
 if(GRADFERRY_TESTS)
   add_library(gradferry_kernels_ptx OBJECT ${cuda_kernel_files})

@@ -50,6 +50,7 @@ TRAININGS: tuple[tuple[str, int, tuple[str, ...]], ...] = (
     ("nccl", 1, ("--detail",)),
     ("nccl", 1, ("--abandon",)),
     ("gloo", 2, ("--abandon",)),
+    ("nccl", 1, ("--abandon", "--slow", "7")),
     ("nccl", 1, ("--slow", "7")),
     ("gloo", 2, ("--slow", "7")),
 )

@@ -10,9 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from gradferry import _native
-from gradferry.core.agreement import meeting_place
 from gradferry.core.config import COARSE_BITS
-from gradferry.core.device import CPU, Transport, load_kernels, transport_of
+from gradferry.core.device import CPU, Transport, agreed_transport
 from gradferry.forecast.clock import computing_on
 from gradferry.forecast.costs import Costs, Parameter, StepProfile
 from gradferry.forecast.hook_names import BACKEND_HOOKS, RULERS, TORCH_DTYPES, hook_config
@@ -80,10 +79,7 @@ def examine(
     Raises:
         ConfigError: there are no kernels for this device, or the group has no backend for it.
     """
-    if place.type != CPU.type:
-        load_kernels(place.type)
-    meeting_place(group, place)
-    transport = transport_of(place, group)
+    transport = agreed_transport(place, group)
     with computing_on(place):
         return _examine(group, build_model, make_step, attach, asked, emit, transport)
 

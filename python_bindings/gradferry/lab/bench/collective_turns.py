@@ -20,7 +20,7 @@ from gradferry import _native
 from gradferry.core.agreement import most_of_ranks
 from gradferry.core.codec_spec import parse_codec
 from gradferry.core.config import make_config
-from gradferry.core.device import load_kernels, transport_of
+from gradferry.core.device import Transport, agreed_transport
 from gradferry.core.engine import start_engine
 from gradferry.core.options import Options
 from gradferry.core.parameters import ParameterLayout
@@ -99,10 +99,9 @@ class _CodecAllReduce:
     wire_measured = True
 
     def __init__(
-        self, name: str, num_elements: int, group: dist.ProcessGroup, place: torch.device
+        self, name: str, num_elements: int, group: dist.ProcessGroup, transport: Transport
     ) -> None:
         self.name = name
-        transport = transport_of(place, group)
         config = transport.adapted(make_config(Options(name, seed=_SEED)))
         self._on_host = transport.on_host
         codec = parse_codec(name)
@@ -148,13 +147,13 @@ _AllReduce = _BackendAllReduce | _CodecAllReduce
 
 def compare_all_reduces(emit: Emit, options: AllReduceOptions) -> list[AllReduceOutcome]:
     """Runs on every rank; the outcomes are those of all. Emits what it is doing, as text."""
-    place, group = place_of_rank(options.device)
-    if place.type != "cpu":
-        load_kernels(place.type)
+    place, own_group = place_of_rank(options.device)
+    group = own_group or _default_group()
+    transport = agreed_transport(place, group)
     outcomes = []
     for size in options.sizes:
         emit(f"{size:,} bytes")
-        outcomes += _compare(options, size // 4, place, group or _default_group())
+        outcomes += _compare(options, size // 4, group, transport)
     return outcomes
 
 
@@ -164,18 +163,18 @@ def _default_group() -> dist.ProcessGroup:
 
 
 def _compare(
-    options: AllReduceOptions, num_elements: int, place: torch.device, group: dist.ProcessGroup
+    options: AllReduceOptions, num_elements: int, group: dist.ProcessGroup, transport: Transport
 ) -> list[AllReduceOutcome]:
     gradients = [_gradient(rank, num_elements) for rank in range(dist.get_world_size())]
-    mine = gradients[dist.get_rank()].to(place)
-    buffer, clock = torch.empty_like(mine), clock_of(place)
+    mine = gradients[dist.get_rank()].to(transport.device)
+    buffer, clock = torch.empty_like(mine), clock_of(transport.device)
     entries = []
     for name in options.names:
         all_reduce: _AllReduce
         if name in TORCH_DTYPES:
             all_reduce = _BackendAllReduce(name, num_elements, group)
         else:
-            all_reduce = _CodecAllReduce(name, num_elements, group, place)
+            all_reduce = _CodecAllReduce(name, num_elements, group, transport)
         entries.append((all_reduce, _first_run(all_reduce, buffer, gradients, options.check)))
     for all_reduce, _ in entries:
         for _ in range(options.warmup):
