@@ -269,8 +269,11 @@ def case_auto(prices: Prices, layer_s: float, kind: str = "streamed") -> tuple[d
             ddp(x).backward()
             marks.append(clock.mark())
         steps = [clock.seconds(*pair) for pair in itertools.pairwise(marks)]
+        choice = state.stats()["choice"]
+        state.load_state_dict(state.state_dict())
+        assert state.stats()["choice"]["codec"] == choice["codec"]
     assert fake_device.machine.races() == []
-    return state.stats()["choice"], steps
+    return choice, steps
 
 
 def test_auto_follows_the_clock_of_the_device(worlds: Worlds) -> None:
@@ -306,6 +309,27 @@ def test_a_group_needs_no_backend_for_the_cpu(worlds: Worlds) -> None:
     assert first[0]["codec"] == "q4"
     found = worlds(2).run(case_without_cpu, case="case_doctor", hooks=["q4"], **arguments)[0]
     assert found.verdict.startswith("Use q4")
+
+
+def case_one_rank_without_memory(prices: Prices, layer_s: float) -> Any:
+    import torch.distributed as dist
+    from gradferry.forecast import measure
+    from outcomes import attempt
+
+    def measure_codec_on(*arguments: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory left")
+
+    full = mock.patch.object(measure, "measure_codec_on", measure_codec_on)
+    with full if dist.get_rank() == 1 else contextlib.nullcontext():
+        return attempt(lambda: case_doctor(prices, layer_s, ["q4"]))
+
+
+def test_a_rank_without_memory_is_an_error_on_all(worlds: Worlds) -> None:
+    arguments = {"prices": Prices(), "layer_s": LAYER_S}
+    other, full = worlds(2).run(case_one_rank_without_memory, **arguments)
+    assert (other.error, full.error) == ("PeerError", "PeerError")
+    assert "another rank cannot measure codecs" in other.text
+    assert "this rank cannot measure codecs: no memory left" in full.text
 
 
 def case_switched(prices: Prices) -> list[np.ndarray]:
