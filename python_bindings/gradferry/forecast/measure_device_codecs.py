@@ -1,6 +1,4 @@
-"""Measures codecs on a device, by its own clock: their kernels alone, without the checks and headers
-of a chunk.
-"""
+"""Measures codecs on a device, by its own clock: their kernels alone, without checks and headers."""
 
 from __future__ import annotations
 
