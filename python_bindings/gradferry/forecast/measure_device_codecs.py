@@ -1,4 +1,4 @@
-"""Measures codecs on a device, by its own clock: their kernels alone, without checks and headers."""
+"""Measures codecs on a device, by its clock: their kernels alone, without checks and headers."""
 
 from __future__ import annotations
 
