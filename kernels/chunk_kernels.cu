@@ -1,6 +1,8 @@
 // The kernels for chunks of any mixture of codecs, and the choice between them and those for one
 // codec and `exact`.
-#include "codec_headers.h"  // written by the build: every kernels/<codec>/<codec>_cuda.h
+// Written by the build: every kernels/<codec>/<codec>_cuda.h, and their names.
+#include "codec_headers.h"
+#include "codec_names.h"
 #include "kernels/chunk_launch.h"
 
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE {

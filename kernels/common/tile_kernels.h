@@ -237,7 +237,7 @@ GRADFERRY_DEVICE StatusPart encode_tile(const TileUnit<typename Codec::Options>&
     for (uint32_t j = 0; j < kLaneElements; ++j) v[j] = alpha * v[j] + g * old[j];
   } else {
     GRADFERRY_UNROLL
-    for (uint32_t j = 0; j < kLaneElements; ++j) v[j] = alpha * v[j];
+    for (float& x : v) x = alpha * x;
   }
 
   PayloadWriter writer(payload, tile.message_offset);
@@ -310,7 +310,7 @@ GRADFERRY_DEVICE StatusPart reduce_tile(const TileUnit<typename Codec::Options>&
   // Adding -0 changes no number, so the first rank's values do not change.
   float v[kLaneElements];
   GRADFERRY_UNROLL
-  for (uint32_t j = 0; j < kLaneElements; ++j) v[j] = -0.0f;
+  for (float& x : v) x = -0.0f;
   uint32_t flags = 0;
   for (uint32_t rank = 0; rank < world_size; ++rank) {
     flags |= Codec::template decode<dtype>(unit, payload_of(rank) + tile.payload_offset,
@@ -326,7 +326,7 @@ GRADFERRY_DEVICE StatusPart reduce_tile(const TileUnit<typename Codec::Options>&
     for (uint32_t j = 0; j < kLaneElements; ++j) v[j] = v[j] * inverse + g * old[j];
   } else {
     GRADFERRY_UNROLL
-    for (uint32_t j = 0; j < kLaneElements; ++j) v[j] = v[j] * inverse;
+    for (float& x : v) x = x * inverse;
   }
   clear_beyond_end(slice, v);
 

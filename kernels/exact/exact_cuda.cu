@@ -1,7 +1,7 @@
 #include "kernels/chunk_launch.h"
 #include "kernels/common/tile_launch.h"
-#include "kernels/exact/exact_float64_kernels.h"
 #include "kernels/exact/exact_cuda.h"
+#include "kernels/exact/exact_float64_kernels.h"
 
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE {
 namespace {

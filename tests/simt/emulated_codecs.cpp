@@ -1,6 +1,6 @@
 #include <vector>
 
-#include "codec_headers.h"  // written by the build: the codecs with a CUDA source
+#include "codec_names.h"  // written by the build: the codecs with a CUDA source
 #include "kernels/common/codec_parts.h"
 #include "tests/simt/kernel_codecs.h"
 #include "tests/simt/machine.h"
