@@ -139,14 +139,38 @@ TEST(Chunks, HoldZeroTiles) {
   }
 }
 
+// Momentum in a world of one: what was encoded is decoded where it lies, and has no header.
 TEST(Chunks, WithoutMessagesAreOnlyEncodedAndDecoded) {
   ChunkSetup setup;
   setup.codecs = {"exact"};
   setup.world_size = 1;
-  ChunkRun run(setup);
-  const Buffer before = run.ranks[0].sent;
-  run.encode(0);
-  EXPECT_TRUE(!(run.ranks[0].sent == before));
+  setup.alpha = 0.25f;
+  setup.beta = 0.75f;
+  ChunkRun kernels(setup), cpu(setup);
+  kernels.encode(0, false), cpu.encode_on_cpu(0, false);
+  expect_same(kernels, cpu);
+  for (ChunkRun* run : {&kernels, &cpu}) {
+    Rank& r = run->ranks[0];
+    ASSERT_EQ(r.gathered.size(), r.sent.size());
+    std::memcpy(r.gathered.data(), r.sent.data(), r.sent.size());
+  }
+  kernels.decode(0, false);
+  EXPECT_EQ(kernels.verdicts, std::vector<uint32_t>{77});  // untouched
+  EXPECT_EQ(kernels.findings.nonfinite_tile, cpu.decode_on_cpu(0));
+  expect_same(kernels, cpu);
+}
+
+// Few and small, for sanitizers.
+TEST(Chunks, StayInsideEveryBufferOfAMixture) {
+  for (const std::vector<std::string>& codecs :
+       {std::vector<std::string>{"q4", "exact"}, all_codecs()}) {
+    ChunkSetup setup;
+    setup.codecs = codecs;
+    setup.world_size = 2;
+    setup.sizes.clear();
+    for (uint32_t i = 0; i < 2 * codecs.size(); ++i) setup.sizes.push_back(5 + 125 * (i % 3));
+    expect_bytes_of_the_cpu(setup);
+  }
 }
 
 // --- what is wrong with messages -----------------------------------------------------------------

@@ -116,10 +116,12 @@ class ChunkRun {
 
   // --- by the kernels
 
-  void encode(uint32_t rank) {
+  // `sends`: writes headers.
+  void encode(uint32_t rank, bool sends = true) {
     Rank& r = ranks[rank];
     chunk_kernels_on_host().encode({chunk(rank, encode_), r.gradient.data(), &setup.gain,
-                                    floats(r.worker), sent_.data(), num_ranks(), r.sent.data()});
+                                    floats(r.worker), sent_.data(), sends ? num_ranks() : 0,
+                                    r.sent.data()});
     expect_clean();
   }
   void reduce(uint32_t rank) {
@@ -137,13 +139,14 @@ class ChunkRun {
          &findings});
     expect_clean();
   }
-  void decode(uint32_t rank) {
+  // `received`: checks headers.
+  void decode(uint32_t rank, bool received = true) {
     Rank& r = ranks[rank];
     verdicts.assign(num_ranks(), 77);
     std::vector<uint32_t> flags(decode_.size());
     chunk_kernels_on_host().decode(
         {chunk(rank, decode_),
-         {gathered_.data(), num_ranks(), r.gathered.data(), verdicts.data()},
+         {gathered_.data(), received ? num_ranks() : 0, r.gathered.data(), verdicts.data()},
          r.sent.data(),
          r.gradient.data(),
          floats(r.worker),
@@ -155,14 +158,14 @@ class ChunkRun {
 
   // --- by the CPU, one tile at a time
 
-  void encode_on_cpu(uint32_t rank) {
+  void encode_on_cpu(uint32_t rank, bool sends = true) {
     Rank& r = ranks[rank];
     for (size_t i = 0; i < encode_.size(); ++i) {
       TileStatus status{};
       codec_of(i).encode(batch(encode_[i], Stage::kWorker, status), r.gradient.data(), setup.alpha,
                          &setup.gain, residual_of(encode_[i], r.worker), r.sent.data());
     }
-    for (uint32_t p = 0; p < num_ranks(); ++p) {
+    for (uint32_t p = 0; sends && p < num_ranks(); ++p) {
       seal(r.sent, sent_[p], envelope(rank, Phase::kScatter), 0);
     }
   }
