@@ -223,7 +223,7 @@ def test_steps_take_the_time_that_was_predicted(worlds: Worlds, found: Any, hook
     copy = Prices().launch + 2 * 4 * WIDTH**2 * Prices().byte
     assert predicted.seconds - LAYERS * copy - 3 * Prices().launch <= steps[-1]
     assert steps[-1] <= predicted.seconds + 3 * Prices().launch
-    assert predicted.exposed_s > 100e-6
+    assert predicted.exposed_s > 50e-6  # so that the link and the kernels are part of it
 
 
 FAST = Prices(collective=10e-6, byte_sent=1 / 400e9)
@@ -464,7 +464,7 @@ def error_of(work: Callable[[], object]) -> str:
 
 def test_what_cannot_be_measured_is_refused(worlds: Worlds) -> None:
     for no_kernels, not_attached, half, races in worlds(2).run(case_bad_models):
-        assert re.match("there are no codecs for gradients on 'fake'; move", no_kernels)
+        assert no_kernels.startswith("rank 0: there are no codecs for gradients on 'fake'; move")
         assert "there are no codecs for gradients on 'fake'" in not_attached
         assert re.match(
             "parameter 'module.weights.1' is on cpu, .* on fake:0: move the whole", half
