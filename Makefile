@@ -21,6 +21,11 @@ JOBS ?= $(shell nproc)
 newest_torch := $(or $(shell $(PYTHON) -c 'import sys; print("2.15.0" if sys.version_info >= (3, 11) else "2.14.1")' 2>/dev/null),2.15.0)
 TORCH ?= $(newest_torch)
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
+# Kernels for the GPUs of this machine; where it has none, PTX alone: machine code takes minutes for
+# each kind. What pip installs without this file has three (cmake/enable_cuda.cmake).
+ifndef CUDAARCHS
+export CUDAARCHS := $(if $(shell nvidia-smi -L 2>/dev/null),native,90-virtual)
+endif
 
 venv := $(if $(filter $(newest_torch),$(TORCH)),.venv,.venv-torch$(TORCH))
 bin := $(venv)/bin
@@ -73,13 +78,16 @@ test:  ## all fast tests
 	@$(quiet) build/ctest.log --show 'tests passed|Total Test time' ctest --preset core -LE slow -j $(JOBS)
 	@$(bin)/python -m pytest -q -m "not slow"
 
-test-full:  ## all tests, also the slow ones and those under sanitizers
+test-full:  ## all tests, also the slow ones, those under sanitizers, and kernels for every GPU
 	$(prepare) $(package_ready)
 	@$(quiet) build/ctest.log --show 'tests passed|Total Test time' ctest --preset core -j $(JOBS)
 	@$(quiet) build/sanitize.log cmake --preset sanitize
 	@$(quiet) build/sanitize.log cmake --build --preset sanitize
 	@$(quiet) build/sanitize_ctest.log --show 'tests passed|Total Test time' ctest --preset sanitize -j $(JOBS)
 	@$(bin)/python -m pytest -q
+	@$(quiet) build/all_gpus.log env -u CUDAARCHS cmake -S . -B build/all_gpus -G Ninja \
+	    -DCMAKE_BUILD_TYPE=Release -DGRADFERRY_WERROR=ON
+	@$(quiet) build/all_gpus.log --show 'Built target|Linking' env -u CUDAARCHS cmake --build build/all_gpus
 
 test-torch-core:  ## what must hold on every torch; use with TORCH=
 	$(prepare) $(package_ready)

@@ -1,4 +1,4 @@
-"""When a step's last mean is ready, by the number of chunks in a bucket and the order of posting.
+"""How long a step takes, by the number of chunks in a bucket and the order of posting.
 
 `python benchmarks/stream_schedule.py` prints a table. It needs no GPU: it plays the streams E, N
 and F of docs/streams.md, each of which does one thing after another, with durations that are
@@ -29,10 +29,8 @@ _READY_EVERY = {
 _CHUNKS = (1, 2, 3, 4)
 
 
-def seconds_behind_backward(
-    num_chunks: int, carried: bool, link: float, slower: float, every: float
-) -> float:
-    """From the last bucket's gradient to its mean.
+def step_seconds(num_chunks: int, carried: bool, link: float, slower: float, every: float) -> float:
+    """From the begin of the backward pass to the last mean.
 
     Args:
         num_chunks: in each bucket.
@@ -76,23 +74,20 @@ def seconds_behind_backward(
             reduce_one()
         while gathered:
             decode_one()
-    return stream_f - _BUCKETS * every
+    return stream_f
 
 
 def main() -> None:
-    """Prints microseconds behind the backward pass."""
-    cases = list(product(_CHUNKS, (False, True)))
+    """Prints what each alternative adds to a step of the engine's order with one chunk."""
+    cases = [case for case in product(_CHUNKS, (False, True)) if case != (1, False)]
     heads = [f"{n} {'carried' if carried else 'within'}" for n, carried in cases]
-    print(
-        f"{'us behind backward; chunks per bucket, order':46}" + "".join(f"{h:>11}" for h in heads)
-    )
+    print(f"{'':46}{'1 within':>11}" + "".join(f"{head:>11}" for head in heads))
     for link, gpu, bound in product(_LINKS, _SLOWER, _READY_EVERY):
         every = _READY_EVERY[bound] * 2 * (_PACKED_BYTES / _LINKS[link] + _ASSUMED["collective"])
-        took = [seconds_behind_backward(n, c, _LINKS[link], _SLOWER[gpu], every) for n, c in cases]
-        best = min(took)
-        cells = "".join(f"{1e6 * t:>10.0f}{'*' if t == best else ' '}" for t in took)
-        print(f"{link:10} {gpu:14} {bound:20}{cells}")
-    print("* least")
+        usual = step_seconds(1, False, _LINKS[link], _SLOWER[gpu], every)
+        others = (step_seconds(*case, _LINKS[link], _SLOWER[gpu], every) for case in cases)
+        cells = "".join(f"{other / usual - 1:>+11.1%}" for other in others)
+        print(f"{link:10} {gpu:14} {bound:20}{1e6 * usual:>8.0f} us{cells}")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,9 @@
 # translate for those that follow. An older nvcc makes what it knows of these.
 include(CheckLanguage)
 check_language(CUDA)
-if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES AND NOT DEFINED ENV{CUDAARCHS})
+if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES AND DEFINED ENV{CUDAARCHS})
+  set(CMAKE_CUDA_ARCHITECTURES $ENV{CUDAARCHS})  # CMake itself looks at it only the first time
+elseif(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
   execute_process(COMMAND ${CMAKE_CUDA_COMPILER} --list-gpu-code
     OUTPUT_VARIABLE known_gpus ERROR_QUIET)
   set(newest_gpu 80)

@@ -2,11 +2,15 @@
 # lint in tests/cuda. Registers that spill and local memory are errors, so that a build without a GPU
 # proves that there are none.
 file(GLOB cuda_kernel_files CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/kernels/*/*_cuda.cu)
-list(APPEND cuda_kernel_files ${PROJECT_SOURCE_DIR}/kernels/common/message_kernels.cu)
+list(APPEND cuda_kernel_files ${PROJECT_SOURCE_DIR}/kernels/chunk_kernels.cu
+  ${PROJECT_SOURCE_DIR}/kernels/common/message_kernels.cu)
+include(gradferry_codec_headers)
+gradferry_write_codec_headers(${CMAKE_CURRENT_BINARY_DIR}/generated)
 
 function(gradferry_cuda_target target)
   target_link_libraries(${target} PUBLIC gradferry::include)
-  target_include_directories(${target} PRIVATE ${PROJECT_SOURCE_DIR})
+  target_include_directories(${target} PRIVATE ${PROJECT_SOURCE_DIR}
+    ${CMAKE_CURRENT_BINARY_DIR}/generated)
   target_compile_definitions(${target} PRIVATE GRADFERRY_KERNEL_NAMESPACE=cuda)
   # No contraction: every target must produce the same bits. (Division and roots are IEEE and
   # subnormal numbers kept unless nvcc is told otherwise.)
@@ -26,8 +30,10 @@ set_target_properties(gradferry_kernels_cuda PROPERTIES EXPORT_NAME kernels_cuda
   CUDA_RUNTIME_LIBRARY None)
 target_link_libraries(gradferry_kernels_cuda PUBLIC gradferry_kernels CUDA::cudart_static)
 target_link_options(gradferry_kernels_cuda INTERFACE LINKER:--exclude-libs,libcudart_static.a)
-target_compile_options(gradferry_kernels_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:
-  -Xptxas=--warn-on-spills,--warn-on-local-memory-usage,--warning-as-error>)
+if(GRADFERRY_WERROR)
+  target_compile_options(gradferry_kernels_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:
+    -Xptxas=--warn-on-spills,--warn-on-local-memory-usage,--warning-as-error>)
+endif()
 
 if(GRADFERRY_TESTS)
   add_library(gradferry_kernels_ptx OBJECT ${cuda_kernel_files})

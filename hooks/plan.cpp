@@ -101,7 +101,6 @@ ChunkPlan plan_chunk(const Layout& layout, std::span<const BucketTile> tiles,
   std::vector<uint32_t> worker_offset(layout.world_size(), 0);
   std::vector<uint32_t> owner_offset(layout.world_size(), 0);
   for (const BucketTile& tile : tiles) {
-    Shard& shard = chunk.shards[tile.owner];
     const uint32_t in_worker = worker_offset[tile.owner];
     const uint32_t in_owner = owner_offset[tile.owner];
     const auto add = [&](std::vector<PlannedBatch>& batches, uint64_t residual,
@@ -120,8 +119,6 @@ ChunkPlan plan_chunk(const Layout& layout, std::span<const BucketTile> tiles,
     add(chunk.decode, tile.worker_residual, arrives_at, 0, 0);
     worker_offset[tile.owner] += tile.worker_bytes;
     owner_offset[tile.owner] += tile.owner_bytes;
-    shard.worker_tiles.push_back(tile.worker_bytes);
-    shard.owner_tiles.push_back(tile.owner_bytes);
   }
   return chunk;
 }

@@ -22,11 +22,9 @@ struct PlannedBatch {
 
 // One rank's share of a chunk.
 struct Shard {
-  uint32_t worker_bytes = 0;           // payload of the scatter message to this rank
-  uint32_t scatter_bytes = 0;          // of that message: header, payload, padding
-  uint32_t owner_bytes = 0;            // payload of the gather message from this rank
-  std::vector<uint32_t> worker_tiles;  // payload bytes of its tiles, in message order
-  std::vector<uint32_t> owner_tiles;
+  uint32_t worker_bytes = 0;   // payload of the scatter message to this rank
+  uint32_t scatter_bytes = 0;  // of that message: header, payload, padding
+  uint32_t owner_bytes = 0;    // payload of the gather message from this rank
 };
 
 struct ChunkPlan {

@@ -14,6 +14,11 @@ namespace gradferry {
 GRADFERRY_FOR_EACH_CODEC(GRADFERRY_DECLARE)
 #undef GRADFERRY_DECLARE
 
+// Which row is whose.
+#define GRADFERRY_NAME(codec) codec,
+enum class CodecRow : uint32_t { GRADFERRY_FOR_EACH_CODEC(GRADFERRY_NAME) kEnd };
+#undef GRADFERRY_NAME
+
 inline Codec make_row(const CodecDescription& description, const CodecFunctions& functions) {
   return {.name = description.name,
           .summary = description.summary,

@@ -12,6 +12,7 @@ namespace cuda {
 #define GRADFERRY_DECLARE(codec) extern const CodecFunctions codec##_functions;
 GRADFERRY_FOR_EACH_CODEC(GRADFERRY_DECLARE)
 #undef GRADFERRY_DECLARE
+extern const ChunkKernels chunk_kernels;
 extern const MessageKernels message_kernels;
 }  // namespace cuda
 
@@ -31,8 +32,8 @@ const DeviceLibrary& cuda_library() {
 #define GRADFERRY_ROW(codec) make_row(codec##_description, cuda::codec##_functions),
   static const auto table = std::to_array<Codec>({GRADFERRY_FOR_EACH_CODEC(GRADFERRY_ROW)});
 #undef GRADFERRY_ROW
-  static const DeviceLibrary library{kDeviceLibraryVersion, table, cuda::message_kernels,
-                                     &goes_into_graph};
+  static const DeviceLibrary library{kDeviceLibraryVersion, table, cuda::chunk_kernels,
+                                     cuda::message_kernels, &goes_into_graph};
   return library;
 }
 

@@ -35,8 +35,10 @@ SECTION = re.compile(r"^\s*\.section\s+\.text\.(\S+?),")
 INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][A-Z0-9_.]*)")
 ENTRY = re.compile(r"Compiling entry function '(\w+)'")
 USED = re.compile(r"Used (\d+) registers(?:.*?(\d+) bytes smem)?")
+# Not those of chunks, which hold two codecs or more.
 KERNEL = re.compile(
-    r"(\w+)_kernel<.*?::(\w+(?:<\d+u?>)?), \(\S*ScalarType\)(\d)(?:, (true|false))?>"
+    r"(encode|decode|reduce|undo)_kernel<.*?::(\w+(?:<[^,]*>)?), "
+    r"\(\S*ScalarType\)(\d)(?:, (true|false))?>"
 )
 
 

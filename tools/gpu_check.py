@@ -50,13 +50,18 @@ TRAININGS: tuple[tuple[str, int, tuple[str, ...]], ...] = (
     ("nccl", 1, ("--detail",)),
     ("nccl", 1, ("--abandon",)),
     ("gloo", 2, ("--abandon",)),
+    ("nccl", 1, ("--abandon", "--slow", "7")),
     ("nccl", 1, ("--slow", "7")),
     ("gloo", 2, ("--slow", "7")),
 )
-# Of the package, with their options.
-BENCHMARKS = {
-    "codec": ["--peers", "--dtypes", "float32", "bfloat16", "--rounds", "50"],
-    "overlap": ["--trace", str(BUILD / "overlap_trace.json")],
+# Commands of the package, with their options. Rows are kept by the last word.
+MEASUREMENTS = {
+    "bench codec": ["--peers", "--dtypes", "float32", "bfloat16", "--rounds", "50"],
+    "bench overlap": ["--trace", str(BUILD / "overlap_trace.json")],
+    # Two ranks that share a GPU meet over gloo; on their own GPUs, over NCCL.
+    "bench collective": ["-b", "1M", "-e", "64M", "-f", "8", "-n", "10"],
+    "bench train": ["--hooks", "none", "sync", "torch:fp32", "torch:bf16", "q4", "--rounds", "4"],
+    "doctor": ["--turns", "3"],
 }
 
 
@@ -294,20 +299,20 @@ def check_training(checks: Checks) -> None:
 
 
 def measure(checks: Checks) -> None:
-    """Runs the benchmarks of the package and keeps their rows."""
-    for benchmark, options in BENCHMARKS.items():
-        name = f"gradferry bench {benchmark}"
+    """Runs the benchmarks of the package, and doctor, and keeps their rows."""
+    for command, options in MEASUREMENTS.items():
+        name, kept = f"gradferry {command}", command.split()[-1]
         if importlib.util.find_spec("rich") is None:
             checks.skip(name, "the Python package rich is not on this machine")
             continue
-        rows = BUILD / f"{benchmark}.json"
+        rows = BUILD / f"{kept}.json"
         rows.unlink(missing_ok=True)
-        arguments = [sys.executable, "-m", "gradferry", "bench", benchmark, "--device", "cuda"]
+        arguments = [sys.executable, "-m", "gradferry", *command.split(), "--device", "cuda"]
         arguments += [*options, "--json", str(rows)]
-        again = not checks.has_measured(benchmark)
+        again = not checks.has_measured(kept)
         passed = checks.run(name, 6, arguments, on_gpu=True, again=again, PYTHONPATH=str(PACKAGES))
         if passed and rows.exists():
-            checks.keep(benchmark, json.loads(rows.read_text()))
+            checks.keep(kept, json.loads(rows.read_text()))
 
 
 STAGES: dict[str, Callable[[Checks], None]] = {

@@ -16,8 +16,5 @@ inline std::byte* bytes(const DeviceBuffer& buffer) { return bytes(buffer.device
 inline uint32_t* words(const at::Tensor& tensor) {
   return static_cast<uint32_t*>(tensor.mutable_data_ptr());
 }
-inline TileStatus* statuses(const at::Tensor& tensor) {
-  return static_cast<TileStatus*>(tensor.mutable_data_ptr());
-}
 
 }  // namespace gradferry

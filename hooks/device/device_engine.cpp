@@ -84,12 +84,15 @@ void DeviceEngine::expect_no_capture() const {
 
 DeviceJob DeviceEngine::make_job(Bucket bucket) {
   c10::Event ready = take_event();
-  ready.record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
-  return {.plan = exchange_ ? &plan_for(*bucket.plan) : nullptr,
+  const c10::Stream current = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
+  ready.record(current);
+  TimedBucketPtr timed = exchanges_ ? clock_.ready(bucket.step, current) : nullptr;
+  return {.plan = exchange_ ? &plan_for(*bucket.plan, bucket.step) : nullptr,
           .gradient = std::move(bucket.gradient),
           .future = std::move(bucket.future),
           .value = std::move(bucket.value),
           .ready = std::move(ready),
+          .timed = std::move(timed),
           .step = bucket.step,
           .begins_step = bucket.begins_step,
           .begins_optimizer_step = bucket.begins_optimizer_step,
@@ -98,14 +101,19 @@ DeviceJob DeviceEngine::make_job(Bucket bucket) {
           .profiler = {}};
 }
 
-const DevicePlan& DeviceEngine::plan_for(const BucketPlan& plan) {
+// There are other plans for warm-up steps, so that the factors of a plan's codecs stay the same.
+const DevicePlan& DeviceEngine::plan_for(const BucketPlan& plan, uint64_t step) {
   const auto found = plans_.find(&plan);
   if (found != plans_.end()) return found->second;
+  std::vector<ChunkCodec> codecs;
+  for (const ResolvedCodec& resolved : layout_.codecs()) {
+    codecs.push_back({row_of(*resolved.codec), options_.alpha(resolved, step),
+                      options_.beta(resolved, step), resolved.options});
+  }
   // Read by E, and by F only behind E.
   const c10::StreamGuard guard(context_.encode_stream);
   const DevicePlan& added =
-      plans_.try_emplace(&plan, plan, options_.rank, exchange_->scatter_received(), device_)
-          .first->second;
+      plans_.try_emplace(&plan, plan, options_.rank, codecs, device_).first->second;
   added.use_on(context_.finish_stream);
   return added;
 }
@@ -164,6 +172,7 @@ void DeviceEngine::exchange(DeviceJob& job) {
   job.event.encoded_ns = job.event.complete_ns = EventLog::now();
   log_.add(job.event);
   const c10::StreamGuard finish(context_.finish_stream);
+  clock_.complete(job.timed, context_.finish_stream);
   job.gradient.reset();
   job.future->markCompleted(std::move(job.value));
 }

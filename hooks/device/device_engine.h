@@ -1,8 +1,8 @@
 // The engine of a device with streams. Two streams of high priority live as long as the engine:
 //
-//   E   encode, seal                          then the all-to-all, on the backend's own stream
-//   F   check, reduce, seal                   then the all-gather, on the backend's own stream
-//       check, undo, decode into the bucket, conclude -> Future
+//   E   encode                                then the all-to-all, on the backend's own stream
+//   F   check and reduce                      then the all-gather, on the backend's own stream
+//       check and decode into the bucket -> Future
 //
 // run() itself enqueues everything in bucket order: the host does not wait and, after every bucket
 // was seen once, nothing is allocated. docs/streams.md shows what waits for what. With a transport
@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "bucket_engine.h"
+#include "device/bucket_clock.h"
 #include "device/device_commits.h"
 #include "device/device_context.h"
 #include "device/device_exchange.h"
@@ -36,6 +37,10 @@ class DeviceEngine final : public BucketEngine {
   static std::shared_ptr<DeviceEngine> start(EngineOptions options, c10::Device device,
                                              ParameterHashes hashes,
                                              std::unique_ptr<DeviceTransport> transport);
+
+  // From now on buckets are timed by the device's clock.
+  void time_buckets() { clock_.start(); }
+  std::vector<BucketTime> bucket_times() const { return clock_.times(); }
 
  private:
   DeviceEngine(EngineOptions options, c10::Device device, ParameterHashes hashes,
@@ -53,7 +58,7 @@ class DeviceEngine final : public BucketEngine {
 
   void expect_no_capture() const;
   DeviceJob make_job(Bucket bucket);
-  const DevicePlan& plan_for(const BucketPlan& plan);
+  const DevicePlan& plan_for(const BucketPlan& plan, uint64_t step);
   void begin_step(const DeviceJob& job);
   void exchange(DeviceJob& job);
   void exchange_later(DeviceJob job);
@@ -63,6 +68,7 @@ class DeviceEngine final : public BucketEngine {
   c10::StreamGuard behind_all() const;
 
   DeviceContext context_;
+  BucketClock clock_;
   // Empty if there is nothing to do; commits_ exists only if something is sent.
   std::optional<DeviceExchange> exchange_;
   std::optional<DeviceCommits> commits_;

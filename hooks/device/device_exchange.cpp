@@ -16,16 +16,18 @@ DeviceExchange::DeviceExchange(DeviceContext& context, uint64_t other_bytes)
     : context_(context), options_(context.options) {
   const c10::StreamGuard guard(context_.finish_stream);
   const bool exchanges = context_.transport != nullptr;
-  const uint64_t sums_bytes = uint64_t{options_.world_size} * sizeof(uint64_t);
+  const uint64_t progress_bytes =
+      sizeof(ChunkProgress) + (uint64_t{options_.world_size} + 1) * sizeof(uint64_t);
   const uint64_t verdicts_bytes = uint64_t{options_.world_size} * sizeof(uint32_t);
   const Workspace workspace =
       plan_workspace(context_.layout, options_.chunk_bytes,
                      {.cap_bytes = options_.workspace_cap_bytes,
-                      .other_bytes = other_bytes + sums_bytes + verdicts_bytes,
+                      .other_bytes = other_bytes + 2 * progress_bytes + verdicts_bytes,
                       .most_slots = exchanges ? kDeviceSlots : 1,
                       .gathers_in_place = false});
   expect_offsets_fit(workspace.message_bytes, options_.world_size);
-  sums_ = context_.make_tensor(sums_bytes);
+  encode_progress_ = context_.make_tensor(progress_bytes);
+  finish_progress_ = context_.make_tensor(progress_bytes);
   verdicts_ = context_.make_tensor(verdicts_bytes);
   EngineStats& stats = context_.life.stats;
   stats.workspace_allocations += workspace.slots;
@@ -48,18 +50,11 @@ DeviceExchange::DeviceExchange(DeviceContext& context, uint64_t other_bytes)
   stats.workspace_bytes += workspace.bytes();
 }
 
-std::vector<std::byte*> DeviceExchange::scatter_received() const {
-  std::vector<std::byte*> received;
-  if (!context_.transport) return received;
-  for (const DeviceSlot& slot : slots_) received.push_back(bytes(slot.scatter_receive));
-  return received;
-}
-
 // With three slots, one chunk ahead: the backend's stream takes collectives in the order they were
 // posted, so chunk c + 1 is scattered before chunk c is gathered, and reduced before chunk c is
 // decoded. Otherwise the link would be idle while a chunk is reduced.
 void DeviceExchange::average(DeviceJob& job) {
-  reserve_statuses(job.plan->most_tiles());
+  reserve_flags(job.plan->most_tiles());
   const std::vector<DeviceChunk>& chunks = job.plan->chunks();
   std::array<ChunkJob, kDeviceSlots> jobs;
   const auto at_chunk = [&](size_t i) -> ChunkJob& { return jobs[i % kDeviceSlots]; };
@@ -77,26 +72,28 @@ void DeviceExchange::average(DeviceJob& job) {
   }
 }
 
-Envelope DeviceExchange::envelope(const DeviceJob& job, const ChunkJob& chunk, Phase phase) const {
-  return options_.agreement().envelope(job.step, chunk.number, phase);
-}
-
-TileBatch DeviceExchange::make_batch(const DeviceJob& job, const DeviceStage& stage,
-                                     const DeviceBatch& batch, Stage codec_stage,
-                                     const at::Tensor& all_statuses,
-                                     const c10::Stream& stream) const {
-  return {.tiles = job.plan->data(stage.tiles) + batch.first,
-          .num_tiles = batch.num_tiles,
+ChunkBatch DeviceExchange::chunk_of(const DeviceJob& job, uint64_t number, const DeviceStage& stage,
+                                    const at::Tensor& progress, const c10::Stream& stream) const {
+  return {.tiles = job.plan->data(stage.tiles),
+          .num_tiles = stage.tiles.size,
+          .codecs = job.plan->codecs(),
+          .rows = stage.rows,
           .dtype = job.plan->plan().dtype,
-          .stage = codec_stage,
           // A tile of zeros keeps its residual, except if that carries a momentum, which must
           // continue to decay.
           .hold_zero_tiles = !options_.has_momentum(job.step),
           .seed = options_.seed,
-          .step = job.step,
-          .options = &context_.layout.codecs()[batch.codec_index].options,
-          .status = statuses(all_statuses) + batch.first,
+          .envelope = options_.agreement().envelope(job.step, number, Phase::kScatter),
+          .progress = static_cast<ChunkProgress*>(progress.mutable_data_ptr()),
           .stream = stream.native_handle()};
+}
+
+ReceivedMessages DeviceExchange::received_in(const DeviceJob& job, const Table<Message>& messages,
+                                             const DeviceBuffer& buffer) const {
+  return {.messages = job.plan->data(messages),
+          .num_messages = messages.size,
+          .buffer = bytes(buffer),
+          .verdicts = words(verdicts_)};
 }
 
 // On E, after the last use of the slot on F.
@@ -107,46 +104,20 @@ void DeviceExchange::send(DeviceJob& job, ChunkJob& chunk) {
     const std::lock_guard lock(context_.life.mutex);
     chunk.number = context_.life.stats.chunks++;
   }
-  chunk.slot_index = static_cast<uint32_t>(chunk.number % slots_.size());
-  chunk.slot = &slots_[chunk.slot_index];
+  chunk.slot = &slots_[chunk.number % slots_.size()];
   DeviceSlot& slot = *chunk.slot;
   slot.free.block(context_.encode_stream);
-  for (const DeviceBatch& batch : planned.encode.batches) {
-    const ResolvedCodec& resolved = context_.layout.codecs()[batch.codec_index];
-    resolved.codec->encode(make_batch(job, planned.encode, batch, Stage::kWorker, encode_statuses_,
-                                      context_.encode_stream),
-                           job.gradient.const_data_ptr(), options_.alpha(resolved, job.step),
-                           context_.residuals->gain(),
-                           batch.worker_residual ? context_.residuals->worker() : nullptr,
-                           bytes(slot.scatter_send));
-  }
-  message_kernels().seal({.envelope = envelope(job, chunk, Phase::kScatter),
+  chunk_kernels().encode({.chunk = chunk_of(job, chunk.number, planned.encode, encode_progress_,
+                                            context_.encode_stream),
+                          .gradient = job.gradient.const_data_ptr(),
+                          .gain = context_.residuals->gain(),
+                          .residual = context_.residuals->worker(),
                           .messages = job.plan->data(planned.scatter_sent),
                           .num_messages = planned.scatter_sent.size,
-                          .order = job.plan->data(planned.scatter_order),
-                          .status = statuses(encode_statuses_),
-                          .findings = nullptr,
-                          .buffer = bytes(slot.scatter_send),
-                          .stream = context_.encode_stream.native_handle()});
+                          .out = bytes(slot.scatter_send)});
   chunk.scatter =
       context_.transport->all_to_all(slot.scatter_receive, planned.receive_bytes, slot.scatter_send,
                                      planned.send_bytes, context_.encode_stream);
-}
-
-// Checks received messages: sums_ and verdicts_ get one entry per message.
-void DeviceExchange::check_messages(const DeviceJob& job, const Envelope& expected,
-                                    Table<Message> messages, Table<ReceivedTile> tiles,
-                                    const DeviceBuffer& received) const {
-  message_kernels().check({.envelope = expected,
-                           .messages = job.plan->data(messages),
-                           .num_messages = messages.size,
-                           .tiles = job.plan->data(tiles),
-                           .num_tiles = tiles.size,
-                           .buffer = bytes(received),
-                           .sums = reinterpret_cast<uint64_t*>(bytes(sums_)),
-                           .verdicts = words(verdicts_),
-                           .findings = context_.findings_on_device(),
-                           .stream = context_.finish_stream.native_handle()});
 }
 
 // On F. Messages that cannot be trusted get a verdict, and reduce still processes them: to skip
@@ -156,24 +127,15 @@ void DeviceExchange::reduce(DeviceJob& job, ChunkJob& chunk) {
   DeviceSlot& slot = *chunk.slot;
   context_.wait(job, chunk.scatter, Phase::kScatter, chunk.number);
   const TimedRange timed("gradferry::reduce", job.event.reduce_ns);
-  check_messages(job, envelope(job, chunk, Phase::kScatter), planned.scatter_received,
-                 planned.scatter_tiles, slot.scatter_receive);
-  for (const DeviceBatch& batch : planned.reduce.batches) {
-    context_.layout.codecs()[batch.codec_index].codec->reduce(
-        make_batch(job, planned.reduce, batch, Stage::kOwner, finish_statuses_,
-                   context_.finish_stream),
-        job.plan->data(planned.payloads[chunk.slot_index]), options_.world_size,
-        context_.residuals->gain(), batch.owner_residual ? context_.residuals->owner() : nullptr,
-        bytes(slot.gather_send) + kHeaderBytes);
-  }
-  message_kernels().seal({.envelope = envelope(job, chunk, Phase::kGather),
-                          .messages = job.plan->data(planned.gather_sent),
-                          .num_messages = planned.gather_sent.size,
-                          .order = job.plan->data(planned.gather_order),
-                          .status = statuses(finish_statuses_),
-                          .findings = context_.findings_on_device(),
-                          .buffer = bytes(slot.gather_send),
-                          .stream = context_.finish_stream.native_handle()});
+  chunk_kernels().reduce(
+      {.chunk =
+           chunk_of(job, chunk.number, planned.reduce, finish_progress_, context_.finish_stream),
+       .received = received_in(job, planned.scatter_received, slot.scatter_receive),
+       .gain = context_.residuals->gain(),
+       .residual = context_.residuals->owner(),
+       .payload_bytes = planned.gather_payload_bytes,
+       .out = bytes(slot.gather_send),
+       .findings = context_.findings_on_device()});
   // From here on E may reuse its buffers of the slot, unless decode reads what was sent, or what is
   // received next lies where decode reads.
   if (!freed_by_decode(planned)) slot.free.record(context_.finish_stream);
@@ -189,83 +151,49 @@ void DeviceExchange::decode(DeviceJob& job, ChunkJob& chunk) {
   DeviceSlot& slot = *chunk.slot;
   context_.wait(job, chunk.gather, Phase::kGather, chunk.number);
   const TimedRange timed("gradferry::decode", job.event.decode_ns);
-  check_messages(job, envelope(job, chunk, Phase::kGather), planned.gather_received,
-                 planned.gather_tiles, slot.gather_receive);
-  for (size_t b = 0; b < planned.decode.batches.size(); ++b) decode_batch(job, chunk, b);
+  decode_on(job,
+            chunk_of(job, chunk.number, planned.decode, finish_progress_, context_.finish_stream),
+            received_in(job, planned.gather_received, slot.gather_receive), slot.scatter_send);
   if (freed_by_decode(planned)) slot.free.record(context_.finish_stream);
-  conclude(job, planned, chunk.number, planned.decode, finish_statuses_, context_.finish_stream);
 }
 
-void DeviceExchange::conclude(const DeviceJob& job, const DeviceChunk& planned, uint64_t number,
-                              const DeviceStage& stage, const at::Tensor& all_statuses,
-                              const c10::Stream& stream) const {
-  message_kernels().conclude({.step = job.step,
-                              .chunk = number,
-                              .tiles = job.plan->data(stage.tiles),
-                              .sources = job.plan->data(planned.decode_sources),
-                              .status = statuses(all_statuses),
-                              .num_tiles = stage.tiles.size,
-                              .verdicts = words(verdicts_),
-                              .dtype = job.plan->plan().dtype,
-                              .gradient = job.gradient.mutable_data_ptr(),
-                              .findings = context_.findings_on_device(),
-                              .step_nonfinite = context_.step_nonfinite(job.step),
-                              .stream = stream.native_handle()});
-}
-
-// With a worker residual it inspects the payload before it decodes: where another rank's gradient
-// was not finite, what this rank sent has no effect. It must be put back into the residual while
-// the bucket still holds this rank's own gradient.
-void DeviceExchange::decode_batch(const DeviceJob& job, const ChunkJob& chunk, size_t index) {
-  const DeviceChunk& planned = *chunk.chunk;
-  const DeviceBatch& batch = planned.decode.batches[index];
-  const ResolvedCodec& resolved = context_.layout.codecs()[batch.codec_index];
-  const Codec& codec = *resolved.codec;
-  const TileBatch arrived = make_batch(job, planned.decode, batch, Stage::kOwner, finish_statuses_,
-                                       context_.finish_stream);
-  const std::byte* in = bytes(chunk.slot->gather_receive);
-  void* gradient = job.gradient.mutable_data_ptr();
-  if (!batch.worker_residual) return codec.decode(arrived, in, gradient, 0.0F, nullptr);
-  codec.decode(arrived, in, nullptr, 0.0F, nullptr);
-  codec.undo(make_batch(job, planned.encode, planned.encode.batches[index], Stage::kWorker,
-                        finish_statuses_, context_.finish_stream),
-             bytes(chunk.slot->scatter_send), in, gradient, options_.alpha(resolved, job.step),
-             context_.residuals->worker());
-  codec.decode(arrived, in, gradient, options_.beta(resolved, job.step),
-               context_.residuals->worker());
+void DeviceExchange::decode_on(const DeviceJob& job, const ChunkBatch& chunk,
+                               const ReceivedMessages& received, const DeviceBuffer& sent) const {
+  chunk_kernels().decode({.chunk = chunk,
+                          .received = received,
+                          .sent = bytes(sent),
+                          .gradient = job.gradient.mutable_data_ptr(),
+                          .residual = context_.residuals->worker(),
+                          .flags = words(flags_),
+                          .findings = context_.findings_on_device(),
+                          .step_nonfinite = context_.step_nonfinite(job.step)});
 }
 
 // Uses one buffer for all tiles, with the codec `exact`, on E.
 void DeviceExchange::add_momentum(DeviceJob& job) {
-  reserve_statuses(job.plan->most_tiles());
+  reserve_flags(job.plan->most_tiles());
   const DeviceBuffer& buffer = slots_.front().scatter_send;
-  void* gradient = job.gradient.mutable_data_ptr();
+  const c10::Stream& stream = context_.encode_stream;
   for (const DeviceChunk& planned : job.plan->chunks()) {
-    for (const DeviceBatch& batch : planned.encode.batches) {
-      const ResolvedCodec& resolved = context_.layout.codecs()[batch.codec_index];
-      const Codec& codec = *resolved.codec;
-      const TileBatch tiles = make_batch(job, planned.encode, batch, Stage::kWorker,
-                                         encode_statuses_, context_.encode_stream);
-      codec.encode(tiles, gradient, options_.alpha(resolved, job.step), context_.residuals->gain(),
-                   context_.residuals->worker(), bytes(buffer));
-      codec.decode(tiles, bytes(buffer), gradient, options_.beta(resolved, job.step),
-                   context_.residuals->worker());
-    }
-    conclude(job, planned, 0, planned.encode, encode_statuses_, context_.encode_stream);
+    chunk_kernels().encode({.chunk = chunk_of(job, 0, planned.encode, encode_progress_, stream),
+                            .gradient = job.gradient.const_data_ptr(),
+                            .gain = context_.residuals->gain(),
+                            .residual = context_.residuals->worker(),
+                            .messages = nullptr,
+                            .num_messages = 0,
+                            .out = bytes(buffer)});
+    decode_on(job, chunk_of(job, 0, planned.decode, encode_progress_, stream),
+              received_in(job, {}, buffer), buffer);
   }
 }
 
-// Only one stream uses each tensor, so a larger one can replace a smaller one in stream order.
-void DeviceExchange::reserve_statuses(uint32_t num_tiles) {
-  const auto num_bytes = static_cast<int64_t>(uint64_t{num_tiles} * sizeof(TileStatus));
-  if (encode_statuses_.defined() && encode_statuses_.numel() >= num_bytes) return;
-  const auto options = at::TensorOptions().dtype(at::kByte).device(context_.device);
-  {
-    const c10::StreamGuard guard(context_.encode_stream);
-    encode_statuses_ = at::empty({num_bytes}, options);
-  }
-  const c10::StreamGuard guard(context_.finish_stream);
-  finish_statuses_ = at::empty({num_bytes}, options);
+// Only one stream uses it, so a larger one can replace a smaller one in stream order.
+void DeviceExchange::reserve_flags(uint32_t num_tiles) {
+  const auto num_bytes = static_cast<int64_t>(uint64_t{num_tiles} * sizeof(uint32_t));
+  if (flags_.defined() && flags_.numel() >= num_bytes) return;
+  const c10::StreamGuard guard(context_.transport ? context_.finish_stream
+                                                  : context_.encode_stream);
+  flags_ = at::empty({num_bytes}, at::TensorOptions().dtype(at::kByte).device(context_.device));
   const std::lock_guard lock(context_.life.mutex);
   ++context_.life.stats.workspace_allocations;
 }

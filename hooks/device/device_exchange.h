@@ -25,9 +25,6 @@ class DeviceExchange {
   // Momentum mode in a world of one, where nothing is sent: gradient becomes momentum. On E alone.
   void add_momentum(DeviceJob& job);
 
-  // The receive buffer of each slot's scatter, in device memory; none in a world of one.
-  std::vector<std::byte*> scatter_received() const;
-
  private:
   // Buffers of one chunk in flight.
   struct DeviceSlot {
@@ -37,7 +34,6 @@ class DeviceExchange {
   struct ChunkJob {
     const DeviceChunk* chunk;
     DeviceSlot* slot;
-    uint32_t slot_index;
     uint64_t number;
     Transfer scatter, gather;
   };
@@ -48,23 +44,20 @@ class DeviceExchange {
   void send(DeviceJob& job, ChunkJob& chunk);
   void reduce(DeviceJob& job, ChunkJob& chunk);
   void decode(DeviceJob& job, ChunkJob& chunk);
-  void decode_batch(const DeviceJob& job, const ChunkJob& chunk, size_t index);
-  void check_messages(const DeviceJob& job, const Envelope& expected, Table<Message> messages,
-                      Table<ReceivedTile> tiles, const DeviceBuffer& received) const;
-  void conclude(const DeviceJob& job, const DeviceChunk& planned, uint64_t number,
-                const DeviceStage& stage, const at::Tensor& statuses,
-                const c10::Stream& stream) const;
-  Envelope envelope(const DeviceJob& job, const ChunkJob& chunk, Phase phase) const;
-  TileBatch make_batch(const DeviceJob& job, const DeviceStage& stage, const DeviceBatch& batch,
-                       Stage codec_stage, const at::Tensor& statuses,
-                       const c10::Stream& stream) const;
-  void reserve_statuses(uint32_t num_tiles);
+  ChunkBatch chunk_of(const DeviceJob& job, uint64_t number, const DeviceStage& stage,
+                      const at::Tensor& progress, const c10::Stream& stream) const;
+  ReceivedMessages received_in(const DeviceJob& job, const Table<Message>& messages,
+                               const DeviceBuffer& buffer) const;
+  void decode_on(const DeviceJob& job, const ChunkBatch& chunk, const ReceivedMessages& received,
+                 const DeviceBuffer& sent) const;
+  void reserve_flags(uint32_t num_tiles);
 
   DeviceContext& context_;
   const EngineOptions& options_;
   std::vector<DeviceSlot> slots_;
-  at::Tensor encode_statuses_, finish_statuses_;  // of the tiles of a chunk, E's and F's
-  at::Tensor sums_, verdicts_;                    // uint64_t and uint32_t per message
+  at::Tensor encode_progress_, finish_progress_;  // E's and F's: ChunkProgress
+  at::Tensor verdicts_;                           // uint32_t per message
+  at::Tensor flags_;  // uint32_t per tile of a chunk, on the stream that decodes
 };
 
 }  // namespace gradferry

@@ -6,8 +6,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "messages.h"
-
 namespace gradferry {
 namespace {
 
@@ -31,116 +29,76 @@ class TableWriter {
   std::vector<std::byte> bytes_;
 };
 
-DeviceStage add_stage(TableWriter& writer, const std::vector<PlannedBatch>& planned) {
+// The tiles of a stage: change(tile, rank) completes them.
+template <typename Change>
+DeviceStage add_stage(TableWriter& writer, const std::vector<PlannedBatch>& planned,
+                      const std::vector<ChunkCodec>& codecs, bool PlannedBatch::* has_residual,
+                      Change change) {
   DeviceStage stage;
-  std::vector<Tile> tiles;
+  std::vector<ChunkTile> tiles;
   for (const PlannedBatch& batch : planned) {
-    stage.batches.push_back({batch.codec_index, batch.worker_residual, batch.owner_residual,
-                             static_cast<uint32_t>(tiles.size()),
-                             static_cast<uint32_t>(batch.tiles.size())});
-    tiles.insert(tiles.end(), batch.tiles.begin(), batch.tiles.end());
+    stage.rows |= 1U << codecs[batch.codec_index].row;
+    for (size_t i = 0; i < batch.tiles.size(); ++i) {
+      ChunkTile& added = tiles.emplace_back(
+          ChunkTile{batch.tiles[i], batch.codec_index, 0, batch.*has_residual ? 1U : 0U, 0});
+      change(added, batch.ranks[i]);
+    }
   }
   stage.tiles = writer.add(tiles);
   return stage;
 }
 
-// The rank of each tile, batch after batch.
-std::vector<uint32_t> ranks_of(const std::vector<PlannedBatch>& planned) {
-  std::vector<uint32_t> ranks;
-  for (const PlannedBatch& batch : planned) {
-    ranks.insert(ranks.end(), batch.ranks.begin(), batch.ranks.end());
-  }
-  return ranks;
-}
-
-// Fills in the tiles of `messages`: message m holds the tiles of rank ranks[m].
-std::vector<uint32_t> order_tiles(std::vector<Message>& messages,
-                                  const std::vector<uint32_t>& ranks,
-                                  const std::vector<uint32_t>& tile_ranks) {
-  std::vector<uint32_t> order;
-  for (size_t m = 0; m < messages.size(); ++m) {
-    const auto first = static_cast<uint32_t>(order.size());
-    for (uint32_t i = 0; i < tile_ranks.size(); ++i) {
-      if (tile_ranks[i] == ranks[m]) order.push_back(i);
-    }
-    messages[m].first_tile = first;
-    messages[m].num_tiles = static_cast<uint32_t>(order.size()) - first;
-  }
-  return order;
-}
-
-// Adds a message that starts at `offset` and holds tiles of these sizes, one after the other.
-void add_received(std::vector<Message>& messages, std::vector<ReceivedTile>& tiles, uint32_t offset,
-                  const std::vector<uint32_t>& tile_bytes) {
-  const auto number = static_cast<uint32_t>(messages.size());
-  const auto first = static_cast<uint32_t>(tiles.size());
-  uint32_t place = offset + kHeaderBytes;
-  for (const uint32_t num_bytes : tile_bytes) {
-    tiles.push_back({place, num_bytes, number, place - offset - kHeaderBytes});
-    place += num_bytes;
-  }
-  messages.push_back(
-      {offset, place - offset - kHeaderBytes, first, static_cast<uint32_t>(tile_bytes.size())});
-}
-
 DeviceChunk add_chunk(TableWriter& writer, const ChunkPlan& plan, uint32_t rank,
-                      std::span<std::byte* const> scatter_received) {
+                      const std::vector<ChunkCodec>& codecs) {
   const auto world_size = static_cast<uint32_t>(plan.shards.size());
   const Shard& own = plan.shards[rank];
   DeviceChunk chunk;
   chunk.plan = &plan;
-  chunk.encode = add_stage(writer, plan.encode);
-  chunk.reduce = add_stage(writer, plan.reduce);
-  chunk.decode = add_stage(writer, plan.decode);
+  std::vector<uint32_t> own_payloads;  // by tile: where this rank's is in the send buffer
+  chunk.encode = add_stage(writer, plan.encode, codecs, &PlannedBatch::worker_residual,
+                           [&](ChunkTile& tile, uint32_t receiver) {
+                             tile.message = receiver;
+                             own_payloads.push_back(tile.tile.payload_offset);
+                           });
+  chunk.reduce = add_stage(writer, plan.reduce, codecs, &PlannedBatch::owner_residual,
+                           [](ChunkTile&, uint32_t) {});
+  size_t next = 0;
+  chunk.decode =
+      add_stage(writer, plan.decode, codecs, &PlannedBatch::worker_residual,
+                [&](ChunkTile& tile, uint32_t sender) {
+                  tile.message = sender;
+                  tile.tile.output_offset = own_payloads[next++];
+                  tile.tile.message_offset =
+                      tile.tile.payload_offset - sender * plan.gather_message_bytes - kHeaderBytes;
+                });
   for (const PlannedBatch& batch : plan.decode) chunk.worker_residual |= batch.worker_residual;
 
-  chunk.decode_sources = writer.add(ranks_of(plan.decode));
-
-  std::vector<Message> sent;
-  std::vector<uint32_t> ranks;
+  std::vector<Message> sent, scattered, gathered;
   uint32_t offset = 0;
   for (uint32_t p = 0; p < world_size; ++p) {
-    sent.push_back({offset, plan.shards[p].worker_bytes, 0, 0});
-    ranks.push_back(p);
-    offset += plan.shards[p].scatter_bytes;
+    sent.push_back({offset, plan.shards[p].worker_bytes});
+    scattered.push_back({p * own.scatter_bytes, own.worker_bytes});
+    gathered.push_back({p * plan.gather_message_bytes, plan.shards[p].owner_bytes});
     chunk.send_bytes.push_back(plan.shards[p].scatter_bytes);
     chunk.receive_bytes.push_back(own.scatter_bytes);
+    offset += plan.shards[p].scatter_bytes;
   }
-  chunk.scatter_order = writer.add(order_tiles(sent, ranks, ranks_of(plan.encode)));
   chunk.scatter_sent = writer.add(sent);
-  sent = {{0, own.owner_bytes, 0, 0}};
-  chunk.gather_order = writer.add(order_tiles(sent, {rank}, ranks_of(plan.reduce)));
-  chunk.gather_sent = writer.add(sent);
-
-  std::vector<Message> scattered, gathered;
-  std::vector<ReceivedTile> scattered_tiles, gathered_tiles;
-  for (uint32_t r = 0; r < world_size; ++r) {
-    add_received(scattered, scattered_tiles, r * own.scatter_bytes, own.worker_tiles);
-    add_received(gathered, gathered_tiles, r * plan.gather_message_bytes,
-                 plan.shards[r].owner_tiles);
-  }
   chunk.scatter_received = writer.add(scattered);
-  chunk.scatter_tiles = writer.add(scattered_tiles);
   chunk.gather_received = writer.add(gathered);
-  chunk.gather_tiles = writer.add(gathered_tiles);
-  for (const std::byte* received : scatter_received) {
-    std::vector<const std::byte*> payloads;
-    for (const Message& message : scattered) {
-      payloads.push_back(received + message.offset + kHeaderBytes);
-    }
-    chunk.payloads.push_back(writer.add(payloads));
-  }
+  chunk.gather_payload_bytes = own.owner_bytes;
   return chunk;
 }
 
 }  // namespace
 
-DevicePlan::DevicePlan(const BucketPlan& plan, uint32_t rank,
-                       std::span<std::byte* const> scatter_received, c10::Device device)
+DevicePlan::DevicePlan(const BucketPlan& plan, uint32_t rank, const std::vector<ChunkCodec>& codecs,
+                       c10::Device device)
     : plan_(plan) {
   TableWriter writer;
+  codecs_ = writer.add(codecs);
   for (const ChunkPlan& chunk : plan_.chunks) {
-    chunks_.push_back(add_chunk(writer, chunk, rank, scatter_received));
+    chunks_.push_back(add_chunk(writer, chunk, rank, codecs));
     const DeviceChunk& added = chunks_.back();
     most_tiles_ = std::max(
         {most_tiles_, added.encode.tiles.size, added.reduce.tiles.size, added.decode.tiles.size});

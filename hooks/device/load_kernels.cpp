@@ -5,11 +5,11 @@
 
 #include <algorithm>
 #include <cstring>
+#include <map>
 #include <set>
 #include <utility>
 
 #include "device/device_bytes.h"
-#include "messages.h"
 
 namespace gradferry {
 namespace {
@@ -35,8 +35,8 @@ class Scratch {
     for (const auto& [index, dtype] : used) {
       const auto& [codec, options] = context.layout.codecs()[index];
       for (const Stage stage : {Stage::kWorker, Stage::kOwner}) {
-        part_bytes_ =
-            std::max<uint64_t>(part_bytes_, codec->payload_bytes(1, dtype, stage, options));
+        part_bytes_ = std::max<uint64_t>(
+            part_bytes_, 2 * kHeaderBytes + codec->payload_bytes(1, dtype, stage, options));
       }
     }
     memory_ = context.make_tensor(kParts * part_bytes_);
@@ -58,53 +58,43 @@ class Scratch {
 
  private:
   static constexpr uint64_t kParts = 16;
-  uint64_t part_bytes_ = sizeof(MessageHeader);
+  uint64_t part_bytes_ = sizeof(ChunkTile) + sizeof(ChunkCodec);
   at::Tensor memory_;
 };
 
-void load_codec(const DeviceContext& context, const Scratch& scratch, const ResolvedCodec& codec,
-                ScalarType dtype) {
-  const TileBatch batch{.tiles = scratch.as<Tile>(0),
-                        .num_tiles = 1,
-                        .dtype = dtype,
-                        .stage = Stage::kWorker,
-                        .hold_zero_tiles = true,
-                        .seed = 0,
-                        .step = 0,
-                        .options = &codec.options,
-                        .status = scratch.as<TileStatus>(4),
-                        .stream = context.finish_stream.native_handle()};
+// Runs the kernels for chunks whose tiles have the codecs of these rows.
+void load_chunk_kernels(const DeviceContext& context, const Scratch& scratch, uint32_t rows,
+                        ScalarType dtype) {
+  const ChunkBatch chunk{.tiles = scratch.as<ChunkTile>(0),
+                         .num_tiles = 1,
+                         .codecs = scratch.as<ChunkCodec>(1),
+                         .rows = rows,
+                         .dtype = dtype,
+                         .hold_zero_tiles = true,
+                         .seed = 0,
+                         .envelope = {0, 0, 0, 0, 0, Phase::kScatter},
+                         .progress = scratch.as<ChunkProgress>(4),
+                         .stream = context.finish_stream.native_handle()};
+  auto* findings = scratch.as<Findings>(8);
+  const auto* messages = scratch.as<const Message>(7);
+  const ReceivedMessages received{messages, 1, scratch.part(2), scratch.as<uint32_t>(9)};
   const float* gain = context.residuals->gain();
   auto* residual = scratch.as<float>(5);
-  std::byte* payload = scratch.part(2);
-  std::byte* gradient = scratch.part(3);
-  for (float* kept : {static_cast<float*>(nullptr), residual}) {
-    codec.codec->encode(batch, gradient, 1.0F, gain, kept, payload);
-    codec.codec->reduce(batch, scratch.as<const std::byte* const>(1), 1, gain, kept,
-                        scratch.part(6));
-  }
-  codec.codec->decode(batch, payload, gradient, 0.0F, nullptr);
-  codec.codec->undo(batch, payload, payload, gradient, 1.0F, residual);
+  const ChunkKernels& kernels = chunk_kernels();
+  kernels.encode({chunk, scratch.part(3), gain, residual, messages, 1, scratch.part(2)});
+  kernels.reduce({chunk, received, gain, residual, 0, scratch.part(6), findings});
+  kernels.decode({chunk, received, scratch.part(6), scratch.part(3), residual,
+                  scratch.as<uint32_t>(10), findings, scratch.as<uint32_t>(13)});
 }
 
 void load_message_kernels(const DeviceContext& context, const Scratch& scratch) {
   const Stream stream = context.finish_stream.native_handle();
-  const auto* tiles = scratch.as<const Tile>(0);
-  auto* status = scratch.as<TileStatus>(4);
   auto* residual = scratch.as<float>(5);
-  const auto* messages = scratch.as<const Message>(7);
-  const auto* zeros = scratch.as<const uint32_t>(7);
   auto* found = scratch.as<Findings>(8);
   auto* word = scratch.as<uint32_t>(13);
-  const Envelope envelope{0, 0, 0, 0, 0, Phase::kScatter};
   const MessageKernels& kernels = message_kernels();
   kernels.take_back({word, residual, residual, 1, stream});
   kernels.rescale({nullptr, residual, residual, word, stream});
-  kernels.seal({envelope, messages, 1, zeros, status, found, scratch.part(10), stream});
-  kernels.check({envelope, messages, 1, scratch.as<const ReceivedTile>(7), 1, scratch.part(10),
-                 scratch.as<uint64_t>(9), word, found, stream});
-  kernels.conclude({0, 0, tiles, zeros, status, 1, zeros, ScalarType::kFloat32, scratch.part(3),
-                    found, word, stream});
   kernels.commit({0, 0, 0, found, scratch.as<CommitRecord>(11), scratch.as<uint64_t>(12), stream});
 }
 
@@ -114,12 +104,21 @@ void load_kernels(const DeviceContext& context) {
   const c10::StreamGuard guard(context.finish_stream);
   const UsedCodecs used = used_codecs(context.layout);
   const Scratch scratch(context, used);
-  Tile tile{};
-  tile.num_elements = 1;
+  ChunkTile tile{};
+  tile.tile.num_elements = 1;
+  tile.tile.payload_offset = tile.tile.output_offset = kHeaderBytes;
   scratch.set(0, tile);
-  scratch.set<const std::byte*>(1, scratch.part(2));
+  std::map<ScalarType, uint32_t> rows_by_dtype;
   for (const auto& [index, dtype] : used) {
-    load_codec(context, scratch, context.layout.codecs()[index], dtype);
+    const ResolvedCodec& resolved = context.layout.codecs()[index];
+    const uint32_t row = row_of(*resolved.codec);
+    scratch.set(1, ChunkCodec{row, 1.0F, 0.0F, resolved.options});
+    load_chunk_kernels(context, scratch, 1U << row, dtype);
+    rows_by_dtype[dtype] |= 1U << row;
+  }
+  // A bucket may hold all that its dtype has: the last codec stands for them.
+  for (const auto& [dtype, rows] : rows_by_dtype) {
+    if (dtype != ScalarType::kFloat64) load_chunk_kernels(context, scratch, rows, dtype);
   }
   load_message_kernels(context, scratch);
   context.finish_stream.synchronize();

@@ -1,6 +1,6 @@
-// The interface of a library for one kind of device: codecs, and kernels that write and check
-// messages. As in cuda_codecs.h, pointers are to device memory unless stated otherwise; calls
-// enqueue work on a stream and do not wait for it.
+// The interface of a library for one kind of device: codecs, and kernels that process
+// chunks and write records. As in cuda_codecs.h, pointers are to device memory unless stated
+// otherwise; calls enqueue work on a stream and do not wait for it.
 #pragma once
 
 #include <cstddef>
@@ -12,21 +12,10 @@
 
 namespace gradferry {
 
-// One message within a buffer. Its tiles are `num_tiles` entries of the call's table, from
-// `first_tile` on.
+// One message within a buffer.
 struct Message {
   uint32_t offset;  // bytes from the start of the buffer to the header; a multiple of 16
   uint32_t payload_bytes;
-  uint32_t first_tile;
-  uint32_t num_tiles;
-};
-
-// A tile of a message that was received.
-struct ReceivedTile {
-  uint32_t offset;     // bytes from the start of the buffer to its payload
-  uint32_t num_bytes;  // of its payload
-  uint32_t message;
-  uint32_t message_offset;  // bytes before it in the message's payload
 };
 
 // The first fault on this rank since the start, except that a cause replaces
@@ -44,55 +33,109 @@ struct Findings {
   uint64_t nonfinite_tile;  // 1 + id of the first non-finite tile since the last commit; or 0
 };
 
-// Writes the headers of `messages`, with the fields of `envelope`, into `buffer`, before their
-// payloads. The tiles of a message are status[order[first_tile ...]]. Phase::kGather: a tile that
-// reduce found corrupt is a fault. Phase::kScatter does not read `findings`, so that it may run
-// while another stream writes it.
-struct SealCall {
-  Envelope envelope;  // of this rank
-  const Message* messages;
-  uint32_t num_messages;
-  const uint32_t* order;
-  const TileStatus* status;
-  Findings* findings;  // null in Phase::kScatter
-  std::byte* buffer;
-  Stream stream;
+// --- chunks
+//
+// What a rank does with a chunk is one launch, whatever codecs its tiles have: a block per tile,
+// and the last one that is done writes headers and verdicts.
+
+// A codec of a chunk.
+struct ChunkCodec {
+  uint32_t row;  // of DeviceLibrary::codecs
+  float alpha;   // as in Codec::encode and Codec::undo
+  float beta;    // as in Codec::decode
+  CodecOptions options;
 };
 
-// Checks every message of `buffer`; message r came from rank r. verdicts[r] becomes its WireStatus,
-// and the first refused message a fault. `sums` is scratch memory of 8 bytes per message; it must
-// be zero before the first call, and every call leaves it zero.
-struct CheckCall {
-  Envelope envelope;  // of all messages; `rank` is replaced by r
-  const Message* messages;
-  uint32_t num_messages;
-  const ReceivedTile* tiles;
-  uint32_t num_tiles;  // of all messages
-  const std::byte* buffer;
-  uint64_t* sums;
-  uint32_t* verdicts;
-  Findings* findings;
-  Stream stream;
+struct ChunkTile {
+  Tile tile;
+  uint32_t codec;         // index into ChunkBatch::codecs
+  uint32_t message;       // index of the message that holds it; in reduce, where all do: 0
+  uint32_t has_residual;  // 0 or 1: whether residual_offset means something
+  uint32_t reserved;
 };
 
-// After decode: sets tiles of refused messages to NaN in `gradient`, notes a corrupt tile as a
-// fault, and stores the first tile that is not finite in `findings`; in that case it also sets
-// *step_nonfinite to 1, unless the pointer is null. `tiles`, `sources` (message of each tile) and
-// `status` are parallel arrays.
-struct ConcludeCall {
-  uint64_t step;
-  uint64_t chunk;
-  const Tile* tiles;
-  const uint32_t* sources;
-  const TileStatus* status;
+// What the blocks of a launch tell each other. In device memory, followed by a uint64_t per message
+// that is received or sent; zero before the first call, and every call leaves it zero. The calls of
+// one stream can share it.
+struct ChunkProgress {
+  uint32_t blocks_done;
+  uint32_t flags;  // kTile* bits of all tiles
+  uint32_t corrupt_tiles;
+  uint32_t reserved;
+};
+
+// The tiles of a chunk, as TileBatch has those of one codec.
+struct ChunkBatch {
+  const ChunkTile* tiles;
   uint32_t num_tiles;
-  const uint32_t* verdicts;
+  const ChunkCodec* codecs;
+  uint32_t rows;  // bit r: tiles have the codec of row r
   ScalarType dtype;
+  bool hold_zero_tiles;  // as in TileBatch
+  uint64_t seed;
+  Envelope envelope;  // of this rank; the phase is that of the call
+  ChunkProgress* progress;
+  Stream stream;
+};
+
+// Encodes the tiles at Stage::kWorker as Codec::encode does, with the residual of those that have
+// one, then writes the headers of `messages` into `out`. Without messages it only encodes.
+struct EncodeChunkCall {
+  ChunkBatch chunk;
+  const void* gradient;
+  const float* gain;
+  float* residual;
+  const Message* messages;
+  uint32_t num_messages;
+  std::byte* out;
+};
+
+// Messages that were received; number r came from rank r.
+struct ReceivedMessages {
+  const Message* messages;
+  uint32_t num_messages;
+  const std::byte* buffer;
+  // Becomes the WireStatus of each message. The first one that is refused is a fault.
+  uint32_t* verdicts;
+};
+
+// Checks the received messages of Phase::kScatter and reduces their tiles as Codec::reduce does,
+// those of refused messages too, into one message: payload_offset and output_offset count from the
+// end of a header. A tile found corrupt is a fault. Then writes the header of the message.
+struct ReduceChunkCall {
+  ChunkBatch chunk;
+  ReceivedMessages received;
+  const float* gain;
+  float* residual;
+  uint32_t payload_bytes;  // of the message at `out`
+  std::byte* out;
+  Findings* findings;
+};
+
+// Checks the received messages of Phase::kGather, if there are any, and decodes the tiles of their
+// buffer as Codec::decode does. Before a tile with a residual is decoded, what was sent is undone,
+// as by Codec::undo, from the rank's own payload at output_offset of `sent`. message_offset is that
+// of the payload received. At last it sets tiles of refused messages to NaN in `gradient`, notes a
+// corrupt tile as a fault, and stores the first tile that is not finite in `findings`; in that case
+// it also sets *step_nonfinite to 1, unless the pointer is null.
+struct DecodeChunkCall {
+  ChunkBatch chunk;
+  ReceivedMessages received;
+  const std::byte* sent;
   void* gradient;
+  float* residual;
+  uint32_t* flags;  // scratch memory: one entry per tile
   Findings* findings;
   uint32_t* step_nonfinite;
-  Stream stream;
 };
+
+struct ChunkKernels {
+  void (*encode)(const EncodeChunkCall& call);
+  void (*reduce)(const ReduceChunkCall& call);
+  void (*decode)(const DecodeChunkCall& call);
+};
+
+// --- steps
 
 // Writes this rank's CommitRecord, and moves findings->nonfinite_tile to `nonfinite_tile`.
 struct CommitCall {
@@ -128,21 +171,19 @@ struct TakeBackCall {
 struct MessageKernels {
   void (*take_back)(const TakeBackCall& call);
   void (*rescale)(const RescaleCall& call);
-  void (*seal)(const SealCall& call);
-  void (*check)(const CheckCall& call);
-  void (*conclude)(const ConcludeCall& call);
   void (*commit)(const CommitCall& call);
 };
 
 struct DeviceLibrary {
   uint32_t version;  // kDeviceLibraryVersion when it was compiled
   std::span<const Codec> codecs;
+  ChunkKernels chunks;
   MessageKernels messages;
   // Whether what is enqueued on `stream` (of the current device) goes into a graph instead.
   bool (*is_capturing)(Stream stream);
 };
 // Increases with every change of a type or function type in this file or in codec.h.
-inline constexpr uint32_t kDeviceLibraryVersion = 6;
+inline constexpr uint32_t kDeviceLibraryVersion = 7;
 // Name of the Python capsule that holds a library.
 inline constexpr const char* kDeviceLibraryCapsule = "gradferry.DeviceLibrary";
 
@@ -151,6 +192,8 @@ inline constexpr const char* kDeviceLibraryCapsule = "gradferry.DeviceLibrary";
 void use_device_library(const DeviceLibrary& library);
 
 // Those of the library in use. Throw Error(kState) until use_device_library() was called.
+const ChunkKernels& chunk_kernels();
+uint32_t row_of(const Codec& codec);  // of the library's table, which holds the codec
 const MessageKernels& message_kernels();
 bool is_capturing(Stream stream);
 

@@ -1,38 +1,13 @@
-// The bf16 codec on CUDA: see tile_kernels.h for the map from threads to elements. Bound by memory:
-// encoding moves 4 bytes in and 2 out per fp32 element, and 8 more with a residual.
-#include "kernels/bf16/bf16_layout.h"
-#include "kernels/common/cast_kernels.h"
+#include "kernels/bf16/bf16_cuda.h"
+#include "kernels/chunk_launch.h"
 #include "kernels/common/tile_launch.h"
 
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE {
-namespace {
-
-struct Bf16 {
-  using Options = NoOptions;
-  static constexpr bool kUnitsAreQuads = false;
-  static constexpr bool kUsesDtype = false;
-  static constexpr uint32_t kMinBlocks = 0;
-
-  GRADFERRY_DEVICE static uint32_t payload_bytes(uint32_t n, ScalarType dtype, Stage stage,
-                                                 Options) {
-    return bf16::payload_bytes(n, dtype, stage, CodecOptions());
-  }
-  template <ScalarType, bool>
-  GRADFERRY_DEVICE static uint32_t encode(const TileUnit<Options>& unit, float* v,
-                                          PayloadWriter& out) {
-    return encode_cast<ScalarType::kBFloat16>(unit.slice, unit.payload_bytes, v, out,
-                                              [](float x) { return saturate_bf16(x); });
-  }
-  template <ScalarType, typename Sink>
-  GRADFERRY_DEVICE static uint32_t decode(const TileUnit<Options>& unit, const std::byte* payload,
-                                          Sink sink) {
-    return decode_cast<ScalarType::kBFloat16>(unit.slice, unit.payload_bytes, payload, sink);
-  }
-};
-
-}  // namespace
 
 extern const CodecFunctions bf16_functions;
-const CodecFunctions bf16_functions = TileLauncher<Bf16>::functions();
+const CodecFunctions bf16_functions = TileLauncher<bf16::TileCodec>::functions();
+
+extern const ChunkKernels bf16_chunks;
+const ChunkKernels bf16_chunks = ChunkLauncher<WithExact<bf16::TileCodec>>::kernels();
 
 }  // namespace gradferry::GRADFERRY_KERNEL_NAMESPACE

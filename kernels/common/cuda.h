@@ -15,6 +15,7 @@
 #include "simt.h"
 
 #define GRADFERRY_DEVICE [[gnu::always_inline]] inline
+#define GRADFERRY_APART [[gnu::noinline]] inline
 #define GRADFERRY_UNROLL
 // Static shared memory, of a trivial type.
 // NOLINTBEGIN(bugprone-macro-parentheses): a type and a name take none
@@ -28,6 +29,7 @@
 #include <cuda_runtime.h>
 
 #define GRADFERRY_DEVICE __device__ __forceinline__
+#define GRADFERRY_APART __device__ __noinline__
 #define GRADFERRY_UNROLL _Pragma("unroll")
 #define GRADFERRY_SHARED(Type, name) __shared__ Type name
 

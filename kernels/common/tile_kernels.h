@@ -123,18 +123,24 @@ GRADFERRY_DEVICE bool holds_nonfinite(const BatchArguments<Options>& batch) {
   return batch.status == nullptr || (batch.status[blockIdx.x].flags & kTileNonFinite) != 0;
 }
 
+// The bits of the least number that narrow() makes infinite: halfway from the largest finite number
+// to the next power of two, a tie that goes to the even one.
+template <ScalarType dtype>
+inline constexpr uint32_t kLeastInfinite = dtype == ScalarType::kFloat16    ? 0x477ff000u
+                                           : dtype == ScalarType::kBFloat16 ? 0x7f7f8000u
+                                                                            : kInfinityBits;
+
 // Whether the decoded value is also finite in the gradient's dtype.
 template <ScalarType dtype>
 GRADFERRY_DEVICE bool arrives_finite(float x) {
-  return !is_not_finite(widen<dtype>(narrow<dtype>(x)));
+  return magnitude_bits(x) < kLeastInfinite<dtype>;
 }
 
 // The last thing a kernel does.
 template <typename Options>
-GRADFERRY_DEVICE void finish(const BatchArguments<Options>& batch, uint64_t checksum,
-                             uint32_t flags) {
+GRADFERRY_DEVICE void finish(const BatchArguments<Options>& batch, StatusPart part) {
   GRADFERRY_SHARED(StatusStorage<kTileThreads>, storage);
-  const StatusPart all = combine_status<kTileThreads>(storage, {checksum, flags});
+  const StatusPart all = combine_status<kTileThreads>(storage, part);
   set_status(batch, {all.checksum, all.flags});
 }
 
@@ -181,81 +187,94 @@ GRADFERRY_DEVICE bool all_payloads_are_zero(const std::byte* const* payload_by_r
 
 template <typename Codec, ScalarType dtype>
 GRADFERRY_DEVICE TileUnit<typename Codec::Options> make_unit(
-    const BatchArguments<typename Codec::Options>& batch, const Tile& tile, Stage stage) {
+    const Tile& tile, Stage stage, uint64_t seed, uint64_t step,
+    const typename Codec::Options& options) {
   return {Slice(tile.num_elements),
           stage,
           dtype,
-          Codec::payload_bytes(tile.num_elements, dtype, stage, batch.options),
+          Codec::payload_bytes(tile.num_elements, dtype, stage, options),
           tile.id,
-          batch.seed,
-          batch.step,
-          batch.options};
+          seed,
+          step,
+          options};
+}
+template <typename Codec, ScalarType dtype>
+GRADFERRY_DEVICE TileUnit<typename Codec::Options> make_unit(
+    const BatchArguments<typename Codec::Options>& batch, const Tile& tile, Stage stage) {
+  return make_unit<Codec, dtype>(tile, stage, batch.seed, batch.step, batch.options);
 }
 
-// --- kernels -------------------------------------------------------------------------------------
+// --- tiles ---------------------------------------------------------------------------------------
+//
+// What a block does with its tile, for the kernels below and for those of chunks. Pointers are to
+// the start of whole arrays, as in codec.h; a residual may be null. The lane's values are one array
+// for all branches: with an array per branch, the compiler merges what branches have in common, and
+// arrays go to local memory.
 
-template <typename Codec, ScalarType dtype, bool kResidual>
-__global__ void __launch_bounds__(kTileThreads, Codec::kMinBlocks)
-    encode_kernel(BatchArguments<typename Codec::Options> batch, const std::byte* gradient,
-                  float alpha, const float* gain, float* residual, std::byte* out) {
-  const Tile tile = batch.tiles[blockIdx.x];
-  const auto unit = make_unit<Codec, dtype>(batch, tile, batch.stage);
+// Returns the thread's part of the tile's status.
+template <typename Codec, ScalarType dtype>
+GRADFERRY_DEVICE StatusPart encode_tile(const TileUnit<typename Codec::Options>& unit,
+                                        const Tile& tile, bool hold_zero_tiles,
+                                        const std::byte* gradient, float alpha, const float* gain,
+                                        float* residual, std::byte* out) {
   const Slice& slice = unit.slice;
   std::byte* payload = out + tile.payload_offset;
-  float* tile_residual = kResidual ? residual + tile.residual_offset : nullptr;
+  float* tile_residual = residual == nullptr ? nullptr : residual + tile.residual_offset;
 
   float v[kLaneElements], old[kLaneElements];
   load_slice<dtype>(slice, gradient + tile.gradient_offset * item_bytes(dtype), v);
-  if constexpr (kResidual) {
+  if (residual != nullptr) {
     load_slice<ScalarType::kFloat32>(slice, reinterpret_cast<const std::byte*>(tile_residual), old);
   }
-  if (batch.hold_zero_tiles && __syncthreads_or(has_magnitude(v) ? 1 : 0) == 0) {
+  if (hold_zero_tiles && __syncthreads_or(has_magnitude(v) ? 1 : 0) == 0) {
     write_zero_payload(payload, unit.payload_bytes);
-    if constexpr (kResidual) keep_residual(slice, tile_residual, gain);
-    set_status(batch, {0, 0});
-    return;
+    if (residual != nullptr) keep_residual(slice, tile_residual, gain);
+    return {0, 0};
   }
-  const float g = kResidual && gain != nullptr ? *gain : 1.0f;
-  GRADFERRY_UNROLL
-  for (uint32_t j = 0; j < kLaneElements; ++j) {
-    v[j] = alpha * v[j];
-    if constexpr (kResidual) v[j] = v[j] + g * old[j];
+  if (residual != nullptr) {
+    const float g = gain == nullptr ? 1.0f : *gain;
+    GRADFERRY_UNROLL
+    for (uint32_t j = 0; j < kLaneElements; ++j) v[j] = alpha * v[j] + g * old[j];
+  } else {
+    GRADFERRY_UNROLL
+    for (float& x : v) x = alpha * x;
   }
 
   PayloadWriter writer(payload, tile.message_offset);
-  const uint32_t flags = Codec::template encode<dtype, kResidual>(unit, v, writer);
-  if constexpr (kResidual) store_residual<Codec::kUnitsAreQuads>(slice, v, gain, tile_residual);
-  finish(batch, writer.checksum, flags);
+  uint32_t flags = 0;
+  if (residual != nullptr) {
+    flags = Codec::template encode<dtype, true>(unit, v, writer);
+    store_residual<Codec::kUnitsAreQuads>(slice, v, gain, tile_residual);
+  } else {
+    flags = Codec::template encode<dtype, false>(unit, v, writer);
+  }
+  return {writer.checksum, flags};
 }
 
+// v = the lane's values, +0 beyond the tile's end. Returns flags.
 template <typename Codec, ScalarType dtype>
-__global__ void __launch_bounds__(kTileThreads, Codec::kMinBlocks)
-    decode_kernel(BatchArguments<typename Codec::Options> batch, const std::byte* in,
-                  std::byte* gradient, float beta, float* residual) {
-  const Tile tile = batch.tiles[blockIdx.x];
-  const auto unit = make_unit<Codec, dtype>(batch, tile, batch.stage);
-  const Slice& slice = unit.slice;
-  float v[kLaneElements];
-  uint32_t flags = Codec::template decode<dtype>(unit, in + tile.payload_offset,
-                                                 [&](uint32_t j, float x) { v[j] = x; });
-  clear_beyond_end(slice, v);
-  uint32_t largest = 0;
-  const auto item_of = [&](uint32_t j) {
-    const uint32_t item = narrow<dtype>(v[j]);
-    if constexpr (dtype != ScalarType::kFloat32) {
-      largest = maximum(largest, magnitude_bits(widen<dtype>(item)));
-    }
-    return item;
-  };
-  if (gradient != nullptr) {
-    store_slice<dtype>(slice, gradient + tile.gradient_offset * item_bytes(dtype), item_of);
-  } else {
-    GRADFERRY_UNROLL
-    for (uint32_t j = 0; j < kLaneElements; ++j) static_cast<void>(item_of(j));
-  }
-  // A finite number may be infinite in the gradient's dtype. (A NaN has its flag already.)
-  if (largest >= kInfinityBits) flags |= kTileNonFinite;
+GRADFERRY_DEVICE uint32_t decode_values(const TileUnit<typename Codec::Options>& unit,
+                                        const std::byte* payload, float* v) {
+  const uint32_t flags =
+      Codec::template decode<dtype>(unit, payload, [&](uint32_t j, float x) { v[j] = x; });
+  clear_beyond_end(unit.slice, v);
+  return flags;
+}
 
+// Writes what decode_values() gave, unless `gradient` is null; changes v. Returns
+// flags: a finite number may be infinite in the gradient's dtype.
+template <ScalarType dtype>
+GRADFERRY_DEVICE uint32_t store_values(const Slice& slice, const Tile& tile, float* v,
+                                       std::byte* gradient, float beta, float* residual) {
+  uint32_t largest = 0;
+  if constexpr (dtype != ScalarType::kFloat32) {  // which has its flag already
+    GRADFERRY_UNROLL
+    for (uint32_t j = 0; j < kLaneElements; ++j) largest = maximum(largest, magnitude_bits(v[j]));
+  }
+  if (gradient != nullptr) {
+    store_slice<dtype>(slice, gradient + tile.gradient_offset * item_bytes(dtype),
+                       [&](uint32_t j) { return narrow<dtype>(v[j]); });
+  }
   if (gradient != nullptr && residual != nullptr && beta != 0.0f) {
     float* tile_residual = residual + tile.residual_offset;
     float old[kLaneElements];
@@ -267,40 +286,39 @@ __global__ void __launch_bounds__(kTileThreads, Codec::kMinBlocks)
     }
     store_residual<false>(slice, v, nullptr, tile_residual);
   }
-  finish(batch, 0, flags);
+  return largest >= kLeastInfinite<dtype> ? kTileNonFinite : 0;
 }
 
-template <typename Codec, ScalarType dtype, bool kResidual>
-__global__ void __launch_bounds__(kTileThreads, Codec::kMinBlocks)
-    reduce_kernel(BatchArguments<typename Codec::Options> batch,
-                  const std::byte* const* payload_by_rank, uint32_t world_size, float inverse,
-                  const float* gain, float* owner_residual, std::byte* out) {
-  const Tile tile = batch.tiles[blockIdx.x];
-  const auto unit = make_unit<Codec, dtype>(batch, tile, Stage::kWorker);
-  const auto owner_unit = make_unit<Codec, dtype>(batch, tile, Stage::kOwner);
+// payload_of(rank): where the rank's payloads begin. `is_zero`: this tile's are held zero tiles.
+// Returns the thread's part of the tile's status.
+template <typename Codec, ScalarType dtype, typename PayloadOf>
+GRADFERRY_DEVICE StatusPart reduce_tile(const TileUnit<typename Codec::Options>& unit,
+                                        const TileUnit<typename Codec::Options>& owner_unit,
+                                        const Tile& tile, bool is_zero, PayloadOf payload_of,
+                                        uint32_t world_size, const float* gain,
+                                        float* owner_residual, std::byte* out) {
   const Slice& slice = unit.slice;
   std::byte* payload = out + tile.output_offset;
-  float* tile_residual = kResidual ? owner_residual + tile.residual_offset : nullptr;
-  prefetch_payloads(payload_by_rank, world_size, tile.payload_offset, unit.payload_bytes);
-  if (batch.hold_zero_tiles &&
-      all_payloads_are_zero(payload_by_rank, world_size, tile.payload_offset, unit.payload_bytes)) {
+  float* tile_residual =
+      owner_residual == nullptr ? nullptr : owner_residual + tile.residual_offset;
+  if (is_zero) {
     write_zero_payload(payload, owner_unit.payload_bytes);
-    if constexpr (kResidual) keep_residual(slice, tile_residual, gain);
-    set_status(batch, {0, 0});
-    return;
+    if (owner_residual != nullptr) keep_residual(slice, tile_residual, gain);
+    return {0, 0};
   }
 
   // Adding -0 changes no number, so the first rank's values do not change.
   float v[kLaneElements];
   GRADFERRY_UNROLL
-  for (uint32_t j = 0; j < kLaneElements; ++j) v[j] = -0.0f;
+  for (float& x : v) x = -0.0f;
   uint32_t flags = 0;
   for (uint32_t rank = 0; rank < world_size; ++rank) {
-    flags |= Codec::template decode<dtype>(unit, payload_by_rank[rank] + tile.payload_offset,
+    flags |= Codec::template decode<dtype>(unit, payload_of(rank) + tile.payload_offset,
                                            [&](uint32_t j, float x) { v[j] = v[j] + x; });
   }
   flags &= kTileCorrupt;
-  if constexpr (kResidual) {
+  const float inverse = 1.0f / static_cast<float>(world_size);
+  if (owner_residual != nullptr) {
     float old[kLaneElements];
     load_slice<ScalarType::kFloat32>(slice, reinterpret_cast<const std::byte*>(tile_residual), old);
     const float g = gain == nullptr ? 1.0f : *gain;
@@ -308,14 +326,85 @@ __global__ void __launch_bounds__(kTileThreads, Codec::kMinBlocks)
     for (uint32_t j = 0; j < kLaneElements; ++j) v[j] = v[j] * inverse + g * old[j];
   } else {
     GRADFERRY_UNROLL
-    for (uint32_t j = 0; j < kLaneElements; ++j) v[j] = v[j] * inverse;
+    for (float& x : v) x = x * inverse;
   }
   clear_beyond_end(slice, v);
 
   PayloadWriter writer(payload, tile.message_offset);
-  flags |= Codec::template encode<dtype, kResidual>(owner_unit, v, writer);
-  if constexpr (kResidual) store_residual<Codec::kUnitsAreQuads>(slice, v, gain, tile_residual);
-  finish(batch, writer.checksum, flags);
+  if (owner_residual != nullptr) {
+    flags |= Codec::template encode<dtype, true>(owner_unit, v, writer);
+    store_residual<Codec::kUnitsAreQuads>(slice, v, gain, tile_residual);
+  } else {
+    flags |= Codec::template encode<dtype, false>(owner_unit, v, writer);
+  }
+  return {writer.checksum, flags};
+}
+
+// `payload`: what arrived; own_payload: what this rank sent.
+template <typename Codec, ScalarType dtype>
+GRADFERRY_DEVICE void undo_tile(const TileUnit<typename Codec::Options>& unit,
+                                const TileUnit<typename Codec::Options>& owner_unit,
+                                const Tile& tile, const std::byte* own_payload,
+                                const std::byte* payload, const std::byte* gradient, float alpha,
+                                float* residual) {
+  const Slice& slice = unit.slice;
+  float* tile_residual = residual + tile.residual_offset;
+  static_assert(kLaneElements == 32);
+  uint32_t lost = 0;  // bit j: element j of the lane
+  Codec::template decode<dtype>(owner_unit, payload, [&](uint32_t j, float x) {
+    lost |= (arrives_finite<dtype>(x) ? 0u : 1u) << j;
+  });
+  float v[kLaneElements], x[kLaneElements];
+  Codec::template decode<dtype>(unit, own_payload, [&](uint32_t j, float d) { v[j] = d; });
+  load_slice<dtype>(slice, gradient + tile.gradient_offset * item_bytes(dtype), x);
+  GRADFERRY_UNROLL
+  for (uint32_t j = 0; j < kLaneElements; ++j) v[j] = v[j] - alpha * x[j];
+  load_slice<ScalarType::kFloat32>(slice, reinterpret_cast<const std::byte*>(tile_residual), x);
+  GRADFERRY_UNROLL
+  for (uint32_t j = 0; j < kLaneElements; ++j) v[j] = (lost >> j & 1) != 0 ? x[j] + v[j] : x[j];
+  store_residual<false>(slice, v, nullptr, tile_residual);
+}
+
+// --- kernels -------------------------------------------------------------------------------------
+
+template <typename Codec, ScalarType dtype, bool kResidual>
+__global__ void __launch_bounds__(kTileThreads, Codec::kMinBlocks)
+    encode_kernel(BatchArguments<typename Codec::Options> batch, const std::byte* gradient,
+                  float alpha, const float* gain, float* residual, std::byte* out) {
+  const Tile tile = batch.tiles[blockIdx.x];
+  const auto unit = make_unit<Codec, dtype>(batch, tile, batch.stage);
+  finish(batch, encode_tile<Codec, dtype>(unit, tile, batch.hold_zero_tiles, gradient, alpha, gain,
+                                          kResidual ? residual : nullptr, out));
+}
+
+template <typename Codec, ScalarType dtype>
+__global__ void __launch_bounds__(kTileThreads, Codec::kMinBlocks)
+    decode_kernel(BatchArguments<typename Codec::Options> batch, const std::byte* in,
+                  std::byte* gradient, float beta, float* residual) {
+  const Tile tile = batch.tiles[blockIdx.x];
+  const auto unit = make_unit<Codec, dtype>(batch, tile, batch.stage);
+  float v[kLaneElements];
+  uint32_t flags = decode_values<Codec, dtype>(unit, in + tile.payload_offset, v);
+  flags |= store_values<dtype>(unit.slice, tile, v, gradient, beta, residual);
+  finish(batch, {0, flags});
+}
+
+template <typename Codec, ScalarType dtype, bool kResidual>
+__global__ void __launch_bounds__(kTileThreads, Codec::kMinBlocks)
+    reduce_kernel(BatchArguments<typename Codec::Options> batch,
+                  const std::byte* const* payload_by_rank, uint32_t world_size, const float* gain,
+                  float* owner_residual, std::byte* out) {
+  const Tile tile = batch.tiles[blockIdx.x];
+  const auto unit = make_unit<Codec, dtype>(batch, tile, Stage::kWorker);
+  const auto owner_unit = make_unit<Codec, dtype>(batch, tile, Stage::kOwner);
+  prefetch_payloads(payload_by_rank, world_size, tile.payload_offset, unit.payload_bytes);
+  const bool is_zero =
+      batch.hold_zero_tiles &&
+      all_payloads_are_zero(payload_by_rank, world_size, tile.payload_offset, unit.payload_bytes);
+  finish(batch,
+         reduce_tile<Codec, dtype>(
+             unit, owner_unit, tile, is_zero, [&](uint32_t rank) { return payload_by_rank[rank]; },
+             world_size, gain, kResidual ? owner_residual : nullptr, out));
 }
 
 template <typename Codec, ScalarType dtype>
@@ -324,25 +413,10 @@ __global__ void __launch_bounds__(kTileThreads, Codec::kMinBlocks)
                 const std::byte* in, const std::byte* gradient, float alpha, float* residual) {
   if (!holds_nonfinite(batch)) return;  // the whole block
   const Tile tile = batch.tiles[blockIdx.x];
-  const auto unit = make_unit<Codec, dtype>(batch, tile, batch.stage);
-  const auto owner_unit = make_unit<Codec, dtype>(batch, tile, Stage::kOwner);
-  const Slice& slice = unit.slice;
-  float* tile_residual = residual + tile.residual_offset;
-  static_assert(kLaneElements == 32);
-  uint32_t lost = 0;  // bit j: element j of the lane
-  Codec::template decode<dtype>(owner_unit, in + tile.output_offset, [&](uint32_t j, float x) {
-    lost |= (arrives_finite<dtype>(x) ? 0u : 1u) << j;
-  });
-  float v[kLaneElements], x[kLaneElements];
-  Codec::template decode<dtype>(unit, own_payload + tile.payload_offset,
-                                [&](uint32_t j, float d) { v[j] = d; });
-  load_slice<dtype>(slice, gradient + tile.gradient_offset * item_bytes(dtype), x);
-  GRADFERRY_UNROLL
-  for (uint32_t j = 0; j < kLaneElements; ++j) v[j] = v[j] - alpha * x[j];
-  load_slice<ScalarType::kFloat32>(slice, reinterpret_cast<const std::byte*>(tile_residual), x);
-  GRADFERRY_UNROLL
-  for (uint32_t j = 0; j < kLaneElements; ++j) v[j] = (lost >> j & 1) != 0 ? x[j] + v[j] : x[j];
-  store_residual<false>(slice, v, nullptr, tile_residual);
+  undo_tile<Codec, dtype>(make_unit<Codec, dtype>(batch, tile, batch.stage),
+                          make_unit<Codec, dtype>(batch, tile, Stage::kOwner), tile,
+                          own_payload + tile.payload_offset, in + tile.output_offset, gradient,
+                          alpha, residual);
 }
 
 }  // namespace gradferry::GRADFERRY_KERNEL_NAMESPACE

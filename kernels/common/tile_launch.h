@@ -58,17 +58,16 @@ struct TileLauncher {
                      uint32_t world_size, const float* gain, float* owner_residual,
                      std::byte* out) {
     const auto arguments = arguments_of<typename Codec::Options>(batch);
-    const float inverse = 1.0f / static_cast<float>(world_size);
     const ScalarType dtype_of_payload = Codec::kUsesDtype ? batch.dtype : ScalarType::kFloat32;
     const auto start = [&]<ScalarType dtype>() {
       if (owner_residual != nullptr) {
         launch<reduce_kernel<Codec, dtype, true>>(batch.num_tiles, kTileThreads, batch.stream,
-                                                  arguments, payload_by_rank, world_size, inverse,
-                                                  gain, owner_residual, out);
+                                                  arguments, payload_by_rank, world_size, gain,
+                                                  owner_residual, out);
       } else {
         launch<reduce_kernel<Codec, dtype, false>>(batch.num_tiles, kTileThreads, batch.stream,
-                                                   arguments, payload_by_rank, world_size, inverse,
-                                                   gain, owner_residual, out);
+                                                   arguments, payload_by_rank, world_size, gain,
+                                                   owner_residual, out);
       }
     };
     if constexpr (Codec::kUsesDtype) {

@@ -1,34 +1,12 @@
-// The exact codec on CUDA: the gradient's own numbers. Bound by memory at every dtype. fp64 is
-// summed in fp64 and so has kernels of its own, exact_float64_kernels.h.
-#include "kernels/common/cast_kernels.h"
+#include "kernels/chunk_launch.h"
 #include "kernels/common/tile_launch.h"
+#include "kernels/exact/exact_cuda.h"
 #include "kernels/exact/exact_float64_kernels.h"
 
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE {
 namespace {
 
-struct Exact {
-  using Options = NoOptions;
-  static constexpr bool kUnitsAreQuads = false;
-  static constexpr bool kUsesDtype = true;
-  static constexpr uint32_t kMinBlocks = 0;
-
-  GRADFERRY_DEVICE static uint32_t payload_bytes(uint32_t n, ScalarType dtype, Stage, Options) {
-    return round_up(n * item_bytes(dtype), kPayloadAlignment);
-  }
-  template <ScalarType dtype, bool>
-  GRADFERRY_DEVICE static uint32_t encode(const TileUnit<Options>& unit, float* v,
-                                          PayloadWriter& out) {
-    return encode_cast<dtype>(unit.slice, unit.payload_bytes, v, out, [](float x) { return x; });
-  }
-  template <ScalarType dtype, typename Sink>
-  GRADFERRY_DEVICE static uint32_t decode(const TileUnit<Options>& unit, const std::byte* payload,
-                                          Sink sink) {
-    return decode_cast<dtype>(unit.slice, unit.payload_bytes, payload, sink);
-  }
-};
-
-using Launcher = TileLauncher<Exact>;
+using Launcher = TileLauncher<exact::TileCodec>;
 
 void encode(const TileBatch& batch, const void* gradient, float alpha, const float* gain,
             float* residual, std::byte* out) {
@@ -70,5 +48,8 @@ void undo(const TileBatch& batch, const std::byte* own_payload, const std::byte*
 
 extern const CodecFunctions exact_functions;
 const CodecFunctions exact_functions = {&encode, &decode, &reduce, &undo};
+
+extern const ChunkKernels exact_chunks;
+const ChunkKernels exact_chunks = ChunkLauncher<WithExact<exact::TileCodec>>::kernels();
 
 }  // namespace gradferry::GRADFERRY_KERNEL_NAMESPACE

@@ -1,75 +1,18 @@
-// The exact codec for fp64 gradients on CUDA: fp64 arithmetic, fp32 residuals. A block per tile,
-// whose threads take its elements in turn; fp64 gradients are too rare for more. exact_float64.h is
-// the same on CPU.
+// Kernels for batches of fp64 tiles, and their launchers.
 #pragma once
 
 #include "kernels/common/tile_launch.h"
+#include "kernels/exact/exact_float64_tiles.h"
 
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE::exact_float64 {
-
-constexpr uint64_t kInfinity64 = 0x7ff0000000000000u;
-constexpr uint64_t kNan64 = 0x7ff8000000000000u;
-constexpr uint64_t kMagnitude64 = 0x7fffffffffffffffu;
-
-GRADFERRY_DEVICE uint64_t bits64(double x) {
-  uint64_t result;
-  __builtin_memcpy(&result, &x, sizeof(result));
-  return result;
-}
-GRADFERRY_DEVICE uint32_t flags_of(double x) {
-  return (bits64(x) & kMagnitude64) >= kInfinity64 ? kTileNonFinite : 0;
-}
-GRADFERRY_DEVICE uint64_t canonical_bits(double x) {
-  return (bits64(x) & kMagnitude64) > kInfinity64 ? kNan64 : bits64(x);
-}
-GRADFERRY_DEVICE float residual_of(double updated, float otherwise) {
-  const float rounded = static_cast<float>(updated);
-  return is_not_finite(rounded) ? otherwise : rounded;
-}
-GRADFERRY_DEVICE uint32_t payload_bytes(uint32_t n) { return round_up(8 * n, kPayloadAlignment); }
-
-// v to element i of the payload. Returns flags.
-GRADFERRY_DEVICE uint32_t encode_element(PayloadWriter& out, uint32_t i, double v) {
-  const uint64_t item = canonical_bits(v);
-  out.words(8 * i, Bytes8{{static_cast<uint32_t>(item), static_cast<uint32_t>(item >> 32)}});
-  return flags_of(v);
-}
-
-// What the last element leaves of the payload.
-GRADFERRY_DEVICE void write_padding(PayloadWriter& out, uint32_t n) {
-  out.zeros(8 * n, payload_bytes(n));
-}
 
 using Batch = BatchArguments<NoOptions>;
 
 __global__ void __launch_bounds__(kTileThreads)
     encode_kernel(Batch batch, const double* gradient, double alpha, const float* gain,
                   float* residual, std::byte* out) {
-  const Tile tile = batch.tiles[blockIdx.x];
-  const uint32_t n = tile.num_elements;
-  const double* g = gradient + tile.gradient_offset;
-  float* r = residual == nullptr ? nullptr : residual + tile.residual_offset;
-  PayloadWriter writer(out + tile.payload_offset, tile.message_offset);
-  if (batch.hold_zero_tiles) {
-    uint64_t seen = 0;
-    for (uint32_t i = threadIdx.x; i < n; i += kTileThreads) seen |= bits64(g[i]) & kMagnitude64;
-    if (__syncthreads_or(seen != 0 ? 1 : 0) == 0) {
-      write_zero_payload(writer.payload, payload_bytes(n));
-      if (r != nullptr) keep_residual(Slice(n), r, gain);
-      set_status(batch, {0, 0});
-      return;
-    }
-  }
-  const double factor = gain == nullptr ? 1.0 : static_cast<double>(*gain);
-  uint32_t flags = 0;
-  for (uint32_t i = threadIdx.x; i < n; i += kTileThreads) {
-    double v = alpha * g[i];
-    if (r != nullptr) v = v + factor * static_cast<double>(r[i]);
-    flags |= encode_element(writer, i, v);
-    if (r != nullptr) r[i] = residual_of(v - v, kept_residual(r[i], gain));
-  }
-  write_padding(writer, n);
-  finish(batch, writer.checksum, flags);
+  finish(batch, encode_tile(batch.tiles[blockIdx.x], batch.hold_zero_tiles, gradient, alpha, gain,
+                            residual, out));
 }
 
 __global__ void __launch_bounds__(kTileThreads)
@@ -83,43 +26,21 @@ __global__ void __launch_bounds__(kTileThreads)
     if (gradient == nullptr) continue;
     write(gradient + tile.gradient_offset + i, canonical_bits(value));
     if (residual == nullptr || beta == 0.0) continue;
-    float* r = residual + tile.residual_offset + i;
-    *r = residual_of(static_cast<double>(*r) + beta * value, *r);
+    add_element(tile, i, value, beta, residual);
   }
-  finish(batch, 0, flags);
+  finish(batch, {0, flags});
 }
 
 __global__ void __launch_bounds__(kTileThreads)
     reduce_kernel(Batch batch, const std::byte* const* payload_by_rank, uint32_t world_size,
-                  double inverse, const float* gain, float* residual, std::byte* out) {
+                  const float* gain, float* residual, std::byte* out) {
   const Tile tile = batch.tiles[blockIdx.x];
-  const uint32_t n = tile.num_elements;
-  float* r = residual == nullptr ? nullptr : residual + tile.residual_offset;
-  PayloadWriter writer(out + tile.output_offset, tile.message_offset);
-  if (batch.hold_zero_tiles &&
-      all_payloads_are_zero(payload_by_rank, world_size, tile.payload_offset, payload_bytes(n))) {
-    write_zero_payload(writer.payload, payload_bytes(n));
-    if (r != nullptr) keep_residual(Slice(n), r, gain);
-    set_status(batch, {0, 0});
-    return;
-  }
-  const double factor = gain == nullptr ? 1.0 : static_cast<double>(*gain);
-  uint32_t flags = 0;
-  for (uint32_t i = threadIdx.x; i < n; i += kTileThreads) {
-    const uint32_t offset = tile.payload_offset + 8 * i;
-    double v = read<double>(payload_by_rank[0] + offset);
-    for (uint32_t rank = 1; rank < world_size; ++rank) {
-      v = v + read<double>(payload_by_rank[rank] + offset);
-    }
-    v = v * inverse;
-    if (r != nullptr) {
-      v = v + factor * static_cast<double>(r[i]);
-      r[i] = residual_of(v - v, kept_residual(r[i], gain));
-    }
-    flags |= encode_element(writer, i, v);
-  }
-  write_padding(writer, n);
-  finish(batch, writer.checksum, flags);
+  const bool is_zero = batch.hold_zero_tiles &&
+                       all_payloads_are_zero(payload_by_rank, world_size, tile.payload_offset,
+                                             payload_bytes(tile.num_elements));
+  finish(batch, reduce_tile(
+                    tile, is_zero, [&](uint32_t rank) { return payload_by_rank[rank]; }, world_size,
+                    gain, residual, out));
 }
 
 __global__ void __launch_bounds__(kTileThreads)
@@ -129,10 +50,7 @@ __global__ void __launch_bounds__(kTileThreads)
   const Tile tile = batch.tiles[blockIdx.x];
   for (uint32_t i = threadIdx.x; i < tile.num_elements; i += kTileThreads) {
     if (flags_of(read<double>(in + tile.output_offset + 8 * i)) == 0) continue;
-    const double value = read<double>(own_payload + tile.payload_offset + 8 * i);
-    const double sent = alpha * gradient[tile.gradient_offset + i];
-    float* r = residual + tile.residual_offset + i;
-    *r = residual_of(static_cast<double>(*r) + (value - sent), *r);
+    undo_element(tile, i, own_payload + tile.payload_offset, gradient, alpha, residual);
   }
 }
 
@@ -154,8 +72,7 @@ inline void decode(const TileBatch& batch, const std::byte* in, void* gradient, 
 inline void reduce(const TileBatch& batch, const std::byte* const* payload_by_rank,
                    uint32_t world_size, const float* gain, float* owner_residual, std::byte* out) {
   launch<reduce_kernel>(batch.num_tiles, kTileThreads, batch.stream, arguments_of<NoOptions>(batch),
-                        payload_by_rank, world_size, 1.0 / static_cast<double>(world_size), gain,
-                        owner_residual, out);
+                        payload_by_rank, world_size, gain, owner_residual, out);
 }
 
 inline void undo(const TileBatch& batch, const std::byte* own_payload, const std::byte* in,

@@ -40,7 +40,7 @@ def doctor(
     codecs on this machine. The model itself is not changed, and needs no hook.
 
     Args:
-        ddp: on the CPU, in a process group of at least two ranks.
+        ddp: on the CPU or a GPU, in a process group of at least two ranks.
         batch_fn: gives this rank's next batch: ``ddp(*batch_fn())``, or ``ddp(**batch_fn())`` for a
             dict, is the loss or has it as ``.loss``.
         hooks: of ``torch:fp32``, ``torch:fp16``, ``torch:bf16`` and codecs; by default all.
@@ -51,7 +51,8 @@ def doctor(
         step's ``seconds``, ``exposed_s`` and ``wire_bytes`` for every hook.
 
     Raises:
-        ConfigError: the model, the batch or a hook cannot be used.
+        ConfigError: the model, the batch or a hook cannot be used, or there are no kernels for the
+            model's device.
     """
     if not isinstance(ddp, DistributedDataParallel):
         raise ConfigError(f"ddp must be a DistributedDataParallel, not {type(ddp).__name__}")
@@ -64,10 +65,7 @@ def doctor(
     wanted = require_hooks(default_hooks() if hooks is None else hooks)
     for hook in wanted:
         check_hook(hook)
-    if any(parameter.device.type != "cpu" for parameter in ddp.parameters()):
-        raise ConfigError(
-            "doctor measures models on the CPU in this version; for others, see `gradferry plan`"
-        )
+    place = _place(ddp)
     group = ddp.process_group
     if group.size() < 2:
         raise ConfigError("doctor needs two ranks at least: a world of one does not communicate")
@@ -79,10 +77,24 @@ def doctor(
         make_step=lambda model: _make_step(model, batch_fn()),
         attach=attach,
         asked=asked,
+        place=place,
     )
     if show and group.rank() == 0:
         _show(found, type(ddp.module).__name__)
     return found
+
+
+def _place(ddp: DistributedDataParallel) -> torch.device:
+    """The one device of the model."""
+    places = {name: parameter.device for name, parameter in ddp.named_parameters()}
+    first, place = next(iter(places.items()))
+    for name, other in places.items():
+        if other != place:
+            raise ConfigError(
+                f"parameter {name!r} is on {other}, {first!r} on {place}: move the whole model to "
+                "one device, then wrap it"
+            )
+    return place
 
 
 def _make_step(model: nn.Module, batch: Any) -> Callable[[], None]:

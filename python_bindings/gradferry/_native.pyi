@@ -9,6 +9,7 @@ WIRE_VERSION: int
 HEADER_BYTES: int  # of every message, padding included
 COMMIT_BYTES: int  # of the commit that ends a bucket, without a map
 CHUNK_SLOTS: int  # chunks in flight
+DEVICE_CHUNK_SLOTS: int  # the same, of a DeviceEngine
 COMMIT_SLOTS: int  # buckets whose commits are in flight
 GATHERS_IN_FLIGHT: int
 SCATTER_PADDING_PART: int  # padding is at most this part of a chunk's scatter messages
@@ -131,6 +132,8 @@ class DeviceEngine(BucketEngine):
         lane: Lane | None,
         group_name: str | None,
     ) -> None: ...
+    def time_buckets(self) -> None: ...
+    def bucket_times(self) -> list[dict[str, Any]]: ...
 
 def reducer_parameters(reducer: Reducer) -> list[torch.Tensor]: ...
 

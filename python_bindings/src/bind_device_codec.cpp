@@ -1,5 +1,5 @@
-// One codec's kernels on a device, for benchmarks: each call is the launch that an engine makes for
-// a bucket of one parameter, on the current stream.
+// One codec's kernels on a device, for benchmarks: each call is one launch on the current stream,
+// for one parameter. An engine's launches do the same to a chunk and write headers, too.
 #include <ATen/Functions.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <pybind11/stl.h>

@@ -161,6 +161,20 @@ py::dict workspace_dict(const BucketEngine& engine) {
   return result;
 }
 
+// With the keys that the rows of event_list() have for the same.
+py::list bucket_times(const DeviceEngine& engine) {
+  const std::vector<BucketTime> times = [&] {
+    const py::gil_scoped_release released;
+    return engine.bucket_times();
+  }();
+  py::list result;
+  for (const BucketTime& time : times) {
+    result.append(py::dict(py::arg("step") = time.step, py::arg("begin_ms") = time.ready_ms,
+                           py::arg("complete_ms") = time.complete_ms));
+  }
+  return result;
+}
+
 py::list event_list(const BucketEngine& engine) {
   py::list result;
   for (const BucketEvent& event : engine.events()) {
@@ -206,6 +220,7 @@ void bind_options(py::module_& module) {
   module.def("chunk_bytes_within", &chunk_bytes_within, py::arg("workspace_cap_bytes"),
              py::arg("world_size"), py::arg("most"));
   module.attr("CHUNK_SLOTS") = kHostSlots;
+  module.attr("DEVICE_CHUNK_SLOTS") = kDeviceSlots;
   module.attr("COMMIT_SLOTS") = kCommitSlots;
   module.attr("SCATTER_PADDING_PART") = kScatterPaddingPart;
   module.attr("GATHERS_IN_FLIGHT") = kGathersInFlight;
@@ -300,7 +315,9 @@ void bind_engine(py::module_& module) {
            py::arg("lanes"));
   py::class_<DeviceEngine, BucketEngine, std::shared_ptr<DeviceEngine>>(module, "DeviceEngine")
       .def(py::init(&start_device_engine), py::arg("options"), py::kw_only(), py::arg("device"),
-           py::arg("tensors"), py::arg("lane").none(true), py::arg("group_name"));
+           py::arg("tensors"), py::arg("lane").none(true), py::arg("group_name"))
+      .def("time_buckets", &DeviceEngine::time_buckets)
+      .def("bucket_times", &bucket_times);
   module.def("use_device_library", &use_library, py::arg("library"));
   module.def(
       "shutdown",

@@ -125,8 +125,7 @@ std::array<Codec, kCodecs> codecs_on_gpu(std::index_sequence<kIndices...> /*all*
   return table;
 }
 
-// --- messages
-// ----------------------------------------------------------------------------------------
+// --- chunks and steps ----------------------------------------------------------------------------
 
 const MessageKernels& kernels() { return cuda_library().messages; }
 
@@ -154,69 +153,105 @@ void take_back(const TakeBackCall& call) {
       {step_nonfinite.get(), values.get(), before.get(), call.num_elements, nullptr});
 }
 
-void seal(const SealCall& call) {
-  size_t num_order = 0, num_status = 0, end = 0;
-  for (const Message& m : std::span(call.messages, call.num_messages)) {
-    num_order = std::max<size_t>(num_order, m.first_tile + m.num_tiles);
-    end = std::max<size_t>(end, m.offset + sizeof(MessageHeader));
+// How far the arrays of a chunk reach.
+Extents extents_of(const ChunkBatch& chunk, Stage stage) {
+  Extents extents;
+  const size_t item = item_bytes(chunk.dtype);
+  const auto reach = [](size_t& extent, size_t end) { extent = std::max(extent, end); };
+  for (const ChunkTile& entry : std::span(chunk.tiles, chunk.num_tiles)) {
+    const Tile& tile = entry.tile;
+    const ChunkCodec& used = chunk.codecs[entry.codec];
+    const auto bytes = [&](Stage of) {
+      return cuda_library().codecs[used.row].payload_bytes(tile.num_elements, chunk.dtype, of,
+                                                           used.options);
+    };
+    reach(extents.gradient, (tile.gradient_offset + tile.num_elements) * item);
+    if (entry.has_residual != 0) {
+      reach(extents.residual, tile.residual_offset + tile.num_elements);
+    }
+    reach(extents.payload, tile.payload_offset + bytes(stage));
+    const Stage other = stage == Stage::kWorker ? Stage::kOwner : Stage::kWorker;
+    reach(extents.output, tile.output_offset + bytes(other));
   }
-  for (const uint32_t tile : std::span(call.order, num_order)) {
-    num_status = std::max<size_t>(num_status, tile + 1);
-  }
-  SealCall on_gpu = call;
-  const GpuCopy messages(call.messages, call.num_messages);
-  const GpuCopy order(call.order, num_order);
-  const GpuCopy status(call.status, num_status);
-  const GpuCopy findings(call.findings, 1);
-  const GpuCopy buffer(call.buffer, end);
-  on_gpu.messages = messages.get();
-  on_gpu.order = order.get();
-  on_gpu.status = status.get();
-  on_gpu.findings = findings.get();
-  on_gpu.buffer = buffer.get();
-  kernels().seal(on_gpu);
+  return extents;
 }
 
-void check(const CheckCall& call) {
-  CheckCall on_gpu = call;
+// The tables of a chunk on the GPU; `num_sums`: of messages received and sent.
+struct GpuChunk {
+  GpuChunk(const ChunkBatch& of, size_t num_sums)
+      : tiles(of.tiles, of.num_tiles),
+        codecs(of.codecs, num_codecs(of)),
+        progress(reinterpret_cast<uint64_t*>(of.progress),
+                 sizeof(ChunkProgress) / sizeof(uint64_t) + num_sums),
+        chunk(of) {
+    chunk.tiles = tiles.get();
+    chunk.codecs = codecs.get();
+    chunk.progress = reinterpret_cast<ChunkProgress*>(progress.get());
+  }
+  static size_t num_codecs(const ChunkBatch& of) {
+    size_t num = 0;
+    for (const ChunkTile& entry : std::span(of.tiles, of.num_tiles)) {
+      num = std::max<size_t>(num, entry.codec + 1);
+    }
+    return num;
+  }
+  GpuCopy<const ChunkTile> tiles;
+  GpuCopy<const ChunkCodec> codecs;
+  GpuCopy<uint64_t> progress;
+  ChunkBatch chunk;
+};
+
+struct GpuReceived {
+  GpuReceived(const ReceivedMessages& of, size_t num_bytes)
+      : messages(of.messages, of.num_messages),
+        buffer(of.buffer, num_bytes),
+        verdicts(of.verdicts, of.num_messages),
+        received{messages.get(), of.num_messages, buffer.get(), verdicts.get()} {}
+  GpuCopy<const Message> messages;
+  GpuCopy<const std::byte> buffer;
+  GpuCopy<uint32_t> verdicts;
+  ReceivedMessages received;
+};
+
+void encode_chunk(const EncodeChunkCall& call) {
+  const Extents extents = extents_of(call.chunk, Stage::kWorker);
+  const GpuChunk chunk(call.chunk, call.num_messages);
+  const GpuCopy gradient(as_bytes(call.gradient), extents.gradient);
+  const GpuCopy gain(call.gain, 1);
+  const GpuCopy residual(call.residual, extents.residual);
   const GpuCopy messages(call.messages, call.num_messages);
-  const GpuCopy tiles(call.tiles, call.num_tiles);
-  const GpuCopy buffer(call.buffer, end_of(call.messages, call.num_messages));
-  const GpuCopy sums(call.sums, call.num_messages);
-  const GpuCopy verdicts(call.verdicts, call.num_messages);
-  const GpuCopy findings(call.findings, 1);
-  on_gpu.messages = messages.get();
-  on_gpu.tiles = tiles.get();
-  on_gpu.buffer = buffer.get();
-  on_gpu.sums = sums.get();
-  on_gpu.verdicts = verdicts.get();
-  on_gpu.findings = findings.get();
-  kernels().check(on_gpu);
+  const GpuCopy out(call.out, std::max(extents.payload, end_of(call.messages, call.num_messages)));
+  cuda_library().chunks.encode({chunk.chunk, gradient.get(), gain.get(), residual.get(),
+                                messages.get(), call.num_messages, out.get()});
 }
 
-void conclude(const ConcludeCall& call) {
-  size_t gradient_bytes = 0, num_verdicts = 0;
-  for (uint32_t i = 0; i < call.num_tiles; ++i) {
-    const size_t end = call.tiles[i].gradient_offset + call.tiles[i].num_elements;
-    gradient_bytes = std::max(gradient_bytes, end * item_bytes(call.dtype));
-    num_verdicts = std::max<size_t>(num_verdicts, call.sources[i] + 1);
-  }
-  ConcludeCall on_gpu = call;
-  const GpuCopy tiles(call.tiles, call.num_tiles);
-  const GpuCopy sources(call.sources, call.num_tiles);
-  const GpuCopy status(call.status, call.num_tiles);
-  const GpuCopy verdicts(call.verdicts, num_verdicts);
-  const GpuCopy gradient(static_cast<std::byte*>(call.gradient), gradient_bytes);
+void reduce_chunk(const ReduceChunkCall& call) {
+  const Extents extents = extents_of(call.chunk, Stage::kWorker);
+  const GpuChunk chunk(call.chunk, call.received.num_messages + 1);
+  const GpuReceived received(call.received,
+                             end_of(call.received.messages, call.received.num_messages));
+  const GpuCopy gain(call.gain, 1);
+  const GpuCopy residual(call.residual, extents.residual);
+  const GpuCopy out(call.out, sizeof(MessageHeader) + call.payload_bytes);
   const GpuCopy findings(call.findings, 1);
-  on_gpu.tiles = tiles.get();
-  on_gpu.sources = sources.get();
-  on_gpu.status = status.get();
-  on_gpu.verdicts = verdicts.get();
-  on_gpu.gradient = gradient.get();
+  cuda_library().chunks.reduce({chunk.chunk, received.received, gain.get(), residual.get(),
+                                call.payload_bytes, out.get(), findings.get()});
+}
+
+void decode_chunk(const DecodeChunkCall& call) {
+  const Extents extents = extents_of(call.chunk, Stage::kOwner);
+  const GpuChunk chunk(call.chunk, call.received.num_messages);
+  const GpuReceived received(
+      call.received,
+      std::max(extents.payload, end_of(call.received.messages, call.received.num_messages)));
+  const GpuCopy sent(call.sent, call.residual == nullptr ? 0 : extents.output);
+  const GpuCopy gradient(static_cast<std::byte*>(call.gradient), extents.gradient);
+  const GpuCopy residual(call.residual, extents.residual);
+  const GpuCopy flags(call.flags, call.chunk.num_tiles);
+  const GpuCopy findings(call.findings, 1);
   const GpuCopy step_nonfinite(call.step_nonfinite, 1);
-  on_gpu.findings = findings.get();
-  on_gpu.step_nonfinite = step_nonfinite.get();
-  kernels().conclude(on_gpu);
+  cuda_library().chunks.decode({chunk.chunk, received.received, sent.get(), gradient.get(),
+                                residual.get(), flags.get(), findings.get(), step_nonfinite.get()});
 }
 
 void commit(const CommitCall& call) {
@@ -240,8 +275,13 @@ const Codec* find_kernels(std::string_view name) {
   return nullptr;
 }
 
+const ChunkKernels& chunk_kernels_on_host() {
+  static const ChunkKernels on_host{&encode_chunk, &reduce_chunk, &decode_chunk};
+  return on_host;
+}
+
 const MessageKernels& message_kernels_on_host() {
-  static const MessageKernels on_host{&take_back, &rescale, &seal, &check, &conclude, &commit};
+  static const MessageKernels on_host{&take_back, &rescale, &commit};
   return on_host;
 }
 

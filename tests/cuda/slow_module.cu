@@ -63,6 +63,7 @@ std::array<Codec, kCodecs> slow_codecs(std::index_sequence<kIndices...>) {
   }()...};
 }
 
+const ChunkKernels& chunks() { return cuda_library().chunks; }
 const MessageKernels& kernels() { return cuda_library().messages; }
 
 const DeviceLibrary& slow_library() {
@@ -70,11 +71,11 @@ const DeviceLibrary& slow_library() {
   static const DeviceLibrary library{
       kDeviceLibraryVersion,
       codecs,
+      {[](const EncodeChunkCall& call) { delay(call.chunk.stream), chunks().encode(call); },
+       [](const ReduceChunkCall& call) { delay(call.chunk.stream), chunks().reduce(call); },
+       [](const DecodeChunkCall& call) { delay(call.chunk.stream), chunks().decode(call); }},
       {[](const TakeBackCall& call) { delay(call.stream), kernels().take_back(call); },
        [](const RescaleCall& call) { delay(call.stream), kernels().rescale(call); },
-       [](const SealCall& call) { delay(call.stream), kernels().seal(call); },
-       [](const CheckCall& call) { delay(call.stream), kernels().check(call); },
-       [](const ConcludeCall& call) { delay(call.stream), kernels().conclude(call); },
        [](const CommitCall& call) { delay(call.stream), kernels().commit(call); }},
       cuda_library().is_capturing};
   return library;

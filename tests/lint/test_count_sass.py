@@ -45,6 +45,24 @@ def test_read_usage_finds_registers_and_shared_memory():
     assert count_sass.read_usage(PTXAS) == {"_Z5firstv": (72, 44), "_Z6secondv": (10, 0)}
 
 
+def test_kernels_are_known_by_codec_and_variant():
+    space = "void gradferry::cuda::"
+    dtype = "(gradferry::ScalarType)0"
+    rht = "gradferry::cuda::rht::Rht<gradferry::cuda::rht::OneWidth<4u> >"
+    q4 = "gradferry::cuda::q4::Q4"
+    kernel = count_sass.KERNEL.search(f"{space}encode_kernel<{rht}, {dtype}, true>(int)")
+    assert kernel.groups() == (
+        "encode",
+        "Rht<gradferry::cuda::rht::OneWidth<4u> >",
+        "0",
+        "true",
+    )
+    kernel = count_sass.KERNEL.search(f"{space}decode_kernel<{q4}, {dtype}>(int)")
+    assert kernel.groups() == ("decode", "Q4", "0", None)
+    pair = f"gradferry::cuda::WithExact<{q4}>"
+    assert count_sass.KERNEL.search(f"{space}encode_chunk_kernel<{pair}, {dtype}>(int)") is None
+
+
 def test_blocks_per_sm_is_the_scarcest_resource():
     def blocks(registers: int, shared_bytes: int, arch: str = "sm_90") -> int:
         kernel = count_sass.Kernel("q4", "encode", "float32", True, 0, registers, shared_bytes)

@@ -26,7 +26,7 @@ except ImportError as error:
 DEVICE = torch.device("fake", 0)
 # What the backend of each kind of group calls itself: by its name the hook knows gloo.
 BACKEND_NAMES = {"streamed": "streamed", "staged": "gloo"}
-backends: dict[str, Any] = {}  # of this rank, by kind
+backends: dict[str, Any] = {}  # of this rank, by kind: that of the world's own group
 
 
 class _DeviceModule(ModuleType):
@@ -50,8 +50,9 @@ def _make_backend(
     kind: str, store: Store, rank: int, size: int, timeout: datetime.timedelta
 ) -> Any:
     carrier = ProcessGroupGloo(store, rank, size, timeout)
-    backends[kind] = machine.StreamedBackend(carrier, BACKEND_NAMES[kind], rank, size, timeout)
-    return backends[kind]
+    backend = machine.StreamedBackend(carrier, BACKEND_NAMES[kind], rank, size, timeout)
+    backends.setdefault(kind, backend)  # the tests' further groups come later
+    return backend
 
 
 device.LIBRARIES["fake"] = machine.device_library

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from world import World
 ROW_KEYS = [
     "size", "count", "type", "codec", "time", "algbw", "busbw", "wrong", "wire", "ratio", "enc",
     "dec", "net", "rel_err", "speedup", "speedup_low", "speedup_high", "iters",
-    "interval_coverage", "time_min", "time_max", "wire_measured", "link", "ranks",
+    "interval_coverage", "time_min", "time_max", "wire_measured", "link", "ranks", "device",
 ]  # fmt: skip
 CODECS = tuple(_native.canonical_codec(str(codec["name"])) for codec in _native.codecs())
 
@@ -82,6 +83,27 @@ def test_every_codec_gives_what_its_functions_give(worlds, ranks: int):
                 assert outcome.relative_error <= 2.0**-24
 
 
+def case_compare_on_device(**options: Any) -> list[AllReduceOutcome]:
+    import fake_device
+
+    place = (fake_device.DEVICE, fake_device.group("streamed"))
+    with mock.patch.object(collective_turns, "place_of_rank", return_value=place):
+        outcomes = case_compare(device="fake", **options)
+    assert fake_device.machine.races() == []
+    return outcomes
+
+
+@pytest.mark.parametrize("ranks", [2])
+def test_a_device_gives_what_the_functions_give(device_worlds, ranks: int):
+    names = ("torch:fp32", "torch:bf16", "exact", "q4")
+    for outcomes in device_worlds(ranks).run(case_compare_on_device, names=names, sizes=SIZES[:2]):
+        assert [outcome.name for outcome in outcomes] == 2 * list(names)
+        for outcome in outcomes:
+            assert outcome.wrong == 0, outcome
+            assert outcome.wire_bytes > 0
+            assert not outcome.phase_ms  # the host only enqueues
+
+
 def case_damaged(name: str) -> list[AllReduceOutcome]:
     """One bit of one element is wrong, on the last rank alone."""
     original = _native.HostEngine.all_reduce
@@ -101,8 +123,8 @@ def case_damaged(name: str) -> list[AllReduceOutcome]:
             original(self.engine, gradient)
             damage(gradient)
 
-    def damaged_all_reduce(tensor: torch.Tensor, *rest: Any) -> None:
-        own(tensor, *rest)
+    def damaged_all_reduce(tensor: torch.Tensor, *rest: Any, **options: Any) -> None:
+        own(tensor, *rest, **options)
         if tensor.is_floating_point() and tensor.numel() == 1000:
             damage(tensor)
 
@@ -140,7 +162,8 @@ def test_rows_compare_with_the_fastest_of_the_backends_own():
         outcome("torch:bf16", [2.0, 6.0, 30.0]),
         outcome("q4", [1.0, 2.0, 10.0]),
     ]
-    rows = {row["codec"]: row for row in collective_rows(outcomes, "1gbit", 4)}
+    options = AllReduceOptions(("torch:fp32",), (4,), iterations=3, warmup=0, check=True)
+    rows = {row["codec"]: row for row in collective_rows(outcomes, options, "1gbit", 4)}
     assert rows["q4"]["speedup"] == 3.0
     assert rows["torch:fp32"]["speedup"] == 0.75
     assert rows["q4"]["time"] == 2e6

@@ -30,7 +30,7 @@ FURTHER_KEYS = {
     "interval_coverage",
     "wire_bytes_measured", "wire_bytes_formula", "interface_bytes", "until_loss", "steps_to_loss",
     "seconds_to_loss", "encode_ms", "network_ms", "reduce_ms", "decode_ms", "cpu_ms", "model",
-    "seed", "round_ms", "trial_ms", "last_step",
+    "device", "seed", "round_ms", "trial_ms", "last_step",
 }  # fmt: skip
 
 SMOKE_HOOKS = ["none", "sync", "torch:fp16", "q4"]

@@ -106,3 +106,27 @@ def test_digest_changes_with_any_source(tool, tmp_path, monkeypatch):
     assert tool.digest_of_sources() == first
     file.write_text("two")
     assert tool.digest_of_sources() != first
+
+
+def test_rows_of_what_was_measured_are_kept(tool, monkeypatch, tmp_path):
+    monkeypatch.setattr(tool, "BUILD", tmp_path)
+    ran = []
+
+    def run(self, name, minutes, arguments, **options):
+        ran.append((name, minutes, arguments[2 : arguments.index("--json")]))
+        Path(arguments[-1]).write_text(json.dumps(name))
+        return True
+
+    monkeypatch.setattr(tool.Checks, "run", run)
+    tool.measure(tool.Checks(minutes=1, fresh=False))
+    assert json.loads(tool.RESULT.read_text())["measured"] == {
+        "codec": "gradferry bench codec",
+        "overlap": "gradferry bench overlap",
+        "collective": "gradferry bench collective",
+        "train": "gradferry bench train",
+        "doctor": "gradferry doctor",
+    }
+    assert all(0 < minutes <= 6 for _, minutes, _ in ran)
+    name, _, arguments = ran[-1]
+    assert name == "gradferry doctor"
+    assert arguments[:4] == ["gradferry", "doctor", "--device", "cuda"]

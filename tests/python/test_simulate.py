@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from gradferry.forecast.costs import CollectiveCosts, Curve, LinkCosts
+from gradferry.forecast.buckets import parameter_codecs
+from gradferry.forecast.costs import (
+    CastCosts,
+    CodecCosts,
+    CollectiveCosts,
+    Costs,
+    Curve,
+    Engine,
+    LinkCosts,
+    Parameter,
+    StepProfile,
+)
+from gradferry.forecast.diagnosis import needs_momentum
+from gradferry.forecast.hook_names import hook_config
+from gradferry.forecast.predict import Prediction, Predictor
 from gradferry.forecast.simulate import (
     Backward,
     ChunkCost,
@@ -12,6 +28,8 @@ from gradferry.forecast.simulate import (
     play_all_reduce,
     play_codec,
 )
+from gradferry.forecast.simulate_streams import enqueued, play_on_streams
+from gradferry.forecast.verdict import advise
 
 # A second per byte on the link; a collective arrives 100 s after it has left.
 LATENCY = 100.0
@@ -124,3 +142,147 @@ def test_the_link_is_not_slower_while_ddp_waits_for_a_slot():
     # is through at 13, the three after it at 43. Then its gather takes no time and frees the slot.
     # The last chunk is ready 996 s after that, and has the link for itself.
     assert played.end_s == 43 + 996 + 10
+
+
+def stream(s_per_byte: float, engine: Engine = Engine.STREAMS) -> LinkCosts:
+    """A collective occupies the backend's stream until it has arrived."""
+    costs = CollectiveCosts(LATENCY, Curve(((0.0, 0.0), (1.0, s_per_byte))), in_line=True)
+    return LinkCosts(costs, costs, {}, engine)
+
+
+def test_on_streams_work_is_enqueued_one_chunk_ahead():
+    assert [f"{does} {chunk}" for does, chunk in enqueued(3)] == [
+        "send 0", "send 1", "reduce 0", "send 2", "reduce 1", "decode 0", "reduce 2", "decode 1",
+        "decode 2",
+    ]  # fmt: skip
+    assert [turn.does for turn in enqueued(1)] == ["send", "reduce", "decode"]
+
+
+def test_on_streams_one_chunk_takes_the_sum_of_its_parts():
+    backward = Backward((1000.0,), 1000.0)
+    played = play_on_streams(backward, [[CHUNK]], stream(1.0))
+    assert played.end_s == 1000 + 1 + 10 + 2 + 20 + 3  # no latency, and the next step commits
+
+
+def test_on_streams_a_gather_waits_behind_the_next_scatter():
+    # Scatters at 0 and 10, the first reduce to 12, but its gather goes behind the second scatter:
+    # 20 to 40; the second's, reduced at 22, 40 to 60; and 3 to decode.
+    chunk = ChunkCost(0, 10, 2, 20, 3)
+    played = play_on_streams(Backward((0.0,), 0.0), [[chunk] * 2], stream(1.0))
+    assert played.end_s == 60 + 3
+
+
+def test_on_streams_encoding_does_not_hold_up_the_backward_pass():
+    chunk = ChunkCost(50, 0, 0, 0, 0)
+    backward = Backward((0.0, 1000.0), 1000.0, spare_cores=1.0)
+    none = [ChunkCost(0, 0, 0, 0, 0)]
+    assert play_on_streams(backward, [[chunk], none], stream(0.0)).end_s == 1000
+    # Unless its kernels take the device, half or whole.
+    for spare, end in ((0.5, 1025), (0.0, 1050)):
+        sharing = Backward((0.0, 1000.0), 1000.0, spare_cores=spare)
+        played = play_on_streams(sharing, [[chunk], none], stream(0.0))
+        assert played.end_s == pytest.approx(end, abs=0.2)
+
+
+@pytest.mark.parametrize(
+    ("keeps_sent", "free"),
+    [(False, 11), (True, 32)],  # the first chunk is reduced at 11, and decoded after a reduce at 32
+)
+def test_on_streams_a_fourth_chunk_waits_for_a_slot(keeps_sent, free):
+    # A second to encode, 10 to reduce, 11 to decode, nothing to send. Three chunks are through at
+    # 64. The fourth takes 60 s to encode.
+    chunk = ChunkCost(1, 0, 10, 0, 11, keeps_sent)
+    fourth = ChunkCost(60, 0, 10, 0, 11)
+    backward = Backward((0.0, 0.0), 0.0)
+    played = play_on_streams(backward, [[chunk] * 3, [fourth]], stream(0.0))
+    assert played.end_s == free + 60 + 10 + 11
+
+
+def test_staged_the_thread_waits_for_every_message():
+    # On streams: encode 1, 2; arrive 11, 21; reduce to 13, 23; gather 21 to 41, 41 to 61; decode.
+    chunk = ChunkCost(1, 10, 2, 20, 3)
+    backward = Backward((0.0,), 0.0)
+    assert play_on_streams(backward, [[chunk] * 2], stream(1.0)).end_s == 64
+    # With a thread, a second bucket is only encoded when the first one's last gather is there:
+    # 1, 11, 13, 33; then encode to 34, 44, reduce 46, 66, decode 69.
+    staged = play_on_streams(
+        Backward((0.0, 0.0), 0.0), [[chunk], [chunk]], stream(1.0, Engine.STAGED)
+    )
+    assert staged.end_s == 69
+    streamed = play_on_streams(Backward((0.0, 0.0), 0.0), [[chunk], [chunk]], stream(1.0))
+    assert streamed.end_s < 69
+
+
+def device_predictor() -> Predictor:
+    """A model of two parameters, whose codec takes time and whose link takes none."""
+    config = hook_config("q8")
+    parameters = [Parameter(name, (64, 64)) for name in ("first", "second")]
+    (codec,) = set(parameter_codecs(config, parameters))
+    launches = CodecCosts(0.0, 0.0, 0.0, 0.0, *(1.0, 1.0, 1.0))
+    costs = Costs(2, stream(0.0), {}, {codec: launches})
+    profile = StepProfile(200.0, 100.0, (0.0, 100.0), spare_cores=0.0)
+    return Predictor(parameters, profile, costs, [[0], [1]])
+
+
+@pytest.mark.parametrize(
+    ("exposed", "spare", "waiting"),
+    [
+        (2.0, 1.0, 0.0),  # less than the three kernels of the last bucket
+        (3.0, 1.0, 0.0),
+        (4.5, 0.5, 0.0),  # those of the first delay the backward pass by half their time
+        (6.0, 0.0, 0.0),
+        (16.0, 0.0, 10.0),  # more than kernels explain
+    ],
+)
+def test_what_kernels_take_from_the_backward_pass_is_found_by_measuring(exposed, spare, waiting):
+    predictor = device_predictor().calibrated("q8", hook_config("q8"), None, exposed)
+    assert predictor.profile.spare_cores == pytest.approx(spare, abs=0.02)
+    # The search for the pass's length ends within 1e-4 of it, the one for the share within 2^-10.
+    assert predictor.profile.waiting_s == pytest.approx(waiting, abs=0.1)
+    predicted = predictor.codec("q8", hook_config("q8"), [None])
+    assert predicted.exposed_s == pytest.approx(max(3.0, exposed), abs=0.1)
+
+
+def gpu_predictions(bytes_per_second: float, hooks: tuple[str, ...]) -> list[Prediction]:
+    """On 8 GPUs, with 8000 tokens each. Estimates for an H100: 400 TFLOP/s, so that the backward
+    pass takes 4 * 52e6 * 8000 / 400e12 s; kernels of codecs move 3 TB/s; a launch takes 3 us, a
+    collective 15.
+    """
+    move, launch, latency, world_size = 1 / 3e12, 3e-6, 15e-6, 8
+    parameters = [Parameter(f"w{i}", (2560, 2560)) for i in range(8)]  # 25 MB each, of fp32
+    configs = {hook: replace(hook_config(hook), chunk_bytes=4 << 20) for hook in hooks}
+    codecs = {
+        codec: CodecCosts(
+            (4 + 8 * codec.residuals[0] + codec.codec.bits() / 8) * move,
+            (8 * codec.residuals[1] + (world_size + 1) * codec.codec.bits() / 8) * move,
+            (4 + codec.codec.bits() / 8) * move,
+            move,
+            *(launch, launch, launch),
+        )
+        for config in configs.values()
+        for codec in parameter_codecs(config, parameters)
+    }
+
+    def costs(times: float) -> CollectiveCosts:
+        line = Curve(((0.0, latency), (1e9, latency + times * 1e9 / bytes_per_second)))
+        return CollectiveCosts(latency, line, in_line=True)
+
+    moved = 2 * (world_size - 1) / world_size
+    reduces = {dtype: costs(moved) for dtype in (torch.float32, torch.bfloat16)}
+    link = LinkCosts(costs(1), costs(1), reduces, Engine.STREAMS)
+    casts = {"torch:fp32": CastCosts(8 * move, 0.0), "torch:bf16": CastCosts(10 * move, 6 * move)}
+    ready_s = tuple(4.2e-3 * number / 8 for number in range(8, 0, -1))
+    profile = StepProfile(6.3e-3, 4.2e-3, ready_s, spare_cores=0.0)
+    predictor = Predictor(parameters, profile, Costs(world_size, link, casts, codecs))
+    found = [predictor.backend_hook(hook, [25.0]) for hook in casts]
+    return found + [predictor.codec(hook, config, [25.0]) for hook, config in configs.items()]
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_second", "verdict"),
+    [(400e9, "Do not compress: torch:"), (12.5e9, "Use q4: ")],
+    ids=["NVLink", "100 Gb/s"],
+)
+def test_inside_a_node_the_verdict_is_no(bytes_per_second, verdict):
+    predictions = gpu_predictions(bytes_per_second, ("q8", "q4"))
+    assert advise(predictions, needs_momentum).startswith(verdict)

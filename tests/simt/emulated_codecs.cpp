@@ -1,6 +1,6 @@
 #include <vector>
 
-#include "emulated_codec_names.h"  // written by the build: the codecs with a CUDA source
+#include "codec_names.h"  // written by the build: the codecs with a CUDA source
 #include "kernels/common/codec_parts.h"
 #include "tests/simt/kernel_codecs.h"
 #include "tests/simt/machine.h"
@@ -11,11 +11,12 @@ namespace gradferry {
   namespace emulated {                           \
   extern const CodecFunctions codec##_functions; \
   }
-GRADFERRY_FOR_EACH_EMULATED_CODEC(GRADFERRY_DECLARE)
+GRADFERRY_FOR_EACH_CUDA_CODEC(GRADFERRY_DECLARE)
 #undef GRADFERRY_DECLARE
 namespace emulated {
+extern const ChunkKernels chunk_kernels;
 extern const MessageKernels message_kernels;
-}
+}  // namespace emulated
 
 namespace testing {
 
@@ -33,7 +34,7 @@ const Codec* find_kernels(std::string_view name) {
       }
     };
 #define GRADFERRY_ADD(codec) add(#codec, emulated::codec##_functions);
-    GRADFERRY_FOR_EACH_EMULATED_CODEC(GRADFERRY_ADD)
+    GRADFERRY_FOR_EACH_CUDA_CODEC(GRADFERRY_ADD)
 #undef GRADFERRY_ADD
     return result;
   }();
@@ -43,6 +44,7 @@ const Codec* find_kernels(std::string_view name) {
   return nullptr;
 }
 
+const ChunkKernels& chunk_kernels_on_host() { return emulated::chunk_kernels; }
 const MessageKernels& message_kernels_on_host() { return emulated::message_kernels; }
 
 void set_schedule(uint64_t seed) { simt::set_seed(seed); }

@@ -18,6 +18,7 @@ void __tsan_destroy_fiber(void* fiber);
 void __tsan_switch_to_fiber(void* fiber, unsigned flags);
 void __tsan_acquire(void* address);
 void __tsan_release(void* address);
+void __tsan_java_release_store(void* address);
 #endif
 #if defined(__SANITIZE_ADDRESS__)
 void __asan_unpoison_memory_region(const volatile void* address, size_t size);
@@ -112,6 +113,11 @@ void SanitizedStack::enter([[maybe_unused]] SanitizedStack& previous) {
 void synchronize_release([[maybe_unused]] void* address) {
 #if defined(SIMT_TSAN)
   __tsan_release(address);
+#endif
+}
+void synchronize_anew([[maybe_unused]] void* address) {
+#if defined(SIMT_TSAN)
+  __tsan_java_release_store(address);
 #endif
 }
 void synchronize_acquire([[maybe_unused]] void* address) {

@@ -42,8 +42,10 @@ class SanitizedStack {
   [[maybe_unused]] void* tsan_fiber_ = nullptr;
 };
 
-// What ThreadSanitizer takes for synchronization at `address`; nothing without it.
+// What ThreadSanitizer takes for synchronization at `address`; nothing without it. Who acquires
+// comes after all who released there, since the last of them who did so anew.
 void synchronize_release(void* address);
+void synchronize_anew(void* address);
 void synchronize_acquire(void* address);
 
 }  // namespace simt

@@ -1,4 +1,5 @@
-// The kernels of kernels/*/*_cuda.cu and kernels/common/message_kernels.cu as a program runs them,
+// The kernels of kernels/*/*_cuda.cu and kernels/chunk_kernels.cu and
+// kernels/common/message_kernels.cu as a program runs them,
 // called with host memory: by the emulator (emulated_codecs.cpp), or by a GPU
 // (tests/cuda/gpu_codecs.cpp).
 #pragma once
@@ -10,6 +11,7 @@ namespace gradferry::testing {
 // Named as in the table of codecs; null when it has no CUDA source.
 const Codec* find_kernels(std::string_view name);
 
+const ChunkKernels& chunk_kernels_on_host();
 const MessageKernels& message_kernels_on_host();
 
 // In which order threads run from the next call on, where that can be chosen.

@@ -1,11 +1,11 @@
 #include "tests/simt/machine.h"
 
-#include <sys/mman.h>
-
 #include <cstring>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "tests/simt/block_memory.h"
 #include "tests/simt/fiber.h"
 #include "tests/simt/simt.h"
 
@@ -16,16 +16,30 @@ namespace {
 
 constexpr size_t kStackBytes = 256 * 1024;  // sanitizers make frames several times larger
 constexpr size_t kMostValueBytes = 16;      // of meet_in_block
+// Blocks take turns on two sets of stacks and of shared memory, where ThreadSanitizer must not take
+// one for ordered behind the one before it. One is enough where nobody looks for that, and
+// AddressSanitizer knows the bounds of the static memory itself.
+#if defined(SIMT_TSAN)
+constexpr bool kTwoSets = true;
+#else
+constexpr bool kTwoSets = false;
+#endif
 
-struct Thread {
+struct Fiber {
   void* stack_pointer = nullptr;
   std::byte* stack = nullptr;
   SanitizedStack sanitized;
+};
+
+struct Thread {
+  Fiber fiber;
   bool done = false;
   const char* waits_for = nullptr;  // null: ready, or running
   Where where;
   uint64_t value = 0, result = 0;  // of meet()
   uint32_t source = 0;
+  bool fenced = false;          // since the block began
+  void* last_atomic = nullptr;  // the number of its last atomic operation
 };
 
 // Lanes of a warp that wait for each other.
@@ -42,14 +56,6 @@ struct Gathering {
   Where where;
   BarrierOp op = BarrierOp::kSync;
   const void* storage = nullptr;  // of meet_in_block
-};
-
-constexpr size_t kMostUses = 4096;  // of storages and of shared memory, in a block, usually
-
-struct UsedStorage {
-  const std::byte* begin;
-  const std::byte* end;
-  uint64_t barriers;  // passed when it was used
 };
 
 const char* name_of(WarpOp op) {
@@ -77,10 +83,12 @@ void copy_unseen(void* to, const void* from, size_t num_bytes) {
 class Machine {
  public:
   uint64_t seed = 1;
+  uint64_t num_launches = 0;
 
   void run(const char* kernel, uint32_t num_blocks, uint32_t num_threads, void (*body)(void*),
            void* context) {
     if (num_threads == 0 || num_threads > kMostThreads) throw Fault("threads per block: 1 to 1024");
+    ++num_launches;
     kernel_ = kernel;
     body_ = body;
     context_ = context;
@@ -93,10 +101,12 @@ class Machine {
     uint32_t step = num_blocks < 2 ? 1 : 1 + draw(num_blocks - 1);
     while (common_divisor(step, num_blocks) != 1) ++step;
     const uint32_t first = num_blocks == 0 ? 0 : draw(num_blocks);
+    synchronize_release(&begin_address_);
     for (uint32_t i = 0; i < num_blocks; ++i) {
       blockIdx.x = static_cast<uint32_t>((first + uint64_t{i} * step) % num_blocks);
       run_block();
     }
+    for (uint64_t& end : end_address_) synchronize_acquire(&end);
   }
 
   // Two steps: what is alive on a thread's stack when it gives up is never destroyed.
@@ -112,7 +122,7 @@ class Machine {
     const uint64_t number = num_barriers_;
     gather("a barrier", {0, where, op, nullptr});
     count_ += predicate != 0 ? 1 : 0;
-    synchronize_release(&sync_address_[number % 2]);
+    release(&sync_address_[number % 2], gathering_.arrived == 1);
     if (gathering_.arrived == num_threads_) {
       const int results[] = {0, count_ > 0, static_cast<uint32_t>(count_) == num_threads_, count_};
       barrier_result_ = results[static_cast<size_t>(op)];
@@ -156,10 +166,11 @@ class Machine {
     const uint64_t number = meeting.number;
     me.value = value;
     me.source = source;
+    const bool is_first = meeting.arrived == 0;
     meeting.arrived |= 1u << lane;
     me.waits_for = name_of(op);
     me.where = where;
-    if (op == WarpOp::kSync) synchronize_release(&warp_sync_address_[number % kSyncAddresses]);
+    if (op == WarpOp::kSync) release(&warp_sync_address_[number % kSyncAddresses], is_first);
     if (meeting.arrived == mask) {
       combine_lanes(meeting, first);
       meeting.mask = 0;
@@ -172,26 +183,41 @@ class Machine {
     return me.result;
   }
 
-  void enter_shared_memory(void* memory, size_t num_bytes, const Where& where) {
-    for (const void* known : shared_) {
-      if (known == memory) return;
-    }
-    shared_.push_back(memory);
-    shared_bytes_ += num_bytes;
-    if (shared_bytes_ > kMostSharedBytes) {
-      report(text_of(where) + ": more than 48 KB of static shared memory");
+  void* enter_shared_memory(void* memory, size_t num_bytes, const Where& where) {
+    const char* error = nullptr;
+    void* piece = memory_.enter(memory, num_bytes, static_cast<uint8_t>(0x5a ^ seed), &error);
+    if (piece == nullptr) {
+      report(text_of(where) + ": " + error);
       give_up();
     }
-    auto* bytes = static_cast<volatile uint8_t*>(memory);
-    const auto fill = static_cast<uint8_t>(0x5a ^ seed);
-    for (size_t i = 0; i < num_bytes; ++i) bytes[i] = fill;
+    return piece;
+  }
+
+  void fence() {
+    Thread& me = threads_[current_];
+    me.fenced = true;
+    if (me.last_atomic != nullptr) synchronize_acquire(me.last_atomic);
+  }
+  void note_atomic(void* address) {
+    Thread& me = threads_[current_];
+    if (me.fenced) synchronize_release(address);
+    me.last_atomic = address;
   }
 
  private:
   static constexpr uint32_t kHost = kMostThreads;
-  static constexpr uint32_t kSyncAddresses = 64;
+  static constexpr uint32_t kSyncAddresses = 4096;
 
   static void thread_main();
+
+  // By one of those who meet. What met there before is none of their business.
+  static void release(void* address, bool is_first) {
+    if (is_first) {
+      synchronize_anew(address);
+    } else {
+      synchronize_release(address);
+    }
+  }
 
   uint32_t draw(uint32_t limit) {
     random_ ^= random_ << 13;
@@ -209,47 +235,49 @@ class Machine {
   }
 
   void make_threads() {
-    if (threads_.empty()) threads_.resize(kMostThreads + 1);
-    threads_[kHost].sanitized.renew(true);
+    if (threads_.empty()) {
+      threads_.resize(kMostThreads + 1);
+      other_set_.resize(kTwoSets ? kMostThreads : 0);
+      memory_.reserve(kTwoSets);
+    }
+    threads_[kHost].fiber.sanitized.renew(true);
     for (uint32_t i = 0; i < num_threads_; ++i) {
-      Thread& thread = threads_[i];
-      if (thread.stack == nullptr) {
-        void* memory = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE,
-                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-        if (memory == MAP_FAILED) throw std::bad_alloc();
-        thread.stack = static_cast<std::byte*>(memory);
-        thread.sanitized = SanitizedStack(thread.stack, kStackBytes);
-      } else if (!abandoned_) {
-        continue;
-      }
-      thread.sanitized.renew(false);
+      make_fiber(threads_[i].fiber);
+      if (kTwoSets) make_fiber(other_set_[i]);
     }
     abandoned_ = false;
-    // To grow in the middle of a block would move memory from thread to thread.
-    used_storage_.reserve(kMostUses);
-    shared_.reserve(kMostUses);
+  }
+
+  void make_fiber(Fiber& fiber) const {
+    if (fiber.stack == nullptr) {
+      fiber.stack = map_memory(kStackBytes);
+      fiber.sanitized = SanitizedStack(fiber.stack, kStackBytes);
+    } else if (!abandoned_) {
+      return;
+    }
+    fiber.sanitized.renew(false);
   }
 
   void run_block() {
     num_ready_ = num_done_ = 0;
     gathering_.arrived = 0;
     count_ = 0;
-    shared_.clear();
-    shared_bytes_ = 0;
-    used_storage_.clear();
     for (auto& warp : meetings_) {
       for (Meeting& meeting : warp) meeting.mask = 0;
     }
+    ++num_blocks_;
+    memory_.begin_block(kTwoSets ? num_blocks_ % 2 : 0);
     for (uint32_t i = 0; i < num_threads_; ++i) {
-      threads_[i].done = false;
-      threads_[i].sanitized.begin_again(threads_[i].stack_pointer);
-      threads_[i].stack_pointer = prepare_stack(threads_[i].stack + kStackBytes, &thread_main);
+      if (kTwoSets) std::swap(threads_[i].fiber, other_set_[i]);
+      threads_[i].done = threads_[i].fenced = false;
+      threads_[i].last_atomic = nullptr;
+      Fiber& fiber = threads_[i].fiber;
+      fiber.sanitized.begin_again(fiber.stack_pointer);
+      fiber.stack_pointer = prepare_stack(fiber.stack + kStackBytes, &thread_main);
       make_ready(i);
     }
     current_ = kHost;
-    synchronize_release(&begin_address_);
     resume_one();
-    synchronize_acquire(&end_address_);
     if (!error_.empty()) {
       abandoned_ = true;
       const Fault fault(error_);
@@ -283,14 +311,14 @@ class Machine {
 
   void switch_to(uint32_t next) {
     if (next == current_) return;
-    Thread& from = threads_[current_];
-    Thread& to = threads_[next];
+    Fiber& from = threads_[current_].fiber;
+    Fiber& to = threads_[next].fiber;
     previous_ = current_;
     current_ = next;
     threadIdx.x = next;
     from.sanitized.before_switch(to.sanitized);
     gradferry_simt_switch(&from.stack_pointer, to.stack_pointer);
-    from.sanitized.after_switch(threads_[previous_].sanitized);
+    from.sanitized.after_switch(threads_[previous_].fiber.sanitized);
   }
 
   void describe_deadlock() {
@@ -332,15 +360,9 @@ class Machine {
   }
 
   void check_storage(const void* storage, size_t storage_bytes, const Where& where) {
-    const auto* begin = static_cast<const std::byte*>(storage);
-    for (const UsedStorage& used : used_storage_) {
-      if (used.barriers == num_barriers_ && begin < used.end &&
-          used.begin < begin + storage_bytes) {
-        report(text_of(where) + ": TempStorage is used again without a barrier in between");
-        give_up();
-      }
-    }
-    used_storage_.push_back({begin, begin + storage_bytes, num_barriers_});
+    if (memory_.use_storage(storage, storage_bytes, num_barriers_)) return;
+    report(text_of(where) + ": TempStorage is used again without a barrier in between");
+    give_up();
   }
 
   Meeting& find_meeting(uint32_t warp, WarpOp op, uint32_t mask, const Where& where) {
@@ -397,6 +419,8 @@ class Machine {
   uint32_t current_ = kHost, previous_ = kHost;
   uint16_t ready_[2 * kMostThreads];
   std::vector<Thread> threads_;
+  std::vector<Fiber> other_set_;
+  uint32_t num_blocks_ = 0;  // so far
   bool abandoned_ = false;
   std::string error_;
 
@@ -406,14 +430,13 @@ class Machine {
   Meeting meetings_[kMostThreads / kWarpSize][kWarpSize];
   alignas(16) std::byte values_[kMostThreads * kMostValueBytes];
   alignas(16) std::byte results_[kMostThreads * kMostValueBytes];
-  std::vector<UsedStorage> used_storage_;
-  std::vector<const void*> shared_;
-  size_t shared_bytes_ = 0;
+  BlockMemory memory_;
 
   // What ThreadSanitizer knows the synchronization by. Neighbouring barriers have different
   // addresses, since a thread may reach the next one before another has left this one; so have
-  // beginning and end, since a thread may return before another begins.
-  uint64_t sync_address_[2], begin_address_, end_address_, warp_sync_address_[kSyncAddresses];
+  // beginning and end, since a thread may return before another begins. A block knows of the
+  // launch's beginning and of the blocks before it on the same set: every second end is that set's.
+  uint64_t sync_address_[2], begin_address_, end_address_[4], warp_sync_address_[kSyncAddresses];
 };
 
 Machine& the_machine() {
@@ -423,10 +446,11 @@ Machine& the_machine() {
 
 void Machine::thread_main() {
   Machine& m = the_machine();
-  m.threads_[m.current_].sanitized.enter(m.threads_[m.previous_].sanitized);
+  m.threads_[m.current_].fiber.sanitized.enter(m.threads_[m.previous_].fiber.sanitized);
   synchronize_acquire(&m.begin_address_);
+  synchronize_acquire(&m.end_address_[(m.num_blocks_ + 2) % 4]);
   m.body_(m.context_);
-  synchronize_release(&m.end_address_);
+  synchronize_release(&m.end_address_[m.num_blocks_ % 4]);
   m.threads_[m.current_].done = true;
   ++m.num_done_;
   m.resume_one();
@@ -440,6 +464,7 @@ void run(const char* kernel, uint32_t num_blocks, uint32_t num_threads, void (*b
          void* context) {
   the_machine().run(kernel, num_blocks, num_threads, body, context);
 }
+uint64_t num_launches() { return the_machine().num_launches; }
 void fail(const char* message, const Where& where) {
   the_machine().report(text_of(where) + ": " + message);
   the_machine().give_up();
@@ -454,8 +479,10 @@ void meet_in_block(const void* storage, size_t storage_bytes, Combine combine, c
                    void* result, size_t num_bytes, const Where& where) {
   the_machine().meet_in_block(storage, storage_bytes, combine, value, result, num_bytes, where);
 }
-void enter_shared_memory(void* memory, size_t num_bytes, const Where& where) {
-  the_machine().enter_shared_memory(memory, num_bytes, where);
+void* enter_shared_memory(void* memory, size_t num_bytes, const Where& where) {
+  return the_machine().enter_shared_memory(memory, num_bytes, where);
 }
+void fence() { the_machine().fence(); }
+void note_atomic(void* address) { the_machine().note_atomic(address); }
 
 }  // namespace simt

@@ -4,7 +4,8 @@
 // A thread runs until it reaches such a meeting point; when the last one expected arrives, all
 // become ready again, and which of the ready threads goes on is drawn from a seed. So a kernel that
 // lacks a barrier computes something else under another seed, and ThreadSanitizer, which is told of
-// every barrier and of nothing else, names the two accesses under any.
+// every barrier and fence and of nothing else, names the two accesses under any. Blocks run one
+// after the other, in an order of the seed; to ThreadSanitizer they run at the same time.
 //
 // What is not defined in CUDA ends the launch with a Fault: threads that meet at different places,
 // that wait for one that has returned, a mask without the calling lane, a shuffle from a lane
@@ -37,6 +38,9 @@ void set_seed(uint64_t seed);
 void run(const char* kernel, uint32_t num_blocks, uint32_t num_threads, void (*body)(void*),
          void* context);
 
+// How many launches there were.
+uint64_t num_launches();
+
 // Ends the launch with a Fault.
 [[noreturn]] void fail(const char* message, const Where& where);
 
@@ -55,7 +59,13 @@ void meet_in_block(const void* storage, size_t storage_bytes, Combine combine, c
                    void* result, size_t num_bytes, const Where& where);
 
 // To be called by every thread that uses a piece of static shared memory: its content is undefined
-// when a block begins.
-void enter_shared_memory(void* memory, size_t num_bytes, const Where& where);
+// when a block begins. Returns the block's own piece, for which `memory` may stand.
+void* enter_shared_memory(void* memory, size_t num_bytes, const Where& where);
+
+// __threadfence(), and what every atomic operation does beside its own work: what a thread wrote
+// before a fence and an atomic operation is seen by who reads that number in an atomic operation
+// before a fence. Nothing else orders the blocks of a launch.
+void fence();
+void note_atomic(void* address);
 
 }  // namespace simt

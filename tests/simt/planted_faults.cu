@@ -56,6 +56,43 @@ __global__ void missing_syncwarp(uint32_t* out) {
   out[threadIdx.x] = shared.x[threadIdx.x ^ 1];
 }
 
+// The last block that counts itself reads what all of them wrote.
+constexpr uint32_t kBlocks = 3;
+
+template <bool kFence>
+__global__ void missing_fence(uint32_t* out) {
+  uint32_t* values = out + 1;
+  values[blockIdx.x * kThreads + threadIdx.x] = threadIdx.x;
+  __syncthreads();
+  bool is_last = false;
+  if (threadIdx.x == 0) {
+    if constexpr (kFence) __threadfence();
+    is_last = atomicInc(out, kBlocks - 1) == kBlocks - 1;
+    if constexpr (kFence) __threadfence();
+  }
+  if (__syncthreads_or(is_last ? 1 : 0) == 0) return;
+  uint32_t sum = 0;
+  for (uint32_t block = 0; block < kBlocks; ++block) sum += values[block * kThreads + threadIdx.x];
+  values[threadIdx.x] = sum;
+}
+
+// The fence is there, but thread 0 does not wait for what the others write.
+template <bool kBarrier>
+__global__ void missing_barrier_before_fence(uint32_t* out) {
+  uint32_t* values = out + 1;
+  values[blockIdx.x * kThreads + threadIdx.x] = threadIdx.x;
+  if constexpr (kBarrier) __syncthreads();
+  bool is_last = false;
+  if (threadIdx.x == 0) {
+    __threadfence();
+    is_last = atomicInc(out, kBlocks - 1) == kBlocks - 1;
+    __threadfence();
+  }
+  if (__syncthreads_or(is_last ? 1 : 0) == 0) return;
+  values[threadIdx.x] += values[(threadIdx.x + 1) % kThreads + (kBlocks - 1) * kThreads] +
+                         values[(threadIdx.x + 2) % kThreads + kThreads];
+}
+
 // One element more than there are.
 template <bool kInside>
 __global__ void out_of_bounds(uint32_t* out) {
@@ -66,7 +103,7 @@ __global__ void out_of_bounds(uint32_t* out) {
 
 template <bool kRight>
 bool run(const char* name) {
-  std::vector<uint32_t> out(kThreads);
+  std::vector<uint32_t> out(kThreads), for_blocks(1 + kBlocks * kThreads);
   uint32_t* p = out.data();
   if (std::strcmp(name, "missing_barrier") == 0) {
     launch<missing_barrier<kRight>>(1, kThreads, nullptr, p);
@@ -76,6 +113,10 @@ bool run(const char* name) {
     launch<race<kRight>>(1, kThreads, nullptr, p);
   } else if (std::strcmp(name, "missing_syncwarp") == 0) {
     launch<missing_syncwarp<kRight>>(1, kThreads, nullptr, p);
+  } else if (std::strcmp(name, "missing_fence") == 0) {
+    launch<missing_fence<kRight>>(kBlocks, kThreads, nullptr, for_blocks.data());
+  } else if (std::strcmp(name, "missing_barrier_before_fence") == 0) {
+    launch<missing_barrier_before_fence<kRight>>(kBlocks, kThreads, nullptr, for_blocks.data());
   } else if (std::strcmp(name, "out_of_bounds") == 0) {
     launch<out_of_bounds<kRight>>(1, kThreads, nullptr, p);
   } else {

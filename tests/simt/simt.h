@@ -110,14 +110,27 @@ inline uint32_t __reduce_or_sync(uint32_t mask, uint32_t value,
 }
 
 // --- atomics: whole by nature here, and known as atomic to ThreadSanitizer -----------------------
+inline void __threadfence() { simt::fence(); }
 inline uint32_t atomicAdd(uint32_t* address, uint32_t value) {
+  simt::note_atomic(address);
   return __atomic_fetch_add(address, value, __ATOMIC_RELAXED);
 }
 inline unsigned long long atomicAdd(unsigned long long* address, unsigned long long value) {
+  simt::note_atomic(address);
   return __atomic_fetch_add(address, value, __ATOMIC_RELAXED);
 }
 inline uint32_t atomicOr(uint32_t* address, uint32_t value) {
+  simt::note_atomic(address);
   return __atomic_fetch_or(address, value, __ATOMIC_RELAXED);
+}
+// Counts from 0 to `last` and begins again.
+inline uint32_t atomicInc(uint32_t* address, uint32_t last) {
+  simt::note_atomic(address);
+  uint32_t old = __atomic_load_n(address, __ATOMIC_RELAXED);
+  while (!__atomic_compare_exchange_n(address, &old, old >= last ? 0 : old + 1, false,
+                                      __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  }
+  return old;
 }
 
 // --- bits ----------------------------------------------------------------------------------------
@@ -141,8 +154,7 @@ namespace simt {
 template <typename T>
 T& shared_memory(T& memory, const Where& where = Where::current()) {
   static_assert(std::is_trivial_v<T>, "shared memory holds trivial types");
-  enter_shared_memory(&memory, sizeof(T), where);
-  return memory;
+  return *static_cast<T*>(enter_shared_memory(&memory, sizeof(T), where));
 }
 
 // The kernel's name, out of "... [with auto kKernel = NAME; ..." or "...; kKernel = NAME]".

@@ -4,10 +4,12 @@
 #include <utility>
 
 #include "machine.h"
+#include "tests/simt/machine.h"
 
 namespace gradferry::emulated {
+extern const ChunkKernels chunk_kernels;
 extern const MessageKernels message_kernels;
-}
+}  // namespace gradferry::emulated
 
 namespace fake_device {
 namespace {
@@ -45,6 +47,7 @@ void launch(const Codec& codec, const char* name, const TileBatch& batch, Run ru
       return launched.codec->payload_bytes(tile.num_elements, now.dtype, stage, launched.options);
     };
     run(now, touched, payload_bytes);
+    Machine::get().count_launches(1);
     if (now.status != nullptr) {
       touched.write(now.status, now.num_tiles * sizeof(gradferry::TileStatus));
     }
@@ -143,7 +146,8 @@ std::span<const Codec> codecs_on_streams(std::index_sequence<kIndices...> /*all*
   return table;
 }
 
-// --- messages ------------------------------------------------------------------------------------
+// --- chunks and steps
+// ------------------------------------------------------------------------------------
 
 using namespace gradferry;
 
@@ -155,77 +159,128 @@ void read_table(const Touched& touched, const T* table, size_t size) {
   touched.read(table, size * sizeof(T));
 }
 
-void seal(const SealCall& call) {
-  Machine::get().enqueue(number_of(call.stream), "seal", [=](const Touched& touched) {
-    read_table(touched, call.messages, call.num_messages);
-    for (const Message& message : std::span(call.messages, call.num_messages)) {
-      touched.write(call.buffer + message.offset, sizeof(MessageHeader));
-      const uint32_t* order = call.order + message.first_tile;
-      read_table(touched, order, message.num_tiles);
-      for (const uint32_t tile : std::span(order, message.num_tiles)) {
-        read_table(touched, call.status + tile, 1);
-      }
-    }
-    if (call.findings != nullptr) touched.write(call.findings, sizeof(Findings));
-    kernels().seal(call);
+// Runs a call of the emulator's kernels on a stream: touch(touched) says what it reads and writes.
+template <typename Call, typename Touch>
+void enqueue(Stream stream, const char* name, void (*kernel)(const Call&), const Call& call,
+             Touch touch) {
+  Machine::get().enqueue(number_of(stream), name, [=](const Touched& touched) {
+    touch(touched);
+    const uint64_t before = simt::num_launches();
+    kernel(call);
+    Machine::get().count_launches(simt::num_launches() - before);
   });
 }
 
-void check(const CheckCall& call) {
-  Machine::get().enqueue(number_of(call.stream), "check", [=](const Touched& touched) {
-    read_table(touched, call.messages, call.num_messages);
-    read_table(touched, call.tiles, call.num_tiles);
-    for (const Message& message : std::span(call.messages, call.num_messages)) {
-      touched.read(call.buffer + message.offset, sizeof(MessageHeader) + message.payload_bytes);
-    }
-    touched.write(call.sums, call.num_messages * sizeof(uint64_t));
-    touched.write(call.verdicts, call.num_messages * sizeof(uint32_t));
-    touched.write(call.findings, sizeof(Findings));
-    kernels().check(call);
-  });
+// Calls visit(tile, bytes of its payload in a stage) for the tiles of a chunk.
+template <typename Visit>
+void for_tiles(const Touched& touched, const ChunkBatch& chunk, Visit visit) {
+  read_table(touched, chunk.tiles, chunk.num_tiles);
+  for (const ChunkTile& entry : std::span(chunk.tiles, chunk.num_tiles)) {
+    const ChunkCodec& used = chunk.codecs[entry.codec];
+    read_table(touched, &used, 1);
+    const Codec& codec = codecs(Device::kCpu)[used.row];
+    visit(entry, [&](Stage stage) {
+      return codec.payload_bytes(entry.tile.num_elements, chunk.dtype, stage, used.options);
+    });
+  }
+}
+void touch_progress(const Touched& touched, const ChunkBatch& chunk, size_t num_messages) {
+  touched.write(chunk.progress, sizeof(ChunkProgress) + num_messages * sizeof(uint64_t));
+}
+void touch_received(const Touched& touched, const ReceivedMessages& received) {
+  read_table(touched, received.messages, received.num_messages);
+  for (const Message& message : std::span(received.messages, received.num_messages)) {
+    touched.read(received.buffer + message.offset, kHeaderBytes + message.payload_bytes);
+  }
+  touched.write(received.verdicts, received.num_messages * sizeof(uint32_t));
+}
+void touch_kept(const Touched& touched, const ChunkTile& entry, float* residual) {
+  if (entry.has_residual != 0) touch_residual(touched, entry.tile, residual);
+}
+std::pair<size_t, size_t> gradient_bytes(const ChunkBatch& chunk, const Tile& tile) {
+  const size_t item = item_bytes(chunk.dtype);
+  return {tile.gradient_offset * item, tile.num_elements * item};
 }
 
-void conclude(const ConcludeCall& call) {
-  Machine::get().enqueue(number_of(call.stream), "conclude", [=](const Touched& touched) {
-    read_table(touched, call.tiles, call.num_tiles);
-    read_table(touched, call.sources, call.num_tiles);
-    read_table(touched, call.status, call.num_tiles);
-    for (const Tile& tile : std::span(call.tiles, call.num_tiles)) {
-      const size_t item = item_bytes(call.dtype);
-      touched.write(static_cast<std::byte*>(call.gradient) + tile.gradient_offset * item,
-                    tile.num_elements * item);
-    }
-    touched.write(call.findings, sizeof(Findings));
-    if (call.step_nonfinite != nullptr) touched.write(call.step_nonfinite, sizeof(uint32_t));
-    kernels().conclude(call);
-  });
+void encode(const EncodeChunkCall& call) {
+  enqueue(call.chunk.stream, "encode", emulated::chunk_kernels.encode, call,
+          [=](const Touched& touched) {
+            for_tiles(touched, call.chunk, [&](const ChunkTile& entry, auto size) {
+              const Tile& tile = entry.tile;
+              const auto [offset, bytes] = gradient_bytes(call.chunk, tile);
+              touched.read(static_cast<const std::byte*>(call.gradient) + offset, bytes);
+              touch_kept(touched, entry, call.residual);
+              touched.write(call.out + tile.payload_offset, size(Stage::kWorker));
+            });
+            if (call.gain != nullptr) touched.read(call.gain, sizeof(float));
+            read_table(touched, call.messages, call.num_messages);
+            for (const Message& message : std::span(call.messages, call.num_messages)) {
+              touched.write(call.out + message.offset, kHeaderBytes);
+            }
+            touch_progress(touched, call.chunk, call.num_messages);
+          });
+}
+
+void reduce(const ReduceChunkCall& call) {
+  enqueue(call.chunk.stream, "reduce", emulated::chunk_kernels.reduce, call,
+          [=](const Touched& touched) {
+            touch_received(touched, call.received);
+            for_tiles(touched, call.chunk, [&](const ChunkTile& entry, auto size) {
+              const Tile& tile = entry.tile;
+              touch_kept(touched, entry, call.residual);
+              touched.write(call.out + kHeaderBytes + tile.output_offset, size(Stage::kOwner));
+            });
+            if (call.gain != nullptr) touched.read(call.gain, sizeof(float));
+            touched.write(call.out, kHeaderBytes);
+            touched.write(call.findings, sizeof(Findings));
+            touch_progress(touched, call.chunk, call.received.num_messages + 1);
+          });
+}
+
+void decode(const DecodeChunkCall& call) {
+  enqueue(call.chunk.stream, "decode", emulated::chunk_kernels.decode, call,
+          [=](const Touched& touched) {
+            touch_received(touched, call.received);
+            for_tiles(touched, call.chunk, [&](const ChunkTile& entry, auto size) {
+              const Tile& tile = entry.tile;
+              const auto [offset, bytes] = gradient_bytes(call.chunk, tile);
+              touched.read(call.received.buffer + tile.payload_offset, size(Stage::kOwner));
+              touched.write(static_cast<std::byte*>(call.gradient) + offset, bytes);
+              if (entry.has_residual == 0) return;
+              touch_residual(touched, tile, call.residual);
+              touched.read(call.sent + tile.output_offset, size(Stage::kWorker));
+            });
+            touched.write(call.flags, call.chunk.num_tiles * sizeof(uint32_t));
+            touched.write(call.findings, sizeof(Findings));
+            if (call.step_nonfinite != nullptr) {
+              touched.write(call.step_nonfinite, sizeof(uint32_t));
+            }
+            touch_progress(touched, call.chunk, call.received.num_messages);
+          });
 }
 
 void commit(const CommitCall& call) {
-  Machine::get().enqueue(number_of(call.stream), "commit", [=](const Touched& touched) {
+  enqueue(call.stream, "commit", kernels().commit, call, [=](const Touched& touched) {
     touched.write(call.findings, sizeof(Findings));
     touched.write(call.record, sizeof(CommitRecord));
     touched.write(call.nonfinite_tile, sizeof(uint64_t));
-    kernels().commit(call);
   });
 }
 
 void rescale(const RescaleCall& call) {
-  Machine::get().enqueue(number_of(call.stream), "rescale", [=](const Touched& touched) {
+  enqueue(call.stream, "rescale", kernels().rescale, call, [=](const Touched& touched) {
     if (call.loss_scale != nullptr) touched.read(call.loss_scale, sizeof(float));
     touched.write(call.residual_scale, sizeof(float));
     touched.write(call.gain, sizeof(float));
     if (call.step_nonfinite != nullptr) touched.write(call.step_nonfinite, sizeof(uint32_t));
-    kernels().rescale(call);
   });
 }
 
 void take_back(const TakeBackCall& call) {
-  Machine::get().enqueue(number_of(call.stream), "take back", [=](const Touched& touched) {
+  enqueue(call.stream, "take back", kernels().take_back, call, [=](const Touched& touched) {
     touched.read(call.step_nonfinite, sizeof(uint32_t));
     touched.read(call.before, call.num_elements * sizeof(float));
     touched.write(call.values, call.num_elements * sizeof(float));
-    kernels().take_back(call);
   });
 }
 
@@ -239,7 +294,8 @@ void set_capturing(bool now) { capturing = now; }
 const DeviceLibrary& device_library() {
   static const DeviceLibrary result{kDeviceLibraryVersion,
                                     codecs_on_streams(std::make_index_sequence<kCodecs>()),
-                                    {&take_back, &rescale, &seal, &check, &conclude, &commit},
+                                    {&encode, &reduce, &decode},
+                                    {&take_back, &rescale, &commit},
                                     [](Stream /*stream*/) { return capturing.load(); }};
   return result;
 }

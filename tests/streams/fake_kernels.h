@@ -1,4 +1,5 @@
-// The fake device's kernels: the codecs of the CPU and the message kernels of the emulator,
+// The fake device's kernels: those for chunks and steps run in the emulator, single codecs on
+// the CPU,
 // enqueued on its streams, each saying what it reads and writes.
 #pragma once
 

@@ -31,6 +31,9 @@ void Touched::write(const void* memory, size_t num_bytes) const {
   machine_->touch(*this, begin, begin + num_bytes, true);
 }
 
+double Touched::begin() const { return machine_->begin_; }
+void Touched::last_until(double end) const { machine_->end_ = std::max(machine_->end_, end); }
+
 // Never destroyed: its thread runs until the process ends.
 Machine& Machine::get() {
   static auto* machine = new Machine;
@@ -48,6 +51,7 @@ uint32_t Machine::new_stream() {
   if (stream == kMostStreams) throw std::runtime_error("fake device: too many streams");
   queues_.emplace_back();
   clocks_.emplace_back();
+  ends_.push_back(0);
   priorities_.push_back(random_());
   return stream;
 }
@@ -58,14 +62,15 @@ void Machine::push(uint32_t stream, Operation operation) {
   join(clock, host_);
   ++clock[stream];
   operation.clock = clock;
+  operation.earliest = host_time_;
   host_is_busy_ = true;
   queues_[stream].push_back(std::move(operation));
   changed_.notify_all();
 }
 
-void Machine::enqueue(uint32_t stream, const char* name, Work work) {
+void Machine::enqueue(uint32_t stream, const char* name, Work work, bool is_kernel) {
   const std::lock_guard lock(mutex_);
-  push(stream, {name, {}, std::move(work), nullptr});
+  push(stream, {name, {}, std::move(work), nullptr, false, is_kernel});
 }
 
 MarkPtr Machine::record_locked(uint32_t stream) {
@@ -93,9 +98,15 @@ void Machine::wait(uint32_t stream, const MarkPtr& mark, bool counted) {
   join(clocks_[stream], mark->clock);
 }
 
+// Under the lock. The host has learnt that a mark is reached.
+void Machine::know(const MarkPtr& mark) {
+  join(host_, mark->clock);
+  host_time_ = std::max(host_time_, mark->time);
+}
+
 bool Machine::query(const MarkPtr& mark) {
   const std::lock_guard lock(mutex_);
-  if (mark->reached) join(host_, mark->clock);
+  if (mark->reached) know(mark);
   return mark->reached;
 }
 
@@ -106,7 +117,7 @@ void Machine::synchronize(const MarkPtr& mark) {
   changed_.notify_all();
   changed_.wait(lock, [&] { return mark->reached; });
   --waiting_;
-  join(host_, mark->clock);
+  know(mark);
 }
 
 void Machine::finish() {
@@ -154,26 +165,43 @@ void Machine::work() {
     }
     Operation operation = std::move(queues_[*stream].front());
     queues_[*stream].pop_front();
+    double& end = ends_[*stream];
+    end = std::max(end, operation.earliest);
     if (operation.work) {
-      Touched touched;
-      touched.machine_ = this;
-      touched.name_ = operation.name;
-      touched.stream_ = *stream;
-      touched.time_ = operation.clock[*stream];
-      touched.clock_ = &operation.clock;
-      lock.unlock();
-      try {
-        operation.work(touched);
-      } catch (const std::exception& error) {
-        note_error(std::string(operation.name) + " failed: " + error.what());
-      }
-      operation.work = nullptr;
-      lock.lock();
+      run(operation, *stream, lock);
     } else if (operation.reaches) {
+      operation.mark->time = end;
       operation.mark->reached = true;
       changed_.notify_all();
+    } else {
+      end = std::max(end, operation.mark->time);
     }
   }
+}
+
+// Without the lock while it works.
+void Machine::run(Operation& operation, uint32_t stream, std::unique_lock<std::mutex>& lock) {
+  Touched touched;
+  touched.machine_ = this;
+  touched.name_ = operation.name;
+  touched.stream_ = stream;
+  touched.time_ = operation.clock[stream];
+  touched.clock_ = &operation.clock;
+  begin_ = end_ = ends_[stream];
+  touched_bytes_ = 0;
+  const Prices prices = prices_;
+  lock.unlock();
+  try {
+    operation.work(touched);
+  } catch (const std::exception& error) {
+    note_error(std::string(operation.name) + " failed: " + error.what());
+  }
+  operation.work = nullptr;
+  if (operation.is_kernel) {
+    end_ = begin_ + prices.launch + prices.byte * static_cast<double>(touched_bytes_);
+  }
+  lock.lock();
+  ends_[stream] = end_;
 }
 
 // --- memory --------------------------------------------------------------------------------------
@@ -274,6 +302,7 @@ void Machine::compare(const Touched& by, const Touch& other) {
 void Machine::touch(const Touched& by, uintptr_t begin, uintptr_t end, bool write) {
   if (begin == end) return;
   expect_alive(by, begin, end);
+  touched_bytes_ += end - begin;
   split(begin);
   split(end);
   for (auto cell = cells_.find(begin); cell->first != end; ++cell) {
@@ -297,9 +326,21 @@ void Machine::set_seed(uint64_t seed) {
   const std::lock_guard lock(mutex_);
   random_.seed(seed);
 }
+void Machine::set_prices(const Prices& prices) {
+  const std::lock_guard lock(mutex_);
+  prices_ = prices;
+}
+Prices Machine::prices() {
+  const std::lock_guard lock(mutex_);
+  return prices_;
+}
 void Machine::omit_wait(int64_t number) {
   const std::lock_guard lock(mutex_);
   omitted_ = number;
+}
+void Machine::count_launches(uint64_t number) {
+  const std::lock_guard lock(mutex_);
+  counters_.launches += number;
 }
 Counters Machine::counters() {
   const std::lock_guard lock(mutex_);

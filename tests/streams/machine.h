@@ -8,6 +8,8 @@
 //   order they ran in. (Vector clocks: one per stream, and one for what the host knows.)
 // * Death. Memory that was freed stays poisoned for a while, and whoever touches it is reported.
 // * Counts. How often the host allocated or waited.
+// * A clock. With prices, operations take simulated time: one begins when what it waits for has
+//   ended, and not before the host enqueued it. The host's time is that of what it last waited for.
 #pragma once
 
 #include <array>
@@ -38,6 +40,10 @@ class Touched {
   void read(const void* memory, size_t num_bytes) const;
   void write(const void* memory, size_t num_bytes) const;
 
+  // Simulated seconds: when the operation began, and that it ends no earlier than `end`.
+  double begin() const;
+  void last_until(double end) const;
+
  private:
   friend class Machine;
   Machine* machine_;
@@ -52,6 +58,7 @@ using Work = std::function<void(const Touched&)>;
 struct Mark {
   Clock clock;
   bool reached = false;
+  double time = 0;  // simulated
 };
 using MarkPtr = std::shared_ptr<Mark>;
 
@@ -59,7 +66,16 @@ struct Counters {
   uint64_t allocations = 0;
   uint64_t held_bytes = 0;
   uint64_t host_waits = 0;
-  uint64_t waits = 0;  // of streams for events
+  uint64_t waits = 0;     // of streams for events
+  uint64_t launches = 0;  // of kernels, counted when they run
+};
+
+// What operations take, in simulated seconds.
+struct Prices {
+  double launch = 0;      // of a kernel
+  double byte = 0;        // that a kernel reads or writes
+  double collective = 0;  // of a collective
+  double byte_sent = 0;   // that a collective sends to other ranks
 };
 
 class Machine {
@@ -67,8 +83,8 @@ class Machine {
   static Machine& get();
 
   uint32_t new_stream();
-  // `name` is a literal.
-  void enqueue(uint32_t stream, const char* name, Work work);
+  // `name` is a literal. `is_kernel`: it takes the time of one.
+  void enqueue(uint32_t stream, const char* name, Work work, bool is_kernel = true);
   MarkPtr record(uint32_t stream);
   // `counted`: it is one that omit_wait() counts.
   void wait(uint32_t stream, const MarkPtr& mark, bool counted = true);
@@ -83,7 +99,10 @@ class Machine {
 
   // For tests.
   void set_seed(uint64_t seed);
+  void set_prices(const Prices& prices);
+  Prices prices();
   void omit_wait(int64_t number);  // the one of this number from now on; -1: none
+  void count_launches(uint64_t number);
   Counters counters();
   std::vector<std::string> races();  // since the last call
   void note_error(const std::string& error);
@@ -95,6 +114,8 @@ class Machine {
     Work work;     // null: wait for `mark`
     MarkPtr mark;  // or reach it
     bool reaches = false;
+    bool is_kernel = false;
+    double earliest = 0;  // when the host enqueued it
   };
   struct Touch {
     const char* name = nullptr;
@@ -117,6 +138,8 @@ class Machine {
   std::optional<uint32_t> choose();
   MarkPtr record_locked(uint32_t stream);
   void push(uint32_t stream, Operation operation);
+  void run(Operation& operation, uint32_t stream, std::unique_lock<std::mutex>& lock);
+  void know(const MarkPtr& mark);
   void touch(const Touched& by, uintptr_t begin, uintptr_t end, bool write);
   void split(uintptr_t address);
   void compare(const Touched& by, const Touch& other);
@@ -127,6 +150,9 @@ class Machine {
   std::vector<Clock> clocks_;
   std::vector<uint64_t> priorities_;
   Clock host_{};
+  Prices prices_;
+  std::vector<double> ends_;  // by stream: of its last operation that ran
+  double host_time_ = 0;
   uint64_t waiting_ = 0;  // host threads
   bool host_is_busy_ = false;
   std::mt19937_64 random_;
@@ -137,7 +163,9 @@ class Machine {
   void bury(void* memory, size_t num_bytes);
   void expect_alive(const Touched& by, uintptr_t begin, uintptr_t end);
 
-  // The worker's alone.
+  // The worker's alone, from here on.
+  double begin_ = 0, end_ = 0;  // of the operation that runs
+  uint64_t touched_bytes_ = 0;
   std::map<uintptr_t, Cell> cells_;     // from this address to the next one's
   std::map<uintptr_t, size_t> buried_;  // poisoned, and not yet given back to the process
   std::deque<void*> burials_;

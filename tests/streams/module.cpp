@@ -19,7 +19,8 @@ py::capsule library_capsule() {
 py::dict counters() {
   const Counters now = Machine::get().counters();
   return py::dict(py::arg("allocations") = now.allocations, py::arg("held_bytes") = now.held_bytes,
-                  py::arg("host_waits") = now.host_waits, py::arg("waits") = now.waits);
+                  py::arg("host_waits") = now.host_waits, py::arg("waits") = now.waits,
+                  py::arg("launches") = now.launches);
 }
 
 // By reference: torch registers some backends under another holder type.
@@ -55,6 +56,24 @@ PYBIND11_MODULE(gradferry_fake_device, module) {
   module.def("set_capturing", &set_capturing, py::arg("now"));
   module.def("counters", &counters);
   module.def("set_seed", [](uint64_t seed) { Machine::get().set_seed(seed); }, py::arg("seed"));
+  // The clock's prices in seconds: of a kernel and each byte it touches, of a collective and each
+  // byte it sends.
+  module.def(
+      "set_prices",
+      [](double launch, double byte, double collective, double byte_sent) {
+        Machine::get().set_prices({launch, byte, collective, byte_sent});
+      },
+      py::kw_only(), py::arg("launch"), py::arg("byte"), py::arg("collective"),
+      py::arg("byte_sent"));
+  module.def(
+      "compute",
+      [](double seconds) {
+        const auto work = [=](const Touched& touched) {
+          touched.last_until(touched.begin() + seconds);
+        };
+        Machine::get().enqueue(current_stream(), "compute", work, /*is_kernel=*/false);
+      },
+      py::arg("seconds"));
   module.def(
       "omit_wait", [](int64_t number) { Machine::get().omit_wait(number); }, py::arg("number"));
   module.def("synchronize", [] {

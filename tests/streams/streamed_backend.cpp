@@ -1,5 +1,7 @@
 #include "streamed_backend.h"
 
+#include <c10/core/StreamGuard.h>
+
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
 namespace fake_device {
@@ -7,15 +9,28 @@ namespace {
 
 class StreamedWork final : public c10d::Work {
  public:
-  explicit StreamedWork(MarkPtr end) : end_(std::move(end)) {}
+  StreamedWork(MarkPtr end, uint32_t stream, std::vector<at::Tensor> outputs)
+      : end_(std::move(end)), stream_(stream), outputs_(std::move(outputs)) {}
   bool isCompleted() override { return Machine::get().query(end_); }
   bool wait(std::chrono::milliseconds /*timeout*/) override {
     Machine::get().wait(current_stream(), end_);
     return true;
   }
+  // Complete at once; who waits for it waits for the stream.
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    const c10::Device device(kDevice, 0);
+    auto future = c10::make_intrusive<c10::ivalue::Future>(
+        c10::ListType::create(c10::TensorType::get()), std::vector<c10::Device>{device});
+    const c10::StreamGuard guard(
+        c10::Stream(c10::Stream::UNSAFE, device, static_cast<c10::StreamId>(stream_)));
+    future->markCompleted(c10::IValue(outputs_));
+    return future;
+  }
 
  private:
   MarkPtr end_;
+  uint32_t stream_;
+  std::vector<at::Tensor> outputs_;  // on the device
 };
 
 void touch(const Touched& touched, const std::vector<at::Tensor>& inputs,
@@ -25,6 +40,25 @@ void touch(const Touched& touched, const std::vector<at::Tensor>& inputs,
     touched.write(output.mutable_data_ptr(), output.nbytes());
   }
 }
+
+// A collective begins when the last rank has come.
+class Start {
+ public:
+  void post(c10d::Backend& carrier, double here) {
+    c10d::AllreduceOptions options;
+    options.reduceOp = c10d::ReduceOp::MAX;
+    tensors_ = {at::full({1}, here, at::TensorOptions().dtype(at::kDouble))};
+    work_ = carrier.allreduce(tensors_, options);
+  }
+  double wait() {
+    work_->wait();
+    return tensors_[0].item<double>();
+  }
+
+ private:
+  std::vector<at::Tensor> tensors_;
+  c10::intrusive_ptr<c10d::Work> work_;
+};
 
 }  // namespace
 
@@ -36,47 +70,53 @@ StreamedBackend::StreamedBackend(c10::intrusive_ptr<c10d::Backend> carrier, cons
       stream_(Machine::get().new_stream()) {}
 
 // Two operations, so that other streams may run while bytes travel.
-c10::intrusive_ptr<c10d::Work> StreamedBackend::run(const char* name,
-                                                    const std::vector<at::Tensor>& inputs,
-                                                    const std::vector<at::Tensor>& outputs,
-                                                    bool in_line, const Post& post) {
+c10::intrusive_ptr<c10d::Work> StreamedBackend::run(
+    const char* name, const std::vector<at::Tensor>& inputs, const std::vector<at::Tensor>& outputs,
+    const std::vector<at::Tensor>& results, uint64_t bytes_sent, bool in_line, const Post& post) {
   Machine& machine = Machine::get();
   const uint32_t stream = in_line ? current_stream() : stream_;
   const MarkPtr first = in_line ? last_ : machine.record(current_stream());
   if (first) machine.wait(stream, first, /*counted=*/false);
   auto under_way = std::make_shared<c10::intrusive_ptr<c10d::Work>>();
-  machine.enqueue(stream, name, [=](const Touched& touched) {
+  const Prices prices = machine.prices();
+  const double takes = prices.collective + prices.byte_sent * static_cast<double>(bytes_sent);
+  const auto start = takes > 0 ? std::make_shared<Start>() : nullptr;
+  const auto begin = [=, carrier = carrier_](const Touched& touched) {
     touch(touched, inputs, outputs);
+    if (start) start->post(*carrier, touched.begin());
     *under_way = post();
-  });
+  };
+  machine.enqueue(stream, name, begin, /*is_kernel=*/false);
   Damage damage;
   if (damage_.countdown == 0) damage = damage_;
   if (damage_.countdown >= 0) --damage_.countdown;
-  machine.enqueue(stream, name, [=](const Touched& touched) {
+  const auto finish = [=](const Touched& touched) {
     touch(touched, inputs, outputs);
     (*under_way)->wait();
+    if (start) touched.last_until(start->wait() + takes);
     if (damage.countdown < 0) return;
     static_cast<uint8_t*>(outputs[0].mutable_data_ptr())[damage.offset] = damage.value;
-  });
+  };
+  machine.enqueue(stream, name, finish, /*is_kernel=*/false);
   last_ = machine.record(stream);
   if (in_line) return nullptr;
-  return c10::make_intrusive<StreamedWork>(last_);
+  return c10::make_intrusive<StreamedWork>(last_, stream, results);
 }
 
 c10::intrusive_ptr<c10d::Work> StreamedBackend::broadcast(std::vector<at::Tensor>& tensors,
                                                           const c10d::BroadcastOptions& options) {
   std::vector<at::Tensor> host = {on_host(tensors[0])};
-  return run("broadcast", {}, host, false, [carrier = carrier_, host, options]() mutable {
-    return carrier->broadcast(host, options);
-  });
+  return run(
+      "broadcast", {}, host, tensors, host[0].nbytes(), false,
+      [carrier = carrier_, host, options]() mutable { return carrier->broadcast(host, options); });
 }
 
 c10::intrusive_ptr<c10d::Work> StreamedBackend::allreduce(std::vector<at::Tensor>& tensors,
                                                           const c10d::AllreduceOptions& options) {
   std::vector<at::Tensor> host = {on_host(tensors[0])};
-  return run("all-reduce", {}, host, false, [carrier = carrier_, host, options]() mutable {
-    return carrier->allreduce(host, options);
-  });
+  return run(
+      "all-reduce", {}, host, tensors, host[0].nbytes(), false,
+      [carrier = carrier_, host, options]() mutable { return carrier->allreduce(host, options); });
 }
 
 c10::intrusive_ptr<c10d::Work> StreamedBackend::allgather(
@@ -85,17 +125,20 @@ c10::intrusive_ptr<c10d::Work> StreamedBackend::allgather(
   std::vector<std::vector<at::Tensor>> out(1);
   for (const at::Tensor& output : outputs[0]) out[0].push_back(on_host(output));
   std::vector<at::Tensor> in = {on_host(inputs[0])};
-  return run("all-gather", in, out[0], false, [carrier = carrier_, out, in, options]() mutable {
-    return carrier->allgather(out, in, options);
-  });
+  return run("all-gather", in, out[0], outputs[0], in[0].nbytes() * (getSize() - 1), false,
+             [carrier = carrier_, out, in, options]() mutable {
+               return carrier->allgather(out, in, options);
+             });
 }
 
 c10::intrusive_ptr<c10d::Work> StreamedBackend::_allgather_base(
     at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) {
   at::Tensor out = on_host(output), in = on_host(input);
-  return run("all-gather", {in}, {out}, in_line_, [carrier = carrier_, out, in, options]() mutable {
-    return carrier->_allgather_base(out, in, options);
-  });
+  const uint64_t sent = in.nbytes() * (getSize() - 1);
+  return run("all-gather", {in}, {out}, {output}, sent, in_line_,
+             [carrier = carrier_, out, in, options]() mutable {
+               return carrier->_allgather_base(out, in, options);
+             });
 }
 
 c10::intrusive_ptr<c10d::Work> StreamedBackend::alltoall_base(
@@ -103,7 +146,10 @@ c10::intrusive_ptr<c10d::Work> StreamedBackend::alltoall_base(
     std::vector<int64_t>& input_sizes, const c10d::AllToAllOptions& options) {
   at::Tensor out = on_host(output), in = on_host(input);
   if (input_sizes.empty()) ++num_equal_;
-  return run("all-to-all", {in}, {out}, in_line_,
+  const auto world_size = static_cast<uint64_t>(getSize());
+  const uint64_t kept =
+      input_sizes.empty() ? in.nbytes() / world_size : input_sizes[getRank()] * in.element_size();
+  return run("all-to-all", {in}, {out}, {output}, in.nbytes() - kept, in_line_,
              [carrier = carrier_, out, in, output_sizes, input_sizes, options]() mutable {
                return carrier->alltoall_base(out, in, output_sizes, input_sizes, options);
              });

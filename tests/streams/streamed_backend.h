@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <functional>
+#include <memory>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
@@ -50,9 +51,12 @@ class StreamedBackend final : public c10d::Backend {
 
  private:
   using Post = std::function<c10::intrusive_ptr<c10d::Work>()>;
+  // `outputs` in host memory are `results` on the device. `bytes_sent`: to the other ranks, for the
+  // clock.
   c10::intrusive_ptr<c10d::Work> run(const char* name, const std::vector<at::Tensor>& inputs,
-                                     const std::vector<at::Tensor>& outputs, bool in_line,
-                                     const Post& post);
+                                     const std::vector<at::Tensor>& outputs,
+                                     const std::vector<at::Tensor>& results, uint64_t bytes_sent,
+                                     bool in_line, const Post& post);
 
   c10::intrusive_ptr<c10d::Backend> carrier_;
   c10::intrusive_ptr<Options> options_;

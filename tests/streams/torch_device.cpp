@@ -91,6 +91,9 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
   void synchronizeEvent(void* event) const override {
     if (event != nullptr) Machine::get().synchronize(state_of(event).mark);
   }
+  double elapsedTime(void* begin, void* end, c10::DeviceIndex /*device*/) const override {
+    return 1e3 * (state_of(end).mark->time - state_of(begin).mark->time);
+  }
   void destroyEvent(void* event, c10::DeviceIndex /*device*/) const noexcept override {
     delete static_cast<EventState*>(event);
   }
@@ -178,15 +181,18 @@ size_t span_bytes(const at::Tensor& tensor) {
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   const bool from_device = from.device().type() == kDevice;
   const bool to_device = to.device().type() == kDevice;
-  const at::Tensor source = on_host(from), target = on_host(to);
-  Machine::get().enqueue(current_stream(), "copy", [=](const Touched& touched) {
-    if (from_device) touched.read(source.const_data_ptr(), span_bytes(source));
-    if (to_device) touched.write(target.mutable_data_ptr(), span_bytes(target));
-    const at::AutoDispatchBelowADInplaceOrView no_grad;
-    target.copy_(source);
-  });
-  const at::Tensor& host_side = from_device ? to : from;
   const bool both = from_device && to_device;
+  const at::Tensor source = on_host(from), target = on_host(to);
+  Machine::get().enqueue(
+      current_stream(), "copy",
+      [=](const Touched& touched) {
+        if (from_device) touched.read(source.const_data_ptr(), span_bytes(source));
+        if (to_device) touched.write(target.mutable_data_ptr(), span_bytes(target));
+        const at::AutoDispatchBelowADInplaceOrView no_grad;
+        target.copy_(source);
+      },
+      /*is_kernel=*/both);
+  const at::Tensor& host_side = from_device ? to : from;
   if (!both && !(non_blocking && host_side.is_pinned()))
     Machine::get().synchronize(current_stream());
   return to;

@@ -128,14 +128,19 @@ def _parse(data: bytes, rank: int) -> Record:
     return record
 
 
-def most_of_ranks(values: Sequence[float], group: dist.ProcessGroup | None = None) -> list[float]:
+def most_of_ranks(
+    values: Sequence[float],
+    group: dist.ProcessGroup | None = None,
+    place: torch.device | None = None,
+) -> list[float]:
     """The elementwise maximum over all ranks, for times those of the slowest rank. Collective.
 
     Args:
         values: the same number of values on every rank.
-        group: must have a backend for the CPU; None: the default group.
+        group: None: the default group.
+        place: a device that the group has a backend for; None: the CPU.
     """
-    tensor = torch.tensor(values, dtype=torch.float64, device="cpu")
+    tensor = torch.tensor(values, dtype=torch.float64, device=place or "cpu")
     dist.all_reduce(tensor, dist.ReduceOp.MAX, group)
     result: list[float] = tensor.tolist()
     return result

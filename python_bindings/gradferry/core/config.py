@@ -177,6 +177,7 @@ class Config:
             "seed": self.seed,
             "workspace_cap_mb": self.workspace_cap_mb,
             "chunk_bytes": self.chunk_bytes,
+            "equal_scatter": self.equal_scatter,
         }
 
 

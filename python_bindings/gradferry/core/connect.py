@@ -42,7 +42,14 @@ _OPTIONS = (
 )
 _LEAST_PAUSE_SECONDS = 0.001  # between two reads of the store
 _OUT_OF_FILES = (errno.EMFILE, errno.ENFILE)
-_OUT_OF_MEMORY = (errno.ENOBUFS, errno.ENOMEM)
+# Of accept(2): a connection is gone again before it was accepted, or its network is.
+_GONE = tuple(
+    getattr(errno, name)
+    for name in (
+        *("EAGAIN", "ECONNABORTED", "ENETDOWN", "EPROTO", "ENOPROTOOPT", "EHOSTDOWN", "ENONET"),
+        *("EHOSTUNREACH", "EOPNOTSUPP", "ENETUNREACH", "EPERM"),
+    )
+)
 _SIOCGIFADDR = 0x8915  # ioctl of Linux: the IPv4 address of an interface
 _IPV6_INTERFACES = Path("/proc/net/if_inet6")
 
@@ -242,9 +249,9 @@ def _accept(
                 try:
                     stranger, _ = listener.accept()
                 except OSError as error:
-                    if error.errno in _OUT_OF_FILES + _OUT_OF_MEMORY:
+                    if error.errno not in _GONE:
                         raise
-                    continue  # it is gone again, or its network is (accept(2), "Error handling")
+                    continue
                 stranger.setblocking(False)
                 said[stranger] = b""
     finally:

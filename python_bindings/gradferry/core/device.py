@@ -11,10 +11,17 @@ import torch
 import torch.distributed as dist
 
 from gradferry import _native
-from gradferry.core.agreement import no_backend
+from gradferry.core.agreement import (
+    Record,
+    error_record,
+    gather_records,
+    meeting_place,
+    no_backend,
+    raise_first_error,
+)
 from gradferry.core.config import Config
 from gradferry.core.cuda_build import driver_version, this_build, why_not
-from gradferry.errors import ConfigError
+from gradferry.errors import ConfigError, GradferryError
 
 # Most payload bytes per owner, stage and chunk, in small worlds, where collectives are enqueued on
 # streams. A chunk costs launches and two collectives, so it should be megabytes.
@@ -109,6 +116,15 @@ class Transport:
     exchanges: bool
     streams: bool
 
+    @property
+    def on_host(self) -> bool:
+        """Whether gradients are on the CPU."""
+        return self.device.type == "cpu"
+
+    def adapted(self, config: Config) -> Config:
+        """The configuration with chunks and messages that suit this transport."""
+        return on_streams(config) if self.streams else config
+
 
 def transport_of(device: torch.device, group: dist.ProcessGroup) -> Transport:
     """The transport of gradients on `device` that are averaged over `group`.
@@ -132,3 +148,21 @@ def transport_of(device: torch.device, group: dist.ProcessGroup) -> Transport:
         exchanges=not alone or (EXCHANGE_WHEN_ALONE and not on_host),
         streams=not on_host and not is_staged(group, device),
     )
+
+
+def agreed_transport(device: torch.device, group: dist.ProcessGroup) -> Transport:
+    """As `transport_of`, once every rank has kernels that run. Collective.
+
+    Raises:
+        ConfigError: of the lowest rank that has none, or whose group has no backend for its device.
+    """
+    record: Record = {}
+    try:
+        if device.type != CPU.type:
+            load_kernels(device.type)
+            expect_runnable(device)
+        transport = transport_of(device, group)
+    except GradferryError as error:
+        record = error_record(error)
+    raise_first_error(gather_records(record, group, meeting_place(group, device)))
+    return transport

@@ -21,9 +21,10 @@ from gradferry.core.config import COARSE_BITS, EXACT, Config
 from gradferry.core.parameters import ParameterLayout
 from gradferry.ddp.running import Running
 from gradferry.errors import ConfigError, StateError
+from gradferry.forecast.clock import clock_of
 from gradferry.forecast.costs import Parameter
-from gradferry.forecast.measure import measure_costs
-from gradferry.forecast.measure_link import LinkProbe, spare_cores
+from gradferry.forecast.measure import Probe, make_probe, measure_costs
+from gradferry.forecast.measure_link import spare_cores
 from gradferry.forecast.observe import MEASURED_STEPS, ObservedSteps, observe
 from gradferry.forecast.predict import Prediction, Predictor
 from gradferry.forecast.verdict import TOLERANCE, most_precise
@@ -147,10 +148,13 @@ class Chooser:
     def __init__(self, running: Running) -> None:
         self._running = running
         self._observed: ObservedSteps | None = None
+        self._spare = 0.0  # on a device, `spare_cores` as last found
         self.choice = Choice()
 
     def start(self, hook: _native.BucketHook) -> None:
         """Makes the hook call `check` at the next step to check."""
+        if isinstance(self._running.engine, _native.DeviceEngine):
+            self._running.engine.time_buckets()
         hook.call_at(self.choice.next_check, self.check, "choice")
 
     def restore(self, hook: _native.BucketHook, choice: Choice, step: int) -> None:
@@ -165,7 +169,7 @@ class Chooser:
 
     def check(self, hook: _native.BucketHook, step: int) -> None:
         """Measures, chooses and switches, at the first bucket of a step. Collective."""
-        probe = LinkProbe(self._running.group)
+        probe = make_probe(self._running.group, self._running.transport)
         self._observe(probe)
         if self._observed is None:
             self._measure_again(hook, step)
@@ -193,14 +197,23 @@ class Chooser:
         _log.log(level, "codec='auto' takes %s from step %d on: %s", wanted, step, reason)
         self.start(hook)
 
-    def _observe(self, probe: LinkProbe) -> None:
+    def _observe(self, probe: Probe) -> None:
         """Updates the observed steps from the engine; without one, keeps the earlier ones."""
         engine = self._running.engine
-        seen = None if engine is None else observe(engine.events(), engine.stats())
+        seen = None if engine is None else observe(self._events(engine), engine.stats())
         if probe.most([0.0 if seen else 1.0])[0]:
             return  # a rank has not seen enough
         assert seen is not None
         self._observed = seen.of_slowest(probe.most)
+
+    def _events(self, engine: _native.BucketEngine) -> list[dict[str, Any]]:
+        """The times of the last buckets, where they were computed. On a device the hook holds up
+        nothing when it takes a bucket.
+        """
+        if not isinstance(engine, _native.DeviceEngine):
+            return engine.events()
+        clock_of(self._running.transport.device).wait()
+        return [{**times, "encoded_ms": times["begin_ms"]} for times in engine.bucket_times()]
 
     def _measure_again(self, hook: _native.BucketHook, step: int) -> None:
         if self._running.engine is None:
@@ -208,7 +221,7 @@ class Chooser:
         self.choice = Choice(next_check=step + FIRST_CHECK, interval=self.choice.interval)
         self.start(hook)
 
-    def _predict(self, probe: LinkProbe, observed: ObservedSteps) -> dict[str, Prediction]:
+    def _predict(self, probe: Probe, observed: ObservedSteps) -> dict[str, Prediction]:
         running = self._running
         parameters = [_parameter(p) for p in running.parameters]
         now = running.config
@@ -217,11 +230,13 @@ class Chooser:
         }
         backend = [OFF] if OFF in candidates(now) else []
         costs = measure_costs(probe, parameters, backend, [now, *configs.values()], _SECONDS)
-        profile = observed.profile(len(parameters), spare_cores(running.group))
+        spare = spare_cores(running.group) if running.transport.on_host else self._spare
+        profile = observed.profile(len(parameters), spare)
         predictor = Predictor(parameters, profile, costs, observed.buckets)
         if running.engine is not None:
             # Corrects the model by the difference between prediction and observation.
             predictor = predictor.calibrated(str(now.codec), now, None, observed.exposed_s)
+            self._spare = predictor.profile.spare_cores
         caps = [None]
         found = {name: predictor.codec(name, configs[name], caps) for name in configs}
         return found | {name: predictor.backend_hook(name, caps) for name in backend}

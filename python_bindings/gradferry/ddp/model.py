@@ -204,8 +204,3 @@ def _check_device(ddp: DistributedDataParallel, config: Config, device: torch.de
             "that no rank used, and drops what comes back; build the DistributedDataParallel with "
             "gradient_as_bucket_view=True"
         )
-    if config.chooses:
-        raise ConfigError(
-            f"codec='auto' cannot measure gradients on {device.type!r} in this version; name a "
-            "codec, and see what `gradferry plan` says"
-        )

@@ -17,17 +17,17 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from gradferry import _native
 from gradferry._build_info import GRADFERRY_VERSION
-from gradferry.core import device
 from gradferry.core.agreement import (
     Record,
     error_record,
     gather_records,
+    meeting_place,
     raise_first_error,
     record_hash,
 )
 from gradferry.core.codec_spec import AUTO, CodecSpec
 from gradferry.core.config import Config
-from gradferry.core.device import CPU, Transport, transport_of
+from gradferry.core.device import Transport, transport_of
 from gradferry.core.engine import start_engine
 from gradferry.core.parameters import ParameterLayout, describe, describe_parameters
 from gradferry.ddp import step_numbers
@@ -171,13 +171,14 @@ class Running:
         self.parameters = tuple(self._described(self.config))
         self.switches += 1
         group = self.group
-        nonces = gather_records({"nonce": uuid.uuid4().hex}, group, CPU)
+        place = meeting_place(group, self.transport.device)
+        nonces = gather_records({"nonce": uuid.uuid4().hex}, group, place)
         outcome: Record = {}
         try:
             self.start(group, str(nonces[0]["nonce"]))
         except Exception as error:
             outcome = error_record(error)
-        raise_first_error(gather_records(outcome, group, CPU))
+        raise_first_error(gather_records(outcome, group, place))
         if self.engine is not None:
             self._take_over(self.engine, old, residuals, step)
         hook.use_engine(self.engine)
@@ -218,7 +219,9 @@ class Running:
                 end = tile.owner_offset + tile.num_elements
                 whole[begin : begin + tile.num_elements] = old_owner[tile.owner_offset : end]
             begin += tile.num_elements
+        whole = whole.to(meeting_place(self.group, self.transport.device))
         dist.all_reduce(whole, group=self.group)
+        whole = whole.cpu()
         begin = 0
         for tile in self.tiles():
             if tile.owner_offset >= 0:
@@ -257,8 +260,7 @@ def propose(
     """
     transport = transport_of(place, group)
     parameters = describe_parameters(named, config, exchanges=transport.exchanges)
-    if transport.streams:
-        config = device.on_streams(config)
+    config = transport.adapted(config)
     tensors = [parameter for _, parameter in named]
     return Running(
         config=config,

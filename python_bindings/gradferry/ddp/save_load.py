@@ -10,10 +10,10 @@ from gradferry.core.agreement import (
     Record,
     error_record,
     gather_records,
+    meeting_place,
     raise_first_error,
     raise_first_mismatch,
 )
-from gradferry.core.device import CPU
 from gradferry.ddp.auto import Choice, Chooser
 from gradferry.ddp.binding import Binding
 from gradferry.ddp.running import Running
@@ -133,7 +133,8 @@ def _restore_choice(bound: Binding, chooser: Chooser, saved: Mapping[str, Any]) 
         record = {"choice": choice.saved(), "steps": saved["steps"]}
     except GradferryError as error:
         record = error_record(error)
-    records = gather_records(record, bound.running.group, CPU)
+    group, place = bound.running.group, bound.running.transport.device
+    records = gather_records(record, group, meeting_place(group, place))
     raise_first_error(records)
     raise_first_mismatch(records)
     chooser.restore(bound.hook, choice, int(saved["steps"]))

@@ -95,8 +95,10 @@ class CodecTraffic:
         return max(sent_bytes(cut, self._world_size))
 
     def _cost(self, chunk: Chunk, costs: Mapping[ParameterCodec, CodecCosts]) -> ChunkCost:
-        encode = decode = 0.0
-        reduce = [0.0] * self._world_size
+        codecs = {self._codecs[tile.parameter] for tile in chunk.tiles}
+        encode = max(costs[codec].encode_launch for codec in codecs)
+        decode = max(costs[codec].decode_launch for codec in codecs)
+        reduce = [max(costs[codec].reduce_launch for codec in codecs)] * self._world_size
         for tile in chunk.tiles:
             cost = costs[self._codecs[tile.parameter]]
             encode += tile.num_elements * cost.encode_per_element
@@ -111,4 +113,5 @@ class CodecTraffic:
             reduce_s=max(reduce),
             gather_bytes=chunk.gather_bytes(),
             decode_s=decode,
+            keeps_sent=any(codec.residuals[0] for codec in codecs),
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 
@@ -41,31 +42,48 @@ class CollectiveCosts:
         cpu_s_per_byte: processor seconds that a rank's threads take per byte.
         beside_backward: fraction of its speed that the link keeps while gradients are computed,
             when the threads that send and receive compete for processors.
+        in_line: whether a collective has arrived when it no longer occupies the link, as one that
+            runs on a stream; else it arrives `latency_s` later, while others follow.
     """
 
     latency_s: float
     occupied: Curve
     cpu_s_per_byte: float = 0.0
     beside_backward: float = 1.0
+    in_line: bool = False
+
+
+class Engine(Enum):
+    """What exchanges the chunks, and so the order of their work."""
+
+    HOST = "host"  # two threads
+    STREAMS = "streams"  # two streams of a device, beside that of the backend
+    STAGED = "staged"  # the same, with a thread that waits for every copy and message
 
 
 @dataclass(frozen=True)
 class LinkCosts:
-    """The collectives of a rank; `all_reduce` by dtype of the tensor."""
+    """The collectives of a rank; `all_reduce` by dtype of the tensor. `engine`: that posts them."""
 
     scatter: CollectiveCosts
     gather: CollectiveCosts
     all_reduce: Mapping[torch.dtype, CollectiveCosts]
+    engine: Engine = Engine.HOST
 
 
 @dataclass(frozen=True)
 class CodecCosts:
-    """Seconds on one thread. reduce: per element that a rank owns; check: per byte received."""
+    """Seconds on one thread, or on a device. reduce: per element that a rank owns; check: per byte
+    received; launch: of a kernel, however small its chunk, which has tiles of all codecs in it.
+    """
 
     encode_per_element: float
     reduce_per_element: float
     decode_per_element: float
     check_per_byte: float
+    encode_launch: float = 0.0
+    reduce_launch: float = 0.0
+    decode_launch: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -107,7 +125,8 @@ class StepProfile:
         backward_end_s: seconds from its begin to the end of the backward pass.
         ready_s: for each parameter, seconds from the begin until its gradient was ready.
         spare_cores: processors of a rank besides the one that runs the backward pass. Below 1, the
-            work of other threads delays the backward pass.
+            work of other threads delays the backward pass. On a device: the share of the time of
+            the engine's kernels in which the backward pass goes on.
         waiting_s: seconds by which the backward pass ends later because ranks wait for each other;
             derived from the measurement of one hook.
     """

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from gradferry import _native
 from gradferry.core.config import COARSE_BITS
+from gradferry.core.device import CPU, Transport, agreed_transport
+from gradferry.forecast.clock import computing_on
 from gradferry.forecast.costs import Costs, Parameter, StepProfile
 from gradferry.forecast.hook_names import BACKEND_HOOKS, RULERS, TORCH_DTYPES, hook_config
-from gradferry.forecast.measure import measure_costs
-from gradferry.forecast.measure_link import LinkProbe, Progress
+from gradferry.forecast.measure import make_probe, measure_costs
+from gradferry.forecast.measure_link import Progress
 from gradferry.forecast.measure_step import Attach, measure_steps
 from gradferry.forecast.predict import Prediction, Predictor
 from gradferry.forecast.verdict import advise
@@ -42,6 +45,7 @@ class Diagnosis:
     costs: Costs
     predictions: tuple[Prediction, ...]  # those of RULERS first
     verdict: str
+    device: str = CPU.type  # type of that of the model
 
 
 def default_hooks() -> tuple[str, ...]:
@@ -64,21 +68,50 @@ def examine(
     attach: Attach,
     asked: Examination,
     emit: Progress = lambda text: None,
+    place: torch.device = CPU,
 ) -> Diagnosis:
     """Measures and predicts. Collective.
 
     build_model, make_step: as for measure_steps.
     attach: `gradferry.attach`.
+    place: where the models are.
+
+    Raises:
+        ConfigError: there are no kernels for this device, or the group has no backend for it.
     """
+    transport = agreed_transport(place, group)
+    with computing_on(place):
+        return _examine(group, build_model, make_step, attach, asked, emit, transport)
+
+
+def _examine(
+    group: dist.ProcessGroup,
+    build_model: Callable[[], nn.Module],
+    make_step: Callable[[nn.Module], Callable[[], None]],
+    attach: Attach,
+    asked: Examination,
+    emit: Progress,
+    transport: Transport,
+) -> Diagnosis:
     emit(f"training steps without communication, and with {_MEASURED_CODEC}")
     cap = asked.bucket_caps_mb[0]
     steps = measure_steps(
-        build_model, group, make_step, lambda ddp: attach(ddp, _MEASURED_CODEC), cap, asked.turns
+        build_model,
+        group,
+        make_step,
+        lambda ddp: attach(ddp, _MEASURED_CODEC),
+        cap,
+        asked.turns,
+        transport.device,
     )
     backend = [hook for hook in asked.hooks if hook in BACKEND_HOOKS]
-    configs = {hook: hook_config(hook) for hook in asked.hooks if hook not in BACKEND_HOOKS}
-    measured = hook_config(_MEASURED_CODEC)
-    probe = LinkProbe(group)
+    configs = {
+        hook: transport.adapted(hook_config(hook))
+        for hook in asked.hooks
+        if hook not in BACKEND_HOOKS
+    }
+    measured = transport.adapted(hook_config(_MEASURED_CODEC))
+    probe = make_probe(group, transport)
     codecs = [measured, *configs.values()]
     costs = measure_costs(probe, steps.parameters, backend, codecs, asked.seconds, emit)
     emit("predicting")
@@ -97,6 +130,7 @@ def examine(
         costs=costs,
         predictions=tuple(predictions),
         verdict=advise(predictions, needs_momentum),
+        device=transport.device.type,
     )
 
 

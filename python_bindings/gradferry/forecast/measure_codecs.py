@@ -1,8 +1,7 @@
-"""Measures codecs, and the casts of backend hooks, on one thread of this machine."""
+"""Measures codecs on one thread of this machine, and the casts of backend hooks."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from statistics import median
 
@@ -10,6 +9,8 @@ import torch
 
 from gradferry import _native
 from gradferry.core.codec_spec import OFF
+from gradferry.core.device import CPU
+from gradferry.forecast.clock import Clock, clock_of
 from gradferry.forecast.costs import CastCosts, CodecCosts, ParameterCodec
 
 _ROUNDS = 5
@@ -38,29 +39,35 @@ def measure_codec(
 
 
 def measure_casts(
-    hooks: Iterable[str], world_size: int, num_elements: int = NUM_ELEMENTS
+    hooks: Iterable[str],
+    world_size: int,
+    num_elements: int = NUM_ELEMENTS,
+    place: torch.device = CPU,
 ) -> dict[str, CastCosts]:
     """Measures what backend hooks compute before and after their all-reduce."""
-    return {hook: _measure_cast(hook, world_size, num_elements) for hook in hooks}
+    return {hook: _measure_cast(hook, world_size, num_elements, place) for hook in hooks}
 
 
-def _measure_cast(hook: str, world_size: int, num_elements: int) -> CastCosts:
-    gradient = torch.randn(num_elements, dtype=torch.float32, device="cpu")
+def _measure_cast(hook: str, world_size: int, num_elements: int, place: torch.device) -> CastCosts:
+    clock = clock_of(place)
+    gradient = torch.randn(num_elements, dtype=torch.float32, device="cpu").to(place)
     if hook in (OFF, "torch:fp32"):
-        seconds = _timed(lambda: gradient.div_(world_size))
+        seconds = timed(clock, lambda: gradient.div_(world_size))
         return CastCosts(seconds / num_elements, 0.0)
     dtype = torch.float16 if hook == "torch:fp16" else torch.bfloat16
     small = gradient.to(dtype)
-    before = _timed(lambda: gradient.to(dtype).div_(world_size))
-    after = _timed(lambda: gradient.copy_(small))
+    before = timed(clock, lambda: gradient.to(dtype).div_(world_size))
+    after = timed(clock, lambda: gradient.copy_(small))
     return CastCosts(before / num_elements, after / num_elements)
 
 
-def _timed(work: Callable[[], object]) -> float:
+def timed(clock: Clock, work: Callable[[], object]) -> float:
+    """The median seconds of a piece of work."""
     work()  # the first run touches new memory
-    times = []
+    clock.head_start()
+    marks = []
     for _ in range(_ROUNDS):
-        begin = time.perf_counter()
+        begin = clock.mark()
         work()
-        times.append(time.perf_counter() - begin)
-    return median(times)
+        marks.append((begin, clock.mark()))
+    return median(clock.seconds(begin, end) for begin, end in marks)

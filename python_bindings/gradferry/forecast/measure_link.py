@@ -18,7 +18,7 @@ import torch.distributed as dist
 from gradferry import _native
 from gradferry.core.agreement import gather_records
 from gradferry.core.config import CHUNK_BYTES
-from gradferry.core.device import CPU
+from gradferry.core.device import CPU, transport_of
 from gradferry.core.engine import make_backends, make_lanes
 from gradferry.forecast.costs import CollectiveCosts, Curve, LinkCosts
 
@@ -43,6 +43,7 @@ class LinkProbe:
     """Measures on lanes between the ranks of a group, like those of an engine. Collective."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
+        self.transport = transport_of(CPU, group)
         nonces = gather_records({"nonce": uuid.uuid4().hex}, group, CPU)
         nonce = str(nonces[0]["nonce"])
         self._scatter, self._gather = make_lanes(group, nonce, 2)
@@ -75,7 +76,7 @@ class LinkProbe:
             )
             sent = (self.world_size - 1) * size
             exchanged.append((float(sent), timed.seconds / 2, timed.cpu_s / 2 / sent))
-        curve = _rising([(sent, taken) for sent, taken, _ in exchanged])
+        curve = rising([(sent, taken) for sent, taken, _ in exchanged])
         cpu = exchanged[-1][2]
         pairs = [self._exchange_buffers(_EXCHANGE_BYTES[-1])[0] for _ in range(_BESIDE)]
         beside = self._beside(lambda slot: self._post_scatter(pairs[slot]), curve.points[-1][1])
@@ -102,7 +103,7 @@ class LinkProbe:
             )
             points.append((float(size), timed.seconds))
             cpu = timed.cpu_s / size
-        curve = _rising(points)
+        curve = rising(points)
         several = [_zeros(_REDUCE_BYTES[1] // dtype.itemsize, dtype)] * _BESIDE
         several = [tensor.clone() for tensor in several]
         beside = self._beside(lambda slot: post(several[slot]), curve.at(_REDUCE_BYTES[1]))
@@ -205,7 +206,7 @@ class _Timed(NamedTuple):
     cpu_s: float
 
 
-def _rising(points: Sequence[tuple[float, float]]) -> Curve:
+def rising(points: Sequence[tuple[float, float]]) -> Curve:
     """A curve in which more bytes never take less time, whatever the noise."""
     longest = 0.0
     rising = []

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,8 +14,10 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from gradferry.core.agreement import most_of_ranks
+from gradferry.core.agreement import meeting_place, most_of_ranks
+from gradferry.core.device import CPU
 from gradferry.core.parameters import reduced_parameters
+from gradferry.forecast.clock import Clock, clock_of
 from gradferry.forecast.costs import Parameter, StepProfile
 from gradferry.forecast.measure_link import spare_cores
 
@@ -50,12 +52,14 @@ def measure_steps(
     compress: Callable[[DistributedDataParallel], object],
     bucket_cap_mb: float | None,
     turns: int,
+    place: torch.device = CPU,
 ) -> MeasuredSteps:
     """Trains a few steps. Collective; the result is the same on all ranks.
 
     build_model: returns a model that may be changed; called twice.
     make_step: gets the wrapped model; returns a function that runs one step with the optimizer.
     compress: attaches the hook to one of the two models.
+    place: where the models are.
     """
 
     def wrap() -> DistributedDataParallel:
@@ -70,21 +74,26 @@ def measure_steps(
     for step in steps:
         for _ in range(_WARMUP_STEPS):
             step()
+    clock = clock_of(place)
+    meeting = meeting_place(group, place)
     times: tuple[list[float], list[float]] = ([], [])
     instants: list[list[float]] = []
-    with _watching(silent) as ready:
+    with _watching(silent, clock) as ready:
         for _ in range(turns):
             for number, step in enumerate(steps):
-                dist.barrier(group)
-                turn = time.perf_counter()
+                most_of_ranks([0.0], group, meeting)  # a barrier
+                marks = [clock.mark()]
+                seen = []
                 for _ in range(_TURN_STEPS):
-                    begin = time.perf_counter()
                     step()
-                    if number == 0:
-                        instants.append([instant - begin for instant in ready])
-                times[number].append((time.perf_counter() - turn) / _TURN_STEPS)
+                    seen.append(list(ready))
+                    marks.append(clock.mark())
+                times[number].append(clock.seconds(marks[0], marks[-1]) / _TURN_STEPS)
+                if number == 0:
+                    for begin, of_step in zip(marks[:-1], seen, strict=True):
+                        instants.append([clock.seconds(begin, instant) for instant in of_step])
     ready_s = [median(of_parameter) for of_parameter in zip(*instants, strict=True)]
-    slowest = most_of_ranks([*times[0], *times[1], *ready_s], group)
+    slowest = most_of_ranks([*times[0], *times[1], *ready_s], group, meeting)
     without, with_codec = slowest[:turns], slowest[turns : 2 * turns]
     exposed = (longer - shorter for longer, shorter in zip(with_codec, without, strict=True))
     ready_s = slowest[2 * turns :]
@@ -92,20 +101,20 @@ def measure_steps(
         total_s=median(without),
         backward_end_s=max(ready_s),
         ready_s=tuple(ready_s),
-        spare_cores=spare_cores(group),
+        spare_cores=spare_cores(group) if place.type == "cpu" else 0.0,
     )
     return MeasuredSteps(tuple(model_parameters(silent)), profile, median(exposed))
 
 
 @contextmanager
-def _watching(ddp: DistributedDataParallel) -> Iterator[list[float]]:
-    """Yields the times at which each parameter last got its gradient."""
+def _watching(ddp: DistributedDataParallel, clock: Clock) -> Iterator[list[Any]]:
+    """Yields the instants at which each parameter last got its gradient, as marks of the clock."""
     parameters = [parameter for _, parameter in reduced_parameters(ddp)]
-    ready = [time.perf_counter()] * len(parameters)
+    ready = [clock.mark()] * len(parameters)
 
     def note(index: int) -> Callable[[torch.Tensor], None]:
         def noted(parameter: torch.Tensor) -> None:
-            ready[index] = time.perf_counter()
+            ready[index] = clock.mark()
 
         return noted
 

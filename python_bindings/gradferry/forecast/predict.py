@@ -10,7 +10,7 @@ import torch
 from gradferry.core.config import Config
 from gradferry.forecast.buckets import CodecTraffic, ddp_buckets
 from gradferry.forecast.chunks import all_reduce_bytes
-from gradferry.forecast.costs import Costs, LinkCosts, Parameter, StepProfile
+from gradferry.forecast.costs import Costs, Engine, LinkCosts, Parameter, StepProfile
 from gradferry.forecast.hook_names import BACKEND_HOOKS, NO_HOOK, SYNC_HOOK
 from gradferry.forecast.simulate import (
     Backward,
@@ -20,8 +20,10 @@ from gradferry.forecast.simulate import (
     play_all_reduce,
     play_codec,
 )
+from gradferry.forecast.simulate_streams import play_on_streams
 
 _CALIBRATION_PASSES = 4  # each adds (almost) the remaining difference
+_SHARE_PASSES = 10  # each halves an interval of length 1
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,9 @@ class Predictor:
         def predict(cap: float | None) -> Prediction:
             _, backward = self._buckets(cap)
             chunks, sent = self._chunks(hook, config, cap)
-            return self._prediction(hook, cap, play_codec(backward, chunks, self._costs.link), sent)
+            link = self._costs.link
+            play = play_codec if link.engine is Engine.HOST else play_on_streams
+            return self._prediction(hook, cap, play(backward, chunks, link), sent)
 
         return min(map(predict, caps_mb), key=lambda prediction: prediction.seconds)
 
@@ -128,16 +132,41 @@ class Predictor:
         self, hook: str, config: Config, cap_mb: float | None, exposed_s: float
     ) -> Predictor:
         """A predictor with a `waiting_s` for which the predicted exposed time of this codec equals
-        the measured one, `exposed_s`.
+        the measured one, `exposed_s`. On a device, that first decides how much of the time of the
+        engine's kernels the backward pass loses, between nothing and all.
         """
         known = self
+        if self._costs.link.engine is not Engine.HOST:
+            known = self._sharing_the_device(hook, config, cap_mb, exposed_s)
         for _ in range(_CALIBRATION_PASSES):
             predicted = known.codec(hook, config, [cap_mb]).exposed_s
             waiting = max(0.0, known._profile.waiting_s + exposed_s - predicted)
-            profile = replace(self._profile, waiting_s=waiting)
-            known = Predictor(self._parameters, profile, self._costs, self._seen_buckets)
-            known._cut = self._cut
+            known = known._with(replace(known._profile, waiting_s=waiting))
         return known
+
+    def _sharing_the_device(
+        self, hook: str, config: Config, cap_mb: float | None, exposed_s: float
+    ) -> Predictor:
+        def sharing(spare: float) -> Predictor:
+            return self._with(replace(self._profile, spare_cores=spare))
+
+        low, high = 0.0, 1.0
+        for spare in (low, high):
+            exceeds = sharing(spare).codec(hook, config, [cap_mb]).exposed_s > exposed_s
+            if exceeds == (spare == high):  # even the most, or the least, explains it
+                return sharing(spare)
+        for _ in range(_SHARE_PASSES):
+            middle = (low + high) / 2
+            if sharing(middle).codec(hook, config, [cap_mb]).exposed_s > exposed_s:
+                low = middle
+            else:
+                high = middle
+        return sharing(high)
+
+    def _with(self, profile: StepProfile) -> Predictor:
+        other = Predictor(self._parameters, profile, self._costs, self._seen_buckets)
+        other._cut = self._cut
+        return other
 
     @property
     def profile(self) -> StepProfile:

@@ -21,13 +21,16 @@ _CLOSE_ENOUGH = 1e-4
 
 @dataclass(frozen=True)
 class ChunkCost:
-    """The costs of one chunk: seconds of work, bytes that a rank sends."""
+    """The costs of one chunk: seconds of work, bytes that a rank sends. keeps_sent: on a device,
+    whether decode reads what was sent, so that the slot is occupied until then.
+    """
 
     encode_s: float
     scatter_bytes: int
     reduce_s: float
     gather_bytes: int
     decode_s: float
+    keeps_sent: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ def play_codec(
     backward: Backward, buckets: Sequence[Sequence[ChunkCost]], link: LinkCosts
 ) -> PlayedStep:
     """Simulates a step with a codec. `buckets`: chunks by bucket, in the order of `ready_s`."""
-    return _settle(backward, lambda stretch: _CodecStep(backward, buckets, link, stretch).play())
+    return settle(backward, lambda stretch: _CodecStep(backward, buckets, link, stretch).play())
 
 
 def play_all_reduce(
@@ -73,8 +76,8 @@ def play_all_reduce(
 ) -> PlayedStep:
     """Simulates a step with a backend hook."""
 
-    def play(stretch: float) -> _Timeline:
-        timeline = _Timeline()
+    def play(stretch: float) -> Timeline:
+        timeline = Timeline()
         computed = backward.ready_s[0]
         finished = done = 0.0
         for number, bucket in enumerate(buckets):
@@ -89,12 +92,12 @@ def play_all_reduce(
         computed += (backward.end_s - backward.ready_s[-1]) * stretch
         return timeline.ended(computed, finished)
 
-    return _settle(backward, play)
+    return settle(backward, play)
 
 
 @dataclass
-class _Timeline:
-    """The use of the link, and the work of all threads except DDP's."""
+class Timeline:
+    """The use of the link, and the work of all threads, or streams, except DDP's."""
 
     computed_s: float = 0.0  # when DDP's thread has finished
     end_s: float = 0.0
@@ -113,7 +116,7 @@ class _Timeline:
         else:
             takes += slowed * (1 - costs.beside_backward)
         self._link_free = begin + takes
-        arrived = self._link_free + costs.latency_s
+        arrived = self._link_free + (0.0 if costs.in_line else costs.latency_s)
         self.work(begin, arrived, num_bytes * costs.cpu_s_per_byte)
         return arrived
 
@@ -121,7 +124,7 @@ class _Timeline:
         """Records processor time, spread evenly between begin and end."""
         self._work.append((begin, end, seconds))
 
-    def ended(self, computed: float, finished: float) -> _Timeline:
+    def ended(self, computed: float, finished: float) -> Timeline:
         self.computed_s = computed
         self.end_s = max(computed, finished)
         return self
@@ -137,7 +140,7 @@ class _Timeline:
         return total
 
 
-def _settle(backward: Backward, play: Callable[[float], _Timeline]) -> PlayedStep:
+def settle(backward: Backward, play: Callable[[float], Timeline]) -> PlayedStep:
     """Repeats the simulation until the delay of DDP's thread equals the work of the others."""
     short = min(1.0, max(0.0, 1.0 - backward.spare_cores))
     begin = backward.ready_s[0]
@@ -179,7 +182,7 @@ class _CodecStep:
         self._backward = backward
         self._link = link
         self._stretch = stretch
-        self._timeline = _Timeline()
+        self._timeline = Timeline()
         # DDP's thread: chunks still to encode, each with the computing time before it.
         self._to_encode: deque[tuple[float, ChunkCost, bool]] = deque()
         before = backward.ready_s[0]
@@ -198,7 +201,7 @@ class _CodecStep:
         self._commits: deque[float] = deque()
         self._completed = 0.0
 
-    def play(self) -> _Timeline:
+    def play(self) -> Timeline:
         while self._to_encode or self._queue or self._gathers or self._commits:
             self._encode_until(self._now)
             self._finish_one()

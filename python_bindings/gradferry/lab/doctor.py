@@ -14,6 +14,7 @@ import torch.distributed as dist
 from rich.console import Console
 from torch import nn
 
+from gradferry.core.device import CPU, load_kernels
 from gradferry.ddp.attach import attach
 from gradferry.errors import ConfigError
 from gradferry.forecast.costs import LinkCosts
@@ -34,11 +35,13 @@ from gradferry.forecast.hook_names import (
 )
 from gradferry.forecast.measure_link import Progress
 from gradferry.lab import flags
+from gradferry.lab.bench.device_clock import environment_on
 from gradferry.lab.output.json_file import write_json
 from gradferry.lab.output.paired import ratio_columns
 from gradferry.lab.output.progress import StatusLine
 from gradferry.lab.output.table import Column, Table, print_line, print_table
 from gradferry.lab.ranks.everywhere import add_rank_arguments, check_ranks, run_everywhere
+from gradferry.lab.ranks.place import add_device, on_device, place_of_rank
 from gradferry.lab.workloads.models import check_model, load_workload
 from gradferry.lab.workloads.optimizers import make_optimizer
 
@@ -58,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"beside {' and '.join(RULERS)}: {' '.join(TORCH_DTYPES)} and codecs; arguments of attach "
         f"may follow a codec, as for bench train",
     )
+    add_device(parser)
     add_rank_arguments(parser)
     flags.add_bucket_caps(parser, "predicted at its fastest")
     parser.add_argument(
@@ -80,6 +84,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.smoke:
         vars(arguments).update(_SMOKE)
     asked = _examination(arguments)
+    place = environment_on(arguments.device)
+    if arguments.device != "cpu":
+        load_kernels(arguments.device)
     check_ranks(arguments)
     if arguments.ranks < 2:
         raise ConfigError("doctor needs two ranks at least: a world of one does not communicate")
@@ -89,12 +96,12 @@ def run(arguments: argparse.Namespace) -> int:
         show_diagnosis(console, found, arguments.model, arguments.link)
         if arguments.json:
             rows = doctor_rows(found, arguments.model, arguments.link)
-            write_json(arguments.json, rows, results_of="doctor")
+            write_json(arguments.json, rows, place, results_of="doctor")
             print_line(console, f"Written: {arguments.json}")
         return 0
 
     with StatusLine(console) as status:
-        body_arguments = (arguments.model, asked, arguments.seed)
+        body_arguments = (arguments.model, asked, arguments.seed, arguments.device)
         return run_everywhere(
             arguments, examine_workload, body_arguments, status, status.closing(report)
         )
@@ -113,9 +120,12 @@ def _examination(arguments: argparse.Namespace) -> Examination:
     return Examination(hooks, caps, arguments.turns, _SECONDS)
 
 
-def examine_workload(emit: Progress, model: str, asked: Examination, seed: int) -> Diagnosis:
+def examine_workload(
+    emit: Progress, model: str, asked: Examination, seed: int, device: str
+) -> Diagnosis:
     """Runs on every rank of the default group, on a model as `bench train` has it."""
-    group = dist.group.WORLD
+    place, group = place_of_rank(device)
+    group = group or dist.group.WORLD
     assert group is not None
     torch.manual_seed(seed)
     workload = load_workload(model)
@@ -123,7 +133,7 @@ def examine_workload(emit: Progress, model: str, asked: Examination, seed: int) 
     def make_step(ddp: nn.Module) -> Callable[[], None]:
         optimizer = make_optimizer("AdamW", workload, ddp.parameters(), None, fused=True)
         generator = torch.Generator().manual_seed(seed)
-        batch: Any = workload.draw(generator)
+        batch: Any = on_device(place, workload.draw(generator))
 
         def step() -> None:
             optimizer.zero_grad()
@@ -132,7 +142,10 @@ def examine_workload(emit: Progress, model: str, asked: Examination, seed: int) 
 
         return step
 
-    return examine(group, workload.build_model, make_step, attach, asked, emit)
+    def build_model() -> nn.Module:
+        return workload.build_model().to(place)
+
+    return examine(group, build_model, make_step, attach, asked, emit, place)
 
 
 def show_diagnosis(console: Console, found: Diagnosis, model: str, link: str) -> None:
@@ -149,7 +162,7 @@ def doctor_tables(rows: Sequence[Row]) -> list[Table]:
     (verdict,) = kinds["verdict"]
     return [
         _link_table(kinds["link"], verdict),
-        _codec_table(kinds["codec"]),
+        _codec_table(kinds["codec"], verdict),
         _prediction_table(kinds["prediction"], verdict),
     ]
 
@@ -159,13 +172,14 @@ _KINDS = ("link", "codec", "prediction", "verdict")
 
 def doctor_rows(found: Diagnosis, model: str, link: str) -> list[dict[str, Any]]:
     """Rows of the JSON file; docs/forecast.md defines every key."""
-    place = {"model": model, "link": link, "ranks": found.world_size}
+    place = {"model": model, "link": link, "ranks": found.world_size, "device": found.device}
     verdict = {
         "kind": "verdict",
         "text": found.verdict,
         "elements": sum(parameter.num_elements for parameter in found.parameters),
         "parameters": len(found.parameters),
         "waiting_ms": 1e3 * found.profile.waiting_s,
+        "spare_cores": found.profile.spare_cores,
     }
     rows = [*_link_rows(found.costs.link), *_codec_rows(found), *_prediction_rows(found), verdict]
     return [{**row, **place} for row in rows]
@@ -203,6 +217,9 @@ def _codec_rows(found: Diagnosis) -> list[dict[str, Any]]:
             "reduce_ns": 1e9 * speed.reduce_per_element,
             "decode_ns": 1e9 * speed.decode_per_element,
             "check_ns_per_byte": 1e9 * speed.check_per_byte,
+            "encode_launch_us": 1e6 * speed.encode_launch,
+            "reduce_launch_us": 1e6 * speed.reduce_launch,
+            "decode_launch_us": 1e6 * speed.decode_launch,
         }
         for codec, speed in found.costs.codecs.items()
     ]
@@ -236,29 +253,49 @@ def _link_table(rows: Sequence[Row], verdict: Row) -> Table:
         Column("CPU\nns per byte", lambda row: f"{row['cpu_ns_per_byte']:.2f}"),
         Column("beside\nbackward", lambda row: f"{row['beside_backward']:.2f}"),
     )
-    notes = (
-        "us: from one collective to the next with two in flight, and all-to-all and all-gather at "
-        "the same time, as the engine uses them. Bytes: that a rank sends; of an all-reduce, of "
-        "its tensor. Latency: of the smallest collective, alone. CPU: of all threads of a rank. "
-        "Beside backward: share of its speed that the link keeps while the ranks compute.",
+    in_flight = (
+        "with two in flight, and all-to-all and all-gather at the same time, as the engine uses "
+        "them. Bytes: that a rank sends; of an all-reduce, of its tensor. Latency: of the smallest "
+        "collective, alone. CPU: of all threads of a rank. Beside backward: share of its speed "
+        "that the link keeps while the ranks compute."
     )
+    on_stream = (
+        "one after another, through the group of the model. Bytes: that a rank sends; of an "
+        "all-reduce, of its tensor. Latency: of the smallest collective. CPU and beside backward "
+        "are not measured on a device."
+    )
+    note = in_flight if _on_host(verdict) else on_stream
+    notes = (f"us: from one collective to the next {note}",)
     title = f"gradferry doctor: {verdict['ranks']} ranks, link {verdict['link']}"
     return Table(title, columns, rows, notes)
 
 
-def _codec_table(rows: Sequence[Row]) -> Table:
-    columns = (
+def _codec_table(rows: Sequence[Row], verdict: Row) -> Table:
+    on_host = _on_host(verdict)
+    columns = [
         Column("codec", lambda row: str(row["codec"]), is_number=False),
         Column("residuals", _residuals, is_number=False),
         Column("bits per\nelement", lambda row: f"{row['bits']:.2f}"),
         Column("encode\nns", lambda row: f"{row['encode_ns']:.3f}"),
         Column("reduce\nns", lambda row: f"{row['reduce_ns']:.3f}"),
         Column("decode\nns", lambda row: f"{row['decode_ns']:.3f}"),
-    )
-    notes = (
-        "ns per element, on one thread. reduce: per element that a rank owns, from all ranks.",
-    )
-    return Table("Codecs on this machine", columns, rows, notes)
+    ]
+    if not on_host:
+        columns.append(Column("launches\nus", lambda row: f"{_launches(row):.1f}"))
+    clock = "on one thread" if on_host else "by events of the device"
+    note = f"ns per element, {clock}. reduce: per element that a rank owns, from all ranks."
+    if not on_host:
+        note += " Launches: of the three for a chunk, however small."
+    place = "machine" if on_host else "device"
+    return Table(f"Codecs on this {place}", columns, rows, (note,))
+
+
+def _on_host(verdict: Row) -> bool:
+    return bool(verdict.get("device", CPU.type) == CPU.type)  # older files do not say
+
+
+def _launches(row: Row) -> float:
+    return float(sum(row[f"{part}_launch_us"] for part in ("encode", "reduce", "decode")))
 
 
 def _residuals(row: Row) -> str:
@@ -282,6 +319,12 @@ def _prediction_table(rows: Sequence[Row], verdict: Row) -> Table:
         f"{verdict['waiting_ms']:.1f} ms, found by measuring q4. `sync`: that, and an all-reduce "
         f"of one element.",
     ]
+    if not _on_host(verdict):
+        lost = 1 - verdict["spare_cores"]
+        notes.append(
+            f"While kernels of the engine run, the backward pass loses {lost:.0%} of their time: "
+            f"found by that, too."
+        )
     if any(row["needs_momentum"] for row in rows):
         notes.append("* trains well only in momentum mode (momentum=), or with SGD.")
     title = f"Predicted step: {verdict['model']}, link {verdict['link']}"

@@ -1,4 +1,5 @@
-// The tests of tests/simt/kernels_test.cpp and message_kernels_test.cpp on a GPU.
+// The tests of tests/simt/kernels_test.cpp, chunk_kernels_test.cpp and message_kernels_test.cpp on
+// a GPU.
 #include <cuda_runtime.h>
 
 #include "gtest/gtest.h"

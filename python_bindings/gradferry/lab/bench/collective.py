@@ -22,11 +22,13 @@ from gradferry.lab.bench.collective_turns import (
     AllReduceOutcome,
     compare_all_reduces,
 )
+from gradferry.lab.bench.device_clock import environment_on
 from gradferry.lab.output.json_file import write_json
 from gradferry.lab.output.paired import coverage_note, coverage_of, coverage_text, paired_ratio
 from gradferry.lab.output.progress import StatusLine
 from gradferry.lab.output.table import Column, Table, print_line, print_table
 from gradferry.lab.ranks.everywhere import add_rank_arguments, check_ranks, run_everywhere
+from gradferry.lab.ranks.place import add_device
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _SMOKE: dict[str, Any] = {
@@ -86,6 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="whether results are checked to the bit; needs the gradients of all ranks in memory "
         "(default: 1)",
     )
+    add_device(parser)
     add_rank_arguments(parser)
     parser.add_argument(
         "--smoke", action="store_true", help="two codecs, small sizes, to see that all works"
@@ -99,15 +102,16 @@ def run(arguments: argparse.Namespace) -> int:
     """
     if arguments.smoke:
         vars(arguments).update(_SMOKE)
+    place = environment_on(arguments.device)
     options = _options(arguments)
     check_ranks(arguments)
     console = Console()
 
     def report(outcomes: Sequence[AllReduceOutcome]) -> int:
-        rows = collective_rows(outcomes, arguments.link, arguments.ranks)
+        rows = collective_rows(outcomes, options, arguments.link, arguments.ranks)
         print_table(console, collective_table(rows))
         if arguments.json:
-            write_json(arguments.json, rows, results_of="bench collective")
+            write_json(arguments.json, rows, place, results_of="bench collective")
             print_line(console, f"Written: {arguments.json}")
         return 1 if any(row["wrong"] for row in rows) else 0
 
@@ -140,6 +144,7 @@ def _options(arguments: argparse.Namespace) -> AllReduceOptions:
         iterations=arguments.iters,
         warmup=arguments.warmup_iters,
         check=bool(arguments.check),
+        device=arguments.device,
     )
 
 
@@ -153,7 +158,7 @@ def parse_size(flag: str, text: str) -> int:
 
 
 def collective_rows(
-    outcomes: Sequence[AllReduceOutcome], link: str, num_ranks: int
+    outcomes: Sequence[AllReduceOutcome], options: AllReduceOptions, link: str, num_ranks: int
 ) -> list[dict[str, Any]]:
     """Rows of the JSON file; docs/benchmarks.md defines every key."""
     rows = []
@@ -191,6 +196,7 @@ def collective_rows(
                 "wire_measured": outcome.wire_measured,
                 "link": link,
                 "ranks": num_ranks,
+                "device": options.device,
             }
         )
     return rows
@@ -230,13 +236,14 @@ def collective_table(rows: Sequence[Row]) -> Table:
         "wire: bytes that the busiest rank sends; * computed for a ring all-reduce, because the "
         "backend does not count. ratio: bytes of an fp32 ring all-reduce over wire. enc: encode, "
         "on the calling thread. dec: reduce and decode; net: waiting for messages, both on the "
-        "finishing thread of rank 0: the three overlap.",
+        "finishing thread of rank 0: the three overlap, and are known on hosts alone.",
         "rel.err: |result - exact mean| / |exact mean| in the first turn. speedup: over the "
         "fastest of the backend's own at this size, from times of the same turn. "
         f"{coverage_note(iters)}. torch:fp16 and torch:bf16 cast, all-reduce and cast back.",
     )
     first = rows[0]
-    title = f"gradferry bench collective: {first['ranks']} ranks, link {first['link']}"
+    on = "" if first.get("device", "cpu") == "cpu" else f" on {first['device']}"
+    title = f"gradferry bench collective: {first['ranks']} ranks{on}, link {first['link']}"
     return Table(title, columns, rows, notes)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,13 +20,16 @@ from gradferry import _native
 from gradferry.core.agreement import most_of_ranks
 from gradferry.core.codec_spec import parse_codec
 from gradferry.core.config import make_config
+from gradferry.core.device import Transport, agreed_transport
 from gradferry.core.engine import start_engine
 from gradferry.core.options import Options
 from gradferry.core.parameters import ParameterLayout
 from gradferry.forecast.chunks import all_reduce_bytes
+from gradferry.forecast.clock import Clock, clock_of
 from gradferry.forecast.hook_names import TORCH_DTYPES
 from gradferry.lab.bench.hooked_model import phases_of
 from gradferry.lab.ranks.launch import Emit, gather_from_ranks
+from gradferry.lab.ranks.place import place_of_rank
 
 _UNIT = 2.0**-10
 _MOST_UNITS = 256  # whose multiples bfloat16, the coarsest dtype, still holds exactly
@@ -42,6 +45,7 @@ class AllReduceOptions:
     iterations: int
     warmup: int
     check: bool
+    device: str = "cpu"  # or "cuda"
 
 
 @dataclass
@@ -55,7 +59,8 @@ class AllReduceOutcome:
     wire_bytes: int  # that the busiest rank sends
     wire_measured: bool
     seconds: list[float] = field(default_factory=list)  # of the slowest rank, by iteration
-    phase_ms: dict[str, float] = field(default_factory=dict)  # per iteration, on rank 0
+    # Per iteration, on rank 0; empty on a device, where the host only enqueues.
+    phase_ms: dict[str, float] = field(default_factory=dict)
 
 
 class _BackendAllReduce:
@@ -63,8 +68,9 @@ class _BackendAllReduce:
 
     wire_measured = False
 
-    def __init__(self, name: str, num_elements: int) -> None:
+    def __init__(self, name: str, num_elements: int, group: dist.ProcessGroup) -> None:
         self.name = name
+        self._group = group
         self._dtype = TORCH_DTYPES[name]
         self._wire_bytes = all_reduce_bytes(
             num_elements, self._dtype.itemsize, dist.get_world_size()
@@ -72,7 +78,7 @@ class _BackendAllReduce:
 
     def run(self, gradient: torch.Tensor) -> None:
         small = gradient.to(self._dtype)  # gradient itself for fp32
-        dist.all_reduce(small)
+        dist.all_reduce(small, group=self._group)
         if small is not gradient:
             gradient.copy_(small)
         gradient.div_(dist.get_world_size())
@@ -92,9 +98,12 @@ class _CodecAllReduce:
 
     wire_measured = True
 
-    def __init__(self, name: str, num_elements: int) -> None:
+    def __init__(
+        self, name: str, num_elements: int, group: dist.ProcessGroup, transport: Transport
+    ) -> None:
         self.name = name
-        config = make_config(Options(name, seed=_SEED))
+        config = transport.adapted(make_config(Options(name, seed=_SEED)))
+        self._on_host = transport.on_host
         codec = parse_codec(name)
         residuals = config.residuals_of(codec) if dist.get_world_size() > 1 else (False, False)
         self._layout = ParameterLayout(
@@ -107,10 +116,10 @@ class _CodecAllReduce:
             warmup=codec,
             residuals=residuals,
         )
-        group = dist.group.WORLD
-        assert group is not None
         nonces = gather_from_ranks({"nonce": uuid.uuid4().hex})
-        self._engine = start_engine(config, [self._layout], group, str(nonces[0]["nonce"]))
+        self._engine = start_engine(
+            config, [self._layout], group, str(nonces[0]["nonce"]), transport=transport
+        )
 
     def run(self, gradient: torch.Tensor) -> None:
         self._engine.all_reduce(gradient)
@@ -130,7 +139,7 @@ class _CodecAllReduce:
         return int(self._engine.stats()["wire_bytes"])
 
     def phase_ms(self) -> dict[str, float]:
-        return phases_of(self._engine.stats())
+        return phases_of(self._engine.stats()) if self._on_host else {}
 
 
 _AllReduce = _BackendAllReduce | _CodecAllReduce
@@ -138,31 +147,43 @@ _AllReduce = _BackendAllReduce | _CodecAllReduce
 
 def compare_all_reduces(emit: Emit, options: AllReduceOptions) -> list[AllReduceOutcome]:
     """Runs on every rank; the outcomes are those of all. Emits what it is doing, as text."""
+    place, own_group = place_of_rank(options.device)
+    group = own_group or _default_group()
+    transport = agreed_transport(place, group)
     outcomes = []
     for size in options.sizes:
         emit(f"{size:,} bytes")
-        outcomes += _compare(options, size // 4)
+        outcomes += _compare(options, size // 4, group, transport)
     return outcomes
 
 
-def _compare(options: AllReduceOptions, num_elements: int) -> list[AllReduceOutcome]:
+def _default_group() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def _compare(
+    options: AllReduceOptions, num_elements: int, group: dist.ProcessGroup, transport: Transport
+) -> list[AllReduceOutcome]:
     gradients = [_gradient(rank, num_elements) for rank in range(dist.get_world_size())]
-    mine = gradients[dist.get_rank()]
-    buffer = torch.empty_like(mine)
+    mine = gradients[dist.get_rank()].to(transport.device)
+    buffer, clock = torch.empty_like(mine), clock_of(transport.device)
     entries = []
     for name in options.names:
-        kind: Callable[[str, int], _AllReduce]
-        kind = _BackendAllReduce if name in TORCH_DTYPES else _CodecAllReduce
-        all_reduce = kind(name, num_elements)
+        all_reduce: _AllReduce
+        if name in TORCH_DTYPES:
+            all_reduce = _BackendAllReduce(name, num_elements, group)
+        else:
+            all_reduce = _CodecAllReduce(name, num_elements, group, transport)
         entries.append((all_reduce, _first_run(all_reduce, buffer, gradients, options.check)))
     for all_reduce, _ in entries:
         for _ in range(options.warmup):
-            _timed(all_reduce, buffer, mine)
+            _timed(all_reduce, buffer, mine, clock)
     before = [all_reduce.phase_ms() for all_reduce, _ in entries]
     turns = list(entries)
     for _ in range(options.iterations):
         for all_reduce, outcome in turns:
-            outcome.seconds.append(_timed(all_reduce, buffer, mine))
+            outcome.seconds.append(_timed(all_reduce, buffer, mine, clock))
         turns.reverse()
     for (all_reduce, outcome), earlier in zip(entries, before, strict=True):
         outcome.seconds = most_of_ranks(outcome.seconds)
@@ -178,11 +199,12 @@ def _first_run(
     before = all_reduce.wire_bytes() if all_reduce.wire_measured else 0
     buffer.copy_(gradients[dist.get_rank()])
     all_reduce.run(buffer)
+    result = buffer.cpu()
     wrong = 0
     if check:
-        wrong = int((_bits(buffer) != _bits(all_reduce.expected(gradients))).sum())
+        wrong = int((_bits(result) != _bits(all_reduce.expected(gradients))).sum())
     exact = torch.stack(list(gradients)).double().mean(0)
-    error = float((buffer.double() - exact).norm() / exact.norm()) if exact.any() else 0.0
+    error = float((result.double() - exact).norm() / exact.norm()) if exact.any() else 0.0
     facts = torch.tensor([wrong, all_reduce.wire_bytes() - before], dtype=torch.int64)
     dist.all_reduce(facts, dist.ReduceOp.MAX)
     return AllReduceOutcome(
@@ -195,11 +217,15 @@ def _first_run(
     )
 
 
-def _timed(all_reduce: _AllReduce, buffer: torch.Tensor, gradient: torch.Tensor) -> float:
+def _timed(
+    all_reduce: _AllReduce, buffer: torch.Tensor, gradient: torch.Tensor, clock: Clock
+) -> float:
     buffer.copy_(gradient)
+    clock.wait()
     dist.barrier()
     started = time.perf_counter()
     all_reduce.run(buffer)
+    clock.wait()
     return time.perf_counter() - started
 
 

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 
 from gradferry.errors import ConfigError
+from gradferry.forecast.clock import HEAD_START_CYCLES
+from gradferry.lab.output.environment import environment, occasion
 
 Pass = Callable[[], object]
-# The device sleeps so long (some 2 ms) before it is timed: meanwhile the host hands over all
-# passes, so that none of them waits for the host.
-_HEAD_START_CYCLES = 4_000_000
 
 
 @dataclass(frozen=True)
@@ -61,13 +60,21 @@ def find_gpu(wanted: str) -> TimedDevice:
     )
 
 
+def environment_on(device: str) -> dict[str, Any]:
+    """The environment for the JSON file, with the GPU if `device` is "cuda". Raises ConfigError
+    where there is none.
+    """
+    gpu = {} if device == "cpu" else find_gpu(device).environment
+    return {**environment(), **occasion(), **gpu}
+
+
 def _timing_event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def _seconds_by_events(passes: Sequence[Pass]) -> list[float]:
     marks = [_timing_event() for _ in range(len(passes) + 1)]
-    torch.cuda._sleep(_HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
+    torch.cuda._sleep(HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
     marks[0].record()
     for work, mark in zip(passes, marks[1:], strict=True):
         work()

@@ -15,9 +15,8 @@ from rich.console import Console
 
 from gradferry.forecast.hook_names import NO_HOOK, RULERS, SYNC_HOOK, TORCH_HOOKS
 from gradferry.lab import flags
-from gradferry.lab.bench.device_clock import find_gpu
+from gradferry.lab.bench.device_clock import environment_on
 from gradferry.lab.bench.overlap_turns import OverlapOptions, OverlapOutcome, run_overlap
-from gradferry.lab.output.environment import environment, occasion
 from gradferry.lab.output.json_file import write_json
 from gradferry.lab.output.paired import (
     coverage_note,
@@ -30,10 +29,10 @@ from gradferry.lab.output.paired import (
 from gradferry.lab.output.progress import StatusLine
 from gradferry.lab.output.table import Column, Table, print_line, print_table
 from gradferry.lab.ranks.everywhere import add_rank_arguments, check_ranks, run_everywhere
+from gradferry.lab.ranks.place import add_device
 from gradferry.lab.workloads.hooks import timed_hooks
 from gradferry.lab.workloads.models import check_model
 
-_DEVICES = ("cpu", "cuda")
 _DEFAULT_HOOKS = (SYNC_HOOK, "torch:fp32", "torch:bf16", "q4")
 _SMOKE: dict[str, Any] = {"model": "small", "hooks": [SYNC_HOOK, "q4"], "rounds": 2, "steps": 1}
 
@@ -49,13 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"of attach may follow a codec",
     )
     flags.add_model(parser)
-    parser.add_argument(
-        "--device",
-        choices=_DEVICES,
-        default="cpu",
-        help="where the model is. With GPUs for all ranks they meet over NCCL, else over gloo "
-        "(default: cpu)",
-    )
+    add_device(parser)
     add_rank_arguments(parser)
     parser.add_argument(
         "--bucket-cap",
@@ -82,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Measures and reports. Raises a GradferryError when an option is wrong or a rank fails."""
     if arguments.smoke:
         vars(arguments).update(_SMOKE)
-    gpu = find_gpu("cuda").environment if arguments.device == "cuda" else {}
+    place = environment_on(arguments.device)
     options = _options(arguments)
     check_ranks(arguments)
     console = Console()
@@ -93,7 +86,6 @@ def run(arguments: argparse.Namespace) -> int:
         if options.trace:
             print_line(console, f"Trace of {options.hooks[-1]}: {options.trace}")
         if arguments.json:
-            place = {**environment(), **occasion(), **gpu}
             write_json(arguments.json, rows, place, results_of="bench overlap")
             print_line(console, f"Written: {arguments.json}")
         return 0

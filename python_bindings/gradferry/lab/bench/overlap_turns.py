@@ -5,17 +5,16 @@ the clock of the device that runs them.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from gradferry.core.agreement import most_of_ranks
 from gradferry.lab.bench.hooked_model import HookedModel
-from gradferry.lab.ranks.launch import Emit, gather_from_ranks
+from gradferry.lab.ranks.launch import Emit
+from gradferry.lab.ranks.place import on_device, place_of_rank
 from gradferry.lab.workloads.hooks import COMPRESS_FROM
 from gradferry.lab.workloads.models import Workload, load_workload
 
@@ -70,7 +69,7 @@ class _WatchedModel(HookedModel):
 
     def backward_seconds(self, steps: int) -> float:
         """Trains; returns what the backward passes took here. All ranks start together."""
-        batches = [_on(self._device, batch) for batch in self._draw(steps)]
+        batches = [on_device(self._device, batch) for batch in self._draw(steps)]
         watch = _DeviceWatch() if self._device.type == "cuda" else _Watch()
         dist.barrier()
         for batch in batches:
@@ -124,7 +123,7 @@ class _DeviceWatch(_Watch):
 
 def run_overlap(emit: Emit, options: OverlapOptions) -> list[OverlapOutcome]:
     """Runs on every rank; the outcomes are the same on all. Emits what it is doing, as text."""
-    device, group = _place(options.device)
+    device, group = place_of_rank(options.device)
     workload = load_workload(options.model)
     models = []
     for hook in options.hooks:
@@ -142,33 +141,6 @@ def run_overlap(emit: Emit, options: OverlapOptions) -> list[OverlapOutcome]:
         emit("trace")
         _write_trace(models[-1], options.trace, device)
     return list(outcomes.values())
-
-
-def _place(device: str) -> tuple[torch.device, dist.ProcessGroup | None]:
-    """This rank's device, and DDP's group. Ranks that share a GPU meet over gloo."""
-    if device == "cpu":
-        return torch.device("cpu"), None
-    rank, num_gpus = dist.get_rank(), torch.cuda.device_count()
-    place = torch.device("cuda", rank % num_gpus)
-    torch.cuda.set_device(place)
-    here = {"gpu": str(torch.cuda.get_device_properties(place).uuid)}
-    shared = [record["gpu"] for record in gather_from_ranks(here)]
-    alone = len(set(shared)) == len(shared) and dist.is_nccl_available()
-    if not alone:
-        return place, None
-    group = dist.new_group(backend="cpu:gloo,cuda:nccl")
-    assert isinstance(group, dist.ProcessGroup)  # this rank is in it
-    return place, group
-
-
-def _on(device: torch.device, batch: Any) -> Any:
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device)
-    if isinstance(batch, dict):
-        return {key: _on(device, value) for key, value in batch.items()}
-    if isinstance(batch, Sequence) and not isinstance(batch, str):
-        return tuple(_on(device, value) for value in batch)
-    return batch
 
 
 def _write_trace(model: _WatchedModel, path: Path, device: torch.device) -> None:

@@ -17,6 +17,7 @@ from rich.console import Console
 from gradferry import _native
 from gradferry.forecast.hook_names import NO_HOOK, RULERS, SYNC_HOOK, TORCH_HOOKS
 from gradferry.lab import flags
+from gradferry.lab.bench.device_clock import environment_on
 from gradferry.lab.bench.hooked_model import PHASES
 from gradferry.lab.bench.train_turns import TrainOptions, TrainOutcome, run_train
 from gradferry.lab.output.json_file import write_json
@@ -33,6 +34,7 @@ from gradferry.lab.output.paired import (
 from gradferry.lab.output.progress import StatusLine
 from gradferry.lab.output.table import Column, Table, print_line, print_table
 from gradferry.lab.ranks.everywhere import add_rank_arguments, check_ranks, run_everywhere
+from gradferry.lab.ranks.place import add_device
 from gradferry.lab.workloads.hooks import timed_hooks
 from gradferry.lab.workloads.models import check_model
 
@@ -61,6 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"follow a codec: sign1{_MOMENTUM}",
     )
     flags.add_model(parser)
+    add_device(parser)
     add_rank_arguments(parser)
     flags.add_bucket_caps(parser, "tried with each, and compared at its fastest")
     flags.add_turns(parser)
@@ -90,6 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Measures and reports. Raises a GradferryError when an option is wrong or a rank fails."""
     if arguments.smoke:
         vars(arguments).update(_SMOKE)
+    place = environment_on(arguments.device)
     options = _options(arguments)
     check_ranks(arguments)
     console = Console()
@@ -98,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
         rows = train_rows(outcomes, options, arguments.link, arguments.ranks)
         print_table(console, train_table(rows))
         if arguments.json:
-            write_json(arguments.json, rows, results_of="bench train")
+            write_json(arguments.json, rows, place, results_of="bench train")
             print_line(console, f"Written: {arguments.json}")
         return 0
 
@@ -120,6 +124,7 @@ def _options(arguments: argparse.Namespace) -> TrainOptions:
         seed=arguments.seed,
         until_loss=arguments.until_loss,
         most_steps=arguments.most_steps,
+        device=arguments.device,
     )
 
 
@@ -166,6 +171,7 @@ def train_rows(
                 **{phase: outcome.phase_ms.get(phase) for phase in PHASES},
                 "cpu_ms": outcome.cpu_ms,
                 "model": options.model,
+                "device": options.device,
                 "seed": options.seed,
                 "round_ms": outcome.round_ms,
                 "trial_ms": {f"{cap:g}": ms for cap, ms in outcome.trial_ms.items()},
@@ -222,9 +228,10 @@ def train_table(rows: Sequence[Row]) -> Table:
             f"steps; validation is not counted."
         )
     first = rows[0]
+    on = "" if first.get("device", "cpu") == "cpu" else f" on {first['device']}"
     title = (
-        f"gradferry bench train: {first['model']}, {first['ranks']} ranks, link {first['link']}, "
-        f"{num_rounds} rounds"
+        f"gradferry bench train: {first['model']}, {first['ranks']} ranks{on}, "
+        f"link {first['link']}, {num_rounds} rounds"
     )
     return Table(title, columns, rows, notes)
 

@@ -21,12 +21,14 @@ import torch.distributed as dist
 
 from gradferry.core.agreement import most_of_ranks
 from gradferry.errors import ConfigError
+from gradferry.forecast.clock import clock_of
 from gradferry.forecast.hook_names import RULERS
 from gradferry.lab.bench.hooked_model import HookedModel, phases_of
 from gradferry.lab.ranks.everywhere import InterfaceCounter
 from gradferry.lab.ranks.launch import Emit, gather_from_ranks
+from gradferry.lab.ranks.place import on_device, place_of_rank
 from gradferry.lab.workloads.hooks import COMPRESS_FROM, bucket_caps, steps_until_steady
-from gradferry.lab.workloads.models import load_workload
+from gradferry.lab.workloads.models import Workload, load_workload
 
 EVENT_INSTANTS = ("begin_ms", "encoded_ms", "complete_ms")  # of HookState.events
 _TRIAL_STEPS = 3
@@ -45,6 +47,7 @@ class TrainOptions:
     seed: int
     until_loss: float | None = None  # of the validation data
     most_steps: int = 0  # until that loss, before a hook is given up
+    device: str = "cpu"  # or "cuda"
 
 
 @dataclass(frozen=True)
@@ -77,22 +80,46 @@ class TrainOutcome:
     wire_measured: bool = True
     wire_formula: int = 0
     interface_bytes: float | None = None  # per step, of that rank; None where not its own
-    phase_ms: dict[str, float] = field(default_factory=dict)  # per step, of a codec on rank 0
+    phase_ms: dict[str, float] = field(default_factory=dict)  # per step, of a codec on a host
     cpu_ms: dict[str, float] = field(default_factory=dict)  # by thread, per step on rank 0
-    last_step: LastStep | None = None  # of the last round, on rank 0
+    last_step: LastStep | None = None  # of the last round, on rank 0; None on a device
     reached: LossReached | None = None
 
 
 class _TimedModel(HookedModel):
     """Trains, and knows how long that took."""
 
-    steps = 0
-    seconds = 0.0  # of training
-    _instants: Sequence[float] = ()  # of the last step, in seconds
+    def __init__(
+        self,
+        workload: Workload,
+        hook: str,
+        options: TrainOptions,
+        place: tuple[torch.device, dist.ProcessGroup | None],
+        *,
+        bucket_cap_mb: float,
+        compress_from: int | None,
+    ) -> None:
+        device, group = place
+        super().__init__(
+            workload,
+            hook,
+            bucket_cap_mb,
+            options.seed,
+            compress_from,
+            device=device,
+            group=group,
+            fused=True,
+        )
+        self._device = device
+        self._clock = clock_of(device)
+        self._instants: Sequence[float] = ()  # of the last step, in seconds
+        self.steps = 0
+        self.seconds = 0.0  # of training
 
     def train(self, steps: int) -> float:
         """Trains; returns the seconds that passed on this rank. All ranks start together."""
-        batches = self._draw(steps)
+        batches = [on_device(self._device, batch) for batch in self._draw(steps)]
+        self._clock.wait()
         dist.barrier()
         started = time.monotonic()
         for batch in batches:
@@ -104,17 +131,21 @@ class _TimedModel(HookedModel):
             backward_end = time.monotonic()
             self._optimizer.step()
             self._instants = [begun, backward, backward_end, time.monotonic()]
+        self._clock.wait()
         seconds = time.monotonic() - started
         self.steps += steps
         self.seconds += seconds
         return seconds
 
     def phase_ms(self) -> dict[str, float]:
-        """Sums since the start."""
-        return phases_of(self.handle.state.stats()) if self.handle.state else {}
+        """Sums since the start; nothing on a device, where the host only enqueues."""
+        on_host = self._device.type == "cpu"
+        return phases_of(self.handle.state.stats()) if on_host and self.handle.state else {}
 
-    def last_step(self) -> LastStep:
-        """When things happened in the last step."""
+    def last_step(self) -> LastStep | None:
+        """When things happened in the last step; None on a device, which is behind the host."""
+        if self._device.type != "cpu":
+            return None
         begun, backward, backward_end, end = (1000 * seconds for seconds in self._instants)
         events = self.handle.state.events() if self.handle.state else []
         buckets = [
@@ -129,7 +160,8 @@ class _TimedModel(HookedModel):
         model = self._ddp.module
         model.eval()
         with torch.no_grad():
-            losses = [self._workload.loss(model, batch) for batch in self._workload.validation]
+            batches = (on_device(self._device, batch) for batch in self._workload.validation)
+            losses = [self._workload.loss(model, batch) for batch in batches]
         model.train()
         total = torch.tensor(
             [float(sum(losses)), float(len(losses))], dtype=torch.float64, device="cpu"
@@ -167,6 +199,7 @@ class _Turns:
         self._options = options
         self._workload = load_workload(options.model)
         self._interface = InterfaceCounter()
+        self._place = place_of_rank(options.device)
 
     def run(self) -> list[TrainOutcome]:
         if self._options.until_loss is not None and not self._workload.metric:
@@ -204,7 +237,12 @@ class _Turns:
     ) -> _TimedModel:
         gc.collect()  # DDP objects sit in reference cycles
         return _TimedModel(
-            self._workload, hook, bucket_cap_mb, self._options.seed, compress_from, fused=True
+            self._workload,
+            hook,
+            self._options,
+            self._place,
+            bucket_cap_mb=bucket_cap_mb,
+            compress_from=compress_from,
         )
 
     def _find_bucket_size(self, hook: str) -> tuple[float, dict[float, float]]:

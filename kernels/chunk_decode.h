@@ -1,0 +1,186 @@
+// The kernel that checks received messages, decodes their tiles into the bucket, and says what was
+// wrong.
+#pragma once
+
+#include "kernels/chunk_parts.h"
+
+namespace gradferry::GRADFERRY_KERNEL_NAMESPACE {
+
+// Adds to an element of a residual, if the sum is finite.
+GRADFERRY_DEVICE void add_finite(float* residual, float x) {
+  const float sum = *residual + x;
+  if (!is_not_finite(sum)) *residual = sum;
+}
+
+// What becomes of a tile that is not finite, in two steps, before which everything is decoded anew
+// and one element at a time: so that nothing takes registers for this.
+//
+// Where another rank's gradient was not finite, what this rank sent has no effect: it is put back
+// into the residual while the bucket still holds this rank's own gradient. Returns which of the
+// lane's elements these are: bit j is element j.
+template <typename Codec, ScalarType dtype>
+GRADFERRY_APART uint32_t undo_lost(const ChunkTile& entry, const ChunkCodec& codec, uint64_t seed,
+                                   uint64_t step, const std::byte* in, const std::byte* sent,
+                                   const std::byte* gradient, float* residual) {
+  const Tile& tile = entry.tile;
+  const auto options = options_of<typename Codec::Options>(codec);
+  const auto unit = make_unit<Codec, dtype>(tile, Stage::kOwner, seed, step, options);
+  const auto own_unit = make_unit<Codec, dtype>(tile, Stage::kWorker, seed, step, options);
+  static_assert(kLaneElements == 32);
+  uint32_t lost = 0;
+  Codec::template decode<dtype>(unit, in + tile.payload_offset, [&](uint32_t j, float x) {
+    lost |= (arrives_finite<dtype>(x) ? 0u : 1u) << j;
+  });
+  gradient += tile.gradient_offset * item_bytes(dtype);
+  residual += tile.residual_offset;
+  Codec::template decode<dtype>(own_unit, sent + tile.output_offset, [&](uint32_t j, float x) {
+    const uint32_t element = unit.slice.element(j / kQuad) + j % kQuad;
+    if ((lost >> j & 1) == 0 || element >= unit.slice.num_elements) return;
+    const float own = load_item<dtype>(gradient + element * item_bytes(dtype));
+    add_finite(residual + element, x - codec.alpha * own);
+  });
+  return lost;
+}
+
+// Writes the tile. Returns flags.
+template <typename Codec, ScalarType dtype>
+GRADFERRY_APART uint32_t store_rest(const ChunkTile& entry, const ChunkCodec& codec, uint64_t seed,
+                                    uint64_t step, const std::byte* in, uint32_t lost,
+                                    std::byte* gradient, float* residual) {
+  const Tile& tile = entry.tile;
+  const auto options = options_of<typename Codec::Options>(codec);
+  const auto unit = make_unit<Codec, dtype>(tile, Stage::kOwner, seed, step, options);
+  const float beta = codec.beta;
+  gradient += tile.gradient_offset * item_bytes(dtype);
+  residual += tile.residual_offset;
+  uint32_t seen = 0;
+  const uint32_t flags =
+      Codec::template decode<dtype>(unit, in + tile.payload_offset, [&](uint32_t j, float x) {
+        const uint32_t element = unit.slice.element(j / kQuad) + j % kQuad;
+        if (element >= unit.slice.num_elements) return;
+        store_item<dtype>(gradient + element * item_bytes(dtype), narrow<dtype>(x));
+        seen |= lost & (1u << j);
+        if (beta != 0.0f && (lost >> j & 1) == 0) add_finite(residual + element, beta * x);
+      });
+  return seen != 0 ? flags | kTileNonFinite : flags;
+}
+
+// Adds the tile's payload to a checksum, which brings closer what is then read again.
+GRADFERRY_DEVICE uint64_t sum_payload(const Tile& tile, const std::byte* in, uint32_t num_bytes) {
+  return sum_words(in + tile.payload_offset, num_bytes, tile.message_offset, 16 * threadIdx.x,
+                   16 * kTileThreads)
+      .sum;
+}
+
+template <typename Codec, ScalarType dtype>
+GRADFERRY_APART StatusPart decode_entry(const ChunkTile& entry, const ChunkCodec& codec,
+                                        uint64_t seed, uint64_t step, const std::byte* in,
+                                        const std::byte* sent, std::byte* gradient,
+                                        float* all_residuals) {
+  const Tile tile = entry.tile;
+  const auto unit = unit_of<Codec, dtype>(entry, codec, seed, step, Stage::kOwner);
+  float* residual = residual_of(entry, all_residuals);
+  StatusPart part{0, 0};
+  part.checksum = sum_payload(tile, in, unit.payload_bytes);
+  float v[kLaneElements];
+  part.flags = decode_values<Codec, dtype>(unit, in + tile.payload_offset, v);
+  if (residual != nullptr) {
+    uint32_t largest = 0;
+    GRADFERRY_UNROLL
+    for (uint32_t j = 0; j < kLaneElements; ++j) largest = maximum(largest, magnitude_bits(v[j]));
+    if (__syncthreads_or(largest >= kLeastInfinite<dtype> ? 1 : 0) != 0) {
+      const uint32_t lost =
+          undo_lost<Codec, dtype>(entry, codec, seed, step, in, sent, gradient, residual);
+      part.flags = store_rest<Codec, dtype>(entry, codec, seed, step, in, lost, gradient, residual);
+      return part;
+    }
+  }
+  part.flags |= store_values<dtype>(unit.slice, tile, v, gradient, codec.beta, residual);
+  return part;
+}
+
+GRADFERRY_DEVICE void fill_nan(void* gradient, const Tile& tile, ScalarType dtype) {
+  const uint32_t item = item_bytes(dtype);
+  std::byte* first = static_cast<std::byte*>(gradient) + tile.gradient_offset * item;
+  for (uint32_t i = threadIdx.x; i < tile.num_elements; i += kTileThreads) {
+    std::byte* element = first + uint64_t{i} * item;
+    switch (dtype) {
+      case ScalarType::kFloat32: write(element, kNanBits); break;
+      case ScalarType::kBFloat16: write(element, uint16_t{0x7fc0}); break;
+      case ScalarType::kFloat16: write(element, uint16_t{0x7e00}); break;
+      case ScalarType::kFloat64: write(element, uint64_t{0x7ff8000000000000}); break;
+    }
+  }
+}
+
+// What is left to do if a message was refused or a tile is not finite: neither happens often.
+GRADFERRY_DEVICE void conclude(const DecodeChunkCall& call) {
+  constexpr uint32_t kNone = 0xffffffffu;
+  GRADFERRY_SHARED(Minima, corrupt_minima);
+  GRADFERRY_SHARED(Minima, nonfinite_minima);
+  const ChunkBatch& chunk = call.chunk;
+  const auto is_refused = [&](uint32_t i) {
+    return call.received.num_messages != 0 && call.received.verdicts[chunk.tiles[i].message] != 0;
+  };
+  uint32_t corrupt = kNone, nonfinite = kNone;
+  for (uint32_t i = threadIdx.x; i < chunk.num_tiles; i += kTileThreads) {
+    const bool refused = is_refused(i);
+    const uint32_t flags = call.flags[i];
+    if (!refused && (flags & kTileCorrupt) != 0 && i < corrupt) corrupt = i;
+    if ((refused || (flags & kTileNonFinite) != 0) && i < nonfinite) nonfinite = i;
+  }
+  corrupt = block_minimum(corrupt_minima, corrupt);
+  nonfinite = block_minimum(nonfinite_minima, nonfinite);
+  if (threadIdx.x == 0 && corrupt != kNone) {
+    note(call.findings, {WireStatus::kCorruptPayload, Phase::kGather, chunk.tiles[corrupt].message,
+                         chunk.envelope.step, chunk.envelope.chunk, 0, 1});
+  }
+  if (threadIdx.x == 0 && nonfinite != kNone) {
+    if (call.findings->nonfinite_tile == 0) {
+      call.findings->nonfinite_tile = chunk.tiles[nonfinite].tile.id + 1;
+    }
+    if (call.step_nonfinite != nullptr) *call.step_nonfinite = 1;
+  }
+  for (uint32_t i = 0; i < chunk.num_tiles; ++i) {
+    if (is_refused(i)) fill_nan(call.gradient, chunk.tiles[i].tile, chunk.dtype);
+  }
+}
+
+template <typename Codecs, ScalarType dtype>
+__global__ void __launch_bounds__(kTileThreads, Codecs::kMinBlocks)
+    decode_chunk_kernel(DecodeChunkCall call) {
+  GRADFERRY_SHARED(StatusStorage<kTileThreads>, storage);
+  const ChunkBatch& chunk = call.chunk;
+  const TileJob job = job_of(chunk);
+  const std::byte* in = call.received.buffer;
+  auto* gradient = static_cast<std::byte*>(call.gradient);
+  StatusPart part{0, 0};
+  if constexpr (dtype == ScalarType::kFloat64) {
+    const Tile tile = job.entry.tile;
+    part.checksum = sum_payload(tile, in, exact_float64::payload_bytes(tile.num_elements));
+    part.flags =
+        exact_float64::decode_tile(tile, call.sent + tile.output_offset, in + tile.payload_offset,
+                                   static_cast<double*>(call.gradient), job.codec.alpha,
+                                   job.codec.beta, residual_of(job.entry, call.residual));
+  } else {
+    Codecs::with(job.codec.row, [&]<typename Codec>() {
+      part = decode_entry<Codec, dtype>(job.entry, job.codec, job.seed, job.step, in, call.sent,
+                                        gradient, call.residual);
+    });
+  }
+  const StatusPart all = combine_status<kTileThreads>(storage, part);
+  if (threadIdx.x == 0) {
+    call.flags[blockIdx.x] = all.flags;
+    if (all.flags != 0) atomicOr(&chunk.progress->flags, all.flags);
+    if (call.received.num_messages != 0) add_to(sums_of(chunk) + job.entry.message, all.checksum);
+  }
+  if (!is_last_block(&chunk.progress->blocks_done)) return;
+
+  const bool refused = check_messages(chunk, call.received, Phase::kGather, call.findings);
+  const bool unusual = chunk.progress->flags != 0;
+  __syncthreads();
+  if (threadIdx.x == 0) chunk.progress->flags = 0;
+  if (refused || unusual) conclude(call);
+}
+
+}  // namespace gradferry::GRADFERRY_KERNEL_NAMESPACE

@@ -1,0 +1,139 @@
+// The exact codec for fp64 gradients on CUDA: fp64 arithmetic, fp32 residuals. A block per tile,
+// whose threads take its elements in turn; fp64 gradients are too rare for more. exact_float64.h is
+// the same on CPU.
+#pragma once
+
+#include "kernels/common/tile_kernels.h"
+
+namespace gradferry::GRADFERRY_KERNEL_NAMESPACE::exact_float64 {
+
+constexpr uint64_t kInfinity64 = 0x7ff0000000000000u;
+constexpr uint64_t kNan64 = 0x7ff8000000000000u;
+constexpr uint64_t kMagnitude64 = 0x7fffffffffffffffu;
+
+GRADFERRY_DEVICE uint64_t bits64(double x) {
+  uint64_t result;
+  __builtin_memcpy(&result, &x, sizeof(result));
+  return result;
+}
+GRADFERRY_DEVICE uint32_t flags_of(double x) {
+  return (bits64(x) & kMagnitude64) >= kInfinity64 ? kTileNonFinite : 0;
+}
+GRADFERRY_DEVICE uint64_t canonical_bits(double x) {
+  return (bits64(x) & kMagnitude64) > kInfinity64 ? kNan64 : bits64(x);
+}
+GRADFERRY_DEVICE float residual_of(double updated, float otherwise) {
+  const float rounded = static_cast<float>(updated);
+  return is_not_finite(rounded) ? otherwise : rounded;
+}
+GRADFERRY_DEVICE uint32_t payload_bytes(uint32_t n) { return round_up(8 * n, kPayloadAlignment); }
+
+// v to element i of the payload. Returns flags.
+GRADFERRY_DEVICE uint32_t encode_element(PayloadWriter& out, uint32_t i, double v) {
+  const uint64_t item = canonical_bits(v);
+  out.words(8 * i, Bytes8{{static_cast<uint32_t>(item), static_cast<uint32_t>(item >> 32)}});
+  return flags_of(v);
+}
+
+// What the last element leaves of the payload.
+GRADFERRY_DEVICE void write_padding(PayloadWriter& out, uint32_t n) {
+  out.zeros(8 * n, payload_bytes(n));
+}
+
+// --- tiles: as in tile_kernels.h -----------------------------------------------------------------
+
+GRADFERRY_DEVICE StatusPart encode_tile(const Tile& tile, bool hold_zero_tiles,
+                                        const double* gradient, double alpha, const float* gain,
+                                        float* residual, std::byte* out) {
+  const uint32_t n = tile.num_elements;
+  const double* g = gradient + tile.gradient_offset;
+  float* r = residual == nullptr ? nullptr : residual + tile.residual_offset;
+  PayloadWriter writer(out + tile.payload_offset, tile.message_offset);
+  if (hold_zero_tiles) {
+    uint64_t seen = 0;
+    for (uint32_t i = threadIdx.x; i < n; i += kTileThreads) seen |= bits64(g[i]) & kMagnitude64;
+    if (__syncthreads_or(seen != 0 ? 1 : 0) == 0) {
+      write_zero_payload(writer.payload, payload_bytes(n));
+      if (r != nullptr) keep_residual(Slice(n), r, gain);
+      return {0, 0};
+    }
+  }
+  const double factor = gain == nullptr ? 1.0 : static_cast<double>(*gain);
+  uint32_t flags = 0;
+  for (uint32_t i = threadIdx.x; i < n; i += kTileThreads) {
+    double v = alpha * g[i];
+    if (r != nullptr) v = v + factor * static_cast<double>(r[i]);
+    flags |= encode_element(writer, i, v);
+    if (r != nullptr) r[i] = residual_of(v - v, kept_residual(r[i], gain));
+  }
+  write_padding(writer, n);
+  return {writer.checksum, flags};
+}
+
+// Of element i, which arrived as `value`, where that is not finite.
+GRADFERRY_DEVICE void undo_element(const Tile& tile, uint32_t i, const std::byte* own_payload,
+                                   const double* gradient, double alpha, float* residual) {
+  const double value = read<double>(own_payload + 8 * i);
+  const double sent = alpha * gradient[tile.gradient_offset + i];
+  float* r = residual + tile.residual_offset + i;
+  *r = residual_of(static_cast<double>(*r) + (value - sent), *r);
+}
+
+GRADFERRY_DEVICE void add_element(const Tile& tile, uint32_t i, double value, double beta,
+                                  float* residual) {
+  float* r = residual + tile.residual_offset + i;
+  *r = residual_of(static_cast<double>(*r) + beta * value, *r);
+}
+
+// Decodes, and undoes before that; residual null: neither is done to it.
+GRADFERRY_DEVICE uint32_t decode_tile(const Tile& tile, const std::byte* own_payload,
+                                      const std::byte* payload, double* gradient, double alpha,
+                                      double beta, float* residual) {
+  uint32_t flags = 0;
+  for (uint32_t i = threadIdx.x; i < tile.num_elements; i += kTileThreads) {
+    const double value = read<double>(payload + 8 * i);
+    const uint32_t element_flags = flags_of(value);
+    flags |= element_flags;
+    if (residual != nullptr && element_flags != 0) {
+      undo_element(tile, i, own_payload, gradient, alpha, residual);
+    } else if (residual != nullptr && beta != 0.0) {
+      add_element(tile, i, value, beta, residual);
+    }
+    write(gradient + tile.gradient_offset + i, canonical_bits(value));
+  }
+  return flags;
+}
+
+template <typename PayloadOf>
+GRADFERRY_DEVICE StatusPart reduce_tile(const Tile& tile, bool is_zero, PayloadOf payload_of,
+                                        uint32_t world_size, const float* gain, float* residual,
+                                        std::byte* out) {
+  const uint32_t n = tile.num_elements;
+  float* r = residual == nullptr ? nullptr : residual + tile.residual_offset;
+  PayloadWriter writer(out + tile.output_offset, tile.message_offset);
+  if (is_zero) {
+    write_zero_payload(writer.payload, payload_bytes(n));
+    if (r != nullptr) keep_residual(Slice(n), r, gain);
+    return {0, 0};
+  }
+  const double inverse = 1.0 / static_cast<double>(world_size);
+  const double factor = gain == nullptr ? 1.0 : static_cast<double>(*gain);
+  uint32_t flags = 0;
+  for (uint32_t i = threadIdx.x; i < n; i += kTileThreads) {
+    const uint32_t offset = tile.payload_offset + 8 * i;
+    double v = read<double>(payload_of(0) + offset);
+    for (uint32_t rank = 1; rank < world_size; ++rank) {
+      v = v + read<double>(payload_of(rank) + offset);
+    }
+    v = v * inverse;
+    if (r != nullptr) {
+      v = v + factor * static_cast<double>(r[i]);
+      r[i] = residual_of(v - v, kept_residual(r[i], gain));
+    }
+    flags |= encode_element(writer, i, v);
+  }
+  write_padding(writer, n);
+  return {writer.checksum, flags};
+}
+
+}  // namespace gradferry::GRADFERRY_KERNEL_NAMESPACE::exact_float64

@@ -1,0 +1,84 @@
+"""Time where a model computes: by the processor's clock, or by events of a device.
+
+A device runs behind the host, so the host's clock says nothing about the work on it.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+
+# A GPU sleeps so long (some 2 ms) before it is timed: meanwhile the host hands over all work, so
+# that none of it waits for the host.
+HEAD_START_CYCLES = 4_000_000
+
+
+class Clock(Protocol):
+    """Marks instants, and tells the time between two of them."""
+
+    def mark(self) -> Any:
+        """This instant; on a device, of its current stream."""
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        """From one mark to a later one. Waits until the device is there."""
+
+    def wait(self) -> None:
+        """Waits until the device has done what its current stream holds."""
+
+    def head_start(self) -> None:
+        """Lets the host get ahead of the device."""
+
+
+class HostClock:
+    """Of the processor."""
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, begin: float, end: float) -> float:
+        return end - begin
+
+    def wait(self) -> None:
+        """The host does one thing after another."""
+
+    def head_start(self) -> None:
+        """The host does one thing after another."""
+
+
+class DeviceClock:
+    """Of a device, by events in its current stream."""
+
+    def __init__(self, place: torch.device) -> None:
+        self._place = place
+
+    def mark(self) -> torch.Event:
+        event = torch.Event(self._place, enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, begin: torch.Event, end: torch.Event) -> float:
+        begin.synchronize()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+
+    def wait(self) -> None:
+        self.mark().synchronize()
+
+    def head_start(self) -> None:
+        if self._place.type == "cuda":
+            torch.cuda._sleep(HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
+
+
+def computing_on(place: torch.device) -> AbstractContextManager[object]:
+    """Makes a device the current one: events are recorded in the streams of that."""
+    if place.type == "cpu":
+        return nullcontext()
+    return torch.accelerator.device_index(place.index)
+
+
+def clock_of(place: torch.device) -> Clock:
+    """The clock of what computes on a device."""
+    return HostClock() if place.type == "cpu" else DeviceClock(place)
