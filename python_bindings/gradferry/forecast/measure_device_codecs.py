@@ -65,7 +65,8 @@ def _codec(
     load_kernels(place.type)
     codec = _native.DeviceCodec(codec=name, dtype=dtype, num_elements=num_elements, device=place)
     generator = torch.Generator().manual_seed(1)
-    gradient = torch.randn(num_elements, generator=generator, device="cpu").to(dtype).to(place)
+    gradient = torch.randn(num_elements, generator=generator, dtype=torch.float32, device="cpu")
+    gradient = gradient.to(place, dtype)
     return codec, _bytes(codec.worker_bytes, place), gradient
 
 
