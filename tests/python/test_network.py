@@ -93,8 +93,9 @@ def test_two_hosts_talk_at_the_rate_of_their_link(
     # tbf lets through at most the rate and, once, its burst: 10 Mb/s * 1 ms = 1250 bytes, or two
     # packets of 1514. One more packet may have come before the clock was started.
     assert seconds >= (MEGABYTE - 3 * 1514) * 8 / 10e6
-    # What an Ethernet frame of 1514 bytes carries is at least 1448 bytes of TCP.
-    assert MEGABYTE < sent < MEGABYTE * 1514 / 1448 * 1.01 + 10_000
+    # Counted once, not twice: with headers at least, and with what TCP sends again because a busy
+    # machine acknowledges late.
+    assert MEGABYTE < sent < 1.5 * MEGABYTE
     assert acknowledged < 0.1 * MEGABYTE
 
 
