@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from engine_options import engine_options, parameter
 from outcomes import Outcome, attempt
 from scenario import ChosenGradients, Run, Scenario, Weight
 from torch._C._distributed_c10d import Backend
@@ -301,35 +302,12 @@ def test_world_too_large_for_offsets_of_32_bits_is_told_the_largest_that_would_d
     from gradferry import _native as native
 
     world_size, chunk_bytes = 4, 2**30
-    options = native.EngineOptions(
-        parameters=[
-            native.ParameterSpec(
-                name="weight",
-                num_elements=world_size * chunk_bytes // 8,  # shards as large as a chunk
-                dtype=torch.float64,
-                codec="exact",
-                warmup="exact",
-                worker_residual=False,
-                owner_residual=False,
-            )
-        ],
-        rank=0,
+    shards_as_large_as_a_chunk = world_size * chunk_bytes // 8
+    options = engine_options(
+        parameters=[parameter("weight", shards_as_large_as_a_chunk, "exact", torch.float64)],
         world_size=world_size,
-        config_hash=0,
-        layout_hash=0,
-        seed=0,
-        warmup_steps=0,
-        compressed_warmup=False,
-        momentum=0.0,
-        raise_nonfinite=False,
-        exact_skip=False,
-        loss_scale=None,
-        check_every=0,
         chunk_bytes=chunk_bytes,
-        equal_scatter=True,
         workspace_cap_bytes=2**40,
-        find_unused_parameters=False,
-        store=None,
     )
     lanes = [native.Lane(Backend(0, world_size)) for _ in range(3)]
     with pytest.raises(gradferry.ConfigError, match="between 3 ranks at most, not 4"):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
+from engine_options import engine_options, parameter
 from outcomes import attempt
 from scenario import Run, Scenario, Weight, assert_bit_equal, train
 from world import World
@@ -78,36 +78,13 @@ def case_large_world(world_size: int) -> dict[str, Any]:
 
     device.load_kernels("fake")
     cap = CAP_MB << 20
-    options = _native.EngineOptions(
-        parameters=[
-            _native.ParameterSpec(
-                name=name,
-                num_elements=num_elements,
-                dtype=torch.float32,
-                codec=codec,
-                warmup="exact",
-                worker_residual=False,
-                owner_residual=False,
-            )
-            for name, num_elements, codec in (("matrix", 1 << 26, "q4"), ("bias", 8192, "exact"))
-        ],
+    options = engine_options(
+        parameters=[parameter("matrix", 1 << 26, "q4"), parameter("bias", 8192, "exact")],
         rank=5,
         world_size=world_size,
-        config_hash=0,
-        layout_hash=0,
-        seed=0,
-        warmup_steps=0,
-        compressed_warmup=False,
-        momentum=0.0,
-        raise_nonfinite=False,
-        exact_skip=False,
-        loss_scale=None,
         check_every=10,
         chunk_bytes=_native.chunk_bytes_within(cap, world_size, device.STREAM_CHUNK_BYTES),
-        equal_scatter=True,
         workspace_cap_bytes=cap,
-        find_unused_parameters=False,
-        store=None,
     )
     machine.synchronize()
     before = machine.counters()["held_bytes"]

@@ -1,0 +1,46 @@
+"""Options of an engine that a test starts without a hook."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from gradferry import _native
+
+
+def parameter(
+    name: str, num_elements: int, codec: str, dtype: torch.dtype = torch.float32
+) -> _native.ParameterSpec:
+    """Without residuals, and exact in warm-up steps."""
+    return _native.ParameterSpec(
+        name=name,
+        num_elements=num_elements,
+        dtype=dtype,
+        codec=codec,
+        warmup="exact",
+        worker_residual=False,
+        owner_residual=False,
+    )
+
+
+def engine_options(**given: Any) -> _native.EngineOptions:
+    """Those of a plain hook, with what is `given`: parameters, world_size, chunk_bytes and
+    workspace_cap_bytes at least.
+    """
+    plain: dict[str, Any] = {
+        "rank": 0,
+        "config_hash": 0,
+        "layout_hash": 0,
+        "seed": 0,
+        "warmup_steps": 0,
+        "compressed_warmup": False,
+        "momentum": 0.0,
+        "raise_nonfinite": False,
+        "exact_skip": False,
+        "loss_scale": None,
+        "check_every": 0,
+        "equal_scatter": True,
+        "find_unused_parameters": False,
+        "store": None,
+    }
+    return _native.EngineOptions(**{**plain, **given})
