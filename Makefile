@@ -99,7 +99,7 @@ gpu-check:  ## what a GPU makes of it: kernels, sanitizers, training; results in
 bench: $(core_ready)  ## kernels of every codec, against what memory allows
 	@build/core/benchmarks/codec_bench
 
-sass: $(venv_ready)  ## instructions, registers and occupancy of every CUDA kernel; needs nvcc, no GPU
+sass: $(package_ready)  ## instructions, registers and occupancy of every CUDA kernel; needs nvcc, no GPU
 	@$(bin)/python tools/count_sass.py
 
 # --- lint ------------------------------------------------------------------------------------------

@@ -85,10 +85,8 @@ GRADFERRY_APART StatusPart decode_entry(const ChunkTile& entry, const ChunkCodec
   float v[kLaneElements];
   part.flags = decode_values<Codec, dtype>(unit, in + tile.payload_offset, v);
   if (residual != nullptr) {
-    uint32_t largest = 0;
-    GRADFERRY_UNROLL
-    for (uint32_t j = 0; j < kLaneElements; ++j) largest = maximum(largest, magnitude_bits(v[j]));
-    if (__syncthreads_or(largest >= kLeastInfinite<dtype> ? 1 : 0) != 0) {
+    if (__syncthreads_and(slice_arrives_finite<dtype>(v) ? 1 : 0) == 0) {
+      rare_path();
       const uint32_t lost =
           undo_lost<Codec, dtype>(entry, codec, seed, step, in, sent, gradient, residual);
       part.flags = store_rest<Codec, dtype>(entry, codec, seed, step, in, lost, gradient, residual);

@@ -3,10 +3,15 @@
 
     tools/count_sass.py [--arch sm_90] [--dtype float32] [--nvdisasm PATH] [CODEC...]
 
-Needs nvcc and nvdisasm but no GPU. Kernels are compiled as for whole, aligned tiles
-(GRADFERRY_HOT_PATH_ONLY in kernels/common/slice.h). Every instruction that is left counts once,
-those of rare branches too, and a loop's body once: one rank of a reduce, one step of topk's
-bisection.
+Needs nvcc and nvdisasm but no GPU. What is counted is what a whole, aligned tile of finite numbers
+goes through (GRADFERRY_HOT_PATH_ONLY in kernels/common/cuda.h): without rare paths, without the
+calls that a division makes for extreme numbers, and without what a warp does whose lanes have come
+apart. Both sides of other branches count, and a loop's body once: one rank of a reduce, one step of
+topk's bisection. Residuals of momentum mode's decode count as rare.
+
+The roof is what instructions leave of the memory's rate, on an H100 SXM of which every cycle issues
+(132 multiprocessors, 128 lanes each, 1.98 GHz, 3.35 TB/s). Registers and blocks are those of the
+kernels of chunks, with rare paths.
 """
 
 import argparse
@@ -20,10 +25,16 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+from gradferry import _native
+
 ROOT = Path(__file__).resolve().parents[1]
 ELEMENTS_PER_THREAD = 32  # kLaneElements
 THREADS_PER_BLOCK = 128  # kTileThreads
-DTYPES = ("float32", "bfloat16", "float16", "float64")
+TILE_ELEMENTS = ELEMENTS_PER_THREAD * THREADS_PER_BLOCK
+DTYPES = {"float32": "kFloat32", "bfloat16": "kBFloat16", "float16": "kFloat16"}
+# Of an H100 SXM: multiprocessors, lanes that issue per cycle, cycles and bytes per second.
+INSTRUCTIONS_PER_BYTE = 132 * 128 * 1.98e9 / 3.35e12
 
 # Of a multiprocessor: 64 Ki registers, handed to warps in units of 256; warps; shared bytes, of
 # which a block takes 1 KiB more than it asks for.
@@ -32,53 +43,122 @@ WARPS = {"sm_80": 64, "sm_86": 48, "sm_89": 48, "sm_90": 64, "sm_100": 64, "sm_1
 SHARED_KIB = {"sm_80": 164, "sm_86": 100, "sm_89": 100, "sm_90": 228, "sm_100": 228, "sm_120": 100}
 
 SECTION = re.compile(r"^\s*\.section\s+\.text\.(\S+?),")
-INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][A-Z0-9_.]*)")
+LABEL = re.compile(r"^(\S+):$")
+INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(@!?\w+\s+)?([A-Z][A-Z0-9_.]*)([^;]*)")
+TARGET = re.compile(r"`\((\S+?)\)")
 ENTRY = re.compile(r"Compiling entry function '(\w+)'")
 USED = re.compile(r"Used (\d+) registers(?:.*?(\d+) bytes smem)?")
-# Not those of chunks, which hold two codecs or more.
+CLASS = re.compile(r"\bTileLauncher<([\w:<>]+)>(?:>\(\)|::|;)")  # in a codec's .cu file
 KERNEL = re.compile(
-    r"(encode|decode|reduce|undo)_kernel<.*?::(\w+(?:<[^,]*>)?), "
-    r"\(\S*ScalarType\)(\d)(?:, (true|false))?>"
+    r"(encode|decode|reduce)_(?:chunk_)?kernel<[^(]*(?:\(\S*ScalarType\)\d)?(?:, (true))?"
 )
+
+# Instantiated for a codec's class and the dtype: what is counted, and what runs.
+COUNTED = """
+#include "kernels/{codec}/{codec}_cuda.h"
+namespace gradferry::cuda {{
+using Batch = BatchArguments<{codec_class}::Options>;
+#define GRADFERRY_COUNT(kept) \\
+  template __global__ void encode_kernel<{codec_class}, ScalarType::{dtype}, kept>( \\
+      Batch, const std::byte*, float, const float*, float*, std::byte*); \\
+  template __global__ void reduce_kernel<{codec_class}, ScalarType::{dtype}, kept>( \\
+      Batch, const std::byte* const*, uint32_t, const float*, float*, std::byte*);
+GRADFERRY_COUNT(false)
+GRADFERRY_COUNT(true)
+template __global__ void decode_kernel<{codec_class}, ScalarType::{dtype}>(
+    Batch, const std::byte*, std::byte*, float, float*);
+}}
+"""
+RUN = """
+#include "kernels/{codec}/{codec}_cuda.h"
+#include "kernels/chunk_launch.h"
+namespace gradferry::cuda {{
+using Codecs = WithExact<{codec}::TileCodec>;
+template __global__ void encode_chunk_kernel<Codecs, ScalarType::{dtype}>(EncodeChunkCall);
+template __global__ void reduce_chunk_kernel<Codecs, false>(ReduceChunkCall);
+template __global__ void decode_chunk_kernel<Codecs, ScalarType::{dtype}>(DecodeChunkCall);
+}}
+"""
+
+
+def blocks_per_sm(registers: int, shared_bytes: int, arch: str) -> int:
+    """Returns how many blocks of 128 threads a multiprocessor holds."""
+    warps = THREADS_PER_BLOCK // 32
+    registers_per_warp = -(-32 * registers // REGISTER_UNIT) * REGISTER_UNIT
+    by_registers = REGISTERS // registers_per_warp // warps
+    by_shared = SHARED_KIB[arch] * 1024 // (shared_bytes + 1024)
+    return min(by_registers, by_shared, WARPS[arch] // warps)
 
 
 @dataclass(frozen=True)
-class Kernel:
-    """One compiled kernel of a codec."""
+class Counted:
+    """What a codec does with a tile."""
 
     codec: str
-    function: str
-    dtype: str
+    function: str  # "encode", "reduce" or "decode"
     residual: bool
-    instructions: int
-    registers: int
-    shared_bytes: int
+    instructions: float  # per element
 
-    @property
-    def uses_dtype(self) -> bool:
-        """Whether each dtype has its own: a reduce sees payloads, and only exact's depend on it."""
-        return self.function != "reduce" or self.codec == "exact"
+    def bytes_per_element(self, dtype: str) -> float:
+        """What is read and written: gradient, payload (for a reduce one of each), residual."""
+        name = {"topk": "topk:ratio=0.01"}.get(self.codec, self.codec.replace(":", ":bits="))
+        sent, gathered = (
+            _native.payload_bytes(name, TILE_ELEMENTS, getattr(torch, dtype), stage) / TILE_ELEMENTS
+            for stage in ("worker", "owner")
+        )
+        gradient = getattr(torch, dtype).itemsize
+        moved = {
+            "encode": gradient + sent,
+            "reduce": sent + gathered,
+            "decode": gathered + gradient,
+        }[self.function]
+        return moved + (8 if self.residual else 0)
 
-    def blocks_per_sm(self, arch: str) -> int:
-        """How many blocks of 128 threads a multiprocessor holds."""
-        warps = THREADS_PER_BLOCK // 32
-        registers_per_warp = -(-32 * self.registers // REGISTER_UNIT) * REGISTER_UNIT
-        by_registers = REGISTERS // registers_per_warp // warps
-        by_shared = SHARED_KIB[arch] * 1024 // (self.shared_bytes + 1024)
-        return min(by_registers, by_shared, WARPS[arch] // warps)
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of nvdisasm."""
+
+    name: str
+    is_predicated: bool
+    target: str | None  # label of a branch
 
 
-def count_instructions(disassembly: str) -> dict[str, int]:
-    """Returns the number of instructions of every function in nvdisasm's text, without padding."""
-    counts: dict[str, int] = {}
-    function = ""
+def read_kernels(disassembly: str) -> dict[str, tuple[list[Instruction], dict[str, int]]]:
+    """Returns the instructions of every kernel in nvdisasm's text, and where its labels are."""
+    kernels: dict[str, tuple[list[Instruction], dict[str, int]]] = {}
+    instructions: list[Instruction] = []
+    labels: dict[str, int] = {}
     for line in disassembly.splitlines():
         if match := SECTION.match(line):
-            function = match[1]
-            counts[function] = 0
-        elif (match := INSTRUCTION.match(line)) and match[1] != "NOP":
-            counts[function] += 1
-    return counts
+            instructions, labels = kernels[match[1]] = [], {}
+        elif match := LABEL.match(line):
+            labels[match[1]] = len(instructions)
+        elif match := INSTRUCTION.match(line):
+            target = TARGET.search(match[3])
+            instructions.append(Instruction(match[2], match[1] is not None, target and target[1]))
+    return kernels
+
+
+def count_hot_path(instructions: list[Instruction], labels: dict[str, int]) -> int:
+    """Returns how many instructions a kernel's hot path has: see above."""
+    counted: set[int] = set()
+    begins = [0]
+    while begins:
+        at = begins.pop()
+        while at not in counted:
+            instruction = instructions[at]
+            if instruction.name.startswith("BPT.TRAP"):  # a rare path
+                break
+            counted.add(at)
+            if instruction.name.startswith(("EXIT", "RET")) and not instruction.is_predicated:
+                break
+            if instruction.name.startswith("BRA") and instruction.name != "BRA.DIV":
+                begins.append(labels[str(instruction.target)])
+                if not instruction.is_predicated:
+                    break
+            at += 1
+    return sum(instructions[at].name != "NOP" for at in counted)
 
 
 def read_usage(ptxas_output: str) -> dict[str, tuple[int, int]]:
@@ -116,38 +196,53 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     return result
 
 
-def inspect(codec: str, arch: str, nvdisasm: str) -> list[Kernel]:
-    """Compiles the kernels of a codec and counts."""
+def classes_of(codec: str) -> list[str]:
+    """Returns the classes whose kernels a codec has, of which there is one per width of `rht`."""
+    return CLASS.findall((ROOT / "kernels" / codec / f"{codec}_cuda.cu").read_text())
+
+
+def compile_kernels(source: str, arch: str, cubin: str, *flags: str) -> str:
+    """Returns what ptxas says of the kernels."""
+    path = Path(cubin).with_suffix(".cu")
+    path.write_text(source)
+    compiled = run(
+        "nvcc", "-cubin", f"-arch={arch}", "-std=c++20", "-O3", "-DNDEBUG", "-fmad=false",
+        "--expt-relaxed-constexpr", "-DGRADFERRY_KERNEL_NAMESPACE=cuda", *flags, f"-I{ROOT}",
+        f"-I{ROOT / 'include'}", "-Xptxas=-v", "-o", cubin, str(path),
+    )  # fmt: skip
+    return compiled.stderr
+
+
+def name_of(symbol: str) -> tuple[str, bool]:
+    """Returns a kernel's function and whether it has a residual."""
+    match = KERNEL.search(run("c++filt", symbol).stdout)
+    if match is None:
+        sys.exit(f"count_sass.py does not know the kernel {symbol}")
+    return match[1], match[2] is not None
+
+
+def usage_of(codec: str, dtype: str, arch: str) -> dict[str, tuple[int, int]]:
+    """Returns registers and shared bytes of the kernels of chunks, by function."""
     with tempfile.TemporaryDirectory() as folder:
-        cubin = f"{folder}/{codec}.cubin"
-        flags = ["-std=c++20", "-O3", "-DNDEBUG", "-fmad=false", "--expt-relaxed-constexpr"]
-        defines = ["-DGRADFERRY_KERNEL_NAMESPACE=cuda", "-DGRADFERRY_HOT_PATH_ONLY"]
-        includes = [f"-I{ROOT}", f"-I{ROOT / 'include'}"]
-        source = str(ROOT / "kernels" / codec / f"{codec}_cuda.cu")
-        compiled = run(
-            "nvcc", "-cubin", f"-arch={arch}", *flags, *defines, *includes, "-Xptxas=-v",
-            "-o", cubin, source,
-        )  # fmt: skip
-        counts = count_instructions(run(nvdisasm, "-c", cubin).stdout)
-    kernels = []
-    for symbol, (registers, shared_bytes) in read_usage(compiled.stderr).items():
-        match = KERNEL.search(run("c++filt", symbol).stdout)
-        if match is None:  # exact's for float64, which have no hot path to speak of
-            continue
-        function, name, dtype, residual = match.groups()
-        variant = "".join(re.findall(r"<(\d+)", name))
-        kernels.append(
-            Kernel(
-                codec=f"{codec}:{variant}" if variant else codec,
-                function=function,
-                dtype=DTYPES[int(dtype)],
-                residual=residual == "true",
-                instructions=counts[symbol],
-                registers=registers,
-                shared_bytes=shared_bytes,
-            )
-        )
-    return sorted(kernels, key=lambda k: (k.codec, k.function, k.dtype, k.residual))
+        source = RUN.format(codec=codec, dtype=DTYPES[dtype])
+        said = compile_kernels(source, arch, f"{folder}/run.cubin")
+    return {name_of(symbol)[0]: used for symbol, used in read_usage(said).items()}
+
+
+def count_kernels(codec: str, dtype: str, arch: str, nvdisasm: str) -> list[Counted]:
+    """Compiles what a codec does with a tile, and counts."""
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        for codec_class in classes_of(codec):
+            cubin = f"{folder}/counted.cubin"
+            source = COUNTED.format(codec=codec, codec_class=codec_class, dtype=DTYPES[dtype])
+            compile_kernels(source, arch, cubin, "-DGRADFERRY_HOT_PATH_ONLY")
+            variant = "".join(re.findall(r"<(\d+)", codec_class))
+            name = f"{codec}:{variant}" if variant else codec
+            for symbol, kernel in read_kernels(run(nvdisasm, "-c", cubin).stdout).items():
+                per_element = count_hot_path(*kernel) / ELEMENTS_PER_THREAD
+                found.append(Counted(name, *name_of(symbol), per_element))
+    return sorted(found, key=lambda c: (c.codec, c.function, c.residual))
 
 
 def main() -> int:
@@ -155,7 +250,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("codecs", nargs="*", metavar="CODEC", help=f"of {' '.join(codecs)}")
     parser.add_argument("--arch", default="sm_90", choices=WARPS)
-    parser.add_argument("--dtype", default="float32", choices=DTYPES[:3])
+    parser.add_argument("--dtype", default="float32", choices=DTYPES, help="of gradients")
     parser.add_argument("--nvdisasm", help="default: the toolkit's, else the triton wheel's")
     arguments = parser.parse_args()
     if unknown := set(arguments.codecs) - set(codecs):
@@ -164,22 +259,26 @@ def main() -> int:
         sys.exit("nvcc was not found: install the CUDA toolkit and put its bin folder on PATH")
     nvdisasm = find_nvdisasm(arguments.nvdisasm)
 
-    print(f"{arguments.arch}, {arguments.dtype} gradients")
-    heads = "instructions", "registers", "shared", "blocks"
-    print(f"{'codec':<8} {'kernel':<21} {heads[0]:>12} {heads[1]:>9} {heads[2]:>7} {heads[3]:>6}")
-    print(f"{'':<8} {'':<21} {'per element':>12} {'':>9} {'bytes':>7} {'per SM':>6}")
+    arch, dtype = arguments.arch, arguments.dtype
+
+    def inspect(codec: str) -> tuple[list[Counted], dict[str, tuple[int, int]]]:
+        return count_kernels(codec, dtype, arch, nvdisasm), usage_of(codec, dtype, arch)
+
+    print(f"{arch}, {dtype} gradients; instructions and bytes per element")
+    heads = ("instructions", "bytes", "roof", "registers", "blocks/SM")
+    print(f"{'codec':<8} {'':<21} " + " ".join(f"{head:>12}" for head in heads))
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        chosen = arguments.codecs or codecs
-        results = pool.map(lambda codec: inspect(codec, arguments.arch, nvdisasm), chosen)
-        for kernel in (kernel for kernels in results for kernel in kernels):
-            if kernel.dtype != (arguments.dtype if kernel.uses_dtype else "float32"):
-                continue
-            name = kernel.function + (" with residual" if kernel.residual else "")
-            per_element = kernel.instructions / ELEMENTS_PER_THREAD
-            print(
-                f"{kernel.codec:<8} {name:<21} {per_element:>12.1f} {kernel.registers:>9}"
-                f" {kernel.shared_bytes:>7} {kernel.blocks_per_sm(arguments.arch):>6}"
-            )
+        for counted, usage in pool.map(inspect, arguments.codecs or codecs):
+            for kernel in counted:
+                name = kernel.function + (" with residual" if kernel.residual else "")
+                moved = kernel.bytes_per_element(dtype)
+                roof = min(1.0, moved * INSTRUCTIONS_PER_BYTE / kernel.instructions)
+                registers, shared_bytes = usage[kernel.function]
+                print(
+                    f"{kernel.codec:<8} {name:<21} {kernel.instructions:>12.1f} {moved:>12.2f}"
+                    f" {roof:>12.2f} {registers:>12}"
+                    f" {blocks_per_sm(registers, shared_bytes, arch):>12}"
+                )
     return 0
 
 

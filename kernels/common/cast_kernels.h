@@ -6,56 +6,62 @@
 
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE {
 
-// Writes v, after `adjust`, as `dtype`, and replaces v by the rounding error.
+// Writes v as `dtype`, and replaces v by the rounding error. adjust(x): what is written for a number
+// that is not finite, or would not arrive so.
 template <ScalarType dtype, typename Adjust>
 GRADFERRY_DEVICE uint32_t encode_cast(const Slice& slice, uint32_t payload_bytes, float* v,
                                       PayloadWriter& out, Adjust adjust) {
-  constexpr uint32_t kItem = item_bytes(dtype);
-  uint32_t largest = 0;
+  uint32_t flags = 0;
   GRADFERRY_UNROLL
   for (uint32_t row = 0; row < kRows; ++row) {
-    uint32_t items[kQuad];
+    float* x = v + kQuad * row;
+    float adjusted[kQuad] = {x[0], x[1], x[2], x[3]};
+    const bool is_finite = quad_arrives_finite<dtype>(x);
+    if (!is_finite) {
+      rare_path();
+      GRADFERRY_UNROLL
+      for (float& y : adjusted) {
+        y = canonical(adjust(y));
+        if (!arrives_finite<dtype>(y)) flags = kTileNonFinite;
+      }
+    }
+    const Quad<dtype> quad = narrow_quad<dtype>(adjusted, is_finite);
+    float decoded[kQuad];
+    widen_quad<dtype>(quad, decoded);
     GRADFERRY_UNROLL
-    for (uint32_t i = 0; i < kQuad; ++i) {
-      float& x = v[kQuad * row + i];
-      items[i] = narrow<dtype>(canonical(adjust(x)));
-      const float decoded = widen<dtype>(items[i]);
-      largest = maximum(largest, magnitude_bits(decoded));
-      x = x - decoded;
-    }
+    for (uint32_t i = 0; i < kQuad; ++i) x[i] = x[i] - decoded[i];
     // Beyond the tile's end v is zero, and so are the bytes, up to the payload's.
-    const uint32_t offset = slice.element(row) * kItem;
-    if (offset >= payload_bytes) continue;
-    if constexpr (kItem == 4) {
-      out.words(offset, Bytes16{{items[0], items[1], items[2], items[3]}});
-    } else {
-      out.words(offset, Bytes8{{items[0] | items[1] << 16, items[2] | items[3] << 16}});
-    }
+    const uint32_t offset = slice.element(row) * item_bytes(dtype);
+    if (offset < payload_bytes) out.words(offset, quad);
   }
-  return largest >= kInfinityBits ? kTileNonFinite : 0;
+  return flags;
 }
 
 template <ScalarType dtype, typename Sink>
 GRADFERRY_DEVICE uint32_t decode_cast(const Slice& slice, uint32_t payload_bytes,
                                       const std::byte* payload, Sink sink) {
-  constexpr uint32_t kItem = item_bytes(dtype);
-  uint32_t largest = 0;
+  uint32_t flags = 0;
   GRADFERRY_UNROLL
   for (uint32_t row = 0; row < kRows; ++row) {
-    float x[kQuad] = {};
-    const uint32_t offset = slice.element(row) * kItem;
-    if (offset < payload_bytes) load_quad<dtype>(payload + offset, x);
-    GRADFERRY_UNROLL
-    for (uint32_t i = 0; i < kQuad; ++i) {
-      const float value = canonical(x[i]);
-      // Padding is ignored.
-      if (slice.element(row) + i < slice.num_elements) {
-        largest = maximum(largest, magnitude_bits(value));
+    Quad<dtype> quad{};
+    const uint32_t offset = slice.element(row) * item_bytes(dtype);
+    if (offset < payload_bytes) quad = read<Quad<dtype>>(payload + offset);
+    float x[kQuad];
+    widen_quad<dtype>(quad, x);
+    if (!quad_arrives_finite<ScalarType::kFloat32>(x)) {
+      rare_path();
+      GRADFERRY_UNROLL
+      for (uint32_t i = 0; i < kQuad; ++i) {
+        x[i] = canonical(x[i]);
+        // Padding is ignored.
+        const bool is_inside = slice.element(row) + i < slice.num_elements;
+        if (is_inside && is_not_finite(x[i])) flags = kTileNonFinite;
       }
-      sink(kQuad * row + i, value);
     }
+    GRADFERRY_UNROLL
+    for (uint32_t i = 0; i < kQuad; ++i) sink(kQuad * row + i, x[i]);
   }
-  return largest >= kInfinityBits ? kTileNonFinite : 0;
+  return flags;
 }
 
 }  // namespace gradferry::GRADFERRY_KERNEL_NAMESPACE

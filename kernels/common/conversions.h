@@ -20,6 +20,11 @@ template <typename F>
 GRADFERRY_LANE auto is_nan(F x) {
   return magnitude_bits(x) >= BitsOf<F>(kInfinityBits + 1);
 }
+// A single comparison each, where a lane is a plain float.
+GRADFERRY_LANE bool is_not_finite(float x) {
+  return !(__builtin_fabsf(x) < from_bits(kInfinityBits));
+}
+GRADFERRY_LANE bool is_nan(float x) { return x != x; }
 template <typename F>
 GRADFERRY_LANE F canonical(F x) {
   return select(is_nan(x), from_bits(BitsOf<F>(kNanBits)), x);

@@ -50,6 +50,21 @@ namespace gradferry::GRADFERRY_KERNEL_NAMESPACE {
 inline constexpr uint32_t kWarpLanes = 32;
 inline constexpr uint32_t kAllLanes = 0xffffffffu;
 
+// For counting instructions (tools/count_sass.py): tiles are whole and aligned, their numbers
+// finite, and what rare_path() begins is not there.
+#if defined(GRADFERRY_HOT_PATH_ONLY)
+inline constexpr bool kHotPathOnly = true;
+#else
+inline constexpr bool kHotPathOnly = false;
+#endif
+
+GRADFERRY_DEVICE void rare_path() {
+#if defined(GRADFERRY_HOT_PATH_ONLY)
+  __trap();
+  __builtin_unreachable();
+#endif
+}
+
 // kKernel<<<num_blocks, num_threads, 0, stream>>>(args...), or the emulator's loop.
 template <auto kKernel, typename... Args>
 void launch(uint32_t num_blocks, uint32_t num_threads, [[maybe_unused]] Stream stream,

@@ -10,24 +10,15 @@
 // residual).
 #pragma once
 
-#include "kernels/common/conversions.h"
-#include "kernels/common/cuda.h"
+#include "kernels/common/quads.h"
 
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE {
 
 inline constexpr uint32_t kRows = 8;
 inline constexpr uint32_t kRowElements = 128;
-inline constexpr uint32_t kQuad = 4;
 inline constexpr uint32_t kLaneElements = kRows * kQuad;
 inline constexpr uint32_t kSliceElements = kRows * kRowElements;
 inline constexpr uint32_t kTileThreads = kTileElements / kLaneElements;  // 128
-
-// For counting instructions (tools/count_sass.py): every tile is whole and aligned.
-#if defined(GRADFERRY_HOT_PATH_ONLY)
-inline constexpr bool kHotPathOnly = true;
-#else
-inline constexpr bool kHotPathOnly = false;
-#endif
 
 struct Slice {
   uint32_t num_elements;  // of the tile
@@ -50,110 +41,91 @@ struct Slice {
   }
 };
 
-// --- quads ---------------------------------------------------------------------------------------
-
-template <ScalarType dtype>
-GRADFERRY_DEVICE float widen(uint32_t bits_of_item) {
-  if constexpr (dtype == ScalarType::kFloat32) return from_bits(bits_of_item);
-  if constexpr (dtype == ScalarType::kBFloat16) return bf16_to_float(bits_of_item);
-  if constexpr (dtype == ScalarType::kFloat16) return fp16_to_float(bits_of_item);
-}
-
-// x, which is no NaN but the canonical one, rounded to `dtype`: the bits.
-template <ScalarType dtype>
-GRADFERRY_DEVICE uint32_t narrow(float x) {
-  if constexpr (dtype == ScalarType::kFloat32) return bits(x);
-  if constexpr (dtype == ScalarType::kBFloat16) return float_to_bf16(x);
-  if constexpr (dtype == ScalarType::kFloat16) return float_to_fp16(x);
-}
-
-// Four items at an address that is a multiple of their size together.
-template <ScalarType dtype>
-GRADFERRY_DEVICE void load_quad(const std::byte* p, float* x) {
-  if constexpr (dtype == ScalarType::kFloat32) {
-    const Bytes16 quad = read<Bytes16>(p);
-    GRADFERRY_UNROLL
-    for (uint32_t i = 0; i < kQuad; ++i) x[i] = from_bits(quad.word[i]);
-  } else {
-    const Bytes8 quad = read<Bytes8>(p);
-    GRADFERRY_UNROLL
-    for (uint32_t i = 0; i < kQuad; ++i) {
-      x[i] = widen<dtype>(quad.word[i / 2] >> (16 * (i % 2)) & 0xffffu);
-    }
-  }
-}
-template <ScalarType dtype>
-GRADFERRY_DEVICE void store_quad(std::byte* p, const uint32_t* items) {
-  if constexpr (dtype == ScalarType::kFloat32) {
-    write(p, Bytes16{{items[0], items[1], items[2], items[3]}});
-  } else {
-    write(p, Bytes8{{items[0] | items[1] << 16, items[2] | items[3] << 16}});
-  }
-}
-template <ScalarType dtype>
-GRADFERRY_DEVICE float load_item(const std::byte* p) {
-  if constexpr (dtype == ScalarType::kFloat32) return read<float>(p);
-  return widen<dtype>(read<uint16_t>(p));
-}
-template <ScalarType dtype>
-GRADFERRY_DEVICE void store_item(std::byte* p, uint32_t item) {
-  if constexpr (dtype == ScalarType::kFloat32) {
-    write(p, item);
-  } else {
-    write(p, static_cast<uint16_t>(item));
-  }
-}
-
-// Whether quads of an array at p may be accessed as a whole.
-template <ScalarType dtype>
-GRADFERRY_DEVICE bool has_aligned_quads(const void* p) {
-  if constexpr (kHotPathOnly) return true;
-  return reinterpret_cast<uintptr_t>(p) % (kQuad * item_bytes(dtype)) == 0;
-}
-
 // --- slices --------------------------------------------------------------------------------------
 //
-// Whole slices of aligned arrays go by quads, back to back; all others element by element, which a
-// warp does to the same lines.
+// Whole slices go by quads, back to back. Where memory's quads are not the lanes', a lane accesses
+// the one that begins within its own, and neighbours exchange the rest; only the slice's ends go
+// item by item. Other slices do so everywhere, which a warp does to the same lines.
 
 // x = the lane's elements of a tile's array, +0 beyond its end.
 template <ScalarType dtype>
 GRADFERRY_DEVICE void load_slice(const Slice& slice, const std::byte* array, float* x) {
   constexpr uint32_t kItem = item_bytes(dtype);
-  if (slice.is_whole() && has_aligned_quads<dtype>(array)) {
+  if (!slice.is_whole()) {
     GRADFERRY_UNROLL
-    for (uint32_t row = 0; row < kRows; ++row) {
-      load_quad<dtype>(array + slice.element(row) * kItem, x + kQuad * row);
+    for (uint32_t j = 0; j < kLaneElements; ++j) {
+      const uint32_t element = slice.element(j / kQuad) + j % kQuad;
+      x[j] = element < slice.num_elements ? load_item<dtype>(array + element * kItem) : 0.0f;
     }
     return;
   }
+  const uint32_t off = items_off_quads<dtype>(array);
+  const uint32_t skipped = (kQuad - off) % kQuad;  // up to memory's next quad
+  const bool is_last_lane = slice.lane == kWarpLanes - 1;
+  Quad<dtype> quads[kRows];
   GRADFERRY_UNROLL
-  for (uint32_t j = 0; j < kLaneElements; ++j) {
-    const uint32_t element = slice.element(j / kQuad) + j % kQuad;
-    x[j] = element < slice.num_elements ? load_item<dtype>(array + element * kItem) : 0.0f;
+  for (uint32_t row = 0; row < kRows; ++row) {
+    const std::byte* p = array + (slice.element(row) + skipped) * kItem;
+    const bool is_end = off != 0 && row == kRows - 1 && is_last_lane;
+    quads[row] = is_end ? load_items<dtype>(p, 0, off) : read<Quad<dtype>>(p);
   }
+  if (off != 0) {
+    const std::byte* begin = array + slice.warp * kSliceElements * kItem;
+    Quad<dtype> skipped_items{};
+    if (is_last_lane) skipped_items = load_items<dtype>(begin - off * kItem, off, kQuad);
+    GRADFERRY_UNROLL
+    for (uint32_t i = 0; i < kRows; ++i) {
+      const uint32_t row = kRows - 1 - i;
+      const Quad<dtype> row_before = row == 0 ? skipped_items : quads[row - 1];
+      const Quad<dtype> before = from_lane_before<dtype>(slice.lane, quads[row], row_before);
+      quads[row] = quad_across<dtype>(before, quads[row], off);
+    }
+  }
+  GRADFERRY_UNROLL
+  for (uint32_t row = 0; row < kRows; ++row) widen_quad<dtype>(quads[row], x + kQuad * row);
 }
 
-// Calls item(j) for the bits of the lane's element j and stores them.
-template <ScalarType dtype, typename Item>
-GRADFERRY_DEVICE void store_slice(const Slice& slice, std::byte* array, Item item) {
+// Stores the lane's elements, among which is no NaN but the canonical one. Whether all of them
+// arrive finite.
+template <ScalarType dtype>
+GRADFERRY_DEVICE bool store_slice(const Slice& slice, std::byte* array, const float* x) {
   constexpr uint32_t kItem = item_bytes(dtype);
-  const bool by_quads = slice.is_whole() && has_aligned_quads<dtype>(array);
+  bool all_finite = true;
+  if (!slice.is_whole()) {
+    GRADFERRY_UNROLL
+    for (uint32_t j = 0; j < kLaneElements; ++j) {
+      const uint32_t element = slice.element(j / kQuad) + j % kQuad;
+      if (element >= slice.num_elements) continue;
+      all_finite = all_finite && arrives_finite<dtype>(x[j]);
+      store_item<dtype>(array + element * kItem, narrow<dtype>(x[j]));
+    }
+    return all_finite;
+  }
+  const uint32_t off = items_off_quads<dtype>(array);
+  Quad<dtype> row_before{};
   GRADFERRY_UNROLL
   for (uint32_t row = 0; row < kRows; ++row) {
     std::byte* p = array + slice.element(row) * kItem;
-    uint32_t items[kQuad];
-    GRADFERRY_UNROLL
-    for (uint32_t i = 0; i < kQuad; ++i) items[i] = item(kQuad * row + i);
-    if (by_quads) {
-      store_quad<dtype>(p, items);
+    const bool is_finite = quad_arrives_finite<dtype>(x + kQuad * row);
+    all_finite = all_finite && is_finite;
+    const Quad<dtype> quad = narrow_quad<dtype>(x + kQuad * row, is_finite);
+    if (off == 0) {
+      write(p, quad);
       continue;
     }
-    GRADFERRY_UNROLL
-    for (uint32_t i = 0; i < kQuad; ++i) {
-      if (slice.element(row) + i < slice.num_elements) store_item<dtype>(p + i * kItem, items[i]);
+    const Quad<dtype> before = from_lane_before<dtype>(slice.lane, quad, row_before);
+    const Quad<dtype> in_memory = quad_across<dtype>(before, quad, kQuad - off);
+    row_before = quad;
+    if (row == 0 && slice.lane == 0) {
+      store_items<dtype>(p - off * kItem, in_memory, off, kQuad);
+    } else {
+      write(p - off * kItem, in_memory);
+    }
+    if (row == kRows - 1 && slice.lane == kWarpLanes - 1) {
+      store_items<dtype>(p, quad, kQuad - off, kQuad);
     }
   }
+  return all_finite;
 }
 
 // x is +0 from the tile's end on.
@@ -163,6 +135,15 @@ GRADFERRY_DEVICE void clear_beyond_end(const Slice& slice, float* x) {
   for (uint32_t j = 0; j < kLaneElements; ++j) {
     if (slice.element(j / kQuad) + j % kQuad >= slice.num_elements) x[j] = 0.0f;
   }
+}
+
+// Whether all of the lane's elements are finite, and what narrow() makes of them.
+template <ScalarType dtype>
+GRADFERRY_DEVICE bool slice_arrives_finite(const float* x) {
+  bool is_finite = true;
+  GRADFERRY_UNROLL
+  for (uint32_t j = 0; j < kLaneElements; ++j) is_finite = is_finite && arrives_finite<dtype>(x[j]);
+  return is_finite;
 }
 
 // --- warps ---------------------------------------------------------------------------------------

@@ -80,32 +80,30 @@ template <bool kByQuads>
 GRADFERRY_DEVICE void store_residual(const Slice& slice, const float* updated, const float* gain,
                                      float* residual) {
   auto* array = reinterpret_cast<std::byte*>(residual);
-  const bool by_quads = slice.is_whole() && has_aligned_quads<ScalarType::kFloat32>(array);
+  const bool by_quads = slice.is_whole() && items_off_quads<ScalarType::kFloat32>(array) == 0;
   uint32_t kept = 0;  // bit j: element j of the lane
   GRADFERRY_UNROLL
   for (uint32_t row = 0; row < kRows; ++row) {
     const float* x = updated + kQuad * row;
-    uint32_t quad_kept = 0;
-    if constexpr (kByQuads) {
-      quad_kept = is_not_finite(x[0]) ? 15 : 0;
-    } else {
-      GRADFERRY_UNROLL
-      for (uint32_t i = 0; i < kQuad; ++i) quad_kept |= (is_not_finite(x[i]) ? 1u : 0u) << i;
-    }
-    kept |= quad_kept << (kQuad * row);
-    const uint32_t items[kQuad] = {bits(x[0]), bits(x[1]), bits(x[2]), bits(x[3])};
     const uint32_t element = slice.element(row);
-    if (by_quads && quad_kept == 0) {
-      store_quad<ScalarType::kFloat32>(array + element * sizeof(float), items);
+    const bool is_finite =
+        kByQuads ? !is_not_finite(x[0]) : quad_arrives_finite<ScalarType::kFloat32>(x);
+    if (by_quads && is_finite) {
+      write(array + element * sizeof(float), narrow_quad<ScalarType::kFloat32>(x, true));
       continue;
     }
+    rare_path();
     GRADFERRY_UNROLL
     for (uint32_t i = 0; i < kQuad; ++i) {
-      const bool stored = (quad_kept >> i & 1) == 0 && element + i < slice.num_elements;
-      if (stored) residual[element + i] = x[i];
+      if (is_not_finite(x[kByQuads ? 0 : i])) {
+        kept |= 1u << (kQuad * row + i);
+      } else if (element + i < slice.num_elements) {
+        residual[element + i] = x[i];
+      }
     }
   }
   for (; kept != 0; kept &= kept - 1) {
+    rare_path();
     const uint32_t j = static_cast<uint32_t>(__ffs(static_cast<int>(kept))) - 1;
     const uint32_t element = slice.element(j / kQuad) + j % kQuad;
     if (element < slice.num_elements) residual[element] = kept_residual(residual[element], gain);
@@ -121,19 +119,6 @@ GRADFERRY_DEVICE void set_status(const BatchArguments<Options>& batch, TileStatu
 template <typename Options>
 GRADFERRY_DEVICE bool holds_nonfinite(const BatchArguments<Options>& batch) {
   return batch.status == nullptr || (batch.status[blockIdx.x].flags & kTileNonFinite) != 0;
-}
-
-// The bits of the least number that narrow() makes infinite: halfway from the largest finite number
-// to the next power of two, a tie that goes to the even one.
-template <ScalarType dtype>
-inline constexpr uint32_t kLeastInfinite = dtype == ScalarType::kFloat16    ? 0x477ff000u
-                                           : dtype == ScalarType::kBFloat16 ? 0x7f7f8000u
-                                                                            : kInfinityBits;
-
-// Whether the decoded value is also finite in the gradient's dtype.
-template <ScalarType dtype>
-GRADFERRY_DEVICE bool arrives_finite(float x) {
-  return magnitude_bits(x) < kLeastInfinite<dtype>;
 }
 
 // The last thing a kernel does.
@@ -227,6 +212,7 @@ GRADFERRY_DEVICE StatusPart encode_tile(const TileUnit<typename Codec::Options>&
     load_slice<ScalarType::kFloat32>(slice, reinterpret_cast<const std::byte*>(tile_residual), old);
   }
   if (hold_zero_tiles && __syncthreads_or(has_magnitude(v) ? 1 : 0) == 0) {
+    rare_path();
     write_zero_payload(payload, unit.payload_bytes);
     if (residual != nullptr) keep_residual(slice, tile_residual, gain);
     return {0, 0};
@@ -266,16 +252,16 @@ GRADFERRY_DEVICE uint32_t decode_values(const TileUnit<typename Codec::Options>&
 template <ScalarType dtype>
 GRADFERRY_DEVICE uint32_t store_values(const Slice& slice, const Tile& tile, float* v,
                                        std::byte* gradient, float beta, float* residual) {
-  uint32_t largest = 0;
-  if constexpr (dtype != ScalarType::kFloat32) {  // which has its flag already
-    GRADFERRY_UNROLL
-    for (uint32_t j = 0; j < kLaneElements; ++j) largest = maximum(largest, magnitude_bits(v[j]));
-  }
-  if (gradient != nullptr) {
-    store_slice<dtype>(slice, gradient + tile.gradient_offset * item_bytes(dtype),
-                       [&](uint32_t j) { return narrow<dtype>(v[j]); });
+  bool all_finite = false;
+  if (gradient == nullptr) {
+    rare_path();
+    all_finite = slice_arrives_finite<dtype>(v);
+  } else {
+    all_finite =
+        store_slice<dtype>(slice, gradient + tile.gradient_offset * item_bytes(dtype), v);
   }
   if (gradient != nullptr && residual != nullptr && beta != 0.0f) {
+    rare_path();
     float* tile_residual = residual + tile.residual_offset;
     float old[kLaneElements];
     load_slice<ScalarType::kFloat32>(slice, reinterpret_cast<const std::byte*>(tile_residual), old);
@@ -286,7 +272,8 @@ GRADFERRY_DEVICE uint32_t store_values(const Slice& slice, const Tile& tile, flo
     }
     store_residual<false>(slice, v, nullptr, tile_residual);
   }
-  return largest >= kLeastInfinite<dtype> ? kTileNonFinite : 0;
+  // What fp32 does not hold has its flag already.
+  return dtype == ScalarType::kFloat32 || all_finite ? 0 : kTileNonFinite;
 }
 
 // payload_of(rank): where the rank's payloads begin. `is_zero`: this tile's are held zero tiles.
@@ -302,6 +289,7 @@ GRADFERRY_DEVICE StatusPart reduce_tile(const TileUnit<typename Codec::Options>&
   float* tile_residual =
       owner_residual == nullptr ? nullptr : owner_residual + tile.residual_offset;
   if (is_zero) {
+    rare_path();
     write_zero_payload(payload, owner_unit.payload_bytes);
     if (owner_residual != nullptr) keep_residual(slice, tile_residual, gain);
     return {0, 0};
@@ -371,10 +359,11 @@ template <typename Codec, ScalarType dtype, bool kResidual>
 __global__ void __launch_bounds__(kTileThreads, Codec::kMinBlocks)
     encode_kernel(BatchArguments<typename Codec::Options> batch, const std::byte* gradient,
                   float alpha, const float* gain, float* residual, std::byte* out) {
+  if (kResidual != (residual != nullptr)) __builtin_unreachable();
   const Tile tile = batch.tiles[blockIdx.x];
   const auto unit = make_unit<Codec, dtype>(batch, tile, batch.stage);
   finish(batch, encode_tile<Codec, dtype>(unit, tile, batch.hold_zero_tiles, gradient, alpha, gain,
-                                          kResidual ? residual : nullptr, out));
+                                          residual, out));
 }
 
 template <typename Codec, ScalarType dtype>
@@ -394,6 +383,7 @@ __global__ void __launch_bounds__(kTileThreads, Codec::kMinBlocks)
     reduce_kernel(BatchArguments<typename Codec::Options> batch,
                   const std::byte* const* payload_by_rank, uint32_t world_size, const float* gain,
                   float* owner_residual, std::byte* out) {
+  if (kResidual != (owner_residual != nullptr)) __builtin_unreachable();
   const Tile tile = batch.tiles[blockIdx.x];
   const auto unit = make_unit<Codec, dtype>(batch, tile, Stage::kWorker);
   const auto owner_unit = make_unit<Codec, dtype>(batch, tile, Stage::kOwner);
@@ -404,7 +394,7 @@ __global__ void __launch_bounds__(kTileThreads, Codec::kMinBlocks)
   finish(batch,
          reduce_tile<Codec, dtype>(
              unit, owner_unit, tile, is_zero, [&](uint32_t rank) { return payload_by_rank[rank]; },
-             world_size, gain, kResidual ? owner_residual : nullptr, out));
+             world_size, gain, owner_residual, out));
 }
 
 template <typename Codec, ScalarType dtype>

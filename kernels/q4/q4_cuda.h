@@ -108,6 +108,7 @@ struct Q4 {
       out.byte(q4::exponents_offset(n) + slice.warp, finite ? exponent : q4::kNonFiniteExponent);
     }
     if (!finite) {
+      rare_path();
       write_non_finite(slice, place, v, out);
       return kTileNonFinite;
     }
@@ -151,6 +152,7 @@ struct Q4 {
     const bool scale_is_valid = q4::is_valid_scale(scale, q4::scale_range(exponent));
     const bool valid = __all_sync(kAllLanes, scale_is_valid ? 1 : 0) != 0;
     if (!valid || exponent == q4::kNonFiniteExponent) {
+      rare_path();
       GRADFERRY_UNROLL
       for (uint32_t j = 0; j < kLaneElements; ++j) sink(j, from_bits(kNanBits));
       return valid ? kTileNonFinite : kTileNonFinite | kTileCorrupt;

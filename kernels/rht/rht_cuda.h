@@ -64,6 +64,7 @@ GRADFERRY_DEVICE RowState measure_rows(const Slice& slice, const float* v, float
   const bool plain = energy >= rht::kSmallestPlainEnergy && energy <= rht::kLargestPlainEnergy;
   RowState own = {0.0f, 0, true};
   if (__all_sync(kAllLanes, plain ? 1 : 0) == 0) {
+    rare_path();
     uint32_t largest[kRows];
     quad_maxima(v, largest);
     uint32_t row_largest = rows_to_lanes(slice, largest, Maximum(), 16, 8, 4);
@@ -262,6 +263,7 @@ struct Rht {
         float u[kQuad];
         if (kKeep || is_huge) decode_row<kBits>(slice, codes[row], u);
         if (is_huge) {
+          rare_path();
           const float largest = row_largest(u);
           while (is_not_finite(from_bits(scale) * largest)) scale -= 0x10000u;
         }
@@ -301,6 +303,7 @@ struct Rht {
         float u[kQuad];
         decode_row<kBits>(slice, codes[row], u);
         if (bits(scale) >= rht::kOverflowingScale && bits(scale) < kInfinityBits) {
+          rare_path();
           if (is_not_finite(scale * row_largest(u))) {
             scale = from_bits(kNanBits);
             flags |= kTileNonFinite | kTileCorrupt;

@@ -43,6 +43,7 @@ struct Topk {
     GRADFERRY_UNROLL
     for (uint32_t j = 0; j < kLaneElements; ++j) largest = maximum(largest, magnitude_bits(v[j]));
     if (__syncthreads_or(largest >= kInfinityBits ? 1 : 0) != 0) {
+      rare_path();
       const topk::Mark mark(layout);
       for (uint32_t i = threadIdx.x; i < sections; i += kTileThreads) out.byte(i, mark.at(i));
       GRADFERRY_UNROLL
@@ -146,6 +147,7 @@ struct Topk {
 
   template <typename Sink>
   GRADFERRY_DEVICE static uint32_t give_all(float value, Sink sink) {
+    rare_path();
     GRADFERRY_UNROLL
     for (uint32_t j = 0; j < kLaneElements; ++j) sink(j, value);
     return is_not_finite(value) ? kTileNonFinite : 0;

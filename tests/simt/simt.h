@@ -133,6 +133,40 @@ inline uint32_t atomicInc(uint32_t* address, uint32_t last) {
   return old;
 }
 
+// --- conversions: what PTX says of the instructions of these names --------------------------------
+//
+// By the compiler's own half-precision type, and so apart from the kernels' arithmetic.
+namespace simt {
+inline uint32_t cvt_rn_f16(float x) {
+  const auto half = static_cast<_Float16>(x);
+  uint16_t bits;
+  __builtin_memcpy(&bits, &half, sizeof(bits));
+  return x != x ? 0x7fff : bits;
+}
+inline uint32_t cvt_rn_bf16(float x) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &x, sizeof(bits));
+  const uint32_t cut = bits & 0xffff, half = 0x8000;
+  const bool up = cut > half || (cut == half && (bits >> 16 & 1) != 0);
+  return x != x ? 0x7fff : (bits >> 16) + (up ? 1 : 0);
+}
+inline uint32_t cvt_rn_f16x2(float high, float low) {
+  return cvt_rn_f16(high) << 16 | cvt_rn_f16(low);
+}
+inline uint32_t cvt_rn_bf16x2(float high, float low) {
+  return cvt_rn_bf16(high) << 16 | cvt_rn_bf16(low);
+}
+inline float cvt_f32_f16(uint32_t bits) {
+  const auto narrow = static_cast<uint16_t>(bits);
+  _Float16 half;
+  __builtin_memcpy(&half, &narrow, sizeof(half));
+  constexpr uint32_t kNan = 0x7fffffffu;
+  float result = static_cast<float>(half);
+  if (result != result) __builtin_memcpy(&result, &kNan, sizeof(result));
+  return result;
+}
+}  // namespace simt
+
 // --- bits ----------------------------------------------------------------------------------------
 inline int __popc(uint32_t x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
