@@ -25,7 +25,7 @@ from gradferry.forecast.costs import (
 from gradferry.forecast.hook_names import BACKEND_HOOKS
 from gradferry.forecast.measure_codecs import NUM_ELEMENTS, measure_casts, measure_codec
 from gradferry.forecast.measure_device_codecs import NUM_ELEMENTS as DEVICE_ELEMENTS
-from gradferry.forecast.measure_device_codecs import measure_codec_on, seconds_per_byte
+from gradferry.forecast.measure_device_codecs import measure_codec_on
 from gradferry.forecast.measure_device_link import DeviceLinkProbe
 from gradferry.forecast.measure_link import LinkProbe, Progress
 
@@ -79,15 +79,12 @@ def measure_costs(
     wanted = dict.fromkeys(codec for c in configs for codec in parameter_codecs(c, parameters))
 
     def measure() -> tuple[dict[ParameterCodec, CodecCosts], dict[str, CastCosts]]:
-        per_byte = None if on_host else seconds_per_byte(place, num_elements)
         codecs = {}
         for codec in wanted:
             emit(f"codec {codec.codec}")
             arguments = (codec, dtype, probe.world_size, num_elements)
-            if per_byte is None:
-                codecs[codec] = measure_codec(*arguments)
-            else:
-                codecs[codec] = measure_codec_on(place, *arguments, per_byte)
+            measured = measure_codec(*arguments) if on_host else measure_codec_on(place, *arguments)
+            codecs[codec] = measured
         return codecs, measure_casts(backend_hooks, probe.world_size, num_elements, place)
 
     own_codecs, own_casts = _on_all_ranks(probe, measure)
