@@ -1,5 +1,5 @@
-"""Measures codecs on a device, by its clock: the kernels that an engine there runs for a chunk, with
-their checks and headers.
+"""Measures codecs on a device, by its clock: the kernels that an engine there runs for a chunk,
+with their checks and headers.
 """
 
 from __future__ import annotations
