@@ -244,7 +244,9 @@ void decode(const DecodeChunkCall& call) {
             for_tiles(touched, call.chunk, [&](const ChunkTile& entry, auto size) {
               const Tile& tile = entry.tile;
               const auto [offset, bytes] = gradient_bytes(call.chunk, tile);
-              touched.read(call.received.buffer + tile.payload_offset, size(Stage::kOwner));
+              if (call.received.num_messages == 0) {  // else it is part of a message
+                touched.read(call.received.buffer + tile.payload_offset, size(Stage::kOwner));
+              }
               touched.write(static_cast<std::byte*>(call.gradient) + offset, bytes);
               if (entry.has_residual == 0) return;
               touch_residual(touched, tile, call.residual);

@@ -49,7 +49,7 @@ def find_gpu(wanted: str) -> TimedDevice:
         device=torch.device("cuda", index),
         cache_bytes=torch.cuda.get_device_properties(index).L2_cache_size,
         clock=_seconds_by_events,
-        environment=_describe(index),
+        environment=_describe(torch.device("cuda", index)),
     )
 
 
@@ -61,7 +61,7 @@ def _expect_gpu(wanted: str) -> None:
         )
 
 
-def _describe(place: torch.device | int) -> dict[str, Any]:
+def _describe(place: torch.device) -> dict[str, Any]:
     """A GPU, for the JSON file."""
     return {
         "gpu": torch.cuda.get_device_properties(place).name,
