@@ -187,35 +187,6 @@ def test_kernels_are_timed_by_events(found: Any) -> None:
         assert costs.check_per_byte == 0  # the kernels check
 
 
-def case_large_world(prices: Prices, world_size: int) -> tuple[Any, list[int]]:
-    """The costs of a codec there, and how many elements each of the measured chunks had."""
-    import fake_device
-    from gradferry.forecast.costs import ParameterCodec
-    from gradferry.forecast.measure_device_codecs import measure_codec_on
-
-    made = []
-    make = _native.DeviceCodec
-
-    def noted(**arguments: Any) -> Any:
-        made.append(arguments["num_elements"] * arguments["world_size"])
-        return make(**arguments)
-
-    codec = ParameterCodec(parse_codec("q4"), (False, True), momentum=False)
-    arguments = (fake_device.DEVICE, codec, torch.float32, world_size, 1 << 17)
-    with priced(prices), mock.patch.object(_native, "DeviceCodec", noted):
-        return measure_codec_on(*arguments), made
-
-
-def test_a_large_world_needs_no_more_memory_to_be_measured(worlds: Worlds) -> None:
-    world_size = 16
-    ((costs, elements),) = worlds(1).run(case_large_world, prices=Prices(), world_size=world_size)
-    assert max(elements) <= 4 * (1 << 17)
-    payload = _native.payload_bytes("q4", 4096, torch.float32, "worker") / 4096
-    touched = (world_size + 1) * payload + 4
-    # Beside payloads and residual, 104 bytes per tile of 4096 elements.
-    assert costs.reduce_per_element == pytest.approx(touched * Prices().byte, rel=0.01, abs=0)
-
-
 def test_steps_are_timed_by_events(found: Any) -> None:
     # Whatever the host takes for its part, which is milliseconds. A layer copies three times what
     # it has: x, its gradient, and that into the bucket.
@@ -339,59 +310,6 @@ def test_a_group_needs_no_backend_for_the_cpu(worlds: Worlds) -> None:
     assert first[0]["codec"] == "q4"
     found = worlds(2).run(case_without_cpu, case="case_doctor", hooks=["q4"], **arguments)[0]
     assert found.verdict.startswith("Use q4")
-
-
-def no_memory(*arguments: Any, **named: Any) -> Any:
-    raise torch.OutOfMemoryError("no memory left")
-
-
-@contextlib.contextmanager
-def no_memory_for_the_link(kind: str) -> Iterator[None]:
-    """While the link is measured, this rank has no memory for the buffers of collectives."""
-    from gradferry.forecast.measure_device_link import DeviceLinkProbe
-
-    measure = DeviceLinkProbe.measure
-    place = "cpu" if kind == "staged" else "fake"  # pinned memory, the last to be allocated
-    zeros = torch.zeros
-
-    def full(*size: Any, **named: Any) -> torch.Tensor:
-        if torch.device(named["device"]).type == place:
-            no_memory()
-        return zeros(*size, **named)
-
-    def measured(self: Any, *arguments: Any) -> Any:
-        with mock.patch.object(torch, "zeros", full):
-            return measure(self, *arguments)
-
-    with mock.patch.object(DeviceLinkProbe, "measure", measured):
-        yield
-
-
-def case_one_rank_without_memory(
-    prices: Prices, layer_s: float, what: str, kind: str = "streamed"
-) -> Any:
-    from gradferry.forecast import measure
-    from outcomes import attempt
-
-    full: Any = contextlib.nullcontext()
-    if dist.get_rank() == 1:
-        full = {
-            "codecs": mock.patch.object(measure, "measure_codec_on", no_memory),
-            "the link": no_memory_for_the_link(kind),
-        }[what]
-    with full:
-        return attempt(lambda: case_doctor(prices, layer_s, ["q4"], kind))
-
-
-@pytest.mark.parametrize(
-    ("what", "kind"), [("codecs", "streamed"), ("the link", "streamed"), ("the link", "staged")]
-)
-def test_a_rank_without_memory_is_an_error_on_all(worlds: Worlds, what: str, kind: str) -> None:
-    arguments = {"prices": Prices(), "layer_s": LAYER_S, "what": what, "kind": kind}
-    other, full = worlds(2).run(case_one_rank_without_memory, **arguments)
-    assert (other.error, full.error) == ("PeerError", "PeerError"), (other, full)
-    assert f"another rank cannot measure {what}; its own error says why" in other.text
-    assert f"this rank cannot measure {what}: no memory left" in full.text
 
 
 def case_switched(prices: Prices) -> list[np.ndarray]:
