@@ -23,7 +23,8 @@ namespace {
 enum class Call : uint8_t { kEncode, kReduce, kDecode };
 
 // This rank is rank 0 and owns all tiles: it sends one message, and reduces what every rank sends.
-constexpr Envelope kEnvelope{};
+constexpr Envelope kEnvelope{
+    .config_hash = 0, .layout_hash = 0, .step = 0, .chunk = 0, .rank = 0, .phase = Phase::kScatter};
 
 class DeviceCodec {
  public:
