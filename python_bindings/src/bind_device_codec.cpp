@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
+#include <optional>
+#include <string>
 #include <vector>
 
 #include "bindings.h"
@@ -26,8 +28,12 @@ enum class Call : uint8_t { kEncode, kReduce, kDecode };
 constexpr Envelope kEnvelope{
     .config_hash = 0, .layout_hash = 0, .step = 0, .chunk = 0, .rank = 0, .phase = Phase::kScatter};
 
+// Holds the messages and tables of the chunk. Gradients have num_elements elements, residuals too,
+// in fp32; without a residual nothing is withheld.
 class DeviceCodec {
  public:
+  // `world_size`: the most messages that are reduced. `momentum`: one of 0.5, else none. Throws
+  // Error(kConfig) for a codec or size that cannot be.
   DeviceCodec(const std::string& codec, at::ScalarType dtype, uint64_t num_elements,
               c10::Device device, uint32_t world_size, bool momentum)
       : codec_(parse_codec(codec, Device::kCuda)),
@@ -42,17 +48,16 @@ class DeviceCodec {
     num_tiles_ = (num_elements + kTileElements - 1) / kTileElements;
     worker_bytes_ = payload_bytes(Stage::kWorker);
     owner_bytes_ = payload_bytes(Stage::kOwner);
-    GRADFERRY_EXPECTS(std::max((kHeaderBytes + worker_bytes_) * world_size,
-                               kHeaderBytes + owner_bytes_) <= UINT32_MAX,
+    GRADFERRY_EXPECTS(world_size <= UINT32_MAX / (kHeaderBytes + worker_bytes_) &&
+                          kHeaderBytes + owner_bytes_ <= UINT32_MAX,
                       kConfig,
                       "messages of " + std::to_string(num_elements) + " elements from " +
                           std::to_string(world_size) + " ranks exceed 4 GiB; take fewer of either");
     upload_tiles();
     make_messages();
-    // As in an engine without a momentum, or with one of 0.5. The gain is that of an unchanged loss
-    // scale.
-    const float factor = momentum ? 0.5F : 1.0F, gain = 1.0F;
-    const ChunkCodec used{row_of(*codec_.codec), factor, momentum ? factor : 0.0F, codec_.options};
+    const float alpha = momentum ? 0.5F : 1.0F, beta = momentum ? 0.5F : 0.0F;
+    const ChunkCodec used{row_of(*codec_.codec), alpha, beta, codec_.options};
+    const float gain = 1.0F;  // an engine always has one
     chunk_codec_ = upload(&used, sizeof(used));
     gain_ = upload(&gain, sizeof(gain));
     progress_ = zeros(sizeof(ChunkProgress) + (uint64_t{world_size} + 1) * sizeof(uint64_t));
@@ -63,6 +68,8 @@ class DeviceCodec {
 
   uint64_t worker_bytes() const { return worker_bytes_; }
   uint64_t owner_bytes() const { return owner_bytes_; }
+  // Messages, as bytes on the device: what encode writes, what every rank sent, in rank order, and
+  // what reduce writes and decode reads.
   const at::Tensor& sent() const { return sent_; }
   const at::Tensor& received() const { return received_; }
   const at::Tensor& reduced() const { return reduced_; }
@@ -91,6 +98,7 @@ class DeviceCodec {
     place.narrow(0, kOffset, kBytes).copy_(ranks_.narrow(0, rank * kBytes, kBytes));
   }
 
+  // Reduces the messages of the first `world_size` ranks, each of which must have been received.
   void reduce(const std::optional<at::Tensor>& residual, uint32_t world_size) const {
     GRADFERRY_EXPECTS(world_size >= 1 && world_size <= world_size_, kConfig,
                       "world_size must be 1 to " + std::to_string(world_size_) + ", not " +
@@ -122,6 +130,9 @@ class DeviceCodec {
                             .step_nonfinite = nullptr});
   }
 
+  // Throws what a kernel has found wrong so far: Error(kProtocol) for a message that it refused,
+  // Error(kConfig) for a number that is not finite. Either takes another path through the kernels.
+  // Waits for the device.
   void expect_no_findings() const {
     const at::Tensor host = findings_.cpu();
     Findings found;

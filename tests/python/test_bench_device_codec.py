@@ -98,6 +98,11 @@ def test_every_case_is_validated_and_compared_with_a_copy(device_worlds: Worlds)
             assert moved == item
         if row["op"] == "encode_ef":
             assert moved == item + 8
+    for encode, _, two, three, decode, _ in zip(*[iter(rows)] * len(operations), strict=True):
+        sent, reduced = encode["bits_per_element"] / 8, decode["bits_per_element"] / 8
+        for row in (two, three):  # every message and the result once, the residual both ways
+            touched = row["world_size"] * sent + reduced + 8
+            assert row["bytes_per_element"] == pytest.approx(touched)
     assert "reduce/3" in str(
         [column.cell(rows[3]) for column in device_codec_table(rows, "x").columns]
     )
