@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -168,6 +169,27 @@ def test_package_that_cannot_be_built_leaves_no_older_one(tool, monkeypatch, tmp
     monkeypatch.setattr(tool.Checks, "run", lambda *_, **__: False)
     tool.check_package(tool.Checks(minutes=1, fresh=False))
     assert not tool.PACKAGES.exists()
+
+
+def test_python_without_torch_is_named(tool, monkeypatch, tmp_path):
+    monkeypatch.setattr(tool, "PACKAGES", tmp_path / "python")
+    monkeypatch.setattr(tool.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(tool.Checks, "run", lambda *_, **__: False)
+    tool.check_package(tool.Checks(minutes=1, fresh=False))
+    assert list(rows(tool)) == ["configure package"]
+    assert rows(tool)["configure package"]["outcome"] == "failed"
+    assert f"{sys.executable} has no torch" in rows(tool)["configure package"]["output"][0]
+
+
+@pytest.mark.parametrize("asked", [None, "80"])
+def test_kernels_are_built_for_this_gpu_alone(tool, monkeypatch, asked):
+    """Machine code for each kind of GPU takes minutes."""
+    without = {name: value for name, value in os.environ.items() if name != "CUDAARCHS"}
+    monkeypatch.setattr(os, "environ", without | ({"CUDAARCHS": asked} if asked else {}))
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py"])
+    monkeypatch.setattr(tool, "STAGES", {})
+    assert tool.main() == 0
+    assert os.environ["CUDAARCHS"] == (asked or "native")
 
 
 def test_rows_of_what_was_measured_are_kept(tool, monkeypatch, tmp_path):
