@@ -25,20 +25,19 @@ def worlds(device_worlds: Worlds) -> Worlds:
     return device_worlds
 
 
-class WatchedRun(Run):
-    """A run that looks at the fake device's counters before and after every call of the hook."""
+class Watch:
+    """What the calls of a hook add to the fake device's counters. DDP keeps the hook for as long as
+    it lives, so the hook must not keep DDP: this knows nothing of the run.
+    """
 
-    def __init__(self, scenario: Scenario) -> None:
-        import gradferry
+    def __init__(self) -> None:
         from fake_device import machine
 
         self.fake = machine
         self.omitted: int | None = None  # which wait of the next step's calls
         self.calls: list[dict[str, int]] = []  # of the last step: what each added
-        with mock.patch.object(gradferry, "hook", self.watch(gradferry.hook)):
-            super().__init__(dataclasses.replace(scenario, native=False))
 
-    def watch(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+    def over(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         def watched(state, bucket):  # DDP looks at annotations
             if self.omitted is not None:
                 self.fake.omit_wait(self.omitted - sum(call["waits"] for call in self.calls))
@@ -54,8 +53,24 @@ class WatchedRun(Run):
 
         return watched
 
+
+class WatchedRun(Run):
+    """A run that looks at the fake device's counters before and after every call of the hook."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        import gradferry
+
+        self.watch = Watch()
+        self.fake = self.watch.fake
+        with mock.patch.object(gradferry, "hook", self.watch.over(gradferry.hook)):
+            super().__init__(dataclasses.replace(scenario, native=False))
+
+    @property
+    def calls(self) -> list[dict[str, int]]:
+        return self.watch.calls
+
     def step(self, step: int) -> Any:
-        self.calls = []
+        self.watch.calls = []
         return super().step(step)
 
 
@@ -142,7 +157,7 @@ def case_omit_waits(scenario: Scenario, steps_before: int) -> dict[str, Any]:
         counted = sum(call["waits"] for call in calls)
         for number in range(counted):
             run = run_to(scenario, steps_before)
-            run.omitted = number
+            run.watch.omitted = number
             races.append(races_of(run, steps_before))
     return {
         "names": wait_names(scenario, calls),
