@@ -15,7 +15,7 @@ BucketEngine::BucketEngine(EngineOptions options, ParameterHashes hashes, c10::D
     : options_(std::move(options)),
       device_(device),
       exchanges_(exchanges),
-      layout_(options_.parameters, options_.rank, options_.world_size,
+      layout_(options_.parameters, options_.rank, options_.nodes,
               device.is_cpu() ? Device::kCpu : Device::kCuda),
       hashes_(std::move(hashes)),
       process_id_(getpid()),
@@ -243,7 +243,10 @@ void BucketEngine::add_to_worker_residual(uint32_t parameter, const at::Tensor& 
   const std::lock_guard lock(life_.mutex);
   expect_between_steps("change a residual");
   finish_warmup();
-  change_worker_residual(parameter_to_change(layout_, parameter, values, device_), values, factor);
+  const Parameter& target = parameter_to_change(layout_, parameter, values, device_);
+  const ResidualRange range = layout_.worker_residual_range(target);
+  if (range.begin == range.end) return;
+  change_worker_residual(range.begin, delegated_part(layout_, target, values), factor);
 }
 
 void BucketEngine::scale_residuals(float factor) {

@@ -119,7 +119,8 @@ class BucketEngine {
   virtual void load_residuals(const SavedResiduals& saved) = 0;
   // Restores the residuals from before the last optimizer step.
   virtual void take_back_step() = 0;
-  virtual void change_worker_residual(const Parameter& parameter, const at::Tensor& values,
+  // worker residual [offset ..] += factor * values
+  virtual void change_worker_residual(uint64_t offset, const at::Tensor& values,
                                       float factor) = 0;
   virtual void multiply_residuals(float factor) = 0;
   // Multiplies the residuals of every parameter by its alpha, copies of them, too: what the warm-up

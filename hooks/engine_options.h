@@ -12,6 +12,7 @@
 #include "layout.h"
 #include "messages.h"
 #include "momentum.h"
+#include "nodes.h"
 #include "peers.h"
 
 namespace gradferry {
@@ -23,6 +24,7 @@ struct EngineOptions {
   std::vector<ParameterSpec> parameters;  // in the order of named_parameters()
   uint32_t rank;
   uint32_t world_size;
+  Nodes nodes;  // of world_size ranks
   uint64_t config_hash;
   uint64_t layout_hash;
   uint64_t seed;

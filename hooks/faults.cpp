@@ -19,6 +19,8 @@ std::string place_of(Phase phase, uint64_t step, uint64_t number) {
       case Phase::kScatter: return "scatter";
       case Phase::kCommit: return "commit";
       case Phase::kParameters: return "check of parameters";
+      case Phase::kLocalScatter: return "local scatter";
+      case Phase::kForward: return "forward";
       default: return "gather";
     }
   };

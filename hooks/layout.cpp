@@ -1,6 +1,7 @@
 #include "layout.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "gradferry/error.h"
 
@@ -13,16 +14,23 @@ uint64_t round_up(uint64_t value, uint64_t multiple) {
 
 }  // namespace
 
-Layout::Layout(const std::vector<ParameterSpec>& parameters, uint32_t rank, uint32_t world_size,
+Layout::Layout(const std::vector<ParameterSpec>& parameters, uint32_t rank, Nodes nodes,
                Device device)
-    : device_(device), world_size_(world_size) {
-  GRADFERRY_EXPECTS(world_size >= 1 && world_size <= 65535, kConfig,
-                    "world size " + std::to_string(world_size) + " is not in 1..65535");
+    : device_(device), rank_(rank), nodes_(std::move(nodes)) {
+  const uint32_t world_size = nodes_.world_size();
+  std::vector<uint32_t> candidates;  // for ownership
+  for (uint32_t r = 0; r < world_size; ++r) {
+    if (nodes_.is_delegate(r)) candidates.push_back(r);
+  }
   const ParsedCodec exact = parse_codec("exact", device);
   codecs_.push_back({exact.codec, exact.options});
   codec_names_.push_back(exact.canonical);
   shard_bytes_.assign(world_size, 0);
+  dense_bytes_.assign(nodes_.num_columns(), 0);
   std::vector<uint64_t> load(world_size, 0);
+  const auto place = [](uint64_t& elements, uint32_t n) {
+    return std::exchange(elements, elements + round_up(n, kResidualAlignment));
+  };
 
   for (const ParameterSpec& spec : parameters) {
     Parameter parameter{.name = spec.name,
@@ -32,41 +40,42 @@ Layout::Layout(const std::vector<ParameterSpec>& parameters, uint32_t rank, uint
                         .warmup_index = add_codec(spec, spec.warmup),
                         .first_tile = num_tiles(),
                         .num_tiles = 0,
-                        .worker_residual = kNoResidual,
+                        .worker_residual = spec.worker_residual,
                         .owner_residual = spec.owner_residual};
     const uint64_t tiles = (spec.num_elements + kTileElements - 1) / kTileElements;
     GRADFERRY_EXPECTS(tiles <= UINT32_MAX, kConfig,
                       "parameter '" + spec.name + "' has " + std::to_string(spec.num_elements) +
                           " elements, more than 2^44; split it");
     parameter.num_tiles = static_cast<uint32_t>(tiles);
-    if (spec.worker_residual) {
-      parameter.worker_residual = worker_residual_elements_;
-      worker_residual_elements_ += round_up(spec.num_elements, kResidualAlignment);
-    }
     for (uint32_t t = 0; t < parameter.num_tiles; ++t) {
       const uint32_t n = tile_elements(parameter, t);
       const uint32_t worker = payload_bytes(parameter, n, Stage::kWorker, CodecChoice::kOwn);
       const uint32_t owned = payload_bytes(parameter, n, Stage::kOwner, CodecChoice::kOwn);
-      const auto lightest = std::min_element(load.begin(), load.end());
-      const auto owner = static_cast<uint16_t>(lightest - load.begin());
-      *lightest += uint64_t{worker} + owned;
+      const uint32_t owner =
+          *std::min_element(candidates.begin(), candidates.end(),
+                            [&](uint32_t a, uint32_t b) { return load[a] < load[b]; });
+      load[owner] += uint64_t{worker} + owned;
       const uint32_t largest = largest_payload_bytes(parameter, n);
       shard_bytes_[owner] += largest;
+      dense_bytes_[nodes_.local_index(owner)] +=
+          round_up(n, kPieceAlignment) * item_bytes(parameter.dtype);
       largest_tile_bytes_ = std::max(largest_tile_bytes_, largest);
-      owners_.push_back(owner);
-      if (spec.owner_residual && owner == rank) {
-        owner_residual_offsets_.push_back(owner_residual_elements_);
-        owner_residual_elements_ += round_up(n, kResidualAlignment);
-      } else {
-        owner_residual_offsets_.push_back(kNoResidual);
-      }
+      owners_.push_back(static_cast<uint16_t>(owner));
+      const bool is_delegate = nodes_.local_index(owner) == nodes_.local_index(rank);
+      worker_offsets_.push_back(
+          spec.worker_residual && is_delegate ? place(worker_residual_elements_, n) : kNoResidual);
+      owner_offsets_.push_back(
+          spec.owner_residual && owner == rank ? place(owner_residual_elements_, n) : kNoResidual);
     }
     parameters_.push_back(std::move(parameter));
   }
 }
 
 uint32_t Layout::add_codec(const ParameterSpec& parameter, const std::string& codec) {
-  const ParsedCodec parsed = parse_codec(codec, device_);
+  ParsedCodec parsed = parse_codec(codec, device_);
+  // What nodes send are sums in fp32, which the gradient's own dtype would round.
+  const bool has_16_bits = item_bytes(parameter.dtype) == 2;
+  if (!nodes_.is_flat() && has_16_bits && !parsed.codec->lossy) parsed = parse_codec("fp32", device_);
   GRADFERRY_EXPECTS(parameter.dtype != ScalarType::kFloat64 || parsed.codec->supports_float64,
                     kConfig,
                     "parameter '" + parameter.name + "' is float64, which codec '" +
@@ -90,10 +99,11 @@ uint32_t Layout::tile_elements(const Parameter& parameter, uint32_t tile_in_para
   return static_cast<uint32_t>(std::min<uint64_t>(kTileElements, parameter.num_elements - start));
 }
 
-ResidualRange Layout::owner_residual_range(const Parameter& parameter) const {
+ResidualRange Layout::residual_range(const Parameter& parameter,
+                                     const std::vector<uint64_t>& offsets) const {
   ResidualRange range;
   for (uint32_t t = 0; t < parameter.num_tiles; ++t) {
-    const uint64_t offset = owner_residual_offset(parameter.first_tile + t);
+    const uint64_t offset = offsets[parameter.first_tile + t];
     if (offset == kNoResidual) continue;
     if (range.end == 0) range.begin = offset;
     range.end = offset + tile_elements(parameter, t);
@@ -123,6 +133,10 @@ uint32_t Layout::largest_payload_bytes(const Parameter& parameter, uint32_t num_
     }
   }
   return largest;
+}
+
+uint64_t Layout::largest_dense_bytes() const {
+  return *std::max_element(dense_bytes_.begin(), dense_bytes_.end());
 }
 
 uint64_t Layout::largest_shard_bytes() const {

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "gradferry/codec.h"
+#include "nodes.h"
 
 namespace gradferry {
 
@@ -37,6 +38,8 @@ enum class CodecChoice : uint8_t {
 inline constexpr uint64_t kNoResidual = ~uint64_t{0};
 // Residuals of a tile start on a cache line: 16 fp32.
 inline constexpr uint64_t kResidualAlignment = 16;
+// Elements: so do tiles on their way to their delegates.
+inline constexpr uint32_t kPieceAlignment = 16;
 
 struct Parameter {
   std::string name;
@@ -46,7 +49,7 @@ struct Parameter {
   uint32_t warmup_index;  // likewise, of its codec in warm-up steps
   uint64_t first_tile;    // id of its first tile
   uint32_t num_tiles;
-  uint64_t worker_residual;  // offset of its first element in the worker residual, or kNoResidual
+  bool worker_residual;
   bool owner_residual;
 };
 
@@ -59,22 +62,32 @@ struct ResidualRange {
 class Layout {
  public:
   // Throws Error(kConfig) for an unknown codec, or a codec that cannot take the parameter's dtype.
-  Layout(const std::vector<ParameterSpec>& parameters, uint32_t rank, uint32_t world_size,
-         Device device);
+  Layout(const std::vector<ParameterSpec>& parameters, uint32_t rank, Nodes nodes, Device device);
 
-  uint32_t world_size() const { return world_size_; }
+  uint32_t rank() const { return rank_; }
+  const Nodes& nodes() const { return nodes_; }
+  uint32_t world_size() const { return nodes_.world_size(); }
   const std::vector<Parameter>& parameters() const { return parameters_; }
   // Distinct codecs in use. Entry 0 is always `exact`.
   const std::vector<ResolvedCodec>& codecs() const { return codecs_; }
   uint64_t num_tiles() const { return owners_.size(); }
 
-  // The rank that reduces the tile: in tile order, the rank with the fewest payload bytes so far.
+  // The rank that reduces the tile: in tile order, the rank with the fewest payload bytes so far,
+  // of those that have a column.
   uint32_t owner(uint64_t tile) const { return owners_[tile]; }
+  uint32_t column(uint64_t tile) const { return nodes_.local_index(owners_[tile]); }
 
-  // Where the tile starts in this rank's owner residual; kNoResidual when it has none here.
-  uint64_t owner_residual_offset(uint64_t tile) const { return owner_residual_offsets_[tile]; }
+  // Where the tile starts in this rank's residuals; kNoResidual when it has none here. Delegates
+  // keep worker residuals, owners those of owners.
+  uint64_t worker_residual_offset(uint64_t tile) const { return worker_offsets_[tile]; }
+  uint64_t owner_residual_offset(uint64_t tile) const { return owner_offsets_[tile]; }
   // Of all tiles of a parameter that have one here, which lie one after the other; empty: none has.
-  ResidualRange owner_residual_range(const Parameter& parameter) const;
+  ResidualRange worker_residual_range(const Parameter& parameter) const {
+    return residual_range(parameter, worker_offsets_);
+  }
+  ResidualRange owner_residual_range(const Parameter& parameter) const {
+    return residual_range(parameter, owner_offsets_);
+  }
 
   // The parameter that contains the tile.
   const Parameter& parameter_of(uint64_t tile) const;
@@ -90,21 +103,27 @@ class Layout {
 
   // The most bytes any rank owns of the whole model, in the larger stage, with whichever codecs.
   uint64_t largest_shard_bytes() const;
+  // The most bytes of gradient that a column has of the whole model.
+  uint64_t largest_dense_bytes() const;
   // The longest payload of a tile, likewise.
   uint32_t largest_tile_bytes() const { return largest_tile_bytes_; }
 
  private:
   uint32_t add_codec(const ParameterSpec& parameter, const std::string& codec);
   uint32_t largest_payload_bytes(const Parameter& parameter, uint32_t num_elements) const;
+  ResidualRange residual_range(const Parameter& parameter,
+                               const std::vector<uint64_t>& offsets) const;
 
   Device device_;  // whose codecs
-  uint32_t world_size_;
+  uint32_t rank_;
+  Nodes nodes_;
   std::vector<Parameter> parameters_;
   std::vector<ResolvedCodec> codecs_;
   std::vector<std::string> codec_names_;  // canonical strings, parallel to codecs_
   std::vector<uint16_t> owners_;
-  std::vector<uint64_t> owner_residual_offsets_;
+  std::vector<uint64_t> worker_offsets_, owner_offsets_;  // by tile
   std::vector<uint64_t> shard_bytes_;  // by rank
+  std::vector<uint64_t> dense_bytes_;  // by column
   uint32_t largest_tile_bytes_ = 0;
   uint64_t worker_residual_elements_ = 0;
   uint64_t owner_residual_elements_ = 0;

@@ -34,6 +34,10 @@ void write_header(std::byte* message, const Envelope& envelope, WireStatus statu
 Fault check_message(const std::byte* message, Envelope envelope, uint32_t source,
                     uint32_t payload_bytes);
 
+// The same of a message between ranks of one node, whose payload has no checksum.
+Fault check_unsummed_message(const std::byte* message, Envelope envelope, uint32_t source,
+                             uint32_t payload_bytes);
+
 // Throws Error(kConfig) unless 32-bit offsets suffice for the messages of a chunk: one per rank, of
 // up to `message_bytes`.
 void expect_offsets_fit(uint64_t message_bytes, uint32_t world_size);

@@ -1,6 +1,9 @@
 #include "plan.h"
 
 #include <algorithm>
+#include <iterator>
+#include <span>
+#include <utility>
 
 #include "gradferry/wire.h"
 
@@ -19,6 +22,11 @@ struct BucketTile {
   uint32_t owner;
 };
 
+// Between siblings, where pieces begin on a cache line.
+uint32_t piece_elements(const BucketTile& tile) {
+  return (tile.num_elements + kPieceAlignment - 1) / kPieceAlignment * kPieceAlignment;
+}
+
 std::vector<BucketTile> tiles_of(const Layout& layout, const BucketPlan& plan, CodecChoice codecs) {
   std::vector<BucketTile> tiles;
   uint64_t offset = 0;
@@ -28,11 +36,10 @@ std::vector<BucketTile> tiles_of(const Layout& layout, const BucketPlan& plan, C
       const uint32_t n = layout.tile_elements(parameter, t);
       const uint64_t start = uint64_t{t} * kTileElements;
       const uint64_t id = parameter.first_tile + t;
-      const bool keeps = parameter.worker_residual != kNoResidual;
       tiles.push_back({.parameter = &parameter,
                        .id = id,
                        .gradient_offset = offset + start,
-                       .worker_residual = keeps ? parameter.worker_residual + start : kNoResidual,
+                       .worker_residual = layout.worker_residual_offset(id),
                        .num_elements = n,
                        .worker_bytes = layout.payload_bytes(parameter, n, Stage::kWorker, codecs),
                        .owner_bytes = layout.payload_bytes(parameter, n, Stage::kOwner, codecs),
@@ -44,11 +51,11 @@ std::vector<BucketTile> tiles_of(const Layout& layout, const BucketPlan& plan, C
 }
 
 // Finds the batch of the tile's codec and residuals, or adds it.
-PlannedBatch& batch_for(std::vector<PlannedBatch>& batches, const Parameter& parameter,
+PlannedBatch& batch_for(std::vector<PlannedBatch>& batches, const BucketTile& tile,
                         const PlanOptions& options) {
-  const uint32_t codec = Layout::codec_index(parameter, options.codecs);
-  const bool worker = options.residuals && parameter.worker_residual != kNoResidual;
-  const bool owner = options.residuals && parameter.owner_residual;
+  const uint32_t codec = Layout::codec_index(*tile.parameter, options.codecs);
+  const bool worker = options.residuals && tile.worker_residual != kNoResidual;
+  const bool owner = options.residuals && tile.parameter->owner_residual;
   for (PlannedBatch& batch : batches) {
     if (batch.codec_index == codec && batch.worker_residual == worker &&
         batch.owner_residual == owner) {
@@ -76,52 +83,110 @@ void size_scatter_messages(std::vector<Shard>& shards, const PlanOptions& option
   for (Shard& shard : shards) shard.scatter_bytes = static_cast<uint32_t>(longest);
 }
 
-ChunkPlan plan_chunk(const Layout& layout, std::span<const BucketTile> tiles,
-                     const PlanOptions& options) {
-  ChunkPlan chunk{.dtype = tiles.front().parameter->dtype,
-                  .shards = std::vector<Shard>(layout.world_size()),
-                  .gather_message_bytes = 0,
-                  .encode = {},
-                  .reduce = {},
-                  .decode = {}};
-  for (const BucketTile& tile : tiles) {
-    Shard& shard = chunk.shards[tile.owner];
-    shard.worker_bytes += tile.worker_bytes;
-    shard.owner_bytes += tile.owner_bytes;
+// Where the tiles of a chunk lie in its messages.
+class ChunkPlanner {
+ public:
+  ChunkPlanner(const Layout& layout, std::span<const BucketTile> tiles, const PlanOptions& options)
+      : nodes_(layout.nodes()),
+        layout_(layout),
+        tiles_(tiles),
+        options_(options),
+        own_column_(nodes_.local_index(options.rank)),
+        in_worker_(nodes_.world_size(), 0),
+        in_owner_(nodes_.world_size(), 0) {
+    const ScalarType dtype = tiles.front().parameter->dtype;
+    chunk_.dtype = dtype;
+    chunk_.sum_dtype =
+        nodes_.is_flat() || dtype == ScalarType::kFloat64 ? dtype : ScalarType::kFloat32;
+    chunk_.columns.resize(nodes_.num_columns());
+    chunk_.shards.resize(nodes_.num_nodes());
   }
-  size_scatter_messages(chunk.shards, options);
-  std::vector<uint32_t> message_start(layout.world_size());  // of the scatter messages
-  uint32_t start = 0;
-  for (uint32_t rank = 0; rank < layout.world_size(); ++rank) {
-    message_start[rank] = start;
-    start += chunk.shards[rank].scatter_bytes;
-    chunk.gather_message_bytes =
-        std::max(chunk.gather_message_bytes, kHeaderBytes + chunk.shards[rank].owner_bytes);
-  }
-  std::vector<uint32_t> worker_offset(layout.world_size(), 0);
-  std::vector<uint32_t> owner_offset(layout.world_size(), 0);
-  for (const BucketTile& tile : tiles) {
-    const uint32_t in_worker = worker_offset[tile.owner];
-    const uint32_t in_owner = owner_offset[tile.owner];
-    const auto add = [&](std::vector<PlannedBatch>& batches, uint64_t residual,
-                         uint32_t payload_offset, uint32_t output_offset, uint32_t message_offset) {
-      PlannedBatch& batch = batch_for(batches, *tile.parameter, options);
-      batch.tiles.push_back({tile.id, tile.gradient_offset, residual, tile.num_elements,
-                             payload_offset, output_offset, message_offset});
-      batch.ranks.push_back(tile.owner);
-    };
-    const uint32_t arrives_at = tile.owner * chunk.gather_message_bytes + kHeaderBytes + in_owner;
-    add(chunk.encode, tile.worker_residual, message_start[tile.owner] + kHeaderBytes + in_worker,
-        arrives_at, in_worker);
-    if (tile.owner == options.rank) {
-      add(chunk.reduce, layout.owner_residual_offset(tile.id), in_worker, in_owner, in_owner);
+
+  ChunkPlan plan() {
+    size_messages();
+    // Those of this rank's column first: where `decode` undoes, it needs the batch of `encode`.
+    for (const BucketTile& tile : tiles_) place(tile);
+    for (std::vector<PlannedBatch>* batches : {&own_decode_, &other_decode_}) {
+      std::move(batches->begin(), batches->end(), std::back_inserter(chunk_.decode));
     }
-    add(chunk.decode, tile.worker_residual, arrives_at, 0, 0);
-    worker_offset[tile.owner] += tile.worker_bytes;
-    owner_offset[tile.owner] += tile.owner_bytes;
+    return std::move(chunk_);
   }
-  return chunk;
-}
+
+ private:
+  void size_messages() {
+    std::vector<uint32_t> owner_bytes(nodes_.world_size(), 0);
+    for (const BucketTile& tile : tiles_) {
+      owner_bytes[tile.owner] += tile.owner_bytes;
+      if (nodes_.local_index(tile.owner) != own_column_) continue;
+      Shard& shard = chunk_.shards[nodes_.node_of(tile.owner)];
+      shard.worker_bytes += tile.worker_bytes;
+      shard.owner_bytes += tile.owner_bytes;
+    }
+    size_scatter_messages(chunk_.shards, options_);
+    uint32_t longest = 0;
+    for (uint32_t column = 0; column < nodes_.num_columns(); ++column) {
+      Column& planned = chunk_.columns[column];
+      for (const uint32_t peer : nodes_.peers(column)) {
+        planned.owner_bytes.push_back(owner_bytes[peer]);
+      }
+      planned.gather_message_bytes = kHeaderBytes + std::ranges::max(planned.owner_bytes);
+      longest = std::max(longest, planned.gather_message_bytes);
+    }
+    chunk_.forward_bytes = nodes_.is_flat() ? 0 : kHeaderBytes + nodes_.num_nodes() * longest;
+    uint32_t start = 0;
+    for (const Shard& shard : chunk_.shards) {
+      message_start_.push_back(start);
+      start += shard.scatter_bytes;
+    }
+  }
+
+  void place(const BucketTile& tile) {
+    const uint32_t node = nodes_.node_of(tile.owner), index = nodes_.local_index(tile.owner);
+    Column& column = chunk_.columns[index];
+    uint64_t gradient_offset = tile.gradient_offset;
+    if (!nodes_.is_flat()) {
+      gradient_offset = column.num_elements;
+      column.pieces.push_back({tile.gradient_offset, tile.num_elements, column.num_elements});
+      column.num_elements += piece_elements(tile);
+    }
+    const uint32_t in_worker = std::exchange(in_worker_[tile.owner],
+                                             in_worker_[tile.owner] + tile.worker_bytes);
+    const uint32_t in_owner =
+        std::exchange(in_owner_[tile.owner], in_owner_[tile.owner] + tile.owner_bytes);
+    const uint32_t forwarded =
+        nodes_.is_flat() ? 0 : index * chunk_.forward_bytes + kHeaderBytes;
+    const uint32_t arrives_at =
+        forwarded + node * column.gather_message_bytes + kHeaderBytes + in_owner;
+    const auto add = [&](std::vector<PlannedBatch>& batches, uint32_t rank, const Tile& placed) {
+      PlannedBatch& batch = batch_for(batches, tile, options_);
+      batch.tiles.push_back(placed);
+      batch.ranks.push_back(rank);
+    };
+    const bool is_own = index == own_column_;
+    if (is_own) {
+      add(chunk_.encode, node,
+          {tile.id, gradient_offset, tile.worker_residual, tile.num_elements,
+           message_start_[node] + kHeaderBytes + in_worker, arrives_at, in_worker});
+    }
+    if (tile.owner == options_.rank) {
+      add(chunk_.reduce, node,
+          {tile.id, tile.gradient_offset, layout_.owner_residual_offset(tile.id),
+           tile.num_elements, in_worker, in_owner, in_owner});
+    }
+    add(is_own ? own_decode_ : other_decode_, tile.owner,
+        {tile.id, tile.gradient_offset, tile.worker_residual, tile.num_elements, arrives_at, 0, 0});
+  }
+
+  const Nodes& nodes_;
+  const Layout& layout_;
+  const std::span<const BucketTile> tiles_;
+  const PlanOptions& options_;
+  const uint32_t own_column_;
+  std::vector<uint32_t> message_start_;         // of the scatter messages, by node
+  std::vector<uint32_t> in_worker_, in_owner_;  // payload bytes so far, by owner
+  std::vector<PlannedBatch> own_decode_, other_decode_;
+  ChunkPlan chunk_{};
+};
 
 }  // namespace
 
@@ -136,23 +201,30 @@ BucketPlan make_plan(const Layout& layout, const std::vector<uint32_t>& paramete
   const std::vector<BucketTile> tiles = tiles_of(layout, plan, options.codecs);
   std::vector<uint32_t> worker_bytes(layout.world_size(), 0);
   std::vector<uint32_t> owner_bytes(layout.world_size(), 0);
+  std::vector<uint64_t> dense_bytes(layout.nodes().num_columns(), 0);
+  const uint64_t most_dense_bytes = layout.nodes().is_flat() ? ~uint64_t{0} : kMostDenseBytes;
   size_t first = 0;
   for (size_t i = 0; i < tiles.size(); ++i) {
     const BucketTile& tile = tiles[i];
+    uint64_t& dense = dense_bytes[layout.column(tile.id)];
+    const uint64_t tile_bytes = uint64_t{piece_elements(tile)} * item_bytes(plan.dtype);
     const bool full = worker_bytes[tile.owner] + tile.worker_bytes > options.chunk_bytes ||
-                      owner_bytes[tile.owner] + tile.owner_bytes > options.chunk_bytes;
+                      owner_bytes[tile.owner] + tile.owner_bytes > options.chunk_bytes ||
+                      dense + tile_bytes > most_dense_bytes;
     if (full && i > first) {
       plan.chunks.push_back(
-          plan_chunk(layout, std::span(tiles).subspan(first, i - first), options));
+          ChunkPlanner(layout, std::span(tiles).subspan(first, i - first), options).plan());
       first = i;
       std::fill(worker_bytes.begin(), worker_bytes.end(), 0);
       std::fill(owner_bytes.begin(), owner_bytes.end(), 0);
+      std::fill(dense_bytes.begin(), dense_bytes.end(), 0);
     }
     worker_bytes[tile.owner] += tile.worker_bytes;
     owner_bytes[tile.owner] += tile.owner_bytes;
+    dense += tile_bytes;
   }
   if (first < tiles.size()) {
-    plan.chunks.push_back(plan_chunk(layout, std::span(tiles).subspan(first), options));
+    plan.chunks.push_back(ChunkPlanner(layout, std::span(tiles).subspan(first), options).plan());
   }
   return plan;
 }

@@ -14,29 +14,51 @@ namespace gradferry {
 // The tiles of one codec in a chunk. `tiles` and `ranks` run in parallel.
 struct PlannedBatch {
   uint32_t codec_index;
-  bool worker_residual;  // the batch's parameters have one
-  bool owner_residual;
+  bool worker_residual;  // this rank has one for the batch's tiles
+  bool owner_residual;   // the batch's parameters have one
   std::vector<Tile> tiles;
-  std::vector<uint32_t> ranks;  // encode: receiver of the message; decode: its sender
+  std::vector<uint32_t> ranks;  // encode: node of the message's receiver; decode: the sender's rank
 };
 
-// One rank's share of a chunk.
+// A peer's share of a chunk.
 struct Shard {
-  uint32_t worker_bytes = 0;   // payload of the scatter message to this rank
+  uint32_t worker_bytes = 0;   // payload of the scatter message to this peer
   uint32_t scatter_bytes = 0;  // of that message: header, payload, padding
-  uint32_t owner_bytes = 0;    // payload of the gather message from this rank
+  uint32_t owner_bytes = 0;    // payload of the gather message from this peer
+};
+
+// A tile on its way to its delegate.
+struct Piece {
+  uint64_t gradient_offset;  // elements, in the bucket
+  uint32_t num_elements;
+  uint32_t offset;  // elements, in the message to the delegate
+};
+
+// The tiles of a column in a chunk.
+struct Column {
+  std::vector<Piece> pieces;  // empty with one rank per node
+  uint32_t num_elements = 0;  // of the message to the delegate, with gaps
+  // From every peer to the others: header + the largest owner_bytes; all_gather wants one size.
+  uint32_t gather_message_bytes = 0;
+  std::vector<uint32_t> owner_bytes;  // payload of that message, by node
 };
 
 struct ChunkPlan {
-  ScalarType dtype;
-  std::vector<Shard> shards;      // by owner
-  uint32_t gather_message_bytes;  // header + the largest owner_bytes: all_gather wants one size
-  // The same batches and tiles in `encode` and `decode`, in the same order.
+  ScalarType dtype;      // of the bucket
+  ScalarType sum_dtype;  // of what is encoded: with one rank per node the bucket's
+  std::vector<Column> columns;
+  // Message to every sibling: a header, and what was gathered from the peers of the longest column.
+  // 0 with one rank per node.
+  uint32_t forward_bytes;
+  std::vector<Shard> shards;  // this rank's peers, by node
+  // Of this rank's column. gradient_offset counts in the bucket, or in the sum of the node.
   // payload_offset counts from the start of the send buffer, headers included; output_offset, for
   // undo, as payload_offset in `decode`.
   std::vector<PlannedBatch> encode;
-  // payload_offset and output_offset count from the end of the message's header.
+  // Tiles that this rank owns. payload_offset and output_offset count from the end of the message's
+  // header.
   std::vector<PlannedBatch> reduce;
+  // First the batches and tiles of `encode`, in the same order, then those of other columns.
   // payload_offset counts from the start of the receive buffer, headers included.
   std::vector<PlannedBatch> decode;
 };
@@ -50,6 +72,10 @@ struct BucketPlan {
 
 // Padding of scatter messages to one size is at most one part in this many of their bytes.
 inline constexpr uint64_t kScatterPaddingPart = 32;
+
+// Most bytes of gradient in a chunk that one column has, where nodes have several ranks: what a rank
+// sends to a sibling.
+inline constexpr uint64_t kMostDenseBytes = uint64_t{2} << 20;
 
 struct PlanOptions {
   uint32_t rank;

@@ -29,10 +29,7 @@ void scale_by_parameter(const Layout& layout, const std::vector<float>& factors,
   };
   for (size_t i = 0; i < factors.size(); ++i) {
     const Parameter& parameter = layout.parameters()[i];
-    if (parameter.worker_residual != kNoResidual) {
-      const uint64_t begin = parameter.worker_residual;
-      scale(worker, {begin, begin + parameter.num_elements}, factors[i]);
-    }
+    scale(worker, layout.worker_residual_range(parameter), factors[i]);
     scale(owner, layout.owner_residual_range(parameter), factors[i]);
   }
 }
@@ -44,11 +41,21 @@ const Parameter& parameter_to_change(const Layout& layout, uint32_t index, const
   const Parameter& target = layout.parameters()[index];
   const bool fits = static_cast<uint64_t>(values.numel()) == target.num_elements &&
                     values.dim() == 1 && values.device() == device;
-  GRADFERRY_EXPECTS(fits && target.worker_residual != kNoResidual, kConfig,
+  GRADFERRY_EXPECTS(fits && target.worker_residual, kConfig,
                     "the values for '" + target.name + "' must be a tensor of one dimension, " +
                         std::to_string(target.num_elements) + " elements, on " + device.str() +
                         ", and the parameter must have a worker residual");
   return target;
+}
+
+at::Tensor delegated_part(const Layout& layout, const Parameter& parameter,
+                          const at::Tensor& values) {
+  std::vector<at::Tensor> parts;
+  for (uint32_t t = 0; t < parameter.num_tiles; ++t) {
+    if (layout.worker_residual_offset(parameter.first_tile + t) == kNoResidual) continue;
+    parts.push_back(values.narrow(0, int64_t{t} * kTileElements, layout.tile_elements(parameter, t)));
+  }
+  return parts.size() == parameter.num_tiles ? values : at::cat(parts);
 }
 
 Residuals::Residuals(const Layout& layout, c10::Device device)

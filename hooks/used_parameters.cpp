@@ -71,13 +71,12 @@ UnusedCopy::UnusedCopy(const Layout& layout, const std::vector<uint32_t>& parame
     const uint64_t begin = std::exchange(offset, offset + n);
     if (used[i] != 0 || n == 0) continue;
     keep(i, gradient, begin, n, /*residual=*/false);
-    if (worker.defined() && parameter.worker_residual != kNoResidual) {
-      keep(i, worker, parameter.worker_residual, n, /*residual=*/true);
-    }
-    const ResidualRange owned = layout.owner_residual_range(parameter);
-    if (owner.defined() && owned.begin != owned.end) {
-      keep(i, owner, owned.begin, owned.end - owned.begin, /*residual=*/true);
-    }
+    const auto keep_residual = [&](const at::Tensor& residual, ResidualRange range) {
+      if (!residual.defined() || range.begin == range.end) return;
+      keep(i, residual, range.begin, range.end - range.begin, /*residual=*/true);
+    };
+    keep_residual(worker, layout.worker_residual_range(parameter));
+    keep_residual(owner, layout.owner_residual_range(parameter));
   }
 }
 

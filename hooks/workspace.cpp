@@ -5,6 +5,7 @@
 
 #include "gradferry/error.h"
 #include "gradferry/wire.h"
+#include "plan.h"
 
 namespace gradferry {
 namespace {
@@ -27,25 +28,40 @@ uint32_t chunk_bytes_within(uint64_t workspace_cap_bytes, uint32_t world_size, u
 
 Workspace plan_workspace(const Layout& layout, uint32_t chunk_bytes,
                          const WorkspaceLimits& limits) {
-  const uint64_t world_size = layout.world_size();
+  const Nodes& nodes = layout.nodes();
+  const uint64_t num_nodes = nodes.num_nodes(), num_siblings = nodes.siblings(layout.rank()).size();
   // Only the first tile of a chunk may be longer than chunk_bytes.
   const uint64_t usual =
       kHeaderBytes + std::min<uint64_t>(chunk_bytes, layout.largest_shard_bytes());
   Workspace workspace;
   workspace.message_bytes = std::max<uint64_t>(usual, kHeaderBytes + layout.largest_tile_bytes());
-  workspace.send_bytes = (world_size - 1) * usual + workspace.message_bytes;
-  workspace.receive_bytes = world_size * workspace.message_bytes;
+  workspace.send_bytes = (num_nodes - 1) * usual + workspace.message_bytes;
+  workspace.receive_bytes = num_nodes * workspace.message_bytes;
+  workspace.gathered_bytes = workspace.receive_bytes;
+  if (!nodes.is_flat()) {
+    const uint64_t dense = kHeaderBytes + std::min(kMostDenseBytes, layout.largest_dense_bytes());
+    workspace.dense_send_bytes = num_siblings * dense;
+    workspace.dense_receive_bytes = num_siblings * dense;
+    workspace.sum_bytes = nodes.is_delegate(layout.rank()) ? 2 * dense : 0;  // of 16-bit numbers, in fp32
+    workspace.gathered_bytes = num_siblings * (kHeaderBytes + workspace.receive_bytes);
+    if (!nodes.is_delegate(layout.rank())) {
+      workspace.dense_receive_bytes = num_siblings * kHeaderBytes;
+      workspace.send_bytes = workspace.receive_bytes = 0;
+    }
+  }
   workspace.own_message_bytes = limits.gathers_in_place ? 0 : workspace.message_bytes;
   const auto fits = [&] { return workspace.bytes() + limits.other_bytes <= limits.cap_bytes; };
   for (workspace.slots = limits.most_slots; workspace.slots >= 1; --workspace.slots) {
     if (fits()) return workspace;
   }
   workspace.slots = 1;
-  workspace.shared_receive = true;
-  workspace.own_message_bytes = workspace.message_bytes;
+  if (nodes.is_flat()) {
+    workspace.shared_receive = true;
+    workspace.own_message_bytes = workspace.message_bytes;
+  }
   const uint64_t needed = workspace.bytes() + limits.other_bytes;
   GRADFERRY_EXPECTS(fits(), kConfig,
-                    "the messages of one chunk between " + std::to_string(world_size) +
+                    "the messages of one chunk between " + std::to_string(nodes.world_size()) +
                         " ranks take " + std::to_string(needed) + " bytes, more than the " +
                         std::to_string(limits.cap_bytes) +
                         " that workspace_cap_mb allows; attach with workspace_cap_mb=" +

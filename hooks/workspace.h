@@ -19,8 +19,13 @@ uint32_t chunk_bytes_within(uint64_t workspace_cap_bytes, uint32_t world_size, u
 struct Workspace {
   size_t slots = 1;            // chunks in flight
   uint64_t message_bytes = 0;  // the longest message, header included
-  uint64_t send_bytes = 0;     // a chunk's messages to all owners
-  uint64_t receive_bytes = 0;  // one message from every rank
+  uint64_t send_bytes = 0;      // a chunk's messages to all peers
+  uint64_t receive_bytes = 0;   // one message from every peer
+  uint64_t gathered_bytes = 0;  // the messages of all owners
+  // Between siblings: gradients to and from all of them, and their sum. 0 with one rank per node.
+  uint64_t dense_send_bytes = 0;
+  uint64_t dense_receive_bytes = 0;
+  uint64_t sum_bytes = 0;
   // What a scatter and a gather receive lies in the same memory, one after the other; only with a
   // single slot.
   bool shared_receive = false;
@@ -28,9 +33,9 @@ struct Workspace {
   // shared memory does not allow: a reduce still reads there.
   uint64_t own_message_bytes = 0;
 
-  // Messages to all owners, from all ranks, to all ranks, and from all owners.
   uint64_t slot_bytes() const {
-    return send_bytes + own_message_bytes + (shared_receive ? 1 : 2) * receive_bytes;
+    return dense_send_bytes + dense_receive_bytes + sum_bytes + send_bytes + own_message_bytes +
+           receive_bytes + (shared_receive ? 0 : gathered_bytes);
   }
   uint64_t bytes() const { return slots * slot_bytes(); }
 };

@@ -253,11 +253,10 @@ void DeviceEngine::take_back_step() {
 }
 
 // The parameter has a worker residual, so the engine has residuals.
-void DeviceEngine::change_worker_residual(const Parameter& parameter, const at::Tensor& values,
-                                          float factor) {
+void DeviceEngine::change_worker_residual(uint64_t offset, const at::Tensor& values, float factor) {
   const c10::StreamGuard guard = behind_all();
   context_.residuals->settle(context_.finish_stream);
-  context_.residuals->add_to_worker(parameter.worker_residual, values, factor, options_.loss_scale);
+  context_.residuals->add_to_worker(offset, values, factor, options_.loss_scale);
   context_.finish_stream.synchronize();
 }
 

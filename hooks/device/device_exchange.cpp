@@ -141,7 +141,7 @@ void DeviceExchange::reduce(DeviceJob& job, ChunkJob& chunk) {
   if (!freed_by_decode(planned)) slot.free.record(context_.finish_stream);
   chunk.gather =
       context_.transport->all_gather(slot.gather_receive, slot.gather_send,
-                                     planned.plan->gather_message_bytes, context_.finish_stream);
+                                     planned.plan->columns[0].gather_message_bytes, context_.finish_stream);
 }
 
 // On F, last: the mean replaces the gradient in the bucket. Tiles of refused messages become NaN,

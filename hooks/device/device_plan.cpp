@@ -69,7 +69,7 @@ DeviceChunk add_chunk(TableWriter& writer, const ChunkPlan& plan, uint32_t rank,
                   tile.message = sender;
                   tile.tile.output_offset = own_payloads[next++];
                   tile.tile.message_offset =
-                      tile.tile.payload_offset - sender * plan.gather_message_bytes - kHeaderBytes;
+                      tile.tile.payload_offset - sender * plan.columns[0].gather_message_bytes - kHeaderBytes;
                 });
   for (const PlannedBatch& batch : plan.decode) chunk.worker_residual |= batch.worker_residual;
 
@@ -78,7 +78,7 @@ DeviceChunk add_chunk(TableWriter& writer, const ChunkPlan& plan, uint32_t rank,
   for (uint32_t p = 0; p < world_size; ++p) {
     sent.push_back({offset, plan.shards[p].worker_bytes});
     scattered.push_back({p * own.scatter_bytes, own.worker_bytes});
-    gathered.push_back({p * plan.gather_message_bytes, plan.shards[p].owner_bytes});
+    gathered.push_back({p * plan.columns[0].gather_message_bytes, plan.shards[p].owner_bytes});
     chunk.send_bytes.push_back(plan.shards[p].scatter_bytes);
     chunk.receive_bytes.push_back(own.scatter_bytes);
     offset += plan.shards[p].scatter_bytes;

@@ -24,8 +24,9 @@ class ChunkCodecs {
   struct Work {
     const ChunkPlan* plan;
     uint64_t step;
-    float gain;      // factor for the residuals
-    void* gradient;  // of the bucket, in host memory
+    float gain;          // factor for the residuals
+    void* gradient;      // of the bucket, in host memory
+    const void* summed;  // what is encoded, of ChunkPlan::sum_dtype: the gradient, or a node's sum
   };
   struct Reduced {
     uint64_t checksum = 0;  // of the payload
@@ -36,13 +37,13 @@ class ChunkCodecs {
     std::vector<uint32_t> corrupt_sources;  // ranks of tiles that are corrupt, in that order
   };
 
-  // Encodes the gradient into the payloads of `messages`; writes no headers. Adds the checksum of
-  // the payload for rank p to checksums[p].
+  // Encodes `summed` into the payloads of `messages`; writes no headers. Adds the checksum of the
+  // payload for node k to checksums[k].
   void encode(const Work& work, std::byte* messages, std::vector<uint64_t>& checksums);
-  // Reduces the payloads of all ranks (payloads[r]: from rank r) to the payload of their mean.
+  // Reduces the payloads of all peers, by node, to the payload of their mean.
   Reduced reduce(const Work& work, const std::vector<const std::byte*>& payloads,
                  std::byte* payload);
-  // The lowest rank whose payload is corrupt; none: each payload decodes by itself.
+  // The first node whose payload is corrupt; none: each payload decodes by itself.
   std::optional<uint32_t> sender_of_corrupt(const Work& work,
                                             const std::vector<const std::byte*>& payloads);
   // Decodes the `messages` of all ranks into the gradient. `sent`: the output of encode().
@@ -51,7 +52,8 @@ class ChunkCodecs {
   void add_momentum(const Work& work);
 
  private:
-  TileBatch make_batch(const Work& work, const PlannedBatch& planned, Stage stage);
+  TileBatch make_batch(const Work& work, const PlannedBatch& planned, Stage stage,
+                       ScalarType dtype);
   void decode_batch(const Work& work, size_t index, const std::byte* messages,
                     const std::byte* sent);
   const ResolvedCodec& codec_of(const PlannedBatch& planned) const {

@@ -3,6 +3,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstring>
+#include <utility>
 
 #include "tensor_bytes.h"
 
@@ -11,10 +12,39 @@ Slot make_slot(const Workspace& workspace) {
   const auto make = [](uint64_t num_bytes) {
     return at::zeros({static_cast<int64_t>(num_bytes)}, at::TensorOptions().dtype(at::kByte));
   };
-  Slot slot{make(workspace.send_bytes), make(workspace.receive_bytes), {}, {}};
-  slot.gathered = workspace.shared_receive ? slot.scatter_receive : make(workspace.receive_bytes);
+  Slot slot;
+  slot.dense_send = make(workspace.dense_send_bytes);
+  slot.dense_receive = make(workspace.dense_receive_bytes);
+  slot.sum = make(workspace.sum_bytes);
+  slot.scatter_send = make(workspace.send_bytes);
+  slot.scatter_receive = make(workspace.receive_bytes);
+  slot.gathered =
+      workspace.shared_receive ? slot.scatter_receive : make(workspace.gathered_bytes);
   if (workspace.own_message_bytes != 0) slot.own_message = make(workspace.own_message_bytes);
   return slot;
+}
+
+Exchange::Exchange(const Agreement& agreement, const Nodes& nodes, Peers& peers,
+                   ExchangeLanes lanes)
+    : agreement_(agreement),
+      nodes_(nodes),
+      siblings_(nodes.siblings(agreement.rank)),
+      node_(nodes.node_of(agreement.rank)),
+      local_index_(nodes.local_index(agreement.rank)),
+      peers_(peers),
+      lanes_(std::move(lanes)) {
+  for (uint32_t column = 0; column < nodes.num_columns(); ++column) {
+    columns_.push_back(nodes.peers(column));
+  }
+}
+
+void Exchange::close(bool failed) {
+  std::vector<std::shared_ptr<Lane>> lanes;
+  for (auto* lane : {&lanes_.scatter, &lanes_.gather, &lanes_.commit, &lanes_.local_scatter,
+                     &lanes_.forward, &lanes_.hashes}) {
+    if (*lane) lanes.push_back(std::move(*lane));
+  }
+  if (failed) close_later(std::move(lanes));
 }
 
 void Exchange::wait(const Pending& work, Phase phase, uint64_t step, uint64_t number) const {
@@ -35,24 +65,77 @@ bool Exchange::has_come(const Pending& work) {
   }
 }
 
+// --- siblings: gradients
+
+uint64_t Exchange::dense_bytes(const Chunk& chunk, uint32_t local_index) const {
+  const auto& columns = chunk.plan->columns;
+  const uint64_t elements =
+      local_index < columns.size() ? columns[local_index].num_elements : uint64_t{0};
+  return elements * item_bytes(chunk.plan->dtype);
+}
+
+std::byte* Exchange::dense_message(const Chunk& chunk, uint32_t column) const {
+  uint64_t offset = kHeaderBytes;
+  for (uint32_t i = 0; i < column; ++i) offset += kHeaderBytes + dense_bytes(chunk, i);
+  return bytes(chunk.slot->dense_send) + offset;
+}
+
+// The numbers have no checksum: they do not leave the machine.
+void Exchange::post_local_scatter(Chunk& chunk, WireStatus status) {
+  std::vector<int64_t> send_bytes;
+  int64_t sent = 0;
+  for (uint32_t i = 0; i < siblings_.size(); ++i) {
+    const uint64_t dense = dense_bytes(chunk, i);
+    write_header(bytes(chunk.slot->dense_send) + sent, envelope(chunk, Phase::kLocalScatter),
+                 status, static_cast<uint32_t>(dense), 0);
+    send_bytes.push_back(static_cast<int64_t>(kHeaderBytes + dense));
+    sent += send_bytes.back();
+  }
+  const int64_t mine = send_bytes[local_index_];
+  local_bytes_.fetch_add(static_cast<uint64_t>(sent - mine), std::memory_order_relaxed);
+  const auto number = static_cast<int64_t>(siblings_.size());
+  chunk.local_scatter = lanes_.local_scatter->all_to_all(
+      chunk.slot->dense_receive.narrow(0, 0, mine * number), std::vector<int64_t>(number, mine),
+      chunk.slot->dense_send.narrow(0, 0, sent), send_bytes);
+}
+
+const std::byte* Exchange::scattered_gradients(const Chunk& chunk, uint32_t sibling) const {
+  const uint64_t stride = kHeaderBytes + dense_bytes(chunk, local_index_);
+  return bytes(chunk.slot->dense_receive) + sibling * stride + kHeaderBytes;
+}
+
+Fault Exchange::wait_local_scatter(Chunk& chunk) {
+  wait(chunk.local_scatter, Phase::kLocalScatter, chunk.step, chunk.number);
+  chunk.local_scatter.reset();
+  const auto dense = static_cast<uint32_t>(dense_bytes(chunk, local_index_));
+  for (uint32_t i = 0; i < siblings_.size(); ++i) {
+    if (i == local_index_) continue;
+    const Fault fault =
+        check_unsummed_message(scattered_gradients(chunk, i) - kHeaderBytes,
+                               envelope(chunk, Phase::kLocalScatter), siblings_[i], dense);
+    if (fault) return fault;
+  }
+  return {};
+}
+
+// --- peers: payloads
+
 // One message to every owner. All-to-all allows messages of different sizes, without gaps.
 void Exchange::post_scatter(Chunk& chunk, WireStatus status,
                             const std::vector<uint64_t>& checksums) {
   const auto& shards = chunk.plan->shards;
   std::vector<int64_t> send_bytes(shards.size());
-  const int64_t mine = shards[agreement_.rank].scatter_bytes;
+  const int64_t mine = shards[node_].scatter_bytes;
   const std::vector<int64_t> receive_bytes(shards.size(), mine);
-  const Envelope envelope = agreement_.envelope(chunk.step, chunk.number, Phase::kScatter);
   int64_t offset = 0;
-  for (uint32_t p = 0; p < shards.size(); ++p) {
-    write_header(bytes(chunk.slot->scatter_send) + offset, envelope, status, shards[p].worker_bytes,
-                 checksums[p]);
-    send_bytes[p] = shards[p].scatter_bytes;
-    offset += send_bytes[p];
+  for (uint32_t node = 0; node < shards.size(); ++node) {
+    write_header(bytes(chunk.slot->scatter_send) + offset, envelope(chunk, Phase::kScatter), status,
+                 shards[node].worker_bytes, checksums[node]);
+    send_bytes[node] = shards[node].scatter_bytes;
+    offset += send_bytes[node];
   }
-  sent_bytes_.fetch_add(static_cast<uint64_t>(offset - send_bytes[agreement_.rank]),
-                        std::memory_order_relaxed);
-  chunk.scatter = scatter_lane_.all_to_all(
+  sent_bytes_.fetch_add(static_cast<uint64_t>(offset - mine), std::memory_order_relaxed);
+  chunk.scatter = lanes_.scatter->all_to_all(
       chunk.slot->scatter_receive.narrow(0, 0, mine * static_cast<int64_t>(shards.size())),
       receive_bytes, chunk.slot->scatter_send.narrow(0, 0, offset), send_bytes);
 }
@@ -60,27 +143,27 @@ void Exchange::post_scatter(Chunk& chunk, WireStatus status,
 Fault Exchange::wait_scatter(Chunk& chunk) {
   wait(chunk.scatter, Phase::kScatter, chunk.step, chunk.number);
   chunk.scatter.reset();
-  const Envelope envelope = agreement_.envelope(chunk.step, chunk.number, Phase::kScatter);
-  const uint32_t payload_bytes = chunk.plan->shards[agreement_.rank].worker_bytes;
-  for (uint32_t rank = 0; rank < agreement_.world_size; ++rank) {
-    if (rank == agreement_.rank) continue;
+  const uint32_t payload_bytes = chunk.plan->shards[node_].worker_bytes;
+  for (uint32_t node = 0; node < nodes_.num_nodes(); ++node) {
+    if (node == node_) continue;
     const Fault fault =
-        check_message(scattered_payload(chunk, rank) - kHeaderBytes, envelope, rank, payload_bytes);
+        check_message(scattered_payload(chunk, node) - kHeaderBytes,
+                      envelope(chunk, Phase::kScatter), columns_[local_index_][node], payload_bytes);
     if (fault) return fault;
   }
   return {};
 }
 
 // Its own is where it was written: lanes need not copy it.
-const std::byte* Exchange::scattered_payload(const Chunk& chunk, uint32_t rank) const {
+const std::byte* Exchange::scattered_payload(const Chunk& chunk, uint32_t node) const {
   const auto& shards = chunk.plan->shards;
-  if (rank == agreement_.rank) {
+  if (node == node_) {
     uint64_t offset = kHeaderBytes;
-    for (uint32_t p = 0; p < rank; ++p) offset += shards[p].scatter_bytes;
+    for (uint32_t p = 0; p < node; ++p) offset += shards[p].scatter_bytes;
     return bytes(chunk.slot->scatter_send) + offset;
   }
-  const uint64_t stride = shards[agreement_.rank].scatter_bytes;
-  return bytes(chunk.slot->scatter_receive) + rank * stride + kHeaderBytes;
+  const uint64_t stride = shards[node_].scatter_bytes;
+  return bytes(chunk.slot->scatter_receive) + node * stride + kHeaderBytes;
 }
 
 std::byte* Exchange::gather_message(const Chunk& chunk) const {
@@ -88,32 +171,46 @@ std::byte* Exchange::gather_message(const Chunk& chunk) const {
   return slot.own_message.defined() ? bytes(slot.own_message) : own_place(chunk);
 }
 
-std::byte* Exchange::own_place(const Chunk& chunk) const {
-  return bytes(chunk.slot->gathered) + uint64_t{agreement_.rank} * chunk.plan->gather_message_bytes;
+std::byte* Exchange::gathered_column(const Chunk& chunk, uint32_t column) const {
+  const uint64_t begin =
+      chunk.plan->forward_bytes == 0
+          ? 0
+          : uint64_t{column} * chunk.plan->forward_bytes + kHeaderBytes;
+  return bytes(chunk.slot->gathered) + begin;
 }
 
-Pending Exchange::post_all_gather(Lane& lane, const at::Tensor& messages, const at::Tensor& own) {
-  sent_bytes_.fetch_add(static_cast<uint64_t>(own.numel()) * (agreement_.world_size - 1),
-                        std::memory_order_relaxed);
+std::byte* Exchange::own_place(const Chunk& chunk) const {
+  return gathered_column(chunk, local_index_) +
+         uint64_t{node_} * chunk.plan->columns[local_index_].gather_message_bytes;
+}
+
+Pending Exchange::post_all_gather(Lane& lane, const at::Tensor& messages, const at::Tensor& own,
+                                  std::atomic<uint64_t>& sent) {
+  sent.fetch_add(static_cast<uint64_t>(own.numel()) * (lane.world_size() - 1),
+                 std::memory_order_relaxed);
   return lane.all_gather(messages, own);
 }
 
-Pending Exchange::post_all_gather(Lane& lane, const at::Tensor& messages) {
-  const int64_t size = messages.numel() / agreement_.world_size;
-  return post_all_gather(lane, messages, messages.narrow(0, size * agreement_.rank, size));
+Pending Exchange::post_all_gather(Lane& lane, const at::Tensor& messages,
+                                  std::atomic<uint64_t>& sent) {
+  const int64_t size = messages.numel() / lane.world_size();
+  return post_all_gather(lane, messages, messages.narrow(0, size * lane.rank(), size), sent);
 }
 
 // All-gather needs messages of one size, so all are padded to the longest; the header of each holds
 // its payload size.
 void Exchange::post_gather(Chunk& chunk, WireStatus status, uint64_t checksum) {
-  const int64_t size = chunk.plan->gather_message_bytes;
-  write_header(gather_message(chunk), agreement_.envelope(chunk.step, chunk.number, Phase::kGather),
-               status, chunk.plan->shards[agreement_.rank].owner_bytes, checksum);
+  const int64_t size = chunk.plan->columns[local_index_].gather_message_bytes;
+  write_header(gather_message(chunk), envelope(chunk, Phase::kGather), status,
+               chunk.plan->shards[node_].owner_bytes, checksum);
   const Slot& slot = *chunk.slot;
-  const at::Tensor messages = slot.gathered.narrow(0, 0, size * agreement_.world_size);
-  chunk.gather = slot.own_message.defined()
-                     ? post_all_gather(gather_lane_, messages, slot.own_message.narrow(0, 0, size))
-                     : post_all_gather(gather_lane_, messages);
+  const int64_t begin = gathered_column(chunk, local_index_) - bytes(slot.gathered);
+  const at::Tensor messages = slot.gathered.narrow(0, begin, size * nodes_.num_nodes());
+  chunk.gather =
+      slot.own_message.defined()
+          ? post_all_gather(*lanes_.gather, messages, slot.own_message.narrow(0, 0, size),
+                            sent_bytes_)
+          : post_all_gather(*lanes_.gather, messages, sent_bytes_);
 }
 
 Fault Exchange::wait_gather(Chunk& chunk) {
@@ -121,35 +218,70 @@ Fault Exchange::wait_gather(Chunk& chunk) {
   chunk.gather.reset();
   // Lanes need not put it there.
   if (chunk.slot->own_message.defined()) {
-    std::memcpy(own_place(chunk), gather_message(chunk), chunk.plan->gather_message_bytes);
+    std::memcpy(own_place(chunk), gather_message(chunk),
+                chunk.plan->columns[local_index_].gather_message_bytes);
   }
-  const Envelope envelope = agreement_.envelope(chunk.step, chunk.number, Phase::kGather);
-  for (uint32_t rank = 0; rank < agreement_.world_size; ++rank) {
-    if (rank == agreement_.rank) continue;
-    const std::byte* message =
-        bytes(chunk.slot->gathered) + uint64_t{rank} * chunk.plan->gather_message_bytes;
-    const Fault fault =
-        check_message(message, envelope, rank, chunk.plan->shards[rank].owner_bytes);
+  return check_gathered(chunk, local_index_);
+}
+
+// This rank's own message needs no check.
+Fault Exchange::check_gathered(const Chunk& chunk, uint32_t column) const {
+  const uint32_t size = chunk.plan->columns[column].gather_message_bytes;
+  for (uint32_t node = 0; node < nodes_.num_nodes(); ++node) {
+    const uint32_t source = columns_[column][node];
+    if (source == agreement_.rank) continue;
+    const Fault fault = check_message(gathered_column(chunk, column) + uint64_t{node} * size,
+                                      envelope(chunk, Phase::kGather), source,
+                                      chunk.plan->columns[column].owner_bytes[node]);
     if (fault) return fault;
   }
   return {};
 }
 
+// --- siblings: what was gathered
+
+void Exchange::post_forward(Chunk& chunk, WireStatus status) {
+  const int64_t size = chunk.plan->forward_bytes;
+  write_header(bytes(chunk.slot->gathered) + size * local_index_, envelope(chunk, Phase::kForward),
+               status, static_cast<uint32_t>(size) - kHeaderBytes, 0);
+  const auto number = static_cast<int64_t>(siblings_.size());
+  chunk.forward = post_all_gather(*lanes_.forward, chunk.slot->gathered.narrow(0, 0, size * number),
+                                  local_bytes_);
+}
+
+// Headers and checksums of other columns' messages are those of their owners.
+Fault Exchange::wait_forward(Chunk& chunk) {
+  wait(chunk.forward, Phase::kForward, chunk.step, chunk.number);
+  chunk.forward.reset();
+  const uint64_t size = chunk.plan->forward_bytes;
+  for (uint32_t i = 0; i < siblings_.size(); ++i) {
+    if (i == local_index_) continue;
+    Fault fault = check_unsummed_message(bytes(chunk.slot->gathered) + size * i,
+                                         envelope(chunk, Phase::kForward), siblings_[i],
+                                         static_cast<uint32_t>(size) - kHeaderBytes);
+    if (!fault && i < nodes_.num_columns()) fault = check_gathered(chunk, i);
+    if (fault) return fault;
+  }
+  return {};
+}
+
+// --- all ranks
+
 Pending Exchange::post_commit(const at::Tensor& commits, uint64_t step, uint64_t bucket,
                               const Fault& fault, const UsedMap& used) {
   write_commit(bytes(commits) + agreement_.rank * commit_bytes(used.size()), agreement_.rank, step,
                bucket, fault, used);
-  return post_all_gather(commit_lane_, commits);
+  return post_all_gather(*lanes_.commit, commits, sent_bytes_);
 }
 
-// On the scatter lane: the calling thread owns that lane, and posts nothing else meanwhile.
+// The calling thread owns that lane, and posts nothing else meanwhile.
 Fault Exchange::gather_hashes(const std::vector<uint64_t>& hashes, uint64_t step,
                               uint64_t next_chunk, std::vector<std::vector<uint64_t>>& by_rank) {
   const auto size = static_cast<int64_t>(hash_message_bytes(hashes.size()));
   const auto options = at::TensorOptions().dtype(at::kByte);
   const at::Tensor receive = at::zeros({size * agreement_.world_size}, options);
   write_hashes(agreement_, step, next_chunk, hashes, bytes(receive) + size * agreement_.rank);
-  wait(post_all_gather(scatter_lane_, receive), Phase::kParameters, step, next_chunk);
+  wait(post_all_gather(*lanes_.hashes, receive, sent_bytes_), Phase::kParameters, step, next_chunk);
   return read_hashes(agreement_, step, next_chunk, bytes(receive), hashes.size(), by_rank);
 }
 

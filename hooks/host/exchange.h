@@ -1,5 +1,12 @@
-// The flat exchange: scatter-reduce and all-gather of packed messages between all ranks, with a
-// header before every payload and a commit after every bucket. Does not interpret payloads.
+// The exchange of packed messages, with a header before every payload and a commit after every
+// bucket. Does not interpret payloads.
+//
+//   local scatter   every rank sends its siblings the gradients of their columns    (local lanes)
+//   scatter         every rank sends its peers the payloads that they own
+//   gather          every rank sends its peers the payload of the mean of what it owns
+//   forward         every rank sends its siblings what it gathered, as it came      (local lanes)
+//
+// With one rank per node all ranks are peers, and nothing is local.
 #pragma once
 
 #include <atomic>
@@ -8,6 +15,7 @@
 
 #include "lane.h"
 #include "messages.h"
+#include "nodes.h"
 #include "peers.h"
 #include "plan.h"
 #include "used_parameters.h"
@@ -17,8 +25,10 @@ namespace gradferry {
 
 // Buffers of one chunk in flight, allocated once. uint8, in host memory.
 struct Slot {
+  at::Tensor dense_send, dense_receive;  // between siblings
+  at::Tensor sum;                        // of the node's gradients, of this rank's column
   at::Tensor scatter_send, scatter_receive;
-  at::Tensor gathered;     // of all ranks; may be scatter_receive
+  at::Tensor gathered;     // what decode reads; may be scatter_receive
   at::Tensor own_message;  // then: this rank's, which else is written to its place in `gathered`
 };
 
@@ -30,36 +40,61 @@ struct Chunk {
   Slot* slot = nullptr;
   uint64_t number = 0;
   uint64_t step = 0;
+  Pending local_scatter;
   Pending scatter;
   Pending gather;
+  Pending forward;
+
+  // What it waits for now.
+  const Pending& pending() const {
+    if (local_scatter) return local_scatter;
+    return scatter ? scatter : gather ? gather : forward;
+  }
+};
+
+// Each between the ranks that it serves, in rank order. Null where this rank has no part.
+struct ExchangeLanes {
+  std::shared_ptr<Lane> scatter, gather;         // peers
+  std::shared_ptr<Lane> commit;                  // all ranks
+  std::shared_ptr<Lane> local_scatter, forward;  // siblings; null with one rank per node
+  // All ranks; for the thread that posts what begins a chunk.
+  std::shared_ptr<Lane> hashes;
 };
 
 class Exchange {
  public:
-  Exchange(const Agreement& agreement, Peers& peers, Lane& scatter_lane, Lane& gather_lane,
-           Lane& commit_lane)
-      : agreement_(agreement),
-        peers_(peers),
-        scatter_lane_(scatter_lane),
-        gather_lane_(gather_lane),
-        commit_lane_(commit_lane) {}
+  Exchange(const Agreement& agreement, const Nodes& nodes, Peers& peers, ExchangeLanes lanes);
+
+  // Closes the lanes: at once, or after a failure when others have had time to read.
+  void close(bool failed);
 
   const Agreement& agreement() const { return agreement_; }
-  // What this rank sent to others.
+  // What this rank sent to others, on other nodes and on its own.
   uint64_t sent_bytes() const { return sent_bytes_.load(std::memory_order_relaxed); }
+  uint64_t local_bytes() const { return local_bytes_.load(std::memory_order_relaxed); }
 
-  // Sends the payloads in slot.scatter_send; checksums[p] belongs to the message for rank p.
+  // Sends the gradients in slot.dense_send. Where a column's begin there:
+  std::byte* dense_message(const Chunk& chunk, uint32_t column) const;
+  void post_local_scatter(Chunk& chunk, WireStatus status);
+  Fault wait_local_scatter(Chunk& chunk);
+  // The gradients of this rank's column from a sibling, after wait_local_scatter.
+  const std::byte* scattered_gradients(const Chunk& chunk, uint32_t sibling) const;
+
+  // Sends the payloads in slot.scatter_send; checksums[k] belongs to the message for node k.
   void post_scatter(Chunk& chunk, WireStatus status, const std::vector<uint64_t>& checksums);
   // Returns the fault of the first message, in rank order, that cannot be trusted.
   Fault wait_scatter(Chunk& chunk);
-  // The payload from `rank` for this owner, in host memory, after wait_scatter.
-  const std::byte* scattered_payload(const Chunk& chunk, uint32_t rank) const;
+  // The payload from a node for this owner, in host memory, after wait_scatter.
+  const std::byte* scattered_payload(const Chunk& chunk, uint32_t node) const;
 
   // Where this rank's message for the all-gather lies, header first.
   std::byte* gather_message(const Chunk& chunk) const;
   // Sends it, the payload being there.
   void post_gather(Chunk& chunk, WireStatus status, uint64_t checksum);
   Fault wait_gather(Chunk& chunk);
+
+  void post_forward(Chunk& chunk, WireStatus status);
+  Fault wait_forward(Chunk& chunk);
 
   // Sends this rank's commit record and map to all. `commits` is uint8 of world_size times
   // commit_bytes(used.size()) bytes: one place per rank, of which this rank's is written here.
@@ -79,18 +114,28 @@ class Exchange {
   static bool has_come(const Pending& work);
 
  private:
+  Envelope envelope(const Chunk& chunk, Phase phase) const {
+    return agreement_.envelope(chunk.step, chunk.number, phase);
+  }
+  uint64_t dense_bytes(const Chunk& chunk, uint32_t local_index) const;
+  // What peers gathered of a column.
+  std::byte* gathered_column(const Chunk& chunk, uint32_t column) const;
+  Fault check_gathered(const Chunk& chunk, uint32_t column) const;
   // Where all-gathered messages have this rank's.
   std::byte* own_place(const Chunk& chunk) const;
-  // `messages`: a place for every rank. `own`: this rank's place, or elsewhere.
-  Pending post_all_gather(Lane& lane, const at::Tensor& messages, const at::Tensor& own);
-  Pending post_all_gather(Lane& lane, const at::Tensor& messages);
+  // `messages`: a place for every rank of the lane. `own`: this rank's place, or elsewhere.
+  Pending post_all_gather(Lane& lane, const at::Tensor& messages, const at::Tensor& own,
+                          std::atomic<uint64_t>& sent);
+  Pending post_all_gather(Lane& lane, const at::Tensor& messages, std::atomic<uint64_t>& sent);
 
   Agreement agreement_;
+  const Nodes& nodes_;
+  const std::vector<uint32_t> siblings_;
+  const uint32_t node_, local_index_;
+  std::vector<std::vector<uint32_t>> columns_;  // ranks of every column, by node
   Peers& peers_;
-  Lane& scatter_lane_;
-  Lane& gather_lane_;
-  Lane& commit_lane_;
-  std::atomic<uint64_t> sent_bytes_{0};
+  ExchangeLanes lanes_;
+  std::atomic<uint64_t> sent_bytes_{0}, local_bytes_{0};
 };
 
 }  // namespace gradferry

@@ -2,9 +2,12 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <iterator>
 #include <string>
 
 #include "engine_errors.h"
+#include "host/node_sum.h"
+#include "tensor_bytes.h"
 
 namespace gradferry {
 namespace {
@@ -101,34 +104,73 @@ Error Finisher::cause_of(Error error) {
 // False when told to stop with nothing in flight.
 bool Finisher::do_oldest() {
   if (commits_.size() == commit_slots_.size()) finish_commit();
-  std::unique_ptr<ChunkJob> next;
-  if (!next_chunk(next)) return false;
-  if (next) {
-    reduce(std::move(next));
-  } else if (!gathers_.empty()) {
-    auto job = std::move(gathers_.front());
-    gathers_.pop_front();
-    decode(std::move(job));
-  } else {
+  if (!take_handed_in()) return false;
+  if (const auto stage = next_stage()) {
+    advance(*stage);
+  } else if (!commits_.empty()) {
     finish_commit();
   }
   return true;
 }
 
-// Waits only if there is nothing else to do. `next` stays null if an older job comes first.
-bool Finisher::next_chunk(std::unique_ptr<ChunkJob>& next) {
+bool Finisher::is_idle() const {
+  return commits_.empty() && std::ranges::all_of(waiting_, &Chunks::empty);
+}
+
+// Waits only if there is nothing else to do.
+bool Finisher::take_handed_in() {
   std::unique_lock lock(life_.mutex);
-  if (gathers_.empty() && commits_.empty()) {
+  if (is_idle()) {
     life_.changed.wait(
         lock, [&] { return !queue_.empty() || life_.death || (life_.stop && !life_.running); });
     if (!life_.death && queue_.empty()) return false;
   }
   if (life_.death) throw Error(*life_.death);  // run() failed
-  if (!queue_.empty() && gathers_.size() < kGathersInFlight) {
-    next = std::move(queue_.front());
-    queue_.pop_front();
-  }
+  Chunks& first = waiting_[layout_.nodes().is_flat() ? kScatter : kLocalScatter];
+  std::ranges::move(queue_, std::back_inserter(first));
+  queue_.clear();
   return true;
+}
+
+std::optional<size_t> Finisher::next_stage() const {
+  if (layout_.nodes().is_flat()) return next_stage_of_peers();
+  std::optional<size_t> oldest;
+  for (size_t stage = kStages; stage-- > 0;) {
+    if (waiting_[stage].empty()) continue;
+    if (waiting_[stage].front()->chunk.pending()->isCompleted()) return stage;
+    if (!oldest) oldest = stage;
+  }
+  return oldest;
+}
+
+std::optional<size_t> Finisher::next_stage_of_peers() const {
+  const bool may_gather = waiting_[kGather].size() < kGathersInFlight;
+  if (may_gather && !waiting_[kScatter].empty()) return kScatter;
+  if (!waiting_[kGather].empty()) return kGather;
+  return std::nullopt;
+}
+
+// The job stays where it waits until it is done, so that an exception finds its bucket there.
+void Finisher::advance(size_t stage) {
+  ChunkJob& job = *waiting_[stage].front();
+  const ProfilerContext::Guard profiled(job.bucket->profiler);
+  const Nodes& nodes = layout_.nodes();
+  size_t next = stage + 1;
+  if (stage == kLocalScatter) {
+    sum(job);
+    if (!nodes.is_delegate(options_.rank)) next = kForward;
+  } else if (stage == kScatter) {
+    reduce(job);
+  } else if (stage == kGather && !nodes.is_flat()) {
+    forward(job);
+  } else {
+    decode(job);
+    next = kStages;
+  }
+  std::unique_ptr<ChunkJob> moved = std::move(waiting_[stage].front());
+  waiting_[stage].pop_front();
+  if (next != kStages) waiting_[next].push_back(std::move(moved));
+  if (moved && moved->last) post_commit(moved->bucket);
 }
 
 Fault Finisher::local_fault(const ChunkJob& job, Phase phase) const {
@@ -137,80 +179,135 @@ Fault Finisher::local_fault(const ChunkJob& job, Phase phase) const {
 
 ChunkCodecs::Work Finisher::work_of(const ChunkJob& job) const {
   const BucketJob& bucket = *job.bucket;
-  return {job.chunk.plan, bucket.step, bucket.gain, bucket.gradient.mutable_data_ptr()};
+  void* gradient = bucket.gradient.mutable_data_ptr();
+  const void* summed =
+      layout_.nodes().is_flat() ? gradient : job.chunk.slot->sum.const_data_ptr();
+  return {job.chunk.plan, bucket.step, bucket.gain, gradient, summed};
+}
+
+// The peers get messages of the right size whatever happens here; the commit tells them why.
+void Finisher::send_to_peers(ChunkJob& job, ChunkCodecs& codecs, WireStatus status) {
+  const ChunkPlan& plan = *job.chunk.plan;
+  BucketJob& bucket = *job.bucket;
+  std::vector<uint64_t> checksums(plan.shards.size(), 0);
+  int64_t encode_ns = 0;
+  ResidualSquares withheld;
+  if (status == WireStatus::kOk) {
+    try {
+      const TimedRange timed("gradferry::encode", encode_ns);
+      const ChunkCodecs::Work work = work_of(job);
+      codecs.encode(work, bytes(job.chunk.slot->scatter_send), checksums);
+      withheld = sample_.worker(plan, work.summed, residuals_.worker());
+    } catch (const std::exception& error) {
+      job.encode_error = error.what();
+      status = WireStatus::kLocalFailure;
+    }
+  }
+  exchange_.post_scatter(job.chunk, status, checksums);
+  const std::lock_guard lock(life_.mutex);
+  bucket.event.encode_ns += encode_ns;
+  bucket.event.worker += withheld;
+  bucket.event.encoded_ns = EventLog::now();
+}
+
+// Adds up the node's gradients. A rank beyond the columns only hears how its siblings are.
+void Finisher::sum(ChunkJob& job) {
+  BucketJob& bucket = *job.bucket;
+  {
+    const TimedRange timed("gradferry::network", bucket.event.network_ns);
+    note(bucket.fault, exchange_.wait_local_scatter(job.chunk));
+  }
+  const Nodes& nodes = layout_.nodes();
+  if (!nodes.is_delegate(options_.rank)) {
+    exchange_.post_forward(job.chunk, bucket.fault.status);
+    return;
+  }
+  const uint32_t own = nodes.local_index(options_.rank);
+  if (!bucket.fault) {
+    std::vector<const std::byte*> gradients(nodes.siblings(options_.rank).size(), nullptr);
+    for (uint32_t i = 0; i < gradients.size(); ++i) {
+      if (i != own) gradients[i] = exchange_.scattered_gradients(job.chunk, i);
+    }
+    // The mean of nodes' sums times this is the mean of ranks.
+    const double scale = static_cast<double>(nodes.num_nodes()) / nodes.world_size();
+    sum_column(*job.chunk.plan, own, gradients, bucket.gradient.const_data_ptr(), scale,
+               job.chunk.slot->sum.mutable_data_ptr());
+  }
+  send_to_peers(job, codecs_, bucket.fault.status);
 }
 
 // The owner's message is sent even after an error here, with its status: the others wait for it.
-void Finisher::reduce(std::unique_ptr<ChunkJob> job) {
-  // In gathers_ first, so that an exception finds its bucket there.
-  ChunkJob& current = *gathers_.emplace_back(std::move(job));
-  BucketJob& bucket = *current.bucket;
-  const ProfilerContext::Guard profiled(bucket.profiler);
-  const Fault local = local_fault(current, Phase::kScatter);
-  if (!current.encode_error.empty()) {
+void Finisher::reduce(ChunkJob& job) {
+  BucketJob& bucket = *job.bucket;
+  const Fault local = local_fault(job, Phase::kScatter);
+  if (!job.encode_error.empty()) {
     note(bucket.fault, local);
-    bucket.local_error = current.encode_error;
+    bucket.local_error = job.encode_error;
   }
   {
     const TimedRange timed("gradferry::network", bucket.event.network_ns);
-    note(bucket.fault, exchange_.wait_scatter(current.chunk));
+    note(bucket.fault, exchange_.wait_scatter(job.chunk));
   }
   uint64_t checksum = 0;
   if (!bucket.fault) {
     try {
       const TimedRange timed("gradferry::reduce", bucket.event.reduce_ns);
-      checksum = reduce_payloads(current);
+      checksum = reduce_payloads(job);
     } catch (const std::exception& error) {
       note(bucket.fault, local);
       bucket.local_error = error.what();
     }
   }
-  exchange_.post_gather(current.chunk, bucket.fault.status, checksum);
+  exchange_.post_gather(job.chunk, bucket.fault.status, checksum);
+}
+
+void Finisher::forward(ChunkJob& job) {
+  {
+    const TimedRange timed("gradferry::network", job.bucket->event.network_ns);
+    note(job.bucket->fault, exchange_.wait_gather(job.chunk));
+  }
+  exchange_.post_forward(job.chunk, job.bucket->fault.status);
 }
 
 uint64_t Finisher::reduce_payloads(const ChunkJob& job) {
   std::vector<const std::byte*> payloads;
-  for (uint32_t rank = 0; rank < options_.world_size; ++rank) {
-    payloads.push_back(exchange_.scattered_payload(job.chunk, rank));
+  const Nodes& nodes = layout_.nodes();
+  for (uint32_t node = 0; node < nodes.num_nodes(); ++node) {
+    payloads.push_back(exchange_.scattered_payload(job.chunk, node));
   }
   const ChunkCodecs::Work work = work_of(job);
   const ChunkCodecs::Reduced reduced =
       codecs_.reduce(work, payloads, exchange_.gather_message(job.chunk) + kHeaderBytes);
   if (reduced.corrupt_tiles != 0) {
-    const uint32_t sender = codecs_.sender_of_corrupt(work, payloads).value_or(options_.rank);
+    const auto node = codecs_.sender_of_corrupt(work, payloads);
+    const uint32_t sender = node ? nodes.peers(nodes.local_index(options_.rank))[*node] : options_.rank;
     note(job.bucket->fault, {WireStatus::kCorruptPayload, Phase::kScatter, sender, job.chunk.number,
                              0, reduced.corrupt_tiles});
   }
   return reduced.checksum;
 }
 
-void Finisher::decode(std::unique_ptr<ChunkJob> job) {
-  BucketJob& bucket = *job->bucket;
-  const ProfilerContext::Guard profiled(bucket.profiler);
-  try {
+void Finisher::decode(ChunkJob& job) {
+  BucketJob& bucket = *job.bucket;
+  {
     const TimedRange timed("gradferry::network", bucket.event.network_ns);
-    note(bucket.fault, exchange_.wait_gather(job->chunk));
-  } catch (...) {
-    gathers_.push_front(std::move(job));  // fail_all() fails its bucket
-    throw;
+    note(bucket.fault, layout_.nodes().is_flat() ? exchange_.wait_gather(job.chunk)
+                                                 : exchange_.wait_forward(job.chunk));
   }
   if (!bucket.fault) {
     try {
       const TimedRange timed("gradferry::decode", bucket.event.decode_ns);
-      decode_messages(*job);
+      decode_messages(job);
       bucket.event.owner +=
-          sample_.owner(*job->chunk.plan, bucket.gradient.const_data_ptr(), residuals_.owner());
+          sample_.owner(*job.chunk.plan, bucket.gradient.const_data_ptr(), residuals_.owner());
     } catch (const std::exception& error) {
-      note(bucket.fault, local_fault(*job, Phase::kGather));
+      note(bucket.fault, local_fault(job, Phase::kGather));
       bucket.local_error = error.what();
     }
   }
-  {
-    const std::lock_guard lock(life_.mutex);
-    free_slots_.push_back(job->chunk.slot);
-    life_.changed.notify_all();
-  }
-  if (job->last) post_commit(job->bucket);
+  const std::lock_guard lock(life_.mutex);
+  free_slots_.push_back(job.chunk.slot);
+  life_.changed.notify_all();
 }
 
 void Finisher::decode_messages(const ChunkJob& job) {
@@ -305,7 +402,9 @@ void Finisher::complete(BucketJob& bucket) {
 // Takes the buckets of everything in flight, in order of their numbers. With life_.mutex held.
 std::vector<std::shared_ptr<BucketJob>> Finisher::take_all_buckets() {
   std::vector<std::shared_ptr<BucketJob>> buckets;
-  for (const auto& job : gathers_) buckets.push_back(job->bucket);
+  for (const Chunks& chunks : waiting_) {
+    for (const auto& job : chunks) buckets.push_back(job->bucket);
+  }
   for (const auto& commit : commits_) buckets.push_back(commit.bucket);
   for (const auto& job : queue_) buckets.push_back(job->bucket);
   queue_.clear();
@@ -326,7 +425,7 @@ void Finisher::fail_all(const Error& error) {
     life_.stats.in_flight = 0;
     life_.changed.notify_all();
   }
-  gathers_.clear();
+  for (Chunks& chunks : waiting_) chunks.clear();
   commits_.clear();
   options_.peers->tell(life_.death->what());
   const std::exception_ptr exception = options_.make_exception(*life_.death);

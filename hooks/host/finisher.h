@@ -5,10 +5,16 @@
 //   wait for a gather -> decode into the bucket -> after the last chunk post the commit
 //   wait for a commit -> complete the bucket's Future
 //
+// With several ranks per node a local scatter comes first, to be summed and encoded, and what was
+// gathered is forwarded before it is decoded. With four things to wait for, the oldest job can be
+// one that a sibling has not come to: so whatever has come is done first, and only then is the
+// oldest chunk waited for, which every rank has posted or will post without waiting for a newer one.
+//
 // Owns the slots: the thread on which DDP calls the hook takes one, fills it, posts it, and passes
 // the chunk to the finisher.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <deque>
 #include <memory>
@@ -47,6 +53,10 @@ class Finisher {
   Slot* take_slot();
   void hand_in(std::unique_ptr<ChunkJob> job);
 
+  // Encodes a chunk and posts its scatter, with `status` unless that fails. On the thread that owns
+  // `codecs`.
+  void send_to_peers(ChunkJob& job, ChunkCodecs& codecs, WireStatus status);
+
   // The body of the finishing thread. Returns false when it was asked to stop and nothing is in
   // flight. After the first error it informs all ranks, fails every bucket in flight, waits until
   // the engine's run() has ended, and returns true.
@@ -59,12 +69,22 @@ class Finisher {
     Pending work;
   };
 
+  // What a chunk waits for, in order.
+  enum Stage : uint8_t { kLocalScatter, kScatter, kGather, kForward, kStages };
+  using Chunks = std::deque<std::unique_ptr<ChunkJob>>;
+
   Error cause_of(Error error);
   bool do_oldest();
-  bool next_chunk(std::unique_ptr<ChunkJob>& next);
-  void reduce(std::unique_ptr<ChunkJob> job);
+  bool take_handed_in();
+  bool is_idle() const;
+  std::optional<size_t> next_stage() const;
+  std::optional<size_t> next_stage_of_peers() const;
+  void advance(size_t stage);
+  void sum(ChunkJob& job);
+  void reduce(ChunkJob& job);
   uint64_t reduce_payloads(const ChunkJob& job);
-  void decode(std::unique_ptr<ChunkJob> job);
+  void forward(ChunkJob& job);
+  void decode(ChunkJob& job);
   void decode_messages(const ChunkJob& job);
   void post_commit(std::shared_ptr<BucketJob> bucket);
   void finish_commit();
@@ -88,11 +108,11 @@ class Finisher {
 
   // Only for the finishing thread.
   ChunkCodecs codecs_;
-  std::deque<std::unique_ptr<ChunkJob>> gathers_;
+  std::array<Chunks, kStages> waiting_;
   std::deque<Commit> commits_;
 
   // Shared by both threads, under life_.mutex.
-  std::deque<std::unique_ptr<ChunkJob>> queue_;
+  Chunks queue_;
   std::vector<Slot*> free_slots_;
 };
 

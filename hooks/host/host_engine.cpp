@@ -8,52 +8,39 @@
 
 #include "background_thread.h"
 #include "engine_errors.h"
+#include "host/node_sum.h"
 
 namespace gradferry {
 
-HostEngine::HostEngine(EngineOptions options, ParameterHashes hashes,
-                       std::vector<std::shared_ptr<Lane>> lanes)
+HostEngine::HostEngine(EngineOptions options, ParameterHashes hashes, ExchangeLanes lanes)
     : BucketEngine(std::move(options), std::move(hashes), c10::kCPU,
-                   /*exchanges=*/!lanes.empty()),
+                   /*exchanges=*/lanes.commit != nullptr),
       sample_(layout_),
       residuals_(layout_, options_.exact_skip),
-      lanes_(std::move(lanes)),
       codecs_(options_, layout_, residuals_) {
-  const size_t wanted = options_.world_size > 1 ? kHostLanes : 0;
-  GRADFERRY_EXPECTS(lanes_.size() == wanted, kConfig,
-                    "an engine for " + std::to_string(options_.world_size) + " ranks takes " +
-                        std::to_string(wanted) + " lanes, got " + std::to_string(lanes_.size()));
-  for (const auto& lane : lanes_) {
-    GRADFERRY_EXPECTS(lane->rank() == options_.rank && lane->world_size() == options_.world_size,
-                      kConfig, "a lane's rank or size differs from the engine's");
-  }
   life_.stats.residual_bytes = residuals_.num_bytes();
+  GRADFERRY_EXPECTS(exchanges_ == (options_.world_size > 1), kConfig,
+                    "an engine for " + std::to_string(options_.world_size) +
+                        " ranks needs lanes, and one for a single rank has none");
   if (!exchanges_) return;
-  exchange_.emplace(options_.agreement(), *options_.peers, *lanes_[0], *lanes_[1], *lanes_[2]);
+  exchange_.emplace(options_.agreement(), layout_.nodes(), *options_.peers, std::move(lanes));
   finisher_.emplace(options_, layout_, residuals_, sample_, *exchange_, log_, life_);
-  checksums_.resize(options_.world_size);
 }
 
 std::shared_ptr<HostEngine> HostEngine::start(EngineOptions options, ParameterHashes hashes,
-                                              std::vector<std::shared_ptr<Lane>> lanes) {
+                                              ExchangeLanes lanes) {
   std::shared_ptr<HostEngine> engine(
       new HostEngine(std::move(options), std::move(hashes), std::move(lanes)));
   if (engine->finisher_) {
     BackgroundThread::start(
         "gf-finish", BackgroundThread::Role::kEngine,
-        [engine] { engine->close_lanes(engine->finisher_->work()); },
+        [engine] { engine->exchange_->close(engine->finisher_->work()); },
         [weak = std::weak_ptr(engine)] {
           if (const auto alive = weak.lock()) alive->request_stop();
         });
   }
   // The handle's last copy stops the engine; the finishing thread keeps the object until it ends.
   return {engine.get(), [engine](HostEngine*) { engine->request_stop(); }};
-}
-
-// The finishing thread's last act.
-void HostEngine::close_lanes(bool failed) {
-  if (failed) close_later(std::move(lanes_));
-  lanes_.clear();
 }
 
 // --- a bucket, on DDP's thread ---
@@ -120,7 +107,8 @@ void HostEngine::keep_unused(BucketJob& job, UsedMap used) const {
 void HostEngine::average_alone(Bucket bucket) {
   if (options_.momentum != 0 && options_.touches_residuals(bucket.step)) {
     for (const ChunkPlan& chunk : bucket.plan->chunks) {
-      codecs_.add_momentum({&chunk, bucket.step, gain_, bucket.gradient.mutable_data_ptr()});
+      void* gradient = bucket.gradient.mutable_data_ptr();
+      codecs_.add_momentum({&chunk, bucket.step, gain_, gradient, gradient});
     }
   }
   if ((options_.raise_nonfinite || options_.exact_skip) &&
@@ -132,8 +120,8 @@ void HostEngine::average_alone(Bucket bucket) {
   bucket.future->markCompleted(std::move(bucket.value));
 }
 
-// Posts the all-to-all, so that the chunk is sent while the next one is encoded. DDP's thread waits
-// for the network only if all slots are in use.
+// Posts what the others wait for first, so that it is sent while the next chunk is prepared. DDP's
+// thread waits for the network only if all slots are in use.
 void HostEngine::send_chunk(const std::shared_ptr<BucketJob>& bucket, const ChunkPlan& plan,
                             bool last) {
   auto job = std::make_unique<ChunkJob>();
@@ -143,30 +131,26 @@ void HostEngine::send_chunk(const std::shared_ptr<BucketJob>& bucket, const Chun
   job->chunk.slot = finisher_->take_slot();
   job->chunk.step = bucket->step;
   job->chunk.number = life_.stats.chunks;  // only this thread writes it
-  auto status = WireStatus::kOk;
-  int64_t encode_ns = 0;
-  ResidualSquares withheld;
-  std::fill(checksums_.begin(), checksums_.end(), 0);
-  try {
-    const TimedRange timed("gradferry::encode", encode_ns);
-    codecs_.encode({&plan, bucket->step, bucket->gain, bucket->gradient.mutable_data_ptr()},
-                   static_cast<std::byte*>(job->chunk.slot->scatter_send.mutable_data_ptr()),
-                   checksums_);
-    withheld = sample_.worker(plan, bucket->gradient.const_data_ptr(), residuals_.worker());
-  } catch (const std::exception& error) {
-    // The peers still get messages of the right size; the commit tells them why.
-    job->encode_error = error.what();
-    status = WireStatus::kLocalFailure;
+  if (layout_.nodes().is_flat()) {
+    finisher_->send_to_peers(*job, codecs_, WireStatus::kOk);
+  } else {
+    send_to_siblings(*job);
   }
-  exchange_->post_scatter(job->chunk, status, checksums_);
   {
     const std::lock_guard lock(life_.mutex);
     ++life_.stats.chunks;
-    bucket->event.encode_ns += encode_ns;
-    bucket->event.worker += withheld;
-    bucket->event.encoded_ns = EventLog::now();
   }
   finisher_->hand_in(std::move(job));
+}
+
+void HostEngine::send_to_siblings(ChunkJob& job) {
+  const void* gradient = job.bucket->gradient.const_data_ptr();
+  const Nodes& nodes = layout_.nodes();
+  for (uint32_t column = 0; column < nodes.num_columns(); ++column) {
+    if (column == nodes.local_index(options_.rank)) continue;  // its delegate has it
+    pack_column(*job.chunk.plan, column, gradient, exchange_->dense_message(job.chunk, column));
+  }
+  exchange_->post_local_scatter(job.chunk, WireStatus::kOk);
 }
 
 // --- between steps ---
@@ -190,10 +174,9 @@ void HostEngine::load_residuals(const SavedResiduals& saved) {
   residuals_.load(saved.worker, saved.owner, saved.loss_scale);
 }
 
-void HostEngine::change_worker_residual(const Parameter& parameter, const at::Tensor& values,
-                                        float factor) {
+void HostEngine::change_worker_residual(uint64_t offset, const at::Tensor& values, float factor) {
   residuals_.settle();
-  residuals_.add_to_worker(parameter.worker_residual, values, factor, loss_scale());
+  residuals_.add_to_worker(offset, values, factor, loss_scale());
 }
 
 void HostEngine::multiply_residuals(float factor) {

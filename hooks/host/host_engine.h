@@ -4,6 +4,14 @@
 //   finishing thread     wait -> reduce -> post its all-gather         (gather lane)
 //                        wait -> decode into the bucket -> commit      (commit lane) -> Future
 //
+// With several ranks per node:
+//
+//   DDP's thread         pack chunk -> post it to the siblings         (local scatter lane)
+//   finishing thread     wait -> sum, encode -> post its all-to-all    (scatter lane)
+//                        wait -> reduce -> post its all-gather         (gather lane)
+//                        wait -> post what came to the siblings        (forward lane)
+//                        wait -> decode into the bucket -> commit      (commit lane) -> Future
+//
 // The finishing thread keeps the engine alive and closes its lanes. It ends when it was asked to
 // stop and nothing is in flight. With the native hook, neither thread takes the GIL.
 #pragma once
@@ -23,29 +31,24 @@
 
 namespace gradferry {
 
-// scatter, gather, commit
-inline constexpr size_t kHostLanes = 3;
-
 class HostEngine final : public BucketEngine {
  public:
-  // `lanes`: one for each purpose; none when world_size is 1. `hashes`: of
+  // `lanes`: all null when world_size is 1. `hashes`: of
   // the parameters, in the order of options.parameters. Allocates residuals and workspace, then
   // starts the finishing thread. The engine stops when the last copy of the returned pointer is
   // destroyed.
   static std::shared_ptr<HostEngine> start(EngineOptions options, ParameterHashes hashes,
-                                           std::vector<std::shared_ptr<Lane>> lanes);
+                                           ExchangeLanes lanes);
 
  private:
-  HostEngine(EngineOptions options, ParameterHashes hashes,
-             std::vector<std::shared_ptr<Lane>> lanes);
+  HostEngine(EngineOptions options, ParameterHashes hashes, ExchangeLanes lanes);
 
   void average(Bucket bucket) override;
   uint64_t sent_bytes() const override { return exchange_ ? exchange_->sent_bytes() : 0; }
   SavedResiduals save_residuals() override;
   void load_residuals(const SavedResiduals& saved) override;
   void take_back_step() override { residuals_.skip(); }
-  void change_worker_residual(const Parameter& parameter, const at::Tensor& values,
-                              float factor) override;
+  void change_worker_residual(uint64_t offset, const at::Tensor& values, float factor) override;
   void multiply_residuals(float factor) override;
   void begin_momentum() override;
 
@@ -54,13 +57,12 @@ class HostEngine final : public BucketEngine {
   void average_alone(Bucket bucket);
   void keep_unused(BucketJob& job, UsedMap used) const;
   void send_chunk(const std::shared_ptr<BucketJob>& bucket, const ChunkPlan& plan, bool last);
+  void send_to_siblings(ChunkJob& job);
   float loss_scale() const;
-  void close_lanes(bool failed);
 
   const ResidualSample sample_;
   HostResiduals residuals_;
   // Empty when world_size is 1.
-  std::vector<std::shared_ptr<Lane>> lanes_;
   std::optional<Exchange> exchange_;
   std::optional<Finisher> finisher_;
 
@@ -68,7 +70,6 @@ class HostEngine final : public BucketEngine {
   ChunkCodecs codecs_;
   float gain_ = 1.0F;          // for the residuals, in the current step
   bool check_is_due_ = false;  // in the current step
-  std::vector<uint64_t> checksums_;
 };
 
 }  // namespace gradferry

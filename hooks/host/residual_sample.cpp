@@ -60,13 +60,15 @@ ResidualSquares squares(const void* gradient, ScalarType dtype, const Tile& tile
 ResidualSample::ResidualSample(const Layout& layout)
     : layout_(layout), stride_((layout.num_tiles() / kSampledTiles) | 1) {}
 
-ResidualSquares ResidualSample::worker(const ChunkPlan& plan, const void* gradient,
+ResidualSquares ResidualSample::worker(const ChunkPlan& plan, const void* summed,
                                        const float* residual) const {
   ResidualSquares sum;
   for (const PlannedBatch& planned : plan.encode) {
     if (!planned.worker_residual) continue;
     for (const Tile& tile : planned.tiles) {
-      if (takes(tile)) sum += squares(gradient, plan.dtype, tile, residual + tile.residual_offset);
+      if (takes(tile)) {
+        sum += squares(summed, plan.sum_dtype, tile, residual + tile.residual_offset);
+      }
     }
   }
   return sum;

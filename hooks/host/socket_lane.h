@@ -17,26 +17,33 @@ class Sockets;
 
 class SocketLane final : public Lane {
  public:
-  SocketLane(std::shared_ptr<Sockets> sockets, size_t index);
+  // `ranks`: of the lane, in its order.
+  SocketLane(std::shared_ptr<Sockets> sockets, size_t index, std::vector<uint32_t> ranks);
 
   // The caller gives all lengths, so no byte of a peer decides how much is read. Nothing is copied
   // in memory, not even this rank's own part. Any thread may wait, for any collective.
   Pending all_to_all(at::Tensor receive, std::vector<int64_t> receive_bytes, at::Tensor send,
                      std::vector<int64_t> send_bytes) override;
   Pending all_gather(at::Tensor receive, at::Tensor send) override;
-  uint32_t rank() const override;
-  uint32_t world_size() const override;
+  uint32_t rank() const override { return rank_; }
+  uint32_t world_size() const override { return static_cast<uint32_t>(ranks_.size()); }
 
  private:
   std::shared_ptr<Sockets> sockets_;
   size_t index_;
+  std::vector<uint32_t> ranks_;  // of Sockets
+  uint32_t rank_;
 };
 
-// Lanes on connections: by lane and rank, descriptors of stream sockets that do not block, and
-// anything at this rank's own place. Takes them over, also when it throws. `timeout`: how long a
+// A lane on connections.
+struct LaneSockets {
+  std::vector<uint32_t> ranks;   // between which it is, in its order; with this one
+  std::vector<int> connections;  // by rank: descriptors of stream sockets that do not block, or -1
+};
+
+// Lanes on connections. Takes them over, also when it throws. `timeout`: how long a
 // collective may be without any progress.
 std::vector<std::shared_ptr<Lane>> make_socket_lanes(
-    uint32_t rank, const std::vector<std::vector<int>>& connections,
-    std::chrono::milliseconds timeout);
+    uint32_t rank, const std::vector<LaneSockets>& lanes, std::chrono::milliseconds timeout);
 
 }  // namespace gradferry

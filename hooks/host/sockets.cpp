@@ -101,17 +101,18 @@ Pending Sockets::post(size_t lane, at::Tensor receive, at::Tensor send,
                       const std::vector<Messages>& messages) {
   const auto transfer =
       c10::make_intrusive<Transfer>(weak_from_this(), std::move(receive), std::move(send));
+  auto& [connections, transfers] = lanes_[lane];
   for (uint32_t from = 0; from < world_size(); ++from) {
-    if (from == rank_) continue;
+    if (!connections[from].exists()) continue;
     transfer->parts.emplace_back(from, messages[from].from, messages[from].from_bytes);
   }
-  auto& [connections, transfers] = lanes_[lane];
   const std::lock_guard lock(mutex_);
   if (!transfer->parts.empty()) transfers.push_back(transfer);
   // The next rank first, so that not all ranks send to the same one first.
   for (uint32_t i = 1; i < world_size(); ++i) {
     const uint32_t to = (rank_ + i) % world_size();
     Connection& connection = connections[to];
+    if (!connection.exists()) continue;
     const uint64_t size = messages[to].to_bytes;
     connection.unsent.push_back({size, sizeof(size), messages[to].to, size, transfer});
     ++transfer->num_unsent;

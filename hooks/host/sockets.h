@@ -43,13 +43,13 @@ class Sockets : public std::enable_shared_from_this<Sockets> {
  public:
   // What goes to a rank and what comes from it.
   struct Messages {
-    const std::byte* to;
-    size_t to_bytes;
-    std::byte* from;
-    size_t from_bytes;
+    const std::byte* to = nullptr;
+    size_t to_bytes = 0;
+    std::byte* from = nullptr;
+    size_t from_bytes = 0;
   };
 
-  // `lanes`: connections by lane and rank.
+  // `lanes`: connections by lane and rank; without one to a rank that the lane leaves out.
   Sockets(uint32_t rank, std::vector<std::vector<Descriptor>> lanes,
           std::chrono::milliseconds timeout);
 
@@ -57,10 +57,15 @@ class Sockets : public std::enable_shared_from_this<Sockets> {
   Sockets(const Sockets&) = delete;
   Sockets& operator=(const Sockets&) = delete;
 
-  // `messages`: by rank, in the memory of `receive` and `send`; this rank's own are not moved.
+  // `messages`: by rank, in the memory of `receive` and `send`; this rank's own, and those of ranks
+  // that the lane leaves out, are not moved.
   Pending post(size_t lane, at::Tensor receive, at::Tensor send,
                const std::vector<Messages>& messages);
 
+  // Whether the lane connects this rank with `other`.
+  bool connects(size_t lane, uint32_t other) const {
+    return lanes_[lane].connections[other].exists();
+  }
   uint32_t rank() const { return rank_; }
   uint32_t world_size() const { return static_cast<uint32_t>(lanes_[0].connections.size()); }
 
@@ -79,6 +84,8 @@ class Sockets : public std::enable_shared_from_this<Sockets> {
     TransferPtr transfer;
   };
   struct Connection {
+    bool exists() const { return socket.number() >= 0; }
+
     Descriptor socket;
     std::deque<Unsent> unsent;  // what the kernel did not take yet; under mutex_
     std::string broken;         // why nothing can be sent any more; under mutex_

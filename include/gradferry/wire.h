@@ -19,7 +19,9 @@ enum class Phase : uint16_t {
   kGather = 2,
   kCommit = 3,
   kTensor = 4,
-  kParameters = 5
+  kParameters = 5,
+  kLocalScatter = 6,
+  kForward = 7
 };
 
 // The error of a rank; kOk in every message of a rank without one.

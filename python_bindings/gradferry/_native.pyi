@@ -55,7 +55,7 @@ class EngineOptions:
         *,
         parameters: list[ParameterSpec],
         rank: int,
-        world_size: int,
+        nodes: Sequence[Sequence[int]],
         config_hash: int,
         layout_hash: int,
         seed: int,
@@ -114,12 +114,12 @@ class Lane:
     def all_gather(self, receive: torch.Tensor, send: torch.Tensor) -> Collective: ...
 
 def socket_lanes(
-    connections: list[list[int]], *, rank: int, timeout_seconds: float
+    lanes: Sequence[tuple[Sequence[int], Sequence[int]]], *, rank: int, timeout_seconds: float
 ) -> list[Lane]: ...
 
 class HostEngine(BucketEngine):
     def __init__(
-        self, options: EngineOptions, *, tensors: list[torch.Tensor], lanes: Sequence[Lane]
+        self, options: EngineOptions, *, tensors: list[torch.Tensor], lanes: Mapping[str, Lane]
     ) -> None: ...
 
 class DeviceEngine(BucketEngine):

@@ -33,7 +33,8 @@ c10::intrusive_ptr<c10d::Backend> to_backend(const py::handle& backend) {
 }
 
 EngineOptions make_options(std::vector<ParameterSpec> parameters, uint32_t rank,
-                           uint32_t world_size, uint64_t config_hash, uint64_t layout_hash,
+                           std::vector<std::vector<uint32_t>> nodes, uint64_t config_hash,
+                           uint64_t layout_hash,
                            uint64_t seed, uint64_t warmup_steps, bool compressed_warmup,
                            double momentum, bool raise_nonfinite, bool exact_skip,
                            const std::optional<at::Tensor>& loss_scale, uint64_t check_every,
@@ -41,9 +42,12 @@ EngineOptions make_options(std::vector<ParameterSpec> parameters, uint32_t rank,
                            bool find_unused_parameters, const py::object& store) {
   c10::intrusive_ptr<c10d::Store> peers_store;
   if (!store.is_none()) peers_store = to_store(store);
+  Nodes table(std::move(nodes));
+  const uint32_t world_size = table.world_size();
   return {.parameters = std::move(parameters),
           .rank = rank,
           .world_size = world_size,
+          .nodes = std::move(table),
           .config_hash = config_hash,
           .layout_hash = layout_hash,
           .seed = seed,
@@ -74,11 +78,19 @@ std::shared_ptr<Lane> make_backend_lane(const py::handle& backend) {
       std::move(held), std::make_shared<const at::ThreadLocalState>(thread_state_without_python()));
 }
 
-std::shared_ptr<HostEngine> start_host_engine(EngineOptions options,
-                                              const std::vector<at::Tensor>& tensors,
-                                              std::vector<std::shared_ptr<Lane>> lanes) {
+// `lanes`: by purpose.
+std::shared_ptr<HostEngine> start_host_engine(
+    EngineOptions options, const std::vector<at::Tensor>& tensors,
+    std::map<std::string, std::shared_ptr<Lane>> lanes) {
   const py::gil_scoped_release released;
-  return HostEngine::start(std::move(options), ParameterHashes(tensors), std::move(lanes));
+  ExchangeLanes used{.scatter = lanes["scatter"],
+                     .gather = lanes["gather"],
+                     .commit = lanes["commit"],
+                     .local_scatter = lanes["local_scatter"],
+                     .forward = lanes["forward"],
+                     .hashes = lanes["hashes"]};
+  lanes.clear();
+  return HostEngine::start(std::move(options), ParameterHashes(tensors), std::move(used));
 }
 
 // `lane`: bytes are staged in host memory for it. Else `group_name`: the group's operations send
@@ -206,10 +218,8 @@ py::list tiles_list(const BucketEngine& engine) {
   for (const Parameter& parameter : layout.parameters()) {
     for (uint32_t t = 0; t < parameter.num_tiles; ++t) {
       const uint64_t id = parameter.first_tile + t;
-      const bool keeps = parameter.worker_residual != kNoResidual;
-      const uint64_t worker =
-          keeps ? parameter.worker_residual + uint64_t{t} * kTileElements : kNoResidual;
-      result.append(py::make_tuple(id, layout.tile_elements(parameter, t), offset(worker),
+      result.append(py::make_tuple(id, layout.tile_elements(parameter, t),
+                                   offset(layout.worker_residual_offset(id)),
                                    offset(layout.owner_residual_offset(id))));
     }
   }
@@ -249,19 +259,22 @@ void bind_options(py::module_& module) {
           py::arg("receive"), py::arg("send"), py::call_guard<py::gil_scoped_release>());
   module.def(
       "socket_lanes",
-      [](const std::vector<std::vector<int>>& connections, uint32_t rank, double timeout_seconds) {
+      [](const std::vector<std::pair<std::vector<uint32_t>, std::vector<int>>>& lanes,
+         uint32_t rank, double timeout_seconds) {
+        std::vector<LaneSockets> sockets;
+        for (const auto& [ranks, connections] : lanes) sockets.push_back({ranks, connections});
         return make_socket_lanes(
-            rank, connections,
+            rank, sockets,
             std::chrono::milliseconds(static_cast<int64_t>(timeout_seconds * 1000)));
       },
-      py::arg("connections"), py::kw_only(), py::arg("rank"), py::arg("timeout_seconds"));
+      py::arg("lanes"), py::kw_only(), py::arg("rank"), py::arg("timeout_seconds"));
   py::class_<ParameterSpec>(module, "ParameterSpec")
       .def(py::init(&make_parameter), py::kw_only(), py::arg("name"), py::arg("num_elements"),
            py::arg("dtype"), py::arg("codec"), py::arg("warmup"), py::arg("worker_residual"),
            py::arg("owner_residual"));
   py::class_<EngineOptions>(module, "EngineOptions")
       .def(py::init(&make_options), py::kw_only(), py::arg("parameters"), py::arg("rank"),
-           py::arg("world_size"), py::arg("config_hash"), py::arg("layout_hash"), py::arg("seed"),
+           py::arg("nodes"), py::arg("config_hash"), py::arg("layout_hash"), py::arg("seed"),
            py::arg("warmup_steps"), py::arg("compressed_warmup"), py::arg("momentum"),
            py::arg("raise_nonfinite"), py::arg("exact_skip"), py::arg("loss_scale").none(true),
            py::arg("check_every"), py::arg("chunk_bytes"), py::arg("equal_scatter"),

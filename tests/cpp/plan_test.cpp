@@ -34,7 +34,7 @@ ParameterSpec huge(const char* name, bool residuals) {
 Layout huge_layout(uint32_t rank) {
   ParameterSpec last = huge("last", true);
   last.num_elements = kLastElements;
-  return {{huge("first", true), huge("second", true), last}, rank, kWorldSize, Device::kCpu};
+  return {{huge("first", true), huge("second", true), last}, rank, Nodes::flat(kWorldSize), Device::kCpu};
 }
 
 BucketPlan huge_plan(const Layout& layout, uint32_t rank) {
@@ -66,8 +66,8 @@ TEST(HugeParameter, LayoutCountsItsTilesAndResiduals) {
     }
   }
   const uint64_t aligned = (kHugeElements + 15) / 16 * 16;
-  EXPECT_EQ(layout.parameters()[1].worker_residual, aligned);
-  EXPECT_EQ(layout.parameters()[2].worker_residual, 2 * aligned);
+  EXPECT_EQ(layout.worker_residual_range(layout.parameters()[1]).begin, aligned);
+  EXPECT_EQ(layout.worker_residual_range(layout.parameters()[2]).begin, 2 * aligned);
   EXPECT_EQ(layout.worker_residual_elements(), 2 * aligned + kLastElements);
   EXPECT_EQ(layout.owner_residual_elements(), owned);
   EXPECT_GT(layout.worker_residual_elements(), uint64_t{UINT32_MAX});
@@ -112,9 +112,9 @@ TEST(HugeParameter, PlanCutsMessagesThatFitAndDoNotOverlap) {
     for (uint32_t rank = 0; rank < kWorldSize; ++rank) {
       const Shard& shard = chunk.shards[rank];
       ASSERT_LE(shard.worker_bytes, kChunkBytes);
-      ASSERT_LE(kHeader + shard.owner_bytes, chunk.gather_message_bytes);
+      ASSERT_LE(kHeader + shard.owner_bytes, chunk.columns[0].gather_message_bytes);
       send_next[rank] = send_start + kHeader;
-      receive_next[rank] = rank * chunk.gather_message_bytes + kHeader;
+      receive_next[rank] = rank * chunk.columns[0].gather_message_bytes + kHeader;
       send_start += kHeader + shard.worker_bytes;
       payload_bytes += shard.worker_bytes;
     }

@@ -76,7 +76,7 @@ TEST_P(World, KeepsWithinTheLimitAndChunksWithinTheBuffers) {
         EXPECT_LE(shard.scatter_bytes, workspace.message_bytes);
       }
       EXPECT_LE(sent, workspace.send_bytes);
-      EXPECT_LE(chunk.gather_message_bytes, workspace.message_bytes);
+      EXPECT_LE(chunk.columns[0].gather_message_bytes, workspace.message_bytes);
     }
   }
 }

@@ -24,7 +24,7 @@ def parameter(
 
 
 def engine_options(**given: Any) -> _native.EngineOptions:
-    """Those of a plain hook, with what is `given`: parameters, world_size, chunk_bytes and
+    """Those of a plain hook, with what is `given`: parameters, nodes, chunk_bytes and
     workspace_cap_bytes at least.
     """
     plain: dict[str, Any] = {

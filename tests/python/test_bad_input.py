@@ -305,11 +305,11 @@ def test_world_too_large_for_offsets_of_32_bits_is_told_the_largest_that_would_d
     shards_as_large_as_a_chunk = world_size * chunk_bytes // 8
     options = engine_options(
         parameters=[parameter("weight", shards_as_large_as_a_chunk, "exact", torch.float64)],
-        world_size=world_size,
+        nodes=[[rank] for rank in range(world_size)],
         chunk_bytes=chunk_bytes,
         workspace_cap_bytes=2**40,
     )
-    lanes = [native.Lane(Backend(0, world_size)) for _ in range(3)]
+    lanes = {name: native.Lane(Backend(0, world_size)) for name in ("scatter", "gather", "commit")}
     with pytest.raises(gradferry.ConfigError, match="between 3 ranks at most, not 4"):
         native.HostEngine(options, tensors=[], lanes=lanes)
 

@@ -64,11 +64,12 @@ def test_gradients_equal_reference(detail_world: World) -> None:
 
 def case_lanes_and_errors() -> tuple[float, list[Outcome]]:
     from gradferry import _native
-    from gradferry.core.engine import make_lanes
+    from gradferry.core.engine import lanes_between_all, make_lanes
 
     assert dist.get_debug_level() == dist.DebugLevel.DETAIL
     with mock.patch.object(_native, "socket_lanes", wraps=_native.socket_lanes) as connect:
-        make_lanes(dist.group.WORLD, "test of detail mode", 1)
+        group = dist.group.WORLD
+        make_lanes(group, "test of detail mode", lanes_between_all(group, 1))
     timeout = connect.call_args.kwargs["timeout_seconds"]
     seed = dist.get_rank()
     differ = attempt(lambda: Run(Scenario(WEIGHTS, options={"seed": seed})))

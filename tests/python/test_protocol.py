@@ -61,7 +61,7 @@ class Forger:
 
         def start(running: Any, group: dist.ProcessGroup, nonce: str, *_: Any) -> Any:
             # Building a lane waits for all ranks, so it is done where they do it.
-            self.lanes = engine.make_lanes(group, nonce)
+            self.lanes = engine.make_lanes(group, nonce, engine.lanes_between_all(group, 3))
             return mock.Mock()
 
         with (

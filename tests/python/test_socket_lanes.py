@@ -24,7 +24,8 @@ LARGE = 16 << 20
 def make_lanes(purpose: str, number: int = 2) -> list[Any]:
     from gradferry.core import engine
 
-    return engine.make_lanes(dist.group.WORLD, purpose, number)
+    group = dist.group.WORLD
+    return engine.make_lanes(group, purpose, engine.lanes_between_all(group, number))
 
 
 def exchange(lane: Any, size: int) -> tuple[Any, torch.Tensor]:
@@ -166,7 +167,7 @@ def case_strangers() -> bool:
             stranger.connect(tuple(place["address"]))
             stranger.sendall(said)
             strangers.append(stranger)
-    connections = connect.connect_ranks(store, rank, 2, 0, 10)
+    connections = connect.connect_ranks(store, rank, 2, range(2), 0, 10)
     other = connections[1 - rank]
     assert other is not None
     other.setblocking(True)
@@ -240,7 +241,7 @@ def case_interrupted() -> str | None:
     store = PrefixStore("interrupted", dist.distributed_c10d._get_default_store())
     with mock.patch.object(connect.time, "sleep", side_effect=KeyboardInterrupt):
         try:
-            connect.connect_ranks(store, 1, 2, 0, 10)
+            connect.connect_ranks(store, 1, 2, range(2), 0, 10)
         except KeyboardInterrupt:
             dist.barrier()
             return "interrupted"

@@ -81,7 +81,7 @@ def case_large_world(world_size: int) -> dict[str, Any]:
     options = engine_options(
         parameters=[parameter("matrix", 1 << 26, "q4"), parameter("bias", 8192, "exact")],
         rank=5,
-        world_size=world_size,
+        nodes=[[rank] for rank in range(world_size)],
         check_every=10,
         chunk_bytes=_native.chunk_bytes_within(cap, world_size, device.STREAM_CHUNK_BYTES),
         workspace_cap_bytes=cap,

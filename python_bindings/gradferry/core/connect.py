@@ -18,6 +18,7 @@ import select
 import socket
 import struct
 import time
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from ipaddress import IPv6Address
 from pathlib import Path
@@ -65,20 +66,21 @@ class _Place:
 
 
 def connect_ranks(
-    store: Store, rank: int, world_size: int, number: int, seconds: float
+    store: Store, rank: int, world_size: int, ranks: Collection[int], number: int, seconds: float
 ) -> list[socket.socket | None]:
-    """Connects all ranks with each other. Collective.
+    """Connects `ranks` with each other. Collective among them.
 
     Args:
         store: with a prefix of its own.
         rank: of this process.
-        world_size: how many ranks call this.
+        world_size: more than any rank.
+        ranks: which ranks call this with this number; this one is among them.
         number: different for every call with this store; it also chooses among the interfaces that
             GLOO_SOCKET_IFNAME lists.
         seconds: how long to wait for the others.
 
     Returns:
-        Non-blocking sockets by rank; None for this one.
+        Non-blocking sockets by rank; None for this one, and for those not among `ranks`.
 
     Raises:
         OSError, RuntimeError: this rank cannot connect, or another did not within `seconds`.
@@ -96,10 +98,11 @@ def connect_ranks(
             )
             store.set(f"{number}/{rank}", json.dumps(asdict(place)))
             # Rank 0 accepts at once, and each rank when those below have answered it.
-            for below in range(rank):
+            for below in sorted(each for each in ranks if each < rank):
                 found = _find(store, f"{number}/{below}", below, deadline)
                 connections[below] = _connect(found, below, rank, place.address, deadline)
-            _accept(listener, place, connections, rank, deadline)
+            missing = {each for each in ranks if each > rank}
+            _accept(listener, place, connections, missing, deadline)
         for connection in filter(None, connections):
             connection.setblocking(False)
             for option in _OPTIONS:
@@ -220,11 +223,10 @@ def _accept(
     listener: socket.socket,
     place: _Place,
     connections: list[socket.socket | None],
-    rank: int,
+    missing: set[int],
     deadline: float,
 ) -> None:
-    """Fills in the connections of all ranks above `rank`."""
-    missing = set(range(rank + 1, len(connections)))
+    """Fills in the connections of the ranks that are `missing`."""
     said: dict[socket.socket, bytes] = {}  # by strangers, the oldest first
     listener.setblocking(False)
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from socket import socket
@@ -22,9 +22,27 @@ from gradferry.core.meeting import patience, store_of
 from gradferry.core.parameters import ParameterLayout
 from gradferry.errors import PeerError
 
-LANES = 3  # on a host: scatter, gather, commit
 # One thread posts everything in one order, so one lane suffices.
 STAGED_LANES = 1
+
+Nodes = Sequence[Sequence[int]]  # ranks of every node
+
+
+def lanes_of_host(nodes: Nodes, rank: int, checks: bool) -> dict[str, list[int]]:
+    """What lanes a rank's engine has on a host, and between which ranks each is, in its order.
+
+    Every thread that posts has lanes of its own. `checks`: parameters are compared.
+    """
+    everyone = sorted(each for members in nodes for each in members)
+    if len(nodes) == len(everyone):
+        return {"scatter": everyone, "gather": everyone, "commit": everyone}
+    siblings = next(list(members) for members in nodes if rank in members)
+    place = siblings.index(rank)
+    lanes = {"local_scatter": siblings, "forward": siblings, "commit": everyone}
+    if place < min(map(len, nodes)):
+        peers = [members[place] for members in nodes]
+        lanes |= {"scatter": peers, "gather": peers}
+    return lanes | ({"hashes": everyone} if checks else {})
 
 
 @torch.inference_mode(False)  # inference tensors could not be changed in training
@@ -49,6 +67,7 @@ def start_engine(
     hashes: tuple[int, int] = (0, 0),
     tensors: Sequence[torch.Tensor] = (),
     find_unused_parameters: bool = False,
+    nodes: Nodes | None = None,
 ) -> _native.BucketEngine:
     """Starts an engine on its own connections. Collective; pass equal arguments on all ranks.
 
@@ -61,21 +80,29 @@ def start_engine(
         hashes: of (configuration, parameters), for message headers.
         tensors: the parameters themselves, for `check_every`.
         find_unused_parameters: that of DDP.
+        nodes: which ranks share a node, as agreed by all ranks; None: every rank is alone.
 
     Raises:
         PeerError: as `make_lanes`.
     """
     path = transport_of(CPU, group) if transport is None else transport
     on_host = path.device.type == "cpu"
-    lanes: list[_native.Lane] = []
-    if path.exchanges and not path.streams:
-        # First, because it is collective: a rank that failed before it would block the others.
-        lanes = make_lanes(group, nonce, LANES if on_host else STAGED_LANES, path.device)
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    table = [[each] for each in range(world_size)] if nodes is None else nodes
+    lanes: dict[str, _native.Lane] = {}
+    # First, because it is collective: a rank that failed before it would block the others.
+    if path.exchanges and on_host:
+        ranks = lanes_of_host(table, rank, checks=config.check_every != 0)
+        lanes = dict(zip(ranks, make_lanes(group, nonce, ranks, path.device), strict=True))
+        lanes.setdefault("hashes", lanes["scatter"])
+    elif path.exchanges and not path.streams:
+        staged = lanes_between_all(group, STAGED_LANES)
+        (lanes["staged"],) = make_lanes(group, nonce, staged, path.device)
     store = PrefixStore(f"gradferry/{nonce}/peers", store_of(group)) if path.exchanges else None
     options = _native.EngineOptions(
         parameters=[p.native() for p in parameters],
-        rank=dist.get_rank(group),
-        world_size=dist.get_world_size(group),
+        rank=rank,
+        nodes=table,
         config_hash=hashes[0],
         layout_hash=hashes[1],
         seed=config.seed,
@@ -86,7 +113,7 @@ def start_engine(
         exact_skip=config.exact_skip,
         loss_scale=loss_scale(config, path.device),
         check_every=config.check_every,
-        chunk_bytes=config.chunk_bytes_at(dist.get_world_size(group)),
+        chunk_bytes=config.chunk_bytes_at(world_size),
         equal_scatter=config.equal_scatter,
         workspace_cap_bytes=config.workspace_cap_bytes,
         find_unused_parameters=find_unused_parameters,
@@ -98,19 +125,24 @@ def start_engine(
         options,
         device=path.device,
         tensors=list(tensors),
-        lane=lanes[0] if lanes else None,
+        lane=lanes.get("staged"),
         group_name=group.group_name if path.exchanges and path.streams else None,
     )
 
 
 def make_lanes(
-    group: dist.ProcessGroup, nonce: str, num_lanes: int = LANES, place: torch.device = CPU
+    group: dist.ProcessGroup,
+    nonce: str,
+    lanes: Mapping[str, Sequence[int]],
+    place: torch.device = CPU,
 ) -> list[_native.Lane]:
-    """Connects lanes between the ranks of the group, separate from its own connections. Collective.
+    """Connects lanes between ranks of the group, separate from its own connections. Collective.
 
     Args:
         group: of the ranks.
         nonce: equal on all ranks, and different for all lanes of the group.
+        lanes: between which ranks each is, in its order; this one is among them. Lanes of one name
+            have no rank in common, or are one lane.
         place: device of the gradients; the timeout is that of the group's backend for it.
 
     Raises:
@@ -118,41 +150,55 @@ def make_lanes(
             made so far are closed.
     """
     if place.type != "cpu" or not _gloo_takes_plain_tcp():
-        return [_native.Lane(backend) for backend in make_backends(group, nonce, num_lanes, place)]
+        return [_native.Lane(backend) for backend in make_backends(group, nonce, lanes, place)]
     store = PrefixStore(f"gradferry/{nonce}/sockets", store_of(group))
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     timeout_seconds = _timeout(group, place).total_seconds()
     deadline = time.monotonic() + (patience(group, place) / 2).total_seconds()
-    lanes: list[list[socket | None]] = []
+    connected: list[list[socket | None]] = []
     with _telling_of_others(), ExitStack() as opened:
-        for number in range(num_lanes):
+        for number, (name, ranks) in enumerate(lanes.items()):
             left = deadline - time.monotonic()
-            lanes.append(connect_ranks(store, rank, world_size, number, left))
-            for connection in filter(None, lanes[-1]):
+            own = PrefixStore(name, store)
+            connected.append(connect_ranks(own, rank, world_size, ranks, number, left))
+            for connection in filter(None, connected[-1]):
                 opened.enter_context(connection)
         opened.pop_all()
     return _native.socket_lanes(
-        [[-1 if each is None else each.detach() for each in lane] for lane in lanes],
+        [
+            (list(ranks), [-1 if each is None else each.detach() for each in sockets])
+            for ranks, sockets in zip(lanes.values(), connected, strict=True)
+        ],
         rank=rank,
         timeout_seconds=timeout_seconds,
     )
 
 
+def lanes_between_all(group: dist.ProcessGroup, number: int) -> dict[str, list[int]]:
+    """Lanes between all ranks of the group, for `make_lanes` and `make_backends`."""
+    return {str(each): list(range(dist.get_world_size(group))) for each in range(number)}
+
+
 def make_backends(
-    group: dist.ProcessGroup, nonce: str, number: int, place: torch.device = CPU
+    group: dist.ProcessGroup,
+    nonce: str,
+    lanes: Mapping[str, Sequence[int]],
+    place: torch.device = CPU,
 ) -> list[ProcessGroupGloo]:
-    """Gloo backends between the ranks of the group, separate from its own. As `make_lanes`."""
+    """Gloo backends between ranks of the group, separate from its own. As `make_lanes`."""
     # Not by new_group(): its names clash for overlapping groups, and after a group was destroyed
     # and created again.
     store = store_of(group)
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    rank = dist.get_rank(group)
     backends: list[ProcessGroupGloo] = []
-    for index in range(number):
-        prefixed = PrefixStore(f"gradferry/{nonce}/{index}", store)
+    for name, ranks in lanes.items():
+        prefixed = PrefixStore(f"gradferry/{nonce}/{name}/{min(ranks)}", store)
         with _telling_of_others():
             # A rank that cannot connect gives up early, and then waits to tell the others why. They
             # must not wait for it longer than it waits for them.
-            backend = ProcessGroupGloo(prefixed, rank, world_size, patience(group, place) / 2)
+            backend = ProcessGroupGloo(
+                prefixed, list(ranks).index(rank), len(ranks), patience(group, place) / 2
+            )
         backends.append(backend)
     for backend in backends:
         backend._set_default_timeout(_timeout(group, place))

@@ -19,7 +19,7 @@ from gradferry import _native
 from gradferry.core.agreement import gather_records
 from gradferry.core.config import CHUNK_BYTES
 from gradferry.core.device import CPU, transport_of
-from gradferry.core.engine import make_backends, make_lanes
+from gradferry.core.engine import lanes_between_all, make_backends, make_lanes
 from gradferry.errors import GradferryError, PeerError
 from gradferry.forecast.costs import CollectiveCosts, Curve, LinkCosts
 
@@ -77,10 +77,12 @@ class LinkProbe:
         self.transport = transport_of(CPU, group)
         nonces = gather_records({"nonce": uuid.uuid4().hex}, group, CPU)
         nonce = str(nonces[0]["nonce"])
-        self._scatter, self._gather = make_lanes(group, nonce, 2)
+        self._scatter, self._gather = make_lanes(
+            group, nonce, lanes_between_all(group, 2)
+        )
         # Any, because torch's stubs lack methods of backends.
         self._backend: Any
-        (self._backend,) = make_backends(group, nonce, 1)
+        (self._backend,) = make_backends(group, nonce, lanes_between_all(group, 1))
         self.world_size = dist.get_world_size(group)
 
     def measure(

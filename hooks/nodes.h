@@ -1,0 +1,50 @@
+// Which ranks share a node, and with it a network card. Ranks of one node add their gradients
+// before anything is compressed; nodes exchange compressed sums.
+//
+//             column 0  column 1
+//   node 0    rank 0    rank 1        ranks of a row: siblings
+//   node 1    rank 2    rank 3        ranks of a column: peers
+//
+// A column is what peers exchange: every tile is in the column of its owner, and is summed, encoded
+// and sent by the rank of that column on every node, its delegate there. There are as many columns
+// as the smallest node has ranks; ranks beyond them, on larger nodes, only give and take. With one
+// rank per node there is one column, and every rank is every tile's delegate.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace gradferry {
+
+class Nodes {
+ public:
+  // Every rank is a node of its own.
+  static Nodes flat(uint32_t world_size);
+  // `members`: the ranks of every node, rising; nodes in the order of their first ranks. Throws
+  // Error(kConfig) unless every rank occurs once.
+  explicit Nodes(std::vector<std::vector<uint32_t>> members);
+
+  uint32_t world_size() const { return static_cast<uint32_t>(places_.size()); }
+  uint32_t num_nodes() const { return static_cast<uint32_t>(members_.size()); }
+  uint32_t num_columns() const { return num_columns_; }
+  bool is_flat() const { return num_nodes() == world_size(); }
+
+  const std::vector<uint32_t>& siblings(uint32_t rank) const { return members_[node_of(rank)]; }
+  // Of a column, by node.
+  std::vector<uint32_t> peers(uint32_t column) const;
+  uint32_t node_of(uint32_t rank) const { return places_[rank].node; }
+  // Its place among its siblings: its column, if below num_columns().
+  uint32_t local_index(uint32_t rank) const { return places_[rank].local_index; }
+  bool is_delegate(uint32_t rank) const { return local_index(rank) < num_columns_; }
+
+ private:
+  struct Place {
+    uint32_t node;
+    uint32_t local_index;
+  };
+  std::vector<std::vector<uint32_t>> members_;
+  std::vector<Place> places_;  // by rank
+  uint32_t num_columns_;
+};
+
+}  // namespace gradferry
