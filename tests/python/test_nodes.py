@@ -161,11 +161,13 @@ def test_processes_of_this_machine_have_one_identity(world_of_2: World) -> None:
 def test_what_cannot_be_read_is_a_reason(hidden, tmp_path, monkeypatch):
     monkeypatch.setattr(nodes, hidden, tmp_path / "missing")
     assert identity().unread == f"[Errno 2] No such file or directory: '{tmp_path / 'missing'}'"
+
+
+@pytest.mark.parametrize(("written", "reason"), [(b"\n", "boot_id is empty"), (b"\xff", "ascii")])
+def test_a_boot_id_that_is_none_is_a_reason(written, reason, tmp_path, monkeypatch):
     monkeypatch.setattr(nodes, "_BOOT_ID", tmp_path / "boot_id")
-    (tmp_path / "boot_id").write_bytes(b"\n")
-    assert "is empty" in identity().unread or hidden == "_NETWORK"
-    (tmp_path / "boot_id").write_bytes(b"\xff")
-    assert "ascii" in identity().unread
+    (tmp_path / "boot_id").write_bytes(written)
+    assert reason in identity().unread
 
 
 def case_mesh() -> dict[str, Any]:
