@@ -106,7 +106,7 @@ def bind(
     raise_first_error(records)
     raise_first_mismatch(records)
     assert running is not None  # otherwise raise_first_error() has raised this rank's error
-    identities = received_identities([envelope["identity"] for envelope in envelopes])
+    identities = received_identities([envelope.get("identity") for envelope in envelopes])
     running.nodes = resolve(running.config.nodes, dist.get_process_group_ranks(group), identities)
 
     binding: Binding | None = None
