@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import hashlib
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -95,6 +96,7 @@ class Scenario:
     poison: dict[tuple[int, int, str], float] = dataclasses.field(default_factory=dict)
     empty: tuple[tuple[int, int], ...] = ()  # (step, rank) whose gradients are all +0 or -0
     group_ranks: tuple[int, ...] | None = None  # DDP over these ranks of the world only
+    nodes: tuple[tuple[int, ...], ...] | None = None  # ranks by node; None: each is alone
     # Where the model is: "streamed" and "staged" mean the fake device of tests/streams.
     device: str = "cpu"
 
@@ -167,11 +169,29 @@ def attach(ddp: DistributedDataParallel, scenario: Scenario) -> Any:
         "seed": scenario.seed,
         **scenario.options,
     }
+    if scenario.nodes is not None:
+        return attach_on(scenario.nodes, ddp, scenario.codec, options)
     if scenario.native:
         return gradferry.attach(ddp, scenario.codec, **options)
     state = gradferry.HookState(scenario.codec, ddp, **options)
     ddp.register_comm_hook(state, gradferry.hook)
     return state
+
+
+def attach_on(
+    members: tuple[tuple[int, ...], ...],
+    ddp: DistributedDataParallel,
+    codec: str,
+    options: dict[str, Any],
+) -> Any:
+    """Attaches as if ranks were on these nodes, which share their machine in truth."""
+    import gradferry
+    from gradferry.core.nodes import Nodes
+    from gradferry.ddp import binding
+
+    table = Nodes(members)
+    with mock.patch.object(binding, "resolve", return_value=table):
+        return gradferry.attach(ddp, codec, nodes=1, **options)
 
 
 class Run:
@@ -268,6 +288,7 @@ def expected_gradients(scenario: Scenario) -> list[list[list[np.ndarray]]]:
         scenario.options.get("momentum", 0.0),
         scenario.options.get("warmup_steps", 0),
         scenario.options.get("warmup", "exact"),
+        scenario.nodes,
     )
     ranks, count = range(scenario.world_size), len(scenario.weights)
     return [

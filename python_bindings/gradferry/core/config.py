@@ -15,7 +15,7 @@ import torch
 from gradferry import _native
 from gradferry.core.codec_spec import AUTO, OFF, CodecSpec, parse_codec
 from gradferry.core.nodes import AUTO as FOUND_NODES
-from gradferry.core.nodes import NodesOption
+from gradferry.core.nodes import NodesOption, check_option
 from gradferry.core.options import WORKSPACE_CAP_MB, Options
 from gradferry.errors import ConfigError
 
@@ -213,6 +213,7 @@ def make_config(options: Options) -> Config:
         exact_skip=options.exact_skip,
         check_every=_count("check_every", options.check_every),
         seed=_count("seed", options.seed),
+        nodes=check_option(options.nodes),
         chooses=chooses,
         workspace_cap_mb=_workspace_cap(options.workspace_cap_mb),
         disabled=_disabled(os.environ.get("GRADFERRY_DISABLE", "")),

@@ -94,7 +94,8 @@ def start_engine(
     if path.exchanges and on_host:
         ranks = lanes_of_host(table, rank, checks=config.check_every != 0)
         lanes = dict(zip(ranks, make_lanes(group, nonce, ranks, path.device), strict=True))
-        lanes.setdefault("hashes", lanes["scatter"])
+        if len(table) == world_size:  # the thread that posts scatters posts hashes
+            lanes["hashes"] = lanes["scatter"]
     elif path.exchanges and not path.streams:
         staged = lanes_between_all(group, STAGED_LANES)
         (lanes["staged"],) = make_lanes(group, nonce, staged, path.device)

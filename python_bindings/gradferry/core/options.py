@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from gradferry.core.nodes import AUTO
+
 WORKSPACE_CAP_MB = 96
 
 
@@ -29,6 +31,7 @@ class Options:
     check_every: int = 0
     seed: int = 0
     workspace_cap_mb: float = WORKSPACE_CAP_MB
+    nodes: object = AUTO
 
     @classmethod
     def among(cls, arguments: Mapping[str, Any]) -> Options:

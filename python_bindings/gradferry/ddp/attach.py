@@ -10,6 +10,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from gradferry.core.nodes import AUTO
 from gradferry.core.options import WORKSPACE_CAP_MB, Options
 from gradferry.ddp.state import HookState, bound_to
 
@@ -29,6 +30,7 @@ def attach(
     check_every: int = 0,
     seed: int = 0,
     workspace_cap_mb: float = WORKSPACE_CAP_MB,
+    nodes: object = AUTO,
 ) -> HookState:
     """Compresses the gradients of a DistributedDataParallel from now on. Collective.
 

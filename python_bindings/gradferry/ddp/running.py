@@ -29,7 +29,8 @@ from gradferry.core.codec_spec import AUTO, CodecSpec
 from gradferry.core.config import Config
 from gradferry.core.device import Transport, transport_of
 from gradferry.core.engine import start_engine
-from gradferry.core.nodes import Nodes, flat
+from gradferry.core.nodes import AUTO as AUTO_NODES
+from gradferry.core.nodes import FLAT, Nodes, flat
 from gradferry.core.parameters import ParameterLayout, describe, describe_parameters
 from gradferry.ddp import step_numbers
 from gradferry.ddp.saved_state import Tile, rescale, zero_residual
@@ -124,7 +125,13 @@ class Running:
                 hashes=(self.config_hash, self.layout_hash),
                 tensors=self.tensors(),
                 find_unused_parameters=self.agreed["find_unused_parameters"],
+                nodes=None if self.is_flat else self.nodes.members,
             )
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether every rank exchanges with all others, wherever they are."""
+        return self.config.nodes in (AUTO_NODES, FLAT) or self.nodes.is_flat
 
     def tiles(self) -> list[Tile]:
         """The tiles of the engine; empty without one."""

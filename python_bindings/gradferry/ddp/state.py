@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from gradferry.core.config import Config, make_config
+from gradferry.core.nodes import AUTO
 from gradferry.core.options import WORKSPACE_CAP_MB, Options
 from gradferry.core.parameters import ParameterLayout
 from gradferry.ddp import step_numbers
@@ -100,6 +101,7 @@ class HookState:
         check_every: int = 0,
         seed: int = 0,
         workspace_cap_mb: float = WORKSPACE_CAP_MB,
+        nodes: object = AUTO,
     ) -> None:
         self._ask(Options.among(locals()))
         if ddp is None:

@@ -52,7 +52,9 @@ class DeviceLinkProbe:
         self._staged: _StagedExchange | None = None
         if not transport.streams:
             nonces = gather_records({"nonce": uuid.uuid4().hex}, group, self._meeting)
-            (lane,) = make_lanes(group, str(nonces[0]["nonce"]), lanes_between_all(group, STAGED_LANES), self._place)
+            (lane,) = make_lanes(
+                group, str(nonces[0]["nonce"]), lanes_between_all(group, STAGED_LANES), self._place
+            )
             self._staged = _StagedExchange(lane, self.world_size, self._clock.wait)
             self._scatter, self._gather = self._staged.all_to_all, self._staged.all_gather
 

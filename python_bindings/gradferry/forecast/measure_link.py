@@ -77,9 +77,7 @@ class LinkProbe:
         self.transport = transport_of(CPU, group)
         nonces = gather_records({"nonce": uuid.uuid4().hex}, group, CPU)
         nonce = str(nonces[0]["nonce"])
-        self._scatter, self._gather = make_lanes(
-            group, nonce, lanes_between_all(group, 2)
-        )
+        self._scatter, self._gather = make_lanes(group, nonce, lanes_between_all(group, 2))
         # Any, because torch's stubs lack methods of backends.
         self._backend: Any
         (self._backend,) = make_backends(group, nonce, lanes_between_all(group, 1))

@@ -154,7 +154,10 @@ class ReferenceEngine:
         momentum: float = 0.0,
         warmup_steps: int = 0,
         warmup: str = "exact",
+        nodes: Sequence[Sequence[int]] | None = None,
     ) -> None:
+        """`nodes`: ranks by node, where those of a node add up their gradients first."""
+        self.nodes = nodes or [[rank] for rank in range(world_size)]
         self.world_size = world_size
         self.seed = seed
         self.momentum = momentum
@@ -172,7 +175,7 @@ class ReferenceEngine:
                 worker, owner = momentum != 0, False
             n = parameter.num_elements
             self.worker_residual.append(
-                [np.zeros(n, np.float32) if worker else None for _ in range(world_size)]
+                [np.zeros(n, np.float32) if worker else None for _ in self.nodes]
             )
             self.owner_residual.append(np.zeros(n, np.float32) if owner else None)
 
@@ -221,7 +224,11 @@ class ReferenceEngine:
         for flat in by_rank:
             if flat.shape != (parameter.num_elements,) or flat.dtype != DTYPES[dtype].storage:
                 raise ValueError(f"{parameter.name}: got {flat.dtype} {flat.shape}")
-        wide = [_tiles(widen(flat, dtype)) for flat in by_rank]
+        wide = [_tiles(self._sum(members, by_rank, dtype)) for members in self.nodes]
+        if len(self.nodes) < self.world_size and codec == "exact" and dtype != "float64":
+            sent_dtype = "float32"
+        else:
+            sent_dtype = dtype
         untouched = warming_up and self.warmup == "exact"
         worker, owner = self.worker_residual[index], self.owner_residual[index]
         worker = [_tiles_or_none(None if untouched else r, len(wide[0])) for r in worker]
@@ -233,12 +240,14 @@ class ReferenceEngine:
             context = Context(WORKER, self.seed, self.num_steps, first_tile)
             common = {"gain": gain, "context": context, "hold": not momentum}
             payloads = [
-                encode_tiles(codec, dtype, wide[rank][part], worker[rank][part], alpha, **common)
-                for rank in range(self.world_size)
+                encode_tiles(
+                    codec, sent_dtype, wide[node][part], worker[node][part], alpha, **common
+                )
+                for node in range(len(self.nodes))
             ]
-            result = reduce_tiles(codec, dtype, payloads, n, owner[part], **common)
+            result = reduce_tiles(codec, sent_dtype, payloads, n, owner[part], **common)
             arrived = find_codec(codec).decode(
-                result, n, dtype, dataclasses.replace(context, stage=OWNER)
+                result, n, sent_dtype, dataclasses.replace(context, stage=OWNER)
             )
             narrowed = narrow(arrived.reshape(-1), dtype)
             pieces.append(narrowed)
@@ -247,11 +256,24 @@ class ReferenceEngine:
                 residual = worker[rank][part]
                 if residual is None:
                     continue
-                own = find_codec(codec).decode(payload, n, dtype, context)
+                own = find_codec(codec).decode(payload, n, sent_dtype, context)
                 gradient = wide[rank][part]
                 finish_residual(residual, gradient, own, arrived, usable, alpha, momentum)
             first_tile += tiles
         return np.concatenate(pieces) if pieces else np.array(by_rank[0])
+
+    def _sum(self, members: Sequence[int], by_rank: Sequence[np.ndarray], dtype: str) -> np.ndarray:
+        """A node's part of the mean: its ranks' gradients, added in their order, times nodes per
+        rank.
+        """
+        first, *others = (widen(by_rank[rank], dtype) for rank in members)
+        if len(self.nodes) == self.world_size:
+            return first
+        total = first.copy()
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            for values in others:
+                total = total + values
+            return total * total.dtype.type(len(self.nodes) / self.world_size)
 
 
 def _tiles_or_none(flat: np.ndarray | None, parts: int) -> list[np.ndarray | None]:
