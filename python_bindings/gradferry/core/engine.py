@@ -39,10 +39,13 @@ def lanes_of_host(nodes: Nodes, rank: int, checks: bool) -> dict[str, list[int]]
     siblings = next(list(members) for members in nodes if rank in members)
     place = siblings.index(rank)
     lanes = {"local_scatter": siblings, "forward": siblings, "commit": everyone}
+    if checks:
+        lanes["hashes"] = everyone
+    # Last, so that lanes have the same numbers on ranks that have no peers.
     if place < min(map(len, nodes)):
         peers = [members[place] for members in nodes]
         lanes |= {"scatter": peers, "gather": peers}
-    return lanes | ({"hashes": everyone} if checks else {})
+    return lanes
 
 
 @torch.inference_mode(False)  # inference tensors could not be changed in training
