@@ -110,7 +110,9 @@ def test_a_device_gives_what_the_functions_give(device_worlds, ranks: int):
         assert [outcome.name for outcome in outcomes] == 2 * list(names)
         for outcome in outcomes:
             assert outcome.wrong == 0, outcome
-            assert outcome.wire_bytes == outcome.interface_formula > 0
+            # On a device the commit of a step is sent with the next one.
+            commit = 0 if outcome.name in TORCH_DTYPES else _native.COMMIT_BYTES
+            assert outcome.wire_bytes == outcome.interface_formula - commit > 0
             assert not outcome.phase_ms  # the host only enqueues
 
 

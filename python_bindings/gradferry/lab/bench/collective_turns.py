@@ -64,12 +64,12 @@ class AllReduceOutcome:
     relative_error: float  # |result - exact mean| / |exact mean|
     wire_bytes: int  # that the busiest rank sends
     wire_measured: bool
-    # In the first run, by the interface of the host that sends most; None: not counted.
-    interface_bytes: int | None = None
-    interface_formula: int = 0  # what the ranks of that host must send to other hosts
     seconds: list[float] = field(default_factory=list)  # of the slowest rank, by iteration
     # Per iteration, on rank 0; empty on a device, where the host only enqueues.
     phase_ms: dict[str, float] = field(default_factory=dict)
+    # In the first run, by the interface of the host that sends most; None: not counted.
+    interface_bytes: int | None = None
+    interface_formula: int = 0  # what the ranks of that host must send to other hosts
 
 
 class _BackendAllReduce:
