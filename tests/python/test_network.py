@@ -112,6 +112,7 @@ SIBLINGS = textwrap.dedent(
     """
     import os, pathlib, socket, sys
     me, folder, size = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    socket.setdefaulttimeout(30)
     server = socket.create_server((f"10.251.0.{me}", 4000))
     child = os.fork()
     if child == 0:
