@@ -8,13 +8,15 @@ Needs nvcc, CMake, ninja, Python and torch, but no network and no GoogleTest; be
 the Python package rich. Results go to build/gpu/gpu.json after every check: one row each, and what
 was measured. A check that has passed is not repeated as long as sources and GPU are the same
 (--fresh forgets them). Where there is no GPU everything is built, and what needs one is skipped.
-Ends with code 0 when nothing failed and nothing is left to do, 1 when a check failed, 2 when time
-ran out first. docs/gpu_check.md says what a failure of each check would mean.
+Training and benchmarks run the package that the stage `package` has built, and no other.
+Ends with code 0 when nothing failed and nothing is left to do, 1 when a check failed, 2 when some
+are left for the next call. docs/gpu_check.md says what a failure of each check would mean.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import hashlib
 import importlib.util
@@ -22,6 +24,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -88,6 +91,16 @@ class Checks:
         """Notes a check that cannot run here."""
         return self._add(name, "skipped", f"skipped: {reason}", 0.0)
 
+    def fail(self, name: str, reason: str) -> bool:
+        """Notes a check that fails before it runs."""
+        return self._add(name, "failed", reason, 0.0)
+
+    def leave(self, name: str, reason: str) -> bool:
+        """Leaves a check to the next call."""
+        self.num_left += 1
+        print(f"left     {name} ({reason})", flush=True)
+        return False
+
     def run(
         self,
         name: str,
@@ -96,6 +109,7 @@ class Checks:
         *,
         on_gpu: bool = False,
         again: bool = False,
+        optional: bool = False,
         **environment: str,
     ) -> bool:
         """Runs a program for at most so many minutes.
@@ -103,6 +117,7 @@ class Checks:
         Args:
             on_gpu: it needs one.
             again: also if it has passed before. Builds do: they know best what is left to do.
+            optional: a machine may lack the program.
 
         Returns:
             Whether it passed, now or before, or had a reason not to run.
@@ -114,37 +129,31 @@ class Checks:
             return True
         left = self._end - time.monotonic()
         if left <= 0:
-            self.num_left += 1
-            print(f"left     {name}", flush=True)
-            return False
+            return self.leave(name, "no time")
         limit = min(60 * minutes, left)
         start = time.monotonic()
         try:
-            done = subprocess.run(
-                arguments,
-                cwd=ROOT,
-                env={**os.environ, **environment},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                timeout=limit,
-            )
+            code, output = _run(arguments, limit, environment)
         except subprocess.TimeoutExpired as error:
             if limit < 60 * minutes:  # the fault of what ran before it
-                self.num_left += 1
-                print(f"left     {name} (stopped after {limit:.0f} s)", flush=True)
-                return False
+                return self.leave(name, f"stopped after {limit:.0f} s")
             output = f"{_text(error.stdout)}\nstopped after {minutes:g} minutes"
             return self._add(name, "failed", output, time.monotonic() - start)
         except FileNotFoundError as error:
-            return self.skip(name, f"{error.filename} is not on this machine")
-        outcome = {0: "passed", SKIPPED: "skipped"}.get(done.returncode, "failed")
-        return self._add(name, outcome, done.stdout, time.monotonic() - start)
+            reason = f"{error.filename} is not on this machine"
+            return self.skip(name, reason) if optional else self.fail(name, reason)
+        outcome = {0: "passed", SKIPPED: "skipped"}.get(code, "failed")
+        return self._add(name, outcome, output, time.monotonic() - start)
 
     def keep(self, name: str, measured: Any) -> None:
         """Keeps what a benchmark measured."""
         self._measured[name] = measured
         self._write()
+
+    def drop(self, name: str) -> None:
+        """Drops what a benchmark measured before."""
+        if self._measured.pop(name, None) is not None:
+            self._write()
 
     def has_measured(self, name: str) -> bool:
         """Whether a benchmark's rows are there."""
@@ -189,7 +198,29 @@ class Checks:
             "measured": self._measured,
         }
         RESULT.parent.mkdir(parents=True, exist_ok=True)
-        RESULT.write_text(json.dumps(document, indent=2) + "\n")
+        new = RESULT.with_suffix(".new")  # the machine may go away at any time
+        new.write_text(json.dumps(document, indent=2) + "\n")
+        new.replace(RESULT)
+
+
+def _run(arguments: list[str], limit: float, environment: dict[str, str]) -> tuple[int, str]:
+    """Exit code and output of a program. What it started ends with it, if it takes too long."""
+    with subprocess.Popen(
+        arguments,
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as program:
+        try:
+            output, _ = program.communicate(timeout=limit)
+        except BaseException:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(program.pid, signal.SIGKILL)
+            raise
+        return program.returncode, output
 
 
 def _text(output: bytes | str | None) -> str:
@@ -263,12 +294,17 @@ def check_kernels(checks: Checks) -> None:
             4,
             ["compute-sanitizer", "--tool", tool, "--error-exitcode", "1", str(program), SANITIZED],
             on_gpu=True,
+            optional=True,
         )
 
 
 def check_package(checks: Checks) -> None:
     """Builds the package on these kernels."""
     build = BUILD / "hook"
+    shutil.rmtree(PACKAGES, ignore_errors=True)  # nothing may run what older sources gave
+    if importlib.util.find_spec("torch") is None:
+        checks.fail("configure package", f"{sys.executable} has no torch: call a Python that has")
+        return
     built = checks.run(
         "configure package",
         2,
@@ -280,7 +316,6 @@ def check_package(checks: Checks) -> None:
     ) and checks.run("build package", 10, ["cmake", "--build", str(build)], again=True)  # fmt: skip
     if not built:
         return
-    shutil.rmtree(PACKAGES, ignore_errors=True)
     shutil.copytree(ROOT / "python_bindings" / "gradferry", PACKAGES / "gradferry")
     for component in ("python", "tests"):
         install = ["cmake", "--install", str(build), "--component", component]
@@ -289,12 +324,22 @@ def check_package(checks: Checks) -> None:
     checks.run("gradferry info", 1, [sys.executable, "-m", "gradferry", "info"], **package)
 
 
+def _has_package() -> bool:
+    return any((PACKAGES / "gradferry").glob("_native.*.so"))
+
+
+_NO_PACKAGE = "the package is not built: run the stage package"
+
+
 def check_training(checks: Checks) -> None:
     """Trains on GPUs beside the CPU."""
     program = ROOT / "tests" / "cuda" / "check_hook.py"
     for backend, ranks, options in TRAININGS:
         name = " ".join(("train:", str(ranks), "ranks", backend, *options))
         arguments = [sys.executable, str(program), backend, "--ranks", str(ranks), *options]
+        if not _has_package():
+            checks.leave(name, _NO_PACKAGE)
+            continue
         checks.run(name, 4, arguments, on_gpu=True, PYTHONPATH=str(PACKAGES))
 
 
@@ -305,6 +350,9 @@ def measure(checks: Checks) -> None:
         if importlib.util.find_spec("rich") is None:
             checks.skip(name, "the Python package rich is not on this machine")
             continue
+        if not _has_package():
+            checks.leave(name, _NO_PACKAGE)
+            continue
         rows = BUILD / f"{kept}.json"
         rows.unlink(missing_ok=True)
         arguments = [sys.executable, "-m", "gradferry", *command.split(), "--device", "cuda"]
@@ -313,6 +361,8 @@ def measure(checks: Checks) -> None:
         passed = checks.run(name, 6, arguments, on_gpu=True, again=again, PYTHONPATH=str(PACKAGES))
         if passed and rows.exists():
             checks.keep(kept, json.loads(rows.read_text()))
+        elif not passed:
+            checks.drop(kept)
 
 
 STAGES: dict[str, Callable[[Checks], None]] = {
@@ -339,13 +389,15 @@ def main() -> int:
         parser.error(f"--minutes {arguments.minutes:g}: must be more than zero")
     if shutil.which("nvcc") is None and (TOOLKIT / "nvcc").exists():
         os.environ["PATH"] += os.pathsep + str(TOOLKIT)
+    if gpu():
+        os.environ.setdefault("CUDAARCHS", "native")  # machine code for others takes minutes
     checks = Checks(arguments.minutes, arguments.fresh)
     for name in [arguments.only] if arguments.only else STAGES:
         STAGES[name](checks)
     failed = checks.failed()
     outcome = f"failed: {', '.join(failed)}" if failed else "nothing failed"
     if checks.num_left:
-        outcome += f"; time ran out before {checks.num_left} more: call again"
+        outcome += f"; {checks.num_left} more are left: call again"
     print(f"{RESULT}: {outcome}{'' if checks.gpu else ', without a GPU'}")
     return 1 if failed else 2 if checks.num_left else 0
 

@@ -39,6 +39,7 @@ std::vector<BucketTime> BucketClock::times() const {
   const std::lock_guard lock(mutex_);
   std::vector<BucketTime> found;
   for (const TimedBucketPtr& bucket : buckets_) {
+    // They complete in this order: behind one that fails, the engine takes no others.
     if (!bucket->enqueued || !bucket->ready.query() || !bucket->complete.query()) break;
     const c10::Event& first = buckets_.front()->ready;
     found.push_back(

@@ -6,8 +6,8 @@
 
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE {
 
-// Writes v as `dtype`, and replaces v by the rounding error. adjust(x): what is written for a number
-// that is not finite, or would not arrive so.
+// Writes v as `dtype`, and replaces v by the rounding error. adjust(x): what is written for a
+// number that is not finite, or would not arrive so.
 template <ScalarType dtype, typename Adjust>
 GRADFERRY_DEVICE uint32_t encode_cast(const Slice& slice, uint32_t payload_bytes, float* v,
                                       PayloadWriter& out, Adjust adjust) {

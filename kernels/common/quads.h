@@ -192,7 +192,8 @@ GRADFERRY_DEVICE Quad<dtype> quad_across(const Quad<dtype>& before, const Quad<d
   constexpr uint32_t kWords = sizeof(Quad<dtype>) / sizeof(uint32_t);
   uint32_t words[2 * kWords];
   GRADFERRY_UNROLL
-  for (uint32_t i = 0; i < kWords; ++i) words[i] = before.word[i], words[kWords + i] = after.word[i];
+  for (uint32_t i = 0; i < kWords; ++i)
+    words[i] = before.word[i], words[kWords + i] = after.word[i];
   // Two items further, then one, by what comes from constant places: so words stay in registers.
   const bool two = (first & 2) != 0, one = (first & 1) != 0;
   constexpr uint32_t kTwo = kWords / 2;

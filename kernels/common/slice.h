@@ -47,18 +47,22 @@ struct Slice {
 // the one that begins within its own, and neighbours exchange the rest; only the slice's ends go
 // item by item. Other slices do so everywhere, which a warp does to the same lines.
 
-// x = the lane's elements of a tile's array, +0 beyond its end.
+// x = the lane's elements of a tile's array, +0 beyond its end: one by one.
+template <ScalarType dtype>
+GRADFERRY_DEVICE void load_elements(const Slice& slice, const std::byte* array, float* x) {
+  GRADFERRY_UNROLL
+  for (uint32_t j = 0; j < kLaneElements; ++j) {
+    const uint32_t element = slice.element(j / kQuad) + j % kQuad;
+    const std::byte* p = array + element * item_bytes(dtype);
+    x[j] = element < slice.num_elements ? load_item<dtype>(p) : 0.0f;
+  }
+}
+
+// The same, together where that can be.
 template <ScalarType dtype>
 GRADFERRY_DEVICE void load_slice(const Slice& slice, const std::byte* array, float* x) {
   constexpr uint32_t kItem = item_bytes(dtype);
-  if (!slice.is_whole()) {
-    GRADFERRY_UNROLL
-    for (uint32_t j = 0; j < kLaneElements; ++j) {
-      const uint32_t element = slice.element(j / kQuad) + j % kQuad;
-      x[j] = element < slice.num_elements ? load_item<dtype>(array + element * kItem) : 0.0f;
-    }
-    return;
-  }
+  if (!slice.is_whole()) return load_elements<dtype>(slice, array, x);
   const uint32_t off = items_off_quads<dtype>(array);
   const uint32_t skipped = (kQuad - off) % kQuad;  // up to memory's next quad
   const bool is_last_lane = slice.lane == kWarpLanes - 1;
@@ -83,6 +87,23 @@ GRADFERRY_DEVICE void load_slice(const Slice& slice, const std::byte* array, flo
   }
   GRADFERRY_UNROLL
   for (uint32_t row = 0; row < kRows; ++row) widen_quad<dtype>(quads[row], x + kQuad * row);
+}
+
+// Whether a residual's slice goes by quads. Its lanes write what they read, so that none may read
+// what is another's: where memory's quads are not theirs, which engines avoid, it goes one by one.
+GRADFERRY_DEVICE bool goes_by_quads(const Slice& slice, const float* residual) {
+  return slice.is_whole() && items_off_quads<ScalarType::kFloat32>(residual) == 0;
+}
+
+GRADFERRY_DEVICE void load_residual(const Slice& slice, const float* residual, float* x) {
+  constexpr ScalarType kFloat = ScalarType::kFloat32;
+  const auto* array = reinterpret_cast<const std::byte*>(residual);
+  if (!goes_by_quads(slice, residual)) return load_elements<kFloat>(slice, array, x);
+  GRADFERRY_UNROLL
+  for (uint32_t row = 0; row < kRows; ++row) {
+    const auto* p = array + slice.element(row) * sizeof(float);
+    widen_quad<kFloat>(read<Quad<kFloat>>(p), x + kQuad * row);
+  }
 }
 
 // Stores the lane's elements, among which is no NaN but the canonical one. Whether all of them

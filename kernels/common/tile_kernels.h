@@ -80,7 +80,7 @@ template <bool kByQuads>
 GRADFERRY_DEVICE void store_residual(const Slice& slice, const float* updated, const float* gain,
                                      float* residual) {
   auto* array = reinterpret_cast<std::byte*>(residual);
-  const bool by_quads = slice.is_whole() && items_off_quads<ScalarType::kFloat32>(array) == 0;
+  const bool by_quads = goes_by_quads(slice, residual);
   uint32_t kept = 0;  // bit j: element j of the lane
   GRADFERRY_UNROLL
   for (uint32_t row = 0; row < kRows; ++row) {
@@ -209,7 +209,7 @@ GRADFERRY_DEVICE StatusPart encode_tile(const TileUnit<typename Codec::Options>&
   float v[kLaneElements], old[kLaneElements];
   load_slice<dtype>(slice, gradient + tile.gradient_offset * item_bytes(dtype), v);
   if (residual != nullptr) {
-    load_slice<ScalarType::kFloat32>(slice, reinterpret_cast<const std::byte*>(tile_residual), old);
+    load_residual(slice, tile_residual, old);
   }
   if (hold_zero_tiles && __syncthreads_or(has_magnitude(v) ? 1 : 0) == 0) {
     rare_path();
@@ -257,14 +257,13 @@ GRADFERRY_DEVICE uint32_t store_values(const Slice& slice, const Tile& tile, flo
     rare_path();
     all_finite = slice_arrives_finite<dtype>(v);
   } else {
-    all_finite =
-        store_slice<dtype>(slice, gradient + tile.gradient_offset * item_bytes(dtype), v);
+    all_finite = store_slice<dtype>(slice, gradient + tile.gradient_offset * item_bytes(dtype), v);
   }
   if (gradient != nullptr && residual != nullptr && beta != 0.0f) {
     rare_path();
     float* tile_residual = residual + tile.residual_offset;
     float old[kLaneElements];
-    load_slice<ScalarType::kFloat32>(slice, reinterpret_cast<const std::byte*>(tile_residual), old);
+    load_residual(slice, tile_residual, old);
     GRADFERRY_UNROLL
     for (uint32_t j = 0; j < kLaneElements; ++j) {
       const float arrived = old[j] + beta * v[j];
@@ -308,7 +307,7 @@ GRADFERRY_DEVICE StatusPart reduce_tile(const TileUnit<typename Codec::Options>&
   const float inverse = 1.0f / static_cast<float>(world_size);
   if (owner_residual != nullptr) {
     float old[kLaneElements];
-    load_slice<ScalarType::kFloat32>(slice, reinterpret_cast<const std::byte*>(tile_residual), old);
+    load_residual(slice, tile_residual, old);
     const float g = gain == nullptr ? 1.0f : *gain;
     GRADFERRY_UNROLL
     for (uint32_t j = 0; j < kLaneElements; ++j) v[j] = v[j] * inverse + g * old[j];
@@ -347,7 +346,7 @@ GRADFERRY_DEVICE void undo_tile(const TileUnit<typename Codec::Options>& unit,
   load_slice<dtype>(slice, gradient + tile.gradient_offset * item_bytes(dtype), x);
   GRADFERRY_UNROLL
   for (uint32_t j = 0; j < kLaneElements; ++j) v[j] = v[j] - alpha * x[j];
-  load_slice<ScalarType::kFloat32>(slice, reinterpret_cast<const std::byte*>(tile_residual), x);
+  load_residual(slice, tile_residual, x);
   GRADFERRY_UNROLL
   for (uint32_t j = 0; j < kLaneElements; ++j) v[j] = (lost >> j & 1) != 0 ? x[j] + v[j] : x[j];
   store_residual<false>(slice, v, nullptr, tile_residual);

@@ -8,12 +8,13 @@
 #include <utility>
 
 #include "gradferry/cuda_codecs.h"
+#include "kernels/codec_rows.h"
 
 namespace gradferry {
 namespace {
 
 constexpr long long kMostCycles = 2'000'000;  // about a millisecond
-constexpr size_t kCodecs = 7;
+constexpr auto kCodecs = static_cast<size_t>(CodecRow::kEnd);
 
 __global__ void spin(long long cycles) {
   const long long start = clock64();

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gradferry.core import device
+from gradferry.core import device, engine
 from torch._C._distributed_c10d import ProcessGroupGloo, Store
 
 try:
@@ -55,6 +55,20 @@ def _make_backend(
     return backend
 
 
+_make_backends = engine.make_backends
+
+
+@functools.wraps(_make_backends)
+def _make_watched_backends(
+    group: dist.ProcessGroup, nonce: str, number: int, place: torch.device = device.CPU
+) -> list[Any]:
+    backends = _make_backends(group, nonce, number, place)
+    if place.type != DEVICE.type:
+        return backends
+    return [machine.HostBackend(backend) for backend in backends]
+
+
+engine.make_backends = _make_watched_backends
 device.LIBRARIES["fake"] = machine.device_library
 torch._register_device_module("fake", _DeviceModule("torch.fake"))
 for _kind in BACKEND_NAMES:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from gradferry import _native
+from gradferry.lab.bench.device_clock import environment_on, find_gpu
 from gradferry.lab.bench.device_codec import (
     DeviceOptions,
     device_codec_table,
@@ -19,6 +21,9 @@ from gradferry.lab.cli import main
 from world import World
 
 Worlds = Callable[[int], World]
+
+NUM_BYTES = 5 << 13  # of a gradient: some tiles, the last one ragged
+SIZE_MB = NUM_BYTES / 2**20
 
 
 class Clock:
@@ -42,7 +47,7 @@ def case_measure(options: DeviceOptions) -> dict[str, Any]:
     from gradferry.lab.bench.device_codec import measure
 
     clock = Clock()
-    timed = TimedDevice(fake_device.DEVICE, 1 << 18, clock, {"gpu": "fake"})
+    timed = TimedDevice(fake_device.DEVICE, NUM_BYTES, clock, {"gpu": "fake"})
     heard: list[str] = []
     rows = list(measure(options, timed, heard.append))
     return {
@@ -55,11 +60,15 @@ def case_measure(options: DeviceOptions) -> dict[str, Any]:
 
 def test_every_case_is_validated_and_compared_with_a_copy(device_worlds: Worlds) -> None:
     codecs = [_native.canonical_codec(str(codec["name"])) for codec in _native.codecs()]
-    options = DeviceOptions(codecs, [torch.float32, torch.float16], [0.25], [2, 3], 5, peers=False)
+    dtypes = [torch.float32, torch.float16]
+    options = DeviceOptions(codecs, dtypes, [SIZE_MB], [2, 3], 5, peers=False)
     (answer,) = device_worlds(1).run(case_measure, options=options, seconds=300)
     rows = answer["rows"]
     assert answer["races"] == []
-    operations = [("encode", 1), ("encode_ef", 1), ("reduce", 2), ("reduce", 3), ("decode", 1)]
+    operations = [
+        *(("encode", 1), ("encode_ef", 1), ("reduce", 2), ("reduce", 3)),
+        *(("decode", 1), ("decode_ef", 1)),
+    ]
     assert [
         (row["codec"], row["dtype"], row["misaligned"], row["op"], row["world_size"])
         for row in rows
@@ -73,7 +82,7 @@ def test_every_case_is_validated_and_compared_with_a_copy(device_worlds: Worlds)
     assert answer["calls"] == 5 * len(rows)
     for row in rows:
         assert row["wrong"] == 0
-        assert row["num_elements"] == 2**18 // (4 if row["dtype"] == "float32" else 2)
+        assert row["num_elements"] == NUM_BYTES // (4 if row["dtype"] == "float32" else 2)
         assert row["roof_ratio_min"] == pytest.approx(0.4)
         assert row["roof_ratio_max"] == pytest.approx(0.5)
         assert row["roof_ratio_min"] <= row["roof_ratio"] <= row["roof_ratio_max"]
@@ -85,10 +94,15 @@ def test_every_case_is_validated_and_compared_with_a_copy(device_worlds: Worlds)
         assert row["buffers"] >= 4
         item = 4 if row["dtype"] == "float32" else 2
         moved = row["bytes_per_element"] - row["bits_per_element"] / 8
-        if row["op"] in ("encode", "decode"):
+        if row["op"] in ("encode", "decode", "decode_ef"):
             assert moved == item
         if row["op"] == "encode_ef":
             assert moved == item + 8
+    for encode, _, two, three, decode, _ in zip(*[iter(rows)] * len(operations), strict=True):
+        sent, reduced = encode["bits_per_element"] / 8, decode["bits_per_element"] / 8
+        for row in (two, three):  # every message and the result once, the residual both ways
+            touched = row["world_size"] * sent + reduced + 8
+            assert row["bytes_per_element"] == pytest.approx(touched)
     assert "reduce/3" in str(
         [column.cell(rows[3]) for column in device_codec_table(rows, "x").columns]
     )
@@ -104,8 +118,8 @@ def case_wrong_kernel() -> dict[str, Any]:
     # Numbers of another seed on the device than on the CPU: as wrong as a kernel can be.
     honest = device_codec._Buffers.__init__
 
-    def forged(self: Any, codec: Any, gradient: torch.Tensor, *rest: Any, **named: Any) -> None:
-        honest(self, codec, torch.zeros_like(gradient), *rest, **named)
+    def forged(self: Any, name: str, gradient: torch.Tensor, *rest: Any, **named: Any) -> None:
+        honest(self, name, torch.zeros_like(gradient), *rest, **named)
 
     device_codec._Buffers.__init__ = forged
     try:
@@ -162,6 +176,37 @@ def test_buffers_together_are_larger_than_the_cache() -> None:
     assert num_buffers(10, 0) == 4
     assert num_buffers(1 << 20, 50 << 20) == 200
     assert num_buffers(100 << 20, 50 << 20) == 4
+
+
+@pytest.mark.parametrize(
+    ("variables", "index"),
+    [
+        ({}, 0),  # a process that starts the ranks
+        ({"RANK": "6", "WORLD_SIZE": "8", "MASTER_ADDR": "here", "MASTER_PORT": "1"}, 2),
+    ],
+)
+def test_the_environment_names_the_gpu_of_the_rank_and_takes_none(
+    variables: dict[str, str], index: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[Any] = []
+    monkeypatch.delenv("RANK", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda place: SimpleNamespace(name=f"GPU {torch.device(place).index}", L2_cache_size=1),
+    )
+    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 13000, raising=False)
+    assert environment_on("cuda")["gpu"] == f"GPU {index}"
+    assert taken == []
+    # What measures on a GPU makes it the current one.
+    assert find_gpu("cuda:3").environment["gpu"] == "GPU 3"
+    assert taken == [3]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -22,6 +22,8 @@ from gradferry.ddp import auto as choice
 from gradferry.ddp.auto import CHECK_EVERY, FIRST_CHECK, SLOWER, candidates, decide
 from gradferry.ddp.state import bound_to
 from gradferry.errors import ConfigError
+from gradferry.forecast.diagnosis import default_hooks
+from gradferry.forecast.hook_names import TORCH_DTYPES
 from gradferry.forecast.predict import Prediction
 from gradferry.lab.cli import main
 from gradferry.lab.ranks.network import check_network
@@ -49,6 +51,11 @@ def predicted(**ms: float) -> dict[str, Prediction]:
         ({"off": 200, "bf16": 120, "q8": 111, "q4": 100}, "q4"),
         ({"off": 100, "exact": 100}, "off"),
         ({"off": 101, "exact": 100}, "off"),
+        # 3 bits where they save more than 2 %, or 4 bits cost no more.
+        ({"q4": 103, "rht:bits=3": 100}, "rht:bits=3"),
+        ({"q4": 101, "rht:bits=4": 102, "rht:bits=3": 100}, "q4"),
+        # q4 has 4.3 bits and rht 4.1, and loses no less: the faster of the two.
+        ({"q4": 101, "rht:bits=4": 100.5, "rht:bits=3": 100}, "rht:bits=4"),
     ],
 )
 def test_the_most_precise_within_2_percent_is_chosen(ms, chosen):
@@ -64,6 +71,8 @@ def test_a_choice_stays_while_it_is_not_much_slower():
     # More bits only when they cost nothing, not already within 2 %.
     assert decide(predicted(off=101, q4=100), "q4")[0] == "q4"
     assert decide(predicted(off=99, q4=100), "q4")[0] == "off"
+    assert decide(predicted(**{"q4": 99, "rht:bits=3": 100}), "rht:bits=3")[0] == "q4"
+    assert decide(predicted(**{"q4": 99, "rht:bits=4": 100}), "rht:bits=4")[0] == "rht:bits=4"
 
 
 @pytest.mark.parametrize("start", ["off", "bf16", "q4"])
@@ -102,9 +111,15 @@ def test_codecs_below_3_bits_are_for_momentum_mode():
     assert {name.partition(":")[0] for name in without} == {
         "off", "exact", "bf16", "q8", "q4", "rht",
     }  # fmt: skip
+    assert "rht:bits=3" in without
     momentum = candidates(config_of(momentum=0.9))
     assert {"sign1", "topk"} < {name.partition(":")[0] for name in momentum}
     assert "off" not in momentum  # it delivers gradients, not their momentum
+
+
+def test_doctor_and_auto_choose_from_the_same_codecs():
+    of_doctor = {str(parse_codec(hook)) for hook in default_hooks() if hook not in TORCH_DTYPES}
+    assert set(candidates(config_of(momentum=0.9))) == of_doctor
 
 
 @pytest.mark.parametrize("arguments", [{"nonfinite": "raise"}, {"check_every": 5}])

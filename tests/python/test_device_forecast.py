@@ -94,9 +94,10 @@ class Model(nn.Module):
 @contextlib.contextmanager
 def small_measurements() -> Iterator[None]:
     """Sizes that loopback and emulated kernels get through in a second."""
-    from gradferry.forecast import measure_device_link
+    from gradferry.forecast import measure, measure_device_link
 
     with (
+        mock.patch.object(measure, "DEVICE_ELEMENTS", 16 * _native.TILE_ELEMENTS),
         mock.patch.object(measure_device_link, "_EXCHANGE_BYTES", (16 << 10, 64 << 10)),
         mock.patch.object(measure_device_link, "_REDUCE_BYTES", (64 << 10, 256 << 10)),
     ):
@@ -143,6 +144,8 @@ def case_doctor(prices: Prices, layer_s: float, hooks: list[str], kind: str = "s
     return found
 
 
+# What "auto" takes where kernels, too, cost what they read and write: q4, as precise, sends more.
+SHORTEST_OF_4_BITS = "rht:bits=4"
 HOOKS = ["torch:fp32", "torch:bf16", "q8", "q4", "exact"]
 LAYER_S = 100e-6
 
@@ -168,8 +171,8 @@ def test_the_link_is_that_of_the_group(found: Any) -> None:
 
 
 def test_kernels_are_timed_by_events(found: Any) -> None:
-    # What a codec must touch per element; besides, there are 48 bytes per tile of 4096 elements,
-    # 1 % of what q4 sends.
+    # What a chunk must touch per element; besides, there are 108 bytes per tile of 4096 elements
+    # (its entry, the codec's, flags), at most 2 % of the rest. Decoding may undo what was sent.
     bits = {"exact": 32, "q8": 8.25, "q4": 4.28}
     for kind, costs in found.costs.codecs.items():
         payload = bits[kind.codec.name] / 8
@@ -177,13 +180,13 @@ def test_kernels_are_timed_by_events(found: Any) -> None:
         expected = {
             "encode": 4 + payload + worker / 2,
             "reduce": 3 * payload + owner / 2,
-            "decode": payload + 4,
+            "decode": payload + 4 + worker / 2 + payload * kind.residuals[0],
         }
         for part, num_bytes in expected.items():
             per_element = getattr(costs, f"{part}_per_element")
-            assert per_element == pytest.approx(num_bytes * Prices().byte, rel=0.03), kind
+            assert per_element == pytest.approx(num_bytes * Prices().byte, rel=0.03, abs=0), kind
             assert getattr(costs, f"{part}_launch") == pytest.approx(Prices().launch, rel=0.01)
-        assert costs.check_per_byte == pytest.approx(Prices().byte)
+        assert costs.check_per_byte == 0  # the kernels check
 
 
 def test_steps_are_timed_by_events(found: Any) -> None:
@@ -280,7 +283,7 @@ def test_auto_follows_the_clock_of_the_device(worlds: Worlds) -> None:
     answers = worlds(2).run(case_auto, prices=Prices(), layer_s=LAYER_S)
     assert answers[0] == answers[1]
     choice, steps = answers[0]
-    assert choice["codec"] == "q4"
+    assert choice["codec"] == SHORTEST_OF_4_BITS
     assert "the most precise within 2% of the fastest" in choice["reason"]
     assert choice["step"] == 9
     dense = steps[6]
@@ -306,30 +309,9 @@ def test_a_group_needs_no_backend_for_the_cpu(worlds: Worlds) -> None:
     arguments = {"prices": Prices(), "layer_s": LAYER_S}
     first, second = worlds(2).run(case_without_cpu, case="case_auto", **arguments)
     assert first == second
-    assert first[0]["codec"] == "q4"
+    assert first[0]["codec"] == SHORTEST_OF_4_BITS
     found = worlds(2).run(case_without_cpu, case="case_doctor", hooks=["q4"], **arguments)[0]
     assert found.verdict.startswith("Use q4")
-
-
-def case_one_rank_without_memory(prices: Prices, layer_s: float) -> Any:
-    import torch.distributed as dist
-    from gradferry.forecast import measure
-    from outcomes import attempt
-
-    def measure_codec_on(*arguments: Any) -> Any:
-        raise torch.OutOfMemoryError("no memory left")
-
-    full = mock.patch.object(measure, "measure_codec_on", measure_codec_on)
-    with full if dist.get_rank() == 1 else contextlib.nullcontext():
-        return attempt(lambda: case_doctor(prices, layer_s, ["q4"]))
-
-
-def test_a_rank_without_memory_is_an_error_on_all(worlds: Worlds) -> None:
-    arguments = {"prices": Prices(), "layer_s": LAYER_S}
-    other, full = worlds(2).run(case_one_rank_without_memory, **arguments)
-    assert (other.error, full.error) == ("PeerError", "PeerError")
-    assert "another rank cannot measure codecs" in other.text
-    assert "this rank cannot measure codecs: no memory left" in full.text
 
 
 def case_switched(prices: Prices) -> list[np.ndarray]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -43,13 +45,16 @@ def test_outcomes_are_written_as_they_come(tool):
     assert rows(tool)["good"]["output"] == ["last"]
     assert not checks.run("bad", 1, program("print('why'); raise SystemExit(3)"))
     assert checks.run("not here", 1, program("print('no'); raise SystemExit(77)"))
-    assert checks.run("no program", 1, ["there-is-no-such-program"])
+    assert checks.run("may be missing", 1, ["there-is-no-such-program"], optional=True)
+    assert not checks.run("missing", 1, ["there-is-no-such-program"])
     outcomes = {name: row["outcome"] for name, row in rows(tool).items()}
     assert outcomes == {
-        "good": "passed", "bad": "failed", "not here": "skipped", "no program": "skipped",
+        "good": "passed", "bad": "failed", "not here": "skipped", "may be missing": "skipped",
+        "missing": "failed",
     }  # fmt: skip
     assert rows(tool)["bad"]["output"] == ["why"]
-    assert checks.failed() == ["bad"]
+    assert rows(tool)["missing"]["output"] == ["there-is-no-such-program is not on this machine"]
+    assert checks.failed() == ["bad", "missing"]
 
 
 def test_check_that_takes_too_long_fails_and_the_next_one_runs(tool):
@@ -58,6 +63,40 @@ def test_check_that_takes_too_long_fails_and_the_next_one_runs(tool):
     assert "stopped after 0.005 minutes" in rows(tool)["hangs"]["output"][-1]
     assert checks.run("next", 1, program(""))
     assert (checks.failed(), checks.num_left) == (["hangs"], 0)
+
+
+def is_running(process: str) -> bool:
+    try:
+        text = Path("/proc", process, "stat").read_text()
+    except FileNotFoundError:
+        return False
+    return text.rpartition(") ")[2][0] != "Z"  # nobody has to ask how it ended
+
+
+def test_what_a_check_started_ends_with_it(tool):
+    """Ranks that hang must not hold the GPU, and the port where they meet, in the next check."""
+    checks = tool.Checks(minutes=1, fresh=False)
+    assert not checks.run("hangs", 0.02, ["sh", "-c", "sleep 60 & echo $!; wait"])
+    process = rows(tool)["hangs"]["output"][0]
+    deadline = time.monotonic() + 20
+    while is_running(process) and time.monotonic() < deadline:
+        pass
+    assert not is_running(process)
+
+
+def test_results_survive_an_end_while_they_are_written(tool, monkeypatch):
+    checks = tool.Checks(minutes=1, fresh=False)
+    assert checks.run("check", 1, program(""))
+
+    def write_half(path, text):
+        with path.open("w") as file:
+            file.write(text[: len(text) // 2])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", write_half)
+    with pytest.raises(KeyboardInterrupt):
+        checks.run("next", 1, program(""))
+    assert list(rows(tool)) == ["check"]
 
 
 def test_what_time_was_too_short_for_is_left_to_the_next_call(tool):
@@ -108,14 +147,61 @@ def test_digest_changes_with_any_source(tool, tmp_path, monkeypatch):
     assert tool.digest_of_sources() != first
 
 
+def package_in(folder: Path) -> Path:
+    """A folder with what the stage package leaves there."""
+    (folder / "python" / "gradferry").mkdir(parents=True)
+    (folder / "python" / "gradferry" / "_native.abi.so").touch()
+    return folder / "python"
+
+
+def test_without_the_package_nothing_that_needs_it_runs(tool, monkeypatch, tmp_path):
+    """Another gradferry that this Python knows would run in its place."""
+    monkeypatch.setattr(tool, "PACKAGES", tmp_path / "python")
+    checks = tool.Checks(minutes=1, fresh=False)
+    tool.check_training(checks)
+    tool.measure(checks)
+    assert checks.num_left == len(tool.TRAININGS) + len(tool.MEASUREMENTS)
+    assert not tool.RESULT.exists()
+
+
+def test_package_that_cannot_be_built_leaves_no_older_one(tool, monkeypatch, tmp_path):
+    monkeypatch.setattr(tool, "PACKAGES", package_in(tmp_path))
+    monkeypatch.setattr(tool.Checks, "run", lambda *_, **__: False)
+    tool.check_package(tool.Checks(minutes=1, fresh=False))
+    assert not tool.PACKAGES.exists()
+
+
+def test_python_without_torch_is_named(tool, monkeypatch, tmp_path):
+    monkeypatch.setattr(tool, "PACKAGES", tmp_path / "python")
+    monkeypatch.setattr(tool.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(tool.Checks, "run", lambda *_, **__: False)
+    tool.check_package(tool.Checks(minutes=1, fresh=False))
+    assert list(rows(tool)) == ["configure package"]
+    assert rows(tool)["configure package"]["outcome"] == "failed"
+    assert f"{sys.executable} has no torch" in rows(tool)["configure package"]["output"][0]
+
+
+@pytest.mark.parametrize("asked", [None, "80"])
+def test_kernels_are_built_for_this_gpu_alone(tool, monkeypatch, asked):
+    """Machine code for each kind of GPU takes minutes."""
+    without = {name: value for name, value in os.environ.items() if name != "CUDAARCHS"}
+    monkeypatch.setattr(os, "environ", without | ({"CUDAARCHS": asked} if asked else {}))
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py"])
+    monkeypatch.setattr(tool, "STAGES", {})
+    assert tool.main() == 0
+    assert os.environ["CUDAARCHS"] == (asked or "native")
+
+
 def test_rows_of_what_was_measured_are_kept(tool, monkeypatch, tmp_path):
     monkeypatch.setattr(tool, "BUILD", tmp_path)
+    monkeypatch.setattr(tool, "PACKAGES", package_in(tmp_path))
     ran = []
+    passes = True
 
     def run(self, name, minutes, arguments, **options):
         ran.append((name, minutes, arguments[2 : arguments.index("--json")]))
         Path(arguments[-1]).write_text(json.dumps(name))
-        return True
+        return passes
 
     monkeypatch.setattr(tool.Checks, "run", run)
     tool.measure(tool.Checks(minutes=1, fresh=False))
@@ -130,3 +216,6 @@ def test_rows_of_what_was_measured_are_kept(tool, monkeypatch, tmp_path):
     name, _, arguments = ran[-1]
     assert name == "gradferry doctor"
     assert arguments[:4] == ["gradferry", "doctor", "--device", "cuda"]
+    passes = False
+    tool.measure(tool.Checks(minutes=1, fresh=False))
+    assert json.loads(tool.RESULT.read_text())["measured"] == {}

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 from gradferry import _native
-from gradferry.core.cuda_build import CudaBuild
+from gradferry.core.cuda_build import parse_build
 from gradferry.lab import info
 from gradferry.lab.cli import main
 from gradferry.lab.info import codec_lines, facts
@@ -49,7 +49,7 @@ def test_an_instruction_set_that_is_not_there_is_one_sentence(command):
     assert ended.stderr.count("\n") == 1
 
 
-BUILD = CudaBuild(toolkit=(13, 0), machine_code=((8, 0), (9, 0), (10, 0)), ptx=((10, 0),))
+BUILD = parse_build("nvcc 13.0.88", "80-real 90-real 100")
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,6 @@ class Forger:
         self, scenario: Scenario, phase: str, change: dict[str, int], wrong: int = 0
     ) -> None:
         from gradferry.core import engine
-        from gradferry.core.agreement import record_hash
         from gradferry.core.options import Options
         from gradferry.ddp import binding
 
@@ -69,9 +68,8 @@ class Forger:
             mock.patch.object(binding, "register"),
         ):
             binding.bind(ddp, Options(scenario.codec, **scenario.options), native=False)
-        record = started.call_args.args[0].record()
-        self.layout_hash = record_hash(record["parameters"])
-        self.config_hash = record_hash({k: v for k, v in record.items() if k != "parameters"})
+        running = started.call_args.args[0]
+        self.layout_hash, self.config_hash = running.layout_hash, running.config_hash
         layout = Layout([w.describe() for w in scenario.weights], scenario.codec, WORLD_SIZE)
         order = {id(p): i for i, p in enumerate(model.parameters())}
         self.sizes = []  # of payloads, by bucket and owner

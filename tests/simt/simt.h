@@ -133,7 +133,8 @@ inline uint32_t atomicInc(uint32_t* address, uint32_t last) {
   return old;
 }
 
-// --- conversions: what PTX says of the instructions of these names --------------------------------
+// --- conversions: what PTX says of the instructions of these names
+// --------------------------------
 //
 // By the compiler's own half-precision type, and so apart from the kernels' arithmetic.
 namespace simt {

@@ -27,7 +27,8 @@ void expect_copies() {
     for (uint32_t in_off = 0; in_off < kQuad; ++in_off) {
       for (uint32_t out_off = 0; out_off < kQuad; ++out_off) {
         std::vector<std::byte> in(in_off * kItem + num_bytes);
-        std::vector<std::byte> out(kMargin + out_off * kItem + num_bytes + kMargin, std::byte{0x55});
+        std::vector<std::byte> out(kMargin + out_off * kItem + num_bytes + kMargin,
+                                   std::byte{0x55});
         for (uint32_t i = 0; i < num_elements; ++i) {  // small numbers, each unlike its neighbours
           const uint32_t item = narrow<dtype>(static_cast<float>(i % 1021));
           std::memcpy(in.data() + (in_off + i) * kItem, &item, kItem);

@@ -1,6 +1,5 @@
-// The fake device's kernels: those for chunks and steps run in the emulator, single codecs on
-// the CPU,
-// enqueued on its streams, each saying what it reads and writes.
+// The fake device's kernels: those of CUDA in the emulator, enqueued on its streams, each saying
+// what it reads and writes.
 #pragma once
 
 #include "gradferry/device_library.h"

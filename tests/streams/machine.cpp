@@ -16,6 +16,9 @@ constexpr std::chrono::milliseconds kLatest{2};
 constexpr size_t kAlignment = 256;
 constexpr size_t kMostBuried = size_t{64} << 20;
 
+// What this thread of the host knows. Under the lock of the one machine.
+thread_local Clock host_clock{};
+
 void join(Clock& clock, const Clock& other) {
   for (size_t i = 0; i < clock.size(); ++i) clock[i] = std::max(clock[i], other[i]);
 }
@@ -56,10 +59,10 @@ uint32_t Machine::new_stream() {
   return stream;
 }
 
-// Under the lock. The operation comes after all that its stream and the host know of.
+// Under the lock. The operation comes after all that its stream and this thread know of.
 void Machine::push(uint32_t stream, Operation operation) {
   Clock& clock = clocks_[stream];
-  join(clock, host_);
+  join(clock, host_clock);
   ++clock[stream];
   operation.clock = clock;
   operation.earliest = host_time_;
@@ -77,6 +80,7 @@ MarkPtr Machine::record_locked(uint32_t stream) {
   auto mark = std::make_shared<Mark>();
   push(stream, {"record", {}, nullptr, mark, true});
   mark->clock = clocks_[stream];
+  mark->host = host_clock;
   return mark;
 }
 MarkPtr Machine::record(uint32_t stream) {
@@ -86,32 +90,41 @@ MarkPtr Machine::record(uint32_t stream) {
 
 void Machine::wait(uint32_t stream, const MarkPtr& mark, bool counted) {
   const std::lock_guard lock(mutex_);
-  if (counted) {
-    ++counters_.waits;
-    if (omitted_ == 0) {
-      omitted_ = -1;
-      return;
-    }
-    if (omitted_ > 0) --omitted_;
-  }
+  join(host_clock, mark->host);  // who has the event has come after who recorded it
+  if (counted && count_wait()) return;
   push(stream, {"wait", {}, nullptr, mark});
   join(clocks_[stream], mark->clock);
 }
 
-// Under the lock. The host has learnt that a mark is reached.
+// Under the lock. Whether the wait is the one to omit.
+bool Machine::count_wait() {
+  ++counters_.waits;
+  if (omitted_ < 0) return false;
+  return omitted_-- == 0;
+}
+
+bool Machine::omits_wait() {
+  const std::lock_guard lock(mutex_);
+  return count_wait();
+}
+
+// Under the lock. This thread has learnt that a mark is reached.
 void Machine::know(const MarkPtr& mark) {
-  join(host_, mark->clock);
+  join(host_clock, mark->clock);
   host_time_ = std::max(host_time_, mark->time);
 }
 
 bool Machine::query(const MarkPtr& mark) {
   const std::lock_guard lock(mutex_);
+  join(host_clock, mark->host);
   if (mark->reached) know(mark);
   return mark->reached;
 }
 
-void Machine::synchronize(const MarkPtr& mark) {
+void Machine::synchronize(const MarkPtr& mark, bool counted) {
   std::unique_lock lock(mutex_);
+  join(host_clock, mark->host);
+  if (counted && count_wait()) return;
   ++counters_.host_waits;
   ++waiting_;
   changed_.notify_all();
@@ -128,7 +141,7 @@ void Machine::finish() {
       marks.push_back(record_locked(stream));
     }
   }
-  for (const MarkPtr& mark : marks) synchronize(mark);
+  for (const MarkPtr& mark : marks) synchronize(mark, /*counted=*/false);
 }
 
 // The stream to go on with: of those that can, the one of highest priority. Priorities change at
@@ -247,14 +260,31 @@ void Machine::free(void* memory) {
                       {},
                       [this, memory, block](const Touched& touched) {
                         touched.write(memory, block.num_bytes);
-                        const auto begin = reinterpret_cast<uintptr_t>(memory);
-                        cells_[begin] = {};
-                        cells_.erase(cells_.upper_bound(begin),
-                                     cells_.lower_bound(begin + block.num_bytes));
+                        forget_touches(memory, block.num_bytes);
                         std::memset(memory, static_cast<int>(kPoison), block.num_bytes);
                         bury(memory, block.num_bytes);
                       },
                       nullptr});
+}
+
+void Machine::free_on_host(void* memory, size_t num_bytes) {
+  if (memory == nullptr) return;
+  enqueue(
+      0, "end of host memory",
+      [=, this](const Touched& /*touched*/) {
+        forget_touches(memory, num_bytes);
+        std::free(memory);
+      },
+      /*is_kernel=*/false);
+}
+
+// What comes to lie there next starts anew.
+void Machine::forget_touches(const void* memory, size_t num_bytes) {
+  const auto begin = reinterpret_cast<uintptr_t>(memory);
+  split(begin);
+  split(begin + num_bytes);
+  cells_[begin] = {};
+  cells_.erase(cells_.upper_bound(begin), cells_.lower_bound(begin + num_bytes));
 }
 
 // Keeps freed memory from being handed out again, so that a late touch is told from a new use.

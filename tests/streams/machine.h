@@ -5,7 +5,8 @@
 //   to wait for an event sees old or poisoned bytes.
 // * Proof. Every operation says what it reads and writes. Two that touch the same byte, one of them
 //   writing, must be ordered by streams, events or the host; if they are not it is a race, whatever
-//   order they ran in. (Vector clocks: one per stream, and one for what the host knows.)
+//   order they ran in. (Vector clocks: one per stream, and one for what each host thread knows. A
+//   thread learns by waiting, and from a thread whose event it uses.)
 // * Death. Memory that was freed stays poisoned for a while, and whoever touches it is reported.
 // * Counts. How often the host allocated or waited.
 // * A clock. With prices, operations take simulated time: one begins when what it waits for has
@@ -57,6 +58,7 @@ using Work = std::function<void(const Touched&)>;
 // A place in a stream: what an event records.
 struct Mark {
   Clock clock;
+  Clock host;  // what the thread that recorded it knew
   bool reached = false;
   double time = 0;  // simulated
 };
@@ -66,7 +68,7 @@ struct Counters {
   uint64_t allocations = 0;
   uint64_t held_bytes = 0;
   uint64_t host_waits = 0;
-  uint64_t waits = 0;     // of streams for events
+  uint64_t waits = 0;     // of streams and of the host, but those of copies and of tests
   uint64_t launches = 0;  // of kernels, counted when they run
 };
 
@@ -89,10 +91,15 @@ class Machine {
   // `counted`: it is one that omit_wait() counts.
   void wait(uint32_t stream, const MarkPtr& mark, bool counted = true);
   bool query(const MarkPtr& mark);
-  void synchronize(const MarkPtr& mark);
-  void synchronize(uint32_t stream) { synchronize(record(stream)); }
-  void finish();  // synchronizes all streams
+  // The host waits.
+  void synchronize(const MarkPtr& mark, bool counted = true);
+  void synchronize(uint32_t stream, bool counted = true) { synchronize(record(stream), counted); }
+  void finish();  // synchronizes all streams, not counted
+  // Counts a wait that the host is about to make by itself; whether it must not.
+  bool omits_wait();
 
+  // Gives host memory of malloc() back when what is enqueued by now has run. `memory` may be null.
+  void free_on_host(void* memory, size_t num_bytes);
   void* allocate(size_t num_bytes, uint32_t stream);
   void use_on(const void* memory, uint32_t stream);
   void free(void* memory);
@@ -140,6 +147,7 @@ class Machine {
   void push(uint32_t stream, Operation operation);
   void run(Operation& operation, uint32_t stream, std::unique_lock<std::mutex>& lock);
   void know(const MarkPtr& mark);
+  bool count_wait();
   void touch(const Touched& by, uintptr_t begin, uintptr_t end, bool write);
   void split(uintptr_t address);
   void compare(const Touched& by, const Touch& other);
@@ -149,7 +157,6 @@ class Machine {
   std::vector<std::deque<Operation>> queues_;
   std::vector<Clock> clocks_;
   std::vector<uint64_t> priorities_;
-  Clock host_{};
   Prices prices_;
   std::vector<double> ends_;  // by stream: of its last operation that ran
   double host_time_ = 0;
@@ -160,6 +167,7 @@ class Machine {
   int64_t omitted_ = -1;
   Counters counters_;
 
+  void forget_touches(const void* memory, size_t num_bytes);
   void bury(void* memory, size_t num_bytes);
   void expect_alive(const Touched& by, uintptr_t begin, uintptr_t end);
 

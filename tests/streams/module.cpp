@@ -4,6 +4,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "fake_kernels.h"
+#include "host_backend.h"
 #include "streamed_backend.h"
 #include "torch_device.h"
 
@@ -52,6 +53,12 @@ PYBIND11_MODULE(gradferry_fake_device, module) {
             backend.damage({countdown, offset, value});
           },
           py::arg("countdown"), py::arg("offset"), py::arg("value"));
+  py::class_<HostBackend, c10::intrusive_ptr<HostBackend>, c10d::Backend>(module, "HostBackend")
+      .def(py::init([](c10d::Backend& carrier) {
+             return c10::make_intrusive<HostBackend>(
+                 c10::intrusive_ptr<c10d::Backend>::reclaim_copy(&carrier));
+           }),
+           py::arg("carrier"));
   module.def("device_library", &library_capsule);
   module.def("set_capturing", &set_capturing, py::arg("now"));
   module.def("counters", &counters);

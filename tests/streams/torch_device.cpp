@@ -11,7 +11,8 @@
 #include <torch/library.h>
 
 #include <cstdlib>
-#include <set>
+#include <map>
+#include <utility>
 
 namespace fake_device {
 namespace {
@@ -115,7 +116,7 @@ struct PinnedAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t num_bytes) override {
     void* memory = num_bytes == 0 ? nullptr : std::malloc(num_bytes);
     const std::lock_guard lock(mutex);
-    pinned.insert(memory);
+    pinned[memory] = num_bytes;
     return {memory, memory, &release, c10::Device(c10::kCPU)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
@@ -123,12 +124,16 @@ struct PinnedAllocator final : c10::Allocator {
     default_copy_data(to, from, num_bytes);
   }
   static void release(void* memory) {
-    const std::lock_guard lock(mutex);
-    pinned.erase(memory);
-    std::free(memory);
+    size_t num_bytes = 0;
+    {
+      const std::lock_guard lock(mutex);
+      num_bytes = std::exchange(pinned[memory], 0);
+      pinned.erase(memory);
+    }
+    Machine::get().free_on_host(memory, num_bytes);
   }
   static inline std::mutex mutex;
-  static inline std::set<const void*> pinned;
+  static inline std::map<const void*, size_t> pinned;  // sizes
 };
 
 DeviceAllocator device_allocator;
@@ -177,24 +182,24 @@ size_t span_bytes(const at::Tensor& tensor) {
 }
 
 // In the order of the current stream. The host waits unless its side is pinned and the caller does
-// not mind.
+// not mind. Only pinned memory is watched: the rest is free to be used for something else at once.
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   const bool from_device = from.device().type() == kDevice;
   const bool to_device = to.device().type() == kDevice;
   const bool both = from_device && to_device;
   const at::Tensor source = on_host(from), target = on_host(to);
+  const bool pinned = !both && (from_device ? to : from).is_pinned();
   Machine::get().enqueue(
       current_stream(), "copy",
       [=](const Touched& touched) {
-        if (from_device) touched.read(source.const_data_ptr(), span_bytes(source));
-        if (to_device) touched.write(target.mutable_data_ptr(), span_bytes(target));
+        if (from_device || pinned) touched.read(source.const_data_ptr(), span_bytes(source));
+        if (to_device || pinned) touched.write(target.mutable_data_ptr(), span_bytes(target));
         const at::AutoDispatchBelowADInplaceOrView no_grad;
         target.copy_(source);
       },
       /*is_kernel=*/both);
-  const at::Tensor& host_side = from_device ? to : from;
-  if (!both && !(non_blocking && host_side.is_pinned()))
-    Machine::get().synchronize(current_stream());
+  if (!both && !(non_blocking && pinned))
+    Machine::get().synchronize(current_stream(), /*counted=*/false);
   return to;
 }
 

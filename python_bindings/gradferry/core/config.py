@@ -14,6 +14,8 @@ import torch
 
 from gradferry import _native
 from gradferry.core.codec_spec import AUTO, OFF, CodecSpec, parse_codec
+from gradferry.core.nodes import AUTO as FOUND_NODES
+from gradferry.core.nodes import NodesOption
 from gradferry.core.options import WORKSPACE_CAP_MB, Options
 from gradferry.errors import ConfigError
 
@@ -83,6 +85,7 @@ class Config:
     workspace_cap_mb: float
     chunk_bytes: int = CHUNK_BYTES  # at most; see `chunk_bytes_at`
     equal_scatter: bool = False  # a chunk's messages to owners are padded to one size
+    nodes: NodesOption = FOUND_NODES
 
     @property
     def passes_through(self) -> bool:
@@ -178,6 +181,7 @@ class Config:
             "workspace_cap_mb": self.workspace_cap_mb,
             "chunk_bytes": self.chunk_bytes,
             "equal_scatter": self.equal_scatter,
+            "nodes": self.nodes,
         }
 
 

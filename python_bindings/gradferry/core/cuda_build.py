@@ -2,18 +2,46 @@
 
 Machine code for compute capability X.Y runs on X.Z with Z >= Y. PTX for X.Y runs on X.Y and all
 newer ones: the driver translates it, which takes up to a minute and a driver that is not older than
-the toolkit. Any driver of the toolkit's major version runs machine code.
+the toolkit. Any driver of the toolkit's major version runs machine code. What is compiled for X.Ya
+runs on X.Y alone, and for X.Yf on X.Z with Z >= Y, be it machine code or PTX (CUDA C++ Programming
+Guide, "Feature Availability").
 """
 
 from __future__ import annotations
 
 import ctypes
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from gradferry import _build_info
 
 Version = tuple[int, int]
+
+
+class Target(NamedTuple):
+    """What code was compiled for.
+
+    Attributes:
+        capability: compute capability.
+        only: "a": for it alone; "f": for it and newer ones of its major version; or empty.
+    """
+
+    capability: Version
+    only: str = ""
+
+    def runs_on(self, capability: Version) -> bool:
+        """Whether a GPU runs machine code for this."""
+        (major, least), (has_major, minor) = self.capability, capability
+        return has_major == major and (minor == least if self.only == "a" else minor >= least)
+
+    def translates_for(self, capability: Version) -> bool:
+        """Whether a driver translates PTX for this to machine code of a GPU."""
+        return self.runs_on(capability) if self.only else self.capability <= capability
+
+    def __str__(self) -> str:
+        return shown(self.capability) + self.only
 
 
 @dataclass(frozen=True)
@@ -22,26 +50,28 @@ class CudaBuild:
 
     Attributes:
         toolkit: version of CUDA.
-        machine_code: compute capabilities that it holds machine code for.
-        ptx: compute capabilities that it holds PTX for.
+        machine_code: what it holds machine code for.
+        ptx: what it holds PTX for.
     """
 
     toolkit: Version
-    machine_code: tuple[Version, ...]
-    ptx: tuple[Version, ...]
+    machine_code: tuple[Target, ...]
+    ptx: tuple[Target, ...]
 
     def has_machine_code(self, capability: Version) -> bool:
         """Whether a GPU runs the kernels as they are."""
-        major, minor = capability
-        return any(has == major and least <= minor for has, least in self.machine_code)
+        return any(target.runs_on(capability) for target in self.machine_code)
 
     def has_ptx(self, capability: Version) -> bool:
         """Whether a GPU runs what a driver makes of the PTX."""
-        return any(least <= capability for least in self.ptx)
+        return any(target.translates_for(capability) for target in self.ptx)
 
     def __str__(self) -> str:
-        held = [f"machine code for {shown(*self.machine_code)}"] if self.machine_code else []
-        held += [f"PTX for {shown(*self.ptx)} and newer"] if self.ptx else []
+        held = [f"machine code for {_listed(self.machine_code)}"] if self.machine_code else []
+        exact = [target for target in self.ptx if target.only]
+        held += [f"PTX for {_listed(exact)}"] if exact else []
+        others = [target for target in self.ptx if not target.only]
+        held += [f"PTX for {_listed(others)} and newer"] if others else []
         return " and ".join(held)
 
 
@@ -50,18 +80,18 @@ def parse_build(compiler: str, architectures: str) -> CudaBuild | None:
 
     Args:
         compiler: such as ``"nvcc 13.0.88"``; empty without kernels.
-        architectures: of CMAKE_CUDA_ARCHITECTURES, such as ``"80-real 90"``: ``-real`` is machine
-            code alone, ``-virtual`` PTX alone, a bare number both.
+        architectures: of CMAKE_CUDA_ARCHITECTURES, such as ``"80-real 90a"``: ``-real`` is machine
+            code alone, ``-virtual`` PTX alone, without either it is both.
     """
     toolkit = re.fullmatch(r"nvcc (\d+)\.(\d+).*", compiler)
-    found = [re.fullmatch(r"(\d+)(\d)[af]?(-real|-virtual)?", a) for a in architectures.split()]
+    found = [re.fullmatch(r"(\d+)(\d)([af]?)(-real|-virtual)?", a) for a in architectures.split()]
     if toolkit is None or not found or not all(found):
         return None
-    kinds = [((int(m[1]), int(m[2])), m[3]) for m in found if m]
+    kinds = [(Target((int(m[1]), int(m[2])), m[3]), m[4]) for m in found if m]
     return CudaBuild(
         toolkit=(int(toolkit[1]), int(toolkit[2])),
-        machine_code=tuple(version for version, kind in kinds if kind != "-virtual"),
-        ptx=tuple(version for version, kind in kinds if kind != "-real"),
+        machine_code=tuple(target for target, kind in kinds if kind != "-virtual"),
+        ptx=tuple(target for target, kind in kinds if kind != "-real"),
     )
 
 
@@ -91,7 +121,8 @@ def why_not(build: CudaBuild, driver: Version | None, capability: Version, gpu: 
         capability: of the GPU.
         gpu: what to call it.
     """
-    newest, oldest = shown(build.toolkit), min((*build.machine_code, *build.ptx))
+    newest = shown(build.toolkit)
+    oldest = min(target.capability for target in (*build.machine_code, *build.ptx))
     if driver is None:
         return "this machine has no NVIDIA driver: install one, or move the model to the CPU"
     if driver[0] < build.toolkit[0]:
@@ -120,6 +151,10 @@ def why_not(build: CudaBuild, driver: Version | None, capability: Version, gpu: 
             f"that of CUDA {shown(driver)} and older: update the driver, or {again}"
         )
     return None
+
+
+def _listed(targets: Sequence[Target]) -> str:
+    return ", ".join(map(str, targets))
 
 
 def shown(*versions: Version) -> str:

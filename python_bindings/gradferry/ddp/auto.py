@@ -23,11 +23,12 @@ from gradferry.ddp.running import Running
 from gradferry.errors import ConfigError, StateError
 from gradferry.forecast.clock import clock_of
 from gradferry.forecast.costs import Parameter
+from gradferry.forecast.hook_names import codecs_to_choose_from
 from gradferry.forecast.measure import Probe, make_probe, measure_costs
 from gradferry.forecast.measure_link import spare_cores
 from gradferry.forecast.observe import MEASURED_STEPS, ObservedSteps, observe
 from gradferry.forecast.predict import Prediction, Predictor
-from gradferry.forecast.verdict import TOLERANCE, most_precise
+from gradferry.forecast.verdict import TOLERANCE, most_precise, precision
 
 _log = logging.getLogger("gradferry")
 
@@ -44,7 +45,7 @@ _MEASURING = "dense steps, while they are measured"
 
 def candidates(config: Config) -> list[str]:
     """The codecs that "auto" may choose; without momentum mode none below 3 bits."""
-    codecs = [parse_codec(str(codec["name"])) for codec in _native.codecs()]
+    codecs = [parse_codec(name) for name in codecs_to_choose_from()]
     precise = [codec for codec in codecs if config.momentum or codec.bits() >= COARSE_BITS]
     names = [str(codec) for codec in precise]  # every option written out, as in the configuration
     # These options need an engine, which the backend's own all-reduce does not have.
@@ -72,7 +73,7 @@ def decide(predictions: Mapping[str, Prediction], current: str | None) -> tuple[
     if held.seconds > fastest.seconds * (1 + SLOWER):
         return chosen.hook, f"{_figures(held)} is slower than {_figures(chosen)}, {within}"
     exact = most_precise(every, tolerance=0.0)
-    if parse_codec(exact.hook).bits() > parse_codec(current).bits():
+    if precision(exact.hook) > precision(current):
         return exact.hook, f"{_figures(exact)} is the fastest, and more precise than {current}"
     return current, f"{_figures(held)} is within {SLOWER:.0%} of the fastest, {_figures(fastest)}"
 

@@ -22,6 +22,7 @@ from gradferry.core.agreement import (
 )
 from gradferry.core.config import make_config
 from gradferry.core.meeting import meet, patience
+from gradferry.core.nodes import identity, received_identities, resolve
 from gradferry.core.options import Options
 from gradferry.ddp.after_steps import call_after_steps
 from gradferry.ddp.auto import Chooser
@@ -99,11 +100,14 @@ def bind(
         record = running.record()
     except Exception as error:
         record = error_record(error)
-    envelopes = gather_records({"nonce": uuid.uuid4().hex, "record": record}, group, place)
+    mine = {"nonce": uuid.uuid4().hex, "identity": vars(identity()), "record": record}
+    envelopes = gather_records(mine, group, place)
     records: list[Record] = [envelope["record"] for envelope in envelopes]
     raise_first_error(records)
     raise_first_mismatch(records)
     assert running is not None  # otherwise raise_first_error() has raised this rank's error
+    identities = received_identities([envelope.get("identity") for envelope in envelopes])
+    running.nodes = resolve(running.config.nodes, dist.get_process_group_ranks(group), identities)
 
     binding: Binding | None = None
     try:

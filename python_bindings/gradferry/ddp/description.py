@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gradferry.core.codec_spec import OFF
+from gradferry.core.nodes import Nodes
 from gradferry.ddp.binding import Binding
 
 
@@ -24,7 +25,7 @@ def choice_of(bound: Binding) -> dict[str, Any]:
 
 
 def describe(bound: Binding) -> str:
-    """The text of ``print(state)``: codecs, exempt parameters and memory, line by line."""
+    """The text of ``print(state)``: codecs, exempt parameters, exchange and memory, by line."""
     running, config = bound.running, bound.running.config
     if running.engine is None:
         reason = "GRADFERRY_DISABLE=1" if config.disabled else "codec 'off'"
@@ -52,6 +53,8 @@ def describe(bound: Binding) -> str:
     if exempt:
         shown = ", ".join(exempt[:4]) + (f", and {len(exempt) - 4} more" if len(exempt) > 4 else "")
         lines.append(f"  exempt from compression: {shown}")
+    if running.transport.exchanges:
+        lines.append(_exchange_line(running.world_size, running.nodes))
     stats = running.engine.stats()
     lines.append(
         f"  memory: residuals {stats['residual_bytes'] / 2**20:.1f} MiB, workspace "
@@ -59,6 +62,12 @@ def describe(bound: Binding) -> str:
     )
     lines += _workspace_lines(running.engine.workspace(), running.world_size)
     return "\n".join(lines)
+
+
+def _exchange_line(world_size: int, nodes: Nodes) -> str:
+    """Which exchange runs, and where the ranks are."""
+    note = f"; {nodes.note}" if nodes.note else ""
+    return f"  exchange: flat between {world_size} ranks on {nodes.describe()}{note}"
 
 
 def _workspace_lines(workspace: dict[str, int], world_size: int) -> list[str]:

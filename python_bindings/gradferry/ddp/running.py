@@ -29,6 +29,7 @@ from gradferry.core.codec_spec import AUTO, CodecSpec
 from gradferry.core.config import Config
 from gradferry.core.device import Transport, transport_of
 from gradferry.core.engine import start_engine
+from gradferry.core.nodes import Nodes, flat
 from gradferry.core.parameters import ParameterLayout, describe, describe_parameters
 from gradferry.ddp import step_numbers
 from gradferry.ddp.saved_state import Tile, rescale, zero_residual
@@ -47,6 +48,7 @@ class Running:
         index: for each parameter that DDP reduces, its index in `parameters`.
         transport: how bytes reach the other ranks.
         agreed: the record that all ranks agreed on, without its parameters.
+        nodes: which ranks share a machine; until they have met, none.
         engine: None if every bucket passes through.
         retired: sums of the counters of earlier engines.
         switches: number of changes of the codec.
@@ -60,6 +62,7 @@ class Running:
     index: WeakIdKeyDictionary
     transport: Transport
     agreed: Record
+    nodes: Nodes
     engine: _native.BucketEngine | None = None
     retired: Counter[str] = field(default_factory=Counter)
     switches: int = 0
@@ -71,9 +74,10 @@ class Running:
 
     @property
     def config_hash(self) -> int:
-        """Hash of the configuration, in every message header."""
+        """Hash of the configuration and the table of nodes, in every message header."""
         changes = {"choice": str(self.config.codec), "switches": self.switches}
-        return record_hash({**self.agreed, **(changes if self.switches else {})})
+        agreed = {**self.agreed, "members of nodes": self.nodes.members}
+        return record_hash({**agreed, **(changes if self.switches else {})})
 
     @property
     def layout_hash(self) -> int:
@@ -277,4 +281,5 @@ def propose(
             **config.record(),
             "device": place.type,
         },
+        nodes=flat(dist.get_world_size(group)),
     )

@@ -74,7 +74,8 @@ class LinkCosts:
 @dataclass(frozen=True)
 class CodecCosts:
     """Seconds on one thread, or on a device. reduce: per element that a rank owns; check: per byte
-    received; launch: of a kernel, however small its chunk, which has tiles of all codecs in it.
+    received, 0 if the others contain it; launch: of a kernel, however small its chunk, which has
+    tiles of all codecs in it.
     """
 
     encode_per_element: float

@@ -9,12 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradferry import _native
 from gradferry.core.config import COARSE_BITS
 from gradferry.core.device import CPU, Transport, agreed_transport
 from gradferry.forecast.clock import computing_on
 from gradferry.forecast.costs import Costs, Parameter, StepProfile
-from gradferry.forecast.hook_names import BACKEND_HOOKS, RULERS, TORCH_DTYPES, hook_config
+from gradferry.forecast.hook_names import (
+    BACKEND_HOOKS,
+    RULERS,
+    TORCH_DTYPES,
+    codecs_to_choose_from,
+    hook_config,
+)
 from gradferry.forecast.measure import make_probe, measure_costs
 from gradferry.forecast.measure_link import Progress
 from gradferry.forecast.measure_step import Attach, measure_steps
@@ -49,8 +54,8 @@ class Diagnosis:
 
 
 def default_hooks() -> tuple[str, ...]:
-    """PyTorch's hooks that can be predicted, and every codec."""
-    return (*TORCH_DTYPES, *(str(codec["name"]) for codec in _native.codecs()))
+    """PyTorch's hooks that can be predicted, and the codecs to choose from."""
+    return (*TORCH_DTYPES, *codecs_to_choose_from())
 
 
 def needs_momentum(hook: str) -> bool:

@@ -38,6 +38,15 @@ _OPTIONS: Mapping[str, Callable[[str], Any]] = {
 }
 
 
+def codecs_to_choose_from() -> tuple[str, ...]:
+    """What `auto`, `doctor` and `plan` choose from: every codec as its name alone gives it, and the
+    one with fewest bits that needs no momentum mode.
+    """
+    names = [str(codec["name"]) for codec in _native.codecs()]
+    names.insert(names.index("rht") + 1, "rht:bits=3")
+    return tuple(names)
+
+
 def check_hook(name: str) -> None:
     """Raises ConfigError, with the closest match, when no hook that trains has this name."""
     codecs = [str(codec["name"]) for codec in _native.codecs()]

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from gradferry.core.config import Config
 from gradferry.core.device import Transport
-from gradferry.errors import PeerError
 from gradferry.forecast.buckets import parameter_codecs
 from gradferry.forecast.costs import (
     CastCosts,
@@ -25,11 +24,9 @@ from gradferry.forecast.costs import (
 from gradferry.forecast.hook_names import BACKEND_HOOKS
 from gradferry.forecast.measure_codecs import NUM_ELEMENTS, measure_casts, measure_codec
 from gradferry.forecast.measure_device_codecs import NUM_ELEMENTS as DEVICE_ELEMENTS
-from gradferry.forecast.measure_device_codecs import measure_codec_on, seconds_per_byte
+from gradferry.forecast.measure_device_codecs import measure_codec_on
 from gradferry.forecast.measure_device_link import DeviceLinkProbe
-from gradferry.forecast.measure_link import LinkProbe, Progress
-
-T = TypeVar("T")
+from gradferry.forecast.measure_link import LinkProbe, Progress, on_all_ranks
 
 
 class Probe(Protocol):
@@ -70,7 +67,8 @@ def measure_costs(
     seconds: approximate time for each size of a collective.
 
     Raises:
-        PeerError: on all ranks; one of them has no memory left to measure codecs.
+        PeerError: on all ranks; one of them cannot measure codecs or the link, most likely for want
+            of memory.
     """
     dtype = _most_common(parameters)
     largest = sum(parameter.num_elements for parameter in parameters)
@@ -79,38 +77,20 @@ def measure_costs(
     wanted = dict.fromkeys(codec for c in configs for codec in parameter_codecs(c, parameters))
 
     def measure() -> tuple[dict[ParameterCodec, CodecCosts], dict[str, CastCosts]]:
-        per_byte = None if on_host else seconds_per_byte(place, num_elements)
         codecs = {}
         for codec in wanted:
             emit(f"codec {codec.codec}")
             arguments = (codec, dtype, probe.world_size, num_elements)
-            if per_byte is None:
-                codecs[codec] = measure_codec(*arguments)
-            else:
-                codecs[codec] = measure_codec_on(place, *arguments, per_byte)
+            measured = measure_codec(*arguments) if on_host else measure_codec_on(place, *arguments)
+            codecs[codec] = measured
         return codecs, measure_casts(backend_hooks, probe.world_size, num_elements, place)
 
-    own_codecs, own_casts = _on_all_ranks(probe, measure)
+    own_codecs, own_casts = on_all_ranks(probe.most, "codecs", measure)
     codecs = {codec: CodecCosts(*probe.most(astuple(cost))) for codec, cost in own_codecs.items()}
     casts = {hook: CastCosts(*probe.most(astuple(cost))) for hook, cost in own_casts.items()}
     dtypes = list(dict.fromkeys(BACKEND_HOOKS[hook] for hook in backend_hooks))
     link = probe.measure(dtypes, seconds, emit)
     return Costs(probe.world_size, link, casts, codecs)
-
-
-def _on_all_ranks(probe: Probe, measure: Callable[[], T]) -> T:
-    """What `measure` returns, which talks to no rank. No rank waits for one that cannot measure."""
-    failure: RuntimeError | MemoryError | None = None
-    try:
-        measured = measure()
-    except (RuntimeError, MemoryError) as error:  # torch's when a device has no memory left
-        failure = error
-    (failed,) = probe.most([1.0 if failure else 0.0])
-    if failure is not None:
-        raise PeerError(f"this rank cannot measure codecs: {failure}") from failure
-    if failed:
-        raise PeerError("another rank cannot measure codecs; its own error says why")
-    return measured
 
 
 def _most_common(parameters: Sequence[Parameter]) -> torch.dtype:

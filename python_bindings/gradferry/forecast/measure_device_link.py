@@ -4,6 +4,9 @@ NCCL runs one collective after another on a stream, so each is timed among sever
 events of the device. Where the group's backend is gloo, bytes pass through host memory and the host
 waits; what is timed there, by its clock, is a copy, the collective, and a copy back, as the engine
 makes them.
+
+All memory is allocated before the first collective. A rank that has none left says so there, where
+the others ask; in a collective they would wait for it.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from gradferry.core.device import STREAM_CHUNK_BYTES, Transport
 from gradferry.core.engine import STAGED_LANES, make_lanes
 from gradferry.forecast.clock import Clock, HostClock, clock_of
 from gradferry.forecast.costs import CollectiveCosts, Engine, LinkCosts
-from gradferry.forecast.measure_link import Progress, rising
+from gradferry.forecast.measure_link import Progress, on_all_ranks, rising
 
 _EXCHANGE_BYTES = (64 << 10, 512 << 10, STREAM_CHUNK_BYTES)  # to each rank, as far as they fit
 _MOST_BYTES = 32 << 20  # that a rank sends, or receives, in one exchange
@@ -46,11 +49,12 @@ class DeviceLinkProbe:
         self._link_clock: Clock = self._clock if transport.streams else HostClock()
         self._scatter: Post = self._all_to_all
         self._gather: Post = self._all_gather
+        self._staged: _StagedExchange | None = None
         if not transport.streams:
             nonces = gather_records({"nonce": uuid.uuid4().hex}, group, self._meeting)
             (lane,) = make_lanes(group, str(nonces[0]["nonce"]), STAGED_LANES, self._place)
-            staged = _StagedExchange(lane, self.world_size, self._clock.wait)
-            self._scatter, self._gather = staged.all_to_all, staged.all_gather
+            self._staged = _StagedExchange(lane, self.world_size, self._clock.wait)
+            self._scatter, self._gather = self._staged.all_to_all, self._staged.all_gather
 
     def measure(
         self, dtypes: Sequence[torch.dtype], seconds: float, emit: Progress = lambda text: None
@@ -59,14 +63,19 @@ class DeviceLinkProbe:
 
         dtypes: for which all-reduces are measured.
         seconds: approximate time for each size.
+
+        Raises:
+            PeerError: on all ranks; one of them has no memory left.
         """
         world_size = self.world_size
         least = _native.HEADER_BYTES
-        sizes = sorted({least, *(min(n, _MOST_BYTES // world_size) for n in _EXCHANGE_BYTES)})
+        sizes = {least, *(min(n, _MOST_BYTES // world_size) for n in _EXCHANGE_BYTES)}
+        sizes = {size for size in sizes if size >= least}
+        on_all_ranks(self.most, "the link", lambda: self._allocate(world_size * max(sizes)))
         scatter, gather = [], []
-        for size in (size for size in sizes if size >= least):
+        for size in sorted(sizes):
             emit(f"all-to-all and all-gather, {size >> 10} kB to each rank")
-            send, receive = self._zeros(world_size * size), self._zeros(world_size * size)
+            send, receive = (whole[: world_size * size] for whole in (self._sent, self._received))
             sent = float((world_size - 1) * size)
             scatter.append((sent, self._batches(seconds, self._scatter, send, receive)))
             gather.append((sent, self._batches(seconds, self._gather, send[:size], receive)))
@@ -77,11 +86,19 @@ class DeviceLinkProbe:
             engine=self._engine,
         )
 
+    def _allocate(self, exchanged_bytes: int) -> None:
+        """Everything that collectives of so many bytes, and of _REDUCE_BYTES, need."""
+        self._sent = self._zeros(max(exchanged_bytes, *_REDUCE_BYTES))
+        self._received = self._zeros(exchanged_bytes)
+        self._aligning = torch.zeros(1, dtype=torch.float32, device=self._place)
+        if self._staged is not None:
+            self._staged.allocate(exchanged_bytes)
+
     def _all_reduce(self, dtype: torch.dtype, seconds: float, emit: Progress) -> CollectiveCosts:
         points = []
         for size in (dtype.itemsize, *_REDUCE_BYTES):
             emit(f"all-reduce of {size >> 10} kB of {str(dtype).removeprefix('torch.')}")
-            tensor = torch.zeros(size // dtype.itemsize, dtype=dtype, device=self._place)
+            tensor = self._sent[:size].view(dtype)
             points.append((float(size), self._batches(seconds, self._reduce, tensor)))
         return _in_line(points)
 
@@ -98,9 +115,8 @@ class DeviceLinkProbe:
     def _batch(self, post: Post, tensors: Sequence[torch.Tensor], count: int) -> float:
         """The same of `count` in a row, on the slowest rank."""
         self.most([0.0])
-        aligning = torch.zeros(1, dtype=torch.float32, device=self._place)
         self._clock.head_start()
-        self._reduce(aligning)  # no rank's clock runs before all ranks have come
+        self._reduce(self._aligning)  # no rank's clock runs before all ranks have come
         self._wait_if_staged()
         begin = self._link_clock.mark()
         for _ in range(count):
@@ -147,31 +163,30 @@ class _StagedExchange:
         self._lane = lane
         self._world_size = world_size
         self._wait = wait
-        self._pinned: dict[tuple[str, int], torch.Tensor] = {}
+
+    def allocate(self, num_bytes: int) -> None:
+        """Host memory for collectives in which a rank receives at most so many bytes."""
+        self._sent, self._received = (
+            torch.zeros(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+            for _ in range(2)
+        )
 
     def all_to_all(self, send: torch.Tensor, receive: torch.Tensor) -> None:
         sizes = [send.numel() // self._world_size] * self._world_size
-        arrived = self._host("received", receive.numel())
+        arrived = self._received[: receive.numel()]
         self._lane.all_to_all(arrived, sizes, self._fetched(send), sizes).wait()
         receive.copy_(arrived, non_blocking=True)
 
     def all_gather(self, send: torch.Tensor, receive: torch.Tensor) -> None:
-        arrived = self._host("received", receive.numel())
+        arrived = self._received[: receive.numel()]
         self._lane.all_gather(arrived, self._fetched(send)).wait()
         receive.copy_(arrived, non_blocking=True)
 
     def _fetched(self, send: torch.Tensor) -> torch.Tensor:
-        copy = self._host("sent", send.numel())
+        copy = self._sent[: send.numel()]
         copy.copy_(send, non_blocking=True)
         self._wait()
         return copy
-
-    def _host(self, use: str, num_bytes: int) -> torch.Tensor:
-        if (use, num_bytes) not in self._pinned:
-            self._pinned[use, num_bytes] = torch.zeros(
-                num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True
-            )
-        return self._pinned[use, num_bytes]
 
 
 def _in_line(points: Sequence[tuple[float, float]]) -> CollectiveCosts:

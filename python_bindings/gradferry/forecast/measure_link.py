@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from gradferry.core.agreement import gather_records
 from gradferry.core.config import CHUNK_BYTES
 from gradferry.core.device import CPU, transport_of
 from gradferry.core.engine import make_backends, make_lanes
+from gradferry.errors import GradferryError, PeerError
 from gradferry.forecast.costs import CollectiveCosts, Curve, LinkCosts
 
 # Payload bytes to each rank: from the last chunk of a bucket to a full one.
@@ -34,9 +35,39 @@ _BESIDE_ROUNDS = 3
 _MATRIX = 192  # size of a matrix whose product takes well under a millisecond
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # differs between machines
 
+T = TypeVar("T")
 Progress = Callable[[str], None]
 InFlight = dist.Work | _native.Collective
 Post = Callable[[int], Sequence[InFlight]]  # posts collectives on the buffers with that number
+
+
+def on_all_ranks(
+    most: Callable[[Sequence[float]], list[float]], what: str, prepare: Callable[[], T]
+) -> T:
+    """What `prepare` returns, which talks to no rank: no rank waits for one that fails there.
+    Collective.
+
+    Args:
+        most: the elementwise maximum over all ranks. Collective.
+        what: is measured.
+
+    Raises:
+        PeerError: on all ranks; one of them cannot measure it. A GradferryError of that rank is
+            raised there as it is.
+    """
+    failure: Exception | None = None
+    try:
+        result = prepare()
+    except Exception as error:  # any, because the others would wait
+        failure = error
+    (failed,) = most([1.0 if failure else 0.0])
+    if isinstance(failure, GradferryError):
+        raise failure
+    if failure is not None:
+        raise PeerError(f"this rank cannot measure {what}: {failure}") from failure
+    if failed:
+        raise PeerError(f"another rank cannot measure {what}; its own error says why")
+    return result
 
 
 class LinkProbe:

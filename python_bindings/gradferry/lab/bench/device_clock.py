@@ -12,6 +12,8 @@ import torch
 from gradferry.errors import ConfigError
 from gradferry.forecast.clock import HEAD_START_CYCLES
 from gradferry.lab.output.environment import environment, occasion
+from gradferry.lab.ranks.launch import torchrun_placement
+from gradferry.lab.ranks.place import gpu_of_rank
 
 Pass = Callable[[], object]
 
@@ -35,36 +37,49 @@ class TimedDevice:
 
 def find_gpu(wanted: str) -> TimedDevice:
     """The GPU that `wanted` ("cuda", "cuda:1") names. Raises ConfigError where there is none."""
+    _expect_gpu(wanted)
     device = torch.device(wanted)
-    if not torch.cuda.is_available():
-        raise ConfigError(
-            f"--device {wanted}: torch {torch.__version__} sees no GPU on this machine; run this "
-            "where there is one, or leave the option out to measure the CPU"
-        )
     index = torch.cuda.current_device() if device.index is None else device.index
     if index >= torch.cuda.device_count():
         raise ConfigError(
             f"--device {wanted}: this machine has GPUs 0 to {torch.cuda.device_count() - 1}"
         )
     torch.cuda.set_device(index)
-    properties = torch.cuda.get_device_properties(index)
     return TimedDevice(
         device=torch.device("cuda", index),
-        cache_bytes=properties.L2_cache_size,
+        cache_bytes=torch.cuda.get_device_properties(index).L2_cache_size,
         clock=_seconds_by_events,
-        environment={
-            "gpu": properties.name,
-            "cuda": torch.version.cuda,
-            "cuda driver": torch._C._cuda_getDriverVersion(),  # type: ignore[attr-defined]
-        },
+        environment=_describe(torch.device("cuda", index)),
     )
 
 
+def _expect_gpu(wanted: str) -> None:
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"--device {wanted}: torch {torch.__version__} sees no GPU on this machine; run this "
+            "where there is one, or leave the option out to measure the CPU"
+        )
+
+
+def _describe(place: torch.device) -> dict[str, Any]:
+    """A GPU, for the JSON file."""
+    return {
+        "gpu": torch.cuda.get_device_properties(place).name,
+        "cuda": torch.version.cuda,
+        "cuda driver": torch._C._cuda_getDriverVersion(),  # type: ignore[attr-defined]
+    }
+
+
 def environment_on(device: str) -> dict[str, Any]:
-    """The environment for the JSON file, with the GPU if `device` is "cuda". Raises ConfigError
-    where there is none.
+    """The environment for the JSON file, with this rank's GPU if `device` is "cuda": that of rank 0
+    in a process that starts the ranks. Makes no GPU the current one, which would take memory there.
+    Raises ConfigError where there is none.
     """
-    gpu = {} if device == "cpu" else find_gpu(device).environment
+    gpu = {}
+    if device != "cpu":
+        _expect_gpu(device)
+        placement = torchrun_placement()
+        gpu = _describe(gpu_of_rank(placement.rank if placement else 0))
     return {**environment(), **occasion(), **gpu}
 
 

@@ -1,6 +1,7 @@
-"""Speed of codecs on a GPU: encode, decode and reduce against a device copy that moves the same
-bytes, in the same run. Buffers take turns, so that the cache holds none of them; results are
-validated before they are timed.
+"""Speed of codecs on a GPU: the kernels that encode, reduce and decode a chunk of one parameter,
+headers and checks included, against a device copy that moves the same bytes, in the same run.
+Buffers take turns, so that the cache holds none of them; results are validated before they are
+timed.
 """
 
 from __future__ import annotations
@@ -47,22 +48,23 @@ class _Case:
 
 
 class _Buffers:
-    """What a codec works on, once."""
+    """A codec with its messages, and what it works on, once."""
 
     def __init__(
-        self, codec: _native.DeviceCodec, gradient: torch.Tensor, misaligned: bool, ranks: int
+        self, name: str, gradient: torch.Tensor, misaligned: bool = False, ranks: int = 1
     ) -> None:
         place, n = gradient.device, gradient.numel()
         shift = 1 if misaligned else 0
         self.gradient = torch.empty(n + shift, dtype=gradient.dtype, device=place)[shift:]
         self.gradient.copy_(gradient)
         self.residual = torch.zeros(n, device=place)
-        self.payloads = [_bytes(codec.worker_bytes, place) for _ in range(ranks)]
-        self.reduced = _bytes(codec.owner_bytes, place)
-        for payload in self.payloads:
-            codec.encode(self.gradient, None, payload)
-        self.pointers = {w: codec.pointers(self.payloads[:w]) for w in range(1, ranks + 1)}
-        codec.reduce(self.pointers[1], None, self.reduced)
+        self.codec = _native.DeviceCodec(
+            codec=name, dtype=gradient.dtype, num_elements=n, device=place, world_size=ranks
+        )
+        self.codec.encode(self.gradient, None)
+        for rank in range(ranks):
+            self.codec.receive(rank)
+        self.codec.reduce(None, 1)
 
 
 def measure(
@@ -89,28 +91,31 @@ def measure(
 
 def wrong_bytes(name: str, dtype: torch.dtype, place: torch.device) -> int:
     """How many bytes differ from what the CPU makes of the same numbers."""
-    codec = _native.DeviceCodec(
-        codec=name, dtype=dtype, num_elements=_CHECKED_ELEMENTS, device=place
-    )
     gradient = _gaussian(_CHECKED_ELEMENTS, dtype)
-    buffers = _Buffers(codec, gradient.to(place), misaligned=True, ranks=2)
+    buffers = _Buffers(name, gradient.to(place), misaligned=True, ranks=2)
+    codec = buffers.codec
     hashes = {"config_hash": 0, "layout_hash": 0}
     message = _native.encode_tensor(gradient, name, seed=0, step=0, **hashes)
-    wrong = _differences(buffers.payloads[0], message[_native.HEADER_BYTES :])
+    wrong = _differences(_payload(codec.sent), _payload(message))
     residual = torch.zeros(_CHECKED_ELEMENTS, device=place)
-    codec.encode(buffers.gradient, residual, buffers.payloads[1])
-    wrong += _differences(buffers.payloads[1], message[_native.HEADER_BYTES :])
+    codec.encode(buffers.gradient, residual)
+    wrong += _differences(_payload(codec.sent), _payload(message))
     if dtype == torch.float32:
         sent = torch.empty_like(gradient)
         _native.decode_tensor(message, name, sent, **hashes)
         wrong += _differences(residual, gradient - sent)
     residual.zero_()
-    codec.reduce(buffers.pointers[2], residual, buffers.reduced)
-    codec.decode(buffers.reduced, buffers.gradient)
+    codec.reduce(residual, 2)
+    codec.decode(buffers.gradient, None)
+    codec.expect_no_findings()
     mean = _native.compressed_mean(
         [gradient, gradient], name, seed=0, worker_residual=False, owner_residual=True
     )
     return wrong + _differences(buffers.gradient, mean)
+
+
+def _payload(message: torch.Tensor) -> torch.Tensor:
+    return message[_native.HEADER_BYTES :]
 
 
 def _time_codec(
@@ -123,16 +128,9 @@ def _time_codec(
     wrong: int,
 ) -> Iterator[Row]:
     num_elements = _elements(size_mb, dtype)
-    codec = _native.DeviceCodec(
-        codec=name, dtype=dtype, num_elements=num_elements, device=timed.device
-    )
     gradient = _gaussian(num_elements, dtype).to(timed.device)
     ranks = max([1, *options.world_sizes])
-    least = gradient.nbytes + codec.worker_bytes
-    sets = [
-        _Buffers(codec, gradient, misaligned, ranks)
-        for _ in range(num_buffers(least, timed.cache_bytes))
-    ]
+    sets = _sets(timed, name, gradient, misaligned, ranks)
     common = {
         "codec": name,
         "dtype": str(dtype).removeprefix("torch."),
@@ -142,35 +140,51 @@ def _time_codec(
         "misaligned": misaligned,
         "wrong": wrong,
     }
-    for case in _cases(codec, sets, options.world_sizes):
+    for case in _cases(sets, options.world_sizes):
         row = {**common, "op": case.op, "world_size": case.world_size}
         if wrong == 0:
             row |= _compare_with_copy(case, num_elements, timed, options.rounds)
         yield row
+    for buffers in sets:
+        buffers.codec.expect_no_findings()
 
 
-def _cases(
-    codec: _native.DeviceCodec, sets: Sequence[_Buffers], world_sizes: Sequence[int]
-) -> list[_Case]:
+def _sets(
+    timed: TimedDevice,
+    name: str,
+    gradient: torch.Tensor,
+    misaligned: bool = False,
+    ranks: int = 1,
+) -> list[_Buffers]:
+    """So many that, by the turn of one, the cache holds none of it."""
+    first = _Buffers(name, gradient, misaligned, ranks)
+    count = num_buffers(gradient.nbytes + first.codec.worker_bytes, timed.cache_bytes)
+    return [first, *(_Buffers(name, gradient, misaligned, ranks) for _ in range(count - 1))]
+
+
+def _cases(sets: Sequence[_Buffers], world_sizes: Sequence[int]) -> list[_Case]:
     gradient, residual = sets[0].gradient.nbytes, 2 * sets[0].residual.nbytes
-    worker, owner = codec.worker_bytes, codec.owner_bytes
+    worker, owner = sets[0].codec.worker_bytes, sets[0].codec.owner_bytes
 
     def passes(work: Callable[[_Buffers], object]) -> list[Pass]:
         return [lambda b=b: work(b) for b in sets]  # type: ignore[misc]
 
     def reduce(world_size: int) -> Callable[[_Buffers], object]:
-        return lambda b: codec.reduce(b.pointers[world_size], b.residual, b.reduced)
+        return lambda b: b.codec.reduce(b.residual, world_size)
 
     return [
         _Case("encode", 1, gradient + worker, worker,
-              passes(lambda b: codec.encode(b.gradient, None, b.payloads[0]))),
+              passes(lambda b: b.codec.encode(b.gradient, None))),
         _Case("encode_ef", 1, gradient + residual + worker, worker,
-              passes(lambda b: codec.encode(b.gradient, b.residual, b.payloads[0]))),
+              passes(lambda b: b.codec.encode(b.gradient, b.residual))),
         *(_Case("reduce", w, w * worker + residual + owner, worker, passes(reduce(w)))
           for w in world_sizes),
-        # Last: it overwrites the gradient.
+        # Last: they overwrite the gradient.
         _Case("decode", 1, owner + gradient, owner,
-              passes(lambda b: codec.decode(b.reduced, b.gradient))),
+              passes(lambda b: b.codec.decode(b.gradient, None))),
+        # Without a momentum the residual is not touched, nor is what was sent.
+        _Case("decode_ef", 1, owner + gradient, owner,
+              passes(lambda b: b.codec.decode(b.gradient, b.residual))),
     ]  # fmt: skip
 
 
@@ -221,13 +235,10 @@ def _time_peer(
 ) -> Iterator[Row]:
     num_elements = _elements(size_mb, torch.float32)
     gradient = _gaussian(num_elements, torch.float32).to(timed.device)
-    codec = _native.DeviceCodec(
-        codec=peer.rival, dtype=torch.float32, num_elements=num_elements, device=timed.device
-    )
-    count = num_buffers(2 * gradient.nbytes, timed.cache_bytes)
-    sets = [_Buffers(codec, gradient, False, 1) for _ in range(count)]
+    sets = _sets(timed, peer.rival, gradient)
+    count = len(sets)
     theirs = [peer.passes(gradient.clone(), torch.zeros_like(gradient)) for _ in range(count)]
-    ours = {case.op: case for case in _cases(codec, sets, ())}
+    ours = {case.op: case for case in _cases(sets, ())}
     for op, peer_passes in (
         ("encode_ef", [encode for encode, _ in theirs]),
         ("decode", [decode for _, decode in theirs]),
@@ -252,6 +263,8 @@ def _time_peer(
             "speedup_min": min(speedups),
             "speedup_max": max(speedups),
         }
+    for buffers in sets:
+        buffers.codec.expect_no_findings()
 
 
 def num_buffers(num_bytes: int, cache_bytes: int) -> int:

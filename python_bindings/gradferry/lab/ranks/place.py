@@ -31,8 +31,7 @@ def place_of_rank(device: str) -> tuple[torch.device, dist.ProcessGroup | None]:
     """
     if device == "cpu":
         return torch.device("cpu"), None
-    rank, num_gpus = dist.get_rank(), torch.cuda.device_count()
-    place = torch.device("cuda", rank % num_gpus)
+    place = gpu_of_rank(dist.get_rank())
     torch.cuda.set_device(place)
     here = {"gpu": str(torch.cuda.get_device_properties(place).uuid)}
     shared = [record["gpu"] for record in gather_from_ranks(here)]
@@ -42,6 +41,11 @@ def place_of_rank(device: str) -> tuple[torch.device, dist.ProcessGroup | None]:
     group = dist.new_group(backend="cpu:gloo,cuda:nccl")
     assert isinstance(group, dist.ProcessGroup)  # this rank is in it
     return place, group
+
+
+def gpu_of_rank(rank: int) -> torch.device:
+    """One of this machine's GPUs, of which there is at least one; ranks take turns."""
+    return torch.device("cuda", rank % torch.cuda.device_count())
 
 
 def on_device(device: torch.device, batch: Any) -> Any:

@@ -1,0 +1,246 @@
+"""Which ranks share a machine: all ranks compute the same table from where each of them runs."""
+
+from __future__ import annotations
+
+import numbers
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from gradferry.core.meeting import name_ranks
+from gradferry.errors import ConfigError, ProtocolError
+
+AUTO = "auto"
+FLAT = "flat"
+# A checked option `nodes`: AUTO, FLAT, the number of ranks per node, or the global ranks by node.
+NodesOption = str | int | tuple[tuple[int, ...], ...]
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_NETWORK = Path("/proc/self/ns/net")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Where a rank runs. Ranks where both are equal share a machine and its loopback.
+
+    Attributes:
+        boot_id: of the running kernel.
+        network: inode of the network namespace, unique while that kernel runs.
+        unread: why one of the two could not be read; empty if both were.
+    """
+
+    boot_id: str = ""
+    network: int = 0
+    unread: str = ""
+
+
+def identity() -> Identity:
+    """Where this process runs. What cannot be read is no error, but a reason in the result."""
+    try:
+        boot_id = _BOOT_ID.read_text(encoding="ascii").strip()
+        network = _NETWORK.stat().st_ino
+    except (OSError, ValueError) as error:
+        return Identity(unread=str(error))
+    return Identity(boot_id, network) if boot_id else Identity(unread=f"{_BOOT_ID} is empty")
+
+
+def received_identities(records: Sequence[object]) -> list[Identity]:
+    """What all ranks sent of their `identity`, by rank, as ``vars`` of it.
+
+    Raises:
+        ProtocolError: a rank sent something else.
+    """
+    types = {key: type(value) for key, value in vars(Identity()).items()}
+    found = []
+    for rank, record in enumerate(records):
+        if not isinstance(record, dict) or {k: type(v) for k, v in record.items()} != types:
+            raise ProtocolError(
+                f"rank {rank} sent {record!r} as the place where it runs; start every rank with "
+                "the same version of gradferry"
+            )
+        found.append(Identity(**record))
+    return found
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The table of nodes, equal on all ranks.
+
+    Attributes:
+        members: the ranks of every node in the process group, ascending; nodes are in the order of
+            their lowest ranks.
+        note: what could not be found out, for people; empty if nothing.
+    """
+
+    members: tuple[tuple[int, ...], ...]
+    note: str = field(default="", compare=False)
+
+    @cached_property
+    def _places(self) -> dict[int, tuple[int, int]]:
+        return {
+            rank: (node, local)
+            for node, ranks in enumerate(self.members)
+            for local, rank in enumerate(ranks)
+        }
+
+    def of(self, rank: int) -> tuple[int, int]:
+        """The node of a rank, and its index among the ranks of that node."""
+        return self._places[rank]
+
+    @property
+    def ranks_per_node(self) -> tuple[int, ...]:
+        """By node."""
+        return tuple(len(ranks) for ranks in self.members)
+
+    @property
+    def smallest(self) -> int:
+        """Ranks of the smallest node."""
+        return min(self.ranks_per_node)
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether every rank is alone on its node."""
+        return max(self.ranks_per_node) == 1
+
+    def describe(self) -> str:
+        """ "2 nodes of 2 ranks", "3 nodes of 1 to 2 ranks"."""
+        count, least, most = len(self.members), self.smallest, max(self.ranks_per_node)
+        sizes = f"{least}" if least == most else f"{least} to {most}"
+        return f"{count} node{'s' * (count > 1)} of {sizes} rank{'s' * (most > 1)}"
+
+
+def flat(world_size: int) -> Nodes:
+    """The table in which every rank is alone."""
+    return Nodes(tuple((rank,) for rank in range(world_size)))
+
+
+def check_option(option: object) -> NodesOption:
+    """Checks what can be checked of the option `nodes` without knowing the other ranks.
+
+    Args:
+        option: ``"auto"``, ``"flat"``, the number of consecutive ranks per node, or a DeviceMesh of
+            two dimensions, whose rows are nodes.
+
+    Returns:
+        The option as JSON can hold it, which ranks compare.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    if isinstance(option, DeviceMesh):
+        if option.ndim != 2:
+            raise ConfigError(
+                f"nodes= has a DeviceMesh of {option.ndim} dimension{'s' * (option.ndim > 1)} and "
+                "needs 2, whose rows are nodes: init_device_mesh(device_type, (nodes, ranks per "
+                "node)), or two dimensions of a larger mesh"
+            )
+        return tuple(tuple(row) for row in option.mesh.tolist())
+    if isinstance(option, numbers.Integral) and not isinstance(option, bool):
+        if option < 1:
+            raise ConfigError(f"nodes={option}: a node has 1 rank or more; or use {AUTO!r}")
+        return int(option)
+    if isinstance(option, str) and option in (AUTO, FLAT):
+        return option
+    raise ConfigError(
+        f"nodes={option!r} must be {AUTO!r}, {FLAT!r}, a number of ranks per node, or a DeviceMesh "
+        "of two dimensions, whose rows are nodes"
+    )
+
+
+def resolve(
+    option: NodesOption, global_ranks: Sequence[int], identities: Sequence[Identity]
+) -> Nodes:
+    """The table of nodes. The same arguments, and so the same outcome, on all ranks.
+
+    A rank that does not know where it runs is a node of its own with AUTO. Where the option says
+    which ranks form a node, it is believed about that rank.
+
+    Args:
+        option: checked; equal on all ranks.
+        global_ranks: those of the process group, in its order.
+        identities: of these ranks.
+
+    Raises:
+        ConfigError: the option does not fit these ranks, or puts ranks on one node that do not
+            share a machine and a network namespace.
+    """
+    world_size = len(global_ranks)
+    if option == FLAT:
+        return flat(world_size)
+    if option == AUTO:
+        return _found(identities)
+    if isinstance(option, int):
+        if world_size % option:
+            raise ConfigError(
+                f"nodes={option} must divide the number of ranks of the process group, "
+                f"{world_size}; use another number, a DeviceMesh, or {AUTO!r}, which takes nodes "
+                "of any size"
+            )
+        starts = range(0, world_size, option)
+        members = tuple(tuple(range(start, start + option)) for start in starts)
+    else:
+        assert not isinstance(option, str)
+        members = _of_mesh(option, global_ranks)
+    _expect_shared(members, identities)
+    together = {rank for ranks in members if len(ranks) > 1 for rank in ranks}
+    unread = {rank: why for rank, why in _unread(identities).items() if rank in together}
+    return Nodes(members, _note(unread, "not checked"))
+
+
+def _found(identities: Sequence[Identity]) -> Nodes:
+    found: dict[Identity | int, list[int]] = {}
+    for rank, place in enumerate(identities):
+        found.setdefault(rank if place.unread else place, []).append(rank)
+    members = tuple(map(tuple, found.values()))
+    return Nodes(members, _note(_unread(identities), "alone"))
+
+
+def _of_mesh(
+    rows: tuple[tuple[int, ...], ...], global_ranks: Sequence[int]
+) -> tuple[tuple[int, ...], ...]:
+    held = Counter(rank for row in rows for rank in row)
+    wrong = {
+        "lacks": sorted(set(global_ranks) - set(held)),
+        "has besides": sorted(set(held) - set(global_ranks)),
+        "has more than once": sorted(rank for rank, count in held.items() if count > 1),
+    }
+    if any(wrong.values()):
+        reasons = [f"{verb} {name_ranks(ranks)}" for verb, ranks in wrong.items() if ranks]
+        raise ConfigError(
+            "the DeviceMesh of nodes= must hold every rank of the process group once, and "
+            f"{', '.join(reasons)} (global ranks); give it the ranks of the group, or use {AUTO!r}"
+        )
+    in_group = {rank: number for number, rank in enumerate(global_ranks)}
+    return tuple(sorted(tuple(sorted(in_group[rank] for rank in row)) for row in rows))
+
+
+def _expect_shared(members: tuple[tuple[int, ...], ...], identities: Sequence[Identity]) -> None:
+    for ranks in members:
+        known = [rank for rank in ranks if not identities[rank].unread]
+        for rank in known[1:]:
+            one, other = identities[known[0]], identities[rank]
+            if one == other:
+                continue
+            apart = "machines" if one.boot_id != other.boot_id else "network namespaces"
+            raise ConfigError(
+                f"nodes= puts ranks {known[0]} and {rank} of the process group on one node, but "
+                f"they run in different {apart}: the ranks of a node share memory and loopback; "
+                f"use {AUTO!r}, or start the ranks in the order of their nodes"
+            )
+
+
+def _unread(identities: Sequence[Identity]) -> dict[int, str]:
+    return {rank: place.unread for rank, place in enumerate(identities) if place.unread}
+
+
+def _note(unread: Mapping[int, str], what: str) -> str:
+    """Names these ranks by reason; empty without ranks."""
+    reasons: dict[str, list[int]] = {}
+    for rank, reason in unread.items():
+        reasons.setdefault(reason, []).append(rank)
+    shown = ", ".join(f"{name_ranks(ranks)} ({why})" for why, ranks in reasons.items())
+    return f"machine unknown, so {what}: {shown}" if shown else ""

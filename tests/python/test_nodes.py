@@ -1,0 +1,305 @@
+"""Which ranks share a machine: found by each, told to all, and the same table on every rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from gradferry.core import nodes
+from gradferry.core.nodes import (
+    Identity,
+    Nodes,
+    check_option,
+    flat,
+    identity,
+    received_identities,
+    resolve,
+)
+from gradferry.errors import ConfigError, ProtocolError
+from gradferry.lab.ranks.network import DEVICE, Network, address, check_network, parse_link
+from outcomes import attempt
+from scenario import ChosenGradients, Scenario, Weight
+from torch.nn.parallel import DistributedDataParallel
+from world import World
+
+A, B = Identity("a", 1), Identity("b", 1)
+A_ELSEWHERE = Identity("a", 2)  # on that machine, in another network namespace
+HIDDEN = Identity(unread="no /proc")
+
+
+def table(option: Any, *identities: Identity) -> Nodes:
+    return resolve(check_option(option), range(len(identities)), identities)
+
+
+@pytest.mark.parametrize(
+    ("identities", "members"),
+    [
+        ((A, A, B, B), ((0, 1), (2, 3))),
+        ((A, B, A, B), ((0, 2), (1, 3))),
+        ((B, A, A), ((0,), (1, 2))),
+        ((A, A_ELSEWHERE, A), ((0, 2), (1,))),
+        ((HIDDEN, A, HIDDEN, A), ((0,), (1, 3), (2,))),
+    ],
+)
+def test_ranks_of_one_machine_and_network_are_a_node(identities, members):
+    assert table("auto", *identities) == Nodes(members)
+    assert table("flat", *identities) == flat(len(identities))
+
+
+def test_a_table_says_where_every_rank_is():
+    uneven = Nodes(((0, 3), (1,), (2, 4)))
+    assert [uneven.of(rank) for rank in range(5)] == [(0, 0), (1, 0), (2, 0), (0, 1), (2, 1)]
+    assert uneven.ranks_per_node == (2, 1, 2)
+    assert uneven.smallest == 1
+    assert not uneven.is_flat
+    assert flat(3).is_flat
+    assert flat(3) == Nodes(((0,), (1,), (2,)))
+
+
+@pytest.mark.parametrize(
+    ("members", "text"),
+    [
+        (((0, 1), (2, 3)), "2 nodes of 2 ranks"),
+        (((0,), (1, 2), (3,)), "3 nodes of 1 to 2 ranks"),
+        (((0, 1, 2, 3),), "1 node of 4 ranks"),
+        (((0,), (1,)), "2 nodes of 1 rank"),
+    ],
+)
+def test_a_table_in_words(members, text):
+    assert Nodes(members).describe() == text
+
+
+def test_who_could_not_find_out_is_named_with_the_reason():
+    assert not table("auto", A, B).note
+    alone = table("auto", HIDDEN, A, HIDDEN, Identity(unread="odd"))
+    assert alone.note == ("machine unknown, so alone: ranks 0 and 2 (no /proc), rank 3 (odd)")
+    given = table(2, HIDDEN, A, A, A)
+    assert given == Nodes(((0, 1), (2, 3)))
+    assert given.note == "machine unknown, so not checked: rank 0 (no /proc)"
+    assert not table(1, HIDDEN, A).note
+    assert not table("flat", HIDDEN, A).note
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("flatt", "nodes='flatt' must be 'auto', 'flat', a number of ranks per node, or a Dev"),
+        (True, "nodes=True must be"),
+        (2.0, "nodes=2.0 must be"),
+        (None, "nodes=None must be"),
+        ([[0, 1]], r"nodes=\[\[0, 1\]\] must be"),
+        (0, "nodes=0: a node has 1 rank or more"),
+        (-2, "nodes=-2: a node has 1 rank or more"),
+    ],
+)
+def test_an_option_that_is_none(option, message):
+    with pytest.raises(ConfigError, match=message):
+        check_option(option)
+
+
+@pytest.mark.parametrize("per_node", [3, 8])
+def test_nodes_of_a_size_that_does_not_divide(per_node):
+    with pytest.raises(ConfigError, match=f"nodes={per_node} must divide .*, 4; use another"):
+        table(per_node, A, A, A, A)
+
+
+ROWS = ((4, 6), (7, 5))  # global ranks of a group of four
+GROUP = (4, 5, 6, 7)
+
+
+def test_rows_of_global_ranks_become_nodes_of_the_groups_ranks():
+    assert resolve(ROWS, GROUP, [A, B, A, B]) == Nodes(((0, 2), (1, 3)))
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (((4, 5), (6, 8)), r"lacks rank 7, has besides rank 8 \(global ranks\)"),
+        (((4, 5),), r"lacks ranks 6 and 7 \(global ranks\)"),
+        (((4, 5), (6, 4)), "lacks rank 7, has more than once rank 4"),
+    ],
+)
+def test_rows_that_do_not_cover_the_group(rows, message):
+    with pytest.raises(ConfigError, match=message):
+        resolve(rows, GROUP, [A] * 4)
+
+
+@pytest.mark.parametrize("option", [2, ((4, 5), (6, 7))])
+@pytest.mark.parametrize(
+    ("identities", "message"),
+    [
+        ((A, A, A, B), "ranks 2 and 3 of the process group on one node.* different machines"),
+        ((A, A_ELSEWHERE, B, B), "ranks 0 and 1 .* different network namespaces"),
+    ],
+)
+def test_ranks_that_share_nothing_are_no_node(option, identities, message):
+    with pytest.raises(ConfigError, match=message):
+        resolve(option, GROUP, identities)
+
+
+def test_what_other_ranks_send_is_checked():
+    places = [A, HIDDEN]
+    assert received_identities([vars(place) for place in places]) == places
+    for wrong in (None, "a", {}, {"boot_id": "a"}, {**vars(A), "network": []}, {**vars(A), "x": 1}):
+        with pytest.raises(ProtocolError, match=r"rank 1 sent .* the same version"):
+            received_identities([vars(A), wrong])
+
+
+def test_processes_of_this_machine_have_one_identity(world_of_2: World) -> None:
+    assert world_of_2.run(identity) == [identity()] * 2
+    assert not identity().unread
+
+
+@pytest.mark.parametrize("hidden", ["_BOOT_ID", "_NETWORK"])
+def test_what_cannot_be_read_is_a_reason(hidden, tmp_path, monkeypatch):
+    monkeypatch.setattr(nodes, hidden, tmp_path / "missing")
+    assert identity().unread == f"[Errno 2] No such file or directory: '{tmp_path / 'missing'}'"
+
+
+@pytest.mark.parametrize(("written", "reason"), [(b"\n", "boot_id is empty"), (b"\xff", "ascii")])
+def test_a_boot_id_that_is_none_is_a_reason(written, reason, tmp_path, monkeypatch):
+    monkeypatch.setattr(nodes, "_BOOT_ID", tmp_path / "boot_id")
+    (tmp_path / "boot_id").write_bytes(written)
+    assert reason in identity().unread
+
+
+def case_mesh() -> dict[str, Any]:
+    """What meshes of four processes become; the default group, and a group of its rows."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("nodes", "ranks"))
+    cube = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("replicas", "nodes", "ranks"))
+    return {
+        "mesh": check_option(mesh),
+        "of_cube": check_option(cube["nodes", "ranks"]),
+        "line": attempt(lambda: check_option(mesh["ranks"])),
+        "cube": attempt(lambda: check_option(cube)),
+        "ranks": dist.get_process_group_ranks(mesh["ranks"].get_group()),
+    }
+
+
+def test_rows_of_a_mesh_are_nodes(worlds: Callable[[int], World]) -> None:
+    for rank, answer in enumerate(worlds(4).run(case_mesh)):
+        assert answer["mesh"] == answer["of_cube"] == ((0, 1), (2, 3))
+        assert answer["line"].error == answer["cube"].error == "ConfigError"
+        assert "has a DeviceMesh of 1 dimension and needs 2" in answer["line"].text
+        assert "has a DeviceMesh of 3 dimensions and needs 2" in answer["cube"].text
+        assert answer["ranks"] == [[0, 1], [0, 1], [2, 3], [2, 3]][rank]
+
+
+WEIGHTS = (Weight("only", (40, 40)),)
+
+
+def case_attach(places: list[Identity], options: list[Any]) -> dict[str, Any]:
+    """Attaches where every rank is told where it runs and what its checked option is."""
+    import gradferry
+    from gradferry.core.config import make_config
+    from gradferry.ddp import binding
+
+    def configured(asked: Any) -> Any:
+        return dataclasses.replace(make_config(asked), nodes=options[rank])
+
+    rank = dist.get_rank()
+    ddp = DistributedDataParallel(ChosenGradients(Scenario(WEIGHTS)))
+    found: dict[str, Any] = {}
+
+    def attach() -> None:
+        state = gradferry.attach(ddp, "q4")
+        running = gradferry.ddp.state.bound_to(state).running
+        found.update(text=str(state), nodes=running.nodes, config_hash=running.config_hash)
+
+    with (
+        mock.patch.object(binding, "identity", return_value=places[rank]),
+        mock.patch.object(binding, "make_config", configured),
+    ):
+        return {"outcome": attempt(attach), **found}
+
+
+def attached(world: World, places: list[Identity], options: list[Any]) -> list[dict[str, Any]]:
+    return world.run(case_attach, places=places, options=options)
+
+
+def test_all_ranks_learn_at_attach_where_all_are(worlds: Callable[[int], World]) -> None:
+    places = [A, B, A, HIDDEN]
+    answers = attached(worlds(4), places, ["auto"] * 4)
+    for answer in answers:
+        assert answer["outcome"].error is None, answer["outcome"]
+        assert answer["nodes"] == Nodes(((0, 2), (1,), (3,)))
+        assert (
+            "  exchange: flat between 4 ranks on 3 nodes of 1 to 2 ranks; "
+            "machine unknown, so alone: rank 3 (no /proc)\n" in answer["text"]
+        )
+    assert len({answer["config_hash"] for answer in answers}) == 1
+    (other, *_) = attached(worlds(4), places, ["flat"] * 4)
+    assert "  exchange: flat between 4 ranks on 4 nodes of 1 rank\n" in other["text"]
+
+
+def test_messages_tell_tables_of_one_option_apart(world_of_2: World) -> None:
+    together = attached(world_of_2, [A, A], ["auto"] * 2)
+    apart = attached(world_of_2, [A, B], ["auto"] * 2)
+    assert together[0]["config_hash"] != apart[0]["config_hash"]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (["auto", "flat"], "RankMismatchError", "rank 1 differs from rank 0 in nodes: 'flat' "),
+        ([2, ((0, 1),)], "RankMismatchError", "in nodes: [[0, 1]] instead of 2"),
+        ([3, 3], "ConfigError", "nodes=3 must divide"),
+        ([2, 2], "ConfigError", "puts ranks 0 and 1 of the process group on one node"),
+    ],
+)
+def test_a_wrong_option_is_the_same_error_on_all_ranks(
+    world_of_2: World, options: list[Any], error: str, message: str
+) -> None:
+    outcomes = [answer["outcome"] for answer in attached(world_of_2, [A, B], options)]
+    assert [outcome.error for outcome in outcomes] == [error] * 2
+    assert len({outcome.text for outcome in outcomes}) == 1
+    assert message in outcomes[0].text
+
+
+# Two ranks on each of two hosts: the host's first process forks the second rank.
+RANKS = textwrap.dedent(
+    """
+    import os, sys
+    host, server, device, folder = int(sys.argv[1]), *sys.argv[2:]
+    os.environ["GLOO_SOCKET_IFNAME"] = device
+    import datetime, torch, torch.distributed as dist, gradferry
+    from torch.nn.parallel import DistributedDataParallel
+    child = os.fork()
+    rank = 2 * host + (child == 0)
+    torch.set_num_threads(1)
+    limit = datetime.timedelta(seconds=20)
+    store = dist.TCPStore(server, 4000, 4, is_master=rank == 0, timeout=limit)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=limit)
+    state = gradferry.attach(DistributedDataParallel(torch.nn.Linear(40, 40)), "q4")
+    open(f"{folder}/{rank}", "w").write(str(state))
+    dist.barrier()  # rank 0 serves the store
+    if child:
+        os.waitpid(child, 0)
+    os._exit(0)
+    """
+)
+
+
+def test_two_ranks_on_each_of_two_hosts(tmp_path: Path) -> None:
+    try:
+        check_network(2)
+    except ConfigError as error:
+        pytest.skip(f"no network namespaces here: {error}")
+    commands = [
+        [sys.executable, "-c", RANKS, str(host), address(1), DEVICE, str(tmp_path)]
+        for host in range(2)
+    ]
+    with Network(parse_link("unshaped"), commands) as joined:
+        assert joined.wait() == [0, 0]
+    for rank in range(4):
+        text = (tmp_path / str(rank)).read_text()
+        assert "exchange: flat between 4 ranks on 2 nodes of 2 ranks\n" in text

@@ -1,0 +1,64 @@
+#include "host_backend.h"
+
+#include <utility>
+
+namespace fake_device {
+namespace {
+
+class HostWork final : public c10d::Work {
+ public:
+  HostWork(c10::intrusive_ptr<c10d::Work> work, MarkPtr end)
+      : work_(std::move(work)), end_(std::move(end)) {}
+  bool isCompleted() override { return work_->isCompleted(); }
+  // Counts once, however often it is called in vain.
+  bool wait(std::chrono::milliseconds timeout) override {
+    if (!std::exchange(counted_, true) && Machine::get().omits_wait()) return true;
+    work_->wait(timeout);
+    Machine::get().synchronize(end_, /*counted=*/false);
+    return true;
+  }
+
+ private:
+  c10::intrusive_ptr<c10d::Work> work_;
+  MarkPtr end_;  // of its accesses
+  bool counted_ = false;
+};
+
+// One for all backends, which are many and short-lived: their collectives share no memory.
+uint32_t host_stream() {
+  static const uint32_t stream = Machine::get().new_stream();
+  return stream;
+}
+
+// Behind the thread's knowledge and, since they share a stream, behind the collective before.
+MarkPtr note_accesses(const char* name, const at::Tensor& output, const at::Tensor& input) {
+  Machine& machine = Machine::get();
+  machine.enqueue(
+      host_stream(), name,
+      [=](const Touched& touched) {
+        touched.read(input.const_data_ptr(), input.nbytes());
+        touched.write(output.mutable_data_ptr(), output.nbytes());
+      },
+      /*is_kernel=*/false);
+  return machine.record(host_stream());
+}
+
+}  // namespace
+
+c10::intrusive_ptr<c10d::Work> HostBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
+                                                            const c10d::AllgatherOptions& options) {
+  MarkPtr end = note_accesses("all-gather on the host", output, input);
+  return c10::make_intrusive<HostWork>(carrier_->_allgather_base(output, input, options),
+                                       std::move(end));
+}
+
+c10::intrusive_ptr<c10d::Work> HostBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
+                                                          std::vector<int64_t>& output_sizes,
+                                                          std::vector<int64_t>& input_sizes,
+                                                          const c10d::AllToAllOptions& options) {
+  MarkPtr end = note_accesses("all-to-all on the host", output, input);
+  return c10::make_intrusive<HostWork>(
+      carrier_->alltoall_base(output, input, output_sizes, input_sizes, options), std::move(end));
+}
+
+}  // namespace fake_device
