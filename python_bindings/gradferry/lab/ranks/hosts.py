@@ -6,17 +6,15 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from gradferry.core.nodes import AUTO, identity, received_identities, resolve
 from gradferry.lab.ranks.launch import gather_from_ranks
 from gradferry.lab.ranks.network import sent_bytes
 
 DEVICE_VARIABLE = "GLOO_SOCKET_IFNAME"  # how gloo is told which interface to use
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # tells machines apart
-_NETWORK_NAMESPACE = Path("/proc/self/ns/net")
 
 
 @dataclass(frozen=True)
@@ -28,10 +26,10 @@ class Hosts:
     @classmethod
     def found(cls) -> Hosts:
         """Those of the default group: a host is a network namespace of a machine. Collective."""
-        here = {"machine": _BOOT_ID.read_text(), "namespace": str(_NETWORK_NAMESPACE.readlink())}
-        places = [(record["machine"], record["namespace"]) for record in gather_from_ranks(here)]
-        number = {place: index for index, place in enumerate(dict.fromkeys(places))}
-        return cls(tuple(number[place] for place in places))
+        identities = received_identities(gather_from_ranks(vars(identity())))
+        ranks = range(len(identities))
+        nodes = resolve(AUTO, ranks, identities)
+        return cls(tuple(nodes.of(rank)[0] for rank in ranks))
 
     def __len__(self) -> int:
         return len(set(self.of_rank))
