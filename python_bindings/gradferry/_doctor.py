@@ -114,4 +114,5 @@ def _show(found: Diagnosis, model: str) -> None:
 
     from gradferry.lab.doctor import show_diagnosis
 
-    show_diagnosis(Console(), found, model, os.environ.get("GLOO_SOCKET_IFNAME", "as it is"))
+    link = os.environ.get("GLOO_SOCKET_IFNAME", "as it is")
+    show_diagnosis(Console(), found, model, {"link": link})

@@ -20,13 +20,16 @@ from gradferry.lab.bench.collective_turns import (
     compare_all_reduces,
 )
 from gradferry.lab.cli import main
+from gradferry.lab.ranks.hosts import Hosts, Where
 from world import World
 
 ROW_KEYS = [
     "size", "count", "type", "codec", "time", "algbw", "busbw", "wrong", "wire", "ratio", "enc",
     "dec", "net", "rel_err", "speedup", "speedup_low", "speedup_high", "iters",
-    "interval_coverage", "time_min", "time_max", "wire_measured", "link", "ranks", "device",
+    "interval_coverage", "time_min", "time_max", "wire_measured", "interface_bytes",
+    "interface_bytes_formula", "link", "ranks", "hosts", "ranks_per_host", "device",
 ]  # fmt: skip
+WHERE = Where("1gbit", ranks=4, hosts=4, ranks_per_host=1)
 CODECS = tuple(_native.canonical_codec(str(codec["name"])) for codec in _native.codecs())
 
 
@@ -41,6 +44,9 @@ def test_collective_smoke_compares_with_the_backends_own(tmp_path, capsys):
     for row in rows:
         assert list(row) == ROW_KEYS
         assert row["wrong"] == 0
+        assert (row["link"], row["ranks"], row["hosts"]) == ("loopback", 2, 1)
+        assert row["ranks_per_host"] == 2
+        assert (row["interface_bytes"], row["interface_bytes_formula"]) == (None, 0)
         assert row["count"] == row["size"] // 4
         assert row["algbw"] == pytest.approx(row["size"] / row["time"] / 1e3)
         assert row["busbw"] == pytest.approx(row["algbw"])  # 2 ranks
@@ -54,6 +60,7 @@ def test_collective_smoke_compares_with_the_backends_own(tmp_path, capsys):
         assert (row["rel_err"] > 0) == codec
     shown = capsys.readouterr().out
     assert "(50 %)" in shown
+    assert "interface" not in shown  # nothing leaves the host
     heading = "type codec time algbw busbw #wrong"
     assert " ".join(shown.split("(elements)")[0].split()).count("algbw") == 1
     for word in (*heading.split(), "wire", "ratio", "enc", "dec", "net", "rel.err", "speedup"):
@@ -61,9 +68,12 @@ def test_collective_smoke_compares_with_the_backends_own(tmp_path, capsys):
 
 
 def case_compare(**options: Any) -> list[AllReduceOutcome]:
+    """As if every rank were on a host of its own."""
     torch.manual_seed(0)
-    defaults = {"iterations": 1, "warmup": 0, "check": True}
-    return compare_all_reduces(lambda text: None, AllReduceOptions(**{**defaults, **options}))
+    options = {"iterations": 1, "warmup": 0, "check": True, **options}
+    apart = Hosts(tuple(range(dist.get_world_size())))
+    with mock.patch.object(collective_turns.Hosts, "found", return_value=apart):
+        return compare_all_reduces(lambda text: None, AllReduceOptions(**options))
 
 
 # Part of a tile; a tile and a bit; more than a chunk of half a megabyte per rank.
@@ -77,7 +87,7 @@ def test_every_codec_gives_what_its_functions_give(worlds, ranks: int):
         assert len(outcomes) == len(SIZES) * (len(TORCH_DTYPES) + len(CODECS))
         for outcome in outcomes:
             assert outcome.wrong == 0, outcome
-            assert outcome.wire_bytes > 0
+            assert outcome.wire_bytes == outcome.interface_formula > 0
             # Sums are exact; a mean is once rounded, to 2^-24, unless the number of ranks is 2.
             if outcome.name in TORCH_DTYPES or outcome.name == "exact":
                 assert outcome.relative_error <= 2.0**-24
@@ -100,7 +110,9 @@ def test_a_device_gives_what_the_functions_give(device_worlds, ranks: int):
         assert [outcome.name for outcome in outcomes] == 2 * list(names)
         for outcome in outcomes:
             assert outcome.wrong == 0, outcome
-            assert outcome.wire_bytes > 0
+            # On a device the commit of a step is sent with the next one.
+            commit = 0 if outcome.name in TORCH_DTYPES else _native.COMMIT_BYTES
+            assert outcome.wire_bytes == outcome.interface_formula - commit > 0
             assert not outcome.phase_ms  # the host only enqueues
 
 
@@ -151,7 +163,7 @@ def outcome(name: str, seconds: list[float], wrong: int | None = 0) -> AllReduce
 @pytest.mark.parametrize(("wrong", "code"), [(0, 0), (3, 1), (None, 0)])
 def test_exit_code_says_whether_results_were_wrong(monkeypatch, capsys, wrong, code):
     outcomes = [outcome("torch:fp32", [1.0]), outcome("q4", [1.0], wrong)]
-    monkeypatch.setattr(collective, "run_everywhere", lambda *a: a[-1](outcomes))
+    monkeypatch.setattr(collective, "run_everywhere", lambda *a: a[-1](outcomes, WHERE))
     assert main(["bench", "collective", "--smoke"]) == code
     assert ("N/A" if wrong is None else f" {wrong} ") in capsys.readouterr().out
 
@@ -163,7 +175,7 @@ def test_rows_compare_with_the_fastest_of_the_backends_own():
         outcome("q4", [1.0, 2.0, 10.0]),
     ]
     options = AllReduceOptions(("torch:fp32",), (4,), iterations=3, warmup=0, check=True)
-    rows = {row["codec"]: row for row in collective_rows(outcomes, options, "1gbit", 4)}
+    rows = {row["codec"]: row for row in collective_rows(outcomes, options, WHERE)}
     assert rows["q4"]["speedup"] == 3.0
     assert rows["torch:fp32"]["speedup"] == 0.75
     assert rows["q4"]["time"] == 2e6

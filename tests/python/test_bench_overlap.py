@@ -9,11 +9,12 @@ import torch
 from gradferry.lab.bench.overlap import overlap_rows, overlap_table
 from gradferry.lab.bench.overlap_turns import OverlapOptions, OverlapOutcome
 from gradferry.lab.cli import main
+from gradferry.lab.ranks.hosts import Where
 
 ROW_KEYS = {
-    "hook", "link", "ranks", "device", "model", "bucket_cap_mb", "seed", "backward_ms",
-    "backward_ms_min", "backward_ms_max", "exposed_ms", "exposed_ms_low", "exposed_ms_high",
-    "ratio_to_none", "ratio_to_sync", "round_ms", "interval_coverage",
+    "hook", "link", "ranks", "hosts", "ranks_per_host", "device", "model", "bucket_cap_mb", "seed",
+    "backward_ms", "backward_ms_min", "backward_ms_max", "exposed_ms", "exposed_ms_low",
+    "exposed_ms_high", "ratio_to_none", "ratio_to_sync", "round_ms", "interval_coverage",
 }  # fmt: skip
 PHASES = {"gradferry::encode", "gradferry::network", "gradferry::reduce", "gradferry::decode"}
 
@@ -45,7 +46,7 @@ def test_exposed_time_is_that_of_pairs():
         OverlapOutcome("none", [10.0, 20.0, 30.0]),
         OverlapOutcome("q4", [11.0, 22.0, 36.0]),
     ]
-    none, q4 = overlap_rows(outcomes, options, "loopback", 2)
+    none, q4 = overlap_rows(outcomes, options, Where("loopback", 2, 1, 2))
     assert (none["exposed_ms"], none["ratio_to_none"]) == (0.0, 1.0)
     assert (q4["exposed_ms"], q4["exposed_ms_low"], q4["exposed_ms_high"]) == (2.0, 1.0, 6.0)
     assert (q4["backward_ms"], q4["ratio_to_none"]) == (22.0, 1.1)
@@ -56,7 +57,7 @@ def test_exposed_time_is_that_of_pairs():
     assert "(75 %)" in [column.title for column in table.columns]
     assert "75 %: how surely" in table.notes[1]
     outcomes.append(OverlapOutcome("sync", [10.0, 11.0, 40.0]))
-    rows = overlap_rows(outcomes, options, "loopback", 2)
+    rows = overlap_rows(outcomes, options, Where("loopback", 2, 1, 2))
     assert [row["ratio_to_sync"] for row in rows] == [1.0, 1.1, 1.0]  # of .9, 1.1 and 2, ...
     assert "ratio to\nsync" in [column.title for column in overlap_table(rows).columns]
 

@@ -16,6 +16,7 @@ from gradferry.errors import ConfigError
 from gradferry.lab.bench.train import train_rows, train_table
 from gradferry.lab.bench.train_turns import TrainOptions, TrainOutcome, run_train
 from gradferry.lab.cli import main
+from gradferry.lab.ranks.hosts import Where
 from gradferry.lab.ranks.network import check_network
 from gradferry.lab.workloads.models import MODELS, check_model
 from world import World
@@ -28,9 +29,10 @@ FURTHER_KEYS = {
     "ratio_to_none_low", "ratio_to_none_high", "ratio_to_sync", "ratio_to_sync_low",
     "ratio_to_sync_high", "speedup", "speedup_low", "speedup_high",
     "interval_coverage",
-    "wire_bytes_measured", "wire_bytes_formula", "interface_bytes", "until_loss", "steps_to_loss",
-    "seconds_to_loss", "encode_ms", "network_ms", "reduce_ms", "decode_ms", "cpu_ms", "model",
-    "device", "seed", "round_ms", "trial_ms", "last_step",
+    "wire_bytes_measured", "wire_bytes_formula", "interface_bytes", "interface_bytes_formula",
+    "hosts", "ranks_per_host", "until_loss", "steps_to_loss", "seconds_to_loss", "encode_ms",
+    "network_ms", "reduce_ms", "decode_ms", "cpu_ms", "model", "device", "seed", "round_ms",
+    "trial_ms", "last_step",
 }  # fmt: skip
 
 SMOKE_HOOKS = ["none", "sync", "torch:fp16", "q4"]
@@ -67,7 +69,9 @@ def test_train_smoke_compares_hooks_on_loopback(tmp_path, capsys):
         assert (row["link"], row["ranks"], row["model"]) == ("loopback", 2, "small")
         assert set(row["trial_ms"]) == {"4", "25"}
         assert row["trial_ms"][f"{row['bucket_cap_mb']:g}"] == min(row["trial_ms"].values())
-        assert row["interface_bytes"] is None  # both ranks share one
+        assert (row["hosts"], row["ranks_per_host"]) == (1, 2)
+        # Nothing leaves the host.
+        assert (row["interface_bytes"], row["interface_bytes_formula"]) == (None, 0)
         assert row["wire_bytes_measured"] is (row["hook"] == "q4")
         for phase in ("encode_ms", "network_ms", "reduce_ms", "decode_ms"):
             assert (row[phase] is not None) == (row["hook"] == "q4")
@@ -191,7 +195,7 @@ def test_rows_compare_within_rounds():
         TrainOutcome("q4", 4, {}, [110.0, 220.0, 440.0]),
     ]
     options = TrainOptions("m", ("none",), (25.0,), rounds=3, steps=1, seed=0)
-    rows = {row["hook"]: row for row in train_rows(outcomes, options, "1gbit", 2)}
+    rows = {row["hook"]: row for row in train_rows(outcomes, options, Where("1gbit", 2, 2, 1))}
     assert rows["q4"]["ratio_to_none"] == pytest.approx(1.1)
     assert rows["q4"]["ratio_to_sync"] == pytest.approx(1)  # of 1, 1.1 and 0.88
     assert rows["q4"]["ratio_to_sync_low"] == pytest.approx(0.88)
@@ -208,7 +212,7 @@ def test_the_heading_of_an_interval_is_what_its_rounds_give(rounds, heading):
     times = [100.0 + n for n in range(rounds)]
     outcomes = [TrainOutcome("none", 25, {}, times), TrainOutcome("q4", 4, {}, times)]
     options = TrainOptions("m", ("none",), (25.0,), rounds=rounds, steps=1, seed=0)
-    table = train_table(train_rows(outcomes, options, "1gbit", 2))
+    table = train_table(train_rows(outcomes, options, Where("1gbit", 2, 2, 1)))
     titles = [column.title for column in table.columns if "%" in column.title]
     assert titles == [heading, heading]  # of the ratio to `none` and of the speed-up
     assert "ratio to\nsync" not in [column.title for column in table.columns]
@@ -267,11 +271,33 @@ def test_train_on_a_link_sends_what_the_formula_says(tmp_path, capfd):
     for row in rows:
         check_row(row, rounds=2)
         assert (row["link"], row["ranks"]) == ("1gbit", 2)
+        assert (row["hosts"], row["ranks_per_host"]) == (2, 1)
+        assert row["interface_bytes_formula"] == row["wire_bytes_formula"]
         # At most 3 % above the formula: Ethernet, IP and TCP take 66 bytes of 1514 on the wire,
         # less in segments that the kernel leaves whole, and a barrier takes under 4 kB.
         formula = row["wire_bytes_formula"]
         assert formula <= row["interface_bytes"] <= 1.03 * formula + 4096
     assert "link 1gbit" in capfd.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("namespaces_allowed")
+def test_train_counts_what_ranks_of_a_host_send_to_other_hosts(tmp_path, capfd):
+    file = tmp_path / "rows.json"
+    words = ["--link", "1gbit", "--ranks-per-host", "2", "--bucket-caps", "4", "--json", str(file)]
+    assert main(["bench", "train", "--smoke", *words]) == 0
+    rows = {row["hook"]: row for row in json.loads(file.read_text())["rows"]}
+    for hook, row in rows.items():
+        assert (row["ranks"], row["hosts"], row["ranks_per_host"]) == (4, 2, 2)
+        # Of q4 two of three messages of two ranks leave; of a ring, what one rank sends.
+        share = 4 / 3 if hook == "q4" else 1
+        formula = row["interface_bytes_formula"]
+        assert formula == pytest.approx(share * row["wire_bytes_formula"], rel=0.01)
+        # Less than with what the ranks of a host send to each other: that is as much as leaves,
+        # or in the all-to-all half of it.
+        most = 1.5 if hook == "q4" else 2
+        assert formula <= row["interface_bytes"] < most * formula + 3 * 4096  # three barriers
+    assert "4 ranks on 2 hosts, link 1gbit" in capfd.readouterr().out
 
 
 @pytest.mark.slow

@@ -7,7 +7,12 @@ from __future__ import annotations
 import pytest
 import reference
 import torch
-from gradferry.forecast.chunks import all_reduce_bytes, payload_sizes, wire_bytes_per_step
+from gradferry.forecast.chunks import (
+    all_reduce_bytes,
+    payload_sizes,
+    ring_exchange,
+    wire_bytes_per_step,
+)
 
 HEADER = 64
 COMMIT = 64
@@ -96,6 +101,57 @@ def test_maps_of_used_parameters_take_a_byte_per_parameter_in_multiples_of_eight
     assert [a - b for a, b in zip(maps, without, strict=True)] == [2 * (8 + 16)] * 3
 
 
+def test_messages_between_ranks_of_one_host_do_not_leave_it() -> None:
+    # A tile per rank. To each of the two ranks elsewhere: a tile, an average and a commit.
+    sent = wire_bytes_per_step([4 * 4096], exact_fp32, [[0]], world_size=4, hosts=[0, 0, 1, 1])
+    assert sent == [2 * (2 * (HEADER + FULL_TILE) + COMMIT)] * 4
+    assert wire_bytes_per_step([4096], exact_fp32, [[0]], world_size=3, hosts=[7, 7, 7]) == [0] * 3
+
+
+def test_hosts_with_different_numbers_of_ranks_send_what_their_ranks_must() -> None:
+    # Rank 0 owns the tile. Ranks 0 and 1 send one message each to rank 2, which sends two.
+    sent = wire_bytes_per_step([4096], exact_fp32, [[0]], world_size=3, hosts=[0, 0, 1])
+    gather = HEADER + FULL_TILE
+    assert sent == [
+        HEADER + gather + COMMIT,
+        HEADER + gather + COMMIT,
+        HEADER + FULL_TILE + HEADER + 2 * gather + 2 * COMMIT,
+    ]
+
+
+def test_another_exchange_gets_chunks_commits_and_hosts() -> None:
+    def exchange(buckets, commit_bytes, hosts):
+        return [sum(map(len, buckets)), *commit_bytes, *hosts]
+
+    answer = wire_bytes_per_step(
+        [4 * 4096, 4096],
+        exact_fp32,
+        [[0], [1]],
+        world_size=2,
+        chunk_bytes=FULL_TILE,
+        find_unused_parameters=True,
+        hosts=[5, 6],
+        exchange=exchange,
+    )
+    assert answer == [3, COMMIT + 8, COMMIT + 8, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "leaving"),
+    [
+        ([0, 1], [9, 9]),
+        ([0, 0, 1, 1], [0, 9, 0, 9]),
+        ([0, 1, 0, 1], [9, 9, 9, 9]),
+        ([0, 0, 0], [0, 0, 0]),
+        ([0], [0]),
+    ],
+)
+def test_a_ring_leaves_a_host_where_the_next_rank_is_elsewhere(
+    hosts: list[int], leaving: list[int]
+) -> None:
+    assert ring_exchange(9, hosts) == leaving
+
+
 @pytest.mark.parametrize("codec", ["exact", "q8", "q4", "sign1", "topk", "rht"])
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("find_unused_parameters", [False, True])
@@ -116,22 +172,24 @@ def test_predicted_bytes_are_those_of_the_reference(
     layout = reference.Layout(parameters, codec, world_size, warmup=warmup or "exact")
     buckets = [[5, 4], [3, 2, 1], [0]]
     chunk_bytes = 1 << 15  # so that buckets have several chunks, of some codecs
-    predicted = wire_bytes_per_step(
-        sizes,
-        payload_sizes([(name, torch.float32) for name in layout.codecs]),
-        buckets,
-        world_size,
-        chunk_bytes,
-        equal_scatter=equal_scatter,
-        sent_as=payload_sizes([(name, torch.float32) for name in layout.warmup_codecs])
-        if warmup
-        else None,
-        find_unused_parameters=find_unused_parameters,
-    )
     sent = layout.in_warmup() if warmup else layout
-    assert predicted == [
-        reference.wire_bytes_per_step(
-            sent, buckets, rank, chunk_bytes, find_unused_parameters, equal_scatter
+    for hosts in (None, [0, 1, 1][:world_size]):
+        predicted = wire_bytes_per_step(
+            sizes,
+            payload_sizes([(name, torch.float32) for name in layout.codecs]),
+            buckets,
+            world_size,
+            chunk_bytes,
+            equal_scatter=equal_scatter,
+            sent_as=payload_sizes([(name, torch.float32) for name in layout.warmup_codecs])
+            if warmup
+            else None,
+            find_unused_parameters=find_unused_parameters,
+            hosts=hosts,
         )
-        for rank in range(world_size)
-    ]
+        assert predicted == [
+            reference.wire_bytes_per_step(
+                sent, buckets, rank, chunk_bytes, find_unused_parameters, equal_scatter, hosts
+            )
+            for rank in range(world_size)
+        ]

@@ -411,7 +411,7 @@ def test_the_last_buckets_are_timed_once_someone_asks(worlds: Worlds) -> None:
 def test_tables_say_what_was_measured_on_a_device(found: Any) -> None:
     from gradferry.lab.doctor import doctor_rows, doctor_tables
 
-    rows = doctor_rows(found, "own", "as it is")
+    rows = doctor_rows(found, "own", {"link": "as it is"})
     assert {row["device"] for row in rows} == {"fake"}
     codecs = [row for row in rows if row["kind"] == "codec"]
     assert all(row["encode_launch_us"] == pytest.approx(4, rel=0.01) for row in codecs)

@@ -196,6 +196,7 @@ def test_doctor_smoke_predicts_on_a_link(tmp_path, capfd):
     assert main(["doctor", "--smoke", "--link", "200mbit", "--json", str(file)]) == 0
     rows = json.loads(file.read_text())["rows"]
     check_doctor_rows(rows, DOCTOR_HOOKS)
+    assert {(row["ranks"], row["hosts"], row["ranks_per_host"]) for row in rows} == {(2, 2, 1)}
     assert "link 200mbit" in capfd.readouterr().out
     # The largest messages: at most the rate; at least half of it, whatever else runs here.
     for row in rows:

@@ -107,6 +107,42 @@ def test_three_hosts_reach_each_other_through_a_switch(
         assert megabytes * MEGABYTE <= sent[host] < (megabytes + 0.2) * MEGABYTE
 
 
+# Two processes of one host, one of which sends the other so many bytes, to the host's own address.
+SIBLINGS = textwrap.dedent(
+    """
+    import os, pathlib, socket, sys
+    me, folder, size = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    socket.setdefaulttimeout(30)
+    server = socket.create_server((f"10.251.0.{me}", 4000))
+    child = os.fork()
+    if child == 0:
+        socket.create_connection(server.getsockname()).sendall(bytes(size))
+        os._exit(0)
+    peer, _ = server.accept()
+    got = 0
+    while part := peer.recv(1 << 16):
+        got += len(part)
+    assert got == size
+    assert os.waitpid(child, 0)[1] == 0
+    pathlib.Path(folder, str(me)).write_text(open("/proc/self/net/dev").read())
+    """
+)
+
+
+def test_processes_of_one_host_do_not_meet_over_the_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands = [
+        [sys.executable, "-c", SIBLINGS, str(host), str(tmp_path), str(MEGABYTE)] for host in (1, 2)
+    ]
+    with Network(parse_link("10mbit"), commands) as joined:
+        assert joined.wait() == [0, 0]
+    for host in (1, 2):
+        monkeypatch.setattr(network, "_COUNTERS", tmp_path / str(host))
+        assert sent_bytes("lo") > MEGABYTE
+        assert sent_bytes(DEVICE) < 0.01 * MEGABYTE  # what the kernel says on a new link
+
+
 def test_one_host_that_fails_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "_LAST_WORDS_S", 0.1)
     with Network(parse_link("unshaped"), [["false"], ["sleep", "1000"]]) as joined:

@@ -1,4 +1,4 @@
-"""--link, --hosts and --ranks: what they accept, and what they say when they cannot be had."""
+"""--link, --hosts, --ranks, --ranks-per-host: what they accept and what they refuse."""
 
 from __future__ import annotations
 
@@ -69,12 +69,17 @@ def every_network_is_possible(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--link", "1gbit"], 2),
         (["--link", "1gbit", "--hosts", "3"], 3),
         (["--link", "1gbit", "--hosts", "2", "--ranks", "4"], 4),
+        (["--link", "1gbit", "--hosts", "3", "--ranks-per-host", "2"], 6),
+        (["--link", "1gbit", "--hosts", "3", "--ranks-per-host", "2", "--ranks", "6"], 6),
+        (["--link", "1gbit", "--hosts", "32", "--ranks-per-host", "8"], 256),
     ],
 )
 def test_ranks_follow_from_hosts_unless_given(words: list[str], ranks: int) -> None:
     arguments = parsed(*words)
     check_ranks(arguments)
     assert arguments.ranks == ranks
+    if arguments.link != "loopback":
+        assert arguments.ranks == arguments.hosts * arguments.ranks_per_host
 
 
 @pytest.mark.usefixtures("every_network_is_possible")
@@ -84,6 +89,31 @@ def test_ranks_follow_from_hosts_unless_given(words: list[str], ranks: int) -> N
 )
 def test_ranks_that_cannot_be_placed_are_refused(words: list[str]) -> None:
     with pytest.raises(ConfigError, match="--ranks"):
+        check_ranks(parsed(*words))
+
+
+@pytest.mark.usefixtures("every_network_is_possible")
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--link", "1gbit", "--ranks-per-host", "0"], "--ranks-per-host: 0 must be at least 1"),
+        (
+            ["--ranks-per-host", "2"],
+            "--ranks-per-host 2: .*add .*--link 1gbit --hosts 2.*--ranks 2",
+        ),
+        (
+            ["--link", "1gbit", "--hosts", "2", "--ranks-per-host", "2", "--ranks", "6"],
+            "--ranks 6 is not --hosts 2 times --ranks-per-host 2: leave --ranks out",
+        ),
+        (
+            ["--link", "1gbit", "--hosts", "32", "--ranks-per-host", "9"],
+            "288 ranks: .*at most 256.*torchrun",
+        ),
+        (["--ranks", "257"], "257 ranks: .*at most 256"),
+    ],
+)
+def test_ranks_per_host_that_cannot_be_had_say_what_to_do(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         check_ranks(parsed(*words))
 
 

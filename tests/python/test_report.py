@@ -16,6 +16,7 @@ from gradferry.lab.cli import main
 from gradferry.lab.output.json_file import write_json
 from gradferry.lab.output.links import LinkCurve, draw_speedups
 from gradferry.lab.output.waterfall import Span, draw_waterfalls, waterfall_of
+from gradferry.lab.ranks.hosts import Where
 from matplotlib.axes import Axes
 
 PNG_START = b"\x89PNG\r\n\x1a\n"
@@ -27,7 +28,11 @@ BUCKETS = [
 STEP = LastStep(10.0, 35.0, 40.0, BUCKETS)
 
 
-def train(link: str, q4_ms: float) -> list[dict[str, Any]]:
+ALONE = (2, 2, 1)  # ranks, hosts, ranks per host
+SHARED = (4, 2, 2)
+
+
+def train(link: str, q4_ms: float, ranks: tuple[int, int, int] = ALONE) -> list[dict[str, Any]]:
     outcomes = [
         TrainOutcome("none", 25, {}, [100.0], last_step=LastStep(10.0, 30.0, 34.0, [])),
         TrainOutcome("sync", 25, {}, [120.0], last_step=LastStep(10.0, 34.0, 38.0, [])),
@@ -35,7 +40,7 @@ def train(link: str, q4_ms: float) -> list[dict[str, Any]]:
         TrainOutcome("q4", 4, {}, [q4_ms], last_step=STEP),
     ]
     options = TrainOptions("small", ("none", "sync", "torch:fp16", "q4"), (25.0,), 1, 1, 0)
-    return train_rows(outcomes, options, link, 2)
+    return train_rows(outcomes, options, Where(link, *ranks))
 
 
 def report(tmp_path: Path, *arguments: str) -> str:
@@ -80,8 +85,29 @@ def test_trainings_on_several_links_are_compared(tmp_path):
     assert f"{folder / 'fast.json'}: cpu A&amp;B." in page
 
 
+def test_links_are_compared_among_the_same_hosts(tmp_path):
+    files = {"alone": ALONE, "spread": (4, 4, 1), "shared": SHARED}
+    for name, ranks in files.items():
+        for link, ms in (("100mbit", 130.0), ("1gbit", 120.0)):
+            rows = train(link, ms, ranks)
+            write_json(tmp_path / f"{name}_{link}.json", rows, PLACE, results_of="bench train")
+    page = report(tmp_path, str(tmp_path))
+    for ranks in ("2 ranks", "4 ranks", "4 ranks on 2 hosts"):
+        (q4,) = [row for row in cells(page, f"By link: small, {ranks}") if row[0] == "q4"]
+        assert [cell[:4] for cell in q4[1:]] == ["1.30", "1.20"]
+
+
+def test_a_number_of_hosts_that_is_none_affects_its_own_file_only(tmp_path):
+    rows = [{**row, "hosts": "two"} for row in train("100mbit", 130.0)]
+    write_json(tmp_path / "bad.json", rows, PLACE, results_of="bench train")
+    write_json(tmp_path / "good.json", train("1gbit", 120.0), PLACE, results_of="bench train")
+    page = report(tmp_path, str(tmp_path / "bad.json"), str(tmp_path / "good.json"))
+    assert "numbers of ranks and hosts" in page
+    assert "link 1gbit" in page
+
+
 def test_predictions_stand_beside_what_was_measured(tmp_path):
-    place = {"model": "small", "link": "1gbit", "ranks": 2}
+    place = {"model": "small", "link": "1gbit", "ranks": 4, "hosts": 4, "ranks_per_host": 1}
     costs = {"ms": 7.0, "exposed_ms": 2.0, "wire_bytes": 9, "bucket_cap_mb": 4}
     step = {"kind": "prediction", "needs_momentum": False, **costs, **place}
     size = {"elements": 3, "parameters": 1, "waiting_ms": 0.0}
@@ -91,8 +117,10 @@ def test_predictions_stand_beside_what_was_measured(tmp_path):
         {"kind": "verdict", "text": "Use <q4>.", **size, **place},
     ]
     write_json(tmp_path / "doctor.json", predictions, PLACE, results_of="doctor")
-    write_json(tmp_path / "train.json", train("1gbit", 120.0), PLACE, results_of="bench train")
-    page = report(tmp_path, str(tmp_path / "doctor.json"), str(tmp_path / "train.json"))
+    for name, ms, ranks in (("a", 120.0, (4, 4, 1)), ("b", 150.0, SHARED)):
+        rows = train("1gbit", ms, ranks)
+        write_json(tmp_path / f"train_{name}.json", rows, PLACE, results_of="bench train")
+    page = report(tmp_path, str(tmp_path))
     assert cells(page, "Predicted against measured") == [
         ["small", "1gbit", "q4", "1.320", "1.200", "+10.0 %"]
     ]
@@ -128,7 +156,7 @@ def test_plan_becomes_a_section_with_its_curves(tmp_path):
 def overlap() -> list[dict[str, Any]]:
     outcomes = [OverlapOutcome("none", [10.0, 20.0]), OverlapOutcome("q4", [11.0, 23.0])]
     options = OverlapOptions("small", ("none", "q4"), "cpu", 25.0, 2, 1, 0)
-    return overlap_rows(outcomes, options, "1gbit", 2)
+    return overlap_rows(outcomes, options, Where("1gbit", 2, 2, 1))
 
 
 def older(path: Path) -> None:

@@ -90,6 +90,7 @@ def case_predicted(hook: str) -> list[tuple[int, int]]:
         ddp({weight.name: weight.from_flat(gradient) for weight, gradient in flat}).backward()
         sent.append(handle.wire_bytes(step + 1))
         predicted.append((sent[-1] - sent[-2], handle.formula_bytes()))
+        assert handle.bytes_to_other_hosts([0, 0]) == [0, 0]
     return predicted[3:]
 
 

@@ -282,6 +282,8 @@ def case_sync() -> dict[str, Any]:
     finally:
         dist.all_reduce = all_reduce
     sent = handle.wire_bytes(1), handle.formula_bytes(), handle.measured
+    assert handle.bytes_to_other_hosts([0, 1]) == [4, 4]
+    assert handle.bytes_to_other_hosts([0, 0]) == [0, 0]
     return {"begun": begun, "ended": ended, "kept": kept, "reduced": reduced, "sent": sent}
 
 

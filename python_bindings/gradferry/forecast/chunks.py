@@ -6,6 +6,7 @@ that engines count, and with an independent formula.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
 from heapq import heapreplace
@@ -67,8 +68,8 @@ class Chunk:
         self._owner_bytes[tile.owner] += tile.owner_bytes
         self.tiles.append(tile)
 
-    def scatter_bytes(self, rank: int) -> int:
-        """Bytes that `rank` sends to the owners, headers included."""
+    def scatter_messages(self) -> list[int]:
+        """Bytes of the message to every owner, header included; an owner sends itself none."""
         messages = [_native.HEADER_BYTES + num_bytes for num_bytes in self._worker_bytes]
         padding = len(messages) * max(messages) - sum(messages)
         if (
@@ -77,11 +78,48 @@ class Chunk:
             and padding * _native.SCATTER_PADDING_PART <= sum(messages)
         ):
             messages = [max(messages)] * len(messages)
+        return messages
+
+    def scatter_bytes(self, rank: int) -> int:
+        """Bytes that `rank` sends to the owners, headers included."""
+        messages = self.scatter_messages()
         return sum(messages) - messages[rank]
 
+    def gather_message(self) -> int:
+        """Bytes of every owner's message to every other rank: all are padded to the largest."""
+        return _native.HEADER_BYTES + max(self._owner_bytes)
+
     def gather_bytes(self) -> int:
-        """Bytes that every rank sends to all others: messages are padded to the largest one."""
-        return (len(self._owner_bytes) - 1) * (_native.HEADER_BYTES + max(self._owner_bytes))
+        """Bytes that every rank sends to all others."""
+        return (len(self._owner_bytes) - 1) * self.gather_message()
+
+
+# exchange(buckets, commit_bytes, hosts) -> bytes that each rank sends to other hosts in one step.
+# buckets: the chunks of every bucket; commit_bytes: of the message, to each other rank, that ends
+# each bucket; hosts: of every rank.
+Exchange = Callable[[Sequence[Sequence[Chunk]], Sequence[int], Sequence[int]], list[int]]
+
+
+def flat_exchange(
+    buckets: Sequence[Sequence[Chunk]], commit_bytes: Sequence[int], hosts: Sequence[int]
+) -> list[int]:
+    """Every rank sends to every other: of its W - 1 messages, W - G go to other hosts where G ranks
+    share one. An `Exchange`.
+    """
+    ranks_on = Counter(hosts)
+    sent = [0] * len(hosts)
+    for chunks, commit in zip(buckets, commit_bytes, strict=True):
+        if not chunks:
+            continue
+        to_owners: Counter[int] = Counter()  # by the owners' host
+        for chunk in chunks:
+            for host, num_bytes in zip(hosts, chunk.scatter_messages(), strict=True):
+                to_owners[host] += num_bytes
+        to_each = sum(chunk.gather_message() for chunk in chunks) + commit
+        for rank, host in enumerate(hosts):
+            sent[rank] += to_owners.total() - to_owners[host]
+            sent[rank] += (len(hosts) - ranks_on[host]) * to_each
+    return sent
 
 
 def wire_bytes_per_step(
@@ -94,6 +132,8 @@ def wire_bytes_per_step(
     equal_scatter: bool = False,
     sent_as: PayloadBytes | None = None,
     find_unused_parameters: bool = False,
+    hosts: Sequence[int] | None = None,
+    exchange: Exchange = flat_exchange,
 ) -> list[int]:
     """Returns the bytes each rank sends to others in one step, headers and padding included.
 
@@ -103,6 +143,8 @@ def wire_bytes_per_step(
     equal_scatter: messages to owners are padded to one size where that costs little.
     sent_as: payloads of the step where they are not `payload_bytes`, as in warm-up steps.
     find_unused_parameters: that of DDP, for gradients on the CPU.
+    hosts: the host of every rank: only what goes to another host counts. None: all counts.
+    exchange: who sends what to whom.
     """
     if world_size == 1:
         return [0]
@@ -111,12 +153,11 @@ def wire_bytes_per_step(
         cut_chunks(tiles, bucket, world_size, chunk_bytes, equal_scatter=equal_scatter)
         for bucket in buckets
     ]
-    sent = sent_bytes(cut, world_size)
-    if not find_unused_parameters:
-        return sent
-    pairs = zip(buckets, cut, strict=True)
-    maps = sum(used_map_bytes(len(bucket)) for bucket, chunks in pairs if chunks)
-    return [num_bytes + (world_size - 1) * maps for num_bytes in sent]
+    commits = [
+        _native.COMMIT_BYTES + find_unused_parameters * used_map_bytes(len(bucket))
+        for bucket in buckets
+    ]
+    return exchange(cut, commits, hosts or range(world_size))
 
 
 def used_map_bytes(num_parameters: int) -> int:
@@ -126,19 +167,20 @@ def used_map_bytes(num_parameters: int) -> int:
 
 def sent_bytes(buckets: Sequence[Sequence[Chunk]], world_size: int) -> list[int]:
     """As `wire_bytes_per_step`, for the chunks of every bucket."""
-    sent = [0] * world_size
-    for chunks in buckets:
-        if not chunks:
-            continue
-        for rank in range(world_size):
-            messages = (chunk.scatter_bytes(rank) + chunk.gather_bytes() for chunk in chunks)
-            sent[rank] += sum(messages) + (world_size - 1) * _native.COMMIT_BYTES
-    return sent
+    return flat_exchange(buckets, [_native.COMMIT_BYTES] * len(buckets), range(world_size))
 
 
 def all_reduce_bytes(num_elements: int, item_bytes: int, world_size: int) -> int:
     """Bytes each rank sends in a bandwidth-optimal all-reduce: 2 (W-1)/W of the data, rounded."""
     return round(2 * (world_size - 1) * num_elements * item_bytes / world_size)
+
+
+def ring_exchange(num_bytes: int, hosts: Sequence[int]) -> list[int]:
+    """Bytes that each rank sends to other hosts in ring all-reduces: each rank sends `num_bytes` to
+    the one after it, the last to the first. hosts: of every rank.
+    """
+    after = [*hosts[1:], hosts[0]]
+    return [num_bytes * (one != other) for one, other in zip(hosts, after, strict=True)]
 
 
 def assign_owners(

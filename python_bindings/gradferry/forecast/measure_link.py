@@ -8,7 +8,6 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,6 +19,7 @@ from gradferry.core.agreement import gather_records
 from gradferry.core.config import CHUNK_BYTES
 from gradferry.core.device import CPU, transport_of
 from gradferry.core.engine import lanes_between_all, make_backends, make_lanes
+from gradferry.core.nodes import identity
 from gradferry.errors import GradferryError, PeerError
 from gradferry.forecast.costs import CollectiveCosts, Curve, LinkCosts
 
@@ -33,7 +33,6 @@ _LATENCY_ROUNDS = 15
 _BESIDE = 8  # collectives in flight while this thread computes
 _BESIDE_ROUNDS = 3
 _MATRIX = 192  # size of a matrix whose product takes well under a millisecond
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # differs between machines
 
 T = TypeVar("T")
 Progress = Callable[[str], None]
@@ -249,6 +248,6 @@ def rising(points: Sequence[tuple[float, float]]) -> Curve:
 
 def spare_cores(group: dist.ProcessGroup) -> float:
     """Processors per rank on this machine, minus those that compute gradients. Collective."""
-    here = {"machine": _BOOT_ID.read_text()}
+    here = {"machine": identity().boot_id}
     share = len(os.sched_getaffinity(0)) / gather_records(here, group, CPU).count(here)
     return max(0.0, share - torch.get_num_threads())

@@ -41,6 +41,7 @@ from gradferry.lab.output.paired import ratio_columns
 from gradferry.lab.output.progress import StatusLine
 from gradferry.lab.output.table import Column, Table, print_line, print_table
 from gradferry.lab.ranks.everywhere import add_rank_arguments, check_ranks, run_everywhere
+from gradferry.lab.ranks.hosts import Where, ranks_text
 from gradferry.lab.ranks.place import add_device, on_device, place_of_rank
 from gradferry.lab.workloads.models import check_model, load_workload
 from gradferry.lab.workloads.optimizers import make_optimizer
@@ -92,10 +93,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("doctor needs two ranks at least: a world of one does not communicate")
     console = Console()
 
-    def report(found: Diagnosis) -> int:
-        show_diagnosis(console, found, arguments.model, arguments.link)
+    def report(found: Diagnosis, where: Where) -> int:
+        show_diagnosis(console, found, arguments.model, where._asdict())
         if arguments.json:
-            rows = doctor_rows(found, arguments.model, arguments.link)
+            rows = doctor_rows(found, arguments.model, where._asdict())
             write_json(arguments.json, rows, place, results_of="doctor")
             print_line(console, f"Written: {arguments.json}")
         return 0
@@ -148,9 +149,9 @@ def examine_workload(
     return examine(group, build_model, make_step, attach, asked, emit, place)
 
 
-def show_diagnosis(console: Console, found: Diagnosis, model: str, link: str) -> None:
-    """Prints tables and verdict."""
-    for table in doctor_tables(doctor_rows(found, model, link)):
+def show_diagnosis(console: Console, found: Diagnosis, model: str, where: Row) -> None:
+    """Prints tables and verdict. where: as for `doctor_rows`."""
+    for table in doctor_tables(doctor_rows(found, model, where)):
         print_table(console, table)
         console.print()
     print_line(console, found.verdict)
@@ -170,9 +171,12 @@ def doctor_tables(rows: Sequence[Row]) -> list[Table]:
 _KINDS = ("link", "codec", "prediction", "verdict")
 
 
-def doctor_rows(found: Diagnosis, model: str, link: str) -> list[dict[str, Any]]:
-    """Rows of the JSON file; docs/forecast.md defines every key."""
-    place = {"model": model, "link": link, "ranks": found.world_size, "device": found.device}
+def doctor_rows(found: Diagnosis, model: str, where: Row) -> list[dict[str, Any]]:
+    """Rows of the JSON file; docs/forecast.md defines every key.
+
+    where: keys of `Where`; `link` at least.
+    """
+    place = {"model": model, "ranks": found.world_size, **where, "device": found.device}
     verdict = {
         "kind": "verdict",
         "text": found.verdict,
@@ -266,7 +270,7 @@ def _link_table(rows: Sequence[Row], verdict: Row) -> Table:
     )
     note = in_flight if _on_host(verdict) else on_stream
     notes = (f"us: from one collective to the next {note}",)
-    title = f"gradferry doctor: {verdict['ranks']} ranks, link {verdict['link']}"
+    title = f"gradferry doctor: {ranks_text(verdict)}, link {verdict['link']}"
     return Table(title, columns, rows, notes)
 
 

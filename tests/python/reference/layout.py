@@ -136,11 +136,17 @@ def wire_bytes_per_step(
     chunk_bytes: int = CHUNK_BYTES,
     find_unused_parameters: bool = False,
     equal_scatter: bool = False,
+    hosts: Sequence[int] | None = None,
 ) -> int:
-    """What `rank` sends to others in a step whose buckets hold these parameters."""
+    """What `rank` sends to others in a step whose buckets hold these parameters.
+
+    hosts: the host of every rank: only what goes to another host counts.
+    """
     world_size = layout.world_size
     if world_size == 1:
         return 0
+    place = hosts or list(range(world_size))
+    others = [peer for peer in range(world_size) if place[peer] != place[rank]]
     total = 0
     for bucket in buckets:
         chunks = cut_chunks(layout, bucket, chunk_bytes)
@@ -154,11 +160,11 @@ def wire_bytes_per_step(
             padding = sum(max(worker) - n for n in worker)
             usual = sum(worker) + world_size * HEADER_BYTES
             if equal_scatter and max(worker) <= chunk_bytes and 32 * padding <= usual:
-                total += (world_size - 1) * longest
+                total += len(others) * longest
             else:
-                total += usual - worker[rank] - HEADER_BYTES
-            total += (world_size - 1) * (HEADER_BYTES + max(owner))
+                total += sum(HEADER_BYTES + worker[peer] for peer in others)
+            total += len(others) * (HEADER_BYTES + max(owner))
         if chunks:
             maps = -(-len(bucket) // 8) * 8 if find_unused_parameters else 0
-            total += (world_size - 1) * (HEADER_BYTES + maps)
+            total += len(others) * (HEADER_BYTES + maps)
     return total

@@ -28,6 +28,7 @@ from gradferry.lab.output.paired import coverage_note, coverage_of, coverage_tex
 from gradferry.lab.output.progress import StatusLine
 from gradferry.lab.output.table import Column, Table, print_line, print_table
 from gradferry.lab.ranks.everywhere import add_rank_arguments, check_ranks, run_everywhere
+from gradferry.lab.ranks.hosts import Where, ranks_text
 from gradferry.lab.ranks.place import add_device
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -107,8 +108,8 @@ def run(arguments: argparse.Namespace) -> int:
     check_ranks(arguments)
     console = Console()
 
-    def report(outcomes: Sequence[AllReduceOutcome]) -> int:
-        rows = collective_rows(outcomes, options, arguments.link, arguments.ranks)
+    def report(outcomes: Sequence[AllReduceOutcome], where: Where) -> int:
+        rows = collective_rows(outcomes, options, where)
         print_table(console, collective_table(rows))
         if arguments.json:
             write_json(arguments.json, rows, place, results_of="bench collective")
@@ -158,7 +159,7 @@ def parse_size(flag: str, text: str) -> int:
 
 
 def collective_rows(
-    outcomes: Sequence[AllReduceOutcome], options: AllReduceOptions, link: str, num_ranks: int
+    outcomes: Sequence[AllReduceOutcome], options: AllReduceOptions, where: Where
 ) -> list[dict[str, Any]]:
     """Rows of the JSON file; docs/benchmarks.md defines every key."""
     rows = []
@@ -169,7 +170,7 @@ def collective_rows(
         size = 4 * outcome.num_elements
         seconds = median(outcome.seconds)
         speedup = paired_ratio(best, outcome.seconds)
-        uncompressed = all_reduce_bytes(outcome.num_elements, 4, num_ranks)
+        uncompressed = all_reduce_bytes(outcome.num_elements, 4, where.ranks)
         rows.append(
             {
                 "size": size,
@@ -178,7 +179,7 @@ def collective_rows(
                 "codec": outcome.name,
                 "time": 1e6 * seconds,
                 "algbw": size / seconds / 1e9,
-                "busbw": size / seconds / 1e9 * 2 * (num_ranks - 1) / num_ranks,
+                "busbw": size / seconds / 1e9 * 2 * (where.ranks - 1) / where.ranks,
                 "wrong": outcome.wrong,
                 "wire": outcome.wire_bytes,
                 "ratio": uncompressed / outcome.wire_bytes if outcome.wire_bytes else None,
@@ -194,8 +195,9 @@ def collective_rows(
                 "time_min": 1e6 * min(outcome.seconds),
                 "time_max": 1e6 * max(outcome.seconds),
                 "wire_measured": outcome.wire_measured,
-                "link": link,
-                "ranks": num_ranks,
+                "interface_bytes": outcome.interface_bytes,
+                "interface_bytes_formula": outcome.interface_formula,
+                **where._asdict(),
                 "device": options.device,
             }
         )
@@ -211,7 +213,7 @@ def _microseconds(outcome: AllReduceOutcome, *phases: str) -> float | None:
 def collective_table(rows: Sequence[Row]) -> Table:
     """Rows of `gradferry bench collective`, with its columns explained below."""
     iters = rows[0]["iters"]
-    columns = (
+    columns = [
         Column("size\n(B)", lambda row: str(row["size"])),
         Column("count\n(elements)", lambda row: str(row["count"])),
         Column("type", lambda row: str(row["type"])),
@@ -228,8 +230,8 @@ def collective_table(rows: Sequence[Row]) -> Table:
         Column("rel.err", lambda row: f"{row['rel_err']:.1e}"),
         Column("speedup", lambda row: f"{row['speedup']:.2f}"),
         Column(f"({coverage_text(iters)})", _interval),
-    )
-    notes = (
+    ]
+    notes = [
         "time: median over turns, of the slowest rank. algbw: size / time. busbw: algbw * "
         "2 (W-1) / W, what links carry without compression. #wrong: elements that differ by a bit "
         "from what they must be.",
@@ -240,11 +242,26 @@ def collective_table(rows: Sequence[Row]) -> Table:
         "rel.err: |result - exact mean| / |exact mean| in the first turn. speedup: over the "
         "fastest of the backend's own at this size, from times of the same turn. "
         f"{coverage_note(iters)}. torch:fp16 and torch:bf16 cast, all-reduce and cast back.",
-    )
+    ]
     first = rows[0]
+    if first.get("interface_bytes") is not None:
+        columns += [
+            Column("interface\n(B)", lambda row: str(row["interface_bytes"])),
+            Column("of\nformula", _interface_part),
+        ]
+        notes.append(
+            "interface: bytes that the network interface of the host that sends most has counted "
+            "in the first turn, protocol headers included. of formula: over what the ranks of that "
+            "host must send to other hosts."
+        )
     on = "" if first.get("device", "cpu") == "cpu" else f" on {first['device']}"
-    title = f"gradferry bench collective: {first['ranks']} ranks{on}, link {first['link']}"
+    title = f"gradferry bench collective: {ranks_text(first)}{on}, link {first['link']}"
     return Table(title, columns, rows, notes)
+
+
+def _interface_part(row: Row) -> str:
+    formula = row["interface_bytes_formula"]
+    return f"{row['interface_bytes'] / formula:.3f}" if formula else "-"
 
 
 def _interval(row: Row) -> str:

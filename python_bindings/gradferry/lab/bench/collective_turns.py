@@ -24,10 +24,16 @@ from gradferry.core.device import Transport, agreed_transport
 from gradferry.core.engine import start_engine
 from gradferry.core.options import Options
 from gradferry.core.parameters import ParameterLayout
-from gradferry.forecast.chunks import all_reduce_bytes
+from gradferry.forecast.chunks import (
+    all_reduce_bytes,
+    payload_sizes,
+    ring_exchange,
+    wire_bytes_per_step,
+)
 from gradferry.forecast.clock import Clock, clock_of
 from gradferry.forecast.hook_names import TORCH_DTYPES
 from gradferry.lab.bench.hooked_model import phases_of
+from gradferry.lab.ranks.hosts import Hosts, InterfaceCounter
 from gradferry.lab.ranks.launch import Emit, gather_from_ranks
 from gradferry.lab.ranks.place import place_of_rank
 
@@ -61,6 +67,9 @@ class AllReduceOutcome:
     seconds: list[float] = field(default_factory=list)  # of the slowest rank, by iteration
     # Per iteration, on rank 0; empty on a device, where the host only enqueues.
     phase_ms: dict[str, float] = field(default_factory=dict)
+    # In the first run, by the interface of the host that sends most; None: not counted.
+    interface_bytes: int | None = None
+    interface_formula: int = 0  # what the ranks of that host must send to other hosts
 
 
 class _BackendAllReduce:
@@ -89,6 +98,9 @@ class _BackendAllReduce:
     def wire_bytes(self) -> int:
         return self._wire_bytes
 
+    def bytes_to_other_hosts(self, hosts: Sequence[int]) -> list[int]:
+        return ring_exchange(self._wire_bytes, hosts)
+
     def phase_ms(self) -> dict[str, float]:
         return {}
 
@@ -103,6 +115,7 @@ class _CodecAllReduce:
     ) -> None:
         self.name = name
         config = transport.adapted(make_config(Options(name, seed=_SEED)))
+        self._config = config
         self._on_host = transport.on_host
         codec = parse_codec(name)
         residuals = config.residuals_of(codec) if dist.get_world_size() > 1 else (False, False)
@@ -138,6 +151,17 @@ class _CodecAllReduce:
     def wire_bytes(self) -> int:
         return int(self._engine.stats()["wire_bytes"])
 
+    def bytes_to_other_hosts(self, hosts: Sequence[int]) -> list[int]:
+        return wire_bytes_per_step(
+            [self._layout.num_elements],
+            payload_sizes([(str(self._layout.codec), self._layout.dtype)]),
+            [[0]],
+            len(hosts),
+            self._config.chunk_bytes_at(len(hosts)),
+            equal_scatter=self._config.equal_scatter,
+            hosts=hosts,
+        )
+
     def phase_ms(self) -> dict[str, float]:
         return phases_of(self._engine.stats()) if self._on_host else {}
 
@@ -150,10 +174,11 @@ def compare_all_reduces(emit: Emit, options: AllReduceOptions) -> list[AllReduce
     place, own_group = place_of_rank(options.device)
     group = own_group or _default_group()
     transport = agreed_transport(place, group)
+    interface = InterfaceCounter(Hosts.found())
     outcomes = []
     for size in options.sizes:
         emit(f"{size:,} bytes")
-        outcomes += _compare(options, size // 4, group, transport)
+        outcomes += _compare(options, size // 4, group, transport, interface)
     return outcomes
 
 
@@ -163,7 +188,11 @@ def _default_group() -> dist.ProcessGroup:
 
 
 def _compare(
-    options: AllReduceOptions, num_elements: int, group: dist.ProcessGroup, transport: Transport
+    options: AllReduceOptions,
+    num_elements: int,
+    group: dist.ProcessGroup,
+    transport: Transport,
+    interface: InterfaceCounter,
 ) -> list[AllReduceOutcome]:
     gradients = [_gradient(rank, num_elements) for rank in range(dist.get_world_size())]
     mine = gradients[dist.get_rank()].to(transport.device)
@@ -175,7 +204,8 @@ def _compare(
             all_reduce = _BackendAllReduce(name, num_elements, group)
         else:
             all_reduce = _CodecAllReduce(name, num_elements, group, transport)
-        entries.append((all_reduce, _first_run(all_reduce, buffer, gradients, options.check)))
+        outcome = _first_run(all_reduce, buffer, gradients, interface, check=options.check)
+        entries.append((all_reduce, outcome))
     for all_reduce, _ in entries:
         for _ in range(options.warmup):
             _timed(all_reduce, buffer, mine, clock)
@@ -193,13 +223,20 @@ def _compare(
 
 
 def _first_run(
-    all_reduce: _AllReduce, buffer: torch.Tensor, gradients: Sequence[torch.Tensor], check: bool
+    all_reduce: _AllReduce,
+    buffer: torch.Tensor,
+    gradients: Sequence[torch.Tensor],
+    interface: InterfaceCounter,
+    *,
+    check: bool,
 ) -> AllReduceOutcome:
     """Runs once on fresh state and compares the result with what it must be."""
     before = all_reduce.wire_bytes() if all_reduce.wire_measured else 0
     buffer.copy_(gradients[dist.get_rank()])
+    interface.begin()
     all_reduce.run(buffer)
     result = buffer.cpu()
+    sent = interface.end()
     wrong = 0
     if check:
         wrong = int((_bits(result) != _bits(all_reduce.expected(gradients))).sum())
@@ -207,6 +244,9 @@ def _first_run(
     error = float((result.double() - exact).norm() / exact.norm()) if exact.any() else 0.0
     facts = torch.tensor([wrong, all_reduce.wire_bytes() - before], dtype=torch.int64)
     dist.all_reduce(facts, dist.ReduceOp.MAX)
+    hosts = interface.hosts
+    host, formula = hosts.busiest(all_reduce.bytes_to_other_hosts(hosts.of_rank))
+    counted = gather_from_ranks({"sent": sent})
     return AllReduceOutcome(
         name=all_reduce.name,
         num_elements=buffer.numel(),
@@ -214,6 +254,8 @@ def _first_run(
         relative_error=error,
         wire_bytes=int(facts[1]),
         wire_measured=all_reduce.wire_measured,
+        interface_bytes=counted[hosts.first_rank(host)]["sent"],
+        interface_formula=formula,
     )
 
 

@@ -29,6 +29,7 @@ from gradferry.lab.output.paired import (
 from gradferry.lab.output.progress import StatusLine
 from gradferry.lab.output.table import Column, Table, print_line, print_table
 from gradferry.lab.ranks.everywhere import add_rank_arguments, check_ranks, run_everywhere
+from gradferry.lab.ranks.hosts import Where, ranks_text
 from gradferry.lab.ranks.place import add_device
 from gradferry.lab.workloads.hooks import timed_hooks
 from gradferry.lab.workloads.models import check_model
@@ -80,8 +81,8 @@ def run(arguments: argparse.Namespace) -> int:
     check_ranks(arguments)
     console = Console()
 
-    def report(outcomes: Sequence[OverlapOutcome]) -> int:
-        rows = overlap_rows(outcomes, options, arguments.link, arguments.ranks)
+    def report(outcomes: Sequence[OverlapOutcome], where: Where) -> int:
+        rows = overlap_rows(outcomes, options, where)
         print_table(console, overlap_table(rows))
         if options.trace:
             print_line(console, f"Trace of {options.hooks[-1]}: {options.trace}")
@@ -112,7 +113,7 @@ def _options(arguments: argparse.Namespace) -> OverlapOptions:
 
 
 def overlap_rows(
-    outcomes: Sequence[OverlapOutcome], options: OverlapOptions, link: str, num_ranks: int
+    outcomes: Sequence[OverlapOutcome], options: OverlapOptions, where: Where
 ) -> list[dict[str, Any]]:
     """Rows of the JSON file; docs/benchmarks.md defines every key."""
     by_hook = {outcome.hook: outcome.backward_ms for outcome in outcomes}
@@ -124,8 +125,7 @@ def overlap_rows(
         rows.append(
             {
                 "hook": outcome.hook,
-                "link": link,
-                "ranks": num_ranks,
+                **where._asdict(),
                 "device": options.device,
                 "model": options.model,
                 "bucket_cap_mb": options.bucket_cap_mb,
@@ -160,7 +160,7 @@ def overlap_table(rows: Sequence[Row]) -> Table:
     )
     clock = "events of the GPU" if first["device"] == "cuda" else "the clock"
     notes = (
-        f"Backward passes of {first['model']} on {first['ranks']} ranks, {first['link']}, buckets "
+        f"Backward passes of {first['model']} on {ranks_text(first)}, {first['link']}, buckets "
         f"of {first['bucket_cap_mb']:g} MB; by {clock}, per step, of the slowest rank.",
         f"Exposed: time minus that of {NO_HOOK} in the same round, median and interval. "
         f"{coverage_note(num_rounds)}.",

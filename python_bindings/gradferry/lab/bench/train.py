@@ -34,6 +34,7 @@ from gradferry.lab.output.paired import (
 from gradferry.lab.output.progress import StatusLine
 from gradferry.lab.output.table import Column, Table, print_line, print_table
 from gradferry.lab.ranks.everywhere import add_rank_arguments, check_ranks, run_everywhere
+from gradferry.lab.ranks.hosts import Where, ranks_text
 from gradferry.lab.ranks.place import add_device
 from gradferry.lab.workloads.hooks import timed_hooks
 from gradferry.lab.workloads.models import check_model
@@ -98,8 +99,8 @@ def run(arguments: argparse.Namespace) -> int:
     check_ranks(arguments)
     console = Console()
 
-    def report(outcomes: Sequence[TrainOutcome]) -> int:
-        rows = train_rows(outcomes, options, arguments.link, arguments.ranks)
+    def report(outcomes: Sequence[TrainOutcome], where: Where) -> int:
+        rows = train_rows(outcomes, options, where)
         print_table(console, train_table(rows))
         if arguments.json:
             write_json(arguments.json, rows, place, results_of="bench train")
@@ -129,7 +130,7 @@ def _options(arguments: argparse.Namespace) -> TrainOptions:
 
 
 def train_rows(
-    outcomes: Sequence[TrainOutcome], options: TrainOptions, link: str, num_ranks: int
+    outcomes: Sequence[TrainOutcome], options: TrainOptions, where: Where
 ) -> list[dict[str, Any]]:
     """Rows of the JSON file; docs/benchmarks.md defines every key."""
     by_hook = {outcome.hook: outcome.round_ms for outcome in outcomes}
@@ -144,8 +145,8 @@ def train_rows(
         rows.append(
             {
                 "hook": outcome.hook,
-                "link": link,
-                "ranks": num_ranks,
+                "link": where.link,
+                "ranks": where.ranks,
                 "bucket_cap_mb": outcome.bucket_cap_mb,
                 "ms_median": times.median,
                 "ms_min": min(outcome.round_ms),
@@ -165,6 +166,9 @@ def train_rows(
                 "wire_bytes_measured": outcome.wire_measured,
                 "wire_bytes_formula": outcome.wire_formula,
                 "interface_bytes": outcome.interface_bytes,
+                "interface_bytes_formula": outcome.interface_formula,
+                "hosts": where.hosts,
+                "ranks_per_host": where.ranks_per_host,
                 "until_loss": options.until_loss,
                 "steps_to_loss": outcome.reached.steps if outcome.reached else None,
                 "seconds_to_loss": outcome.reached.seconds if outcome.reached else None,
@@ -203,8 +207,8 @@ def train_table(rows: Sequence[Row]) -> Table:
         Column("speed-up", lambda row: _number(row["speedup"], ".2f")),
         Column(coverage, lambda row: interval_text(row, "speedup")),
         Column("bytes sent\nper step ", _bytes_sent),
-        Column("of\nformula", lambda row: _of_formula(row["wire_bytes"], row)),
-        Column("interface\nof formula", lambda row: _of_formula(row["interface_bytes"], row)),
+        Column("of\nformula", lambda row: _part(row["wire_bytes"], row["wire_bytes_formula"])),
+        Column("interface\nof formula", _interface_part),
     ]
     notes = [
         "Hooks take turns; every ratio compares times of the same round. Median, minimum and "
@@ -212,8 +216,9 @@ def train_table(rows: Sequence[Row]) -> Table:
         f"`none`; `sync` is one all-reduce of one element per step. CPU: processor time per step "
         f"of all threads of rank 0. Speed-up: over the fastest of PyTorch's own hooks. "
         f"{coverage_note(num_rounds)}.",
-        "Bytes: of the rank that sends most. Interface: what its counter says, protocol headers "
-        "included, over the formula.",
+        "Bytes: of the rank that sends most. Interface: what the network interface of the host "
+        "that sends most has counted, protocol headers included, over what its ranks must send to "
+        "other hosts.",
     ]
     if not all(row["wire_bytes_measured"] for row in rows):
         notes.append("* computed for a ring all-reduce: PyTorch does not count what it sends.")
@@ -230,7 +235,7 @@ def train_table(rows: Sequence[Row]) -> Table:
     first = rows[0]
     on = "" if first.get("device", "cpu") == "cpu" else f" on {first['device']}"
     title = (
-        f"gradferry bench train: {first['model']}, {first['ranks']} ranks{on}, "
+        f"gradferry bench train: {first['model']}, {ranks_text(first)}{on}, "
         f"link {first['link']}, {num_rounds} rounds"
     )
     return Table(title, columns, rows, notes)
@@ -245,6 +250,11 @@ def _bytes_sent(row: Row) -> str:
     return f"{row['wire_bytes']:,}{mark}"
 
 
-def _of_formula(sent: float | None, row: Row) -> str:
-    formula = row["wire_bytes_formula"]
+def _interface_part(row: Row) -> str:
+    # In older files every rank has an interface to itself.
+    formula = row.get("interface_bytes_formula", row["wire_bytes_formula"])
+    return _part(row["interface_bytes"], formula)
+
+
+def _part(sent: float | None, formula: int) -> str:
     return "-" if sent is None or not formula else f"{sent / formula:.4f}"

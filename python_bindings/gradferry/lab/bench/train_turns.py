@@ -24,7 +24,7 @@ from gradferry.errors import ConfigError
 from gradferry.forecast.clock import clock_of
 from gradferry.forecast.hook_names import RULERS
 from gradferry.lab.bench.hooked_model import HookedModel, phases_of
-from gradferry.lab.ranks.everywhere import InterfaceCounter
+from gradferry.lab.ranks.hosts import Hosts, InterfaceCounter
 from gradferry.lab.ranks.launch import Emit, gather_from_ranks
 from gradferry.lab.ranks.place import on_device, place_of_rank
 from gradferry.lab.workloads.hooks import COMPRESS_FROM, bucket_caps, steps_until_steady
@@ -79,7 +79,8 @@ class TrainOutcome:
     wire_bytes: int = 0  # per step, of the rank that sends most
     wire_measured: bool = True
     wire_formula: int = 0
-    interface_bytes: float | None = None  # per step, of that rank; None where not its own
+    interface_bytes: float | None = None  # per step, of the host that sends most; None: unknown
+    interface_formula: int = 0  # what the ranks of that host must send to other hosts
     phase_ms: dict[str, float] = field(default_factory=dict)  # per step, of a codec on a host
     cpu_ms: dict[str, float] = field(default_factory=dict)  # by thread, per step on rank 0
     last_step: LastStep | None = None  # of the last round, on rank 0; None on a device
@@ -198,7 +199,7 @@ class _Turns:
         self._emit = emit
         self._options = options
         self._workload = load_workload(options.model)
-        self._interface = InterfaceCounter()
+        self._interface = InterfaceCounter(Hosts.found())
         self._place = place_of_rank(options.device)
 
     def run(self) -> list[TrainOutcome]:
@@ -263,19 +264,20 @@ class _Turns:
 
     def _take_turn(self, model: _TimedModel, outcome: TrainOutcome) -> None:
         steps = self._options.steps
-        dist.barrier()  # so that what the one before has sent is gone
-        before, cpu_before = self._interface.read(), _cpu_ms()
+        self._interface.begin()
+        cpu_before = _cpu_ms()
         seconds = model.train(steps)
-        after, cpu_after = self._interface.read(), _cpu_ms()
+        cpu_after = _cpu_ms()
+        sent = self._interface.end()
         for thread, ms in cpu_after.items():
             used = ms - cpu_before.get(thread, 0.0)
             outcome.cpu_ms[thread] = outcome.cpu_ms.get(thread, 0.0) + used
         outcome.round_ms += [1000 * s / steps for s in most_of_ranks([seconds])]
-        if before is not None and after is not None:
-            outcome.interface_bytes = (outcome.interface_bytes or 0) + (after - before)
+        if sent is not None:
+            outcome.interface_bytes = (outcome.interface_bytes or 0) + sent
 
     def _count_bytes(self, model: _TimedModel, outcome: TrainOutcome) -> None:
-        """Bytes of one more step, of the rank that sends most."""
+        """Bytes of one more step, of the rank and of the host that send most."""
         handle = model.handle
         before = handle.wire_bytes(model.steps)
         model.train(1)
@@ -298,7 +300,10 @@ class _Turns:
         outcome.last_step = LastStep(**last_step) if last_step else None
         busiest = max(ranks, key=lambda rank: int(rank["wire_bytes"]))
         outcome.wire_bytes, outcome.wire_formula = busiest["wire_bytes"], busiest["wire_formula"]
-        outcome.interface_bytes = busiest["interface_bytes"]
+        hosts = self._interface.hosts
+        to_others = handle.bytes_to_other_hosts(hosts.of_rank)
+        host, outcome.interface_formula = hosts.busiest(to_others)
+        outcome.interface_bytes = ranks[hosts.first_rank(host)]["interface_bytes"]
         outcome.wire_measured = handle.measured
 
     def _train_until(self, target: float, outcome: TrainOutcome) -> None:

@@ -98,11 +98,11 @@ class StatusLine:
         if self._status:
             self._status.stop()
 
-    def closing(self, report: Callable[[Any], int]) -> Callable[[Any], int]:
+    def closing(self, report: Callable[..., int]) -> Callable[..., int]:
         """`report`, with the line taken away first."""
 
-        def closed(value: Any) -> int:
+        def closed(*values: Any) -> int:
             self.close()
-            return report(value)
+            return report(*values)
 
         return closed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,38 +11,29 @@ from typing import Any
 
 from gradferry.errors import ConfigError, PeerError
 from gradferry.lab.flags import require_at_least_one
-from gradferry.lab.ranks.launch import (
-    Body,
-    Emit,
-    Outbox,
-    gather_from_ranks,
-    run_ranks,
-    torchrun_placement,
-)
+from gradferry.lab.ranks.hosts import DEVICE_VARIABLE, Hosts, Where
+from gradferry.lab.ranks.launch import Body, Emit, Outbox, run_ranks, torchrun_placement
 from gradferry.lab.ranks.network import (
     DEVICE,
     Network,
     address,
     check_network,
     parse_link,
-    sent_bytes,
 )
 
 LOOPBACK = "loopback"
 _PORT = 29500  # nobody else is on the hosts
-_DEVICE_VARIABLE = "GLOO_SOCKET_IFNAME"  # how gloo is told which interface to use
 _LAST_LINES = 40  # of the hosts' standard error, when they fail without a word
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # tells machines apart
-_NETWORK_NAMESPACE = Path("/proc/self/ns/net")
+_MOST_RANKS = 256  # processes of this machine; `bench collective` has inputs for no more
 
 
 def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares --ranks, --link and --hosts."""
+    """Declares --ranks, --link, --hosts and --ranks-per-host."""
     parser.add_argument(
         "--ranks",
         type=int,
-        help="processes, one thread each (default: 2, or one per host); under torchrun its own "
-        "ranks are taken",
+        help="processes, one thread each (default: 2, or --hosts times --ranks-per-host); under "
+        "torchrun its own ranks are taken",
     )
     parser.add_argument(
         "--link",
@@ -54,27 +44,69 @@ def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
         "Under torchrun the network is what it is, and this only names it (default: %(default)s)",
     )
     parser.add_argument(
-        "--hosts", type=int, default=2, help="network namespaces with --link (default: 2)"
+        "--hosts",
+        type=int,
+        default=2,
+        metavar="M",
+        help="network namespaces with --link (default: 2)",
+    )
+    parser.add_argument(
+        "--ranks-per-host",
+        type=int,
+        metavar="G",
+        help="with --link: ranks on each host, which share its interface to the others as if it "
+        "were their network card, and meet inside the host without it. Rank = host * G + local "
+        "rank (default: 1, or --ranks over --hosts)",
     )
 
 
 def check_ranks(arguments: argparse.Namespace) -> None:
-    """Checks what add_rank_arguments has declared; fills in --ranks. Raises ConfigError."""
+    """Checks what add_rank_arguments has declared; fills in --ranks, and --ranks-per-host
+    where this command makes hosts. Raises ConfigError.
+    """
     placement = torchrun_placement()
     if placement:
         arguments.ranks = placement.num_ranks
         return
+    if arguments.ranks_per_host is not None:
+        require_at_least_one(arguments, "ranks_per_host")
     if arguments.link == LOOPBACK:
+        _refuse_ranks_per_host(arguments)
         arguments.ranks = 2 if arguments.ranks is None else arguments.ranks
     else:
         parse_link(arguments.link)
         check_network(arguments.hosts)
-        arguments.ranks = arguments.hosts if arguments.ranks is None else arguments.ranks
-        if arguments.ranks < 1 or arguments.ranks % arguments.hosts:
-            raise ConfigError(
-                f"--ranks {arguments.ranks} cannot be shared evenly by --hosts {arguments.hosts}"
-            )
+        _share_ranks(arguments)
     require_at_least_one(arguments, "ranks")
+    if arguments.ranks > _MOST_RANKS:
+        raise ConfigError(
+            f"{arguments.ranks} ranks: this machine runs at most {_MOST_RANKS} of them; ask for "
+            f"fewer, or start the command under torchrun on several machines"
+        )
+
+
+def _refuse_ranks_per_host(arguments: argparse.Namespace) -> None:
+    per_host = arguments.ranks_per_host
+    if per_host is not None:
+        raise ConfigError(
+            f"--ranks-per-host {per_host}: without --link there are no hosts to share; add for "
+            f"example --link 1gbit --hosts 2 (as root), or say --ranks {per_host} for ranks that "
+            f"meet over loopback"
+        )
+
+
+def _share_ranks(arguments: argparse.Namespace) -> None:
+    hosts, ranks, per_host = arguments.hosts, arguments.ranks, arguments.ranks_per_host
+    if ranks is None:
+        ranks = hosts * (per_host or 1)
+    if ranks < 1 or ranks % hosts:
+        raise ConfigError(f"--ranks {ranks} cannot be shared evenly by --hosts {hosts}")
+    if per_host not in (None, ranks // hosts):
+        raise ConfigError(
+            f"--ranks {ranks} is not --hosts {hosts} times --ranks-per-host {per_host}: leave "
+            f"--ranks out"
+        )
+    arguments.ranks, arguments.ranks_per_host = ranks, ranks // hosts
 
 
 def run_everywhere(
@@ -82,9 +114,10 @@ def run_everywhere(
     body: Body,
     body_arguments: Sequence[Any],
     on_event: Emit,
-    report: Callable[[Any], int],
+    report: Callable[[Any, Where], int],
 ) -> int:
-    """Runs `body` on every rank, then `report` with rank 0's value where that rank is.
+    """Runs `body` on every rank, then `report` where rank 0 is, with its value and where the ranks
+    were.
 
     On a link, the whole command is started again under torchrun on every host, and rank 0
     reports from there. Returns the exit code. Raises as `run_ranks`, and PeerError when a host
@@ -94,15 +127,20 @@ def run_everywhere(
     if placement is None and arguments.link != LOOPBACK:
         with TemporaryDirectory(prefix="gradferry_") as folder:
             return _run_on_network(arguments, Outbox(Path(folder)))
-    value = run_ranks(body, body_arguments, arguments.ranks, on_event)
+    answer = run_ranks(_run_and_look, (body, *body_arguments), arguments.ranks, on_event)
     if placement and placement.rank != 0:
         return 0
-    code = report(value)
+    value, hosts = answer
+    code = report(value, Where(arguments.link, arguments.ranks, len(hosts), hosts.ranks_per_host))
     outbox = Outbox.of_this_rank()
     if outbox is None:
         return code
     outbox.leave_exit_code(code)
     return 0  # to torchrun, which would take any other code for a crash
+
+
+def _run_and_look(emit: Emit, body: Body, *arguments: Any) -> tuple[Any, Hosts]:
+    return body(emit, *arguments), Hosts.found()
 
 
 def _run_on_network(arguments: argparse.Namespace, outbox: Outbox) -> int:
@@ -124,7 +162,7 @@ def _run_on_network(arguments: argparse.Namespace, outbox: Outbox) -> int:
 def _torchrun(arguments: argparse.Namespace, host: int, outbox: Outbox) -> list[str]:
     """This very command, as host number `host` of a torchrun job."""
     environment = {
-        _DEVICE_VARIABLE: DEVICE,
+        DEVICE_VARIABLE: DEVICE,
         Outbox.VARIABLE: str(outbox.folder),
         "OMP_NUM_THREADS": "1",
     }
@@ -132,26 +170,7 @@ def _torchrun(arguments: argparse.Namespace, host: int, outbox: Outbox) -> list[
         *("env", *(f"{name}={value}" for name, value in environment.items())),
         *(sys.executable, "-m", "torch.distributed.run"),
         *("--nnodes", str(arguments.hosts), "--node-rank", str(host)),
-        *("--nproc-per-node", str(arguments.ranks // arguments.hosts)),
+        *("--nproc-per-node", str(arguments.ranks_per_host)),
         *("--master-addr", address(1), "--master-port", str(_PORT)),
         *("-m", "gradferry", *arguments.command_line),
     ]
-
-
-class InterfaceCounter:
-    """Bytes that this rank's network interface has sent, where the rank has one to itself."""
-
-    def __init__(self) -> None:
-        """Collective. `read` returns None if gloo was given no interface, or if ranks share a host
-        and so its interface.
-        """
-        here = os.environ.get(_DEVICE_VARIABLE, "")
-        machine, namespace = _BOOT_ID.read_text(), str(_NETWORK_NAMESPACE.readlink())
-        mine = {"machine": machine, "namespace": namespace, "interface": here}
-        everyone = gather_from_ranks(mine)
-        alone = all(everyone.count(record) == 1 for record in everyone)
-        self._device = here if alone and sent_bytes(here) is not None else None
-
-    def read(self) -> int | None:
-        """Bytes sent so far; None if the interface is not this rank's alone."""
-        return None if self._device is None else sent_bytes(self._device)

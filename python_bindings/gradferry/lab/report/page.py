@@ -27,6 +27,7 @@ from gradferry.lab.output.speedups import draw_speedups as draw_planned
 from gradferry.lab.output.table import Column, Row, Table
 from gradferry.lab.output.waterfall import draw_waterfalls, waterfall_of
 from gradferry.lab.plan import plan_curves, plan_table
+from gradferry.lab.ranks.hosts import ranks_text
 from gradferry.lab.ranks.network import parse_link
 
 
@@ -129,9 +130,13 @@ def _picture(description: str, draw: Callable[[Theme], bytes]) -> Picture:
 def _check_places(rows: Iterable[Row]) -> None:
     """What comparisons between files go by."""
     for row in rows:
-        if not all(isinstance(row[key], kind) for key, kind in _PLACE.items()):
-            found = {key: row[key] for key in _PLACE}
-            raise ConfigError(f"{found} are not names and a number of ranks")
+        found = {**{key: row[key] for key in _PLACE}, "hosts": row.get("hosts", 1)}
+        if not all(isinstance(found[key], kind) for key, kind in {**_PLACE, "hosts": int}.items()):
+            raise ConfigError(f"{found} are not names and numbers of ranks and hosts")
+
+
+def _place_of(row: Row) -> tuple[Any, ...]:
+    return row["model"], row["link"], ranks_text(row), row["hook"]
 
 
 def _train(measurement: Measurement) -> list[Section]:
@@ -154,7 +159,7 @@ def _train(measurement: Measurement) -> list[Section]:
 def _by_link(rows: Sequence[Row]) -> list[Section]:
     """One section per model that was trained on several links."""
     sections = []
-    for (model, ranks), group in _grouped(rows, "model", "ranks"):
+    for (model, ranks), group in _grouped(rows, lambda row: (row["model"], ranks_text(row))):
         links = sorted({row["link"] for row in group}, key=_rate)
         if len(links) < 2:
             continue
@@ -163,7 +168,7 @@ def _by_link(rows: Sequence[Row]) -> list[Section]:
         columns = [Column("hook", lambda row: str(row["hook"]), is_number=False)]
         columns += [Column(link, _cell_of(link)) for link in links]
         table = Table(
-            f"By link: {model}, {ranks} ranks",
+            f"By link: {model}, {ranks}",
             columns,
             [{"hook": hook, **{link: by_place.get((hook, link)) for link in links}}
              for hook in hooks],
@@ -180,7 +185,7 @@ def _by_link(rows: Sequence[Row]) -> list[Section]:
         curves = [curve for curve in curves if any(curve.speedups)]
         if curves:
             draw = partial(draw_speedups, links, curves)
-            title = f"Speed-up by link: {model}, {ranks} ranks"
+            title = f"Speed-up by link: {model}, {ranks}"
             sections.append(Section(table, [_picture(title, draw)]))
         else:
             sections.append(Section(table))
@@ -215,10 +220,10 @@ def _speedup(row: Row | None) -> float | None:
 
 def _predictions(doctors: Sequence[Measurement], trains: Sequence[Measurement]) -> list[Section]:
     """Predictions of doctor beside measurements of bench train."""
-    measured = {tuple(row[key] for key in _PLACE): row for m in trains for row in m.rows}
+    measured = {_place_of(row): row for m in trains for row in m.rows}
     rows = []
     for prediction in (row for m in doctors for row in m.rows if row["kind"] == "prediction"):
-        found = measured.get(tuple(prediction[key] for key in _PLACE))
+        found = measured.get(_place_of(prediction))
         if found is not None:
             rows.append({**prediction, "measured": found["ratio_to_none"]})
     if not rows:
@@ -286,10 +291,12 @@ def _demo(measurement: Measurement) -> list[Section]:
     return [measurement.section(section.table, section.pictures)]
 
 
-def _grouped(rows: Iterable[Row], *keys: str) -> Iterable[tuple[tuple[Any, ...], list[Row]]]:
+def _grouped(
+    rows: Iterable[Row], key: Callable[[Row], tuple[Any, ...]]
+) -> Iterable[tuple[tuple[Any, ...], list[Row]]]:
     groups: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
     for row in rows:
-        groups[tuple(row[key] for key in keys)].append(row)
+        groups[key(row)].append(row)
     return groups.items()
 
 

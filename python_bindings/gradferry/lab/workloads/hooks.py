@@ -25,7 +25,12 @@ from gradferry.core.parameters import reduced_parameters
 from gradferry.ddp.attach import attach
 from gradferry.ddp.auto import FIRST_CHECK
 from gradferry.ddp.state import HookState
-from gradferry.forecast.chunks import all_reduce_bytes, payload_sizes, wire_bytes_per_step
+from gradferry.forecast.chunks import (
+    all_reduce_bytes,
+    payload_sizes,
+    ring_exchange,
+    wire_bytes_per_step,
+)
 from gradferry.forecast.hook_names import (
     NO_HOOK,
     POWERSGD,
@@ -63,6 +68,12 @@ class HookHandle(Protocol):
     def formula_bytes(self) -> int:
         """Bytes this rank sends in a step like the last one by formula, once DDP has rebuilt its
         buckets.
+        """
+
+    def bytes_to_other_hosts(self, hosts: Sequence[int]) -> list[int]:
+        """As formula_bytes, of every rank, without what it sends to ranks on its own host.
+
+        hosts: the host of every rank.
         """
 
 
@@ -156,8 +167,11 @@ class _CodecHook:
         return int(self.state.stats()["wire_bytes"])
 
     def formula_bytes(self) -> int:
+        return self.bytes_to_other_hosts(range(self.state.world_size))[self.state.rank]
+
+    def bytes_to_other_hosts(self, hosts: Sequence[int]) -> list[int]:
         if not self.measured:
-            return self._dense_bytes
+            return ring_exchange(self._dense_bytes, hosts)
         parameters, config, stats = self.state.parameters, self.state.config, self.state.stats()
         warmup = stats["steps"] < config.warmup_steps
         return wire_bytes_per_step(
@@ -171,7 +185,8 @@ class _CodecHook:
                 [(str(p.warmup if warmup else p.codec), p.dtype) for p in parameters]
             ),
             find_unused_parameters=self._find_unused_parameters,
-        )[self.state.rank]
+            hosts=hosts,
+        )
 
 
 @dataclass(frozen=True)
@@ -191,6 +206,9 @@ class _ComputedHook:
 
     def formula_bytes(self) -> int:
         return self.step_bytes
+
+    def bytes_to_other_hosts(self, hosts: Sequence[int]) -> list[int]:
+        return ring_exchange(self.step_bytes, hosts)
 
 
 def _apply_torch_hook(ddp: DistributedDataParallel, name: str, powersgd_start: int) -> HookHandle:

@@ -1,0 +1,160 @@
+"""Ranks that share a host: who they are, and what leaves it, as counted and by formula."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gradferry.errors import ConfigError
+from gradferry.lab.cli import main
+from gradferry.lab.ranks import everywhere, hosts
+from gradferry.lab.ranks.hosts import Hosts, InterfaceCounter, ranks_text
+from gradferry.lab.ranks.launch import Outbox
+from gradferry.lab.ranks.network import DEVICE, Network, check_network, parse_link
+from test_ranks import parsed
+from world import World
+
+
+def test_hosts_say_how_many_ranks_they_have() -> None:
+    even, uneven = Hosts((0, 0, 1, 1)), Hosts((0, 1, 0))
+    assert (len(even), even.ranks_per_host, even.first_rank(1)) == (2, 2, 2)
+    assert (len(uneven), uneven.ranks_per_host, uneven.first_rank(1)) == (2, None, 1)
+
+
+def test_the_busiest_host_is_the_one_whose_ranks_send_most_together() -> None:
+    assert Hosts((0, 0, 1)).busiest([3, 3, 5]) == (0, 6)
+    assert Hosts((0, 0, 1)).busiest([1, 1, 5]) == (1, 5)
+    assert Hosts((0, 1)).busiest([0, 0]) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        ({"ranks": 4}, "4 ranks"),  # of an older file
+        ({"ranks": 4, "hosts": 1}, "4 ranks"),
+        ({"ranks": 4, "hosts": 4}, "4 ranks"),
+        ({"ranks": 4, "hosts": 2}, "4 ranks on 2 hosts"),
+    ],
+)
+def test_hosts_are_named_where_ranks_share_them(row: dict[str, int], text: str) -> None:
+    assert ranks_text(row) == text
+
+
+def test_processes_of_one_namespace_are_on_one_host(world_of_2: World) -> None:
+    assert world_of_2.run(Hosts.found) == [Hosts((0, 0))] * 2
+
+
+def counter(
+    monkeypatch: pytest.MonkeyPatch, of_rank: tuple[int, ...], records: list[dict[str, Any]]
+) -> tuple[InterfaceCounter, list[str]]:
+    """Of ranks that name these interfaces, and what it does; every reading is 100 more."""
+    done: list[str] = []
+
+    def read(device: str) -> int:
+        done.append("read")
+        return 100 * done.count("read")
+
+    monkeypatch.setattr(hosts, "sent_bytes", read)
+    monkeypatch.setattr(hosts, "gather_from_ranks", lambda mine: records)
+    monkeypatch.setattr(hosts.dist, "barrier", lambda: done.append("barrier"))
+    made = InterfaceCounter(Hosts(of_rank))
+    done.clear()
+    return made, done
+
+
+CARD = {"name": "eth0", "counted": True}
+
+
+def test_no_rank_reads_while_another_of_its_host_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    interface, done = counter(monkeypatch, (0, 0, 1, 1), [CARD] * 4)
+    interface.begin()
+    done.append("send")
+    assert interface.end() == 100
+    assert done == ["barrier", "read", "barrier", "send", "barrier", "read"]
+
+
+@pytest.mark.parametrize(
+    ("of_rank", "records"),
+    [
+        ((0, 0), [CARD] * 2),  # nothing leaves the host
+        ((0, 0, 1), [CARD, {"name": "eth1", "counted": True}, CARD]),
+        ((0, 1), [CARD, {"name": "", "counted": False}]),
+    ],
+)
+def test_what_no_one_interface_counts_is_not_told(
+    monkeypatch: pytest.MonkeyPatch, of_rank: tuple[int, ...], records: list[dict[str, Any]]
+) -> None:
+    interface, done = counter(monkeypatch, of_rank, records)
+    interface.begin()
+    assert interface.end() is None
+    assert done == []
+
+
+@pytest.fixture
+def namespaces_allowed() -> None:
+    try:
+        check_network(2)
+    except ConfigError as error:
+        pytest.skip(f"no network namespaces here: {error}")
+
+
+@pytest.mark.usefixtures("namespaces_allowed")
+def test_ranks_of_a_host_are_numbered_as_torchrun_does(tmp_path: Path) -> None:
+    say = textwrap.dedent(
+        """
+        import json, os, pathlib, sys
+        names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "WORLD_SIZE")
+        said = [int(os.environ[name]) for name in names]
+        said.append(os.environ["GLOO_SOCKET_IFNAME"])
+        pathlib.Path(sys.argv[1], os.environ["RANK"]).write_text(json.dumps(said))
+        """
+    )
+    (tmp_path / "say.py").write_text(say)
+    arguments = parsed("--link", "unshaped", "--ranks-per-host", "2")
+    everywhere.check_ranks(arguments)
+    arguments.command_line = ()
+    commands = []
+    for host in range(arguments.hosts):
+        *launcher, dash_m, gradferry = everywhere._torchrun(arguments, host, Outbox(tmp_path))
+        assert (dash_m, gradferry) == ("-m", "gradferry")
+        commands.append([*launcher, str(tmp_path / "say.py"), str(tmp_path)])
+    with Network(parse_link("unshaped"), commands) as network:
+        assert network.wait() == [0, 0]
+    said = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(4)]
+    assert said == [[rank % 2, 2, rank // 2, 4, DEVICE] for rank in range(4)]
+
+
+@pytest.mark.usefixtures("namespaces_allowed")
+def test_collective_counts_what_ranks_of_a_host_send_to_other_hosts(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "rows.json"
+    size = ["-b", "1M", "-e", "1M", "-n", "1", "-w", "0", "--codecs", "q4", "--json", str(file)]
+    link = ["--link", "unshaped", "--hosts", "2", "--ranks-per-host", "2"]
+    assert main(["bench", "collective", *link, *size]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["codec"] for row in rows] == ["torch:fp32", "torch:fp16", "torch:bf16", "q4"]
+    for row in rows:
+        assert row["wrong"] == 0
+        assert (row["ranks"], row["hosts"], row["ranks_per_host"]) == (4, 2, 2)
+        formula = row["interface_bytes_formula"]
+        if row["codec"] == "q4":
+            # Two of the three messages of each of two ranks leave. All ranks have as many tiles.
+            assert 3 * formula == 2 * 2 * row["wire"]
+            with_siblings = 3 / 2
+        else:
+            assert (
+                formula == row["wire"]
+            )  # one rank of a host has the next one of the ring elsewhere
+            with_siblings = 2
+        # Headers and acknowledgements take at most 2 * 66 bytes of 1448 each way, and three
+        # barriers under 4 kB each. The rest is for what TCP sends again because a busy machine
+        # acknowledges late; what ranks of one host send each other would not fit in.
+        assert formula <= row["interface_bytes"] < with_siblings * formula
+        assert (2 * 66 / 1448) * formula + 3 * 4096 < (with_siblings - 1) * formula
+    shown = capfd.readouterr().out
+    assert "4 ranks on 2 hosts, link unshaped" in shown
+    assert "interface" in shown
