@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 import pytest
+import torch
 from scenario import Scenario, Weight, assert_bit_equal, train
 from world import World
 
@@ -16,6 +17,12 @@ WEIGHTS = (
     Weight("bias", (130,)),
     Weight("second", (130, 200)),
     Weight("last", (40000,)),
+)
+TYPES = ("float32", "bfloat16", "float16", "float64", "complex64")
+OF_ALL_TYPES = tuple(
+    dataclasses.replace(weight, name=f"{weight.name}_{name}", dtype=getattr(torch, name))
+    for name in TYPES
+    for weight in WEIGHTS[:2]
 )
 NODES = {
     "2x2": ((0, 1), (2, 3)),
@@ -50,6 +57,9 @@ def test_two_level_exchange_equals_the_reference(worlds: Worlds, nodes: str) -> 
             "options": {"momentum": 0.9, "warmup_steps": 2, "warmup": "q8"},
         },
         {"codec": "exact"},
+        {"weights": OF_ALL_TYPES, "error_feedback": "both"},
+        {"weights": OF_ALL_TYPES, "codec": "exact", "ddp": {"bucket_cap_mb": 0.05}},
+        {"weights": OF_ALL_TYPES, "codec": "sign1", "options": {"momentum": 0.9}},
         {"ddp": {"bucket_cap_mb": 0.05}, "error_feedback": "both"},
         {"ddp": {"bucket_cap_mb": 0.2, "gradient_as_bucket_view": True}, "error_feedback": "both"},
         {"poison": {(1, 2, "second"): float("nan"), (2, 0, "last"): float("inf")}},
@@ -62,7 +72,9 @@ def test_two_level_exchange_equals_the_reference(worlds: Worlds, nodes: str) -> 
         {"options": {"check_every": 2}},
         {"passes": 2, "error_feedback": "both"},
     ],
-    ids=lambda changes: " ".join(map(str, changes.values()))[:60],
+    ids=lambda changes: " ".join(
+        name if name == "weights" else str(value) for name, value in changes.items()
+    )[:60],
 )
 def test_two_level_exchange_keeps_every_promise(worlds: Worlds, changes: dict[str, object]) -> None:
     scenario = scenario_on("2+1", **changes)
