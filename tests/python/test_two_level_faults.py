@@ -5,6 +5,7 @@ exchange. It speaks the protocol by hand; what it sends as payload is zero tiles
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import json
 import os
 import re
@@ -22,12 +23,13 @@ from reference.message import FORWARD, GATHER, LOCAL_SCATTER, SCATTER
 from scenario import ChosenGradients, Run, Scenario, Weight
 from test_protocol import Forger
 from torch.nn.parallel import DistributedDataParallel
-from world import COLLECTIVE_SECONDS, World, WorldError
+from world import World, WorldError
 
 Worlds = Callable[[int], World]
 Members = tuple[tuple[int, ...], ...]
 
 WEIGHTS = (Weight("first", (200, 100)), Weight("bias", (50,)), Weight("second", (120, 60)))
+TIMEOUT_SECONDS = 4
 NODES = {"2x2": ((0, 1), (2, 3)), "2+1": ((0, 1), (2,))}
 
 
@@ -78,6 +80,7 @@ class NodeForger(Forger):
         phase: str = "",
         change: dict[str, int] | None = None,
         end: tuple[str, int] | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         from gradferry.core.nodes import Nodes
         from gradferry.ddp import binding
@@ -89,7 +92,7 @@ class NodeForger(Forger):
         self.local_index = self.siblings.index(self.rank)
         with mock.patch.object(binding, "resolve", return_value=Nodes(self.nodes)):
             options = {**scenario.options, "nodes": 1}
-            ddp = DistributedDataParallel(ChosenGradients(scenario))
+            ddp = DistributedDataParallel(ChosenGradients(scenario), process_group=group)
             self.join(ddp, dataclasses.replace(scenario, options=options), self.nodes)
         parameters = [weight.describe() for weight in scenario.weights]
         layout = Layout(parameters, scenario.codec, scenario.world_size)
@@ -209,16 +212,20 @@ def test_two_level_message_damaged_by_the_sibling_that_forwards_it_is_refused(
 
 def case_ended(nodes: str, forger: int, stage: str, end: int, folder: str) -> None:
     scenario = scenario_on(nodes)
+    group = dist.new_group(timeout=datetime.timedelta(seconds=TIMEOUT_SECONDS))
     if dist.get_rank() == forger:
-        NodeForger(scenario, end=(stage, end)).run()
+        Path(folder, "pid").write_text(str(os.getpid()))
+        NodeForger(scenario, end=(stage, end), group=group).run()
         return
-    run = Run(scenario)
+    run = Run(scenario, group)
     before = num_descriptors()
     outcome = attempt(lambda: run.step(0))
     after = attempt(run.state.state_dict)
     assert num_descriptors() <= before
     seen = (outcome.error, outcome.headline, outcome.seconds, after.headline)
     Path(folder, str(run.rank)).write_text(json.dumps(seen))
+    if end == signal.SIGSTOP and len(list(Path(folder).iterdir())) == scenario.world_size:
+        os.kill(int(Path(folder, "pid").read_text()), signal.SIGKILL)
 
 
 def num_descriptors() -> int:
@@ -240,7 +247,7 @@ ENDS = [
 def test_two_level_rank_that_is_killed_is_named_at_once(
     worlds: Worlds, tmp_path: Path, role: str, stage: str
 ) -> None:
-    check_end(worlds, tmp_path, role, stage, signal.SIGKILL, COLLECTIVE_SECONDS / 4)
+    check_end(worlds, tmp_path, role, stage, signal.SIGKILL, TIMEOUT_SECONDS / 2)
 
 
 @pytest.mark.slow
@@ -248,7 +255,7 @@ def test_two_level_rank_that_is_killed_is_named_at_once(
 def test_two_level_rank_that_is_stopped_is_named_after_the_timeout(
     worlds: Worlds, tmp_path: Path, role: str, stage: str
 ) -> None:
-    check_end(worlds, tmp_path, role, stage, signal.SIGSTOP, COLLECTIVE_SECONDS + 2)
+    check_end(worlds, tmp_path, role, stage, signal.SIGSTOP, TIMEOUT_SECONDS + 2)
 
 
 def check_end(
@@ -258,7 +265,12 @@ def check_end(
     size = sum(map(len, NODES[nodes]))
     with pytest.raises(WorldError) as caught:
         worlds(size).run(
-            case_ended, nodes=nodes, forger=forger, stage=stage, end=end, folder=str(folder)
+            case_ended,
+            nodes=nodes,
+            forger=forger,
+            stage=stage,
+            end=end,
+            folder=str(folder),
         )
     failed = re.findall(r"^rank (\d): ", str(caught.value), re.MULTILINE)
     assert failed == [str(forger)], caught.value
