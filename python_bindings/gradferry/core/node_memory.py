@@ -194,12 +194,10 @@ def _send(descriptor: int, doors: dict[int, dict[str, str]]) -> None:
 
 def _receive(door: socket.socket, secret: bytes) -> int:
     """The descriptor that came with the secret, which lies there. Closes all others."""
-    flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+    room, flags = socket.CMSG_SPACE(_DESCRIPTOR), socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
     for _ in range(_MOST_STRANGERS):
         with _refusing("receiving a descriptor"):
-            said, control, _, _ = door.recvmsg(
-                len(secret) + 1, socket.CMSG_SPACE(_DESCRIPTOR), flags
-            )
+            said, control, _, _ = door.recvmsg(_SECRET_BYTES + 1, room, flags)
         came = array("i")
         for level, kind, rights in control:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
