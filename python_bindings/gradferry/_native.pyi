@@ -73,6 +73,11 @@ class EngineOptions:
         store: Store | None,
     ) -> None: ...
 
+class SharedMemory:
+    def __init__(self, descriptor: int, num_bytes: int) -> None: ...
+    def part(self, offset: int, num_bytes: int) -> torch.Tensor: ...
+
+def shared_memory_bytes(options: EngineOptions) -> int: ...
 def chunk_bytes_within(workspace_cap_bytes: int, world_size: int, most: int) -> int: ...
 
 class BucketEngine:
@@ -119,8 +124,15 @@ def socket_lanes(
 
 class HostEngine(BucketEngine):
     def __init__(
-        self, options: EngineOptions, *, tensors: list[torch.Tensor], lanes: Mapping[str, Lane]
+        self,
+        options: EngineOptions,
+        *,
+        tensors: list[torch.Tensor],
+        lanes: Mapping[str, Lane],
+        memory: SharedMemory | None,
+        local_stage: str,
     ) -> None: ...
+    def local_stage(self) -> str: ...
 
 class DeviceEngine(BucketEngine):
     def __init__(
