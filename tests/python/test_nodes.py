@@ -280,8 +280,16 @@ def test_all_ranks_learn_at_attach_where_all_are(worlds: Callable[[int], World])
     assert len({answer["config_hash"] for answer in answers}) == 1
     for option, found, text in (
         ("flat", places, "flat between 4 ranks, because nodes='flat'"),
-        (1, places, "flat between 4 ranks on 4 nodes of 1 rank, because every rank is on a node of"),
-        ("auto", [A] * 4, "flat between 4 ranks on 1 node of 4 ranks, because all ranks are on one"),
+        (
+            1,
+            places,
+            "flat between 4 ranks on 4 nodes of 1 rank, because every rank is on a node of",
+        ),
+        (
+            "auto",
+            [A] * 4,
+            "flat between 4 ranks on 1 node of 4 ranks, because all ranks are on one",
+        ),
         (4, [A] * 4, "two levels, 1 node of 4 ranks, because nodes=4\n"),
     ):
         (other, *_) = attached(worlds(4), found, [option] * 4)
