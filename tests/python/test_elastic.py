@@ -115,10 +115,8 @@ def test_mean_keeps_what_is_missing_and_goes_on_as_the_reference(
     worlds: Worlds, mode: str, route: str
 ) -> None:
     saved, engine, before_it = None, None, None
-    # As `exact`, which sends them in momentum mode's warm-up, nodes cannot sum 16 bits yet.
-    weights = WEIGHTS[:3] if "x" in route else WEIGHTS
     for number, members in enumerate(ROUTES[route]):
-        scenario = scenario_on(mode, members, weights)
+        scenario = scenario_on(mode, members)
         steps = range(3 * number, 3 * number + 3)
         answers = worlds(scenario.world_size).run(
             case_go_on, scenario=scenario, saved=saved, on_resize="mean", steps=steps
@@ -152,13 +150,13 @@ def momentum_shares(scenario: Scenario) -> np.ndarray:
 def test_world_of_one_takes_owner_residuals_into_its_momentum(
     worlds: Worlds, mode: str, members: Members
 ) -> None:
-    scenario = scenario_on(mode, members, WEIGHTS[:3])
+    scenario = scenario_on(mode, members)
     size = scenario.world_size
     answers = worlds(size).run(
         case_go_on, scenario=scenario, saved=None, on_resize="mean", steps=range(3)
     )
     saved = residuals_of(answers, "saved")
-    alone = scenario_on(mode, apart(1), WEIGHTS[:3])
+    alone = scenario_on(mode, apart(1))
     loaded = worlds(1).run(
         case_go_on, scenario=alone, saved=saved, on_resize="mean", steps=range(0)
     )[0]["loaded"]
