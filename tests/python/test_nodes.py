@@ -181,7 +181,7 @@ def test_exchange_of_a_device_is_flat():
     exchange = choose_exchange("auto", found, on_host=False)
     assert exchange.is_flat
     assert exchange.reason.endswith("these are on a device")
-    with pytest.raises(ConfigError, match="makes 2 nodes of 2 ranks, and several .* on the CPU"):
+    with pytest.raises(ConfigError, match="makes 2 nodes of 2 ranks, and several"):
         choose_exchange(2, found, on_host=False)
 
 

@@ -61,7 +61,7 @@ def describe(bound: Binding) -> str:
         f"  memory: residuals {stats['residual_bytes'] / 2**20:.1f} MiB, workspace "
         f"{stats['workspace_bytes'] / 2**20:.1f} of at most {config.workspace_cap_mb:g} MiB"
     )
-    lines += _workspace_lines(running.engine.workspace(), running.world_size)
+    lines += _workspace_lines(running.engine.workspace(), running)
     return "\n".join(lines)
 
 
@@ -78,15 +78,23 @@ def _exchange_line(running: Running) -> str:
     return f"  exchange: {shown}, because {exchange.reason}{note}"
 
 
-def _workspace_lines(workspace: dict[str, int], world_size: int) -> list[str]:
+def _workspace_lines(workspace: dict[str, int], running: Running) -> list[str]:
     """The formula of the memory for chunks; nothing where none are sent."""
     longest = workspace["message_bytes"]
     if longest == 0:
         return []
+    nodes = running.exchange.nodes
     receives = "one for both" if workspace["shared_receive"] else "2"
     own = workspace["own_message_bytes"]
+    received = f"{receives} x {running.world_size} ranks x {longest / 2**20:.3f} MiB received"
+    if not nodes.is_flat:
+        siblings = len(nodes.members[nodes.of(running.rank)[0]])
+        copies = siblings + (workspace["receive_bytes"] > 0)  # those for all, and for this owner
+        received = (
+            f"{copies} x {len(nodes.members)} nodes x {longest / 2**20:.3f} MiB received, "
+            f"{workspace['dense_bytes'] / 2**20:.2f} MiB of gradients of {siblings} ranks"
+        )
     return [
         f"    {workspace['slots']} chunks in flight: {workspace['send_bytes'] / 2**20:.2f} MiB to "
-        f"owners, {receives} x {world_size} ranks x {longest / 2**20:.3f} MiB received"
-        + (f", {own / 2**20:.3f} MiB sent to all" if own else "")
+        f"owners, {received}" + (f", {own / 2**20:.3f} MiB sent to all" if own else "")
     ]

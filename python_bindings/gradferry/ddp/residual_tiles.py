@@ -116,11 +116,11 @@ def resize(
     homeless = ids(tile.id for tile in tiles if not tile.worker_residual)
     if worker[places.blocks(homeless)].any():
         raise StateError(_NO_PLACE if alone else _NO_TILES)
-    mine = (worker_tiles(tiles), owner_tiles(tiles))
-    return tuple(  # type: ignore[return-value]
-        whole[places.blocks(numbers)].flatten()
-        for whole, numbers in zip((worker, owner), mine, strict=True)
+    worker, owner = (
+        worker[places.blocks(worker_tiles(tiles))],
+        owner[places.blocks(owner_tiles(tiles))],
     )
+    return worker.flatten(), owner.flatten()
 
 
 def with_worker_tiles(slots: Sequence[Slot], tiles: Sequence[Tile], *, alone: bool) -> list[Slot]:

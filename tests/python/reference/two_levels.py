@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from .layout import CHUNK_BYTES, HEADER_BYTES, Layout, assign_owners
 from .scalars import DTYPES
 
-DENSE_BYTES = 2 << 20  # of gradient per column and chunk, at most
+CAP_BYTES = 96 << 20
+MOST_DENSE_BYTES = 2 << 20
+FEWEST_DENSE_BYTES = 32 << 10
 PIECE_ELEMENTS = 16  # what tiles are rounded up to on their way to their delegates
 
 
@@ -35,7 +37,7 @@ def two_level_bytes_per_step(
     wire = local = 0
     for bucket in buckets:
         tiles = [t for parameter in bucket for t in layout.tiles_of[parameter]]
-        chunks = _cut(layout, tiles, owners, [column_of[owner] for owner in owners])
+        chunks = _cut(layout, tiles, owners, [column_of[r] for r in owners], dense_bytes(nodes))
         for worker, owned, dense in chunks:
             longest = max(owned[r] for r in candidates if column_of[r] == column) if peers else 0
             wire += sum(HEADER_BYTES + worker[peer] for peer in peers)
@@ -50,11 +52,23 @@ def two_level_bytes_per_step(
     return wire, local
 
 
+def dense_bytes(nodes: Sequence[Sequence[int]]) -> int:
+    """Most bytes of gradient of a column in a chunk."""
+    siblings = max(map(len, nodes))
+    messages = (2 + siblings) * len(nodes) * (HEADER_BYTES + CHUNK_BYTES)
+    left = (CAP_BYTES // 8 * 7 // 4 - messages) // (2 * siblings + 1) - 2 * HEADER_BYTES
+    return min(MOST_DENSE_BYTES, max(FEWEST_DENSE_BYTES, left))
+
+
 Sizes = tuple[Counter[int], Counter[int], Counter[int]]  # worker, owner by rank; dense by column
 
 
 def _cut(
-    layout: Layout, tiles: Sequence[int], owners: Sequence[int], column_of: Sequence[int]
+    layout: Layout,
+    tiles: Sequence[int],
+    owners: Sequence[int],
+    column_of: Sequence[int],
+    most_dense_bytes: int,
 ) -> list[Sizes]:
     """Bytes of every chunk of a bucket of these tiles."""
     chunks: list[Sizes] = []
@@ -63,7 +77,7 @@ def _cut(
         item = DTYPES[layout.parameters[tile.parameter].dtype].item_bytes
         dense = -(-tile.num_elements // PIECE_ELEMENTS) * PIECE_ELEMENTS * item
         more = ((rank, tile.worker_bytes), (rank, tile.owner_bytes), (column, dense))
-        limits = (CHUNK_BYTES, CHUNK_BYTES, DENSE_BYTES)
+        limits = (CHUNK_BYTES, CHUNK_BYTES, most_dense_bytes)
         if not chunks or any(
             sizes[key] + size > limit
             for sizes, (key, size), limit in zip(chunks[-1], more, limits, strict=True)
