@@ -21,6 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from torch.nn.parallel import DistributedDataParallel
 
 from gradferry.core.codec_spec import AUTO
+from gradferry.core.nodes import FLAT
 from gradferry.core.parameters import reduced_parameters
 from gradferry.ddp.attach import attach
 from gradferry.ddp.auto import FIRST_CHECK
@@ -137,7 +138,8 @@ def apply_hook(
     codec, options = split_options(name)
     if compress_from is not None and "warmup_steps" in options:
         options["warmup_steps"] = min(options["warmup_steps"], compress_from)
-    state = attach(ddp, codec, seed=seed, **options)
+    # The one whose bytes and times the commands compute.
+    state = attach(ddp, codec, seed=seed, nodes=FLAT, **options)
     dense_bytes = _dense_bytes(ddp)
     if state.config.passes_through:
         return _ComputedHook(name, dense_bytes, dense_bytes, state=state)
