@@ -13,6 +13,8 @@ DEVICE_CHUNK_SLOTS: int  # the same, of a DeviceEngine
 COMMIT_SLOTS: int  # buckets whose commits are in flight
 GATHERS_IN_FLIGHT: int
 SCATTER_PADDING_PART: int  # padding is at most this part of a chunk's scatter messages
+MOST_DENSE_BYTES: int  # of gradient in a chunk and a column, where nodes have several ranks
+PIECE_ALIGNMENT: int  # elements, of tiles on their way to their delegates
 RESIDUAL_ALIGNMENT: int  # fp32 elements
 
 class _OptionInfo(TypedDict):

@@ -16,6 +16,8 @@ from gradferry.errors import ConfigError, ProtocolError
 
 AUTO = "auto"
 FLAT = "flat"
+# Names of exchanges, of which the first is also an option `nodes`.
+TWO_LEVEL = "two-level"
 # A checked option `nodes`: AUTO, FLAT, the number of ranks per node, or the global ranks by node.
 NodesOption = str | int | tuple[tuple[int, ...], ...]
 
@@ -90,6 +92,23 @@ class Nodes:
     def of(self, rank: int) -> tuple[int, int]:
         """The node of a rank, and its index among the ranks of that node."""
         return self._places[rank]
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of all nodes."""
+        return sum(self.ranks_per_node)
+
+    @cached_property
+    def columns(self) -> tuple[tuple[int, ...], ...]:
+        """For every index that a rank can have on every node, the ranks that have it, by node:
+        those exchange what all nodes send.
+        """
+        return tuple(zip(*self.members, strict=False))
+
+    @cached_property
+    def of_rank(self) -> tuple[int, ...]:
+        """The node of every rank."""
+        return tuple(self.of(rank)[0] for rank in range(self.world_size))
 
     @property
     def ranks_per_node(self) -> tuple[int, ...]:

@@ -125,13 +125,18 @@ class Running:
                 hashes=(self.config_hash, self.layout_hash),
                 tensors=self.tensors(),
                 find_unused_parameters=self.agreed["find_unused_parameters"],
-                nodes=None if self.is_flat else self.nodes.members,
+                nodes=self.exchange_nodes.members,
             )
 
     @property
     def is_flat(self) -> bool:
         """Whether every rank exchanges with all others, wherever they are."""
         return self.config.nodes in (AUTO_NODES, FLAT) or self.nodes.is_flat
+
+    @property
+    def exchange_nodes(self) -> Nodes:
+        """The nodes of the exchange."""
+        return flat(self.world_size) if self.is_flat else self.nodes
 
     def tiles(self) -> list[Tile]:
         """The tiles of the engine; empty without one."""

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from gradferry.core.config import Config, make_config
-from gradferry.core.nodes import AUTO
+from gradferry.core.nodes import AUTO, Nodes
 from gradferry.core.options import WORKSPACE_CAP_MB, Options
 from gradferry.core.parameters import ParameterLayout
 from gradferry.ddp import step_numbers
@@ -179,6 +179,13 @@ class HookState:
     def world_size(self) -> int:
         """Ranks of the model's process group."""
         return self._bound().running.world_size
+
+    @property
+    def nodes(self) -> Nodes:
+        """The nodes between which gradients are exchanged; every rank is alone in the flat
+        exchange.
+        """
+        return self._bound().running.exchange_nodes
 
     @property
     def passes_through(self) -> bool:

@@ -7,13 +7,15 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch._C import _distributed_c10d
 
+from gradferry import _native
 from gradferry.core.config import EXACT, Config
+from gradferry.core.nodes import Nodes
 from gradferry.forecast.chunks import (
     Chunk,
     assign_owners,
     cut_chunks,
+    exchanged_bytes,
     payload_sizes,
-    sent_bytes,
 )
 from gradferry.forecast.costs import CodecCosts, Parameter, ParameterCodec
 from gradferry.forecast.simulate import ChunkCost
@@ -60,14 +62,19 @@ def parameter_codecs(config: Config, parameters: Sequence[Parameter]) -> list[Pa
 class CodecTraffic:
     """A model's tiles under a configuration, for any buckets."""
 
-    def __init__(self, config: Config, parameters: Sequence[Parameter], world_size: int) -> None:
+    def __init__(self, config: Config, parameters: Sequence[Parameter], nodes: Nodes) -> None:
         self._codecs = parameter_codecs(config, parameters)
-        self._world_size = world_size
-        self._chunk_bytes = config.chunk_bytes_at(world_size)
+        self._nodes = nodes
+        self._chunk_bytes = config.chunk_bytes_at(nodes.world_size)
         self._equal_scatter = config.equal_scatter
         codecs = [str(chosen.codec) for chosen in self._codecs]
         sizes = payload_sizes(list(zip(codecs, (p.dtype for p in parameters), strict=True)))
-        self._tiles = assign_owners([p.num_elements for p in parameters], sizes, world_size)
+        self._tiles = assign_owners(
+            [p.num_elements for p in parameters],
+            sizes,
+            nodes,
+            item_bytes=[p.dtype.itemsize for p in parameters],
+        )
 
     def cut(self, buckets: Sequence[Sequence[int]]) -> list[list[Chunk]]:
         """The chunks of every bucket."""
@@ -75,7 +82,7 @@ class CodecTraffic:
             cut_chunks(
                 self._tiles,
                 bucket,
-                self._world_size,
+                self._nodes,
                 self._chunk_bytes,
                 equal_scatter=self._equal_scatter,
             )
@@ -92,26 +99,29 @@ class CodecTraffic:
 
     def sent_bytes(self, cut: Sequence[Sequence[Chunk]]) -> int:
         """Bytes per step of the rank that sends most."""
-        return max(sent_bytes(cut, self._world_size))
+        commits = [_native.COMMIT_BYTES] * len(cut)
+        return max(exchanged_bytes(cut, commits, self._nodes, range(self._nodes.world_size)))
 
     def _cost(self, chunk: Chunk, costs: Mapping[ParameterCodec, CodecCosts]) -> ChunkCost:
+        nodes = self._nodes
         codecs = {self._codecs[tile.parameter] for tile in chunk.tiles}
-        encode = max(costs[codec].encode_launch for codec in codecs)
+        columns = range(len(nodes.columns))
+        encode = [max(costs[codec].encode_launch for codec in codecs)] * len(columns)
         decode = max(costs[codec].decode_launch for codec in codecs)
-        reduce = [max(costs[codec].reduce_launch for codec in codecs)] * self._world_size
+        reduce = [max(costs[codec].reduce_launch for codec in codecs)] * nodes.world_size
         for tile in chunk.tiles:
             cost = costs[self._codecs[tile.parameter]]
-            encode += tile.num_elements * cost.encode_per_element
+            encode[nodes.of(tile.owner)[1]] += tile.num_elements * cost.encode_per_element
             decode += tile.num_elements * cost.decode_per_element
             decode += tile.owner_bytes * cost.check_per_byte
-            arriving = self._world_size * tile.worker_bytes
+            arriving = len(nodes.members) * tile.worker_bytes
             reduce[tile.owner] += tile.num_elements * cost.reduce_per_element
             reduce[tile.owner] += arriving * cost.check_per_byte
         return ChunkCost(
-            encode_s=encode,
-            scatter_bytes=max(chunk.scatter_bytes(rank) for rank in range(self._world_size)),
+            encode_s=max(encode),
+            scatter_bytes=max(map(chunk.most_scattered, columns)),
             reduce_s=max(reduce),
-            gather_bytes=chunk.gather_bytes(),
+            gather_bytes=(len(nodes.members) - 1) * max(map(chunk.gather_message, columns)),
             decode_s=decode,
             keeps_sent=any(codec.residuals[0] for codec in codecs),
         )

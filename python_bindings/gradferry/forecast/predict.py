@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from gradferry.core.config import Config
+from gradferry.core.nodes import flat
 from gradferry.forecast.buckets import CodecTraffic, ddp_buckets
 from gradferry.forecast.chunks import all_reduce_bytes
 from gradferry.forecast.costs import Costs, Engine, LinkCosts, Parameter, StepProfile
@@ -115,7 +116,7 @@ class Predictor:
 
     def _chunks(self, hook: str, config: Config, cap: float | None) -> _Cut:
         if (hook, cap) not in self._cut:
-            traffic = CodecTraffic(config, self._parameters, self._costs.world_size)
+            traffic = CodecTraffic(config, self._parameters, flat(self._costs.world_size))
             cut = traffic.cut(self._buckets(cap)[0])
             self._cut[hook, cap] = traffic.cost(cut, self._costs.codecs), traffic.sent_bytes(cut)
         return self._cut[hook, cap]

@@ -28,6 +28,7 @@ from gradferry.lab.output.paired import coverage_note, coverage_of, coverage_tex
 from gradferry.lab.output.progress import StatusLine
 from gradferry.lab.output.table import Column, Table, print_line, print_table
 from gradferry.lab.ranks.everywhere import add_rank_arguments, check_ranks, run_everywhere
+from gradferry.lab.ranks.exchanges import add_exchange, asked_exchanges, exchange_columns
 from gradferry.lab.ranks.hosts import Where, ranks_text
 from gradferry.lab.ranks.place import add_device
 
@@ -91,6 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_device(parser)
     add_rank_arguments(parser)
+    add_exchange(parser)
     parser.add_argument(
         "--smoke", action="store_true", help="two codecs, small sizes, to see that all works"
     )
@@ -141,6 +143,7 @@ def _options(arguments: argparse.Namespace) -> AllReduceOptions:
         sizes.append(sizes[-1] * arguments.stepfactor)
     return AllReduceOptions(
         names=(*TORCH_DTYPES, *dict.fromkeys(codecs)),
+        exchanges=asked_exchanges(arguments),
         sizes=tuple(sizes),
         iterations=arguments.iters,
         warmup=arguments.warmup_iters,
@@ -177,6 +180,7 @@ def collective_rows(
                 "count": outcome.num_elements,
                 "type": "float",
                 "codec": outcome.name,
+                "exchange": outcome.exchange,
                 "time": 1e6 * seconds,
                 "algbw": size / seconds / 1e9,
                 "busbw": size / seconds / 1e9 * 2 * (where.ranks - 1) / where.ranks,
@@ -218,6 +222,7 @@ def collective_table(rows: Sequence[Row]) -> Table:
         Column("count\n(elements)", lambda row: str(row["count"])),
         Column("type", lambda row: str(row["type"])),
         Column("codec", lambda row: str(row["codec"]), is_number=False),
+        *exchange_columns(rows),
         Column("time\n(us)", lambda row: f"{row['time']:.1f}"),
         Column("algbw\n(GB/s)", lambda row: f"{row['algbw']:.3f}"),
         Column("busbw\n(GB/s)", lambda row: f"{row['busbw']:.3f}"),

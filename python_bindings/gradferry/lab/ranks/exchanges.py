@@ -1,0 +1,76 @@
+"""Which exchanges a benchmark compares, between ranks that share hosts."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from gradferry.core.nodes import AUTO, FLAT, TWO_LEVEL, Nodes, flat
+from gradferry.errors import ConfigError
+from gradferry.lab.output.table import Column, Row
+
+EXCHANGES = (FLAT, TWO_LEVEL, AUTO)
+
+
+def add_exchange(parser: argparse.ArgumentParser) -> None:
+    """Declares --exchange."""
+    parser.add_argument(
+        "--exchange",
+        nargs="+",
+        choices=EXCHANGES,
+        default=[AUTO],
+        help="of codecs, where ranks share hosts: 'flat' between all ranks, 'two-level' between "
+        "the sums of hosts, 'auto' what attach chooses; several are compared (default: auto)",
+    )
+
+
+def asked_exchanges(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """Each once."""
+    return tuple(dict.fromkeys(arguments.exchange))
+
+
+def check_exchange(exchange: str, hosts: Nodes) -> None:
+    """Raises ConfigError when TWO_LEVEL has nothing to add up."""
+    if exchange == TWO_LEVEL and hosts.is_flat:
+        raise ConfigError(
+            f"--exchange {TWO_LEVEL}: every rank is alone on its host, so there is only the flat "
+            "exchange; put several ranks on a host, with --ranks-per-host under --link"
+        )
+
+
+def nodes_option(exchange: str, hosts: Nodes) -> object:
+    """The option `nodes` of attach for an exchange between ranks on these hosts. Raises
+    ConfigError.
+    """
+    check_exchange(exchange, hosts)
+    if exchange != TWO_LEVEL:
+        return exchange
+    per_host = hosts.smallest
+    ranks = range(hosts.world_size)
+    even = tuple(tuple(ranks[first : first + per_host]) for first in ranks[::per_host])
+    if hosts.members != even:
+        raise ConfigError(
+            f"--exchange {TWO_LEVEL}: {hosts.describe()}, which attach takes only where it finds "
+            f"them itself: use {AUTO}, or start as many ranks on every host, one host after another"
+        )
+    return per_host
+
+
+def nodes_of(exchange: str, hosts: Nodes) -> Nodes:
+    """The nodes between which an exchange is. Raises ConfigError."""
+    check_exchange(exchange, hosts)
+    return hosts if exchange == TWO_LEVEL else flat(hosts.world_size)
+
+
+def exchange_columns(rows: Sequence[Row]) -> list[Column]:
+    """A column with the exchange, where there is a choice."""
+    shared = any(1 < row.get("hosts", 1) < row["ranks"] for row in rows)
+    asked = {row.get("exchange") or AUTO for row in rows}  # older files do not say
+    if not shared and asked == {AUTO}:
+        return []
+    return [Column("exchange", lambda row: row.get("exchange") or "-", is_number=False)]
+
+
+def exchange_between(nodes: Nodes) -> str:
+    """The name of the exchange between these nodes."""
+    return FLAT if nodes.is_flat else TWO_LEVEL
