@@ -84,7 +84,6 @@ class TrainOutcome:
     """The results of one hook, with one exchange, over all ranks."""
 
     hook: str
-    exchange: str | None  # None: it is none of gradferry's
     bucket_cap_mb: float
     trial_ms: dict[float, float]  # by bucket size: how the best one was found
     round_ms: list[float] = field(default_factory=list)  # per step, of the slowest rank
@@ -97,6 +96,7 @@ class TrainOutcome:
     cpu_ms: dict[str, float] = field(default_factory=dict)  # by thread, per step on rank 0
     last_step: LastStep | None = None  # of the last round, on rank 0; None on a device
     reached: LossReached | None = None
+    exchange: str | None = None  # None: the hook is none of gradferry's
 
 
 class _TimedModel(HookedModel):
@@ -222,7 +222,7 @@ class _Turns:
         outcomes = []
         models = []
         for hook, exchange in self._options.entries():
-            outcome = TrainOutcome(hook, exchange, *self._find_bucket_size(hook, exchange))
+            outcome = TrainOutcome(hook, *self._find_bucket_size(hook, exchange), exchange=exchange)
             models.append(self._new(hook, exchange, outcome.bucket_cap_mb))
             models[-1].train(steps_until_steady(hook))
             outcomes.append(outcome)
