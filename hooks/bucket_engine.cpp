@@ -168,6 +168,7 @@ EngineStats BucketEngine::stats() const {
   stats.steps = steps_.step();
   stats.step_buckets = steps_.finished();
   stats.wire_bytes = sent_bytes();
+  stats.local_bytes = local_bytes();
   stats.times = log_.totals();
   return stats;
 }

@@ -141,6 +141,7 @@ py::dict stats_dict(const BucketEngine& engine) {
   result["chunks"] = stats.chunks;
   result["gradient_bytes"] = stats.gradient_bytes;
   result["wire_bytes"] = stats.wire_bytes;
+  result["local_bytes"] = stats.local_bytes;
   result["residual_bytes"] = stats.residual_bytes;
   result["workspace_bytes"] = stats.workspace_bytes;
   result["workspace_allocations"] = stats.workspace_allocations;

@@ -210,6 +210,64 @@ def resolve(
     return Nodes(members, _note(unread, "not checked"))
 
 
+@dataclass(frozen=True)
+class Exchange:
+    """Which exchange runs, and why. Equal on all ranks.
+
+    Attributes:
+        nodes: whose ranks add up their gradients before they send; with every rank alone the
+            exchange is flat, between all ranks, wherever they are.
+        reason: for people, to follow "because".
+    """
+
+    nodes: Nodes
+    reason: str
+
+    @property
+    def name(self) -> str:
+        """FLAT or TWO_LEVEL."""
+        return FLAT if self.is_flat else TWO_LEVEL
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether every rank exchanges with all others."""
+        return self.nodes.is_flat
+
+
+def choose_exchange(option: NodesOption, found: Nodes, *, on_host: bool) -> Exchange:
+    """The exchange between ranks. The same arguments, and so the same outcome, on all ranks.
+
+    With AUTO, ranks add up their gradients inside nodes wherever that saves bytes on a network
+    card: where there are two nodes or more and one of them has several ranks.
+
+    Args:
+        option: checked.
+        found: by `resolve`.
+        on_host: whether gradients are in host memory.
+
+    Raises:
+        ConfigError: the option asks for nodes of several ranks, and gradients are on a device.
+    """
+    alone = flat(sum(found.ranks_per_node))
+    if option == FLAT:
+        return Exchange(alone, f"nodes={FLAT!r}")
+    if found.is_flat:
+        return Exchange(alone, "every rank is on a node of its own")
+    if option == AUTO and len(found.members) == 1:
+        return Exchange(alone, "all ranks are on one node")
+    if not on_host and option == AUTO:
+        return Exchange(alone, "gradients are on a device, for which two levels do not exist yet")
+    if not on_host:
+        raise ConfigError(
+            f"nodes= makes {found.describe()}, and two levels do not exist yet for gradients on a "
+            f"device; use {AUTO!r} or {FLAT!r}"
+        )
+    if option == AUTO:
+        return Exchange(found, f"nodes={AUTO!r} found several ranks on a node")
+    given = f"nodes={option}" if isinstance(option, int) else "a DeviceMesh says so"
+    return Exchange(found, given)
+
+
 def _found(identities: Sequence[Identity]) -> Nodes:
     found: dict[Identity | int, list[int]] = {}
     for rank, place in enumerate(identities):

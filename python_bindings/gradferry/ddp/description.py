@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from gradferry.core.codec_spec import OFF
-from gradferry.core.nodes import Nodes
+from gradferry.core.nodes import FLAT
 from gradferry.ddp.binding import Binding
+from gradferry.ddp.running import Running
 
 
 def choice_of(bound: Binding) -> dict[str, Any]:
@@ -54,7 +55,7 @@ def describe(bound: Binding) -> str:
         shown = ", ".join(exempt[:4]) + (f", and {len(exempt) - 4} more" if len(exempt) > 4 else "")
         lines.append(f"  exempt from compression: {shown}")
     if running.transport.exchanges:
-        lines.append(_exchange_line(running.world_size, running.nodes))
+        lines.append(_exchange_line(running))
     stats = running.engine.stats()
     lines.append(
         f"  memory: residuals {stats['residual_bytes'] / 2**20:.1f} MiB, workspace "
@@ -64,10 +65,17 @@ def describe(bound: Binding) -> str:
     return "\n".join(lines)
 
 
-def _exchange_line(world_size: int, nodes: Nodes) -> str:
-    """Which exchange runs, and where the ranks are."""
+def _exchange_line(running: Running) -> str:
+    """Which exchange runs, where the ranks are, and why it is this one."""
+    nodes, exchange = running.nodes, running.exchange
+    if not exchange.is_flat:
+        shown = f"two levels, {nodes.describe()}"
+    elif running.config.nodes == FLAT:  # nobody asked where ranks are
+        shown = f"flat between {running.world_size} ranks"
+    else:
+        shown = f"flat between {running.world_size} ranks on {nodes.describe()}"
     note = f"; {nodes.note}" if nodes.note else ""
-    return f"  exchange: flat between {world_size} ranks on {nodes.describe()}{note}"
+    return f"  exchange: {shown}, because {exchange.reason}{note}"
 
 
 def _workspace_lines(workspace: dict[str, int], world_size: int) -> list[str]:

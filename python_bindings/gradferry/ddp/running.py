@@ -29,8 +29,7 @@ from gradferry.core.codec_spec import AUTO, CodecSpec
 from gradferry.core.config import Config
 from gradferry.core.device import Transport, transport_of
 from gradferry.core.engine import start_engine
-from gradferry.core.nodes import AUTO as AUTO_NODES
-from gradferry.core.nodes import FLAT, Nodes, flat
+from gradferry.core.nodes import Exchange, Nodes, flat
 from gradferry.core.parameters import ParameterLayout, describe, describe_parameters
 from gradferry.ddp import step_numbers
 from gradferry.ddp.saved_state import Tile, rescale, zero_residual
@@ -50,6 +49,7 @@ class Running:
         transport: how bytes reach the other ranks.
         agreed: the record that all ranks agreed on, without its parameters.
         nodes: which ranks share a machine; until they have met, none.
+        exchange: which one runs between them; until they have met, the flat one.
         engine: None if every bucket passes through.
         retired: sums of the counters of earlier engines.
         switches: number of changes of the codec.
@@ -64,6 +64,7 @@ class Running:
     transport: Transport
     agreed: Record
     nodes: Nodes
+    exchange: Exchange
     engine: _native.BucketEngine | None = None
     retired: Counter[str] = field(default_factory=Counter)
     switches: int = 0
@@ -75,9 +76,10 @@ class Running:
 
     @property
     def config_hash(self) -> int:
-        """Hash of the configuration and the table of nodes, in every message header."""
+        """Hash of the configuration and the tables of nodes, in every message header."""
         changes = {"choice": str(self.config.codec), "switches": self.switches}
-        agreed = {**self.agreed, "members of nodes": self.nodes.members}
+        nodes, levels = self.nodes.members, self.exchange.nodes.members
+        agreed = {**self.agreed, "members of nodes": nodes, "exchange": levels}
         return record_hash({**agreed, **(changes if self.switches else {})})
 
     @property
@@ -125,18 +127,8 @@ class Running:
                 hashes=(self.config_hash, self.layout_hash),
                 tensors=self.tensors(),
                 find_unused_parameters=self.agreed["find_unused_parameters"],
-                nodes=self.exchange_nodes.members,
+                nodes=self.exchange.nodes.members,
             )
-
-    @property
-    def is_flat(self) -> bool:
-        """Whether every rank exchanges with all others, wherever they are."""
-        return self.config.nodes in (AUTO_NODES, FLAT) or self.nodes.is_flat
-
-    @property
-    def exchange_nodes(self) -> Nodes:
-        """The nodes of the exchange."""
-        return flat(self.world_size) if self.is_flat else self.nodes
 
     def tiles(self) -> list[Tile]:
         """The tiles of the engine; empty without one."""
@@ -275,6 +267,7 @@ def propose(
             devices.
     """
     transport = transport_of(place, group)
+    alone = flat(dist.get_world_size(group))
     parameters = describe_parameters(named, config, exchanges=transport.exchanges)
     config = transport.adapted(config)
     tensors = [parameter for _, parameter in named]
@@ -293,5 +286,6 @@ def propose(
             **config.record(),
             "device": place.type,
         },
-        nodes=flat(dist.get_world_size(group)),
+        nodes=alone,
+        exchange=Exchange(alone, "ranks have not met"),
     )

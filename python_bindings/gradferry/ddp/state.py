@@ -77,6 +77,14 @@ class HookState:
         workspace_cap_mb: the most memory for messages, in MiB, on the device of the model: chunks
             get smaller as the world grows, then fewer are in flight. ``print(state)`` shows what is
             used.
+        nodes: which ranks share a node, and with it a network card. Ranks of a node first add up
+            their gradients, and nodes exchange the compressed sums: *two levels*. ``"auto"``:
+            those that run on one machine and in one network namespace; where that makes only one
+            node, or nodes of one rank each, the exchange is *flat*, every rank with every other.
+            ``"flat"``: always flat. A whole number: so many consecutive ranks of the process group.
+            A DeviceMesh of two dimensions: its rows. ``print(state)`` says which exchange runs, and
+            why. Nodes of different sizes work. Results depend on the nodes: bits are equal on all
+            ranks, but other than those of the flat exchange. On a device the exchange is flat.
 
     Raises:
         ConfigError: an argument or the model cannot be used.
@@ -185,7 +193,7 @@ class HookState:
         """The nodes between which gradients are exchanged; every rank is alone in the flat
         exchange.
         """
-        return self._bound().running.exchange_nodes
+        return self._bound().running.exchange.nodes
 
     @property
     def passes_through(self) -> bool:
@@ -202,7 +210,9 @@ class HookState:
             - ``steps``: the current step, counted from 0.
             - ``buckets``, ``chunks``: number sent so far.
             - ``gradient_bytes``: uncompressed size of all buckets so far.
-            - ``wire_bytes``: bytes sent to other ranks so far, headers and padding included.
+            - ``wire_bytes``: bytes sent to other nodes so far, headers and padding included; in
+              the flat exchange, to other ranks.
+            - ``local_bytes``: bytes sent to other ranks of the node; 0 in the flat exchange.
             - ``ratio``: bytes that an uncompressed ring all-reduce would have sent, divided by
               ``wire_bytes``; 0.0 before the first bucket.
             - ``residual_bytes``, ``workspace_bytes``: memory held.
@@ -210,15 +220,18 @@ class HookState:
             - ``in_flight``: buckets that are not complete yet.
             - ``host_waits``: how often the host waited for a device that was a step behind.
             - ``fallbacks``: buckets that took the backend's own all-reduce.
-            - ``encode_ms``: encoding, on the thread on which DDP calls the hook.
+            - ``encode_ms``: encoding, on the thread on which DDP calls the hook. With two levels
+              that thread only copies gradients for the other ranks of the node; sums and encoding
+              are on the finishing thread.
             - ``network_ms``: waiting for messages and checking them, on the finishing thread.
             - ``reduce_ms``, ``decode_ms``: reducing and decoding, on the finishing thread.
             - ``exposed_ms``: delay of DDP's thread: time inside the hook, and after its last bucket
               until all were complete. On a device, all these times are those of the host while it
               enqueues work.
             - ``worker_residual_ratio``, ``owner_residual_ratio``: norm of the residual over norm of
-              the gradient it was withheld from (this rank's; the average), in the last step, on a
-              sample of about 64 tiles; 0.0 without such a residual, and on a device.
+              the gradient it was withheld from (this rank's, or its part of the node's sum; the
+              average), in the last step, on a sample of about 64 tiles; 0.0 without such a
+              residual, and on a device.
             - ``choice``: a dict of ``codec`` (in use) and ``reason``; with ``"auto"`` also of
               ``step`` (when it came into use), ``next_check`` (the step of the next check) and
               ``predicted_ms`` (of a step, by codec, from the last check).
@@ -246,8 +259,8 @@ class HookState:
         Args:
             callback: gets a dict with the numbers of that step alone, on this rank, with the
                 meaning that they have in `stats`: ``step`` (counted from 0), ``buckets``,
-                ``chunks``, ``gradient_bytes``, ``wire_bytes``, ``ratio``, ``fallbacks``,
-                ``encode_ms``, ``network_ms``, ``reduce_ms``, ``decode_ms``, ``exposed_ms``,
+                ``chunks``, ``gradient_bytes``, ``wire_bytes``, ``local_bytes``, ``ratio``,
+                ``fallbacks``, ``encode_ms``, ``network_ms``, ``reduce_ms``, ``decode_ms``, ``exposed_ms``,
                 ``worker_residual_ratio`` and ``owner_residual_ratio``.
 
         Returns:

@@ -100,7 +100,7 @@ class CodecTraffic:
     def sent_bytes(self, cut: Sequence[Sequence[Chunk]]) -> int:
         """Bytes per step of the rank that sends most."""
         commits = [_native.COMMIT_BYTES] * len(cut)
-        return max(exchanged_bytes(cut, commits, self._nodes, range(self._nodes.world_size)))
+        return max(exchanged_bytes(cut, commits, self._nodes, self._nodes.of_rank))
 
     def _cost(self, chunk: Chunk, costs: Mapping[ParameterCodec, CodecCosts]) -> ChunkCost:
         nodes = self._nodes

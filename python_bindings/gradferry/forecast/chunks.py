@@ -123,7 +123,6 @@ def exchanged_bytes(
     hosts: Sequence[int],
 ) -> list[int]:
     """Bytes that each rank sends to other hosts in one step: to its peers, and in commits to all.
-    What siblings send each other is not among them.
 
     Args:
         buckets: the chunks of every bucket.
@@ -174,8 +173,8 @@ def wire_bytes_per_step(
     equal_scatter: messages to owners are padded to one size where that costs little.
     sent_as: payloads of the step where they are not `payload_bytes`, as in warm-up steps.
     find_unused_parameters: that of DDP, for gradients on the CPU.
-    hosts: the host of every rank: only what goes to another host counts. None: all counts, except
-        what siblings exchange.
+    hosts: the host of every rank: only what goes to another host counts. None: what goes to
+        another node.
     nodes: which ranks add their gradients before they send them; None: every rank is alone.
     item_bytes: of an element of every parameter's gradient; None: fp32.
     """
@@ -191,7 +190,7 @@ def wire_bytes_per_step(
         _native.COMMIT_BYTES + find_unused_parameters * used_map_bytes(len(bucket))
         for bucket in buckets
     ]
-    return exchanged_bytes(cut, commits, table, hosts or range(world_size))
+    return exchanged_bytes(cut, commits, table, hosts or table.of_rank)
 
 
 def used_map_bytes(num_parameters: int) -> int:

@@ -158,12 +158,14 @@ def wire_bytes_per_step(
     """What `rank` sends to others in a step whose buckets hold these parameters; to siblings only
     commits.
 
-    hosts: the host of every rank: only what goes to another host counts.
+    hosts: the host of every rank: only what goes to another host counts. None: to another node.
     """
     world_size = layout.world_size
     if world_size == 1:
         return 0
-    place = hosts or list(range(world_size))
+    nodes = enumerate(layout.nodes)
+    own = {rank: node for node, ranks in nodes for rank in ranks}
+    place = hosts or [own[rank] for rank in range(world_size)]
     others = [peer for peer in range(world_size) if place[peer] != place[rank]]
     smallest = min(map(len, layout.nodes))
     columns = [[ranks[column] for ranks in layout.nodes] for column in range(smallest)]

@@ -134,7 +134,7 @@ class _CodecAllReduce:
         hosts: Nodes,
     ) -> None:
         self.name, self.exchange = name, exchange
-        self._nodes = nodes_of(exchange, hosts)
+        self._nodes = nodes_of(exchange, hosts, on_host=transport.on_host)
         config = transport.adapted(make_config(Options(name, seed=_SEED)))
         self._config = config
         self._on_host = transport.on_host

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from gradferry.core.nodes import AUTO, FLAT, TWO_LEVEL, Nodes, flat
+from gradferry.core.nodes import AUTO, FLAT, TWO_LEVEL, Nodes, choose_exchange
 from gradferry.errors import ConfigError
 from gradferry.lab.output.table import Column, Row
 
@@ -56,10 +56,13 @@ def nodes_option(exchange: str, hosts: Nodes) -> object:
     return per_host
 
 
-def nodes_of(exchange: str, hosts: Nodes) -> Nodes:
-    """The nodes between which an exchange is. Raises ConfigError."""
+def nodes_of(exchange: str, hosts: Nodes, *, on_host: bool) -> Nodes:
+    """The nodes between which an exchange is: those of attach with `nodes_option`, but also hosts
+    of any sizes. Raises ConfigError.
+    """
     check_exchange(exchange, hosts)
-    return hosts if exchange == TWO_LEVEL else flat(hosts.world_size)
+    option = hosts.members if exchange == TWO_LEVEL else exchange
+    return choose_exchange(option, hosts, on_host=on_host).nodes
 
 
 def exchange_columns(rows: Sequence[Row]) -> list[Column]:
@@ -69,8 +72,3 @@ def exchange_columns(rows: Sequence[Row]) -> list[Column]:
     if not shared and asked == {AUTO}:
         return []
     return [Column("exchange", lambda row: row.get("exchange") or "-", is_number=False)]
-
-
-def exchange_between(nodes: Nodes) -> str:
-    """The name of the exchange between these nodes."""
-    return FLAT if nodes.is_flat else TWO_LEVEL

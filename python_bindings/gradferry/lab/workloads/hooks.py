@@ -170,7 +170,7 @@ class _CodecHook:
         return int(self.state.stats()["wire_bytes"])
 
     def formula_bytes(self) -> int:
-        return self.bytes_to_other_hosts(range(self.state.world_size))[self.state.rank]
+        return self.bytes_to_other_hosts(self.state.nodes.of_rank)[self.state.rank]
 
     def bytes_to_other_hosts(self, hosts: Sequence[int]) -> list[int]:
         if not self.measured:
