@@ -38,6 +38,10 @@ class _CodecCost(TypedDict):
     decode_per_element: float
     check_per_byte: float
 
+class _NodeCost(TypedDict):
+    pack_per_element: float
+    sum_per_element: float
+
 class ParameterSpec:
     def __init__(
         self,
@@ -248,4 +252,7 @@ def codec_cost(
     num_elements: int,
     rounds: int,
 ) -> _CodecCost: ...
+def node_cost(
+    dtype: torch.dtype, *, num_ranks: int, num_elements: int, rounds: int
+) -> _NodeCost: ...
 def memcpy_gbps(num_bytes: int, rounds: int) -> float: ...

@@ -101,6 +101,11 @@ class Running:
         return any(parameter.residuals[1] for parameter in self.parameters)
 
     @property
+    def has_worker_residuals(self) -> bool:
+        """Whether any parameter has a worker residual."""
+        return any(parameter.residuals[0] for parameter in self.parameters)
+
+    @property
     def codec_asked_for(self) -> str:
         """The codec as the user named it, for checkpoints and DDP's logs: "auto" stays "auto"."""
         return AUTO if self.config.chooses else str(self.config.codec)
@@ -163,11 +168,20 @@ class Running:
         now = step_numbers.zeros() if self.engine is None else self.engine.stats()
         return now | {key: now[key] + count for key, count in self.retired.items()}
 
-    def switch(self, hook: _native.BucketHook, codec: CodecSpec, step: int) -> None:
-        """Replaces the codec at the first bucket of `step`. Collective.
+    def switch(
+        self,
+        hook: _native.BucketHook,
+        codec: CodecSpec,
+        step: int,
+        exchange: Exchange | None = None,
+    ) -> None:
+        """Replaces the codec, and the exchange if one is given, at the first bucket of `step`.
+        Collective.
 
-        Owner residuals move to the new owners of their tiles. Residuals are dropped where the new
-        codec has none, and rescaled where it keeps another share of the momentum.
+        Owner residuals move to the new owners of their tiles. With another exchange all get the
+        mean of the worker residuals, which is what the averaged gradient still lacks. Residuals are
+        dropped where the new codec has none, and rescaled where it keeps another share of the
+        momentum.
         """
         old = replace(self)
         residuals = None if old.engine is None else old.engine.state()
@@ -176,6 +190,7 @@ class Running:
             sums = {key: counted[key] for key in step_numbers.SUMS if key in counted}
             self.retired = old.retired + Counter(sums)
         self.config = replace(old.config, codec=codec)
+        self.exchange = exchange or old.exchange
         self.parameters = tuple(self._described(self.config))
         self.switches += 1
         group = self.group
@@ -202,7 +217,10 @@ class Running:
         worker, owner, scale = zero_residual(worker_size), zero_residual(owner_size), 0.0
         if old.engine is not None and residuals is not None:
             _, old_worker, old_owner, scale = residuals
-            if old_worker.numel() == worker_size:
+            if old.exchange.nodes != self.exchange.nodes:
+                if old.has_worker_residuals and self.has_worker_residuals:
+                    self._spread_worker_residuals(old, old_worker, worker)
+            elif old_worker.numel() == worker_size:
                 worker = old_worker
             if old.has_owner_residuals and self.has_owner_residuals:
                 self._hand_over_owner_residuals(old, old_owner, owner)
@@ -219,23 +237,48 @@ class Running:
         self, old: Running, old_owner: torch.Tensor, owner: torch.Tensor
     ) -> None:
         """Sums owner residuals over ranks: every tile has one owner, so all get its residual."""
-        tiles = old.tiles()
-        whole = zero_residual(sum(tile.num_elements for tile in tiles))
+        before = [(tile.num_elements, tile.owner_offset) for tile in old.tiles()]
+        now = [(tile.num_elements, tile.owner_offset) for tile in self.tiles()]
+        self._sum_over_ranks(before, old_owner, now, owner)
+
+    def _spread_worker_residuals(
+        self, old: Running, old_worker: torch.Tensor, worker: torch.Tensor
+    ) -> None:
+        """Every node of the new exchange gets the mean over those of the old one."""
+        before = [(tile.num_elements, tile.worker_offset) for tile in old.tiles()]
+        now = [(tile.num_elements, tile.worker_offset) for tile in self.tiles()]
+        share = old_worker / len(old.exchange.nodes.members)
+        self._sum_over_ranks(before, share, now, worker)
+
+    def _sum_over_ranks(
+        self,
+        before: Sequence[tuple[int, int]],
+        mine: torch.Tensor,
+        now: Sequence[tuple[int, int]],
+        sums: torch.Tensor,
+    ) -> None:
+        """Sums residuals tile by tile. Collective.
+
+        Args:
+            before: elements of every tile, and where it begins in `mine`; -1: it is not there.
+            mine: residuals of this rank.
+            now: the same of `sums`.
+            sums: gets the sums.
+        """
+        whole = zero_residual(sum(num_elements for num_elements, _ in before))
         begin = 0
-        for tile in tiles:
-            if tile.owner_offset >= 0:
-                end = tile.owner_offset + tile.num_elements
-                whole[begin : begin + tile.num_elements] = old_owner[tile.owner_offset : end]
-            begin += tile.num_elements
+        for num_elements, offset in before:
+            if offset >= 0:
+                whole[begin : begin + num_elements] = mine[offset : offset + num_elements]
+            begin += num_elements
         whole = whole.to(meeting_place(self.group, self.transport.device))
         dist.all_reduce(whole, group=self.group)
         whole = whole.cpu()
         begin = 0
-        for tile in self.tiles():
-            if tile.owner_offset >= 0:
-                end = tile.owner_offset + tile.num_elements
-                owner[tile.owner_offset : end] = whole[begin : begin + tile.num_elements]
-            begin += tile.num_elements
+        for num_elements, offset in now:
+            if offset >= 0:
+                sums[offset : offset + num_elements] = whole[begin : begin + num_elements]
+            begin += num_elements
 
     def _parameter_records(self) -> list[Record]:
         return [parameter.record() for parameter in self.parameters]

@@ -17,8 +17,8 @@ from gradferry.forecast.chunks import (
     exchanged_bytes,
     payload_sizes,
 )
-from gradferry.forecast.costs import CodecCosts, Parameter, ParameterCodec
-from gradferry.forecast.simulate import ChunkCost
+from gradferry.forecast.costs import CodecCosts, Costs, NodeCosts, Parameter, ParameterCodec
+from gradferry.forecast.simulate import ChunkCost, LocalChunkCost
 
 # DDP's default for bucket_cap_mb.
 DEFAULT_CAP_MB = 25.0
@@ -89,29 +89,33 @@ class CodecTraffic:
             for bucket in buckets
         ]
 
-    def cost(
-        self,
-        cut: Sequence[Sequence[Chunk]],
-        costs: Mapping[ParameterCodec, CodecCosts],
-    ) -> list[list[ChunkCost]]:
+    def cost(self, cut: Sequence[Sequence[Chunk]], costs: Costs) -> list[list[ChunkCost]]:
         """The costs of every chunk, for the rank with most work in it."""
-        return [[self._cost(chunk, costs) for chunk in bucket] for bucket in cut]
+        return [[self._cost(chunk, costs.codecs, costs.node) for chunk in bucket] for bucket in cut]
 
     def sent_bytes(self, cut: Sequence[Sequence[Chunk]]) -> int:
         """Bytes per step of the rank that sends most."""
         commits = [_native.COMMIT_BYTES] * len(cut)
         return max(exchanged_bytes(cut, commits, self._nodes, self._nodes.of_rank))
 
-    def _cost(self, chunk: Chunk, costs: Mapping[ParameterCodec, CodecCosts]) -> ChunkCost:
+    def _cost(
+        self,
+        chunk: Chunk,
+        costs: Mapping[ParameterCodec, CodecCosts],
+        node: NodeCosts | None,
+    ) -> ChunkCost:
         nodes = self._nodes
         codecs = {self._codecs[tile.parameter] for tile in chunk.tiles}
         columns = range(len(nodes.columns))
         encode = [max(costs[codec].encode_launch for codec in codecs)] * len(columns)
         decode = max(costs[codec].decode_launch for codec in codecs)
         reduce = [max(costs[codec].reduce_launch for codec in codecs)] * nodes.world_size
+        elements = [0] * len(columns)
         for tile in chunk.tiles:
             cost = costs[self._codecs[tile.parameter]]
-            encode[nodes.of(tile.owner)[1]] += tile.num_elements * cost.encode_per_element
+            column = nodes.of(tile.owner)[1]
+            elements[column] += tile.num_elements
+            encode[column] += tile.num_elements * cost.encode_per_element
             decode += tile.num_elements * cost.decode_per_element
             decode += tile.owner_bytes * cost.check_per_byte
             arriving = len(nodes.members) * tile.worker_bytes
@@ -124,4 +128,19 @@ class CodecTraffic:
             gather_bytes=(len(nodes.members) - 1) * max(map(chunk.gather_message, columns)),
             decode_s=decode,
             keeps_sent=any(codec.residuals[0] for codec in codecs),
+            local=None if node is None else _local_cost(chunk, elements, node),
         )
+
+
+def _local_cost(chunk: Chunk, elements: Sequence[int], node: NodeCosts) -> LocalChunkCost:
+    """elements: of every column."""
+    largest = max(chunk.nodes.ranks_per_node)
+    messages = chunk.local_messages()
+    # A rank keeps what is of its own column; one beyond the columns gives all.
+    beyond = largest > len(messages)
+    return LocalChunkCost(
+        pack_s=(sum(elements) - (0 if beyond else min(elements))) * node.pack_per_element,
+        scatter_bytes=sum(messages) - (0 if beyond else min(messages)),
+        sum_s=max(elements) * node.sum_per_element,
+        forward_bytes=(largest - 1) * chunk.forward_message(),
+    )

@@ -6,9 +6,10 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
-from gradferry.core.nodes import AUTO, Nodes, identity, received_identities, resolve
+from gradferry.core.nodes import Nodes, found_nodes
 from gradferry.lab.ranks.launch import gather_from_ranks
 from gradferry.lab.ranks.network import sent_bytes
 
@@ -19,8 +20,9 @@ def found_hosts() -> Nodes:
     """The hosts of the default group's ranks: a host is a network namespace of a machine. In the
     order of their lowest ranks. Collective.
     """
-    identities = received_identities(gather_from_ranks(vars(identity())))
-    return resolve(AUTO, range(len(identities)), identities)
+    group = dist.group.WORLD
+    assert group is not None
+    return found_nodes(group, torch.device("cpu"))
 
 
 def busiest_host(hosts: Nodes, by_rank: Sequence[int]) -> tuple[int, int]:
