@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from gradferry import _native
 from gradferry.core.agreement import most_of_ranks
-from gradferry.core.codec_spec import parse_codec
+from gradferry.core.codec_spec import AUTO, parse_codec
 from gradferry.core.config import make_config
 from gradferry.core.device import Transport, agreed_transport
 from gradferry.core.engine import start_engine
@@ -34,8 +34,9 @@ from gradferry.forecast.chunks import (
 )
 from gradferry.forecast.clock import Clock, clock_of
 from gradferry.forecast.hook_names import TORCH_DTYPES
+from gradferry.lab.bench.collective_choice import choose
 from gradferry.lab.bench.hooked_model import phases_of
-from gradferry.lab.ranks.exchanges import nodes_of
+from gradferry.lab.ranks.exchanges import exchanges_among
 from gradferry.lab.ranks.hosts import InterfaceCounter, busiest_host, found_hosts
 from gradferry.lab.ranks.launch import Emit, gather_from_ranks
 from gradferry.lab.ranks.place import place_of_rank
@@ -49,7 +50,7 @@ _SEED = 0
 class AllReduceOptions:
     """The options. Names are already checked."""
 
-    names: tuple[str, ...]  # of TORCH_DTYPES, and codecs
+    names: tuple[str, ...]  # of TORCH_DTYPES, codecs, and AUTO
     exchanges: tuple[str, ...]  # of EXCHANGES, for every codec
     sizes: tuple[int, ...]  # bytes of the fp32 tensor
     iterations: int
@@ -71,7 +72,7 @@ class AllReduceOutcome:
     """The result of one name, with one exchange, at one size, over all ranks."""
 
     name: str
-    exchange: str | None  # None: the backend's own
+    exchange: str | None  # of EXCHANGES; None: the backend's own
     num_elements: int
     wrong: int | None  # elements that differ from what they must be; None: not checked
     relative_error: float  # |result - exact mean| / |exact mean|
@@ -83,6 +84,7 @@ class AllReduceOutcome:
     # In the first run, by the interface of the host that sends most; None: not counted.
     interface_bytes: int | None = None
     interface_formula: int = 0  # what the ranks of that host must send to other hosts
+    chosen: str | None = None  # codec and exchange, where the name or the exchange is AUTO
 
 
 class _BackendAllReduce:
@@ -90,6 +92,7 @@ class _BackendAllReduce:
 
     wire_measured = False
     exchange = None
+    chosen = None
 
     def __init__(self, name: str, num_elements: int, group: dist.ProcessGroup) -> None:
         self.name = name
@@ -134,7 +137,14 @@ class _CodecAllReduce:
         hosts: Nodes,
     ) -> None:
         self.name, self.exchange = name, exchange
-        self._nodes = nodes_of(exchange, hosts, on_host=transport.on_host)
+        self.chosen: str | None = None
+        among = exchanges_among(exchange, hosts, on_host=transport.on_host)
+        used = among[-1]  # what attach takes
+        if name == AUTO:
+            name, used = choose(num_elements, group, transport, among)
+        if AUTO in (self.name, exchange):
+            self.chosen = f"{name} {used.name}"
+        self._nodes = used.nodes
         config = transport.adapted(make_config(Options(name, seed=_SEED)))
         self._config = config
         self._on_host = transport.on_host
@@ -286,6 +296,7 @@ def _first_run(
     return AllReduceOutcome(
         name=all_reduce.name,
         exchange=all_reduce.exchange,
+        chosen=all_reduce.chosen,
         num_elements=buffer.numel(),
         wrong=int(facts[0]) if check else None,
         relative_error=error,

@@ -34,7 +34,12 @@ from gradferry.lab.output.paired import (
 from gradferry.lab.output.progress import StatusLine
 from gradferry.lab.output.table import Column, Table, print_line, print_table
 from gradferry.lab.ranks.everywhere import add_rank_arguments, check_ranks, run_everywhere
-from gradferry.lab.ranks.exchanges import add_exchange, asked_exchanges, exchange_columns
+from gradferry.lab.ranks.exchanges import (
+    add_exchange,
+    asked_exchanges,
+    chosen_columns,
+    exchange_columns,
+)
 from gradferry.lab.ranks.hosts import Where, ranks_text
 from gradferry.lab.ranks.place import add_device
 from gradferry.lab.workloads.hooks import timed_hooks
@@ -149,6 +154,7 @@ def train_rows(
             {
                 "hook": outcome.hook,
                 "exchange": outcome.exchange,
+                "chosen": outcome.chosen,
                 "link": where.link,
                 "ranks": where.ranks,
                 "bucket_cap_mb": outcome.bucket_cap_mb,
@@ -202,6 +208,7 @@ def train_table(rows: Sequence[Row]) -> Table:
     columns = [
         Column("hook", lambda row: str(row["hook"]), is_number=False),
         *exchange_columns(rows),
+        *chosen_columns(rows),
         Column("bucket\nMB", lambda row: f"{row['bucket_cap_mb']:g}"),
         Column("ms per step\nmedian", lambda row: f"{row['ms_median']:.1f}"),
         Column("(min)", lambda row: f"{row['ms_min']:.1f}"),

@@ -20,7 +20,9 @@ import torch
 import torch.distributed as dist
 
 from gradferry.core.agreement import most_of_ranks
-from gradferry.core.nodes import AUTO
+from gradferry.core.codec_spec import AUTO, OFF
+from gradferry.core.nodes import exchange_between
+from gradferry.ddp.state import HookState
 from gradferry.errors import ConfigError
 from gradferry.forecast.clock import clock_of
 from gradferry.forecast.hook_names import RULERS
@@ -96,7 +98,8 @@ class TrainOutcome:
     cpu_ms: dict[str, float] = field(default_factory=dict)  # by thread, per step on rank 0
     last_step: LastStep | None = None  # of the last round, on rank 0; None on a device
     reached: LossReached | None = None
-    exchange: str | None = None  # None: the hook is none of gradferry's
+    exchange: str | None = None  # of EXCHANGES; None: the hook is none of gradferry's
+    chosen: str | None = None  # codec and exchange, where the hook or the exchange is AUTO
 
 
 class _TimedModel(HookedModel):
@@ -185,6 +188,13 @@ class _TimedModel(HookedModel):
         return float(total[0] / total[1])
 
 
+def _chosen(outcome: TrainOutcome, state: HookState | None) -> str | None:
+    if state is None or AUTO not in (outcome.hook.partition("+")[0], outcome.exchange):
+        return None
+    codec = state.stats()["choice"]["codec"]
+    return f"{codec} {exchange_between(state.nodes)}" if codec != OFF else OFF
+
+
 def _cpu_ms() -> dict[str, float]:
     """Processor time that the threads of this process have used, summed by their names. Empty
     where the kernel does not count it.
@@ -240,6 +250,7 @@ class _Turns:
             for key, total in model.phase_ms().items():
                 outcome.phase_ms[key] = (total - earlier[key]) / steps
             outcome.last_step = model.last_step()
+            outcome.chosen = _chosen(outcome, model.handle.state)
             self._count_bytes(model, outcome)
         del models, model, entries, in_turn
         if self._options.until_loss is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from gradferry.core.nodes import AUTO, FLAT, TWO_LEVEL, Nodes, choose_exchange
+from gradferry.core.nodes import AUTO, FLAT, TWO_LEVEL, Exchange, Nodes, exchanges_to_choose_from
 from gradferry.errors import ConfigError
 from gradferry.lab.output.table import Column, Row
 
@@ -56,17 +56,26 @@ def nodes_option(exchange: str, hosts: Nodes) -> object:
     return per_host
 
 
-def nodes_of(exchange: str, hosts: Nodes, *, on_host: bool) -> Nodes:
-    """The nodes between which an exchange is: those of attach with `nodes_option`, but also hosts
-    of any sizes. Raises ConfigError.
+def exchanges_among(exchange: str, hosts: Nodes, *, on_host: bool) -> list[Exchange]:
+    """What a forecast may choose from: as with `nodes_option`, but hosts may have any sizes. The
+    last is what attach takes without a forecast. Raises ConfigError.
     """
     check_exchange(exchange, hosts)
     option = hosts.members if exchange == TWO_LEVEL else exchange
-    return choose_exchange(option, hosts, on_host=on_host).nodes
+    return exchanges_to_choose_from(option, hosts, on_host=on_host)
+
+
+def chosen_columns(rows: Sequence[Row]) -> list[Column]:
+    """A column with what was chosen, where there was a choice."""
+    names = (str(row.get("hook") or row.get("codec")) for row in rows)
+    chooses = any(name.startswith(AUTO) for name in names)
+    if not (chooses or exchange_columns(rows)) or not any(row.get("chosen") for row in rows):
+        return []
+    return [Column("chosen", lambda row: row.get("chosen") or "-", is_number=False)]
 
 
 def exchange_columns(rows: Sequence[Row]) -> list[Column]:
-    """A column with the exchange, where there is a choice."""
+    """A column with the exchange that was asked for, where there is a choice."""
     shared = any(1 < row.get("hosts", 1) < row["ranks"] for row in rows)
     asked = {row.get("exchange") or AUTO for row in rows}  # older files do not say
     if not shared and asked == {AUTO}:
