@@ -27,8 +27,9 @@ from gradferry.lab.ranks.hosts import Where
 from world import World
 
 ROW_KEYS = [
-    "size", "count", "type", "codec", "exchange", "time", "algbw", "busbw", "wrong", "wire",
-    "ratio", "enc", "dec", "net", "rel_err", "speedup", "speedup_low", "speedup_high", "iters",
+    "size", "count", "type", "codec", "exchange", "chosen", "time", "algbw", "busbw", "wrong",
+    "wire", "ratio", "enc", "dec", "net", "rel_err", "speedup", "speedup_low", "speedup_high",
+    "iters",
     "interval_coverage", "time_min", "time_max", "wire_measured", "interface_bytes",
     "interface_bytes_formula", "link", "ranks", "hosts", "ranks_per_host", "device",
 ]  # fmt: skip

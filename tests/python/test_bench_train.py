@@ -22,7 +22,7 @@ from gradferry.lab.workloads.models import MODELS, check_model
 from world import World
 
 FIRST_KEYS = [
-    "hook", "exchange", "link", "ranks", "bucket_cap_mb", "ms_median", "ms_min", "ms_max",
+    "hook", "exchange", "chosen", "link", "ranks", "bucket_cap_mb", "ms_median", "ms_min", "ms_max",
     "ratio_to_none", "wire_bytes", "exposed_ms",
 ]  # fmt: skip
 FURTHER_KEYS = {

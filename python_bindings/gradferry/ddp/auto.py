@@ -147,7 +147,6 @@ class Choice:
         """The fields for `HookState.stats`."""
         return {
             "codec": str(self.codec),
-            "exchange": self.exchange,
             "reason": self.reason,
             "step": self.step,
             "next_check": self.next_check,

@@ -232,9 +232,11 @@ class HookState:
               the gradient it was withheld from (this rank's, or its part of the node's sum; the
               average), in the last step, on a sample of about 64 tiles; 0.0 without such a
               residual, and on a device.
-            - ``choice``: a dict of ``codec`` (in use) and ``reason``; with ``"auto"`` also of
-              ``step`` (when it came into use), ``next_check`` (the step of the next check) and
-              ``predicted_ms`` (of a step, by codec, from the last check).
+            - ``choice``: a dict of the ``codec`` and ``exchange`` (``"flat"`` or ``"two-level"``) in
+              use, and the ``reason``; with ``"auto"`` also of ``step`` (when they came into use),
+              ``next_check`` (the step of the next check) and ``predicted_ms`` (of a step, from the
+              last check, by codec: ``"q4"``, or, where there are two exchanges to choose from,
+              ``"q4 (two-level)"``).
             - ``step_buckets``: for each bucket of the last finished step, the indices of its
               parameters (in the order of `parameters`).
 
@@ -260,8 +262,8 @@ class HookState:
             callback: gets a dict with the numbers of that step alone, on this rank, with the
                 meaning that they have in `stats`: ``step`` (counted from 0), ``buckets``,
                 ``chunks``, ``gradient_bytes``, ``wire_bytes``, ``local_bytes``, ``ratio``,
-                ``fallbacks``, ``encode_ms``, ``network_ms``, ``reduce_ms``, ``decode_ms``, ``exposed_ms``,
-                ``worker_residual_ratio`` and ``owner_residual_ratio``.
+                ``fallbacks``, ``encode_ms``, ``network_ms``, ``reduce_ms``, ``decode_ms``,
+                ``exposed_ms``, ``worker_residual_ratio`` and ``owner_residual_ratio``.
 
         Returns:
             A handle whose ``remove()`` ends the calls.

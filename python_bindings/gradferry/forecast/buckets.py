@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch._C import _distributed_c10d
@@ -91,7 +91,8 @@ class CodecTraffic:
 
     def cost(self, cut: Sequence[Sequence[Chunk]], costs: Costs) -> list[list[ChunkCost]]:
         """The costs of every chunk, for the rank with most work in it."""
-        return [[self._cost(chunk, costs.codecs, costs.node) for chunk in bucket] for bucket in cut]
+        by_parameter = [costs.codecs[codec] for codec in self._codecs]
+        return [[self._cost(chunk, by_parameter, costs.node) for chunk in bucket] for bucket in cut]
 
     def sent_bytes(self, cut: Sequence[Sequence[Chunk]]) -> int:
         """Bytes per step of the rank that sends most."""
@@ -101,18 +102,19 @@ class CodecTraffic:
     def _cost(
         self,
         chunk: Chunk,
-        costs: Mapping[ParameterCodec, CodecCosts],
+        costs: Sequence[CodecCosts],
         node: NodeCosts | None,
     ) -> ChunkCost:
+        """costs: by parameter."""
         nodes = self._nodes
-        codecs = {self._codecs[tile.parameter] for tile in chunk.tiles}
+        parameters = {tile.parameter for tile in chunk.tiles}
         columns = range(len(nodes.columns))
-        encode = [max(costs[codec].encode_launch for codec in codecs)] * len(columns)
-        decode = max(costs[codec].decode_launch for codec in codecs)
-        reduce = [max(costs[codec].reduce_launch for codec in codecs)] * nodes.world_size
+        encode = [max(costs[index].encode_launch for index in parameters)] * len(columns)
+        decode = max(costs[index].decode_launch for index in parameters)
+        reduce = [max(costs[index].reduce_launch for index in parameters)] * nodes.world_size
         elements = [0] * len(columns)
         for tile in chunk.tiles:
-            cost = costs[self._codecs[tile.parameter]]
+            cost = costs[tile.parameter]
             column = nodes.of(tile.owner)[1]
             elements[column] += tile.num_elements
             encode[column] += tile.num_elements * cost.encode_per_element
@@ -127,7 +129,7 @@ class CodecTraffic:
             reduce_s=max(reduce),
             gather_bytes=(len(nodes.members) - 1) * max(map(chunk.gather_message, columns)),
             decode_s=decode,
-            keeps_sent=any(codec.residuals[0] for codec in codecs),
+            keeps_sent=any(self._codecs[index].residuals[0] for index in parameters),
             local=None if node is None else _local_cost(chunk, elements, node),
         )
 
