@@ -232,8 +232,8 @@ class HookState:
               the gradient it was withheld from (this rank's, or its part of the node's sum; the
               average), in the last step, on a sample of about 64 tiles; 0.0 without such a
               residual, and on a device.
-            - ``choice``: a dict of the ``codec`` and ``exchange`` (``"flat"`` or ``"two-level"``) in
-              use, and the ``reason``; with ``"auto"`` also of ``step`` (when they came into use),
+            - ``choice``: a dict of ``codec`` and ``exchange`` (``"flat"``, ``"two-level"``) in use,
+              and ``reason``; with ``"auto"`` also of ``step`` (when they came into use),
               ``next_check`` (the step of the next check) and ``predicted_ms`` (of a step, from the
               last check, by codec: ``"q4"``, or, where there are two exchanges to choose from,
               ``"q4 (two-level)"``).
