@@ -121,8 +121,7 @@ class BucketEngine {
   // Restores the residuals from before the last optimizer step.
   virtual void take_back_step() = 0;
   // worker residual [offset ..] += factor * values
-  virtual void change_worker_residual(uint64_t offset, const at::Tensor& values,
-                                      float factor) = 0;
+  virtual void change_worker_residual(uint64_t offset, const at::Tensor& values, float factor) = 0;
   virtual void multiply_residuals(float factor) = 0;
   // Multiplies the residuals of every parameter by its alpha, copies of them, too: what the warm-up
   // has withheld of gradients becomes a part of the momentum, which delivers it once in sum.

@@ -44,8 +44,7 @@ struct Column {
 };
 
 struct ChunkPlan {
-  ScalarType dtype;      // of the bucket
-  ScalarType sum_dtype;  // of what is encoded: with one rank per node the bucket's
+  ScalarType dtype;  // of the bucket, and of a node's sums
   std::vector<Column> columns;
   // Message to every sibling: a header, and what was gathered from the peers of the longest column.
   // 0 with one rank per node.
@@ -73,8 +72,8 @@ struct BucketPlan {
 // Padding of scatter messages to one size is at most one part in this many of their bytes.
 inline constexpr uint64_t kScatterPaddingPart = 32;
 
-// Most bytes of gradient in a chunk that one column has, where nodes have several ranks: what a rank
-// sends to a sibling.
+// Most bytes of gradient in a chunk that one column has, where nodes have several ranks: what a
+// rank sends to a sibling.
 inline constexpr uint64_t kMostDenseBytes = uint64_t{2} << 20;
 
 struct PlanOptions {

@@ -17,8 +17,8 @@ uint32_t chunk_bytes_within(uint64_t workspace_cap_bytes, uint32_t world_size, u
 
 // Sizes in bytes.
 struct Workspace {
-  size_t slots = 1;            // chunks in flight
-  uint64_t message_bytes = 0;  // the longest message, header included
+  size_t slots = 1;             // chunks in flight
+  uint64_t message_bytes = 0;   // the longest message, header included
   uint64_t send_bytes = 0;      // a chunk's messages to all peers
   uint64_t receive_bytes = 0;   // one message from every peer
   uint64_t gathered_bytes = 0;  // the messages of all owners

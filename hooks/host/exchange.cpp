@@ -18,8 +18,7 @@ Slot make_slot(const Workspace& workspace) {
   slot.sum = make(workspace.sum_bytes);
   slot.scatter_send = make(workspace.send_bytes);
   slot.scatter_receive = make(workspace.receive_bytes);
-  slot.gathered =
-      workspace.shared_receive ? slot.scatter_receive : make(workspace.gathered_bytes);
+  slot.gathered = workspace.shared_receive ? slot.scatter_receive : make(workspace.gathered_bytes);
   if (workspace.own_message_bytes != 0) slot.own_message = make(workspace.own_message_bytes);
   return slot;
 }
@@ -146,9 +145,9 @@ Fault Exchange::wait_scatter(Chunk& chunk) {
   const uint32_t payload_bytes = chunk.plan->shards[node_].worker_bytes;
   for (uint32_t node = 0; node < nodes_.num_nodes(); ++node) {
     if (node == node_) continue;
-    const Fault fault =
-        check_message(scattered_payload(chunk, node) - kHeaderBytes,
-                      envelope(chunk, Phase::kScatter), columns_[local_index_][node], payload_bytes);
+    const Fault fault = check_message(scattered_payload(chunk, node) - kHeaderBytes,
+                                      envelope(chunk, Phase::kScatter),
+                                      columns_[local_index_][node], payload_bytes);
     if (fault) return fault;
   }
   return {};
@@ -172,10 +171,9 @@ std::byte* Exchange::gather_message(const Chunk& chunk) const {
 }
 
 std::byte* Exchange::gathered_column(const Chunk& chunk, uint32_t column) const {
-  const uint64_t begin =
-      chunk.plan->forward_bytes == 0
-          ? 0
-          : uint64_t{column} * chunk.plan->forward_bytes + kHeaderBytes;
+  const uint64_t begin = chunk.plan->forward_bytes == 0
+                             ? 0
+                             : uint64_t{column} * chunk.plan->forward_bytes + kHeaderBytes;
   return bytes(chunk.slot->gathered) + begin;
 }
 

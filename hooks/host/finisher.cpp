@@ -180,8 +180,7 @@ Fault Finisher::local_fault(const ChunkJob& job, Phase phase) const {
 ChunkCodecs::Work Finisher::work_of(const ChunkJob& job) const {
   const BucketJob& bucket = *job.bucket;
   void* gradient = bucket.gradient.mutable_data_ptr();
-  const void* summed =
-      layout_.nodes().is_flat() ? gradient : job.chunk.slot->sum.const_data_ptr();
+  const void* summed = layout_.nodes().is_flat() ? gradient : job.chunk.slot->sum.const_data_ptr();
   return {job.chunk.plan, bucket.step, bucket.gain, gradient, summed};
 }
 
@@ -285,7 +284,8 @@ uint64_t Finisher::reduce_payloads(const ChunkJob& job) {
       codecs_.reduce(work, payloads, exchange_.gather_message(job.chunk) + kHeaderBytes);
   if (reduced.corrupt_tiles != 0) {
     const auto node = codecs_.sender_of_corrupt(work, payloads);
-    const uint32_t sender = node ? nodes.peers(nodes.local_index(options_.rank))[*node] : options_.rank;
+    const uint32_t sender =
+        node ? nodes.peers(nodes.local_index(options_.rank))[*node] : options_.rank;
     note(job.bucket->fault, {WireStatus::kCorruptPayload, Phase::kScatter, sender, job.chunk.number,
                              0, reduced.corrupt_tiles});
   }

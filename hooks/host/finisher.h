@@ -8,7 +8,8 @@
 // With several ranks per node a local scatter comes first, to be summed and encoded, and what was
 // gathered is forwarded before it is decoded. With four things to wait for, the oldest job can be
 // one that a sibling has not come to: so whatever has come is done first, and only then is the
-// oldest chunk waited for, which every rank has posted or will post without waiting for a newer one.
+// oldest chunk waited for, which every rank has posted or will post without waiting for a newer
+// one.
 //
 // Owns the slots: the thread on which DDP calls the hook takes one, fills it, posts it, and passes
 // the chunk to the finisher.

@@ -39,7 +39,7 @@ Layout layout_of(uint32_t world_size) {
   return {{parameter("matrix", tiles * kTileElements, "q4"), parameter("bias", 5000, "exact"),
            parameter("wide", tiles * kTileElements / 2, "q8"), parameter("norm", 64, "exact")},
           0,
-          world_size,
+          Nodes::flat(world_size),
           Device::kCpu};
 }
 
@@ -131,8 +131,8 @@ TEST(Workspace, AGatherInPlaceNeedsItsOwnMemoryOnlyWhereBuffersTakeTurns) {
 
 // An owner receives 4096 payloads of 32 KiB for every tile of float64.
 TEST(Workspace, WhatCannotFitIsRefusedWithTheLeastThatDoes) {
-  const Layout layout({parameter("weight", 1 << 20, "exact", ScalarType::kFloat64)}, 0, 4096,
-                      Device::kCpu);
+  const Layout layout({parameter("weight", 1 << 20, "exact", ScalarType::kFloat64)}, 0,
+                      Nodes::flat(4096), Device::kCpu);
   const uint32_t chunk_bytes = chunk_bytes_within(kCap, 4096, kOnStreams);
   try {
     (void)plan_workspace(layout, chunk_bytes, limits(kCap, 0));

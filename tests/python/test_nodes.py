@@ -180,8 +180,8 @@ def test_exchange_of_a_device_is_flat():
     found = table("auto", A, A, B, B)
     exchange = choose_exchange("auto", found, on_host=False)
     assert exchange.is_flat
-    assert exchange.reason.startswith("gradients are on a device")
-    with pytest.raises(ConfigError, match="makes 2 nodes of 2 ranks, and two levels do not exist"):
+    assert exchange.reason.endswith("these are on a device")
+    with pytest.raises(ConfigError, match="makes 2 nodes of 2 ranks, and several .* on the CPU"):
         choose_exchange(2, found, on_host=False)
 
 

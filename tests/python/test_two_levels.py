@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+import torch
 from gradferry.ddp.state import bound_to
 from reference import Layout, two_level_bytes_per_step
 from scenario import Run, Scenario, Weight, assert_bit_equal, train
@@ -20,6 +21,12 @@ WEIGHTS = (
     Weight("bias", (130,)),
     Weight("second", (130, 200)),
     Weight("last", (40000,)),
+)
+TYPES = ("float32", "bfloat16", "float16", "float64", "complex64")
+OF_ALL_TYPES = tuple(
+    dataclasses.replace(weight, name=f"{weight.name}_{name}", dtype=getattr(torch, name))
+    for name in TYPES
+    for weight in WEIGHTS[:2]
 )
 NODES = {
     "2x2": ((0, 1), (2, 3)),
@@ -54,6 +61,9 @@ def test_two_level_exchange_equals_the_reference(worlds: Worlds, nodes: str) -> 
             "options": {"momentum": 0.9, "warmup_steps": 2, "warmup": "q8"},
         },
         {"codec": "exact"},
+        {"weights": OF_ALL_TYPES, "error_feedback": "both"},
+        {"weights": OF_ALL_TYPES, "codec": "exact", "ddp": {"bucket_cap_mb": 0.05}},
+        {"weights": OF_ALL_TYPES, "codec": "sign1", "options": {"momentum": 0.9}},
         {"ddp": {"bucket_cap_mb": 0.05}, "error_feedback": "both"},
         {"ddp": {"bucket_cap_mb": 0.2, "gradient_as_bucket_view": True}, "error_feedback": "both"},
         {"poison": {(1, 2, "second"): float("nan"), (2, 0, "last"): float("inf")}},
@@ -66,7 +76,9 @@ def test_two_level_exchange_equals_the_reference(worlds: Worlds, nodes: str) -> 
         {"options": {"check_every": 2}},
         {"passes": 2, "error_feedback": "both"},
     ],
-    ids=lambda changes: " ".join(map(str, changes.values()))[:60],
+    ids=lambda changes: " ".join(
+        name if name == "weights" else str(value) for name, value in changes.items()
+    )[:60],
 )
 def test_two_level_exchange_keeps_every_promise(worlds: Worlds, changes: dict[str, object]) -> None:
     scenario = scenario_on("2+1", **changes)

@@ -275,11 +275,13 @@ def choose_exchange(option: NodesOption, found: Nodes, *, on_host: bool) -> Exch
     if option == AUTO and len(found.members) == 1:
         return Exchange(alone, "all ranks are on one node")
     if not on_host and option == AUTO:
-        return Exchange(alone, "gradients are on a device, for which two levels do not exist yet")
+        return Exchange(
+            alone, "two levels work for gradients on the CPU, and these are on a device"
+        )
     if not on_host:
         raise ConfigError(
-            f"nodes= makes {found.describe()}, and two levels do not exist yet for gradients on a "
-            f"device; use {AUTO!r} or {FLAT!r}"
+            f"nodes= makes {found.describe()}, and several ranks per node work for gradients on "
+            f"the CPU, while these are on a device; attach with nodes={AUTO!r} or {FLAT!r}"
         )
     if option == AUTO:
         return Exchange(found, f"nodes={AUTO!r} found several ranks on a node")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,7 +32,7 @@ from gradferry.core.engine import start_engine
 from gradferry.core.nodes import Exchange, Nodes, flat
 from gradferry.core.parameters import ParameterLayout, describe, describe_parameters
 from gradferry.ddp import step_numbers
-from gradferry.ddp.saved_state import Tile, rescale, zero_residual
+from gradferry.ddp.residual_tiles import Tile, rescale, zero_residual
 
 
 @dataclass
@@ -95,15 +95,9 @@ class Running:
         kept = [{k: p[k] for k in p if k not in left_out} for p in records]
         return json.dumps(kept, sort_keys=True)
 
-    @property
-    def has_owner_residuals(self) -> bool:
-        """Whether any rank has an owner residual."""
-        return any(parameter.residuals[1] for parameter in self.parameters)
-
-    @property
-    def has_worker_residuals(self) -> bool:
-        """Whether any parameter has a worker residual."""
-        return any(parameter.residuals[0] for parameter in self.parameters)
+    def has_residuals(self, kind: int) -> bool:
+        """Whether any rank has a worker (0) or an owner (1) residual."""
+        return any(parameter.residuals[kind] for parameter in self.parameters)
 
     @property
     def codec_asked_for(self) -> str:
@@ -140,12 +134,12 @@ class Running:
         if self.engine is None:
             return []
         parameters = [
-            number
+            (number, *parameter.residuals)
             for number, parameter in enumerate(self.parameters)
             for _ in range(0, parameter.num_elements, _native.TILE_ELEMENTS)
         ]
         rows = zip(self.engine.tiles(), parameters, strict=True)
-        return [Tile(*row, parameter) for row, parameter in rows]
+        return [Tile(*row, *parameter) for row, parameter in rows]
 
     def momentum_shares(self, *, exchanges: bool, codec: CodecSpec | None = None) -> list[float]:
         """`Config.momentum_share` for the codec of each parameter.
@@ -178,10 +172,9 @@ class Running:
         """Replaces the codec, and the exchange if one is given, at the first bucket of `step`.
         Collective.
 
-        Owner residuals move to the new owners of their tiles. With another exchange all get the
-        mean of the worker residuals, which is what the averaged gradient still lacks. Residuals are
-        dropped where the new codec has none, and rescaled where it keeps another share of the
-        momentum.
+        Residuals move with their tiles, to new owners and, of a node, to new delegates. With
+        another exchange every node gets the mean of the nodes' worker residuals. They are dropped
+        where the new codec has none, and rescaled where it keeps another share of the momentum.
         """
         old = replace(self)
         residuals = None if old.engine is None else old.engine.state()
@@ -217,13 +210,9 @@ class Running:
         worker, owner, scale = zero_residual(worker_size), zero_residual(owner_size), 0.0
         if old.engine is not None and residuals is not None:
             _, old_worker, old_owner, scale = residuals
-            if old.exchange.nodes != self.exchange.nodes:
-                if old.has_worker_residuals and self.has_worker_residuals:
-                    self._spread_worker_residuals(old, old_worker, worker)
-            elif old_worker.numel() == worker_size:
-                worker = old_worker
-            if old.has_owner_residuals and self.has_owner_residuals:
-                self._hand_over_owner_residuals(old, old_owner, owner)
+            for kind, given, taken in ((0, old_worker, worker), (1, old_owner, owner)):
+                if old.has_residuals(kind) and self.has_residuals(kind):
+                    self._hand_over(old, kind, given, taken)
             if not self.config.holds_gradients(step):
                 was = old.momentum_shares(exchanges=self.transport.exchanges)
                 now = self.momentum_shares(exchanges=self.transport.exchanges)
@@ -233,52 +222,28 @@ class Running:
             steps=step, worker_residual=worker, owner_residual=owner, loss_scale=scale
         )
 
-    def _hand_over_owner_residuals(
-        self, old: Running, old_owner: torch.Tensor, owner: torch.Tensor
-    ) -> None:
-        """Sums owner residuals over ranks: every tile has one owner, so all get its residual."""
-        before = [(tile.num_elements, tile.owner_offset) for tile in old.tiles()]
-        now = [(tile.num_elements, tile.owner_offset) for tile in self.tiles()]
-        self._sum_over_ranks(before, old_owner, now, owner)
+    def _hand_over(self, old: Running, kind: int, given: torch.Tensor, taken: torch.Tensor) -> None:
+        """Moves worker (0) or owner (1) residuals to the ranks that have them now. Collective.
 
-    def _spread_worker_residuals(
-        self, old: Running, old_worker: torch.Tensor, worker: torch.Tensor
-    ) -> None:
-        """Every node of the new exchange gets the mean over those of the old one."""
-        before = [(tile.num_elements, tile.worker_offset) for tile in old.tiles()]
-        now = [(tile.num_elements, tile.worker_offset) for tile in self.tiles()]
-        share = old_worker / len(old.exchange.nodes.members)
-        self._sum_over_ranks(before, share, now, worker)
-
-    def _sum_over_ranks(
-        self,
-        before: Sequence[tuple[int, int]],
-        mine: torch.Tensor,
-        now: Sequence[tuple[int, int]],
-        sums: torch.Tensor,
-    ) -> None:
-        """Sums residuals tile by tile. Collective.
-
-        Args:
-            before: elements of every tile, and where it begins in `mine`; -1: it is not there.
-            mine: residuals of this rank.
-            now: the same of `sums`.
-            sums: gets the sums.
+        Sums over all ranks: of a node one rank sums a tile, and of all ranks one owns it, so the
+        others of the node, or all, get its residual. Of other nodes than before each gets the mean,
+        which is what the averaged gradient still lacks.
         """
-        whole = zero_residual(sum(num_elements for num_elements, _ in before))
-        begin = 0
-        for num_elements, offset in before:
-            if offset >= 0:
-                whole[begin : begin + num_elements] = mine[offset : offset + num_elements]
-            begin += num_elements
-        whole = whole.to(meeting_place(self.group, self.transport.device))
-        dist.all_reduce(whole, group=self.group)
-        whole = whole.cpu()
-        begin = 0
-        for num_elements, offset in now:
-            if offset >= 0:
-                sums[offset : offset + num_elements] = whole[begin : begin + num_elements]
-            begin += num_elements
+        world = (range(self.world_size),)
+        other_nodes = kind == 0 and old.exchange != self.exchange
+        if other_nodes:
+            given = given / len(old.exchange.nodes.members)
+        for ranks in world if kind or other_nodes else self.exchange.nodes.members:
+            takes_part = self.rank in ranks
+            if len(ranks) == 1:  # its tiles stay where they are
+                if takes_part and given.numel() == taken.numel():
+                    taken.copy_(given)
+                continue
+            whole = _spread(old.tiles(), kind, given if takes_part else None)
+            whole = whole.to(meeting_place(self.group, self.transport.device))
+            dist.all_reduce(whole, group=self.group)
+            if takes_part:
+                _collect(self.tiles(), kind, whole.cpu(), taken)
 
     def _parameter_records(self) -> list[Record]:
         return [parameter.record() for parameter in self.parameters]
@@ -287,6 +252,34 @@ class Running:
         names = [parameter.name for parameter in self.parameters]
         named = zip(names, self.tensors(), strict=True)
         return describe(named, config, exchanges=self.transport.exchanges)
+
+
+def _spread(tiles: Sequence[Tile], kind: int, residual: torch.Tensor | None) -> torch.Tensor:
+    """Residuals of all tiles, one after the other; zeros where this rank has none."""
+    whole = zero_residual(sum(tile.num_elements for tile in tiles))
+    if residual is not None:
+        for here, part in _parts(tiles, kind):
+            whole[here] = residual[part]
+    return whole
+
+
+def _collect(tiles: Sequence[Tile], kind: int, whole: torch.Tensor, residual: torch.Tensor) -> None:
+    """Takes this rank's residuals out of those of all tiles."""
+    for here, part in _parts(tiles, kind):
+        residual[part] = whole[here]
+
+
+def _parts(tiles: Sequence[Tile], kind: int) -> Iterator[tuple[slice, slice]]:
+    """Where a tile's residual is among those of all tiles, and in this rank's."""
+    begin = 0
+    for tile in tiles:
+        offset = tile.owner_offset if kind else tile.worker_offset
+        if offset >= 0:
+            yield (
+                slice(begin, begin + tile.num_elements),
+                slice(offset, offset + tile.num_elements),
+            )
+        begin += tile.num_elements
 
 
 def propose(

@@ -298,7 +298,8 @@ class HookState:
         Returns:
             A dict of numbers and strings, equal on all ranks, and ``slot_<rank>``: a dict of this
             rank's residuals (fp32) and the ids of the tiles it owns (int64), one-dimensional
-            tensors on the CPU.
+            tensors on the CPU. With two levels also ``nodes`` (JSON text), and in the slot the
+            ids of the tiles that the rank sums for its node, whose worker residuals it has.
 
         Raises:
             StateError: the state is not bound, failed, or is in the middle of a step.
@@ -309,24 +310,25 @@ class HookState:
         """Restores what `state_dict` returned. Call it on every rank. With ``"auto"`` it also
         restores the choice, and is collective.
 
-        At the same world size, the training continues bit-identically. Load the model and the
-        optimizer that were saved at the same time.
+        At the same world size and on the same nodes, the training continues bit-identically. Load
+        the model and the optimizer that were saved at the same time.
 
         Args:
             state_dict: what this rank saved, or the states of all ranks, merged by
                 `gradferry.checkpoint.merge`.
-            on_resize: what to do when another number of ranks saved it. ``"strict"`` refuses.
-                ``"mean"`` needs the states of all ranks and keeps what the averaged gradient still
-                lacks: every rank gets the mean of the worker residuals, rounded once, and the owner
-                residuals of the tiles it owns now (with ``topk`` in momentum mode, to and from a
-                world of one, scaled to deliver the same momentum). ``"drop"`` begins without
-                residuals (and without momentum).
+            on_resize: what to do when another number of ranks saved it, or the same ranks on other
+                nodes (in the flat exchange every rank is a node). ``"strict"`` refuses. ``"mean"``
+                needs the states of all ranks and keeps what the averaged gradient still lacks:
+                every node gets the mean of the nodes' worker residuals, rounded once, and every
+                rank the owner residuals of the tiles it owns now (with ``topk`` in momentum mode,
+                to and from a world of one, scaled to deliver the same momentum). ``"drop"`` begins
+                without residuals (and without momentum).
 
         Raises:
             ConfigError: another ``on_resize``.
-            StateError: the state is of another codec, model, seed, momentum or world size, lacks a
-                slot or has one too many, is damaged or of another format; or the hook is in the
-                middle of a step. Nothing was changed.
+            StateError: the state is of another codec, model, seed, momentum, world size or nodes,
+                lacks a slot or has one too many, is damaged or of another format; or the hook is in
+                the middle of a step. Nothing was changed.
         """
         load(self._bound(), state_dict, on_resize)
 
