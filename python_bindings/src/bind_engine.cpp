@@ -248,6 +248,8 @@ void bind_options(py::module_& module) {
   module.attr("DEVICE_CHUNK_SLOTS") = kDeviceSlots;
   module.attr("COMMIT_SLOTS") = kCommitSlots;
   module.attr("SCATTER_PADDING_PART") = kScatterPaddingPart;
+  module.attr("MOST_DENSE_BYTES") = kMostDenseBytes;
+  module.attr("PIECE_ALIGNMENT") = kPieceAlignment;
   module.attr("GATHERS_IN_FLIGHT") = kGathersInFlight;
   module.attr("RESIDUAL_ALIGNMENT") = kResidualAlignment;
   py::class_<Collective>(module, "Collective")
