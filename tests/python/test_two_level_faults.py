@@ -142,6 +142,14 @@ def scenario_on(nodes: str) -> Scenario:
     return Scenario(WEIGHTS, world_size=sum(map(len, members)), nodes=members)
 
 
+def run_through_lanes(scenario: Scenario, group: dist.ProcessGroup | None = None) -> Run:
+    """Attaches without shared memory, which the forger has no part of."""
+    from gradferry.core import engine
+
+    with mock.patch.object(engine, "share_memory", return_value=(None, "rank 0: not here")):
+        return Run(scenario, group)
+
+
 def case_forged(
     nodes: str, forger: int, phase: str, change: dict[str, int]
 ) -> list[tuple[str | None, str]]:
@@ -151,7 +159,7 @@ def case_forged(
         NodeForger(scenario, phase, change).run()
         dist.barrier()  # what it has sent is not lost
         return []
-    run = Run(scenario)
+    run = run_through_lanes(scenario)
     outcomes = [attempt(lambda: run.step(0)), attempt(run.state.state_dict)]
     dist.barrier()
     return [(outcome.error, outcome.headline) for outcome in outcomes]
@@ -217,7 +225,7 @@ def case_ended(nodes: str, forger: int, stage: str, end: int, folder: str) -> No
         Path(folder, "pid").write_text(str(os.getpid()))
         NodeForger(scenario, end=(stage, end), group=group).run()
         return
-    run = Run(scenario, group)
+    run = run_through_lanes(scenario, group)
     before = num_descriptors()
     outcome = attempt(lambda: run.step(0))
     after = attempt(run.state.state_dict)
