@@ -29,7 +29,9 @@ Worlds = Callable[[int], World]
 Members = tuple[tuple[int, ...], ...]
 
 WEIGHTS = (Weight("first", (200, 100)), Weight("bias", (50,)), Weight("second", (120, 60)))
-TIMEOUT_SECONDS = 4
+# Of the process group, and the most until an error. A death closes connections; then ranks look for
+# a second or two who else is missing.
+SECONDS = {signal.SIGKILL: (20, 5), signal.SIGSTOP: (4, 4 + 2)}
 NODES = {"2x2": ((0, 1), (2, 3)), "2+1": ((0, 1), (2,))}
 
 
@@ -79,7 +81,7 @@ class NodeForger(Forger):
         scenario: Scenario,
         phase: str = "",
         change: dict[str, int] | None = None,
-        end: tuple[str, int] | None = None,
+        end: tuple[str, signal.Signals] | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         from gradferry.core.nodes import Nodes
@@ -218,9 +220,9 @@ def test_two_level_message_damaged_by_the_sibling_that_forwards_it_is_refused(
     assert "rank 0 refused a message from rank 1 (step 0, chunk 0, gather): checksum is" in text
 
 
-def case_ended(nodes: str, forger: int, stage: str, end: int, folder: str) -> None:
+def case_ended(nodes: str, forger: int, stage: str, end: signal.Signals, folder: str) -> None:
     scenario = scenario_on(nodes)
-    group = dist.new_group(timeout=datetime.timedelta(seconds=TIMEOUT_SECONDS))
+    group = dist.new_group(timeout=datetime.timedelta(seconds=SECONDS[end][0]))
     if dist.get_rank() == forger:
         Path(folder, "pid").write_text(str(os.getpid()))
         NodeForger(scenario, end=(stage, end), group=group).run()
@@ -255,7 +257,7 @@ ENDS = [
 def test_two_level_rank_that_is_killed_is_named_at_once(
     worlds: Worlds, tmp_path: Path, role: str, stage: str
 ) -> None:
-    check_end(worlds, tmp_path, role, stage, signal.SIGKILL, TIMEOUT_SECONDS / 2)
+    check_end(worlds, tmp_path, role, stage, signal.SIGKILL)
 
 
 @pytest.mark.slow
@@ -263,12 +265,10 @@ def test_two_level_rank_that_is_killed_is_named_at_once(
 def test_two_level_rank_that_is_stopped_is_named_after_the_timeout(
     worlds: Worlds, tmp_path: Path, role: str, stage: str
 ) -> None:
-    check_end(worlds, tmp_path, role, stage, signal.SIGSTOP, TIMEOUT_SECONDS + 2)
+    check_end(worlds, tmp_path, role, stage, signal.SIGSTOP)
 
 
-def check_end(
-    worlds: Worlds, folder: Path, role: str, stage: str, end: int, most_seconds: float
-) -> None:
+def check_end(worlds: Worlds, folder: Path, role: str, stage: str, end: signal.Signals) -> None:
     nodes, forger = ROLES[role]
     size = sum(map(len, NODES[nodes]))
     with pytest.raises(WorldError) as caught:
@@ -289,4 +289,4 @@ def check_end(
         assert error == "PeerError"
         assert re.match(rf"rank \d lost contact with {missing} \(step 0, ", headline), headline
         assert after == headline
-        assert seconds < most_seconds
+        assert seconds < SECONDS[end][1]
