@@ -198,7 +198,7 @@ BucketPlan make_plan(const Layout& layout, const std::vector<uint32_t>& paramete
   std::vector<uint32_t> worker_bytes(layout.world_size(), 0);
   std::vector<uint32_t> owner_bytes(layout.world_size(), 0);
   std::vector<uint64_t> dense_bytes(layout.nodes().num_columns(), 0);
-  const uint64_t most_dense_bytes = layout.nodes().is_flat() ? ~uint64_t{0} : kMostDenseBytes;
+  const uint64_t most_dense_bytes = layout.nodes().is_flat() ? ~uint64_t{0} : options.dense_bytes;
   size_t first = 0;
   for (size_t i = 0; i < tiles.size(); ++i) {
     const BucketTile& tile = tiles[i];

@@ -73,7 +73,7 @@ struct BucketPlan {
 inline constexpr uint64_t kScatterPaddingPart = 32;
 
 // Most bytes of gradient in a chunk that one column has, where nodes have several ranks: what a
-// rank sends to a sibling.
+// rank sends to a sibling. Less where memory is short (dense_bytes_within()).
 inline constexpr uint64_t kMostDenseBytes = uint64_t{2} << 20;
 
 struct PlanOptions {
@@ -81,7 +81,8 @@ struct PlanOptions {
   uint32_t chunk_bytes;  // most payload bytes per owner and stage in one chunk
   bool equal_scatter;    // pads the scatter messages of a chunk to one size where that costs little
   CodecChoice codecs;
-  bool residuals;  // false: none is touched
+  bool residuals;                          // false: none is touched
+  uint64_t dense_bytes = kMostDenseBytes;  // most bytes of gradient per column in one chunk
 };
 
 // `parameters` in bucket order, all of one dtype.

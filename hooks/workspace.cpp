@@ -22,10 +22,10 @@ uint64_t round_up(uint64_t number, uint64_t multiple) {
 }
 
 // Adds what a delegate needs between siblings.
-void add_local_stage(Workspace& workspace, const Layout& layout, bool share) {
+void add_local_stage(Workspace& workspace, const Layout& layout, uint64_t most_dense, bool share) {
   const Nodes& nodes = layout.nodes();
   const uint64_t num_siblings = nodes.siblings(layout.rank()).size();
-  const uint64_t dense = std::min(kMostDenseBytes, layout.largest_dense_bytes());
+  const uint64_t dense = std::min(most_dense, layout.largest_dense_bytes());
   const uint64_t dense_message = kHeaderBytes + (share ? 0 : dense);
   workspace.num_siblings = static_cast<uint32_t>(num_siblings);
   workspace.dense_send_bytes = num_siblings * dense_message;
@@ -46,15 +46,36 @@ void drop_delegates_part(Workspace& workspace) {
   workspace.sum_bytes = workspace.send_bytes = workspace.receive_bytes = 0;
 }
 
+// What four chunks may take of the limit.
+uint64_t bytes_per_chunk(uint64_t workspace_cap_bytes) {
+  return workspace_cap_bytes / 8 * 7 / kChunksWithinLimit;
+}
+
 }  // namespace
 
 uint32_t chunk_bytes_within(uint64_t workspace_cap_bytes, uint32_t world_size, uint32_t most) {
-  const uint64_t messages = kChunksWithinLimit * (3 * uint64_t{world_size} + 1);
-  const uint64_t message_bytes = workspace_cap_bytes / 8 * 7 / messages;
+  const uint64_t message_bytes =
+      bytes_per_chunk(workspace_cap_bytes) / (3 * uint64_t{world_size} + 1);
   const uint64_t within = message_bytes - std::min<uint64_t>(message_bytes, kHeaderBytes);
   const uint64_t addressable = UINT32_MAX / world_size - kHeaderBytes;
   return static_cast<uint32_t>(
       std::min({std::max<uint64_t>(within, kFewestChunkBytes), addressable, uint64_t{most}}));
+}
+
+uint64_t dense_bytes_within(uint64_t workspace_cap_bytes, uint32_t chunk_bytes,
+                            const Nodes& nodes) {
+  uint64_t most_siblings = 0;
+  for (uint32_t rank = 0; rank < nodes.world_size(); ++rank) {
+    most_siblings = std::max<uint64_t>(most_siblings, nodes.siblings(rank).size());
+  }
+  // To every peer, from every peer, and what each sibling has gathered from its own.
+  const uint64_t messages =
+      (2 + most_siblings) * nodes.num_nodes() * (kHeaderBytes + uint64_t{chunk_bytes});
+  const uint64_t memory = bytes_per_chunk(workspace_cap_bytes);
+  // To every sibling, from every sibling, and the sum.
+  const uint64_t dense = (memory - std::min(memory, messages)) / (2 * most_siblings + 1);
+  constexpr uint64_t kFewest = kTileElements * sizeof(double);
+  return std::clamp(dense - std::min<uint64_t>(dense, 2 * kHeaderBytes), kFewest, kMostDenseBytes);
 }
 
 Workspace plan_workspace(const Layout& layout, uint32_t chunk_bytes,
@@ -69,7 +90,10 @@ Workspace plan_workspace(const Layout& layout, uint32_t chunk_bytes,
   workspace.send_bytes = (num_nodes - 1) * usual + workspace.message_bytes;
   workspace.receive_bytes = num_nodes * workspace.message_bytes;
   workspace.gathered_bytes = workspace.receive_bytes;
-  if (!nodes.is_flat()) add_local_stage(workspace, layout, limits.siblings_share);
+  if (!nodes.is_flat()) {
+    const uint64_t most_dense = dense_bytes_within(limits.cap_bytes, chunk_bytes, nodes);
+    add_local_stage(workspace, layout, most_dense, limits.siblings_share);
+  }
   workspace.own_message_bytes = limits.gathers_in_place ? 0 : workspace.message_bytes;
   const auto fits = [&] { return workspace.bytes() + limits.other_bytes <= limits.cap_bytes; };
   workspace.slots = limits.most_slots;

@@ -15,6 +15,11 @@ namespace gradferry {
 // element. Equal on ranks with equal arguments, as it must be.
 uint32_t chunk_bytes_within(uint64_t workspace_cap_bytes, uint32_t world_size, uint32_t most);
 
+// Most bytes of gradient per column in one chunk, where nodes have several ranks: what messages of
+// `chunk_bytes` leave of the memory for each of four chunks, at most kMostDenseBytes, and a full
+// tile at least. Equal on ranks with equal arguments.
+uint64_t dense_bytes_within(uint64_t workspace_cap_bytes, uint32_t chunk_bytes, const Nodes& nodes);
+
 // Sizes in bytes.
 struct Workspace {
   size_t slots = 1;             // chunks in flight

@@ -117,7 +117,7 @@ void Exchange::post_local_scatter(Chunk& chunk, WireStatus status) {
     sent += send_bytes.back();
   }
   const int64_t mine = send_bytes[local_index_];
-  local_bytes_.fetch_add(given, std::memory_order_relaxed);
+  count(0, given);
   const auto number = static_cast<int64_t>(siblings_.size());
   chunk.local_scatter = lanes_.local_scatter->all_to_all(
       chunk.slot->dense_receive.narrow(0, 0, mine * number), std::vector<int64_t>(number, mine),
@@ -161,7 +161,7 @@ void Exchange::post_scatter(Chunk& chunk, WireStatus status,
     send_bytes[node] = shards[node].scatter_bytes;
     offset += send_bytes[node];
   }
-  sent_bytes_.fetch_add(static_cast<uint64_t>(offset - mine), std::memory_order_relaxed);
+  count(static_cast<uint64_t>(offset - mine), 0);
   chunk.scatter = lanes_.scatter->all_to_all(
       chunk.slot->scatter_receive.narrow(0, 0, mine * static_cast<int64_t>(shards.size())),
       receive_bytes, chunk.slot->scatter_send.narrow(0, 0, offset), send_bytes);
@@ -210,15 +210,20 @@ std::byte* Exchange::own_place(const Chunk& chunk) const {
          uint64_t{node_} * chunk.plan->columns[local_index_].gather_message_bytes;
 }
 
-Pending Exchange::post_all_gather(Lane& lane, const at::Tensor& messages, const at::Tensor& own) {
-  sent_bytes_.fetch_add(static_cast<uint64_t>(own.numel()) * (lane.world_size() - 1),
-                        std::memory_order_relaxed);
-  return lane.all_gather(messages, own);
+void Exchange::count(uint64_t to_peers, uint64_t to_siblings) {
+  sent_bytes_.fetch_add(to_peers, std::memory_order_relaxed);
+  local_bytes_.fetch_add(to_siblings, std::memory_order_relaxed);
 }
 
 Pending Exchange::post_all_gather(Lane& lane, const at::Tensor& messages) {
   const int64_t size = messages.numel() / lane.world_size();
-  return post_all_gather(lane, messages, messages.narrow(0, size * lane.rank(), size));
+  return lane.all_gather(messages, messages.narrow(0, size * lane.rank(), size));
+}
+
+Pending Exchange::post_to_all(Lane& lane, const at::Tensor& messages) {
+  const uint64_t size = static_cast<uint64_t>(messages.numel()) / lane.world_size();
+  count(size * (nodes_.world_size() - siblings_.size()), size * (siblings_.size() - 1));
+  return post_all_gather(lane, messages);
 }
 
 // All-gather needs messages of one size, so all are padded to the longest; the header of each holds
@@ -230,9 +235,10 @@ void Exchange::post_gather(Chunk& chunk, WireStatus status, uint64_t checksum) {
   const Slot& slot = *chunk.slot;
   const int64_t begin = gathered_column(chunk, local_index_) - bytes(slot.gathered);
   const at::Tensor messages = slot.gathered.narrow(0, begin, size * nodes_.num_nodes());
-  chunk.gather = slot.own_message.defined() ? post_all_gather(*lanes_.gather, messages,
-                                                              slot.own_message.narrow(0, 0, size))
-                                            : post_all_gather(*lanes_.gather, messages);
+  count(static_cast<uint64_t>(size) * (nodes_.num_nodes() - 1), 0);
+  chunk.gather = slot.own_message.defined()
+                     ? lanes_.gather->all_gather(messages, slot.own_message.narrow(0, 0, size))
+                     : post_all_gather(*lanes_.gather, messages);
 }
 
 Fault Exchange::wait_gather(Chunk& chunk) {
@@ -279,8 +285,7 @@ void Exchange::post_forward(Chunk& chunk, WireStatus status) {
   const at::Tensor own = messages.narrow(0, size * local_index_, size);
   write_header(bytes(own), envelope(chunk, Phase::kForward), status, forward_bytes - kHeaderBytes,
                0);
-  local_bytes_.fetch_add(uint64_t{forward_bytes} * (siblings_.size() - 1),
-                         std::memory_order_relaxed);
+  count(0, uint64_t{forward_bytes} * (siblings_.size() - 1));
   chunk.forward = lanes_.forward->all_gather(messages, own);
 }
 
@@ -307,7 +312,7 @@ Pending Exchange::post_commit(const at::Tensor& commits, uint64_t step, uint64_t
                               const Fault& fault, const UsedMap& used) {
   write_commit(bytes(commits) + agreement_.rank * commit_bytes(used.size()), agreement_.rank, step,
                bucket, fault, used);
-  return post_all_gather(*lanes_.commit, commits);
+  return post_to_all(*lanes_.commit, commits);
 }
 
 // The calling thread owns that lane, and posts nothing else meanwhile.
@@ -317,7 +322,7 @@ Fault Exchange::gather_hashes(const std::vector<uint64_t>& hashes, uint64_t step
   const auto options = at::TensorOptions().dtype(at::kByte);
   const at::Tensor receive = at::zeros({size * agreement_.world_size}, options);
   write_hashes(agreement_, step, next_chunk, hashes, bytes(receive) + size * agreement_.rank);
-  wait(post_all_gather(*lanes_.hashes, receive), Phase::kParameters, step, next_chunk);
+  wait(post_to_all(*lanes_.hashes, receive), Phase::kParameters, step, next_chunk);
   return read_hashes(agreement_, step, next_chunk, bytes(receive), hashes.size(), by_rank);
 }
 

@@ -81,7 +81,7 @@ class Exchange {
   void close(bool failed);
 
   const Agreement& agreement() const { return agreement_; }
-  // What this rank sent to others, on other nodes and on its own.
+  // What this rank sent to ranks of other nodes, and to those of its own.
   uint64_t sent_bytes() const { return sent_bytes_.load(std::memory_order_relaxed); }
   uint64_t local_bytes() const { return local_bytes_.load(std::memory_order_relaxed); }
 
@@ -139,9 +139,11 @@ class Exchange {
   Fault check_gathered(const Chunk& chunk, uint32_t column) const;
   // Where all-gathered messages have this rank's.
   std::byte* own_place(const Chunk& chunk) const;
-  // `messages`: a place for every rank of the lane. `own`: this rank's place, or elsewhere.
-  Pending post_all_gather(Lane& lane, const at::Tensor& messages, const at::Tensor& own);
-  Pending post_all_gather(Lane& lane, const at::Tensor& messages);
+  void count(uint64_t to_peers, uint64_t to_siblings);
+  // `messages`: a place for every rank of the lane, of which this one's is written.
+  static Pending post_all_gather(Lane& lane, const at::Tensor& messages);
+  // Of all ranks.
+  Pending post_to_all(Lane& lane, const at::Tensor& messages);
   // The messages of all siblings, as the lane has them.
   at::Tensor forwarded(const Chunk& chunk) const;
 

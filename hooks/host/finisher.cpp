@@ -231,7 +231,6 @@ void Finisher::send_to_peers(ChunkJob& job, ChunkCodecs& codecs, WireStatus stat
   const std::lock_guard lock(life_.mutex);
   bucket.event.encode_ns += encode_ns;
   bucket.event.worker += withheld;
-  bucket.event.encoded_ns = EventLog::now();
 }
 
 // Adds up the node's gradients. A rank beyond the columns only hears how its siblings are.
@@ -247,7 +246,9 @@ void Finisher::sum(ChunkJob& job) {
     return;
   }
   const uint32_t own = nodes.local_index(options_.rank);
+  int64_t encode_ns = 0;
   if (!bucket.fault) {
+    const TimedRange timed("gradferry::encode", encode_ns);
     std::vector<const std::byte*> gradients(nodes.siblings(options_.rank).size(), nullptr);
     for (uint32_t i = 0; i < gradients.size(); ++i) {
       if (i != own) gradients[i] = exchange_.scattered_gradients(job.chunk, i);
@@ -256,6 +257,10 @@ void Finisher::sum(ChunkJob& job) {
     const double scale = static_cast<double>(nodes.num_nodes()) / nodes.world_size();
     sum_column(*job.chunk.plan, own, gradients, bucket.gradient.const_data_ptr(), scale,
                job.chunk.slot->sum.mutable_data_ptr());
+  }
+  {
+    const std::lock_guard lock(life_.mutex);  // run() may be at the bucket's next chunk
+    bucket.event.encode_ns += encode_ns;
   }
   send_to_peers(job, codecs_, bucket.fault.status);
 }

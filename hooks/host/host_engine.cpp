@@ -143,6 +143,7 @@ void HostEngine::send_chunk(const std::shared_ptr<BucketJob>& bucket, const Chun
   {
     const std::lock_guard lock(life_.mutex);
     ++life_.stats.chunks;
+    bucket->event.encoded_ns = EventLog::now();
   }
   finisher_->hand_in(std::move(job));
 }
@@ -150,11 +151,17 @@ void HostEngine::send_chunk(const std::shared_ptr<BucketJob>& bucket, const Chun
 void HostEngine::send_to_siblings(ChunkJob& job) {
   const void* gradient = job.bucket->gradient.const_data_ptr();
   const Nodes& nodes = layout_.nodes();
-  for (uint32_t column = 0; column < nodes.num_columns(); ++column) {
-    if (column == nodes.local_index(options_.rank)) continue;  // its delegate has it
-    pack_column(*job.chunk.plan, column, gradient, exchange_->dense_message(job.chunk, column));
+  int64_t encode_ns = 0;
+  {
+    const TimedRange timed("gradferry::encode", encode_ns);
+    for (uint32_t column = 0; column < nodes.num_columns(); ++column) {
+      if (column == nodes.local_index(options_.rank)) continue;  // its delegate has it
+      pack_column(*job.chunk.plan, column, gradient, exchange_->dense_message(job.chunk, column));
+    }
   }
   exchange_->post_local_scatter(job.chunk, WireStatus::kOk);
+  const std::lock_guard lock(life_.mutex);
+  job.bucket->event.encode_ns += encode_ns;
 }
 
 // --- between steps ---

@@ -52,6 +52,7 @@ class HostEngine final : public BucketEngine {
 
   void average(Bucket bucket) override;
   uint64_t sent_bytes() const override { return exchange_ ? exchange_->sent_bytes() : 0; }
+  uint64_t local_bytes() const override { return exchange_ ? exchange_->local_bytes() : 0; }
   SavedResiduals save_residuals() override;
   void load_residuals(const SavedResiduals& saved) override;
   void take_back_step() override { residuals_.skip(); }

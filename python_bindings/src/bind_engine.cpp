@@ -146,6 +146,7 @@ py::dict stats_dict(const BucketEngine& engine) {
   result["chunks"] = stats.chunks;
   result["gradient_bytes"] = stats.gradient_bytes;
   result["wire_bytes"] = stats.wire_bytes;
+  result["local_bytes"] = stats.local_bytes;
   result["residual_bytes"] = stats.residual_bytes;
   result["workspace_bytes"] = stats.workspace_bytes;
   result["workspace_allocations"] = stats.workspace_allocations;
@@ -175,6 +176,9 @@ py::dict workspace_dict(const BucketEngine& engine) {
   result["receive_bytes"] = workspace.receive_bytes;
   result["shared_receive"] = workspace.shared_receive;
   result["own_message_bytes"] = workspace.own_message_bytes;
+  result["gathered_bytes"] = workspace.gathered_bytes;
+  result["dense_bytes"] =
+      workspace.dense_send_bytes + workspace.dense_receive_bytes + workspace.sum_bytes;
   return result;
 }
 
@@ -234,10 +238,18 @@ py::list tiles_list(const BucketEngine& engine) {
 void bind_options(py::module_& module) {
   module.def("chunk_bytes_within", &chunk_bytes_within, py::arg("workspace_cap_bytes"),
              py::arg("world_size"), py::arg("most"));
+  module.def(
+      "dense_bytes_within",
+      [](uint64_t cap_bytes, uint32_t chunk_bytes, std::vector<std::vector<uint32_t>> nodes) {
+        return dense_bytes_within(cap_bytes, chunk_bytes, Nodes(std::move(nodes)));
+      },
+      py::arg("workspace_cap_bytes"), py::arg("chunk_bytes"), py::arg("nodes"));
   module.attr("CHUNK_SLOTS") = kHostSlots;
   module.attr("DEVICE_CHUNK_SLOTS") = kDeviceSlots;
   module.attr("COMMIT_SLOTS") = kCommitSlots;
   module.attr("SCATTER_PADDING_PART") = kScatterPaddingPart;
+  module.attr("MOST_DENSE_BYTES") = kMostDenseBytes;
+  module.attr("PIECE_ALIGNMENT") = kPieceAlignment;
   module.attr("GATHERS_IN_FLIGHT") = kGathersInFlight;
   module.attr("RESIDUAL_ALIGNMENT") = kResidualAlignment;
   py::class_<Collective>(module, "Collective")

@@ -236,9 +236,7 @@ class ReferenceEngine:
             context = Context(WORKER, self.seed, self.num_steps, first_tile)
             common = {"gain": gain, "context": context, "hold": not momentum}
             payloads = [
-                encode_tiles(
-                    codec, dtype, wide[node][part], worker[node][part], alpha, **common
-                )
+                encode_tiles(codec, dtype, wide[node][part], worker[node][part], alpha, **common)
                 for node in range(len(self.nodes))
             ]
             result = reduce_tiles(codec, dtype, payloads, n, owner[part], **common)
