@@ -84,11 +84,11 @@ def case_sibling_ends(victim: int, stage: str, number: int, folder: str) -> None
 @pytest.mark.parametrize(
     ("victim", "stage", "number"),
     [
-        (1, "local scatter", signal.SIGKILL),
-        (2, "local scatter", signal.SIGKILL),
+        pytest.param(1, "local scatter", signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param(2, "local scatter", signal.SIGKILL, marks=pytest.mark.slow),
         (1, "forward", signal.SIGKILL),
         (1, "local scatter", signal.SIGSTOP),
-        (1, "forward", signal.SIGSTOP),
+        pytest.param(1, "forward", signal.SIGSTOP, marks=pytest.mark.slow),
     ],
 )
 def test_sibling_that_dies_or_stops_is_named_in_time(
