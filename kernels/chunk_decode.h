@@ -6,12 +6,6 @@
 
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE {
 
-// Adds to an element of a residual, if the sum is finite.
-GRADFERRY_DEVICE void add_finite(float* residual, float x) {
-  const float sum = *residual + x;
-  if (!is_not_finite(sum)) *residual = sum;
-}
-
 // What becomes of a tile that is not finite, in two steps, before which everything is decoded anew
 // and one element at a time: so that nothing takes registers for this.
 //
@@ -77,7 +71,7 @@ GRADFERRY_APART StatusPart decode_entry(const ChunkTile& entry, const ChunkCodec
                                         uint64_t seed, uint64_t step, const std::byte* in,
                                         const std::byte* sent, std::byte* gradient,
                                         float* all_residuals) {
-  const Tile tile = entry.tile;
+  const Tile& tile = entry.tile;
   const auto unit = unit_of<Codec, dtype>(entry, codec, seed, step, Stage::kOwner);
   float* residual = residual_of(entry, all_residuals);
   StatusPart part{0, 0};
