@@ -8,7 +8,13 @@
 #include "tensor_bytes.h"
 
 namespace gradferry {
-Slot make_slot(const Workspace& workspace) {
+namespace {
+
+bool siblings_share(const Slot& slot) { return slot.dense_shared.defined(); }
+
+}  // namespace
+
+Slot make_slot(const Workspace& workspace, SharedMemory* memory, uint64_t number) {
   const auto make = [](uint64_t num_bytes) {
     return at::zeros({static_cast<int64_t>(num_bytes)}, at::TensorOptions().dtype(at::kByte));
   };
@@ -18,6 +24,13 @@ Slot make_slot(const Workspace& workspace) {
   slot.sum = make(workspace.sum_bytes);
   slot.scatter_send = make(workspace.send_bytes);
   slot.scatter_receive = make(workspace.receive_bytes);
+  if (memory != nullptr) {
+    const uint64_t begin = number * workspace.shared_bytes, gathered = workspace.gathered_bytes;
+    slot.gathered = memory->part(begin, gathered);
+    slot.dense_shared = memory->part(begin + gathered, workspace.shared_bytes - gathered);
+    slot.dense_place_bytes = workspace.dense_place_bytes;
+    return slot;
+  }
   slot.gathered = workspace.shared_receive ? slot.scatter_receive : make(workspace.gathered_bytes);
   if (workspace.own_message_bytes != 0) slot.own_message = make(workspace.own_message_bytes);
   return slot;
@@ -73,9 +86,20 @@ uint64_t Exchange::dense_bytes(const Chunk& chunk, uint32_t local_index) const {
   return elements * item_bytes(chunk.plan->dtype);
 }
 
+uint64_t Exchange::dense_message_bytes(const Chunk& chunk, uint32_t local_index) const {
+  return kHeaderBytes + (siblings_share(*chunk.slot) ? 0 : dense_bytes(chunk, local_index));
+}
+
+std::byte* Exchange::dense_place(const Slot& slot, uint32_t sibling, uint32_t column) const {
+  const uint64_t among_others = sibling < column ? sibling : sibling - 1;
+  const uint64_t place = column * (siblings_.size() - 1) + among_others;
+  return bytes(slot.dense_shared) + place * slot.dense_place_bytes;
+}
+
 std::byte* Exchange::dense_message(const Chunk& chunk, uint32_t column) const {
+  if (siblings_share(*chunk.slot)) return dense_place(*chunk.slot, local_index_, column);
   uint64_t offset = kHeaderBytes;
-  for (uint32_t i = 0; i < column; ++i) offset += kHeaderBytes + dense_bytes(chunk, i);
+  for (uint32_t i = 0; i < column; ++i) offset += dense_message_bytes(chunk, i);
   return bytes(chunk.slot->dense_send) + offset;
 }
 
@@ -83,15 +107,17 @@ std::byte* Exchange::dense_message(const Chunk& chunk, uint32_t column) const {
 void Exchange::post_local_scatter(Chunk& chunk, WireStatus status) {
   std::vector<int64_t> send_bytes;
   int64_t sent = 0;
+  uint64_t given = 0;  // through memory or the lane
   for (uint32_t i = 0; i < siblings_.size(); ++i) {
     const uint64_t dense = dense_bytes(chunk, i);
+    if (i != local_index_) given += kHeaderBytes + dense;
     write_header(bytes(chunk.slot->dense_send) + sent, envelope(chunk, Phase::kLocalScatter),
                  status, static_cast<uint32_t>(dense), 0);
-    send_bytes.push_back(static_cast<int64_t>(kHeaderBytes + dense));
+    send_bytes.push_back(static_cast<int64_t>(dense_message_bytes(chunk, i)));
     sent += send_bytes.back();
   }
   const int64_t mine = send_bytes[local_index_];
-  count(0, static_cast<uint64_t>(sent - mine));
+  count(0, given);
   const auto number = static_cast<int64_t>(siblings_.size());
   chunk.local_scatter = lanes_.local_scatter->all_to_all(
       chunk.slot->dense_receive.narrow(0, 0, mine * number), std::vector<int64_t>(number, mine),
@@ -99,7 +125,8 @@ void Exchange::post_local_scatter(Chunk& chunk, WireStatus status) {
 }
 
 const std::byte* Exchange::scattered_gradients(const Chunk& chunk, uint32_t sibling) const {
-  const uint64_t stride = kHeaderBytes + dense_bytes(chunk, local_index_);
+  if (siblings_share(*chunk.slot)) return dense_place(*chunk.slot, sibling, local_index_);
+  const uint64_t stride = dense_message_bytes(chunk, local_index_);
   return bytes(chunk.slot->dense_receive) + sibling * stride + kHeaderBytes;
 }
 
@@ -107,10 +134,11 @@ Fault Exchange::wait_local_scatter(Chunk& chunk) {
   wait(chunk.local_scatter, Phase::kLocalScatter, chunk.step, chunk.number);
   chunk.local_scatter.reset();
   const auto dense = static_cast<uint32_t>(dense_bytes(chunk, local_index_));
+  const uint64_t stride = dense_message_bytes(chunk, local_index_);
   for (uint32_t i = 0; i < siblings_.size(); ++i) {
     if (i == local_index_) continue;
     const Fault fault =
-        check_unsummed_message(scattered_gradients(chunk, i) - kHeaderBytes,
+        check_unsummed_message(bytes(chunk.slot->dense_receive) + i * stride,
                                envelope(chunk, Phase::kLocalScatter), siblings_[i], dense);
     if (fault) return fault;
   }
@@ -240,26 +268,38 @@ Fault Exchange::check_gathered(const Chunk& chunk, uint32_t column) const {
 
 // --- siblings: what was gathered
 
+// Shared memory has what was gathered where decode reads it. The headers then travel where those of
+// the local scatter came, which were checked.
+at::Tensor Exchange::forwarded(const Chunk& chunk) const {
+  const Slot& slot = *chunk.slot;
+  const int64_t size = siblings_share(slot) ? kHeaderBytes : chunk.plan->forward_bytes;
+  return (siblings_share(slot) ? slot.dense_receive : slot.gathered)
+      .narrow(0, 0, size * static_cast<int64_t>(siblings_.size()));
+}
+
 void Exchange::post_forward(Chunk& chunk, WireStatus status) {
-  const int64_t size = chunk.plan->forward_bytes;
-  write_header(bytes(chunk.slot->gathered) + size * local_index_, envelope(chunk, Phase::kForward),
-               status, static_cast<uint32_t>(size) - kHeaderBytes, 0);
+  const uint32_t forward_bytes = chunk.plan->forward_bytes;
+  const at::Tensor messages = forwarded(chunk);
   const auto number = static_cast<int64_t>(siblings_.size());
-  count(0, static_cast<uint64_t>(size * (number - 1)));
-  chunk.forward =
-      post_all_gather(*lanes_.forward, chunk.slot->gathered.narrow(0, 0, size * number));
+  const int64_t size = messages.numel() / number;
+  const at::Tensor own = messages.narrow(0, size * local_index_, size);
+  write_header(bytes(own), envelope(chunk, Phase::kForward), status, forward_bytes - kHeaderBytes,
+               0);
+  count(0, uint64_t{forward_bytes} * (siblings_.size() - 1));
+  chunk.forward = lanes_.forward->all_gather(messages, own);
 }
 
 // Headers and checksums of other columns' messages are those of their owners.
 Fault Exchange::wait_forward(Chunk& chunk) {
   wait(chunk.forward, Phase::kForward, chunk.step, chunk.number);
   chunk.forward.reset();
-  const uint64_t size = chunk.plan->forward_bytes;
+  const at::Tensor messages = forwarded(chunk);
+  const uint64_t size = messages.numel() / siblings_.size();
   for (uint32_t i = 0; i < siblings_.size(); ++i) {
     if (i == local_index_) continue;
-    Fault fault = check_unsummed_message(bytes(chunk.slot->gathered) + size * i,
-                                         envelope(chunk, Phase::kForward), siblings_[i],
-                                         static_cast<uint32_t>(size) - kHeaderBytes);
+    Fault fault =
+        check_unsummed_message(bytes(messages) + size * i, envelope(chunk, Phase::kForward),
+                               siblings_[i], chunk.plan->forward_bytes - kHeaderBytes);
     if (!fault && i < nodes_.num_columns()) fault = check_gathered(chunk, i);
     if (fault) return fault;
   }

@@ -12,9 +12,11 @@
 
 namespace gradferry {
 
-HostEngine::HostEngine(EngineOptions options, ParameterHashes hashes, ExchangeLanes lanes)
+HostEngine::HostEngine(EngineOptions options, ParameterHashes hashes, ExchangeLanes lanes,
+                       const std::shared_ptr<SharedMemory>& memory, std::string local_stage)
     : BucketEngine(std::move(options), std::move(hashes), c10::kCPU,
                    /*exchanges=*/lanes.commit != nullptr),
+      local_stage_(std::move(local_stage)),
       sample_(layout_),
       residuals_(layout_, options_.exact_skip),
       codecs_(options_, layout_, residuals_) {
@@ -24,13 +26,15 @@ HostEngine::HostEngine(EngineOptions options, ParameterHashes hashes, ExchangeLa
                         " ranks needs lanes, and one for a single rank has none");
   if (!exchanges_) return;
   exchange_.emplace(options_.agreement(), layout_.nodes(), *options_.peers, std::move(lanes));
-  finisher_.emplace(options_, layout_, residuals_, sample_, *exchange_, log_, life_);
+  finisher_.emplace(options_, layout_, residuals_, sample_, *exchange_, memory.get(), log_, life_);
 }
 
 std::shared_ptr<HostEngine> HostEngine::start(EngineOptions options, ParameterHashes hashes,
-                                              ExchangeLanes lanes) {
-  std::shared_ptr<HostEngine> engine(
-      new HostEngine(std::move(options), std::move(hashes), std::move(lanes)));
+                                              ExchangeLanes lanes,
+                                              const std::shared_ptr<SharedMemory>& memory,
+                                              std::string local_stage) {
+  std::shared_ptr<HostEngine> engine(new HostEngine(
+      std::move(options), std::move(hashes), std::move(lanes), memory, std::move(local_stage)));
   if (engine->finisher_) {
     BackgroundThread::start(
         "gf-finish", BackgroundThread::Role::kEngine,

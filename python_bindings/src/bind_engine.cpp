@@ -8,7 +8,9 @@
 #include "ddp_hook.h"
 #include "device/device_engine.h"
 #include "gradferry/device_library.h"
+#include "host/finisher.h"
 #include "host/host_engine.h"
+#include "host/shared_memory.h"
 #include "host/socket_lane.h"
 #include "process_end.h"
 #include "scalar_type.h"
@@ -34,12 +36,12 @@ c10::intrusive_ptr<c10d::Backend> to_backend(const py::handle& backend) {
 
 EngineOptions make_options(std::vector<ParameterSpec> parameters, uint32_t rank,
                            std::vector<std::vector<uint32_t>> nodes, uint64_t config_hash,
-                           uint64_t layout_hash,
-                           uint64_t seed, uint64_t warmup_steps, bool compressed_warmup,
-                           double momentum, bool raise_nonfinite, bool exact_skip,
-                           const std::optional<at::Tensor>& loss_scale, uint64_t check_every,
-                           uint32_t chunk_bytes, bool equal_scatter, uint64_t workspace_cap_bytes,
-                           bool find_unused_parameters, const py::object& store) {
+                           uint64_t layout_hash, uint64_t seed, uint64_t warmup_steps,
+                           bool compressed_warmup, double momentum, bool raise_nonfinite,
+                           bool exact_skip, const std::optional<at::Tensor>& loss_scale,
+                           uint64_t check_every, uint32_t chunk_bytes, bool equal_scatter,
+                           uint64_t workspace_cap_bytes, bool find_unused_parameters,
+                           const py::object& store) {
   c10::intrusive_ptr<c10d::Store> peers_store;
   if (!store.is_none()) peers_store = to_store(store);
   Nodes table(std::move(nodes));
@@ -79,9 +81,11 @@ std::shared_ptr<Lane> make_backend_lane(const py::handle& backend) {
 }
 
 // `lanes`: by purpose.
-std::shared_ptr<HostEngine> start_host_engine(
-    EngineOptions options, const std::vector<at::Tensor>& tensors,
-    std::map<std::string, std::shared_ptr<Lane>> lanes) {
+std::shared_ptr<HostEngine> start_host_engine(EngineOptions options,
+                                              const std::vector<at::Tensor>& tensors,
+                                              std::map<std::string, std::shared_ptr<Lane>> lanes,
+                                              const std::shared_ptr<SharedMemory>& memory,
+                                              std::string local_stage) {
   const py::gil_scoped_release released;
   ExchangeLanes used{.scatter = lanes["scatter"],
                      .gather = lanes["gather"],
@@ -90,7 +94,8 @@ std::shared_ptr<HostEngine> start_host_engine(
                      .forward = lanes["forward"],
                      .hashes = lanes["hashes"]};
   lanes.clear();
-  return HostEngine::start(std::move(options), ParameterHashes(tensors), std::move(used));
+  return HostEngine::start(std::move(options), ParameterHashes(tensors), std::move(used), memory,
+                           std::move(local_stage));
 }
 
 // `lane`: bytes are staged in host memory for it. Else `group_name`: the group's operations send
@@ -243,6 +248,8 @@ void bind_options(py::module_& module) {
   module.attr("DEVICE_CHUNK_SLOTS") = kDeviceSlots;
   module.attr("COMMIT_SLOTS") = kCommitSlots;
   module.attr("SCATTER_PADDING_PART") = kScatterPaddingPart;
+  module.attr("MOST_DENSE_BYTES") = kMostDenseBytes;
+  module.attr("PIECE_ALIGNMENT") = kPieceAlignment;
   module.attr("GATHERS_IN_FLIGHT") = kGathersInFlight;
   module.attr("RESIDUAL_ALIGNMENT") = kResidualAlignment;
   py::class_<Collective>(module, "Collective")
@@ -274,10 +281,13 @@ void bind_options(py::module_& module) {
         std::vector<LaneSockets> sockets;
         for (const auto& [ranks, connections] : lanes) sockets.push_back({ranks, connections});
         return make_socket_lanes(
-            rank, sockets,
-            std::chrono::milliseconds(static_cast<int64_t>(timeout_seconds * 1000)));
+            rank, sockets, std::chrono::milliseconds(static_cast<int64_t>(timeout_seconds * 1000)));
       },
       py::arg("lanes"), py::kw_only(), py::arg("rank"), py::arg("timeout_seconds"));
+  py::class_<SharedMemory, std::shared_ptr<SharedMemory>>(module, "SharedMemory")
+      .def(py::init<int, uint64_t>(), py::arg("descriptor"), py::arg("num_bytes"),
+           py::call_guard<py::gil_scoped_release>())
+      .def("part", &SharedMemory::part, py::arg("offset"), py::arg("num_bytes"));
   py::class_<ParameterSpec>(module, "ParameterSpec")
       .def(py::init(&make_parameter), py::kw_only(), py::arg("name"), py::arg("num_elements"),
            py::arg("dtype"), py::arg("codec"), py::arg("warmup"), py::arg("worker_residual"),
@@ -290,6 +300,8 @@ void bind_options(py::module_& module) {
            py::arg("check_every"), py::arg("chunk_bytes"), py::arg("equal_scatter"),
            py::arg("workspace_cap_bytes"), py::arg("find_unused_parameters"),
            py::arg("store").none(true));
+  module.def("shared_memory_bytes", &shared_memory_bytes, py::arg("options"),
+             py::call_guard<py::gil_scoped_release>());
 }
 
 py::tuple saved_state(BucketEngine& engine) {
@@ -335,7 +347,8 @@ void bind_engine(py::module_& module) {
            py::call_guard<py::gil_scoped_release>());
   py::class_<HostEngine, BucketEngine, std::shared_ptr<HostEngine>>(module, "HostEngine")
       .def(py::init(&start_host_engine), py::arg("options"), py::kw_only(), py::arg("tensors"),
-           py::arg("lanes"));
+           py::arg("lanes"), py::arg("memory").none(true), py::arg("local_stage"))
+      .def("local_stage", &HostEngine::local_stage);
   py::class_<DeviceEngine, BucketEngine, std::shared_ptr<DeviceEngine>>(module, "DeviceEngine")
       .def(py::init(&start_device_engine), py::arg("options"), py::kw_only(), py::arg("device"),
            py::arg("tensors"), py::arg("lane").none(true), py::arg("group_name"))

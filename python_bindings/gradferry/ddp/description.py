@@ -13,7 +13,7 @@ from gradferry.ddp.running import Running
 def choice_of(bound: Binding) -> dict[str, Any]:
     """The entry ``choice`` of `HookState.stats`."""
     if bound.chooser is not None:
-        return bound.chooser.choice.shown()
+        return {**bound.chooser.choice.shown(), "exchange": bound.running.exchange.name}
     config = bound.running.config
     codec = OFF if config.disabled else str(config.codec)
     if config.disabled:
@@ -22,7 +22,7 @@ def choice_of(bound: Binding) -> dict[str, Any]:
         reason = "a world of one rank does not communicate"
     else:
         reason = "as attached"
-    return {"codec": codec, "reason": reason}
+    return {"codec": codec, "exchange": bound.running.exchange.name, "reason": reason}
 
 
 def describe(bound: Binding) -> str:

@@ -162,12 +162,19 @@ class Running:
         now = step_numbers.zeros() if self.engine is None else self.engine.stats()
         return now | {key: now[key] + count for key, count in self.retired.items()}
 
-    def switch(self, hook: _native.BucketHook, codec: CodecSpec, step: int) -> None:
-        """Replaces the codec at the first bucket of `step`. Collective.
+    def switch(
+        self,
+        hook: _native.BucketHook,
+        codec: CodecSpec,
+        step: int,
+        exchange: Exchange | None = None,
+    ) -> None:
+        """Replaces the codec, and the exchange if one is given, at the first bucket of `step`.
+        Collective.
 
-        Residuals move with their tiles, to new owners and, of a node, to new delegates. They are
-        dropped where the new codec has none, and rescaled where it keeps another share of the
-        momentum.
+        Residuals move with their tiles, to new owners and, of a node, to new delegates. With
+        another exchange every node gets the mean of the nodes' worker residuals. They are dropped
+        where the new codec has none, and rescaled where it keeps another share of the momentum.
         """
         old = replace(self)
         residuals = None if old.engine is None else old.engine.state()
@@ -176,6 +183,7 @@ class Running:
             sums = {key: counted[key] for key in step_numbers.SUMS if key in counted}
             self.retired = old.retired + Counter(sums)
         self.config = replace(old.config, codec=codec)
+        self.exchange = exchange or old.exchange
         self.parameters = tuple(self._described(self.config))
         self.switches += 1
         group = self.group
@@ -218,10 +226,14 @@ class Running:
         """Moves worker (0) or owner (1) residuals to the ranks that have them now. Collective.
 
         Sums over all ranks: of a node one rank sums a tile, and of all ranks one owns it, so the
-        others of the node, or all, get its residual.
+        others of the node, or all, get its residual. Of other nodes than before each gets the mean,
+        which is what the averaged gradient still lacks.
         """
         world = (range(self.world_size),)
-        for ranks in world if kind else self.exchange.nodes.members:
+        other_nodes = kind == 0 and old.exchange != self.exchange
+        if other_nodes:
+            given = given / len(old.exchange.nodes.members)
+        for ranks in world if kind or other_nodes else self.exchange.nodes.members:
             takes_part = self.rank in ranks
             if len(ranks) == 1:  # its tiles stay where they are
                 if takes_part and given.numel() == taken.numel():

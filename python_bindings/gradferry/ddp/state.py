@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from gradferry.core.config import Config, make_config
-from gradferry.core.nodes import AUTO
+from gradferry.core.nodes import AUTO, Nodes
 from gradferry.core.options import WORKSPACE_CAP_MB, Options
 from gradferry.core.parameters import ParameterLayout
 from gradferry.ddp import step_numbers
@@ -189,6 +189,13 @@ class HookState:
         return self._bound().running.world_size
 
     @property
+    def nodes(self) -> Nodes:
+        """The nodes between which gradients are exchanged; every rank is alone in the flat
+        exchange.
+        """
+        return self._bound().running.exchange.nodes
+
+    @property
     def passes_through(self) -> bool:
         """Whether every bucket currently takes the backend's own all-reduce."""
         return self._bound().running.engine is None
@@ -225,9 +232,11 @@ class HookState:
               the gradient it was withheld from (this rank's, or its part of the node's sum; the
               average), in the last step, on a sample of about 64 tiles; 0.0 without such a
               residual, and on a device.
-            - ``choice``: a dict of ``codec`` (in use) and ``reason``; with ``"auto"`` also of
-              ``step`` (when it came into use), ``next_check`` (the step of the next check) and
-              ``predicted_ms`` (of a step, by codec, from the last check).
+            - ``choice``: a dict of ``codec`` and ``exchange`` (``"flat"``, ``"two-level"``) in use,
+              and ``reason``; with ``"auto"`` also of ``step`` (when they came into use),
+              ``next_check`` (the step of the next check) and ``predicted_ms`` (of a step, from the
+              last check, by codec: ``"q4"``, or, where there are two exchanges to choose from,
+              ``"q4 (two-level)"``).
             - ``step_buckets``: for each bucket of the last finished step, the indices of its
               parameters (in the order of `parameters`).
 
