@@ -182,6 +182,9 @@ def test_chunks_of_nodes_cost_what_their_columns_have():
         sum_s=1e4 * 2 * 4096,
         forward_bytes=64 + 2 * message,
     )
+    link = replace(costs.link, local=replace(costs.link.local, shares_memory=True))
+    ((shared,),) = traffic.cost(traffic.cut([[0]]), replace(costs, link=link))
+    assert shared == replace(chunk, local=replace(chunk.local, scatter_bytes=64, forward_bytes=64))
 
 
 def test_it_is_deterministic():
