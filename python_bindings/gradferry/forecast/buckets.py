@@ -66,6 +66,7 @@ class CodecTraffic:
         self._codecs = parameter_codecs(config, parameters)
         self._nodes = nodes
         self._chunk_bytes = config.chunk_bytes_at(nodes.world_size)
+        self._dense_bytes = config.dense_bytes_between(nodes)
         self._equal_scatter = config.equal_scatter
         codecs = [str(chosen.codec) for chosen in self._codecs]
         sizes = payload_sizes(list(zip(codecs, (p.dtype for p in parameters), strict=True)))
@@ -85,6 +86,7 @@ class CodecTraffic:
                 self._nodes,
                 self._chunk_bytes,
                 equal_scatter=self._equal_scatter,
+                dense_bytes=self._dense_bytes,
             )
             for bucket in buckets
         ]
