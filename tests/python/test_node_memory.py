@@ -324,7 +324,7 @@ def test_bits_through_sockets_are_those_through_memory(worlds: Worlds, nodes: st
 
 
 @pytest.mark.parametrize(
-    ("nodes", "cap_mb", "slots"), [("2x2", 0.5, 1), ("2x2", 0.85, 2), ("2+1", 1.1, 1)]
+    ("nodes", "cap_mb", "slots"), [("2x2", 0.2, 1), ("2x2", 0.35, 2), ("2+1", 0.25, 1)]
 )
 def test_memory_keeps_within_the_limit_and_slots_are_used_in_turn(
     worlds: Worlds, nodes: str, cap_mb: float, slots: int
