@@ -194,8 +194,11 @@ void Finisher::advance(size_t stage) {
   }
   std::unique_ptr<ChunkJob> moved = std::move(waiting_[stage].front());
   waiting_[stage].pop_front();
-  if (next != kStages) waiting_[next].push_back(std::move(moved));
-  if (moved && moved->last) post_commit(moved->bucket);
+  if (next != kStages) {
+    waiting_[next].push_back(std::move(moved));
+  } else if (moved->last) {
+    post_commit(moved->bucket);
+  }
 }
 
 Fault Finisher::local_fault(const ChunkJob& job, Phase phase) const {

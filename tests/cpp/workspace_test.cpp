@@ -153,6 +153,48 @@ TEST(Workspace, NodesOfAnySizeHaveFourChunksWithinTheLimit) {
   }
 }
 
+// Each plans for itself, and extra ranks need less: the memory must be the same nevertheless.
+TEST(Workspace, SiblingsPlanTheSameSharedMemory) {
+  for (const auto& sizes : std::vector<std::vector<uint32_t>>{{2, 2}, {4}, {3, 1}, {8, 8, 3}}) {
+    const Nodes nodes = nodes_of(sizes);
+    const uint32_t num_siblings = sizes[0];
+    for (const uint64_t cap : {kCap, 12 * kMiB}) {
+      const uint32_t chunk_bytes = chunk_bytes_within(cap, nodes.world_size(), kOnHost);
+      WorkspaceLimits shared = limits(cap, 0, kMostSlots, true);
+      shared.siblings_share = true;
+      std::vector<Workspace> planned;
+      for (uint32_t rank = 0; rank < num_siblings; ++rank) {
+        const Layout layout({parameter("matrix", uint64_t{1} << 22, "exact")}, rank, nodes,
+                            Device::kCpu);
+        const Workspace& workspace =
+            planned.emplace_back(plan_workspace(layout, chunk_bytes, shared));
+        EXPECT_EQ(workspace.slots, planned[0].slots);
+        EXPECT_EQ(workspace.shared_bytes, planned[0].shared_bytes);
+        EXPECT_EQ(workspace.gathered_bytes, planned[0].gathered_bytes);
+        EXPECT_EQ(workspace.dense_place_bytes, planned[0].dense_place_bytes);
+        EXPECT_LE(workspace.bytes(), cap);
+        const uint64_t places = uint64_t{nodes.num_columns()} * (num_siblings - 1);
+        EXPECT_LE(workspace.gathered_bytes + places * workspace.dense_place_bytes,
+                  workspace.shared_bytes);
+        const BucketPlan plan =
+            make_plan(layout, {0},
+                      {.rank = rank,
+                       .chunk_bytes = chunk_bytes,
+                       .equal_scatter = false,
+                       .codecs = CodecChoice::kOwn,
+                       .residuals = false,
+                       .dense_bytes = dense_bytes_within(cap, chunk_bytes, nodes)});
+        for (const ChunkPlan& chunk : plan.chunks) {
+          EXPECT_LE(uint64_t{chunk.forward_bytes} * num_siblings, workspace.gathered_bytes);
+          for (const Column& column : chunk.columns) {
+            EXPECT_LE(column.num_elements * sizeof(float), workspace.dense_place_bytes);
+          }
+        }
+      }
+    }
+  }
+}
+
 TEST(Workspace, GradientsBetweenRanksOfANodeKeepARoundSizeWhereThereIsMemory) {
   EXPECT_EQ(dense_bytes_within(kCap, kOnHost, nodes_of({2, 2})), kMostDenseBytes);
   EXPECT_LT(dense_bytes_within(kCap, kOnHost, nodes_of({8, 8})), kMostDenseBytes);
