@@ -96,8 +96,7 @@ class ChunkPlanner {
         in_owner_(nodes_.world_size(), 0) {
     const ScalarType dtype = tiles.front().parameter->dtype;
     chunk_.dtype = dtype;
-    chunk_.sum_dtype =
-        nodes_.is_flat() || dtype == ScalarType::kFloat64 ? dtype : ScalarType::kFloat32;
+    chunk_.sum_dtype = nodes_.is_flat() ? dtype : sum_dtype_of(dtype);
     chunk_.columns.resize(nodes_.num_columns());
     chunk_.shards.resize(nodes_.num_nodes());
   }
@@ -149,12 +148,11 @@ class ChunkPlanner {
       column.pieces.push_back({tile.gradient_offset, tile.num_elements, column.num_elements});
       column.num_elements += piece_elements(tile);
     }
-    const uint32_t in_worker = std::exchange(in_worker_[tile.owner],
-                                             in_worker_[tile.owner] + tile.worker_bytes);
+    const uint32_t in_worker =
+        std::exchange(in_worker_[tile.owner], in_worker_[tile.owner] + tile.worker_bytes);
     const uint32_t in_owner =
         std::exchange(in_owner_[tile.owner], in_owner_[tile.owner] + tile.owner_bytes);
-    const uint32_t forwarded =
-        nodes_.is_flat() ? 0 : index * chunk_.forward_bytes + kHeaderBytes;
+    const uint32_t forwarded = nodes_.is_flat() ? 0 : index * chunk_.forward_bytes + kHeaderBytes;
     const uint32_t arrives_at =
         forwarded + node * column.gather_message_bytes + kHeaderBytes + in_owner;
     const auto add = [&](std::vector<PlannedBatch>& batches, uint32_t rank, const Tile& placed) {
@@ -170,8 +168,8 @@ class ChunkPlanner {
     }
     if (tile.owner == options_.rank) {
       add(chunk_.reduce, node,
-          {tile.id, tile.gradient_offset, layout_.owner_residual_offset(tile.id),
-           tile.num_elements, in_worker, in_owner, in_owner});
+          {tile.id, tile.gradient_offset, layout_.owner_residual_offset(tile.id), tile.num_elements,
+           in_worker, in_owner, in_owner});
     }
     add(is_own ? own_decode_ : other_decode_, tile.owner,
         {tile.id, tile.gradient_offset, tile.worker_residual, tile.num_elements, arrives_at, 0, 0});

@@ -20,6 +20,11 @@ struct PlannedBatch {
   std::vector<uint32_t> ranks;  // encode: node of the message's receiver; decode: the sender's rank
 };
 
+// Of the sum of gradients of a dtype.
+constexpr ScalarType sum_dtype_of(ScalarType dtype) {
+  return dtype == ScalarType::kFloat64 ? dtype : ScalarType::kFloat32;
+}
+
 // A peer's share of a chunk.
 struct Shard {
   uint32_t worker_bytes = 0;   // payload of the scatter message to this peer
@@ -73,8 +78,8 @@ struct BucketPlan {
 // Padding of scatter messages to one size is at most one part in this many of their bytes.
 inline constexpr uint64_t kScatterPaddingPart = 32;
 
-// Most bytes of gradient in a chunk that one column has, where nodes have several ranks: what a rank
-// sends to a sibling.
+// Most bytes of gradient in a chunk that one column has, where nodes have several ranks: what a
+// rank sends to a sibling.
 inline constexpr uint64_t kMostDenseBytes = uint64_t{2} << 20;
 
 struct PlanOptions {

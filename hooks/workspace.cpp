@@ -42,8 +42,12 @@ Workspace plan_workspace(const Layout& layout, uint32_t chunk_bytes,
     const uint64_t dense = kHeaderBytes + std::min(kMostDenseBytes, layout.largest_dense_bytes());
     workspace.dense_send_bytes = num_siblings * dense;
     workspace.dense_receive_bytes = num_siblings * dense;
-    workspace.sum_bytes = nodes.is_delegate(layout.rank()) ? 2 * dense : 0;  // of 16-bit numbers, in fp32
+    workspace.sum_bytes =
+        nodes.is_delegate(layout.rank()) ? 2 * dense : 0;  // of 16-bit numbers, in fp32
     workspace.gathered_bytes = num_siblings * (kHeaderBytes + workspace.receive_bytes);
+    // A device has the sum behind what it sends.
+    workspace.send_bytes =
+        (workspace.send_bytes + kPayloadAlignment - 1) / kPayloadAlignment * kPayloadAlignment;
     if (!nodes.is_delegate(layout.rank())) {
       workspace.dense_receive_bytes = num_siblings * kHeaderBytes;
       workspace.send_bytes = workspace.receive_bytes = 0;

@@ -38,6 +38,8 @@ class DeviceEngine final : public BucketEngine {
                                              ParameterHashes hashes,
                                              std::unique_ptr<DeviceTransport> transport);
 
+  ~DeviceEngine() override;
+
   // From now on buckets are timed by the device's clock.
   void time_buckets() { clock_.start(); }
   std::vector<BucketTime> bucket_times() const { return clock_.times(); }

@@ -34,12 +34,12 @@ c10::intrusive_ptr<c10d::Backend> to_backend(const py::handle& backend) {
 
 EngineOptions make_options(std::vector<ParameterSpec> parameters, uint32_t rank,
                            std::vector<std::vector<uint32_t>> nodes, uint64_t config_hash,
-                           uint64_t layout_hash,
-                           uint64_t seed, uint64_t warmup_steps, bool compressed_warmup,
-                           double momentum, bool raise_nonfinite, bool exact_skip,
-                           const std::optional<at::Tensor>& loss_scale, uint64_t check_every,
-                           uint32_t chunk_bytes, bool equal_scatter, uint64_t workspace_cap_bytes,
-                           bool find_unused_parameters, const py::object& store) {
+                           uint64_t layout_hash, uint64_t seed, uint64_t warmup_steps,
+                           bool compressed_warmup, double momentum, bool raise_nonfinite,
+                           bool exact_skip, const std::optional<at::Tensor>& loss_scale,
+                           uint64_t check_every, uint32_t chunk_bytes, bool equal_scatter,
+                           uint64_t workspace_cap_bytes, bool find_unused_parameters,
+                           const py::object& store) {
   c10::intrusive_ptr<c10d::Store> peers_store;
   if (!store.is_none()) peers_store = to_store(store);
   Nodes table(std::move(nodes));
@@ -79,9 +79,9 @@ std::shared_ptr<Lane> make_backend_lane(const py::handle& backend) {
 }
 
 // `lanes`: by purpose.
-std::shared_ptr<HostEngine> start_host_engine(
-    EngineOptions options, const std::vector<at::Tensor>& tensors,
-    std::map<std::string, std::shared_ptr<Lane>> lanes) {
+std::shared_ptr<HostEngine> start_host_engine(EngineOptions options,
+                                              const std::vector<at::Tensor>& tensors,
+                                              std::map<std::string, std::shared_ptr<Lane>> lanes) {
   const py::gil_scoped_release released;
   ExchangeLanes used{.scatter = lanes["scatter"],
                      .gather = lanes["gather"],
@@ -93,20 +93,22 @@ std::shared_ptr<HostEngine> start_host_engine(
   return HostEngine::start(std::move(options), ParameterHashes(tensors), std::move(used));
 }
 
-// `lane`: bytes are staged in host memory for it. Else `group_name`: the group's operations send
-// them from the device. Neither: nothing is exchanged.
-std::shared_ptr<DeviceEngine> start_device_engine(EngineOptions options, const at::Device& device,
-                                                  const std::vector<at::Tensor>& tensors,
-                                                  const std::shared_ptr<Lane>& lane,
-                                                  const std::optional<std::string>& group_name) {
+// `lanes`: by purpose. With "staged" bytes are staged in host memory, for all of them. Else
+// `group_name`: the group's operations send them from the device. Neither: nothing is exchanged.
+std::shared_ptr<DeviceEngine> start_device_engine(
+    EngineOptions options, const at::Device& device, const std::vector<at::Tensor>& tensors,
+    std::map<std::string, std::shared_ptr<Lane>> lanes,
+    const std::optional<std::string>& group_name) {
   const py::gil_scoped_release released;
   std::unique_ptr<DeviceTransport> transport;
-  if (lane) {
-    transport = std::make_unique<StagedTransport>(lane, options.peers);
+  NodeLanes nodes{.siblings = lanes["siblings"], .peers = lanes["peers"]};
+  if (const auto staged = lanes["staged"]) {
+    transport = std::make_unique<StagedTransport>(staged, std::move(nodes), options.peers);
   } else if (group_name) {
     transport = std::make_unique<StreamTransport>(
-        [name = *group_name] { return c10d::resolve_process_group(name); }, options.world_size);
+        [name = *group_name] { return c10d::resolve_process_group(name); }, std::move(nodes));
   }
+  lanes.clear();
   return DeviceEngine::start(std::move(options), device, ParameterHashes(tensors),
                              std::move(transport));
 }
@@ -264,8 +266,7 @@ void bind_options(py::module_& module) {
         std::vector<LaneSockets> sockets;
         for (const auto& [ranks, connections] : lanes) sockets.push_back({ranks, connections});
         return make_socket_lanes(
-            rank, sockets,
-            std::chrono::milliseconds(static_cast<int64_t>(timeout_seconds * 1000)));
+            rank, sockets, std::chrono::milliseconds(static_cast<int64_t>(timeout_seconds * 1000)));
       },
       py::arg("lanes"), py::kw_only(), py::arg("rank"), py::arg("timeout_seconds"));
   py::class_<ParameterSpec>(module, "ParameterSpec")
@@ -328,7 +329,7 @@ void bind_engine(py::module_& module) {
            py::arg("lanes"));
   py::class_<DeviceEngine, BucketEngine, std::shared_ptr<DeviceEngine>>(module, "DeviceEngine")
       .def(py::init(&start_device_engine), py::arg("options"), py::kw_only(), py::arg("device"),
-           py::arg("tensors"), py::arg("lane").none(true), py::arg("group_name"))
+           py::arg("tensors"), py::arg("lanes"), py::arg("group_name"))
       .def("time_buckets", &DeviceEngine::time_buckets)
       .def("bucket_times", &bucket_times);
   module.def("use_device_library", &use_library, py::arg("library"));

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import weakref
 from types import ModuleType
 from typing import Any
 
@@ -27,6 +28,7 @@ DEVICE = torch.device("fake", 0)
 # What the backend of each kind of group calls itself: by its name the hook knows gloo.
 BACKEND_NAMES = {"streamed": "streamed", "staged": "gloo"}
 backends: dict[str, Any] = {}  # of this rank, by kind: that of the world's own group
+made: list[weakref.ref[Any]] = []  # all of this rank, in order
 
 
 class _DeviceModule(ModuleType):
@@ -52,6 +54,7 @@ def _make_backend(
     carrier = ProcessGroupGloo(store, rank, size, timeout)
     backend = machine.StreamedBackend(carrier, BACKEND_NAMES[kind], rank, size, timeout)
     backends.setdefault(kind, backend)  # the tests' further groups come later
+    made.append(weakref.ref(backend))
     return backend
 
 

@@ -22,7 +22,7 @@ from gradferry.core.agreement import (
 )
 from gradferry.core.config import make_config
 from gradferry.core.meeting import meet, patience
-from gradferry.core.nodes import FLAT, identity, received_identities, resolve
+from gradferry.core.nodes import identity, received_identities, resolve
 from gradferry.core.options import Options
 from gradferry.ddp.after_steps import call_after_steps
 from gradferry.ddp.auto import Chooser
@@ -30,7 +30,7 @@ from gradferry.ddp.model import Model, has_python_hook
 from gradferry.ddp.momentum_handover import MomentumHandover
 from gradferry.ddp.registration import register
 from gradferry.ddp.running import Running, propose
-from gradferry.errors import ConfigError, StateError
+from gradferry.errors import StateError
 
 
 @dataclass(frozen=True)
@@ -108,11 +108,6 @@ def bind(
     assert running is not None  # otherwise raise_first_error() has raised this rank's error
     identities = received_identities([envelope.get("identity") for envelope in envelopes])
     running.nodes = resolve(running.config.nodes, dist.get_process_group_ranks(group), identities)
-    if not running.is_flat and not running.transport.on_host:
-        raise ConfigError(
-            f"nodes= with several ranks per node works for gradients on the CPU, and these are on "
-            f"{model.device.type!r}; attach with nodes={FLAT!r}"
-        )
 
     binding: Binding | None = None
     try:
