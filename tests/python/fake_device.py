@@ -5,9 +5,9 @@ Importing this makes it known to torch and to gradferry, for good.
 
 from __future__ import annotations
 
+import collections
 import datetime
 import functools
-import weakref
 from types import ModuleType
 from typing import Any
 
@@ -28,7 +28,7 @@ DEVICE = torch.device("fake", 0)
 # What the backend of each kind of group calls itself: by its name the hook knows gloo.
 BACKEND_NAMES = {"streamed": "streamed", "staged": "gloo"}
 backends: dict[str, Any] = {}  # of this rank, by kind: that of the world's own group
-made: list[weakref.ref[Any]] = []  # all of this rank, in order
+last_made: collections.deque[Any] = collections.deque(maxlen=2)  # those of nodes, for example
 
 
 class _DeviceModule(ModuleType):
@@ -54,7 +54,7 @@ def _make_backend(
     carrier = ProcessGroupGloo(store, rank, size, timeout)
     backend = machine.StreamedBackend(carrier, BACKEND_NAMES[kind], rank, size, timeout)
     backends.setdefault(kind, backend)  # the tests' further groups come later
-    made.append(weakref.ref(backend))
+    last_made.append(backend)
     return backend
 
 

@@ -7,16 +7,16 @@ rank. The waits of this exchange are in test_stream_waits.py.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from scenario import Run, Scenario, Weight, assert_bit_equal, train
-from test_streams import SCENARIO, nan_elements
 from test_stream_waits import small_chunks_anywhere
+from test_streams import SCENARIO, nan_elements
 from test_two_levels import NODES
 from world import World
 
@@ -130,9 +130,8 @@ def case_damage(
 
     run = Run(scenario)
     if dist.get_rank() == 1:
-        backend = fake_device.made[{"siblings": -2, "peers": -1}[among]]()
-        assert backend is not None
-        backend.damage(collective, offset, value)
+        siblings, peers = fake_device.last_made
+        {"siblings": siblings, "peers": peers}[among].damage(collective, offset, value)
     gradients = [run.step(0), run.step(1)]
     errors = [attempt(lambda: run.step(2)), attempt(run.state.state_dict)]
     assert fake_device.machine.races() == []
@@ -142,19 +141,20 @@ def case_damage(
 @pytest.mark.parametrize(
     ("among", "collective", "offset", "message", "nan_on"),
     [
-        # Nodes (0, 1) and (2, 3). In a scatter the first message is of rank 0.
-        pytest.param("siblings", 0, 32, "rank 0 (step 0, chunk 0, local scatter", 4, id="local"),
-        pytest.param("peers", 0, 32 + 0, "rank 1 (step 0, chunk 0, scatter", 4, id="scatter"),
-        # Of the peers' first message, which rank 1 itself has sent.
-        pytest.param("peers", 1, 32, "rank 1 (step 0, chunk 0, gather", 2, id="gather"),
-        # Rank 0's header, in which nothing lies that is decoded; then that of its own message.
-        pytest.param("siblings", 1, 32, "rank 0 (step 0, chunk 0, forward", 0, id="forward"),
-        pytest.param("siblings", 1, 64 + 32, "rank 0 (step 0, chunk 0, gather", 1, id="forwarded"),
+        # Nodes (0, 1) and (2, 3). What comes first is of rank 0, or rank 1's own of the peers'.
+        pytest.param("siblings", 0, 32, "1 from 0, local scatter", 4, id="local"),
+        pytest.param("peers", 0, 32, "1 from 1, scatter", 4, id="scatter"),
+        # Rank 0 gets it as it came, and is the first that reports it.
+        pytest.param("peers", 1, 32, "0 from 1, gather", 2, id="gather"),
+        # Rank 0's header, behind which nothing is lost; then the first message behind it.
+        pytest.param("siblings", 1, 32, "1 from 0, forward", 0, id="forward"),
+        pytest.param("siblings", 1, 64 + 32, "1 from 0, gather", 1, id="forwarded"),
     ],
 )
 def test_damage_is_nan_at_once_and_an_error_two_steps_later(
     worlds: Worlds, among: str, collective: int, offset: int, message: str, nan_on: int
 ) -> None:
+    who, sender, phase = re.fullmatch("(.) from (.), (.*)", message).groups()
     scenario = scenario_on("2x2", "streamed", ddp={})  # one bucket, of one chunk
     answers = worlds(4).run(
         case_damage, scenario=scenario, among=among, collective=collective, offset=offset, value=9
@@ -165,8 +165,8 @@ def test_damage_is_nan_at_once_and_an_error_two_steps_later(
         assert sum(nan_elements(answer["gradients"][1])) > 0
         for error in answer["errors"]:
             assert error.error == "ProtocolError"
-            assert f"rank 1 refused a message from {message}" in error.text
-            assert "step is 9, expected 0" in error.text
+            assert f"rank {who} refused a message from rank {sender} (" in error.text
+            assert f"step 0, chunk 0, {phase}): step is 9, expected 0" in error.text
     lines = {error.text.splitlines()[0] for answer in answers for error in answer["errors"]}
     assert len(lines) == 1
 
