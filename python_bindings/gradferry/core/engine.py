@@ -13,7 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
+from torch._C._distributed_c10d import (
+    PrefixStore,
+    ProcessGroupGloo,
+    _DistributedBackendOptions,
+)
 
 from gradferry import _native
 from gradferry.core.agreement import EchoError
@@ -22,7 +26,7 @@ from gradferry.core.connect import connect_ranks
 from gradferry.core.device import CPU, Transport, transport_of
 from gradferry.core.meeting import patience, store_of
 from gradferry.core.parameters import ParameterLayout
-from gradferry.errors import PeerError
+from gradferry.errors import ConfigError, PeerError
 
 Nodes = Sequence[Sequence[int]]  # ranks of every node
 
@@ -262,18 +266,23 @@ def _new_device_backend(
     kind = config.get_device_backend_map()[place.type]
     options: Any = None
     if kind.startswith(dist.Backend.NCCL):
-        options = dist.ProcessGroupNCCL.Options(
-            is_high_priority_stream=theirs.options.is_high_priority_stream
-        )
-        options.config = theirs.options.config
+        options = dist.ProcessGroupNCCL.Options()
+        if isinstance(theirs.options, dist.ProcessGroupNCCL.Options):
+            options.is_high_priority_stream = theirs.options.is_high_priority_stream
+            options.config = theirs.options.config
         options._timeout = timeout
     plugin = dist.Backend._plugins.get(kind.upper())
-    if plugin is None:  # as NCCL is in older versions of torch
+    if plugin is None and kind == dist.Backend.NCCL:  # until it became one
         options.group_name = name
         return dist.ProcessGroupNCCL(store, rank, len(ranks), options)
+    if plugin is None:
+        raise ConfigError(
+            f"nodes= with several ranks per node needs a process group with NCCL or gloo for "
+            f"{place.type!r}, not {kind!r}; attach with nodes='flat'"
+        )
     if not plugin.extended_api:
         return plugin.creator_fn(store, rank, len(ranks), timeout)
-    arguments = c10d._DistributedBackendOptions()
+    arguments: Any = _DistributedBackendOptions()
     arguments.store = store
     arguments.group_rank = rank
     arguments.group_size = len(ranks)
