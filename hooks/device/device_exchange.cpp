@@ -88,8 +88,7 @@ void DeviceExchange::average(DeviceJob& job) {
   const Behind behind = stages();
   for (size_t i = 0; i < chunks.size() + behind.decode; ++i) {
     const auto is_due = [&](size_t by) { return i >= by && i - by < chunks.size(); };
-    if (is_due(0)) take_slot(at_chunk(i), chunks[i]);
-    if (is_due(0)) send_to_siblings(job, at_chunk(i));
+    if (is_due(0)) begin(job, at_chunk(i), chunks[i]);
     if (is_due(behind.encode)) send(job, at_chunk(i - behind.encode));
     if (is_due(behind.reduce)) reduce(job, at_chunk(i - behind.reduce));
     if (is_due(behind.forward)) forward(job, at_chunk(i - behind.forward));
@@ -133,7 +132,7 @@ std::byte* DeviceExchange::sum_of(const DeviceSlot& slot) const {
 }
 
 // E uses the slot after its last use on F.
-void DeviceExchange::take_slot(ChunkJob& chunk, const DeviceChunk& planned) {
+void DeviceExchange::begin(DeviceJob& job, ChunkJob& chunk, const DeviceChunk& planned) {
   {
     const std::lock_guard lock(context_.life.mutex);
     chunk.number = context_.life.stats.chunks++;
@@ -141,11 +140,11 @@ void DeviceExchange::take_slot(ChunkJob& chunk, const DeviceChunk& planned) {
   chunk.chunk = &planned;
   chunk.slot = &slots_[chunk.number % slots_.size()];
   chunk.slot->free.block(context_.encode_stream);
+  if (!nodes_.is_flat()) send_to_siblings(job, chunk);
 }
 
 // On E. Siblings get the gradients of the tiles that they sum.
 void DeviceExchange::send_to_siblings(DeviceJob& job, ChunkJob& chunk) {
-  if (nodes_.is_flat()) return;
   const TimedRange timed("gradferry::encode", job.event.encode_ns);
   const DeviceSiblings& siblings = chunk.chunk->siblings;
   const DeviceSlot& slot = *chunk.slot;

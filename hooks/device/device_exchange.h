@@ -57,7 +57,7 @@ class DeviceExchange {
   }
   DeviceSlot make_slot(const Workspace& workspace) const;
   Behind stages() const;
-  void take_slot(ChunkJob& chunk, const DeviceChunk& planned);
+  void begin(DeviceJob& job, ChunkJob& chunk, const DeviceChunk& planned);
   void send_to_siblings(DeviceJob& job, ChunkJob& chunk);
   void sum(DeviceJob& job, ChunkJob& chunk);
   void send(DeviceJob& job, ChunkJob& chunk);
