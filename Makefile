@@ -34,7 +34,7 @@ quiet := tools/quiet.sh
 
 # Folders are listed too: theirs is the timestamp that changes when a file goes away.
 core_inputs := $(shell find CMakeLists.txt CMakePresets.json cmake include kernels measure tests/cpp tests/simt tests/cuda benchmarks \
-    hooks/layout.* hooks/plan.* hooks/workspace.* 2>/dev/null)
+    hooks/layout.* hooks/nodes.* hooks/plan.* hooks/workspace.* 2>/dev/null)
 package_inputs := $(shell find pyproject.toml README.md CMakeLists.txt cmake include hooks measure python_bindings \
     tests/streams tests/simt kernels/common \
     -not -name __pycache__ -not -name '*.pyc' 2>/dev/null)

@@ -8,6 +8,7 @@
 #include "engine_errors.h"
 #include "residuals.h"
 #include "scalar_type.h"
+#include "workspace.h"
 
 namespace gradferry {
 BucketEngine::BucketEngine(EngineOptions options, ParameterHashes hashes, c10::Device device,
@@ -95,11 +96,14 @@ const BucketPlan& BucketEngine::plan_for(const std::vector<uint32_t>& parameters
   if (found != plans.end()) return found->second;
   CodecChoice codecs = warmup ? CodecChoice::kWarmup : CodecChoice::kOwn;
   if (!exchanges_) codecs = CodecChoice::kExact;
-  const PlanOptions plan_options{.rank = options_.rank,
-                                 .chunk_bytes = options_.chunk_bytes,
-                                 .equal_scatter = options_.equal_scatter,
-                                 .codecs = codecs,
-                                 .residuals = options_.touches_residuals(step)};
+  const PlanOptions plan_options{
+      .rank = options_.rank,
+      .chunk_bytes = options_.chunk_bytes,
+      .equal_scatter = options_.equal_scatter,
+      .codecs = codecs,
+      .residuals = options_.touches_residuals(step),
+      .dense_bytes =
+          dense_bytes_within(options_.workspace_cap_bytes, options_.chunk_bytes, layout_.nodes())};
   const BucketPlan& plan =
       plans.emplace(parameters, make_plan(layout_, parameters, plan_options)).first->second;
   const std::lock_guard lock(life_.mutex);
@@ -168,6 +172,7 @@ EngineStats BucketEngine::stats() const {
   stats.steps = steps_.step();
   stats.step_buckets = steps_.finished();
   stats.wire_bytes = sent_bytes();
+  stats.local_bytes = local_bytes();
   stats.times = log_.totals();
   return stats;
 }

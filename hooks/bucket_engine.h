@@ -111,8 +111,9 @@ class BucketEngine {
 
   // The part of run() after the bucket was accepted. An exception ends the engine.
   virtual void average(Bucket bucket) = 0;
-  // What this rank sent to others.
+  // What this rank sent to ranks of other nodes, and to those of its own.
   virtual uint64_t sent_bytes() const = 0;
+  virtual uint64_t local_bytes() const { return 0; }
 
   // Residuals between steps, with life_.mutex held.
   virtual SavedResiduals save_residuals() = 0;
@@ -120,8 +121,7 @@ class BucketEngine {
   // Restores the residuals from before the last optimizer step.
   virtual void take_back_step() = 0;
   // worker residual [offset ..] += factor * values
-  virtual void change_worker_residual(uint64_t offset, const at::Tensor& values,
-                                      float factor) = 0;
+  virtual void change_worker_residual(uint64_t offset, const at::Tensor& values, float factor) = 0;
   virtual void multiply_residuals(float factor) = 0;
   // Multiplies the residuals of every parameter by its alpha, copies of them, too: what the warm-up
   // has withheld of gradients becomes a part of the momentum, which delivers it once in sum.

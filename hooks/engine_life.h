@@ -13,14 +13,16 @@
 
 namespace gradferry {
 
-// Counters since attach. BucketEngine::stats() alone fills in `steps`, `wire_bytes` (what this rank
-// sent to others, counted where it is posted), `step_buckets` and `times`.
+// Counters since attach. BucketEngine::stats() alone fills in `steps`, `wire_bytes` and
+// `local_bytes` (what this rank sent to other nodes and within its own, counted where it is posted;
+// in the flat exchange every rank is a node), `step_buckets` and `times`.
 struct EngineStats {
   uint64_t steps = 0;  // the current step, counted from 0
   uint64_t buckets = 0;
   uint64_t chunks = 0;
   uint64_t gradient_bytes = 0;
   uint64_t wire_bytes = 0;
+  uint64_t local_bytes = 0;
   uint64_t residual_bytes = 0;
   uint64_t workspace_bytes = 0;
   Workspace workspace;  // the part of it that chunks use

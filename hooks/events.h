@@ -1,8 +1,9 @@
 // Times of the last 256 buckets, and sums over all steps.
 //
 // Each thread times its own work, so nothing waits for these times. `encode` runs on the thread on
-// which DDP calls the hook; `network`, `reduce` and `decode` run on the finishing thread. `network`
-// is the time it waits for messages and checks them. The four are also ranges in torch.profiler,
+// which DDP calls the hook; with nodes of several ranks only copies for siblings do, and sums and
+// encoding run on the finishing thread, as `network`, `reduce` and `decode` always do. `network` is
+// the time it waits for messages and checks them. The four are also ranges in torch.profiler,
 // named "gradferry::encode" and so on.
 #pragma once
 

@@ -72,10 +72,7 @@ Layout::Layout(const std::vector<ParameterSpec>& parameters, uint32_t rank, Node
 }
 
 uint32_t Layout::add_codec(const ParameterSpec& parameter, const std::string& codec) {
-  ParsedCodec parsed = parse_codec(codec, device_);
-  // What nodes send are sums in fp32, which the gradient's own dtype would round.
-  const bool has_16_bits = item_bytes(parameter.dtype) == 2;
-  if (!nodes_.is_flat() && has_16_bits && !parsed.codec->lossy) parsed = parse_codec("fp32", device_);
+  const ParsedCodec parsed = parse_codec(codec, device_);
   GRADFERRY_EXPECTS(parameter.dtype != ScalarType::kFloat64 || parsed.codec->supports_float64,
                     kConfig,
                     "parameter '" + parameter.name + "' is float64, which codec '" +

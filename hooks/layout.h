@@ -122,8 +122,8 @@ class Layout {
   std::vector<std::string> codec_names_;  // canonical strings, parallel to codecs_
   std::vector<uint16_t> owners_;
   std::vector<uint64_t> worker_offsets_, owner_offsets_;  // by tile
-  std::vector<uint64_t> shard_bytes_;  // by rank
-  std::vector<uint64_t> dense_bytes_;  // by column
+  std::vector<uint64_t> shard_bytes_;                     // by rank
+  std::vector<uint64_t> dense_bytes_;                     // by column
   uint32_t largest_tile_bytes_ = 0;
   uint64_t worker_residual_elements_ = 0;
   uint64_t owner_residual_elements_ = 0;

@@ -83,20 +83,21 @@ Peers::~Peers() {
 
 std::optional<std::string> Peers::ask(Question question, milliseconds longest) {
   if (!store_) return std::nullopt;
-  if (busy_->fetch_add(1) >= kMostQuestions) {
-    busy_->fetch_sub(1);
+  if (asked_->unanswered.fetch_add(1) >= kMostQuestions) {
+    asked_->unanswered.fetch_sub(1);
     return std::nullopt;
   }
   const auto answer = std::make_shared<std::promise<std::optional<std::string>>>();
   auto answered = answer->get_future();
-  const auto job = [store = store_, busy = busy_, answer, question = std::move(question)] {
+  const auto job = [store = store_, asked = asked_, answer, question = std::move(question)] {
     std::optional<std::string> text;
     try {
       text = question(*store);
     } catch (const std::exception&) {
       text.reset();  // counts as no answer
     }
-    busy->fetch_sub(1);
+    asked->unanswered.fetch_sub(1);
+    asked->silent = false;
     answer->set_value(std::move(text));
   };
   bool added = false;
@@ -108,11 +109,12 @@ std::optional<std::string> Peers::ask(Question question, milliseconds longest) {
     added = false;  // the process cannot start another thread
   }
   if (!added) {
-    busy_->fetch_sub(1);
+    asked_->unanswered.fetch_sub(1);
     return std::nullopt;
   }
-  if (answered.wait_for(longest) != std::future_status::ready) return std::nullopt;
-  return answered.get();
+  if (answered.wait_for(longest) == std::future_status::ready) return answered.get();
+  if (longest > milliseconds(0)) asked_->silent = true;
+  return std::nullopt;
 }
 
 void Peers::say_present(bool present) {
@@ -158,7 +160,7 @@ Loss Peers::look_around() {
   const auto question = [rank = rank_, world_size = world_size_](c10d::Store& store) {
     return look(store, rank, world_size);
   };
-  const auto answer = ask(question, kWaitForLook + kAnswer);
+  const auto answer = ask(question, asked_->silent ? kAnswer : kWaitForLook + kAnswer);
   Loss loss;
   if (!answer) return loss;
   loss.store_answers = true;

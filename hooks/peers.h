@@ -68,9 +68,13 @@ class Peers {
   std::atomic<int> silent_waits_{0};
 
   std::mutex mutex_;
-  std::shared_ptr<Worker> worker_;         // started when a collective first takes over a second
-  std::shared_ptr<std::atomic<int>> busy_  // questions that the store has not answered yet
-      = std::make_shared<std::atomic<int>>(0);
+  std::shared_ptr<Worker> worker_;  // started when a collective first takes over a second
+  // Shared with questions that outlive this object.
+  struct Asked {
+    std::atomic<int> unanswered{0};
+    std::atomic<bool> silent{false};  // the last one took too long
+  };
+  std::shared_ptr<Asked> asked_ = std::make_shared<Asked>();
 };
 
 }  // namespace gradferry

@@ -94,9 +94,7 @@ class ChunkPlanner {
         own_column_(nodes_.local_index(options.rank)),
         in_worker_(nodes_.world_size(), 0),
         in_owner_(nodes_.world_size(), 0) {
-    const ScalarType dtype = tiles.front().parameter->dtype;
-    chunk_.dtype = dtype;
-    chunk_.sum_dtype = nodes_.is_flat() ? dtype : sum_dtype_of(dtype);
+    chunk_.dtype = tiles.front().parameter->dtype;
     chunk_.columns.resize(nodes_.num_columns());
     chunk_.shards.resize(nodes_.num_nodes());
   }
@@ -200,7 +198,7 @@ BucketPlan make_plan(const Layout& layout, const std::vector<uint32_t>& paramete
   std::vector<uint32_t> worker_bytes(layout.world_size(), 0);
   std::vector<uint32_t> owner_bytes(layout.world_size(), 0);
   std::vector<uint64_t> dense_bytes(layout.nodes().num_columns(), 0);
-  const uint64_t most_dense_bytes = layout.nodes().is_flat() ? ~uint64_t{0} : kMostDenseBytes;
+  const uint64_t most_dense_bytes = layout.nodes().is_flat() ? ~uint64_t{0} : options.dense_bytes;
   size_t first = 0;
   for (size_t i = 0; i < tiles.size(); ++i) {
     const BucketTile& tile = tiles[i];

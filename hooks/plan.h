@@ -20,11 +20,6 @@ struct PlannedBatch {
   std::vector<uint32_t> ranks;  // encode: node of the message's receiver; decode: the sender's rank
 };
 
-// Of the sum of gradients of a dtype.
-constexpr ScalarType sum_dtype_of(ScalarType dtype) {
-  return dtype == ScalarType::kFloat64 ? dtype : ScalarType::kFloat32;
-}
-
 // A peer's share of a chunk.
 struct Shard {
   uint32_t worker_bytes = 0;   // payload of the scatter message to this peer
@@ -49,8 +44,7 @@ struct Column {
 };
 
 struct ChunkPlan {
-  ScalarType dtype;      // of the bucket
-  ScalarType sum_dtype;  // of what is encoded: with one rank per node the bucket's
+  ScalarType dtype;  // of the bucket, and of a node's sums
   std::vector<Column> columns;
   // Message to every sibling: a header, and what was gathered from the peers of the longest column.
   // 0 with one rank per node.
@@ -79,7 +73,7 @@ struct BucketPlan {
 inline constexpr uint64_t kScatterPaddingPart = 32;
 
 // Most bytes of gradient in a chunk that one column has, where nodes have several ranks: what a
-// rank sends to a sibling.
+// rank sends to a sibling. Less where memory is short (dense_bytes_within()).
 inline constexpr uint64_t kMostDenseBytes = uint64_t{2} << 20;
 
 struct PlanOptions {
@@ -87,7 +81,8 @@ struct PlanOptions {
   uint32_t chunk_bytes;  // most payload bytes per owner and stage in one chunk
   bool equal_scatter;    // pads the scatter messages of a chunk to one size where that costs little
   CodecChoice codecs;
-  bool residuals;  // false: none is touched
+  bool residuals;                          // false: none is touched
+  uint64_t dense_bytes = kMostDenseBytes;  // most bytes of gradient per column in one chunk
 };
 
 // `parameters` in bucket order, all of one dtype.

@@ -53,7 +53,8 @@ at::Tensor delegated_part(const Layout& layout, const Parameter& parameter,
   std::vector<at::Tensor> parts;
   for (uint32_t t = 0; t < parameter.num_tiles; ++t) {
     if (layout.worker_residual_offset(parameter.first_tile + t) == kNoResidual) continue;
-    parts.push_back(values.narrow(0, int64_t{t} * kTileElements, layout.tile_elements(parameter, t)));
+    parts.push_back(
+        values.narrow(0, int64_t{t} * kTileElements, layout.tile_elements(parameter, t)));
   }
   return parts.size() == parameter.num_tiles ? values : at::cat(parts);
 }

@@ -14,22 +14,76 @@ constexpr uint64_t kMiB = uint64_t{1} << 20;
 constexpr uint64_t kChunksWithinLimit = 4;
 // A full tile with 9 bits per element: one of q8, two of q4.
 constexpr uint32_t kFewestChunkBytes = kTileElements / 8 * 9;
+// Where parts of shared memory begin: no page, and no cache line, is of two of them.
+constexpr uint64_t kPageBytes = 4096, kLineBytes = 64;
+
+uint64_t round_up(uint64_t number, uint64_t multiple) {
+  return (number + multiple - 1) / multiple * multiple;
+}
+
+// Adds what a delegate needs between siblings.
+void add_local_stage(Workspace& workspace, const Layout& layout, uint64_t most_dense, bool share) {
+  const Nodes& nodes = layout.nodes();
+  const uint64_t num_siblings = nodes.siblings(layout.rank()).size();
+  const uint64_t dense = std::min(most_dense, layout.largest_dense_bytes());
+  const uint64_t dense_message = kHeaderBytes + (share ? 0 : dense);
+  workspace.num_siblings = static_cast<uint32_t>(num_siblings);
+  workspace.dense_send_bytes = num_siblings * dense_message;
+  workspace.dense_receive_bytes = num_siblings * dense_message;
+  workspace.sum_bytes = dense;
+  // A device has the sum behind what it sends.
+  workspace.send_bytes = round_up(workspace.send_bytes, kPayloadAlignment);
+  workspace.gathered_bytes = num_siblings * (kHeaderBytes + workspace.receive_bytes);
+  if (!share) return;
+  workspace.gathered_bytes = round_up(workspace.gathered_bytes, kPageBytes);
+  workspace.dense_place_bytes = round_up(dense, kLineBytes);
+  const uint64_t places = nodes.num_columns() * (num_siblings - 1);
+  workspace.shared_bytes =
+      round_up(workspace.gathered_bytes + places * workspace.dense_place_bytes, kPageBytes);
+}
+
+// Takes away what an extra rank does not need of it.
+void drop_delegates_part(Workspace& workspace) {
+  workspace.dense_receive_bytes = uint64_t{workspace.num_siblings} * kHeaderBytes;
+  workspace.sum_bytes = workspace.send_bytes = workspace.receive_bytes = 0;
+}
+
+// What four chunks may take of the limit.
+uint64_t bytes_per_chunk(uint64_t workspace_cap_bytes) {
+  return workspace_cap_bytes / 8 * 7 / kChunksWithinLimit;
+}
 
 }  // namespace
 
 uint32_t chunk_bytes_within(uint64_t workspace_cap_bytes, uint32_t world_size, uint32_t most) {
-  const uint64_t messages = kChunksWithinLimit * (3 * uint64_t{world_size} + 1);
-  const uint64_t message_bytes = workspace_cap_bytes / 8 * 7 / messages;
+  const uint64_t message_bytes =
+      bytes_per_chunk(workspace_cap_bytes) / (3 * uint64_t{world_size} + 1);
   const uint64_t within = message_bytes - std::min<uint64_t>(message_bytes, kHeaderBytes);
   const uint64_t addressable = UINT32_MAX / world_size - kHeaderBytes;
   return static_cast<uint32_t>(
       std::min({std::max<uint64_t>(within, kFewestChunkBytes), addressable, uint64_t{most}}));
 }
 
+uint64_t dense_bytes_within(uint64_t workspace_cap_bytes, uint32_t chunk_bytes,
+                            const Nodes& nodes) {
+  uint64_t most_siblings = 0;
+  for (uint32_t rank = 0; rank < nodes.world_size(); ++rank) {
+    most_siblings = std::max<uint64_t>(most_siblings, nodes.siblings(rank).size());
+  }
+  // To every peer, from every peer, and what each sibling has gathered from its own.
+  const uint64_t messages =
+      (2 + most_siblings) * nodes.num_nodes() * (kHeaderBytes + uint64_t{chunk_bytes});
+  const uint64_t memory = bytes_per_chunk(workspace_cap_bytes);
+  // To every sibling, from every sibling, and the sum.
+  const uint64_t dense = (memory - std::min(memory, messages)) / (2 * most_siblings + 1);
+  constexpr uint64_t kFewest = kTileElements * sizeof(double);
+  return std::clamp(dense - std::min<uint64_t>(dense, 2 * kHeaderBytes), kFewest, kMostDenseBytes);
+}
+
 Workspace plan_workspace(const Layout& layout, uint32_t chunk_bytes,
                          const WorkspaceLimits& limits) {
   const Nodes& nodes = layout.nodes();
-  const uint64_t num_nodes = nodes.num_nodes(), num_siblings = nodes.siblings(layout.rank()).size();
+  const uint64_t num_nodes = nodes.num_nodes();
   // Only the first tile of a chunk may be longer than chunk_bytes.
   const uint64_t usual =
       kHeaderBytes + std::min<uint64_t>(chunk_bytes, layout.largest_shard_bytes());
@@ -39,27 +93,14 @@ Workspace plan_workspace(const Layout& layout, uint32_t chunk_bytes,
   workspace.receive_bytes = num_nodes * workspace.message_bytes;
   workspace.gathered_bytes = workspace.receive_bytes;
   if (!nodes.is_flat()) {
-    const uint64_t dense = kHeaderBytes + std::min(kMostDenseBytes, layout.largest_dense_bytes());
-    workspace.dense_send_bytes = num_siblings * dense;
-    workspace.dense_receive_bytes = num_siblings * dense;
-    workspace.sum_bytes =
-        nodes.is_delegate(layout.rank()) ? 2 * dense : 0;  // of 16-bit numbers, in fp32
-    workspace.gathered_bytes = num_siblings * (kHeaderBytes + workspace.receive_bytes);
-    // A device has the sum behind what it sends.
-    workspace.send_bytes =
-        (workspace.send_bytes + kPayloadAlignment - 1) / kPayloadAlignment * kPayloadAlignment;
-    if (!nodes.is_delegate(layout.rank())) {
-      workspace.dense_receive_bytes = num_siblings * kHeaderBytes;
-      workspace.send_bytes = workspace.receive_bytes = 0;
-    }
+    const uint64_t most_dense = dense_bytes_within(limits.cap_bytes, chunk_bytes, nodes);
+    add_local_stage(workspace, layout, most_dense, limits.siblings_share);
   }
   workspace.own_message_bytes = limits.gathers_in_place ? 0 : workspace.message_bytes;
   const auto fits = [&] { return workspace.bytes() + limits.other_bytes <= limits.cap_bytes; };
-  for (workspace.slots = limits.most_slots; workspace.slots >= 1; --workspace.slots) {
-    if (fits()) return workspace;
-  }
-  workspace.slots = 1;
-  if (nodes.is_flat()) {
+  workspace.slots = limits.most_slots;
+  while (workspace.slots > 1 && !fits()) --workspace.slots;
+  if (!fits() && nodes.is_flat()) {
     workspace.shared_receive = true;
     workspace.own_message_bytes = workspace.message_bytes;
   }
@@ -70,6 +111,7 @@ Workspace plan_workspace(const Layout& layout, uint32_t chunk_bytes,
                         std::to_string(limits.cap_bytes) +
                         " that workspace_cap_mb allows; attach with workspace_cap_mb=" +
                         std::to_string((needed + kMiB - 1) / kMiB) + ", or with codec='off'");
+  if (!nodes.is_delegate(layout.rank())) drop_delegates_part(workspace);
   return workspace;
 }
 

@@ -15,10 +15,15 @@ namespace gradferry {
 // element. Equal on ranks with equal arguments, as it must be.
 uint32_t chunk_bytes_within(uint64_t workspace_cap_bytes, uint32_t world_size, uint32_t most);
 
+// Most bytes of gradient per column in one chunk, where nodes have several ranks: what messages of
+// `chunk_bytes` leave of the memory for each of four chunks, at most kMostDenseBytes, and a full
+// tile at least. Equal on ranks with equal arguments.
+uint64_t dense_bytes_within(uint64_t workspace_cap_bytes, uint32_t chunk_bytes, const Nodes& nodes);
+
 // Sizes in bytes.
 struct Workspace {
-  size_t slots = 1;            // chunks in flight
-  uint64_t message_bytes = 0;  // the longest message, header included
+  size_t slots = 1;             // chunks in flight
+  uint64_t message_bytes = 0;   // the longest message, header included
   uint64_t send_bytes = 0;      // a chunk's messages to all peers
   uint64_t receive_bytes = 0;   // one message from every peer
   uint64_t gathered_bytes = 0;  // the messages of all owners
@@ -26,6 +31,13 @@ struct Workspace {
   uint64_t dense_send_bytes = 0;
   uint64_t dense_receive_bytes = 0;
   uint64_t sum_bytes = 0;
+  // Of a slot in memory that all siblings share; 0: they share none. There, first what was
+  // gathered, then for every column the gradients from every other sibling, each in a place of
+  // dense_place_bytes; the buffers above hold the headers only. Equal on all siblings, as is
+  // `slots`.
+  uint64_t shared_bytes = 0;
+  uint64_t dense_place_bytes = 0;
+  uint32_t num_siblings = 1;
   // What a scatter and a gather receive lies in the same memory, one after the other; only with a
   // single slot.
   bool shared_receive = false;
@@ -33,9 +45,11 @@ struct Workspace {
   // shared memory does not allow: a reduce still reads there.
   uint64_t own_message_bytes = 0;
 
+  // Of this rank, with its part of what is shared.
   uint64_t slot_bytes() const {
+    const uint64_t gathered = shared_bytes != 0 ? shared_bytes / num_siblings : gathered_bytes;
     return dense_send_bytes + dense_receive_bytes + sum_bytes + send_bytes + own_message_bytes +
-           receive_bytes + (shared_receive ? 0 : gathered_bytes);
+           receive_bytes + (shared_receive ? 0 : gathered);
   }
   uint64_t bytes() const { return slots * slot_bytes(); }
 };
@@ -44,7 +58,8 @@ struct WorkspaceLimits {
   uint64_t cap_bytes;    // of the engine
   uint64_t other_bytes;  // what it needs for other things
   size_t most_slots;
-  bool gathers_in_place;  // the message to all ranks is written to its place
+  bool gathers_in_place;        // the message to all ranks is written to its place
+  bool siblings_share = false;  // memory; only with several ranks on this rank's node
 };
 
 // As many slots as the limit allows. Throws Error(kConfig) if it allows none: the owner of a tile

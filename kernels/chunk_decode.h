@@ -6,12 +6,6 @@
 
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE {
 
-// Adds to an element of a residual, if the sum is finite.
-GRADFERRY_DEVICE void add_finite(float* residual, float x) {
-  const float sum = *residual + x;
-  if (!is_not_finite(sum)) *residual = sum;
-}
-
 // What becomes of a tile that is not finite, in two steps, before which everything is decoded anew
 // and one element at a time: so that nothing takes registers for this.
 //
@@ -33,15 +27,12 @@ GRADFERRY_APART uint32_t undo_lost(const ChunkTile& entry, const ChunkCodec& cod
   });
   gradient += tile.gradient_offset * item_bytes(dtype);
   residual += tile.residual_offset;
-  const auto encoded = [&](uint32_t element) {
-    return entry.summed_offset == 0
-               ? load_item<dtype>(gradient + element * item_bytes(dtype))
-               : read<float>(sent + entry.summed_offset + element * sizeof(float));
-  };
+  const std::byte* encoded = entry.summed_offset == 0 ? gradient : sent + entry.summed_offset;
   Codec::template decode<dtype>(own_unit, sent + tile.output_offset, [&](uint32_t j, float x) {
     const uint32_t element = unit.slice.element(j / kQuad) + j % kQuad;
     if ((lost >> j & 1) == 0 || element >= unit.slice.num_elements) return;
-    add_finite(residual + element, x - codec.alpha * encoded(element));
+    const float own = load_item<dtype>(encoded + element * item_bytes(dtype));
+    add_finite(residual + element, x - codec.alpha * own);
   });
   return lost;
 }
@@ -81,7 +72,7 @@ GRADFERRY_APART StatusPart decode_entry(const ChunkTile& entry, const ChunkCodec
                                         uint64_t seed, uint64_t step, const std::byte* in,
                                         const std::byte* sent, std::byte* gradient,
                                         float* all_residuals) {
-  const Tile tile = entry.tile;
+  const Tile& tile = entry.tile;
   const auto unit = unit_of<Codec, dtype>(entry, codec, seed, step, Stage::kOwner);
   float* residual = residual_of(entry, all_residuals);
   StatusPart part{0, 0};

@@ -101,13 +101,12 @@ Envelope DeviceExchange::envelope(const DeviceJob& job, const ChunkJob& chunk, P
 }
 
 ChunkBatch DeviceExchange::chunk_of(const DeviceJob& job, uint64_t number, const DeviceStage& stage,
-                                    ScalarType dtype, const at::Tensor& progress,
-                                    const c10::Stream& stream) const {
+                                    const at::Tensor& progress, const c10::Stream& stream) const {
   return {.tiles = job.plan->data(stage.tiles),
           .num_tiles = stage.tiles.size,
           .codecs = job.plan->codecs(),
           .rows = stage.rows,
-          .dtype = dtype,
+          .dtype = job.plan->plan().dtype,
           // A tile of zeros keeps its residual, except if that carries a momentum, which must
           // continue to decay.
           .hold_zero_tiles = !options_.has_momentum(job.step),
@@ -202,8 +201,8 @@ void DeviceExchange::send(DeviceJob& job, ChunkJob& chunk) {
                          .stream = context_.encode_stream.native_handle()});
   } else {
     chunk_kernels().encode(
-        {.chunk = chunk_of(job, chunk.number, planned.encode, planned.plan->sum_dtype,
-                           encode_progress_, context_.encode_stream),
+        {.chunk =
+             chunk_of(job, chunk.number, planned.encode, encode_progress_, context_.encode_stream),
          .gradient = nodes_.is_flat() ? job.gradient.const_data_ptr() : sum_of(slot),
          .gain = context_.residuals->gain(),
          .residual = context_.residuals->worker(),
@@ -231,8 +230,8 @@ void DeviceExchange::reduce(DeviceJob& job, ChunkJob& chunk) {
   const TimedRange timed("gradferry::reduce", job.event.reduce_ns);
   const uint32_t forward_bytes = planned.plan->forward_bytes;
   chunk_kernels().reduce(
-      {.chunk = chunk_of(job, chunk.number, planned.reduce, planned.plan->sum_dtype,
-                         finish_progress_, context_.finish_stream),
+      {.chunk =
+           chunk_of(job, chunk.number, planned.reduce, finish_progress_, context_.finish_stream),
        .received = received_in(job, planned.scatter.received, slot.scatter_receive, verdicts_),
        .gain = context_.residuals->gain(),
        .residual = context_.residuals->owner(),
@@ -289,8 +288,7 @@ void DeviceExchange::decode(DeviceJob& job, ChunkJob& chunk) {
   }
   const TimedRange timed("gradferry::decode", job.event.decode_ns);
   decode_on(job,
-            chunk_of(job, chunk.number, planned.decode, planned.plan->dtype, finish_progress_,
-                     context_.finish_stream),
+            chunk_of(job, chunk.number, planned.decode, finish_progress_, context_.finish_stream),
             received_in(job, planned.gathered, slot.gathered, verdicts_), slot.scatter_send);
   if (freed_by_decode(planned)) chunk.slot->free.record(context_.finish_stream);
 }
@@ -313,17 +311,15 @@ void DeviceExchange::add_momentum(DeviceJob& job) {
   const DeviceBuffer& buffer = slots_.front().scatter_send;
   const c10::Stream& stream = context_.encode_stream;
   for (const DeviceChunk& planned : job.plan->chunks()) {
-    const ScalarType dtype = planned.plan->dtype;
-    chunk_kernels().encode(
-        {.chunk = chunk_of(job, 0, planned.encode, dtype, encode_progress_, stream),
-         .gradient = job.gradient.const_data_ptr(),
-         .gain = context_.residuals->gain(),
-         .residual = context_.residuals->worker(),
-         .messages = nullptr,
-         .num_messages = 0,
-         .out = bytes(buffer)});
+    chunk_kernels().encode({.chunk = chunk_of(job, 0, planned.encode, encode_progress_, stream),
+                            .gradient = job.gradient.const_data_ptr(),
+                            .gain = context_.residuals->gain(),
+                            .residual = context_.residuals->worker(),
+                            .messages = nullptr,
+                            .num_messages = 0,
+                            .out = bytes(buffer)});
     decode_on(
-        job, chunk_of(job, 0, planned.decode, dtype, encode_progress_, stream),
+        job, chunk_of(job, 0, planned.decode, encode_progress_, stream),
         {.messages = nullptr, .num_messages = 0, .buffer = bytes(buffer), .verdicts = nullptr},
         buffer);
   }

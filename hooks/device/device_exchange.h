@@ -68,8 +68,7 @@ class DeviceExchange {
   std::byte* sum_of(const DeviceSlot& slot) const;
   Envelope envelope(const DeviceJob& job, const ChunkJob& chunk, Phase phase) const;
   ChunkBatch chunk_of(const DeviceJob& job, uint64_t number, const DeviceStage& stage,
-                      ScalarType dtype, const at::Tensor& progress,
-                      const c10::Stream& stream) const;
+                      const at::Tensor& progress, const c10::Stream& stream) const;
   ReceivedMessages received_in(const DeviceJob& job, const Table<Message>& messages,
                                const DeviceBuffer& buffer, const at::Tensor& verdicts) const;
   void decode_on(const DeviceJob& job, const ChunkBatch& chunk, const ReceivedMessages& received,

@@ -153,7 +153,7 @@ class ChunkTables {
                               });
     chunk_.reduce = add_stage(writer_, plan_.reduce, codecs, &PlannedBatch::owner_residual,
                               [](ChunkTile&, uint32_t) {});
-    const uint32_t sum_item = item_bytes(plan_.sum_dtype);
+    const uint32_t item = item_bytes(plan_.dtype);
     size_t next = 0;
     chunk_.decode = add_stage(
         writer_, plan_.decode, codecs, &PlannedBatch::worker_residual,
@@ -165,7 +165,7 @@ class ChunkTables {
           const Tile& sent = own[next++];
           tile.tile.output_offset = sent.payload_offset;
           if (nodes_.is_flat()) return;
-          tile.summed_offset = sum_begin_ + static_cast<uint32_t>(sent.gradient_offset) * sum_item;
+          tile.summed_offset = sum_begin_ + static_cast<uint32_t>(sent.gradient_offset) * item;
         });
     for (const PlannedBatch& batch : plan_.decode) chunk_.worker_residual |= batch.worker_residual;
   }

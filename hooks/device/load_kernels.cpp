@@ -22,9 +22,7 @@ UsedCodecs used_codecs(const Layout& layout) {
   for (const Parameter& parameter : layout.parameters()) {
     for (const CodecChoice choice :
          {CodecChoice::kOwn, CodecChoice::kWarmup, CodecChoice::kExact}) {
-      const uint32_t codec = Layout::codec_index(parameter, choice);
-      used.emplace(codec, parameter.dtype);
-      if (!layout.nodes().is_flat()) used.emplace(codec, sum_dtype_of(parameter.dtype));
+      used.emplace(Layout::codec_index(parameter, choice), parameter.dtype);
     }
   }
   return used;

@@ -2,12 +2,11 @@
 
 namespace gradferry {
 
-TileBatch ChunkCodecs::make_batch(const Work& work, const PlannedBatch& planned, Stage stage,
-                                  ScalarType dtype) {
+TileBatch ChunkCodecs::make_batch(const Work& work, const PlannedBatch& planned, Stage stage) {
   if (status_.size() < planned.tiles.size()) status_.resize(planned.tiles.size());
   return {.tiles = planned.tiles.data(),
           .num_tiles = static_cast<uint32_t>(planned.tiles.size()),
-          .dtype = dtype,
+          .dtype = work.plan->dtype,
           .stage = stage,
           // A tile of zeros keeps its residual, except if that carries a momentum, which must
           // continue to decay.
@@ -21,7 +20,7 @@ TileBatch ChunkCodecs::make_batch(const Work& work, const PlannedBatch& planned,
 
 void ChunkCodecs::encode(const Work& work, std::byte* messages, std::vector<uint64_t>& checksums) {
   for (const PlannedBatch& planned : work.plan->encode) {
-    const TileBatch batch = make_batch(work, planned, Stage::kWorker, work.plan->sum_dtype);
+    const TileBatch batch = make_batch(work, planned, Stage::kWorker);
     const ResolvedCodec& resolved = codec_of(planned);
     resolved.codec->encode(batch, work.summed, options_.alpha(resolved, work.step), &work.gain,
                            planned.worker_residual ? residuals_.worker() : nullptr, messages);
@@ -36,7 +35,7 @@ ChunkCodecs::Reduced ChunkCodecs::reduce(const Work& work,
                                          std::byte* payload) {
   Reduced reduced;
   for (const PlannedBatch& planned : work.plan->reduce) {
-    const TileBatch batch = make_batch(work, planned, Stage::kOwner, work.plan->sum_dtype);
+    const TileBatch batch = make_batch(work, planned, Stage::kOwner);
     codec_of(planned).codec->reduce(batch, payloads.data(), static_cast<uint32_t>(payloads.size()),
                                     &work.gain,
                                     planned.owner_residual ? residuals_.owner() : nullptr, payload);
@@ -53,7 +52,7 @@ std::optional<uint32_t> ChunkCodecs::sender_of_corrupt(
     const Work& work, const std::vector<const std::byte*>& payloads) {
   for (uint32_t rank = 0; rank < payloads.size(); ++rank) {
     for (const PlannedBatch& planned : work.plan->reduce) {
-      const TileBatch batch = make_batch(work, planned, Stage::kWorker, work.plan->sum_dtype);
+      const TileBatch batch = make_batch(work, planned, Stage::kWorker);
       codec_of(planned).codec->decode(batch, payloads[rank], nullptr, 0.0F, nullptr);
       for (size_t i = 0; i < planned.tiles.size(); ++i) {
         if ((status_[i].flags & kTileCorrupt) != 0) return rank;
@@ -87,14 +86,14 @@ void ChunkCodecs::decode_batch(const Work& work, size_t index, const std::byte* 
   const PlannedBatch& planned = work.plan->decode[index];
   const ResolvedCodec& resolved = codec_of(planned);
   const Codec& codec = *resolved.codec;
-  const TileBatch batch = make_batch(work, planned, Stage::kOwner, work.plan->dtype);
+  const TileBatch batch = make_batch(work, planned, Stage::kOwner);
   if (!planned.worker_residual) {
     codec.decode(batch, messages, work.gradient, 0.0F, nullptr);
     return;
   }
   codec.decode(batch, messages, nullptr, 0.0F, nullptr);
-  codec.undo(make_batch(work, work.plan->encode[index], Stage::kWorker, work.plan->sum_dtype), sent,
-             messages, work.summed, options_.alpha(resolved, work.step), residuals_.worker());
+  codec.undo(make_batch(work, work.plan->encode[index], Stage::kWorker), sent, messages,
+             work.summed, options_.alpha(resolved, work.step), residuals_.worker());
   codec.decode(batch, messages, work.gradient, options_.beta(resolved, work.step),
                residuals_.worker());
 }
@@ -105,7 +104,7 @@ void ChunkCodecs::add_momentum(const Work& work) {
   for (const PlannedBatch& planned : work.plan->encode) {
     const ResolvedCodec& resolved = codec_of(planned);
     const Codec& codec = *resolved.codec;
-    TileBatch batch = make_batch(work, planned, Stage::kWorker, work.plan->dtype);
+    TileBatch batch = make_batch(work, planned, Stage::kWorker);
     batch.num_tiles = 1;
     for (Tile tile : planned.tiles) {
       tile.payload_offset = 0;

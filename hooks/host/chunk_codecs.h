@@ -26,7 +26,7 @@ class ChunkCodecs {
     uint64_t step;
     float gain;          // factor for the residuals
     void* gradient;      // of the bucket, in host memory
-    const void* summed;  // what is encoded, of ChunkPlan::sum_dtype: the gradient, or a node's sum
+    const void* summed;  // what is encoded, of the same dtype: the gradient, or a node's sum
   };
   struct Reduced {
     uint64_t checksum = 0;  // of the payload
@@ -52,8 +52,7 @@ class ChunkCodecs {
   void add_momentum(const Work& work);
 
  private:
-  TileBatch make_batch(const Work& work, const PlannedBatch& planned, Stage stage,
-                       ScalarType dtype);
+  TileBatch make_batch(const Work& work, const PlannedBatch& planned, Stage stage);
   void decode_batch(const Work& work, size_t index, const std::byte* messages,
                     const std::byte* sent);
   const ResolvedCodec& codec_of(const PlannedBatch& planned) const {

@@ -8,7 +8,13 @@
 #include "tensor_bytes.h"
 
 namespace gradferry {
-Slot make_slot(const Workspace& workspace) {
+namespace {
+
+bool siblings_share(const Slot& slot) { return slot.dense_shared.defined(); }
+
+}  // namespace
+
+Slot make_slot(const Workspace& workspace, SharedMemory* memory, uint64_t number) {
   const auto make = [](uint64_t num_bytes) {
     return at::zeros({static_cast<int64_t>(num_bytes)}, at::TensorOptions().dtype(at::kByte));
   };
@@ -18,8 +24,14 @@ Slot make_slot(const Workspace& workspace) {
   slot.sum = make(workspace.sum_bytes);
   slot.scatter_send = make(workspace.send_bytes);
   slot.scatter_receive = make(workspace.receive_bytes);
-  slot.gathered =
-      workspace.shared_receive ? slot.scatter_receive : make(workspace.gathered_bytes);
+  if (memory != nullptr) {
+    const uint64_t begin = number * workspace.shared_bytes, gathered = workspace.gathered_bytes;
+    slot.gathered = memory->part(begin, gathered);
+    slot.dense_shared = memory->part(begin + gathered, workspace.shared_bytes - gathered);
+    slot.dense_place_bytes = workspace.dense_place_bytes;
+    return slot;
+  }
+  slot.gathered = workspace.shared_receive ? slot.scatter_receive : make(workspace.gathered_bytes);
   if (workspace.own_message_bytes != 0) slot.own_message = make(workspace.own_message_bytes);
   return slot;
 }
@@ -74,9 +86,20 @@ uint64_t Exchange::dense_bytes(const Chunk& chunk, uint32_t local_index) const {
   return elements * item_bytes(chunk.plan->dtype);
 }
 
+uint64_t Exchange::dense_message_bytes(const Chunk& chunk, uint32_t local_index) const {
+  return kHeaderBytes + (siblings_share(*chunk.slot) ? 0 : dense_bytes(chunk, local_index));
+}
+
+std::byte* Exchange::dense_place(const Slot& slot, uint32_t sibling, uint32_t column) const {
+  const uint64_t among_others = sibling < column ? sibling : sibling - 1;
+  const uint64_t place = column * (siblings_.size() - 1) + among_others;
+  return bytes(slot.dense_shared) + place * slot.dense_place_bytes;
+}
+
 std::byte* Exchange::dense_message(const Chunk& chunk, uint32_t column) const {
+  if (siblings_share(*chunk.slot)) return dense_place(*chunk.slot, local_index_, column);
   uint64_t offset = kHeaderBytes;
-  for (uint32_t i = 0; i < column; ++i) offset += kHeaderBytes + dense_bytes(chunk, i);
+  for (uint32_t i = 0; i < column; ++i) offset += dense_message_bytes(chunk, i);
   return bytes(chunk.slot->dense_send) + offset;
 }
 
@@ -84,15 +107,17 @@ std::byte* Exchange::dense_message(const Chunk& chunk, uint32_t column) const {
 void Exchange::post_local_scatter(Chunk& chunk, WireStatus status) {
   std::vector<int64_t> send_bytes;
   int64_t sent = 0;
+  uint64_t given = 0;  // through memory or the lane
   for (uint32_t i = 0; i < siblings_.size(); ++i) {
     const uint64_t dense = dense_bytes(chunk, i);
+    if (i != local_index_) given += kHeaderBytes + dense;
     write_header(bytes(chunk.slot->dense_send) + sent, envelope(chunk, Phase::kLocalScatter),
                  status, static_cast<uint32_t>(dense), 0);
-    send_bytes.push_back(static_cast<int64_t>(kHeaderBytes + dense));
+    send_bytes.push_back(static_cast<int64_t>(dense_message_bytes(chunk, i)));
     sent += send_bytes.back();
   }
   const int64_t mine = send_bytes[local_index_];
-  local_bytes_.fetch_add(static_cast<uint64_t>(sent - mine), std::memory_order_relaxed);
+  count(0, given);
   const auto number = static_cast<int64_t>(siblings_.size());
   chunk.local_scatter = lanes_.local_scatter->all_to_all(
       chunk.slot->dense_receive.narrow(0, 0, mine * number), std::vector<int64_t>(number, mine),
@@ -100,7 +125,8 @@ void Exchange::post_local_scatter(Chunk& chunk, WireStatus status) {
 }
 
 const std::byte* Exchange::scattered_gradients(const Chunk& chunk, uint32_t sibling) const {
-  const uint64_t stride = kHeaderBytes + dense_bytes(chunk, local_index_);
+  if (siblings_share(*chunk.slot)) return dense_place(*chunk.slot, sibling, local_index_);
+  const uint64_t stride = dense_message_bytes(chunk, local_index_);
   return bytes(chunk.slot->dense_receive) + sibling * stride + kHeaderBytes;
 }
 
@@ -108,10 +134,11 @@ Fault Exchange::wait_local_scatter(Chunk& chunk) {
   wait(chunk.local_scatter, Phase::kLocalScatter, chunk.step, chunk.number);
   chunk.local_scatter.reset();
   const auto dense = static_cast<uint32_t>(dense_bytes(chunk, local_index_));
+  const uint64_t stride = dense_message_bytes(chunk, local_index_);
   for (uint32_t i = 0; i < siblings_.size(); ++i) {
     if (i == local_index_) continue;
     const Fault fault =
-        check_unsummed_message(scattered_gradients(chunk, i) - kHeaderBytes,
+        check_unsummed_message(bytes(chunk.slot->dense_receive) + i * stride,
                                envelope(chunk, Phase::kLocalScatter), siblings_[i], dense);
     if (fault) return fault;
   }
@@ -134,7 +161,7 @@ void Exchange::post_scatter(Chunk& chunk, WireStatus status,
     send_bytes[node] = shards[node].scatter_bytes;
     offset += send_bytes[node];
   }
-  sent_bytes_.fetch_add(static_cast<uint64_t>(offset - mine), std::memory_order_relaxed);
+  count(static_cast<uint64_t>(offset - mine), 0);
   chunk.scatter = lanes_.scatter->all_to_all(
       chunk.slot->scatter_receive.narrow(0, 0, mine * static_cast<int64_t>(shards.size())),
       receive_bytes, chunk.slot->scatter_send.narrow(0, 0, offset), send_bytes);
@@ -146,9 +173,9 @@ Fault Exchange::wait_scatter(Chunk& chunk) {
   const uint32_t payload_bytes = chunk.plan->shards[node_].worker_bytes;
   for (uint32_t node = 0; node < nodes_.num_nodes(); ++node) {
     if (node == node_) continue;
-    const Fault fault =
-        check_message(scattered_payload(chunk, node) - kHeaderBytes,
-                      envelope(chunk, Phase::kScatter), columns_[local_index_][node], payload_bytes);
+    const Fault fault = check_message(scattered_payload(chunk, node) - kHeaderBytes,
+                                      envelope(chunk, Phase::kScatter),
+                                      columns_[local_index_][node], payload_bytes);
     if (fault) return fault;
   }
   return {};
@@ -172,10 +199,9 @@ std::byte* Exchange::gather_message(const Chunk& chunk) const {
 }
 
 std::byte* Exchange::gathered_column(const Chunk& chunk, uint32_t column) const {
-  const uint64_t begin =
-      chunk.plan->forward_bytes == 0
-          ? 0
-          : uint64_t{column} * chunk.plan->forward_bytes + kHeaderBytes;
+  const uint64_t begin = chunk.plan->forward_bytes == 0
+                             ? 0
+                             : uint64_t{column} * chunk.plan->forward_bytes + kHeaderBytes;
   return bytes(chunk.slot->gathered) + begin;
 }
 
@@ -184,17 +210,20 @@ std::byte* Exchange::own_place(const Chunk& chunk) const {
          uint64_t{node_} * chunk.plan->columns[local_index_].gather_message_bytes;
 }
 
-Pending Exchange::post_all_gather(Lane& lane, const at::Tensor& messages, const at::Tensor& own,
-                                  std::atomic<uint64_t>& sent) {
-  sent.fetch_add(static_cast<uint64_t>(own.numel()) * (lane.world_size() - 1),
-                 std::memory_order_relaxed);
-  return lane.all_gather(messages, own);
+void Exchange::count(uint64_t to_peers, uint64_t to_siblings) {
+  sent_bytes_.fetch_add(to_peers, std::memory_order_relaxed);
+  local_bytes_.fetch_add(to_siblings, std::memory_order_relaxed);
 }
 
-Pending Exchange::post_all_gather(Lane& lane, const at::Tensor& messages,
-                                  std::atomic<uint64_t>& sent) {
+Pending Exchange::post_all_gather(Lane& lane, const at::Tensor& messages) {
   const int64_t size = messages.numel() / lane.world_size();
-  return post_all_gather(lane, messages, messages.narrow(0, size * lane.rank(), size), sent);
+  return lane.all_gather(messages, messages.narrow(0, size * lane.rank(), size));
+}
+
+Pending Exchange::post_to_all(Lane& lane, const at::Tensor& messages) {
+  const uint64_t size = static_cast<uint64_t>(messages.numel()) / lane.world_size();
+  count(size * (nodes_.world_size() - siblings_.size()), size * (siblings_.size() - 1));
+  return post_all_gather(lane, messages);
 }
 
 // All-gather needs messages of one size, so all are padded to the longest; the header of each holds
@@ -206,11 +235,10 @@ void Exchange::post_gather(Chunk& chunk, WireStatus status, uint64_t checksum) {
   const Slot& slot = *chunk.slot;
   const int64_t begin = gathered_column(chunk, local_index_) - bytes(slot.gathered);
   const at::Tensor messages = slot.gathered.narrow(0, begin, size * nodes_.num_nodes());
-  chunk.gather =
-      slot.own_message.defined()
-          ? post_all_gather(*lanes_.gather, messages, slot.own_message.narrow(0, 0, size),
-                            sent_bytes_)
-          : post_all_gather(*lanes_.gather, messages, sent_bytes_);
+  count(static_cast<uint64_t>(size) * (nodes_.num_nodes() - 1), 0);
+  chunk.gather = slot.own_message.defined()
+                     ? lanes_.gather->all_gather(messages, slot.own_message.narrow(0, 0, size))
+                     : post_all_gather(*lanes_.gather, messages);
 }
 
 Fault Exchange::wait_gather(Chunk& chunk) {
@@ -240,25 +268,38 @@ Fault Exchange::check_gathered(const Chunk& chunk, uint32_t column) const {
 
 // --- siblings: what was gathered
 
+// Shared memory has what was gathered where decode reads it. The headers then travel where those of
+// the local scatter came, which were checked.
+at::Tensor Exchange::forwarded(const Chunk& chunk) const {
+  const Slot& slot = *chunk.slot;
+  const int64_t size = siblings_share(slot) ? kHeaderBytes : chunk.plan->forward_bytes;
+  return (siblings_share(slot) ? slot.dense_receive : slot.gathered)
+      .narrow(0, 0, size * static_cast<int64_t>(siblings_.size()));
+}
+
 void Exchange::post_forward(Chunk& chunk, WireStatus status) {
-  const int64_t size = chunk.plan->forward_bytes;
-  write_header(bytes(chunk.slot->gathered) + size * local_index_, envelope(chunk, Phase::kForward),
-               status, static_cast<uint32_t>(size) - kHeaderBytes, 0);
+  const uint32_t forward_bytes = chunk.plan->forward_bytes;
+  const at::Tensor messages = forwarded(chunk);
   const auto number = static_cast<int64_t>(siblings_.size());
-  chunk.forward = post_all_gather(*lanes_.forward, chunk.slot->gathered.narrow(0, 0, size * number),
-                                  local_bytes_);
+  const int64_t size = messages.numel() / number;
+  const at::Tensor own = messages.narrow(0, size * local_index_, size);
+  write_header(bytes(own), envelope(chunk, Phase::kForward), status, forward_bytes - kHeaderBytes,
+               0);
+  count(0, uint64_t{forward_bytes} * (siblings_.size() - 1));
+  chunk.forward = lanes_.forward->all_gather(messages, own);
 }
 
 // Headers and checksums of other columns' messages are those of their owners.
 Fault Exchange::wait_forward(Chunk& chunk) {
   wait(chunk.forward, Phase::kForward, chunk.step, chunk.number);
   chunk.forward.reset();
-  const uint64_t size = chunk.plan->forward_bytes;
+  const at::Tensor messages = forwarded(chunk);
+  const uint64_t size = messages.numel() / siblings_.size();
   for (uint32_t i = 0; i < siblings_.size(); ++i) {
     if (i == local_index_) continue;
-    Fault fault = check_unsummed_message(bytes(chunk.slot->gathered) + size * i,
-                                         envelope(chunk, Phase::kForward), siblings_[i],
-                                         static_cast<uint32_t>(size) - kHeaderBytes);
+    Fault fault =
+        check_unsummed_message(bytes(messages) + size * i, envelope(chunk, Phase::kForward),
+                               siblings_[i], chunk.plan->forward_bytes - kHeaderBytes);
     if (!fault && i < nodes_.num_columns()) fault = check_gathered(chunk, i);
     if (fault) return fault;
   }
@@ -271,7 +312,7 @@ Pending Exchange::post_commit(const at::Tensor& commits, uint64_t step, uint64_t
                               const Fault& fault, const UsedMap& used) {
   write_commit(bytes(commits) + agreement_.rank * commit_bytes(used.size()), agreement_.rank, step,
                bucket, fault, used);
-  return post_all_gather(*lanes_.commit, commits, sent_bytes_);
+  return post_to_all(*lanes_.commit, commits);
 }
 
 // The calling thread owns that lane, and posts nothing else meanwhile.
@@ -281,7 +322,7 @@ Fault Exchange::gather_hashes(const std::vector<uint64_t>& hashes, uint64_t step
   const auto options = at::TensorOptions().dtype(at::kByte);
   const at::Tensor receive = at::zeros({size * agreement_.world_size}, options);
   write_hashes(agreement_, step, next_chunk, hashes, bytes(receive) + size * agreement_.rank);
-  wait(post_all_gather(*lanes_.hashes, receive, sent_bytes_), Phase::kParameters, step, next_chunk);
+  wait(post_to_all(*lanes_.hashes, receive), Phase::kParameters, step, next_chunk);
   return read_hashes(agreement_, step, next_chunk, bytes(receive), hashes.size(), by_rank);
 }
 

@@ -6,13 +6,17 @@
 //   gather          every rank sends its peers the payload of the mean of what it owns
 //   forward         every rank sends its siblings what it gathered, as it came      (local lanes)
 //
-// With one rank per node all ranks are peers, and nothing is local.
+// With one rank per node all ranks are peers, and nothing is local. Where siblings share memory,
+// only headers are sent between them. A header says that what belongs to it is there, and is sent
+// after it was written; the kernel's lock on a connection's queue puts the write before the read.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
+#include "host/shared_memory.h"
 #include "lane.h"
 #include "messages.h"
 #include "nodes.h"
@@ -24,15 +28,23 @@
 namespace gradferry {
 
 // Buffers of one chunk in flight, allocated once. uint8, in host memory.
+//
+// Of memory that siblings share, chunk n is in slot n % slots on all of them. What a rank writes
+// for chunk n + slots, nobody reads any more for chunk n:
+//   dense_shared  this rank has decoded chunk n, so all siblings forwarded it, after they had added
+//   gathered      all siblings have posted chunk n + slots, each after it had decoded chunk n
 struct Slot {
-  at::Tensor dense_send, dense_receive;  // between siblings
+  at::Tensor dense_send, dense_receive;  // between siblings; where they share memory, only headers
+  at::Tensor dense_shared;               // then: gradients, for every column from its other ranks
+  uint64_t dense_place_bytes = 0;        // apart
   at::Tensor sum;                        // of the node's gradients, of this rank's column
   at::Tensor scatter_send, scatter_receive;
-  at::Tensor gathered;     // what decode reads; may be scatter_receive
+  at::Tensor gathered;     // what decode reads; may be scatter_receive, or what siblings share
   at::Tensor own_message;  // then: this rank's, which else is written to its place in `gathered`
 };
 
-Slot make_slot(const Workspace& workspace);
+// `memory`: null where siblings share none; else it has all slots, of which this is `number`.
+Slot make_slot(const Workspace& workspace, SharedMemory* memory, uint64_t number);
 
 // One chunk on its way through the exchange.
 struct Chunk {
@@ -69,7 +81,7 @@ class Exchange {
   void close(bool failed);
 
   const Agreement& agreement() const { return agreement_; }
-  // What this rank sent to others, on other nodes and on its own.
+  // What this rank sent to ranks of other nodes, and to those of its own.
   uint64_t sent_bytes() const { return sent_bytes_.load(std::memory_order_relaxed); }
   uint64_t local_bytes() const { return local_bytes_.load(std::memory_order_relaxed); }
 
@@ -118,15 +130,22 @@ class Exchange {
     return agreement_.envelope(chunk.step, chunk.number, phase);
   }
   uint64_t dense_bytes(const Chunk& chunk, uint32_t local_index) const;
+  // Of the message with them, on a lane.
+  uint64_t dense_message_bytes(const Chunk& chunk, uint32_t local_index) const;
+  // Of a sibling's gradients for a column that is not its own.
+  std::byte* dense_place(const Slot& slot, uint32_t sibling, uint32_t column) const;
   // What peers gathered of a column.
   std::byte* gathered_column(const Chunk& chunk, uint32_t column) const;
   Fault check_gathered(const Chunk& chunk, uint32_t column) const;
   // Where all-gathered messages have this rank's.
   std::byte* own_place(const Chunk& chunk) const;
-  // `messages`: a place for every rank of the lane. `own`: this rank's place, or elsewhere.
-  Pending post_all_gather(Lane& lane, const at::Tensor& messages, const at::Tensor& own,
-                          std::atomic<uint64_t>& sent);
-  Pending post_all_gather(Lane& lane, const at::Tensor& messages, std::atomic<uint64_t>& sent);
+  void count(uint64_t to_peers, uint64_t to_siblings);
+  // `messages`: a place for every rank of the lane, of which this one's is written.
+  static Pending post_all_gather(Lane& lane, const at::Tensor& messages);
+  // Of all ranks.
+  Pending post_to_all(Lane& lane, const at::Tensor& messages);
+  // The messages of all siblings, as the lane has them.
+  at::Tensor forwarded(const Chunk& chunk) const;
 
   Agreement agreement_;
   const Nodes& nodes_;

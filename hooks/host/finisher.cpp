@@ -18,11 +18,35 @@ void note(Fault& kept, const Fault& fault) {
   if (fault && (!kept || kept.status == WireStatus::kPeerTrouble)) kept = fault;
 }
 
+uint64_t commit_record_bytes(const EngineOptions& options) {
+  return commit_bytes(options.find_unused_parameters ? options.parameters.size() : 0);
+}
+
+uint64_t all_commits_bytes(const EngineOptions& options) {
+  return kCommitSlots * commit_record_bytes(options) * uint64_t{options.world_size};
+}
+
+Workspace plan_host_workspace(const EngineOptions& options, const Layout& layout,
+                              bool siblings_share) {
+  return plan_workspace(layout, options.chunk_bytes,
+                        {.cap_bytes = options.workspace_cap_bytes,
+                         .other_bytes = all_commits_bytes(options),
+                         .most_slots = kHostSlots,
+                         .gathers_in_place = true,
+                         .siblings_share = siblings_share});
+}
+
 }  // namespace
 
+uint64_t shared_memory_bytes(const EngineOptions& options) {
+  const Layout layout(options.parameters, options.rank, options.nodes, Device::kCpu);
+  const Workspace workspace = plan_host_workspace(options, layout, /*siblings_share=*/true);
+  return workspace.slots * workspace.shared_bytes;
+}
+
 Finisher::Finisher(const EngineOptions& options, const Layout& layout, HostResiduals& residuals,
-                   const ResidualSample& sample, Exchange& exchange, EventLog& log,
-                   EngineLife& life)
+                   const ResidualSample& sample, Exchange& exchange, SharedMemory* memory,
+                   EventLog& log, EngineLife& life)
     : options_(options),
       layout_(layout),
       residuals_(residuals),
@@ -31,25 +55,22 @@ Finisher::Finisher(const EngineOptions& options, const Layout& layout, HostResid
       log_(log),
       life_(life),
       codecs_(options, layout, residuals) {
-  const uint64_t record =
-      commit_bytes(options_.find_unused_parameters ? layout_.parameters().size() : 0);
-  const uint64_t commits_bytes = kCommitSlots * record * uint64_t{options_.world_size};
-  const Workspace workspace = plan_workspace(layout_, options_.chunk_bytes,
-                                             {.cap_bytes = options_.workspace_cap_bytes,
-                                              .other_bytes = commits_bytes,
-                                              .most_slots = kHostSlots,
-                                              .gathers_in_place = true});
+  const Workspace workspace = plan_host_workspace(options_, layout_, memory != nullptr);
   expect_offsets_fit(workspace.message_bytes, options_.world_size);
-  for (size_t i = 0; i < workspace.slots; ++i) slots_.push_back(make_slot(workspace));
+  const uint64_t shared_bytes = workspace.slots * workspace.shared_bytes;
+  GRADFERRY_EXPECTS(memory == nullptr || memory->num_bytes() == shared_bytes, kState,
+                    "shared memory has " + std::to_string(memory->num_bytes()) +
+                        " bytes, expected " + std::to_string(shared_bytes));
+  for (size_t i = 0; i < workspace.slots; ++i) slots_.push_back(make_slot(workspace, memory, i));
   for (Slot& slot : slots_) free_slots_.push_back(&slot);
   const auto bytes = at::TensorOptions().dtype(at::kByte);
-  const auto length = static_cast<int64_t>(record);
+  const auto length = static_cast<int64_t>(commit_record_bytes(options_));
   for (size_t i = 0; i < kCommitSlots; ++i) {
     commit_slots_.push_back(at::zeros({length * options_.world_size}, bytes));
   }
   EngineStats& stats = life_.stats;
   stats.workspace = workspace;
-  stats.workspace_bytes += workspace.bytes() + commits_bytes;
+  stats.workspace_bytes += workspace.bytes() + all_commits_bytes(options_);
   stats.workspace_allocations = workspace.slots + kCommitSlots;
 }
 
@@ -59,8 +80,12 @@ Slot* Finisher::take_slot() {
   std::unique_lock lock(life_.mutex);
   life_.changed.wait(lock, [&] { return !free_slots_.empty() || life_.death; });
   if (life_.death) throw Error(*life_.death);
-  Slot* slot = free_slots_.back();
-  free_slots_.pop_back();
+  // Slots become free in the order of their chunks, and so chunk n is in slot n % slots
+  // (exchange.h). Where siblings share none, the slot used last is the one that the cache may still
+  // hold.
+  const auto taken = slots_[0].dense_shared.defined() ? free_slots_.begin() : free_slots_.end() - 1;
+  Slot* slot = *taken;
+  free_slots_.erase(taken);
   return slot;
 }
 
@@ -180,8 +205,7 @@ Fault Finisher::local_fault(const ChunkJob& job, Phase phase) const {
 ChunkCodecs::Work Finisher::work_of(const ChunkJob& job) const {
   const BucketJob& bucket = *job.bucket;
   void* gradient = bucket.gradient.mutable_data_ptr();
-  const void* summed =
-      layout_.nodes().is_flat() ? gradient : job.chunk.slot->sum.const_data_ptr();
+  const void* summed = layout_.nodes().is_flat() ? gradient : job.chunk.slot->sum.const_data_ptr();
   return {job.chunk.plan, bucket.step, bucket.gain, gradient, summed};
 }
 
@@ -207,7 +231,6 @@ void Finisher::send_to_peers(ChunkJob& job, ChunkCodecs& codecs, WireStatus stat
   const std::lock_guard lock(life_.mutex);
   bucket.event.encode_ns += encode_ns;
   bucket.event.worker += withheld;
-  bucket.event.encoded_ns = EventLog::now();
 }
 
 // Adds up the node's gradients. A rank beyond the columns only hears how its siblings are.
@@ -223,7 +246,9 @@ void Finisher::sum(ChunkJob& job) {
     return;
   }
   const uint32_t own = nodes.local_index(options_.rank);
+  int64_t encode_ns = 0;
   if (!bucket.fault) {
+    const TimedRange timed("gradferry::encode", encode_ns);
     std::vector<const std::byte*> gradients(nodes.siblings(options_.rank).size(), nullptr);
     for (uint32_t i = 0; i < gradients.size(); ++i) {
       if (i != own) gradients[i] = exchange_.scattered_gradients(job.chunk, i);
@@ -232,6 +257,10 @@ void Finisher::sum(ChunkJob& job) {
     const double scale = static_cast<double>(nodes.num_nodes()) / nodes.world_size();
     sum_column(*job.chunk.plan, own, gradients, bucket.gradient.const_data_ptr(), scale,
                job.chunk.slot->sum.mutable_data_ptr());
+  }
+  {
+    const std::lock_guard lock(life_.mutex);  // run() may be at the bucket's next chunk
+    bucket.event.encode_ns += encode_ns;
   }
   send_to_peers(job, codecs_, bucket.fault.status);
 }
@@ -280,7 +309,8 @@ uint64_t Finisher::reduce_payloads(const ChunkJob& job) {
       codecs_.reduce(work, payloads, exchange_.gather_message(job.chunk) + kHeaderBytes);
   if (reduced.corrupt_tiles != 0) {
     const auto node = codecs_.sender_of_corrupt(work, payloads);
-    const uint32_t sender = node ? nodes.peers(nodes.local_index(options_.rank))[*node] : options_.rank;
+    const uint32_t sender =
+        node ? nodes.peers(nodes.local_index(options_.rank))[*node] : options_.rank;
     note(job.bucket->fault, {WireStatus::kCorruptPayload, Phase::kScatter, sender, job.chunk.number,
                              0, reduced.corrupt_tiles});
   }

@@ -8,7 +8,8 @@
 // With several ranks per node a local scatter comes first, to be summed and encoded, and what was
 // gathered is forwarded before it is decoded. With four things to wait for, the oldest job can be
 // one that a sibling has not come to: so whatever has come is done first, and only then is the
-// oldest chunk waited for, which every rank has posted or will post without waiting for a newer one.
+// oldest chunk waited for, which every rank has posted or will post without waiting for a newer
+// one.
 //
 // Owns the slots: the thread on which DDP calls the hook takes one, fills it, posts it, and passes
 // the chunk to the finisher.
@@ -42,11 +43,17 @@ inline constexpr size_t kGathersInFlight = 2;
 // use.
 inline constexpr size_t kCommitSlots = 8;
 
+// Bytes that the siblings of options.rank must share, for `memory` of an engine with the options.
+// Throws what the engine would.
+uint64_t shared_memory_bytes(const EngineOptions& options);
+
 class Finisher {
  public:
-  // Allocates the workspace and adds it to the stats. All arguments outlive the finisher.
+  // Allocates the workspace and adds it to the stats. `memory`: what this rank shares with its
+  // siblings, or null. All other arguments outlive the finisher.
   Finisher(const EngineOptions& options, const Layout& layout, HostResiduals& residuals,
-           const ResidualSample& sample, Exchange& exchange, EventLog& log, EngineLife& life);
+           const ResidualSample& sample, Exchange& exchange, SharedMemory* memory, EventLog& log,
+           EngineLife& life);
 
   // For the thread on which DDP calls the hook. take_slot() blocks while all slots are in use. Both
   // throw the engine's error after it has failed.
@@ -113,7 +120,7 @@ class Finisher {
 
   // Shared by both threads, under life_.mutex.
   Chunks queue_;
-  std::vector<Slot*> free_slots_;
+  std::deque<Slot*> free_slots_;  // the one used last is the last
 };
 
 }  // namespace gradferry

@@ -12,9 +12,11 @@
 
 namespace gradferry {
 
-HostEngine::HostEngine(EngineOptions options, ParameterHashes hashes, ExchangeLanes lanes)
+HostEngine::HostEngine(EngineOptions options, ParameterHashes hashes, ExchangeLanes lanes,
+                       const std::shared_ptr<SharedMemory>& memory, std::string local_stage)
     : BucketEngine(std::move(options), std::move(hashes), c10::kCPU,
                    /*exchanges=*/lanes.commit != nullptr),
+      local_stage_(std::move(local_stage)),
       sample_(layout_),
       residuals_(layout_, options_.exact_skip),
       codecs_(options_, layout_, residuals_) {
@@ -24,13 +26,15 @@ HostEngine::HostEngine(EngineOptions options, ParameterHashes hashes, ExchangeLa
                         " ranks needs lanes, and one for a single rank has none");
   if (!exchanges_) return;
   exchange_.emplace(options_.agreement(), layout_.nodes(), *options_.peers, std::move(lanes));
-  finisher_.emplace(options_, layout_, residuals_, sample_, *exchange_, log_, life_);
+  finisher_.emplace(options_, layout_, residuals_, sample_, *exchange_, memory.get(), log_, life_);
 }
 
 std::shared_ptr<HostEngine> HostEngine::start(EngineOptions options, ParameterHashes hashes,
-                                              ExchangeLanes lanes) {
-  std::shared_ptr<HostEngine> engine(
-      new HostEngine(std::move(options), std::move(hashes), std::move(lanes)));
+                                              ExchangeLanes lanes,
+                                              const std::shared_ptr<SharedMemory>& memory,
+                                              std::string local_stage) {
+  std::shared_ptr<HostEngine> engine(new HostEngine(
+      std::move(options), std::move(hashes), std::move(lanes), memory, std::move(local_stage)));
   if (engine->finisher_) {
     BackgroundThread::start(
         "gf-finish", BackgroundThread::Role::kEngine,
@@ -139,6 +143,7 @@ void HostEngine::send_chunk(const std::shared_ptr<BucketJob>& bucket, const Chun
   {
     const std::lock_guard lock(life_.mutex);
     ++life_.stats.chunks;
+    bucket->event.encoded_ns = EventLog::now();
   }
   finisher_->hand_in(std::move(job));
 }
@@ -146,11 +151,17 @@ void HostEngine::send_chunk(const std::shared_ptr<BucketJob>& bucket, const Chun
 void HostEngine::send_to_siblings(ChunkJob& job) {
   const void* gradient = job.bucket->gradient.const_data_ptr();
   const Nodes& nodes = layout_.nodes();
-  for (uint32_t column = 0; column < nodes.num_columns(); ++column) {
-    if (column == nodes.local_index(options_.rank)) continue;  // its delegate has it
-    pack_column(*job.chunk.plan, column, gradient, exchange_->dense_message(job.chunk, column));
+  int64_t encode_ns = 0;
+  {
+    const TimedRange timed("gradferry::encode", encode_ns);
+    for (uint32_t column = 0; column < nodes.num_columns(); ++column) {
+      if (column == nodes.local_index(options_.rank)) continue;  // its delegate has it
+      pack_column(*job.chunk.plan, column, gradient, exchange_->dense_message(job.chunk, column));
+    }
   }
   exchange_->post_local_scatter(job.chunk, WireStatus::kOk);
+  const std::lock_guard lock(life_.mutex);
+  job.bucket->event.encode_ns += encode_ns;
 }
 
 // --- between steps ---

@@ -18,6 +18,7 @@
 
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "bucket_engine.h"
@@ -33,18 +34,25 @@ namespace gradferry {
 
 class HostEngine final : public BucketEngine {
  public:
-  // `lanes`: all null when world_size is 1. `hashes`: of
-  // the parameters, in the order of options.parameters. Allocates residuals and workspace, then
-  // starts the finishing thread. The engine stops when the last copy of the returned pointer is
-  // destroyed.
+  // `lanes`: all null when world_size is 1. `memory`: shared_memory_bytes(options) that siblings
+  // share; null on all siblings: they share none. `local_stage`: for people, through what siblings
+  // exchange, and why. `hashes`: of the parameters, in the order of options.parameters. Allocates
+  // residuals and workspace, then starts the finishing thread. The engine stops when the last copy
+  // of the returned pointer is destroyed.
   static std::shared_ptr<HostEngine> start(EngineOptions options, ParameterHashes hashes,
-                                           ExchangeLanes lanes);
+                                           ExchangeLanes lanes,
+                                           const std::shared_ptr<SharedMemory>& memory,
+                                           std::string local_stage);
+
+  const std::string& local_stage() const { return local_stage_; }
 
  private:
-  HostEngine(EngineOptions options, ParameterHashes hashes, ExchangeLanes lanes);
+  HostEngine(EngineOptions options, ParameterHashes hashes, ExchangeLanes lanes,
+             const std::shared_ptr<SharedMemory>& memory, std::string local_stage);
 
   void average(Bucket bucket) override;
   uint64_t sent_bytes() const override { return exchange_ ? exchange_->sent_bytes() : 0; }
+  uint64_t local_bytes() const override { return exchange_ ? exchange_->local_bytes() : 0; }
   SavedResiduals save_residuals() override;
   void load_residuals(const SavedResiduals& saved) override;
   void take_back_step() override { residuals_.skip(); }
@@ -60,6 +68,7 @@ class HostEngine final : public BucketEngine {
   void send_to_siblings(ChunkJob& job);
   float loss_scale() const;
 
+  const std::string local_stage_;
   const ResidualSample sample_;
   HostResiduals residuals_;
   // Empty when world_size is 1.

@@ -67,7 +67,7 @@ ResidualSquares ResidualSample::worker(const ChunkPlan& plan, const void* summed
     if (!planned.worker_residual) continue;
     for (const Tile& tile : planned.tiles) {
       if (takes(tile)) {
-        sum += squares(summed, plan.sum_dtype, tile, residual + tile.residual_offset);
+        sum += squares(summed, plan.dtype, tile, residual + tile.residual_offset);
       }
     }
   }

@@ -43,7 +43,8 @@ struct LaneSockets {
 
 // Lanes on connections. Takes them over, also when it throws. `timeout`: how long a
 // collective may be without any progress.
-std::vector<std::shared_ptr<Lane>> make_socket_lanes(
-    uint32_t rank, const std::vector<LaneSockets>& lanes, std::chrono::milliseconds timeout);
+std::vector<std::shared_ptr<Lane>> make_socket_lanes(uint32_t rank,
+                                                     const std::vector<LaneSockets>& lanes,
+                                                     std::chrono::milliseconds timeout);
 
 }  // namespace gradferry

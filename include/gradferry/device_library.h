@@ -55,8 +55,8 @@ struct ChunkTile {
   uint32_t codec;         // index into ChunkBatch::codecs
   uint32_t message;       // index of the message that holds it; in reduce, where all do: 0
   uint32_t has_residual;  // 0 or 1: whether residual_offset means something
-  // In decode: bytes from DecodeChunkCall::sent to the numbers that were encoded, in fp32 or, of
-  // fp64, in fp64; 0: they are the gradient's.
+  // In decode: bytes from DecodeChunkCall::sent to the numbers that were encoded; 0: they are the
+  // gradient's.
   uint32_t summed_offset;
 };
 
@@ -175,8 +175,8 @@ struct PackCall {
 };
 
 // sum = scale * (the gradients of all siblings, added in the order of their messages), in fp32, or
-// in fp64 of fp64 gradients. This rank's own are taken from the bucket instead of its message. If a
-// header is wrong, every piece becomes NaN: reduce reports it.
+// in fp64 of fp64 gradients, and rounded to their dtype at last. This rank's own are taken from the
+// bucket instead of its message. If a header is wrong, every piece becomes NaN: reduce reports it.
 struct SumCall {
   const ChunkPiece* pieces;
   uint32_t num_pieces;

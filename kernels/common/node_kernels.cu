@@ -75,7 +75,7 @@ GRADFERRY_DEVICE void for_siblings(const SumCall& call, const ChunkPiece& piece,
 // Quads where their addresses allow it: always of what was received, maybe of the bucket.
 template <ScalarType dtype>
 GRADFERRY_DEVICE void sum_quad(const SumCall& call, const ChunkPiece& piece, uint32_t first,
-                               float* sum) {
+                               std::byte* sum) {
   constexpr uint32_t kItem = item_bytes(dtype);
   const uint32_t rest = piece.num_elements - first;
   const auto factor = static_cast<float>(call.scale);
@@ -90,18 +90,14 @@ GRADFERRY_DEVICE void sum_quad(const SumCall& call, const ChunkPiece& piece, uin
     GRADFERRY_UNROLL
     for (uint32_t i = 0; i < kQuad; ++i) total[i] = is_first ? x[i] : total[i] + x[i];
   });
-  Bytes16 out;
   GRADFERRY_UNROLL
-  for (uint32_t i = 0; i < kQuad; ++i)
-    out.word[i] = bits(factor == 1.0f ? total[i] : total[i] * factor);
-  float* to = sum + piece.offset + first;
+  for (uint32_t i = 0; i < kQuad; ++i) total[i] = canonical(total[i] * factor);
+  const Quad<dtype> out = narrow_quad<dtype>(total, quad_arrives_finite<dtype>(total));
+  std::byte* to = sum + (piece.offset + first) * kItem;
   if (rest >= kQuad) {
     write(to, out);
   } else {
-    GRADFERRY_UNROLL
-    for (uint32_t i = 0; i < kQuad; ++i) {
-      if (i < rest) to[i] = from_bits(out.word[i]);
-    }
+    store_items<dtype>(to, out, 0, rest);
   }
 }
 
@@ -112,7 +108,7 @@ GRADFERRY_DEVICE void sum_double(const SumCall& call, const ChunkPiece& piece, u
     const auto x = read<double>(items + i * sizeof(double));
     total = is_first ? x : total + x;
   });
-  sum[piece.offset + i] = call.scale == 1.0 ? total : total * call.scale;
+  sum[piece.offset + i] = total * call.scale;
 }
 
 template <ScalarType dtype>
@@ -129,10 +125,11 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(SumCall call) {
       }
     }
   } else {
-    auto* sum = static_cast<float*>(call.sum);
+    constexpr uint32_t kItem = item_bytes(dtype);
+    auto* sum = static_cast<std::byte*>(call.sum);
     if (refused) {
       for (uint32_t i = threadIdx.x; i < piece.num_elements; i += kThreads) {
-        write(sum + piece.offset + i, kNanBits);
+        store_item<dtype>(sum + (piece.offset + i) * kItem, narrow<dtype>(from_bits(kNanBits)));
       }
       return;
     }

@@ -247,10 +247,46 @@ GRADFERRY_DEVICE uint32_t decode_values(const TileUnit<typename Codec::Options>&
   return flags;
 }
 
-// Writes what decode_values() gave, unless `gradient` is null; changes v. Returns
+// Adds to an element of a residual, if the sum is finite.
+GRADFERRY_DEVICE void add_finite(float* residual, float x) {
+  const float sum = *residual + x;
+  if (!is_not_finite(sum)) *residual = sum;
+}
+
+// residual += beta * v, but for elements that do not arrive finite in the gradient, and sums that
+// are not. Row by row: the old values of all rows would not fit into registers beside v.
+template <ScalarType dtype>
+GRADFERRY_DEVICE void add_arrived(const Slice& slice, const float* v, float beta, float* residual) {
+  constexpr ScalarType kFloat = ScalarType::kFloat32;
+  const bool by_quads = goes_by_quads(slice, residual);
+  GRADFERRY_UNROLL
+  for (uint32_t row = 0; row < kRows; ++row) {
+    const float* x = v + kQuad * row;
+    const uint32_t element = slice.element(row);
+    if (by_quads) {
+      auto* array = reinterpret_cast<std::byte*>(residual + element);
+      float kept[kQuad];
+      widen_quad<kFloat>(read<Quad<kFloat>>(array), kept);
+      GRADFERRY_UNROLL
+      for (uint32_t i = 0; i < kQuad; ++i) {
+        if (arrives_finite<dtype>(x[i])) add_finite(kept + i, beta * x[i]);
+      }
+      write(array, narrow_quad<kFloat>(kept, true));
+      continue;
+    }
+    rare_path();
+    GRADFERRY_UNROLL
+    for (uint32_t i = 0; i < kQuad; ++i) {
+      if (element + i >= slice.num_elements || !arrives_finite<dtype>(x[i])) continue;
+      add_finite(residual + element + i, beta * x[i]);
+    }
+  }
+}
+
+// Writes what decode_values() gave, unless `gradient` is null. Returns
 // flags: a finite number may be infinite in the gradient's dtype.
 template <ScalarType dtype>
-GRADFERRY_DEVICE uint32_t store_values(const Slice& slice, const Tile& tile, float* v,
+GRADFERRY_DEVICE uint32_t store_values(const Slice& slice, const Tile& tile, const float* v,
                                        std::byte* gradient, float beta, float* residual) {
   bool all_finite = false;
   if (gradient == nullptr) {
@@ -261,15 +297,7 @@ GRADFERRY_DEVICE uint32_t store_values(const Slice& slice, const Tile& tile, flo
   }
   if (gradient != nullptr && residual != nullptr && beta != 0.0f) {
     rare_path();
-    float* tile_residual = residual + tile.residual_offset;
-    float old[kLaneElements];
-    load_residual(slice, tile_residual, old);
-    GRADFERRY_UNROLL
-    for (uint32_t j = 0; j < kLaneElements; ++j) {
-      const float arrived = old[j] + beta * v[j];
-      v[j] = arrives_finite<dtype>(v[j]) ? arrived : from_bits(kNanBits);
-    }
-    store_residual<false>(slice, v, nullptr, tile_residual);
+    add_arrived<dtype>(slice, v, beta, residual + tile.residual_offset);
   }
   // What fp32 does not hold has its flag already.
   return dtype == ScalarType::kFloat32 || all_finite ? 0 : kTileNonFinite;

@@ -13,6 +13,8 @@ DEVICE_CHUNK_SLOTS: int  # the same, of a DeviceEngine
 COMMIT_SLOTS: int  # buckets whose commits are in flight
 GATHERS_IN_FLIGHT: int
 SCATTER_PADDING_PART: int  # padding is at most this part of a chunk's scatter messages
+MOST_DENSE_BYTES: int  # of gradient in a chunk and a column, where nodes have several ranks
+PIECE_ALIGNMENT: int  # elements, of tiles on their way to their delegates
 RESIDUAL_ALIGNMENT: int  # fp32 elements
 
 class _OptionInfo(TypedDict):
@@ -35,6 +37,10 @@ class _CodecCost(TypedDict):
     reduce_per_element: float
     decode_per_element: float
     check_per_byte: float
+
+class _NodeCost(TypedDict):
+    pack_per_element: float
+    sum_per_element: float
 
 class ParameterSpec:
     def __init__(
@@ -73,7 +79,15 @@ class EngineOptions:
         store: Store | None,
     ) -> None: ...
 
+class SharedMemory:
+    def __init__(self, descriptor: int, num_bytes: int) -> None: ...
+    def part(self, offset: int, num_bytes: int) -> torch.Tensor: ...
+
+def shared_memory_bytes(options: EngineOptions) -> int: ...
 def chunk_bytes_within(workspace_cap_bytes: int, world_size: int, most: int) -> int: ...
+def dense_bytes_within(
+    workspace_cap_bytes: int, chunk_bytes: int, nodes: Sequence[Sequence[int]]
+) -> int: ...
 
 class BucketEngine:
     def stats(self) -> dict[str, Any]: ...
@@ -119,8 +133,15 @@ def socket_lanes(
 
 class HostEngine(BucketEngine):
     def __init__(
-        self, options: EngineOptions, *, tensors: list[torch.Tensor], lanes: Mapping[str, Lane]
+        self,
+        options: EngineOptions,
+        *,
+        tensors: list[torch.Tensor],
+        lanes: Mapping[str, Lane],
+        memory: SharedMemory | None,
+        local_stage: str,
     ) -> None: ...
+    def local_stage(self) -> str: ...
 
 class DeviceEngine(BucketEngine):
     def __init__(
@@ -246,4 +267,7 @@ def codec_cost(
     num_elements: int,
     rounds: int,
 ) -> _CodecCost: ...
+def node_cost(
+    dtype: torch.dtype, *, num_ranks: int, num_elements: int, rounds: int
+) -> _NodeCost: ...
 def memcpy_gbps(num_bytes: int, rounds: int) -> float: ...

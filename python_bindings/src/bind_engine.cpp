@@ -8,7 +8,9 @@
 #include "ddp_hook.h"
 #include "device/device_engine.h"
 #include "gradferry/device_library.h"
+#include "host/finisher.h"
 #include "host/host_engine.h"
+#include "host/shared_memory.h"
 #include "host/socket_lane.h"
 #include "process_end.h"
 #include "scalar_type.h"
@@ -81,7 +83,9 @@ std::shared_ptr<Lane> make_backend_lane(const py::handle& backend) {
 // `lanes`: by purpose.
 std::shared_ptr<HostEngine> start_host_engine(EngineOptions options,
                                               const std::vector<at::Tensor>& tensors,
-                                              std::map<std::string, std::shared_ptr<Lane>> lanes) {
+                                              std::map<std::string, std::shared_ptr<Lane>> lanes,
+                                              const std::shared_ptr<SharedMemory>& memory,
+                                              std::string local_stage) {
   const py::gil_scoped_release released;
   ExchangeLanes used{.scatter = lanes["scatter"],
                      .gather = lanes["gather"],
@@ -90,7 +94,8 @@ std::shared_ptr<HostEngine> start_host_engine(EngineOptions options,
                      .forward = lanes["forward"],
                      .hashes = lanes["hashes"]};
   lanes.clear();
-  return HostEngine::start(std::move(options), ParameterHashes(tensors), std::move(used));
+  return HostEngine::start(std::move(options), ParameterHashes(tensors), std::move(used), memory,
+                           std::move(local_stage));
 }
 
 // `lanes`: by purpose. With "staged" bytes are staged in host memory, for all of them. Else
@@ -143,6 +148,7 @@ py::dict stats_dict(const BucketEngine& engine) {
   result["chunks"] = stats.chunks;
   result["gradient_bytes"] = stats.gradient_bytes;
   result["wire_bytes"] = stats.wire_bytes;
+  result["local_bytes"] = stats.local_bytes;
   result["residual_bytes"] = stats.residual_bytes;
   result["workspace_bytes"] = stats.workspace_bytes;
   result["workspace_allocations"] = stats.workspace_allocations;
@@ -172,6 +178,9 @@ py::dict workspace_dict(const BucketEngine& engine) {
   result["receive_bytes"] = workspace.receive_bytes;
   result["shared_receive"] = workspace.shared_receive;
   result["own_message_bytes"] = workspace.own_message_bytes;
+  result["gathered_bytes"] = workspace.gathered_bytes;
+  result["dense_bytes"] =
+      workspace.dense_send_bytes + workspace.dense_receive_bytes + workspace.sum_bytes;
   return result;
 }
 
@@ -231,10 +240,18 @@ py::list tiles_list(const BucketEngine& engine) {
 void bind_options(py::module_& module) {
   module.def("chunk_bytes_within", &chunk_bytes_within, py::arg("workspace_cap_bytes"),
              py::arg("world_size"), py::arg("most"));
+  module.def(
+      "dense_bytes_within",
+      [](uint64_t cap_bytes, uint32_t chunk_bytes, std::vector<std::vector<uint32_t>> nodes) {
+        return dense_bytes_within(cap_bytes, chunk_bytes, Nodes(std::move(nodes)));
+      },
+      py::arg("workspace_cap_bytes"), py::arg("chunk_bytes"), py::arg("nodes"));
   module.attr("CHUNK_SLOTS") = kHostSlots;
   module.attr("DEVICE_CHUNK_SLOTS") = kDeviceSlots;
   module.attr("COMMIT_SLOTS") = kCommitSlots;
   module.attr("SCATTER_PADDING_PART") = kScatterPaddingPart;
+  module.attr("MOST_DENSE_BYTES") = kMostDenseBytes;
+  module.attr("PIECE_ALIGNMENT") = kPieceAlignment;
   module.attr("GATHERS_IN_FLIGHT") = kGathersInFlight;
   module.attr("RESIDUAL_ALIGNMENT") = kResidualAlignment;
   py::class_<Collective>(module, "Collective")
@@ -269,6 +286,10 @@ void bind_options(py::module_& module) {
             rank, sockets, std::chrono::milliseconds(static_cast<int64_t>(timeout_seconds * 1000)));
       },
       py::arg("lanes"), py::kw_only(), py::arg("rank"), py::arg("timeout_seconds"));
+  py::class_<SharedMemory, std::shared_ptr<SharedMemory>>(module, "SharedMemory")
+      .def(py::init<int, uint64_t>(), py::arg("descriptor"), py::arg("num_bytes"),
+           py::call_guard<py::gil_scoped_release>())
+      .def("part", &SharedMemory::part, py::arg("offset"), py::arg("num_bytes"));
   py::class_<ParameterSpec>(module, "ParameterSpec")
       .def(py::init(&make_parameter), py::kw_only(), py::arg("name"), py::arg("num_elements"),
            py::arg("dtype"), py::arg("codec"), py::arg("warmup"), py::arg("worker_residual"),
@@ -281,6 +302,8 @@ void bind_options(py::module_& module) {
            py::arg("check_every"), py::arg("chunk_bytes"), py::arg("equal_scatter"),
            py::arg("workspace_cap_bytes"), py::arg("find_unused_parameters"),
            py::arg("store").none(true));
+  module.def("shared_memory_bytes", &shared_memory_bytes, py::arg("options"),
+             py::call_guard<py::gil_scoped_release>());
 }
 
 py::tuple saved_state(BucketEngine& engine) {
@@ -326,7 +349,8 @@ void bind_engine(py::module_& module) {
            py::call_guard<py::gil_scoped_release>());
   py::class_<HostEngine, BucketEngine, std::shared_ptr<HostEngine>>(module, "HostEngine")
       .def(py::init(&start_host_engine), py::arg("options"), py::kw_only(), py::arg("tensors"),
-           py::arg("lanes"));
+           py::arg("lanes"), py::arg("memory").none(true), py::arg("local_stage"))
+      .def("local_stage", &HostEngine::local_stage);
   py::class_<DeviceEngine, BucketEngine, std::shared_ptr<DeviceEngine>>(module, "DeviceEngine")
       .def(py::init(&start_device_engine), py::arg("options"), py::kw_only(), py::arg("device"),
            py::arg("tensors"), py::arg("lanes"), py::arg("group_name"))

@@ -34,7 +34,10 @@ ParameterSpec huge(const char* name, bool residuals) {
 Layout huge_layout(uint32_t rank) {
   ParameterSpec last = huge("last", true);
   last.num_elements = kLastElements;
-  return {{huge("first", true), huge("second", true), last}, rank, Nodes::flat(kWorldSize), Device::kCpu};
+  return {{huge("first", true), huge("second", true), last},
+          rank,
+          Nodes::flat(kWorldSize),
+          Device::kCpu};
 }
 
 BucketPlan huge_plan(const Layout& layout, uint32_t rank) {
@@ -82,17 +85,20 @@ TEST(HugeParameter, PlanHasEveryElementOnceWhereItLies) {
   EXPECT_EQ(plan.num_elements, kElements);
   uint64_t id = 0, element = 0;
   auto parameter = layout.parameters().begin();
+  uint64_t residual_begin = 0;
   for (const ChunkPlan& chunk : plan.chunks) {
     ASSERT_EQ(chunk.encode.size(), 1);
     ASSERT_EQ(chunk.decode.size(), 1);
     ASSERT_EQ(chunk.encode[0].tiles.size(), chunk.decode[0].tiles.size());
     for (size_t i = 0; i < chunk.encode[0].tiles.size(); ++i, ++id) {
-      if (id == parameter->first_tile + parameter->num_tiles) ++parameter;
+      if (id == parameter->first_tile + parameter->num_tiles) {
+        residual_begin = layout.worker_residual_range(*++parameter).begin;
+      }
       const uint64_t in_parameter = (id - parameter->first_tile) * kTileElements;
       for (const Tile& tile : {chunk.encode[0].tiles[i], chunk.decode[0].tiles[i]}) {
         ASSERT_EQ(tile.id, id);
         ASSERT_EQ(tile.gradient_offset, element);
-        ASSERT_EQ(tile.residual_offset, parameter->worker_residual + in_parameter);
+        ASSERT_EQ(tile.residual_offset, residual_begin + in_parameter);
       }
       element += chunk.encode[0].tiles[i].num_elements;
     }
@@ -147,9 +153,9 @@ TEST(HugeParameter, PlanCutsMessagesThatFitAndDoNotOverlap) {
 TEST(Warmup, TilesKeepTheirOwnersAndFitWithEveryCodec) {
   std::vector<ParameterSpec> specs(5, huge("one", true));
   for (uint32_t i = 0; i < specs.size(); ++i) specs[i].num_elements = 1 + i * kTileElements;
-  const Layout dense(specs, 0, kWorldSize, Device::kCpu);
+  const Layout dense(specs, 0, Nodes::flat(kWorldSize), Device::kCpu);
   for (ParameterSpec& spec : specs) spec.warmup = "rht:bits=4";
-  const Layout layout(specs, 0, kWorldSize, Device::kCpu);
+  const Layout layout(specs, 0, Nodes::flat(kWorldSize), Device::kCpu);
   std::vector<uint64_t> shards(kWorldSize);
   for (const Parameter& parameter : layout.parameters()) {
     for (uint32_t t = 0; t < parameter.num_tiles; ++t) {
@@ -174,7 +180,7 @@ TEST(HugeParameter, MoreTilesThanCanBeNumberedAreRefusedByName) {
   ParameterSpec spec = huge("everything", false);
   spec.num_elements = uint64_t{1} << 45;
   try {
-    const Layout layout({spec}, 0, kWorldSize, Device::kCpu);
+    const Layout layout({spec}, 0, Nodes::flat(kWorldSize), Device::kCpu);
     FAIL() << "it was accepted";
   } catch (const Error& error) {
     EXPECT_EQ(error.kind(), ErrorKind::kConfig);
@@ -198,7 +204,7 @@ std::vector<uint32_t> scatter_sizes(uint64_t first_elements, uint64_t second_ele
                           .worker_residual = false,
                           .owner_residual = false});
   }
-  const Layout layout(parameters, 0, 2, Device::kCpu);
+  const Layout layout(parameters, 0, Nodes::flat(2), Device::kCpu);
   const BucketPlan plan = make_plan(layout, {0, 1},
                                     {.rank = 0,
                                      .chunk_bytes = chunk_bytes,

@@ -39,7 +39,7 @@ Layout layout_of(uint32_t world_size) {
   return {{parameter("matrix", tiles * kTileElements, "q4"), parameter("bias", 5000, "exact"),
            parameter("wide", tiles * kTileElements / 2, "q8"), parameter("norm", 64, "exact")},
           0,
-          world_size,
+          Nodes::flat(world_size),
           Device::kCpu};
 }
 
@@ -101,6 +101,64 @@ TEST(Workspace, ChunksShrinkWithTheWorldButHoldATile) {
   }
 }
 
+// Ranks by node, node by node.
+Nodes nodes_of(const std::vector<uint32_t>& sizes) {
+  std::vector<std::vector<uint32_t>> members;
+  uint32_t next = 0;
+  for (const uint32_t size : sizes) {
+    members.emplace_back(size);
+    std::iota(members.back().begin(), members.back().end(), next);
+    next += size;
+  }
+  return Nodes(members);
+}
+
+TEST(Workspace, NodesOfAnySizeHaveFourChunksWithinTheLimit) {
+  const std::vector<std::vector<uint32_t>> shapes = {{2, 2},
+                                                     {2, 1},
+                                                     {4},
+                                                     {8, 8},
+                                                     {8, 8, 8, 3},
+                                                     std::vector<uint32_t>(32, 8),
+                                                     std::vector<uint32_t>(2, 16)};
+  for (const auto& sizes : shapes) {
+    const Nodes nodes = nodes_of(sizes);
+    const uint32_t chunk_bytes = chunk_bytes_within(kCap, nodes.world_size(), kOnHost);
+    const uint64_t dense_bytes = dense_bytes_within(kCap, chunk_bytes, nodes);
+    for (const uint32_t rank : {0U, nodes.world_size() - 1, sizes[0] - 1}) {
+      const Layout layout({parameter("matrix", uint64_t{1} << 24, "exact")}, rank, nodes,
+                          Device::kCpu);
+      const Workspace workspace = plan_workspace(layout, chunk_bytes, limits(kCap, kOther));
+      EXPECT_EQ(workspace.slots, kMostSlots) << sizes.size() << " nodes of " << sizes[0];
+      EXPECT_LE(workspace.bytes() + kOther, kCap);
+      const BucketPlan plan = make_plan(layout, {0},
+                                        {.rank = rank,
+                                         .chunk_bytes = chunk_bytes,
+                                         .equal_scatter = false,
+                                         .codecs = CodecChoice::kOwn,
+                                         .residuals = false,
+                                         .dense_bytes = dense_bytes});
+      for (const ChunkPlan& chunk : plan.chunks) {
+        uint64_t sent = 0;
+        for (const Column& column : chunk.columns) {
+          const uint64_t message = kHeaderBytes + column.num_elements * sizeof(float);
+          sent += message;
+          EXPECT_LE(message * sizes[nodes.node_of(rank)], workspace.dense_send_bytes);
+          EXPECT_LE(column.gather_message_bytes, workspace.message_bytes);
+        }
+        EXPECT_LE(sent, workspace.dense_send_bytes);
+        EXPECT_LE(chunk.forward_bytes * sizes[nodes.node_of(rank)], workspace.gathered_bytes);
+      }
+    }
+  }
+}
+
+TEST(Workspace, GradientsBetweenRanksOfANodeKeepARoundSizeWhereThereIsMemory) {
+  EXPECT_EQ(dense_bytes_within(kCap, kOnHost, nodes_of({2, 2})), kMostDenseBytes);
+  EXPECT_LT(dense_bytes_within(kCap, kOnHost, nodes_of({8, 8})), kMostDenseBytes);
+  EXPECT_EQ(dense_bytes_within(kMiB, kOnHost, nodes_of({8, 8})), kTileElements * sizeof(double));
+}
+
 // Four slots, then three, two, one, and one whose buffers take turns.
 TEST(Workspace, LessMemoryMeansFewerChunksInFlight) {
   const Layout layout = layout_of(8);
@@ -131,8 +189,8 @@ TEST(Workspace, AGatherInPlaceNeedsItsOwnMemoryOnlyWhereBuffersTakeTurns) {
 
 // An owner receives 4096 payloads of 32 KiB for every tile of float64.
 TEST(Workspace, WhatCannotFitIsRefusedWithTheLeastThatDoes) {
-  const Layout layout({parameter("weight", 1 << 20, "exact", ScalarType::kFloat64)}, 0, 4096,
-                      Device::kCpu);
+  const Layout layout({parameter("weight", 1 << 20, "exact", ScalarType::kFloat64)}, 0,
+                      Nodes::flat(4096), Device::kCpu);
   const uint32_t chunk_bytes = chunk_bytes_within(kCap, 4096, kOnStreams);
   try {
     (void)plan_workspace(layout, chunk_bytes, limits(kCap, 0));

@@ -242,11 +242,6 @@ void reduce_chunk(const ReduceChunkCall& call) {
                                 from_siblings.received, call.forward_payload_bytes, forward.get()});
 }
 
-// Of a number of what siblings of gradients of a dtype add up to.
-size_t sum_bytes(ScalarType dtype) {
-  return dtype == ScalarType::kFloat64 ? sizeof(double) : sizeof(float);
-}
-
 // How far pieces reach in the bucket and in the sum, in elements.
 std::pair<size_t, size_t> ends_of(const ChunkPiece* pieces, uint32_t num_pieces) {
   size_t gradient = 0, sum = 0;
@@ -280,7 +275,7 @@ void sum(const SumCall& call) {
   const GpuCopy gradient(as_bytes(call.gradient), gradient_end * item);
   const GpuCopy messages(call.messages, call.num_messages);
   const GpuCopy received(call.received, end_of(call.messages, call.num_messages));
-  const GpuCopy sum(static_cast<std::byte*>(call.sum), sum_end * sum_bytes(call.dtype));
+  const GpuCopy sum(static_cast<std::byte*>(call.sum), sum_end * item);
   on_gpu.pieces = pieces.get();
   on_gpu.gradient = gradient.get();
   on_gpu.messages = messages.get();
@@ -297,7 +292,7 @@ void decode_chunk(const DecodeChunkCall& call) {
       std::max(extents.payload, end_of(call.received.messages, call.received.num_messages)));
   for (const ChunkTile& entry : std::span(call.chunk.tiles, call.chunk.num_tiles)) {
     if (entry.summed_offset == 0) continue;
-    const size_t bytes = entry.tile.num_elements * sum_bytes(call.chunk.dtype);
+    const size_t bytes = entry.tile.num_elements * item_bytes(call.chunk.dtype);
     extents.output = std::max<size_t>(extents.output, entry.summed_offset + bytes);
   }
   const GpuCopy sent(call.sent, call.residual == nullptr ? 0 : extents.output);

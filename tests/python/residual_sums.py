@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
-from reference import ReferenceEngine
+import torch
+from reference import ReferenceEngine, Tile
 from scenario import Scenario
 
 ALIGNMENT = 16  # elements: where parameters and owned tiles begin in a residual
@@ -20,33 +21,49 @@ def reference_of(scenario: Scenario) -> ReferenceEngine:
         momentum=scenario.options.get("momentum", 0.0),
         warmup_steps=scenario.options.get("warmup_steps", 0),
         warmup=scenario.options.get("warmup", "exact"),
+        nodes=scenario.nodes,
     )
 
 
 def still_missing(states: Sequence[dict], scenario: Scenario) -> list[np.ndarray]:
     """What the averaged gradient misses, in float64: the mean of the workers' plus the owners'.
 
-    `states` are of all ranks, from state_dict(); the result has a flat array per parameter.
+    `states` are of all ranks, from state_dict(); the result has a flat array per parameter. Workers
+    are nodes, of which every rank has the residuals of some tiles.
     """
     engine = reference_of(scenario)
-    slots = [state[f"slot_{rank}"] for rank, state in enumerate(states)]
-    mean = np.mean([slot["worker"].double().numpy() for slot in slots], axis=0)
-    missing, offset = [], 0
-    for index, parameter in enumerate(engine.layout.parameters):
-        n = parameter.num_elements
-        if engine.worker_residual[index][0] is None:
-            missing.append(np.zeros(n))
-        else:
-            missing.append(mean[offset : offset + n].copy())
-            offset += aligned(n)
-    for slot in slots:
-        at = 0
-        for number in slot["owner_tiles"].tolist():
-            tile = engine.layout.tiles[number]
-            held = slot["owner"][at : at + tile.num_elements].double().numpy()
+    missing = worker_mean(states, scenario)
+    for rank, state in enumerate(states):
+        slot = state[f"slot_{rank}"]
+        for tile, held in by_tile(slot["owner"], slot["owner_tiles"].tolist(), engine):
             missing[tile.parameter][tile.offset : tile.offset + tile.num_elements] += held
-            at += aligned(tile.num_elements)
     return missing
+
+
+def worker_mean(states: Sequence[dict], scenario: Scenario) -> list[np.ndarray]:
+    """The mean over nodes of the worker residuals, as `still_missing`."""
+    engine = reference_of(scenario)
+    total = [np.zeros(parameter.num_elements) for parameter in engine.layout.parameters]
+    kept = [residuals[0] is not None for residuals in engine.worker_residual]
+    all_tiles = [n for n, tile in enumerate(engine.layout.tiles) if kept[tile.parameter]]
+    for rank, state in enumerate(states):
+        slot = state[f"slot_{rank}"]
+        numbers = slot["worker_tiles"].tolist() if "worker_tiles" in slot else all_tiles
+        for tile, held in by_tile(slot["worker"], numbers, engine):
+            total[tile.parameter][tile.offset : tile.offset + tile.num_elements] += held
+    return [residual / len(engine.nodes) for residual in total]
+
+
+def by_tile(
+    residual: torch.Tensor, numbers: Sequence[int], engine: ReferenceEngine
+) -> Iterator[tuple[Tile, np.ndarray]]:
+    """The tiles of a residual with what it holds for them; nothing is left over."""
+    begin = 0
+    for number in numbers:
+        tile = engine.layout.tiles[number]
+        yield tile, residual[begin : begin + tile.num_elements].double().numpy()
+        begin += aligned(tile.num_elements)
+    assert begin == len(residual)
 
 
 def aligned(n: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -10,7 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradferry import _native
+from gradferry.core.nodes import Nodes, flat
 from gradferry.errors import ConfigError
+from gradferry.forecast.chunks import payload_sizes, wire_bytes_per_step
 from gradferry.forecast.hook_names import TORCH_DTYPES
 from gradferry.lab.bench import collective, collective_turns
 from gradferry.lab.bench.collective import collective_rows, parse_size
@@ -20,12 +23,13 @@ from gradferry.lab.bench.collective_turns import (
     compare_all_reduces,
 )
 from gradferry.lab.cli import main
-from gradferry.lab.ranks.hosts import Hosts, Where
+from gradferry.lab.ranks.hosts import Where
 from world import World
 
 ROW_KEYS = [
-    "size", "count", "type", "codec", "time", "algbw", "busbw", "wrong", "wire", "ratio", "enc",
-    "dec", "net", "rel_err", "speedup", "speedup_low", "speedup_high", "iters",
+    "size", "count", "type", "codec", "exchange", "chosen", "time", "algbw", "busbw", "wrong",
+    "wire", "ratio", "enc", "dec", "net", "rel_err", "speedup", "speedup_low", "speedup_high",
+    "iters",
     "interval_coverage", "time_min", "time_max", "wire_measured", "interface_bytes",
     "interface_bytes_formula", "link", "ranks", "hosts", "ranks_per_host", "device",
 ]  # fmt: skip
@@ -67,12 +71,12 @@ def test_collective_smoke_compares_with_the_backends_own(tmp_path, capsys):
         assert word in shown
 
 
-def case_compare(**options: Any) -> list[AllReduceOutcome]:
-    """As if every rank were on a host of its own."""
+def case_compare(hosts: Nodes | None = None, **options: Any) -> list[AllReduceOutcome]:
+    """As if ranks were on these hosts. None: every rank on a host of its own."""
     torch.manual_seed(0)
-    options = {"iterations": 1, "warmup": 0, "check": True, **options}
-    apart = Hosts(tuple(range(dist.get_world_size())))
-    with mock.patch.object(collective_turns.Hosts, "found", return_value=apart):
+    options = {"iterations": 1, "warmup": 0, "check": True, "exchanges": ("auto",), **options}
+    hosts = hosts or flat(dist.get_world_size())
+    with mock.patch.object(collective_turns, "found_hosts", return_value=hosts):
         return compare_all_reduces(lambda text: None, AllReduceOptions(**options))
 
 
@@ -91,6 +95,45 @@ def test_every_codec_gives_what_its_functions_give(worlds, ranks: int):
             # Sums are exact; a mean is once rounded, to 2^-24, unless the number of ranks is 2.
             if outcome.name in TORCH_DTYPES or outcome.name == "exact":
                 assert outcome.relative_error <= 2.0**-24
+
+
+@pytest.mark.parametrize("members", [((0, 1), (2, 3)), ((0, 1), (2,)), ((0, 2), (1,))])
+def test_both_exchanges_give_and_send_what_their_formulas_say(
+    worlds, members: tuple[tuple[int, ...], ...]
+) -> None:
+    hosts = Nodes(members)
+    names, exchanges = ("exact", "q4"), ("flat", "two-level")
+    # The last has several chunks, as a rank sends at most 2 MB of gradient to a sibling at once.
+    sizes = (*SIZES, 6 << 20)
+    options = {"names": names, "exchanges": exchanges, "sizes": sizes, "hosts": hosts}
+    for outcomes in worlds(hosts.world_size).run(case_compare, **options):
+        asked = [(outcome.name, outcome.exchange) for outcome in outcomes]
+        assert asked == len(sizes) * list(product(names, exchanges))
+        for one in outcomes:
+            assert one.wrong == 0, one
+            sent = wire_bytes_per_step(
+                [one.num_elements],
+                payload_sizes([(one.name, torch.float32)]),
+                [[0]],
+                hosts.world_size,
+                nodes=hosts if one.exchange == "two-level" else None,
+            )
+            assert one.wire_bytes == max(sent)
+            assert one.interface_formula <= sum(sent)
+
+
+def case_refused(**options: Any) -> str:
+    try:
+        case_compare(names=("q4",), sizes=(4000,), **options)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_two_levels_of_ranks_that_are_alone_are_refused(world_of_2: World) -> None:
+    for message in world_of_2.run(case_refused, exchanges=("two-level",)):
+        assert "--exchange two-level: every rank is alone on its host" in message
+        assert "--ranks-per-host" in message
 
 
 def case_compare_on_device(**options: Any) -> list[AllReduceOutcome]:
@@ -157,7 +200,7 @@ def test_one_wrong_bit_on_one_rank_is_found(world_of_2: World, name: str):
 
 
 def outcome(name: str, seconds: list[float], wrong: int | None = 0) -> AllReduceOutcome:
-    return AllReduceOutcome(name, 1 << 20, wrong, 0.0, 1000, True, seconds)
+    return AllReduceOutcome(name, None, 1 << 20, wrong, 0.0, 1000, True, seconds)
 
 
 @pytest.mark.parametrize(("wrong", "code"), [(0, 0), (3, 1), (None, 0)])
@@ -174,7 +217,7 @@ def test_rows_compare_with_the_fastest_of_the_backends_own():
         outcome("torch:bf16", [2.0, 6.0, 30.0]),
         outcome("q4", [1.0, 2.0, 10.0]),
     ]
-    options = AllReduceOptions(("torch:fp32",), (4,), iterations=3, warmup=0, check=True)
+    options = AllReduceOptions(("torch:fp32",), ("auto",), (4,), iterations=3, warmup=0, check=True)
     rows = {row["codec"]: row for row in collective_rows(outcomes, options, WHERE)}
     assert rows["q4"]["speedup"] == 3.0
     assert rows["torch:fp32"]["speedup"] == 0.75

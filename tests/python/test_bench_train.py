@@ -22,8 +22,8 @@ from gradferry.lab.workloads.models import MODELS, check_model
 from world import World
 
 FIRST_KEYS = [
-    "hook", "link", "ranks", "bucket_cap_mb", "ms_median", "ms_min", "ms_max", "ratio_to_none",
-    "wire_bytes", "exposed_ms",
+    "hook", "exchange", "chosen", "link", "ranks", "bucket_cap_mb", "ms_median", "ms_min", "ms_max",
+    "ratio_to_none", "wire_bytes", "exposed_ms",
 ]  # fmt: skip
 FURTHER_KEYS = {
     "ratio_to_none_low", "ratio_to_none_high", "ratio_to_sync", "ratio_to_sync_low",

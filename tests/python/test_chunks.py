@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 import reference
 import torch
+from gradferry.core.nodes import Nodes, flat
 from gradferry.forecast.chunks import (
     all_reduce_bytes,
     payload_sizes,
@@ -119,21 +120,37 @@ def test_hosts_with_different_numbers_of_ranks_send_what_their_ranks_must() -> N
     ]
 
 
-def test_another_exchange_gets_chunks_commits_and_hosts() -> None:
-    def exchange(buckets, commit_bytes, hosts):
-        return [sum(map(len, buckets)), *commit_bytes, *hosts]
+def test_siblings_send_only_to_their_peers() -> None:
+    # Four tiles, one for each rank: in two columns, from each node one tile to the other.
+    nodes = Nodes(((0, 1), (2, 3)))
+    sent = wire_bytes_per_step([4 * 4096], exact_fp32, [[0]], world_size=4, nodes=nodes)
+    assert sent == [2 * (HEADER + FULL_TILE) + 2 * COMMIT] * 4
 
-    answer = wire_bytes_per_step(
-        [4 * 4096, 4096],
-        exact_fp32,
-        [[0], [1]],
-        world_size=2,
-        chunk_bytes=FULL_TILE,
-        find_unused_parameters=True,
-        hosts=[5, 6],
-        exchange=exchange,
-    )
-    assert answer == [3, COMMIT + 8, COMMIT + 8, 5, 6]
+
+def test_a_rank_beyond_the_smallest_node_sends_commits_alone() -> None:
+    nodes = Nodes(((0, 2), (1,)))
+    sent = wire_bytes_per_step([2 * 4096], exact_fp32, [[0]], world_size=3, nodes=nodes)
+    gathered = HEADER + FULL_TILE
+    assert sent == [
+        HEADER + FULL_TILE + gathered + COMMIT,
+        HEADER + FULL_TILE + gathered + 2 * COMMIT,
+        COMMIT,
+    ]
+
+
+def test_chunks_of_nodes_are_cut_by_what_siblings_send() -> None:
+    # 2 MB for a sibling are 128 full tiles of fp32 in a column, or 256 of 16 bits.
+    count = 2 * 129
+
+    def sent(nodes: Nodes, item: int) -> list[int]:
+        return wire_bytes_per_step(
+            [count * 4096], lambda p, n: (16, 16), [[0]], 4, nodes=nodes, item_bytes=[item]
+        )
+
+    nodes = Nodes(((0, 1), (2, 3)))
+    halves, whole = sent(nodes, 4), sent(nodes, 2)
+    assert [a - b for a, b in zip(halves, whole, strict=True)] == [2 * HEADER] * 4
+    assert sent(flat(4), 4) == sent(flat(4), 2)
 
 
 @pytest.mark.parametrize(
@@ -153,13 +170,13 @@ def test_a_ring_leaves_a_host_where_the_next_rank_is_elsewhere(
 
 
 @pytest.mark.parametrize("codec", ["exact", "q8", "q4", "sign1", "topk", "rht"])
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("members", [2, 3, ((0, 1), (2, 3)), ((0, 3), (1, 2)), ((0, 2), (1,))])
 @pytest.mark.parametrize("find_unused_parameters", [False, True])
 @pytest.mark.parametrize("warmup", [None, "exact", "q8"])
 @pytest.mark.parametrize("equal_scatter", [False, True])
 def test_predicted_bytes_are_those_of_the_reference(
     codec: str,
-    world_size: int,
+    members: int | tuple[tuple[int, ...], ...],
     find_unused_parameters: bool,
     warmup: str | None,
     equal_scatter: bool,
@@ -169,11 +186,16 @@ def test_predicted_bytes_are_those_of_the_reference(
         reference.Parameter(str(number), size, ndim=1 if size == 70 else 2)
         for number, size in enumerate(sizes)
     ]
-    layout = reference.Layout(parameters, codec, world_size, warmup=warmup or "exact")
+    nodes = flat(members) if isinstance(members, int) else Nodes(members)
+    world_size = nodes.world_size
+    layout = reference.Layout(
+        parameters, codec, world_size, warmup=warmup or "exact", nodes=nodes.members
+    )
     buckets = [[5, 4], [3, 2, 1], [0]]
     chunk_bytes = 1 << 15  # so that buckets have several chunks, of some codecs
     sent = layout.in_warmup() if warmup else layout
-    for hosts in (None, [0, 1, 1][:world_size]):
+    apart = [0, 1, 1][:world_size] if nodes.is_flat else nodes.of_rank
+    for hosts in (None, apart):
         predicted = wire_bytes_per_step(
             sizes,
             payload_sizes([(name, torch.float32) for name in layout.codecs]),
@@ -186,6 +208,7 @@ def test_predicted_bytes_are_those_of_the_reference(
             else None,
             find_unused_parameters=find_unused_parameters,
             hosts=hosts,
+            nodes=nodes,
         )
         assert predicted == [
             reference.wire_bytes_per_step(

@@ -71,7 +71,14 @@ def gradient_of(step: int, turn: int, rank: int, index: int) -> np.ndarray:
     return (rng.standard_normal(n) * np.exp2(rng.integers(-6, 1, n))).astype(np.float32)
 
 
-def scenario_of(codec: str, world_size: int, warmup: str | None = None) -> Scenario:
+Members = tuple[tuple[int, ...], ...]
+UNEVEN: Members = ((0, 2), (1,))
+TWO_BY_TWO: Members = ((0, 1), (2, 3))
+
+
+def scenario_of(
+    codec: str, world_size: int, warmup: str | None = None, nodes: Members | None = None
+) -> Scenario:
     views = (CODECS.index(codec) + world_size) % 2 == 0
     return Scenario(
         WEIGHTS,
@@ -84,6 +91,7 @@ def scenario_of(codec: str, world_size: int, warmup: str | None = None) -> Scena
             "bucket_cap_mb": 0.01,
             "gradient_as_bucket_view": views,
         },
+        nodes=nodes,
     )
 
 
@@ -141,24 +149,31 @@ def values_of(saved: dict) -> Iterator[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("codec", "world_size", "steps", "warmup"),
+    ("codec", "world_size", "steps", "warmup", "nodes"),
     [
-        *((codec, 2 + i % 2, FEW_STEPS, None) for i, codec in enumerate(CODECS)),
-        ("topk:ratio=0.05", 3, FEW_STEPS, "sign1"),
+        *((codec, 2 + i % 2, FEW_STEPS, None, None) for i, codec in enumerate(CODECS)),
+        ("topk:ratio=0.05", 3, FEW_STEPS, "sign1", None),
+        ("sign1", 3, FEW_STEPS, None, UNEVEN),
+        ("topk:ratio=0.05", 4, FEW_STEPS, None, TWO_BY_TWO),
         *(
-            pytest.param(codec, size, STEPS, None, marks=pytest.mark.slow)
+            pytest.param(codec, size, STEPS, None, None, marks=pytest.mark.slow)
             for codec in CODECS
             for size in (2, 3)
         ),
     ],
 )
 def test_eventful_steps_lose_nothing(
-    worlds: Worlds, codec: str, world_size: int, steps: int, warmup: str | None
+    worlds: Worlds,
+    codec: str,
+    world_size: int,
+    steps: int,
+    warmup: str | None,
+    nodes: Members | None,
 ) -> None:
     # Ranks end at different steps, and the last ones train on beside their zeros. Every rank sees
     # what is applied until it ends; the last rank sees all of it.
     steps_of_rank = [first_end(world_size, steps) + 40 * rank for rank in range(world_size)]
-    scenario = scenario_of(codec, world_size, warmup)
+    scenario = scenario_of(codec, world_size, warmup, nodes)
     answers = worlds(world_size).run(
         case_eventful_steps, scenario=scenario, steps_of_rank=steps_of_rank, seconds=400
     )
@@ -166,6 +181,7 @@ def test_eventful_steps_lose_nothing(
     missing = still_missing([answer["saved"] for answer in answers], scenario)
     # Per pass, one rounding of every rank's .grad, of its v, of its v - D, of the sum over ranks,
     # then of the mean, of 1 / W, of the owner's v and of its v - D: each of a number below LARGEST.
+    # With two levels a node's sum and its product with m / W are rounded instead of v of its ranks.
     passes = sum(Story(step, world_size, steps).passes for step in range(steps))
     bound = passes * (4 * world_size + 4) * LARGEST * 2.0**-24
     for index, weight in enumerate(WEIGHTS):

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from outcomes import Outcome, attempt
 from reference import ReferenceEngine
 from reference.engine import momentum_behind
-from residual_sums import reference_of, still_missing
+from residual_sums import reference_of, still_missing, worker_mean
 from scenario import Run, Scenario, Weight
 from world import World
 
@@ -41,8 +41,32 @@ MODES = {
 }
 
 
+Members = tuple[tuple[int, ...], ...]
+TWO_BY_TWO: Members = ((0, 1), (2, 3))
+CROSSED: Members = ((0, 2), (1, 3))
+UNEVEN: Members = ((0, 1), (2,))
+
+
+def apart(world_size: int) -> Members:
+    return tuple((rank,) for rank in range(world_size))
+
+
+ROUTES = {
+    "2-3-2": (apart(2), apart(3), apart(2)),
+    "4-2": (apart(4), apart(2)),
+    "2x2-4x1-2x1-2x2": (TWO_BY_TWO, apart(4), apart(2), TWO_BY_TWO),
+    "2x2-crossed-uneven-2x2": (TWO_BY_TWO, CROSSED, UNEVEN, TWO_BY_TWO),
+}
+
+
 def scenario_of(mode: str, world_size: int) -> Scenario:
     return Scenario(WEIGHTS, world_size, ddp={"bucket_cap_mb": 0.05}, **MODES[mode])
+
+
+def scenario_on(mode: str, members: Members, weights: tuple[Weight, ...] = WEIGHTS) -> Scenario:
+    scenario = scenario_of(mode, sum(map(len, members)))
+    nodes = None if len(members) == scenario.world_size else members
+    return dataclasses.replace(scenario, weights=weights, nodes=nodes)
 
 
 def case_go_on(
@@ -79,22 +103,22 @@ def resize(old: ReferenceEngine, scenario: Scenario) -> ReferenceEngine:
     for index, residuals in enumerate(old.worker_residual):
         if residuals[0] is not None:
             mean = np.mean([r.astype(np.float64) for r in residuals], axis=0).astype(np.float32)
-            new.worker_residual[index] = [mean.copy() for _ in range(scenario.world_size)]
+            new.worker_residual[index] = [mean.copy() for _ in new.nodes]
         if old.owner_residual[index] is not None:
             new.owner_residual[index] = old.owner_residual[index].copy()
     return new
 
 
-@pytest.mark.parametrize("sizes", [(2, 3, 2), (4, 2)], ids=["2-3-2", "4-2"])
+@pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("mode", MODES)
 def test_mean_keeps_what_is_missing_and_goes_on_as_the_reference(
-    worlds: Worlds, mode: str, sizes: tuple[int, ...]
+    worlds: Worlds, mode: str, route: str
 ) -> None:
-    saved, engine = None, None
-    for number, size in enumerate(sizes):
-        scenario = scenario_of(mode, size)
+    saved, engine, before_it = None, None, None
+    for number, members in enumerate(ROUTES[route]):
+        scenario = scenario_on(mode, members)
         steps = range(3 * number, 3 * number + 3)
-        answers = worlds(size).run(
+        answers = worlds(scenario.world_size).run(
             case_go_on, scenario=scenario, saved=saved, on_resize="mean", steps=steps
         )
         engine = reference_of(scenario) if engine is None else resize(engine, scenario)
@@ -103,15 +127,14 @@ def test_mean_keeps_what_is_missing_and_goes_on_as_the_reference(
             for got, want in zip(answer["gradients"], expected, strict=True):
                 assert all(g.tobytes() == w.tobytes() for g, w in zip(got, want, strict=True))
         if saved is not None:
-            before = np.concatenate(still_missing(saved, scenario_of(mode, sizes[number - 1])))
+            before = np.concatenate(still_missing(saved, before_it))
             after = np.concatenate(still_missing(residuals_of(answers, "loaded"), scenario))
             assert np.abs(before).max() > 0.1
             # The mean of the workers' is rounded to fp32 once; the owners' move as they are.
-            workers = [s[f"slot_{r}"]["worker"].double() for r, s in enumerate(saved)]
-            largest = torch.stack(workers).mean(0).abs().max().item()
+            largest = np.abs(np.concatenate(worker_mean(saved, before_it))).max()
             assert np.abs(after - before).max() <= largest * 2.0**-24
             assert {s["steps"] for s in residuals_of(answers, "loaded")} == {3 * number}
-        saved = residuals_of(answers, "saved")
+        saved, before_it = residuals_of(answers, "saved"), scenario
 
 
 def momentum_shares(scenario: Scenario) -> np.ndarray:
@@ -122,14 +145,18 @@ def momentum_shares(scenario: Scenario) -> np.ndarray:
     return np.repeat([(1 - m) / (1 - 0.9) for m in kept], sizes)
 
 
+@pytest.mark.parametrize("members", [apart(2), UNEVEN], ids=["2x1", "2+1"])
 @pytest.mark.parametrize("mode", ["sign1_momentum", "topk_momentum"])
-def test_world_of_one_takes_owner_residuals_into_its_momentum(worlds: Worlds, mode: str) -> None:
-    scenario = scenario_of(mode, 2)
-    answers = worlds(2).run(
+def test_world_of_one_takes_owner_residuals_into_its_momentum(
+    worlds: Worlds, mode: str, members: Members
+) -> None:
+    scenario = scenario_on(mode, members)
+    size = scenario.world_size
+    answers = worlds(size).run(
         case_go_on, scenario=scenario, saved=None, on_resize="mean", steps=range(3)
     )
     saved = residuals_of(answers, "saved")
-    alone = scenario_of(mode, 1)
+    alone = scenario_on(mode, apart(1))
     loaded = worlds(1).run(
         case_go_on, scenario=alone, saved=saved, on_resize="mean", steps=range(0)
     )[0]["loaded"]
@@ -139,7 +166,7 @@ def test_world_of_one_takes_owner_residuals_into_its_momentum(worlds: Worlds, mo
     # Of the mean, of the sum with the owner's, of the share and of the product with it.
     assert (np.abs(after - before) <= 4 * 32 * 2.0**-24).all()
     assert np.abs(before).max() < 32
-    back = worlds(2).run(
+    back = worlds(size).run(
         case_go_on, scenario=scenario, saved=[loaded], on_resize="mean", steps=range(0)
     )
     again = np.concatenate(still_missing(residuals_of(back, "loaded"), scenario)) / shares
@@ -232,7 +259,7 @@ def test_what_cannot_be_resized_is_refused(worlds: Worlds) -> None:
         assert "slot_1 is missing" in texts[1]
         assert "differ in steps: 5 and 2" in texts[2]
         assert "two of the states to merge hold slot_0" in texts[3]
-        assert "another slot owns, too" in texts[4]
+        assert "which another slot has, too" in texts[4]
         assert "it was damaged" in texts[5]
         assert "there is no state to merge" in texts[6]
     alone = worlds(1).run(

@@ -10,6 +10,7 @@ import gradferry
 import pytest
 import torch
 from gradferry import _native
+from gradferry.core.nodes import flat
 from gradferry.errors import ConfigError
 from gradferry.forecast.buckets import CodecTraffic, ddp_buckets
 from gradferry.forecast.costs import Parameter
@@ -17,7 +18,7 @@ from gradferry.forecast.diagnosis import needs_momentum
 from gradferry.forecast.hook_names import hook_config
 from gradferry.forecast.observe import observe
 from gradferry.forecast.predict import Prediction
-from gradferry.forecast.verdict import advise, suppose
+from gradferry.forecast.verdict import advise
 from gradferry.lab.cli import main
 from gradferry.lab.plan import plan_curves
 from gradferry.lab.ranks.network import check_network
@@ -61,7 +62,7 @@ def test_buckets_and_bytes_are_those_of_the_hook(worlds: Any, world_size: int) -
     buckets = ddp_buckets(parameters, answers[0]["ready"], 0.06)
     assert buckets == answers[0]["buckets"]
     assert len(buckets) > 3
-    traffic = CodecTraffic(hook_config("q4"), parameters, world_size)
+    traffic = CodecTraffic(hook_config("q4"), parameters, flat(world_size))
     cut = traffic.cut(buckets)
     assert traffic.sent_bytes(cut) == max(answer["sent"] for answer in answers)
 
@@ -148,7 +149,7 @@ def test_the_verdict_is_one_sentence(ms, sentence):
 
 def check_doctor_rows(rows: list[dict[str, Any]], hooks: list[str]) -> None:
     kinds = [row["kind"] for row in rows]
-    assert kinds == sorted(kinds, key=["link", "codec", "prediction", "verdict"].index)
+    assert kinds == sorted(kinds, key=["link", "codec", "node", "prediction", "verdict"].index)
     found = {row["hook"]: row for row in rows if row["kind"] == "prediction"}
     assert list(found) == hooks
     none, sync = found["none"], found["sync"]
@@ -206,6 +207,40 @@ def test_doctor_smoke_predicts_on_a_link(tmp_path, capfd):
     found = {row["hook"]: row for row in rows if row["kind"] == "prediction"}
     assert found["torch:fp32"]["ms"] > 139
     assert found["q4"]["exposed_ms"] < 0.5 * found["torch:fp32"]["exposed_ms"]
+
+
+def test_doctor_predicts_both_exchanges_where_ranks_share_hosts(tmp_path, capfd):
+    try:
+        check_network(2)
+    except ConfigError as error:
+        pytest.skip(f"no network namespaces here: {error}")
+    file = tmp_path / "rows.json"
+    link = ["--link", "1gbit", "--hosts", "2", "--ranks-per-host", "2"]
+    hooks = ["--hooks", "torch:fp32", "q4", "--bucket-caps", "25"]
+    smoke = ["--model", "small", "--turns", "1"]
+    assert main(["doctor", *smoke, *hooks, *link, "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    found = [(row["hook"], row["exchange"]) for row in rows if row["kind"] == "prediction"]
+    assert found == [
+        *((hook, None) for hook in ("none", "sync", "torch:fp32")),
+        ("q4", "flat"),
+        ("q4", "two-level"),
+    ]
+    links = {(row["exchange"], row["collective"]) for row in rows if row["kind"] == "link"}
+    assert {name for exchange, name in links if exchange == "two-level"} == {
+        "all-to-all", "all-gather", "local all-to-all", "local all-gather",
+    }  # fmt: skip
+    (node,) = (row for row in rows if row["kind"] == "node")
+    assert (node["nodes"], node["ranks_per_node"]) == (2, [2, 2])
+    assert node["pack_ns"] > 0
+    assert node["sum_ns"] > 0
+    # Two of three messages leave the host of a flat exchange, and half of the two tiles that a node
+    # sends are for itself: what leaves is a third of what the flat one sends.
+    wire = {row["exchange"]: row["wire_bytes"] for row in rows if row.get("hook") == "q4"}
+    assert wire["two-level"] == pytest.approx(wire["flat"] / 3, rel=0.1)
+    shown = capfd.readouterr().out
+    assert "two-level" in shown
+    assert "whose sums are encoded" in shown
 
 
 @pytest.mark.parametrize(
@@ -297,66 +332,42 @@ def test_plan_smoke_draws_and_says_what_it_assumes(tmp_path, capsys):
     for word in (
         "989 TFLOP/s",
         "40%",
-        "exchange is flat",
+        "every GPU talks to every other",
+        "add up their gradients in fp32 first",
         "4 of them in the backward",
         "crossover",
     ):
         assert word in shown, word
     plans = [row for row in rows if row["kind"] == "plan"]
-    assert {row["exchange"] for row in plans} == {"flat", "hierarchical"}
-    fp32 = [row for row in plans if row["hook"] == "torch:fp32"]
-    assert fp32[0]["ms"] == fp32[1]["ms"]  # PyTorch's own do not depend on our exchange
-    verdicts = [row for row in rows if row["kind"] == "verdict"]
-    assert [(row["exchange"], row["exists"]) for row in verdicts] == [
-        ("flat", True),
-        ("hierarchical", False),
+    # PyTorch's own do not depend on our exchange.
+    assert [(row["hook"], row["exchange"]) for row in plans] == [
+        *((hook, None) for hook in ("none", "torch:fp32", "torch:bf16")),
+        ("q4", "flat"),
+        ("q4", "two-level"),
     ]
-    assert all(row["text"][:60] in shown for row in verdicts)  # lines are wrapped
+    (verdict,) = (row for row in rows if row["kind"] == "verdict")
+    assert verdict["text"][:60] in shown  # lines are wrapped
 
 
-def test_what_does_not_exist_is_marked_wherever_it_is_shown(tmp_path, capsys):
+def test_a_plan_chooses_between_exchanges(tmp_path, capsys):
     rows = plan_rows(tmp_path, "--gpus-per-node", "8")
-    assert {(row["exchange"], row["exists"]) for row in rows} == {
-        ("flat", True),
-        ("hierarchical", False),
-    }
-    paper, flat = (
-        next(row["text"] for row in rows if row["kind"] == "verdict" and row["exists"] is exists)
-        for exists in (False, True)
-    )
-    assert re.match(r"hierarchical, which does not exist yet: q4 would take ", paper)
-    assert "Use" not in paper
-    assert re.match(r"flat: (Use|Do not compress)", flat)
+    (verdict,) = (row["text"] for row in rows if row["kind"] == "verdict")
+    assert verdict.startswith("Use q4 (two-level): q4 (two-level) takes ")
     lines = capsys.readouterr().out.splitlines()
-    for line in lines:
-        if "hierarchical" in line:
-            assert "†" in line or "does not exist yet" in line, line
-    assert any(line.startswith("† does not exist yet") for line in lines)
     # PyTorch's own, which do not depend on the exchange, are there once.
-    assert [line.split()[0] for line in lines if " torch:bf16 " in line][:1] == ["flat"]
-    assert sum(line.startswith("hierarchical †") for line in lines) == 1  # q4
+    assert [line.split()[0] for line in lines if " torch:bf16 " in line][:1] == ["-"]
+    assert sum(line.startswith("two-level ") and " q4 " in line for line in lines) == 1
     drawn = plan_curves([row for row in rows if row["kind"] == "speedup"])
-    assert [one.label for one in drawn] == ["flat", "hierarchical (does not exist yet)"]
+    assert [one.title for one in drawn] == ["flat", "two-level"]
 
 
 def test_with_one_gpu_per_node_there_is_one_exchange(tmp_path, capsys):
     rows = plan_rows(tmp_path, "--gpus-per-node", "1")
-    assert {row["exchange"] for row in rows} == {"flat"}
+    assert {row["exchange"] for row in rows if "exchange" in row} == {"flat", None}
     shown = capsys.readouterr().out
-    assert "hierarchical" not in shown
-    assert "does not exist" not in shown
+    assert "two-level" not in shown
     assert shown.count("speed-up by link speed") == 1
     assert "nodes of 1 GPU," in shown
-
-
-def test_a_supposition_says_would_and_compares():
-    found = suppose(predictions(torch_fp32=150, torch_bf16=120, q4=110), needs_momentum)
-    assert found == (
-        "q4 would take 110.0 ms per step, 1.10 times a step without communication, 1.09 times "
-        "faster than torch:bf16."
-    )
-    found = suppose(predictions(torch_fp32=150, torch_bf16=120, q4=130), needs_momentum)
-    assert found.endswith("without communication, compression would not pay.")
 
 
 def test_a_plan_agrees_with_the_closed_form_where_the_link_decides(tmp_path):
@@ -378,8 +389,8 @@ def test_gpus_that_share_a_card_multiply_the_flat_exchanges_traffic(tmp_path):
     rows = plan_rows(tmp_path, "--gpus-per-node", "4", *slow)
     ms = {(row["exchange"], row["hook"]): row["ms"] for row in rows if row["kind"] == "plan"}
     # Of 15 others 12 are on other nodes, and 4 GPUs share a card: 4 * 12 / 15 = 3.2 times what one
-    # GPU alone would send; hierarchical: 2 * 3/4 of the model through each card.
-    assert ms["flat", "q4"] / ms["hierarchical", "q4"] == pytest.approx(
+    # GPU alone would send; two levels: 2 * 3/4 of the model through each card.
+    assert ms["flat", "q4"] / ms["two-level", "q4"] == pytest.approx(
         (3.2 * 15 / 16) / (3 / 4), rel=0.05
     )
 
@@ -388,7 +399,7 @@ def test_the_crossover_is_where_the_speed_up_ends(tmp_path):
     rows = [row for row in plan_rows(tmp_path) if row["kind"] == "speedup"]
     for row in rows:
         crossover = row["crossover_gbit_per_s"]
-        if row["exchange"] == "hierarchical":
+        if row["exchange"] == "two-level":
             assert (row["speedup"] >= 1.02) == (row["gbit_per_s"] <= crossover)
         else:  # eight GPUs share a card, and (8 + 1) * 4.28 bits are more than 32
             assert crossover is None

@@ -8,26 +8,40 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gradferry.core.nodes import Nodes
 from gradferry.errors import ConfigError
 from gradferry.lab.cli import main
 from gradferry.lab.ranks import everywhere, hosts
-from gradferry.lab.ranks.hosts import Hosts, InterfaceCounter, ranks_text
+from gradferry.lab.ranks.hosts import (
+    InterfaceCounter,
+    Where,
+    busiest_host,
+    found_hosts,
+    ranks_text,
+)
 from gradferry.lab.ranks.launch import Outbox
 from gradferry.lab.ranks.network import DEVICE, Network, check_network, parse_link
 from test_ranks import parsed
 from world import World
 
 
-def test_hosts_say_how_many_ranks_they_have() -> None:
-    even, uneven = Hosts((0, 0, 1, 1)), Hosts((0, 1, 0))
-    assert (len(even), even.ranks_per_host, even.first_rank(1)) == (2, 2, 2)
-    assert (len(uneven), uneven.ranks_per_host, uneven.first_rank(1)) == (2, None, 1)
+def hosts_of(*of_rank: int) -> Nodes:
+    """Of the host of every rank."""
+    numbers = dict.fromkeys(of_rank)
+    return Nodes(
+        tuple(tuple(r for r, host in enumerate(of_rank) if host == number) for number in numbers)
+    )
+
+
+def test_where_ranks_are_says_how_many_a_host_has() -> None:
+    assert Where.on("1gbit", hosts_of(0, 0, 1, 1)) == Where("1gbit", 4, 2, 2)
+    assert Where.on("1gbit", hosts_of(0, 1, 0)) == Where("1gbit", 3, 2, None)
 
 
 def test_the_busiest_host_is_the_one_whose_ranks_send_most_together() -> None:
-    assert Hosts((0, 0, 1)).busiest([3, 3, 5]) == (0, 6)
-    assert Hosts((0, 0, 1)).busiest([1, 1, 5]) == (1, 5)
-    assert Hosts((0, 1)).busiest([0, 0]) == (0, 0)
+    assert busiest_host(hosts_of(0, 0, 1), [3, 3, 5]) == (0, 6)
+    assert busiest_host(hosts_of(0, 0, 1), [1, 1, 5]) == (1, 5)
+    assert busiest_host(hosts_of(0, 1), [0, 0]) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +58,7 @@ def test_hosts_are_named_where_ranks_share_them(row: dict[str, int], text: str) 
 
 
 def test_processes_of_one_namespace_are_on_one_host(world_of_2: World) -> None:
-    assert world_of_2.run(Hosts.found) == [Hosts((0, 0))] * 2
+    assert world_of_2.run(found_hosts) == [hosts_of(0, 0)] * 2
 
 
 def counter(
@@ -60,7 +74,7 @@ def counter(
     monkeypatch.setattr(hosts, "sent_bytes", read)
     monkeypatch.setattr(hosts, "gather_from_ranks", lambda mine: records)
     monkeypatch.setattr(hosts.dist, "barrier", lambda: done.append("barrier"))
-    made = InterfaceCounter(Hosts(of_rank))
+    made = InterfaceCounter(hosts_of(*of_rank))
     done.clear()
     return made, done
 
@@ -133,15 +147,25 @@ def test_collective_counts_what_ranks_of_a_host_send_to_other_hosts(
 ) -> None:
     file = tmp_path / "rows.json"
     size = ["-b", "1M", "-e", "1M", "-n", "1", "-w", "0", "--codecs", "q4", "--json", str(file)]
+    size += ["--exchange", "flat", "two-level"]
     link = ["--link", "unshaped", "--hosts", "2", "--ranks-per-host", "2"]
     assert main(["bench", "collective", *link, *size]) == 0
     rows = json.loads(file.read_text())["rows"]
-    assert [row["codec"] for row in rows] == ["torch:fp32", "torch:fp16", "torch:bf16", "q4"]
+    assert [(row["codec"], row["exchange"]) for row in rows] == [
+        ("torch:fp32", None),
+        ("torch:fp16", None),
+        ("torch:bf16", None),
+        ("q4", "flat"),
+        ("q4", "two-level"),
+    ]
     for row in rows:
         assert row["wrong"] == 0
         assert (row["ranks"], row["hosts"], row["ranks_per_host"]) == (4, 2, 2)
         formula = row["interface_bytes_formula"]
-        if row["codec"] == "q4":
+        if row["exchange"] == "two-level":
+            assert formula == 2 * row["wire"]  # which counts what leaves the node
+            with_siblings = 3 / 2  # of the smallest: a gradient in fp32 is larger still
+        elif row["exchange"] == "flat":
             # Two of the three messages of each of two ranks leave. All ranks have as many tiles.
             assert 3 * formula == 2 * 2 * row["wire"]
             with_siblings = 3 / 2
@@ -158,3 +182,4 @@ def test_collective_counts_what_ranks_of_a_host_send_to_other_hosts(
     shown = capfd.readouterr().out
     assert "4 ranks on 2 hosts, link unshaped" in shown
     assert "interface" in shown
+    assert "two-level" in shown

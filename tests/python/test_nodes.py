@@ -17,6 +17,7 @@ from gradferry.core.nodes import (
     Identity,
     Nodes,
     check_option,
+    choose_exchange,
     flat,
     identity,
     received_identities,
@@ -144,6 +145,45 @@ def test_ranks_that_share_nothing_are_no_node(option, identities, message):
         resolve(option, GROUP, identities)
 
 
+@pytest.mark.parametrize(
+    ("option", "identities", "reason"),
+    [
+        ("flat", (A, A, B, B), "nodes='flat'"),
+        ("auto", (A, B, HIDDEN), "every rank is on a node of its own"),
+        (1, (A, A), "every rank is on a node of its own"),
+        ("auto", (A, A, A), "all ranks are on one node"),
+    ],
+)
+def test_flat_exchange_is_chosen_for_a_reason(option, identities, reason):
+    for on_host in (True, False):
+        exchange = choose_exchange(option, table(option, *identities), on_host=on_host)
+        assert (exchange.nodes, exchange.reason) == (flat(len(identities)), reason)
+
+
+@pytest.mark.parametrize(
+    ("option", "identities", "members", "reason"),
+    [
+        ("auto", (A, A, B, B), ((0, 1), (2, 3)), "nodes='auto' found several ranks on a node"),
+        ("auto", (A, B, B), ((0,), (1, 2)), "nodes='auto' found several ranks on a node"),
+        (2, (A, A, B, B), ((0, 1), (2, 3)), "nodes=2"),
+        (3, (A, A, A), ((0, 1, 2),), "nodes=3"),
+        (((0, 1), (2,)), (A, A, B), ((0, 1), (2,)), "a DeviceMesh says so"),
+    ],
+)
+def test_two_levels_are_chosen_for_a_reason(option, identities, members, reason):
+    found = resolve(option, range(len(identities)), identities)
+    exchange = choose_exchange(option, found, on_host=True)
+    assert (exchange.nodes, exchange.reason) == (Nodes(members), reason)
+
+
+def test_exchange_of_a_device_is_flat_unless_asked_otherwise():
+    found = table("auto", A, A, B, B)
+    exchange = choose_exchange("auto", found, on_host=False)
+    assert exchange.is_flat
+    assert exchange.reason == "on a device two levels are used where nodes= asks for them"
+    assert choose_exchange(2, found, on_host=False).nodes == found
+
+
 def test_what_other_ranks_send_is_checked():
     places = [A, HIDDEN]
     assert received_identities([vars(place) for place in places]) == places
@@ -233,12 +273,26 @@ def test_all_ranks_learn_at_attach_where_all_are(worlds: Callable[[int], World])
         assert answer["outcome"].error is None, answer["outcome"]
         assert answer["nodes"] == Nodes(((0, 2), (1,), (3,)))
         assert (
-            "  exchange: flat between 4 ranks on 3 nodes of 1 to 2 ranks; "
-            "machine unknown, so alone: rank 3 (no /proc)\n" in answer["text"]
+            "  exchange: two levels, 3 nodes of 1 to 2 ranks, because nodes='auto' found several "
+            "ranks on a node; machine unknown, so alone: rank 3 (no /proc)\n" in answer["text"]
         )
     assert len({answer["config_hash"] for answer in answers}) == 1
-    (other, *_) = attached(worlds(4), places, ["flat"] * 4)
-    assert "  exchange: flat between 4 ranks on 4 nodes of 1 rank\n" in other["text"]
+    for option, found, text in (
+        ("flat", places, "flat between 4 ranks, because nodes='flat'"),
+        (
+            1,
+            places,
+            "flat between 4 ranks on 4 nodes of 1 rank, because every rank is on a node of",
+        ),
+        (
+            "auto",
+            [A] * 4,
+            "flat between 4 ranks on 1 node of 4 ranks, because all ranks are on one",
+        ),
+        (4, [A] * 4, "two levels, 1 node of 4 ranks, because nodes=4\n"),
+    ):
+        (other, *_) = attached(worlds(4), found, [option] * 4)
+        assert f"  exchange: {text}" in other["text"]
 
 
 def test_messages_tell_tables_of_one_option_apart(world_of_2: World) -> None:
@@ -302,4 +356,4 @@ def test_two_ranks_on_each_of_two_hosts(tmp_path: Path) -> None:
         assert joined.wait() == [0, 0]
     for rank in range(4):
         text = (tmp_path / str(rank)).read_text()
-        assert "exchange: flat between 4 ranks on 2 nodes of 2 ranks\n" in text
+        assert "exchange: two levels, 2 nodes of 2 ranks, because nodes='auto' found" in text

@@ -23,7 +23,8 @@ WEIGHTS = (Weight("first", (90, 70)), Weight("bias", (50,)), Weight("second", (1
 SCENARIO = Scenario(WEIGHTS, ddp={"bucket_cap_mb": 0.02})
 TIMES = ("encode_ms", "network_ms", "reduce_ms", "decode_ms")
 STEP_KEYS = {
-    "step", "buckets", "chunks", "gradient_bytes", "wire_bytes", "ratio", "fallbacks",
+    "step", "buckets", "chunks", "gradient_bytes", "wire_bytes", "local_bytes", "ratio",
+    "fallbacks",
     "exposed_ms", "worker_residual_ratio", "owner_residual_ratio", *TIMES,
 }  # fmt: skip
 EVENT_KEYS = {

@@ -15,7 +15,7 @@ from reference.codecs import find_codec
 from reference.engine import momentum_behind
 from reference.one_bit_adam import OneBitMomentum, root_mean_square
 from residual_sums import still_missing
-from scenario import ChosenGradients, Scenario, Weight
+from scenario import ChosenGradients, Scenario, Weight, attach
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from world import World
@@ -435,15 +435,13 @@ def test_disabled_hook_leaves_adamw(world_of_2: World) -> None:
     assert world_of_2.run(case_disabled) == [True, True]
 
 
-def case_momentum_handed_over(codec: str, num_silent: int) -> dict[str, Any]:
+def case_momentum_handed_over(scenario: Scenario, num_silent: int) -> dict[str, Any]:
     """The momentum at the freeze, and what comes of it in steps without gradients."""
-    import gradferry
     from gradferry.optim import OneBitAdam
 
-    scenario = Scenario((Weight("only", (80, 70)),))  # two tiles
     model = ChosenGradients(scenario)
     ddp = DistributedDataParallel(model)
-    state = gradferry.attach(ddp, codec, momentum=BETAS[0], warmup_steps=FREEZE)
+    state = attach(ddp, scenario)
     optimizer = OneBitAdam(ddp.parameters(), lr=0.0, betas=BETAS, freeze_step=FREEZE, state=state)
     average = np.zeros((80, 70))
     came = np.zeros((80, 70))
@@ -460,15 +458,23 @@ def case_momentum_handed_over(codec: str, num_silent: int) -> dict[str, Any]:
     return {"average": average, "came": came, "saved": state.state_dict()}
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("world_size", "nodes"), [(1, None), (2, None), (4, ((0, 1), (2, 3)))], ids=["1", "2", "2x2"]
+)
 @pytest.mark.parametrize("codec", ["exact", "sign1", "topk:ratio=0.25", "topk:ratio=0.01"])
 def test_all_of_the_momentum_comes_behind_every_codec(
-    worlds: Worlds, codec: str, world_size: int
+    worlds: Worlds, codec: str, world_size: int, nodes: tuple[tuple[int, ...], ...] | None
 ) -> None:
     num_silent = 12
-    answers = worlds(world_size).run(case_momentum_handed_over, codec=codec, num_silent=num_silent)
     scenario = Scenario(
-        (Weight("only", (80, 70)),), world_size, codec=codec, options={"momentum": BETAS[0]}
+        (Weight("only", (80, 70)),),  # two tiles
+        world_size,
+        codec=codec,
+        nodes=nodes,
+        options={"momentum": BETAS[0], "warmup_steps": FREEZE},
+    )
+    answers = worlds(world_size).run(
+        case_momentum_handed_over, scenario=scenario, num_silent=num_silent
     )
     kept = momentum_behind(codec if world_size > 1 else "exact", BETAS[0])
     # Of what a residual still holds, 1 - kept comes next, then (1 - kept) * kept, and so on.

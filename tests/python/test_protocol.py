@@ -8,6 +8,7 @@ codec accepts.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -44,32 +45,18 @@ COMMIT_FIELDS = (
 
 
 class Forger:
-    """A step through the three lanes, with `change` applied to what rank 1 sends in `phase` of
-    bucket `wrong`. A bucket has one chunk.
+    """A step through the lanes, with `change` applied to what this rank sends in `phase` of bucket
+    `wrong`. A bucket has one chunk.
     """
+
+    rank = FORGER
 
     def __init__(
         self, scenario: Scenario, phase: str, change: dict[str, int], wrong: int = 0
     ) -> None:
-        from gradferry.core import engine
-        from gradferry.core.options import Options
-        from gradferry.ddp import binding
-
         model = ChosenGradients(scenario)
         ddp = DistributedDataParallel(model)
-
-        def start(running: Any, group: dist.ProcessGroup, nonce: str, *_: Any) -> Any:
-            # Building a lane waits for all ranks, so it is done where they do it.
-            self.lanes = engine.make_lanes(group, nonce, engine.lanes_between_all(group, 3))
-            return mock.Mock()
-
-        with (
-            mock.patch.object(binding, "_start", side_effect=start) as started,
-            mock.patch.object(binding, "register"),
-        ):
-            binding.bind(ddp, Options(scenario.codec, **scenario.options), native=False)
-        running = started.call_args.args[0]
-        self.layout_hash, self.config_hash = running.layout_hash, running.config_hash
+        self.join(ddp, scenario, [[rank] for rank in range(WORLD_SIZE)])
         layout = Layout([w.describe() for w in scenario.weights], scenario.codec, WORLD_SIZE)
         order = {id(p): i for i, p in enumerate(model.parameters())}
         self.sizes = []  # of payloads, by bucket and owner
@@ -84,6 +71,30 @@ class Forger:
         self.phase, self.change, self.wrong = phase, change, wrong
         self.unfinished: list[Any] = []
         self.step = self.bucket = 0
+
+    def join(
+        self, ddp: DistributedDataParallel, scenario: Scenario, nodes: Sequence[Sequence[int]]
+    ) -> None:
+        """Agrees with the other ranks as attach does, and connects lanes in place of an engine."""
+        from gradferry.core import engine
+        from gradferry.core.options import Options
+        from gradferry.ddp import binding
+
+        self.ranks = engine.lanes_of_host(nodes, self.rank, checks=False)  # of every lane
+
+        def start(running: Any, group: dist.ProcessGroup, nonce: str, *_: Any) -> Any:
+            # Building a lane waits for all ranks, so it is done where they do it.
+            made = engine.make_lanes(group, nonce, self.ranks)
+            self.lanes = dict(zip(self.ranks, made, strict=True))
+            return mock.Mock()
+
+        with (
+            mock.patch.object(binding, "_start", side_effect=start) as started,
+            mock.patch.object(binding, "register"),
+        ):
+            binding.bind(ddp, Options(scenario.codec, **scenario.options), native=False)
+        running = started.call_args.args[0]
+        self.layout_hash, self.config_hash = running.layout_hash, running.config_hash
 
     @property
     def number(self) -> int:
@@ -100,7 +111,7 @@ class Forger:
         checksum = message_checksum(payloads) if "corrupt" in change else 0
         header = Header(
             phase=phase,
-            source_rank=FORGER,
+            source_rank=self.rank,
             config_hash=self.config_hash,
             layout_hash=self.layout_hash,
             step=self.step,
@@ -130,27 +141,23 @@ class Forger:
     def scatter(self) -> None:
         sizes_by_owner = self.sizes[self.bucket]
         messages = [self.message(SCATTER, "scatter", sizes) for sizes in sizes_by_owner]
-        send = torch.from_numpy(np.concatenate(messages))
-        own = HEADER.size + sum(sizes_by_owner[FORGER])
-        receive = torch.zeros(own * WORLD_SIZE, dtype=torch.uint8)
-        lengths = [len(m) for m in messages]
-        self.lanes[0].all_to_all(receive, [own] * WORLD_SIZE, send, lengths).wait()
+        self._all_to_all("scatter", messages)
 
     def parameters(self, num_parameters: int) -> None:
         """A check of parameters whose hashes are all 0."""
-        self._all_gather(0, self.message(PARAMETERS, "parameters", [8 * num_parameters]))
+        self._all_gather("scatter", self.message(PARAMETERS, "parameters", [8 * num_parameters]))
 
     def gather(self) -> None:
         sizes_by_owner = self.sizes[self.bucket]
         message = self.message(GATHER, "gather", sizes_by_owner[FORGER])
         padded = np.zeros(HEADER.size + max(map(sum, sizes_by_owner)), np.uint8)
         padded[: len(message)] = message
-        self._all_gather(1, padded)
+        self._all_gather("gather", padded)
 
     def commit(self) -> None:
         fields: dict[str, int] = dict.fromkeys(COMMIT_FIELDS, 0)
         fields.update(
-            magic=Header.magic, wire_version=WIRE_VERSION, phase=COMMIT, source_rank=FORGER
+            magic=Header.magic, wire_version=WIRE_VERSION, phase=COMMIT, source_rank=self.rank
         )
         fields.update(step=self.step, bucket=self.number)
         wrong = self.bucket == self.wrong
@@ -162,16 +169,25 @@ class Forger:
         if "checksum" not in change:
             fields["checksum"] = word_sum(np.frombuffer(body[:56], np.uint8))
             body = COMMIT_RECORD.pack(*fields.values())
-        self._all_gather(2, np.frombuffer(bytearray(body), np.uint8))
+        self._all_gather("commit", np.frombuffer(bytearray(body), np.uint8))
 
-    def _all_gather(self, lane: int, message: np.ndarray) -> None:
+    def _all_to_all(self, lane: str, messages: list[np.ndarray]) -> None:
+        mine = len(messages[self.ranks[lane].index(self.rank)])
+        receive = torch.zeros(mine * len(messages), dtype=torch.uint8)
+        send = torch.from_numpy(np.concatenate(messages))
+        lengths = [len(message) for message in messages]
+        self.lanes[lane].all_to_all(receive, [mine] * len(messages), send, lengths).wait()
+
+    def _all_gather(self, lane: str, message: np.ndarray) -> np.ndarray:
+        """What came; this rank's place may be empty."""
         send = torch.from_numpy(message)
-        receive = torch.zeros(len(send) * WORLD_SIZE, dtype=torch.uint8)
+        receive = torch.zeros(len(send) * len(self.ranks[lane]), dtype=torch.uint8)
         work = self.lanes[lane].all_gather(receive, send)
         if self.bucket <= self.wrong:
             work.wait()
         else:
             self.unfinished.append((work, receive))
+        return receive.numpy()
 
 
 def case_forged(phase: str, change: dict[str, int]) -> dict[str, Any] | None:

@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gradferry.forecast.buckets import parameter_codecs
+from gradferry import _native
+from gradferry.core.nodes import Nodes, flat
+from gradferry.forecast.buckets import CodecTraffic, parameter_codecs
 from gradferry.forecast.costs import (
     CastCosts,
     CodecCosts,
@@ -15,6 +17,8 @@ from gradferry.forecast.costs import (
     Curve,
     Engine,
     LinkCosts,
+    LocalCosts,
+    NodeCosts,
     Parameter,
     StepProfile,
 )
@@ -24,6 +28,7 @@ from gradferry.forecast.predict import Prediction, Predictor
 from gradferry.forecast.simulate import (
     Backward,
     ChunkCost,
+    LocalChunkCost,
     ReducedBucket,
     play_all_reduce,
     play_codec,
@@ -110,6 +115,73 @@ def test_all_reduces_queue_and_are_cast_before_and_after():
     played = play_all_reduce(Backward((10.0, 20.0), 20.0), buckets, line(1.0))
     # The first leaves at 11 and takes the link until 111, the second until 161.
     assert played.end_s == 161 + LATENCY + 2
+
+
+LOCAL = LocalChunkCost(pack_s=4, scatter_bytes=30, sum_s=5, forward_bytes=40)
+
+
+def link_of_nodes(s_per_byte: float, local_s_per_byte: float, latency: float) -> LinkCosts:
+    between, inside = line(s_per_byte, latency), line(local_s_per_byte, latency)
+    return LinkCosts(between, between, {}, local=LocalCosts(inside, inside))
+
+
+def test_one_chunk_of_two_levels_takes_the_sum_of_its_parts():
+    chunk = replace(CHUNK, local=LOCAL)
+    costs = link_of_nodes(1.0, 2.0, LATENCY)
+    played = play_codec(Backward((1000.0,), 1000.0), [[chunk]], costs)
+    local_scatter, forward = 2 * 30 + LATENCY, 2 * 40 + LATENCY
+    scatter, gather = 10 + LATENCY, 20 + LATENCY
+    work = 4 + (5 + 1) + 2 + 3
+    assert played.end_s == 1000 + work + local_scatter + scatter + gather + forward + LATENCY
+
+
+def test_only_copies_for_siblings_hold_up_the_backward_pass():
+    chunk = replace(CHUNK, local=LOCAL)
+    played = play_codec(Backward((0.0,), 5000.0), [[chunk]], link_of_nodes(1.0, 1.0, LATENCY))
+    assert played.end_s == 5000 + 4
+
+
+def test_siblings_and_peers_have_links_of_their_own():
+    # No work and no latency. All four local scatters are through at 40, when the first gather could
+    # begin; scatters and gathers then take the card one after another, 10 s each, until 90, and the
+    # last forward 10 s more.
+    chunk = ChunkCost(0, 10, 0, 10, 0, local=LocalChunkCost(0, 10, 0, 10))
+    played = play_codec(Backward((0.0,), 0.0), [[chunk] * 4], link_of_nodes(1.0, 1.0, 0.0))
+    assert played.end_s == 100
+
+
+def test_what_has_come_is_done_first_and_else_the_oldest_is_waited_for():
+    # At 10 the first chunk is added (100 s): meanwhile the second one's local scatter comes. At 110
+    # the first has been sent, which takes 1000 s: the second is added until 210. Its scatter leaves
+    # when the first one's has, at 1110, and has come at 2110. The rest takes no time.
+    first = ChunkCost(0, 1000, 0, 0, 0, local=LocalChunkCost(0, 10, 100, 0))
+    played = play_codec(Backward((0.0,), 0.0), [[first] * 2], link_of_nodes(1.0, 1.0, 0.0))
+    assert played.end_s == 2110
+
+
+def test_chunks_of_nodes_cost_what_their_columns_have():
+    """Two nodes of two ranks; four tiles, so each rank owns one and each column has two."""
+    config = hook_config("q8")
+    parameters = [Parameter("only", (4, 4096))]
+    (codec,) = set(parameter_codecs(config, parameters))
+    nodes = Nodes(((0, 1), (2, 3)))
+    traffic = CodecTraffic(config, parameters, nodes)
+    codecs = {codec: CodecCosts(1.0, 10.0, 100.0, 0.0)}
+    costs = Costs(nodes, link_of_nodes(0.0, 0.0, 0.0), {}, codecs, NodeCosts(1000.0, 1e4))
+    ((chunk,),) = traffic.cost(traffic.cut([[0]]), costs)
+    payload = _native.payload_bytes("q8", 4096, torch.float32, "owner")
+    assert chunk.encode_s == 2 * 4096
+    assert chunk.reduce_s == 10 * 4096
+    assert chunk.decode_s == 100 * 4 * 4096
+    assert chunk.scatter_bytes == chunk.gather_bytes
+    message = chunk.gather_bytes  # to the one peer
+    assert message == 64 + payload
+    assert chunk.local == LocalChunkCost(
+        pack_s=1000 * 2 * 4096,
+        scatter_bytes=64 + 4 * 2 * 4096,
+        sum_s=1e4 * 2 * 4096,
+        forward_bytes=64 + 2 * message,
+    )
 
 
 def test_it_is_deterministic():
@@ -219,7 +291,7 @@ def device_predictor() -> Predictor:
     parameters = [Parameter(name, (64, 64)) for name in ("first", "second")]
     (codec,) = set(parameter_codecs(config, parameters))
     launches = CodecCosts(0.0, 0.0, 0.0, 0.0, *(1.0, 1.0, 1.0))
-    costs = Costs(2, stream(0.0), {}, {codec: launches})
+    costs = Costs(flat(2), stream(0.0), {}, {codec: launches})
     profile = StepProfile(200.0, 100.0, (0.0, 100.0), spare_cores=0.0)
     return Predictor(parameters, profile, costs, [[0], [1]])
 
@@ -273,7 +345,7 @@ def gpu_predictions(bytes_per_second: float, hooks: tuple[str, ...]) -> list[Pre
     casts = {"torch:fp32": CastCosts(8 * move, 0.0), "torch:bf16": CastCosts(10 * move, 6 * move)}
     ready_s = tuple(4.2e-3 * number / 8 for number in range(8, 0, -1))
     profile = StepProfile(6.3e-3, 4.2e-3, ready_s, spare_cores=0.0)
-    predictor = Predictor(parameters, profile, Costs(world_size, link, casts, codecs))
+    predictor = Predictor(parameters, profile, Costs(flat(world_size), link, casts, codecs))
     found = [predictor.backend_hook(hook, [25.0]) for hook in casts]
     return found + [predictor.codec(hook, config, [25.0]) for hook, config in configs.items()]
 

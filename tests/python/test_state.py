@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import io
+from collections.abc import Callable
 from typing import Any
 
 import gradferry
@@ -45,10 +46,14 @@ def case_resume(scenario: Scenario) -> dict[str, Any]:
 
 
 @pytest.mark.torch_core
+@pytest.mark.parametrize("nodes", [None, ((0, 1), (2, 3)), ((0, 2), (1,))])
 @pytest.mark.parametrize("codec", ["q4", "rht:bits=2"])  # whose signs change with the step
-def test_resumed_run_equals_one_that_never_stopped(world_of_2: World, codec: str) -> None:
-    scenario = dataclasses.replace(SCENARIO, codec=codec)
-    for answer in world_of_2.run(case_resume, scenario=scenario):
+def test_resumed_run_equals_one_that_never_stopped(
+    worlds: Callable[[int], World], codec: str, nodes: tuple[tuple[int, ...], ...] | None
+) -> None:
+    world_size = sum(map(len, nodes)) if nodes else 2
+    scenario = dataclasses.replace(SCENARIO, codec=codec, world_size=world_size, nodes=nodes)
+    for answer in worlds(world_size).run(case_resume, scenario=scenario):
         assert answer["equal"]
         assert answer["hashes"][0] == answer["hashes"][1]
         assert answer["steps"] == (5, 5)
@@ -82,7 +87,7 @@ def case_refused(scenario: Scenario, changes: list[dict[str, Any]]) -> list[str]
 def test_state_of_another_run_is_refused_by_name(world_of_2: World) -> None:
     changes = [
         {"worker": None},
-        {"format": 3},
+        {"format": 4},
         {"codec": "bf16"},
         {"momentum": 0.9},
         {"world_size": 3},

@@ -75,8 +75,8 @@ def test_numbers_do_not_depend_on_the_order_of_streams(worlds: Worlds, nodes: st
     assert answers[0]["stats"]["chunks"] > 6 * scenario.steps
 
 
-def double(weight: Weight) -> Weight:
-    return dataclasses.replace(weight, dtype=torch.float64)
+def weights_of(dtype: torch.dtype) -> tuple[Weight, ...]:
+    return tuple(dataclasses.replace(weight, dtype=dtype) for weight in SCENARIO.weights)
 
 
 @pytest.mark.parametrize("device", ["streamed", "staged"])
@@ -91,9 +91,15 @@ def double(weight: Weight) -> Weight:
         {"poison": {(1, 2, "second"): float("nan"), (2, 0, "third"): float("inf")}},
         {"empty": ((1, 0), (1, 1), (2, 2))},
         {"options": {"check_every": 2}, "passes": 2},
-        {"weights": tuple(map(double, SCENARIO.weights)), "codec": "exact", "rules": ()},
+        {"weights": weights_of(torch.float64), "codec": "exact", "rules": ()},
+        {"weights": weights_of(torch.bfloat16)},
+        {
+            "weights": weights_of(torch.float16),
+            "options": {"momentum": 0.9},
+            "poison": {(1, 2, "second"): float("inf")},
+        },
     ],
-    ids=["momentum", "warm-up", "not finite", "empty", "check_every", "fp64"],
+    ids=["momentum", "warm-up", "not finite", "empty", "check_every", "fp64", "bf16", "fp16"],
 )
 def test_two_levels_on_a_device_keep_every_promise(
     worlds: Worlds, changes: dict[str, Any], device: str
@@ -107,7 +113,7 @@ def test_an_overflow_of_fp64_momentum_is_undone_with_the_sum(worlds: Worlds) -> 
     scenario = scenario_on(
         "2x2",
         "streamed",
-        weights=tuple(map(double, SCENARIO.weights)),
+        weights=weights_of(torch.float64),
         codec="exact",
         rules=(),
         error_feedback="auto",

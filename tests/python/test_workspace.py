@@ -69,6 +69,36 @@ def test_less_memory_changes_no_result(
         assert f"{slots} chunks in flight" in answer["shown"]
 
 
+@pytest.mark.parametrize("nodes", [((0, 1), (2, 3)), ((0, 1), (2,)), ((0, 1, 2, 3),)])
+@pytest.mark.parametrize(("cap_mb", "slots"), [(96, 4), (0.6, None)])
+def test_less_memory_between_nodes_changes_no_result(
+    worlds: Worlds, nodes: tuple[tuple[int, ...], ...], cap_mb: float, slots: int | None
+) -> None:
+    world_size = sum(map(len, nodes))
+    options = {"workspace_cap_mb": cap_mb}
+    scenario = dataclasses.replace(SCENARIO, world_size=world_size, nodes=nodes, options=options)
+    answers = worlds(world_size).run(case_train, scenario=scenario)
+    assert_bit_equal(answers, scenario)
+    columns = min(map(len, nodes))
+    for rank, answer in enumerate(answers):
+        siblings = next(members for members in nodes if rank in members)
+        is_delegate = siblings.index(rank) < columns
+        planned, counted = answer["workspace"], answer["stats"]["workspace_bytes"]
+        # A rank that is no delegate needs less, and so has more chunks in flight.
+        assert planned["slots"] == slots or (1 <= planned["slots"] < 4) == is_delegate
+        slot = sum(planned[f"{part}_bytes"] for part in ("dense", "send", "receive", "gathered"))
+        # Beside chunks only commits, of which 8 buckets are in flight.
+        assert counted == planned["slots"] * slot + 8 * 64 * world_size
+        assert counted <= cap_mb * 2**20
+        copies = len(siblings) + is_delegate
+        received = planned["receive_bytes"] + planned["gathered_bytes"] - 64 * len(siblings)
+        assert received == copies * len(nodes) * planned["message_bytes"]
+        assert (planned["send_bytes"] > 0) == is_delegate
+        assert f"{planned['slots']} chunks in flight" in answer["shown"]
+        assert f"owners, {copies} x {len(nodes)} nodes x " in answer["shown"]
+        assert f"MiB of gradients of {len(siblings)} ranks" in answer["shown"]
+
+
 def case_large_world(world_size: int) -> dict[str, Any]:
     """The engine of one rank of a large world, which exchanges nothing."""
     import fake_device

@@ -162,20 +162,15 @@ class ChunkRun {
   // As if a sum of siblings had been encoded: moves the gradient behind the rank's messages.
   void sum_behind_messages(uint32_t rank) {
     Rank& r = ranks[rank];
-    const bool is_double = setup.dtype == ScalarType::kFloat64;
-    const uint32_t item = item_bytes(setup.dtype), number = is_double ? 8 : 4;
+    const uint32_t item = item_bytes(setup.dtype);
     const size_t begin = (r.sent.size() + 15) / 16 * 16;
-    Buffer sent(begin + num_elements_ * number);
+    Buffer sent(begin + num_elements_ * item);
     std::memcpy(sent.data(), r.sent.data(), r.sent.size());
-    for (size_t i = 0; i < num_elements_; ++i) {
-      const double value = read_number(setup.dtype, r.gradient.data() + i * item);
-      write_number(is_double ? setup.dtype : ScalarType::kFloat32, value,
-                   sent.data() + begin + i * number);
-    }
+    std::memcpy(sent.data() + begin, r.gradient.data(), r.gradient.size());
     std::memset(r.gradient.data(), 0, r.gradient.size());
     r.sent = std::move(sent);
     for (ChunkTile& entry : decode_) {
-      entry.summed_offset = static_cast<uint32_t>(begin + entry.tile.gradient_offset * number);
+      entry.summed_offset = static_cast<uint32_t>(begin + entry.tile.gradient_offset * item);
     }
   }
 

@@ -2,6 +2,7 @@
 // numbers; and what the kernels of a chunk do for siblings.
 #include <gtest/gtest.h>
 
+#include <array>
 #include <cmath>
 #include <cstring>
 
@@ -19,8 +20,6 @@ Envelope local_envelope(uint32_t rank) {
   envelope.phase = Phase::kLocalScatter;
   return envelope;
 }
-
-size_t sum_bytes(ScalarType dtype) { return dtype == ScalarType::kFloat64 ? 8 : 4; }
 
 // Ranks 4, 5 and 6 share a node; this one is `own`, whose column has the tiles of `sizes`. Its
 // bucket holds them with gaps, so that they begin wherever an item may.
@@ -45,7 +44,7 @@ struct Node {
       }
     }
     received = Buffer(kRanks * (kHeaderBytes + payload));
-    sum = Buffer(num_summed * sum_bytes(dtype));
+    sum = Buffer(num_summed * item);
   }
 
   // What rank 4 + i sends to this one, into its place.
@@ -78,8 +77,7 @@ struct Node {
     return read_number(dtype, buckets[rank].data() + (piece.gradient_offset + k) * item);
   }
   double summed(const ChunkPiece& piece, uint32_t k) const {
-    return read_number(dtype == ScalarType::kFloat64 ? dtype : ScalarType::kFloat32,
-                       sum.data() + (piece.offset + k) * sum_bytes(dtype));
+    return read_number(dtype, sum.data() + (piece.offset + k) * item);
   }
 
   static constexpr uint32_t kRanks = 3, kOwn = 1;
@@ -92,7 +90,7 @@ struct Node {
   uint32_t num_summed = 0;
 };
 
-// In rank order, in the sum's own precision; every operation is rounded once.
+// In rank order, in fp32 or fp64, where every operation is rounded once.
 template <typename Number>
 Number expected_sum(const Node& node, const ChunkPiece& piece, uint32_t k, double scale) {
   auto total = static_cast<Number>(node.number(0, piece, k));
@@ -114,9 +112,12 @@ TEST(Nodes, SumInRankOrderWhateverTheAlignment) {
       node.add(kScale);
       for (const ChunkPiece& piece : node.pieces) {
         for (uint32_t k = 0; k < piece.num_elements; ++k) {
-          const double want = dtype == ScalarType::kFloat64
-                                  ? expected_sum<double>(node, piece, k, kScale)
-                                  : expected_sum<float>(node, piece, k, kScale);
+          std::array<std::byte, 8> rounded{};
+          write_number(dtype,
+                       dtype == ScalarType::kFloat64 ? expected_sum<double>(node, piece, k, kScale)
+                                                     : expected_sum<float>(node, piece, k, kScale),
+                       rounded.data());
+          const double want = read_number(dtype, rounded.data());
           const double got = node.summed(piece, k);
           if (std::isnan(want)) {
             ASSERT_TRUE(std::isnan(got)) << piece.num_elements << " " << k;

@@ -76,10 +76,6 @@ void touch_received(const Touched& touched, const ReceivedMessages& received,
 void touch_kept(const Touched& touched, const ChunkTile& entry, float* residual) {
   if (entry.has_residual != 0) touch_residual(touched, entry.tile, residual);
 }
-// Of a number of what siblings of gradients of a dtype add up to.
-size_t sum_bytes(ScalarType dtype) {
-  return dtype == ScalarType::kFloat64 ? sizeof(double) : sizeof(float);
-}
 std::pair<size_t, size_t> gradient_bytes(const ChunkBatch& chunk, const Tile& tile) {
   const size_t item = item_bytes(chunk.dtype);
   return {tile.gradient_offset * item, tile.num_elements * item};
@@ -137,8 +133,7 @@ void decode(const DecodeChunkCall& call) {
               touch_residual(touched, tile, call.residual);
               touched.read(call.sent + tile.output_offset, size(Stage::kWorker));
               if (entry.summed_offset == 0) return;
-              touched.read(call.sent + entry.summed_offset,
-                           tile.num_elements * sum_bytes(call.chunk.dtype));
+              touched.read(call.sent + entry.summed_offset, bytes);
             });
             touched.write(call.flags, call.chunk.num_tiles * sizeof(uint32_t));
             touched.write(call.findings, sizeof(Findings));
@@ -169,7 +164,7 @@ void pack(const PackCall& call) {
 
 void sum(const SumCall& call) {
   enqueue(call.stream, "sum", emulated::node_kernels.sum, call, [=](const Touched& touched) {
-    const size_t item = item_bytes(call.dtype), summed = sum_bytes(call.dtype);
+    const size_t item = item_bytes(call.dtype);
     read_table(touched, call.messages, call.num_messages);
     read_table(touched, call.pieces, call.num_pieces);
     for (const ChunkPiece& piece : std::span(call.pieces, call.num_pieces)) {
@@ -181,8 +176,8 @@ void sum(const SumCall& call) {
         touched.read(received, kHeaderBytes);
         touched.read(received + kHeaderBytes + piece.offset * item, piece.num_elements * item);
       }
-      touched.write(static_cast<std::byte*>(call.sum) + piece.offset * summed,
-                    piece.num_elements * summed);
+      touched.write(static_cast<std::byte*>(call.sum) + piece.offset * item,
+                    piece.num_elements * item);
     }
   });
 }

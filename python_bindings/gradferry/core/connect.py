@@ -174,14 +174,24 @@ def _left(deadline: float, rank: int) -> float:
     return left
 
 
-def _find(store: Store, key: str, rank: int, deadline: float) -> _Place:
+def value_from(store: Store, key: str, rank: int, deadline: float) -> bytes:
+    """What a rank has written, or will, under a key.
+
+    Raises:
+        TimeoutError: it had not at `deadline`, in seconds of ``time.monotonic()``.
+    """
     # Not store.wait(), which Ctrl-C does not interrupt.
     pause = _LEAST_PAUSE_SECONDS
     while not store.check([key]):
         time.sleep(min(pause, _left(deadline, rank)))
         pause = min(2 * pause, MOST_PAUSE_SECONDS)
+    value: bytes = store.get(key)
+    return value
+
+
+def _find(store: Store, key: str, rank: int, deadline: float) -> _Place:
     try:
-        return _Place(**json.loads(store.get(key)))
+        return _Place(**json.loads(value_from(store, key, rank, deadline)))
     except (TypeError, ValueError) as error:
         raise RuntimeError("another rank runs another version of gradferry") from error
 

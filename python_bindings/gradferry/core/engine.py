@@ -25,6 +25,7 @@ from gradferry.core.config import Config
 from gradferry.core.connect import connect_ranks
 from gradferry.core.device import CPU, Transport, transport_of
 from gradferry.core.meeting import patience, store_of
+from gradferry.core.node_memory import share_memory
 from gradferry.core.parameters import ParameterLayout
 from gradferry.errors import ConfigError, PeerError
 
@@ -63,11 +64,16 @@ def lanes_of_device(nodes: Nodes, rank: int, streams: bool) -> dict[str, list[in
 
 def _neighbours(nodes: Nodes, rank: int) -> tuple[list[int], list[int]]:
     """The siblings of a rank, and its peers, one per node; none where nodes have no such rank."""
-    siblings = next(list(members) for members in nodes if rank in members)
+    siblings = siblings_of(nodes, rank)
     place = siblings.index(rank)
     if place >= min(map(len, nodes)):
         return siblings, []
     return siblings, [members[place] for members in nodes]
+
+
+def siblings_of(nodes: Nodes, rank: int) -> list[int]:
+    """The ranks of a rank's node."""
+    return next(list(members) for members in nodes if rank in members)
 
 
 @torch.inference_mode(False)  # inference tensors could not be changed in training
@@ -147,7 +153,10 @@ def start_engine(
         store=store,
     )
     if on_host:
-        return _native.HostEngine(options, tensors=list(tensors), lanes=lanes)
+        memory, local_stage = memory_of_node(options, table, group, nonce)
+        return _native.HostEngine(
+            options, tensors=list(tensors), lanes=lanes, memory=memory, local_stage=local_stage
+        )
     return _native.DeviceEngine(
         options,
         device=path.device,
@@ -199,6 +208,31 @@ def make_lanes(
         rank=rank,
         timeout_seconds=timeout_seconds,
     )
+
+
+def memory_of_node(
+    options: _native.EngineOptions, nodes: Nodes, group: dist.ProcessGroup, nonce: str
+) -> tuple[_native.SharedMemory | None, str]:
+    """Memory that an engine on this rank shares with its siblings. Collective among them.
+
+    Returns:
+        The memory; None where this rank is alone on its node, or where one of them was refused it.
+        Then what siblings exchange through: "shared memory", "sockets (rank 1: memfd_create:
+        Operation not permitted)", or nothing.
+
+    Raises:
+        PeerError: as `make_lanes`.
+    """
+    rank = dist.get_rank(group)
+    siblings = siblings_of(nodes, rank)
+    if len(siblings) == 1:
+        return None, ""
+    store = PrefixStore(f"gradferry/{nonce}/memory/{siblings[0]}", store_of(group))
+    seconds = (patience(group, CPU) / 2).total_seconds()
+    num_bytes = _native.shared_memory_bytes(options)
+    with _telling_of_others():
+        memory, refusal = share_memory(store, rank, siblings, num_bytes, seconds)
+    return memory, f"sockets ({refusal})" if memory is None else "shared memory"
 
 
 def lanes_between_all(group: dist.ProcessGroup, number: int) -> dict[str, list[int]]:

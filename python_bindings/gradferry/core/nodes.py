@@ -9,13 +9,18 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from gradferry.core.agreement import gather_records
 from gradferry.core.meeting import name_ranks
 from gradferry.errors import ConfigError, ProtocolError
 
 AUTO = "auto"
 FLAT = "flat"
+# Names of exchanges, of which the first is also an option `nodes`.
+TWO_LEVEL = "two-level"
 # A checked option `nodes`: AUTO, FLAT, the number of ranks per node, or the global ranks by node.
 NodesOption = str | int | tuple[tuple[int, ...], ...]
 
@@ -90,6 +95,23 @@ class Nodes:
     def of(self, rank: int) -> tuple[int, int]:
         """The node of a rank, and its index among the ranks of that node."""
         return self._places[rank]
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of all nodes."""
+        return sum(self.ranks_per_node)
+
+    @cached_property
+    def columns(self) -> tuple[tuple[int, ...], ...]:
+        """For every index that a rank can have on every node, the ranks that have it, by node:
+        those exchange what all nodes send.
+        """
+        return tuple(zip(*self.members, strict=False))
+
+    @cached_property
+    def of_rank(self) -> tuple[int, ...]:
+        """The node of every rank."""
+        return tuple(self.of(rank)[0] for rank in range(self.world_size))
 
     @property
     def ranks_per_node(self) -> tuple[int, ...]:
@@ -189,6 +211,83 @@ def resolve(
     together = {rank for ranks in members if len(ranks) > 1 for rank in ranks}
     unread = {rank: why for rank, why in _unread(identities).items() if rank in together}
     return Nodes(members, _note(unread, "not checked"))
+
+
+def found_nodes(group: dist.ProcessGroup, place: torch.device) -> Nodes:
+    """The nodes of a group's ranks, as AUTO finds them. Collective.
+
+    Args:
+        group: of the ranks.
+        place: where they meet.
+    """
+    identities = received_identities(gather_records(vars(identity()), group, place))
+    return resolve(AUTO, range(len(identities)), identities)
+
+
+def exchange_between(nodes: Nodes) -> str:
+    """FLAT or TWO_LEVEL."""
+    return FLAT if nodes.is_flat else TWO_LEVEL
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Which exchange runs, and why. Equal on all ranks.
+
+    Attributes:
+        nodes: whose ranks add up their gradients before they send; with every rank alone the
+            exchange is flat, between all ranks, wherever they are.
+        reason: for people, to follow "because".
+    """
+
+    nodes: Nodes
+    reason: str = field(compare=False)
+
+    @property
+    def name(self) -> str:
+        """FLAT or TWO_LEVEL."""
+        return exchange_between(self.nodes)
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether every rank exchanges with all others."""
+        return self.nodes.is_flat
+
+
+def choose_exchange(option: NodesOption, found: Nodes, *, on_host: bool) -> Exchange:
+    """The exchange between ranks. The same arguments, and so the same outcome, on all ranks.
+
+    With AUTO, ranks add up their gradients inside nodes wherever that saves bytes on a network
+    card: where there are two nodes or more and one of them has several ranks. On a device they do
+    so only where the option asks for it: it has not run on a GPU yet, and no forecast knows it.
+
+    Args:
+        option: checked.
+        found: by `resolve`.
+        on_host: whether gradients are in host memory.
+    """
+    alone = flat(sum(found.ranks_per_node))
+    if option == FLAT:
+        return Exchange(alone, f"nodes={FLAT!r}")
+    if found.is_flat:
+        return Exchange(alone, "every rank is on a node of its own")
+    if option == AUTO and len(found.members) == 1:
+        return Exchange(alone, "all ranks are on one node")
+    if not on_host and option == AUTO:
+        return Exchange(alone, "on a device two levels are used where nodes= asks for them")
+    if option == AUTO:
+        return Exchange(found, f"nodes={AUTO!r} found several ranks on a node")
+    given = f"nodes={option}" if isinstance(option, int) else "a DeviceMesh says so"
+    return Exchange(found, given)
+
+
+def exchanges_to_choose_from(option: NodesOption, found: Nodes, *, on_host: bool) -> list[Exchange]:
+    """What a forecast chooses from: with AUTO both exchanges where there are two, else the one that
+    the option asks for. Arguments and errors as for `choose_exchange`, whose answer is the last.
+    """
+    chosen = choose_exchange(option, found, on_host=on_host)
+    if option != AUTO or chosen.is_flat:
+        return [chosen]
+    return [choose_exchange(FLAT, found, on_host=on_host), chosen]
 
 
 def _found(identities: Sequence[Identity]) -> Nodes:

@@ -51,6 +51,7 @@ def attach(
         check_every: see `HookState`.
         seed: see `HookState`.
         workspace_cap_mb: see `HookState`.
+        nodes: see `HookState`.
 
     Returns:
         The hook's state. The hook lives as long as the model, whether the state is kept or not.

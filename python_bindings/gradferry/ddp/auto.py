@@ -1,4 +1,5 @@
-"""`codec="auto"`: dense steps, a measurement, and a choice that all ranks apply at the same step.
+"""`codec="auto"`: dense steps, a measurement, and a choice that all ranks apply at the same step:
+of the codec, and of the exchange where ranks share nodes.
 
 The hook calls `Chooser.check` at the first bucket of an agreed step, at the same point on all
 ranks. There they measure the link together, predict the step under every codec from equal numbers,
@@ -9,7 +10,7 @@ configuration hash.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from gradferry import _native
 from gradferry.core.codec_spec import OFF, CodecSpec, parse_codec
 from gradferry.core.config import COARSE_BITS, EXACT, Config
+from gradferry.core.nodes import FLAT, TWO_LEVEL, Exchange, exchanges_to_choose_from
 from gradferry.core.parameters import ParameterLayout
 from gradferry.ddp.running import Running
 from gradferry.errors import ConfigError, StateError
@@ -27,7 +29,7 @@ from gradferry.forecast.hook_names import codecs_to_choose_from
 from gradferry.forecast.measure import Probe, make_probe, measure_costs
 from gradferry.forecast.measure_link import spare_cores
 from gradferry.forecast.observe import MEASURED_STEPS, ObservedSteps, observe
-from gradferry.forecast.predict import Prediction, Predictor
+from gradferry.forecast.predict import Prediction, predictors_of
 from gradferry.forecast.verdict import TOLERANCE, most_precise, precision
 
 _log = logging.getLogger("gradferry")
@@ -54,32 +56,31 @@ def candidates(config: Config) -> list[str]:
     return names
 
 
-def decide(predictions: Mapping[str, Prediction], current: str | None) -> tuple[str, str]:
+def decide(predictions: Sequence[Prediction], held: Prediction | None) -> tuple[Prediction, str]:
     """The choice and its reason.
 
     Args:
-        predictions: by codec.
-        current: the choice so far; None: there is none.
+        predictions: of every candidate.
+        held: of the choice so far; None: there is none.
     """
-    every = list(predictions.values())
+    every = list(predictions)
     fastest = min(every, key=lambda prediction: prediction.seconds)
     chosen = most_precise(every)
     within = f"the most precise within {TOLERANCE:.0%} of the fastest, {_figures(fastest)}"
     if chosen is fastest:
         within = f"the fastest, and nothing more precise is within {TOLERANCE:.0%} of it"
-    if current is None:
-        return chosen.hook, f"{_figures(chosen)} is {within}"
-    held = predictions[current]
+    if held is None:
+        return chosen, f"{_figures(chosen)} is {within}"
     if held.seconds > fastest.seconds * (1 + SLOWER):
-        return chosen.hook, f"{_figures(held)} is slower than {_figures(chosen)}, {within}"
+        return chosen, f"{_figures(held)} is slower than {_figures(chosen)}, {within}"
     exact = most_precise(every, tolerance=0.0)
-    if precision(exact.hook) > precision(current):
-        return exact.hook, f"{_figures(exact)} is the fastest, and more precise than {current}"
-    return current, f"{_figures(held)} is within {SLOWER:.0%} of the fastest, {_figures(fastest)}"
+    if precision(exact.hook) > precision(held.hook):
+        return exact, f"{_figures(exact)} is the fastest, and more precise than {held.named}"
+    return held, f"{_figures(held)} is within {SLOWER:.0%} of the fastest, {_figures(fastest)}"
 
 
 def _figures(prediction: Prediction) -> str:
-    return f"{prediction.hook} ({1e3 * prediction.seconds:.1f} ms per step predicted)"
+    return f"{prediction.named} ({1e3 * prediction.seconds:.1f} ms per step predicted)"
 
 
 def _parameter(layout: ParameterLayout) -> Parameter:
@@ -89,14 +90,22 @@ def _parameter(layout: ParameterLayout) -> Parameter:
     return Parameter(layout.name, shape, layout.dtype)
 
 
+def _exchange(name: object) -> str | None:
+    """Checks what a checkpoint says of the exchange."""
+    if name not in (None, FLAT, TWO_LEVEL):
+        raise ValueError(f"exchange {name!r} is neither {FLAT!r} nor {TWO_LEVEL!r}")
+    return None if name is None else str(name)
+
+
 @dataclass
 class Choice:
     """The current choice. The fields in `saved` are equal on all ranks."""
 
     codec: CodecSpec = EXACT
+    exchange: str | None = None  # FLAT or TWO_LEVEL; None: that of `nodes`, as attached
     made: bool = False  # False while dense steps are measured
     reason: str = _MEASURING
-    step: int = 0  # the first with this codec
+    step: int = 0  # the first with this codec and exchange
     next_check: int = FIRST_CHECK
     interval: int = CHECK_EVERY
     predicted_ms: dict[str, float] = field(default_factory=dict)
@@ -111,13 +120,14 @@ class Choice:
         try:
             return cls(
                 codec=parse_codec(saved["codec"]),
+                exchange=_exchange(saved.get("exchange")),  # states of earlier versions have none
                 made=bool(saved["made"]),
                 reason="restored from a checkpoint",
                 step=int(saved["step"]),
                 next_check=int(saved["next_check"]),
                 interval=int(saved["interval"]),
             )
-        except (KeyError, TypeError, ValueError, ConfigError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, ConfigError) as error:
             raise StateError(
                 f"the saved state's choice {saved!r} is no choice of codec='auto': {error}"
             ) from error
@@ -126,6 +136,7 @@ class Choice:
         """The fields for a checkpoint."""
         return {
             "codec": str(self.codec),
+            "exchange": self.exchange,
             "made": self.made,
             "step": self.step,
             "next_check": self.next_check,
@@ -144,10 +155,13 @@ class Choice:
 
 
 class Chooser:
-    """Chooses the codec of one hook."""
+    """Chooses the codec and the exchange of one hook."""
 
     def __init__(self, running: Running) -> None:
         self._running = running
+        self._exchanges = exchanges_to_choose_from(
+            running.config.nodes, running.nodes, on_host=running.transport.on_host
+        )
         self._observed: ObservedSteps | None = None
         self._spare = 0.0  # on a device, `spare_cores` as last found
         self.choice = Choice()
@@ -160,43 +174,61 @@ class Chooser:
 
     def restore(self, hook: _native.BucketHook, choice: Choice, step: int) -> None:
         """Continues from a checkpoint at `step`. Collective."""
-        if choice.codec != self._running.config.codec:
-            self._running.switch(hook, choice.codec, step)
+        exchange = self._exchange_named(choice.exchange)
+        if choice.codec != self._running.config.codec or exchange != self._running.exchange:
+            self._running.switch(hook, choice.codec, step, exchange)
         self._observed = None
         # There must be enough steps before the next check to measure.
-        self.choice = replace(choice, next_check=max(choice.next_check, step + FIRST_CHECK))
+        next_check = max(choice.next_check, step + FIRST_CHECK)
+        self.choice = replace(choice, exchange=exchange.name, next_check=next_check)
         hook.resume(step)
         self.start(hook)
 
     def check(self, hook: _native.BucketHook, step: int) -> None:
         """Measures, chooses and switches, at the first bucket of a step. Collective."""
-        probe = make_probe(self._running.group, self._running.transport)
+        running = self._running
+        probe = make_probe(running.group, running.transport, self._exchanges)
         self._observe(probe)
         if self._observed is None:
             self._measure_again(hook, step)
             return
         predictions = self._predict(probe, self._observed)
-        codecs = list(predictions)
-        current = str(self._running.config.codec) if self.choice.made else None
-        wanted, reason = decide(predictions, current)
-        wanted = codecs[probe.of_first_rank(codecs.index(wanted))]
-        changes = wanted != current
-        if parse_codec(wanted) != self._running.config.codec:
-            self._running.switch(hook, parse_codec(wanted), step)
+        held = self._held(predictions) if self.choice.made else None
+        found, reason = decide(predictions, held)
+        wanted = predictions[probe.of_first_rank(predictions.index(found))]
+        changes = wanted is not held
+        codec, exchange = parse_codec(wanted.hook), self._exchange_named(wanted.exchange)
+        if codec != running.config.codec or exchange != running.exchange:
+            running.switch(hook, codec, step, exchange)
         choice = self.choice
         interval = choice.interval * 2 if changes and choice.made else choice.interval
         self.choice = Choice(
-            codec=parse_codec(wanted),
+            codec=codec,
+            exchange=exchange.name,
             made=True,
             reason=reason,
             step=step if changes else choice.step,
             next_check=step + interval,
             interval=interval,
-            predicted_ms={name: 1e3 * p.seconds for name, p in predictions.items()},
+            predicted_ms={p.named: 1e3 * p.seconds for p in predictions},
         )
-        level = logging.INFO if changes and self._running.rank == 0 else logging.DEBUG
-        _log.log(level, "codec='auto' takes %s from step %d on: %s", wanted, step, reason)
+        level = logging.INFO if changes and running.rank == 0 else logging.DEBUG
+        _log.log(level, "codec='auto' takes %s from step %d on: %s", wanted.named, step, reason)
         self.start(hook)
+
+    def _held(self, predictions: Sequence[Prediction]) -> Prediction:
+        """That of the current choice. Passing through has the same in every exchange."""
+        codec = str(self._running.config.codec)
+        alike = [p for p in predictions if p.hook == codec]
+        exchange = self._running.exchange.name
+        return next((p for p in alike if p.exchange == exchange), alike[0])
+
+    def _exchange_named(self, name: str | None) -> Exchange:
+        """Of those to choose from. None, or another name, which a checkpoint may have: as it is."""
+        for exchange in self._exchanges:
+            if exchange.name == name and len(self._exchanges) > 1:
+                return replace(exchange, reason="codec='auto' chose it")
+        return self._running.exchange
 
     def _observe(self, probe: Probe) -> None:
         """Updates the observed steps from the engine; without one, keeps the earlier ones."""
@@ -222,7 +254,7 @@ class Chooser:
         self.choice = Choice(next_check=step + FIRST_CHECK, interval=self.choice.interval)
         self.start(hook)
 
-    def _predict(self, probe: Probe, observed: ObservedSteps) -> dict[str, Prediction]:
+    def _predict(self, probe: Probe, observed: ObservedSteps) -> list[Prediction]:
         running = self._running
         parameters = [_parameter(p) for p in running.parameters]
         now = running.config
@@ -233,11 +265,19 @@ class Chooser:
         costs = measure_costs(probe, parameters, backend, [now, *configs.values()], _SECONDS)
         spare = spare_cores(running.group) if running.transport.on_host else self._spare
         profile = observed.profile(len(parameters), spare)
-        predictor = Predictor(parameters, profile, costs, observed.buckets)
+        predictors = predictors_of(parameters, profile, costs, observed.buckets)
         if running.engine is not None:
             # Corrects the model by the difference between prediction and observation.
-            predictor = predictor.calibrated(str(now.codec), now, None, observed.exposed_s)
-            self._spare = predictor.profile.spare_cores
-        caps = [None]
-        found = {name: predictor.codec(name, configs[name], caps) for name in configs}
-        return found | {name: predictor.backend_hook(name, caps) for name in backend}
+            current = self._exchanges.index(running.exchange)
+            calibrated = predictors[current].calibrated(
+                str(now.codec), now, None, observed.exposed_s
+            )
+            profile = calibrated.profile
+            self._spare = profile.spare_cores
+            predictors = [predictor.with_profile(profile) for predictor in predictors]
+        found = [
+            predictor.codec(name, config, [None])
+            for name, config in configs.items()
+            for predictor in predictors
+        ]
+        return [*found, *(predictors[0].backend_hook(name, [None]) for name in backend)]

@@ -22,7 +22,7 @@ from gradferry.core.agreement import (
 )
 from gradferry.core.config import make_config
 from gradferry.core.meeting import meet, patience
-from gradferry.core.nodes import identity, received_identities, resolve
+from gradferry.core.nodes import choose_exchange, identity, received_identities, resolve
 from gradferry.core.options import Options
 from gradferry.ddp.after_steps import call_after_steps
 from gradferry.ddp.auto import Chooser
@@ -30,7 +30,7 @@ from gradferry.ddp.model import Model, has_python_hook
 from gradferry.ddp.momentum_handover import MomentumHandover
 from gradferry.ddp.registration import register
 from gradferry.ddp.running import Running, propose
-from gradferry.errors import StateError
+from gradferry.errors import ConfigError, StateError
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,15 @@ def bind(
     raise_first_mismatch(records)
     assert running is not None  # otherwise raise_first_error() has raised this rank's error
     identities = received_identities([envelope.get("identity") for envelope in envelopes])
-    running.nodes = resolve(running.config.nodes, dist.get_process_group_ranks(group), identities)
+    asked = running.config.nodes
+    running.nodes = resolve(asked, dist.get_process_group_ranks(group), identities)
+    running.exchange = choose_exchange(asked, running.nodes, on_host=running.transport.on_host)
+    on_device = not running.transport.on_host
+    if on_device and running.config.chooses and not running.exchange.is_flat:
+        raise ConfigError(
+            "codec='auto' forecasts the flat exchange alone for gradients on a device, and nodes= "
+            f"asks for {running.nodes.describe()}; name a codec, or attach with nodes='flat'"
+        )
 
     binding: Binding | None = None
     try:

@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from gradferry.core.codec_spec import OFF
-from gradferry.core.nodes import Nodes
+from gradferry.core.nodes import FLAT
 from gradferry.ddp.binding import Binding
+from gradferry.ddp.running import Running
 
 
 def choice_of(bound: Binding) -> dict[str, Any]:
     """The entry ``choice`` of `HookState.stats`."""
     if bound.chooser is not None:
-        return bound.chooser.choice.shown()
+        return {**bound.chooser.choice.shown(), "exchange": bound.running.exchange.name}
     config = bound.running.config
     codec = OFF if config.disabled else str(config.codec)
     if config.disabled:
@@ -21,7 +22,7 @@ def choice_of(bound: Binding) -> dict[str, Any]:
         reason = "a world of one rank does not communicate"
     else:
         reason = "as attached"
-    return {"codec": codec, "reason": reason}
+    return {"codec": codec, "exchange": bound.running.exchange.name, "reason": reason}
 
 
 def describe(bound: Binding) -> str:
@@ -54,31 +55,46 @@ def describe(bound: Binding) -> str:
         shown = ", ".join(exempt[:4]) + (f", and {len(exempt) - 4} more" if len(exempt) > 4 else "")
         lines.append(f"  exempt from compression: {shown}")
     if running.transport.exchanges:
-        lines.append(_exchange_line(running.world_size, running.nodes))
+        lines.append(_exchange_line(running))
     stats = running.engine.stats()
     lines.append(
         f"  memory: residuals {stats['residual_bytes'] / 2**20:.1f} MiB, workspace "
         f"{stats['workspace_bytes'] / 2**20:.1f} of at most {config.workspace_cap_mb:g} MiB"
     )
-    lines += _workspace_lines(running.engine.workspace(), running.world_size)
+    lines += _workspace_lines(running.engine.workspace(), running)
     return "\n".join(lines)
 
 
-def _exchange_line(world_size: int, nodes: Nodes) -> str:
-    """Which exchange runs, and where the ranks are."""
+def _exchange_line(running: Running) -> str:
+    """Which exchange runs, where the ranks are, and why it is this one."""
+    nodes, exchange = running.nodes, running.exchange
+    if not exchange.is_flat:
+        shown = f"two levels, {nodes.describe()}"
+    elif running.config.nodes == FLAT:  # nobody asked where ranks are
+        shown = f"flat between {running.world_size} ranks"
+    else:
+        shown = f"flat between {running.world_size} ranks on {nodes.describe()}"
     note = f"; {nodes.note}" if nodes.note else ""
-    return f"  exchange: flat between {world_size} ranks on {nodes.describe()}{note}"
+    return f"  exchange: {shown}, because {exchange.reason}{note}"
 
 
-def _workspace_lines(workspace: dict[str, int], world_size: int) -> list[str]:
+def _workspace_lines(workspace: dict[str, int], running: Running) -> list[str]:
     """The formula of the memory for chunks; nothing where none are sent."""
     longest = workspace["message_bytes"]
     if longest == 0:
         return []
+    nodes = running.exchange.nodes
     receives = "one for both" if workspace["shared_receive"] else "2"
     own = workspace["own_message_bytes"]
+    received = f"{receives} x {running.world_size} ranks x {longest / 2**20:.3f} MiB received"
+    if not nodes.is_flat:
+        siblings = len(nodes.members[nodes.of(running.rank)[0]])
+        copies = siblings + (workspace["receive_bytes"] > 0)  # those for all, and for this owner
+        received = (
+            f"{copies} x {len(nodes.members)} nodes x {longest / 2**20:.3f} MiB received, "
+            f"{workspace['dense_bytes'] / 2**20:.2f} MiB of gradients of {siblings} ranks"
+        )
     return [
         f"    {workspace['slots']} chunks in flight: {workspace['send_bytes'] / 2**20:.2f} MiB to "
-        f"owners, {receives} x {world_size} ranks x {longest / 2**20:.3f} MiB received"
-        + (f", {own / 2**20:.3f} MiB sent to all" if own else "")
+        f"owners, {received}" + (f", {own / 2**20:.3f} MiB sent to all" if own else "")
     ]

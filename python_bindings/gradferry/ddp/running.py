@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,11 +29,10 @@ from gradferry.core.codec_spec import AUTO, CodecSpec
 from gradferry.core.config import Config
 from gradferry.core.device import Transport, transport_of
 from gradferry.core.engine import start_engine
-from gradferry.core.nodes import AUTO as AUTO_NODES
-from gradferry.core.nodes import FLAT, Nodes, flat
+from gradferry.core.nodes import Exchange, Nodes, flat
 from gradferry.core.parameters import ParameterLayout, describe, describe_parameters
 from gradferry.ddp import step_numbers
-from gradferry.ddp.saved_state import Tile, rescale, zero_residual
+from gradferry.ddp.residual_tiles import Tile, rescale, zero_residual
 
 
 @dataclass
@@ -50,6 +49,7 @@ class Running:
         transport: how bytes reach the other ranks.
         agreed: the record that all ranks agreed on, without its parameters.
         nodes: which ranks share a machine; until they have met, none.
+        exchange: which one runs between them; until they have met, the flat one.
         engine: None if every bucket passes through.
         retired: sums of the counters of earlier engines.
         switches: number of changes of the codec.
@@ -64,6 +64,7 @@ class Running:
     transport: Transport
     agreed: Record
     nodes: Nodes
+    exchange: Exchange
     engine: _native.BucketEngine | None = None
     retired: Counter[str] = field(default_factory=Counter)
     switches: int = 0
@@ -75,9 +76,10 @@ class Running:
 
     @property
     def config_hash(self) -> int:
-        """Hash of the configuration and the table of nodes, in every message header."""
+        """Hash of the configuration and the tables of nodes, in every message header."""
         changes = {"choice": str(self.config.codec), "switches": self.switches}
-        agreed = {**self.agreed, "members of nodes": self.nodes.members}
+        nodes, levels = self.nodes.members, self.exchange.nodes.members
+        agreed = {**self.agreed, "members of nodes": nodes, "exchange": levels}
         return record_hash({**agreed, **(changes if self.switches else {})})
 
     @property
@@ -93,10 +95,9 @@ class Running:
         kept = [{k: p[k] for k in p if k not in left_out} for p in records]
         return json.dumps(kept, sort_keys=True)
 
-    @property
-    def has_owner_residuals(self) -> bool:
-        """Whether any rank has an owner residual."""
-        return any(parameter.residuals[1] for parameter in self.parameters)
+    def has_residuals(self, kind: int) -> bool:
+        """Whether any rank has a worker (0) or an owner (1) residual."""
+        return any(parameter.residuals[kind] for parameter in self.parameters)
 
     @property
     def codec_asked_for(self) -> str:
@@ -125,25 +126,20 @@ class Running:
                 hashes=(self.config_hash, self.layout_hash),
                 tensors=self.tensors(),
                 find_unused_parameters=self.agreed["find_unused_parameters"],
-                nodes=None if self.is_flat else self.nodes.members,
+                nodes=self.exchange.nodes.members,
             )
-
-    @property
-    def is_flat(self) -> bool:
-        """Whether every rank exchanges with all others, wherever they are."""
-        return self.config.nodes in (AUTO_NODES, FLAT) or self.nodes.is_flat
 
     def tiles(self) -> list[Tile]:
         """The tiles of the engine; empty without one."""
         if self.engine is None:
             return []
         parameters = [
-            number
+            (number, *parameter.residuals)
             for number, parameter in enumerate(self.parameters)
             for _ in range(0, parameter.num_elements, _native.TILE_ELEMENTS)
         ]
         rows = zip(self.engine.tiles(), parameters, strict=True)
-        return [Tile(*row, parameter) for row, parameter in rows]
+        return [Tile(*row, *parameter) for row, parameter in rows]
 
     def momentum_shares(self, *, exchanges: bool, codec: CodecSpec | None = None) -> list[float]:
         """`Config.momentum_share` for the codec of each parameter.
@@ -166,11 +162,19 @@ class Running:
         now = step_numbers.zeros() if self.engine is None else self.engine.stats()
         return now | {key: now[key] + count for key, count in self.retired.items()}
 
-    def switch(self, hook: _native.BucketHook, codec: CodecSpec, step: int) -> None:
-        """Replaces the codec at the first bucket of `step`. Collective.
+    def switch(
+        self,
+        hook: _native.BucketHook,
+        codec: CodecSpec,
+        step: int,
+        exchange: Exchange | None = None,
+    ) -> None:
+        """Replaces the codec, and the exchange if one is given, at the first bucket of `step`.
+        Collective.
 
-        Owner residuals move to the new owners of their tiles. Residuals are dropped where the new
-        codec has none, and rescaled where it keeps another share of the momentum.
+        Residuals move with their tiles, to new owners and, of a node, to new delegates. With
+        another exchange every node gets the mean of the nodes' worker residuals. They are dropped
+        where the new codec has none, and rescaled where it keeps another share of the momentum.
         """
         old = replace(self)
         residuals = None if old.engine is None else old.engine.state()
@@ -179,6 +183,7 @@ class Running:
             sums = {key: counted[key] for key in step_numbers.SUMS if key in counted}
             self.retired = old.retired + Counter(sums)
         self.config = replace(old.config, codec=codec)
+        self.exchange = exchange or old.exchange
         self.parameters = tuple(self._described(self.config))
         self.switches += 1
         group = self.group
@@ -205,10 +210,9 @@ class Running:
         worker, owner, scale = zero_residual(worker_size), zero_residual(owner_size), 0.0
         if old.engine is not None and residuals is not None:
             _, old_worker, old_owner, scale = residuals
-            if old_worker.numel() == worker_size:
-                worker = old_worker
-            if old.has_owner_residuals and self.has_owner_residuals:
-                self._hand_over_owner_residuals(old, old_owner, owner)
+            for kind, given, taken in ((0, old_worker, worker), (1, old_owner, owner)):
+                if old.has_residuals(kind) and self.has_residuals(kind):
+                    self._hand_over(old, kind, given, taken)
             if not self.config.holds_gradients(step):
                 was = old.momentum_shares(exchanges=self.transport.exchanges)
                 now = self.momentum_shares(exchanges=self.transport.exchanges)
@@ -218,27 +222,28 @@ class Running:
             steps=step, worker_residual=worker, owner_residual=owner, loss_scale=scale
         )
 
-    def _hand_over_owner_residuals(
-        self, old: Running, old_owner: torch.Tensor, owner: torch.Tensor
-    ) -> None:
-        """Sums owner residuals over ranks: every tile has one owner, so all get its residual."""
-        tiles = old.tiles()
-        whole = zero_residual(sum(tile.num_elements for tile in tiles))
-        begin = 0
-        for tile in tiles:
-            if tile.owner_offset >= 0:
-                end = tile.owner_offset + tile.num_elements
-                whole[begin : begin + tile.num_elements] = old_owner[tile.owner_offset : end]
-            begin += tile.num_elements
-        whole = whole.to(meeting_place(self.group, self.transport.device))
-        dist.all_reduce(whole, group=self.group)
-        whole = whole.cpu()
-        begin = 0
-        for tile in self.tiles():
-            if tile.owner_offset >= 0:
-                end = tile.owner_offset + tile.num_elements
-                owner[tile.owner_offset : end] = whole[begin : begin + tile.num_elements]
-            begin += tile.num_elements
+    def _hand_over(self, old: Running, kind: int, given: torch.Tensor, taken: torch.Tensor) -> None:
+        """Moves worker (0) or owner (1) residuals to the ranks that have them now. Collective.
+
+        Sums over all ranks: of a node one rank sums a tile, and of all ranks one owns it, so the
+        others of the node, or all, get its residual. Of other nodes than before each gets the mean,
+        which is what the averaged gradient still lacks.
+        """
+        world = (range(self.world_size),)
+        other_nodes = kind == 0 and old.exchange != self.exchange
+        if other_nodes:
+            given = given / len(old.exchange.nodes.members)
+        for ranks in world if kind or other_nodes else self.exchange.nodes.members:
+            takes_part = self.rank in ranks
+            if len(ranks) == 1:  # its tiles stay where they are
+                if takes_part and given.numel() == taken.numel():
+                    taken.copy_(given)
+                continue
+            whole = _spread(old.tiles(), kind, given if takes_part else None)
+            whole = whole.to(meeting_place(self.group, self.transport.device))
+            dist.all_reduce(whole, group=self.group)
+            if takes_part:
+                _collect(self.tiles(), kind, whole.cpu(), taken)
 
     def _parameter_records(self) -> list[Record]:
         return [parameter.record() for parameter in self.parameters]
@@ -247,6 +252,34 @@ class Running:
         names = [parameter.name for parameter in self.parameters]
         named = zip(names, self.tensors(), strict=True)
         return describe(named, config, exchanges=self.transport.exchanges)
+
+
+def _spread(tiles: Sequence[Tile], kind: int, residual: torch.Tensor | None) -> torch.Tensor:
+    """Residuals of all tiles, one after the other; zeros where this rank has none."""
+    whole = zero_residual(sum(tile.num_elements for tile in tiles))
+    if residual is not None:
+        for here, part in _parts(tiles, kind):
+            whole[here] = residual[part]
+    return whole
+
+
+def _collect(tiles: Sequence[Tile], kind: int, whole: torch.Tensor, residual: torch.Tensor) -> None:
+    """Takes this rank's residuals out of those of all tiles."""
+    for here, part in _parts(tiles, kind):
+        residual[part] = whole[here]
+
+
+def _parts(tiles: Sequence[Tile], kind: int) -> Iterator[tuple[slice, slice]]:
+    """Where a tile's residual is among those of all tiles, and in this rank's."""
+    begin = 0
+    for tile in tiles:
+        offset = tile.owner_offset if kind else tile.worker_offset
+        if offset >= 0:
+            yield (
+                slice(begin, begin + tile.num_elements),
+                slice(offset, offset + tile.num_elements),
+            )
+        begin += tile.num_elements
 
 
 def propose(
@@ -270,6 +303,7 @@ def propose(
             devices.
     """
     transport = transport_of(place, group)
+    alone = flat(dist.get_world_size(group))
     parameters = describe_parameters(named, config, exchanges=transport.exchanges)
     config = transport.adapted(config)
     tensors = [parameter for _, parameter in named]
@@ -288,5 +322,6 @@ def propose(
             **config.record(),
             "device": place.type,
         },
-        nodes=flat(dist.get_world_size(group)),
+        nodes=alone,
+        exchange=Exchange(alone, "ranks have not met"),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -16,17 +17,18 @@ from gradferry.core.agreement import (
 )
 from gradferry.ddp.auto import Choice, Chooser
 from gradferry.ddp.binding import Binding
+from gradferry.ddp.residual_tiles import zero_residual
 from gradferry.ddp.running import Running
 from gradferry.ddp.saved_state import (
     COMPRESSED_WARMUP,
     LAYOUT,
+    NODES,
     Residuals,
     SavedState,
     check_identity,
     pack,
     steps_and_scale,
     unpack,
-    zero_residual,
 )
 from gradferry.errors import GradferryError, StateError
 
@@ -81,8 +83,10 @@ def load(bound: Binding, saved: Mapping[str, Any], on_resize: str) -> None:
 
 
 def _identity(running: Running) -> dict[str, Any]:
-    """The fields that must be equal where the state is loaded."""
+    """The fields that must be equal where the state is loaded, or make loading a resize."""
+    nodes = running.exchange.nodes
     return {
+        **({} if nodes.is_flat else {NODES: json.dumps(nodes.members)}),
         "codec": running.codec_asked_for,
         "world_size": running.world_size,
         "error_feedback": running.config.error_feedback,

@@ -16,42 +16,30 @@ from typing import Any
 
 import torch
 
-from gradferry import _native
+from gradferry.ddp.residual_tiles import (
+    Slot,
+    Tile,
+    owner_tiles,
+    rescale,
+    resize,
+    with_worker_tiles,
+    worker_tiles,
+    zero_residual,
+)
 from gradferry.errors import ConfigError, StateError
 
-FORMAT = 2
+# Of the flat exchange, in which every rank has a worker residual of all tiles; and of one between
+# nodes of several ranks, where a slot lists the tiles of its worker residual.
+FLAT_FORMAT = 2
+FORMAT = 3
 LAYOUT = "layout"  # of every parameter, as JSON text
+NODES = "nodes"  # ranks by node, as JSON text; only with nodes of several ranks
 # For how many steps residuals hold what is missing of gradients, before they hold momentum.
 COMPRESSED_WARMUP = "compressed_warmup"
 ON_RESIZE = ("strict", "mean", "drop")
 _SLOT = re.compile(r"slot_(\d+)")
 
-_NO_PLACE = (
-    "a world of one rank uses gradients as they are and has no place for the saved residuals; load "
-    "with on_resize='drop'"
-)
-_OTHER_SIZE = "the saved worker residuals have another size than this hook's; they were damaged"
-
 SavedState = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Tile:
-    """A tile and the offsets of its residuals, in elements; -1: this rank has none.
-
-    Attributes:
-        id: number of the tile in the model.
-        num_elements: of the tile.
-        worker_offset: into the worker residual.
-        owner_offset: into the owner residual.
-        parameter: index of its parameter.
-    """
-
-    id: int
-    num_elements: int
-    worker_offset: int
-    owner_offset: int
-    parameter: int
 
 
 @dataclass(frozen=True)
@@ -71,33 +59,27 @@ class Residuals:
     loss_scale: float
 
 
-def zero_residual(num_elements: int) -> torch.Tensor:
-    """Zeros of one dimension, on the CPU and in fp32 whatever torch's defaults are."""
-    return torch.zeros(num_elements, dtype=torch.float32, device="cpu")
-
-
 def pack(
     identity: Mapping[str, Any], rank: int, mine: Residuals, tiles: Sequence[Tile]
 ) -> SavedState:
     """The state of one rank.
 
     Args:
-        identity: the fields that must be equal where the state is loaded, and ``world_size``.
+        identity: the fields that must be equal where the state is loaded, ``world_size``, and with
+            nodes of several ranks ``nodes``.
         rank: that saves.
         mine: its residuals.
         tiles: of its layout.
     """
-    owned = sorted((t for t in tiles if t.owner_offset >= 0), key=lambda t: t.owner_offset)
+    slot = {"worker": mine.worker, "owner": mine.owner, "owner_tiles": owner_tiles(tiles)}
+    if NODES in identity:
+        slot["worker_tiles"] = worker_tiles(tiles)
     return {
-        "format": FORMAT,
+        "format": FORMAT if NODES in identity else FLAT_FORMAT,
         **identity,
         "steps": mine.steps,
         "loss_scale": mine.loss_scale,
-        f"slot_{rank}": {
-            "worker": mine.worker,
-            "owner": mine.owner,
-            "owner_tiles": torch.tensor([t.id for t in owned], dtype=torch.int64, device="cpu"),
-        },
+        f"slot_{rank}": slot,
     }
 
 
@@ -162,30 +144,32 @@ def unpack(
     steps, scale = steps_and_scale(saved)
     slots = _slots(saved)
     world_size, saved_size = identity["world_size"], saved["world_size"]
-    if saved_size == world_size:
+    if saved_size == world_size and _members(saved) == _members(identity):
         if rank not in slots:
             raise StateError(
                 f"the saved state has no slot_{rank}, only {_names(slots)}; every rank loads what "
                 "it saved itself, or the merged states of all ranks"
             )
+        _expect_tiles(slots[rank], rank, tiles)
         worker, owner = slots[rank]["worker"], slots[rank]["owner"]
     elif on_resize == "strict":
         raise StateError(
-            f"the saved state has world_size {saved_size}, this hook has {world_size}; load the "
-            "merged states of all ranks with on_resize='mean', or begin without residuals with "
-            "on_resize='drop'"
+            f"the saved state has {_what_differs(saved, identity)}; load the merged states of all "
+            "ranks with on_resize='mean', or begin without residuals with on_resize='drop'"
         )
     elif on_resize == "drop":
         worker, owner = zero_residual(sizes[0]), zero_residual(sizes[1])
     else:
-        missing = [r for r in range(saved_size) if r not in slots]
-        if missing:
+        missing = next((r for r in range(saved_size) if r not in slots), None)
+        if missing is not None:
             raise StateError(
                 f"on_resize='mean' needs the slots of all {saved_size} ranks, and "
-                f"slot_{missing[0]} is missing; merge the states of all ranks first"
+                f"slot_{missing} is missing; merge the states of all ranks first"
             )
         every = [slots[r] for r in range(saved_size)]
-        worker, owner = _resize(every, sizes, tiles, alone=world_size == 1)
+        if NODES not in saved:
+            every = with_worker_tiles(every, tiles, alone=world_size == 1)
+        worker, owner = resize(every, _members(saved), tiles, alone=world_size == 1)
         rescale(worker, owner, tiles, factors)
     return Residuals(steps, worker, owner, scale)
 
@@ -202,18 +186,21 @@ def steps_and_scale(saved: Mapping[str, Any]) -> tuple[int, float]:
 
 def check_identity(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
     """Raises StateError unless the state was saved by a hook like the one that loads it."""
-    if saved.get("format", FORMAT) != FORMAT:
+    if saved.get("format", FORMAT) not in (FLAT_FORMAT, FORMAT):
         raise StateError(
-            f"the saved state has format {saved['format']!r}, and this gradferry reads format "
-            f"{FORMAT}; load it with the version that saved it"
+            f"the saved state has format {saved['format']!r}, and this gradferry reads formats "
+            f"{FLAT_FORMAT} and {FORMAT}; load it with the version that saved it"
         )
-    missing = sorted({"format", *identity, "steps", "loss_scale"} - set(saved))
+    needed = {"format", *identity, "steps", "loss_scale"} - {NODES}
+    needed |= {NODES} if saved.get("format") == FORMAT else set()
+    missing = sorted(needed - set(saved))
     if missing:
         raise StateError(f"the saved state lacks {', '.join(missing)}; it is not a state_dict")
+    _check_ranks(saved)
     for field, mine in identity.items():
         if field == LAYOUT:
             _check_layout(saved[field], mine)
-        elif field != "world_size" and saved[field] != mine:
+        elif field not in ("world_size", NODES) and saved[field] != mine:
             raise StateError(
                 f"the saved state has {field} {saved[field]!r}, this hook has {mine!r}; "
                 "load it with the arguments and the model it was saved with"
@@ -253,11 +240,10 @@ def _slots(saved: Mapping[str, Any]) -> dict[int, Mapping[str, torch.Tensor]]:
     for number, slot in slots.items():
         if not isinstance(size, int) or number >= size:
             raise StateError(f"the saved state has slot_{number}, though {size!r} ranks saved it")
-        for field, dtype in (
-            ("worker", torch.float32),
-            ("owner", torch.float32),
-            ("owner_tiles", torch.int64),
-        ):
+        fields = {"worker": torch.float32, "owner": torch.float32, "owner_tiles": torch.int64}
+        if NODES in saved:
+            fields["worker_tiles"] = torch.int64
+        for field, dtype in fields.items():
             value = slot.get(field) if isinstance(slot, Mapping) else None
             name = f"the saved state's slot_{number}, {field},"
             if not isinstance(value, torch.Tensor) or value.dtype != dtype or value.dim() != 1:
@@ -267,80 +253,58 @@ def _slots(saved: Mapping[str, Any]) -> dict[int, Mapping[str, torch.Tensor]]:
     return slots
 
 
+def _check_ranks(saved: Mapping[str, Any]) -> None:
+    """Raises StateError if what the state says of its ranks and nodes cannot be."""
+    size = saved["world_size"]
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise StateError(f"the saved state has world_size {size!r}, which is no number of ranks")
+    if NODES not in saved:
+        return
+    good = saved["format"] == FORMAT
+    try:
+        members = _members(saved)
+        ranks = [rank for node in members for rank in node]
+        good &= all(type(rank) is int for rank in ranks)
+        good &= len(ranks) == size and sorted(ranks) == list(range(size))
+        good &= list(map(sorted, members)) == sorted(members) == members and len(members) < size
+    except (ValueError, TypeError):
+        good = False
+    if not good:
+        raise StateError(
+            f"the saved state of format {saved['format']} has nodes {saved[NODES]!r}, which do not "
+            f"say of {size} ranks which share a node; it was damaged"
+        )
+
+
+def _members(state: Mapping[str, Any]) -> list[list[int]]:
+    """The ranks that a state or identity is of, by node."""
+    if NODES not in state:
+        return [[rank] for rank in range(state["world_size"])]
+    members: list[list[int]] = json.loads(state[NODES])
+    return members
+
+
+def _what_differs(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> str:
+    they, we = saved["world_size"], identity["world_size"]
+    if they != we:
+        return f"world_size {they}, this hook has {we}"
+    theirs, ours = (
+        f"nodes {state[NODES]}" if NODES in state else "the flat exchange"
+        for state in (saved, identity)
+    )
+    return f"{theirs}, this hook has {ours}; attach with nodes= as it was saved"
+
+
+def _expect_tiles(slot: Slot, rank: int, tiles: Sequence[Tile]) -> None:
+    """Raises StateError unless the slot's residuals are of the tiles that this rank has."""
+    for kind, mine in (("worker", worker_tiles(tiles)), ("owner", owner_tiles(tiles))):
+        saved = slot.get(f"{kind}_tiles")
+        if saved is not None and not torch.equal(saved, mine):
+            raise StateError(
+                f"the saved state's slot_{rank} has the {kind} residuals of other tiles than this "
+                "rank; it was damaged"
+            )
+
+
 def _names(slots: Iterable[int]) -> str:
     return ", ".join(f"slot_{number}" for number in sorted(slots)) or "no slot"
-
-
-def _resize(
-    slots: Sequence[Mapping[str, torch.Tensor]],
-    sizes: tuple[int, int],
-    tiles: Sequence[Tile],
-    *,
-    alone: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every rank gets the mean of the worker residuals, and the owner residuals of its tiles.
-
-    This preserves the mean of the worker residuals plus the owner residuals, which the averaged
-    gradient still lacks. A world of one has no owner residual, so it is added to the worker
-    residual.
-    """
-    saved_size = slots[0]["worker"].numel()
-    if any(slot["worker"].numel() != saved_size for slot in slots):
-        raise StateError("the saved slots have worker residuals of different sizes; one is damaged")
-    total = torch.zeros(saved_size, dtype=torch.float64, device="cpu")
-    for slot in slots:
-        total += slot["worker"]
-    worker = (total / len(slots)).float()
-    if saved_size != sizes[0]:
-        if worker.any():
-            raise StateError(_NO_PLACE if alone else _OTHER_SIZE)
-        worker = zero_residual(sizes[0])
-    owner = zero_residual(sizes[1])
-    for tile, values in _owner_tiles(slots, tiles):
-        if tile.owner_offset >= 0:
-            owner[tile.owner_offset : tile.owner_offset + tile.num_elements] = values
-        elif alone and tile.worker_offset >= 0:
-            worker[tile.worker_offset : tile.worker_offset + tile.num_elements] += values
-        elif alone and values.any():
-            raise StateError(_NO_PLACE)
-    return worker, owner
-
-
-def rescale(
-    worker: torch.Tensor, owner: torch.Tensor, tiles: Iterable[Tile], factors: Sequence[float]
-) -> None:
-    """Multiplies the residuals of every parameter by its factor, where that is finite."""
-    for tile in tiles:
-        factor = factors[tile.parameter]
-        for residual, offset in ((worker, tile.worker_offset), (owner, tile.owner_offset)):
-            if factor != 1 and offset >= 0:
-                part = residual[offset : offset + tile.num_elements]
-                scaled = part * factor
-                part.copy_(torch.where(scaled.isfinite(), scaled, part))
-
-
-def _owner_tiles(
-    slots: Sequence[Mapping[str, torch.Tensor]], tiles: Sequence[Tile]
-) -> Iterator[tuple[Tile, torch.Tensor]]:
-    alignment = _native.RESIDUAL_ALIGNMENT  # elements: where tiles start in an owner residual
-    by_id = {tile.id: tile for tile in tiles}
-    seen: set[int] = set()
-    for number, slot in enumerate(slots):
-        offset = 0
-        for tile_id in slot["owner_tiles"].tolist():
-            tile = by_id.get(tile_id)
-            if tile is None or tile_id in seen:
-                raise StateError(
-                    f"the saved state's slot_{number} owns tile {tile_id}, which "
-                    f"{'the model lacks' if tile is None else 'another slot owns, too'}"
-                )
-            seen.add(tile_id)
-            values = slot["owner"][offset : offset + tile.num_elements]
-            offset += -(-tile.num_elements // alignment) * alignment
-            if values.numel() == tile.num_elements:
-                yield tile, values
-        if offset != slot["owner"].numel():
-            raise StateError(
-                f"the saved state's slot_{number} has {slot['owner'].numel()} owner residuals for "
-                f"tiles of {offset}; it was damaged"
-            )

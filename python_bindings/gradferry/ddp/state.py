@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from gradferry.core.config import Config, make_config
-from gradferry.core.nodes import AUTO
+from gradferry.core.nodes import AUTO, Nodes
 from gradferry.core.options import WORKSPACE_CAP_MB, Options
 from gradferry.core.parameters import ParameterLayout
 from gradferry.ddp import step_numbers
@@ -77,6 +77,14 @@ class HookState:
         workspace_cap_mb: the most memory for messages, in MiB, on the device of the model: chunks
             get smaller as the world grows, then fewer are in flight. ``print(state)`` shows what is
             used.
+        nodes: which ranks share a node, and with it a network card. Ranks of a node first add up
+            their gradients, and nodes exchange the compressed sums: *two levels*. ``"auto"``:
+            those that run on one machine and in one network namespace; where that makes only one
+            node, or nodes of one rank each, the exchange is *flat*, every rank with every other.
+            ``"flat"``: always flat. A whole number: so many consecutive ranks of the process group.
+            A DeviceMesh of two dimensions: its rows. ``print(state)`` says which exchange runs, and
+            why. Nodes of different sizes work. Results depend on the nodes: bits are equal on all
+            ranks, but other than those of the flat exchange. On a device the exchange is flat.
 
     Raises:
         ConfigError: an argument or the model cannot be used.
@@ -181,6 +189,13 @@ class HookState:
         return self._bound().running.world_size
 
     @property
+    def nodes(self) -> Nodes:
+        """The nodes between which gradients are exchanged; every rank is alone in the flat
+        exchange.
+        """
+        return self._bound().running.exchange.nodes
+
+    @property
     def passes_through(self) -> bool:
         """Whether every bucket currently takes the backend's own all-reduce."""
         return self._bound().running.engine is None
@@ -195,7 +210,9 @@ class HookState:
             - ``steps``: the current step, counted from 0.
             - ``buckets``, ``chunks``: number sent so far.
             - ``gradient_bytes``: uncompressed size of all buckets so far.
-            - ``wire_bytes``: bytes sent to other ranks so far, headers and padding included.
+            - ``wire_bytes``: bytes sent to other nodes so far, headers and padding included; in
+              the flat exchange, to other ranks.
+            - ``local_bytes``: bytes sent to other ranks of the node; 0 in the flat exchange.
             - ``ratio``: bytes that an uncompressed ring all-reduce would have sent, divided by
               ``wire_bytes``; 0.0 before the first bucket.
             - ``residual_bytes``, ``workspace_bytes``: memory held.
@@ -203,18 +220,23 @@ class HookState:
             - ``in_flight``: buckets that are not complete yet.
             - ``host_waits``: how often the host waited for a device that was a step behind.
             - ``fallbacks``: buckets that took the backend's own all-reduce.
-            - ``encode_ms``: encoding, on the thread on which DDP calls the hook.
+            - ``encode_ms``: encoding, on the thread on which DDP calls the hook. With two levels
+              that thread only copies gradients for the other ranks of the node; sums and encoding
+              are on the finishing thread.
             - ``network_ms``: waiting for messages and checking them, on the finishing thread.
             - ``reduce_ms``, ``decode_ms``: reducing and decoding, on the finishing thread.
             - ``exposed_ms``: delay of DDP's thread: time inside the hook, and after its last bucket
               until all were complete. On a device, all these times are those of the host while it
               enqueues work.
             - ``worker_residual_ratio``, ``owner_residual_ratio``: norm of the residual over norm of
-              the gradient it was withheld from (this rank's; the average), in the last step, on a
-              sample of about 64 tiles; 0.0 without such a residual, and on a device.
-            - ``choice``: a dict of ``codec`` (in use) and ``reason``; with ``"auto"`` also of
-              ``step`` (when it came into use), ``next_check`` (the step of the next check) and
-              ``predicted_ms`` (of a step, by codec, from the last check).
+              the gradient it was withheld from (this rank's, or its part of the node's sum; the
+              average), in the last step, on a sample of about 64 tiles; 0.0 without such a
+              residual, and on a device.
+            - ``choice``: a dict of ``codec`` and ``exchange`` (``"flat"``, ``"two-level"``) in use,
+              and ``reason``; with ``"auto"`` also of ``step`` (when they came into use),
+              ``next_check`` (the step of the next check) and ``predicted_ms`` (of a step, from the
+              last check, by codec: ``"q4"``, or, where there are two exchanges to choose from,
+              ``"q4 (two-level)"``).
             - ``step_buckets``: for each bucket of the last finished step, the indices of its
               parameters (in the order of `parameters`).
 
@@ -239,9 +261,9 @@ class HookState:
         Args:
             callback: gets a dict with the numbers of that step alone, on this rank, with the
                 meaning that they have in `stats`: ``step`` (counted from 0), ``buckets``,
-                ``chunks``, ``gradient_bytes``, ``wire_bytes``, ``ratio``, ``fallbacks``,
-                ``encode_ms``, ``network_ms``, ``reduce_ms``, ``decode_ms``, ``exposed_ms``,
-                ``worker_residual_ratio`` and ``owner_residual_ratio``.
+                ``chunks``, ``gradient_bytes``, ``wire_bytes``, ``local_bytes``, ``ratio``,
+                ``fallbacks``, ``encode_ms``, ``network_ms``, ``reduce_ms``, ``decode_ms``,
+                ``exposed_ms``, ``worker_residual_ratio`` and ``owner_residual_ratio``.
 
         Returns:
             A handle whose ``remove()`` ends the calls.
@@ -276,7 +298,8 @@ class HookState:
         Returns:
             A dict of numbers and strings, equal on all ranks, and ``slot_<rank>``: a dict of this
             rank's residuals (fp32) and the ids of the tiles it owns (int64), one-dimensional
-            tensors on the CPU.
+            tensors on the CPU. With two levels also ``nodes`` (JSON text), and in the slot the
+            ids of the tiles that the rank sums for its node, whose worker residuals it has.
 
         Raises:
             StateError: the state is not bound, failed, or is in the middle of a step.
@@ -287,24 +310,25 @@ class HookState:
         """Restores what `state_dict` returned. Call it on every rank. With ``"auto"`` it also
         restores the choice, and is collective.
 
-        At the same world size, the training continues bit-identically. Load the model and the
-        optimizer that were saved at the same time.
+        At the same world size and on the same nodes, the training continues bit-identically. Load
+        the model and the optimizer that were saved at the same time.
 
         Args:
             state_dict: what this rank saved, or the states of all ranks, merged by
                 `gradferry.checkpoint.merge`.
-            on_resize: what to do when another number of ranks saved it. ``"strict"`` refuses.
-                ``"mean"`` needs the states of all ranks and keeps what the averaged gradient still
-                lacks: every rank gets the mean of the worker residuals, rounded once, and the owner
-                residuals of the tiles it owns now (with ``topk`` in momentum mode, to and from a
-                world of one, scaled to deliver the same momentum). ``"drop"`` begins without
-                residuals (and without momentum).
+            on_resize: what to do when another number of ranks saved it, or the same ranks on other
+                nodes (in the flat exchange every rank is a node). ``"strict"`` refuses. ``"mean"``
+                needs the states of all ranks and keeps what the averaged gradient still lacks:
+                every node gets the mean of the nodes' worker residuals, rounded once, and every
+                rank the owner residuals of the tiles it owns now (with ``topk`` in momentum mode,
+                to and from a world of one, scaled to deliver the same momentum). ``"drop"`` begins
+                without residuals (and without momentum).
 
         Raises:
             ConfigError: another ``on_resize``.
-            StateError: the state is of another codec, model, seed, momentum or world size, lacks a
-                slot or has one too many, is damaged or of another format; or the hook is in the
-                middle of a step. Nothing was changed.
+            StateError: the state is of another codec, model, seed, momentum, world size or nodes,
+                lacks a slot or has one too many, is damaged or of another format; or the hook is in
+                the middle of a step. Nothing was changed.
         """
         load(self._bound(), state_dict, on_resize)
 

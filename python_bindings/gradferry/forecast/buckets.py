@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch._C import _distributed_c10d
 
+from gradferry import _native
 from gradferry.core.config import EXACT, Config
+from gradferry.core.nodes import Nodes
 from gradferry.forecast.chunks import (
     Chunk,
     assign_owners,
     cut_chunks,
+    exchanged_bytes,
     payload_sizes,
-    sent_bytes,
 )
-from gradferry.forecast.costs import CodecCosts, Parameter, ParameterCodec
-from gradferry.forecast.simulate import ChunkCost
+from gradferry.forecast.costs import CodecCosts, Costs, NodeCosts, Parameter, ParameterCodec
+from gradferry.forecast.simulate import ChunkCost, LocalChunkCost
 
 # DDP's default for bucket_cap_mb.
 DEFAULT_CAP_MB = 25.0
@@ -60,14 +62,19 @@ def parameter_codecs(config: Config, parameters: Sequence[Parameter]) -> list[Pa
 class CodecTraffic:
     """A model's tiles under a configuration, for any buckets."""
 
-    def __init__(self, config: Config, parameters: Sequence[Parameter], world_size: int) -> None:
+    def __init__(self, config: Config, parameters: Sequence[Parameter], nodes: Nodes) -> None:
         self._codecs = parameter_codecs(config, parameters)
-        self._world_size = world_size
-        self._chunk_bytes = config.chunk_bytes_at(world_size)
+        self._nodes = nodes
+        self._chunk_bytes = config.chunk_bytes_at(nodes.world_size)
         self._equal_scatter = config.equal_scatter
         codecs = [str(chosen.codec) for chosen in self._codecs]
         sizes = payload_sizes(list(zip(codecs, (p.dtype for p in parameters), strict=True)))
-        self._tiles = assign_owners([p.num_elements for p in parameters], sizes, world_size)
+        self._tiles = assign_owners(
+            [p.num_elements for p in parameters],
+            sizes,
+            nodes,
+            item_bytes=[p.dtype.itemsize for p in parameters],
+        )
 
     def cut(self, buckets: Sequence[Sequence[int]]) -> list[list[Chunk]]:
         """The chunks of every bucket."""
@@ -75,43 +82,67 @@ class CodecTraffic:
             cut_chunks(
                 self._tiles,
                 bucket,
-                self._world_size,
+                self._nodes,
                 self._chunk_bytes,
                 equal_scatter=self._equal_scatter,
             )
             for bucket in buckets
         ]
 
-    def cost(
-        self,
-        cut: Sequence[Sequence[Chunk]],
-        costs: Mapping[ParameterCodec, CodecCosts],
-    ) -> list[list[ChunkCost]]:
+    def cost(self, cut: Sequence[Sequence[Chunk]], costs: Costs) -> list[list[ChunkCost]]:
         """The costs of every chunk, for the rank with most work in it."""
-        return [[self._cost(chunk, costs) for chunk in bucket] for bucket in cut]
+        by_parameter = [costs.codecs[codec] for codec in self._codecs]
+        return [[self._cost(chunk, by_parameter, costs.node) for chunk in bucket] for bucket in cut]
 
     def sent_bytes(self, cut: Sequence[Sequence[Chunk]]) -> int:
         """Bytes per step of the rank that sends most."""
-        return max(sent_bytes(cut, self._world_size))
+        commits = [_native.COMMIT_BYTES] * len(cut)
+        return max(exchanged_bytes(cut, commits, self._nodes, self._nodes.of_rank))
 
-    def _cost(self, chunk: Chunk, costs: Mapping[ParameterCodec, CodecCosts]) -> ChunkCost:
-        codecs = {self._codecs[tile.parameter] for tile in chunk.tiles}
-        encode = max(costs[codec].encode_launch for codec in codecs)
-        decode = max(costs[codec].decode_launch for codec in codecs)
-        reduce = [max(costs[codec].reduce_launch for codec in codecs)] * self._world_size
+    def _cost(
+        self,
+        chunk: Chunk,
+        costs: Sequence[CodecCosts],
+        node: NodeCosts | None,
+    ) -> ChunkCost:
+        """costs: by parameter."""
+        nodes = self._nodes
+        parameters = {tile.parameter for tile in chunk.tiles}
+        columns = range(len(nodes.columns))
+        encode = [max(costs[index].encode_launch for index in parameters)] * len(columns)
+        decode = max(costs[index].decode_launch for index in parameters)
+        reduce = [max(costs[index].reduce_launch for index in parameters)] * nodes.world_size
+        elements = [0] * len(columns)
         for tile in chunk.tiles:
-            cost = costs[self._codecs[tile.parameter]]
-            encode += tile.num_elements * cost.encode_per_element
+            cost = costs[tile.parameter]
+            column = nodes.of(tile.owner)[1]
+            elements[column] += tile.num_elements
+            encode[column] += tile.num_elements * cost.encode_per_element
             decode += tile.num_elements * cost.decode_per_element
             decode += tile.owner_bytes * cost.check_per_byte
-            arriving = self._world_size * tile.worker_bytes
+            arriving = len(nodes.members) * tile.worker_bytes
             reduce[tile.owner] += tile.num_elements * cost.reduce_per_element
             reduce[tile.owner] += arriving * cost.check_per_byte
         return ChunkCost(
-            encode_s=encode,
-            scatter_bytes=max(chunk.scatter_bytes(rank) for rank in range(self._world_size)),
+            encode_s=max(encode),
+            scatter_bytes=max(map(chunk.most_scattered, columns)),
             reduce_s=max(reduce),
-            gather_bytes=chunk.gather_bytes(),
+            gather_bytes=(len(nodes.members) - 1) * max(map(chunk.gather_message, columns)),
             decode_s=decode,
-            keeps_sent=any(codec.residuals[0] for codec in codecs),
+            keeps_sent=any(self._codecs[index].residuals[0] for index in parameters),
+            local=None if node is None else _local_cost(chunk, elements, node),
         )
+
+
+def _local_cost(chunk: Chunk, elements: Sequence[int], node: NodeCosts) -> LocalChunkCost:
+    """elements: of every column."""
+    largest = max(chunk.nodes.ranks_per_node)
+    messages = chunk.local_messages()
+    # A rank keeps what is of its own column; one beyond the columns gives all.
+    beyond = largest > len(messages)
+    return LocalChunkCost(
+        pack_s=(sum(elements) - (0 if beyond else min(elements))) * node.pack_per_element,
+        scatter_bytes=sum(messages) - (0 if beyond else min(messages)),
+        sum_s=max(elements) * node.sum_per_element,
+        forward_bytes=(largest - 1) * chunk.forward_message(),
+    )

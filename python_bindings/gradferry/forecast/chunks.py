@@ -6,6 +6,7 @@ that engines count, and with an independent formula.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -16,6 +17,7 @@ import torch
 
 from gradferry import _native
 from gradferry.core.config import CHUNK_BYTES
+from gradferry.core.nodes import Nodes, flat
 
 # payload_bytes(parameter, num_elements) -> (worker, owner): bytes of the payloads of a tile of
 # `num_elements` elements (1..TILE_ELEMENTS) of the parameter with that index.
@@ -42,83 +44,110 @@ class Tile(NamedTuple):
     parameter: int
     num_elements: int
     owner: int  # rank that reduces it
-    worker_bytes: int  # payload from every rank to the owner
-    owner_bytes: int  # payload from the owner to every rank
+    worker_bytes: int  # payload from every peer to the owner
+    owner_bytes: int  # payload from the owner to every peer
+    dense_bytes: int  # of the gradient, from every sibling to the delegate
 
 
 class Chunk:
-    """Consecutive tiles that are sent in one all-to-all and one all-gather."""
+    """Consecutive tiles that are sent in one all-to-all and one all-gather of every column; where
+    nodes have several ranks also in one of each between siblings.
+    """
 
-    def __init__(self, world_size: int, chunk_bytes: int, *, equal_scatter: bool) -> None:
+    def __init__(self, nodes: Nodes, chunk_bytes: int, *, equal_scatter: bool) -> None:
+        self.nodes = nodes
         self.tiles: list[Tile] = []
         self._chunk_bytes = chunk_bytes
         self._equal_scatter = equal_scatter
-        self._worker_bytes = [0] * world_size  # payloads, by owner
-        self._owner_bytes = [0] * world_size
+        self._worker_bytes = [0] * nodes.world_size  # payloads, by owner
+        self._owner_bytes = [0] * nodes.world_size
+        self._dense_bytes = [0] * len(nodes.columns)
+        self._most_dense_bytes = math.inf if nodes.is_flat else _native.MOST_DENSE_BYTES
 
     def has_room(self, tile: Tile) -> bool:
         """Whether a tile still fits; the first tile always does."""
         worker = self._worker_bytes[tile.owner] + tile.worker_bytes
         owner = self._owner_bytes[tile.owner] + tile.owner_bytes
-        return not self.tiles or max(worker, owner) <= self._chunk_bytes
+        dense = self._dense_bytes[self.nodes.of(tile.owner)[1]] + tile.dense_bytes
+        fits = max(worker, owner) <= self._chunk_bytes and dense <= self._most_dense_bytes
+        return fits or not self.tiles
 
     def add(self, tile: Tile) -> None:
         """Appends a tile."""
         self._worker_bytes[tile.owner] += tile.worker_bytes
         self._owner_bytes[tile.owner] += tile.owner_bytes
+        self._dense_bytes[self.nodes.of(tile.owner)[1]] += tile.dense_bytes
         self.tiles.append(tile)
 
-    def scatter_messages(self) -> list[int]:
-        """Bytes of the message to every owner, header included; an owner sends itself none."""
-        messages = [_native.HEADER_BYTES + num_bytes for num_bytes in self._worker_bytes]
+    def scatter_messages(self, column: int) -> list[int]:
+        """Bytes of the message to every owner of a column, header included; an owner sends itself
+        none.
+        """
+        worker_bytes = [self._worker_bytes[peer] for peer in self.nodes.columns[column]]
+        messages = [_native.HEADER_BYTES + num_bytes for num_bytes in worker_bytes]
         padding = len(messages) * max(messages) - sum(messages)
         if (
             self._equal_scatter
-            and max(self._worker_bytes) <= self._chunk_bytes
+            and max(worker_bytes) <= self._chunk_bytes
             and padding * _native.SCATTER_PADDING_PART <= sum(messages)
         ):
             messages = [max(messages)] * len(messages)
         return messages
 
-    def scatter_bytes(self, rank: int) -> int:
-        """Bytes that `rank` sends to the owners, headers included."""
-        messages = self.scatter_messages()
-        return sum(messages) - messages[rank]
+    def most_scattered(self, column: int) -> int:
+        """Bytes to the owners of a column by the peer that sends most."""
+        messages = self.scatter_messages(column)
+        return sum(messages) - min(messages)
 
-    def gather_message(self) -> int:
-        """Bytes of every owner's message to every other rank: all are padded to the largest."""
-        return _native.HEADER_BYTES + max(self._owner_bytes)
+    def gather_message(self, column: int) -> int:
+        """Bytes of every owner's message to each of its peers: all are padded to the largest."""
+        owner_bytes = (self._owner_bytes[peer] for peer in self.nodes.columns[column])
+        return _native.HEADER_BYTES + max(owner_bytes)
 
-    def gather_bytes(self) -> int:
-        """Bytes that every rank sends to all others."""
-        return (len(self._owner_bytes) - 1) * self.gather_message()
+    def local_messages(self) -> list[int]:
+        """Bytes of a rank's message to the delegate of every column on its node, header included;
+        ranks beyond the columns get headers alone.
+        """
+        return [_native.HEADER_BYTES + num_bytes for num_bytes in self._dense_bytes]
+
+    def forward_message(self) -> int:
+        """Bytes of the message to each sibling: all that was gathered of the longest column."""
+        longest = max(map(self.gather_message, range(len(self.nodes.columns))))
+        return _native.HEADER_BYTES + len(self.nodes.members) * longest
 
 
-# exchange(buckets, commit_bytes, hosts) -> bytes that each rank sends to other hosts in one step.
-# buckets: the chunks of every bucket; commit_bytes: of the message, to each other rank, that ends
-# each bucket; hosts: of every rank.
-Exchange = Callable[[Sequence[Sequence[Chunk]], Sequence[int], Sequence[int]], list[int]]
-
-
-def flat_exchange(
-    buckets: Sequence[Sequence[Chunk]], commit_bytes: Sequence[int], hosts: Sequence[int]
+def exchanged_bytes(
+    buckets: Sequence[Sequence[Chunk]],
+    commit_bytes: Sequence[int],
+    nodes: Nodes,
+    hosts: Sequence[int],
 ) -> list[int]:
-    """Every rank sends to every other: of its W - 1 messages, W - G go to other hosts where G ranks
-    share one. An `Exchange`.
+    """Bytes that each rank sends to other hosts in one step: to its peers, and in commits to all.
+
+    Args:
+        buckets: the chunks of every bucket.
+        commit_bytes: of the message, to each other rank, that ends each bucket.
+        nodes: of the exchange, as of the chunks.
+        hosts: of every rank; the ranks of a node are on one.
     """
-    ranks_on = Counter(hosts)
     sent = [0] * len(hosts)
+    everyone = Counter(hosts)
     for chunks, commit in zip(buckets, commit_bytes, strict=True):
         if not chunks:
             continue
-        to_owners: Counter[int] = Counter()  # by the owners' host
-        for chunk in chunks:
-            for host, num_bytes in zip(hosts, chunk.scatter_messages(), strict=True):
-                to_owners[host] += num_bytes
-        to_each = sum(chunk.gather_message() for chunk in chunks) + commit
         for rank, host in enumerate(hosts):
-            sent[rank] += to_owners.total() - to_owners[host]
-            sent[rank] += (len(hosts) - ranks_on[host]) * to_each
+            sent[rank] += (len(hosts) - everyone[host]) * commit
+        for column, peers in enumerate(nodes.columns):
+            on_hosts = [hosts[peer] for peer in peers]
+            peers_on = Counter(on_hosts)
+            to_owners: Counter[int] = Counter()  # by the owners' host
+            for chunk in chunks:
+                for host, num_bytes in zip(on_hosts, chunk.scatter_messages(column), strict=True):
+                    to_owners[host] += num_bytes
+            to_each = sum(chunk.gather_message(column) for chunk in chunks)
+            for peer, host in zip(peers, on_hosts, strict=True):
+                sent[peer] += to_owners.total() - to_owners[host]
+                sent[peer] += (len(on_hosts) - peers_on[host]) * to_each
     return sent
 
 
@@ -133,7 +162,8 @@ def wire_bytes_per_step(
     sent_as: PayloadBytes | None = None,
     find_unused_parameters: bool = False,
     hosts: Sequence[int] | None = None,
-    exchange: Exchange = flat_exchange,
+    nodes: Nodes | None = None,
+    item_bytes: Sequence[int] | None = None,
 ) -> list[int]:
     """Returns the bytes each rank sends to others in one step, headers and padding included.
 
@@ -143,31 +173,29 @@ def wire_bytes_per_step(
     equal_scatter: messages to owners are padded to one size where that costs little.
     sent_as: payloads of the step where they are not `payload_bytes`, as in warm-up steps.
     find_unused_parameters: that of DDP, for gradients on the CPU.
-    hosts: the host of every rank: only what goes to another host counts. None: all counts.
-    exchange: who sends what to whom.
+    hosts: the host of every rank: only what goes to another host counts. None: what goes to
+        another node.
+    nodes: which ranks add their gradients before they send them; None: every rank is alone.
+    item_bytes: of an element of every parameter's gradient; None: fp32.
     """
     if world_size == 1:
         return [0]
-    tiles = assign_owners(num_elements, payload_bytes, world_size, sent_as)
+    table = nodes or flat(world_size)
+    tiles = assign_owners(num_elements, payload_bytes, table, sent_as, item_bytes)
     cut = [
-        cut_chunks(tiles, bucket, world_size, chunk_bytes, equal_scatter=equal_scatter)
+        cut_chunks(tiles, bucket, table, chunk_bytes, equal_scatter=equal_scatter)
         for bucket in buckets
     ]
     commits = [
         _native.COMMIT_BYTES + find_unused_parameters * used_map_bytes(len(bucket))
         for bucket in buckets
     ]
-    return exchange(cut, commits, hosts or range(world_size))
+    return exchanged_bytes(cut, commits, table, hosts or table.of_rank)
 
 
 def used_map_bytes(num_parameters: int) -> int:
     """Bytes of a commit's map of the parameters that a rank used."""
     return -(-num_parameters // 8) * 8
-
-
-def sent_bytes(buckets: Sequence[Sequence[Chunk]], world_size: int) -> list[int]:
-    """As `wire_bytes_per_step`, for the chunks of every bucket."""
-    return flat_exchange(buckets, [_native.COMMIT_BYTES] * len(buckets), range(world_size))
 
 
 def all_reduce_bytes(num_elements: int, item_bytes: int, world_size: int) -> int:
@@ -186,16 +214,21 @@ def ring_exchange(num_bytes: int, hosts: Sequence[int]) -> list[int]:
 def assign_owners(
     num_elements: Sequence[int],
     payload_bytes: PayloadBytes,
-    world_size: int,
+    nodes: Nodes,
     sent_as: PayloadBytes | None = None,
+    item_bytes: Sequence[int] | None = None,
 ) -> list[list[Tile]]:
-    """Tiles of every parameter; each tile goes to the rank with the fewest bytes so far.
+    """Tiles of every parameter; each tile goes to the rank with the fewest bytes so far, of those
+    that have a column.
 
-    They count as `payload_bytes`, whatever they are sent as.
+    They count as `payload_bytes`, whatever they are sent as. item_bytes: as `wire_bytes_per_step`.
     """
-    load = [(0, rank) for rank in range(world_size)]  # a heap; the lowest rank wins a tie
+    alignment = _native.PIECE_ALIGNMENT
+    owners = sorted(rank for peers in nodes.columns for rank in peers)
+    load = [(0, rank) for rank in owners]  # a heap; the lowest rank wins a tie
     tiles: list[list[Tile]] = []
     for parameter, elements in enumerate(num_elements):
+        item = 4 if item_bytes is None else item_bytes[parameter]
         cut = []
         for start in range(0, elements, _native.TILE_ELEMENTS):
             count = min(_native.TILE_ELEMENTS, elements - start)
@@ -203,7 +236,8 @@ def assign_owners(
             num_bytes, owner = load[0]
             heapreplace(load, (num_bytes + sum(sizes), owner))
             sent = sent_as(parameter, count) if sent_as else sizes
-            cut.append(Tile(parameter, count, owner, *sent))
+            dense = -(-count // alignment) * alignment * item
+            cut.append(Tile(parameter, count, owner, *sent, dense))
         tiles.append(cut)
     return tiles
 
@@ -211,14 +245,14 @@ def assign_owners(
 def cut_chunks(
     tiles: Sequence[Sequence[Tile]],
     bucket: Sequence[int],
-    world_size: int,
+    nodes: Nodes,
     chunk_bytes: int = CHUNK_BYTES,
     *,
     equal_scatter: bool = False,
 ) -> list[Chunk]:
     """The chunks of a bucket.
 
-    tiles: of every parameter, from `assign_owners`.
+    tiles: of every parameter, from `assign_owners` with the same nodes.
     bucket: the indices of its parameters, in bucket order.
     chunk_bytes, equal_scatter: as for `wire_bytes_per_step`.
     """
@@ -226,6 +260,6 @@ def cut_chunks(
     for parameter in bucket:
         for tile in tiles[parameter]:
             if not chunks or not chunks[-1].has_room(tile):
-                chunks.append(Chunk(world_size, chunk_bytes, equal_scatter=equal_scatter))
+                chunks.append(Chunk(nodes, chunk_bytes, equal_scatter=equal_scatter))
             chunks[-1].add(tile)
     return chunks

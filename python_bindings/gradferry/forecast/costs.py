@@ -10,6 +10,7 @@ from enum import Enum
 import torch
 
 from gradferry.core.codec_spec import CodecSpec
+from gradferry.core.nodes import Nodes
 
 
 @dataclass(frozen=True)
@@ -62,13 +63,29 @@ class Engine(Enum):
 
 
 @dataclass(frozen=True)
+class LocalCosts:
+    """What the ranks of a node do among themselves, where nodes have several.
+
+    Attributes:
+        scatter: of gradients to the delegates of their columns.
+        forward: of what was gathered, to siblings.
+    """
+
+    scatter: CollectiveCosts
+    forward: CollectiveCosts
+
+
+@dataclass(frozen=True)
 class LinkCosts:
-    """The collectives of a rank; `all_reduce` by dtype of the tensor. `engine`: that posts them."""
+    """The collectives of a rank; `all_reduce` by dtype of the tensor. `engine`: that posts them.
+    scatter, gather: between peers, of all columns at once. local: None in the flat exchange.
+    """
 
     scatter: CollectiveCosts
     gather: CollectiveCosts
     all_reduce: Mapping[torch.dtype, CollectiveCosts]
     engine: Engine = Engine.HOST
+    local: LocalCosts | None = None
 
 
 @dataclass(frozen=True)
@@ -85,6 +102,16 @@ class CodecCosts:
     encode_launch: float = 0.0
     reduce_launch: float = 0.0
     decode_launch: float = 0.0
+
+
+@dataclass(frozen=True)
+class NodeCosts:
+    """Seconds on one thread: to copy an element for a sibling; to add up the gradients of all
+    siblings, per element of the sum.
+    """
+
+    pack_per_element: float
+    sum_per_element: float
 
 
 @dataclass(frozen=True)
@@ -141,9 +168,17 @@ class StepProfile:
 
 @dataclass(frozen=True)
 class Costs:
-    """All costs except those of the step itself, measured or assumed."""
+    """All costs except those of the step itself, measured or assumed. For one exchange, between
+    `nodes`.
+    """
 
-    world_size: int
+    nodes: Nodes
     link: LinkCosts
     casts: Mapping[str, CastCosts]  # by name, of BACKEND_HOOKS
-    codecs: Mapping[ParameterCodec, CodecCosts]
+    codecs: Mapping[ParameterCodec, CodecCosts]  # with a message from every node
+    node: NodeCosts | None = None  # None in the flat exchange
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of all nodes."""
+        return self.nodes.world_size

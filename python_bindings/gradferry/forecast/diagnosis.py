@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from gradferry.core.agreement import meeting_place
 from gradferry.core.config import COARSE_BITS
 from gradferry.core.device import CPU, Transport, agreed_transport
+from gradferry.core.nodes import AUTO, exchanges_to_choose_from, found_nodes
 from gradferry.forecast.clock import computing_on
 from gradferry.forecast.costs import Costs, Parameter, StepProfile
 from gradferry.forecast.hook_names import (
@@ -23,7 +25,7 @@ from gradferry.forecast.hook_names import (
 from gradferry.forecast.measure import make_probe, measure_costs
 from gradferry.forecast.measure_link import Progress
 from gradferry.forecast.measure_step import Attach, measure_steps
-from gradferry.forecast.predict import Prediction, Predictor
+from gradferry.forecast.predict import Prediction, predictors_of
 from gradferry.forecast.verdict import advise
 
 # Measured to find how long ranks wait for each other. It sends little, so waiting dominates.
@@ -47,8 +49,8 @@ class Diagnosis:
     world_size: int
     parameters: tuple[Parameter, ...]
     profile: StepProfile
-    costs: Costs
-    predictions: tuple[Prediction, ...]  # those of RULERS first
+    costs: tuple[Costs, ...]  # of every exchange
+    predictions: tuple[Prediction, ...]  # those of RULERS first; a codec's for every exchange
     verdict: str
     device: str = CPU.type  # type of that of the model
 
@@ -116,23 +118,28 @@ def _examine(
         if hook not in BACKEND_HOOKS
     }
     measured = transport.adapted(hook_config(_MEASURED_CODEC))
-    probe = make_probe(group, transport)
+    hosts = found_nodes(group, meeting_place(group, transport.device))
+    # The last is the one that the measured hook has.
+    exchanges = exchanges_to_choose_from(AUTO, hosts, on_host=transport.on_host)
+    probe = make_probe(group, transport, exchanges)
     codecs = [measured, *configs.values()]
     costs = measure_costs(probe, steps.parameters, backend, codecs, asked.seconds, emit)
     emit("predicting")
-    predictor = Predictor(steps.parameters, steps.profile, costs)
-    predictor = predictor.calibrated(_MEASURED_CODEC, measured, cap, steps.exposed_s)
-    predictions = [predictor.without(), predictor.sync()]
+    predictors = predictors_of(steps.parameters, steps.profile, costs)
+    calibrated = predictors[-1].calibrated(_MEASURED_CODEC, measured, cap, steps.exposed_s)
+    predictors = [predictor.with_profile(calibrated.profile) for predictor in predictors]
+    predictions = [calibrated.without(), calibrated.sync()]
     for hook in asked.hooks:
         if hook in configs:
-            predictions.append(predictor.codec(hook, configs[hook], asked.bucket_caps_mb))
+            for predictor in predictors:
+                predictions.append(predictor.codec(hook, configs[hook], asked.bucket_caps_mb))
         else:
-            predictions.append(predictor.backend_hook(hook, asked.bucket_caps_mb))
+            predictions.append(calibrated.backend_hook(hook, asked.bucket_caps_mb))
     return Diagnosis(
-        world_size=probe.world_size,
+        world_size=group.size(),
         parameters=steps.parameters,
-        profile=predictor.profile,
-        costs=costs,
+        profile=calibrated.profile,
+        costs=tuple(costs),
         predictions=tuple(predictions),
         verdict=advise(predictions, needs_momentum),
         device=transport.device.type,

@@ -12,17 +12,23 @@ import torch.distributed as dist
 
 from gradferry.core.config import Config
 from gradferry.core.device import Transport
+from gradferry.core.nodes import Exchange, Nodes
 from gradferry.forecast.buckets import parameter_codecs
 from gradferry.forecast.costs import (
     CastCosts,
     CodecCosts,
     Costs,
     LinkCosts,
+    NodeCosts,
     Parameter,
-    ParameterCodec,
 )
 from gradferry.forecast.hook_names import BACKEND_HOOKS
-from gradferry.forecast.measure_codecs import NUM_ELEMENTS, measure_casts, measure_codec
+from gradferry.forecast.measure_codecs import (
+    NUM_ELEMENTS,
+    measure_casts,
+    measure_codec,
+    measure_node,
+)
 from gradferry.forecast.measure_device_codecs import NUM_ELEMENTS as DEVICE_ELEMENTS
 from gradferry.forecast.measure_device_codecs import measure_codec_on
 from gradferry.forecast.measure_device_link import DeviceLinkProbe
@@ -33,12 +39,12 @@ class Probe(Protocol):
     """What measures the link between the ranks. Its methods are collective."""
 
     transport: Transport
-    world_size: int
+    exchanges: tuple[Exchange, ...]  # that it measures
 
     def measure(
         self, dtypes: Sequence[torch.dtype], seconds: float, emit: Progress = ...
-    ) -> LinkCosts:
-        """The costs of all collectives, the same on all ranks."""
+    ) -> list[LinkCosts]:
+        """The costs of all collectives of every exchange, the same on all ranks."""
 
     def most(self, values: Sequence[float]) -> list[float]:
         """The elementwise maximum over all ranks."""
@@ -47,9 +53,15 @@ class Probe(Protocol):
         """Rank 0's value."""
 
 
-def make_probe(group: dist.ProcessGroup, transport: Transport) -> Probe:
-    """A probe of the link that gradients would take. Collective."""
-    return LinkProbe(group) if transport.on_host else DeviceLinkProbe(group, transport)
+def make_probe(
+    group: dist.ProcessGroup, transport: Transport, exchanges: Sequence[Exchange]
+) -> Probe:
+    """A probe of the link that gradients would take. Collective; `exchanges`: those to measure,
+    equal on all ranks.
+    """
+    if transport.on_host:
+        return LinkProbe(group, exchanges)
+    return DeviceLinkProbe(group, transport, exchanges)
 
 
 def measure_costs(
@@ -59,8 +71,9 @@ def measure_costs(
     configs: Iterable[Config],
     seconds: float,
     emit: Progress = lambda text: None,
-) -> Costs:
-    """Measures costs. Collective; the result is that of the slowest rank, the same on all.
+) -> list[Costs]:
+    """Measures the costs of every exchange of the probe. Collective; the result is that of the
+    slowest rank, the same on all.
 
     backend_hooks: of BACKEND_HOOKS.
     configs: of the codecs to predict.
@@ -76,21 +89,33 @@ def measure_costs(
     num_elements = min(NUM_ELEMENTS if on_host else DEVICE_ELEMENTS, max(largest, 1))
     wanted = dict.fromkeys(codec for c in configs for codec in parameter_codecs(c, parameters))
 
-    def measure() -> tuple[dict[ParameterCodec, CodecCosts], dict[str, CastCosts]]:
-        codecs = {}
+    def measure_exchange(nodes: Nodes) -> tuple[list[CodecCosts], NodeCosts | None]:
+        codecs = []
         for codec in wanted:
-            emit(f"codec {codec.codec}")
-            arguments = (codec, dtype, probe.world_size, num_elements)
+            emit(f"codec {codec.codec}, {len(nodes.members)} messages to reduce")
+            arguments = (codec, dtype, len(nodes.members), num_elements)
             measured = measure_codec(*arguments) if on_host else measure_codec_on(place, *arguments)
-            codecs[codec] = measured
-        return codecs, measure_casts(backend_hooks, probe.world_size, num_elements, place)
+            codecs.append(measured)
+        if nodes.is_flat:
+            return codecs, None
+        return codecs, measure_node(dtype, max(nodes.ranks_per_node), num_elements)
 
-    own_codecs, own_casts = on_all_ranks(probe.most, "codecs", measure)
-    codecs = {codec: CodecCosts(*probe.most(astuple(cost))) for codec, cost in own_codecs.items()}
+    def measure() -> tuple[list[tuple[list[CodecCosts], NodeCosts | None]], dict[str, CastCosts]]:
+        world_size = probe.exchanges[0].nodes.world_size
+        casts = measure_casts(backend_hooks, world_size, num_elements, place)
+        return [measure_exchange(exchange.nodes) for exchange in probe.exchanges], casts
+
+    own, own_casts = on_all_ranks(probe.most, "codecs", measure)
     casts = {hook: CastCosts(*probe.most(astuple(cost))) for hook, cost in own_casts.items()}
     dtypes = list(dict.fromkeys(BACKEND_HOOKS[hook] for hook in backend_hooks))
-    link = probe.measure(dtypes, seconds, emit)
-    return Costs(probe.world_size, link, casts, codecs)
+    links = probe.measure(dtypes, seconds, emit)
+    found = []
+    for exchange, link, (costs, node) in zip(probe.exchanges, links, own, strict=True):
+        slowest = [CodecCosts(*probe.most(astuple(cost))) for cost in costs]
+        codecs = dict(zip(wanted, slowest, strict=True))
+        local = None if node is None else NodeCosts(*probe.most(astuple(node)))
+        found.append(Costs(exchange.nodes, link, casts, codecs, local))
+    return found
 
 
 def _most_common(parameters: Sequence[Parameter]) -> torch.dtype:

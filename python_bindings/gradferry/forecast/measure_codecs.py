@@ -11,7 +11,7 @@ from gradferry import _native
 from gradferry.core.codec_spec import OFF
 from gradferry.core.device import CPU
 from gradferry.forecast.clock import Clock, clock_of
-from gradferry.forecast.costs import CastCosts, CodecCosts, ParameterCodec
+from gradferry.forecast.costs import CastCosts, CodecCosts, NodeCosts, ParameterCodec
 
 _ROUNDS = 5
 NUM_ELEMENTS = 1 << 21  # 8 MB of fp32: more than the private caches of a core
@@ -36,6 +36,17 @@ def measure_codec(
         rounds=_ROUNDS,
     )
     return CodecCosts(**cost)
+
+
+def measure_node(dtype: torch.dtype, num_ranks: int, num_elements: int = NUM_ELEMENTS) -> NodeCosts:
+    """Measures what a rank does with the gradients of its node's ranks."""
+    cost = _native.node_cost(
+        dtype,
+        num_ranks=num_ranks,
+        num_elements=max(num_elements, _native.TILE_ELEMENTS),
+        rounds=_ROUNDS,
+    )
+    return NodeCosts(**cost)
 
 
 def measure_casts(

@@ -22,6 +22,7 @@ from gradferry import _native
 from gradferry.core.agreement import gather_records, meeting_place, most_of_ranks
 from gradferry.core.device import STREAM_CHUNK_BYTES, Transport
 from gradferry.core.engine import lanes_between_all, make_lanes
+from gradferry.core.nodes import Exchange
 from gradferry.forecast.clock import Clock, HostClock, clock_of
 from gradferry.forecast.costs import CollectiveCosts, Engine, LinkCosts
 from gradferry.forecast.measure_link import Progress, on_all_ranks, rising
@@ -38,8 +39,13 @@ Post = Callable[..., None]  # of tensors on the device; the collective is enqueu
 class DeviceLinkProbe:
     """As `LinkProbe`, for gradients on a device. Collective."""
 
-    def __init__(self, group: dist.ProcessGroup, transport: Transport) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, transport: Transport, exchanges: Sequence[Exchange]
+    ) -> None:
+        """`exchanges`: that are measured; the flat one, as devices have no other."""
+        assert all(exchange.is_flat for exchange in exchanges)
         self.transport = transport
+        self.exchanges = tuple(exchanges)
         self.world_size = dist.get_world_size(group)
         self._group = group
         self._place = transport.device
@@ -60,8 +66,8 @@ class DeviceLinkProbe:
 
     def measure(
         self, dtypes: Sequence[torch.dtype], seconds: float, emit: Progress = lambda text: None
-    ) -> LinkCosts:
-        """Measures all costs. Collective; the result is the same on all ranks.
+    ) -> list[LinkCosts]:
+        """Measures all costs, of every exchange. Collective; the result is the same on all ranks.
 
         dtypes: for which all-reduces are measured.
         seconds: approximate time for each size.
@@ -81,12 +87,13 @@ class DeviceLinkProbe:
             sent = float((world_size - 1) * size)
             scatter.append((sent, self._batches(seconds, self._scatter, send, receive)))
             gather.append((sent, self._batches(seconds, self._gather, send[:size], receive)))
-        return LinkCosts(
+        flat = LinkCosts(
             scatter=_in_line(scatter),
             gather=_in_line(gather),
             all_reduce={dtype: self._all_reduce(dtype, seconds, emit) for dtype in dtypes},
             engine=self._engine,
         )
+        return [flat for _ in self.exchanges]
 
     def _allocate(self, exchanged_bytes: int) -> None:
         """Everything that collectives of so many bytes, and of _REDUCE_BYTES, need."""

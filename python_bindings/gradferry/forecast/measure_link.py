@@ -1,4 +1,8 @@
-"""Measures the collectives that hooks use on the link, by size, with both directions busy."""
+"""Measures the collectives that hooks use on the link, by size, with both directions busy.
+
+With two levels all columns of a node are measured at once, because they share its network card,
+and so are the ranks of all nodes among themselves.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,13 +23,16 @@ from gradferry import _native
 from gradferry.core.agreement import gather_records
 from gradferry.core.config import CHUNK_BYTES
 from gradferry.core.device import CPU, transport_of
-from gradferry.core.engine import lanes_between_all, make_backends, make_lanes
-from gradferry.core.nodes import identity
+from gradferry.core.engine import lanes_between_all, lanes_of_host, make_backends, make_lanes
+from gradferry.core.nodes import Exchange, Nodes, identity
 from gradferry.errors import GradferryError, PeerError
-from gradferry.forecast.costs import CollectiveCosts, Curve, LinkCosts
+from gradferry.forecast.costs import CollectiveCosts, Curve, LinkCosts, LocalCosts
 
 # Payload bytes to each rank: from the last chunk of a bucket to a full one.
 _EXCHANGE_BYTES = (4 << 10, 64 << 10, CHUNK_BYTES)
+_LOCAL_BYTES = (64 << 10, 512 << 10, _native.MOST_DENSE_BYTES)  # likewise, between siblings
+# Lanes for all-to-alls and all-gathers that are in flight together.
+_BETWEEN_PEERS, _BETWEEN_SIBLINGS = ("scatter", "gather"), ("local_scatter", "forward")
 _REDUCE_BYTES = (64 << 10, 1 << 20, 4 << 20)  # of the tensor
 _IN_FLIGHT = _native.GATHERS_IN_FLIGHT  # gloo also runs as many all-reduces at once
 _BATCH = 6  # collectives between two readings of the clock
@@ -70,13 +78,33 @@ def on_all_ranks(
 
 
 class LinkProbe:
-    """Measures on lanes between the ranks of a group, like those of an engine. Collective."""
+    """Measures on lanes between the ranks of a group, as engines have them. Collective."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, exchanges: Sequence[Exchange]) -> None:
+        """`exchanges`: that are measured; equal on all ranks, at most one has two levels."""
         self.transport = transport_of(CPU, group)
+        self.exchanges = tuple(exchanges)
         nonces = gather_records({"nonce": uuid.uuid4().hex}, group, CPU)
         nonce = str(nonces[0]["nonce"])
-        self._scatter, self._gather = make_lanes(group, nonce, lanes_between_all(group, 2))
+        # The flat ones first, so that lanes have the same numbers on ranks that have no peers.
+        in_order = sorted(self.exchanges, key=lambda exchange: not exchange.is_flat)
+        ranks = {
+            (exchange.name, name): members
+            for exchange in in_order
+            for name, members in _lanes_of(exchange.nodes, dist.get_rank(group)).items()
+        }
+        named = {f"{exchange} {name}": members for (exchange, name), members in ranks.items()}
+        lanes = dict(zip(ranks, make_lanes(group, nonce, named), strict=True))
+        self._lanes = {
+            exchange.name: {
+                pair: _LanePair(
+                    len(ranks.get((exchange.name, pair[0]), [])),
+                    *(lanes.get((exchange.name, name)) for name in pair),
+                )
+                for pair in (_BETWEEN_PEERS, _BETWEEN_SIBLINGS)
+            }
+            for exchange in self.exchanges
+        }
         # Any, because torch's stubs lack methods of backends.
         self._backend: Any
         (self._backend,) = make_backends(group, nonce, lanes_between_all(group, 1))
@@ -84,44 +112,75 @@ class LinkProbe:
 
     def measure(
         self, dtypes: Sequence[torch.dtype], seconds: float, emit: Progress = lambda text: None
-    ) -> LinkCosts:
-        """Measures all costs. Collective; the result is the same on all ranks.
+    ) -> list[LinkCosts]:
+        """Measures all costs, of every exchange. Collective; the same on all ranks.
 
         dtypes: for which all-reduces are measured.
         seconds: approximate time for each size; slow links take longer.
         """
+        measured = []
+        for exchange in self.exchanges:
+            lanes, nodes = self._lanes[exchange.name], exchange.nodes
+            scatter, gather = self._pair(
+                lanes[_BETWEEN_PEERS], len(nodes.members), _EXCHANGE_BYTES, seconds, emit
+            )
+            local = None
+            if not exchange.is_flat:
+                largest = max(nodes.ranks_per_node)
+                pair = self._pair(lanes[_BETWEEN_SIBLINGS], largest, _LOCAL_BYTES, seconds, emit)
+                local = LocalCosts(*pair)
+            measured.append((scatter, gather, local))
+        all_reduce = {dtype: self._all_reduce(dtype, seconds, emit) for dtype in dtypes}
+        return [
+            LinkCosts(scatter, gather, all_reduce, local=local)
+            for scatter, gather, local in measured
+        ]
+
+    def _pair(
+        self,
+        lanes: _LanePair,
+        ranks: int,
+        sizes: Sequence[int],
+        seconds: float,
+        emit: Progress,
+    ) -> tuple[CollectiveCosts, CollectiveCosts]:
+        """Of an all-to-all and an all-gather that are in flight together.
+
+        ranks: of the largest lane.
+        sizes: payload bytes to each rank.
+        """
         emit("latency")
-        scatter_s, gather_s = self._latency(self._post_scatter), self._latency(self._post_gather)
+        first, second = lanes.buffers(_native.HEADER_BYTES)
+        scatter_s = self._latency(lambda: lanes.post_scatter(first))
+        gather_s = self._latency(lambda: lanes.post_gather(second))
         exchanged = []
-        for size in _EXCHANGE_BYTES:
-            emit(f"all-to-all and all-gather, {size >> 10} kB to each rank")
-            buffers = [self._exchange_buffers(size) for _ in range(_IN_FLIGHT)]
+        for size in sizes:
+            emit(f"all-to-all and all-gather, {size >> 10} kB to each of {ranks} ranks")
+            buffers = [lanes.buffers(size) for _ in range(_IN_FLIGHT)]
             timed = self._batches(
                 lambda slot, buffers=buffers: [  # type: ignore[misc]
-                    self._post_scatter(buffers[slot][0]),
-                    self._post_gather(buffers[slot][1]),
+                    *lanes.post_scatter(buffers[slot][0]),
+                    *lanes.post_gather(buffers[slot][1]),
                 ],
                 seconds,
                 scatter_s + gather_s,
             )
-            sent = (self.world_size - 1) * size
-            exchanged.append((float(sent), timed.seconds / 2, timed.cpu_s / 2 / sent))
+            sent = (ranks - 1) * size
+            exchanged.append((float(sent), timed.seconds / 2, timed.cpu_s / 2 / max(sent, 1)))
         curve = rising([(sent, taken) for sent, taken, _ in exchanged])
         cpu = exchanged[-1][2]
-        pairs = [self._exchange_buffers(_EXCHANGE_BYTES[-1])[0] for _ in range(_BESIDE)]
-        beside = self._beside(lambda slot: self._post_scatter(pairs[slot]), curve.points[-1][1])
-        return LinkCosts(
-            scatter=CollectiveCosts(scatter_s, curve, cpu, beside),
-            gather=CollectiveCosts(gather_s, curve, cpu, beside),
-            all_reduce={dtype: self._all_reduce(dtype, seconds, emit) for dtype in dtypes},
-        )
+        pairs = [lanes.buffers(sizes[-1])[0] for _ in range(_BESIDE)]
+        beside = self._beside(lambda slot: lanes.post_scatter(pairs[slot]), curve.points[-1][1])
+        scatter = CollectiveCosts(scatter_s, curve, cpu, beside)
+        return scatter, replace(scatter, latency_s=gather_s)
 
     def _all_reduce(self, dtype: torch.dtype, seconds: float, emit: Progress) -> CollectiveCosts:
         def post(tensor: torch.Tensor) -> dist.Work:
             work: dist.Work = self._backend.allreduce([tensor])
             return work
 
-        latency_s = self._latency(lambda pair: post(pair[0].view(dtype)))
+        one = _zeros(_native.HEADER_BYTES).view(dtype)
+        latency_s = self._latency(lambda: [post(one)])
         points, cpu = [], 0.0
         for size in _REDUCE_BYTES:
             emit(f"all-reduce of {size >> 10} kB of {str(dtype).removeprefix('torch.')}")
@@ -136,33 +195,20 @@ class LinkProbe:
         curve = rising(points)
         several = [_zeros(_REDUCE_BYTES[1] // dtype.itemsize, dtype)] * _BESIDE
         several = [tensor.clone() for tensor in several]
-        beside = self._beside(lambda slot: post(several[slot]), curve.at(_REDUCE_BYTES[1]))
+        beside = self._beside(lambda slot: [post(several[slot])], curve.at(_REDUCE_BYTES[1]))
         return CollectiveCosts(latency_s, curve, cpu, beside)
 
-    def _exchange_buffers(self, size: int) -> tuple[_Pair, _Pair]:
-        every = self.world_size * size
-        return (_zeros(every), _zeros(every)), (_zeros(size), _zeros(every))
-
-    def _post_scatter(self, pair: _Pair) -> _native.Collective:
-        sizes = [pair[1].numel() // self.world_size] * self.world_size
-        return self._scatter.all_to_all(pair[1], sizes, pair[0], sizes)
-
-    def _post_gather(self, pair: _Pair) -> _native.Collective:
-        size = pair[1].numel() // self.world_size
-        return self._gather.all_gather(pair[1], pair[0][:size])
-
-    def _latency(self, post: Callable[[_Pair], InFlight]) -> float:
-        size = self.world_size * _native.HEADER_BYTES
-        pair = (_zeros(size), _zeros(size))
+    def _latency(self, post: Callable[[], Sequence[InFlight]]) -> float:
         times = []
         for _ in range(_LATENCY_ROUNDS):
             begin = time.perf_counter()
-            post(pair).wait()
+            for work in post():
+                work.wait()
             times.append(time.perf_counter() - begin)
         # The first quartile, because even on a busy machine a quarter is undisturbed.
         return self._slowest(sorted(times)[len(times) // 4])
 
-    def _beside(self, post: Callable[[int], InFlight], alone_s: float) -> float:
+    def _beside(self, post: Post, alone_s: float) -> float:
         """Fraction of its speed that the link keeps while the posting threads compute.
 
         As in an engine, another thread waits for what was posted.
@@ -172,12 +218,12 @@ class LinkProbe:
         with ThreadPoolExecutor(1) as waiter:
             for _ in range(_BESIDE_ROUNDS):
                 self._slowest(0.0)  # a barrier
-                works = [post(slot) for slot in range(_BESIDE)]
+                works = [work for slot in range(_BESIDE) for work in post(slot)]
                 waiting = [waiter.submit(work.wait) for work in works]
                 end = time.perf_counter() + _BESIDE * alone_s
                 while time.perf_counter() < end:
                     matrix @ matrix
-                done = sum(work.is_completed() for work in works)
+                done = sum(work.is_completed() for work in works) + _BESIDE - len(works)
                 shares.append((done + 0.5) / (_BESIDE + 0.5))  # 0.5: one is partly done
                 for each in waiting:
                     each.result()
@@ -229,6 +275,36 @@ def _zeros(num_elements: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
 
 
 _Pair = tuple[torch.Tensor, torch.Tensor]  # send, receive
+
+
+def _lanes_of(nodes: Nodes, rank: int) -> dict[str, list[int]]:
+    """Those of an engine's lanes that carry chunks."""
+    lanes = lanes_of_host(nodes.members, rank, checks=False)
+    carry = (*_BETWEEN_PEERS, *_BETWEEN_SIBLINGS)
+    return {name: ranks for name, ranks in lanes.items() if name in carry}
+
+
+@dataclass(frozen=True)
+class _LanePair:
+    """For all-to-alls and for all-gathers; None: this rank has no part, and posts nothing."""
+
+    num_ranks: int  # of each
+    scatter: _native.Lane | None
+    gather: _native.Lane | None
+
+    def buffers(self, size: int) -> tuple[_Pair, _Pair]:
+        """For a collective of each kind, with so many bytes to each rank."""
+        every = size * self.num_ranks
+        return (_zeros(every), _zeros(every)), (_zeros(size), _zeros(every))
+
+    def post_scatter(self, pair: _Pair) -> list[_native.Collective]:
+        if self.scatter is None:
+            return []
+        sizes = [pair[1].numel() // self.num_ranks] * self.num_ranks
+        return [self.scatter.all_to_all(pair[1], sizes, pair[0], sizes)]
+
+    def post_gather(self, pair: _Pair) -> list[_native.Collective]:
+        return [] if self.gather is None else [self.gather.all_gather(pair[1], pair[0])]
 
 
 class _Timed(NamedTuple):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from gradferry.core.config import Config
+from gradferry.core.nodes import exchange_between
 from gradferry.forecast.buckets import CodecTraffic, ddp_buckets
 from gradferry.forecast.chunks import all_reduce_bytes
 from gradferry.forecast.costs import Costs, Engine, LinkCosts, Parameter, StepProfile
@@ -32,6 +33,7 @@ class Prediction:
 
     Attributes:
         hook: as in `gradferry bench train`.
+        exchange: FLAT or TWO_LEVEL; None: not of a codec, or there is only one.
         bucket_cap_mb: the fastest of the given bucket sizes; None: DDP's default.
         seconds: of the step.
         exposed_s: seconds more than without communication.
@@ -43,6 +45,12 @@ class Prediction:
     seconds: float
     exposed_s: float
     wire_bytes: int
+    exchange: str | None = None
+
+    @property
+    def named(self) -> str:
+        """The hook, with its exchange where there is a choice."""
+        return self.hook if self.exchange is None else f"{self.hook} ({self.exchange})"
 
     @property
     def ratio_to_none(self) -> float:
@@ -62,8 +70,13 @@ class Predictor:
         profile: StepProfile,
         costs: Costs,
         seen_buckets: Sequence[Sequence[int]] | None = None,
+        *,
+        exchange: str | None = None,
     ) -> None:
-        """`seen_buckets`: those of DDP; None: as DDP would arrange them for each bucket size."""
+        """`seen_buckets`: those of DDP; None: as DDP would arrange them for each bucket size.
+        exchange: of the predictions of codecs.
+        """
+        self._exchange = exchange
         self._parameters = parameters
         self._profile = profile
         self._costs = costs
@@ -109,24 +122,25 @@ class Predictor:
             chunks, sent = self._chunks(hook, config, cap)
             link = self._costs.link
             play = play_codec if link.engine is Engine.HOST else play_on_streams
-            return self._prediction(hook, cap, play(backward, chunks, link), sent)
+            played = play(backward, chunks, link)
+            return self._prediction(hook, cap, played, sent, self._exchange)
 
         return min(map(predict, caps_mb), key=lambda prediction: prediction.seconds)
 
     def _chunks(self, hook: str, config: Config, cap: float | None) -> _Cut:
         if (hook, cap) not in self._cut:
-            traffic = CodecTraffic(config, self._parameters, self._costs.world_size)
+            traffic = CodecTraffic(config, self._parameters, self._costs.nodes)
             cut = traffic.cut(self._buckets(cap)[0])
-            self._cut[hook, cap] = traffic.cost(cut, self._costs.codecs), traffic.sent_bytes(cut)
+            self._cut[hook, cap] = traffic.cost(cut, self._costs), traffic.sent_bytes(cut)
         return self._cut[hook, cap]
 
     def over(self, link: LinkCosts) -> Predictor:
-        """A predictor for another link."""
-        other = Predictor(
-            self._parameters, self._profile, replace(self._costs, link=link), self._seen_buckets
-        )
-        other._cut = self._cut
-        return other
+        """A predictor for another link between the same nodes."""
+        return self._with(self._profile, replace(self._costs, link=link))
+
+    def with_profile(self, profile: StepProfile) -> Predictor:
+        """A predictor of other steps with the same costs."""
+        return self._with(profile)
 
     def calibrated(
         self, hook: str, config: Config, cap_mb: float | None, exposed_s: float
@@ -163,8 +177,14 @@ class Predictor:
                 high = middle
         return sharing(high)
 
-    def _with(self, profile: StepProfile) -> Predictor:
-        other = Predictor(self._parameters, profile, self._costs, self._seen_buckets)
+    def _with(self, profile: StepProfile, costs: Costs | None = None) -> Predictor:
+        other = Predictor(
+            self._parameters,
+            profile,
+            costs or self._costs,
+            self._seen_buckets,
+            exchange=self._exchange,
+        )
         other._cut = self._cut
         return other
 
@@ -183,7 +203,27 @@ class Predictor:
         return buckets, Backward(ready, slower * end, self._profile.spare_cores)
 
     def _prediction(
-        self, hook: str, cap: float | None, played: PlayedStep, wire_bytes: int
+        self,
+        hook: str,
+        cap: float | None,
+        played: PlayedStep,
+        wire_bytes: int,
+        exchange: str | None = None,
     ) -> Prediction:
         exposed = max(0.0, played.end_s - self._profile.backward_end_s)
-        return Prediction(hook, cap, self._profile.total_s + exposed, exposed, wire_bytes)
+        seconds = self._profile.total_s + exposed
+        return Prediction(hook, cap, seconds, exposed, wire_bytes, exchange)
+
+
+def predictors_of(
+    parameters: Sequence[Parameter],
+    profile: StepProfile,
+    costs: Sequence[Costs],
+    seen_buckets: Sequence[Sequence[int]] | None = None,
+) -> list[Predictor]:
+    """One for the costs of every exchange, which predictions name where there are several."""
+    exchanges = [exchange_between(cost.nodes) if len(costs) > 1 else None for cost in costs]
+    return [
+        Predictor(parameters, profile, cost, seen_buckets, exchange=exchange)
+        for cost, exchange in zip(costs, exchanges, strict=True)
+    ]

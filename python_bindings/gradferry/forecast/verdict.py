@@ -53,38 +53,27 @@ def advise(predictions: Sequence[Prediction], needs_momentum: Callable[[str], bo
         if chosen.exposed_s > _HIDDEN * chosen.seconds:
             codecs = [p for p in ready if not uses_backend(p)]
             best = min(codecs, key=lambda p: p.seconds)
-            sentence += f", and the fastest codec, {best.hook}, would take {_ms(best)}"
+            sentence += f", and the fastest codec, {best.named}, would take {_ms(best)}"
         else:
             sentence += ": the backward pass hides its communication"
     else:
         sentence = (
-            f"Use {chosen.hook}: {_figures(chosen)}, {rival.seconds / chosen.seconds:.2f} times "
+            f"Use {chosen.named}: {_figures(chosen)}, {rival.seconds / chosen.seconds:.2f} times "
             f"faster than {rival.hook}, the best without gradferry"
         )
     fewer = [p for p in contestants if needs_momentum(p.hook)]
     further = min(fewer, key=lambda p: p.seconds, default=None)
     if further and further.seconds * (1 + TOLERANCE) < chosen.seconds:
-        sentence += f"; in momentum mode {further.hook} would take {_ms(further)}"
+        sentence += f"; in momentum mode {further.named} would take {_ms(further)}"
     return sentence + "."
-
-
-def suppose(predictions: Sequence[Prediction], needs_momentum: Callable[[str], bool]) -> str:
-    """As `advise`, in the conditional, for predictions of an exchange that does not exist."""
-    contestants = [p for p in predictions if p.hook not in RULERS]
-    chosen = most_precise([p for p in contestants if not needs_momentum(p.hook)])
-    rival = min(filter(uses_backend, contestants), key=lambda p: p.seconds)
-    gain = "compression would not pay"
-    if not uses_backend(chosen):
-        gain = f"{rival.seconds / chosen.seconds:.2f} times faster than {rival.hook}"
-    return f"{_figures(chosen, 'would take')}, {gain}."
 
 
 def _ms(prediction: Prediction) -> str:
     return f"{1e3 * prediction.seconds:.1f} ms"
 
 
-def _figures(prediction: Prediction, takes: str = "takes") -> str:
+def _figures(prediction: Prediction) -> str:
     return (
-        f"{prediction.hook} {takes} {_ms(prediction)} per step, "
+        f"{prediction.named} takes {_ms(prediction)} per step, "
         f"{prediction.ratio_to_none:.2f} times a step without communication"
     )

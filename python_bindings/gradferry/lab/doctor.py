@@ -15,9 +15,10 @@ from rich.console import Console
 from torch import nn
 
 from gradferry.core.device import CPU, load_kernels
+from gradferry.core.nodes import exchange_between
 from gradferry.ddp.attach import attach
 from gradferry.errors import ConfigError
-from gradferry.forecast.costs import LinkCosts
+from gradferry.forecast.costs import CollectiveCosts, Costs
 from gradferry.forecast.diagnosis import (
     Diagnosis,
     Examination,
@@ -163,12 +164,12 @@ def doctor_tables(rows: Sequence[Row]) -> list[Table]:
     (verdict,) = kinds["verdict"]
     return [
         _link_table(kinds["link"], verdict),
-        _codec_table(kinds["codec"], verdict),
+        _codec_table(kinds["codec"], kinds["node"], verdict),
         _prediction_table(kinds["prediction"], verdict),
     ]
 
 
-_KINDS = ("link", "codec", "prediction", "verdict")
+_KINDS = ("link", "codec", "node", "prediction", "verdict")
 
 
 def doctor_rows(found: Diagnosis, model: str, where: Row) -> list[dict[str, Any]]:
@@ -185,17 +186,31 @@ def doctor_rows(found: Diagnosis, model: str, where: Row) -> list[dict[str, Any]
         "waiting_ms": 1e3 * found.profile.waiting_s,
         "spare_cores": found.profile.spare_cores,
     }
-    rows = [*_link_rows(found.costs.link), *_codec_rows(found), *_prediction_rows(found), verdict]
+    rows = [
+        *_link_rows(found.costs),
+        *_codec_rows(found),
+        *_node_rows(found.costs),
+        *_prediction_rows(found),
+        verdict,
+    ]
     return [{**row, **place} for row in rows]
 
 
-def _link_rows(costs: LinkCosts) -> list[dict[str, Any]]:
-    collectives = {"all-to-all": costs.scatter, "all-gather": costs.gather}
-    for dtype, reduce in costs.all_reduce.items():
-        collectives[f"all-reduce {str(dtype).removeprefix('torch.')}"] = reduce
+def _link_rows(costs: Sequence[Costs]) -> list[dict[str, Any]]:
+    collectives: list[tuple[str | None, str, CollectiveCosts]] = []
+    for cost in costs:
+        exchange = exchange_between(cost.nodes)
+        pairs = {"all-to-all": cost.link.scatter, "all-gather": cost.link.gather}
+        if cost.link.local is not None:
+            pairs["local all-to-all"] = cost.link.local.scatter
+            pairs["local all-gather"] = cost.link.local.forward
+        collectives += [(exchange, name, collective) for name, collective in pairs.items()]
+    for dtype, reduce in costs[0].link.all_reduce.items():
+        collectives.append((None, f"all-reduce {str(dtype).removeprefix('torch.')}", reduce))
     return [
         {
             "kind": "link",
+            "exchange": exchange,
             "collective": name,
             "bytes": int(num_bytes),
             "us": 1e6 * seconds,
@@ -204,7 +219,7 @@ def _link_rows(costs: LinkCosts) -> list[dict[str, Any]]:
             "cpu_ns_per_byte": 1e9 * collective.cpu_s_per_byte,
             "beside_backward": collective.beside_backward,
         }
-        for name, collective in collectives.items()
+        for exchange, name, collective in collectives
         for num_bytes, seconds in collective.occupied.points
     ]
 
@@ -213,6 +228,7 @@ def _codec_rows(found: Diagnosis) -> list[dict[str, Any]]:
     return [
         {
             "kind": "codec",
+            "exchange": exchange_between(costs.nodes),
             "codec": str(codec.codec),
             "bits": codec.codec.bits(),
             "worker_residual": codec.residuals[0],
@@ -225,7 +241,23 @@ def _codec_rows(found: Diagnosis) -> list[dict[str, Any]]:
             "reduce_launch_us": 1e6 * speed.reduce_launch,
             "decode_launch_us": 1e6 * speed.decode_launch,
         }
-        for codec, speed in found.costs.codecs.items()
+        for costs in found.costs
+        for codec, speed in costs.codecs.items()
+    ]
+
+
+def _node_rows(costs: Sequence[Costs]) -> list[dict[str, Any]]:
+    return [
+        {
+            "kind": "node",
+            "exchange": exchange_between(cost.nodes),
+            "nodes": len(cost.nodes.members),
+            "ranks_per_node": list(cost.nodes.ranks_per_node),
+            "pack_ns": 1e9 * cost.node.pack_per_element,
+            "sum_ns": 1e9 * cost.node.sum_per_element,
+        }
+        for cost in costs
+        if cost.node is not None
     ]
 
 
@@ -235,6 +267,7 @@ def _prediction_rows(found: Diagnosis) -> list[dict[str, Any]]:
         {
             "kind": "prediction",
             "hook": prediction.hook,
+            "exchange": prediction.exchange,
             "bucket_cap_mb": prediction.bucket_cap_mb,
             "ms": 1e3 * prediction.seconds,
             "exposed_ms": 1e3 * prediction.exposed_s,
@@ -249,10 +282,11 @@ def _prediction_rows(found: Diagnosis) -> list[dict[str, Any]]:
 
 def _link_table(rows: Sequence[Row], verdict: Row) -> Table:
     columns = (
+        *_exchange_columns(rows),
         Column("collective", lambda row: str(row["collective"]), is_number=False),
         Column("bytes sent", lambda row: f"{row['bytes']:,}"),
         Column("us", lambda row: f"{row['us']:,.1f}"),
-        Column("Gb/s", lambda row: f"{row['gbit_per_s']:.3f}"),
+        Column("Gb/s", lambda row: f"{row['gbit_per_s'] or 0:.3f}"),
         Column("latency\nus", lambda row: f"{row['latency_us']:,.0f}"),
         Column("CPU\nns per byte", lambda row: f"{row['cpu_ns_per_byte']:.2f}"),
         Column("beside\nbackward", lambda row: f"{row['beside_backward']:.2f}"),
@@ -274,9 +308,17 @@ def _link_table(rows: Sequence[Row], verdict: Row) -> Table:
     return Table(title, columns, rows, notes)
 
 
-def _codec_table(rows: Sequence[Row], verdict: Row) -> Table:
+def _exchange_columns(rows: Sequence[Row]) -> list[Column]:
+    """Where there are several; older files do not say."""
+    if len({row.get("exchange") for row in rows} - {None}) < 2:
+        return []
+    return [Column("exchange", lambda row: row["exchange"] or "-", is_number=False)]
+
+
+def _codec_table(rows: Sequence[Row], nodes: Sequence[Row], verdict: Row) -> Table:
     on_host = _on_host(verdict)
     columns = [
+        *_exchange_columns(rows),
         Column("codec", lambda row: str(row["codec"]), is_number=False),
         Column("residuals", _residuals, is_number=False),
         Column("bits per\nelement", lambda row: f"{row['bits']:.2f}"),
@@ -290,8 +332,15 @@ def _codec_table(rows: Sequence[Row], verdict: Row) -> Table:
     note = f"ns per element, {clock}. reduce: per element that a rank owns, from all ranks."
     if not on_host:
         note += " Launches: of the three for a chunk, however small."
+    notes = [note]
+    for node in nodes:
+        notes.append(
+            f"{node['exchange']}: {node['nodes']} nodes, whose sums are encoded; a rank copies an "
+            f"element for a sibling in {node['pack_ns']:.3f} ns, and adds up those of all in "
+            f"{node['sum_ns']:.3f} ns."
+        )
     place = "machine" if on_host else "device"
-    return Table(f"Codecs on this {place}", columns, rows, (note,))
+    return Table(f"Codecs on this {place}", columns, rows, notes)
 
 
 def _on_host(verdict: Row) -> bool:
@@ -310,6 +359,7 @@ def _residuals(row: Row) -> str:
 def _prediction_table(rows: Sequence[Row], verdict: Row) -> Table:
     columns = (
         Column("hook", lambda row: f"{row['hook']}{' *' * row['needs_momentum']}", is_number=False),
+        *_exchange_columns(rows),
         Column("bucket\nMB", lambda row: _cap(row["bucket_cap_mb"])),
         Column("ms per step\npredicted", lambda row: f"{row['ms']:,.1f}"),
         Column("exposed\nms", lambda row: f"{row['exposed_ms']:,.1f}"),

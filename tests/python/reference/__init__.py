@@ -22,6 +22,7 @@ from .message import (
     word_sum,
 )
 from .scalars import DTYPES, narrow, widen
+from .two_levels import two_level_bytes_per_step
 
 __all__ = [
     "CHUNK_BYTES",
@@ -44,6 +45,7 @@ __all__ = [
     "find_codec",
     "message_checksum",
     "narrow",
+    "two_level_bytes_per_step",
     "widen",
     "wire_bytes_per_step",
     "word_sum",

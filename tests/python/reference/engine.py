@@ -225,10 +225,6 @@ class ReferenceEngine:
             if flat.shape != (parameter.num_elements,) or flat.dtype != DTYPES[dtype].storage:
                 raise ValueError(f"{parameter.name}: got {flat.dtype} {flat.shape}")
         wide = [_tiles(self._sum(members, by_rank, dtype)) for members in self.nodes]
-        if len(self.nodes) < self.world_size and codec == "exact" and dtype != "float64":
-            sent_dtype = "float32"
-        else:
-            sent_dtype = dtype
         untouched = warming_up and self.warmup == "exact"
         worker, owner = self.worker_residual[index], self.owner_residual[index]
         worker = [_tiles_or_none(None if untouched else r, len(wide[0])) for r in worker]
@@ -240,14 +236,12 @@ class ReferenceEngine:
             context = Context(WORKER, self.seed, self.num_steps, first_tile)
             common = {"gain": gain, "context": context, "hold": not momentum}
             payloads = [
-                encode_tiles(
-                    codec, sent_dtype, wide[node][part], worker[node][part], alpha, **common
-                )
+                encode_tiles(codec, dtype, wide[node][part], worker[node][part], alpha, **common)
                 for node in range(len(self.nodes))
             ]
-            result = reduce_tiles(codec, sent_dtype, payloads, n, owner[part], **common)
+            result = reduce_tiles(codec, dtype, payloads, n, owner[part], **common)
             arrived = find_codec(codec).decode(
-                result, n, sent_dtype, dataclasses.replace(context, stage=OWNER)
+                result, n, dtype, dataclasses.replace(context, stage=OWNER)
             )
             narrowed = narrow(arrived.reshape(-1), dtype)
             pieces.append(narrowed)
@@ -256,7 +250,7 @@ class ReferenceEngine:
                 residual = worker[rank][part]
                 if residual is None:
                     continue
-                own = find_codec(codec).decode(payload, n, sent_dtype, context)
+                own = find_codec(codec).decode(payload, n, dtype, context)
                 gradient = wide[rank][part]
                 finish_residual(residual, gradient, own, arrived, usable, alpha, momentum)
             first_tile += tiles
@@ -264,7 +258,7 @@ class ReferenceEngine:
 
     def _sum(self, members: Sequence[int], by_rank: Sequence[np.ndarray], dtype: str) -> np.ndarray:
         """A node's part of the mean: its ranks' gradients, added in their order, times nodes per
-        rank.
+        rank, rounded to their dtype.
         """
         first, *others = (widen(by_rank[rank], dtype) for rank in members)
         if len(self.nodes) == self.world_size:
@@ -273,7 +267,8 @@ class ReferenceEngine:
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             for values in others:
                 total = total + values
-            return total * total.dtype.type(len(self.nodes) / self.world_size)
+            scaled = total * total.dtype.type(len(self.nodes) / self.world_size)
+        return widen(narrow(scaled, dtype), dtype)
 
 
 def _tiles_or_none(flat: np.ndarray | None, parts: int) -> list[np.ndarray | None]:

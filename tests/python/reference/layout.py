@@ -11,6 +11,7 @@ from .codecs import OWNER, WORKER, find_codec
 
 TILE_ELEMENTS = 4096
 CHUNK_BYTES = 524288
+MOST_DENSE_BYTES = 2097152
 HEADER_BYTES = 64
 FEWEST_COMPRESSED_ELEMENTS = 1024
 
@@ -61,9 +62,12 @@ class Layout:
         world_size: int,
         rules: Rules = (),
         warmup: str = "exact",
+        nodes: Sequence[Sequence[int]] | None = None,
     ) -> None:
+        """`nodes`: ranks by node; None: every rank is alone."""
         self.parameters = list(parameters)
         self.world_size = world_size
+        self.nodes = nodes or [[rank] for rank in range(world_size)]
         self.codecs = [resolve_codec(p, codec, rules) for p in self.parameters]
         self.tiles: list[Tile] = []
         self.tiles_of: list[range] = []  # per parameter
@@ -77,7 +81,9 @@ class Layout:
                 )
                 self.tiles.append(Tile(index, offset, n, self.codecs[index], *sizes))
             self.tiles_of.append(range(first, len(self.tiles)))
-        self.owners = assign_owners(self.tiles, world_size)
+        smallest = min(map(len, self.nodes))
+        owners = sorted(rank for ranks in self.nodes for rank in ranks[:smallest])
+        self.owners = [owners[index] for index in assign_owners(self.tiles, len(owners))]
         # What is exact stays so in warm-up steps.
         self.warmup_codecs = [warmup if find_codec(own).lossy else "exact" for own in self.codecs]
 
@@ -111,6 +117,9 @@ def assign_owners(tiles: Sequence[Tile], world_size: int) -> list[int]:
 def cut_chunks(layout: Layout, bucket: Sequence[int], chunk_bytes: int) -> list[list[int]]:
     """Numbers of the tiles of every chunk of a bucket, given as indices of parameters."""
     chunks: list[list[int]] = []
+    is_flat = len(layout.nodes) == layout.world_size
+    column_of = {rank: column for ranks in layout.nodes for column, rank in enumerate(ranks)}
+    dense: dict[int, int] = {}  # bytes of gradient to the delegate of a column
     worker = [0] * layout.world_size
     owner = [0] * layout.world_size
     for index in (t for parameter in bucket for t in layout.tiles_of[parameter]):
@@ -119,13 +128,21 @@ def cut_chunks(layout: Layout, bucket: Sequence[int], chunk_bytes: int) -> list[
             worker[rank] + tile.worker_bytes > chunk_bytes
             or owner[rank] + tile.owner_bytes > chunk_bytes
         )
+        column = column_of[rank]
+        item = 2 if "16" in layout.parameters[tile.parameter].dtype else 4
+        if layout.parameters[tile.parameter].dtype == "float64":
+            item = 8
+        gradient = -(-tile.num_elements // 16) * 16 * item
+        full = full or (not is_flat and dense.get(column, 0) + gradient > MOST_DENSE_BYTES)
         if not chunks or full:
             chunks.append([])
+            dense = {}
             worker = [0] * layout.world_size
             owner = [0] * layout.world_size
         chunks[-1].append(index)
         worker[rank] += tile.worker_bytes
         owner[rank] += tile.owner_bytes
+        dense[column] = dense.get(column, 0) + gradient
     return chunks
 
 
@@ -138,32 +155,40 @@ def wire_bytes_per_step(
     equal_scatter: bool = False,
     hosts: Sequence[int] | None = None,
 ) -> int:
-    """What `rank` sends to others in a step whose buckets hold these parameters.
+    """What `rank` sends to others in a step whose buckets hold these parameters; to siblings only
+    commits.
 
-    hosts: the host of every rank: only what goes to another host counts.
+    hosts: the host of every rank: only what goes to another host counts. None: to another node.
     """
     world_size = layout.world_size
     if world_size == 1:
         return 0
-    place = hosts or list(range(world_size))
+    nodes = enumerate(layout.nodes)
+    own = {rank: node for node, ranks in nodes for rank in ranks}
+    place = hosts or [own[rank] for rank in range(world_size)]
     others = [peer for peer in range(world_size) if place[peer] != place[rank]]
+    smallest = min(map(len, layout.nodes))
+    columns = [[ranks[column] for ranks in layout.nodes] for column in range(smallest)]
+    column = next((peers for peers in columns if rank in peers), [])
+    peers = [peer for peer in column if peer in others]
     total = 0
     for bucket in buckets:
         chunks = cut_chunks(layout, bucket, chunk_bytes)
-        for chunk in chunks:
-            worker = [0] * world_size
-            owner = [0] * world_size
+        for chunk in chunks if peers else []:
+            worker = dict.fromkeys(column, 0)
+            owner = dict.fromkeys(column, 0)
             for index in chunk:
-                worker[layout.owners[index]] += layout.tiles[index].worker_bytes
-                owner[layout.owners[index]] += layout.tiles[index].owner_bytes
-            longest = max(worker) + HEADER_BYTES
-            padding = sum(max(worker) - n for n in worker)
-            usual = sum(worker) + world_size * HEADER_BYTES
-            if equal_scatter and max(worker) <= chunk_bytes and 32 * padding <= usual:
-                total += len(others) * longest
+                if layout.owners[index] in worker:
+                    worker[layout.owners[index]] += layout.tiles[index].worker_bytes
+                    owner[layout.owners[index]] += layout.tiles[index].owner_bytes
+            most = max(worker.values())
+            padding = sum(most - n for n in worker.values())
+            usual = sum(worker.values()) + len(column) * HEADER_BYTES
+            if equal_scatter and most <= chunk_bytes and 32 * padding <= usual:
+                total += len(peers) * (HEADER_BYTES + most)
             else:
-                total += sum(HEADER_BYTES + worker[peer] for peer in others)
-            total += len(others) * (HEADER_BYTES + max(owner))
+                total += sum(HEADER_BYTES + worker[peer] for peer in peers)
+            total += len(peers) * (HEADER_BYTES + max(owner.values()))
         if chunks:
             maps = -(-len(bucket) // 8) * 8 if find_unused_parameters else 0
             total += len(others) * (HEADER_BYTES + maps)

@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from gradferry import _native
+from gradferry.core.codec_spec import AUTO
 from gradferry.errors import ConfigError
 from gradferry.forecast.chunks import all_reduce_bytes
 from gradferry.forecast.hook_names import TORCH_DTYPES
@@ -28,6 +29,12 @@ from gradferry.lab.output.paired import coverage_note, coverage_of, coverage_tex
 from gradferry.lab.output.progress import StatusLine
 from gradferry.lab.output.table import Column, Table, print_line, print_table
 from gradferry.lab.ranks.everywhere import add_rank_arguments, check_ranks, run_everywhere
+from gradferry.lab.ranks.exchanges import (
+    add_exchange,
+    asked_exchanges,
+    chosen_columns,
+    exchange_columns,
+)
 from gradferry.lab.ranks.hosts import Where, ranks_text
 from gradferry.lab.ranks.place import add_device
 
@@ -51,8 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=names,
         metavar="CODEC",
-        help=f"codecs as listed by `gradferry info`, beside {' '.join(TORCH_DTYPES)} (default: "
-        f"{' '.join(names)})",
+        help=f"codecs as listed by `gradferry info`, and auto, what a forecast chooses for each "
+        f"size, beside {' '.join(TORCH_DTYPES)} (default: {' '.join(names)})",
     )
     parser.add_argument(
         "-b", "--minbytes", default="256K", metavar="SIZE", help="smallest size (default: 256K)"
@@ -91,6 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_device(parser)
     add_rank_arguments(parser)
+    add_exchange(parser)
     parser.add_argument(
         "--smoke", action="store_true", help="two codecs, small sizes, to see that all works"
     )
@@ -124,7 +132,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _options(arguments: argparse.Namespace) -> AllReduceOptions:
-    codecs = [_native.canonical_codec(codec) for codec in arguments.codecs]
+    codecs = [
+        codec if codec == AUTO else _native.canonical_codec(codec) for codec in arguments.codecs
+    ]
     smallest = parse_size("-b", arguments.minbytes)
     largest = parse_size("-e", arguments.maxbytes)
     if largest < smallest:
@@ -141,6 +151,7 @@ def _options(arguments: argparse.Namespace) -> AllReduceOptions:
         sizes.append(sizes[-1] * arguments.stepfactor)
     return AllReduceOptions(
         names=(*TORCH_DTYPES, *dict.fromkeys(codecs)),
+        exchanges=asked_exchanges(arguments),
         sizes=tuple(sizes),
         iterations=arguments.iters,
         warmup=arguments.warmup_iters,
@@ -177,6 +188,8 @@ def collective_rows(
                 "count": outcome.num_elements,
                 "type": "float",
                 "codec": outcome.name,
+                "exchange": outcome.exchange,
+                "chosen": outcome.chosen,
                 "time": 1e6 * seconds,
                 "algbw": size / seconds / 1e9,
                 "busbw": size / seconds / 1e9 * 2 * (where.ranks - 1) / where.ranks,
@@ -218,6 +231,8 @@ def collective_table(rows: Sequence[Row]) -> Table:
         Column("count\n(elements)", lambda row: str(row["count"])),
         Column("type", lambda row: str(row["type"])),
         Column("codec", lambda row: str(row["codec"]), is_number=False),
+        *exchange_columns(rows),
+        *chosen_columns(rows),
         Column("time\n(us)", lambda row: f"{row['time']:.1f}"),
         Column("algbw\n(GB/s)", lambda row: f"{row['algbw']:.3f}"),
         Column("busbw\n(GB/s)", lambda row: f"{row['busbw']:.3f}"),

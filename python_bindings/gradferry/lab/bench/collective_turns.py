@@ -8,9 +8,10 @@ computed with its functions in one process, and also compared to the bit.
 
 from __future__ import annotations
 
+import functools
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,10 +19,11 @@ import torch.distributed as dist
 
 from gradferry import _native
 from gradferry.core.agreement import most_of_ranks
-from gradferry.core.codec_spec import parse_codec
+from gradferry.core.codec_spec import AUTO, parse_codec
 from gradferry.core.config import make_config
 from gradferry.core.device import Transport, agreed_transport
 from gradferry.core.engine import start_engine
+from gradferry.core.nodes import Nodes
 from gradferry.core.options import Options
 from gradferry.core.parameters import ParameterLayout
 from gradferry.forecast.chunks import (
@@ -32,8 +34,10 @@ from gradferry.forecast.chunks import (
 )
 from gradferry.forecast.clock import Clock, clock_of
 from gradferry.forecast.hook_names import TORCH_DTYPES
+from gradferry.lab.bench.collective_choice import choose
 from gradferry.lab.bench.hooked_model import phases_of
-from gradferry.lab.ranks.hosts import Hosts, InterfaceCounter
+from gradferry.lab.ranks.exchanges import exchanges_among
+from gradferry.lab.ranks.hosts import InterfaceCounter, busiest_host, found_hosts
 from gradferry.lab.ranks.launch import Emit, gather_from_ranks
 from gradferry.lab.ranks.place import place_of_rank
 
@@ -46,19 +50,29 @@ _SEED = 0
 class AllReduceOptions:
     """The options. Names are already checked."""
 
-    names: tuple[str, ...]  # of TORCH_DTYPES, and codecs
+    names: tuple[str, ...]  # of TORCH_DTYPES, codecs, and AUTO
+    exchanges: tuple[str, ...]  # of EXCHANGES, for every codec
     sizes: tuple[int, ...]  # bytes of the fp32 tensor
     iterations: int
     warmup: int
     check: bool
     device: str = "cpu"  # or "cuda"
 
+    def entries(self) -> Iterator[tuple[str, str | None]]:
+        """Every name with each of its exchanges; None: the backend's own."""
+        for name in self.names:
+            if name in TORCH_DTYPES:
+                yield name, None
+            else:
+                yield from ((name, exchange) for exchange in self.exchanges)
+
 
 @dataclass
 class AllReduceOutcome:
-    """The result of one name at one size, over all ranks."""
+    """The result of one name, with one exchange, at one size, over all ranks."""
 
     name: str
+    exchange: str | None  # of EXCHANGES; None: the backend's own
     num_elements: int
     wrong: int | None  # elements that differ from what they must be; None: not checked
     relative_error: float  # |result - exact mean| / |exact mean|
@@ -70,12 +84,15 @@ class AllReduceOutcome:
     # In the first run, by the interface of the host that sends most; None: not counted.
     interface_bytes: int | None = None
     interface_formula: int = 0  # what the ranks of that host must send to other hosts
+    chosen: str | None = None  # codec and exchange, where the name or the exchange is AUTO
 
 
 class _BackendAllReduce:
     """The backend's: in fp32, or cast to 16 bits and back, as PyTorch's own hooks do."""
 
     wire_measured = False
+    exchange = None
+    chosen = None
 
     def __init__(self, name: str, num_elements: int, group: dist.ProcessGroup) -> None:
         self.name = name
@@ -111,9 +128,23 @@ class _CodecAllReduce:
     wire_measured = True
 
     def __init__(
-        self, name: str, num_elements: int, group: dist.ProcessGroup, transport: Transport
+        self,
+        name: str,
+        exchange: str,
+        num_elements: int,
+        group: dist.ProcessGroup,
+        transport: Transport,
+        hosts: Nodes,
     ) -> None:
-        self.name = name
+        self.name, self.exchange = name, exchange
+        self.chosen: str | None = None
+        among = exchanges_among(exchange, hosts, on_host=transport.on_host)
+        used = among[-1]  # what attach takes
+        if name == AUTO:
+            name, used = choose(num_elements, group, transport, among)
+        if AUTO in (self.name, exchange):
+            self.chosen = f"{name} {used.name}"
+        self._nodes = used.nodes
         config = transport.adapted(make_config(Options(name, seed=_SEED)))
         self._config = config
         self._on_host = transport.on_host
@@ -131,7 +162,12 @@ class _CodecAllReduce:
         )
         nonces = gather_from_ranks({"nonce": uuid.uuid4().hex})
         self._engine = start_engine(
-            config, [self._layout], group, str(nonces[0]["nonce"]), transport=transport
+            config,
+            [self._layout],
+            group,
+            str(nonces[0]["nonce"]),
+            transport=transport,
+            nodes=self._nodes.members,
         )
 
     def run(self, gradient: torch.Tensor) -> None:
@@ -141,12 +177,19 @@ class _CodecAllReduce:
         if len(gradients) == 1:  # nothing is exchanged
             return gradients[0]
         return _native.compressed_mean(
-            list(gradients),
+            [self._sum(gradients, ranks) for ranks in self._nodes.members],
             str(self._layout.codec),
             seed=_SEED,
             worker_residual=self._layout.residuals[0],
             owner_residual=self._layout.residuals[1],
         )
+
+    def _sum(self, gradients: Sequence[torch.Tensor], ranks: Sequence[int]) -> torch.Tensor:
+        """A node's part of the mean over nodes; of a single rank its gradient."""
+        if self._nodes.is_flat:
+            return gradients[ranks[0]]
+        total = functools.reduce(torch.add, (gradients[rank] for rank in ranks))
+        return total * (len(self._nodes.members) / self._nodes.world_size)
 
     def wire_bytes(self) -> int:
         return int(self._engine.stats()["wire_bytes"])
@@ -160,6 +203,7 @@ class _CodecAllReduce:
             self._config.chunk_bytes_at(len(hosts)),
             equal_scatter=self._config.equal_scatter,
             hosts=hosts,
+            nodes=self._nodes,
         )
 
     def phase_ms(self) -> dict[str, float]:
@@ -174,7 +218,7 @@ def compare_all_reduces(emit: Emit, options: AllReduceOptions) -> list[AllReduce
     place, own_group = place_of_rank(options.device)
     group = own_group or _default_group()
     transport = agreed_transport(place, group)
-    interface = InterfaceCounter(Hosts.found())
+    interface = InterfaceCounter(found_hosts())
     outcomes = []
     for size in options.sizes:
         emit(f"{size:,} bytes")
@@ -198,12 +242,14 @@ def _compare(
     mine = gradients[dist.get_rank()].to(transport.device)
     buffer, clock = torch.empty_like(mine), clock_of(transport.device)
     entries = []
-    for name in options.names:
+    for name, exchange in options.entries():
         all_reduce: _AllReduce
-        if name in TORCH_DTYPES:
+        if exchange is None:
             all_reduce = _BackendAllReduce(name, num_elements, group)
         else:
-            all_reduce = _CodecAllReduce(name, num_elements, group, transport)
+            all_reduce = _CodecAllReduce(
+                name, exchange, num_elements, group, transport, interface.hosts
+            )
         outcome = _first_run(all_reduce, buffer, gradients, interface, check=options.check)
         entries.append((all_reduce, outcome))
     for all_reduce, _ in entries:
@@ -245,16 +291,18 @@ def _first_run(
     facts = torch.tensor([wrong, all_reduce.wire_bytes() - before], dtype=torch.int64)
     dist.all_reduce(facts, dist.ReduceOp.MAX)
     hosts = interface.hosts
-    host, formula = hosts.busiest(all_reduce.bytes_to_other_hosts(hosts.of_rank))
+    host, formula = busiest_host(hosts, all_reduce.bytes_to_other_hosts(hosts.of_rank))
     counted = gather_from_ranks({"sent": sent})
     return AllReduceOutcome(
         name=all_reduce.name,
+        exchange=all_reduce.exchange,
+        chosen=all_reduce.chosen,
         num_elements=buffer.numel(),
         wrong=int(facts[0]) if check else None,
         relative_error=error,
         wire_bytes=int(facts[1]),
         wire_measured=all_reduce.wire_measured,
-        interface_bytes=counted[hosts.first_rank(host)]["sent"],
+        interface_bytes=counted[hosts.members[host][0]]["sent"],
         interface_formula=formula,
     )
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from gradferry.core.device import CPU
+from gradferry.core.nodes import AUTO
 from gradferry.lab.workloads.hooks import apply_hook, bucket_caps
 from gradferry.lab.workloads.models import Workload
 from gradferry.lab.workloads.optimizers import make_optimizer
@@ -37,6 +38,7 @@ class HookedModel:
         device: where the model is.
         group: of DDP; None: the default group.
         fused: see `make_optimizer`.
+        nodes: see `apply_hook`.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class HookedModel:
         device: torch.device = CPU,
         group: dist.ProcessGroup | None = None,
         fused: bool | None = None,
+        nodes: object = AUTO,
     ) -> None:
         torch.manual_seed(seed)
         self.hook = hook
@@ -58,7 +61,9 @@ class HookedModel:
         model = workload.build_model().to(device)
         (cap,) = bucket_caps(hook, model, [bucket_cap_mb])
         self._ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=cap)
-        self.handle = apply_hook(self._ddp, hook, seed=seed, compress_from=compress_from)
+        self.handle = apply_hook(
+            self._ddp, hook, seed=seed, compress_from=compress_from, nodes=nodes
+        )
         state = self.handle.state
         config = state.config if state else None
         learns_first = config is not None and config.momentum and config.warmup_steps

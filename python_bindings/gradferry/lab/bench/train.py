@@ -34,6 +34,12 @@ from gradferry.lab.output.paired import (
 from gradferry.lab.output.progress import StatusLine
 from gradferry.lab.output.table import Column, Table, print_line, print_table
 from gradferry.lab.ranks.everywhere import add_rank_arguments, check_ranks, run_everywhere
+from gradferry.lab.ranks.exchanges import (
+    add_exchange,
+    asked_exchanges,
+    chosen_columns,
+    exchange_columns,
+)
 from gradferry.lab.ranks.hosts import Where, ranks_text
 from gradferry.lab.ranks.place import add_device
 from gradferry.lab.workloads.hooks import timed_hooks
@@ -66,6 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_model(parser)
     add_device(parser)
     add_rank_arguments(parser)
+    add_exchange(parser)
     flags.add_bucket_caps(parser, "tried with each, and compared at its fastest")
     flags.add_turns(parser)
     flags.add_seed(parser)
@@ -126,6 +133,7 @@ def _options(arguments: argparse.Namespace) -> TrainOptions:
         until_loss=arguments.until_loss,
         most_steps=arguments.most_steps,
         device=arguments.device,
+        exchanges=asked_exchanges(arguments),
     )
 
 
@@ -145,6 +153,8 @@ def train_rows(
         rows.append(
             {
                 "hook": outcome.hook,
+                "exchange": outcome.exchange,
+                "chosen": outcome.chosen,
                 "link": where.link,
                 "ranks": where.ranks,
                 "bucket_cap_mb": outcome.bucket_cap_mb,
@@ -197,6 +207,8 @@ def train_table(rows: Sequence[Row]) -> Table:
     coverage = f"({coverage_text(num_rounds)})"
     columns = [
         Column("hook", lambda row: str(row["hook"]), is_number=False),
+        *exchange_columns(rows),
+        *chosen_columns(rows),
         Column("bucket\nMB", lambda row: f"{row['bucket_cap_mb']:g}"),
         Column("ms per step\nmedian", lambda row: f"{row['ms_median']:.1f}"),
         Column("(min)", lambda row: f"{row['ms_min']:.1f}"),

@@ -11,7 +11,7 @@ import gc
 import os
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -20,11 +20,15 @@ import torch
 import torch.distributed as dist
 
 from gradferry.core.agreement import most_of_ranks
+from gradferry.core.codec_spec import AUTO, OFF
+from gradferry.core.nodes import exchange_between
+from gradferry.ddp.state import HookState
 from gradferry.errors import ConfigError
 from gradferry.forecast.clock import clock_of
 from gradferry.forecast.hook_names import RULERS
 from gradferry.lab.bench.hooked_model import HookedModel, phases_of
-from gradferry.lab.ranks.hosts import Hosts, InterfaceCounter
+from gradferry.lab.ranks.exchanges import nodes_option
+from gradferry.lab.ranks.hosts import InterfaceCounter, busiest_host, found_hosts
 from gradferry.lab.ranks.launch import Emit, gather_from_ranks
 from gradferry.lab.ranks.place import on_device, place_of_rank
 from gradferry.lab.workloads.hooks import COMPRESS_FROM, bucket_caps, steps_until_steady
@@ -48,6 +52,15 @@ class TrainOptions:
     until_loss: float | None = None  # of the validation data
     most_steps: int = 0  # until that loss, before a hook is given up
     device: str = "cpu"  # or "cuda"
+    exchanges: tuple[str, ...] = (AUTO,)  # of EXCHANGES, for every codec
+
+    def entries(self) -> Iterator[tuple[str, str | None]]:
+        """Every hook with each of its exchanges; None: it is none of gradferry's."""
+        for hook in self.hooks:
+            if hook in RULERS or hook.startswith("torch:"):
+                yield hook, None
+            else:
+                yield from ((hook, exchange) for exchange in self.exchanges)
 
 
 @dataclass(frozen=True)
@@ -70,7 +83,7 @@ class LastStep:
 
 @dataclass
 class TrainOutcome:
-    """The results of one hook, over all ranks."""
+    """The results of one hook, with one exchange, over all ranks."""
 
     hook: str
     bucket_cap_mb: float
@@ -85,6 +98,8 @@ class TrainOutcome:
     cpu_ms: dict[str, float] = field(default_factory=dict)  # by thread, per step on rank 0
     last_step: LastStep | None = None  # of the last round, on rank 0; None on a device
     reached: LossReached | None = None
+    exchange: str | None = None  # of EXCHANGES; None: the hook is none of gradferry's
+    chosen: str | None = None  # codec and exchange, where the hook or the exchange is AUTO
 
 
 class _TimedModel(HookedModel):
@@ -99,6 +114,7 @@ class _TimedModel(HookedModel):
         *,
         bucket_cap_mb: float,
         compress_from: int | None,
+        nodes: object,
     ) -> None:
         device, group = place
         super().__init__(
@@ -110,6 +126,7 @@ class _TimedModel(HookedModel):
             device=device,
             group=group,
             fused=True,
+            nodes=nodes,
         )
         self._device = device
         self._clock = clock_of(device)
@@ -171,6 +188,13 @@ class _TimedModel(HookedModel):
         return float(total[0] / total[1])
 
 
+def _chosen(outcome: TrainOutcome, state: HookState | None) -> str | None:
+    if state is None or AUTO not in (outcome.hook.partition("+")[0], outcome.exchange):
+        return None
+    codec = state.stats()["choice"]["codec"]
+    return f"{codec} {exchange_between(state.nodes)}" if codec != OFF else OFF
+
+
 def _cpu_ms() -> dict[str, float]:
     """Processor time that the threads of this process have used, summed by their names. Empty
     where the kernel does not count it.
@@ -199,7 +223,7 @@ class _Turns:
         self._emit = emit
         self._options = options
         self._workload = load_workload(options.model)
-        self._interface = InterfaceCounter(Hosts.found())
+        self._interface = InterfaceCounter(found_hosts())
         self._place = place_of_rank(options.device)
 
     def run(self) -> list[TrainOutcome]:
@@ -207,26 +231,28 @@ class _Turns:
             raise ConfigError(f"--until-loss: model {self._workload.name} has no validation data")
         outcomes = []
         models = []
-        for hook in self._options.hooks:
-            outcome = TrainOutcome(hook, *self._find_bucket_size(hook))
-            models.append(self._new(hook, outcome.bucket_cap_mb))
+        for hook, exchange in self._options.entries():
+            outcome = TrainOutcome(hook, *self._find_bucket_size(hook, exchange), exchange=exchange)
+            models.append(self._new(hook, exchange, outcome.bucket_cap_mb))
             models[-1].train(steps_until_steady(hook))
             outcomes.append(outcome)
         entries = list(zip(models, outcomes, strict=True))
-        before = {model.hook: model.phase_ms() for model, _ in entries}
+        before = [model.phase_ms() for model, _ in entries]
+        in_turn = list(entries)
         for number in range(1, self._options.rounds + 1):
-            for model, outcome in entries:
+            for model, outcome in in_turn:
                 self._emit(f"round {number}/{self._options.rounds}: {model.hook}")
                 self._take_turn(model, outcome)
-            entries.reverse()
+            in_turn.reverse()
         steps = self._options.rounds * self._options.steps
-        for model, outcome in entries:
+        for (model, outcome), earlier in zip(entries, before, strict=True):
             outcome.cpu_ms = {thread: ms / steps for thread, ms in outcome.cpu_ms.items() if ms}
             for key, total in model.phase_ms().items():
-                outcome.phase_ms[key] = (total - before[model.hook][key]) / steps
+                outcome.phase_ms[key] = (total - earlier[key]) / steps
             outcome.last_step = model.last_step()
+            outcome.chosen = _chosen(outcome, model.handle.state)
             self._count_bytes(model, outcome)
-        del models, model, entries
+        del models, model, entries, in_turn
         if self._options.until_loss is not None:
             for outcome in outcomes:
                 if outcome.hook not in RULERS:  # under which ranks train apart
@@ -234,7 +260,11 @@ class _Turns:
         return outcomes
 
     def _new(
-        self, hook: str, bucket_cap_mb: float, compress_from: int | None = COMPRESS_FROM
+        self,
+        hook: str,
+        exchange: str | None,
+        bucket_cap_mb: float,
+        compress_from: int | None = COMPRESS_FROM,
     ) -> _TimedModel:
         gc.collect()  # DDP objects sit in reference cycles
         return _TimedModel(
@@ -244,9 +274,12 @@ class _Turns:
             self._place,
             bucket_cap_mb=bucket_cap_mb,
             compress_from=compress_from,
+            nodes=nodes_option(exchange or AUTO, self._interface.hosts),
         )
 
-    def _find_bucket_size(self, hook: str) -> tuple[float, dict[float, float]]:
+    def _find_bucket_size(
+        self, hook: str, exchange: str | None
+    ) -> tuple[float, dict[float, float]]:
         """The bucket size at which a short trial is fastest, and the trials' ms per step."""
         trials: dict[float, float] = {}
         caps = bucket_caps(hook, self._workload.build_model(), self._options.bucket_caps_mb)
@@ -255,7 +288,7 @@ class _Turns:
             if len(caps) == 1:
                 return cap, {}
             self._emit(f"{hook}: trying buckets of {cap:g} MB")
-            model = self._new(hook, cap)
+            model = self._new(hook, exchange, cap)
             model.train(steps_until_steady(hook))
             seconds = most_of_ranks([model.train(1) for _ in range(_TRIAL_STEPS)])
             trials[cap] = 1000 * median(seconds)
@@ -302,13 +335,13 @@ class _Turns:
         outcome.wire_bytes, outcome.wire_formula = busiest["wire_bytes"], busiest["wire_formula"]
         hosts = self._interface.hosts
         to_others = handle.bytes_to_other_hosts(hosts.of_rank)
-        host, outcome.interface_formula = hosts.busiest(to_others)
-        outcome.interface_bytes = ranks[hosts.first_rank(host)]["interface_bytes"]
+        host, outcome.interface_formula = busiest_host(hosts, to_others)
+        outcome.interface_bytes = ranks[hosts.members[host][0]]["interface_bytes"]
         outcome.wire_measured = handle.measured
 
     def _train_until(self, target: float, outcome: TrainOutcome) -> None:
         """Trains a fresh model until its validation loss is at the target."""
-        model = self._new(outcome.hook, outcome.bucket_cap_mb, compress_from=None)
+        model = self._new(outcome.hook, outcome.exchange, outcome.bucket_cap_mb, compress_from=None)
         while model.steps < self._options.most_steps:
             model.train(_VALIDATE_EVERY)
             loss = model.validation_loss()

@@ -13,34 +13,26 @@ if TYPE_CHECKING:
 
 _BAR = 40  # characters
 _EVERY = 2  # of the points has a bar
-NOT_YET = "does not exist yet"
 
 
 @dataclass(frozen=True)
 class Speedups:
     """Time of the best without compression over time of the best with it, by link speed.
 
-    `title`: the exchange; `exists`: whether gradferry has it. `crossover_gbit`: the fastest link on
-    which compression still pays; None: on all, or none.
+    `title`: the exchange. `crossover_gbit`: the fastest link on which compression still pays; None:
+    on all, or none.
     """
 
     title: str
-    exists: bool
     gbits: tuple[float, ...]  # rising
     speedups: tuple[float, ...]
     crossover_gbit: float | None
-
-    @property
-    def label(self) -> str:
-        """The title, with a warning where it is needed."""
-        return self.title if self.exists else f"{self.title} ({NOT_YET})"
 
 
 def speedup_lines(drawn: Speedups) -> list[str]:
     """A bar for every other link speed, and a line where the crossover is."""
     most = max(*drawn.speedups, 1.0)
-    remark = "" if drawn.exists else f", which {NOT_YET}"
-    lines = [f"speed-up by link speed, {drawn.title} exchange{remark} (| is 1.00)"]
+    lines = [f"speed-up by link speed, {drawn.title} exchange (| is 1.00)"]
     one = round(_BAR / most)
     marked = drawn.crossover_gbit is None
     for gbit, speedup in zip(drawn.gbits[::_EVERY], drawn.speedups[::_EVERY], strict=True):
@@ -63,9 +55,8 @@ def draw_speedups(
 def _fill(figure: Figure, drawings: Sequence[Speedups], asked_gbit: float | None) -> None:
     axes = figure.subplots()
     for drawing in drawings:
-        style = "-" if drawing.exists else "--"
         (line,) = axes.plot(
-            drawing.gbits, drawing.speedups, style, label=drawing.label, linewidth=1.8
+            drawing.gbits, drawing.speedups, "-", label=drawing.title, linewidth=1.8
         )
         if drawing.crossover_gbit is not None:
             axes.plot([drawing.crossover_gbit], [1.0], "o", color=line.get_color())

@@ -1,7 +1,6 @@
 """Will it help on a cluster that is not at hand? Predicts a training step there under every hook,
-on paper: with gradferry's exchange, which is flat, and, where GPUs share a node, with one that
-would reduce inside nodes first and does not exist yet. Every assumption is printed; `gradferry
-doctor` measures instead.
+on paper: with the flat exchange and, where GPUs share a node, with two levels, which add up inside
+nodes first. Every assumption is printed; `gradferry doctor` measures instead.
 """
 
 from __future__ import annotations
@@ -14,15 +13,16 @@ from typing import Any
 
 from rich.console import Console
 
+from gradferry.core.nodes import FLAT, TWO_LEVEL
 from gradferry.errors import ConfigError
 from gradferry.forecast.diagnosis import default_hooks, require_hooks
-from gradferry.forecast.hook_names import BACKEND_HOOKS, NO_HOOK, TORCH_DTYPES, check_hook
+from gradferry.forecast.hook_names import TORCH_DTYPES, check_hook
 from gradferry.lab import flags
 from gradferry.lab.output.json_file import write_json
-from gradferry.lab.output.speedups import NOT_YET, Speedups, draw_speedups, speedup_lines
+from gradferry.lab.output.speedups import Speedups, draw_speedups, speedup_lines
 from gradferry.lab.output.table import Column, Table, print_line, print_table
 from gradferry.lab.plan.cluster import Cluster
-from gradferry.lab.plan.planned import FLAT, Plan, exchanges_of
+from gradferry.lab.plan.planned import Plan
 from gradferry.lab.ranks.network import parse_link
 
 # TFLOP/s in bf16 without sparsity, and GB/s of a copy in device memory (85 % of the data sheet's).
@@ -34,7 +34,6 @@ _GPUS = {
 }
 _GBIT_STEPS = tuple(2.0 ** (half / 2) for half in range(-2, 21))  # what is drawn: 0.5 to 1024 Gb/s
 _SMOKE: dict[str, Any] = {"world": 16, "params": 2e7, "hooks": ["torch:fp32", "torch:bf16", "q4"]}
-_MARK = "†"  # of what does not exist
 
 Row = Mapping[str, Any]
 
@@ -107,32 +106,26 @@ def run(arguments: argparse.Namespace) -> int:
         check_hook(hook)
     console = Console()
     with console.status("predicting") if console.is_terminal else nullcontext():
-        kinds = exchanges_of(cluster)
-        plans = [Plan(cluster, exchange, hooks, arguments.bucket_cap) for exchange in kinds]
-        drawings = [plan.speedups(_GBIT_STEPS) for plan in plans]
-    rows = [row for plan in plans for row in plan.rows(arguments.link)]
+        plan = Plan(cluster, hooks, arguments.bucket_cap)
+        drawings = plan.speedups(_GBIT_STEPS)
+    rows = plan.rows(arguments.link)
     for line in _assumptions(cluster, arguments):
         print_line(console, line)
     console.print()
     print_table(console, plan_table(rows))
-    for plan, drawing in zip(plans, drawings, strict=True):
+    for drawing in drawings:
         console.print()
         for line in speedup_lines(drawing):
             print_line(console, line)
-        if not plan.exchange.exists:
-            print_line(console, plan.verdict())
     console.print()
-    for plan in plans:
-        if plan.exchange.exists:
-            print_line(console, plan.verdict())
+    print_line(console, plan.verdict())
     if arguments.png:
         arguments.png.parent.mkdir(parents=True, exist_ok=True)
         arguments.png.write_bytes(draw_speedups(drawings, cluster.link * 8e-9))
         print_line(console, f"Written: {arguments.png}")
     if arguments.json:
         curves = [row for drawing in drawings for row in _curve_rows(drawing)]
-        verdicts = [plan.verdict_row() for plan in plans]
-        write_json(arguments.json, [*rows, *curves, *verdicts], results_of="plan")
+        write_json(arguments.json, [*rows, *curves, plan.verdict_row()], results_of="plan")
         print_line(console, f"Written: {arguments.json}")
     return 0
 
@@ -185,7 +178,7 @@ def _assumptions(cluster: Cluster, arguments: argparse.Namespace) -> list[str]:
     total = cluster.profile().total_s
     local = cluster.gpus_per_node
     lines = [
-        f"gradferry plan: {cluster.nodes} nodes of {local} GPU{'s' * (local > 1)}, "
+        f"gradferry plan: {len(cluster.nodes.members)} nodes of {local} GPU{'s' * (local > 1)}, "
         f"{arguments.link} per node, {cluster.parameters:,.0f} parameters, "
         f"{cluster.tokens:,.0f} tokens per GPU and step. On paper, with these assumptions:",
         f"  a GPU does {1e-12 * cluster.flops:,.0f} TFLOP/s at best and reaches {cluster.mfu:.0%} "
@@ -197,22 +190,21 @@ def _assumptions(cluster: Cluster, arguments: argparse.Namespace) -> list[str]:
         f"takes {1e6 * cluster.latency_s:,.0f} us; a GPU has "
         f"{8e-9 * cluster.intra_link:,.0f} Gb/s to the others of its node",
         "  PyTorch's own all-reduce runs in rings that use each card once",
-        "  gradferry's exchange is flat: every GPU talks to every other",
+        f"  in the {FLAT} exchange every GPU talks to every other",
     ]
     if local > 1:
         lines[-1] += f", so {local} times as much goes through a card"
         lines.append(
-            f"  hierarchical, which would reduce inside each node first, {NOT_YET}: its figures "
-            "are what it could be"
+            f"  with two levels ({TWO_LEVEL}) the GPUs of a node add up their gradients in fp32 "
+            "first, and each talks to one GPU of every other node"
         )
     return lines
 
 
 def plan_table(rows: Sequence[Row]) -> Table:
-    """Rows of kind `plan`; what does not depend on the exchange is shown once."""
-    rows = [row for row in rows if _exists(row) or row["hook"] not in (NO_HOOK, *BACKEND_HOOKS)]
+    """Rows of kind `plan`."""
     columns = (
-        Column("exchange", _exchange, is_number=False),
+        Column("exchange", lambda row: str(row["exchange"] or "-"), is_number=False),
         Column("hook", lambda row: f"{row['hook']}{' *' * row['needs_momentum']}", is_number=False),
         Column("ms per step", lambda row: f"{row['ms']:,.1f}"),
         Column("exposed\nms", lambda row: f"{row['exposed_ms']:,.1f}"),
@@ -225,19 +217,8 @@ def plan_table(rows: Sequence[Row]) -> Table:
     ]
     if any(row["needs_momentum"] for row in rows):
         notes.append("* trains well only in momentum mode (momentum=), or with SGD.")
-    if not all(map(_exists, rows)):
-        notes.append(f"{_MARK} {NOT_YET}: gradferry's exchange is flat.")
     title = f"Predicted on {rows[0]['world']} GPUs, link {rows[0]['link']}"
     return Table(title, columns, rows, notes)
-
-
-def _exchange(row: Row) -> str:
-    return f"{row['exchange']}{'' if _exists(row) else f' {_MARK}'}"
-
-
-def _exists(row: Row) -> bool:
-    """Files of earlier versions do not say it."""
-    return bool(row.get("exists", row["exchange"] == FLAT))
 
 
 def plan_curves(rows: Sequence[Row]) -> list[Speedups]:
@@ -248,7 +229,6 @@ def plan_curves(rows: Sequence[Row]) -> list[Speedups]:
     return [
         Speedups(
             title=exchange,
-            exists=_exists(curve[0]),
             gbits=tuple(row["gbit_per_s"] for row in curve),
             speedups=tuple(row["speedup"] for row in curve),
             crossover_gbit=curve[0]["crossover_gbit_per_s"],
@@ -262,7 +242,6 @@ def _curve_rows(drawing: Speedups) -> list[dict[str, Any]]:
         {
             "kind": "speedup",
             "exchange": drawing.title,
-            "exists": drawing.exists,
             "gbit_per_s": gbit,
             "speedup": speedup,
             "crossover_gbit_per_s": drawing.crossover_gbit,

@@ -9,7 +9,9 @@ import torch
 
 from gradferry import _native
 from gradferry.core.config import Config
+from gradferry.core.nodes import Nodes
 from gradferry.forecast.buckets import parameter_codecs
+from gradferry.forecast.chunks import wire_bytes_per_step
 from gradferry.forecast.costs import (
     CastCosts,
     CodecCosts,
@@ -17,6 +19,8 @@ from gradferry.forecast.costs import (
     Costs,
     Curve,
     LinkCosts,
+    LocalCosts,
+    NodeCosts,
     Parameter,
     ParameterCodec,
     StepProfile,
@@ -60,13 +64,15 @@ class Cluster:
     copy: float
 
     @property
-    def nodes(self) -> int:
-        return self.world // self.gpus_per_node
+    def nodes(self) -> Nodes:
+        """Ranks of a node follow each other."""
+        firsts = range(0, self.world, self.gpus_per_node)
+        return Nodes(tuple(tuple(range(first, first + self.gpus_per_node)) for first in firsts))
 
-    def model(self, share: int = 1) -> list[Parameter]:
-        """Matrices of one size that together have the model's parameters, or a share of them."""
+    def model(self) -> list[Parameter]:
+        """Matrices of one size that together have the model's parameters."""
         count = max(1, min(_MATRICES, int(self.parameters // _WIDTH)))
-        rows = max(1, round(self.parameters / count / _WIDTH / share))
+        rows = max(1, round(self.parameters / count / _WIDTH))
         return [Parameter(f"matrix{number}", (rows, _WIDTH), _GRADIENT) for number in range(count)]
 
     def profile(self) -> StepProfile:
@@ -82,31 +88,51 @@ class Cluster:
         return replace(self, link=link)
 
 
-def flat_costs(cluster: Cluster, configs: Sequence[Config]) -> Costs:
-    """Costs of the flat exchange, in which all ranks of a node share its card."""
-    world, local = cluster.world, cluster.gpus_per_node
-    off_node = (world - local) / max(1, world - 1)  # of what a rank sends to all others
-    per_byte = max(off_node * local / cluster.link, (1 - off_node) / cluster.intra_link)
-    return _costs(cluster, world, per_byte, _all_reduce(cluster), configs)
+def costs_of(cluster: Cluster, nodes: Nodes, configs: Sequence[Config]) -> Costs:
+    """Costs of the exchange between these nodes: those of the cluster, or of one rank each."""
+    wanted = {codec for c in configs for codec in parameter_codecs(c, cluster.model())}
+    ranks = max(nodes.ranks_per_node)
+    return Costs(
+        nodes=nodes,
+        link=link_costs(cluster, nodes),
+        casts={hook: _cast(cluster, dtype) for hook, dtype in BACKEND_HOOKS.items()},
+        codecs={codec: _codec(cluster, codec, len(nodes.members)) for codec in wanted},
+        node=None if nodes.is_flat else _node(cluster, ranks),
+    )
 
 
-def hierarchical_costs(cluster: Cluster, configs: Sequence[Config]) -> Costs:
-    """Costs of the hierarchical exchange: each node reduces inside, each of its GPUs exchanges one
-    share with the GPUs of other nodes, and the node gathers. For one share and one GPU per node.
-    """
-    per_byte = cluster.gpus_per_node / cluster.link
-    return _costs(cluster, cluster.nodes, per_byte, _all_reduce(cluster), configs)
+def link_costs(cluster: Cluster, nodes: Nodes) -> LinkCosts:
+    """The collectives of the exchange between these nodes. All ranks of a node share its card."""
+    local = cluster.gpus_per_node
+    inside = _collective(cluster, 1 / cluster.intra_link)
+    all_reduce = dict.fromkeys(BACKEND_HOOKS.values(), _all_reduce(cluster))
+    if nodes.is_flat:
+        off_node = _share_off_node(cluster)
+        per_byte = max(off_node * local / cluster.link, (1 - off_node) / cluster.intra_link)
+        between = _collective(cluster, per_byte)
+        return LinkCosts(between, between, all_reduce)
+    between = _collective(cluster, local / cluster.link)
+    return LinkCosts(between, between, all_reduce, local=LocalCosts(inside, inside))
 
 
-def inside_node_s(cluster: Cluster, num_bytes: float) -> float:
-    """Reduce-scatter and all-gather of a node's GPUs, of `num_bytes` of gradients each."""
-    share = (cluster.gpus_per_node - 1) / cluster.gpus_per_node
-    return 2 * share * num_bytes / cluster.intra_link
+def _share_off_node(cluster: Cluster) -> float:
+    """Of what a rank of the flat exchange sends to all others, with a tile for each of them."""
+    elements = [cluster.world * _native.TILE_ELEMENTS]
+    hosts = cluster.nodes.of_rank
+    leaving, all_of_it = (
+        sum(wire_bytes_per_step(elements, _one_byte, [[0]], cluster.world, hosts=places))
+        for places in (hosts, None)
+    )
+    return leaving / all_of_it
+
+
+def _one_byte(parameter: int, num_elements: int) -> tuple[int, int]:
+    return 1, 1
 
 
 def _all_reduce(cluster: Cluster) -> CollectiveCosts:
     """The backend's: rings through all nodes, each of which uses the whole card of a node."""
-    nodes, local = cluster.nodes, cluster.gpus_per_node
+    nodes, local = len(cluster.nodes.members), cluster.gpus_per_node
     across = 2 * (nodes - 1) / nodes / cluster.link
     inside = 2 * (local - 1) / local / cluster.intra_link
     return _collective(cluster, max(across, inside))
@@ -117,22 +143,10 @@ def _collective(cluster: Cluster, s_per_byte: float) -> CollectiveCosts:
     return CollectiveCosts(cluster.latency_s, line)
 
 
-def _costs(
-    cluster: Cluster,
-    world_size: int,
-    s_per_byte: float,
-    all_reduce: CollectiveCosts,
-    configs: Sequence[Config],
-) -> Costs:
-    exchange = _collective(cluster, s_per_byte)
-    dtypes = set(BACKEND_HOOKS.values())
-    wanted = {codec for c in configs for codec in parameter_codecs(c, cluster.model())}
-    return Costs(
-        world_size=world_size,
-        link=LinkCosts(exchange, exchange, dict.fromkeys(dtypes, all_reduce)),
-        casts={hook: _cast(cluster, dtype) for hook, dtype in BACKEND_HOOKS.items()},
-        codecs={codec: _codec(cluster, codec, world_size) for codec in wanted},
-    )
+def _node(cluster: Cluster, ranks: int) -> NodeCosts:
+    """A copy reads and writes; a sum reads the gradients of all ranks and writes one."""
+    item = _GRADIENT.itemsize
+    return NodeCosts(2 * item / cluster.copy, (ranks + 1) * item / cluster.copy)
 
 
 def _cast(cluster: Cluster, dtype: torch.dtype) -> CastCosts:
@@ -142,8 +156,11 @@ def _cast(cluster: Cluster, dtype: torch.dtype) -> CastCosts:
     return CastCosts(moved / cluster.copy, after)
 
 
-def _codec(cluster: Cluster, codec: ParameterCodec, world_size: int) -> CodecCosts:
-    """Costs of codec kernels: the bytes they read and write, at the speed of a copy."""
+def _codec(cluster: Cluster, codec: ParameterCodec, messages: int) -> CodecCosts:
+    """Costs of codec kernels: the bytes they read and write, at the speed of a copy.
+
+    messages: that an owner reduces.
+    """
     tile = _native.TILE_ELEMENTS
     name = str(codec.codec)
     sent = _native.payload_bytes(name, tile, _GRADIENT, "worker") / tile
@@ -152,7 +169,7 @@ def _codec(cluster: Cluster, codec: ParameterCodec, world_size: int) -> CodecCos
     item = _GRADIENT.itemsize
     return CodecCosts(
         encode_per_element=(item + worker + sent) / cluster.copy,
-        reduce_per_element=(world_size * sent + owner + returned) / cluster.copy,
+        reduce_per_element=(messages * sent + owner + returned) / cluster.copy,
         decode_per_element=(returned + item + worker * codec.momentum) / cluster.copy,
         check_per_byte=1.0 / cluster.copy,
     )

@@ -9,9 +9,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from gradferry.core.nodes import Nodes
 from gradferry.errors import ConfigError, PeerError
 from gradferry.lab.flags import require_at_least_one
-from gradferry.lab.ranks.hosts import DEVICE_VARIABLE, Hosts, Where
+from gradferry.lab.ranks.hosts import DEVICE_VARIABLE, Where, found_hosts
 from gradferry.lab.ranks.launch import Body, Emit, Outbox, run_ranks, torchrun_placement
 from gradferry.lab.ranks.network import (
     DEVICE,
@@ -131,7 +132,7 @@ def run_everywhere(
     if placement and placement.rank != 0:
         return 0
     value, hosts = answer
-    code = report(value, Where(arguments.link, arguments.ranks, len(hosts), hosts.ranks_per_host))
+    code = report(value, Where.on(arguments.link, hosts))
     outbox = Outbox.of_this_rank()
     if outbox is None:
         return code
@@ -139,8 +140,8 @@ def run_everywhere(
     return 0  # to torchrun, which would take any other code for a crash
 
 
-def _run_and_look(emit: Emit, body: Body, *arguments: Any) -> tuple[Any, Hosts]:
-    return body(emit, *arguments), Hosts.found()
+def _run_and_look(emit: Emit, body: Body, *arguments: Any) -> tuple[Any, Nodes]:
+    return body(emit, *arguments), found_hosts()
 
 
 def _run_on_network(arguments: argparse.Namespace, outbox: Outbox) -> int:

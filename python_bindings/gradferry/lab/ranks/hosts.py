@@ -3,56 +3,36 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
-from gradferry.core.nodes import AUTO, identity, received_identities, resolve
+from gradferry.core.nodes import Nodes, found_nodes
 from gradferry.lab.ranks.launch import gather_from_ranks
 from gradferry.lab.ranks.network import sent_bytes
 
 DEVICE_VARIABLE = "GLOO_SOCKET_IFNAME"  # how gloo is told which interface to use
 
 
-@dataclass(frozen=True)
-class Hosts:
-    """The host of every rank. Hosts are numbered in the order of their lowest ranks."""
+def found_hosts() -> Nodes:
+    """The hosts of the default group's ranks: a host is a network namespace of a machine. In the
+    order of their lowest ranks. Collective.
+    """
+    group = dist.group.WORLD
+    assert group is not None
+    return found_nodes(group, torch.device("cpu"))
 
-    of_rank: tuple[int, ...]
 
-    @classmethod
-    def found(cls) -> Hosts:
-        """Those of the default group: a host is a network namespace of a machine. Collective."""
-        identities = received_identities(gather_from_ranks(vars(identity())))
-        ranks = range(len(identities))
-        nodes = resolve(AUTO, ranks, identities)
-        return cls(tuple(nodes.of(rank)[0] for rank in ranks))
+def busiest_host(hosts: Nodes, by_rank: Sequence[int]) -> tuple[int, int]:
+    """The host whose ranks send most to other hosts, and how much that is.
 
-    def __len__(self) -> int:
-        return len(set(self.of_rank))
-
-    @property
-    def ranks_per_host(self) -> int | None:
-        """None where hosts have different numbers of ranks."""
-        sizes = set(Counter(self.of_rank).values())
-        return sizes.pop() if len(sizes) == 1 else None
-
-    def first_rank(self, host: int) -> int:
-        """The lowest rank of a host."""
-        return self.of_rank.index(host)
-
-    def busiest(self, by_rank: Sequence[int]) -> tuple[int, int]:
-        """The host whose ranks send most to other hosts, and how much that is.
-
-        by_rank: bytes that each rank sends to other hosts.
-        """
-        sums = Counter(dict.fromkeys(self.of_rank, 0))
-        for host, num_bytes in zip(self.of_rank, by_rank, strict=True):
-            sums[host] += num_bytes
-        return sums.most_common(1)[0]
+    by_rank: bytes that each rank sends to other hosts.
+    """
+    sums = [sum(by_rank[rank] for rank in ranks) for ranks in hosts.members]
+    most = max(sums)
+    return sums.index(most), most
 
 
 class Where(NamedTuple):
@@ -62,6 +42,13 @@ class Where(NamedTuple):
     ranks: int
     hosts: int
     ranks_per_host: int | None  # None where hosts have different numbers of ranks
+
+    @classmethod
+    def on(cls, link: str, hosts: Nodes) -> Where:
+        """Ranks on these hosts."""
+        sizes = set(hosts.ranks_per_node)
+        per_host = sizes.pop() if len(sizes) == 1 else None
+        return cls(link, hosts.world_size, len(hosts.members), per_host)
 
 
 def ranks_text(row: Mapping[str, Any]) -> str:
@@ -73,7 +60,7 @@ def ranks_text(row: Mapping[str, Any]) -> str:
 class InterfaceCounter:
     """Bytes that the network interface of this rank's host sends to other hosts."""
 
-    def __init__(self, hosts: Hosts) -> None:
+    def __init__(self, hosts: Nodes) -> None:
         """Collective. Counts only where the ranks are on several hosts, and gloo was given one
         interface on each that the kernel counts.
         """
@@ -81,7 +68,7 @@ class InterfaceCounter:
         here = os.environ.get(DEVICE_VARIABLE, "")
         names = gather_from_ranks({"name": here, "counted": sent_bytes(here) is not None})
         ones = {(host, record["name"]) for host, record in zip(hosts.of_rank, names, strict=True)}
-        counts = all(record["counted"] for record in names) and len(ones) == len(hosts) > 1
+        counts = all(record["counted"] for record in names) and len(ones) == len(hosts.members) > 1
         self._device = here if counts else None
         self._before = 0
 

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from gradferry.core.nodes import AUTO
 from gradferry.errors import ConfigError
 from gradferry.forecast.hook_names import NO_HOOK, RULERS
 from gradferry.lab import converge, demo
@@ -27,6 +28,7 @@ from gradferry.lab.output.speedups import draw_speedups as draw_planned
 from gradferry.lab.output.table import Column, Row, Table
 from gradferry.lab.output.waterfall import draw_waterfalls, waterfall_of
 from gradferry.lab.plan import plan_curves, plan_table
+from gradferry.lab.ranks.exchanges import exchange_columns
 from gradferry.lab.ranks.hosts import ranks_text
 from gradferry.lab.ranks.network import parse_link
 
@@ -139,6 +141,12 @@ def _place_of(row: Row) -> tuple[Any, ...]:
     return row["model"], row["link"], ranks_text(row), row["hook"]
 
 
+def _exchange_of(row: Row) -> tuple[Any, ...]:
+    """Where there is one exchange, predictions do not name it, nor do older files."""
+    exchange = row.get("exchange")
+    return *_place_of(row), None if exchange == AUTO else exchange
+
+
 def _train(measurement: Measurement) -> list[Section]:
     rows = measurement.rows
     _check_places(rows)
@@ -148,7 +156,7 @@ def _train(measurement: Measurement) -> list[Section]:
     if alone:
         backward_ms = alone["backward_end_ms"] - alone["backward_ms"]
         waterfalls = [
-            waterfall_of(row["hook"], row["last_step"], backward_ms, row["hook"] in RULERS)
+            waterfall_of(_named(row), row["last_step"], backward_ms, row["hook"] in RULERS)
             for row in steps
         ]
         title = f"One step of every hook: {rows[0]['model']}, link {rows[0]['link']}"
@@ -163,8 +171,8 @@ def _by_link(rows: Sequence[Row]) -> list[Section]:
         links = sorted({row["link"] for row in group}, key=_rate)
         if len(links) < 2:
             continue
-        by_place = {(row["hook"], row["link"]): row for row in group}
-        hooks = list(dict.fromkeys(row["hook"] for row in group if row["hook"] != NO_HOOK))
+        by_place = {(_named(row), row["link"]): row for row in group}
+        hooks = list(dict.fromkeys(_named(row) for row in group if row["hook"] != NO_HOOK))
         columns = [Column("hook", lambda row: str(row["hook"]), is_number=False)]
         columns += [Column(link, _cell_of(link)) for link in links]
         table = Table(
@@ -190,6 +198,12 @@ def _by_link(rows: Sequence[Row]) -> list[Section]:
         else:
             sections.append(Section(table))
     return sections
+
+
+def _named(row: Row) -> str:
+    """The hook, with its exchange where one was asked for."""
+    exchange = row.get("exchange")
+    return str(row["hook"]) if exchange in (None, AUTO) else f"{row['hook']} ({exchange})"
 
 
 def _rate(link: str) -> float:
@@ -220,10 +234,10 @@ def _speedup(row: Row | None) -> float | None:
 
 def _predictions(doctors: Sequence[Measurement], trains: Sequence[Measurement]) -> list[Section]:
     """Predictions of doctor beside measurements of bench train."""
-    measured = {_place_of(row): row for m in trains for row in m.rows}
+    measured = {_exchange_of(row): row for m in trains for row in m.rows}
     rows = []
     for prediction in (row for m in doctors for row in m.rows if row["kind"] == "prediction"):
-        found = measured.get(_place_of(prediction))
+        found = measured.get(_exchange_of(prediction))
         if found is not None:
             rows.append({**prediction, "measured": found["ratio_to_none"]})
     if not rows:
@@ -232,6 +246,7 @@ def _predictions(doctors: Sequence[Measurement], trains: Sequence[Measurement]) 
         Column("model", lambda row: str(row["model"]), is_number=False),
         Column("link", lambda row: str(row["link"]), is_number=False),
         Column("hook", lambda row: str(row["hook"]), is_number=False),
+        *exchange_columns(rows),
         Column("predicted\nratio to none", lambda row: f"{row['ratio_to_none']:.3f}"),
         Column("measured", lambda row: f"{row['measured']:.3f}"),
         Column(

@@ -21,6 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from torch.nn.parallel import DistributedDataParallel
 
 from gradferry.core.codec_spec import AUTO
+from gradferry.core.nodes import AUTO as FOUND_NODES
 from gradferry.core.parameters import reduced_parameters
 from gradferry.ddp.attach import attach
 from gradferry.ddp.auto import FIRST_CHECK
@@ -117,11 +118,13 @@ def apply_hook(
     *,
     seed: int = 0,
     compress_from: int | None = None,
+    nodes: object = FOUND_NODES,
 ) -> HookHandle:
     """Registers the named hook on `ddp`, which must have none yet.
 
     compress_from: for timing, the step from which on a hook that starts with dense steps (PowerSGD,
         warmup_steps) compresses; None: when it would.
+    nodes: as for `attach`, of a codec.
     Raises ConfigError when no hook has this name.
     """
     if name == NO_HOOK:
@@ -137,7 +140,7 @@ def apply_hook(
     codec, options = split_options(name)
     if compress_from is not None and "warmup_steps" in options:
         options["warmup_steps"] = min(options["warmup_steps"], compress_from)
-    state = attach(ddp, codec, seed=seed, **options)
+    state = attach(ddp, codec, seed=seed, nodes=nodes, **options)
     dense_bytes = _dense_bytes(ddp)
     if state.config.passes_through:
         return _ComputedHook(name, dense_bytes, dense_bytes, state=state)
@@ -167,7 +170,7 @@ class _CodecHook:
         return int(self.state.stats()["wire_bytes"])
 
     def formula_bytes(self) -> int:
-        return self.bytes_to_other_hosts(range(self.state.world_size))[self.state.rank]
+        return self.bytes_to_other_hosts(self.state.nodes.of_rank)[self.state.rank]
 
     def bytes_to_other_hosts(self, hosts: Sequence[int]) -> list[int]:
         if not self.measured:
@@ -186,6 +189,8 @@ class _CodecHook:
             ),
             find_unused_parameters=self._find_unused_parameters,
             hosts=hosts,
+            nodes=self.state.nodes,
+            item_bytes=[p.dtype.itemsize for p in parameters],
         )
 
 

@@ -1,0 +1,253 @@
+"""Residuals by tile: where those of a rank are, and how they move to other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from gradferry import _native
+from gradferry.errors import StateError
+
+# In elements: tiles begin at its multiples.
+_BLOCK = _native.RESIDUAL_ALIGNMENT
+
+_NO_PLACE = (
+    "a world of one rank uses gradients as they are and has no place for the saved residuals; load "
+    "with on_resize='drop'"
+)
+
+_OTHER_SIZE = "the saved worker residuals have another size than this hook's; they were damaged"
+_NO_TILES = (
+    "the saved state has worker residuals of tiles that have none in this model; it was damaged"
+)
+
+Slot = Mapping[str, torch.Tensor]  # see `saved_state.pack`
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A tile and the offsets of its residuals, in elements; -1: this rank has none.
+
+    Attributes:
+        id: number of the tile in the model.
+        num_elements: of the tile.
+        worker_offset: into the worker residual.
+        owner_offset: into the owner residual.
+        parameter: index of its parameter.
+        worker_residual: whether a rank has a worker residual for it.
+        owner_residual: whether a rank has an owner residual for it.
+    """
+
+    id: int
+    num_elements: int
+    worker_offset: int
+    owner_offset: int
+    parameter: int
+    worker_residual: bool
+    owner_residual: bool
+
+
+def zero_residual(num_elements: int) -> torch.Tensor:
+    """Zeros of one dimension, on the CPU and in fp32 whatever torch's defaults are."""
+    return torch.zeros(num_elements, dtype=torch.float32, device="cpu")
+
+
+def ids(numbers: Iterable[int]) -> torch.Tensor:
+    """Numbers of tiles as a state holds them."""
+    return torch.tensor(list(numbers), dtype=torch.int64, device="cpu")
+
+
+def worker_tiles(tiles: Iterable[Tile]) -> torch.Tensor:
+    """The tiles of this rank's worker residual, in its order."""
+    return ids(tile.id for tile in tiles if tile.worker_offset >= 0)
+
+
+def owner_tiles(tiles: Iterable[Tile]) -> torch.Tensor:
+    """The tiles of this rank's owner residual, in its order."""
+    return ids(tile.id for tile in tiles if tile.owner_offset >= 0)
+
+
+def rescale(
+    worker: torch.Tensor, owner: torch.Tensor, tiles: Iterable[Tile], factors: Sequence[float]
+) -> None:
+    """Multiplies the residuals of every parameter by its factor, where that is finite."""
+    for tile in tiles:
+        factor = factors[tile.parameter]
+        for residual, offset in ((worker, tile.worker_offset), (owner, tile.owner_offset)):
+            if factor != 1 and offset >= 0:
+                part = residual[offset : offset + tile.num_elements]
+                scaled = part * factor
+                part.copy_(torch.where(scaled.isfinite(), scaled, part))
+
+
+def resize(
+    slots: Sequence[Slot],
+    members: Iterable[Sequence[int]],
+    tiles: Sequence[Tile],
+    *,
+    alone: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The worker and the owner residual of this rank, from those of all ranks.
+
+    Every node gets the mean of the nodes' worker residuals, and every rank the owner residuals of
+    its tiles. This preserves that mean plus the owner residuals, which the averaged gradient still
+    lacks. A world of one has no owner residual, so it is added to the worker residual.
+
+    Args:
+        slots: of all ranks that saved.
+        members: those ranks, by node.
+        tiles: of the layout of this rank.
+        alone: whether this is a world of one.
+
+    Raises:
+        StateError: the slots do not fit together, or there is no place for what they hold.
+    """
+    places = _Places(tiles)
+    worker = _mean_of_nodes(slots, members, places)
+    owner = places.zeros(torch.float32)
+    held = places.no_tiles()
+    for number, slot in enumerate(slots):
+        places.add(owner, held, "owner", number, slot)
+    places.expect_all(held, "owner", [tile.owner_residual for tile in tiles])
+    if alone:
+        worker += owner
+    homeless = ids(tile.id for tile in tiles if not tile.worker_residual)
+    if worker[places.blocks(homeless)].any():
+        raise StateError(_NO_PLACE if alone else _NO_TILES)
+    worker, owner = (
+        worker[places.blocks(worker_tiles(tiles))],
+        owner[places.blocks(owner_tiles(tiles))],
+    )
+    return worker.flatten(), owner.flatten()
+
+
+def with_worker_tiles(slots: Sequence[Slot], tiles: Sequence[Tile], *, alone: bool) -> list[Slot]:
+    """Slots of the flat exchange, with what they leave out: their worker residuals are of all
+    tiles that have one, or of none, as in a world of one.
+
+    Args:
+        slots: of all ranks that saved.
+        tiles: of the layout of this rank.
+        alone: whether this is a world of one.
+
+    Raises:
+        StateError: they are of neither, and not zero.
+    """
+    every = ids(tile.id for tile in tiles if tile.worker_residual)
+    size = len(_Places(tiles).blocks(every)) * _BLOCK
+    found = {slot["worker"].numel() for slot in slots}
+    if len(found) > 1:
+        raise StateError("the saved slots have worker residuals of different sizes; one is damaged")
+    if found == {size}:
+        return [{**slot, "worker_tiles": every} for slot in slots]
+    if any(slot["worker"].any() for slot in slots):
+        raise StateError(_NO_PLACE if alone else _OTHER_SIZE)
+    return [{**slot, "worker": zero_residual(0), "worker_tiles": ids(())} for slot in slots]
+
+
+def _mean_of_nodes(
+    slots: Sequence[Slot], members: Iterable[Sequence[int]], places: _Places
+) -> torch.Tensor:
+    total = places.zeros(torch.float64)
+    first: torch.Tensor | None = None
+    nodes = list(members)
+    for ranks in nodes:
+        held = places.no_tiles()
+        for rank in ranks:
+            places.add(total, held, "worker", rank, slots[rank])
+        first = held if first is None else first
+        if not torch.equal(held, first):
+            raise StateError(
+                "the saved state has worker residuals of other tiles on the node of ranks "
+                f"{_listed(ranks)} than on that of ranks {_listed(nodes[0])}, such as tile "
+                f"{int((held ^ first).nonzero()[0])}; it was damaged"
+            )
+    assert first is not None
+    places.expect_all(first, "worker", [tile.worker_residual for tile in places.tiles])
+    return (total / len(nodes)).float()
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+class _Places:
+    """Residuals of a whole model, in blocks of `_BLOCK` elements, one row each.
+
+    Args:
+        tiles: all of the model, in order.
+    """
+
+    def __init__(self, tiles: Sequence[Tile]) -> None:
+        self.tiles = tiles
+        self._count = ids(-(-tile.num_elements // _BLOCK) for tile in tiles)  # blocks of a tile
+        self._first = self._count.cumsum(0) - self._count
+
+    def zeros(self, dtype: torch.dtype) -> torch.Tensor:
+        """A residual of zeros."""
+        return torch.zeros((int(self._count.sum()), _BLOCK), dtype=dtype, device="cpu")
+
+    def no_tiles(self) -> torch.Tensor:
+        """Which tiles have been added to a residual, so far none."""
+        return torch.zeros(len(self.tiles), dtype=torch.bool, device="cpu")
+
+    def blocks(self, numbers: torch.Tensor) -> torch.Tensor:
+        """The rows of these tiles, one tile after the other."""
+        count = self._count[numbers]
+        before = self._first[numbers] - (count.cumsum(0) - count)
+        rows = torch.arange(int(count.sum()), dtype=torch.int64, device="cpu")
+        return before.repeat_interleave(count) + rows
+
+    def add(
+        self, whole: torch.Tensor, held: torch.Tensor, kind: str, number: int, slot: Slot
+    ) -> None:
+        """Adds what a slot holds.
+
+        Args:
+            whole: a residual of the model.
+            held: which tiles it has so far.
+            kind: ``"worker"`` or ``"owner"``.
+            number: of the slot.
+            slot: with ``"<kind>_tiles"``.
+
+        Raises:
+            StateError: the slot does not fit.
+        """
+        numbers, values = slot[f"{kind}_tiles"], slot[kind]
+        where = f"the saved state's slot_{number}"
+        for wrong, reason in (
+            ((numbers < 0) | (numbers >= len(self.tiles)), "the model lacks"),
+            (held[numbers.clamp(0, len(self.tiles) - 1)], "another slot has, too"),
+        ):
+            if wrong.any():
+                tile = int(numbers[wrong][0])
+                raise StateError(f"{where} has the {kind} residual of tile {tile}, which {reason}")
+        before = int(held.sum())
+        held[numbers] = True
+        if int(held.sum()) != before + len(numbers):
+            raise StateError(f"{where} has the {kind} residual of a tile twice; it was damaged")
+        rows = self.blocks(numbers)
+        if values.numel() != len(rows) * _BLOCK:
+            raise StateError(
+                f"{where} has {values.numel()} {kind} residuals for tiles of "
+                f"{len(rows) * _BLOCK}; it was damaged"
+            )
+        whole.index_add_(0, rows, values.view(-1, _BLOCK).to(whole.dtype))
+
+    @staticmethod
+    def expect_all(held: torch.Tensor, kind: str, expected: Sequence[bool]) -> None:
+        """Checks that a residual, if any tile has one, has all tiles that need one.
+
+        A world of one saves none of some kinds.
+
+        Raises:
+            StateError: it has not.
+        """
+        lacking = torch.tensor(expected, dtype=torch.bool, device="cpu") & ~held
+        if held.any() and lacking.any():
+            raise StateError(
+                f"the saved state lacks the {kind} residual of tile {int(lacking.nonzero()[0])}; "
+                "it was damaged"
+            )
