@@ -129,10 +129,10 @@ def load_all(folder: str | Path) -> list[dict[str, Any]]:
 
 
 class ResizedState:
-    """Loads a HookState with torch.distributed.checkpoint at another world size.
+    """Loads a HookState with torch.distributed.checkpoint at another world size or on other nodes.
 
     It requests all slots of the checkpoint, where a HookState requests only its own. For loading
-    only; at the same world size it loads the same as the HookState.
+    only; where nothing differs it loads the same as the HookState.
 
     >>> resized = ResizedState(state, path, on_resize="mean")
     >>> dcp.load({"hook": resized}, checkpoint_id=path)

@@ -178,9 +178,14 @@ py::dict workspace_dict(const BucketEngine& engine) {
   result["receive_bytes"] = workspace.receive_bytes;
   result["shared_receive"] = workspace.shared_receive;
   result["own_message_bytes"] = workspace.own_message_bytes;
-  result["gathered_bytes"] = workspace.gathered_bytes;
-  result["dense_bytes"] =
-      workspace.dense_send_bytes + workspace.dense_receive_bytes + workspace.sum_bytes;
+  // Of what siblings share, this rank's part.
+  const bool shares = workspace.shared_bytes != 0;
+  const uint64_t gathered = workspace.gathered_bytes / (shares ? workspace.num_siblings : 1);
+  result["siblings_share"] = shares;
+  result["gathered_bytes"] = workspace.shared_receive ? 0 : gathered;
+  result["dense_bytes"] = workspace.slot_bytes() - workspace.send_bytes -
+                          workspace.receive_bytes - workspace.own_message_bytes -
+                          (workspace.shared_receive ? 0 : gathered);
   return result;
 }
 

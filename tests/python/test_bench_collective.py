@@ -11,7 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradferry import _native
+from gradferry.core.config import make_config
 from gradferry.core.nodes import Nodes, flat
+from gradferry.core.options import Options
 from gradferry.errors import ConfigError
 from gradferry.forecast.chunks import payload_sizes, wire_bytes_per_step
 from gradferry.forecast.hook_names import TORCH_DTYPES
@@ -97,13 +99,14 @@ def test_every_codec_gives_what_its_functions_give(worlds, ranks: int):
                 assert outcome.relative_error <= 2.0**-24
 
 
-@pytest.mark.parametrize("members", [((0, 1), (2, 3)), ((0, 1), (2,)), ((0, 2), (1,))])
+@pytest.mark.parametrize("members", [((0, 1), (2, 3)), ((0, 2), (1,)), (range(5), (5,))])
 def test_both_exchanges_give_and_send_what_their_formulas_say(
     worlds, members: tuple[tuple[int, ...], ...]
 ) -> None:
-    hosts = Nodes(members)
+    hosts = Nodes(tuple(map(tuple, members)))
     names, exchanges = ("exact", "q4"), ("flat", "two-level")
-    # The last has several chunks, as a rank sends at most 2 MB of gradient to a sibling at once.
+    # The last has several chunks, as a rank sends at most 2 MB of gradient to a sibling at once, or
+    # less where siblings are many.
     sizes = (*SIZES, 6 << 20)
     options = {"names": names, "exchanges": exchanges, "sizes": sizes, "hosts": hosts}
     for outcomes in worlds(hosts.world_size).run(case_compare, **options):
@@ -117,6 +120,7 @@ def test_both_exchanges_give_and_send_what_their_formulas_say(
                 [[0]],
                 hosts.world_size,
                 nodes=hosts if one.exchange == "two-level" else None,
+                dense_bytes=make_config(Options("q4")).dense_bytes_between(hosts),
             )
             assert one.wire_bytes == max(sent)
             assert one.interface_formula <= sum(sent)

@@ -138,7 +138,7 @@ def case_eventful_steps(scenario: Scenario, steps_of_rank: list[int]) -> dict[st
                 for turn in np.flatnonzero(story.used[:, rank, index]):
                     given[index] += gradient_of(step, turn, rank, index)
     saved = state.state_dict()
-    largest = max(largest, *(float(t.abs().max()) for t in values_of(saved)))
+    largest = max(largest, 0.0, *(float(t.abs().max()) for t in values_of(saved)))
     return {"given": given, "applied": applied, "saved": saved, "largest": largest}
 
 

@@ -232,6 +232,7 @@ def test_doctor_predicts_both_exchanges_where_ranks_share_hosts(tmp_path, capfd)
     }  # fmt: skip
     (node,) = (row for row in rows if row["kind"] == "node")
     assert (node["nodes"], node["ranks_per_node"]) == (2, [2, 2])
+    assert node["shares_memory"]
     assert node["pack_ns"] > 0
     assert node["sum_ns"] > 0
     # Two of three messages leave the host of a flat exchange, and half of the two tiles that a node

@@ -269,13 +269,14 @@ def attached(world: World, places: list[Identity], options: list[Any]) -> list[d
 def test_all_ranks_learn_at_attach_where_all_are(worlds: Callable[[int], World]) -> None:
     places = [A, B, A, HIDDEN]
     answers = attached(worlds(4), places, ["auto"] * 4)
-    for answer in answers:
+    for rank, answer in enumerate(answers):
         assert answer["outcome"].error is None, answer["outcome"]
         assert answer["nodes"] == Nodes(((0, 2), (1,), (3,)))
+        within = "; within this node through shared memory" if rank in (0, 2) else ""
         assert (
             "  exchange: two levels, 3 nodes of 1 to 2 ranks, because nodes='auto' found several "
-            "ranks on a node; machine unknown, so alone: rank 3 (no /proc)\n" in answer["text"]
-        )
+            f"ranks on a node{within}; machine unknown, so alone: rank 3 (no /proc)\n"
+        ) in answer["text"]
     assert len({answer["config_hash"] for answer in answers}) == 1
     for option, found, text in (
         ("flat", places, "flat between 4 ranks, because nodes='flat'"),
@@ -289,7 +290,7 @@ def test_all_ranks_learn_at_attach_where_all_are(worlds: Callable[[int], World])
             [A] * 4,
             "flat between 4 ranks on 1 node of 4 ranks, because all ranks are on one",
         ),
-        (4, [A] * 4, "two levels, 1 node of 4 ranks, because nodes=4\n"),
+        (4, [A] * 4, "two levels, 1 node of 4 ranks, because nodes=4; within"),
     ):
         (other, *_) = attached(worlds(4), found, [option] * 4)
         assert f"  exchange: {text}" in other["text"]

@@ -70,8 +70,9 @@ def case_sibling_ends(victim: int, stage: str, number: int, folder: str) -> None
     if rank == 3 - victim:
         store.set("seen", "")
         Path(folder, "seen").write_text(json.dumps([outcome.error, outcome.text, outcome.seconds]))
-        if number == signal.SIGSTOP:
-            os.kill(pids[victim], signal.SIGCONT)
+        if number == signal.SIGKILL:  # the world ends with it
+            return
+        os.kill(pids[victim], signal.SIGCONT)
         del run
         gc.collect()
         deadline = time.monotonic() + 10
@@ -83,11 +84,11 @@ def case_sibling_ends(victim: int, stage: str, number: int, folder: str) -> None
 @pytest.mark.parametrize(
     ("victim", "stage", "number"),
     [
-        (1, "local scatter", signal.SIGKILL),
-        (2, "local scatter", signal.SIGKILL),
+        pytest.param(1, "local scatter", signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param(2, "local scatter", signal.SIGKILL, marks=pytest.mark.slow),
         (1, "forward", signal.SIGKILL),
         (1, "local scatter", signal.SIGSTOP),
-        (1, "forward", signal.SIGSTOP),
+        pytest.param(1, "forward", signal.SIGSTOP, marks=pytest.mark.slow),
     ],
 )
 def test_sibling_that_dies_or_stops_is_named_in_time(
@@ -112,4 +113,5 @@ def test_sibling_that_dies_or_stops_is_named_in_time(
         f"(step 2, chunk 2, {stage}): {why}; look at the other ranks' errors first"
     ), text
     assert seconds < MOST_SECONDS[signal.Signals(number)]
-    assert (tmp_path / "left").read_text() == "0"
+    if number == signal.SIGSTOP:
+        assert (tmp_path / "left").read_text() == "0"

@@ -182,6 +182,9 @@ def test_chunks_of_nodes_cost_what_their_columns_have():
         sum_s=1e4 * 2 * 4096,
         forward_bytes=64 + 2 * message,
     )
+    link = replace(costs.link, local=replace(costs.link.local, shares_memory=True))
+    ((shared,),) = traffic.cost(traffic.cut([[0]]), replace(costs, link=link))
+    assert shared == replace(chunk, local=replace(chunk.local, scatter_bytes=64, forward_bytes=64))
 
 
 def test_it_is_deterministic():
@@ -283,6 +286,32 @@ def test_staged_the_thread_waits_for_every_message():
     assert staged.end_s == 69
     streamed = play_on_streams(Backward((0.0, 0.0), 0.0), [[chunk], [chunk]], stream(1.0))
     assert streamed.end_s < 69
+
+
+def test_slots_of_a_device_are_as_many_as_the_stages_of_a_chunk():
+    turns = list(enqueued(7))
+    assert _native.DEVICE_CHUNK_SLOTS == len({turn.does for turn in turns})
+
+
+def stream_of_nodes(engine: Engine = Engine.STREAMS) -> LinkCosts:
+    return replace(stream(1.0, engine), local=LocalCosts(stream(1.0).scatter, stream(1.0).gather))
+
+
+def test_a_chunk_of_two_levels_takes_the_sum_of_its_parts_on_streams():
+    chunk = replace(CHUNK, local=LOCAL)
+    for engine in (Engine.STREAMS, Engine.STAGED):
+        played = play_on_streams(Backward((1000.0,), 1000.0), [[chunk]], stream_of_nodes(engine))
+        # Copy, local scatter, sum and encode, scatter, reduce, gather, forward, decode.
+        assert played.end_s == 1000 + 4 + 30 + (5 + 1) + 10 + 2 + 20 + 40 + 3
+
+
+def test_peers_and_siblings_have_streams_of_their_own():
+    # No work. Local scatters end at 10, 20, 30. Peers' messages follow each other from 10 on: two
+    # scatters until 30, the first gather until 40, the last scatter until 50, gathers until 60 and
+    # 70. Every forward follows its gather; the last ends 10 s after it.
+    chunk = ChunkCost(0, 10, 0, 10, 0, local=LocalChunkCost(0, 10, 0, 10))
+    played = play_on_streams(Backward((0.0,), 0.0), [[chunk] * 3], stream_of_nodes())
+    assert played.end_s == 80
 
 
 def device_predictor() -> Predictor:

@@ -4,18 +4,20 @@ exchange. It speaks the protocol by hand; what it sends as payload is zero tiles
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import json
 import os
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from outcomes import attempt
 from reference import HEADER, Layout
@@ -29,7 +31,9 @@ Worlds = Callable[[int], World]
 Members = tuple[tuple[int, ...], ...]
 
 WEIGHTS = (Weight("first", (200, 100)), Weight("bias", (50,)), Weight("second", (120, 60)))
-TIMEOUT_SECONDS = 4
+# Of the process group, and the most until an error. A death closes connections; then ranks look for
+# a second or two who else is missing.
+SECONDS = {signal.SIGKILL: (20, 5), signal.SIGSTOP: (4, 4 + 2)}
 NODES = {"2x2": ((0, 1), (2, 3)), "2+1": ((0, 1), (2,))}
 
 
@@ -79,7 +83,7 @@ class NodeForger(Forger):
         scenario: Scenario,
         phase: str = "",
         change: dict[str, int] | None = None,
-        end: tuple[str, int] | None = None,
+        end: tuple[str, signal.Signals] | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         from gradferry.core.nodes import Nodes
@@ -115,6 +119,8 @@ class NodeForger(Forger):
     def local_scatter(self) -> None:
         dense = [self.share.dense_bytes(i) for i in range(len(self.siblings))]
         messages = [self.message(LOCAL_SCATTER, "local scatter", [size]) for size in dense]
+        if self.memory is not None:  # which is zero, as the gradients are
+            messages = [message[: HEADER.size] for message in messages]
         self._all_to_all("local_scatter", messages)
 
     def scatter(self) -> None:
@@ -134,6 +140,11 @@ class NodeForger(Forger):
         message[HEADER.size :][: len(self.gathered)] = self.gathered
         if self.phase == "forwarded":
             message[HEADER.size + self.change["place"]] = self.change["byte"]
+        if self.memory is not None:
+            place = self.local_index * len(message) + HEADER.size  # of the first chunk
+            payload = message[HEADER.size :][: len(self.gathered)]
+            self.memory.part(place, len(payload)).copy_(torch.from_numpy(payload))
+            message = message[: HEADER.size].copy()
         self._all_gather("forward", message)
 
 
@@ -142,24 +153,29 @@ def scenario_on(nodes: str) -> Scenario:
     return Scenario(WEIGHTS, world_size=sum(map(len, members)), nodes=members)
 
 
-def run_through_lanes(scenario: Scenario, group: dist.ProcessGroup | None = None) -> Run:
-    """Attaches without shared memory, which the forger has no part of."""
-    from gradferry.core import engine
+@contextlib.contextmanager
+def siblings_meet_in(way: str) -> Iterator[None]:
+    """Memory, unless this rank is refused it: then all ranks of its node use sockets."""
+    from gradferry.core import node_memory
 
-    with mock.patch.object(engine, "share_memory", return_value=(None, "rank 0: not here")):
-        return Run(scenario, group)
+    refused = node_memory._RefusedError("by the test")
+    with contextlib.ExitStack() as patches:
+        for name in ("_make", "_open_door") if way == "sockets" else ():
+            patches.enter_context(mock.patch.object(node_memory, name, side_effect=refused))
+        yield
 
 
 def case_forged(
-    nodes: str, forger: int, phase: str, change: dict[str, int]
+    nodes: str, forger: int, phase: str, change: dict[str, int], way: str
 ) -> list[tuple[str | None, str]]:
     """Errors of the step, and of the state after it."""
     scenario = scenario_on(nodes)
     if dist.get_rank() == forger:
-        NodeForger(scenario, phase, change).run()
+        with siblings_meet_in(way):
+            NodeForger(scenario, phase, change).run()
         dist.barrier()  # what it has sent is not lost
         return []
-    run = run_through_lanes(scenario)
+    run = Run(scenario)
     outcomes = [attempt(lambda: run.step(0)), attempt(run.state.state_dict)]
     dist.barrier()
     return [(outcome.error, outcome.headline) for outcome in outcomes]
@@ -172,12 +188,13 @@ def the_one_error(answers: list[list[tuple[str | None, str]]]) -> tuple[str | No
     return errors.pop()
 
 
+@pytest.mark.parametrize("way", ["memory", "sockets"])
 @pytest.mark.parametrize(("nodes", "forger"), [("2x2", 1), ("2x2", 2), ("2+1", 0), ("2+1", 1)])
 def test_two_level_forger_that_does_nothing_wrong_is_believed(
-    worlds: Worlds, nodes: str, forger: int
+    worlds: Worlds, nodes: str, forger: int, way: str
 ) -> None:
     world = worlds(sum(map(len, NODES[nodes])))
-    answers = world.run(case_forged, nodes=nodes, forger=forger, phase="", change={})
+    answers = world.run(case_forged, nodes=nodes, forger=forger, phase="", change={}, way=way)
     assert the_one_error(answers) == (None, "")
 
 
@@ -194,38 +211,47 @@ FIELDS = {
 
 @pytest.mark.parametrize("phase", ["local scatter", "forward"])
 @pytest.mark.parametrize(
-    ("nodes", "field"), [*(("2x2", field) for field in FIELDS), ("2+1", "chunk")]
+    ("nodes", "field", "way"),
+    [
+        *(("2x2", field, "memory") for field in FIELDS),
+        ("2+1", "chunk", "memory"),
+        ("2x2", "payload_bytes", "sockets"),
+        ("2+1", "chunk", "sockets"),
+    ],
 )
 def test_two_level_message_with_a_wrong_field_from_a_sibling_is_refused_by_all_ranks(
-    worlds: Worlds, nodes: str, field: str, phase: str
+    worlds: Worlds, nodes: str, field: str, way: str, phase: str
 ) -> None:
     value, named = FIELDS[field]
     world = worlds(sum(map(len, NODES[nodes])))
     change = {field: value}
-    answers = world.run(case_forged, nodes=nodes, forger=1, phase=phase, change=change)
+    answers = world.run(case_forged, nodes=nodes, forger=1, phase=phase, change=change, way=way)
     kind, text = the_one_error(answers)
     assert kind == "ProtocolError"
     assert f"rank 0 refused a message from rank 1 (step 0, chunk 0, {phase}): {named}" in text
 
 
+@pytest.mark.parametrize("way", ["memory", "sockets"])
 def test_two_level_message_damaged_by_the_sibling_that_forwards_it_is_refused(
-    worlds: Worlds,
+    worlds: Worlds, way: str
 ) -> None:
     change = {"place": HEADER.size + 100, "byte": 1}  # in the payload of rank 1 itself
-    answers = worlds(4).run(case_forged, nodes="2x2", forger=1, phase="forwarded", change=change)
+    answers = worlds(4).run(
+        case_forged, nodes="2x2", forger=1, phase="forwarded", change=change, way=way
+    )
     kind, text = the_one_error(answers)
     assert kind == "ProtocolError"
     assert "rank 0 refused a message from rank 1 (step 0, chunk 0, gather): checksum is" in text
 
 
-def case_ended(nodes: str, forger: int, stage: str, end: int, folder: str) -> None:
+def case_ended(nodes: str, forger: int, stage: str, end: signal.Signals, folder: str) -> None:
     scenario = scenario_on(nodes)
-    group = dist.new_group(timeout=datetime.timedelta(seconds=TIMEOUT_SECONDS))
+    group = dist.new_group(timeout=datetime.timedelta(seconds=SECONDS[end][0]))
     if dist.get_rank() == forger:
         Path(folder, "pid").write_text(str(os.getpid()))
         NodeForger(scenario, end=(stage, end), group=group).run()
         return
-    run = run_through_lanes(scenario, group)
+    run = Run(scenario, group)
     before = num_descriptors()
     outcome = attempt(lambda: run.step(0))
     after = attempt(run.state.state_dict)
@@ -255,7 +281,7 @@ ENDS = [
 def test_two_level_rank_that_is_killed_is_named_at_once(
     worlds: Worlds, tmp_path: Path, role: str, stage: str
 ) -> None:
-    check_end(worlds, tmp_path, role, stage, signal.SIGKILL, TIMEOUT_SECONDS / 2)
+    check_end(worlds, tmp_path, role, stage, signal.SIGKILL)
 
 
 @pytest.mark.slow
@@ -263,12 +289,10 @@ def test_two_level_rank_that_is_killed_is_named_at_once(
 def test_two_level_rank_that_is_stopped_is_named_after_the_timeout(
     worlds: Worlds, tmp_path: Path, role: str, stage: str
 ) -> None:
-    check_end(worlds, tmp_path, role, stage, signal.SIGSTOP, TIMEOUT_SECONDS + 2)
+    check_end(worlds, tmp_path, role, stage, signal.SIGSTOP)
 
 
-def check_end(
-    worlds: Worlds, folder: Path, role: str, stage: str, end: int, most_seconds: float
-) -> None:
+def check_end(worlds: Worlds, folder: Path, role: str, stage: str, end: signal.Signals) -> None:
     nodes, forger = ROLES[role]
     size = sum(map(len, NODES[nodes]))
     with pytest.raises(WorldError) as caught:
@@ -289,4 +313,4 @@ def check_end(
         assert error == "PeerError"
         assert re.match(rf"rank \d lost contact with {missing} \(step 0, ", headline), headline
         assert after == headline
-        assert seconds < most_seconds
+        assert seconds < SECONDS[end][1]

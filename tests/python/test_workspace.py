@@ -70,7 +70,7 @@ def test_less_memory_changes_no_result(
 
 
 @pytest.mark.parametrize("nodes", [((0, 1), (2, 3)), ((0, 1), (2,)), ((0, 1, 2, 3),)])
-@pytest.mark.parametrize(("cap_mb", "slots"), [(96, 4), (0.6, None)])
+@pytest.mark.parametrize(("cap_mb", "slots"), [(96, 4), (0.4, None)])
 def test_less_memory_between_nodes_changes_no_result(
     worlds: Worlds, nodes: tuple[tuple[int, ...], ...], cap_mb: float, slots: int | None
 ) -> None:
@@ -80,19 +80,23 @@ def test_less_memory_between_nodes_changes_no_result(
     answers = worlds(world_size).run(case_train, scenario=scenario)
     assert_bit_equal(answers, scenario)
     columns = min(map(len, nodes))
+    assert (min(answer["workspace"]["slots"] for answer in answers) < 4) == (slots is None)
     for rank, answer in enumerate(answers):
         siblings = next(members for members in nodes if rank in members)
         is_delegate = siblings.index(rank) < columns
         planned, counted = answer["workspace"], answer["stats"]["workspace_bytes"]
-        # A rank that is no delegate needs less, and so has more chunks in flight.
-        assert planned["slots"] == slots or (1 <= planned["slots"] < 4) == is_delegate
+        assert planned["slots"] == slots or slots is None
+        shares = len(siblings) > 1
+        assert planned["siblings_share"] == shares
         slot = sum(planned[f"{part}_bytes"] for part in ("dense", "send", "receive", "gathered"))
         # Beside chunks only commits, of which 8 buckets are in flight.
         assert counted == planned["slots"] * slot + 8 * 64 * world_size
         assert counted <= cap_mb * 2**20
-        copies = len(siblings) + is_delegate
-        received = planned["receive_bytes"] + planned["gathered_bytes"] - 64 * len(siblings)
-        assert received == copies * len(nodes) * planned["message_bytes"]
+        copies = 1 + is_delegate
+        received = planned["receive_bytes"] + planned["gathered_bytes"]
+        # With a header for every sibling, and up to a page.
+        expected = copies * len(nodes) * planned["message_bytes"]
+        assert expected < received <= expected + 64 + 4096
         assert (planned["send_bytes"] > 0) == is_delegate
         assert f"{planned['slots']} chunks in flight" in answer["shown"]
         assert f"owners, {copies} x {len(nodes)} nodes x " in answer["shown"]

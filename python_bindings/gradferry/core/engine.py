@@ -223,13 +223,19 @@ def memory_of_node(
     Raises:
         PeerError: as `make_lanes`.
     """
+    if len(siblings_of(nodes, dist.get_rank(group))) == 1:
+        return None, ""
+    return share_on_node(_native.shared_memory_bytes(options), nodes, group, nonce)
+
+
+def share_on_node(
+    num_bytes: int, nodes: Nodes, group: dist.ProcessGroup, nonce: str
+) -> tuple[_native.SharedMemory | None, str]:
+    """As `memory_of_node`, of so many bytes, where this rank has siblings."""
     rank = dist.get_rank(group)
     siblings = siblings_of(nodes, rank)
-    if len(siblings) == 1:
-        return None, ""
     store = PrefixStore(f"gradferry/{nonce}/memory/{siblings[0]}", store_of(group))
     seconds = (patience(group, CPU) / 2).total_seconds()
-    num_bytes = _native.shared_memory_bytes(options)
     with _telling_of_others():
         memory, refusal = share_memory(store, rank, siblings, num_bytes, seconds)
     return memory, f"sockets ({refusal})" if memory is None else "shared memory"

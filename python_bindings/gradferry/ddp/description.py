@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from gradferry import _native
 from gradferry.core.codec_spec import OFF
 from gradferry.core.nodes import FLAT
 from gradferry.ddp.binding import Binding
@@ -74,7 +75,10 @@ def _exchange_line(running: Running) -> str:
         shown = f"flat between {running.world_size} ranks"
     else:
         shown = f"flat between {running.world_size} ranks on {nodes.describe()}"
-    note = f"; {nodes.note}" if nodes.note else ""
+    engine = running.engine
+    stage = engine.local_stage() if isinstance(engine, _native.HostEngine) else ""
+    note = f"; within this node through {stage}" if stage else ""
+    note += f"; {nodes.note}" if nodes.note else ""
     return f"  exchange: {shown}, because {exchange.reason}{note}"
 
 
@@ -89,7 +93,9 @@ def _workspace_lines(workspace: dict[str, int], running: Running) -> list[str]:
     received = f"{receives} x {running.world_size} ranks x {longest / 2**20:.3f} MiB received"
     if not nodes.is_flat:
         siblings = len(nodes.members[nodes.of(running.rank)[0]])
-        copies = siblings + (workspace["receive_bytes"] > 0)  # those for all, and for this owner
+        # What all owners send, in memory of each rank or of the node, and what owners receive.
+        copies = 1 if workspace["siblings_share"] else siblings
+        copies += workspace["receive_bytes"] > 0
         received = (
             f"{copies} x {len(nodes.members)} nodes x {longest / 2**20:.3f} MiB received, "
             f"{workspace['dense_bytes'] / 2**20:.2f} MiB of gradients of {siblings} ranks"

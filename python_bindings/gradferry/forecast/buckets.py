@@ -17,7 +17,7 @@ from gradferry.forecast.chunks import (
     exchanged_bytes,
     payload_sizes,
 )
-from gradferry.forecast.costs import CodecCosts, Costs, NodeCosts, Parameter, ParameterCodec
+from gradferry.forecast.costs import CodecCosts, Costs, Parameter, ParameterCodec
 from gradferry.forecast.simulate import ChunkCost, LocalChunkCost
 
 # DDP's default for bucket_cap_mb.
@@ -66,6 +66,7 @@ class CodecTraffic:
         self._codecs = parameter_codecs(config, parameters)
         self._nodes = nodes
         self._chunk_bytes = config.chunk_bytes_at(nodes.world_size)
+        self._dense_bytes = config.dense_bytes_between(nodes)
         self._equal_scatter = config.equal_scatter
         codecs = [str(chosen.codec) for chosen in self._codecs]
         sizes = payload_sizes(list(zip(codecs, (p.dtype for p in parameters), strict=True)))
@@ -85,6 +86,7 @@ class CodecTraffic:
                 self._nodes,
                 self._chunk_bytes,
                 equal_scatter=self._equal_scatter,
+                dense_bytes=self._dense_bytes,
             )
             for bucket in buckets
         ]
@@ -92,7 +94,7 @@ class CodecTraffic:
     def cost(self, cut: Sequence[Sequence[Chunk]], costs: Costs) -> list[list[ChunkCost]]:
         """The costs of every chunk, for the rank with most work in it."""
         by_parameter = [costs.codecs[codec] for codec in self._codecs]
-        return [[self._cost(chunk, by_parameter, costs.node) for chunk in bucket] for bucket in cut]
+        return [[self._cost(chunk, by_parameter, costs) for chunk in bucket] for bucket in cut]
 
     def sent_bytes(self, cut: Sequence[Sequence[Chunk]]) -> int:
         """Bytes per step of the rank that sends most."""
@@ -103,7 +105,7 @@ class CodecTraffic:
         self,
         chunk: Chunk,
         costs: Sequence[CodecCosts],
-        node: NodeCosts | None,
+        whole: Costs,
     ) -> ChunkCost:
         """costs: by parameter."""
         nodes = self._nodes
@@ -130,19 +132,26 @@ class CodecTraffic:
             gather_bytes=(len(nodes.members) - 1) * max(map(chunk.gather_message, columns)),
             decode_s=decode,
             keeps_sent=any(self._codecs[index].residuals[0] for index in parameters),
-            local=None if node is None else _local_cost(chunk, elements, node),
+            local=_local_cost(chunk, elements, whole),
         )
 
 
-def _local_cost(chunk: Chunk, elements: Sequence[int], node: NodeCosts) -> LocalChunkCost:
+def _local_cost(chunk: Chunk, elements: Sequence[int], costs: Costs) -> LocalChunkCost | None:
     """elements: of every column."""
+    node, local = costs.node, costs.link.local
+    if node is None or local is None:
+        return None
     largest = max(chunk.nodes.ranks_per_node)
     messages = chunk.local_messages()
     # A rank keeps what is of its own column; one beyond the columns gives all.
     beyond = largest > len(messages)
+    scattered = sum(messages) - (0 if beyond else min(messages))
+    forwarded = (largest - 1) * chunk.forward_message()
+    if local.shares_memory:
+        scattered = forwarded = (largest - 1) * _native.HEADER_BYTES
     return LocalChunkCost(
         pack_s=(sum(elements) - (0 if beyond else min(elements))) * node.pack_per_element,
-        scatter_bytes=sum(messages) - (0 if beyond else min(messages)),
+        scatter_bytes=scattered,
         sum_s=max(elements) * node.sum_per_element,
-        forward_bytes=(largest - 1) * chunk.forward_message(),
+        forward_bytes=forwarded,
     )

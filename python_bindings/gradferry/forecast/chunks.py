@@ -54,7 +54,9 @@ class Chunk:
     nodes have several ranks also in one of each between siblings.
     """
 
-    def __init__(self, nodes: Nodes, chunk_bytes: int, *, equal_scatter: bool) -> None:
+    def __init__(
+        self, nodes: Nodes, chunk_bytes: int, *, equal_scatter: bool, dense_bytes: int
+    ) -> None:
         self.nodes = nodes
         self.tiles: list[Tile] = []
         self._chunk_bytes = chunk_bytes
@@ -62,7 +64,7 @@ class Chunk:
         self._worker_bytes = [0] * nodes.world_size  # payloads, by owner
         self._owner_bytes = [0] * nodes.world_size
         self._dense_bytes = [0] * len(nodes.columns)
-        self._most_dense_bytes = math.inf if nodes.is_flat else _native.MOST_DENSE_BYTES
+        self._most_dense_bytes = math.inf if nodes.is_flat else dense_bytes
 
     def has_room(self, tile: Tile) -> bool:
         """Whether a tile still fits; the first tile always does."""
@@ -163,6 +165,7 @@ def wire_bytes_per_step(
     find_unused_parameters: bool = False,
     hosts: Sequence[int] | None = None,
     nodes: Nodes | None = None,
+    dense_bytes: int = _native.MOST_DENSE_BYTES,
     item_bytes: Sequence[int] | None = None,
 ) -> list[int]:
     """Returns the bytes each rank sends to others in one step, headers and padding included.
@@ -176,6 +179,7 @@ def wire_bytes_per_step(
     hosts: the host of every rank: only what goes to another host counts. None: what goes to
         another node.
     nodes: which ranks add their gradients before they send them; None: every rank is alone.
+    dense_bytes: the most bytes of gradient that a rank sends a sibling in one chunk.
     item_bytes: of an element of every parameter's gradient; None: fp32.
     """
     if world_size == 1:
@@ -183,7 +187,14 @@ def wire_bytes_per_step(
     table = nodes or flat(world_size)
     tiles = assign_owners(num_elements, payload_bytes, table, sent_as, item_bytes)
     cut = [
-        cut_chunks(tiles, bucket, table, chunk_bytes, equal_scatter=equal_scatter)
+        cut_chunks(
+            tiles,
+            bucket,
+            table,
+            chunk_bytes,
+            equal_scatter=equal_scatter,
+            dense_bytes=dense_bytes,
+        )
         for bucket in buckets
     ]
     commits = [
@@ -249,17 +260,20 @@ def cut_chunks(
     chunk_bytes: int = CHUNK_BYTES,
     *,
     equal_scatter: bool = False,
+    dense_bytes: int = _native.MOST_DENSE_BYTES,
 ) -> list[Chunk]:
     """The chunks of a bucket.
 
     tiles: of every parameter, from `assign_owners` with the same nodes.
     bucket: the indices of its parameters, in bucket order.
-    chunk_bytes, equal_scatter: as for `wire_bytes_per_step`.
+    chunk_bytes, equal_scatter, dense_bytes: as for `wire_bytes_per_step`.
     """
     chunks: list[Chunk] = []
     for parameter in bucket:
         for tile in tiles[parameter]:
             if not chunks or not chunks[-1].has_room(tile):
-                chunks.append(Chunk(nodes, chunk_bytes, equal_scatter=equal_scatter))
+                chunks.append(
+                    Chunk(nodes, chunk_bytes, equal_scatter=equal_scatter, dense_bytes=dense_bytes)
+                )
             chunks[-1].add(tile)
     return chunks

@@ -69,10 +69,12 @@ class LocalCosts:
     Attributes:
         scatter: of gradients to the delegates of their columns.
         forward: of what was gathered, to siblings.
+        shares_memory: whether all else than the headers of messages lies in memory of all siblings.
     """
 
     scatter: CollectiveCosts
     forward: CollectiveCosts
+    shares_memory: bool = False
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,14 @@ from gradferry import _native
 from gradferry.core.agreement import gather_records
 from gradferry.core.config import CHUNK_BYTES
 from gradferry.core.device import CPU, transport_of
-from gradferry.core.engine import lanes_between_all, lanes_of_host, make_backends, make_lanes
+from gradferry.core.engine import (
+    lanes_between_all,
+    lanes_of_host,
+    make_backends,
+    make_lanes,
+    share_on_node,
+    siblings_of,
+)
 from gradferry.core.nodes import Exchange, Nodes, identity
 from gradferry.errors import GradferryError, PeerError
 from gradferry.forecast.costs import CollectiveCosts, Curve, LinkCosts, LocalCosts
@@ -31,6 +38,7 @@ from gradferry.forecast.costs import CollectiveCosts, Curve, LinkCosts, LocalCos
 # Payload bytes to each rank: from the last chunk of a bucket to a full one.
 _EXCHANGE_BYTES = (4 << 10, 64 << 10, CHUNK_BYTES)
 _LOCAL_BYTES = (64 << 10, 512 << 10, _native.MOST_DENSE_BYTES)  # likewise, between siblings
+_SHARED_BYTES = 1 << 20  # to see whether siblings may share memory
 # Lanes for all-to-alls and all-gathers that are in flight together.
 _BETWEEN_PEERS, _BETWEEN_SIBLINGS = ("scatter", "gather"), ("local_scatter", "forward")
 _REDUCE_BYTES = (64 << 10, 1 << 20, 4 << 20)  # of the tensor
@@ -84,8 +92,10 @@ class LinkProbe:
         """`exchanges`: that are measured; equal on all ranks, at most one has two levels."""
         self.transport = transport_of(CPU, group)
         self.exchanges = tuple(exchanges)
+        self._group = group
         nonces = gather_records({"nonce": uuid.uuid4().hex}, group, CPU)
-        nonce = str(nonces[0]["nonce"])
+        self._nonce = nonce = str(nonces[0]["nonce"])
+        self._asked = 0  # how often siblings tried to share memory
         # The flat ones first, so that lanes have the same numbers on ranks that have no peers.
         in_order = sorted(self.exchanges, key=lambda exchange: not exchange.is_flat)
         ranks = {
@@ -127,14 +137,27 @@ class LinkProbe:
             local = None
             if not exchange.is_flat:
                 largest = max(nodes.ranks_per_node)
-                pair = self._pair(lanes[_BETWEEN_SIBLINGS], largest, _LOCAL_BYTES, seconds, emit)
-                local = LocalCosts(*pair)
+                shares = not self.most([0.0 if self._shares_memory(nodes) else 1.0])[0]
+                sizes = (_native.HEADER_BYTES,) if shares else _LOCAL_BYTES
+                pair = self._pair(lanes[_BETWEEN_SIBLINGS], largest, sizes, seconds, emit)
+                local = LocalCosts(*pair, shares_memory=shares)
             measured.append((scatter, gather, local))
         all_reduce = {dtype: self._all_reduce(dtype, seconds, emit) for dtype in dtypes}
         return [
             LinkCosts(scatter, gather, all_reduce, local=local)
             for scatter, gather, local in measured
         ]
+
+    def _shares_memory(self, nodes: Nodes) -> bool:
+        """Whether an engine of this rank would share memory with its siblings; alone it needs
+        none. Collective among siblings.
+        """
+        if len(siblings_of(nodes.members, dist.get_rank(self._group))) == 1:
+            return True
+        nonces = f"{self._nonce}/{self._asked}"
+        self._asked += 1
+        memory, _ = share_on_node(_SHARED_BYTES, nodes.members, self._group, nonces)
+        return memory is not None
 
     def _pair(
         self,

@@ -5,6 +5,9 @@ DDP's stream computes gradients; E encodes; the link is the backend's stream; F 
 The host is assumed to be ahead, so that nothing waits for it. With a staged exchange, a thread of
 the engine waits for every copy and message instead, and enqueues nothing meanwhile.
 
+With two levels, E also copies gradients for the siblings and adds up theirs, and F forwards what
+came from peers; between siblings, the backend has a stream of its own.
+
 While kernels of E and F run, DDP's stream loses the share of the device that they take: kernels of
 codecs have a block for every tile, on streams of high priority. See `Predictor.calibrated`.
 """
@@ -14,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
-from gradferry import _native
 from gradferry.forecast.costs import CollectiveCosts, Engine, LinkCosts
 from gradferry.forecast.simulate import Backward, ChunkCost, PlayedStep, Timeline, settle
 
@@ -29,19 +31,22 @@ def play_on_streams(
 class _Turn(NamedTuple):
     """A piece of work on a chunk of the bucket."""
 
-    does: Literal["send", "reduce", "decode"]
+    does: _Stage
     chunk: int
 
 
-def enqueued(num_chunks: int) -> Iterator[_Turn]:
+_Stage = Literal["pack", "send", "reduce", "forward", "decode"]
+# Each is one chunk behind the one before it; so many chunks are in flight.
+_STAGES: tuple[_Stage, ...] = ("send", "reduce", "decode")
+_STAGES_OF_NODES: tuple[_Stage, ...] = ("pack", "send", "reduce", "forward", "decode")
+
+
+def enqueued(num_chunks: int, stages: Sequence[_Stage] = _STAGES) -> Iterator[_Turn]:
     """The order of the work on a bucket, as in DeviceExchange::average()."""
-    for turn in range(num_chunks + 2):
-        if turn < num_chunks:
-            yield _Turn("send", turn)
-        if 1 <= turn <= num_chunks:
-            yield _Turn("reduce", turn - 1)
-        if turn >= 2:
-            yield _Turn("decode", turn - 2)
+    for turn in range(num_chunks + len(stages) - 1):
+        for behind, stage in enumerate(stages):
+            if 0 <= turn - behind < num_chunks:
+                yield _Turn(stage, turn - behind)
 
 
 class _StreamStep:
@@ -63,7 +68,8 @@ class _StreamStep:
         self._thread = 0.0  # of a staged exchange
         # When each slot is free again. The engine has fewer in worlds so large that its workspace
         # has no space for all.
-        self._slots = [0.0] * _native.DEVICE_CHUNK_SLOTS
+        self._stages = _STAGES if link.local is None else _STAGES_OF_NODES
+        self._slots = [0.0] * len(self._stages)
         self._num_chunks = 0  # of earlier buckets
 
     def play(self) -> Timeline:
@@ -77,24 +83,49 @@ class _StreamStep:
         return self._timeline.ended(computed, self._finished)
 
     def _average(self, ready: float, chunks: Sequence[ChunkCost]) -> None:
-        scattered = [0.0] * len(chunks)
-        gathered = [0.0] * len(chunks)
-        for does, number in enqueued(len(chunks)):
+        # When what a chunk waits for has come; at first its gradients and its slot.
+        arrived = [ready] * len(chunks)
+        for does, number in enqueued(len(chunks), self._stages):
             chunk = chunks[number]
             slot = (self._num_chunks + number) % len(self._slots)
-            if does == "send":
-                scattered[number] = self._encode(max(ready, self._slots[slot]), chunk)
+            if does == self._stages[0]:
+                arrived[number] = max(ready, self._slots[slot])
+            if does == "pack":
+                arrived[number] = self._pack(arrived[number], chunk)
+            elif does == "send":
+                arrived[number] = self._encode(arrived[number], chunk)
             elif does == "reduce":
-                gathered[number] = self._reduce(scattered[number], chunk)
+                arrived[number] = self._reduce(arrived[number], chunk)
+            elif does == "forward":
+                arrived[number] = self._forward(arrived[number], chunk)
             else:
-                self._decode(gathered[number], chunk)
+                self._decode(arrived[number], chunk)
             if does == ("decode" if chunk.keeps_sent else "reduce"):
                 self._slots[slot] = self._finished
         self._num_chunks += len(chunks)
 
-    def _encode(self, allowed: float, chunk: ChunkCost) -> float:
+    def _pack(self, allowed: float, chunk: ChunkCost) -> float:
+        assert chunk.local is not None
+        assert self._link.local is not None
         begin = max(allowed, self._encoded, self._thread)
-        self._encoded = self._work(begin, chunk.encode_s)
+        self._encoded = self._work(begin, chunk.local.pack_s)
+        self._wait_until(self._encoded)
+        costs, num_bytes = self._link.local.scatter, chunk.local.scatter_bytes
+        return self._send(self._encoded, num_bytes, costs, is_local=True)
+
+    def _forward(self, gathered: float, chunk: ChunkCost) -> float:
+        assert chunk.local is not None
+        assert self._link.local is not None
+        self._wait_until(gathered)
+        self._finished = max(self._finished, gathered)
+        costs, num_bytes = self._link.local.forward, chunk.local.forward_bytes
+        return self._send(self._finished, num_bytes, costs, is_local=True)
+
+    def _encode(self, allowed: float, chunk: ChunkCost) -> float:
+        self._wait_until(allowed if chunk.local else 0.0)  # for what siblings sent
+        begin = max(allowed, self._encoded, self._thread)
+        work = chunk.encode_s + (chunk.local.sum_s if chunk.local else 0.0)
+        self._encoded = self._work(begin, work)
         self._wait_until(self._encoded)
         return self._send(self._encoded, chunk.scatter_bytes, self._link.scatter)
 
@@ -116,5 +147,8 @@ class _StreamStep:
         self._timeline.work(begin, begin + seconds, seconds)
         return begin + seconds
 
-    def _send(self, posted: float, num_bytes: int, costs: CollectiveCosts) -> float:
-        return self._timeline.send(posted, num_bytes, costs, self._backward.end_s)
+    def _send(
+        self, posted: float, num_bytes: int, costs: CollectiveCosts, *, is_local: bool = False
+    ) -> float:
+        end = self._backward.end_s
+        return self._timeline.send(posted, num_bytes, costs, end, is_local=is_local)

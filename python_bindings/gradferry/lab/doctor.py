@@ -253,11 +253,12 @@ def _node_rows(costs: Sequence[Costs]) -> list[dict[str, Any]]:
             "exchange": exchange_between(cost.nodes),
             "nodes": len(cost.nodes.members),
             "ranks_per_node": list(cost.nodes.ranks_per_node),
+            "shares_memory": cost.link.local.shares_memory,
             "pack_ns": 1e9 * cost.node.pack_per_element,
             "sum_ns": 1e9 * cost.node.sum_per_element,
         }
         for cost in costs
-        if cost.node is not None
+        if cost.node is not None and cost.link.local is not None
     ]
 
 
@@ -337,7 +338,8 @@ def _codec_table(rows: Sequence[Row], nodes: Sequence[Row], verdict: Row) -> Tab
         notes.append(
             f"{node['exchange']}: {node['nodes']} nodes, whose sums are encoded; a rank copies an "
             f"element for a sibling in {node['pack_ns']:.3f} ns, and adds up those of all in "
-            f"{node['sum_ns']:.3f} ns."
+            f"{node['sum_ns']:.3f} ns. The ranks of a node "
+            + ("share memory." if node["shares_memory"] else "exchange through sockets.")
         )
     place = "machine" if on_host else "device"
     return Table(f"Codecs on this {place}", columns, rows, notes)

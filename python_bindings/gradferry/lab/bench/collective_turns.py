@@ -204,6 +204,7 @@ class _CodecAllReduce:
             equal_scatter=self._config.equal_scatter,
             hosts=hosts,
             nodes=self._nodes,
+            dense_bytes=self._config.dense_bytes_between(self._nodes),
         )
 
     def phase_ms(self) -> dict[str, float]:

@@ -190,6 +190,7 @@ class _CodecHook:
             find_unused_parameters=self._find_unused_parameters,
             hosts=hosts,
             nodes=self.state.nodes,
+            dense_bytes=config.dense_bytes_between(self.state.nodes),
             item_bytes=[p.dtype.itemsize for p in parameters],
         )
 
