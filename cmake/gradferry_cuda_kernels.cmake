@@ -3,7 +3,8 @@
 # proves that there are none.
 file(GLOB cuda_kernel_files CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/kernels/*/*_cuda.cu)
 list(APPEND cuda_kernel_files ${PROJECT_SOURCE_DIR}/kernels/chunk_kernels.cu
-  ${PROJECT_SOURCE_DIR}/kernels/common/message_kernels.cu)
+  ${PROJECT_SOURCE_DIR}/kernels/common/message_kernels.cu
+  ${PROJECT_SOURCE_DIR}/kernels/common/node_kernels.cu)
 include(gradferry_codec_headers)
 gradferry_write_codec_headers(${CMAKE_CURRENT_BINARY_DIR}/generated)
 

@@ -31,6 +31,8 @@ void add_local_stage(Workspace& workspace, const Layout& layout, uint64_t most_d
   workspace.dense_send_bytes = num_siblings * dense_message;
   workspace.dense_receive_bytes = num_siblings * dense_message;
   workspace.sum_bytes = dense;
+  // A device has the sum behind what it sends.
+  workspace.send_bytes = round_up(workspace.send_bytes, kPayloadAlignment);
   workspace.gathered_bytes = num_siblings * (kHeaderBytes + workspace.receive_bytes);
   if (!share) return;
   workspace.gathered_bytes = round_up(workspace.gathered_bytes, kPageBytes);

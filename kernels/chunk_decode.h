@@ -10,8 +10,8 @@ namespace gradferry::GRADFERRY_KERNEL_NAMESPACE {
 // and one element at a time: so that nothing takes registers for this.
 //
 // Where another rank's gradient was not finite, what this rank sent has no effect: it is put back
-// into the residual while the bucket still holds this rank's own gradient. Returns which of the
-// lane's elements these are: bit j is element j.
+// into the residual while the bucket still holds this rank's own gradient, if it encoded that and
+// not a sum. Returns which of the lane's elements these are: bit j is element j.
 template <typename Codec, ScalarType dtype>
 GRADFERRY_APART uint32_t undo_lost(const ChunkTile& entry, const ChunkCodec& codec, uint64_t seed,
                                    uint64_t step, const std::byte* in, const std::byte* sent,
@@ -27,10 +27,11 @@ GRADFERRY_APART uint32_t undo_lost(const ChunkTile& entry, const ChunkCodec& cod
   });
   gradient += tile.gradient_offset * item_bytes(dtype);
   residual += tile.residual_offset;
+  const std::byte* encoded = entry.summed_offset == 0 ? gradient : sent + entry.summed_offset;
   Codec::template decode<dtype>(own_unit, sent + tile.output_offset, [&](uint32_t j, float x) {
     const uint32_t element = unit.slice.element(j / kQuad) + j % kQuad;
     if ((lost >> j & 1) == 0 || element >= unit.slice.num_elements) return;
-    const float own = load_item<dtype>(gradient + element * item_bytes(dtype));
+    const float own = load_item<dtype>(encoded + element * item_bytes(dtype));
     add_finite(residual + element, x - codec.alpha * own);
   });
   return lost;
@@ -124,8 +125,11 @@ GRADFERRY_DEVICE void conclude(const DecodeChunkCall& call) {
   corrupt = block_minimum(corrupt_minima, corrupt);
   nonfinite = block_minimum(nonfinite_minima, nonfinite);
   if (threadIdx.x == 0 && corrupt != kNone) {
-    note(call.findings, {WireStatus::kCorruptPayload, Phase::kGather, chunk.tiles[corrupt].message,
-                         chunk.envelope.step, chunk.envelope.chunk, 0, 1});
+    const uint32_t sender = call.received.num_messages == 0
+                                ? chunk.envelope.rank
+                                : call.received.messages[chunk.tiles[corrupt].message].rank;
+    note(call.findings, {WireStatus::kCorruptPayload, Phase::kGather, sender, chunk.envelope.step,
+                         chunk.envelope.chunk, 0, 1});
   }
   if (threadIdx.x == 0 && nonfinite != kNone) {
     if (call.findings->nonfinite_tile == 0) {
@@ -150,10 +154,14 @@ __global__ void __launch_bounds__(kTileThreads, Codecs::kMinBlocks)
   if constexpr (dtype == ScalarType::kFloat64) {
     const Tile tile = job.entry.tile;
     part.checksum = sum_payload(tile, in, exact_float64::payload_bytes(tile.num_elements));
-    part.flags =
-        exact_float64::decode_tile(tile, call.sent + tile.output_offset, in + tile.payload_offset,
-                                   static_cast<double*>(call.gradient), job.codec.alpha,
-                                   job.codec.beta, residual_of(job.entry, call.residual));
+    auto* own = static_cast<double*>(call.gradient);
+    const double* encoded =
+        job.entry.summed_offset == 0
+            ? own + tile.gradient_offset
+            : reinterpret_cast<const double*>(call.sent + job.entry.summed_offset);
+    part.flags = exact_float64::decode_tile(tile, call.sent + tile.output_offset,
+                                            in + tile.payload_offset, encoded, own, job.codec.alpha,
+                                            job.codec.beta, residual_of(job.entry, call.residual));
   } else {
     Codecs::with(job.codec.row, [&]<typename Codec>() {
       part = decode_entry<Codec, dtype>(job.entry, job.codec, job.seed, job.step, in, call.sent,
@@ -168,7 +176,7 @@ __global__ void __launch_bounds__(kTileThreads, Codecs::kMinBlocks)
   }
   if (!is_last_block(&chunk.progress->blocks_done)) return;
 
-  const bool refused = check_messages(chunk, call.received, Phase::kGather, call.findings);
+  const bool refused = check_messages(chunk, call.received, call.findings);
   const bool unusual = chunk.progress->flags != 0;
   __syncthreads();
   if (threadIdx.x == 0) chunk.progress->flags = 0;

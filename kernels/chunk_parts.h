@@ -84,34 +84,37 @@ GRADFERRY_DEVICE TileUnit<typename Codec::Options> unit_of(const ChunkTile& entr
                                  options_of<typename Codec::Options>(codec));
 }
 
-// Judges the messages, whose checksums are known by now, and forgets the checksums. Whether one is
-// refused. Only the last block may call it.
-GRADFERRY_DEVICE bool check_messages(const ChunkBatch& chunk, const ReceivedMessages& received,
-                                     Phase phase, Findings* findings) {
-  uint64_t* sums = sums_of(chunk);
-  const auto judged = [&](uint32_t rank) {
-    const Message message = received.messages[rank];
-    return judge(received.buffer + message.offset, envelope_of(chunk, phase), rank,
-                 message.payload_bytes, sums[rank]);
+// Judges the messages, whose checksums are known by now: `sums`, or 0 if that is null. Whether one
+// is refused. Only the last block may call it.
+GRADFERRY_DEVICE bool judge_messages(const ChunkBatch& chunk, const ReceivedMessages& received,
+                                     const uint64_t* sums, Findings* findings) {
+  const auto judged = [&](uint32_t m) {
+    const Message message = received.messages[m];
+    return judge(received.buffer + message.offset, envelope_of(chunk, message.phase), message.rank,
+                 message.payload_bytes, sums == nullptr ? 0 : sums[m]);
   };
   bool refused = false;
-  for (uint32_t rank = threadIdx.x; rank < received.num_messages; rank += kTileThreads) {
-    const WireStatus verdict = judged(rank).status;
-    received.verdicts[rank] = static_cast<uint32_t>(verdict);
+  for (uint32_t m = threadIdx.x; m < received.num_messages; m += kTileThreads) {
+    const WireStatus verdict = judged(m).status;
+    received.verdicts[m] = static_cast<uint32_t>(verdict);
     refused |= verdict != WireStatus::kOk;
   }
-  if (__syncthreads_or(refused ? 1 : 0) != 0) {
-    refused = true;
-    if (threadIdx.x == 0) {
-      for (uint32_t rank = 0; rank < received.num_messages; ++rank) {
-        if (received.verdicts[rank] != 0) note(findings, judged(rank));
-      }
+  if (__syncthreads_or(refused ? 1 : 0) == 0) return false;
+  if (threadIdx.x == 0) {
+    for (uint32_t m = 0; m < received.num_messages; ++m) {
+      if (received.verdicts[m] != 0) note(findings, judged(m));
     }
-    __syncthreads();
   }
-  for (uint32_t rank = threadIdx.x; rank < received.num_messages; rank += kTileThreads) {
-    sums[rank] = 0;
-  }
+  __syncthreads();
+  return true;
+}
+
+// The same of messages with checksums, which are forgotten.
+GRADFERRY_DEVICE bool check_messages(const ChunkBatch& chunk, const ReceivedMessages& received,
+                                     Findings* findings) {
+  uint64_t* sums = sums_of(chunk);
+  const bool refused = judge_messages(chunk, received, sums, findings);
+  for (uint32_t m = threadIdx.x; m < received.num_messages; m += kTileThreads) sums[m] = 0;
   return refused;
 }
 

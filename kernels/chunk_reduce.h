@@ -116,7 +116,8 @@ __global__ void __launch_bounds__(kTileThreads, Codecs::kMinBlocks)
   }
   if (!is_last_block(&chunk.progress->blocks_done)) return;
 
-  check_messages(chunk, call.received, Phase::kScatter, call.findings);
+  if (call.forward != nullptr) judge_messages(chunk, call.from_siblings, nullptr, call.findings);
+  check_messages(chunk, call.received, call.findings);
   if (threadIdx.x != 0) return;
   const Envelope envelope = envelope_of(chunk, Phase::kGather);
   if (const uint32_t corrupt = chunk.progress->corrupt_tiles; corrupt != 0) {
@@ -124,8 +125,13 @@ __global__ void __launch_bounds__(kTileThreads, Codecs::kMinBlocks)
                          envelope.chunk, 0, corrupt});
     chunk.progress->corrupt_tiles = 0;
   }
-  write_header(call.out,
-               make_header(envelope, call.payload_bytes, *sum_sent, call.findings->status));
+  const uint32_t status = call.findings->status;
+  if (call.forward != nullptr) {
+    write_header(call.forward, make_header(envelope_of(chunk, Phase::kForward),
+                                           call.forward_payload_bytes, 0, status));
+  }
+  if (call.out == nullptr) return;
+  write_header(call.out, make_header(envelope, call.payload_bytes, *sum_sent, status));
   *sum_sent = 0;
 }
 

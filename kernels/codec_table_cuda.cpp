@@ -13,6 +13,7 @@ namespace cuda {
 GRADFERRY_FOR_EACH_CODEC(GRADFERRY_DECLARE)
 #undef GRADFERRY_DECLARE
 extern const ChunkKernels chunk_kernels;
+extern const NodeKernels node_kernels;
 extern const MessageKernels message_kernels;
 }  // namespace cuda
 
@@ -32,7 +33,8 @@ const DeviceLibrary& cuda_library() {
 #define GRADFERRY_ROW(codec) make_row(codec##_description, cuda::codec##_functions),
   static const auto table = std::to_array<Codec>({GRADFERRY_FOR_EACH_CODEC(GRADFERRY_ROW)});
 #undef GRADFERRY_ROW
-  static const DeviceLibrary library{kDeviceLibraryVersion, table, cuda::chunk_kernels,
+  static const DeviceLibrary library{kDeviceLibraryVersion, table,
+                                     cuda::chunk_kernels,   cuda::node_kernels,
                                      cuda::message_kernels, &goes_into_graph};
   return library;
 }

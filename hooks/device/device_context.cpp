@@ -61,10 +61,11 @@ void DeviceContext::use_on_both_streams(const at::Tensor& tensor) const {
   guard.recordDataPtrOnStream(tensor.storage().data_ptr(), finish_stream);
 }
 
-void DeviceContext::wait(DeviceJob& job, Transfer& transfer, Phase phase, uint64_t number) const {
+void DeviceContext::wait(DeviceJob& job, Transfer& transfer, Phase phase, uint64_t number,
+                         const c10::Stream& stream) const {
   const TimedRange timed("gradferry::network", job.event.network_ns);
   try {
-    transport->wait(transfer, finish_stream);
+    transport->wait(transfer, stream);
   } catch (const std::exception& error) {
     throw lost_contact(*options.peers, options.rank, phase, job.step, number, error.what());
   }

@@ -53,9 +53,10 @@ struct DeviceContext {
   // done with what they hold by then.
   void use_on_both_streams(const at::Tensor& tensor) const;
 
-  // Makes F wait for a collective. Throws Error(kPeer), which names phase, step and number.
+  // Makes E or F wait for a collective. Throws Error(kPeer), which names phase, step and number.
   // `number` is that of the chunk, or of the bucket for a commit.
-  void wait(DeviceJob& job, Transfer& transfer, Phase phase, uint64_t number) const;
+  void wait(DeviceJob& job, Transfer& transfer, Phase phase, uint64_t number,
+            const c10::Stream& stream) const;
 
   Findings* findings_on_device() const {
     return static_cast<Findings*>(findings.mutable_data_ptr());

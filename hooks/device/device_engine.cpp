@@ -55,6 +55,16 @@ std::shared_ptr<DeviceEngine> DeviceEngine::start(EngineOptions options, c10::De
           }};
 }
 
+// A forked child has no threads that closing a lane could wait for.
+DeviceEngine::~DeviceEngine() {
+  if (!context_.transport || worker_) return;
+  if (getpid() == process_id_) {
+    context_.transport->close(life_.death.has_value());
+  } else {
+    context_.transport->leak();
+  }
+}
+
 // --- a bucket, on DDP's thread ---
 
 void DeviceEngine::average(Bucket bucket) {
@@ -113,7 +123,8 @@ const DevicePlan& DeviceEngine::plan_for(const BucketPlan& plan, uint64_t step) 
   // Read by E, and by F only behind E.
   const c10::StreamGuard guard(context_.encode_stream);
   const DevicePlan& added =
-      plans_.try_emplace(&plan, plan, options_.rank, codecs, device_).first->second;
+      plans_.try_emplace(&plan, plan, layout_, codecs, exchange_->sum_begin(), device_)
+          .first->second;
   added.use_on(context_.finish_stream);
   return added;
 }

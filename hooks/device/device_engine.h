@@ -4,6 +4,9 @@
 //   F   check and reduce                      then the all-gather, on the backend's own stream
 //       check and decode into the bucket -> Future
 //
+// Where nodes have several ranks E also packs what siblings sum, and sums, and F forwards what was
+// gathered.
+//
 // run() itself enqueues everything in bucket order: the host does not wait and, after every bucket
 // was seen once, nothing is allocated. docs/streams.md shows what waits for what. With a transport
 // that waits (StagedTransport), a thread of the engine does this work instead.
@@ -37,6 +40,8 @@ class DeviceEngine final : public BucketEngine {
   static std::shared_ptr<DeviceEngine> start(EngineOptions options, c10::Device device,
                                              ParameterHashes hashes,
                                              std::unique_ptr<DeviceTransport> transport);
+
+  ~DeviceEngine() override;
 
   // From now on buckets are timed by the device's clock.
   void time_buckets() { clock_.start(); }

@@ -13,63 +13,91 @@
 namespace gradferry {
 
 DeviceExchange::DeviceExchange(DeviceContext& context, uint64_t other_bytes)
-    : context_(context), options_(context.options) {
+    : context_(context),
+      options_(context.options),
+      nodes_(context.layout.nodes()),
+      local_index_(nodes_.local_index(options_.rank)) {
   const c10::StreamGuard guard(context_.finish_stream);
   const bool exchanges = context_.transport != nullptr;
-  const uint64_t progress_bytes =
-      sizeof(ChunkProgress) + (uint64_t{options_.world_size} + 1) * sizeof(uint64_t);
-  const uint64_t verdicts_bytes = uint64_t{options_.world_size} * sizeof(uint32_t);
-  const Workspace workspace =
-      plan_workspace(context_.layout, options_.chunk_bytes,
-                     {.cap_bytes = options_.workspace_cap_bytes,
-                      .other_bytes = other_bytes + 2 * progress_bytes + verdicts_bytes,
-                      .most_slots = exchanges ? kDeviceSlots : 1,
-                      .gathers_in_place = false});
+  const uint64_t num_siblings =
+      nodes_.is_flat() ? uint64_t{0} : nodes_.siblings(options_.rank).size();
+  const uint64_t most_messages = options_.world_size + num_siblings;
+  const uint64_t progress_bytes = sizeof(ChunkProgress) + (most_messages + 1) * sizeof(uint64_t);
+  const uint64_t verdicts_bytes = most_messages * sizeof(uint32_t);
+  const uint64_t sibling_verdicts_bytes = num_siblings * sizeof(uint32_t);
+  const Workspace workspace = plan_workspace(
+      context_.layout, options_.chunk_bytes,
+      {.cap_bytes = options_.workspace_cap_bytes,
+       .other_bytes = other_bytes + 2 * progress_bytes + verdicts_bytes + sibling_verdicts_bytes,
+       .most_slots = !exchanges         ? 1
+                     : nodes_.is_flat() ? kDeviceSlots
+                                        : kDeviceSlotsOfNodes,
+       .gathers_in_place = false});
   expect_offsets_fit(workspace.message_bytes, options_.world_size);
   encode_progress_ = context_.make_tensor(progress_bytes);
   finish_progress_ = context_.make_tensor(progress_bytes);
   verdicts_ = context_.make_tensor(verdicts_bytes);
+  if (num_siblings != 0) sibling_verdicts_ = context_.make_tensor(sibling_verdicts_bytes);
+  sum_begin_ = static_cast<uint32_t>(workspace.send_bytes);
   EngineStats& stats = context_.life.stats;
   stats.workspace_allocations += workspace.slots;
-  for (size_t i = 0; i < workspace.slots; ++i) {
-    DeviceSlot& slot = slots_.emplace_back(DeviceSlot{context_.make_buffer(workspace.send_bytes),
-                                                      {},
-                                                      {},
-                                                      {},
-                                                      c10::Event(context_.device.type())});
-    if (!exchanges) {
-      stats.workspace_bytes += workspace.send_bytes;
-      return;
-    }
-    slot.scatter_receive = context_.make_buffer(workspace.receive_bytes);
-    slot.gather_send = context_.make_buffer(workspace.own_message_bytes);
-    slot.gather_receive = workspace.shared_receive ? slot.scatter_receive
-                                                   : context_.make_buffer(workspace.receive_bytes);
+  for (size_t i = 0; i < workspace.slots; ++i) slots_.push_back(make_slot(workspace));
+  if (!exchanges) {
+    stats.workspace_bytes += workspace.send_bytes;
+    return;
   }
   stats.workspace = workspace;
   stats.workspace_bytes += workspace.bytes();
 }
 
-// With three slots, one chunk ahead: the backend's stream takes collectives in the order they were
-// posted, so chunk c + 1 is scattered before chunk c is gathered, and reduced before chunk c is
-// decoded. Otherwise the link would be idle while a chunk is reduced.
+DeviceExchange::DeviceSlot DeviceExchange::make_slot(const Workspace& workspace) const {
+  DeviceSlot slot{.dense_send = {},
+                  .dense_receive = {},
+                  .scatter_send = context_.make_buffer(workspace.send_bytes + workspace.sum_bytes),
+                  .scatter_receive = {},
+                  .gather_send = {},
+                  .gathered = {},
+                  .free = c10::Event(context_.device.type())};
+  if (!context_.transport) return slot;
+  if (!nodes_.is_flat()) {
+    slot.dense_send = context_.make_buffer(workspace.dense_send_bytes);
+    slot.dense_receive = context_.make_buffer(workspace.dense_receive_bytes);
+  }
+  slot.scatter_receive = context_.make_buffer(workspace.receive_bytes);
+  slot.gather_send = context_.make_buffer(workspace.own_message_bytes);
+  slot.gathered = workspace.shared_receive ? slot.scatter_receive
+                                           : context_.make_buffer(workspace.gathered_bytes);
+  return slot;
+}
+
+// Each stage one chunk behind the one before it, as far as slots allow: backends' streams take
+// collectives in the order they were posted, so with three slots chunk c + 1 is scattered before
+// chunk c is gathered, and reduced before chunk c is decoded. Otherwise the link would be idle
+// while a chunk is reduced.
+DeviceExchange::Behind DeviceExchange::stages() const {
+  const auto behind = [&](size_t stage) { return std::min(stage, slots_.size() - 1); };
+  if (nodes_.is_flat()) return {0, behind(1), behind(1), behind(2)};
+  return {behind(1), behind(2), behind(3), behind(4)};
+}
+
 void DeviceExchange::average(DeviceJob& job) {
   reserve_flags(job.plan->most_tiles());
   const std::vector<DeviceChunk>& chunks = job.plan->chunks();
-  std::array<ChunkJob, kDeviceSlots> jobs;
-  const auto at_chunk = [&](size_t i) -> ChunkJob& { return jobs[i % kDeviceSlots]; };
-  const size_t decode_behind = slots_.size() - 1,
-               reduce_behind = std::min<size_t>(decode_behind, 1);
-  for (size_t i = 0; i < chunks.size() + decode_behind; ++i) {
-    if (i < chunks.size()) {
-      at_chunk(i).chunk = &chunks[i];
-      send(job, at_chunk(i));
-    }
-    if (i >= reduce_behind && i - reduce_behind < chunks.size()) {
-      reduce(job, at_chunk(i - reduce_behind));
-    }
-    if (i >= decode_behind) decode(job, at_chunk(i - decode_behind));
+  std::array<ChunkJob, kDeviceSlotsOfNodes> jobs;
+  const auto at_chunk = [&](size_t i) -> ChunkJob& { return jobs[i % jobs.size()]; };
+  const Behind behind = stages();
+  for (size_t i = 0; i < chunks.size() + behind.decode; ++i) {
+    const auto is_due = [&](size_t by) { return i >= by && i - by < chunks.size(); };
+    if (is_due(0)) begin(job, at_chunk(i), chunks[i]);
+    if (is_due(behind.encode)) send(job, at_chunk(i - behind.encode));
+    if (is_due(behind.reduce)) reduce(job, at_chunk(i - behind.reduce));
+    if (is_due(behind.forward)) forward(job, at_chunk(i - behind.forward));
+    if (is_due(behind.decode)) decode(job, at_chunk(i - behind.decode));
   }
+}
+
+Envelope DeviceExchange::envelope(const DeviceJob& job, const ChunkJob& chunk, Phase phase) const {
+  return options_.agreement().envelope(job.step, chunk.number, phase);
 }
 
 ChunkBatch DeviceExchange::chunk_of(const DeviceJob& job, uint64_t number, const DeviceStage& stage,
@@ -89,72 +117,180 @@ ChunkBatch DeviceExchange::chunk_of(const DeviceJob& job, uint64_t number, const
 }
 
 ReceivedMessages DeviceExchange::received_in(const DeviceJob& job, const Table<Message>& messages,
-                                             const DeviceBuffer& buffer) const {
+                                             const DeviceBuffer& buffer,
+                                             const at::Tensor& verdicts) const {
+  if (messages.size == 0) return {};
   return {.messages = job.plan->data(messages),
           .num_messages = messages.size,
           .buffer = bytes(buffer),
-          .verdicts = words(verdicts_)};
+          .verdicts = words(verdicts)};
 }
 
-// On E, after the last use of the slot on F.
-void DeviceExchange::send(DeviceJob& job, ChunkJob& chunk) {
-  const TimedRange timed("gradferry::encode", job.event.encode_ns);
-  const DeviceChunk& planned = *chunk.chunk;
+std::byte* DeviceExchange::sum_of(const DeviceSlot& slot) const {
+  return bytes(slot.scatter_send) + sum_begin_;
+}
+
+// E uses the slot after its last use on F.
+void DeviceExchange::begin(DeviceJob& job, ChunkJob& chunk, const DeviceChunk& planned) {
   {
     const std::lock_guard lock(context_.life.mutex);
     chunk.number = context_.life.stats.chunks++;
   }
+  chunk.chunk = &planned;
   chunk.slot = &slots_[chunk.number % slots_.size()];
-  DeviceSlot& slot = *chunk.slot;
-  slot.free.block(context_.encode_stream);
-  chunk_kernels().encode({.chunk = chunk_of(job, chunk.number, planned.encode, encode_progress_,
-                                            context_.encode_stream),
-                          .gradient = job.gradient.const_data_ptr(),
-                          .gain = context_.residuals->gain(),
-                          .residual = context_.residuals->worker(),
-                          .messages = job.plan->data(planned.scatter_sent),
-                          .num_messages = planned.scatter_sent.size,
-                          .out = bytes(slot.scatter_send)});
-  chunk.scatter =
-      context_.transport->all_to_all(slot.scatter_receive, planned.receive_bytes, slot.scatter_send,
-                                     planned.send_bytes, context_.encode_stream);
+  chunk.slot->free.block(context_.encode_stream);
+  if (!nodes_.is_flat()) send_to_siblings(job, chunk);
+}
+
+// On E. Siblings get the gradients of the tiles that they sum.
+void DeviceExchange::send_to_siblings(DeviceJob& job, ChunkJob& chunk) {
+  const TimedRange timed("gradferry::encode", job.event.encode_ns);
+  const DeviceSiblings& siblings = chunk.chunk->siblings;
+  const DeviceSlot& slot = *chunk.slot;
+  node_kernels().pack({.pieces = job.plan->data(siblings.sent),
+                       .num_pieces = siblings.sent.size,
+                       .dtype = job.plan->plan().dtype,
+                       .gradient = job.gradient.const_data_ptr(),
+                       .envelope = envelope(job, chunk, Phase::kLocalScatter),
+                       .messages = job.plan->data(siblings.scatter.sent),
+                       .num_messages = siblings.scatter.sent.size,
+                       .out = bytes(slot.dense_send),
+                       .stream = context_.encode_stream.native_handle()});
+  chunk.local_scatter = context_.transport->all_to_all(
+      Among::kSiblings, slot.dense_receive, siblings.scatter.receive_bytes, slot.dense_send,
+      siblings.scatter.send_bytes, context_.encode_stream);
+}
+
+// On E. A message that cannot be trusted makes the sum NaN; reduce reports it.
+void DeviceExchange::sum(DeviceJob& job, ChunkJob& chunk) {
+  context_.wait(job, chunk.local_scatter, Phase::kLocalScatter, chunk.number,
+                context_.encode_stream);
+  const TimedRange timed("gradferry::encode", job.event.encode_ns);
+  const DeviceSiblings& siblings = chunk.chunk->siblings;
+  node_kernels().sum({.pieces = job.plan->data(siblings.own),
+                      .num_pieces = siblings.own.size,
+                      .dtype = job.plan->plan().dtype,
+                      .gradient = job.gradient.const_data_ptr(),
+                      .envelope = envelope(job, chunk, Phase::kLocalScatter),
+                      .messages = job.plan->data(siblings.scatter.received),
+                      .num_messages = siblings.scatter.received.size,
+                      .received = bytes(chunk.slot->dense_receive),
+                      // The mean of nodes' sums times this is the mean of ranks.
+                      .scale = static_cast<double>(nodes_.num_nodes()) / nodes_.world_size(),
+                      .sum = sum_of(*chunk.slot),
+                      .stream = context_.encode_stream.native_handle()});
+}
+
+// On E. The messages of a chunk of which no tile is this rank's to encode are headers alone.
+void DeviceExchange::send(DeviceJob& job, ChunkJob& chunk) {
+  if (!nodes_.is_delegate(options_.rank)) return;
+  if (!nodes_.is_flat()) sum(job, chunk);
+  const TimedRange timed("gradferry::encode", job.event.encode_ns);
+  const DeviceChunk& planned = *chunk.chunk;
+  const DeviceSlot& slot = *chunk.slot;
+  const Message* messages = job.plan->data(planned.scatter.sent);
+  if (planned.encode.tiles.size == 0) {
+    node_kernels().pack({.pieces = nullptr,
+                         .num_pieces = 0,
+                         .dtype = job.plan->plan().dtype,
+                         .gradient = nullptr,
+                         .envelope = envelope(job, chunk, Phase::kScatter),
+                         .messages = messages,
+                         .num_messages = planned.scatter.sent.size,
+                         .out = bytes(slot.scatter_send),
+                         .stream = context_.encode_stream.native_handle()});
+  } else {
+    chunk_kernels().encode(
+        {.chunk =
+             chunk_of(job, chunk.number, planned.encode, encode_progress_, context_.encode_stream),
+         .gradient = nodes_.is_flat() ? job.gradient.const_data_ptr() : sum_of(slot),
+         .gain = context_.residuals->gain(),
+         .residual = context_.residuals->worker(),
+         .messages = messages,
+         .num_messages = planned.scatter.sent.size,
+         .out = bytes(slot.scatter_send)});
+  }
+  chunk.scatter = context_.transport->all_to_all(
+      Among::kPeers, slot.scatter_receive, planned.scatter.receive_bytes, slot.scatter_send,
+      planned.scatter.send_bytes, context_.encode_stream);
 }
 
 // On F. Messages that cannot be trusted get a verdict, and reduce still processes them: to skip
-// them, the host would have to wait for the verdicts.
+// them, the host would have to wait for the verdicts. A rank without peers checks its siblings'.
 void DeviceExchange::reduce(DeviceJob& job, ChunkJob& chunk) {
   const DeviceChunk& planned = *chunk.chunk;
-  DeviceSlot& slot = *chunk.slot;
-  context_.wait(job, chunk.scatter, Phase::kScatter, chunk.number);
+  const DeviceSlot& slot = *chunk.slot;
+  const bool has_peers = nodes_.is_delegate(options_.rank);
+  if (has_peers) {
+    context_.wait(job, chunk.scatter, Phase::kScatter, chunk.number, context_.finish_stream);
+  } else {
+    context_.wait(job, chunk.local_scatter, Phase::kLocalScatter, chunk.number,
+                  context_.finish_stream);
+  }
   const TimedRange timed("gradferry::reduce", job.event.reduce_ns);
+  const uint32_t forward_bytes = planned.plan->forward_bytes;
   chunk_kernels().reduce(
       {.chunk =
            chunk_of(job, chunk.number, planned.reduce, finish_progress_, context_.finish_stream),
-       .received = received_in(job, planned.scatter_received, slot.scatter_receive),
+       .received = received_in(job, planned.scatter.received, slot.scatter_receive, verdicts_),
        .gain = context_.residuals->gain(),
        .residual = context_.residuals->owner(),
        .payload_bytes = planned.gather_payload_bytes,
-       .out = bytes(slot.gather_send),
-       .findings = context_.findings_on_device()});
+       .out = has_peers ? bytes(slot.gather_send) : nullptr,
+       .findings = context_.findings_on_device(),
+       .from_siblings =
+           received_in(job, planned.siblings.from_others, slot.dense_receive, sibling_verdicts_),
+       .forward_payload_bytes = nodes_.is_flat() ? 0 : forward_bytes - kHeaderBytes,
+       .forward = nodes_.is_flat()
+                      ? nullptr
+                      : bytes(slot.gathered) + uint64_t{local_index_} * forward_bytes});
   // From here on E may reuse its buffers of the slot, unless decode reads what was sent, or what is
   // received next lies where decode reads.
-  if (!freed_by_decode(planned)) slot.free.record(context_.finish_stream);
-  chunk.gather =
-      context_.transport->all_gather(slot.gather_receive, slot.gather_send,
-                                     planned.plan->columns[0].gather_message_bytes, context_.finish_stream);
+  if (!freed_by_decode(planned)) chunk.slot->free.record(context_.finish_stream);
+  if (has_peers) post_gather(chunk);
+}
+
+// Into the message to siblings, behind its header, or to where decode reads at once.
+void DeviceExchange::post_gather(ChunkJob& chunk) {
+  const DeviceSlot& slot = *chunk.slot;
+  const uint64_t size = chunk.chunk->gather_message_bytes;
+  const uint64_t begin =
+      nodes_.is_flat() ? 0
+                       : uint64_t{local_index_} * chunk.chunk->plan->forward_bytes + kHeaderBytes;
+  chunk.gather = context_.transport->all_gather(
+      Among::kPeers, slot.gathered.part(begin, size * nodes_.num_nodes()), slot.gather_send,
+      static_cast<int64_t>(size), context_.finish_stream);
+}
+
+// On F, which has nothing to do here but to wait: the next chunk's all-to-all, for which it waits
+// next, is behind this all-gather on the peers' stream.
+void DeviceExchange::forward(DeviceJob& job, ChunkJob& chunk) {
+  if (nodes_.is_flat()) return;
+  if (nodes_.is_delegate(options_.rank)) {
+    context_.wait(job, chunk.gather, Phase::kGather, chunk.number, context_.finish_stream);
+  }
+  const DeviceSlot& slot = *chunk.slot;
+  const uint64_t size = chunk.chunk->plan->forward_bytes;
+  chunk.forward = context_.transport->all_gather(
+      Among::kSiblings, slot.gathered, slot.gathered.part(local_index_ * size, size),
+      static_cast<int64_t>(size), context_.finish_stream);
 }
 
 // On F, last: the mean replaces the gradient in the bucket. Tiles of refused messages become NaN,
 // so that no rank trains on them before the commit reports the error.
 void DeviceExchange::decode(DeviceJob& job, ChunkJob& chunk) {
   const DeviceChunk& planned = *chunk.chunk;
-  DeviceSlot& slot = *chunk.slot;
-  context_.wait(job, chunk.gather, Phase::kGather, chunk.number);
+  const DeviceSlot& slot = *chunk.slot;
+  if (nodes_.is_flat()) {
+    context_.wait(job, chunk.gather, Phase::kGather, chunk.number, context_.finish_stream);
+  } else {
+    context_.wait(job, chunk.forward, Phase::kForward, chunk.number, context_.finish_stream);
+  }
   const TimedRange timed("gradferry::decode", job.event.decode_ns);
   decode_on(job,
             chunk_of(job, chunk.number, planned.decode, finish_progress_, context_.finish_stream),
-            received_in(job, planned.gather_received, slot.gather_receive), slot.scatter_send);
-  if (freed_by_decode(planned)) slot.free.record(context_.finish_stream);
+            received_in(job, planned.gathered, slot.gathered, verdicts_), slot.scatter_send);
+  if (freed_by_decode(planned)) chunk.slot->free.record(context_.finish_stream);
 }
 
 void DeviceExchange::decode_on(const DeviceJob& job, const ChunkBatch& chunk,
@@ -182,8 +318,10 @@ void DeviceExchange::add_momentum(DeviceJob& job) {
                             .messages = nullptr,
                             .num_messages = 0,
                             .out = bytes(buffer)});
-    decode_on(job, chunk_of(job, 0, planned.decode, encode_progress_, stream),
-              received_in(job, {}, buffer), buffer);
+    decode_on(
+        job, chunk_of(job, 0, planned.decode, encode_progress_, stream),
+        {.messages = nullptr, .num_messages = 0, .buffer = bytes(buffer), .verdicts = nullptr},
+        buffer);
   }
 }
 

@@ -8,11 +8,15 @@
 #include <vector>
 
 #include "device/device_context.h"
+#include "workspace.h"
 
 namespace gradferry {
 
 // Chunks in flight, if their memory may be so large: one is encoded, one reduced, one decoded.
 inline constexpr size_t kDeviceSlots = 3;
+// Where nodes have several ranks: one is packed, one summed and encoded, one reduced, one
+// forwarded, one decoded.
+inline constexpr size_t kDeviceSlotsOfNodes = 5;
 
 class DeviceExchange {
  public:
@@ -25,38 +29,60 @@ class DeviceExchange {
   // Momentum mode in a world of one, where nothing is sent: gradient becomes momentum. On E alone.
   void add_momentum(DeviceJob& job);
 
+  // Bytes from the start of a slot's `scatter_send` to the node's sum, which lies behind the
+  // messages: so decode finds in one buffer what was sent and what was encoded.
+  uint32_t sum_begin() const { return sum_begin_; }
+
  private:
   // Buffers of one chunk in flight.
   struct DeviceSlot {
-    DeviceBuffer scatter_send, scatter_receive, gather_send, gather_receive;
-    c10::Event free;  // recorded on F when E may use the slot again
+    DeviceBuffer dense_send, dense_receive;  // between siblings
+    DeviceBuffer scatter_send, scatter_receive, gather_send;
+    DeviceBuffer gathered;  // what decode reads
+    c10::Event free;        // recorded on F when E may use the slot again
   };
   struct ChunkJob {
     const DeviceChunk* chunk;
     DeviceSlot* slot;
     uint64_t number;
-    Transfer scatter, gather;
+    Transfer local_scatter, scatter, gather, forward;
+  };
+  // How many chunks a stage is behind the first one.
+  struct Behind {
+    size_t encode, reduce, forward, decode;
   };
 
   bool freed_by_decode(const DeviceChunk& planned) const {
     return planned.worker_residual || slots_.size() == 1;
   }
+  DeviceSlot make_slot(const Workspace& workspace) const;
+  Behind stages() const;
+  void begin(DeviceJob& job, ChunkJob& chunk, const DeviceChunk& planned);
+  void send_to_siblings(DeviceJob& job, ChunkJob& chunk);
+  void sum(DeviceJob& job, ChunkJob& chunk);
   void send(DeviceJob& job, ChunkJob& chunk);
   void reduce(DeviceJob& job, ChunkJob& chunk);
+  void post_gather(ChunkJob& chunk);
+  void forward(DeviceJob& job, ChunkJob& chunk);
   void decode(DeviceJob& job, ChunkJob& chunk);
+  std::byte* sum_of(const DeviceSlot& slot) const;
+  Envelope envelope(const DeviceJob& job, const ChunkJob& chunk, Phase phase) const;
   ChunkBatch chunk_of(const DeviceJob& job, uint64_t number, const DeviceStage& stage,
                       const at::Tensor& progress, const c10::Stream& stream) const;
   ReceivedMessages received_in(const DeviceJob& job, const Table<Message>& messages,
-                               const DeviceBuffer& buffer) const;
+                               const DeviceBuffer& buffer, const at::Tensor& verdicts) const;
   void decode_on(const DeviceJob& job, const ChunkBatch& chunk, const ReceivedMessages& received,
                  const DeviceBuffer& sent) const;
   void reserve_flags(uint32_t num_tiles);
 
   DeviceContext& context_;
   const EngineOptions& options_;
+  const Nodes& nodes_;
+  const uint32_t local_index_;  // of this rank
+  uint32_t sum_begin_ = 0;
   std::vector<DeviceSlot> slots_;
   at::Tensor encode_progress_, finish_progress_;  // E's and F's: ChunkProgress
-  at::Tensor verdicts_;                           // uint32_t per message
+  at::Tensor verdicts_, sibling_verdicts_;        // uint32_t per message
   at::Tensor flags_;  // uint32_t per tile of a chunk, on the stream that decodes
 };
 

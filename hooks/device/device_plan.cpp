@@ -48,57 +48,146 @@ DeviceStage add_stage(TableWriter& writer, const std::vector<PlannedBatch>& plan
   return stage;
 }
 
-DeviceChunk add_chunk(TableWriter& writer, const ChunkPlan& plan, uint32_t rank,
-                      const std::vector<ChunkCodec>& codecs) {
-  const auto world_size = static_cast<uint32_t>(plan.shards.size());
-  const Shard& own = plan.shards[rank];
-  DeviceChunk chunk;
-  chunk.plan = &plan;
-  std::vector<uint32_t> own_payloads;  // by tile: where this rank's is in the send buffer
-  chunk.encode = add_stage(writer, plan.encode, codecs, &PlannedBatch::worker_residual,
-                           [&](ChunkTile& tile, uint32_t receiver) {
-                             tile.message = receiver;
-                             own_payloads.push_back(tile.tile.payload_offset);
-                           });
-  chunk.reduce = add_stage(writer, plan.reduce, codecs, &PlannedBatch::owner_residual,
-                           [](ChunkTile&, uint32_t) {});
-  size_t next = 0;
-  chunk.decode =
-      add_stage(writer, plan.decode, codecs, &PlannedBatch::worker_residual,
-                [&](ChunkTile& tile, uint32_t sender) {
-                  tile.message = sender;
-                  tile.tile.output_offset = own_payloads[next++];
-                  tile.tile.message_offset =
-                      tile.tile.payload_offset - sender * plan.columns[0].gather_message_bytes - kHeaderBytes;
-                });
-  for (const PlannedBatch& batch : plan.decode) chunk.worker_residual |= batch.worker_residual;
-
-  std::vector<Message> sent, scattered, gathered;
-  uint32_t offset = 0;
-  for (uint32_t p = 0; p < world_size; ++p) {
-    sent.push_back({offset, plan.shards[p].worker_bytes});
-    scattered.push_back({p * own.scatter_bytes, own.worker_bytes});
-    gathered.push_back({p * plan.columns[0].gather_message_bytes, plan.shards[p].owner_bytes});
-    chunk.send_bytes.push_back(plan.shards[p].scatter_bytes);
-    chunk.receive_bytes.push_back(own.scatter_bytes);
-    offset += plan.shards[p].scatter_bytes;
+// Builds the tables of a chunk, as rank `rank` of a world uses them.
+class ChunkTables {
+ public:
+  ChunkTables(TableWriter& writer, const ChunkPlan& plan, const Layout& layout, uint32_t sum_begin)
+      : writer_(writer),
+        plan_(plan),
+        nodes_(layout.nodes()),
+        rank_(layout.rank()),
+        node_(nodes_.node_of(rank_)),
+        column_(nodes_.local_index(rank_)),
+        sum_begin_(sum_begin) {
+    chunk_.plan = &plan;
   }
-  chunk.scatter_sent = writer.add(sent);
-  chunk.scatter_received = writer.add(scattered);
-  chunk.gather_received = writer.add(gathered);
-  chunk.gather_payload_bytes = own.owner_bytes;
-  return chunk;
-}
+
+  DeviceChunk add(const std::vector<ChunkCodec>& codecs) {
+    if (!nodes_.is_flat()) add_siblings();
+    if (nodes_.is_delegate(rank_)) add_peers();
+    add_gathered();
+    add_stages(codecs);
+    return std::move(chunk_);
+  }
+
+ private:
+  uint32_t dense_bytes(uint32_t local_index) const {
+    if (local_index >= plan_.columns.size()) return 0;
+    return plan_.columns[local_index].num_elements * item_bytes(plan_.dtype);
+  }
+
+  void add_siblings() {
+    const std::vector<uint32_t>& ranks = nodes_.siblings(rank_);
+    DeviceScatter& scatter = chunk_.siblings.scatter;
+    const uint32_t own_bytes = dense_bytes(column_);
+    std::vector<Message> sent, received, from_others;
+    uint32_t offset = 0;
+    for (uint32_t i = 0; i < ranks.size(); ++i) {
+      const uint32_t dense = dense_bytes(i);
+      sent.push_back({offset, dense, rank_, Phase::kLocalScatter, 0});
+      received.push_back(
+          {i * (kHeaderBytes + own_bytes), own_bytes, ranks[i], Phase::kLocalScatter, 0});
+      if (i != column_) from_others.push_back(received.back());
+      scatter.send_bytes.push_back(kHeaderBytes + dense);
+      scatter.receive_bytes.push_back(kHeaderBytes + own_bytes);
+      offset += kHeaderBytes + dense;
+    }
+    std::vector<ChunkPiece> to_others, own;
+    for (uint32_t c = 0; c < plan_.columns.size(); ++c) {
+      for (const Piece& piece : plan_.columns[c].pieces) {
+        (c == column_ ? own : to_others)
+            .push_back({piece.gradient_offset, piece.num_elements, piece.offset, c, 0});
+      }
+    }
+    scatter.sent = writer_.add(sent);
+    scatter.received = writer_.add(received);
+    chunk_.siblings.from_others = writer_.add(from_others);
+    chunk_.siblings.sent = writer_.add(to_others);
+    chunk_.siblings.own = writer_.add(own);
+  }
+
+  void add_peers() {
+    const std::vector<uint32_t> peers = nodes_.peers(column_);
+    const Shard& own = plan_.shards[node_];
+    std::vector<Message> sent, received;
+    uint32_t offset = 0;
+    for (uint32_t p = 0; p < peers.size(); ++p) {
+      const Shard& shard = plan_.shards[p];
+      sent.push_back({offset, shard.worker_bytes, rank_, Phase::kScatter, 0});
+      received.push_back({p * own.scatter_bytes, own.worker_bytes, peers[p], Phase::kScatter, 0});
+      chunk_.scatter.send_bytes.push_back(shard.scatter_bytes);
+      chunk_.scatter.receive_bytes.push_back(own.scatter_bytes);
+      offset += shard.scatter_bytes;
+    }
+    chunk_.scatter.sent = writer_.add(sent);
+    chunk_.scatter.received = writer_.add(received);
+    chunk_.gather_payload_bytes = own.owner_bytes;
+    chunk_.gather_message_bytes = plan_.columns[column_].gather_message_bytes;
+  }
+
+  void add_gathered() {
+    for (uint32_t c = 0; c < plan_.columns.size(); ++c) {
+      const Column& column = plan_.columns[c];
+      const std::vector<uint32_t> peers = nodes_.peers(c);
+      const uint32_t begin = nodes_.is_flat() ? 0 : c * plan_.forward_bytes + kHeaderBytes;
+      for (uint32_t p = 0; p < peers.size(); ++p) {
+        const uint32_t message = begin + p * column.gather_message_bytes;
+        gathered_.push_back({message, column.owner_bytes[p], peers[p], Phase::kGather, 0});
+      }
+    }
+    std::vector<Message> all = gathered_;
+    const std::vector<uint32_t>& siblings = nodes_.siblings(rank_);
+    for (uint32_t i = 0; !nodes_.is_flat() && i < siblings.size(); ++i) {
+      all.push_back({i * plan_.forward_bytes, plan_.forward_bytes - kHeaderBytes, siblings[i],
+                     Phase::kForward, 0});
+    }
+    chunk_.gathered = writer_.add(all);
+  }
+
+  void add_stages(const std::vector<ChunkCodec>& codecs) {
+    std::vector<Tile> own;  // in the send buffer
+    chunk_.encode = add_stage(writer_, plan_.encode, codecs, &PlannedBatch::worker_residual,
+                              [&](ChunkTile& tile, uint32_t node) {
+                                tile.message = node;
+                                own.push_back(tile.tile);
+                              });
+    chunk_.reduce = add_stage(writer_, plan_.reduce, codecs, &PlannedBatch::owner_residual,
+                              [](ChunkTile&, uint32_t) {});
+    const uint32_t item = item_bytes(plan_.dtype);
+    size_t next = 0;
+    chunk_.decode = add_stage(
+        writer_, plan_.decode, codecs, &PlannedBatch::worker_residual,
+        [&](ChunkTile& tile, uint32_t owner) {
+          tile.message = nodes_.local_index(owner) * nodes_.num_nodes() + nodes_.node_of(owner);
+          tile.tile.message_offset =
+              tile.tile.payload_offset - gathered_[tile.message].offset - kHeaderBytes;
+          if (next == own.size()) return;  // of other columns
+          const Tile& sent = own[next++];
+          tile.tile.output_offset = sent.payload_offset;
+          if (nodes_.is_flat()) return;
+          tile.summed_offset = sum_begin_ + static_cast<uint32_t>(sent.gradient_offset) * item;
+        });
+    for (const PlannedBatch& batch : plan_.decode) chunk_.worker_residual |= batch.worker_residual;
+  }
+
+  TableWriter& writer_;
+  const ChunkPlan& plan_;
+  const Nodes& nodes_;
+  const uint32_t rank_, node_, column_, sum_begin_;
+  std::vector<Message> gathered_;  // of owners
+  DeviceChunk chunk_{};
+};
 
 }  // namespace
 
-DevicePlan::DevicePlan(const BucketPlan& plan, uint32_t rank, const std::vector<ChunkCodec>& codecs,
+DevicePlan::DevicePlan(const BucketPlan& plan, const Layout& layout,
+                       const std::vector<ChunkCodec>& codecs, uint32_t sum_begin,
                        c10::Device device)
     : plan_(plan) {
   TableWriter writer;
   codecs_ = writer.add(codecs);
   for (const ChunkPlan& chunk : plan_.chunks) {
-    chunks_.push_back(add_chunk(writer, chunk, rank, codecs));
+    chunks_.push_back(ChunkTables(writer, chunk, layout, sum_begin).add(codecs));
     const DeviceChunk& added = chunks_.back();
     most_tiles_ = std::max(
         {most_tiles_, added.encode.tiles.size, added.reduce.tiles.size, added.decode.tiles.size});

@@ -25,22 +25,38 @@ struct DeviceStage {
   uint32_t rows = 0;
 };
 
+// An all-to-all: bytes sent to, and received from, each rank.
+struct DeviceScatter {
+  Table<Message> sent, received;
+  std::vector<int64_t> send_bytes, receive_bytes;
+};
+
+// What siblings do for each other; empty with one rank per node.
+struct DeviceSiblings {
+  DeviceScatter scatter;
+  Table<Message> from_others;   // those of scatter.received that this rank did not send
+  Table<ChunkPiece> sent, own;  // pieces of other columns, and of this rank's
+};
+
 struct DeviceChunk {
   const ChunkPlan* plan;
+  DeviceSiblings siblings;
   DeviceStage encode, reduce, decode;
-  bool worker_residual = false;  // some tiles have one, so that decode reads what was sent
-  Table<Message> scatter_sent, scatter_received, gather_received;
-  uint32_t gather_payload_bytes;  // of the message that this rank sends
-  // All-to-all: bytes sent to, and received from, each rank.
-  std::vector<int64_t> send_bytes, receive_bytes;
+  bool worker_residual = false;       // some tiles have one, so that decode reads what was sent
+  DeviceScatter scatter;              // between peers, as what follows
+  uint32_t gather_payload_bytes = 0;  // of the message that this rank sends
+  uint32_t gather_message_bytes = 0;  // with its header and padding
+  // What decode checks: the messages of all owners and, behind them, those that siblings forward.
+  Table<Message> gathered;
 };
 
 class DevicePlan {
  public:
-  // `plan` outlives this. `codecs`: those of the layout, with the plan's factors. Uploads on the
-  // current stream of `device`.
-  DevicePlan(const BucketPlan& plan, uint32_t rank, const std::vector<ChunkCodec>& codecs,
-             c10::Device device);
+  // `plan` and `layout` outlive this. `codecs`: those of the layout, with the plan's factors.
+  // `sum_begin`: where in a buffer of sent messages the node's sum lies (device_exchange.h).
+  // Uploads on the current stream of `device`.
+  DevicePlan(const BucketPlan& plan, const Layout& layout, const std::vector<ChunkCodec>& codecs,
+             uint32_t sum_begin, c10::Device device);
 
   DevicePlan(const DevicePlan&) = delete;
   DevicePlan& operator=(const DevicePlan&) = delete;

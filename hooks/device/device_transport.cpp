@@ -3,6 +3,7 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <array>
 #include <numeric>
 
 namespace gradferry {
@@ -26,22 +27,50 @@ void to_host(const DeviceBuffer& buffer, int64_t num_bytes, const c10::Stream& s
 
 }  // namespace
 
-Pending DeviceTransport::post_all_to_all(Lane& lane, const at::Tensor& receive,
+DeviceBuffer DeviceBuffer::part(uint64_t begin, uint64_t num_bytes) const {
+  const auto narrowed = [&](const at::Tensor& tensor) {
+    return tensor.defined()
+               ? tensor.narrow(0, static_cast<int64_t>(begin), static_cast<int64_t>(num_bytes))
+               : tensor;
+  };
+  return {narrowed(device), narrowed(host)};
+}
+
+Lane& DeviceTransport::lane(Among among) {
+  if (among == Among::kSiblings) return *nodes_.siblings;
+  return among == Among::kPeers && nodes_.peers ? *nodes_.peers : lane_of_all();
+}
+
+void DeviceTransport::count(Among among, int64_t num_bytes) {
+  if (among == Among::kSiblings) return;
+  sent_bytes_.fetch_add(static_cast<uint64_t>(num_bytes), std::memory_order_relaxed);
+}
+
+void DeviceTransport::close(bool failed) {
+  std::vector<std::shared_ptr<Lane>> lanes;
+  for (std::shared_ptr<Lane>& open :
+       std::array{take_lane_of_all(), std::move(nodes_.siblings), std::move(nodes_.peers)}) {
+    if (open) lanes.push_back(std::move(open));
+  }
+  if (failed) close_later(std::move(lanes));
+}
+
+Pending DeviceTransport::post_all_to_all(Among among, const at::Tensor& receive,
                                          const std::vector<int64_t>& receive_bytes,
                                          const at::Tensor& send,
                                          const std::vector<int64_t>& send_bytes) {
-  sent_bytes_.fetch_add(static_cast<uint64_t>(sum(send_bytes) - send_bytes[lane.rank()]),
-                        std::memory_order_relaxed);
-  return lane.all_to_all(first_bytes(receive, sum(receive_bytes)), receive_bytes,
+  Lane& used = lane(among);
+  count(among, sum(send_bytes) - send_bytes[used.rank()]);
+  return used.all_to_all(first_bytes(receive, sum(receive_bytes)), receive_bytes,
                          first_bytes(send, sum(send_bytes)), send_bytes);
 }
 
-Pending DeviceTransport::post_all_gather(Lane& lane, const at::Tensor& receive,
+Pending DeviceTransport::post_all_gather(Among among, const at::Tensor& receive,
                                          const at::Tensor& send, int64_t num_bytes) {
-  sent_bytes_.fetch_add(static_cast<uint64_t>(num_bytes) * (world_size_ - 1),
-                        std::memory_order_relaxed);
-  return lane.all_gather(first_bytes(receive, num_bytes * world_size_),
-                         first_bytes(send, num_bytes));
+  Lane& used = lane(among);
+  const int64_t ranks = used.world_size();
+  count(among, num_bytes * (ranks - 1));
+  return used.all_gather(first_bytes(receive, num_bytes * ranks), first_bytes(send, num_bytes));
 }
 
 // --- StreamTransport ---
@@ -59,20 +88,21 @@ Transfer transfer_of(Pending work, const c10::Stream& stream) {
 
 }  // namespace
 
-Transfer StreamTransport::all_to_all(const DeviceBuffer& receive,
+Transfer StreamTransport::all_to_all(Among among, const DeviceBuffer& receive,
                                      const std::vector<int64_t>& receive_bytes,
                                      const DeviceBuffer& send,
                                      const std::vector<int64_t>& send_bytes,
                                      const c10::Stream& stream) {
   const c10::StreamGuard guard(stream);
-  return transfer_of(
-      post_all_to_all(*lane_, receive.device, receive_bytes, send.device, send_bytes), stream);
+  return transfer_of(post_all_to_all(among, receive.device, receive_bytes, send.device, send_bytes),
+                     stream);
 }
 
-Transfer StreamTransport::all_gather(const DeviceBuffer& receive, const DeviceBuffer& send,
-                                     int64_t num_bytes, const c10::Stream& stream) {
+Transfer StreamTransport::all_gather(Among among, const DeviceBuffer& receive,
+                                     const DeviceBuffer& send, int64_t num_bytes,
+                                     const c10::Stream& stream) {
   const c10::StreamGuard guard(stream);
-  return transfer_of(post_all_gather(*lane_, receive.device, send.device, num_bytes), stream);
+  return transfer_of(post_all_gather(among, receive.device, send.device, num_bytes), stream);
 }
 
 void StreamTransport::wait(Transfer& transfer, const c10::Stream& stream) {
@@ -85,26 +115,27 @@ void StreamTransport::wait(Transfer& transfer, const c10::Stream& stream) {
 
 // --- StagedTransport ---
 
-Transfer StagedTransport::all_to_all(const DeviceBuffer& receive,
+Transfer StagedTransport::all_to_all(Among among, const DeviceBuffer& receive,
                                      const std::vector<int64_t>& receive_bytes,
                                      const DeviceBuffer& send,
                                      const std::vector<int64_t>& send_bytes,
                                      const c10::Stream& stream) {
   to_host(send, sum(send_bytes), stream);
   Transfer transfer;
-  transfer.work = post_all_to_all(*lane_, receive.host, receive_bytes, send.host, send_bytes);
-  transfer.received = &receive;
+  transfer.work = post_all_to_all(among, receive.host, receive_bytes, send.host, send_bytes);
+  transfer.received = receive;
   transfer.num_bytes = sum(receive_bytes);
   return transfer;
 }
 
-Transfer StagedTransport::all_gather(const DeviceBuffer& receive, const DeviceBuffer& send,
-                                     int64_t num_bytes, const c10::Stream& stream) {
+Transfer StagedTransport::all_gather(Among among, const DeviceBuffer& receive,
+                                     const DeviceBuffer& send, int64_t num_bytes,
+                                     const c10::Stream& stream) {
   to_host(send, num_bytes, stream);
   Transfer transfer;
-  transfer.work = post_all_gather(*lane_, receive.host, send.host, num_bytes);
-  transfer.received = &receive;
-  transfer.num_bytes = num_bytes * world_size_;
+  transfer.work = post_all_gather(among, receive.host, send.host, num_bytes);
+  transfer.received = receive;
+  transfer.num_bytes = num_bytes * lane(among).world_size();
   return transfer;
 }
 
@@ -112,13 +143,8 @@ void StagedTransport::wait(Transfer& transfer, const c10::Stream& stream) {
   peers_->wait(*transfer.work);
   transfer.work.reset();
   const c10::StreamGuard guard(stream);
-  first_bytes(transfer.received->device, transfer.num_bytes)
-      .copy_(first_bytes(transfer.received->host, transfer.num_bytes), /*non_blocking=*/true);
-}
-
-void StagedTransport::close(bool failed) {
-  if (failed) close_later({std::move(lane_)});
-  lane_.reset();
+  first_bytes(transfer.received.device, transfer.num_bytes)
+      .copy_(first_bytes(transfer.received.host, transfer.num_bytes), /*non_blocking=*/true);
 }
 
 }  // namespace gradferry

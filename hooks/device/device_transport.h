@@ -25,19 +25,32 @@ namespace gradferry {
 struct DeviceBuffer {
   at::Tensor device;
   at::Tensor host;
+
+  // `num_bytes` from `begin` on, in the same memory.
+  DeviceBuffer part(uint64_t begin, uint64_t num_bytes) const;
+};
+
+// Which ranks take part in a collective.
+enum class Among : uint8_t { kAll, kPeers, kSiblings };
+
+// Of a rank whose node has several: between its siblings, and between its peers if it has any.
+struct NodeLanes {
+  std::shared_ptr<Lane> siblings, peers;
 };
 
 // A collective in flight.
 struct Transfer {
-  Pending work;                            // null: it runs on the stream it was posted from
-  std::optional<c10::Event> done;          // recorded after it, if `work` is null
-  const DeviceBuffer* received = nullptr;  // staged: buffer to copy back to the device
+  Pending work;                    // null: it runs on the stream it was posted from
+  std::optional<c10::Event> done;  // recorded after it, if `work` is null
+  DeviceBuffer received;           // staged: buffer to copy back to the device
   int64_t num_bytes = 0;
 };
 
 class DeviceTransport {
  public:
   virtual ~DeviceTransport() = default;
+  DeviceTransport(const DeviceTransport&) = delete;
+  DeviceTransport& operator=(const DeviceTransport&) = delete;
 
   // Whether its calls wait on the host.
   virtual bool waits() const = 0;
@@ -48,31 +61,42 @@ class DeviceTransport {
 
   // Runs after the work that is enqueued on `stream`. Rank p's part of `send` has send_bytes[p]
   // bytes; the parts are contiguous, and so are those received.
-  virtual Transfer all_to_all(const DeviceBuffer& receive,
+  virtual Transfer all_to_all(Among among, const DeviceBuffer& receive,
                               const std::vector<int64_t>& receive_bytes, const DeviceBuffer& send,
                               const std::vector<int64_t>& send_bytes,
                               const c10::Stream& stream) = 0;
-  // Every rank sends the first `num_bytes` of `send`; `receive` gets world_size times as many.
-  virtual Transfer all_gather(const DeviceBuffer& receive, const DeviceBuffer& send,
+  // Every rank sends the first `num_bytes` of `send`, which may lie in its place of `receive`; that
+  // gets as many of each.
+  virtual Transfer all_gather(Among among, const DeviceBuffer& receive, const DeviceBuffer& send,
                               int64_t num_bytes, const c10::Stream& stream) = 0;
   // Work enqueued on `stream` from now on runs after the collective.
   virtual void wait(Transfer& transfer, const c10::Stream& stream) = 0;
 
-  // The last call. After a failure the backend is closed later, as in Lane::close_later().
-  virtual void close(bool failed) = 0;
+  // The last call. After a failure lanes are closed later, as in close_later().
+  void close(bool failed);
+  // Instead: keeps the lanes for good.
+  void leak() { static_cast<void>(new NodeLanes(std::move(nodes_))); }
 
+  // To ranks other than siblings, and commits to all.
   uint64_t sent_bytes() const { return sent_bytes_.load(std::memory_order_relaxed); }
 
  protected:
-  explicit DeviceTransport(uint32_t world_size) : world_size_(world_size) {}
+  // `nodes`: both null with one rank per node, where all ranks are peers.
+  explicit DeviceTransport(NodeLanes nodes) : nodes_(std::move(nodes)) {}
 
-  Pending post_all_to_all(Lane& lane, const at::Tensor& receive,
+  Lane& lane(Among among);
+  Pending post_all_to_all(Among among, const at::Tensor& receive,
                           const std::vector<int64_t>& receive_bytes, const at::Tensor& send,
                           const std::vector<int64_t>& send_bytes);
-  Pending post_all_gather(Lane& lane, const at::Tensor& receive, const at::Tensor& send,
+  Pending post_all_gather(Among among, const at::Tensor& receive, const at::Tensor& send,
                           int64_t num_bytes);
 
-  const uint32_t world_size_;
+ private:
+  virtual Lane& lane_of_all() = 0;
+  virtual std::shared_ptr<Lane> take_lane_of_all() { return {}; }
+  void count(Among among, int64_t num_bytes);
+
+  NodeLanes nodes_;
   std::atomic<uint64_t> sent_bytes_{0};
 };
 
@@ -81,21 +105,22 @@ class StreamTransport final : public DeviceTransport {
   // `group` returns DDP's own process group. It is called for every bucket and its result not kept,
   // so that the group can be destroyed.
   using FindGroup = std::function<c10::intrusive_ptr<c10d::ProcessGroup>()>;
-  StreamTransport(FindGroup group, uint32_t world_size)
-      : DeviceTransport(world_size), find_group_(std::move(group)) {}
+  StreamTransport(FindGroup group, NodeLanes nodes)
+      : DeviceTransport(std::move(nodes)), find_group_(std::move(group)) {}
 
   bool waits() const override { return false; }
   void begin_bucket() override;
   void end_bucket() override { lane_.reset(); }
-  Transfer all_to_all(const DeviceBuffer& receive, const std::vector<int64_t>& receive_bytes,
-                      const DeviceBuffer& send, const std::vector<int64_t>& send_bytes,
-                      const c10::Stream& stream) override;
-  Transfer all_gather(const DeviceBuffer& receive, const DeviceBuffer& send, int64_t num_bytes,
-                      const c10::Stream& stream) override;
+  Transfer all_to_all(Among among, const DeviceBuffer& receive,
+                      const std::vector<int64_t>& receive_bytes, const DeviceBuffer& send,
+                      const std::vector<int64_t>& send_bytes, const c10::Stream& stream) override;
+  Transfer all_gather(Among among, const DeviceBuffer& receive, const DeviceBuffer& send,
+                      int64_t num_bytes, const c10::Stream& stream) override;
   void wait(Transfer& transfer, const c10::Stream& stream) override;
-  void close(bool /*failed*/) override {}
 
  private:
+  Lane& lane_of_all() override { return *lane_; }
+
   FindGroup find_group_;
   const std::shared_ptr<const at::ThreadLocalState> clean_ =
       std::make_shared<const at::ThreadLocalState>(thread_state_without_python());
@@ -105,19 +130,21 @@ class StreamTransport final : public DeviceTransport {
 class StagedTransport final : public DeviceTransport {
  public:
   // `lane`: separate from DDP's connections.
-  StagedTransport(std::shared_ptr<Lane> lane, std::shared_ptr<Peers> peers)
-      : DeviceTransport(lane->world_size()), lane_(std::move(lane)), peers_(std::move(peers)) {}
+  StagedTransport(std::shared_ptr<Lane> lane, NodeLanes nodes, std::shared_ptr<Peers> peers)
+      : DeviceTransport(std::move(nodes)), lane_(std::move(lane)), peers_(std::move(peers)) {}
 
   bool waits() const override { return true; }
-  Transfer all_to_all(const DeviceBuffer& receive, const std::vector<int64_t>& receive_bytes,
-                      const DeviceBuffer& send, const std::vector<int64_t>& send_bytes,
-                      const c10::Stream& stream) override;
-  Transfer all_gather(const DeviceBuffer& receive, const DeviceBuffer& send, int64_t num_bytes,
-                      const c10::Stream& stream) override;
+  Transfer all_to_all(Among among, const DeviceBuffer& receive,
+                      const std::vector<int64_t>& receive_bytes, const DeviceBuffer& send,
+                      const std::vector<int64_t>& send_bytes, const c10::Stream& stream) override;
+  Transfer all_gather(Among among, const DeviceBuffer& receive, const DeviceBuffer& send,
+                      int64_t num_bytes, const c10::Stream& stream) override;
   void wait(Transfer& transfer, const c10::Stream& stream) override;
-  void close(bool failed) override;
 
  private:
+  Lane& lane_of_all() override { return *lane_; }
+  std::shared_ptr<Lane> take_lane_of_all() override { return std::move(lane_); }
+
   std::shared_ptr<Lane> lane_;
   std::shared_ptr<Peers> peers_;
 };

@@ -82,9 +82,23 @@ void load_chunk_kernels(const DeviceContext& context, const Scratch& scratch, ui
   auto* residual = scratch.as<float>(5);
   const ChunkKernels& kernels = chunk_kernels();
   kernels.encode({chunk, scratch.part(3), gain, residual, messages, 1, scratch.part(2)});
-  kernels.reduce({chunk, received, gain, residual, 0, scratch.part(6), findings});
+  kernels.reduce({chunk, received, gain, residual, 0, scratch.part(6), findings, {}, 0, nullptr});
   kernels.decode({chunk, received, scratch.part(6), scratch.part(3), residual,
                   scratch.as<uint32_t>(10), findings, scratch.as<uint32_t>(13)});
+}
+
+void load_node_kernels(const DeviceContext& context, const Scratch& scratch) {
+  const Stream stream = context.finish_stream.native_handle();
+  const Envelope envelope{0, 0, 0, 0, 0, Phase::kLocalScatter};
+  const auto* pieces = scratch.as<const ChunkPiece>(14);
+  const auto* messages = scratch.as<const Message>(7);
+  const NodeKernels& kernels = node_kernels();
+  for (const Parameter& parameter : context.layout.parameters()) {
+    kernels.pack({pieces, 1, parameter.dtype, scratch.part(3), envelope, messages, 1,
+                  scratch.part(2), stream});
+    kernels.sum({pieces, 1, parameter.dtype, scratch.part(3), envelope, messages, 1,
+                 scratch.part(2), 1.0, scratch.part(6), stream});
+  }
 }
 
 void load_message_kernels(const DeviceContext& context, const Scratch& scratch) {
@@ -120,6 +134,7 @@ void load_kernels(const DeviceContext& context) {
   for (const auto& [dtype, rows] : rows_by_dtype) {
     if (dtype != ScalarType::kFloat64) load_chunk_kernels(context, scratch, rows, dtype);
   }
+  if (context.transport && !context.layout.nodes().is_flat()) load_node_kernels(context, scratch);
   load_message_kernels(context, scratch);
   context.finish_stream.synchronize();
 }

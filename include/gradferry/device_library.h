@@ -16,6 +16,10 @@ namespace gradferry {
 struct Message {
   uint32_t offset;  // bytes from the start of the buffer to the header; a multiple of 16
   uint32_t payload_bytes;
+  // Of one that is received:
+  uint32_t rank;  // the sender
+  Phase phase;
+  uint16_t reserved;
 };
 
 // The first fault on this rank since the start, except that a cause replaces
@@ -51,7 +55,9 @@ struct ChunkTile {
   uint32_t codec;         // index into ChunkBatch::codecs
   uint32_t message;       // index of the message that holds it; in reduce, where all do: 0
   uint32_t has_residual;  // 0 or 1: whether residual_offset means something
-  uint32_t reserved;
+  // In decode: bytes from DecodeChunkCall::sent to the numbers that were encoded; 0: they are the
+  // gradient's.
+  uint32_t summed_offset;
 };
 
 // What the blocks of a launch tell each other. In device memory, followed by a uint64_t per message
@@ -90,7 +96,7 @@ struct EncodeChunkCall {
   std::byte* out;
 };
 
-// Messages that were received; number r came from rank r.
+// Messages that were received.
 struct ReceivedMessages {
   const Message* messages;
   uint32_t num_messages;
@@ -99,9 +105,13 @@ struct ReceivedMessages {
   uint32_t* verdicts;
 };
 
-// Checks the received messages of Phase::kScatter and reduces their tiles as Codec::reduce does,
-// those of refused messages too, into one message: payload_offset and output_offset count from the
-// end of a header. A tile found corrupt is a fault. Then writes the header of the message.
+// Checks the received messages and reduces their tiles as Codec::reduce does, those of refused
+// messages too, into one message: payload_offset and output_offset count from the end of a header.
+// A tile found corrupt is a fault. Then writes the header of the message.
+//
+// Where nodes have several ranks it also checks the headers of `from_siblings`, whose payloads have
+// no checksum, and writes the header of the message to siblings that follows, of Phase::kForward. A
+// rank that has no peers does only that: of no tiles, messages and `out`.
 struct ReduceChunkCall {
   ChunkBatch chunk;
   ReceivedMessages received;
@@ -110,14 +120,18 @@ struct ReduceChunkCall {
   uint32_t payload_bytes;  // of the message at `out`
   std::byte* out;
   Findings* findings;
+  ReceivedMessages from_siblings;
+  uint32_t forward_payload_bytes;  // of the message at `forward`
+  std::byte* forward;              // null: there are no siblings
 };
 
-// Checks the received messages of Phase::kGather, if there are any, and decodes the tiles of their
-// buffer as Codec::decode does. Before a tile with a residual is decoded, what was sent is undone,
-// as by Codec::undo, from the rank's own payload at output_offset of `sent`. message_offset is that
-// of the payload received. At last it sets tiles of refused messages to NaN in `gradient`, notes a
-// corrupt tile as a fault, and stores the first tile that is not finite in `findings`; in that case
-// it also sets *step_nonfinite to 1, unless the pointer is null.
+// Checks the received messages, if there are any, and decodes the tiles of their buffer as
+// Codec::decode does; a message that holds no tile has no checksum. Before a tile with a residual
+// is decoded, what was sent is undone, as by Codec::undo, from the rank's own payload at
+// output_offset of `sent`. message_offset is that of the payload received. At last it sets tiles of
+// refused messages to NaN in `gradient`, notes a corrupt tile as a fault, and stores the first tile
+// that is not finite in `findings`; in that case it also sets *step_nonfinite to 1, unless the
+// pointer is null.
 struct DecodeChunkCall {
   ChunkBatch chunk;
   ReceivedMessages received;
@@ -133,6 +147,53 @@ struct ChunkKernels {
   void (*encode)(const EncodeChunkCall& call);
   void (*reduce)(const ReduceChunkCall& call);
   void (*decode)(const DecodeChunkCall& call);
+};
+
+// --- siblings: ranks of one node, which add up their gradients
+
+// A tile on its way to the rank that sums it.
+struct ChunkPiece {
+  uint64_t gradient_offset;  // elements, in the bucket
+  uint32_t num_elements;
+  uint32_t offset;   // elements, in the payload of the message and in the sum; a multiple of 16
+  uint32_t message;  // index
+  uint32_t reserved;
+};
+
+// Copies pieces of the gradient into the payloads of messages, and writes all headers, without
+// checksums.
+struct PackCall {
+  const ChunkPiece* pieces;
+  uint32_t num_pieces;
+  ScalarType dtype;
+  const void* gradient;
+  Envelope envelope;  // of this rank
+  const Message* messages;
+  uint32_t num_messages;
+  std::byte* out;
+  Stream stream;
+};
+
+// sum = scale * (the gradients of all siblings, added in the order of their messages), in fp32, or
+// in fp64 of fp64 gradients, and rounded to their dtype at last. This rank's own are taken from the
+// bucket instead of its message. If a header is wrong, every piece becomes NaN: reduce reports it.
+struct SumCall {
+  const ChunkPiece* pieces;
+  uint32_t num_pieces;
+  ScalarType dtype;
+  const void* gradient;
+  Envelope envelope;  // of this rank
+  const Message* messages;
+  uint32_t num_messages;
+  const std::byte* received;
+  double scale;
+  void* sum;
+  Stream stream;
+};
+
+struct NodeKernels {
+  void (*pack)(const PackCall& call);
+  void (*sum)(const SumCall& call);
 };
 
 // --- steps
@@ -178,12 +239,13 @@ struct DeviceLibrary {
   uint32_t version;  // kDeviceLibraryVersion when it was compiled
   std::span<const Codec> codecs;
   ChunkKernels chunks;
+  NodeKernels nodes;
   MessageKernels messages;
   // Whether what is enqueued on `stream` (of the current device) goes into a graph instead.
   bool (*is_capturing)(Stream stream);
 };
 // Increases with every change of a type or function type in this file or in codec.h.
-inline constexpr uint32_t kDeviceLibraryVersion = 7;
+inline constexpr uint32_t kDeviceLibraryVersion = 8;
 // Name of the Python capsule that holds a library.
 inline constexpr const char* kDeviceLibraryCapsule = "gradferry.DeviceLibrary";
 
@@ -194,6 +256,7 @@ void use_device_library(const DeviceLibrary& library);
 // Those of the library in use. Throw Error(kState) until use_device_library() was called.
 const ChunkKernels& chunk_kernels();
 uint32_t row_of(const Codec& codec);  // of the library's table, which holds the codec
+const NodeKernels& node_kernels();
 const MessageKernels& message_kernels();
 bool is_capturing(Stream stream);
 

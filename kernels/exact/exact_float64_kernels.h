@@ -50,7 +50,8 @@ __global__ void __launch_bounds__(kTileThreads)
   const Tile tile = batch.tiles[blockIdx.x];
   for (uint32_t i = threadIdx.x; i < tile.num_elements; i += kTileThreads) {
     if (flags_of(read<double>(in + tile.output_offset + 8 * i)) == 0) continue;
-    undo_element(tile, i, own_payload + tile.payload_offset, gradient, alpha, residual);
+    undo_element(tile, i, own_payload + tile.payload_offset, gradient + tile.gradient_offset, alpha,
+                 residual);
   }
 }
 

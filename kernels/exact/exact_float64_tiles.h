@@ -70,11 +70,11 @@ GRADFERRY_DEVICE StatusPart encode_tile(const Tile& tile, bool hold_zero_tiles,
   return {writer.checksum, flags};
 }
 
-// Of element i, which arrived as `value`, where that is not finite.
+// Of element i, where what arrived is not finite. `encoded`: the tile's numbers before encode.
 GRADFERRY_DEVICE void undo_element(const Tile& tile, uint32_t i, const std::byte* own_payload,
-                                   const double* gradient, double alpha, float* residual) {
+                                   const double* encoded, double alpha, float* residual) {
   const double value = read<double>(own_payload + 8 * i);
-  const double sent = alpha * gradient[tile.gradient_offset + i];
+  const double sent = alpha * encoded[i];
   float* r = residual + tile.residual_offset + i;
   *r = residual_of(static_cast<double>(*r) + (value - sent), *r);
 }
@@ -87,15 +87,16 @@ GRADFERRY_DEVICE void add_element(const Tile& tile, uint32_t i, double value, do
 
 // Decodes, and undoes before that; residual null: neither is done to it.
 GRADFERRY_DEVICE uint32_t decode_tile(const Tile& tile, const std::byte* own_payload,
-                                      const std::byte* payload, double* gradient, double alpha,
-                                      double beta, float* residual) {
+                                      const std::byte* payload, const double* encoded,
+                                      double* gradient, double alpha, double beta,
+                                      float* residual) {
   uint32_t flags = 0;
   for (uint32_t i = threadIdx.x; i < tile.num_elements; i += kTileThreads) {
     const double value = read<double>(payload + 8 * i);
     const uint32_t element_flags = flags_of(value);
     flags |= element_flags;
     if (residual != nullptr && element_flags != 0) {
-      undo_element(tile, i, own_payload, gradient, alpha, residual);
+      undo_element(tile, i, own_payload, encoded, alpha, residual);
     } else if (residual != nullptr && beta != 0.0) {
       add_element(tile, i, value, beta, residual);
     }

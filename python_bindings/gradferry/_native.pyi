@@ -150,7 +150,7 @@ class DeviceEngine(BucketEngine):
         *,
         device: torch.device,
         tensors: list[torch.Tensor],
-        lane: Lane | None,
+        lanes: dict[str, Lane],
         group_name: str | None,
     ) -> None: ...
     def time_buckets(self) -> None: ...

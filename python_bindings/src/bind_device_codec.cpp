@@ -112,7 +112,10 @@ class DeviceCodec {
                             .residual = residual_of(residual),
                             .payload_bytes = static_cast<uint32_t>(owner_bytes_),
                             .out = bytes(reduced_),
-                            .findings = findings()});
+                            .findings = findings(),
+                            .from_siblings = {},
+                            .forward_payload_bytes = 0,
+                            .forward = nullptr});
   }
 
   void decode(const at::Tensor& gradient, const std::optional<at::Tensor>& residual) const {
@@ -204,10 +207,10 @@ class DeviceCodec {
     std::vector<Message> messages;
     std::vector<uint32_t> ranks;
     for (uint32_t rank = 0; rank < world_size_; ++rank) {
-      messages.push_back({rank * (kHeaderBytes + worker), worker});
+      messages.push_back({rank * (kHeaderBytes + worker), worker, rank, Phase::kScatter, 0});
       ranks.push_back(rank);
     }
-    messages.push_back({0, owner});
+    messages.push_back({0, owner, 0, Phase::kGather, 0});
     messages_ = upload(messages.data(), messages.size() * sizeof(Message));
     ranks_ = upload(ranks.data(), ranks.size() * sizeof(uint32_t));
     sent_ = zeros(kHeaderBytes + worker_bytes_);

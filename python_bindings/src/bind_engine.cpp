@@ -98,20 +98,22 @@ std::shared_ptr<HostEngine> start_host_engine(EngineOptions options,
                            std::move(local_stage));
 }
 
-// `lane`: bytes are staged in host memory for it. Else `group_name`: the group's operations send
-// them from the device. Neither: nothing is exchanged.
-std::shared_ptr<DeviceEngine> start_device_engine(EngineOptions options, const at::Device& device,
-                                                  const std::vector<at::Tensor>& tensors,
-                                                  const std::shared_ptr<Lane>& lane,
-                                                  const std::optional<std::string>& group_name) {
+// `lanes`: by purpose. With "staged" bytes are staged in host memory, for all of them. Else
+// `group_name`: the group's operations send them from the device. Neither: nothing is exchanged.
+std::shared_ptr<DeviceEngine> start_device_engine(
+    EngineOptions options, const at::Device& device, const std::vector<at::Tensor>& tensors,
+    std::map<std::string, std::shared_ptr<Lane>> lanes,
+    const std::optional<std::string>& group_name) {
   const py::gil_scoped_release released;
   std::unique_ptr<DeviceTransport> transport;
-  if (lane) {
-    transport = std::make_unique<StagedTransport>(lane, options.peers);
+  NodeLanes nodes{.siblings = lanes["siblings"], .peers = lanes["peers"]};
+  if (const auto staged = lanes["staged"]) {
+    transport = std::make_unique<StagedTransport>(staged, std::move(nodes), options.peers);
   } else if (group_name) {
     transport = std::make_unique<StreamTransport>(
-        [name = *group_name] { return c10d::resolve_process_group(name); }, options.world_size);
+        [name = *group_name] { return c10d::resolve_process_group(name); }, std::move(nodes));
   }
+  lanes.clear();
   return DeviceEngine::start(std::move(options), device, ParameterHashes(tensors),
                              std::move(transport));
 }
@@ -356,7 +358,7 @@ void bind_engine(py::module_& module) {
       .def("local_stage", &HostEngine::local_stage);
   py::class_<DeviceEngine, BucketEngine, std::shared_ptr<DeviceEngine>>(module, "DeviceEngine")
       .def(py::init(&start_device_engine), py::arg("options"), py::kw_only(), py::arg("device"),
-           py::arg("tensors"), py::arg("lane").none(true), py::arg("group_name"))
+           py::arg("tensors"), py::arg("lanes"), py::arg("group_name"))
       .def("time_buckets", &DeviceEngine::time_buckets)
       .def("bucket_times", &bucket_times);
   module.def("use_device_library", &use_library, py::arg("library"));

@@ -234,16 +234,67 @@ void reduce_chunk(const ReduceChunkCall& call) {
   const GpuCopy residual(call.residual, extents.residual);
   const GpuCopy out(call.out, sizeof(MessageHeader) + call.payload_bytes);
   const GpuCopy findings(call.findings, 1);
+  const ReceivedMessages& siblings = call.from_siblings;
+  const GpuReceived from_siblings(siblings, end_of(siblings.messages, siblings.num_messages));
+  const GpuCopy forward(call.forward, sizeof(MessageHeader));
   cuda_library().chunks.reduce({chunk.chunk, received.received, gain.get(), residual.get(),
-                                call.payload_bytes, out.get(), findings.get()});
+                                call.payload_bytes, out.get(), findings.get(),
+                                from_siblings.received, call.forward_payload_bytes, forward.get()});
+}
+
+// How far pieces reach in the bucket and in the sum, in elements.
+std::pair<size_t, size_t> ends_of(const ChunkPiece* pieces, uint32_t num_pieces) {
+  size_t gradient = 0, sum = 0;
+  for (const ChunkPiece& piece : std::span(pieces, num_pieces)) {
+    gradient = std::max<size_t>(gradient, piece.gradient_offset + piece.num_elements);
+    sum = std::max<size_t>(sum, piece.offset + piece.num_elements);
+  }
+  return {gradient, sum};
+}
+
+void pack(const PackCall& call) {
+  PackCall on_gpu = call;
+  const size_t item = item_bytes(call.dtype);
+  const auto [gradient_end, sum_end] = ends_of(call.pieces, call.num_pieces);
+  const GpuCopy pieces(call.pieces, call.num_pieces);
+  const GpuCopy gradient(as_bytes(call.gradient), gradient_end * item);
+  const GpuCopy messages(call.messages, call.num_messages);
+  const GpuCopy out(call.out, end_of(call.messages, call.num_messages));
+  on_gpu.pieces = pieces.get();
+  on_gpu.gradient = gradient.get();
+  on_gpu.messages = messages.get();
+  on_gpu.out = out.get();
+  cuda_library().nodes.pack(on_gpu);
+}
+
+void sum(const SumCall& call) {
+  SumCall on_gpu = call;
+  const size_t item = item_bytes(call.dtype);
+  const auto [gradient_end, sum_end] = ends_of(call.pieces, call.num_pieces);
+  const GpuCopy pieces(call.pieces, call.num_pieces);
+  const GpuCopy gradient(as_bytes(call.gradient), gradient_end * item);
+  const GpuCopy messages(call.messages, call.num_messages);
+  const GpuCopy received(call.received, end_of(call.messages, call.num_messages));
+  const GpuCopy sum(static_cast<std::byte*>(call.sum), sum_end * item);
+  on_gpu.pieces = pieces.get();
+  on_gpu.gradient = gradient.get();
+  on_gpu.messages = messages.get();
+  on_gpu.received = received.get();
+  on_gpu.sum = sum.get();
+  cuda_library().nodes.sum(on_gpu);
 }
 
 void decode_chunk(const DecodeChunkCall& call) {
-  const Extents extents = extents_of(call.chunk, Stage::kOwner);
+  Extents extents = extents_of(call.chunk, Stage::kOwner);
   const GpuChunk chunk(call.chunk, call.received.num_messages);
   const GpuReceived received(
       call.received,
       std::max(extents.payload, end_of(call.received.messages, call.received.num_messages)));
+  for (const ChunkTile& entry : std::span(call.chunk.tiles, call.chunk.num_tiles)) {
+    if (entry.summed_offset == 0) continue;
+    const size_t bytes = entry.tile.num_elements * item_bytes(call.chunk.dtype);
+    extents.output = std::max<size_t>(extents.output, entry.summed_offset + bytes);
+  }
   const GpuCopy sent(call.sent, call.residual == nullptr ? 0 : extents.output);
   const GpuCopy gradient(static_cast<std::byte*>(call.gradient), extents.gradient);
   const GpuCopy residual(call.residual, extents.residual);
@@ -277,6 +328,11 @@ const Codec* find_kernels(std::string_view name) {
 
 const ChunkKernels& chunk_kernels_on_host() {
   static const ChunkKernels on_host{&encode_chunk, &reduce_chunk, &decode_chunk};
+  return on_host;
+}
+
+const NodeKernels& node_kernels_on_host() {
+  static const NodeKernels on_host{&pack, &sum};
   return on_host;
 }
 

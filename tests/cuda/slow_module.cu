@@ -65,6 +65,7 @@ std::array<Codec, kCodecs> slow_codecs(std::index_sequence<kIndices...>) {
 }
 
 const ChunkKernels& chunks() { return cuda_library().chunks; }
+const NodeKernels& nodes() { return cuda_library().nodes; }
 const MessageKernels& kernels() { return cuda_library().messages; }
 
 const DeviceLibrary& slow_library() {
@@ -75,6 +76,8 @@ const DeviceLibrary& slow_library() {
       {[](const EncodeChunkCall& call) { delay(call.chunk.stream), chunks().encode(call); },
        [](const ReduceChunkCall& call) { delay(call.chunk.stream), chunks().reduce(call); },
        [](const DecodeChunkCall& call) { delay(call.chunk.stream), chunks().decode(call); }},
+      {[](const PackCall& call) { delay(call.stream), nodes().pack(call); },
+       [](const SumCall& call) { delay(call.stream), nodes().sum(call); }},
       {[](const TakeBackCall& call) { delay(call.stream), kernels().take_back(call); },
        [](const RescaleCall& call) { delay(call.stream), kernels().rescale(call); },
        [](const CommitCall& call) { delay(call.stream), kernels().commit(call); }},

@@ -5,6 +5,7 @@ Importing this makes it known to torch and to gradferry, for good.
 
 from __future__ import annotations
 
+import collections
 import datetime
 import functools
 from types import ModuleType
@@ -27,6 +28,7 @@ DEVICE = torch.device("fake", 0)
 # What the backend of each kind of group calls itself: by its name the hook knows gloo.
 BACKEND_NAMES = {"streamed": "streamed", "staged": "gloo"}
 backends: dict[str, Any] = {}  # of this rank, by kind: that of the world's own group
+last_made: collections.deque[Any] = collections.deque(maxlen=2)  # those of nodes, for example
 
 
 class _DeviceModule(ModuleType):
@@ -52,6 +54,7 @@ def _make_backend(
     carrier = ProcessGroupGloo(store, rank, size, timeout)
     backend = machine.StreamedBackend(carrier, BACKEND_NAMES[kind], rank, size, timeout)
     backends.setdefault(kind, backend)  # the tests' further groups come later
+    last_made.append(backend)
     return backend
 
 

@@ -170,28 +170,23 @@ def attach(ddp: DistributedDataParallel, scenario: Scenario) -> Any:
         **scenario.options,
     }
     if scenario.nodes is not None:
-        return attach_on(scenario.nodes, ddp, scenario.codec, options)
-    if scenario.native:
-        return gradferry.attach(ddp, scenario.codec, **options)
-    state = gradferry.HookState(scenario.codec, ddp, **options)
-    ddp.register_comm_hook(state, gradferry.hook)
-    return state
+        options["nodes"] = 1
+    with on_nodes(scenario.nodes):
+        if scenario.native:
+            return gradferry.attach(ddp, scenario.codec, **options)
+        state = gradferry.HookState(scenario.codec, ddp, **options)
+        ddp.register_comm_hook(state, gradferry.hook)
+        return state
 
 
-def attach_on(
-    members: tuple[tuple[int, ...], ...],
-    ddp: DistributedDataParallel,
-    codec: str,
-    options: dict[str, Any],
-) -> Any:
-    """Attaches as if ranks were on these nodes, which share their machine in truth."""
-    import gradferry
+def on_nodes(members: tuple[tuple[int, ...], ...] | None) -> Any:
+    """As if ranks that attach were on these nodes, which share their machine in truth."""
     from gradferry.core.nodes import Nodes
     from gradferry.ddp import binding
 
-    table = Nodes(members)
-    with mock.patch.object(binding, "resolve", return_value=table):
-        return gradferry.attach(ddp, codec, nodes=1, **options)
+    if members is None:
+        return contextlib.nullcontext()
+    return mock.patch.object(binding, "resolve", return_value=Nodes(members))
 
 
 class Run:

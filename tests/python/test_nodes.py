@@ -176,13 +176,12 @@ def test_two_levels_are_chosen_for_a_reason(option, identities, members, reason)
     assert (exchange.nodes, exchange.reason) == (Nodes(members), reason)
 
 
-def test_exchange_of_a_device_is_flat():
+def test_exchange_of_a_device_is_flat_unless_asked_otherwise():
     found = table("auto", A, A, B, B)
     exchange = choose_exchange("auto", found, on_host=False)
     assert exchange.is_flat
-    assert exchange.reason.endswith("these are on a device")
-    with pytest.raises(ConfigError, match="makes 2 nodes of 2 ranks, and several"):
-        choose_exchange(2, found, on_host=False)
+    assert exchange.reason == "on a device two levels are used where nodes= asks for them"
+    assert choose_exchange(2, found, on_host=False).nodes == found
 
 
 def test_what_other_ranks_send_is_checked():

@@ -352,14 +352,6 @@ def test_messages_to_owners_are_padded_where_that_costs_little(
         assert answer["equal"] == (scenario.steps if padded else 0)
 
 
-@pytest.mark.parametrize("device", ["streamed", "staged"])
-def test_nodes_of_several_ranks_need_gradients_on_the_cpu(worlds: Worlds, device: str) -> None:
-    scenario = dataclasses.replace(SCENARIO, device=device, nodes=((0, 1),))
-    for outcome in worlds(2).run(case_unused_parameters, scenario=scenario):
-        assert outcome.error == "ConfigError"
-        assert "attach with nodes='flat'" in outcome.text
-
-
 def case_unused_parameters(scenario: Scenario) -> Any:
     from outcomes import attempt
 

@@ -123,7 +123,7 @@ def case_large_world(world_size: int) -> dict[str, Any]:
     machine.synchronize()
     before = machine.counters()["held_bytes"]
     engine = _native.DeviceEngine(
-        options, device=fake_device.DEVICE, tensors=[], lane=None, group_name="of no one"
+        options, device=fake_device.DEVICE, tensors=[], lanes={}, group_name="of no one"
     )
     machine.synchronize()
     held = machine.counters()["held_bytes"] - before

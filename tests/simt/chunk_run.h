@@ -78,8 +78,8 @@ class ChunkRun {
     stride_ = kHeaderBytes + *std::max_element(owner_bytes.begin(), owner_bytes.end());
     uint32_t offset = 0;
     for (uint32_t p = 0; p < world; ++p) {
-      sent_.push_back({offset, worker_bytes[p]});
-      gathered_.push_back({p * stride_, owner_bytes[p]});
+      sent_.push_back({offset, worker_bytes[p], 0, Phase::kScatter, 0});
+      gathered_.push_back({p * stride_, owner_bytes[p], p, Phase::kGather, 0});
       offset += kHeaderBytes + worker_bytes[p];
     }
     decode_ = encode_;
@@ -136,7 +136,10 @@ class ChunkRun {
          floats(r.owner),
          owner_bytes_[rank],
          r.message.data(),
-         &findings});
+         &findings,
+         from_siblings,
+         forward == nullptr ? 0 : forward_bytes - kHeaderBytes,
+         forward});
     expect_clean();
   }
   // `received`: checks headers.
@@ -154,6 +157,21 @@ class ChunkRun {
          &findings,
          &step_nonfinite});
     expect_clean();
+  }
+
+  // As if a sum of siblings had been encoded: moves the gradient behind the rank's messages.
+  void sum_behind_messages(uint32_t rank) {
+    Rank& r = ranks[rank];
+    const uint32_t item = item_bytes(setup.dtype);
+    const size_t begin = (r.sent.size() + 15) / 16 * 16;
+    Buffer sent(begin + num_elements_ * item);
+    std::memcpy(sent.data(), r.sent.data(), r.sent.size());
+    std::memcpy(sent.data() + begin, r.gradient.data(), r.gradient.size());
+    std::memset(r.gradient.data(), 0, r.gradient.size());
+    r.sent = std::move(sent);
+    for (ChunkTile& entry : decode_) {
+      entry.summed_offset = static_cast<uint32_t>(begin + entry.tile.gradient_offset * item);
+    }
   }
 
   // --- by the CPU, one tile at a time
@@ -182,7 +200,8 @@ class ChunkRun {
       codec_of(i).reduce(batch(entry, Stage::kOwner, status), payloads.data(), num_ranks(),
                          &setup.gain, residual_of(entry, r.owner), r.message.data() + kHeaderBytes);
     }
-    seal(r.message, {0, owner_bytes_[rank]}, envelope(rank, Phase::kGather), findings.status);
+    seal(r.message, {0, owner_bytes_[rank], rank, Phase::kGather, 0},
+         envelope(rank, Phase::kGather), findings.status);
   }
   // Gives the first tile that is not finite, as Findings has it.
   uint64_t decode_on_cpu(uint32_t rank) {
@@ -244,6 +263,10 @@ class ChunkRun {
   const Message scattered(uint32_t to, uint32_t from) const { return scattered_to(to)[from]; }
 
   ChunkSetup setup;
+  // Where ranks have siblings.
+  ReceivedMessages from_siblings{};
+  std::byte* forward = nullptr;
+  uint32_t forward_bytes = 0;
   std::vector<Rank> ranks;
   std::vector<uint32_t> verdicts;
   Findings findings{};
@@ -283,7 +306,8 @@ class ChunkRun {
   std::vector<Message> scattered_to(uint32_t rank) const {
     std::vector<Message> messages;
     for (uint32_t r = 0; r < num_ranks(); ++r) {
-      messages.push_back({r * (kHeaderBytes + worker_bytes_[rank]), worker_bytes_[rank]});
+      messages.push_back(
+          {r * (kHeaderBytes + worker_bytes_[rank]), worker_bytes_[rank], r, Phase::kScatter, 0});
     }
     return messages;
   }

@@ -15,6 +15,7 @@ GRADFERRY_FOR_EACH_CUDA_CODEC(GRADFERRY_DECLARE)
 #undef GRADFERRY_DECLARE
 namespace emulated {
 extern const ChunkKernels chunk_kernels;
+extern const NodeKernels node_kernels;
 extern const MessageKernels message_kernels;
 }  // namespace emulated
 
@@ -45,6 +46,7 @@ const Codec* find_kernels(std::string_view name) {
 }
 
 const ChunkKernels& chunk_kernels_on_host() { return emulated::chunk_kernels; }
+const NodeKernels& node_kernels_on_host() { return emulated::node_kernels; }
 const MessageKernels& message_kernels_on_host() { return emulated::message_kernels; }
 
 void set_schedule(uint64_t seed) { simt::set_seed(seed); }

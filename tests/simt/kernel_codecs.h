@@ -1,6 +1,5 @@
-// The kernels of kernels/*/*_cuda.cu and kernels/chunk_kernels.cu and
-// kernels/common/message_kernels.cu as a program runs them,
-// called with host memory: by the emulator (emulated_codecs.cpp), or by a GPU
+// The kernels of kernels/*/*_cuda.cu, kernels/chunk_kernels.cu and kernels/common/*.cu as a program
+// runs them, called with host memory: by the emulator (emulated_codecs.cpp), or by a GPU
 // (tests/cuda/gpu_codecs.cpp).
 #pragma once
 
@@ -12,6 +11,7 @@ namespace gradferry::testing {
 const Codec* find_kernels(std::string_view name);
 
 const ChunkKernels& chunk_kernels_on_host();
+const NodeKernels& node_kernels_on_host();
 const MessageKernels& message_kernels_on_host();
 
 // In which order threads run from the next call on, where that can be chosen.

@@ -56,7 +56,7 @@ struct Received {
       : verdicts(tiles_by_rank.size(), 77) {
     std::mt19937_64 random(3);
     for (uint32_t rank = 0; rank < tiles_by_rank.size(); ++rank) {
-      Message message{static_cast<uint32_t>(buffer.size()), 0};
+      Message message{static_cast<uint32_t>(buffer.size()), 0, rank, envelope.phase, 0};
       buffer.resize(buffer.size() + kHeaderBytes);
       for (uint32_t i = 0; i < tiles_by_rank[rank]; ++i) {
         const auto num_bytes = static_cast<uint32_t>(16 * (1 + random() % 200));

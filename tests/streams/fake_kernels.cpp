@@ -10,6 +10,7 @@
 
 namespace gradferry::emulated {
 extern const ChunkKernels chunk_kernels;
+extern const NodeKernels node_kernels;
 extern const MessageKernels message_kernels;
 }  // namespace gradferry::emulated
 
@@ -63,10 +64,12 @@ void for_tiles(const Touched& touched, const ChunkBatch& chunk, Visit visit) {
 void touch_progress(const Touched& touched, const ChunkBatch& chunk, size_t num_messages) {
   touched.write(chunk.progress, sizeof(ChunkProgress) + num_messages * sizeof(uint64_t));
 }
-void touch_received(const Touched& touched, const ReceivedMessages& received) {
+void touch_received(const Touched& touched, const ReceivedMessages& received,
+                    bool headers_alone = false) {
   read_table(touched, received.messages, received.num_messages);
   for (const Message& message : std::span(received.messages, received.num_messages)) {
-    touched.read(received.buffer + message.offset, kHeaderBytes + message.payload_bytes);
+    touched.read(received.buffer + message.offset,
+                 kHeaderBytes + (headers_alone ? 0 : message.payload_bytes));
   }
   touched.write(received.verdicts, received.num_messages * sizeof(uint32_t));
 }
@@ -107,7 +110,9 @@ void reduce(const ReduceChunkCall& call) {
               touched.write(call.out + kHeaderBytes + tile.output_offset, size(Stage::kOwner));
             });
             if (call.gain != nullptr) touched.read(call.gain, sizeof(float));
-            touched.write(call.out, kHeaderBytes);
+            touch_received(touched, call.from_siblings, /*headers_alone=*/true);
+            if (call.forward != nullptr) touched.write(call.forward, kHeaderBytes);
+            if (call.out != nullptr) touched.write(call.out, kHeaderBytes);
             touched.write(call.findings, sizeof(Findings));
             touch_progress(touched, call.chunk, call.received.num_messages + 1);
           });
@@ -127,6 +132,8 @@ void decode(const DecodeChunkCall& call) {
               if (entry.has_residual == 0) return;
               touch_residual(touched, tile, call.residual);
               touched.read(call.sent + tile.output_offset, size(Stage::kWorker));
+              if (entry.summed_offset == 0) return;
+              touched.read(call.sent + entry.summed_offset, bytes);
             });
             touched.write(call.flags, call.chunk.num_tiles * sizeof(uint32_t));
             touched.write(call.findings, sizeof(Findings));
@@ -135,6 +142,44 @@ void decode(const DecodeChunkCall& call) {
             }
             touch_progress(touched, call.chunk, call.received.num_messages);
           });
+}
+
+void pack(const PackCall& call) {
+  enqueue(call.stream, "pack", emulated::node_kernels.pack, call, [=](const Touched& touched) {
+    const size_t item = item_bytes(call.dtype);
+    read_table(touched, call.messages, call.num_messages);
+    for (const Message& message : std::span(call.messages, call.num_messages)) {
+      touched.write(call.out + message.offset, kHeaderBytes);
+    }
+    read_table(touched, call.pieces, call.num_pieces);
+    for (const ChunkPiece& piece : std::span(call.pieces, call.num_pieces)) {
+      touched.read(static_cast<const std::byte*>(call.gradient) + piece.gradient_offset * item,
+                   piece.num_elements * item);
+      const Message& message = call.messages[piece.message];
+      touched.write(call.out + message.offset + kHeaderBytes + piece.offset * item,
+                    piece.num_elements * item);
+    }
+  });
+}
+
+void sum(const SumCall& call) {
+  enqueue(call.stream, "sum", emulated::node_kernels.sum, call, [=](const Touched& touched) {
+    const size_t item = item_bytes(call.dtype);
+    read_table(touched, call.messages, call.num_messages);
+    read_table(touched, call.pieces, call.num_pieces);
+    for (const ChunkPiece& piece : std::span(call.pieces, call.num_pieces)) {
+      touched.read(static_cast<const std::byte*>(call.gradient) + piece.gradient_offset * item,
+                   piece.num_elements * item);
+      for (const Message& message : std::span(call.messages, call.num_messages)) {
+        if (message.rank == call.envelope.rank) continue;
+        const std::byte* received = call.received + message.offset;
+        touched.read(received, kHeaderBytes);
+        touched.read(received + kHeaderBytes + piece.offset * item, piece.num_elements * item);
+      }
+      touched.write(static_cast<std::byte*>(call.sum) + piece.offset * item,
+                    piece.num_elements * item);
+    }
+  });
 }
 
 void commit(const CommitCall& call) {
@@ -186,11 +231,10 @@ std::atomic<bool> capturing{false};
 void set_capturing(bool now) { capturing = now; }
 
 const DeviceLibrary& device_library() {
-  static const DeviceLibrary result{kDeviceLibraryVersion,
-                                    codecs_without_functions(),
-                                    {&encode, &reduce, &decode},
-                                    {&take_back, &rescale, &commit},
-                                    [](Stream /*stream*/) { return capturing.load(); }};
+  static const DeviceLibrary result{
+      kDeviceLibraryVersion,           codecs_without_functions(),
+      {&encode, &reduce, &decode},     {&pack, &sum},
+      {&take_back, &rescale, &commit}, [](Stream /*stream*/) { return capturing.load(); }};
   return result;
 }
 

@@ -24,26 +24,21 @@ class HostWork final : public c10d::Work {
   bool counted_ = false;
 };
 
-// One for all backends, which are many and short-lived: their collectives share no memory.
-uint32_t host_stream() {
-  static const uint32_t stream = Machine::get().new_stream();
-  return stream;
-}
+}  // namespace
 
-// Behind the thread's knowledge and, since they share a stream, behind the collective before.
-MarkPtr note_accesses(const char* name, const at::Tensor& output, const at::Tensor& input) {
+// Behind the thread's knowledge and the backend's collective before.
+MarkPtr HostBackend::note_accesses(const char* name, const at::Tensor& output,
+                                   const at::Tensor& input) const {
   Machine& machine = Machine::get();
   machine.enqueue(
-      host_stream(), name,
+      stream_, name,
       [=](const Touched& touched) {
         touched.read(input.const_data_ptr(), input.nbytes());
         touched.write(output.mutable_data_ptr(), output.nbytes());
       },
       /*is_kernel=*/false);
-  return machine.record(host_stream());
+  return machine.record(stream_);
 }
-
-}  // namespace
 
 c10::intrusive_ptr<c10d::Work> HostBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                                             const c10d::AllgatherOptions& options) {

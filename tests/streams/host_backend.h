@@ -15,7 +15,10 @@ class HostBackend final : public c10d::Backend {
  public:
   // `carrier` sends the bytes, in the order of the calls.
   explicit HostBackend(c10::intrusive_ptr<c10d::Backend> carrier)
-      : Backend(carrier->getRank(), carrier->getSize()), carrier_(std::move(carrier)) {}
+      : Backend(carrier->getRank(), carrier->getSize()),
+        carrier_(std::move(carrier)),
+        stream_(Machine::get().borrow_stream()) {}
+  ~HostBackend() override { Machine::get().give_back(stream_); }
 
   const std::string getBackendName() const override { return carrier_->getBackendName(); }
   c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor& output, at::Tensor& input,
@@ -26,7 +29,10 @@ class HostBackend final : public c10d::Backend {
                                                const c10d::AllToAllOptions& options) override;
 
  private:
+  MarkPtr note_accesses(const char* name, const at::Tensor& output, const at::Tensor& input) const;
+
   c10::intrusive_ptr<c10d::Backend> carrier_;
+  uint32_t stream_;  // of its accesses
 };
 
 }  // namespace fake_device

@@ -13,6 +13,8 @@ namespace {
 constexpr std::byte kPoison{0xa5};
 // What is enqueued runs when the host waits, or at the latest when nothing happened for this long.
 constexpr std::chrono::milliseconds kLatest{2};
+// How often a stream that waits for other ranks is looked at.
+constexpr std::chrono::microseconds kGlance{50};
 constexpr size_t kAlignment = 256;
 constexpr size_t kMostBuried = size_t{64} << 20;
 
@@ -59,6 +61,23 @@ uint32_t Machine::new_stream() {
   return stream;
 }
 
+uint32_t Machine::borrow_stream() {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!given_back_.empty()) {
+      const uint32_t stream = given_back_.back();
+      given_back_.pop_back();
+      return stream;
+    }
+  }
+  return new_stream();
+}
+
+void Machine::give_back(uint32_t stream) {
+  const std::lock_guard lock(mutex_);
+  given_back_.push_back(stream);
+}
+
 // Under the lock. The operation comes after all that its stream and this thread know of.
 void Machine::push(uint32_t stream, Operation operation) {
   Clock& clock = clocks_[stream];
@@ -71,9 +90,10 @@ void Machine::push(uint32_t stream, Operation operation) {
   changed_.notify_all();
 }
 
-void Machine::enqueue(uint32_t stream, const char* name, Work work, bool is_kernel) {
+void Machine::enqueue(uint32_t stream, const char* name, Work work, bool is_kernel,
+                      std::function<bool()> is_ready) {
   const std::lock_guard lock(mutex_);
-  push(stream, {name, {}, std::move(work), nullptr, false, is_kernel});
+  push(stream, {name, {}, std::move(work), nullptr, false, is_kernel, 0, std::move(is_ready)});
 }
 
 MarkPtr Machine::record_locked(uint32_t stream) {
@@ -145,8 +165,9 @@ void Machine::finish() {
 }
 
 // The stream to go on with: of those that can, the one of highest priority. Priorities change at
-// random, so that one stream runs far ahead of another for a while.
-std::optional<uint32_t> Machine::choose() {
+// random, so that one stream runs far ahead of another for a while. `looks_again`: some may become
+// able to without anybody saying so.
+std::optional<uint32_t> Machine::choose(bool& looks_again) {
   if (random_() % 8 == 0) {
     for (uint64_t& priority : priorities_) priority = random_();
   }
@@ -157,6 +178,10 @@ std::optional<uint32_t> Machine::choose() {
     const Operation& next = queues_[i].front();
     const bool blocked = !next.work && !next.reaches && !next.mark->reached;
     if (blocked || (chosen && priorities_[i] < highest)) continue;
+    if (next.is_ready && !next.is_ready()) {
+      looks_again = true;
+      continue;
+    }
     chosen = i;
     highest = priorities_[i];
   }
@@ -166,9 +191,14 @@ std::optional<uint32_t> Machine::choose() {
 void Machine::work() {
   std::unique_lock lock(mutex_);
   while (true) {
-    const std::optional<uint32_t> stream = choose();
+    bool looks_again = false;
+    const std::optional<uint32_t> stream = choose(looks_again);
     if (!stream) {
-      changed_.wait(lock);
+      if (looks_again) {
+        changed_.wait_for(lock, kGlance);
+      } else {
+        changed_.wait(lock);
+      }
       continue;
     }
     // As late as possible: not before the host waits or has nothing more to say.

@@ -85,8 +85,13 @@ class Machine {
   static Machine& get();
 
   uint32_t new_stream();
-  // `name` is a literal. `is_kernel`: it takes the time of one.
-  void enqueue(uint32_t stream, const char* name, Work work, bool is_kernel = true);
+  // One for a while: that of somebody who has given it back, or a new one.
+  uint32_t borrow_stream();
+  void give_back(uint32_t stream);
+  // `name` is a literal. `is_kernel`: it takes the time of one. `is_ready`: until it says so, the
+  // stream waits, and others go on.
+  void enqueue(uint32_t stream, const char* name, Work work, bool is_kernel = true,
+               std::function<bool()> is_ready = nullptr);
   MarkPtr record(uint32_t stream);
   // `counted`: it is one that omit_wait() counts.
   void wait(uint32_t stream, const MarkPtr& mark, bool counted = true);
@@ -123,6 +128,7 @@ class Machine {
     bool reaches = false;
     bool is_kernel = false;
     double earliest = 0;  // when the host enqueued it
+    std::function<bool()> is_ready = nullptr;
   };
   struct Touch {
     const char* name = nullptr;
@@ -142,7 +148,7 @@ class Machine {
 
   Machine();
   void work();
-  std::optional<uint32_t> choose();
+  std::optional<uint32_t> choose(bool& looks_again);
   MarkPtr record_locked(uint32_t stream);
   void push(uint32_t stream, Operation operation);
   void run(Operation& operation, uint32_t stream, std::unique_lock<std::mutex>& lock);
@@ -155,6 +161,7 @@ class Machine {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<std::deque<Operation>> queues_;
+  std::vector<uint32_t> given_back_;
   std::vector<Clock> clocks_;
   std::vector<uint64_t> priorities_;
   Prices prices_;

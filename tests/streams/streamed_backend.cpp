@@ -50,6 +50,7 @@ class Start {
     tensors_ = {at::full({1}, here, at::TensorOptions().dtype(at::kDouble))};
     work_ = carrier.allreduce(tensors_, options);
   }
+  bool has_come() const { return work_->isCompleted(); }
   double wait() {
     work_->wait();
     return tensors_[0].item<double>();
@@ -67,9 +68,12 @@ StreamedBackend::StreamedBackend(c10::intrusive_ptr<c10d::Backend> carrier, cons
     : Backend(rank, size),
       carrier_(std::move(carrier)),
       options_(c10::make_intrusive<Options>(name, timeout)),
-      stream_(Machine::get().new_stream()) {}
+      stream_(Machine::get().borrow_stream()) {}
 
-// Two operations, so that other streams may run while bytes travel.
+StreamedBackend::~StreamedBackend() { Machine::get().give_back(stream_); }
+
+// Two operations, so that other streams run while bytes travel: a rank may be in collectives of two
+// groups at once, which do not begin in one order on all ranks.
 c10::intrusive_ptr<c10d::Work> StreamedBackend::run(
     const char* name, const std::vector<at::Tensor>& inputs, const std::vector<at::Tensor>& outputs,
     const std::vector<at::Tensor>& results, uint64_t bytes_sent, bool in_line, const Post& post) {
@@ -97,7 +101,8 @@ c10::intrusive_ptr<c10d::Work> StreamedBackend::run(
     if (damage.countdown < 0) return;
     static_cast<uint8_t*>(outputs[0].mutable_data_ptr())[damage.offset] = damage.value;
   };
-  machine.enqueue(stream, name, finish, /*is_kernel=*/false);
+  machine.enqueue(stream, name, finish, /*is_kernel=*/false,
+                  [=] { return (*under_way)->isCompleted() && (!start || start->has_come()); });
   last_ = machine.record(stream);
   if (in_line) return nullptr;
   return c10::make_intrusive<StreamedWork>(last_, stream, results);

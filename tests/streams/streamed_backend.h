@@ -25,6 +25,7 @@ class StreamedBackend final : public c10d::Backend {
   // What it calls itself, as torch's backends do.
   StreamedBackend(c10::intrusive_ptr<c10d::Backend> carrier, const std::string& name, int rank,
                   int size, std::chrono::milliseconds timeout);
+  ~StreamedBackend() override;
 
   // All-to-alls and all-gathers of single tensors on the current stream, one after the other and
   // without a Work.

@@ -8,10 +8,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from socket import socket
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
+import torch.distributed.distributed_c10d as c10d
+from torch._C._distributed_c10d import (
+    PrefixStore,
+    ProcessGroupGloo,
+    _DistributedBackendOptions,
+)
 
 from gradferry import _native
 from gradferry.core.agreement import EchoError
@@ -21,10 +27,7 @@ from gradferry.core.device import CPU, Transport, transport_of
 from gradferry.core.meeting import patience, store_of
 from gradferry.core.node_memory import share_memory
 from gradferry.core.parameters import ParameterLayout
-from gradferry.errors import PeerError
-
-# One thread posts everything in one order, so one lane suffices.
-STAGED_LANES = 1
+from gradferry.errors import ConfigError, PeerError
 
 Nodes = Sequence[Sequence[int]]  # ranks of every node
 
@@ -37,16 +40,35 @@ def lanes_of_host(nodes: Nodes, rank: int, checks: bool) -> dict[str, list[int]]
     everyone = sorted(each for members in nodes for each in members)
     if len(nodes) == len(everyone):
         return {"scatter": everyone, "gather": everyone, "commit": everyone}
-    siblings = siblings_of(nodes, rank)
-    place = siblings.index(rank)
+    siblings, peers = _neighbours(nodes, rank)
     lanes = {"local_scatter": siblings, "forward": siblings, "commit": everyone}
     if checks:
         lanes["hashes"] = everyone
     # Last, so that lanes have the same numbers on ranks that have no peers.
-    if place < min(map(len, nodes)):
-        peers = [members[place] for members in nodes]
-        lanes |= {"scatter": peers, "gather": peers}
-    return lanes
+    return lanes | ({"scatter": peers, "gather": peers} if peers else {})
+
+
+def lanes_of_device(nodes: Nodes, rank: int, streams: bool) -> dict[str, list[int]]:
+    """As `lanes_of_host`, on a device, where one thread posts everything in one order.
+
+    `streams`: collectives between all ranks are those of DDP's own group.
+    """
+    everyone = sorted(each for members in nodes for each in members)
+    lanes = {} if streams else {"staged": everyone}
+    if len(nodes) == len(everyone):
+        return lanes
+    siblings, peers = _neighbours(nodes, rank)
+    lanes["siblings"] = siblings
+    return lanes | ({"peers": peers} if peers else {})
+
+
+def _neighbours(nodes: Nodes, rank: int) -> tuple[list[int], list[int]]:
+    """The siblings of a rank, and its peers, one per node; none where nodes have no such rank."""
+    siblings = siblings_of(nodes, rank)
+    place = siblings.index(rank)
+    if place >= min(map(len, nodes)):
+        return siblings, []
+    return siblings, [members[place] for members in nodes]
 
 
 def siblings_of(nodes: Nodes, rank: int) -> list[int]:
@@ -105,9 +127,10 @@ def start_engine(
         lanes = dict(zip(ranks, make_lanes(group, nonce, ranks, path.device), strict=True))
         if len(table) == world_size:  # the thread that posts scatters posts hashes
             lanes["hashes"] = lanes["scatter"]
-    elif path.exchanges and not path.streams:
-        staged = lanes_between_all(group, STAGED_LANES)
-        (lanes["staged"],) = make_lanes(group, nonce, staged, path.device)
+    elif path.exchanges:
+        ranks = lanes_of_device(table, rank, path.streams)
+        make = make_device_lanes if path.streams else make_lanes
+        lanes = dict(zip(ranks, make(group, nonce, ranks, path.device), strict=True))
     store = PrefixStore(f"gradferry/{nonce}/peers", store_of(group)) if path.exchanges else None
     options = _native.EngineOptions(
         parameters=[p.native() for p in parameters],
@@ -138,7 +161,7 @@ def start_engine(
         options,
         device=path.device,
         tensors=list(tensors),
-        lane=lanes.get("staged"),
+        lanes=lanes,
         group_name=group.group_name if path.exchanges and path.streams else None,
     )
 
@@ -247,6 +270,68 @@ def make_backends(
     for backend in backends:
         backend._set_default_timeout(_timeout(group, place))
     return backends
+
+
+def make_device_lanes(
+    group: dist.ProcessGroup, nonce: str, lanes: Mapping[str, Sequence[int]], place: torch.device
+) -> list[_native.Lane]:
+    """As `make_lanes`, on backends of the kind that the group has for the device. Collective."""
+    store = store_of(group)
+    made = []
+    for name, ranks in lanes.items():
+        full_name = f"gradferry/{nonce}/{name}/{min(ranks)}"
+        with _telling_of_others():
+            backend = _new_device_backend(
+                group, place, PrefixStore(full_name, store), ranks, full_name
+            )
+            # Now, and in one order on all ranks, and not in the middle of the first backward pass.
+            if backend.supports_splitting:
+                backend.eager_connect_single_device(place)
+        made.append(_native.Lane(backend))
+    return made
+
+
+# Not by new_group(), as in make_backends.
+def _new_device_backend(
+    group: dist.ProcessGroup,
+    place: torch.device,
+    store: PrefixStore,
+    ranks: Sequence[int],
+    name: str,
+) -> Any:
+    theirs: Any = group._get_backend(place)
+    timeout = _timeout(group, place)
+    rank = list(ranks).index(dist.get_rank(group))
+    config = c10d.BackendConfig(dist.Backend(dist.get_backend_config(group)))
+    kind = config.get_device_backend_map()[place.type]
+    options: Any = None
+    if kind.startswith(dist.Backend.NCCL):
+        options = dist.ProcessGroupNCCL.Options()
+        if isinstance(theirs.options, dist.ProcessGroupNCCL.Options):
+            options.is_high_priority_stream = theirs.options.is_high_priority_stream
+            options.config = theirs.options.config
+        options._timeout = timeout
+    plugin = dist.Backend._plugins.get(kind.upper())
+    if plugin is None and kind == dist.Backend.NCCL:  # until it became one
+        options.group_name = name
+        return dist.ProcessGroupNCCL(store, rank, len(ranks), options)
+    if plugin is None:
+        raise ConfigError(
+            f"nodes= with several ranks per node needs a process group with NCCL or gloo for "
+            f"{place.type!r}, not {kind!r}; attach with nodes='flat'"
+        )
+    if not plugin.extended_api:
+        return plugin.creator_fn(store, rank, len(ranks), timeout)
+    arguments: Any = _DistributedBackendOptions()
+    arguments.store = store
+    arguments.group_rank = rank
+    arguments.group_size = len(ranks)
+    arguments.timeout = timeout
+    arguments.group_id = name
+    of_world = dist.get_process_group_ranks(group)
+    arguments.global_ranks_in_group = [of_world[each] for each in ranks]
+    arguments.process_group = group
+    return plugin.creator_fn(arguments, options)
 
 
 def _timeout(group: dist.ProcessGroup, place: torch.device) -> timedelta:

@@ -257,15 +257,13 @@ def choose_exchange(option: NodesOption, found: Nodes, *, on_host: bool) -> Exch
     """The exchange between ranks. The same arguments, and so the same outcome, on all ranks.
 
     With AUTO, ranks add up their gradients inside nodes wherever that saves bytes on a network
-    card: where there are two nodes or more and one of them has several ranks.
+    card: where there are two nodes or more and one of them has several ranks. On a device they do
+    so only where the option asks for it: it has not run on a GPU yet, and no forecast knows it.
 
     Args:
         option: checked.
         found: by `resolve`.
         on_host: whether gradients are in host memory.
-
-    Raises:
-        ConfigError: the option asks for nodes of several ranks, and gradients are on a device.
     """
     alone = flat(sum(found.ranks_per_node))
     if option == FLAT:
@@ -275,14 +273,7 @@ def choose_exchange(option: NodesOption, found: Nodes, *, on_host: bool) -> Exch
     if option == AUTO and len(found.members) == 1:
         return Exchange(alone, "all ranks are on one node")
     if not on_host and option == AUTO:
-        return Exchange(
-            alone, "two levels work for gradients on the CPU, and these are on a device"
-        )
-    if not on_host:
-        raise ConfigError(
-            f"nodes= makes {found.describe()}, and several ranks per node work for gradients on "
-            f"the CPU, while these are on a device; attach with nodes={AUTO!r} or {FLAT!r}"
-        )
+        return Exchange(alone, "on a device two levels are used where nodes= asks for them")
     if option == AUTO:
         return Exchange(found, f"nodes={AUTO!r} found several ranks on a node")
     given = f"nodes={option}" if isinstance(option, int) else "a DeviceMesh says so"

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from gradferry import _native
 from gradferry.core.agreement import gather_records, meeting_place, most_of_ranks
 from gradferry.core.device import STREAM_CHUNK_BYTES, Transport
-from gradferry.core.engine import STAGED_LANES, lanes_between_all, make_lanes
+from gradferry.core.engine import lanes_between_all, make_lanes
 from gradferry.core.nodes import Exchange
 from gradferry.forecast.clock import Clock, HostClock, clock_of
 from gradferry.forecast.costs import CollectiveCosts, Engine, LinkCosts
@@ -59,7 +59,7 @@ class DeviceLinkProbe:
         if not transport.streams:
             nonces = gather_records({"nonce": uuid.uuid4().hex}, group, self._meeting)
             (lane,) = make_lanes(
-                group, str(nonces[0]["nonce"]), lanes_between_all(group, STAGED_LANES), self._place
+                group, str(nonces[0]["nonce"]), lanes_between_all(group, 1), self._place
             )
             self._staged = _StagedExchange(lane, self.world_size, self._clock.wait)
             self._scatter, self._gather = self._staged.all_to_all, self._staged.all_gather

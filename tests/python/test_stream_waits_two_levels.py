@@ -1,0 +1,220 @@
+"""Every wait of a step between nodes of several ranks is needed, or another one covers it.
+
+Which ones those are says a model of the schedule in docs/streams.md, with what every operation
+reads and writes. It shares nothing with the fake device, which must find what the model says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from scenario import Scenario, Weight
+from test_stream_waits import case_omit_waits
+from test_two_levels import NODES
+from world import World
+
+Worlds = Callable[[int], World]
+
+SLOTS = 5
+# Tiles of fp64, of which a chunk has one per owner: every chunk has tiles of both columns, and a
+# step has more chunks than slots.
+WEIGHTS = (Weight("first", (12, 4096), torch.float64), Weight("second", (30, 4096), torch.float64))
+
+
+@pytest.fixture
+def worlds(device_worlds: Worlds) -> Worlds:
+    return device_worlds
+
+
+class Step:
+    """What the engine of a rank enqueues in a step, and what comes after what."""
+
+    def __init__(self, *, staged: bool, peers: bool, residual: bool, omitted: int = -1) -> None:
+        self.staged, self.peers, self.residual, self.omitted = staged, peers, residual, omitted
+        self.names: list[str] = []  # of waits
+        self.known = dict.fromkeys(("host", "current", "E", "F", "L", "P", "N"), 0)  # bit masks
+        self.operations: list[tuple[int, set[Any], set[Any]]] = []
+        self.free: dict[int, int] = {}  # by slot: what F had done when it was freed
+        self.chunks = 0
+
+    def add(self, stream: str, reads: set[Any], writes: set[Any]) -> None:
+        after = self.known[stream] | self.known["host"]
+        self.known[stream] = after | 1 << len(self.operations)
+        self.operations.append((after, reads, writes))
+
+    def wait(self, name: str, stream: str, known: int) -> None:
+        if len(self.names) != self.omitted:
+            self.known[stream] |= known
+        self.names.append(name)
+
+    def post(
+        self, name: str, lane: str, stream: str, send: Any, receive: Any
+    ) -> tuple[str, Any, int]:
+        if self.staged:
+            self.add(stream, {send}, {("host", send)})
+            self.wait(f"{name} copied", "host", self.known[stream])
+            send, host = ("host", send), ("host", receive)
+        else:
+            self.known[lane] |= self.known[stream]
+            host = receive
+        self.add(lane, {send}, {host})
+        return name, receive, self.known[lane]
+
+    def finish(self, transfer: tuple[str, Any, int], stream: str) -> None:
+        name, receive, known = transfer
+        self.wait(name, "host" if self.staged else stream, known)
+        if self.staged:
+            self.add(stream, {("host", receive)}, {receive})
+
+    def bucket(self, number: int, chunks: int) -> None:
+        self.add("current", set(), {("bucket", number)})
+        self.wait("ready", "E", self.known["current"])
+        if number == 0:
+            self.add("F", set(), {"commit sent"})
+            self.finish(self.post("commit", "N", "F", "commit sent", "commits"), "F")
+            self.add("F", {"commits"}, {"result"})
+        posted: dict[str, dict[int, Any]] = {"local": {}, "scatter": {}, "gather": {}, "fwd": {}}
+        first = self.chunks
+        for i in range(chunks + SLOTS - 1):
+            if i < chunks:
+                self.pack(number, first + i, posted)
+            if 0 <= i - 1 < chunks and self.peers:
+                self.encode(number, first + i - 1, posted)
+            if 0 <= i - 2 < chunks:
+                self.reduce(first + i - 2, posted)
+            if 0 <= i - 3 < chunks:
+                self.forward(first + i - 3, posted)
+            if 0 <= i - 4 < chunks:
+                self.decode(number, first + i - 4, posted)
+        self.chunks += chunks
+
+    def pack(self, bucket: int, c: int, posted: dict[str, dict[int, Any]]) -> None:
+        s = c % SLOTS
+        self.wait("slot", "E", self.free.get(s, 0))
+        self.add("E", {("bucket", bucket), ("gradient", c)}, {("dense sent", s)})
+        posted["local"][c] = self.post(
+            "local scatter", "L", "E", ("dense sent", s), ("dense received", s)
+        )
+
+    def encode(self, bucket: int, c: int, posted: dict[str, dict[int, Any]]) -> None:
+        s = c % SLOTS
+        self.finish(posted["local"][c], "E")
+        self.add("E", {("dense received", s), ("gradient", c), ("bucket", bucket)}, {("sum", s)})
+        self.add("E", {("sum", s)}, {("sent", s), *([("residual", c)] * self.residual)})
+        posted["scatter"][c] = self.post("scatter", "P", "E", ("sent", s), ("received", s))
+
+    def reduce(self, c: int, posted: dict[str, dict[int, Any]]) -> None:
+        s = c % SLOTS
+        self.finish(posted["scatter" if self.peers else "local"][c], "F")
+        own, forwarded = ("own message", s), ("gathered", s)
+        self.add("F", {("received", s), ("dense received", s)}, {own, ("forward header", s)})
+        if not self.residual:
+            self.free[s] = self.known["F"]
+        if self.peers:
+            posted["gather"][c] = self.post("gather", "P", "F", own, forwarded)
+
+    def forward(self, c: int, posted: dict[str, dict[int, Any]]) -> None:
+        s = c % SLOTS
+        if self.peers:
+            self.finish(posted["gather"][c], "F")
+        posted["fwd"][c] = self.post("forward", "L", "F", ("gathered", s), ("all gathered", s))
+
+    def decode(self, bucket: int, c: int, posted: dict[str, dict[int, Any]]) -> None:
+        s = c % SLOTS
+        self.finish(posted["fwd"][c], "F")
+        undone = {("sent", s), ("sum", s)} if self.residual else set()
+        changed = {("residual", c)} if self.residual else set()
+        self.add("F", {("all gathered", s), *undone}, {("gradient", c), *changed})
+        if self.residual:
+            self.free[s] = self.known["F"]
+
+    def has_race(self) -> bool:
+        pairs = itertools.combinations(enumerate(self.operations), 2)
+        return any(
+            not after >> number & 1 and (writes & (theirs | them) or reads & them)
+            for (number, (_, reads, writes)), (_, (after, theirs, them)) in pairs
+        )
+
+
+def modelled(chunks: list[int], **kind: Any) -> Step:
+    step = Step(**kind)
+    for number, count in enumerate(chunks):
+        step.bucket(number, count)
+    return step
+
+
+PLAIN: dict[str, Any] = {"codec": "exact", "rules": (), "error_feedback": "auto"}
+MOMENTUM = {**PLAIN, "options": {"momentum": 0.9}}  # every chunk has a worker residual
+
+
+def check(worlds: Worlds, nodes: str, changes: dict[str, Any], steps_before: int) -> None:
+    members = NODES[nodes]
+    scenario = dataclasses.replace(
+        Scenario(
+            WEIGHTS,
+            sum(map(len, members)),
+            nodes=members,
+            device="streamed",
+            ddp={"bucket_cap_mb": 0.5},
+        ),
+        **changes,
+    )
+    arguments = {"scenario": scenario, "steps_before": steps_before}
+    answers = worlds(scenario.world_size).run(case_omit_waits, **arguments, seconds=500)
+    delegates = {
+        members[node][i] for node in range(len(members)) for i in range(min(map(len, members)))
+    }
+    for rank, answer in enumerate(answers):
+        kind = {
+            "staged": scenario.device == "staged",
+            "peers": rank in delegates,
+            "residual": "momentum" in scenario.options and rank in delegates,
+        }
+        chunks = answer["chunks"]
+        assert len(chunks) >= 2
+        assert sum(chunks) > SLOTS + 1
+        nothing_omitted, *races = answer["races"]
+        assert nothing_omitted == []
+        names = modelled(chunks, **kind).names
+        assert answer["counted"] == len(names)
+        needed = [modelled(chunks, **kind, omitted=i).has_race() for i in range(len(names))]
+        # A rank without peers may have waited for an all-gather that was posted later.
+        spare = {"slot"} if kind["peers"] else {"slot", "local scatter"}
+        assert all(n for n, name in zip(needed, names, strict=True) if name not in spare)
+        found = [bool(of_one) for of_one in races]
+        wrong = [(i, name) for i, name in enumerate(names) if found[i] != needed[i]]
+        assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "steps_before"),
+    [
+        pytest.param(PLAIN, 1, id="plain"),
+        pytest.param(MOMENTUM, 2, id="momentum"),
+        pytest.param({**PLAIN, "device": "staged"}, 1, id="staged"),
+    ],
+)
+def test_every_wait_is_needed_on_2x2(
+    worlds: Worlds, changes: dict[str, Any], steps_before: int
+) -> None:
+    check(worlds, "2x2", changes, steps_before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", ["2+1", "3x2"])
+@pytest.mark.parametrize(
+    ("changes", "steps_before"),
+    [
+        pytest.param(MOMENTUM, 2, id="momentum"),
+        pytest.param({**PLAIN, "device": "staged"}, 1, id="staged"),
+    ],
+)
+def test_every_wait_is_needed_on_other_nodes(
+    worlds: Worlds, nodes: str, changes: dict[str, Any], steps_before: int
+) -> None:
+    check(worlds, nodes, changes, steps_before)
