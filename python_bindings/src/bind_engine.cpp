@@ -183,9 +183,8 @@ py::dict workspace_dict(const BucketEngine& engine) {
   const uint64_t gathered = workspace.gathered_bytes / (shares ? workspace.num_siblings : 1);
   result["siblings_share"] = shares;
   result["gathered_bytes"] = workspace.shared_receive ? 0 : gathered;
-  result["dense_bytes"] = workspace.slot_bytes() - workspace.send_bytes -
-                          workspace.receive_bytes - workspace.own_message_bytes -
-                          (workspace.shared_receive ? 0 : gathered);
+  result["dense_bytes"] = workspace.slot_bytes() - workspace.send_bytes - workspace.receive_bytes -
+                          workspace.own_message_bytes - (workspace.shared_receive ? 0 : gathered);
   return result;
 }
 
