@@ -17,7 +17,7 @@ import torch
 from gradferry.checkpoint import merge
 from gradferry.core.codec_spec import parse_codec
 from gradferry.core.config import make_config
-from gradferry.core.nodes import Nodes, exchanges_to_choose_from, flat
+from gradferry.core.nodes import Nodes
 from gradferry.core.options import Options
 from gradferry.ddp import auto as choice
 from gradferry.ddp import binding
@@ -38,6 +38,7 @@ WEIGHTS = (Weight("first", (90, 70)), Weight("bias", (50,)), Weight("second", (1
 # What residuals hold of a momentum of 0.5 behind topk:ratio=0.05, of which m / (1 - m) is
 # 0.5 / (1 - 0.5) / (1 + (1 / 0.05 - 1) / 4) = 1 / 5.75: (1 - m) / (1 - 0.5).
 SHARE = 2 / (1 + 1 / 5.75)
+Members = tuple[tuple[int, ...], ...]
 AUTO = Scenario(WEIGHTS, codec="auto", ddp={"bucket_cap_mb": 0.02})
 
 
@@ -86,22 +87,6 @@ def test_a_choice_stays_while_it_is_not_much_slower():
     assert decided("q4", off=99, q4=100) == "off"
     assert decided("rht:bits=3", **{"q4": 99, "rht:bits=3": 100}) == "q4"
     assert decided("rht:bits=4", **{"q4": 99, "rht:bits=4": 100}) == "rht:bits=4"
-
-
-@pytest.mark.parametrize(
-    ("ms", "chosen"),
-    [
-        ({"q4 flat": 100, "q4 two-level": 101}, "q4 (flat)"),
-        ({"q4 flat": 101, "q4 two-level": 100}, "q4 (two-level)"),
-        ({"q4 flat": 100, "q8 two-level": 101}, "q8 (two-level)"),  # within 2 %, and more precise
-        ({"q8 flat": 103, "q4 two-level": 100}, "q4 (two-level)"),
-        ({"off": 101, "q4 two-level": 100}, "off"),
-    ],
-)
-def test_the_exchange_is_chosen_with_the_codec(ms: dict[str, float], chosen: str) -> None:
-    found, reason = decide(predicted(**ms), None)
-    assert found.named == chosen
-    assert f"{chosen} (" in reason
 
 
 @pytest.mark.parametrize("start", ["off", "bf16", "q4"])
@@ -233,69 +218,6 @@ def test_all_ranks_change_at_the_same_step(world_of_2: World, native: bool, code
         assert answer["stats"]["gradient_bytes"] == 7 * 4 * (90 * 70 + 50 + 120 * 60)
         assert "chosen by 'auto': so it was told" in answer["text"]
     assert answers[0]["config_hash"] == answers[1]["config_hash"]
-
-
-FOUND = ((0, 1), (2,))
-Members = tuple[tuple[int, ...], ...]
-
-
-@pytest.mark.parametrize("name", ["flat", "two-level"])
-def test_all_ranks_change_the_exchange_at_the_same_step(
-    worlds: Callable[[int], World], name: str
-) -> None:
-    scenario = dataclasses.replace(AUTO, world_size=3)
-    told = [f"q4 {name}"] * 3
-    world = worlds(3)
-    answers = world.run(case_forced, scenario=scenario, answers=told, steps=7, found=FOUND)
-    other = {"flat": {"nodes": "flat"}, "two-level": {}}[name]
-    chosen = dataclasses.replace(scenario, codec="q4", options=other)
-    found = FOUND if name == "two-level" else ((0,), (1,), (2,))
-    given = world.run(case_given, scenario=chosen, begin=3, steps=7, found=found)
-    assert len({tuple(answer["hashes"]) for answer in answers}) == 1
-    for answer, after in zip(answers, given, strict=True):
-        assert equal(answer["gradients"][3:], after)
-        assert (answer["choice"]["codec"], answer["choice"]["exchange"]) == ("q4", name)
-        shown = {"flat": "flat between 3 ranks", "two-level": "two levels, 2 nodes"}[name]
-        assert f"exchange: {shown}" in answer["text"]
-        assert "because codec='auto' chose it" in answer["text"]
-
-
-def case_withheld(scenario: Scenario, options: list[str]) -> list[np.ndarray]:
-    """What of the mean is in worker residuals, by parameter element, under q4 with each exchange in
-    turn, without a step between them.
-    """
-    run = run_on(scenario, FOUND)
-    bound = bound_to(run.state)
-    seen = []
-    for number, name in enumerate(options):
-        exchange = bound.chooser._exchange_named(name)
-        bound.running.switch(bound.hook, parse_codec("q4"), min(number, 1) * 3, exchange)
-        if number == 0:
-            for step in range(3):
-                run.step(step)
-        tiles = bound.running.engine.tiles()
-        _, worker, _, _ = bound.running.engine.state()
-        whole = np.zeros(sum(row[1] for row in tiles), np.float32)
-        begin = 0
-        for _, count, offset, _ in tiles:
-            if offset >= 0:
-                whole[begin : begin + count] = worker[offset : offset + count]
-            begin += count
-        seen.append(whole / len(exchange.nodes.members))
-    return seen
-
-
-def test_what_workers_withheld_stays_when_the_exchange_changes(
-    worlds: Callable[[int], World],
-) -> None:
-    scenario = dataclasses.replace(AUTO, world_size=3, error_feedback="both")
-    names = ["two-level", "flat", "two-level"]
-    answers = worlds(3).run(case_withheld, scenario=scenario, options=names)
-    sums = [sum(answer[number] for answer in answers) for number in range(len(names))]
-    assert sums[0].any()
-    # The means of 2 and of 3 equal numbers, and the sums of these, are rounded 5 times at most.
-    for after in sums[1:]:
-        np.testing.assert_allclose(after, sums[0], rtol=5 * 2.0**-24)
 
 
 def test_off_takes_the_backends_all_reduce_and_can_be_left_again(world_of_2: World) -> None:
@@ -518,42 +440,6 @@ def test_it_measures_chooses_and_says_why(world_of_2: World) -> None:
     assert len(one["log"]) == 1
     assert not other["log"]
     assert f"takes {made['codec']} from step {FIRST_CHECK} on" in one["log"][0]
-
-
-def case_measured_on_nodes(scenario: Scenario) -> dict[str, Any]:
-    run = run_on(scenario, FOUND)
-    for step in range(FIRST_CHECK + 2):
-        run.step(step)
-    return {"choice": run.state.stats()["choice"], "hashes": run.hashes, "text": str(run.state)}
-
-
-def test_it_measures_both_exchanges_where_ranks_share_nodes(
-    worlds: Callable[[int], World],
-) -> None:
-    answers = worlds(3).run(
-        case_measured_on_nodes, scenario=dataclasses.replace(AUTO, world_size=3)
-    )
-    made = answers[0]["choice"]
-    assert all(answer["choice"] == made for answer in answers)
-    assert len({tuple(answer["hashes"]) for answer in answers}) == 1
-    codecs = [name for name in candidates(config_of()) if name != "off"]
-    named = {f"{codec} ({name})" for codec in codecs for name in ("flat", "two-level")}
-    assert set(made["predicted_ms"]) == named | {"off"}
-    assert all(ms > 0 for ms in made["predicted_ms"].values())
-    assert made["exchange"] in ("flat", "two-level")
-
-
-@pytest.mark.parametrize(("option", "exchange"), [("flat", "flat"), (2, "two-level")])
-def test_the_option_nodes_leaves_one_exchange_to_choose_from(
-    option: str | int, exchange: str
-) -> None:
-    found = Nodes(((0, 1), (2, 3)))
-    (only,) = exchanges_to_choose_from(option, found, on_host=True)
-    assert only.name == exchange
-    both = exchanges_to_choose_from("auto", found, on_host=True)
-    assert [each.name for each in both] == ["flat", "two-level"]
-    (alone,) = exchanges_to_choose_from("auto", flat(3), on_host=True)
-    assert alone.is_flat
 
 
 def case_disabled(scenario: Scenario) -> dict[str, Any]:
