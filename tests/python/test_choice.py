@@ -26,6 +26,7 @@ from gradferry.ddp.state import bound_to
 from gradferry.errors import ConfigError
 from gradferry.forecast.diagnosis import default_hooks
 from gradferry.forecast.hook_names import TORCH_DTYPES
+from gradferry.forecast.measure import expect_measurable
 from gradferry.forecast.predict import Prediction
 from gradferry.lab.cli import main
 from gradferry.lab.ranks.network import check_network
@@ -541,6 +542,14 @@ def test_it_measures_both_exchanges_where_ranks_share_nodes(
     assert set(made["predicted_ms"]) == named | {"off"}
     assert all(ms > 0 for ms in made["predicted_ms"].values())
     assert made["exchange"] in ("flat", "two-level")
+
+
+def test_two_levels_on_a_device_are_no_choice_that_a_forecast_can_make() -> None:
+    found = Nodes(((0, 1), (2, 3)))
+    device = mock.Mock(on_host=False)
+    expect_measurable(device, exchanges_to_choose_from("auto", found, on_host=False))
+    with pytest.raises(ConfigError, match="codec='auto' there: name a codec"):
+        expect_measurable(device, exchanges_to_choose_from(2, found, on_host=False))
 
 
 @pytest.mark.parametrize(("option", "exchange"), [("flat", "flat"), (2, "two-level")])
