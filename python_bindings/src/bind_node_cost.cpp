@@ -1,4 +1,5 @@
 // Time that a rank takes for the gradients of its node, as in the engine, for predictions of steps.
+#include <algorithm>
 #include <cstddef>
 #include <vector>
 
@@ -16,34 +17,39 @@ struct NodeCost {
   double sum_per_element;  // of all ranks of the node
 };
 
-// One column whose tiles are the whole bucket. Zeros take as long as other numbers.
-NodeCost measure_node(ScalarType dtype, uint32_t num_ranks, uint32_t num_tiles, int rounds) {
+// Section by section, each of which is one column's tiles in a chunk, so that an interruption
+// spoils one of them. Zeros take as long as other numbers.
+NodeCost measure_node(ScalarType dtype, uint32_t num_ranks, size_t num_sections, int rounds) {
   ChunkPlan plan{};
   plan.dtype = dtype;
   plan.columns.resize(1);
   Column& column = plan.columns.front();
-  for (uint32_t t = 0; t < num_tiles; ++t) {
+  for (uint32_t t = 0; t < kSectionTiles; ++t) {
     const uint32_t begin = t * kTileElements;
     column.pieces.push_back({begin, kTileElements, begin});
   }
-  column.num_elements = num_tiles * kTileElements;
-  const size_t num_bytes = size_t{column.num_elements} * item_bytes(dtype);
-  const std::vector<std::byte> own(num_bytes);
-  std::vector<std::byte> packed(num_bytes), sum(num_bytes);
-  std::vector<std::vector<std::byte>> received(num_ranks - 1, std::vector<std::byte>(num_bytes));
-  std::vector<const std::byte*> gradients(num_ranks, nullptr);
-  for (uint32_t i = 1; i < num_ranks; ++i) gradients[i] = received[i - 1].data();
+  const size_t section_bytes = kSectionTiles * size_t{kTileElements} * item_bytes(dtype);
+  const std::vector<std::byte> own(num_sections * section_bytes);
+  std::vector<std::byte> packed(own.size()), sum(own.size());
+  std::vector<std::vector<std::byte>> received(num_ranks - 1, std::vector<std::byte>(own.size()));
   constexpr double kScale = 0.75;  // not 1, which would be left out
-  std::vector<double> packs, sums;
+  std::vector<Pass> packs, sums;
   for (int round = 0; round <= rounds; ++round) {
-    packs.push_back(seconds_of([&] { pack_column(plan, 0, own.data(), packed.data()); }));
-    sums.push_back(
-        seconds_of([&] { sum_column(plan, 0, gradients, own.data(), kScale, sum.data()); }));
+    Sections pack_s, sum_s;
+    for (size_t begin = 0; begin < own.size(); begin += section_bytes) {
+      std::vector<const std::byte*> gradients(1, nullptr);
+      for (const auto& each : received) gradients.push_back(each.data() + begin);
+      const std::byte* gradient = own.data() + begin;
+      pack_s.push_back(seconds_of([&] { pack_column(plan, 0, gradient, packed.data() + begin); }));
+      sum_s.push_back(seconds_of(
+          [&] { sum_column(plan, 0, gradients, gradient, kScale, sum.data() + begin); }));
+    }
+    if (round == 0) continue;  // touches new memory
+    packs.push_back({pack_s});
+    sums.push_back({sum_s});
   }
-  const double elements = column.num_elements;
-  // The first round touches new memory.
-  return {median({packs.begin() + 1, packs.end()}) / elements,
-          median({sums.begin() + 1, sums.end()}) / elements};
+  const double elements = static_cast<double>(own.size()) / item_bytes(dtype);
+  return {typical_seconds(packs, median) / elements, typical_seconds(sums, median) / elements};
 }
 
 py::dict node_cost(at::ScalarType dtype, uint32_t num_ranks, size_t num_elements, int rounds) {
@@ -51,8 +57,9 @@ py::dict node_cost(at::ScalarType dtype, uint32_t num_ranks, size_t num_elements
                     "the cost of a node needs a rank, a tile and a round at least");
   const NodeCost cost = [&] {
     const py::gil_scoped_release released;
-    const auto num_tiles = static_cast<uint32_t>(num_elements / kTileElements);
-    return measure_node(to_scalar_type(dtype), num_ranks, num_tiles, rounds);
+    const size_t num_sections = num_elements / (kSectionTiles * kTileElements);
+    return measure_node(to_scalar_type(dtype), num_ranks, std::max<size_t>(num_sections, 1),
+                        rounds);
   }();
   return py::dict(py::arg("pack_per_element") = cost.pack_per_element,
                   py::arg("sum_per_element") = cost.sum_per_element);

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ from gradferry.core.codec_spec import parse_codec
 from gradferry.core.nodes import Nodes, exchanges_to_choose_from, flat
 from gradferry.ddp.auto import FIRST_CHECK, candidates
 from gradferry.ddp.state import bound_to
+from gradferry.errors import ConfigError
+from gradferry.forecast.measure import expect_measurable
 from scenario import Scenario
 from test_choice import AUTO, case_forced, case_given, config_of, decide, equal, predicted, run_on
 from world import World
@@ -115,6 +118,14 @@ def test_it_measures_both_exchanges_where_ranks_share_nodes(
     assert set(made["predicted_ms"]) == named | {"off"}
     assert all(ms > 0 for ms in made["predicted_ms"].values())
     assert made["exchange"] in ("flat", "two-level")
+
+
+def test_two_levels_on_a_device_are_no_choice_that_a_forecast_can_make() -> None:
+    found = Nodes(((0, 1), (2, 3)))
+    device = mock.Mock(on_host=False)
+    expect_measurable(device, exchanges_to_choose_from("auto", found, on_host=False))
+    with pytest.raises(ConfigError, match="codec='auto' there: name a codec"):
+        expect_measurable(device, exchanges_to_choose_from(2, found, on_host=False))
 
 
 @pytest.mark.parametrize(("option", "exchange"), [("flat", "flat"), (2, "two-level")])

@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from gradferry.core.config import Config
 from gradferry.core.device import Transport
-from gradferry.core.nodes import Exchange, Nodes
+from gradferry.core.nodes import AUTO, FLAT, Exchange, Nodes
+from gradferry.errors import ConfigError
 from gradferry.forecast.buckets import parameter_codecs
 from gradferry.forecast.costs import (
     CastCosts,
@@ -53,12 +54,29 @@ class Probe(Protocol):
         """Rank 0's value."""
 
 
+def expect_measurable(transport: Transport, exchanges: Sequence[Exchange]) -> None:
+    """Checks that costs of these exchanges can be measured.
+
+    Raises:
+        ConfigError: one has two levels, and gradients are on a device.
+    """
+    if not transport.on_host and not all(exchange.is_flat for exchange in exchanges):
+        raise ConfigError(
+            f"on a device no forecast knows two levels yet, so nodes= does not go with "
+            f"codec={AUTO!r} there: name a codec, or attach with nodes={FLAT!r}"
+        )
+
+
 def make_probe(
     group: dist.ProcessGroup, transport: Transport, exchanges: Sequence[Exchange]
 ) -> Probe:
     """A probe of the link that gradients would take. Collective; `exchanges`: those to measure,
     equal on all ranks.
+
+    Raises:
+        ConfigError: as `expect_measurable`.
     """
+    expect_measurable(transport, exchanges)
     if transport.on_host:
         return LinkProbe(group, exchanges)
     return DeviceLinkProbe(group, transport, exchanges)
