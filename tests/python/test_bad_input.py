@@ -311,7 +311,7 @@ def test_world_too_large_for_offsets_of_32_bits_is_told_the_largest_that_would_d
     )
     lanes = {name: native.Lane(Backend(0, world_size)) for name in ("scatter", "gather", "commit")}
     with pytest.raises(gradferry.ConfigError, match="between 3 ranks at most, not 4"):
-        native.HostEngine(options, tensors=[], lanes=lanes)
+        native.HostEngine(options, tensors=[], lanes=lanes, memory=None, local_stage="")
 
 
 def case_backward_in_fork(native: bool) -> tuple[str, bytes]:

@@ -452,7 +452,11 @@ def case_disabled(scenario: Scenario) -> dict[str, Any]:
 
 def test_disabled_it_chooses_nothing(world_of_2: World) -> None:
     for stats in world_of_2.run(case_disabled, scenario=AUTO):
-        assert stats["choice"] == {"codec": "off", "reason": "GRADFERRY_DISABLE=1"}
+        assert stats["choice"] == {
+            "codec": "off",
+            "exchange": "flat",
+            "reason": "GRADFERRY_DISABLE=1",
+        }
         assert stats["wire_bytes"] == 0
 
 

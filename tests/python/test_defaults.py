@@ -20,6 +20,7 @@ from gradferry.checkpoint import merge
 from gradferry.ddp import auto as choice
 from gradferry.ddp.auto import FIRST_CHECK
 from gradferry.ddp.state import bound_to
+from gradferry.forecast.predict import Prediction
 from scenario import Run, Scenario, Weight
 from world import World
 
@@ -71,10 +72,15 @@ def case_chosen(dtype: torch.dtype, device: str) -> tuple[list[str], torch.dtype
     run = Run(Scenario(WEIGHTS, codec="auto", ddp=SCENARIO.ddp))
     chooser = bound_to(run.state).chooser
     chooser.choice = choice.Choice(next_check=FIRST_CHECK, interval=1)
-    told = iter([("q4", "told"), ("q8", "told"), ("off", "told")])
+    names = iter(["q4", "q8", "off"])
+
+    def told(every: list[Prediction], _: Prediction | None) -> tuple[Prediction, str]:
+        name = next(names)
+        return next(each for each in every if each.hook == name), "told"
+
     codecs = []
     with (
-        mock.patch.object(choice, "decide", side_effect=lambda *_: next(told)),
+        mock.patch.object(choice, "decide", side_effect=told),
         mock.patch.object(choice, "_SECONDS", 0.001),
     ):
         for step in range(FIRST_CHECK + 4):

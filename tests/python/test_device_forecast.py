@@ -160,7 +160,7 @@ def found(device_worlds: Worlds) -> Any:
 
 
 def test_the_link_is_that_of_the_group(found: Any) -> None:
-    link, prices = found.costs.link, Prices()
+    link, prices = found.costs[0].link, Prices()
     assert link.engine.value == "streams"
     for costs in (link.scatter, link.gather, *link.all_reduce.values()):
         assert len(costs.occupied.points) > 2
@@ -174,7 +174,7 @@ def test_kernels_are_timed_by_events(found: Any) -> None:
     # What a chunk must touch per element; besides, there are 108 bytes per tile of 4096 elements
     # (its entry, the codec's, flags), at most 2 % of the rest. Decoding may undo what was sent.
     bits = {"exact": 32, "q8": 8.25, "q4": 4.28}
-    for kind, costs in found.costs.codecs.items():
+    for kind, costs in found.costs[0].codecs.items():
         payload = bits[kind.codec.name] / 8
         worker, owner = (8 * kept for kept in kind.residuals)  # fp32, read and written; as one
         expected = {
@@ -252,7 +252,7 @@ def test_bytes_that_pass_through_the_host_are_measured_so(worlds: Worlds) -> Non
         case_doctor, prices=Prices(), layer_s=LAYER_S, hooks=["q4"], kind="staged"
     )
     assert answers[0].verdict == answers[1].verdict
-    link = answers[0].costs.link
+    link = answers[0].costs[0].link
     assert link.engine.value == "staged"
     # By the host's clock: real seconds of loopback.
     assert all(seconds > 0 for _, seconds in link.scatter.occupied.points)

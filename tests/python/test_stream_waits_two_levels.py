@@ -195,8 +195,8 @@ def check(worlds: Worlds, nodes: str, changes: dict[str, Any], steps_before: int
     ("changes", "steps_before"),
     [
         pytest.param(PLAIN, 1, id="plain"),
-        pytest.param(MOMENTUM, 2, id="momentum"),
-        pytest.param({**PLAIN, "device": "staged"}, 1, id="staged"),
+        pytest.param(MOMENTUM, 2, id="momentum", marks=pytest.mark.slow),
+        pytest.param({**PLAIN, "device": "staged"}, 1, id="staged", marks=pytest.mark.slow),
     ],
 )
 def test_every_wait_is_needed_on_2x2(
