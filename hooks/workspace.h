@@ -45,11 +45,18 @@ struct Workspace {
   // shared memory does not allow: a reduce still reads there.
   uint64_t own_message_bytes = 0;
 
-  // Of this rank, with its part of what is shared.
+  // Of a slot, of this rank with its part of what is shared.
+  uint64_t gathered_part() const {
+    if (shared_receive) return 0;
+    return shared_bytes != 0 ? gathered_bytes / num_siblings : gathered_bytes;
+  }
+  uint64_t dense_bytes() const {
+    const uint64_t shared =
+        shared_bytes != 0 ? shared_bytes / num_siblings - gathered_part() : uint64_t{0};
+    return dense_send_bytes + dense_receive_bytes + sum_bytes + shared;
+  }
   uint64_t slot_bytes() const {
-    const uint64_t gathered = shared_bytes != 0 ? shared_bytes / num_siblings : gathered_bytes;
-    return dense_send_bytes + dense_receive_bytes + sum_bytes + send_bytes + own_message_bytes +
-           receive_bytes + (shared_receive ? 0 : gathered);
+    return send_bytes + own_message_bytes + receive_bytes + gathered_part() + dense_bytes();
   }
   uint64_t bytes() const { return slots * slot_bytes(); }
 };

@@ -178,13 +178,9 @@ py::dict workspace_dict(const BucketEngine& engine) {
   result["receive_bytes"] = workspace.receive_bytes;
   result["shared_receive"] = workspace.shared_receive;
   result["own_message_bytes"] = workspace.own_message_bytes;
-  // Of what siblings share, this rank's part.
-  const bool shares = workspace.shared_bytes != 0;
-  const uint64_t gathered = workspace.gathered_bytes / (shares ? workspace.num_siblings : 1);
-  result["siblings_share"] = shares;
-  result["gathered_bytes"] = workspace.shared_receive ? 0 : gathered;
-  result["dense_bytes"] = workspace.slot_bytes() - workspace.send_bytes - workspace.receive_bytes -
-                          workspace.own_message_bytes - (workspace.shared_receive ? 0 : gathered);
+  result["siblings_share"] = workspace.shared_bytes != 0;
+  result["gathered_bytes"] = workspace.gathered_part();
+  result["dense_bytes"] = workspace.dense_bytes();
   return result;
 }
 

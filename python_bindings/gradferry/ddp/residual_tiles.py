@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -23,6 +24,8 @@ _NO_TILES = (
     "the saved state has worker residuals of tiles that have none in this model; it was damaged"
 )
 
+Kind = Literal["worker", "owner"]  # of a residual
+KINDS: tuple[Kind, ...] = ("worker", "owner")  # in the order of `ParameterLayout.residuals`
 Slot = Mapping[str, torch.Tensor]  # see `saved_state.pack`
 
 
@@ -48,6 +51,10 @@ class Tile:
     worker_residual: bool
     owner_residual: bool
 
+    def offset(self, kind: Kind) -> int:
+        """That of its worker or owner residual."""
+        return self.worker_offset if kind == "worker" else self.owner_offset
+
 
 def zero_residual(num_elements: int) -> torch.Tensor:
     """Zeros of one dimension, on the CPU and in fp32 whatever torch's defaults are."""
@@ -59,14 +66,22 @@ def ids(numbers: Iterable[int]) -> torch.Tensor:
     return torch.tensor(list(numbers), dtype=torch.int64, device="cpu")
 
 
-def worker_tiles(tiles: Iterable[Tile]) -> torch.Tensor:
-    """The tiles of this rank's worker residual, in its order."""
-    return ids(tile.id for tile in tiles if tile.worker_offset >= 0)
+def held_tiles(tiles: Iterable[Tile], kind: Kind) -> torch.Tensor:
+    """The tiles of this rank's worker or owner residual, in its order."""
+    return ids(tile.id for tile in tiles if tile.offset(kind) >= 0)
 
 
-def owner_tiles(tiles: Iterable[Tile]) -> torch.Tensor:
-    """The tiles of this rank's owner residual, in its order."""
-    return ids(tile.id for tile in tiles if tile.owner_offset >= 0)
+def spread(residual: torch.Tensor, tiles: Sequence[Tile], kind: Kind) -> torch.Tensor:
+    """A rank's residual with a place for every tile of the model, and zeros where it has none."""
+    places = _Places(tiles)
+    whole = places.zeros(torch.float32)
+    whole[places.blocks(held_tiles(tiles, kind))] = residual.view(-1, _BLOCK)
+    return whole
+
+
+def collect(whole: torch.Tensor, tiles: Sequence[Tile], kind: Kind) -> torch.Tensor:
+    """A rank's residual out of one with a place for every tile of the model."""
+    return whole[_Places(tiles).blocks(held_tiles(tiles, kind))].flatten()
 
 
 def rescale(
@@ -116,11 +131,7 @@ def resize(
     homeless = ids(tile.id for tile in tiles if not tile.worker_residual)
     if worker[places.blocks(homeless)].any():
         raise StateError(_NO_PLACE if alone else _NO_TILES)
-    worker, owner = (
-        worker[places.blocks(worker_tiles(tiles))],
-        owner[places.blocks(owner_tiles(tiles))],
-    )
-    return worker.flatten(), owner.flatten()
+    return collect(worker, tiles, "worker"), collect(owner, tiles, "owner")
 
 
 def with_worker_tiles(slots: Sequence[Slot], tiles: Sequence[Tile], *, alone: bool) -> list[Slot]:
@@ -201,14 +212,14 @@ class _Places:
         return before.repeat_interleave(count) + rows
 
     def add(
-        self, whole: torch.Tensor, held: torch.Tensor, kind: str, number: int, slot: Slot
+        self, whole: torch.Tensor, held: torch.Tensor, kind: Kind, number: int, slot: Slot
     ) -> None:
         """Adds what a slot holds.
 
         Args:
             whole: a residual of the model.
             held: which tiles it has so far.
-            kind: ``"worker"`` or ``"owner"``.
+            kind: of the residual.
             number: of the slot.
             slot: with ``"<kind>_tiles"``.
 
@@ -237,7 +248,7 @@ class _Places:
         whole.index_add_(0, rows, values.view(-1, _BLOCK).to(whole.dtype))
 
     @staticmethod
-    def expect_all(held: torch.Tensor, kind: str, expected: Sequence[bool]) -> None:
+    def expect_all(held: torch.Tensor, kind: Kind, expected: Sequence[bool]) -> None:
         """Checks that a residual, if any tile has one, has all tiles that need one.
 
         A world of one saves none of some kinds.

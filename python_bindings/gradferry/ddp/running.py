@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,7 +32,15 @@ from gradferry.core.engine import start_engine
 from gradferry.core.nodes import Exchange, Nodes, flat
 from gradferry.core.parameters import ParameterLayout, describe, describe_parameters
 from gradferry.ddp import step_numbers
-from gradferry.ddp.residual_tiles import Tile, rescale, zero_residual
+from gradferry.ddp.residual_tiles import (
+    KINDS,
+    Kind,
+    Tile,
+    collect,
+    rescale,
+    spread,
+    zero_residual,
+)
 
 
 @dataclass
@@ -95,9 +103,9 @@ class Running:
         kept = [{k: p[k] for k in p if k not in left_out} for p in records]
         return json.dumps(kept, sort_keys=True)
 
-    def has_residuals(self, kind: int) -> bool:
-        """Whether any rank has a worker (0) or an owner (1) residual."""
-        return any(parameter.residuals[kind] for parameter in self.parameters)
+    def has_residuals(self, kind: Kind) -> bool:
+        """Whether any rank has a worker or an owner residual."""
+        return any(parameter.residuals[KINDS.index(kind)] for parameter in self.parameters)
 
     @property
     def codec_asked_for(self) -> str:
@@ -210,7 +218,8 @@ class Running:
         worker, owner, scale = zero_residual(worker_size), zero_residual(owner_size), 0.0
         if old.engine is not None and residuals is not None:
             _, old_worker, old_owner, scale = residuals
-            for kind, given, taken in ((0, old_worker, worker), (1, old_owner, owner)):
+            pairs = ((old_worker, worker), (old_owner, owner))
+            for kind, (given, taken) in zip(KINDS, pairs, strict=True):
                 if old.has_residuals(kind) and self.has_residuals(kind):
                     self._hand_over(old, kind, given, taken)
             if not self.config.holds_gradients(step):
@@ -222,28 +231,30 @@ class Running:
             steps=step, worker_residual=worker, owner_residual=owner, loss_scale=scale
         )
 
-    def _hand_over(self, old: Running, kind: int, given: torch.Tensor, taken: torch.Tensor) -> None:
-        """Moves worker (0) or owner (1) residuals to the ranks that have them now. Collective.
+    def _hand_over(
+        self, old: Running, kind: Kind, given: torch.Tensor, taken: torch.Tensor
+    ) -> None:
+        """Moves worker or owner residuals to the ranks that have them now. Collective.
 
         Sums over all ranks: of a node one rank sums a tile, and of all ranks one owns it, so the
         others of the node, or all, get its residual. Of other nodes than before each gets the mean,
         which is what the averaged gradient still lacks.
         """
         world = (range(self.world_size),)
-        other_nodes = kind == 0 and old.exchange != self.exchange
+        other_nodes = kind == "worker" and old.exchange != self.exchange
         if other_nodes:
             given = given / len(old.exchange.nodes.members)
-        for ranks in world if kind or other_nodes else self.exchange.nodes.members:
+        for ranks in world if kind == "owner" or other_nodes else self.exchange.nodes.members:
             takes_part = self.rank in ranks
             if len(ranks) == 1:  # its tiles stay where they are
                 if takes_part and given.numel() == taken.numel():
                     taken.copy_(given)
                 continue
-            whole = _spread(old.tiles(), kind, given if takes_part else None)
+            whole = spread(given if takes_part else torch.zeros_like(given), old.tiles(), kind)
             whole = whole.to(meeting_place(self.group, self.transport.device))
             dist.all_reduce(whole, group=self.group)
             if takes_part:
-                _collect(self.tiles(), kind, whole.cpu(), taken)
+                taken.copy_(collect(whole.cpu(), self.tiles(), kind))
 
     def _parameter_records(self) -> list[Record]:
         return [parameter.record() for parameter in self.parameters]
@@ -252,34 +263,6 @@ class Running:
         names = [parameter.name for parameter in self.parameters]
         named = zip(names, self.tensors(), strict=True)
         return describe(named, config, exchanges=self.transport.exchanges)
-
-
-def _spread(tiles: Sequence[Tile], kind: int, residual: torch.Tensor | None) -> torch.Tensor:
-    """Residuals of all tiles, one after the other; zeros where this rank has none."""
-    whole = zero_residual(sum(tile.num_elements for tile in tiles))
-    if residual is not None:
-        for here, part in _parts(tiles, kind):
-            whole[here] = residual[part]
-    return whole
-
-
-def _collect(tiles: Sequence[Tile], kind: int, whole: torch.Tensor, residual: torch.Tensor) -> None:
-    """Takes this rank's residuals out of those of all tiles."""
-    for here, part in _parts(tiles, kind):
-        residual[part] = whole[here]
-
-
-def _parts(tiles: Sequence[Tile], kind: int) -> Iterator[tuple[slice, slice]]:
-    """Where a tile's residual is among those of all tiles, and in this rank's."""
-    begin = 0
-    for tile in tiles:
-        offset = tile.owner_offset if kind else tile.worker_offset
-        if offset >= 0:
-            yield (
-                slice(begin, begin + tile.num_elements),
-                slice(offset, offset + tile.num_elements),
-            )
-        begin += tile.num_elements
 
 
 def propose(

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 
 from gradferry.ddp.residual_tiles import (
+    KINDS,
     Slot,
     Tile,
-    owner_tiles,
+    held_tiles,
     rescale,
     resize,
     with_worker_tiles,
-    worker_tiles,
     zero_residual,
 )
 from gradferry.errors import ConfigError, StateError
@@ -71,9 +71,9 @@ def pack(
         mine: its residuals.
         tiles: of its layout.
     """
-    slot = {"worker": mine.worker, "owner": mine.owner, "owner_tiles": owner_tiles(tiles)}
+    slot = {"worker": mine.worker, "owner": mine.owner, "owner_tiles": held_tiles(tiles, "owner")}
     if NODES in identity:
-        slot["worker_tiles"] = worker_tiles(tiles)
+        slot["worker_tiles"] = held_tiles(tiles, "worker")
     return {
         "format": FORMAT if NODES in identity else FLAT_FORMAT,
         **identity,
@@ -297,9 +297,9 @@ def _what_differs(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> str:
 
 def _expect_tiles(slot: Slot, rank: int, tiles: Sequence[Tile]) -> None:
     """Raises StateError unless the slot's residuals are of the tiles that this rank has."""
-    for kind, mine in (("worker", worker_tiles(tiles)), ("owner", owner_tiles(tiles))):
+    for kind in KINDS:
         saved = slot.get(f"{kind}_tiles")
-        if saved is not None and not torch.equal(saved, mine):
+        if saved is not None and not torch.equal(saved, held_tiles(tiles, kind)):
             raise StateError(
                 f"the saved state's slot_{rank} has the {kind} residuals of other tiles than this "
                 "rank; it was damaged"

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from gradferry import _native
-from gradferry.forecast.costs import CollectiveCosts, LinkCosts
+from gradferry.forecast.costs import CollectiveCosts, LinkCosts, LocalCosts
 
 _MOST_PASSES = 12
 _CLOSE_ENOUGH = 1e-4
@@ -220,7 +220,9 @@ class _HostStep:
         # The finishing thread.
         self._now = 0.0
         self._posted: deque[_Job] = deque()  # what DDP's thread has posted, until it is taken up
+        self._scatters: deque[_Job] = deque()  # these and forwards only with two levels
         self._gathers: deque[_Job] = deque()
+        self._forwards: deque[_Job] = deque()
         self._commits: deque[float] = deque()
         self._completed = 0.0
 
@@ -246,7 +248,8 @@ class _HostStep:
         raise NotImplementedError
 
     def _is_busy(self) -> bool:
-        return bool(self._posted or self._gathers or self._commits)
+        jobs = (self._posted, self._scatters, self._gathers, self._forwards, self._commits)
+        return any(jobs)
 
     def _post_until(self, instant: float) -> None:
         """Lets DDP's thread post what it can until `instant`."""
@@ -334,28 +337,20 @@ class _FlatStep(_HostStep):
 class _NodesStep(_HostStep):
     """With several ranks per node: as Finisher::next_stage()."""
 
-    def __init__(
-        self,
-        backward: Backward,
-        buckets: Sequence[Sequence[ChunkCost]],
-        link: LinkCosts,
-        stretch: float,
-    ) -> None:
-        super().__init__(backward, buckets, link, stretch)
-        assert link.local is not None
-        self._local = link.local
-        self._scatters: deque[_Job] = deque()
-        self._forwards: deque[_Job] = deque()
-        # The last stage first: what waits there is the oldest.
-        self._stages = (
+    @property
+    def _local(self) -> LocalCosts:
+        assert self._link.local is not None
+        return self._link.local
+
+    @property
+    def _stages(self) -> Sequence[tuple[deque[_Job], Callable[[_Job], None]]]:
+        """The last one first: what waits there is the oldest."""
+        return (
             (self._forwards, self._decode),
             (self._gathers, self._forward),
             (self._scatters, self._reduce),
             (self._posted, self._sum),
         )
-
-    def _is_busy(self) -> bool:
-        return bool(super()._is_busy() or self._scatters or self._forwards)
 
     def _work_before_post(self, chunk: ChunkCost) -> float:
         assert chunk.local is not None
