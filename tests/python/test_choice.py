@@ -21,8 +21,16 @@ from gradferry.core.nodes import Nodes
 from gradferry.core.options import Options
 from gradferry.ddp import auto as choice
 from gradferry.ddp import binding
-from gradferry.ddp.auto import CHECK_EVERY, FIRST_CHECK, SLOWER, candidates, decide
+from gradferry.ddp.auto import (
+    CHECK_EVERY,
+    CHOSEN_BY,
+    FIRST_CHECK,
+    SLOWER,
+    candidates,
+    decide,
+)
 from gradferry.ddp.state import bound_to
+from gradferry.ddp.trial import TRIAL_STEPS
 from gradferry.errors import ConfigError
 from gradferry.forecast.diagnosis import default_hooks
 from gradferry.forecast.hook_names import TORCH_DTYPES
@@ -162,6 +170,7 @@ def case_forced(
     told = ((named[answer], "so it was told") for answer in answers)
     with (
         mock.patch.object(choice, "decide", side_effect=told),
+        mock.patch.object(choice, "rivals", side_effect=lambda _, chosen: [chosen]),
         mock.patch.object(chooser, "_observe"),
         mock.patch.object(chooser, "_predict", return_value=equal_costs),
     ):
@@ -412,7 +421,7 @@ def case_measured(scenario: Scenario) -> dict[str, Any]:
     try:
         run = Run(scenario)
         before = run.state.stats()["choice"]
-        for step in range(FIRST_CHECK + 2):
+        for step in range(CHOSEN_BY + 2):
             run.step(step)
     finally:
         logger.removeHandler(handler)
@@ -431,15 +440,15 @@ def test_it_measures_chooses_and_says_why(world_of_2: World) -> None:
     assert one["before"]["codec"] == "exact"
     assert "measured" in one["before"]["reason"]
     made = one["choice"]
-    assert made["step"] == FIRST_CHECK
-    assert made["next_check"] == FIRST_CHECK + CHECK_EVERY
+    assert made["step"] == FIRST_CHECK + len(made["measured_ms"]) * TRIAL_STEPS
+    assert made["next_check"] == made["step"] + CHECK_EVERY
     assert set(made["predicted_ms"]) == set(candidates(config_of()))
     assert made["exchange"] == "flat"
-    fastest = min(made["predicted_ms"].values())
-    assert made["predicted_ms"][made["codec"]] <= 1.02 * fastest
+    known = made["measured_ms"] or made["predicted_ms"]
+    assert known[made["codec"]] <= 1.02 * min(known.values())
     assert len(one["log"]) == 1
     assert not other["log"]
-    assert f"takes {made['codec']} from step {FIRST_CHECK} on" in one["log"][0]
+    assert f"takes {made['codec']} from step {made['step']} on" in one["log"][0]
 
 
 def case_disabled(scenario: Scenario) -> dict[str, Any]:

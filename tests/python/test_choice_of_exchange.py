@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from gradferry.core.codec_spec import parse_codec
 from gradferry.core.nodes import Nodes, exchanges_to_choose_from, flat
-from gradferry.ddp.auto import FIRST_CHECK, candidates
+from gradferry.ddp.auto import CHOSEN_BY, candidates
 from gradferry.ddp.state import bound_to
 from gradferry.errors import ConfigError
 from gradferry.forecast.measure import expect_measurable
@@ -99,7 +99,7 @@ def test_what_workers_withheld_stays_when_the_exchange_changes(
 
 def case_measured_on_nodes(scenario: Scenario) -> dict[str, Any]:
     run = run_on(scenario, FOUND)
-    for step in range(FIRST_CHECK + 2):
+    for step in range(CHOSEN_BY + 2):
         run.step(step)
     return {"choice": run.state.stats()["choice"], "hashes": run.hashes, "text": str(run.state)}
 

@@ -81,6 +81,7 @@ def case_chosen(dtype: torch.dtype, device: str) -> tuple[list[str], torch.dtype
     codecs = []
     with (
         mock.patch.object(choice, "decide", side_effect=told),
+        mock.patch.object(choice, "rivals", side_effect=lambda _, chosen: [chosen]),
         mock.patch.object(choice, "_SECONDS", 0.001),
     ):
         for step in range(FIRST_CHECK + 4):

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from gradferry import _native
 from gradferry.core.codec_spec import parse_codec
+from gradferry.ddp.auto import CHOSEN_BY, FIRST_CHECK
+from gradferry.ddp.trial import TRIAL_STEPS
 from gradferry.lab.cli import main
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -267,7 +269,7 @@ def case_auto(prices: Prices, layer_s: float, kind: str = "streamed") -> tuple[d
         state = gradferry.attach(ddp, "auto")
         clock = DeviceClock(fake_device.DEVICE)
         marks = []
-        for _ in range(13):
+        for _ in range(CHOSEN_BY + 4):
             ddp.zero_grad()
             ddp(x).backward()
             marks.append(clock.mark())
@@ -285,7 +287,7 @@ def test_auto_follows_the_clock_of_the_device(worlds: Worlds) -> None:
     choice, steps = answers[0]
     assert choice["codec"] == SHORTEST_OF_4_BITS
     assert "the most precise within 2% of the fastest" in choice["reason"]
-    assert choice["step"] == 9
+    assert choice["step"] == FIRST_CHECK + len(choice["measured_ms"]) * TRIAL_STEPS
     dense = steps[6]
     assert choice["predicted_ms"]["exact"] == pytest.approx(1e3 * dense, rel=0.01)
     chosen = choice["predicted_ms"][choice["codec"]]

@@ -3,8 +3,9 @@ of the codec, and of the exchange where ranks share nodes.
 
 The hook calls `Chooser.check` at the first bucket of an agreed step, at the same point on all
 ranks. There they measure the link together, predict the step under every codec from equal numbers,
-and take the answer of rank 0. A change starts a new engine, whose messages carry another
-configuration hash.
+and take the answer of rank 0. Where the forecast leaves several open, they train for a few steps
+each, and those decide. A change starts a new engine, whose messages carry another configuration
+hash.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from typing import Any
 import torch
 
 from gradferry import _native
+from gradferry.core.agreement import meeting_place, most_of_ranks
 from gradferry.core.codec_spec import OFF, CodecSpec, parse_codec
 from gradferry.core.config import COARSE_BITS, EXACT, Config
 from gradferry.core.nodes import FLAT, TWO_LEVEL, Exchange, exchanges_to_choose_from
 from gradferry.core.parameters import ParameterLayout
 from gradferry.ddp.running import Running
+from gradferry.ddp.trial import TRIAL_STEPS, Trial
 from gradferry.errors import ConfigError, StateError
 from gradferry.forecast.clock import clock_of
 from gradferry.forecast.costs import Parameter
@@ -30,7 +33,7 @@ from gradferry.forecast.measure import Probe, expect_measurable, make_probe, mea
 from gradferry.forecast.measure_link import spare_cores
 from gradferry.forecast.observe import MEASURED_STEPS, ObservedSteps, observe
 from gradferry.forecast.predict import Prediction, predictors_of
-from gradferry.forecast.verdict import TOLERANCE, most_precise, precision
+from gradferry.forecast.verdict import MOST_RIVALS, TOLERANCE, most_precise, precision, rivals
 
 _log = logging.getLogger("gradferry")
 
@@ -40,9 +43,12 @@ CHECK_EVERY = 1000  # steps; doubled after every change, which limits the number
 # A choice is given up if it is slower than the fastest by more than this share, or if the fastest
 # has more bits.
 SLOWER = 0.10
+# By then the first choice is made.
+CHOSEN_BY = FIRST_CHECK + MOST_RIVALS * TRIAL_STEPS
 _SECONDS = 0.2  # approximate time to measure one size of a collective
 
 _MEASURING = "dense steps, while they are measured"
+_TRYING = "it trains for a few steps, which are compared with those of other candidates"
 
 
 def candidates(config: Config) -> list[str]:
@@ -61,7 +67,7 @@ def decide(predictions: Sequence[Prediction], held: Prediction | None) -> tuple[
 
     Args:
         predictions: of every candidate.
-        held: of the choice so far; None: there is none.
+        held: of the choice so far, one of them; None: there is none.
     """
     every = list(predictions)
     fastest = min(every, key=lambda prediction: prediction.seconds)
@@ -80,7 +86,20 @@ def decide(predictions: Sequence[Prediction], held: Prediction | None) -> tuple[
 
 
 def _figures(prediction: Prediction) -> str:
-    return f"{prediction.named} ({1e3 * prediction.seconds:.1f} ms per step predicted)"
+    known = "measured" if prediction.measured else "predicted"
+    return f"{prediction.named} ({1e3 * prediction.seconds:.1f} ms per step {known})"
+
+
+def of_first_rank(
+    probe: Probe, predictions: Sequence[Prediction], chosen: Sequence[Prediction]
+) -> list[Prediction]:
+    """What rank 0 has chosen, in its order: rounding may differ between machines. Collective."""
+    numbers = [predictions.index(each) for each in chosen]
+    count = probe.of_first_rank(len(numbers))
+    return [
+        predictions[probe.of_first_rank(numbers[place] if place < len(numbers) else 0)]
+        for place in range(count)
+    ]
 
 
 def _parameter(layout: ParameterLayout) -> Parameter:
@@ -109,6 +128,7 @@ class Choice:
     next_check: int = FIRST_CHECK
     interval: int = CHECK_EVERY
     predicted_ms: dict[str, float] = field(default_factory=dict)
+    measured_ms: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def restored(cls, saved: Any) -> Choice:
@@ -151,6 +171,7 @@ class Choice:
             "step": self.step,
             "next_check": self.next_check,
             "predicted_ms": dict(self.predicted_ms),
+            "measured_ms": dict(self.measured_ms),
         }
 
 
@@ -164,6 +185,7 @@ class Chooser:
         )
         expect_measurable(running.transport, self._exchanges)
         self._observed: ObservedSteps | None = None
+        self._trial: Trial | None = None  # between two checks
         self._spare = 0.0  # on a device, `spare_cores` as last found
         self.choice = Choice()
 
@@ -178,7 +200,7 @@ class Chooser:
         exchange = self._exchange_named(choice.exchange)
         if choice.codec != self._running.config.codec or exchange != self._running.exchange:
             self._running.switch(hook, choice.codec, step, exchange)
-        self._observed = None
+        self._observed = self._trial = None
         # There must be enough steps before the next check to measure.
         next_check = max(choice.next_check, step + FIRST_CHECK)
         self.choice = replace(choice, exchange=exchange.name, next_check=next_check)
@@ -196,26 +218,84 @@ class Chooser:
         predictions = self._predict(probe, self._observed)
         held = self._held(predictions) if self.choice.made else None
         found, reason = decide(predictions, held)
-        wanted = predictions[probe.of_first_rank(predictions.index(found))]
-        changes = wanted is not held
-        codec, exchange = parse_codec(wanted.hook), self._exchange_named(wanted.exchange)
-        if codec != running.config.codec or exchange != running.exchange:
-            running.switch(hook, codec, step, exchange)
+        tried = [found] if found is held else rivals(predictions, found)
+        tried = of_first_rank(probe, predictions, tried)
+        predicted_ms = {p.named: 1e3 * p.seconds for p in predictions}
+        if len(tried) == 1:
+            self._take(hook, step, tried[0], held, reason, predicted_ms)
+            return
+        self._trial = Trial(tried, held, predicted_ms, clock_of(self._running.transport.device))
+        self._try_next(hook, step, self._trial)
+
+    def _try_next(self, hook: _native.BucketHook, step: int, trial: Trial) -> None:
+        """The next candidate trains from this step on. Collective."""
+        candidate = trial.next()
+        if candidate is not None:
+            codec, exchange = self._switch(hook, step, candidate)
+            # A checkpoint of these steps holds no choice: who loads it measures anew.
+            self.choice = replace(
+                self.choice,
+                codec=codec,
+                exchange=exchange.name,
+                made=False,
+                reason=_TRYING,
+                predicted_ms=trial.predicted_ms,
+            )
+            hook.call_at(step + 1, self._note_step, "choice")
+            return
+        self._trial = None
+        group = self._running.group
+        place = meeting_place(group, self._running.transport.device)
+        measured = trial.outcome(lambda values: most_of_ranks(values, group, place))
+        was = next((p for p in measured if trial.held and p.named == trial.held.named), None)
+        found, reason = decide(measured, was)
+        measured_ms = {p.named: 1e3 * p.seconds for p in measured}
+        self._take(hook, step, found, trial.held, reason, trial.predicted_ms, measured_ms)
+
+    def _note_step(self, hook: _native.BucketHook, step: int) -> None:
+        assert self._trial is not None
+        if self._trial.goes_on():
+            hook.call_at(step + 1, self._note_step, "choice")
+        else:
+            self._try_next(hook, step, self._trial)
+
+    def _take(
+        self,
+        hook: _native.BucketHook,
+        step: int,
+        found: Prediction,
+        held: Prediction | None,
+        reason: str,
+        predicted_ms: dict[str, float],
+        measured_ms: dict[str, float] | None = None,
+    ) -> None:
+        """Takes a choice, the same on all ranks. Collective."""
+        codec, exchange = self._switch(hook, step, found)
         choice = self.choice
-        interval = choice.interval * 2 if changes and choice.made else choice.interval
+        stays = held is not None and found.named == held.named
+        interval = choice.interval if held is None or stays else choice.interval * 2
         self.choice = Choice(
             codec=codec,
             exchange=exchange.name,
             made=True,
             reason=reason,
-            step=step if changes else choice.step,
+            step=choice.step if stays else step,
             next_check=step + interval,
             interval=interval,
-            predicted_ms={p.named: 1e3 * p.seconds for p in predictions},
+            predicted_ms=predicted_ms,
+            measured_ms=measured_ms or {},
         )
-        level = logging.INFO if changes and running.rank == 0 else logging.DEBUG
-        _log.log(level, "codec='auto' takes %s from step %d on: %s", wanted.named, step, reason)
+        level = logging.INFO if not stays and self._running.rank == 0 else logging.DEBUG
+        _log.log(level, "codec='auto' takes %s from step %d on: %s", found.named, step, reason)
         self.start(hook)
+
+    def _switch(
+        self, hook: _native.BucketHook, step: int, wanted: Prediction
+    ) -> tuple[CodecSpec, Exchange]:
+        codec, exchange = parse_codec(wanted.hook), self._exchange_named(wanted.exchange)
+        if codec != self._running.config.codec or exchange != self._running.exchange:
+            self._running.switch(hook, codec, step, exchange)
+        return codec, exchange
 
     def _held(self, predictions: Sequence[Prediction]) -> Prediction:
         """That of the current choice. Passing through has the same in every exchange."""

@@ -236,7 +236,8 @@ class HookState:
               and ``reason``; with ``"auto"`` also of ``step`` (when they came into use),
               ``next_check`` (the step of the next check) and ``predicted_ms`` (of a step, from the
               last check, by codec: ``"q4"``, or, where there are two exchanges to choose from,
-              ``"q4 (two-level)"``).
+              ``"q4 (two-level)"``), and ``measured_ms`` (likewise, of those that trained for some
+              steps because predictions left it open).
             - ``step_buckets``: for each bucket of the last finished step, the indices of its
               parameters (in the order of `parameters`).
 

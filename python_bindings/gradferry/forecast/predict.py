@@ -38,6 +38,7 @@ class Prediction:
         seconds: of the step.
         exposed_s: seconds more than without communication.
         wire_bytes: bytes that a rank sends.
+        measured: whether seconds were measured after all.
     """
 
     hook: str
@@ -46,6 +47,12 @@ class Prediction:
     exposed_s: float
     wire_bytes: int
     exchange: str | None = None
+    measured: bool = False
+
+    def took(self, seconds: float) -> Prediction:
+        """The same step with its measured length."""
+        exposed = self.exposed_s + seconds - self.seconds
+        return replace(self, seconds=seconds, exposed_s=exposed, measured=True)
 
     @property
     def named(self) -> str:

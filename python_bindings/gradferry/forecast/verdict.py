@@ -10,6 +10,9 @@ from gradferry.forecast.predict import Prediction
 
 # A prediction within this share of the fastest counts as equally fast.
 TOLERANCE = 0.02
+# The time that a prediction exposes is off by this share, or less.
+DOUBT = 0.3
+MOST_RIVALS = 3
 _HIDDEN = 0.01  # share of a step: less exposed time counts as hidden
 
 
@@ -31,6 +34,25 @@ def most_precise(predictions: Sequence[Prediction], tolerance: float = TOLERANCE
     fastest = min(prediction.seconds for prediction in predictions)
     close = [p for p in predictions if p.seconds <= fastest * (1 + tolerance)]
     return max(close, key=lambda p: (precision(p.hook), p.hook in BACKEND_HOOKS, -p.seconds))
+
+
+def rivals(predictions: Sequence[Prediction], chosen: Prediction) -> list[Prediction]:
+    """What a measurement may prefer to the choice, and the choice: the most precise first.
+
+    At most MOST_RIVALS, the fastest ones. Nothing but the choice where its communication is hidden:
+    nothing is faster then.
+    """
+
+    def may_win(other: Prediction) -> bool:
+        least = other.seconds - DOUBT * other.exposed_s
+        most = chosen.seconds + DOUBT * chosen.exposed_s
+        if precision(other.hook) > precision(chosen.hook):
+            return least <= most
+        return least * (1 + TOLERANCE) < most
+
+    others = [p for p in predictions if p is not chosen and may_win(p)]
+    fastest = sorted(others, key=lambda p: p.seconds)[: MOST_RIVALS - 1]
+    return sorted([chosen, *fastest], key=lambda p: -precision(p.hook))
 
 
 def uses_backend(prediction: Prediction) -> bool:

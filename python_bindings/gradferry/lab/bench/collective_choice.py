@@ -1,4 +1,4 @@
-"""What `codec="auto"` would choose for the all-reduce of one tensor, by the same forecast."""
+"""What `codec="auto"` would choose from for the all-reduce of one tensor, by the same forecast."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from gradferry.core.config import make_config
 from gradferry.core.device import Transport
 from gradferry.core.nodes import Exchange
 from gradferry.core.options import Options
-from gradferry.ddp.auto import candidates
+from gradferry.ddp.auto import candidates, of_first_rank
 from gradferry.forecast.costs import Parameter, StepProfile
 from gradferry.forecast.hook_names import hook_config
 from gradferry.forecast.measure import make_probe, measure_costs
 from gradferry.forecast.measure_link import spare_cores
-from gradferry.forecast.predict import predictors_of
-from gradferry.forecast.verdict import most_precise
+from gradferry.forecast.predict import Prediction, predictors_of
+from gradferry.forecast.verdict import most_precise, rivals
 
 _SECONDS = 0.5  # approximate time to measure one size of a collective
 
 
-def choose(
+def candidates_of_auto(
     num_elements: int, group: dist.ProcessGroup, transport: Transport, among: Sequence[Exchange]
-) -> tuple[str, Exchange]:
-    """Codec and exchange. Collective; the same on all ranks.
+) -> list[Prediction]:
+    """Codecs and exchanges that are to be compared, or the one choice. Collective; the same on all
+    ranks.
 
     num_elements: of the fp32 tensor, as if all of it were there at once and nothing followed.
     among: the exchanges.
@@ -38,11 +39,8 @@ def choose(
     spare = spare_cores(group) if transport.on_host else 0.0
     predictors = predictors_of(parameters, StepProfile(0.0, 0.0, (0.0,), spare), costs, [[0]])
     predictions = [
-        (predictor.codec(name, config, [None]), exchange)
+        predictor.codec(name, config, [None])
         for name, config in configs.items()
-        for predictor, exchange in zip(predictors, among, strict=True)
+        for predictor in predictors
     ]
-    found = most_precise([prediction for prediction, _ in predictions])
-    number = [prediction for prediction, _ in predictions].index(found)
-    prediction, exchange = predictions[probe.of_first_rank(number)]
-    return prediction.hook, exchange
+    return of_first_rank(probe, predictions, rivals(predictions, most_precise(predictions)))

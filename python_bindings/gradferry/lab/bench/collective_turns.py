@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -23,9 +24,10 @@ from gradferry.core.codec_spec import AUTO, parse_codec
 from gradferry.core.config import make_config
 from gradferry.core.device import Transport, agreed_transport
 from gradferry.core.engine import start_engine
-from gradferry.core.nodes import Nodes
+from gradferry.core.nodes import Exchange, Nodes
 from gradferry.core.options import Options
 from gradferry.core.parameters import ParameterLayout
+from gradferry.ddp.trial import SETTLING_STEPS, TRIAL_STEPS
 from gradferry.forecast.chunks import (
     all_reduce_bytes,
     payload_sizes,
@@ -34,7 +36,8 @@ from gradferry.forecast.chunks import (
 )
 from gradferry.forecast.clock import Clock, clock_of
 from gradferry.forecast.hook_names import TORCH_DTYPES
-from gradferry.lab.bench.collective_choice import choose
+from gradferry.forecast.verdict import most_precise
+from gradferry.lab.bench.collective_choice import candidates_of_auto
 from gradferry.lab.bench.hooked_model import phases_of
 from gradferry.lab.ranks.exchanges import exchanges_among
 from gradferry.lab.ranks.hosts import InterfaceCounter, busiest_host, found_hosts
@@ -130,21 +133,14 @@ class _CodecAllReduce:
     def __init__(
         self,
         name: str,
-        exchange: str,
+        exchange: Exchange,
         num_elements: int,
         group: dist.ProcessGroup,
         transport: Transport,
-        hosts: Nodes,
     ) -> None:
-        self.name, self.exchange = name, exchange
+        self.name, self.exchange = name, exchange.name
         self.chosen: str | None = None
-        among = exchanges_among(exchange, hosts, on_host=transport.on_host)
-        used = among[-1]  # what attach takes
-        if name == AUTO:
-            name, used = choose(num_elements, group, transport, among)
-        if AUTO in (self.name, exchange):
-            self.chosen = f"{name} {used.name}"
-        self._nodes = used.nodes
+        self._nodes = exchange.nodes
         config = transport.adapted(make_config(Options(name, seed=_SEED)))
         self._config = config
         self._on_host = transport.on_host
@@ -214,6 +210,51 @@ class _CodecAllReduce:
 _AllReduce = _BackendAllReduce | _CodecAllReduce
 
 
+def _asked(
+    name: str,
+    exchange: str,
+    num_elements: int,
+    group: dist.ProcessGroup,
+    transport: Transport,
+    hosts: Nodes,
+) -> _CodecAllReduce:
+    """The all-reduce of a codec, or of AUTO, with one of EXCHANGES."""
+
+    def make(codec: str, used: Exchange) -> _CodecAllReduce:
+        return _CodecAllReduce(codec, used, num_elements, group, transport)
+
+    among = exchanges_among(exchange, hosts, on_host=transport.on_host)
+    codec, used = name, among[-1]  # what attach takes
+    if name == AUTO:
+        by_name: dict[str | None, Exchange] = {each.name: each for each in among}
+        candidates = candidates_of_auto(num_elements, group, transport, among)
+        pairs = [(each.hook, by_name.get(each.exchange, used)) for each in candidates]
+        if len(pairs) > 1:
+            seconds = _trial([make(*pair) for pair in pairs], num_elements, transport)
+            measured = [p.took(taken) for p, taken in zip(candidates, seconds, strict=True)]
+            codec, used = pairs[measured.index(most_precise(measured))]
+        else:
+            ((codec, used),) = pairs
+    all_reduce = make(codec, used)
+    if AUTO in (name, exchange):
+        all_reduce.chosen = f"{codec} {used.name}"
+    all_reduce.name, all_reduce.exchange = name, exchange
+    return all_reduce
+
+
+def _trial(
+    all_reduces: Sequence[_CodecAllReduce], num_elements: int, transport: Transport
+) -> list[float]:
+    """The typical seconds of each, as `codec="auto"` finds them in training. Collective."""
+    gradient = _gradient(dist.get_rank(), num_elements).to(transport.device)
+    buffer, clock = torch.empty_like(gradient), clock_of(transport.device)
+    turns = [
+        [_timed(each, buffer, gradient, clock) for each in all_reduces] for _ in range(TRIAL_STEPS)
+    ]
+    timed = zip(*turns[SETTLING_STEPS:], strict=True)
+    return most_of_ranks([median(seconds) for seconds in timed])
+
+
 def compare_all_reduces(emit: Emit, options: AllReduceOptions) -> list[AllReduceOutcome]:
     """Runs on every rank; the outcomes are those of all. Emits what it is doing, as text."""
     place, own_group = place_of_rank(options.device)
@@ -248,9 +289,7 @@ def _compare(
         if exchange is None:
             all_reduce = _BackendAllReduce(name, num_elements, group)
         else:
-            all_reduce = _CodecAllReduce(
-                name, exchange, num_elements, group, transport, interface.hosts
-            )
+            all_reduce = _asked(name, exchange, num_elements, group, transport, interface.hosts)
         outcome = _first_run(all_reduce, buffer, gradients, interface, check=options.check)
         entries.append((all_reduce, outcome))
     for all_reduce, _ in entries:

@@ -24,7 +24,7 @@ from gradferry.core.codec_spec import AUTO
 from gradferry.core.nodes import AUTO as FOUND_NODES
 from gradferry.core.parameters import reduced_parameters
 from gradferry.ddp.attach import attach
-from gradferry.ddp.auto import FIRST_CHECK
+from gradferry.ddp.auto import CHOSEN_BY
 from gradferry.ddp.state import HookState
 from gradferry.forecast.chunks import (
     all_reduce_bytes,
@@ -109,7 +109,7 @@ def steps_until_steady(name: str) -> int:
     and the step after that is the first that is like all others. `auto` measures for longer.
     """
     chooses = name.partition("+")[0] == AUTO
-    return FIRST_CHECK + 1 if chooses else COMPRESS_FROM + 1
+    return CHOSEN_BY + 1 if chooses else COMPRESS_FROM + 1
 
 
 def apply_hook(
