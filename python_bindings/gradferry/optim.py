@@ -75,6 +75,13 @@ def momentum_mode(optimizer: OptimizerT, state: HookState) -> OptimizerT:
             "momentum_mode() is for a hook that delivers momentum, and this one delivers gradients;"
             " attach with momentum=, such as 0.9"
         )
+    if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
+        raise ConfigError(
+            "momentum_mode() cannot change the shards of a ZeroRedundancyOptimizer: give what it "
+            "would set to ZeroRedundancyOptimizer(...) itself, betas=(0, ...) and lr times "
+            f"{_deviation(hook.config.momentum):.3g} for AdamW and Adam, without momentum and "
+            f"lr / (1 - momentum) for SGD"
+        )
     if type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD):
         raise ConfigError(
             f"momentum_mode() knows AdamW, Adam and SGD, not {type(optimizer).__name__}: take its "

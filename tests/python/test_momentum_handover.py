@@ -68,15 +68,19 @@ def test_every_rank_must_hold_the_same_momenta(
 
 @pytest.mark.torch_core
 @pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
-def test_a_sharded_optimizer_is_refused_on_all_ranks(world_of_3: World, native: bool) -> None:
+@pytest.mark.parametrize("built_at", [0, 1])
+def test_a_sharded_optimizer_is_refused_on_all_ranks(
+    world_of_3: World, native: bool, built_at: int
+) -> None:
     # One parameter for three ranks: two shards are empty.
-    outcomes = world_of_3.run(case_sharded, native=native)
+    outcomes = world_of_3.run(case_sharded, native=native, built_at=built_at)
     assert [o.error for o in outcomes] == ["StateError"] * 3
     assert len({o.text for o in outcomes}) == 1
     assert "has no OneBitAdam that holds 'weight'" in outcomes[0].text
 
 
-def case_sharded(native: bool) -> Outcome:
+def case_sharded(native: bool, built_at: int) -> Outcome:
+    """The first step after the optimizer was built at which ranks compare."""
     import gradferry
     from gradferry.optim import OneBitAdam
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -88,10 +92,19 @@ def case_sharded(native: bool) -> Outcome:
     else:
         state = gradferry.HookState("sign1", ddp, **options)
         ddp.register_comm_hook(state, gradferry.hook)
-    ZeroRedundancyOptimizer(
+
+    def backward() -> None:
+        ddp(torch.ones(2, 40)).sum().backward()
+
+    for _ in range(built_at):
+        backward()
+    optimizer = ZeroRedundancyOptimizer(
         ddp.parameters(), optimizer_class=OneBitAdam, freeze_step=2, state=state
     )
-    return attempt(lambda: ddp(torch.ones(2, 40)).sum().backward())
+    for _ in range(built_at, 2 if built_at else 0):
+        backward()
+        optimizer.step()
+    return attempt(backward)
 
 
 def case_a_rank_that_does_not_step(resumed: bool) -> list[str]:

@@ -18,6 +18,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from gradferry.core.config import COARSE_BITS, DEFAULT_RULES, Config, Rule
 from gradferry.core.parameters import ParameterLayout
 from gradferry.ddp.after_steps import call_after_steps
+from gradferry.ddp.model import OVERLAPPED_ZERO
+from gradferry.errors import ConfigError
 
 # Parts of class names, because optimizers of many libraries have such names.
 _ADAPTIVE = ("adam", "lamb")
@@ -26,7 +28,10 @@ _ADAPTIVE = ("adam", "lamb")
 def watch_optimizer(
     parameters: Sequence[ParameterLayout], index: WeakIdKeyDictionary, momentum: float
 ) -> None:
-    """Warns once if the first optimizer that steps on a model does not suit the hook.
+    """Judges the first optimizer that steps on a model: warns once if it does not suit the hook.
+
+    It raises ConfigError if that optimizer is a ZeroRedundancyOptimizer that steps in a
+    communication hook only, and so has done nothing.
 
     In momentum mode, that is an optimizer with its own momentum, unless its class has the attribute
     ``takes_momentum = True``, which means that it expects momentum instead of gradients. Without
@@ -37,14 +42,24 @@ def watch_optimizer(
         index: holds the model's parameters.
         momentum: of the hook; 0.0: no momentum mode.
     """
+    coarse = next((str(p.codec) for p in parameters if _coarse_with_residual(p)), None)
+    judge: Callable[[Optimizer], str | None]
     if momentum:
-        _watch(index, functools.partial(_momentum_twice, momentum))
-        return
-    for parameter in parameters:
-        codec = parameter.codec
-        if parameter.residuals[0] and codec.lossy and codec.bits(parameter.dtype) < COARSE_BITS:
-            _watch(index, functools.partial(_adam_behind, str(codec)))
-            return
+        judge = functools.partial(_momentum_twice, momentum)
+    elif coarse is not None:
+        judge = functools.partial(_adam_behind, coarse)
+    else:
+        judge = _suits
+    _watch(index, judge)
+
+
+def _coarse_with_residual(parameter: ParameterLayout) -> bool:
+    codec = parameter.codec
+    return parameter.residuals[0] and codec.lossy and codec.bits(parameter.dtype) < COARSE_BITS
+
+
+def _suits(optimizer: Optimizer) -> str | None:
+    return None
 
 
 def _momentum_twice(momentum: float, optimizer: Optimizer) -> str | None:
@@ -84,6 +99,8 @@ def _watch(index: WeakIdKeyDictionary, judge: Callable[[Optimizer], str | None])
     """Warns with the text that `judge` returns, if any, for the first optimizer that steps."""
 
     def look(optimizer: Optimizer) -> None:
+        if getattr(optimizer, "_overlap_with_ddp", False):
+            raise ConfigError(OVERLAPPED_ZERO)
         handle.remove()
         if text := judge(optimizer):
             warnings.warn(text, stacklevel=4)

@@ -20,6 +20,14 @@ from gradferry.errors import ConfigError, StateError
 
 Named = list[tuple[str, torch.nn.Parameter]]
 
+# Where torch makes the hooks that step a ZeroRedundancyOptimizer(overlap_with_ddp=True).
+_ZERO_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook"
+OVERLAPPED_ZERO = (
+    "ZeroRedundancyOptimizer(overlap_with_ddp=True) does not go with gradferry: it steps in a "
+    "communication hook, inside backward and before ranks know that every bucket has arrived; "
+    "build it without overlap_with_ddp, and call its step() after backward"
+)
+
 
 class Model:
     """A user's DistributedDataParallel, only while a hook is attached to it.
@@ -71,6 +79,12 @@ def has_python_hook(ddp: DistributedDataParallel) -> bool:
     return bool(ddp._comm_hooks)
 
 
+def expect_no_step_in_hook(hook: object) -> None:
+    """Raises ConfigError for hooks of torch that step a ZeroRedundancyOptimizer."""
+    if getattr(hook, "__module__", None) == _ZERO_HOOKS:
+        raise ConfigError(OVERLAPPED_ZERO)
+
+
 def _process_group(ddp: DistributedDataParallel) -> dist.ProcessGroup:
     if not isinstance(ddp, DistributedDataParallel):
         raise ConfigError(
@@ -90,6 +104,8 @@ def _process_group(ddp: DistributedDataParallel) -> dist.ProcessGroup:
 
 
 def _check_hookable(ddp: DistributedDataParallel) -> None:
+    for hook, _ in ddp._comm_hooks:
+        expect_no_step_in_hook(hook)
     logging_data: dict[str, Any] = ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]
     hook_name = logging_data.get("comm_hook", "")
     if hook_name:

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradferry import _native
 from gradferry.ddp.join import JoinHook
-from gradferry.ddp.model import Model
+from gradferry.ddp.model import Model, expect_no_step_in_hook
 from gradferry.errors import StateError
 
 
@@ -26,7 +26,7 @@ def register(model: Model, hook: _native.BucketHook, *, watch_use: bool, name: s
             one of the standard signature.
     """
     ddp = model.ddp
-    _guard(ddp)
+    _guard(ddp, takes_hook=name is None)
     if watch_use:
         hook.watch_use([parameter for _, parameter in model.named], ddp.reducer)
     if name is not None:
@@ -36,8 +36,11 @@ def register(model: Model, hook: _native.BucketHook, *, watch_use: bool, name: s
             ddp.logger._set_comm_hook_name(name)
 
 
-def _guard(ddp: DistributedDataParallel) -> None:
+def _guard(ddp: DistributedDataParallel, *, takes_hook: bool) -> None:
     ddp._update_process_group = _refuse_new_group  # type: ignore[method-assign]
+    ddp.register_comm_hook = functools.partial(  # type: ignore[method-assign]
+        _register_comm_hook, weakref.ref(ddp), takes_hook
+    )
     ddp.join_hook = JoinHook(ddp)  # type: ignore[method-assign]
     # What copy and pickle ask for; DDP rebuilds its reducer from it, which then has no hook.
     ddp.__getstate__ = functools.partial(  # type: ignore[method-assign]
@@ -54,8 +57,23 @@ def _state_without_hook(model: weakref.ref[DistributedDataParallel]) -> dict[str
         "uncompressed: attach again",
         stacklevel=3,
     )
-    guards = ("_update_process_group", "join_hook", "__getstate__")
+    guards = ("_update_process_group", "register_comm_hook", "join_hook", "__getstate__")
     return {**{key: state[key] for key in state if key not in guards}, "_comm_hooks": []}
+
+
+def _register_comm_hook(
+    model: weakref.ref[DistributedDataParallel], takes_hook: bool, state: object, hook: Any
+) -> None:
+    """Replaces the method of that name of one DistributedDataParallel."""
+    expect_no_step_in_hook(hook)
+    if not takes_hook:
+        raise StateError(
+            "gradferry.attach() gave this DistributedDataParallel its communication hook, and DDP "
+            "takes one for life: wrap the model in a new DistributedDataParallel for another hook"
+        )
+    ddp = model()
+    assert ddp is not None  # its attribute is being called
+    type(ddp).register_comm_hook(ddp, state, hook)
 
 
 def _refuse_new_group(*_: object) -> None:
