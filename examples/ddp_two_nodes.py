@@ -6,9 +6,8 @@ torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint NAME:
     examples/ddp_two_nodes.py
 
 gloo takes the network interface that the machine's own name leads to; if that is the wrong one, say
-which: GLOO_SOCKET_IFNAME=eth0. gradferry's own connections use the same. With several
-ranks on a machine, all of them share its network card, and every rank talks to every other: then q4
-sends more across it than an all-reduce of bf16 once there are seven or more.
+which: GLOO_SOCKET_IFNAME=eth0. gradferry's own connections use the same. With several ranks on a
+machine (--nproc-per-node), they first add up their gradients, and only the sums cross the network.
 """
 
 import gradferry
