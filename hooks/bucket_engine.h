@@ -113,7 +113,7 @@ class BucketEngine {
   virtual void average(Bucket bucket) = 0;
   // What this rank sent to ranks of other nodes, and to those of its own.
   virtual uint64_t sent_bytes() const = 0;
-  virtual uint64_t local_bytes() const { return 0; }
+  virtual uint64_t local_bytes() const = 0;
 
   // Residuals between steps, with life_.mutex held.
   virtual SavedResiduals save_residuals() = 0;

@@ -227,6 +227,10 @@ uint64_t DeviceEngine::sent_bytes() const {
   return exchanges_ ? context_.transport->sent_bytes() : 0;
 }
 
+uint64_t DeviceEngine::local_bytes() const {
+  return exchanges_ ? context_.transport->local_bytes() : 0;
+}
+
 // Waits on the host for everything that was enqueued, and makes F current.
 c10::StreamGuard DeviceEngine::behind_all() const {
   c10::impl::VirtualGuardImpl(device_.type()).getStream(device_).synchronize();

@@ -53,6 +53,7 @@ class DeviceEngine final : public BucketEngine {
 
   void average(Bucket bucket) override;
   uint64_t sent_bytes() const override;
+  uint64_t local_bytes() const override;
   SavedResiduals save_residuals() override;
   void load_residuals(const SavedResiduals& saved) override;
   void take_back_step() override;

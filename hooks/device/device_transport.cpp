@@ -41,9 +41,9 @@ Lane& DeviceTransport::lane(Among among) {
   return among == Among::kPeers && nodes_.peers ? *nodes_.peers : lane_of_all();
 }
 
-void DeviceTransport::count(Among among, int64_t num_bytes) {
-  if (among == Among::kSiblings) return;
-  sent_bytes_.fetch_add(static_cast<uint64_t>(num_bytes), std::memory_order_relaxed);
+void DeviceTransport::count(int64_t to_others, int64_t to_siblings) {
+  sent_bytes_.fetch_add(static_cast<uint64_t>(to_others), std::memory_order_relaxed);
+  local_bytes_.fetch_add(static_cast<uint64_t>(to_siblings), std::memory_order_relaxed);
 }
 
 void DeviceTransport::close(bool failed) {
@@ -60,7 +60,9 @@ Pending DeviceTransport::post_all_to_all(Among among, const at::Tensor& receive,
                                          const at::Tensor& send,
                                          const std::vector<int64_t>& send_bytes) {
   Lane& used = lane(among);
-  count(among, sum(send_bytes) - send_bytes[used.rank()]);
+  const int64_t sent = sum(send_bytes) - send_bytes[used.rank()];
+  const bool stays = among == Among::kSiblings;
+  count(stays ? 0 : sent, stays ? sent : 0);
   return used.all_to_all(first_bytes(receive, sum(receive_bytes)), receive_bytes,
                          first_bytes(send, sum(send_bytes)), send_bytes);
 }
@@ -69,7 +71,10 @@ Pending DeviceTransport::post_all_gather(Among among, const at::Tensor& receive,
                                          const at::Tensor& send, int64_t num_bytes) {
   Lane& used = lane(among);
   const int64_t ranks = used.world_size();
-  count(among, num_bytes * (ranks - 1));
+  // Of these ranks, with this one.
+  const int64_t on_node =
+      among == Among::kPeers || !nodes_.siblings ? 1 : nodes_.siblings->world_size();
+  count(num_bytes * (ranks - on_node), num_bytes * (on_node - 1));
   return used.all_gather(first_bytes(receive, num_bytes * ranks), first_bytes(send, num_bytes));
 }
 

@@ -60,7 +60,7 @@ class DeviceTransport {
   virtual void end_bucket() {}
 
   // Runs after the work that is enqueued on `stream`. Rank p's part of `send` has send_bytes[p]
-  // bytes; the parts are contiguous, and so are those received.
+  // bytes; the parts are contiguous, and so are those received. Among peers or siblings.
   virtual Transfer all_to_all(Among among, const DeviceBuffer& receive,
                               const std::vector<int64_t>& receive_bytes, const DeviceBuffer& send,
                               const std::vector<int64_t>& send_bytes,
@@ -77,8 +77,9 @@ class DeviceTransport {
   // Instead: keeps the lanes for good.
   void leak() { static_cast<void>(new NodeLanes(std::move(nodes_))); }
 
-  // To ranks other than siblings, and commits to all.
+  // What this rank sent to ranks of other nodes, and to its siblings.
   uint64_t sent_bytes() const { return sent_bytes_.load(std::memory_order_relaxed); }
+  uint64_t local_bytes() const { return local_bytes_.load(std::memory_order_relaxed); }
 
  protected:
   // `nodes`: both null with one rank per node, where all ranks are peers.
@@ -94,10 +95,10 @@ class DeviceTransport {
  private:
   virtual Lane& lane_of_all() = 0;
   virtual std::shared_ptr<Lane> take_lane_of_all() { return {}; }
-  void count(Among among, int64_t num_bytes);
+  void count(int64_t to_others, int64_t to_siblings);
 
   NodeLanes nodes_;
-  std::atomic<uint64_t> sent_bytes_{0};
+  std::atomic<uint64_t> sent_bytes_{0}, local_bytes_{0};
 };
 
 class StreamTransport final : public DeviceTransport {

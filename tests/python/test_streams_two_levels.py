@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from reference import Layout, two_level_bytes_per_step
 from scenario import Run, Scenario, Weight, assert_bit_equal, train
 from test_stream_waits import small_chunks_anywhere
-from test_streams import SCENARIO, nan_elements
+from test_streams import CHUNK_BYTES, SCENARIO, nan_elements
 from test_two_levels import NODES
 from world import World
 
@@ -178,6 +179,34 @@ def test_damage_is_nan_at_once_and_an_error_two_steps_later(
 
 
 # --- what it costs --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["streamed", "staged"])
+@pytest.mark.parametrize("nodes", ["2x2", "2+1", "1x4"])
+def test_bytes_equal_the_formula_with_one_commit_per_step(
+    worlds: Worlds, nodes: str, device: str
+) -> None:
+    scenario = scenario_on(nodes, device)
+    layout = Layout(
+        [w.describe() for w in scenario.weights],
+        scenario.codec,
+        scenario.world_size,
+        scenario.rules,
+    )
+    number = {weight.name: index for index, weight in enumerate(scenario.weights)}
+    answers = worlds(scenario.world_size).run(case_train, scenario=scenario, seeds=[1])
+    for rank, answer in enumerate(answers):
+        wire, local = two_level_bytes_per_step(
+            layout,
+            NODES[nodes],
+            [[number[name] for name in b] for step in answer["buckets"] for b in step],
+            rank,
+            chunk_bytes=CHUNK_BYTES,
+            equal_scatter=device == "streamed",
+            commits=scenario.steps - 1,  # of every step, at the beginning of the next
+        )
+        assert (answer["stats"]["wire_bytes"], answer["stats"]["local_bytes"]) == (wire, local)
+        assert (wire == 0) == (nodes == "1x4")
 
 
 def case_launches(scenario: Scenario, steps: int) -> dict[str, int]:
