@@ -1,7 +1,5 @@
 // One codec on a device as an engine there uses it, for measurements: the kernels of chunks, for a
 // chunk that holds one parameter. Each call is one launch on the current stream.
-#include <ATen/Functions.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <pybind11/stl.h>
 
 #include <algorithm>
@@ -12,6 +10,7 @@
 #include <vector>
 
 #include "bindings.h"
+#include "device_memory.h"
 #include "faults.h"
 #include "gradferry/device_library.h"
 #include "messages.h"
@@ -75,7 +74,7 @@ class DeviceCodec {
   const at::Tensor& reduced() const { return reduced_; }
 
   void encode(const at::Tensor& gradient, const std::optional<at::Tensor>& residual) const {
-    expect_gradient(gradient);
+    expect_gradient(gradient, device_, dtype_, num_elements_);
     chunk_kernels().encode({.chunk = chunk(Call::kEncode, residual),
                             .gradient = gradient.const_data_ptr(),
                             .gain = gain(),
@@ -119,7 +118,7 @@ class DeviceCodec {
   }
 
   void decode(const at::Tensor& gradient, const std::optional<at::Tensor>& residual) const {
-    expect_gradient(gradient);
+    expect_gradient(gradient, device_, dtype_, num_elements_);
     chunk_kernels().decode({.chunk = chunk(Call::kDecode, residual),
                             .received = {.messages = reduced_message(),
                                          .num_messages = 1,
@@ -155,15 +154,9 @@ class DeviceCodec {
  private:
   // --- memory
 
-  at::Tensor zeros(uint64_t num_bytes) const {
-    return at::zeros({static_cast<int64_t>(num_bytes)},
-                     at::TensorOptions().dtype(at::kByte).device(device_));
-  }
+  at::Tensor zeros(uint64_t num_bytes) const { return zeros_on(device_, num_bytes); }
   at::Tensor upload(const void* data, uint64_t num_bytes) const {
-    const at::Tensor host =
-        at::empty({static_cast<int64_t>(num_bytes)}, at::TensorOptions().dtype(at::kByte));
-    std::memcpy(host.mutable_data_ptr(), data, num_bytes);
-    return host.to(device_);
+    return upload_to(device_, data, num_bytes);
   }
 
   uint32_t tile_bytes(uint64_t count, Stage stage) const {
@@ -221,7 +214,6 @@ class DeviceCodec {
   // --- parts of calls
 
   ChunkBatch chunk(Call call, const std::optional<at::Tensor>& residual) const {
-    const c10::Stream stream = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
     const auto* tiles = static_cast<const ChunkTile*>(tiles_.const_data_ptr());
     const auto* codecs = static_cast<const ChunkCodec*>(chunk_codec_.const_data_ptr());
     return {.tiles = tiles + table_of(call, residual.has_value()),
@@ -233,7 +225,7 @@ class DeviceCodec {
             .seed = 0,
             .envelope = kEnvelope,
             .progress = static_cast<ChunkProgress*>(progress_.mutable_data_ptr()),
-            .stream = stream.native_handle()};
+            .stream = current_stream_of(device_)};
   }
   const Message* received_messages() const {
     return static_cast<const Message*>(messages_.const_data_ptr());
@@ -245,14 +237,6 @@ class DeviceCodec {
   uint32_t* flags() const { return static_cast<uint32_t*>(flags_.mutable_data_ptr()); }
   Findings* findings() const { return static_cast<Findings*>(findings_.mutable_data_ptr()); }
 
-  void expect_gradient(const at::Tensor& gradient) const {
-    GRADFERRY_EXPECTS(gradient.device() == device_ && gradient.is_contiguous() &&
-                          static_cast<uint64_t>(gradient.numel()) == num_elements_ &&
-                          to_scalar_type(gradient.scalar_type()) == dtype_,
-                      kConfig,
-                      "gradient must be contiguous, of the codec's dtype, on " + device_.str() +
-                          ", with " + std::to_string(num_elements_) + " elements");
-  }
   float* residual_of(const std::optional<at::Tensor>& residual) const {
     if (!residual) return nullptr;
     GRADFERRY_EXPECTS(residual->device() == device_ && residual->is_contiguous() &&

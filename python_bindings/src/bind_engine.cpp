@@ -68,7 +68,8 @@ EngineOptions make_options(std::vector<ParameterSpec> parameters, uint32_t rank,
           .peers = std::make_shared<Peers>(std::move(peers_store), rank, world_size)};
 }
 
-// Torch has Python know its Work under a holder of its own.
+// Torch has Python know its Work under a holder of its own. Without one, the collective runs on the
+// stream from which it was posted.
 struct Collective {
   Pending work;
 };
@@ -256,7 +257,10 @@ void bind_options(py::module_& module) {
   module.attr("RESIDUAL_ALIGNMENT") = kResidualAlignment;
   py::class_<Collective>(module, "Collective")
       .def(
-          "wait", [](const Collective& collective) { collective.work->wait(); },
+          "wait",
+          [](const Collective& collective) {
+            if (collective.work) collective.work->wait();
+          },
           py::call_guard<py::gil_scoped_release>())
       .def("is_completed",
            [](const Collective& collective) { return collective.work->isCompleted(); });

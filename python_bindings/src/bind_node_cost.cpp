@@ -32,7 +32,7 @@ NodeCost measure_node(ScalarType dtype, uint32_t num_ranks, size_t num_sections,
   const std::vector<std::byte> own(num_sections * section_bytes);
   std::vector<std::byte> packed(own.size()), sum(own.size());
   std::vector<std::vector<std::byte>> received(num_ranks - 1, std::vector<std::byte>(own.size()));
-  constexpr double kScale = 0.75;  // not 1, which would be left out
+  constexpr double kScale = 0.75;
   std::vector<Pass> packs, sums;
   for (int round = 0; round <= rounds; ++round) {
     Sections pack_s, sum_s;

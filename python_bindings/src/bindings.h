@@ -16,6 +16,7 @@ void bind_tensor_messages(py::module_& module);
 void bind_engine(py::module_& module);
 void bind_ddp_hook(py::module_& module);
 void bind_device_codec(py::module_& module);
+void bind_device_node(py::module_& module);
 void bind_roof_timing(py::module_& module);
 void bind_codec_cost(py::module_& module);
 void bind_node_cost(py::module_& module);

@@ -95,12 +95,18 @@ class Model(nn.Module):
 
 @contextlib.contextmanager
 def small_measurements() -> Iterator[None]:
-    """Sizes that loopback and emulated kernels get through in a second."""
-    from gradferry.forecast import measure, measure_device_link
+    """Sizes that loopback and emulated kernels get through in a second, and few repetitions: of the
+    device's clock all are alike.
+    """
+    from gradferry.forecast import measure, measure_codecs, measure_device_link
 
     with (
         mock.patch.object(measure, "DEVICE_ELEMENTS", 16 * _native.TILE_ELEMENTS),
         mock.patch.object(measure_device_link, "_EXCHANGE_BYTES", (16 << 10, 64 << 10)),
+        mock.patch.object(measure_device_link, "_LOCAL_BYTES", (16 << 10, 64 << 10)),
+        mock.patch.object(measure_device_link, "_MOST_IN_BATCH", 2),
+        mock.patch.object(measure_device_link, "_MOST_BATCHES", 2),
+        mock.patch.object(measure_codecs, "_ROUNDS", 1),
         mock.patch.object(measure_device_link, "_REDUCE_BYTES", (64 << 10, 256 << 10)),
     ):
         yield
@@ -201,7 +207,7 @@ def test_steps_are_timed_by_events(found: Any) -> None:
     assert 6 * LAYER_S <= found.profile.total_s <= 6 * LAYER_S + 2 * LAYERS * copies
 
 
-def case_measured(prices: Prices, layer_s: float, hook: str) -> list[float]:
+def case_measured(prices: Prices, layer_s: float, hook: str, nodes: object = "auto") -> list[float]:
     """Seconds of each of some steps with a hook."""
     import fake_device
     from gradferry.forecast.clock import DeviceClock
@@ -209,7 +215,7 @@ def case_measured(prices: Prices, layer_s: float, hook: str) -> list[float]:
     with priced(prices):
         ddp, x = wrapped(layer_s, "streamed")
         if hook != "torch:fp32":
-            gradferry.attach(ddp, hook)
+            gradferry.attach(ddp, hook, nodes=nodes)
         clock = DeviceClock(fake_device.DEVICE)
         marks = []
         for _ in range(6):

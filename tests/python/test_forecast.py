@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import gradferry
@@ -145,6 +146,15 @@ def predictions(**ms: float) -> list[Prediction]:
 )
 def test_the_verdict_is_one_sentence(ms, sentence):
     assert advise(predictions(**ms), needs_momentum) == sentence
+
+
+@pytest.mark.parametrize(("exchange", "told"), [("two-level", True), ("flat", False)])
+def test_the_verdict_says_how_to_get_its_exchange(exchange, told):
+    *others, q4 = predictions(torch_fp32=900, q4=200)
+    found = [*others, replace(q4, exchange=exchange)]
+    verdict = advise(found, needs_momentum, {"two-level": "nodes=2"})
+    assert verdict.startswith(f"Use q4 ({exchange}): ")
+    assert ("without gradferry; for this exchange attach with nodes=2." in verdict) == told
 
 
 def check_doctor_rows(rows: list[dict[str, Any]], hooks: list[str]) -> None:

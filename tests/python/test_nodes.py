@@ -19,6 +19,7 @@ from gradferry.core.nodes import (
     check_option,
     choose_exchange,
     flat,
+    how_to_ask,
     identity,
     received_identities,
     resolve,
@@ -180,7 +181,7 @@ def test_exchange_of_a_device_is_flat_unless_asked_otherwise():
     found = table("auto", A, A, B, B)
     exchange = choose_exchange("auto", found, on_host=False)
     assert exchange.is_flat
-    assert exchange.reason == "on a device two levels are used where nodes= asks for them"
+    assert "a device two levels are used where nodes= or codec='auto' asks" in exchange.reason
     assert choose_exchange(2, found, on_host=False).nodes == found
 
 
@@ -358,3 +359,16 @@ def test_two_ranks_on_each_of_two_hosts(tmp_path: Path) -> None:
     for rank in range(4):
         text = (tmp_path / str(rank)).read_text()
         assert "exchange: two levels, 2 nodes of 2 ranks, because nodes='auto' found" in text
+
+
+@pytest.mark.parametrize(
+    ("members", "told"),
+    [
+        (((0,), (1,)), "nodes='flat'"),
+        (((0, 1), (2, 3)), "nodes=2"),
+        (((0, 2), (1, 3)), "a DeviceMesh of its nodes as nodes="),
+        (((0, 1), (2,)), "codec='auto', which measures it"),
+    ],
+)
+def test_how_to_ask_for_an_exchange(members, told):
+    assert how_to_ask(Nodes(members)) == told

@@ -47,6 +47,7 @@ PYBIND11_MODULE(gradferry_fake_device, module) {
       .def_property_readonly("options", &StreamedBackend::getBackendOptions)
       .def_property_readonly("num_equal", &StreamedBackend::num_equal)
       .def("set_in_line", &StreamedBackend::set_in_line, py::arg("in_line"))
+      .def("set_byte_share", &StreamedBackend::set_byte_share, py::arg("share"))
       .def(
           "damage",
           [](StreamedBackend& backend, int64_t countdown, int64_t offset, uint8_t value) {

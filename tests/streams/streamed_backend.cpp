@@ -83,7 +83,8 @@ c10::intrusive_ptr<c10d::Work> StreamedBackend::run(
   if (first) machine.wait(stream, first, /*counted=*/false);
   auto under_way = std::make_shared<c10::intrusive_ptr<c10d::Work>>();
   const Prices prices = machine.prices();
-  const double takes = prices.collective + prices.byte_sent * static_cast<double>(bytes_sent);
+  const double takes =
+      prices.collective + byte_share_ * prices.byte_sent * static_cast<double>(bytes_sent);
   const auto start = takes > 0 ? std::make_shared<Start>() : nullptr;
   const auto begin = [=, carrier = carrier_](const Touched& touched) {
     touch(touched, inputs, outputs);

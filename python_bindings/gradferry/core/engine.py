@@ -129,8 +129,7 @@ def start_engine(
             lanes["hashes"] = lanes["scatter"]
     elif path.exchanges:
         ranks = lanes_of_device(table, rank, path.streams)
-        make = make_device_lanes if path.streams else make_lanes
-        lanes = dict(zip(ranks, make(group, nonce, ranks, path.device), strict=True))
+        lanes = make_lanes_of_device(group, nonce, ranks, path)
     store = PrefixStore(f"gradferry/{nonce}/peers", store_of(group)) if path.exchanges else None
     options = _native.EngineOptions(
         parameters=[p.native() for p in parameters],
@@ -272,12 +271,17 @@ def make_backends(
     return backends
 
 
-def make_device_lanes(
-    group: dist.ProcessGroup, nonce: str, lanes: Mapping[str, Sequence[int]], place: torch.device
-) -> list[_native.Lane]:
-    """As `make_lanes`, on backends of the kind that the group has for the device. Collective."""
+def make_lanes_of_device(
+    group: dist.ProcessGroup, nonce: str, lanes: Mapping[str, Sequence[int]], transport: Transport
+) -> dict[str, _native.Lane]:
+    """As `make_lanes`, by name; on streams, on backends of the kind that the group has for the
+    device. Collective.
+    """
+    place = transport.device
+    if not transport.streams:
+        return dict(zip(lanes, make_lanes(group, nonce, lanes, place), strict=True))
     store = store_of(group)
-    made = []
+    made = {}
     for name, ranks in lanes.items():
         full_name = f"gradferry/{nonce}/{name}/{min(ranks)}"
         with _telling_of_others():
@@ -287,7 +291,7 @@ def make_device_lanes(
             # Now, and in one order on all ranks, and not in the middle of the first backward pass.
             if backend.supports_splitting:
                 backend.eager_connect_single_device(place)
-        made.append(_native.Lane(backend))
+        made[name] = _native.Lane(backend)
     return made
 
 

@@ -258,22 +258,25 @@ def choose_exchange(option: NodesOption, found: Nodes, *, on_host: bool) -> Exch
 
     With AUTO, ranks add up their gradients inside nodes wherever that saves bytes on a network
     card: where there are two nodes or more and one of them has several ranks. On a device they do
-    so only where the option asks for it: it has not run on a GPU yet, and no forecast knows it.
+    so only where the option asks for it, or a forecast (`exchanges_to_choose_from`): it has not run
+    on a GPU yet.
 
     Args:
         option: checked.
         found: by `resolve`.
         on_host: whether gradients are in host memory.
     """
-    alone = flat(sum(found.ranks_per_node))
+    alone = flat(found.world_size)
     if option == FLAT:
         return Exchange(alone, f"nodes={FLAT!r}")
     if found.is_flat:
         return Exchange(alone, "every rank is on a node of its own")
     if option == AUTO and len(found.members) == 1:
         return Exchange(alone, "all ranks are on one node")
-    if not on_host and option == AUTO:
-        return Exchange(alone, "on a device two levels are used where nodes= asks for them")
+    if option == AUTO and not on_host:
+        return Exchange(
+            alone, "on a device two levels are used where nodes= or codec='auto' asks for them"
+        )
     if option == AUTO:
         return Exchange(found, f"nodes={AUTO!r} found several ranks on a node")
     given = f"nodes={option}" if isinstance(option, int) else "a DeviceMesh says so"
@@ -281,13 +284,30 @@ def choose_exchange(option: NodesOption, found: Nodes, *, on_host: bool) -> Exch
 
 
 def exchanges_to_choose_from(option: NodesOption, found: Nodes, *, on_host: bool) -> list[Exchange]:
-    """What a forecast chooses from: with AUTO both exchanges where there are two, else the one that
-    the option asks for. Arguments and errors as for `choose_exchange`, whose answer is the last.
+    """What a forecast chooses from: with AUTO both exchanges where there are two, on a device too,
+    else the one that the option asks for. Arguments as for `choose_exchange`, whose answer is the
+    last.
     """
     chosen = choose_exchange(option, found, on_host=on_host)
-    if option != AUTO or chosen.is_flat:
+    two_levels = choose_exchange(option, found, on_host=True)
+    if option != AUTO or two_levels.is_flat:
         return [chosen]
+    if chosen.is_flat:
+        return [two_levels, chosen]
     return [choose_exchange(FLAT, found, on_host=on_host), chosen]
+
+
+def how_to_ask(nodes: Nodes) -> str:
+    """What to tell attach so that it takes the exchange between these nodes, for people."""
+    if nodes.is_flat:
+        return f"nodes={FLAT!r}"
+    size = nodes.smallest
+    ranks = range(nodes.world_size)
+    if nodes.members == tuple(tuple(ranks[first : first + size]) for first in ranks[::size]):
+        return f"nodes={size}"
+    if set(nodes.ranks_per_node) == {size}:
+        return "a DeviceMesh of its nodes as nodes="
+    return f"codec={AUTO!r}, which measures it"
 
 
 def _found(identities: Sequence[Identity]) -> Nodes:

@@ -29,7 +29,7 @@ from gradferry.errors import ConfigError, StateError
 from gradferry.forecast.clock import clock_of
 from gradferry.forecast.costs import Parameter
 from gradferry.forecast.hook_names import codecs_to_choose_from
-from gradferry.forecast.measure import Probe, expect_measurable, make_probe, measure_costs
+from gradferry.forecast.measure import Probe, make_probe, measure_costs
 from gradferry.forecast.measure_link import spare_cores
 from gradferry.forecast.observe import MEASURED_STEPS, ObservedSteps, observe
 from gradferry.forecast.predict import Prediction, predictors_of
@@ -183,7 +183,6 @@ class Chooser:
         self._exchanges = exchanges_to_choose_from(
             running.config.nodes, running.nodes, on_host=running.transport.on_host
         )
-        expect_measurable(running.transport, self._exchanges)
         self._observed: ObservedSteps | None = None
         self._trial: Trial | None = None  # between two checks
         self._spare = 0.0  # on a device, `spare_cores` as last found

@@ -30,7 +30,7 @@ from gradferry.ddp.model import Model, has_python_hook
 from gradferry.ddp.momentum_handover import MomentumHandover
 from gradferry.ddp.registration import register
 from gradferry.ddp.running import Running, propose
-from gradferry.errors import ConfigError, StateError
+from gradferry.errors import StateError
 
 
 @dataclass(frozen=True)
@@ -110,12 +110,6 @@ def bind(
     asked = running.config.nodes
     running.nodes = resolve(asked, dist.get_process_group_ranks(group), identities)
     running.exchange = choose_exchange(asked, running.nodes, on_host=running.transport.on_host)
-    on_device = not running.transport.on_host
-    if on_device and running.config.chooses and not running.exchange.is_flat:
-        raise ConfigError(
-            "codec='auto' forecasts the flat exchange alone for gradients on a device, and nodes= "
-            f"asks for {running.nodes.describe()}; name a codec, or attach with nodes='flat'"
-        )
 
     binding: Binding | None = None
     try:

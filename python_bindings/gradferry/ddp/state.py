@@ -32,8 +32,7 @@ class HookState:
             ``"auto"``. ``"auto"`` measures training and link during dense steps, then takes the
             most precise codec, or ``"off"``, within 2 % of the fastest predicted step, and checks
             again after 1000 steps, then less often after every change. It chooses codecs below 3
-            bits in momentum mode only. ``stats()["choice"]`` explains the choice. For models on
-            the CPU.
+            bits in momentum mode only. ``stats()["choice"]`` explains the choice.
         ddp: the model. Without it, call `bind` before the first backward pass.
         rules: dicts with ``codec`` and any of ``name`` (a shell-style pattern of the whole name,
             such as ``"*embedding*"``), ``min_dims``, ``max_dims``, ``min_size``, ``max_size``
@@ -84,7 +83,9 @@ class HookState:
             ``"flat"``: always flat. A whole number: so many consecutive ranks of the process group.
             A DeviceMesh of two dimensions: its rows. ``print(state)`` says which exchange runs, and
             why. Nodes of different sizes work. Results depend on the nodes: bits are equal on all
-            ranks, but other than those of the flat exchange. On a device the exchange is flat.
+            ranks, but other than those of the flat exchange. On a device, where two levels have not
+            run on a GPU yet, ``"auto"`` is flat with a codec that is named; with codec ``"auto"``
+            both exchanges are measured, as on the CPU, and the faster one is taken.
 
     Raises:
         ConfigError: an argument or the model cannot be used.

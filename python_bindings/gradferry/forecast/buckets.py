@@ -149,9 +149,10 @@ def _local_cost(chunk: Chunk, elements: Sequence[int], costs: Costs) -> LocalChu
     forwarded = (largest - 1) * chunk.forward_message()
     if local.shares_memory:
         scattered = forwarded = (largest - 1) * _native.HEADER_BYTES
+    packed = sum(elements) - (0 if beyond else min(elements))
     return LocalChunkCost(
-        pack_s=(sum(elements) - (0 if beyond else min(elements))) * node.pack_per_element,
+        pack_s=node.pack_launch + packed * node.pack_per_element,
         scatter_bytes=scattered,
-        sum_s=max(elements) * node.sum_per_element,
+        sum_s=node.sum_launch + max(elements) * node.sum_per_element,
         forward_bytes=forwarded,
     )

@@ -108,12 +108,15 @@ class CodecCosts:
 
 @dataclass(frozen=True)
 class NodeCosts:
-    """Seconds on one thread: to copy an element for a sibling; to add up the gradients of all
-    siblings, per element of the sum.
+    """Seconds on one thread, or on a device: to copy an element for a sibling; to add up the
+    gradients of all siblings, per element of the sum; launch: of the kernel, however small its
+    chunk.
     """
 
     pack_per_element: float
     sum_per_element: float
+    pack_launch: float = 0.0
+    sum_launch: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import nn
 from gradferry.core.agreement import meeting_place
 from gradferry.core.config import COARSE_BITS
 from gradferry.core.device import CPU, Transport, agreed_transport
-from gradferry.core.nodes import AUTO, exchanges_to_choose_from, found_nodes
+from gradferry.core.nodes import AUTO, exchanges_to_choose_from, found_nodes, how_to_ask
 from gradferry.forecast.clock import computing_on
 from gradferry.forecast.costs import Costs, Parameter, StepProfile
 from gradferry.forecast.hook_names import (
@@ -119,7 +119,7 @@ def _examine(
     }
     measured = transport.adapted(hook_config(_MEASURED_CODEC))
     hosts = found_nodes(group, meeting_place(group, transport.device))
-    # The last is the one that the measured hook has.
+    # The last is the one that the measured hook has, as attach takes it.
     exchanges = exchanges_to_choose_from(AUTO, hosts, on_host=transport.on_host)
     probe = make_probe(group, transport, exchanges)
     codecs = [measured, *configs.values()]
@@ -141,7 +141,11 @@ def _examine(
         profile=calibrated.profile,
         costs=tuple(costs),
         predictions=tuple(predictions),
-        verdict=advise(predictions, needs_momentum),
+        verdict=advise(
+            predictions,
+            needs_momentum,
+            {each.name: how_to_ask(each.nodes) for each in exchanges[:-1]},
+        ),
         device=transport.device.type,
     )
 

@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from gradferry.core.config import Config
 from gradferry.core.device import Transport
-from gradferry.core.nodes import AUTO, FLAT, Exchange, Nodes
-from gradferry.errors import ConfigError
+from gradferry.core.nodes import Exchange, Nodes
 from gradferry.forecast.buckets import parameter_codecs
 from gradferry.forecast.costs import (
     CastCosts,
@@ -31,7 +30,7 @@ from gradferry.forecast.measure_codecs import (
     measure_node,
 )
 from gradferry.forecast.measure_device_codecs import NUM_ELEMENTS as DEVICE_ELEMENTS
-from gradferry.forecast.measure_device_codecs import measure_codec_on
+from gradferry.forecast.measure_device_codecs import measure_codec_on, measure_node_on
 from gradferry.forecast.measure_device_link import DeviceLinkProbe
 from gradferry.forecast.measure_link import LinkProbe, Progress, on_all_ranks
 
@@ -54,29 +53,12 @@ class Probe(Protocol):
         """Rank 0's value."""
 
 
-def expect_measurable(transport: Transport, exchanges: Sequence[Exchange]) -> None:
-    """Checks that costs of these exchanges can be measured.
-
-    Raises:
-        ConfigError: one has two levels, and gradients are on a device.
-    """
-    if not transport.on_host and not all(exchange.is_flat for exchange in exchanges):
-        raise ConfigError(
-            f"on a device no forecast knows two levels yet, so nodes= does not go with "
-            f"codec={AUTO!r} there: name a codec, or attach with nodes={FLAT!r}"
-        )
-
-
 def make_probe(
     group: dist.ProcessGroup, transport: Transport, exchanges: Sequence[Exchange]
 ) -> Probe:
     """A probe of the link that gradients would take. Collective; `exchanges`: those to measure,
-    equal on all ranks.
-
-    Raises:
-        ConfigError: as `expect_measurable`.
+    equal on all ranks, of which at most one has two levels.
     """
-    expect_measurable(transport, exchanges)
     if transport.on_host:
         return LinkProbe(group, exchanges)
     return DeviceLinkProbe(group, transport, exchanges)
@@ -116,7 +98,8 @@ def measure_costs(
             codecs.append(measured)
         if nodes.is_flat:
             return codecs, None
-        return codecs, measure_node(dtype, max(nodes.ranks_per_node), num_elements)
+        of_node = (dtype, max(nodes.ranks_per_node), num_elements)
+        return codecs, measure_node(*of_node) if on_host else measure_node_on(place, *of_node)
 
     def measure() -> tuple[list[tuple[list[CodecCosts], NodeCosts | None]], dict[str, CastCosts]]:
         world_size = probe.exchanges[0].nodes.world_size

@@ -1,5 +1,5 @@
-"""Measures codecs on a device, by its clock: the kernels that an engine there runs for a chunk,
-with their checks and headers.
+"""Measures codecs on a device, and what a rank does for its node, by the clock of the device: the
+kernels that an engine there runs for a chunk, with their checks and headers.
 """
 
 from __future__ import annotations
@@ -10,16 +10,17 @@ import torch
 
 from gradferry import _native
 from gradferry.core.device import load_kernels
+from gradferry.errors import ProtocolError
 from gradferry.forecast.clock import clock_of
-from gradferry.forecast.costs import CodecCosts, ParameterCodec
+from gradferry.forecast.costs import CodecCosts, NodeCosts, ParameterCodec
 from gradferry.forecast.measure_codecs import timed
 
 # 16 MB of fp32. With residuals and the messages of several ranks this takes some 140 MB of a device
 # that a training may have filled, but more than a GPU's cache.
 NUM_ELEMENTS = 1 << 22
 _FEWEST_ELEMENTS = _native.TILE_ELEMENTS
-# The messages to reduce hold no more elements than so many gradients: in a larger world each holds
-# fewer, as in an engine, whose workspace has a limit.
+# The messages to reduce, or to add up, hold no more elements than so many gradients: of more ranks
+# each holds fewer, as in an engine, whose workspace has a limit.
 _MOST_RECEIVED = 4
 # Between two sizes, so that what a launch takes and what an element takes can be told apart.
 _LEAST_RATIO = 8
@@ -39,12 +40,7 @@ def measure_codec_on(
         ConfigError: there are no kernels for the device.
         ProtocolError: a kernel refused a message that another has written.
     """
-    load_kernels(place.type)
-    few = _FEWEST_ELEMENTS
-    many = max(num_elements, _LEAST_RATIO * few)
-    owned = max(min(many, _MOST_RECEIVED * many // world_size), _LEAST_RATIO * few)
-    generator = torch.Generator().manual_seed(1)
-    numbers = torch.randn(many, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
+    numbers, owned = _prepare(place, dtype, num_elements, world_size)
 
     def times_of_sender(n: int) -> list[float]:
         return _times_of_sender(_Chunk(codec, numbers[:n].to(place), world_size=1))
@@ -52,14 +48,71 @@ def measure_codec_on(
     def times_of_owner(n: int) -> list[float]:
         return _times_of_owner(_Chunk(codec, numbers[:n].to(place), world_size))
 
-    encode, decode = _lines(times_of_sender, few, many)
-    (reduce,) = _lines(times_of_owner, few, owned)
+    encode, decode = _lines(times_of_sender, numbers.numel())
+    (reduce,) = _lines(times_of_owner, owned)
     per_element, launches = zip(encode, reduce, decode, strict=True)
     return CodecCosts(*per_element, 0.0, *launches)
 
 
-def _lines(times: Callable[[int], list[float]], few: int, many: int) -> list[tuple[float, float]]:
-    """Of each time: seconds per element, and those of a launch, from two numbers of elements."""
+def measure_node_on(
+    place: torch.device, dtype: torch.dtype, num_ranks: int, num_elements: int
+) -> NodeCosts:
+    """Measures what a rank does with the gradients of its node's ranks, of this dtype.
+
+    Raises:
+        ConfigError: there are no kernels for the device.
+        ProtocolError: a kernel refused a message that another has written.
+    """
+    numbers, summed = _prepare(place, dtype, num_elements, num_ranks)
+
+    def times_of_pack(n: int) -> list[float]:
+        gradient = numbers[:n].to(place)
+        node = _node(gradient, 1)
+        return [timed(clock_of(place), lambda: node.pack(gradient))]
+
+    def times_of_sum(n: int) -> list[float]:
+        gradient = numbers[:n].to(place)
+        node = _node(gradient, num_ranks)
+        for rank in range(1, num_ranks):
+            node.receive(rank, gradient)
+        times = [timed(clock_of(place), lambda: node.sum(gradient))]
+        # Sums that refuse a message take another path.
+        if not node.sum(gradient).cpu().isfinite().all():
+            raise ProtocolError("the sum of a node refused what its ranks have packed")
+        return times
+
+    (pack,) = _lines(times_of_pack, numbers.numel())
+    (added,) = _lines(times_of_sum, summed)
+    per_element, launches = zip(pack, added, strict=True)
+    return NodeCosts(*per_element, *launches)
+
+
+def _node(gradient: torch.Tensor, num_ranks: int) -> _native.DeviceNode:
+    return _native.DeviceNode(
+        dtype=gradient.dtype,
+        num_elements=gradient.numel(),
+        device=gradient.device,
+        num_ranks=num_ranks,
+    )
+
+
+def _prepare(
+    place: torch.device, dtype: torch.dtype, num_elements: int, senders: int
+) -> tuple[torch.Tensor, int]:
+    """Loads the kernels. Returns gradients, and how many of them the messages of so many senders
+    hold.
+    """
+    load_kernels(place.type)
+    least = _LEAST_RATIO * _FEWEST_ELEMENTS
+    many = max(num_elements, least)
+    generator = torch.Generator().manual_seed(1)
+    numbers = torch.randn(many, generator=generator, dtype=torch.float32, device="cpu")
+    return numbers.to(dtype), max(min(many, _MOST_RECEIVED * many // senders), least)
+
+
+def _lines(times: Callable[[int], list[float]], many: int) -> list[tuple[float, float]]:
+    """Of each time: seconds per element, and those of a launch, from few elements and from many."""
+    few = _FEWEST_ELEMENTS
     lines = []
     for small, large in zip(times(few), times(many), strict=True):
         per_element = max(0.0, (large - small) / (many - few))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from gradferry.core.codec_spec import parse_codec
 from gradferry.forecast.hook_names import BACKEND_HOOKS, RULERS
@@ -60,11 +60,17 @@ def uses_backend(prediction: Prediction) -> bool:
     return prediction.hook in BACKEND_HOOKS
 
 
-def advise(predictions: Sequence[Prediction], needs_momentum: Callable[[str], bool]) -> str:
+def advise(
+    predictions: Sequence[Prediction],
+    needs_momentum: Callable[[str], bool],
+    to_ask: Mapping[str | None, str] | None = None,
+) -> str:
     """The verdict, one sentence.
 
     predictions: of every hook, including one of PyTorch's and one codec; ignores RULERS.
     needs_momentum: whether a hook trains well only in momentum mode and does not use it.
+    to_ask: by exchange, what to tell attach so that it takes it; of those that it does not take
+        anyway.
     """
     contestants = [p for p in predictions if p.hook not in RULERS]
     ready = [p for p in contestants if not needs_momentum(p.hook)]
@@ -83,6 +89,8 @@ def advise(predictions: Sequence[Prediction], needs_momentum: Callable[[str], bo
             f"Use {chosen.named}: {_figures(chosen)}, {rival.seconds / chosen.seconds:.2f} times "
             f"faster than {rival.hook}, the best without gradferry"
         )
+        if to_ask and chosen.exchange in to_ask:
+            sentence += f"; for this exchange attach with {to_ask[chosen.exchange]}"
     fewer = [p for p in contestants if needs_momentum(p.hook)]
     further = min(fewer, key=lambda p: p.seconds, default=None)
     if further and further.seconds * (1 + TOLERANCE) < chosen.seconds:

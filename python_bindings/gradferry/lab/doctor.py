@@ -256,6 +256,8 @@ def _node_rows(costs: Sequence[Costs]) -> list[dict[str, Any]]:
             "shares_memory": cost.link.local.shares_memory,
             "pack_ns": 1e9 * cost.node.pack_per_element,
             "sum_ns": 1e9 * cost.node.sum_per_element,
+            "pack_launch_us": 1e6 * cost.node.pack_launch,
+            "sum_launch_us": 1e6 * cost.node.sum_launch,
         }
         for cost in costs
         if cost.node is not None and cost.link.local is not None
@@ -335,12 +337,18 @@ def _codec_table(rows: Sequence[Row], nodes: Sequence[Row], verdict: Row) -> Tab
         note += " Launches: of the three for a chunk, however small."
     notes = [note]
     for node in nodes:
-        notes.append(
+        text = (
             f"{node['exchange']}: {node['nodes']} nodes, whose sums are encoded; a rank copies an "
             f"element for a sibling in {node['pack_ns']:.3f} ns, and adds up those of all in "
-            f"{node['sum_ns']:.3f} ns. The ranks of a node "
-            + ("share memory." if node["shares_memory"] else "exchange through sockets.")
+            f"{node['sum_ns']:.3f} ns."
         )
+        if on_host:
+            through = "share memory" if node["shares_memory"] else "exchange through sockets"
+            text += f" The ranks of a node {through}."
+        else:
+            launches = node["pack_launch_us"] + node["sum_launch_us"]
+            text += f" Launches of both for a chunk: {launches:.1f} us."
+        notes.append(text)
     place = "machine" if on_host else "device"
     return Table(f"Codecs on this {place}", columns, rows, notes)
 
