@@ -12,16 +12,16 @@ class HostWork final : public c10d::Work {
   bool isCompleted() override { return work_->isCompleted(); }
   // Counts once, however often it is called in vain.
   bool wait(std::chrono::milliseconds timeout) override {
-    if (!std::exchange(counted_, true) && Machine::get().omits_wait()) return true;
+    if (!std::exchange(counted_, true)) omitted_ = Machine::get().omits_wait();
     work_->wait(timeout);
-    Machine::get().synchronize(end_, /*counted=*/false);
+    if (!omitted_) Machine::get().synchronize(end_, /*counted=*/false);
     return true;
   }
 
  private:
   c10::intrusive_ptr<c10d::Work> work_;
   MarkPtr end_;  // of its accesses
-  bool counted_ = false;
+  bool counted_ = false, omitted_ = false;
 };
 
 }  // namespace

@@ -111,9 +111,9 @@ MarkPtr Machine::record(uint32_t stream) {
 void Machine::wait(uint32_t stream, const MarkPtr& mark, bool counted) {
   const std::lock_guard lock(mutex_);
   join(host_clock, mark->host);  // who has the event has come after who recorded it
-  if (counted && count_wait()) return;
+  const bool learns = !(counted && count_wait());
   push(stream, {"wait", {}, nullptr, mark});
-  join(clocks_[stream], mark->clock);
+  if (learns) join(clocks_[stream], mark->clock);
 }
 
 // Under the lock. Whether the wait is the one to omit.
@@ -144,13 +144,13 @@ bool Machine::query(const MarkPtr& mark) {
 void Machine::synchronize(const MarkPtr& mark, bool counted) {
   std::unique_lock lock(mutex_);
   join(host_clock, mark->host);
-  if (counted && count_wait()) return;
+  const bool learns = !(counted && count_wait());
   ++counters_.host_waits;
   ++waiting_;
   changed_.notify_all();
   changed_.wait(lock, [&] { return mark->reached; });
   --waiting_;
-  know(mark);
+  if (learns) know(mark);
 }
 
 void Machine::finish() {

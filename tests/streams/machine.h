@@ -100,7 +100,7 @@ class Machine {
   void synchronize(const MarkPtr& mark, bool counted = true);
   void synchronize(uint32_t stream, bool counted = true) { synchronize(record(stream), counted); }
   void finish();  // synchronizes all streams, not counted
-  // Counts a wait that the host is about to make by itself; whether it must not.
+  // Counts a wait that the host is about to make by itself; whether it is the one to omit.
   bool omits_wait();
 
   // Gives host memory of malloc() back when what is enqueued by now has run. `memory` may be null.
@@ -113,7 +113,9 @@ class Machine {
   void set_seed(uint64_t seed);
   void set_prices(const Prices& prices);
   Prices prices();
-  void omit_wait(int64_t number);  // the one of this number from now on; -1: none
+  // The one of this number from now on; -1: none. Who waits learns nothing by it, so that what it
+  // orders is a race; but what happens is the same, and more steps can follow.
+  void omit_wait(int64_t number);
   void count_launches(uint64_t number);
   Counters counters();
   std::vector<std::string> races();  // since the last call
