@@ -7,6 +7,7 @@ reads and writes. It shares nothing with the fake device, which must find what t
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -149,15 +150,29 @@ class Step:
         )
 
 
-def modelled(chunks: list[int], **kind: Any) -> Step:
+def modelled(chunks: tuple[int, ...], **kind: Any) -> Step:
     step = Step(**kind)
     for number, count in enumerate(chunks):
         step.bucket(number, count)
     return step
 
 
+@functools.cache
+def waits(chunks: tuple[int, ...], **kind: bool) -> list[tuple[str, bool]]:
+    """Of a step, in order: the name of each, and whether it is needed."""
+    names = modelled(chunks, **kind).names
+    needed = [modelled(chunks, **kind, omitted=i).has_race() for i in range(len(names))]
+    return list(zip(names, needed, strict=True))
+
+
 PLAIN: dict[str, Any] = {"codec": "exact", "rules": (), "error_feedback": "auto"}
-MOMENTUM = {**PLAIN, "options": {"momentum": 0.9}}  # every chunk has a worker residual
+KINDS = {
+    "plain": PLAIN,
+    "momentum": {**PLAIN, "options": {"momentum": 0.9}},  # every chunk has a worker residual
+    "staged": {**PLAIN, "device": "staged"},
+}
+# Together they have every kind of rank and of wait.
+QUICK = {("2x2", "plain"), ("2x2", "staged"), ("2+1", "momentum")}
 
 
 def weights_of(owners: int) -> tuple[Weight, ...]:
@@ -168,7 +183,14 @@ def weights_of(owners: int) -> tuple[Weight, ...]:
     return tuple(Weight(f"of_{shape[0]}", shape, torch.float64) for shape in shapes)
 
 
-def check(worlds: Worlds, nodes: str, changes: dict[str, Any], steps_before: int) -> None:
+@pytest.mark.parametrize(
+    ("nodes", "kind"),
+    [
+        pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow])
+        for case in itertools.product(("2x2", "2+1", "3x2"), KINDS)
+    ],
+)
+def test_every_wait_is_needed(worlds: Worlds, nodes: str, kind: str) -> None:
     members = NODES[nodes]
     columns = min(map(len, members))
     delegates = {ranks[i] for ranks in members for i in range(columns)}
@@ -180,57 +202,26 @@ def check(worlds: Worlds, nodes: str, changes: dict[str, Any], steps_before: int
             device="streamed",
             ddp={"bucket_cap_mb": 0.01},
         ),
-        **changes,
+        **KINDS[kind],
     )
-    arguments = {"scenario": scenario, "steps_before": steps_before}
-    answers = worlds(scenario.world_size).run(case_omit_waits, **arguments, seconds=500)
+    arguments = {"scenario": scenario, "steps_before": 2}
+    answers = worlds(scenario.world_size).run(case_omit_waits, **arguments, seconds=300)
     for rank, answer in enumerate(answers):
-        kind = {
+        place = {
             "staged": scenario.device == "staged",
             "siblings": any(len(ranks) > 1 for ranks in members if rank in ranks),
             "peers": rank in delegates,
-            "residual": "momentum" in scenario.options and rank in delegates,
+            "residual": kind == "momentum" and rank in delegates,
         }
-        chunks = answer["chunks"]
-        assert sorted(chunks) == [*CHUNKS]
+        assert sorted(answer["chunks"]) == [*CHUNKS]
         nothing_omitted, *races = answer["races"]
         assert nothing_omitted == []
-        names = modelled(chunks, **kind).names
-        assert answer["counted"] == len(names)
-        needed = [modelled(chunks, **kind, omitted=i).has_race() for i in range(len(names))]
+        expected = waits(tuple(answer["chunks"]), **place)
+        assert answer["counted"] == len(expected)
         # A rank without peers may have waited for an all-gather that was posted later; one without
         # siblings reads nothing of theirs.
-        spare = {"slot"} if kind["peers"] and kind["siblings"] else {"slot", "local scatter"}
-        assert all(n for n, name in zip(needed, names, strict=True) if name not in spare)
-        found = [bool(of_one) for of_one in races]
-        wrong = [(i, name) for i, name in enumerate(names) if found[i] != needed[i]]
-        assert wrong == []
-
-
-@pytest.mark.parametrize(
-    ("changes", "steps_before"),
-    [
-        pytest.param(PLAIN, 1, id="plain"),
-        pytest.param(MOMENTUM, 2, id="momentum", marks=pytest.mark.slow),
-        pytest.param({**PLAIN, "device": "staged"}, 1, id="staged", marks=pytest.mark.slow),
-    ],
-)
-def test_every_wait_is_needed_on_2x2(
-    worlds: Worlds, changes: dict[str, Any], steps_before: int
-) -> None:
-    check(worlds, "2x2", changes, steps_before)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("nodes", ["2+1", "3x2"])
-@pytest.mark.parametrize(
-    ("changes", "steps_before"),
-    [
-        pytest.param(MOMENTUM, 2, id="momentum"),
-        pytest.param({**PLAIN, "device": "staged"}, 1, id="staged"),
-    ],
-)
-def test_every_wait_is_needed_on_other_nodes(
-    worlds: Worlds, nodes: str, changes: dict[str, Any], steps_before: int
-) -> None:
-    check(worlds, nodes, changes, steps_before)
+        spare = {"slot"} if place["peers"] and place["siblings"] else {"slot", "local scatter"}
+        assert all(needed for name, needed in expected if name not in spare)
+        assert [(name, bool(found)) for (name, _), found in zip(expected, races, strict=True)] == (
+            expected
+        )
