@@ -21,6 +21,7 @@ Nodes::Nodes(std::vector<std::vector<uint32_t>> members) : members_(std::move(me
   constexpr Place kNone{~0U, ~0U};
   places_.assign(world_size, kNone);
   num_columns_ = ~0U;
+  most_siblings_ = 0;
   for (uint32_t node = 0; node < members_.size(); ++node) {
     const auto& ranks = members_[node];
     const bool in_order = !ranks.empty() && std::is_sorted(ranks.begin(), ranks.end()) &&
@@ -28,7 +29,9 @@ Nodes::Nodes(std::vector<std::vector<uint32_t>> members) : members_(std::move(me
     GRADFERRY_EXPECTS(in_order, kConfig,
                       "node " + std::to_string(node) +
                           " has no ranks, or they or the nodes are not in rising order");
-    num_columns_ = std::min(num_columns_, static_cast<uint32_t>(ranks.size()));
+    const auto num_ranks = static_cast<uint32_t>(ranks.size());
+    num_columns_ = std::min(num_columns_, num_ranks);
+    most_siblings_ = std::max(most_siblings_, num_ranks);
     for (uint32_t i = 0; i < ranks.size(); ++i) {
       GRADFERRY_EXPECTS(ranks[i] < world_size && places_[ranks[i]].node == kNone.node, kConfig,
                         "nodes of " + std::to_string(world_size) + " ranks have rank " +

@@ -27,6 +27,8 @@ class Nodes {
   uint32_t world_size() const { return static_cast<uint32_t>(places_.size()); }
   uint32_t num_nodes() const { return static_cast<uint32_t>(members_.size()); }
   uint32_t num_columns() const { return num_columns_; }
+  // How many ranks the largest node has.
+  uint32_t most_siblings() const { return most_siblings_; }
   bool is_flat() const { return num_nodes() == world_size(); }
 
   const std::vector<uint32_t>& siblings(uint32_t rank) const { return members_[node_of(rank)]; }
@@ -44,7 +46,7 @@ class Nodes {
   };
   std::vector<std::vector<uint32_t>> members_;
   std::vector<Place> places_;  // by rank
-  uint32_t num_columns_;
+  uint32_t num_columns_, most_siblings_;
 };
 
 }  // namespace gradferry

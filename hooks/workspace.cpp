@@ -21,10 +21,10 @@ uint64_t round_up(uint64_t number, uint64_t multiple) {
   return (number + multiple - 1) / multiple * multiple;
 }
 
-// Adds what a delegate needs between siblings.
-void add_local_stage(Workspace& workspace, const Layout& layout, uint64_t most_dense, bool share) {
+// Adds what a delegate with so many siblings needs between them.
+void add_local_stage(Workspace& workspace, const Layout& layout, uint64_t num_siblings,
+                     uint64_t most_dense, bool share) {
   const Nodes& nodes = layout.nodes();
-  const uint64_t num_siblings = nodes.siblings(layout.rank()).size();
   const uint64_t dense = std::min(most_dense, layout.largest_dense_bytes());
   const uint64_t dense_message = kHeaderBytes + (share ? 0 : dense);
   workspace.num_siblings = static_cast<uint32_t>(num_siblings);
@@ -48,6 +48,27 @@ void drop_delegates_part(Workspace& workspace) {
   workspace.sum_bytes = workspace.send_bytes = workspace.receive_bytes = 0;
 }
 
+// One slot of a delegate with so many siblings.
+Workspace one_slot(const Layout& layout, uint32_t chunk_bytes, const WorkspaceLimits& limits,
+                   uint64_t num_siblings) {
+  const Nodes& nodes = layout.nodes();
+  const uint64_t num_nodes = nodes.num_nodes();
+  // Only the first tile of a chunk may be longer than chunk_bytes.
+  const uint64_t usual =
+      kHeaderBytes + std::min<uint64_t>(chunk_bytes, layout.largest_shard_bytes());
+  Workspace workspace;
+  workspace.message_bytes = std::max<uint64_t>(usual, kHeaderBytes + layout.largest_tile_bytes());
+  workspace.send_bytes = (num_nodes - 1) * usual + workspace.message_bytes;
+  workspace.receive_bytes = num_nodes * workspace.message_bytes;
+  workspace.gathered_bytes = workspace.receive_bytes;
+  if (!nodes.is_flat()) {
+    const uint64_t most_dense = dense_bytes_within(limits.cap_bytes, chunk_bytes, nodes);
+    add_local_stage(workspace, layout, num_siblings, most_dense, limits.siblings_share);
+  }
+  workspace.own_message_bytes = limits.gathers_in_place ? 0 : workspace.message_bytes;
+  return workspace;
+}
+
 // What four chunks may take of the limit.
 uint64_t bytes_per_chunk(uint64_t workspace_cap_bytes) {
   return workspace_cap_bytes / 8 * 7 / kChunksWithinLimit;
@@ -66,10 +87,7 @@ uint32_t chunk_bytes_within(uint64_t workspace_cap_bytes, uint32_t world_size, u
 
 uint64_t dense_bytes_within(uint64_t workspace_cap_bytes, uint32_t chunk_bytes,
                             const Nodes& nodes) {
-  uint64_t most_siblings = 0;
-  for (uint32_t rank = 0; rank < nodes.world_size(); ++rank) {
-    most_siblings = std::max<uint64_t>(most_siblings, nodes.siblings(rank).size());
-  }
+  const uint64_t most_siblings = nodes.most_siblings();
   // To every peer, from every peer, and what each sibling has gathered from its own.
   const uint64_t messages =
       (2 + most_siblings) * nodes.num_nodes() * (kHeaderBytes + uint64_t{chunk_bytes});
@@ -83,23 +101,14 @@ uint64_t dense_bytes_within(uint64_t workspace_cap_bytes, uint32_t chunk_bytes,
 Workspace plan_workspace(const Layout& layout, uint32_t chunk_bytes,
                          const WorkspaceLimits& limits) {
   const Nodes& nodes = layout.nodes();
-  const uint64_t num_nodes = nodes.num_nodes();
-  // Only the first tile of a chunk may be longer than chunk_bytes.
-  const uint64_t usual =
-      kHeaderBytes + std::min<uint64_t>(chunk_bytes, layout.largest_shard_bytes());
-  Workspace workspace;
-  workspace.message_bytes = std::max<uint64_t>(usual, kHeaderBytes + layout.largest_tile_bytes());
-  workspace.send_bytes = (num_nodes - 1) * usual + workspace.message_bytes;
-  workspace.receive_bytes = num_nodes * workspace.message_bytes;
-  workspace.gathered_bytes = workspace.receive_bytes;
-  if (!nodes.is_flat()) {
-    const uint64_t most_dense = dense_bytes_within(limits.cap_bytes, chunk_bytes, nodes);
-    add_local_stage(workspace, layout, most_dense, limits.siblings_share);
-  }
-  workspace.own_message_bytes = limits.gathers_in_place ? 0 : workspace.message_bytes;
+  Workspace workspace = one_slot(layout, chunk_bytes, limits, nodes.siblings(layout.rank()).size());
   const auto fits = [&] { return workspace.bytes() + limits.other_bytes <= limits.cap_bytes; };
-  workspace.slots = limits.most_slots;
-  while (workspace.slots > 1 && !fits()) --workspace.slots;
+  // As many as the ranks with the most siblings have, who need the most.
+  const uint64_t needed_by_most =
+      one_slot(layout, chunk_bytes, limits, nodes.most_siblings()).slot_bytes();
+  const uint64_t left = limits.cap_bytes - std::min(limits.cap_bytes, limits.other_bytes);
+  workspace.slots = std::clamp<uint64_t>(left / needed_by_most, 1, limits.most_slots);
+  while (workspace.slots > 1 && !fits()) --workspace.slots;  // pages that fewer ranks share
   if (!fits() && nodes.is_flat()) {
     workspace.shared_receive = true;
     workspace.own_message_bytes = workspace.message_bytes;

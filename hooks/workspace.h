@@ -22,7 +22,9 @@ uint64_t dense_bytes_within(uint64_t workspace_cap_bytes, uint32_t chunk_bytes, 
 
 // Sizes in bytes.
 struct Workspace {
-  size_t slots = 1;             // chunks in flight
+  // Chunks in flight. Where siblings share no memory it is equal on all ranks with equal limits:
+  // the order in which a device posts collectives depends on it.
+  size_t slots = 1;
   uint64_t message_bytes = 0;   // the longest message, header included
   uint64_t send_bytes = 0;      // a chunk's messages to all peers
   uint64_t receive_bytes = 0;   // one message from every peer
@@ -34,7 +36,7 @@ struct Workspace {
   // Of a slot in memory that all siblings share; 0: they share none. There, first what was
   // gathered, then for every column the gradients from every other sibling, each in a place of
   // dense_place_bytes; the buffers above hold the headers only. Equal on all siblings, as is
-  // `slots`.
+  // `slots` there.
   uint64_t shared_bytes = 0;
   uint64_t dense_place_bytes = 0;
   uint32_t num_siblings = 1;

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -150,6 +151,30 @@ TEST(Workspace, NodesOfAnySizeHaveFourChunksWithinTheLimit) {
         EXPECT_LE(chunk.forward_bytes * sizes[nodes.node_of(rank)], workspace.gathered_bytes);
       }
     }
+  }
+}
+
+// Each plans for itself, and posts collectives in an order that depends on its slots.
+TEST(Workspace, RanksOfUnevenNodesPlanTheSameSlots) {
+  constexpr size_t kDeviceSlots = 5;
+  for (const auto& sizes : std::vector<std::vector<uint32_t>>{{2, 1}, {1, 3}, {8, 8, 3}}) {
+    const Nodes nodes = nodes_of(sizes);
+    std::set<size_t> seen;
+    for (const uint64_t cap : {kCap, 6 * kMiB, 3 * kMiB, 3 * kMiB / 2}) {
+      const uint32_t chunk_bytes = chunk_bytes_within(cap, nodes.world_size(), kOnStreams);
+      std::set<size_t> slots;
+      for (uint32_t rank = 0; rank < nodes.world_size(); ++rank) {
+        const Layout layout({parameter("matrix", uint64_t{1} << 22, "exact")}, rank, nodes,
+                            Device::kCpu);
+        const Workspace workspace =
+            plan_workspace(layout, chunk_bytes, limits(cap, 4096, kDeviceSlots));
+        EXPECT_LE(workspace.bytes() + 4096, cap);
+        slots.insert(workspace.slots);
+      }
+      EXPECT_EQ(slots.size(), 1) << sizes.size() << " nodes of " << sizes[0] << ", " << cap;
+      seen.merge(slots);
+    }
+    EXPECT_GT(seen.size(), 1);
   }
 }
 

@@ -80,7 +80,14 @@ for _kind in BACKEND_NAMES:
     )
 
 
+def group(kind: str, ranks: tuple[int, ...] | None = None) -> dist.ProcessGroup:
+    """Of these ranks of the world, or of all, with a backend for the device. Collective in the
+    world at the first call.
+    """
+    of_all = _group(kind, tuple(range(dist.get_world_size())))  # whose backend is the first
+    return of_all if ranks is None else _group(kind, ranks)
+
+
 @functools.cache
-def group(kind: str) -> dist.ProcessGroup:
-    """All ranks, with a backend for the device. Collective at the first call."""
-    return dist.new_group(backend=f"cpu:gloo,fake:fake_{kind}")
+def _group(kind: str, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    return dist.new_group(list(ranks), backend=f"cpu:gloo,fake:fake_{kind}")

@@ -189,19 +189,33 @@ def on_nodes(members: tuple[tuple[int, ...], ...] | None) -> Any:
     return mock.patch.object(binding, "resolve", return_value=Nodes(members))
 
 
+def group_of(scenario: Scenario) -> Any:
+    """DDP's process group; None: the default one. Every rank of the world must call this, in it or
+    not, before any of them runs a scenario of some ranks.
+    """
+    if scenario.device != "cpu":
+        import fake_device
+
+        return fake_device.group(scenario.device, scenario.group_ranks)
+    return None if scenario.group_ranks is None else dist.new_group(list(scenario.group_ranks))
+
+
 class Run:
-    """One DDP model of a scenario on this rank, stepped by hand."""
+    """One DDP model of a scenario on this rank, stepped by hand.
+
+    `group`: by `group_of`, of a scenario of some ranks.
+    """
 
     def __init__(self, scenario: Scenario, group: dist.ProcessGroup | None = None) -> None:
         self.scenario = scenario
-        self.rank = dist.get_rank(group)
         self.model = ChosenGradients(scenario)
         self.device = torch.device("cpu")
         if scenario.device != "cpu":
             import fake_device
 
-            group, self.device = fake_device.group(scenario.device), fake_device.DEVICE
+            group, self.device = group or group_of(scenario), fake_device.DEVICE
             self.model = self.model.to(self.device)
+        self.rank = dist.get_rank(group)
         self.ddp = DistributedDataParallel(self.model, process_group=group, **scenario.ddp)
         self.state = attach(self.ddp, scenario)
         self.hashes: list[str] = []
@@ -253,12 +267,22 @@ class Run:
 
 def train(scenario: Scenario) -> dict[str, Any] | None:
     """Runs on a rank. None where the rank is not in the scenario's group."""
-    group = None
-    if scenario.group_ranks is not None:
-        group = dist.new_group(list(scenario.group_ranks))
-        if dist.get_rank() not in scenario.group_ranks:
-            return None
-    run = Run(scenario, group)
+    return train_at_once(scenario)
+
+
+def train_at_once(*scenarios: Scenario) -> dict[str, Any] | None:
+    """As `train`, the scenario that this rank is in; it is in one at most."""
+    mine = None
+    for scenario in scenarios:
+        group = group_of(scenario)
+        if scenario.group_ranks is None or dist.get_rank() in scenario.group_ranks:
+            mine = scenario, group
+    return mine and trained(Run(*mine))
+
+
+def trained(run: Run) -> dict[str, Any]:
+    """All steps of a run that has taken none."""
+    scenario = run.scenario
     join = run.ddp.join() if scenario.steps_by_rank else contextlib.nullcontext()
     with join:
         gradients = [run.step(step) for step in range(scenario.rank_steps(run.rank))]

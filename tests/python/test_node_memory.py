@@ -19,7 +19,7 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
-from scenario import Run, Scenario, assert_bit_equal, train
+from scenario import Run, Scenario, assert_bit_equal, trained
 from test_two_levels import scenario_on
 from torch._C._distributed_c10d import PrefixStore
 from world import World
@@ -284,23 +284,15 @@ def test_sibling_that_does_not_come_is_named(world_of_3: World) -> None:
 
 def case_train(scenario: Scenario, refused: bool) -> dict[str, Any]:
     from gradferry.core import node_memory
+    from gradferry.ddp.state import bound_to
 
     failure = OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     refusing = mock.patch.object(node_memory.os, "memfd_create", side_effect=failure)
-    stages: list[Any] = []
-
-    def noting(run: Run, *arguments: Any) -> Any:
-        from gradferry.ddp.state import bound_to
-
-        engine = bound_to(run.state).running.engine
-        stages[:] = [engine.local_stage(), engine.workspace()["slots"], mapped_bytes()]
-        return step(run, *arguments)
-
-    step = Run.step
-    with refusing if refused else contextlib.nullcontext(), mock.patch.object(Run, "step", noting):
-        answer = train(scenario)
-    assert answer is not None
-    return {**answer, "stage": stages}
+    with refusing if refused else contextlib.nullcontext():
+        run = Run(scenario)
+    answer = trained(run)
+    engine = bound_to(run.state).running.engine
+    return {**answer, "stage": [engine.local_stage(), engine.workspace()["slots"], mapped_bytes()]}
 
 
 @pytest.mark.parametrize("nodes", ["2x2", "2+1"])

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from scenario import Run, Scenario
-from test_streams import CHUNK_BYTES, SCENARIO, small_chunks
+from test_streams import SCENARIO, small_chunks
 from world import World
 
 Worlds = Callable[[int], World]
@@ -131,15 +131,6 @@ def races_of(run: WatchedRun, step: int) -> list[str]:
     return run.fake.races()
 
 
-def small_chunks_anywhere() -> Any:
-    from gradferry.core import device
-
-    def adapted(transport: Any, config: Any) -> Any:
-        return dataclasses.replace(config, chunk_bytes=CHUNK_BYTES, equal_scatter=transport.streams)
-
-    return mock.patch.object(device.Transport, "adapted", adapted)
-
-
 def case_omit_waits(scenario: Scenario, steps_before: int) -> dict[str, Any]:
     """After `steps_before`, a step with all waits, and then one without each of them in turn: what
     a wait that is omitted would have ordered is reported, and happens in order all the same.
@@ -150,14 +141,16 @@ def case_omit_waits(scenario: Scenario, steps_before: int) -> dict[str, Any]:
         """Keeps no DDP, as a Mock would."""
 
     # With every parameter used find_unused_parameters is right without bucket views, too.
-    with small_chunks_anywhere(), mock.patch.object(model, "_check_options", new=accept):
+    with small_chunks(), mock.patch.object(model, "_check_options", new=accept):
         run = WatchedRun(scenario)
         for step in range(steps_before):
             run.step(step)
         races = [races_of(run, steps_before)]
         calls = run.calls
         counted = sum(call["waits"] for call in calls)
-        most = torch.tensor(counted)  # ranks without peers wait less often, and step with the others
+        most = torch.tensor(
+            counted
+        )  # ranks without peers wait less often, and step with the others
         dist.all_reduce(most, dist.ReduceOp.MAX)
         for number in range(int(most)):
             run.watch.omitted = number

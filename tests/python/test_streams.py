@@ -48,9 +48,13 @@ def worlds(device_worlds: Worlds) -> Worlds:
 
 
 def small_chunks() -> Any:
+    """Over either transport."""
     from gradferry.core import device
 
-    return mock.patch.object(device, "STREAM_CHUNK_BYTES", CHUNK_BYTES)
+    def adapted(transport: Any, config: Any) -> Any:
+        return dataclasses.replace(config, chunk_bytes=CHUNK_BYTES, equal_scatter=transport.streams)
+
+    return mock.patch.object(device.Transport, "adapted", adapted)
 
 
 def case_train(scenario: Scenario, seeds: list[int]) -> dict[str, Any]:

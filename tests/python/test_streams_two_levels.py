@@ -15,10 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from reference import Layout, two_level_bytes_per_step
-from scenario import Run, Scenario, Weight, assert_bit_equal, train
-from test_stream_waits import small_chunks_anywhere
-from test_streams import CHUNK_BYTES, SCENARIO, nan_elements
-from test_two_levels import NODES
+from scenario import Run, Scenario, Weight, assert_bit_equal, train_at_once, trained
+from test_stream_waits import case_launches
+from test_streams import CHUNK_BYTES, SCENARIO, case_train, nan_elements, small_chunks
+from test_two_levels import NODES, groups_at_once
 from world import World
 
 Worlds = Callable[[int], World]
@@ -36,18 +36,28 @@ def scenario_on(nodes: str, device: str, **changes: Any) -> Scenario:
     )
 
 
-def case_train(scenario: Scenario, seeds: list[int]) -> dict[str, Any]:
-    """Trains once per seed of the streams' order; what they gave must be the same."""
+def case_slots(scenarios: list[Scenario]) -> list[dict[str, Any]]:
+    """Trains in each; with how many slots."""
     from fake_device import machine
+    from gradferry.ddp.state import bound_to
 
     answers = []
-    with small_chunks_anywhere():
-        for seed in seeds:
-            machine.set_seed(seed * 100 + dist.get_rank())
-            answers.append(train(scenario))
+    with small_chunks():
+        for scenario in scenarios:
+            run = Run(scenario)
+            slots = bound_to(run.state).running.engine.workspace()["slots"]
+            answers.append({**trained(run), "slots": slots})
     assert machine.races() == []
-    assert len({tuple(answer["hashes"]) for answer in answers}) == 1
-    return answers[0]
+    return answers
+
+
+def case_groups(scenarios: list[Scenario]) -> dict[str, Any] | None:
+    with small_chunks():
+        answer = train_at_once(*scenarios)
+    from fake_device import machine
+
+    assert machine.races() == []
+    return answer
 
 
 @pytest.mark.torch_core
@@ -74,6 +84,41 @@ def test_numbers_do_not_depend_on_the_order_of_streams(worlds: Worlds, nodes: st
     answers = worlds(scenario.world_size).run(case_train, scenario=scenario, seeds=[*range(4)])
     assert_bit_equal(answers, scenario)
     assert answers[0]["stats"]["chunks"] > 6 * scenario.steps
+
+
+# By slots: of 0.3 MiB in a node of two, and larger ones where there is room.
+CAPS_MB = {1: 0.4, 2: 0.75, 3: 1.4, 4: 2, 5: 96}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "device", "error_feedback"),
+    [("2x2", "streamed", "both"), ("2+1", "streamed", "owner"), ("2+1", "staged", "both")],
+)
+def test_fewer_slots_than_stages_change_no_result(
+    worlds: Worlds, nodes: str, device: str, error_feedback: str
+) -> None:
+    weights = (Weight("first", (11, 4096)), Weight("bias", (77,)), Weight("second", (3, 4096)))
+    scenario = scenario_on(nodes, device, weights=weights, error_feedback=error_feedback)
+    scenario = dataclasses.replace(scenario, steps=2, rules=(), codec="exact")
+    asked = [
+        dataclasses.replace(scenario, options={"workspace_cap_mb": cap}) for cap in CAPS_MB.values()
+    ]
+    by_rank = worlds(scenario.world_size).run(case_slots, scenarios=asked)
+    for index, slots in enumerate(CAPS_MB):
+        answers = [answer[index] for answer in by_rank]
+        assert_bit_equal(answers, scenario)
+        # Also on a node of one rank, which needs less: the order of collectives depends on it.
+        assert {answer["slots"] for answer in answers} == {slots}
+
+
+@pytest.mark.parametrize("device", ["streamed", "staged"])
+def test_nodes_are_those_of_the_ranks_in_a_group(worlds: Worlds, device: str) -> None:
+    scenarios = groups_at_once(
+        device=device, error_feedback="both", ddp={"bucket_cap_mb": 0.1}, options={"check_every": 2}
+    )
+    answers = worlds(6).run(case_groups, scenarios=scenarios)
+    for scenario in scenarios:
+        assert_bit_equal([answers[rank] for rank in scenario.group_ranks], scenario)
 
 
 def weights_of(dtype: torch.dtype) -> tuple[Weight, ...]:
@@ -207,21 +252,6 @@ def test_bytes_equal_the_formula_with_one_commit_per_step(
         )
         assert (answer["stats"]["wire_bytes"], answer["stats"]["local_bytes"]) == (wire, local)
         assert (wire == 0) == (nodes == "1x4")
-
-
-def case_launches(scenario: Scenario, steps: int) -> dict[str, int]:
-    """What the steps after the first one launch, allocate and wait for on the host."""
-    from fake_device import machine
-
-    with small_chunks_anywhere():
-        run = Run(scenario)
-        run.step(0)
-        before = {**machine.counters(), **run.state.stats()}
-        for step in range(1, 1 + steps):
-            run.step(step)
-        after = {**machine.counters(), **run.state.stats()}
-    assert machine.races() == []
-    return {key: after[key] - before[key] for key in ("launches", "chunks", "host_waits")}
 
 
 def test_a_chunk_takes_five_launches_and_three_without_peers(worlds: Worlds) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import itertools
+import os
 from collections.abc import Callable
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from gradferry.ddp.state import bound_to
 from reference import Layout, two_level_bytes_per_step
-from scenario import Run, Scenario, Weight, assert_bit_equal, train
+from scenario import Run, Scenario, Weight, assert_bit_equal, train, train_at_once
 from world import World
 
 Worlds = Callable[[int], World]
@@ -83,6 +87,39 @@ def test_two_level_exchange_equals_the_reference(worlds: Worlds, nodes: str) -> 
 def test_two_level_exchange_keeps_every_promise(worlds: Worlds, changes: dict[str, object]) -> None:
     scenario = scenario_on("2+1", **changes)
     assert_bit_equal(worlds(scenario.world_size).run(train, scenario=scenario), scenario)
+
+
+def groups_at_once(**changes: object) -> list[Scenario]:
+    """Two groups of ranks of a world of 6, in each of which nodes are other ranks than in it."""
+    return [
+        dataclasses.replace(scenario_on("2+1", **changes), group_ranks=(0, 3, 5)),
+        dataclasses.replace(scenario_on("1+2", **changes), group_ranks=(1, 2, 4), seed=1),
+    ]
+
+
+def case_groups(scenarios: list[Scenario], through: str) -> dict[str, object] | None:
+    """Trains in the groups, whose siblings exchange through memory, or through lanes of a kind."""
+    from gradferry.core import engine, node_memory
+
+    with contextlib.ExitStack() as patches:
+        if through != "memory":
+            failure = OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+            patches.enter_context(
+                mock.patch.object(node_memory.os, "memfd_create", side_effect=failure)
+            )
+        if through == "gloo":
+            patches.enter_context(
+                mock.patch.object(engine, "_gloo_takes_plain_tcp", return_value=False)
+            )
+        return train_at_once(*scenarios)
+
+
+@pytest.mark.parametrize("through", ["memory", "sockets", "gloo"])
+def test_nodes_are_those_of_the_ranks_in_a_group(worlds: Worlds, through: str) -> None:
+    scenarios = groups_at_once(error_feedback="both", options={"check_every": 2})
+    answers = worlds(6).run(case_groups, scenarios=scenarios, through=through)
+    for scenario in scenarios:
+        assert_bit_equal([answers[rank] for rank in scenario.group_ranks], scenario)
 
 
 def test_one_rank_per_node_is_the_flat_exchange(worlds: Worlds) -> None:
