@@ -17,7 +17,6 @@ from gradferry.lab.bench.train import train_rows, train_table
 from gradferry.lab.bench.train_turns import TrainOptions, TrainOutcome, run_train
 from gradferry.lab.cli import main
 from gradferry.lab.ranks.hosts import Where
-from gradferry.lab.ranks.network import check_network
 from gradferry.lab.workloads.models import MODELS, check_model
 from world import World
 
@@ -252,14 +251,6 @@ def test_synthetic_tasks_can_be_learned(name):
 def test_check_model_names_the_choices():
     with pytest.raises(ConfigError, match="transformer, vgg, embedding, small, or module:function"):
         check_model("resnet")
-
-
-@pytest.fixture
-def namespaces_allowed():
-    try:
-        check_network(2)
-    except ConfigError as error:
-        pytest.skip(f"no network namespaces here: {error}")
 
 
 @pytest.mark.usefixtures("namespaces_allowed")

@@ -31,12 +31,10 @@ from gradferry.ddp.auto import (
 )
 from gradferry.ddp.state import bound_to
 from gradferry.ddp.trial import TRIAL_STEPS
-from gradferry.errors import ConfigError
 from gradferry.forecast.diagnosis import default_hooks
 from gradferry.forecast.hook_names import TORCH_DTYPES
 from gradferry.forecast.predict import Prediction
 from gradferry.lab.cli import main
-from gradferry.lab.ranks.network import check_network
 from outcomes import attempt
 from residual_sums import still_missing
 from scenario import Run, Scenario, Weight
@@ -492,11 +490,8 @@ def test_slower_is_more_than_the_tolerance_so_that_there_is_a_band():
     assert SLOWER > 2 * choice.TOLERANCE
 
 
+@pytest.mark.usefixtures("namespaces_allowed")
 def test_it_compresses_on_a_slow_link(tmp_path):
-    try:
-        check_network(2)
-    except ConfigError as error:
-        pytest.skip(f"no network namespaces here: {error}")
     file = tmp_path / "rows.json"
     command = ["bench", "train", "--model", "small", "--hooks", "auto", "--link", "200mbit"]
     sizes = ["--rounds", "1", "--steps", "1", "--bucket-caps", "25", "--json", str(file)]

@@ -34,38 +34,49 @@ def losses(text: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", text)]
 
 
+def start(name: str, *arguments: str, ranks: int = 2) -> list[subprocess.Popen[str]]:
+    """Ranks without torchrun: no agent takes its time to start, or outlives what it started."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    return [
+        subprocess.Popen(
+            [sys.executable, "-u", str(EXAMPLES / name), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **address, "WORLD_SIZE": str(ranks), "RANK": str(rank)},
+        )
+        for rank in range(ranks)
+    ]
+
+
+def run_bare(name: str, *arguments: str, ranks: int) -> str:
+    """What rank 0 printed, as of `run`."""
+    started = start(name, *arguments, ranks=ranks)
+    ended = [process.communicate(timeout=SECONDS) for process in started]
+    assert [process.returncode for process in started] == [0] * ranks, ended
+    return ended[0][0]
+
+
 def test_amp_resumes_after_kill_9_to_the_same_bits_and_with_more_ranks(tmp_path: Path) -> None:
     folder, finished = str(tmp_path / "checkpoint"), str(tmp_path / "whole")
     name = "ddp_amp_resume.py"
     whole = run(name, "--checkpoint", finished, "--epochs", "4")
     assert len(losses(whole)) == 4
     assert losses(whole)[-1] < 0.8 * losses(whole)[0]
-    # Without torchrun, so that no agent outlives what it started.
-    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    command = [sys.executable, "-u", str(EXAMPLES / name), "--checkpoint", folder]
-    ranks = [
-        subprocess.Popen(
-            [*command, "--epochs", "1000"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env={**os.environ, **environment, "RANK": str(rank)},
-        )
-        for rank in range(2)
-    ]
+    ranks = start(name, "--checkpoint", folder, "--epochs", "1000")
     seen = ranks[0].stdout.readline()  # the first epoch is saved
     for process in ranks:
         process.kill()
     for process in ranks:
         process.communicate()
-    rest = run(name, "--checkpoint", folder, "--epochs", "4")
+    rest = run_bare(name, "--checkpoint", folder, "--epochs", "4", ranks=2)
     # The kill may have come after a later save: then those epochs were not printed here.
     assert whole.startswith(seen)
     assert whole.endswith("".join(re.findall(r"epoch .*\n", rest)))
     assert ("finished" in rest) == ("epoch 3:" not in rest)
-    again = run(name, "--checkpoint", finished, "--epochs", "4")
+    again = run_bare(name, "--checkpoint", finished, "--epochs", "4", ranks=2)
     assert again == f"finished: 4 epochs are done in {finished}; more with --epochs\n"
-    more = run(name, "--checkpoint", finished, "--epochs", "5", ranks=3)
+    more = run_bare(name, "--checkpoint", finished, "--epochs", "5", ranks=3)
     assert re.findall(r"epoch (\d)", more) == ["4"]
     assert losses(more)[0] < 0.8 * losses(whole)[0]
 

@@ -22,7 +22,6 @@ from gradferry.forecast.predict import Prediction
 from gradferry.forecast.verdict import advise
 from gradferry.lab.cli import main
 from gradferry.lab.plan import plan_curves
-from gradferry.lab.ranks.network import check_network
 from scenario import Run, Scenario, Weight
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -198,11 +197,8 @@ def test_doctor_smoke_predicts_on_loopback(tmp_path, capsys):
     assert "Predicted step: small, link loopback" in shown
 
 
+@pytest.mark.usefixtures("namespaces_allowed")
 def test_doctor_smoke_predicts_on_a_link(tmp_path, capfd):
-    try:
-        check_network(2)
-    except ConfigError as error:
-        pytest.skip(f"no network namespaces here: {error}")
     file = tmp_path / "rows.json"
     assert main(["doctor", "--smoke", "--link", "200mbit", "--json", str(file)]) == 0
     rows = json.loads(file.read_text())["rows"]
@@ -219,11 +215,8 @@ def test_doctor_smoke_predicts_on_a_link(tmp_path, capfd):
     assert found["q4"]["exposed_ms"] < 0.5 * found["torch:fp32"]["exposed_ms"]
 
 
+@pytest.mark.usefixtures("namespaces_allowed")
 def test_doctor_predicts_both_exchanges_where_ranks_share_hosts(tmp_path, capfd):
-    try:
-        check_network(2)
-    except ConfigError as error:
-        pytest.skip(f"no network namespaces here: {error}")
     file = tmp_path / "rows.json"
     link = ["--link", "1gbit", "--hosts", "2", "--ranks-per-host", "2"]
     hooks = ["--hooks", "torch:fp32", "q4", "--bucket-caps", "25"]

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from gradferry.core.nodes import Nodes
-from gradferry.errors import ConfigError
 from gradferry.lab.cli import main
 from gradferry.lab.ranks import everywhere, hosts
 from gradferry.lab.ranks.hosts import (
@@ -20,7 +19,7 @@ from gradferry.lab.ranks.hosts import (
     ranks_text,
 )
 from gradferry.lab.ranks.launch import Outbox
-from gradferry.lab.ranks.network import DEVICE, Network, check_network, parse_link
+from gradferry.lab.ranks.network import DEVICE, Network, parse_link
 from test_ranks import parsed
 from world import World
 
@@ -105,14 +104,6 @@ def test_what_no_one_interface_counts_is_not_told(
     interface.begin()
     assert interface.end() is None
     assert done == []
-
-
-@pytest.fixture
-def namespaces_allowed() -> None:
-    try:
-        check_network(2)
-    except ConfigError as error:
-        pytest.skip(f"no network namespaces here: {error}")
 
 
 @pytest.mark.usefixtures("namespaces_allowed")

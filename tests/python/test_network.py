@@ -12,16 +12,17 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from gradferry.errors import ConfigError, PeerError
+from gradferry.errors import PeerError
 from gradferry.lab.ranks import network
 from gradferry.lab.ranks.network import (
     DEVICE,
     Network,
     address,
-    check_network,
     parse_link,
     sent_bytes,
 )
+
+pytestmark = pytest.mark.usefixtures("namespaces_allowed")
 
 MEGABYTE = 1_000_000
 # Each host but the first sends a megabyte to every host before it; each writes down how long the
@@ -57,14 +58,6 @@ TALK = textwrap.dedent(
     pathlib.Path(folder, str(me)).write_text(f"{slowest} {counters}")
     """
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def namespaces_allowed() -> None:
-    try:
-        check_network(2)
-    except ConfigError as error:
-        pytest.skip(f"no network namespaces here: {error}")
 
 
 def talk(

@@ -25,7 +25,7 @@ from gradferry.core.nodes import (
     resolve,
 )
 from gradferry.errors import ConfigError, ProtocolError
-from gradferry.lab.ranks.network import DEVICE, Network, address, check_network, parse_link
+from gradferry.lab.ranks.network import DEVICE, Network, address, parse_link
 from outcomes import attempt
 from scenario import ChosenGradients, Scenario, Weight
 from torch.nn.parallel import DistributedDataParallel
@@ -345,11 +345,8 @@ RANKS = textwrap.dedent(
 )
 
 
+@pytest.mark.usefixtures("namespaces_allowed")
 def test_two_ranks_on_each_of_two_hosts(tmp_path: Path) -> None:
-    try:
-        check_network(2)
-    except ConfigError as error:
-        pytest.skip(f"no network namespaces here: {error}")
     commands = [
         [sys.executable, "-c", RANKS, str(host), address(1), DEVICE, str(tmp_path)]
         for host in range(2)

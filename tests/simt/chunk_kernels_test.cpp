@@ -52,7 +52,6 @@ constexpr uint64_t kSeeds = 1;
 #else
 constexpr uint64_t kSeeds = 5;
 #endif
-const std::vector<uint32_t> kFewSizes = {4096, 1030, 77, 4095};
 
 // Those that have kernels, with all of their options.
 std::vector<std::string> all_codecs() {
@@ -175,12 +174,6 @@ TEST(Chunks, StayInsideEveryBufferOfAMixture) {
 
 // --- what is wrong with messages -----------------------------------------------------------------
 
-ChunkSetup small_setup() {
-  ChunkSetup setup;
-  setup.sizes = kFewSizes;
-  return setup;
-}
-
 TEST(Chunks, ReduceRefusesADamagedMessageAndStillSends) {
   ChunkRun run(small_setup());
   for (uint32_t rank = 0; rank < 3; ++rank) run.encode(rank);
@@ -227,12 +220,7 @@ TEST(Chunks, DecodeMakesTilesOfRefusedMessagesNaN) {
     setup.residuals = false;
     if (dtype == ScalarType::kFloat64) setup.codecs = {"exact"};
     ChunkRun run(setup), cpu(setup);
-    for (ChunkRun* r : {&run, &cpu}) {
-      for (uint32_t rank = 0; rank < 3; ++rank) r->encode_on_cpu(rank);
-      r->scatter();
-      for (uint32_t rank = 0; rank < 3; ++rank) r->reduce_on_cpu(rank);
-      r->gather();
-    }
+    run.until_decode_on_cpu(), cpu.until_decode_on_cpu();
     cpu.decode_on_cpu(1);
     run.ranks[1].gathered.data()[run.gathered(0).offset + 32] ^= std::byte{1};  // the step
     run.decode(1);
@@ -266,10 +254,7 @@ TEST(Chunks, DecodeNotesTheFirstCorruptTile) {
   setup.codecs = {"q4"};
   setup.residuals = false;
   ChunkRun run(setup);
-  for (uint32_t rank = 0; rank < 3; ++rank) run.encode_on_cpu(rank);
-  run.scatter();
-  for (uint32_t rank = 0; rank < 3; ++rank) run.reduce_on_cpu(rank);
-  run.gather();
+  run.until_decode_on_cpu();
   const Message message = run.gathered(1);
   Buffer& gathered = run.ranks[2].gathered;
   std::memset(gathered.data() + message.offset + kHeaderBytes, 0xff, message.payload_bytes);

@@ -38,6 +38,14 @@ struct ChunkSetup {
   Input input_of_rank_0 = Input::kGaussian;
 };
 
+inline const std::vector<uint32_t> kFewSizes = {4096, 1030, 77, 4095};
+
+inline ChunkSetup small_setup() {
+  ChunkSetup setup;
+  setup.sizes = kFewSizes;
+  return setup;
+}
+
 // What one rank has in device memory.
 struct Rank {
   Buffer gradient, worker, owner;
@@ -242,6 +250,17 @@ class ChunkRun {
         std::memcpy(to.gathered.data() + rank * stride_, ranks[rank].message.data(), stride_);
       }
     }
+  }
+
+  // On the CPU, up to where owners reduce, and where every rank decodes.
+  void until_reduce_on_cpu() {
+    for (uint32_t rank = 0; rank < num_ranks(); ++rank) encode_on_cpu(rank);
+    scatter();
+  }
+  void until_decode_on_cpu() {
+    until_reduce_on_cpu();
+    for (uint32_t rank = 0; rank < num_ranks(); ++rank) reduce_on_cpu(rank);
+    gather();
   }
 
   // Writes a header that is right, but for `status`.

@@ -180,12 +180,6 @@ TEST(Nodes, AWrongHeaderMakesTheSumNaN) {
 
 // --- chunks --------------------------------------------------------------------------------------
 
-ChunkSetup small_setup() {
-  ChunkSetup setup;
-  setup.sizes = {4096, 77, 1030};
-  return setup;
-}
-
 // Headers of two siblings, as reduce finds them, and a place for the message to them.
 struct Siblings {
   explicit Siblings(ChunkRun& run) {
@@ -212,10 +206,7 @@ struct Siblings {
 
 TEST(Nodes, ReduceChecksSiblingsAndWritesTheForwardHeader) {
   ChunkRun run(small_setup()), cpu(small_setup());
-  for (ChunkRun* r : {&run, &cpu}) {
-    for (uint32_t rank = 0; rank < 3; ++rank) r->encode_on_cpu(rank);
-    r->scatter();
-  }
+  run.until_reduce_on_cpu(), cpu.until_reduce_on_cpu();
   Siblings siblings(run);
   run.reduce(0);
   cpu.reduce_on_cpu(0);
@@ -227,8 +218,7 @@ TEST(Nodes, ReduceChecksSiblingsAndWritesTheForwardHeader) {
 
 TEST(Nodes, ReduceReportsASiblingsMessage) {
   ChunkRun run(small_setup());
-  for (uint32_t rank = 0; rank < 3; ++rank) run.encode_on_cpu(rank);
-  run.scatter();
+  run.until_reduce_on_cpu();
   Siblings siblings(run);
   siblings.received.data()[siblings.messages[1].offset + 32] ^= std::byte{1};  // the step
   run.reduce(0);
@@ -249,18 +239,12 @@ TEST(Nodes, DecodeUndoesWithTheSum) {
     SCOPED_TRACE(dtype_name(dtype));
     ChunkSetup setup = small_setup();
     setup.dtype = dtype;
-    setup.sizes = {4096, 77, 4095, 1030};
     setup.alpha = 0.25f;
     setup.beta = 0.75f;
     setup.input_of_rank_0 = Input::kNonFinite;
     if (dtype == ScalarType::kFloat64) setup.codecs = {"exact"};
     ChunkRun run(setup), cpu(setup);
-    for (ChunkRun* r : {&run, &cpu}) {
-      for (uint32_t rank = 0; rank < 3; ++rank) r->encode_on_cpu(rank);
-      r->scatter();
-      for (uint32_t rank = 0; rank < 3; ++rank) r->reduce_on_cpu(rank);
-      r->gather();
-    }
+    run.until_decode_on_cpu(), cpu.until_decode_on_cpu();
     run.sum_behind_messages(1);
     run.decode(1);
     cpu.decode_on_cpu(1);
