@@ -318,9 +318,13 @@ def test_wire_bytes_equal_the_formula_with_one_commit_per_step(worlds: Worlds, d
     scenario = dataclasses.replace(SCENARIO, world_size=3, device=device)
     layout = Layout([w.describe() for w in WEIGHTS], scenario.codec, 3, scenario.rules)
     index = {weight.name: i for i, weight in enumerate(WEIGHTS)}
-    answers = worlds(3).run(case_train, scenario=scenario, seeds=[1])
+    if device == "streamed":
+        chunk_bytes = CHUNK_BYTES
+        answers = worlds(3).run(case_train, scenario=scenario, seeds=[1])
+    else:
+        chunk_bytes = 524288  # as on hosts
+        answers = worlds(3).run(train, scenario=scenario)
     for rank, answer in enumerate(answers):
-        chunk_bytes = CHUNK_BYTES if device == "streamed" else 524288
         expected = 0
         for step in answer["buckets"]:
             buckets = [[index[name] for name in bucket] for bucket in step]
