@@ -284,9 +284,10 @@ def test_train_counts_what_ranks_of_a_host_send_to_other_hosts(tmp_path, capfd):
         share = 2 if hook == "q4" else 1
         formula = row["interface_bytes_formula"]
         assert formula == pytest.approx(share * row["wire_bytes_formula"], rel=0.01)
-        # Less than with what the ranks of a host send to each other: that is as much as leaves, or
-        # more; what they share memory for is not sent.
-        assert formula <= row["interface_bytes"] < 2 * formula + 3 * 4096  # three barriers
+        # Less than with what the ranks of a host send to each other: in a ring that is as much as
+        # leaves, between siblings more than half of it.
+        most = 1.5 if hook == "q4" else 2
+        assert formula <= row["interface_bytes"] < most * formula + 3 * 4096  # three barriers
     assert "4 ranks on 2 hosts, link 1gbit" in capfd.readouterr().out
 
 
