@@ -11,6 +11,13 @@
 #include "workspace.h"
 
 namespace gradferry {
+
+FuturePtr make_future(c10::TypePtr type, const at::Tensor& tensor) {
+  std::vector<c10::Device> devices;
+  if (!tensor.is_cpu()) devices.push_back(tensor.device());
+  return c10::make_intrusive<c10::ivalue::Future>(std::move(type), std::move(devices));
+}
+
 BucketEngine::BucketEngine(EngineOptions options, ParameterHashes hashes, c10::Device device,
                            bool exchanges)
     : options_(std::move(options)),
@@ -149,12 +156,17 @@ bool BucketEngine::fail(const Error& error) {
   {
     const std::lock_guard lock(life_.mutex);
     is_first = !life_.death;
-    if (is_first) life_.death = finished(error, log_, options_.rank);
+    if (is_first) life_.death = finished(error, log_, options_);
     life_.changed.notify_all();
   }
   // A thread of the engine that sees the death would also report it, but may be waiting for others.
   options_.peers->tell(life_.death->what());
   return is_first;
+}
+
+void BucketEngine::expect_alive() const {
+  const std::lock_guard lock(life_.mutex);
+  if (life_.death) throw Error(*life_.death);
 }
 
 void BucketEngine::request_stop() {

@@ -35,6 +35,10 @@ namespace gradferry {
 
 using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
 
+// A Future of `type` for the coming content of `tensor`. If `tensor` is on a device with streams,
+// waiting for the Future makes the current stream wait.
+FuturePtr make_future(c10::TypePtr type, const at::Tensor& tensor);
+
 // Residuals as a checkpoint holds them: fp32 tensors of one dimension on the CPU.
 struct SavedResiduals {
   at::Tensor worker;
@@ -69,6 +73,8 @@ class BucketEngine {
   // Ends the engine with `error` and informs all ranks, which would otherwise wait for a bucket
   // that does not reach the engine. False when it had ended before.
   bool fail(const Error& error);
+  // Throws the error that has ended the engine, if one has.
+  void expect_alive() const;
 
   EngineStats stats() const;
   uint64_t current_step() const;  // counted from 0

@@ -8,12 +8,6 @@
 
 namespace gradferry {
 
-FuturePtr make_future(c10::TypePtr type, const at::Tensor& tensor) {
-  std::vector<c10::Device> devices;
-  if (!tensor.is_cpu()) devices.push_back(tensor.device());
-  return c10::make_intrusive<c10::ivalue::Future>(std::move(type), std::move(devices));
-}
-
 BucketHook::BucketHook(std::shared_ptr<BucketEngine> engine,
                        const std::vector<at::Tensor>& parameters, std::string group_name,
                        ExceptionFactory make_exception)

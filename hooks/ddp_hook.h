@@ -18,10 +18,6 @@
 
 namespace gradferry {
 
-// A Future of `type` for the coming content of `tensor`. If `tensor` is on a device with streams,
-// waiting for the Future makes the current stream wait.
-FuturePtr make_future(c10::TypePtr type, const at::Tensor& tensor);
-
 class BucketHook : public std::enable_shared_from_this<BucketHook> {
  public:
   // `parameters` in the order of the engine's layout; only their identity is kept. `group_name`:

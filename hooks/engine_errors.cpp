@@ -25,12 +25,8 @@ Error describe_failure(const std::exception_ptr& failure, uint32_t rank) {
   }
 }
 
-Error finished(const Error& error, const EventLog& log, uint32_t rank) {
-  return {error.kind(), std::string(error.what()) +
-                            "\nThis hook is finished. To go on, delete this "
-                            "DistributedDataParallel first (its hook would run beside that of a "
-                            "new one), and attach to a new one." +
-                            log.text(rank)};
+Error finished(const Error& error, const EventLog& log, const EngineOptions& options) {
+  return {error.kind(), std::string(error.what()) + "\n" + options.way_on + log.text(options.rank)};
 }
 
 Error called_after_fork(int process_id) {

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <exception>
 
+#include "engine_options.h"
 #include "events.h"
 #include "gradferry/error.h"
 #include "layout.h"
@@ -14,8 +15,9 @@ namespace gradferry {
 // of this rank.
 Error describe_failure(const std::exception_ptr& failure, uint32_t rank);
 
-// The error that every later call of the engine throws: `error` with the last buckets of `log`.
-Error finished(const Error& error, const EventLog& log, uint32_t rank);
+// The error that every later call of the engine throws: `error`, what to do, and the last buckets
+// of `log`.
+Error finished(const Error& error, const EventLog& log, const EngineOptions& options);
 
 // The error of a call in another process than `process_id`, the one that attached.
 Error called_after_fork(int process_id);

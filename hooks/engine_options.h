@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <exception>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "gradferry/error.h"
@@ -39,6 +40,7 @@ struct EngineOptions {
   bool equal_scatter;      // as in PlanOptions; equal on all ranks
   uint64_t workspace_cap_bytes;  // most memory for messages (workspace.h)
   bool find_unused_parameters;   // DDP's: commits tell which parameters a rank used
+  std::string way_on;            // for people: what to do after an error has ended the engine
   ExceptionFactory make_exception;
   std::shared_ptr<Peers> peers;  // never null
 

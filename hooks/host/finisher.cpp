@@ -454,7 +454,7 @@ void Finisher::fail_all(const Error& error) {
     const std::lock_guard lock(life_.mutex);
     failed = take_all_buckets();
     for (const auto& bucket : failed) log_.add(bucket->event);
-    if (!life_.death) life_.death = finished(error, log_, options_.rank);
+    if (!life_.death) life_.death = finished(error, log_, options_);
     life_.stats.in_flight = 0;
     life_.changed.notify_all();
   }

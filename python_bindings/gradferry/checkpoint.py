@@ -23,9 +23,9 @@ import torch.distributed as dist
 
 from gradferry.core.agreement import error_record, gather_records, meeting_place, raise_first_error
 from gradferry.core.durable import durable_file
-from gradferry.ddp.saved_state import merge
 from gradferry.ddp.state import HookState
 from gradferry.errors import StateError
+from gradferry.reduction.saved_state import merge
 
 __all__ = ["ResizedState", "exists", "load", "load_all", "merge", "save"]
 

@@ -3,6 +3,7 @@
 #include <chrono>
 #include <numeric>
 
+#include "all_reduce.h"
 #include "background_thread.h"
 #include "bindings.h"
 #include "ddp_hook.h"
@@ -41,7 +42,7 @@ EngineOptions make_options(std::vector<ParameterSpec> parameters, uint32_t rank,
                            bool exact_skip, const std::optional<at::Tensor>& loss_scale,
                            uint64_t check_every, uint32_t chunk_bytes, bool equal_scatter,
                            uint64_t workspace_cap_bytes, bool find_unused_parameters,
-                           const py::object& store) {
+                           std::string way_on, const py::object& store) {
   c10::intrusive_ptr<c10d::Store> peers_store;
   if (!store.is_none()) peers_store = to_store(store);
   Nodes table(std::move(nodes));
@@ -64,6 +65,7 @@ EngineOptions make_options(std::vector<ParameterSpec> parameters, uint32_t rank,
           .equal_scatter = equal_scatter,
           .workspace_cap_bytes = workspace_cap_bytes,
           .find_unused_parameters = find_unused_parameters,
+          .way_on = std::move(way_on),
           .make_exception = &make_torch_exception,
           .peers = std::make_shared<Peers>(std::move(peers_store), rank, world_size)};
 }
@@ -127,13 +129,22 @@ void use_library(const py::capsule& capsule) {
 }
 
 // For benchmarks: the engine's one bucket of all its parameters, without DDP around it. Blocks.
-void all_reduce(BucketEngine& engine, const at::Tensor& gradient) {
+void all_reduce(std::shared_ptr<BucketEngine> engine, const at::Tensor& gradient) {
   const py::gil_scoped_release released;
-  const FuturePtr future = make_future(c10::TensorType::get(), gradient);
-  std::vector<uint32_t> parameters(engine.layout().parameters().size());
+  std::vector<uint32_t> parameters(engine->layout().parameters().size());
   std::iota(parameters.begin(), parameters.end(), 0);
-  engine.run(parameters, {}, gradient, future, gradient);
-  future->waitAndThrow();
+  AllReducer(std::move(engine)).start({{parameters, gradient}}, /*in_background=*/false).wait();
+}
+
+using BucketPair = std::pair<std::vector<uint32_t>, at::Tensor>;
+
+PendingAllReduce start_all_reduce(AllReducer& reducer, std::vector<BucketPair> pairs,
+                                  bool in_background) {
+  std::vector<AllReducer::Bucket> buckets;
+  for (auto& [parameters, gradient] : pairs) {
+    buckets.push_back({std::move(parameters), std::move(gradient)});
+  }
+  return reducer.start(std::move(buckets), in_background);
 }
 
 double milliseconds(int64_t nanoseconds) { return static_cast<double>(nanoseconds) / 1e6; }
@@ -304,7 +315,7 @@ void bind_options(py::module_& module) {
            py::arg("warmup_steps"), py::arg("compressed_warmup"), py::arg("momentum"),
            py::arg("raise_nonfinite"), py::arg("exact_skip"), py::arg("loss_scale").none(true),
            py::arg("check_every"), py::arg("chunk_bytes"), py::arg("equal_scatter"),
-           py::arg("workspace_cap_bytes"), py::arg("find_unused_parameters"),
+           py::arg("workspace_cap_bytes"), py::arg("find_unused_parameters"), py::arg("way_on"),
            py::arg("store").none(true));
   module.def("shared_memory_bytes", &shared_memory_bytes, py::arg("options"),
              py::call_guard<py::gil_scoped_release>());
@@ -329,6 +340,13 @@ void bind_engine(py::module_& module) {
       .def("current_step", &BucketEngine::current_step, py::call_guard<py::gil_scoped_release>())
       .def("events", &event_list)
       .def("all_reduce", &all_reduce, py::arg("gradient"))
+      .def(
+          "fail",
+          [](BucketEngine& engine, const std::string& message) {
+            engine.fail(Error(ErrorKind::kState, message));
+          },
+          py::arg("message"), py::call_guard<py::gil_scoped_release>())
+      .def("expect_alive", &BucketEngine::expect_alive, py::call_guard<py::gil_scoped_release>())
       .def("state", &saved_state)
       .def(
           "load_state",
@@ -350,6 +368,13 @@ void bind_engine(py::module_& module) {
       .def("add_to_worker_residual", &BucketEngine::add_to_worker_residual, py::arg("parameter"),
            py::arg("values"), py::arg("factor"), py::call_guard<py::gil_scoped_release>())
       .def("scale_residuals", &BucketEngine::scale_residuals, py::arg("factor"),
+           py::call_guard<py::gil_scoped_release>());
+  py::class_<PendingAllReduce>(module, "PendingAllReduce")
+      .def("wait", &PendingAllReduce::wait, py::call_guard<py::gil_scoped_release>())
+      .def("is_completed", &PendingAllReduce::is_completed);
+  py::class_<AllReducer>(module, "AllReducer")
+      .def(py::init<std::shared_ptr<BucketEngine>>(), py::arg("engine"))
+      .def("start", &start_all_reduce, py::arg("buckets"), py::kw_only(), py::arg("in_background"),
            py::call_guard<py::gil_scoped_release>());
   py::class_<HostEngine, BucketEngine, std::shared_ptr<HostEngine>>(module, "HostEngine")
       .def(py::init(&start_host_engine), py::arg("options"), py::kw_only(), py::arg("tensors"),

@@ -1,6 +1,6 @@
 """Checks the dependency law of the Python package, and that modules do not import in a circle.
 
-    the package itself -> lab -> public modules -> ddp -> forecast -> core -> ground
+    the package itself -> lab -> public modules -> ddp -> reduction -> forecast -> core -> ground
 
 An arrow reads "may import"; a room may import all that are to its right. Imports count wherever
 they stand: inside functions, under TYPE_CHECKING, relative ones, import_module("gradferry...") too.
@@ -20,14 +20,16 @@ from pathlib import Path
 PACKAGE = "gradferry"
 # From the top to the ground. Modules that lie directly in the package are listed by name, all
 # others belong to the room that their folder is called after.
-ROOMS = ("package", "lab", "public", "ddp", "forecast", "core", "ground")
-FOLDERS = ("lab", "ddp", "forecast", "core")
+ROOMS = ("package", "lab", "public", "ddp", "reduction", "forecast", "core", "ground")
+FOLDERS = ("lab", "ddp", "reduction", "forecast", "core")
 MODULES = {
     "": "package",  # gradferry/__init__.py
     "__main__": "package",
     "_doctor": "package",
     "checkpoint": "public",
+    "kept_reducers": "public",
     "optim": "public",
+    "reducer": "public",
     "tensor": "public",
     "errors": "ground",
     "_build_info": "ground",

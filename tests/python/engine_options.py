@@ -41,6 +41,7 @@ def engine_options(**given: Any) -> _native.EngineOptions:
         "check_every": 0,
         "equal_scatter": True,
         "find_unused_parameters": False,
+        "way_on": "",
         "store": None,
     }
     return _native.EngineOptions(**{**plain, **given})

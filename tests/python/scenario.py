@@ -182,11 +182,11 @@ def attach(ddp: DistributedDataParallel, scenario: Scenario) -> Any:
 def on_nodes(members: tuple[tuple[int, ...], ...] | None) -> Any:
     """As if ranks that attach were on these nodes, which share their machine in truth."""
     from gradferry.core.nodes import Nodes
-    from gradferry.ddp import binding
+    from gradferry.reduction import start
 
     if members is None:
         return contextlib.nullcontext()
-    return mock.patch.object(binding, "resolve", return_value=Nodes(members))
+    return mock.patch.object(start, "resolve", return_value=Nodes(members))
 
 
 def group_of(scenario: Scenario) -> Any:

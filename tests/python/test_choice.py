@@ -20,7 +20,6 @@ from gradferry.core.config import make_config
 from gradferry.core.nodes import Nodes
 from gradferry.core.options import Options
 from gradferry.ddp import auto as choice
-from gradferry.ddp import binding
 from gradferry.ddp.auto import (
     CHECK_EVERY,
     CHOSEN_BY,
@@ -35,6 +34,7 @@ from gradferry.forecast.diagnosis import default_hooks
 from gradferry.forecast.hook_names import TORCH_DTYPES
 from gradferry.forecast.predict import Prediction
 from gradferry.lab.cli import main
+from gradferry.reduction import start
 from outcomes import attempt
 from residual_sums import still_missing
 from scenario import Run, Scenario, Weight
@@ -149,7 +149,7 @@ def run_on(scenario: Scenario, found: Members | None) -> Run:
     """As if ranks were found on these nodes."""
     if found is None:
         return Run(scenario)
-    with mock.patch.object(binding, "resolve", return_value=Nodes(found)):
+    with mock.patch.object(start, "resolve", return_value=Nodes(found)):
         return Run(scenario)
 
 

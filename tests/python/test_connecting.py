@@ -152,7 +152,7 @@ def test_rank_that_cannot_connect_is_named_by_all(world_of_3: World, kind: str) 
 
 def case_dead(kind: str) -> None:
     import gradferry
-    from gradferry.ddp import running
+    from gradferry.reduction import running
 
     ddp = plain_ddp()
     victim = dist.get_rank() == 1

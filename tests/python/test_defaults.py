@@ -28,7 +28,7 @@ WEIGHTS = (Weight("first", (90, 70)), Weight("bias", (50,)), Weight("second", (1
 SCENARIO = Scenario(WEIGHTS, error_feedback="both", ddp={"bucket_cap_mb": 0.02})
 PACKAGE = Path(gradferry.__file__).parent
 # What runs in a user's process, where it may have set a default: not our own command lines.
-IN_A_USERS_PROCESS = ("*.py", "core/*.py", "forecast/*.py", "ddp/*.py")
+IN_A_USERS_PROCESS = ("*.py", "core/*.py", "forecast/*.py", "reduction/*.py", "ddp/*.py")
 FACTORIES = {"arange", "empty", "full", "ones", "rand", "randn", "scalar_tensor", "tensor", "zeros"}
 
 

@@ -50,8 +50,8 @@ def worlds(device_worlds: Worlds) -> Worlds:
 def on_nodes(members: Members, near: float = NEAR) -> Iterator[None]:
     """As if ranks were found on these nodes, with a faster link between siblings."""
     from gradferry.core import engine
-    from gradferry.ddp import binding
     from gradferry.forecast import diagnosis
+    from gradferry.reduction import start
 
     make = engine._new_device_backend
 
@@ -63,7 +63,7 @@ def on_nodes(members: Members, near: float = NEAR) -> Iterator[None]:
 
     nodes = Nodes(members)
     with (
-        mock.patch.object(binding, "resolve", return_value=nodes),
+        mock.patch.object(start, "resolve", return_value=nodes),
         mock.patch.object(diagnosis, "found_nodes", return_value=nodes),
         mock.patch.object(engine, "_new_device_backend", made),
     ):

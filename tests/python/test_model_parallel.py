@@ -100,7 +100,7 @@ def case_parts(
 ) -> dict[str, Any]:
     """A training in which every rank also keeps the gradients that it had."""
     import gradferry
-    from gradferry.ddp import binding
+    from gradferry.reduction import start
 
     mesh = init_device_mesh("cpu", (replicas, 2), mesh_dim_names=("replica", "part"))
     replica, part = mesh.get_coordinate()
@@ -109,7 +109,7 @@ def case_parts(
     parameters = dict(training.ddp.module.named_parameters())
     here = Identity(hosts[dist.get_rank()], 1)
     with (
-        mock.patch.object(binding, "identity", return_value=here),
+        mock.patch.object(start, "identity", return_value=here),
         mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2", LOCAL_RANK=str(dist.get_rank() % 2)),
     ):
         state = gradferry.attach(training.ddp, CODECS[part], error_feedback="both", **options)

@@ -243,6 +243,7 @@ def case_attach(places: list[Identity], options: list[Any]) -> dict[str, Any]:
     import gradferry
     from gradferry.core.config import make_config
     from gradferry.ddp import binding
+    from gradferry.reduction import start
 
     def configured(asked: Any) -> Any:
         return dataclasses.replace(make_config(asked), nodes=options[rank])
@@ -257,7 +258,7 @@ def case_attach(places: list[Identity], options: list[Any]) -> dict[str, Any]:
         found.update(text=str(state), nodes=running.nodes, config_hash=running.config_hash)
 
     with (
-        mock.patch.object(binding, "identity", return_value=places[rank]),
+        mock.patch.object(start, "identity", return_value=places[rank]),
         mock.patch.object(binding, "make_config", configured),
     ):
         return {"outcome": attempt(attach), **found}

@@ -88,10 +88,10 @@ class Forger:
                 running.start(group, nonce)
             given = instead.call_args.kwargs
             self.lanes, self.memory = given["lanes"], given["memory"]
-            return mock.Mock()
+            return mock.Mock(running=running)
 
         with (
-            mock.patch.object(binding, "_start", side_effect=start) as started,
+            mock.patch.object(binding, "_build", side_effect=start) as started,
             mock.patch.object(binding, "register"),
         ):
             binding.bind(ddp, Options(scenario.codec, **scenario.options), native=False)

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from gradferry.core.device import Transport
-from gradferry.ddp import surroundings
-from gradferry.ddp.surroundings import Surroundings, warn_about_surroundings
+from gradferry.reduction import surroundings
+from gradferry.reduction.surroundings import Surroundings, warn_about_surroundings
 
 
 @pytest.mark.parametrize(

@@ -87,14 +87,14 @@ class NodeForger(Forger):
         group: dist.ProcessGroup | None = None,
     ) -> None:
         from gradferry.core.nodes import Nodes
-        from gradferry.ddp import binding
+        from gradferry.reduction import start
 
         assert scenario.nodes is not None
         self.rank = dist.get_rank()
         self.nodes = scenario.nodes
         self.siblings = next(members for members in self.nodes if self.rank in members)
         self.local_index = self.siblings.index(self.rank)
-        with mock.patch.object(binding, "resolve", return_value=Nodes(self.nodes)):
+        with mock.patch.object(start, "resolve", return_value=Nodes(self.nodes)):
             options = {**scenario.options, "nodes": 1}
             ddp = DistributedDataParallel(ChosenGradients(scenario), process_group=group)
             self.join(ddp, dataclasses.replace(scenario, options=options), self.nodes)

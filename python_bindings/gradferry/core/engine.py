@@ -99,6 +99,7 @@ def start_engine(
     tensors: Sequence[torch.Tensor] = (),
     find_unused_parameters: bool = False,
     nodes: Nodes | None = None,
+    way_on: str = "",
 ) -> _native.BucketEngine:
     """Starts an engine on its own connections. Collective; pass equal arguments on all ranks.
 
@@ -112,6 +113,7 @@ def start_engine(
         tensors: the parameters themselves, for `check_every`.
         find_unused_parameters: that of DDP.
         nodes: which ranks share a node, as agreed by all ranks; None: every rank is alone.
+        way_on: for people, what to do after an error has ended the engine.
 
     Raises:
         PeerError: as `make_lanes`.
@@ -149,6 +151,7 @@ def start_engine(
         equal_scatter=config.equal_scatter,
         workspace_cap_bytes=config.workspace_cap_bytes,
         find_unused_parameters=find_unused_parameters,
+        way_on=way_on,
         store=store,
     )
     if on_host:

@@ -23,7 +23,6 @@ from gradferry.core.codec_spec import OFF, CodecSpec, parse_codec
 from gradferry.core.config import COARSE_BITS, EXACT, Config
 from gradferry.core.nodes import FLAT, TWO_LEVEL, Exchange, exchanges_to_choose_from
 from gradferry.core.parameters import ParameterLayout
-from gradferry.ddp.running import Running
 from gradferry.ddp.trial import TRIAL_STEPS, Trial
 from gradferry.errors import ConfigError, StateError
 from gradferry.forecast.clock import clock_of
@@ -34,6 +33,7 @@ from gradferry.forecast.measure_link import spare_cores
 from gradferry.forecast.observe import MEASURED_STEPS, ObservedSteps, observe
 from gradferry.forecast.predict import Prediction, predictors_of
 from gradferry.forecast.verdict import MOST_RIVALS, TOLERANCE, most_precise, precision, rivals
+from gradferry.reduction.running import Running
 
 _log = logging.getLogger("gradferry")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 import weakref
 from dataclasses import dataclass
 
@@ -12,25 +11,22 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
 from gradferry import _native
-from gradferry.core.agreement import (
-    Record,
-    error_record,
-    gather_records,
-    meeting_place,
-    raise_first_error,
-    raise_first_mismatch,
-)
+from gradferry.core.agreement import meeting_place
 from gradferry.core.config import make_config
-from gradferry.core.meeting import meet, patience
-from gradferry.core.nodes import choose_exchange, identity, received_identities, resolve
 from gradferry.core.options import Options
-from gradferry.ddp.after_steps import call_after_steps
 from gradferry.ddp.auto import Chooser
 from gradferry.ddp.model import Model, has_python_hook
 from gradferry.ddp.momentum_handover import MomentumHandover
 from gradferry.ddp.registration import register
-from gradferry.ddp.running import Running, propose
 from gradferry.errors import StateError
+from gradferry.reduction.after_steps import call_after_steps
+from gradferry.reduction.running import Running, propose
+from gradferry.reduction.start import start
+
+_WAY_ON = (
+    "This hook is finished. To go on, delete this DistributedDataParallel first (its hook would "
+    "run beside that of a new one), and attach to a new one."
+)
 
 
 @dataclass(frozen=True)
@@ -85,47 +81,22 @@ def bind(
             changed: all ranks can try again.
     """
     model = Model(ddp)
-    group, place = model.group, meeting_place(model.group, model.device)
-    longest = patience(group, place)
-    meet(group, longest, "come to attach")
-    running: Running | None = None
-    try:
+    place = meeting_place(model.group, model.device)
+
+    def propose_here() -> Running:
         if is_bound:
             raise StateError(
                 "this HookState is bound to a model already; make one HookState for each model"
             )
         config = make_config(options)
         model.check(config)
-        running = propose(config, group, model.device, model.named, model.record)
-        record = running.record()
-    except Exception as error:
-        record = error_record(error)
-    mine = {"nonce": uuid.uuid4().hex, "identity": vars(identity()), "record": record}
-    envelopes = gather_records(mine, group, place)
-    records: list[Record] = [envelope["record"] for envelope in envelopes]
-    raise_first_error(records)
-    raise_first_mismatch(records)
-    assert running is not None  # otherwise raise_first_error() has raised this rank's error
-    identities = received_identities([envelope.get("identity") for envelope in envelopes])
-    asked = running.config.nodes
-    running.nodes = resolve(asked, dist.get_process_group_ranks(group), identities)
-    running.exchange = choose_exchange(asked, running.nodes, on_host=running.transport.on_host)
+        return propose(config, model.group, model.device, model.named, model.record, _WAY_ON)
 
-    binding: Binding | None = None
-    try:
-        nonce = str(envelopes[0]["nonce"])
-        binding = _start(running, group, nonce, place, model.reference)
-        outcome: Record = {}
-    except Exception as error:
-        outcome = error_record(error)
-    try:
-        # A rank that could not connect must still tell the others.
-        meet(group, longest, "connect")
-        raise_first_error(gather_records(outcome, group, place))
-    except BaseException:
-        binding = running = None  # otherwise the traceback would keep the connections alive
-        raise
-    assert binding is not None
+    def build(running: Running, nonce: str) -> Binding:
+        return _build(running, model.group, nonce, place, model.reference)
+
+    binding = start(model.group, model.device, propose_here, build, purpose="come to attach")
+    running = binding.running
     if running.config.exact_skip and running.config.grad_scaler is None:
         _note_optimizer_steps(running)
     name = f"gradferry:{running.codec_asked_for}" if native else None
@@ -133,7 +104,7 @@ def bind(
     return binding
 
 
-def _start(
+def _build(
     running: Running,
     group: dist.ProcessGroup,
     nonce: str,
@@ -160,7 +131,7 @@ def _start(
 def _must_watch_use(running: Running) -> bool:
     """Whether ranks tell each other in commits which parameters they used."""
     return (
-        running.agreed["find_unused_parameters"]
+        running.finds_unused_parameters
         and running.transport.device.type == "cpu"
         and running.transport.exchanges
         and not running.config.passes_through

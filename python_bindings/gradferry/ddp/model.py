@@ -14,19 +14,14 @@ from gradferry import _native
 from gradferry.core.agreement import Record
 from gradferry.core.config import Config
 from gradferry.core.device import CPU
-from gradferry.core.engine import loss_scale
 from gradferry.core.parameters import reduced_parameters
 from gradferry.errors import ConfigError, StateError
+from gradferry.reduction.advice import OVERLAPPED_ZERO
 
 Named = list[tuple[str, torch.nn.Parameter]]
 
 # Where torch makes the hooks that step a ZeroRedundancyOptimizer(overlap_with_ddp=True).
 _ZERO_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook"
-OVERLAPPED_ZERO = (
-    "ZeroRedundancyOptimizer(overlap_with_ddp=True) does not go with gradferry: it steps in a "
-    "communication hook, inside backward and before ranks know that every bucket has arrived; "
-    "build it without overlap_with_ddp, and call its step() after backward"
-)
 
 
 class Model:
@@ -197,18 +192,6 @@ def _check_options(ddp: DistributedDataParallel, config: Config, device: torch.d
                 )
     if device.type != "cpu":
         _check_device(ddp, config, device)
-    scale = loss_scale(config, device)
-    if scale is not None and scale.device != device:
-        raise ConfigError(
-            f"the scale of grad_scaler is on {scale.device}, the model on {device}; make a "
-            f"torch.amp.GradScaler({device.type!r})"
-        )
-    if config.momentum and config.disabled:
-        warnings.warn(
-            f"GRADFERRY_DISABLE=1: gradients arrive without the momentum that momentum="
-            f"{config.momentum} asks for",
-            stacklevel=2,
-        )
 
 
 def _check_device(ddp: DistributedDataParallel, config: Config, device: torch.device) -> None:

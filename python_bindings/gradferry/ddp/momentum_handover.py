@@ -13,8 +13,8 @@ import torch
 
 from gradferry import _native
 from gradferry.core.agreement import Record, gather_records
-from gradferry.ddp.running import Running
 from gradferry.errors import StateError
+from gradferry.reduction.running import Running
 
 
 class MomentumHandover:

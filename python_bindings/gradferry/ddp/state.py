@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 
-from gradferry.core.config import Config, make_config
-from gradferry.core.nodes import AUTO, Nodes
+from gradferry.core.config import make_config
+from gradferry.core.nodes import AUTO
 from gradferry.core.options import WORKSPACE_CAP_MB, Options
-from gradferry.core.parameters import ParameterLayout
-from gradferry.ddp import step_numbers
-from gradferry.ddp.advice import warn_about_rules, watch_optimizer
 from gradferry.ddp.binding import Binding, bind
-from gradferry.ddp.description import choice_of, describe
 from gradferry.ddp.momentum import KeptMomentum
 from gradferry.ddp.save_load import load, save
-from gradferry.ddp.surroundings import warn_about_surroundings
 from gradferry.errors import ConfigError, StateError
+from gradferry.reduction.advice import watch_optimizer
+from gradferry.reduction.averaging import Averaging
+from gradferry.reduction.description import as_asked, describe
+from gradferry.reduction.rules import warn_about_rules
+from gradferry.reduction.running import Running
+from gradferry.reduction.surroundings import warn_about_surroundings
 
 
-class HookState:
+class HookState(Averaging):
     """Compression of one DistributedDataParallel's gradients.
 
     Args:
@@ -166,129 +165,20 @@ class HookState:
         return self._binding
 
     @property
-    def config(self) -> Config:
-        """The options as all ranks agreed on them; with ``"auto"``, for the current codec.
+    def _running(self) -> Running:
+        return self._bound().running
 
-        Raises:
-            StateError: the state is not bound. The properties below raise it as well.
-        """
-        return self._bound().running.config
+    def _passed_buckets(self) -> int:
+        return self._bound().hook.passed()
 
-    @property
-    def parameters(self) -> tuple[ParameterLayout, ...]:
-        """The parameters that DDP reduces, in the model's order, with codecs and residuals."""
-        return self._bound().running.parameters
+    def _passed_steps(self) -> int:
+        return self._bound().hook.finished_steps()
 
-    @property
-    def rank(self) -> int:
-        """This rank, in the model's process group."""
-        return self._bound().running.rank
-
-    @property
-    def world_size(self) -> int:
-        """Ranks of the model's process group."""
-        return self._bound().running.world_size
-
-    @property
-    def nodes(self) -> Nodes:
-        """The nodes between which gradients are exchanged; every rank is alone in the flat
-        exchange.
-        """
-        return self._bound().running.exchange.nodes
-
-    @property
-    def passes_through(self) -> bool:
-        """Whether every bucket currently takes the backend's own all-reduce."""
-        return self._bound().running.engine is None
-
-    def stats(self) -> dict[str, Any]:
-        """Counters of this rank since the hook was attached.
-
-        Returns:
-            A dict. Times are floats in milliseconds, summed over steps; each thread times its own
-            work, so nothing waits for them. A hook that passes everything through has zeros:
-
-            - ``steps``: the current step, counted from 0.
-            - ``buckets``, ``chunks``: number sent so far.
-            - ``gradient_bytes``: uncompressed size of all buckets so far.
-            - ``wire_bytes``: bytes sent to other nodes so far, headers and padding included; in
-              the flat exchange, to other ranks.
-            - ``local_bytes``: bytes sent to other ranks of the node; 0 in the flat exchange.
-            - ``ratio``: bytes that an uncompressed ring all-reduce would have sent, divided by
-              ``wire_bytes``; 0.0 before the first bucket.
-            - ``residual_bytes``, ``workspace_bytes``: memory held.
-            - ``workspace_allocations``: how often workspace was allocated or a plan was made.
-            - ``in_flight``: buckets that are not complete yet.
-            - ``host_waits``: how often the host waited for a device that was a step behind.
-            - ``fallbacks``: buckets that took the backend's own all-reduce.
-            - ``encode_ms``: encoding, on the thread on which DDP calls the hook. With two levels
-              that thread only copies gradients for the other ranks of the node; sums and encoding
-              are on the finishing thread.
-            - ``network_ms``: waiting for messages and checking them, on the finishing thread.
-            - ``reduce_ms``, ``decode_ms``: reducing and decoding, on the finishing thread.
-            - ``exposed_ms``: delay of DDP's thread: time inside the hook, and after its last bucket
-              until all were complete. On a device, all these times are those of the host while it
-              enqueues work.
-            - ``worker_residual_ratio``, ``owner_residual_ratio``: norm of the residual over norm of
-              the gradient it was withheld from (this rank's, or its part of the node's sum; the
-              average), in the last step, on a sample of about 64 tiles; 0.0 without such a
-              residual, and on a device.
-            - ``choice``: a dict of ``codec`` and ``exchange`` (``"flat"``, ``"two-level"``) in use,
-              and ``reason``; with ``"auto"`` also of ``step`` (when they came into use),
-              ``next_check`` (the step of the next check) and ``predicted_ms`` (of a step, from the
-              last check, by codec: ``"q4"``, or, where there are two exchanges to choose from,
-              ``"q4 (two-level)"``), and ``measured_ms`` (likewise, of those that trained for some
-              steps because predictions left it open).
-            - ``step_buckets``: for each bucket of the last finished step, the indices of its
-              parameters (in the order of `parameters`).
-
-        Raises:
-            StateError: the state is not bound.
-        """
+    def _choice(self) -> dict[str, Any]:
         bound = self._bound()
-        stats = bound.running.stats()
-        if bound.chooser is not None and bound.running.engine is None:
-            stats["steps"] = max(0, bound.hook.finished_steps() - 1)
-        stats["fallbacks"] = bound.hook.passed()
-        stats["ratio"] = step_numbers.ratio(stats, bound.running.world_size)
-        stats["choice"] = choice_of(bound)
-        return stats
-
-    def on_step(self, callback: Callable[[dict[str, Any]], None]) -> RemovableHandle:
-        """Calls `callback` after every optimizer step that followed new gradients.
-
-        The callback runs on the thread that steps the optimizer (any of `torch.optim`), for as long
-        as this state exists. Its exceptions are raised there.
-
-        Args:
-            callback: gets a dict with the numbers of that step alone, on this rank, with the
-                meaning that they have in `stats`: ``step`` (counted from 0), ``buckets``,
-                ``chunks``, ``gradient_bytes``, ``wire_bytes``, ``local_bytes``, ``ratio``,
-                ``fallbacks``, ``encode_ms``, ``network_ms``, ``reduce_ms``, ``decode_ms``,
-                ``exposed_ms``, ``worker_residual_ratio`` and ``owner_residual_ratio``.
-
-        Returns:
-            A handle whose ``remove()`` ends the calls.
-
-        Raises:
-            StateError: the state is not bound.
-        """
-        return step_numbers.call_after_steps(self, callback, self.world_size)
-
-    def events(self) -> list[dict[str, Any]]:
-        """The last 256 buckets, oldest first; an error that finishes the hook ends with the last 8.
-
-        Returns:
-            Dicts with ``step``, ``bucket``, ``chunks``, ``gradient_bytes``; the times ``begin_ms``
-            (DDP passed it to the hook), ``encoded_ms`` (DDP's thread continued) and ``complete_ms``
-            (0.0: never) on the clock of ``time.monotonic()``; and the durations ``encode_ms``,
-            ``network_ms``, ``reduce_ms``, ``decode_ms``. All times are in milliseconds.
-
-        Raises:
-            StateError: the state is not bound.
-        """
-        engine = self._bound().running.engine
-        return [] if engine is None else engine.events()
+        if bound.chooser is None:
+            return as_asked(bound.running)
+        return {**bound.chooser.choice.shown(), "exchange": bound.running.exchange.name}
 
     def state_dict(self) -> dict[str, Any]:
         """The state that this rank must save to continue exactly where it stopped. Not collective.
@@ -334,43 +224,6 @@ class HookState:
         """
         load(self._bound(), state_dict, on_resize)
 
-    def skip_step(self) -> None:
-        """Declares that the gradients of the last step will not be used. Not collective.
-
-        Call it on every rank when you skip an optimizer step although its gradients are finite; the
-        hook detects skips by a GradScaler itself. It restores the residuals from before the step,
-        to the bit. With ``grad_scaler`` the step began with the first synced backward pass since
-        the last ``scaler.update()``; without, it is the last synced backward pass.
-
-        Raises:
-            StateError: the hook has no ``exact_skip=True``, or is in the middle of a step. Without
-                ``grad_scaler`` also if the last two synced backward passes may belong to one step:
-                between them no optimizer stepped, no parameter was written in place and no step was
-                skipped.
-        """
-        engine = self._bound().running.engine
-        if engine is not None:
-            engine.skip_step()
-
-    def scale_residuals(self, factor: float) -> None:
-        """Multiplies both residuals, and with them the momentum that they carry. Not collective.
-
-        Call it with the same factor on every rank, for example when a learning rate jumps: what was
-        withheld before will be applied at the new rate.
-
-        Args:
-            factor: finite; 0 drops what was withheld; powers of two are exact.
-
-        Raises:
-            ConfigError: the factor is not finite.
-            StateError: the state is not bound, failed, or is in the middle of a step.
-        """
-        if not math.isfinite(factor):
-            raise ConfigError(f"factor={factor!r} must be finite")
-        engine = self._bound().running.engine
-        if engine is not None:
-            engine.scale_residuals(factor)
-
     def __reduce__(self) -> tuple[Any, ...]:
         if self._binding is not None:
             warnings.warn(
@@ -386,7 +239,7 @@ class HookState:
     def __str__(self) -> str:
         if self._binding is None:
             return repr(self)
-        return describe(self._binding)
+        return describe(self._running, self._choice())
 
 
 def bound_to(state: object) -> Binding:

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from gradferry.ddp.residual_tiles import (
+from gradferry.errors import ConfigError, StateError
+from gradferry.reduction.residual_tiles import (
     KINDS,
     Slot,
     Tile,
@@ -26,7 +27,6 @@ from gradferry.ddp.residual_tiles import (
     with_worker_tiles,
     zero_residual,
 )
-from gradferry.errors import ConfigError, StateError
 
 # Of the flat exchange, in which every rank has a worker residual of all tiles; and of one between
 # nodes of several ranks, where a slot lists the tiles of its worker residual.

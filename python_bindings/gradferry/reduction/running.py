@@ -1,9 +1,10 @@
-"""The running configuration and engine of a model; `codec="auto"` changes them during training."""
+"""The configuration and engine that average named tensors; `codec="auto"` changes them."""
 
 from __future__ import annotations
 
 import json
 import uuid
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -28,11 +29,12 @@ from gradferry.core.agreement import (
 from gradferry.core.codec_spec import AUTO, CodecSpec
 from gradferry.core.config import Config
 from gradferry.core.device import Transport, transport_of
-from gradferry.core.engine import start_engine
+from gradferry.core.engine import loss_scale, start_engine
 from gradferry.core.nodes import Exchange, Nodes, flat
 from gradferry.core.parameters import ParameterLayout, describe, describe_parameters
-from gradferry.ddp import step_numbers
-from gradferry.ddp.residual_tiles import (
+from gradferry.errors import ConfigError
+from gradferry.reduction import step_numbers
+from gradferry.reduction.residual_tiles import (
     KINDS,
     Kind,
     Tile,
@@ -45,19 +47,21 @@ from gradferry.ddp.residual_tiles import (
 
 @dataclass
 class Running:
-    """The configuration in use on one model, and its engine.
+    """The configuration in use for named tensors, and its engine.
 
     Attributes:
         config: as agreed by all ranks; with "auto" its codec is the current one.
         parameters: as agreed by all ranks.
-        rank: this rank in DDP's process group.
+        rank: this rank in the process group.
         world_size: number of ranks in that group.
         group_name: name of that group.
-        index: for each parameter that DDP reduces, its index in `parameters`.
+        index: for each tensor that was registered, such as a parameter that DDP reduces, its index
+            in `parameters`.
         transport: how bytes reach the other ranks.
         agreed: the record that all ranks agreed on, without its parameters.
         nodes: which ranks share a machine; until they have met, none.
         exchange: which one runs between them; until they have met, the flat one.
+        way_on: for people, what to do after an error has ended the engine.
         engine: None if every bucket passes through.
         retired: sums of the counters of earlier engines.
         switches: number of changes of the codec.
@@ -73,13 +77,14 @@ class Running:
     agreed: Record
     nodes: Nodes
     exchange: Exchange
+    way_on: str
     engine: _native.BucketEngine | None = None
     retired: Counter[str] = field(default_factory=Counter)
     switches: int = 0
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """DDP's process group. It is looked up at every use, so that it can be destroyed."""
+        """The process group. It is looked up at every use, so that it can be destroyed."""
         return _resolve_process_group(GroupName(self.group_name))
 
     @property
@@ -103,6 +108,11 @@ class Running:
         kept = [{k: p[k] for k in p if k not in left_out} for p in records]
         return json.dumps(kept, sort_keys=True)
 
+    @property
+    def finds_unused_parameters(self) -> bool:
+        """Whether a pass may leave out parameters, as DDP's own option of this name says."""
+        return bool(self.agreed.get("find_unused_parameters", False))
+
     def has_residuals(self, kind: Kind) -> bool:
         """Whether any rank has a worker or an owner residual."""
         return any(parameter.residuals[KINDS.index(kind)] for parameter in self.parameters)
@@ -120,7 +130,7 @@ class Running:
         """Starts the engine, if the configuration needs one. Collective.
 
         Args:
-            group: DDP's process group.
+            group: that of the ranks.
             nonce: equal on all ranks, different for every engine of the group.
         """
         self.engine = None
@@ -133,8 +143,9 @@ class Running:
                 transport=self.transport,
                 hashes=(self.config_hash, self.layout_hash),
                 tensors=self.tensors(),
-                find_unused_parameters=self.agreed["find_unused_parameters"],
+                find_unused_parameters=self.finds_unused_parameters,
                 nodes=self.exchange.nodes.members,
+                way_on=self.way_on,
             )
 
     def tiles(self) -> list[Tile]:
@@ -162,7 +173,7 @@ class Running:
         return [config.momentum_share(parameter.codec) for parameter in self._described(config)]
 
     def tensors(self) -> list[torch.Tensor]:
-        """The parameters themselves, in order."""
+        """The registered tensors themselves, in order."""
         return sorted(self.index, key=self.index.__getitem__)
 
     def stats(self) -> dict[str, Any]:
@@ -271,20 +282,34 @@ def propose(
     place: torch.device,
     named: Sequence[tuple[str, torch.Tensor]],
     model: Record,
+    way_on: str,
 ) -> Running:
     """The configuration of this rank, without an engine yet, for comparison with other ranks.
 
     Args:
         config: checked.
-        group: DDP's process group.
+        group: of the ranks.
         place: device of the gradients.
-        named: names and parameters that DDP reduces.
+        named: names and tensors.
         model: other fields that must be equal on all ranks.
+        way_on: as in `Running`.
 
     Raises:
         ConfigError: a parameter's device or dtype has no codec, or parameters are on several
-            devices.
+            devices; or the loss scale is on another one.
     """
+    scale = loss_scale(config, place)
+    if scale is not None and scale.device != place:
+        raise ConfigError(
+            f"the scale of grad_scaler is on {scale.device}, the gradients are on {place}; make a "
+            f"torch.amp.GradScaler({place.type!r})"
+        )
+    if config.momentum and config.disabled:
+        warnings.warn(
+            f"GRADFERRY_DISABLE=1: gradients arrive without the momentum that momentum="
+            f"{config.momentum} asks for",
+            stacklevel=2,
+        )
     transport = transport_of(place, group)
     alone = flat(dist.get_world_size(group))
     parameters = describe_parameters(named, config, exchanges=transport.exchanges)
@@ -307,4 +332,5 @@ def propose(
         },
         nodes=alone,
         exchange=Exchange(alone, "ranks have not met"),
+        way_on=way_on,
     )

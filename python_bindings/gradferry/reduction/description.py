@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from gradferry import _native
 from gradferry.core.codec_spec import OFF
 from gradferry.core.nodes import FLAT
-from gradferry.ddp.binding import Binding
-from gradferry.ddp.running import Running
+from gradferry.reduction.running import Running
 
 
-def choice_of(bound: Binding) -> dict[str, Any]:
-    """The entry ``choice`` of `HookState.stats`."""
-    if bound.chooser is not None:
-        return {**bound.chooser.choice.shown(), "exchange": bound.running.exchange.name}
-    config = bound.running.config
+def as_asked(running: Running) -> dict[str, Any]:
+    """The entry ``choice`` of `Averaging.stats`, where nothing chooses the codec."""
+    config = running.config
     codec = OFF if config.disabled else str(config.codec)
     if config.disabled:
         reason = "GRADFERRY_DISABLE=1"
@@ -23,15 +21,20 @@ def choice_of(bound: Binding) -> dict[str, Any]:
         reason = "a world of one rank does not communicate"
     else:
         reason = "as attached"
-    return {"codec": codec, "exchange": bound.running.exchange.name, "reason": reason}
+    return {"codec": codec, "exchange": running.exchange.name, "reason": reason}
 
 
-def describe(bound: Binding) -> str:
-    """The text of ``print(state)``: codecs, exempt parameters, exchange and memory, by line."""
-    running, config = bound.running, bound.running.config
+def describe(running: Running, choice: Mapping[str, Any]) -> str:
+    """The text of ``print(state)``: codecs, exempt parameters, exchange and memory, by line.
+
+    Args:
+        running: what is described.
+        choice: the entry of `Averaging.stats`.
+    """
+    config = running.config
     if running.engine is None:
         reason = "GRADFERRY_DISABLE=1" if config.disabled else "codec 'off'"
-        chosen = f", {choice_of(bound)['reason']}" if bound.chooser is not None else ""
+        chosen = f", {choice['reason']}" if "next_check" in choice else ""
         return f"gradferry: passes through ({reason}{chosen}), process group {running.group_name!r}"
     parameters = running.parameters
     total = sum(p.num_elements for p in parameters)
@@ -40,7 +43,7 @@ def describe(bound: Binding) -> str:
         f"rank {running.rank} of {running.world_size}, process group {running.group_name!r}"
     ]
     if config.chooses:
-        lines.append(f"  chosen by 'auto': {choice_of(bound)['reason']}")
+        lines.append(f"  chosen by 'auto': {choice['reason']}")
     for codec in dict.fromkeys(p.codec for p in parameters):
         members = [p for p in parameters if p.codec == codec]
         elements = sum(p.num_elements for p in members)

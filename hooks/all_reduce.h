@@ -1,0 +1,55 @@
+// Calls of an engine without DDP: a caller hands over the buckets of a step and waits for them.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "bucket_engine.h"
+#include "worker.h"
+
+namespace gradferry {
+
+// The buckets of one call, on their way.
+class PendingAllReduce {
+ public:
+  explicit PendingAllReduce(std::vector<FuturePtr> futures) : futures_(std::move(futures)) {}
+
+  // Returns when every gradient holds its average; on a device, when the current stream waits for
+  // that. Throws the first error.
+  void wait() const;
+  // Whether wait() would return or throw at once. On a device: whether all was enqueued.
+  bool is_completed() const;
+
+ private:
+  std::vector<FuturePtr> futures_;  // by bucket; then of the thread that handed them over, if any
+};
+
+class AllReducer {
+ public:
+  struct Bucket {
+    std::vector<uint32_t> parameters;
+    at::Tensor gradient;  // as for BucketEngine::run()
+  };
+
+  explicit AllReducer(std::shared_ptr<BucketEngine> engine);
+  // Buckets of earlier calls are still averaged.
+  ~AllReducer();
+  AllReducer(const AllReducer&) = delete;
+  AllReducer& operator=(const AllReducer&) = delete;
+
+  // Averages the buckets in place over all ranks, in their order, which is that of all ranks. From
+  // one thread at a time, without the GIL. `in_background`: run() of the engine encodes and waits
+  // for chunks in flight; a thread of this object does that. Else throws what run() throws.
+  PendingAllReduce start(std::vector<Bucket> buckets, bool in_background);
+
+ private:
+  const std::shared_ptr<BucketEngine> engine_;
+  const int process_id_;
+  std::shared_ptr<Worker> worker_;  // started by the first call in the background
+};
+
+}  // namespace gradferry

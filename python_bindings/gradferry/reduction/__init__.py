@@ -1,0 +1,1 @@
+"""The averaging of named tensors over a process group: agreement, engine, numbers, saved state."""

@@ -1,0 +1,217 @@
+"""What a user's handles have in common: `HookState` and `Reducer`."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.hooks import RemovableHandle
+
+from gradferry import _native
+from gradferry.core.config import Config
+from gradferry.core.nodes import Nodes
+from gradferry.core.parameters import ParameterLayout
+from gradferry.errors import ConfigError
+from gradferry.reduction import step_numbers
+from gradferry.reduction.momentum import DeliveredMomentum
+from gradferry.reduction.running import Running
+
+
+class Averaging(ABC):
+    """Options, counters and residuals of named tensors that are averaged over ranks."""
+
+    @property
+    @abstractmethod
+    def _running(self) -> Running:
+        """Raises StateError where there is none."""
+
+    def _engine_at_rest(self, what: str) -> _native.BucketEngine | None:
+        """The engine, if any, for what is done between steps. It checks that itself."""
+        return self._running.engine
+
+    @abstractmethod
+    def _passed_buckets(self) -> int:
+        """Buckets that took the backend's own all-reduce."""
+
+    @abstractmethod
+    def _passed_steps(self) -> int:
+        """Steps that have ended, where there is no engine to count them."""
+
+    @abstractmethod
+    def _choice(self) -> dict[str, Any]:
+        """The entry ``choice`` of `stats`."""
+
+    @property
+    def config(self) -> Config:
+        """The options as all ranks agreed on them; with ``"auto"``, for the current codec.
+
+        Raises:
+            StateError: a `HookState` is not bound. So do all properties and methods below.
+        """
+        return self._running.config
+
+    @property
+    def parameters(self) -> tuple[ParameterLayout, ...]:
+        """What is averaged, in order, with codecs and residuals: the parameters that DDP reduces,
+        or the tensors of a `Reducer`.
+        """
+        return self._running.parameters
+
+    @property
+    def rank(self) -> int:
+        """This rank, in the process group."""
+        return self._running.rank
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the process group."""
+        return self._running.world_size
+
+    @property
+    def nodes(self) -> Nodes:
+        """The nodes between which gradients are exchanged; every rank is alone in the flat
+        exchange.
+        """
+        return self._running.exchange.nodes
+
+    @property
+    def passes_through(self) -> bool:
+        """Whether every bucket currently takes the backend's own all-reduce."""
+        return self._running.engine is None
+
+    def stats(self) -> dict[str, Any]:
+        """Counters of this rank since the hook was attached, or the `Reducer` made.
+
+        Returns:
+            A dict. Times are floats in milliseconds, summed over steps; each thread times its own
+            work, so nothing waits for them. Where everything passes through they are zeros:
+
+            - ``steps``: the current step, counted from 0. Every call of a `Reducer` is a step.
+            - ``buckets``, ``chunks``: number sent so far.
+            - ``gradient_bytes``: uncompressed size of all buckets so far.
+            - ``wire_bytes``: bytes sent to other nodes so far, headers and padding included; in
+              the flat exchange, to other ranks.
+            - ``local_bytes``: bytes sent to other ranks of the node; 0 in the flat exchange.
+            - ``ratio``: bytes that an uncompressed ring all-reduce would have sent, divided by
+              ``wire_bytes``; 0.0 before the first bucket.
+            - ``residual_bytes``, ``workspace_bytes``: memory held.
+            - ``workspace_allocations``: how often workspace was allocated or a plan was made.
+            - ``in_flight``: buckets that are not complete yet.
+            - ``host_waits``: how often the host waited for a device that was a step behind.
+            - ``fallbacks``: buckets that took the backend's own all-reduce.
+            - ``encode_ms``: encoding, on the thread that hands over buckets: that on which DDP
+              calls the hook, or on which `Reducer.all_reduce` is called; with ``async_op`` one of
+              its own. With two levels that thread only copies gradients for the other ranks of the
+              node; sums and encoding are on the finishing thread.
+            - ``network_ms``: waiting for messages and checking them, on the finishing thread.
+            - ``reduce_ms``, ``decode_ms``: reducing and decoding, on the finishing thread.
+            - ``exposed_ms``: delay of that thread: time in which it handed over buckets, and after
+              the last one until all were complete. On a device, all these times are those of the
+              host while it enqueues work.
+            - ``worker_residual_ratio``, ``owner_residual_ratio``: norm of the residual over norm of
+              the gradient it was withheld from (this rank's, or its part of the node's sum; the
+              average), in the last step, on a sample of about 64 tiles; 0.0 without such a
+              residual, and on a device.
+            - ``choice``: a dict of ``codec`` and ``exchange`` (``"flat"``, ``"two-level"``) in use,
+              and ``reason``; with ``"auto"`` also of ``step`` (when they came into use),
+              ``next_check`` (the step of the next check) and ``predicted_ms`` (of a step, from the
+              last check, by codec: ``"q4"``, or, where there are two exchanges to choose from,
+              ``"q4 (two-level)"``), and ``measured_ms`` (likewise, of those that trained for some
+              steps because predictions left it open).
+            - ``step_buckets``: for each bucket of the last finished step, the indices of its
+              parameters (in the order of `parameters`).
+        """
+        running = self._running
+        stats = running.stats()
+        if running.engine is None:
+            stats["steps"] = max(0, self._passed_steps() - 1)
+        stats["fallbacks"] = self._passed_buckets()
+        stats["ratio"] = step_numbers.ratio(stats, running.world_size)
+        stats["choice"] = self._choice()
+        return stats
+
+    def on_step(self, callback: Callable[[dict[str, Any]], None]) -> RemovableHandle:
+        """Calls `callback` after every optimizer step that followed new gradients.
+
+        The callback runs on the thread that steps the optimizer (any of `torch.optim`), for as long
+        as this object exists. Its exceptions are raised there.
+
+        Args:
+            callback: gets a dict with the numbers of that step alone, on this rank, with the
+                meaning that they have in `stats`: ``step`` (counted from 0), ``buckets``,
+                ``chunks``, ``gradient_bytes``, ``wire_bytes``, ``local_bytes``, ``ratio``,
+                ``fallbacks``, ``encode_ms``, ``network_ms``, ``reduce_ms``, ``decode_ms``,
+                ``exposed_ms``, ``worker_residual_ratio`` and ``owner_residual_ratio``.
+
+        Returns:
+            A handle whose ``remove()`` ends the calls.
+        """
+        return step_numbers.call_after_steps(self, callback, self.world_size)
+
+    def events(self) -> list[dict[str, Any]]:
+        """The last 256 buckets, oldest first; the first error ends with the last 8.
+
+        Returns:
+            Dicts with ``step``, ``bucket``, ``chunks``, ``gradient_bytes``; the times ``begin_ms``
+            (it was handed over), ``encoded_ms`` (the thread that did so continued) and
+            ``complete_ms`` (0.0: never) on the clock of ``time.monotonic()``; and the durations
+            ``encode_ms``, ``network_ms``, ``reduce_ms``, ``decode_ms``. All times are in
+            milliseconds.
+        """
+        engine = self._running.engine
+        return [] if engine is None else engine.events()
+
+    def skip_step(self) -> None:
+        """Declares that the gradients of the last step will not be used. Not collective.
+
+        Call it on every rank when you skip an optimizer step although its gradients are finite; the
+        hook detects skips by a GradScaler itself. It restores the residuals from before the step,
+        to the bit. With ``grad_scaler`` the step of a hook began with the first synced backward
+        pass since the last ``scaler.update()``; without, it is the last synced backward pass. That
+        of a `Reducer` is its last call.
+
+        Raises:
+            StateError: there is no ``exact_skip=True``, or this is the middle of a step. Of a hook
+                without ``grad_scaler`` also if the last two synced backward passes may belong to
+                one step: between them no optimizer stepped, no parameter was written in place and
+                no step was skipped.
+        """
+        engine = self._engine_at_rest("skip a step")
+        if engine is not None:
+            engine.skip_step()
+
+    def scale_residuals(self, factor: float) -> None:
+        """Multiplies both residuals, and with them the momentum that they carry. Not collective.
+
+        Call it with the same factor on every rank, for example when a learning rate jumps: what was
+        withheld before will be applied at the new rate.
+
+        Args:
+            factor: finite; 0 drops what was withheld; powers of two are exact.
+
+        Raises:
+            ConfigError: the factor is not finite.
+            StateError: an error has ended the engine, or this is the middle of a step.
+        """
+        if not math.isfinite(factor):
+            raise ConfigError(f"factor={factor!r} must be finite")
+        engine = self._engine_at_rest("scale residuals")
+        if engine is not None:
+            engine.scale_residuals(factor)
+
+
+def delivered_momentum(state: object) -> DeliveredMomentum:
+    """What a user's `state` says to an optimizer.
+
+    Raises:
+        ConfigError: it is neither a HookState nor a Reducer.
+        StateError: it is a HookState that is not bound.
+    """
+    if not isinstance(state, Averaging):
+        raise ConfigError(
+            f"the state is {state!r}, neither a gradferry.HookState nor a gradferry.Reducer: give "
+            "what gradferry.attach() returns"
+        )
+    return DeliveredMomentum(state._running)

@@ -1,0 +1,40 @@
+"""The momentum that tensors arrive with, for optimizers."""
+
+from __future__ import annotations
+
+import torch
+
+from gradferry.core.config import Config
+from gradferry.reduction.running import Running
+
+
+class DeliveredMomentum:
+    """What an optimizer must know of the momentum in residuals."""
+
+    def __init__(self, running: Running) -> None:
+        self._running = running
+
+    @property
+    def config(self) -> Config:
+        """As agreed by all ranks."""
+        return self._running.config
+
+    def current_step(self) -> int | None:
+        """The current step, counted from 0; None if every gradient passes through."""
+        engine = self._running.engine
+        return None if engine is None else engine.current_step()
+
+    def covers(self, parameter: torch.Tensor) -> bool:
+        """Whether the parameter is averaged: DDP's model reduces it, or it was registered."""
+        return parameter in self._running.index
+
+    def momentum_of(self, parameter: torch.Tensor) -> float:
+        """The momentum that gradients of this parameter arrive with.
+
+        It is less than the configured one behind codecs that send some elements only.
+        """
+        momentum = self.config.momentum
+        if not self._running.transport.exchanges:
+            return momentum
+        layout = self._running.parameters[self._running.index[parameter]]
+        return 1 - self.config.momentum_share(layout.codec) * (1 - momentum)

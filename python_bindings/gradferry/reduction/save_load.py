@@ -1,0 +1,137 @@
+"""The state of a running engine for a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from gradferry.core.codec_spec import CodecSpec
+from gradferry.errors import StateError
+from gradferry.reduction.residual_tiles import zero_residual
+from gradferry.reduction.running import Running
+from gradferry.reduction.saved_state import (
+    COMPRESSED_WARMUP,
+    LAYOUT,
+    NODES,
+    Residuals,
+    SavedState,
+    check_identity,
+    pack,
+    steps_and_scale,
+    unpack,
+)
+
+
+def save(running: Running, passed_steps: int) -> SavedState:
+    """The state of this rank.
+
+    Args:
+        running: between steps.
+        passed_steps: steps that passed through, where there is no engine to count them.
+
+    Raises:
+        StateError: the engine failed, or is in the middle of a step.
+    """
+    if running.engine is None:
+        nothing = zero_residual(0)
+        mine = Residuals(passed_steps, nothing, nothing, 0.0)
+    else:
+        mine = Residuals(*running.engine.state())
+    state = pack(_identity(running), running.rank, mine, running.tiles())
+    config = running.config
+    state[COMPRESSED_WARMUP] = config.warmup_steps if config.holds_gradients(0) else 0
+    return state
+
+
+def load(
+    running: Running,
+    saved: Mapping[str, Any],
+    on_resize: str,
+    *,
+    chosen: CodecSpec | None = None,
+    stacklevel: int,
+) -> int | None:
+    """Restores what `save` returned, on this rank.
+
+    Args:
+        running: between steps.
+        saved: of this rank, or merged of all.
+        on_resize: see `HookState.load_state_dict`.
+        chosen: the codec that codec="auto" had chosen when the state was saved.
+        stacklevel: of warnings, for the caller of this function.
+
+    Returns:
+        The number of steps that were finished; None where no engine uses the state.
+
+    Raises:
+        ConfigError, StateError: see `HookState.load_state_dict`.
+    """
+    if running.engine is None:
+        warnings.warn(
+            "gradients pass through without gradferry: the saved residuals are not used",
+            stacklevel=stacklevel + 1,
+        )
+        return None
+    mine = unpack(
+        saved,
+        _identity(running),
+        running.rank,
+        running.engine.residual_sizes(),
+        running.tiles(),
+        _momentum_factors(running, saved, chosen),
+        on_resize,
+    )
+    running.engine.load_state(
+        steps=mine.steps,
+        worker_residual=mine.worker,
+        owner_residual=mine.owner,
+        loss_scale=mine.loss_scale,
+    )
+    return mine.steps
+
+
+def _identity(running: Running) -> dict[str, Any]:
+    """The fields that must be equal where the state is loaded, or make loading a resize."""
+    nodes = running.exchange.nodes
+    return {
+        **({} if nodes.is_flat else {NODES: json.dumps(nodes.members)}),
+        "codec": running.codec_asked_for,
+        "world_size": running.world_size,
+        "error_feedback": running.config.error_feedback,
+        "momentum": running.config.momentum,
+        "seed": running.config.seed,
+        LAYOUT: running.saved_layout,
+    }
+
+
+def check(running: Running, saved: Mapping[str, Any]) -> int:
+    """Returns the step at which the state was saved.
+
+    Raises:
+        StateError: another hook saved it, or its residuals hold what this one's will not.
+    """
+    check_identity(saved, _identity(running))
+    step, _ = steps_and_scale(saved)
+    until = saved.get(COMPRESSED_WARMUP, 0)
+    if not isinstance(until, int) or (step < until) != running.config.holds_gradients(step):
+        config = running.config
+        raise StateError(
+            f"the saved state is of step {step} of a training whose warm-up was compressed for "
+            f"{until!r} steps, this hook has warmup_steps={config.warmup_steps} and "
+            f"warmup={str(config.warmup)!r}: before the end of a compressed warm-up residuals do "
+            "not hold momentum; load it with the arguments it was saved with"
+        )
+    return step
+
+
+def _momentum_factors(
+    running: Running, saved: Mapping[str, Any], chosen: CodecSpec | None
+) -> list[float]:
+    """By parameter, the factor from saved residuals to those that deliver the same momentum."""
+    if running.config.holds_gradients(check(running, saved)):
+        return [1.0] * len(running.parameters)
+    before = running.momentum_shares(exchanges=saved["world_size"] != 1, codec=chosen)
+    now = running.momentum_shares(exchanges=running.transport.exchanges)
+    return [ours / theirs for ours, theirs in zip(now, before, strict=True)]

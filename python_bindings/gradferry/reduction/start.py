@@ -1,0 +1,88 @@
+"""All ranks agree on what they average and how, connect, and start their engines."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from gradferry.core.agreement import (
+    Record,
+    error_record,
+    gather_records,
+    meeting_place,
+    raise_first_error,
+    raise_first_mismatch,
+)
+from gradferry.core.meeting import meet, patience
+from gradferry.core.nodes import choose_exchange, identity, received_identities, resolve
+from gradferry.reduction.running import Running
+
+Started = TypeVar("Started")
+
+
+def start(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    propose: Callable[[], Running],
+    build: Callable[[Running, str], Started],
+    *,
+    purpose: str,
+) -> Started:
+    """Agrees with all ranks of the group and starts the engine. Collective.
+
+    Args:
+        group: of the ranks.
+        device: of what is averaged.
+        propose: the configuration of this rank. An error in it is raised on all ranks.
+        build: of the configuration that all ranks agreed on and a nonce, which is equal on all
+            ranks and never comes twice. It starts the engine, and is collective.
+        purpose: what ranks that stay away did not do, for example "come to attach".
+
+    Returns:
+        What `build` returned.
+
+    Raises:
+        ConfigError, StateError: this or another rank cannot; the same text on every rank.
+        RankMismatchError: the ranks differ; the same text on every rank.
+        PeerError: a rank did not come, or failed to set up its connections or memory. Nothing was
+            changed: all ranks can try again.
+    """
+    place = meeting_place(group, device)
+    longest = patience(group, place)
+    meet(group, longest, purpose)
+    running: Running | None = None
+    try:
+        running = propose()
+        record = running.record()
+    except Exception as error:
+        record = error_record(error)
+    mine = {"nonce": uuid.uuid4().hex, "identity": vars(identity()), "record": record}
+    envelopes = gather_records(mine, group, place)
+    records: list[Record] = [envelope["record"] for envelope in envelopes]
+    raise_first_error(records)
+    raise_first_mismatch(records)
+    assert running is not None  # otherwise raise_first_error() has raised this rank's error
+    identities = received_identities([envelope.get("identity") for envelope in envelopes])
+    asked = running.config.nodes
+    running.nodes = resolve(asked, dist.get_process_group_ranks(group), identities)
+    running.exchange = choose_exchange(asked, running.nodes, on_host=running.transport.on_host)
+
+    built: Started | None = None
+    try:
+        built = build(running, str(envelopes[0]["nonce"]))
+        outcome: Record = {}
+    except Exception as error:
+        outcome = error_record(error)
+    try:
+        # A rank that could not connect must still tell the others.
+        meet(group, longest, "connect")
+        raise_first_error(gather_records(outcome, group, place))
+    except BaseException:
+        built = running = None  # otherwise the traceback would keep the connections alive
+        raise
+    assert built is not None
+    return built
