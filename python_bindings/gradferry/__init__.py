@@ -24,6 +24,8 @@ from gradferry.errors import (
     RankMismatchError,
     StateError,
 )
+from gradferry.kept_reducers import all_reduce, forget
+from gradferry.reducer import Reducer, Work
 from gradferry.tensor import decode, encode
 
 __version__ = GRADFERRY_VERSION
@@ -39,13 +41,17 @@ __all__ = [
     "PeerError",
     "ProtocolError",
     "RankMismatchError",
+    "Reducer",
     "StateError",
+    "Work",
     "__version__",
+    "all_reduce",
     "attach",
     "checkpoint",
     "decode",
     "doctor",
     "encode",
+    "forget",
     "hook",
     "optim",
 ]

@@ -25,6 +25,7 @@ from gradferry.core.agreement import error_record, gather_records, meeting_place
 from gradferry.core.durable import durable_file
 from gradferry.ddp.state import HookState
 from gradferry.errors import StateError
+from gradferry.reducer import Reducer
 from gradferry.reduction.saved_state import merge
 
 __all__ = ["ResizedState", "exists", "load", "load_all", "merge", "save"]
@@ -129,16 +130,17 @@ def load_all(folder: str | Path) -> list[dict[str, Any]]:
 
 
 class ResizedState:
-    """Loads a HookState with torch.distributed.checkpoint at another world size or on other nodes.
+    """Loads a HookState or Reducer with torch.distributed.checkpoint at another world size or on
+    other nodes.
 
-    It requests all slots of the checkpoint, where a HookState requests only its own. For loading
-    only; where nothing differs it loads the same as the HookState.
+    It requests all slots of the checkpoint, where they request only their own. For loading
+    only; where nothing differs it loads the same as they do.
 
     >>> resized = ResizedState(state, path, on_resize="mean")
     >>> dcp.load({"hook": resized}, checkpoint_id=path)
 
     Args:
-        state: bound.
+        state: a HookState that is bound, or a Reducer.
         checkpoint: the folder that is loaded.
         key: under which the state was saved.
         on_resize: as for `HookState.load_state_dict`.
@@ -146,7 +148,7 @@ class ResizedState:
 
     def __init__(
         self,
-        state: HookState,
+        state: HookState | Reducer,
         checkpoint: str | Path,
         *,
         key: str = "hook",

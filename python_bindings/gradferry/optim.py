@@ -10,9 +10,11 @@ from typing import Any, TypeVar
 import torch
 from torch.optim.optimizer import ParamsT
 
-from gradferry.ddp.momentum import KeptMomentum
 from gradferry.ddp.state import HookState, momentum_of
 from gradferry.errors import ConfigError, StateError
+from gradferry.reducer import Reducer
+from gradferry.reduction.averaging import delivered_momentum
+from gradferry.reduction.momentum import DeliveredMomentum
 
 __all__ = ["OneBitAdam", "momentum_mode"]
 
@@ -20,7 +22,7 @@ OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 _log = logging.getLogger("gradferry")
 
 
-def momentum_mode(optimizer: OptimizerT, state: HookState) -> OptimizerT:
+def momentum_mode(optimizer: OptimizerT, state: HookState | Reducer) -> OptimizerT:
     """Makes an optimizer, set up as without gradferry, one for gradients that are momentum already.
 
     Call this once, after `attach`, before the first step and before a schedule of learning rates
@@ -58,7 +60,7 @@ def momentum_mode(optimizer: OptimizerT, state: HookState) -> OptimizerT:
 
     Args:
         optimizer: a `torch.optim` AdamW, Adam or SGD, all groups of which are changed.
-        state: of the hook, bound, in momentum mode.
+        state: of the hook, bound, in momentum mode; or a Reducer of the model's parameters.
 
     Returns:
         The same optimizer.
@@ -69,7 +71,7 @@ def momentum_mode(optimizer: OptimizerT, state: HookState) -> OptimizerT:
             that the hook does not reduce.
         StateError: the state is not bound, or the optimizer has stepped.
     """
-    hook = momentum_of(state)
+    hook = delivered_momentum(state)
     if not hook.config.momentum:
         raise ConfigError(
             "momentum_mode() is for a hook that delivers momentum, and this one delivers gradients;"
@@ -117,7 +119,7 @@ def _deviation(momentum: float) -> float:
     return math.sqrt((1 - momentum) / (1 + momentum))
 
 
-def _expect_fresh(number: int, group: dict[str, Any], hook: KeptMomentum) -> None:
+def _expect_fresh(number: int, group: dict[str, Any], hook: DeliveredMomentum) -> None:
     if "initial_lr" in group:
         raise ConfigError(
             f"group {number} has a schedule of learning rates, which goes on from the old one: "
@@ -134,7 +136,7 @@ def _expect_fresh(number: int, group: dict[str, Any], hook: KeptMomentum) -> Non
 
 
 def _average_first(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], hook: KeptMomentum
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], hook: DeliveredMomentum
 ) -> None:
     """Divides an Adam's group by the momentum behind which its parameters are."""
     by_momentum: dict[float, list[torch.Tensor]] = {}
@@ -155,7 +157,7 @@ def _average_first(
         _log_rate(changed, settings, momentum)
 
 
-def _give_up_momentum(group: dict[str, Any], hook: KeptMomentum) -> None:
+def _give_up_momentum(group: dict[str, Any], hook: DeliveredMomentum) -> None:
     """Of SGD."""
     before = dict(group)
     group["lr"] = before["lr"] * (1 - before["dampening"]) / (1 - before["momentum"])
@@ -210,7 +212,7 @@ class OneBitAdam(torch.optim.Optimizer):
         StateError: the state is not bound.
     """
 
-    takes_momentum = True  # gradferry.ddp.advice reads it
+    takes_momentum = True  # gradferry.reduction.advice reads it
 
     def __init__(
         self,

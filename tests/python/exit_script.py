@@ -46,6 +46,25 @@ def raise_in_flight(run: Run) -> None:
     run.step(3)
 
 
+def average() -> None:
+    """Through a Reducer with a thread of its own, and one that the package keeps."""
+    import gradferry
+
+    global reducer  # alive until the interpreter has gone
+    tensor = torch.zeros(500, 1000)
+    reducer = gradferry.Reducer([("t", tensor)], "exact", workspace_cap_mb=1)
+    reducer.all_reduce(async_op=True).wait()
+    gradferry.all_reduce(tensor, "q4", name="kept")
+
+
+def raise_in_a_call() -> None:
+    """Raises while that thread hands over chunks that the peer never answers."""
+    global work
+    work = reducer.all_reduce(async_op=True)
+    say_when()
+    raise RuntimeError("while a call is under way")
+
+
 def main(rank: int, rendezvous: str, registered: str, ending: str, destroy: str) -> int:
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -56,10 +75,13 @@ def main(rank: int, rendezvous: str, registered: str, ending: str, destroy: str)
         timeout=datetime.timedelta(seconds=60),
     )
     global run  # alive until the interpreter has gone
-    run = train(registered == "native")
+    if registered == "reducer":
+        average()
+    else:
+        run = train(registered == "native")
     if ending == "in_flight":
         if rank == 0:
-            raise_in_flight(run)
+            raise_in_a_call() if registered == "reducer" else raise_in_flight(run)
         os.read(0, 1)  # stays until the test lets it go
     if destroy == "destroyed":
         dist.destroy_process_group()

@@ -54,9 +54,16 @@ def check(tmp_path: Path, registered: str, ending: str, destroy: str) -> None:
     assert [p.returncode for p in processes] == [EXIT_CODES[ending]] * 2
 
 
-@pytest.mark.parametrize(("ending", "destroy"), [("exception", "kept"), ("return", "destroyed")])
-def test_exit_code_is_the_users(tmp_path: Path, ending: str, destroy: str) -> None:
-    check(tmp_path, "native", ending, destroy)
+@pytest.mark.parametrize(
+    ("registered", "ending", "destroy"),
+    [
+        ("native", "exception", "kept"),
+        ("native", "return", "destroyed"),
+        ("reducer", "return", "destroyed"),
+    ],
+)
+def test_exit_code_is_the_users(tmp_path: Path, registered: str, ending: str, destroy: str) -> None:
+    check(tmp_path, registered, ending, destroy)
 
 
 @pytest.mark.slow
@@ -70,7 +77,7 @@ def test_exit_code_is_the_users_every_time(
     check(tmp_path, registered, ending, destroy)
 
 
-@pytest.mark.parametrize("registered", ["native", "python"])
+@pytest.mark.parametrize("registered", ["native", "python", "reducer"])
 def test_exception_with_a_bucket_in_flight_ends_at_once(tmp_path: Path, registered: str) -> None:
     processes = start(tmp_path, registered, "in_flight", "kept")
     try:

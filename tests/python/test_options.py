@@ -24,12 +24,14 @@ WEIGHTS = (Weight("first", (90, 70)), Weight("bias", (50,)), Weight("second", (1
 SCENARIO = Scenario(WEIGHTS, 2, error_feedback="both", ddp={"bucket_cap_mb": 0.02})
 
 
-@pytest.mark.parametrize("takes_options", [gradferry.attach, gradferry.HookState])
+@pytest.mark.parametrize(
+    "takes_options", [gradferry.attach, gradferry.HookState, gradferry.Reducer]
+)
 def test_options_are_said_as_one_thing_with_the_same_names_and_defaults(takes_options) -> None:
     said = {
         name: parameter.default
         for name, parameter in inspect.signature(takes_options).parameters.items()
-        if name != "ddp"
+        if name not in ("ddp", "named_tensors", "group", "bucket_cap_mb")
     }
     assert said == {field.name: field.default for field in dataclasses.fields(Options)}
     assert Options.among({**said, "ddp": None}) == Options()

@@ -1,0 +1,115 @@
+"""`all_reduce`: a tensor at a time, through Reducers that are kept by name and group."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from gradferry.core.codec_spec import OFF
+from gradferry.errors import ConfigError, StateError
+from gradferry.reducer import Reducer, calls_of, usable_group
+from gradferry.reduction.tensor_calls import Work
+
+__all__ = ["all_reduce", "forget"]
+
+
+@dataclass(frozen=True)
+class _Kept:
+    reducer: Reducer
+    codec: str
+    # Weak: a gloo group that outlives destroy_process_group() ends the process with an abort.
+    group: weakref.ref[dist.ProcessGroup]
+
+
+_kept: dict[tuple[str, str], _Kept] = {}  # by names of group and tensor
+_lock = threading.Lock()
+
+
+def all_reduce(
+    tensor: torch.Tensor,
+    codec: str = "q4",
+    *,
+    name: str,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Replaces a tensor by its average over all ranks, through a codec. Collective.
+
+    The first call with a name makes a `Reducer` of this one tensor, with connections and residuals
+    of its own, which is kept for later calls with the same name and group until `forget`: what is
+    withheld of a tensor comes with the next tensor of that name. For many tensors, options and
+    checkpoints make a `Reducer` yourself. After an error, too, call `forget`.
+
+    Args:
+        tensor: does not require grad; of one shape, dtype and device for each name.
+        codec: a codec string, for any number of dimensions and elements. float64 and complex
+            tensors are sent as they are. The same at every call with a name.
+        name: of the tensor, equal on all ranks.
+        group: of the ranks; the default group if None.
+        async_op: as for `Reducer.all_reduce`.
+
+    Returns:
+        As `Reducer.all_reduce`.
+
+    Raises:
+        ConfigError, RankMismatchError, PeerError: the first call with a name, as `Reducer`; or
+            the name is no string.
+        StateError: the codec is another than that of the first call; or as `Reducer.all_reduce`.
+        PeerError, ProtocolError: as `Reducer.all_reduce`.
+    """
+    members = usable_group(group)
+    kept = _find(name, members)
+    if kept is None:
+        # For this tensor, however small it is; a codec for whole models is none for rules.
+        rules = None if codec in (OFF, "auto") else [{"codec": codec}]
+        reducer = Reducer([(name, tensor)], codec, members, rules=rules)
+        calls_of(reducer).keep_no_tensors()
+        kept = _Kept(reducer, codec, weakref.ref(members))
+        with _lock:
+            _kept[members.group_name, name] = kept
+    elif codec != kept.codec:
+        calls_of(kept.reducer).fail(
+            f"{name!r} was averaged with codec {kept.codec!r} before and now with {codec!r}: call "
+            f"gradferry.forget({name!r}) on every rank first, or take another name"
+        )
+    return kept.reducer.all_reduce([tensor], async_op)
+
+
+def forget(name: str, group: dist.ProcessGroup | None = None) -> None:
+    """Drops what `all_reduce` keeps for a name: residuals and connections. Not collective.
+
+    Call it on every rank. The next call with this name begins anew, and may have another codec,
+    shape, dtype or device.
+
+    Args:
+        name: of the tensor.
+        group: as for `all_reduce`.
+
+    Raises:
+        StateError: nothing is kept for this name and group, or its last call was not waited for.
+    """
+    members = usable_group(group)
+    kept = _find(name, members)
+    if kept is None:
+        names = sorted(each for of, each in _kept if of == members.group_name)
+        raise StateError(
+            f"nothing is kept for {name!r}; there is something for {names or 'no name'}"
+        )
+    calls_of(kept.reducer).expect_waited_for("forget it")
+    with _lock:
+        _kept.pop((members.group_name, name), None)
+
+
+def _find(name: str, group: dist.ProcessGroup) -> _Kept | None:
+    """What is kept, once that of groups that were destroyed is gone: their names may come again."""
+    if not isinstance(name, str):
+        raise ConfigError(f"name={name!r} must be a string, equal on all ranks")
+    groups = dist.distributed_c10d._world.pg_map
+    with _lock:
+        for key in [key for key, kept in _kept.items() if kept.group() not in groups]:
+            del _kept[key]
+        return _kept.get((group.group_name, name))

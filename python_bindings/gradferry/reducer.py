@@ -1,0 +1,305 @@
+"""`Reducer`: averages named tensors over ranks through a codec, without DDP."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from gradferry import _native
+from gradferry.core.config import Config, make_config
+from gradferry.core.device import CPU
+from gradferry.core.nodes import AUTO
+from gradferry.core.options import WORKSPACE_CAP_MB, Options
+from gradferry.errors import ConfigError, StateError
+from gradferry.reduction import save_load
+from gradferry.reduction.advice import watch_optimizer
+from gradferry.reduction.averaging import Averaging
+from gradferry.reduction.description import as_asked, describe
+from gradferry.reduction.rules import warn_about_rules
+from gradferry.reduction.running import Running, propose
+from gradferry.reduction.start import start
+from gradferry.reduction.surroundings import warn_about_surroundings
+from gradferry.reduction.tensor_calls import (
+    TensorCalls,
+    Tensors,
+    Work,
+    check_memory,
+    expect_plain,
+    short,
+)
+
+__all__ = ["Reducer", "Work"]
+
+BUCKET_CAP_MB = 25  # of DistributedDataParallel
+_WAY_ON = "This Reducer is finished, on all ranks. To go on, make a new one on every rank."
+
+
+class Reducer(Averaging):
+    """Averages named tensors over the ranks of a process group, through a codec. Collective.
+
+    The engine of `gradferry.attach` without DistributedDataParallel: for a training loop or a
+    method of your own, such as local SGD, which averages the change of parameters now and then.
+
+    >>> reducer = gradferry.Reducer(model.named_parameters(), "q4")
+    >>> loss.backward()
+    >>> reducer.all_reduce([parameter.grad for parameter in model.parameters()])
+    >>> optimizer.step()
+
+    Args:
+        named_tensors: pairs of a name and a tensor, or a mapping of them. They say what every call
+            averages: names, shapes, dtypes, device, and the order of elements in memory, which must
+            be equal on all ranks. What is withheld is kept by name. A Reducer keeps the tensors.
+        codec: as for `HookState`, without ``"auto"``, which forecasts steps of a training. By
+            default parameters with at most one dimension or fewer than 1024 elements are sent as
+            they are; so is a flat buffer, unless ``rules`` names a codec for it.
+        group: of the ranks that average; the default group if None.
+        rules: see `HookState`.
+        error_feedback: see `HookState`.
+        momentum: see `HookState`. Then tensors receive the momentum of what is passed.
+        warmup_steps: see `HookState`. A step is a call of `all_reduce`.
+        warmup: see `HookState`.
+        grad_scaler: see `HookState`.
+        nonfinite: see `HookState`.
+        exact_skip: see `HookState`. A call is a step, with a ``grad_scaler`` too.
+        check_every: see `HookState`. Compares the registered tensors, which must be parameters.
+        seed: see `HookState`.
+        workspace_cap_mb: see `HookState`.
+        nodes: see `HookState`.
+        bucket_cap_mb: in MiB. Tensors travel together in buckets of at most this size, into which
+            they are copied; a larger tensor travels alone and is averaged where it is. Averages do
+            not depend on it.
+
+    Raises:
+        ConfigError: an argument or tensor cannot be used.
+        RankMismatchError: ranks differ in options or tensors.
+        PeerError: a rank did not come, or failed to set up its connections or memory.
+        StateError: there is no process group.
+    """
+
+    def __init__(
+        self,
+        named_tensors: Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor],
+        codec: str = "q4",
+        group: dist.ProcessGroup | None = None,
+        *,
+        rules: Sequence[Mapping[str, Any]] | None = None,
+        error_feedback: str = "auto",
+        momentum: float | None = None,
+        warmup_steps: int = 0,
+        warmup: str = "exact",
+        grad_scaler: object | None = None,
+        nonfinite: str = "propagate",
+        exact_skip: bool = False,
+        check_every: int = 0,
+        seed: int = 0,
+        workspace_cap_mb: float = WORKSPACE_CAP_MB,
+        nodes: object = AUTO,
+        bucket_cap_mb: float = BUCKET_CAP_MB,
+    ) -> None:
+        options = Options.among(locals())
+        members = usable_group(group)
+        named: list[tuple[str, torch.Tensor]] = []
+        problem: Exception | None = None
+        try:  # what is wrong here must be said on all ranks
+            named = _checked_names(named_tensors)
+        except Exception as error:
+            problem = error
+        device = named[0][1].device if named else CPU
+
+        def propose_here() -> Running:
+            if problem is not None:
+                raise problem
+            config = make_config(options)
+            _check_config(config, named)
+            record = {"way in": "Reducer", "bucket_cap_mb": _bucket_cap(bucket_cap_mb)}
+            return propose(config, members, device, named, record, _WAY_ON)
+
+        def build(running: Running, nonce: str) -> Running:
+            running.start(members, nonce)
+            return running
+
+        self._started = running = start(
+            members, device, propose_here, build, purpose="come to make a Reducer"
+        )
+        self._calls = TensorCalls(running, named, int(bucket_cap_mb * 2**20))
+        if running.engine is not None:
+            watch_optimizer(running.parameters, running.index, running.config.momentum)
+            exchanges = running.transport.exchanges
+            warn_about_rules(running.config, running.parameters, exchanges=exchanges, stacklevel=2)
+            warn_about_surroundings(running.transport, members, stacklevel=2)
+
+    def all_reduce(self, tensors: Tensors | None = None, async_op: bool = False) -> Work | None:
+        """Replaces tensors by their average over all ranks. Collective.
+
+        Every call averages all registered tensors, and is a step: what one call withholds the next
+        one adds.
+
+        Args:
+            tensors: a sequence in the order of registration, or a mapping by name, with the shapes,
+                dtypes and device of the registered tensors; other strides are allowed. None: the
+                registered tensors themselves. They must not require grad: pass gradients.
+            async_op: if true, returns at once. Wait for the result before the next call.
+
+        Returns:
+            None, or with `async_op` the `Work` to wait for.
+
+        Raises:
+            StateError: the tensors are not what was registered, the last call was not waited for,
+                another thread is in a call, or the process group was destroyed; or with
+                ``nonfinite="raise"`` an average is not finite.
+            PeerError, ProtocolError: another rank failed, or sent what it must not.
+            DivergedError: registered parameters differ between ranks.
+
+            Any of them ends the Reducer on all ranks, which may be in this call already. The
+            contents of the tensors are then unspecified.
+        """
+        return self._calls.all_reduce(tensors, async_op)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state that this rank must save to continue exactly where it stopped. Not collective.
+
+        Returns:
+            As `HookState.state_dict`.
+
+        Raises:
+            StateError: an error has ended the Reducer, or the last call was not waited for.
+        """
+        self._engine_at_rest("save the state")
+        return save_load.save(self._started, self._calls.count)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], on_resize: str = "strict") -> None:
+        """Restores what `state_dict` returned, of a Reducer or of a hook. Call it on every rank.
+
+        Args:
+            state_dict: what this rank saved, or the states of all ranks, merged by
+                `gradferry.checkpoint.merge`.
+            on_resize: as for `HookState.load_state_dict`.
+
+        Raises:
+            ConfigError: another ``on_resize``.
+            StateError: as for `HookState.load_state_dict`. Nothing was changed.
+        """
+        self._engine_at_rest("load a state")
+        steps = save_load.load(self._started, state_dict, on_resize, stacklevel=2)
+        if steps is not None:
+            self._calls.count = steps
+
+    @property
+    def _running(self) -> Running:
+        return self._started
+
+    def _engine_at_rest(self, what: str) -> _native.BucketEngine | None:
+        self._calls.expect_waited_for(what)
+        return self._started.engine
+
+    def _passed_buckets(self) -> int:
+        return self._calls.buckets_passed
+
+    def _passed_steps(self) -> int:
+        return self._calls.count
+
+    def _choice(self) -> dict[str, Any]:
+        return as_asked(self._started)
+
+    def stats(self) -> dict[str, Any]:
+        """As `HookState.stats`, and ``packing_bytes``: memory of buckets into which tensors are
+        copied.
+        """
+        return {**super().stats(), "packing_bytes": self._calls.packing_bytes}
+
+    def __reduce__(self) -> NoReturn:
+        raise StateError(
+            "a Reducer is connected to other ranks and cannot be copied or pickled: save its "
+            "state_dict(), and make a new one"
+        )
+
+    def __repr__(self) -> str:
+        config = self._started.config
+        return f"Reducer(codec={str(config.codec)!r}, tensors={len(self.parameters)})"
+
+    def __str__(self) -> str:
+        return describe(self._started, self._choice())
+
+
+def usable_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Raises on this rank alone, because without a group it cannot tell the others."""
+    if not dist.is_initialized():
+        raise StateError("there is no process group; call init_process_group() first")
+    members = dist.group.WORLD if group is None else group
+    if not isinstance(members, dist.ProcessGroup):
+        raise ConfigError(
+            f"group={short(group)} is no process group that this rank is in; make a Reducer only "
+            "on the ranks of the group"
+        )
+    if members not in dist.distributed_c10d._world.pg_map:
+        raise StateError("the process group was destroyed; pass one that exists")
+    return members
+
+
+def _checked_names(
+    named_tensors: Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor],
+) -> list[tuple[str, torch.Tensor]]:
+    pairs = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
+    named: dict[str, torch.Tensor] = {}
+    try:
+        entries = list(pairs)
+    except TypeError:
+        raise ConfigError(
+            f"named_tensors={short(named_tensors)} must be pairs of a name and a tensor, such as "
+            "model.named_parameters()"
+        ) from None
+    for entry in entries:
+        pair = entry if isinstance(entry, tuple | list) and len(entry) == 2 else (None, None)
+        name, tensor = pair
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            raise ConfigError(
+                f"named_tensors has {short(entry)}, which is no pair of a name and a tensor; pass "
+                "model.named_parameters(), or [('name', tensor), ...]"
+            )
+        if name in named:
+            raise ConfigError(f"two tensors are called {name!r}; what is withheld is kept by name")
+        if tensor.layout != torch.strided:
+            raise ConfigError(f"{name!r} has layout {tensor.layout}; only dense tensors are sent")
+        named[name] = tensor
+    if not named:
+        raise ConfigError("named_tensors is empty: there is nothing to average")
+    try:
+        for name, tensor in named.items():
+            expect_plain(name, tensor)
+        check_memory(list(named), list(named.values()))
+    except StateError as error:
+        raise ConfigError(str(error)) from None
+    return list(named.items())
+
+
+def _check_config(config: Config, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+    if config.chooses:
+        raise ConfigError(
+            "codec='auto' forecasts the steps of a training with DistributedDataParallel, of which "
+            "a Reducer sees nothing; name a codec, such as 'q4'"
+        )
+    for name, tensor in named:
+        if config.check_every and not isinstance(tensor, torch.nn.Parameter):
+            raise ConfigError(
+                f"check_every={config.check_every} compares what was registered, which must be "
+                f"equal on all ranks at every call, and {name!r} is no parameter; register "
+                "parameters and average their gradients, or leave it out"
+            )
+
+
+def _bucket_cap(value: float) -> float:
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not number or not 0 < value < 2**24:
+        raise ConfigError(
+            f"bucket_cap_mb={value!r} must be a number of MiB, more than 0, such as {BUCKET_CAP_MB}"
+        )
+    return float(value)
+
+
+def calls_of(reducer: Reducer) -> TensorCalls:
+    """The calls of a Reducer, for what is built on it."""
+    return reducer._calls

@@ -1,0 +1,301 @@
+"""Calls that average named tensors: checks, buckets, and what comes back."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import NoReturn, Protocol
+
+import torch
+import torch.distributed as dist
+
+from gradferry import _native
+from gradferry.errors import GradferryError, StateError
+from gradferry.reduction.packing import Bucket, Packed, Packing, is_dense
+from gradferry.reduction.running import Running
+
+Tensors = Sequence[torch.Tensor] | Mapping[str, torch.Tensor]
+
+
+class _Pending(Protocol):
+    def wait(self) -> None: ...
+    def is_completed(self) -> bool: ...
+
+
+class Work:
+    """One call of `Reducer.all_reduce` on its way. Wait for it before the next one.
+
+    Until `wait` has returned do not read or write the tensors.
+    """
+
+    def __init__(self, pending: _Pending, packed: Packed) -> None:
+        self._pending = pending
+        self._packed: Packed | None = packed  # None: settled
+        self._error: Exception | None = None
+        self._lock = threading.Lock()
+
+    def wait(self) -> bool:
+        """Returns when the tensors hold the average; on a device, when the current stream waits
+        for that.
+
+        Returns:
+            True.
+
+        Raises:
+            PeerError, ProtocolError, StateError, DivergedError: as `Reducer.all_reduce`. The
+                contents of the tensors are then unspecified. Every further call raises it, too.
+        """
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            if self._packed is not None:
+                try:
+                    self._pending.wait()
+                    self._packed.unpack()
+                except Exception as error:
+                    self._error, self._packed = error, None
+                    raise
+                self._packed = None  # an interrupt leaves it: wait() can be called again
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether `wait` returns, or raises, without waiting for another rank."""
+        return self._packed is None or self._pending.is_completed()
+
+    @property
+    def _is_settled(self) -> bool:
+        return self._packed is None
+
+    def __del__(self) -> None:
+        if getattr(self, "_packed", None) is not None:
+            warnings.warn(
+                "nobody has waited for an all_reduce(async_op=True): its tensors do not hold the "
+                "average; call work.wait()",
+                ResourceWarning,
+                stacklevel=2,
+            )
+
+
+class _PassedThrough:
+    """The backend's own all-reduce, as the hook of DDP posts it."""
+
+    def __init__(self, buckets: Iterable[Bucket], group: dist.ProcessGroup) -> None:
+        self._works = []
+        for _, flat in buckets:
+            flat.div_(dist.get_world_size(group))
+            self._works.append(dist.all_reduce(flat, group=group, async_op=True))
+
+    def wait(self) -> None:
+        for work in self._works:
+            if work is not None:
+                work.wait()
+
+    def is_completed(self) -> bool:
+        return all(work is None or work.is_completed() for work in self._works)
+
+
+class TensorCalls:
+    """The calls of one `Reducer`, one after the other.
+
+    Attributes:
+        count: of calls; each is a step.
+        buckets_passed: how many took the backend's own all-reduce.
+
+    Args:
+        running: with its engine started.
+        named: names and tensors, as registered.
+        bucket_cap_bytes: as for `Packing`.
+    """
+
+    def __init__(
+        self,
+        running: Running,
+        named: Sequence[tuple[str, torch.Tensor]],
+        bucket_cap_bytes: int,
+    ) -> None:
+        self._running = running
+        self._names = {name: index for index, (name, _) in enumerate(named)}
+        self._tensors = [tensor for _, tensor in named]
+        self._dtypes = [tensor.dtype for tensor in self._tensors]
+        self._packing = Packing(
+            running.parameters, self._dtypes, running.transport.device, bucket_cap_bytes
+        )
+        engine = running.engine
+        self._engine_calls = None if engine is None else _native.AllReducer(engine=engine)
+        self._work: Work | None = None  # of the last call
+        self._busy = threading.Lock()  # held by the thread that is in all_reduce()
+        self.count = 0
+        self.buckets_passed = 0
+
+    @property
+    def packing_bytes(self) -> int:
+        """See `Packing.num_bytes`."""
+        return self._packing.num_bytes
+
+    def all_reduce(self, tensors: Tensors | None, async_op: bool) -> Work | None:
+        """See `Reducer.all_reduce`."""
+        if not self._busy.acquire(blocking=False):
+            self.fail("another thread is in all_reduce(): call it from one thread at a time")
+        try:
+            if self._work is not None and not self._work._is_settled:
+                self._work = None
+                self.fail(
+                    "the last all_reduce(async_op=True) was not waited for: call its work.wait() "
+                    "before the next one"
+                )
+            if self._running.engine is not None:
+                self._running.engine.expect_alive()  # the first error is the one to look at
+            self._work = self._post(self._checked(tensors), async_op)
+            self.count += 1
+            if async_op:
+                return self._work
+            self._work.wait()
+            return None
+        except GradferryError:
+            raise
+        except Exception as error:
+            self.fail(f"{type(error).__name__}: {error}", error)
+        finally:
+            self._busy.release()
+
+    def _post(self, tensors: Sequence[torch.Tensor], async_op: bool) -> Work:
+        try:
+            group = self._running.group
+        except Exception:
+            self.fail(
+                f"the process group {self._running.group_name!r} was destroyed; make a Reducer "
+                "over a new one"
+            )
+        packed = self._packing.pack(tensors)
+        engine = self._running.engine
+        if engine is None or self._engine_calls is None:
+            self.buckets_passed += len(packed.buckets)
+            return Work(_PassedThrough(packed.buckets, group), packed)
+        engine.note_optimizer_step()  # whatever follows the last call, that was a step
+        # On a device, handing over is no more than enqueueing behind the current stream.
+        in_background = async_op and self._running.transport.on_host
+        pending = self._engine_calls.start(packed.buckets, in_background=in_background)
+        return Work(pending, packed)
+
+    def _checked(self, tensors: Tensors | None) -> list[torch.Tensor]:
+        """The tensors to average, in the order of registration."""
+        try:
+            mine = self._in_order(tensors)
+            for name, index in self._names.items():
+                self._check(name, mine[index], index)
+            check_memory(list(self._names), mine)
+        except StateError as error:
+            self.fail(str(error))
+        return mine
+
+    def _in_order(self, tensors: Tensors | None) -> list[torch.Tensor]:
+        if tensors is None:
+            return self._tensors
+        if isinstance(tensors, Mapping):
+            unknown = [name for name in tensors if name not in self._names]
+            missing = [name for name in self._names if name not in tensors]
+            if unknown or missing:
+                raise StateError(
+                    f"the tensors have {unknown[0]!r}, which was not registered"
+                    if unknown
+                    else f"the tensors lack {missing[0]!r}: every call averages all registered "
+                    "ones; pass zeros, or make a Reducer for each part"
+                )
+            return [tensors[name] for name in self._names]
+        if isinstance(tensors, torch.Tensor):
+            raise StateError("a single tensor was passed; pass a list, or a mapping by name")
+        mine = list(tensors)
+        if len(mine) != len(self._names):
+            raise StateError(
+                f"{len(mine)} tensors were passed and {len(self._names)} registered: every call "
+                "averages all of them; pass zeros, or make a Reducer for each part"
+            )
+        return mine
+
+    def _check(self, name: str, tensor: torch.Tensor, index: int) -> None:
+        if not isinstance(tensor, torch.Tensor):
+            raise StateError(
+                f"{name!r} is {short(tensor)}, not a tensor; where a parameter has no gradient "
+                "pass zeros, on this rank alone or on all"
+            )
+        expect_plain(name, tensor)
+        shape, place = self._running.parameters[index].shape, self._running.transport.device
+        expected = (shape, self._dtypes[index], place, torch.strided)
+        found = (tuple(tensor.shape), tensor.dtype, tensor.device, tensor.layout)
+        for what, now, then in zip(_FIELDS, found, expected, strict=True):
+            if now != then:
+                raise StateError(
+                    f"{name!r} has {what} {now}, and {then} was registered: make a new Reducer "
+                    "where tensors change"
+                )
+        if tensor.requires_grad:
+            raise StateError(
+                f"{name!r} requires grad: a codec would round a parameter itself; pass its "
+                "gradient, [parameter.grad for parameter in ...], or parameter.detach() if its "
+                "average is what you want"
+            )
+        if tensor.is_inference() and not torch.is_inference_mode_enabled():
+            raise StateError(
+                f"{name!r} was made in inference mode and cannot be changed outside; pass its "
+                "clone()"
+            )
+
+    def fail(self, message: str, cause: Exception | None = None) -> NoReturn:
+        """Ends the engine, which tells the other ranks: they may be waiting for this one."""
+        engine = self._running.engine
+        if engine is not None:
+            engine.fail(f"rank {self._running.rank}: {message}")
+        raise StateError(message) from cause
+
+    def expect_waited_for(self, what: str) -> None:
+        """Raises StateError if the last call is on its way; `what` cannot be done then."""
+        if self._work is not None and not self._work._is_settled:
+            raise StateError(
+                f"cannot {what}: the last all_reduce(async_op=True) was not waited for; call its "
+                "work.wait() first"
+            )
+
+    def keep_no_tensors(self) -> None:
+        """Lets the registered tensors go: from now on every call passes its own."""
+        self._tensors = []
+
+
+_FIELDS = ("shape", "dtype", "device", "layout")
+
+
+def expect_plain(name: str, tensor: torch.Tensor) -> None:
+    """Raises StateError for a tensor that is spread over ranks, such as a parameter under FSDP2."""
+    if hasattr(tensor, "to_local"):
+        raise StateError(
+            f"{name!r} is a {type(tensor).__name__}, whose parts are on several ranks; pass this "
+            "rank's, tensor.to_local(), over the group of ranks that hold the same part"
+        )
+
+
+def check_memory(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
+    """Raises StateError if an average could be written to one place twice."""
+    for name, tensor in zip(names, tensors, strict=True):
+        if torch._debug_has_internal_overlap(tensor) == 1:
+            raise StateError(
+                f"elements of {name!r} share memory (expand() does so); pass a clone()"
+            )
+    spans = sorted(
+        (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, index)
+        for index, tensor in enumerate(tensors)
+        if tensor.numel() and is_dense(tensor)  # others may lie between each other
+    )
+    for (_, end, one), (begin, _, other) in pairwise(spans):
+        if begin < end:
+            first, second = (names[index] for index in sorted((one, other)))
+            raise StateError(
+                f"{first!r} and {second!r} share memory, which would be averaged twice; register "
+                "what is shared once"
+            )
+
+
+def short(value: object) -> str:
+    """A value for an error message."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,474 @@
+"""`gradferry.Reducer`: the engine without DDP. Averages, residuals, states, asynchronous calls."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from reducing import case_reduce, given, make_reducer, reduce
+from residual_sums import still_missing, worker_mean
+from scenario import Run, Scenario, Weight, assert_bit_equal
+from test_elastic import advance, resize
+from world import World
+
+Worlds = Callable[[int], World]
+
+WEIGHTS = (Weight("first", (96, 130)), Weight("bias", (130,)), Weight("tail", (3, 4099)))
+OF_ALL_KINDS = (
+    *WEIGHTS,
+    Weight("nothing", (0, 5)),
+    Weight("scalar", ()),
+    Weight("half", (70, 64), torch.float16),
+    Weight("bf16", (90, 50), torch.bfloat16),
+    Weight("double", (33, 40), torch.float64),
+    Weight("complex", (40, 30), torch.complex64),
+    Weight("image", (8, 16, 9, 7), channels_last=True),
+)
+PLAIN = Scenario(WEIGHTS, error_feedback="both")
+TWO_BY_TWO = ((0, 1), (2, 3))
+SMALL = 2.0**-5  # MiB: several buckets
+
+
+# --- averages are those of the reference, to the bit ----------------------------------------------
+
+
+@pytest.mark.torch_core
+@pytest.mark.parametrize(
+    ("scenario", "how"),
+    [
+        (PLAIN, {}),
+        (PLAIN, {"async_op": True, "bucket_cap_mb": SMALL}),
+        (dataclasses.replace(PLAIN, weights=OF_ALL_KINDS), {"bucket_cap_mb": SMALL}),
+        (dataclasses.replace(PLAIN, weights=OF_ALL_KINDS, codec="exact"), {"async_op": True}),
+        (dataclasses.replace(PLAIN, world_size=3, codec="sign1"), {}),
+        (Scenario(WEIGHTS, 3, codec="topk:ratio=0.05", options={"momentum": 0.9}), {}),
+        (
+            Scenario(WEIGHTS, codec="sign1", options={"warmup_steps": 2, "momentum": 0.9}),
+            {"async_op": True},
+        ),
+        (dataclasses.replace(PLAIN, world_size=1, options={"momentum": 0.9}), {}),
+        (dataclasses.replace(PLAIN, poison={(1, 1, "tail"): float("nan")}), {}),
+        (Scenario(OF_ALL_KINDS, 4, error_feedback="both", nodes=TWO_BY_TWO), {"async_op": True}),
+        (Scenario(WEIGHTS, 3, codec="q8", nodes=((0, 1), (2,))), {"bucket_cap_mb": SMALL}),
+    ],
+    ids=[
+        *("plain", "small-buckets", "all-kinds", "all-kinds-exact", "three-ranks", "momentum"),
+        *("warm-up", "alone", "nan", "2x2", "2+1"),
+    ],
+)
+def test_averages_equal_the_reference(
+    worlds: Worlds, scenario: Scenario, how: dict[str, Any]
+) -> None:
+    answers = worlds(scenario.world_size).run(case_reduce, scenario=scenario, **how)
+    assert_bit_equal(answers, scenario)
+    assert all(answer["stats"]["steps"] == scenario.steps - 1 for answer in answers)
+
+
+@pytest.mark.torch_core
+@pytest.mark.parametrize("device", ["streamed", "staged"])
+@pytest.mark.parametrize("async_op", [False, True])
+def test_averages_on_a_device_equal_the_reference(
+    device_worlds: Worlds, device: str, async_op: bool
+) -> None:
+    # The fake device has no views of complex numbers as real ones.
+    weights = tuple(weight for weight in OF_ALL_KINDS if not weight.dtype.is_complex)
+    scenario = Scenario(weights, error_feedback="both", device=device)
+    answers = device_worlds(2).run(
+        case_reduce, scenario=scenario, async_op=async_op, bucket_cap_mb=SMALL
+    )
+    assert_bit_equal(answers, scenario)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["streamed", "staged"])
+def test_two_levels_on_a_device_equal_the_reference(device_worlds: Worlds, device: str) -> None:
+    scenario = Scenario(WEIGHTS, 4, error_feedback="both", device=device, nodes=TWO_BY_TWO)
+    answers = device_worlds(4).run(case_reduce, scenario=scenario, seconds=300)
+    assert_bit_equal(answers, scenario)
+
+
+def case_beside_ddp(scenario: Scenario) -> dict[str, Any]:
+    """The hook and a Reducer go on from each other's state."""
+    run, reducer = Run(scenario), make_reducer(scenario)
+    by_hook = [run.step(step) for step in range(2)]
+    by_reducer = reduce(scenario, reducer, range(2))
+    states = run.state.state_dict(), reducer.state_dict()
+    run.state.load_state_dict(states[1])
+    reducer.load_state_dict(states[0])
+    by_hook.append(run.step(2))
+    by_reducer += reduce(scenario, reducer, range(2, 3))
+    counts = [
+        {name: stats[name] for name in ("gradient_bytes", "residual_bytes", "steps")}
+        for stats in (run.state.stats(), reducer.stats())
+    ]
+    return {
+        "equal": [
+            all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+            for one, other in zip(by_hook, by_reducer, strict=True)
+        ],
+        "same_state": same(*states),
+        "counts": counts,
+    }
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two states are equal to the bit."""
+    if one.keys() != other.keys():
+        return False
+    for key, value in one.items():
+        if isinstance(value, dict):
+            if not all(torch.equal(value[name], other[key][name]) for name in value):
+                return False
+        elif value != other[key]:
+            return False
+    return True
+
+
+@pytest.mark.parametrize("nodes", [None, TWO_BY_TWO])
+def test_hook_of_ddp_has_the_same_bits_and_states(
+    worlds: Worlds, nodes: tuple[tuple[int, ...], ...] | None
+) -> None:
+    size = 4 if nodes else 2
+    scenario = dataclasses.replace(PLAIN, world_size=size, nodes=nodes)
+    for answer in worlds(size).run(case_beside_ddp, scenario=scenario):
+        assert answer["equal"] == [True] * 3
+        assert answer["same_state"]
+        hook, reducer = answer["counts"]
+        assert hook == reducer
+
+
+def case_mean() -> bool:
+    """Integers, whose sum and half are exact in fp32; registered tensors are the default."""
+    import gradferry
+
+    rank = dist.get_rank()
+    tensors = {
+        "matrix": torch.arange(6000.0).view(60, 100) + 2 * rank,
+        "vector": torch.full((77,), 4.0 * rank),
+    }
+    expected = {name: tensor - 2 * rank + 1 for name, tensor in tensors.items()}
+    expected["vector"] = torch.full((77,), 2.0)
+    reducer = gradferry.Reducer(tensors, "exact")
+    assert reducer.all_reduce() is None
+    return all(torch.equal(tensors[name], expected[name]) for name in tensors)
+
+
+def test_exact_gives_the_mean_of_the_registered_tensors(world_of_2: World) -> None:
+    assert world_of_2.run(case_mean) == [True, True]
+
+
+SHAPES = {"a": (60, 50), "b": (40, 30), "c": (2, 3, 500)}
+
+
+def odd_tensors(plain: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same numbers in another order, at odd places, and in memory with gaps."""
+    odd = {
+        "c": plain["c"].permute(2, 0, 1).clone(memory_format=torch.contiguous_format),
+        "b": torch.cat([torch.zeros(1), plain["b"].flatten()])[1:].view(SHAPES["b"]),
+        "a": torch.zeros(50, 2, 60)[:, 1, :].t(),
+    }
+    odd["c"] = odd["c"].permute(1, 2, 0)
+    odd["a"].copy_(plain["a"])
+    return odd
+
+
+def case_odd_tensors(bucket_cap_mb: float) -> list[bool]:
+    import gradferry
+
+    numbers = torch.Generator().manual_seed(dist.get_rank())
+    plain = {name: torch.randn(shape, generator=numbers) for name, shape in SHAPES.items()}
+    odd = odd_tensors(plain)
+    named = [(name, torch.empty(shape)) for name, shape in SHAPES.items()]
+    reducers = [gradferry.Reducer(named, "q4", bucket_cap_mb=bucket_cap_mb) for _ in range(2)]
+    strides = [tensor.stride() for tensor in odd.values()]
+    reducers[0].all_reduce(list(plain.values()))
+    reducers[1].all_reduce(odd)
+    assert strides == [tensor.stride() for tensor in odd.values()]
+    assert not odd["a"]._base[:, 0].any()  # the gaps
+    return [torch.equal(plain[name], odd[name]) for name in SHAPES]
+
+
+@pytest.mark.parametrize("bucket_cap_mb", [25, 0.001], ids=["together", "alone"])
+def test_strides_order_and_buckets_do_not_matter(world_of_2: World, bucket_cap_mb: float) -> None:
+    answers = world_of_2.run(case_odd_tensors, bucket_cap_mb=bucket_cap_mb)
+    assert answers == [[True] * 3] * 2
+
+
+def case_memory() -> dict[str, int]:
+    import gradferry
+
+    large, small = torch.ones(64, 4096), [torch.ones(10, 100) for _ in range(3)]
+    named = [("large", large), *((f"small{i}", t) for i, t in enumerate(small))]
+    reducer = gradferry.Reducer(named, "q4", bucket_cap_mb=1)
+    places = [tensor.data_ptr() for _, tensor in named]
+    for _ in range(2):
+        reducer.all_reduce()
+    assert places == [tensor.data_ptr() for _, tensor in named]
+    return reducer.stats()
+
+
+def test_only_small_tensors_are_copied(world_of_2: World) -> None:
+    for stats in world_of_2.run(case_memory):
+        assert stats["packing_bytes"] == 3 * 1000 * 4
+        assert stats["gradient_bytes"] == 2 * 4 * (64 * 4096 + 3000)
+        assert stats["buckets"] == 2 * 2
+        assert stats["fallbacks"] == 0
+
+
+# --- nothing is lost ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", ["q4", "topk:ratio=0.05"])
+def test_applied_plus_withheld_is_the_sum(world_of_3: World, codec: str) -> None:
+    scenario = Scenario(WEIGHTS, 3, steps=40, codec=codec, error_feedback="both")
+    answers = world_of_3.run(case_reduce, scenario=scenario)
+    missing = still_missing([answer["state"] for answer in answers], scenario)
+    for index in range(len(WEIGHTS)):
+        passed = np.mean(
+            [
+                sum(scenario.gradient(s, 0, r, index).astype(float) for s in range(40))
+                for r in range(3)
+            ],
+            axis=0,
+        )
+        applied = sum(step[index].astype(float) for step in answers[0]["gradients"])
+        largest = max(
+            np.abs(scenario.gradient(s, 0, r, index)).max() for s in range(40) for r in range(3)
+        )
+        # As in test_conservation: per step 4 W + 4 roundings, here of numbers below 40 times the
+        # largest that was passed, which is more than a tile can withhold in 40 steps.
+        bound = 40 * (4 * 3 + 4) * 40 * largest * 2.0**-24
+        assert np.abs(passed - applied - missing[index]).max() <= bound
+    assert np.abs(missing[0]).max() > 100 * 2.0**-24
+
+
+# --- states ---------------------------------------------------------------------------------------
+
+
+def case_go_on(
+    scenario: Scenario, saved: list[dict[str, Any]] | None, steps: range
+) -> dict[str, Any]:
+    from gradferry.checkpoint import merge
+
+    reducer = make_reducer(scenario)
+    if saved is not None:
+        resized = saved[0]["world_size"] != scenario.world_size
+        mine = merge(saved) if resized else saved[dist.get_rank()]
+        reducer.load_state_dict(mine, on_resize="mean" if resized else "strict")
+    loaded = reducer.state_dict()
+    return {
+        "loaded": loaded,
+        "averages": reduce(scenario, reducer, steps),
+        "saved": reducer.state_dict(),
+    }
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"momentum": 0.9, "warmup_steps": 3}], ids=["plain", "momentum"]
+)
+def test_state_goes_on_bit_identically_in_a_new_reducer(
+    world_of_2: World, options: dict[str, Any]
+) -> None:
+    scenario = dataclasses.replace(PLAIN, codec="sign1", options=options)
+    whole = world_of_2.run(case_go_on, scenario=scenario, saved=None, steps=range(4))
+    first = world_of_2.run(case_go_on, scenario=scenario, saved=None, steps=range(2))
+    saved = [answer["saved"] for answer in first]
+    second = world_of_2.run(case_go_on, scenario=scenario, saved=saved, steps=range(2, 4))
+    for one, two, both in zip(first, second, whole, strict=True):
+        assert same(one["saved"], two["loaded"])
+        assert same(two["saved"], both["saved"])
+        for got, want in zip([*one["averages"], *two["averages"]], both["averages"], strict=True):
+            assert all(g.tobytes() == w.tobytes() for g, w in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize(("size", "nodes"), [(3, None), (4, TWO_BY_TWO)], ids=["3-2", "2x2-2"])
+def test_resized_state_keeps_what_is_missing(
+    worlds: Worlds, size: int, nodes: tuple[tuple[int, ...], ...] | None
+) -> None:
+    before = dataclasses.replace(PLAIN, world_size=size, nodes=nodes)
+    answers = worlds(size).run(case_go_on, scenario=before, saved=None, steps=range(3))
+    saved = [answer["saved"] for answer in answers]
+    engine = reference_after(before, 3)
+    resumed = worlds(2).run(case_go_on, scenario=PLAIN, saved=saved, steps=range(3, 5))
+    missing = np.concatenate(still_missing(saved, before))
+    kept = np.concatenate(still_missing([answer["loaded"] for answer in resumed], PLAIN))
+    assert np.abs(missing).max() > 0.1
+    # The mean of the workers' is rounded to fp32 once; the owners' move as they are.
+    largest = np.abs(np.concatenate(worker_mean(saved, before))).max()
+    assert np.abs(kept - missing).max() <= largest * 2.0**-24
+    expected = advance(resize(engine, PLAIN), PLAIN, range(3, 5))
+    for answer in resumed:
+        for got, want in zip(answer["averages"], expected, strict=True):
+            assert all(g.tobytes() == w.tobytes() for g, w in zip(got, want, strict=True))
+
+
+def reference_after(scenario: Scenario, steps: int) -> Any:
+    from residual_sums import reference_of
+
+    engine = reference_of(scenario)
+    advance(engine, scenario, range(steps))
+    return engine
+
+
+# --- asynchronous calls ---------------------------------------------------------------------------
+
+
+def case_returns_before_others_call() -> dict[str, Any]:
+    """Rank 1 calls only after rank 0 has come back from a call of many more chunks than slots."""
+    import gradferry
+
+    rank = dist.get_rank()
+    tensor = torch.full((500, 1000), float(rank))
+    reducer = gradferry.Reducer([("t", tensor)], "exact", workspace_cap_mb=1)
+    work = None
+    if rank == 0:
+        work = reducer.all_reduce(async_op=True)
+        assert not work.is_completed()
+    dist.barrier()
+    if work is None:
+        work = reducer.all_reduce(async_op=True)
+    assert work.wait()
+    slots = reducer._running.engine.workspace()["slots"]
+    return {"mean": bool((tensor == 0.5).all()), "more": reducer.stats()["chunks"] > slots}
+
+
+def test_async_call_returns_while_another_rank_has_not_called(world_of_2: World) -> None:
+    assert world_of_2.run(case_returns_before_others_call) == [{"mean": True, "more": True}] * 2
+
+
+def case_skip() -> dict[str, bool]:
+    scenario = dataclasses.replace(PLAIN, options={"exact_skip": True})
+    reducer = make_reducer(scenario)
+    reduce(scenario, reducer, range(2))
+    before = reducer.state_dict()
+    reduce(scenario, reducer, range(2, 3))
+    moved = not same(before, {**reducer.state_dict(), "steps": before["steps"]})
+    reducer.skip_step()
+    skipped = same(before, {**reducer.state_dict(), "steps": before["steps"]})
+    reducer.scale_residuals(0.5)
+    worker = f"slot_{dist.get_rank()}"
+    halved = torch.equal(reducer.state_dict()[worker]["worker"], before[worker]["worker"] / 2)
+    return {"moved": moved, "skipped": skipped, "halved": halved}
+
+
+def test_skipped_call_leaves_residuals_to_the_bit(world_of_2: World) -> None:
+    every = {"moved": True, "skipped": True, "halved": True}
+    assert world_of_2.run(case_skip) == [every] * 2
+
+
+def case_loss_scale() -> list[bool]:
+    """Residuals follow the scale, exactly where it changes by powers of two."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    plain = make_reducer(PLAIN)
+    scaled = make_reducer(PLAIN, grad_scaler=scaler, exact_skip=True)
+    equal = []
+    for step, scale in enumerate((2.0**10, 2.0**12, 2.0**3)):
+        scaler.update(new_scale=scale)
+        tensors, multiplied = given(PLAIN, step), [t * scale for t in given(PLAIN, step)]
+        plain.all_reduce(tensors)
+        scaled.all_reduce(multiplied)
+        equal.append(
+            all(torch.equal(a * scale, b) for a, b in zip(tensors, multiplied, strict=True))
+        )
+    return equal
+
+
+def test_residuals_follow_the_loss_scale(world_of_2: World) -> None:
+    assert world_of_2.run(case_loss_scale) == [[True] * 3] * 2
+
+
+def case_passed_through(disabled: bool) -> dict[str, Any]:
+    import gradferry
+
+    tensors = given(PLAIN, 0)
+    named = [(f"t{i}", torch.empty_like(tensor)) for i, tensor in enumerate(tensors)]
+    backends = [tensor / dist.get_world_size() for tensor in tensors]
+    for tensor in backends:
+        dist.all_reduce(tensor)
+    if disabled:
+        os.environ["GRADFERRY_DISABLE"] = "1"
+    try:
+        reducer = gradferry.Reducer(named, "q4" if disabled else "off")
+    finally:
+        os.environ.pop("GRADFERRY_DISABLE", None)
+    work = reducer.all_reduce(tensors, async_op=True)
+    work.wait()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        reducer.load_state_dict(reducer.state_dict())
+    return {
+        "equal": all(torch.equal(a, b) for a, b in zip(backends, tensors, strict=True)),
+        "passes": reducer.passes_through,
+        "fallbacks": reducer.stats()["fallbacks"],
+        "warned": ["pass through" in str(warning.message) for warning in caught],
+    }
+
+
+@pytest.mark.parametrize("disabled", [False, True])
+def test_off_is_the_backends_own_all_reduce(world_of_2: World, disabled: bool) -> None:
+    expected = {"equal": True, "passes": True, "fallbacks": 1, "warned": [True]}
+    assert world_of_2.run(case_passed_through, disabled=disabled) == [expected] * 2
+
+
+def case_momentum_mode() -> tuple[dict[str, Any], str]:
+    import gradferry
+
+    model = torch.nn.Linear(40, 50)
+    reducer = gradferry.Reducer(model.named_parameters(), "sign1", momentum=0.8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    gradferry.optim.momentum_mode(optimizer, reducer)
+    with pytest.raises(gradferry.ConfigError, match=r"not a gradferry\.HookState") as refused:
+        gradferry.optim.OneBitAdam(model.parameters(), freeze_step=1, state=reducer)
+    (group,) = optimizer.param_groups
+    return {"lr": group["lr"], "betas": group["betas"]}, str(refused.value)
+
+
+def test_momentum_mode_takes_a_reducer_of_parameters(world_of_2: World) -> None:
+    for found, _ in world_of_2.run(case_momentum_mode):
+        assert found == {"lr": 3e-3 * math.sqrt((1 - 0.8) / (1 + 0.8)), "betas": (0.0, 0.999)}
+
+
+# --- single tensors by name -----------------------------------------------------------------------
+
+
+def case_by_name() -> dict[str, Any]:
+    import gradferry
+
+    rank = dist.get_rank()
+    weight = (Weight("t", (9000,)),)
+    scenario = Scenario(weight, error_feedback="both", rules=(("*", "q4"),))
+    reducer = make_reducer(scenario)
+    expected = reduce(scenario, reducer, range(3))
+    got = []
+    for step in range(3):
+        (tensor,) = given(scenario, step)
+        work = gradferry.all_reduce(tensor, "q4", name="t", async_op=step == 1)
+        if work is not None:
+            work.wait()
+        got.append(tensor.numpy().copy())
+    other = torch.full((3,), float(rank))
+    gradferry.all_reduce(other, "exact", name="other")
+    gradferry.forget("t")
+    (tensor,) = given(scenario, 0)
+    gradferry.all_reduce(tensor, "q4", name="t")  # begins anew
+    again = np.array_equal(tensor.numpy(), got[0])
+    for name in ("t", "other"):
+        gradferry.forget(name)
+    return {
+        "equal": [np.array_equal(a, b[0]) for a, b in zip(got, expected, strict=True)],
+        "other": other.tolist(),
+        "again": again,
+    }
+
+
+def test_all_reduce_by_name_is_a_reducer_of_one_tensor(world_of_2: World) -> None:
+    expected = {"equal": [True] * 3, "other": [0.5] * 3, "again": True}
+    assert world_of_2.run(case_by_name) == [expected] * 2

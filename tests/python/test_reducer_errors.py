@@ -1,0 +1,485 @@
+"""What a Reducer refuses, on every rank, and that nobody waits for a rank that was refused."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from outcomes import Outcome, attempt
+from test_check_every import flip_last_bit
+from world import World, WorldError
+
+Worlds = Callable[[int], World]
+
+# A refusal, and what other ranks hear of it, takes no timeout: those are 20 s.
+MOST_SECONDS = 10.0
+
+
+def named(**changes: Any) -> list[tuple[str, Any]]:
+    tensors = {"a": torch.zeros(40, 50), "b": torch.zeros(30, 60), "c": torch.zeros(7)}
+    return list({**tensors, **changes}.items())
+
+
+# --- making one -----------------------------------------------------------------------------------
+
+
+def frozen_names() -> Any:
+    yield "a", torch.zeros(3)
+    raise ValueError("no more")
+
+
+BAD_NAMED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
+    "none": (list, {}, "named_tensors is empty"),
+    "number": (lambda: 7, {}, "named_tensors=7 must be pairs"),
+    "no_names": (lambda: [torch.zeros(3)], {}, "no pair of a name and a tensor"),
+    "no_tensor": (lambda: [("a", 3.0)], {}, "no pair of a name and a tensor"),
+    "twice": (lambda: [*named(), ("a", torch.zeros(2))], {}, "two tensors are called 'a'"),
+    "sparse": (lambda: named(b=torch.eye(3).to_sparse()), {}, "'b' has layout torch.sparse_coo"),
+    "integers": (lambda: named(b=torch.zeros(3, dtype=torch.int64)), {}, "torch.int64, which no"),
+    "shared": (
+        lambda: [("a", (t := torch.zeros(9, 9))), ("b", t[3:])],
+        {},
+        "'a' and 'b' share memory",
+    ),
+    "expanded": (lambda: named(b=torch.zeros(3, 1).expand(3, 5)), {}, "'b' share memory"),
+    "meta": (
+        lambda: [("a", torch.zeros(3, device="meta"))],
+        {},
+        "no backend for tensors on 'meta'",
+    ),
+    "places": (lambda: named(b=torch.zeros(3, device="meta")), {}, "'b' is on meta and 'a' on cpu"),
+    "generator": (frozen_names, {}, "ValueError: no more"),
+    "auto": (named, {"codec": "auto"}, "a Reducer sees nothing"),
+    "codec": (named, {"codec": "q5"}, "codec 'q5' is none of"),
+    "cap": (named, {"bucket_cap_mb": 0}, "bucket_cap_mb=0 must be"),
+    "check": (named, {"check_every": 2}, "check_every=2 compares what was registered"),
+}
+
+
+def case_bad_named() -> dict[str, Outcome]:
+    import gradferry
+
+    return {
+        name: attempt(lambda make=make, options=options: gradferry.Reducer(make(), **options))
+        for name, (make, options, _) in BAD_NAMED.items()
+    }
+
+
+def test_what_cannot_be_averaged_is_refused_with_one_text(world_of_2: World) -> None:
+    answers = world_of_2.run(case_bad_named)
+    for name, (_, _, text) in BAD_NAMED.items():
+        outcomes = [answer[name] for answer in answers]
+        assert text in outcomes[0].text, name
+        assert [o.text for o in outcomes] == [outcomes[0].text] * 2, name
+        kind = "PeerError" if name == "generator" else "ConfigError"
+        assert {o.error for o in outcomes} == {kind}, name
+
+
+def case_one_rank_differs(change: str) -> tuple[Outcome, list[float]]:
+    """And the group still works afterwards."""
+    import gradferry
+    from torch.nn.parallel import DistributedDataParallel
+
+    odd = dist.get_rank() == 1
+    changes: dict[str, Any] = {
+        "shape": {"b": torch.zeros(31, 60)},
+        "dtype": {"b": torch.zeros(30, 60, dtype=torch.bfloat16)},
+        "strides": {"b": torch.zeros(60, 30).t()},
+        "number": {"d": torch.zeros(3)},
+    }
+    options = {"bucket_cap_mb": 3} if odd and change == "cap" else {}
+    ddp = DistributedDataParallel(torch.nn.Linear(30, 40)) if change == "way" else None
+    tensors = named(**(changes.get(change, {}) if odd else {}))
+    if odd and change == "name":
+        tensors[1] = ("B", tensors[1][1])
+
+    def make() -> None:
+        if odd and ddp is not None:
+            gradferry.attach(ddp, "q4")
+        elif odd and change == "broken":
+            gradferry.Reducer([("a", None)], "q4")
+        else:
+            gradferry.Reducer(tensors, "q4", **options)
+
+    outcome = attempt(make)
+    tensor = torch.full((3,), float(odd))
+    gradferry.Reducer([("t", tensor)], "exact").all_reduce()
+    return outcome, tensor.tolist()
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ("shape", "rank 1 differs from rank 0 in parameter 1 (b), shape: [31, 60] instead of"),
+        ("dtype", "rank 1 differs from rank 0 in parameter 1 (b), dtype: 'torch.bfloat16'"),
+        ("strides", "rank 1 differs from rank 0 in parameter 1 (b), strides: [1, 30] instead of"),
+        ("name", "rank 1 differs from rank 0 in parameter 1 (b), name: 'B' instead of 'b'"),
+        ("number", "rank 1 differs from rank 0 in number of parameters: 4 instead of 3"),
+        ("cap", "rank 1 differs from rank 0 in bucket_cap_mb: 3.0 instead of 25.0"),
+        ("way", "rank 1 differs from rank 0 in way in: None instead of 'Reducer'"),
+        ("broken", "rank 1: named_tensors has ('a', None), which is no pair"),
+    ],
+)
+def test_ranks_that_differ_all_hear_of_it(world_of_2: World, change: str, text: str) -> None:
+    for outcome, mean in world_of_2.run(case_one_rank_differs, change=change):
+        assert outcome.error == ("ConfigError" if change == "broken" else "RankMismatchError")
+        assert outcome.text.startswith(text)
+        assert outcome.seconds < MOST_SECONDS
+        assert mean == [0.5] * 3
+
+
+def case_no_group() -> list[Outcome]:
+    import gradferry
+
+    first = dist.new_group([0])
+    outcomes = [attempt(lambda: gradferry.Reducer(named(), "q4", first))]
+    other = dist.new_group([0, 1])
+    dist.destroy_process_group(other)
+    outcomes.append(attempt(lambda: gradferry.Reducer(named(), "q4", other)))
+    outcomes.append(attempt(lambda: gradferry.Reducer(named(), "q4", "world")))
+    return outcomes
+
+
+def test_group_must_exist_and_hold_this_rank(world_of_2: World) -> None:
+    first, second = world_of_2.run(case_no_group)
+    assert first[0].error is None
+    assert second[0].error == "ConfigError"
+    assert "no process group that this rank is in" in second[0].text
+    for answer in (first, second):
+        assert (answer[1].error, answer[2].error) == ("StateError", "ConfigError")
+        assert "was destroyed" in answer[1].text
+
+
+# --- calls ----------------------------------------------------------------------------------------
+
+
+def passed(**changes: Any) -> list[Any]:
+    return [tensor for _, tensor in named(**changes)]
+
+
+def in_inference() -> list[Any]:
+    with torch.inference_mode():
+        return passed()
+
+
+class Spread(torch.Tensor):
+    """As a DTensor says that it is one."""
+
+    def to_local(self) -> torch.Tensor:
+        raise AssertionError
+
+
+BAD_TENSORS: dict[str, tuple[Callable[[], Any], str]] = {
+    "shape": (lambda: passed(b=torch.zeros(60, 30)), "'b' has shape (60, 30), and (30, 60)"),
+    "dtype": (lambda: passed(b=torch.zeros(30, 60).half()), "'b' has dtype torch.float16, and"),
+    "device": (
+        lambda: passed(b=torch.zeros(30, 60, device="meta")),
+        "'b' has device meta, and cpu",
+    ),
+    "layout": (lambda: passed(b=torch.zeros(30, 60).to_sparse()), "'b' has layout torch.sparse"),
+    "none": (lambda: passed(b=None), "'b' is None, not a tensor; where a parameter has no"),
+    "grad": (lambda: passed(b=torch.zeros(30, 60).requires_grad_()), "'b' requires grad"),
+    "few": (lambda: passed()[:2], "2 tensors were passed and 3 registered"),
+    "one": (lambda: torch.zeros(3), "a single tensor was passed"),
+    "missing": (lambda: dict(named()[:2]), "the tensors lack 'c': every call averages all"),
+    "unknown": (lambda: dict(named(d=torch.zeros(3))), "the tensors have 'd', which was not"),
+    "expanded": (lambda: passed(b=torch.zeros(30, 1).expand(30, 60)), "elements of 'b' share"),
+    "shared": (
+        lambda: passed(a=(t := torch.zeros(80, 60))[:40, :50], b=t[50:], c=t[50, :7]),
+        "'b' and 'c' share memory",
+    ),
+    "inference": (in_inference, "'a' was made in inference mode"),
+    "spread": (
+        lambda: passed(b=torch.zeros(30, 60).as_subclass(Spread)),
+        "'b' is a Spread, whose parts are on several ranks",
+    ),
+    "no_list": (lambda: 7, "TypeError: 'int' object is not iterable"),
+}
+
+
+def case_bad_tensors(names: Sequence[str]) -> dict[str, list[Outcome]]:
+    """The last rank alone passes what it must not; then everybody calls once more."""
+    import gradferry
+
+    faulty = dist.get_rank() == dist.get_world_size() - 1
+    answers = {}
+    for name in names:
+        reducer = gradferry.Reducer(named(), "q4")
+        tensors = BAD_TENSORS[name][0]() if faulty else None
+        first = attempt(lambda r=reducer, t=tensors: r.all_reduce(t))
+        # Wrong again, but it is the first error that matters.
+        answers[name] = [first, attempt(lambda r=reducer: r.all_reduce([]))]
+    return answers
+
+
+def test_wrong_tensors_are_named_and_end_the_reducer(worlds: Worlds) -> None:
+    (answers,) = worlds(1).run(case_bad_tensors, names=list(BAD_TENSORS))
+    for name, (_, text) in BAD_TENSORS.items():
+        first, second = answers[name]
+        assert first.error == second.error == "StateError", name
+        assert first.text.startswith(text), name
+        assert f"rank 0: {text}" in second.text, name
+        assert "make a new one on every rank" in second.text, name
+
+
+def test_wrong_tensors_on_one_rank_end_the_call_on_all(world_of_2: World) -> None:
+    names = ["shape", "missing"]
+    other, faulty = world_of_2.run(case_bad_tensors, names=names)
+    for name in names:
+        text = BAD_TENSORS[name][1]
+        assert faulty[name][0].text.startswith(text), name
+        for outcome in (*other[name], faulty[name][1]):
+            assert outcome.is_ours, name
+            assert f"rank 1: {text}" in outcome.text, name
+            assert "make a new one on every rank" in outcome.text, name
+            assert outcome.seconds < MOST_SECONDS, name
+
+
+def case_not_waited_for() -> dict[str, Any]:
+    import gradferry
+
+    tensor = torch.full((3, 1000), float(dist.get_rank()))
+    reducer = gradferry.Reducer([("t", tensor)], "exact")
+    work = reducer.all_reduce(async_op=True)
+    between = [
+        attempt(reducer.state_dict),
+        attempt(lambda: reducer.load_state_dict({})),
+        attempt(reducer.skip_step),
+        attempt(lambda: reducer.scale_residuals(2.0)),
+    ]
+    dist.barrier()  # so that nobody is refused before all are under way
+    again = attempt(reducer.all_reduce)
+    late = attempt(work.wait)
+    return {
+        "between": between,
+        "again": again,
+        "late": [late, attempt(work.wait)],
+        "third": attempt(reducer.all_reduce),
+    }
+
+
+def test_next_call_before_wait_is_refused_and_ends_the_reducer(world_of_2: World) -> None:
+    for answer in world_of_2.run(case_not_waited_for):
+        for outcome in (*answer["between"], answer["again"]):
+            assert outcome.error == "StateError"
+            assert "the last all_reduce(async_op=True) was not waited for" in outcome.text
+        # What was under way may have arrived before.
+        first, second = answer["late"]
+        assert first.error == second.error
+        assert first.error is None or "was not waited for" in first.text
+        assert answer["third"].is_ours
+        assert "was not waited for" in answer["third"].text
+
+
+def case_forgotten() -> list[str]:
+    import gradferry
+
+    tensor = torch.full((3, 1000), float(dist.get_rank()))
+    reducer = gradferry.Reducer([("t", tensor)], "exact")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        reducer.all_reduce(async_op=True)
+        del reducer
+        gc.collect()
+    dist.barrier()
+    return [str(warning.message) for warning in caught]
+
+
+def test_call_that_nobody_waits_for_warns(world_of_2: World) -> None:
+    for (text,) in world_of_2.run(case_forgotten):
+        assert "its tensors do not hold the average" in text
+
+
+def case_threads() -> Outcome:
+    import gradferry
+
+    reducer = gradferry.Reducer([("t", torch.zeros(3, 1000))], "q4")
+    if dist.get_rank() == 1:
+        dist.barrier()  # rank 0 has called twice
+        return attempt(reducer.all_reduce)
+    outcomes: list[Outcome] = []
+    thread = threading.Thread(target=lambda: outcomes.append(attempt(reducer.all_reduce)))
+    thread.start()
+    while not reducer.stats()["in_flight"]:  # its half of the call has been handed over
+        assert thread.is_alive()
+    second = attempt(reducer.all_reduce)
+    dist.barrier()
+    thread.join()
+    assert outcomes[0].is_ours
+    assert "another thread" in outcomes[0].text
+    return second
+
+
+def test_second_thread_is_refused(world_of_2: World) -> None:
+    first, second = world_of_2.run(case_threads)
+    assert first.text.startswith("another thread is in all_reduce()")
+    assert "rank 0: another thread is in all_reduce()" in second.text
+    assert {first.error, second.error} <= {"StateError", "PeerError"}
+
+
+def case_group_gone() -> list[Outcome]:
+    import gradferry
+
+    group = dist.new_group([0, 1])
+    reducer = gradferry.Reducer(named(), "q4", group)
+    reducer.all_reduce()
+    dist.barrier()
+    dist.destroy_process_group(group)
+    return [attempt(reducer.all_reduce) for _ in range(2)]
+
+
+def test_destroyed_group_is_named(world_of_2: World) -> None:
+    for outcomes in world_of_2.run(case_group_gone):
+        for outcome in outcomes:
+            assert outcome.is_ours
+            assert "was destroyed; make a Reducer over a new one" in outcome.text
+            assert outcome.seconds < MOST_SECONDS
+
+
+def case_forked() -> list[int]:
+    import gradferry
+
+    reducer = gradferry.Reducer(named(), "q4")
+    reducer.all_reduce(async_op=True).wait()
+    codes = []
+    for async_op in (False, True):
+        child = os.fork()
+        if child == 0:
+            outcome = attempt(lambda a=async_op: reducer.all_reduce(async_op=a))
+            os._exit(5 if "called after a fork" in outcome.text else 6)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    reducer.all_reduce()
+    return codes
+
+
+def test_forked_child_is_refused_and_its_parent_goes_on(world_of_2: World) -> None:
+    assert world_of_2.run(case_forked) == [[5, 5]] * 2
+
+
+def case_diverged() -> Sequence[Outcome]:
+    import gradferry
+
+    model = torch.nn.Linear(40, 50)
+    reducer = gradferry.Reducer(model.named_parameters(), "q4", check_every=2)
+    outcomes = []
+    for step in range(3):
+        if step == 2 and dist.get_rank() == 1:
+            flip_last_bit(model.weight)
+        tensors = [torch.ones_like(p) for p in model.parameters()]
+        outcomes.append(attempt(lambda t=tensors: reducer.all_reduce(t)))
+    return [*outcomes, attempt(reducer.all_reduce)]
+
+
+def test_registered_parameters_are_compared(world_of_2: World) -> None:
+    for outcomes in world_of_2.run(case_diverged):
+        assert [outcome.error for outcome in outcomes[:3]] == [None, None, "DivergedError"]
+        assert "'weight'" in outcomes[2].headline
+
+
+def case_nonfinite() -> list[Outcome]:
+    import gradferry
+
+    reducer = gradferry.Reducer(named(), "q4", nonfinite="raise")
+    tensors = passed()
+    if dist.get_rank() == 1:
+        tensors[1][3, 4] = float("inf")
+    return [attempt(lambda: reducer.all_reduce(tensors)), attempt(lambda: copy.copy(reducer))]
+
+
+def test_nonfinite_average_raises_on_all_ranks(world_of_2: World) -> None:
+    answers = world_of_2.run(case_nonfinite)
+    assert len({outcomes[0].headline for outcomes in answers}) == 1
+    for outcome, copied in answers:
+        assert outcome.error == "StateError"
+        assert "'b' is not finite at step 0" in outcome.text
+        assert "cannot be copied or pickled" in copied.text
+
+
+def case_peer_ends() -> Outcome:
+    import gradferry
+
+    group = dist.new_group()
+    reducer = gradferry.Reducer(named(), "q4", group)
+    reducer.all_reduce()
+    if dist.get_rank() == 1:
+        del reducer
+        gc.collect()
+        dist.barrier()
+        return attempt(lambda: None)
+    outcome = attempt(lambda: reducer.all_reduce(async_op=True).wait())
+    dist.barrier()
+    return outcome
+
+
+def test_peer_that_let_go_of_its_reducer_is_named(world_of_2: World) -> None:
+    outcome = world_of_2.run(case_peer_ends)[0]
+    assert outcome.error == "PeerError"
+    assert "rank 1" in outcome.text
+    assert outcome.seconds < MOST_SECONDS
+
+
+def case_peer_dies() -> None:
+    import gradferry
+
+    tensor = torch.zeros(500, 1000)
+    reducer = gradferry.Reducer([("t", tensor)], "exact", workspace_cap_mb=1)
+    work = reducer.all_reduce(async_op=True)
+    if dist.get_rank() == 1:
+        os._exit(9)
+    outcomes = [attempt(work.wait), attempt(work.wait), attempt(reducer.all_reduce)]
+    assert {outcome.error for outcome in outcomes} == {"PeerError"}
+    assert outcomes[0].text == outcomes[1].text
+    assert outcomes[0].seconds < MOST_SECONDS
+    raise AssertionError(f"survivor: {outcomes[0].text}")
+
+
+def test_survivor_of_a_call_under_way_names_the_rank_that_died() -> None:
+    world = World(2)
+    try:
+        with pytest.raises(WorldError, match=r"survivor: .*rank 1"):
+            world.run(case_peer_dies)
+    finally:
+        world.stop()
+
+
+def case_names_kept() -> list[Outcome]:
+    import gradferry
+    from gradferry import kept_reducers
+
+    reduce = gradferry.all_reduce
+    outcomes = [
+        attempt(lambda: reduce(torch.zeros(9), "q4", name="kept")),
+        attempt(lambda: reduce(torch.zeros(9), "q8", name="kept")),
+        attempt(lambda: reduce(torch.zeros(9), "q4", name="kept")),
+        attempt(lambda: gradferry.forget("never")),
+        attempt(lambda: gradferry.forget("kept")),
+        attempt(lambda: reduce(torch.zeros(8), "q8", name="kept")),
+        attempt(lambda: reduce(torch.zeros(8), "auto", name="auto")),
+        attempt(lambda: gradferry.forget("kept")),
+        attempt(lambda: reduce(torch.zeros(8), "q4", name=["kept"])),
+    ]
+    group = dist.new_group()
+    outcomes.append(attempt(lambda: reduce(torch.zeros(9), "q4", name="kept", group=group)))
+    dist.barrier()
+    dist.destroy_process_group(group)
+    outcomes.append(attempt(lambda: reduce(torch.zeros(9), "q4", name="kept", group=group)))
+    reduce(torch.zeros(9), "q4", name="other")
+    assert [name for _, name in kept_reducers._kept] == ["other"]  # the group's name may come again
+    gradferry.forget("other")
+    return outcomes
+
+
+def test_kept_name_has_one_codec_until_it_is_forgotten(world_of_2: World) -> None:
+    for outcomes in world_of_2.run(case_names_kept):
+        expected = [None, "StateError", "StateError", "StateError", None, None, "ConfigError"]
+        assert [o.error for o in outcomes] == [*expected, None, "ConfigError", None, "StateError"]
+        assert "with codec 'q4' before and now with 'q8'" in outcomes[1].text
+        assert "nothing is kept for 'never'; there is something for ['kept']" in outcomes[3].text
