@@ -35,16 +35,9 @@ PendingAllReduce AllReducer::start(std::vector<Bucket> buckets, bool in_backgrou
   for (const Bucket& bucket : buckets) {
     futures.push_back(make_future(c10::TensorType::get(), bucket.gradient));
   }
-  if (!in_background) {
-    for (size_t i = 0; i < buckets.size(); ++i) {
-      engine_->run(buckets[i].parameters, {}, buckets[i].gradient, futures[i], buckets[i].gradient);
-    }
-    return PendingAllReduce(std::move(futures));
-  }
-  if (!worker_) worker_ = Worker::start("gf-calls", BackgroundThread::Role::kEngine);
-  // Its last bucket may be complete before the thread has left the engine.
-  const auto handed_over = c10::make_intrusive<c10::ivalue::Future>(c10::NoneType::get());
-  const auto job = [engine = engine_, buckets = std::move(buckets), futures, handed_over] {
+  // An error in one bucket is the caller's when all have been handed over: until then the engine
+  // writes to the others.
+  auto hand_over = [engine = engine_, buckets = std::move(buckets), futures] {
     for (size_t i = 0; i < buckets.size(); ++i) {
       const at::Tensor& gradient = buckets[i].gradient;
       try {
@@ -53,10 +46,19 @@ PendingAllReduce AllReducer::start(std::vector<Bucket> buckets, bool in_backgrou
         futures[i]->setErrorIfNeeded(std::current_exception());
       }
     }
-    handed_over->markCompleted(c10::IValue());
   };
-  const bool added = worker_->add(job);
+  if (!in_background) {
+    hand_over();
+    return PendingAllReduce(std::move(futures));
+  }
+  if (!worker_) worker_ = Worker::start("gf-calls", BackgroundThread::Role::kEngine);
+  // Its last bucket may be complete before the thread has left the engine.
+  const auto handed_over = c10::make_intrusive<c10::ivalue::Future>(c10::NoneType::get());
   futures.push_back(handed_over);
+  const bool added = worker_->add([hand_over = std::move(hand_over), handed_over] {
+    hand_over();
+    handed_over->markCompleted(c10::IValue());
+  });
   if (!added) throw called_at_exit();
   return PendingAllReduce(std::move(futures));
 }

@@ -152,6 +152,7 @@ void BucketEngine::raise(const Error& error) const {
 }
 
 bool BucketEngine::fail(const Error& error) {
+  if (getpid() != process_id_) raise(called_after_fork(process_id_));  // its peers are the parent's
   bool is_first = false;
   {
     const std::lock_guard lock(life_.mutex);
@@ -165,6 +166,7 @@ bool BucketEngine::fail(const Error& error) {
 }
 
 void BucketEngine::expect_alive() const {
+  if (getpid() != process_id_) raise(called_after_fork(process_id_));
   const std::lock_guard lock(life_.mutex);
   if (life_.death) throw Error(*life_.death);
 }

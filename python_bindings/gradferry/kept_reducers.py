@@ -17,6 +17,13 @@ from gradferry.reduction.tensor_calls import Work
 __all__ = ["all_reduce", "forget"]
 
 
+class _KeptReducer(Reducer):
+    _WAY_ON = (
+        "What is kept for this name is finished, on all ranks. To go on, call "
+        "gradferry.forget(name) on every rank."
+    )
+
+
 @dataclass(frozen=True)
 class _Kept:
     reducer: Reducer
@@ -39,10 +46,10 @@ def all_reduce(
 ) -> Work | None:
     """Replaces a tensor by its average over all ranks, through a codec. Collective.
 
-    The first call with a name makes a `Reducer` of this one tensor, with connections and residuals
-    of its own, which is kept for later calls with the same name and group until `forget`: what is
-    withheld of a tensor comes with the next tensor of that name. For many tensors, options and
-    checkpoints make a `Reducer` yourself. After an error, too, call `forget`.
+    The first call with a name, in one order of names on all ranks, makes a `Reducer` of this one
+    tensor, with connections and residuals of its own. It is kept for later calls with the same name
+    and group until `forget`: what is withheld of a tensor comes with the next tensor of that name.
+    For many tensors, options and checkpoints make a `Reducer` yourself.
 
     Args:
         tensor: does not require grad; of one shape, dtype and device for each name.
@@ -66,7 +73,7 @@ def all_reduce(
     if kept is None:
         # For this tensor, however small it is; a codec for whole models is none for rules.
         rules = None if codec in (OFF, "auto") else [{"codec": codec}]
-        reducer = Reducer([(name, tensor)], codec, members, rules=rules)
+        reducer = _KeptReducer([(name, tensor)], codec, members, rules=rules)
         calls_of(reducer).keep_no_tensors()
         kept = _Kept(reducer, codec, weakref.ref(members))
         with _lock:

@@ -35,7 +35,6 @@ from gradferry.reduction.tensor_calls import (
 __all__ = ["Reducer", "Work"]
 
 BUCKET_CAP_MB = 25  # of DistributedDataParallel
-_WAY_ON = "This Reducer is finished, on all ranks. To go on, make a new one on every rank."
 
 
 class Reducer(Averaging):
@@ -80,6 +79,8 @@ class Reducer(Averaging):
         StateError: there is no process group.
     """
 
+    _WAY_ON = "This Reducer is finished, on all ranks. To go on, make a new one on every rank."
+
     def __init__(
         self,
         named_tensors: Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor],
@@ -116,18 +117,22 @@ class Reducer(Averaging):
             config = make_config(options)
             _check_config(config, named)
             record = {"way in": "Reducer", "bucket_cap_mb": _bucket_cap(bucket_cap_mb)}
-            return propose(config, members, device, named, record, _WAY_ON)
+            return propose(config, members, device, named, record, self._WAY_ON)
 
         def build(running: Running, nonce: str) -> Running:
             running.start(members, nonce)
             return running
 
         self._started = running = start(
-            members, device, propose_here, build, purpose="come to make a Reducer"
+            members,
+            _place_in(members, device),
+            propose_here,
+            build,
+            purpose="come to make a Reducer",
         )
+        self._watches = False  # the optimizer
         self._calls = TensorCalls(running, named, int(bucket_cap_mb * 2**20))
         if running.engine is not None:
-            watch_optimizer(running.parameters, running.index, running.config.momentum)
             exchanges = running.transport.exchanges
             warn_about_rules(running.config, running.parameters, exchanges=exchanges, stacklevel=2)
             warn_about_surroundings(running.transport, members, stacklevel=2)
@@ -142,7 +147,8 @@ class Reducer(Averaging):
             tensors: a sequence in the order of registration, or a mapping by name, with the shapes,
                 dtypes and device of the registered tensors; other strides are allowed. None: the
                 registered tensors themselves. They must not require grad: pass gradients.
-            async_op: if true, returns at once. Wait for the result before the next call.
+            async_op: if true, returns at once. Wait for the result before the next call. Not with
+                ``check_every`` or ``grad_scaler``.
 
         Returns:
             None, or with `async_op` the `Work` to wait for.
@@ -157,7 +163,20 @@ class Reducer(Averaging):
             Any of them ends the Reducer on all ranks, which may be in this call already. The
             contents of the tensors are then unspecified.
         """
+        if isinstance(tensors, list | tuple | Mapping) and not self._watches:
+            self._watch_gradients(tensors)
         return self._calls.all_reduce(tensors, async_op)
+
+    def _watch_gradients(self, tensors: Tensors) -> None:
+        """Watches the optimizer of registered parameters whose gradients are averaged. That of the
+        steps between averages, as in local SGD, never sees what is averaged.
+        """
+        running = self._started
+        given = tensors.values() if isinstance(tensors, Mapping) else tensors
+        gradients = {id(p.grad) for p in running.tensors() if p.is_leaf and p.grad is not None}
+        if running.engine is not None and any(id(each) in gradients for each in given):
+            self._watches = True
+            watch_optimizer(running.parameters, running.index, running.config.momentum)
 
     def state_dict(self) -> dict[str, Any]:
         """The state that this rank must save to continue exactly where it stopped. Not collective.
@@ -238,6 +257,14 @@ def usable_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     if members not in dist.distributed_c10d._world.pg_map:
         raise StateError("the process group was destroyed; pass one that exists")
     return members
+
+
+def _place_in(group: dist.ProcessGroup, wanted: torch.device) -> torch.device:
+    """Where ranks can meet, even if what they are to average lies elsewhere, or is wrong."""
+    types = [kind.type for kind in group._device_types]
+    if wanted.type in types or CPU.type in types:
+        return wanted
+    return torch.device(types[0], torch.accelerator.current_device_index())
 
 
 def _checked_names(

@@ -24,12 +24,15 @@ class Packed:
 
     buckets: list[Bucket]
     copies: list[tuple[list[torch.Tensor], list[torch.Tensor]]]
+    unpacked: torch.Event | None  # on a device; the next call may be on another stream
 
     @torch.no_grad()
     def unpack(self) -> None:
         """Copies what the buckets hold to the tensors."""
         for tensors, views in self.copies:
             _copy(tensors, views)
+        if self.unpacked is not None:
+            self.unpacked.record()
 
 
 @dataclass
@@ -65,6 +68,7 @@ class Packing:
         self._parameters = parameters
         self._dtypes = dtypes
         self._device = device
+        self._unpacked = None if device.type == "cpu" else torch.Event(device)
         self._rooms = [_Room(indices) for indices in _divided(parameters, dtypes, cap_bytes)]
 
     @property
@@ -75,13 +79,18 @@ class Packing:
     @torch.no_grad()
     def pack(self, tensors: Sequence[torch.Tensor]) -> Packed:
         """Tensors with the shapes, dtypes and device of the registered ones, as buckets."""
-        packed = Packed([], [])
+        if self._unpacked is not None:
+            self._unpacked.wait()
+        packed = Packed([], [], self._unpacked)
         for room in self._rooms:
             mine = [tensors[index] for index in room.indices]
             flat = self._in_place(room.indices[0], mine[0]) if len(mine) == 1 else None
             if flat is None:
                 flat = self._filled(room, mine)
                 packed.copies.append((mine, room.views))
+            elif not mine[0].is_inference():
+                # The engine writes behind the back of autograd, which must notice.
+                torch.autograd.graph.increment_version(mine[0])
             packed.buckets.append((room.indices, flat))
         return packed
 
@@ -120,8 +129,8 @@ def _divided(
     open_buckets: dict[torch.dtype, tuple[list[int], int]] = {}
     for index, (parameter, dtype) in enumerate(zip(parameters, dtypes, strict=True)):
         num_bytes = parameter.num_elements * parameter.dtype.itemsize
-        bucket, filled = open_buckets.get(dtype, ([], cap_bytes))
-        if filled + num_bytes > cap_bytes:
+        bucket, filled = open_buckets.get(dtype, ([], 0))
+        if not bucket or filled + num_bytes > cap_bytes:
             bucket, filled = [], 0
             buckets.append(bucket)
         bucket.append(index)

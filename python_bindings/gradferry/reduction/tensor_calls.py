@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import NoReturn, Protocol
 
 import torch
@@ -30,10 +29,12 @@ class Work:
     Until `wait` has returned do not read or write the tensors.
     """
 
-    def __init__(self, pending: _Pending, packed: Packed) -> None:
-        self._pending = pending
-        self._packed: Packed | None = packed  # None: settled
-        self._error: Exception | None = None
+    def __init__(self, pending: _Pending, packed: Packed, end: Callable[[str], None]) -> None:
+        self._call: tuple[_Pending, Packed] | None = (pending, packed)  # None: settled
+        self._unpacked = packed.unpacked
+        self._end = end
+        # Not the exception itself, whose traceback would keep the engine alive.
+        self._error: tuple[type[GradferryError], str] | None = None
         self._lock = threading.Lock()
 
     def wait(self) -> bool:
@@ -48,28 +49,42 @@ class Work:
                 contents of the tensors are then unspecified. Every further call raises it, too.
         """
         with self._lock:
+            if self._call is not None:
+                self._settle(*self._call)
+            elif self._unpacked is not None:
+                self._unpacked.wait()  # for the current stream, which may be another one
             if self._error is not None:
-                raise self._error
-            if self._packed is not None:
-                try:
-                    self._pending.wait()
-                    self._packed.unpack()
-                except Exception as error:
-                    self._error, self._packed = error, None
-                    raise
-                self._packed = None  # an interrupt leaves it: wait() can be called again
+                kind, text = self._error
+                raise kind(text)
         return True
+
+    def _settle(self, pending: _Pending, packed: Packed) -> None:
+        try:
+            pending.wait()  # an interrupt leaves it as it is: wait() can be called again
+            packed.unpack()
+        except GradferryError as error:
+            self._error = type(error), str(error)
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            self._error = StateError, text
+            self._end(text)
+        self._call = None
 
     def is_completed(self) -> bool:
         """Whether `wait` returns, or raises, without waiting for another rank."""
-        return self._packed is None or self._pending.is_completed()
+        call = self._call
+        return call is None or call[0].is_completed()
 
     @property
     def _is_settled(self) -> bool:
-        return self._packed is None
+        return self._call is None
+
+    def _refuse(self, text: str) -> None:
+        """Settles a call for which nobody has waited in time."""
+        self._error, self._call = (StateError, text), None
 
     def __del__(self) -> None:
-        if getattr(self, "_packed", None) is not None:
+        if getattr(self, "_call", None) is not None:
             warnings.warn(
                 "nobody has waited for an all_reduce(async_op=True): its tensors do not hold the "
                 "average; call work.wait()",
@@ -125,6 +140,7 @@ class TensorCalls:
         engine = running.engine
         self._engine_calls = None if engine is None else _native.AllReducer(engine=engine)
         self._work: Work | None = None  # of the last call
+        self._ended: str | None = None  # why
         self._busy = threading.Lock()  # held by the thread that is in all_reduce()
         self.count = 0
         self.buckets_passed = 0
@@ -136,17 +152,19 @@ class TensorCalls:
 
     def all_reduce(self, tensors: Tensors | None, async_op: bool) -> Work | None:
         """See `Reducer.all_reduce`."""
+        engine = self._running.engine
+        if engine is not None:
+            engine.expect_alive()  # the first error is the one to look at
+        elif self._ended is not None:
+            raise StateError(f"an earlier call failed: {self._ended}")
         if not self._busy.acquire(blocking=False):
             self.fail("another thread is in all_reduce(): call it from one thread at a time")
         try:
             if self._work is not None and not self._work._is_settled:
-                self._work = None
-                self.fail(
-                    "the last all_reduce(async_op=True) was not waited for: call its work.wait() "
-                    "before the next one"
-                )
-            if self._running.engine is not None:
-                self._running.engine.expect_alive()  # the first error is the one to look at
+                self._work._refuse(_NOT_WAITED_FOR)
+                self.fail(_NOT_WAITED_FOR)
+            if async_op:
+                self._expect_async()
             self._work = self._post(self._checked(tensors), async_op)
             self.count += 1
             if async_op:
@@ -155,10 +173,31 @@ class TensorCalls:
             return None
         except GradferryError:
             raise
-        except Exception as error:
-            self.fail(f"{type(error).__name__}: {error}", error)
+        except BaseException as error:
+            # Buckets may be on their way: the next call would meet them.
+            if self._work is not None:
+                self._work._refuse("this call was interrupted")
+            text = f"{type(error).__name__}: {error}"
+            self._end(text)
+            if not isinstance(error, Exception):
+                raise
+            raise StateError(text) from error
         finally:
             self._busy.release()
+
+    def _expect_async(self) -> None:
+        """Options with which a thread in the background would read what the caller changes."""
+        config = self._running.config
+        if config.check_every:
+            self.fail(
+                "check_every= compares parameters, which may change during "
+                "all_reduce(async_op=True): call it without async_op, or leave check_every out"
+            )
+        if config.grad_scaler is not None:
+            self.fail(
+                "grad_scaler= has a scale that may change during all_reduce(async_op=True): call "
+                "it without async_op, or unscale first and leave grad_scaler out"
+            )
 
     def _post(self, tensors: Sequence[torch.Tensor], async_op: bool) -> Work:
         try:
@@ -172,12 +211,12 @@ class TensorCalls:
         engine = self._running.engine
         if engine is None or self._engine_calls is None:
             self.buckets_passed += len(packed.buckets)
-            return Work(_PassedThrough(packed.buckets, group), packed)
+            return Work(_PassedThrough(packed.buckets, group), packed, self._end)
         engine.note_optimizer_step()  # whatever follows the last call, that was a step
         # On a device, handing over is no more than enqueueing behind the current stream.
         in_background = async_op and self._running.transport.on_host
         pending = self._engine_calls.start(packed.buckets, in_background=in_background)
-        return Work(pending, packed)
+        return Work(pending, packed, self._end)
 
     def _checked(self, tensors: Tensors | None) -> list[torch.Tensor]:
         """The tensors to average, in the order of registration."""
@@ -206,6 +245,8 @@ class TensorCalls:
             return [tensors[name] for name in self._names]
         if isinstance(tensors, torch.Tensor):
             raise StateError("a single tensor was passed; pass a list, or a mapping by name")
+        if isinstance(tensors, Set):
+            raise StateError("a set has no order that all ranks share; pass a list, or a mapping")
         mine = list(tensors)
         if len(mine) != len(self._names):
             raise StateError(
@@ -242,12 +283,17 @@ class TensorCalls:
                 "clone()"
             )
 
-    def fail(self, message: str, cause: Exception | None = None) -> NoReturn:
-        """Ends the engine, which tells the other ranks: they may be waiting for this one."""
+    def fail(self, message: str) -> NoReturn:
+        """Ends the calls of all ranks, which may be waiting for this one."""
+        self._end(message)
+        raise StateError(message)
+
+    def _end(self, message: str) -> None:
+        """Without an engine the others wait for as long as the process group does."""
+        self._ended = message
         engine = self._running.engine
         if engine is not None:
             engine.fail(f"rank {self._running.rank}: {message}")
-        raise StateError(message) from cause
 
     def expect_waited_for(self, what: str) -> None:
         """Raises StateError if the last call is on its way; `what` cannot be done then."""
@@ -262,6 +308,10 @@ class TensorCalls:
         self._tensors = []
 
 
+_NOT_WAITED_FOR = (
+    "the last all_reduce(async_op=True) was not waited for: call its work.wait() before the next "
+    "one"
+)
 _FIELDS = ("shape", "dtype", "device", "layout")
 
 
@@ -276,23 +326,52 @@ def expect_plain(name: str, tensor: torch.Tensor) -> None:
 
 def check_memory(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
     """Raises StateError if an average could be written to one place twice."""
+    first: dict[int, str] = {}
     for name, tensor in zip(names, tensors, strict=True):
-        if torch._debug_has_internal_overlap(tensor) == 1:
+        if _may_overlap_itself(tensor):
             raise StateError(
-                f"elements of {name!r} share memory (expand() does so); pass a clone()"
+                f"elements of {name!r} share memory (expand() and unfold() do so); pass a clone()"
             )
+        if first.setdefault(id(tensor), name) != name:
+            raise StateError(_shared(first[id(tensor)], name))
     spans = sorted(
-        (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, index)
+        (tensor.data_ptr(), tensor.data_ptr() + _extent(tensor), index)
         for index, tensor in enumerate(tensors)
-        if tensor.numel() and is_dense(tensor)  # others may lie between each other
+        if tensor.numel()
     )
-    for (_, end, one), (begin, _, other) in pairwise(spans):
-        if begin < end:
-            first, second = (names[index] for index in sorted((one, other)))
-            raise StateError(
-                f"{first!r} and {second!r} share memory, which would be averaged twice; register "
-                "what is shared once"
-            )
+    # Those that are not dense may lie between each other, but not in a dense one.
+    last = last_dense = (0, -1)  # end and index of what reaches farthest so far
+    for begin, end, index in spans:
+        dense = is_dense(tensors[index])
+        reaches, other = last if dense else last_dense
+        if begin < reaches:
+            raise StateError(_shared(*(names[each] for each in sorted((index, other)))))
+        last = max(last, (end, index))
+        if dense:
+            last_dense = max(last_dense, (end, index))
+
+
+def _shared(first: str, second: str) -> str:
+    return (
+        f"{first!r} and {second!r} share memory, which would be averaged twice; register what is "
+        "shared once"
+    )
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Bytes from the first element to the end of the last one."""
+    sides = zip(tensor.shape, tensor.stride(), strict=True)
+    return (1 + sum((size - 1) * stride for size, stride in sides)) * tensor.element_size()
+
+
+def _may_overlap_itself(tensor: torch.Tensor) -> bool:
+    """Whether a step in some dimension may end where smaller steps lead, too."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return bool(tensor.numel())
+        reach += max(size - 1, 0) * stride
+    return False
 
 
 def short(value: object) -> str:

@@ -1,0 +1,234 @@
+"""Calls of a Reducer that go wrong half-way, and memory that a call must not miss."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from outcomes import Outcome, attempt
+from world import World
+
+
+def one(**options: Any) -> Any:
+    import gradferry
+
+    return gradferry.Reducer([("a", torch.zeros(40, 50))], "exact", **options)
+
+
+def case_empty_tensors() -> tuple[list[list[float]], int]:
+    """Tensors without elements, first of their dtype, alone, and among others."""
+    import gradferry
+
+    rank = float(dist.get_rank())
+    named = [
+        ("none", torch.zeros(0, 3)),
+        ("some", torch.full((2,), rank)),
+        ("no double", torch.zeros(0, dtype=torch.float64)),
+    ]
+    reducer = gradferry.Reducer(named, "exact")
+    reducer.all_reduce()
+    reducer.all_reduce()
+    reducer.state_dict()  # not in the middle of a step
+    alone = gradferry.Reducer(named[2:], "exact")
+    alone.all_reduce()
+    alone.state_dict()
+    return [tensor.tolist() for _, tensor in named], reducer.stats()["steps"]
+
+
+def test_tensors_without_elements_are_part_of_every_step(world_of_2: World) -> None:
+    for tensors, steps in world_of_2.run(case_empty_tensors):
+        assert tensors == [[], [0.5, 0.5], []]
+        assert steps == 1  # counted from 0
+
+
+def overlapping(name: str) -> list[torch.Tensor]:
+    base = torch.zeros(12, 12)
+    return {
+        "unfolded": [torch.zeros(9).unfold(0, 4, 1), torch.zeros(3)],
+        "strided": [torch.zeros(20).as_strided((5, 4), (1, 1)), torch.zeros(3)],
+        "dense and every other column": [base, base[:, ::2]],
+        "every other column twice": [base[:, ::2]] * 2,
+        "inside a longer one": [base, base[2:4]],
+    }[name]
+
+
+def case_overlapping(name: str) -> Outcome:
+    import gradferry
+
+    named = list(zip("ab", overlapping(name), strict=True))
+    return attempt(lambda: gradferry.Reducer(named, "exact"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "unfolded",
+        "strided",
+        "dense and every other column",
+        "every other column twice",
+        "inside a longer one",
+    ],
+)
+def test_elements_that_share_memory_are_refused(world_of_2: World, name: str) -> None:
+    for outcome in world_of_2.run(case_overlapping, name=name):
+        assert outcome.error == "ConfigError"
+        assert "share memory" in outcome.text
+
+
+def case_columns() -> list[list[float]]:
+    """The columns of one tensor lie between each other, and share nothing."""
+    import gradferry
+
+    base = torch.arange(6.0).view(3, 2) * (1 + dist.get_rank())
+    named = [("even", base[:, ::2]), ("odd", base[:, 1::2])]
+    gradferry.Reducer(named, "exact").all_reduce()
+    return base.tolist()
+
+
+def test_columns_of_one_tensor_are_averaged(world_of_2: World) -> None:
+    for answer in world_of_2.run(case_columns):
+        assert answer == [[0.0, 1.5], [3.0, 4.5], [6.0, 7.5]]
+
+
+def case_interrupted() -> tuple[Outcome, Outcome]:
+    """Rank 0 is interrupted when its buckets are under way."""
+    from gradferry.reduction import tensor_calls
+
+    reducer = one()
+    if dist.get_rank() == 0:
+        interrupted = mock.patch.object(tensor_calls.Work, "wait", side_effect=KeyboardInterrupt)
+        with interrupted, pytest.raises(KeyboardInterrupt):
+            reducer.all_reduce()
+    else:
+        attempt(reducer.all_reduce)  # rank 0 may be interrupted before or after its end
+    return attempt(reducer.all_reduce), attempt(reducer.state_dict)
+
+
+def test_an_interrupted_call_is_the_last_one_on_all_ranks(world_of_2: World) -> None:
+    for second, saved in world_of_2.run(case_interrupted):
+        assert second.error in ("StateError", "PeerError")
+        assert "KeyboardInterrupt" in second.text
+        assert "make a new one" in second.text
+        assert saved.error in ("StateError", "PeerError")
+
+
+def case_unpack_fails() -> tuple[Outcome, Outcome, Outcome]:
+    from gradferry.reduction.packing import Packed
+
+    reducer = one()
+    work = reducer.all_reduce(async_op=True)
+    broken = mock.patch.object(Packed, "unpack", side_effect=RuntimeError("no way back"))
+    if dist.get_rank() == 0:
+        with broken:
+            first = attempt(work.wait)
+    else:
+        first = attempt(work.wait)
+    return first, attempt(work.wait), attempt(reducer.all_reduce)
+
+
+def test_an_average_that_cannot_be_copied_back_ends_the_reducer(world_of_2: World) -> None:
+    (first, again, following), (_, _, of_other) = world_of_2.run(case_unpack_fails)
+    assert first.error == again.error == "StateError"
+    assert "RuntimeError: no way back" in first.text
+    assert first.text == again.text
+    for outcome in (following, of_other):
+        assert "no way back" in outcome.text
+
+
+def case_without_engine() -> list[Outcome]:
+    import gradferry
+
+    reducer = gradferry.Reducer([("a", torch.zeros(3))], "off")
+    return [attempt(lambda: reducer.all_reduce([])), attempt(reducer.all_reduce)]
+
+
+def test_without_an_engine_the_first_error_is_the_last_call_too(world_of_2: World) -> None:
+    for first, second in world_of_2.run(case_without_engine):
+        assert "0 tensors were passed" in first.text
+        assert second.error == "StateError"
+        assert "an earlier call failed: 0 tensors" in second.text
+
+
+def case_let_go() -> list[bool]:
+    """Whether an engine is gone when its Reducer is, without a garbage collection; after a call,
+    and after an error.
+    """
+    answers = []
+    gc.collect()
+    gc.disable()
+    try:
+        for fails in (False, True):
+            reducer = one()
+            engine = weakref.ref(reducer._running)
+            work = reducer.all_reduce(async_op=True)
+            work.wait()
+            if fails:
+                assert attempt(lambda r=reducer: r.all_reduce([])).error == "StateError"
+                assert attempt(reducer.all_reduce).error
+            del reducer, work
+            answers.append(engine() is None)
+    finally:
+        gc.enable()
+    return answers
+
+
+def test_a_reducer_is_gone_when_nobody_holds_it(world_of_2: World) -> None:
+    for answer in world_of_2.run(case_let_go):
+        assert answer == [True, True]
+
+
+def case_kept_tensors() -> bool:
+    reducer = one(bucket_cap_mb=0.001)
+    tensor = torch.zeros(40, 50)
+    memory = weakref.ref(tensor)
+    reducer.all_reduce([tensor])
+    del tensor
+    return memory() is None
+
+
+def test_a_call_that_is_over_keeps_no_tensors(world_of_2: World) -> None:
+    assert world_of_2.run(case_kept_tensors) == [True, True]
+
+
+def case_autograd_notices(bucket_cap_mb: float) -> Outcome:
+    import gradferry
+
+    factor = torch.ones(40, 50)
+    loss = (torch.ones(40, 50, requires_grad=True) * factor).sum()
+    reducer = gradferry.Reducer([("a", factor)], "exact", bucket_cap_mb=bucket_cap_mb)
+    reducer.all_reduce()
+    return attempt(loss.backward)
+
+
+@pytest.mark.parametrize("bucket_cap_mb", [0.001, 25])
+def test_autograd_notices_what_was_averaged(world_of_2: World, bucket_cap_mb: float) -> None:
+    for outcome in world_of_2.run(case_autograd_notices, bucket_cap_mb=bucket_cap_mb):
+        assert outcome.error == "RuntimeError"
+        assert "modified by an inplace operation" in outcome.text
+
+
+def case_refused_in_background(options: dict[str, Any]) -> Outcome:
+    import gradferry
+
+    named = [("a", torch.nn.Parameter(torch.zeros(3, 5)))]
+    reducer = gradferry.Reducer(named, "q4", **options)
+    return attempt(lambda: reducer.all_reduce([torch.zeros(3, 5)], async_op=True))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"check_every": 2}, {"grad_scaler": torch.amp.GradScaler("cpu")}],
+    ids=["check_every", "grad_scaler"],
+)
+def test_what_a_loop_changes_meanwhile_is_not_read_in_the_background(
+    world_of_2: World, options: dict[str, Any]
+) -> None:
+    for outcome in world_of_2.run(case_refused_in_background, options=options):
+        assert outcome.error == "StateError"
+        assert f"{next(iter(options))}= " in outcome.text
+        assert "without async_op" in outcome.text
