@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -12,6 +14,7 @@ from gradferry.ddp.state import bound_to
 from gradferry.ddp.trial import SETTLING_STEPS, TRIAL_STEPS
 from gradferry.forecast.predict import Prediction
 from gradferry.forecast.verdict import MOST_RIVALS, rivals
+from gradferry.lab.cli import main
 from scenario import Run, Scenario
 from test_choice import AUTO
 from world import World
@@ -148,3 +151,17 @@ def test_a_choice_that_was_held_is_compared_and_may_stay(world_of_2: World) -> N
     assert "q4 (99.0 ms per step measured) is within 10%" in made["reason"]
     assert made["codec"] == "q4"
     assert made["next_check"] == 2 + 3 * TRIAL_STEPS + 1000
+
+
+@pytest.mark.usefixtures("namespaces_allowed")
+def test_it_compresses_on_a_slow_link(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    command = ["bench", "train", "--model", "small", "--hooks", "auto", "--link", "200mbit"]
+    sizes = ["--rounds", "1", "--steps", "1", "--bucket-caps", "25", "--json", str(file)]
+    assert main([*command, *sizes]) == 0
+    none, auto = json.loads(file.read_text())["rows"]
+    # 3.49 MB of fp32 at 200 Mb/s take 140 ms, much longer than a step of this model: whatever 16
+    # bits would take, fewer take less by far more than 2 %.
+    assert auto["wire_bytes_measured"]
+    assert auto["wire_bytes"] == auto["wire_bytes_formula"] < 3_490_816 / 3
+    assert none["wire_bytes"] == 0
