@@ -80,6 +80,8 @@ def case_refused(scenario: Scenario, changes: list[dict[str, Any]]) -> list[str]
     unknown = "on_resize='meen' is none of strict, mean, drop"
     with pytest.raises(gradferry.ConfigError, match=unknown):
         run.state.load_state_dict(saved, on_resize="meen")
+    with pytest.raises(gradferry.StateError, match="of type NoneType, not the dict"):
+        run.state.load_state_dict(None)
     run.state.load_state_dict(saved)
     return texts
 

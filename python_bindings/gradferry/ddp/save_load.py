@@ -35,7 +35,8 @@ def load(bound: Binding, saved: Mapping[str, Any], on_resize: str) -> None:
         if bound.running.engine is None:
             return
     # A world of one chooses no codec, but may load a state in which others chose one.
-    chosen = Choice.restored(saved["choice"]).codec if "choice" in saved else None
+    has_choice = isinstance(saved, Mapping) and "choice" in saved
+    chosen = Choice.restored(saved["choice"]).codec if has_choice else None
     steps = save_load.load(bound.running, saved, on_resize, chosen=chosen, stacklevel=3)
     if bound.handover is not None and steps is not None:
         bound.hook.resume(steps)

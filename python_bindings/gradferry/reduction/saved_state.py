@@ -186,6 +186,11 @@ def steps_and_scale(saved: Mapping[str, Any]) -> tuple[int, float]:
 
 def check_identity(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
     """Raises StateError unless the state was saved by a hook like the one that loads it."""
+    if not isinstance(saved, Mapping):
+        raise StateError(
+            f"the saved state is of type {type(saved).__name__}, not the dict that state_dict() "
+            "returned"
+        )
     if saved.get("format", FORMAT) not in (FLAT_FORMAT, FORMAT):
         raise StateError(
             f"the saved state has format {saved['format']!r}, and this gradferry reads formats "

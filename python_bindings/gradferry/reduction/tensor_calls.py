@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import NoReturn, Protocol
 
@@ -32,7 +33,7 @@ class Work:
     def __init__(self, pending: _Pending, packed: Packed, end: Callable[[str], None]) -> None:
         self._call: tuple[_Pending, Packed] | None = (pending, packed)  # None: settled
         self._unpacked = packed.unpacked
-        self._end = end
+        self._end = weakref.WeakMethod(end)  # of what holds the last call
         # Not the exception itself, whose traceback would keep the engine alive.
         self._error: tuple[type[GradferryError], str] | None = None
         self._lock = threading.Lock()
@@ -67,7 +68,8 @@ class Work:
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             self._error = StateError, text
-            self._end(text)
+            if end := self._end():
+                end(text)
         self._call = None
 
     def is_completed(self) -> bool:
