@@ -108,3 +108,15 @@ def test_two_nodes_train_together() -> None:
     assert len(losses(text)) == 4
     assert losses(text)[-1] < 0.5 * losses(text)[0]
     assert "gradferry: q4" in text
+
+
+def test_diloco_averages_changes_with_and_without_a_codec() -> None:
+    short = ("--outer-steps", "4", "--inner-steps", "20")
+    compressed = run_bare("diloco.py", *short, ranks=2)
+    plain = run_bare("diloco.py", *short, "--codec", "off", ranks=2)
+    for text in (compressed, plain):
+        assert len(losses(text)) == 4
+        assert losses(text)[-1] < losses(text)[0]
+    # 8 bits would be 4 times fewer at most, 4 bits 8 times.
+    assert re.search(r" bytes sent, 7\.\d times fewer than fp32", compressed)
+    assert "bytes sent" not in plain
