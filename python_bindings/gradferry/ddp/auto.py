@@ -24,7 +24,7 @@ from gradferry.core.config import COARSE_BITS, EXACT, Config
 from gradferry.core.nodes import FLAT, TWO_LEVEL, Exchange, exchanges_to_choose_from
 from gradferry.core.parameters import ParameterLayout
 from gradferry.ddp.trial import TRIAL_STEPS, Trial
-from gradferry.errors import ConfigError, StateError
+from gradferry.errors import ConfigError, GradferryError, StateError
 from gradferry.forecast.clock import clock_of
 from gradferry.forecast.costs import Parameter
 from gradferry.forecast.hook_names import codecs_to_choose_from
@@ -217,7 +217,14 @@ class Chooser:
         predictions = self._predict(probe, self._observed)
         held = self._held(predictions) if self.choice.made else None
         found, reason = decide(predictions, held)
-        tried = [found] if found is held else rivals(predictions, found)
+        tried = [found]
+        # In a warm-up all candidates send the same.
+        if found is not held and step >= self._running.config.warmup_steps:
+            tried = rivals(predictions, found)
+        if held is not None and len(tried) > 1:
+            # Residuals survive a trial that keeps the choice.
+            tried = [p for p in tried if p is found or self._keeps_residuals(p, held)]
+            tried += [held] if held not in tried else []
         tried = of_first_rank(probe, predictions, tried)
         predicted_ms = {p.named: 1e3 * p.seconds for p in predictions}
         if len(tried) == 1:
@@ -226,11 +233,27 @@ class Chooser:
         self._trial = Trial(tried, held, predicted_ms, clock_of(self._running.transport.device))
         self._try_next(hook, step, self._trial)
 
+    def _keeps_residuals(self, candidate: Prediction, held: Prediction) -> bool:
+        """Whether a candidate has a place for what is withheld under the choice so far."""
+        theirs, ours = (
+            (False, False)
+            if each.hook == OFF
+            else self._running.config.residuals_of(parse_codec(each.hook))
+            for each in (candidate, held)
+        )
+        return all(there or not here for there, here in zip(theirs, ours, strict=True))
+
     def _try_next(self, hook: _native.BucketHook, step: int, trial: Trial) -> None:
         """The next candidate trains from this step on. Collective."""
-        candidate = trial.next()
-        if candidate is not None:
-            codec, exchange = self._switch(hook, step, candidate)
+        while (candidate := trial.next()) is not None:
+            try:
+                codec, exchange = self._switch(hook, step, candidate)
+            except GradferryError as error:  # the same on all ranks
+                if len(trial.candidates) == 1:
+                    raise
+                _log.warning("codec='auto' leaves out %s: %s", candidate.named, error)
+                trial.drop(candidate)
+                continue
             # A checkpoint of these steps holds no choice: who loads it measures anew.
             self.choice = replace(
                 self.choice,
@@ -238,7 +261,9 @@ class Chooser:
                 exchange=exchange.name,
                 made=False,
                 reason=_TRYING,
+                next_check=step + TRIAL_STEPS,
                 predicted_ms=trial.predicted_ms,
+                measured_ms={},
             )
             hook.call_at(step + 1, self._note_step, "choice")
             return

@@ -29,9 +29,10 @@ class HookState(Averaging):
     Args:
         codec: a codec string such as ``"q4"``, ``"off"`` for the backend's own all-reduce, or
             ``"auto"``. ``"auto"`` measures training and link during dense steps, then takes the
-            most precise codec, or ``"off"``, within 2 % of the fastest predicted step, and checks
-            again after 1000 steps, then less often after every change. It chooses codecs below 3
-            bits in momentum mode only. ``stats()["choice"]`` explains the choice.
+            most precise codec, or ``"off"``, within 2 % of the fastest predicted step. Where that
+            leaves several open, they train for seven steps each, which decide. It checks again
+            after 1000 steps, then less often after every change, and chooses codecs below 3 bits in
+            momentum mode only. ``stats()["choice"]`` explains the choice.
         ddp: the model. Without it, call `bind` before the first backward pass.
         rules: dicts with ``codec`` and any of ``name`` (a shell-style pattern of the whole name,
             such as ``"*embedding*"``), ``min_dims``, ``max_dims``, ``min_size``, ``max_size``
@@ -84,7 +85,7 @@ class HookState(Averaging):
             why. Nodes of different sizes work. Results depend on the nodes: bits are equal on all
             ranks, but other than those of the flat exchange. On a device, where two levels have not
             run on a GPU yet, ``"auto"`` is flat with a codec that is named; with codec ``"auto"``
-            both exchanges are measured, as on the CPU, and the faster one is taken.
+            both exchanges are candidates, as on the CPU.
 
     Raises:
         ConfigError: an argument or the model cannot be used.

@@ -29,7 +29,7 @@ class Trial:
         predicted_ms: of all predictions, by name.
     """
 
-    candidates: Sequence[Prediction]
+    candidates: list[Prediction]
     held: Prediction | None
     predicted_ms: dict[str, float]
     clock: Clock
@@ -41,6 +41,11 @@ class Trial:
             return None
         self._began.append([self.clock.mark()])
         return self.candidates[len(self._began) - 1]
+
+    def drop(self, candidate: Prediction) -> None:
+        """Takes out the candidate that was to train from this step on."""
+        self.candidates.remove(candidate)
+        self._began.pop()
 
     def goes_on(self) -> bool:
         """Notes that a step begins; whether the current candidate takes it."""

@@ -32,7 +32,7 @@ from gradferry.core.device import Transport, transport_of
 from gradferry.core.engine import loss_scale, start_engine
 from gradferry.core.nodes import Exchange, Nodes, flat
 from gradferry.core.parameters import ParameterLayout, describe, describe_parameters
-from gradferry.errors import ConfigError
+from gradferry.errors import ConfigError, GradferryError
 from gradferry.reduction import step_numbers
 from gradferry.reduction.residual_tiles import (
     KINDS,
@@ -194,9 +194,22 @@ class Running:
         Residuals move with their tiles, to new owners and, of a node, to new delegates. With
         another exchange every node gets the mean of the nodes' worker residuals. They are dropped
         where the new codec has none, and rescaled where it keeps another share of the momentum.
+
+        Raises:
+            GradferryError: on all ranks; the engine before has failed on a rank, or the new one
+                cannot start there. The hook keeps the engine before.
         """
         old = replace(self)
-        residuals = None if old.engine is None else old.engine.state()
+        group = self.group
+        place = meeting_place(group, self.transport.device)
+        nonce: Record = {"nonce": uuid.uuid4().hex}
+        residuals = None
+        try:
+            residuals = None if old.engine is None else old.engine.state()
+        except Exception as error:  # known to this rank alone
+            nonce = error_record(error)
+        nonces = gather_records(nonce, group, place)
+        raise_first_error(nonces)
         if old.engine is not None:
             counted = old.engine.stats()
             sums = {key: counted[key] for key in step_numbers.SUMS if key in counted}
@@ -205,15 +218,18 @@ class Running:
         self.exchange = exchange or old.exchange
         self.parameters = tuple(self._described(self.config))
         self.switches += 1
-        group = self.group
-        place = meeting_place(group, self.transport.device)
-        nonces = gather_records({"nonce": uuid.uuid4().hex}, group, place)
         outcome: Record = {}
         try:
             self.start(group, str(nonces[0]["nonce"]))
         except Exception as error:
             outcome = error_record(error)
-        raise_first_error(gather_records(outcome, group, place))
+        outcomes = gather_records(outcome, group, place)
+        try:
+            raise_first_error(outcomes)
+        except GradferryError:
+            # As it was; but no later engine may have the hash of this one.
+            vars(self).update({**vars(old), "switches": self.switches})
+            raise
         if self.engine is not None:
             self._take_over(self.engine, old, residuals, step)
         hook.use_engine(self.engine)
