@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,9 +14,11 @@ from gradferry.ddp import auto
 from gradferry.ddp.auto import FIRST_CHECK, Choice
 from gradferry.ddp.state import bound_to
 from gradferry.ddp.trial import SETTLING_STEPS, TRIAL_STEPS
+from gradferry.errors import ConfigError
 from gradferry.forecast.predict import Prediction
 from gradferry.forecast.verdict import MOST_RIVALS, rivals
 from gradferry.lab.cli import main
+from gradferry.reduction import running
 from scenario import Run, Scenario
 from test_choice import AUTO
 from world import World
@@ -81,9 +85,15 @@ class CodecClock:
 
 
 def case_tried(
-    scenario: Scenario, predicted: list[Prediction], ms: list[dict[str, float]], held: str | None
+    scenario: Scenario,
+    predicted: list[Prediction],
+    ms: list[dict[str, float]],
+    held: str | None,
+    broken: str,
 ) -> dict[str, Any]:
-    """Training with a choice at step 2, steps then taking what `ms` says of this rank."""
+    """Training with a choice at step 2, steps then taking what `ms` says of this rank. broken: the
+    codec whose engine does not start on rank 1.
+    """
     run = Run(scenario)
     bound = bound_to(run.state)
     chooser = bound.chooser
@@ -95,7 +105,15 @@ def case_tried(
     chooser._observed = object()
     chooser.start(bound.hook)
     codecs, saved = [], {}
+    start = running.start_engine
+
+    def start_unless_broken(config: Any, *arguments: Any, **options: Any) -> Any:
+        if run.rank == 1 and str(config.codec) == broken:
+            raise ConfigError(f"{broken} does not start here")
+        return start(config, *arguments, **options)
+
     with (
+        mock.patch.object(running, "start_engine", start_unless_broken),
         mock.patch.object(chooser, "_observe"),
         mock.patch.object(chooser, "_predict", return_value=predicted),
         mock.patch.object(auto, "clock_of", return_value=CodecClock(run, ms[run.rank])),
@@ -119,8 +137,22 @@ def case_tried(
 PREDICTED = [step_of(120, 120, "q8"), step_of(100, 100, "q4"), step_of(80, 80, "rht:bits=3")]
 
 
-def run_trial(world: World, held: str | None, *ms: dict[str, float]) -> list[dict[str, Any]]:
-    answers = world.run(case_tried, scenario=AUTO, predicted=PREDICTED, ms=list(ms), held=held)
+def run_trial(
+    world: World,
+    held: str | None,
+    *ms: dict[str, float],
+    predicted: Sequence[Prediction] = PREDICTED,
+    options: dict[str, Any] | None = None,
+    broken: str = "",
+) -> list[dict[str, Any]]:
+    answers = world.run(
+        case_tried,
+        scenario=dataclasses.replace(AUTO, options=options or {}),
+        predicted=list(predicted),
+        ms=list(ms),
+        held=held,
+        broken=broken,
+    )
     assert answers[0]["hashes"] == answers[1]["hashes"]
     assert answers[0]["codecs"] == answers[1]["codecs"]
     assert answers[0]["choice"] == answers[1]["choice"]
@@ -144,13 +176,41 @@ def test_the_slowest_rank_of_each_candidate_decides(world_of_2: World) -> None:
 
 
 def test_a_choice_that_was_held_is_compared_and_may_stay(world_of_2: World) -> None:
-    # By the forecast q4 is more than 10 % slower than 3 bits, by measurement it is not.
-    same = {"q8": 130.0, "q4": 99.0, "rht:bits=3": 95.0}
-    answers = run_trial(world_of_2, "q4", same, same)
-    made = answers[0]["choice"]
+    # By the forecast q4 is more than 10 % slower than 3 bits, by measurement it is not. In q8 there
+    # would be no place for what workers withhold under q4.
+    same = {"q4": 99.0, "rht:bits=3": 95.0}
+    made = run_trial(world_of_2, "q4", same, same)[0]["choice"]
+    assert set(made["measured_ms"]) == {"q4", "rht:bits=3"}
     assert "q4 (99.0 ms per step measured) is within 10%" in made["reason"]
     assert made["codec"] == "q4"
-    assert made["next_check"] == 2 + 3 * TRIAL_STEPS + 1000
+    assert made["next_check"] == 2 + 2 * TRIAL_STEPS + 1000
+
+
+def test_a_choice_that_was_held_is_compared_even_if_the_forecast_gives_it_up(
+    world_of_2: World,
+) -> None:
+    rest = [step_of(60, 60, "rht:bits=3"), step_of(62, 62, "rht:bits=4")]
+    same = {"q4": 50.0, "rht:bits=3": 95.0, "rht:bits=4": 95.0}
+    predicted = [step_of(200, 200, "q4"), *rest]
+    made = run_trial(world_of_2, "q4", same, same, predicted=predicted)[0]["choice"]
+    assert made["codec"] == "q4"
+    assert set(made["measured_ms"]) == {"q4", "rht:bits=3", "rht:bits=4"}
+
+
+def test_nothing_is_tried_in_a_warm_up(world_of_2: World) -> None:
+    answers = run_trial(world_of_2, None, {}, {}, options={"warmup_steps": 100})
+    assert answers[0]["choice"]["codec"] == "rht:bits=3"
+    assert answers[0]["choice"]["step"] == 2
+    assert answers[0]["choice"]["measured_ms"] == {}
+
+
+def test_a_candidate_that_cannot_start_on_a_rank_is_left_out(world_of_2: World) -> None:
+    same = {"q4": 90.0, "rht:bits=3": 95.0}
+    answers = run_trial(world_of_2, None, same, same, broken="q8")
+    made = answers[0]["choice"]
+    assert set(made["measured_ms"]) == {"q4", "rht:bits=3"}
+    assert made["codec"] == "q4"
+    assert made["step"] == 2 + 2 * TRIAL_STEPS
 
 
 @pytest.mark.usefixtures("namespaces_allowed")
