@@ -273,10 +273,9 @@ void bind_options(py::module_& module) {
             if (collective.work) collective.work->wait();
           },
           py::call_guard<py::gil_scoped_release>())
-      .def("is_completed",
-           [](const Collective& collective) {
-             return !collective.work || collective.work->isCompleted();
-           });
+      .def("is_completed", [](const Collective& collective) {
+        return !collective.work || collective.work->isCompleted();
+      });
   py::class_<Lane, std::shared_ptr<Lane>>(module, "Lane")
       .def(py::init(&make_backend_lane), py::arg("backend"))
       .def(
