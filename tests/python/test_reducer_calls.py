@@ -140,6 +140,23 @@ def test_an_average_that_cannot_be_copied_back_ends_the_reducer(world_of_2: Worl
         assert "no way back" in outcome.text
 
 
+def case_fails_before_it_is_posted() -> tuple[bool, Outcome]:
+    from gradferry.reduction.packing import Packing
+
+    reducer = one()
+    earlier = reducer.all_reduce(async_op=True)
+    earlier.wait()
+    with mock.patch.object(Packing, "pack", side_effect=RuntimeError("no memory")):
+        failed = attempt(reducer.all_reduce)
+    return earlier.wait(), failed
+
+
+def test_a_call_that_fails_leaves_the_outcome_of_the_one_before(world_of_2: World) -> None:
+    for earlier, failed in world_of_2.run(case_fails_before_it_is_posted):
+        assert earlier is True
+        assert "RuntimeError: no memory" in failed.text
+
+
 def case_without_engine() -> list[Outcome]:
     import gradferry
 

@@ -82,8 +82,9 @@ class Work:
         return self._call is None
 
     def _refuse(self, text: str) -> None:
-        """Settles a call for which nobody has waited in time."""
-        self._error, self._call = (StateError, text), None
+        """Settles a call for which nobody has waited in time; one that is settled stays so."""
+        if self._call is not None:
+            self._error, self._call = (StateError, text), None
 
     def __del__(self) -> None:
         if getattr(self, "_call", None) is not None:
