@@ -94,6 +94,10 @@ class BucketEngine {
   void add_to_worker_residual(uint32_t parameter, const at::Tensor& values, float factor);
   void scale_residuals(float factor);
 
+  // Compares these parameters from now on, in the order of the layout, as check_every says. On the
+  // thread that calls run().
+  void compare(const std::vector<at::Tensor>& parameters) { hashes_ = ParameterHashes(parameters); }
+
   // An optimizer of the model has stepped.
   void note_optimizer_step() { optimizer_steps_.note_step(); }
 
@@ -146,7 +150,7 @@ class BucketEngine {
   const c10::Device device_;
   const bool exchanges_;
   const Layout layout_;
-  const ParameterHashes hashes_;
+  ParameterHashes hashes_;
   const int process_id_;
   EventLog log_;
 

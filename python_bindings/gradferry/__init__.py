@@ -1,4 +1,4 @@
-"""Gradient compression for PyTorch's DistributedDataParallel, overlapped with backward.
+"""Gradient compression for PyTorch, overlapped with backward.
 
 >>> ddp = DistributedDataParallel(model)
 >>> state = gradferry.attach(ddp, "q4")
@@ -10,7 +10,7 @@ check_torch()
 
 import atexit
 
-from gradferry import _native, checkpoint, optim
+from gradferry import _native, checkpoint, fsdp, optim
 from gradferry._build_info import GRADFERRY_VERSION
 from gradferry._doctor import doctor
 from gradferry.ddp.attach import attach, hook
@@ -52,6 +52,7 @@ __all__ = [
     "doctor",
     "encode",
     "forget",
+    "fsdp",
     "hook",
     "optim",
 ]

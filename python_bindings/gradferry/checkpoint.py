@@ -23,9 +23,8 @@ import torch.distributed as dist
 
 from gradferry.core.agreement import error_record, gather_records, meeting_place, raise_first_error
 from gradferry.core.durable import durable_file
-from gradferry.ddp.state import HookState
 from gradferry.errors import StateError
-from gradferry.reducer import Reducer
+from gradferry.reduction.averaging import Averaging
 from gradferry.reduction.saved_state import merge
 
 __all__ = ["ResizedState", "exists", "load", "load_all", "merge", "save"]
@@ -130,17 +129,17 @@ def load_all(folder: str | Path) -> list[dict[str, Any]]:
 
 
 class ResizedState:
-    """Loads a HookState or Reducer with torch.distributed.checkpoint at another world size or on
-    other nodes.
+    """Loads what was withheld with torch.distributed.checkpoint at another world size or on other
+    nodes.
 
-    It requests all slots of the checkpoint, where they request only their own. For loading
+    It requests all slots of the checkpoint, where a HookState requests only its own. For loading
     only; where nothing differs it loads the same as they do.
 
     >>> resized = ResizedState(state, path, on_resize="mean")
     >>> dcp.load({"hook": resized}, checkpoint_id=path)
 
     Args:
-        state: a HookState that is bound, or a Reducer.
+        state: a HookState that is bound, a Reducer, or what gradferry.fsdp.attach returned.
         checkpoint: the folder that is loaded.
         key: under which the state was saved.
         on_resize: as for `HookState.load_state_dict`.
@@ -148,7 +147,7 @@ class ResizedState:
 
     def __init__(
         self,
-        state: HookState | Reducer,
+        state: Averaging,
         checkpoint: str | Path,
         *,
         key: str = "hook",
@@ -172,15 +171,16 @@ class ResizedState:
         entries = FileSystemReader(self._checkpoint).read_metadata().state_dict_metadata
         room: dict[str, Any] = {}
         for path, entry in entries.items():
-            prefix, _, name = path.partition(".")
+            prefix, *parts, name = path.split(".")
             if prefix != self._key:
                 continue
-            slot, _, field = name.partition(".")
+            inner = room
+            for part in parts:  # slots, and shards with slots of their own
+                inner = inner.setdefault(part, {})
+            value = None
             if isinstance(entry, TensorStorageMetadata):
-                tensor = torch.zeros(entry.size, dtype=entry.properties.dtype, device="cpu")
-                room.setdefault(slot, {})[field] = tensor
-            else:
-                room[name] = None
+                value = torch.zeros(entry.size, dtype=entry.properties.dtype, device="cpu")
+            inner[name] = value
         if not room:
             raise StateError(f"the checkpoint {self._checkpoint} has nothing under {self._key!r}")
         return room

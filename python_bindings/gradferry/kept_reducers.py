@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from gradferry.core.codec_spec import OFF
 from gradferry.errors import ConfigError, StateError
-from gradferry.reducer import Reducer, calls_of, usable_group
+from gradferry.reducer import Reducer, calls_of
+from gradferry.reduction.start import usable_group
 from gradferry.reduction.tensor_calls import Work
 
 __all__ = ["all_reduce", "forget"]

@@ -21,7 +21,7 @@ from gradferry.reduction.averaging import Averaging
 from gradferry.reduction.description import as_asked, describe
 from gradferry.reduction.rules import warn_about_rules
 from gradferry.reduction.running import Running, propose
-from gradferry.reduction.start import start
+from gradferry.reduction.start import start, usable_group
 from gradferry.reduction.surroundings import warn_about_surroundings
 from gradferry.reduction.tensor_calls import (
     TensorCalls,
@@ -242,21 +242,6 @@ class Reducer(Averaging):
 
     def __str__(self) -> str:
         return describe(self._started, self._choice())
-
-
-def usable_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Raises on this rank alone, because without a group it cannot tell the others."""
-    if not dist.is_initialized():
-        raise StateError("there is no process group; call init_process_group() first")
-    members = dist.group.WORLD if group is None else group
-    if not isinstance(members, dist.ProcessGroup):
-        raise ConfigError(
-            f"group={short(group)} is no process group that this rank is in; make a Reducer only "
-            "on the ranks of the group"
-        )
-    if members not in dist.distributed_c10d._world.pg_map:
-        raise StateError("the process group was destroyed; pass one that exists")
-    return members
 
 
 def _place_in(group: dist.ProcessGroup, wanted: torch.device) -> torch.device:

@@ -366,6 +366,8 @@ void bind_engine(py::module_& module) {
       .def("tiles", &tiles_list)
       .def("skip_step", &BucketEngine::skip_step, py::call_guard<py::gil_scoped_release>())
       .def("note_optimizer_step", &BucketEngine::note_optimizer_step)
+      .def("note_passed", &BucketEngine::pass, py::arg("parameters"))
+      .def("compare", &BucketEngine::compare, py::arg("parameters"))
       .def("add_to_worker_residual", &BucketEngine::add_to_worker_residual, py::arg("parameter"),
            py::arg("values"), py::arg("factor"), py::call_guard<py::gil_scoped_release>())
       .def("scale_residuals", &BucketEngine::scale_residuals, py::arg("factor"),
@@ -386,6 +388,13 @@ void bind_engine(py::module_& module) {
            py::arg("tensors"), py::arg("lanes"), py::arg("group_name"))
       .def("time_buckets", &DeviceEngine::time_buckets)
       .def("bucket_times", &bucket_times);
+  module.def(
+      "parameter_hashes",
+      [](const std::vector<at::Tensor>& parameters) {
+        const py::gil_scoped_release released;
+        return ParameterHashes(parameters).compute();
+      },
+      py::arg("parameters"));
   module.def("use_device_library", &use_library, py::arg("library"));
   module.def(
       "shutdown",

@@ -1,8 +1,9 @@
 """Checks the dependency law of the Python package, and that modules do not import in a circle.
 
-    the package itself -> lab -> public modules -> ddp -> reduction -> forecast -> core -> ground
+    the package -> lab -> public modules -> ddp, fsdp -> reduction -> forecast -> core -> ground
 
-An arrow reads "may import"; a room may import all that are to its right. Imports count wherever
+An arrow reads "may import"; a room may import all that are to its right, and ddp and fsdp know
+nothing of each other. Imports count wherever
 they stand: inside functions, under TYPE_CHECKING, relative ones, import_module("gradferry...") too.
 Importing gradferry must not load the laboratory: the package itself imports that in functions only.
 
@@ -20,8 +21,8 @@ from pathlib import Path
 PACKAGE = "gradferry"
 # From the top to the ground. Modules that lie directly in the package are listed by name, all
 # others belong to the room that their folder is called after.
-ROOMS = ("package", "lab", "public", "ddp", "reduction", "forecast", "core", "ground")
-FOLDERS = ("lab", "ddp", "reduction", "forecast", "core")
+ROOMS = ("package", "lab", "public", "ddp", "fsdp", "reduction", "forecast", "core", "ground")
+FOLDERS = ("lab", "ddp", "fsdp", "reduction", "forecast", "core")
 MODULES = {
     "": "package",  # gradferry/__init__.py
     "__main__": "package",
@@ -133,6 +134,8 @@ def complaint(arrow: Arrow) -> str | None:
         return None  # said of the module itself
     if ROOMS.index(target) < ROOMS.index(source):
         return f"{source} must not import {target}, which is above it"
+    if (source, target) == ("ddp", "fsdp"):
+        return "ddp must not import fsdp, which is beside it"
     if (source, target) == ("package", "lab") and not arrow.deferred and arrow.source != COMMAND:
         return "importing gradferry must not load the laboratory: import it inside a function"
     return None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ class ParameterLayout:
             dense and non-overlapping, else row-major. 1 for dimensions of size 1.
         dtype: of the parameter's real view.
         num_elements: of the real view: twice as many for complex parameters.
+        is_complex: whether the parameter is.
         codec: as the rules decide.
         warmup: the codec of warm-up steps.
         residuals: whether it has a (worker, owner) residual.
@@ -39,9 +41,22 @@ class ParameterLayout:
     strides: tuple[int, ...]
     dtype: torch.dtype
     num_elements: int
+    is_complex: bool
     codec: CodecSpec
     warmup: CodecSpec
     residuals: tuple[bool, bool]
+
+    def under(self, config: Config, *, exchanges: bool) -> ParameterLayout:
+        """The same parameter with the codec and residuals of another configuration."""
+        codec = EXACT
+        if not self.is_complex and self.dtype != torch.float64:
+            codec = config.codec_of(self.name, len(self.shape), math.prod(self.shape))
+        return replace(
+            self,
+            codec=codec,
+            warmup=config.warmup_codec_of(codec),
+            residuals=_residuals(config, codec, exchanges),
+        )
 
     def record(self) -> dict[str, Any]:
         """The fields that must be equal on all ranks, JSON-serializable."""
@@ -101,38 +116,27 @@ def describe_parameters(
     if named and (place := named[0][1].device).type != "cpu" and not config.passes_through:
         device.expect_runnable(place)
         device.load_kernels(place.type)
-    return describe(named, config, exchanges=exchanges)
+    return [_describe(name, each).under(config, exchanges=exchanges) for name, each in named]
 
 
-def describe(
-    parameters: Iterable[tuple[str, torch.Tensor]], config: Config, *, exchanges: bool
-) -> list[ParameterLayout]:
-    """As `describe_parameters`, for parameters that are known to be on one device."""
-    return [_describe(name, parameter, config, exchanges) for name, parameter in parameters]
-
-
-def _describe(
-    name: str, parameter: torch.Tensor, config: Config, exchanges: bool
-) -> ParameterLayout:
+def _describe(name: str, parameter: torch.Tensor) -> ParameterLayout:
+    """The parameter, not yet under a configuration."""
     dtype = _REAL_DTYPES.get(parameter.dtype, parameter.dtype)
     if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         raise ConfigError(
             f"parameter {name!r} is {parameter.dtype}, which no codec takes; keep it out of DDP "
             "or convert it to float32, bfloat16, float16 or float64"
         )
-    if parameter.is_complex() or dtype == torch.float64:
-        codec = EXACT
-    else:
-        codec = config.codec_of(name, parameter.dim(), parameter.numel())
     return ParameterLayout(
         name=name,
         shape=tuple(parameter.shape),
         strides=tuple(_native.bucket_strides(parameter)),
         dtype=dtype,
         num_elements=parameter.numel() * (2 if parameter.is_complex() else 1),
-        codec=codec,
-        warmup=config.warmup_codec_of(codec),
-        residuals=_residuals(config, codec, exchanges),
+        is_complex=parameter.is_complex(),
+        codec=EXACT,
+        warmup=EXACT,
+        residuals=(False, False),
     )
 
 

@@ -1,10 +1,10 @@
-"""What a user's handles have in common: `HookState` and `Reducer`."""
+"""What a user's handles have in common: `HookState`, `Reducer` and `fsdp.ShardedState`."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.utils.hooks import RemovableHandle
@@ -42,6 +42,14 @@ class Averaging(ABC):
     @abstractmethod
     def _choice(self) -> dict[str, Any]:
         """The entry ``choice`` of `stats`."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """The state that this rank must save to continue exactly where it stopped."""
+
+    @abstractmethod
+    def load_state_dict(self, state_dict: Mapping[str, Any], on_resize: str = "strict") -> None:
+        """Restores what `state_dict` returned."""
 
     @property
     def config(self) -> Config:
@@ -206,12 +214,12 @@ def delivered_momentum(state: object) -> DeliveredMomentum:
     """What a user's `state` says to an optimizer.
 
     Raises:
-        ConfigError: it is neither a HookState nor a Reducer.
+        ConfigError: it is none.
         StateError: it is a HookState that is not bound.
     """
     if not isinstance(state, Averaging):
         raise ConfigError(
-            f"the state is {state!r}, neither a gradferry.HookState nor a gradferry.Reducer: give "
-            "what gradferry.attach() returns"
+            f"the state is {state!r}, which is none of gradferry's: give what gradferry.attach(), "
+            "gradferry.fsdp.attach() or gradferry.Reducer() returns"
         )
     return DeliveredMomentum(state._running)

@@ -41,8 +41,7 @@ _BY_RULE = "by your rules"
 
 def _why_exempt(config: Config, parameter: ParameterLayout) -> str | None:
     """Why a parameter is never compressed; None when a lossy codec takes it."""
-    is_complex = parameter.num_elements != math.prod(parameter.shape)
-    if is_complex or parameter.dtype == torch.float64:
+    if parameter.is_complex or parameter.dtype == torch.float64:
         return "of float64 or complex"
     for rule in (*config.rules, *DEFAULT_RULES):
         if _matches(rule, parameter):

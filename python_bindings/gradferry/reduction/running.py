@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed.distributed_c10d import GroupName
+from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradferry import _native
@@ -31,9 +33,10 @@ from gradferry.core.config import Config
 from gradferry.core.device import Transport, transport_of
 from gradferry.core.engine import loss_scale, start_engine
 from gradferry.core.nodes import Exchange, Nodes, flat
-from gradferry.core.parameters import ParameterLayout, describe, describe_parameters
+from gradferry.core.parameters import ParameterLayout, describe_parameters
 from gradferry.errors import ConfigError, GradferryError
 from gradferry.reduction import step_numbers
+from gradferry.reduction.after_steps import call_after_steps
 from gradferry.reduction.residual_tiles import (
     KINDS,
     Kind,
@@ -287,9 +290,8 @@ class Running:
         return [parameter.record() for parameter in self.parameters]
 
     def _described(self, config: Config) -> list[ParameterLayout]:
-        names = [parameter.name for parameter in self.parameters]
-        named = zip(names, self.tensors(), strict=True)
-        return describe(named, config, exchanges=self.transport.exchanges)
+        exchanges = self.transport.exchanges
+        return [parameter.under(config, exchanges=exchanges) for parameter in self.parameters]
 
 
 def propose(
@@ -299,6 +301,8 @@ def propose(
     named: Sequence[tuple[str, torch.Tensor]],
     model: Record,
     way_on: str,
+    *,
+    known_as: Sequence[torch.Tensor] | None = None,
 ) -> Running:
     """The configuration of this rank, without an engine yet, for comparison with other ranks.
 
@@ -309,6 +313,8 @@ def propose(
         named: names and tensors.
         model: other fields that must be equal on all ranks.
         way_on: as in `Running`.
+        known_as: what optimizers and users have instead of these tensors, as parts of which they
+            are averaged; None: the tensors themselves.
 
     Raises:
         ConfigError: a parameter's device or dtype has no codec, or parameters are on several
@@ -330,7 +336,7 @@ def propose(
     alone = flat(dist.get_world_size(group))
     parameters = describe_parameters(named, config, exchanges=transport.exchanges)
     config = transport.adapted(config)
-    tensors = [parameter for _, parameter in named]
+    tensors = [parameter for _, parameter in named] if known_as is None else known_as
     return Running(
         config=config,
         parameters=tuple(parameters),
@@ -350,3 +356,19 @@ def propose(
         exchange=Exchange(alone, "ranks have not met"),
         way_on=way_on,
     )
+
+
+def note_optimizer_steps(running: Running) -> None:
+    """Tells the engine when an optimizer of the model has stepped, where a skip depends on it."""
+    if not running.config.exact_skip or running.config.grad_scaler is not None:
+        return
+    weak = weakref.ref(running)  # the model may outlive its hook
+
+    def note(_: Optimizer) -> None:
+        running = weak()
+        if running is None:
+            handle.remove()
+        elif running.engine is not None:
+            running.engine.note_optimizer_step()
+
+    handle = call_after_steps(running.index, note)

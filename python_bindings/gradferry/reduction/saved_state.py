@@ -38,6 +38,7 @@ NODES = "nodes"  # ranks by node, as JSON text; only with nodes of several ranks
 COMPRESSED_WARMUP = "compressed_warmup"
 ON_RESIZE = ("strict", "mean", "drop")
 _SLOT = re.compile(r"slot_(\d+)")
+_PART = re.compile(r"shard_\d+_of_\d+")  # of a sharded model, with a state of its own
 
 SavedState = dict[str, Any]
 
@@ -97,6 +98,8 @@ def merge(states: Iterable[Mapping[str, Any]]) -> SavedState:
         for key, value in state.items():
             if key not in merged:
                 merged[key] = value
+            elif _PART.fullmatch(key) and isinstance(value, Mapping):
+                merged[key] = merge([merged[key], value])
             elif _SLOT.fullmatch(key):
                 raise StateError(f"two of the states to merge hold {key}; merge one per rank")
             elif merged[key] != value and key == LAYOUT and isinstance(merged[key], str):

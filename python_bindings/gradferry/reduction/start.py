@@ -19,9 +19,29 @@ from gradferry.core.agreement import (
 )
 from gradferry.core.meeting import meet, patience
 from gradferry.core.nodes import choose_exchange, identity, received_identities, resolve
+from gradferry.errors import ConfigError, StateError
 from gradferry.reduction.running import Running
 
 Started = TypeVar("Started")
+
+
+def usable_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group, or the default one, if it exists.
+
+    Raises:
+        ConfigError, StateError: on this rank alone, which without a group cannot tell the others.
+    """
+    if not dist.is_initialized():
+        raise StateError("there is no process group; call init_process_group() first")
+    members = dist.group.WORLD if group is None else group
+    if not isinstance(members, dist.ProcessGroup):
+        raise ConfigError(
+            f"group={group!r} is no process group that this rank is in; call this only on the "
+            "ranks of the group"
+        )
+    if members not in dist.distributed_c10d._world.pg_map:
+        raise StateError("the process group was destroyed; pass one that exists")
+    return members
 
 
 def start(

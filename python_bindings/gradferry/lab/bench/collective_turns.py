@@ -152,6 +152,7 @@ class _CodecAllReduce:
             strides=(1,),
             dtype=torch.float32,
             num_elements=num_elements,
+            is_complex=False,
             codec=codec,
             warmup=codec,
             residuals=residuals,

@@ -1,0 +1,206 @@
+"""Access to a model under FSDP2. The only file that reads its internals."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gradferry.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Shard:
+    """This rank's part of one parameter, as FSDP2 reduces it.
+
+    Attributes:
+        name: of the parameter in the model.
+        parameter: as optimizers have it: a DTensor.
+        size: of the part, with the padding that makes the parts of all ranks equal.
+        dtype: in which gradients are reduced.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    size: torch.Size
+    dtype: torch.dtype
+
+    def placeholder(self, device: torch.device) -> torch.Tensor:
+        """A tensor of this size and dtype that takes the memory of one element."""
+        return torch.zeros(1, dtype=self.dtype, device=device).expand(self.size)
+
+    def values(self) -> torch.Tensor:
+        """What this rank has of the parameter now. FSDP2 may replace this tensor."""
+        local: torch.Tensor = self.parameter._local_tensor  # type: ignore[attr-defined]
+        return local
+
+
+class ShardedModule:
+    """The parameters of one call of ``fully_shard``, which are reduced together.
+
+    Attributes:
+        name: of the module in the model.
+        shards: of its parameters that require grad.
+    """
+
+    def __init__(self, name: str, group: Any, names: dict[int, str]) -> None:
+        self.name = name
+        self._group = weakref.ref(group)
+        # By number among the group's parameters; frozen ones are not reduced.
+        self._trained = {
+            number: each
+            for number, each in enumerate(group.fsdp_params)
+            if each.sharded_param.requires_grad
+        }
+        dtype = _reduce_dtype(list(self._trained.values()))
+        self.shards = [
+            Shard(_name(each, names), each.sharded_param, each.padded_sharded_param_size, dtype)
+            for each in self._trained.values()
+        ]
+
+    @property
+    def num_elements(self) -> int:
+        """Of what one rank has after the reduce-scatter."""
+        return sum(shard.size.numel() for shard in self.shards)
+
+    @property
+    def device(self) -> torch.device:
+        """Of the gradients."""
+        return torch.device(self._param_group().device)
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup:
+        """Of the ranks among which parameters are sharded."""
+        group: dist.ProcessGroup = self._param_group().mesh_info.shard_process_group
+        return group
+
+    @property
+    def requires_all_reduce(self) -> bool:
+        """What the user said by ``set_requires_all_reduce``."""
+        return bool(self._param_group().all_reduce_grads)
+
+    @property
+    def all_reduce_hook(self) -> Any:
+        """What was set by ``set_all_reduce_hook``; None: nothing."""
+        return self._param_group()._all_reduce_hook
+
+    @all_reduce_hook.setter
+    def all_reduce_hook(self, hook: Any) -> None:
+        self._param_group()._all_reduce_hook = hook
+
+    def order(self) -> list[int]:
+        """Of the `shards` in what is reduced; FSDP2 settles it in the first forward pass."""
+        group = self._param_group()
+        numbers = list(self._trained)
+        settled = getattr(group, "_reduce_scatter_param_indices", None) or numbers
+        return [numbers.index(number) for number in settled if number in self._trained]
+
+    def expect_usable(self) -> None:
+        """Raises ConfigError if its gradients do not reach a hook as shards of one dimension."""
+        from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
+
+        info = self._param_group().mesh_info
+        if not isinstance(info, FSDPMeshInfo) or isinstance(info, DDPMeshInfo):
+            raise ConfigError(
+                f"{self.name!r} is on the mesh {info.mesh}, where FSDP2 averages over replicas "
+                "itself; shard it over the shard dimension alone, fully_shard(module, "
+                "mesh=mesh['shard']), and give the replicas' group to gradferry.fsdp.attach"
+            )
+        for shard in self.shards:
+            if shard.values().is_meta:
+                raise ConfigError(
+                    f"parameter {shard.name!r} is on the meta device; attach after "
+                    "model.to_empty(device=...) and the initialization of its values"
+                )
+
+    def _param_group(self) -> Any:
+        group = self._group()
+        assert group is not None  # it holds the hook that asks
+        return group
+
+
+def sharded_modules(model: nn.Module) -> list[ShardedModule]:
+    """The modules of a model that FSDP2 reduces, in the order of ``model.modules()``.
+
+    Raises:
+        ConfigError: there are none, or one that no hook can be set on.
+    """
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model must be a module, not {type(model).__name__}")
+    found: list[ShardedModule] = []
+    seen: set[int] = set()
+    names = {id(module): name for name, module in model.named_modules()}
+    for name, module in model.named_modules():
+        if isinstance(module, FullyShardedDataParallel):
+            raise ConfigError(
+                f"{name or 'the model'!r} is a FullyShardedDataParallel (FSDP1), whose "
+                "communication hooks take no hybrid sharding; shard the model by "
+                "torch.distributed.fsdp.fully_shard (FSDP2) instead"
+            )
+        if not isinstance(module, FSDPModule):
+            continue
+        state = module._get_fsdp_state()
+        groups = _param_groups(state)
+        if id(state) in seen or not groups:
+            continue
+        seen.add(id(state))
+        if len(groups) > 1:
+            raise ConfigError(
+                f"{name or 'the model'!r} has {len(groups)} groups of parameters, sharded over "
+                "different meshes by shard_placement_fn, and FSDP2 sets no hook on such a module; "
+                "call fully_shard for each part on its own"
+            )
+        if any(each.sharded_param.requires_grad for each in groups[0].fsdp_params):
+            found.append(ShardedModule(name or "the model", groups[0], names))
+    if not found:
+        raise ConfigError(
+            "the model has no parameters under FSDP2 that require grad; call "
+            "torch.distributed.fsdp.fully_shard on its blocks and on itself first"
+        )
+    return found
+
+
+def unsharded_parameters(model: nn.Module, modules: Sequence[ShardedModule]) -> Iterator[str]:
+    """Names of parameters that require grad, and that FSDP2 does not reduce."""
+    sharded = {shard.name for module in modules for shard in module.shards}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and name not in sharded:
+            yield name
+
+
+def _param_groups(state: Any) -> list[Any]:
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def _name(parameter: Any, names: dict[int, str]) -> str:
+    """Not by the parameter itself: after a forward pass the module may hold another one."""
+    info = parameter._module_info
+    prefix = names[id(info.module)]
+    return f"{prefix}.{info.param_name}" if prefix else str(info.param_name)
+
+
+def _reduce_dtype(parameters: Sequence[Any]) -> torch.dtype:
+    """Of the gradients of one module, which FSDP2 settles in the first forward pass."""
+
+    def of(parameter: Any) -> torch.dtype:
+        policy, original = parameter.mp_policy, parameter.sharded_param.dtype
+        dtype: torch.dtype | None = policy.reduce_dtype
+        if dtype is None and hasattr(type(parameter), "unsharded_grad_dtype"):
+            # Later versions accumulate in the parameter's own dtype, or one that was asked for.
+            asked = parameter._has_sharded_grad_dtype_override
+            dtype = parameter.sharded_grad_dtype if asked else original
+        elif dtype is None:
+            dtype = policy.param_dtype
+        return dtype or original
+
+    return functools.reduce(torch.promote_types, map(of, parameters))

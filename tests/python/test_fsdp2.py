@@ -1,0 +1,456 @@
+"""`gradferry.fsdp.attach`: averages over replicas of an FSDP2 model, residuals, states, errors."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from outcomes import Outcome, attempt
+from reference import ReferenceEngine
+from reference.layout import wire_bytes_per_step
+from reference.scalars import narrow, widen
+from sharding import RATE, SHAPES, Model, Sharding, bits, local_gradients
+from torch.distributed.fsdp import fully_shard
+from world import World
+
+Worlds = Callable[[int], World]
+
+STEPS = 4
+
+
+def case_train(sharding: Sharding, attach: dict[str, Any], steps: int = STEPS) -> dict[str, Any]:
+    import gradferry
+
+    mesh = sharding.mesh()
+    model = sharding.model(mesh["shard"])
+    state = gradferry.fsdp.attach(model, replicate_group=mesh["replica"], **attach)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    gradients, values, calls = [], [], []
+    state.on_step(calls.append)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for step in range(steps):
+            sharding.backward(model, step)
+            gradients.append(local_gradients(model))
+            optimizer.step()
+            optimizer.zero_grad()
+            values.append(bits(model))
+    return {
+        "gradients": gradients,
+        "values": values,
+        "stats": state.stats(),
+        "calls": len(calls),
+        "state": state.state_dict(),
+        "text": str(state),
+        "warned": [str(each.message) for each in warned],
+    }
+
+
+def reference_of(sharding: Sharding, attach: dict[str, Any]) -> ReferenceEngine:
+    taken = ("momentum", "warmup_steps", "error_feedback", "seed")
+    options = {name: attach[name] for name in taken if name in attach}
+    return ReferenceEngine(
+        sharding.replicas,
+        sharding.described(),
+        attach["codec"],
+        **{"error_feedback": "auto", **options},
+    )
+
+
+BF16 = {"dtype": torch.bfloat16}
+
+
+@pytest.mark.torch_core
+@pytest.mark.parametrize(
+    ("sharding", "attach"),
+    [
+        (Sharding(), {"codec": "q4", "check_every": 1}),
+        (Sharding(), {"codec": "sign1", "momentum": 0.9, "warmup_steps": 2}),
+        (Sharding(passes=2), {"codec": "topk:ratio=0.05", "error_feedback": "both"}),
+        (Sharding(reduce_dtype=torch.bfloat16), {"codec": "q8", "seed": 3}),
+        (Sharding(**BF16), {"codec": "rht:bits=3", "exact_skip": True}),
+        (Sharding(**BF16, reduce_dtype=torch.float32), {"codec": "q4"}),
+    ],
+    ids=["q4", "momentum", "topk", "bf16 reduced", "bf16", "bf16 reduced in fp32"],
+)
+def test_averages_equal_the_reference(
+    worlds: Worlds, sharding: Sharding, attach: dict[str, Any]
+) -> None:
+    answers = worlds(4).run(case_train, sharding=sharding, attach=attach)
+    for shard in range(2):
+        engine = reference_of(sharding, attach)
+        members = [answers[shard], answers[2 + shard]]
+        dtype = str(sharding.reduced_in).removeprefix("torch.")
+        for step in range(STEPS):
+            given = [sharding.reduced(step, replica, shard) for replica in range(2)]
+            expected = engine.step(given)[0]
+            for answer in members:
+                for index, (module, name) in enumerate(sharding.named()):
+                    got = answer["gradients"][step][index]
+                    # What lies beyond the last row is padding.
+                    wanted = widen(expected[index], dtype)[: got.size]
+                    if sharding.dtype != torch.float32:  # in which .grad is
+                        wanted = widen(narrow(wanted, "bfloat16"), "bfloat16")
+                    assert np.array_equal(got, wanted), (shard, step, module, name)
+            assert members[0]["values"][step] == members[1]["values"][step]
+        # Every check sends a header and 8 bytes per parameter, to one other replica.
+        checks = (STEPS - 1) * (64 + 8 * len(engine.layout.parameters))
+        for rank, answer in enumerate(members):
+            sent = STEPS * wire_bytes_per_step(engine.layout, sharding.buckets(), rank)
+            sent += checks if "check_every" in attach else 0
+            if "warmup_steps" not in attach:
+                assert answer["stats"]["wire_bytes"] == sent
+    assert all(answer["calls"] == STEPS for answer in answers)
+    assert not any(answer["warned"] for answer in answers)
+
+
+def case_native(sharding: Sharding) -> list[list[np.ndarray]]:
+    """Hybrid sharding by FSDP2 alone."""
+    model = sharding.model(sharding.mesh())
+    gradients = []
+    for step in range(STEPS):
+        sharding.backward(model, step)
+        gradients.append(local_gradients(model))
+        model.zero_grad()
+    return gradients
+
+
+@pytest.mark.torch_core
+@pytest.mark.parametrize("codec", ["exact", "off"])
+def test_exact_is_what_fsdp2_averages_itself(worlds: Worlds, codec: str) -> None:
+    # Sums of whole numbers below 2^24, divided by 4: exact in fp32 in any order.
+    sharding = Sharding(whole=True)
+    native = worlds(4).run(case_native, sharding=sharding)
+    ours = worlds(4).run(case_train, sharding=sharding, attach={"codec": codec})
+    for rank in range(4):
+        for one, other in zip(native[rank], ours[rank]["gradients"], strict=True):
+            assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.torch_core
+def test_modules_with_parameters_without_gradients_are_averaged_as_they_are(worlds: Worlds) -> None:
+    sharding = Sharding(without=(("blocks.0", "bias"),), whole=True)
+    answers = worlds(4).run(case_partly, sharding=sharding)
+    for shard in range(2):
+        assert answers[shard]["values"] == answers[2 + shard]["values"]
+    for answer in answers:
+        assert answer["equal"]
+        assert answer["fallbacks"] == STEPS
+        assert [text for text in answer["warned"] if "averaged uncompressed" in text] != []
+        assert "momentum= and exact_skip= need all" in answer["refused"].text
+
+
+def case_partly(sharding: Sharding) -> dict[str, Any]:
+    import gradferry
+
+    mesh = sharding.mesh()
+    models = sharding.model(mesh["shard"]), sharding.model(mesh)
+    state = gradferry.fsdp.attach(models[0], "q4", mesh["replica"])
+    equal = True
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for step in range(STEPS):
+            for model in models:
+                model.zero_grad()
+                sharding.backward(model, step)
+            weights = [model.blocks[0].weight for model in models]
+            equal &= torch.equal(*(weight.grad.to_local() for weight in weights))
+            equal &= models[0].blocks[0].bias.grad is None
+    third = sharding.model(mesh["shard"])
+    gradferry.fsdp.attach(third, "q4", mesh["replica"], momentum=0.9)
+    return {
+        "equal": equal,
+        "fallbacks": state.stats()["fallbacks"],
+        "values": bits(models[0]),
+        "warned": [str(each.message) for each in warned],
+        "refused": attempt(lambda: sharding.backward(third, 0)),
+    }
+
+
+# --- states ---------------------------------------------------------------------------------------
+
+
+class Training:
+    def __init__(self, sharding: Sharding, attach: dict[str, Any]) -> None:
+        import gradferry
+
+        self.sharding, mesh = sharding, sharding.mesh()
+        self.model = sharding.model(mesh["shard"])
+        self.state = gradferry.fsdp.attach(self.model, replicate_group=mesh["replica"], **attach)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=RATE)
+
+    def train(self, steps: range) -> bytes:
+        for step in steps:
+            self.sharding.backward(self.model, step)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return bits(self.model)
+
+    def saved(self) -> dict[str, Any]:
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer, "hook": self.state}
+
+    def load(self, path: str, hook: Any = None) -> None:
+        from torch.distributed.checkpoint.state_dict import set_state_dict
+
+        saved = self.saved() | {"hook": hook or self.state}
+        dcp.load(saved, checkpoint_id=path)
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=saved["model"],
+            optim_state_dict=saved["optimizer"],
+        )
+
+
+def case_save_and_go_on(sharding: Sharding, attach: dict[str, Any], path: str) -> dict[str, Any]:
+    training = Training(sharding, attach)
+    training.train(range(3))
+    dcp.save(training.saved(), checkpoint_id=path)
+    state = training.state.state_dict()
+    return {"state": state, "values": training.train(range(3, 5))}
+
+
+def case_load_and_go_on(
+    sharding: Sharding, attach: dict[str, Any], path: str, resized: bool = False
+) -> dict[str, Any]:
+    from gradferry.checkpoint import ResizedState
+
+    training = Training(sharding, attach)
+    training.load(path, ResizedState(training.state, path) if resized else None)
+    state = training.state.state_dict()
+    return {"state": state, "values": training.train(range(3, 5))}
+
+
+MODES = [
+    {"codec": "q4", "error_feedback": "both"},
+    {"codec": "sign1", "momentum": 0.9},
+]
+
+
+@pytest.mark.torch_core
+@pytest.mark.parametrize("attach", MODES, ids=["q4", "sign1 momentum"])
+def test_training_goes_on_to_the_bit(
+    worlds: Worlds, attach: dict[str, Any], tmp_path: Path
+) -> None:
+    how = {"sharding": Sharding(), "attach": attach, "path": str(tmp_path / "dcp")}
+    saved = worlds(4).run(case_save_and_go_on, **how)
+    for resized in (False, True):
+        loaded = worlds(4).run(case_load_and_go_on, resized=resized, **how)
+        for one, other in zip(saved, loaded, strict=True):
+            assert one["values"] == other["values"]
+            assert same(one["state"], other["state"])
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+@pytest.mark.torch_core
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_other_numbers_of_replicas_keep_what_is_missing(
+    worlds: Worlds, replicas: int, tmp_path: Path
+) -> None:
+    # In a world of one replica only momentum mode has a place for residuals.
+    how = {"attach": MODES[1], "path": str(tmp_path / "dcp")}
+    saved = worlds(4).run(case_save_and_go_on, sharding=Sharding(), **how)
+    sharding = Sharding(replicas=replicas)
+    loaded = worlds(sharding.world_size).run(
+        case_load_and_go_on, sharding=sharding, resized=True, **how
+    )
+    for shard in range(2):
+        part = f"shard_{shard}_of_2"
+        before = missing([saved[rank]["state"][part] for rank in (shard, 2 + shard)])
+        mine = range(shard, sharding.world_size, 2)
+        after = missing([loaded[rank]["state"][part] for rank in mine])
+        assert before != 0
+        # Residuals are fp32 and their mean is rounded once; sums are in fp64, of about 12,000
+        # elements, whose rounding errors add up like those of a random walk at most: 2^-24 * 110.
+        assert abs(after - before) <= 2**-17 * abs(before) + 2**-17
+        values = {loaded[rank]["values"] for rank in mine}
+        assert len(values) == 1
+
+
+def missing(states: Sequence[dict[str, Any]]) -> float:
+    """The sum of what averages still lack: the mean of worker residuals, and owner residuals."""
+    slots = [state[f"slot_{rank}"] for rank, state in enumerate(states)]
+    worker = sum(slot["worker"].double().sum() for slot in slots) / len(slots)
+    return float(worker + sum(slot["owner"].double().sum() for slot in slots))
+
+
+def case_other_shards(saved: dict[str, Any]) -> list[Outcome]:
+    training = Training(Sharding(1, 4), MODES[0])
+    return [
+        attempt(lambda: training.state.load_state_dict(saved, on_resize="mean")),
+        attempt(lambda: training.state.load_state_dict([])),
+    ]
+
+
+def test_states_of_other_shards_are_refused(worlds: Worlds, tmp_path: Path) -> None:
+    from gradferry.checkpoint import merge
+
+    how = {"sharding": Sharding(), "attach": MODES[0], "path": str(tmp_path / "dcp")}
+    saved = merge(each["state"] for each in worlds(4).run(case_save_and_go_on, **how))
+    assert sorted(saved["shard_1_of_2"]) == sorted(saved["shard_0_of_2"])
+    assert {"slot_0", "slot_1"} <= set(saved["shard_1_of_2"])
+    for rank, outcomes in enumerate(worlds(4).run(case_other_shards, saved=saved)):
+        assert [outcome.error for outcome in outcomes] == ["StateError"] * 2
+        assert f"nothing of shard_{rank}_of_4, only ['shard_0_of_2'" in outcomes[0].text
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+def case_refused() -> dict[str, Outcome]:
+    import gradferry
+
+    sharding = Sharding()
+    mesh = sharding.mesh()
+
+    def attached(model: Any, group: Any = None, **options: Any) -> Outcome:
+        options = {"codec": "q4", **options}
+        return attempt(
+            lambda: gradferry.fsdp.attach(
+                model, replicate_group=mesh["replica"] if group is None else group, **options
+            )
+        )
+
+    found = {
+        "no module": attached(3),
+        "not sharded": attached(Model()),
+        "native replicas": attached(sharding.model(mesh)),
+        "no group": attempt(lambda: gradferry.fsdp.attach(sharding.model(mesh["shard"]))),
+        "two dimensions": attached(sharding.model(mesh["shard"]), mesh),
+        "shard group": attached(sharding.model(mesh["shard"]), mesh["shard"]),
+        "auto": attached(sharding.model(mesh["shard"]), codec="auto"),
+        "unknown codec": attached(sharding.model(mesh["shard"]), codec="q5"),
+        "unequal replicas": attached(sharding.model(mesh["shard"], seed=dist.get_rank() // 2)),
+        "unequal codecs": attached(
+            sharding.model(mesh["shard"]), codec=("q4", "q8")[dist.get_rank() // 2]
+        ),
+    }
+    with torch.device("meta"):
+        meta = Model()
+    fully_shard(meta, mesh=mesh["shard"])
+    found["meta"] = attached(meta)
+    mixed = Model()
+    fully_shard(mixed.blocks[0], mesh=mesh["replica"])
+    fully_shard(mixed, mesh=mesh["shard"])
+    found["two meshes"] = attached(mixed)
+    model = sharding.model(mesh["shard"])
+    found["first"] = attached(model)
+    found["second"] = attached(model)
+    model.set_requires_all_reduce(False)
+    loss = model(sharding.targets(0, 0, dist.get_rank()))
+    found["no all-reduce"] = attempt(loss.backward)
+    model.set_requires_all_reduce(True)
+    found["after an error"] = attempt(lambda: sharding.backward(model, 0))
+    return found
+
+
+TEXTS = {
+    "no module": "model must be a module, not int",
+    "not sharded": "no parameters under FSDP2 that require grad",
+    "native replicas": "FSDP2 averages over replicas itself; shard it over the shard dimension",
+    "no group": "replicate_group is missing",
+    "two dimensions": "a mesh of 2 dimensions",
+    "shard group": "are in one shard group and in one replicate_group",
+    "auto": "codec='auto' forecasts the steps of DistributedDataParallel",
+    "unknown codec": "q5",
+    "unequal replicas": "replicas begin equal: seed all ranks alike",
+    "unequal codecs": "rank 1 differs from rank 0 in codec",
+    "meta": "is on the meta device; attach after model.to_empty",
+    "two meshes": "shard all modules over one mesh",
+    "second": "already has an all-reduce hook",
+    "no all-reduce": "set_requires_all_reduce(False)",
+    "after an error": "set_requires_all_reduce(False)",
+}
+KINDS = {
+    "unequal replicas": "RankMismatchError",
+    "unequal codecs": "RankMismatchError",
+    "no all-reduce": "StateError",
+    "after an error": "StateError",
+}
+
+
+@pytest.mark.torch_core
+def test_what_cannot_be_hooked_is_refused_with_a_reason(worlds: Worlds) -> None:
+    for found in worlds(4).run(case_refused):
+        for name, outcome in found.items():
+            if name == "first":
+                assert outcome.error is None, (name, outcome)
+                continue
+            assert outcome.error == KINDS.get(name, "ConfigError"), (name, outcome)
+            assert TEXTS[name] in outcome.text, (name, outcome.text)
+
+
+def case_bad_gradient(rank: int) -> dict[str, Any]:
+    """Rank `rank` cannot go on; the other replica of its shard hears why."""
+    import gradferry
+
+    sharding = Sharding()
+    mesh = sharding.mesh()
+    model = sharding.model(mesh["shard"])
+    state = gradferry.fsdp.attach(model, "q4", mesh["replica"], nonfinite="raise")
+    sharding.backward(model, 0)
+    targets = sharding.targets(1, 0, dist.get_rank())
+    if dist.get_rank() == rank:
+        targets["blocks.0"]["weight"][[0, -1], 0] = float("nan")  # one row of each shard
+    outcome = attempt(lambda: model(targets).backward())
+    return {"outcome": outcome, "ended": attempt(state.state_dict)}
+
+
+def test_replicas_raise_the_same_error(worlds: Worlds) -> None:
+    answers = worlds(4).run(case_bad_gradient, rank=2)
+    for rank, answer in enumerate(answers):
+        outcome = answer["outcome"]
+        assert outcome.error == "StateError"
+        assert "blocks.0.weight" in outcome.text
+        assert outcome.headline == answers[rank % 2]["outcome"].headline
+        assert answer["ended"].error == "StateError"
+
+
+def case_fsdp1() -> Outcome:
+    import gradferry
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = FullyShardedDataParallel(Model(), device_id=torch.device("cpu"))
+    return attempt(lambda: gradferry.fsdp.attach(model, "q4", dist.group.WORLD))
+
+
+def test_fsdp1_is_refused(worlds: Worlds) -> None:
+    for outcome in worlds(2).run(case_fsdp1):
+        assert outcome.error == "ConfigError"
+        assert "(FSDP1), whose communication hooks take no hybrid sharding" in outcome.text
+
+
+def case_unsharded_part() -> list[str]:
+    import gradferry
+
+    sharding = Sharding()
+    mesh = sharding.mesh()
+    torch.manual_seed(0)
+    model = Model()
+    fully_shard(model.blocks[0], mesh=mesh["shard"])
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        gradferry.fsdp.attach(model, "q4", mesh["replica"])
+    return [str(each.message) for each in warned]
+
+
+def test_parameters_outside_are_named(worlds: Worlds) -> None:
+    for warned in worlds(4).run(case_unsharded_part):
+        count = sum(len(shapes) for shapes in SHAPES.values()) - len(SHAPES["blocks.0"])
+        assert len(warned) == 1
+        assert f"gradients of 'table' and {count - 1} more" in warned[0]
