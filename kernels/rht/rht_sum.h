@@ -4,8 +4,9 @@
 // wherever no sum on the way is rounded, whatever its order: scales are integers in units of the
 // last place of the smallest, and with them codes, coordinates and elements. No sum of some ranks'
 // terms at an element, or of some of its coordinates, exceeds sqrt(128) times the norm of the sums
-// of magnitudes; below 2^24 all are exact in fp32. Only the sign of a sum that is zero depends on
-// the ranks: such a block, and one that is not finite or may round, is summed in rank order.
+// of magnitudes; below 2^24 all are exact in fp32, and finite while the unit is at most 2^104. Only
+// the sign of a sum that is zero depends on the ranks: such a block, and one that is not finite or
+// may round or overflow, is summed in rank order.
 #pragma once
 
 #include "kernels/rht/rht_codes.h"
@@ -13,7 +14,8 @@
 
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE::rht {
 
-inline constexpr uint32_t kMostRanks = 32;  // whose sum is transformed at once
+inline constexpr uint32_t kMostRanks = 32;               // whose sum is transformed at once
+inline constexpr uint32_t kTooLargeScale = 0x77800000u;  // 2^112: its last place is 2^105
 
 struct RankBlock {
   const std::byte* codes;
@@ -27,7 +29,7 @@ inline uint32_t common_unit(const RankBlock* ranks, uint32_t num_ranks) {
   for (uint32_t rank = 0; rank < num_ranks; ++rank) {
     const uint32_t scale = ranks[rank].scale;
     if (scale == 0) continue;
-    if (scale < kSmallestScale || scale >= kOverflowingScale) return 0;
+    if (scale < kSmallestScale || scale >= kTooLargeScale) return 0;
     smallest = scale < smallest ? scale : smallest;
   }
   const uint32_t exponent = smallest >> 23;

@@ -2,9 +2,10 @@
 //
 // A scale has 8 significant bits. In units of the last place of the smallest of a block's scales
 // all of them are integers m, and so is every sum of some of them with any signs. While all m
-// together stay below 2^15 such sums are exact in fp32, in whatever order: the sum in rank order is
-// the sum of all scales less twice those of the ranks that say minus. A zero comes out as +0, as
-// from x + (-x); a zero block, m = 0, adds nothing whatever its signs.
+// together stay below 2^15 such sums are exact in fp32, in whatever order, if that of all scales is
+// finite: the sum in rank order is the sum of all scales less twice those of the ranks that say
+// minus. A zero comes out as +0, as from x + (-x); a zero block, m = 0, adds nothing whatever its
+// signs.
 //
 // For AVX-512 alone, where the bits of a payload are the lanes of a masked subtraction.
 #pragma once
@@ -51,7 +52,7 @@ struct IntegerScales {
         sum = sum + m;
         store(twice[rank] + b, bits(m + m + F32(0x1p23f)));
       }
-      exact &= all(bits(sum) <= U32(kMostSum));
+      exact &= all(bits(sum) <= U32(kMostSum)) && !any(is_not_finite(sum * load(unit + b)));
       store(total + b, bits(sum + F32(0x1p23f)));
     }
     return exact;

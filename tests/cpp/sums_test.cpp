@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <random>
+#include <tuple>
 
 #include "tests/cpp/codec_runner.h"
 #include "tests/cpp/contract_cases.h"
@@ -130,6 +131,25 @@ TEST_P(RankSums, AreInRankOrderWhereNumbersCancel) {
       compare(payloads, residual(Input::kSparse, 400));
       compare(payloads, std::vector<float>(run_.num_elements(), -0.0f));
     }
+  }
+}
+
+// Two thirds of the ranks reach infinity before the last third would take them back: by numbers
+// that are large all over, and by single ones, which a transform spreads.
+TEST_P(RankSums, AreInRankOrderWhereTheyOverflowOnTheWay) {
+  const std::vector<float> zero(run_.num_elements(), -0.0f);
+  for (const auto& [world_size, stride, magnitude] :
+       {std::tuple(3u, 1u, 0.75 * FLT_MAX), std::tuple(12u, 128u, 1.1 * 0x1p125)}) {
+    std::vector<Buffer> payloads;
+    for (uint32_t rank = 0; rank < world_size; ++rank) {
+      std::vector<double> x = numbers(Input::kGaussian, 900);
+      for (size_t i = 0; i < kZerosBegin; ++i) {
+        x[i] = magnitude * (i % stride == 0 ? 1 : 20 * x[i]);
+        if (3 * rank >= 2 * world_size) x[i] = -x[i];
+      }
+      payloads.push_back(sent(x));
+    }
+    compare(payloads, zero);
   }
 }
 
