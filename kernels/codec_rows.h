@@ -31,6 +31,7 @@ inline Codec make_row(const CodecDescription& description, const CodecFunctions&
           .encode = functions.encode,
           .decode = functions.decode,
           .reduce = functions.reduce,
+          .accumulate = functions.accumulate,
           .undo = functions.undo};
 }
 

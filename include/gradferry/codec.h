@@ -145,6 +145,15 @@ struct Codec {
   void (*reduce)(const TileBatch& batch, const std::byte* const* payload_by_rank,
                  uint32_t world_size, const float* gain, float* owner_residual, std::byte* out);
 
+  // gradient = (sum over ranks in rank order of D(payload)) * (1 / divisor), rounded once to dtype
+  // For an owner that wants the numbers and sends nothing on: what reduce encodes without a
+  // residual, unencoded. divisor, at least 1: 1 for the sum, world_size for the mean. Reads
+  // Stage::kWorker payloads at payload_offset from payload_by_rank[r]; batch.stage is kWorker, and
+  // hold_zero_tiles makes no difference. `gradient` needs only the alignment of one element and
+  // overlaps nothing. Statuses hold flags alone, of the result, as decode's do.
+  void (*accumulate)(const TileBatch& batch, const std::byte* const* payload_by_rank,
+                     uint32_t world_size, uint32_t divisor, void* gradient);
+
   // residual += D(own_payload) - alpha * gradient   for elements that another rank made non-finite
   // Call it between decode(in, null), which fills batch.status, and decode(in, gradient). It
   // processes only tiles with kTileNonFinite, and in them the elements whose decoded gradient is

@@ -245,7 +245,7 @@ struct DeviceLibrary {
   bool (*is_capturing)(Stream stream);
 };
 // Increases with every change of a type or function type in this file or in codec.h.
-inline constexpr uint32_t kDeviceLibraryVersion = 8;
+inline constexpr uint32_t kDeviceLibraryVersion = 9;
 // Name of the Python capsule that holds a library.
 inline constexpr const char* kDeviceLibraryCapsule = "gradferry.DeviceLibrary";
 

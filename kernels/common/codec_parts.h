@@ -23,6 +23,7 @@ struct CodecFunctions {
   decltype(Codec::encode) encode;
   decltype(Codec::decode) decode;
   decltype(Codec::reduce) reduce;
+  decltype(Codec::accumulate) accumulate;
   decltype(Codec::undo) undo;
 };
 

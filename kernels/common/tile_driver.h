@@ -92,12 +92,20 @@ class TileDriver {
     reduce_tiles(batch, payload_by_rank, world_size, gain == nullptr ? 1.0f : *gain, owner_residual,
                  out);
   }
+  static void accumulate(const TileBatch& batch, const std::byte* const* payload_by_rank,
+                         uint32_t world_size, uint32_t divisor, void* gradient) {
+    const FloatEnvironment environment;
+    accumulate_tiles(batch, payload_by_rank, world_size, divisor,
+                     static_cast<std::byte*>(gradient));
+  }
   static void undo(const TileBatch& batch, const std::byte* own_payload, const std::byte* in,
                    const void* gradient, float alpha, float* residual) {
     const FloatEnvironment environment;
     undo_tiles(batch, own_payload, in, static_cast<const std::byte*>(gradient), alpha, residual);
   }
-  static constexpr CodecFunctions functions() { return {&encode, &decode, &reduce, &undo}; }
+  static constexpr CodecFunctions functions() {
+    return {&encode, &decode, &reduce, &accumulate, &undo};
+  }
 
  private:
   static constexpr uint32_t kUnit = Codec::kUnit;
@@ -390,6 +398,29 @@ class TileDriver {
         flags |= encode_unit(unit, v, payload, r);
       });
       set_status(batch, index, payload_checksum(payload, num_bytes, tile.message_offset), flags);
+    }
+  }
+
+  // By way of scratch: what a codec gives to its sink may not be its last word.
+  [[gnu::noinline]] static void accumulate_tiles(const TileBatch& batch,
+                                                 const std::byte* const* payload_by_rank,
+                                                 uint32_t world_size, uint32_t divisor,
+                                                 std::byte* gradient) {
+    const float inverse = 1.0f / static_cast<float>(divisor);
+    const uint32_t item = item_bytes(batch.dtype);
+    alignas(64) float v[kUnit];
+    for (uint32_t index = 0; index < batch.num_tiles; ++index) {
+      const Tile& tile = batch.tiles[index];
+      std::byte* g = gradient + tile.gradient_offset * item;
+      uint32_t flags = 0;
+      for_units(batch, tile, Stage::kWorker, [&](Unit unit) {
+        unit.ahead = find_ahead(unit, index, kReduceAhead, nullptr, 0, nullptr);
+        flags |= average(unit, payload_by_rank, world_size, inverse, nullptr, 1.0f, v);
+        flags |= with_dtype(batch.dtype, [&]<ScalarType dtype>() {
+          return store_unit<dtype>(v, unit.num_elements, g + unit.first * item);
+        });
+      });
+      set_status(batch, index, 0, flags);
     }
   }
 

@@ -303,8 +303,24 @@ GRADFERRY_DEVICE uint32_t store_values(const Slice& slice, const Tile& tile, con
   return dtype == ScalarType::kFloat32 || all_finite ? 0 : kTileNonFinite;
 }
 
-// payload_of(rank): where the rank's payloads begin. `is_zero`: this tile's are held zero tiles.
-// Returns the thread's part of the tile's status.
+// v = the sum of the ranks' values in rank order, anything beyond the tile's end. payload_of(rank):
+// where the rank's payloads begin. Returns kTileCorrupt or 0.
+template <typename Codec, ScalarType dtype, typename PayloadOf>
+GRADFERRY_DEVICE uint32_t sum_ranks(const TileUnit<typename Codec::Options>& unit, const Tile& tile,
+                                    PayloadOf payload_of, uint32_t world_size, float* v) {
+  // Adding -0 changes no number, so the first rank's values do not change.
+  GRADFERRY_UNROLL
+  for (uint32_t j = 0; j < kLaneElements; ++j) v[j] = -0.0f;
+  uint32_t flags = 0;
+  for (uint32_t rank = 0; rank < world_size; ++rank) {
+    flags |= Codec::template decode<dtype>(unit, payload_of(rank) + tile.payload_offset,
+                                           [&](uint32_t j, float x) { v[j] = v[j] + x; });
+  }
+  return flags & kTileCorrupt;
+}
+
+// `is_zero`: this tile's payloads are held zero tiles. Returns the thread's part of the tile's
+// status.
 template <typename Codec, ScalarType dtype, typename PayloadOf>
 GRADFERRY_DEVICE StatusPart reduce_tile(const TileUnit<typename Codec::Options>& unit,
                                         const TileUnit<typename Codec::Options>& owner_unit,
@@ -322,16 +338,8 @@ GRADFERRY_DEVICE StatusPart reduce_tile(const TileUnit<typename Codec::Options>&
     return {0, 0};
   }
 
-  // Adding -0 changes no number, so the first rank's values do not change.
   float v[kLaneElements];
-  GRADFERRY_UNROLL
-  for (float& x : v) x = -0.0f;
-  uint32_t flags = 0;
-  for (uint32_t rank = 0; rank < world_size; ++rank) {
-    flags |= Codec::template decode<dtype>(unit, payload_of(rank) + tile.payload_offset,
-                                           [&](uint32_t j, float x) { v[j] = v[j] + x; });
-  }
-  flags &= kTileCorrupt;
+  uint32_t flags = sum_ranks<Codec, dtype>(unit, tile, payload_of, world_size, v);
   const float inverse = 1.0f / static_cast<float>(world_size);
   if (owner_residual != nullptr) {
     float old[kLaneElements];
@@ -422,6 +430,25 @@ __global__ void __launch_bounds__(kTileThreads, Codec::kMinBlocks)
          reduce_tile<Codec, dtype>(
              unit, owner_unit, tile, is_zero, [&](uint32_t rank) { return payload_by_rank[rank]; },
              world_size, gain, owner_residual, out));
+}
+
+template <typename Codec, ScalarType dtype>
+__global__ void __launch_bounds__(kTileThreads, Codec::kMinBlocks)
+    accumulate_kernel(BatchArguments<typename Codec::Options> batch,
+                      const std::byte* const* payload_by_rank, uint32_t world_size,
+                      uint32_t divisor, std::byte* gradient) {
+  const Tile tile = batch.tiles[blockIdx.x];
+  const auto unit = make_unit<Codec, dtype>(batch, tile, Stage::kWorker);
+  prefetch_payloads(payload_by_rank, world_size, tile.payload_offset, unit.payload_bytes);
+  float v[kLaneElements];
+  uint32_t flags = sum_ranks<Codec, dtype>(
+      unit, tile, [&](uint32_t rank) { return payload_by_rank[rank]; }, world_size, v);
+  const float inverse = 1.0f / static_cast<float>(divisor);
+  GRADFERRY_UNROLL
+  for (float& x : v) x = canonical(x * inverse);
+  std::byte* g = gradient + tile.gradient_offset * item_bytes(dtype);
+  if (!store_slice<dtype>(unit.slice, g, v)) flags |= kTileNonFinite;
+  finish(batch, {0, flags});
 }
 
 template <typename Codec, ScalarType dtype>

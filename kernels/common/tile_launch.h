@@ -77,6 +77,16 @@ struct TileLauncher {
     }
   }
 
+  static void accumulate(const TileBatch& batch, const std::byte* const* payload_by_rank,
+                         uint32_t world_size, uint32_t divisor, void* gradient) {
+    const auto arguments = arguments_of<typename Codec::Options>(batch);
+    auto* g = static_cast<std::byte*>(gradient);
+    with_gradient_dtype(batch.dtype, [&]<ScalarType dtype>() {
+      launch<accumulate_kernel<Codec, dtype>>(batch.num_tiles, kTileThreads, batch.stream,
+                                              arguments, payload_by_rank, world_size, divisor, g);
+    });
+  }
+
   static void undo(const TileBatch& batch, const std::byte* own_payload, const std::byte* in,
                    const void* gradient, float alpha, float* residual) {
     const auto arguments = arguments_of<typename Codec::Options>(batch);
@@ -87,7 +97,9 @@ struct TileLauncher {
     });
   }
 
-  static constexpr CodecFunctions functions() { return {&encode, &decode, &reduce, &undo}; }
+  static constexpr CodecFunctions functions() {
+    return {&encode, &decode, &reduce, &accumulate, &undo};
+  }
 };
 
 }  // namespace gradferry::GRADFERRY_KERNEL_NAMESPACE

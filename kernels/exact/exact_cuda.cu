@@ -35,6 +35,15 @@ void reduce(const TileBatch& batch, const std::byte* const* payload_by_rank, uin
   }
 }
 
+void accumulate(const TileBatch& batch, const std::byte* const* payload_by_rank,
+                uint32_t world_size, uint32_t divisor, void* gradient) {
+  if (batch.dtype == ScalarType::kFloat64) {
+    exact_float64::accumulate(batch, payload_by_rank, world_size, divisor, gradient);
+  } else {
+    Launcher::accumulate(batch, payload_by_rank, world_size, divisor, gradient);
+  }
+}
+
 void undo(const TileBatch& batch, const std::byte* own_payload, const std::byte* in,
           const void* gradient, float alpha, float* residual) {
   if (batch.dtype == ScalarType::kFloat64) {
@@ -47,7 +56,7 @@ void undo(const TileBatch& batch, const std::byte* own_payload, const std::byte*
 }  // namespace
 
 extern const CodecFunctions exact_functions;
-const CodecFunctions exact_functions = {&encode, &decode, &reduce, &undo};
+const CodecFunctions exact_functions = {&encode, &decode, &reduce, &accumulate, &undo};
 
 extern const ChunkKernels exact_chunks;
 const ChunkKernels exact_chunks = ChunkLauncher<WithExact<exact::TileCodec>>::kernels();

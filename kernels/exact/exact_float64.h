@@ -54,6 +54,11 @@ GRADFERRY_LANE void finish(const TileBatch& batch, uint32_t index, std::byte* pa
                          finite ? 0 : kTileNonFinite};
 }
 
+// The status of a tile whose gradient was written.
+GRADFERRY_LANE void set_flags(const TileBatch& batch, uint32_t index, bool finite) {
+  if (batch.status != nullptr) batch.status[index] = {0, finite ? 0 : kTileNonFinite};
+}
+
 [[gnu::noinline]] inline void encode_tiles(const TileBatch& batch, const std::byte* gradient,
                                            double alpha, double gain, float* residual,
                                            std::byte* out) {
@@ -94,8 +99,18 @@ GRADFERRY_LANE void finish(const TileBatch& batch, uint32_t index, std::byte* pa
         set_residual(r, static_cast<double>(*r) + beta * value);
       }
     }
-    if (batch.status != nullptr) batch.status[index] = {0, finite ? 0 : kTileNonFinite};
+    set_flags(batch, index, finite);
   }
+}
+
+// In rank order, of the element at an offset in each payload.
+GRADFERRY_LANE double sum_ranks(const std::byte* const* payload_by_rank, uint32_t world_size,
+                                size_t offset) {
+  double sum = load64(payload_by_rank[0] + offset);
+  for (uint32_t rank = 1; rank < world_size; ++rank) {
+    sum = sum + load64(payload_by_rank[rank] + offset);
+  }
+  return sum;
 }
 
 [[gnu::noinline]] inline void reduce_tiles(const TileBatch& batch,
@@ -116,12 +131,7 @@ GRADFERRY_LANE void finish(const TileBatch& batch, uint32_t index, std::byte* pa
     }
     bool finite = true;
     for (uint32_t i = 0; i < n; ++i) {
-      const size_t offset = tile.payload_offset + 8 * i;
-      double v = load64(payload_by_rank[0] + offset);
-      for (uint32_t rank = 1; rank < world_size; ++rank) {
-        v = v + load64(payload_by_rank[rank] + offset);
-      }
-      v = v * inverse;
+      double v = sum_ranks(payload_by_rank, world_size, tile.payload_offset + 8 * i) * inverse;
       if (residual != nullptr && !hold) {
         float* r = residual + tile.residual_offset + i;
         v = v + gain * static_cast<double>(*r);
@@ -130,6 +140,22 @@ GRADFERRY_LANE void finish(const TileBatch& batch, uint32_t index, std::byte* pa
       finite &= store64(payload + 8 * i, v);
     }
     finish(batch, index, payload, finite);
+  }
+}
+
+[[gnu::noinline]] inline void accumulate_tiles(const TileBatch& batch,
+                                               const std::byte* const* payload_by_rank,
+                                               uint32_t world_size, uint32_t divisor,
+                                               std::byte* gradient) {
+  const double inverse = 1.0 / static_cast<double>(divisor);
+  for (uint32_t index = 0; index < batch.num_tiles; ++index) {
+    const Tile& tile = batch.tiles[index];
+    bool finite = true;
+    for (uint32_t i = 0; i < tile.num_elements; ++i) {
+      const double sum = sum_ranks(payload_by_rank, world_size, tile.payload_offset + 8 * i);
+      finite &= store64(gradient + 8 * (tile.gradient_offset + i), sum * inverse);
+    }
+    set_flags(batch, index, finite);
   }
 }
 
@@ -166,6 +192,12 @@ inline void reduce(const TileBatch& batch, const std::byte* const* payload_by_ra
                    uint32_t world_size, const float* gain, float* owner_residual, std::byte* out) {
   const FloatEnvironment environment;
   reduce_tiles(batch, payload_by_rank, world_size, gain ? *gain : 1.0f, owner_residual, out);
+}
+
+inline void accumulate(const TileBatch& batch, const std::byte* const* payload_by_rank,
+                       uint32_t world_size, uint32_t divisor, void* gradient) {
+  const FloatEnvironment environment;
+  accumulate_tiles(batch, payload_by_rank, world_size, divisor, static_cast<std::byte*>(gradient));
 }
 
 inline void undo(const TileBatch& batch, const std::byte* own_payload, const std::byte* in,

@@ -44,6 +44,21 @@ __global__ void __launch_bounds__(kTileThreads)
 }
 
 __global__ void __launch_bounds__(kTileThreads)
+    accumulate_kernel(Batch batch, const std::byte* const* payload_by_rank, uint32_t world_size,
+                      uint32_t divisor, double* gradient) {
+  const Tile tile = batch.tiles[blockIdx.x];
+  const double inverse = 1.0 / static_cast<double>(divisor);
+  uint32_t flags = 0;
+  for (uint32_t i = threadIdx.x; i < tile.num_elements; i += kTileThreads) {
+    const double value = inverse * sum_ranks([&](uint32_t rank) { return payload_by_rank[rank]; },
+                                             world_size, tile.payload_offset + 8 * i);
+    flags |= flags_of(value);
+    write(gradient + tile.gradient_offset + i, canonical_bits(value));
+  }
+  finish(batch, {0, flags});
+}
+
+__global__ void __launch_bounds__(kTileThreads)
     undo_kernel(Batch batch, const std::byte* own_payload, const std::byte* in,
                 const double* gradient, double alpha, float* residual) {
   if (!holds_nonfinite(batch)) return;  // the whole block
@@ -74,6 +89,13 @@ inline void reduce(const TileBatch& batch, const std::byte* const* payload_by_ra
                    uint32_t world_size, const float* gain, float* owner_residual, std::byte* out) {
   launch<reduce_kernel>(batch.num_tiles, kTileThreads, batch.stream, arguments_of<NoOptions>(batch),
                         payload_by_rank, world_size, gain, owner_residual, out);
+}
+
+inline void accumulate(const TileBatch& batch, const std::byte* const* payload_by_rank,
+                       uint32_t world_size, uint32_t divisor, void* gradient) {
+  launch<accumulate_kernel>(batch.num_tiles, kTileThreads, batch.stream,
+                            arguments_of<NoOptions>(batch), payload_by_rank, world_size, divisor,
+                            static_cast<double*>(gradient));
 }
 
 inline void undo(const TileBatch& batch, const std::byte* own_payload, const std::byte* in,

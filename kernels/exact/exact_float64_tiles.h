@@ -105,6 +105,16 @@ GRADFERRY_DEVICE uint32_t decode_tile(const Tile& tile, const std::byte* own_pay
   return flags;
 }
 
+// In rank order, of the element at an offset in each payload.
+template <typename PayloadOf>
+GRADFERRY_DEVICE double sum_ranks(PayloadOf payload_of, uint32_t world_size, uint32_t offset) {
+  double sum = read<double>(payload_of(0) + offset);
+  for (uint32_t rank = 1; rank < world_size; ++rank) {
+    sum = sum + read<double>(payload_of(rank) + offset);
+  }
+  return sum;
+}
+
 template <typename PayloadOf>
 GRADFERRY_DEVICE StatusPart reduce_tile(const Tile& tile, bool is_zero, PayloadOf payload_of,
                                         uint32_t world_size, const float* gain, float* residual,
@@ -121,12 +131,7 @@ GRADFERRY_DEVICE StatusPart reduce_tile(const Tile& tile, bool is_zero, PayloadO
   const double factor = gain == nullptr ? 1.0 : static_cast<double>(*gain);
   uint32_t flags = 0;
   for (uint32_t i = threadIdx.x; i < n; i += kTileThreads) {
-    const uint32_t offset = tile.payload_offset + 8 * i;
-    double v = read<double>(payload_of(0) + offset);
-    for (uint32_t rank = 1; rank < world_size; ++rank) {
-      v = v + read<double>(payload_of(rank) + offset);
-    }
-    v = v * inverse;
+    double v = sum_ranks(payload_of, world_size, tile.payload_offset + 8 * i) * inverse;
     if (r != nullptr) {
       v = v + factor * static_cast<double>(r[i]);
       r[i] = residual_of(v - v, kept_residual(r[i], gain));

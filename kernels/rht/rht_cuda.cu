@@ -31,6 +31,12 @@ void reduce(const TileBatch& batch, const std::byte* const* payload_by_rank, uin
     Launcher::reduce(batch, payload_by_rank, world_size, gain, owner_residual, out);
   });
 }
+void accumulate(const TileBatch& batch, const std::byte* const* payload_by_rank,
+                uint32_t world_size, uint32_t divisor, void* gradient) {
+  with_bits(batch, [&]<typename Launcher>() {
+    Launcher::accumulate(batch, payload_by_rank, world_size, divisor, gradient);
+  });
+}
 void undo(const TileBatch& batch, const std::byte* own_payload, const std::byte* in,
           const void* gradient, float alpha, float* residual) {
   with_bits(batch, [&]<typename Launcher>() {
@@ -41,7 +47,7 @@ void undo(const TileBatch& batch, const std::byte* own_payload, const std::byte*
 }  // namespace
 
 extern const CodecFunctions rht_functions;
-const CodecFunctions rht_functions = {&encode, &decode, &reduce, &undo};
+const CodecFunctions rht_functions = {&encode, &decode, &reduce, &accumulate, &undo};
 
 extern const ChunkKernels rht_chunks;
 const ChunkKernels rht_chunks = ChunkLauncher<WithExact<rht::TileCodec>>::kernels();

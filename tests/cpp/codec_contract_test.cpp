@@ -14,34 +14,7 @@
 namespace gradferry::testing {
 namespace {
 
-class CodecContract : public ContractTest {
- protected:
-  bool is_float64() const { return GetParam().dtype == ScalarType::kFloat64; }
-
-  // D(payload) of every element, unrounded: lossy codecs decode to fp32 whatever the gradient is.
-  std::vector<double> values(const CallSetup& s, const Buffer& payload, Stage stage) const {
-    CallSetup wide = s;
-    if (parse_codec(s.codec, Device::kCpu).codec->lossy) wide.dtype = ScalarType::kFloat32;
-    wide.beta = 0;
-    const Result decoded = Runner(wide).decode(Isa::kScalar, payload, Buffer(), stage);
-    return numbers(wide.dtype, decoded.gradient);
-  }
-  static std::vector<double> numbers(ScalarType dtype, const Buffer& gradient) {
-    const uint32_t item = item_bytes(dtype);
-    std::vector<double> result(gradient.size() / item);
-    for (size_t i = 0; i < result.size(); ++i) {
-      result[i] = read_number(dtype, gradient.data() + i * item);
-    }
-    return result;
-  }
-  // fl(a * x) + fl(b * y), in the arithmetic of the dtype.
-  double combine(double a, double x, double b, double y) const {
-    if (is_float64()) return a * x + b * y;
-    const float ax = static_cast<float>(a) * static_cast<float>(x);
-    const float by = static_cast<float>(b) * static_cast<float>(y);
-    return ax + by;
-  }
-};
+class CodecContract : public ContractTest {};
 
 TEST_P(CodecContract, GivesTheSameBytesOnEveryInstructionSet) {
   for (const Input input : kInputs) {
@@ -62,6 +35,7 @@ TEST_P(CodecContract, GivesTheSameBytesOnEveryInstructionSet) {
       const std::vector<Buffer> payloads = {scalar.payload, plain.payload, scalar.payload};
       const Result reduced = run.reduce(Isa::kScalar, payloads, residual);
       const Result averaged = run.reduce(Isa::kScalar, payloads, Buffer());
+      const Result accumulated = run.accumulate(Isa::kScalar, payloads, 3);
       const Result decoded = run.decode(Isa::kScalar, reduced.payload, residual, Stage::kOwner);
       const Result undone =
           run.undo(Isa::kScalar, scalar.payload, reduced.payload, gradient, residual);
@@ -79,6 +53,9 @@ TEST_P(CodecContract, GivesTheSameBytesOnEveryInstructionSet) {
         ASSERT_TRUE(r.residual == reduced.residual);
         ASSERT_TRUE(same_status(r.status, reduced.status));
         ASSERT_TRUE(run.reduce(isa, payloads, Buffer()).payload == averaged.payload);
+        const Result a = run.accumulate(isa, payloads, 3);
+        ASSERT_TRUE(a.gradient == accumulated.gradient);
+        ASSERT_TRUE(same_status(a.status, accumulated.status));
         const Result d = run.decode(isa, reduced.payload, residual, Stage::kOwner);
         ASSERT_TRUE(d.gradient == decoded.gradient);
         ASSERT_TRUE(d.residual == decoded.residual);
@@ -105,6 +82,7 @@ TEST_P(CodecContract, StaysInsideEveryBufferOfASingleTile) {
     for (const Isa isa : available_isas()) {
       const Result encoded = run.encode(isa, gradient, residual);
       const Result reduced = run.reduce(isa, {encoded.payload, encoded.payload}, residual);
+      run.accumulate(isa, {encoded.payload, encoded.payload}, 2);
       run.decode(isa, reduced.payload, residual, Stage::kOwner);
       std::vector<double> lost = make_input(Input::kGaussian, n, n);
       lost[n / 2] = double(NAN);
@@ -362,6 +340,7 @@ TEST_P(CodecContract, CallersFlushToZeroChangesNothingAndComesBack) {
     const Result a = run.encode(isa, gradient, residual);
     const Result b = run.reduce(isa, {a.payload, a.payload, a.payload}, residual);
     const Result c = run.decode(isa, b.payload, residual, Stage::kOwner);
+    const Result e = run.accumulate(isa, {a.payload, a.payload, a.payload}, 3);
     std::vector<double> lost(n, 0.0);
     for (size_t i = 0; i < n; i += 7) lost[i] = double(NAN);
     const Buffer nothing =
@@ -377,6 +356,7 @@ TEST_P(CodecContract, CallersFlushToZeroChangesNothingAndComesBack) {
     const Result b2 = run.reduce(isa, {a.payload, a.payload, a.payload}, residual);
     const Result c2 = run.decode(isa, b.payload, residual, Stage::kOwner);
     const Result d2 = run.undo(isa, a.payload, nothing, gradient, residual);
+    const Result e2 = run.accumulate(isa, {a.payload, a.payload, a.payload}, 3);
     const uint32_t after_all = _mm_getcsr();
     _mm_setcsr(saved);
     EXPECT_EQ(after_encode, hostile);
@@ -385,6 +365,7 @@ TEST_P(CodecContract, CallersFlushToZeroChangesNothingAndComesBack) {
     EXPECT_TRUE(b.payload == b2.payload && b.residual == b2.residual);
     EXPECT_TRUE(c.gradient == c2.gradient && c.residual == c2.residual);
     EXPECT_TRUE(d.residual == d2.residual);
+    EXPECT_TRUE(e.gradient == e2.gradient);
   }
 }
 #endif
@@ -446,12 +427,17 @@ TEST_P(CodecContract, EmptyBatchAndMissingStatusAreFine) {
   const Buffer gradient = run.gradient_from(make_input(Input::kGaussian, 100, 1));
   for (const Isa isa : available_isas()) {
     empty.encode(isa, empty.new_gradient(), Buffer());
+    empty.accumulate(isa, {Buffer()}, 1);
     Buffer payload(run.payload_bytes(100, Stage::kWorker));
     const TileBatch batch{
         run.tiles().data(), 1,       GetParam().dtype, Stage::kWorker, false, s.seed, s.step,
         &run.options(),     nullptr, nullptr};
     run.codec(isa).encode(batch, gradient.data(), 1.0f, nullptr, nullptr, payload.data());
     EXPECT_TRUE(payload == run.encode(isa, gradient, Buffer()).payload);
+    Buffer sum = run.new_gradient();
+    const std::byte* const payloads[] = {payload.data()};
+    run.codec(isa).accumulate(batch, payloads, 1, 1, sum.data());
+    EXPECT_TRUE(sum == run.decode(isa, payload, Buffer(), Stage::kWorker).gradient);
   }
 }
 

@@ -163,12 +163,19 @@ class Runner {
   }
   Result reduce(Isa isa, const std::vector<Buffer>& payloads, const Buffer& residual) const {
     Result r{Buffer(owner_bytes_), Buffer(), residual, new_status()};
-    std::vector<const std::byte*> pointers;
-    for (const Buffer& payload : payloads) pointers.push_back(payload.data());
+    const std::vector<const std::byte*> pointers = pointers_to(payloads);
     codec(isa).reduce(batch(Stage::kWorker, r), pointers.data(),
                       static_cast<uint32_t>(pointers.size()), &setup_.gain,
                       residual_pointer(r.residual), r.payload.data());
     EXPECT_TRUE(r.payload.guards_intact() && r.residual.guards_intact()) << describe(isa);
+    return r;
+  }
+  Result accumulate(Isa isa, const std::vector<Buffer>& payloads, uint32_t divisor) const {
+    Result r{Buffer(), new_gradient(), Buffer(), new_status()};
+    const std::vector<const std::byte*> pointers = pointers_to(payloads);
+    codec(isa).accumulate(batch(Stage::kWorker, r), pointers.data(),
+                          static_cast<uint32_t>(pointers.size()), divisor, r.gradient.data());
+    EXPECT_TRUE(r.gradient.guards_intact()) << describe(isa);
     return r;
   }
   // `in`: what came back. With `status` as a decode of it leaves them, or without.
@@ -207,6 +214,11 @@ class Runner {
             &parsed_.options,
             r.status.data(),
             nullptr};
+  }
+  static std::vector<const std::byte*> pointers_to(const std::vector<Buffer>& payloads) {
+    std::vector<const std::byte*> pointers;
+    for (const Buffer& payload : payloads) pointers.push_back(payload.data());
+    return pointers;
   }
   static float* residual_pointer(Buffer& residual) {
     return residual.size() == 0 ? nullptr : reinterpret_cast<float*>(residual.data());

@@ -94,6 +94,31 @@ class ContractTest : public ::testing::TestWithParam<Case> {
     result.sizes = std::move(sizes);
     return result;
   }
+  bool is_float64() const { return GetParam().dtype == ScalarType::kFloat64; }
+
+  // D(payload) of every element, unrounded: lossy codecs decode to fp32 whatever the gradient is.
+  std::vector<double> values(const CallSetup& s, const Buffer& payload, Stage stage) const {
+    CallSetup wide = s;
+    if (parse_codec(s.codec, Device::kCpu).codec->lossy) wide.dtype = ScalarType::kFloat32;
+    wide.beta = 0;
+    const Result decoded = Runner(wide).decode(Isa::kScalar, payload, Buffer(), stage);
+    return numbers(wide.dtype, decoded.gradient);
+  }
+  static std::vector<double> numbers(ScalarType dtype, const Buffer& gradient) {
+    const uint32_t item = item_bytes(dtype);
+    std::vector<double> result(gradient.size() / item);
+    for (size_t i = 0; i < result.size(); ++i) {
+      result[i] = read_number(dtype, gradient.data() + i * item);
+    }
+    return result;
+  }
+  // fl(a * x) + fl(b * y), in the arithmetic of the dtype.
+  double combine(double a, double x, double b, double y) const {
+    if (is_float64()) return a * x + b * y;
+    const float ax = static_cast<float>(a) * static_cast<float>(x);
+    const float by = static_cast<float>(b) * static_cast<float>(y);
+    return ax + by;
+  }
 };
 
 inline std::string case_name(const ::testing::TestParamInfo<Case>& info) {

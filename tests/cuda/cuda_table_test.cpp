@@ -14,8 +14,10 @@ TEST(CudaTable, HasEveryCodecOnceItIsUsed) {
   for (size_t i = 0; i < cpu.size(); ++i) {
     EXPECT_EQ(cuda[i].name, cpu[i].name);
     EXPECT_EQ(cuda[i].payload_bytes, cpu[i].payload_bytes);
-    for (const bool differs : {cuda[i].encode != cpu[i].encode, cuda[i].decode != cpu[i].decode,
-                               cuda[i].reduce != cpu[i].reduce, cuda[i].undo != cpu[i].undo}) {
+    for (const bool differs :
+         {cuda[i].encode != cpu[i].encode, cuda[i].decode != cpu[i].decode,
+          cuda[i].reduce != cpu[i].reduce, cuda[i].accumulate != cpu[i].accumulate,
+          cuda[i].undo != cpu[i].undo}) {
       EXPECT_TRUE(differs) << cpu[i].name;
     }
   }
@@ -32,6 +34,7 @@ TEST(CudaTable, EmptyBatchLaunchesNothing) {
     codec.encode(batch, nullptr, 1.0f, nullptr, nullptr, nullptr);
     codec.decode(batch, nullptr, nullptr, 0.0f, nullptr);
     codec.reduce(batch, nullptr, 2, nullptr, nullptr, nullptr);
+    codec.accumulate(batch, nullptr, 2, 2, nullptr);
     codec.undo(batch, nullptr, nullptr, nullptr, 1.0f, nullptr);
   }
 }

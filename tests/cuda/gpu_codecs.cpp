@@ -51,6 +51,22 @@ struct GpuBatch {
   TileBatch batch;
 };
 
+// Ranks' payloads and the table of them on the GPU.
+struct GpuPayloads {
+  GpuPayloads(const std::byte* const* payload_by_rank, uint32_t world_size, size_t num_bytes) {
+    for (const std::byte* payload : std::span(payload_by_rank, world_size)) {
+      payloads.push_back(std::make_unique<GpuCopy<const std::byte>>(payload, num_bytes));
+      pointers.push_back(payloads.back()->get());
+    }
+    table = std::make_unique<GpuCopy<const std::byte* const>>(pointers.data(), pointers.size());
+  }
+  const std::byte* const* get() const { return table->get(); }
+
+  std::vector<std::unique_ptr<GpuCopy<const std::byte>>> payloads;
+  std::vector<const std::byte*> pointers;
+  std::unique_ptr<GpuCopy<const std::byte* const>> table;
+};
+
 const std::byte* as_bytes(const void* memory) { return static_cast<const std::byte*>(memory); }
 
 template <size_t kIndex>
@@ -83,17 +99,20 @@ struct OnGpu {
                      std::byte* out) {
     const Extents extents = extents_of(codec(), batch);
     const GpuBatch on_gpu(batch);
-    std::vector<std::unique_ptr<GpuCopy<const std::byte>>> payloads;
-    std::vector<const std::byte*> pointers;
-    for (const std::byte* payload : std::span(payload_by_rank, world_size)) {
-      payloads.push_back(std::make_unique<GpuCopy<const std::byte>>(payload, extents.payload));
-      pointers.push_back(payloads.back()->get());
-    }
-    const GpuCopy<const std::byte* const> p(pointers.data(), pointers.size());
+    const GpuPayloads p(payload_by_rank, world_size, extents.payload);
     const GpuCopy k(gain, 1);
     const GpuCopy r(owner_residual, extents.residual);
     const GpuCopy o(out, extents.output);
     codec().reduce(on_gpu.batch, p.get(), world_size, k.get(), r.get(), o.get());
+  }
+
+  static void accumulate(const TileBatch& batch, const std::byte* const* payload_by_rank,
+                         uint32_t world_size, uint32_t divisor, void* gradient) {
+    const Extents extents = extents_of(codec(), batch);
+    const GpuBatch on_gpu(batch);
+    const GpuPayloads p(payload_by_rank, world_size, extents.payload);
+    const GpuCopy g(static_cast<std::byte*>(gradient), extents.gradient);
+    codec().accumulate(on_gpu.batch, p.get(), world_size, divisor, g.get());
   }
 
   static void undo(const TileBatch& batch, const std::byte* own_payload, const std::byte* in,
@@ -119,6 +138,7 @@ std::array<Codec, kCodecs> codecs_on_gpu(std::index_sequence<kIndices...> /*all*
     row.encode = &OnGpu<kIndex>::encode;
     row.decode = &OnGpu<kIndex>::decode;
     row.reduce = &OnGpu<kIndex>::reduce;
+    row.accumulate = &OnGpu<kIndex>::accumulate;
     row.undo = &OnGpu<kIndex>::undo;
   };
   (put.template operator()<kIndices>(), ...);

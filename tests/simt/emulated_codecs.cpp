@@ -30,6 +30,7 @@ const Codec* find_kernels(std::string_view name) {
         codec.encode = functions.encode;
         codec.decode = functions.decode;
         codec.reduce = functions.reduce;
+        codec.accumulate = functions.accumulate;
         codec.undo = functions.undo;
         result.push_back(codec);
       }

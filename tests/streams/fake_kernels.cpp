@@ -217,6 +217,7 @@ std::span<const Codec> codecs_without_functions() {
       row.encode = nullptr;
       row.decode = nullptr;
       row.reduce = nullptr;
+      row.accumulate = nullptr;
       row.undo = nullptr;
     }
     return rows;
