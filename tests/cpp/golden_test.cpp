@@ -84,6 +84,8 @@ TEST(GoldenFiles, StillDescribeTheWireFormat) {
       expect_golden(stem(codec) + "_reduced", reduced.payload);
       expect_golden(stem(codec) + "_decoded",
                     run.decode(isa, reduced.payload, Buffer(), Stage::kOwner).gradient);
+      payloads.push_back(payloads[0]);
+      expect_golden(stem(codec) + "_accumulated", run.accumulate(isa, payloads, 3).gradient);
     }
   }
 }
@@ -110,6 +112,9 @@ TEST(GoldenFiles, BadPayloadsAreFlaggedAndDecodeToNan) {
         EXPECT_GT(num_nans, 0u) << name;
         const Result reduced = run.reduce(isa, {payload, payload}, Buffer());
         EXPECT_EQ(reduced.status[0].flags, kTileCorrupt | kTileNonFinite) << name;
+        const Result accumulated = run.accumulate(isa, {payload, payload}, 2);
+        EXPECT_TRUE(accumulated.gradient == r.gradient) << name;
+        EXPECT_EQ(accumulated.status[0].flags, kTileCorrupt | kTileNonFinite) << name;
       }
     }
   }

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from reference import (
     CODECS,
+    Context,
     Header,
     Layout,
     Parameter,
@@ -22,7 +23,7 @@ from reference import (
     wire_bytes_per_step,
     word_sum,
 )
-from reference.engine import reduce_tiles
+from reference.engine import accumulate_tiles, reduce_tiles
 
 Q4 = CODECS["q4"]
 
@@ -45,6 +46,32 @@ def test_reduce_sums_in_rank_order_and_keeps_the_owner_residual() -> None:
     payload = Q4.encode(v, "float32")
     q = Q4.decode(reduce_tiles("q4", "float32", [payload, payload], 40, residual), 40, "float32")
     assert (residual == Q4.decode(payload, 40, "float32") - q).all()
+
+
+def test_accumulate_is_the_quotient_rounded_once() -> None:
+    # The sum of three 60000 is infinite in float16, their mean is not.
+    payload = CODECS["exact"].encode(row(60000, 1, -0.0), "float16")
+    total, mean = (accumulate_tiles("exact", "float16", [payload] * 3, 3, d) for d in (1, 3))
+    assert total.tolist() == [[np.inf, 3, 0]]
+    assert mean.tolist() == [[60000, 1, 0]]
+    assert np.signbit(mean[0, 2])
+
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+
+@pytest.mark.parametrize("file", sorted(GOLDEN.glob("*_accumulated.bin")), ids=lambda f: f.stem)
+def test_accumulate_gives_the_golden_numbers(file: Path) -> None:
+    stem = file.stem.removesuffix("_accumulated")
+    payloads = [
+        np.fromfile(GOLDEN / f"{stem}_payload_rank{rank}.bin", np.uint8)[None] for rank in (0, 1, 0)
+    ]
+    golden = np.fromfile(file, np.float32)
+    # As tests/golden/README.md says.
+    context = Context(seed=7, step=3, first_tile=40)
+    codec = stem.replace("_", ":", 1)
+    found = accumulate_tiles(codec, "float32", payloads, len(golden), 3, context)
+    assert found.tobytes() == golden.tobytes()
 
 
 @pytest.mark.parametrize("feedback", ["none", "worker", "owner", "both"])

@@ -71,15 +71,10 @@ def reduce_tiles(
     hold: bool = True,
 ) -> np.ndarray:
     """Owner payloads of tiles of n elements. Updates the owner `residual` in place."""
-    theirs = dataclasses.replace(context, stage=WORKER)
+    v = _quotient(codec, dtype, payload_by_rank, n, len(payload_by_rank), context)
     context = dataclasses.replace(context, stage=OWNER)
-    decoded = [find_codec(codec).decode(payload, n, dtype, theirs) for payload in payload_by_rank]
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        total = decoded[0]
-        for values in decoded[1:]:
-            total = total + values
-        v = total * (total.dtype.type(1) / total.dtype.type(len(decoded)))
-        if residual is not None:
+    if residual is not None:
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             v = v + v.dtype.type(np.float32(gain)) * residual
     held = ~np.any([payload.any(axis=1) for payload in payload_by_rank], axis=0) & hold
     payload = find_codec(codec).encode(v, dtype, context)
@@ -87,6 +82,36 @@ def reduce_tiles(
     if residual is not None:
         _keep_what_was_withheld(residual, gain, v, payload, held, codec, dtype, context)
     return payload
+
+
+def accumulate_tiles(
+    codec: str,
+    dtype: str,
+    payload_by_rank: Sequence[np.ndarray],
+    n: int,
+    divisor: int,
+    context: Context = DEFAULT,
+) -> np.ndarray:
+    """The sum of tiles of n elements over ranks, divided: gradients of `dtype`, [tiles, n]."""
+    return narrow(_quotient(codec, dtype, payload_by_rank, n, divisor, context), dtype)
+
+
+def _quotient(
+    codec: str,
+    dtype: str,
+    payload_by_rank: Sequence[np.ndarray],
+    n: int,
+    divisor: int,
+    context: Context,
+) -> np.ndarray:
+    """The sum of decoded tiles in rank order, times 1 / divisor."""
+    context = dataclasses.replace(context, stage=WORKER)
+    decoded = [find_codec(codec).decode(payload, n, dtype, context) for payload in payload_by_rank]
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        total = decoded[0]
+        for values in decoded[1:]:
+            total = total + values
+        return total * (total.dtype.type(1) / total.dtype.type(divisor))
 
 
 def _keep_what_was_withheld(
