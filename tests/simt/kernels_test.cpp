@@ -57,6 +57,10 @@ class Kernels : public ContractTest {
     expect_same(reduced, kernels.reduce(kIsa, payloads, residual), "reduce");
     expect_same(cpu.reduce(kIsa, {plain.payload}, Buffer()),
                 kernels.reduce(kIsa, {plain.payload}, Buffer()), "reduce without residual");
+    for (const uint32_t divisor : {1u, 3u}) {
+      expect_same(cpu.accumulate(kIsa, payloads, divisor),
+                  kernels.accumulate(kIsa, payloads, divisor), "accumulate");
+    }
     for (const Buffer& r : {residual, Buffer()}) {
       expect_same(cpu.decode(kIsa, reduced.payload, r, Stage::kOwner),
                   kernels.decode(kIsa, reduced.payload, r, Stage::kOwner), "decode");
@@ -146,6 +150,8 @@ TEST_P(Kernels, SumRanksInOrder) {
     const Buffer residual = cpu.residual_from(make_residual(Input::kGaussian, n, 30));
     expect_same(cpu.reduce(kIsa, payloads, residual), kernels.reduce(kIsa, payloads, residual),
                 "reduce");
+    expect_same(cpu.accumulate(kIsa, payloads, world_size),
+                kernels.accumulate(kIsa, payloads, world_size), "accumulate");
   }
 }
 
@@ -261,6 +267,8 @@ TEST_P(Kernels, JudgeRandomBytesAsTheCpuDoes) {
     }
     expect_same(cpu.reduce(kIsa, {payload, payload}, residual),
                 kernels.reduce(kIsa, {payload, payload}, residual), "reduce");
+    expect_same(cpu.accumulate(kIsa, {payload, payload}, 2),
+                kernels.accumulate(kIsa, {payload, payload}, 2), "accumulate");
     expect_same(cpu.decode(kIsa, payload, residual, Stage::kWorker),
                 kernels.decode(kIsa, payload, residual, Stage::kWorker), "decode");
   }
