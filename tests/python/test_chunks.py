@@ -88,6 +88,32 @@ def test_parameter_without_elements_has_no_tile():
     assert with_empty == wire_bytes_per_step([4096], exact_fp32, [[0]], world_size=2)
 
 
+def test_reduce_scatter_sends_every_shard_to_its_owner_and_nothing_back() -> None:
+    # Rank 2 owns a short tile, and rank 1 owns two parameters.
+    sizes, owners = [4096, 4096, 4096, 5], [0, 1, 1, 2]
+    sent = wire_bytes_per_step(sizes, exact_fp32, [[0, 1, 2, 3]], world_size=3, owners=owners)
+    to = [HEADER + FULL_TILE, HEADER + 2 * FULL_TILE, HEADER + 32]
+    assert sent == [sum(to) - to[rank] + 2 * COMMIT for rank in range(3)]
+
+
+def test_reduce_scatter_takes_tiles_of_owners_in_turn() -> None:
+    # Four tiles for each of two ranks. A chunk has room for two per rank, whatever the owner stage.
+    sent = wire_bytes_per_step(
+        [4 * 4096, 4 * 4096],
+        lambda parameter, n: (160, 640),
+        [[0, 1]],
+        world_size=2,
+        chunk_bytes=320,
+        owners=[0, 1],
+    )
+    assert sent == [2 * (HEADER + 320) + COMMIT] * 2
+    # What is left of a longer shard is in chunks of its own, with a header for the other rank.
+    sent = wire_bytes_per_step(
+        [4096, 3 * 4096], exact_fp32, [[0, 1]], world_size=2, chunk_bytes=FULL_TILE, owners=[0, 1]
+    )
+    assert sent == [3 * (HEADER + FULL_TILE) + COMMIT, 3 * HEADER + FULL_TILE + COMMIT]
+
+
 def test_all_reduce_sends_two_shares_of_w_minus_one():
     assert all_reduce_bytes(1000, 4, 4) == 6000
 

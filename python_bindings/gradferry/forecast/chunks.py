@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from heapq import heapreplace
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -45,19 +46,26 @@ class Tile(NamedTuple):
     num_elements: int
     owner: int  # rank that reduces it
     worker_bytes: int  # payload from every peer to the owner
-    owner_bytes: int  # payload from the owner to every peer
+    owner_bytes: int  # payload from the owner to every peer; 0 in a reduce-scatter
     dense_bytes: int  # of the gradient, from every sibling to the delegate
 
 
 class Chunk:
-    """Consecutive tiles that are sent in one all-to-all and one all-gather of every column; where
-    nodes have several ranks also in one of each between siblings.
+    """Tiles that are sent in one all-to-all and one all-gather of every column; where nodes have
+    several ranks also in one of each between siblings. A reduce-scatter `gathers` nothing.
     """
 
     def __init__(
-        self, nodes: Nodes, chunk_bytes: int, *, equal_scatter: bool, dense_bytes: int
+        self,
+        nodes: Nodes,
+        chunk_bytes: int,
+        *,
+        equal_scatter: bool,
+        dense_bytes: int,
+        gathers: bool = True,
     ) -> None:
         self.nodes = nodes
+        self.gathers = gathers
         self.tiles: list[Tile] = []
         self._chunk_bytes = chunk_bytes
         self._equal_scatter = equal_scatter
@@ -103,6 +111,8 @@ class Chunk:
 
     def gather_message(self, column: int) -> int:
         """Bytes of every owner's message to each of its peers: all are padded to the largest."""
+        if not self.gathers:
+            return 0
         owner_bytes = (self._owner_bytes[peer] for peer in self.nodes.columns[column])
         return _native.HEADER_BYTES + max(owner_bytes)
 
@@ -167,6 +177,7 @@ def wire_bytes_per_step(
     nodes: Nodes | None = None,
     dense_bytes: int = _native.MOST_DENSE_BYTES,
     item_bytes: Sequence[int] | None = None,
+    owners: Sequence[int] | None = None,
 ) -> list[int]:
     """Returns the bytes each rank sends to others in one step, headers and padding included.
 
@@ -181,11 +192,13 @@ def wire_bytes_per_step(
     nodes: which ranks add their gradients before they send them; None: every rank is alone.
     dense_bytes: the most bytes of gradient that a rank sends a sibling in one chunk.
     item_bytes: of an element of every parameter's gradient; None: fp32.
+    owners: the rank that gets the mean of each parameter, in a reduce-scatter; None: all ranks get
+        all means.
     """
     if world_size == 1:
         return [0]
     table = nodes or flat(world_size)
-    tiles = assign_owners(num_elements, payload_bytes, table, sent_as, item_bytes)
+    tiles = assign_owners(num_elements, payload_bytes, table, sent_as, item_bytes, owners)
     cut = [
         cut_chunks(
             tiles,
@@ -194,6 +207,7 @@ def wire_bytes_per_step(
             chunk_bytes,
             equal_scatter=equal_scatter,
             dense_bytes=dense_bytes,
+            gathers=owners is None,
         )
         for bucket in buckets
     ]
@@ -228,15 +242,17 @@ def assign_owners(
     nodes: Nodes,
     sent_as: PayloadBytes | None = None,
     item_bytes: Sequence[int] | None = None,
+    owners: Sequence[int] | None = None,
 ) -> list[list[Tile]]:
     """Tiles of every parameter; each tile goes to the rank with the fewest bytes so far, of those
     that have a column.
 
-    They count as `payload_bytes`, whatever they are sent as. item_bytes: as `wire_bytes_per_step`.
+    They count as `payload_bytes`, whatever they are sent as. item_bytes, owners: as
+    `wire_bytes_per_step`.
     """
     alignment = _native.PIECE_ALIGNMENT
-    owners = sorted(rank for peers in nodes.columns for rank in peers)
-    load = [(0, rank) for rank in owners]  # a heap; the lowest rank wins a tie
+    candidates = sorted(rank for peers in nodes.columns for rank in peers)
+    load = [(0, rank) for rank in candidates]  # a heap; the lowest rank wins a tie
     tiles: list[list[Tile]] = []
     for parameter, elements in enumerate(num_elements):
         item = 4 if item_bytes is None else item_bytes[parameter]
@@ -244,10 +260,13 @@ def assign_owners(
         for start in range(0, elements, _native.TILE_ELEMENTS):
             count = min(_native.TILE_ELEMENTS, elements - start)
             sizes = payload_bytes(parameter, count)
-            num_bytes, owner = load[0]
-            heapreplace(load, (num_bytes + sum(sizes), owner))
             sent = sent_as(parameter, count) if sent_as else sizes
             dense = -(-count // alignment) * alignment * item
+            if owners is not None:
+                cut.append(Tile(parameter, count, owners[parameter], sent[0], 0, dense))
+                continue
+            num_bytes, owner = load[0]
+            heapreplace(load, (num_bytes + sum(sizes), owner))
             cut.append(Tile(parameter, count, owner, *sent, dense))
         tiles.append(cut)
     return tiles
@@ -261,19 +280,39 @@ def cut_chunks(
     *,
     equal_scatter: bool = False,
     dense_bytes: int = _native.MOST_DENSE_BYTES,
+    gathers: bool = True,
 ) -> list[Chunk]:
     """The chunks of a bucket.
 
     tiles: of every parameter, from `assign_owners` with the same nodes.
     bucket: the indices of its parameters, in bucket order.
     chunk_bytes, equal_scatter, dense_bytes: as for `wire_bytes_per_step`.
+    gathers: False: the owners of the tiles were given, in a reduce-scatter.
     """
+    in_order = [tile for parameter in bucket for tile in tiles[parameter]]
     chunks: list[Chunk] = []
-    for parameter in bucket:
-        for tile in tiles[parameter]:
-            if not chunks or not chunks[-1].has_room(tile):
-                chunks.append(
-                    Chunk(nodes, chunk_bytes, equal_scatter=equal_scatter, dense_bytes=dense_bytes)
+    for tile in in_order if gathers else _in_turns(in_order):
+        if not chunks or not chunks[-1].has_room(tile):
+            chunks.append(
+                Chunk(
+                    nodes,
+                    chunk_bytes,
+                    equal_scatter=equal_scatter,
+                    dense_bytes=dense_bytes,
+                    gathers=gathers,
                 )
-            chunks[-1].add(tile)
+            )
+        chunks[-1].add(tile)
     return chunks
+
+
+def _in_turns(tiles: Iterable[Tile]) -> list[Tile]:
+    """The first tile of every owner, then the second of each, and so on."""
+    counts: Counter[int] = Counter()
+    turns: list[list[Tile]] = []
+    for tile in tiles:
+        if counts[tile.owner] == len(turns):
+            turns.append([])
+        turns[counts[tile.owner]].append(tile)
+        counts[tile.owner] += 1
+    return list(chain.from_iterable(turns))
