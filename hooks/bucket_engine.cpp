@@ -18,9 +18,43 @@ FuturePtr make_future(c10::TypePtr type, const at::Tensor& tensor) {
   return c10::make_intrusive<c10::ivalue::Future>(std::move(type), std::move(devices));
 }
 
+namespace {
+
+// Returns the options if the collective can do what they ask for. In a reduce-scatter only its
+// owner sees a mean, so nothing that another rank does can depend on it.
+EngineOptions possible(EngineOptions options, c10::Device device) {
+  for (const ParameterSpec& parameter : options.parameters) {
+    GRADFERRY_EXPECTS(parameter.owner.has_value() != options.gathers(), kConfig,
+                      "parameter '" + parameter.name + "' has " +
+                          (options.gathers() ? "an owner, which only a reduce-scatter gives it"
+                                             : "no owner, which a reduce-scatter needs"));
+    GRADFERRY_EXPECTS(options.gathers() || !parameter.owner_residual, kConfig,
+                      "parameter '" + parameter.name +
+                          "' has an owner residual, but a reduce-scatter does not encode means; "
+                          "use error_feedback='worker' or 'none'");
+  }
+  if (options.gathers()) return options;
+  const auto refuse = [](bool asked_for, const std::string& what) {
+    GRADFERRY_EXPECTS(!asked_for, kConfig, "a reduce-scatter has no " + what);
+  };
+  refuse(options.momentum != 0,
+         "momentum mode, which needs means on every rank; leave out momentum=" +
+             std::to_string(options.momentum));
+  refuse(options.exact_skip,
+         "exact_skip, as only its owner knows that a mean is not finite; leave out "
+         "exact_skip=True");
+  refuse(options.find_unused_parameters,
+         "find_unused_parameters; hand over zeros for parameters without a gradient");
+  refuse(!options.nodes.is_flat(), "sums within nodes of several ranks; use nodes='flat'");
+  refuse(!device.is_cpu(), "engine for gradients on " + device.str() + "; they must be on the CPU");
+  return options;
+}
+
+}  // namespace
+
 BucketEngine::BucketEngine(EngineOptions options, ParameterHashes hashes, c10::Device device,
                            bool exchanges)
-    : options_(std::move(options)),
+    : options_(possible(std::move(options), device)),
       device_(device),
       exchanges_(exchanges),
       layout_(options_.parameters, options_.rank, options_.nodes,
@@ -110,7 +144,8 @@ const BucketPlan& BucketEngine::plan_for(const std::vector<uint32_t>& parameters
       .codecs = codecs,
       .residuals = options_.touches_residuals(step),
       .dense_bytes =
-          dense_bytes_within(options_.workspace_cap_bytes, options_.chunk_bytes, layout_.nodes())};
+          dense_bytes_within(options_.workspace_cap_bytes, options_.chunk_bytes, layout_.nodes()),
+      .collective = options_.collective};
   const BucketPlan& plan =
       plans.emplace(parameters, make_plan(layout_, parameters, plan_options)).first->second;
   const std::lock_guard lock(life_.mutex);

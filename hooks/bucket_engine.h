@@ -1,8 +1,9 @@
-// The engine: takes a bucket, and completes a Future once the averaged gradient is in it. This is
-// the base class of the engine for the host (host/) and of the engine for devices with streams
-// (device/). It holds their options and counters, assigns buckets to steps, handles failures, and
-// serves the calls of checkpoints and optimizers between steps. The engines differ in the memory of
-// the gradients, and so in which threads or streams do the work and wait.
+// The engine: takes a bucket, and completes a Future once the averaged gradient is in it; with
+// Collective::kReduceScatter, of the part that this rank owns. This is the base class of the engine
+// for the host (host/) and of the engine for devices with streams (device/). It holds their options
+// and counters, assigns buckets to steps, handles failures, and serves the calls of checkpoints and
+// optimizers between steps. The engines differ in the memory of the gradients, and so in which
+// threads or streams do the work and wait.
 //
 // In momentum mode a rank encodes (1 - m) * gradient + residual and adds m * decoded to the
 // residual, which then carries the momentum and what was withheld; the bucket receives the
@@ -58,11 +59,12 @@ class BucketEngine {
   BucketEngine& operator=(const BucketEngine&) = delete;
 
   // Averages `gradient` (dense, flat, contiguous, real, on the engine's device) of `parameters` (in
-  // bucket order) in place over all ranks, then completes `future` with `value`. Called in bucket
-  // order, from one thread at a time, without the GIL. `used`: which parameters this rank used in
-  // this pass; empty: all of them. Parameters that no rank used do not change. May block while
-  // earlier buckets are in flight. Throws Error(kConfig), Error(kState) or what goes wrong here,
-  // which ends the engine. An error that ended it before is that of `future`.
+  // bucket order) in place over all ranks, then completes `future` with `value`. A reduce-scatter
+  // averages the parameters that this rank owns, and leaves the others as they are. Called in
+  // bucket order, from one thread at a time, without the GIL. `used`: which parameters this rank
+  // used in this pass; empty: all of them. Parameters that no rank used do not change. May block
+  // while earlier buckets are in flight. Throws Error(kConfig), Error(kState) or what goes wrong
+  // here, which ends the engine. An error that ended it before is that of `future`.
   void run(const std::vector<uint32_t>& parameters, UsedMap used, const at::Tensor& gradient,
            const FuturePtr& future, c10::IValue value);
 
@@ -117,6 +119,7 @@ class BucketEngine {
   };
 
   // `device`: where gradients are. `exchanges`: false in a world of one, where nothing is sent.
+  // Throws Error(kConfig) if the collective cannot do what the options ask for.
   BucketEngine(EngineOptions options, ParameterHashes hashes, c10::Device device, bool exchanges);
 
   // The part of run() after the bucket was accepted. An exception ends the engine.

@@ -15,6 +15,7 @@
 #include "momentum.h"
 #include "nodes.h"
 #include "peers.h"
+#include "plan.h"
 
 namespace gradferry {
 
@@ -38,6 +39,7 @@ struct EngineOptions {
   uint64_t check_every;    // steps between comparisons of all ranks' parameters; 0: none
   uint32_t chunk_bytes;    // most payload bytes per owner and stage in one chunk
   bool equal_scatter;      // as in PlanOptions; equal on all ranks
+  Collective collective;   // of every bucket; equal on all ranks
   uint64_t workspace_cap_bytes;  // most memory for messages (workspace.h)
   bool find_unused_parameters;   // DDP's: commits tell which parameters a rank used
   std::string way_on;            // for people: what to do after an error has ended the engine
@@ -58,6 +60,7 @@ struct EngineOptions {
   float beta(const ResolvedCodec& codec, uint64_t step) const {
     return in_warmup(step) ? 0.0F : static_cast<float>(momentum_behind(codec, momentum));
   }
+  bool gathers() const { return collective == Collective::kAllReduce; }
   bool needs_every_bucket() const { return momentum != 0 || exact_skip; }
   bool check_is_due(uint64_t step) const {
     return check_every != 0 && step != 0 && step % check_every == 0;

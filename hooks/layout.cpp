@@ -46,14 +46,18 @@ Layout::Layout(const std::vector<ParameterSpec>& parameters, uint32_t rank, Node
     GRADFERRY_EXPECTS(tiles <= UINT32_MAX, kConfig,
                       "parameter '" + spec.name + "' has " + std::to_string(spec.num_elements) +
                           " elements, more than 2^44; split it");
+    GRADFERRY_EXPECTS(
+        !spec.owner || (*spec.owner < world_size && nodes_.is_delegate(*spec.owner)), kConfig,
+        "parameter '" + spec.name + "' has owner " + std::to_string(spec.owner.value_or(0)) +
+            ", which is none of " + std::to_string(world_size) + " ranks that own tiles");
     parameter.num_tiles = static_cast<uint32_t>(tiles);
     for (uint32_t t = 0; t < parameter.num_tiles; ++t) {
       const uint32_t n = tile_elements(parameter, t);
       const uint32_t worker = payload_bytes(parameter, n, Stage::kWorker, CodecChoice::kOwn);
       const uint32_t owned = payload_bytes(parameter, n, Stage::kOwner, CodecChoice::kOwn);
-      const uint32_t owner =
+      const uint32_t owner = spec.owner.value_or(
           *std::min_element(candidates.begin(), candidates.end(),
-                            [&](uint32_t a, uint32_t b) { return load[a] < load[b]; });
+                            [&](uint32_t a, uint32_t b) { return load[a] < load[b]; }));
       load[owner] += uint64_t{worker} + owned;
       const uint32_t largest = largest_payload_bytes(parameter, n);
       shard_bytes_[owner] += largest;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -20,6 +21,8 @@ struct ParameterSpec {
   std::string warmup;     // the codec of warm-up steps
   bool worker_residual;   // keep what the first encode withholds
   bool owner_residual;    // keep what the owner's encode withholds
+  // The rank that reduces all of its tiles. None: the Layout spreads them over ranks.
+  std::optional<uint32_t> owner = std::nullopt;
 };
 
 // A codec with its options.
@@ -61,7 +64,8 @@ struct ResidualRange {
 
 class Layout {
  public:
-  // Throws Error(kConfig) for an unknown codec, or a codec that cannot take the parameter's dtype.
+  // Throws Error(kConfig) for an unknown codec, a codec that cannot take the parameter's dtype, or
+  // an owner that is no delegate.
   Layout(const std::vector<ParameterSpec>& parameters, uint32_t rank, Nodes nodes, Device device);
 
   uint32_t rank() const { return rank_; }
@@ -72,8 +76,8 @@ class Layout {
   const std::vector<ResolvedCodec>& codecs() const { return codecs_; }
   uint64_t num_tiles() const { return owners_.size(); }
 
-  // The rank that reduces the tile: in tile order, the rank with the fewest payload bytes so far,
-  // of those that have a column.
+  // The rank that reduces the tile: that of the parameter, if it has one; else, in tile order, the
+  // rank with the fewest payload bytes so far, of those that have a column.
   uint32_t owner(uint64_t tile) const { return owners_[tile]; }
   uint32_t column(uint64_t tile) const { return nodes_.local_index(owners_[tile]); }
 

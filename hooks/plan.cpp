@@ -18,8 +18,9 @@ struct BucketTile {
   uint64_t worker_residual;  // kNoResidual when there is none
   uint32_t num_elements;
   uint32_t worker_bytes;
-  uint32_t owner_bytes;
+  uint32_t owner_bytes;  // 0 in a reduce-scatter
   uint32_t owner;
+  uint32_t turn;  // how many of its owner come before it in the bucket
 };
 
 // Between siblings, where pieces begin on a cache line.
@@ -27,8 +28,12 @@ uint32_t piece_elements(const BucketTile& tile) {
   return (tile.num_elements + kPieceAlignment - 1) / kPieceAlignment * kPieceAlignment;
 }
 
-std::vector<BucketTile> tiles_of(const Layout& layout, const BucketPlan& plan, CodecChoice codecs) {
+// In the order in which chunks take them.
+std::vector<BucketTile> tiles_of(const Layout& layout, const BucketPlan& plan,
+                                 const PlanOptions& options) {
+  const bool gathers = options.collective == Collective::kAllReduce;
   std::vector<BucketTile> tiles;
+  std::vector<uint32_t> turns(layout.world_size(), 0);
   uint64_t offset = 0;
   for (const uint32_t index : plan.parameters) {
     const Parameter& parameter = layout.parameters()[index];
@@ -36,16 +41,26 @@ std::vector<BucketTile> tiles_of(const Layout& layout, const BucketPlan& plan, C
       const uint32_t n = layout.tile_elements(parameter, t);
       const uint64_t start = uint64_t{t} * kTileElements;
       const uint64_t id = parameter.first_tile + t;
+      const auto payload_bytes = [&](Stage stage) {
+        return layout.payload_bytes(parameter, n, stage, options.codecs);
+      };
       tiles.push_back({.parameter = &parameter,
                        .id = id,
                        .gradient_offset = offset + start,
                        .worker_residual = layout.worker_residual_offset(id),
                        .num_elements = n,
-                       .worker_bytes = layout.payload_bytes(parameter, n, Stage::kWorker, codecs),
-                       .owner_bytes = layout.payload_bytes(parameter, n, Stage::kOwner, codecs),
-                       .owner = layout.owner(id)});
+                       .worker_bytes = payload_bytes(Stage::kWorker),
+                       .owner_bytes = gathers ? payload_bytes(Stage::kOwner) : 0,
+                       .owner = layout.owner(id),
+                       .turn = turns[layout.owner(id)]++});
     }
     offset += parameter.num_elements;
+  }
+  // In bucket order all tiles of an owner follow each other, and chunks would go to one rank each.
+  if (!gathers) {
+    std::ranges::sort(tiles, {}, [](const BucketTile& tile) {
+      return std::pair(tile.turn, tile.gradient_offset);
+    });
   }
   return tiles;
 }
@@ -91,6 +106,7 @@ class ChunkPlanner {
         layout_(layout),
         tiles_(tiles),
         options_(options),
+        gathers_(options.collective == Collective::kAllReduce),
         own_column_(nodes_.local_index(options.rank)),
         in_worker_(nodes_.world_size(), 0),
         in_owner_(nodes_.world_size(), 0) {
@@ -120,6 +136,15 @@ class ChunkPlanner {
       shard.owner_bytes += tile.owner_bytes;
     }
     size_scatter_messages(chunk_.shards, options_);
+    if (gathers_) size_gather_messages(owner_bytes);
+    uint32_t start = 0;
+    for (const Shard& shard : chunk_.shards) {
+      message_start_.push_back(start);
+      start += shard.scatter_bytes;
+    }
+  }
+
+  void size_gather_messages(const std::vector<uint32_t>& owner_bytes) {
     uint32_t longest = 0;
     for (uint32_t column = 0; column < nodes_.num_columns(); ++column) {
       Column& planned = chunk_.columns[column];
@@ -130,11 +155,6 @@ class ChunkPlanner {
       longest = std::max(longest, planned.gather_message_bytes);
     }
     chunk_.forward_bytes = nodes_.is_flat() ? 0 : kHeaderBytes + nodes_.num_nodes() * longest;
-    uint32_t start = 0;
-    for (const Shard& shard : chunk_.shards) {
-      message_start_.push_back(start);
-      start += shard.scatter_bytes;
-    }
   }
 
   void place(const BucketTile& tile) {
@@ -169,6 +189,7 @@ class ChunkPlanner {
           {tile.id, tile.gradient_offset, layout_.owner_residual_offset(tile.id), tile.num_elements,
            in_worker, in_owner, in_owner});
     }
+    if (!gathers_) return;
     add(is_own ? own_decode_ : other_decode_, tile.owner,
         {tile.id, tile.gradient_offset, tile.worker_residual, tile.num_elements, arrives_at, 0, 0});
   }
@@ -177,6 +198,7 @@ class ChunkPlanner {
   const Layout& layout_;
   const std::span<const BucketTile> tiles_;
   const PlanOptions& options_;
+  const bool gathers_;
   const uint32_t own_column_;
   std::vector<uint32_t> message_start_;         // of the scatter messages, by node
   std::vector<uint32_t> in_worker_, in_owner_;  // payload bytes so far, by owner
@@ -194,7 +216,7 @@ BucketPlan make_plan(const Layout& layout, const std::vector<uint32_t>& paramete
     plan.num_elements += layout.parameters()[index].num_elements;
     plan.dtype = layout.parameters()[index].dtype;
   }
-  const std::vector<BucketTile> tiles = tiles_of(layout, plan, options.codecs);
+  const std::vector<BucketTile> tiles = tiles_of(layout, plan, options);
   std::vector<uint32_t> worker_bytes(layout.world_size(), 0);
   std::vector<uint32_t> owner_bytes(layout.world_size(), 0);
   std::vector<uint64_t> dense_bytes(layout.nodes().num_columns(), 0);

@@ -11,6 +11,11 @@
 
 namespace gradferry {
 
+enum class Collective : uint8_t {
+  kAllReduce,      // every rank gets the mean of the bucket
+  kReduceScatter,  // every rank gets the mean of the parameters that it owns; nothing is gathered
+};
+
 // The tiles of one codec in a chunk. `tiles` and `ranks` run in parallel.
 struct PlannedBatch {
   uint32_t codec_index;
@@ -24,7 +29,7 @@ struct PlannedBatch {
 struct Shard {
   uint32_t worker_bytes = 0;   // payload of the scatter message to this peer
   uint32_t scatter_bytes = 0;  // of that message: header, payload, padding
-  uint32_t owner_bytes = 0;    // payload of the gather message from this peer
+  uint32_t owner_bytes = 0;    // payload of the gather message from this peer, if there is one
 };
 
 // A tile on its way to its delegate.
@@ -39,6 +44,7 @@ struct Column {
   std::vector<Piece> pieces;  // empty with one rank per node
   uint32_t num_elements = 0;  // of the message to the delegate, with gaps
   // From every peer to the others: header + the largest owner_bytes; all_gather wants one size.
+  // A reduce-scatter sends none.
   uint32_t gather_message_bytes = 0;
   std::vector<uint32_t> owner_bytes;  // payload of that message, by node
 };
@@ -55,10 +61,11 @@ struct ChunkPlan {
   // undo, as payload_offset in `decode`.
   std::vector<PlannedBatch> encode;
   // Tiles that this rank owns. payload_offset and output_offset count from the end of the message's
-  // header.
+  // header; gradient_offset counts in the bucket.
   std::vector<PlannedBatch> reduce;
   // First the batches and tiles of `encode`, in the same order, then those of other columns.
-  // payload_offset counts from the start of the receive buffer, headers included.
+  // payload_offset counts from the start of the receive buffer, headers included. Empty in a
+  // reduce-scatter.
   std::vector<PlannedBatch> decode;
 };
 
@@ -83,9 +90,11 @@ struct PlanOptions {
   CodecChoice codecs;
   bool residuals;                          // false: none is touched
   uint64_t dense_bytes = kMostDenseBytes;  // most bytes of gradient per column in one chunk
+  Collective collective = Collective::kAllReduce;
 };
 
-// `parameters` in bucket order, all of one dtype.
+// `parameters` in bucket order, all of one dtype. A reduce-scatter takes one tile of every owner in
+// turn, so that every chunk has some for each; it has one rank per node.
 BucketPlan make_plan(const Layout& layout, const std::vector<uint32_t>& parameters,
                      const PlanOptions& options);
 

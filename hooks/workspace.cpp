@@ -60,6 +60,7 @@ Workspace one_slot(const Layout& layout, uint32_t chunk_bytes, const WorkspaceLi
   workspace.message_bytes = std::max<uint64_t>(usual, kHeaderBytes + layout.largest_tile_bytes());
   workspace.send_bytes = (num_nodes - 1) * usual + workspace.message_bytes;
   workspace.receive_bytes = num_nodes * workspace.message_bytes;
+  if (!limits.gathers) return workspace;
   workspace.gathered_bytes = workspace.receive_bytes;
   if (!nodes.is_flat()) {
     const uint64_t most_dense = dense_bytes_within(limits.cap_bytes, chunk_bytes, nodes);
@@ -109,7 +110,7 @@ Workspace plan_workspace(const Layout& layout, uint32_t chunk_bytes,
   const uint64_t left = limits.cap_bytes - std::min(limits.cap_bytes, limits.other_bytes);
   workspace.slots = std::clamp<uint64_t>(left / needed_by_most, 1, limits.most_slots);
   while (workspace.slots > 1 && !fits()) --workspace.slots;  // pages that fewer ranks share
-  if (!fits() && nodes.is_flat()) {
+  if (!fits() && nodes.is_flat() && limits.gathers) {
     workspace.shared_receive = true;
     workspace.own_message_bytes = workspace.message_bytes;
   }

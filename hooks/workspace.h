@@ -28,7 +28,7 @@ struct Workspace {
   uint64_t message_bytes = 0;   // the longest message, header included
   uint64_t send_bytes = 0;      // a chunk's messages to all peers
   uint64_t receive_bytes = 0;   // one message from every peer
-  uint64_t gathered_bytes = 0;  // the messages of all owners
+  uint64_t gathered_bytes = 0;  // the messages of all owners; 0 in a reduce-scatter
   // Between siblings: gradients to and from all of them, and their sum. 0 with one rank per node.
   uint64_t dense_send_bytes = 0;
   uint64_t dense_receive_bytes = 0;
@@ -69,6 +69,7 @@ struct WorkspaceLimits {
   size_t most_slots;
   bool gathers_in_place;        // the message to all ranks is written to its place
   bool siblings_share = false;  // memory; only with several ranks on this rank's node
+  bool gathers = true;          // false: a reduce-scatter, with one rank per node
 };
 
 // As many slots as the limit allows. Throws Error(kConfig) if it allows none: the owner of a tile

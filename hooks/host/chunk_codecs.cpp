@@ -47,7 +47,24 @@ ChunkCodecs::Reduced ChunkCodecs::reduce(const Work& work,
   return reduced;
 }
 
-// The codec reduces all payloads of a tile together. Decoding one by one shows which is corrupt.
+ChunkCodecs::Reduced ChunkCodecs::accumulate(const Work& work,
+                                             const std::vector<const std::byte*>& payloads) {
+  const auto world_size = static_cast<uint32_t>(payloads.size());
+  Reduced reduced;
+  for (const PlannedBatch& planned : work.plan->reduce) {
+    const TileBatch batch = make_batch(work, planned, Stage::kWorker);
+    codec_of(planned).codec->accumulate(batch, payloads.data(), world_size, world_size,
+                                        work.gradient);
+    for (size_t i = 0; i < planned.tiles.size(); ++i) {
+      const uint32_t flags = status_[i].flags;
+      if ((flags & kTileNonFinite) != 0) reduced.nonfinite_tiles.push_back(planned.tiles[i].id);
+      reduced.corrupt_tiles += (flags & kTileCorrupt) != 0;
+    }
+  }
+  return reduced;
+}
+
+// The codec takes all payloads of a tile together. Decoding one by one shows which is corrupt.
 std::optional<uint32_t> ChunkCodecs::sender_of_corrupt(
     const Work& work, const std::vector<const std::byte*>& payloads) {
   for (uint32_t rank = 0; rank < payloads.size(); ++rank) {

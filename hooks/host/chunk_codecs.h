@@ -1,6 +1,6 @@
 // Runs the codecs on one chunk in host memory: encodes payloads to send, reduces received payloads,
-// decodes the mean. Does not know message headers, and waits for nothing. Not thread-safe: each
-// thread has its own.
+// decodes the mean; in a reduce-scatter, makes the mean of received payloads. Does not know message
+// headers, and waits for nothing. Not thread-safe: each thread has its own.
 #pragma once
 
 #include <cstddef>
@@ -29,8 +29,9 @@ class ChunkCodecs {
     const void* summed;  // what is encoded, of the same dtype: the gradient, or a node's sum
   };
   struct Reduced {
-    uint64_t checksum = 0;  // of the payload
+    uint64_t checksum = 0;  // of the payload, if there is one
     uint64_t corrupt_tiles = 0;
+    std::vector<uint64_t> nonfinite_tiles;  // of accumulate(): ids, in the order of the plan
   };
   struct Decoded {
     std::vector<uint64_t> nonfinite_tiles;  // ids, in the order of the plan
@@ -43,6 +44,8 @@ class ChunkCodecs {
   // Reduces the payloads of all peers, by node, to the payload of their mean.
   Reduced reduce(const Work& work, const std::vector<const std::byte*>& payloads,
                  std::byte* payload);
+  // Writes the mean of the payloads of all ranks to where the gradient has this owner's tiles.
+  Reduced accumulate(const Work& work, const std::vector<const std::byte*>& payloads);
   // The first node whose payload is corrupt; none: each payload decodes by itself.
   std::optional<uint32_t> sender_of_corrupt(const Work& work,
                                             const std::vector<const std::byte*>& payloads);

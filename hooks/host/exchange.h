@@ -6,9 +6,10 @@
 //   gather          every rank sends its peers the payload of the mean of what it owns
 //   forward         every rank sends its siblings what it gathered, as it came      (local lanes)
 //
-// With one rank per node all ranks are peers, and nothing is local. Where siblings share memory,
-// only headers are sent between them. A header says that what belongs to it is there, and is sent
-// after it was written; the kernel's lock on a connection's queue puts the write before the read.
+// With one rank per node all ranks are peers, and nothing is local. A reduce-scatter ends with the
+// scatter. Where siblings share memory, only headers are sent between them. A header says that what
+// belongs to it is there, and is sent after it was written; the kernel's lock on a connection's
+// queue puts the write before the read.
 #pragma once
 
 #include <atomic>
@@ -39,7 +40,8 @@ struct Slot {
   uint64_t dense_place_bytes = 0;        // apart
   at::Tensor sum;                        // of the node's gradients, of this rank's column
   at::Tensor scatter_send, scatter_receive;
-  at::Tensor gathered;     // what decode reads; may be scatter_receive, or what siblings share
+  // What decode reads; may be scatter_receive, or what siblings share. Empty in a reduce-scatter.
+  at::Tensor gathered;
   at::Tensor own_message;  // then: this rank's, which else is written to its place in `gathered`
 };
 

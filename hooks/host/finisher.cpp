@@ -33,7 +33,8 @@ Workspace plan_host_workspace(const EngineOptions& options, const Layout& layout
                          .other_bytes = all_commits_bytes(options),
                          .most_slots = kHostSlots,
                          .gathers_in_place = true,
-                         .siblings_share = siblings_share});
+                         .siblings_share = siblings_share,
+                         .gathers = options.gathers()});
 }
 
 }  // namespace
@@ -186,6 +187,7 @@ void Finisher::advance(size_t stage) {
     if (!nodes.is_delegate(options_.rank)) next = kForward;
   } else if (stage == kScatter) {
     reduce(job);
+    if (!options_.gathers()) next = kStages;
   } else if (stage == kGather && !nodes.is_flat()) {
     forward(job);
   } else {
@@ -268,7 +270,8 @@ void Finisher::sum(ChunkJob& job) {
   send_to_peers(job, codecs_, bucket.fault.status);
 }
 
-// The owner's message is sent even after an error here, with its status: the others wait for it.
+// The owner's message is sent even after an error here, with its status: the others wait for it. In
+// a reduce-scatter there is none, and only the commit tells them.
 void Finisher::reduce(ChunkJob& job) {
   BucketJob& bucket = *job.bucket;
   const Fault local = local_fault(job, Phase::kScatter);
@@ -290,7 +293,11 @@ void Finisher::reduce(ChunkJob& job) {
       bucket.local_error = error.what();
     }
   }
-  exchange_.post_gather(job.chunk, bucket.fault.status, checksum);
+  if (options_.gathers()) {
+    exchange_.post_gather(job.chunk, bucket.fault.status, checksum);
+  } else {
+    free_slot(job);
+  }
 }
 
 void Finisher::forward(ChunkJob& job) {
@@ -301,6 +308,7 @@ void Finisher::forward(ChunkJob& job) {
   exchange_.post_forward(job.chunk, job.bucket->fault.status);
 }
 
+// Returns the checksum of the payload for all ranks.
 uint64_t Finisher::reduce_payloads(const ChunkJob& job) {
   std::vector<const std::byte*> payloads;
   const Nodes& nodes = layout_.nodes();
@@ -309,13 +317,19 @@ uint64_t Finisher::reduce_payloads(const ChunkJob& job) {
   }
   const ChunkCodecs::Work work = work_of(job);
   const ChunkCodecs::Reduced reduced =
-      codecs_.reduce(work, payloads, exchange_.gather_message(job.chunk) + kHeaderBytes);
+      options_.gathers()
+          ? codecs_.reduce(work, payloads, exchange_.gather_message(job.chunk) + kHeaderBytes)
+          : codecs_.accumulate(work, payloads);
   if (reduced.corrupt_tiles != 0) {
     const auto node = codecs_.sender_of_corrupt(work, payloads);
     const uint32_t sender =
         node ? nodes.peers(nodes.local_index(options_.rank))[*node] : options_.rank;
     note(job.bucket->fault, {WireStatus::kCorruptPayload, Phase::kScatter, sender, job.chunk.number,
                              0, reduced.corrupt_tiles});
+  }
+  if (options_.raise_nonfinite && !reduced.nonfinite_tiles.empty()) {
+    note(job.bucket->fault, {WireStatus::kNonFiniteMean, Phase::kScatter, options_.rank,
+                             job.chunk.number, 0, reduced.nonfinite_tiles.front()});
   }
   return reduced.checksum;
 }
@@ -338,6 +352,10 @@ void Finisher::decode(ChunkJob& job) {
       bucket.local_error = error.what();
     }
   }
+  free_slot(job);
+}
+
+void Finisher::free_slot(const ChunkJob& job) {
   const std::lock_guard lock(life_.mutex);
   free_slots_.push_back(job.chunk.slot);
   life_.changed.notify_all();
@@ -381,6 +399,9 @@ void Finisher::finish_commit() {
   uint32_t reporter = 0;
   const Fault fault = read_commit(exchange_.agreement(), commit.records, bucket.step,
                                   bucket.event.bucket, &reporter, bucket.used.size());
+  if (fault.status == WireStatus::kNonFiniteMean) {
+    throw nonfinite_mean(layout_, fault.received, bucket.step, "is");
+  }
   if (fault) {
     std::string message = describe(fault, reporter, bucket.step);
     if (fault.status != WireStatus::kLocalFailure) {

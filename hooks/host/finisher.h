@@ -5,6 +5,8 @@
 //   wait for a gather -> decode into the bucket -> after the last chunk post the commit
 //   wait for a commit -> complete the bucket's Future
 //
+// In a reduce-scatter the first line ends in the bucket, and there is no second one.
+//
 // With several ranks per node a local scatter comes first, to be summed and encoded, and what was
 // gathered is forwarded before it is decoded. With four things to wait for, the oldest job can be
 // one that a sibling has not come to: so whatever has come is done first, and only then is the
@@ -92,6 +94,7 @@ class Finisher {
   uint64_t reduce_payloads(const ChunkJob& job);
   void forward(ChunkJob& job);
   void decode(ChunkJob& job);
+  void free_slot(const ChunkJob& job);
   void decode_messages(const ChunkJob& job);
   void post_commit(std::shared_ptr<BucketJob> bucket);
   void finish_commit();

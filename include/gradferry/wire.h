@@ -40,6 +40,9 @@ enum class WireStatus : uint32_t {
   kCorruptPayload = 11,
   kLocalFailure = 12,
   kPeerTrouble = 13,  // received another rank's error status; that rank's commit has the cause
+  // An owner's mean is not finite, which was to be an error; `received` is the number of its tile.
+  // Of a reduce-scatter, where other ranks cannot see it.
+  kNonFiniteMean = 14,
 };
 
 // Precedes every payload.

@@ -53,6 +53,7 @@ class ParameterSpec:
         warmup: str,
         worker_residual: bool,
         owner_residual: bool,
+        owner: int | None,
     ) -> None: ...
 
 class EngineOptions:
@@ -74,6 +75,7 @@ class EngineOptions:
         check_every: int,
         chunk_bytes: int,
         equal_scatter: bool,
+        collective: str,
         workspace_cap_bytes: int,
         find_unused_parameters: bool,
         way_on: str,

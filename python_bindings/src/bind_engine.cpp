@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <numeric>
+#include <optional>
 
 #include "all_reduce.h"
 #include "background_thread.h"
@@ -21,9 +22,17 @@ namespace {
 
 ParameterSpec make_parameter(const std::string& name, uint64_t num_elements, at::ScalarType dtype,
                              const std::string& codec, const std::string& warmup,
-                             bool worker_residual, bool owner_residual) {
+                             bool worker_residual, bool owner_residual,
+                             std::optional<uint32_t> owner) {
   return {name,   num_elements,    to_scalar_type(dtype), codec,
-          warmup, worker_residual, owner_residual};
+          warmup, worker_residual, owner_residual,        owner};
+}
+
+Collective to_collective(const std::string& name) {
+  if (name == "all_reduce") return Collective::kAllReduce;
+  GRADFERRY_EXPECTS(name == "reduce_scatter", kConfig,
+                    "collective is 'all_reduce' or 'reduce_scatter', not '" + name + "'");
+  return Collective::kReduceScatter;
 }
 
 // By reference: torch registers some classes under another holder type.
@@ -41,8 +50,9 @@ EngineOptions make_options(std::vector<ParameterSpec> parameters, uint32_t rank,
                            bool compressed_warmup, double momentum, bool raise_nonfinite,
                            bool exact_skip, const std::optional<at::Tensor>& loss_scale,
                            uint64_t check_every, uint32_t chunk_bytes, bool equal_scatter,
-                           uint64_t workspace_cap_bytes, bool find_unused_parameters,
-                           std::string way_on, const py::object& store) {
+                           const std::string& collective, uint64_t workspace_cap_bytes,
+                           bool find_unused_parameters, std::string way_on,
+                           const py::object& store) {
   c10::intrusive_ptr<c10d::Store> peers_store;
   if (!store.is_none()) peers_store = to_store(store);
   Nodes table(std::move(nodes));
@@ -63,6 +73,7 @@ EngineOptions make_options(std::vector<ParameterSpec> parameters, uint32_t rank,
           .check_every = check_every,
           .chunk_bytes = chunk_bytes,
           .equal_scatter = equal_scatter,
+          .collective = to_collective(collective),
           .workspace_cap_bytes = workspace_cap_bytes,
           .find_unused_parameters = find_unused_parameters,
           .way_on = std::move(way_on),
@@ -72,7 +83,7 @@ EngineOptions make_options(std::vector<ParameterSpec> parameters, uint32_t rank,
 
 // Torch has Python know its Work under a holder of its own. Without one, the collective runs on the
 // stream from which it was posted.
-struct Collective {
+struct PostedCollective {
   Pending work;
 };
 
@@ -266,14 +277,14 @@ void bind_options(py::module_& module) {
   module.attr("PIECE_ALIGNMENT") = kPieceAlignment;
   module.attr("GATHERS_IN_FLIGHT") = kGathersInFlight;
   module.attr("RESIDUAL_ALIGNMENT") = kResidualAlignment;
-  py::class_<Collective>(module, "Collective")
+  py::class_<PostedCollective>(module, "Collective")
       .def(
           "wait",
-          [](const Collective& collective) {
+          [](const PostedCollective& collective) {
             if (collective.work) collective.work->wait();
           },
           py::call_guard<py::gil_scoped_release>())
-      .def("is_completed", [](const Collective& collective) {
+      .def("is_completed", [](const PostedCollective& collective) {
         return !collective.work || collective.work->isCompleted();
       });
   py::class_<Lane, std::shared_ptr<Lane>>(module, "Lane")
@@ -282,14 +293,14 @@ void bind_options(py::module_& module) {
           "all_to_all",
           [](Lane& lane, const at::Tensor& receive, const std::vector<int64_t>& receive_bytes,
              const at::Tensor& send, const std::vector<int64_t>& send_bytes) {
-            return Collective{lane.all_to_all(receive, receive_bytes, send, send_bytes)};
+            return PostedCollective{lane.all_to_all(receive, receive_bytes, send, send_bytes)};
           },
           py::arg("receive"), py::arg("receive_bytes"), py::arg("send"), py::arg("send_bytes"),
           py::call_guard<py::gil_scoped_release>())
       .def(
           "all_gather",
           [](Lane& lane, const at::Tensor& receive, const at::Tensor& send) {
-            return Collective{lane.all_gather(receive, send)};
+            return PostedCollective{lane.all_gather(receive, send)};
           },
           py::arg("receive"), py::arg("send"), py::call_guard<py::gil_scoped_release>());
   module.def(
@@ -309,15 +320,15 @@ void bind_options(py::module_& module) {
   py::class_<ParameterSpec>(module, "ParameterSpec")
       .def(py::init(&make_parameter), py::kw_only(), py::arg("name"), py::arg("num_elements"),
            py::arg("dtype"), py::arg("codec"), py::arg("warmup"), py::arg("worker_residual"),
-           py::arg("owner_residual"));
+           py::arg("owner_residual"), py::arg("owner").none(true));
   py::class_<EngineOptions>(module, "EngineOptions")
       .def(py::init(&make_options), py::kw_only(), py::arg("parameters"), py::arg("rank"),
            py::arg("nodes"), py::arg("config_hash"), py::arg("layout_hash"), py::arg("seed"),
            py::arg("warmup_steps"), py::arg("compressed_warmup"), py::arg("momentum"),
            py::arg("raise_nonfinite"), py::arg("exact_skip"), py::arg("loss_scale").none(true),
            py::arg("check_every"), py::arg("chunk_bytes"), py::arg("equal_scatter"),
-           py::arg("workspace_cap_bytes"), py::arg("find_unused_parameters"), py::arg("way_on"),
-           py::arg("store").none(true));
+           py::arg("collective"), py::arg("workspace_cap_bytes"), py::arg("find_unused_parameters"),
+           py::arg("way_on"), py::arg("store").none(true));
   module.def("shared_memory_bytes", &shared_memory_bytes, py::arg("options"),
              py::call_guard<py::gil_scoped_release>());
 }

@@ -20,6 +20,7 @@ def parameter(
         warmup="exact",
         worker_residual=False,
         owner_residual=False,
+        owner=None,
     )
 
 
@@ -40,6 +41,7 @@ def engine_options(**given: Any) -> _native.EngineOptions:
         "loss_scale": None,
         "check_every": 0,
         "equal_scatter": True,
+        "collective": "all_reduce",
         "find_unused_parameters": False,
         "way_on": "",
         "store": None,

@@ -32,12 +32,16 @@ from gradferry.errors import ConfigError, PeerError
 Nodes = Sequence[Sequence[int]]  # ranks of every node
 
 
-def lanes_of_host(nodes: Nodes, rank: int, checks: bool) -> dict[str, list[int]]:
+def lanes_of_host(
+    nodes: Nodes, rank: int, checks: bool, collective: str = "all_reduce"
+) -> dict[str, list[int]]:
     """What lanes a rank's engine has on a host, and between which ranks each is, in its order.
 
     Every thread that posts has lanes of its own. `checks`: parameters are compared.
     """
     everyone = sorted(each for members in nodes for each in members)
+    if collective == "reduce_scatter":
+        return {"scatter": everyone, "commit": everyone}
     if len(nodes) == len(everyone):
         return {"scatter": everyone, "gather": everyone, "commit": everyone}
     siblings, peers = _neighbours(nodes, rank)
@@ -100,6 +104,7 @@ def start_engine(
     find_unused_parameters: bool = False,
     nodes: Nodes | None = None,
     way_on: str = "",
+    collective: str = "all_reduce",
 ) -> _native.BucketEngine:
     """Starts an engine on its own connections. Collective; pass equal arguments on all ranks.
 
@@ -114,8 +119,12 @@ def start_engine(
         find_unused_parameters: that of DDP.
         nodes: which ranks share a node, as agreed by all ranks; None: every rank is alone.
         way_on: for people, what to do after an error has ended the engine.
+        collective: "all_reduce", or "reduce_scatter": every rank gets the mean of the parameters
+            whose owner it is. All of them then have one, and no owner residual. Only on the CPU,
+            with every rank alone, without momentum, exact_skip and find_unused_parameters.
 
     Raises:
+        ConfigError: the collective cannot do that.
         PeerError: as `make_lanes`.
     """
     path = transport_of(CPU, group) if transport is None else transport
@@ -125,7 +134,7 @@ def start_engine(
     lanes: dict[str, _native.Lane] = {}
     # First, because it is collective: a rank that failed before it would block the others.
     if path.exchanges and on_host:
-        ranks = lanes_of_host(table, rank, checks=config.check_every != 0)
+        ranks = lanes_of_host(table, rank, config.check_every != 0, collective)
         lanes = dict(zip(ranks, make_lanes(group, nonce, ranks, path.device), strict=True))
         if len(table) == world_size:  # the thread that posts scatters posts hashes
             lanes["hashes"] = lanes["scatter"]
@@ -149,6 +158,7 @@ def start_engine(
         check_every=config.check_every,
         chunk_bytes=config.chunk_bytes_at(world_size),
         equal_scatter=config.equal_scatter,
+        collective=collective,
         workspace_cap_bytes=config.workspace_cap_bytes,
         find_unused_parameters=find_unused_parameters,
         way_on=way_on,

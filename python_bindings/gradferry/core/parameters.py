@@ -34,6 +34,7 @@ class ParameterLayout:
         codec: as the rules decide.
         warmup: the codec of warm-up steps.
         residuals: whether it has a (worker, owner) residual.
+        owner: in a reduce-scatter, the rank that gets its mean; None: in an all-reduce.
     """
 
     name: str
@@ -45,6 +46,7 @@ class ParameterLayout:
     codec: CodecSpec
     warmup: CodecSpec
     residuals: tuple[bool, bool]
+    owner: int | None = None
 
     def under(self, config: Config, *, exchanges: bool) -> ParameterLayout:
         """The same parameter with the codec and residuals of another configuration."""
@@ -60,7 +62,7 @@ class ParameterLayout:
 
     def record(self) -> dict[str, Any]:
         """The fields that must be equal on all ranks, JSON-serializable."""
-        return {
+        record = {
             "name": self.name,
             "shape": list(self.shape),
             "strides": list(self.strides),
@@ -68,6 +70,7 @@ class ParameterLayout:
             "codec": str(self.codec),
             "residuals": list(self.residuals),
         }
+        return record if self.owner is None else {**record, "owner": self.owner}
 
     def native(self) -> _native.ParameterSpec:
         """The parameter for the C++ engine."""
@@ -79,6 +82,7 @@ class ParameterLayout:
             warmup=str(self.warmup),
             worker_residual=self.residuals[0],
             owner_residual=self.residuals[1],
+            owner=self.owner,
         )
 
 

@@ -21,6 +21,7 @@ from .message import (
     message_checksum,
     word_sum,
 )
+from .reduce_scatter import ReferenceReduceScatter
 from .scalars import DTYPES, narrow, widen
 from .two_levels import two_level_bytes_per_step
 
@@ -37,6 +38,7 @@ __all__ = [
     "Layout",
     "Parameter",
     "ReferenceEngine",
+    "ReferenceReduceScatter",
     "Tile",
     "assign_owners",
     "cut_chunks",

@@ -153,7 +153,7 @@ def finish_residual(
     residual[...] = np.where(np.isfinite(updated), updated, residual)
 
 
-def _tiles(flat: np.ndarray) -> list[np.ndarray]:
+def cut_into_tiles(flat: np.ndarray) -> list[np.ndarray]:
     """Views [tiles, n] of a flat array: its full tiles, then its last short one."""
     full = len(flat) // TILE_ELEMENTS * TILE_ELEMENTS
     views = [flat[:full].reshape(-1, TILE_ELEMENTS), flat[full:].reshape(1, -1)]
@@ -249,7 +249,7 @@ class ReferenceEngine:
         for flat in by_rank:
             if flat.shape != (parameter.num_elements,) or flat.dtype != DTYPES[dtype].storage:
                 raise ValueError(f"{parameter.name}: got {flat.dtype} {flat.shape}")
-        wide = [_tiles(self._sum(members, by_rank, dtype)) for members in self.nodes]
+        wide = [cut_into_tiles(self._sum(members, by_rank, dtype)) for members in self.nodes]
         untouched = warming_up and self.warmup == "exact"
         worker, owner = self.worker_residual[index], self.owner_residual[index]
         worker = [_tiles_or_none(None if untouched else r, len(wide[0])) for r in worker]
@@ -297,4 +297,4 @@ class ReferenceEngine:
 
 
 def _tiles_or_none(flat: np.ndarray | None, parts: int) -> list[np.ndarray | None]:
-    return [None] * parts if flat is None else list(_tiles(flat))
+    return [None] * parts if flat is None else list(cut_into_tiles(flat))

@@ -1,0 +1,92 @@
+"""A reduce-scatter of docs/wire_format.md: all ranks of a world, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from .codecs import WORKER, Context
+from .engine import accumulate_tiles, cut_into_tiles, encode_tiles
+from .scalars import widen
+
+
+class ReferenceReduceScatter:
+    """What its owner has of every parameter after a step, and what all ranks withhold.
+
+    Attributes:
+        worker_residual: by parameter and rank, flat; empty lists without.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        sizes: Sequence[int],
+        codecs: Sequence[str],
+        dtype: str,
+        *,
+        keeps: Sequence[bool],
+        seed: int = 0,
+    ) -> None:
+        """sizes, codecs, keeps: elements, codec and whether it has a residual, by parameter."""
+        self._ranks = range(world_size)
+        self._codecs = codecs
+        self._dtype = dtype
+        self._seed = seed
+        self.worker_residual = [
+            [np.zeros(size, np.float32) for _ in self._ranks] if kept else []
+            for size, kept in zip(sizes, keeps, strict=True)
+        ]
+
+    def step(
+        self,
+        number: int,
+        gradients: Sequence[Sequence[np.ndarray]],
+        *,
+        gain: float = 1.0,
+        warmup: str | None = None,
+    ) -> list[np.ndarray]:
+        """gradients[rank][parameter] -> means by parameter.
+
+        warmup: the codec that lossy ones give way to in this step; `exact` leaves residuals alone.
+        """
+        means = []
+        first_tile = 0
+        for index, codec in enumerate(self._codecs):
+            by_rank = [gradients[rank][index] for rank in self._ranks]
+            residuals = self.worker_residual[index] if warmup != "exact" else []
+            used = codec if warmup is None or codec == "exact" else warmup
+            means.append(self._mean(number, used, by_rank, residuals, gain, first_tile))
+            first_tile += -(-len(by_rank[0]) // 4096)
+        return means
+
+    def _mean(
+        self,
+        step: int,
+        codec: str,
+        by_rank: Sequence[np.ndarray],
+        residuals: Sequence[np.ndarray],
+        gain: float,
+        first_tile: int,
+    ) -> np.ndarray:
+        wide = [cut_into_tiles(widen(flat, self._dtype)) for flat in by_rank]
+        kept = [cut_into_tiles(flat) for flat in residuals]
+        pieces = [by_rank[0][:0]]
+        for part in range(len(wide[0])):
+            tiles, n = wide[0][part].shape
+            context = Context(WORKER, self._seed, step, first_tile)
+            payloads = [
+                encode_tiles(
+                    codec,
+                    self._dtype,
+                    wide[rank][part],
+                    kept[rank][part] if kept else None,
+                    gain=gain,
+                    context=context,
+                )
+                for rank in self._ranks
+            ]
+            mean = accumulate_tiles(codec, self._dtype, payloads, n, len(payloads), context)
+            pieces.append(mean.reshape(-1))
+            first_tile += tiles
+        return np.concatenate(pieces)
