@@ -1,5 +1,6 @@
 #include "tensor_message.h"
 
+#include <ATen/Dispatch.h>
 #include <ATen/Functions.h>
 
 #include <algorithm>
@@ -101,6 +102,114 @@ std::string field_name(WireStatus refused) {
   return name;
 }
 
+struct Received {
+  MessageHeader header;
+  const std::byte* payload;
+};
+
+// Checks everything but what the payload says. `name` of the message is for errors.
+Received receive(const at::Tensor& message, const TensorPlan& plan,
+                 const TensorMessageOptions& options, const std::string& name) {
+  GRADFERRY_EXPECTS(message.device().is_cpu() && message.scalar_type() == at::kByte &&
+                        message.dim() == 1 && message.is_contiguous(),
+                    kConfig,
+                    name +
+                        " must be a contiguous one-dimensional uint8 tensor on the CPU, as "
+                        "encode() returns it");
+  const uint64_t expected_bytes = sizeof(MessageHeader) + plan.payload_bytes;
+  GRADFERRY_EXPECTS(message.nbytes() == expected_bytes, kProtocol,
+                    name + " has " + std::to_string(message.nbytes()) + " bytes, expected " +
+                        std::to_string(expected_bytes) +
+                        " for this codec, shape and dtype; pass the ones it was encoded with");
+  const auto* bytes = static_cast<const std::byte*>(message.const_data_ptr());
+  Received received{{}, bytes + sizeof(MessageHeader)};
+  std::memcpy(&received.header, bytes, sizeof(MessageHeader));
+  MessageHeader expected = header_of(plan, options, received.header.seed, received.header.step);
+  expected.checksum =
+      message_checksum(word_sum(received.payload, plan.payload_bytes), received.header);
+  const HeaderMismatch found =
+      first_mismatch(expected, std::bit_cast<HeaderWords>(received.header));
+  GRADFERRY_EXPECTS(found.status != WireStatus::kBadChecksum, kProtocol,
+                    name + " has checksum " + std::to_string(found.expected) +
+                        " but its bytes sum to " + std::to_string(found.received) +
+                        "; they were damaged");
+  GRADFERRY_EXPECTS(found.status == WireStatus::kOk, kProtocol,
+                    name + " has " + field_name(found.status) + " " +
+                        std::to_string(found.received) + ", expected " +
+                        std::to_string(found.expected) +
+                        "; pass the codec, shape and dtype it was encoded with");
+  return received;
+}
+
+bool is_corrupt(const TileStatus& tile) { return (tile.flags & kTileCorrupt) != 0; }
+
+void expect_valid_tiles(const TensorPlan& plan, const std::vector<TileStatus>& status,
+                        const std::string& name) {
+  const auto found = std::ranges::find_if(status, is_corrupt);
+  GRADFERRY_EXPECTS(found == status.end(), kProtocol,
+                    "tile " + std::to_string(found - status.begin()) + " of " + name +
+                        " breaks the format of codec '" + plan.codec.canonical +
+                        "'; it was not written by gradferry");
+}
+
+// False if a tile of a message is corrupt; `out` then has no meaning.
+bool accumulate_at_once(const TensorPlan& plan, const std::vector<Received>& received,
+                        uint32_t divisor, const at::Tensor& out) {
+  std::vector<const std::byte*> payloads;
+  for (const Received& each : received) payloads.push_back(each.payload);
+  std::vector<TileStatus> status;
+  plan.codec.codec->accumulate(batch_of(plan, received[0].header, status), payloads.data(),
+                               static_cast<uint32_t>(payloads.size()), divisor,
+                               out.mutable_data_ptr());
+  return std::ranges::none_of(status, is_corrupt);
+}
+
+// The same for messages that have random numbers of their own: of each a tile is decoded in fp32,
+// and `exact` adds these up.
+bool accumulate_by_tile(const TensorPlan& plan, const std::vector<Received>& received,
+                        uint32_t divisor, const at::Tensor& out) {
+  const ParsedCodec exact = parse_codec("exact", Device::kCpu);
+  std::vector<float> decoded(received.size() * kTileElements);
+  std::vector<const std::byte*> terms;
+  for (size_t i = 0; i < received.size(); ++i) {
+    terms.push_back(reinterpret_cast<const std::byte*>(decoded.data() + i * kTileElements));
+  }
+  std::vector<float> quotient(kTileElements);
+  bool valid = true;
+  for (const Tile& tile : plan.tiles) {
+    Tile part = tile;
+    TileStatus status;
+    TileBatch batch{.tiles = &part,
+                    .num_tiles = 1,
+                    .dtype = ScalarType::kFloat32,
+                    .stage = Stage::kWorker,
+                    .hold_zero_tiles = true,
+                    .seed = 0,
+                    .step = 0,
+                    .options = &plan.codec.options,
+                    .status = &status,
+                    .stream = nullptr};
+    for (size_t i = 0; i < received.size(); ++i) {
+      part.gradient_offset = i * kTileElements;
+      batch.seed = received[i].header.seed;
+      batch.step = received[i].header.step;
+      plan.codec.codec->decode(batch, received[i].payload, decoded.data(), 0.0F, nullptr);
+      valid = valid && !is_corrupt(status);
+    }
+    part.gradient_offset = 0;
+    part.payload_offset = 0;
+    batch.options = &exact.options;
+    exact.codec->accumulate(batch, terms.data(), static_cast<uint32_t>(terms.size()), divisor,
+                            quotient.data());
+    // Not at::copy_, which writes another NaN.
+    AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, out.scalar_type(), "accumulate", [&] {
+      std::copy_n(quotient.data(), tile.num_elements,
+                  out.mutable_data_ptr<scalar_t>() + tile.gradient_offset);
+    });
+  }
+  return valid;
+}
+
 }  // namespace
 
 at::Tensor encode_tensor(const at::Tensor& tensor, const TensorMessageOptions& options,
@@ -123,40 +232,38 @@ at::Tensor encode_tensor(const at::Tensor& tensor, const TensorMessageOptions& o
 void decode_tensor(const at::Tensor& message, const TensorMessageOptions& options,
                    const at::Tensor& out) {
   const TensorPlan plan = plan_tensor(out, options.codec);
-  GRADFERRY_EXPECTS(message.device().is_cpu() && message.scalar_type() == at::kByte &&
-                        message.dim() == 1 && message.is_contiguous(),
-                    kConfig,
-                    "message must be a contiguous one-dimensional uint8 tensor on the CPU, as "
-                    "encode() returns it");
-  const uint64_t expected_bytes = sizeof(MessageHeader) + plan.payload_bytes;
-  GRADFERRY_EXPECTS(message.nbytes() == expected_bytes, kProtocol,
-                    "message has " + std::to_string(message.nbytes()) + " bytes, expected " +
-                        std::to_string(expected_bytes) +
-                        " for this codec, shape and dtype; pass the ones it was encoded with");
-  const auto* bytes = static_cast<const std::byte*>(message.const_data_ptr());
-  MessageHeader received;
-  std::memcpy(&received, bytes, sizeof(received));
-  // Checks the payload before it decodes: a tensor is never partly written.
-  MessageHeader expected = header_of(plan, options, received.seed, received.step);
-  expected.checksum =
-      message_checksum(word_sum(bytes + sizeof(received), plan.payload_bytes), received);
-  const HeaderMismatch found = first_mismatch(expected, std::bit_cast<HeaderWords>(received));
-  GRADFERRY_EXPECTS(found.status != WireStatus::kBadChecksum, kProtocol,
-                    "message has checksum " + std::to_string(found.expected) +
-                        " but its bytes sum to " + std::to_string(found.received) +
-                        "; they were damaged");
-  GRADFERRY_EXPECTS(found.status == WireStatus::kOk, kProtocol,
-                    "message has " + field_name(found.status) + " " +
-                        std::to_string(found.received) + ", expected " +
-                        std::to_string(found.expected) +
-                        "; pass the codec, shape and dtype it was encoded with");
+  const Received received = receive(message, plan, options, "message");
   std::vector<TileStatus> status;
-  plan.codec.codec->decode(batch_of(plan, received, status), bytes + sizeof(received),
+  plan.codec.codec->decode(batch_of(plan, received.header, status), received.payload,
                            out.mutable_data_ptr(), 0.0F, nullptr);
-  for (uint32_t i = 0; i < status.size(); ++i) {
-    GRADFERRY_EXPECTS((status[i].flags & kTileCorrupt) == 0, kProtocol,
-                      "tile " + std::to_string(i) + " of the message breaks the format of codec '" +
-                          plan.codec.canonical + "'; it was not written by gradferry");
+  expect_valid_tiles(plan, status, "the message");
+}
+
+void accumulate_tensors(const std::vector<at::Tensor>& messages,
+                        const TensorMessageOptions& options, uint32_t divisor,
+                        const at::Tensor& out) {
+  GRADFERRY_EXPECTS(!messages.empty() && messages.size() <= UINT32_MAX && divisor > 0, kConfig,
+                    std::to_string(messages.size()) + " messages cannot be divided by " +
+                        std::to_string(divisor) + "; pass at least one message, and 1 or more");
+  const TensorPlan plan = plan_tensor(out, options.codec);
+  const auto name = [](size_t index) { return "message " + std::to_string(index); };
+  std::vector<Received> received;
+  for (size_t i = 0; i < messages.size(); ++i) {
+    received.push_back(receive(messages[i], plan, options, name(i)));
+  }
+  const auto as_first = [&](const Received& each) {
+    return each.header.seed == received[0].header.seed &&
+           each.header.step == received[0].header.step;
+  };
+  const bool valid = !plan.codec.codec->seeded || std::ranges::all_of(received, as_first)
+                         ? accumulate_at_once(plan, received, divisor, out)
+                         : accumulate_by_tile(plan, received, divisor, out);
+  if (valid) return;
+  std::vector<TileStatus> status;
+  for (size_t i = 0; i < messages.size(); ++i) {
+    plan.codec.codec->decode(batch_of(plan, received[i].header, status), received[i].payload,
+                             nullptr, 0.0F, nullptr);
+    expect_valid_tiles(plan, status, name(i));
   }
 }
 

@@ -24,6 +24,7 @@ inline Codec make_row(const CodecDescription& description, const CodecFunctions&
           .summary = description.summary,
           .lossy = description.lossy,
           .supports_float64 = description.supports_float64,
+          .seeded = description.seeded,
           .options = description.options,
           .parse = description.parse,
           .payload_bytes = description.payload_bytes,

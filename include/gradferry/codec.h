@@ -108,6 +108,7 @@ struct Codec {
   std::string_view summary;  // one line for humans: method, and its paper where there is one
   bool lossy;                // false: decode(encode(x)) == x, no residual is kept
   bool supports_float64;
+  bool seeded;  // what a payload decodes to depends on the batch's seed and step
   std::span<const OptionSpec> options;
 
   // Values in the order of `options`, each already checked against its spec (or empty: derive it).

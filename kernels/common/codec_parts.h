@@ -17,6 +17,7 @@ struct CodecDescription {
   decltype(Codec::parse) parse;
   decltype(Codec::payload_bytes) payload_bytes;
   decltype(Codec::sent_share) sent_share = nullptr;
+  bool seeded = false;
 };
 
 struct CodecFunctions {

@@ -38,6 +38,7 @@ const CodecDescription rht_description = {
           return GRADFERRY_KERNEL_NAMESPACE::rht::payload_bytes(num_elements, dtype, stage,
                                                                 options);
         },
+    .seeded = true,
 };
 
 }  // namespace gradferry

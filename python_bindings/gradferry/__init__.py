@@ -26,7 +26,7 @@ from gradferry.errors import (
 )
 from gradferry.kept_reducers import all_reduce, forget
 from gradferry.reducer import Reducer, Work
-from gradferry.tensor import decode, encode
+from gradferry.tensor import accumulate, decode, encode
 
 __version__ = GRADFERRY_VERSION
 
@@ -45,6 +45,7 @@ __all__ = [
     "StateError",
     "Work",
     "__version__",
+    "accumulate",
     "all_reduce",
     "attach",
     "checkpoint",

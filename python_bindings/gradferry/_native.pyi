@@ -272,6 +272,15 @@ def decode_tensor(
     config_hash: int,
     layout_hash: int,
 ) -> None: ...
+def accumulate_tensors(
+    messages: Sequence[torch.Tensor],
+    codec: str,
+    out: torch.Tensor,
+    *,
+    divisor: int,
+    config_hash: int,
+    layout_hash: int,
+) -> None: ...
 def use_device_library(library: object) -> None: ...
 def shutdown(timeout_seconds: float) -> None: ...
 def compressed_mean(

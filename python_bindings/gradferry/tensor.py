@@ -1,8 +1,8 @@
-"""Encodes and decodes single tensors, without a process group."""
+"""Encodes, decodes and averages single tensors, without a process group."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -65,6 +65,58 @@ def decode(
         message.detach(),
         str(spec),
         out,
+        config_hash=hash64(str(spec)),
+        layout_hash=_layout_hash(dtype, out.numel()),
+    )
+    return out
+
+
+def accumulate(
+    messages: Iterable[torch.Tensor],
+    codec: str,
+    *,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    divisor: int | None = None,
+) -> torch.Tensor:
+    """Decodes messages of `encode` and averages them: what a parameter server does with gradients.
+
+    Gives the fp32 sum (of float64 the fp64 sum) in the order of the messages, times 1 / divisor,
+    rounded once to dtype. Besides the result it allocates at most 16 KiB per message.
+
+    Args:
+        messages: what `encode` returned, at least one, for tensors of this size and dtype with
+            this codec. Their seeds and steps may differ.
+        codec: the codec string they were encoded with.
+        shape: of every tensor that was encoded, and of the result.
+        dtype: of every tensor that was encoded, and of the result.
+        divisor: of the sum: by default the number of messages, which gives the mean; 1 gives the
+            sum.
+
+    Returns:
+        A new contiguous tensor on CPU.
+
+    Raises:
+        ConfigError: codec, shape, dtype or divisor cannot be used, or there are no messages.
+        ProtocolError: as of `decode`; says which message, counted from 0.
+    """
+    spec = _usable(codec)
+    if isinstance(messages, torch.Tensor):
+        raise ConfigError("messages is a single tensor; pass a sequence of messages")
+    listed = list(messages)
+    if not listed:
+        raise ConfigError("there are no messages; pass at least one")
+    for index, message in enumerate(listed):
+        _check_dense(message, f"message {index}")
+    divisor = len(listed) if divisor is None else divisor
+    if not isinstance(divisor, int) or not 1 <= divisor < 2**32:
+        raise ConfigError(f"divisor must be a positive integer below 2**32, not {divisor!r}")
+    out = torch.empty(tuple(shape), dtype=dtype, device="cpu")
+    _native.accumulate_tensors(
+        [message.detach() for message in listed],
+        str(spec),
+        out,
+        divisor=divisor,
         config_hash=hash64(str(spec)),
         layout_hash=_layout_hash(dtype, out.numel()),
     )

@@ -22,6 +22,15 @@ void bind_tensor_messages(py::module_& module) {
       },
       py::arg("message"), py::arg("codec"), py::arg("out"), py::kw_only(), py::arg("config_hash"),
       py::arg("layout_hash"));
+  module.def(
+      "accumulate_tensors",
+      [](const std::vector<at::Tensor>& messages, const std::string& codec, const at::Tensor& out,
+         uint32_t divisor, uint64_t config_hash, uint64_t layout_hash) {
+        const py::gil_scoped_release released;
+        accumulate_tensors(messages, {codec, config_hash, layout_hash}, divisor, out);
+      },
+      py::arg("messages"), py::arg("codec"), py::arg("out"), py::kw_only(), py::arg("divisor"),
+      py::arg("config_hash"), py::arg("layout_hash"));
 }
 
 }  // namespace gradferry

@@ -9,7 +9,7 @@ import numpy as np
 
 from .codecs import DEFAULT, OWNER, WORKER, Context, find_codec
 from .layout import TILE_ELEMENTS, Layout, Parameter, Rules
-from .scalars import DTYPES, narrow, widen
+from .scalars import DTYPES, divided_sum, narrow, widen
 
 FEWEST_BITS_WITHOUT_WORKER_RESIDUAL = 8
 
@@ -107,11 +107,7 @@ def _quotient(
     """The sum of decoded tiles in rank order, times 1 / divisor."""
     context = dataclasses.replace(context, stage=WORKER)
     decoded = [find_codec(codec).decode(payload, n, dtype, context) for payload in payload_by_rank]
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        total = decoded[0]
-        for values in decoded[1:]:
-            total = total + values
-        return total * (total.dtype.type(1) / total.dtype.type(divisor))
+    return divided_sum(decoded, divisor)
 
 
 def _keep_what_was_withheld(

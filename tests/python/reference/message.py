@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from .codecs import Context, find_codec
 from .layout import TILE_ELEMENTS
-from .scalars import narrow, widen
+from .scalars import divided_sum, narrow, widen
 
 MAGIC = 0x59524647
 WIRE_VERSION = 2
@@ -87,6 +87,19 @@ def encode_tensor(
 
 def decode_tensor(message: bytes, num_elements: int, codec: str, dtype: str) -> np.ndarray:
     """The elements of a message that encode_tensor could have written, in storage of `dtype`."""
+    return narrow(_decoded_values(message, num_elements, codec, dtype), dtype)
+
+
+def accumulate_tensors(
+    messages: Sequence[bytes], num_elements: int, codec: str, dtype: str, divisor: int
+) -> np.ndarray:
+    """The sum of what such messages hold, times 1 / divisor, in storage of `dtype`."""
+    values = [_decoded_values(message, num_elements, codec, dtype) for message in messages]
+    return narrow(divided_sum(values, divisor), dtype)
+
+
+def _decoded_values(message: bytes, num_elements: int, codec: str, dtype: str) -> np.ndarray:
+    """Not yet rounded to `dtype`: float64 for float64, float32 for everything else."""
     header = Header.unpack(message)
     payload = np.frombuffer(message, np.uint8)[HEADER.size :]
     pieces = []
@@ -95,5 +108,4 @@ def decode_tensor(message: bytes, num_elements: int, codec: str, dtype: str) -> 
         context = Context(seed=header.seed, step=header.step, first_tile=number)
         pieces.append(find_codec(codec).decode(payload[None, :size], n, dtype, context)[0])
         payload = payload[size:]
-    values = np.concatenate(pieces) if pieces else np.zeros(0, np.float32)
-    return narrow(values, dtype)
+    return np.concatenate(pieces) if pieces else np.zeros(0, np.float32)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -53,6 +55,13 @@ def narrow(values: np.ndarray, dtype: str) -> np.ndarray:
         result = np.array(values.astype(kind.storage))
     result.view(kind.bits)[np.isnan(values)] = kind.canonical_nan
     return result
+
+
+def divided_sum(terms: Sequence[np.ndarray], divisor: int) -> np.ndarray:
+    """The sum in this order, times 1 / divisor; all is rounded to the dtype of the terms."""
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        total = functools.reduce(np.add, terms)
+        return total * (total.dtype.type(1) / total.dtype.type(divisor))
 
 
 def canonical(values: np.ndarray) -> np.ndarray:
