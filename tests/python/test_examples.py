@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
+
+from reference import TILE_ELEMENTS, find_codec
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
@@ -120,3 +124,51 @@ def test_diloco_averages_changes_with_and_without_a_codec() -> None:
     # 8 bits would be 4 times fewer at most, 4 bits 8 times.
     assert re.search(r" bytes sent, 7\.\d times fewer than fp32", compressed)
     assert "bytes sent" not in plain
+
+
+def start_parameter_server(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-u", str(EXAMPLES / "parameter_server.py"), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def message_bytes(codec: str, *shape: int) -> int:
+    """Of one tensor, as docs/wire_format.md says: a header and the payloads of its tiles."""
+    whole, rest = divmod(math.prod(shape), TILE_ELEMENTS)
+    tiles = [TILE_ELEMENTS] * whole + [rest] * (rest > 0)
+    return 64 + sum(find_codec(codec).payload_bytes(n, "float32") for n in tiles)
+
+
+def test_parameter_server_keeps_all_copies_equal() -> None:
+    started = start_parameter_server("--steps", "40", "--workers", "2", "--codec", "q4")
+    text, errors = started.communicate(timeout=SECONDS)
+    assert started.returncode == 0, errors
+    early, late, validation = losses(text)
+    assert late < early
+    assert validation < 0.6 * math.log(256)  # of a byte that is guessed
+    # The embedding, two layers and their biases.
+    size = sum(message_bytes("q4", 256, n) for n in (32, 32 * 32, 256))
+    size += 2 * message_bytes("exact", 256)
+    one_way = 40 * 2 * size
+    assert f"the server received {one_way} bytes and sent {one_way}" in text
+    assert "all 3 copies of the parameters have SHA-256" in text
+
+
+def test_parameter_server_names_a_worker_that_dies_and_ends() -> None:
+    started = start_parameter_server("--steps", "1000000")
+    seen = started.stdout.readline()
+    children = Path(f"/proc/{started.pid}/task/{started.pid}/children").read_text().split()
+    processes = [  # in the order in which they were started: the server and two workers
+        int(child)
+        for child in children
+        if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()
+    ]
+    os.kill(processes[2], signal.SIGKILL)
+    _, errors = started.communicate(timeout=SECONDS)
+    assert "step 20" in seen
+    assert started.returncode == 1
+    assert "worker2 ended first: process 2 terminated with signal SIGKILL" in errors
+    assert not any(Path(f"/proc/{process}").exists() for process in processes)
