@@ -174,3 +174,10 @@ def in_order(model: nn.Module) -> list[Any]:
 def bits(model: nn.Module) -> bytes:
     """Of this rank's parameters."""
     return b"".join(p.to_local().detach().float().numpy().tobytes() for p in in_order(model))
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two saved states are equal, to the bit."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other

@@ -35,7 +35,10 @@ COLLECTIVE_SECONDS = 20.0
 
 # Ranks fork from a server that has imported torch once: a world starts in a fraction of a second.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.nn.parallel", "torch.distributed"])
+_context.set_forkserver_preload(
+    # FSDP2 imports torch._dynamo, which takes longer than all the rest.
+    ["torch", "torch.nn.parallel", "torch.distributed.fsdp", "torch._dynamo"]
+)
 # For a world with another environment, whose processes start from nothing.
 _fresh_context = multiprocessing.get_context("spawn")
 

@@ -97,13 +97,18 @@ def reduced_parameters(ddp: DistributedDataParallel) -> list[tuple[str, torch.nn
 
 
 def describe_parameters(
-    named: Sequence[tuple[str, torch.Tensor]], config: Config, *, exchanges: bool
+    named: Sequence[tuple[str, torch.Tensor]],
+    config: Config,
+    owners: Sequence[int | None] | None = None,
+    *,
+    exchanges: bool,
 ) -> list[ParameterLayout]:
     """Resolves the codec and residuals of every parameter that DDP reduces.
 
     Args:
         named: names and parameters, in order.
         config: checked.
+        owners: see `ParameterLayout.owner`; None: of no parameter.
         exchanges: False in a world of one, where only momentum mode needs residuals.
 
     Raises:
@@ -120,10 +125,13 @@ def describe_parameters(
     if named and (place := named[0][1].device).type != "cpu" and not config.passes_through:
         device.expect_runnable(place)
         device.load_kernels(place.type)
-    return [_describe(name, each).under(config, exchanges=exchanges) for name, each in named]
+    return [
+        _describe(name, each, owner).under(config, exchanges=exchanges)
+        for (name, each), owner in zip(named, owners or [None] * len(named), strict=True)
+    ]
 
 
-def _describe(name: str, parameter: torch.Tensor) -> ParameterLayout:
+def _describe(name: str, parameter: torch.Tensor, owner: int | None) -> ParameterLayout:
     """The parameter, not yet under a configuration."""
     dtype = _REAL_DTYPES.get(parameter.dtype, parameter.dtype)
     if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
@@ -141,6 +149,7 @@ def _describe(name: str, parameter: torch.Tensor) -> ParameterLayout:
         codec=EXACT,
         warmup=EXACT,
         residuals=(False, False),
+        owner=owner,
     )
 
 

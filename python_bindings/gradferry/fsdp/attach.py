@@ -1,22 +1,23 @@
-"""`attach`: averages of an FSDP2 model's gradients over replicas go through a codec."""
+"""`attach` and `attach_reduce_scatter`: what an FSDP2 model exchanges goes through a codec."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from gradferry import _native
-from gradferry.core.config import Config, make_config
-from gradferry.core.nodes import AUTO
+from gradferry.core.agreement import Record
+from gradferry.core.config import COARSE_BITS, Config, make_config
+from gradferry.core.nodes import AUTO, FLAT
 from gradferry.core.options import WORKSPACE_CAP_MB, Options
 from gradferry.errors import ConfigError
-from gradferry.fsdp.model import ShardedModule, sharded_modules, unsharded_parameters
-from gradferry.fsdp.replicas import ReplicaHook
+from gradferry.fsdp.hooks import ModuleHook, ReduceScatterHook, ReplicaHook
+from gradferry.fsdp.model import Shard, ShardedModule, sharded_modules, unsharded_parameters
 from gradferry.fsdp.state import ShardedState
 from gradferry.reduction.advice import watch_optimizer
 from gradferry.reduction.rules import warn_about_rules
@@ -24,10 +25,14 @@ from gradferry.reduction.running import Running, note_optimizer_steps, propose
 from gradferry.reduction.start import start, usable_group
 from gradferry.reduction.surroundings import warn_about_surroundings
 
+Hook = TypeVar("Hook", bound=ModuleHook)
+
 _WAY_ON = (
     "This model is finished, on all ranks, since FSDP2 does not recover from a backward pass that "
     "failed. To go on, build and shard a new one, attach, and load the last checkpoint."
 )
+# What a reduce-scatter leaves out, because only its owner sees a mean.
+_NOT_SCATTERED = {"momentum": None, "exact_skip": False, "check_every": 0, "nodes": FLAT}
 
 
 def attach(
@@ -102,39 +107,182 @@ def attach(
     group = _replicate_group(replicate_group)
     modules = sharded_modules(model)
     shards = [shard for module in modules for shard in module.shards]
-    device, shard_group = modules[0].device, modules[0].shard_group
+    shard_group = modules[0].shard_group
     part = f"shard_{dist.get_rank(shard_group)}_of_{dist.get_world_size(shard_group)}"
 
     def propose_here() -> Running:
-        config = make_config(options)
-        _check_config(config)
-        _check_modules(modules, group, shard_group)
-        named = [(shard.name, shard.placeholder(device)) for shard in shards]
-        record = {
-            "way in": "FSDP2",
-            "shard": part,
-            "modules": [[module.name, len(module.shards)] for module in modules],
-            "values of parameters (replicas begin equal: seed all ranks alike, or load one "
-            "checkpoint)": _native.parameter_hashes([shard.values() for shard in shards]),
+        _check_modules(modules)
+        _check_replicas(modules, group)
+        hashes = _native.parameter_hashes([shard.values() for shard in shards])
+        values = {
+            f"values of {shard.name!r}, in which replicas must begin equal (seed them alike, or "
+            "load one checkpoint)": hashed
+            for shard, hashed in zip(shards, hashes, strict=True)
         }
-        known_as = [shard.parameter for shard in shards]
-        return propose(config, group, device, named, record, _WAY_ON, known_as=known_as)
+        record = {"shard": part, **values}
+        owned = [(shard, None) for shard in shards]
+        return _propose(_config(options), group, modules, record, owned)
 
+    running = _start(group, modules, propose_here)
+    hooks = _hooks(ReplicaHook, running, modules)
+    for module, hook in zip(modules, hooks, strict=True):
+        module.all_reduce_hook = hook
+    _finish(model, modules, running)
+    return ShardedState(running, hooks, part)
+
+
+def attach_reduce_scatter(
+    model: nn.Module,
+    codec: str = "q4",
+    *,
+    rules: Sequence[Mapping[str, Any]] | None = None,
+    error_feedback: str = "none",
+    warmup_steps: int = 0,
+    warmup: str = "exact",
+    grad_scaler: object | None = None,
+    nonfinite: str = "propagate",
+    seed: int = 0,
+    workspace_cap_mb: float = WORKSPACE_CAP_MB,
+) -> ShardedState:
+    """Compresses the reduce-scatter of gradients among the ranks of a sharded model. Collective.
+
+    For models that are sharded over a slow link. Each rank sends every other one that one's shards
+    of its gradients, encoded once; their owner adds up what it decodes, and nothing is encoded
+    again. FSDP2 gathers parameters as it always does. Gradients must be on the CPU.
+
+    >>> for block in (*model.blocks, model):
+    ...     fully_shard(block)
+    >>> state = gradferry.fsdp.attach_reduce_scatter(model, "q4", error_feedback="worker")
+
+    Call it once on every rank, after the last ``fully_shard`` and before the first backward pass.
+
+    Args:
+        model: under ``torch.distributed.fsdp.fully_shard``.
+        codec: see `gradferry.HookState`; without ``"auto"``. The number of dimensions and elements
+            that decide which parameters are sent as they are is that of a shard.
+        rules: see `gradferry.HookState`.
+        error_feedback: ``"none"``, or ``"worker"``, which keeps on every rank what its encoding of
+            the *whole* model's gradients withholds: 4 bytes for each of its parameters, not
+            divided by the number of ranks. Codecs below 3 bits need it.
+        warmup_steps: see `gradferry.HookState`.
+        warmup: see `gradferry.HookState`.
+        grad_scaler: see `gradferry.HookState`. Only for ``error_feedback="worker"``.
+        nonfinite: see `gradferry.HookState`.
+        seed: see `gradferry.HookState`.
+        workspace_cap_mb: see `gradferry.HookState`.
+
+    Returns:
+        The hook's state. The hook lives as long as the model, whether the state is kept or not.
+
+    Raises:
+        ConfigError: an argument or the model cannot be used; nothing was changed.
+        RankMismatchError: ranks differ in configuration or model; nothing was changed.
+        PeerError: a rank did not call this, or failed to set up its connections or memory; nothing
+            was changed.
+        StateError: there is no process group.
+
+    A backward pass raises PeerError, ProtocolError or StateError on all ranks of the shard group,
+    and so does every forward pass after it.
+    """
+    options = Options.among({**locals(), **_NOT_SCATTERED})
+    modules = sharded_modules(model)
+    group = modules[0].shard_group
+    # As FSDP2 hands them over: those of the first rank, then those of the second.
+    owned = [
+        (shard, rank)
+        for module in modules
+        for rank in range(dist.get_world_size(group))
+        for shard in module.shards
+    ]
+
+    def propose_here() -> Running:
+        _check_modules(modules)
+        for module in modules:
+            _expect_free(module, "a reduce-scatter", module.reduce_scatter)
+        config = _config(options)
+        _check_feedback(config, owned)
+        return _propose(config, group, modules, {}, owned)
+
+    running = _start(group, modules, propose_here)
+    hooks = _hooks(ReduceScatterHook, running, modules)
+    for module, hook in zip(modules, hooks, strict=True):
+        module.reduce_scatter = hook
+    _finish(model, modules, running)
+    return ShardedState(running, hooks, f"group_of_rank_{min(dist.get_process_group_ranks(group))}")
+
+
+def _config(options: Options) -> Config:
+    config = make_config(options)
+    if config.chooses:
+        raise ConfigError(
+            "codec='auto' forecasts the steps of DistributedDataParallel; name a codec for FSDP2, "
+            "such as 'q4'"
+        )
+    return config
+
+
+def _propose(
+    config: Config,
+    group: dist.ProcessGroup,
+    modules: Sequence[ShardedModule],
+    record: Record,
+    owned: Sequence[tuple[Shard, int | None]],
+) -> Running:
+    """The configuration of this rank. `owned`: what the engine takes for parameters, each with the
+    rank that gets its mean; None: all ranks do.
+    """
+    device, rank = modules[0].device, dist.get_rank(group)
+    record = {
+        **record,
+        "way in": "FSDP2",
+        "modules": [[module.name, len(module.shards)] for module in modules],
+    }
+    return propose(
+        config,
+        group,
+        device,
+        [(shard.name, shard.placeholder(device)) for shard, _ in owned],
+        record,
+        _WAY_ON,
+        known_as=[shard.parameter if own in (None, rank) else None for shard, own in owned],
+        owners=[own for _, own in owned],
+    )
+
+
+def _start(
+    group: dist.ProcessGroup, modules: Sequence[ShardedModule], propose_here: Callable[[], Running]
+) -> Running:
     def build(running: Running, nonce: str) -> Running:
         running.start(group, nonce)
         return running
 
-    running = start(group, device, propose_here, build, purpose="come to attach")
+    return start(group, modules[0].device, propose_here, build, purpose="come to attach")
+
+
+def _hooks(kind: type[Hook], running: Running, modules: Sequence[ShardedModule]) -> list[Hook]:
     calls = None if running.engine is None else _native.AllReducer(engine=running.engine)
-    hooks = [ReplicaHook(running, modules, number, calls) for number in range(len(modules))]
-    for module, hook in zip(modules, hooks, strict=True):
-        module.all_reduce_hook = hook
-    if running.engine is not None:
-        # After a backward pass that failed, FSDP2 may leave out its hooks, and so reduce nothing.
-        model.register_forward_pre_hook(_Guard(running.engine))
+    return [kind(running, modules, number, calls) for number in range(len(modules))]
+
+
+def _finish(model: nn.Module, modules: Sequence[ShardedModule], running: Running) -> None:
+    """After all ranks have their hooks: watches optimizers and later passes, and warns."""
+    apart = list(unsharded_parameters(model, modules))
+    if apart:
+        more = f" and {len(apart) - 1} more" if len(apart) > 1 else ""
+        warnings.warn(
+            f"FSDP2 does not reduce the gradients of {apart[0]!r}{more}: they will differ from "
+            "rank to rank; call fully_shard on the whole model, too",
+            stacklevel=3,
+        )
+    if running.engine is None:
+        return
+    # After a backward pass that failed, FSDP2 may leave out its hooks, and so reduce nothing.
+    model.register_forward_pre_hook(_Guard(running.engine))
     note_optimizer_steps(running)
-    _warn(model, modules, running)
-    return ShardedState(running, hooks, part)
+    watch_optimizer(running.parameters, running.index, running.config.momentum)
+    exchanges = running.transport.exchanges
+    warn_about_rules(running.config, running.parameters, exchanges=exchanges, stacklevel=3)
+    warn_about_surroundings(running.transport, running.group, stacklevel=3)
 
 
 class _Guard:
@@ -163,33 +311,28 @@ def _replicate_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.Proce
     return usable_group(group.get_group())
 
 
-def _check_config(config: Config) -> None:
-    if config.chooses:
-        raise ConfigError(
-            "codec='auto' forecasts the steps of DistributedDataParallel; name a codec for FSDP2, "
-            "such as 'q4'"
-        )
-
-
-def _check_modules(
-    modules: Sequence[ShardedModule], group: dist.ProcessGroup, shard_group: dist.ProcessGroup
-) -> None:
-    members = dist.get_process_group_ranks(shard_group)
+def _check_modules(modules: Sequence[ShardedModule]) -> None:
+    members = dist.get_process_group_ranks(modules[0].shard_group)
     for module in modules:
-        module.expect_usable()
+        module.expect_values()
         theirs = dist.get_process_group_ranks(module.shard_group)
         if theirs != members:
             raise ConfigError(
                 f"{module.name!r} is sharded over ranks {theirs}, {modules[0].name!r} over "
                 f"{members}; shard all modules over one mesh"
             )
-        hook = module.all_reduce_hook
-        if hook is not None:
+
+
+def _check_replicas(modules: Sequence[ShardedModule], group: dist.ProcessGroup) -> None:
+    for module in modules:
+        if module.averages_replicas:
             raise ConfigError(
-                f"{module.name!r} already has an all-reduce hook, {hook!r}; FSDP2 takes one at a "
-                "time"
+                f"FSDP2 averages {module.name!r} over replicas itself, since its mesh has two "
+                "dimensions; shard over one, fully_shard(module, mesh=mesh['shard'])"
             )
-    both = set(members) & set(dist.get_process_group_ranks(group))
+        _expect_free(module, "an all-reduce hook", module.all_reduce_hook)
+    shards = dist.get_process_group_ranks(modules[0].shard_group)
+    both = set(shards) & set(dist.get_process_group_ranks(group))
     if both != {dist.get_rank()}:
         raise ConfigError(
             f"ranks {sorted(both)} are in one shard group and in one replicate_group; the latter "
@@ -197,18 +340,26 @@ def _check_modules(
         )
 
 
-def _warn(model: nn.Module, modules: Sequence[ShardedModule], running: Running) -> None:
-    apart = list(unsharded_parameters(model, modules))
-    if apart:
-        more = f" and {len(apart) - 1} more" if len(apart) > 1 else ""
-        warnings.warn(
-            f"FSDP2 does not reduce the gradients of {apart[0]!r}{more}: they will differ from "
-            "rank to rank; call fully_shard on the whole model, too",
-            stacklevel=3,
+def _expect_free(module: ShardedModule, what: str, found: object) -> None:
+    if found is not None:
+        raise ConfigError(
+            f"{module.name!r} already has {what} that is not FSDP2's own, {found!r}; FSDP2 takes "
+            "one, so leave out the other"
         )
-    if running.engine is None:
-        return
-    watch_optimizer(running.parameters, running.index, running.config.momentum)
-    exchanges = running.transport.exchanges
-    warn_about_rules(running.config, running.parameters, exchanges=exchanges, stacklevel=3)
-    warn_about_surroundings(running.transport, running.group, stacklevel=3)
+
+
+def _check_feedback(config: Config, owned: Sequence[tuple[Shard, int | None]]) -> None:
+    """Of a reduce-scatter."""
+    if config.error_feedback not in ("none", "worker"):
+        raise ConfigError(
+            f"error_feedback={config.error_feedback!r}: means are not encoded in a reduce-scatter, "
+            "so that only 'worker' and 'none' are left"
+        )
+    codecs = [config.codec, *(rule.codec for rule in config.rules)]
+    coarse = next((each for each in codecs if each.lossy and each.bits() < COARSE_BITS), None)
+    if coarse is not None and config.error_feedback == "none":
+        mebibytes = sum(4 * shard.size.numel() for shard, _ in owned) / 2**20
+        raise ConfigError(
+            f"{coarse} needs error_feedback='worker' here, which takes {mebibytes:.1f} MiB on "
+            "every rank, 4 bytes for each parameter of the whole model; or take a codec of 3 bits"
+        )

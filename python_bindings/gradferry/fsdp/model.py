@@ -77,7 +77,13 @@ class ShardedModule:
     @property
     def shard_group(self) -> dist.ProcessGroup:
         """Of the ranks among which parameters are sharded."""
-        group: dist.ProcessGroup = self._param_group().mesh_info.shard_process_group
+        info = self._param_group().mesh_info
+        group: dist.ProcessGroup | None = getattr(info, "shard_process_group", None)
+        if group is None:
+            raise ConfigError(
+                f"{self.name!r} is not sharded, only replicated; for replicas alone use "
+                "DistributedDataParallel and gradferry.attach"
+            )
         return group
 
     @property
@@ -94,6 +100,16 @@ class ShardedModule:
     def all_reduce_hook(self, hook: Any) -> None:
         self._param_group()._all_reduce_hook = hook
 
+    @property
+    def reduce_scatter(self) -> Any:
+        """What was set by ``set_custom_reduce_scatter`` or a method like it; None: nothing."""
+        found = self._param_group()._reduce_scatter_comm
+        return None if type(found).__name__ == "DefaultReduceScatter" else found
+
+    @reduce_scatter.setter
+    def reduce_scatter(self, comm: Any) -> None:
+        self._param_group()._reduce_scatter_comm = comm
+
     def order(self) -> list[int]:
         """Of the `shards` in what is reduced; FSDP2 settles it in the first forward pass."""
         group = self._param_group()
@@ -101,17 +117,15 @@ class ShardedModule:
         settled = getattr(group, "_reduce_scatter_param_indices", None) or numbers
         return [numbers.index(number) for number in settled if number in self._trained]
 
-    def expect_usable(self) -> None:
-        """Raises ConfigError if its gradients do not reach a hook as shards of one dimension."""
-        from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
+    @property
+    def averages_replicas(self) -> bool:
+        """Whether FSDP2 averages over replicas itself, on a mesh of two dimensions."""
+        from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
 
-        info = self._param_group().mesh_info
-        if not isinstance(info, FSDPMeshInfo) or isinstance(info, DDPMeshInfo):
-            raise ConfigError(
-                f"{self.name!r} is on the mesh {info.mesh}, where FSDP2 averages over replicas "
-                "itself; shard it over the shard dimension alone, fully_shard(module, "
-                "mesh=mesh['shard']), and give the replicas' group to gradferry.fsdp.attach"
-            )
+        return isinstance(self._param_group().mesh_info, DDPMeshInfo)
+
+    def expect_values(self) -> None:
+        """Raises ConfigError if its parameters have no values yet."""
         for shard in self.shards:
             if shard.values().is_meta:
                 raise ConfigError(

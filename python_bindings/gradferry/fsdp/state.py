@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from gradferry.errors import StateError
-from gradferry.fsdp.replicas import ReplicaHook
+from gradferry.fsdp.hooks import ModuleHook
 from gradferry.reduction import save_load
 from gradferry.reduction.averaging import Averaging
 from gradferry.reduction.description import as_asked, describe
@@ -14,13 +14,14 @@ from gradferry.reduction.running import Running
 
 
 class ShardedState(Averaging):
-    """Compression of the gradients of one model under FSDP2. `gradferry.fsdp.attach` makes it.
+    """Compression of the gradients of one model under FSDP2, which `gradferry.fsdp.attach` or
+    `gradferry.fsdp.attach_reduce_scatter` returns.
 
-    `parameters` are this rank's shards, padded so that those of all ranks are equal. A step is a
-    synced backward pass.
+    `parameters` are shards, padded so that those of all ranks are equal: this rank's, or in a
+    reduce-scatter those of all ranks. A step is a synced backward pass.
     """
 
-    def __init__(self, running: Running, hooks: Sequence[ReplicaHook], part: str) -> None:
+    def __init__(self, running: Running, hooks: Sequence[ModuleHook], part: str) -> None:
         self._started = running
         self._hooks = hooks
         self._part = part
@@ -45,8 +46,9 @@ class ShardedState(Averaging):
         for which this is a ``Stateful``, by `gradferry.checkpoint.save`, or to a file per rank.
 
         Returns:
-            ``{"shard_<number>_of_<shards>": state}``, where `state` is as that of
-            `HookState.state_dict`, with a slot for each replica.
+            ``{part: state}``, where `state` is as that of `HookState.state_dict`, with a slot for
+            each rank of the group. `part` tells the groups apart: ``"shard_0_of_4"``, or of a
+            reduce-scatter ``"group_of_rank_0"``, its lowest rank in the default group.
 
         Raises:
             StateError: an error has ended the hook, or this is the middle of a step.

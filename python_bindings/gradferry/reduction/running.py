@@ -96,6 +96,8 @@ class Running:
         changes = {"choice": str(self.config.codec), "switches": self.switches}
         nodes, levels = self.nodes.members, self.exchange.nodes.members
         agreed = {**self.agreed, "members of nodes": nodes, "exchange": levels}
+        if self.collective != "all_reduce":
+            agreed["collective"] = self.collective
         return record_hash({**agreed, **(changes if self.switches else {})})
 
     @property
@@ -110,6 +112,12 @@ class Running:
         records = self._parameter_records()
         kept = [{k: p[k] for k in p if k not in left_out} for p in records]
         return json.dumps(kept, sort_keys=True)
+
+    @property
+    def collective(self) -> str:
+        """Of every bucket: "all_reduce" or "reduce_scatter"."""
+        scatters = any(parameter.owner is not None for parameter in self.parameters)
+        return "reduce_scatter" if scatters else "all_reduce"
 
     @property
     def finds_unused_parameters(self) -> bool:
@@ -149,6 +157,7 @@ class Running:
                 find_unused_parameters=self.finds_unused_parameters,
                 nodes=self.exchange.nodes.members,
                 way_on=self.way_on,
+                collective=self.collective,
             )
 
     def tiles(self) -> list[Tile]:
@@ -302,7 +311,8 @@ def propose(
     model: Record,
     way_on: str,
     *,
-    known_as: Sequence[torch.Tensor] | None = None,
+    known_as: Sequence[torch.Tensor | None] | None = None,
+    owners: Sequence[int | None] | None = None,
 ) -> Running:
     """The configuration of this rank, without an engine yet, for comparison with other ranks.
 
@@ -313,8 +323,9 @@ def propose(
         named: names and tensors.
         model: other fields that must be equal on all ranks.
         way_on: as in `Running`.
-        known_as: what optimizers and users have instead of these tensors, as parts of which they
-            are averaged; None: the tensors themselves.
+        known_as: what optimizers and users have instead of these tensors, which are parts of it;
+            None: the tensors themselves, or nothing instead of one of them.
+        owners: in a reduce-scatter, the rank that gets the mean of each tensor; None: all ranks.
 
     Raises:
         ConfigError: a parameter's device or dtype has no codec, or parameters are on several
@@ -334,16 +345,16 @@ def propose(
         )
     transport = transport_of(place, group)
     alone = flat(dist.get_world_size(group))
-    parameters = describe_parameters(named, config, exchanges=transport.exchanges)
+    parameters = describe_parameters(named, config, owners, exchanges=transport.exchanges)
     config = transport.adapted(config)
-    tensors = [parameter for _, parameter in named] if known_as is None else known_as
+    known = [parameter for _, parameter in named] if known_as is None else known_as
     return Running(
         config=config,
         parameters=tuple(parameters),
         rank=dist.get_rank(group),
         world_size=dist.get_world_size(group),
         group_name=group.group_name,
-        index=WeakIdKeyDictionary({tensor: index for index, tensor in enumerate(tensors)}),
+        index=WeakIdKeyDictionary({t: i for i, t in enumerate(known) if t is not None}),
         transport=transport,
         agreed={
             **model,

@@ -38,7 +38,8 @@ NODES = "nodes"  # ranks by node, as JSON text; only with nodes of several ranks
 COMPRESSED_WARMUP = "compressed_warmup"
 ON_RESIZE = ("strict", "mean", "drop")
 _SLOT = re.compile(r"slot_(\d+)")
-_PART = re.compile(r"shard_\d+_of_\d+")  # of a sharded model, with a state of its own
+# Of a sharded model, with a state of its own.
+_PART = re.compile(r"shard_\d+_of_\d+|group_of_rank_\d+")
 
 SavedState = dict[str, Any]
 

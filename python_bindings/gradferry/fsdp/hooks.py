@@ -1,0 +1,187 @@
+"""What FSDP2 calls with the gradients of a module: one hook averages them, one reduce-scatters."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from gradferry import _native
+from gradferry.errors import StateError
+from gradferry.fsdp.model import ShardedModule
+from gradferry.reduction.running import Running
+
+
+class ModuleHook:
+    """Hands the gradients of one module to the engine of all modules.
+
+    Args:
+        running: with its engine started.
+        modules: all of them.
+        number: of the module whose gradients come.
+        calls: of the engine; None without one.
+
+    Attributes:
+        count: of calls.
+        passed: how many took the backend's own collective.
+    """
+
+    def __init__(
+        self,
+        running: Running,
+        modules: Sequence[ShardedModule],
+        number: int,
+        calls: _native.AllReducer | None,
+    ) -> None:
+        self._running = running
+        self._modules = modules
+        self._module = modules[number]
+        self._calls = calls
+        parts = self._num_parts
+        self._first = parts * sum(len(module.shards) for module in modules[:number])
+        self.count = 0
+        self.passed = 0
+
+    @property
+    def _num_parts(self) -> int:
+        """Of every parameter, in what FSDP2 hands over."""
+        return 1
+
+    def _average(self, gradient: torch.Tensor) -> bool:
+        """Averages the gradients in place, on the current stream.
+
+        Args:
+            gradient: flat: part by part, the padded shards of all parameters that have a gradient.
+
+        Returns:
+            False: it did not, and all ranks must do so by the backend's own collective.
+
+        Raises:
+            GradferryError: as `gradferry.fsdp.attach` says; it has ended the hooks of all ranks.
+        """
+        self.count += 1
+        engine = self._running.engine
+        if engine is None:
+            self.passed += 1
+            return False
+        order, shards = self._module.order(), len(self._module.shards)
+        indices = [
+            self._first + part * shards + number
+            for part in range(self._num_parts)
+            for number in order
+        ]
+        expected = self._running.parameters[self._first].dtype
+        if gradient.dtype != expected:
+            self._fail(
+                f"the gradients of {self._module.name!r} are reduced in {gradient.dtype}, and at "
+                f"attach the mixed precision policy said {expected}; attach after the last change "
+                "to it and to the dtypes of parameters"
+            )
+        if gradient.numel() != self._num_parts * self._module.num_elements:
+            self._note_part(gradient, indices, engine)
+            return False
+        if self._running.config.check_every:
+            shards_now = [shard.values() for module in self._modules for shard in module.shards]
+            engine.compare(shards_now)
+        assert self._calls is not None
+        self._calls.start([(indices, gradient)], in_background=False).wait()
+        return True
+
+    def _note_part(
+        self, gradient: torch.Tensor, indices: Sequence[int], engine: _native.BucketEngine
+    ) -> None:
+        """Some parameters have no gradient, and what came does not say which."""
+        engine.expect_alive()
+        if self._running.config.needs_every_bucket:
+            self._fail(
+                f"some parameters of {self._module.name!r} have no gradient, and momentum= and "
+                "exact_skip= need all; make every parameter take part, or leave them out"
+            )
+        if self.passed == 0:
+            warnings.warn(
+                f"some parameters of {self._module.name!r} have no gradient: in such passes its "
+                "gradients are sent uncompressed. model.set_reduce_scatter_unused_params(True) "
+                "reduces zeros for them, where this torch has it",
+                stacklevel=3,
+            )
+        self.passed += 1
+        engine.note_passed(indices)
+
+    def _fail(self, message: str) -> NoReturn:
+        """Ends the hooks of all ranks, which may wait for this one."""
+        if self._running.engine is not None:
+            self._running.engine.fail(f"rank {self._running.rank}: {message}")
+        raise StateError(message)
+
+
+class ReplicaHook(ModuleHook):
+    """Averages over replicas. What ``set_all_reduce_hook`` takes."""
+
+    def __call__(self, reduce_output: torch.Tensor) -> None:
+        """Replaces this rank's shards by their average.
+
+        Args:
+            reduce_output: what the reduce-scatter gave.
+        """
+        if not self._module.requires_all_reduce:
+            self._fail(
+                f"set_requires_all_reduce(False) on {self._module.name!r}: FSDP2 does not ask for "
+                "it where a hook averages over replicas, so that gradients would be averaged in "
+                "every pass; use set_requires_gradient_sync(False) to accumulate them"
+            )
+        if not self._average(reduce_output):
+            reduce_output.div_(self._running.world_size)
+            dist.all_reduce(reduce_output, group=self._running.group)
+
+
+class ReduceScatterHook(ModuleHook):
+    """Reduces the gradients of all shards. What ``set_custom_reduce_scatter`` takes."""
+
+    @property
+    def _num_parts(self) -> int:
+        return self._running.world_size
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Memory for what is reduced."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: object,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Gives this rank the reduction of its shards.
+
+        Args:
+            output_tensor: flat; receives them.
+            input_tensor: flat; the shards of every rank. Its content is not kept.
+            group: of the ranks.
+            op: SUM or AVG.
+            async_op: not with a codec, since FSDP2 never asks for it.
+        """
+        averages = op == dist.ReduceOp.AVG
+        if self._running.engine is not None and (
+            async_op or not (averages or op == dist.ReduceOp.SUM)
+        ):
+            self._fail(
+                f"{self._module.name!r} is to be reduced by {op}, async_op={async_op}; with a "
+                "codec only sums and averages are: call set_force_sum_reduction_for_comms(True) "
+                "beside set_gradient_divide_factor()"
+            )
+        if not self._average(input_tensor):
+            return dist.reduce_scatter_tensor(
+                output_tensor, input_tensor, op=op, group=group, async_op=async_op
+            )
+        size, rank = output_tensor.numel(), self._running.rank
+        output_tensor.copy_(input_tensor[rank * size : (rank + 1) * size])
+        if not averages:
+            output_tensor.mul_(self._running.world_size)
+        return None

@@ -1,0 +1,310 @@
+"""`gradferry.fsdp.attach_reduce_scatter`: means of shards, residuals, states, errors."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from outcomes import Outcome, attempt
+from reference import ReferenceReduceScatter
+from reference.layout import resolve_codec
+from reference.scalars import narrow, widen
+from sharding import RATE, SHAPES, Sharding, bits, local_gradients, same
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from world import World
+
+Worlds = Callable[[int], World]
+
+STEPS = 3
+FOUR = Sharding(replicas=1, shards=4)
+
+
+def case_train(sharding: Sharding, attach: dict[str, Any], steps: int = STEPS) -> dict[str, Any]:
+    import gradferry
+
+    mesh = sharding.mesh()
+    model = sharding.model(mesh["shard"])
+    state = gradferry.fsdp.attach_reduce_scatter(model, **attach)
+    gradients = []
+    for step in range(steps):
+        sharding.backward(model, step)
+        gradients.append(local_gradients(model))
+        model.zero_grad()
+    return {"gradients": gradients, "stats": state.stats(), "text": str(state)}
+
+
+def parts(sharding: Sharding) -> list[tuple[str, str, int]]:
+    """(module, name, owner) of what the engine takes for parameters, in its order."""
+    return [
+        (module, name, owner)
+        for module, shapes in SHAPES.items()
+        for owner in range(sharding.shards)
+        for name in shapes
+    ]
+
+
+def expected(sharding: Sharding, attach: dict[str, Any]) -> list[list[np.ndarray]]:
+    """[step][part]: means."""
+    described = dict(zip(sharding.named(), sharding.described(), strict=True))
+    codecs = [resolve_codec(described[m, n], attach["codec"]) for m, n, _ in parts(sharding)]
+    dtype = str(sharding.reduced_in).removeprefix("torch.")
+    reference = ReferenceReduceScatter(
+        sharding.shards,
+        [sharding.size(module, name) for module, name, _ in parts(sharding)],
+        codecs,
+        dtype,
+        keeps=[attach.get("error_feedback") == "worker" and codec != "exact" for codec in codecs],
+        seed=attach.get("seed", 0),
+    )
+    means = []
+    for step in range(STEPS):
+        gradients = []
+        for rank in range(sharding.shards):
+            whole = {
+                (module, name): sum(
+                    sharding.gradient(step, turn, rank, module, name)
+                    for turn in range(sharding.passes)
+                )
+                for module, name in sharding.named()
+            }
+            flat = [sharding.padded(whole[m, n], owner) for m, n, owner in parts(sharding)]
+            gradients.append([narrow(each, dtype) for each in flat])
+        warmup = "exact" if step < attach.get("warmup_steps", 0) else None
+        means.append(reference.step(step, gradients, warmup=warmup))
+    return means
+
+
+@pytest.mark.torch_core
+@pytest.mark.parametrize(
+    ("sharding", "attach"),
+    [
+        (FOUR, {"codec": "q4"}),
+        (FOUR, {"codec": "sign1", "error_feedback": "worker", "warmup_steps": 1}),
+        (Sharding(1, 2, passes=2), {"codec": "topk:ratio=0.05", "error_feedback": "worker"}),
+        (Sharding(1, 3, reduce_dtype=torch.bfloat16), {"codec": "q8", "seed": 3}),
+        (Sharding(1, 2, dtype=torch.bfloat16), {"codec": "rht:bits=3"}),
+    ],
+    ids=["q4", "sign1", "topk", "bf16 reduced", "bf16"],
+)
+def test_means_equal_the_reference(
+    worlds: Worlds, sharding: Sharding, attach: dict[str, Any]
+) -> None:
+    from gradferry.forecast.chunks import payload_sizes, wire_bytes_per_step
+
+    answers = worlds(sharding.shards).run(case_train, sharding=sharding, attach=attach)
+    means = expected(sharding, attach)
+    dtype = str(sharding.reduced_in).removeprefix("torch.")
+    for rank, answer in enumerate(answers):
+        mine = [index for index, part in enumerate(parts(sharding)) if part[2] == rank]
+        for step in range(STEPS):
+            for got, index in zip(answer["gradients"][step], mine, strict=True):
+                # What lies beyond the last row is padding.
+                wanted = widen(means[step][index], dtype)[: got.size]
+                assert np.array_equal(got, wanted), (rank, step, parts(sharding)[index])
+    if "warmup_steps" in attach:
+        return
+    described = dict(zip(sharding.named(), sharding.described(), strict=True))
+    codecs = [resolve_codec(described[m, n], attach["codec"]) for m, n, _ in parts(sharding)]
+    formula = wire_bytes_per_step(
+        [sharding.size(module, name) for module, name, _ in parts(sharding)],
+        payload_sizes([(codec, sharding.reduced_in) for codec in codecs]),
+        [[i for i, part in enumerate(parts(sharding)) if part[0] == module] for module in SHAPES],
+        sharding.shards,
+        owners=[owner for _, _, owner in parts(sharding)],
+    )
+    for sent, answer in zip(formula, answers, strict=True):
+        assert answer["stats"]["wire_bytes"] == STEPS * sent
+
+
+def case_native(sharding: Sharding) -> list[list[np.ndarray]]:
+    model = sharding.model(sharding.mesh()["shard"])
+    gradients = []
+    for step in range(STEPS):
+        sharding.backward(model, step)
+        gradients.append(local_gradients(model))
+        model.zero_grad()
+    return gradients
+
+
+@pytest.mark.torch_core
+@pytest.mark.parametrize("codec", ["exact", "off"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["average", "sum"])
+def test_exact_is_what_fsdp2_reduces_itself(worlds: Worlds, codec: str, dtype: torch.dtype) -> None:
+    # Sums of four whole numbers below 2^9, and a fourth of them, are exact in fp16, too; in which
+    # FSDP2 divides by 2 before a sum and by 2 after it.
+    sharding = Sharding(1, 4, reduce_dtype=None if dtype == torch.float32 else dtype, whole=True)
+    native = worlds(4).run(case_native, sharding=sharding)
+    ours = worlds(4).run(case_train, sharding=sharding, attach={"codec": codec})
+    for rank in range(4):
+        for one, other in zip(native[rank], ours[rank]["gradients"], strict=True):
+            assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def case_partly() -> dict[str, Any]:
+    import gradferry
+
+    sharding = Sharding(1, 2, without=(("blocks.0", "bias"),), whole=True)
+    mesh = sharding.mesh()
+    models = sharding.model(mesh["shard"]), sharding.model(mesh["shard"])
+    state = gradferry.fsdp.attach_reduce_scatter(models[0], "q4")
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for model in models:
+            sharding.backward(model, 0)
+    ours, theirs = (model.blocks[0].weight.grad.to_local() for model in models)
+    return {
+        "equal": torch.equal(ours, theirs),
+        "fallbacks": state.stats()["fallbacks"],
+        "warned": [str(each.message) for each in warned],
+    }
+
+
+@pytest.mark.torch_core
+def test_modules_with_parameters_without_gradients_are_reduced_as_they_are(worlds: Worlds) -> None:
+    for answer in worlds(2).run(case_partly):
+        assert answer["equal"]
+        assert answer["fallbacks"] == 1
+        assert "its gradients are sent uncompressed" in answer["warned"][0]
+
+
+class Training:
+    """Shards over two ranks behind the reduce-scatter's hook, two replicas behind the other."""
+
+    def __init__(self, sharding: Sharding) -> None:
+        import gradferry
+
+        self.sharding, mesh = sharding, sharding.mesh()
+        self.model = sharding.model(mesh["shard"])
+        options = {"error_feedback": "worker"}
+        self.states = {
+            "scatter": gradferry.fsdp.attach_reduce_scatter(self.model, "q4", **options),
+            "replicas": gradferry.fsdp.attach(self.model, "q4", mesh["replica"]),
+        }
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=RATE)
+
+    def train(self, steps: range) -> bytes:
+        for step in steps:
+            self.sharding.backward(self.model, step)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return bits(self.model)
+
+    def saved(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer, **self.states}
+
+
+def case_save_and_go_on(path: str) -> dict[str, Any]:
+    training = Training(Sharding())
+    training.train(range(2))
+    dcp.save(training.saved(), checkpoint_id=path)
+    states = {name: state.state_dict() for name, state in training.states.items()}
+    return {"states": states, "values": training.train(range(2, 4))}
+
+
+def case_load_and_go_on(path: str) -> dict[str, Any]:
+    training = Training(Sharding())
+    saved = training.saved()
+    dcp.load(saved, checkpoint_id=path)
+    set_state_dict(
+        training.model,
+        training.optimizer,
+        model_state_dict=saved["model"],
+        optim_state_dict=saved["optimizer"],
+    )
+    states = {name: state.state_dict() for name, state in training.states.items()}
+    return {"states": states, "values": training.train(range(2, 4))}
+
+
+@pytest.mark.torch_core
+def test_both_hooks_go_on_to_the_bit(worlds: Worlds, tmp_path: Path) -> None:
+    path = str(tmp_path / "dcp")
+    saved = worlds(4).run(case_save_and_go_on, path=path)
+    loaded = worlds(4).run(case_load_and_go_on, path=path)
+    for rank, (one, other) in enumerate(zip(saved, loaded, strict=True)):
+        assert list(one["states"]["scatter"]) == [f"group_of_rank_{rank // 2 * 2}"]
+        assert same(one["states"], other["states"])
+        assert one["values"] == other["values"] == saved[rank % 2]["values"]
+
+
+def case_refused() -> dict[str, Outcome]:
+    import gradferry
+
+    mesh = FOUR.mesh()
+
+    def attached(**options: Any) -> Outcome:
+        model = FOUR.model(mesh["shard"])
+        return attempt(
+            lambda: gradferry.fsdp.attach_reduce_scatter(model, **{"codec": "q4", **options})
+        )
+
+    model = FOUR.model(mesh["shard"])
+    found = {
+        "owner": attached(error_feedback="owner"),
+        "auto feedback": attached(error_feedback="auto"),
+        "sign1": attached(codec="sign1"),
+        "rule": attached(rules=[{"codec": "topk"}]),
+        "auto": attached(codec="auto"),
+        "unequal": attached(codec=("q4", "q8", "q4", "q4")[dist.get_rank()]),
+        "first": attempt(lambda: gradferry.fsdp.attach_reduce_scatter(model, "q4")),
+        "second": attempt(lambda: gradferry.fsdp.attach_reduce_scatter(model, "q4")),
+    }
+    model.set_gradient_divide_factor(3.0)
+    found["premultiplied"] = attempt(lambda: FOUR.backward(model, 0))
+    found["after an error"] = attempt(lambda: FOUR.backward(model, 0))
+    return found
+
+
+TEXTS = {
+    "owner": "only 'worker' and 'none' are left",
+    "auto feedback": "only 'worker' and 'none' are left",
+    "sign1": "needs error_feedback='worker' here, which takes 0.1 MiB on every rank",
+    "rule": "needs error_feedback='worker' here",
+    "auto": "codec='auto' forecasts the steps of DistributedDataParallel",
+    "unequal": "rank 1 differs from rank 0 in codec",
+    "second": "already has a reduce-scatter that is not FSDP2's own",
+    "premultiplied": "call set_force_sum_reduction_for_comms(True)",
+    "after an error": "call set_force_sum_reduction_for_comms(True)",
+}
+KINDS = {
+    "unequal": "RankMismatchError",
+    "premultiplied": "StateError",
+    "after an error": "StateError",
+}
+
+
+@pytest.mark.torch_core
+def test_what_cannot_be_hooked_is_refused_with_a_reason(worlds: Worlds) -> None:
+    for found in worlds(4).run(case_refused):
+        for name, outcome in found.items():
+            if name == "first":
+                assert outcome.error is None, outcome
+                continue
+            assert outcome.error == KINDS.get(name, "ConfigError"), (name, outcome)
+            assert TEXTS[name] in outcome.text, (name, outcome.text)
+
+
+def case_infinity(rank: int) -> Outcome:
+    import gradferry
+
+    model = FOUR.model(FOUR.mesh()["shard"])
+    gradferry.fsdp.attach_reduce_scatter(model, "q4", nonfinite="raise")
+    FOUR.backward(model, 0)
+    targets = FOUR.targets(1, 0, dist.get_rank())
+    if dist.get_rank() == rank:
+        targets["blocks.0"]["weight"][0, 0] = float("inf")
+    return attempt(lambda: model(targets).backward())
+
+
+def test_all_ranks_raise_the_error_of_one_owner(worlds: Worlds) -> None:
+    outcomes = worlds(4).run(case_infinity, rank=2)
+    assert {outcome.headline for outcome in outcomes} == {outcomes[0].headline}
+    assert outcomes[0].error == "StateError"
+    assert "blocks.0.weight" in outcomes[0].text
