@@ -6,8 +6,10 @@ Importing this makes it known to torch and to gradferry, for good.
 from __future__ import annotations
 
 import collections
+import contextlib
 import datetime
 import functools
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -40,6 +42,28 @@ class _DeviceModule(ModuleType):
 
     def current_device(self) -> int:
         return 0
+
+    def is_initialized(self) -> bool:
+        return True
+
+    # FSDP2 takes streams and events from here.
+    Event = torch.Event
+
+    def Stream(self, priority: int = 0) -> torch.Stream:  # noqa: N802
+        return torch.Stream(DEVICE, priority=priority)
+
+    def current_stream(self) -> torch.Stream:
+        return torch.accelerator.current_stream()
+
+    @contextlib.contextmanager
+    def stream(self, stream: torch.Stream) -> Iterator[None]:
+        """What is enqueued within goes to that stream."""
+        before = self.current_stream()
+        torch.accelerator.set_stream(stream)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(before)
 
     def _is_in_bad_fork(self) -> bool:
         return False

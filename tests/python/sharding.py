@@ -58,6 +58,7 @@ class Sharding:
         passes: backward passes per step, all but the last without synchronization.
         without: parameters without a gradient, as (module, name).
         whole: gradients are whole numbers, whose sums have the same bits in every order.
+        device: where it is: "streamed" and "staged" mean the fake device of tests/streams.
     """
 
     replicas: int = 2
@@ -67,6 +68,7 @@ class Sharding:
     passes: int = 1
     without: tuple[tuple[str, str], ...] = ()
     whole: bool = False
+    device: str = "cpu"
 
     @property
     def world_size(self) -> int:
@@ -77,13 +79,31 @@ class Sharding:
         return self.reduce_dtype or self.dtype
 
     def mesh(self) -> DeviceMesh:
-        sizes = (self.replicas, self.shards)
-        return init_device_mesh("cpu", sizes, mesh_dim_names=("replica", "shard"))
+        names = ("replica", "shard")
+        if self.device == "cpu":
+            return init_device_mesh("cpu", (self.replicas, self.shards), mesh_dim_names=names)
+        import fake_device
+
+        ranks = torch.arange(self.world_size).view(self.replicas, self.shards)
+        groups = []
+        for lines in (ranks.T, ranks):
+            of_all = [fake_device.group(self.device, tuple(line.tolist())) for line in lines]
+            groups += [group for group in of_all if isinstance(group, dist.ProcessGroup)]
+        return DeviceMesh.from_group(groups, "fake", mesh=ranks, mesh_dim_names=names)
+
+    @property
+    def place(self) -> torch.device:
+        """Of the model."""
+        if self.device == "cpu":
+            return torch.device("cpu")
+        import fake_device
+
+        return fake_device.DEVICE
 
     def model(self, mesh: DeviceMesh, seed: int = 5) -> nn.Module:
         """The model over `mesh`: one of one dimension, or of replicas and shards."""
         torch.manual_seed(seed)
-        model = Model(self.dtype)
+        model = Model(self.dtype).to(self.place)
         policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=self.reduce_dtype)
         for module in (*model.blocks, model):
             fully_shard(module, mesh=mesh, mp_policy=policy)
@@ -103,7 +123,9 @@ class Sharding:
     def targets(self, step: int, turn: int, rank: int) -> dict[str, dict[str, torch.Tensor]]:
         return {
             module: {
-                name: torch.from_numpy(self.gradient(step, turn, rank, module, name)).to(self.dtype)
+                name: torch.from_numpy(self.gradient(step, turn, rank, module, name)).to(
+                    self.place, self.dtype
+                )
                 for name in shapes
                 if (module, name) not in self.without
             }
@@ -164,7 +186,7 @@ class Sharding:
 
 def local_gradients(model: nn.Module) -> list[np.ndarray]:
     """This rank's part of every gradient, flat, in fp32, in the order of ``model.modules()``."""
-    return [p.grad.to_local().reshape(-1).float().numpy().copy() for p in in_order(model)]
+    return [p.grad.to_local().cpu().reshape(-1).float().numpy().copy() for p in in_order(model)]
 
 
 def in_order(model: nn.Module) -> list[Any]:
@@ -173,7 +195,7 @@ def in_order(model: nn.Module) -> list[Any]:
 
 def bits(model: nn.Module) -> bytes:
     """Of this rank's parameters."""
-    return b"".join(p.to_local().detach().float().numpy().tobytes() for p in in_order(model))
+    return b"".join(p.to_local().detach().cpu().float().numpy().tobytes() for p in in_order(model))
 
 
 def same(one: Any, other: Any) -> bool:

@@ -64,6 +64,27 @@ def reference_of(sharding: Sharding, attach: dict[str, Any]) -> ReferenceEngine:
     )
 
 
+def assert_equals_reference(
+    members: Sequence[dict[str, Any]], shard: int, sharding: Sharding, attach: dict[str, Any]
+) -> ReferenceEngine:
+    """Compares the answers of `case_train` of both replicas of a shard; returns what they equal."""
+    engine = reference_of(sharding, attach)
+    dtype = str(sharding.reduced_in).removeprefix("torch.")
+    for step in range(len(members[0]["gradients"])):
+        given = [sharding.reduced(step, replica, shard) for replica in range(2)]
+        expected = engine.step(given)[0]
+        for answer in members:
+            for index, (module, name) in enumerate(sharding.named()):
+                got = answer["gradients"][step][index]
+                # What lies beyond the last row is padding.
+                wanted = widen(expected[index], dtype)[: got.size]
+                if sharding.dtype != torch.float32:  # in which .grad is
+                    wanted = widen(narrow(wanted, "bfloat16"), "bfloat16")
+                assert np.array_equal(got, wanted), (shard, step, module, name)
+        assert members[0]["values"][step] == members[1]["values"][step]
+    return engine
+
+
 BF16 = {"dtype": torch.bfloat16}
 
 
@@ -85,21 +106,8 @@ def test_averages_equal_the_reference(
 ) -> None:
     answers = worlds(4).run(case_train, sharding=sharding, attach=attach)
     for shard in range(2):
-        engine = reference_of(sharding, attach)
         members = [answers[shard], answers[2 + shard]]
-        dtype = str(sharding.reduced_in).removeprefix("torch.")
-        for step in range(STEPS):
-            given = [sharding.reduced(step, replica, shard) for replica in range(2)]
-            expected = engine.step(given)[0]
-            for answer in members:
-                for index, (module, name) in enumerate(sharding.named()):
-                    got = answer["gradients"][step][index]
-                    # What lies beyond the last row is padding.
-                    wanted = widen(expected[index], dtype)[: got.size]
-                    if sharding.dtype != torch.float32:  # in which .grad is
-                        wanted = widen(narrow(wanted, "bfloat16"), "bfloat16")
-                    assert np.array_equal(got, wanted), (shard, step, module, name)
-            assert members[0]["values"][step] == members[1]["values"][step]
+        engine = assert_equals_reference(members, shard, sharding, attach)
         # Every check sends a header and 8 bytes per parameter, to one other replica.
         checks = (STEPS - 1) * (64 + 8 * len(engine.layout.parameters))
         for rank, answer in enumerate(members):

@@ -61,6 +61,35 @@ class Start {
   c10::intrusive_ptr<c10d::Work> work_;
 };
 
+// A part of an all-reduce: the carrier's own reduce-scatter does not say when it is complete.
+class ScatteredWork final : public c10d::Work {
+ public:
+  ScatteredWork(c10d::Backend& carrier, const at::Tensor& input, at::Tensor output,
+                const c10d::ReduceScatterOptions& options)
+      : tensors_{input.flatten().clone()},
+        output_(std::move(output)),
+        offset_(carrier.getRank() * output_.numel()),
+        divisor_(options.reduceOp == c10d::ReduceOp::AVG ? carrier.getSize() : 1) {
+    c10d::AllreduceOptions sum;
+    if (divisor_ == 1) sum.reduceOp = options.reduceOp;
+    work_ = carrier.allreduce(tensors_, sum);
+  }
+  bool isCompleted() override { return work_->isCompleted(); }
+  bool wait(std::chrono::milliseconds timeout) override {
+    work_->wait(timeout);
+    output_.view(-1).copy_(tensors_[0].narrow(0, offset_, output_.numel()));
+    if (divisor_ != 1) output_.div_(divisor_);
+    return true;
+  }
+
+ private:
+  std::vector<at::Tensor> tensors_;
+  at::Tensor output_;
+  int64_t offset_;
+  int divisor_;
+  c10::intrusive_ptr<c10d::Work> work_;
+};
+
 }  // namespace
 
 StreamedBackend::StreamedBackend(c10::intrusive_ptr<c10d::Backend> carrier, const std::string& name,
@@ -144,6 +173,15 @@ c10::intrusive_ptr<c10d::Work> StreamedBackend::_allgather_base(
   return run("all-gather", {in}, {out}, {output}, sent, in_line_,
              [carrier = carrier_, out, in, options]() mutable {
                return carrier->_allgather_base(out, in, options);
+             });
+}
+
+c10::intrusive_ptr<c10d::Work> StreamedBackend::_reduce_scatter_base(
+    at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) {
+  at::Tensor out = on_host(output), in = on_host(input);
+  return run("reduce-scatter", {in}, {out}, {output}, in.nbytes() - out.nbytes(), false,
+             [carrier = carrier_, out, in, options] {
+               return c10::make_intrusive<ScatteredWork>(*carrier, in, out, options);
              });
 }
 

@@ -10,7 +10,9 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <cstdlib>
+#include <cstring>
 #include <map>
 #include <utility>
 
@@ -149,6 +151,22 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex /*device*/) const override { return 0; }
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex /*device*/) const override { return 0; }
   at::Device getDeviceFromPtr(void* /*memory*/) const override { return {kDevice, 0}; }
+  // New memory with the old contents, in the order of the current stream; the old is freed.
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t num_bytes) const override {
+    c10::DataPtr memory = device_allocator.allocate(num_bytes);
+    const void* from = storage.data();
+    void* to = memory.get();
+    if (const size_t kept = std::min(storage.nbytes(), num_bytes); kept > 0) {
+      Machine::get().enqueue(current_stream(), "copy to resized memory",
+                             [=](const Touched& touched) {
+                               touched.read(from, kept);
+                               touched.write(to, kept);
+                               std::memcpy(to, from, kept);
+                             });
+    }
+    storage.set_data_ptr_noswap(std::move(memory));
+    storage.unsafeGetStorageImpl()->set_nbytes(num_bytes);
+  }
   c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
   bool isPinnedPtr(const void* memory) const override {
     const std::lock_guard lock(PinnedAllocator::mutex);
