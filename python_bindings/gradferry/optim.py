@@ -12,8 +12,7 @@ from torch.optim.optimizer import ParamsT
 
 from gradferry.ddp.state import HookState, momentum_of
 from gradferry.errors import ConfigError, StateError
-from gradferry.reducer import Reducer
-from gradferry.reduction.averaging import delivered_momentum
+from gradferry.reduction.averaging import Averaging, delivered_momentum
 from gradferry.reduction.momentum import DeliveredMomentum
 
 __all__ = ["OneBitAdam", "momentum_mode"]
@@ -22,7 +21,7 @@ OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 _log = logging.getLogger("gradferry")
 
 
-def momentum_mode(optimizer: OptimizerT, state: HookState | Reducer) -> OptimizerT:
+def momentum_mode(optimizer: OptimizerT, state: Averaging) -> OptimizerT:
     """Makes an optimizer, set up as without gradferry, one for gradients that are momentum already.
 
     Call this once, after `attach`, before the first step and before a schedule of learning rates
@@ -60,7 +59,8 @@ def momentum_mode(optimizer: OptimizerT, state: HookState | Reducer) -> Optimize
 
     Args:
         optimizer: a `torch.optim` AdamW, Adam or SGD, all groups of which are changed.
-        state: of the hook, bound, in momentum mode; or a Reducer of the model's parameters.
+        state: of the hook, in momentum mode: a bound HookState, what `gradferry.fsdp.attach`
+            returned, or a Reducer of the model's parameters.
 
     Returns:
         The same optimizer.

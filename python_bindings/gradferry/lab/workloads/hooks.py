@@ -1,4 +1,4 @@
-"""Attaches hooks to a model by name, and counts the bytes that they send.
+"""Attaches hooks to a model under DDP by name, and counts the bytes that hooks send.
 
 `torch:fp32` is DDP's plain all-reduce. PyTorch does not count what it sends, so bytes of
 `torch:...` hooks, of `sync` and of `off` are computed for a bandwidth-optimal all-reduce; bytes of
@@ -7,9 +7,10 @@ codecs are counted as they are handed to the transport.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -25,7 +26,6 @@ from gradferry.core.nodes import AUTO as FOUND_NODES
 from gradferry.core.parameters import reduced_parameters
 from gradferry.ddp.attach import attach
 from gradferry.ddp.auto import CHOSEN_BY
-from gradferry.ddp.state import HookState
 from gradferry.forecast.chunks import (
     all_reduce_bytes,
     payload_sizes,
@@ -43,14 +43,17 @@ from gradferry.forecast.hook_names import (
     split_options,
 )
 from gradferry.lab.workloads.sync_hook import sync_hook
+from gradferry.reduction.averaging import Averaging
 
 _POWERSGD_START = 10  # PyTorch's hook sends dense gradients before this step
 _POWERSGD_MIN_RATE = 2  # and never compresses a matrix by less than this
 COMPRESS_FROM = 2  # for timing: the first step in which hooks can compress
 
+Groups = Sequence[Sequence[int]]  # ranks of the default group
+
 
 class HookHandle(Protocol):
-    """A hook registered on one DDP object."""
+    """A hook registered on one model."""
 
     @property
     def name(self) -> str: ...
@@ -60,8 +63,12 @@ class HookHandle(Protocol):
         """False: wire_bytes is computed, because PyTorch does not count."""
 
     @property
-    def state(self) -> HookState | None:
+    def state(self) -> Averaging | None:
         """Of a gradferry hook."""
+
+    @property
+    def dense_bytes(self) -> int:
+        """What an all-reduce of fp32 gradients would send per rank and step, where the hook is."""
 
     def wire_bytes(self, steps: int) -> int:
         """Bytes this rank has sent to others in the first `steps` steps, the last one just done."""
@@ -127,24 +134,61 @@ def apply_hook(
     nodes: as for `attach`, of a codec.
     Raises ConfigError when no hook has this name.
     """
+    dense_bytes = _dense_bytes(ddp)
     if name == NO_HOOK:
         ddp.register_comm_hook(None, debugging_hooks.noop_hook)
-        return _ComputedHook(name, 0, 0)
+        return ComputedHook(name, dense_bytes, 0)
     if name == SYNC_HOOK:
         ddp.register_comm_hook(ddp.process_group, sync_hook)
         num_bytes = all_reduce_bytes(1, 4, ddp.process_group.size())
-        return _ComputedHook(name, num_bytes, num_bytes)
+        return ComputedHook(name, dense_bytes, num_bytes)
     check_hook(name)
     if name.startswith("torch:"):
         return _apply_torch_hook(ddp, name, compress_from or _POWERSGD_START)
+    codec, options = codec_options(name, compress_from)
+    state = attach(ddp, codec, seed=seed, nodes=nodes, **options)
+    return codec_handle(name, state, dense_bytes, find_unused_parameters=ddp.find_unused_parameters)
+
+
+def codec_options(name: str, compress_from: int | None) -> tuple[str, dict[str, Any]]:
+    """The codec of a hook, and its other arguments of attach.
+
+    compress_from: as for `apply_hook`.
+    """
     codec, options = split_options(name)
     if compress_from is not None and "warmup_steps" in options:
         options["warmup_steps"] = min(options["warmup_steps"], compress_from)
-    state = attach(ddp, codec, seed=seed, nodes=nodes, **options)
-    dense_bytes = _dense_bytes(ddp)
+    return codec, options
+
+
+def codec_handle(
+    name: str,
+    state: Averaging,
+    dense_bytes: int,
+    *,
+    find_unused_parameters: bool = False,
+    groups: Groups | None = None,
+) -> HookHandle:
+    """Of a gradferry hook that is attached.
+
+    dense_bytes: as HookHandle says.
+    find_unused_parameters: that of DDP.
+    groups: the ranks that average with each other; None: all.
+    """
     if state.config.passes_through:
-        return _ComputedHook(name, dense_bytes, dense_bytes, state=state)
-    return _CodecHook(name, state, dense_bytes, ddp.find_unused_parameters)
+        return ComputedHook(name, dense_bytes, dense_bytes, state=state, groups=groups)
+    return _CodecHook(name, state, dense_bytes, find_unused_parameters, groups)
+
+
+def _in_groups(
+    groups: Groups | None, hosts: Sequence[int], sent: Callable[[Sequence[int]], list[int]]
+) -> list[int]:
+    """What every rank sends, where `sent` says it for the ranks of one group, by their hosts."""
+    by_rank = [0] * len(hosts)
+    for ranks in groups or [range(len(hosts))]:
+        for rank, num_bytes in zip(ranks, sent([hosts[rank] for rank in ranks]), strict=True):
+            by_rank[rank] = num_bytes
+    return by_rank
 
 
 class _CodecHook:
@@ -153,12 +197,18 @@ class _CodecHook:
     """
 
     def __init__(
-        self, name: str, state: HookState, dense_bytes: int, find_unused_parameters: bool
+        self,
+        name: str,
+        state: Averaging,
+        dense_bytes: int,
+        find_unused_parameters: bool,
+        groups: Groups | None,
     ) -> None:
         self.name = name
         self.state = state
-        self._dense_bytes = dense_bytes
+        self.dense_bytes = dense_bytes
         self._find_unused_parameters = find_unused_parameters
+        self._groups = groups
 
     @property
     def measured(self) -> bool:
@@ -166,15 +216,19 @@ class _CodecHook:
 
     def wire_bytes(self, steps: int) -> int:
         if not self.measured:
-            return steps * self._dense_bytes
+            return steps * self.dense_bytes
         return int(self.state.stats()["wire_bytes"])
 
     def formula_bytes(self) -> int:
-        return self.bytes_to_other_hosts(self.state.nodes.of_rank)[self.state.rank]
+        return self._sent(self.state.nodes.of_rank)[self.state.rank]
 
     def bytes_to_other_hosts(self, hosts: Sequence[int]) -> list[int]:
+        return _in_groups(self._groups, hosts, self._sent)
+
+    def _sent(self, hosts: Sequence[int]) -> list[int]:
+        """By the ranks of one group."""
         if not self.measured:
-            return ring_exchange(self._dense_bytes, hosts)
+            return ring_exchange(self.dense_bytes, hosts)
         parameters, config, stats = self.state.parameters, self.state.config, self.state.stats()
         warmup = stats["steps"] < config.warmup_steps
         return wire_bytes_per_step(
@@ -196,7 +250,7 @@ class _CodecHook:
 
 
 @dataclass(frozen=True)
-class _ComputedHook:
+class ComputedHook:
     """A hook of PyTorch's, or its plain all-reduce: bytes follow from what it must send."""
 
     name: str
@@ -204,7 +258,8 @@ class _ComputedHook:
     step_bytes: int
     dense_steps: int = 0  # at the start
     measured: bool = False
-    state: HookState | None = None
+    state: Averaging | None = None
+    groups: Groups | None = None  # as for codec_handle
 
     def wire_bytes(self, steps: int) -> int:
         dense_steps = min(steps, self.dense_steps)
@@ -214,7 +269,7 @@ class _ComputedHook:
         return self.step_bytes
 
     def bytes_to_other_hosts(self, hosts: Sequence[int]) -> list[int]:
-        return ring_exchange(self.step_bytes, hosts)
+        return _in_groups(self.groups, hosts, functools.partial(ring_exchange, self.step_bytes))
 
 
 def _apply_torch_hook(ddp: DistributedDataParallel, name: str, powersgd_start: int) -> HookHandle:
@@ -228,12 +283,12 @@ def _apply_torch_hook(ddp: DistributedDataParallel, name: str, powersgd_start: i
         ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         elements = sum(_powersgd_elements(p.shape, rank) for _, p in reduced_parameters(ddp))
         step_bytes = all_reduce_bytes(elements, 4, group.size())
-        return _ComputedHook(name, dense_bytes, step_bytes, powersgd_start)
+        return ComputedHook(name, dense_bytes, step_bytes, powersgd_start)
     if name == "torch:fp16":
         ddp.register_comm_hook(group, default_hooks.fp16_compress_hook)
     elif name == "torch:bf16":
         ddp.register_comm_hook(group, default_hooks.bf16_compress_hook)
-    return _ComputedHook(name, dense_bytes, dense_bytes * TORCH_DTYPES[name].itemsize // 4)
+    return ComputedHook(name, dense_bytes, dense_bytes * TORCH_DTYPES[name].itemsize // 4)
 
 
 def _dense_bytes(ddp: DistributedDataParallel) -> int:

@@ -12,6 +12,7 @@ from gradferry.core.config import closest
 from gradferry.ddp.state import HookState
 from gradferry.errors import ConfigError
 from gradferry.optim import OneBitAdam, momentum_mode
+from gradferry.reduction.averaging import Averaging
 
 OPTIMIZERS = ("AdamW", "SGD", "OneBitAdam")
 BETAS = (0.9, 0.95)  # of AdamW and OneBitAdam
@@ -44,7 +45,7 @@ def make_optimizer(
     name: str,
     rates: LearningRates,
     parameters: Iterable[nn.Parameter],
-    state: HookState | None,
+    state: Averaging | None,
     *,
     fused: bool | None = None,
 ) -> torch.optim.Optimizer:
@@ -64,16 +65,17 @@ def make_optimizer(
         ConfigError: the name is unknown, or the optimizer does not fit the hook's momentum.
     """
     check_optimizer(name)
-    config = None if state is None else state.config
     if name == "OneBitAdam":
-        if state is None or config is None:
-            raise ConfigError("OneBitAdam needs a codec with momentum, not a hook of PyTorch's")
+        if not isinstance(state, HookState):
+            raise ConfigError(
+                "OneBitAdam needs a codec with momentum under DDP, not a hook of PyTorch's or FSDP2"
+            )
         return OneBitAdam(
             parameters,
             lr=rates.learning_rate,
             betas=BETAS,
             weight_decay=_WEIGHT_DECAY,
-            freeze_step=config.warmup_steps,
+            freeze_step=state.config.warmup_steps,
             state=state,
         )
     optimizer: torch.optim.Optimizer

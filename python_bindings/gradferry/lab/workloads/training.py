@@ -12,14 +12,14 @@ from statistics import fmean, median
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from gradferry.core.agreement import Record
 from gradferry.errors import ConfigError, DivergedError
-from gradferry.forecast.chunks import all_reduce_bytes
+from gradferry.lab.ranks.hosts import found_hosts
 from gradferry.lab.ranks.launch import gather_from_ranks
-from gradferry.lab.workloads.hooks import HookHandle, apply_hook, bucket_caps
+from gradferry.lab.workloads.hooks import HookHandle
 from gradferry.lab.workloads.optimizers import make_optimizer
+from gradferry.lab.workloads.parallel import DDP, ParallelModel, mesh_for, parallelize
 from gradferry.lab.workloads.task import Batch, Task, num_predictions
 
 FEWEST_STEPS = 3
@@ -42,7 +42,7 @@ class TrainingRun:
     losses: list[float]  # of the training batches, one per step, mean over ranks
     cumulative_wire_bytes: list[int]  # sent by the rank that sends most, after each step
     wire_bytes_formula: int  # of that rank, per step
-    fp32_bytes: int  # what an all-reduce of fp32 gradients would send per rank and step
+    fp32_bytes: int  # per step: HookHandle.dense_bytes
     ms_per_step: float  # median over steps of the slowest rank
 
     @property
@@ -87,32 +87,32 @@ def train(
     steps: int,
     seed: int,
     optimizer: str = "AdamW",
+    parallel: str = DDP,
     on_step: OnStep | None = None,
 ) -> TrainingRun:
     """Trains `task` with `hook` on every rank of the default process group; call it on all.
 
     Each rank takes its share of every global batch, one sample in W. `optimizer` is one of
     OPTIMIZERS; its learning rate rises over the first 5 % of the steps, then falls as a cosine.
-    Returns the same result on every rank. Raises ConfigError as check_size and make_optimizer do,
-    DivergedError when ranks end with different parameters.
+    `parallel` is one of PARALLEL. Returns the same result on every rank. Raises ConfigError as
+    check_size, mesh_for, parallelize and make_optimizer do, DivergedError when ranks end with
+    different parameters.
     """
-    world_size = dist.get_world_size()
-    check_size(task, steps, world_size)
+    check_size(task, steps, dist.get_world_size())
+    mesh = mesh_for(parallel, found_hosts())
     torch.manual_seed(seed)
-    model = task.build_model()
-    (bucket_cap_mb,) = bucket_caps(hook, model, [None])
-    ddp = DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb)
-    handle = apply_hook(ddp, hook, seed=seed)
-    chosen = make_optimizer(optimizer, task, ddp.parameters(), handle.state)
-    initial = _validate(task, model)
+    trained = parallelize(task.build_model, hook, mesh, seed=seed)
+    handle = trained.handle
+    chosen = make_optimizer(optimizer, task, trained.model.parameters(), handle.state)
+    initial = _validate(task, trained.whole())
     mine = _RankRun(initial, initial)
-    _train_steps(task, ddp, chosen, handle, mine, steps=steps, seed=seed, on_step=on_step)
+    _train_steps(task, trained, chosen, mine, steps=steps, seed=seed, on_step=on_step)
     mine.formula_bytes = handle.formula_bytes()
+    model = trained.whole()
     mine.final = _validate(task, model)
     mine.parameters_digest = _digest(model)
     ranks = [_RankRun.of(record) for record in gather_from_ranks(asdict(mine))]
-    elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return _combine(handle, ranks, all_reduce_bytes(elements, 4, world_size))
+    return _combine(handle, ranks)
 
 
 def check_size(task: Task, steps: int, num_ranks: int) -> None:
@@ -131,9 +131,8 @@ def check_size(task: Task, steps: int, num_ranks: int) -> None:
 
 def _train_steps(
     task: Task,
-    ddp: DistributedDataParallel,
+    trained: ParallelModel,
     optimizer: torch.optim.Optimizer,
-    handle: HookHandle,
     run: _RankRun,
     *,
     steps: int,
@@ -142,18 +141,18 @@ def _train_steps(
 ) -> None:
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, steps))
     batches = _batches(task, seed)
-    ddp.module.train()
+    trained.model.train()
     for step in range(1, steps + 1):
         batch = next(batches)
         started = time.perf_counter()
         optimizer.zero_grad()
-        loss = task.mean_loss(ddp, batch)
+        loss = task.mean_loss(trained.model, batch)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         run.seconds.append(time.perf_counter() - started)
         schedule.step()
         run.losses.append(loss.item())
-        run.wire_bytes.append(handle.wire_bytes(step))
+        run.wire_bytes.append(trained.handle.wire_bytes(step))
         if on_step:
             on_step(step, run.losses[-1])
 
@@ -196,7 +195,7 @@ def _digest(model: nn.Module) -> int:
     return digest
 
 
-def _combine(handle: HookHandle, ranks: list[_RankRun], fp32_bytes: int) -> TrainingRun:
+def _combine(handle: HookHandle, ranks: list[_RankRun]) -> TrainingRun:
     odd = [r for r, run in enumerate(ranks) if run.parameters_digest != ranks[0].parameters_digest]
     if odd:
         raise DivergedError(
@@ -215,7 +214,7 @@ def _combine(handle: HookHandle, ranks: list[_RankRun], fp32_bytes: int) -> Trai
         losses=[fmean(losses) for losses in zip(*(run.losses for run in ranks), strict=True)],
         cumulative_wire_bytes=busiest.wire_bytes,
         wire_bytes_formula=busiest.formula_bytes,
-        fp32_bytes=fp32_bytes,
+        fp32_bytes=handle.dense_bytes,
         ms_per_step=1000 * max(median(seconds) for seconds in timed),
     )
 
