@@ -31,7 +31,7 @@ FURTHER_KEYS = {
     "wire_bytes_measured", "wire_bytes_formula", "interface_bytes", "interface_bytes_formula",
     "hosts", "ranks_per_host", "until_loss", "steps_to_loss", "seconds_to_loss", "encode_ms",
     "network_ms", "reduce_ms", "decode_ms", "cpu_ms", "model", "device", "seed", "round_ms",
-    "trial_ms", "last_step",
+    "trial_ms", "last_step", "parallel",
 }  # fmt: skip
 
 SMOKE_HOOKS = ["none", "sync", "torch:fp16", "q4"]
@@ -66,6 +66,7 @@ def test_train_smoke_compares_hooks_on_loopback(tmp_path, capsys):
     for row in rows:
         check_row(row, rounds=2)
         assert (row["link"], row["ranks"], row["model"]) == ("loopback", 2, "small")
+        assert row["parallel"] == "ddp"
         assert set(row["trial_ms"]) == {"4", "25"}
         assert row["trial_ms"][f"{row['bucket_cap_mb']:g}"] == min(row["trial_ms"].values())
         assert (row["hosts"], row["ranks_per_host"]) == (1, 2)
@@ -94,6 +95,22 @@ def case_contest(model: str, hooks: tuple[str, ...], **options: Any) -> Any:
         return run_train(lambda text: None, arguments)
     except ConfigError as error:
         return error
+
+
+def test_train_smoke_compares_hooks_between_replicas(tmp_path, capsys):
+    file = tmp_path / "rows.json"
+    words = ["--parallel", "hsdp", "--ranks", "4", "--json", str(file)]
+    assert main(["bench", "train", "--smoke", *words]) == 0
+    none, q4 = rows = json.loads(file.read_text())["rows"]
+    for row in rows:
+        assert (row["parallel"], row["ranks"], row["hosts"]) == ("hsdp", 4, 1)
+        assert (row["bucket_cap_mb"], row["trial_ms"]) == (None, {})
+        assert row["wire_bytes"] == row["wire_bytes_formula"]
+    assert (none["hook"], none["wire_bytes"]) == ("none", 0)
+    assert (q4["hook"], q4["wire_bytes_measured"]) == ("q4", True)
+    # One bucket for every block, and one for what is left.
+    assert len(q4["last_step"]["buckets"]) == 5
+    assert "small under hsdp, 4 ranks, link loopback" in capsys.readouterr().out
 
 
 def test_training_until_a_loss_says_how_long_it_takes(world_of_2: World):
@@ -175,6 +192,12 @@ def test_train_shows_a_ranks_own_error(capsys):
         (["--bucket-caps", "4", "0"], "--bucket-caps: 0"),
         (["--link", "fast"], "--link 'fast'"),
         (["--ranks", "0"], "--ranks"),
+        (["--parallel", "hsdp", "--hooks", "torch:fp16"], "hook 'torch:fp16' is for DDP; under"),
+        (["--parallel", "hsdp", "--hooks", "torch:powersgd:4"], "is for DDP; under hsdp there are"),
+        (["--parallel", "hsdp", "--hooks", "sync"], "none, torch:fp32 (FSDP2's own all-reduce)"),
+        (["--parallel", "hsdp", "--hooks", "auto"], "name a codec, such as q4"),
+        (["--parallel", "hsdp", "--hooks", "q4+momentum=0.9+warmup_steps=9"], "leave out warmup_"),
+        (["--parallel", "hsdp", "--exchange", "two-level"], "ranks of a host share a replica"),
     ],
 )
 def test_train_refuses_before_it_starts_a_process(arguments, message, capsys, monkeypatch):
@@ -182,6 +205,14 @@ def test_train_refuses_before_it_starts_a_process(arguments, message, capsys, mo
         "multiprocessing.process.BaseProcess.start", lambda self: pytest.fail("started")
     )
     assert main(["bench", "train", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ranks", ["1", "3"])
+def test_replicas_must_have_equally_many_ranks(ranks, capsys):
+    words = ["--parallel", "hsdp", "--hooks", "q4", "--model", "small", "--ranks", ranks]
+    assert main(["bench", "train", *words]) == 2
+    message = "are not replicas of equally many ranks; start as many ranks on every host"
     assert message in capsys.readouterr().err
 
 

@@ -9,6 +9,7 @@ import signal
 import struct
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,14 @@ from gradferry.errors import ConfigError, PeerError, StateError
 from gradferry.forecast.hook_names import TORCH_HOOKS, check_hook
 from gradferry.lab.ranks.launch import Placement, run_ranks, run_worlds, torchrun_placement
 from gradferry.lab.workloads import TASKS, load_task
-from gradferry.lab.workloads.hooks import _powersgd_elements, apply_hook, timed_hooks
+from gradferry.lab.workloads.hooks import (
+    ComputedHook,
+    _powersgd_elements,
+    apply_hook,
+    timed_hooks,
+)
 from gradferry.lab.workloads.text import load_text
-from gradferry.lab.workloads.training import check_size
+from gradferry.lab.workloads.training import check_size, train
 from gradferry.lab.workloads.vision import load_vision, read_idx
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -304,3 +310,34 @@ def test_rulers_are_for_timing_alone():
     for ruler in ("none", "sync"):
         with pytest.raises(ConfigError, match=f"unknown hook '{ruler}'"):
             check_hook(ruler)
+
+
+def test_bytes_to_other_hosts_are_those_within_groups():
+    hosts = (0, 0, 1, 1)
+    between_replicas = ComputedHook("torch:fp32", 10, 10, groups=[(0, 2), (1, 3)])
+    assert between_replicas.bytes_to_other_hosts(hosts) == [10, 10, 10, 10]
+    assert ComputedHook("torch:fp32", 10, 10).bytes_to_other_hosts(hosts) == [0, 10, 0, 10]
+
+
+def case_train(parallel: str, hooks: list[str]) -> list[Any]:
+    task = load_task("tiny_text")
+    return [train(task, hook, steps=3, seed=0, parallel=parallel) for hook in hooks]
+
+
+def test_sharded_training_is_that_of_ddp(worlds: Callable[[int], World]):
+    (ddp,), *_ = worlds(4).run(case_train, parallel="ddp", hooks=["torch:fp32"])
+    (native, off, q4), *_ = worlds(4).run(
+        case_train, parallel="hsdp", hooks=["torch:fp32", "off", "q4"]
+    )
+    # Two shards are added and two replicas, which has one order, and 2 divides exactly.
+    assert native.losses == off.losses
+    assert native.final_loss == off.final_loss
+    # Gradients differ by roundings, 2^-24, which Adam makes steps of as large as others only where
+    # a gradient is nothing but rounding.
+    assert native.initial_loss == ddp.initial_loss
+    assert native.final_loss == pytest.approx(ddp.final_loss, rel=1e-4)
+    # Two replicas of half the parameters each, padded, send a third of what four whole models do.
+    assert native.wire_bytes_per_step == pytest.approx(ddp.wire_bytes_per_step / 3, rel=0.01)
+    assert q4.measured
+    assert q4.wire_bytes_per_step == q4.wire_bytes_formula
+    assert 6 < q4.fp32_bytes / q4.wire_bytes_formula < 7.5  # exempt parameters and headers

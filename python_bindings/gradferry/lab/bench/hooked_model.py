@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.device_mesh import DeviceMesh
 
 from gradferry.core.device import CPU
 from gradferry.core.nodes import AUTO
-from gradferry.lab.workloads.hooks import apply_hook, bucket_caps
 from gradferry.lab.workloads.models import Workload
 from gradferry.lab.workloads.optimizers import make_optimizer
+from gradferry.lab.workloads.parallel import parallelize
 
 PHASES = ("encode_ms", "network_ms", "reduce_ms", "decode_ms")  # of HookState.stats
 
@@ -31,21 +31,22 @@ class HookedModel:
 
     Args:
         workload: what is trained.
-        hook: its name, of `apply_hook`.
-        bucket_cap_mb: wanted of DDP.
+        hook: its name.
+        bucket_cap_mb: wanted of DDP; None where there is a mesh.
         seed: of model, data and codec.
         compress_from: see `apply_hook`.
         device: where the model is.
         group: of DDP; None: the default group.
         fused: see `make_optimizer`.
         nodes: see `apply_hook`.
+        mesh: see `parallelize`.
     """
 
     def __init__(
         self,
         workload: Workload,
         hook: str,
-        bucket_cap_mb: float,
+        bucket_cap_mb: float | None,
         seed: int,
         compress_from: int | None,
         *,
@@ -53,23 +54,30 @@ class HookedModel:
         group: dist.ProcessGroup | None = None,
         fused: bool | None = None,
         nodes: object = AUTO,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         torch.manual_seed(seed)
         self.hook = hook
         self._workload = workload
         self._generator = torch.Generator().manual_seed(seed)
-        model = workload.build_model().to(device)
-        (cap,) = bucket_caps(hook, model, [bucket_cap_mb])
-        self._ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=cap)
-        self.handle = apply_hook(
-            self._ddp, hook, seed=seed, compress_from=compress_from, nodes=nodes
+        self._parallel = parallelize(
+            lambda: workload.build_model().to(device),
+            hook,
+            mesh,
+            bucket_cap_mb=bucket_cap_mb,
+            group=group,
+            seed=seed,
+            compress_from=compress_from,
+            nodes=nodes,
         )
+        self._model = self._parallel.model
+        self.handle = self._parallel.handle
         state = self.handle.state
         config = state.config if state else None
         learns_first = config is not None and config.momentum and config.warmup_steps
         optimizer = "OneBitAdam" if learns_first else "AdamW"
         self._optimizer = make_optimizer(
-            optimizer, workload, self._ddp.parameters(), state, fused=fused
+            optimizer, workload, self._model.parameters(), state, fused=fused
         )
 
     def _draw(self, steps: int) -> list[Any]:

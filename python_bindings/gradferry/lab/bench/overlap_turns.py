@@ -74,7 +74,7 @@ class _WatchedModel(HookedModel):
         dist.barrier()
         for batch in batches:
             self._optimizer.zero_grad()
-            loss = self._workload.loss(self._ddp, batch)
+            loss = self._workload.loss(self._model, batch)
             with watch:
                 loss.backward()  # type: ignore[no-untyped-call]
             self._optimizer.step()

@@ -15,6 +15,8 @@ from typing import Any
 from rich.console import Console
 
 from gradferry import _native
+from gradferry.core.nodes import TWO_LEVEL
+from gradferry.errors import ConfigError
 from gradferry.forecast.hook_names import NO_HOOK, RULERS, SYNC_HOOK, TORCH_HOOKS
 from gradferry.lab import flags
 from gradferry.lab.bench.device_clock import environment_on
@@ -44,17 +46,19 @@ from gradferry.lab.ranks.hosts import Where, ranks_text
 from gradferry.lab.ranks.place import add_device
 from gradferry.lab.workloads.hooks import timed_hooks
 from gradferry.lab.workloads.models import check_model
+from gradferry.lab.workloads.parallel import DDP, PARALLEL, check_parallel, refusal
 
 _MOMENTUM = "+momentum=0.9+warmup_steps=100"
 # All at once they take about 0.45 GB per hook and rank, so not every codec is among them.
 _DEFAULT_HOOKS = (*RULERS, *TORCH_HOOKS, "q8", "q4", f"sign1{_MOMENTUM}", f"topk{_MOMENTUM}")
 _SMOKE: dict[str, Any] = {
     "model": "small",
-    "hooks": [*RULERS, "torch:fp16", "q4"],
     "bucket_caps": [4.0, 25.0],
     "rounds": 2,
     "steps": 1,
 }
+
+_SMOKE_HOOKS = (*RULERS, "torch:fp16", "q4")
 
 Row = Mapping[str, Any]
 
@@ -68,6 +72,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"of {NO_HOOK} (no communication; always included), {SYNC_HOOK} (one element per step), "
         f"{' '.join(TORCH_HOOKS)}, off, auto, and codecs: {codecs}. Arguments of attach may "
         f"follow a codec: sign1{_MOMENTUM}",
+    )
+    parser.set_defaults(hooks=None)  # they depend on --parallel
+    parser.add_argument(
+        "--parallel",
+        choices=PARALLEL,
+        default=DDP,
+        help="ddp: DistributedDataParallel; hsdp: FSDP2 with a replica of the model on every host, "
+        "or two on one host, and the hook between replicas. There hooks are none, torch:fp32 "
+        "(FSDP2's own all-reduce), off, and codecs; every module is a bucket, so that "
+        "--bucket-caps means nothing (default: %(default)s)",
     )
     flags.add_model(parser)
     add_device(parser)
@@ -119,7 +133,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _options(arguments: argparse.Namespace) -> TrainOptions:
-    hooks = timed_hooks(arguments.hooks)
+    hooks = timed_hooks(_hooks(arguments))
+    for hook in hooks:
+        check_parallel(arguments.parallel, hook)
+    _check_sharding(arguments)
     check_model(arguments.model)
     flags.require_at_least_one(arguments, "rounds", "steps", "most_steps")
     flags.require_more_than_zero("--bucket-caps", arguments.bucket_caps)
@@ -134,7 +151,31 @@ def _options(arguments: argparse.Namespace) -> TrainOptions:
         most_steps=arguments.most_steps,
         device=arguments.device,
         exchanges=asked_exchanges(arguments),
+        parallel=arguments.parallel,
     )
+
+
+def _hooks(arguments: argparse.Namespace) -> Sequence[str]:
+    """Those that were named, or all of the default ones that can be used."""
+    if arguments.hooks and not arguments.smoke:
+        return list(arguments.hooks)
+    hooks = _SMOKE_HOOKS if arguments.smoke else _DEFAULT_HOOKS
+    return [hook for hook in hooks if refusal(arguments.parallel, hook) is None]
+
+
+def _check_sharding(arguments: argparse.Namespace) -> None:
+    if arguments.parallel == DDP:
+        return
+    if arguments.device != "cpu":
+        raise ConfigError(
+            f"--parallel {arguments.parallel} is measured on the CPU only; leave out --device "
+            f"{arguments.device}"
+        )
+    if TWO_LEVEL in arguments.exchange:
+        raise ConfigError(
+            f"--exchange {TWO_LEVEL}: under --parallel {arguments.parallel} ranks of a host share "
+            "a replica, so there is nothing to add up on it; leave it out"
+        )
 
 
 def train_rows(
@@ -186,6 +227,7 @@ def train_rows(
                 "cpu_ms": outcome.cpu_ms,
                 "model": options.model,
                 "device": options.device,
+                "parallel": options.parallel,
                 "seed": options.seed,
                 "round_ms": outcome.round_ms,
                 "trial_ms": {f"{cap:g}": ms for cap, ms in outcome.trial_ms.items()},
@@ -209,7 +251,7 @@ def train_table(rows: Sequence[Row]) -> Table:
         Column("hook", lambda row: str(row["hook"]), is_number=False),
         *exchange_columns(rows),
         *chosen_columns(rows),
-        Column("bucket\nMB", lambda row: f"{row['bucket_cap_mb']:g}"),
+        Column("bucket\nMB", lambda row: _number(row["bucket_cap_mb"], "g")),
         Column("ms per step\nmedian", lambda row: f"{row['ms_median']:.1f}"),
         Column("(min)", lambda row: f"{row['ms_min']:.1f}"),
         Column("(max)", lambda row: f"{row['ms_max']:.1f}"),
@@ -246,8 +288,10 @@ def train_table(rows: Sequence[Row]) -> Table:
         )
     first = rows[0]
     on = "" if first.get("device", "cpu") == "cpu" else f" on {first['device']}"
+    parallel = first.get("parallel", DDP)  # older files do not say
+    under = "" if parallel == DDP else f" under {parallel}"
     title = (
-        f"gradferry bench train: {first['model']}, {ranks_text(first)}{on}, "
+        f"gradferry bench train: {first['model']}{under}, {ranks_text(first)}{on}, "
         f"link {first['link']}, {num_rounds} rounds"
     )
     return Table(title, columns, rows, notes)

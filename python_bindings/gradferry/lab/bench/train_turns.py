@@ -18,11 +18,11 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from gradferry.core.agreement import most_of_ranks
 from gradferry.core.codec_spec import AUTO, OFF
 from gradferry.core.nodes import exchange_between
-from gradferry.ddp.state import HookState
 from gradferry.errors import ConfigError
 from gradferry.forecast.clock import clock_of
 from gradferry.forecast.hook_names import RULERS
@@ -33,6 +33,8 @@ from gradferry.lab.ranks.launch import Emit, gather_from_ranks
 from gradferry.lab.ranks.place import on_device, place_of_rank
 from gradferry.lab.workloads.hooks import COMPRESS_FROM, bucket_caps, steps_until_steady
 from gradferry.lab.workloads.models import Workload, load_workload
+from gradferry.lab.workloads.parallel import DDP, mesh_for
+from gradferry.reduction.averaging import Averaging
 
 EVENT_INSTANTS = ("begin_ms", "encoded_ms", "complete_ms")  # of HookState.events
 _TRIAL_STEPS = 3
@@ -53,6 +55,7 @@ class TrainOptions:
     most_steps: int = 0  # until that loss, before a hook is given up
     device: str = "cpu"  # or "cuda"
     exchanges: tuple[str, ...] = (AUTO,)  # of EXCHANGES, for every codec
+    parallel: str = DDP  # of PARALLEL
 
     def entries(self) -> Iterator[tuple[str, str | None]]:
         """Every hook with each of its exchanges; None: it is none of gradferry's."""
@@ -86,7 +89,7 @@ class TrainOutcome:
     """The results of one hook, with one exchange, over all ranks."""
 
     hook: str
-    bucket_cap_mb: float
+    bucket_cap_mb: float | None  # None: the modules of a sharded model are its buckets
     trial_ms: dict[float, float]  # by bucket size: how the best one was found
     round_ms: list[float] = field(default_factory=list)  # per step, of the slowest rank
     wire_bytes: int = 0  # per step, of the rank that sends most
@@ -112,9 +115,10 @@ class _TimedModel(HookedModel):
         options: TrainOptions,
         place: tuple[torch.device, dist.ProcessGroup | None],
         *,
-        bucket_cap_mb: float,
+        bucket_cap_mb: float | None,
         compress_from: int | None,
         nodes: object,
+        mesh: DeviceMesh | None,
     ) -> None:
         device, group = place
         super().__init__(
@@ -127,6 +131,7 @@ class _TimedModel(HookedModel):
             group=group,
             fused=True,
             nodes=nodes,
+            mesh=mesh,
         )
         self._device = device
         self._clock = clock_of(device)
@@ -143,7 +148,7 @@ class _TimedModel(HookedModel):
         for batch in batches:
             begun = time.monotonic()
             self._optimizer.zero_grad()
-            loss = self._workload.loss(self._ddp, batch)
+            loss = self._workload.loss(self._model, batch)
             backward = time.monotonic()
             loss.backward()  # type: ignore[no-untyped-call]
             backward_end = time.monotonic()
@@ -175,7 +180,7 @@ class _TimedModel(HookedModel):
 
     def validation_loss(self) -> float:
         """Mean over the validation data of all ranks."""
-        model = self._ddp.module
+        model = self._parallel.whole()
         model.eval()
         with torch.no_grad():
             batches = (on_device(self._device, batch) for batch in self._workload.validation)
@@ -188,7 +193,7 @@ class _TimedModel(HookedModel):
         return float(total[0] / total[1])
 
 
-def _chosen(outcome: TrainOutcome, state: HookState | None) -> str | None:
+def _chosen(outcome: TrainOutcome, state: Averaging | None) -> str | None:
     if state is None or AUTO not in (outcome.hook.partition("+")[0], outcome.exchange):
         return None
     codec = state.stats()["choice"]["codec"]
@@ -225,6 +230,7 @@ class _Turns:
         self._workload = load_workload(options.model)
         self._interface = InterfaceCounter(found_hosts())
         self._place = place_of_rank(options.device)
+        self._mesh = mesh_for(options.parallel, self._interface.hosts)
 
     def run(self) -> list[TrainOutcome]:
         if self._options.until_loss is not None and not self._workload.metric:
@@ -263,7 +269,7 @@ class _Turns:
         self,
         hook: str,
         exchange: str | None,
-        bucket_cap_mb: float,
+        bucket_cap_mb: float | None,
         compress_from: int | None = COMPRESS_FROM,
     ) -> _TimedModel:
         gc.collect()  # DDP objects sit in reference cycles
@@ -275,12 +281,15 @@ class _Turns:
             bucket_cap_mb=bucket_cap_mb,
             compress_from=compress_from,
             nodes=nodes_option(exchange or AUTO, self._interface.hosts),
+            mesh=self._mesh,
         )
 
     def _find_bucket_size(
         self, hook: str, exchange: str | None
-    ) -> tuple[float, dict[float, float]]:
+    ) -> tuple[float | None, dict[float, float]]:
         """The bucket size at which a short trial is fastest, and the trials' ms per step."""
+        if self._mesh is not None:
+            return None, {}
         trials: dict[float, float] = {}
         caps = bucket_caps(hook, self._workload.build_model(), self._options.bucket_caps_mb)
         for cap in caps:
