@@ -168,11 +168,12 @@ class ResizedState:
         from torch.distributed.checkpoint.filesystem import FileSystemReader
         from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+        mine = self._state.part  # others' may be as large as the model
         entries = FileSystemReader(self._checkpoint).read_metadata().state_dict_metadata
         room: dict[str, Any] = {}
         for path, entry in entries.items():
             prefix, *parts, name = path.split(".")
-            if prefix != self._key:
+            if prefix != self._key or not (mine is None or parts[:1] == [mine]):
                 continue
             inner = room
             for part in parts:  # slots, and shards with slots of their own
@@ -182,7 +183,8 @@ class ResizedState:
                 value = torch.zeros(entry.size, dtype=entry.properties.dtype, device="cpu")
             inner[name] = value
         if not room:
-            raise StateError(f"the checkpoint {self._checkpoint} has nothing under {self._key!r}")
+            where = self._key if mine is None else f"{self._key}.{mine}"
+            raise StateError(f"the checkpoint {self._checkpoint} has nothing under {where!r}")
         return room
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

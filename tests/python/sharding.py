@@ -43,7 +43,8 @@ class Model(Chosen):
         self.blocks = nn.ModuleList(Chosen(SHAPES[f"blocks.{i}"], dtype) for i in range(2))
 
     def forward(self, targets: dict[str, dict[str, torch.Tensor]]) -> torch.Tensor:
-        parts = [block(targets[f"blocks.{i}"]) for i, block in enumerate(self.blocks)]
+        used = [(block, targets[f"blocks.{i}"]) for i, block in enumerate(self.blocks)]
+        parts = [block(wanted) for block, wanted in used if wanted]
         return super().forward(targets[""]) + torch.stack(parts).sum()
 
 

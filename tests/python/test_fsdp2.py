@@ -96,7 +96,7 @@ BF16 = {"dtype": torch.bfloat16}
         (Sharding(), {"codec": "sign1", "momentum": 0.9, "warmup_steps": 2}),
         (Sharding(passes=2), {"codec": "topk:ratio=0.05", "error_feedback": "both"}),
         (Sharding(reduce_dtype=torch.bfloat16), {"codec": "q8", "seed": 3}),
-        (Sharding(**BF16), {"codec": "rht:bits=3", "exact_skip": True}),
+        (Sharding(**BF16), {"codec": "rht:bits=3"}),
         (Sharding(**BF16, reduce_dtype=torch.float32), {"codec": "q4"}),
     ],
     ids=["q4", "momentum", "topk", "bf16 reduced", "bf16", "bf16 reduced in fp32"],
@@ -152,7 +152,7 @@ def test_modules_with_parameters_without_gradients_are_averaged_as_they_are(worl
         assert answer["equal"]
         assert answer["fallbacks"] == STEPS
         assert [text for text in answer["warned"] if "sent uncompressed" in text] != []
-        assert "momentum= and exact_skip= need all" in answer["refused"].text
+        assert "momentum= needs that of every parameter" in answer["refused"].text
 
 
 def case_partly(sharding: Sharding) -> dict[str, Any]:
@@ -180,6 +180,128 @@ def case_partly(sharding: Sharding) -> dict[str, Any]:
         "warned": [str(each.message) for each in warned],
         "refused": attempt(lambda: sharding.backward(third, 0)),
     }
+
+
+# --- what changes after attach --------------------------------------------------------------------
+
+
+def case_changed() -> dict[str, Outcome]:
+    import gradferry
+
+    sharding = Sharding()
+    mesh = sharding.mesh()
+
+    def trained(change: Callable[[Any], None], frozen: bool = False) -> Outcome:
+        model = sharding.model(mesh["shard"])
+        if frozen:
+            model.blocks[0].requires_grad_(False)
+        gradferry.fsdp.attach(model, "q4", mesh["replica"])
+        change(model)
+        return attempt(lambda: sharding.backward(model, 0))
+
+    def swap(model: Any) -> None:
+        model.blocks[0].weight.requires_grad_(False)
+
+    def assign(model: Any) -> None:
+        model.load_state_dict(sharding.model(mesh["shard"]).state_dict(), assign=True)
+
+    later = Model()
+    for module in later.blocks:
+        fully_shard(module, mesh=mesh["shard"])
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in later.parameters():
+            parameter.zero_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the root is not sharded
+        gradferry.fsdp.attach(later, "q4", mesh["replica"])
+    fully_shard(later, mesh=mesh["shard"])
+    return {
+        "unfrozen": trained(lambda model: model.blocks[0].requires_grad_(True), frozen=True),
+        "frozen": trained(swap),
+        "assigned": trained(assign),
+        "sharded later": attempt(lambda: sharding.backward(later, 0)),
+    }
+
+
+@pytest.mark.torch_core
+def test_changes_after_attach_are_errors(worlds: Worlds) -> None:
+    texts = {
+        "unfrozen": "requires_grad of 'weight' has changed in 'blocks.0' since attach",
+        "frozen": "requires_grad of 'weight' has changed in 'blocks.0' since attach",
+        "assigned": "was replaced, as load_state_dict(assign=True) does",
+        "sharded later": "fully_shard was called on 'the model' after attach",
+    }
+    for found in worlds(4).run(case_changed):
+        for name, outcome in found.items():
+            assert outcome.error == "StateError", (name, outcome)
+            assert texts[name] in outcome.text, (name, outcome.text)
+
+
+def case_idle_module() -> dict[str, Any]:
+    import gradferry
+
+    without = tuple(("blocks.1", name) for name in SHAPES["blocks.1"])
+    sharding = Sharding(without=without)
+    mesh = sharding.mesh()
+    model, other = (sharding.model(mesh["shard"]) for _ in range(2))
+    state = gradferry.fsdp.attach(model, "q4", mesh["replica"])
+    steps = []
+    for step in range(3):
+        sharding.backward(model, step)
+        steps.append(next(iter(state.state_dict().values()))["steps"])
+    gradferry.fsdp.attach(other, "q4", mesh["replica"], momentum=0.9)
+    return {"steps": steps, "refused": attempt(lambda: sharding.backward(other, 0))}
+
+
+@pytest.mark.torch_core
+def test_a_module_without_any_gradient_does_not_keep_a_step_open(worlds: Worlds) -> None:
+    for answer in worlds(4).run(case_idle_module):
+        assert answer["steps"] == [1, 2, 3]
+        assert answer["refused"].error == "StateError"
+        assert "'blocks.1' has no gradient, and momentum= needs" in answer["refused"].text
+
+
+def case_factor(native: bool) -> list[np.ndarray]:
+    import gradferry
+
+    sharding = Sharding(whole=True)
+    mesh = sharding.mesh()
+    model = sharding.model(mesh if native else mesh["shard"])
+    if not native:
+        gradferry.fsdp.attach(model, "exact", mesh["replica"])
+    model.set_gradient_divide_factor(2.0)  # gloo has no other than the number of shards
+    sharding.backward(model, 0)
+    return local_gradients(model)
+
+
+@pytest.mark.torch_core
+def test_a_factor_divides_the_sum_over_all_ranks(worlds: Worlds) -> None:
+    ours, theirs = (worlds(4).run(case_factor, native=native) for native in (False, True))
+    for one, other in zip(ours, theirs, strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def case_one_shard_differs(frozen: bool) -> Outcome:
+    import gradferry
+
+    sharding = Sharding()
+    mesh = sharding.mesh()
+    model = sharding.model(mesh["shard"])
+    if frozen:
+        model.table.requires_grad_(False)
+    if dist.get_rank() == 2:
+        with torch.no_grad():
+            model.table.to_local().add_(1.0)
+    return attempt(lambda: gradferry.fsdp.attach(model, "q4", mesh["replica"]))
+
+
+@pytest.mark.torch_core
+@pytest.mark.parametrize("frozen", [False, True])
+def test_all_shards_hear_of_an_error_in_one(worlds: Worlds, frozen: bool) -> None:
+    for outcome in worlds(4).run(case_one_shard_differs, frozen=frozen):
+        assert outcome.error == "RankMismatchError"
+        assert "in values of 'table', in which replicas must begin equal" in outcome.text
 
 
 # --- states ---------------------------------------------------------------------------------------

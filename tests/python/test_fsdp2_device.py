@@ -82,7 +82,7 @@ class Watched:
         before the call.
         """
         import fake_device
-        from gradferry.fsdp.replicas import ReplicaHook
+        from gradferry.fsdp.hooks import ReplicaHook
 
         def watched(hook: ReplicaHook, gradient: torch.Tensor) -> None:
             if omitted >= 0:

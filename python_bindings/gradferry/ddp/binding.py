@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import Optimizer
 
 from gradferry import _native
 from gradferry.core.agreement import meeting_place
@@ -18,7 +19,8 @@ from gradferry.ddp.model import Model, has_python_hook
 from gradferry.ddp.momentum_handover import MomentumHandover
 from gradferry.ddp.registration import register
 from gradferry.errors import StateError
-from gradferry.reduction.running import Running, note_optimizer_steps, propose
+from gradferry.reduction.after_steps import call_after_steps
+from gradferry.reduction.running import Running, propose
 from gradferry.reduction.start import start
 
 _WAY_ON = (
@@ -95,7 +97,8 @@ def bind(
 
     binding = start(model.group, model.device, propose_here, build, purpose="come to attach")
     running = binding.running
-    note_optimizer_steps(running)
+    if running.config.exact_skip and running.config.grad_scaler is None:
+        _note_optimizer_steps(running)
     name = f"gradferry:{running.codec_asked_for}" if native else None
     register(model, binding.hook, watch_use=_must_watch_use(running), name=name)
     return binding
@@ -133,3 +136,17 @@ def _must_watch_use(running: Running) -> bool:
         and running.transport.exchanges
         and not running.config.passes_through
     )
+
+
+def _note_optimizer_steps(running: Running) -> None:
+    """Has the engine know when an optimizer of the model has stepped."""
+    weak = weakref.ref(running)  # the model may outlive its hook
+
+    def note(_: Optimizer) -> None:
+        running = weak()
+        if running is None:
+            handle.remove()
+        elif running.engine is not None:
+            running.engine.note_optimizer_step()
+
+    handle = call_after_steps(running.index, note)

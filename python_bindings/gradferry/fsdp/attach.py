@@ -11,17 +11,24 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from gradferry import _native
-from gradferry.core.agreement import Record
+from gradferry.core.agreement import (
+    Record,
+    error_record,
+    gather_records,
+    meeting_place,
+    raise_first_error,
+)
 from gradferry.core.config import COARSE_BITS, Config, make_config
+from gradferry.core.meeting import meet, patience
 from gradferry.core.nodes import AUTO, FLAT
 from gradferry.core.options import WORKSPACE_CAP_MB, Options
 from gradferry.errors import ConfigError
-from gradferry.fsdp.hooks import ModuleHook, ReduceScatterHook, ReplicaHook
+from gradferry.fsdp.hooks import ModuleHook, Passes, ReduceScatterHook, ReplicaHook, fail
 from gradferry.fsdp.model import Shard, ShardedModule, sharded_modules, unsharded_parameters
 from gradferry.fsdp.state import ShardedState
 from gradferry.reduction.advice import watch_optimizer
 from gradferry.reduction.rules import warn_about_rules
-from gradferry.reduction.running import Running, note_optimizer_steps, propose
+from gradferry.reduction.running import Running, propose
 from gradferry.reduction.start import start, usable_group
 from gradferry.reduction.surroundings import warn_about_surroundings
 
@@ -47,7 +54,6 @@ def attach(
     warmup: str = "exact",
     grad_scaler: object | None = None,
     nonfinite: str = "propagate",
-    exact_skip: bool = False,
     check_every: int = 0,
     seed: int = 0,
     workspace_cap_mb: float = WORKSPACE_CAP_MB,
@@ -64,8 +70,8 @@ def attach(
     ...     fully_shard(block, mesh=mesh["shard"])
     >>> state = gradferry.fsdp.attach(model, "q4", mesh["replica"])
 
-    Call it once on every rank, after the last ``fully_shard`` and before the first backward pass.
-    Replicas must begin with equal parameters.
+    Call it once on every rank, after the last ``fully_shard`` and change to the model, and before
+    the first backward pass. Replicas must begin with equal parameters.
 
     Args:
         model: under ``torch.distributed.fsdp.fully_shard``, over a mesh of one dimension.
@@ -81,7 +87,6 @@ def attach(
         warmup: see `gradferry.HookState`.
         grad_scaler: see `gradferry.HookState`.
         nonfinite: see `gradferry.HookState`.
-        exact_skip: see `gradferry.HookState`. Needs a gradient of every parameter in every pass.
         check_every: see `gradferry.HookState`. Compares this shard between its replicas.
         seed: see `gradferry.HookState`.
         workspace_cap_mb: see `gradferry.HookState`.
@@ -103,27 +108,23 @@ def attach(
     replica may be in a collective of FSDP2 then, and wait for these processes to end, or for the
     timeout of its group.
     """
-    options = Options.among(locals())
+    # A step that is skipped because of another shard would go unnoticed here.
+    options = Options.among({**locals(), "exact_skip": False})
     group = _replicate_group(replicate_group)
     modules = sharded_modules(model)
     shards = [shard for module in modules for shard in module.shards]
     shard_group = modules[0].shard_group
     part = f"shard_{dist.get_rank(shard_group)}_of_{dist.get_world_size(shard_group)}"
+    part += shards[0].place_in_mesh()
 
     def propose_here() -> Running:
         _check_modules(modules)
         _check_replicas(modules, group)
-        hashes = _native.parameter_hashes([shard.values() for shard in shards])
-        values = {
-            f"values of {shard.name!r}, in which replicas must begin equal (seed them alike, or "
-            "load one checkpoint)": hashed
-            for shard, hashed in zip(shards, hashes, strict=True)
-        }
-        record = {"shard": part, **values}
         owned = [(shard, None) for shard in shards]
+        record = {"shard": part, **_values(model)}
         return _propose(_config(options), group, modules, record, owned)
 
-    running = _start(group, modules, propose_here)
+    running = _known_to_all(shard_group, modules, lambda: _start(group, modules, propose_here))
     hooks = _hooks(ReplicaHook, running, modules)
     for module, hook in zip(modules, hooks, strict=True):
         module.all_reduce_hook = hook
@@ -259,9 +260,47 @@ def _start(
     return start(group, modules[0].device, propose_here, build, purpose="come to attach")
 
 
+def _known_to_all(
+    shard_group: dist.ProcessGroup,
+    modules: Sequence[ShardedModule],
+    begin: Callable[[], Running],
+) -> Running:
+    """Returns what `begin` does. Its error on one rank of the shard group is raised on all."""
+    running: Running | None = None
+    own: Exception | None = None
+    try:
+        running = begin()
+    except Exception as error:
+        own = error
+    place = meeting_place(shard_group, modules[0].device)
+    meet(shard_group, patience(shard_group, place), "attach")
+    records = gather_records({} if own is None else error_record(own), shard_group, place)
+    if own is not None:
+        raise own
+    try:
+        raise_first_error(records)
+    except BaseException:
+        running = None  # otherwise the traceback would keep the connections alive
+        raise
+    assert running is not None
+    return running
+
+
+def _values(model: nn.Module) -> Record:
+    """Hashes of all parameters, also of those that are frozen, as this rank has them."""
+    local = {name: getattr(p, "_local_tensor", p) for name, p in model.named_parameters()}
+    hashes = _native.parameter_hashes(list(local.values()))
+    return {
+        f"values of {name!r}, in which replicas must begin equal (seed them alike, or load one "
+        "checkpoint)": hashed
+        for name, hashed in zip(local, hashes, strict=True)
+    }
+
+
 def _hooks(kind: type[Hook], running: Running, modules: Sequence[ShardedModule]) -> list[Hook]:
     calls = None if running.engine is None else _native.AllReducer(engine=running.engine)
-    return [kind(running, modules, number, calls) for number in range(len(modules))]
+    passes = Passes(running, modules, kind.num_parts(running.world_size))
+    return [kind(running, passes, each, number, calls) for number, each in enumerate(modules)]
 
 
 def _finish(model: nn.Module, modules: Sequence[ShardedModule], running: Running) -> None:
@@ -271,14 +310,14 @@ def _finish(model: nn.Module, modules: Sequence[ShardedModule], running: Running
         more = f" and {len(apart) - 1} more" if len(apart) > 1 else ""
         warnings.warn(
             f"FSDP2 does not reduce the gradients of {apart[0]!r}{more}: they will differ from "
-            "rank to rank; call fully_shard on the whole model, too",
+            "rank to rank; call fully_shard on the whole model, too, and then attach",
             stacklevel=3,
         )
+    # Before FSDP2's own hook, which communicates.
+    guard = _Guard(running, [module.name for module in modules])
+    model.register_forward_pre_hook(guard, prepend=True)
     if running.engine is None:
         return
-    # After a backward pass that failed, FSDP2 may leave out its hooks, and so reduce nothing.
-    model.register_forward_pre_hook(_Guard(running.engine))
-    note_optimizer_steps(running)
     watch_optimizer(running.parameters, running.index, running.config.momentum)
     exchanges = running.transport.exchanges
     warn_about_rules(running.config, running.parameters, exchanges=exchanges, stacklevel=3)
@@ -286,13 +325,28 @@ def _finish(model: nn.Module, modules: Sequence[ShardedModule], running: Running
 
 
 class _Guard:
-    """Raises in the forward pass what has ended the engine."""
+    """Raises in the forward pass what has ended the engine: after a backward pass that failed,
+    FSDP2 may leave out its hooks, and so reduce nothing. Also that a module has no hook, since it
+    was sharded later.
+    """
 
-    def __init__(self, engine: _native.BucketEngine) -> None:
-        self._engine = engine
+    def __init__(self, running: Running, names: Sequence[str]) -> None:
+        self._running = running
+        self._names: Sequence[str] | None = names  # None: compared
 
-    def __call__(self, *_: object) -> None:
-        self._engine.expect_alive()
+    def __call__(self, model: nn.Module, *_: object) -> None:
+        if self._running.engine is not None:
+            self._running.engine.expect_alive()
+        if self._names is not None:
+            now = [module.name for module in sharded_modules(model)]
+            later = [name for name in now if name not in self._names]
+            if later:
+                fail(
+                    self._running,
+                    f"fully_shard was called on {later[0]!r} after attach, so that its gradients "
+                    "would not reach the hook; attach after the last fully_shard",
+                )
+            self._names = None
 
 
 def _replicate_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:

@@ -8,6 +8,7 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.autograd import Variable
 
 from gradferry import _native
 from gradferry.errors import StateError
@@ -15,13 +16,70 @@ from gradferry.fsdp.model import ShardedModule
 from gradferry.reduction.running import Running
 
 
+class Passes:
+    """The backward passes of a model: which of its modules had gradients.
+
+    Args:
+        running: with its engine started.
+        modules: all of them.
+        num_parts: of every parameter, in what FSDP2 hands over.
+    """
+
+    def __init__(self, running: Running, modules: Sequence[ShardedModule], num_parts: int) -> None:
+        self._running = running
+        self._modules = modules
+        self._num_parts = num_parts
+        self._called: set[int] = set()
+
+    def indices(self, number: int) -> list[int]:
+        """Of a module's parameters to the engine, in the order in which FSDP2 hands them over."""
+        first = self._num_parts * sum(len(module.shards) for module in self._modules[:number])
+        order = self._modules[number].order()
+        parts = range(self._num_parts)
+        return [first + part * len(order) + each for part in parts for each in order]
+
+    def note(self, number: int, engine: _native.BucketEngine) -> None:
+        """A module's gradients have come."""
+        if not self._called:
+            Variable._execution_engine.queue_callback(self._end)
+            if self._running.config.check_every:
+                shards = [shard for module in self._modules for shard in module.shards]
+                engine.compare([shard.values() for shard in shards])
+        self._called.add(number)
+
+    def _end(self) -> None:
+        """After FSDP2's own callback, in which the last modules are reduced."""
+        called, self._called = self._called, set()
+        engine = self._running.engine
+        if engine is None:
+            return
+        for number, module in enumerate(self._modules):
+            if module.shards and number not in called:
+                if self._running.config.needs_every_bucket:
+                    fail(self._running, f"{module.name!r} has no gradient, {_NEEDS_ALL}")
+                engine.note_passed(self.indices(number))
+
+
+_NEEDS_ALL = (
+    "and momentum= needs that of every parameter in every pass; make all take part, or leave it out"
+)
+
+
+def fail(running: Running, message: str) -> NoReturn:
+    """Ends the hooks of all ranks, which may wait for this one."""
+    if running.engine is not None:
+        running.engine.fail(f"rank {running.rank}: {message}")
+    raise StateError(message)
+
+
 class ModuleHook:
     """Hands the gradients of one module to the engine of all modules.
 
     Args:
         running: with its engine started.
-        modules: all of them.
-        number: of the module whose gradients come.
+        passes: of the model.
+        module: whose gradients come.
+        number: of that module.
         calls: of the engine; None without one.
 
     Attributes:
@@ -32,21 +90,21 @@ class ModuleHook:
     def __init__(
         self,
         running: Running,
-        modules: Sequence[ShardedModule],
+        passes: Passes,
+        module: ShardedModule,
         number: int,
         calls: _native.AllReducer | None,
     ) -> None:
         self._running = running
-        self._modules = modules
-        self._module = modules[number]
+        self._passes = passes
+        self._module = module
+        self._number = number
         self._calls = calls
-        parts = self._num_parts
-        self._first = parts * sum(len(module.shards) for module in modules[:number])
         self.count = 0
         self.passed = 0
 
-    @property
-    def _num_parts(self) -> int:
+    @staticmethod
+    def num_parts(world_size: int) -> int:
         """Of every parameter, in what FSDP2 hands over."""
         return 1
 
@@ -64,42 +122,36 @@ class ModuleHook:
         """
         self.count += 1
         engine = self._running.engine
+        if change := self._module.change():
+            self._fail(
+                f"{change} in {self._module.name!r} since attach; attach after the last change to "
+                "the model, before the first backward pass"
+            )
         if engine is None:
             self.passed += 1
             return False
-        order, shards = self._module.order(), len(self._module.shards)
-        indices = [
-            self._first + part * shards + number
-            for part in range(self._num_parts)
-            for number in order
-        ]
-        expected = self._running.parameters[self._first].dtype
+        self._passes.note(self._number, engine)
+        indices = self._passes.indices(self._number)
+        expected = self._running.parameters[indices[0]].dtype
         if gradient.dtype != expected:
             self._fail(
                 f"the gradients of {self._module.name!r} are reduced in {gradient.dtype}, and at "
                 f"attach the mixed precision policy said {expected}; attach after the last change "
                 "to it and to the dtypes of parameters"
             )
-        if gradient.numel() != self._num_parts * self._module.num_elements:
-            self._note_part(gradient, indices, engine)
+        parts = self.num_parts(self._running.world_size)
+        if gradient.numel() != parts * self._module.num_elements:
+            self._note_part(indices, engine)
             return False
-        if self._running.config.check_every:
-            shards_now = [shard.values() for module in self._modules for shard in module.shards]
-            engine.compare(shards_now)
         assert self._calls is not None
         self._calls.start([(indices, gradient)], in_background=False).wait()
         return True
 
-    def _note_part(
-        self, gradient: torch.Tensor, indices: Sequence[int], engine: _native.BucketEngine
-    ) -> None:
+    def _note_part(self, indices: Sequence[int], engine: _native.BucketEngine) -> None:
         """Some parameters have no gradient, and what came does not say which."""
         engine.expect_alive()
         if self._running.config.needs_every_bucket:
-            self._fail(
-                f"some parameters of {self._module.name!r} have no gradient, and momentum= and "
-                "exact_skip= need all; make every parameter take part, or leave them out"
-            )
+            self._fail(f"some parameters of {self._module.name!r} have no gradient, {_NEEDS_ALL}")
         if self.passed == 0:
             warnings.warn(
                 f"some parameters of {self._module.name!r} have no gradient: in such passes its "
@@ -111,10 +163,7 @@ class ModuleHook:
         engine.note_passed(indices)
 
     def _fail(self, message: str) -> NoReturn:
-        """Ends the hooks of all ranks, which may wait for this one."""
-        if self._running.engine is not None:
-            self._running.engine.fail(f"rank {self._running.rank}: {message}")
-        raise StateError(message)
+        fail(self._running, message)
 
 
 class ReplicaHook(ModuleHook):
@@ -135,14 +184,16 @@ class ReplicaHook(ModuleHook):
         if not self._average(reduce_output):
             reduce_output.div_(self._running.world_size)
             dist.all_reduce(reduce_output, group=self._running.group)
+        if self._module.sums:
+            reduce_output.mul_(self._running.world_size)
 
 
 class ReduceScatterHook(ModuleHook):
     """Reduces the gradients of all shards. What ``set_custom_reduce_scatter`` takes."""
 
-    @property
-    def _num_parts(self) -> int:
-        return self._running.world_size
+    @staticmethod
+    def num_parts(world_size: int) -> int:
+        return world_size
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device

@@ -35,6 +35,12 @@ class Shard:
         """A tensor of this size and dtype that takes the memory of one element."""
         return torch.zeros(1, dtype=self.dtype, device=device).expand(self.size)
 
+    def place_in_mesh(self) -> str:
+        """Of this rank, where parameters have parts beside shards, of tensor parallelism."""
+        mesh = self.parameter.device_mesh  # type: ignore[attr-defined]
+        coordinate = mesh.get_coordinate()
+        return "_at_" + "_".join(map(str, coordinate)) if mesh.ndim > 1 else ""
+
     def values(self) -> torch.Tensor:
         """What this rank has of the parameter now. FSDP2 may replace this tensor."""
         local: torch.Tensor = self.parameter._local_tensor  # type: ignore[attr-defined]
@@ -46,7 +52,7 @@ class ShardedModule:
 
     Attributes:
         name: of the module in the model.
-        shards: of its parameters that require grad.
+        shards: of its parameters that require grad; may be none.
     """
 
     def __init__(self, name: str, group: Any, names: dict[int, str]) -> None:
@@ -58,7 +64,7 @@ class ShardedModule:
             for number, each in enumerate(group.fsdp_params)
             if each.sharded_param.requires_grad
         }
-        dtype = _reduce_dtype(list(self._trained.values()))
+        dtype = _reduce_dtype(list(self._trained.values())) if self._trained else torch.float32
         self.shards = [
             Shard(_name(each, names), each.sharded_param, each.padded_sharded_param_size, dtype)
             for each in self._trained.values()
@@ -92,6 +98,11 @@ class ShardedModule:
         return bool(self._param_group().all_reduce_grads)
 
     @property
+    def sums(self) -> bool:
+        """Whether what is reduced is a sum over all ranks, divided by a factor of the user's."""
+        return self._param_group().gradient_divide_factor is not None
+
+    @property
     def all_reduce_hook(self) -> Any:
         """What was set by ``set_all_reduce_hook``; None: nothing."""
         return self._param_group()._all_reduce_hook
@@ -123,6 +134,19 @@ class ShardedModule:
         from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
 
         return isinstance(self._param_group().mesh_info, DDPMeshInfo)
+
+    def change(self) -> str | None:
+        """What makes its gradients others than those that a hook was set for; None: nothing."""
+        trained = iter(self.shards)
+        for number, each in enumerate(self._param_group().fsdp_params):
+            if each.sharded_param.requires_grad != (number in self._trained):
+                return f"requires_grad of {each._module_info.param_name!r} has changed"
+            if number in self._trained and each.sharded_param is not next(trained).parameter:
+                return (
+                    f"parameter {each._module_info.param_name!r} was replaced, as "
+                    "load_state_dict(assign=True) does"
+                )
+        return None
 
     def expect_values(self) -> None:
         """Raises ConfigError if its parameters have no values yet."""
@@ -172,9 +196,8 @@ def sharded_modules(model: nn.Module) -> list[ShardedModule]:
                 "different meshes by shard_placement_fn, and FSDP2 sets no hook on such a module; "
                 "call fully_shard for each part on its own"
             )
-        if any(each.sharded_param.requires_grad for each in groups[0].fsdp_params):
-            found.append(ShardedModule(name or "the model", groups[0], names))
-    if not found:
+        found.append(ShardedModule(name or "the model", groups[0], names))
+    if not any(module.shards for module in found):
         raise ConfigError(
             "the model has no parameters under FSDP2 that require grad; call "
             "torch.distributed.fsdp.fully_shard on its blocks and on itself first"

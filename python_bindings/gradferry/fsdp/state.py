@@ -19,12 +19,17 @@ class ShardedState(Averaging):
 
     `parameters` are shards, padded so that those of all ranks are equal: this rank's, or in a
     reduce-scatter those of all ranks. A step is a synced backward pass.
+
+    Attributes:
+        part: which of the model this rank's group of ranks has, as the key of its saved state.
     """
+
+    part: str
 
     def __init__(self, running: Running, hooks: Sequence[ModuleHook], part: str) -> None:
         self._started = running
         self._hooks = hooks
-        self._part = part
+        self.part = part
 
     @property
     def _running(self) -> Running:
@@ -47,13 +52,14 @@ class ShardedState(Averaging):
 
         Returns:
             ``{part: state}``, where `state` is as that of `HookState.state_dict`, with a slot for
-            each rank of the group. `part` tells the groups apart: ``"shard_0_of_4"``, or of a
-            reduce-scatter ``"group_of_rank_0"``, its lowest rank in the default group.
+            each rank of the group. `part` tells the groups apart: ``"shard_0_of_4"``, with tensor
+            parallelism also its place in the mesh, or of a reduce-scatter ``"group_of_rank_0"``,
+            its lowest rank in the default group.
 
         Raises:
             StateError: an error has ended the hook, or this is the middle of a step.
         """
-        return {self._part: save_load.save(self._started, self._passed_steps())}
+        return {self.part: save_load.save(self._started, self._passed_steps())}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], on_resize: str = "strict") -> None:
         """Restores what `state_dict` returned. Call it on every rank.
@@ -69,15 +75,15 @@ class ShardedState(Averaging):
             StateError: as for `HookState.load_state_dict`, or the state is of other shards. Nothing
                 was changed.
         """
-        if not isinstance(state_dict, Mapping) or self._part not in state_dict:
+        if not isinstance(state_dict, Mapping) or self.part not in state_dict:
             held = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else "no dict"
             raise StateError(
-                f"the saved state has nothing of {self._part}, only {held}: what is withheld of a "
+                f"the saved state has nothing of {self.part}, only {held}: what is withheld of a "
                 "shard stays with it. Load it with as many shards as saved it, the states of all "
                 "ranks merged by gradferry.checkpoint.merge; or go on without, and lose what was "
                 "withheld"
             )
-        save_load.load(self._started, state_dict[self._part], on_resize, stacklevel=2)
+        save_load.load(self._started, state_dict[self.part], on_resize, stacklevel=2)
 
     def __reduce__(self) -> NoReturn:
         raise StateError(
@@ -87,7 +93,7 @@ class ShardedState(Averaging):
 
     def __repr__(self) -> str:
         codec = str(self._started.config.codec)
-        return f"ShardedState(codec={codec!r}, modules={len(self._hooks)}, part={self._part!r})"
+        return f"ShardedState(codec={codec!r}, modules={len(self._hooks)}, part={self.part!r})"
 
     def __str__(self) -> str:
         return describe(self._started, self._choice())

@@ -22,6 +22,8 @@ from gradferry.reduction.running import Running
 class Averaging(ABC):
     """Options, counters and residuals of named tensors that are averaged over ranks."""
 
+    part: str | None = None  # of a sharded model: the key of its own saved state
+
     @property
     @abstractmethod
     def _running(self) -> Running:

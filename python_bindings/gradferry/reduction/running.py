@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import uuid
 import warnings
-import weakref
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed.distributed_c10d import GroupName
-from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradferry import _native
@@ -36,7 +34,6 @@ from gradferry.core.nodes import Exchange, Nodes, flat
 from gradferry.core.parameters import ParameterLayout, describe_parameters
 from gradferry.errors import ConfigError, GradferryError
 from gradferry.reduction import step_numbers
-from gradferry.reduction.after_steps import call_after_steps
 from gradferry.reduction.residual_tiles import (
     KINDS,
     Kind,
@@ -367,19 +364,3 @@ def propose(
         exchange=Exchange(alone, "ranks have not met"),
         way_on=way_on,
     )
-
-
-def note_optimizer_steps(running: Running) -> None:
-    """Tells the engine when an optimizer of the model has stepped, where a skip depends on it."""
-    if not running.config.exact_skip or running.config.grad_scaler is not None:
-        return
-    weak = weakref.ref(running)  # the model may outlive its hook
-
-    def note(_: Optimizer) -> None:
-        running = weak()
-        if running is None:
-            handle.remove()
-        elif running.engine is not None:
-            running.engine.note_optimizer_step()
-
-    handle = call_after_steps(running.index, note)

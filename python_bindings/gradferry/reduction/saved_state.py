@@ -39,7 +39,7 @@ COMPRESSED_WARMUP = "compressed_warmup"
 ON_RESIZE = ("strict", "mean", "drop")
 _SLOT = re.compile(r"slot_(\d+)")
 # Of a sharded model, with a state of its own.
-_PART = re.compile(r"shard_\d+_of_\d+|group_of_rank_\d+")
+_PART = re.compile(r"shard_\d+_of_\d+(_at(_\d+)+)?|group_of_rank_\d+")
 
 SavedState = dict[str, Any]
 
