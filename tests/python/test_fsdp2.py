@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from outcomes import Outcome, attempt
 from reference import ReferenceEngine
 from reference.layout import wire_bytes_per_step
 from reference.scalars import narrow, widen
+from sharded_training import Training, case_load_and_go_on, case_native, case_save_and_go_on
 from sharding import RATE, SHAPES, Model, Sharding, bits, local_gradients, same
 from torch.distributed.fsdp import fully_shard
 from world import World
@@ -119,23 +119,12 @@ def test_averages_equal_the_reference(
     assert not any(answer["warned"] for answer in answers)
 
 
-def case_native(sharding: Sharding) -> list[list[np.ndarray]]:
-    """Hybrid sharding by FSDP2 alone."""
-    model = sharding.model(sharding.mesh())
-    gradients = []
-    for step in range(STEPS):
-        sharding.backward(model, step)
-        gradients.append(local_gradients(model))
-        model.zero_grad()
-    return gradients
-
-
 @pytest.mark.torch_core
 @pytest.mark.parametrize("codec", ["exact", "off"])
 def test_exact_is_what_fsdp2_averages_itself(worlds: Worlds, codec: str) -> None:
     # Sums of whole numbers below 2^24, divided by 4: exact in fp32 in any order.
     sharding = Sharding(whole=True)
-    native = worlds(4).run(case_native, sharding=sharding)
+    native = worlds(4).run(case_native, sharding=sharding, steps=STEPS)
     ours = worlds(4).run(case_train, sharding=sharding, attach={"codec": codec})
     for rank in range(4):
         for one, other in zip(native[rank], ours[rank]["gradients"], strict=True):
@@ -307,60 +296,6 @@ def test_all_shards_hear_of_an_error_in_one(worlds: Worlds, frozen: bool) -> Non
 # --- states ---------------------------------------------------------------------------------------
 
 
-class Training:
-    def __init__(self, sharding: Sharding, attach: dict[str, Any]) -> None:
-        import gradferry
-
-        self.sharding, mesh = sharding, sharding.mesh()
-        self.model = sharding.model(mesh["shard"])
-        self.state = gradferry.fsdp.attach(self.model, replicate_group=mesh["replica"], **attach)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=RATE)
-
-    def train(self, steps: range) -> bytes:
-        for step in steps:
-            self.sharding.backward(self.model, step)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        return bits(self.model)
-
-    def saved(self) -> dict[str, Any]:
-        from torch.distributed.checkpoint.state_dict import get_state_dict
-
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        return {"model": model, "optimizer": optimizer, "hook": self.state}
-
-    def load(self, path: str, hook: Any = None) -> None:
-        from torch.distributed.checkpoint.state_dict import set_state_dict
-
-        saved = self.saved() | {"hook": hook or self.state}
-        dcp.load(saved, checkpoint_id=path)
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=saved["model"],
-            optim_state_dict=saved["optimizer"],
-        )
-
-
-def case_save_and_go_on(sharding: Sharding, attach: dict[str, Any], path: str) -> dict[str, Any]:
-    training = Training(sharding, attach)
-    training.train(range(3))
-    dcp.save(training.saved(), checkpoint_id=path)
-    state = training.state.state_dict()
-    return {"state": state, "values": training.train(range(3, 5))}
-
-
-def case_load_and_go_on(
-    sharding: Sharding, attach: dict[str, Any], path: str, resized: bool = False
-) -> dict[str, Any]:
-    from gradferry.checkpoint import ResizedState
-
-    training = Training(sharding, attach)
-    training.load(path, ResizedState(training.state, path) if resized else None)
-    state = training.state.state_dict()
-    return {"state": state, "values": training.train(range(3, 5))}
-
-
 MODES = [
     {"codec": "q4", "error_feedback": "both"},
     {"codec": "sign1", "momentum": 0.9},
@@ -372,13 +307,13 @@ MODES = [
 def test_training_goes_on_to_the_bit(
     worlds: Worlds, attach: dict[str, Any], tmp_path: Path
 ) -> None:
-    how = {"sharding": Sharding(), "attach": attach, "path": str(tmp_path / "dcp")}
+    how = {"sharding": Sharding(), "attach": {"replicas": attach}, "path": str(tmp_path / "dcp")}
     saved = worlds(4).run(case_save_and_go_on, **how)
     for resized in (False, True):
         loaded = worlds(4).run(case_load_and_go_on, resized=resized, **how)
         for one, other in zip(saved, loaded, strict=True):
             assert one["values"] == other["values"]
-            assert same(one["state"], other["state"])
+            assert same(one["states"], other["states"])
 
 
 @pytest.mark.torch_core
@@ -387,7 +322,7 @@ def test_other_numbers_of_replicas_keep_what_is_missing(
     worlds: Worlds, replicas: int, tmp_path: Path
 ) -> None:
     # In a world of one replica only momentum mode has a place for residuals.
-    how = {"attach": MODES[1], "path": str(tmp_path / "dcp")}
+    how = {"attach": {"replicas": MODES[1]}, "path": str(tmp_path / "dcp")}
     saved = worlds(4).run(case_save_and_go_on, sharding=Sharding(), **how)
     sharding = Sharding(replicas=replicas)
     loaded = worlds(sharding.world_size).run(
@@ -395,9 +330,9 @@ def test_other_numbers_of_replicas_keep_what_is_missing(
     )
     for shard in range(2):
         part = f"shard_{shard}_of_2"
-        before = missing([saved[rank]["state"][part] for rank in (shard, 2 + shard)])
+        before = missing([saved[rank]["states"]["replicas"][part] for rank in (shard, 2 + shard)])
         mine = range(shard, sharding.world_size, 2)
-        after = missing([loaded[rank]["state"][part] for rank in mine])
+        after = missing([loaded[rank]["states"]["replicas"][part] for rank in mine])
         assert before != 0
         # Residuals are fp32 and their mean is rounded once; sums are in fp64, of about 12,000
         # elements, whose rounding errors add up like those of a random walk at most: 2^-24 * 110.
@@ -414,18 +349,18 @@ def missing(states: Sequence[dict[str, Any]]) -> float:
 
 
 def case_other_shards(saved: dict[str, Any]) -> list[Outcome]:
-    training = Training(Sharding(1, 4), MODES[0])
+    state = Training(Sharding(1, 4), {"replicas": MODES[0]}).states["replicas"]
     return [
-        attempt(lambda: training.state.load_state_dict(saved, on_resize="mean")),
-        attempt(lambda: training.state.load_state_dict([])),
+        attempt(lambda: state.load_state_dict(saved, on_resize="mean")),
+        attempt(lambda: state.load_state_dict([])),
     ]
 
 
 def test_states_of_other_shards_are_refused(worlds: Worlds, tmp_path: Path) -> None:
     from gradferry.checkpoint import merge
 
-    how = {"sharding": Sharding(), "attach": MODES[0], "path": str(tmp_path / "dcp")}
-    saved = merge(each["state"] for each in worlds(4).run(case_save_and_go_on, **how))
+    how = {"sharding": Sharding(), "attach": {"replicas": MODES[0]}, "path": str(tmp_path / "dcp")}
+    saved = merge(each["states"]["replicas"] for each in worlds(4).run(case_save_and_go_on, **how))
     assert sorted(saved["shard_1_of_2"]) == sorted(saved["shard_0_of_2"])
     assert {"slot_0", "slot_1"} <= set(saved["shard_1_of_2"])
     for rank, outcomes in enumerate(worlds(4).run(case_other_shards, saved=saved)):

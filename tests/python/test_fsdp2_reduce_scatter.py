@@ -11,13 +11,17 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from outcomes import Outcome, attempt
 from reference import ReferenceReduceScatter
 from reference.layout import resolve_codec
 from reference.scalars import narrow, widen
-from sharding import RATE, SHAPES, Sharding, bits, local_gradients, same
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from sharded_training import (
+    case_load_and_go_on,
+    case_native,
+    case_save_and_go_on,
+    gradients_of,
+)
+from sharding import SHAPES, Sharding, same
 from world import World
 
 Worlds = Callable[[int], World]
@@ -32,11 +36,7 @@ def case_train(sharding: Sharding, attach: dict[str, Any], steps: int = STEPS) -
     mesh = sharding.mesh()
     model = sharding.model(mesh["shard"])
     state = gradferry.fsdp.attach_reduce_scatter(model, **attach)
-    gradients = []
-    for step in range(steps):
-        sharding.backward(model, step)
-        gradients.append(local_gradients(model))
-        model.zero_grad()
+    gradients = gradients_of(model, sharding, steps)
     return {"gradients": gradients, "stats": state.stats(), "text": str(state)}
 
 
@@ -123,16 +123,6 @@ def test_means_equal_the_reference(
         assert answer["stats"]["wire_bytes"] == STEPS * sent
 
 
-def case_native(sharding: Sharding) -> list[list[np.ndarray]]:
-    model = sharding.model(sharding.mesh()["shard"])
-    gradients = []
-    for step in range(STEPS):
-        sharding.backward(model, step)
-        gradients.append(local_gradients(model))
-        model.zero_grad()
-    return gradients
-
-
 @pytest.mark.torch_core
 @pytest.mark.parametrize("codec", ["exact", "off"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["average", "sum"])
@@ -140,7 +130,7 @@ def test_exact_is_what_fsdp2_reduces_itself(worlds: Worlds, codec: str, dtype: t
     # Sums of four whole numbers below 2^9, and a fourth of them, are exact in fp16, too; in which
     # FSDP2 divides by 2 before a sum and by 2 after it.
     sharding = Sharding(1, 4, reduce_dtype=None if dtype == torch.float32 else dtype, whole=True)
-    native = worlds(4).run(case_native, sharding=sharding)
+    native = worlds(4).run(case_native, sharding=sharding, steps=STEPS)
     ours = worlds(4).run(case_train, sharding=sharding, attach={"codec": codec})
     for rank in range(4):
         for one, other in zip(native[rank], ours[rank]["gradients"], strict=True):
@@ -174,60 +164,14 @@ def test_modules_with_parameters_without_gradients_are_reduced_as_they_are(world
         assert "its gradients are sent uncompressed" in answer["warned"][0]
 
 
-class Training:
-    """Shards over two ranks behind the reduce-scatter's hook, two replicas behind the other."""
-
-    def __init__(self, sharding: Sharding) -> None:
-        import gradferry
-
-        self.sharding, mesh = sharding, sharding.mesh()
-        self.model = sharding.model(mesh["shard"])
-        options = {"error_feedback": "worker"}
-        self.states = {
-            "scatter": gradferry.fsdp.attach_reduce_scatter(self.model, "q4", **options),
-            "replicas": gradferry.fsdp.attach(self.model, "q4", mesh["replica"]),
-        }
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=RATE)
-
-    def train(self, steps: range) -> bytes:
-        for step in steps:
-            self.sharding.backward(self.model, step)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        return bits(self.model)
-
-    def saved(self) -> dict[str, Any]:
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        return {"model": model, "optimizer": optimizer, **self.states}
-
-
-def case_save_and_go_on(path: str) -> dict[str, Any]:
-    training = Training(Sharding())
-    training.train(range(2))
-    dcp.save(training.saved(), checkpoint_id=path)
-    states = {name: state.state_dict() for name, state in training.states.items()}
-    return {"states": states, "values": training.train(range(2, 4))}
-
-
-def case_load_and_go_on(path: str) -> dict[str, Any]:
-    training = Training(Sharding())
-    saved = training.saved()
-    dcp.load(saved, checkpoint_id=path)
-    set_state_dict(
-        training.model,
-        training.optimizer,
-        model_state_dict=saved["model"],
-        optim_state_dict=saved["optimizer"],
-    )
-    states = {name: state.state_dict() for name, state in training.states.items()}
-    return {"states": states, "values": training.train(range(2, 4))}
+BOTH = {"scatter": {"error_feedback": "worker"}, "replicas": {}}
 
 
 @pytest.mark.torch_core
 def test_both_hooks_go_on_to_the_bit(worlds: Worlds, tmp_path: Path) -> None:
-    path = str(tmp_path / "dcp")
-    saved = worlds(4).run(case_save_and_go_on, path=path)
-    loaded = worlds(4).run(case_load_and_go_on, path=path)
+    how = {"sharding": Sharding(), "attach": BOTH, "path": str(tmp_path / "dcp")}
+    saved = worlds(4).run(case_save_and_go_on, **how)
+    loaded = worlds(4).run(case_load_and_go_on, **how)
     for rank, (one, other) in enumerate(zip(saved, loaded, strict=True)):
         assert list(one["states"]["scatter"]) == [f"group_of_rank_{rank // 2 * 2}"]
         assert same(one["states"], other["states"])

@@ -1,0 +1,93 @@
+"""Training of a sharded model behind gradferry's hooks, saved by torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from sharding import RATE, Sharding, bits, local_gradients
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+Attach = dict[str, dict[str, Any]]  # arguments by hook, "replicas" or "scatter"
+
+
+def gradients_of(model: nn.Module, sharding: Sharding, steps: int) -> list[list[np.ndarray]]:
+    """[step][parameter]: this rank's parts."""
+    gradients = []
+    for step in range(steps):
+        sharding.backward(model, step)
+        gradients.append(local_gradients(model))
+        model.zero_grad()
+    return gradients
+
+
+def case_native(sharding: Sharding, steps: int) -> list[list[np.ndarray]]:
+    """By FSDP2 alone; where there are several replicas, by its own hybrid sharding."""
+    mesh = sharding.mesh()
+    model = sharding.model(mesh if sharding.replicas > 1 else mesh["shard"])
+    return gradients_of(model, sharding, steps)
+
+
+class Training:
+    """A model, an optimizer, and the states of its hooks."""
+
+    def __init__(self, sharding: Sharding, attach: Attach) -> None:
+        import gradferry
+
+        self.sharding, mesh = sharding, sharding.mesh()
+        self.model = sharding.model(mesh["shard"])
+        self.states: dict[str, Any] = {}
+        if (options := attach.get("scatter")) is not None:
+            self.states["scatter"] = gradferry.fsdp.attach_reduce_scatter(self.model, **options)
+        if (options := attach.get("replicas")) is not None:
+            group = mesh["replica"]
+            state = gradferry.fsdp.attach(self.model, replicate_group=group, **options)
+            self.states["replicas"] = state
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=RATE)
+
+    def train(self, steps: range) -> bytes:
+        for step in steps:
+            self.sharding.backward(self.model, step)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return bits(self.model)
+
+    def state_dicts(self) -> dict[str, Any]:
+        return {name: state.state_dict() for name, state in self.states.items()}
+
+    def saved(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer, **self.states}
+
+    def load(self, path: str, resized: bool) -> None:
+        from gradferry.checkpoint import ResizedState
+
+        saved = self.saved()
+        if resized:
+            named = self.states.items()
+            saved |= {name: ResizedState(state, path, key=name) for name, state in named}
+        dcp.load(saved, checkpoint_id=path)
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=saved["model"],
+            optim_state_dict=saved["optimizer"],
+        )
+
+
+def case_save_and_go_on(sharding: Sharding, attach: Attach, path: str) -> dict[str, Any]:
+    training = Training(sharding, attach)
+    training.train(range(3))
+    dcp.save(training.saved(), checkpoint_id=path)
+    return {"states": training.state_dicts(), "values": training.train(range(3, 5))}
+
+
+def case_load_and_go_on(
+    sharding: Sharding, attach: Attach, path: str, resized: bool = False
+) -> dict[str, Any]:
+    training = Training(sharding, attach)
+    training.load(path, resized)
+    return {"states": training.state_dicts(), "values": training.train(range(3, 5))}
