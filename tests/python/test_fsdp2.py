@@ -10,14 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from outcomes import Outcome, attempt
 from reference import ReferenceEngine
 from reference.layout import wire_bytes_per_step
 from reference.scalars import narrow, widen
 from sharded_training import Training, case_load_and_go_on, case_native, case_save_and_go_on
-from sharding import RATE, SHAPES, Model, Sharding, bits, local_gradients, same
-from torch.distributed.fsdp import fully_shard
+from sharding import RATE, SHAPES, Sharding, bits, local_gradients, same
 from world import World
 
 Worlds = Callable[[int], World]
@@ -171,62 +169,6 @@ def case_partly(sharding: Sharding) -> dict[str, Any]:
     }
 
 
-# --- what changes after attach --------------------------------------------------------------------
-
-
-def case_changed() -> dict[str, Outcome]:
-    import gradferry
-
-    sharding = Sharding()
-    mesh = sharding.mesh()
-
-    def trained(change: Callable[[Any], None], frozen: bool = False) -> Outcome:
-        model = sharding.model(mesh["shard"])
-        if frozen:
-            model.blocks[0].requires_grad_(False)
-        gradferry.fsdp.attach(model, "q4", mesh["replica"])
-        change(model)
-        return attempt(lambda: sharding.backward(model, 0))
-
-    def swap(model: Any) -> None:
-        model.blocks[0].weight.requires_grad_(False)
-
-    def assign(model: Any) -> None:
-        model.load_state_dict(sharding.model(mesh["shard"]).state_dict(), assign=True)
-
-    later = Model()
-    for module in later.blocks:
-        fully_shard(module, mesh=mesh["shard"])
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for parameter in later.parameters():
-            parameter.zero_()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the root is not sharded
-        gradferry.fsdp.attach(later, "q4", mesh["replica"])
-    fully_shard(later, mesh=mesh["shard"])
-    return {
-        "unfrozen": trained(lambda model: model.blocks[0].requires_grad_(True), frozen=True),
-        "frozen": trained(swap),
-        "assigned": trained(assign),
-        "sharded later": attempt(lambda: sharding.backward(later, 0)),
-    }
-
-
-@pytest.mark.torch_core
-def test_changes_after_attach_are_errors(worlds: Worlds) -> None:
-    texts = {
-        "unfrozen": "requires_grad of 'weight' has changed in 'blocks.0' since attach",
-        "frozen": "requires_grad of 'weight' has changed in 'blocks.0' since attach",
-        "assigned": "was replaced, as load_state_dict(assign=True) does",
-        "sharded later": "fully_shard was called on 'the model' after attach",
-    }
-    for found in worlds(4).run(case_changed):
-        for name, outcome in found.items():
-            assert outcome.error == "StateError", (name, outcome)
-            assert texts[name] in outcome.text, (name, outcome.text)
-
-
 def case_idle_module() -> dict[str, Any]:
     import gradferry
 
@@ -269,28 +211,6 @@ def test_a_factor_divides_the_sum_over_all_ranks(worlds: Worlds) -> None:
     ours, theirs = (worlds(4).run(case_factor, native=native) for native in (False, True))
     for one, other in zip(ours, theirs, strict=True):
         assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-def case_one_shard_differs(frozen: bool) -> Outcome:
-    import gradferry
-
-    sharding = Sharding()
-    mesh = sharding.mesh()
-    model = sharding.model(mesh["shard"])
-    if frozen:
-        model.table.requires_grad_(False)
-    if dist.get_rank() == 2:
-        with torch.no_grad():
-            model.table.to_local().add_(1.0)
-    return attempt(lambda: gradferry.fsdp.attach(model, "q4", mesh["replica"]))
-
-
-@pytest.mark.torch_core
-@pytest.mark.parametrize("frozen", [False, True])
-def test_all_shards_hear_of_an_error_in_one(worlds: Worlds, frozen: bool) -> None:
-    for outcome in worlds(4).run(case_one_shard_differs, frozen=frozen):
-        assert outcome.error == "RankMismatchError"
-        assert "in values of 'table', in which replicas must begin equal" in outcome.text
 
 
 # --- states ---------------------------------------------------------------------------------------
@@ -366,150 +286,3 @@ def test_states_of_other_shards_are_refused(worlds: Worlds, tmp_path: Path) -> N
     for rank, outcomes in enumerate(worlds(4).run(case_other_shards, saved=saved)):
         assert [outcome.error for outcome in outcomes] == ["StateError"] * 2
         assert f"nothing of shard_{rank}_of_4, only ['shard_0_of_2'" in outcomes[0].text
-
-
-# --- errors ---------------------------------------------------------------------------------------
-
-
-def case_refused() -> dict[str, Outcome]:
-    import gradferry
-
-    sharding = Sharding()
-    mesh = sharding.mesh()
-
-    def attached(model: Any, group: Any = None, **options: Any) -> Outcome:
-        options = {"codec": "q4", **options}
-        return attempt(
-            lambda: gradferry.fsdp.attach(
-                model, replicate_group=mesh["replica"] if group is None else group, **options
-            )
-        )
-
-    found = {
-        "no module": attached(3),
-        "not sharded": attached(Model()),
-        "native replicas": attached(sharding.model(mesh)),
-        "no group": attempt(lambda: gradferry.fsdp.attach(sharding.model(mesh["shard"]))),
-        "two dimensions": attached(sharding.model(mesh["shard"]), mesh),
-        "shard group": attached(sharding.model(mesh["shard"]), mesh["shard"]),
-        "auto": attached(sharding.model(mesh["shard"]), codec="auto"),
-        "unknown codec": attached(sharding.model(mesh["shard"]), codec="q5"),
-        "unequal replicas": attached(sharding.model(mesh["shard"], seed=dist.get_rank() // 2)),
-        "unequal codecs": attached(
-            sharding.model(mesh["shard"]), codec=("q4", "q8")[dist.get_rank() // 2]
-        ),
-    }
-    with torch.device("meta"):
-        meta = Model()
-    fully_shard(meta, mesh=mesh["shard"])
-    found["meta"] = attached(meta)
-    mixed = Model()
-    fully_shard(mixed.blocks[0], mesh=mesh["replica"])
-    fully_shard(mixed, mesh=mesh["shard"])
-    found["two meshes"] = attached(mixed)
-    model = sharding.model(mesh["shard"])
-    found["first"] = attached(model)
-    found["second"] = attached(model)
-    model.set_requires_all_reduce(False)
-    loss = model(sharding.targets(0, 0, dist.get_rank()))
-    found["no all-reduce"] = attempt(loss.backward)
-    model.set_requires_all_reduce(True)
-    found["after an error"] = attempt(lambda: sharding.backward(model, 0))
-    return found
-
-
-TEXTS = {
-    "no module": "model must be a module, not int",
-    "not sharded": "no parameters under FSDP2 that require grad",
-    "native replicas": "over replicas itself, since its mesh has two dimensions; shard over one",
-    "no group": "replicate_group is missing",
-    "two dimensions": "a mesh of 2 dimensions",
-    "shard group": "are in one shard group and in one replicate_group",
-    "auto": "codec='auto' forecasts the steps of DistributedDataParallel",
-    "unknown codec": "q5",
-    "unequal replicas": "rank 1 differs from rank 0 in values of 'table', in which",
-    "unequal codecs": "rank 1 differs from rank 0 in codec",
-    "meta": "is on the meta device; attach after model.to_empty",
-    "two meshes": "shard all modules over one mesh",
-    "second": "already has an all-reduce hook",
-    "no all-reduce": "set_requires_all_reduce(False)",
-    "after an error": "set_requires_all_reduce(False)",
-}
-KINDS = {
-    "unequal replicas": "RankMismatchError",
-    "unequal codecs": "RankMismatchError",
-    "no all-reduce": "StateError",
-    "after an error": "StateError",
-}
-
-
-@pytest.mark.torch_core
-def test_what_cannot_be_hooked_is_refused_with_a_reason(worlds: Worlds) -> None:
-    for found in worlds(4).run(case_refused):
-        for name, outcome in found.items():
-            if name == "first":
-                assert outcome.error is None, (name, outcome)
-                continue
-            assert outcome.error == KINDS.get(name, "ConfigError"), (name, outcome)
-            assert TEXTS[name] in outcome.text, (name, outcome.text)
-
-
-def case_bad_gradient(rank: int) -> dict[str, Any]:
-    """Rank `rank` cannot go on; the other replica of its shard hears why."""
-    import gradferry
-
-    sharding = Sharding()
-    mesh = sharding.mesh()
-    model = sharding.model(mesh["shard"])
-    state = gradferry.fsdp.attach(model, "q4", mesh["replica"], nonfinite="raise")
-    sharding.backward(model, 0)
-    targets = sharding.targets(1, 0, dist.get_rank())
-    if dist.get_rank() == rank:
-        targets["blocks.0"]["weight"][[0, -1], 0] = float("nan")  # one row of each shard
-    outcome = attempt(lambda: model(targets).backward())
-    return {"outcome": outcome, "ended": attempt(state.state_dict)}
-
-
-def test_replicas_raise_the_same_error(worlds: Worlds) -> None:
-    answers = worlds(4).run(case_bad_gradient, rank=2)
-    for rank, answer in enumerate(answers):
-        outcome = answer["outcome"]
-        assert outcome.error == "StateError"
-        assert "blocks.0.weight" in outcome.text
-        assert outcome.headline == answers[rank % 2]["outcome"].headline
-        assert answer["ended"].error == "StateError"
-
-
-def case_fsdp1() -> Outcome:
-    import gradferry
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    model = FullyShardedDataParallel(Model(), device_id=torch.device("cpu"))
-    return attempt(lambda: gradferry.fsdp.attach(model, "q4", dist.group.WORLD))
-
-
-def test_fsdp1_is_refused(worlds: Worlds) -> None:
-    for outcome in worlds(2).run(case_fsdp1):
-        assert outcome.error == "ConfigError"
-        assert "(FSDP1), whose communication hooks take no hybrid sharding" in outcome.text
-
-
-def case_unsharded_part() -> list[str]:
-    import gradferry
-
-    sharding = Sharding()
-    mesh = sharding.mesh()
-    torch.manual_seed(0)
-    model = Model()
-    fully_shard(model.blocks[0], mesh=mesh["shard"])
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        gradferry.fsdp.attach(model, "q4", mesh["replica"])
-    return [str(each.message) for each in warned]
-
-
-def test_parameters_outside_are_named(worlds: Worlds) -> None:
-    for warned in worlds(4).run(case_unsharded_part):
-        count = sum(len(shapes) for shapes in SHAPES.values()) - len(SHAPES["blocks.0"])
-        assert len(warned) == 1
-        assert f"gradients of 'table' and {count - 1} more" in warned[0]
