@@ -1,10 +1,11 @@
 """What compression does to the loss of sharded training: FSDP2 with a codec against FSDP2 without.
 
 `python benchmarks/sharded_loss.py` trains task tiny_text with AdamW on four processes of this
-machine, two replicas of two shards, with three seeds each, uncompressed and with q4. Trainings with
-one seed begin with the same weights and see the same batches. It prints the last validation loss of
-every training, its mean and spread over seeds, what it differs from the first codec's, and the
-bytes that a rank sends other replicas per step, counted and by formula.
+machine, two replicas of two shards (or one of four, `--parallel fsdp`), with three seeds each,
+uncompressed and with q4. Trainings with one seed begin with the same weights and see the same
+batches. It prints the last validation loss of every training, its mean and spread over seeds, what
+it differs from the first codec's, and the bytes that a rank's hook sends per step, counted and by
+formula.
 """
 
 from __future__ import annotations

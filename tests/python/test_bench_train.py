@@ -97,20 +97,21 @@ def case_contest(model: str, hooks: tuple[str, ...], **options: Any) -> Any:
         return error
 
 
-def test_train_smoke_compares_hooks_between_replicas(tmp_path, capsys):
+@pytest.mark.parametrize(("parallel", "ranks"), [("hsdp", 4), ("fsdp", 2)])
+def test_train_smoke_compares_hooks_under_fsdp2(parallel, ranks, tmp_path, capsys):
     file = tmp_path / "rows.json"
-    words = ["--parallel", "hsdp", "--ranks", "4", "--json", str(file)]
+    words = ["--parallel", parallel, "--ranks", str(ranks), "--json", str(file)]
     assert main(["bench", "train", "--smoke", *words]) == 0
     none, q4 = rows = json.loads(file.read_text())["rows"]
     for row in rows:
-        assert (row["parallel"], row["ranks"], row["hosts"]) == ("hsdp", 4, 1)
+        assert (row["parallel"], row["ranks"], row["hosts"]) == (parallel, ranks, 1)
         assert (row["bucket_cap_mb"], row["trial_ms"]) == (None, {})
         assert row["wire_bytes"] == row["wire_bytes_formula"]
     assert (none["hook"], none["wire_bytes"]) == ("none", 0)
     assert (q4["hook"], q4["wire_bytes_measured"]) == ("q4", True)
     # One bucket for every block, and one for what is left.
     assert len(q4["last_step"]["buckets"]) == 5
-    assert "small under hsdp, 4 ranks, link loopback" in capsys.readouterr().out
+    assert f"small under {parallel}, {ranks} ranks, link loopback" in capsys.readouterr().out
 
 
 def test_training_until_a_loss_says_how_long_it_takes(world_of_2: World):
@@ -194,7 +195,7 @@ def test_train_shows_a_ranks_own_error(capsys):
         (["--ranks", "0"], "--ranks"),
         (["--parallel", "hsdp", "--hooks", "torch:fp16"], "hook 'torch:fp16' is for DDP; under"),
         (["--parallel", "hsdp", "--hooks", "torch:powersgd:4"], "is for DDP; under hsdp there are"),
-        (["--parallel", "hsdp", "--hooks", "sync"], "none, torch:fp32 (FSDP2's own all-reduce)"),
+        (["--parallel", "hsdp", "--hooks", "sync"], "none, torch:fp32 (FSDP2's own collective)"),
         (["--parallel", "hsdp", "--hooks", "auto"], "name a codec, such as q4"),
         (["--parallel", "hsdp", "--hooks", "q4+momentum=0.9+warmup_steps=9"], "leave out warmup_"),
         (["--parallel", "hsdp", "--exchange", "two-level"], "ranks of a host share a replica"),

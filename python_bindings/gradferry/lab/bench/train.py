@@ -79,9 +79,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=PARALLEL,
         default=DDP,
         help="ddp: DistributedDataParallel; hsdp: FSDP2 with a replica of the model on every host, "
-        "or two on one host, and the hook between replicas. There hooks are none, torch:fp32 "
-        "(FSDP2's own all-reduce), off, and codecs; every module is a bucket, so that "
-        "--bucket-caps means nothing (default: %(default)s)",
+        "or two on one host, and the hook between replicas; fsdp: one replica over all ranks, and "
+        "the hook in place of its reduce-scatter. There hooks are none, torch:fp32 (FSDP2's own), "
+        "off, and codecs; every module is a bucket, so that --bucket-caps means nothing (default: "
+        "%(default)s)",
     )
     flags.add_model(parser)
     add_device(parser)

@@ -231,6 +231,7 @@ class _CodecHook:
             return ring_exchange(self.dense_bytes, hosts)
         parameters, config, stats = self.state.parameters, self.state.config, self.state.stats()
         warmup = stats["steps"] < config.warmup_steps
+        owners = [p.owner for p in parameters if p.owner is not None]  # in a reduce-scatter
         return wire_bytes_per_step(
             [parameter.num_elements for parameter in parameters],
             payload_sizes([(str(p.codec), p.dtype) for p in parameters]),
@@ -246,6 +247,7 @@ class _CodecHook:
             nodes=self.state.nodes,
             dense_bytes=config.dense_bytes_between(self.state.nodes),
             item_bytes=[p.dtype.itemsize for p in parameters],
+            owners=owners or None,
         )
 
 

@@ -1,12 +1,12 @@
 """A model that all ranks train with a hook: whole on each under DDP, or sharded by FSDP2.
 
 Hybrid sharding, ``hsdp``: gradients are reduced within replicas of the model, and the hook averages
-over replicas what each rank has then.
+over replicas what each rank has then. One replica over all ranks, ``fsdp``: the hook reduces.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -33,8 +33,9 @@ from gradferry.lab.workloads.hooks import (
 
 DDP = "ddp"
 HSDP = "hsdp"
-PARALLEL = (DDP, HSDP)
-NATIVE = "torch:fp32"  # the all-reduce of what shards the model
+FSDP = "fsdp"
+PARALLEL = (DDP, HSDP, FSDP)
+NATIVE = "torch:fp32"  # the collective of what shards the model
 
 BuildModel = Callable[[], nn.Module]
 
@@ -46,11 +47,13 @@ def refusal(parallel: str, hook: str) -> str | None:
     if hook in RULERS or hook.startswith("torch:"):
         return (
             f"hook {hook!r} is for DDP; under {parallel} there are {NO_HOOK}, {NATIVE} (FSDP2's "
-            "own all-reduce), off, and codecs"
+            "own collective), off, and codecs"
         )
     config = hook_config(hook)
     if config.chooses:
         return f"hook {hook!r} forecasts steps of DDP; under {parallel} name a codec, such as q4"
+    if config.momentum and parallel == FSDP:
+        return f"hook {hook!r}: momentum mode needs means on all ranks, which {parallel} has not"
     if config.momentum and config.warmup_steps:
         return (
             f"hook {hook!r}: OneBitAdam, which dense steps before momentum mode are for, is for "
@@ -71,13 +74,15 @@ def check_parallel(parallel: str, hook: str) -> None:
 def mesh_for(parallel: str, hosts: Nodes) -> DeviceMesh | None:
     """The mesh over which models are sharded, of replicas and shards; None under DDP. Collective.
 
-    A host has a replica; where all ranks are on one, half of them have. Raises ConfigError where
-    replicas would not have equally many ranks.
+    Under ``hsdp`` a host has a replica; where all ranks are on one, half of them have. Raises
+    ConfigError where replicas would not have equally many ranks.
     """
     if parallel == DDP:
         return None
     replicas = hosts.members
-    if len(replicas) == 1:
+    if parallel == FSDP:
+        replicas = (tuple(range(hosts.world_size)),)
+    elif len(replicas) == 1:
         ranks, half = replicas[0], hosts.world_size // 2
         replicas = (ranks[:half], ranks[half:])
     if len(set(map(len, replicas))) != 1:
@@ -131,7 +136,7 @@ def parallelize(
         (cap,) = bucket_caps(hook, model, [bucket_cap_mb])
         ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=cap)
         return _Ddp(ddp, apply_hook(ddp, hook, seed=seed, compress_from=compress_from, nodes=nodes))
-    check_parallel(HSDP, hook)
+    check_parallel(HSDP if mesh["replica"].size() > 1 else FSDP, hook)
     return _Sharded(build_model, hook, mesh, seed=seed, compress_from=compress_from, nodes=nodes)
 
 
@@ -160,20 +165,31 @@ class _Sharded:
 
         self._build_model = build_model
         self.model = build_model()
+        replicas, shards = mesh["replica"], mesh["shard"]
+        averages = replicas.size() > 1
         for module in (*_blocks(self.model), self.model):
-            fully_shard(module, mesh=mesh if hook == NATIVE else mesh["shard"])
-        replicas = mesh["replica"]
-        elements = sum(module.num_elements for module in sharded_modules(self.model))
-        dense_bytes = all_reduce_bytes(elements, 4, replicas.size())
-        groups = mesh.mesh.T.tolist()
+            fully_shard(module, mesh=mesh if averages and hook == NATIVE else shards)
+        modules = sharded_modules(self.model)
+        elements = sum(module.num_elements for module in modules)
+        if averages:
+            dense_bytes, groups = all_reduce_bytes(elements, 4, replicas.size()), mesh.mesh.T
+        else:  # half an all-reduce of what all ranks have
+            elements *= shards.size()
+            dense_bytes, groups = all_reduce_bytes(elements, 4, shards.size()) // 2, mesh.mesh
         self.handle: HookHandle
         if hook in (NO_HOOK, NATIVE):
+            if hook == NO_HOOK and not averages:
+                for each in modules:
+                    each.reduce_scatter = _OwnGradients()
             sent = dense_bytes if hook == NATIVE else 0
-            self.handle = ComputedHook(hook, dense_bytes, sent, groups=groups)
+            self.handle = ComputedHook(hook, dense_bytes, sent, groups=groups.tolist())
             return
         codec, options = codec_options(hook, compress_from)
-        state = fsdp.attach(self.model, codec, replicas, seed=seed, nodes=nodes, **options)
-        self.handle = codec_handle(hook, state, dense_bytes, groups=groups)
+        if averages:
+            state = fsdp.attach(self.model, codec, replicas, seed=seed, nodes=nodes, **options)
+        else:
+            state = fsdp.attach_reduce_scatter(self.model, codec, seed=seed, **options)
+        self.handle = codec_handle(hook, state, dense_bytes, groups=groups.tolist())
 
     def whole(self) -> nn.Module:
         from torch.distributed.tensor import DTensor
@@ -186,6 +202,25 @@ class _Sharded:
         }
         whole.load_state_dict(values)
         return whole
+
+
+class _OwnGradients:
+    """In place of FSDP2's reduce-scatter: every rank keeps its part of its own gradients."""
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: object,
+        async_op: bool = False,
+    ) -> None:
+        output_tensor.copy_(input_tensor.view(group.size(), -1)[group.rank()])
 
 
 def _blocks(model: nn.Module) -> Iterator[nn.Module]:
