@@ -20,9 +20,9 @@ from gradferry.forecast.hook_names import TORCH_DTYPES
 from gradferry.lab.bench import collective, collective_turns
 from gradferry.lab.bench.collective import collective_rows, parse_size
 from gradferry.lab.bench.collective_turns import (
-    AllReduceOptions,
-    AllReduceOutcome,
-    compare_all_reduces,
+    CollectiveOptions,
+    CollectiveOutcome,
+    compare_collectives,
 )
 from gradferry.lab.cli import main
 from gradferry.lab.ranks.hosts import Where
@@ -73,13 +73,13 @@ def test_collective_smoke_compares_with_the_backends_own(tmp_path, capsys):
         assert word in shown
 
 
-def case_compare(hosts: Nodes | None = None, **options: Any) -> list[AllReduceOutcome]:
+def case_compare(hosts: Nodes | None = None, **options: Any) -> list[CollectiveOutcome]:
     """As if ranks were on these hosts. None: every rank on a host of its own."""
     torch.manual_seed(0)
     options = {"iterations": 1, "warmup": 0, "check": True, "exchanges": ("auto",), **options}
     hosts = hosts or flat(dist.get_world_size())
     with mock.patch.object(collective_turns, "found_hosts", return_value=hosts):
-        return compare_all_reduces(lambda text: None, AllReduceOptions(**options))
+        return compare_collectives(lambda text: None, CollectiveOptions(**options))
 
 
 # Part of a tile; a tile and a bit; more than a chunk of half a megabyte per rank.
@@ -140,7 +140,7 @@ def test_two_levels_of_ranks_that_are_alone_are_refused(world_of_2: World) -> No
         assert "--ranks-per-host" in message
 
 
-def case_compare_on_device(**options: Any) -> list[AllReduceOutcome]:
+def case_compare_on_device(**options: Any) -> list[CollectiveOutcome]:
     import fake_device
 
     place = (fake_device.DEVICE, fake_device.group("streamed"))
@@ -163,7 +163,7 @@ def test_a_device_gives_what_the_functions_give(device_worlds, ranks: int):
             assert not outcome.phase_ms  # the host only enqueues
 
 
-def case_damaged(name: str) -> list[AllReduceOutcome]:
+def case_damaged(name: str) -> list[CollectiveOutcome]:
     """One bit of one element is wrong, on the last rank alone."""
     original = _native.HostEngine.all_reduce
     own = dist.all_reduce
@@ -203,8 +203,8 @@ def test_one_wrong_bit_on_one_rank_is_found(world_of_2: World, name: str):
         assert [outcome.wrong for outcome in outcomes] == [1]
 
 
-def outcome(name: str, seconds: list[float], wrong: int | None = 0) -> AllReduceOutcome:
-    return AllReduceOutcome(name, None, 1 << 20, wrong, 0.0, 1000, True, seconds)
+def outcome(name: str, seconds: list[float], wrong: int | None = 0) -> CollectiveOutcome:
+    return CollectiveOutcome(name, None, 1 << 20, wrong, 0.0, 1000, True, seconds)
 
 
 @pytest.mark.parametrize(("wrong", "code"), [(0, 0), (3, 1), (None, 0)])
@@ -221,7 +221,9 @@ def test_rows_compare_with_the_fastest_of_the_backends_own():
         outcome("torch:bf16", [2.0, 6.0, 30.0]),
         outcome("q4", [1.0, 2.0, 10.0]),
     ]
-    options = AllReduceOptions(("torch:fp32",), ("auto",), (4,), iterations=3, warmup=0, check=True)
+    options = CollectiveOptions(
+        ("torch:fp32",), ("auto",), (4,), iterations=3, warmup=0, check=True
+    )
     rows = {row["codec"]: row for row in collective_rows(outcomes, options, WHERE)}
     assert rows["q4"]["speedup"] == 3.0
     assert rows["torch:fp32"]["speedup"] == 0.75

@@ -19,9 +19,9 @@ from gradferry.forecast.chunks import all_reduce_bytes
 from gradferry.forecast.hook_names import TORCH_DTYPES
 from gradferry.lab import flags
 from gradferry.lab.bench.collective_turns import (
-    AllReduceOptions,
-    AllReduceOutcome,
-    compare_all_reduces,
+    CollectiveOptions,
+    CollectiveOutcome,
+    compare_collectives,
 )
 from gradferry.lab.bench.device_clock import environment_on
 from gradferry.lab.output.json_file import write_json
@@ -116,7 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_ranks(arguments)
     console = Console()
 
-    def report(outcomes: Sequence[AllReduceOutcome], where: Where) -> int:
+    def report(outcomes: Sequence[CollectiveOutcome], where: Where) -> int:
         rows = collective_rows(outcomes, options, where)
         print_table(console, collective_table(rows))
         if arguments.json:
@@ -127,11 +127,11 @@ def run(arguments: argparse.Namespace) -> int:
     with StatusLine(console) as status:
         body_arguments = (options,)
         return run_everywhere(
-            arguments, compare_all_reduces, body_arguments, status, status.closing(report)
+            arguments, compare_collectives, body_arguments, status, status.closing(report)
         )
 
 
-def _options(arguments: argparse.Namespace) -> AllReduceOptions:
+def _options(arguments: argparse.Namespace) -> CollectiveOptions:
     codecs = [
         codec if codec == AUTO else _native.canonical_codec(codec) for codec in arguments.codecs
     ]
@@ -149,7 +149,7 @@ def _options(arguments: argparse.Namespace) -> AllReduceOptions:
     sizes = [smallest]
     while sizes[-1] * arguments.stepfactor <= largest:
         sizes.append(sizes[-1] * arguments.stepfactor)
-    return AllReduceOptions(
+    return CollectiveOptions(
         names=(*TORCH_DTYPES, *dict.fromkeys(codecs)),
         exchanges=asked_exchanges(arguments),
         sizes=tuple(sizes),
@@ -170,7 +170,7 @@ def parse_size(flag: str, text: str) -> int:
 
 
 def collective_rows(
-    outcomes: Sequence[AllReduceOutcome], options: AllReduceOptions, where: Where
+    outcomes: Sequence[CollectiveOutcome], options: CollectiveOptions, where: Where
 ) -> list[dict[str, Any]]:
     """Rows of the JSON file; docs/benchmarks.md defines every key."""
     rows = []
@@ -217,7 +217,7 @@ def collective_rows(
     return rows
 
 
-def _microseconds(outcome: AllReduceOutcome, *phases: str) -> float | None:
+def _microseconds(outcome: CollectiveOutcome, *phases: str) -> float | None:
     if not outcome.phase_ms:
         return None
     return 1e3 * sum(outcome.phase_ms[phase] for phase in phases)

@@ -50,7 +50,7 @@ _SEED = 0
 
 
 @dataclass(frozen=True)
-class AllReduceOptions:
+class CollectiveOptions:
     """The options. Names are already checked."""
 
     names: tuple[str, ...]  # of TORCH_DTYPES, codecs, and AUTO
@@ -71,7 +71,7 @@ class AllReduceOptions:
 
 
 @dataclass
-class AllReduceOutcome:
+class CollectiveOutcome:
     """The result of one name, with one exchange, at one size, over all ranks."""
 
     name: str
@@ -90,7 +90,7 @@ class AllReduceOutcome:
     chosen: str | None = None  # codec and exchange, where the name or the exchange is AUTO
 
 
-class _BackendAllReduce:
+class _BackendCollective:
     """The backend's: in fp32, or cast to 16 bits and back, as PyTorch's own hooks do."""
 
     wire_measured = False
@@ -125,7 +125,7 @@ class _BackendAllReduce:
         return {}
 
 
-class _CodecAllReduce:
+class _CodecCollective:
     """A codec's, by an engine for this one tensor."""
 
     wire_measured = True
@@ -208,7 +208,7 @@ class _CodecAllReduce:
         return phases_of(self._engine.stats()) if self._on_host else {}
 
 
-_AllReduce = _BackendAllReduce | _CodecAllReduce
+_Collective = _BackendCollective | _CodecCollective
 
 
 def _asked(
@@ -218,11 +218,11 @@ def _asked(
     group: dist.ProcessGroup,
     transport: Transport,
     hosts: Nodes,
-) -> _CodecAllReduce:
+) -> _CodecCollective:
     """The all-reduce of a codec, or of AUTO, with one of EXCHANGES."""
 
-    def make(codec: str, used: Exchange) -> _CodecAllReduce:
-        return _CodecAllReduce(codec, used, num_elements, group, transport)
+    def make(codec: str, used: Exchange) -> _CodecCollective:
+        return _CodecCollective(codec, used, num_elements, group, transport)
 
     among = exchanges_among(exchange, hosts, on_host=transport.on_host)
     codec, used = name, among[-1]  # what attach takes
@@ -236,27 +236,27 @@ def _asked(
             codec, used = pairs[measured.index(most_precise(measured))]
         else:
             ((codec, used),) = pairs
-    all_reduce = make(codec, used)
+    collective = make(codec, used)
     if AUTO in (name, exchange):
-        all_reduce.chosen = f"{codec} {used.name}"
-    all_reduce.name, all_reduce.exchange = name, exchange
-    return all_reduce
+        collective.chosen = f"{codec} {used.name}"
+    collective.name, collective.exchange = name, exchange
+    return collective
 
 
 def _trial(
-    all_reduces: Sequence[_CodecAllReduce], num_elements: int, transport: Transport
+    collectives: Sequence[_CodecCollective], num_elements: int, transport: Transport
 ) -> list[float]:
     """The typical seconds of each, as `codec="auto"` finds them in training. Collective."""
     gradient = _gradient(dist.get_rank(), num_elements).to(transport.device)
     buffer, clock = torch.empty_like(gradient), clock_of(transport.device)
     turns = [
-        [_timed(each, buffer, gradient, clock) for each in all_reduces] for _ in range(TRIAL_STEPS)
+        [_timed(each, buffer, gradient, clock) for each in collectives] for _ in range(TRIAL_STEPS)
     ]
     timed = zip(*turns[SETTLING_STEPS:], strict=True)
     return most_of_ranks([median(seconds) for seconds in timed])
 
 
-def compare_all_reduces(emit: Emit, options: AllReduceOptions) -> list[AllReduceOutcome]:
+def compare_collectives(emit: Emit, options: CollectiveOptions) -> list[CollectiveOutcome]:
     """Runs on every rank; the outcomes are those of all. Emits what it is doing, as text."""
     place, own_group = place_of_rank(options.device)
     group = own_group or _default_group()
@@ -275,89 +275,89 @@ def _default_group() -> dist.ProcessGroup:
 
 
 def _compare(
-    options: AllReduceOptions,
+    options: CollectiveOptions,
     num_elements: int,
     group: dist.ProcessGroup,
     transport: Transport,
     interface: InterfaceCounter,
-) -> list[AllReduceOutcome]:
+) -> list[CollectiveOutcome]:
     gradients = [_gradient(rank, num_elements) for rank in range(dist.get_world_size())]
     mine = gradients[dist.get_rank()].to(transport.device)
     buffer, clock = torch.empty_like(mine), clock_of(transport.device)
     entries = []
     for name, exchange in options.entries():
-        all_reduce: _AllReduce
+        collective: _Collective
         if exchange is None:
-            all_reduce = _BackendAllReduce(name, num_elements, group)
+            collective = _BackendCollective(name, num_elements, group)
         else:
-            all_reduce = _asked(name, exchange, num_elements, group, transport, interface.hosts)
-        outcome = _first_run(all_reduce, buffer, gradients, interface, check=options.check)
-        entries.append((all_reduce, outcome))
-    for all_reduce, _ in entries:
+            collective = _asked(name, exchange, num_elements, group, transport, interface.hosts)
+        outcome = _first_run(collective, buffer, gradients, interface, check=options.check)
+        entries.append((collective, outcome))
+    for collective, _ in entries:
         for _ in range(options.warmup):
-            _timed(all_reduce, buffer, mine, clock)
-    before = [all_reduce.phase_ms() for all_reduce, _ in entries]
+            _timed(collective, buffer, mine, clock)
+    before = [collective.phase_ms() for collective, _ in entries]
     turns = list(entries)
     for _ in range(options.iterations):
-        for all_reduce, outcome in turns:
-            outcome.seconds.append(_timed(all_reduce, buffer, mine, clock))
+        for collective, outcome in turns:
+            outcome.seconds.append(_timed(collective, buffer, mine, clock))
         turns.reverse()
-    for (all_reduce, outcome), earlier in zip(entries, before, strict=True):
+    for (collective, outcome), earlier in zip(entries, before, strict=True):
         outcome.seconds = most_of_ranks(outcome.seconds)
-        for key, total in all_reduce.phase_ms().items():
+        for key, total in collective.phase_ms().items():
             outcome.phase_ms[key] = (total - earlier[key]) / options.iterations
     return [outcome for _, outcome in entries]
 
 
 def _first_run(
-    all_reduce: _AllReduce,
+    collective: _Collective,
     buffer: torch.Tensor,
     gradients: Sequence[torch.Tensor],
     interface: InterfaceCounter,
     *,
     check: bool,
-) -> AllReduceOutcome:
+) -> CollectiveOutcome:
     """Runs once on fresh state and compares the result with what it must be."""
-    before = all_reduce.wire_bytes() if all_reduce.wire_measured else 0
+    before = collective.wire_bytes() if collective.wire_measured else 0
     buffer.copy_(gradients[dist.get_rank()])
     interface.begin()
-    all_reduce.run(buffer)
+    collective.run(buffer)
     result = buffer.cpu()
     sent = interface.end()
     wrong = 0
     if check:
-        wrong = int((_bits(result) != _bits(all_reduce.expected(gradients))).sum())
+        wrong = int((_bits(result) != _bits(collective.expected(gradients))).sum())
     exact = torch.zeros_like(gradients[0], dtype=torch.float64)
     for gradient in gradients:  # not stacked: all ranks of a machine do this at once
         exact += gradient.double() / len(gradients)
     error = float((result.double() - exact).norm() / exact.norm()) if exact.any() else 0.0
-    facts = torch.tensor([wrong, all_reduce.wire_bytes() - before], dtype=torch.int64)
+    facts = torch.tensor([wrong, collective.wire_bytes() - before], dtype=torch.int64)
     dist.all_reduce(facts, dist.ReduceOp.MAX)
     hosts = interface.hosts
-    host, formula = busiest_host(hosts, all_reduce.bytes_to_other_hosts(hosts.of_rank))
+    host, formula = busiest_host(hosts, collective.bytes_to_other_hosts(hosts.of_rank))
     counted = gather_from_ranks({"sent": sent})
-    return AllReduceOutcome(
-        name=all_reduce.name,
-        exchange=all_reduce.exchange,
-        chosen=all_reduce.chosen,
+    return CollectiveOutcome(
+        name=collective.name,
+        exchange=collective.exchange,
+        chosen=collective.chosen,
         num_elements=buffer.numel(),
         wrong=int(facts[0]) if check else None,
         relative_error=error,
         wire_bytes=int(facts[1]),
-        wire_measured=all_reduce.wire_measured,
+        wire_measured=collective.wire_measured,
         interface_bytes=counted[hosts.members[host][0]]["sent"],
         interface_formula=formula,
     )
 
 
 def _timed(
-    all_reduce: _AllReduce, buffer: torch.Tensor, gradient: torch.Tensor, clock: Clock
+    collective: _Collective, buffer: torch.Tensor, gradient: torch.Tensor, clock: Clock
 ) -> float:
     buffer.copy_(gradient)
     clock.wait()
     dist.barrier()
     started = time.perf_counter()
-    all_reduce.run(buffer)
+    collective.run(buffer)
     clock.wait()
     return time.perf_counter() - started
 
