@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any
 from unittest import mock
@@ -18,8 +20,10 @@ from gradferry.errors import ConfigError
 from gradferry.forecast.chunks import payload_sizes, wire_bytes_per_step
 from gradferry.forecast.hook_names import TORCH_DTYPES
 from gradferry.lab.bench import collective, collective_turns
-from gradferry.lab.bench.collective import collective_rows, parse_size
+from gradferry.lab.bench.collective import collective_rows, collective_table, parse_size
 from gradferry.lab.bench.collective_turns import (
+    ALL_REDUCE,
+    REDUCE_SCATTER,
     CollectiveOptions,
     CollectiveOutcome,
     compare_collectives,
@@ -29,7 +33,7 @@ from gradferry.lab.ranks.hosts import Where
 from world import World
 
 ROW_KEYS = [
-    "size", "count", "type", "codec", "exchange", "chosen", "time", "algbw", "busbw", "wrong",
+    "op", "size", "count", "type", "codec", "exchange", "chosen", "time", "algbw", "busbw", "wrong",
     "wire", "ratio", "enc", "dec", "net", "rel_err", "speedup", "speedup_low", "speedup_high",
     "iters",
     "interval_coverage", "time_min", "time_max", "wire_measured", "interface_bytes",
@@ -49,6 +53,7 @@ def test_collective_smoke_compares_with_the_backends_own(tmp_path, capsys):
     ]
     for row in rows:
         assert list(row) == ROW_KEYS
+        assert row["op"] == ALL_REDUCE
         assert row["wrong"] == 0
         assert (row["link"], row["ranks"], row["hosts"]) == ("loopback", 2, 1)
         assert row["ranks_per_host"] == 2
@@ -87,9 +92,12 @@ SIZES = (4, 4 * 4100, 4 * 600_000)
 
 
 @pytest.mark.torch_core
+@pytest.mark.parametrize("op", [ALL_REDUCE, REDUCE_SCATTER])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_every_codec_gives_what_its_functions_give(worlds, ranks: int):
-    for outcomes in worlds(ranks).run(case_compare, names=(*TORCH_DTYPES, *CODECS), sizes=SIZES):
+def test_every_codec_gives_what_its_functions_give(worlds, ranks: int, op: str):
+    least = 4 if op == ALL_REDUCE else 16 * ranks
+    options = {"names": (*TORCH_DTYPES, *CODECS), "sizes": (least, *SIZES[1:]), "op": op}
+    for outcomes in worlds(ranks).run(case_compare, **options):
         assert len(outcomes) == len(SIZES) * (len(TORCH_DTYPES) + len(CODECS))
         for outcome in outcomes:
             assert outcome.wrong == 0, outcome
@@ -126,9 +134,17 @@ def test_both_exchanges_give_and_send_what_their_formulas_say(
             assert one.interface_formula <= sum(sent)
 
 
+def test_one_rank_keeps_all(worlds) -> None:
+    names = ("torch:bf16", "q4")
+    (outcomes,) = worlds(1).run(case_compare, names=names, sizes=(4000,), op=REDUCE_SCATTER)
+    for outcome in outcomes:
+        assert (outcome.wrong, outcome.wire_bytes, outcome.num_elements) == (0, 0, 1000)
+        assert outcome.relative_error == 0
+
+
 def case_refused(**options: Any) -> str:
     try:
-        case_compare(names=("q4",), sizes=(4000,), **options)
+        case_compare(names=("q4",), **{"sizes": (4000,), **options})
     except ConfigError as error:
         return str(error)
     return ""
@@ -138,6 +154,14 @@ def test_two_levels_of_ranks_that_are_alone_are_refused(world_of_2: World) -> No
     for message in world_of_2.run(case_refused, exchanges=("two-level",)):
         assert "--exchange two-level: every rank is alone on its host" in message
         assert "--ranks-per-host" in message
+
+
+def test_a_reduce_scatter_of_less_than_16_bytes_for_each_rank_is_refused(world_of_2: World) -> None:
+    options = {"sizes": (28,), "op": REDUCE_SCATTER}
+    assert set(world_of_2.run(case_refused, **options)) == {
+        "28 bytes are too few for --op reduce_scatter: each of 2 ranks gets a part of at least 16 "
+        "bytes; begin with -b 32 or more"
+    }
 
 
 def case_compare_on_device(**options: Any) -> list[CollectiveOutcome]:
@@ -163,15 +187,15 @@ def test_a_device_gives_what_the_functions_give(device_worlds, ranks: int):
             assert not outcome.phase_ms  # the host only enqueues
 
 
-def case_damaged(name: str) -> list[CollectiveOutcome]:
-    """One bit of one element is wrong, on the last rank alone."""
+def case_damaged(name: str, op: str) -> list[CollectiveOutcome]:
+    """One bit of one element is wrong, on the last rank alone, in what is its own in any case."""
     original = _native.HostEngine.all_reduce
-    own = dist.all_reduce
+    own = {each: getattr(dist, each) for each in ("all_reduce", "reduce_scatter_tensor")}
 
     def damage(gradient: torch.Tensor) -> None:
         if dist.get_rank() == dist.get_world_size() - 1:
             flat = gradient.view(torch.int16 if gradient.itemsize == 2 else torch.int32)
-            flat[7] ^= 1
+            flat[-7] ^= 1
 
     class Engine:
         def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -182,24 +206,27 @@ def case_damaged(name: str) -> list[CollectiveOutcome]:
             original(self.engine, gradient)
             damage(gradient)
 
-    def damaged_all_reduce(tensor: torch.Tensor, *rest: Any, **options: Any) -> None:
-        own(tensor, *rest, **options)
-        if tensor.is_floating_point() and tensor.numel() == 1000:
+    def damaged(run: Callable[..., None], tensor: torch.Tensor, *rest: Any, **options: Any) -> None:
+        run(tensor, *rest, **options)
+        if tensor.is_floating_point() and tensor.numel() in (500, 1000):
             damage(tensor)
 
     _Original = _native.HostEngine
     try:
         _native.HostEngine = Engine
-        collective_turns.dist.all_reduce = damaged_all_reduce
-        return case_compare(names=(name,), sizes=(4000,))
+        for each, run in own.items():
+            setattr(dist, each, partial(damaged, run))
+        return case_compare(names=(name,), sizes=(4000,), op=op)
     finally:
         _native.HostEngine = _Original
-        collective_turns.dist.all_reduce = own
+        for each, run in own.items():
+            setattr(dist, each, run)
 
 
+@pytest.mark.parametrize("op", [ALL_REDUCE, REDUCE_SCATTER])
 @pytest.mark.parametrize("name", ["torch:fp32", "torch:bf16", "q4", "exact"])
-def test_one_wrong_bit_on_one_rank_is_found(world_of_2: World, name: str):
-    for outcomes in world_of_2.run(case_damaged, name=name):
+def test_one_wrong_bit_on_one_rank_is_found(world_of_2: World, name: str, op: str):
+    for outcomes in world_of_2.run(case_damaged, name=name, op=op):
         assert [outcome.wrong for outcome in outcomes] == [1]
 
 
@@ -213,6 +240,16 @@ def test_exit_code_says_whether_results_were_wrong(monkeypatch, capsys, wrong, c
     monkeypatch.setattr(collective, "run_everywhere", lambda *a: a[-1](outcomes, WHERE))
     assert main(["bench", "collective", "--smoke"]) == code
     assert ("N/A" if wrong is None else f" {wrong} ") in capsys.readouterr().out
+
+
+def test_a_reduce_scatter_is_flat_also_where_ranks_share_hosts(monkeypatch):
+    asked = []
+    monkeypatch.setattr(collective, "run_everywhere", lambda *a: asked.append(a[2]) or 0)
+    for exchange in ([], ["--exchange", "flat", "auto"]):
+        assert main(["bench", "collective", "--smoke", "--op", REDUCE_SCATTER, *exchange]) == 0
+    assert [(options.op, options.exchanges) for (options,) in asked] == 2 * [
+        (REDUCE_SCATTER, ("flat",))
+    ]
 
 
 def test_rows_compare_with_the_fastest_of_the_backends_own():
@@ -230,6 +267,24 @@ def test_rows_compare_with_the_fastest_of_the_backends_own():
     assert rows["q4"]["time"] == 2e6
     assert rows["q4"]["busbw"] == pytest.approx(rows["q4"]["algbw"] * 1.5)
     assert rows["q4"]["ratio"] == pytest.approx((1 << 22) * 1.5 / 1000)
+
+
+def test_rows_of_a_reduce_scatter_are_those_of_nccl_tests():
+    outcomes = [outcome("torch:fp32", [2.0]), outcome("q4", [1.0])]
+    options = CollectiveOptions(
+        ("torch:fp32",), ("flat",), (4,), iterations=1, warmup=0, check=True, op=REDUCE_SCATTER
+    )
+    rows = collective_rows(outcomes, options, WHERE)
+    row = rows[1]
+    assert (row["op"], row["size"], row["count"]) == (REDUCE_SCATTER, 1 << 22, 1 << 18)
+    assert row["algbw"] == pytest.approx((1 << 22) / 1e9)
+    assert row["busbw"] == pytest.approx(row["algbw"] * 0.75)
+    assert row["ratio"] == pytest.approx((1 << 22) * 0.75 / 1000)
+    table = collective_table(rows)
+    assert table.title.startswith("gradferry bench collective --op reduce_scatter: 4 ranks")
+    notes = " ".join(table.notes)
+    assert "busbw: algbw * (W-1) / W," in notes
+    assert "all-reduce" not in notes
 
 
 @pytest.mark.parametrize(
@@ -254,6 +309,21 @@ def test_what_is_no_size_is_refused(text):
         (["-n", "0"], "-n 0"),
         (["-w", "-1"], "-w -1"),
         (["--ranks", "0"], "--ranks"),
+        (
+            ["--op", "reduce_scatter", "--device", "cuda"],
+            "--op reduce_scatter with --device cuda: a compressed reduce-scatter runs on hosts "
+            "alone; leave out --device",
+        ),
+        (
+            ["--op", "reduce_scatter", "--exchange", "auto", "two-level"],
+            "--op reduce_scatter with --exchange two-level: a compressed reduce-scatter has no "
+            "sums within hosts; use --exchange flat",
+        ),
+        (
+            ["--op", "reduce_scatter", "--codecs", "q4", "auto"],
+            "--op reduce_scatter with codec 'auto': a compressed reduce-scatter has no forecast; "
+            "name codecs, such as 'q4'",
+        ),
     ],
 )
 def test_collective_names_the_option_that_is_wrong(arguments, message, capsys):

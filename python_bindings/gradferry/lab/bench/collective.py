@@ -1,5 +1,6 @@
-"""Compressed all-reduce of one tensor against the backend's own, taking turns in one run, with
-the columns and flags of nccl-tests. Every result is checked to the bit before it is timed.
+"""Compressed all-reduce or reduce-scatter of one tensor against the backend's own, taking turns in
+one run, with the columns and flags of nccl-tests. Every result is checked to the bit before it is
+timed.
 """
 
 from __future__ import annotations
@@ -14,14 +15,18 @@ from rich.console import Console
 
 from gradferry import _native
 from gradferry.core.codec_spec import AUTO
+from gradferry.core.nodes import FLAT, TWO_LEVEL
 from gradferry.errors import ConfigError
-from gradferry.forecast.chunks import all_reduce_bytes
 from gradferry.forecast.hook_names import TORCH_DTYPES
 from gradferry.lab import flags
 from gradferry.lab.bench.collective_turns import (
+    ALL_REDUCE,
+    REDUCE_SCATTER,
+    RING_PASSES,
     CollectiveOptions,
     CollectiveOutcome,
     compare_collectives,
+    ring_bytes,
 )
 from gradferry.lab.bench.device_clock import environment_on
 from gradferry.lab.output.json_file import write_json
@@ -60,6 +65,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="CODEC",
         help=f"codecs as listed by `gradferry info`, and auto, what a forecast chooses for each "
         f"size, beside {' '.join(TORCH_DTYPES)} (default: {' '.join(names)})",
+    )
+    parser.add_argument(
+        "--op",
+        choices=tuple(RING_PASSES),
+        default=ALL_REDUCE,
+        help="reduce_scatter: every rank gets the mean of its part of the tensor, on hosts and by "
+        f"the flat exchange (default: {ALL_REDUCE})",
     )
     parser.add_argument(
         "-b", "--minbytes", default="256K", metavar="SIZE", help="smallest size (default: 256K)"
@@ -111,8 +123,8 @@ def run(arguments: argparse.Namespace) -> int:
     """
     if arguments.smoke:
         vars(arguments).update(_SMOKE)
-    place = environment_on(arguments.device)
     options = _options(arguments)
+    place = environment_on(arguments.device)
     check_ranks(arguments)
     console = Console()
 
@@ -135,6 +147,10 @@ def _options(arguments: argparse.Namespace) -> CollectiveOptions:
     codecs = [
         codec if codec == AUTO else _native.canonical_codec(codec) for codec in arguments.codecs
     ]
+    exchanges = asked_exchanges(arguments)
+    if arguments.op == REDUCE_SCATTER:
+        _check_reduce_scatter(codecs, exchanges, arguments.device)
+        exchanges = (FLAT,)
     smallest = parse_size("-b", arguments.minbytes)
     largest = parse_size("-e", arguments.maxbytes)
     if largest < smallest:
@@ -151,13 +167,30 @@ def _options(arguments: argparse.Namespace) -> CollectiveOptions:
         sizes.append(sizes[-1] * arguments.stepfactor)
     return CollectiveOptions(
         names=(*TORCH_DTYPES, *dict.fromkeys(codecs)),
-        exchanges=asked_exchanges(arguments),
+        exchanges=exchanges,
         sizes=tuple(sizes),
         iterations=arguments.iters,
         warmup=arguments.warmup_iters,
         check=bool(arguments.check),
         device=arguments.device,
+        op=arguments.op,
     )
+
+
+def _check_reduce_scatter(codecs: Sequence[str], exchanges: Sequence[str], device: str) -> None:
+    for asked, given, why in (
+        (device != "cpu", f"--device {device}", "runs on hosts alone; leave out --device"),
+        (
+            TWO_LEVEL in exchanges,
+            f"--exchange {TWO_LEVEL}",
+            f"has no sums within hosts; use --exchange {FLAT}",
+        ),
+        (AUTO in codecs, f"codec {AUTO!r}", "has no forecast; name codecs, such as 'q4'"),
+    ):
+        if asked:
+            raise ConfigError(
+                f"--op {REDUCE_SCATTER} with {given}: a compressed reduce-scatter {why}"
+            )
 
 
 def parse_size(flag: str, text: str) -> int:
@@ -181,18 +214,21 @@ def collective_rows(
         size = 4 * outcome.num_elements
         seconds = median(outcome.seconds)
         speedup = paired_ratio(best, outcome.seconds)
-        uncompressed = all_reduce_bytes(outcome.num_elements, 4, where.ranks)
+        uncompressed = ring_bytes(options.op, outcome.num_elements, 4, where.ranks)
+        link_part = RING_PASSES[options.op] * (where.ranks - 1) / where.ranks
+        is_scattered = options.op == REDUCE_SCATTER
         rows.append(
             {
+                "op": options.op,
                 "size": size,
-                "count": outcome.num_elements,
+                "count": outcome.num_elements // (where.ranks if is_scattered else 1),
                 "type": "float",
                 "codec": outcome.name,
                 "exchange": outcome.exchange,
                 "chosen": outcome.chosen,
                 "time": 1e6 * seconds,
                 "algbw": size / seconds / 1e9,
-                "busbw": size / seconds / 1e9 * 2 * (where.ranks - 1) / where.ranks,
+                "busbw": size / seconds / 1e9 * link_part,
                 "wrong": outcome.wrong,
                 "wire": outcome.wire_bytes,
                 "ratio": uncompressed / outcome.wire_bytes if outcome.wire_bytes else None,
@@ -225,7 +261,10 @@ def _microseconds(outcome: CollectiveOutcome, *phases: str) -> float | None:
 
 def collective_table(rows: Sequence[Row]) -> Table:
     """Rows of `gradferry bench collective`, with its columns explained below."""
-    iters = rows[0]["iters"]
+    first = rows[0]
+    iters, op = first["iters"], first.get("op", ALL_REDUCE)  # older files do not say
+    verb = op.replace("_", "-")
+    twice = "2 " if op == ALL_REDUCE else ""
     columns = [
         Column("size\n(B)", lambda row: str(row["size"])),
         Column("count\n(elements)", lambda row: str(row["count"])),
@@ -248,17 +287,18 @@ def collective_table(rows: Sequence[Row]) -> Table:
     ]
     notes = [
         "time: median over turns, of the slowest rank. algbw: size / time. busbw: algbw * "
-        "2 (W-1) / W, what links carry without compression. #wrong: elements that differ by a bit "
-        "from what they must be.",
-        "wire: bytes that the busiest rank sends; * computed for a ring all-reduce, because the "
-        "backend does not count. ratio: bytes of an fp32 ring all-reduce over wire. enc: encode, "
+        f"{twice}(W-1) / W, what links carry without compression. #wrong: elements that differ by "
+        "a bit from what they must be.",
+        f"wire: bytes that the busiest rank sends; * computed for a ring {verb}, because the "
+        f"backend does not count. ratio: bytes of an fp32 ring {verb} over wire. enc: encode, "
         "on the calling thread. dec: reduce and decode; net: waiting for messages, both on the "
         "finishing thread of rank 0: the three overlap, and are known on hosts alone.",
         "rel.err: |result - exact mean| / |exact mean| in the first turn. speedup: over the "
         "fastest of the backend's own at this size, from times of the same turn. "
-        f"{coverage_note(iters)}. torch:fp16 and torch:bf16 cast, all-reduce and cast back.",
+        f"{coverage_note(iters)}. torch:fp16 and torch:bf16 cast, {verb} and cast back.",
     ]
-    first = rows[0]
+    if op == REDUCE_SCATTER:
+        notes.append("size: of the whole tensor. count: of a rank's part, which alone it gets.")
     if first.get("interface_bytes") is not None:
         columns += [
             Column("interface\n(B)", lambda row: str(row["interface_bytes"])),
@@ -270,7 +310,8 @@ def collective_table(rows: Sequence[Row]) -> Table:
             "host must send to other hosts."
         )
     on = "" if first.get("device", "cpu") == "cpu" else f" on {first['device']}"
-    title = f"gradferry bench collective: {ranks_text(first)}{on}, link {first['link']}"
+    command = "gradferry bench collective" + (f" --op {op}" if op != ALL_REDUCE else "")
+    title = f"{command}: {ranks_text(first)}{on}, link {first['link']}"
     return Table(title, columns, rows, notes)
 
 
