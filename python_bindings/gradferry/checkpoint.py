@@ -184,7 +184,15 @@ class ResizedState:
             inner[name] = value
         if not room:
             where = self._key if mine is None else f"{self._key}.{mine}"
-            raise StateError(f"the checkpoint {self._checkpoint} has nothing under {where!r}")
+            raise StateError(
+                f"the checkpoint {self._checkpoint} has nothing under {where!r}"
+                + (
+                    ""
+                    if mine is None
+                    else "; what is withheld of a shard stays with it: load it "
+                    "with as many shards as saved it, or go on without what was withheld"
+                )
+            )
         return room
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

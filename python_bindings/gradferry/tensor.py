@@ -109,9 +109,15 @@ def accumulate(
     for index, message in enumerate(listed):
         _check_dense(message, f"message {index}")
     divisor = len(listed) if divisor is None else divisor
-    if not isinstance(divisor, int) or not 1 <= divisor < 2**32:
-        raise ConfigError(f"divisor must be a positive integer below 2**32, not {divisor!r}")
-    out = torch.empty(tuple(shape), dtype=dtype, device="cpu")
+    whole = isinstance(divisor, int) and not isinstance(divisor, bool)
+    if not whole or not 1 <= divisor < 2**32:
+        found = repr(divisor)[:40]
+        raise ConfigError(f"divisor must be a positive integer below 2**32, not {found}")
+    try:
+        out = torch.empty(tuple(shape), dtype=dtype, device="cpu")
+    except (TypeError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"shape and dtype describe no tensor: {reason}") from None
     _native.accumulate_tensors(
         [message.detach() for message in listed],
         str(spec),

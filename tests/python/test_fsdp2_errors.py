@@ -77,7 +77,7 @@ TEXTS = {
     "unequal codecs": "rank 1 differs from rank 0 in codec",
     "meta": "is on the meta device; attach after model.to_empty",
     "two meshes": "shard all modules over one mesh",
-    "second": "already has an all-reduce hook",
+    "second": "gradferry is attached to this model already",
     "no all-reduce": "set_requires_all_reduce(False)",
     "after an error": "set_requires_all_reduce(False)",
 }

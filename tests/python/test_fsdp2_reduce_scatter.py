@@ -213,7 +213,7 @@ TEXTS = {
     "rule": "needs error_feedback='worker' here",
     "auto": "codec='auto' forecasts the steps of DistributedDataParallel",
     "unequal": "rank 1 differs from rank 0 in codec",
-    "second": "already has a reduce-scatter that is not FSDP2's own",
+    "second": "gradferry is attached to this model already",
     "premultiplied": "call set_force_sum_reduction_for_comms(True)",
     "after an error": "call set_force_sum_reduction_for_comms(True)",
 }

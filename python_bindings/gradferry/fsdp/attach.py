@@ -395,6 +395,8 @@ def _check_replicas(modules: Sequence[ShardedModule], group: dist.ProcessGroup) 
 
 
 def _expect_free(module: ShardedModule, what: str, found: object) -> None:
+    if isinstance(found, ModuleHook):
+        raise ConfigError(f"gradferry is attached to this model already, at {module.name!r}")
     if found is not None:
         raise ConfigError(
             f"{module.name!r} already has {what} that is not FSDP2's own, {found!r}; FSDP2 takes "

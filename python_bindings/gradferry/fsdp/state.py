@@ -85,6 +85,16 @@ class ShardedState(Averaging):
             )
         save_load.load(self._started, state_dict[self.part], on_resize, stacklevel=2)
 
+    def skip_step(self) -> NoReturn:
+        """Not here: a step that is skipped on all ranks may be known to another shard alone.
+
+        Raises:
+            StateError: always.
+        """
+        raise StateError(
+            "steps cannot be taken back under FSDP2, which has no exact_skip: leave out skip_step()"
+        )
+
     def __reduce__(self) -> NoReturn:
         raise StateError(
             "a ShardedState is connected to other ranks and cannot be copied or pickled: save its "
