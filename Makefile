@@ -3,6 +3,9 @@
 #   TORCH=2.11.0       which torch to build and test with; each has its own environment
 #   PYTHON=python3.12  which Python makes that environment (3.10 to 3.13)
 #   JOBS=4             how many compilers or tests run at once
+#   WORLDS=1000000     how many worlds `make sim` plays, from number FIRST=0 on; on real threads it is
+#                      THREAD_WORLDS=300
+#   FUZZ_SECONDS=600   how long `make fuzz` runs each target
 #
 # Environments are .venv and .venv-torch<version>, all else goes to build/: build/core holds kernels
 # and C++ tests and is shared by every torch, build/torch-<version> holds hooks and bindings.
@@ -17,6 +20,10 @@ MAKEFLAGS += --no-builtin-rules --no-print-directory
 
 PYTHON ?= python3
 JOBS ?= $(shell nproc)
+WORLDS ?= 20000
+THREAD_WORLDS ?= 300
+FIRST ?= 0
+FUZZ_SECONDS ?= 60
 # The newest supported torch; Python 3.10 has none after 2.14.
 newest_torch := $(or $(shell $(PYTHON) -c 'import sys; print("2.15.0" if sys.version_info >= (3, 11) else "2.14.1")' 2>/dev/null),2.15.0)
 TORCH ?= $(newest_torch)
@@ -33,16 +40,18 @@ package_build := build/torch-$(TORCH)
 quiet := tools/quiet.sh
 
 # Folders are listed too: theirs is the timestamp that changes when a file goes away.
-core_inputs := $(shell find CMakeLists.txt CMakePresets.json cmake include kernels measure tests/cpp tests/simt tests/cuda benchmarks \
-    hooks/layout.* hooks/nodes.* hooks/plan.* hooks/workspace.* 2>/dev/null)
+core_inputs := $(shell find CMakeLists.txt CMakePresets.json cmake include kernels measure tests/cpp tests/simt tests/cuda tests/fuzz benchmarks \
+    hooks/faults.* hooks/layout.* hooks/messages.* hooks/nodes.* hooks/plan.* hooks/tensor_message.* \
+    hooks/used_map.h hooks/workspace.* 2>/dev/null)
 package_inputs := $(shell find pyproject.toml README.md CMakeLists.txt cmake include hooks measure python_bindings \
-    tests/streams tests/simt kernels/common \
+    tests/sim tests/streams tests/simt kernels/common \
     -not -name __pycache__ -not -name '*.pyc' 2>/dev/null)
 
 kernel_inputs := $(shell find CMakeLists.txt CMakePresets.json cmake include kernels 2>/dev/null)
 
 compilers_ready := build/.compilers
 system_ready := build/.system_packages
+fuzzer_ready := build/.fuzzer
 kernels_ready := build/core/.kernels
 core_ready := build/core/.installed
 venv_ready := $(venv)/.torch-$(TORCH)
@@ -52,6 +61,9 @@ lint_ready := $(venv)/.lint
 # Where everything is installed already, the demo uses and renews that.
 demo_ready := $(if $(wildcard $(package_ready)),$(package_ready),$(venv)/.gradferry-demo)
 
+# The shell looks for the folder, named after Python and machine: make would look before it is built.
+simulate = $(package_build)/*/tests/sim/gradferry_sim --worlds $(WORLDS) --first $(FIRST) --jobs $(JOBS)
+
 # Brings stamps up to date, two at a time: torch is on its way while kernels are compiled. Goals
 # given together come one after the other, so that no two of these run at once.
 prepare = @+$(MAKE) -s -j2
@@ -59,7 +71,7 @@ ifeq ($(MAKELEVEL),0)
 .NOTPARALLEL:
 endif
 
-.PHONY: help setup demo test test-full test-torch-core lint format bench gpu-check sass clean distclean
+.PHONY: help setup demo test test-full test-torch-core sim sim-threads soak fuzz lint format bench gpu-check sass clean distclean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -75,6 +87,7 @@ demo:  ## two ranks on this machine: what compression changes, with pictures
 
 test:  ## all fast tests
 	$(prepare) $(package_ready)
+	@$(simulate)
 	@$(quiet) build/ctest.log --show 'tests passed|Total Test time' ctest --preset core -LE slow -j $(JOBS)
 	@$(bin)/python -m pytest -q -m "not slow"
 
@@ -84,7 +97,11 @@ test-full:  ## all tests, also the slow ones, those under sanitizers, and kernel
 	@$(quiet) build/sanitize.log cmake --preset sanitize
 	@$(quiet) build/sanitize.log cmake --build --preset sanitize
 	@$(quiet) build/sanitize_ctest.log --show 'tests passed|Total Test time' ctest --preset sanitize -j $(JOBS)
+	@$(MAKE) -s fuzz FUZZ_SECONDS=20
+	@$(MAKE) -s sim-threads
 	@$(bin)/python -m pytest -q
+	@rm -f $(torch_tidy)
+	@$(MAKE) lint TIDY=--alone
 	@$(quiet) build/all_gpus.log env -u CUDAARCHS cmake -S . -B build/all_gpus -G Ninja \
 	    -DCMAKE_BUILD_TYPE=Release -DGRADFERRY_WERROR=ON
 	@$(quiet) build/all_gpus.log --show 'Built target|Linking' env -u CUDAARCHS cmake --build build/all_gpus
@@ -92,6 +109,30 @@ test-full:  ## all tests, also the slow ones, those under sanitizers, and kernel
 test-torch-core:  ## what must hold on every torch; use with TORCH=
 	$(prepare) $(package_ready)
 	@$(bin)/python -m pytest -q -m "torch_core and not slow"
+
+sim: $(package_ready)  ## worlds of engines in one thread, with faults: WORLDS= of them, from FIRST= on
+	@$(simulate)
+
+# A world that fails on real threads need not fail again, so none is made smaller.
+sim-threads: $(package_ready)  ## the same worlds on real threads and sockets, under ThreadSanitizer
+	@$(quiet) build/tsan.log cmake --preset tsan -DPython_EXECUTABLE=$(abspath $(bin))/python
+	@$(quiet) build/tsan.log cmake --build --preset tsan
+	@$(quiet) build/tsan_worlds.log --show 'all held' env OMP_NUM_THREADS=1 \
+	    TSAN_OPTIONS=halt_on_error=1:suppressions=$(CURDIR)/tests/sim/tsan_suppressions.txt \
+	    build/tsan/tests/sim/gradferry_threads --worlds $(THREAD_WORLDS) --first $(FIRST) \
+	    --jobs $(JOBS) --tries 0
+
+fuzz: $(fuzzer_ready)  ## fuzz targets with clang's libFuzzer, each for FUZZ_SECONDS=60
+	@$(quiet) build/fuzz.log cmake --preset fuzz
+	@$(quiet) build/fuzz.log --title "build/fuzz: kernels and fuzz targets (usually 3 min)" \
+	    cmake --build --preset fuzz
+	@tools/fuzz.sh build/fuzz $(FUZZ_SECONDS) $(JOBS)
+
+soak: minutes := $(if $(HOURS)$(MINUTES),$(MINUTES),5)
+soak:  ## random trainings, kills and restarts for HOURS=2 or MINUTES=5; figures in build/soak.json
+	$(prepare) $(package_ready)
+	@$(bin)/python tests/python/soak.py $(HOURS:%=--hours %) $(minutes:%=--minutes %) \
+	    $(SEED:%=--seed %) --json build/soak.json
 
 gpu-check:  ## what a GPU makes of it: kernels, sanitizers, training; results in build/gpu/gpu.json
 	@$(PYTHON) tools/gpu_check.py
@@ -104,13 +145,14 @@ sass: $(package_ready)  ## instructions, registers and occupancy of every CUDA k
 
 # --- lint ------------------------------------------------------------------------------------------
 cpp_files := $(shell find include kernels measure hooks python_bindings benchmarks \
-    tests/cpp tests/simt tests/cuda tests/streams \
+    tests/cpp tests/sim tests/simt tests/cuda tests/streams tests/fuzz \
     '(' -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' ')' 2>/dev/null)
 cpp_headers := $(filter %.h,$(cpp_files))
-torch_sources := $(filter hooks/%.cpp python_bindings/%.cpp tests/streams/%.cpp,$(cpp_files))
+torch_sources := $(filter hooks/%.cpp python_bindings/%.cpp tests/sim/%.cpp tests/streams/%.cpp,$(cpp_files))
 core_sources := $(filter-out $(torch_sources),$(filter %.cpp,$(cpp_files)))
 core_tidy := $(core_sources:%=build/lint/%.tidy)
-torch_tidy := $(torch_sources:%=build/lint/%.tidy)
+torch_rooms := hooks python_bindings tests/sim tests/streams
+torch_tidy := $(torch_rooms:%=build/lint/torch-$(TORCH)/%.tidy)
 
 lint: $(package_ready) $(lint_ready)  ## formatting, static analysis, types, stubs, dependency laws
 	@$(bin)/clang-format --dry-run --Werror $(cpp_files)
@@ -129,18 +171,19 @@ format: $(lint_ready)  ## rewrite what `make lint` would complain about
 	@$(bin)/ruff check --quiet --fix .
 	@$(bin)/ruff format --quiet .
 
-# One stamp per source; a header of ours that changes is looked at again through every source.
-$(core_tidy): database = build/core
-$(torch_tidy): database = build/lint/torch-$(TORCH)
-$(torch_tidy): | build/lint/torch-$(TORCH)/compile_commands.json
-# Without the precompiled headers, so that a file that does not name what it uses is an error.
-build/lint/torch-$(TORCH)/compile_commands.json: $(package_ready)
-	@mkdir -p $(@D)
-	@sed -E 's/ -Winvalid-pch -include [^ ]*cmake_pch\.hxx//' \
-	    $(lastword $(wildcard $(package_build)/*))/compile_commands.json >$@
+# One stamp per source, or per room where sources include torch; a header of ours that changes is
+# looked at again through every source. TIDY=--alone has the rooms' sources checked one by one.
 build/lint/%.tidy: % .clang-tidy $(cpp_headers) | $(core_ready) $(lint_ready)
-	@$(quiet) build/lint/$*.log $(bin)/clang-tidy -p $(database) --quiet \
+	@$(quiet) build/lint/$*.log $(bin)/clang-tidy -p build/core --quiet \
 	    --extra-arg=-Wno-unknown-warning-option $<
+	@touch $@
+
+$(foreach room,$(torch_rooms),$(eval \
+    build/lint/torch-$(TORCH)/$(room).tidy: $(filter $(room)/%,$(torch_sources))))
+$(torch_tidy): build/lint/torch-$(TORCH)/%.tidy: tests/lint/tidy_together.py .clang-tidy \
+    $(cpp_headers) | $(package_ready) $(lint_ready)
+	@$(quiet) $(@:.tidy=.log) $(bin)/python $< $(bin)/clang-tidy \
+	    $(lastword $(wildcard $(package_build)/*))/compile_commands.json $* $(@:.tidy=) $(TIDY)
 	@touch $@
 
 # --- set-up ----------------------------------------------------------------------------------------
@@ -151,6 +194,10 @@ $(compilers_ready): tools/system_packages.sh
 
 $(system_ready): tools/system_packages.sh | $(compilers_ready)
 	@$(quiet) build/system_packages.log $< $(PYTHON) tests
+	@touch $@
+
+$(fuzzer_ready): tools/system_packages.sh | $(compilers_ready)
+	@$(quiet) build/fuzzer.log $< $(PYTHON) fuzz
 	@touch $@
 
 $(venv_ready): requirements/build.txt requirements/run.txt | $(compilers_ready)

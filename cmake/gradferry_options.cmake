@@ -2,6 +2,7 @@
 option(GRADFERRY_PYTHON "Build hooks/ and the Python package's native module (needs torch)" OFF)
 option(GRADFERRY_TESTS "Build the C++ tests (needs GoogleTest)" OFF)
 option(GRADFERRY_GPU_CHECK "Build the program that runs the tests of kernels on a GPU (needs nvcc)" OFF)
+option(GRADFERRY_FUZZ "Build the fuzz targets as programs of libFuzzer (needs clang)" OFF)
 option(GRADFERRY_BENCHMARKS "Build the C++ benchmarks (needs Google Benchmark)" OFF)
 option(GRADFERRY_WERROR "Treat warnings in our own code as errors" OFF)
 set(GRADFERRY_CUDA "AUTO" CACHE STRING

@@ -1,9 +1,7 @@
 #include "background_thread.h"
 
-#include <pthread.h>
 #include <unistd.h>
 
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -36,14 +34,13 @@ void BackgroundThread::start(const char* name, Role role, std::function<void()> 
     std::erase_if(all.threads, [](const auto& weak) { return weak.expired(); });
     all.threads.push_back(self);
   }
-  std::thread([self, name, body = std::move(body)]() mutable {
-    pthread_setname_np(pthread_self(), name);
+  start_thread(name, [self, body = std::move(body)]() mutable {
     body();
     body = nullptr;  // frees what it holds before the thread counts as ended
     const std::lock_guard lock(self->mutex_);
     self->ended_ = true;
     self->changed_.notify_all();
-  }).detach();
+  });
 }
 
 void BackgroundThread::stop_all(std::chrono::milliseconds timeout) {
@@ -56,7 +53,7 @@ void BackgroundThread::stop_all(std::chrono::milliseconds timeout) {
       if (auto thread = weak.lock()) threads.push_back(std::move(thread));
     }
   }
-  const auto deadline = std::chrono::steady_clock::now() + timeout;
+  const auto deadline = now() + timeout;
   for (const Role role : {Role::kEngine, Role::kHelper}) {
     for (const auto& thread : threads) {
       if (thread->role_ == role) thread->stop_();

@@ -3,11 +3,12 @@
 #pragma once
 
 #include <chrono>
-#include <condition_variable>
 #include <functional>
 #include <memory>
 #include <mutex>
 #include <utility>
+
+#include "threads.h"
 
 namespace gradferry {
 
@@ -33,7 +34,7 @@ class BackgroundThread {
   const std::function<void()> stop_;
 
   std::mutex mutex_;
-  std::condition_variable changed_;
+  Signal changed_;
   bool ended_ = false;
 };
 

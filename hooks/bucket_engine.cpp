@@ -196,7 +196,7 @@ bool BucketEngine::fail(const Error& error) {
     life_.changed.notify_all();
   }
   // A thread of the engine that sees the death would also report it, but may be waiting for others.
-  options_.peers->tell(life_.death->what());
+  options_.peers->tell(life_.death->what(), life_.death->kind());
   return is_first;
 }
 

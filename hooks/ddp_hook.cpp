@@ -2,6 +2,7 @@
 
 #include <ATen/ops/view_as_real.h>
 
+#include <new>
 #include <utility>
 
 #include "bucket_order.h"
@@ -25,6 +26,10 @@ void BucketHook::fail(const std::string& message) const {
   const Error error(ErrorKind::kState, message);
   if (engine_) engine_->fail(error);
   std::rethrow_exception(make_exception_(error));
+}
+
+void BucketHook::fail_without_memory() const {
+  fail("there is no memory to hand over a bucket; use a smaller batch or model");
 }
 
 c10::intrusive_ptr<c10d::ProcessGroup> BucketHook::group() const {
@@ -109,20 +114,28 @@ void BucketHook::expect_same_order(const c10d::GradBucket& bucket,
 
 void BucketHook::run(const c10d::GradBucket& bucket, const FuturePtr& future,
                      c10::IValue value) const {
-  (void)group();  // throws if the group was destroyed
-  const std::vector<uint32_t> parameters = indices_of(bucket);
-  expect_same_order(bucket, parameters);
-  at::Tensor gradient = bucket.getBuffer().detach();
-  if (gradient.is_complex()) gradient = at::view_as_real(gradient);
-  UsedMap used = used_ ? used_->take(parameters) : UsedMap();
-  engine_->run(parameters, std::move(used), gradient.view({-1}), future, std::move(value));
+  try {
+    (void)group();  // throws if the group was destroyed
+    const std::vector<uint32_t> parameters = indices_of(bucket);
+    expect_same_order(bucket, parameters);
+    at::Tensor gradient = bucket.getBuffer().detach();
+    if (gradient.is_complex()) gradient = at::view_as_real(gradient);
+    UsedMap used = used_ ? used_->take(parameters) : UsedMap();
+    engine_->run(parameters, std::move(used), gradient.view({-1}), future, std::move(value));
+  } catch (const std::bad_alloc&) {
+    fail_without_memory();
+  }
 }
 
 FuturePtr NativeHook::runHook(c10d::GradBucket& bucket) {
-  if (!hook_->admit(bucket)) return hook_->pass_through(bucket);
-  auto future = make_future(c10::TensorType::get(), bucket.getBuffer());
-  hook_->run(bucket, future, bucket.getBuffer());
-  return future;
+  try {
+    if (!hook_->admit(bucket)) return hook_->pass_through(bucket);
+    auto future = make_future(c10::TensorType::get(), bucket.getBuffer());
+    hook_->run(bucket, future, bucket.getBuffer());
+    return future;
+  } catch (const std::bad_alloc&) {
+    hook_->fail_without_memory();
+  }
 }
 
 at::Tensor NativeHook::parseHookResult(const c10::IValue& result) {

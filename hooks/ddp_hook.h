@@ -66,6 +66,8 @@ class BucketHook : public std::enable_shared_from_this<BucketHook> {
   // Ends the engine, which tells the other ranks, and raises StateError: a bucket that never
   // reaches the engine would keep them waiting.
   [[noreturn]] void fail(const std::string& message) const;
+  // The same where std::bad_alloc came before the engine had the bucket.
+  [[noreturn]] void fail_without_memory() const;
 
  private:
   c10::intrusive_ptr<c10d::ProcessGroup> group() const;

@@ -1,7 +1,6 @@
 // State that the threads of an engine share: whether it still runs, and its counters.
 #pragma once
 
-#include <condition_variable>
 #include <cstdint>
 #include <mutex>
 #include <optional>
@@ -9,6 +8,7 @@
 
 #include "events.h"
 #include "gradferry/error.h"
+#include "threads.h"
 #include "workspace.h"
 
 namespace gradferry {
@@ -37,7 +37,7 @@ struct EngineStats {
 // for, including queues of other objects that use the same mutex.
 struct EngineLife {
   mutable std::mutex mutex;
-  std::condition_variable changed;
+  Signal changed;
   std::optional<Error> death;  // the error that every call throws; once set it never changes
   bool running = false;        // run() is active
   bool stop = false;           // of a host's engine: its last handle is gone, or the process ends

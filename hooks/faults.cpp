@@ -6,6 +6,10 @@
 namespace gradferry {
 namespace {
 
+constexpr const char* kOrder =
+    "the ranks no longer run the same sequence of buckets: check that every rank runs the same "
+    "model, the same number of backward passes, and resumed from the same checkpoint";
+
 struct FieldText {
   const char* field;
   const char* advice;
@@ -42,6 +46,13 @@ std::string name_ranks(const std::vector<uint32_t>& ranks) {
   return text;
 }
 
+// "rank 1" of "rank 1: connection closed by peer", as sockets say it.
+std::string rank_in(const std::string& reason) {
+  const size_t colon = reason.find(':');
+  const bool named = reason.starts_with("rank ") && colon != std::string::npos;
+  return named ? reason.substr(0, colon) : "another rank";
+}
+
 // gloo's reason without the source locations, addresses and calls that gloo names.
 std::string plain_reason(const std::string& reason) {
   for (const char* words : {"closed by peer", "reset by peer", "Broken pipe"}) {
@@ -56,9 +67,6 @@ std::string plain_reason(const std::string& reason) {
 FieldText text_of(WireStatus status) {
   constexpr const char* kForeign =
       "something else used gradferry's connections, or bytes were damaged on the way";
-  constexpr const char* kOrder =
-      "the ranks no longer run the same sequence of buckets: check that every rank runs the same "
-      "model, the same number of backward passes, and resumed from the same checkpoint";
   switch (status) {
     case WireStatus::kBadMagic: return {"magic", kForeign};
     case WireStatus::kBadVersion: return {"wire version", "install one gradferry on all ranks"};
@@ -79,7 +87,8 @@ FieldText text_of(WireStatus status) {
 
 }  // namespace
 
-std::string describe(const Fault& fault, uint32_t reporter, uint64_t step) {
+std::string describe(const Verdict& verdict) {
+  const auto& [fault, reporter, step] = verdict;
   const std::string where = place_of(fault.phase, step, fault.chunk);
   if (fault.status == WireStatus::kLocalFailure) {
     return "rank " + std::to_string(reporter) + " failed while it compressed gradients" + where +
@@ -93,12 +102,19 @@ std::string describe(const Fault& fault, uint32_t reporter, uint64_t step) {
          text.advice;
 }
 
-Error lost_contact(Peers& peers, uint32_t rank, Phase phase, uint64_t step, uint64_t number,
+std::optional<Error> other_size(uint32_t rank, Phase phase, uint64_t step, uint64_t number,
+                                const std::string& reason) {
+  if (reason.find(" sends a message of ") == std::string::npos) return std::nullopt;
+  return Error(ErrorKind::kProtocol, "rank " + std::to_string(rank) + " refused a message" +
+                                         place_of(phase, step, number) + ": " + reason + "; " +
+                                         kOrder);
+}
+
+Error lost_contact(const Loss& loss, uint32_t rank, Phase phase, uint64_t step, uint64_t number,
                    const std::string& reason) {
-  const Loss loss = peers.look_around();
-  if (!loss.error.empty()) return {ErrorKind::kPeer, loss.error};
+  if (loss.error) return *loss.error;
   std::string text = "rank " + std::to_string(rank) + " lost contact with " +
-                     (loss.missing.empty() ? "another rank" : name_ranks(loss.missing)) +
+                     (loss.missing.empty() ? rank_in(reason) : name_ranks(loss.missing)) +
                      place_of(phase, step, number) + ": " + plain_reason(reason);
   if (!loss.store_answers) {
     text += ", and the store of the process group does not answer (mostly rank 0 serves it)";

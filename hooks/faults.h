@@ -2,11 +2,12 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
+#include <vector>
 
 #include "gradferry/error.h"
 #include "gradferry/wire.h"
-#include "peers.h"
 
 namespace gradferry {
 
@@ -22,13 +23,31 @@ struct Fault {
   explicit operator bool() const { return status != WireStatus::kOk; }
 };
 
-// "rank 1 refused what rank 0 sent: ..." with both values and advice. `reporter` saw the fault.
-std::string describe(const Fault& fault, uint32_t reporter, uint64_t step);
+// What the commits of a bucket say, equal on all ranks that can read them.
+struct Verdict {
+  Fault fault;
+  uint32_t reporter = 0;  // the rank that saw it
+  uint64_t step = 0;      // at which that rank was, if others are at another one
+};
+
+// "rank 1 refused what rank 0 sent: ..." with both values and advice.
+std::string describe(const Verdict& verdict);
+
+// Why a collective failed, as far as this rank can find out.
+struct Loss {
+  std::optional<Error> error;     // of the rank that failed first, if one reported it
+  std::vector<uint32_t> missing;  // ranks that neither wait nor reported a failure
+  bool store_answers = false;
+};
+
+// The error on `rank` for a collective that failed with `reason`, if a peer sends a message of
+// another size there, as sockets say it.
+std::optional<Error> other_size(uint32_t rank, Phase phase, uint64_t step, uint64_t number,
+                                const std::string& reason);
 
 // The error on `rank` for a collective that failed with `reason`: the error that another rank
 // reported, else the missing ranks. `number` is that of the chunk, or of the bucket for a commit.
-// Takes a second or two.
-Error lost_contact(Peers& peers, uint32_t rank, Phase phase, uint64_t step, uint64_t number,
+Error lost_contact(const Loss& loss, uint32_t rank, Phase phase, uint64_t step, uint64_t number,
                    const std::string& reason);
 
 }  // namespace gradferry

@@ -1,7 +1,5 @@
 #include "lane.h"
 
-#include <pthread.h>
-
 #include <algorithm>
 #include <chrono>
 #include <optional>
@@ -10,6 +8,7 @@
 #include <utility>
 
 #include "process_end.h"
+#include "threads.h"
 
 namespace gradferry {
 
@@ -52,11 +51,10 @@ void close_later(std::vector<std::shared_ptr<Lane>> lanes) {
   // where their destructors could wait.
   auto* open = new std::vector(std::move(lanes));
   try {
-    std::thread([open, kForSlowerPeers] {
-      pthread_setname_np(pthread_self(), "gf-close");
-      std::this_thread::sleep_for(kForSlowerPeers);
+    start_thread("gf-close", [open, kForSlowerPeers] {
+      sleep_for(kForSlowerPeers);
       if (!process_is_ending) delete open;
-    }).detach();
+    });
   } catch (const std::system_error&) {
     return;  // the lanes stay open, with what is in flight on them
   }

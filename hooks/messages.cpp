@@ -4,8 +4,9 @@
 #include <bit>
 #include <cstring>
 #include <initializer_list>
+#include <string>
 
-#include "tensor_bytes.h"
+#include "gradferry/error.h"
 
 namespace gradferry {
 namespace {
@@ -101,17 +102,17 @@ void write_commit(std::byte* place, uint32_t rank, uint64_t step, uint64_t bucke
   std::memcpy(place, &record, sizeof(record));
 }
 
-UsedMap read_used(const at::Tensor& received, uint32_t world_size, size_t num_used) {
+UsedMap read_used(const std::byte* received, uint32_t world_size, size_t num_used) {
   UsedMap used(num_used, 0);
   for (uint32_t rank = 0; rank < world_size; ++rank) {
-    const std::byte* map = bytes(received) + rank * commit_bytes(num_used) + sizeof(CommitRecord);
+    const std::byte* map = received + rank * commit_bytes(num_used) + sizeof(CommitRecord);
     for (size_t i = 0; i < num_used; ++i) used[i] |= static_cast<uint8_t>(map[i]);
   }
   return used;
 }
 
-Fault read_commit(const Agreement& agreement, const at::Tensor& received, uint64_t step,
-                  uint64_t bucket, uint32_t* reporter, size_t num_used) {
+Verdict read_commit(const Agreement& agreement, const std::byte* received, uint64_t step,
+                    uint64_t bucket, size_t num_used) {
   struct Check {
     WireStatus status;
     uint64_t expected, received;
@@ -124,14 +125,13 @@ Fault read_commit(const Agreement& agreement, const at::Tensor& received, uint64
     }
     return {};
   };
-  const auto place = [&](uint32_t rank) { return bytes(received) + rank * commit_bytes(num_used); };
+  const auto place = [&](uint32_t rank) { return received + rank * commit_bytes(num_used); };
   std::vector<CommitRecord> records(agreement.world_size);
   for (uint32_t rank = 0; rank < records.size(); ++rank) {
     std::memcpy(&records[rank], place(rank), sizeof(CommitRecord));
   }
 
   // A record that cannot be read is a fault that this rank reports itself.
-  *reporter = agreement.rank;
   for (uint32_t rank = 0; rank < records.size(); ++rank) {
     const CommitRecord& record = records[rank];
     const uint64_t checksum = commit_checksum(place(rank), used_map_bytes(num_used));
@@ -141,7 +141,7 @@ Fault read_commit(const Agreement& agreement, const at::Tensor& received, uint64
                {WireStatus::kBadPhase, static_cast<uint64_t>(Phase::kCommit), record.phase},
                {WireStatus::kBadSource, rank, record.source_rank},
                {WireStatus::kBadChecksum, checksum, record.checksum}});
-    if (unreadable) return unreadable;
+    if (unreadable) return {unreadable, agreement.rank, step};
   }
   // A cause comes before kPeerTrouble, its echo on other ranks.
   for (const bool echo : {false, true}) {
@@ -149,20 +149,20 @@ Fault read_commit(const Agreement& agreement, const at::Tensor& received, uint64
       const CommitRecord& record = records[rank];
       const auto status = static_cast<WireStatus>(record.status);
       if (status == WireStatus::kOk || (status == WireStatus::kPeerTrouble) != echo) continue;
-      *reporter = rank;
-      return {status,
-              static_cast<Phase>(record.failed_phase),
-              record.failed_rank,
-              record.failed_chunk,
-              record.expected,
-              record.received};
+      const Fault fault{status,
+                        static_cast<Phase>(record.failed_phase),
+                        record.failed_rank,
+                        record.failed_chunk,
+                        record.expected,
+                        record.received};
+      return {fault, rank, record.step};
     }
   }
   for (uint32_t rank = 0; rank < records.size(); ++rank) {
     const Fault mismatch =
         first_mismatch(rank, {{WireStatus::kBadStep, step, records[rank].step},
                               {WireStatus::kBadChunk, bucket, records[rank].bucket}});
-    if (mismatch) return mismatch;
+    if (mismatch) return {mismatch, agreement.rank, step};
   }
   return {};
 }

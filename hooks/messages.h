@@ -3,15 +3,13 @@
 // the same in device memory.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <cstddef>
 #include <cstdint>
 #include <vector>
 
 #include "faults.h"
 #include "gradferry/wire.h"
-#include "used_parameters.h"
+#include "used_map.h"
 
 namespace gradferry {
 
@@ -22,9 +20,9 @@ struct Agreement {
   uint64_t config_hash;
   uint64_t layout_hash;
 
-  // The envelope of a message from this rank.
-  Envelope envelope(uint64_t step, uint64_t chunk, Phase phase) const {
-    return {config_hash, layout_hash, step, chunk, rank, phase};
+  // The envelope of a message from this rank. `tiles_hash`: of the chunk's plan, if it is of one.
+  Envelope envelope(uint64_t step, uint64_t chunk, Phase phase, uint64_t tiles_hash = 0) const {
+    return {config_hash, layout_hash ^ tiles_hash, step, chunk, rank, phase};
   }
 };
 
@@ -48,12 +46,11 @@ uint64_t commit_bytes(size_t num_used);
 void write_commit(std::byte* place, uint32_t rank, uint64_t step, uint64_t bucket,
                   const Fault& fault, const UsedMap& used);
 // The outcome of a bucket, equal on all ranks: the fault of the lowest rank that reports one.
-// `reporter` is set to that rank. `received` begins with the commits of all ranks, each with a map
-// of `num_used` parameters.
-Fault read_commit(const Agreement& agreement, const at::Tensor& received, uint64_t step,
-                  uint64_t bucket, uint32_t* reporter, size_t num_used = 0);
+// `received` begins with the commits of all ranks, each with a map of `num_used` parameters.
+Verdict read_commit(const Agreement& agreement, const std::byte* received, uint64_t step,
+                    uint64_t bucket, size_t num_used = 0);
 // Which parameters at least one rank used, from commits in which read_commit() found no fault.
-UsedMap read_used(const at::Tensor& received, uint32_t world_size, size_t num_used);
+UsedMap read_used(const std::byte* received, uint32_t world_size, size_t num_used);
 
 // A check of parameters: one message per rank, of this many bytes, with its hashes.
 // `next_chunk` is the number of the chunk that follows.

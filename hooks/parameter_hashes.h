@@ -10,11 +10,6 @@
 
 namespace gradferry {
 
-// Hash of `num_bytes` bytes in host memory, read in words of eight bytes. Two inputs of the same
-// length that differ in one word always have different hashes; other different inputs have equal
-// hashes with probability 2^-64.
-uint64_t hash64(const void* data, uint64_t num_bytes);
-
 // Throws Error(kDiverged) naming the first parameter whose hash differs from rank 0's.
 void expect_equal_hashes(const std::vector<std::vector<uint64_t>>& by_rank, const Layout& layout,
                          uint64_t step);

@@ -1,19 +1,17 @@
 #include "peers.h"
 
 #include <algorithm>
-#include <future>
 #include <sstream>
 #include <system_error>
-#include <thread>
 #include <utility>
 
 #include "gradferry/error.h"
+#include "threads.h"
 
 namespace gradferry {
 namespace {
 
 using std::chrono::milliseconds;
-using Clock = std::chrono::steady_clock;
 
 constexpr milliseconds kSilence{1000};
 constexpr milliseconds kAnswer{500};
@@ -53,16 +51,29 @@ bool ends_within(c10d::Work& work, milliseconds longest) {
   return true;
 }
 
-// The result of look_around() as text: "error " and a message, or "missing " and ranks.
+// What a rank has reported, behind the word for its kind; empty: nothing.
+std::string read_report(c10d::Store& store) {
+  const std::string error = read(store, "error");
+  if (error.empty()) return {};
+  return (read(store, "kind") == "protocol" ? "protocol " : "peer ") + error;
+}
+
+Error error_of(const std::string& report) {
+  const size_t space = report.find(' ');
+  const bool protocol = report.compare(0, space, "protocol") == 0;
+  return {protocol ? ErrorKind::kProtocol : ErrorKind::kPeer, report.substr(space + 1)};
+}
+
+// The result of look_around() as text: a report, or "missing " and ranks.
 std::string look(c10d::Store& store, uint32_t rank, uint32_t world_size) {
   write(store, present_key(rank), "1");
   const bool first = store.add("lost", 1) == 1;
-  const auto end = Clock::now() + (first ? kLook : kWaitForLook);
+  const auto end = now() + (first ? kLook : kWaitForLook);
   for (milliseconds pause = kPause;; pause = std::min(2 * pause, kMostPause)) {
-    if (const std::string error = read(store, "error"); !error.empty()) return "error " + error;
+    if (std::string report = read_report(store); !report.empty()) return report;
     const bool all_but_one = first && store.add("lost", 0) >= int64_t{world_size} - 1;
-    if (all_but_one || Clock::now() >= end) break;
-    std::this_thread::sleep_for(pause);
+    if (all_but_one || now() >= end) break;
+    sleep_for(pause);
   }
   std::string answer = "missing ";
   if (!first) return answer;
@@ -87,8 +98,13 @@ std::optional<std::string> Peers::ask(Question question, milliseconds longest) {
     asked_->unanswered.fetch_sub(1);
     return std::nullopt;
   }
-  const auto answer = std::make_shared<std::promise<std::optional<std::string>>>();
-  auto answered = answer->get_future();
+  struct Answer {
+    std::mutex mutex;
+    Signal given;
+    bool is_given = false;
+    std::optional<std::string> text;
+  };
+  const auto answer = std::make_shared<Answer>();
   const auto job = [store = store_, asked = asked_, answer, question = std::move(question)] {
     std::optional<std::string> text;
     try {
@@ -98,7 +114,10 @@ std::optional<std::string> Peers::ask(Question question, milliseconds longest) {
     }
     asked->unanswered.fetch_sub(1);
     asked->silent = false;
-    answer->set_value(std::move(text));
+    const std::lock_guard lock(answer->mutex);
+    answer->is_given = true;
+    answer->text = std::move(text);
+    answer->given.notify_all();
   };
   bool added = false;
   try {
@@ -112,7 +131,10 @@ std::optional<std::string> Peers::ask(Question question, milliseconds longest) {
     asked_->unanswered.fetch_sub(1);
     return std::nullopt;
   }
-  if (answered.wait_for(longest) == std::future_status::ready) return answered.get();
+  std::unique_lock lock(answer->mutex);
+  if (answer->given.wait_until(lock, now() + longest, [&] { return answer->is_given; })) {
+    return answer->text;
+  }
   if (longest > milliseconds(0)) asked_->silent = true;
   return std::nullopt;
 }
@@ -130,11 +152,11 @@ void Peers::wait(c10d::Work& work) {
   if (silent_waits_++ == 0) say_present(true);
   try {
     do {
-      const auto error = ask([](c10d::Store& store) { return read(store, "error"); }, kAnswer);
-      if (error && !error->empty()) {
+      const auto report = ask(read_report, kAnswer);
+      if (report && !report->empty()) {
         // An error that all ranks see themselves ends `work` a moment later, with its own type.
         if (ends_within(work, kAnswer)) break;
-        throw Error(ErrorKind::kPeer, *error);
+        throw error_of(*report);
       }
     } while (!ends_within(work, kSilence));
   } catch (...) {
@@ -144,16 +166,42 @@ void Peers::wait(c10d::Work& work) {
   if (--silent_waits_ == 0) say_present(false);
 }
 
-void Peers::tell(const std::string& error) {
+void Peers::tell(const std::string& error, ErrorKind kind) {
   if (told_.exchange(true)) return;
   std::string line = error.substr(0, std::min(error.find('\n'), kMostErrorBytes));
   if (!line.starts_with("rank ")) line = "rank " + std::to_string(rank_) + " failed: " + line;
-  const auto tell = [line, key = present_key(rank_)](c10d::Store& store) {
+  const auto tell = [line, kind, key = present_key(rank_)](c10d::Store& store) {
     write(store, key, "1");
-    if (store.add("told", 1) == 1) write(store, "error", line);
+    if (store.add("told", 1) == 1) {
+      if (kind == ErrorKind::kProtocol) write(store, "kind", "protocol");
+      write(store, "error", line);
+    }
     return std::string();
   };
   ask(tell, kAnswer);
+}
+
+Error Peers::tell_or_hear(const Error& error) {
+  tell(error.what(), error.kind());
+  const auto hear = [](c10d::Store& store) {
+    const auto end = now() + kAnswer;
+    std::string report = read_report(store);
+    // The rank that reports first may be about to.
+    for (; report.empty() && now() < end; report = read_report(store)) {
+      sleep_for(kPause);
+    }
+    return report;
+  };
+  const auto report = ask(hear, 2 * kAnswer);
+  return report && !report->empty() ? error_of(*report) : error;
+}
+
+Error Peers::cause(Phase phase, uint64_t step, uint64_t number, const std::string& reason) {
+  // Nobody is missing then, so there is no need to look.
+  if (const auto error = other_size(rank_, phase, step, number, reason)) {
+    return tell_or_hear(*error);
+  }
+  return lost_contact(look_around(), rank_, phase, step, number, reason);
 }
 
 Loss Peers::look_around() {
@@ -167,10 +215,10 @@ Loss Peers::look_around() {
   std::istringstream words(*answer);
   std::string kind;
   words >> kind;
-  if (kind == "error") {
-    loss.error = answer->substr(kind.size() + 1);
-  } else {
+  if (kind == "missing") {
     for (uint32_t rank = 0; words >> rank;) loss.missing.push_back(rank);
+  } else {
+    loss.error = error_of(*answer);
   }
   return loss;
 }

@@ -4,7 +4,8 @@
 //
 //   present/<rank>   "1": that rank waits for others, or has failed; "0": no longer
 //   lost             how many ranks have lost their connections
-//   told, error      the first failure: the rank that first increments `told` writes `error`
+//   told, error      the first failure: the rank that first increments `told` writes `error`, and
+//   kind             before it: "protocol", or nothing
 //
 // A store may never answer: its server may have ended, or hang. So a separate thread asks it, and
 // callers wait a few seconds at most.
@@ -21,17 +22,12 @@
 #include <string>
 #include <vector>
 
+#include "faults.h"
+#include "gradferry/error.h"
 #include "torch_compat.h"
 #include "worker.h"
 
 namespace gradferry {
-
-// Why a collective failed, as far as this rank can find out.
-struct Loss {
-  std::string error;              // of the rank that failed first; empty: none reported one
-  std::vector<uint32_t> missing;  // ranks that neither wait nor reported a failure
-  bool store_answers = false;
-};
 
 // Safe to use from any thread.
 class Peers {
@@ -49,13 +45,20 @@ class Peers {
 
   // Reports the failure of this rank to all ranks: the first line of `error`. Only the first call
   // has an effect.
-  void tell(const std::string& error);
+  void tell(const std::string& error, ErrorKind kind = ErrorKind::kPeer);
 
+  // The error of this rank after wait() threw with `reason`; `number` as in lost_contact(). Takes a
+  // second or two where a rank is gone.
+  Error cause(Phase phase, uint64_t step, uint64_t number, const std::string& reason);
+
+ private:
+  // Reports `error`, which several ranks may see, each from its side. Returns the failure that was
+  // reported first, so that all ranks raise the same one.
+  Error tell_or_hear(const Error& error);
   // Call it after wait() threw. The first rank that calls it spends at most a second to find out
   // which ranks also call it or wait; the others wait for its report.
   Loss look_around();
 
- private:
   using Question = std::function<std::string(c10d::Store&)>;
   // Returns nothing when there was no answer in time.
   std::optional<std::string> ask(Question question, std::chrono::milliseconds longest);

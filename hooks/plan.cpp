@@ -98,6 +98,13 @@ void size_scatter_messages(std::vector<Shard>& shards, const PlanOptions& option
   for (Shard& shard : shards) shard.scatter_bytes = static_cast<uint32_t>(longest);
 }
 
+// FNV-1a of 64 bits, over whole tile numbers instead of bytes.
+uint64_t hash_of(std::span<const BucketTile> tiles) {
+  uint64_t hash = 0xcbf29ce484222325;
+  for (const BucketTile& tile : tiles) hash = (hash ^ tile.id) * 0x100000001b3;
+  return hash;
+}
+
 // Where the tiles of a chunk lie in its messages.
 class ChunkPlanner {
  public:
@@ -111,6 +118,7 @@ class ChunkPlanner {
         in_worker_(nodes_.world_size(), 0),
         in_owner_(nodes_.world_size(), 0) {
     chunk_.dtype = tiles.front().parameter->dtype;
+    chunk_.tiles_hash = hash_of(tiles);
     chunk_.columns.resize(nodes_.num_columns());
     chunk_.shards.resize(nodes_.num_nodes());
   }

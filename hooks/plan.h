@@ -51,6 +51,9 @@ struct Column {
 
 struct ChunkPlan {
   ScalarType dtype;  // of the bucket, and of a node's sums
+  // Of the numbers of its tiles, in the order in which they lie in messages. Messages carry it:
+  // two buckets may have messages of the same sizes.
+  uint64_t tiles_hash;
   std::vector<Column> columns;
   // Message to every sibling: a header, and what was gathered from the peers of the longest column.
   // 0 with one rank per node.

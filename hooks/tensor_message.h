@@ -1,11 +1,14 @@
 // One tensor as one message, without an exchange: for parameter servers, tests and experiments.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
+#include <cstddef>
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
+
+#include "gradferry/codec.h"
+#include "gradferry/wire.h"
 
 namespace gradferry {
 
@@ -16,21 +19,49 @@ struct TensorMessageOptions {
   uint64_t layout_hash;
 };
 
-// `tensor`: contiguous, not empty, float32, bfloat16, float16 or float64 (codecs that take it), on
-// CPU. Returns uint8 of one dimension: header and worker payloads (docs/wire_format.md, section 2).
-at::Tensor encode_tensor(const at::Tensor& tensor, const TensorMessageOptions& options,
-                         uint64_t seed, uint64_t step);
+// The messages of tensors of one codec, dtype and size: header and worker payloads
+// (docs/wire_format.md, section 2). Numbers are contiguous, in host memory.
+class TensorMessages {
+ public:
+  // Stores fp32 numbers in the dtype, rounded to nearest; a NaN becomes the canonical one.
+  using Round = void (*)(std::span<const float> numbers, void* rounded);
 
-// Writes into `out` (as above), which gives shape and dtype. Throws Error(kProtocol) for bytes that
-// are not such a message of this codec, size and dtype. Seed and step come from the header.
-void decode_tensor(const at::Tensor& message, const TensorMessageOptions& options,
-                   const at::Tensor& out);
+  // Throws Error(kConfig) for an unknown codec, a dtype that it does not take, no elements, or too
+  // many.
+  TensorMessages(const TensorMessageOptions& options, ScalarType dtype, uint64_t num_elements);
 
-// Writes the sum of such messages of one codec, size and dtype, in their order and in fp32 (float64
-// in fp64), times 1 / divisor and rounded once, into `out` (as above). At least one message; seeds
-// and steps may differ. Errors as of decode_tensor, with the number of the message, from 0.
-void accumulate_tensors(const std::vector<at::Tensor>& messages,
-                        const TensorMessageOptions& options, uint32_t divisor,
-                        const at::Tensor& out);
+  uint64_t message_bytes() const;
+
+  // Writes message_bytes() to `message`.
+  void encode(const void* numbers, uint64_t seed, uint64_t step, std::byte* message) const;
+
+  // Throws Error(kProtocol) for bytes that are not such a message. Seed and step come from the
+  // header.
+  void decode(std::span<const std::byte> message, void* numbers) const;
+
+  // Writes the sum of messages, in their order and in fp32 (float64 in fp64), times 1 / divisor and
+  // rounded once. At least one message; seeds and steps may differ. Errors as of decode, with the
+  // number of the message, from 0.
+  void accumulate(std::span<const std::span<const std::byte>> messages, uint32_t divisor,
+                  Round round, void* numbers) const;
+
+ private:
+  struct Received;
+
+  MessageHeader header(uint64_t seed, uint64_t step) const;
+  TileBatch batch(const MessageHeader& header, std::vector<TileStatus>& status) const;
+  Received receive(std::span<const std::byte> message, const std::string& name) const;
+  void expect_valid_tiles(const std::vector<TileStatus>& status, const std::string& name) const;
+  bool accumulate_at_once(const std::vector<Received>& received, uint32_t divisor,
+                          void* numbers) const;
+  bool accumulate_by_tile(const std::vector<Received>& received, uint32_t divisor, Round round,
+                          void* numbers) const;
+
+  TensorMessageOptions options_;
+  ParsedCodec codec_;
+  ScalarType dtype_;
+  std::vector<Tile> tiles_;
+  uint32_t payload_bytes_ = 0;
+};
 
 }  // namespace gradferry

@@ -37,8 +37,6 @@ class MarkUsed final : public torch::autograd::FunctionPreHook {
 
 }  // namespace
 
-uint64_t used_map_bytes(size_t num_parameters) { return (num_parameters + 7) / 8 * 8; }
-
 UsedParameters::UsedParameters(const std::vector<at::Tensor>& parameters, const UsedMap& used)
     : flags_(std::make_shared<Flags>(parameters.size())) {
   for (size_t i = 0; i < parameters.size(); ++i) {

@@ -13,14 +13,9 @@
 #include <vector>
 
 #include "layout.h"
+#include "used_map.h"
 
 namespace gradferry {
-
-// One byte per parameter of a bucket, in bucket order: not 0 if it was used.
-using UsedMap = std::vector<uint8_t>;
-
-// Bytes of a map in a message: one for each parameter, and zeros up to a multiple of 8.
-uint64_t used_map_bytes(size_t num_parameters);
 
 // Finds the parameters whose gradients were accumulated, as DDP itself does: by a hook on the
 // accumulation, which runs before DDP calls the hook for the bucket. Passes under no_sync() count.

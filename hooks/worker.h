@@ -2,13 +2,13 @@
 // outlive the object that added jobs, because a job may wait for a peer that never answers.
 #pragma once
 
-#include <condition_variable>
 #include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
 
 #include "background_thread.h"
+#include "threads.h"
 
 namespace gradferry {
 
@@ -26,7 +26,7 @@ class Worker {
   void work();
 
   std::mutex mutex_;
-  std::condition_variable changed_;
+  Signal changed_;
   std::deque<std::function<void()>> jobs_;
   bool stop_ = false;
 };

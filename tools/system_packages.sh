@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Makes sure that the compilers of the build are there ("package"), and what the C++ tests and
-# benchmarks need, too ("tests"). On Debian as root it installs what is missing; elsewhere it says
-# what to install.
+# benchmarks need, too ("tests"), or the fuzz targets ("fuzz"). On Debian as root it installs what is
+# missing; elsewhere it says what to install.
 #
-# Usage: tools/system_packages.sh PYTHON package|tests
+# Usage: tools/system_packages.sh PYTHON package|tests|fuzz
 set -euo pipefail
 python=$1
 purpose=$2
@@ -15,13 +15,20 @@ need() {  # need PACKAGE COMMAND...: the package is missing unless the command s
   "$@" >/dev/null 2>&1 || missing+=("$package")
 }
 has_header() { echo "#include <$1>" | g++ -x c++ -std=c++20 -E -; }
+has_fuzzer() { echo 'extern "C" int LLVMFuzzerTestOneInput() { return 0; }' | clang++ -fsanitize=fuzzer -o /dev/null -x c++ -; }
 cmake_is_recent() { [[ $(printf '%s\n' 3.25 "$(cmake --version | awk 'NR == 1 {print $3}')" | sort -V | head -1) == 3.25 ]]; }
 
 need g++ command -v g++
 need cmake cmake_is_recent
 need ninja-build command -v ninja
-if [[ $purpose == tests ]]; then
+if [[ $purpose != package ]]; then
   need libgtest-dev has_header gtest/gtest.h
+fi
+if [[ $purpose == fuzz ]]; then
+  need clang command -v clang++
+  need libclang-rt-14-dev has_fuzzer
+fi
+if [[ $purpose == tests ]]; then
   need libbenchmark-dev has_header benchmark/benchmark.h
 fi
 if command -v "$python" >/dev/null; then

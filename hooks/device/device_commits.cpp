@@ -92,9 +92,8 @@ void DeviceCommits::read_last() {
     const std::lock_guard lock(context_.life.mutex);
     ++context_.life.stats.host_waits;
   }
-  uint32_t reporter = 0;
-  const Fault fault = read_commit(options_.agreement(), result_, step, bucket, &reporter);
-  if (fault) throw Error(ErrorKind::kProtocol, describe(fault, reporter, step));
+  const Verdict verdict = read_commit(options_.agreement(), bytes(result_), step, bucket);
+  if (verdict.fault) throw Error(ErrorKind::kProtocol, describe(verdict));
   uint64_t nonfinite_tile = 0;  // 1 + its id
   std::memcpy(&nonfinite_tile, bytes(result_) + sizeof(CommitRecord) * options_.world_size,
               sizeof(nonfinite_tile));
@@ -153,7 +152,7 @@ void DeviceCommits::expect_no_fault() const {
   const at::Tensor kept = context_.findings.cpu();
   const auto& found = *static_cast<const Findings*>(kept.const_data_ptr());
   if (const Fault fault = fault_of(found)) {
-    throw Error(ErrorKind::kProtocol, describe(fault, options_.rank, found.step));
+    throw Error(ErrorKind::kProtocol, describe({fault, options_.rank, found.step}));
   }
 }
 

@@ -67,7 +67,7 @@ void DeviceContext::wait(DeviceJob& job, Transfer& transfer, Phase phase, uint64
   try {
     transport->wait(transfer, stream);
   } catch (const std::exception& error) {
-    throw lost_contact(*options.peers, options.rank, phase, job.step, number, error.what());
+    throw options.peers->cause(phase, job.step, number, error.what());
   }
 }
 

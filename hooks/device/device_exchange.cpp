@@ -97,11 +97,13 @@ void DeviceExchange::average(DeviceJob& job) {
 }
 
 Envelope DeviceExchange::envelope(const DeviceJob& job, const ChunkJob& chunk, Phase phase) const {
-  return options_.agreement().envelope(job.step, chunk.number, phase);
+  return options_.agreement().envelope(job.step, chunk.number, phase,
+                                       chunk.chunk->plan->tiles_hash);
 }
 
-ChunkBatch DeviceExchange::chunk_of(const DeviceJob& job, uint64_t number, const DeviceStage& stage,
-                                    const at::Tensor& progress, const c10::Stream& stream) const {
+ChunkBatch DeviceExchange::chunk_of(const DeviceJob& job, const Envelope& envelope,
+                                    const DeviceStage& stage, const at::Tensor& progress,
+                                    const c10::Stream& stream) const {
   return {.tiles = job.plan->data(stage.tiles),
           .num_tiles = stage.tiles.size,
           .codecs = job.plan->codecs(),
@@ -111,7 +113,7 @@ ChunkBatch DeviceExchange::chunk_of(const DeviceJob& job, uint64_t number, const
           // continue to decay.
           .hold_zero_tiles = !options_.has_momentum(job.step),
           .seed = options_.seed,
-          .envelope = options_.agreement().envelope(job.step, number, Phase::kScatter),
+          .envelope = envelope,
           .progress = static_cast<ChunkProgress*>(progress.mutable_data_ptr()),
           .stream = stream.native_handle()};
 }
@@ -201,8 +203,8 @@ void DeviceExchange::send(DeviceJob& job, ChunkJob& chunk) {
                          .stream = context_.encode_stream.native_handle()});
   } else {
     chunk_kernels().encode(
-        {.chunk =
-             chunk_of(job, chunk.number, planned.encode, encode_progress_, context_.encode_stream),
+        {.chunk = chunk_of(job, envelope(job, chunk, Phase::kScatter), planned.encode,
+                           encode_progress_, context_.encode_stream),
          .gradient = nodes_.is_flat() ? job.gradient.const_data_ptr() : sum_of(slot),
          .gain = context_.residuals->gain(),
          .residual = context_.residuals->worker(),
@@ -230,8 +232,8 @@ void DeviceExchange::reduce(DeviceJob& job, ChunkJob& chunk) {
   const TimedRange timed("gradferry::reduce", job.event.reduce_ns);
   const uint32_t forward_bytes = planned.plan->forward_bytes;
   chunk_kernels().reduce(
-      {.chunk =
-           chunk_of(job, chunk.number, planned.reduce, finish_progress_, context_.finish_stream),
+      {.chunk = chunk_of(job, envelope(job, chunk, Phase::kScatter), planned.reduce,
+                         finish_progress_, context_.finish_stream),
        .received = received_in(job, planned.scatter.received, slot.scatter_receive, verdicts_),
        .gain = context_.residuals->gain(),
        .residual = context_.residuals->owner(),
@@ -288,7 +290,8 @@ void DeviceExchange::decode(DeviceJob& job, ChunkJob& chunk) {
   }
   const TimedRange timed("gradferry::decode", job.event.decode_ns);
   decode_on(job,
-            chunk_of(job, chunk.number, planned.decode, finish_progress_, context_.finish_stream),
+            chunk_of(job, envelope(job, chunk, Phase::kScatter), planned.decode, finish_progress_,
+                     context_.finish_stream),
             received_in(job, planned.gathered, slot.gathered, verdicts_), slot.scatter_send);
   if (freed_by_decode(planned)) chunk.slot->free.record(context_.finish_stream);
 }
@@ -310,16 +313,18 @@ void DeviceExchange::add_momentum(DeviceJob& job) {
   reserve_flags(job.plan->most_tiles());
   const DeviceBuffer& buffer = slots_.front().scatter_send;
   const c10::Stream& stream = context_.encode_stream;
+  const Envelope nobody = options_.agreement().envelope(job.step, 0, Phase::kScatter);
   for (const DeviceChunk& planned : job.plan->chunks()) {
-    chunk_kernels().encode({.chunk = chunk_of(job, 0, planned.encode, encode_progress_, stream),
-                            .gradient = job.gradient.const_data_ptr(),
-                            .gain = context_.residuals->gain(),
-                            .residual = context_.residuals->worker(),
-                            .messages = nullptr,
-                            .num_messages = 0,
-                            .out = bytes(buffer)});
+    chunk_kernels().encode(
+        {.chunk = chunk_of(job, nobody, planned.encode, encode_progress_, stream),
+         .gradient = job.gradient.const_data_ptr(),
+         .gain = context_.residuals->gain(),
+         .residual = context_.residuals->worker(),
+         .messages = nullptr,
+         .num_messages = 0,
+         .out = bytes(buffer)});
     decode_on(
-        job, chunk_of(job, 0, planned.decode, encode_progress_, stream),
+        job, chunk_of(job, nobody, planned.decode, encode_progress_, stream),
         {.messages = nullptr, .num_messages = 0, .buffer = bytes(buffer), .verdicts = nullptr},
         buffer);
   }

@@ -67,7 +67,7 @@ class DeviceExchange {
   void decode(DeviceJob& job, ChunkJob& chunk);
   std::byte* sum_of(const DeviceSlot& slot) const;
   Envelope envelope(const DeviceJob& job, const ChunkJob& chunk, Phase phase) const;
-  ChunkBatch chunk_of(const DeviceJob& job, uint64_t number, const DeviceStage& stage,
+  ChunkBatch chunk_of(const DeviceJob& job, const Envelope& envelope, const DeviceStage& stage,
                       const at::Tensor& progress, const c10::Stream& stream) const;
   ReceivedMessages received_in(const DeviceJob& job, const Table<Message>& messages,
                                const DeviceBuffer& buffer, const at::Tensor& verdicts) const;

@@ -63,7 +63,7 @@ void Exchange::wait(const Pending& work, Phase phase, uint64_t step, uint64_t nu
   try {
     peers_.wait(*work);
   } catch (const std::exception& error) {
-    throw lost_contact(peers_, agreement_.rank, phase, step, number, error.what());
+    throw peers_.cause(phase, step, number, error.what());
   }
 }
 

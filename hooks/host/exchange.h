@@ -129,7 +129,7 @@ class Exchange {
 
  private:
   Envelope envelope(const Chunk& chunk, Phase phase) const {
-    return agreement_.envelope(chunk.step, chunk.number, phase);
+    return agreement_.envelope(chunk.step, chunk.number, phase, chunk.plan->tiles_hash);
   }
   uint64_t dense_bytes(const Chunk& chunk, uint32_t local_index) const;
   // Of the message with them, on a lane.

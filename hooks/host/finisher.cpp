@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <iterator>
 #include <string>
 
 #include "engine_errors.h"
@@ -153,8 +152,8 @@ bool Finisher::take_handed_in() {
   }
   if (life_.death) throw Error(*life_.death);  // run() failed
   Chunks& first = waiting_[layout_.nodes().is_flat() ? kScatter : kLocalScatter];
-  std::ranges::move(queue_, std::back_inserter(first));
-  queue_.clear();
+  // One by one, so that an exception leaves no job behind.
+  for (; !queue_.empty(); queue_.pop_front()) first.push_back(std::move(queue_.front()));
   return true;
 }
 
@@ -194,13 +193,12 @@ void Finisher::advance(size_t stage) {
     decode(job);
     next = kStages;
   }
-  std::unique_ptr<ChunkJob> moved = std::move(waiting_[stage].front());
-  waiting_[stage].pop_front();
   if (next != kStages) {
-    waiting_[next].push_back(std::move(moved));
-  } else if (moved->last) {
-    post_commit(moved->bucket);
+    waiting_[next].push_back(std::move(waiting_[stage].front()));
+  } else if (job.last) {
+    post_commit(job.bucket);
   }
+  waiting_[stage].pop_front();
 }
 
 Fault Finisher::local_fault(const ChunkJob& job, Phase phase) const {
@@ -368,7 +366,11 @@ void Finisher::decode_messages(const ChunkJob& job) {
                      static_cast<const std::byte*>(slot.scatter_send.const_data_ptr()));
   auto& nonfinite = job.bucket->nonfinite_tiles;
   for (const uint64_t tile : decoded.nonfinite_tiles) {
-    if (nonfinite.empty() || options_.find_unused_parameters) nonfinite.push_back(tile);
+    if (nonfinite.empty() || options_.find_unused_parameters) {
+      nonfinite.push_back(tile);
+    } else {
+      nonfinite.front() = std::min(nonfinite.front(), tile);
+    }
   }
   for (const uint32_t source : decoded.corrupt_sources) {
     note(job.bucket->fault,
@@ -396,23 +398,24 @@ void Finisher::finish_commit() {
     const TimedRange timed("gradferry::network", bucket.event.network_ns);
     exchange_.wait(commit.work, Phase::kCommit, bucket.step, bucket.event.bucket);
   }
-  uint32_t reporter = 0;
-  const Fault fault = read_commit(exchange_.agreement(), commit.records, bucket.step,
-                                  bucket.event.bucket, &reporter, bucket.used.size());
+  const Verdict verdict = read_commit(exchange_.agreement(), bytes(commit.records), bucket.step,
+                                      bucket.event.bucket, bucket.used.size());
+  const Fault& fault = verdict.fault;
   if (fault.status == WireStatus::kNonFiniteMean) {
     throw nonfinite_mean(layout_, fault.received, bucket.step, "is");
   }
   if (fault) {
-    std::string message = describe(fault, reporter, bucket.step);
+    std::string message = describe(verdict);
     if (fault.status != WireStatus::kLocalFailure) {
       throw Error(ErrorKind::kProtocol, message);
     }
-    if (reporter == options_.rank) message += ": " + bucket.local_error;
+    if (verdict.reporter == options_.rank) message += ": " + bucket.local_error;
     throw Error(ErrorKind::kPeer, message);
   }
   if (!bucket.used.empty()) put_back_unused(commit);
   if (options_.raise_nonfinite && !bucket.nonfinite_tiles.empty()) {
-    throw nonfinite_mean(layout_, bucket.nonfinite_tiles.front(), bucket.step, "is");
+    const uint64_t tile = std::ranges::min(bucket.nonfinite_tiles);  // the same on all ranks
+    throw nonfinite_mean(layout_, tile, bucket.step, "is");
   }
   complete(bucket);
   commits_.pop_front();
@@ -422,7 +425,7 @@ void Finisher::finish_commit() {
 void Finisher::put_back_unused(const Commit& commit) const {
   BucketJob& bucket = *commit.bucket;
   const UsedMap used =
-      read_used(commit.records, options_.world_size, bucket.plan->parameters.size());
+      read_used(bytes(commit.records), options_.world_size, bucket.plan->parameters.size());
   bucket.unused.put_back(used, bucket.gain);
   bucket.unused = {};
   std::erase_if(bucket.nonfinite_tiles, [&](uint64_t tile) {
@@ -481,7 +484,7 @@ void Finisher::fail_all(const Error& error) {
   }
   for (Chunks& chunks : waiting_) chunks.clear();
   commits_.clear();
-  options_.peers->tell(life_.death->what());
+  options_.peers->tell(life_.death->what(), life_.death->kind());
   const std::exception_ptr exception = options_.make_exception(*life_.death);
   for (const auto& bucket : failed) {
     bucket->profiler.clear();

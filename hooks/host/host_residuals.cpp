@@ -3,6 +3,11 @@
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
 
+#include <cmath>
+#include <string>
+
+#include "gradferry/error.h"
+
 namespace gradferry {
 namespace {
 
@@ -33,6 +38,10 @@ void HostResiduals::begin_step() {
 
 float HostResiduals::begin_pass(float loss_scale) {
   const float gain = loss_scale_ == 0.0F ? 1.0F : loss_scale / loss_scale_;
+  GRADFERRY_EXPECTS(std::isfinite(gain), kState,
+                    "residuals are in units of a loss scale of " + std::to_string(loss_scale_) +
+                        ", which cannot become " + std::to_string(loss_scale) +
+                        "; load a state that was saved with a loss scale near this one");
   loss_scale_ = loss_scale;
   return gain;
 }

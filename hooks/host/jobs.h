@@ -26,7 +26,7 @@ struct BucketJob {
   float gain;  // factor for the residuals
   Fault fault;
   std::string local_error;                // of this rank, when fault is kLocalFailure
-  std::vector<uint64_t> nonfinite_tiles;  // only the first, or all if parameters may be unused
+  std::vector<uint64_t> nonfinite_tiles;  // only the lowest, or all if parameters may be unused
   UsedMap used;                           // by this rank
   UnusedCopy unused;
   BucketEvent event;  // each thread writes its own times; run() does so under the engine's mutex

@@ -179,8 +179,7 @@ bool Sockets::receive(int socket, Part& to_come) {
   if (!had_size && to_come.size_left == 0 && to_come.size != to_come.expected) {
     throw std::runtime_error("rank " + std::to_string(to_come.from) + " sends a message of " +
                              std::to_string(to_come.size) + " bytes where " +
-                             std::to_string(to_come.expected) +
-                             " were expected; is it at another step, or is its model another?");
+                             std::to_string(to_come.expected) + " were expected");
   }
   return true;
 }

@@ -104,7 +104,7 @@ void load_unit(const std::byte* gradient, uint32_t n, float alpha, const float* 
       n,
       [&](uint32_t i) {
         if (kPrefetch && i % 32 == 0) ahead.prefetch_32(i);
-        combine(gradient + i * kItem, residual + i, v + i);
+        combine(gradient + i * kItem, kResidual ? residual + i : nullptr, v + i);
       },
       [&](uint32_t i, uint32_t count) {
         alignas(64) std::byte g[kChunk * kItem] = {};

@@ -172,8 +172,9 @@ class ResizedState:
         entries = FileSystemReader(self._checkpoint).read_metadata().state_dict_metadata
         room: dict[str, Any] = {}
         for path, entry in entries.items():
-            prefix, *parts, name = path.split(".")
-            if prefix != self._key or not (mine is None or parts[:1] == [mine]):
+            prefix, *parts = path.split(".")
+            name = parts.pop() if parts else ""  # else a value beside the states
+            if prefix != self._key or not name or not (mine is None or parts[:1] == [mine]):
                 continue
             inner = room
             for part in parts:  # slots, and shards with slots of their own
@@ -280,7 +281,7 @@ def _read_manifest(folder: Path) -> list[dict[str, Any]]:
         files = list(manifest["files"]) if known else []
     except FileNotFoundError:
         raise StateError(f"there is no checkpoint in {folder}: {_MANIFEST} is missing") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise StateError(f"{path} is no manifest of a checkpoint: {error}") from error
     if not all(isinstance(f, dict) and _FILE.fullmatch(str(f.get("name"))) for f in files):
         raise StateError(f"{path} is no manifest of a checkpoint: it names foreign files")
@@ -301,7 +302,8 @@ def _read(folder: Path, entry: dict[str, Any]) -> dict[str, Any]:
     if found != entry:
         raise StateError(
             f"{path} is not what was saved: it has {found['bytes']} bytes with digest "
-            f"{found['blake2b']}, the manifest says {entry['bytes']} with {entry['blake2b']}"
+            f"{found['blake2b']}, the manifest says {entry.get('bytes')} with "
+            f"{entry.get('blake2b')}"
         )
     try:
         content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)

@@ -145,7 +145,7 @@ class DeviceCodec {
                       .chunk = found.chunk,
                       .expected = found.expected,
                       .received = found.received};
-    if (fault) throw Error(ErrorKind::kProtocol, describe(fault, kEnvelope.rank, found.step));
+    if (fault) throw Error(ErrorKind::kProtocol, describe({fault, kEnvelope.rank, found.step}));
     GRADFERRY_EXPECTS(found.nonfinite_tile == 0, kConfig,
                       "tile " + std::to_string(found.nonfinite_tile - 1) +
                           " was decoded to a number that is not finite; encode finite gradients");

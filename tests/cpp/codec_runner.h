@@ -15,6 +15,13 @@
 #include "gradferry/codec.h"
 #include "tests/cpp/numbers.h"
 
+// How clang says it.
+#if defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define GRADFERRY_ADDRESS_SANITIZER 1
+#endif
+#endif
+
 namespace gradferry::testing {
 
 // `size` bytes at a 64-byte boundary plus `shift`, with guard bytes before and after. Under
@@ -55,7 +62,7 @@ class Buffer {
  private:
   static constexpr uint8_t kGuardByte = 0xc3;
   static constexpr size_t kGuard = 128;
-#if defined(__SANITIZE_ADDRESS__)
+#if defined(__SANITIZE_ADDRESS__) || defined(GRADFERRY_ADDRESS_SANITIZER)
   static constexpr size_t kEndGuard = 0;
 #else
   static constexpr size_t kEndGuard = 128;

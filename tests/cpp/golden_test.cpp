@@ -4,30 +4,14 @@
 #include <gtest/gtest.h>
 
 #include <filesystem>
-#include <fstream>
 #include <iterator>
 
 #include "tests/cpp/codec_runner.h"
+#include "tests/cpp/golden_files.h"
 #include "tests/cpp/option_sets.h"
 
 namespace gradferry::testing {
 namespace {
-
-std::string golden_path(const std::string& name) {
-  return std::string(GRADFERRY_GOLDEN_DIR) + "/" + name + ".bin";
-}
-
-void expect_golden(const std::string& name, const Buffer& found) {
-  const auto* bytes = reinterpret_cast<const char*>(found.data());
-  if (std::getenv("GRADFERRY_WRITE_GOLDEN") != nullptr) {
-    std::ofstream(golden_path(name), std::ios::binary)
-        .write(bytes, static_cast<std::streamsize>(found.size()));
-  }
-  std::ifstream file(golden_path(name), std::ios::binary);
-  ASSERT_TRUE(file) << "missing " << golden_path(name);
-  const std::string expected{std::istreambuf_iterator<char>(file), {}};
-  EXPECT_TRUE(expected == std::string(bytes, found.size())) << name << " differs";
-}
 
 // Magnitudes over 30 powers of two, every sign, from integers alone: element i of rank r is
 // m * 2^e with the bits of a 32-bit congruential generator.
@@ -75,17 +59,19 @@ TEST(GoldenFiles, StillDescribeTheWireFormat) {
         const Buffer zero = run.residual_from(std::vector<float>(kElements, 0.0f));
         const Result r = run.encode(isa, gradient, keeps_residual ? zero : Buffer());
         const std::string suffix = "_rank" + std::to_string(rank);
-        expect_golden("gradient" + suffix, gradient);
-        expect_golden(stem(codec) + "_payload" + suffix, r.payload);
-        if (keeps_residual) expect_golden(stem(codec) + "_residual" + suffix, r.residual);
+        expect_golden("gradient" + suffix, as_string(gradient));
+        expect_golden(stem(codec) + "_payload" + suffix, as_string(r.payload));
+        if (keeps_residual)
+          expect_golden(stem(codec) + "_residual" + suffix, as_string(r.residual));
         payloads.push_back(r.payload);
       }
       const Result reduced = run.reduce(isa, payloads, Buffer());
-      expect_golden(stem(codec) + "_reduced", reduced.payload);
+      expect_golden(stem(codec) + "_reduced", as_string(reduced.payload));
       expect_golden(stem(codec) + "_decoded",
-                    run.decode(isa, reduced.payload, Buffer(), Stage::kOwner).gradient);
+                    as_string(run.decode(isa, reduced.payload, Buffer(), Stage::kOwner).gradient));
       payloads.push_back(payloads[0]);
-      expect_golden(stem(codec) + "_accumulated", run.accumulate(isa, payloads, 3).gradient);
+      expect_golden(stem(codec) + "_accumulated",
+                    as_string(run.accumulate(isa, payloads, 3).gradient));
     }
   }
 }
@@ -98,8 +84,7 @@ TEST(GoldenFiles, BadPayloadsAreFlaggedAndDecodeToNan) {
     for (const std::string& codec : golden_codecs()) {
       if (name.substr(0, name.find("__")) != stem(codec)) continue;
       ++num_checked;
-      std::ifstream file(entry.path(), std::ios::binary);
-      const std::string bytes{std::istreambuf_iterator<char>(file), {}};
+      const std::string bytes = read_file(entry.path());
       const Runner run = runner(codec);
       Buffer payload(run.payload_bytes(kElements, Stage::kWorker));
       ASSERT_EQ(bytes.size(), payload.size()) << name;

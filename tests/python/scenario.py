@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -200,6 +201,14 @@ def group_of(scenario: Scenario) -> Any:
     return None if scenario.group_ranks is None else dist.new_group(list(scenario.group_ranks))
 
 
+def hash_of(scenario: Scenario, parameters: Sequence[torch.Tensor]) -> str:
+    """Of the bytes of parameters in their order."""
+    digest = hashlib.blake2b(digest_size=8)
+    for weight, p in zip(scenario.weights, parameters, strict=True):
+        digest.update(weight.to_flat(p).tobytes())
+    return digest.hexdigest()
+
+
 class Run:
     """One DDP model of a scenario on this rank, stepped by hand.
 
@@ -254,10 +263,7 @@ class Run:
         }
 
     def parameter_hash(self) -> str:
-        digest = hashlib.blake2b(digest_size=8)
-        for weight, p in zip(self.scenario.weights, self.model.parameters(), strict=True):
-            digest.update(weight.to_flat(p).tobytes())
-        return digest.hexdigest()
+        return hash_of(self.scenario, list(self.model.parameters()))
 
     def _bucket_names(self) -> list[list[str]]:
         names = {id(p): name for name, p in self.model.named_parameters()}

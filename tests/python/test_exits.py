@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import random
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from exit_server import EXIT_CODES as CODES_OF_ENDINGS
+from exit_server import Ending
+from killing import random_place
+from resumable import drawn_job
 
 SCRIPT = Path(__file__).with_name("exit_script.py")
 MOST_SECONDS = 5.0  # on a machine that does little else
@@ -90,3 +98,61 @@ def test_exception_with_a_bucket_in_flight_ends_at_once(tmp_path: Path, register
     finally:
         for process in processes:
             process.kill()
+
+
+def drawn_ending(seed: int) -> Ending:
+    rng = random.Random(seed)
+    how = rng.choice(list(CODES_OF_ENDINGS))
+    from_outside = how.startswith("SIG")
+    peer = "goes on" if from_outside else rng.choice(("stays", "goes on", "together"))
+    while True:
+        job = drawn_job(rng)
+        # What torch itself has in flight can block its end: collectives of FSDP2, of join(), and
+        # of find_unused_parameters.
+        if not (job.sharded or job.uneven or (job.in_turns and peer == "stays")):
+            break
+    options = {name: value for name, value in job.hook.items() if name != "nodes"}
+    job = dataclasses.replace(job, world_size=2, hook=options)
+    place = random_place(rng, rng.randrange(5), 0, job)
+    if peer == "stays" and place.name == "save":  # before it waits for the other's file
+        place = dataclasses.replace(place, number=place.number % 3)
+    if from_outside:
+        job = dataclasses.replace(job, steps=10**6)
+    return Ending(job, how, place, 2 * rng.random(), peer, rng.random() < 0.5)
+
+
+@pytest.fixture(scope="module")
+def exit_server() -> Iterator[subprocess.Popen]:
+    command = [sys.executable, SCRIPT.with_name("exit_server.py")]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as server:
+        yield server
+        server.stdin.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100))
+def test_end_at_any_moment_has_the_users_code(
+    exit_server: subprocess.Popen, tmp_path: Path, seed: int
+) -> None:
+    ending = drawn_ending(seed)
+    given = {**dataclasses.asdict(ending), "folder": str(tmp_path)}
+    exit_server.stdin.write(json.dumps(given) + "\n")
+    exit_server.stdin.flush()
+    became = json.loads(exit_server.stdout.readline())
+    what = f"seed {seed}, {ending}:\n" + "\n".join(became["says"])
+    first, second = became["codes"]
+    code = CODES_OF_ENDINGS[ending.how]
+    # A rank that meets the other's end has an exception of its own.
+    if ending.peer == "together":
+        assert {first, second} <= {code, 1}, what
+        assert code in (first, second), what
+    else:
+        assert first == code, what
+        assert second in (0, 1), what
+    assert "terminate called" not in what
+    # A rank that meets the other's end waits for threads, which a busy machine keeps waiting.
+    assert max(became["seconds"]) < MOST_SECONDS_WHEN_BUSY, (became["seconds"], what)
+    if ending.peer != "together":
+        assert became["seconds"][0] < MOST_SECONDS, (became["seconds"], what)

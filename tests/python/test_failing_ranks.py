@@ -5,7 +5,6 @@ The world's collectives time out after 20 s: an error before that is one that wa
 
 from __future__ import annotations
 
-import datetime
 import os
 import time
 from typing import Any
@@ -56,31 +55,6 @@ def test_rank_that_fails_before_it_posts_is_named_by_all_with_its_text(
     assert "scale" in own.headline
 
 
-def case_timeout(group_seconds: float) -> Outcome | None:
-    """The victim is busy with something else."""
-    timeout = datetime.timedelta(seconds=group_seconds)
-    run = Run(Scenario(WEIGHTS), dist.new_group(timeout=timeout))
-    for step in range(2):
-        run.step(step)
-    outcome = attempt(lambda: run.step(2)) if dist.get_rank() != VICTIM else None
-    dist.barrier()
-    return outcome
-
-
-def test_rank_that_never_comes_is_named_when_the_time_is_up(world_of_3: World) -> None:
-    answers = world_of_3.run(case_timeout, group_seconds=5.0)
-    outcomes = [outcome for outcome in answers if outcome is not None]
-    assert [o.error for o in outcomes] == ["PeerError"] * 2, outcomes
-    assert len({o.headline for o in outcomes}) == 1, outcomes
-    headline = outcomes[0].headline
-    assert f"lost contact with rank {VICTIM} (step 2, chunk" in headline
-    assert "nothing came within the timeout of the process group" in headline
-    assert min(o.seconds for o in outcomes) > 4.0
-    # gloo's own words name its sources and the addresses of sockets.
-    assert ".cc" not in headline
-    assert "127.0.0.1" not in headline
-
-
 def case_killed(victim: int) -> None:
     run = Run(Scenario(WEIGHTS))
     for step in range(12):
@@ -94,16 +68,13 @@ def case_killed(victim: int) -> None:
     raise AssertionError(f"survivor: {outcome.error}: {outcome.headline} / {shown} buckets")
 
 
-@pytest.mark.parametrize("victim", [0, 2])
-def test_rank_that_dies_is_named_as_far_as_it_can_be(world_of_3: World, victim: int) -> None:
+def test_death_of_the_rank_that_serves_the_store_is_named(world_of_3: World) -> None:
     with pytest.raises(WorldError) as failures:
-        world_of_3.run(case_killed, victim=victim)
+        world_of_3.run(case_killed, victim=0)
     text = str(failures.value)
-    # The store went with rank 0.
-    named = f"rank {victim}" if victim else "another rank"
-    assert text.count(f"lost contact with {named} (step 12, chunk") == 2, text
+    assert text.count("lost contact with rank 0 (step 12, chunk") == 2, text
     assert text.count("its connection was closed") == 2
-    assert text.count("the store of the process group does not answer") == (0 if victim else 2)
+    assert text.count("the store of the process group does not answer") == 2
     assert text.count("/ 8 buckets") == 2
 
 

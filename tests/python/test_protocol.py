@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from reference import HEADER, Header, Layout, message_checksum, word_sum
-from reference.message import COMMIT, GATHER, PARAMETERS, SCATTER, WIRE_VERSION
+from reference.message import COMMIT, GATHER, PARAMETERS, SCATTER, WIRE_VERSION, tiles_hash
 from scenario import ChosenGradients, Run, Scenario, Weight
 from torch.nn.parallel import DistributedDataParallel
 from world import World
@@ -44,6 +44,15 @@ COMMIT_FIELDS = (
 )
 
 
+def tiles_of_buckets(ddp: DistributedDataParallel, layout: Layout) -> list[list[int]]:
+    """Numbers of the tiles of every bucket, in its order."""
+    order = {id(p): i for i, p in enumerate(ddp.module.parameters())}
+    return [
+        [tile for p in bucket.parameters() for tile in layout.tiles_of[order[id(p)]]]
+        for bucket in ddp.reducer._get_zeros_like_grad_buckets()
+    ]
+
+
 class Forger:
     """A step through the lanes, with `change` applied to what this rank sends in `phase` of bucket
     `wrong`. A bucket has one chunk.
@@ -58,10 +67,9 @@ class Forger:
         ddp = DistributedDataParallel(model)
         self.join(ddp, scenario, [[rank] for rank in range(WORLD_SIZE)])
         layout = Layout([w.describe() for w in scenario.weights], scenario.codec, WORLD_SIZE)
-        order = {id(p): i for i, p in enumerate(model.parameters())}
+        self.tiles = tiles_of_buckets(ddp, layout)
         self.sizes = []  # of payloads, by bucket and owner
-        for bucket in ddp.reducer._get_zeros_like_grad_buckets():
-            tiles = [t for p in bucket.parameters() for t in layout.tiles_of[order[id(p)]]]
+        for tiles in self.tiles:
             self.sizes.append(
                 [
                     [layout.tiles[t].worker_bytes for t in tiles if layout.owners[t] == rank]
@@ -111,11 +119,12 @@ class Forger:
                 # A full tile of q4: its first exponent byte.
                 next(p for p in payloads if len(p) == 2192)[2176] = value
         checksum = message_checksum(payloads) if "corrupt" in change else 0
+        of_tiles = 0 if phase == PARAMETERS else tiles_hash(self.tiles[self.bucket])
         header = Header(
             phase=phase,
             source_rank=self.rank,
             config_hash=self.config_hash,
-            layout_hash=self.layout_hash,
+            layout_hash=self.layout_hash ^ of_tiles,
             step=self.step,
             chunk=self.number,
             payload_bytes=sum(sizes),

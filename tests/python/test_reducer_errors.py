@@ -83,59 +83,6 @@ def test_what_cannot_be_averaged_is_refused_with_one_text(world_of_2: World) -> 
         assert {o.error for o in outcomes} == {kind}, name
 
 
-def case_one_rank_differs(change: str) -> tuple[Outcome, list[float]]:
-    """And the group still works afterwards."""
-    import gradferry
-    from torch.nn.parallel import DistributedDataParallel
-
-    odd = dist.get_rank() == 1
-    changes: dict[str, Any] = {
-        "shape": {"b": torch.zeros(31, 60)},
-        "dtype": {"b": torch.zeros(30, 60, dtype=torch.bfloat16)},
-        "strides": {"b": torch.zeros(60, 30).t()},
-        "number": {"d": torch.zeros(3)},
-    }
-    options = {"bucket_cap_mb": 3} if odd and change == "cap" else {}
-    ddp = DistributedDataParallel(torch.nn.Linear(30, 40)) if change == "way" else None
-    tensors = named(**(changes.get(change, {}) if odd else {}))
-    if odd and change == "name":
-        tensors[1] = ("B", tensors[1][1])
-
-    def make() -> None:
-        if odd and ddp is not None:
-            gradferry.attach(ddp, "q4")
-        elif odd and change == "broken":
-            gradferry.Reducer([("a", None)], "q4")
-        else:
-            gradferry.Reducer(tensors, "q4", **options)
-
-    outcome = attempt(make)
-    tensor = torch.full((3,), float(odd))
-    gradferry.Reducer([("t", tensor)], "exact").all_reduce()
-    return outcome, tensor.tolist()
-
-
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        ("shape", "rank 1 differs from rank 0 in parameter 1 (b), shape: [31, 60] instead of"),
-        ("dtype", "rank 1 differs from rank 0 in parameter 1 (b), dtype: 'torch.bfloat16'"),
-        ("strides", "rank 1 differs from rank 0 in parameter 1 (b), strides: [1, 30] instead of"),
-        ("name", "rank 1 differs from rank 0 in parameter 1 (b), name: 'B' instead of 'b'"),
-        ("number", "rank 1 differs from rank 0 in number of parameters: 4 instead of 3"),
-        ("cap", "rank 1 differs from rank 0 in bucket_cap_mb: 3.0 instead of 25.0"),
-        ("way", "rank 1 differs from rank 0 in way in: None instead of 'Reducer'"),
-        ("broken", "rank 1: named_tensors has ('a', None), which is no pair"),
-    ],
-)
-def test_ranks_that_differ_all_hear_of_it(world_of_2: World, change: str, text: str) -> None:
-    for outcome, mean in world_of_2.run(case_one_rank_differs, change=change):
-        assert outcome.error == ("ConfigError" if change == "broken" else "RankMismatchError")
-        assert outcome.text.startswith(text)
-        assert outcome.seconds < MOST_SECONDS
-        assert mean == [0.5] * 3
-
-
 def case_no_group() -> list[Outcome]:
     import gradferry
 

@@ -81,14 +81,15 @@ def case_sibling_ends(victim: int, stage: str, number: int, folder: str) -> None
         Path(folder, "left").write_text(str(mapped_bytes()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("victim", "stage", "number"),
     [
-        pytest.param(1, "local scatter", signal.SIGKILL, marks=pytest.mark.slow),
-        pytest.param(2, "local scatter", signal.SIGKILL, marks=pytest.mark.slow),
+        (1, "local scatter", signal.SIGKILL),
+        (2, "local scatter", signal.SIGKILL),
         (1, "forward", signal.SIGKILL),
         (1, "local scatter", signal.SIGSTOP),
-        pytest.param(1, "forward", signal.SIGSTOP, marks=pytest.mark.slow),
+        (1, "forward", signal.SIGSTOP),
     ],
 )
 def test_sibling_that_dies_or_stops_is_named_in_time(

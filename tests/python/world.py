@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
 from pathlib import Path
@@ -29,7 +29,6 @@ from typing import Any
 
 START_SECONDS = 120.0
 CASE_SECONDS = 60.0
-# Once one rank has raised, the others get this long to finish by themselves.
 GRACE_SECONDS = 5.0
 COLLECTIVE_SECONDS = 20.0
 
@@ -75,22 +74,33 @@ class World:
     """`size` processes in one gloo group. Processes start at the first run().
 
     environment: variables that the processes have besides the session's own.
+    patience: how many times longer all waits are, on a machine that does much else.
     """
 
-    def __init__(self, size: int, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, size: int, environment: dict[str, str] | None = None, patience: float = 1.0
+    ) -> None:
         self.size = size
         self._environment = environment
+        self._patience = patience
         self._ranks: list[_Rank] = []
 
     def run(
-        self, function: Callable[..., Any], *, seconds: float = CASE_SECONDS, **kwargs: Any
+        self,
+        function: Callable[..., Any],
+        *,
+        seconds: float = CASE_SECONDS,
+        grace: float = GRACE_SECONDS,
+        **kwargs: Any,
     ) -> list[Any]:
-        """Results of `function(**kwargs)` by rank. Function and arguments must be picklable."""
-        if not self._ranks:
-            self._start()
+        """Results of `function(**kwargs)` by rank. Function and arguments must be picklable.
+
+        grace: once one rank has raised or died, the others get this long to finish by themselves.
+        """
+        self.start()
         for rank in self._ranks:
             rank.connection.send((function.__module__, function.__qualname__, kwargs))
-        answers = self._collect(seconds)
+        answers = self._collect(seconds * self._patience, grace * self._patience)
         failures = [f"rank {r}: {a[1]}" for r, a in sorted(answers.items()) if a[0] != "result"]
         if failures:
             self.stop()  # what a failed case leaves behind must not reach the next one
@@ -104,18 +114,31 @@ class World:
             rank.stop()
         self._ranks = []
 
+    def kill(self, ranks: Sequence[int]) -> None:
+        """Ends processes by SIGKILL, whatever they are doing. From another thread than run()'s."""
+        for rank in list(self._ranks):
+            if rank.number in ranks:
+                rank.process.kill()
+
+    def start(self) -> None:
+        """Starts the processes, unless they run."""
+        if not self._ranks:
+            self._start()
+
     def _start(self) -> None:
         with _environment(self._environment or {}):
             context = _fresh_context if self._environment else _context
-            self._ranks = [_Rank(number, self.size, context) for number in range(self.size)]
+            self._ranks = [
+                _Rank(number, self.size, context, self._patience) for number in range(self.size)
+            ]
         port = self._receive_port()
         for rank in self._ranks[1:]:
             rank.connection.send(port)
-        self._raise_on_failure(self._collect(START_SECONDS), "start")
+        self._raise_on_failure(self._collect(START_SECONDS * self._patience), "start")
 
     def _receive_port(self) -> int:
         first = self._ranks[0]
-        if not first.connection.poll(START_SECONDS):
+        if not first.connection.poll(START_SECONDS * self._patience):
             self._raise_on_failure({0: ("hung", first.last_words())}, "start")
         kind, value = first.receive()
         if kind != "result":
@@ -128,7 +151,7 @@ class World:
             self.stop()
             raise WorldError(f"{what} of a world of {self.size}:\n" + "\n".join(failures))
 
-    def _collect(self, seconds: float) -> dict[int, tuple[str, Any]]:
+    def _collect(self, seconds: float, grace: float = GRACE_SECONDS) -> dict[int, tuple[str, Any]]:
         answers: dict[int, tuple[str, Any]] = {}
         deadline = time.monotonic() + seconds
         while len(answers) < self.size:
@@ -138,7 +161,7 @@ class World:
                 rank = open_ranks[connection]
                 answers[rank.number] = rank.receive()
                 if answers[rank.number][0] != "result":
-                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+                    deadline = min(deadline, time.monotonic() + grace)
             if not ready and time.monotonic() >= deadline:
                 for rank in open_ranks.values():
                     answers[rank.number] = ("hung", rank.last_words())
@@ -148,12 +171,14 @@ class World:
 class _Rank:
     """The parent's end of one process."""
 
-    def __init__(self, number: int, size: int, context: BaseContext) -> None:
+    def __init__(self, number: int, size: int, context: BaseContext, patience: float) -> None:
         self.number = number
         self.log = Path(tempfile.mkstemp(prefix=f"gradferry_rank{number}_", suffix=".log")[1])
         self.connection, theirs = context.Pipe()
         self.process = context.Process(
-            target=_serve, args=(number, size, theirs, str(self.log), sys.path), daemon=True
+            target=_serve,
+            args=(number, size, theirs, str(self.log), sys.path, patience),
+            daemon=True,
         )
         self.process.start()
         theirs.close()
@@ -186,7 +211,9 @@ class _Rank:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-60:])
 
 
-def _serve(number: int, size: int, connection: Connection, log: str, path: list[str]) -> None:
+def _serve(
+    number: int, size: int, connection: Connection, log: str, path: list[str], patience: float
+) -> None:
     """The life of a rank: join the world, then run cases until the parent's end closes."""
     _die_with_parent()
     sys.path[:] = path
@@ -196,7 +223,7 @@ def _serve(number: int, size: int, connection: Connection, log: str, path: list[
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     try:
-        _join_world(number, size, connection)
+        _join_world(number, size, connection, patience)
         connection.send(("result", None))
         with contextlib.suppress(EOFError, ConnectionResetError):
             while True:
@@ -215,12 +242,12 @@ def _die_with_parent() -> None:
     fcntl.fcntl(sentinel, fcntl.F_SETFL, fcntl.fcntl(sentinel, fcntl.F_GETFL) | os.O_ASYNC)
 
 
-def _join_world(number: int, size: int, connection: Connection) -> None:
+def _join_world(number: int, size: int, connection: Connection, patience: float) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    timeout = datetime.timedelta(seconds=COLLECTIVE_SECONDS)
+    timeout = datetime.timedelta(seconds=COLLECTIVE_SECONDS * patience)
     store = dist.TCPStore(
         "127.0.0.1",
         0 if number == 0 else connection.recv(),

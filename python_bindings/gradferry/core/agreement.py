@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from gradferry import errors
+from gradferry.core.meeting import NO_STORE, absent_after_loss, name_ranks, wait_or_hear
 from gradferry.errors import (
     ConfigError,
     GradferryError,
@@ -86,11 +87,25 @@ def gather_records(record: Record, group: dist.ProcessGroup, device: torch.devic
     try:
         return _gather_records(record, group, device)
     except RuntimeError as error:
-        reason = str(error).partition("\n")[0]
+        gone, store_answers = absent_after_loss(group)
+        lost = name_ranks(gone) if gone else "another rank"
+        silent = "" if store_answers else f", and {NO_STORE}"
         raise PeerError(
-            f"the ranks could not agree: {reason}; look at the other ranks' errors first, then "
-            "restart"
+            f"the ranks could not agree: lost contact with {lost}: {_plain_reason(str(error))}"
+            f"{silent}; look at the other ranks' errors first, then restart"
         ) from error
+
+
+def _plain_reason(reason: str) -> str:
+    """Without the source locations and addresses that gloo names."""
+    if any(words in reason for words in ("closed by peer", "reset by peer", "Broken pipe")):
+        return "its connection was closed"
+    if any(words in reason for words in ("imed out", "timeout")):
+        return (
+            "nothing came within the timeout of the process group, or a rank has posted another "
+            "collective there"
+        )
+    return reason.partition("\n")[0]
 
 
 def _gather_records(record: Record, group: dist.ProcessGroup, device: torch.device) -> list[Record]:
@@ -98,7 +113,7 @@ def _gather_records(record: Record, group: dist.ProcessGroup, device: torch.devi
     data = torch.frombuffer(bytearray(json.dumps(record).encode()), dtype=torch.uint8)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world_size)]
     size = torch.tensor([data.numel()], dtype=torch.int64, device=device)
-    dist.all_gather(sizes, size, group=group)
+    wait_or_hear(dist.all_gather(sizes, size, group=group, async_op=True), group)
     largest = max(int(size) for size in sizes)
     if not 0 < largest <= MAX_RECORD_BYTES:
         raise ProtocolError(
@@ -107,8 +122,9 @@ def _gather_records(record: Record, group: dist.ProcessGroup, device: torch.devi
         )
     padded = torch.zeros(largest, dtype=torch.uint8, device="cpu")
     padded[: data.numel()] = data
+    sent = padded.to(device)  # a collective need not hold what it sends
     gathered = [torch.zeros(largest, dtype=torch.uint8, device=device) for _ in range(world_size)]
-    dist.all_gather(gathered, padded.to(device), group=group)
+    wait_or_hear(dist.all_gather(gathered, sent, group=group, async_op=True), group)
     return [
         _parse(part.cpu()[: int(length)].numpy().tobytes(), rank)
         for rank, (part, length) in enumerate(zip(gathered, sizes, strict=True))
@@ -165,8 +181,10 @@ def raise_first_mismatch(records: list[Record]) -> None:
             same text on every rank.
     """
     for rank, record in enumerate(records):
-        for field, expected in records[0].items():
-            received = record.get(field)
+        # What a rank called says more than what follows from it.
+        for field in ("way in", *records[0]):
+            expected: Any = records[0].get(field)
+            received: Any = record.get(field)
             if received == expected:
                 continue
             if field == "parameters":

@@ -59,7 +59,8 @@ def parse_codec(text: str) -> CodecSpec:
         )
     if text == OFF:
         return CodecSpec(OFF)
-    canonical = _native.canonical_codec(text)
+    # What is no UTF-8 arrives as an unknown name.
+    canonical = _native.canonical_codec(text.encode(errors="backslashreplace").decode())
     name, _, options = canonical.partition(":")
     pairs = (option.partition("=") for option in options.split(",") if option)
     return CodecSpec(name, tuple((key, value) for key, _, value in pairs))

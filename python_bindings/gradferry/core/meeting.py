@@ -13,6 +13,8 @@ group with it. So they first meet in the group's store, with a few small keys pe
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -26,6 +28,9 @@ from gradferry.errors import PeerError
 MOST_PATIENCE = timedelta(minutes=5)
 MOST_PAUSE_SECONDS = 0.1  # between two reads of the store
 ALL_CAME = "all came"
+# How long ranks that lost their connections look for each other.
+LOOK_SECONDS = 1.0
+NO_STORE = "the store of the process group does not answer (mostly rank 0 serves it)"
 
 
 def store_of(group: dist.ProcessGroup) -> Store:
@@ -124,6 +129,76 @@ def _absent(meeting: Store, world_size: int, longest: timedelta, purpose: str) -
         "look at the errors of those that did not first. Nothing was changed, and the process "
         "group can be used"
     )
+
+
+def wait_or_hear(work: dist.Work, group: dist.ProcessGroup) -> None:
+    """Waits for a collective of the group, but not for ranks that have called `absent_after_loss`.
+
+    Gloo's rings notice a rank that ended only next to it; the others would wait for the timeout.
+
+    Raises:
+        RuntimeError: the collective failed, or goes on without a chance.
+    """
+    begin, heard, done = time.monotonic(), threading.Event(), threading.Event()
+
+    def listen() -> None:  # to a store that may never answer
+        with contextlib.suppress(RuntimeError):
+            lost = _losses(group)
+            while not done.wait(LOOK_SECONDS / 4):
+                if lost.check(["any"]):
+                    heard.set()
+                    return
+
+    listening = False
+    try:
+        while not work.is_completed():
+            if heard.is_set():
+                raise RuntimeError("closed by peer")
+            waited = time.monotonic() - begin
+            if waited > LOOK_SECONDS / 4 and not listening:
+                threading.Thread(target=listen, name="gf-listen", daemon=True).start()
+                listening = True
+            time.sleep(min(waited / 8, MOST_PAUSE_SECONDS))
+    finally:
+        done.set()
+    work.wait()
+
+
+def _losses(group: dist.ProcessGroup) -> Store:
+    store = PrefixStore("gradferry/meetings", store_of(group))
+    return PrefixStore(f"{store.add('number', 0)}/lost", store)
+
+
+def absent_after_loss(group: dist.ProcessGroup) -> tuple[list[int], bool]:
+    """Which ranks do not call this within a second, after a collective of the group has failed.
+
+    Returns:
+        Those ranks, and whether the store has answered; if it has not, there are none.
+    """
+    world_size, rank = dist.get_world_size(group), dist.get_rank(group)
+    found: list[list[int]] = []
+
+    def look() -> None:
+        lost = _losses(group)
+        lost.set(str(rank), "")
+        lost.set("any", "")
+        end = time.monotonic() + LOOK_SECONDS
+        while True:
+            gone = [each for each in range(world_size) if not lost.check([str(each)])]
+            if not gone or time.monotonic() > end:
+                found.append(gone)
+                return
+            time.sleep(LOOK_SECONDS / 20)
+
+    def try_to_look() -> None:
+        with contextlib.suppress(RuntimeError):
+            look()
+
+    # A store may never answer.
+    looking = threading.Thread(target=try_to_look, name="gf-look", daemon=True)
+    looking.start()
+    looking.join(1.5 * LOOK_SECONDS)
+    return (found[0], True) if found else ([], False)
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

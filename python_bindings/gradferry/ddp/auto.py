@@ -11,7 +11,7 @@ hash.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,6 +34,7 @@ from gradferry.forecast.observe import MEASURED_STEPS, ObservedSteps, observe
 from gradferry.forecast.predict import Prediction, predictors_of
 from gradferry.forecast.verdict import MOST_RIVALS, TOLERANCE, most_precise, precision, rivals
 from gradferry.reduction.running import Running
+from gradferry.reduction.saved_state import same, shown
 
 _log = logging.getLogger("gradferry")
 
@@ -109,10 +110,17 @@ def _parameter(layout: ParameterLayout) -> Parameter:
     return Parameter(layout.name, shape, layout.dtype)
 
 
+def _count(value: object) -> int:
+    """Checks what a checkpoint says of steps."""
+    if not isinstance(value, int) or not 0 <= value < 2**63:
+        raise ValueError(f"{shown(value)} is no count")
+    return value
+
+
 def _exchange(name: object) -> str | None:
     """Checks what a checkpoint says of the exchange."""
-    if name not in (None, FLAT, TWO_LEVEL):
-        raise ValueError(f"exchange {name!r} is neither {FLAT!r} nor {TWO_LEVEL!r}")
+    if not any(same(name, known) for known in (None, FLAT, TWO_LEVEL)):
+        raise ValueError(f"exchange {shown(name)} is neither {FLAT!r} nor {TWO_LEVEL!r}")
     return None if name is None else str(name)
 
 
@@ -138,18 +146,20 @@ class Choice:
             StateError: the checkpoint holds something else.
         """
         try:
+            if not isinstance(saved, Mapping):
+                raise TypeError("it is no dict")
             return cls(
                 codec=parse_codec(saved["codec"]),
                 exchange=_exchange(saved.get("exchange")),  # states of earlier versions have none
-                made=bool(saved["made"]),
+                made=bool(_count(saved["made"])),
                 reason="restored from a checkpoint",
-                step=int(saved["step"]),
-                next_check=int(saved["next_check"]),
-                interval=int(saved["interval"]),
+                step=_count(saved["step"]),
+                next_check=_count(saved["next_check"]),
+                interval=_count(saved["interval"]),
             )
         except (AttributeError, KeyError, TypeError, ValueError, ConfigError) as error:
             raise StateError(
-                f"the saved state's choice {saved!r} is no choice of codec='auto': {error}"
+                f"the saved state's choice {shown(saved)} is no choice of codec='auto': {error}"
             ) from error
 
     def saved(self) -> dict[str, Any]:

@@ -46,8 +46,16 @@ class Model:
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self.group = _process_group(ddp)
-        self.named = reduced_parameters(ddp)
-        self.device = self.named[0][1].device if self.named else CPU
+        self.named: Named = []
+        self.device = CPU
+        self._failure: Exception | None = None
+        try:
+            self.named = reduced_parameters(ddp)
+            if self.named:
+                self.device = self.named[0][1].device
+        except Exception as error:  # check() tells it, and so the other ranks hear of it
+            self._failure = error
+            self.device = torch.device(self.group._device_types[0].type)
         self.record: Record = {
             "find_unused_parameters": ddp.find_unused_parameters,
             "static_graph": ddp.static_graph,
@@ -61,7 +69,10 @@ class Model:
 
         Raises:
             ConfigError: this model cannot have a hook, or not with this configuration.
+            Exception: its parameters could not be read, as in a shortage of memory.
         """
+        if self._failure is not None:
+            raise self._failure
         _check_hookable(self.ddp)
         _check_parameters(self.ddp, self.named)
         _check_places(self.ddp, self.named)

@@ -19,6 +19,7 @@ from gradferry.reduction.saved_state import (
     SavedState,
     check_identity,
     pack,
+    shown,
     steps_and_scale,
     unpack,
 )
@@ -115,11 +116,11 @@ def check(running: Running, saved: Mapping[str, Any]) -> int:
     check_identity(saved, _identity(running))
     step, _ = steps_and_scale(saved)
     until = saved.get(COMPRESSED_WARMUP, 0)
-    if not isinstance(until, int) or (step < until) != running.config.holds_gradients(step):
+    if type(until) is not int or (step < until) != running.config.holds_gradients(step):
         config = running.config
         raise StateError(
             f"the saved state is of step {step} of a training whose warm-up was compressed for "
-            f"{until!r} steps, this hook has warmup_steps={config.warmup_steps} and "
+            f"{shown(until)} steps, this hook has warmup_steps={config.warmup_steps} and "
             f"warmup={str(config.warmup)!r}: before the end of a compressed warm-up residuals do "
             "not hold momentum; load it with the arguments it was saved with"
         )

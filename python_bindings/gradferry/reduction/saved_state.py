@@ -36,8 +36,10 @@ LAYOUT = "layout"  # of every parameter, as JSON text
 NODES = "nodes"  # ranks by node, as JSON text; only with nodes of several ranks
 # For how many steps residuals hold what is missing of gradients, before they hold momentum.
 COMPRESSED_WARMUP = "compressed_warmup"
+_SMALLEST_SCALE = 2.0**-126  # normal in fp32, in which engines hold it
+_MOST_SHOWN = 400  # characters of a value
 ON_RESIZE = ("strict", "mean", "drop")
-_SLOT = re.compile(r"slot_(\d+)")
+_SLOT = re.compile(r"slot_(0|[1-9][0-9]{0,5})")
 # Of a sharded model, with a state of its own.
 _PART = re.compile(r"shard_\d+_of_\d+(_at(_\d+)+)?|group_of_rank_\d+")
 
@@ -96,22 +98,28 @@ def merge(states: Iterable[Mapping[str, Any]]) -> SavedState:
     """
     merged: SavedState = {}
     for state in states:
+        if not isinstance(state, Mapping):
+            raise StateError(f"a state to merge is of type {type(state).__name__}, not a dict")
         for key, value in state.items():
+            if not isinstance(key, str):
+                raise StateError(f"a state to merge has the key {shown(key)}; it is no state_dict")
             if key not in merged:
                 merged[key] = value
             elif _PART.fullmatch(key) and isinstance(value, Mapping):
                 merged[key] = merge([merged[key], value])
             elif _SLOT.fullmatch(key):
                 raise StateError(f"two of the states to merge hold {key}; merge one per rank")
-            elif merged[key] != value and key == LAYOUT and isinstance(merged[key], str):
+            elif same(merged[key], value):
+                continue
+            elif key == LAYOUT and isinstance(merged[key], str):
                 raise StateError(
                     "the states to merge are of different models: "
                     + _layout_difference(value, merged[key], "another")
                 )
-            elif merged[key] != value:
+            else:
                 raise StateError(
-                    f"the states to merge differ in {key}: {merged[key]!r} and {value!r}; they are "
-                    "not of one step of one training"
+                    f"the states to merge differ in {key}: {shown(merged[key])} and "
+                    f"{shown(value)}; they are not of one step of one training"
                 )
     if not merged:
         raise StateError("there is no state to merge")
@@ -142,8 +150,8 @@ def unpack(
         ConfigError: unknown ``on_resize``.
         StateError: the state does not fit.
     """
-    if on_resize not in ON_RESIZE:
-        raise ConfigError(f"on_resize={on_resize!r} is none of {', '.join(ON_RESIZE)}")
+    if not (isinstance(on_resize, str) and on_resize in ON_RESIZE):
+        raise ConfigError(f"on_resize={shown(on_resize)} is none of {', '.join(ON_RESIZE)}")
     check_identity(saved, identity)
     steps, scale = steps_and_scale(saved)
     slots = _slots(saved)
@@ -167,7 +175,7 @@ def unpack(
         missing = next((r for r in range(saved_size) if r not in slots), None)
         if missing is not None:
             raise StateError(
-                f"on_resize='mean' needs the slots of all {saved_size} ranks, and "
+                f"on_resize='mean' needs the slots of all {shown(saved_size)} ranks, and "
                 f"slot_{missing} is missing; merge the states of all ranks first"
             )
         every = [slots[r] for r in range(saved_size)]
@@ -181,10 +189,10 @@ def unpack(
 def steps_and_scale(saved: Mapping[str, Any]) -> tuple[int, float]:
     """Finished steps, and the loss scale of the residuals. Raises StateError."""
     steps, scale = saved["steps"], saved["loss_scale"]
-    if not isinstance(steps, int) or not 0 <= steps < 2**64:
-        raise StateError(f"the saved state has steps {steps!r}, which is no count")
-    if not isinstance(scale, float) or not 0 <= scale < float("inf"):
-        raise StateError(f"the saved state has loss_scale {scale!r}, which is no scale")
+    if type(steps) is not int or not 0 <= steps < 2**63:
+        raise StateError(f"the saved state has steps {shown(steps)}, which is no count")
+    if type(scale) is not float or not (scale == 0 or _SMALLEST_SCALE <= scale < 2.0**128):
+        raise StateError(f"the saved state has loss_scale {shown(scale)}, which is no scale")
     return steps, scale
 
 
@@ -195,10 +203,10 @@ def check_identity(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> Non
             f"the saved state is of type {type(saved).__name__}, not the dict that state_dict() "
             "returned"
         )
-    if saved.get("format", FORMAT) not in (FLAT_FORMAT, FORMAT):
+    if not any(same(saved.get("format", FORMAT), known) for known in (FLAT_FORMAT, FORMAT)):
         raise StateError(
-            f"the saved state has format {saved['format']!r}, and this gradferry reads formats "
-            f"{FLAT_FORMAT} and {FORMAT}; load it with the version that saved it"
+            f"the saved state has format {shown(saved['format'])}, and this gradferry reads "
+            f"formats {FLAT_FORMAT} and {FORMAT}; load it with the version that saved it"
         )
     needed = {"format", *identity, "steps", "loss_scale"} - {NODES}
     needed |= {NODES} if saved.get("format") == FORMAT else set()
@@ -209,15 +217,29 @@ def check_identity(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> Non
     for field, mine in identity.items():
         if field == LAYOUT:
             _check_layout(saved[field], mine)
-        elif field not in ("world_size", NODES) and saved[field] != mine:
+        elif field not in ("world_size", NODES) and not same(saved[field], mine):
             raise StateError(
-                f"the saved state has {field} {saved[field]!r}, this hook has {mine!r}; "
+                f"the saved state has {field} {shown(saved[field])}, this hook has {mine!r}; "
                 "load it with the arguments and the model it was saved with"
             )
 
 
+def same(one: object, other: object) -> bool:
+    """Whether two fields of states are equal. What `state_dict` never writes equals nothing."""
+    return isinstance(one, str | int | float | dict | type(None)) and bool(one == other)
+
+
+def shown(value: object) -> str:
+    """A value of a damaged state, which may be anything, in an error message."""
+    try:
+        text = repr(value)
+    except Exception:  # of a number with very many digits, for example
+        text = f"of type {type(value).__name__}"
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+
+
 def _check_layout(saved: object, mine: str) -> None:
-    if saved != mine:
+    if not same(saved, mine):
         raise StateError(
             f"the saved state is of another model: {_layout_difference(saved, mine, 'this hook')}; "
             "load it with the arguments and the model it was saved with"
@@ -237,18 +259,21 @@ def _layout_difference(saved: object, mine: str, who: str) -> str:
                 holder, other = ("it", who) if they else (who, "it")
                 return f"{holder} has {name}, {other} has only {index} parameters"
             field = next(key for key in we if they.get(key) != we[key])
-            return f"{name} has {field} {they.get(field)!r}, {who} has {we[field]!r}"
-    except (ValueError, TypeError, KeyError, AttributeError, StopIteration):
+            return f"{name} has {field} {shown(they.get(field))}, {who} has {we[field]!r}"
+    except (ValueError, TypeError, KeyError, AttributeError, StopIteration, RecursionError):
         pass
     return "what it says of its parameters was damaged"
 
 
 def _slots(saved: Mapping[str, Any]) -> dict[int, Mapping[str, torch.Tensor]]:
     size = saved["world_size"]
-    slots = {int(m[1]): saved[m[0]] for key in saved if (m := _SLOT.fullmatch(key))}
+    names = [key for key in saved if isinstance(key, str)]
+    slots = {int(m[1]): saved[m[0]] for key in names if (m := _SLOT.fullmatch(key))}
     for number, slot in slots.items():
         if not isinstance(size, int) or number >= size:
-            raise StateError(f"the saved state has slot_{number}, though {size!r} ranks saved it")
+            raise StateError(
+                f"the saved state has slot_{number}, though {shown(size)} ranks saved it"
+            )
         fields = {"worker": torch.float32, "owner": torch.float32, "owner_tiles": torch.int64}
         if NODES in saved:
             fields["worker_tiles"] = torch.int64
@@ -257,6 +282,10 @@ def _slots(saved: Mapping[str, Any]) -> dict[int, Mapping[str, torch.Tensor]]:
             name = f"the saved state's slot_{number}, {field},"
             if not isinstance(value, torch.Tensor) or value.dtype != dtype or value.dim() != 1:
                 raise StateError(f"{name} is not a tensor of {dtype} with one dimension")
+            if value.layout != torch.strided or value.device.type != "cpu":
+                raise StateError(
+                    f"{name} is {value.layout} on {value.device}; load it with map_location='cpu'"
+                )
             if not value.isfinite().all():
                 raise StateError(f"{name} is not finite; it was damaged")
     return slots
@@ -266,7 +295,9 @@ def _check_ranks(saved: Mapping[str, Any]) -> None:
     """Raises StateError if what the state says of its ranks and nodes cannot be."""
     size = saved["world_size"]
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise StateError(f"the saved state has world_size {size!r}, which is no number of ranks")
+        raise StateError(
+            f"the saved state has world_size {shown(size)}, which is no number of ranks"
+        )
     if NODES not in saved:
         return
     good = saved["format"] == FORMAT
@@ -276,12 +307,12 @@ def _check_ranks(saved: Mapping[str, Any]) -> None:
         good &= all(type(rank) is int for rank in ranks)
         good &= len(ranks) == size and sorted(ranks) == list(range(size))
         good &= list(map(sorted, members)) == sorted(members) == members and len(members) < size
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         good = False
     if not good:
         raise StateError(
-            f"the saved state of format {saved['format']} has nodes {saved[NODES]!r}, which do not "
-            f"say of {size} ranks which share a node; it was damaged"
+            f"the saved state of format {saved['format']} has nodes {shown(saved[NODES])}, which "
+            f"do not say of {size} ranks which share a node; it was damaged"
         )
 
 
@@ -296,7 +327,7 @@ def _members(state: Mapping[str, Any]) -> list[list[int]]:
 def _what_differs(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> str:
     they, we = saved["world_size"], identity["world_size"]
     if they != we:
-        return f"world_size {they}, this hook has {we}"
+        return f"world_size {shown(they)}, this hook has {we}"
     theirs, ours = (
         f"nodes {state[NODES]}" if NODES in state else "the flat exchange"
         for state in (saved, identity)

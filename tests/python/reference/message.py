@@ -53,6 +53,14 @@ def message_checksum(payloads: Iterable[np.ndarray]) -> int:
     return word_sum(np.concatenate([np.zeros(0, np.uint8), *payloads]))
 
 
+def tiles_hash(tiles: Iterable[int]) -> int:
+    """What the headers of a chunk with these tiles, in bucket order, add to the layout hash."""
+    value = 0xCBF29CE484222325
+    for tile in tiles:
+        value = (value ^ tile) * 0x100000001B3 % 2**64
+    return value
+
+
 def hash64(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 

@@ -1,0 +1,302 @@
+// Plans of any bucket of any model in any world: every element has one place in every step of the
+// exchange, what one rank sends is what the other expects, and all of it fits the buffers.
+#include <algorithm>
+#include <map>
+#include <numeric>
+#include <utility>
+#include <vector>
+
+#include "gradferry/error.h"
+#include "gradferry/wire.h"
+#include "hooks/plan.h"
+#include "hooks/workspace.h"
+#include "tests/fuzz/codec_calls.h"
+
+namespace gradferry::fuzzing {
+namespace {
+
+struct World {
+  std::vector<ParameterSpec> parameters;
+  std::vector<uint32_t> bucket;
+  std::vector<std::vector<uint32_t>> members;  // of nodes
+  PlanOptions options{};
+  WorkspaceLimits limits{};
+};
+
+// One rank's view.
+struct Rank {
+  Layout layout;
+  BucketPlan plan;
+};
+
+// Marks ranges of which none may overlap another.
+class Ranges {
+ public:
+  void add(uint64_t begin, uint64_t size) { parts_.emplace_back(begin, begin + size); }
+  // Whether they are 0 .. size - 1, each once.
+  bool cover(uint64_t size) { return disjoint() && total() == size && end() <= size; }
+  bool disjoint() {
+    std::ranges::sort(parts_);
+    for (size_t i = 1; i < parts_.size(); ++i) {
+      if (parts_[i].first < parts_[i - 1].second) return false;
+    }
+    return true;
+  }
+  uint64_t end() const { return parts_.empty() ? 0 : parts_.back().second; }
+
+ private:
+  uint64_t total() const {
+    uint64_t sum = 0;
+    for (const auto& [begin, end] : parts_) sum += end - begin;
+    return sum;
+  }
+  std::vector<std::pair<uint64_t, uint64_t>> parts_;
+};
+
+World take_world(Bytes& input) {
+  World world;
+  const uint32_t num_nodes = 1 + input.below(4);
+  const bool flat = input.flip();
+  uint32_t world_size = 0;
+  for (uint32_t node = 0; node < num_nodes; ++node) {
+    auto& ranks = world.members.emplace_back(flat ? 1 : 1 + input.below(4));
+    std::iota(ranks.begin(), ranks.end(), world_size);
+    world_size += static_cast<uint32_t>(ranks.size());
+  }
+  const bool scatters = flat && input.flip();
+  const ScalarType dtype = static_cast<ScalarType>(input.below(4));
+  for (uint32_t count = 1 + input.below(6); count > 0; --count) {
+    const auto codec = [&] {
+      const std::string text = take_codec(input);
+      const bool fits = parse_codec(text, Device::kCpu).codec->supports_float64;
+      return dtype == ScalarType::kFloat64 && !fits ? std::string("exact") : text;
+    };
+    ParameterSpec& spec = world.parameters.emplace_back();
+    spec.name = "p";
+    spec.num_elements = input.flip() ? input.take<uint16_t>() : input.take<uint8_t>();
+    spec.dtype = dtype;
+    spec.codec = codec();
+    spec.warmup = codec();
+    spec.worker_residual = input.flip();
+    spec.owner_residual = input.flip();
+    if (scatters) spec.owner = input.below(world_size);
+  }
+  std::vector<uint32_t> order(world.parameters.size());
+  std::iota(order.begin(), order.end(), 0U);
+  for (uint32_t i = 0; i < order.size(); ++i) std::swap(order[i], order[input.below(order.size())]);
+  order.resize(1 + input.below(order.size()));
+  world.bucket = std::move(order);
+  const uint64_t cap = uint64_t{input.take<uint16_t>()} * 1024;
+  const Nodes nodes(world.members);
+  const uint32_t most = 1 + input.take<uint32_t>() % (1U << 20);
+  world.options = {.rank = 0,
+                   .chunk_bytes = chunk_bytes_within(cap, world_size, most),
+                   .equal_scatter = input.flip(),
+                   .codecs = static_cast<CodecChoice>(input.below(3)),
+                   .residuals = input.flip(),
+                   .collective = scatters ? Collective::kReduceScatter : Collective::kAllReduce};
+  world.options.dense_bytes = dense_bytes_within(cap, world.options.chunk_bytes, nodes);
+  world.limits = {.cap_bytes = cap,
+                  .other_bytes = input.take<uint16_t>(),
+                  .most_slots = 1 + input.below(8),
+                  .gathers_in_place = input.flip(),
+                  .siblings_share = input.flip() && !nodes.is_flat(),
+                  .gathers = !scatters};
+  return world;
+}
+
+template <typename Visit>
+void each_tile(const std::vector<PlannedBatch>& batches, const Visit& visit) {
+  for (const PlannedBatch& batch : batches) {
+    ASSERT_EQ(batch.tiles.size(), batch.ranks.size());
+    for (size_t i = 0; i < batch.tiles.size(); ++i) visit(batch, batch.tiles[i], batch.ranks[i]);
+  }
+}
+
+uint32_t bytes_of(const Rank& rank, const Tile& tile, Stage stage, const PlanOptions& options) {
+  return rank.layout.payload_bytes(rank.layout.parameter_of(tile.id), tile.num_elements, stage,
+                                   options.codecs);
+}
+
+// Residuals of a rank's tiles lie apart, inside of what the layout counts.
+void check_residuals(const Layout& layout) {
+  Ranges worker, owner;
+  for (const Parameter& parameter : layout.parameters()) {
+    for (uint32_t t = 0; t < parameter.num_tiles; ++t) {
+      const uint64_t id = parameter.first_tile + t;
+      ASSERT_EQ(&layout.parameter_of(id), &parameter);
+      const uint32_t n = layout.tile_elements(parameter, t);
+      ASSERT_TRUE(n >= 1 && n <= kTileElements);
+      const uint64_t at = layout.worker_residual_offset(id), own = layout.owner_residual_offset(id);
+      if (at != kNoResidual) worker.add(at, n);
+      if (own != kNoResidual) owner.add(own, n);
+    }
+  }
+  ASSERT_TRUE(worker.disjoint() && owner.disjoint());
+  ASSERT_LE(worker.end(), layout.worker_residual_elements());
+  ASSERT_LE(owner.end(), layout.owner_residual_elements());
+}
+
+// Every element is in one tile of decode, in one piece of one column, and, summed over owners, in
+// one of reduce; in that of its column it is in one of encode.
+void check_elements(const World& world, const std::vector<Rank>& ranks) {
+  const Nodes& nodes = ranks[0].layout.nodes();
+  const uint64_t n = ranks[0].plan.num_elements;
+  Ranges reduced;
+  for (uint32_t r = 0; r < ranks.size(); ++r) {
+    Ranges encoded, decoded, pieces;
+    uint64_t in_column = 0, of_encode = 0;
+    for (const ChunkPlan& chunk : ranks[r].plan.chunks) {
+      for (uint32_t column = 0; column < chunk.columns.size(); ++column) {
+        Ranges message;
+        for (const Piece& piece : chunk.columns[column].pieces) {
+          pieces.add(piece.gradient_offset, piece.num_elements);
+          message.add(piece.offset, piece.num_elements);
+          if (column == nodes.local_index(r)) in_column += piece.num_elements;
+        }
+        ASSERT_TRUE(message.disjoint());
+        ASSERT_LE(message.end(), chunk.columns[column].num_elements);
+      }
+      each_tile(chunk.encode, [&](const auto&, const Tile& tile, uint32_t) {
+        of_encode += tile.num_elements;
+        if (nodes.is_flat()) encoded.add(tile.gradient_offset, tile.num_elements);
+      });
+      each_tile(chunk.decode, [&](const auto&, const Tile& tile, uint32_t) {
+        decoded.add(tile.gradient_offset, tile.num_elements);
+      });
+      each_tile(chunk.reduce, [&](const auto&, const Tile& tile, uint32_t) {
+        ASSERT_EQ(ranks[r].layout.owner(tile.id), r);
+        reduced.add(tile.gradient_offset, tile.num_elements);
+      });
+    }
+    ASSERT_TRUE(!nodes.is_flat() || encoded.cover(n));
+    ASSERT_TRUE(nodes.is_flat() || pieces.cover(n));
+    ASSERT_TRUE(nodes.is_flat() || in_column == of_encode);
+    ASSERT_TRUE(decoded.cover(world.limits.gathers ? n : 0));
+  }
+  ASSERT_TRUE(reduced.cover(n));
+}
+
+// What `sender` writes for the peer on `node` is what that one reads, and lies in the send buffer
+// between the header of its message and the next message.
+void check_scatter(const World& world, const std::vector<Rank>& ranks, uint32_t sender, size_t c,
+                   uint32_t node) {
+  const Nodes& nodes = ranks[0].layout.nodes();
+  const ChunkPlan& chunk = ranks[sender].plan.chunks[c];
+  const uint32_t receiver = nodes.peers(nodes.local_index(sender))[node];
+  uint64_t start = 0;
+  for (uint32_t i = 0; i < node; ++i) start += chunk.shards[i].scatter_bytes;
+  std::map<uint64_t, Tile> expected;
+  each_tile(ranks[receiver].plan.chunks[c].reduce,
+            [&](const auto&, const Tile& tile, uint32_t) { expected[tile.id] = tile; });
+  Ranges message;
+  each_tile(chunk.encode, [&](const auto&, const Tile& tile, uint32_t to) {
+    if (to != node) return;
+    const auto found = expected.find(tile.id);
+    ASSERT_NE(found, expected.end());
+    ASSERT_EQ(found->second.num_elements, tile.num_elements);
+    ASSERT_EQ(tile.payload_offset, start + kHeaderBytes + found->second.payload_offset);
+    ASSERT_EQ(tile.message_offset, found->second.payload_offset);
+    message.add(tile.message_offset, bytes_of(ranks[sender], tile, Stage::kWorker, world.options));
+    expected.erase(found);
+  });
+  ASSERT_TRUE(expected.empty());
+  const Shard& shard = chunk.shards[node];
+  ASSERT_TRUE(message.cover(shard.worker_bytes));
+  ASSERT_GE(shard.scatter_bytes, kHeaderBytes + shard.worker_bytes);
+  ASSERT_EQ(shard.scatter_bytes, ranks[receiver].plan.chunks[c].shards[node].scatter_bytes);
+}
+
+// What every rank decodes is where the owner's message brings it.
+void check_gather(const World& world, const std::vector<Rank>& ranks, uint32_t r, size_t c) {
+  const Nodes& nodes = ranks[0].layout.nodes();
+  const ChunkPlan& chunk = ranks[r].plan.chunks[c];
+  std::vector<std::map<uint64_t, Tile>> sent(ranks.size());
+  for (uint32_t owner = 0; owner < ranks.size(); ++owner) {
+    Ranges message;
+    each_tile(ranks[owner].plan.chunks[c].reduce, [&](const auto&, const Tile& tile, uint32_t) {
+      sent[owner][tile.id] = tile;
+      message.add(tile.output_offset, bytes_of(ranks[owner], tile, Stage::kOwner, world.options));
+    });
+    if (!nodes.is_delegate(owner)) continue;
+    const Column& column = chunk.columns[nodes.local_index(owner)];
+    const uint32_t bytes = column.owner_bytes[nodes.node_of(owner)];
+    ASSERT_TRUE(message.cover(bytes));
+    ASSERT_LE(kHeaderBytes + bytes, column.gather_message_bytes);
+  }
+  each_tile(chunk.decode, [&](const auto&, const Tile& tile, uint32_t owner) {
+    ASSERT_EQ(ranks[r].layout.owner(tile.id), owner);
+    const uint64_t column = nodes.local_index(owner);
+    const uint64_t forwarded = nodes.is_flat() ? 0 : column * chunk.forward_bytes + kHeaderBytes;
+    ASSERT_EQ(tile.payload_offset,
+              forwarded +
+                  uint64_t{nodes.node_of(owner)} * chunk.columns[column].gather_message_bytes +
+                  kHeaderBytes + sent[owner].at(tile.id).output_offset);
+  });
+}
+
+void check_fits(const World& world, const Rank& rank, const Workspace& space) {
+  const Nodes& nodes = rank.layout.nodes();
+  EXPECT_LE(space.bytes() + world.limits.other_bytes, world.limits.cap_bytes);
+  EXPECT_TRUE(space.slots >= 1 && space.slots <= world.limits.most_slots);
+  const bool delegate = nodes.is_delegate(rank.layout.rank());
+  for (const ChunkPlan& chunk : rank.plan.chunks) {
+    uint64_t sent = 0, dense = 0;
+    for (const Shard& shard : chunk.shards) {
+      sent += shard.scatter_bytes;
+      ASSERT_LE(shard.scatter_bytes, space.message_bytes);
+    }
+    if (delegate) {
+      ASSERT_LE(sent, space.send_bytes);
+      const Shard& own = chunk.shards[nodes.node_of(rank.layout.rank())];
+      ASSERT_LE(uint64_t{nodes.num_nodes()} * own.scatter_bytes, space.receive_bytes);
+    }
+    if (!world.limits.gathers) continue;
+    for (const Column& column : chunk.columns) {
+      ASSERT_LE(column.gather_message_bytes, space.message_bytes);
+      dense += kHeaderBytes + uint64_t{column.num_elements} * item_bytes(chunk.dtype);
+    }
+    const uint64_t copies = nodes.is_flat() ? nodes.num_nodes() : space.num_siblings;
+    const uint64_t each =
+        nodes.is_flat() ? chunk.columns[0].gather_message_bytes : chunk.forward_bytes;
+    ASSERT_LE(copies * each, space.gathered_bytes);
+    if (!nodes.is_flat() && !world.limits.siblings_share) {
+      ASSERT_LE(dense, space.dense_send_bytes);
+    }
+  }
+}
+
+}  // namespace
+
+void run(Bytes input) {
+  const World world = take_world(input);
+  const Nodes nodes(world.members);
+  std::vector<Rank> ranks;
+  for (uint32_t r = 0; r < nodes.world_size(); ++r) {
+    Layout layout(world.parameters, r, nodes, Device::kCpu);
+    PlanOptions options = world.options;
+    options.rank = r;
+    BucketPlan plan = make_plan(layout, world.bucket, options);
+    ranks.push_back({std::move(layout), std::move(plan)});
+  }
+  check_elements(world, ranks);
+  for (uint32_t r = 0; r < ranks.size(); ++r) {
+    check_residuals(ranks[r].layout);
+    ASSERT_EQ(ranks[r].plan.chunks.size(), ranks[0].plan.chunks.size());
+    for (size_t c = 0; c < ranks[r].plan.chunks.size(); ++c) {
+      for (uint32_t node = 0; node < nodes.num_nodes() && nodes.is_delegate(r); ++node) {
+        check_scatter(world, ranks, r, c, node);
+      }
+      if (world.limits.gathers) check_gather(world, ranks, r, c);
+    }
+    try {
+      check_fits(world, ranks[r],
+                 plan_workspace(ranks[r].layout, world.options.chunk_bytes, world.limits));
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind(), ErrorKind::kConfig);
+      EXPECT_NE(std::string(error.what()).find("workspace_cap_mb="), std::string::npos);
+    }
+  }
+}
+
+}  // namespace gradferry::fuzzing

@@ -1,0 +1,59 @@
+"""One rank of a training on a host of its own, whose link goes down or is slow.
+
+Says on the way, in files of its folder, what the test waits for: `ready` before the steps, and at
+the end what it saw.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+os.environ["GLOO_SOCKET_IFNAME"] = "link0"
+
+import torch
+import torch.distributed as dist
+from outcomes import attempt
+from scenario import Run, Scenario, Weight
+
+SCENARIO = Scenario((Weight("first", (192, 64)), Weight("bias", (50,)), Weight("last", (256, 64))))
+STEPS = 40
+
+
+def step_of_gloo() -> None:
+    dist.all_reduce(torch.zeros(300 * 300))
+
+
+def main(rank: int, folder: str, way: str, seconds: float) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method="tcp://10.251.0.1:29400",
+        rank=rank,
+        world_size=2,
+        timeout=datetime.timedelta(seconds=seconds),
+    )
+    run = Run(SCENARIO)
+    for step in range(2):
+        run.step(step)
+    Path(folder, f"ready {rank}").touch()
+    while not Path(folder, "go").exists():  # the link is as it will be, or about to
+        time.sleep(0.01)
+    error, text, longest = None, "", 0.0
+    for step in range(2, STEPS):
+        outcome = attempt(step_of_gloo if way == "gloo" else lambda at=step: run.step(at))
+        error, text, longest = outcome.error, outcome.headline, max(longest, outcome.seconds)
+        if error is not None:
+            break
+        time.sleep(0.05)  # so that the link changes while the training goes on
+    answer = {"error": error, "text": text, "seconds": longest, "parameters": run.parameter_hash()}
+    Path(folder, f"rank {rank}").write_text(json.dumps(answer))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3], float(sys.argv[4]))

@@ -1,0 +1,126 @@
+"""Relays on the connections of one rank's lanes: what a bad link does to them."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+from reference import HEADER
+
+_SIZE = struct.Struct("<Q")  # precedes every message
+_READ_BYTES = 1 << 16
+
+
+class Relays:
+    """Each connection gets a relay for each direction. A message is changed only on its way out."""
+
+    def __init__(self) -> None:
+        self._flowing = threading.Event()
+        self._flowing.set()
+        self._lock = threading.Lock()
+        self._next: dict[str, str] = {}  # what happens to the next message of a lane
+        self._names: list[str] = []
+
+    # --- what happens
+
+    def damage(self, lane: str) -> None:
+        """A bit of the payload of the next message that has one flips."""
+        self._next[lane] = "damage"
+
+    def cut(self, lane: str) -> None:
+        """The connection ends in the middle of the next message."""
+        self._next[lane] = "cut"
+
+    def hold(self, seconds: float | None = None) -> None:
+        """Nothing passes in either direction, for that long or until `release`."""
+        self._flowing.clear()
+        if seconds is not None:
+            threading.Timer(seconds, self._flowing.set).start()
+
+    def release(self) -> None:
+        self._flowing.set()
+
+    # --- how
+
+    @contextlib.contextmanager
+    def between(self) -> Iterator[None]:
+        """Lanes that are connected here have relays."""
+        from gradferry.core import engine
+
+        connect, lanes_of_host = engine.connect_ranks, engine.lanes_of_host
+
+        def named(*arguments: Any) -> dict[str, list[int]]:
+            lanes = lanes_of_host(*arguments)
+            self._names = list(lanes)
+            return lanes
+
+        def connect_over_relays(*arguments: Any) -> list[socket.socket | None]:
+            name = self._names[arguments[4]]
+            return [each and self._relayed(each, name) for each in connect(*arguments)]
+
+        with (
+            mock.patch.object(engine, "lanes_of_host", named),
+            mock.patch.object(engine, "connect_ranks", connect_over_relays),
+        ):
+            yield
+
+    def _relayed(self, far: socket.socket, lane: str) -> socket.socket:
+        near, ours = socket.socketpair()
+        far.setblocking(True)
+        near.setblocking(False)
+        for source, target, changing in ((ours, far, lane), (far, ours, "")):
+            threading.Thread(
+                target=self._relay, args=(source, target, changing), daemon=True
+            ).start()
+        return near
+
+    def _relay(self, source: socket.socket, target: socket.socket, lane: str) -> None:
+        with contextlib.suppress(OSError, EOFError):
+            while True:
+                if lane:
+                    data, ends = self._changed(self._message(source), lane)
+                else:
+                    data, ends = source.recv(_READ_BYTES), False
+                if not data:
+                    break
+                self._flowing.wait()
+                target.sendall(data)
+                if ends:
+                    break
+        for each in (source, target):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def _message(self, source: socket.socket) -> bytes:
+        size = self._exactly(source, _SIZE.size)
+        return size + self._exactly(source, _SIZE.unpack(size)[0])
+
+    @staticmethod
+    def _exactly(source: socket.socket, num_bytes: int) -> bytes:
+        data = b""
+        while len(data) < num_bytes:
+            more = source.recv(num_bytes - len(data))
+            if not more:
+                raise EOFError
+            data += more
+        return data
+
+    def _changed(self, message: bytes, lane: str) -> tuple[bytes, bool]:
+        """The message as it travels, and whether the connection ends with it."""
+        payload = _SIZE.size + HEADER.size
+        if len(message) == payload:
+            return message, False
+        with self._lock:
+            change = self._next.pop(lane, None)
+        if change == "cut":
+            return message[: len(message) // 2], True
+        if change == "damage":
+            changed = bytearray(message)
+            changed[payload + 5] ^= 1
+            return bytes(changed), False
+        return message, False

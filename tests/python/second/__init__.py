@@ -1,0 +1,20 @@
+"""A rank of its own: docs/protocol.md in Python, beside ranks of the library in one world.
+
+It was written from docs/protocol.md and docs/wire_format.md. Tiles, layout, headers and codecs are
+those of `reference`, which implements docs/wire_format.md. Nothing here knows the library or torch.
+"""
+
+from .attach import Agreement, AttachError, Group, agree, confirm, members_of_nodes
+from .exchange import ExchangeError, Options, SecondRank
+
+__all__ = [
+    "Agreement",
+    "AttachError",
+    "ExchangeError",
+    "Group",
+    "Options",
+    "SecondRank",
+    "agree",
+    "confirm",
+    "members_of_nodes",
+]

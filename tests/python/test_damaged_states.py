@@ -1,0 +1,179 @@
+"""Saved states that were damaged or are foreign: they load, or raise one of our errors and change
+nothing. Whatever they hold."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gradferry
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from damaged_states import CHANGES, VALUES, damaged, drawn, examples, made, same_state
+from gradferry.checkpoint import ResizedState
+from gradferry.ddp.auto import Choice
+from hypothesis import given
+from hypothesis import strategies as st
+from reducing import make_reducer, reduce
+from scenario import Run, Scenario, Weight
+from sharding import Sharding
+from world import World
+
+WEIGHTS = (
+    Weight("first", (90, 70)),
+    Weight("bias", (50,)),
+    Weight("fp16", (70, 64), torch.float16),
+)
+PLAIN = Scenario(WEIGHTS, 3, error_feedback="both")
+ON_NODES = Scenario(WEIGHTS, 3, error_feedback="both", nodes=((0, 1), (2,)))
+QUICK, MANY = 60, 2000  # examples
+Drawn = tuple[list[Any], list[Any]]  # changes of a state, and values in place of one
+
+
+def merged_of_all_ranks(state: dict[str, Any]) -> dict[str, Any]:
+    from gradferry.checkpoint import merge
+
+    states: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(states, state)
+    return merge(states)
+
+
+def loaded_of(loader: Any, state: Any, on_resize: Any) -> bool:
+    """Whether a state was loaded; if not, nothing has changed, and the error is ours."""
+    before = loader.state_dict()
+    try:
+        loader.load_state_dict(state, on_resize=on_resize)
+    except gradferry.GradferryError:
+        assert same_state(loader.state_dict(), before)
+        return False
+    return True
+
+
+def check_loads(loader: Any, saved: dict[str, Any], on_resize: str, drawn: Drawn) -> int:
+    """Loads damaged copies of a state, and what is none. Returns how many copies were refused."""
+    changes, values = drawn
+    refused = 0
+    for change in changes:
+        refused += not loaded_of(loader, damaged(saved, change), on_resize)
+    for value in values:
+        foreign = made(value)
+        assert not loaded_of(loader, foreign, on_resize)
+        if not (isinstance(foreign, str) and foreign in ("strict", "mean", "drop")):
+            assert not loaded_of(loader, saved, foreign)
+    assert loaded_of(loader, saved, on_resize)
+    return refused
+
+
+def make_loader(kind: str, scenario: Scenario) -> Any:
+    if kind == "reducer":
+        reducer = make_reducer(scenario)
+        reduce(scenario, reducer, range(2))
+        return reducer
+    run = Run(scenario)
+    run.step(0)
+    run.step(1)
+    return run.state
+
+
+def case_damaged(kind: str, on_resize: str, drawn: Drawn) -> int:
+    loader = make_loader(kind, PLAIN)
+    saved = loader if on_resize == "strict" else make_loader("reducer", ON_NODES)
+    return check_loads(loader, merged_of_all_ranks(saved.state_dict()), on_resize, drawn)
+
+
+def case_damaged_shards(drawn: Drawn) -> int:
+    from sharded_training import Training
+
+    training = Training(Sharding(2, 1), {"replicas": {"codec": "q4"}})
+    training.train(range(1))
+    state = training.states["replicas"]
+    return check_loads(state, merged_of_all_ranks(state.state_dict()), "strict", drawn)
+
+
+@pytest.mark.parametrize("count", [QUICK, pytest.param(MANY, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("kind", "on_resize"), [("reducer", "strict"), ("reducer", "mean"), ("hook", "strict")]
+)
+def test_damaged_state_loads_or_is_refused_and_changes_nothing(
+    worlds: Callable[[int], World], kind: str, on_resize: str, count: int
+) -> None:
+    what = (drawn(CHANGES, count), drawn(VALUES, count))
+    for refused in worlds(3).run(case_damaged, kind=kind, on_resize=on_resize, drawn=what):
+        assert refused > count // 3
+
+
+def test_damaged_state_of_shards_loads_or_is_refused_and_changes_nothing(
+    world_of_2: World,
+) -> None:
+    what = (drawn(CHANGES, QUICK), drawn(VALUES, QUICK))
+    for refused in world_of_2.run(case_damaged_shards, drawn=what):
+        assert refused > QUICK // 3
+
+
+@given(st.lists(st.one_of(VALUES, CHANGES.map(lambda changes: damaged({"a": 1}, changes)))))
+@examples(QUICK)
+def test_foreign_states_merge_or_are_refused(states: list[Any]) -> None:
+    try:
+        merged = gradferry.checkpoint.merge(map(made, states))
+    except gradferry.StateError:
+        pass
+    else:
+        assert all(set(state) <= set(merged) for state in map(made, states))
+
+
+@given(st.dictionaries(st.sampled_from(sorted(Choice().saved())), VALUES))
+@examples(QUICK)
+def test_foreign_choice_is_refused_or_holds_counts(changes: dict[str, Any]) -> None:
+    try:
+        wrong = {name: made(value) for name, value in changes.items()}
+        choice = Choice.restored({**Choice().saved(), **wrong})
+    except gradferry.StateError:
+        pass
+    else:
+        assert choice.step >= 0
+        assert choice.next_check >= 0
+
+
+JSON = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=5)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@given(st.one_of(JSON.map(json.dumps), st.sampled_from(["[" * 100_000, "9" * 5000, "\ud800", ""])))
+@examples(QUICK)
+def test_foreign_manifest_is_refused(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+    folder = tmp_path_factory.mktemp("manifest")
+    (folder / "manifest.json").write_bytes(text.encode(errors="surrogatepass"))
+    with pytest.raises(gradferry.StateError):
+        gradferry.checkpoint.load(folder, rank=0)
+
+
+@pytest.mark.parametrize("lost", ["bytes", "blake2b"])
+def test_manifest_without_a_fingerprint_is_refused(tmp_path: Path, lost: str) -> None:
+    file = tmp_path / "rank-0-0123456789abcdef.pt"
+    torch.save({"a": 1}, file)
+    entry: dict[str, Any] = {"name": file.name, "bytes": file.stat().st_size, "blake2b": "00"}
+    del entry[lost]
+    (tmp_path / "manifest.json").write_text(json.dumps({"format": 1, "files": [entry]}))
+    with pytest.raises(gradferry.StateError, match="is not what was saved"):
+        gradferry.checkpoint.load(tmp_path, rank=0)
+
+
+def test_resized_state_asks_for_nothing_beside_what_it_loads(tmp_path: Path) -> None:
+    hook = {"steps": 3, "slot_0": {"worker": torch.ones(3)}}
+    dcp.save({"hook": hook, "epoch": 3, "values": torch.ones(2)}, checkpoint_id=tmp_path)
+    resized = ResizedState(gradferry.HookState("q4"), tmp_path)
+    room = resized.state_dict()
+    assert room["steps"] is None
+    assert room["slot_0"]["worker"].tolist() == [0, 0, 0]
+    assert set(room) == set(hook)
+    with pytest.raises(gradferry.StateError, match="nothing under 'epoch'"):
+        ResizedState(gradferry.HookState("q4"), tmp_path, key="epoch").state_dict()
