@@ -38,7 +38,6 @@ struct Seen {
   std::chrono::milliseconds duration{};
   uint64_t num_messages = 0;
   bool befallen = false;  // the fault of the world has come about
-  TimePoint befallen_at{};
 };
 
 struct Playing {

@@ -27,8 +27,7 @@ std::vector<std::shared_ptr<SharedMemory>> share_memory(const World& world) {
   if (!world.siblings_share) return memory;
   for (const auto& members : world.nodes) {
     if (members.size() == 1) continue;
-    EngineOptions options = world.options(world.size);
-    options.rank = members.front();
+    const EngineOptions options = world.options(members.front(), false);
     const uint64_t num_bytes = shared_memory_bytes(options);
     const int descriptor = memfd_create("sim", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     const bool made = descriptor >= 0 &&
@@ -72,8 +71,7 @@ void Rank::run() {
 }
 
 void Rank::start() {
-  EngineOptions options = world_.options(host_.playing.goes_wrong ? rank_ : world_.size);
-  options.rank = rank_;
+  EngineOptions options = world_.options(rank_, host_.playing.goes_wrong);
   if (world_.has_loss_scale) options.loss_scale = loss_scale_ = at::ones({}, at::kFloat);
   options.peers = std::make_shared<Peers>(host_.store, rank_, world_.size);
   for (const ParameterSpec& spec : world_.parameters) {
@@ -137,12 +135,10 @@ void Rank::step(uint64_t number) {
   if (host_.playing.lets_go && number + 1 == world_.steps.size()) engine_.reset();
   for (const FuturePtr& future : futures) wait_for(future);
   for (const at::Tensor& gradient : gradients) seen.buckets.push_back(bytes_of(gradient));
-  if (!engine_) {
-    seen_.steps.emplace(number, std::move(seen));
-    return;
+  if (engine_) {
+    learn(number, gradients);
+    if (host_.playing.watched || number % 2 == 1) seen.after = engine_->state();
   }
-  learn(number, gradients);
-  if (host_.playing.watched || number % 2 == 1) seen.after = engine_->state();
   seen_.steps.emplace(number, std::move(seen));
 }
 
@@ -204,9 +200,8 @@ at::Tensor Rank::gradient(uint64_t number, const std::vector<uint32_t>& bucket) 
   for (const uint32_t index : bucket) {
     auto values = gradient_of(world_, number, rank_, index);
     parts.push_back(at::from_blob(values.data(), {static_cast<int64_t>(values.size())}, at::kDouble)
-                        .to(torch_dtype(world_.parameters[index].dtype)));
-    // to() shares what is fp64 already.
-    if (world_.parameters[index].dtype == ScalarType::kFloat64) parts.back() = parts.back().clone();
+                        .to(torch_dtype(world_.parameters[index].dtype), /*non_blocking=*/false,
+                            /*copy=*/true));
   }
   return at::cat(parts);
 }

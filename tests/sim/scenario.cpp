@@ -59,8 +59,6 @@ void check_resume(const World& world, const Seen& seen, const Seen& twin, uint64
     expect_same_steps(resumed, twin);
     return;
   }
-  // Where a loss scale may differ, units do too; resizing is only for the state's own.
-  if (world.has_loss_scale) return;
   const World other = resized(world);
   playing.missing = still_missing(world, playing.states);
   playing.states.clear();
@@ -93,9 +91,11 @@ Came check_world(const World& world) {
   came.ended_in_error = any_error(seen);
 
   const auto saved = world.resumes ? last_saved(world, seen) : std::nullopt;
-  // A step can be skipped only by the process that made it.
+  // A step can be skipped only by the process that made it. Where a loss scale may differ, units do
+  // too; resizing is only for the state's own.
   const bool goes_on = saved && *saved + 1 < world.steps.size() &&
-                       world.steps[*saved + 1].before != Before::kSkipLast;
+                       world.steps[*saved + 1].before != Before::kSkipLast &&
+                       !(world.resized != 0 && world.has_loss_scale);
   if (goes_on) {
     check_resume(world, seen, twin, *saved);
     came.resumed = true;

@@ -193,7 +193,7 @@ World World::draw(Choices& choices) {
   return world;
 }
 
-EngineOptions World::options(uint32_t rank) const {
+EngineOptions World::options(uint32_t rank, bool goes_wrong) const {
   constexpr uint64_t kWorkspaceCap = uint64_t{1} << 30;
   EngineOptions options{
       .parameters = parameters,
@@ -218,7 +218,7 @@ EngineOptions World::options(uint32_t rank) const {
       .way_on = "",
       .make_exception = [](const Error& error) { return std::make_exception_ptr(error); },
       .peers = nullptr};
-  if (rank != different_rank) return options;
+  if (!goes_wrong || rank != different_rank) return options;
   if (difference == Difference::kConfig) ++options.config_hash;
   if (difference == Difference::kLayout) ++options.layout_hash;
   return options;

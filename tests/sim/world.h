@@ -82,8 +82,8 @@ struct World {
   bool goes_wrong() const {
     return fault.mishap != Mishap::kNone || difference != Difference::kNone;
   }
-  // Of one rank, but for what binds it to others.
-  EngineOptions options(uint32_t rank) const;
+  // Of one rank, but for what binds it to others. `goes_wrong`: the rank that differs gets its own.
+  EngineOptions options(uint32_t rank, bool goes_wrong) const;
   // Whether any rank uses the parameter in a step.
   bool is_used(uint64_t step, uint32_t parameter) const;
 };
