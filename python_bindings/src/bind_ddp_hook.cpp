@@ -119,6 +119,8 @@ void bind_ddp_hook(py::module_& module) {
       .def("passed", &BucketHook::passed)
       .def("note_passed", &BucketHook::note_passed)
       .def("fail", &BucketHook::fail, py::arg("message"), py::call_guard<py::gil_scoped_release>())
+      .def("fail_without_memory", &BucketHook::fail_without_memory,
+           py::call_guard<py::gil_scoped_release>())
       .def("run", &run_from_python, py::arg("bucket"));
 }
 

@@ -83,7 +83,10 @@ def hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Ten
     """
     bound = bound_to(state)
     bound.expect_registered()
-    if not bound.hook.admit(bucket):
-        bound.hook.note_passed()
-        return allreduce_hook(bound.running.group, bucket)
-    return bound.hook.run(bucket).get_future()
+    try:
+        if bound.hook.admit(bucket):
+            return bound.hook.run(bucket).get_future()
+    except MemoryError:  # on the way to the engine, which would leave the others waiting
+        bound.hook.fail_without_memory()
+    bound.hook.note_passed()
+    return allreduce_hook(bound.running.group, bucket)
