@@ -7,7 +7,7 @@
 #                      THREAD_WORLDS=300
 #   FUZZ_SECONDS=600   how long `make fuzz` runs each target
 #
-# Environments are .venv and .venv-torch<version>, all else goes to build/: build/core holds kernels
+# Environments are .venv, .venv-torch<version> and .venv-docs, all else goes to build/: build/core holds kernels
 # and C++ tests and is shared by every torch, build/torch-<version> holds hooks and bindings.
 # `make demo` on a fresh clone builds, in the same folders, the package for the CPU alone; what tests
 # need on top comes with `make setup` or `make test`, which compile nothing of that a second time.
@@ -58,6 +58,7 @@ venv_ready := $(venv)/.torch-$(TORCH)
 tests_ready := $(venv)/.tests
 package_ready := $(venv)/.gradferry
 lint_ready := $(venv)/.lint
+docs_ready := .venv-docs/.docs
 # Where everything is installed already, the demo uses and renews that.
 demo_ready := $(if $(wildcard $(package_ready)),$(package_ready),$(venv)/.gradferry-demo)
 
@@ -71,7 +72,7 @@ ifeq ($(MAKELEVEL),0)
 .NOTPARALLEL:
 endif
 
-.PHONY: help setup demo test test-full test-sanitized test-torch-core sim sim-threads soak fuzz lint format bench gpu-check sass clean distclean
+.PHONY: help setup demo test test-full test-sanitized test-torch-core sim sim-threads soak fuzz lint format docs bench gpu-check sass clean distclean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -158,6 +159,10 @@ soak:  ## random trainings, kills and restarts for HOURS=2 or MINUTES=5; figures
 gpu-check:  ## what a GPU makes of it: kernels, sanitizers, training; results in build/gpu/gpu.json
 	@$(PYTHON) tools/gpu_check.py
 
+docs: $(docs_ready)  ## the documentation as a site in build/site; a link that leads nowhere is an error
+	@$(quiet) build/docs.log env NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
+	@echo "build/site/index.html"
+
 bench: $(core_ready)  ## kernels of every codec, against what memory allows
 	@build/core/benchmarks/codec_bench
 
@@ -235,6 +240,12 @@ $(tests_ready): requirements/test.txt | $(venv_ready)
 
 $(lint_ready): requirements/lint.txt | $(tests_ready)
 	@$(quiet) build/pip_lint.log $(bin)/python -m pip install --disable-pip-version-check -r $<
+	@touch $@
+
+# Sources are read, not imported: no torch.
+$(docs_ready): requirements/docs.txt
+	@$(quiet) build/pip_docs.log bash -ec 'test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs; \
+	    .venv-docs/bin/python -m pip install --disable-pip-version-check --progress-bar off -r $<'
 	@touch $@
 
 $(kernels_ready): $(kernel_inputs) | $(compilers_ready)

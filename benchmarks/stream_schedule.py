@@ -1,7 +1,7 @@
 """How long a step takes, by the number of chunks in a bucket and the order of posting.
 
 `python benchmarks/stream_schedule.py` prints a table. It needs no GPU: it plays the streams E, N
-and F of docs/streams.md, each of which does one thing after another, with durations that are
+and F of docs/design/streams.md, each of which does one thing after another, with durations that are
 assumed (`_ASSUMED`), for q4 on 8 GPUs and buckets of 25 MB. Orders:
 
 within     the engine's: all of a bucket is enqueued before the next one comes.

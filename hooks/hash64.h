@@ -1,4 +1,4 @@
-// The hash of a parameter's bits in checks of parameters; docs/wire_format.md defines it.
+// The hash of a parameter's bits in checks of parameters; docs/reference/wire_format.md defines it.
 #pragma once
 
 #include <cstddef>

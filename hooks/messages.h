@@ -1,6 +1,6 @@
 // Messages in host memory: headers before payloads, the commit after a bucket, hashes of
-// parameters. The bytes are those of docs/wire_format.md; kernels/common/message_kernels.cu does
-// the same in device memory.
+// parameters. The bytes are those of docs/reference/wire_format.md;
+// kernels/common/message_kernels.cu does the same in device memory.
 #pragma once
 
 #include <cstddef>

@@ -4,7 +4,7 @@
 // m / (1 - m) steps on average. Elements that are not sent wait as well, longer when the share is
 // smaller. Both delays together slowed trainings down, so m is smaller for codecs that send fewer
 // elements. Every gradient is delivered completely in the end, whatever m is, so learning rates
-// need no change. docs/decisions.md has the measurements behind the 1/4.
+// need no change. docs/design/decisions.md has the measurements behind the 1/4.
 #pragma once
 
 #include "layout.h"

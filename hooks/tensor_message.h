@@ -12,7 +12,8 @@
 
 namespace gradferry {
 
-// config_hash identifies the codec; layout_hash dtype and size (docs/wire_format.md, section 2).
+// config_hash identifies the codec; layout_hash dtype and size (docs/reference/wire_format.md,
+// section 2).
 struct TensorMessageOptions {
   std::string codec;
   uint64_t config_hash;
@@ -20,7 +21,7 @@ struct TensorMessageOptions {
 };
 
 // The messages of tensors of one codec, dtype and size: header and worker payloads
-// (docs/wire_format.md, section 2). Numbers are contiguous, in host memory.
+// (docs/reference/wire_format.md, section 2). Numbers are contiguous, in host memory.
 class TensorMessages {
  public:
   // Stores fp32 numbers in the dtype, rounded to nearest; a NaN becomes the canonical one.

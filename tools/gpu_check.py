@@ -10,7 +10,7 @@ was measured. A check that has passed is not repeated as long as sources and GPU
 (--fresh forgets them). Where there is no GPU everything is built, and what needs one is skipped.
 Training and benchmarks run the package that the stage `package` has built, and no other.
 Ends with code 0 when nothing failed and nothing is left to do, 1 when a check failed, 2 when some
-are left for the next call. docs/gpu_check.md says what a failure of each check would mean.
+are left for the next call. docs/results/gpu_check.md says what a failure of each check would mean.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@
 // gathered.
 //
 // run() itself enqueues everything in bucket order: the host does not wait and, after every bucket
-// was seen once, nothing is allocated. docs/streams.md shows what waits for what. With a transport
-// that waits (StagedTransport), a thread of the engine does this work instead.
+// was seen once, nothing is allocated. docs/design/streams.md shows what waits for what. With a
+// transport that waits (StagedTransport), a thread of the engine does this work instead.
 //
 // The host learns of an error on a device only later (device_commits.h). So a tile that cannot be
 // trusted becomes NaN at once.

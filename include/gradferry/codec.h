@@ -3,8 +3,8 @@
 // A codec does not depend on transport, torch or buckets. Every function processes a table of
 // tiles, is stateless, runs on the caller's thread, allocates nothing and never throws on data.
 // Payload sizes follow from num_elements, stage and options alone: never from data.
-// The byte format and the arithmetic of each codec are defined in docs/wire_format.md; every
-// instruction set and device produces the same bytes and the same numbers, to the bit.
+// The byte format and the arithmetic of each codec are defined in docs/reference/wire_format.md;
+// every instruction set and device produces the same bytes and the same numbers, to the bit.
 #pragma once
 
 #include <cstddef>

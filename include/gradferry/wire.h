@@ -1,4 +1,4 @@
-// Message headers and checksums, as docs/wire_format.md defines them.
+// Message headers and checksums, as docs/reference/wire_format.md defines them.
 #pragma once
 
 #include <array>
@@ -210,8 +210,9 @@ constexpr CommitRecord make_commit(uint32_t rank, uint64_t step, uint64_t bucket
 inline constexpr uint32_t kFirstWeight = 3;
 
 // Sum of word[i] * (2 i + kFirstWeight) modulo 2^64. The order does not matter, so parts of a
-// message can be summed separately and added. docs/wire_format.md proves which errors it detects.
-// `data` is in host memory and begins `offset` bytes, a multiple of 4, after the start of the sum.
+// message can be summed separately and added. docs/reference/wire_format.md proves which errors it
+// detects. `data` is in host memory and begins `offset` bytes, a multiple of 4, after the start of
+// the sum.
 inline uint64_t word_sum(const std::byte* data, size_t num_bytes, size_t offset = 0) {
   uint64_t sum = 0;
   uint64_t weight = offset / 2 + kFirstWeight;

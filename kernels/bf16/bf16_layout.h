@@ -1,4 +1,4 @@
-// bf16: numbers cast to bfloat16, two bytes each. docs/wire_format.md, section "bf16".
+// bf16: numbers cast to bfloat16, two bytes each. docs/reference/wire_format.md, section "bf16".
 #pragma once
 
 #include "kernels/common/codec_parts.h"

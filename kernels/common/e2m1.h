@@ -1,6 +1,6 @@
 // E2M1: 4-bit codes, an E4M3 scale per block of 32, a power of two per group of up to 1024. The
-// arithmetic of docs/wire_format.md, section "q4", once for every target and every codec that has
-// such groups; where their bytes lie is up to the codec.
+// arithmetic of docs/reference/wire_format.md, section "q4", once for every target and every codec
+// that has such groups; where their bytes lie is up to the codec.
 //
 //   value = code * S,  S = scale * 2^k
 // code has 2 significant bits and scale 4, so the product is exact: no rounding, and no fused

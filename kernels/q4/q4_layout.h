@@ -1,4 +1,5 @@
-// q4: where the codes, scales and exponents of a tile lie. docs/wire_format.md, section "q4".
+// q4: where the codes, scales and exponents of a tile lie. docs/reference/wire_format.md, section
+// "q4".
 #pragma once
 
 #include "kernels/common/codec_parts.h"

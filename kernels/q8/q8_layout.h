@@ -1,5 +1,6 @@
 // q8: 8-bit integers in -127 .. 127, and a bf16 scale per block of 128.
-// The byte format and arithmetic of docs/wire_format.md, section "q8", once for every target.
+// The byte format and arithmetic of docs/reference/wire_format.md, section "q8", once for every
+// target.
 //
 //   value = code * scale
 // code has 7 significant bits and scale 8, so the product is exact: no rounding, and no fused

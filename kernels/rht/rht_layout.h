@@ -1,6 +1,6 @@
 // rht: a seeded random Hadamard transform over blocks of 128 elements, codes of 4, 3 or 2 bits, a
-// least-squares scale per block. The byte format and arithmetic of docs/wire_format.md, section
-// "rht", once for every target.
+// least-squares scale per block. The byte format and arithmetic of docs/reference/wire_format.md,
+// section "rht", once for every target.
 //
 // Random signs and a Walsh-Hadamard transform make the coordinates of any block look Gaussian, so
 // that one Lloyd-Max codebook fits all data (DRIVE: Vargaftik et al., NeurIPS 2021; for weights,

@@ -1,5 +1,6 @@
 // sign1: the sign of each element, and the mean magnitude of each block of 128 as a bf16 scale.
-// The byte format and arithmetic of docs/wire_format.md, section "sign1", once for every target.
+// The byte format and arithmetic of docs/reference/wire_format.md, section "sign1", once for every
+// target.
 //
 //   value = scale with the sign of the element
 // The mean is the scale with the least squared error. Compression by sign and mean: 1-bit SGD

@@ -1,5 +1,5 @@
-// topk: the k largest magnitudes of each tile, with their positions. docs/wire_format.md, section
-// "topk".
+// topk: the k largest magnitudes of each tile, with their positions. docs/reference/wire_format.md,
+// section "topk".
 //
 // A payload is two sections: the k values, in the order of their positions, then the positions.
 // Values come first so that they are aligned on every device.

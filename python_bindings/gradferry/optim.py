@@ -82,8 +82,8 @@ def momentum_mode(optimizer: OptimizerT, state: Averaging) -> OptimizerT:
             "momentum_mode() cannot change the shards of a ZeroRedundancyOptimizer: give what it "
             "would set to ZeroRedundancyOptimizer(...) itself, betas=(0, ...) and lr times "
             f"{_deviation(hook.config.momentum):.3g} for AdamW and Adam (and AdamW's weight_decay "
-            "divided by that), without momentum and lr / (1 - momentum) for SGD; docs/zero.md says "
-            "it for every codec"
+            "divided by that), without momentum and lr / (1 - momentum) for SGD; "
+            "docs/guide/zero.md says it for every codec"
         )
     if type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD):
         raise ConfigError(

@@ -22,7 +22,7 @@ def encode(tensor: torch.Tensor, codec: str, *, seed: int = 0, step: int = 0) ->
         step: of the codec's random numbers; stored in the message.
 
     Returns:
-        The message: uint8, one dimension, on the CPU, as docs/wire_format.md defines it.
+        The message: uint8, one dimension, on the CPU, as docs/reference/wire_format.md defines it.
 
     Raises:
         ConfigError: the codec or the tensor cannot be used.

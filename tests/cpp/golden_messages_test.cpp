@@ -204,7 +204,7 @@ struct GoldenFault {
   uint64_t chunk, expected, received;
 };
 
-// The record and its map, as docs/wire_format.md says.
+// The record and its map, as docs/reference/wire_format.md says.
 std::string commit_message(uint32_t rank, const GoldenFault& fault,
                            const std::array<uint8_t, 8>& used) {
   CommitRecord record = make_commit(rank, kStep, kBucket, fault);

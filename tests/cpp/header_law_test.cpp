@@ -1,4 +1,5 @@
-// The law of headers is the table of docs/wire_format.md, and every field of it is looked at.
+// The law of headers is the table of docs/reference/wire_format.md, and every field of it is looked
+// at.
 #include <gtest/gtest.h>
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// The q8 codec against a second derivation of docs/wire_format.md, written element by element in
-// double arithmetic and sharing nothing with the kernels.
+// The q8 codec against a second derivation of docs/reference/wire_format.md, written element by
+// element in double arithmetic and sharing nothing with the kernels.
 #include <gtest/gtest.h>
 
 #include <algorithm>

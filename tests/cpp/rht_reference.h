@@ -1,4 +1,5 @@
-// A block of rht by docs/wire_format.md, element by element: shares nothing with the kernels.
+// A block of rht by docs/reference/wire_format.md, element by element: shares nothing with the
+// kernels.
 #pragma once
 
 #include <algorithm>

@@ -1,5 +1,6 @@
-// The topk codec against a second derivation of docs/wire_format.md: a stable sort, bytes written
-// one by one. It shares nothing with the kernels; 4-bit values are checked against the q4 codec.
+// The topk codec against a second derivation of docs/reference/wire_format.md: a stable sort, bytes
+// written one by one. It shares nothing with the kernels; 4-bit values are checked against the q4
+// codec.
 #include <gtest/gtest.h>
 
 #include <algorithm>

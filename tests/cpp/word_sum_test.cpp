@@ -1,4 +1,4 @@
-// What docs/wire_format.md promises of the checksum.
+// What docs/reference/wire_format.md promises of the checksum.
 #include <gtest/gtest.h>
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// Which payloads docs/wire_format.md, section 4, calls corrupt, and which elements then are NaN:
-// written from the document, with nothing of the codecs.
+// Which payloads docs/reference/wire_format.md, section 4, calls corrupt, and which elements then
+// are NaN: written from the document, with nothing of the codecs.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-"""docs/reliability.md names tests: every one of them is there."""
+"""docs/design/reliability.md names tests: every one of them is there."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-NAMED = re.findall(r"`([A-Za-z_][\w*.…]+)`", (ROOT / "docs/reliability.md").read_text())
+NAMED = re.findall(r"`([A-Za-z_][\w*.…]+)`", (ROOT / "docs/design/reliability.md").read_text())
 
 
 def names_of_tests() -> set[str]:

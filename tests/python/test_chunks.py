@@ -1,5 +1,6 @@
-"""What the predictor says a step sends, against sums by hand from docs/wire_format.md and against
-the reference, which is written apart; test_wire.py holds that against what engines have counted.
+"""What the predictor says a step sends, against sums by hand from docs/reference/wire_format.md and
+against the reference, which is written apart; test_wire.py holds that against what engines have
+counted.
 """
 
 from __future__ import annotations

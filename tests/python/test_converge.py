@@ -267,7 +267,7 @@ def test_converge_killed_at_any_time_keeps_what_was_finished(tmp_path):
 
 def test_convergence_document_shows_the_committed_results(tmp_path):
     results = ROOT / "benchmarks/results/convergence.json"
-    document = ROOT / "docs/convergence.md"
+    document = ROOT / "docs/results/convergence.md"
     if not results.exists():
         pytest.skip("no results are committed")
     copy = tmp_path / "convergence.md"

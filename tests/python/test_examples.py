@@ -136,7 +136,7 @@ def start_parameter_server(*arguments: str) -> subprocess.Popen[str]:
 
 
 def message_bytes(codec: str, *shape: int) -> int:
-    """Of one tensor, as docs/wire_format.md says: a header and the payloads of its tiles."""
+    """Of one tensor, by docs/reference/wire_format.md: a header and the payloads of its tiles."""
     whole, rest = divmod(math.prod(shape), TILE_ELEMENTS)
     tiles = [TILE_ELEMENTS] * whole + [rest] * (rest > 0)
     return 64 + sum(find_codec(codec).payload_bytes(n, "float32") for n in tiles)

@@ -270,7 +270,7 @@ def test_unbound_state_has_no_numbers() -> None:
 
 
 def test_every_key_is_in_the_documentation() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "numbers.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "guide" / "numbers.md").read_text(encoding="utf-8")
     for key in STEP_KEYS | EVENT_KEYS:
         assert f"`{key}`" in text, key
     for name in ("encode", "network", "reduce", "decode"):

@@ -204,8 +204,8 @@ def test_single_tensor_message_round_trips(codec: str, dtype: str, n: int) -> No
 
 
 def documented_example() -> bytes:
-    """The bytes of the code blocks of section 5 of docs/wire_format.md."""
-    document = Path(__file__).parents[2] / "docs" / "wire_format.md"
+    """The bytes of the code blocks of section 5 of docs/reference/wire_format.md."""
+    document = Path(__file__).parents[2] / "docs" / "reference" / "wire_format.md"
     section = document.read_text().split("## 5. A worked example")[1]
     lines = "".join(section.split("```")[1::2]).splitlines()
     return b"".join(bytes.fromhex(re.split(r" {4,}", line)[0]) for line in lines)

@@ -1,4 +1,4 @@
-"""A rank that knows only docs/protocol.md and docs/wire_format.md, among ranks of the library.
+"""A rank that knows only protocol.md and wire_format.md of docs/reference, among the library's.
 
 Two real ranks and one of `second`, in one world of DDP: averages equal those of three real ranks
 to the bit, and errors are the same on all ranks.
@@ -70,7 +70,7 @@ def options_of(scenario: Scenario) -> Options:
 
 
 def record_of(scenario: Scenario) -> dict[str, Any]:
-    """The table of docs/protocol.md."""
+    """The table of docs/reference/protocol.md."""
     options = options_of(scenario)
     described = describe([weight.describe() for weight in scenario.weights], options)
     model = ChosenGradients(scenario)

@@ -1,7 +1,8 @@
 """Every wait of a step between nodes of several ranks is needed, or another one covers it.
 
-Which ones those are says a model of the schedule in docs/streams.md, with what every operation
-reads and writes. It shares nothing with the fake device, which must find what the model says.
+Which ones those are says a model of the schedule in docs/design/streams.md, with what every
+operation reads and writes. It shares nothing with the fake device, which must find what the model
+says.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ NODES = {"2x2": ((0, 1), (2, 3)), "2+1": ((0, 1), (2,))}
 
 
 class Share:
-    """Bytes of the messages of a chunk that holds a whole model, from docs/wire_format.md."""
+    """Bytes of the messages of a chunk with a whole model, by docs/reference/wire_format.md."""
 
     def __init__(self, layout: Layout, nodes: Members) -> None:
         self.nodes = nodes

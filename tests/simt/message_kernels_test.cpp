@@ -1,5 +1,5 @@
 // What kernels make of received messages, and the kernels of steps, run by the emulator or by a
-// GPU, against the definitions of docs/wire_format.md in include/gradferry/wire.h.
+// GPU, against the definitions of docs/reference/wire_format.md in include/gradferry/wire.h.
 #include <gtest/gtest.h>
 
 #include <algorithm>

@@ -1,7 +1,7 @@
 """Bytes that a rank sends in one step, without sending them: owners, chunks and padding.
 
-It follows docs/wire_format.md with the constants of the engine. The tests compare it with the bytes
-that engines count, and with an independent formula.
+It follows docs/reference/wire_format.md with the constants of the engine. The tests compare it with
+the bytes that engines count, and with an independent formula.
 """
 
 from __future__ import annotations

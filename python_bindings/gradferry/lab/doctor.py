@@ -173,7 +173,7 @@ _KINDS = ("link", "codec", "node", "prediction", "verdict")
 
 
 def doctor_rows(found: Diagnosis, model: str, where: Row) -> list[dict[str, Any]]:
-    """Rows of the JSON file; docs/forecast.md defines every key.
+    """Rows of the JSON file; docs/design/forecast.md defines every key.
 
     where: keys of `Where`; `link` at least.
     """

@@ -1,4 +1,4 @@
-"""docs/wire_format.md in NumPy: an implementation that shares nothing with the library's."""
+"""docs/reference/wire_format.md in NumPy: shares nothing with the library's implementation."""
 
 from .codecs import CODECS, Codec, Context, find_codec
 from .engine import ReferenceEngine

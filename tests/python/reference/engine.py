@@ -1,4 +1,4 @@
-"""Section 3 of docs/wire_format.md: all ranks of a world, in one process."""
+"""Section 3 of docs/reference/wire_format.md: all ranks of a world, in one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sections 1 and 2 of docs/wire_format.md: tiles, codecs of parameters, owners, chunks, bytes."""
+"""Sections 1 and 2 of docs/reference/wire_format.md: tiles, codecs, owners, chunks, bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A reduce-scatter of docs/wire_format.md: all ranks of a world, in one process."""
+"""A reduce-scatter of docs/reference/wire_format.md: all ranks of a world, in one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Section 1 of docs/protocol.md: how ranks meet, compare records, and hash what they agreed on."""
+"""Section 1 of docs/reference/protocol.md: how ranks meet, compare records, and hash them."""
 
 from __future__ import annotations
 

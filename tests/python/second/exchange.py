@@ -1,4 +1,4 @@
-"""Section 3 of docs/protocol.md: buckets of one rank, from gradients to averages.
+"""Section 3 of docs/reference/protocol.md: buckets of one rank, from gradients to averages.
 
 Gradients in host memory, flat exchange, without momentum, warm-up steps and loss scale.
 """

@@ -1,4 +1,4 @@
-"""Section 2 of docs/protocol.md: connections between all ranks, and messages on them."""
+"""Section 2 of docs/reference/protocol.md: connections between all ranks, and messages on them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Section 4 of docs/protocol.md, and the records of docs/wire_format.md that `reference` lacks."""
+"""Section 4 of docs/reference/protocol.md, and records of the wire format `reference` lacks."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def _options(arguments: argparse.Namespace) -> OverlapOptions:
 def overlap_rows(
     outcomes: Sequence[OverlapOutcome], options: OverlapOptions, where: Where
 ) -> list[dict[str, Any]]:
-    """Rows of the JSON file; docs/benchmarks.md defines every key."""
+    """Rows of the JSON file; docs/results/benchmarks.md defines every key."""
     by_hook = {outcome.hook: outcome.backward_ms for outcome in outcomes}
     none, sync = by_hook[NO_HOOK], by_hook.get(SYNC_HOOK)
     rows = []

@@ -98,7 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--markdown",
         type=Path,
         metavar="FILE",
-        help="also put the tables into this document, as docs/convergence.md has them",
+        help="also put the tables into this document, as docs/results/convergence.md has them",
     )
 
 

@@ -15,7 +15,7 @@ DENSE = "dense"
 MOMENTUM = "momentum"
 EXACT = "exact"
 _WARMUP_SHARE = 0.25  # of the steps: OneBitAdam learns its variance meanwhile
-_ADAMW_MOMENTUM = 0.8  # in MOMENTUM; docs/convergence.md has what others gave
+_ADAMW_MOMENTUM = 0.8  # in MOMENTUM; docs/results/convergence.md has what others gave
 _TOPK = "topk:ratio=0.01"
 _COARSE_GAPS = {"sign1": 1e-6, _TOPK: 1e-6}  # to the optimum
 _GAPS = {"q8": 1e-9, "q4": 1e-9, "rht:bits=4": 1e-9, **_COARSE_GAPS}

@@ -67,7 +67,7 @@ class Plan:
         return {"kind": "verdict", "text": self.verdict()}
 
     def rows(self, link: str) -> list[dict[str, Any]]:
-        """Rows of the JSON file; docs/forecast.md defines every key."""
+        """Rows of the JSON file; docs/design/forecast.md defines every key."""
         best = min((p for p in self.predictions if p.hook in BACKEND_HOOKS), key=_seconds)
         ours = {p.hook for p in self.predictions} - {NO_HOOK, *BACKEND_HOOKS}
         only = self.exchanges[0]

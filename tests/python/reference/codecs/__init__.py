@@ -1,4 +1,4 @@
-"""Section 4 of docs/wire_format.md: the codecs."""
+"""Section 4 of docs/reference/wire_format.md: the codecs."""
 
 from __future__ import annotations
 
