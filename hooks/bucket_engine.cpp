@@ -218,7 +218,7 @@ void BucketEngine::request_stop() {
 EngineStats BucketEngine::stats() const {
   const std::lock_guard lock(life_.mutex);
   EngineStats stats = life_.stats;
-  stats.steps = steps_.step();
+  stats.steps = steps_.finished_steps();
   stats.step_buckets = steps_.finished();
   stats.wire_bytes = sent_bytes();
   stats.local_bytes = local_bytes();

@@ -17,7 +17,7 @@ namespace gradferry {
 // `local_bytes` (what this rank sent to other nodes and within its own, counted where it is posted;
 // in the flat exchange every rank is a node), `step_buckets` and `times`.
 struct EngineStats {
-  uint64_t steps = 0;  // the current step, counted from 0
+  uint64_t steps = 0;  // with the current one
   uint64_t buckets = 0;
   uint64_t chunks = 0;
   uint64_t gradient_bytes = 0;

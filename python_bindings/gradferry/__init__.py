@@ -26,6 +26,7 @@ from gradferry.errors import (
 )
 from gradferry.kept_reducers import all_reduce, forget
 from gradferry.reducer import Reducer, Work
+from gradferry.reduction.stats import Stats
 from gradferry.tensor import accumulate, decode, encode
 
 __version__ = GRADFERRY_VERSION
@@ -43,6 +44,7 @@ __all__ = [
     "RankMismatchError",
     "Reducer",
     "StateError",
+    "Stats",
     "Work",
     "__version__",
     "accumulate",

@@ -22,6 +22,7 @@ from gradferry.reduction.description import as_asked, describe
 from gradferry.reduction.rules import warn_about_rules
 from gradferry.reduction.running import Running, propose
 from gradferry.reduction.start import start, usable_group
+from gradferry.reduction.stats import Stats
 from gradferry.reduction.surroundings import warn_about_surroundings
 from gradferry.reduction.tensor_calls import (
     TensorCalls,
@@ -52,22 +53,28 @@ class Reducer(Averaging):
         named_tensors: pairs of a name and a tensor, or a mapping of them. They say what every call
             averages: names, shapes, dtypes, device, and the order of elements in memory, which must
             be equal on all ranks. What is withheld is kept by name. A Reducer keeps the tensors.
-        codec: as for `HookState`, without ``"auto"``, which forecasts steps of a training. By
-            default parameters with at most one dimension or fewer than 1024 elements are sent as
-            they are; so is a flat buffer, unless ``rules`` names a codec for it.
+        codec: as for `gradferry.attach`, which explains all options at length, but not ``"auto"``,
+            which forecasts steps of a training. By default parameters with at most one dimension or
+            fewer than 1024 elements are sent as they are; so is a flat buffer, unless ``rules``
+            names a codec for it.
         group: of the ranks that average; the default group if None.
-        rules: see `HookState`.
-        error_feedback: see `HookState`.
-        momentum: see `HookState`. Then tensors receive the momentum of what is passed.
-        warmup_steps: see `HookState`. A step is a call of `all_reduce`.
-        warmup: see `HookState`.
-        grad_scaler: see `HookState`.
-        nonfinite: see `HookState`.
-        exact_skip: see `HookState`. A call is a step, with a ``grad_scaler`` too.
-        check_every: see `HookState`. Compares the registered tensors, which must be parameters.
-        seed: see `HookState`.
-        workspace_cap_mb: see `HookState`.
-        nodes: see `HookState`.
+        rules: codecs by name and size of parameters; the first rule that matches counts.
+        error_feedback: which residuals are kept: ``"none"``, ``"owner"``, ``"worker"``, ``"both"``
+            or ``"auto"``.
+        momentum: between 0 and 1: deliver the momentum of gradients instead of gradients. Then
+            tensors receive the momentum of what is passed.
+        warmup_steps: number of first steps without momentum, sent with the codec `warmup`. A step
+            is a call of `all_reduce`.
+        warmup: the codec of these steps.
+        grad_scaler: the `torch.amp.GradScaler` that scales the loss; residuals follow its scale.
+        nonfinite: ``"propagate"`` NaN and infinity to all ranks, or ``"raise"`` an error there.
+        exact_skip: leave residuals as they were when a step is skipped; costs a copy of them. A
+            call is a step, with a ``grad_scaler`` too.
+        check_every: number of steps after which ranks compare their parameters; 0 for never.
+            Compares the registered tensors, which must be parameters.
+        seed: of the codecs' random numbers; equal on all ranks.
+        workspace_cap_mb: the most memory for messages, in MiB, on the model's device.
+        nodes: which ranks share a node, and add up their gradients before these are compressed.
         bucket_cap_mb: in MiB. Tensors travel together in buckets of at most this size, into which
             they are copied; a larger tensor travels alone and is averaged where it is. Averages do
             not depend on it.
@@ -160,8 +167,8 @@ class Reducer(Averaging):
             PeerError, ProtocolError: another rank failed, or sent what it must not.
             DivergedError: registered parameters differ between ranks.
 
-            Any of them ends the Reducer on all ranks, which may be in this call already. The
-            contents of the tensors are then unspecified.
+        Any error ends the Reducer on all ranks, which may be in this call already. The contents of
+        the tensors are then unspecified.
         """
         if isinstance(tensors, list | tuple | Mapping) and not self._watches:
             self._watch_gradients(tensors)
@@ -224,7 +231,7 @@ class Reducer(Averaging):
     def _choice(self) -> dict[str, Any]:
         return as_asked(self._started)
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> Stats:
         """As `HookState.stats`, and ``packing_bytes``: memory of buckets into which tensors are
         copied.
         """

@@ -58,7 +58,7 @@ def test_two_models_train_in_two_threads_at_once(world_of_2: World, native: bool
     answers = world_of_2.run(case_two_threads, scenarios=scenarios)
     for index, scenario in enumerate(scenarios):
         assert_bit_equal([answer[index] for answer in answers], scenario)
-        assert {answer[index]["steps"] for answer in answers} == {19}
+        assert {answer[index]["steps"] for answer in answers} == {20}
 
 
 class Onlooker:

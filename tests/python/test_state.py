@@ -56,7 +56,7 @@ def test_resumed_run_equals_one_that_never_stopped(
     for answer in worlds(world_size).run(case_resume, scenario=scenario):
         assert answer["equal"]
         assert answer["hashes"][0] == answer["hashes"][1]
-        assert answer["steps"] == (5, 5)
+        assert answer["steps"] == (6, 6)
 
 
 def case_refused(scenario: Scenario, changes: list[dict[str, Any]]) -> list[str]:
@@ -251,7 +251,7 @@ def test_state_prints_the_outcome_of_the_rules_and_counts(world_of_2: World) -> 
         assert not answer["passes_through"]
         before, after = answer["before"], answer["after"]
         assert before["wire_bytes"] == before["ratio"] == before["buckets"] == 0
-        assert (after["steps"], after["in_flight"]) == (2, 0)
+        assert (after["steps"], after["in_flight"]) == (3, 0)
         assert after["gradient_bytes"] == 3 * 4 * (6300 + 50 + 7200)
         assert after["ratio"] == after["gradient_bytes"] / after["wire_bytes"]
         assert sorted(i for bucket in after["step_buckets"] for i in bucket) == [0, 1, 2]

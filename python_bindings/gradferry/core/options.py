@@ -13,7 +13,7 @@ WORKSPACE_CAP_MB = 96
 
 @dataclass(frozen=True)
 class Options:
-    """The options of `gradferry.attach` and `gradferry.HookState`, which documents them.
+    """The options of `gradferry.attach`, which documents them, and of all other ways in.
 
     `make_config` checks them later: all ranks must learn of an error, so attach does not raise it
     here on one rank alone.

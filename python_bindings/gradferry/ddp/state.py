@@ -27,65 +27,22 @@ class HookState(Averaging):
     """Compression of one DistributedDataParallel's gradients.
 
     Args:
-        codec: a codec string such as ``"q4"``, ``"off"`` for the backend's own all-reduce, or
-            ``"auto"``. ``"auto"`` measures training and link during dense steps, then takes the
-            most precise codec, or ``"off"``, within 2 % of the fastest predicted step. Where that
-            leaves several open, they train for seven steps each, which decide. It checks again
-            after 1000 steps, then less often after every change, and chooses codecs below 3 bits in
-            momentum mode only. ``stats()["choice"]`` explains the choice.
+        codec: a codec string such as ``"q4"``, or ``"off"`` or ``"auto"``. `gradferry.attach`
+            explains this and all other options at length.
         ddp: the model. Without it, call `bind` before the first backward pass.
-        rules: dicts with ``codec`` and any of ``name`` (a shell-style pattern of the whole name,
-            such as ``"*embedding*"``), ``min_dims``, ``max_dims``, ``min_size``, ``max_size``
-            (elements). The first rule that matches a parameter gives its codec; a rule that matches
-            no parameter causes a warning. Other parameters get ``exact`` if they have at most one
-            dimension or fewer than 1024 elements, else ``codec``. float64 and complex parameters
-            are always ``exact``.
-        error_feedback: which residuals are kept: ``"none"``, ``"owner"``, ``"worker"``,
-            ``"both"``, or ``"auto"``: both below 8 bits per element and in momentum mode, else the
-            owner residual. With both, what was applied plus what is withheld equals the sum of the
-            gradients. Without the worker residual, which takes 4 bytes per element, the rounding
-            error of a rank's own encoding is lost.
-        momentum: between 0 and 1. Instead of gradients, the hook delivers their momentum
-            m = momentum * m + (1 - momentum) * gradient, which the worker residual stores together
-            with what was withheld. ``topk`` uses a smaller momentum, because its elements already
-            wait before they are sent. Use it with an optimizer that has no momentum of its own, as
-            `gradferry.optim.momentum_mode` makes it, or with `gradferry.optim.OneBitAdam`. Needs
-            one synced backward pass per optimizer step; refuses sparse gradients and
-            ``find_unused_parameters``.
-        warmup_steps: number of first steps in which gradients arrive without momentum, and are sent
-            with the codec `warmup`.
-        warmup: the codec of the first `warmup_steps`, for all parameters that are not ``exact``.
-            ``"exact"`` sends gradients as they are, so that these steps have the bits of a training
-            without compression. Another one, such as ``"q8"``, sends less, with error feedback as
-            in all other steps; in momentum mode, what it has withheld then enters the momentum. An
-            adaptive optimizer learns its variance from what arrives, and needs 3 bits or more here.
-        grad_scaler: the `torch.amp.GradScaler` that scales the loss. Residuals follow its scale,
-            exactly where that changes by powers of two.
-        nonfinite: ``"propagate"`` delivers NaN and infinity to every rank; ``"raise"`` raises
-            `StateError` on every rank, after which the hook is finished, as after any error.
-        exact_skip: if true, a step whose result holds a NaN or infinity, which a GradScaler skips,
-            leaves the residuals unchanged. If false, such a step changes them by the difference
-            between what it was given and what it delivered, wherever that is finite. Costs a copy
-            of the residuals. With ``grad_scaler``, a step is all synced backward passes since
-            ``scaler.update()``; without, every synced backward pass is a step.
-        check_every: number of steps after which all ranks compare hashes of their parameters, and
-            raise `DivergedError` if those differ; 0 for never. Reads the model once and sends 8
-            bytes per parameter. Not for uneven inputs under ``join()``: there a rank without
-            input stops updating.
+        rules: codecs by name and size of parameters; the first rule that matches counts.
+        error_feedback: which residuals are kept: ``"none"``, ``"owner"``, ``"worker"``, ``"both"``
+            or ``"auto"``.
+        momentum: between 0 and 1: deliver the momentum of gradients instead of gradients.
+        warmup_steps: number of first steps without momentum, sent with the codec `warmup`.
+        warmup: the codec of these steps.
+        grad_scaler: the `torch.amp.GradScaler` that scales the loss; residuals follow its scale.
+        nonfinite: ``"propagate"`` NaN and infinity to all ranks, or ``"raise"`` an error there.
+        exact_skip: leave residuals as they were when a step is skipped; costs a copy of them.
+        check_every: number of steps after which ranks compare their parameters; 0 for never.
         seed: of the codecs' random numbers; equal on all ranks.
-        workspace_cap_mb: the most memory for messages, in MiB, on the device of the model: chunks
-            get smaller as the world grows, then fewer are in flight. ``print(state)`` shows what is
-            used.
-        nodes: which ranks share a node, and with it a network card. Ranks of a node first add up
-            their gradients, and nodes exchange the compressed sums: *two levels*. ``"auto"``:
-            those that run on one machine and in one network namespace; where that makes only one
-            node, or nodes of one rank each, the exchange is *flat*, every rank with every other.
-            ``"flat"``: always flat. A whole number: so many consecutive ranks of the process group.
-            A DeviceMesh of two dimensions: its rows. ``print(state)`` says which exchange runs, and
-            why. Nodes of different sizes work. Results depend on the nodes: bits are equal on all
-            ranks, but other than those of the flat exchange. On a device, where two levels have not
-            run on a GPU yet, ``"auto"`` is flat with a codec that is named; with codec ``"auto"``
-            both exchanges are candidates, as on the CPU.
+        workspace_cap_mb: the most memory for messages, in MiB, on the model's device.
+        nodes: which ranks share a node, and add up their gradients before these are compressed.
 
     Raises:
         ConfigError: an argument or the model cannot be used.

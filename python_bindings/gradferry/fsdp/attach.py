@@ -75,22 +75,25 @@ def attach(
 
     Args:
         model: under ``torch.distributed.fsdp.fully_shard``, over a mesh of one dimension.
-        codec: see `gradferry.HookState`; without ``"auto"``, which forecasts the steps of
-            DistributedDataParallel. The number of dimensions and elements that decide which
-            parameters are sent as they are is that of this rank's shard.
+        codec: as for `gradferry.attach`, which explains all options at length, but not ``"auto"``,
+            which forecasts the steps of DistributedDataParallel. The number of dimensions and
+            elements that decide which parameters are sent as they are is that of this rank's shard.
         replicate_group: of the ranks that hold this rank's shard: a process group, or a DeviceMesh
             of one dimension.
-        rules: see `gradferry.HookState`.
-        error_feedback: see `gradferry.HookState`.
-        momentum: see `gradferry.HookState`. Needs a gradient of every parameter in every pass.
-        warmup_steps: see `gradferry.HookState`.
-        warmup: see `gradferry.HookState`.
-        grad_scaler: see `gradferry.HookState`.
-        nonfinite: see `gradferry.HookState`.
-        check_every: see `gradferry.HookState`. Compares this shard between its replicas.
-        seed: see `gradferry.HookState`.
-        workspace_cap_mb: see `gradferry.HookState`.
-        nodes: see `gradferry.HookState`.
+        rules: codecs by name and size of parameters; the first rule that matches counts.
+        error_feedback: which residuals are kept: ``"none"``, ``"owner"``, ``"worker"``, ``"both"``
+            or ``"auto"``.
+        momentum: between 0 and 1: deliver the momentum of gradients instead of gradients. Needs a
+            gradient of every parameter in every pass.
+        warmup_steps: number of first steps without momentum, sent with the codec `warmup`.
+        warmup: the codec of these steps.
+        grad_scaler: the `torch.amp.GradScaler` that scales the loss; residuals follow its scale.
+        nonfinite: ``"propagate"`` NaN and infinity to all ranks, or ``"raise"`` an error there.
+        check_every: number of steps after which ranks compare their parameters; 0 for never.
+            Compares this shard between its replicas.
+        seed: of the codecs' random numbers; equal on all ranks.
+        workspace_cap_mb: the most memory for messages, in MiB, on the model's device.
+        nodes: which ranks share a node, and add up their gradients before these are compressed.
 
     Returns:
         The hook's state. The hook lives as long as the model, whether the state is kept or not.
@@ -159,18 +162,20 @@ def attach_reduce_scatter(
 
     Args:
         model: under ``torch.distributed.fsdp.fully_shard``.
-        codec: see `gradferry.HookState`; without ``"auto"``. The number of dimensions and elements
-            that decide which parameters are sent as they are is that of a shard.
-        rules: see `gradferry.HookState`.
+        codec: as for `gradferry.attach`, which explains all options at length, but not ``"auto"``.
+            The number of dimensions and elements that decide which parameters are sent as they are
+            is that of a shard.
+        rules: codecs by name and size of parameters; the first rule that matches counts.
         error_feedback: ``"none"``, or ``"worker"``, which keeps on every rank what its encoding of
             the *whole* model's gradients withholds: 4 bytes for each of its parameters, not
             divided by the number of ranks. Codecs below 3 bits need it.
-        warmup_steps: see `gradferry.HookState`.
-        warmup: see `gradferry.HookState`.
-        grad_scaler: see `gradferry.HookState`. Only for ``error_feedback="worker"``.
-        nonfinite: see `gradferry.HookState`.
-        seed: see `gradferry.HookState`.
-        workspace_cap_mb: see `gradferry.HookState`.
+        warmup_steps: number of first steps without momentum, sent with the codec `warmup`.
+        warmup: the codec of these steps.
+        grad_scaler: the `torch.amp.GradScaler` that scales the loss; residuals follow its scale.
+            Only for ``error_feedback="worker"``.
+        nonfinite: ``"propagate"`` NaN and infinity to all ranks, or ``"raise"`` an error there.
+        seed: of the codecs' random numbers; equal on all ranks.
+        workspace_cap_mb: the most memory for messages, in MiB, on the model's device.
 
     Returns:
         The hook's state. The hook lives as long as the model, whether the state is kept or not.

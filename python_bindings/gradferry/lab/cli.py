@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the process's exit code."""
     command_line = list(sys.argv[1:] if argv is None else argv)
     try:
-        arguments = _parser().parse_args(command_line)  # options name what this machine can run
+        arguments = parser().parse_args(command_line)  # options name what this machine can run
         arguments.command_line = command_line  # for commands that start themselves again elsewhere
         code: int = arguments.run(arguments)
     except ConfigError as error:
@@ -43,16 +43,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """The parser of the command line: options name what this machine can run."""
+    whole = argparse.ArgumentParser(
         prog="gradferry",
         description="Gradient compression for PyTorch DistributedDataParallel.",
         epilog="gradferry COMMAND --help describes a command.",
     )
-    parser.add_argument("--version", action="version", version=GRADFERRY_VERSION)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    whole.add_argument("--version", action="version", version=GRADFERRY_VERSION)
+    commands = whole.add_subparsers(required=True, metavar="COMMAND")
     for name, module, summary in _COMMANDS:
         command = commands.add_parser(name, help=summary, description=module.__doc__)
         module.add_arguments(command)
         command.set_defaults(run=module.run)
-    return parser
+    return whole

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from torch.utils.hooks import RemovableHandle
 
@@ -17,6 +17,7 @@ from gradferry.errors import ConfigError
 from gradferry.reduction import step_numbers
 from gradferry.reduction.momentum import DeliveredMomentum
 from gradferry.reduction.running import Running
+from gradferry.reduction.stats import Stats
 
 
 class Averaging(ABC):
@@ -91,56 +92,59 @@ class Averaging(ABC):
         """Whether every bucket currently takes the backend's own all-reduce."""
         return self._running.engine is None
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> Stats:
         """Counters of this rank since the hook was attached, or the `Reducer` made.
 
-        Returns:
-            A dict. Times are floats in milliseconds, summed over steps; each thread times its own
-            work, so nothing waits for them. Where everything passes through they are zeros:
+        Times are floats in milliseconds, summed over steps; each thread times its own work, so
+        nothing waits for them. Where everything passes through they are zeros. The keys:
 
-            - ``steps``: the current step, counted from 0. Every call of a `Reducer` is a step.
-            - ``buckets``, ``chunks``: number sent so far.
-            - ``gradient_bytes``: uncompressed size of all buckets so far.
-            - ``wire_bytes``: bytes sent to other nodes so far, headers and padding included; in
-              the flat exchange, to other ranks.
-            - ``local_bytes``: bytes sent to other ranks of the node; 0 in the flat exchange.
-            - ``ratio``: bytes that an uncompressed ring all-reduce would have sent, divided by
-              ``wire_bytes``; 0.0 before the first bucket.
-            - ``residual_bytes``, ``workspace_bytes``: memory held.
-            - ``workspace_allocations``: how often workspace was allocated or a plan was made.
-            - ``in_flight``: buckets that are not complete yet.
-            - ``host_waits``: how often the host waited for a device that was a step behind.
-            - ``fallbacks``: buckets that took the backend's own all-reduce.
-            - ``encode_ms``: encoding, on the thread that hands over buckets: that on which DDP
-              calls the hook, or on which `Reducer.all_reduce` is called; with ``async_op`` one of
-              its own. With two levels that thread only copies gradients for the other ranks of the
-              node; sums and encoding are on the finishing thread.
-            - ``network_ms``: waiting for messages and checking them, on the finishing thread.
-            - ``reduce_ms``, ``decode_ms``: reducing and decoding, on the finishing thread.
-            - ``exposed_ms``: delay of that thread: time in which it handed over buckets, and after
-              the last one until all were complete. On a device, all these times are those of the
-              host while it enqueues work.
-            - ``worker_residual_ratio``, ``owner_residual_ratio``: norm of the residual over norm of
-              the gradient it was withheld from (this rank's, or its part of the node's sum; the
-              average), in the last step, on a sample of about 64 tiles; 0.0 without such a
-              residual, and on a device.
-            - ``choice``: a dict of ``codec`` and ``exchange`` (``"flat"``, ``"two-level"``) in use,
-              and ``reason``; with ``"auto"`` also of ``step`` (when they came into use),
-              ``next_check`` (the step of the next check) and ``predicted_ms`` (of a step, from the
-              last check, by codec: ``"q4"``, or, where there are two exchanges to choose from,
-              ``"q4 (two-level)"``), and ``measured_ms`` (likewise, of those that trained for some
-              steps because predictions left it open).
-            - ``step_buckets``: for each bucket of the last finished step, the indices of its
-              parameters (in the order of `parameters`).
+        - ``steps``: how many were taken, those before a loaded checkpoint included; a step
+          counts from its first bucket. Every call of a `Reducer` is a step.
+        - ``buckets``, ``chunks``: number sent so far.
+        - ``gradient_bytes``: uncompressed size of all buckets so far.
+        - ``wire_bytes``: bytes sent to other nodes so far, headers and padding included; in
+          the flat exchange, to other ranks.
+        - ``local_bytes``: bytes sent to other ranks of the node; 0 in the flat exchange.
+        - ``ratio``: bytes that an uncompressed ring all-reduce would have sent, divided by
+          ``wire_bytes``; 0.0 before the first bucket.
+        - ``residual_bytes``, ``workspace_bytes``: memory held.
+        - ``workspace_allocations``: how often workspace was allocated or a plan was made.
+        - ``in_flight``: buckets that are not complete yet.
+        - ``host_waits``: how often the host waited for a device that was a step behind.
+        - ``fallbacks``: buckets that took the backend's own all-reduce.
+        - ``encode_ms``: encoding, on the thread that hands over buckets: that on which DDP
+          calls the hook, or on which `Reducer.all_reduce` is called; with ``async_op`` one of
+          its own. With two levels that thread only copies gradients for the other ranks of the
+          node; sums and encoding are on the finishing thread.
+        - ``network_ms``: waiting for messages and checking them, on the finishing thread.
+        - ``reduce_ms``, ``decode_ms``: reducing and decoding, on the finishing thread.
+        - ``exposed_ms``: delay of that thread: time in which it handed over buckets, and after
+          the last one until all were complete. On a device, all these times are those of the
+          host while it enqueues work.
+        - ``worker_residual_ratio``, ``owner_residual_ratio``: norm of the residual over norm of
+          the gradient it was withheld from (this rank's, or its part of the node's sum; the
+          average), in the last step, on a sample of about 64 tiles; 0.0 without such a
+          residual, and on a device.
+        - ``choice``: a dict of ``codec`` and ``exchange`` (``"flat"``, ``"two-level"``) in use,
+          and ``reason``; with ``"auto"`` also of ``step`` (when they came into use),
+          ``next_check`` (the step of the next check) and ``predicted_ms`` (of a step, from the
+          last check, by codec: ``"q4"``, or, where there are two exchanges to choose from,
+          ``"q4 (two-level)"``), and ``measured_ms`` (likewise, of those that trained for some
+          steps because predictions left it open).
+        - ``step_buckets``: for each bucket of the last finished step, the indices of its
+          parameters (in the order of `parameters`).
+
+        Returns:
+            A dict with these keys; `Stats` has their types.
         """
         running = self._running
         stats = running.stats()
         if running.engine is None:
-            stats["steps"] = max(0, self._passed_steps() - 1)
+            stats["steps"] = self._passed_steps()
         stats["fallbacks"] = self._passed_buckets()
         stats["ratio"] = step_numbers.ratio(stats, running.world_size)
         stats["choice"] = self._choice()
-        return stats
+        return cast(Stats, stats)
 
     def on_step(self, callback: Callable[[dict[str, Any]], None]) -> RemovableHandle:
         """Calls `callback` after every optimizer step that followed new gradients.

@@ -15,7 +15,7 @@ StepCallback = Callable[[dict[str, Any]], None]
 class Counting(Protocol):
     """An object with counters: a `HookState`."""
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> Mapping[str, Any]:
         """See `HookState.stats`."""
 
 
@@ -79,7 +79,7 @@ def call_after_steps(state: Counting, callback: StepCallback, world_size: int) -
         if step["buckets"] + step["fallbacks"] == 0 or now["in_flight"]:
             return
         before = now
-        number = now["steps"] if now["buckets"] else passed_steps
+        number = now["steps"] - 1 if now["buckets"] else passed_steps
         passed_steps += 1
         ratios = {key: now[key] for key in _RATIOS}
         callback({"step": number, **step, "ratio": ratio(step, world_size), **ratios})

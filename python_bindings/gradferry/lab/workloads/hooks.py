@@ -230,7 +230,7 @@ class _CodecHook:
         if not self.measured:
             return ring_exchange(self.dense_bytes, hosts)
         parameters, config, stats = self.state.parameters, self.state.config, self.state.stats()
-        warmup = stats["steps"] < config.warmup_steps
+        warmup = 0 < stats["steps"] <= config.warmup_steps  # the last step
         owners = [p.owner for p in parameters if p.owner is not None]  # in a reduce-scatter
         return wire_bytes_per_step(
             [parameter.num_elements for parameter in parameters],
