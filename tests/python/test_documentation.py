@@ -1,0 +1,140 @@
+"""README and guide: every snippet of Python runs, and every command is one that exists."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from documented import PAGES, ROOT, blocks, case_snippets
+from gradferry.lab.cli import main, parser
+from world import World
+
+# What a page's snippets are run with, beside what `documented` gives to all of them.
+WORLD_SIZES = {"fsdp.md": 4, "model_parallel.md": 4}
+CHANGED = {
+    "fsdp.md": {'init_device_mesh("cuda", (2, 8)': 'init_device_mesh("cpu", (2, 2)'},
+}
+# Of commands in the pages, those that are run here, and what must be in their output.
+QUICK = ("gradferry plan",)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=str)
+def test_every_snippet_runs(worlds: Callable[[int], World], page: str, tmp_path: Path) -> None:
+    name = Path(page).name
+    snippets = blocks(page, "python")
+    for old, new in CHANGED.get(name, {}).items():
+        assert any(old in each for each in snippets), f"{page} has no {old} any more"
+        snippets = [each.replace(old, new) for each in snippets]
+    world = worlds(WORLD_SIZES.get(name, 2))
+    answers = world.run(case_snippets, page=page, snippets=snippets, folder=str(tmp_path))
+    assert answers == [len(snippets)] * world.size
+
+
+def commands() -> list[tuple[str, str]]:
+    """Every command line of the pages, with its page."""
+    found = []
+    for page in PAGES:
+        for block in blocks(page, ""):
+            for line in block.splitlines():
+                command = line.removeprefix("$ ").split("  #")[0].strip()
+                if re.match(r"(gradferry|torchrun|make|pip|python)\b", command):
+                    found.append((page, command))
+    return found
+
+
+@pytest.mark.parametrize(("page", "command"), commands())
+def test_every_command_is_one(page: str, command: str) -> None:
+    words = shlex.split(command)
+    if "-m gradferry" in command:
+        words = words[words.index("gradferry", words.index("-m")) :]
+    if words[0] == "gradferry":
+        with contextlib.redirect_stderr(None):
+            parser().parse_args(words[1:])
+    elif words[0] == "make":
+        goals = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert words[1] in goals
+    elif words[0] == "pip":
+        assert words[1] == "install"
+    else:  # of an example or benchmark, which has tests of its own
+        script = next(word for word in words if word.endswith(".py"))
+        assert (ROOT / script).exists()
+
+
+def test_there_are_commands_of_every_kind() -> None:
+    kinds = {command.split()[0] for _, command in commands()}
+    assert kinds == {"gradferry", "torchrun", "make", "pip", "python"}
+
+
+@pytest.mark.parametrize(
+    ("page", "shown"),
+    [
+        (page, block)
+        for page in PAGES
+        for block in blocks(page, "")
+        if block.startswith("$ gradferry plan")
+    ],
+)
+def test_a_plan_that_is_shown_is_what_it_prints(
+    page: str, shown: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    command, *lines = shown.splitlines()
+    words = shlex.split(command.removeprefix("$ gradferry "))
+    words[words.index("--png") + 1] = str(tmp_path / "plan.png")
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    for line in lines:
+        if line != "...":
+            assert line in printed
+
+
+def loaded(tool: str) -> object:
+    spec = importlib.util.spec_from_file_location(tool, ROOT / f"tools/{tool}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_page_of_the_command_line_is_that_of_the_parsers() -> None:
+    made = loaded("command_line_page")
+    assert made.PAGE.read_text() == made.page(), "run tools/command_line_page.py"
+
+
+def test_picture_of_a_step_is_that_of_the_measurement() -> None:
+    made = loaded("draw_step")
+    rows = json.loads(made.MEASURED.read_text())
+    assert made.PICTURE.read_text() == made.draw(rows), "run tools/draw_step.py"
+    for row in rows["rows"]:
+        if row["hook"] in made.SHOWN:
+            assert f"{row['ms_median']:.0f} ms" in (ROOT / "README.md").read_text()
+
+
+def test_readme_fits_a_page() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_help_says_what_every_argument_is() -> None:
+    asked = "import gradferry; help(gradferry.attach)"
+    shown = subprocess.run(
+        [sys.executable, "-c", asked], capture_output=True, text=True, check=True
+    ).stdout
+    assert "see `" not in shown
+    for name in parser_options():
+        assert re.search(rf"^ +{name}: .+", shown, re.MULTILINE), name
+
+
+def parser_options() -> list[str]:
+    from dataclasses import fields
+
+    from gradferry.core.options import Options
+
+    return [field.name for field in fields(Options)]
