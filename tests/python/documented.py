@@ -142,6 +142,9 @@ class _Things:
     def make_rank(self) -> Any:
         return self["dist"].get_rank()
 
+    def make_folder(self) -> Any:
+        return self.folder
+
     def make_path(self) -> Any:
         return f"{self.folder}/dcp"
 
@@ -167,9 +170,19 @@ class _Zero(_Things):
         made = self["ZeroRedundancyOptimizer"](
             self["ddp"].parameters(), optimizer_class=torch.optim.AdamW, lr=1e-3
         )
+        self["state"]
         self["ddp"](self["inputs"]).backward()
         made.step()
         return made
+
+    def make_shards(self) -> Any:
+        self["optimizer"].consolidate_state_dict(to=0)
+        saved = [self["optimizer"].state_dict() if self["rank"] == 0 else None]
+        self["dist"].broadcast_object_list(saved)
+        return saved[0]
+
+    def make_mine(self) -> Any:
+        return self["state"].state_dict()
 
 
 class _Fsdp(_Things):
@@ -237,7 +250,7 @@ class _Server(_Things):
         return self["messages"][0]
 
     def step(self, names: dict[str, Any]) -> None:
-        assert names["p"].mean() == 1
+        assert abs(names["p"].mean() - 1) < 0.1
 
 
 _THINGS = {

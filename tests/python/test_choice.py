@@ -219,7 +219,7 @@ def test_all_ranks_change_at_the_same_step(world_of_2: World, native: bool, code
         assert answer["choice"]["codec"].startswith(codec.partition(":")[0])
         assert answer["choice"]["reason"] == "so it was told"
         assert answer["choice"]["step"] == 3
-        assert answer["stats"]["steps"] == 6
+        assert answer["stats"]["steps"] == 7
         assert answer["stats"]["gradient_bytes"] == 7 * 4 * (90 * 70 + 50 + 120 * 60)
         assert "chosen by 'auto': so it was told" in answer["text"]
     assert answers[0]["config_hash"] == answers[1]["config_hash"]
@@ -387,7 +387,7 @@ def test_a_checkpoint_holds_the_choice(world_of_2: World, codec: str) -> None:
         assert answer["choice"]["exchange"] == "flat"
         assert answer["choice"]["reason"] == "restored from a checkpoint"
         assert answer["choice"]["next_check"] >= 3 + FIRST_CHECK
-        assert answer["steps"] == 5
+        assert answer["steps"] == 6
 
 
 def case_loads_another(scenario: Scenario) -> Any:

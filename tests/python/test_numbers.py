@@ -260,6 +260,24 @@ def test_profiler_shows_every_part_by_its_name(world_of_2: World, native: bool) 
         assert counts["gradferry::network"] == 3 * counts["chunks"]
 
 
+def case_twenty_steps() -> tuple[int, int, list[int]]:
+    run = Run(SCENARIO)
+    seen: list[int] = []
+    run.state.on_step(lambda row: seen.append(row["step"]))
+    before = run.state.stats()["steps"]
+    optimizer = torch.optim.SGD(run.model.parameters(), lr=0.0)
+    for step in range(20):
+        run.step(step)
+        optimizer.step()
+    return before, run.state.stats()["steps"], seen
+
+
+def test_steps_are_those_that_were_taken_and_rows_count_from_zero(world_of_2: World) -> None:
+    for before, after, seen in world_of_2.run(case_twenty_steps):
+        assert (before, after) == (0, 20)
+        assert seen == list(range(20))
+
+
 def test_unbound_state_has_no_numbers() -> None:
     import gradferry
 
