@@ -133,9 +133,9 @@ def _read(folder: Path, state: HookState, on_resize: str) -> dict[str, Any] | No
     try:
         saved = checkpoint.load(folder, state.rank)[_KEY]
     except StateError:
-        if on_resize == "strict":
+        saved = checkpoint.load(folder, 0)[_KEY]
+        if saved["world_size"] > state.rank:
             raise
-        saved = checkpoint.load(folder, 0)[_KEY]  # there may have been fewer ranks
     if on_resize == "mean" and _ranks_of(saved) != (state.world_size, _nodes(state)):
         saved = checkpoint.merge(content[_KEY] for content in checkpoint.load_all(folder))
     return dict(saved)

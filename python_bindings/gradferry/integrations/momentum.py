@@ -12,6 +12,7 @@ from gradferry.ddp.state import HookState
 from gradferry.errors import ConfigError
 from gradferry.optim import momentum_mode
 
+_CONTAINERS = (lr_scheduler.SequentialLR, lr_scheduler.ChainedScheduler)  # of other schedules
 # All their learning rates are proportional to those they began with.
 _PROPORTIONAL = (
     lr_scheduler.LambdaLR,
@@ -22,6 +23,7 @@ _PROPORTIONAL = (
     lr_scheduler.LinearLR,
     lr_scheduler.ExponentialLR,
     lr_scheduler.PolynomialLR,
+    *_CONTAINERS,
 )
 # These too, unless they have a least learning rate.
 _WITH_LEAST = (lr_scheduler.CosineAnnealingLR, lr_scheduler.CosineAnnealingWarmRestarts)
@@ -65,7 +67,7 @@ def take_momentum(
         group["initial_lr"] = group["lr"]
         group["lr"] = rate_now * factors[-1]
     for part in parts:
-        for name in ("base_lrs", "_last_lr"):
+        for name in {"base_lrs", "_last_lr"} & vars(part).keys():
             rates = zip(getattr(part, name), factors, strict=True)
             setattr(part, name, [rate * factor for rate, factor in rates])
 
@@ -75,11 +77,11 @@ def _has_momentum(group: dict[str, Any]) -> bool:
 
 
 def _parts(schedule: Any) -> Iterator[Any]:
-    if isinstance(schedule, lr_scheduler.SequentialLR | lr_scheduler.ChainedScheduler):
+    """The schedule, and those that it consists of."""
+    yield schedule
+    if isinstance(schedule, _CONTAINERS):
         for part in schedule._schedulers:
             yield from _parts(part)
-    else:
-        yield schedule
 
 
 def _expect_proportional(schedule: Any) -> None:
