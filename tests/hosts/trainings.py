@@ -119,3 +119,16 @@ def expect_same_end(
         assert list(losses) == list(range(SAVE_AT, STEPS))
         assert losses.items() <= whole[rank].pop("losses").items(), rank
         assert got == whole[rank], rank
+
+
+def logged(folder: Path, name: str) -> dict[int, float]:
+    """What TensorBoard's files below the folder hold, by step."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = {}
+    for file in folder.rglob("events.out.tfevents*"):
+        events = EventAccumulator(str(file))
+        events.Reload()
+        if name in events.Tags()["scalars"]:
+            found.update({point.step: point.value for point in events.Scalars(name)})
+    return found
