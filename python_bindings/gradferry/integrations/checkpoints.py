@@ -70,8 +70,9 @@ def restore(
             state.load_state_dict(saved, on_resize)
         elif on_resize != "drop":
             raise StateError(
-                "the checkpoint holds nothing of gradferry: resume from one that was saved with "
-                "it, or begin without what was withheld, with on_resize='drop'"
+                "the checkpoint holds nothing of gradferry: it was saved without, or the training "
+                "ended while it was saved; resume from another one, or begin without what was "
+                "withheld, with on_resize='drop'"
             )
 
 

@@ -77,7 +77,7 @@ class GradferryCallback(_Callback):
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Keeps what was saved, until the model is wrapped."""
-        if trainer.training or trainer.state.fn == "fit":
+        if trainer.state.fn == "fit":
             self._loaded, self._resumes = checkpoint.get(_KEY), True
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:

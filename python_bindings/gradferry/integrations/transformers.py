@@ -57,10 +57,10 @@ def attach(
     """
     if not isinstance(trainer, Trainer):
         raise ConfigError(f"trainer must be a transformers.Trainer, not {type(trainer).__name__}")
-    callback = GradferryCallback(trainer, codec, on_resize, options)
     callbacks = trainer.callback_handler.callbacks
     if any(isinstance(other, GradferryCallback) for other in callbacks):
         raise ConfigError("this Trainer has gradferry already: attach once, before train()")
+    callback = GradferryCallback(trainer, codec, on_resize, options)
     callbacks.insert(0, callback)  # so that its numbers are in the log before others report it
     return callback
 
