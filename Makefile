@@ -7,8 +7,9 @@
 #                      THREAD_WORLDS=300
 #   FUZZ_SECONDS=600   how long `make fuzz` runs each target
 #
-# Environments are .venv, .venv-torch<version> and .venv-docs, all else goes to build/: build/core holds kernels
-# and C++ tests and is shared by every torch, build/torch-<version> holds hooks and bindings.
+# Environments are .venv, .venv-torch<version>, .venv-docs and, for trainers, .venv-hosts; all else
+# goes to build/: build/core holds kernels and C++ tests and is shared by every torch,
+# build/torch-<version> holds hooks and bindings.
 # `make demo` on a fresh clone builds, in the same folders, the package for the CPU alone; what tests
 # need on top comes with `make setup` or `make test`, which compile nothing of that a second time.
 # Stamp files remember what is done; long output goes to build/*.log.
@@ -59,6 +60,8 @@ tests_ready := $(venv)/.tests
 package_ready := $(venv)/.gradferry
 lint_ready := $(venv)/.lint
 docs_ready := .venv-docs/.docs
+hosts := $(venv)-hosts
+hosts_ready := $(hosts)/.hosts
 # Where everything is installed already, the demo uses and renews that.
 demo_ready := $(if $(wildcard $(package_ready)),$(package_ready),$(venv)/.gradferry-demo)
 
@@ -72,7 +75,7 @@ ifeq ($(MAKELEVEL),0)
 .NOTPARALLEL:
 endif
 
-.PHONY: help setup demo test test-full test-sanitized test-torch-core sim sim-threads soak fuzz lint format docs bench gpu-check sass clean distclean
+.PHONY: help setup demo test test-full test-hosts test-sanitized test-torch-core sim sim-threads soak fuzz lint format docs bench gpu-check sass clean distclean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -104,6 +107,10 @@ test-full:  ## all tests, also the slow ones, those under sanitizers, and kernel
 	@$(quiet) build/all_gpus.log env -u CUDAARCHS cmake -S . -B build/all_gpus -G Ninja \
 	    -DCMAKE_BUILD_TYPE=Release -DGRADFERRY_WERROR=ON
 	@$(quiet) build/all_gpus.log --show 'Built target|Linking' env -u CUDAARCHS cmake --build build/all_gpus
+
+test-hosts:  ## gradferry in accelerate, Lightning and transformers
+	$(prepare) $(package_ready) $(hosts_ready)
+	@$(hosts)/bin/python -m pytest -q tests/hosts
 
 # Loaded first, as the sanitizers demand; torch and Python leave memory at the end, so that leaks are
 # not looked for. What is thrown needs the C++ library beside them.
@@ -236,6 +243,17 @@ $(venv_ready): requirements/build.txt requirements/run.txt | $(compilers_ready)
 $(tests_ready): requirements/test.txt | $(venv_ready)
 	@$(quiet) build/pip_tests.log --title "$(venv): what tests need" \
 	    $(bin)/python -m pip install --disable-pip-version-check --progress-bar off -r $<
+	@touch $@
+
+# An environment on top of the other: it has torch and gradferry from there, and what trainers need
+# changes nothing there.
+$(hosts_ready): requirements/hosts.txt | $(tests_ready)
+	@$(quiet) build/pip_hosts.log --title "$(hosts): trainers" bash -ec '$(PYTHON) -m venv $(hosts); \
+	    below=$$($(bin)/python -c "import sysconfig; print(sysconfig.get_path(\"purelib\"))"); \
+	    above=$$($(hosts)/bin/python -c "import sysconfig; print(sysconfig.get_path(\"purelib\"))"); \
+	    echo "import site; site.addsitedir(\"$$below\")" > $$above/below.pth; \
+	    $(hosts)/bin/python -m pip install --disable-pip-version-check --progress-bar off \
+	    -r $< -c requirements/run.txt -c requirements/test.txt'
 	@touch $@
 
 $(lint_ready): requirements/lint.txt | $(tests_ready)

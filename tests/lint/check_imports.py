@@ -1,6 +1,7 @@
 """Checks the dependency law of the Python package, and that modules do not import in a circle.
 
-    the package -> lab -> public modules -> ddp, fsdp -> reduction -> forecast -> core -> ground
+    the package -> lab -> integrations -> public modules -> ddp, fsdp -> reduction -> forecast
+                -> core -> ground
 
 An arrow reads "may import"; a room may import all that are to its right, and ddp and fsdp know
 nothing of each other. Imports count wherever
@@ -21,8 +22,19 @@ from pathlib import Path
 PACKAGE = "gradferry"
 # From the top to the ground. Modules that lie directly in the package are listed by name, all
 # others belong to the room that their folder is called after.
-ROOMS = ("package", "lab", "public", "ddp", "fsdp", "reduction", "forecast", "core", "ground")
-FOLDERS = ("lab", "ddp", "fsdp", "reduction", "forecast", "core")
+ROOMS = (
+    "package",
+    "lab",
+    "integrations",
+    "public",
+    "ddp",
+    "fsdp",
+    "reduction",
+    "forecast",
+    "core",
+    "ground",
+)
+FOLDERS = ("lab", "integrations", "ddp", "fsdp", "reduction", "forecast", "core")
 MODULES = {
     "": "package",  # gradferry/__init__.py
     "__main__": "package",

@@ -261,7 +261,7 @@ def backward(ddp: DistributedDataParallel) -> None:
         (register_for_the_same_model_wrapped_again, ("StateError",), ("to another Distr",)),
         (register_the_state_of_a_native_hook, ("StateError",), ("to another Distr",)),
         (register_for_two_models, ("StateError",), ("to another Distr", "a HookState of its own")),
-        (backward_unbound, ("StateError",), ("bind",)),
+        (backward_unbound, ("StateError",), ("bind", "GradferryCallback")),
         (backward_without_state, ("ConfigError",), ("is None", "gradferry.HookState('q4', ddp)")),
         (stats_unbound, ("StateError",), ("bind",)),
     ],

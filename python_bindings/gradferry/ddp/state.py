@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradferry.core.config import make_config
 from gradferry.core.nodes import AUTO
 from gradferry.core.options import WORKSPACE_CAP_MB, Options
+from gradferry.ddp import unbound
 from gradferry.ddp.binding import Binding, bind
 from gradferry.ddp.momentum import KeptMomentum
 from gradferry.ddp.save_load import load, save
@@ -72,6 +73,7 @@ class HookState(Averaging):
         self._ask(Options.among(locals()))
         if ddp is None:
             make_config(self._options)
+            unbound.expect_binding(self)
         else:
             self.bind(ddp)
 
@@ -103,6 +105,7 @@ class HookState(Averaging):
     def _bind(self, ddp: DistributedDataParallel, *, native: bool) -> None:
         is_bound = self._binding is not None
         self._binding = bind(ddp, self._options, native=native, is_bound=is_bound)
+        unbound.note_binding(self)
         running = self._binding.running
         if running.engine is not None:
             watch_optimizer(running.parameters, running.index, running.config.momentum)
@@ -116,10 +119,7 @@ class HookState(Averaging):
 
     def _bound(self) -> Binding:
         if self._binding is None:
-            raise StateError(
-                "this HookState is not bound to a model; pass the DistributedDataParallel to "
-                "HookState(codec, ddp), or call state.bind(ddp) before the first backward pass"
-            )
+            raise StateError(f"this HookState is not bound to a model; {unbound.HOW_TO_BIND}")
         return self._binding
 
     @property
@@ -227,4 +227,6 @@ def momentum_of(state: object) -> KeptMomentum:
 
 
 def _unbound(options: Options) -> HookState:
-    return HookState(**vars(options))
+    state = HookState(**vars(options))
+    unbound.note_binding(state)  # what copied it was warned; the copy may never be meant for use
+    return state

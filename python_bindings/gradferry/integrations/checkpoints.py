@@ -1,0 +1,154 @@
+"""What was withheld on all ranks, in a trainer's checkpoint: in a folder there, or gathered."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradferry import checkpoint
+from gradferry.core.agreement import (
+    Record,
+    error_record,
+    gather_records,
+    meeting_place,
+    raise_first_error,
+)
+from gradferry.ddp.state import HookState
+from gradferry.errors import ConfigError, StateError
+from gradferry.reduction.saved_state import ON_RESIZE
+
+FOLDER = "gradferry"
+_KEY = "hook"
+_PIECE = 1 << 24  # elements of a tensor that are sent at a time, from every rank
+
+
+def check_on_resize(on_resize: object) -> None:
+    """Raises ConfigError, before a training begins that could not be resumed."""
+    if on_resize not in ON_RESIZE:
+        raise ConfigError(f"on_resize={on_resize!r} is none of {', '.join(ON_RESIZE)}")
+
+
+def save(folder: Path, state: HookState, group: dist.ProcessGroup) -> None:
+    """Writes a file per rank, as `gradferry.checkpoint.save` does. Collective."""
+    checkpoint.save(folder, {_KEY: state.state_dict()}, group)
+
+
+def load(folder: Path, state: HookState, group: dist.ProcessGroup, on_resize: str) -> None:
+    """Restores what `save` wrote. Collective.
+
+    Args:
+        folder: in the trainer's checkpoint.
+        state: of the hook.
+        group: of its model.
+        on_resize: as for `HookState.load_state_dict`. ``"drop"`` also accepts a checkpoint without
+            the folder.
+
+    Raises:
+        StateError: it is missing, damaged or of another training; the same text on every rank.
+    """
+    with everywhere(group, str(folder)):
+        saved = _read(folder, state, on_resize)
+    restore(saved, state, group, on_resize, str(folder))
+
+
+def restore(
+    saved: dict[str, Any] | None,
+    state: HookState,
+    group: dist.ProcessGroup,
+    on_resize: str,
+    where: str,
+) -> None:
+    """Loads on every rank or fails on every rank. Collective. None: nothing was saved."""
+    with everywhere(group, where):
+        if saved is not None:
+            state.load_state_dict(saved, on_resize)
+        elif on_resize != "drop":
+            raise StateError(
+                "the checkpoint holds nothing of gradferry: it was saved without, or the training "
+                "ended while it was saved; resume from another one, or begin without what was "
+                "withheld, with on_resize='drop'"
+            )
+
+
+@contextlib.contextmanager
+def everywhere(group: dist.ProcessGroup, where: str) -> Iterator[None]:
+    """Raises what a rank raised inside on all ranks, so that none trains on alone. Collective."""
+    record: Record = {}
+    try:
+        yield
+    except Exception as error:
+        record = error_record(error)
+        record["message"] = f"{where}: {record['message']}"
+    raise_first_error(gather_records(record, group, _place(group)))
+
+
+def gather(state: HookState, group: dist.ProcessGroup) -> dict[str, Any] | None:
+    """The merged states of all ranks, on the first rank; None on the others. Collective."""
+    mine: dict[str, Any] = {}
+    with everywhere(group, "saving"):
+        mine = state.state_dict()
+    slot: dict[str, torch.Tensor] = mine.pop(f"slot_{state.rank}")
+    place = _place(group)
+    sizes = gather_records({name: held.numel() for name, held in slot.items()}, group, place)
+    slots: list[dict[str, torch.Tensor]] = [{} for _ in sizes]
+    for name, held in sorted(slot.items()):
+        parts = _gather_tensor(held, [size[name] for size in sizes], group, place)
+        for target, part in zip(slots, parts, strict=False):  # none but on the first rank
+            target[name] = part
+    if state.rank != 0:
+        return None
+    return {**mine, **{f"slot_{rank}": content for rank, content in enumerate(slots)}}
+
+
+def _gather_tensor(
+    mine: torch.Tensor, sizes: list[int], group: dist.ProcessGroup, place: torch.device
+) -> list[torch.Tensor]:
+    """One-dimensional tensors of all ranks on the CPU of the first, in pieces: they may be as large
+    as the model, and need not fit beside it on its device.
+    """
+    is_first = dist.get_rank(group) == 0
+    whole = [mine.new_empty(size) for size in sizes] if is_first else []
+    for begin in range(0, max(sizes), _PIECE):
+        length = min(_PIECE, max(sizes) - begin)
+        piece = torch.zeros(length, dtype=mine.dtype, device=place)
+        part = mine[begin : begin + length]
+        piece[: part.numel()] = part.to(place)
+        received = [torch.empty_like(piece) for _ in whole]
+        dist.gather(piece, received if is_first else None, group=group, group_dst=0)
+        for target, piece in zip(whole, received, strict=True):
+            room = target[begin : begin + length]
+            room.copy_(piece[: room.numel()])
+    return whole
+
+
+def _read(folder: Path, state: HookState, on_resize: str) -> dict[str, Any] | None:
+    """What this rank loads: its own state, or those of all ranks, merged."""
+    if not checkpoint.exists(folder):
+        return None
+    try:
+        saved = checkpoint.load(folder, state.rank)[_KEY]
+    except StateError:
+        saved = checkpoint.load(folder, 0)[_KEY]
+        if saved["world_size"] > state.rank:
+            raise
+    if on_resize == "mean" and _ranks_of(saved) != (state.world_size, _nodes(state)):
+        saved = checkpoint.merge(content[_KEY] for content in checkpoint.load_all(folder))
+    return dict(saved)
+
+
+def _ranks_of(saved: dict[str, Any]) -> tuple[Any, Any]:
+    return saved.get("world_size"), saved.get("nodes")
+
+
+def _nodes(state: HookState) -> str | None:
+    return None if state.nodes.is_flat else json.dumps(state.nodes.members)
+
+
+def _place(group: dist.ProcessGroup) -> torch.device:
+    return meeting_place(group, torch.device(group._device_types[0].type))

@@ -1,0 +1,79 @@
+"""The DistributedDataParallel that a trainer made, and gradferry on it."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradferry.ddp.attach import attach
+from gradferry.ddp.state import HookState
+from gradferry.errors import ConfigError, StateError
+
+
+class Attachment:
+    """A hook that a trainer's model has, for as long as the model lives.
+
+    Attributes:
+        model: weak, because a trainer may replace its model.
+        state: of the hook.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, codec: str, options: dict[str, Any]) -> None:
+        """Attaches. Collective; raises as `gradferry.attach` does."""
+        self.model = weakref.ref(ddp)
+        self.group = ddp.process_group
+        self.state: HookState = attach(ddp, codec, **options)
+
+    def expect_gone(self, remedy: str) -> None:
+        """Raises StateError if the model still lives: its hook would run beside that of another."""
+        if self.model() is not None:
+            gc.collect()  # models are often parts of reference cycles
+        if self.model() is not None:
+            raise StateError(
+                "a DistributedDataParallel that gradferry is attached to still exists, and its "
+                f"hook would run beside that of the new one: {remedy}"
+            )
+
+
+def find_ddp(
+    model: object, host: str, world_size: int, momentum: object
+) -> DistributedDataParallel | None:
+    """The DistributedDataParallel around or inside what a trainer calls its model.
+
+    Args:
+        model: as the trainer wrapped it; `torch.compile` may have wrapped that again.
+        host: the trainer's name, for errors.
+        world_size: processes that train.
+        momentum: as asked for.
+
+    Returns:
+        None if one process trains alone, which has nothing to exchange; with a warning.
+
+    Raises:
+        ConfigError: several processes train without a DistributedDataParallel; or one process
+            should deliver momentum, which only a hook can.
+    """
+    while isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+        model = inner
+    if isinstance(model, DistributedDataParallel):
+        return model
+    if world_size > 1:
+        raise ConfigError(
+            f"{host} trains with {type(model).__name__}, and gradferry compresses what a "
+            f"DistributedDataParallel averages: have {host} train with DDP on several processes, "
+            "or see docs/guide/fsdp.md for sharded models"
+        )
+    if momentum:
+        raise ConfigError(
+            f"momentum={momentum!r} is for a hook, and {host} makes none for a single process: "
+            "start more, or leave out momentum"
+        )
+    warnings.warn(
+        f"{host} trains with a single process: gradferry has nothing to compress", stacklevel=3
+    )
+    return None
