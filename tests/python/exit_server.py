@@ -66,8 +66,8 @@ EXIT_CODES = {
 }
 
 
-class _Return(Exception):  # noqa: N818 (no error)
-    """Unwinds to main(), which then returns."""
+class _Return(BaseException):
+    """Unwinds to main(), which then returns. No Exception, of which save() tells all ranks."""
 
 
 def _act(how: str, began: Path) -> None:
