@@ -143,3 +143,38 @@ def test_trainings_have_a_hook_and_numbers(world_of_2: World, tmp_path: Path) ->
     ratios = trainings.logged(tmp_path / "logs", "gradferry/ratio")
     assert list(ratios) == [1, 3, 5, 7]  # Lightning counts from 0
     assert min(ratios.values()) > 2
+
+
+def train_two(job: Job) -> list[list[float]]:
+    """Rates of two optimizers of a module that steps them itself, each with its schedule."""
+    from gradferry.integrations.lightning import GradferryCallback
+
+    class Module(type(make_module())):
+        automatic_optimization = False
+
+        def training_step(self, number: int) -> None:
+            inputs, targets = batch(number)
+            optimizers = self.optimizers()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            self.manual_backward(mse_loss(self.net(inputs), targets))
+            for optimizer, schedule in zip(optimizers, self.lr_schedulers(), strict=True):
+                optimizer.step()
+                schedule.step()
+
+        def configure_optimizers(self) -> Any:
+            made = [torch.optim.AdamW(layer.parameters(), lr=1e-2) for layer in self.net[::2]]
+            return made, [torch.optim.lr_scheduler.StepLR(one, 1000) for one in made]
+
+    with trainings.launched():
+        callback, module = GradferryCallback(job.codec, **job.options), Module()
+        trainer = make_trainer(job, callback, log_every_n_steps=0)
+        trainer.fit(module)
+        return [[group["lr"] for group in each.param_groups] for each in trainer.optimizers]
+
+
+def test_each_optimizer_takes_momentum_once(world_of_2: World, tmp_path: Path) -> None:
+    job = Job(str(tmp_path), "sign1", {"momentum": 0.8})
+    for rates in world_of_2.run(train_two, seconds=trainings.SECONDS, job=job):
+        # momentum_mode() multiplies by the root of (1 - 0.8) / (1 + 0.8).
+        assert rates == [[pytest.approx(1e-2 / 3)]] * 2

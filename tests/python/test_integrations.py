@@ -144,7 +144,6 @@ def case_metrics() -> list[dict[str, float]]:
         ddp(torch.randn(4, 64)).sum().backward()
         optimizer.step()
     taken = [metrics.take(), metrics.take()]
-    metrics.close()
     return [*taken, {"bytes": rows[1]["wire_bytes"], "ms": sum(r["exposed_ms"] for r in rows) / 3}]
 
 
@@ -198,6 +197,38 @@ def test_checkpoint_of_another_number_of_ranks_goes_by_on_resize(
         assert outcome.error == "StateError"
         assert "rank 1: " in outcome.text
         assert "lacks rank-1-" in outcome.text
+
+
+def case_without_gradferry_or_folder(folder: str) -> list[Outcome]:
+    """Loads, in momentum mode, what was saved without; what other code saved; and a folder that
+    only the first rank sees.
+    """
+    import torch.distributed as dist
+    from gradferry import checkpoint
+    from gradferry.integrations import checkpoints
+
+    ddp, state = attached()
+
+    def load(name: str) -> Outcome:
+        path = Path(folder, name)
+        return attempt(lambda: checkpoints.load(path, state, ddp.process_group, "drop"))
+
+    checkpoint.save(Path(folder, "foreign"), {"other": 1})
+    mine = "seen" if dist.get_rank() == 0 else "nowhere"
+    checkpoint.save(Path(folder, "seen"), {"hook": state.state_dict()})
+    return [load("missing"), load("foreign"), load(mine)]
+
+
+def test_checkpoint_that_would_train_wrongly_is_one_error_on_all_ranks(
+    world_of_2: World, tmp_path: Path
+) -> None:
+    answers = world_of_2.run(case_without_gradferry_or_folder, folder=str(tmp_path))
+    for outcomes in answers:
+        assert [outcome.error for outcome in outcomes] == ["StateError"] * 3
+        missing, foreign, unseen = (outcome.text for outcome in outcomes)
+        assert "attach without momentum=" in missing
+        assert "not saved by an integration of gradferry" in foreign
+        assert "rank 1 cannot see" in unseen
 
 
 def case_gather() -> tuple[bool, bool]:

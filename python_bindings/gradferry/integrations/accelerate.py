@@ -98,11 +98,16 @@ def attach(
 
 def _log(accelerator: Any, state: HookState, every: int) -> None:
     metrics = Metrics(state)
+    logged: int | None = None
     weak = weakref.ref(accelerator)  # torch keeps the callback as long as the state exists
 
     def log(row: dict[str, Any]) -> None:
+        nonlocal logged
         done, accelerator = row["step"] + 1, weak()
-        if done % every == 0 and accelerator is not None:
+        before = row["step"] if logged is None else logged
+        logged = done
+        # Not every number comes: a scaler skips steps.
+        if done // every > before // every and accelerator is not None:
             accelerator.log(metrics.take(), step=done)
 
     state.on_step(log)

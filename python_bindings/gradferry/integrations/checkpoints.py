@@ -19,6 +19,7 @@ from gradferry.core.agreement import (
     meeting_place,
     raise_first_error,
 )
+from gradferry.core.meeting import name_ranks
 from gradferry.ddp.state import HookState
 from gradferry.errors import ConfigError, StateError
 from gradferry.reduction.saved_state import ON_RESIZE
@@ -50,10 +51,20 @@ def load(folder: Path, state: HookState, group: dist.ProcessGroup, on_resize: st
             the folder.
 
     Raises:
-        StateError: it is missing, damaged or of another training; the same text on every rank.
+        StateError: it is missing, damaged or of another training, or some ranks do not see it; the
+            same text on every rank.
     """
-    with everywhere(group, str(folder)):
-        saved = _read(folder, state, on_resize)
+    seen = gather_records({"found": checkpoint.exists(folder)}, group, _place(group))
+    blind = [rank for rank, record in enumerate(seen) if not record["found"]]
+    if 0 < len(blind) < len(seen):
+        raise StateError(
+            f"{name_ranks(blind)} cannot see {folder}, and other ranks can: it must be on a file "
+            "system that all ranks share"
+        )
+    saved = None
+    if not blind:
+        with everywhere(group, str(folder)):
+            saved = _read(folder, state, on_resize)
     restore(saved, state, group, on_resize, str(folder))
 
 
@@ -73,6 +84,12 @@ def restore(
                 "the checkpoint holds nothing of gradferry: it was saved without, or the training "
                 "ended while it was saved; resume from another one, or begin without what was "
                 "withheld, with on_resize='drop'"
+            )
+        elif state.config.momentum:
+            raise StateError(
+                "the checkpoint holds nothing of gradferry, so its optimizer has a momentum of its "
+                "own, which would come on top of momentum mode: load the weights of the model "
+                "alone, or attach without momentum="
             )
 
 
@@ -127,19 +144,24 @@ def _gather_tensor(
     return whole
 
 
-def _read(folder: Path, state: HookState, on_resize: str) -> dict[str, Any] | None:
+def _read(folder: Path, state: HookState, on_resize: str) -> dict[str, Any]:
     """What this rank loads: its own state, or those of all ranks, merged."""
-    if not checkpoint.exists(folder):
-        return None
     try:
-        saved = checkpoint.load(folder, state.rank)[_KEY]
+        saved = _of_hook(checkpoint.load(folder, state.rank))
     except StateError:
-        saved = checkpoint.load(folder, 0)[_KEY]
-        if saved["world_size"] > state.rank:
+        saved = _of_hook(checkpoint.load(folder, 0))
+        if saved.get("world_size", 0) > state.rank:
             raise
     if on_resize == "mean" and _ranks_of(saved) != (state.world_size, _nodes(state)):
-        saved = checkpoint.merge(content[_KEY] for content in checkpoint.load_all(folder))
-    return dict(saved)
+        saved = checkpoint.merge(map(_of_hook, checkpoint.load_all(folder)))
+    return saved
+
+
+def _of_hook(content: dict[str, Any]) -> dict[str, Any]:
+    saved = content.get(_KEY)
+    if not isinstance(saved, dict):
+        raise StateError(f"it was not saved by an integration of gradferry: it has no {_KEY!r}")
+    return saved
 
 
 def _ranks_of(saved: dict[str, Any]) -> tuple[Any, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import warnings
 from typing import Any
 
 from gradferry.ddp.state import HookState
@@ -96,23 +97,32 @@ class GradferryCallback(_Callback):
         if ddp is None:
             return
         if self._attachment is not None:
-            self._attachment.expect_gone("make a new Trainer")
+            self._attachment.expect_gone("delete it and what refers to it, such as its Trainer")
         options.setdefault("grad_scaler", getattr(trainer.precision_plugin, "scaler", None))
         hook = self._attachment = Attachment(ddp, self._codec, options)
         self._metrics = Metrics(hook.state)
-        schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
-        for optimizer in trainer.optimizers:
-            take_momentum(optimizer, schedules, hook.state)
         if resumes:
             checkpoints.restore(loaded, hook.state, hook.group, self._on_resize, "resuming")
+        schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
+        for optimizer in trainer.optimizers:
+            own = [schedule for schedule in schedules if schedule.optimizer is optimizer]
+            take_momentum(optimizer, own, hook.state)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         """Logs in the steps in which Lightning logs."""
-        if self._metrics is not None and trainer.global_step % trainer.log_every_n_steps == 0:
+        if self._metrics is not None and trainer._logger_connector.should_update_logs:
             pl_module.log_dict(self._metrics.take(), on_step=True, on_epoch=False)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Adds what was withheld on all ranks to the checkpoint that the first one writes."""
         hook = self._attachment
-        if hook is not None:
-            checkpoint[_KEY] = checkpoints.gather(hook.state, hook.group)
+        if hook is None:
+            return
+        if trainer.interrupted:  # by an error that other ranks need not have met
+            warnings.warn(
+                "the training was interrupted, and this checkpoint holds nothing of gradferry: "
+                "resuming from it needs on_resize='drop'",
+                stacklevel=2,
+            )
+            return
+        checkpoint[_KEY] = checkpoints.gather(hook.state, hook.group)

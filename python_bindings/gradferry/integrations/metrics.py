@@ -17,7 +17,7 @@ class Metrics:
     def __init__(self, state: HookState) -> None:
         self._sums = dict.fromkeys(_NAMES, 0.0)
         self._steps = 0
-        self._handle = state.on_step(self._add)
+        state.on_step(self._add)
 
     def _add(self, row: dict[str, Any]) -> None:
         for name in _NAMES:
@@ -29,7 +29,3 @@ class Metrics:
         sums, steps = self._sums, self._steps
         self._sums, self._steps = dict.fromkeys(_NAMES, 0.0), 0
         return {f"gradferry/{name}": total / steps for name, total in sums.items() if steps}
-
-    def close(self) -> None:
-        """Ends the counting."""
-        self._handle.remove()

@@ -97,7 +97,7 @@ class GradferryCallback(TrainerCallback):
             return
         if self._attachment is None or self._attachment.model() is not ddp:
             if self._attachment is not None:
-                self._attachment.expect_gone("make a new Trainer")
+                self._attachment.expect_gone("delete it and what refers to it")
             options.setdefault("grad_scaler", trainer.accelerator.scaler)
             try:
                 self._attachment = Attachment(ddp, self._codec, options)
@@ -109,12 +109,12 @@ class GradferryCallback(TrainerCallback):
                     ) from error
                 raise
             self._metrics = Metrics(self._attachment.state)
-        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-        take_momentum(optimizer, [trainer.lr_scheduler], self._attachment.state)
+        hook = self._attachment
         if self._resume_from:
             folder = Path(self._resume_from) / checkpoints.FOLDER
-            hook = self._attachment
             checkpoints.load(folder, hook.state, hook.group, self._on_resize)
+        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+        take_momentum(optimizer, [trainer.lr_scheduler], hook.state)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Writes beside what the Trainer has just saved."""
