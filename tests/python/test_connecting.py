@@ -7,6 +7,7 @@ using the group: afterwards all ranks attach and train.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import os
 import time
@@ -229,3 +230,22 @@ def test_files_and_threads_are_freed_after_an_error(world_of_2: World) -> None:
     for before, held, all_freed in world_of_2.run(case_freed):
         assert held > before
         assert all_freed, (before, held)
+
+
+def case_keys() -> list[int]:
+    """How many keys the store holds after each of some trainings, on two nodes."""
+    from gradferry.core.meeting import store_of
+
+    scenario = dataclasses.replace(SCENARIO, world_size=3, nodes=((0, 1), (2,)))
+    counts = []
+    for _ in range(4):
+        assert Run(scenario).step(0)[0] is not None
+        dist.barrier()
+        counts.append(store_of(dist.group.WORLD).num_keys())
+        dist.barrier()
+    return counts
+
+
+def test_trainings_leave_no_keys_in_the_store(world_of_3: World) -> None:
+    for counts in world_of_3.run(case_keys):
+        assert len(set(counts[1:])) == 1, counts

@@ -26,7 +26,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-from gradferry.core.meeting import MOST_PAUSE_SECONDS
+from gradferry.core.meeting import MOST_PAUSE_SECONDS, forget
 
 _SECRET_BYTES = 16
 _HELLO = struct.Struct(f"<{_SECRET_BYTES}sI")  # question, rank
@@ -103,6 +103,7 @@ def connect_ranks(
                 connections[below] = _connect(found, below, rank, place.address, deadline)
             missing = {each for each in ranks if each > rank}
             _accept(listener, place, connections, missing, deadline)
+        forget(store, [f"{number}/{rank}"])  # all that read it are connected
         for connection in filter(None, connections):
             connection.setblocking(False)
             for option in _OPTIONS:

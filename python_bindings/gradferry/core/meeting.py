@@ -9,6 +9,8 @@ group with it. So they first meet in the group's store, with a few small keys pe
     <number>/came          number of ranks that have come
     <number>/decided       the first rank to increment it decides for all, by setting ...
     <number>/outcome       ALL_CAME, or the error that every rank that came raises
+
+When all have come to a meeting, they remove the keys of the one before.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 
 import torch
@@ -85,7 +87,8 @@ def meet(group: dist.ProcessGroup, longest: timedelta, purpose: str) -> None:
 def _outcome(group: dist.ProcessGroup, longest: timedelta, purpose: str) -> str:
     world_size, rank = dist.get_world_size(group), dist.get_rank(group)
     store = PrefixStore("gradferry/meetings", store_of(group))
-    meeting = PrefixStore(str(store.add("number", 0)), store)
+    number = store.add("number", 0)
+    meeting = PrefixStore(str(number), store)
 
     # A rank whose wait was interrupted may come twice, but is counted once.
     if meeting.add(f"rank/{rank}", 1) == 1 and meeting.add("came", 1) == world_size:
@@ -93,7 +96,18 @@ def _outcome(group: dist.ProcessGroup, longest: timedelta, purpose: str) -> str:
     elif not _wait(store, meeting, longest, rank):
         _decide(store, meeting, lambda: _absent(meeting, world_size, longest, purpose))
     meeting.wait(["outcome"], longest)  # the rank that decided is about to set it
-    return meeting.get("outcome").decode()
+    outcome = meeting.get("outcome").decode()
+    if outcome == ALL_CAME:  # so that none is in the last meeting any more
+        keys = [f"rank/{rank}"] + (["came", "decided", "outcome"] if rank == 0 else [])
+        forget(PrefixStore(str(number - 1), store), keys)
+    return outcome
+
+
+def forget(store: Store, keys: Iterable[str]) -> None:
+    """Removes keys that nobody reads any more: the store lives as long as the training."""
+    with contextlib.suppress(RuntimeError, NotImplementedError):  # a store that cannot
+        for key in keys:
+            store.delete_key(key)
 
 
 def _decide(store: Store, meeting: Store, outcome: Callable[[], str]) -> None:

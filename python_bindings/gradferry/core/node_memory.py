@@ -30,6 +30,7 @@ from torch._C._distributed_c10d import Store
 
 from gradferry import _native
 from gradferry.core.connect import value_from
+from gradferry.core.meeting import forget
 from gradferry.errors import PeerError
 
 _SECRET_BYTES = 16
@@ -71,10 +72,16 @@ def share_memory(
     else:
         memory, reason = _take(store, rank, first, num_bytes, deadline)
     store.set(f"outcome/{rank}", reason)
+    refused = ""
     for each in siblings:
         why = value_from(store, f"outcome/{each}", each, deadline).decode()
         if why:
-            return None, f"rank {each}: {why}"
+            refused = refused or f"rank {each}: {why}"
+    if store.add("left", 1) == len(siblings):
+        doors = [f"door/{each}" for each in others]
+        forget(store, [*doors, "given", *(f"outcome/{each}" for each in siblings), "left"])
+    if refused:
+        return None, refused
     assert memory is not None
     return memory, ""
 
