@@ -79,6 +79,7 @@ def test_there_are_commands_of_every_kind() -> None:
     assert kinds >= {"gradferry", "torchrun", "pip", "python"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("page", "shown"),
     [
