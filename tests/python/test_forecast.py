@@ -127,19 +127,33 @@ def predictions(**ms: float) -> list[Prediction]:
     [
         (
             {"torch_fp32": 100.2, "torch_bf16": 100.1, "q4": 100.3},
-            "Do not compress: torch:fp32 takes 100.2 ms per step, 1.00 times a step without "
-            "communication: the backward pass hides its communication.",
+            "Do not compress: torch:fp32 takes 100.2 ± 0.1 ms per step, 1.00 times a step without "
+            "communication: the backward pass hides its communication; torch:bf16 (100.1 ± 0.0 "
+            "ms) is less precise and less than 2% faster.",
         ),
         (
             {"torch_fp32": 150, "torch_bf16": 120, "q4": 130},
-            "Do not compress: torch:bf16 takes 120.0 ms per step, 1.20 times a step without "
-            "communication, and the fastest codec, q4, would take 130.0 ms.",
+            "Do not compress: torch:bf16 takes 120.0 ± 6.0 ms per step, 1.20 times a step without "
+            "communication, and the fastest codec, q4, would take 130.0 ± 9.0 ms; a measurement "
+            "may prefer q4.",
+        ),
+        (
+            {"torch_fp32": 150, "torch_bf16": 120, "q4": 119},
+            "Do not compress: torch:bf16 takes 120.0 ± 6.0 ms per step, 1.20 times a step without "
+            "communication; q4 (119.0 ± 5.7 ms) is less precise and less than 2% faster; a "
+            "measurement may prefer q4.",
+        ),
+        (
+            {"torch_fp32": 900, "torch_bf16": 500, "q8": 201, "q4": 200},
+            "Use q8: q8 takes 201.0 ± 30.3 ms per step, 2.01 times a step without communication, "
+            "2.49 times faster than torch:bf16, the best without gradferry; q4 (200.0 ± 30.0 ms) "
+            "is less precise and less than 2% faster; a measurement may prefer q4.",
         ),
         (
             {"sync": 104, "torch_fp32": 900, "torch_bf16": 500, "q4": 200, "sign1": 110},
-            "Use q4: q4 takes 200.0 ms per step, 2.00 times a step without communication, 2.50 "
-            "times faster than torch:bf16, the best without gradferry; in momentum mode sign1 "
-            "would take 110.0 ms.",
+            "Use q4: q4 takes 200.0 ± 30.0 ms per step, 2.00 times a step without communication, "
+            "2.50 times faster than torch:bf16, the best without gradferry; in momentum mode "
+            "sign1 would take 110.0 ± 3.0 ms.",
         ),
     ],
 )

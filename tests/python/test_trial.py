@@ -13,7 +13,7 @@ import pytest
 from gradferry.ddp import auto
 from gradferry.ddp.auto import FIRST_CHECK, Choice
 from gradferry.ddp.state import bound_to
-from gradferry.ddp.trial import SETTLING_STEPS, TRIAL_STEPS
+from gradferry.ddp.trial import SETTLING_STEPS, TRIAL_STEPS, Trial
 from gradferry.errors import ConfigError
 from gradferry.forecast.predict import Prediction
 from gradferry.forecast.verdict import MOST_RIVALS, rivals
@@ -55,6 +55,31 @@ def test_only_the_fastest_are_tried():
     every = [step_of(ms, ms, codec) for codec, ms in codecs.items()]
     assert tried(*every, chosen="q4") == ["q8", "q4", "rht:bits=3"]
     assert len(tried(*every, chosen="exact")) == MOST_RIVALS
+
+
+class ListedClock:
+    """A clock that shows these seconds, one after the other."""
+
+    def __init__(self, seconds: Sequence[float]) -> None:
+        self._seconds = iter(seconds)
+
+    def mark(self) -> float:
+        return next(self._seconds)
+
+    def seconds(self, begin: float, end: float) -> float:
+        return end - begin
+
+
+def test_a_measured_step_may_be_wrong_by_the_farthest_of_its_steps() -> None:
+    # Two steps settle; of 7, 1, 2, 3 and 4 the median is 3.
+    clock: Any = ListedClock([0, 100, 200, 207, 208, 210, 213, 217])
+    trial = Trial([step_of(90, 50, "q4")], None, {}, clock)
+    assert trial.next() is not None
+    while trial.goes_on():
+        pass
+    (found,) = trial.outcome(list)
+    assert (found.seconds, found.doubt_s) == (3, 4)
+    assert found.shown == "3000.0 ± 4000.0 ms"
 
 
 class CodecClock:
@@ -167,7 +192,7 @@ def test_the_slowest_rank_of_each_candidate_decides(world_of_2: World) -> None:
     assert answers[0]["codecs"] == ["exact", "exact", *trial, "q4", "q4"]
     assert made["measured_ms"] == pytest.approx({"q8": 130, "q4": 91, "rht:bits=3": 95})
     assert made["predicted_ms"]["rht:bits=3"] == pytest.approx(80)
-    assert "q4 (91.0 ms per step measured) is the fastest" in made["reason"]
+    assert "q4 (91.0 ± 0.0 ms per step measured) is the fastest" in made["reason"]
     assert made["step"] == 2 + 3 * TRIAL_STEPS
     assert made["next_check"] == made["step"] + 1000
     # In the middle of it there is no choice yet: who loads that measures anew.
@@ -181,7 +206,7 @@ def test_a_choice_that_was_held_is_compared_and_may_stay(world_of_2: World) -> N
     same = {"q4": 99.0, "rht:bits=3": 95.0}
     made = run_trial(world_of_2, "q4", same, same)[0]["choice"]
     assert set(made["measured_ms"]) == {"q4", "rht:bits=3"}
-    assert "q4 (99.0 ms per step measured) is within 10%" in made["reason"]
+    assert "q4 (99.0 ± 0.0 ms per step measured) is within 10%" in made["reason"]
     assert made["codec"] == "q4"
     assert made["next_check"] == 2 + 2 * TRIAL_STEPS + 1000
 

@@ -87,8 +87,8 @@ def decide(predictions: Sequence[Prediction], held: Prediction | None) -> tuple[
 
 
 def _figures(prediction: Prediction) -> str:
-    known = "measured" if prediction.measured else "predicted"
-    return f"{prediction.named} ({1e3 * prediction.seconds:.1f} ms per step {known})"
+    known = "predicted" if prediction.measured_doubt_s is None else "measured"
+    return f"{prediction.named} ({prediction.shown} per step {known})"
 
 
 def of_first_rank(

@@ -23,6 +23,8 @@ from gradferry.forecast.simulate import (
 )
 from gradferry.forecast.simulate_streams import play_on_streams
 
+# The time that a prediction exposes is off by this share, or less.
+DOUBT = 0.3
 _CALIBRATION_PASSES = 4  # each adds (almost) the remaining difference
 _SHARE_PASSES = 10  # each halves an interval of length 1
 
@@ -38,7 +40,7 @@ class Prediction:
         seconds: of the step.
         exposed_s: seconds more than without communication.
         wire_bytes: bytes that a rank sends.
-        measured: whether seconds were measured after all.
+        measured_doubt_s: where seconds were measured after all, how far from it the steps were.
     """
 
     hook: str
@@ -47,12 +49,22 @@ class Prediction:
     exposed_s: float
     wire_bytes: int
     exchange: str | None = None
-    measured: bool = False
+    measured_doubt_s: float | None = None
 
-    def took(self, seconds: float) -> Prediction:
+    def took(self, seconds: float, doubt_s: float) -> Prediction:
         """The same step with its measured length."""
         exposed = self.exposed_s + seconds - self.seconds
-        return replace(self, seconds=seconds, exposed_s=exposed, measured=True)
+        return replace(self, seconds=seconds, exposed_s=exposed, measured_doubt_s=doubt_s)
+
+    @property
+    def doubt_s(self) -> float:
+        """By how much `seconds` may be wrong, up or down."""
+        return DOUBT * self.exposed_s if self.measured_doubt_s is None else self.measured_doubt_s
+
+    @property
+    def shown(self) -> str:
+        """The length of the step, for people."""
+        return f"{1e3 * self.seconds:.1f} ± {1e3 * self.doubt_s:.1f} ms"
 
     @property
     def named(self) -> str:

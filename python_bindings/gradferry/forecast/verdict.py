@@ -10,8 +10,6 @@ from gradferry.forecast.predict import Prediction
 
 # A prediction within this share of the fastest counts as equally fast.
 TOLERANCE = 0.02
-# The time that a prediction exposes is off by this share, or less.
-DOUBT = 0.3
 MOST_RIVALS = 3
 _HIDDEN = 0.01  # share of a step: less exposed time counts as hidden
 
@@ -44,8 +42,8 @@ def rivals(predictions: Sequence[Prediction], chosen: Prediction) -> list[Predic
     """
 
     def may_win(other: Prediction) -> bool:
-        least = other.seconds - DOUBT * other.exposed_s
-        most = chosen.seconds + DOUBT * chosen.exposed_s
+        least = other.seconds - other.doubt_s
+        most = chosen.seconds + chosen.doubt_s
         if precision(other.hook) > precision(chosen.hook):
             return least <= most
         return least * (1 + TOLERANCE) < most
@@ -65,7 +63,7 @@ def advise(
     needs_momentum: Callable[[str], bool],
     to_ask: Mapping[str | None, str] | None = None,
 ) -> str:
-    """The verdict, one sentence.
+    """The verdict, one sentence: what to use, the margin that decided, and what may be wrong.
 
     predictions: of every hook, including one of PyTorch's and one codec; ignores RULERS.
     needs_momentum: whether a hook trains well only in momentum mode and does not use it.
@@ -75,35 +73,36 @@ def advise(
     contestants = [p for p in predictions if p.hook not in RULERS]
     ready = [p for p in contestants if not needs_momentum(p.hook)]
     chosen = most_precise(ready)
-    rival = min(filter(uses_backend, contestants), key=lambda p: p.seconds)
+    fastest = min(ready, key=lambda p: p.seconds)
+    sentence = (
+        f"{chosen.named} takes {chosen.shown} per step, {chosen.ratio_to_none:.2f} times a step "
+        f"without communication"
+    )
     if uses_backend(chosen):
-        sentence = f"Do not compress: {_figures(chosen)}"
-        if chosen.exposed_s > _HIDDEN * chosen.seconds:
-            codecs = [p for p in ready if not uses_backend(p)]
-            best = min(codecs, key=lambda p: p.seconds)
-            sentence += f", and the fastest codec, {best.named}, would take {_ms(best)}"
-        else:
+        sentence = f"Do not compress: {sentence}"
+        if chosen.exposed_s <= _HIDDEN * chosen.seconds:
             sentence += ": the backward pass hides its communication"
+        elif fastest is chosen or uses_backend(fastest):
+            best = min((p for p in ready if not uses_backend(p)), key=lambda p: p.seconds)
+            sentence += f", and the fastest codec, {best.named}, would take {best.shown}"
     else:
+        rival = min(filter(uses_backend, contestants), key=lambda p: p.seconds)
         sentence = (
-            f"Use {chosen.named}: {_figures(chosen)}, {rival.seconds / chosen.seconds:.2f} times "
-            f"faster than {rival.hook}, the best without gradferry"
+            f"Use {chosen.named}: {sentence}, {rival.seconds / chosen.seconds:.2f} times faster "
+            f"than {rival.hook}, the best without gradferry"
         )
         if to_ask and chosen.exchange in to_ask:
             sentence += f"; for this exchange attach with {to_ask[chosen.exchange]}"
+    if precision(fastest.hook) < precision(chosen.hook) and fastest.seconds < chosen.seconds:
+        sentence += (
+            f"; {fastest.named} ({fastest.shown}) is less precise and less than {TOLERANCE:.0%} "
+            f"faster"
+        )
+    close = [p.named for p in rivals(ready, chosen) if p is not chosen]
+    if close:
+        sentence += f"; a measurement may prefer {' or '.join(close)}"
     fewer = [p for p in contestants if needs_momentum(p.hook)]
     further = min(fewer, key=lambda p: p.seconds, default=None)
     if further and further.seconds * (1 + TOLERANCE) < chosen.seconds:
-        sentence += f"; in momentum mode {further.named} would take {_ms(further)}"
+        sentence += f"; in momentum mode {further.named} would take {further.shown}"
     return sentence + "."
-
-
-def _ms(prediction: Prediction) -> str:
-    return f"{1e3 * prediction.seconds:.1f} ms"
-
-
-def _figures(prediction: Prediction) -> str:
-    return (
-        f"{prediction.named} takes {_ms(prediction)} per step, "
-        f"{prediction.ratio_to_none:.2f} times a step without communication"
-    )

@@ -35,6 +35,7 @@ from gradferry.forecast.hook_names import (
     check_hook,
 )
 from gradferry.forecast.measure_link import Progress
+from gradferry.forecast.predict import DOUBT
 from gradferry.lab import flags
 from gradferry.lab.bench.device_clock import environment_on
 from gradferry.lab.output.json_file import write_json
@@ -273,6 +274,7 @@ def _prediction_rows(found: Diagnosis) -> list[dict[str, Any]]:
             "exchange": prediction.exchange,
             "bucket_cap_mb": prediction.bucket_cap_mb,
             "ms": 1e3 * prediction.seconds,
+            "doubt_ms": 1e3 * prediction.doubt_s,
             "exposed_ms": 1e3 * prediction.exposed_s,
             "ratio_to_none": prediction.ratio_to_none,
             "ratio_to_sync": prediction.seconds / sync_s,
@@ -371,7 +373,7 @@ def _prediction_table(rows: Sequence[Row], verdict: Row) -> Table:
         Column("hook", lambda row: f"{row['hook']}{' *' * row['needs_momentum']}", is_number=False),
         *_exchange_columns(rows),
         Column("bucket\nMB", lambda row: _cap(row["bucket_cap_mb"])),
-        Column("ms per step\npredicted", lambda row: f"{row['ms']:,.1f}"),
+        Column("ms per step\npredicted", _predicted),
         Column("exposed\nms", lambda row: f"{row['exposed_ms']:,.1f}"),
         *(column for ruler in RULERS for column in ratio_columns(rows, ruler)),
         Column("bytes sent\nper step", lambda row: f"{row['wire_bytes']:,}"),
@@ -379,7 +381,8 @@ def _prediction_table(rows: Sequence[Row], verdict: Row) -> Table:
     notes = [
         f"{verdict['elements']:,} elements in {verdict['parameters']} parameters. `none` was "
         f"measured, all else is predicted from the tables above; every hook at its fastest bucket "
-        f"size. Exposed: more than without communication. Ranks wait for each other: "
+        f"size. Exposed: more than without communication; a prediction may be off by "
+        f"{DOUBT:.0%} of that, which is what ± shows. Ranks wait for each other: "
         f"{verdict['waiting_ms']:.1f} ms, found by measuring q4. `sync`: that, and an all-reduce "
         f"of one element.",
     ]
@@ -393,6 +396,11 @@ def _prediction_table(rows: Sequence[Row], verdict: Row) -> Table:
         notes.append("* trains well only in momentum mode (momentum=), or with SGD.")
     title = f"Predicted step: {verdict['model']}, link {verdict['link']}"
     return Table(title, columns, rows, notes)
+
+
+def _predicted(row: Row) -> str:
+    doubt = f" ± {row['doubt_ms']:,.1f}" if row.get("doubt_ms") else ""  # older files have none
+    return f"{row['ms']:,.1f}{doubt}"
 
 
 def _cap(cap: float | None) -> str:

@@ -298,7 +298,8 @@ def _asked(
         pairs = [(each.hook, by_name.get(each.exchange, used)) for each in candidates]
         if len(pairs) > 1:
             seconds = _trial([make(*pair) for pair in pairs], num_elements, transport)
-            measured = [p.took(taken) for p, taken in zip(candidates, seconds, strict=True)]
+            timed = zip(candidates, seconds, strict=True)
+            measured = [replace(each, seconds=taken) for each, taken in timed]
             codec, used = pairs[measured.index(most_precise(measured))]
         else:
             ((codec, used),) = pairs

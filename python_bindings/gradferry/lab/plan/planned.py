@@ -77,6 +77,7 @@ class Plan:
                 "exchange": prediction.exchange or (only if prediction.hook in ours else None),
                 "hook": prediction.hook,
                 "ms": 1e3 * prediction.seconds,
+                "doubt_ms": 1e3 * prediction.doubt_s,
                 "exposed_ms": 1e3 * prediction.exposed_s,
                 "ratio_to_none": prediction.ratio_to_none,
                 "speedup": best.seconds / prediction.seconds,
