@@ -102,6 +102,7 @@ test-full:  ## all tests, also the slow ones, those under sanitizers, and kernel
 	@$(MAKE) -s fuzz FUZZ_SECONDS=20
 	@$(MAKE) -s sim-threads
 	@$(bin)/python -m pytest -q
+	@$(MAKE) -s test-hosts
 	@rm -f $(torch_tidy)
 	@$(MAKE) lint TIDY=--alone
 	@$(quiet) build/all_gpus.log env -u CUDAARCHS cmake -S . -B build/all_gpus -G Ninja \

@@ -25,7 +25,7 @@ CHANGED = {
 }
 
 
-# Its snippets are parts of scripts of trainers, which are no part of this environment.
+# Its snippets need trainers, which are no part of this environment: tests/hosts/test_page.py.
 ELSEWHERE = "docs/guide/trainers.md"
 SNIPPETS = [page for page in PAGES if blocks(page, "python") and page != ELSEWHERE]
 
