@@ -79,7 +79,7 @@ def test_trainings_on_several_links_are_compared(tmp_path):
         ["q4", "0.75 / 0.62 (2.00x)", "1.00 / 0.83 (1.50x)", "1.20 / 1.00 (1.25x)"],
     ]
     # Of each file one step of every hook, and the comparison; nothing from elsewhere.
-    sources = re.findall(r'(?:src|srcset|href)="([^"]*)"', page)
+    sources = re.findall(r'(?:src|srcset|href)="([^"#]*)"', page)
     assert len(sources) == 2 * 4
     assert all(source.startswith("data:image/png;base64,") for source in sources)
     assert f"{folder / 'fast.json'}: cpu A&amp;B." in page
@@ -126,7 +126,9 @@ def test_predictions_stand_beside_what_was_measured(tmp_path):
     ]
     predicted = cells(page, "Predicted step: small, link 1gbit")
     assert [row[0] for row in predicted] == ["q4", "q8"]
-    assert "<p>Use &lt;q4&gt;.</p>" in page
+    top = page.partition("<nav>")[0]
+    assert "<p>Predicted step: small, link 1gbit: Use &lt;q4&gt;.</p>" in top
+    assert 'alt="Predicted step: small, link 1gbit"' in page
 
 
 def test_committed_results_become_a_page(tmp_path):
@@ -146,7 +148,7 @@ def test_plan_becomes_a_section_with_its_curves(tmp_path):
     assert heading.startswith("Predicted on ")
     exchanges = {row[0] for row in cells(page, heading)}
     assert exchanges == {"-", "flat", "two-level"}  # PyTorch's own hooks have none
-    assert re.search(r"<p>(Use|Do not compress)", page)
+    assert re.search(r"<p>Predicted on .*: (Use|Do not compress)", page)
     assert page.count("data:image/png") == 2
 
 
@@ -191,6 +193,9 @@ def test_kernels_on_a_gpu_have_a_section(tmp_path):
     write_json(tmp_path / "gpu.json", [row, peer], {"gpu": "H<1>"}, results_of="bench codec")
     page = report(tmp_path, str(tmp_path / "gpu.json"))
     assert headings(page) == ["Codecs on H&lt;1&gt;", "Other implementations"]
+    linked = re.findall(r'<li><a href="#(\w+)">(.*?)</a></li>', page)
+    assert [title for _, title in linked] == headings(page)
+    assert all(f'<section id="{place}">' in page for place, _ in linked)
 
 
 UNUSABLE: list[Any] = [

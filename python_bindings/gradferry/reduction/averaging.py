@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from html import escape
 from typing import Any, cast
 
 from torch.utils.hooks import RemovableHandle
@@ -29,6 +30,10 @@ class Averaging(ABC):
     @abstractmethod
     def _running(self) -> Running:
         """Raises StateError where there is none."""
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the text of ``print()``."""
+        return f"<pre>{escape(str(self))}</pre>"
 
     def _engine_at_rest(self, what: str) -> _native.BucketEngine | None:
         """The engine, if any, for what is done between steps. It checks that itself."""

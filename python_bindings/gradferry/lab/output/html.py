@@ -20,7 +20,7 @@ body { margin: 2rem auto; max-width: 68rem; padding: 0 1rem; color: var(--ink);
        background: var(--paper); font: 16px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.5rem; font-weight: 600; margin: 0 0 .25rem; }
 h2 { font-size: 1.15rem; font-weight: 600; margin: 2.5rem 0 .5rem; }
-.subtitle, .notes, dl { color: var(--soft); font-size: .9rem; }
+.subtitle, .notes, nav, dl { color: var(--soft); font-size: .9rem; }
 .subtitle { margin: 0 0 1.5rem; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
@@ -47,10 +47,11 @@ class Picture:
 
 @dataclass(frozen=True)
 class Section:
-    """A table and the pictures that belong to it."""
+    """A table and the pictures that belong to it. Verdict: a sentence for the top of the page."""
 
     table: Table
     pictures: Sequence[Picture] = ()
+    verdict: str = ""
 
 
 def html_page(
@@ -58,7 +59,8 @@ def html_page(
 ) -> str:
     """Returns the page as text. Every string is escaped; pictures are embedded.
 
-    A section whose table has the page's title gets no heading of its own.
+    A section whose table has the page's title gets no heading of its own; several sections
+    have contents.
     """
     facts = "".join(
         f"<dt>{escape(key)}</dt><dd>{escape(str(value))}</dd>" for key, value in environment.items()
@@ -68,17 +70,37 @@ def html_page(
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
         f'<h1>{escape(title)}</h1>\n<p class="subtitle">{escape(subtitle)}</p>\n'
-        f"{''.join(_section(section, title) for section in sections)}<dl>{facts}</dl>\n"
+        f"{''.join(map(_verdict, sections))}"
+        f"{_contents(sections) if len(sections) > 1 else ''}"
+        f"{''.join(_section(number, each, title) for number, each in enumerate(sections))}"
+        f"<dl>{facts}</dl>\n"
         f"</body>\n</html>\n"
     )
 
 
-def _section(section: Section, page_title: str) -> str:
+def _verdict(section: Section) -> str:
+    if not section.verdict:
+        return ""
+    return f"<p>{escape(section.table.title)}: {escape(section.verdict)}</p>\n"
+
+
+def _contents(sections: Sequence[Section]) -> str:
+    links = "".join(
+        f'<li><a href="#section{number}">{escape(section.table.title)}</a></li>'
+        for number, section in enumerate(sections)
+    )
+    return f"<nav><ol>{links}</ol></nav>\n"
+
+
+def _section(number: int, section: Section, page_title: str) -> str:
     table = section.table
     heading = "" if table.title == page_title else f"<h2>{escape(table.title)}</h2>\n"
     notes = "".join(f"<p>{escape(note)}</p>" for note in table.notes)
     pictures = "".join(f"{_picture(picture)}\n" for picture in section.pictures)
-    return f'{heading}{_table(table)}\n<div class="notes">{notes}</div>\n{pictures}'
+    return (
+        f'<section id="section{number}">\n{heading}{_table(table)}\n'
+        f'<div class="notes">{notes}</div>\n{pictures}</section>\n'
+    )
 
 
 def _table(table: Table) -> str:

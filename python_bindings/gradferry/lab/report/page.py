@@ -25,6 +25,7 @@ from gradferry.lab.output.html import Picture, Section
 from gradferry.lab.output.json_file import read_json
 from gradferry.lab.output.links import LinkCurve, draw_speedups
 from gradferry.lab.output.speedups import draw_speedups as draw_planned
+from gradferry.lab.output.steps import draw_steps
 from gradferry.lab.output.table import Column, Row, Table
 from gradferry.lab.output.waterfall import draw_waterfalls, waterfall_of
 from gradferry.lab.plan import plan_curves, plan_table
@@ -261,18 +262,23 @@ def _predictions(doctors: Sequence[Measurement], trains: Sequence[Measurement]) 
 def _doctor(measurement: Measurement) -> list[Section]:
     _check_places(row for row in measurement.rows if row["kind"] == "prediction")
     *tables, last = doctor_tables(measurement.rows)
-    (verdict,) = (row for row in measurement.rows if row["kind"] == "verdict")
-    last = replace(last, notes=(*last.notes, str(verdict["text"])))
-    return [*map(Section, tables), measurement.section(last)]
+    predicted = [row for row in measurement.rows if row["kind"] == "prediction"]
+    picture = _picture(last.title, partial(draw_steps, predicted))
+    section = measurement.section(last, [picture])
+    return [*map(Section, tables), replace(section, verdict=_verdict(measurement))]
+
+
+def _verdict(measurement: Measurement) -> str:
+    """Empty in a file of an older version of plan."""
+    return " ".join(str(row["text"]) for row in measurement.rows if row["kind"] == "verdict")
 
 
 def _plan(measurement: Measurement) -> list[Section]:
     table = plan_table([row for row in measurement.rows if row["kind"] == "plan"])
-    verdicts = [str(row["text"]) for row in measurement.rows if row["kind"] == "verdict"]
-    table = replace(table, notes=(*table.notes, *verdicts))
     curves = plan_curves([row for row in measurement.rows if row["kind"] == "speedup"])
     draw = partial(draw_planned, curves, None)
-    return [measurement.section(table, [_picture(f"Speed-up by link: {table.title}", draw)])]
+    section = measurement.section(table, [_picture(f"Speed-up by link: {table.title}", draw)])
+    return [replace(section, verdict=_verdict(measurement))]
 
 
 def _overlap(measurement: Measurement) -> list[Section]:
