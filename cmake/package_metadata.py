@@ -1,8 +1,8 @@
 """Version and dependencies of the package, for pyproject.toml: a wheel's are those of one torch.
 
-The C++ interface of DDP differs between minor versions of torch, so that a wheel serves one of them:
-its version names it, as in 0.2.0+torch2.15, and its metadata requires it. A source archive has the
-plain version and requires any supported torch.
+The C++ interface of DDP differs between minor versions of torch, so that a wheel serves one of
+them: its version names it, as in 0.2.0+torch2.15, and its metadata requires it. A source archive
+has the plain version and requires any supported torch.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -19,8 +17,6 @@ from gradferry.lab.info import facts
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = {"besides_torch": ["numpy>=1.26"]}
-
-Describe = Callable[..., dict[str, object]]
 
 
 @pytest.fixture
@@ -87,7 +83,7 @@ def test_a_wheel_from_a_source_archive_has_its_version_and_requires_one_torch(de
 
 
 def test_without_torch_there_is_no_wheel_but_advice(described):
-    with pytest.raises(SystemExit, match="install torch .* pip install --no-build-isolation"):
+    with pytest.raises(SystemExit, match=r"install torch .* pip install --no-build-isolation"):
         described("metadata_wheel", None)
 
 
