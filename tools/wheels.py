@@ -133,7 +133,7 @@ def cell(torch: str, python: str, log: Path) -> Iterator[str]:
     run(log, [python, "-m", "venv", ENVIRONMENT])
     alone = {"env": without_compilers(), "cwd": ENVIRONMENT}
     inside = [ENVIRONMENT / "bin/python", "-m"]
-    yield f"{run(log, [*inside, 'pip', 'install', '--no-cache-dir', wheel], **alone):.0f}"
+    yield f"{run(log, [*inside, 'pip', 'install', wheel], **alone):.0f}"
     without_compilers()  # nor did its dependencies bring one
     run(log, [*inside, "pip", "check"], **alone)
     run(log, [ENVIRONMENT / "bin/gradferry", "info"], **alone)
