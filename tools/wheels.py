@@ -128,8 +128,17 @@ def cell(torch: str, python: str, log: Path) -> Iterator[str]:
     yield f"{wheel.stat().st_size / 1e6:.1f}"
     yield f"{seconds:.0f}"
     check_binaries(wheel)
+    yield from try_out(wheel, python, log)
+    yield wheel.name
 
-    shutil.rmtree(ENVIRONMENT)
+
+def try_out(wheel: Path, python: str, log: Path) -> Iterator[str]:
+    """Installs and runs a wheel without compilers; yields the seconds of each step.
+
+    Raises:
+        CellError: a step did not end well.
+    """
+    shutil.rmtree(ENVIRONMENT, ignore_errors=True)
     run(log, [python, "-m", "venv", ENVIRONMENT])
     alone = {"env": without_compilers(), "cwd": ENVIRONMENT}
     inside = [ENVIRONMENT / "bin/python", "-m"]
@@ -140,7 +149,6 @@ def cell(torch: str, python: str, log: Path) -> Iterator[str]:
     yield f"{run(log, [ENVIRONMENT / 'bin/gradferry', 'demo', '--steps', 20], **alone):.0f}"
     ranks = [*inside, "torch.distributed.run", "--nproc-per-node", 2]
     yield f"{run(log, [*ranks, ROOT / 'examples/ddp_minimal.py'], **alone):.0f}"
-    yield wheel.name
 
 
 def main() -> int:
