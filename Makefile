@@ -7,6 +7,7 @@
 #                      THREAD_WORLDS=300
 #   FUZZ_SECONDS=600   how long `make fuzz` runs each target
 #
+# `make wheel` builds in build/release, whose kernels every torch and Python share, and in build/wheel.
 # Environments are .venv, .venv-torch<version>, .venv-docs and, for trainers, .venv-hosts; all else
 # goes to build/: build/core holds kernels and C++ tests and is shared by every torch,
 # build/torch-<version> holds hooks and bindings.
@@ -54,6 +55,7 @@ compilers_ready := build/.compilers
 system_ready := build/.system_packages
 fuzzer_ready := build/.fuzzer
 kernels_ready := build/core/.kernels
+release_ready := build/release/.installed
 core_ready := build/core/.installed
 venv_ready := $(venv)/.torch-$(TORCH)
 tests_ready := $(venv)/.tests
@@ -75,7 +77,7 @@ ifeq ($(MAKELEVEL),0)
 .NOTPARALLEL:
 endif
 
-.PHONY: help setup demo test test-full test-hosts test-sanitized test-torch-core sim sim-threads soak fuzz lint format docs bench gpu-check sass clean distclean
+.PHONY: help setup demo wheel sdist test test-full test-hosts test-sanitized test-torch-core sim sim-threads soak fuzz lint format docs bench gpu-check sass clean distclean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -88,6 +90,26 @@ demo:  ## two ranks on this machine: what compression changes, with pictures
 	@test -e $(demo_ready) || echo "Set-up: about 4 minutes on two cores, once. Details are in build/*.log."
 	$(prepare) $(demo_ready)
 	@$(bin)/gradferry demo
+
+# Its tag promises this machine's glibc or a newer one: what the compiler took from it may be new.
+wheel: version = $$($(1) -c 'import sys; print("cp%d%d" % sys.version_info[:2])')
+wheel: python = $(call version,$(bin)/python)
+wheel: glibc = $$(getconf GNU_LIBC_VERSION | sed 's/glibc //; s/[.]/_/')
+wheel:  ## dist/gradferry-*.whl for TORCH= and PYTHON=, with kernels for every processor and every GPU
+	$(prepare) $(release_ready) $(venv_ready)
+	@[[ $(python) == $(call version,$(PYTHON)) ]] || \
+	    { echo "$(venv) has another Python than $(PYTHON); add venv=.venv-$(notdir $(PYTHON))" >&2; exit 2; }
+	@$(quiet) build/wheel_$(TORCH).log --show 'Prebuilt kernels|Created wheel' \
+	    --title "dist: a wheel for torch $(TORCH) (usually 3 min)" \
+	    $(bin)/python -m pip wheel --disable-pip-version-check --no-build-isolation --no-deps -v \
+	    --config-settings=build-dir='build/wheel/torch-$(TORCH)/{wheel_tag}' \
+	    --config-settings=cmake.define.GRADFERRY_PREBUILT_KERNELS=$(CURDIR)/build/release/install \
+	    --config-settings=cmake.define.GRADFERRY_WERROR=ON \
+	    --config-settings=wheel.tags="$(python)-$(python)-manylinux_$(glibc)_$$(uname -m)" \
+	    --wheel-dir dist .
+
+sdist: $(venv_ready)  ## dist/gradferry-*.tar.gz, with all that is not built
+	@$(bin)/python -c 'from scikit_build_core.build import build_sdist as build; build("dist")'
 
 test:  ## all fast tests
 	$(prepare) $(package_ready)
@@ -275,6 +297,14 @@ $(kernels_ready): $(kernel_inputs) | $(compilers_ready)
 	@$(quiet) build/core_install.log cmake --install build/core
 	@touch $@
 
+$(release_ready): $(kernel_inputs) | $(compilers_ready)
+	@$(quiet) build/release.log cmake --preset release
+	@$(quiet) build/release.log \
+	    --title "build/release: kernels for every processor and GPU (usually 1 min, with nvcc 15)" \
+	    cmake --build --preset release
+	@$(quiet) build/release_install.log cmake --install build/release
+	@touch $@
+
 $(core_ready): $(core_inputs) | $(system_ready)
 	@$(quiet) build/core.log cmake --preset core
 	@$(quiet) build/core.log --title "build/core: kernels and C++ tests (usually 4 min)" \
@@ -303,7 +333,7 @@ $(package_ready): $(package_inputs) $(core_ready) $(venv_ready) | $(tests_ready)
 	$(call install_package,ON)
 
 clean:  ## remove what was built, keep the environments
-	@rm -rf build demo_results .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	@rm -rf build dist demo_results .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 distclean: clean  ## remove the environments too
 	@rm -rf .venv*

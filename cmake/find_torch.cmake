@@ -25,6 +25,14 @@ list(GET torch_facts 1 torch_include_dirs)
 list(GET torch_facts 2 torch_library_dirs)
 list(GET torch_facts 3 torch_cxx11_abi)
 message(STATUS "torch ${GRADFERRY_TORCH_VERSION} of ${Python_EXECUTABLE}")
+string(REGEX MATCH "^[0-9]+[.][0-9]+" torch_minor_version "${GRADFERRY_TORCH_VERSION}")
+if(torch_minor_version VERSION_LESS GRADFERRY_OLDEST_TORCH
+   OR torch_minor_version VERSION_GREATER GRADFERRY_NEWEST_TORCH)
+  message(FATAL_ERROR
+    " gradferry ${PROJECT_VERSION} supports torch ${GRADFERRY_OLDEST_TORCH} to"
+    " ${GRADFERRY_NEWEST_TORCH}, and this Python has torch ${GRADFERRY_TORCH_VERSION}:"
+    " install one of those, or build a gradferry that supports torch ${torch_minor_version}")
+endif()
 
 add_library(torch::torch INTERFACE IMPORTED)
 target_include_directories(torch::torch SYSTEM INTERFACE ${torch_include_dirs})

@@ -11,7 +11,7 @@ check_torch()
 import atexit
 
 from gradferry import _native, checkpoint, fsdp, optim
-from gradferry._build_info import GRADFERRY_VERSION
+from gradferry._build_info import PACKAGE_VERSION
 from gradferry._doctor import doctor
 from gradferry.ddp.attach import attach, hook
 from gradferry.ddp.state import HookState
@@ -29,7 +29,7 @@ from gradferry.reducer import Reducer, Work
 from gradferry.reduction.stats import Stats
 from gradferry.tensor import accumulate, decode, encode
 
-__version__ = GRADFERRY_VERSION
+__version__ = PACKAGE_VERSION
 
 # Work in flight when Python exits gets one second; then the process ends without it.
 atexit.register(_native.shutdown, 1.0)

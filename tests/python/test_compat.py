@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from gradferry import ConfigError, _build_info, _native
+from gradferry import ConfigError, _build_info, _compat, _native
 from gradferry._compat import check_torch
 from gradferry.core import device
 from gradferry.lab.info import facts
@@ -19,15 +19,35 @@ def test_check_torch_accepts_the_same_minor_version(running):
     check_torch(running, built_against="2.11.0+cu130")
 
 
-@pytest.mark.parametrize("running", ["2.1.0", "2.12.0", "3.11.0"])
-def test_check_torch_refuses_another_minor_version_in_one_line(running):
+def refused(running: str, built_against: str) -> str:
     with pytest.raises(ImportError) as error:
-        check_torch(running, built_against="2.11.0")
+        check_torch(running, built_against)
     message = str(error.value)
     assert "\n" not in message
-    assert "torch 2.11.0" in message
-    assert f"torch {running}" in message
-    assert "pip install --no-build-isolation" in message
+    assert f"built against torch {built_against} but runs with torch {running}: " in message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("running", "built_against"), [("2.12.0", "2.11.0"), ("2.11.1+cpu", "2.15.0+cu132")]
+)
+def test_check_torch_advises_a_wheel_or_a_build_for_a_torch_that_is_supported(
+    running, built_against
+):
+    message = refused(running, built_against)
+    assert f"version ends in +torch{running[:4]}," in message
+    assert "pip install --no-build-isolation --force-reinstall --no-deps ." in message
+
+
+@pytest.mark.parametrize("running", ["2.1.0", "2.10.2", "3.11.0"])
+def test_check_torch_advises_another_torch_where_no_build_can_help(running, monkeypatch):
+    monkeypatch.setattr(_compat, "OLDEST_TORCH", "2.11")
+    monkeypatch.setattr(_compat, "NEWEST_TORCH", "2.15")
+    message = refused(running, "2.14.0")
+    assert "supports torch 2.11 to 2.15, and no build of it torch" in message
+    assert "install torch 2.14" in message
+    assert ("newer gradferry" in message) == (running == "3.11.0")
+    assert "pip install" not in message
 
 
 def test_build_info_describes_this_build():

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
-from importlib.metadata import version
 from typing import Any
 from unittest import mock
 
@@ -19,6 +18,7 @@ import pytest
 import scenario as scenario_module
 import torch
 import torch.distributed as dist
+from gradferry import _build_info
 from outcomes import Outcome, attempt
 from reference import Header, find_codec
 from scenario import ChosenGradients, Scenario, Weight, train
@@ -78,7 +78,7 @@ def record_of(scenario: Scenario) -> dict[str, Any]:
         "find_unused_parameters": options.find_unused_parameters,
         "static_graph": False,
         "bucket_cap_mb": int(scenario.ddp.get("bucket_cap_mb", 25) * 2**20) / 2**20,
-        "gradferry version": version("gradferry"),
+        "gradferry version": _build_info.GRADFERRY_VERSION,
         "wire version": 2,
         "GRADFERRY_DISABLE": False,
         "codec": find_codec(scenario.codec).name,

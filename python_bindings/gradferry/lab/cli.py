@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from gradferry._build_info import GRADFERRY_VERSION
+from gradferry._build_info import PACKAGE_VERSION
 from gradferry.errors import ConfigError, GradferryError
 from gradferry.lab import bench, converge, demo, doctor, info, plan, report
 
@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
         description="Gradient compression for PyTorch DistributedDataParallel.",
         epilog="gradferry COMMAND --help describes a command.",
     )
-    whole.add_argument("--version", action="version", version=GRADFERRY_VERSION)
+    whole.add_argument("--version", action="version", version=PACKAGE_VERSION)
     commands = whole.add_subparsers(required=True, metavar="COMMAND")
     for name, module, summary in _COMMANDS:
         command = commands.add_parser(name, help=summary, description=module.__doc__)

@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
 def facts() -> dict[str, str]:
     """What `gradferry info` says above the codecs, in order."""
     return {
-        "gradferry": f"{_build_info.GRADFERRY_VERSION}, wire format {_build_info.WIRE_VERSION}",
+        "gradferry": f"{_build_info.PACKAGE_VERSION}, wire format {_build_info.WIRE_VERSION}",
         "built against": f"torch {_build_info.TORCH_VERSION}, Python {_build_info.PYTHON_VERSION}, "
         f"{_build_info.COMPILER}",
         "running on": f"torch {torch.__version__}, Python {platform.python_version()}, {os_name()}",
