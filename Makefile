@@ -46,7 +46,7 @@ core_inputs := $(shell find CMakeLists.txt CMakePresets.json cmake include kerne
     hooks/faults.* hooks/layout.* hooks/messages.* hooks/nodes.* hooks/plan.* hooks/tensor_message.* \
     hooks/used_map.h hooks/workspace.* 2>/dev/null)
 package_inputs := $(shell find pyproject.toml README.md CMakeLists.txt cmake include hooks measure python_bindings \
-    tests/sim tests/streams tests/simt kernels/common \
+    tests/hooks tests/sim tests/streams tests/simt examples/cpp kernels/common \
     -not -name __pycache__ -not -name '*.pyc' 2>/dev/null)
 
 kernel_inputs := $(shell find CMakeLists.txt CMakePresets.json cmake include kernels 2>/dev/null)
@@ -69,6 +69,9 @@ demo_ready := $(if $(wildcard $(package_ready)),$(package_ready),$(venv)/.gradfe
 
 # The shell looks for the folder, named after Python and machine: make would look before it is built.
 simulate = $(package_build)/*/tests/sim/gradferry_sim --worlds $(WORLDS) --first $(FIRST) --jobs $(JOBS)
+# Likewise: the C++ tests that need torch.
+test_hooks = $(quiet) build/ctest_hooks.log --show 'tests passed|Total Test time' \
+    ctest --test-dir $(package_build)/* --output-on-failure --no-tests=error -j $(JOBS)
 
 # Brings stamps up to date, two at a time: torch is on its way while kernels are compiled. Goals
 # given together come one after the other, so that no two of these run at once.
@@ -115,11 +118,13 @@ test:  ## all fast tests
 	$(prepare) $(package_ready)
 	@$(simulate)
 	@$(quiet) build/ctest.log --show 'tests passed|Total Test time' ctest --preset core -LE slow -j $(JOBS)
+	@$(test_hooks) -LE slow
 	@$(bin)/python -m pytest -q -m "not slow"
 
 test-full:  ## all tests, also the slow ones, those under sanitizers, and kernels for every GPU
 	$(prepare) $(package_ready)
 	@$(quiet) build/ctest.log --show 'tests passed|Total Test time' ctest --preset core -j $(JOBS)
+	@$(test_hooks)
 	@$(MAKE) -s test-sanitized
 	@$(MAKE) -s fuzz FUZZ_SECONDS=20
 	@$(MAKE) -s sim-threads
@@ -201,13 +206,13 @@ sass: $(package_ready)  ## instructions, registers and occupancy of every CUDA k
 
 # --- lint ------------------------------------------------------------------------------------------
 cpp_files := $(shell find include kernels measure hooks python_bindings benchmarks \
-    tests/cpp tests/sim tests/simt tests/cuda tests/streams tests/fuzz \
+    tests/cpp tests/hooks tests/sim tests/simt tests/cuda tests/streams tests/fuzz examples/cpp \
     '(' -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' ')' 2>/dev/null)
 cpp_headers := $(filter %.h,$(cpp_files))
-torch_sources := $(filter hooks/%.cpp python_bindings/%.cpp tests/sim/%.cpp tests/streams/%.cpp,$(cpp_files))
+torch_rooms := hooks python_bindings tests/hooks tests/sim tests/streams examples/cpp
+torch_sources := $(filter $(torch_rooms:%=%/%.cpp),$(cpp_files))
 core_sources := $(filter-out $(torch_sources),$(filter %.cpp,$(cpp_files)))
 core_tidy := $(core_sources:%=build/lint/%.tidy)
-torch_rooms := hooks python_bindings tests/sim tests/streams
 torch_tidy := $(torch_rooms:%=build/lint/torch-$(TORCH)/%.tidy)
 
 lint: $(package_ready) $(lint_ready)  ## formatting, static analysis, types, stubs, dependency laws

@@ -10,6 +10,8 @@ set(GRADFERRY_CUDA "AUTO" CACHE STRING
 set_property(CACHE GRADFERRY_CUDA PROPERTY STRINGS AUTO ON OFF)
 set(GRADFERRY_PREBUILT_KERNELS "" CACHE PATH
   "Install prefix of gradferry's kernels, to use instead of building them")
+set(GRADFERRY_LIBTORCH "" CACHE PATH
+  "A libtorch, or the folder torch of a Python package, to build hooks/ against without Python")
 set(GRADFERRY_SANITIZE "" CACHE STRING "Sanitizers for every target, e.g. address,undefined")
 
 set(CMAKE_CXX_STANDARD 20)

@@ -33,6 +33,8 @@ class Descriptor {
   }
 
   int number() const { return number_; }
+  // The caller closes it from now on.
+  int release() { return std::exchange(number_, -1); }
 
  private:
   int number_ = -1;

@@ -35,7 +35,7 @@ from gradferry.reduction.tensor_calls import (
 
 __all__ = ["Reducer", "Work"]
 
-BUCKET_CAP_MB = 25  # of DistributedDataParallel
+BUCKET_CAP_MB = _native.BUCKET_CAP_MB
 
 
 class Reducer(Averaging):

@@ -8,6 +8,7 @@
 #include "background_thread.h"
 #include "bindings.h"
 #include "ddp_hook.h"
+#include "defaults.h"
 #include "device/device_engine.h"
 #include "gradferry/device_library.h"
 #include "host/finisher.h"
@@ -260,6 +261,21 @@ py::list tiles_list(const BucketEngine& engine) {
   return result;
 }
 
+void bind_defaults(py::module_& module) {
+  module.attr("EXEMPT_MAX_DIMS") = kExemptMaxDims;
+  module.attr("EXEMPT_MAX_SIZE") = kExemptMaxSize;
+  module.attr("CHUNK_BYTES") = kChunkBytes;
+  module.attr("WORKSPACE_CAP_MB") = kWorkspaceCapMiB;
+  module.attr("BUCKET_CAP_MB") = kBucketCapMiB;
+  module.def(
+      "kept_residuals",
+      [](const std::string& codec, const std::string& error_feedback, double momentum) {
+        const KeptResiduals kept = kept_residuals(codec, error_feedback, momentum);
+        return std::make_pair(kept.worker, kept.owner);
+      },
+      py::arg("codec"), py::arg("error_feedback"), py::arg("momentum"));
+}
+
 void bind_options(py::module_& module) {
   module.def("chunk_bytes_within", &chunk_bytes_within, py::arg("workspace_cap_bytes"),
              py::arg("world_size"), py::arg("most"));
@@ -345,6 +361,7 @@ py::tuple saved_state(BucketEngine& engine) {
 }  // namespace
 
 void bind_engine(py::module_& module) {
+  bind_defaults(module);
   bind_options(module);
   py::class_<BucketEngine, std::shared_ptr<BucketEngine>>(module, "BucketEngine")
       .def("stats", &stats_dict)

@@ -21,12 +21,7 @@ from gradferry.errors import ConfigError
 
 ERROR_FEEDBACK = ("auto", "none", "owner", "worker", "both")
 NONFINITE = ("propagate", "raise")
-# Most payload bytes per owner, stage and chunk, in small worlds. Over gloo, messages of more than
-# about 1 MB reach only half the rate of a link if both ends send at once.
-CHUNK_BYTES = 512 * 1024
-# From this many bits per element on, error_feedback="auto" keeps no worker residual, which costs 4
-# bytes per element: rounding errors are then less than 1 % of a block's largest element.
-OWNER_ONLY_BITS = 8.0
+CHUNK_BYTES = _native.CHUNK_BYTES  # at most, per owner, stage and chunk
 # Below this many bits per element, error feedback withholds whole gradients for many steps, and
 # trainings end worse without momentum mode.
 COARSE_BITS = 3.0
@@ -62,7 +57,10 @@ class Rule:
 
 
 EXACT = CodecSpec("exact")
-DEFAULT_RULES = (Rule(EXACT, max_dims=1), Rule(EXACT, max_size=1023))
+DEFAULT_RULES = (
+    Rule(EXACT, max_dims=_native.EXEMPT_MAX_DIMS),
+    Rule(EXACT, max_size=_native.EXEMPT_MAX_SIZE),
+)
 
 
 @dataclass(frozen=True)
@@ -144,12 +142,9 @@ class Config:
 
         In momentum mode every parameter has a worker residual, which carries the momentum.
         """
-        mode = self.error_feedback
-        if mode == "auto":
-            precise = self.momentum == 0 and codec.bits() >= OWNER_ONLY_BITS
-            mode = "owner" if precise else "both"
-        worker = self.momentum != 0 or (codec.lossy and mode in ("worker", "both"))
-        return worker, codec.lossy and mode in ("owner", "both")
+        if codec.name == OFF:
+            return False, False
+        return _native.kept_residuals(str(codec), self.error_feedback, self.momentum)
 
     def momentum_share(self, codec: CodecSpec) -> float:
         """The factor by which a residual must be larger to deliver the same momentum.

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from gradferry import _native
 from gradferry.core.nodes import AUTO
 
-WORKSPACE_CAP_MB = 96
+WORKSPACE_CAP_MB = _native.WORKSPACE_CAP_MB
 
 
 @dataclass(frozen=True)

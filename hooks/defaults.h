@@ -1,0 +1,36 @@
+// What options mean where nobody says otherwise, in C++ and in Python.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+namespace gradferry {
+
+// Parameters with at most so many dimensions, or so many elements, are sent as they are unless a
+// rule names a codec for them: they are a small part of a model, and biases and norms lose most.
+inline constexpr uint32_t kExemptMaxDims = 1;
+inline constexpr uint64_t kExemptMaxSize = 1023;
+
+// Most payload bytes per owner, stage and chunk, in small worlds. Messages of more than about 1 MB
+// reach only half the rate of a link if both ends send at once.
+inline constexpr uint32_t kChunkBytes = 512 * 1024;
+// Most memory for messages, in MiB.
+inline constexpr uint32_t kWorkspaceCapMiB = 96;
+// Of a bucket; that of DistributedDataParallel. In MiB.
+inline constexpr uint32_t kBucketCapMiB = 25;
+
+struct KeptResiduals {
+  bool worker;
+  bool owner;
+};
+
+// Which residuals parameters of a codec keep. `error_feedback`: "auto", "none", "owner", "worker"
+// or "both"; with "auto" a codec of 8 bits per element or more keeps no worker residual, which
+// costs 4 bytes per element: its rounding errors are less than 1 % of a block's largest element. In
+// momentum mode (`momentum` not 0) every parameter has a worker residual, which carries the
+// momentum. Throws Error(kConfig) for another word.
+KeptResiduals kept_residuals(std::string_view codec, const std::string& error_feedback,
+                             double momentum);
+
+}  // namespace gradferry

@@ -1,0 +1,359 @@
+#include "gradferry/reducer.h"
+
+#include <ATen/Functions.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/core/jit_type.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/serialize/archive.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <map>
+#include <sstream>
+
+#include "all_reduce.h"
+#include "background_thread.h"
+#include "host/start_reducer.h"
+#include "process_end.h"
+
+namespace gradferry {
+namespace {
+
+// How long threads get, when the process ends, to close their connections.
+constexpr std::chrono::milliseconds kAtExit{1000};
+
+std::string in_quotes(const std::string& text) { return "'" + text + "'"; }
+
+// Of the states of two Reducers.
+void expect_same_layout(const std::string& saved, const std::string& here) {
+  if (saved == here) return;
+  std::istringstream saved_lines(saved), lines(here);
+  std::string then, today;
+  do {
+    if (!std::getline(saved_lines, then)) then = "nothing";
+    if (!std::getline(lines, today)) today = "nothing";
+  } while (then == today);
+  throw Error(ErrorKind::kState, "the state was saved with " + in_quotes(then) +
+                                     ", and here it is " + in_quotes(today) +
+                                     "; load what this rank saved, with the same world size, "
+                                     "options and tensors");
+}
+
+void end_with_process() {
+  BackgroundThread::stop_all(kAtExit);
+  process_is_ending = true;
+}
+
+}  // namespace
+
+class Reducer::Impl {
+ public:
+  Impl(const NamedTensors& tensors, const ReducerOptions& options,
+       c10::intrusive_ptr<c10d::Store> store, uint32_t rank, uint32_t world_size);
+  ~Impl();
+  Impl(const Impl&) = delete;
+  Impl& operator=(const Impl&) = delete;
+
+  void all_reduce(const std::vector<at::Tensor>& gradients);
+  void average_in_backward();
+  void wait();
+  ReducerStats stats() const;
+  void save(torch::serialize::OutputArchive& archive) const;
+  void load(torch::serialize::InputArchive& archive);
+
+ private:
+  class Hook;
+  // Tensors that travel together, and what they are copied to.
+  struct Bucket {
+    std::vector<uint32_t> tensors;
+    at::Tensor flat;
+    std::vector<at::Tensor> views;
+    FuturePtr future;      // of this step; null: not handed over yet
+    size_t num_taken = 0;  // gradients of this step that were copied
+  };
+  struct Place {
+    size_t bucket, index;
+  };
+
+  void make_buckets(double cap_mb);
+  void check(size_t index, const at::Tensor& gradient);
+  void take(size_t index, const at::Tensor& gradient);
+  void hand_over(Bucket& bucket);
+  void hand_over_full();
+  void wait_for_buckets();
+  void gradient_is_there(size_t index);
+  [[noreturn]] void fail(const std::string& message);
+
+  NamedTensors tensors_;
+  const uint32_t rank_;
+  std::vector<Bucket> buckets_;  // in the order of all ranks
+  std::vector<Place> places_;    // by tensor
+  std::vector<bool> taken_;      // by tensor: whether this step has copied its gradient
+  size_t num_handed_over_ = 0;   // buckets of this step
+  bool in_backward_ = false;
+  StartedReducer started_;
+  std::shared_ptr<HostEngine>& engine_ = started_.engine;
+};
+
+// Of a tensor, for which autograd calls it when its gradient of a pass is complete.
+class Reducer::Impl::Hook final : public torch::autograd::PostAccumulateGradHook {
+ public:
+  Hook(Impl& reducer, size_t index) : reducer_(reducer), index_(index) {}
+  void operator()(const torch::autograd::Variable& /*tensor*/) override {
+    reducer_.gradient_is_there(index_);
+  }
+
+ private:
+  Impl& reducer_;
+  const size_t index_;
+};
+
+Reducer::Impl::Impl(const NamedTensors& tensors, const ReducerOptions& options,
+                    c10::intrusive_ptr<c10d::Store> store, uint32_t rank, uint32_t world_size)
+    : tensors_(tensors),
+      rank_(rank),
+      started_(start_reducer(tensors, options, std::move(store), rank, world_size)) {
+  [[maybe_unused]] static const int registered = std::atexit(end_with_process);
+  make_buckets(options.bucket_cap_mb);
+}
+
+// The last tensors first, of which a backward pass has the gradients first.
+void Reducer::Impl::make_buckets(double cap_mb) {
+  const double cap_bytes = cap_mb * (1 << 20);
+  std::map<at::ScalarType, size_t> open;  // the bucket that is not full, by dtype
+  places_.resize(tensors_.size());
+  taken_.resize(tensors_.size());
+  std::vector<uint64_t> num_bytes;  // by bucket
+  for (size_t i = tensors_.size(); i-- > 0;) {
+    const at::Tensor& tensor = tensors_[i].second;
+    const auto found = open.find(tensor.scalar_type());
+    size_t bucket = found == open.end() ? buckets_.size() : found->second;
+    if (bucket < buckets_.size() &&
+        static_cast<double>(num_bytes[bucket] + tensor.nbytes()) > cap_bytes) {
+      bucket = buckets_.size();
+    }
+    if (bucket == buckets_.size()) {
+      buckets_.emplace_back();
+      num_bytes.push_back(0);
+    }
+    open[tensor.scalar_type()] = bucket;
+    places_[i] = {bucket, buckets_[bucket].tensors.size()};
+    buckets_[bucket].tensors.push_back(static_cast<uint32_t>(i));
+    num_bytes[bucket] += tensor.nbytes();
+  }
+  const at::NoGradGuard no_grad;
+  for (Bucket& bucket : buckets_) {
+    int64_t size = 0;
+    for (const uint32_t i : bucket.tensors) size += tensors_[i].second.numel();
+    bucket.flat = at::empty({size}, at::dtype(tensors_[bucket.tensors[0]].second.scalar_type()));
+    int64_t begin = 0;
+    for (const uint32_t i : bucket.tensors) {
+      const at::Tensor& tensor = tensors_[i].second;
+      bucket.views.push_back(bucket.flat.narrow(0, begin, tensor.numel()).view(tensor.sizes()));
+      begin += tensor.numel();
+    }
+  }
+}
+
+Reducer::Impl::~Impl() {
+  if (!in_backward_) return;
+  for (const auto& [name, tensor] : tensors_) {
+    torch::autograd::impl::set_post_acc_grad_hooks(tensor, nullptr);
+  }
+}
+
+// --- a step ---
+
+// Ends this Reducer on all ranks, which may be waiting for this one.
+void Reducer::Impl::fail(const std::string& message) {
+  const Error error(ErrorKind::kState, "rank " + std::to_string(rank_) + ": " + message);
+  engine_->fail(error);
+  engine_->expect_alive();  // throws it, with what to do
+  throw error;
+}
+
+void Reducer::Impl::check(size_t index, const at::Tensor& gradient) {
+  const auto& [name, tensor] = tensors_[index];
+  if (!gradient.defined()) {
+    fail(in_quotes(name) + " is no tensor; where a parameter has no gradient pass zeros");
+  }
+  if (gradient.layout() != at::kStrided || !gradient.is_cpu()) {
+    fail(in_quotes(name) + " is not dense, or not on the CPU");
+  }
+  if (gradient.sizes() != tensor.sizes() || gradient.scalar_type() != tensor.scalar_type()) {
+    fail(in_quotes(name) + " is " + shape_and_dtype(gradient) + ", and " + shape_and_dtype(tensor) +
+         " was registered; make a new Reducer where tensors change");
+  }
+}
+
+// Undefined: zeros.
+void Reducer::Impl::take(size_t index, const at::Tensor& gradient) {
+  const at::NoGradGuard no_grad;
+  Bucket& bucket = buckets_[places_[index].bucket];
+  const at::Tensor& view = bucket.views[places_[index].index];
+  if (gradient.defined()) {
+    view.copy_(gradient);
+  } else {
+    view.zero_();
+  }
+  ++bucket.num_taken;
+  taken_[index] = true;
+  hand_over_full();
+}
+
+void Reducer::Impl::hand_over(Bucket& bucket) {
+  bucket.future = make_future(c10::TensorType::get(), bucket.flat);
+  engine_->run(bucket.tensors, {}, bucket.flat, bucket.future, bucket.flat);
+}
+
+// In one order on all ranks, whichever is full first.
+void Reducer::Impl::hand_over_full() {
+  while (num_handed_over_ < buckets_.size()) {
+    Bucket& next = buckets_[num_handed_over_];
+    if (next.num_taken < next.tensors.size()) return;
+    ++num_handed_over_;
+    hand_over(next);
+  }
+}
+
+void Reducer::Impl::wait_for_buckets() {
+  std::vector<FuturePtr> futures;
+  for (Bucket& bucket : buckets_) {
+    futures.push_back(std::move(bucket.future));
+    bucket.num_taken = 0;
+  }
+  num_handed_over_ = 0;
+  taken_.assign(taken_.size(), false);
+  PendingAllReduce(std::move(futures)).wait();
+}
+
+void Reducer::Impl::all_reduce(const std::vector<at::Tensor>& gradients) {
+  engine_->expect_alive();
+  if (std::ranges::find(taken_, true) != taken_.end()) {
+    fail("all_reduce() after a backward pass that averages, and before its wait()");
+  }
+  if (gradients.size() != tensors_.size()) {
+    fail(std::to_string(gradients.size()) + " tensors were passed and " +
+         std::to_string(tensors_.size()) + " registered; pass all of them, in that order");
+  }
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    check(i, gradients[i]);
+    if (gradients[i].requires_grad()) {
+      fail(in_quotes(tensors_[i].first) +
+           " requires grad: a codec would round a parameter itself; pass its .grad()");
+    }
+  }
+  for (size_t i = gradients.size(); i-- > 0;) take(i, gradients[i]);
+  wait_for_buckets();
+  const at::NoGradGuard no_grad;
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    gradients[i].copy_(buckets_[places_[i].bucket].views[places_[i].index]);
+  }
+}
+
+void Reducer::Impl::average_in_backward() {
+  engine_->expect_alive();
+  if (in_backward_) return;
+  for (const auto& [name, tensor] : tensors_) {
+    GRADFERRY_EXPECTS(tensor.is_leaf() && tensor.requires_grad(), kConfig,
+                      in_quotes(name) +
+                          " is no leaf that requires grad: no backward pass gives it a "
+                          "gradient; register parameters, or use all_reduce()");
+    GRADFERRY_EXPECTS(
+        torch::autograd::impl::post_acc_grad_hooks(tensor) == nullptr, kConfig,
+        in_quotes(name) + " has a post-accumulate-grad hook, and there can be one only");
+  }
+  in_backward_ = true;
+  for (size_t i = 0; i < tensors_.size(); ++i) {
+    torch::autograd::impl::set_post_acc_grad_hooks(tensors_[i].second,
+                                                   std::make_unique<Hook>(*this, i));
+  }
+}
+
+void Reducer::Impl::gradient_is_there(size_t index) {
+  engine_->expect_alive();
+  const auto& [name, tensor] = tensors_[index];
+  if (taken_[index]) {
+    fail(in_quotes(name) +
+         " got a second gradient before wait(): one backward pass is one step; for "
+         "several use all_reduce()");
+  }
+  check(index, tensor.grad());
+  take(index, tensor.grad());
+}
+
+void Reducer::Impl::wait() {
+  engine_->expect_alive();
+  if (!in_backward_) fail("wait() belongs to average_in_backward(), which was not called");
+  for (size_t i = tensors_.size(); i-- > 0;) {
+    if (taken_[i]) continue;
+    const at::Tensor& gradient = tensors_[i].second.grad();
+    if (gradient.defined()) check(i, gradient);
+    take(i, gradient);
+  }
+  wait_for_buckets();
+  const at::NoGradGuard no_grad;
+  for (size_t i = 0; i < tensors_.size(); ++i) {
+    const at::Tensor& average = buckets_[places_[i].bucket].views[places_[i].index];
+    at::Tensor& gradient = tensors_[i].second.mutable_grad();
+    if (gradient.defined()) {
+      gradient.copy_(average);
+    } else {
+      gradient = average.clone();
+    }
+  }
+}
+
+// --- between steps ---
+
+ReducerStats Reducer::Impl::stats() const {
+  const EngineStats stats = engine_->stats();
+  return {.steps = stats.steps,
+          .gradient_bytes = stats.gradient_bytes,
+          .wire_bytes = stats.wire_bytes,
+          .residual_bytes = stats.residual_bytes,
+          .workspace_bytes = stats.workspace_bytes};
+}
+
+void Reducer::Impl::save(torch::serialize::OutputArchive& archive) const {
+  const EngineState state = engine_->state();
+  archive.write("layout", c10::IValue(started_.layout));
+  archive.write("steps", c10::IValue(static_cast<int64_t>(state.steps)));
+  archive.write("worker_residual", state.residuals.worker);
+  archive.write("owner_residual", state.residuals.owner);
+  archive.write("loss_scale", c10::IValue(double{state.residuals.loss_scale}));
+}
+
+void Reducer::Impl::load(torch::serialize::InputArchive& archive) {
+  c10::IValue layout, steps, loss_scale;
+  EngineState state{};
+  const bool is_complete = archive.try_read("layout", layout) && archive.try_read("steps", steps) &&
+                           archive.try_read("loss_scale", loss_scale) &&
+                           archive.try_read("worker_residual", state.residuals.worker) &&
+                           archive.try_read("owner_residual", state.residuals.owner);
+  const bool is_ours = is_complete && layout.isString() && steps.isInt() && loss_scale.isDouble();
+  GRADFERRY_EXPECTS(is_ours, kState, "the archive holds no state of a Reducer");
+  expect_same_layout(layout.toStringRef(), started_.layout);
+  state.steps = static_cast<uint64_t>(steps.toInt());
+  state.residuals.loss_scale = static_cast<float>(loss_scale.toDouble());
+  engine_->load_state(state);
+}
+
+// --- the handle ---
+
+Reducer::Reducer(const NamedTensors& tensors, const ReducerOptions& options,
+                 c10::intrusive_ptr<c10d::Store> store, uint32_t rank, uint32_t world_size)
+    : impl_(std::make_unique<Impl>(tensors, options, std::move(store), rank, world_size)) {}
+Reducer::~Reducer() = default;
+Reducer::Reducer(Reducer&&) noexcept = default;
+Reducer& Reducer::operator=(Reducer&&) noexcept = default;
+
+void Reducer::all_reduce(const std::vector<at::Tensor>& tensors) { impl_->all_reduce(tensors); }
+void Reducer::average_in_backward() { impl_->average_in_backward(); }
+void Reducer::wait() { impl_->wait(); }
+ReducerStats Reducer::stats() const { return impl_->stats(); }
+void Reducer::save(torch::serialize::OutputArchive& archive) const { impl_->save(archive); }
+void Reducer::load(torch::serialize::InputArchive& archive) { impl_->load(archive); }
+
+}  // namespace gradferry

@@ -1,0 +1,276 @@
+#include "host/start_reducer.h"
+
+#include <fnmatch.h>
+
+#include <algorithm>
+#include <numeric>
+#include <optional>
+#include <set>
+#include <sstream>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <utility>
+#include <vector>
+
+#include "defaults.h"
+#include "gradferry/codec.h"
+#include "gradferry/wire.h"
+#include "hash64.h"
+#include "host/connect_ranks.h"
+#include "host/socket_lane.h"
+#include "meetings.h"
+#include "scalar_type.h"
+
+namespace gradferry {
+namespace {
+
+using std::chrono::milliseconds;
+
+constexpr milliseconds kMostPatience = std::chrono::minutes(5);
+constexpr const char* kWayOn =
+    "This Reducer is finished, on all ranks. To go on, make a new one on every rank.";
+
+static_assert(ReducerOptions().bucket_cap_mb == kBucketCapMiB);
+
+// How long ranks wait for each other.
+milliseconds patience(const ReducerOptions& options) {
+  return std::min(options.timeout / 2, kMostPatience);
+}
+
+void check_options(const ReducerOptions& options) {
+  GRADFERRY_EXPECTS(options.momentum >= 0 && options.momentum < 1, kConfig,
+                    "momentum=" + std::to_string(options.momentum) +
+                        " must be from 0 (none) to less than 1, such as 0.9");
+  const bool has_worker = options.error_feedback != "none" && options.error_feedback != "owner";
+  GRADFERRY_EXPECTS(options.momentum == 0 || has_worker, kConfig,
+                    "momentum lives in the worker residual, which error_feedback='" +
+                        options.error_feedback + "' leaves out; use auto, both or worker");
+  GRADFERRY_EXPECTS(options.bucket_cap_mb > 0 && options.bucket_cap_mb < (1 << 24), kConfig,
+                    "bucket_cap_mb=" + std::to_string(options.bucket_cap_mb) +
+                        " must be a number of MiB, more than 0, such as 25");
+}
+
+void check_tensors(const Reducer::NamedTensors& tensors) {
+  GRADFERRY_EXPECTS(!tensors.empty(), kConfig, "there are no tensors to average");
+  std::set<std::string> names;
+  for (const auto& [name, tensor] : tensors) {
+    GRADFERRY_EXPECTS(names.insert(name).second, kConfig,
+                      "two tensors are called '" + name + "'; what is withheld is kept by name");
+    GRADFERRY_EXPECTS(tensor.defined() && tensor.layout() == at::kStrided, kConfig,
+                      "'" + name + "' is no dense tensor");
+    GRADFERRY_EXPECTS(tensor.is_cpu(), kConfig,
+                      "'" + name + "' is on " + tensor.device().str() +
+                          ", and this Reducer averages tensors on the CPU alone");
+    try {
+      to_scalar_type(tensor.scalar_type());
+    } catch (const Error& error) {
+      throw Error(error.kind(), "'" + name + "': " + error.what());
+    }
+  }
+}
+
+std::string canonical(const std::string& codec) {
+  return parse_codec(codec, Device::kCpu).canonical;
+}
+
+std::string codec_of(const std::string& name, const at::Tensor& tensor,
+                     const ReducerOptions& options) {
+  if (tensor.scalar_type() == at::kDouble) return "exact";
+  for (const ReducerRule& rule : options.rules) {
+    if (fnmatch(rule.name.c_str(), name.c_str(), FNM_NOESCAPE) == 0) return canonical(rule.codec);
+  }
+  const bool is_exempt = tensor.dim() <= int64_t{kExemptMaxDims} ||
+                         static_cast<uint64_t>(tensor.numel()) <= kExemptMaxSize;
+  return is_exempt ? "exact" : canonical(options.codec);
+}
+
+std::vector<ParameterSpec> describe(const Reducer::NamedTensors& tensors,
+                                    const ReducerOptions& options, bool exchanges) {
+  for (const ReducerRule& rule : options.rules) canonical(rule.codec);  // although none may match
+  std::vector<ParameterSpec> specs;
+  for (const auto& [name, tensor] : tensors) {
+    const std::string codec = codec_of(name, tensor, options);
+    KeptResiduals kept = kept_residuals(codec, options.error_feedback, options.momentum);
+    if (!exchanges) kept = {.worker = options.momentum != 0, .owner = false};
+    specs.push_back({.name = name,
+                     .num_elements = static_cast<uint64_t>(tensor.numel()),
+                     .dtype = to_scalar_type(tensor.scalar_type()),
+                     .codec = codec,
+                     .warmup = "exact",
+                     .worker_residual = kept.worker,
+                     .owner_residual = kept.owner});
+  }
+  return specs;
+}
+
+std::string text_of(double number) {
+  std::ostringstream text;
+  text << number;
+  return text.str();
+}
+
+// The configuration of a rank. What it has in `common` and `layout` must be equal on all ranks.
+struct Proposal {
+  Brought::Fields common, layout;
+  std::vector<ParameterSpec> specs;
+};
+
+Proposal propose(const Reducer::NamedTensors& tensors, const ReducerOptions& options,
+                 uint32_t world_size) {
+  check_options(options);
+  check_tensors(tensors);
+  Proposal proposal{.common = {{"world size", std::to_string(world_size)},
+                               {"wire version", std::to_string(kWireVersion)},
+                               {"codec", canonical(options.codec)},
+                               {"error_feedback", options.error_feedback},
+                               {"momentum", text_of(options.momentum)},
+                               {"warmup_steps", std::to_string(options.warmup_steps)},
+                               {"seed", std::to_string(options.seed)},
+                               {"bucket_cap_mb", text_of(options.bucket_cap_mb)},
+                               {"number of tensors", std::to_string(tensors.size())}},
+                    .layout = {},
+                    .specs = describe(tensors, options, world_size > 1)};
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const auto& [name, tensor] = tensors[i];
+    proposal.layout.emplace_back(
+        "tensor " + std::to_string(i),
+        name + " " + shape_and_dtype(tensor) + " " + proposal.specs[i].codec);
+  }
+  return proposal;
+}
+
+std::string text_of(const Brought::Fields& fields) {
+  std::string text;
+  for (const auto& [name, value] : fields) text += name + ": " + value + "\n";
+  return text;
+}
+
+uint64_t hash_of(const std::string& text) { return hash64(text.data(), text.size()); }
+
+ExchangeLanes connect(const ReducerOptions& options, c10d::Store& store, uint32_t rank,
+                      uint32_t world_size) {
+  constexpr uint64_t kLanes = 3;  // scatter, gather, commit
+  Connecting how{.rank = rank,
+                 .world_size = world_size,
+                 .ranks = std::vector<uint32_t>(world_size),
+                 .number = 0,
+                 .deadline = now() + patience(options) / 2,
+                 .between_polls = {}};
+  std::iota(how.ranks.begin(), how.ranks.end(), 0);
+  std::vector<std::vector<Descriptor>> connected;
+  for (; how.number < kLanes; ++how.number) connected.push_back(connect_ranks(store, how));
+  std::vector<LaneSockets> sockets(kLanes, {.ranks = how.ranks, .connections = {}});
+  for (size_t lane = 0; lane < kLanes; ++lane) {
+    for (Descriptor& each : connected[lane]) sockets[lane].connections.push_back(each.release());
+  }
+  const auto lanes = make_socket_lanes(rank, sockets, options.timeout);
+  return {.scatter = lanes[0],
+          .gather = lanes[1],
+          .commit = lanes[2],
+          .local_scatter = nullptr,
+          .forward = nullptr,
+          .hashes = nullptr};
+}
+
+// `store`: with a prefix for this Reducer alone; null in a world of one.
+std::shared_ptr<HostEngine> start_engine(const Proposal& proposal, const ReducerOptions& options,
+                                         const c10::intrusive_ptr<c10d::Store>& store,
+                                         uint32_t rank, uint32_t world_size) {
+  constexpr uint64_t kWorkspaceCap = uint64_t{kWorkspaceCapMiB} << 20;
+  ExchangeLanes lanes;
+  c10::intrusive_ptr<c10d::Store> peers;
+  if (store) {
+    lanes = connect(options, *store, rank, world_size);
+    peers = c10::make_intrusive<c10d::PrefixStore>("peers", store);
+  }
+  const std::string layout = text_of(proposal.layout);
+  EngineOptions engine_options{
+      .parameters = proposal.specs,
+      .rank = rank,
+      .world_size = world_size,
+      .nodes = Nodes::flat(world_size),
+      .config_hash = hash_of(text_of(proposal.common) + layout),
+      .layout_hash = hash_of(layout),
+      .seed = options.seed,
+      .warmup_steps = options.warmup_steps,
+      .compressed_warmup = false,
+      .momentum = options.momentum,
+      .raise_nonfinite = false,
+      .exact_skip = false,
+      .loss_scale = {},
+      .check_every = 0,
+      .chunk_bytes = chunk_bytes_within(kWorkspaceCap, world_size, kChunkBytes),
+      .equal_scatter = false,
+      .collective = Collective::kAllReduce,
+      .workspace_cap_bytes = kWorkspaceCap,
+      .find_unused_parameters = false,
+      .way_on = kWayOn,
+      .make_exception = [](const Error& error) { return std::make_exception_ptr(error); },
+      .peers = std::make_shared<Peers>(std::move(peers), rank, world_size)};
+  return HostEngine::start(std::move(engine_options), ParameterHashes({}), std::move(lanes),
+                           /*memory=*/nullptr, /*local_stage=*/"");
+}
+
+// Whether another rank's failure caused the error of a connection; that rank's says more then.
+bool is_echo(const std::string& reason) {
+  const auto has = [&](const char* words) { return reason.find(words) != std::string::npos; };
+  return has("timed out") || has("by peer") || has("refused");
+}
+
+}  // namespace
+
+std::string shape_and_dtype(const at::Tensor& tensor) {
+  std::ostringstream text;
+  text << tensor.sizes() << " " << c10::toString(tensor.scalar_type());
+  return text.str();
+}
+
+StartedReducer start_reducer(const Reducer::NamedTensors& tensors, const ReducerOptions& options,
+                             c10::intrusive_ptr<c10d::Store> store, uint32_t rank,
+                             uint32_t world_size) {
+  GRADFERRY_EXPECTS(rank < world_size, kConfig,
+                    "rank=" + std::to_string(rank) +
+                        " must be less than world_size=" + std::to_string(world_size));
+  GRADFERRY_EXPECTS(store || world_size == 1, kConfig, "the store is null");
+  GRADFERRY_EXPECTS(options.timeout.count() > 0, kConfig, "the timeout must be more than 0");
+  std::optional<Meetings> meetings;
+  if (world_size > 1) {
+    store = c10::make_intrusive<c10d::PrefixStore>("gradferry/reducers", store);
+    meetings.emplace(store, rank, world_size, patience(options));
+  }
+  Proposal proposal;
+  Brought brought;
+  try {  // what is wrong here must be said on all ranks
+    proposal = propose(tensors, options, world_size);
+    brought.fields = proposal.common;
+    brought.fields.insert(brought.fields.end(), proposal.layout.begin(), proposal.layout.end());
+  } catch (const Error& error) {
+    if (!meetings) throw;
+    brought.error = error;
+  }
+  StartedReducer started{
+      .engine = nullptr,
+      .layout = "rank: " + std::to_string(rank) + "\n" + text_of(brought.fields)};
+  if (!meetings) {
+    started.engine = start_engine(proposal, options, nullptr, rank, world_size);
+    return started;
+  }
+  const uint64_t number = meetings->meet(brought, "come to make a Reducer");
+  Brought outcome;
+  try {
+    const auto own = c10::make_intrusive<c10d::PrefixStore>(std::to_string(number), store);
+    started.engine = start_engine(proposal, options, own, rank, world_size);
+  } catch (const Error& error) {
+    outcome.error = error;
+  } catch (const std::exception& error) {
+    const std::string reason = error.what();
+    outcome.error.emplace(
+        ErrorKind::kPeer,
+        "cannot connect to the other ranks: " + reason.substr(0, reason.find('\n')) +
+            "; look at the limits of the process (ulimit -n) and at its network");
+    outcome.is_echo = is_echo(reason);
+  }
+  meetings->meet(outcome, "connect");
+  return started;
+}
+
+}  // namespace gradferry

@@ -1,0 +1,26 @@
+// The beginning of a Reducer: ranks compare what they average and how, connect, and start engines.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "gradferry/reducer.h"
+#include "host/host_engine.h"
+
+namespace gradferry {
+
+struct StartedReducer {
+  std::shared_ptr<HostEngine> engine;
+  std::string layout;  // a line for each thing that a saved state depends on
+};
+
+// As the constructor of Reducer.
+StartedReducer start_reducer(const Reducer::NamedTensors& tensors, const ReducerOptions& options,
+                             c10::intrusive_ptr<c10d::Store> store, uint32_t rank,
+                             uint32_t world_size);
+
+// "[3, 4] Float"
+std::string shape_and_dtype(const at::Tensor& tensor);
+
+}  // namespace gradferry

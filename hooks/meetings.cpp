@@ -1,0 +1,225 @@
+#include "meetings.h"
+
+#include <algorithm>
+#include <sstream>
+
+#include "threads.h"
+
+namespace gradferry {
+namespace {
+
+using std::chrono::milliseconds;
+
+constexpr milliseconds kShortestPause{1}, kLongestPause{100};
+constexpr const char* kAllCame = "all came";
+
+// Texts as one, and back.
+std::string joined(const std::vector<std::string>& parts) {
+  std::string text;
+  for (const std::string& part : parts) text += part + '\0';
+  return text;
+}
+
+std::vector<std::string> split(const std::string& text) {
+  std::vector<std::string> parts;
+  std::istringstream stream(text);
+  for (std::string part; std::getline(stream, part, '\0');) parts.push_back(part);
+  return parts;
+}
+
+std::string text_of(const Error& error) {
+  return joined({std::to_string(static_cast<int>(error.kind())), error.what()});
+}
+
+// Of parts [begin, begin + 2).
+Error error_from(const std::vector<std::string>& parts, size_t begin) {
+  if (parts.size() < begin + 2) return {ErrorKind::kPeer, "a rank brought something else"};
+  return {static_cast<ErrorKind>(std::stoi(parts[begin])), parts[begin + 1]};
+}
+
+std::string text_of(const Brought& brought) {
+  if (brought.error) return joined({brought.is_echo ? "echo" : "error"}) + text_of(*brought.error);
+  std::vector<std::string> parts{"fields"};
+  for (const auto& [name, value] : brought.fields) {
+    parts.push_back(name);
+    parts.push_back(value);
+  }
+  return joined(parts);
+}
+
+Brought brought_from(const std::string& text) {
+  const std::vector<std::string> parts = split(text);
+  Brought brought;
+  if (parts.empty() || parts[0] != "fields") {
+    brought.error = error_from(parts, 1);
+    brought.is_echo = !parts.empty() && parts[0] == "echo";
+    return brought;
+  }
+  for (size_t i = 1; i + 1 < parts.size(); i += 2) {
+    brought.fields.emplace_back(parts[i], parts[i + 1]);
+  }
+  return brought;
+}
+
+std::string name_of(uint64_t rank) { return "rank " + std::to_string(rank); }
+
+// "rank 1", "ranks 1 and 2", "ranks 1, 2 and 3".
+std::string names_of(const std::vector<uint32_t>& ranks) {
+  if (ranks.size() == 1) return name_of(ranks[0]);
+  std::string text = "ranks ";
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    if (i != 0) text += i + 1 == ranks.size() ? " and " : ", ";
+    text += std::to_string(ranks[i]);
+  }
+  return text;
+}
+
+std::string seconds(milliseconds duration) {
+  std::ostringstream text;
+  text << std::chrono::duration<double>(duration).count() << " s";
+  return text.str();
+}
+
+Error mismatch(uint64_t rank, uint64_t first, const std::string& field, const std::string& value,
+               const std::string& expected) {
+  return {ErrorKind::kRankMismatch,
+          name_of(rank) + " differs from " + name_of(first) + " in " + field + ": '" + value +
+              "' instead of '" + expected +
+              "'; start every rank with the same program, options and model"};
+}
+
+std::optional<Error> first_difference(const Brought& expected, uint64_t first,
+                                      const Brought& brought, uint64_t rank) {
+  const size_t common = std::min(expected.fields.size(), brought.fields.size());
+  for (size_t i = 0; i < common; ++i) {
+    const auto& [name, value] = brought.fields[i];
+    if (brought.fields[i] != expected.fields[i]) {
+      return mismatch(rank, first, expected.fields[i].first, value, expected.fields[i].second);
+    }
+  }
+  if (brought.fields.size() == expected.fields.size()) return std::nullopt;
+  return mismatch(rank, first, "number of fields", std::to_string(brought.fields.size()),
+                  std::to_string(expected.fields.size()));
+}
+
+}  // namespace
+
+std::optional<Error> first_problem(const std::vector<std::optional<Brought>>& brought) {
+  for (const bool is_echo : {false, true}) {
+    for (size_t rank = 0; rank < brought.size(); ++rank) {
+      if (!brought[rank] || !brought[rank]->error || brought[rank]->is_echo != is_echo) continue;
+      const Error& error = *brought[rank]->error;
+      return Error(error.kind(), name_of(rank) + ": " + error.what());
+    }
+  }
+  std::optional<size_t> first;
+  for (size_t rank = 0; rank < brought.size(); ++rank) {
+    if (!brought[rank]) continue;
+    if (!first) first = rank;
+    if (auto found = first_difference(*brought[*first], *first, *brought[rank], rank)) return found;
+  }
+  return std::nullopt;
+}
+
+Meetings::Meetings(c10::intrusive_ptr<c10d::Store> store, uint32_t rank, uint32_t world_size,
+                   milliseconds longest)
+    : store_(std::move(store)), rank_(rank), world_size_(world_size), longest_(longest) {}
+
+uint64_t Meetings::meet(const Brought& brought, const std::string& purpose) {
+  uint64_t number = 0;
+  std::string outcome;
+  try {
+    number = static_cast<uint64_t>(store_->add("number", 0));
+    const std::string prefix = std::to_string(number) + "/";
+    write(prefix + "brought/" + std::to_string(rank_), text_of(brought));
+    if (store_->add(prefix + "rank/" + std::to_string(rank_), 1) != 1) {
+      decide(number,
+             text_of(Error(ErrorKind::kConfig, "two processes say that they are " + name_of(rank_) +
+                                                   "; give every process a rank of its own")));
+    } else if (store_->add(prefix + "came", 1) == world_size_) {
+      decide(number, outcome_of(number, purpose));
+    }
+    outcome = decided_without(number, purpose);
+    if (number > 0 && outcome == kAllCame) forget(number - 1);
+  } catch (const Error&) {
+    throw;
+  } catch (const std::exception& error) {
+    const std::string reason = error.what();
+    throw Error(ErrorKind::kPeer,
+                "the store does not answer (" + reason.substr(0, reason.find('\n')) +
+                    "); the process that serves it may have ended: look at its error first");
+  }
+  if (outcome != kAllCame) throw error_from(split(outcome), 0);
+  return number;
+}
+
+// Waits for the outcome; decides when it does not come in time.
+std::string Meetings::decided_without(uint64_t number, const std::string& purpose) {
+  const std::string key = std::to_string(number) + "/outcome";
+  const TimePoint deadline = now() + longest_;
+  bool decides = false;
+  for (milliseconds pause = kShortestPause;; pause = std::min(2 * pause, kLongestPause)) {
+    if (const auto outcome = read(key)) return *outcome;
+    if (now() > deadline && !decides) {
+      decide(number, outcome_of(number, purpose));
+      decides = true;
+    } else if (now() > deadline + longest_) {
+      throw Error(ErrorKind::kPeer, "a rank ended while the ranks met; look at the errors of all");
+    }
+    sleep_for(pause);
+  }
+}
+
+// Of those who came so far.
+std::string Meetings::outcome_of(uint64_t number, const std::string& purpose) {
+  std::vector<std::optional<Brought>> brought(world_size_);
+  std::vector<uint32_t> missing;
+  const std::string prefix = std::to_string(number) + "/brought/";
+  for (uint32_t rank = 0; rank < world_size_; ++rank) {
+    if (const auto text = read(prefix + std::to_string(rank))) {
+      brought[rank] = brought_from(*text);
+    } else {
+      missing.push_back(rank);
+    }
+  }
+  if (const auto problem = first_problem(brought)) return text_of(*problem);
+  if (missing.empty()) return kAllCame;
+  return text_of(Error(ErrorKind::kPeer, names_of(missing) + " did not " + purpose + " within " +
+                                             seconds(longest_) +
+                                             "; look at the errors of those that did not first"));
+}
+
+// Unless another rank has decided.
+void Meetings::decide(uint64_t number, const std::string& outcome) {
+  const std::string prefix = std::to_string(number) + "/";
+  if (store_->add(prefix + "decided", 1) != 1) return;
+  store_->add("number", 1);
+  write(prefix + "outcome", outcome);
+}
+
+// Removes what nobody reads any more: all ranks have left that meeting.
+void Meetings::forget(uint64_t number) {
+  const std::string prefix = std::to_string(number) + "/", rank = std::to_string(rank_);
+  std::vector<std::string> keys{prefix + "brought/" + rank, prefix + "rank/" + rank};
+  if (rank_ == 0) {
+    for (const char* key : {"came", "decided", "outcome"}) keys.push_back(prefix + key);
+  }
+  try {
+    for (const std::string& key : keys) store_->deleteKey(key);
+  } catch (const std::exception&) {
+    // A store that cannot delete keeps them.
+  }
+}
+
+// Nothing if the key does not exist, for which Store::get() would wait.
+std::optional<std::string> Meetings::read(const std::string& key) {
+  if (!store_->check({key})) return std::nullopt;
+  const std::vector<uint8_t> value = store_->get(key);
+  return std::string(value.begin(), value.end());
+}
+
+void Meetings::write(const std::string& key, const std::string& value) {
+  store_->set(key, std::vector<uint8_t>(value.begin(), value.end()));
+}
+
+}  // namespace gradferry

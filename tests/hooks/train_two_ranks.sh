@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# Trains two ranks of examples/cpp, and a third time as one training that is interrupted and
+# resumed. Fails unless the loss falls, digits are read, fewer bytes travel, and all ranks end with
+# the same parameters.
+#
+# Usage: train_two_ranks.sh PROGRAM FOLDER
+set -euo pipefail
+program=$1
+folder=$2
+rm -rf "$folder"
+mkdir -p "$folder"
+
+# $1: name of the run; the rest: arguments of the program.
+train() {
+  local name=$1
+  shift
+  "$program" --rank 1 --world-size 2 --store "$folder/$name.store" "${@/RANK/1}" >"$folder/$name.1" &
+  local other=$!
+  "$program" --rank 0 --world-size 2 --store "$folder/$name.store" "${@/RANK/0}" >"$folder/$name.0"
+  wait "$other"
+  cat "$folder/$name.0" "$folder/$name.1"
+}
+
+# The word after each "parameters", once each.
+parameters() { sed -n 's/.*parameters //p' "$folder/$1.0" "$folder/$1.1" | sort -u; }
+
+fail() {
+  echo "$1" >&2
+  exit 1
+}
+
+train whole
+[[ $(parameters whole | wc -l) == 1 ]] || fail "the ranks' parameters differ"
+for rank in 0 1; do
+  awk '/loss .* -> / {fell = $6 + 0 < $4 / 4; read = $8 > 80}
+       /times less/ {sent = $5 > 6}
+       END {exit !(fell && read && sent)}' "$folder/whole.$rank" ||
+    fail "rank $rank: the loss has not fallen to a quarter, or too few digits are read, or too many bytes were sent"
+done
+
+train first --steps 30 --save "$folder/stateRANK"
+train second --steps 30 --load "$folder/stateRANK"
+[[ $(parameters second | wc -l) == 1 ]] || fail "the ranks' parameters differ after a resume"
+
+if "$program" --rank 2 --world-size 2 2>"$folder/error"; then fail "rank 2 of 2 was accepted"; fi
+grep -q "rank must be less" "$folder/error" || fail "rank 2 of 2 was refused for another reason"
