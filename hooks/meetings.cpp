@@ -11,6 +11,8 @@ namespace {
 using std::chrono::milliseconds;
 
 constexpr milliseconds kShortestPause{1}, kLongestPause{100};
+// That ranks get to read why they do not go on.
+constexpr milliseconds kLongestForOthers{2000};
 constexpr const char* kAllCame = "all came";
 
 // Texts as one, and back.
@@ -140,6 +142,7 @@ uint64_t Meetings::meet(const Brought& brought, const std::string& purpose) {
       decide(number, outcome_of(number, purpose));
     }
     outcome = decided_without(number, purpose);
+    if (outcome != kAllCame) let_others_read(number);
     if (number > 0 && outcome == kAllCame) forget(number - 1);
   } catch (const Error&) {
     throw;
@@ -167,6 +170,17 @@ std::string Meetings::decided_without(uint64_t number, const std::string& purpos
       throw Error(ErrorKind::kPeer, "a rank ended while the ranks met; look at the errors of all");
     }
     sleep_for(pause);
+  }
+}
+
+// The process of this rank may serve the store, and end with the error.
+void Meetings::let_others_read(uint64_t number) {
+  const std::string prefix = std::to_string(number) + "/";
+  const TimePoint deadline = now() + kLongestForOthers;
+  int64_t have_read = store_->add(prefix + "read", 1);
+  while (have_read < store_->add(prefix + "came", 0) && now() < deadline) {
+    sleep_for(kShortestPause);
+    have_read = store_->add(prefix + "read", 0);
   }
 }
 

@@ -7,6 +7,7 @@
 //   n/came              counts ranks that came
 //   n/decided           who makes it 1 decides: the last rank to come, or one that waited too long
 //   n/outcome           of the meeting, the same for every rank that came
+//   n/read              counts ranks that have read an outcome with which they do not go on
 #pragma once
 
 #include <chrono>
@@ -53,6 +54,7 @@ class Meetings {
   std::optional<std::string> read(const std::string& key);
   void write(const std::string& key, const std::string& value);
   std::string decided_without(uint64_t number, const std::string& purpose);
+  void let_others_read(uint64_t number);
   void forget(uint64_t number);
 
   const c10::intrusive_ptr<c10d::Store> store_;

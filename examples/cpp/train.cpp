@@ -29,14 +29,14 @@ constexpr const char* kHelp =
   --store PLACE     where ranks meet: host:port, which rank 0 serves (127.0.0.1:29500), or the path
                     of a new file that all ranks can open
   --codec NAME      what gradients travel with (q4); "exact" sends them as they are
-  --steps N         optimizer steps (200)
+  --steps N         optimizer steps (300)
   --save PATH, --load PATH
                     the state of this rank at the end, and that to begin with: PATH.model,
                     PATH.optimizer and PATH.reducer
 )";
 
 struct Options {
-  int64_t rank = 0, world_size = 1, steps = 200;
+  int64_t rank = 0, world_size = 1, steps = 300;
   std::string store = "127.0.0.1:29500", codec = "q4", save, load;
 };
 
