@@ -221,7 +221,7 @@ void Meetings::forget(uint64_t number) {
   try {
     for (const std::string& key : keys) store_->deleteKey(key);
   } catch (const std::exception&) {
-    // A store that cannot delete keeps them.
+    return;  // a store that cannot delete keeps them
   }
 }
 

@@ -17,6 +17,7 @@
 #include <climits>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <list>
 #include <memory>
 #include <set>
@@ -192,12 +193,15 @@ std::vector<Address> addresses_of_interface(const std::string& name) {
     std::memcpy(&address.storage, each->ifa_addr, address.size);
     found.push_back(address);
   }
-  const auto order = [](Address& one) {
+  const auto place = [](Address one) {
     return one.family() == AF_INET ? 0 : one.is_link_local() ? 2 : 1;
   };
-  std::ranges::stable_sort(found,
-                           [&](Address one, Address other) { return order(one) < order(other); });
-  return found;
+  std::vector<Address> ordered;
+  for (const int wanted : {0, 1, 2}) {
+    std::ranges::copy_if(found, std::back_inserter(ordered),
+                         [&](const Address& one) { return place(one) == wanted; });
+  }
+  return ordered;
 }
 
 // Of what a name leads to. `reason`: why it leads nowhere.
@@ -312,6 +316,14 @@ std::vector<uint8_t> value_from(c10d::Store& store, const std::string& key, cons
 
 std::string key_of(const Connecting& how, uint32_t rank) {
   return std::to_string(how.number) + "/" + std::to_string(rank);
+}
+
+void forget(c10d::Store& store, const std::string& key) {
+  try {
+    store.deleteKey(key);
+  } catch (const std::exception&) {
+    return;  // a store that cannot, or does not answer any more: the key stays
+  }
 }
 
 // These are the first bytes on a connection: they fit.
@@ -433,11 +445,7 @@ std::vector<Descriptor> connect_ranks(c10d::Store& store, const Connecting& how)
     }
   }
   accept_ranks(listener, place, how, std::move(above), connections);
-  try {
-    store.deleteKey(key_of(how, how.rank));  // all that read it are connected
-  } catch (const std::exception&) {
-    // A store that cannot, or does not answer any more: the key stays.
-  }
+  forget(store, key_of(how, how.rank));  // all that read it are connected
   for (const Descriptor& connection : connections) {
     if (connection.number() < 0) continue;
     for (const auto& [level, name, value] : kSocketOptions) {

@@ -86,10 +86,23 @@ TEST(ConnectRanks, RankThatDoesNotComeIsNamedAndNothingStaysOpen) {
 
 TEST(ConnectRanks, WaitEndsWithWhatIsThrownBetweenPolls) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
-  struct Interrupt {};
+  struct Interrupt : std::exception {};
   Connecting how = connecting(0, 2);
   how.between_polls = [] { throw Interrupt(); };
   EXPECT_THROW(connect_ranks(*store, how), Interrupt);
+}
+
+TEST(ConnectRanks, ListensOnTheInterfaceThatIsNamed) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  setenv("GLOO_SOCKET_IFNAME", "lo", 1);
+  EXPECT_EQ(error_of(*store, connecting(0, 2, milliseconds(50))), "rank 1 timed out");
+  const std::vector<uint8_t> value = store->get("0/0");
+  EXPECT_EQ(std::string(value.begin(), value.begin() + 12), "4 127.0.0.1 ");
+  setenv("GLOO_SOCKET_IFNAME", "nothere", 1);
+  EXPECT_EQ(error_of(*store, connecting(0, 2, milliseconds(50))),
+            "GLOO_SOCKET_IFNAME: the network interface 'nothere' has no address to listen on; set "
+            "GLOO_SOCKET_IFNAME");
+  unsetenv("GLOO_SOCKET_IFNAME");
 }
 
 // Where rank 0 listens, once it does.
