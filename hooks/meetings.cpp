@@ -1,6 +1,7 @@
 #include "meetings.h"
 
 #include <algorithm>
+#include <charconv>
 #include <sstream>
 
 #include "threads.h"
@@ -35,8 +36,14 @@ std::string text_of(const Error& error) {
 
 // Of parts [begin, begin + 2).
 Error error_from(const std::vector<std::string>& parts, size_t begin) {
-  if (parts.size() < begin + 2) return {ErrorKind::kPeer, "a rank brought something else"};
-  return {static_cast<ErrorKind>(std::stoi(parts[begin])), parts[begin + 1]};
+  const Error unreadable(ErrorKind::kPeer, "a rank brought something else to the store");
+  if (parts.size() < begin + 2) return unreadable;
+  const std::string& text = parts[begin];
+  int kind = 0;
+  const auto read = std::from_chars(text.data(), text.data() + text.size(), kind);
+  const bool is_kind = read.ec == std::errc() && read.ptr == text.data() + text.size() &&
+                       kind >= 0 && kind <= static_cast<int>(ErrorKind::kDiverged);
+  return is_kind ? Error(static_cast<ErrorKind>(kind), parts[begin + 1]) : unreadable;
 }
 
 std::string text_of(const Brought& brought) {
@@ -177,10 +184,15 @@ std::string Meetings::decided_without(uint64_t number, const std::string& purpos
 void Meetings::let_others_read(uint64_t number) {
   const std::string prefix = std::to_string(number) + "/";
   const TimePoint deadline = now() + kLongestForOthers;
-  int64_t have_read = store_->add(prefix + "read", 1);
-  while (have_read < store_->add(prefix + "came", 0) && now() < deadline) {
-    sleep_for(kShortestPause);
-    have_read = store_->add(prefix + "read", 0);
+  try {
+    const int64_t came = store_->add(prefix + "came", 0);
+    int64_t have_read = store_->add(prefix + "read", 1);
+    while (have_read < came && now() < deadline) {
+      sleep_for(kShortestPause);
+      have_read = store_->add(prefix + "read", 0);
+    }
+  } catch (const std::exception&) {
+    return;  // its server has ended: this rank knows the outcome already
   }
 }
 

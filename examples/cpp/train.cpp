@@ -216,6 +216,7 @@ int main(int argc, char** argv) {
     std::fputs(kHelp, stdout);
     return 0;
   }
+  std::setvbuf(stdout, nullptr, _IOLBF, 0);  // a step is seen when it is done, in a file, too
   try {
     train(parse(argc, argv));
     return 0;

@@ -1,6 +1,7 @@
 #include "gradferry/reducer.h"
 
 #include <ATen/Functions.h>
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/core/jit_type.h>
 #include <torch/csrc/autograd/function_hook.h>
@@ -33,7 +34,7 @@ void expect_same_layout(const std::string& saved, const std::string& here) {
   do {
     if (!std::getline(saved_lines, then)) then = "nothing";
     if (!std::getline(lines, today)) today = "nothing";
-  } while (then == today);
+  } while (then == today && (saved_lines || lines));
   throw Error(ErrorKind::kState, "the state was saved with " + in_quotes(then) +
                                      ", and here it is " + in_quotes(today) +
                                      "; load what this rank saved, with the same world size, "
@@ -90,7 +91,9 @@ class Reducer::Impl {
   std::vector<Bucket> buckets_;  // in the order of all ranks
   std::vector<Place> places_;    // by tensor
   std::vector<bool> taken_;      // by tensor: whether this step has copied its gradient
-  size_t num_handed_over_ = 0;   // buckets of this step
+  // By tensor: the version of the gradient that a backward pass gave, when it was copied.
+  std::vector<int64_t> versions_;
+  size_t num_handed_over_ = 0;  // buckets of this step
   bool in_backward_ = false;
   StartedReducer started_;
   std::shared_ptr<HostEngine>& engine_ = started_.engine;
@@ -113,9 +116,9 @@ Reducer::Impl::Impl(const NamedTensors& tensors, const ReducerOptions& options,
                     c10::intrusive_ptr<c10d::Store> store, uint32_t rank, uint32_t world_size)
     : tensors_(tensors),
       rank_(rank),
-      started_(start_reducer(tensors, options, std::move(store), rank, world_size)) {
+      started_(start_reducer(tensors, options, std::move(store), rank, world_size,
+                             [&] { make_buckets(options.bucket_cap_mb); })) {
   [[maybe_unused]] static const int registered = std::atexit(end_with_process);
-  make_buckets(options.bucket_cap_mb);
 }
 
 // The last tensors first, of which a backward pass has the gradients first.
@@ -124,6 +127,7 @@ void Reducer::Impl::make_buckets(double cap_mb) {
   std::map<at::ScalarType, size_t> open;  // the bucket that is not full, by dtype
   places_.resize(tensors_.size());
   taken_.resize(tensors_.size());
+  versions_.resize(tensors_.size());
   std::vector<uint64_t> num_bytes;  // by bucket
   for (size_t i = tensors_.size(); i-- > 0;) {
     const at::Tensor& tensor = tensors_[i].second;
@@ -174,16 +178,24 @@ void Reducer::Impl::fail(const std::string& message) {
 }
 
 void Reducer::Impl::check(size_t index, const at::Tensor& gradient) {
-  const auto& [name, tensor] = tensors_[index];
+  const std::string& name = tensors_[index].first;
+  const at::Tensor& registered = buckets_[places_[index].bucket].views[places_[index].index];
   if (!gradient.defined()) {
     fail(in_quotes(name) + " is no tensor; where a parameter has no gradient pass zeros");
   }
   if (gradient.layout() != at::kStrided || !gradient.is_cpu()) {
     fail(in_quotes(name) + " is not dense, or not on the CPU");
   }
-  if (gradient.sizes() != tensor.sizes() || gradient.scalar_type() != tensor.scalar_type()) {
-    fail(in_quotes(name) + " is " + shape_and_dtype(gradient) + ", and " + shape_and_dtype(tensor) +
-         " was registered; make a new Reducer where tensors change");
+  if (gradient.sizes() != registered.sizes() ||
+      gradient.scalar_type() != registered.scalar_type()) {
+    fail(in_quotes(name) + " is " + shape_and_dtype(gradient) + ", and " +
+         shape_and_dtype(registered) + " was registered; make a new Reducer where tensors change");
+  }
+  // The average could not be written there.
+  if (gradient.is_inference() || at::has_internal_overlap(gradient) == at::MemOverlap::Yes) {
+    fail(
+        in_quotes(name) +
+        " was made in inference mode, or is expanded, so that elements share memory; pass a clone");
   }
 }
 
@@ -259,10 +271,12 @@ void Reducer::Impl::average_in_backward() {
     GRADFERRY_EXPECTS(tensor.is_leaf() && tensor.requires_grad(), kConfig,
                       in_quotes(name) +
                           " is no leaf that requires grad: no backward pass gives it a "
-                          "gradient; register parameters, or use all_reduce()");
+                          "gradient; leave frozen parameters out, or use all_reduce()");
     GRADFERRY_EXPECTS(
         torch::autograd::impl::post_acc_grad_hooks(tensor) == nullptr, kConfig,
-        in_quotes(name) + " has a post-accumulate-grad hook, and there can be one only");
+        in_quotes(name) +
+            " has a post-accumulate-grad hook already, and there can be one only; destroy the "
+            "Reducer that averages it first");
   }
   in_backward_ = true;
   for (size_t i = 0; i < tensors_.size(); ++i) {
@@ -280,15 +294,25 @@ void Reducer::Impl::gradient_is_there(size_t index) {
          "several use all_reduce()");
   }
   check(index, tensor.grad());
+  versions_[index] = tensor.grad()._version();
   take(index, tensor.grad());
 }
 
 void Reducer::Impl::wait() {
   engine_->expect_alive();
   if (!in_backward_) fail("wait() belongs to average_in_backward(), which was not called");
+  if (std::ranges::find(taken_, true) == taken_.end()) {
+    fail(
+        "wait() without a backward pass since the last one, or one that gave no tensor a "
+        "gradient: every pass has one wait()");
+  }
   for (size_t i = tensors_.size(); i-- > 0;) {
-    if (taken_[i]) continue;
     const at::Tensor& gradient = tensors_[i].second.grad();
+    if (taken_[i] && (!gradient.defined() || gradient._version() != versions_[i])) {
+      fail("the gradient of " + in_quotes(tensors_[i].first) +
+           " was changed after backward(), which has sent it: change averages, after wait()");
+    }
+    if (taken_[i]) continue;
     if (gradient.defined()) check(i, gradient);
     take(i, gradient);
   }
@@ -335,8 +359,18 @@ void Reducer::Impl::load(torch::serialize::InputArchive& archive) {
   const bool is_ours = is_complete && layout.isString() && steps.isInt() && loss_scale.isDouble();
   GRADFERRY_EXPECTS(is_ours, kState, "the archive holds no state of a Reducer");
   expect_same_layout(layout.toStringRef(), started_.layout);
+  const auto is_sound = [](const at::Tensor& residual) {
+    return residual.layout() == at::kStrided && at::isfinite(residual).all().item<bool>();
+  };
+  // Without a GradScaler residuals have no other units.
+  const double units = loss_scale.toDouble();
+  GRADFERRY_EXPECTS(
+      steps.toInt() >= 0 && (units == 0 || units == 1) && is_sound(state.residuals.worker) &&
+          is_sound(state.residuals.owner),
+      kState,
+      "the saved state is damaged: it holds numbers that no Reducer has; load an older one");
   state.steps = static_cast<uint64_t>(steps.toInt());
-  state.residuals.loss_scale = static_cast<float>(loss_scale.toDouble());
+  state.residuals.loss_scale = static_cast<float>(units);
   engine_->load_state(state);
 }
 

@@ -3,6 +3,9 @@
 #include <fnmatch.h>
 
 #include <algorithm>
+#include <iomanip>
+#include <limits>
+#include <map>
 #include <numeric>
 #include <optional>
 #include <set>
@@ -31,12 +34,15 @@ constexpr const char* kWayOn =
 
 static_assert(ReducerOptions().bucket_cap_mb == kBucketCapMiB);
 
-// How long ranks wait for each other.
+// How long ranks wait for each other; some time also with a timeout that will be refused.
 milliseconds patience(const ReducerOptions& options) {
-  return std::min(options.timeout / 2, kMostPatience);
+  return options.timeout.count() > 0 ? std::min(options.timeout / 2, kMostPatience) : kMostPatience;
 }
 
 void check_options(const ReducerOptions& options) {
+  GRADFERRY_EXPECTS(options.timeout.count() > 0, kConfig,
+                    "timeout=" + std::to_string(options.timeout.count()) +
+                        " ms must be more than 0, such as std::chrono::minutes(10)");
   GRADFERRY_EXPECTS(options.momentum >= 0 && options.momentum < 1, kConfig,
                     "momentum=" + std::to_string(options.momentum) +
                         " must be from 0 (none) to less than 1, such as 0.9");
@@ -52,11 +58,16 @@ void check_options(const ReducerOptions& options) {
 void check_tensors(const Reducer::NamedTensors& tensors) {
   GRADFERRY_EXPECTS(!tensors.empty(), kConfig, "there are no tensors to average");
   std::set<std::string> names;
+  std::map<const c10::TensorImpl*, std::string> by_tensor;
   for (const auto& [name, tensor] : tensors) {
     GRADFERRY_EXPECTS(names.insert(name).second, kConfig,
                       "two tensors are called '" + name + "'; what is withheld is kept by name");
     GRADFERRY_EXPECTS(tensor.defined() && tensor.layout() == at::kStrided, kConfig,
                       "'" + name + "' is no dense tensor");
+    const auto [other, is_new] = by_tensor.emplace(tensor.unsafeGetTensorImpl(), name);
+    GRADFERRY_EXPECTS(
+        is_new, kConfig,
+        "'" + other->second + "' and '" + name + "' are one tensor; leave out one of the names");
     GRADFERRY_EXPECTS(tensor.is_cpu(), kConfig,
                       "'" + name + "' is on " + tensor.device().str() +
                           ", and this Reducer averages tensors on the CPU alone");
@@ -104,7 +115,7 @@ std::vector<ParameterSpec> describe(const Reducer::NamedTensors& tensors,
 
 std::string text_of(double number) {
   std::ostringstream text;
-  text << number;
+  text << std::setprecision(std::numeric_limits<double>::max_digits10) << number;
   return text.str();
 }
 
@@ -119,6 +130,7 @@ Proposal propose(const Reducer::NamedTensors& tensors, const ReducerOptions& opt
   check_options(options);
   check_tensors(tensors);
   Proposal proposal{.common = {{"world size", std::to_string(world_size)},
+                               {"gradferry version", GRADFERRY_VERSION},
                                {"wire version", std::to_string(kWireVersion)},
                                {"codec", canonical(options.codec)},
                                {"error_feedback", options.error_feedback},
@@ -171,17 +183,11 @@ ExchangeLanes connect(const ReducerOptions& options, c10d::Store& store, uint32_
           .hashes = nullptr};
 }
 
-// `store`: with a prefix for this Reducer alone; null in a world of one.
+// `peers`: a store for errors; null in a world of one, which has no lanes.
 std::shared_ptr<HostEngine> start_engine(const Proposal& proposal, const ReducerOptions& options,
-                                         const c10::intrusive_ptr<c10d::Store>& store,
+                                         ExchangeLanes lanes, c10::intrusive_ptr<c10d::Store> peers,
                                          uint32_t rank, uint32_t world_size) {
   constexpr uint64_t kWorkspaceCap = uint64_t{kWorkspaceCapMiB} << 20;
-  ExchangeLanes lanes;
-  c10::intrusive_ptr<c10d::Store> peers;
-  if (store) {
-    lanes = connect(options, *store, rank, world_size);
-    peers = c10::make_intrusive<c10d::PrefixStore>("peers", store);
-  }
   const std::string layout = text_of(proposal.layout);
   EngineOptions engine_options{
       .parameters = proposal.specs,
@@ -210,10 +216,26 @@ std::shared_ptr<HostEngine> start_engine(const Proposal& proposal, const Reducer
                            /*memory=*/nullptr, /*local_stage=*/"");
 }
 
-// Whether another rank's failure caused the error of a connection; that rank's says more then.
-bool is_echo(const std::string& reason) {
+std::string first_line(const std::exception& error) {
+  const std::string text = error.what();
+  return text.substr(0, text.find('\n'));
+}
+
+// What a rank brings that could not connect, for `reason`.
+Brought unconnected(const std::string& reason) {
   const auto has = [&](const char* words) { return reason.find(words) != std::string::npos; };
-  return has("timed out") || has("by peer") || has("refused");
+  Brought brought;
+  // Another rank's failure may have caused it; that rank's error says more then.
+  brought.is_echo = has("timed out") || has("by peer") || has("refused");
+  brought.error.emplace(
+      ErrorKind::kPeer,
+      brought.is_echo
+          ? "the other ranks did not connect: " + reason +
+                "; look at their errors first, then name a network interface that all can reach in "
+                "GLOO_SOCKET_IFNAME"
+          : "cannot connect to the other ranks: " + reason +
+                "; look at the limits of the process (ulimit -n) and at its network");
+  return brought;
 }
 
 }  // namespace
@@ -226,12 +248,11 @@ std::string shape_and_dtype(const at::Tensor& tensor) {
 
 StartedReducer start_reducer(const Reducer::NamedTensors& tensors, const ReducerOptions& options,
                              c10::intrusive_ptr<c10d::Store> store, uint32_t rank,
-                             uint32_t world_size) {
+                             uint32_t world_size, const std::function<void()>& allocate) {
   GRADFERRY_EXPECTS(rank < world_size, kConfig,
                     "rank=" + std::to_string(rank) +
                         " must be less than world_size=" + std::to_string(world_size));
   GRADFERRY_EXPECTS(store || world_size == 1, kConfig, "the store is null");
-  GRADFERRY_EXPECTS(options.timeout.count() > 0, kConfig, "the timeout must be more than 0");
   std::optional<Meetings> meetings;
   if (world_size > 1) {
     store = c10::make_intrusive<c10d::PrefixStore>("gradferry/reducers", store);
@@ -246,28 +267,38 @@ StartedReducer start_reducer(const Reducer::NamedTensors& tensors, const Reducer
   } catch (const Error& error) {
     if (!meetings) throw;
     brought.error = error;
+  } catch (const std::exception& error) {
+    if (!meetings) throw;
+    brought.error.emplace(ErrorKind::kPeer, "cannot begin: " + first_line(error));
   }
   StartedReducer started{
       .engine = nullptr,
       .layout = "rank: " + std::to_string(rank) + "\n" + text_of(brought.fields)};
   if (!meetings) {
-    started.engine = start_engine(proposal, options, nullptr, rank, world_size);
+    allocate();
+    started.engine = start_engine(proposal, options, {}, nullptr, rank, world_size);
     return started;
   }
   const uint64_t number = meetings->meet(brought, "come to make a Reducer");
   Brought outcome;
+  const auto own = c10::make_intrusive<c10d::PrefixStore>(std::to_string(number), store);
+  ExchangeLanes lanes;
   try {
-    const auto own = c10::make_intrusive<c10d::PrefixStore>(std::to_string(number), store);
-    started.engine = start_engine(proposal, options, own, rank, world_size);
+    lanes = connect(options, *own, rank, world_size);
+  } catch (const std::exception& error) {
+    outcome = unconnected(first_line(error));
+  }
+  try {
+    if (!outcome.error) {
+      allocate();
+      started.engine =
+          start_engine(proposal, options, std::move(lanes),
+                       c10::make_intrusive<c10d::PrefixStore>("peers", own), rank, world_size);
+    }
   } catch (const Error& error) {
     outcome.error = error;
   } catch (const std::exception& error) {
-    const std::string reason = error.what();
-    outcome.error.emplace(
-        ErrorKind::kPeer,
-        "cannot connect to the other ranks: " + reason.substr(0, reason.find('\n')) +
-            "; look at the limits of the process (ulimit -n) and at its network");
-    outcome.is_echo = is_echo(reason);
+    outcome.error.emplace(ErrorKind::kPeer, "cannot make a Reducer: " + first_line(error));
   }
   meetings->meet(outcome, "connect");
   return started;

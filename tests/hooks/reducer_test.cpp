@@ -4,6 +4,8 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <algorithm>
+#include <cmath>
 #include <exception>
 #include <functional>
 #include <sstream>
@@ -222,9 +224,11 @@ TEST(Reducer, StateOfOtherOptionsIsRefused) {
   }
 }
 
-// What both ranks say, if it is the same.
+// What both ranks say, if it is the same, but for each one's last buckets.
 std::string common_error(const std::function<void(uint32_t)>& body) {
-  const auto errors = run_ranks(body);
+  auto errors = run_ranks(body);
+  for (std::string& error : errors)
+    error.resize(std::min(error.find("\nlast buckets"), error.size()));
   EXPECT_EQ(errors[0], errors[1]);
   return errors[0];
 }
@@ -310,6 +314,91 @@ TEST(Reducer, SecondPassBeforeWaitIsAnErrorOnAllRanks) {
   for (const std::string& error : errors) {
     EXPECT_NE(error.find("got a second gradient before wait()"), std::string::npos) << error;
   }
+}
+
+// What both ranks say after `steps`, with gradients averaged in backward passes of a net.
+std::string error_in_backward(const std::function<void(Net&, Reducer&, uint32_t)>& steps) {
+  const Store store = new_store();
+  std::vector<Net> nets(kRanks);
+  return common_error([&](uint32_t rank) {
+    Reducer reducer(nets[rank].named_parameters().pairs(), with("q4"), store, rank, kRanks);
+    reducer.average_in_backward();
+    steps(nets[rank], reducer, rank);
+  });
+}
+
+TEST(Reducer, WaitWithoutAPassIsAnErrorOnAllRanks) {
+  const std::string error = error_in_backward([](Net& net, Reducer& reducer, uint32_t rank) {
+    backward(net, rank, 0);
+    reducer.wait();
+    if (rank == 0) backward(net, rank, 1);
+    reducer.wait();
+  });
+  EXPECT_NE(error.find("rank 1: wait() without a backward pass"), std::string::npos) << error;
+}
+
+TEST(Reducer, GradientThatIsChangedBeforeWaitIsAnErrorOnAllRanks) {
+  const std::string error = error_in_backward([](Net& net, Reducer& reducer, uint32_t rank) {
+    backward(net, rank, 0);
+    if (rank == 1) net.first->bias.mutable_grad().mul_(0.5);
+    reducer.wait();
+  });
+  EXPECT_NE(error.find("rank 1: the gradient of 'first.bias' was changed"), std::string::npos)
+      << error;
+}
+
+TEST(Reducer, TensorWithTwoNamesIsRefused) {
+  const auto shared = torch::zeros({30, 40});
+  try {
+    Reducer({{"up", shared}, {"down", shared}}, with("q4"), nullptr, 0, 1);
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.what(),
+              std::string("'up' and 'down' are one tensor; leave out one of the names"));
+  }
+}
+
+TEST(Reducer, DamagedStateIsRefusedAndChangesNothing) {
+  const Store store = new_store();
+  const auto errors = run_ranks([&](uint32_t rank) {
+    Reducer reducer(tensors(), with("q4"), store, rank, kRanks);
+    auto mine = gradients(rank, 0);
+    reducer.all_reduce(mine);
+    std::stringstream saved;
+    torch::save(reducer, saved);
+    torch::serialize::InputArchive sound;
+    sound.load_from(saved);
+    const auto damaged = [&](int64_t steps, double units, double value) {
+      torch::serialize::OutputArchive archive;
+      c10::IValue layout;
+      torch::Tensor worker, owner;
+      sound.read("layout", layout);
+      sound.read("worker_residual", worker);
+      sound.read("owner_residual", owner);
+      archive.write("layout", layout);
+      archive.write("steps", c10::IValue(steps));
+      archive.write("loss_scale", c10::IValue(units));
+      worker = worker.clone();
+      worker[0] = value;
+      archive.write("worker_residual", worker);
+      archive.write("owner_residual", owner);
+      std::stringstream stream;
+      archive.save_to(stream);
+      torch::serialize::InputArchive read;
+      read.load_from(stream);
+      EXPECT_THROW(reducer.load(read), Error) << steps << " " << units << " " << value;
+    };
+    damaged(-1, 1, 0);
+    damaged(1, -1, 0);
+    damaged(1, std::nan(""), 0);
+    damaged(1, 1, std::nan(""));
+    damaged(1, 1, HUGE_VAL);
+    EXPECT_EQ(reducer.stats().steps, 1);
+    std::stringstream again;
+    torch::save(reducer, again);
+    EXPECT_EQ(again.str(), saved.str());
+  });
+  EXPECT_EQ(errors, kNoErrors);
 }
 
 TEST(Reducer, OneRankKeepsItsGradientsAndNeedsNoStore) {

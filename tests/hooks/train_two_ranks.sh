@@ -41,5 +41,16 @@ train first --steps 30 --save "$folder/stateRANK"
 train second --steps 30 --load "$folder/stateRANK"
 [[ $(parameters second | wc -l) == 1 ]] || fail "the ranks' parameters differ after a resume"
 
+# A rank that is killed ends the other one, which says so.
+"$program" --rank 1 --world-size 2 --store "$folder/killed.store" --steps 1000000 >"$folder/killed.1" &
+other=$!
+exec 3< <("$program" --rank 0 --world-size 2 --store "$folder/killed.store" --steps 1000000 \
+  2>"$folder/killed.error" || echo "ended with an error")
+while read -r -u 3 line && [[ $line != "step 25 "* ]]; do :; done
+kill -9 "$other"
+said=$(cat <&3)
+[[ $said == *"ended with an error" ]] || fail "the other rank was killed, and rank 0 says $said"
+grep -q "rank 1" "$folder/killed.error" || fail "rank 0 does not name the rank that was killed"
+
 if "$program" --rank 2 --world-size 2 2>"$folder/error"; then fail "rank 2 of 2 was accepted"; fi
 grep -q "rank must be less" "$folder/error" || fail "rank 2 of 2 was refused for another reason"

@@ -34,7 +34,8 @@ def included(file: Path) -> Iterator[tuple[int, str]]:
 
 def locate(root: Path, file: Path, name: str) -> Path | None:
     """Returns the file of ours that `name` means, relative to root; None when it is not ours."""
-    for folder in (file.parent, root, *(root / room for room in MAY_INCLUDE)):
+    rooms = (root / room for room in MAY_INCLUDE)
+    for folder in (file.parent, root, *rooms, root / "hooks/include"):
         candidate = (folder / name).resolve()
         if candidate.is_file() and candidate.is_relative_to(root):
             return candidate.relative_to(root)

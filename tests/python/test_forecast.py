@@ -144,6 +144,11 @@ def predictions(**ms: float) -> list[Prediction]:
             "measurement may prefer q4.",
         ),
         (
+            {"torch_fp32": 150, "torch_bf16": 120, "bf16": 119},
+            "Do not compress: torch:bf16 takes 120.0 ± 6.0 ms per step, 1.20 times a step without "
+            "communication, and the fastest codec, bf16, would take 119.0 ± 5.7 ms.",
+        ),
+        (
             {"torch_fp32": 900, "torch_bf16": 500, "q8": 201, "q4": 200},
             "Use q8: q8 takes 201.0 ± 30.3 ms per step, 2.01 times a step without communication, "
             "2.49 times faster than torch:bf16, the best without gradferry; q4 (200.0 ± 30.0 ms) "

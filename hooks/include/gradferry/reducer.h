@@ -86,7 +86,8 @@ class Reducer {
   //
   // Throws, with the same text on all ranks: Error(kConfig) for what cannot be used,
   // Error(kRankMismatch) where ranks differ, Error(kPeer) where a rank does not come or cannot
-  // connect. Nothing was changed then.
+  // connect. Nothing was changed then. A rank that is not less than world_size, and a store that is
+  // null, are errors of that rank alone.
   Reducer(const NamedTensors& tensors, const ReducerOptions& options,
           c10::intrusive_ptr<c10d::Store> store, uint32_t rank, uint32_t world_size);
   ~Reducer();
@@ -108,7 +109,9 @@ class Reducer {
   // leave this out and pass the gradients to all_reduce().
   void average_in_backward();
   // Returns when .grad of all registered tensors is the average; where this pass gave a tensor no
-  // gradient, of what its .grad holds, or zeros. Throws as all_reduce().
+  // gradient, of what its .grad holds, or zeros. backward() and wait() throw as all_reduce();
+  // Error(kState) also for a wait() without a pass before it, and for gradients that were changed
+  // between them: clip after wait().
   void wait();
 
   ReducerStats stats() const;

@@ -151,8 +151,10 @@ def _examine(
 
 
 def require_hooks(hooks: Sequence[str]) -> tuple[str, ...]:
-    """The hooks, plus `torch:fp32` and, if there is no codec, `q4`, for the verdict to compare."""
+    """The hooks, plus `torch:fp32` and, for the verdict to compare, `q4`, if there is no codec that
+    trains well as it is.
+    """
     wanted = dict.fromkeys(("torch:fp32", *hooks))
-    if all(hook in BACKEND_HOOKS for hook in wanted):
+    if all(hook in BACKEND_HOOKS or needs_momentum(hook) for hook in wanted):
         wanted["q4"] = None
     return tuple(wanted)

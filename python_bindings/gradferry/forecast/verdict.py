@@ -65,7 +65,8 @@ def advise(
 ) -> str:
     """The verdict, one sentence: what to use, the margin that decided, and what may be wrong.
 
-    predictions: of every hook, including one of PyTorch's and one codec; ignores RULERS.
+    predictions: of every hook, including one of PyTorch's and a codec that does not need momentum;
+        ignores RULERS.
     needs_momentum: whether a hook trains well only in momentum mode and does not use it.
     to_ask: by exchange, what to tell attach so that it takes it; of those that it does not take
         anyway.
@@ -82,7 +83,7 @@ def advise(
         sentence = f"Do not compress: {sentence}"
         if chosen.exposed_s <= _HIDDEN * chosen.seconds:
             sentence += ": the backward pass hides its communication"
-        elif fastest is chosen or uses_backend(fastest):
+        elif uses_backend(fastest) or precision(fastest.hook) >= precision(chosen.hook):
             best = min((p for p in ready if not uses_backend(p)), key=lambda p: p.seconds)
             sentence += f", and the fastest codec, {best.named}, would take {best.shown}"
     else:
