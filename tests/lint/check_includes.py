@@ -20,6 +20,7 @@ MAY_INCLUDE = {
     "benchmarks": ("include", "measure"),
     "python_bindings": ("include", "hooks", "measure"),
 }
+ENGINES = ("host", "device")  # folders of hooks
 TORCH = re.compile(r"(torch|ATen|c10|pybind11)/|Python\.h$")
 INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]')
 SUFFIXES = {".h", ".cuh", ".cpp", ".cu"}
@@ -55,7 +56,7 @@ def complaint(root: Path, file: Path, name: str) -> str | None:
         return None
     if target.parts[0] != room and target.parts[0] not in MAY_INCLUDE[room]:
         return f"{room}/ must not include {target.parts[0]}/"
-    if room == target.parts[0] == "hooks" and len(target.parts) > 2:
+    if room == target.parts[0] == "hooks" and target.parts[1] in ENGINES:
         engine = target.parts[1]
         if here.parts[1] != engine:
             return f"hooks/{engine}/ is for itself: what others need of it belongs in hooks/"
