@@ -38,4 +38,8 @@ add_library(torch::torch INTERFACE IMPORTED)
 target_include_directories(torch::torch SYSTEM INTERFACE ${torch_include_dirs})
 target_link_directories(torch::torch INTERFACE ${torch_library_dirs})
 target_link_libraries(torch::torch INTERFACE c10 torch_cpu torch)
+# Checks in torch's headers and ours hold __FILE__: without the folders of the machine that builds.
+list(GET torch_include_dirs 0 torch_headers)
+target_compile_options(torch::torch INTERFACE -fmacro-prefix-map=${PROJECT_SOURCE_DIR}/=
+                                              -fmacro-prefix-map=${torch_headers}/=)
 target_compile_definitions(torch::torch INTERFACE _GLIBCXX_USE_CXX11_ABI=${torch_cxx11_abi})
