@@ -146,7 +146,8 @@ def predictions(**ms: float) -> list[Prediction]:
         (
             {"torch_fp32": 150, "torch_bf16": 120, "bf16": 119},
             "Do not compress: torch:bf16 takes 120.0 ± 6.0 ms per step, 1.20 times a step without "
-            "communication, and the fastest codec, bf16, would take 119.0 ± 5.7 ms.",
+            "communication, and the fastest codec, bf16, would take 119.0 ± 5.7 ms; a measurement "
+            "may prefer bf16.",
         ),
         (
             {"torch_fp32": 900, "torch_bf16": 500, "q8": 201, "q4": 200},
