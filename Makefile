@@ -73,6 +73,9 @@ simulate = $(package_build)/*/tests/sim/gradferry_sim --worlds $(WORLDS) --first
 test_hooks = $(quiet) build/ctest_hooks.log --show 'tests passed|Total Test time' \
     ctest --test-dir $(package_build)/* --output-on-failure --no-tests=error -j $(JOBS)
 
+# A file's tests stay together: they share fixtures. Beyond four, worlds of processes need much memory.
+pytest = $(bin)/python -m pytest -q -n $(JOBS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+
 # Brings stamps up to date, two at a time: torch is on its way while kernels are compiled. Goals
 # given together come one after the other, so that no two of these run at once.
 prepare = @+$(MAKE) -s -j2
@@ -119,7 +122,7 @@ test:  ## all fast tests
 	@$(simulate)
 	@$(quiet) build/ctest.log --show 'tests passed|Total Test time' ctest --preset core -LE slow -j $(JOBS)
 	@$(test_hooks) -LE slow
-	@$(bin)/python -m pytest -q -m "not slow"
+	@$(pytest) -m "not slow"
 
 test-full:  ## all tests, also the slow ones, those under sanitizers, and kernels for every GPU
 	$(prepare) $(package_ready)
@@ -128,7 +131,7 @@ test-full:  ## all tests, also the slow ones, those under sanitizers, and kernel
 	@$(MAKE) -s test-sanitized
 	@$(MAKE) -s fuzz FUZZ_SECONDS=20
 	@$(MAKE) -s sim-threads
-	@$(bin)/python -m pytest -q
+	@$(pytest)
 	@$(MAKE) -s test-hosts
 	@rm -f $(torch_tidy)
 	@$(MAKE) lint TIDY=--alone
@@ -165,7 +168,8 @@ test-sanitized: $(package_ready)  ## C++ tests and a part of the Python tests un
 
 test-torch-core:  ## what must hold on every torch; use with TORCH=
 	$(prepare) $(package_ready)
-	@$(bin)/python -m pytest -q -m "torch_core and not slow"
+	@$(test_hooks) -LE slow
+	@$(pytest) -m "torch_core and not slow"
 
 sim: $(package_ready)  ## worlds of engines in one thread, with faults: WORLDS= of them, from FIRST= on
 	@$(simulate)

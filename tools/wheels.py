@@ -47,12 +47,17 @@ def supported_torches() -> list[str]:
 
 
 def torches_for(python: str) -> list[str]:
-    """The versions of torch that pip finds for this Python; empty without such a Python."""
+    """The versions of torch that pip finds for this Python; empty without such a Python.
+
+    Ends the program where pip cannot say it.
+    """
     if shutil.which(python) is None:
         return []
     command = [python, "-m", "pip", "index", "versions", "torch"]
-    shown = subprocess.run(command, capture_output=True, text=True).stdout
-    return re.findall(r"\d+\.\d+\.\d+", shown.partition("Available versions:")[2])
+    asked = subprocess.run(command, capture_output=True, text=True)
+    if asked.returncode:
+        sys.exit(f"{' '.join(command)}: {asked.stderr.strip()}")
+    return re.findall(r"\d+\.\d+\.\d+", asked.stdout.partition("Available versions:")[2])
 
 
 def run(log: Path, command: Sequence[object], **options: object) -> float:
@@ -160,7 +165,7 @@ def main() -> int:
 
     columns = ("torch", "Python", "MB", "build s", "install s", "demo s", "2 ranks s", "wheel")
     widths = (8, 12, 6, 8, 10, 7, 10, 0)
-    failures = 0
+    made = failures = 0
 
     def show(row: Sequence[str]) -> None:
         print("".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=False)), flush=True)
@@ -181,13 +186,16 @@ def main() -> int:
             try:
                 for column in cell(torch, python, log):
                     row.append(column)
+                made += 1
             except CellError as failure:
                 failures += 1
                 row.append(f"FAILED: {failure}")
             finally:
                 shutil.rmtree(ENVIRONMENT, ignore_errors=True)
             show(row)
-    return 1 if failures else 0
+    if not made:
+        print("no wheel was made")
+    return 0 if made and not failures else 1
 
 
 if __name__ == "__main__":

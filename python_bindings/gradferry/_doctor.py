@@ -21,7 +21,6 @@ from gradferry.forecast.diagnosis import (
     examine,
     require_hooks,
 )
-from gradferry.forecast.hook_names import check_hook
 
 _TURNS = 3
 _SECONDS = 0.3
@@ -63,8 +62,6 @@ def doctor(
             f"tuple for ddp(*batch) or a dict for ddp(**batch), but: {reason}"
         )
     wanted = require_hooks(default_hooks() if hooks is None else hooks)
-    for hook in wanted:
-        check_hook(hook)
     place = _place(ddp)
     group = ddp.process_group
     if group.size() < 2:

@@ -13,12 +13,15 @@ from gradferry.core.agreement import meeting_place
 from gradferry.core.config import COARSE_BITS
 from gradferry.core.device import CPU, Transport, agreed_transport
 from gradferry.core.nodes import AUTO, exchanges_to_choose_from, found_nodes, how_to_ask
+from gradferry.errors import ConfigError
 from gradferry.forecast.clock import computing_on
 from gradferry.forecast.costs import Costs, Parameter, StepProfile
 from gradferry.forecast.hook_names import (
     BACKEND_HOOKS,
+    POWERSGD,
     RULERS,
     TORCH_DTYPES,
+    check_hook,
     codecs_to_choose_from,
     hook_config,
 )
@@ -152,8 +155,12 @@ def _examine(
 
 def require_hooks(hooks: Sequence[str]) -> tuple[str, ...]:
     """The hooks, plus `torch:fp32` and, for the verdict to compare, `q4`, if there is no codec that
-    trains well as it is.
+    trains well as it is. Raises ConfigError for one that does not exist or cannot be predicted.
     """
+    for hook in hooks:
+        check_hook(hook)
+        if hook.startswith(POWERSGD):
+            raise ConfigError(f"hook {hook!r} cannot be predicted; measure it with bench train")
     wanted = dict.fromkeys(("torch:fp32", *hooks))
     if all(hook in BACKEND_HOOKS or needs_momentum(hook) for hook in wanted):
         wanted["q4"] = None

@@ -23,7 +23,8 @@ from gradferry.forecast.simulate import (
 )
 from gradferry.forecast.simulate_streams import play_on_streams
 
-# The time that a prediction exposes is off by this share, or less.
+# By this share the time that a prediction exposes may be off; four in five were within it
+# (docs/results/when_to_use.md).
 DOUBT = 0.3
 _CALIBRATION_PASSES = 4  # each adds (almost) the remaining difference
 _SHARE_PASSES = 10  # each halves an interval of length 1

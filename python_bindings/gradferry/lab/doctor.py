@@ -27,13 +27,7 @@ from gradferry.forecast.diagnosis import (
     needs_momentum,
     require_hooks,
 )
-from gradferry.forecast.hook_names import (
-    BACKEND_HOOKS,
-    RULERS,
-    SYNC_HOOK,
-    TORCH_DTYPES,
-    check_hook,
-)
+from gradferry.forecast.hook_names import RULERS, SYNC_HOOK, TORCH_DTYPES
 from gradferry.forecast.measure_link import Progress
 from gradferry.forecast.predict import DOUBT
 from gradferry.lab import flags
@@ -112,10 +106,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _examination(arguments: argparse.Namespace) -> Examination:
     hooks = require_hooks(arguments.hooks)
-    for hook in hooks:
-        check_hook(hook)
-        if hook.startswith("torch:") and hook not in BACKEND_HOOKS:
-            raise ConfigError(f"--hooks: {hook} cannot be predicted; measure it with bench train")
     check_model(arguments.model)
     flags.require_at_least_one(arguments, "turns")
     flags.require_more_than_zero("--bucket-caps", arguments.bucket_caps)

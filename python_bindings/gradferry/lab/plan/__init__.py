@@ -16,7 +16,7 @@ from rich.console import Console
 from gradferry.core.nodes import FLAT, TWO_LEVEL
 from gradferry.errors import ConfigError
 from gradferry.forecast.diagnosis import default_hooks, require_hooks
-from gradferry.forecast.hook_names import TORCH_DTYPES, check_hook
+from gradferry.forecast.hook_names import TORCH_DTYPES
 from gradferry.lab import flags
 from gradferry.lab.output.json_file import write_json
 from gradferry.lab.output.speedups import Speedups, draw_speedups, speedup_lines
@@ -102,8 +102,6 @@ def run(arguments: argparse.Namespace) -> int:
         vars(arguments).update(_SMOKE)
     cluster = _cluster(arguments)
     hooks = require_hooks(arguments.hooks)
-    for hook in hooks:
-        check_hook(hook)
     console = Console()
     with console.status("predicting") if console.is_terminal else nullcontext():
         plan = Plan(cluster, hooks, arguments.bucket_cap)
