@@ -201,7 +201,10 @@ Error Peers::cause(Phase phase, uint64_t step, uint64_t number, const std::strin
   if (const auto error = other_size(rank_, phase, step, number, reason)) {
     return tell_or_hear(*error);
   }
-  return lost_contact(look_around(), rank_, phase, step, number, reason);
+  Loss loss = look_around();
+  // Without a store nobody can say who is missing, but where there is only one other rank.
+  if (!loss.store_answers && world_size_ == 2) loss.missing = {1 - rank_};
+  return lost_contact(loss, rank_, phase, step, number, reason);
 }
 
 Loss Peers::look_around() {

@@ -107,6 +107,7 @@ def quick_cells() -> set[Cell]:
     """Every fault once, and one that ends a rank in every phase; codecs and topologies rotate."""
     pairs = [(fault, "backward") for fault in FAULTS]
     pairs += [("kill", "save"), ("exit", "attach"), ("raise", "save"), ("slow", "between steps")]
+    pairs += [("raise", "attach")]
     codecs, topologies = list(CODECS), list(TOPOLOGIES)
     return {
         Cell(

@@ -18,7 +18,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field
 from ipaddress import IPv6Address
 from pathlib import Path
@@ -66,7 +66,13 @@ class _Place:
 
 
 def connect_ranks(
-    store: Store, rank: int, world_size: int, ranks: Collection[int], number: int, seconds: float
+    store: Store,
+    rank: int,
+    world_size: int,
+    ranks: Collection[int],
+    number: int,
+    seconds: float,
+    between_polls: Callable[[], None] = lambda: None,
 ) -> list[socket.socket | None]:
     """Connects `ranks` with each other. Collective among them.
 
@@ -78,6 +84,8 @@ def connect_ranks(
         number: different for every call with this store; it also chooses among the interfaces that
             GLOO_SOCKET_IFNAME lists.
         seconds: how long to wait for the others.
+        between_polls: called ten times a second or more often while this rank waits for others;
+            what it raises ends the wait.
 
     Returns:
         Non-blocking sockets by rank; None for this one, and for those not among `ranks`.
@@ -99,10 +107,10 @@ def connect_ranks(
             store.set(f"{number}/{rank}", json.dumps(asdict(place)))
             # Rank 0 accepts at once, and each rank when those below have answered it.
             for below in sorted(each for each in ranks if each < rank):
-                found = _find(store, f"{number}/{below}", below, deadline)
+                found = _find(store, f"{number}/{below}", below, deadline, between_polls)
                 connections[below] = _connect(found, below, rank, place.address, deadline)
             missing = {each for each in ranks if each > rank}
-            _accept(listener, place, connections, missing, deadline)
+            _accept(listener, place, connections, missing, deadline, between_polls)
         forget(store, [f"{number}/{rank}"])  # all that read it are connected
         for connection in filter(None, connections):
             connection.setblocking(False)
@@ -175,8 +183,14 @@ def _left(deadline: float, rank: int) -> float:
     return left
 
 
-def value_from(store: Store, key: str, rank: int, deadline: float) -> bytes:
-    """What a rank has written, or will, under a key.
+def value_from(
+    store: Store,
+    key: str,
+    rank: int,
+    deadline: float,
+    between_polls: Callable[[], None] = lambda: None,
+) -> bytes:
+    """What a rank has written, or will, under a key. `between_polls` as for `connect_ranks`.
 
     Raises:
         TimeoutError: it had not at `deadline`, in seconds of ``time.monotonic()``.
@@ -184,15 +198,19 @@ def value_from(store: Store, key: str, rank: int, deadline: float) -> bytes:
     # Not store.wait(), which Ctrl-C does not interrupt.
     pause = _LEAST_PAUSE_SECONDS
     while not store.check([key]):
+        between_polls()
         time.sleep(min(pause, _left(deadline, rank)))
         pause = min(2 * pause, MOST_PAUSE_SECONDS)
     value: bytes = store.get(key)
     return value
 
 
-def _find(store: Store, key: str, rank: int, deadline: float) -> _Place:
+def _find(
+    store: Store, key: str, rank: int, deadline: float, between_polls: Callable[[], None]
+) -> _Place:
+    value = value_from(store, key, rank, deadline, between_polls)
     try:
-        return _Place(**json.loads(value_from(store, key, rank, deadline)))
+        return _Place(**json.loads(value))
     except (TypeError, ValueError) as error:
         raise RuntimeError("another rank runs another version of gradferry") from error
 
@@ -236,6 +254,7 @@ def _accept(
     connections: list[socket.socket | None],
     missing: set[int],
     deadline: float,
+    between_polls: Callable[[], None],
 ) -> None:
     """Fills in the connections of the ranks that are `missing`."""
     said: dict[socket.socket, bytes] = {}  # by strangers, the oldest first
@@ -245,7 +264,10 @@ def _accept(
             poll = select.poll()
             for each in (listener, *said):
                 poll.register(each, select.POLLIN)
-            ready = {number for number, _ in poll.poll(1000 * _left(deadline, min(missing)))}
+            longest = min(MOST_PAUSE_SECONDS, _left(deadline, min(missing)))
+            ready = {number for number, _ in poll.poll(1000 * longest)}
+            if not ready:
+                between_polls()
             for stranger in [each for each in said if each.fileno() in ready]:
                 who = _read_hello(stranger, place, said)
                 if who in missing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ from gradferry.core.agreement import EchoError
 from gradferry.core.config import Config
 from gradferry.core.connect import connect_ranks
 from gradferry.core.device import CPU, Transport, transport_of
-from gradferry.core.meeting import patience, store_of
+from gradferry.core.meeting import patience, raise_if_failed, store_of
 from gradferry.core.node_memory import share_memory
 from gradferry.core.parameters import ParameterLayout
 from gradferry.errors import ConfigError, PeerError
@@ -203,12 +204,13 @@ def make_lanes(
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     timeout_seconds = _timeout(group, place).total_seconds()
     deadline = time.monotonic() + (patience(group, place) / 2).total_seconds()
+    hear = functools.partial(raise_if_failed, group)  # what another rank says before it gives up
     connected: list[list[socket | None]] = []
     with _telling_of_others(), ExitStack() as opened:
         for number, (name, ranks) in enumerate(lanes.items()):
             left = deadline - time.monotonic()
             own = PrefixStore(name, store)
-            connected.append(connect_ranks(own, rank, world_size, ranks, number, left))
+            connected.append(connect_ranks(own, rank, world_size, ranks, number, left, hear))
             for connection in filter(None, connected[-1]):
                 opened.enter_context(connection)
         opened.pop_all()

@@ -178,6 +178,18 @@ def wait_or_hear(work: dist.Work, group: dist.ProcessGroup) -> None:
     work.wait()
 
 
+def say_failed(group: dist.ProcessGroup) -> None:
+    """Until the next meeting, `raise_if_failed` raises on all ranks, and `wait_or_hear`."""
+    with contextlib.suppress(RuntimeError):  # without a store they wait for their deadline
+        _losses(group).set("any", "")
+
+
+def raise_if_failed(group: dist.ProcessGroup) -> None:
+    """Raises RuntimeError if a rank has called `say_failed`, or the store does not answer."""
+    if _losses(group).check(["any"]):
+        raise RuntimeError("closed by peer, which failed")
+
+
 def _losses(group: dist.ProcessGroup) -> Store:
     store = PrefixStore("gradferry/meetings", store_of(group))
     return PrefixStore(f"{store.add('number', 0)}/lost", store)

@@ -311,8 +311,8 @@ def _check_ranks(saved: Mapping[str, Any]) -> None:
         good = False
     if not good:
         raise StateError(
-            f"the saved state of format {saved['format']} has nodes {shown(saved[NODES])}, which "
-            f"do not say of {size} ranks which share a node; it was damaged"
+            f"the saved state of format {shown(saved['format'])} has nodes {shown(saved[NODES])}, "
+            f"which do not say of {shown(size)} ranks which share a node; it was damaged"
         )
 
 

@@ -17,7 +17,7 @@ from gradferry.core.agreement import (
     raise_first_error,
     raise_first_mismatch,
 )
-from gradferry.core.meeting import meet, patience
+from gradferry.core.meeting import meet, patience, say_failed
 from gradferry.core.nodes import choose_exchange, identity, received_identities, resolve
 from gradferry.errors import ConfigError, StateError
 from gradferry.reduction.running import Running
@@ -97,6 +97,7 @@ def start(
         outcome: Record = {}
     except Exception as error:
         outcome = error_record(error)
+        say_failed(group)  # the others wait for this rank's connections
     try:
         # A rank that could not connect must still tell the others.
         meet(group, longest, "connect")
