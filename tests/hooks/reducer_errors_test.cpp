@@ -62,7 +62,8 @@ TEST(Reducer, SecondPassBeforeWaitIsAnErrorOnAllRanks) {
   }
 }
 
-// What both ranks say after `steps`, with gradients averaged in backward passes of a net.
+// What both ranks say after `steps`, with gradients averaged in backward passes of a net. One that
+// has got all gradients of its last step meets the other's error in the next one.
 std::string error_in_backward(const std::function<void(Net&, Reducer&, uint32_t)>& steps) {
   const Store store = new_store();
   std::vector<Net> nets(kRanks);
@@ -70,6 +71,8 @@ std::string error_in_backward(const std::function<void(Net&, Reducer&, uint32_t)
     Reducer reducer(nets[rank].named_parameters().pairs(), with("q4"), store, rank, kRanks);
     reducer.average_in_backward();
     steps(nets[rank], reducer, rank);
+    backward(nets[rank], rank, 0);
+    reducer.wait();
   });
 }
 
