@@ -23,8 +23,8 @@ file(STRINGS ${WORK_DIR}/build/CMakeCache.txt kept REGEX "^GRADFERRY_LIBTORCH")
 file(GLOB_RECURSE library ${WORK_DIR}/prefix/libgradferry_hooks.a)
 file(STRINGS ${library} folders REGEX "${REPOSITORY}/(hooks|include)/.*[.](h|cpp)")
 if(NOT library OR maps OR kept OR folders)
-  message(FATAL_ERROR "a program gets options or settings that it did not ask for, or folders: "
-    "${maps}${kept}${folders}")
+  message(FATAL_ERROR "library: '${library}'; a program got the options '${maps}' and keeps '${kept}'; "
+    "folders in the library: '${folders}'")
 endif()
 run(${CMAKE_COMMAND} --build ${WORK_DIR}/build)
 run(${TRAIN_TWO_RANKS} ${WORK_DIR}/build/train ${WORK_DIR}/trained)

@@ -92,6 +92,7 @@ class Reducer {
   Reducer(const NamedTensors& tensors, const ReducerOptions& options,
           c10::intrusive_ptr<c10d::Store> store, uint32_t rank, uint32_t world_size);
   ~Reducer();
+  // Every call of a Reducer that was moved from throws Error(kState).
   Reducer(Reducer&&) noexcept;
   Reducer& operator=(Reducer&&) noexcept;
 
