@@ -47,7 +47,4 @@ target_link_directories(torch::torch INTERFACE ${torch_dir}/lib)
 foreach(library c10 torch_cpu torch)
   target_link_libraries(torch::torch INTERFACE ${torch_dir}/lib/lib${library}.so)
 endforeach()
-# Checks in torch's headers and ours hold __FILE__: without the folders of the machine that builds.
-target_compile_options(torch::torch INTERFACE -fmacro-prefix-map=${PROJECT_SOURCE_DIR}/=
-                                              -fmacro-prefix-map=${torch_dir}/include/=)
 target_compile_definitions(torch::torch INTERFACE _GLIBCXX_USE_CXX11_ABI=1)

@@ -115,6 +115,10 @@ BucketEngine::Bucket BucketEngine::accept(const std::vector<uint32_t>& parameter
   }
   const BucketPlan& plan = plan_for(parameters, step);
   check_gradient(plan, gradient);
+  {
+    const std::lock_guard lock(life_.mutex);
+    life_.stats.gradient_bytes += gradient.nbytes();
+  }
   return {.plan = &plan,
           .used = std::move(used),
           .gradient = gradient,
@@ -171,7 +175,6 @@ void BucketEngine::count_in(Bucket& bucket) {
   const std::lock_guard lock(life_.mutex);
   bucket.event.bucket = life_.stats.buckets;
   if (!bucket.plan->chunks.empty()) ++life_.stats.buckets;
-  life_.stats.gradient_bytes += bucket.event.gradient_bytes;
   ++life_.stats.in_flight;
 }
 

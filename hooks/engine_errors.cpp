@@ -30,9 +30,9 @@ Error finished(const Error& error, const EventLog& log, const EngineOptions& opt
 }
 
 Error called_after_fork(int process_id) {
-  return {ErrorKind::kState, "gradferry was attached in process " + std::to_string(process_id) +
+  return {ErrorKind::kState, "gradferry was set up in process " + std::to_string(process_id) +
                                  " and called after a fork in process " + std::to_string(getpid()) +
-                                 "; attach in the process that trains"};
+                                 "; set it up in the process that trains"};
 }
 
 Error called_at_exit() {

@@ -19,7 +19,7 @@ Error describe_failure(const std::exception_ptr& failure, uint32_t rank);
 // of `log`.
 Error finished(const Error& error, const EventLog& log, const EngineOptions& options);
 
-// The error of a call in another process than `process_id`, the one that attached.
+// The error of a call in another process than `process_id`, the one that set it up.
 Error called_after_fork(int process_id);
 // What a call means when the process ends.
 Error called_at_exit();

@@ -33,19 +33,6 @@ std::string place_of(Phase phase, uint64_t step, uint64_t number) {
          std::to_string(number) + ", " + name + ")";
 }
 
-// "rank 1", "ranks 1 and 2", "ranks 0, 1, ... and 9 more".
-std::string name_ranks(const std::vector<uint32_t>& ranks) {
-  constexpr size_t kShown = 8;
-  const size_t shown = std::min(ranks.size(), kShown);
-  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
-  for (size_t i = 0; i < shown; ++i) {
-    const bool last = i + 1 == ranks.size();
-    text += (i == 0 ? "" : last ? " and " : ", ") + std::to_string(ranks[i]);
-  }
-  if (ranks.size() > shown) text += " and " + std::to_string(ranks.size() - shown) + " more";
-  return text;
-}
-
 // "rank 1" of "rank 1: connection closed by peer", as sockets say it.
 std::string rank_in(const std::string& reason) {
   const size_t colon = reason.find(':');
@@ -59,7 +46,7 @@ std::string plain_reason(const std::string& reason) {
     if (reason.find(words) != std::string::npos) return "its connection was closed";
   }
   if (reason.find("imed out") != std::string::npos) {
-    return "nothing came within the timeout of the process group";
+    return "nothing came within the timeout";
   }
   return reason.substr(0, reason.find('\n'));
 }
@@ -86,6 +73,18 @@ FieldText text_of(WireStatus status) {
 }
 
 }  // namespace
+
+std::string name_ranks(const std::vector<uint32_t>& ranks) {
+  constexpr size_t kShown = 8;
+  const size_t shown = std::min(ranks.size(), kShown);
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (size_t i = 0; i < shown; ++i) {
+    const bool last = i + 1 == ranks.size();
+    text += (i == 0 ? "" : last ? " and " : ", ") + std::to_string(ranks[i]);
+  }
+  if (ranks.size() > shown) text += " and " + std::to_string(ranks.size() - shown) + " more";
+  return text;
+}
 
 std::string describe(const Verdict& verdict) {
   const auto& [fault, reporter, step] = verdict;
@@ -117,7 +116,7 @@ Error lost_contact(const Loss& loss, uint32_t rank, Phase phase, uint64_t step, 
                      (loss.missing.empty() ? rank_in(reason) : name_ranks(loss.missing)) +
                      place_of(phase, step, number) + ": " + plain_reason(reason);
   if (!loss.store_answers) {
-    text += ", and the store of the process group does not answer (mostly rank 0 serves it)";
+    text += ", and the store does not answer (mostly rank 0 serves it)";
   }
   return {ErrorKind::kPeer, text + "; look at the other ranks' errors first, then restart"};
 }

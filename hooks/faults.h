@@ -11,6 +11,9 @@
 
 namespace gradferry {
 
+// "rank 1", "ranks 1 and 2", "ranks 0, 1, ... and 9 more".
+std::string name_ranks(const std::vector<uint32_t>& ranks);
+
 // The first thing that went wrong in a bucket on this rank; the commit carries it to the others.
 struct Fault {
   WireStatus status = WireStatus::kOk;

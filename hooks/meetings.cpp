@@ -4,6 +4,8 @@
 #include <charconv>
 #include <sstream>
 
+#include "faults.h"
+#include "store_text.h"
 #include "threads.h"
 
 namespace gradferry {
@@ -15,6 +17,7 @@ constexpr milliseconds kShortestPause{1}, kLongestPause{100};
 // That ranks get to read why they do not go on.
 constexpr milliseconds kLongestForOthers{2000};
 constexpr const char* kAllCame = "all came";
+constexpr const char* kUnreadable = "a rank brought something else to the store";
 
 // Texts as one, and back.
 std::string joined(const std::vector<std::string>& parts) {
@@ -36,7 +39,7 @@ std::string text_of(const Error& error) {
 
 // Of parts [begin, begin + 2).
 Error error_from(const std::vector<std::string>& parts, size_t begin) {
-  const Error unreadable(ErrorKind::kPeer, "a rank brought something else to the store");
+  const Error unreadable(ErrorKind::kPeer, kUnreadable);
   if (parts.size() < begin + 2) return unreadable;
   const std::string& text = parts[begin];
   int kind = 0;
@@ -72,29 +75,18 @@ Brought brought_from(const std::string& text) {
 
 std::string name_of(uint64_t rank) { return "rank " + std::to_string(rank); }
 
-// "rank 1", "ranks 1 and 2", "ranks 1, 2 and 3".
-std::string names_of(const std::vector<uint32_t>& ranks) {
-  if (ranks.size() == 1) return name_of(ranks[0]);
-  std::string text = "ranks ";
-  for (size_t i = 0; i < ranks.size(); ++i) {
-    if (i != 0) text += i + 1 == ranks.size() ? " and " : ", ";
-    text += std::to_string(ranks[i]);
-  }
-  return text;
-}
-
 std::string seconds(milliseconds duration) {
   std::ostringstream text;
   text << std::chrono::duration<double>(duration).count() << " s";
   return text.str();
 }
 
-Error mismatch(uint64_t rank, uint64_t first, const std::string& field, const std::string& value,
-               const std::string& expected) {
+// `rank`, `first`: their names.
+Error mismatch(const std::string& rank, const std::string& first, const std::string& field,
+               const std::string& value, const std::string& expected) {
   return {ErrorKind::kRankMismatch,
-          name_of(rank) + " differs from " + name_of(first) + " in " + field + ": '" + value +
-              "' instead of '" + expected +
-              "'; start every rank with the same program, options and model"};
+          rank + " differs from " + first + " in " + field + ": '" + value + "' instead of '" +
+              expected + "'; start every rank with the same program, options and model"};
 }
 
 std::optional<Error> first_difference(const Brought& expected, uint64_t first,
@@ -103,12 +95,13 @@ std::optional<Error> first_difference(const Brought& expected, uint64_t first,
   for (size_t i = 0; i < common; ++i) {
     const auto& [name, value] = brought.fields[i];
     if (brought.fields[i] != expected.fields[i]) {
-      return mismatch(rank, first, expected.fields[i].first, value, expected.fields[i].second);
+      return mismatch(name_of(rank), name_of(first), expected.fields[i].first, value,
+                      expected.fields[i].second);
     }
   }
   if (brought.fields.size() == expected.fields.size()) return std::nullopt;
-  return mismatch(rank, first, "number of fields", std::to_string(brought.fields.size()),
-                  std::to_string(expected.fields.size()));
+  return mismatch(name_of(rank), name_of(first), "number of fields",
+                  std::to_string(brought.fields.size()), std::to_string(expected.fields.size()));
 }
 
 }  // namespace
@@ -140,17 +133,24 @@ uint64_t Meetings::meet(const Brought& brought, const std::string& purpose) {
   try {
     number = static_cast<uint64_t>(store_->add("number", 0));
     const std::string prefix = std::to_string(number) + "/";
-    write(prefix + "brought/" + std::to_string(rank_), text_of(brought));
+    write_text(*store_, prefix + "brought/" + std::to_string(rank_), text_of(brought));
+    if (brought.error) write_text(*store_, prefix + "failed", "1");
     if (store_->add(prefix + "rank/" + std::to_string(rank_), 1) != 1) {
-      decide(number,
-             text_of(Error(ErrorKind::kConfig, "two processes say that they are " + name_of(rank_) +
-                                                   "; give every process a rank of its own")));
-    } else if (store_->add(prefix + "came", 1) == world_size_) {
-      decide(number, outcome_of(number, purpose));
+      decide(number, text_of(Error(ErrorKind::kConfig,
+                                   "two processes say that they are " + name_of(rank_) +
+                                       ", or an earlier run left its keys in the store; "
+                                       "give every process a rank of its own, and "
+                                       "every run a new store")));
+    } else {
+      const bool is_last = store_->add(prefix + "came", 1) == world_size_;
+      if (const auto other = other_world_size(number)) {
+        decide(number, text_of(*other));
+      } else if (is_last) {
+        decide(number, outcome_of(number, purpose));
+      }
     }
     outcome = decided_without(number, purpose);
     if (outcome != kAllCame) let_others_read(number);
-    if (number > 0 && outcome == kAllCame) forget(number - 1);
   } catch (const Error&) {
     throw;
   } catch (const std::exception& error) {
@@ -163,13 +163,29 @@ uint64_t Meetings::meet(const Brought& brought, const std::string& purpose) {
   return number;
 }
 
+bool Meetings::has_failed(uint64_t number) {
+  return store_->check({std::to_string(number) + "/failed"});
+}
+
+// What is wrong if this rank and the first one to come wait for different numbers of ranks: none
+// may be the last one to come then.
+std::optional<Error> Meetings::other_world_size(uint64_t number) {
+  const std::string size = std::to_string(world_size_), own = joined({size, name_of(rank_)});
+  const std::vector<uint8_t> found = store_->compareSet(
+      std::to_string(number) + "/size", {}, std::vector<uint8_t>(own.begin(), own.end()));
+  const auto first = split(std::string(found.begin(), found.end()));
+  if (first.size() != 2) return Error(ErrorKind::kPeer, kUnreadable);
+  if (first[0] == size) return std::nullopt;
+  return mismatch(name_of(rank_), first[1], "world size", size, first[0]);
+}
+
 // Waits for the outcome; decides when it does not come in time.
 std::string Meetings::decided_without(uint64_t number, const std::string& purpose) {
   const std::string key = std::to_string(number) + "/outcome";
   const TimePoint deadline = now() + longest_;
   bool decides = false;
   for (milliseconds pause = kShortestPause;; pause = std::min(2 * pause, kLongestPause)) {
-    if (const auto outcome = read(key)) return *outcome;
+    if (const auto outcome = read_text(*store_, key)) return *outcome;
     if (now() > deadline && !decides) {
       decide(number, outcome_of(number, purpose));
       decides = true;
@@ -187,8 +203,9 @@ void Meetings::let_others_read(uint64_t number) {
   try {
     const int64_t came = store_->add(prefix + "came", 0);
     int64_t have_read = store_->add(prefix + "read", 1);
-    while (have_read < came && now() < deadline) {
-      sleep_for(kShortestPause);
+    for (milliseconds pause = kShortestPause; have_read < came && now() < deadline;
+         pause = std::min(2 * pause, kLongestPause)) {
+      sleep_for(pause);
       have_read = store_->add(prefix + "read", 0);
     }
   } catch (const std::exception&) {
@@ -202,7 +219,7 @@ std::string Meetings::outcome_of(uint64_t number, const std::string& purpose) {
   std::vector<uint32_t> missing;
   const std::string prefix = std::to_string(number) + "/brought/";
   for (uint32_t rank = 0; rank < world_size_; ++rank) {
-    if (const auto text = read(prefix + std::to_string(rank))) {
+    if (const auto text = read_text(*store_, prefix + std::to_string(rank))) {
       brought[rank] = brought_from(*text);
     } else {
       missing.push_back(rank);
@@ -210,7 +227,7 @@ std::string Meetings::outcome_of(uint64_t number, const std::string& purpose) {
   }
   if (const auto problem = first_problem(brought)) return text_of(*problem);
   if (missing.empty()) return kAllCame;
-  return text_of(Error(ErrorKind::kPeer, names_of(missing) + " did not " + purpose + " within " +
+  return text_of(Error(ErrorKind::kPeer, name_ranks(missing) + " did not " + purpose + " within " +
                                              seconds(longest_) +
                                              "; look at the errors of those that did not first"));
 }
@@ -220,32 +237,25 @@ void Meetings::decide(uint64_t number, const std::string& outcome) {
   const std::string prefix = std::to_string(number) + "/";
   if (store_->add(prefix + "decided", 1) != 1) return;
   store_->add("number", 1);
-  write(prefix + "outcome", outcome);
+  write_text(*store_, prefix + "outcome", outcome);
+  if (outcome == kAllCame) forget_before(number);
 }
 
-// Removes what nobody reads any more: all ranks have left that meeting.
-void Meetings::forget(uint64_t number) {
-  const std::string prefix = std::to_string(number) + "/", rank = std::to_string(rank_);
-  std::vector<std::string> keys{prefix + "brought/" + rank, prefix + "rank/" + rank};
-  if (rank_ == 0) {
-    for (const char* key : {"came", "decided", "outcome"}) keys.push_back(prefix + key);
+// Removes what nobody reads any more: all ranks have left those meetings.
+void Meetings::forget_before(uint64_t number) {
+  while (number-- > 0) {
+    const std::string prefix = std::to_string(number) + "/";
+    if (!store_->check({prefix + "decided"})) return;  // removed before
+    std::vector<std::string> keys;
+    for (uint32_t rank = 0; rank < world_size_; ++rank) {
+      for (const char* key : {"brought/", "rank/"})
+        keys.push_back(prefix + key + std::to_string(rank));
+    }
+    for (const char* key : {"failed", "size", "came", "outcome", "read", "decided"}) {
+      keys.push_back(prefix + key);
+    }
+    forget_keys(*store_, keys);
   }
-  try {
-    for (const std::string& key : keys) store_->deleteKey(key);
-  } catch (const std::exception&) {
-    return;  // a store that cannot delete keeps them
-  }
-}
-
-// Nothing if the key does not exist, for which Store::get() would wait.
-std::optional<std::string> Meetings::read(const std::string& key) {
-  if (!store_->check({key})) return std::nullopt;
-  const std::vector<uint8_t> value = store_->get(key);
-  return std::string(value.begin(), value.end());
-}
-
-void Meetings::write(const std::string& key, const std::string& value) {
-  store_->set(key, std::vector<uint8_t>(value.begin(), value.end()));
 }
 
 }  // namespace gradferry

@@ -3,11 +3,15 @@
 //
 //   number              counts meetings
 //   n/brought/<rank>    what that rank brings
+//   n/failed            some rank has brought an error
 //   n/rank/<rank>       counts how often that rank came
+//   n/size              the world size of the first rank to come, and its name
 //   n/came              counts ranks that came
 //   n/decided           who makes it 1 decides: the last rank to come, or one that waited too long
 //   n/outcome           of the meeting, the same for every rank that came
 //   n/read              counts ranks that have read an outcome with which they do not go on
+//
+// When all ranks have come to one meeting, the keys of those before it are removed.
 #pragma once
 
 #include <chrono>
@@ -47,15 +51,16 @@ class Meetings {
   // an Error, with the same text on all ranks that came: first_problem(), or Error(kPeer) where
   // ranks stayed away; Error(kPeer) too where the store does not answer.
   uint64_t meet(const Brought& brought, const std::string& purpose);
+  // Whether a rank has come to that meeting with an error, so that it will have no good outcome.
+  bool has_failed(uint64_t number);
 
  private:
   std::string outcome_of(uint64_t number, const std::string& purpose);
   void decide(uint64_t number, const std::string& outcome);
-  std::optional<std::string> read(const std::string& key);
-  void write(const std::string& key, const std::string& value);
+  std::optional<Error> other_world_size(uint64_t number);
   std::string decided_without(uint64_t number, const std::string& purpose);
   void let_others_read(uint64_t number);
-  void forget(uint64_t number);
+  void forget_before(uint64_t number);
 
   const c10::intrusive_ptr<c10d::Store> store_;
   const uint32_t rank_;

@@ -16,8 +16,9 @@ Nodes Nodes::flat(uint32_t world_size) {
 Nodes::Nodes(std::vector<std::vector<uint32_t>> members) : members_(std::move(members)) {
   size_t world_size = 0;
   for (const auto& ranks : members_) world_size += ranks.size();
-  GRADFERRY_EXPECTS(world_size >= 1 && world_size <= 65535, kConfig,
-                    "world size " + std::to_string(world_size) + " is not in 1..65535");
+  GRADFERRY_EXPECTS(
+      world_size >= 1 && world_size <= kMostRanks, kConfig,
+      "world size " + std::to_string(world_size) + " is not in 1.." + std::to_string(kMostRanks));
   constexpr Place kNone{~0U, ~0U};
   places_.assign(world_size, kNone);
   num_columns_ = ~0U;

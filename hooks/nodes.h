@@ -16,6 +16,9 @@
 
 namespace gradferry {
 
+// A world may have.
+inline constexpr uint32_t kMostRanks = 65535;
+
 class Nodes {
  public:
   // Every rank is a node of its own.

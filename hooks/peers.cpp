@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "gradferry/error.h"
+#include "store_text.h"
 #include "threads.h"
 
 namespace gradferry {
@@ -27,17 +28,6 @@ constexpr size_t kMostErrorBytes = 4000;
 
 std::string present_key(uint32_t rank) { return "present/" + std::to_string(rank); }
 
-// The value of a key; empty if the key does not exist, for which Store::get() would wait.
-std::string read(c10d::Store& store, const std::string& key) {
-  if (!store.check({key})) return {};
-  const std::vector<uint8_t> value = store.get(key);
-  return {value.begin(), value.end()};
-}
-
-void write(c10d::Store& store, const std::string& key, const std::string& value) {
-  store.set(key, std::vector<uint8_t>(value.begin(), value.end()));
-}
-
 // Whether `work` ends within `longest`; throws what it ended with.
 bool ends_within(c10d::Work& work, milliseconds longest) {
   try {
@@ -53,9 +43,9 @@ bool ends_within(c10d::Work& work, milliseconds longest) {
 
 // What a rank has reported, behind the word for its kind; empty: nothing.
 std::string read_report(c10d::Store& store) {
-  const std::string error = read(store, "error");
+  const std::string error = read_text(store, "error").value_or("");
   if (error.empty()) return {};
-  return (read(store, "kind") == "protocol" ? "protocol " : "peer ") + error;
+  return (read_text(store, "kind") == "protocol" ? "protocol " : "peer ") + error;
 }
 
 Error error_of(const std::string& report) {
@@ -66,7 +56,7 @@ Error error_of(const std::string& report) {
 
 // The result of look_around() as text: a report, or "missing " and ranks.
 std::string look(c10d::Store& store, uint32_t rank, uint32_t world_size) {
-  write(store, present_key(rank), "1");
+  write_text(store, present_key(rank), "1");
   const bool first = store.add("lost", 1) == 1;
   const auto end = now() + (first ? kLook : kWaitForLook);
   for (milliseconds pause = kPause;; pause = std::min(2 * pause, kMostPause)) {
@@ -78,7 +68,7 @@ std::string look(c10d::Store& store, uint32_t rank, uint32_t world_size) {
   std::string answer = "missing ";
   if (!first) return answer;
   for (uint32_t r = 0; r < world_size; ++r) {
-    if (r != rank && read(store, present_key(r)) != "1") answer += std::to_string(r) + " ";
+    if (r != rank && read_text(store, present_key(r)) != "1") answer += std::to_string(r) + " ";
   }
   return answer;
 }
@@ -141,7 +131,7 @@ std::optional<std::string> Peers::ask(Question question, milliseconds longest) {
 
 void Peers::say_present(bool present) {
   const auto say = [key = present_key(rank_), present](c10d::Store& store) {
-    write(store, key, present ? "1" : "0");
+    write_text(store, key, present ? "1" : "0");
     return std::string();
   };
   ask(say, milliseconds(0));  // does not wait for the answer
@@ -171,10 +161,10 @@ void Peers::tell(const std::string& error, ErrorKind kind) {
   std::string line = error.substr(0, std::min(error.find('\n'), kMostErrorBytes));
   if (!line.starts_with("rank ")) line = "rank " + std::to_string(rank_) + " failed: " + line;
   const auto tell = [line, kind, key = present_key(rank_)](c10d::Store& store) {
-    write(store, key, "1");
+    write_text(store, key, "1");
     if (store.add("told", 1) == 1) {
-      if (kind == ErrorKind::kProtocol) write(store, "kind", "protocol");
-      write(store, "error", line);
+      if (kind == ErrorKind::kProtocol) write_text(store, "kind", "protocol");
+      write_text(store, "error", line);
     }
     return std::string();
   };

@@ -14,6 +14,7 @@
 #include <cstring>
 #include <exception>
 #include <filesystem>
+#include <limits>
 #include <stdexcept>
 #include <string>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
@@ -35,12 +36,16 @@ constexpr const char* kHelp =
                     PATH.optimizer and PATH.reducer
 )";
 
+constexpr int64_t kMostRanks = std::numeric_limits<uint32_t>::max();  // as Reducer counts them
+constexpr int64_t kMostPort = std::numeric_limits<uint16_t>::max();
+
 struct Options {
   int64_t rank = 0, world_size = 1, steps = 300;
   std::string store = "127.0.0.1:29500", codec = "q4", save, load;
 };
 
-int64_t whole_number(const std::string& name, const std::string& text) {
+int64_t whole_number(const std::string& name, const std::string& text,
+                     int64_t most = std::numeric_limits<int64_t>::max()) {
   size_t used = 0;
   int64_t number = -1;
   try {
@@ -48,8 +53,9 @@ int64_t whole_number(const std::string& name, const std::string& text) {
   } catch (const std::exception&) {
     used = 0;
   }
-  if (text.empty() || used != text.size() || number < 0) {
-    throw std::invalid_argument(name + " " + text + ": not a whole number, 0 or more");
+  if (text.empty() || used != text.size() || number < 0 || number > most) {
+    throw std::invalid_argument(name + ": " + text + " is no whole number from 0 to " +
+                                std::to_string(most));
   }
   return number;
 }
@@ -61,9 +67,9 @@ Options parse(int argc, char** argv) {
     if (i + 1 == argc) throw std::invalid_argument(name + " needs a value");
     const std::string value = argv[i + 1];
     if (name == "--rank") {
-      options.rank = whole_number(name, value);
+      options.rank = whole_number(name, value, kMostRanks);
     } else if (name == "--world-size") {
-      options.world_size = whole_number(name, value);
+      options.world_size = whole_number(name, value, kMostRanks);
     } else if (name == "--steps") {
       options.steps = whole_number(name, value);
     } else if (name == "--store") {
@@ -91,7 +97,8 @@ c10::intrusive_ptr<c10d::Store> meet(const Options& options) {
                                                 static_cast<int>(options.world_size));
   }
   c10d::TCPStoreOptions tcp;
-  tcp.port = static_cast<uint16_t>(whole_number("--store", options.store.substr(colon + 1)));
+  tcp.port = static_cast<uint16_t>(
+      whole_number("the port of --store", options.store.substr(colon + 1), kMostPort));
   tcp.isServer = options.rank == 0;
   tcp.numWorkers = options.world_size;
   return c10::make_intrusive<c10d::TCPStore>(options.store.substr(0, colon), tcp);

@@ -27,6 +27,8 @@
 #include <system_error>
 #include <utility>
 
+#include "store_text.h"
+
 namespace gradferry {
 namespace {
 
@@ -67,6 +69,20 @@ std::string text_of(int error) { return std::generic_category().message(error); 
 std::system_error system_error(const std::string& what) {
   return {errno, std::generic_category(), what};
 }
+
+// That this rank wrote into the store, removed when it has connected, or failed.
+struct Written {
+  c10d::Store& store;
+  const std::string key;
+
+  Written(c10d::Store& written_to, const std::string& name, const std::string& text)
+      : store(written_to), key(name) {
+    write_text(store, key, text);
+  }
+  ~Written() { forget_keys(store, {key}); }
+  Written(const Written&) = delete;
+  Written& operator=(const Written&) = delete;
+};
 
 // An address of a socket.
 struct Address {
@@ -171,7 +187,8 @@ Place place_from(const std::vector<uint8_t>& value, Address& own) {
       throw std::invalid_argument("no address");
     }
   } catch (const std::invalid_argument&) {
-    throw std::runtime_error("another rank runs another version of gradferry");
+    throw std::runtime_error(
+        "another rank runs another version of gradferry; install one on all ranks");
   }
   return place;
 }
@@ -210,9 +227,14 @@ std::vector<Address> addresses_of_host(const std::string& host, std::string& rea
   hints.ai_socktype = SOCK_STREAM;
   addrinfo* first = nullptr;
   const int failure = getaddrinfo(host.c_str(), nullptr, &hints, &first);
-  if (failure == EAI_SYSTEM && (errno == EMFILE || errno == ENFILE)) throw system_error(host);
+  if (failure == EAI_SYSTEM) {
+    const std::system_error error = system_error(host);
+    if (is_out_of_files(error)) throw error;
+    reason = error.code().message();
+    return {};
+  }
   if (failure != 0) {
-    reason = failure == EAI_SYSTEM ? text_of(errno) : gai_strerror(failure);
+    reason = gai_strerror(failure);
     return {};
   }
   const std::unique_ptr<addrinfo, void (*)(addrinfo*)> owned(first, &freeaddrinfo);
@@ -263,7 +285,14 @@ Descriptor listen_on(uint64_t number, Address& address) {
   for (Address& candidate : candidates) {
     if (candidate.family() == AF_INET) candidate.v4().sin_port = 0;
     if (candidate.family() == AF_INET6) candidate.v6().sin6_port = 0;
-    Descriptor listener = new_socket(candidate.family());
+    Descriptor listener;
+    try {
+      listener = new_socket(candidate.family());
+    } catch (const std::system_error& error) {
+      if (is_out_of_files(error)) throw;
+      reason = error.code().message();  // a host without that family
+      continue;
+    }
     address = {};
     address.size = sizeof(address.storage);
     if (bind(listener.number(), candidate.get(), candidate.size) == 0 &&
@@ -316,14 +345,6 @@ std::vector<uint8_t> value_from(c10d::Store& store, const std::string& key, cons
 
 std::string key_of(const Connecting& how, uint32_t rank) {
   return std::to_string(how.number) + "/" + std::to_string(rank);
-}
-
-void forget(c10d::Store& store, const std::string& key) {
-  try {
-    store.deleteKey(key);
-  } catch (const std::exception&) {
-    return;  // a store that cannot, or does not answer any more: the key stays
-  }
 }
 
 // These are the first bytes on a connection: they fit.
@@ -420,14 +441,18 @@ void accept_ranks(const Descriptor& listener, const Place& place, const Connecti
 
 }  // namespace
 
+bool is_out_of_files(const std::system_error& error) {
+  return error.code() == std::errc::too_many_files_open ||
+         error.code() == std::errc::too_many_files_open_in_system;
+}
+
 std::vector<Descriptor> connect_ranks(c10d::Store& store, const Connecting& how) {
   std::vector<Descriptor> connections(how.world_size);
   Place place{};
   const Descriptor listener = listen_on(how.number, place.address);
   place.question = random_secret();
   place.answer = random_secret();
-  const std::string text = text_of(place);
-  store.set(key_of(how, how.rank), std::vector<uint8_t>(text.begin(), text.end()));
+  const Written written(store, key_of(how, how.rank), text_of(place));
   // Rank 0 accepts at once, and each rank when those below have answered it.
   std::vector<uint32_t> ranks = how.ranks;
   std::ranges::sort(ranks);
@@ -438,6 +463,8 @@ std::vector<Descriptor> connect_ranks(c10d::Store& store, const Connecting& how)
     const auto found = place_from(value_from(store, key_of(how, other), how, other), place.address);
     try {
       connections[other] = connect_to(found, other, how);
+    } catch (const std::system_error&) {
+      throw;  // of this rank
     } catch (const std::runtime_error& error) {
       const std::string name = "rank " + std::to_string(other);
       const std::string reason = error.what();
@@ -445,7 +472,6 @@ std::vector<Descriptor> connect_ranks(c10d::Store& store, const Connecting& how)
     }
   }
   accept_ranks(listener, place, how, std::move(above), connections);
-  forget(store, key_of(how, how.rank));  // all that read it are connected
   for (const Descriptor& connection : connections) {
     if (connection.number() < 0) continue;
     for (const auto& [level, name, value] : kSocketOptions) {

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <system_error>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
 
@@ -25,14 +26,17 @@ struct Connecting {
   uint64_t number;
   TimePoint deadline;  // for the others to come
   // Called ten times a second or more often while this rank waits; what it throws ends the wait.
-  // May be empty.
+  // May be empty: nothing is called.
   std::function<void()> between_polls;
 };
 
 // Connects ranks with each other. Collective among them. `store`: with a prefix of its own.
 // Returns sockets by rank that do not block; none for this one, and for those that do not call.
 // Throws std::system_error or std::runtime_error when this rank cannot connect, or another did not
-// before the deadline; nothing stays open.
+// before the deadline; nothing stays open, and no key of this rank in the store.
 std::vector<Descriptor> connect_ranks(c10d::Store& store, const Connecting& how);
+
+// Whether this process, or its host, has no more files to open.
+bool is_out_of_files(const std::system_error& error);
 
 }  // namespace gradferry

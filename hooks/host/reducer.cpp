@@ -1,7 +1,6 @@
 #include "gradferry/reducer.h"
 
 #include <ATen/Functions.h>
-#include <ATen/MemoryOverlap.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/core/jit_type.h>
 #include <torch/csrc/autograd/function_hook.h>
@@ -16,6 +15,7 @@
 #include "all_reduce.h"
 #include "background_thread.h"
 #include "host/start_reducer.h"
+#include "host/tensor_memory.h"
 #include "process_end.h"
 
 namespace gradferry {
@@ -23,6 +23,9 @@ namespace {
 
 // How long threads get, when the process ends, to close their connections.
 constexpr std::chrono::milliseconds kAtExit{1000};
+
+// Of a saved state.
+constexpr int64_t kStateFormat = 1;
 
 std::string in_quotes(const std::string& text) { return "'" + text + "'"; }
 
@@ -76,9 +79,19 @@ class Reducer::Impl {
   struct Place {
     size_t bucket, index;
   };
+  // The gradient that a backward pass gave a tensor, as it was when it was copied.
+  struct Sent {
+    at::Tensor gradient;
+    int64_t version = 0;
+    uint64_t sample = 0;
+  };
 
   void make_buckets(double cap_mb);
+  bool is_in_step() const;
+  void expect_between_steps(const std::string& call) const;
   void check(size_t index, const at::Tensor& gradient);
+  void check_memory(const std::vector<at::Tensor>& gradients);
+  bool was_changed(size_t index) const;
   void take(size_t index, const at::Tensor& gradient);
   void hand_over(Bucket& bucket);
   void hand_over_full();
@@ -91,9 +104,8 @@ class Reducer::Impl {
   std::vector<Bucket> buckets_;  // in the order of all ranks
   std::vector<Place> places_;    // by tensor
   std::vector<bool> taken_;      // by tensor: whether this step has copied its gradient
-  // By tensor: the version of the gradient that a backward pass gave, when it was copied.
-  std::vector<int64_t> versions_;
-  size_t num_handed_over_ = 0;  // buckets of this step
+  std::vector<Sent> sent_;       // by tensor
+  size_t num_handed_over_ = 0;   // buckets of this step
   bool in_backward_ = false;
   StartedReducer started_;
   std::shared_ptr<HostEngine>& engine_ = started_.engine;
@@ -127,7 +139,7 @@ void Reducer::Impl::make_buckets(double cap_mb) {
   std::map<at::ScalarType, size_t> open;  // the bucket that is not full, by dtype
   places_.resize(tensors_.size());
   taken_.resize(tensors_.size());
-  versions_.resize(tensors_.size());
+  sent_.resize(tensors_.size());
   std::vector<uint64_t> num_bytes;  // by bucket
   for (size_t i = tensors_.size(); i-- > 0;) {
     const at::Tensor& tensor = tensors_[i].second;
@@ -191,12 +203,24 @@ void Reducer::Impl::check(size_t index, const at::Tensor& gradient) {
     fail(in_quotes(name) + " is " + shape_and_dtype(gradient) + ", and " +
          shape_and_dtype(registered) + " was registered; make a new Reducer where tensors change");
   }
-  // The average could not be written there.
-  if (gradient.is_inference() || at::has_internal_overlap(gradient) == at::MemOverlap::Yes) {
-    fail(
-        in_quotes(name) +
-        " was made in inference mode, or is expanded, so that elements share memory; pass a clone");
+  if (gradient.is_inference()) {  // the average could not be written there
+    fail(in_quotes(name) + " was made in inference mode; pass a clone()");
   }
+}
+
+// Of all gradients of a step, before an average is written to one.
+void Reducer::Impl::check_memory(const std::vector<at::Tensor>& gradients) {
+  if (const auto problem = memory_shared(gradients, tensors_)) fail(*problem);
+}
+
+// Whether this step has copied gradients that wait() has not replaced by averages.
+bool Reducer::Impl::is_in_step() const { return std::ranges::find(taken_, true) != taken_.end(); }
+
+// How much of a step has been handed over depends on time.
+void Reducer::Impl::expect_between_steps(const std::string& call) const {
+  engine_->expect_alive();
+  GRADFERRY_EXPECTS(!is_in_step(), kState,
+                    call + " between backward() and wait(): call wait() first");
 }
 
 // Undefined: zeros.
@@ -237,12 +261,13 @@ void Reducer::Impl::wait_for_buckets() {
   }
   num_handed_over_ = 0;
   taken_.assign(taken_.size(), false);
+  sent_.assign(sent_.size(), {});
   PendingAllReduce(std::move(futures)).wait();
 }
 
 void Reducer::Impl::all_reduce(const std::vector<at::Tensor>& gradients) {
   engine_->expect_alive();
-  if (std::ranges::find(taken_, true) != taken_.end()) {
+  if (is_in_step()) {
     fail("all_reduce() after a backward pass that averages, and before its wait()");
   }
   if (gradients.size() != tensors_.size()) {
@@ -256,6 +281,7 @@ void Reducer::Impl::all_reduce(const std::vector<at::Tensor>& gradients) {
            " requires grad: a codec would round a parameter itself; pass its .grad()");
     }
   }
+  check_memory(gradients);
   for (size_t i = gradients.size(); i-- > 0;) take(i, gradients[i]);
   wait_for_buckets();
   const at::NoGradGuard no_grad;
@@ -293,28 +319,44 @@ void Reducer::Impl::gradient_is_there(size_t index) {
          " got a second gradient before wait(): one backward pass is one step; for "
          "several use all_reduce()");
   }
-  check(index, tensor.grad());
-  versions_[index] = tensor.grad()._version();
-  take(index, tensor.grad());
+  const at::Tensor& gradient = tensor.grad();
+  check(index, gradient);
+  sent_[index] = {gradient, static_cast<int64_t>(gradient._version()), sample_of(gradient)};
+  take(index, gradient);
+}
+
+// Whether the gradient of a tensor is no longer what this step has copied. What is done to
+// `.data()`, as clip_grad_norm_() does, leaves the version as it is, but not the sample.
+bool Reducer::Impl::was_changed(size_t index) const {
+  const Sent& sent = sent_[index];
+  const at::Tensor& gradient = tensors_[index].second.grad();
+  return !gradient.is_same(sent.gradient) ||
+         static_cast<int64_t>(gradient._version()) != sent.version ||
+         sample_of(gradient) != sent.sample;
 }
 
 void Reducer::Impl::wait() {
   engine_->expect_alive();
   if (!in_backward_) fail("wait() belongs to average_in_backward(), which was not called");
-  if (std::ranges::find(taken_, true) == taken_.end()) {
+  if (!is_in_step()) {
     fail(
         "wait() without a backward pass since the last one, or one that gave no tensor a "
         "gradient: every pass has one wait()");
   }
-  for (size_t i = tensors_.size(); i-- > 0;) {
-    const at::Tensor& gradient = tensors_[i].second.grad();
-    if (taken_[i] && (!gradient.defined() || gradient._version() != versions_[i])) {
-      fail("the gradient of " + in_quotes(tensors_[i].first) +
-           " was changed after backward(), which has sent it: change averages, after wait()");
+  std::vector<at::Tensor> gradients;
+  for (size_t i = 0; i < tensors_.size(); ++i) {
+    const auto& [name, tensor] = tensors_[i];
+    gradients.push_back(tensor.grad());
+    if (taken_[i] && was_changed(i)) {
+      fail("the gradient of " + in_quotes(name) +
+           " was changed or replaced after backward(), which has sent it: change averages, after "
+           "wait()");
     }
-    if (taken_[i]) continue;
-    if (gradient.defined()) check(i, gradient);
-    take(i, gradient);
+    if (!taken_[i] && gradients[i].defined()) check(i, gradients[i]);
+  }
+  check_memory(gradients);
+  for (size_t i = tensors_.size(); i-- > 0;) {
+    if (!taken_[i]) take(i, gradients[i]);
   }
   wait_for_buckets();
   const at::NoGradGuard no_grad;
@@ -341,7 +383,9 @@ ReducerStats Reducer::Impl::stats() const {
 }
 
 void Reducer::Impl::save(torch::serialize::OutputArchive& archive) const {
+  expect_between_steps("save()");
   const EngineState state = engine_->state();
+  archive.write("format", c10::IValue(kStateFormat));
   archive.write("layout", c10::IValue(started_.layout));
   archive.write("steps", c10::IValue(static_cast<int64_t>(state.steps)));
   archive.write("worker_residual", state.residuals.worker);
@@ -350,7 +394,14 @@ void Reducer::Impl::save(torch::serialize::OutputArchive& archive) const {
 }
 
 void Reducer::Impl::load(torch::serialize::InputArchive& archive) {
-  c10::IValue layout, steps, loss_scale;
+  expect_between_steps("load()");
+  c10::IValue format, layout, steps, loss_scale;
+  GRADFERRY_EXPECTS(archive.try_read("format", format) && format.isInt(), kState,
+                    "the archive holds no state of a Reducer");
+  GRADFERRY_EXPECTS(format.toInt() == kStateFormat, kState,
+                    "the state has format " + std::to_string(format.toInt()) +
+                        ", and this gradferry reads format " + std::to_string(kStateFormat) +
+                        "; load it with the version that saved it");
   EngineState state{};
   const bool is_complete = archive.try_read("layout", layout) && archive.try_read("steps", steps) &&
                            archive.try_read("loss_scale", loss_scale) &&
@@ -383,11 +434,17 @@ Reducer::~Reducer() = default;
 Reducer::Reducer(Reducer&&) noexcept = default;
 Reducer& Reducer::operator=(Reducer&&) noexcept = default;
 
-void Reducer::all_reduce(const std::vector<at::Tensor>& tensors) { impl_->all_reduce(tensors); }
-void Reducer::average_in_backward() { impl_->average_in_backward(); }
-void Reducer::wait() { impl_->wait(); }
-ReducerStats Reducer::stats() const { return impl_->stats(); }
-void Reducer::save(torch::serialize::OutputArchive& archive) const { impl_->save(archive); }
-void Reducer::load(torch::serialize::InputArchive& archive) { impl_->load(archive); }
+Reducer::Impl& Reducer::impl() const {
+  GRADFERRY_EXPECTS(impl_ != nullptr, kState,
+                    "this Reducer was moved from: call the one that it was moved to");
+  return *impl_;
+}
+
+void Reducer::all_reduce(const std::vector<at::Tensor>& tensors) { impl().all_reduce(tensors); }
+void Reducer::average_in_backward() { impl().average_in_backward(); }
+void Reducer::wait() { impl().wait(); }
+ReducerStats Reducer::stats() const { return impl().stats(); }
+void Reducer::save(torch::serialize::OutputArchive& archive) const { impl().save(archive); }
+void Reducer::load(torch::serialize::InputArchive& archive) { impl().load(archive); }
 
 }  // namespace gradferry

@@ -1,15 +1,17 @@
 #include "host/start_reducer.h"
 
+#include <c10/util/Exception.h>
 #include <fnmatch.h>
 
 #include <algorithm>
+#include <cctype>
 #include <iomanip>
 #include <limits>
-#include <map>
 #include <numeric>
 #include <optional>
 #include <set>
 #include <sstream>
+#include <system_error>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <utility>
 #include <vector>
@@ -20,7 +22,9 @@
 #include "hash64.h"
 #include "host/connect_ranks.h"
 #include "host/socket_lane.h"
+#include "host/tensor_memory.h"
 #include "meetings.h"
+#include "nodes.h"
 #include "scalar_type.h"
 
 namespace gradferry {
@@ -58,16 +62,12 @@ void check_options(const ReducerOptions& options) {
 void check_tensors(const Reducer::NamedTensors& tensors) {
   GRADFERRY_EXPECTS(!tensors.empty(), kConfig, "there are no tensors to average");
   std::set<std::string> names;
-  std::map<const c10::TensorImpl*, std::string> by_tensor;
+  std::vector<at::Tensor> all;
   for (const auto& [name, tensor] : tensors) {
     GRADFERRY_EXPECTS(names.insert(name).second, kConfig,
                       "two tensors are called '" + name + "'; what is withheld is kept by name");
     GRADFERRY_EXPECTS(tensor.defined() && tensor.layout() == at::kStrided, kConfig,
                       "'" + name + "' is no dense tensor");
-    const auto [other, is_new] = by_tensor.emplace(tensor.unsafeGetTensorImpl(), name);
-    GRADFERRY_EXPECTS(
-        is_new, kConfig,
-        "'" + other->second + "' and '" + name + "' are one tensor; leave out one of the names");
     GRADFERRY_EXPECTS(tensor.is_cpu(), kConfig,
                       "'" + name + "' is on " + tensor.device().str() +
                           ", and this Reducer averages tensors on the CPU alone");
@@ -76,6 +76,32 @@ void check_tensors(const Reducer::NamedTensors& tensors) {
     } catch (const Error& error) {
       throw Error(error.kind(), "'" + name + "': " + error.what());
     }
+    all.push_back(tensor);
+  }
+  if (const auto problem = memory_shared(all, tensors)) throw Error(ErrorKind::kConfig, *problem);
+}
+
+bool matches(const ReducerRule& rule, const std::string& name) {
+  return fnmatch(rule.name.c_str(), name.c_str(), FNM_NOESCAPE) == 0;
+}
+
+// One that matches nothing was meant for other names.
+void check_rules(const ReducerOptions& options, const Reducer::NamedTensors& tensors) {
+  constexpr size_t kShown = 8;
+  for (const ReducerRule& rule : options.rules) {
+    parse_codec(rule.codec, Device::kCpu);
+    const auto matched = [&](const auto& named) { return matches(rule, named.first); };
+    if (std::ranges::any_of(tensors, matched)) continue;
+    std::string names;
+    for (size_t i = 0; i < std::min(tensors.size(), kShown); ++i) {
+      names += (i == 0 ? "'" : ", '") + tensors[i].first + "'";
+    }
+    if (tensors.size() > kShown)
+      names += " and " + std::to_string(tensors.size() - kShown) + " more";
+    throw Error(ErrorKind::kConfig, "the rule for '" + rule.name +
+                                        "' matches no tensor; a pattern covers a whole name, and "
+                                        "the names are " +
+                                        names);
   }
 }
 
@@ -87,7 +113,7 @@ std::string codec_of(const std::string& name, const at::Tensor& tensor,
                      const ReducerOptions& options) {
   if (tensor.scalar_type() == at::kDouble) return "exact";
   for (const ReducerRule& rule : options.rules) {
-    if (fnmatch(rule.name.c_str(), name.c_str(), FNM_NOESCAPE) == 0) return canonical(rule.codec);
+    if (matches(rule, name)) return canonical(rule.codec);
   }
   const bool is_exempt = tensor.dim() <= int64_t{kExemptMaxDims} ||
                          static_cast<uint64_t>(tensor.numel()) <= kExemptMaxSize;
@@ -96,7 +122,6 @@ std::string codec_of(const std::string& name, const at::Tensor& tensor,
 
 std::vector<ParameterSpec> describe(const Reducer::NamedTensors& tensors,
                                     const ReducerOptions& options, bool exchanges) {
-  for (const ReducerRule& rule : options.rules) canonical(rule.codec);  // although none may match
   std::vector<ParameterSpec> specs;
   for (const auto& [name, tensor] : tensors) {
     const std::string codec = codec_of(name, tensor, options);
@@ -119,9 +144,24 @@ std::string text_of(double number) {
   return text.str();
 }
 
-// The configuration of a rank. What it has in `common` and `layout` must be equal on all ranks.
+// A codec was asked for, and none is used.
+void warn_if_exact(const ReducerOptions& options, const std::vector<ParameterSpec>& specs) {
+  const auto is_lossy = [](const std::string& codec) {
+    return parse_codec(codec, Device::kCpu).codec->lossy;
+  };
+  const auto is_compressed = [&](const ParameterSpec& spec) { return is_lossy(spec.codec); };
+  if (!is_lossy(options.codec) || std::ranges::any_of(specs, is_compressed)) return;
+  TORCH_WARN("nothing is compressed: every tensor has at most ", kExemptMaxDims,
+             " dimension, fewer than ", kExemptMaxSize + 1,
+             " elements, or dtype float64, or a rule says so; leave gradferry out, or give tensors "
+             "a codec by rules");
+}
+
+// The configuration of a rank, which must be equal on all ranks.
 struct Proposal {
-  Brought::Fields common, layout;
+  Brought::Fields run;      // what a saved state does not depend on
+  Brought::Fields options;  // what it depends on
+  Brought::Fields layout;   // and this
   std::vector<ParameterSpec> specs;
 };
 
@@ -129,16 +169,17 @@ Proposal propose(const Reducer::NamedTensors& tensors, const ReducerOptions& opt
                  uint32_t world_size) {
   check_options(options);
   check_tensors(tensors);
-  Proposal proposal{.common = {{"world size", std::to_string(world_size)},
-                               {"gradferry version", GRADFERRY_VERSION},
-                               {"wire version", std::to_string(kWireVersion)},
-                               {"codec", canonical(options.codec)},
-                               {"error_feedback", options.error_feedback},
-                               {"momentum", text_of(options.momentum)},
-                               {"warmup_steps", std::to_string(options.warmup_steps)},
-                               {"seed", std::to_string(options.seed)},
-                               {"bucket_cap_mb", text_of(options.bucket_cap_mb)},
-                               {"number of tensors", std::to_string(tensors.size())}},
+  check_rules(options, tensors);
+  Proposal proposal{.run = {{"gradferry version", GRADFERRY_VERSION},
+                            {"wire version", std::to_string(kWireVersion)},
+                            {"bucket_cap_mb", text_of(options.bucket_cap_mb)}},
+                    .options = {{"world size", std::to_string(world_size)},
+                                {"codec", canonical(options.codec)},
+                                {"error_feedback", options.error_feedback},
+                                {"momentum", text_of(options.momentum)},
+                                {"warmup_steps", std::to_string(options.warmup_steps)},
+                                {"seed", std::to_string(options.seed)},
+                                {"number of tensors", std::to_string(tensors.size())}},
                     .layout = {},
                     .specs = describe(tensors, options, world_size > 1)};
   for (size_t i = 0; i < tensors.size(); ++i) {
@@ -158,15 +199,21 @@ std::string text_of(const Brought::Fields& fields) {
 
 uint64_t hash_of(const std::string& text) { return hash64(text.data(), text.size()); }
 
+// Another rank could not connect, and brings the error to the next meeting.
+struct OtherRankFailed : std::exception {};
+
+// `has_failed`: whether a rank has said that it cannot.
 ExchangeLanes connect(const ReducerOptions& options, c10d::Store& store, uint32_t rank,
-                      uint32_t world_size) {
+                      uint32_t world_size, const std::function<bool()>& has_failed) {
   constexpr uint64_t kLanes = 3;  // scatter, gather, commit
   Connecting how{.rank = rank,
                  .world_size = world_size,
                  .ranks = std::vector<uint32_t>(world_size),
                  .number = 0,
                  .deadline = now() + patience(options) / 2,
-                 .between_polls = {}};
+                 .between_polls = [&] {
+                   if (has_failed()) throw OtherRankFailed();
+                 }};
   std::iota(how.ranks.begin(), how.ranks.end(), 0);
   std::vector<std::vector<Descriptor>> connected;
   for (; how.number < kLanes; ++how.number) connected.push_back(connect_ranks(store, how));
@@ -194,7 +241,7 @@ std::shared_ptr<HostEngine> start_engine(const Proposal& proposal, const Reducer
       .rank = rank,
       .world_size = world_size,
       .nodes = Nodes::flat(world_size),
-      .config_hash = hash_of(text_of(proposal.common) + layout),
+      .config_hash = hash_of(text_of(proposal.run) + text_of(proposal.options) + layout),
       .layout_hash = hash_of(layout),
       .seed = options.seed,
       .warmup_steps = options.warmup_steps,
@@ -221,20 +268,31 @@ std::string first_line(const std::exception& error) {
   return text.substr(0, text.find('\n'));
 }
 
-// What a rank brings that could not connect, for `reason`.
-Brought unconnected(const std::string& reason) {
+// Whether the failure of another rank caused the error.
+bool is_echo(std::string reason) {
+  for (char& letter : reason) letter = static_cast<char>(std::tolower(letter));
   const auto has = [&](const char* words) { return reason.find(words) != std::string::npos; };
+  return has("timed out") || has("timeout") || has("by peer") || has("refused") ||
+         has("broken pipe");
+}
+
+// What a rank brings that could not connect.
+Brought unconnected(const std::exception& error) {
   Brought brought;
-  // Another rank's failure may have caused it; that rank's error says more then.
-  brought.is_echo = has("timed out") || has("by peer") || has("refused");
-  brought.error.emplace(
-      ErrorKind::kPeer,
-      brought.is_echo
-          ? "the other ranks did not connect: " + reason +
-                "; look at their errors first, then name a network interface that all can reach in "
-                "GLOO_SOCKET_IFNAME"
-          : "cannot connect to the other ranks: " + reason +
-                "; look at the limits of the process (ulimit -n) and at its network");
+  const auto say = [&](const std::string& text) { brought.error.emplace(ErrorKind::kPeer, text); };
+  const std::string reason = first_line(error);
+  brought.is_echo = is_echo(reason);
+  if (brought.is_echo) {
+    say("the other ranks did not connect: " + reason +
+        "; look at their errors first, then name a network interface that all can reach in "
+        "GLOO_SOCKET_IFNAME");
+  } else {
+    const auto* system = dynamic_cast<const std::system_error*>(&error);
+    say("cannot connect to the other ranks: " + reason +
+        (system != nullptr && is_out_of_files(*system)
+             ? "; raise the process's limit of open files (ulimit -n)"
+             : "; look at the network of this rank's host"));
+  }
   return brought;
 }
 
@@ -252,6 +310,9 @@ StartedReducer start_reducer(const Reducer::NamedTensors& tensors, const Reducer
   GRADFERRY_EXPECTS(rank < world_size, kConfig,
                     "rank=" + std::to_string(rank) +
                         " must be less than world_size=" + std::to_string(world_size));
+  GRADFERRY_EXPECTS(world_size <= kMostRanks, kConfig,
+                    "world_size=" + std::to_string(world_size) + " is more than " +
+                        std::to_string(kMostRanks) + "; give the number of ranks");
   GRADFERRY_EXPECTS(store || world_size == 1, kConfig, "the store is null");
   std::optional<Meetings> meetings;
   if (world_size > 1) {
@@ -260,10 +321,13 @@ StartedReducer start_reducer(const Reducer::NamedTensors& tensors, const Reducer
   }
   Proposal proposal;
   Brought brought;
+  std::string layout = "rank: " + std::to_string(rank) + "\n";
   try {  // what is wrong here must be said on all ranks
     proposal = propose(tensors, options, world_size);
-    brought.fields = proposal.common;
-    brought.fields.insert(brought.fields.end(), proposal.layout.begin(), proposal.layout.end());
+    for (const auto* fields : {&proposal.run, &proposal.options, &proposal.layout}) {
+      brought.fields.insert(brought.fields.end(), fields->begin(), fields->end());
+    }
+    layout += text_of(proposal.options) + text_of(proposal.layout);
   } catch (const Error& error) {
     if (!meetings) throw;
     brought.error = error;
@@ -271,9 +335,7 @@ StartedReducer start_reducer(const Reducer::NamedTensors& tensors, const Reducer
     if (!meetings) throw;
     brought.error.emplace(ErrorKind::kPeer, "cannot begin: " + first_line(error));
   }
-  StartedReducer started{
-      .engine = nullptr,
-      .layout = "rank: " + std::to_string(rank) + "\n" + text_of(brought.fields)};
+  StartedReducer started{.engine = nullptr, .layout = std::move(layout)};
   if (!meetings) {
     allocate();
     started.engine = start_engine(proposal, options, {}, nullptr, rank, world_size);
@@ -283,13 +345,18 @@ StartedReducer start_reducer(const Reducer::NamedTensors& tensors, const Reducer
   Brought outcome;
   const auto own = c10::make_intrusive<c10d::PrefixStore>(std::to_string(number), store);
   ExchangeLanes lanes;
+  bool is_connected = false;
   try {
-    lanes = connect(options, *own, rank, world_size);
+    lanes =
+        connect(options, *own, rank, world_size, [&] { return meetings->has_failed(number + 1); });
+    is_connected = true;
+  } catch (const OtherRankFailed&) {
+    is_connected = false;
   } catch (const std::exception& error) {
-    outcome = unconnected(first_line(error));
+    outcome = unconnected(error);
   }
   try {
-    if (!outcome.error) {
+    if (is_connected) {
       allocate();
       started.engine =
           start_engine(proposal, options, std::move(lanes),
@@ -301,6 +368,8 @@ StartedReducer start_reducer(const Reducer::NamedTensors& tensors, const Reducer
     outcome.error.emplace(ErrorKind::kPeer, "cannot make a Reducer: " + first_line(error));
   }
   meetings->meet(outcome, "connect");
+  GRADFERRY_EXPECTS(started.engine, kPeer, "another rank could not connect; look at its error");
+  if (rank == 0) warn_if_exact(options, proposal.specs);
   return started;
 }
 

@@ -1,5 +1,6 @@
 # Installs gradferry into a scratch prefix, builds examples/cpp against it as a user does, and
 # trains two ranks with it.
+cmake_minimum_required(VERSION 3.25)
 function(run)
   execute_process(COMMAND ${ARGN} RESULT_VARIABLE result)
   if(result)
@@ -13,6 +14,17 @@ if(PREBUILT_KERNELS)
 endif()
 run(${CMAKE_COMMAND} --install ${BUILD_DIR} --prefix ${WORK_DIR}/prefix --component development)
 run(${CMAKE_COMMAND} -S ${SOURCE_DIR} -B ${WORK_DIR}/build -G ${GENERATOR}
-    -DCMAKE_CXX_COMPILER=${CXX} -DCMAKE_PREFIX_PATH=${WORK_DIR}/prefix)
+    -DCMAKE_CXX_COMPILER=${CXX} -DCMAKE_PREFIX_PATH=${WORK_DIR}/prefix
+    -DCMAKE_EXPORT_COMPILE_COMMANDS=ON)
+# What a program compiles with is its own, and its cache outlives this gradferry.
+file(STRINGS ${WORK_DIR}/build/compile_commands.json maps REGEX "-f[a-z]+-prefix-map")
+file(STRINGS ${WORK_DIR}/build/CMakeCache.txt kept REGEX "^GRADFERRY_LIBTORCH")
+# Our own library names no folder of the machine that built it.
+file(GLOB_RECURSE library ${WORK_DIR}/prefix/libgradferry_hooks.a)
+file(STRINGS ${library} folders REGEX "${REPOSITORY}/(hooks|include)/.*[.](h|cpp)")
+if(NOT library OR maps OR kept OR folders)
+  message(FATAL_ERROR "library: '${library}'; a program got the options '${maps}' and keeps '${kept}'; "
+    "folders in the library: '${folders}'")
+endif()
 run(${CMAKE_COMMAND} --build ${WORK_DIR}/build)
 run(${TRAIN_TWO_RANKS} ${WORK_DIR}/build/train ${WORK_DIR}/trained)

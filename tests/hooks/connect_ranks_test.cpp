@@ -4,15 +4,28 @@
 #include <arpa/inet.h>
 #include <gtest/gtest.h>
 #include <sys/socket.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <array>
+#include <cerrno>
 #include <filesystem>
 #include <sstream>
 #include <string>
 #include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <utility>
 #include <vector>
+
+// What the next socket() of this thread fails with; 0: it does not.
+static thread_local int socket_error = 0;  // NOLINT(*-avoid-non-const-global-variables)
+
+// In place of the C library's.
+extern "C" int socket(int domain, int type, int protocol) noexcept {
+  if (socket_error == 0) return static_cast<int>(syscall(SYS_socket, domain, type, protocol));
+  errno = std::exchange(socket_error, 0);
+  return -1;
+}
 
 namespace gradferry {
 namespace {
@@ -95,14 +108,35 @@ TEST(ConnectRanks, WaitEndsWithWhatIsThrownBetweenPolls) {
 TEST(ConnectRanks, ListensOnTheInterfaceThatIsNamed) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   setenv("GLOO_SOCKET_IFNAME", "lo", 1);
-  EXPECT_EQ(error_of(*store, connecting(0, 2, milliseconds(50))), "rank 1 timed out");
-  const std::vector<uint8_t> value = store->get("0/0");
-  EXPECT_EQ(std::string(value.begin(), value.begin() + 12), "4 127.0.0.1 ");
+  Connecting how = connecting(0, 2, milliseconds(150));
+  std::string written;
+  how.between_polls = [&] {
+    const std::vector<uint8_t> value = store->get("0/0");
+    written.assign(value.begin(), value.end());
+  };
+  EXPECT_EQ(error_of(*store, how), "rank 1 timed out");
+  EXPECT_EQ(written.substr(0, 12), "4 127.0.0.1 ");
+  EXPECT_EQ(store->getNumKeys(), 0);  // nobody listens there any more
   setenv("GLOO_SOCKET_IFNAME", "nothere", 1);
   EXPECT_EQ(error_of(*store, connecting(0, 2, milliseconds(50))),
             "GLOO_SOCKET_IFNAME: the network interface 'nothere' has no address to listen on; set "
             "GLOO_SOCKET_IFNAME");
   unsetenv("GLOO_SOCKET_IFNAME");
+}
+
+TEST(ConnectRanks, AddressOfAFamilyThatTheHostLacksIsPassedOver) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  socket_error = EAFNOSUPPORT;
+  const std::string error = error_of(*store, connecting(0, 2, milliseconds(50)));
+  // The host's name may lead to one address only.
+  EXPECT_TRUE(error == "rank 1 timed out" || error.starts_with("the name of this host")) << error;
+  socket_error = EMFILE;
+  try {
+    connect_ranks(*store, connecting(0, 2, milliseconds(50)));
+    FAIL();
+  } catch (const std::system_error& failure) {
+    EXPECT_TRUE(is_out_of_files(failure));
+  }
 }
 
 // Where rank 0 listens, once it does.
@@ -152,7 +186,8 @@ TEST(ConnectRanks, WhatStandsInTheStoreAndIsNoPlaceIsRefused) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   const std::string text = "4 127.0.0.1 99999 no secrets";
   store->set("0/0", std::vector<uint8_t>(text.begin(), text.end()));
-  EXPECT_EQ(error_of(*store, connecting(1, 2)), "another rank runs another version of gradferry");
+  EXPECT_EQ(error_of(*store, connecting(1, 2)),
+            "another rank runs another version of gradferry; install one on all ranks");
 }
 
 }  // namespace

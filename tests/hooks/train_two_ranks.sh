@@ -54,3 +54,14 @@ grep -q "rank 1" "$folder/killed.error" || fail "rank 0 does not name the rank t
 
 if "$program" --rank 2 --world-size 2 2>"$folder/error"; then fail "rank 2 of 2 was accepted"; fi
 grep -q "rank must be less" "$folder/error" || fail "rank 2 of 2 was refused for another reason"
+
+# $1: what it must say; the rest: arguments that do not fit what they are for.
+refused() {
+  local said=$1
+  shift
+  if timeout 60 "$program" "$@" 2>"$folder/error"; then fail "$* was accepted"; fi
+  grep -q "$said" "$folder/error" || fail "$* was refused for another reason: $(cat "$folder/error")"
+}
+refused "70000 is no whole number from 0 to 65535" --store 127.0.0.1:70000
+refused "4294967298 is no whole number" --world-size 4294967298
+refused "world_size=70000 is more than 65535" --world-size 70000 --store "$folder/large.store"

@@ -74,7 +74,7 @@ def test_death_of_the_rank_that_serves_the_store_is_named(world_of_3: World) -> 
     text = str(failures.value)
     assert text.count("lost contact with rank 0 (step 12, chunk") == 2, text
     assert text.count("its connection was closed") == 2
-    assert text.count("the store of the process group does not answer") == 2
+    assert text.count("the store does not answer") == 2
     assert text.count("/ 8 buckets") == 2
 
 

@@ -99,7 +99,7 @@ def test_sibling_that_dies_or_stops_is_named_in_time(
         world_of_3.run(
             case_sibling_ends, victim=victim, stage=stage, number=number, folder=str(tmp_path)
         )
-        why = "nothing came within the timeout of the process group"
+        why = "nothing came within the timeout"
     else:
         with pytest.raises(WorldError, match=f"rank {victim}: process ended with code -9"):
             world_of_3.run(

@@ -202,6 +202,16 @@ def test_it_listens_where_gloo_would(monkeypatch: pytest.MonkeyPatch) -> None:
         listen(monkeypatch, "nothere")
 
 
+def test_address_of_a_family_that_the_host_lacks_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = socket.getaddrinfo("127.0.0.1", 0, type=socket.SOCK_STREAM)
+    lacking = (9999, *found[0][1:])
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [lacking, *found])
+    with listen(monkeypatch, None) as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
+
+
 def test_shortage_of_files_is_not_called_a_missing_address(monkeypatch: pytest.MonkeyPatch) -> None:
     shortage = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     monkeypatch.setattr(socket, "socket", mock.Mock(side_effect=shortage))

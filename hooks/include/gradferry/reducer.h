@@ -42,7 +42,7 @@ struct ReducerOptions {
   // or fewer than 1024 elements, and those of float64, are sent as they are ("exact").
   std::string codec = "q4";
   // The first rule that matches a tensor's name counts, whatever the size of the tensor; not for
-  // float64.
+  // float64. Each must match a tensor.
   std::vector<ReducerRule> rules = {};
   // Which residuals, which carry what a codec withholds into the next step, are kept: "none",
   // "owner", "worker", "both", or "auto": both below 8 bits per element, else the owner's.
@@ -80,23 +80,25 @@ class Reducer {
   // Collective: ranks compare options and tensors, and connect. `tensors`: parameters of a model,
   // or whatever is averaged, on the CPU; their names, shapes and dtypes (float32, bfloat16,
   // float16, float64) count, and are equal on all ranks. `store`: reaches all ranks, such as a
-  // c10d::TCPStore; it must live as long as the Reducer, in whichever process serves it. Ranks make
-  // their Reducers in one order. Connections are made between the addresses of the hosts' names, or
-  // on the interface that the environment variable GLOO_SOCKET_IFNAME names.
+  // c10d::TCPStore, and is new to this run: keys of one that was killed would be taken for those of
+  // another process. It must live as long as the Reducer, in whichever process serves it. Ranks
+  // make their Reducers in one order. Connections are made between the addresses of the hosts'
+  // names, or on the interface that the environment variable GLOO_SOCKET_IFNAME names.
   //
   // Throws, with the same text on all ranks: Error(kConfig) for what cannot be used,
   // Error(kRankMismatch) where ranks differ, Error(kPeer) where a rank does not come or cannot
-  // connect. Nothing was changed then. A rank that is not less than world_size, and a store that is
-  // null, are errors of that rank alone.
+  // connect. Nothing was changed then. A rank that is not less than world_size, a world_size above
+  // 65535, and a store that is null, are errors of that rank alone.
   Reducer(const NamedTensors& tensors, const ReducerOptions& options,
           c10::intrusive_ptr<c10d::Store> store, uint32_t rank, uint32_t world_size);
   ~Reducer();
+  // Every call of a Reducer that was moved from throws Error(kState).
   Reducer(Reducer&&) noexcept;
   Reducer& operator=(Reducer&&) noexcept;
 
   // Replaces tensors by their averages over all ranks; blocks. Collective. `tensors`: in the order
-  // of registration, each with the shape and dtype registered, not requiring grad. Every call is a
-  // step: what it withholds, the next one adds.
+  // of registration, each with the shape and dtype registered, not requiring grad, in memory of its
+  // own. Every call is a step: what it withholds, the next one adds.
   //
   // Throws Error(kState) for other tensors, Error(kPeer) and Error(kProtocol) where another rank
   // failed or sends what it must not. Any error ends the Reducer on all ranks; every later call
@@ -106,25 +108,30 @@ class Reducer {
   // From now on, every backward pass averages the gradients of the registered tensors, which must
   // be leaves that require grad: a bucket is encoded and sent as soon as it is full, in one order
   // on all ranks, while the pass goes on. One pass per step, each followed by wait(); for several,
-  // leave this out and pass the gradients to all_reduce().
+  // leave this out and pass the gradients to all_reduce(). Not collective.
+  //
+  // Throws Error(kConfig), on this rank alone, where a tensor is no such leaf or has a
+  // post-accumulate-grad hook already. Nothing was changed then.
   void average_in_backward();
   // Returns when .grad of all registered tensors is the average; where this pass gave a tensor no
   // gradient, of what its .grad holds, or zeros. backward() and wait() throw as all_reduce();
-  // Error(kState) also for a wait() without a pass before it, and for gradients that were changed
-  // between them: clip after wait().
+  // Error(kState) also for a wait() without a pass before it, and for gradients that were replaced
+  // or changed between them: clip after wait(). A change that torch does not count, as through
+  // .data() or a pointer, is seen where it changes one of 64 elements of a gradient.
   void wait();
 
   ReducerStats stats() const;
 
   // What this rank must save, after a step, to continue with the same bits: its residuals and the
   // number of steps. As of an optimizer: torch::save(reducer, path), torch::load(reducer, path),
-  // with a file per rank. load() throws Error(kState), and changes nothing, for the state of
-  // another rank, world size, or other options or tensors.
+  // with a file per rank. Both throw Error(kState), and change nothing, between a pass and its
+  // wait(); load() also for the state of another rank, world size, or other options or tensors.
   void save(torch::serialize::OutputArchive& archive) const;
   void load(torch::serialize::InputArchive& archive);
 
  private:
   class Impl;
+  Impl& impl() const;  // throws Error(kState) when this was moved from
   std::unique_ptr<Impl> impl_;
 };
 

@@ -144,7 +144,13 @@ def _listen(number: int) -> socket.socket:
             reason = error
             continue
         for family, kind, protocol, _, address in found:
-            listener = socket.socket(family, kind, protocol)
+            try:
+                listener = socket.socket(family, kind, protocol)
+            except OSError as error:
+                if error.errno in _OUT_OF_FILES:
+                    raise
+                reason = error  # a host without that family
+                continue
             try:
                 listener.bind(address)
                 listener.listen(socket.SOMAXCONN)

@@ -382,5 +382,5 @@ def _telling_of_others() -> Iterator[None]:
 
 def _is_echo(reason: str) -> bool:
     """Whether the failure of another rank caused the error."""
-    words = ("timed out", "timeout", "by peer", "refused")
+    words = ("timed out", "timeout", "by peer", "refused", "broken pipe")
     return any(word in reason.lower() for word in words)
