@@ -187,19 +187,17 @@ TEST(Reducer, TensorsThatShareMemoryAreRefused) {
   EXPECT_EQ(error_of_averaging({flat.narrow(0, 0, 50), flat.narrow(0, 50, 50)}), "no error");
   EXPECT_EQ(error_of_averaging({torch::zeros({0, 3}), torch::zeros({0, 3}), all}), "no error");
   EXPECT_EQ(error_of(ErrorKind::kConfig,
-                     [&] {
-                       Reducer({{"up", all}, {"down", all}}, with("q4"), nullptr, 0, 1);
-                     }),
+                     [&] { Reducer({{"up", all}, {"down", all}}, with("q4"), nullptr, 0, 1); }),
             "'up' and 'down' share memory, which would be averaged twice; leave one of them out");
 }
 
 TEST(Reducer, RuleThatMatchesNoTensorIsRefused) {
   EXPECT_EQ(
-      error_of(
-          ErrorKind::kConfig,
-          [] {
-            Reducer(tensors(), {.rules = {{"*weight", "q8"}, {"*weigth", "exact"}}}, nullptr, 0, 1);
-          }),
+      error_of(ErrorKind::kConfig,
+               [] {
+                 Reducer(tensors(), {.rules = {{"*weight", "q8"}, {"*weigth", "exact"}}}, nullptr,
+                         0, 1);
+               }),
       "the rule for '*weigth' matches no tensor; a pattern covers a whole name, and the names "
       "are 'weight', 'bias'");
 }

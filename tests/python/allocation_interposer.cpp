@@ -3,14 +3,19 @@
 //
 // fail_allocation(n) has the n-th of them fail from now on, once; 0: none. It returns how many
 // there were since the last call.
+//
+// Where the process ends because of one, stderr has the stack.
 #include <dlfcn.h>
 #include <execinfo.h>
 #include <link.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cerrno>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
+#include <exception>
 #include <new>
 
 namespace {
@@ -47,6 +52,13 @@ bool fails() {
   return is_ours && ++seen == n;
 }
 
+[[noreturn]] void show_stack() {
+  looking = true;
+  void* frames[48];
+  backtrace_symbols_fd(frames, backtrace(frames, 48), STDERR_FILENO);
+  std::abort();
+}
+
 template <typename Function>
 Function* next(const char* name) {
   return reinterpret_cast<Function*>(dlsym(RTLD_NEXT, name));
@@ -56,6 +68,7 @@ Function* next(const char* name) {
 
 extern "C" long fail_allocation(long n) {
   dl_iterate_phdr(find_module, nullptr);
+  std::set_terminate(show_stack);
   failing = 0;
   const long were = seen.exchange(0);
   failing = n;

@@ -13,10 +13,9 @@ import sys
 import time
 from pathlib import Path
 
-os.environ["GLOO_SOCKET_IFNAME"] = "link0"
-
 import torch
 import torch.distributed as dist
+from gradferry.lab.ranks.network import DEVICE
 from outcomes import attempt
 from scenario import Run, Scenario, Weight
 
@@ -30,6 +29,7 @@ def step_of_gloo() -> None:
 
 def main(rank: int, folder: str, way: str, seconds: float) -> None:
     torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = DEVICE
     dist.init_process_group(
         "gloo",
         init_method="tcp://10.251.0.1:29400",
