@@ -2,8 +2,9 @@
 
 #include <algorithm>
 #include <chrono>
+#include <exception>
+#include <new>
 #include <optional>
-#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -44,18 +45,19 @@ Pending CarrierLane::all_gather(at::Tensor receive, at::Tensor send) {
   return std::visit([&](auto& on) { return post_all_gather(*on, receive, send); }, carrier_);
 }
 
-void close_later(std::vector<std::shared_ptr<Lane>> lanes) {
+void close_later(OpenLanes lanes) noexcept {
   constexpr std::chrono::seconds kForSlowerPeers{2};
-  if (lanes.empty()) return;
+  if (std::ranges::none_of(lanes, [](const auto& lane) { return lane != nullptr; })) return;
   // A raw pointer: if no thread can be started, the lanes are leaked instead of destroyed here,
   // where their destructors could wait.
-  auto* open = new std::vector(std::move(lanes));
+  auto* open = new (std::nothrow) OpenLanes(std::move(lanes));
+  if (open == nullptr) return;
   try {
     start_thread("gf-close", [open, kForSlowerPeers] {
       sleep_for(kForSlowerPeers);
       if (!process_is_ending) delete open;
     });
-  } catch (const std::system_error&) {
+  } catch (const std::exception&) {
     return;  // the lanes stay open, with what is in flight on them
   }
 }

@@ -3,7 +3,6 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include <array>
 #include <numeric>
 
 namespace gradferry {
@@ -47,11 +46,7 @@ void DeviceTransport::count(int64_t to_others, int64_t to_siblings) {
 }
 
 void DeviceTransport::close(bool failed) {
-  std::vector<std::shared_ptr<Lane>> lanes;
-  for (std::shared_ptr<Lane>& open :
-       std::array{take_lane_of_all(), std::move(nodes_.siblings), std::move(nodes_.peers)}) {
-    if (open) lanes.push_back(std::move(open));
-  }
+  OpenLanes lanes{take_lane_of_all(), std::move(nodes_.siblings), std::move(nodes_.peers)};
   if (failed) close_later(std::move(lanes));
 }
 

@@ -51,11 +51,9 @@ Exchange::Exchange(const Agreement& agreement, const Nodes& nodes, Peers& peers,
 }
 
 void Exchange::close(bool failed) {
-  std::vector<std::shared_ptr<Lane>> lanes;
-  for (auto* lane : {&lanes_.scatter, &lanes_.gather, &lanes_.commit, &lanes_.local_scatter,
-                     &lanes_.forward, &lanes_.hashes}) {
-    if (*lane) lanes.push_back(std::move(*lane));
-  }
+  OpenLanes lanes{std::move(lanes_.scatter), std::move(lanes_.gather),
+                  std::move(lanes_.commit),  std::move(lanes_.local_scatter),
+                  std::move(lanes_.forward), std::move(lanes_.hashes)};
   if (failed) close_later(std::move(lanes));
 }
 

@@ -1,5 +1,5 @@
-# Installs gradferry into a scratch prefix, builds examples/cpp against it as a user does, and
-# trains two ranks with it.
+# Builds and installs gradferry for C++ programs as docs/guide/cpp.md says, but with kernels that are
+# there; builds examples/cpp against it as a user does, and trains two ranks with it.
 cmake_minimum_required(VERSION 3.25)
 function(run)
   execute_process(COMMAND ${ARGN} RESULT_VARIABLE result)
@@ -12,7 +12,11 @@ file(REMOVE_RECURSE ${WORK_DIR})
 if(PREBUILT_KERNELS)
   file(COPY ${PREBUILT_KERNELS}/ DESTINATION ${WORK_DIR}/prefix)
 endif()
-run(${CMAKE_COMMAND} --install ${BUILD_DIR} --prefix ${WORK_DIR}/prefix --component development)
+run(${CMAKE_COMMAND} -S ${REPOSITORY} -B ${WORK_DIR}/gradferry -G ${GENERATOR}
+    -DCMAKE_CXX_COMPILER=${CXX} -DGRADFERRY_LIBTORCH=${LIBTORCH}
+    -DGRADFERRY_PREBUILT_KERNELS=${PREBUILT_KERNELS})
+run(${CMAKE_COMMAND} --build ${WORK_DIR}/gradferry)
+run(${CMAKE_COMMAND} --install ${WORK_DIR}/gradferry --prefix ${WORK_DIR}/prefix)
 run(${CMAKE_COMMAND} -S ${SOURCE_DIR} -B ${WORK_DIR}/build -G ${GENERATOR}
     -DCMAKE_CXX_COMPILER=${CXX} -DCMAKE_PREFIX_PATH=${WORK_DIR}/prefix
     -DCMAKE_EXPORT_COMPILE_COMMANDS=ON)
