@@ -88,7 +88,7 @@ std::string EventLog::text(uint32_t rank) const {
   const size_t left_out = events_.size() - std::min(events_.size(), kInErrors);
   for (size_t i = left_out; i < events_.size(); ++i) text += line_of(events_[i], start_ns_);
   if (left_out != 0) {
-    text += "\n  (" + std::to_string(left_out) + " earlier ones: HookState.events())";
+    text += "\n  (and " + std::to_string(left_out) + " earlier ones)";
   }
   return text;
 }

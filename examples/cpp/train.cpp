@@ -87,6 +87,10 @@ Options parse(int argc, char** argv) {
   if (options.rank >= options.world_size) {
     throw std::invalid_argument("--rank must be less than --world-size");
   }
+  const auto folder = std::filesystem::absolute(options.save).parent_path();
+  if (!options.save.empty() && !std::filesystem::is_directory(folder)) {
+    throw std::invalid_argument("--save: there is no folder " + folder.string());
+  }
   return options;
 }
 
@@ -158,7 +162,7 @@ uint64_t hash_of(torch::nn::Sequential& model) {
 
 void train(const Options& options) {
   torch::set_num_threads(1);  // so that ranks on one machine do not wait for each other's threads
-  const auto store = meet(options);
+  const auto store = options.world_size > 1 ? meet(options) : nullptr;
   torch::manual_seed(1);  // all ranks begin with one model
   auto model = make_model();
   torch::optim::Adam optimizer(model->parameters(), torch::optim::AdamOptions(5e-3));
@@ -227,8 +231,10 @@ int main(int argc, char** argv) {
   try {
     train(parse(argc, argv));
     return 0;
+  } catch (const c10::Error& error) {  // torch's own, which has its stack in what()
+    std::fprintf(stderr, "train: %s\n", error.what_without_backtrace());
   } catch (const std::exception& error) {
     std::fprintf(stderr, "train: %s\n", error.what());
-    return 1;
   }
+  return 1;
 }

@@ -119,6 +119,33 @@ def test_interrupted_rank_is_not_counted(world_of_2: World) -> None:
     assert world_of_2.run(case_interrupted) == [True, True]
 
 
+def case_interrupted_connecting() -> Outcome | None:
+    """Rank 1 is interrupted while it connects: the others hear of it at once."""
+    import gradferry
+    from gradferry.core import connect
+
+    ddp = plain_ddp()
+    outcome = None
+    if dist.get_rank() == 1:
+        interrupt = mock.patch.object(connect, "_listen", side_effect=KeyboardInterrupt)
+        with interrupt, contextlib.suppress(KeyboardInterrupt):
+            gradferry.attach(ddp, "q4")
+    else:
+        outcome = attempt(lambda: gradferry.attach(ddp, "q4"))
+    dist.barrier()
+    assert train()
+    return outcome
+
+
+def test_rank_that_is_interrupted_while_it_connects_is_named_at_once(world_of_3: World) -> None:
+    first, none, third = world_of_3.run(case_interrupted_connecting)
+    assert none is None
+    for outcome in (first, third):
+        assert outcome.error == "PeerError"
+        assert outcome.text.startswith("rank 1: interrupted while it connected"), outcome
+        assert outcome.seconds < MOST_SECONDS
+
+
 def case_cannot_connect(kind: str) -> tuple[Outcome, bool]:
     """Rank 1 cannot connect its second lane: the machine or Python is short of something."""
     import gradferry

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -437,11 +440,41 @@ def test_the_crossover_is_where_the_speed_up_ends(tmp_path):
         (["--world", "8"], "is one node"),
         (["--link", "fast"], "fast"),
         (["--link", "unshaped"], "must be rates"),
-        (["--mfu", "1.5"], "--mfu 1.5"),
-        (["--params", "0"], "--params: 0 must be more than 0"),
+        (["--mfu", "1.5"], "--mfu: 1.5 must be a number from 1e-06 to 1"),
+        (["--params", "0"], "--params: 0 must be"),
+        (["--params", "inf"], "--params: inf must be"),
+        (["--latency-us", "nan"], "--latency-us: nan must be"),
         (["--hooks", "q5"], "q5"),
+        (["--hooks", "auto", "q4"], "'auto' chooses among hooks"),
+        (["--hooks", "torch:powersgd:4"], "cannot be predicted"),
     ],
 )
 def test_plan_refuses(arguments, message, capsys):
     assert main(["plan", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--json", "--png"])
+def test_results_replace_nothing_but_files(option, tmp_path, capsys):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for place in (tmp_path, pipe):
+        with pytest.raises(SystemExit):
+            main(["plan", "--smoke", option, str(place)])
+        assert f"{place} is no file" in capsys.readouterr().err
+        assert not place.is_file()
+    (tmp_path / "link").symlink_to(tmp_path / "linked")
+    assert main(["plan", "--smoke", option, str(tmp_path / "link")]) == 0
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "linked").stat().st_size > 0
+
+
+def test_a_terminal_without_a_sign_ends_no_command():
+    shown = subprocess.run(
+        [sys.executable, "-m", "gradferry", "plan", "--smoke"],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "Use q4" in shown.stdout

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradferry.ddp.state import bound_to
+from gradferry.errors import ConfigError
 from outcomes import attempt
 from scenario import Run, Scenario, Weight
 from torch import nn
@@ -187,6 +188,16 @@ def test_on_step_gets_the_numbers_of_each_step(world_of_2: World, codec: str, na
             if not key.endswith("ratio"):
                 total = sum(row[key] for row in rows)
                 assert total == pytest.approx(stats[key], rel=1e-9), key
+
+
+def case_wrong_callback() -> str:
+    with pytest.raises(ConfigError) as caught:
+        Run(SCENARIO).state.on_step(3)
+    return str(caught.value)
+
+
+def test_what_cannot_be_called_is_refused(world_of_2: World) -> None:
+    assert "on_step(3): pass a function" in world_of_2.run(case_wrong_callback)[0]
 
 
 def case_callbacks_end_with_the_state() -> tuple[int, int, int]:

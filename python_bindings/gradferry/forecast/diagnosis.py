@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gradferry.core.agreement import meeting_place
+from gradferry.core.codec_spec import AUTO as AUTO_CODEC
 from gradferry.core.config import COARSE_BITS
 from gradferry.core.device import CPU, Transport, agreed_transport
 from gradferry.core.nodes import AUTO, exchanges_to_choose_from, found_nodes, how_to_ask
@@ -24,6 +25,7 @@ from gradferry.forecast.hook_names import (
     check_hook,
     codecs_to_choose_from,
     hook_config,
+    split_options,
 )
 from gradferry.forecast.measure import make_probe, measure_costs
 from gradferry.forecast.measure_link import Progress
@@ -161,6 +163,8 @@ def require_hooks(hooks: Sequence[str]) -> tuple[str, ...]:
         check_hook(hook)
         if hook.startswith(POWERSGD):
             raise ConfigError(f"hook {hook!r} cannot be predicted; measure it with bench train")
+        if split_options(hook)[0] == AUTO_CODEC:
+            raise ConfigError(f"hook {hook!r} chooses among hooks; name those to be compared")
     wanted = dict.fromkeys(("torch:fp32", *hooks))
     if all(hook in BACKEND_HOOKS or needs_momentum(hook) for hook in wanted):
         wanted["q4"] = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Sequence
 
@@ -27,6 +28,9 @@ _EXIT_INTERRUPTED = 130  # as shells do: 128 + SIGINT
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the process's exit code."""
     command_line = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):  # a terminal that lacks a sign must not end a command
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
         arguments = parser().parse_args(command_line)  # options name what this machine can run
         arguments.command_line = command_line  # for commands that start themselves again elsewhere

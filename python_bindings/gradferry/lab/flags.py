@@ -12,9 +12,19 @@ from gradferry.lab.workloads.models import MODEL_HELP
 _BUCKET_CAPS_MB = (4.0, 10.0, 25.0)
 
 
+def file_to_write(text: str) -> Path:
+    """The type of options that name a file, which is replaced when the results are there."""
+    path = Path(text)
+    if path.exists() and not path.is_file():
+        raise argparse.ArgumentTypeError(f"{text} is no file; name one that may be replaced")
+    return path.resolve() if path.is_symlink() else path
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Declares --json."""
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows as JSON")
+    parser.add_argument(
+        "--json", type=file_to_write, metavar="FILE", help="also write the rows as JSON"
+    )
 
 
 def add_seed(parser: argparse.ArgumentParser) -> None:
@@ -69,6 +79,12 @@ def require_at_least_one(arguments: argparse.Namespace, *options: str) -> None:
         for count in value if isinstance(value, list) else [value]:
             if count < 1:
                 raise ConfigError(f"--{option.replace('_', '-')}: {count} must be at least 1")
+
+
+def require_between(flag: str, value: float, least: float, most: float) -> None:
+    """The value of the option `flag`; a NaN is refused, too."""
+    if not least <= value <= most:
+        raise ConfigError(f"{flag}: {value:g} must be a number from {least:g} to {most:g}")
 
 
 def require_more_than_zero(flag: str, values: Iterable[float]) -> None:

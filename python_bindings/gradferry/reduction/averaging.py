@@ -166,7 +166,12 @@ class Averaging(ABC):
 
         Returns:
             A handle whose ``remove()`` ends the calls.
+
+        Raises:
+            ConfigError: the callback cannot be called.
         """
+        if not callable(callback):
+            raise ConfigError(f"on_step({callback!r}): pass a function, which gets a dict")
         return step_numbers.call_after_steps(self, callback, self.world_size)
 
     def events(self) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from gradferry.core.agreement import (
 )
 from gradferry.core.meeting import meet, patience, say_failed
 from gradferry.core.nodes import choose_exchange, identity, received_identities, resolve
-from gradferry.errors import ConfigError, StateError
+from gradferry.errors import ConfigError, PeerError, StateError
 from gradferry.reduction.running import Running
 
 Started = TypeVar("Started")
@@ -92,18 +92,25 @@ def start(
     running.exchange = choose_exchange(asked, running.nodes, on_host=running.transport.on_host)
 
     built: Started | None = None
+    interrupted: KeyboardInterrupt | None = None
     try:
         built = build(running, str(envelopes[0]["nonce"]))
         outcome: Record = {}
     except Exception as error:
         outcome = error_record(error)
-        say_failed(group)  # the others wait for this rank's connections
+    except KeyboardInterrupt as error:
+        interrupted = error
+        outcome = error_record(PeerError("interrupted while it connected"))
     try:
+        if outcome:
+            say_failed(group)  # the others wait for this rank's connections
         # A rank that could not connect must still tell the others.
         meet(group, longest, "connect")
         raise_first_error(gather_records(outcome, group, place))
     except BaseException:
         built = running = None  # otherwise the traceback would keep the connections alive
+        if interrupted is not None:
+            raise interrupted from None
         raise
     assert built is not None
     return built

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -89,7 +88,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default_hooks(),
         f"of {' '.join(TORCH_DTYPES)} and codecs, as for doctor",
     )
-    parser.add_argument("--png", type=Path, metavar="FILE", help="also draw speed-up by link speed")
+    parser.add_argument(
+        "--png",
+        type=flags.file_to_write,
+        metavar="FILE",
+        help="also draw speed-up by link speed",
+    )
     flags.add_json(parser)
     parser.add_argument(
         "--smoke", action="store_true", help="a small model and few hooks, to see that all works"
@@ -145,19 +149,19 @@ def _cluster(arguments: argparse.Namespace) -> Cluster:
     tflops, copy = _GPUS[arguments.gpu]
     tflops = tflops if arguments.tflops is None else arguments.tflops
     copy = copy if arguments.copy is None else arguments.copy
-    named = {
-        "params": arguments.params,
-        "tokens": arguments.tokens,
-        "tflops": tflops,
-        "copy": copy,
-        "bucket-cap": arguments.bucket_cap,
+    # Far beyond what there is, and what the simulation has time for.
+    limits = {
+        "--world": (world, 2, 65535),
+        "--params": (arguments.params, 1, 1e11),
+        "--tokens": (arguments.tokens, 1e-3, 1e9),
+        "--tflops": (tflops, 1e-3, 1e6),
+        "--copy": (copy, 1e-3, 1e6),
+        "--bucket-cap": (arguments.bucket_cap, 1e-3, 1e6),
+        "--mfu": (arguments.mfu, 1e-6, 1),
+        "--latency-us": (arguments.latency_us, 0, 1e9),
     }
-    for name, value in named.items():
-        flags.require_more_than_zero(f"--{name}", [value])
-    if not 0 < arguments.mfu <= 1:
-        raise ConfigError(f"--mfu {arguments.mfu:g} must be above 0 and at most 1")
-    if arguments.latency_us < 0:
-        raise ConfigError(f"--latency-us {arguments.latency_us:g} must be 0 or more")
+    for flag, (value, least, most) in limits.items():
+        flags.require_between(flag, value, least, most)
     return Cluster(
         world=world,
         gpus_per_node=local,
