@@ -309,7 +309,7 @@ $(kernels_ready): $(kernel_inputs) | $(compilers_ready)
 $(release_ready): $(kernel_inputs) | $(compilers_ready)
 	@$(quiet) build/release.log cmake --preset release
 	@$(quiet) build/release.log \
-	    --title "build/release: kernels for every processor and GPU (usually 1 min, with nvcc 15)" \
+	    --title "build/release: kernels for every processor and GPU (usually 1 min, with nvcc 30)" \
 	    cmake --build --preset release
 	@$(quiet) build/release_install.log cmake --install build/release
 	@touch $@
