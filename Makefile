@@ -316,7 +316,7 @@ $(release_ready): $(kernel_inputs) | $(compilers_ready)
 
 $(core_ready): $(core_inputs) | $(system_ready)
 	@$(quiet) build/core.log cmake --preset core
-	@$(quiet) build/core.log --title "build/core: kernels and C++ tests (usually 4 min)" \
+	@$(quiet) build/core.log --title "build/core: kernels and C++ tests (usually 8 min)" \
 	    cmake --build --preset core
 	@$(quiet) build/core_install.log cmake --install build/core
 	@touch $@
@@ -324,7 +324,7 @@ $(core_ready): $(core_inputs) | $(system_ready)
 # $(1): ON with what tests load beside the package, else OFF.
 define install_package
 	@$(quiet) build/package_$(TORCH).log \
-	    --title "$(package_build): hooks and bindings (usually 2 min)" \
+	    --title "$(package_build): hooks and bindings (usually 2 min, with tests 5)" \
 	    $(bin)/python -m pip install --disable-pip-version-check \
 	    --no-build-isolation --no-deps -v \
 	    --config-settings=build-dir='$(package_build)/{wheel_tag}' \
