@@ -39,7 +39,7 @@ std::string text_of(const Error& error) {
 
 // Of parts [begin, begin + 2).
 Error error_from(const std::vector<std::string>& parts, size_t begin) {
-  const Error unreadable(ErrorKind::kPeer, kUnreadable);
+  Error unreadable(ErrorKind::kPeer, kUnreadable);
   if (parts.size() < begin + 2) return unreadable;
   const std::string& text = parts[begin];
   int kind = 0;

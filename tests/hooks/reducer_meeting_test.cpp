@@ -53,7 +53,8 @@ TEST(Reducer, ErrorOfOneRankIsSaidOnAllOfThem) {
 TEST(Reducer, RankThatStaysAwayIsNamed) {
   const Store store = new_store();
   try {
-    Reducer(tensors(), {.timeout = std::chrono::milliseconds(100)}, store, 0, kRanks);
+    const ReducerOptions options{.timeout = std::chrono::milliseconds(100)};
+    const Reducer reducer(tensors(), options, store, 0, kRanks);
     FAIL();
   } catch (const Error& error) {
     EXPECT_EQ(error.kind(), ErrorKind::kPeer);
