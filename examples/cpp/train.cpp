@@ -87,9 +87,11 @@ Options parse(int argc, char** argv) {
   if (options.rank >= options.world_size) {
     throw std::invalid_argument("--rank must be less than --world-size");
   }
-  const auto folder = std::filesystem::absolute(options.save).parent_path();
-  if (!options.save.empty() && !std::filesystem::is_directory(folder)) {
-    throw std::invalid_argument("--save: there is no folder " + folder.string());
+  if (!options.save.empty()) {
+    const auto folder = std::filesystem::absolute(options.save).parent_path();
+    if (!std::filesystem::is_directory(folder)) {
+      throw std::invalid_argument("--save: there is no folder " + folder.string());
+    }
   }
   return options;
 }
