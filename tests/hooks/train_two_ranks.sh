@@ -62,8 +62,8 @@ refused() {
   if timeout 60 "$program" "$@" 2>"$folder/error"; then fail "$* was accepted"; fi
   grep -q "$said" "$folder/error" || fail "$* was refused for another reason: $(cat "$folder/error")"
 }
-refused "70000 is no whole number from 0 to 65535" --store 127.0.0.1:70000
-refused "there is no folder $folder/none" --save "$folder/none/state"
+refused "70000 is no whole number from 0 to 65535" --world-size 2 --store 127.0.0.1:70000
 "$program" --steps 1 --store "" >"$folder/alone" || fail "one rank needs a store"
 refused "4294967298 is no whole number" --world-size 4294967298
 refused "world_size=70000 is more than 65535" --world-size 70000 --store "$folder/large.store"
+refused "there is no folder $folder/none" --save "$folder/none/state"
