@@ -41,11 +41,13 @@ class Lane {
   Lane() = default;
 };
 
+// The lanes of an engine; some may be null.
+using OpenLanes = std::array<std::shared_ptr<Lane>, 6>;
+
 // Destroys lanes after a failure: after a delay, on a detached thread. What is in flight ends when
 // the peers close their lanes, at the latest after the timeout of the process group. The delay is
 // needed because closing a connection may discard data that a slower peer has not read yet. Without
 // memory for that they are closed at once: the threads that call this could tell nobody.
-using OpenLanes = std::array<std::shared_ptr<Lane>, 6>;  // some may be null
 void close_later(OpenLanes lanes) noexcept;
 
 // The thread-local state of a thread that never ran Python. A Work posted under it holds no Python

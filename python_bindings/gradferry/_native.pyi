@@ -13,6 +13,7 @@ EXEMPT_MAX_SIZE: int  # likewise, of elements
 CHUNK_BYTES: int  # most payload bytes per owner, stage and chunk, in small worlds
 WORKSPACE_CAP_MB: int
 BUCKET_CAP_MB: int  # that of DistributedDataParallel
+MOST_RANKS: int  # of a world
 CHUNK_SLOTS: int  # chunks in flight
 DEVICE_CHUNK_SLOTS: int  # the same, of a DeviceEngine
 COMMIT_SLOTS: int  # buckets whose commits are in flight

@@ -267,6 +267,7 @@ void bind_defaults(py::module_& module) {
   module.attr("CHUNK_BYTES") = kChunkBytes;
   module.attr("WORKSPACE_CAP_MB") = kWorkspaceCapMiB;
   module.attr("BUCKET_CAP_MB") = kBucketCapMiB;
+  module.attr("MOST_RANKS") = kMostRanks;
   module.def(
       "kept_residuals",
       [](const std::string& codec, const std::string& error_feedback, double momentum) {

@@ -86,45 +86,45 @@ TEST(Reducer, WaitWithoutAPassIsAnErrorOnAllRanks) {
   EXPECT_NE(error.find("rank 1: wait() without a backward pass"), std::string::npos) << error;
 }
 
-TEST(Reducer, GradientThatIsChangedBeforeWaitIsAnErrorOnAllRanks) {
-  const std::string error = error_in_backward([](Net& net, Reducer& reducer, uint32_t rank) {
-    backward(net, rank, 0);
-    if (rank == 1) net.first->bias.mutable_grad().mul_(0.5);
+// The same where rank 1 does something to its gradients between backward() and wait().
+std::string error_after(const std::function<void(Net&)>& change, uint64_t step = 0) {
+  return error_in_backward([&](Net& net, Reducer& reducer, uint32_t rank) {
+    backward(net, rank, step);
+    if (rank == 1) change(net);
     reducer.wait();
   });
+}
+
+TEST(Reducer, GradientThatIsChangedBeforeWaitIsAnErrorOnAllRanks) {
+  const std::string error = error_after([](Net& net) { net.first->bias.mutable_grad().mul_(0.5); });
   EXPECT_NE(error.find("rank 1: the gradient of 'first.bias' was changed"), std::string::npos)
       << error;
 }
 
 TEST(Reducer, GradientThatIsClippedBeforeWaitIsAnErrorOnAllRanks) {
-  const std::string error = error_in_backward([](Net& net, Reducer& reducer, uint32_t rank) {
-    backward(net, rank, 0);
-    if (rank == 1) torch::nn::utils::clip_grad_norm_(net.parameters(), 1e-3);
-    reducer.wait();
-  });
+  const std::string error =
+      error_after([](Net& net) { torch::nn::utils::clip_grad_norm_(net.parameters(), 1e-3); });
   EXPECT_NE(error.find("rank 1: the gradient of 'first.weight' was changed or replaced"),
             std::string::npos)
       << error;
 }
 
 TEST(Reducer, GradientThatIsReplacedBeforeWaitIsAnErrorOnAllRanks) {
-  const std::string error = error_in_backward([](Net& net, Reducer& reducer, uint32_t rank) {
-    backward(net, rank, 0);
-    // In one that has seen as many changes, and has the same elements.
-    if (rank == 1) net.second->bias.mutable_grad() = net.second->bias.grad().clone();
-    reducer.wait();
-  });
+  // By one that has seen as many changes, and has the same elements.
+  const std::string error = error_after(
+      [](Net& net) { net.second->bias.mutable_grad() = net.second->bias.grad().clone(); });
   EXPECT_NE(error.find("rank 1: the gradient of 'second.bias' was changed or replaced"),
             std::string::npos)
       << error;
 }
 
 TEST(Reducer, GradientsThatShareMemoryBeforeWaitAreAnErrorOnAllRanks) {
-  const std::string error = error_in_backward([](Net& net, Reducer& reducer, uint32_t rank) {
-    backward(net, rank, 1);  // does not use `unused`
-    if (rank == 1) net.unused->bias.mutable_grad() = net.second->weight.grad()[0].narrow(0, 0, 40);
-    reducer.wait();
-  });
+  constexpr uint64_t kWithoutUnused = 1;
+  const std::string error = error_after(
+      [](Net& net) {
+        net.unused->bias.mutable_grad() = net.second->weight.grad()[0].narrow(0, 0, 40);
+      },
+      kWithoutUnused);
   EXPECT_NE(error.find("rank 1: 'second.weight' and 'unused.bias' share memory"), std::string::npos)
       << error;
 }

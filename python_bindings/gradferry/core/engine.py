@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +24,7 @@ from gradferry.core.agreement import EchoError
 from gradferry.core.config import Config
 from gradferry.core.connect import connect_ranks
 from gradferry.core.device import CPU, Transport, transport_of
-from gradferry.core.meeting import patience, raise_if_failed, store_of
+from gradferry.core.meeting import hear_failures, patience, store_of
 from gradferry.core.node_memory import share_memory
 from gradferry.core.parameters import ParameterLayout
 from gradferry.errors import ConfigError, PeerError
@@ -204,9 +203,9 @@ def make_lanes(
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     timeout_seconds = _timeout(group, place).total_seconds()
     deadline = time.monotonic() + (patience(group, place) / 2).total_seconds()
-    hear = functools.partial(raise_if_failed, group)  # what another rank says before it gives up
     connected: list[list[socket | None]] = []
     with _telling_of_others(), ExitStack() as opened:
+        hear = hear_failures(group)  # of ranks that give up
         for number, (name, ranks) in enumerate(lanes.items()):
             left = deadline - time.monotonic()
             own = PrefixStore(name, store)

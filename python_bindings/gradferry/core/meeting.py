@@ -179,15 +179,22 @@ def wait_or_hear(work: dist.Work, group: dist.ProcessGroup) -> None:
 
 
 def say_failed(group: dist.ProcessGroup) -> None:
-    """Until the next meeting, `raise_if_failed` raises on all ranks, and `wait_or_hear`."""
+    """Until the next meeting, `wait_or_hear` and `hear_failures` raise on all ranks."""
     with contextlib.suppress(RuntimeError):  # without a store they wait for their deadline
         _losses(group).set("any", "")
 
 
-def raise_if_failed(group: dist.ProcessGroup) -> None:
-    """Raises RuntimeError if a rank has called `say_failed`, or the store does not answer."""
-    if _losses(group).check(["any"]):
-        raise RuntimeError("closed by peer, which failed")
+def hear_failures(group: dist.ProcessGroup) -> Callable[[], None]:
+    """A function that raises RuntimeError once a rank has called `say_failed`, and where the store
+    does not answer. For use before the next meeting.
+    """
+    lost = _losses(group)
+
+    def raise_if_failed() -> None:
+        if lost.check(["any"]):
+            raise RuntimeError("closed by peer, which failed")
+
+    return raise_if_failed
 
 
 def _losses(group: dist.ProcessGroup) -> Store:

@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
+from gradferry import _native
 from gradferry.core.nodes import FLAT, TWO_LEVEL
 from gradferry.errors import ConfigError
 from gradferry.forecast.diagnosis import default_hooks, require_hooks
@@ -151,7 +152,7 @@ def _cluster(arguments: argparse.Namespace) -> Cluster:
     copy = copy if arguments.copy is None else arguments.copy
     # Far beyond what there is, and what the simulation has time for.
     limits = {
-        "--world": (world, 2, 65535),
+        "--world": (world, 2, _native.MOST_RANKS),
         "--params": (arguments.params, 1, 1e11),
         "--tokens": (arguments.tokens, 1e-3, 1e9),
         "--tflops": (tflops, 1e-3, 1e6),
