@@ -83,7 +83,7 @@ ifeq ($(MAKELEVEL),0)
 .NOTPARALLEL:
 endif
 
-.PHONY: help setup demo wheel sdist test test-full test-hosts test-sanitized test-torch-core sim sim-threads soak fuzz lint format docs bench gpu-check sass clean distclean
+.PHONY: help setup demo wheel sdist test test-full test-slow test-hosts test-sanitized test-torch-core sim sim-threads soak fuzz lint format docs bench gpu-check sass clean distclean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -124,15 +124,18 @@ test:  ## all fast tests
 	@$(test_hooks) -LE slow
 	@$(pytest) -m "not slow"
 
-test-full:  ## all tests, also the slow ones, those under sanitizers, and kernels for every GPU
+test-full: test test-slow  ## all tests
+
+# Beside `make test`, which it does not run again.
+test-slow:  ## what `make test` leaves out: slow tests, sanitizers, trainers, kernels for every GPU
 	$(prepare) $(package_ready)
-	@$(quiet) build/ctest.log --show 'tests passed|Total Test time' ctest --preset core -j $(JOBS)
-	@$(test_hooks)
-	@$(MAKE) -s test-sanitized
-	@$(MAKE) -s fuzz FUZZ_SECONDS=20
-	@$(MAKE) -s sim-threads
-	@$(pytest)
+	@$(quiet) build/ctest_slow.log --show 'tests passed|Total Test time' ctest --preset core -L slow -j $(JOBS)
+	@$(test_hooks) -L slow
+	@$(pytest) -m slow
 	@$(MAKE) -s test-hosts
+	@$(MAKE) -s test-sanitized
+	@$(MAKE) -s sim-threads
+	@$(MAKE) -s fuzz FUZZ_SECONDS=20
 	@rm -f $(torch_tidy)
 	@$(MAKE) lint TIDY=--alone
 	@$(quiet) build/all_gpus.log env -u CUDAARCHS cmake -S . -B build/all_gpus -G Ninja \

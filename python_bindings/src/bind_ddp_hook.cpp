@@ -8,6 +8,7 @@
 #include "ddp_hook.h"
 #include "process_end.h"
 #include "reducer_view.h"
+#include "shared_instance.h"
 
 namespace gradferry {
 namespace {
@@ -50,6 +51,13 @@ class BucketWork final : public c10d::Work {
   FuturePtr future_;
 };
 
+std::shared_ptr<BucketHook> make_hook(std::shared_ptr<BucketEngine> engine,
+                                      const std::vector<at::Tensor>& parameters,
+                                      std::string group_name) {
+  return std::make_shared<BucketHook>(std::move(engine), parameters, std::move(group_name),
+                                      &make_torch_exception);
+}
+
 // A Python function for C++ to call and to let go of, with the GIL or without.
 BucketHook::StepCallback make_callback(py::function function) {
   const std::shared_ptr<py::function> held(new py::function(std::move(function)),
@@ -84,14 +92,10 @@ void bind_ddp_hook(py::module_& module) {
   module.def("reordered_since_buckets_were_made", &reordered_since_buckets_were_made,
              py::arg("reducer"));
   module.def("moved_since_buckets_were_made", &moved_since_buckets_were_made, py::arg("reducer"));
-  py::class_<BucketHook, std::shared_ptr<BucketHook>>(module, "BucketHook")
-      .def(py::init([](std::shared_ptr<BucketEngine> engine,
-                       const std::vector<at::Tensor>& parameters, std::string group_name) {
-             return std::make_shared<BucketHook>(std::move(engine), parameters,
-                                                 std::move(group_name), &make_torch_exception);
-           }),
-           py::kw_only(), py::arg("engine").none(true), py::arg("parameters"),
-           py::arg("group_name"))
+  py::class_<BucketHook, std::shared_ptr<BucketHook>> hook_class(module, "BucketHook");
+  def_init(hook_class, &make_hook, py::kw_only(), py::arg("engine").none(true),
+           py::arg("parameters"), py::arg("group_name"));
+  hook_class
       .def(
           "attach",
           [](const std::shared_ptr<BucketHook>& hook, c10d::Reducer& reducer) {

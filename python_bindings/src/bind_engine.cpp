@@ -17,6 +17,7 @@
 #include "host/socket_lane.h"
 #include "process_end.h"
 #include "scalar_type.h"
+#include "shared_instance.h"
 
 namespace gradferry {
 namespace {
@@ -93,6 +94,11 @@ std::shared_ptr<Lane> make_backend_lane(const py::handle& backend) {
   const py::gil_scoped_release released;
   return std::make_shared<CarrierLane>(
       std::move(held), std::make_shared<const at::ThreadLocalState>(thread_state_without_python()));
+}
+
+std::shared_ptr<SharedMemory> map_shared_memory(int descriptor, uint64_t num_bytes) {
+  const py::gil_scoped_release released;
+  return std::make_shared<SharedMemory>(descriptor, num_bytes);
 }
 
 // `lanes`: by purpose.
@@ -304,8 +310,9 @@ void bind_options(py::module_& module) {
       .def("is_completed", [](const PostedCollective& collective) {
         return !collective.work || collective.work->isCompleted();
       });
-  py::class_<Lane, std::shared_ptr<Lane>>(module, "Lane")
-      .def(py::init(&make_backend_lane), py::arg("backend"))
+  py::class_<Lane, std::shared_ptr<Lane>> lane_class(module, "Lane");
+  def_init(lane_class, &make_backend_lane, py::arg("backend"));
+  lane_class
       .def(
           "all_to_all",
           [](Lane& lane, const at::Tensor& receive, const std::vector<int64_t>& receive_bytes,
@@ -326,14 +333,18 @@ void bind_options(py::module_& module) {
          uint32_t rank, double timeout_seconds) {
         std::vector<LaneSockets> sockets;
         for (const auto& [ranks, connections] : lanes) sockets.push_back({ranks, connections});
-        return make_socket_lanes(
-            rank, sockets, std::chrono::milliseconds(static_cast<int64_t>(timeout_seconds * 1000)));
+        py::list made;
+        for (const auto& lane : make_socket_lanes(
+                 rank, sockets,
+                 std::chrono::milliseconds(static_cast<int64_t>(timeout_seconds * 1000)))) {
+          made.append(to_python(lane));
+        }
+        return made;
       },
       py::arg("lanes"), py::kw_only(), py::arg("rank"), py::arg("timeout_seconds"));
-  py::class_<SharedMemory, std::shared_ptr<SharedMemory>>(module, "SharedMemory")
-      .def(py::init<int, uint64_t>(), py::arg("descriptor"), py::arg("num_bytes"),
-           py::call_guard<py::gil_scoped_release>())
-      .def("part", &SharedMemory::part, py::arg("offset"), py::arg("num_bytes"));
+  py::class_<SharedMemory, std::shared_ptr<SharedMemory>> memory_class(module, "SharedMemory");
+  def_init(memory_class, &map_shared_memory, py::arg("descriptor"), py::arg("num_bytes"));
+  memory_class.def("part", &SharedMemory::part, py::arg("offset"), py::arg("num_bytes"));
   py::class_<ParameterSpec>(module, "ParameterSpec")
       .def(py::init(&make_parameter), py::kw_only(), py::arg("name"), py::arg("num_elements"),
            py::arg("dtype"), py::arg("codec"), py::arg("warmup"), py::arg("worker_residual"),
@@ -408,14 +419,15 @@ void bind_engine(py::module_& module) {
       .def(py::init<std::shared_ptr<BucketEngine>>(), py::arg("engine"))
       .def("start", &start_all_reduce, py::arg("buckets"), py::kw_only(), py::arg("in_background"),
            py::call_guard<py::gil_scoped_release>());
-  py::class_<HostEngine, BucketEngine, std::shared_ptr<HostEngine>>(module, "HostEngine")
-      .def(py::init(&start_host_engine), py::arg("options"), py::kw_only(), py::arg("tensors"),
-           py::arg("lanes"), py::arg("memory").none(true), py::arg("local_stage"))
-      .def("local_stage", &HostEngine::local_stage);
-  py::class_<DeviceEngine, BucketEngine, std::shared_ptr<DeviceEngine>>(module, "DeviceEngine")
-      .def(py::init(&start_device_engine), py::arg("options"), py::kw_only(), py::arg("device"),
-           py::arg("tensors"), py::arg("lanes"), py::arg("group_name"))
-      .def("time_buckets", &DeviceEngine::time_buckets)
+  py::class_<HostEngine, BucketEngine, std::shared_ptr<HostEngine>> host_class(module, "HostEngine");
+  def_init(host_class, &start_host_engine, py::arg("options"), py::kw_only(), py::arg("tensors"),
+           py::arg("lanes"), py::arg("memory").none(true), py::arg("local_stage"));
+  host_class.def("local_stage", &HostEngine::local_stage);
+  py::class_<DeviceEngine, BucketEngine, std::shared_ptr<DeviceEngine>> device_class(
+      module, "DeviceEngine");
+  def_init(device_class, &start_device_engine, py::arg("options"), py::kw_only(),
+           py::arg("device"), py::arg("tensors"), py::arg("lanes"), py::arg("group_name"));
+  device_class.def("time_buckets", &DeviceEngine::time_buckets)
       .def("bucket_times", &bucket_times);
   module.def(
       "parameter_hashes",

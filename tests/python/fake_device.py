@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from gradferry.core import device, engine
 from torch._C._distributed_c10d import ProcessGroupGloo, Store
+from world import kept_groups
 
 try:
     import gradferry_fake_device as machine
@@ -114,4 +115,6 @@ def group(kind: str, ranks: tuple[int, ...] | None = None) -> dist.ProcessGroup:
 
 @functools.cache
 def _group(kind: str, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    return dist.new_group(list(ranks), backend=f"cpu:gloo,fake:fake_{kind}")
+    made = dist.new_group(list(ranks), backend=f"cpu:gloo,fake:fake_{kind}")
+    kept_groups.append(made)
+    return made

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import math
 import random
@@ -18,12 +17,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
+from world import kept_mesh
 
 WAYS = ("ddp", "standard hook", "reducer", "async reducer", "fsdp", "fsdp scatter")
 FREEZE = 4
@@ -132,12 +131,6 @@ class Layers(nn.Module):
         return result + self.aside(hidden) if aside else result
 
 
-@functools.cache
-def _mesh() -> DeviceMesh:
-    """One for the life of a process: its groups have threads, and are never destroyed."""
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
-
-
 class Training:
     """One rank's training: model, hook, optimizer, schedule, and GradScaler."""
 
@@ -163,7 +156,7 @@ class Training:
             options["grad_scaler"] = self.scaler
         self.wrapped: Any = self.model
         if job.sharded:
-            mesh = _mesh()
+            mesh = kept_mesh((2, 2), ("replica", "shard"))
             for module in (self.model.first, self.model.second, self.model):
                 fully_shard(module, mesh=mesh["shard"])
             if job.way == "fsdp scatter":

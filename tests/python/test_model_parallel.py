@@ -20,7 +20,7 @@ from gradferry.core.nodes import Identity
 from reference import ReferenceEngine
 from scenario import Weight
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
-from world import World
+from world import World, kept_mesh
 
 Worlds = Callable[[int], World]
 STEPS = 4
@@ -102,7 +102,7 @@ def case_parts(
     import gradferry
     from gradferry.reduction import start
 
-    mesh = init_device_mesh("cpu", (replicas, 2), mesh_dim_names=("replica", "part"))
+    mesh = kept_mesh((replicas, 2), ("replica", "part"))
     replica, part = mesh.get_coordinate()
     torch.manual_seed(part if kind == "pipeline" else 0)
     training = KINDS[kind](mesh)
@@ -207,7 +207,7 @@ def case_infinity_in_one_part(told: bool) -> dict[str, Any]:
     """Part 1 of replica 0 overflows in the second step, and the parts tell each other."""
     import gradferry
 
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "part"))
+    mesh = kept_mesh((2, 2), ("replica", "part"))
     replica, part = mesh.get_coordinate()
     training = TensorParallel(mesh)
     parameters = list(training.ddp.parameters())

@@ -12,6 +12,7 @@ import contextlib
 import datetime
 import faulthandler
 import fcntl
+import functools
 import gc
 import importlib
 import multiprocessing
@@ -99,8 +100,13 @@ class World:
         """
         self.start()
         for rank in self._ranks:
+            rank.signal(signal.SIGCONT)
             rank.connection.send((function.__module__, function.__qualname__, kwargs))
         answers = self._collect(seconds * self._patience, grace * self._patience)
+        # Groups of gloo have threads that wake a hundred times a second: until the next case the
+        # processes rest.
+        for rank in self._ranks:
+            rank.signal(signal.SIGSTOP)
         failures = [f"rank {r}: {a[1]}" for r, a in sorted(answers.items()) if a[0] != "result"]
         if failures:
             self.stop()  # what a failed case leaves behind must not reach the next one
@@ -200,6 +206,10 @@ class _Rank:
                 self.process.join(0.05)
         return f"did not answer in time\n{self._tail()}"
 
+    def signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, number)
+
     def stop(self) -> None:
         self.connection.close()
         if self.process.is_alive():
@@ -274,3 +284,33 @@ def _run_case(module: str, name: str, kwargs: dict[str, Any]) -> tuple[str, Any]
         return ("error", traceback.format_exc())
     finally:
         gc.collect()
+        _destroy_groups()
+
+
+# Of this rank, for cases to come.
+kept_groups: list[Any] = []
+
+
+@functools.cache
+def kept_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> Any:
+    """A DeviceMesh of hosts. DTensor remembers how it went from one layout to another by what the
+    mesh looks like, and then uses the groups of the first mesh that looked so.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    kept_groups.extend(mesh.get_all_groups())
+    return mesh
+
+
+def _destroy_groups() -> None:
+    """Groups that a case has made, but for those that are kept. Every one has a thread that wakes a
+    hundred times a second for as long as it exists: those of some hundred cases take a core.
+    """
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD and group not in kept_groups:
+            dist.destroy_process_group(group)
