@@ -6,9 +6,9 @@
 #include "bindings.h"
 #include "bucket_order.h"
 #include "ddp_hook.h"
+#include "holders.h"
 #include "process_end.h"
 #include "reducer_view.h"
-#include "shared_instance.h"
 
 namespace gradferry {
 namespace {

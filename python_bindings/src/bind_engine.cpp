@@ -11,23 +11,24 @@
 #include "defaults.h"
 #include "device/device_engine.h"
 #include "gradferry/device_library.h"
+#include "holders.h"
 #include "host/finisher.h"
 #include "host/host_engine.h"
 #include "host/shared_memory.h"
 #include "host/socket_lane.h"
 #include "process_end.h"
 #include "scalar_type.h"
-#include "shared_instance.h"
 
 namespace gradferry {
 namespace {
 
-ParameterSpec make_parameter(const std::string& name, uint64_t num_elements, at::ScalarType dtype,
-                             const std::string& codec, const std::string& warmup,
-                             bool worker_residual, bool owner_residual,
-                             std::optional<uint32_t> owner) {
-  return {name,   num_elements,    to_scalar_type(dtype), codec,
-          warmup, worker_residual, owner_residual,        owner};
+std::unique_ptr<ParameterSpec> make_parameter(const std::string& name, uint64_t num_elements,
+                                              at::ScalarType dtype, const std::string& codec,
+                                              const std::string& warmup, bool worker_residual,
+                                              bool owner_residual, std::optional<uint32_t> owner) {
+  return std::make_unique<ParameterSpec>(ParameterSpec{name, num_elements, to_scalar_type(dtype),
+                                                       codec, warmup, worker_residual,
+                                                       owner_residual, owner});
 }
 
 Collective to_collective(const std::string& name) {
@@ -46,41 +47,40 @@ c10::intrusive_ptr<c10d::Backend> to_backend(const py::handle& backend) {
   return c10::intrusive_ptr<c10d::Backend>::reclaim_copy(&backend.cast<c10d::Backend&>());
 }
 
-EngineOptions make_options(std::vector<ParameterSpec> parameters, uint32_t rank,
-                           std::vector<std::vector<uint32_t>> nodes, uint64_t config_hash,
-                           uint64_t layout_hash, uint64_t seed, uint64_t warmup_steps,
-                           bool compressed_warmup, double momentum, bool raise_nonfinite,
-                           bool exact_skip, const std::optional<at::Tensor>& loss_scale,
-                           uint64_t check_every, uint32_t chunk_bytes, bool equal_scatter,
-                           const std::string& collective, uint64_t workspace_cap_bytes,
-                           bool find_unused_parameters, std::string way_on,
-                           const py::object& store) {
+std::unique_ptr<EngineOptions> make_options(
+    std::vector<ParameterSpec> parameters, uint32_t rank, std::vector<std::vector<uint32_t>> nodes,
+    uint64_t config_hash, uint64_t layout_hash, uint64_t seed, uint64_t warmup_steps,
+    bool compressed_warmup, double momentum, bool raise_nonfinite, bool exact_skip,
+    const std::optional<at::Tensor>& loss_scale, uint64_t check_every, uint32_t chunk_bytes,
+    bool equal_scatter, const std::string& collective, uint64_t workspace_cap_bytes,
+    bool find_unused_parameters, std::string way_on, const py::object& store) {
   c10::intrusive_ptr<c10d::Store> peers_store;
   if (!store.is_none()) peers_store = to_store(store);
   Nodes table(std::move(nodes));
   const uint32_t world_size = table.world_size();
-  return {.parameters = std::move(parameters),
-          .rank = rank,
-          .world_size = world_size,
-          .nodes = std::move(table),
-          .config_hash = config_hash,
-          .layout_hash = layout_hash,
-          .seed = seed,
-          .warmup_steps = warmup_steps,
-          .compressed_warmup = compressed_warmup,
-          .momentum = momentum,
-          .raise_nonfinite = raise_nonfinite,
-          .exact_skip = exact_skip,
-          .loss_scale = loss_scale.value_or(at::Tensor()),
-          .check_every = check_every,
-          .chunk_bytes = chunk_bytes,
-          .equal_scatter = equal_scatter,
-          .collective = to_collective(collective),
-          .workspace_cap_bytes = workspace_cap_bytes,
-          .find_unused_parameters = find_unused_parameters,
-          .way_on = std::move(way_on),
-          .make_exception = &make_torch_exception,
-          .peers = std::make_shared<Peers>(std::move(peers_store), rank, world_size)};
+  return std::make_unique<EngineOptions>(
+      EngineOptions{.parameters = std::move(parameters),
+                    .rank = rank,
+                    .world_size = world_size,
+                    .nodes = std::move(table),
+                    .config_hash = config_hash,
+                    .layout_hash = layout_hash,
+                    .seed = seed,
+                    .warmup_steps = warmup_steps,
+                    .compressed_warmup = compressed_warmup,
+                    .momentum = momentum,
+                    .raise_nonfinite = raise_nonfinite,
+                    .exact_skip = exact_skip,
+                    .loss_scale = loss_scale.value_or(at::Tensor()),
+                    .check_every = check_every,
+                    .chunk_bytes = chunk_bytes,
+                    .equal_scatter = equal_scatter,
+                    .collective = to_collective(collective),
+                    .workspace_cap_bytes = workspace_cap_bytes,
+                    .find_unused_parameters = find_unused_parameters,
+                    .way_on = std::move(way_on),
+                    .make_exception = &make_torch_exception,
+                    .peers = std::make_shared<Peers>(std::move(peers_store), rank, world_size)});
 }
 
 // Torch has Python know its Work under a holder of its own. Without one, the collective runs on the
@@ -137,6 +137,10 @@ std::shared_ptr<DeviceEngine> start_device_engine(
   lanes.clear();
   return DeviceEngine::start(std::move(options), device, ParameterHashes(tensors),
                              std::move(transport));
+}
+
+std::unique_ptr<AllReducer> make_reducer(std::shared_ptr<BucketEngine> engine) {
+  return std::make_unique<AllReducer>(std::move(engine));
 }
 
 // `capsule` holds a DeviceLibrary, in a module that stays loaded.
@@ -345,12 +349,12 @@ void bind_options(py::module_& module) {
   py::class_<SharedMemory, std::shared_ptr<SharedMemory>> memory_class(module, "SharedMemory");
   def_init(memory_class, &map_shared_memory, py::arg("descriptor"), py::arg("num_bytes"));
   memory_class.def("part", &SharedMemory::part, py::arg("offset"), py::arg("num_bytes"));
-  py::class_<ParameterSpec>(module, "ParameterSpec")
-      .def(py::init(&make_parameter), py::kw_only(), py::arg("name"), py::arg("num_elements"),
-           py::arg("dtype"), py::arg("codec"), py::arg("warmup"), py::arg("worker_residual"),
-           py::arg("owner_residual"), py::arg("owner").none(true));
-  py::class_<EngineOptions>(module, "EngineOptions")
-      .def(py::init(&make_options), py::kw_only(), py::arg("parameters"), py::arg("rank"),
+  py::class_<ParameterSpec> parameter_class(module, "ParameterSpec");
+  def_init(parameter_class, &make_parameter, py::kw_only(), py::arg("name"),
+           py::arg("num_elements"), py::arg("dtype"), py::arg("codec"), py::arg("warmup"),
+           py::arg("worker_residual"), py::arg("owner_residual"), py::arg("owner").none(true));
+  py::class_<EngineOptions> options_class(module, "EngineOptions");
+  def_init(options_class, &make_options, py::kw_only(), py::arg("parameters"), py::arg("rank"),
            py::arg("nodes"), py::arg("config_hash"), py::arg("layout_hash"), py::arg("seed"),
            py::arg("warmup_steps"), py::arg("compressed_warmup"), py::arg("momentum"),
            py::arg("raise_nonfinite"), py::arg("exact_skip"), py::arg("loss_scale").none(true),
@@ -415,20 +419,20 @@ void bind_engine(py::module_& module) {
   py::class_<PendingAllReduce>(module, "PendingAllReduce")
       .def("wait", &PendingAllReduce::wait, py::call_guard<py::gil_scoped_release>())
       .def("is_completed", &PendingAllReduce::is_completed);
-  py::class_<AllReducer>(module, "AllReducer")
-      .def(py::init<std::shared_ptr<BucketEngine>>(), py::arg("engine"))
-      .def("start", &start_all_reduce, py::arg("buckets"), py::kw_only(), py::arg("in_background"),
-           py::call_guard<py::gil_scoped_release>());
-  py::class_<HostEngine, BucketEngine, std::shared_ptr<HostEngine>> host_class(module, "HostEngine");
+  py::class_<AllReducer> reducer_class(module, "AllReducer");
+  def_init(reducer_class, &make_reducer, py::arg("engine"));
+  reducer_class.def("start", &start_all_reduce, py::arg("buckets"), py::kw_only(),
+                    py::arg("in_background"), py::call_guard<py::gil_scoped_release>());
+  py::class_<HostEngine, BucketEngine, std::shared_ptr<HostEngine>> host_class(module,
+                                                                               "HostEngine");
   def_init(host_class, &start_host_engine, py::arg("options"), py::kw_only(), py::arg("tensors"),
            py::arg("lanes"), py::arg("memory").none(true), py::arg("local_stage"));
   host_class.def("local_stage", &HostEngine::local_stage);
   py::class_<DeviceEngine, BucketEngine, std::shared_ptr<DeviceEngine>> device_class(
       module, "DeviceEngine");
-  def_init(device_class, &start_device_engine, py::arg("options"), py::kw_only(),
-           py::arg("device"), py::arg("tensors"), py::arg("lanes"), py::arg("group_name"));
-  device_class.def("time_buckets", &DeviceEngine::time_buckets)
-      .def("bucket_times", &bucket_times);
+  def_init(device_class, &start_device_engine, py::arg("options"), py::kw_only(), py::arg("device"),
+           py::arg("tensors"), py::arg("lanes"), py::arg("group_name"));
+  device_class.def("time_buckets", &DeviceEngine::time_buckets).def("bucket_times", &bucket_times);
   module.def(
       "parameter_hashes",
       [](const std::vector<at::Tensor>& parameters) {

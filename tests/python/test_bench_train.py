@@ -58,6 +58,7 @@ def check_row(row: dict, rounds: int) -> None:
         assert bucket["begin_ms"] < bucket["complete_ms"] < step["backward_end_ms"]
 
 
+@pytest.mark.slow
 def test_train_smoke_compares_hooks_on_loopback(tmp_path, capsys):
     file = tmp_path / "rows.json"
     assert main(["bench", "train", "--smoke", "--json", str(file)]) == 0

@@ -132,6 +132,7 @@ def test_converge_shows_verdicts_pictures_and_a_page(trained):
     assert re.search(r"AdamW +q4 +owner.*within", trained.shown)
 
 
+@pytest.mark.slow
 def test_converge_goes_on_where_it_stopped_with_the_same_rows(copy, capsys):
     rows = copy.rows()
     finished = sorted((copy.folder / "out/quick").glob("*.json"))
@@ -247,6 +248,7 @@ def converge_stretched(out: str) -> None:
     sys.exit(main(["converge", "--worlds", "1", "--out", out]))
 
 
+@pytest.mark.slow
 def test_converge_killed_at_any_time_keeps_what_was_finished(tmp_path):
     script = f"import test_converge; test_converge.converge_stretched({str(tmp_path)!r})"
     command, here = [sys.executable, "-c", script], Path(__file__).parent

@@ -84,6 +84,7 @@ def test_demo_says_what_it_measured(q4_ms):
     assert "the fastest without" not in " ".join(section_of([q4]).table.notes)
 
 
+@pytest.mark.slow
 def test_demo_runs_under_torchrun_on_vision(tmp_path):
     hooks = ["torch:powersgd:2", "off", "q4"]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

@@ -313,6 +313,7 @@ def test_auto_measures_bytes_that_pass_through_the_host(worlds: Worlds) -> None:
     assert set(first["predicted_ms"]) >= {"off", "exact", "q4"}
 
 
+@pytest.mark.slow
 def test_a_group_needs_no_backend_for_the_cpu(worlds: Worlds) -> None:
     arguments = {"prices": Prices(), "layer_s": LAYER_S}
     first, second = worlds(2).run(case_without_cpu, case="case_auto", **arguments)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from reference import TILE_ELEMENTS, find_codec
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -61,6 +62,7 @@ def run_bare(name: str, *arguments: str, ranks: int) -> str:
     return ended[0][0]
 
 
+@pytest.mark.slow
 def test_amp_resumes_after_kill_9_to_the_same_bits_and_with_more_ranks(tmp_path: Path) -> None:
     folder, finished = str(tmp_path / "checkpoint"), str(tmp_path / "whole")
     name = "ddp_amp_resume.py"

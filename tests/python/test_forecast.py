@@ -238,6 +238,7 @@ def test_doctor_smoke_predicts_on_a_link(tmp_path, capfd):
     assert found["q4"]["exposed_ms"] < 0.5 * found["torch:fp32"]["exposed_ms"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("namespaces_allowed")
 def test_doctor_predicts_both_exchanges_where_ranks_share_hosts(tmp_path, capfd):
     file = tmp_path / "rows.json"

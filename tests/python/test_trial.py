@@ -238,6 +238,7 @@ def test_a_candidate_that_cannot_start_on_a_rank_is_left_out(world_of_2: World) 
     assert made["step"] == 2 + 2 * TRIAL_STEPS
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("namespaces_allowed")
 def test_it_compresses_on_a_slow_link(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"

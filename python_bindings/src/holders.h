@@ -1,8 +1,9 @@
-// Python objects that share a C++ object, for classes bound with a std::shared_ptr.
+// What Python objects hold of C++, kept whole where there is no memory to make one.
 //
-// pybind11 notes such a Python object in a table before it puts the shared_ptr into it. If there is
-// no memory for the note, it frees what the shared_ptr owns and frees too, and the process ends.
-// Made by these functions, an object that was not noted owns nothing.
+// pybind11 notes a new object in a table before it puts the holder into it. Without memory for the
+// note it frees what the holder owns, and frees too; or, in a constructor, throws through Python.
+// Either ends the process. Made by these functions, an object that was not noted owns nothing, and
+// the caller gets a MemoryError.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
@@ -12,8 +13,9 @@
 
 namespace gradferry {
 
-template <typename T>
-void hold(py::detail::value_and_holder& place, const std::shared_ptr<T>& held) {
+// Holder: of the object's class.
+template <typename Holder>
+void hold(py::detail::value_and_holder& place, Holder held) {
   place.value_ptr() = held.get();
   try {
     place.type->init_instance(place.inst, &held);
