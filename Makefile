@@ -54,6 +54,7 @@ kernel_inputs := $(shell find CMakeLists.txt CMakePresets.json cmake include ker
 compilers_ready := build/.compilers
 system_ready := build/.system_packages
 fuzzer_ready := build/.fuzzer
+valgrind_ready := build/.valgrind
 kernels_ready := build/core/.kernels
 release_ready := build/release/.installed
 core_ready := build/core/.installed
@@ -127,7 +128,7 @@ test:  ## all fast tests
 test-full: test test-slow  ## all tests
 
 # Beside `make test`, which it does not run again.
-test-slow:  ## what `make test` leaves out: slow tests, sanitizers, trainers, kernels for every GPU
+test-slow: $(valgrind_ready)  ## what `make test` leaves out: slow tests, sanitizers, trainers, kernels for every GPU
 	$(prepare) $(package_ready)
 	@$(quiet) build/ctest_slow.log --show 'tests passed|Total Test time' ctest --preset core -L slow -j $(JOBS)
 	@$(test_hooks) -L slow
@@ -266,6 +267,10 @@ $(system_ready): tools/system_packages.sh | $(compilers_ready)
 
 $(fuzzer_ready): tools/system_packages.sh | $(compilers_ready)
 	@$(quiet) build/fuzzer.log $< $(PYTHON) fuzz
+	@touch $@
+
+$(valgrind_ready): tools/system_packages.sh | $(compilers_ready)
+	@$(quiet) build/valgrind.log $< $(PYTHON) valgrind
 	@touch $@
 
 $(venv_ready): requirements/build.txt requirements/run.txt | $(compilers_ready)

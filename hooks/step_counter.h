@@ -31,7 +31,8 @@ class StepCounter {
   }
 
   uint64_t step() const { return step_; }
-  uint64_t finished_steps() const { return step_ + (current_.empty() ? 0 : 1); }
+  // A step counts from its first bucket, also if that passes through.
+  uint64_t finished_steps() const { return step_ + (num_seen() == 0 ? 0 : 1); }
   // Whether the current step has a bucket that went to the engine.
   bool began() const { return !current_.empty(); }
   size_t num_parameters() const { return seen_.size(); }

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Makes sure that the compilers of the build are there ("package"), and what the C++ tests and
-# benchmarks need, too ("tests"), or the fuzz targets ("fuzz"). On Debian as root it installs what is
-# missing; elsewhere it says what to install.
+# benchmarks need, too ("tests"), or the fuzz targets ("fuzz"), or the ends of processes that are
+# watched ("valgrind"). On Debian as root it installs what is missing; elsewhere it says what to
+# install.
 #
-# Usage: tools/system_packages.sh PYTHON package|tests|fuzz
+# Usage: tools/system_packages.sh PYTHON package|tests|fuzz|valgrind
 set -euo pipefail
 python=$1
 purpose=$2
@@ -28,6 +29,9 @@ if [[ $purpose == fuzz ]]; then
   need clang command -v clang++
   need libclang-rt-14-dev has_fuzzer
 fi
+if [[ $purpose == valgrind ]]; then
+  need valgrind command -v valgrind
+fi
 if [[ $purpose == tests ]]; then
   need libbenchmark-dev has_header benchmark/benchmark.h
 fi
@@ -37,9 +41,9 @@ if command -v "$python" >/dev/null; then
 else
   missing+=(python3 python3-venv python3-dev)
 fi
-# Fashion-MNIST for the vision demo, iproute2 for benchmarks on a link. Nothing else needs them, so
-# only Debian offers them.
-optional=(dataset-fashion-mnist iproute2)
+# Fashion-MNIST for the vision demo, iproute2 for benchmarks on a link, valgrind for one slow test.
+# Nothing else needs them, so only Debian offers them.
+optional=(dataset-fashion-mnist iproute2 valgrind)
 if [[ $purpose == tests && -f /etc/debian_version ]]; then
   need dataset-fashion-mnist test -d /usr/share/datasets/fashion-mnist
   need iproute2 command -v tc

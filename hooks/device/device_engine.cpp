@@ -197,7 +197,7 @@ void DeviceEngine::begin_step(const DeviceJob& job) {
   }
   if (job.begins_optimizer_step) context_.residuals->begin_step(context_.encode_stream);
   if (!options_.touches_residuals(job.step)) return;
-  context_.residuals->begin_pass(options_.loss_scale, job.begins_optimizer_step,
+  context_.residuals->begin_pass(options_.loss_scale, job.begins_optimizer_step, passes_,
                                  context_.encode_stream);
 }
 

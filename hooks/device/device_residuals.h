@@ -29,7 +29,9 @@ class DeviceResiduals {
   void begin_step(const c10::Stream& stream);
   // On `stream`: computes the gain of a pass with this loss scale (one fp32 on the device;
   // undefined: 1). `begins_step`: clears step_nonfinite, because an optimizer step begins.
-  void begin_pass(const at::Tensor& loss_scale, bool begins_step, const c10::Stream& stream);
+  // `at_once`: multiplies all residuals by the gain, which then is 1.
+  void begin_pass(const at::Tensor& loss_scale, bool begins_step, bool at_once,
+                  const c10::Stream& stream);
 
   // As gradferry::scale_by_parameter(), the copies too. On the current stream, where begin_step()
   // is called, or between steps.

@@ -83,7 +83,7 @@ void HostEngine::begin_step(const Bucket& bucket) {
   if (bucket.begins_optimizer_step) residuals_.begin_step();
   check_is_due_ = options_.check_is_due(bucket.step);
   if (!options_.touches_residuals(bucket.step)) return;
-  gain_ = residuals_.begin_pass(loss_scale());
+  gain_ = residuals_.begin_pass(loss_scale(), passes_);
 }
 
 // All ranks see the same hashes, so all of them throw, or none.

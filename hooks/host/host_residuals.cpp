@@ -36,14 +36,16 @@ void HostResiduals::begin_step() {
   loss_scale_before_ = loss_scale_;
 }
 
-float HostResiduals::begin_pass(float loss_scale) {
+float HostResiduals::begin_pass(float loss_scale, bool at_once) {
   const float gain = loss_scale_ == 0.0F ? 1.0F : loss_scale / loss_scale_;
   GRADFERRY_EXPECTS(std::isfinite(gain), kState,
                     "residuals are in units of a loss scale of " + std::to_string(loss_scale_) +
                         ", which cannot become " + std::to_string(loss_scale) +
                         "; load a state that was saved with a loss scale near this one");
   loss_scale_ = loss_scale;
-  return gain;
+  if (!at_once || gain == 1.0F) return gain;
+  residuals_.scale(gain);
+  return 1.0F;
 }
 
 void HostResiduals::settle() {

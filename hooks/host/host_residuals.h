@@ -28,8 +28,8 @@ class HostResiduals {
   // then copies them.
   void begin_step();
   // Begins a pass with this loss scale. Returns the factor (`gain` of the codecs) that converts the
-  // residuals to its units.
-  float begin_pass(float loss_scale);
+  // residuals to its units: 1 where they are converted `at_once`.
+  float begin_pass(float loss_scale, bool at_once);
   // Notes that a result of the optimizer step is not finite.
   void note_nonfinite() { step_nonfinite_ = true; }
 

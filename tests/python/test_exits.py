@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import os
 import random
+import re
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from exit_server import EXIT_CODES as CODES_OF_ENDINGS
@@ -23,6 +28,9 @@ MOST_SECONDS = 5.0  # on a machine that does little else
 MOST_SECONDS_WHEN_BUSY = 30.0
 EXIT_CODES = {"return": 0, "sys_exit": 3, "exception": 1}
 DESTROYED = ("destroyed", "kept")
+UNDER_VALGRIND = 10
+
+Server = subprocess.Popen
 
 
 def start(tmp_path: Path, registered: str, ending: str, destroy: str) -> list[subprocess.Popen]:
@@ -123,27 +131,29 @@ def drawn_ending(seed: int) -> Ending:
     return Ending(job, how, place, 2 * rng.random(), peer, rng.random() < 0.5)
 
 
-@pytest.fixture(scope="module")
-def exit_server() -> Iterator[subprocess.Popen]:
-    command = [sys.executable, SCRIPT.with_name("exit_server.py")]
+@contextlib.contextmanager
+def exit_server(*under: str | Path, env: dict[str, str] | None = None) -> Iterator[Server]:
+    """What forks ranks and says how they ended. `under`: a command that runs it."""
+    command = [*under, sys.executable, SCRIPT.with_name("exit_server.py")]
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
     ) as server:
         yield server
         server.stdin.close()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100))
-def test_end_at_any_moment_has_the_users_code(
-    exit_server: subprocess.Popen, tmp_path: Path, seed: int
-) -> None:
-    ending = drawn_ending(seed)
-    given = {**dataclasses.asdict(ending), "folder": str(tmp_path)}
-    exit_server.stdin.write(json.dumps(given) + "\n")
-    exit_server.stdin.flush()
-    became = json.loads(exit_server.stdout.readline())
-    what = f"seed {seed}, {ending}:\n" + "\n".join(became["says"])
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with exit_server() as started:
+        yield started
+
+
+def end(server: Server, ending: Ending, folder: Path) -> tuple[dict[str, Any], str]:
+    """How both ranks end, with codes that are checked; and all that is known, for a message."""
+    server.stdin.write(json.dumps({**dataclasses.asdict(ending), "folder": str(folder)}) + "\n")
+    server.stdin.flush()
+    became = json.loads(server.stdout.readline())
+    what = f"{ending}:\n" + "\n".join(became["says"])
     first, second = became["codes"]
     code = CODES_OF_ENDINGS[ending.how]
     # A rank that meets the other's end has an exception of its own.
@@ -154,7 +164,39 @@ def test_end_at_any_moment_has_the_users_code(
         assert first == code, what
         assert second in (0, 1), what
     assert "terminate called" not in what
+    return became, what
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100))
+def test_end_at_any_moment_has_the_users_code(server: Server, tmp_path: Path, seed: int) -> None:
+    ending = drawn_ending(seed)
+    became, what = end(server, ending, tmp_path)
     # A rank that meets the other's end waits for threads, which a busy machine keeps waiting.
     assert max(became["seconds"]) < MOST_SECONDS_WHEN_BUSY, (became["seconds"], what)
     if ending.peer != "together":
         assert became["seconds"][0] < MOST_SECONDS, (became["seconds"], what)
+
+
+# Its interpreter and torch read what they have not written, in hundreds of places, long before
+# anything of ours runs: only what names our module is counted.
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("valgrind") is None, reason="needs valgrind")
+def test_no_end_uses_memory_that_is_not_there(tmp_path: Path) -> None:
+    log = tmp_path / "valgrind.%p"
+    valgrind = ("valgrind", "--error-limit=no", "--num-callers=40", f"--log-file={log}")
+    with exit_server(*valgrind, env={**os.environ, "PYTHONMALLOC": "malloc"}) as server:
+        for seed in range(UNDER_VALGRIND):
+            folder = tmp_path / str(seed)
+            folder.mkdir()
+            end(server, drawn_ending(seed), folder)
+    logs = [path.read_text(errors="replace") for path in tmp_path.glob("valgrind.*")]
+    assert len(logs) == 1 + 2 * UNDER_VALGRIND
+    ours = [error for text in logs for error in errors_in(text) if "gradferry" in error]
+    assert not ours, "\n\n".join(ours)
+
+
+def errors_in(log: str) -> list[str]:
+    """What memcheck reports: paragraphs of lines without its prefix, each with its stacks."""
+    text = re.sub(r"^==\d+== ?", "", log, flags=re.MULTILINE)
+    return [part for part in text.split("\n\n") if re.search(r"^ +at 0x", part, re.MULTILINE)]

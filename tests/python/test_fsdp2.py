@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from reference import ReferenceEngine
 from reference.layout import wire_bytes_per_step
 from reference.scalars import narrow, widen
 from sharded_training import Training, case_load_and_go_on, case_native, case_save_and_go_on
-from sharding import RATE, SHAPES, Sharding, bits, local_gradients, same
+from sharding import RATE, SHAPES, Sharding, bits, in_order, local_gradients, same
 from world import World
 
 Worlds = Callable[[int], World]
@@ -169,11 +170,13 @@ def case_partly(sharding: Sharding) -> dict[str, Any]:
     }
 
 
+IDLE = tuple(("blocks.1", name) for name in SHAPES["blocks.1"])
+
+
 def case_idle_module() -> dict[str, Any]:
     import gradferry
 
-    without = tuple(("blocks.1", name) for name in SHAPES["blocks.1"])
-    sharding = Sharding(without=without)
+    sharding = Sharding(without=IDLE)
     mesh = sharding.mesh()
     model, other = (sharding.model(mesh["shard"]) for _ in range(2))
     state = gradferry.fsdp.attach(model, "q4", mesh["replica"])
@@ -191,6 +194,58 @@ def test_a_module_without_any_gradient_does_not_keep_a_step_open(worlds: Worlds)
         assert answer["steps"] == [1, 2, 3]
         assert answer["refused"].error == "StateError"
         assert "'blocks.1' has no gradient, and momentum= needs" in answer["refused"].text
+
+
+SCALES = (8.0, 2.0, 2.0, 16.0, 16.0, 4.0)
+
+
+def case_scaled(
+    hook: str, without: tuple[tuple[str, str], ...], scales: Sequence[float], device: str = "cpu"
+) -> list[list[np.ndarray]]:
+    """Averages in units of the loss; in every second step some parameters have no gradient."""
+    import gradferry
+
+    sharding = Sharding(device=device)
+    mesh = sharding.mesh()
+    model = sharding.model(mesh["shard"])
+    scaler = torch.amp.GradScaler(sharding.place.type, init_scale=scales[0])
+    options = {"codec": "q4", "grad_scaler": scaler}
+    if hook == "scatter":
+        gradferry.fsdp.attach_reduce_scatter(model, error_feedback="worker", **options)
+    else:
+        gradferry.fsdp.attach(
+            model, replicate_group=mesh["replica"], error_feedback="both", **options
+        )
+    averages = []
+    for step, scale in enumerate(scales):
+        scaler.update(scale)
+        used = dataclasses.replace(sharding, without=without if step % 2 else ())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what is sent uncompressed
+            targets = used.targets(step, 0, torch.distributed.get_rank())
+            scaler.scale(model(targets)).backward()
+        gradients = [p.grad.to_local() for p in in_order(model) if p.grad is not None]
+        averages.append([gradient.cpu().numpy() / np.float32(scale) for gradient in gradients])
+        model.zero_grad()
+    return averages
+
+
+def assert_scales_change_no_bit(world: World, **case: Any) -> None:
+    """All are powers of two, and no number is near the smallest or the largest."""
+    plain = world.run(case_scaled, scales=(1.0,) * len(SCALES), **case)
+    scaled = world.run(case_scaled, scales=SCALES, **case)
+    for one, other in zip(plain, scaled, strict=True):
+        for step, (a, b) in enumerate(zip(one, other, strict=True)):
+            assert all(map(np.array_equal, a, b)), step
+
+
+@pytest.mark.torch_core
+@pytest.mark.parametrize("without", [IDLE, IDLE[:1]], ids=["module", "parameter"])
+@pytest.mark.parametrize("hook", ["replicas", "scatter"])
+def test_residuals_follow_the_loss_scale_while_modules_have_no_gradient(
+    worlds: Worlds, hook: str, without: tuple[tuple[str, str], ...]
+) -> None:
+    assert_scales_change_no_bit(worlds(4), hook=hook, without=without)
 
 
 def case_factor(native: bool) -> list[np.ndarray]:

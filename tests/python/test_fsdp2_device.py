@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from sharding import SHAPES, Sharding, local_gradients
-from test_fsdp2 import assert_equals_reference, case_train
+from test_fsdp2 import IDLE, assert_equals_reference, assert_scales_change_no_bit, case_train
 from world import World
 
 Worlds = Callable[[int], World]
@@ -59,6 +59,13 @@ def test_averages_equal_the_reference(
         assert_equals_reference(members, shard, sharding, attach)
         assert all(answer["stats"]["chunks"] > 0 for answer in members)
         assert not any(answer["warned"] for answer in members)
+
+
+@pytest.mark.torch_core
+def test_residuals_follow_the_loss_scale_while_a_module_has_no_gradient(
+    device_worlds: Worlds,
+) -> None:
+    assert_scales_change_no_bit(device_worlds(4), hook="replicas", without=IDLE, device="streamed")
 
 
 class Watched:

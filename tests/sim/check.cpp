@@ -220,6 +220,7 @@ class Balance {
       }
       if (!world_.is_used(step_, index)) {
         expect_unchanged(rank, index, result, "that no rank used");
+        expect_held(rank, index);
         continue;
       }
       if (gathers && touches_residuals()) expect_undone(rank, index, result, given, turn);
@@ -243,6 +244,27 @@ class Balance {
       const bool equal = given[i] == result[i] || (std::isnan(given[i]) && std::isnan(result[i]));
       expect(equal, std::string("another gradient of a parameter ") + whose, rank);
     }
+  }
+
+  // Residuals are as before, in the units that the state names now.
+  void expect_held(uint32_t rank, uint32_t index) const {
+    const float units = before(rank).loss_scale;
+    const float factor = units == 0.0F ? 1.0F : after(rank).loss_scale / units;
+    const auto compare = [&](const Elements& was, const Elements& is, const char* whose) {
+      for (size_t i = 0; i < was.size(); ++i) {
+        const float scaled = factor * static_cast<float>(was[i]);
+        const double expected = std::isfinite(scaled) ? scaled : was[i];
+        if (is[i] == expected) continue;
+        throw Broken(where(step_, rank) + ": the " + whose + " residual of '" +
+                     world_.parameters[index].name + "'[" + std::to_string(i) +
+                     "], which no rank used, became " + std::to_string(is[i]) + " from " +
+                     std::to_string(expected));
+      }
+    };
+    compare(layouts_.worker(rank, index, before(rank)), layouts_.worker(rank, index, after(rank)),
+            "worker");
+    compare(layouts_.owner(rank, index, before(rank)), layouts_.owner(rank, index, after(rank)),
+            "owner");
   }
 
   // Where an average is not finite, what this rank sent had no effect: its residual is as before,

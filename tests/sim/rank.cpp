@@ -81,6 +81,7 @@ void Rank::start() {
   }
   engine_ = HostEngine::start(std::move(options), ParameterHashes(parameters_), lanes(),
                               host_.memory[rank_], "simulated");
+  if (world_.has_passes()) engine_->expect_passes();
   host_.watch(engine_);
   if (!host_.playing.states.empty()) {
     engine_->load_state(host_.playing.states[rank_]);
@@ -181,6 +182,10 @@ std::vector<FuturePtr> Rank::hand_over(uint64_t number, std::vector<at::Tensor>&
     const size_t b = backwards ? count - 1 - i : i;
     const std::vector<uint32_t>& bucket = world_.buckets[b];
     at::Tensor& values = gradients[b] = gradient(number, bucket);
+    if (world_.passes(number, b)) {
+      engine_->pass(bucket);
+      continue;
+    }
     if (shorten && values.numel() > 0) {
       values = values.narrow(0, 0, values.numel() - 1);
       shorten = false;

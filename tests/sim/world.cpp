@@ -114,6 +114,15 @@ void draw_what_goes_wrong(Choices& choices, World& world) {
   world.different_step = choices.below(static_cast<uint32_t>(world.steps.size()));
 }
 
+// Drawn last: worlds without are what they would be if there were none.
+void draw_passes(Choices& choices, World& world) {
+  // These need every bucket.
+  if (world.momentum != 0 || world.exact_skip || !choices.one_in(4)) return;
+  for (Step& step : world.steps) {
+    for (size_t i = 0; i < world.buckets.size(); ++i) step.passes.push_back(choices.one_in(3));
+  }
+}
+
 const char* name_of(Numbers numbers) {
   constexpr std::array kNames = {"whole", "zeros", "uniform", "wide",
                                  "tiny",  "huge",  "NaN",     "infinity"};
@@ -190,6 +199,7 @@ World World::draw(Choices& choices) {
   world.data_seed = choices.below(1U << 30);
   world.order_seed = choices.below(1U << 30);
   draw_what_goes_wrong(choices, world);
+  draw_passes(choices, world);
   return world;
 }
 
@@ -225,6 +235,9 @@ EngineOptions World::options(uint32_t rank, bool goes_wrong) const {
 }
 
 bool World::is_used(uint64_t step, uint32_t parameter) const {
+  for (size_t b = 0; b < buckets.size(); ++b) {
+    if (passes(step, b) && std::ranges::count(buckets[b], parameter) != 0) return false;
+  }
   return std::ranges::any_of(steps[step].used, [&](const auto& by) { return by[parameter] != 0; });
 }
 
@@ -257,11 +270,17 @@ std::string World::text() const {
     text += "\n  step " + std::to_string(i) + ":" + name_of(steps[i].before);
     for (const Numbers numbers : steps[i].numbers) text += std::string(" ") + name_of(numbers);
     if (has_loss_scale) text += ", scale 2^" + std::to_string(steps[i].loss_scale_exponent);
-    if (!may_be_unused) continue;
-    text += ", used";
-    for (const auto& used : steps[i].used) {
+    const auto add = [&](const std::vector<uint8_t>& flags) {
       text += " ";
-      for (const uint8_t one : used) text += one != 0 ? "1" : "0";
+      for (const uint8_t flag : flags) text += flag != 0 ? "1" : "0";
+    };
+    if (may_be_unused) {
+      text += ", used";
+      std::ranges::for_each(steps[i].used, add);
+    }
+    if (has_passes()) {
+      text += ", passes";
+      add(steps[i].passes);
     }
   }
   if (fault.mishap != Mishap::kNone) {

@@ -33,6 +33,7 @@ struct Step {
   Before before = Before::kNothing;
   std::vector<Numbers> numbers;            // by parameter
   std::vector<std::vector<uint8_t>> used;  // by rank and parameter, where they may be unused
+  std::vector<uint8_t> passes;             // by bucket: no rank hands it over; empty: all do
 };
 
 // How one rank differs from the others.
@@ -84,7 +85,12 @@ struct World {
   }
   // Of one rank, but for what binds it to others. `goes_wrong`: the rank that differs gets its own.
   EngineOptions options(uint32_t rank, bool goes_wrong) const;
-  // Whether any rank uses the parameter in a step.
+  // Whether buckets may pass without the engine.
+  bool has_passes() const { return !steps.front().passes.empty(); }
+  bool passes(uint64_t step, size_t bucket) const {
+    return has_passes() && steps[step].passes[bucket] != 0;
+  }
+  // Whether any rank uses the parameter in a step, and its bucket does not pass.
   bool is_used(uint64_t step, uint32_t parameter) const;
 };
 
