@@ -70,8 +70,9 @@ class BucketEngine {
 
   // Counts a bucket that passes through as part of the step.
   void pass(const std::vector<uint32_t>& parameters);
-  // Buckets may pass without a codec, before or after others of their step. Call it before the first
-  // bucket. A residual is then converted to another loss scale whether its bucket comes or not.
+  // Buckets may pass without a codec, before or after others of their step. Call it before the
+  // first bucket. A residual is then converted to another loss scale whether its bucket comes or
+  // not.
   void expect_passes() { passes_ = true; }
   // Whether an option needs every bucket, so that none may pass through.
   bool needs_every_bucket() const { return options_.needs_every_bucket(); }

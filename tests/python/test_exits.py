@@ -28,7 +28,7 @@ MOST_SECONDS = 5.0  # on a machine that does little else
 MOST_SECONDS_WHEN_BUSY = 30.0
 EXIT_CODES = {"return": 0, "sys_exit": 3, "exception": 1}
 DESTROYED = ("destroyed", "kept")
-UNDER_VALGRIND = 10
+UNDER_VALGRIND = 6
 
 Server = subprocess.Popen
 
@@ -178,8 +178,8 @@ def test_end_at_any_moment_has_the_users_code(server: Server, tmp_path: Path, se
         assert became["seconds"][0] < MOST_SECONDS, (became["seconds"], what)
 
 
-# Its interpreter and torch read what they have not written, in hundreds of places, long before
-# anything of ours runs: only what names our module is counted.
+# Python's interpreter reads what it has not written, and torch writes such bytes into a file, where
+# nothing of ours is on the stack: only errors that name our module count.
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("valgrind") is None, reason="needs valgrind")
 def test_no_end_uses_memory_that_is_not_there(tmp_path: Path) -> None:
@@ -191,7 +191,8 @@ def test_no_end_uses_memory_that_is_not_there(tmp_path: Path) -> None:
             folder.mkdir()
             end(server, drawn_ending(seed), folder)
     logs = [path.read_text(errors="replace") for path in tmp_path.glob("valgrind.*")]
-    assert len(logs) == 1 + 2 * UNDER_VALGRIND
+    # The server's, two ranks' each, and those of what torch starts.
+    assert sum("ERROR SUMMARY" in text for text in logs) >= 1 + 2 * UNDER_VALGRIND
     ours = [error for text in logs for error in errors_in(text) if "gradferry" in error]
     assert not ours, "\n\n".join(ours)
 
