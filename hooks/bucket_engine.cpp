@@ -103,6 +103,7 @@ BucketEngine::Bucket BucketEngine::accept(const std::vector<uint32_t>& parameter
                                           c10::IValue value) {
   const int64_t begin_ns = EventLog::now();
   bool begins_step = false, begins_optimizer_step = false, begins_momentum = false;
+  bool begins_check = false;
   uint64_t step = 0;
   {
     const std::lock_guard lock(life_.mutex);
@@ -111,7 +112,12 @@ BucketEngine::Bucket BucketEngine::accept(const std::vector<uint32_t>& parameter
     if (begins_step && options_.exact_skip) {
       begins_optimizer_step = optimizer_steps_.begin_pass(hashes_);
     }
-    if (begins_step) begins_momentum = turn_to_momentum(step);
+    if (begins_step) {
+      begins_momentum = turn_to_momentum(step);
+      // One that was due in a step of which no bucket came here is made up for.
+      const uint64_t due = options_.checks_due(step);
+      begins_check = std::exchange(checks_begun_, due) != due;
+    }
   }
   const BucketPlan& plan = plan_for(parameters, step);
   check_gradient(plan, gradient);
@@ -128,6 +134,7 @@ BucketEngine::Bucket BucketEngine::accept(const std::vector<uint32_t>& parameter
           .begins_step = begins_step,
           .begins_optimizer_step = begins_optimizer_step,
           .begins_momentum = begins_momentum,
+          .begins_check = begins_check,
           .event = {.step = step,
                     .chunks = plan.chunks.size(),
                     .gradient_bytes = gradient.nbytes(),
@@ -281,6 +288,7 @@ void BucketEngine::load_state(const EngineState& state) {
   load_residuals(state.residuals);
   steps_.resume(state.steps);
   momentum_began_ = state.steps >= options_.warmup_steps;
+  checks_begun_ = options_.checks_due(state.steps == 0 ? 0 : state.steps - 1);
   optimizer_steps_.reset();
 }
 

@@ -70,10 +70,6 @@ class BucketEngine {
 
   // Counts a bucket that passes through as part of the step.
   void pass(const std::vector<uint32_t>& parameters);
-  // Buckets may pass without a codec, before or after others of their step. Call it before the
-  // first bucket. A residual is then converted to another loss scale whether its bucket comes or
-  // not.
-  void expect_passes() { passes_ = true; }
   // Whether an option needs every bucket, so that none may pass through.
   bool needs_every_bucket() const { return options_.needs_every_bucket(); }
   // Ends the engine with `error` and informs all ranks, which would otherwise wait for a bucket
@@ -119,6 +115,7 @@ class BucketEngine {
     bool begins_step;            // the first of its pass that does not pass through
     bool begins_optimizer_step;  // with exact_skip: the engine copies residuals here
     bool begins_momentum;        // begin_momentum() must come first
+    bool begins_check;           // of parameters, as check_every says
     BucketEvent event;
   };
 
@@ -159,7 +156,6 @@ class BucketEngine {
   const Layout layout_;
   ParameterHashes hashes_;
   const int process_id_;
-  bool passes_ = false;
   EventLog log_;
 
   EngineLife life_;
@@ -176,6 +172,7 @@ class BucketEngine {
 
   std::array<std::map<std::vector<uint32_t>, BucketPlan>, 2> plans_;  // by warm-up; run() alone
   StepCounter steps_;                                                 // under life_.mutex
+  uint64_t checks_begun_ = 0;                                         // under life_.mutex
   bool momentum_began_ = false;  // begin_momentum() was called, or a state is from later
   OptimizerSteps optimizer_steps_;
 };

@@ -65,9 +65,8 @@ struct EngineOptions {
   }
   bool gathers() const { return collective == Collective::kAllReduce; }
   bool needs_every_bucket() const { return momentum != 0 || exact_skip; }
-  bool check_is_due(uint64_t step) const {
-    return check_every != 0 && step != 0 && step % check_every == 0;
-  }
+  // How many comparisons of parameters are due when `step` begins, since step 0.
+  uint64_t checks_due(uint64_t step) const { return check_every == 0 ? 0 : step / check_every; }
 };
 
 }  // namespace gradferry

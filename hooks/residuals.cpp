@@ -75,10 +75,13 @@ void Residuals::load(const at::Tensor& worker, const at::Tensor& owner) {
   owner_.copy_(owner);
 }
 
+void scale_where_finite(const at::Tensor& residual, float factor) {
+  constexpr int64_t kAtOnce = int64_t{1} << 20;  // elements, for a few bytes each beside them
+  for (const at::Tensor& part : residual.split(kAtOnce)) set_where_finite(part, part * factor);
+}
+
 void Residuals::scale(float factor) {
-  for (const at::Tensor& residual : {worker_, owner_}) {
-    set_where_finite(residual, residual * factor);
-  }
+  for (const at::Tensor& residual : {worker_, owner_}) scale_where_finite(residual, factor);
 }
 
 }  // namespace gradferry

@@ -27,6 +27,9 @@ at::Tensor delegated_part(const Layout& layout, const Parameter& parameter,
 // residual = updated, except where `updated` is not finite.
 void set_where_finite(const at::Tensor& residual, const at::Tensor& updated);
 
+// residual *= factor, except where that is not finite.
+void scale_where_finite(const at::Tensor& residual, float factor);
+
 // Multiplies the residuals of every parameter by its factor, from 0 to 1; `worker` and `owner` are
 // this rank's, or copies of them. Work of the current stream.
 void scale_by_parameter(const Layout& layout, const std::vector<float>& factors,

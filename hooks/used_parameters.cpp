@@ -9,7 +9,6 @@
 #include <utility>
 
 #include "gradferry/error.h"
-#include "residuals.h"
 
 namespace gradferry {
 namespace {
@@ -68,10 +67,10 @@ UnusedCopy::UnusedCopy(const Layout& layout, const std::vector<uint32_t>& parame
     const uint64_t n = parameter.num_elements;
     const uint64_t begin = std::exchange(offset, offset + n);
     if (used[i] != 0 || n == 0) continue;
-    keep(i, gradient, begin, n, /*residual=*/false);
+    keep(i, gradient, begin, n);
     const auto keep_residual = [&](const at::Tensor& residual, ResidualRange range) {
       if (!residual.defined() || range.begin == range.end) return;
-      keep(i, residual, range.begin, range.end - range.begin, /*residual=*/true);
+      keep(i, residual, range.begin, range.end - range.begin);
     };
     keep_residual(worker, layout.worker_residual_range(parameter));
     keep_residual(owner, layout.owner_residual_range(parameter));
@@ -79,17 +78,15 @@ UnusedCopy::UnusedCopy(const Layout& layout, const std::vector<uint32_t>& parame
 }
 
 void UnusedCopy::keep(size_t position, const at::Tensor& whole, uint64_t offset,
-                      uint64_t num_elements, bool residual) {
+                      uint64_t num_elements) {
   const at::Tensor now =
       whole.narrow(0, static_cast<int64_t>(offset), static_cast<int64_t>(num_elements));
-  parts_.push_back({position, now, now.clone(), residual});
+  parts_.push_back({position, now, now.clone()});
 }
 
-void UnusedCopy::put_back(const UsedMap& used, float gain) const {
+void UnusedCopy::put_back(const UsedMap& used) const {
   for (const Part& part : parts_) {
-    if (used[part.position] != 0) continue;
-    part.now.copy_(part.before);
-    if (part.residual && gain != 1.0F) set_where_finite(part.now, part.before * gain);
+    if (used[part.position] == 0) part.now.copy_(part.before);
   }
 }
 

@@ -42,19 +42,17 @@ class UnusedCopy {
   UnusedCopy(const Layout& layout, const std::vector<uint32_t>& parameters, const UsedMap& used,
              const at::Tensor& gradient, const at::Tensor& worker, const at::Tensor& owner);
 
-  // Where no rank used a parameter: restores its elements, to the bit, and sets its residuals to
-  // their old value times `gain`, as for a gradient of zeros. `used` combines all ranks.
-  void put_back(const UsedMap& used, float gain) const;
+  // Where no rank used a parameter: restores its elements and residuals, to the bit. `used`
+  // combines all ranks.
+  void put_back(const UsedMap& used) const;
 
  private:
   struct Part {
     size_t position;  // of the parameter in the bucket
     at::Tensor now;   // a view of what may change
     at::Tensor before;
-    bool residual;
   };
-  void keep(size_t position, const at::Tensor& whole, uint64_t offset, uint64_t num_elements,
-            bool residual);
+  void keep(size_t position, const at::Tensor& whole, uint64_t offset, uint64_t num_elements);
 
   std::vector<Part> parts_;
 };

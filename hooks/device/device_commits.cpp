@@ -53,7 +53,7 @@ DeviceCommits::DeviceCommits(DeviceContext& context, const ParameterHashes& hash
 void DeviceCommits::begin_step(DeviceJob& job) {
   read_last();
   if (uncommitted_step_) post(job, *uncommitted_step_);
-  if (options_.check_is_due(job.step) && !job.plan->chunks().empty()) check_parameters(job);
+  if (job.begins_check && !job.plan->chunks().empty()) check_parameters(job);
 }
 
 void DeviceCommits::forget() {

@@ -35,6 +35,7 @@ struct DeviceJob {
   bool begins_step;
   bool begins_optimizer_step;
   bool begins_momentum;
+  bool begins_check;
   BucketEvent event;
   ProfilerContext profiler;
 };

@@ -107,6 +107,7 @@ DeviceJob DeviceEngine::make_job(Bucket bucket) {
           .begins_step = bucket.begins_step,
           .begins_optimizer_step = bucket.begins_optimizer_step,
           .begins_momentum = bucket.begins_momentum,
+          .begins_check = bucket.begins_check,
           .event = bucket.event,
           .profiler = {}};
 }
@@ -197,7 +198,7 @@ void DeviceEngine::begin_step(const DeviceJob& job) {
   }
   if (job.begins_optimizer_step) context_.residuals->begin_step(context_.encode_stream);
   if (!options_.touches_residuals(job.step)) return;
-  context_.residuals->begin_pass(options_.loss_scale, job.begins_optimizer_step, passes_,
+  context_.residuals->begin_pass(options_.loss_scale, job.begins_optimizer_step,
                                  context_.encode_stream);
 }
 

@@ -55,7 +55,7 @@ void DeviceResiduals::begin_step(const c10::Stream& stream) {
   for (const Kept& kept : kept_) kept.before.copy_(kept.now, /*non_blocking=*/true);
 }
 
-void DeviceResiduals::begin_pass(const at::Tensor& loss_scale, bool begins_step, bool at_once,
+void DeviceResiduals::begin_pass(const at::Tensor& loss_scale, bool begins_step,
                                  const c10::Stream& stream) {
   message_kernels().rescale(
       {.loss_scale = loss_scale.defined() ? loss_scale.const_data_ptr<float>() : nullptr,
@@ -64,12 +64,12 @@ void DeviceResiduals::begin_pass(const at::Tensor& loss_scale, bool begins_step,
        .step_nonfinite = begins_step ? step_nonfinite() : nullptr,
        .stream = stream.native_handle()});
   // Only the device knows whether the gain is 1.
-  if (!at_once || !loss_scale.defined()) return;
-  const c10::StreamGuard guard(stream);
   for (const at::Tensor& residual : {residuals_.worker_tensor(), residuals_.owner_tensor()}) {
-    set_where_finite(residual, residual * gain_);
+    message_kernels().scale({.factor = gain_.const_data_ptr<float>(),
+                             .values = residual.mutable_data_ptr<float>(),
+                             .num_elements = static_cast<uint64_t>(residual.numel()),
+                             .stream = stream.native_handle()});
   }
-  gain_.fill_(1);
 }
 
 void DeviceResiduals::scale_by_parameter(const Layout& layout,

@@ -17,7 +17,6 @@ class DeviceResiduals {
 
   float* worker() const { return residuals_.worker(); }
   float* owner() const { return residuals_.owner(); }
-  const float* gain() const { return gain_.const_data_ptr<float>(); }
   // Kernels set it when a result of the step is not finite; null without exact_skip.
   uint32_t* step_nonfinite() const;
   uint64_t num_bytes() const;  // copies included
@@ -27,11 +26,10 @@ class DeviceResiduals {
   // Begins an optimizer step on `stream`: restores the residuals if the result of the last step was
   // not finite, then copies them.
   void begin_step(const c10::Stream& stream);
-  // On `stream`: computes the gain of a pass with this loss scale (one fp32 on the device;
-  // undefined: 1). `begins_step`: clears step_nonfinite, because an optimizer step begins.
-  // `at_once`: multiplies all residuals by the gain, which then is 1.
-  void begin_pass(const at::Tensor& loss_scale, bool begins_step, bool at_once,
-                  const c10::Stream& stream);
+  // On `stream`: converts the residuals to the units of a pass with this loss scale (one fp32 on
+  // the device; undefined: 1), those of buckets that will not come, too. `begins_step`: clears
+  // step_nonfinite, because an optimizer step begins.
+  void begin_pass(const at::Tensor& loss_scale, bool begins_step, const c10::Stream& stream);
 
   // As gradferry::scale_by_parameter(), the copies too. On the current stream, where begin_step()
   // is called, or between steps.

@@ -78,11 +78,11 @@ void load_chunk_kernels(const DeviceContext& context, const Scratch& scratch, ui
   auto* findings = scratch.as<Findings>(8);
   const auto* messages = scratch.as<const Message>(7);
   const ReceivedMessages received{messages, 1, scratch.part(2), scratch.as<uint32_t>(9)};
-  const float* gain = context.residuals->gain();
   auto* residual = scratch.as<float>(5);
   const ChunkKernels& kernels = chunk_kernels();
-  kernels.encode({chunk, scratch.part(3), gain, residual, messages, 1, scratch.part(2)});
-  kernels.reduce({chunk, received, gain, residual, 0, scratch.part(6), findings, {}, 0, nullptr});
+  kernels.encode({chunk, scratch.part(3), nullptr, residual, messages, 1, scratch.part(2)});
+  kernels.reduce(
+      {chunk, received, nullptr, residual, 0, scratch.part(6), findings, {}, 0, nullptr});
   kernels.decode({chunk, received, scratch.part(6), scratch.part(3), residual,
                   scratch.as<uint32_t>(10), findings, scratch.as<uint32_t>(13)});
 }
@@ -109,6 +109,7 @@ void load_message_kernels(const DeviceContext& context, const Scratch& scratch) 
   const MessageKernels& kernels = message_kernels();
   kernels.take_back({word, residual, residual, 1, stream});
   kernels.rescale({nullptr, residual, residual, word, stream});
+  kernels.scale({residual, residual, 1, stream});
   kernels.commit({0, 0, 0, found, scratch.as<CommitRecord>(11), scratch.as<uint64_t>(12), stream});
 }
 

@@ -22,7 +22,8 @@ void ChunkCodecs::encode(const Work& work, std::byte* messages, std::vector<uint
   for (const PlannedBatch& planned : work.plan->encode) {
     const TileBatch batch = make_batch(work, planned, Stage::kWorker);
     const ResolvedCodec& resolved = codec_of(planned);
-    resolved.codec->encode(batch, work.summed, options_.alpha(resolved, work.step), &work.gain,
+    resolved.codec->encode(batch, work.summed, options_.alpha(resolved, work.step),
+                           /*gain=*/nullptr,
                            planned.worker_residual ? residuals_.worker() : nullptr, messages);
     for (size_t i = 0; i < planned.tiles.size(); ++i) {
       checksums[planned.ranks[i]] += status_[i].checksum;
@@ -37,7 +38,7 @@ ChunkCodecs::Reduced ChunkCodecs::reduce(const Work& work,
   for (const PlannedBatch& planned : work.plan->reduce) {
     const TileBatch batch = make_batch(work, planned, Stage::kOwner);
     codec_of(planned).codec->reduce(batch, payloads.data(), static_cast<uint32_t>(payloads.size()),
-                                    &work.gain,
+                                    /*gain=*/nullptr,
                                     planned.owner_residual ? residuals_.owner() : nullptr, payload);
     for (size_t i = 0; i < planned.tiles.size(); ++i) {
       reduced.checksum += status_[i].checksum;
@@ -126,7 +127,7 @@ void ChunkCodecs::add_momentum(const Work& work) {
     for (Tile tile : planned.tiles) {
       tile.payload_offset = 0;
       batch.tiles = &tile;
-      codec.encode(batch, work.gradient, options_.alpha(resolved, work.step), &work.gain,
+      codec.encode(batch, work.gradient, options_.alpha(resolved, work.step), /*gain=*/nullptr,
                    residuals_.worker(), payload);
       codec.decode(batch, payload, work.gradient, options_.beta(resolved, work.step),
                    residuals_.worker());

@@ -24,7 +24,6 @@ class ChunkCodecs {
   struct Work {
     const ChunkPlan* plan;
     uint64_t step;
-    float gain;          // factor for the residuals
     void* gradient;      // of the bucket, in host memory
     const void* summed;  // what is encoded, of the same dtype: the gradient, or a node's sum
   };

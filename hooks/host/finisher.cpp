@@ -209,7 +209,7 @@ ChunkCodecs::Work Finisher::work_of(const ChunkJob& job) const {
   const BucketJob& bucket = *job.bucket;
   void* gradient = bucket.gradient.mutable_data_ptr();
   const void* summed = layout_.nodes().is_flat() ? gradient : job.chunk.slot->sum.const_data_ptr();
-  return {job.chunk.plan, bucket.step, bucket.gain, gradient, summed};
+  return {job.chunk.plan, bucket.step, gradient, summed};
 }
 
 // The peers get messages of the right size whatever happens here; the commit tells them why.
@@ -426,7 +426,7 @@ void Finisher::put_back_unused(const Commit& commit) const {
   BucketJob& bucket = *commit.bucket;
   const UsedMap used =
       read_used(bytes(commit.records), options_.world_size, bucket.plan->parameters.size());
-  bucket.unused.put_back(used, bucket.gain);
+  bucket.unused.put_back(used);
   bucket.unused = {};
   std::erase_if(bucket.nonfinite_tiles, [&](uint64_t tile) {
     for (size_t i = 0; i < used.size(); ++i) {

@@ -63,7 +63,6 @@ void HostEngine::average(Bucket bucket) {
                                                          .future = std::move(bucket.future),
                                                          .value = std::move(bucket.value),
                                                          .step = bucket.step,
-                                                         .gain = gain_,
                                                          .fault = fault,
                                                          .local_error = {},
                                                          .nonfinite_tiles = {},
@@ -81,9 +80,9 @@ void HostEngine::begin_step(const Bucket& bucket) {
   const std::lock_guard lock(life_.mutex);
   if (bucket.begins_momentum) begin_momentum();
   if (bucket.begins_optimizer_step) residuals_.begin_step();
-  check_is_due_ = options_.check_is_due(bucket.step);
+  check_is_due_ = check_is_due_ || bucket.begins_check;
   if (!options_.touches_residuals(bucket.step)) return;
-  gain_ = residuals_.begin_pass(loss_scale(), passes_);
+  residuals_.begin_pass(loss_scale());
 }
 
 // All ranks see the same hashes, so all of them throw, or none.
@@ -112,7 +111,7 @@ void HostEngine::average_alone(Bucket bucket) {
   if (options_.momentum != 0 && options_.touches_residuals(bucket.step)) {
     for (const ChunkPlan& chunk : bucket.plan->chunks) {
       void* gradient = bucket.gradient.mutable_data_ptr();
-      codecs_.add_momentum({&chunk, bucket.step, gain_, gradient, gradient});
+      codecs_.add_momentum({&chunk, bucket.step, gradient, gradient});
     }
   }
   if ((options_.raise_nonfinite || options_.exact_skip) &&

@@ -79,8 +79,7 @@ class HostEngine final : public BucketEngine {
 
   // DDP's thread only.
   ChunkCodecs codecs_;
-  float gain_ = 1.0F;          // for the residuals, in the current step
-  bool check_is_due_ = false;  // in the current step
+  bool check_is_due_ = false;  // of parameters, with the next bucket that has elements
 };
 
 }  // namespace gradferry

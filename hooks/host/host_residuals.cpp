@@ -36,16 +36,14 @@ void HostResiduals::begin_step() {
   loss_scale_before_ = loss_scale_;
 }
 
-float HostResiduals::begin_pass(float loss_scale, bool at_once) {
+void HostResiduals::begin_pass(float loss_scale) {
   const float gain = loss_scale_ == 0.0F ? 1.0F : loss_scale / loss_scale_;
   GRADFERRY_EXPECTS(std::isfinite(gain), kState,
                     "residuals are in units of a loss scale of " + std::to_string(loss_scale_) +
                         ", which cannot become " + std::to_string(loss_scale) +
                         "; load a state that was saved with a loss scale near this one");
   loss_scale_ = loss_scale;
-  if (!at_once || gain == 1.0F) return gain;
-  residuals_.scale(gain);
-  return 1.0F;
+  if (gain != 1.0F) residuals_.scale(gain);
 }
 
 void HostResiduals::settle() {
@@ -89,7 +87,7 @@ void HostResiduals::scale_by_parameter(const Layout& layout, const std::vector<f
 void HostResiduals::scale(float factor) {
   residuals_.scale(factor);
   for (const at::Tensor& before : {worker_before_, owner_before_}) {
-    set_where_finite(before, before * factor);
+    scale_where_finite(before, factor);
   }
 }
 

@@ -27,9 +27,9 @@ class HostResiduals {
   // Begins an optimizer step: restores the residuals if the result of the last one was not finite,
   // then copies them.
   void begin_step();
-  // Begins a pass with this loss scale. Returns the factor (`gain` of the codecs) that converts the
-  // residuals to its units: 1 where they are converted `at_once`.
-  float begin_pass(float loss_scale, bool at_once);
+  // Begins a pass with this loss scale: converts the residuals to its units, those of buckets that
+  // will not come, too. Throws Error(kState) if no finite factor does.
+  void begin_pass(float loss_scale);
   // Notes that a result of the optimizer step is not finite.
   void note_nonfinite() { step_nonfinite_ = true; }
 

@@ -229,9 +229,18 @@ struct TakeBackCall {
   Stream stream;
 };
 
+// values[i] *= *factor, where that is finite.
+struct ScaleCall {
+  const float* factor;
+  float* values;
+  uint64_t num_elements;
+  Stream stream;
+};
+
 struct MessageKernels {
   void (*take_back)(const TakeBackCall& call);
   void (*rescale)(const RescaleCall& call);
+  void (*scale)(const ScaleCall& call);
   void (*commit)(const CommitCall& call);
 };
 
@@ -245,7 +254,7 @@ struct DeviceLibrary {
   bool (*is_capturing)(Stream stream);
 };
 // Increases with every change of a type or function type in this file or in codec.h.
-inline constexpr uint32_t kDeviceLibraryVersion = 9;
+inline constexpr uint32_t kDeviceLibraryVersion = 10;
 // Name of the Python capsule that holds a library.
 inline constexpr const char* kDeviceLibraryCapsule = "gradferry.DeviceLibrary";
 

@@ -46,6 +46,18 @@ __global__ void __launch_bounds__(kThreads) take_back_kernel(TakeBackCall call) 
   }
 }
 
+// Mostly the factor is 1, and nothing is to be done: few blocks, each for many elements.
+constexpr uint32_t kMostScaleBlocks = 2048;
+__global__ void __launch_bounds__(kThreads) scale_kernel(ScaleCall call) {
+  const float factor = *call.factor;
+  if (factor == 1.0f) return;
+  const uint64_t first = uint64_t{blockIdx.x} * kThreads + threadIdx.x;
+  for (uint64_t i = first; i < call.num_elements; i += uint64_t{gridDim.x} * kThreads) {
+    const float scaled = factor * call.values[i];
+    if ((bits(scaled) & kMagnitudeBits) < kInfinityBits) call.values[i] = scaled;
+  }
+}
+
 // --- launchers
 // -------------------------------------------------------------------------------------
 
@@ -58,9 +70,16 @@ void take_back(const TakeBackCall& call) {
   launch<take_back_kernel>(static_cast<uint32_t>(num_blocks), kThreads, call.stream, call);
 }
 
+void scale(const ScaleCall& call) {
+  const auto num_blocks = (call.num_elements + kThreads - 1) / kThreads;
+  launch<scale_kernel>(
+      static_cast<uint32_t>(num_blocks < kMostScaleBlocks ? num_blocks : kMostScaleBlocks),
+      kThreads, call.stream, call);
+}
+
 }  // namespace
 
 extern const MessageKernels message_kernels;
-const MessageKernels message_kernels{&take_back, &rescale, &commit};
+const MessageKernels message_kernels{&take_back, &rescale, &scale, &commit};
 
 }  // namespace gradferry::GRADFERRY_KERNEL_NAMESPACE

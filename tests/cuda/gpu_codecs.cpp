@@ -165,6 +165,12 @@ void rescale(const RescaleCall& call) {
   kernels().rescale({loss.get(), residual.get(), gain.get(), step_nonfinite.get(), nullptr});
 }
 
+void scale(const ScaleCall& call) {
+  const GpuCopy factor(call.factor, 1);
+  const GpuCopy values(call.values, call.num_elements);
+  kernels().scale({factor.get(), values.get(), call.num_elements, nullptr});
+}
+
 void take_back(const TakeBackCall& call) {
   const GpuCopy step_nonfinite(call.step_nonfinite, 1);
   const GpuCopy values(call.values, call.num_elements);
@@ -357,7 +363,7 @@ const NodeKernels& node_kernels_on_host() {
 }
 
 const MessageKernels& message_kernels_on_host() {
-  static const MessageKernels on_host{&take_back, &rescale, &commit};
+  static const MessageKernels on_host{&take_back, &rescale, &scale, &commit};
   return on_host;
 }
 

@@ -17,6 +17,7 @@ from reference.layout import wire_bytes_per_step
 from reference.scalars import narrow, widen
 from sharded_training import Training, case_load_and_go_on, case_native, case_save_and_go_on
 from sharding import RATE, SHAPES, Sharding, bits, in_order, local_gradients, same
+from torch import nn
 from world import World
 
 Worlds = Callable[[int], World]
@@ -194,6 +195,28 @@ def test_a_module_without_any_gradient_does_not_keep_a_step_open(worlds: Worlds)
         assert answer["steps"] == [1, 2, 3]
         assert answer["refused"].error == "StateError"
         assert "'blocks.1' has no gradient, and momentum= needs" in answer["refused"].text
+
+
+def case_no_root(momentum: float | None) -> list[int]:
+    """Steps, as saved after each pass."""
+    import gradferry
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = Sharding().mesh()
+    torch.manual_seed(3)
+    model = nn.Sequential(*(fully_shard(nn.Linear(40, 40), mesh=mesh["shard"]) for _ in range(3)))
+    state = gradferry.fsdp.attach(model, "q4", mesh["replica"], momentum=momentum)
+    steps = []
+    for _ in range(3):
+        model(torch.ones(2, 40)).sum().backward()
+        steps.append(next(iter(state.state_dict().values()))["steps"])
+    return steps
+
+
+@pytest.mark.torch_core
+@pytest.mark.parametrize("momentum", [None, 0.9])
+def test_a_pass_of_several_sharded_parts_is_one_step(worlds: Worlds, momentum: float) -> None:
+    assert worlds(4).run(case_no_root, momentum=momentum) == [[1, 2, 3]] * 4
 
 
 SCALES = (8.0, 2.0, 2.0, 16.0, 16.0, 4.0)

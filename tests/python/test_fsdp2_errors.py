@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -237,3 +238,31 @@ def test_all_shards_hear_of_an_error_in_one(worlds: Worlds, frozen: bool) -> Non
     for outcome in worlds(4).run(case_one_shard_differs, frozen=frozen):
         assert outcome.error == "RankMismatchError"
         assert "in values of 'table', in which replicas must begin equal" in outcome.text
+
+
+def case_due_in_a_step_of_passes() -> list[Outcome]:
+    import gradferry
+
+    whole = Sharding(shards=1)
+    without = tuple((module, next(iter(shapes))) for module, shapes in SHAPES.items())
+    partial = dataclasses.replace(whole, without=without)
+    mesh = whole.mesh()
+    model = whole.model(mesh["shard"])
+    gradferry.fsdp.attach(model, "q4", mesh["replica"], check_every=2)
+    outcomes = []
+    for step in range(4):
+        if step == 2 and dist.get_rank() == 0:
+            with torch.no_grad():
+                model.table.to_local().add_(1)
+        sharding = partial if step == 2 else whole
+        outcomes.append(attempt(lambda: sharding.backward(model, step)))  # noqa: B023
+    return outcomes
+
+
+@pytest.mark.filterwarnings("ignore:some parameters of:UserWarning")
+def test_comparison_due_in_a_step_of_nothing_but_passes_comes_with_the_next(
+    worlds: Worlds,
+) -> None:
+    for outcomes in worlds(2).run(case_due_in_a_step_of_passes):
+        errors = [outcome.error for outcome in outcomes]
+        assert errors == [None, None, None, "DivergedError"]

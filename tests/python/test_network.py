@@ -118,6 +118,8 @@ SIBLINGS = textwrap.dedent(
     assert got == size
     assert os.waitpid(child, 0)[1] == 0
     pathlib.Path(folder, str(me)).write_text(open("/proc/self/net/dev").read())
+    # Its end of the link goes with the other host: opened by both, or by none.
+    open(pathlib.Path(folder, "both"), "r" if me == 1 else "w").close()
     """
 )
 
@@ -128,6 +130,7 @@ def test_processes_of_one_host_do_not_meet_over_the_link(
     commands = [
         [sys.executable, "-c", SIBLINGS, str(host), str(tmp_path), str(MEGABYTE)] for host in (1, 2)
     ]
+    os.mkfifo(tmp_path / "both")
     with Network(parse_link("10mbit"), commands) as joined:
         assert joined.wait() == [0, 0]
     for host in (1, 2):

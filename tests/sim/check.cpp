@@ -214,13 +214,13 @@ class Balance {
     }
     for (uint32_t rank = 0; rank < world_.size; ++rank) {
       const Elements result = result_of(world_, of(rank), index);
-      if (!gathers && *spec.owner != rank) {
-        expect_unchanged(rank, index, result, "that another rank owns");
-        continue;
-      }
       if (!world_.is_used(step_, index)) {
         expect_unchanged(rank, index, result, "that no rank used");
         expect_held(rank, index);
+        continue;
+      }
+      if (!gathers && *spec.owner != rank) {
+        expect_unchanged(rank, index, result, "that another rank owns");
         continue;
       }
       if (gathers && touches_residuals()) expect_undone(rank, index, result, given, turn);

@@ -81,7 +81,6 @@ void Rank::start() {
   }
   engine_ = HostEngine::start(std::move(options), ParameterHashes(parameters_), lanes(),
                               host_.memory[rank_], "simulated");
-  if (world_.has_passes()) engine_->expect_passes();
   host_.watch(engine_);
   if (!host_.playing.states.empty()) {
     engine_->load_state(host_.playing.states[rank_]);

@@ -268,6 +268,22 @@ TEST(Messages, RescaleGivesTheGainToThePresentLossScale) {
   EXPECT_EQ(residual_scale, 1.0f);
 }
 
+TEST(Messages, ScaleMultipliesWhatStaysFinite) {
+  for (const uint64_t n : {0, 1, 127, 129, 300000}) {
+    std::vector<float> values(n), expected(n);
+    for (uint64_t i = 0; i < n; ++i) {
+      const bool huge = i % 7 == 3;
+      values[i] = huge ? -0x1p127f : static_cast<float>(i) - 5;
+      expected[i] = huge ? values[i] : values[i] * 3;
+    }
+    const float factor = 3, one = 1;
+    message_kernels.scale({&factor, values.data(), n, nullptr});
+    EXPECT_EQ(values, expected);
+    message_kernels.scale({&one, values.data(), n, nullptr});
+    EXPECT_EQ(values, expected);
+  }
+}
+
 TEST(Messages, CommitWritesItsRecordAndTakesTheTile) {
   Findings findings{.status = 10,
                     .phase = 2,

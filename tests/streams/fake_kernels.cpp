@@ -199,6 +199,13 @@ void rescale(const RescaleCall& call) {
   });
 }
 
+void scale(const ScaleCall& call) {
+  enqueue(call.stream, "scale", kernels().scale, call, [=](const Touched& touched) {
+    touched.read(call.factor, sizeof(float));
+    touched.write(call.values, call.num_elements * sizeof(float));
+  });
+}
+
 void take_back(const TakeBackCall& call) {
   enqueue(call.stream, "take back", kernels().take_back, call, [=](const Touched& touched) {
     touched.read(call.step_nonfinite, sizeof(uint32_t));
@@ -232,10 +239,12 @@ std::atomic<bool> capturing{false};
 void set_capturing(bool now) { capturing = now; }
 
 const DeviceLibrary& device_library() {
-  static const DeviceLibrary result{
-      kDeviceLibraryVersion,           codecs_without_functions(),
-      {&encode, &reduce, &decode},     {&pack, &sum},
-      {&take_back, &rescale, &commit}, [](Stream /*stream*/) { return capturing.load(); }};
+  static const DeviceLibrary result{kDeviceLibraryVersion,
+                                    codecs_without_functions(),
+                                    {&encode, &reduce, &decode},
+                                    {&pack, &sum},
+                                    {&take_back, &rescale, &scale, &commit},
+                                    [](Stream /*stream*/) { return capturing.load(); }};
   return result;
 }
 

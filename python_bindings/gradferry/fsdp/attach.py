@@ -260,8 +260,6 @@ def _start(
 ) -> Running:
     def build(running: Running, nonce: str) -> Running:
         running.start(group, nonce)
-        if running.engine is not None:
-            running.engine.expect_passes()  # modules without gradients
         return running
 
     return start(group, modules[0].device, propose_here, build, purpose="come to attach")

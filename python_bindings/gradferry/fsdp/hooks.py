@@ -41,14 +41,19 @@ class Passes:
     def note(self, number: int, engine: _native.BucketEngine) -> None:
         """A module's gradients have come."""
         if not self._called:
-            Variable._execution_engine.queue_callback(self._end)
+            Variable._execution_engine.queue_callback(self._end_last)
             if self._running.config.check_every:
                 shards = [shard for module in self._modules for shard in module.shards]
                 engine.compare([shard.values() for shard in shards])
         self._called.add(number)
 
+    def _end_last(self) -> None:
+        """FSDP2's callbacks may reduce the last modules. A model that is not sharded as a whole has
+        one for each of its parts, and parts that the pass reaches later queue theirs behind this.
+        """
+        Variable._execution_engine.queue_callback(self._end)
+
     def _end(self) -> None:
-        """After FSDP2's own callback, in which the last modules are reduced."""
         called, self._called = self._called, set()
         engine = self._running.engine
         if engine is None:
