@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import select
 import signal
@@ -33,17 +34,16 @@ TALK = textwrap.dedent(
     me, hosts, folder, size = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
     address = "10.251.0.{}".format
     server = socket.create_server((address(me), 4000), backlog=hosts)
-    deadline = time.monotonic() + 60
+    # A FIFO is opened by both or by none: nobody calls before the other listens, to be refused by
+    # one packet after the other.
     for other in range(1, me):
-        while True:
-            try:
-                peer = socket.create_connection((address(other), 4000))
-                break
-            except ConnectionRefusedError:
-                assert time.monotonic() < deadline
+        open(pathlib.Path(folder, f"{other}-{me}")).close()
+        peer = socket.create_connection((address(other), 4000))
         peer.sendall(bytes(size))
         peer.shutdown(socket.SHUT_WR)
         assert not peer.recv(1)  # the other has read it all
+    for other in range(me + 1, hosts + 1):
+        open(pathlib.Path(folder, f"{me}-{other}"), "w").close()
     slowest = 0
     for _ in range(hosts - me):
         peer, _ = server.accept()
@@ -64,6 +64,8 @@ def talk(
     link: str, hosts: int, size: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> list[tuple[float, int]]:
     """Seconds of the slowest transfer to, and bytes sent by, every host."""
+    for pair in itertools.combinations(range(1, hosts + 1), 2):
+        os.mkfifo(folder / "{}-{}".format(*pair))
     commands = [
         [sys.executable, "-c", TALK, str(host), str(hosts), str(folder), str(size)]
         for host in range(1, hosts + 1)
