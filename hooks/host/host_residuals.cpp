@@ -2,9 +2,9 @@
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
+#include <c10/util/StringUtil.h>
 
 #include <cmath>
-#include <string>
 
 #include "gradferry/error.h"
 
@@ -38,10 +38,10 @@ void HostResiduals::begin_step() {
 
 void HostResiduals::begin_pass(float loss_scale) {
   const float gain = loss_scale_ == 0.0F ? 1.0F : loss_scale / loss_scale_;
-  GRADFERRY_EXPECTS(std::isfinite(gain), kState,
-                    "residuals are in units of a loss scale of " + std::to_string(loss_scale_) +
-                        ", which cannot become " + std::to_string(loss_scale) +
-                        "; load a state that was saved with a loss scale near this one");
+  GRADFERRY_EXPECTS(
+      std::isfinite(gain), kState,
+      c10::str("residuals are in units of a loss scale of ", loss_scale_, ", which cannot become ",
+               loss_scale, "; load a state that was saved with a loss scale near this one"));
   loss_scale_ = loss_scale;
   if (gain != 1.0F) residuals_.scale(gain);
 }

@@ -197,10 +197,11 @@ def test_a_module_without_any_gradient_does_not_keep_a_step_open(worlds: Worlds)
         assert "'blocks.1' has no gradient, and momentum= needs" in answer["refused"].text
 
 
-def case_no_root(momentum: float | None) -> list[int]:
+def case_no_root(momentum: float | None, checkpointed: bool) -> list[int]:
     """Steps, as saved after each pass."""
     import gradferry
     from torch.distributed.fsdp import fully_shard
+    from torch.utils.checkpoint import checkpoint
 
     mesh = Sharding().mesh()
     torch.manual_seed(3)
@@ -208,15 +209,22 @@ def case_no_root(momentum: float | None) -> list[int]:
     state = gradferry.fsdp.attach(model, "q4", mesh["replica"], momentum=momentum)
     steps = []
     for _ in range(3):
-        model(torch.ones(2, 40)).sum().backward()
+        x = torch.ones(2, 40, requires_grad=checkpointed)
+        for part in model:
+            x = checkpoint(part, x, use_reentrant=True) if checkpointed else part(x)
+        x.sum().backward()
         steps.append(next(iter(state.state_dict().values()))["steps"])
     return steps
 
 
 @pytest.mark.torch_core
+@pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("momentum", [None, 0.9])
-def test_a_pass_of_several_sharded_parts_is_one_step(worlds: Worlds, momentum: float) -> None:
-    assert worlds(4).run(case_no_root, momentum=momentum) == [[1, 2, 3]] * 4
+def test_a_pass_of_several_sharded_parts_is_one_step(
+    worlds: Worlds, momentum: float | None, checkpointed: bool
+) -> None:
+    answers = worlds(4).run(case_no_root, momentum=momentum, checkpointed=checkpointed)
+    assert answers == [[1, 2, 3]] * 4
 
 
 SCALES = (8.0, 2.0, 2.0, 16.0, 16.0, 4.0)

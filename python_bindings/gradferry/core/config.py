@@ -212,7 +212,7 @@ def make_config(options: Options) -> Config:
         grad_scaler=_grad_scaler(options.grad_scaler),
         nonfinite=_choice("nonfinite", options.nonfinite, NONFINITE),
         exact_skip=options.exact_skip,
-        check_every=_count("check_every", options.check_every),
+        check_every=_check_every(options.check_every, spec),
         seed=_count("seed", options.seed),
         nodes=check_option(options.nodes),
         chooses=chooses,
@@ -284,6 +284,15 @@ def _warmup(options: Options, steps: int, codec: CodecSpec, rules: Sequence[Rule
             "others; leave it out, with warmup_steps="
         )
     return warmup
+
+
+def _check_every(steps: int, codec: CodecSpec) -> int:
+    if _count("check_every", steps) and codec.name == OFF:
+        raise ConfigError(
+            f"check_every={steps!r} needs a codec, and 'off' passes gradients through; use 'exact' "
+            "to compare parameters without compression"
+        )
+    return steps
 
 
 def _grad_scaler(value: object) -> torch.amp.GradScaler | None:

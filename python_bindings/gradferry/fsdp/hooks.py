@@ -30,6 +30,7 @@ class Passes:
         self._modules = modules
         self._num_parts = num_parts
         self._called: set[int] = set()
+        self._is_queued = False
 
     def indices(self, number: int) -> list[int]:
         """Of a module's parameters to the engine, in the order in which FSDP2 hands them over."""
@@ -40,11 +41,15 @@ class Passes:
 
     def note(self, number: int, engine: _native.BucketEngine) -> None:
         """A module's gradients have come."""
-        if not self._called:
+        if number in self._called:
+            self._is_queued = False
+            self._finish()  # the pass before, which ended in a backward pass within it
+        if not self._is_queued:
+            self._is_queued = True
             Variable._execution_engine.queue_callback(self._end_last)
-            if self._running.config.check_every:
-                shards = [shard for module in self._modules for shard in module.shards]
-                engine.compare([shard.values() for shard in shards])
+        if not self._called and self._running.config.check_every:
+            shards = [shard for module in self._modules for shard in module.shards]
+            engine.compare([shard.values() for shard in shards])
         self._called.add(number)
 
     def _end_last(self) -> None:
@@ -54,6 +59,12 @@ class Passes:
         Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:
+        self._is_queued = False
+        # With reentrant checkpointing, modules come in backward passes within this one.
+        if torch._C._current_autograd_node() is None:
+            self._finish()
+
+    def _finish(self) -> None:
         called, self._called = self._called, set()
         engine = self._running.engine
         if engine is None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
+import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from html import escape
 from typing import Any, cast
 
+import torch
 from torch.utils.hooks import RemovableHandle
 
 from gradferry import _native
@@ -213,14 +214,15 @@ class Averaging(ABC):
         withheld before will be applied at the new rate.
 
         Args:
-            factor: finite; 0 drops what was withheld; powers of two are exact.
+            factor: finite in fp32; 0 drops what was withheld; powers of two are exact.
 
         Raises:
-            ConfigError: the factor is not finite.
+            ConfigError: the factor is no such number.
             StateError: an error has ended the engine, or this is the middle of a step.
         """
-        if not math.isfinite(factor):
-            raise ConfigError(f"factor={factor!r} must be finite")
+        is_number = isinstance(factor, numbers.Real) and not isinstance(factor, bool)
+        if not is_number or not abs(factor) <= torch.finfo(torch.float32).max:
+            raise ConfigError(f"factor={factor!r} must be a number that is finite in fp32")
         engine = self._engine_at_rest("scale residuals")
         if engine is not None:
             engine.scale_residuals(factor)
