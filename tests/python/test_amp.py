@@ -411,7 +411,7 @@ def test_wrong_scales_and_skips_are_refused(world_of_2: World) -> None:
     for outcomes in world_of_2.run(case_refusals):
         assert [o.error for o in outcomes] == ["StateError", "ConfigError", "StateError", None]
         assert "only with exact_skip=True" in outcomes[0].text
-        assert "factor=nan must be finite" in outcomes[1].text
+        assert "factor=nan must be a number that is finite" in outcomes[1].text
         assert "the GradScaler's scale is inf" in outcomes[2].text
 
 
