@@ -6,10 +6,12 @@ after it was freed, and the exchange is beside the backward pass.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -66,6 +68,37 @@ def test_residuals_follow_the_loss_scale_while_a_module_has_no_gradient(
     device_worlds: Worlds,
 ) -> None:
     assert_scales_change_no_bit(device_worlds(4), hook="replicas", without=IDLE, device="streamed")
+
+
+def case_resumed_without_a_scaler(device: str) -> list[np.ndarray]:
+    """What comes after a state of another loss scale, if a module has no gradient at first."""
+    import gradferry
+
+    sharding = Sharding(device=device)
+    mesh = sharding.mesh()
+    options = {"replicate_group": mesh["replica"], "error_feedback": "both"}
+    scaler = torch.amp.GradScaler(sharding.place.type, init_scale=2.0**10)
+    model = sharding.model(mesh["shard"])
+    saved = gradferry.fsdp.attach(model, "q4", grad_scaler=scaler, **options)
+    scaler.scale(model(sharding.targets(0, 0, dist.get_rank()))).backward()
+    model = sharding.model(mesh["shard"])
+    gradferry.fsdp.attach(model, "q4", **options).load_state_dict(saved.state_dict())
+    dataclasses.replace(sharding, without=IDLE).backward(model, 1)
+    model.zero_grad()
+    sharding.backward(model, 2)
+    return local_gradients(model)
+
+
+@pytest.mark.torch_core
+def test_a_state_with_a_loss_scale_goes_on_without_one_as_on_the_host(
+    worlds: Worlds, device_worlds: Worlds
+) -> None:
+    host = worlds(4).run(case_resumed_without_a_scaler, device="cpu")
+    device = device_worlds(4).run(case_resumed_without_a_scaler, device="streamed")
+    for one, other in zip(host, device, strict=True):
+        assert all(map(np.array_equal, one, other))
+        # Not 2^10 times what was withheld: gradients are below 2^4 in size.
+        assert max(np.abs(gradient).max(initial=0.0) for gradient in one) < 2**5
 
 
 class Watched:
