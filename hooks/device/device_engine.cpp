@@ -255,7 +255,10 @@ SavedResiduals DeviceEngine::save_residuals() {
 void DeviceEngine::load_residuals(const SavedResiduals& saved) {
   if (context_.residuals) {
     const c10::StreamGuard guard = behind_all();
-    context_.residuals->load(saved.worker, saved.owner, saved.loss_scale);
+    // Without a scaler the units are those of the gradients themselves, from here on.
+    const bool converts = !options_.loss_scale.defined() && saved.loss_scale != 0.0F;
+    context_.residuals->load(saved.worker, saved.owner, converts ? 1.0F : saved.loss_scale);
+    if (converts && saved.loss_scale != 1.0F) context_.residuals->scale(1.0F / saved.loss_scale);
     context_.finish_stream.synchronize();
   }
   if (commits_) commits_->forget();

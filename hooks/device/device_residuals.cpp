@@ -4,8 +4,6 @@
 #include <ATen/TensorOperators.h>
 #include <c10/core/StreamGuard.h>
 
-#include <utility>
-
 #include "gradferry/device_library.h"
 
 namespace gradferry {
@@ -65,7 +63,7 @@ void DeviceResiduals::begin_pass(const at::Tensor& loss_scale, bool begins_step,
        .gain = gain_.mutable_data_ptr<float>(),
        .step_nonfinite = begins_step ? step_nonfinite() : nullptr,
        .stream = stream.native_handle()});
-  if (!loss_scale.defined() && std::exchange(has_plain_units_, true)) return;
+  if (!loss_scale.defined()) return;  // units never change then
   // Only the device knows whether the gain is 1.
   for (const at::Tensor& residual : {residuals_.worker_tensor(), residuals_.owner_tensor()}) {
     message_kernels().scale({.factor = gain_.const_data_ptr<float>(),
@@ -102,7 +100,6 @@ void DeviceResiduals::scale(float factor) {
 void DeviceResiduals::load(const at::Tensor& worker, const at::Tensor& owner, float loss_scale) {
   residuals_.load(worker, owner);
   scale_.fill_(loss_scale);
-  has_plain_units_ = false;
   if (step_nonfinite_.defined()) step_nonfinite_.fill_(0);
 }
 

@@ -63,9 +63,7 @@ class DeviceResiduals {
 
   Residuals residuals_;
   at::Tensor scale_, gain_;  // one fp32 each
-  // Of gradients without a loss scale, or zero. A state may come from a run with one.
-  bool has_plain_units_ = true;
-  std::vector<Kept> kept_;  // worker, owner, scale_; empty without exact_skip
+  std::vector<Kept> kept_;   // worker, owner, scale_; empty without exact_skip
   at::Tensor step_nonfinite_;
 };
 
