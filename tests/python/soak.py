@@ -39,6 +39,8 @@ from typing import Any
 # Before anything starts a thread pool, and inherited by every rank.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+# The ring of the last 2000 collectives that torch keeps fills for hundreds of trainings.
+os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
 
 import torch.distributed as dist
 from killing import run_until_killed

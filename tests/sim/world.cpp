@@ -271,7 +271,7 @@ std::string World::text() const {
     for (const Numbers numbers : steps[i].numbers) text += std::string(" ") + name_of(numbers);
     if (has_loss_scale) text += ", scale 2^" + std::to_string(steps[i].loss_scale_exponent);
     const auto add = [&](const std::vector<uint8_t>& flags) {
-      text += " ";
+      text += ' ';
       for (const uint8_t flag : flags) text += flag != 0 ? "1" : "0";
     };
     if (may_be_unused) {
