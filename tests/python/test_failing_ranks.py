@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import time
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -76,6 +77,28 @@ def test_death_of_the_rank_that_serves_the_store_is_named(world_of_3: World) -> 
     assert text.count("its connection was closed") == 2
     assert text.count("the store does not answer") == 2
     assert text.count("/ 8 buckets") == 2
+
+
+def case_sees_its_own_end(reasons: tuple[str, ...]) -> str:
+    """A collective has failed, and every rank knows it from another source."""
+    from gradferry.core import agreement, meeting
+
+    group = dist.group.WORLD
+    failed = RuntimeError(reasons[dist.get_rank()])
+    with mock.patch.object(agreement, "_gather_records", side_effect=failed):
+        outcome = attempt(lambda: agreement.gather_records({}, group, torch.device("cpu")))
+    meeting.meet(group, timedelta(seconds=MOST_SECONDS), "come")  # after which it is forgotten
+    assert outcome.error == "PeerError"
+    return outcome.text
+
+
+def test_a_lost_collective_is_one_text_on_all_ranks_that_know_it_otherwise(
+    world_of_3: World,
+) -> None:
+    reasons = ("Timed out waiting", "Connection closed by peer", "Address in use")
+    texts = world_of_3.run(case_sees_its_own_end, reasons=reasons)
+    assert len(set(texts)) == 1, texts
+    assert "lost contact with another rank: " in texts[0]
 
 
 def case_told(at: str) -> Outcome:

@@ -87,12 +87,14 @@ def gather_records(record: Record, group: dist.ProcessGroup, device: torch.devic
     try:
         return _gather_records(record, group, device)
     except RuntimeError as error:
-        gone, store_answers = absent_after_loss(group)
+        seen = _plain_reason(str(error))
+        gone, reason = absent_after_loss(group, seen)
         lost = name_ranks(gone) if gone else "another rank"
-        silent = "" if store_answers else f", and {NO_STORE}"
+        if reason is None:
+            reason = f"{seen}, and {NO_STORE}"
         raise PeerError(
-            f"the ranks could not agree: lost contact with {lost}: {_plain_reason(str(error))}"
-            f"{silent}; look at the other ranks' errors first, then restart"
+            f"the ranks could not agree: lost contact with {lost}: {reason}; look at the other "
+            "ranks' errors first, then restart"
         ) from error
 
 

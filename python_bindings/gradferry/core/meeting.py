@@ -202,24 +202,32 @@ def _losses(group: dist.ProcessGroup) -> Store:
     return PrefixStore(f"{store.add('number', 0)}/lost", store)
 
 
-def absent_after_loss(group: dist.ProcessGroup) -> tuple[list[int], bool]:
+def absent_after_loss(group: dist.ProcessGroup, reason: str) -> tuple[list[int], str | None]:
     """Which ranks do not call this within a second, after a collective of the group has failed.
 
+    Args:
+        group: of the ranks.
+        reason: what this rank saw. Later ones may see only that the first has closed its
+            connections.
+
     Returns:
-        Those ranks, and whether the store has answered; if it has not, there are none.
+        Those ranks, and the reason of the first that called this, the same on all ranks; no ranks
+        and None if the store has not answered.
     """
     world_size, rank = dist.get_world_size(group), dist.get_rank(group)
-    found: list[list[int]] = []
+    found: list[tuple[list[int], str]] = []
 
     def look() -> None:
         lost = _losses(group)
+        if lost.add("first", 1) == 1:
+            lost.set("any", reason)
         lost.set(str(rank), "")
-        lost.set("any", "")
         end = time.monotonic() + LOOK_SECONDS
         while True:
             gone = [each for each in range(world_size) if not lost.check([str(each)])]
             if not gone or time.monotonic() > end:
-                found.append(gone)
+                agreed = lost.get("any").decode() if lost.check(["any"]) else reason
+                found.append((gone, agreed))
                 return
             time.sleep(LOOK_SECONDS / 20)
 
@@ -231,7 +239,7 @@ def absent_after_loss(group: dist.ProcessGroup) -> tuple[list[int], bool]:
     looking = threading.Thread(target=try_to_look, name="gf-look", daemon=True)
     looking.start()
     looking.join(1.5 * LOOK_SECONDS)
-    return (found[0], True) if found else ([], False)
+    return found[0] if found else ([], None)
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
