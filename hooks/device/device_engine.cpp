@@ -255,10 +255,11 @@ SavedResiduals DeviceEngine::save_residuals() {
 void DeviceEngine::load_residuals(const SavedResiduals& saved) {
   if (context_.residuals) {
     const c10::StreamGuard guard = behind_all();
+    const float units = saved.loss_scale;
     // Without a scaler the units are those of the gradients themselves, from here on.
-    const bool converts = !options_.loss_scale.defined() && saved.loss_scale != 0.0F;
-    context_.residuals->load(saved.worker, saved.owner, converts ? 1.0F : saved.loss_scale);
-    if (converts && saved.loss_scale != 1.0F) context_.residuals->scale(1.0F / saved.loss_scale);
+    const bool converts = !options_.loss_scale.defined() && units != 0.0F && units != 1.0F;
+    context_.residuals->load(saved.worker, saved.owner, converts ? 1.0F : units);
+    if (converts) context_.residuals->scale(1.0F / units);
     context_.finish_stream.synchronize();
   }
   if (commits_) commits_->forget();
