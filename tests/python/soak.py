@@ -12,8 +12,9 @@ something in between, with which it must end in the same bits on every rank:
 
 A step that takes longer than STEP_SECONDS times the patience ends the run with the stacks of its
 threads. After every segment the processes that live long say how much memory they have, how many
-open files and how many threads; after the warm-up none of these may grow. A failure prints the
-command that draws the same segment again.
+open files and how many threads; after the warm-up none of these may grow. At the end every world
+repeats one training, in which memory that grows cannot be that of a training not seen before. A
+failure prints the command that draws the same segment again.
 """
 
 from __future__ import annotations
@@ -57,6 +58,10 @@ SETTLE_SECONDS = 15.0
 PATIENCE = 4.0
 LOOK_SECONDS = 0.1
 WRITE_SECONDS = 60.0
+# Drawn trainings are of many kinds: it takes so many until the allocator's arenas are full
+# (benchmarks/results/soak.json).
+FILLING_SEGMENTS = 100
+REPEATS = 40
 
 
 class Watchdog(Onlooker):
@@ -137,7 +142,9 @@ class Soak:
         self.seed = seed
         self.patience = patience
         self.counts: Counter[str] = Counter()
+        # Of each size's ranks: after the warm-up and every segment, and after every repeat.
         self.vitals: dict[tuple[int, int], list[Vitals]] = {}
+        self.repeated: dict[tuple[int, int], list[Vitals]] = {}
         self._living = {size: World(size, patience=patience) for size in SIZES}
         self._mortal = {size: World(size, patience=patience) for size in SIZES}
 
@@ -265,12 +272,22 @@ class Soak:
                         "warm-up"
                     )
 
+    def repeat(self) -> None:
+        """One and the same training, in every living world."""
+        for size, world in self._living.items():
+            job = Job("q4", size, hook={"error_feedback": "both"}, width=50, steps=3)
+            for _ in range(REPEATS):
+                world.run(case_attach_again, job=job, times=1, **self._limits)
+                for rank, vitals in enumerate(self._look(size, None)):
+                    self.repeated.setdefault((size, rank), []).append(vitals)
+
     def check_memory(self) -> None:
         """Raises SoakError if a process grew in every part of the run.
 
         Not the first of a world: it serves the store, in which torch leaves keys of every group.
         """
-        for (size, rank), series in self.vitals.items():
+        drawn = {each: series[FILLING_SEGMENTS:] for each, series in self.vitals.items()}
+        for (size, rank), series in (*drawn.items(), *self.repeated.items()):
             if rank == 0:
                 continue
             grown = growth([each.anonymous_bytes for each in series])
@@ -293,9 +310,13 @@ class Soak:
                 values = [getattr(vitals, what) for vitals in series]
                 row |= {f"{what}_start": values[0], f"{what}_end": values[-1]}
                 row[f"{what}_highest"] = max(values)
-            grown = growth([each.anonymous_bytes for each in series])
             row["anonymous_bytes_by_segment"] = [vitals.anonymous_bytes for vitals in series]
-            row |= {"growth_by_quarter": grown, "allowance": allowance(len(series))}
+            for name, judged in (
+                ("drawn", series[FILLING_SEGMENTS:]),
+                ("repeated", self.repeated.get((size, rank), [])),
+            ):
+                grown = growth([vitals.anonymous_bytes for vitals in judged])
+                row |= {f"growth_{name}": grown, f"allowance_{name}": allowance(len(judged))}
             rows.append(row)
         return rows
 
@@ -376,6 +397,7 @@ def run(
             if json_path is not None and now - written > WRITE_SECONDS:
                 write_json(json_path, soak.rows(now - begin), results_of="soak")
                 written = now
+        soak.repeat()
         soak.check_memory()
         failure = None
     except SoakError as error:

@@ -23,9 +23,10 @@ def test_five_minutes_of_random_trainings_leave_nothing_behind(tmp_path: Path) -
 
 
 def soak_of(sizes: list[int]) -> soak.Soak:
-    """One whose only process had these sizes."""
+    """One whose only process had these sizes, when arenas were full."""
     one = soak.Soak(seed=0, patience=1)
-    one.vitals = {(2, 1): [Vitals(size, 10, 10) for size in sizes]}
+    filling = [200 * MIB + number * MIB for number in range(soak.FILLING_SEGMENTS)]
+    one.vitals = {(2, 1): [Vitals(size, 10, 10) for size in (*filling, *sizes)]}
     return one
 
 
@@ -37,3 +38,7 @@ def test_leak_in_every_segment_is_told_from_an_allocator_that_fills_up() -> None
     leaks = [soak.LEAST_LEAK_BYTES * number + more for number, more in enumerate(noise)]
     with pytest.raises(SoakError, match="memory of rank 1 of 2 grows"):
         soak_of(leaks).check_memory()
+    repeats = soak_of(noise)
+    repeats.repeated = {(2, 1): [Vitals(size, 10, 10) for size in leaks]}
+    with pytest.raises(SoakError, match="memory of rank 1 of 2 grows"):
+        repeats.check_memory()
