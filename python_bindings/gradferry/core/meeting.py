@@ -11,6 +11,14 @@ group with it. So they first meet in the group's store, with a few small keys pe
     <number>/outcome       ALL_CAME, or the error that every rank that came raises
 
 When all have come to a meeting, they remove the keys of the one before.
+
+Ranks that lose a collective look for each other in more keys, which are left there: what follows is
+mostly the end of the processes.
+
+    <number>/lost/any      set as soon as one rank has lost a collective, or gives up
+    <number>/lost/<rank>   that rank has lost it, too
+    <number>/lost/first    the first rank to increment it decides for all why, by setting ...
+    <number>/lost/reason   what that rank saw
 """
 
 from __future__ import annotations
@@ -220,13 +228,14 @@ def absent_after_loss(group: dist.ProcessGroup, reason: str) -> tuple[list[int],
     def look() -> None:
         lost = _losses(group)
         if lost.add("first", 1) == 1:
-            lost.set("any", reason)
+            lost.set("reason", reason)
+        lost.set("any", "")
         lost.set(str(rank), "")
         end = time.monotonic() + LOOK_SECONDS
         while True:
             gone = [each for each in range(world_size) if not lost.check([str(each)])]
             if not gone or time.monotonic() > end:
-                agreed = lost.get("any").decode() if lost.check(["any"]) else reason
+                agreed = lost.get("reason").decode() if lost.check(["reason"]) else reason
                 found.append((gone, agreed))
                 return
             time.sleep(LOOK_SECONDS / 20)
