@@ -1,4 +1,4 @@
-"""The exceptions of gradferry. Every message says what is wrong, which value, and what to do."""
+"""The exceptions and the warning of gradferry. Every message says what is wrong, which value, and what to do."""
 
 
 class GradferryError(Exception):
@@ -27,3 +27,7 @@ class StateError(GradferryError):
 
 class DivergedError(GradferryError):
     """Parameters differ between ranks."""
+
+
+class GradferryWarning(UserWarning):
+    """A training goes on, but probably not as intended; the message says what to do."""

@@ -1,0 +1,28 @@
+"""Warnings, attributed to the user's code."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+from gradferry.errors import GradferryWarning
+
+# Their frames are passed over. Trainers filter warnings that seem to come from torch's schedules.
+_INSIDE = ("gradferry", "torch")
+
+
+def warn(text: str) -> None:
+    """Warns with a `GradferryWarning` at the first frame outside torch and gradferry."""
+    frame = sys._getframe(1)
+    while frame.f_globals.get("__name__", "").partition(".")[0] in _INSIDE:
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    warnings.warn_explicit(
+        text,
+        GradferryWarning,
+        filename=frame.f_code.co_filename,
+        lineno=frame.f_lineno,
+        module=frame.f_globals.get("__name__"),
+        registry=frame.f_globals.setdefault("__warningregistry__", {}),
+    )
