@@ -13,7 +13,6 @@ import json
 import pickle
 import re
 import uuid
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,6 +22,7 @@ import torch.distributed as dist
 
 from gradferry.core.agreement import error_record, gather_records, meeting_place, raise_first_error
 from gradferry.core.durable import durable_file
+from gradferry.core.warn import warn
 from gradferry.errors import StateError
 from gradferry.reduction.averaging import Averaging
 from gradferry.reduction.saved_state import merge
@@ -224,7 +224,7 @@ def _remove(paths: Iterable[Path]) -> None:
         try:
             path.unlink(missing_ok=True)
         except OSError as error:  # only a warning: the new checkpoint is complete
-            warnings.warn(f"no longer needed, but still there: {error}", stacklevel=3)
+            warn(f"no longer needed, but still there: {error}")
 
 
 def _write(file: BinaryIO, content: dict[str, Any]) -> None:

@@ -1,4 +1,7 @@
-"""The exceptions and the warning of gradferry. Every message says what is wrong, which value, and what to do."""
+"""The exceptions and the warning of gradferry.
+
+Every message says what is wrong, which value, and what to do.
+"""
 
 
 class GradferryError(Exception):

@@ -141,8 +141,8 @@ class Reducer(Averaging):
         self._calls = TensorCalls(running, named, int(bucket_cap_mb * 2**20))
         if running.engine is not None:
             exchanges = running.transport.exchanges
-            warn_about_rules(running.config, running.parameters, exchanges=exchanges, stacklevel=2)
-            warn_about_surroundings(running.transport, members, stacklevel=2)
+            warn_about_rules(running.config, running.parameters, exchanges=exchanges)
+            warn_about_surroundings(running.transport, members)
 
     def all_reduce(self, tensors: Tensors | None = None, async_op: bool = False) -> Work | None:
         """Replaces tensors by their average over all ranks. Collective.
@@ -210,7 +210,7 @@ class Reducer(Averaging):
             StateError: as for `HookState.load_state_dict`. Nothing was changed.
         """
         self._engine_at_rest("load a state")
-        steps = save_load.load(self._started, state_dict, on_resize, stacklevel=2)
+        steps = save_load.load(self._started, state_dict, on_resize)
         if steps is not None:
             self._calls.count = steps
 

@@ -64,11 +64,11 @@ def test_only_hooks_that_exchange_on_streams_of_a_gpu_are_told(monkeypatch):
     monkeypatch.setattr(Surroundings, "of", classmethod(lambda cls, place, group: loud))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warn_about_surroundings(transport("cpu", streams=False), group_with(None), stacklevel=1)
-        warn_about_surroundings(transport("cuda", streams=False), group_with(None), stacklevel=1)
-        warn_about_surroundings(transport("cuda", exchanges=False), group_with(None), stacklevel=1)
+        warn_about_surroundings(transport("cpu", streams=False), group_with(None))
+        warn_about_surroundings(transport("cuda", streams=False), group_with(None))
+        warn_about_surroundings(transport("cuda", exchanges=False), group_with(None))
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        warn_about_surroundings(transport("cuda"), group_with(None), stacklevel=1)
+        warn_about_surroundings(transport("cuda"), group_with(None))
     assert len(told) == 2
     assert told[0].filename == __file__

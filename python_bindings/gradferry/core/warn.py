@@ -7,12 +7,16 @@ import warnings
 
 from gradferry.errors import GradferryWarning
 
-# Their frames are passed over. Trainers filter warnings that seem to come from torch's schedules.
-_INSIDE = ("gradferry", "torch")
+# Their frames are passed over. Trainers filter warnings that seem to come from torch's schedules,
+# and copy calls the methods with which models and hooks copy themselves.
+_INSIDE = ("gradferry", "torch", "copy")
 
 
 def warn(text: str) -> None:
-    """Warns with a `GradferryWarning` at the first frame outside torch and gradferry."""
+    """Warns with a `GradferryWarning` at the first frame outside torch and gradferry.
+
+    In a thread that has only their frames, at the outermost one.
+    """
     frame = sys._getframe(1)
     while frame.f_globals.get("__name__", "").partition(".")[0] in _INSIDE:
         if frame.f_back is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from typing import Any
 
@@ -15,6 +14,7 @@ from gradferry.core.agreement import Record
 from gradferry.core.config import Config
 from gradferry.core.device import CPU
 from gradferry.core.parameters import reduced_parameters
+from gradferry.core.warn import warn
 from gradferry.errors import ConfigError, StateError
 from gradferry.reduction.advice import OVERLAPPED_ZERO
 
@@ -155,11 +155,10 @@ def _check_parameters(ddp: DistributedDataParallel, named: Named) -> None:
     ]
     if apart:
         more = f" and {len(apart) - 1} more" if len(apart) > 1 else ""
-        warnings.warn(
+        warn(
             f"DistributedDataParallel does not reduce the gradients of {apart[0]!r}{more}, frozen "
             "or not there yet when it was built: they will differ from rank to rank; wrap the "
             "model after the last change to its parameters",
-            stacklevel=2,
         )
 
 

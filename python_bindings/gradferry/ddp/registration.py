@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import warnings
 import weakref
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
 from gradferry import _native
+from gradferry.core.warn import warn
 from gradferry.ddp.join import JoinHook
 from gradferry.ddp.model import Model, expect_no_step_in_hook
 from gradferry.errors import StateError
@@ -52,10 +52,9 @@ def _state_without_hook(model: weakref.ref[DistributedDataParallel]) -> dict[str
     ddp = model()
     assert ddp is not None  # it is being asked
     state: dict[str, Any] = type(ddp).__getstate__(ddp)  # type: ignore[no-untyped-call]
-    warnings.warn(
+    warn(
         "a copied or pickled DistributedDataParallel has no communication hook and would train "
         "uncompressed: attach again",
-        stacklevel=3,
     )
     guards = ("_update_process_group", "register_comm_hook", "join_hook", "__getstate__")
     return {**{key: state[key] for key in state if key not in guards}, "_comm_hooks": []}

@@ -37,7 +37,7 @@ def load(bound: Binding, saved: Mapping[str, Any], on_resize: str) -> None:
     # A world of one chooses no codec, but may load a state in which others chose one.
     has_choice = isinstance(saved, Mapping) and "choice" in saved
     chosen = Choice.restored(saved["choice"]).codec if has_choice else None
-    steps = save_load.load(bound.running, saved, on_resize, chosen=chosen, stacklevel=3)
+    steps = save_load.load(bound.running, saved, on_resize, chosen=chosen)
     if bound.handover is not None and steps is not None:
         bound.hook.resume(steps)
         bound.handover.start(bound.hook)

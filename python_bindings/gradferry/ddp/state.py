@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradferry.core.config import make_config
 from gradferry.core.nodes import AUTO
 from gradferry.core.options import WORKSPACE_CAP_MB, Options
+from gradferry.core.warn import warn
 from gradferry.ddp import unbound
 from gradferry.ddp.binding import Binding, bind
 from gradferry.ddp.momentum import KeptMomentum
@@ -109,13 +109,9 @@ class HookState(Averaging):
         running = self._binding.running
         if running.engine is not None:
             watch_optimizer(running.parameters, running.index, running.config.momentum)
-            warn_about_rules(
-                running.config,
-                running.parameters,
-                exchanges=running.transport.exchanges,
-                stacklevel=4,  # the caller of `attach`, or of `bind` or the class
-            )
-            warn_about_surroundings(running.transport, running.group, stacklevel=4)
+            exchanges = running.transport.exchanges
+            warn_about_rules(running.config, running.parameters, exchanges=exchanges)
+            warn_about_surroundings(running.transport, running.group)
 
     def _bound(self) -> Binding:
         if self._binding is None:
@@ -184,10 +180,9 @@ class HookState(Averaging):
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._binding is not None:
-            warnings.warn(
+            warn(
                 "a copied or pickled HookState is not bound to a model, and a copied "
                 "DistributedDataParallel has no communication hook: attach again",
-                stacklevel=2,
             )
         return (_unbound, (self._options,))
 

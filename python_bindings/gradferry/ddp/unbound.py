@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from functools import cache
 from typing import Any
 
 import torch.distributed as dist
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from gradferry.core.warn import warn
 
 HOW_TO_BIND = (
     "pass the DistributedDataParallel to HookState(codec, ddp), or call state.bind(ddp) before the "
@@ -46,4 +47,4 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     state = next(iter(_unbound))
     _unbound.clear()
-    warnings.warn(f"{state!r} compresses nothing, no model uses it: {HOW_TO_BIND}", stacklevel=4)
+    warn(f"{state!r} compresses nothing, no model uses it: {HOW_TO_BIND}")

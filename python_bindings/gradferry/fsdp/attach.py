@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -22,6 +21,7 @@ from gradferry.core.config import COARSE_BITS, Config, make_config
 from gradferry.core.meeting import meet, patience
 from gradferry.core.nodes import AUTO, FLAT
 from gradferry.core.options import WORKSPACE_CAP_MB, Options
+from gradferry.core.warn import warn
 from gradferry.errors import ConfigError
 from gradferry.fsdp.hooks import ModuleHook, Passes, ReduceScatterHook, ReplicaHook, fail
 from gradferry.fsdp.model import Shard, ShardedModule, sharded_modules, unsharded_parameters
@@ -313,10 +313,9 @@ def _finish(model: nn.Module, modules: Sequence[ShardedModule], running: Running
     apart = list(unsharded_parameters(model, modules))
     if apart:
         more = f" and {len(apart) - 1} more" if len(apart) > 1 else ""
-        warnings.warn(
+        warn(
             f"FSDP2 does not reduce the gradients of {apart[0]!r}{more}: they will differ from "
             "rank to rank; call fully_shard on the whole model, too, and then attach",
-            stacklevel=3,
         )
     # Before FSDP2's own hook, which communicates.
     guard = _Guard(running, [module.name for module in modules])
@@ -325,8 +324,8 @@ def _finish(model: nn.Module, modules: Sequence[ShardedModule], running: Running
         return
     watch_optimizer(running.parameters, running.index, running.config.momentum)
     exchanges = running.transport.exchanges
-    warn_about_rules(running.config, running.parameters, exchanges=exchanges, stacklevel=3)
-    warn_about_surroundings(running.transport, running.group, stacklevel=3)
+    warn_about_rules(running.config, running.parameters, exchanges=exchanges)
+    warn_about_surroundings(running.transport, running.group)
 
 
 class _Guard:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from torch.autograd import Variable
 
 from gradferry import _native
+from gradferry.core.warn import warn
 from gradferry.errors import StateError
 from gradferry.fsdp.model import ShardedModule
 from gradferry.reduction.running import Running
@@ -169,11 +169,10 @@ class ModuleHook:
         if self._running.config.needs_every_bucket:
             self._fail(f"some parameters of {self._module.name!r} have no gradient, {_NEEDS_ALL}")
         if self.passed == 0:
-            warnings.warn(
+            warn(
                 f"some parameters of {self._module.name!r} have no gradient: in such passes its "
                 "gradients are sent uncompressed. model.set_reduce_scatter_unused_params(True) "
                 "reduces zeros for them, where this torch has it",
-                stacklevel=3,
             )
         self.passed += 1
         engine.note_passed(indices)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import importlib
 import sys
-import warnings
 from typing import Any
 
+from gradferry.core.warn import warn
 from gradferry.ddp.state import HookState
 from gradferry.errors import ConfigError
 from gradferry.integrations import checkpoints
@@ -119,10 +119,9 @@ class GradferryCallback(_Callback):
         if hook is None:
             return
         if trainer.interrupted:  # by an error that other ranks need not have met
-            warnings.warn(
+            warn(
                 "the training was interrupted, and this checkpoint holds nothing of gradferry: "
                 "resuming from it needs on_resize='drop'",
-                stacklevel=2,
             )
             return
         checkpoint[_KEY] = checkpoints.gather(hook.state, hook.group)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gc
-import warnings
 import weakref
 from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gradferry.core.warn import warn
 from gradferry.ddp.attach import attach
 from gradferry.ddp.state import HookState
 from gradferry.errors import ConfigError, StateError
@@ -73,7 +73,5 @@ def find_ddp(
             f"momentum={momentum!r} is for a hook, and {host} makes none for a single process: "
             "start more, or leave out momentum"
         )
-    warnings.warn(
-        f"{host} trains with a single process: gradferry has nothing to compress", stacklevel=3
-    )
+    warn(f"{host} trains with a single process: gradferry has nothing to compress")
     return None

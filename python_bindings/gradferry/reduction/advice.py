@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from gradferry.core.config import COARSE_BITS
 from gradferry.core.parameters import ParameterLayout
+from gradferry.core.warn import warn
 from gradferry.errors import ConfigError
 from gradferry.reduction.after_steps import call_after_steps
 
@@ -103,6 +103,6 @@ def _watch(index: WeakIdKeyDictionary, judge: Callable[[Optimizer], str | None])
             raise ConfigError(OVERLAPPED_ZERO)
         handle.remove()
         if text := judge(optimizer):
-            warnings.warn(text, stacklevel=4)
+            warn(text)
 
     handle = call_after_steps(index, look)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import math
-import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -13,26 +12,26 @@ import torch
 
 from gradferry.core.config import DEFAULT_RULES, Config, Rule
 from gradferry.core.parameters import ParameterLayout
+from gradferry.core.warn import warn
 
 
 def warn_about_rules(
-    config: Config, parameters: Sequence[ParameterLayout], *, exchanges: bool, stacklevel: int
+    config: Config, parameters: Sequence[ParameterLayout], *, exchanges: bool
 ) -> None:
     """Warns of rules that match no parameter, and of a codec that no parameter gets."""
     for number, rule in enumerate(config.rules):
         if not any(_matches(rule, parameter) for parameter in parameters):
             names = [parameter.name for parameter in parameters]
-            warnings.warn(_unmatched(number, rule, names), stacklevel=stacklevel + 1)
+            warn(_unmatched(number, rule, names))
     reasons = [_why_exempt(config, parameter) for parameter in parameters]
     compresses = config.codec.lossy or config.chooses
     if not exchanges or not compresses or not all(reasons) or set(reasons) <= {_BY_RULE}:
         return
     counted = ", ".join(f"{count} {reason}" for reason, count in Counter(reasons).items())
-    warnings.warn(
+    warn(
         f"nothing is compressed: every parameter is exempt ({counted}) and travels as 'exact', "
         "which sends no less than DDP does by itself; leave gradferry out, or give parameters of "
         "fp32, bf16 or fp16 a codec by rules=",
-        stacklevel=stacklevel + 1,
     )
 
 

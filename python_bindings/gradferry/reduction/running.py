@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import uuid
-import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -32,6 +31,7 @@ from gradferry.core.device import Transport, transport_of
 from gradferry.core.engine import loss_scale, start_engine
 from gradferry.core.nodes import Exchange, Nodes, flat
 from gradferry.core.parameters import ParameterLayout, describe_parameters
+from gradferry.core.warn import warn
 from gradferry.errors import ConfigError, GradferryError
 from gradferry.reduction import step_numbers
 from gradferry.reduction.residual_tiles import (
@@ -335,10 +335,9 @@ def propose(
             f"torch.amp.GradScaler({place.type!r})"
         )
     if config.momentum and config.disabled:
-        warnings.warn(
+        warn(
             f"GRADFERRY_DISABLE=1: gradients arrive without the momentum that momentum="
             f"{config.momentum} asks for",
-            stacklevel=2,
         )
     transport = transport_of(place, group)
     alone = flat(dist.get_world_size(group))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from gradferry.core.codec_spec import CodecSpec
+from gradferry.core.warn import warn
 from gradferry.errors import StateError
 from gradferry.reduction.residual_tiles import zero_residual
 from gradferry.reduction.running import Running
@@ -52,7 +52,6 @@ def load(
     on_resize: str,
     *,
     chosen: CodecSpec | None = None,
-    stacklevel: int,
 ) -> int | None:
     """Restores what `save` returned, on this rank.
 
@@ -61,7 +60,6 @@ def load(
         saved: of this rank, or merged of all.
         on_resize: see `HookState.load_state_dict`.
         chosen: the codec that codec="auto" had chosen when the state was saved.
-        stacklevel: of warnings, for the caller of this function.
 
     Returns:
         The number of steps that were finished; None where no engine uses the state.
@@ -70,9 +68,8 @@ def load(
         ConfigError, StateError: see `HookState.load_state_dict`.
     """
     if running.engine is None:
-        warnings.warn(
+        warn(
             "gradients pass through without gradferry: the saved residuals are not used",
-            stacklevel=stacklevel + 1,
         )
         return None
     mine = unpack(

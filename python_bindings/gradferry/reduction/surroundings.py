@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -12,6 +11,7 @@ import torch.distributed as dist
 
 from gradferry.core.cuda_build import shown, this_build
 from gradferry.core.device import Transport
+from gradferry.core.warn import warn
 
 _YES = ("1", "y", "yes", "t", "true")  # as torch reads its variables
 
@@ -80,11 +80,9 @@ class Surroundings:
         return sentences
 
 
-def warn_about_surroundings(
-    transport: Transport, group: dist.ProcessGroup, *, stacklevel: int
-) -> None:
+def warn_about_surroundings(transport: Transport, group: dist.ProcessGroup) -> None:
     """Warns of settings that slow down a hook whose gradients are on a CUDA device."""
     if transport.device.type != "cuda" or not transport.streams or not transport.exchanges:
         return
     for sentence in Surroundings.of(transport.device, group).advice():
-        warnings.warn(sentence, stacklevel=stacklevel + 1)
+        warn(sentence)

@@ -88,7 +88,7 @@ class Work:
 
     def __del__(self) -> None:
         if getattr(self, "_call", None) is not None:
-            warnings.warn(
+            warnings.warn(  # noqa: TID251  garbage collection runs under any frame
                 "nobody has waited for an all_reduce(async_op=True): its tensors do not hold the "
                 "average; call work.wait()",
                 ResourceWarning,
