@@ -2,43 +2,58 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim.optimizer import ParamsT
+from torch.utils.hooks import RemovableHandle
 
+from gradferry.ddp.momentum import KeptMomentum
 from gradferry.ddp.state import HookState, momentum_of
 from gradferry.errors import ConfigError, StateError
+from gradferry.reduction.advice import OVERLAPPED_ZERO
 from gradferry.reduction.averaging import Averaging, delivered_momentum
-from gradferry.reduction.momentum import DeliveredMomentum
 
 __all__ = ["OneBitAdam", "momentum_mode"]
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
+Group: TypeAlias = dict[str, Any]  # of an optimizer's parameters, with their settings
+Momenta: TypeAlias = dict[torch.Tensor, float]  # that gradients of parameters arrive with
 _log = logging.getLogger("gradferry")
+_in_momentum_mode: WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle] = WeakKeyDictionary()
 
 
 def momentum_mode(optimizer: OptimizerT, state: Averaging) -> OptimizerT:
     """Makes an optimizer, set up as without gradferry, one for gradients that are momentum already.
 
-    Call this once, after `attach`, before the first step and before a schedule of learning rates
-    is made. Codecs below 3 bits so need no dense steps and no optimizer of their own:
+    Call it after `attach`. Codecs below 3 bits so need no dense steps and no optimizer of their
+    own:
 
     >>> state = gradferry.attach(ddp, "sign1", momentum=0.8)
     >>> optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
     >>> gradferry.optim.momentum_mode(optimizer, state)
 
-    * **AdamW and Adam**: ``betas[0]`` becomes 0, and the learning rate ``sqrt((1 - m) / (1 + m))``
-      times what it was, 0.33 for m = 0.8 and 0.23 for 0.9; AdamW's ``weight_decay``, which acts
+    From then on ``step()`` takes the numbers in ``optimizer.param_groups`` and steps with others:
+
+    * **AdamW and Adam**: ``betas[0]`` is 0, and the learning rate ``sqrt((1 - m) / (1 + m))``
+      times as high, 0.33 for m = 0.8 and 0.23 for 0.9; AdamW's ``weight_decay``, which acts
       through the rate, is divided by as much. Behind ``topk``, which keeps less of the momentum,
-      m and with it the factor are those of what arrives; a group whose parameters arrive with
-      several m is divided. With ``codec="auto"`` m is that of codecs that send every element.
-    * **SGD**: its own momentum goes, and the learning rate becomes
+      m and with it the factor are those of what arrives, parameter by parameter. With
+      ``codec="auto"`` m is that of codecs that send every element. A group with ``betas[0]=0``
+      was set up for momentum, and steps as it is.
+    * **SGD**: its own momentum goes, and the learning rate is
       ``lr * (1 - dampening) / (1 - momentum)`` with its own: as much of every gradient is applied
       in all.
+
+    The groups themselves stay as they are. So any schedule may set their learning rates and
+    momenta, before this call or after it, groups may be added, and what is logged and saved are
+    your own numbers. A copy of the optimizer is not in momentum mode. Call this again for another
+    hook, after the model was wrapped and attached again.
 
     Why the factor: what arrives is the average m * average + (1 - m) * gradient, whose mean is the
     gradient's and whose noise has (1 - m) / (1 + m) of its variance. Adam divides by the root of
@@ -53,12 +68,14 @@ def momentum_mode(optimizer: OptimizerT, state: Averaging) -> OptimizerT:
     Signum (Bernstein et al. 2018). `OneBitAdam` squares gradients, as Adam does, and therefore has
     to do so before compression begins.
 
-    Where a hook passes gradients through (``GRADFERRY_DISABLE=1``) the optimizer is left as it is.
-    An optimizer class of your own that expects momentum says so with ``takes_momentum = True``, so
-    that the hook does not warn of it.
+    Where a hook passes gradients through (``GRADFERRY_DISABLE=1``) the optimizer steps as without
+    gradferry. An optimizer class of your own that expects momentum says so with
+    ``takes_momentum = True``, so that the hook does not warn of it.
 
     Args:
-        optimizer: a `torch.optim` AdamW, Adam or SGD, all groups of which are changed.
+        optimizer: a `torch.optim` AdamW, Adam or SGD, or a ``ZeroRedundancyOptimizer`` of one. The
+            variance of one that has stepped before is still that of gradients, so that its steps
+            are shorter at first.
         state: of the hook, in momentum mode: a bound HookState, what `gradferry.fsdp.attach`
             returned, or a Reducer of the model's parameters.
 
@@ -67,9 +84,9 @@ def momentum_mode(optimizer: OptimizerT, state: Averaging) -> OptimizerT:
 
     Raises:
         ConfigError: the hook has no momentum, or warm-up steps, and the optimizer is SGD; the
-            optimizer is another, was changed before, has a schedule already, or holds a parameter
-            that the hook does not reduce.
-        StateError: the state is not bound, or the optimizer has stepped.
+            optimizer is another, or holds a parameter that the hook does not reduce. A later
+            ``step()`` raises it, too, for parameters in groups that were added.
+        StateError: the state is not bound.
     """
     hook = delivered_momentum(state)
     if not hook.config.momentum:
@@ -77,98 +94,104 @@ def momentum_mode(optimizer: OptimizerT, state: Averaging) -> OptimizerT:
             "momentum_mode() is for a hook that delivers momentum, and this one delivers gradients;"
             " attach with momentum=, such as 0.9"
         )
-    if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
+    stepping = _that_steps(optimizer)
+    if type(stepping) not in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD):
         raise ConfigError(
-            "momentum_mode() cannot change the shards of a ZeroRedundancyOptimizer: give what it "
-            "would set to ZeroRedundancyOptimizer(...) itself, betas=(0, ...) and lr times "
-            f"{_deviation(hook.config.momentum):.3g} for AdamW and Adam (and AdamW's weight_decay "
-            "divided by that), without momentum and lr / (1 - momentum) for SGD; "
-            "docs/guide/zero.md says it for every codec"
-        )
-    if type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD):
-        raise ConfigError(
-            f"momentum_mode() knows AdamW, Adam and SGD, not {type(optimizer).__name__}: take its "
+            f"momentum_mode() knows AdamW, Adam and SGD, not {type(stepping).__name__}: take its "
             "own momentum away, and the learning rate times "
             f"{_deviation(hook.config.momentum):.3g} where it divides by a variance"
         )
-    if optimizer.state:
-        raise StateError(
-            f"this {type(optimizer).__name__} has stepped before: call momentum_mode() on a new "
-            "one, and load a state that was saved in momentum mode after it"
-        )
-    if type(optimizer) is torch.optim.SGD and hook.config.warmup_steps:
+    if type(stepping) is torch.optim.SGD and hook.config.warmup_steps:
         raise ConfigError(
             f"warmup_steps={hook.config.warmup_steps}: so long the hook delivers gradients, and "
             "this SGD would have no momentum, at a learning rate for momentum; attach without "
             "warmup_steps, which are for optimizers that learn a variance"
         )
-    groups = list(optimizer.param_groups)
-    for number, group in enumerate(groups):
-        _expect_fresh(number, group, hook)
+    momenta = hook.momenta()
+    groups = _groups_for_momentum(stepping, momenta)
+    if stepping in _in_momentum_mode:
+        _in_momentum_mode.pop(stepping).remove()
     if hook.current_step() is None:
         return optimizer
-    for group in groups:
-        if "betas" in group:
-            _average_first(optimizer, group, hook)
-        else:
-            _give_up_momentum(group, hook)
+    substitute = functools.partial(_substitute, momenta)
+    _in_momentum_mode[stepping] = stepping.register_step_pre_hook(substitute)
+    for each in (optimizer, stepping):
+        each.takes_momentum = True  # type: ignore[attr-defined]
+    rates = [[group["lr"] for group in each] for each in (groups, stepping.param_groups)]
+    _log.info("gradients arrive as momentum: steps have lr=%s instead of lr=%s", *rates)
     return optimizer
+
+
+def _that_steps(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer itself, or that of this rank's shard, which takes over its numbers."""
+    if type(optimizer).__name__ != "ZeroRedundancyOptimizer":
+        return optimizer
+    if optimizer._overlap_with_ddp:  # type: ignore[attr-defined]
+        raise ConfigError(OVERLAPPED_ZERO)
+    shard: torch.optim.Optimizer = optimizer.optim  # type: ignore[attr-defined]
+    return shard
+
+
+def _substitute(
+    momenta: Momenta, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
+) -> tuple[Any, Any]:
+    """Before a step: has another object step instead, which differs in its groups only.
+
+    So nobody sees groups that are meant for momentum, even after a step that raised.
+    """
+    substitute = object.__new__(type(optimizer))
+    vars(substitute).update(vars(optimizer))
+    substitute.param_groups = _groups_for_momentum(optimizer, momenta)
+    return (substitute, *args[1:]), kwargs
+
+
+def _groups_for_momentum(optimizer: torch.optim.Optimizer, momenta: Momenta) -> list[Group]:
+    groups: list[Group] = []
+    for number, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            if parameter.requires_grad and parameter not in momenta:
+                raise ConfigError(
+                    f"parameter {index} of group {number}, of shape {tuple(parameter.shape)}, is "
+                    "none that the hook reduces: it needs an optimizer of its own"
+                )
+        if "betas" not in group:
+            groups.append(_without_momentum(group))
+        elif group["betas"][0] == 0:
+            groups.append(group)
+        else:
+            groups += _averages_first(group, momenta)
+    return groups
+
+
+def _without_momentum(group: Group) -> Group:
+    """Of SGD."""
+    rate = group["lr"] * (1 - group["dampening"]) / (1 - group["momentum"])
+    return {**group, "lr": rate, "momentum": 0, "dampening": 0, "nesterov": False}
+
+
+def _averages_first(group: Group, momenta: Momenta) -> Iterator[Group]:
+    """Divides an Adam's group by the momentum behind which its parameters are."""
+    by_momentum: dict[float | None, list[torch.Tensor]] = {}
+    for parameter in group["params"]:
+        by_momentum.setdefault(momenta.get(parameter), []).append(parameter)
+    for momentum, parameters in by_momentum.items():
+        if momentum is None:  # they are frozen
+            yield {**group, "params": parameters}
+            continue
+        factor, (beta1, beta2) = _deviation(momentum), group["betas"]
+        decay = group["weight_decay"]
+        yield {
+            **group,
+            "params": parameters,
+            "lr": group["lr"] * factor,
+            "betas": (0 * beta1, beta2),  # a tensor stays one
+            "weight_decay": decay / factor if group["decoupled_weight_decay"] else decay,
+        }
 
 
 def _deviation(momentum: float) -> float:
     """Of an average of independent numbers, in units of theirs."""
     return math.sqrt((1 - momentum) / (1 + momentum))
-
-
-def _expect_fresh(number: int, group: dict[str, Any], hook: DeliveredMomentum) -> None:
-    if "initial_lr" in group:
-        raise ConfigError(
-            f"group {number} has a schedule of learning rates, which goes on from the old one: "
-            "make the schedule after momentum_mode()"
-        )
-    if group.get("betas", (None,))[0] == 0:
-        raise ConfigError(f"group {number} has betas[0]=0: it takes no momentum of its own")
-    for index, parameter in enumerate(group["params"]):
-        if parameter.requires_grad and not hook.covers(parameter):
-            raise ConfigError(
-                f"parameter {index} of group {number}, of shape {tuple(parameter.shape)}, is none "
-                "that the hook reduces: it needs an optimizer of its own"
-            )
-
-
-def _average_first(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], hook: DeliveredMomentum
-) -> None:
-    """Divides an Adam's group by the momentum behind which its parameters are."""
-    by_momentum: dict[float, list[torch.Tensor]] = {}
-    for parameter in group["params"]:
-        if parameter.requires_grad:
-            by_momentum.setdefault(hook.momentum_of(parameter), []).append(parameter)
-    frozen = [parameter for parameter in group["params"] if not parameter.requires_grad]
-    settings = {key: value for key, value in group.items() if key != "params"}
-    for number, (momentum, parameters) in enumerate(by_momentum.items()):
-        factor = _deviation(momentum)
-        changed = {**settings, "lr": settings["lr"] * factor, "betas": (0.0, settings["betas"][1])}
-        if settings["decoupled_weight_decay"]:
-            changed["weight_decay"] = settings["weight_decay"] / factor
-        if number == 0:
-            group.update(changed, params=parameters + frozen)
-        else:
-            optimizer.add_param_group({**changed, "params": parameters})
-        _log_rate(changed, settings, momentum)
-
-
-def _give_up_momentum(group: dict[str, Any], hook: DeliveredMomentum) -> None:
-    """Of SGD."""
-    before = dict(group)
-    group["lr"] = before["lr"] * (1 - before["dampening"]) / (1 - before["momentum"])
-    group.update(momentum=0, dampening=0, nesterov=False)
-    _log_rate(group, before, hook.config.momentum)
-
-
-def _log_rate(now: dict[str, Any], before: dict[str, Any], momentum: float) -> None:
-    rates = now["lr"], before["lr"]
-    _log.info("gradients arrive with momentum %g: lr=%g instead of %g", momentum, *rates)
 
 
 class OneBitAdam(torch.optim.Optimizer):
@@ -210,10 +233,11 @@ class OneBitAdam(torch.optim.Optimizer):
     Raises:
         ConfigError: the hook has another momentum or warm-up, does not reduce a parameter, state is
             no HookState, or variance_floor is not in 0..1.
-        StateError: the state is not bound.
+        StateError: the state is not bound. ``step()`` of a copy, which has no hook, raises it, too.
     """
 
     takes_momentum = True  # gradferry.reduction.advice reads it
+    _kept: KeptMomentum | None = None  # of the hook; torch copies and pickles numbers alone
 
     def __init__(
         self,
@@ -227,7 +251,7 @@ class OneBitAdam(torch.optim.Optimizer):
         state: HookState,
         variance_floor: float = 0.01,
     ) -> None:
-        self._hook = momentum_of(state)
+        self._kept = momentum_of(state)
         warmup_steps = self._hook.config.warmup_steps
         self._freeze_step = freeze_step
         self._last_step: int | None = None  # of the hook
@@ -249,11 +273,21 @@ class OneBitAdam(torch.optim.Optimizer):
             },
         )
 
+    @property
+    def _hook(self) -> KeptMomentum:
+        if self._kept is None:
+            raise StateError(
+                "a copied or pickled OneBitAdam has no hook, and its parameters are copies: attach "
+                "to their model, make a new OneBitAdam of them with state=, and give it this one's "
+                "state_dict()"
+            )
+        return self._kept
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As `torch.optim.Optimizer.add_param_group`; raises ConfigError as the class does."""
+        momentum = self._hook.config.momentum
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        momentum = self._hook.config.momentum
         if momentum != group["betas"][0]:
             raise ConfigError(
                 f"betas[0]={group['betas'][0]} and the hook's momentum={momentum or None} must be "

@@ -183,7 +183,7 @@ class Reducer(Averaging):
         gradients = {id(p.grad) for p in running.tensors() if p.is_leaf and p.grad is not None}
         if running.engine is not None and any(id(each) in gradients for each in given):
             self._watches = True
-            watch_optimizer(running.parameters, running.index, running.config.momentum)
+            watch_optimizer(running)
 
     def state_dict(self) -> dict[str, Any]:
         """The state that this rank must save to continue exactly where it stopped. Not collective.

@@ -144,6 +144,155 @@ def test_momentum_on_both_sides_is_warned_about_once(
             assert "gradferry.optim.momentum_mode(optimizer, state)" in texts[0]
 
 
+class Odd(torch.optim.Optimizer):
+    """Keeps other things under the names of momenta."""
+
+    takes_momentum = False
+
+    def step(self, closure: Any = None) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("settings", "found"),
+    [
+        ({}, []),
+        ({"betas": 0.9, "momentum": "nesterov"}, []),
+        ({"betas": None, "momentum": None}, []),
+        ({"betas": (), "momentum": (0.9, 0.8)}, []),
+        ({"betas": torch.tensor([0.9, 0.99])}, []),
+        ({"betas": {"first": 0.9}, "momentum": torch.ones(3)}, []),
+        ({"betas": (torch.tensor(0.5), torch.tensor(0.9))}, [("betas[0]", 0.5)]),
+        ({"betas": [0.5], "momentum": True}, [("momentum", 1.0), ("betas[0]", 0.5)]),
+        ({"betas": (0.0, 0.9), "momentum": 0}, []),
+    ],
+)
+def test_momenta_of_any_optimizer_are_read(
+    settings: dict[str, Any], found: list[tuple[str, float]]
+) -> None:
+    from gradferry.reduction.advice import own_momenta
+
+    optimizer = Odd([nn.Parameter(torch.zeros(2))], settings)
+    assert own_momenta(optimizer.param_groups[0]) == found
+
+
+class Passes:
+    """A training with a hook that delivers momentum; its methods are ways to take a step."""
+
+    def __init__(self, make: Callable[..., Any], **options: Any) -> None:
+        import gradferry
+
+        self.ddp = DistributedDataParallel(nn.Linear(40, 40))
+        self.state = gradferry.attach(self.ddp, "q4", momentum=0.8, **options)
+        self.optimizer = make(self.ddp.parameters(), lr=0.001)
+        self.others = [torch.optim.SGD([p], lr=0.001) for p in self.ddp.parameters()]
+        self.steps = 0
+
+    def backward(self) -> torch.Tensor:
+        loss = self.ddp(torch.ones(2, 40)).square().sum()
+        loss.backward()
+        return loss
+
+    def one(self) -> None:
+        self.backward()
+        self.optimizer.step()
+
+    def accumulated(self) -> None:
+        self.backward()
+        self.one()
+
+    def accumulated_under_no_sync(self) -> None:
+        with self.ddp.no_sync():
+            self.backward()
+        self.one()
+
+    def sharpness_aware(self) -> None:
+        """As SAM: the gradient that counts is that at the worst point nearby."""
+        self.backward()
+        with torch.no_grad():
+            climbed = [p.grad.clone() for p in self.ddp.parameters()]
+            for p, change in zip(self.ddp.parameters(), climbed, strict=True):
+                p += change
+        self.optimizer.zero_grad()
+        self.backward()
+        with torch.no_grad():
+            for p, change in zip(self.ddp.parameters(), climbed, strict=True):
+                p -= change
+        self.optimizer.step()
+
+    def dropped(self) -> None:
+        """As a discriminator through which its generator's gradients pass."""
+        self.backward()
+        self.optimizer.zero_grad()
+        self.one()
+
+    def closure(self) -> None:
+        def evaluate() -> torch.Tensor:
+            self.optimizer.zero_grad()
+            return self.backward()
+
+        self.optimizer.step(evaluate)
+
+    def several_optimizers(self) -> None:
+        self.backward()
+        for optimizer in self.others:
+            optimizer.step()
+
+    def loaded_once(self) -> None:
+        if self.steps == 1:
+            self.state.load_state_dict(self.state.state_dict() | {"steps": 500})
+        self.steps += 1
+        self.one()
+
+
+def case_passes(
+    step: str, make: Callable[..., Any], options: dict[str, Any]
+) -> list[tuple[str, bool]]:
+    """Warnings of five steps, and whether they name a line of this file."""
+    training = Passes(make, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(5):
+            getattr(training, step)()
+    ours = [w for w in caught if "were synced" in str(w.message)]
+    return [(str(w.message), w.filename == __file__) for w in ours]
+
+
+SCALED = {"grad_scaler": torch.amp.GradScaler("cpu", init_scale=1.0)}
+
+
+@pytest.mark.parametrize(
+    ("step", "make", "options", "warned"),
+    [
+        ("one", torch.optim.SGD, {}, None),
+        ("accumulated", torch.optim.SGD, {}, "2 backward passes were synced since the last step "
+         "of SGD"),
+        ("accumulated_under_no_sync", torch.optim.SGD, {}, None),
+        ("sharpness_aware", torch.optim.SGD, {}, "2 backward passes"),
+        ("dropped", torch.optim.SGD, {}, "2 backward passes"),
+        ("dropped", torch.optim.SGD, SCALED, None),  # it may skip steps
+        ("closure", torch.optim.SGD, {}, None),
+        ("closure", torch.optim.LBFGS, {}, "the last step of LBFGS"),
+        ("several_optimizers", torch.optim.SGD, {}, None),
+        ("loaded_once", torch.optim.SGD, {}, None),
+    ],
+)  # fmt: skip
+def test_several_synced_passes_per_step_in_momentum_mode_are_warned_about_once(
+    world_of_2: World,
+    step: str,
+    make: Callable[..., Any],
+    options: dict[str, Any],
+    warned: str | None,
+) -> None:
+    for found in world_of_2.run(case_passes, step=step, make=make, options=options):
+        assert len(found) == (warned is not None), found
+        for text, at_a_line_of_ours in found:
+            assert warned in text
+            assert "every synced pass moves the momentum on" in text
+            assert "under no_sync()" in text
+            assert at_a_line_of_ours
+
+
 class Words(nn.Module):
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()

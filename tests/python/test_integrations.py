@@ -11,27 +11,13 @@ from typing import Any
 import pytest
 import torch
 from outcomes import Outcome, attempt
+from stepping import settings, settings_of_steps
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler
 from world import World
 
 Worlds = Callable[[int], World]
-
-STEPS = 6
-SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
-    # At rate 0 at first.
-    "warm-up": lambda o: lr_scheduler.LambdaLR(o, lambda step: min(1, step / 3)),
-    "step": lambda o: lr_scheduler.StepLR(o, 2, 0.5),
-    "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, STEPS),
-    "sequence": lambda o: lr_scheduler.SequentialLR(
-        o, [lr_scheduler.LinearLR(o), lr_scheduler.PolynomialLR(o, STEPS)], [3]
-    ),
-}
-OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "AdamW": {"lr": 0.01, "weight_decay": 0.1},
-    "SGD": {"lr": 0.01, "momentum": 0.75},
-}
 
 
 def attached(codec: str = "q4", momentum: float | None = 0.8) -> tuple[nn.Module, Any]:
@@ -41,96 +27,49 @@ def attached(codec: str = "q4", momentum: float | None = 0.8) -> tuple[nn.Module
     return ddp, gradferry.attach(ddp, codec, momentum=momentum)
 
 
-def rates(optimizer: torch.optim.Optimizer, schedule: Any) -> list[list[float]]:
-    seen = []
-    for _ in range(STEPS):
-        seen.append([group["lr"] for group in optimizer.param_groups])
-        assert schedule.get_last_lr() == seen[-1]
-        optimizer.step()
-        schedule.step()
-    return seen
-
-
-def case_schedule(optimizer: str, schedule: str) -> tuple[list[Any], list[Any]]:
-    """Rates of a schedule that was there before momentum mode, and of one that came after."""
-    import gradferry
+def case_momentum(
+    make: Callable[..., torch.optim.Optimizer], codec: str, momentum: float | None
+) -> tuple[bool, list[dict[str, Any]]]:
+    """Whether the optimizer keeps its settings, and those of its next step."""
     from gradferry.integrations.momentum import take_momentum
 
-    results = []
-    for early in (True, False):
-        ddp, state = attached()
-        weights = [p for p in ddp.parameters() if p.dim() > 1]
-        biases = {"params": [p for p in ddp.parameters() if p.dim() == 1], "lr": 0.02}
-        made = getattr(torch.optim, optimizer)(
-            [{"params": weights}, biases], **OPTIMIZERS[optimizer]
-        )
-        if early:
-            planned = SCHEDULES[schedule](made)
-            take_momentum(made, [planned], state)
-            take_momentum(made, [planned], state)  # has no momentum any more
-        else:
-            gradferry.optim.momentum_mode(made, state)
-            planned = SCHEDULES[schedule](made)
-        others = ("params", "lr")
-        settings = [{k: v for k, v in g.items() if k not in others} for g in made.param_groups]
-        results.append((rates(made, planned), settings))
-    return results[0], results[1]
+    ddp, state = attached(codec, momentum)
+    optimizer = make(ddp.parameters(), lr=0.01)
+    lr_scheduler.CyclicLR(optimizer, 0.001, 0.01, cycle_momentum=False)
+    before = settings(optimizer)
+    take_momentum(optimizer, state)
+    take_momentum(optimizer, state)  # as a second training
+    seen = settings_of_steps(optimizer)
+    optimizer.step()
+    return settings(optimizer) == before, seen[0]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_schedule_that_was_there_goes_on_as_one_made_in_momentum_mode(
-    worlds: Worlds, optimizer: str, schedule: str
+def rmsprop(parameters: Any, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.RMSprop(parameters, lr=lr)
+
+
+@pytest.mark.parametrize(
+    ("make", "codec", "momentum", "rates"),
+    [
+        # In units of the root of (1 - 0.8) / (1 + 0.8), a third. CyclicLR begins at 0.001.
+        (torch.optim.AdamW, "q4", 0.8, [0.001 / 3]),
+        # m / (1 - m) = 4 / (1 + (1 / 0.1 - 1) / 4), so m = 16 / 29 and (1 - m) / (1 + m) = 13 / 45.
+        # Biases travel as they are.
+        (torch.optim.AdamW, "topk:ratio=0.1", 0.8, [0.001 * (13 / 45) ** 0.5, 0.001 / 3]),
+        (torch.optim.AdamW, "q4", None, [0.001]),
+        (rmsprop, "q4", 0.8, [0.001]),
+    ],
+)
+def test_an_optimizer_with_momentum_of_its_own_gives_it_up(
+    world_of_2: World,
+    make: Callable[..., torch.optim.Optimizer],
+    codec: str,
+    momentum: float | None,
+    rates: list[float],
 ) -> None:
-    ((early, late),) = worlds(1).run(case_schedule, optimizer=optimizer, schedule=schedule)
-    for mine, expected in zip(early[0], late[0], strict=True):
-        # A product of three numbers in another order: two roundings of fp64 each.
-        assert mine == pytest.approx(expected, rel=1e-15)
-    assert early[1] == late[1]
-
-
-def case_left_alone() -> list[dict[str, Any]]:
-    """Settings of optimizers that need no change, and of one without momentum mode."""
-    from gradferry.integrations.momentum import take_momentum
-
-    found = []
-    for momentum, betas in ((0.8, (0.0, 0.99)), (None, (0.9, 0.99))):
-        ddp, state = attached(momentum=momentum)
-        optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01, betas=betas)
-        planned = SCHEDULES["step"](optimizer)
-        take_momentum(optimizer, [planned], state)
-        group = optimizer.param_groups[0]
-        found.append({name: group[name] for name in ("lr", "initial_lr", "betas")})
-    return found
-
-
-def test_an_optimizer_without_momentum_of_its_own_is_left_as_it_is(worlds: Worlds) -> None:
-    ((by_hand, plain),) = worlds(1).run(case_left_alone)
-    assert by_hand == {"lr": 0.01, "initial_lr": 0.01, "betas": (0.0, 0.99)}
-    assert plain == {"lr": 0.01, "initial_lr": 0.01, "betas": (0.9, 0.99)}
-
-
-def case_refused() -> list[Outcome]:
-    from gradferry.integrations.momentum import take_momentum
-
-    def take(codec: str, plan: Callable[[torch.optim.Optimizer], Any]) -> None:
-        ddp, state = attached(codec)
-        optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
-        take_momentum(optimizer, [plan(optimizer)], state)
-
-    return [
-        attempt(lambda: take("q4", lambda o: lr_scheduler.CosineAnnealingLR(o, 5, eta_min=1e-4))),
-        attempt(lambda: take("q4", lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1))),
-        attempt(lambda: take("topk:ratio=0.1", SCHEDULES["step"])),
-    ]
-
-
-def test_schedules_that_cannot_follow_are_refused(world_of_2: World) -> None:
-    for least, cyclic, divided in world_of_2.run(case_refused):
-        assert {least.error, cyclic.error, divided.error} == {"ConfigError"}
-        assert "CosineAnnealingLR has rates that do not follow" in least.text
-        assert "CyclicLR" in cyclic.text
-        assert "several momenta" in divided.text
+    for kept, groups in world_of_2.run(case_momentum, make=make, codec=codec, momentum=momentum):
+        assert kept
+        assert [group["lr"] for group in groups] == pytest.approx(rates, rel=1e-14)
 
 
 def case_metrics() -> list[dict[str, float]]:

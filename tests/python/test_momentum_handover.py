@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -137,3 +142,54 @@ def test_a_rank_that_hands_over_no_momentum_stops_all(world_of_2: World, resumed
     assert one[3].startswith(
         "StateError: rank 1 did not hand over, after step 2, the momentum of 'weight' and 1 more"
     )
+
+
+def case_copies(copied: Callable[[Any], Any]) -> dict[str, Any]:
+    """What a copied OneBitAdam can do."""
+    import gradferry
+    from gradferry.optim import OneBitAdam
+
+    torch.manual_seed(3)
+    model = nn.Linear(40, 40)
+    ddp = DistributedDataParallel(model)
+    state = gradferry.attach(ddp, "sign1", momentum=BETAS[0], warmup_steps=2)
+    optimizer = OneBitAdam(ddp.parameters(), betas=BETAS, freeze_step=2, state=state)
+    ddp(torch.ones(2, 40)).sum().backward()
+    optimizer.step()
+    duplicate = copied(optimizer)
+    refused = [
+        attempt(call)
+        for call in (
+            duplicate.step,
+            lambda: duplicate.add_param_group({"params": [nn.Parameter(torch.zeros(3))]}),
+        )
+    ]
+    saved = duplicate.state_dict()
+    duplicate.load_state_dict(optimizer.state_dict())
+    optimizer.load_state_dict(saved)
+    ddp(torch.ones(2, 40)).sum().backward()
+    optimizer.step()
+    return {
+        "refused": [(each.error, each.text) for each in refused],
+        "shown": repr(duplicate) == repr(optimizer),
+        "groups": len(duplicate.param_groups),
+        "steps": optimizer.state[next(model.parameters())]["step"].item(),
+    }
+
+
+def pickled(optimizer: Any) -> Any:
+    return pickle.loads(pickle.dumps(optimizer))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, pickled])
+def test_a_copied_optimizer_says_that_it_has_no_hook(
+    worlds: Callable[[int], World], copied: Callable[[Any], Any]
+) -> None:
+    (answer,) = worlds(1).run(case_copies, copied=copied)
+    for error, text in answer["refused"]:
+        assert error == "StateError"
+        assert "a copied or pickled OneBitAdam has no hook" in text
+        assert "make a new OneBitAdam" in text
+    assert answer["shown"]
+    assert answer["groups"] == 1
+    assert answer["steps"] == 2

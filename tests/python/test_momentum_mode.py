@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +14,10 @@ import pytest
 import torch
 from outcomes import Outcome, attempt
 from scenario import ChosenGradients, Scenario, Weight
+from stepping import settings, settings_of_steps
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import lr_scheduler
 from world import World
 
 Worlds = Callable[[int], World]
@@ -40,12 +44,13 @@ def attached(
     return model, ddp, state
 
 
-def case_groups(make: str, settings: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The optimizer's settings afterwards, and what was logged."""
+def case_groups(make: str, given: dict[str, Any]) -> tuple[list[dict[str, Any]], bool, list[str]]:
+    """The settings of a step, whether those in the optimizer are as before, and what was logged."""
     import gradferry
 
     model, _, state = attached()
-    optimizer = getattr(torch.optim, make)(model.parameters(), **settings)
+    optimizer = getattr(torch.optim, make)(model.parameters(), **given)
+    before = settings(optimizer)
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
@@ -58,13 +63,14 @@ def case_groups(make: str, settings: dict[str, Any]) -> tuple[dict[str, Any], li
     finally:
         log.removeHandler(handler)
         log.setLevel(level)
-    (group,) = optimizer.param_groups
-    return {key: value for key, value in group.items() if key != "params"}, said
+    seen = settings_of_steps(optimizer)
+    optimizer.step()
+    return seen[0], settings(optimizer) == before, said
 
 
 @pytest.mark.torch_core
 @pytest.mark.parametrize(
-    ("make", "settings", "expected"),
+    ("make", "given", "expected"),
     [
         # In units of the factor, a third.
         ("AdamW", SETTINGS, {"lr": 0.01 / 3, "betas": (0.0, 0.95), "weight_decay": 0.3}),
@@ -79,22 +85,26 @@ def case_groups(make: str, settings: dict[str, Any]) -> tuple[dict[str, Any], li
         ),
         ("SGD", {"lr": 0.1, "momentum": 0.5, "dampening": 0.5}, {"lr": 0.1, "dampening": 0}),
         ("SGD", {"lr": 0.1}, {"lr": 0.1, "momentum": 0}),
+        # Set up for momentum by hand, or by a version that changed the groups themselves.
+        (
+            "AdamW",
+            {"betas": (0.0, 0.95), "weight_decay": 0.3},
+            {"lr": 1e-3, "betas": (0.0, 0.95), "weight_decay": 0.3},
+        ),
     ],
 )
 def test_settings_are_those_for_momentum(
-    worlds: Worlds, make: str, settings: dict[str, Any], expected: dict[str, Any]
+    worlds: Worlds, make: str, given: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    ((group, said),) = worlds(1).run(case_groups, make=make, settings=settings)
+    (((group,), kept, said),) = worlds(1).run(case_groups, make=make, given=given)
     for key, value in expected.items():
         # A handful of roundings of fp64, and nothing else, lie between both.
         assert group[key] == pytest.approx(value, rel=1e-14), key
+    assert kept
+    rates = group["lr"], given.get("lr", 1e-3)
     assert said == [
-        f"gradients arrive with momentum 0.8: lr={expected['lr']:g} instead of {_rate(settings):g}"
+        "gradients arrive as momentum: steps have lr=[{}] instead of lr=[{}]".format(*rates)
     ]
-
-
-def _rate(settings: dict[str, Any]) -> float:
-    return float(settings.get("lr", 1e-3))
 
 
 def case_adamw() -> list[list[np.ndarray]]:
@@ -144,25 +154,33 @@ def case_top_k() -> list[tuple[list[str], float, float]]:
     optimizer = torch.optim.AdamW([*model.parameters(), frozen], lr=1.0, weight_decay=0.1)
     gradferry.optim.momentum_mode(optimizer, state)
     names = {p: name for name, p in model.named_parameters()} | {frozen: "frozen"}
-    return [
-        ([names[p] for p in group["params"]], group["lr"], group["weight_decay"])
-        for group in optimizer.param_groups
-    ]
+    found: list[tuple[list[str], float, float]] = []
+
+    def note(_: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for group in args[0].param_groups:
+            parameters = [names[p] for p in group["params"]]
+            found.append((parameters, group["lr"], group["weight_decay"]))
+
+    optimizer.register_step_pre_hook(note)
+    optimizer.step()
+    return found
 
 
-def test_parameters_that_arrive_with_less_momentum_have_a_group_of_their_own(
+def test_parameters_that_arrive_with_less_momentum_step_at_a_rate_of_their_own(
     worlds: Worlds,
 ) -> None:
     # m / (1 - m) = 4 / (1 + (1 / 0.01 - 1) / 4), so m = 16 / 119 and (1 - m) / (1 + m) = 103 / 135.
     factor = math.sqrt(103 / 135)
     for groups in worlds(2).run(case_top_k):
-        (first, rate, decay), (others, other_rate, other_decay) = groups
-        assert ([name.split(".")[-1] for name in first], others) == (["first", "frozen"], ["bias"])
+        (first, rate, decay), (others, other_rate, other_decay), frozen = groups
+        assert ([name.split(".")[-1] for name in first], others) == (["first"], ["bias"])
+        assert frozen == (["frozen"], 1.0, 0.1)
         assert (rate, decay) == pytest.approx((factor, 0.1 / factor), rel=1e-14)
         assert (other_rate, other_decay) == pytest.approx((FACTOR, 0.1 / FACTOR), rel=1e-14)
     # A world of one compresses nothing, and keeps all of the momentum.
-    ((group,),) = worlds(1).run(case_top_k)
+    ((group, frozen),) = worlds(1).run(case_top_k)
     assert group[1] == pytest.approx(FACTOR, rel=1e-14)
+    assert frozen == (["frozen"], 1.0, 0.1)
 
 
 def case_refused(prepare: Callable[[Any, Any], Any], momentum: float | None) -> Outcome:
@@ -189,26 +207,6 @@ def with_a_stranger(model: nn.Module, state: Any) -> Any:
     return torch.optim.AdamW([*model.parameters(), nn.Parameter(torch.zeros(7))])
 
 
-def twice(model: nn.Module, state: Any) -> Any:
-    import gradferry
-
-    return gradferry.optim.momentum_mode(adamw(model, state), state)
-
-
-def scheduled(model: nn.Module, state: Any) -> Any:
-    optimizer = adamw(model, state)
-    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    return optimizer
-
-
-def stepped(model: nn.Module, state: Any) -> Any:
-    optimizer = adamw(model, state)
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)
-    optimizer.step()
-    return optimizer
-
-
 @pytest.mark.parametrize(
     ("prepare", "momentum", "kind", "text"),
     [
@@ -217,9 +215,6 @@ def stepped(model: nn.Module, state: Any) -> Any:
          "rate times 0.333"),
         (with_a_stranger, 0.8, "ConfigError", "parameter 2 of group 0, of shape (7,), is none that "
          "the hook reduces"),
-        (twice, 0.8, "ConfigError", "group 0 has betas[0]=0"),
-        (scheduled, 0.8, "ConfigError", "make the schedule after momentum_mode()"),
-        (stepped, 0.8, "StateError", "this AdamW has stepped before"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_set_up_is_refused(
@@ -254,9 +249,207 @@ def case_passes_through() -> tuple[float, float]:
         patch.setenv("GRADFERRY_DISABLE", "1")
         model, _, state = attached()
     optimizer = gradferry.optim.momentum_mode(adamw(model, state), state)
-    group = optimizer.param_groups[0]
-    return group["lr"], group["betas"][0]
+    seen = settings_of_steps(optimizer)
+    optimizer.step()
+    return seen[0][0]["lr"], seen[0][0]["betas"][0]
 
 
 def test_gradients_that_pass_through_keep_their_optimizer(worlds: Worlds) -> None:
     assert worlds(1).run(case_passes_through) == [(1e-3, 0.9)]
+
+
+def one_cycle(optimizer: torch.optim.Optimizer) -> Any:
+    return lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=STEPS + 1)  # cycles momenta
+
+
+def cyclic(optimizer: torch.optim.Optimizer) -> Any:
+    return lr_scheduler.CyclicLR(optimizer, 0.001, 0.01, step_size_up=2)
+
+
+def cosine(optimizer: torch.optim.Optimizer) -> Any:
+    return lr_scheduler.CosineAnnealingLR(optimizer, STEPS, eta_min=0.001)
+
+
+class ByHand:
+    """Sets the learning rate itself, as many scripts do."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def step(self) -> None:
+        for group in self._optimizer.param_groups:
+            group["lr"] = 0.1 if group["lr"] == 0.01 else 0.01
+
+
+def case_scheduled(make: str, schedule: Callable[[Any], Any], early: bool) -> list[Any]:
+    """For every step the settings that the user sees, and those it was made with."""
+    import gradferry
+
+    model, ddp, state = attached()
+    first, bias = model.parameters()
+    options = {"momentum": 0.75} if make == "SGD" else {"weight_decay": 0.1}
+    optimizer = getattr(torch.optim, make)([first], lr=0.01, **options)
+    planned = schedule(optimizer) if early else None
+    gradferry.optim.momentum_mode(optimizer, state)
+    planned = planned or schedule(optimizer)
+    seen, shown = settings_of_steps(optimizer), []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", gradferry.GradferryWarning)
+        for step in range(STEPS):
+            if step == 2:
+                optimizer.add_param_group({"params": [bias], "lr": 0.02})  # gradual unfreezing
+            optimizer.zero_grad()
+            ddp({w.name: w.from_flat(gradient(step, i)) for i, w in enumerate(WEIGHTS)}).backward()
+            shown.append(settings(optimizer))
+            optimizer.step()
+            if step < 2 or schedule is ByHand:  # torch's know the groups they began with
+                planned.step()
+    return list(zip(shown, seen, strict=True))
+
+
+@pytest.mark.parametrize("schedule", [one_cycle, cyclic, cosine, ByHand])
+@pytest.mark.parametrize("make", ["AdamW", "SGD"])
+@pytest.mark.parametrize("early", [False, True], ids=["late", "early"])
+def test_rates_of_schedules_and_of_later_groups_are_converted_at_every_step(
+    worlds: Worlds, make: str, schedule: Callable[[Any], Any], early: bool
+) -> None:
+    (pairs,) = worlds(1).run(case_scheduled, make=make, schedule=schedule, early=early)
+    assert [len(shown) for shown, _ in pairs] == [1, 1, *[2] * (STEPS - 2)]
+    assert len({shown[0]["lr"] for shown, _ in pairs}) > 1
+    for shown, stepped in pairs:
+        for mine, used in zip(shown, stepped, strict=True):
+            if make == "SGD":
+                assert mine["momentum"] > 0.7
+                assert used["momentum"] == 0
+                # One product and one quotient, as the optimizer computes them.
+                assert used["lr"] == mine["lr"] / (1 - mine["momentum"])
+            else:
+                assert mine["betas"][0] > 0.7
+                assert used["betas"] == (0.0, 0.999)
+                # FACTOR's own rounding, and one of each product and quotient.
+                assert used["lr"] == pytest.approx(mine["lr"] * FACTOR, rel=1e-15)
+                assert used["weight_decay"] == pytest.approx(0.1 / FACTOR, rel=1e-15)
+
+
+def trained(
+    steps: range, optimizer: torch.optim.Optimizer, model: ChosenGradients, ddp: Any
+) -> list[bytes]:
+    for step in steps:
+        optimizer.zero_grad()
+        ddp({w.name: w.from_flat(gradient(step, i)) for i, w in enumerate(WEIGHTS)}).backward()
+        optimizer.step()
+    return [p.detach().numpy().tobytes() for p in model.parameters()]
+
+
+def by_an_older_version(saved: dict[str, Any]) -> dict[str, Any]:
+    """A state as when momentum_mode() changed the groups themselves."""
+    (group,) = saved["param_groups"]
+    decay, (_, beta2) = group["weight_decay"], group["betas"]
+    group.update(lr=group["lr"] * FACTOR, betas=(0.0, beta2), weight_decay=decay / FACTOR)
+    return saved
+
+
+def case_states() -> dict[str, bool]:
+    """Whether trainings that load a state in the middle end with the same bits."""
+    import gradferry
+
+    def start() -> tuple[Any, ChosenGradients, Any, Any]:
+        model, ddp, state = attached()
+        optimizer = torch.optim.AdamW(model.parameters(), **SETTINGS)
+        return gradferry.optim.momentum_mode(optimizer, state), model, ddp, state
+
+    optimizer, model, ddp, state = start()
+    trained(range(3), optimizer, model, ddp)
+    saved = copy.deepcopy((optimizer.state_dict(), model.state_dict(), state.state_dict()))
+    expected = trained(range(3, STEPS), optimizer, model, ddp)
+
+    def resumed(changed: Callable[[dict[str, Any]], dict[str, Any]]) -> bool:
+        optimizer, model, ddp, state = start()
+        ours, weights, hooks = copy.deepcopy(saved)
+        optimizer.load_state_dict(changed(ours))
+        model.load_state_dict(weights)
+        state.load_state_dict(hooks)
+        return trained(range(3, STEPS), optimizer, model, ddp) == expected
+
+    return {
+        "own": saved[0]["param_groups"][0]["betas"] == SETTINGS["betas"],
+        "resumed": resumed(lambda ours: ours),
+        "older": resumed(by_an_older_version),
+    }
+
+
+def test_saved_states_hold_the_users_numbers_and_resume_to_the_bit(worlds: Worlds) -> None:
+    assert worlds(1).run(case_states) == [{"own": True, "resumed": True, "older": True}]
+
+
+def case_unharmed() -> dict[str, Any]:
+    """A closure that raises; another hook for the same model; a group of a stranger; a copy."""
+    import gradferry
+
+    model, ddp, state = attached()
+    optimizer = torch.optim.AdamW(model.parameters(), **SETTINGS)
+    before = settings(optimizer)
+    gradferry.optim.momentum_mode(optimizer, state)
+
+    def closure() -> float:
+        raise ZeroDivisionError(str(settings(optimizer) == before))
+
+    raised = attempt(lambda: optimizer.step(closure))
+    trained(range(1), optimizer, model, ddp)
+    again = DistributedDataParallel(model)
+    gradferry.optim.momentum_mode(optimizer, gradferry.attach(again, "exact", momentum=0.5))
+    seen = settings_of_steps(optimizer)
+    trained(range(1, 2), optimizer, model, again)
+    copied = settings_of_steps(duplicate := copy.deepcopy(optimizer))
+    duplicate.step()
+    kept = settings(optimizer) == before
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(7))]})
+    return {
+        "raised": (raised.error, raised.text),
+        "rate": seen[0][0]["lr"],
+        "copy": copied[0] == before,
+        "kept": kept,
+        "stranger": attempt(optimizer.step).text,
+    }
+
+
+def test_steps_leave_the_optimizer_as_it_is_whatever_happens(worlds: Worlds) -> None:
+    (answer,) = worlds(1).run(case_unharmed)
+    assert answer["raised"] == ("ZeroDivisionError", "True")
+    # Once, and that of the second hook: the root of (1 - 1/2) / (1 + 1/2).
+    assert answer["rate"] == pytest.approx(0.01 * math.sqrt(1 / 3), rel=1e-15)
+    assert answer["copy"]
+    assert answer["kept"]
+    assert "parameter 0 of group 1, of shape (7,), is none that the hook" in answer["stranger"]
+
+
+def case_fused(scale: float | None, tensor_rate: bool) -> tuple[list[bytes], Any]:
+    """Parameters after steps of torch's fused AdamW, of which the third overflows if scaled."""
+    import gradferry
+
+    torch.manual_seed(3)
+    model = nn.Linear(40, 30)
+    ddp = DistributedDataParallel(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
+    options = {"grad_scaler": scaler, "exact_skip": True} if scale else {}
+    state = gradferry.attach(ddp, "exact", momentum=MOMENTUM, **options)
+    rate = torch.tensor(0.01) if tensor_rate else 0.01
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=rate, weight_decay=0.1, fused=True)
+    gradferry.optim.momentum_mode(optimizer, state)
+    for step in (0, 1, "overflow", 2) if scale else range(3):
+        optimizer.zero_grad()
+        inputs = torch.full((2, 40), 3.0 if step == "overflow" else float(step + 1))
+        factor = math.inf if step == "overflow" else 1.0
+        scaler.scale(ddp(inputs).square().mean() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update(scale)  # the same: powers of two commute with rounding
+    kept = optimizer.param_groups[0]["lr"]
+    assert kept is rate
+    return [p.detach().numpy().tobytes() for p in model.parameters()], float(kept)
+
+
+@pytest.mark.parametrize("tensor_rate", [False, True], ids=["float", "tensor"])
+def test_fused_steps_know_the_scaler(worlds: Worlds, tensor_rate: bool) -> None:
+    world = worlds(1)
+    scaled = world.run(case_fused, scale=2.0**10, tensor_rate=tensor_rate)
+    assert scaled == world.run(case_fused, scale=None, tensor_rate=tensor_rate)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from reducing import case_reduce, given, make_reducer, reduce
 from residual_sums import still_missing, worker_mean
 from scenario import Run, Scenario, Weight, assert_bit_equal
+from stepping import settings_of_steps
 from test_elastic import advance, resize
 from world import World
 
@@ -427,7 +428,9 @@ def case_momentum_mode() -> tuple[dict[str, Any], str]:
     gradferry.optim.momentum_mode(optimizer, reducer)
     with pytest.raises(gradferry.ConfigError, match=r"not a gradferry\.HookState") as refused:
         gradferry.optim.OneBitAdam(model.parameters(), freeze_step=1, state=reducer)
-    (group,) = optimizer.param_groups
+    seen = settings_of_steps(optimizer)
+    optimizer.step()
+    ((group,),) = seen
     return {"lr": group["lr"], "betas": group["betas"]}, str(refused.value)
 
 

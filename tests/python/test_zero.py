@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -171,33 +172,43 @@ def in_momentum_mode(groups: Any, state: Any) -> Any:
 
 
 def sharded_in_momentum_mode(groups: Any, state: Any) -> Any:
-    """With what momentum_mode() sets, given to the constructor."""
-    changed = in_momentum_mode(groups, state).param_groups
-    names = ("params", "lr", "betas", "weight_decay")
-    return ZeroRedundancyOptimizer(
-        [{name: group[name] for name in names} for group in changed],
-        optimizer_class=torch.optim.AdamW,
-    )
-
-
-def case_momentum() -> tuple[bool, Outcome]:
     import gradferry
 
-    attach = {"codec": "sign1", "momentum": 0.8}
+    return gradferry.optim.momentum_mode(sharded(groups, state), state)
+
+
+def case_momentum(codec: str) -> dict[str, Any]:
+    import gradferry
+
+    attach = {"codec": codec, "momentum": 0.8}
     plain, zero = Training(in_momentum_mode, attach), Training(sharded_in_momentum_mode, attach)
-    for step in range(4):
-        plain.step(step)
-        zero.step(step)
-    fresh = Training(sharded, attach)
-    refused = attempt(lambda: gradferry.optim.momentum_mode(fresh.optimizer, fresh.state))
-    return zero.bits() == plain.bits(), refused
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", gradferry.GradferryWarning)
+        for step in range(4):
+            plain.step(step)
+            zero.step(step)
+    ours, theirs = (
+        [(g["lr"], g["betas"], g["weight_decay"]) for g in t.optimizer.param_groups]
+        for t in (zero, plain)
+    )
+    overlapping = overlapped(zero.ddp.parameters())
+    return {
+        "same": zero.bits() == plain.bits(),
+        "same settings": ours == theirs,
+        "betas": ours[0][1],
+        "refused": attempt(lambda: gradferry.optim.momentum_mode(overlapping, zero.state)),
+    }
 
 
-def test_momentum_mode_is_given_to_the_constructor(world_of_2: World) -> None:
-    for same, refused in world_of_2.run(case_momentum):
-        assert same
-        assert refused.error == "ConfigError"
-        assert "to ZeroRedundancyOptimizer(...) itself, betas=(0, ...) and lr" in refused.text
+# Behind topk, parameters of one group arrive with several momenta.
+@pytest.mark.parametrize("codec", ["sign1", "topk:ratio=0.04"])
+def test_momentum_mode_is_that_of_one_optimizer_per_rank(world_of_2: World, codec: str) -> None:
+    for answer in world_of_2.run(case_momentum, codec=codec):
+        assert answer["same"]
+        assert answer["same settings"]
+        assert answer["betas"] == (0.9, 0.999)  # as given
+        assert answer["refused"].error == "ConfigError"
+        assert "overlap_with_ddp" in answer["refused"].text
 
 
 def overlapped(parameters: Any) -> ZeroRedundancyOptimizer:

@@ -108,7 +108,7 @@ class HookState(Averaging):
         unbound.note_binding(self)
         running = self._binding.running
         if running.engine is not None:
-            watch_optimizer(running.parameters, running.index, running.config.momentum)
+            watch_optimizer(running)
             exchanges = running.transport.exchanges
             warn_about_rules(running.config, running.parameters, exchanges=exchanges)
             warn_about_surroundings(running.transport, running.group)

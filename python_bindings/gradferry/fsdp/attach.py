@@ -322,7 +322,7 @@ def _finish(model: nn.Module, modules: Sequence[ShardedModule], running: Running
     model.register_forward_pre_hook(guard, prepend=True)
     if running.engine is None:
         return
-    watch_optimizer(running.parameters, running.index, running.config.momentum)
+    watch_optimizer(running)
     exchanges = running.transport.exchanges
     warn_about_rules(running.config, running.parameters, exchanges=exchanges)
     warn_about_surroundings(running.transport, running.group)

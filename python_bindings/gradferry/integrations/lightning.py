@@ -103,10 +103,8 @@ class GradferryCallback(_Callback):
         self._metrics = Metrics(hook.state)
         if resumes:
             checkpoints.restore(loaded, hook.state, hook.group, self._on_resize, "resuming")
-        schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
         for optimizer in trainer.optimizers:
-            own = [schedule for schedule in schedules if schedule.optimizer is optimizer]
-            take_momentum(optimizer, own, hook.state)
+            take_momentum(optimizer, hook.state)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         """Logs in the steps in which Lightning logs."""

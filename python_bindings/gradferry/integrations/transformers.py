@@ -114,7 +114,7 @@ class GradferryCallback(TrainerCallback):
             folder = Path(self._resume_from) / checkpoints.FOLDER
             checkpoints.load(folder, hook.state, hook.group, self._on_resize)
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-        take_momentum(optimizer, [trainer.lr_scheduler], hook.state)
+        take_momentum(optimizer, hook.state)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Writes beside what the Trainer has just saved."""

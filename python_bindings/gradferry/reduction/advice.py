@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import numbers
+import weakref
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -14,6 +17,7 @@ from gradferry.core.parameters import ParameterLayout
 from gradferry.core.warn import warn
 from gradferry.errors import ConfigError
 from gradferry.reduction.after_steps import call_after_steps
+from gradferry.reduction.running import Running
 
 OVERLAPPED_ZERO = (
     "ZeroRedundancyOptimizer(overlap_with_ddp=True) does not go with gradferry: it steps in a "
@@ -25,9 +29,7 @@ OVERLAPPED_ZERO = (
 _ADAPTIVE = ("adam", "lamb")
 
 
-def watch_optimizer(
-    parameters: Sequence[ParameterLayout], index: WeakIdKeyDictionary, momentum: float
-) -> None:
+def watch_optimizer(running: Running) -> None:
     """Judges the first optimizer that steps on a model: warns once if it does not suit the hook.
 
     It raises ConfigError if that optimizer is a ZeroRedundancyOptimizer that steps in a
@@ -37,20 +39,20 @@ def watch_optimizer(
     ``takes_momentum = True``, which means that it expects momentum instead of gradients. Without
     momentum mode, it is Adam with a codec below 3 bits and a worker residual.
 
-    Args:
-        parameters: as agreed.
-        index: holds the model's parameters.
-        momentum: of the hook; 0.0: no momentum mode.
+    In momentum mode it also warns once if several passes are synced for each step.
     """
-    coarse = next((str(p.codec) for p in parameters if _coarse_with_residual(p)), None)
+    momentum = running.config.momentum
+    coarse = next((str(p.codec) for p in running.parameters if _coarse_with_residual(p)), None)
     judge: Callable[[Optimizer], str | None]
     if momentum:
         judge = functools.partial(_momentum_twice, momentum)
+        if running.config.grad_scaler is None:  # which may skip whole steps
+            _watch_passes(running)
     elif coarse is not None:
         judge = functools.partial(_adam_behind, coarse)
     else:
         judge = _suits
-    _watch(index, judge)
+    _watch(running.index, judge)
 
 
 def _coarse_with_residual(parameter: ParameterLayout) -> bool:
@@ -65,22 +67,32 @@ def _suits(optimizer: Optimizer) -> str | None:
 def _momentum_twice(momentum: float, optimizer: Optimizer) -> str | None:
     if getattr(optimizer, "takes_momentum", False):
         return None
-    found = {name: value for group in optimizer.param_groups for name, value in _momenta(group)}
+    found = {name: value for group in optimizer.param_groups for name, value in own_momenta(group)}
     if not found:
         return None
     shown = ", ".join(f"{name}={value:g}" for name, value in found.items())
     return (
         f"{type(optimizer).__name__} has {shown}, but behind attach(momentum={momentum:g}) "
         "gradients arrive as momentum already, and so take part in it twice. Call "
-        "gradferry.optim.momentum_mode(optimizer, state) before the first step, which takes its "
-        "own away from AdamW, Adam and SGD and sets the learning rate; or use "
-        "gradferry.optim.OneBitAdam, or attach without momentum"
+        "gradferry.optim.momentum_mode(optimizer, state), which has AdamW, Adam and SGD step "
+        "without their own and at a rate that fits; or use gradferry.optim.OneBitAdam, or attach "
+        "without momentum"
     )
 
 
-def _momenta(group: dict[str, Any]) -> list[tuple[str, float]]:
-    momenta = [("momentum", group.get("momentum")), ("betas[0]", (group.get("betas") or [0])[0])]
-    return [(name, float(value)) for name, value in momenta if value]
+def own_momenta(group: dict[str, Any]) -> list[tuple[str, float]]:
+    """Names and values of the momenta of an optimizer's group that are not 0. What some optimizer
+    keeps under these names and is no number is no momentum.
+    """
+    betas = group.get("betas")
+    first = betas[0] if isinstance(betas, list | tuple) and betas else None
+    momenta = []
+    for name, value in (("momentum", group.get("momentum")), ("betas[0]", first)):
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            value = value.item()
+        if isinstance(value, numbers.Real) and value:
+            momenta.append((name, float(value)))
+    return momenta
 
 
 def _adam_behind(codec: str, optimizer: Optimizer) -> str | None:
@@ -106,3 +118,34 @@ def _watch(index: WeakIdKeyDictionary, judge: Callable[[Optimizer], str | None])
             warn(text)
 
     handle = call_after_steps(index, look)
+
+
+def _watch_passes(running: Running) -> None:
+    """Warns once an optimizer has stepped twice in a row after several synced passes. Once alone
+    may be a loaded state, which moves the count of passes.
+    """
+    weak = weakref.ref(running)  # the model may outlive its hook
+    seen: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
+
+    def count(optimizer: Optimizer) -> None:
+        running = weak()
+        if running is None or running.engine is None:
+            handle.remove()
+            return
+        now = running.engine.current_step()
+        last, passes_before = seen.get(optimizer, (now, 0))
+        passes = now - last
+        seen[optimizer] = now, passes
+        if passes > 1 and passes_before > 1:
+            handle.remove()
+            warn(
+                f"{passes} backward passes were synced since the last step of "
+                f"{type(optimizer).__name__}: behind attach(momentum={running.config.momentum:g}) "
+                "every synced pass moves the momentum on, also one whose gradients no step uses. "
+                "Run all passes but one under no_sync(), with FSDP2 "
+                "set_requires_gradient_sync(False); an optimizer that needs several, such as "
+                "LBFGS, goes without momentum mode. If a GradScaler skips steps, attach with "
+                "grad_scaler="
+            )
+
+    handle = call_after_steps(running.index, count)

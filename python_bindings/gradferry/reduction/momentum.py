@@ -28,13 +28,16 @@ class DeliveredMomentum:
         """Whether the parameter is averaged: DDP's model reduces it, or it was registered."""
         return parameter in self._running.index
 
-    def momentum_of(self, parameter: torch.Tensor) -> float:
-        """The momentum that gradients of this parameter arrive with.
+    def momenta(self) -> dict[torch.Tensor, float]:
+        """By parameter, the momentum that its gradients arrive with.
 
-        It is less than the configured one behind codecs that send some elements only.
+        It is less than the configured one behind codecs that send some elements only. With
+        ``codec="auto"``, whose choice changes, it is the configured one.
         """
         momentum = self.config.momentum
-        if not self._running.transport.exchanges:
-            return momentum
-        layout = self._running.parameters[self._running.index[parameter]]
-        return 1 - self.config.momentum_share(layout.codec) * (1 - momentum)
+        sends_some = self._running.transport.exchanges and not self.config.chooses
+        shares = self._running.momentum_shares(exchanges=sends_some)
+        return {
+            parameter: 1 - shares[number] * (1 - momentum)
+            for parameter, number in self._running.index.items()
+        }
