@@ -135,7 +135,7 @@ def _that_steps(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 def _substitute(
     momenta: Momenta, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
 ) -> tuple[Any, Any]:
-    """Before a step: has another object step instead, which differs in its groups only.
+    """A pre-hook of ``step()``: another object steps instead, which differs in its groups only.
 
     So nobody sees groups that are meant for momentum, even after a step that raised.
     """
@@ -156,7 +156,7 @@ def _groups_for_momentum(optimizer: torch.optim.Optimizer, momenta: Momenta) -> 
                 )
         if "betas" not in group:
             groups.append(_without_momentum(group))
-        elif group["betas"][0] == 0:
+        elif group["betas"][0] == 0 or not group["params"]:
             groups.append(group)
         else:
             groups += _averages_first(group, momenta)
@@ -164,7 +164,7 @@ def _groups_for_momentum(optimizer: torch.optim.Optimizer, momenta: Momenta) -> 
 
 
 def _without_momentum(group: Group) -> Group:
-    """Of SGD."""
+    """The group of an SGD."""
     rate = group["lr"] * (1 - group["dampening"]) / (1 - group["momentum"])
     return {**group, "lr": rate, "momentum": 0, "dampening": 0, "nesterov": False}
 
@@ -190,7 +190,7 @@ def _averages_first(group: Group, momenta: Momenta) -> Iterator[Group]:
 
 
 def _deviation(momentum: float) -> float:
-    """Of an average of independent numbers, in units of theirs."""
+    """The standard deviation of an average of independent numbers, in units of theirs."""
     return math.sqrt((1 - momentum) / (1 + momentum))
 
 

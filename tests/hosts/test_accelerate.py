@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -118,3 +119,23 @@ def test_attaching_finds_the_model_the_scaler_and_the_log(
     ratios = trainings.logged(tmp_path / "logs", "gradferry/ratio")
     assert list(ratios) == [2, 4]
     assert min(ratios.values()) > 2
+
+
+def case_warned_under_a_schedule() -> list[str]:
+    from gradferry.integrations.accelerate import attach
+
+    with trainings.launched():
+        accelerator, model, optimizer = prepared()
+        attach(accelerator, model, "sign1", momentum=0.8)
+        accelerator.prepare(torch.optim.lr_scheduler.LinearLR(optimizer.optimizer))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", append=True)  # behind the filters that accelerate sets
+            inputs, targets = batch(0)
+            accelerator.backward(torch.nn.functional.mse_loss(model(inputs), targets))
+            optimizer.step()
+        return [str(w.message) for w in caught]
+
+
+def test_a_schedule_swallows_no_warning(world_of_2: World) -> None:
+    for texts in world_of_2.run(case_warned_under_a_schedule, seconds=trainings.SECONDS):
+        assert any("take part in it twice" in text for text in texts), texts

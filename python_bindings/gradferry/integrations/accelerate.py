@@ -38,8 +38,7 @@ def attach(
     ``accelerator.save_state`` and ``load_state`` then include what was withheld on every rank, in a
     folder beside accelerate's own files, for as long as the model lives.
 
-    In momentum mode, call ``gradferry.optim.momentum_mode(optimizer.optimizer, state)`` before you
-    make a schedule of learning rates.
+    In momentum mode, call ``gradferry.optim.momentum_mode(optimizer.optimizer, state)``.
 
     Args:
         accelerator: an ``accelerate.Accelerator``. Its GradScaler, if any, becomes ``grad_scaler``.

@@ -45,8 +45,8 @@ class GradferryCallback(_Callback):
 
     Lightning's checkpoints then include what was withheld on every rank, and its loggers get means
     of some numbers of the first rank (docs/guide/numbers.md), under ``gradferry/``, every
-    ``log_every_n_steps``. In momentum mode, AdamW, Adam and SGD and their schedules are changed as
-    by `gradferry.optim.momentum_mode`.
+    ``log_every_n_steps``. In momentum mode, AdamW, Adam and SGD go through
+    `gradferry.optim.momentum_mode`.
 
     Args:
         codec: see `HookState`.

@@ -35,8 +35,8 @@ def attach(
     """Has every ``trainer.train()`` compress gradients.
 
     Its checkpoints then include what was withheld on every rank, and its log means of some numbers
-    (docs/guide/numbers.md), under ``gradferry/``. In momentum mode, AdamW, Adam or SGD and its
-    schedule are changed as by `gradferry.optim.momentum_mode`.
+    (docs/guide/numbers.md), under ``gradferry/``. In momentum mode, AdamW, Adam or SGD goes
+    through `gradferry.optim.momentum_mode`.
 
     Args:
         trainer: made already. ``TrainingArguments`` needs ``ddp_find_unused_parameters=False`` in

@@ -37,7 +37,5 @@ class DeliveredMomentum:
         momentum = self.config.momentum
         sends_some = self._running.transport.exchanges and not self.config.chooses
         shares = self._running.momentum_shares(exchanges=sends_some)
-        return {
-            parameter: 1 - shares[number] * (1 - momentum)
-            for parameter, number in self._running.index.items()
-        }
+        index = self._running.index
+        return {parameter: 1 - shares[index[parameter]] * (1 - momentum) for parameter in index}
