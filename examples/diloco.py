@@ -7,13 +7,12 @@ four bits per element and error feedback. `--codec off` averages the change in f
 """
 
 import argparse
-import sysconfig
 import time
-from pathlib import Path
 
 import gradferry
 import torch
 import torch.distributed as dist
+from gradferry.lab.workloads.corpus import source_files
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -21,10 +20,17 @@ CONTEXT = 32  # bytes that predict the next one
 VALIDATION = 4096  # predictions, of the end of the text
 
 
-def standard_library() -> torch.Tensor:
-    """The sources of Python's standard library, as bytes."""
-    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    return torch.frombuffer(bytearray(b"".join(map(Path.read_bytes, files))), dtype=torch.uint8)
+def count(text: str) -> int:
+    """A command-line argument that is 1 or more."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} must be at least 1")
+    return number
+
+
+def source_code() -> torch.Tensor:
+    """The source of sympy, as bytes."""
+    return torch.frombuffer(bytearray(b"".join(source_files())), dtype=torch.uint8)
 
 
 def examples(text: torch.Tensor, begins: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -35,8 +41,8 @@ def examples(text: torch.Tensor, begins: torch.Tensor) -> tuple[torch.Tensor, to
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--codec", default="q4", help="of the outer step (default: q4)")
-    parser.add_argument("--outer-steps", type=int, default=12, metavar="N")
-    parser.add_argument("--inner-steps", type=int, default=50, metavar="N")
+    parser.add_argument("--outer-steps", type=count, default=12, metavar="N")
+    parser.add_argument("--inner-steps", type=count, default=50, metavar="N")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
 
@@ -57,7 +63,7 @@ def main() -> None:
     names = [name for name, _ in model.named_parameters()]
     reducer = gradferry.Reducer(zip(names, common, strict=True), arguments.codec)
 
-    text = standard_library()
+    text = source_code()
     held_out = len(text) - VALIDATION - CONTEXT
     validation = examples(text, torch.arange(held_out, held_out + VALIDATION))
     generator = torch.Generator().manual_seed(1000 * arguments.seed + rank)

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import gradferry
 import torch
-from diloco import CONTEXT, VALIDATION, examples, standard_library
+from diloco import CONTEXT, VALIDATION, count, examples, source_code
 from torch import nn
 from torch.distributed import rpc
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, spawn
@@ -69,7 +69,7 @@ class Copy:
 class Worker(Copy):
     def __init__(self, arguments: argparse.Namespace, number: int) -> None:
         super().__init__(arguments, number)
-        text = standard_library()[:-VALIDATION]
+        text = source_code()[:-VALIDATION]
         self.text = text.tensor_split(arguments.workers)[number - 1]
         self.generator = torch.Generator().manual_seed(1000 * arguments.seed + number)
 
@@ -159,7 +159,7 @@ def serve(arguments: argparse.Namespace) -> None:
     if len(digests) > 1:
         raise RuntimeError(f"the copies of the parameters differ: {sorted(digests)}")
 
-    text = standard_library()
+    text = source_code()
     begins = torch.arange(len(text) - VALIDATION - CONTEXT, len(text) - CONTEXT)
     context, following = examples(text, begins)
     with torch.no_grad():
@@ -189,8 +189,8 @@ def run(rank: int, rendezvous: str, arguments: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--codec", default="q4", help="in both directions (default: q4)")
-    parser.add_argument("--workers", type=int, default=2, metavar="N")
-    parser.add_argument("--steps", type=int, default=200, metavar="N")
+    parser.add_argument("--workers", type=count, default=2, metavar="N")
+    parser.add_argument("--steps", type=count, default=200, metavar="N")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--timeout", type=float, default=60, metavar="S", help="of an answer (default: 60)"

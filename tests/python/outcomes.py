@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,6 @@ class Outcome:
     error: str | None  # name of the exception's class
     is_ours: bool  # a GradferryError
     text: str
-    seconds: float
 
     @property
     def headline(self) -> str:
@@ -24,10 +22,9 @@ class Outcome:
 def attempt(call: Callable[[], Any]) -> Outcome:
     import gradferry
 
-    start = time.monotonic()
     try:
         call()
     except Exception as error:
         ours = isinstance(error, gradferry.GradferryError)
-        return Outcome(type(error).__name__, ours, str(error), time.monotonic() - start)
-    return Outcome(None, False, "", time.monotonic() - start)
+        return Outcome(type(error).__name__, ours, str(error))
+    return Outcome(None, False, "")

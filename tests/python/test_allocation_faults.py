@@ -21,11 +21,10 @@ from fault_cells import Cell, hashes_of
 from outcomes import Outcome, attempt
 from scenario import ChosenGradients, Run, Scenario, attach
 from torch.nn.parallel import DistributedDataParallel
-from world import COLLECTIVE_SECONDS, World
+from world import World
 
 SOURCE = Path(__file__).with_name("allocation_interposer.cpp")
 VICTIM = 1
-MOST_SECONDS = COLLECTIVE_SECONDS / 2
 PATIENCE = datetime.timedelta(seconds=2)
 NEVER = 2**40  # counts, and fails none
 
@@ -92,7 +91,6 @@ def case_attach(codec: str, turns: int) -> int:
             continue
         assert None not in errors, (n, outcomes)
         assert f"rank {VICTIM}" in outcomes[1 - VICTIM].headline, (n, outcomes)
-        assert outcome.seconds < MOST_SECONDS, (n, outcomes)
     return number
 
 
@@ -124,7 +122,6 @@ def case_step(codec: str, turns: int, hashes: list[str]) -> int:
 
 
 def check_end(outcome: Outcome, n: int) -> None:
-    assert outcome.seconds < MOST_SECONDS, (n, outcome)
     if dist.get_rank() != VICTIM:
         assert outcome.error == "PeerError", (n, outcome)
         assert f"rank {VICTIM}" in outcome.headline, (n, outcome)

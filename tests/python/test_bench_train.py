@@ -199,6 +199,9 @@ def test_train_shows_a_ranks_own_error(capsys):
         (["--parallel", "hsdp", "--hooks", "sync"], "none, torch:fp32 (FSDP2's own collective)"),
         (["--parallel", "hsdp", "--hooks", "auto"], "name a codec, such as q4"),
         (["--parallel", "hsdp", "--hooks", "q4+momentum=0.9+warmup_steps=9"], "leave out warmup_"),
+        (["--most-steps", "9"], "--most-steps means nothing without --until-loss; leave it out"),
+        (["--parallel", "hsdp", "--bucket-caps", "4"], "--bucket-caps means nothing with --par"),
+        (["--hosts", "3"], "--hosts means nothing without --link; leave it out"),
         (["--parallel", "hsdp", "--exchange", "two-level"], "ranks of a host share a replica"),
     ],
 )
@@ -308,7 +311,7 @@ def test_train_on_a_link_sends_what_the_formula_says(tmp_path, capfd):
 @pytest.mark.usefixtures("namespaces_allowed")
 def test_train_counts_what_ranks_of_a_host_send_to_other_hosts(tmp_path, capfd):
     file = tmp_path / "rows.json"
-    words = ["--link", "1gbit", "--ranks-per-host", "2", "--bucket-caps", "4", "--json", str(file)]
+    words = ["--link", "1gbit", "--ranks-per-host", "2", "--json", str(file)]
     assert main(["bench", "train", "--smoke", *words]) == 0
     rows = {row["hook"]: row for row in json.loads(file.read_text())["rows"]}
     for hook, row in rows.items():

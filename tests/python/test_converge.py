@@ -17,6 +17,7 @@ import pytest
 from gradferry.lab.cli import main
 from gradferry.lab.converge import suite as suites
 from gradferry.lab.converge.suite import DENSE, MOMENTUM, RULER, Contest, Contestant, Near, Suite
+from gradferry.lab.workloads import load_task
 
 ROOT = Path(__file__).parents[2]
 ROW_KEYS = {
@@ -31,6 +32,7 @@ ROW_KEYS = {
     "final_metric",
     "wire_bytes",
     "suite",
+    "source",
     "ranks",
     "steps",
     "initial_loss",
@@ -178,7 +180,7 @@ def test_converge_trains_only_what_a_file_does_not_have(copy, tmp_path, monkeypa
     assert "its trainings had torch 1.0 and not" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("change", ["settings", "versions", "fresh"])
+@pytest.mark.parametrize("change", ["settings", "versions", "data", "fresh"])
 def test_converge_repeats_what_was_trained_otherwise(change, copy, monkeypatch):
     asked_for = []
     monkeypatch.setattr(
@@ -190,6 +192,10 @@ def test_converge_repeats_what_was_trained_otherwise(change, copy, monkeypatch):
         monkeypatch.setitem(suites.SUITES, "quick", longer)
     elif change == "versions":
         monkeypatch.setattr("gradferry.lab.converge.environment", lambda: {"gradferry": "another"})
+    elif change == "data":
+        other = replace(load_task("convex"), source="another least squares")
+        monkeypatch.setattr("gradferry.lab.converge.load_task", lambda _: other)
+        arguments += ["--known", str(copy.folder / "rows.json")]
     else:
         arguments.append("--fresh")
     converge(copy.folder, *arguments)
@@ -204,6 +210,19 @@ def test_converge_fails_when_a_codec_leaves_its_band(copy, capsys):
     assert main(["converge", *source]) == 1
     assert "Not met: convex, AdamW, q4, owner: OUTSIDE" in capsys.readouterr().out
     assert "1 of 1 demands are not met" in (copy.folder / "index.html").read_text()
+
+
+def test_converge_shows_the_data_of_the_rows_not_of_this_machine(copy, capsys, monkeypatch):
+    other = replace(load_task("convex"), source="another least squares")
+    monkeypatch.setattr("gradferry.lab.converge.pages.load_task", lambda _: other)
+    known = ["--from", str(copy.folder / "rows.json"), "--out", str(copy.folder)]
+    assert main(["converge", *known]) == 0
+    assert "Least squares, 16,384 weights" in capsys.readouterr().out
+    document = json.loads((copy.folder / "rows.json").read_text())
+    del document["rows"][0]["source"]
+    (copy.folder / "rows.json").write_text(json.dumps(document))
+    assert main(["converge", *known]) == 2
+    assert "its rows do not say which data" in capsys.readouterr().err
 
 
 def test_converge_reports_a_file_without_training(copy, tmp_path, monkeypatch):
@@ -226,6 +245,9 @@ def test_converge_reports_a_file_without_training(copy, tmp_path, monkeypatch):
         (["--tasks", "convexx"], "did you mean 'convex'"),
         (["--out", "/dev/null/results"], "cannot make this folder"),
         (["--from", "/dev/null"], "/dev/null cannot be read"),
+        (["--from", "x", "--fresh"], "--fresh means nothing beside --from, which trains nothing"),
+        (["--from", "x", "--worlds", "2"], "--worlds means nothing beside --from"),
+        (["--from", "x", "--known", "y"], "--known means nothing beside --from"),
     ],
 )
 def test_converge_refuses_before_it_starts_a_process(arguments, message, capsys, monkeypatch):
@@ -267,6 +289,7 @@ def test_converge_killed_at_any_time_keeps_what_was_finished(tmp_path):
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
+@pytest.mark.torch_core
 def test_convergence_document_shows_the_committed_results(tmp_path):
     results = ROOT / "benchmarks/results/convergence.json"
     document = ROOT / "docs/results/convergence.md"

@@ -144,6 +144,7 @@ def message_bytes(codec: str, *shape: int) -> int:
     return 64 + sum(find_codec(codec).payload_bytes(n, "float32") for n in tiles)
 
 
+@pytest.mark.torch_core
 def test_parameter_server_keeps_all_copies_equal() -> None:
     started = start_parameter_server("--steps", "40", "--workers", "2", "--codec", "q4")
     text, errors = started.communicate(timeout=SECONDS)
@@ -157,6 +158,13 @@ def test_parameter_server_keeps_all_copies_equal() -> None:
     one_way = 40 * 2 * size
     assert f"the server received {one_way} bytes and sent {one_way}" in text
     assert "all 3 copies of the parameters have SHA-256" in text
+
+
+def test_parameter_server_needs_a_worker() -> None:
+    started = start_parameter_server("--workers", "0")
+    _, errors = started.communicate(timeout=SECONDS)
+    assert started.returncode == 2
+    assert "argument --workers: 0 must be at least 1" in errors
 
 
 def test_parameter_server_names_a_worker_that_dies_and_ends() -> None:

@@ -1,4 +1,7 @@
-"""However a process ends, it ends at once, with the user's exit code, and without an abort."""
+"""However a process ends, it waits for no peer, has the user's exit code, and does not abort.
+
+What waits for a peer that stays silent waits for the group's timeout, which is an hour: it hangs.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,8 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from exit_server import EXIT_CODES as CODES_OF_ENDINGS
@@ -23,9 +24,7 @@ from killing import random_place
 from resumable import drawn_job
 
 SCRIPT = Path(__file__).with_name("exit_script.py")
-MOST_SECONDS = 5.0  # on a machine that does little else
-# What waits for a peer waits for the group's timeout of 60 s: half of it is a hang on any machine.
-MOST_SECONDS_WHEN_BUSY = 30.0
+HUNG_SECONDS = 120.0
 EXIT_CODES = {"return": 0, "sys_exit": 3, "exception": 1}
 DESTROYED = ("destroyed", "kept")
 UNDER_VALGRIND = 4
@@ -50,13 +49,10 @@ def start(tmp_path: Path, registered: str, ending: str, destroy: str) -> list[su
 
 
 def finish(process: subprocess.Popen) -> None:
-    """Waits, and checks the seconds from the time it said it would end to its end."""
-    output, errors = process.communicate(timeout=120)
-    ended = time.monotonic()
-    assert output, errors
+    """Waits until a process has ended where it said it would."""
+    output, errors = process.communicate(timeout=HUNG_SECONDS)
+    assert output == "ends\n", errors
     assert "terminate called" not in errors
-    began, slowdown = map(float, output.split())
-    assert ended - began < min(MOST_SECONDS * slowdown, MOST_SECONDS_WHEN_BUSY)
 
 
 def check(tmp_path: Path, registered: str, ending: str, destroy: str) -> None:
@@ -94,7 +90,9 @@ def test_exit_code_is_the_users_every_time(
 
 
 @pytest.mark.parametrize("registered", ["native", "python", "reducer"])
-def test_exception_with_a_bucket_in_flight_ends_at_once(tmp_path: Path, registered: str) -> None:
+def test_exception_with_a_bucket_in_flight_waits_for_no_peer(
+    tmp_path: Path, registered: str
+) -> None:
     processes = start(tmp_path, registered, "in_flight", "kept")
     try:
         # Rank 1 waits for its standard input, so its half of the bucket never comes.
@@ -148,8 +146,8 @@ def server() -> Iterator[Server]:
         yield started
 
 
-def end(server: Server, ending: Ending, folder: Path) -> tuple[dict[str, Any], str]:
-    """How both ranks end, with codes that are checked; and all that is known, for a message."""
+def end(server: Server, ending: Ending, folder: Path) -> None:
+    """Both ranks end, with codes and words that are checked."""
     server.stdin.write(json.dumps({**dataclasses.asdict(ending), "folder": str(folder)}) + "\n")
     server.stdin.flush()
     became = json.loads(server.stdout.readline())
@@ -164,18 +162,12 @@ def end(server: Server, ending: Ending, folder: Path) -> tuple[dict[str, Any], s
         assert first == code, what
         assert second in (0, 1), what
     assert "terminate called" not in what
-    return became, what
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100))
 def test_end_at_any_moment_has_the_users_code(server: Server, tmp_path: Path, seed: int) -> None:
-    ending = drawn_ending(seed)
-    became, what = end(server, ending, tmp_path)
-    # A rank that meets the other's end waits for threads, which a busy machine keeps waiting.
-    assert max(became["seconds"]) < MOST_SECONDS_WHEN_BUSY, (became["seconds"], what)
-    if ending.peer != "together":
-        assert became["seconds"][0] < MOST_SECONDS, (became["seconds"], what)
+    end(server, drawn_ending(seed), tmp_path)
 
 
 # Python's interpreter reads what it has not written, and torch writes such bytes into a file, where

@@ -1,6 +1,7 @@
 """A rank that fails while the others wait: they soon know which one, and why.
 
-The world's collectives time out after 20 s: an error before that is one that was told.
+The world's collectives time out long after a case must have ended: its errors are ones that were
+told.
 """
 
 from __future__ import annotations
@@ -17,11 +18,9 @@ import torch.distributed as dist
 from outcomes import Outcome, attempt
 from scenario import ChosenGradients, Run, Scenario, Weight
 from torch.nn.parallel import DistributedDataParallel
-from world import COLLECTIVE_SECONDS, World, WorldError
+from world import World, WorldError
 
 WEIGHTS = (Weight("first", (90, 100)), Weight("last", (50, 60)))
-# What was told is known after a second of silence; the rest is for busy processors.
-MOST_SECONDS = 0.5 * COLLECTIVE_SECONDS
 VICTIM = 1
 
 
@@ -48,7 +47,6 @@ def test_rank_that_fails_before_it_posts_is_named_by_all_with_its_text(
     own = answers[VICTIM][0]
     for rank, (outcome, again, trained) in enumerate(answers):
         assert again.headline == outcome.headline
-        assert outcome.seconds < MOST_SECONDS
         assert trained
         if rank != VICTIM:
             assert outcome.error == "PeerError"
@@ -64,7 +62,6 @@ def case_killed(victim: int) -> None:
     if dist.get_rank() == victim:
         os._exit(9)
     outcome = attempt(lambda: run.step(12))
-    assert outcome.seconds < MOST_SECONDS
     shown = outcome.text.count("\n  step ")
     raise AssertionError(f"survivor: {outcome.error}: {outcome.headline} / {shown} buckets")
 
@@ -87,7 +84,7 @@ def case_sees_its_own_end(reasons: tuple[str, ...]) -> str:
     failed = RuntimeError(reasons[dist.get_rank()])
     with mock.patch.object(agreement, "_gather_records", side_effect=failed):
         outcome = attempt(lambda: agreement.gather_records({}, group, torch.device("cpu")))
-    meeting.meet(group, timedelta(seconds=MOST_SECONDS), "come")  # after which it is forgotten
+    meeting.meet(group, timedelta(seconds=60), "come")  # after which it is forgotten
     assert outcome.error == "PeerError"
     return outcome.text
 
@@ -119,7 +116,7 @@ def case_told(at: str) -> Outcome:
     if dist.get_rank() == VICTIM:
         time.sleep(0 if at == "once" else 1.5)
         told[0].set("error", "rank 1 could not read a commit")
-        outcome = Outcome("PeerError", True, "rank 1 could not read a commit", 0.0)
+        outcome = Outcome("PeerError", True, "rank 1 could not read a commit")
     else:
         outcome = attempt(lambda: run.step(2))
     dist.barrier()
@@ -130,7 +127,6 @@ def case_told(at: str) -> Outcome:
 def test_what_one_rank_tells_is_raised_by_those_that_wait(world_of_3: World, at: str) -> None:
     for outcome in world_of_3.run(case_told, at=at):
         assert (outcome.error, outcome.headline) == ("PeerError", "rank 1 could not read a commit")
-        assert outcome.seconds < MOST_SECONDS
 
 
 def case_silence() -> tuple[list[str], bool]:
@@ -180,4 +176,3 @@ def test_bucket_that_never_reaches_the_engine_is_told_to_all(world_of_2: World) 
     assert failing.error == "StateError"
     assert waiting.error == "PeerError"
     assert waiting.headline == f"rank {VICTIM} failed: {failing.headline}"
-    assert waiting.seconds < MOST_SECONDS

@@ -42,20 +42,19 @@ TALK = textwrap.dedent(
         peer.sendall(bytes(size))
         peer.shutdown(socket.SHUT_WR)
         assert not peer.recv(1)  # the other has read it all
+    started = time.monotonic()
     for other in range(me + 1, hosts + 1):
         open(pathlib.Path(folder, f"{me}-{other}"), "w").close()
-    slowest = 0
     for _ in range(hosts - me):
         peer, _ = server.accept()
         got = len(peer.recv(1))
-        started = time.monotonic()
         while part := peer.recv(1 << 16):
             got += len(part)
-        slowest = max(slowest, time.monotonic() - started)
         peer.close()
         assert got == size
+    seconds = time.monotonic() - started
     counters = open("/proc/self/net/dev").read()
-    pathlib.Path(folder, str(me)).write_text(f"{slowest} {counters}")
+    pathlib.Path(folder, str(me)).write_text(f"{seconds} {counters}")
     """
 )
 
@@ -63,7 +62,7 @@ TALK = textwrap.dedent(
 def talk(
     link: str, hosts: int, size: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> list[tuple[float, int]]:
-    """Seconds of the slowest transfer to, and bytes sent by, every host."""
+    """Seconds from when others were let send to each host until it had all; bytes that it sent."""
     for pair in itertools.combinations(range(1, hosts + 1), 2):
         os.mkfifo(folder / "{}-{}".format(*pair))
     commands = [
@@ -86,8 +85,8 @@ def test_two_hosts_talk_at_the_rate_of_their_link(
 ) -> None:
     (seconds, acknowledged), (_, sent) = talk("10mbit", 2, MEGABYTE, tmp_path, monkeypatch)
     # tbf lets through at most the rate and, once, its burst: 10 Mb/s * 1 ms = 1250 bytes, or two
-    # packets of 1514. One more packet may have come before the clock was started.
-    assert seconds >= (MEGABYTE - 3 * 1514) * 8 / 10e6
+    # packets of 1514.
+    assert seconds >= (MEGABYTE - 2 * 1514) * 8 / 10e6
     # Counted once, not twice: with headers at least, and with what TCP sends again because a busy
     # machine acknowledges late.
     assert MEGABYTE < sent < 1.5 * MEGABYTE
@@ -211,7 +210,7 @@ def test_nothing_is_left_of_a_network_whose_owner_is_ended(how: signal.Signals) 
     finally:
         owner.kill()
         owner.communicate()
-    hosts.assert_gone(10)
+    hosts.assert_gone(60)
 
 
 def test_close_returns_when_every_process_has_ended() -> None:

@@ -23,7 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 from world import World
 
 WEIGHTS = (Weight("first", (40, 40)), Weight("second", (9,)))
-MOST_SECONDS = 2.0
 RANKS = (0, 1, 2)
 
 
@@ -154,7 +153,6 @@ def assert_same_error(outcomes: list[Outcome], error: str) -> str:
     """Returns its text."""
     assert [o.error for o in outcomes] == [error] * len(outcomes), outcomes
     assert len({o.headline for o in outcomes}) == 1, outcomes
-    assert max(o.seconds for o in outcomes) < MOST_SECONDS, outcomes
     return outcomes[0].headline
 
 
@@ -256,7 +254,6 @@ def test_rank_in_another_group_is_missed_by_the_others(world_of_3: World, odd_ra
         missed = f"ranks {' and '.join(others)}" if rank == odd_rank else f"rank {odd_rank}"
         assert outcome.error == "PeerError"
         assert re.match(rf"{missed} did not make a Reducer|{missed} did not", outcome.text), outcome
-        assert outcome.seconds < 1 + MOST_SECONDS
 
 
 # --- in a step ------------------------------------------------------------------------------------
@@ -386,7 +383,6 @@ def test_ranks_that_wait_for_each_others_calls_end_with_the_timeout(
         in_time = rank == odd_rank and outcomes[0].error is None
         assert outcomes[in_time].error == "PeerError", outcomes
         assert in_time or "nothing came within the timeout" in outcomes[0].text
-        assert outcomes[0].seconds < 3 + MOST_SECONDS
 
 
 @pytest.mark.slow
@@ -398,4 +394,3 @@ def test_one_collective_more_on_the_group_ends_attach_with_the_timeout(
         assert outcome.error == "PeerError", outcome
         assert "the ranks could not agree" in outcome.text
         assert ".cc" not in outcome.text
-        assert outcome.seconds < 3 + MOST_SECONDS

@@ -6,6 +6,7 @@ import argparse
 
 import pytest
 from gradferry.errors import ConfigError
+from gradferry.lab.flags import Parser
 from gradferry.lab.ranks import network
 from gradferry.lab.ranks.everywhere import add_rank_arguments, check_ranks
 from gradferry.lab.ranks.network import check_network, parse_link
@@ -22,7 +23,7 @@ def test_link_is_a_rate(text: str, rate: float | None) -> None:
 
 @pytest.mark.parametrize("text", ["1", "fast", "1 gbit", "-1gbit", "0mbit", "1gbps", "1.2.3gbit"])
 def test_link_that_is_no_rate_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="100mbit"):
+    with pytest.raises(ConfigError, match=r"100mbit.*'unshaped'.*or 'loopback'"):
         parse_link(text)
 
 
@@ -50,7 +51,7 @@ def test_number_of_hosts_has_limits(hosts: int) -> None:
 
 
 def parsed(*words: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
+    parser = Parser()
     add_rank_arguments(parser)
     return parser.parse_args(words)
 
@@ -110,6 +111,7 @@ def test_ranks_that_cannot_be_placed_are_refused(words: list[str]) -> None:
             "288 ranks: .*at most 256.*torchrun",
         ),
         (["--ranks", "257"], "257 ranks: .*at most 256"),
+        (["--hosts", "2"], "--hosts means nothing without --link"),
     ],
 )
 def test_ranks_per_host_that_cannot_be_had_say_what_to_do(words: list[str], message: str) -> None:

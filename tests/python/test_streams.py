@@ -300,7 +300,7 @@ def case_thread_ends(scenario: Scenario) -> dict[str, Any]:
     before = thread_names()
     del run
     gc.collect()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while "gf-staged" in thread_names() and time.monotonic() < deadline:
         pass
     return {"before": before, "after": thread_names()}

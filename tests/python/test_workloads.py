@@ -5,12 +5,14 @@ from __future__ import annotations
 import gzip
 import multiprocessing
 import os
+import shutil
 import signal
 import struct
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ import torch.distributed as dist
 from gradferry.errors import ConfigError, PeerError, StateError
 from gradferry.forecast.hook_names import TORCH_HOOKS, check_hook
 from gradferry.lab.ranks.launch import Placement, run_ranks, run_worlds, torchrun_placement
-from gradferry.lab.workloads import TASKS, load_task
+from gradferry.lab.workloads import TASKS, corpus, load_task
 from gradferry.lab.workloads.hooks import (
     ComputedHook,
     _powersgd_elements,
@@ -75,18 +77,48 @@ def test_text_targets_are_the_bytes_that_follow():
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
 
 
-def test_text_validation_files_are_not_trained_on(tmp_path):
-    for i in range(10):
-        (tmp_path / f"{i}.py").write_bytes(bytes([i]) * 30_000)
-    small = load_text(tmp_path)
+def test_text_validation_files_are_not_trained_on(monkeypatch):
+    files = [bytes([i]) * 30_000 for i in range(10)]
+    monkeypatch.setattr("gradferry.lab.workloads.text.source_files", lambda: files)
+    small = load_text()
     assert {int(target.unique()) for _, target in small.validation} == {9}
     drawn, _ = small.draw(torch.Generator().manual_seed(0))
     assert 9 not in drawn
 
 
-def test_text_without_sources_says_what_to_do(tmp_path):
-    with pytest.raises(ConfigError, match="--task vision"):
-        load_text(tmp_path)
+def test_corpus_is_in_the_order_of_paths_whatever_the_folder_says(monkeypatch):
+    files = corpus.source_files()
+    assert (len(files), sum(map(len, files))) == (456, 10_234_632)
+    glob = Path.glob
+    monkeypatch.setattr(Path, "glob", lambda *of: reversed(list(glob(*of))))
+    assert corpus.source_files() == files
+
+
+@pytest.mark.parametrize("change", ["missing", "version", "byte", "file"])
+def test_another_text_says_what_was_found_and_what_to_install(tmp_path, monkeypatch, change):
+    pip = r"pip install sympy==1\.14\.0"
+    if change == "missing":
+        monkeypatch.setattr(corpus.util, "find_spec", lambda _: None)
+        message = f"no sympy: run `{pip}`"
+    else:
+        source = Path(corpus.util.find_spec("sympy").origin).parent
+        copy = tmp_path / "sympy"
+        shutil.copytree(source, copy, ignore=shutil.ignore_patterns("*.pyc", "tests", "physics"))
+        spec = SimpleNamespace(origin=str(copy / "__init__.py"))
+        monkeypatch.setattr(corpus.util, "find_spec", lambda _: spec)
+        if change == "version":
+            monkeypatch.setattr(corpus.metadata, "version", lambda _: "1.15.0")
+            message = rf"sympy 1\.15\.0 in {copy} with \d+ files of SHA-256 .*: run `{pip}`"
+        else:
+            shutil.copytree(source / "physics", copy / "physics")
+            assert len(corpus.source_files()) == 456
+            edited = copy / "core" / ("basic.py" if change == "byte" else "more.py")
+            with edited.open("a") as file:
+                file.write("\n")
+            forced = pip.replace("install", "install --force-reinstall")
+            message = rf"sympy 1\.14\.0 in {copy} with \d+ files of SHA-256 .*: run `{forced}`"
+    with pytest.raises(ConfigError, match=message):
+        load_text()
 
 
 def test_unknown_task_names_the_closest():

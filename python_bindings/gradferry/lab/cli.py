@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from gradferry._build_info import PACKAGE_VERSION
 from gradferry.errors import ConfigError, GradferryError
 from gradferry.lab import bench, converge, demo, doctor, info, plan, report
+from gradferry.lab.flags import Parser
 
 _COMMANDS = (
     ("info", info, "versions, instruction sets and codecs of this installation"),
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The parser of the command line: options name what this machine can run."""
-    whole = argparse.ArgumentParser(
+    whole = Parser(
         prog="gradferry",
         description="Gradient compression for PyTorch DistributedDataParallel.",
         epilog="gradferry COMMAND --help describes a command.",

@@ -68,18 +68,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="turns of three training steps to measure (default: %(default)s)",
     )
     flags.add_seed(parser)
-    parser.add_argument(
-        "--smoke",
-        action="store_true",
-        help="a small model, few hooks and one turn, to see that all works; figures mean nothing",
-    )
+    flags.add_smoke(parser, "a small model, few hooks and one turn")
     flags.add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures and reports. Raises a GradferryError when an option is wrong or a rank fails."""
-    if arguments.smoke:
-        vars(arguments).update(_SMOKE)
+    flags.apply_smoke(arguments, _SMOKE)
     asked = _examination(arguments)
     place = environment_on(arguments.device)
     if arguments.device != "cpu":

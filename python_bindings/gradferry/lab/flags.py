@@ -3,13 +3,40 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from gradferry.errors import ConfigError
 from gradferry.lab.workloads.models import MODEL_HELP
 
 _BUCKET_CAPS_MB = (4.0, 10.0, 25.0)
+
+
+class Parser(argparse.ArgumentParser):
+    """Its namespaces have `given`, if options were named: by destination, how each was written."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.register("action", None, _Store)
+        self.register("action", "store_true", _StoreTrue)
+
+
+class _Store(argparse.Action):
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        setattr(namespace, self.dest, True if self.nargs == 0 else values)
+        vars(namespace).setdefault("given", {})[self.dest] = option_string
+
+
+class _StoreTrue(_Store):
+    def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, default=False, **options)
 
 
 def file_to_write(text: str) -> Path:
@@ -70,6 +97,31 @@ def add_turns(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps", type=int, default=3, help="training steps in a turn (default: %(default)s)"
     )
+
+
+def add_smoke(parser: argparse.ArgumentParser, what: str) -> None:
+    """Declares --smoke, for `apply_smoke`. `what`: which options it sets to what."""
+    parser.add_argument(
+        "--smoke", action="store_true", help=f"{what}, to see that all works; figures mean nothing"
+    )
+
+
+def apply_smoke(arguments: argparse.Namespace, settings: Mapping[str, Any]) -> None:
+    """With --smoke, sets these options. Raises ConfigError when the command line names one."""
+    if arguments.smoke:
+        refuse(arguments, settings, "beside --smoke, which sets it")
+        vars(arguments).update(settings)
+
+
+def refuse(arguments: argparse.Namespace, options: Iterable[str], why: str) -> None:
+    """Raises ConfigError when the command line names one of these options.
+
+    arguments: of a Parser. why: the options mean nothing here, as in "without --link".
+    """
+    given = vars(arguments).get("given", {})
+    for option in options:
+        if option in given:
+            raise ConfigError(f"{given[option]} means nothing {why}; leave it out")
 
 
 def require_at_least_one(arguments: argparse.Namespace, *options: str) -> None:

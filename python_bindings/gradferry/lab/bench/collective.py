@@ -111,9 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_device(parser)
     add_rank_arguments(parser)
     add_exchange(parser)
-    parser.add_argument(
-        "--smoke", action="store_true", help="two codecs, small sizes, to see that all works"
-    )
+    flags.add_smoke(parser, "two codecs, small sizes and two turns")
     flags.add_json(parser)
 
 
@@ -121,8 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Measures and reports. 1 when an element was wrong, else 0. Raises a GradferryError when an
     option is wrong or a rank fails.
     """
-    if arguments.smoke:
-        vars(arguments).update(_SMOKE)
+    flags.apply_smoke(arguments, _SMOKE)
     options = _options(arguments)
     place = environment_on(arguments.device)
     check_ranks(arguments)

@@ -66,16 +66,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="also trace two steps of the last hook on rank 0, as JSON",
     )
-    parser.add_argument(
-        "--smoke", action="store_true", help="a small model and two rounds, to see that all works"
-    )
+    flags.add_smoke(parser, "a small model, two hooks and two rounds")
     flags.add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures and reports. Raises a GradferryError when an option is wrong or a rank fails."""
-    if arguments.smoke:
-        vars(arguments).update(_SMOKE)
+    flags.apply_smoke(arguments, _SMOKE)
     place = environment_on(arguments.device)
     options = _options(arguments)
     check_ranks(arguments)

@@ -52,13 +52,12 @@ _MOMENTUM = "+momentum=0.9+warmup_steps=100"
 # All at once they take about 0.45 GB per hook and rank, so not every codec is among them.
 _DEFAULT_HOOKS = (*RULERS, *TORCH_HOOKS, "q8", "q4", f"sign1{_MOMENTUM}", f"topk{_MOMENTUM}")
 _SMOKE: dict[str, Any] = {
+    "hooks": [*RULERS, "torch:fp16", "q4"],
     "model": "small",
     "bucket_caps": [4.0, 25.0],
     "rounds": 2,
     "steps": 1,
 }
-
-_SMOKE_HOOKS = (*RULERS, "torch:fp16", "q4")
 
 Row = Mapping[str, Any]
 
@@ -104,18 +103,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=1000,
         help="with --until-loss: give a hook up after so many (default: %(default)s)",
     )
-    parser.add_argument(
-        "--smoke",
-        action="store_true",
-        help="a small model, few hooks and two rounds, to see that all works; figures mean nothing",
-    )
+    flags.add_smoke(parser, "a small model, few hooks and two rounds")
     flags.add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures and reports. Raises a GradferryError when an option is wrong or a rank fails."""
-    if arguments.smoke:
-        vars(arguments).update(_SMOKE)
+    flags.apply_smoke(arguments, _SMOKE)
     place = environment_on(arguments.device)
     options = _options(arguments)
     check_ranks(arguments)
@@ -139,6 +133,8 @@ def _options(arguments: argparse.Namespace) -> TrainOptions:
         check_parallel(arguments.parallel, hook)
     _check_sharding(arguments)
     check_model(arguments.model)
+    if arguments.until_loss is None:
+        flags.refuse(arguments, ["most_steps"], "without --until-loss")
     flags.require_at_least_one(arguments, "rounds", "steps", "most_steps")
     flags.require_more_than_zero("--bucket-caps", arguments.bucket_caps)
     return TrainOptions(
@@ -160,13 +156,16 @@ def _hooks(arguments: argparse.Namespace) -> Sequence[str]:
     """Those that were named, or all of the default ones that can be used."""
     if arguments.hooks and not arguments.smoke:
         return list(arguments.hooks)
-    hooks = _SMOKE_HOOKS if arguments.smoke else _DEFAULT_HOOKS
+    hooks = arguments.hooks if arguments.smoke else _DEFAULT_HOOKS
     return [hook for hook in hooks if refusal(arguments.parallel, hook) is None]
 
 
 def _check_sharding(arguments: argparse.Namespace) -> None:
     if arguments.parallel == DDP:
         return
+    flags.refuse(
+        arguments, ["bucket_caps"], f"with --parallel {arguments.parallel}: each module is a bucket"
+    )
     if arguments.device != "cpu":
         raise ConfigError(
             f"--parallel {arguments.parallel} is measured on the CPU only; leave out --device "

@@ -32,6 +32,7 @@ from gradferry.lab.output.html import Section
 from gradferry.lab.output.json_file import read_json, write_json
 from gradferry.lab.output.table import print_line, print_table
 from gradferry.lab.output.work import WorkProgress
+from gradferry.lab.workloads import load_task
 
 _VERSIONS = ("gradferry", "torch", "python")  # of an environment: they decide the numbers
 
@@ -106,6 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Trains what is not there yet, then reports. 1 when a demand is not met, else 0."""
     console = Console()
     if arguments.source:
+        flags.refuse(arguments, ["worlds", "fresh", "known"], "beside --from, which trains nothing")
         document = read_json(arguments.source)
         rows, place = document["rows"], document["environment"]
         suite = _suite_of(rows, arguments.source)
@@ -154,10 +156,13 @@ def _train(
         shutil.rmtree(folder, ignore_errors=True)
     results = Results(folder, environment())
     trainings = list(suite.trainings())
+    sources = {contest.task: load_task(contest.task).source for contest in suite.contests}
 
     def find(training: Training) -> Mapping[str, Any] | None:
-        row = results.find(training)
-        return row or next((row for row in known if training.facts().items() <= row.items()), None)
+        # A row of other data is another training's.
+        facts = {**training.facts(), "source": sources[training.task]}
+        rows = (row for row in (results.find(training), *known) if row is not None)
+        return next((row for row in rows if facts.items() <= row.items()), None)
 
     missing = [training for training in trainings if find(training) is None]
     if len(missing) < len(trainings):
@@ -200,4 +205,6 @@ def _suite_of(rows: Sequence[Mapping[str, Any]], path: Path) -> Suite:
         raise ConfigError(
             f"{path} holds no rows of one suite of {', '.join(SUITES)}, but of {sorted(names)}"
         )
+    if any("source" not in row for row in rows):
+        raise ConfigError(f"{path}: its rows do not say which data was trained on; train again")
     return SUITES[names.pop()]

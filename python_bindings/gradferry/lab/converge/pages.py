@@ -187,8 +187,8 @@ def _mode(one: Contestant) -> str:
 
 
 def _note(suite: Suite, outcome: Outcome) -> str:
-    task, sigma = outcome.task, suite.sigmas
-    what = f"{task.source[0].upper()}{task.source[1:]}. Final loss: {task.metric}"
+    sigma, source = suite.sigmas, str(outcome.summaries[0].rows[0]["source"])
+    what = f"{source[0].upper()}{source[1:]}. Final loss: {outcome.task.metric}"
     if _is_gap(outcome):
         return (
             f"{what}; gradients have no sampling noise, so that a remaining gap is due to the "

@@ -100,13 +100,15 @@ def _train(emit: Emit, world: int, training: Training) -> TrainingRun:
 
 def _row(training: Training, run: TrainingRun) -> dict[str, Any]:
     """One row of the JSON file. `wire_bytes`: sent by the rank that sends most, in all steps."""
+    task = _task(training.task)
     return {
         **training.facts(),
+        "source": task.source,
         "final_loss": run.final_loss,
         "final_metric": run.final_score,
         "wire_bytes": run.cumulative_wire_bytes[-1],
         "initial_loss": run.initial_loss,
-        "curve": _curve(run, _task(training.task).lowest_loss),
+        "curve": _curve(run, task.lowest_loss),
     }
 
 

@@ -23,7 +23,7 @@ from gradferry.lab.output.speedups import Speedups, draw_speedups, speedup_lines
 from gradferry.lab.output.table import Column, Table, print_line, print_table
 from gradferry.lab.plan.cluster import Cluster
 from gradferry.lab.plan.planned import Plan
-from gradferry.lab.ranks.network import parse_link
+from gradferry.lab.ranks.network import parse_rate
 
 # TFLOP/s in bf16 without sparsity, and GB/s of a copy in device memory (85 % of the data sheet's).
 _GPUS = {
@@ -96,15 +96,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also draw speed-up by link speed",
     )
     flags.add_json(parser)
-    parser.add_argument(
-        "--smoke", action="store_true", help="a small model and few hooks, to see that all works"
-    )
+    flags.add_smoke(parser, "16 ranks, a small model and few hooks")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Predicts and reports. Raises ConfigError when an option is wrong."""
-    if arguments.smoke:
-        vars(arguments).update(_SMOKE)
+    flags.apply_smoke(arguments, _SMOKE)
     cluster = _cluster(arguments)
     hooks = require_hooks(arguments.hooks)
     console = Console()
@@ -134,9 +131,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _cluster(arguments: argparse.Namespace) -> Cluster:
-    link, intra = parse_link(arguments.link), parse_link(arguments.intra_link)
-    if link.bits_per_second is None or intra.bits_per_second is None:
-        raise ConfigError("--link and --intra-link must be rates, such as 25gbit")
+    link = parse_rate("--link", arguments.link)
+    intra_link = parse_rate("--intra-link", arguments.intra_link)
     world, local = arguments.world, arguments.gpus_per_node
     if local < 1 or world < 2 or world % local:
         raise ConfigError(
@@ -166,9 +162,9 @@ def _cluster(arguments: argparse.Namespace) -> Cluster:
     return Cluster(
         world=world,
         gpus_per_node=local,
-        link=link.bits_per_second / 8,
+        link=link / 8,
         latency_s=1e-6 * arguments.latency_us,
-        intra_link=intra.bits_per_second / 8,
+        intra_link=intra_link / 8,
         parameters=arguments.params,
         tokens=arguments.tokens,
         flops=1e12 * tflops,

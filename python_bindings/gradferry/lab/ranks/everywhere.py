@@ -11,7 +11,7 @@ from typing import Any
 
 from gradferry.core.nodes import Nodes
 from gradferry.errors import ConfigError, PeerError
-from gradferry.lab.flags import require_at_least_one
+from gradferry.lab.flags import refuse, require_at_least_one
 from gradferry.lab.ranks.hosts import DEVICE_VARIABLE, Where, found_hosts
 from gradferry.lab.ranks.launch import Body, Emit, Outbox, run_ranks, torchrun_placement
 from gradferry.lab.ranks.network import (
@@ -72,6 +72,7 @@ def check_ranks(arguments: argparse.Namespace) -> None:
     if arguments.ranks_per_host is not None:
         require_at_least_one(arguments, "ranks_per_host")
     if arguments.link == LOOPBACK:
+        refuse(arguments, ["hosts"], "without --link")
         _refuse_ranks_per_host(arguments)
         arguments.ranks = 2 if arguments.ranks is None else arguments.ranks
     else:

@@ -54,17 +54,23 @@ class Link:
     bits_per_second: float | None
 
 
-def parse_link(text: str) -> Link:
-    """Parses `100mbit`, `2.5gbit` and the like, or `unshaped`. Raises ConfigError."""
-    if text == UNSHAPED:
-        return Link(text, None)
+def parse_rate(flag: str, text: str, others: str = "") -> float:
+    """Bits per second of the option `flag`: `100mbit`, `2.5gbit` and the like. Raises ConfigError.
+
+    others: what may be written instead, for its message.
+    """
     match = re.fullmatch(r"([0-9]*\.?[0-9]+)(kbit|mbit|gbit)", text)
     if not match or float(match[1]) == 0:
-        raise ConfigError(
-            f"--link {text!r} is no rate; write 100mbit, 1gbit or 2.5gbit, 'unshaped' for a link "
-            f"without a limit, or 'loopback' for none"
-        )
-    return Link(text, float(match[1]) * _UNITS[match[2]])
+        raise ConfigError(f"{flag} {text!r} is no rate; write 100mbit, 1gbit or 2.5gbit{others}")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def parse_link(text: str) -> Link:
+    """Parses a rate, or `unshaped`. Raises ConfigError."""
+    if text == UNSHAPED:
+        return Link(text, None)
+    others = ", 'unshaped' for a link without a limit, or 'loopback' for none"
+    return Link(text, parse_rate("--link", text, others))
 
 
 def sent_bytes(device: str) -> int | None:

@@ -1,25 +1,20 @@
-"""Tasks `text` and `tiny_text`: byte-level causal transformers on the source files of Python's
-standard library.
-"""
+"""Tasks `text` and `tiny_text`: byte-level causal transformers on source code (`corpus`)."""
 
 from __future__ import annotations
 
-import platform
-import sysconfig
+from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from gradferry.errors import ConfigError
+from gradferry.lab.workloads.corpus import SYMPY_VERSION, source_files
 from gradferry.lab.workloads.task import Batch, Task, in_batches
 
 _NUM_BYTES = 256  # the vocabulary: every byte value
 _VALIDATION_FILES = 10  # every 10th file is kept for validation
 _VALIDATION_BATCH = 32
-_FEWEST_BYTES = 200_000  # below this the text is not a standard library
 
 
 @dataclass(frozen=True)
@@ -119,27 +114,15 @@ def load_tiny_text() -> Task:
     return load_text(size=TINY, name="tiny_text")
 
 
-def load_text(folder: Path | None = None, size: TextSize = SMALL, name: str = "text") -> Task:
-    """Reads the .py files directly in `folder` (default: Python's standard library).
-
-    Raises ConfigError when there is too little text.
-    """
-    folder = folder or Path(sysconfig.get_path("stdlib"))
-    files = sorted(folder.glob("*.py"))
-    texts = [file.read_bytes() for file in files]
-    training = _as_tensor(b"".join(t for i, t in enumerate(texts) if not _is_validation(i)))
-    held_out = _as_tensor(b"".join(t for i, t in enumerate(texts) if _is_validation(i)))
-    if len(training) + len(held_out) < _FEWEST_BYTES:
-        raise ConfigError(
-            f"task {name} trains on the .py files of Python's standard library, and {folder} holds "
-            f"only {len(training) + len(held_out)} bytes of them: install Python with its library "
-            f"sources, or use --task vision"
-        )
+def load_text(size: TextSize = SMALL, name: str = "text") -> Task:
+    """A transformer of that size on the corpus. Raises ConfigError as `source_files` does."""
+    files = source_files()
+    training = _as_tensor(file for i, file in enumerate(files) if not _is_validation(i))
+    held_out = _as_tensor(file for i, file in enumerate(files) if _is_validation(i))
     megabytes = (len(training) + len(held_out)) / 1e6
     return Task(
         name=name,
-        source=f"{len(files)} source files ({megabytes:.1f} MB) of the standard library of "
-        f"Python {platform.python_version()}",
+        source=f"{len(files)} source files ({megabytes:.1f} MB) of sympy {SYMPY_VERSION}",
         metric="nats per byte",
         global_batch=size.global_batch,
         default_steps=400,
@@ -155,10 +138,8 @@ def _is_validation(index: int) -> bool:
     return index % _VALIDATION_FILES == _VALIDATION_FILES - 1
 
 
-def _as_tensor(text: bytes) -> torch.Tensor:
-    if not text:
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+def _as_tensor(files: Iterable[bytes]) -> torch.Tensor:
+    return torch.frombuffer(bytearray(b"".join(files)), dtype=torch.uint8)
 
 
 def _windows(text: torch.Tensor, starts: torch.Tensor, context: int) -> Batch:
