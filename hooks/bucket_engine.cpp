@@ -298,9 +298,15 @@ void BucketEngine::skip_step() {
   GRADFERRY_EXPECTS(options_.exact_skip, kState,
                     "a step can be skipped without loss only with exact_skip=True");
   if (!steps_.began() || !options_.touches_residuals(steps_.step())) return;
-  expect_known_step(optimizer_steps_);
+  optimizer_steps_.expect_can_skip();
   take_back_step();
   optimizer_steps_.reset();
+}
+
+void BucketEngine::end_optimizer_step(bool applied) {
+  const std::lock_guard lock(life_.mutex);
+  optimizer_steps_.end(applied);
+  if (applied) keep_step();
 }
 
 void BucketEngine::add_to_worker_residual(uint32_t parameter, const at::Tensor& values,

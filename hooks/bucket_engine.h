@@ -89,7 +89,8 @@ class BucketEngine {
   EngineState state();
   void load_state(const EngineState& state);
   // The result of the last optimizer step will not be used: restores the residuals from before it.
-  // Needs exact_skip, and that the passes of that step are known (optimizer_steps.h).
+  // Needs exact_skip, and that no optimizer has applied that step and its passes are known
+  // (optimizer_steps.h).
   void skip_step();
   // worker residual of a parameter += factor * values. `values` (flat, on the engine's device) are
   // in memory order and not multiplied by a loss scale.
@@ -100,8 +101,9 @@ class BucketEngine {
   // thread that calls run().
   void compare(const std::vector<at::Tensor>& parameters) { hashes_ = ParameterHashes(parameters); }
 
-  // An optimizer of the model has stepped.
-  void note_optimizer_step() { optimizer_steps_.note_step(); }
+  // The passes so far are an optimizer step that has ended. `applied`: an optimizer has used their
+  // gradients, so that residuals will not go back behind them.
+  void end_optimizer_step(bool applied);
 
  protected:
   // A bucket to average.
@@ -134,6 +136,8 @@ class BucketEngine {
   virtual void load_residuals(const SavedResiduals& saved) = 0;
   // Restores the residuals from before the last optimizer step.
   virtual void take_back_step() = 0;
+  // The last optimizer step will not be taken back, even if a result of it was not finite.
+  virtual void keep_step() = 0;
   // worker residual [offset ..] += factor * values
   virtual void change_worker_residual(uint64_t offset, const at::Tensor& values, float factor) = 0;
   virtual void multiply_residuals(float factor) = 0;

@@ -46,7 +46,9 @@ struct EngineOptions {
   ExceptionFactory make_exception;
   std::shared_ptr<Peers> peers;  // never null
 
-  Agreement agreement() const { return {rank, world_size, config_hash, layout_hash}; }
+  Agreement agreement() const {
+    return {rank, world_size, config_hash, layout_hash, loss_scale.defined()};
+  }
   bool in_warmup(uint64_t step) const { return step < warmup_steps; }
   bool has_momentum(uint64_t step) const { return momentum != 0 && !in_warmup(step); }
   // A single rank without momentum leaves them as they are, in their units, for a larger world.

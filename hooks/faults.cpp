@@ -1,6 +1,8 @@
 #include "faults.h"
 
 #include <algorithm>
+#include <bit>
+#include <sstream>
 #include <vector>
 
 namespace gradferry {
@@ -72,7 +74,42 @@ FieldText text_of(WireStatus status) {
   }
 }
 
+std::string loss_scale_text(uint64_t bits) {
+  std::ostringstream text;
+  text << std::bit_cast<float>(static_cast<uint32_t>(bits));
+  return text.str();
+}
+
+// The reporter is the rank whose scale it is: all have read the same.
+std::string describe_loss_scale(const Verdict& verdict) {
+  const auto& [fault, reporter, step] = verdict;
+  const std::string rank = std::to_string(reporter), at = " at step " + std::to_string(step);
+  const std::string scale = loss_scale_text(fault.received);
+  if (!is_loss_scale(fault.received)) {
+    return "the scale of rank " + rank + "'s GradScaler is " + scale + at +
+           "; it must be positive and finite";
+  }
+  return "rank " + rank + " differs from rank 0 in the scale of its GradScaler" + at + ": " +
+         scale + " instead of " + loss_scale_text(fault.expected) +
+         ", so their gradients have no common average; load one state into the GradScalers of all "
+         "ranks, and let all of them call update() after every step; with uneven inputs use "
+         "join(throw_on_early_termination=True), because a rank without input does not call it";
+}
+
 }  // namespace
+
+bool is_loss_scale(uint64_t bits) {
+  constexpr uint32_t kInfinity = 0x7F800000;
+  return bits > 0 && bits < kInfinity;
+}
+
+ErrorKind kind_of(const Fault& fault) {
+  switch (fault.status) {
+    case WireStatus::kLocalFailure: return ErrorKind::kPeer;
+    case WireStatus::kBadLossScale: return ErrorKind::kRankMismatch;
+    default: return ErrorKind::kProtocol;
+  }
+}
 
 std::string name_ranks(const std::vector<uint32_t>& ranks) {
   constexpr size_t kShown = 8;
@@ -88,6 +125,7 @@ std::string name_ranks(const std::vector<uint32_t>& ranks) {
 
 std::string describe(const Verdict& verdict) {
   const auto& [fault, reporter, step] = verdict;
+  if (fault.status == WireStatus::kBadLossScale) return describe_loss_scale(verdict);
   const std::string where = place_of(fault.phase, step, fault.chunk);
   if (fault.status == WireStatus::kLocalFailure) {
     return "rank " + std::to_string(reporter) + " failed while it compressed gradients" + where +

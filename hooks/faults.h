@@ -33,8 +33,13 @@ struct Verdict {
   uint64_t step = 0;      // at which that rank was, if others are at another one
 };
 
+// Whether the bits in a commit are those of a loss scale: a positive finite fp32.
+bool is_loss_scale(uint64_t bits);
+
 // "rank 1 refused what rank 0 sent: ..." with both values and advice.
 std::string describe(const Verdict& verdict);
+// The kind of the error that it is.
+ErrorKind kind_of(const Fault& fault);
 
 // Why a collective failed, as far as this rank can find out.
 struct Loss {

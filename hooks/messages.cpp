@@ -91,12 +91,12 @@ Fault read_hashes(const Agreement& agreement, uint64_t step, uint64_t next_chunk
 uint64_t commit_bytes(size_t num_used) { return sizeof(CommitRecord) + used_map_bytes(num_used); }
 
 void write_commit(std::byte* place, uint32_t rank, uint64_t step, uint64_t bucket,
-                  const Fault& fault, const UsedMap& used) {
+                  const Fault& fault, const UsedMap& used, float loss_scale) {
   std::byte* map = place + sizeof(CommitRecord);
   const uint64_t map_bytes = used_map_bytes(used.size());
   std::memset(map, 0, map_bytes);
   if (!used.empty()) std::memcpy(map, used.data(), used.size());
-  CommitRecord record = make_commit(rank, step, bucket, fault);
+  CommitRecord record = make_commit(rank, step, bucket, fault, loss_scale);
   std::memcpy(place, &record, sizeof(record));
   record.checksum = commit_checksum(place, map_bytes);
   std::memcpy(place, &record, sizeof(record));
@@ -163,6 +163,13 @@ Verdict read_commit(const Agreement& agreement, const std::byte* received, uint6
         first_mismatch(rank, {{WireStatus::kBadStep, step, records[rank].step},
                               {WireStatus::kBadChunk, bucket, records[rank].bucket}});
     if (mismatch) return {mismatch, agreement.rank, step};
+  }
+  const uint64_t scale = records.front().received;
+  for (uint32_t rank = 0; rank < records.size(); ++rank) {
+    const uint64_t other = records[rank].received;
+    const bool sound = agreement.has_loss_scale ? is_loss_scale(other) : other == 0;
+    if (sound && other == scale) continue;
+    return {{WireStatus::kBadLossScale, Phase::kCommit, rank, bucket, scale, other}, rank, step};
   }
   return {};
 }

@@ -19,6 +19,7 @@ struct Agreement {
   uint32_t world_size;
   uint64_t config_hash;
   uint64_t layout_hash;
+  bool has_loss_scale = false;
 
   // The envelope of a message from this rank. `tiles_hash`: of the chunk's plan, if it is of one.
   Envelope envelope(uint64_t step, uint64_t chunk, Phase phase, uint64_t tiles_hash = 0) const {
@@ -42,10 +43,11 @@ void expect_offsets_fit(uint64_t message_bytes, uint32_t world_size);
 
 // Bytes of a CommitRecord and its map of used parameters; for 0 parameters there is no map.
 uint64_t commit_bytes(size_t num_used);
-// `place` has commit_bytes(used.size()).
+// `place` has commit_bytes(used.size()). `loss_scale`: of the pass; 0: there is none.
 void write_commit(std::byte* place, uint32_t rank, uint64_t step, uint64_t bucket,
-                  const Fault& fault, const UsedMap& used);
-// The outcome of a bucket, equal on all ranks: the fault of the lowest rank that reports one.
+                  const Fault& fault, const UsedMap& used, float loss_scale);
+// The outcome of a bucket, equal on all ranks: the fault of the lowest rank that reports one; else
+// kBadLossScale if the ranks' loss scales are not one positive finite number.
 // `received` begins with the commits of all ranks, each with a map of `num_used` parameters.
 Verdict read_commit(const Agreement& agreement, const std::byte* received, uint64_t step,
                     uint64_t bucket, size_t num_used = 0);

@@ -14,24 +14,32 @@ bool OptimizerSteps::begin_pass(const ParameterHashes& parameters) {
   const bool scaled = loss_scale_.defined();
   const uint64_t writes =
       scaled ? static_cast<uint64_t>(loss_scale_._version()) : parameters.writes();
-  const bool first = !writes_;
-  const bool noted = noted_.exchange(false);
-  const bool changed = first || *writes_ != writes;
+  const bool changed = !writes_ || *writes_ != writes;
   writes_ = writes;
-  known_ = scaled || changed || noted;
-  // Under join(), a rank without input gets here outside a backward pass, and its scaler is not
-  // updated: it counts every pass as a step.
+  const bool ended = std::exchange(ended_, false);
+  applied_ = false;
+  known_ = scaled || changed || ended;
+  // Under join(), a rank without input gets here outside a backward pass, its optimizer does not
+  // step and its scaler is not updated: it counts every pass as a step.
   const bool joined = torch::autograd::get_current_graph_task_id() == -1;
-  return !scaled || changed || joined;
+  return !scaled || changed || ended || joined;
 }
 
 void OptimizerSteps::reset() {
   writes_.reset();
-  noted_ = false;
+  ended_ = applied_ = false;
 }
 
-void expect_known_step(const OptimizerSteps& steps) {
-  GRADFERRY_EXPECTS(steps.knows_last_step(), kState,
+void OptimizerSteps::end(bool applied) {
+  ended_ = true;
+  applied_ = applied_ || applied;
+}
+
+void OptimizerSteps::expect_can_skip() const {
+  GRADFERRY_EXPECTS(!applied_, kState,
+                    "an optimizer has applied the gradients of the last step, so it cannot be "
+                    "skipped any more; call skip_step() in place of the optimizer's step()");
+  GRADFERRY_EXPECTS(known_, kState,
                     "the last two backward passes had no optimizer step between them, so it cannot "
                     "be told which of them belong to the step to be skipped; attach with "
                     "grad_scaler=, whose update() ends a step, or have all but the last pass of a "

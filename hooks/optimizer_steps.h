@@ -1,10 +1,13 @@
 // Which backward passes belong to one optimizer step: with exact_skip, skipping the step restores
 // the residuals from before its first pass.
+//
+// A pass begins a step if the last one has ended. An optimizer that steps ends it, as does
+// update() of a GradScaler, which also follows a step that the scaler has skipped. Without a
+// GradScaler nobody says that a step was skipped, so that every pass is a step of its own.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
-#include <atomic>
 #include <cstdint>
 #include <optional>
 
@@ -14,30 +17,29 @@ namespace gradferry {
 
 class OptimizerSteps {
  public:
-  // `loss_scale`: the scale tensor of a GradScaler. Every update(), and so every optimizer step,
-  // writes to it, even if its value stays the same. Undefined: every pass counts as a step.
+  // `loss_scale`: the scale tensor of a GradScaler. Every update() writes to it, even if its value
+  // stays the same. Undefined: there is none.
   explicit OptimizerSteps(at::Tensor loss_scale);
 
   // At the first bucket of a pass, on the thread that DDP calls from. Returns whether a step
   // begins. `parameters`: of the model.
   bool begin_pass(const ParameterHashes& parameters);
-  // The next pass begins a step.
+  // The next pass begins a step, and nothing is left to take back.
   void reset();
-  // An optimizer has stepped. Any thread.
-  void note_step() { noted_ = true; }
+  // The passes so far are a step that has ended. `applied`: an optimizer has used their gradients.
+  void end(bool applied);
 
-  // Whether the passes of the last step are known. False without a loss scale if the last two
-  // passes may both belong to it.
-  bool knows_last_step() const { return known_; }
+  // Throws Error(kState) unless the last step can be taken back: no optimizer has applied it, and
+  // its passes are known. Without a GradScaler they are not if the last two passes may both belong
+  // to it.
+  void expect_can_skip() const;
 
  private:
   at::Tensor loss_scale_;
   std::optional<uint64_t> writes_;  // to loss scale or parameters, when the last pass began
   bool known_ = true;
-  std::atomic<bool> noted_ = false;
+  bool ended_ = false;
+  bool applied_ = false;
 };
-
-// Throws Error(kState) unless the passes of the last step are known.
-void expect_known_step(const OptimizerSteps& steps);
 
 }  // namespace gradferry

@@ -4,6 +4,7 @@
 #include <c10/core/StreamGuard.h>
 
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #include "device/device_bytes.h"
@@ -29,7 +30,8 @@ uint64_t DeviceCommits::workspace_bytes(const EngineOptions& options, const Layo
   const uint64_t senders = uint64_t{options.world_size} + 1;
   const uint64_t commits = sizeof(CommitRecord) * senders + sizeof(uint64_t);
   const uint64_t hashes = hash_message_bytes(layout.parameters().size()) * senders;
-  return commits + (options.check_every == 0 ? 0 : hashes);
+  const uint64_t scales = options.loss_scale.defined() ? 2 * sizeof(float) : 0;
+  return commits + scales + (options.check_every == 0 ? 0 : hashes);
 }
 
 DeviceCommits::DeviceCommits(DeviceContext& context, const ParameterHashes& hashes)
@@ -43,6 +45,10 @@ DeviceCommits::DeviceCommits(DeviceContext& context, const ParameterHashes& hash
   EngineStats& stats = context_.life.stats;
   stats.workspace_bytes += workspace_bytes(options_, context_.layout);
   ++stats.workspace_allocations;
+  if (options_.loss_scale.defined()) {
+    scale_ = context_.make_tensor(sizeof(float)).view(at::kFloat);
+    scale_before_ = context_.make_tensor(sizeof(float)).view(at::kFloat);
+  }
   if (options_.check_every == 0) return;
   const uint64_t hash_bytes = hash_message_bytes(context_.layout.parameters().size());
   hashes_send_ = context_.make_buffer(hash_bytes);
@@ -53,7 +59,15 @@ DeviceCommits::DeviceCommits(DeviceContext& context, const ParameterHashes& hash
 void DeviceCommits::begin_step(DeviceJob& job) {
   read_last();
   if (uncommitted_step_) post(job, *uncommitted_step_);
+  if (scale_.defined()) note_loss_scale();
   if (job.begins_check && !job.plan->chunks().empty()) check_parameters(job);
+}
+
+// On E, before an update() that follows the pass can change it.
+void DeviceCommits::note_loss_scale() {
+  std::swap(scale_, scale_before_);
+  const c10::StreamGuard guard(context_.encode_stream);
+  scale_.copy_(options_.loss_scale.view({1}), /*non_blocking=*/true);
 }
 
 void DeviceCommits::forget() {
@@ -69,6 +83,7 @@ void DeviceCommits::post(DeviceJob& job, uint64_t step) {
       {.step = step,
        .bucket = job.event.bucket,
        .rank = options_.rank,
+       .loss_scale = scale_.defined() ? scale_.const_data_ptr<float>() : nullptr,
        .findings = context_.findings_on_device(),
        .record = reinterpret_cast<CommitRecord*>(bytes(send_)),
        .nonfinite_tile = reinterpret_cast<uint64_t*>(bytes(receive_) + records),
@@ -93,7 +108,7 @@ void DeviceCommits::read_last() {
     ++context_.life.stats.host_waits;
   }
   const Verdict verdict = read_commit(options_.agreement(), bytes(result_), step, bucket);
-  if (verdict.fault) throw Error(ErrorKind::kProtocol, describe(verdict));
+  if (verdict.fault) throw Error(kind_of(verdict.fault), describe(verdict));
   uint64_t nonfinite_tile = 0;  // 1 + its id
   std::memcpy(&nonfinite_tile, bytes(result_) + sizeof(CommitRecord) * options_.world_size,
               sizeof(nonfinite_tile));

@@ -2,8 +2,8 @@
 // parameters.
 //
 // The host learns of an error on a device only later. So every rank sends its first fault of step s
-// to all at the first bucket of step s + 1, and all ranks read these faults at the first bucket of
-// step s + 2.
+// to all at the first bucket of step s + 1, with the loss scale of step s, and all ranks read these
+// at the first bucket of step s + 2.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -42,6 +42,7 @@ class DeviceCommits {
     uint64_t step, bucket;
   };
 
+  void note_loss_scale();
   void read_last();
   void post(DeviceJob& job, uint64_t step);
   void check_parameters(DeviceJob& job);
@@ -56,6 +57,9 @@ class DeviceCommits {
   c10::Event done_;
   std::optional<PostedCommit> posted_;
   std::optional<uint64_t> uncommitted_step_;
+  // With a GradScaler: the loss scales of the last pass and of the one before, whose commit F may
+  // still write while E begins the last. One fp32 each.
+  at::Tensor scale_, scale_before_;
   DeviceBuffer hashes_send_, hashes_receive_;  // with check_every
 };
 

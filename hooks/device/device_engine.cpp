@@ -272,6 +272,10 @@ void DeviceEngine::take_back_step() {
   context_.finish_stream.synchronize();
 }
 
+void DeviceEngine::keep_step() {
+  if (context_.residuals) context_.residuals->keep();
+}
+
 // The parameter has a worker residual, so the engine has residuals.
 void DeviceEngine::change_worker_residual(uint64_t offset, const at::Tensor& values, float factor) {
   const c10::StreamGuard guard = behind_all();

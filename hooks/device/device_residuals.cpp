@@ -50,7 +50,8 @@ void DeviceResiduals::take_back(const c10::Stream& stream) const {
 }
 
 void DeviceResiduals::begin_step(const c10::Stream& stream) {
-  take_back(stream);
+  settle(stream);
+  keeps_step_ = false;
   const c10::StreamGuard guard(stream);
   for (const Kept& kept : kept_) kept.before.copy_(kept.now, /*non_blocking=*/true);
 }
@@ -81,7 +82,9 @@ void DeviceResiduals::scale_by_parameter(const Layout& layout,
   gradferry::scale_by_parameter(layout, factors, kept_[0].before, kept_[1].before);
 }
 
-void DeviceResiduals::settle(const c10::Stream& current) const { take_back(current); }
+void DeviceResiduals::settle(const c10::Stream& current) const {
+  if (!keeps_step_) take_back(current);
+}
 
 void DeviceResiduals::skip(const c10::Stream& current) {
   if (kept_.empty()) return;

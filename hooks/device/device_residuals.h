@@ -35,6 +35,9 @@ class DeviceResiduals {
   // is called, or between steps.
   void scale_by_parameter(const Layout& layout, const std::vector<float>& factors) const;
 
+  // The last step stays, whatever its results were. Call it before the next one begins.
+  void keep() { keeps_step_ = true; }
+
   // Call the rest between steps, when the work of all other streams is done. It may wait for the
   // device.
 
@@ -65,6 +68,7 @@ class DeviceResiduals {
   at::Tensor scale_, gain_;  // one fp32 each
   std::vector<Kept> kept_;   // worker, owner, scale_; empty without exact_skip
   at::Tensor step_nonfinite_;
+  bool keeps_step_ = false;  // the last one
 };
 
 }  // namespace gradferry

@@ -110,7 +110,8 @@ void load_message_kernels(const DeviceContext& context, const Scratch& scratch) 
   kernels.take_back({word, residual, residual, 1, stream});
   kernels.rescale({nullptr, residual, residual, word, stream});
   kernels.scale({residual, residual, 1, stream});
-  kernels.commit({0, 0, 0, found, scratch.as<CommitRecord>(11), scratch.as<uint64_t>(12), stream});
+  kernels.commit(
+      {0, 0, 0, residual, found, scratch.as<CommitRecord>(11), scratch.as<uint64_t>(12), stream});
 }
 
 }  // namespace

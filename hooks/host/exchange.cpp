@@ -307,9 +307,9 @@ Fault Exchange::wait_forward(Chunk& chunk) {
 // --- all ranks
 
 Pending Exchange::post_commit(const at::Tensor& commits, uint64_t step, uint64_t bucket,
-                              const Fault& fault, const UsedMap& used) {
+                              const Fault& fault, const UsedMap& used, float loss_scale) {
   write_commit(bytes(commits) + agreement_.rank * commit_bytes(used.size()), agreement_.rank, step,
-               bucket, fault, used);
+               bucket, fault, used, loss_scale);
   return post_to_all(*lanes_.commit, commits);
 }
 

@@ -112,8 +112,9 @@ class Exchange {
 
   // Sends this rank's commit record and map to all. `commits` is uint8 of world_size times
   // commit_bytes(used.size()) bytes: one place per rank, of which this rank's is written here.
+  // `loss_scale`: as in write_commit().
   Pending post_commit(const at::Tensor& commits, uint64_t step, uint64_t bucket, const Fault& fault,
-                      const UsedMap& used);
+                      const UsedMap& used, float loss_scale);
 
   // Sends the hashes of this rank's parameters, and puts every rank's into `by_rank`. Waits for all
   // ranks. Returns the fault of the first message that cannot be trusted; `by_rank` is then

@@ -386,8 +386,8 @@ void Finisher::post_commit(std::shared_ptr<BucketJob> bucket) {
   Commit& commit = commits_.emplace_back(
       Commit{std::move(bucket), slot.narrow(0, 0, size * options_.world_size), {}});
   const BucketJob& job = *commit.bucket;
-  commit.work =
-      exchange_.post_commit(commit.records, job.step, job.event.bucket, job.fault, job.used);
+  commit.work = exchange_.post_commit(commit.records, job.step, job.event.bucket, job.fault,
+                                      job.used, job.loss_scale);
 }
 
 void Finisher::finish_commit() {
@@ -406,11 +406,10 @@ void Finisher::finish_commit() {
   }
   if (fault) {
     std::string message = describe(verdict);
-    if (fault.status != WireStatus::kLocalFailure) {
-      throw Error(ErrorKind::kProtocol, message);
-    }
-    if (verdict.reporter == options_.rank) message += ": " + bucket.local_error;
-    throw Error(ErrorKind::kPeer, message);
+    const bool failed_here =
+        fault.status == WireStatus::kLocalFailure && verdict.reporter == options_.rank;
+    if (failed_here) message += ": " + bucket.local_error;
+    throw Error(kind_of(fault), message);
   }
   if (!bucket.used.empty()) put_back_unused(commit);
   if (options_.raise_nonfinite && !bucket.nonfinite_tiles.empty()) {

@@ -58,11 +58,13 @@ void HostEngine::average(Bucket bucket) {
   Fault fault;
   if (std::exchange(check_is_due_, false)) fault = check_parameters(bucket.step);
   count_in(bucket);
+  const float sent_scale = options_.loss_scale.defined() ? pass_scale_ : 0.0F;
   const auto job = std::make_shared<BucketJob>(BucketJob{.plan = bucket.plan,
                                                          .gradient = std::move(bucket.gradient),
                                                          .future = std::move(bucket.future),
                                                          .value = std::move(bucket.value),
                                                          .step = bucket.step,
+                                                         .loss_scale = sent_scale,
                                                          .fault = fault,
                                                          .local_error = {},
                                                          .nonfinite_tiles = {},
@@ -81,8 +83,8 @@ void HostEngine::begin_step(const Bucket& bucket) {
   if (bucket.begins_momentum) begin_momentum();
   if (bucket.begins_optimizer_step) residuals_.begin_step();
   check_is_due_ = check_is_due_ || bucket.begins_check;
-  if (!options_.touches_residuals(bucket.step)) return;
-  residuals_.begin_pass(loss_scale());
+  pass_scale_ = loss_scale();
+  if (options_.touches_residuals(bucket.step)) residuals_.begin_pass(pass_scale_);
 }
 
 // All ranks see the same hashes, so all of them throw, or none.

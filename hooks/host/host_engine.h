@@ -58,6 +58,7 @@ class HostEngine final : public BucketEngine {
   SavedResiduals save_residuals() override;
   void load_residuals(const SavedResiduals& saved) override;
   void take_back_step() override { residuals_.skip(); }
+  void keep_step() override { residuals_.keep(); }
   void change_worker_residual(uint64_t offset, const at::Tensor& values, float factor) override;
   void multiply_residuals(float factor) override;
   void begin_momentum() override;
@@ -80,6 +81,7 @@ class HostEngine final : public BucketEngine {
   // DDP's thread only.
   ChunkCodecs codecs_;
   bool check_is_due_ = false;  // of parameters, with the next bucket that has elements
+  float pass_scale_ = 1.0F;    // the loss scale when the pass began; 1 without a GradScaler
 };
 
 }  // namespace gradferry

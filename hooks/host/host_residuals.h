@@ -32,6 +32,8 @@ class HostResiduals {
   void begin_pass(float loss_scale);
   // Notes that a result of the optimizer step is not finite.
   void note_nonfinite() { step_nonfinite_ = true; }
+  // The last step stays, whatever its results were.
+  void keep() { step_nonfinite_ = false; }
 
   // Call the rest between steps.
 

@@ -23,6 +23,7 @@ struct BucketJob {
   c10::intrusive_ptr<c10::ivalue::Future> future;
   c10::IValue value;
   uint64_t step;
+  float loss_scale;  // 0: there is no GradScaler
   Fault fault;
   std::string local_error;                // of this rank, when fault is kLocalFailure
   std::vector<uint64_t> nonfinite_tiles;  // only the lowest, or all if parameters may be unused

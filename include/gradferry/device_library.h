@@ -203,6 +203,7 @@ struct CommitCall {
   uint64_t step;
   uint64_t bucket;
   uint32_t rank;
+  const float* loss_scale;  // of that step; null: there is no GradScaler
   Findings* findings;
   CommitRecord* record;
   uint64_t* nonfinite_tile;
@@ -254,7 +255,7 @@ struct DeviceLibrary {
   bool (*is_capturing)(Stream stream);
 };
 // Increases with every change of a type or function type in this file or in codec.h.
-inline constexpr uint32_t kDeviceLibraryVersion = 10;
+inline constexpr uint32_t kDeviceLibraryVersion = 11;
 // Name of the Python capsule that holds a library.
 inline constexpr const char* kDeviceLibraryCapsule = "gradferry.DeviceLibrary";
 

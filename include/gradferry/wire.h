@@ -43,6 +43,8 @@ enum class WireStatus : uint32_t {
   // An owner's mean is not finite, which was to be an error; `received` is the number of its tile.
   // Of a reduce-scatter, where other ranks cannot see it.
   kNonFiniteMean = 14,
+  // The loss scales in the commits of all ranks are not one number. No rank sends it: all see it.
+  kBadLossScale = 15,
 };
 
 // Precedes every payload.
@@ -159,7 +161,7 @@ constexpr HeaderMismatch first_mismatch(const MessageHeader& expected,
 }
 
 // Ends every bucket: every rank sends one to all. It carries the first error of its rank, with both
-// values, so that all ranks raise the same error.
+// values, so that all ranks raise the same error; or, without one, the rank's loss scale.
 struct CommitRecord {
   uint32_t magic;
   uint16_t wire_version;
@@ -168,20 +170,20 @@ struct CommitRecord {
   uint32_t source_rank;
   uint64_t step;
   uint64_t bucket;        // number of the bucket since the codec was attached
-  uint32_t failed_chunk;  // low 32 bits; 0 when status is kOk, as in all that follow
+  uint32_t failed_chunk;  // low 32 bits; 0 when status is kOk, as in all that follow but one
   uint16_t failed_phase;
   uint16_t failed_rank;  // whose message was refused, low 16 bits
   uint64_t expected;
-  uint64_t received;
+  uint64_t received;  // when status is kOk: the bits of the fp32 loss scale; 0: no GradScaler
   uint64_t checksum;  // word_sum of the 14 words before it, followed by the words after it
 };
 static_assert(sizeof(CommitRecord) == 64);
 
-// A commit without its checksum. `Fault` has status, chunk, phase, rank, expected and received; of
-// one that is no fault all but the status are 0.
+// A commit without its checksum. `Fault` has status, chunk, phase, rank, expected and received,
+// which count if its status is an error. `loss_scale`: of the pass; 0: there is no GradScaler.
 template <class Fault>
 constexpr CommitRecord make_commit(uint32_t rank, uint64_t step, uint64_t bucket,
-                                   const Fault& fault) {
+                                   const Fault& fault, float loss_scale) {
   CommitRecord record{.magic = kWireMagic,
                       .wire_version = kWireVersion,
                       .phase = static_cast<uint16_t>(Phase::kCommit),
@@ -193,7 +195,7 @@ constexpr CommitRecord make_commit(uint32_t rank, uint64_t step, uint64_t bucket
                       .failed_phase = 0,
                       .failed_rank = 0,
                       .expected = 0,
-                      .received = 0,
+                      .received = std::bit_cast<uint32_t>(loss_scale),
                       .checksum = 0};
   if (record.status != static_cast<uint32_t>(WireStatus::kOk)) {
     record.failed_chunk = static_cast<uint32_t>(fault.chunk);

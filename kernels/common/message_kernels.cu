@@ -17,7 +17,8 @@ struct CommitWords {
 // One thread.
 __global__ void commit_kernel(CommitCall call) {
   const Findings& findings = *call.findings;
-  CommitRecord record = make_commit(call.rank, call.step, call.bucket, findings);
+  const float loss_scale = call.loss_scale == nullptr ? 0.0f : *call.loss_scale;
+  CommitRecord record = make_commit(call.rank, call.step, call.bucket, findings, loss_scale);
   const auto words = std::bit_cast<CommitWords>(record);
   for (uint32_t i = 0; i < offsetof(CommitRecord, checksum) / 4; ++i) {
     record.checksum += uint64_t{words.word[i]} * (2 * i + kFirstWeight);

@@ -409,7 +409,8 @@ void bind_engine(py::module_& module) {
            })
       .def("tiles", &tiles_list)
       .def("skip_step", &BucketEngine::skip_step, py::call_guard<py::gil_scoped_release>())
-      .def("note_optimizer_step", &BucketEngine::note_optimizer_step)
+      .def("end_optimizer_step", &BucketEngine::end_optimizer_step, py::kw_only(),
+           py::arg("applied"), py::call_guard<py::gil_scoped_release>())
       .def("note_passed", &BucketEngine::pass, py::arg("parameters"))
       .def("compare", &BucketEngine::compare, py::arg("parameters"))
       .def("add_to_worker_residual", &BucketEngine::add_to_worker_residual, py::arg("parameter"),

@@ -206,8 +206,8 @@ struct GoldenFault {
 
 // The record and its map, as docs/reference/wire_format.md says.
 std::string commit_message(uint32_t rank, const GoldenFault& fault,
-                           const std::array<uint8_t, 8>& used) {
-  CommitRecord record = make_commit(rank, kStep, kBucket, fault);
+                           const std::array<uint8_t, 8>& used, float loss_scale) {
+  CommitRecord record = make_commit(rank, kStep, kBucket, fault, loss_scale);
   constexpr size_t kSummed = offsetof(CommitRecord, checksum);
   const auto* bytes = reinterpret_cast<const std::byte*>(&record);
   record.checksum = word_sum(bytes, kSummed) +
@@ -216,12 +216,14 @@ std::string commit_message(uint32_t rank, const GoldenFault& fault,
 }
 
 TEST(GoldenMessages, CommitsStillDescribeTheWireFormat) {
-  expect_golden(
-      "messages/commit_rank0",
-      commit_message(0, {WireStatus::kOk, Phase::kScatter, 0, 0, 0, 0}, {1, 0, 1, 1, 0, 1, 1, 0}));
+  const GoldenFault none{WireStatus::kOk, Phase::kScatter, 0, 0, 0, 0};
+  const std::array<uint8_t, 8> used = {1, 0, 1, 1, 0, 1, 1, 0};
+  expect_golden("messages/commit_rank0", commit_message(0, none, used, 0.0F));
+  expect_golden("messages/commit_scaled_rank0", commit_message(0, none, used, 6.25e4F));
   const GoldenFault fault{WireStatus::kBadChecksum, Phase::kGather,     0,
                           (1ull << 32) + kChunk,    0x0123456789abcdef, 0xfedcba9876543210};
-  expect_golden("messages/commit_rank1", commit_message(1, fault, {1, 1, 0, 1, 0, 0, 1, 0}));
+  expect_golden("messages/commit_rank1",
+                commit_message(1, fault, {1, 1, 0, 1, 0, 0, 1, 0}, 6.25e4F));
 }
 
 }  // namespace

@@ -333,9 +333,11 @@ void decode_chunk(const DecodeChunkCall& call) {
 
 void commit(const CommitCall& call) {
   CommitCall on_gpu = call;
+  const GpuCopy loss_scale(call.loss_scale, 1);
   const GpuCopy findings(call.findings, 1);
   const GpuCopy record(call.record, 1);
   const GpuCopy tile(call.nonfinite_tile, 1);
+  on_gpu.loss_scale = loss_scale.get();
   on_gpu.findings = findings.get();
   on_gpu.record = record.get();
   on_gpu.nonfinite_tile = tile.get();

@@ -64,6 +64,7 @@ void check_headers(Bytes& input, const Agreement& agreement) {
 }
 
 void check_commits(Bytes& input, Agreement agreement) {
+  agreement.has_loss_scale = input.flip();
   const uint64_t step = input.below(3), bucket = input.below(3);
   const size_t num_used = input.below(20);
   const uint64_t size = commit_bytes(num_used);
@@ -74,10 +75,11 @@ void check_commits(Bytes& input, Agreement agreement) {
     Fault fault;
     if (input.flip())
       fault = {static_cast<WireStatus>(input.below(20)), Phase::kGather, 1, 2, 3, 4};
+    const float scale = input.below(16) == 1 ? input.take<float>() : 8.0F;
     // Some are whole, but of another rank, step or bucket.
     const auto mostly = [&](uint64_t value) { return input.below(16) == 1 ? value + 1 : value; };
     write_commit(right.data() + rank * size, static_cast<uint32_t>(mostly(rank)), mostly(step),
-                 mostly(bucket), fault, used);
+                 mostly(bucket), fault, used, agreement.has_loss_scale ? scale : 0.0F);
   }
   const std::vector<std::byte> records = received(input, right);
   const Verdict verdict = read_commit(agreement, records.data(), step, bucket, num_used);
@@ -99,6 +101,11 @@ void check_commits(Bytes& input, Agreement agreement) {
       EXPECT_EQ(record.source_rank, rank);
       EXPECT_EQ(record.step, step);
       EXPECT_EQ(record.bucket, bucket);
+      CommitRecord first;
+      std::memcpy(&first, records.data(), sizeof(first));
+      EXPECT_EQ(record.received, first.received);
+      EXPECT_EQ(is_loss_scale(record.received), agreement.has_loss_scale);
+      EXPECT_TRUE(agreement.has_loss_scale || record.received == 0);
       any |= static_cast<uint8_t>(records[rank * size + sizeof(CommitRecord) + i]);
     }
     EXPECT_EQ(used[i] != 0, any != 0);

@@ -114,6 +114,8 @@ def test_commits_are_the_golden_ones() -> None:
         write_commit(1, STEP, NUMBER, fault, used[1]),
     ]
     assert commits == [golden("commit_rank0"), golden("commit_rank1")]
+    scaled = write_commit(0, STEP, NUMBER, None, used[0], loss_scale=62500.0)
+    assert scaled == golden("commit_scaled_rank0")
     reporter, read = outcome(commits, 0, STEP, NUMBER)
     assert (reporter, read) == (1, Fault(10, GATHER, 0, CHUNK, fault.expected, fault.received))
     assert used_by_any(commits, 7) == [True, True, True, True, False, True, True]

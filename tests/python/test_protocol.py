@@ -201,11 +201,14 @@ class Forger:
         return receive.numpy()
 
 
-def case_forged(phase: str, change: dict[str, int]) -> dict[str, Any] | None:
-    """What an honest rank sees: the error of the step, of the next one, and of its state."""
+def case_forged(phase: str, change: dict[str, int], scaled: bool = False) -> dict[str, Any] | None:
+    """What an honest rank sees: the error of the step, of the next one, and of its state.
+    `scaled`: with a GradScaler whose scale is 1024.
+    """
     import gradferry
 
-    scenario = Scenario(WEIGHTS, WORLD_SIZE)
+    options = {"grad_scaler": torch.amp.GradScaler("cpu", init_scale=1024.0)} if scaled else {}
+    scenario = Scenario(WEIGHTS, WORLD_SIZE, options=options)
     if dist.get_rank() == FORGER:
         Forger(scenario, phase, change).run()
         return None
@@ -221,9 +224,12 @@ def case_forged(phase: str, change: dict[str, int]) -> dict[str, Any] | None:
     return {"errors": errors, "in_flight": run.state.stats()["in_flight"]}
 
 
-def check(world: World, phase: str, change: dict[str, int]) -> tuple[str, str]:
+def check(
+    world: World, phase: str, change: dict[str, int], *, scaled: bool = False
+) -> tuple[str, str]:
     """The one error that all honest ranks raise."""
-    answers = [a for a in world.run(case_forged, phase=phase, change=change) if a is not None]
+    arguments = {"phase": phase, "change": change, "scaled": scaled}
+    answers = [a for a in world.run(case_forged, **arguments) if a is not None]
     assert len(answers) == WORLD_SIZE - 1
     errors = {error for answer in answers for error in answer["errors"]}
     assert len(errors) == 1, errors

@@ -155,6 +155,7 @@ void Rank::prepare(uint64_t number) {
     engine_->fail(Error(ErrorKind::kState, "planned failure"));
   }
   if (loss_scale_.defined()) loss_scale_.fill_(std::ldexp(1.0, step.loss_scale_exponent));
+  if (differs_at(number, Difference::kLossScale)) loss_scale_.mul_(2);
   switch (step.before) {
     case Before::kNothing: return;
     case Before::kScaleResiduals: return engine_->scale_residuals(kAdded);
@@ -240,7 +241,7 @@ void Rank::learn(uint64_t number, const std::vector<at::Tensor>& gradients) {
     if (!equal || count == 0) continue;
     parameter.narrow(0, 0, count).add_(gradients[b].narrow(0, 0, count).to(at::kFloat));
   }
-  engine_->note_optimizer_step();
+  engine_->end_optimizer_step(/*applied=*/false);  // the next one may skip it
 }
 
 // In shared memory it counts what it writes there.

@@ -100,9 +100,10 @@ void draw_what_goes_wrong(Choices& choices, World& world) {
   constexpr std::array kMishaps = {
       Mishap::kFlip,  Mishap::kTruncate, Mishap::kLose, Mishap::kReplay, Mishap::kSwap,
       Mishap::kDelay, Mishap::kStall,    Mishap::kCut,  Mishap::kKill,   Mishap::kHalt};
-  constexpr std::array kDifferences = {
-      Difference::kConfig,     Difference::kLayout,      Difference::kStep,   Difference::kOrder,
-      Difference::kParameters, Difference::kShortBucket, Difference::kFailure};
+  constexpr std::array kDifferences = {Difference::kConfig,     Difference::kLayout,
+                                       Difference::kStep,       Difference::kOrder,
+                                       Difference::kParameters, Difference::kShortBucket,
+                                       Difference::kFailure,    Difference::kLossScale};
   const uint32_t kind = choices.below(4);
   if (kind < 2) return;
   if (kind == 2) {
@@ -112,6 +113,7 @@ void draw_what_goes_wrong(Choices& choices, World& world) {
   world.difference = choices.pick(kDifferences);
   world.different_rank = choices.below(world.size);
   world.different_step = choices.below(static_cast<uint32_t>(world.steps.size()));
+  world.has_loss_scale = world.has_loss_scale || world.difference == Difference::kLossScale;
 }
 
 // Drawn last: worlds without are what they would be if there were none.
@@ -141,8 +143,8 @@ const char* name_of(Mishap mishap) {
 }
 
 const char* name_of(Difference difference) {
-  constexpr std::array kNames = {"none",  "config hash", "layout hash",  "step",
-                                 "order", "parameters",  "short bucket", "failure"};
+  constexpr std::array kNames = {"none",       "config hash",  "layout hash", "step",      "order",
+                                 "parameters", "short bucket", "failure",     "loss scale"};
   return kNames[static_cast<size_t>(difference)];
 }
 

@@ -46,6 +46,7 @@ enum class Difference : uint8_t {
   kParameters,   // its parameters are others
   kShortBucket,  // it hands over a bucket that is too short
   kFailure,      // it tells of an error of its own
+  kLossScale,    // its GradScaler has another scale
 };
 
 struct World {

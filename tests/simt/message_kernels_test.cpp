@@ -3,7 +3,9 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
+#include <limits>
 #include <random>
 #include <vector>
 
@@ -296,7 +298,8 @@ TEST(Messages, CommitWritesItsRecordAndTakesTheTile) {
                     .nonfinite_tile = 44};
   CommitRecord record{};
   uint64_t tile = 0;
-  message_kernels.commit({7, 9, 2, &findings, &record, &tile, nullptr});
+  const float scale = 1024;
+  message_kernels.commit({7, 9, 2, &scale, &findings, &record, &tile, nullptr});
   CommitRecord expected{.magic = kWireMagic,
                         .wire_version = kWireVersion,
                         .phase = 3,
@@ -316,6 +319,22 @@ TEST(Messages, CommitWritesItsRecordAndTakesTheTile) {
   EXPECT_EQ(tile, 44u);
   EXPECT_EQ(findings.nonfinite_tile, 0u);
   EXPECT_EQ(findings.status, 10u);  // stays
+}
+
+TEST(Messages, CommitWithoutAnErrorHasTheLossScale) {
+  for (const float scale : {1024.0f, std::numeric_limits<float>::infinity(), 0.0f}) {
+    Findings findings{};
+    CommitRecord record{};
+    uint64_t tile = 0;
+    const bool is_there = scale != 0;
+    message_kernels.commit(
+        {7, 9, 2, is_there ? &scale : nullptr, &findings, &record, &tile, nullptr});
+    EXPECT_EQ(record.status, 0u);
+    EXPECT_EQ(record.expected, 0u);
+    EXPECT_EQ(record.received, std::bit_cast<uint32_t>(scale));
+    const auto* bytes = reinterpret_cast<const std::byte*>(&record);
+    EXPECT_EQ(record.checksum, word_sum(bytes, offsetof(CommitRecord, checksum)));
+  }
 }
 
 }  // namespace

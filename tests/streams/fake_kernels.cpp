@@ -184,6 +184,7 @@ void sum(const SumCall& call) {
 
 void commit(const CommitCall& call) {
   enqueue(call.stream, "commit", kernels().commit, call, [=](const Touched& touched) {
+    if (call.loss_scale != nullptr) touched.read(call.loss_scale, sizeof(float));
     touched.write(call.findings, sizeof(Findings));
     touched.write(call.record, sizeof(CommitRecord));
     touched.write(call.nonfinite_tile, sizeof(uint64_t));

@@ -71,14 +71,20 @@ def attach(
             in all other steps; in momentum mode, what it has withheld then enters the momentum. An
             adaptive optimizer learns its variance from what arrives, and needs 3 bits or more here.
         grad_scaler: the `torch.amp.GradScaler` that scales the loss. Residuals follow its scale,
-            exactly where that changes by powers of two.
+            exactly where that changes by powers of two. Ranks compare their scales at attach and in
+            every step, and raise `RankMismatchError` where they differ, on a device two steps
+            later. Under ``join()`` a rank without input does not update its scaler: a scale that
+            changes there is such an error. An optimizer that steps three times without an
+            ``update()`` of the scaler causes a warning.
         nonfinite: ``"propagate"`` delivers NaN and infinity to every rank; ``"raise"`` raises
             `StateError` on every rank, after which the hook is finished, as after any error.
         exact_skip: if true, a step whose result holds a NaN or infinity, which a GradScaler skips,
             leaves the residuals unchanged. If false, such a step changes them by the difference
             between what it was given and what it delivered, wherever that is finite. Costs a copy
-            of the residuals. With ``grad_scaler``, a step is all synced backward passes since
-            ``scaler.update()``; without, every synced backward pass is a step.
+            of the residuals. With ``grad_scaler``, a step is all synced backward passes since an
+            optimizer of the model stepped or since ``scaler.update()``; without, every synced
+            backward pass is a step. What an optimizer has applied is never taken back: where two
+            optimizers share the parameters of one model, the first that steps ends what can be.
         check_every: number of steps after which all ranks compare hashes of their parameters, and
             raise `DivergedError` if those differ; 0 for never. Reads the model once and sends 8
             bytes per parameter. Not for uneven inputs under ``join()``: there a rank without

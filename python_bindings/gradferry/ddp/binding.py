@@ -97,8 +97,8 @@ def bind(
 
     binding = start(model.group, model.device, propose_here, build, purpose="come to attach")
     running = binding.running
-    if running.config.exact_skip and running.config.grad_scaler is None:
-        _note_optimizer_steps(running)
+    if running.config.exact_skip:
+        _end_optimizer_steps(running)
     name = f"gradferry:{running.codec_asked_for}" if native else None
     register(model, binding.hook, watch_use=_must_watch_use(running), name=name)
     return binding
@@ -138,15 +138,25 @@ def _must_watch_use(running: Running) -> bool:
     )
 
 
-def _note_optimizer_steps(running: Running) -> None:
+def _end_optimizer_steps(running: Running) -> None:
     """Has the engine know when an optimizer of the model has stepped."""
     weak = weakref.ref(running)  # the model may outlive its hook
 
-    def note(_: Optimizer) -> None:
+    def end(optimizer: Optimizer) -> None:
         running = weak()
         if running is None:
             handle.remove()
         elif running.engine is not None:
-            running.engine.note_optimizer_step()
+            running.engine.end_optimizer_step(applied=_has_applied(optimizer))
 
-    handle = call_after_steps(running.index, note)
+    handle = call_after_steps(running.index, end)
+
+
+def _has_applied(optimizer: Optimizer) -> bool:
+    """Whether a step has changed parameters, as far as the host knows without waiting.
+
+    A GradScaler does not call an optimizer whose step it skips. A fused one it calls always, with
+    ``found_inf``, by which that skips itself; on a device, unknown to the host.
+    """
+    found_inf = getattr(optimizer, "found_inf", None)
+    return found_inf is None or (found_inf.device.type == "cpu" and not found_inf.item())

@@ -191,17 +191,17 @@ class Averaging(ABC):
     def skip_step(self) -> None:
         """Declares that the gradients of the last step will not be used. Not collective.
 
-        Call it on every rank when you skip an optimizer step although its gradients are finite; the
-        hook detects skips by a GradScaler itself. It restores the residuals from before the step,
-        to the bit. With ``grad_scaler`` the step of a hook began with the first synced backward
-        pass since the last ``scaler.update()``; without, it is the last synced backward pass. That
-        of a `Reducer` is its last call.
+        Call it on every rank in place of an optimizer step that you skip although its gradients are
+        finite; the hook detects skips by a GradScaler itself. It restores the residuals from before
+        the step, to the bit. With ``grad_scaler`` the step of a hook began with the first synced
+        backward pass since an optimizer of the model stepped or since ``scaler.update()``; without,
+        it is the last synced backward pass. That of a `Reducer` is its last call.
 
         Raises:
-            StateError: there is no ``exact_skip=True``, or this is the middle of a step. Of a hook
-                without ``grad_scaler`` also if the last two synced backward passes may belong to
-                one step: between them no optimizer stepped, no parameter was written in place and
-                no step was skipped.
+            StateError: there is no ``exact_skip=True``, or this is the middle of a step, or an
+                optimizer has applied the step. Of a hook without ``grad_scaler`` also if the last
+                two synced backward passes may belong to one step: between them no optimizer
+                stepped, no parameter was written in place and no step was skipped.
         """
         engine = self._engine_at_rest("skip a step")
         if engine is not None:

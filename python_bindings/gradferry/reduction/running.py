@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import uuid
 from collections import Counter
 from collections.abc import Sequence
@@ -132,7 +133,10 @@ class Running:
 
     def record(self) -> Record:
         """The fields that must be equal on all ranks before an engine starts."""
-        return {**self.agreed, "parameters": self._parameter_records()}
+        scale = loss_scale(self.config, self.transport.device)
+        # Not in `agreed`, and so in no hash: a state goes on under another scale.
+        now = {} if scale is None else {"scale of grad_scaler": float(scale)}
+        return {**self.agreed, **now, "parameters": self._parameter_records()}
 
     def start(self, group: dist.ProcessGroup, nonce: str) -> None:
         """Starts the engine, if the configuration needs one. Collective.
@@ -326,13 +330,17 @@ def propose(
 
     Raises:
         ConfigError: a parameter's device or dtype has no codec, or parameters are on several
-            devices; or the loss scale is on another one.
+            devices; or the loss scale is on another one, or not positive and finite.
     """
     scale = loss_scale(config, place)
     if scale is not None and scale.device != place:
         raise ConfigError(
             f"the scale of grad_scaler is on {scale.device}, the gradients are on {place}; make a "
             f"torch.amp.GradScaler({place.type!r})"
+        )
+    if scale is not None and not 0 < float(scale) < math.inf:
+        raise ConfigError(
+            f"the scale of grad_scaler is {float(scale)}; it must be positive and finite"
         )
     if config.momentum and config.disabled:
         warn(

@@ -21,6 +21,7 @@ from gradferry.core.meeting import meet, patience, say_failed
 from gradferry.core.nodes import choose_exchange, identity, received_identities, resolve
 from gradferry.errors import ConfigError, PeerError, StateError
 from gradferry.reduction.running import Running
+from gradferry.reduction.watch_scaler import watch_scaler
 
 Started = TypeVar("Started")
 
@@ -113,4 +114,5 @@ def start(
             raise interrupted from None
         raise
     assert built is not None
+    watch_scaler(running)
     return built

@@ -21,6 +21,7 @@ from .lanes import Lanes, LostContactError
 from .messages import (
     BAD_CHECKSUM,
     BAD_CHUNK,
+    BAD_LOSS_SCALE,
     CHECKS,
     CORRUPT_PAYLOAD,
     LOCAL_FAILURE,
@@ -444,6 +445,8 @@ def describe_fault(reporter: int, fault: Fault, step: int) -> tuple[str, str]:
     where = f"(step {step}, {unit} {fault.chunk}, {PHASES[fault.phase]})"
     if fault.status == LOCAL_FAILURE:
         return "PeerError", f"rank {reporter} failed while it compressed gradients {where}"
+    if fault.status == BAD_LOSS_SCALE:
+        return "RankMismatchError", f"rank {reporter} has a loss scale at step {step}"
     field = "bucket" if fault.phase == 3 and fault.status == BAD_CHUNK else FIELDS[fault.status]
     return "ProtocolError", (
         f"rank {reporter} refused a message from rank {fault.rank} {where}: {field} is "

@@ -27,6 +27,7 @@ MASK = 2**64 - 1
     LOCAL_FAILURE,
     PEER_TROUBLE,
 ) = range(14)
+BAD_LOSS_SCALE = 15
 # The order of the checks.
 CHECKS = (
     (BAD_MAGIC, "magic"),
@@ -84,10 +85,15 @@ def _checksum(record: bytes) -> int:
 
 
 def write_commit(
-    rank: int, step: int, bucket: int, fault: Fault | None, used: Sequence[int]
+    rank: int,
+    step: int,
+    bucket: int,
+    fault: Fault | None,
+    used: Sequence[int],
+    loss_scale: float = 0.0,
 ) -> bytes:
-    """`used`: by parameter of the bucket; empty: there is no map."""
-    failed = (0, 0, 0, 0, 0)
+    """`used`: by parameter of the bucket; empty: there is no map. `loss_scale`: 0.0: none."""
+    failed = (0, 0, 0, 0, int(np.float32(loss_scale).view(np.uint32)))
     if fault:
         failed = (fault.chunk & 0xFFFFFFFF, fault.phase, fault.rank, fault.expected, fault.received)
     status = fault.status if fault else OK
@@ -100,7 +106,7 @@ def write_commit(
 def outcome(
     records: Sequence[bytes], rank: int, step: int, bucket: int
 ) -> tuple[int, Fault | None]:
-    """Who reports the fault of a bucket, and the fault."""
+    """Who reports the fault of a bucket, and the fault; without a GradScaler."""
     fields = [RECORD.unpack_from(record) for record in records]
     for source, (record, values) in enumerate(zip(records, fields, strict=True)):
         for status, wanted, came in (
@@ -121,6 +127,9 @@ def outcome(
         for status, wanted, came in ((BAD_STEP, step, values[5]), (BAD_CHUNK, bucket, values[6])):
             if wanted != came:
                 return rank, Fault(status, COMMIT, source, bucket, wanted, came)
+    for source, values in enumerate(fields):
+        if values[11] != 0:
+            return source, Fault(BAD_LOSS_SCALE, COMMIT, source, bucket, 0, values[11])
     return rank, None
 
 

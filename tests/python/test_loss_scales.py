@@ -1,0 +1,480 @@
+"""GradScalers that differ between ranks, or that nobody updates; and what exact_skip may take back
+when several optimizers share one.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from outcomes import Outcome, attempt
+from sharding import Sharding
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from world import World
+
+Worlds = Callable[[int], World]
+DIFFERS = "differs from rank 0 in the scale of its GradScaler at step "
+
+
+# --- scales that differ ---------------------------------------------------------------------------
+
+
+def case_other_at_attach() -> list[Outcome]:
+    import gradferry
+
+    rank = dist.get_rank()
+    named = {"gradient": torch.zeros(40, 40)}
+    outcomes = []
+    for scale in (1024.0 * (1 + rank), math.inf if rank else 1024.0):
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        model = nn.Linear(40, 40)
+        outcomes += [
+            attempt(
+                lambda s=scaler, m=model: gradferry.attach(
+                    DistributedDataParallel(m), "q4", grad_scaler=s
+                )
+            ),
+            attempt(lambda s=scaler: gradferry.Reducer(named, "q4", grad_scaler=s)),
+        ]
+    return outcomes
+
+
+def test_scales_that_differ_at_attach_are_refused(world_of_2: World) -> None:
+    answers = world_of_2.run(case_other_at_attach)
+    assert [o.text for o in answers[0]] == [o.text for o in answers[1]]
+    assert [o.error for o in answers[0]] == ["RankMismatchError"] * 2 + ["ConfigError"] * 2
+    for outcome in answers[0][:2]:
+        assert (
+            "rank 1 differs from rank 0 in scale of grad_scaler: 2048.0 instead of 1024.0"
+            in outcome.text
+        )
+    for outcome in answers[0][2:]:
+        assert "rank 1: the scale of grad_scaler is inf; it must be positive" in outcome.text
+
+
+def steps_of_hook(scaler: torch.amp.GradScaler, options: dict[str, Any]) -> Callable[[], None]:
+    import gradferry
+
+    ddp = DistributedDataParallel(nn.Linear(70, 70), **options.pop("ddp", {}))
+    gradferry.attach(ddp, "q4", grad_scaler=scaler, **options)
+    return lambda: scaler.scale(ddp(torch.ones(2, 70)).square().mean()).backward()
+
+
+def steps_of_reducer(scaler: torch.amp.GradScaler, _: dict[str, Any]) -> Callable[[], None]:
+    import gradferry
+
+    reducer = gradferry.Reducer({"gradient": torch.ones(70, 70)}, "q4", grad_scaler=scaler)
+    return lambda: reducer.all_reduce([torch.ones(70, 70)])
+
+
+def steps_of_shards(scaler: torch.amp.GradScaler, options: dict[str, Any]) -> Callable[[], None]:
+    import gradferry
+
+    scatters = options.pop("scatters")
+    sharding = Sharding(replicas=1 if scatters else 2, shards=2 if scatters else 1)
+    mesh = sharding.mesh()
+    model = sharding.model(mesh["shard"])
+    if scatters:
+        gradferry.fsdp.attach_reduce_scatter(model, "q4", grad_scaler=scaler, **options)
+    else:
+        gradferry.fsdp.attach(model, "q4", mesh["replica"], grad_scaler=scaler, **options)
+
+    def step() -> None:
+        model.zero_grad()
+        scaler.scale(model(sharding.targets(0, 0, dist.get_rank()))).backward()
+
+    return step
+
+
+# What trains, and the options of its hook. Where a warm-up is exact no residual is touched.
+WAYS = (
+    (steps_of_hook, {}),
+    (steps_of_hook, {"momentum": 0.9, "warmup_steps": 9}),
+    (steps_of_hook, {"ddp": {"find_unused_parameters": True}}),
+    (steps_of_reducer, {}),
+    (steps_of_shards, {"scatters": False}),
+    (steps_of_shards, {"scatters": True}),
+    (steps_of_shards, {"scatters": True, "error_feedback": "worker"}),
+)
+
+
+def case_other_later(ways: Any, other: int) -> list[Outcome]:
+    """The error of each way when rank `other` alone has doubled its scale after two steps."""
+    outcomes = []
+    for make, options in ways:
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of FSDP2's unused parameters
+            step = make(scaler, dict(options))
+            step()
+            step()
+            if dist.get_rank() == other:
+                scaler.load_state_dict({**scaler.state_dict(), "scale": 2048.0})
+            outcomes += [attempt(step), attempt(step)]
+    return outcomes
+
+
+def assert_one_error(answers: list[list[Outcome]], text: str) -> None:
+    for outcomes in zip(*answers, strict=True):
+        assert {outcome.error for outcome in outcomes} == {"RankMismatchError"}
+        assert len({outcome.headline for outcome in outcomes}) == 1
+        assert text in outcomes[0].headline
+        assert "load one state into the GradScalers of all ranks" in outcomes[0].headline
+
+
+@pytest.mark.torch_core
+def test_scales_that_differ_are_one_error_on_all_ranks(world_of_2: World) -> None:
+    answers = world_of_2.run(case_other_later, ways=WAYS, other=1)
+    assert_one_error(answers, f"rank 1 {DIFFERS}2: 2048 instead of 1024")
+
+
+def test_scales_that_differ_within_a_node_are_one_error_on_all_ranks(world_of_3: World) -> None:
+    ways = ((steps_of_hook, {"nodes": 2}),)
+    answers = world_of_3.run(case_other_later, ways=ways, other=0)
+    assert_one_error(answers, f"rank 1 {DIFFERS}2: 1024 instead of 2048")
+
+
+def case_uneven(growth_interval: int) -> tuple[Outcome, float]:
+    """join() with 2 and 6 inputs, then a step of both ranks; and the scale of this rank."""
+    import gradferry
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=growth_interval)
+    ddp = DistributedDataParallel(nn.Linear(40, 40))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
+    gradferry.attach(ddp, "q4", grad_scaler=scaler)
+
+    def step() -> None:
+        scaler.scale(ddp(torch.ones(2, 40)).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    def train() -> None:
+        with ddp.join():
+            for _ in range(2 + 4 * dist.get_rank()):
+                step()
+        step()
+
+    return attempt(train), scaler.get_scale()
+
+
+def test_a_scale_that_changes_without_a_rank_under_join_is_an_error(world_of_2: World) -> None:
+    for outcome, _ in world_of_2.run(case_uneven, growth_interval=100):
+        assert outcome.error is None
+    answers = world_of_2.run(case_uneven, growth_interval=4)
+    assert_one_error([[outcome] for outcome, _ in answers], f"rank 1 {DIFFERS}4: 16 instead of 8")
+    assert "throw_on_early_termination=True" in answers[0][0].headline
+    assert [scale for _, scale in answers] == [8.0, 16.0]
+
+
+def case_device(device: str, scales: list[float]) -> tuple[list[Outcome], list[str]]:
+    """A rank's scale, from step 2 on, on the fake device."""
+    import fake_device
+    import gradferry
+
+    scaler = torch.amp.GradScaler("fake", init_scale=1024.0)
+    model = nn.Linear(70, 70).to(fake_device.DEVICE)
+    ddp = DistributedDataParallel(model, process_group=fake_device.group(device))
+    gradferry.attach(ddp, "q4", grad_scaler=scaler, exact_skip=True)
+    outcomes = []
+    for step in range(6):
+        if step == 2:
+            scaler._scale.fill_(scales[dist.get_rank()])
+        if step == 3:
+            scaler._scale.fill_(1024.0)  # equal again: only step 2 was wrong
+        outcomes.append(
+            attempt(
+                lambda: scaler.scale(
+                    ddp(torch.ones(2, 70, device=fake_device.DEVICE)).square().mean()
+                ).backward()
+            )
+        )
+    return outcomes, fake_device.machine.races()
+
+
+@pytest.mark.torch_core
+@pytest.mark.parametrize("device", ["streamed", "staged"])
+def test_devices_report_scales_that_differ_two_steps_later(
+    device_worlds: Worlds, device: str
+) -> None:
+    for scales, text in (
+        ([1024.0, 2048.0], f"rank 1 {DIFFERS}2: 2048 instead of 1024"),
+        ([math.nan, math.nan], "the scale of rank 0's GradScaler is nan at step 2"),
+        ([0.0, 1024.0], "the scale of rank 0's GradScaler is 0 at step 2"),
+    ):
+        answers = device_worlds(2).run(case_device, device=device, scales=scales)
+        for outcomes, races in answers:
+            assert [o.error for o in outcomes] == [None] * 4 + ["RankMismatchError"] * 2
+            assert text in outcomes[4].text
+            assert races == []
+        assert len({outcomes[4].headline for outcomes, _ in answers}) == 1
+
+
+# --- a scaler that nobody updates -----------------------------------------------------------------
+
+
+def case_not_updated(device: str = "cpu") -> dict[str, list[str]]:
+    """Warnings of five steps, by what the training does."""
+    import gradferry
+
+    place, group = torch.device("cpu"), None
+    if device != "cpu":
+        import fake_device
+
+        place, group = fake_device.DEVICE, fake_device.group(device)
+    said = {}
+    for how in ("other scaler", "two optimizers", "no scaler"):
+        known = torch.amp.GradScaler(place.type, init_scale=8.0)
+        used = torch.amp.GradScaler(place.type, init_scale=8.0) if how == "other scaler" else known
+        ddp = DistributedDataParallel(nn.Linear(40, 40).to(place), process_group=group)
+        gradferry.attach(ddp, "q4", grad_scaler=None if how == "no scaler" else known)
+        optimizers = [torch.optim.SGD([p], lr=0.0) for p in ddp.parameters()]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", gradferry.GradferryWarning)
+            for _ in range(5):
+                used.scale(ddp(torch.ones(2, 40, device=place)).mean()).backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+                used.update(8.0)
+        ours = [w for w in caught if issubclass(w.category, gradferry.GradferryWarning)]
+        said[how] = [f"{w.filename}: {w.message}" for w in ours]
+    return said
+
+
+def check_not_updated(answers: list[dict[str, list[str]]]) -> None:
+    for said in answers:
+        assert said["two optimizers"] == said["no scaler"] == []
+        (text,) = said["other scaler"]
+        assert text.startswith(f"{__file__}: SGD has stepped 3 times without an update() of the")
+
+
+def test_a_scaler_that_is_never_updated_warns_once(world_of_2: World) -> None:
+    check_not_updated(world_of_2.run(case_not_updated))
+
+
+def test_a_scaler_of_a_device_that_is_never_updated_warns_once(device_worlds: Worlds) -> None:
+    check_not_updated(device_worlds(2).run(case_not_updated, device="streamed"))
+
+
+# --- what exact_skip takes back -------------------------------------------------------------------
+
+
+class Adversaries:
+    """Discriminator and generator with an optimizer each and one GradScaler, as in PyTorch's guide
+    to mixed precision. `place`: of both.
+    """
+
+    def __init__(self, place: torch.device, group: Any, codec: str) -> None:
+        import gradferry
+
+        torch.manual_seed(0)
+        self.place = place
+        self.models = [nn.Linear(64, 64, bias=False).to(place) for _ in range(2)]
+        self.ddps = [DistributedDataParallel(m, process_group=group) for m in self.models]
+        self.scaler = torch.amp.GradScaler(
+            place.type, init_scale=8.0, growth_interval=10**6, backoff_factor=0.5
+        )
+        self.states = [
+            gradferry.attach(ddp, codec, grad_scaler=self.scaler, exact_skip=True)
+            for ddp in self.ddps
+        ]
+        self.optimizers = [torch.optim.SGD(m.parameters(), lr=0.0) for m in self.models]
+        self.given = torch.zeros(64, 64, dtype=torch.float64)  # to the discriminator, by this rank
+        self.came = torch.zeros(64, 64, dtype=torch.float64)
+
+    def step(self, number: int, *, overflows: bool) -> None:
+        """Of both; the generator's pass, through the discriminator, overflows on rank 0."""
+        generator, (judge, made) = self.models[1], self.ddps
+        seed = torch.Generator().manual_seed(2 * number + dist.get_rank())
+        noise = torch.randn(16, 64, generator=seed).to(self.place)
+        self.optimizers[0].zero_grad()
+        fake = generator(noise).detach()
+        self.scaler.scale(judge(fake).square().sum()).backward()
+        self.add(fake)
+        self.scaler.step(self.optimizers[0])
+
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        fake = made(noise)
+        factor = math.inf if overflows and dist.get_rank() == 0 else 1.0
+        self.scaler.scale(judge(fake).square().sum() * factor).backward()
+        if not overflows:
+            self.add(fake.detach())
+        self.scaler.step(self.optimizers[1])
+        self.scaler.update()
+
+    def add(self, fake: torch.Tensor) -> None:
+        """What the pass gave to the discriminator, and what came of it."""
+        alone = copy.deepcopy(self.models[0])
+        came = alone.weight.grad
+        alone.weight.grad = None
+        alone(fake).square().sum().backward()
+        self.given += alone.weight.grad.cpu().double()
+        self.came += came.cpu().double() / self.scaler.get_scale()
+
+    def withheld(self) -> torch.Tensor:
+        """Of the mean: the weight is one tile, with one owner."""
+        saved = self.states[0].state_dict()
+        slot = saved[f"slot_{dist.get_rank()}"]
+        missing = slot["worker"].double() / dist.get_world_size()
+        if slot["owner"].numel():
+            missing += slot["owner"].double()
+        missing = missing.view(64, 64) / saved["loss_scale"]
+        dist.all_reduce(missing)
+        return missing
+
+
+def case_adversaries(device: str = "cpu") -> tuple[float, list[float]]:
+    """What is lost of all that was given, relative to it; and the scales."""
+    place, group = torch.device("cpu"), None
+    if device != "cpu":
+        import fake_device
+
+        place, group = fake_device.DEVICE, fake_device.group(device)
+    both = Adversaries(place, group, "sign1")
+    scales = []
+    for number in range(8):
+        both.step(number, overflows=number in (3, 6))
+        scales.append(both.scaler.get_scale())
+    given = both.given / dist.get_world_size()
+    dist.all_reduce(given)
+    lost = given - both.came - both.withheld()
+    return float(lost.norm() / given.norm()), scales
+
+
+def check_adversaries(answers: list[tuple[float, list[float]]]) -> None:
+    for lost, scales in answers:
+        assert scales == [8.0] * 3 + [4.0] * 3 + [2.0] * 2  # the overflows were seen
+        # 14 passes; each rounds a residual, the owner's mean and the sum a few times in fp32, to
+        # 2^-24 of numbers that error feedback of one bit lets grow to some 2^5 gradients.
+        assert lost < 14 * 8 * 2.0**-24 * 2**5
+
+
+def test_residuals_never_go_back_behind_a_step_that_was_applied(world_of_2: World) -> None:
+    check_adversaries(world_of_2.run(case_adversaries))
+
+
+@pytest.mark.parametrize("device", ["streamed", "staged"])
+def test_residuals_of_devices_never_go_back_behind_a_step_that_was_applied(
+    device_worlds: Worlds, device: str
+) -> None:
+    check_adversaries(device_worlds(2).run(case_adversaries, device=device))
+
+
+class Halved:
+    """A model of two parameters with an optimizer each, under one GradScaler and exact_skip."""
+
+    def __init__(self, place: torch.device, group: Any, *, fused: bool) -> None:
+        import gradferry
+
+        self.place = place
+        self.scaler = torch.amp.GradScaler(place.type, init_scale=8.0)
+        self.model = nn.ParameterList(nn.Parameter(torch.zeros(50, 50)) for _ in range(2)).to(place)
+        self.model.forward = lambda by: sum((p * by[i]).sum() for i, p in enumerate(self.model))
+        self.ddp = DistributedDataParallel(self.model, process_group=group)
+        self.state = gradferry.attach(
+            self.ddp, "sign1", grad_scaler=self.scaler, exact_skip=True, nodes="flat"
+        )
+        made = {"lr": 0.5, "fused": True} if fused else {"lr": 0.5}
+        self.optimizers = [torch.optim.SGD([p], **made) for p in self.model]
+
+    def backward(self, seed: int, bad: int | None = None) -> None:
+        self.ddp.zero_grad()
+        generator = torch.Generator().manual_seed(10 * seed + dist.get_rank())
+        by = [torch.randn(50, 50, generator=generator) for _ in range(2)]
+        if bad is not None:
+            by[bad][0, 0] = math.inf
+        self.scaler.scale(self.ddp([each.to(self.place) for each in by])).backward()
+
+    def residuals(self) -> list[bytes]:
+        """The worker residual, by parameter."""
+        worker = self.state.state_dict()[f"slot_{dist.get_rank()}"]["worker"]
+        return [half.numpy().tobytes() for half in worker.clone().chunk(2)]
+
+
+def case_halves(bad: int | None, skip: bool, device: str = "cpu", fused: bool = False) -> Any:
+    """Whether the residuals of a step's parameters are those from before it, after the next step
+    began; and what skip_step() after the optimizers did.
+    """
+    place, group = torch.device("cpu"), None
+    if device != "cpu":
+        import fake_device
+
+        place, group = fake_device.DEVICE, fake_device.group(device)
+    halved = Halved(place, group, fused=fused)
+    halved.backward(0)
+    for optimizer in halved.optimizers:
+        halved.scaler.step(optimizer)
+    halved.scaler.update(8.0)
+    before = halved.residuals()
+    halved.backward(1, bad)
+    for optimizer in halved.optimizers:
+        halved.scaler.step(optimizer)
+    outcome = attempt(halved.state.skip_step) if skip else None
+    halved.scaler.update(8.0)
+    kept = [now == was for now, was in zip(halved.residuals(), before, strict=True)]
+    return kept, outcome
+
+
+@pytest.mark.parametrize("device", ["cpu", "streamed"])
+def test_the_first_optimizer_that_steps_ends_what_can_be_taken_back(
+    worlds: Worlds, device_worlds: Worlds, device: str
+) -> None:
+    made = worlds if device == "cpu" else device_worlds
+    for bad, kept in ((None, [False, False]), (0, [False, False]), (1, [False, False])):
+        answers = made(2).run(case_halves, bad=bad, skip=bad is None, device=device)
+        for found, outcome in answers:
+            assert found == kept
+            if bad is None:
+                assert outcome.error == "StateError"
+                assert "an optimizer has applied the gradients of the last step" in outcome.text
+
+
+def case_fused_skips() -> list[list[bool]]:
+    """As case_halves with fused optimizers, which a GradScaler calls always: all skip, or none."""
+    kept = []
+    for bad in (None, 0):
+        halved = Halved(torch.device("cpu"), None, fused=True)
+        optimizer = torch.optim.SGD(halved.model, lr=0.5, fused=True)
+        halved.backward(0)
+        halved.scaler.step(optimizer)
+        halved.scaler.update(8.0)
+        before = halved.residuals()
+        values = [p.detach().clone() for p in halved.model]
+        halved.backward(1, bad)
+        halved.scaler.step(optimizer)
+        moved = not all(map(torch.equal, halved.model, values))
+        assert moved == (bad is None)
+        halved.scaler.update(8.0)
+        halved.backward(2)
+        halved.state.skip_step()
+        after = halved.residuals()
+        kept.append([now == was for now, was in zip(after, before, strict=True)])
+    return kept
+
+
+def test_a_fused_optimizer_that_skips_has_applied_nothing(world_of_2: World) -> None:
+    for kept in world_of_2.run(case_fused_skips):
+        assert kept == [[False, False], [True, True]]
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_forged_scales_are_refused(world_of_3: World, scaled: bool) -> None:
+    from test_protocol import check
+
+    sound = int(np.float32(2048).view(np.uint32))
+    forged = [sound, 1 << 32, 0x7F800000, 0x7FC00000, 0xC4800000]  # infinite, NaN, negative
+    for bits in [*forged, 0] if scaled else forged:
+        kind, text = check(world_of_3, "commit", {"received": bits}, scaled=scaled)
+        assert kind == "RankMismatchError"
+        if bits == sound:
+            assert f"rank 1 {DIFFERS}0: 2048 instead of {1024 if scaled else 0}" in text
+        else:
+            assert "the scale of rank 1's GradScaler is " in text
