@@ -41,8 +41,16 @@ TOPOLOGIES: dict[str, dict[str, Any]] = {
     "flat": {"world_size": 3},
     "two levels": {"world_size": 4, "nodes": ((0, 1), (2, 3))},
 }
-# Never rank 0, which serves the store: without it nobody can say who is missing.
-VICTIMS = {"flat": 1, "two levels": 3}
+# Further ones, for faults of a rank or its link in the backward pass.
+UNEVEN_TOPOLOGIES: dict[str, dict[str, Any]] = {
+    "2+1": {"world_size": 3, "nodes": ((0, 1), (2,))},
+    "3+1": {"world_size": 4, "nodes": ((0, 1, 2), (3,))},
+    "3x2": {"world_size": 6, "nodes": ((0, 1), (2, 3), (4, 5))},
+    "3+1+2": {"world_size": 6, "nodes": ((0, 1, 2), (3,), (4, 5))},
+}
+# Never rank 0, which serves the store: without it nobody can say who is missing. In 2+1 it has
+# nothing to do with other nodes; in 3+1 it is alone on its own; in 3+1+2 it exchanges for its node.
+VICTIMS = {"flat": 1, "two levels": 3, "2+1": 1, "3+1": 3, "3x2": 3, "3+1+2": 4}
 PHASES = ("attach", "backward", "between steps", "save")
 SAVED_STEPS, FAULTY_STEP = 2, 3  # the checkpoint of two steps; the step with number 3
 
@@ -64,7 +72,7 @@ class Cell:
             WEIGHTS,
             ddp={"bucket_cap_mb": 0.03},
             **CODECS[self.codec],
-            **TOPOLOGIES[self.topology],
+            **{**TOPOLOGIES, **UNEVEN_TOPOLOGIES}[self.topology],
         )
 
     @property

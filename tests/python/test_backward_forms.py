@@ -52,8 +52,16 @@ def gradient_penalty(model: nn.Module, x: torch.Tensor) -> None:
     (y + slope.square().sum()).backward()
 
 
+def penalty_of_weights(model: nn.Module, x: torch.Tensor) -> None:
+    y = model(x).square().sum()
+    slopes = torch.autograd.grad(y, list(model.parameters()), create_graph=True)
+    (y + sum(slope.square().sum() for slope in slopes)).backward()
+
+
 WAYS = {
     "gradient_penalty": (gradient_penalty, None, {}),
+    "penalty_of_weights": (penalty_of_weights, None, {}),
+    "penalty_into_views": (gradient_penalty, None, {"gradient_as_bucket_view": True}),
     "reentrant": (plain, True, {}),
     "reentrant_in_a_static_graph": (plain, True, {"static_graph": True}),
     "not_reentrant": (plain, False, {}),

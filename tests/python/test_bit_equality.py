@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from scenario import Run, Scenario, Weight, assert_bit_equal, assert_same_parameters, train
@@ -102,12 +104,47 @@ def test_gradients_equal_reference_with_unused_parameters(
     check(worlds, Scenario(SMALL, 2, error_feedback=feedback, unused=unused, ddp=options))
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gradient_as_bucket_view": True},
+    ],
+)
 def test_gradients_equal_reference_with_accumulation(
     worlds: Worlds, options: dict[str, bool]
 ) -> None:
     weights = (*SMALL, Weight("bf16", (90, 50), torch.bfloat16))
     check(worlds, Scenario(weights, 2, passes=3, error_feedback="both", ddp=options))
+
+
+class FirstPassAlone(Scenario):
+    """Accumulates from step 1 on: DDP takes no other beginning of a static graph."""
+
+    def accumulated(self, step: int, rank: int, index: int) -> np.ndarray:
+        passes = self.passes if step > 0 else 1
+        return Scenario.accumulated(dataclasses.replace(self, passes=passes), step, rank, index)
+
+
+def case_accumulates_later(scenario: FirstPassAlone) -> dict[str, Any]:
+    run = Run(dataclasses.replace(scenario, passes=1))
+    gradients = [run.step(0)]
+    run.scenario = scenario
+    gradients += [run.step(step) for step in range(1, scenario.steps)]
+    return {
+        "gradients": gradients,
+        "hashes": run.hashes,
+        "final_hash": run.parameter_hash(),
+    }
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}])
+def test_gradients_equal_reference_with_accumulation_in_a_static_graph(
+    worlds: Worlds, options: dict[str, bool]
+) -> None:
+    ddp = {"static_graph": True, "bucket_cap_mb": 0.02, **options}
+    scenario = FirstPassAlone(SMALL, 2, passes=3, error_feedback="both", ddp=ddp)
+    assert_bit_equal(worlds(2).run(case_accumulates_later, scenario=scenario), scenario)
 
 
 @pytest.mark.torch_core

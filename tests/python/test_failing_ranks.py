@@ -22,6 +22,7 @@ from world import World, WorldError
 
 WEIGHTS = (Weight("first", (90, 100)), Weight("last", (50, 60)))
 VICTIM = 1
+SHORT_SECONDS = 2.0  # a timeout that is waited for
 
 
 def case_fails_before_it_posts(native: bool, failing_step: int) -> tuple[Outcome, Outcome, bool]:
@@ -150,6 +151,40 @@ def test_steps_without_silence_leave_nothing_in_the_store(world_of_2: World) -> 
     for keys, trained in world_of_2.run(case_silence):
         assert keys == 0
         assert trained
+
+
+def case_skips_a_backward(native: bool) -> tuple[Outcome, str, bool]:
+    """The victim leaves out one backward pass, so that the others have one more than it."""
+    group = dist.new_group(timeout=timedelta(seconds=SHORT_SECONDS))
+    run = Run(Scenario(WEIGHTS, native=native), group)
+
+    def train() -> None:
+        for step in range(5):
+            # Not earlier: DDP communicates by itself when it rebuilds its buckets.
+            if step == 2 and dist.get_rank() == VICTIM:
+                run.ddp(run.targets(step))
+            else:
+                run.step(step)
+
+    outcome = attempt(train)
+    dist.barrier()  # the victim is there
+    return outcome, run.parameter_hash(), Run(Scenario(WEIGHTS)).step(0)[0] is not None
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+def test_rank_that_skips_a_backward_pass_is_missed_after_the_timeout(
+    world_of_2: World, native: bool
+) -> None:
+    answers = world_of_2.run(case_skips_a_backward, native=native)
+    waiting, ahead = answers[0][0], answers[VICTIM][0]
+    assert waiting.error == "PeerError"
+    assert f"rank 0 lost contact with rank {VICTIM} (step 4, chunk" in waiting.headline
+    assert "nothing came within the timeout" in waiting.headline
+    assert waiting.seconds < MOST_SECONDS
+    assert ahead.error is None
+    # The victim's passes are those of other steps, but ranks have applied the same averages.
+    assert len({parameters for _, parameters, _ in answers}) == 1
+    assert all(trained for *_, trained in answers)
 
 
 def case_foreign_bucket() -> Outcome:

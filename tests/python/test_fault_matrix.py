@@ -21,6 +21,7 @@ from fault_cells import (
     PHASES,
     SAVED_STEPS,
     TOPOLOGIES,
+    UNEVEN_TOPOLOGIES,
     Cell,
     Seen,
     case_cell,
@@ -97,7 +98,19 @@ def makes_sense(fault: str, phase: str) -> bool:
 
 
 def cells() -> list[Cell]:
-    return [
+    codecs = list(CODECS)
+    uneven = [
+        Cell(
+            fault,
+            codecs[(i + j) % len(codecs)],
+            topology,
+            "backward",
+            expected_of(fault, "backward").timeout,
+        )
+        for i, fault in enumerate(("kill", "stop", "link down"))
+        for j, topology in enumerate(UNEVEN_TOPOLOGIES)
+    ]
+    return uneven + [
         Cell(fault, codec, topology, phase, expected_of(fault, phase).timeout)
         for fault in FAULTS
         for phase in PHASES

@@ -1,14 +1,16 @@
-"""join() with what gradferry cannot do: refused by all ranks at once, never ignored."""
+"""join(): what gradferry cannot do is refused by all ranks at once, and the rest works."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
+from typing import Any
 
 import pytest
 import torch
 from outcomes import Outcome, attempt
-from scenario import ChosenGradients, Scenario, Weight, attach
+from scenario import ChosenGradients, Run, Scenario, Weight, assert_bit_equal, attach, train
 from torch.nn.parallel import DistributedDataParallel
 from world import World
 
@@ -32,6 +34,52 @@ def test_join_over_the_effective_world_size_is_refused(world_of_2: World, native
     for outcome in world_of_2.run(case_effective_world_size, native=native):
         assert outcome.error == "ConfigError", outcome
         assert "divide_by_initial_world_size" in outcome.text
+
+
+UNEVEN = Scenario(
+    (Weight("first", (40, 40)), Weight("second", (50, 30))),
+    error_feedback="both",
+    passes=2,
+    steps_by_rank=(5, 3),
+    ddp={"bucket_cap_mb": 0.005},
+)
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+def test_uneven_inputs_accumulated_under_no_sync_equal_the_reference(
+    world_of_2: World, native: bool
+) -> None:
+    scenario = dataclasses.replace(UNEVEN, native=native)
+    assert_bit_equal(world_of_2.run(train, scenario=scenario), scenario)
+
+
+def case_thrown(scenario: Scenario) -> tuple[Outcome, dict[str, Any]]:
+    """All ranks leave join() when the first has no more input, and go on together."""
+    run, gradients = Run(scenario), []
+
+    def until_the_end() -> None:
+        with run.ddp.join(throw_on_early_termination=True):
+            for step in range(3 + run.rank):
+                gradients.append(run.step(step))
+
+    outcome = attempt(until_the_end)
+    gradients += [run.step(step) for step in range(3, scenario.steps)]
+    answer = {
+        "gradients": gradients,
+        "hashes": run.hashes,
+        "final_hash": run.parameter_hash(),
+    }
+    return outcome, answer
+
+
+@pytest.mark.parametrize("passes", [1, 2], ids=["synced", "no_sync"])
+def test_training_goes_on_after_an_early_termination(world_of_2: World, passes: int) -> None:
+    scenario = dataclasses.replace(UNEVEN, passes=passes, steps_by_rank=None, steps=5)
+    answers = world_of_2.run(case_thrown, scenario=scenario)
+    assert [outcome.error for outcome, _ in answers] == ["RuntimeError"] * 2, answers
+    assert answers[0][0].text.startswith("Rank 0 exhausted all inputs")
+    assert answers[1][0].text.startswith("Detected at least one rank that exhausted inputs")
+    assert_bit_equal([answer for _, answer in answers], scenario)
 
 
 def case_copies() -> bool:

@@ -38,8 +38,23 @@ def complex_transposed() -> torch.Tensor:
     return torch.zeros(40, 48, dtype=torch.complex64).t()
 
 
+def columns_with_gaps() -> torch.Tensor:
+    return torch.zeros(2000).as_strided((48, 40), (1, 50))
+
+
+def channels_last_3d() -> torch.Tensor:
+    return torch.zeros(8, 4, 3, 5, 4).to(memory_format=torch.channels_last_3d)
+
+
+def expanded_and_cloned() -> torch.Tensor:
+    return torch.zeros(1, 40).expand(48, 40).clone()
+
+
 LAYOUTS = (
     plain,
+    columns_with_gaps,
+    channels_last_3d,
+    expanded_and_cloned,
     transposed,
     strided,
     strided_and_transposed,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 import os
 from typing import Any
 from unittest import mock
@@ -79,7 +80,7 @@ def test_codec_off_gives_what_plain_ddp_gives(world_of_2: World, native: bool) -
         assert "passes through (codec 'off')" in answer["text"]
 
 
-def case_sparse(native: bool) -> dict[str, Any]:
+def case_sparse(native: bool, rows: list[list[int]]) -> dict[str, Any]:
     import gradferry
 
     model = nn.ModuleDict({"table": nn.Embedding(50, 40, sparse=True), "out": nn.Linear(40, 60)})
@@ -93,7 +94,7 @@ def case_sparse(native: bool) -> dict[str, Any]:
         ddp.register_comm_hook(state, gradferry.hook)
     for _ in range(3):
         ddp.zero_grad()
-        ddp(torch.tensor([1, 2, 2 + dist.get_rank()])).sum().backward()
+        ddp(torch.tensor(rows[dist.get_rank()], dtype=torch.int64)).sum().backward()
     gradient = model["table"].weight.grad
     return {"sparse": gradient.is_sparse, "dense": gradient.to_dense(), "stats": state.stats()}
 
@@ -109,12 +110,16 @@ class _Lookup(nn.Module):
 
 @pytest.mark.torch_core
 @pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
-def test_sparse_gradients_pass_through_averaged(world_of_2: World, native: bool) -> None:
+@pytest.mark.parametrize(
+    "rows", [[[1, 2, 2], [1, 2, 3]], [[1, 2, 2], []], [[], []]], ids=["all", "one", "none"]
+)
+def test_sparse_gradients_pass_through_averaged(
+    world_of_2: World, native: bool, rows: list[list[int]]
+) -> None:
     expected = torch.zeros(50, 40)
-    # Rank 0 looks up rows 1, 2, 2 and rank 1 rows 1, 2, 3: halves are exact.
-    for row, value in ((1, 1.0), (2, 1.5), (3, 0.5)):
-        expected[row] = value
-    for answer in world_of_2.run(case_sparse, native=native):
+    for row in itertools.chain(*rows):
+        expected[row] += 0.5  # halves are exact
+    for answer in world_of_2.run(case_sparse, native=native, rows=rows):
         assert answer["sparse"]
         assert torch.equal(answer["dense"], expected)
         assert answer["stats"]["buckets"] > 0  # the dense ones were compressed

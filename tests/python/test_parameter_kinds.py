@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from scenario import Scenario, Weight, assert_bit_equal, train
+from scenario import ChosenGradients, Run, Scenario, Weight, assert_bit_equal, train
 from world import World
 
 Worlds = Callable[[int], World]
@@ -42,6 +44,42 @@ def test_scalars_and_parameters_without_elements_of_every_dtype(
 def test_a_scalar_can_be_given_a_codec(worlds: Worlds, codec: str) -> None:
     weights = (Weight("scalar", ()), Weight("matrix", (40, 30)))
     check(worlds, weights, rules=(("*", codec),))
+
+
+class Ignoring(ChosenGradients):
+    """DDP leaves its last parameter to itself."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        super().__init__(scenario)
+        # DDP knows a parameter of the outermost module by both names.
+        name = scenario.weights[-1].name
+        self._ddp_params_and_buffers_to_ignore = [name, f".{name}"]
+
+
+def case_ignored(scenario: Scenario) -> dict[str, Any]:
+    with mock.patch("scenario.ChosenGradients", Ignoring):
+        run = Run(scenario)
+    gradients = [run.step(step) for step in range(scenario.steps)]
+    run.state.load_state_dict(run.state.state_dict())
+    return {"gradients": gradients, "hashes": [], "final_hash": ""}  # which ranks do not share
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+def test_ignored_parameter_keeps_its_own_gradient(worlds: Worlds, native: bool) -> None:
+    # Ranks compare their parameters after every second step.
+    weights = (Weight("matrix", (40, 30)), Weight("bias", (50,)), Weight("ignored", (60, 50)))
+    scenario = Scenario(weights, error_feedback="both", native=native, options={"check_every": 2})
+    answers = worlds(2).run(case_ignored, scenario=scenario)
+    for rank, answer in enumerate(answers):
+        for step, gradients in enumerate(answer["gradients"]):
+            assert gradients.pop().tobytes() == scenario.gradient(step, 0, rank, 2).tobytes()
+    assert_bit_equal(answers, dataclasses.replace(scenario, weights=weights[:-1]))
+
+
+def test_thousands_of_parameters(worlds: Worlds) -> None:
+    # Every twentieth is large enough to be compressed.
+    weights = tuple(Weight(f"w{i}", (33, 32) if i % 20 == 0 else (1 + i % 7,)) for i in range(3000))
+    check(worlds, weights, steps=2)
 
 
 @dataclasses.dataclass(frozen=True)

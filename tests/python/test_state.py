@@ -60,6 +60,33 @@ def test_resumed_run_equals_one_that_never_stopped(
         assert answer["steps"] == (6, 6)
 
 
+RESUMES = 30
+
+
+def case_resume_again_and_again(scenario: Scenario) -> bool:
+    """Whether a model that is new at every step has the bits of one that goes on."""
+    straight, saved, same = Run(scenario), b"", True
+    for step in range(RESUMES + 1):
+        run = Run(scenario)
+        if saved:
+            loaded = torch.load(io.BytesIO(saved))
+            run.model.load_state_dict(loaded["model"])
+            run.state.load_state_dict(loaded["hook"])
+        expected, gradients = straight.step(step), run.step(step)
+        same &= all(map(np.array_equal, expected, gradients))
+        file = io.BytesIO()
+        torch.save({"model": run.model.state_dict(), "hook": run.state.state_dict()}, file)
+        saved = file.getvalue()
+    return same and run.parameter_hash() == straight.parameter_hash()
+
+
+def test_thirty_resumes_one_after_the_other_change_no_bit(
+    worlds: Callable[[int], World],
+) -> None:
+    scenario = dataclasses.replace(SCENARIO, codec="rht:bits=2")
+    assert worlds(2).run(case_resume_again_and_again, scenario=scenario) == [True, True]
+
+
 def case_refused(scenario: Scenario, changes: list[dict[str, Any]]) -> list[str]:
     import gradferry
 
