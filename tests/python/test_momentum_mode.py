@@ -7,6 +7,7 @@ import logging
 import math
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -383,7 +384,9 @@ def test_saved_states_hold_the_users_numbers_and_resume_to_the_bit(worlds: World
 
 
 def case_unharmed() -> dict[str, Any]:
-    """A closure that raises; another hook for the same model; a group of a stranger; a copy."""
+    """A closure that raises; another hook for the same model; a copy; a group of a stranger, and a
+    hook that reduces it.
+    """
     import gradferry
 
     model, ddp, state = attached()
@@ -403,13 +406,18 @@ def case_unharmed() -> dict[str, Any]:
     copied = settings_of_steps(duplicate := copy.deepcopy(optimizer))
     duplicate.step()
     kept = settings(optimizer) == before
-    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(7))]})
+    stranger = nn.Parameter(torch.zeros(7))
+    optimizer.add_param_group({"params": [stranger]})
+    refused = attempt(optimizer.step)
+    larger = DistributedDataParallel(nn.ParameterList([*model.parameters(), stranger]))
+    gradferry.optim.momentum_mode(optimizer, gradferry.attach(larger, "exact", momentum=0.5))
     return {
         "raised": (raised.error, raised.text),
         "rate": seen[0][0]["lr"],
         "copy": copied[0] == before,
         "kept": kept,
-        "stranger": attempt(optimizer.step).text,
+        "stranger": refused.text,
+        "no stranger": attempt(optimizer.step).error,
     }
 
 
@@ -421,6 +429,20 @@ def test_steps_leave_the_optimizer_as_it_is_whatever_happens(worlds: Worlds) -> 
     assert answer["copy"]
     assert answer["kept"]
     assert "parameter 0 of group 1, of shape (7,), is none that the hook" in answer["stranger"]
+    assert answer["no stranger"] is None
+
+
+@pytest.mark.parametrize("chooses", [False, True])
+def test_a_choice_that_changes_has_the_momentum_of_codecs_that_send_all(chooses: bool) -> None:
+    from gradferry.reduction.momentum import DeliveredMomentum
+
+    running = SimpleNamespace(
+        index={"weight": 0},
+        config=SimpleNamespace(momentum=0.75, chooses=chooses),
+        transport=SimpleNamespace(exchanges=True),
+        momentum_shares=lambda *, exchanges: [2.0 if exchanges else 1.0],  # of the current codec
+    )
+    assert DeliveredMomentum(running).momenta() == {"weight": 0.75 if chooses else 0.5}
 
 
 def case_fused(scale: float | None, tensor_rate: bool) -> tuple[list[bytes], Any]:
