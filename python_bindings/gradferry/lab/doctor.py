@@ -68,7 +68,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="turns of three training steps to measure (default: %(default)s)",
     )
     flags.add_seed(parser)
-    flags.add_smoke(parser, "a small model, few hooks and one turn")
+    parser.add_argument(
+        "--smoke",
+        action="store_true",
+        help="a small model, few hooks and one turn, to see that all works; figures mean nothing",
+    )
     flags.add_json(parser)
 
 

@@ -99,15 +99,8 @@ def add_turns(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_smoke(parser: argparse.ArgumentParser, what: str) -> None:
-    """Declares --smoke, for `apply_smoke`. `what`: which options it sets to what."""
-    parser.add_argument(
-        "--smoke", action="store_true", help=f"{what}, to see that all works; figures mean nothing"
-    )
-
-
 def apply_smoke(arguments: argparse.Namespace, settings: Mapping[str, Any]) -> None:
-    """With --smoke, sets these options. Raises ConfigError when the command line names one."""
+    """With --smoke, sets these options. Raises ConfigError when the command line sets one, too."""
     if arguments.smoke:
         refuse(arguments, settings, "beside --smoke, which sets it")
         vars(arguments).update(settings)

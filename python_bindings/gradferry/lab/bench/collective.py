@@ -111,7 +111,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_device(parser)
     add_rank_arguments(parser)
     add_exchange(parser)
-    flags.add_smoke(parser, "two codecs, small sizes and two turns")
+    parser.add_argument(
+        "--smoke", action="store_true", help="two codecs, small sizes, to see that all works"
+    )
     flags.add_json(parser)
 
 

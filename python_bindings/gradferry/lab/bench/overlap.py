@@ -66,7 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="also trace two steps of the last hook on rank 0, as JSON",
     )
-    flags.add_smoke(parser, "a small model, two hooks and two rounds")
+    parser.add_argument(
+        "--smoke", action="store_true", help="a small model and two rounds, to see that all works"
+    )
     flags.add_json(parser)
 
 

@@ -103,7 +103,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=1000,
         help="with --until-loss: give a hook up after so many (default: %(default)s)",
     )
-    flags.add_smoke(parser, "a small model, few hooks and two rounds")
+    parser.add_argument(
+        "--smoke",
+        action="store_true",
+        help="a small model, few hooks and two rounds, to see that all works; figures mean nothing",
+    )
     flags.add_json(parser)
 
 

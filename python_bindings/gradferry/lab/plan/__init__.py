@@ -96,7 +96,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also draw speed-up by link speed",
     )
     flags.add_json(parser)
-    flags.add_smoke(parser, "16 ranks, a small model and few hooks")
+    parser.add_argument(
+        "--smoke", action="store_true", help="a small model and few hooks, to see that all works"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
