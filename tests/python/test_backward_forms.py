@@ -73,8 +73,15 @@ def flat_gradients(model: nn.Module) -> list[np.ndarray]:
     return [p.grad.detach().reshape(-1).numpy().copy() for p in model.parameters()]
 
 
-def case_backward(way: str, native: bool) -> list[tuple[list[np.ndarray], list[np.ndarray]]]:
-    """Of every step: this rank's own gradients, and what arrived."""
+Steps = list[tuple[list[np.ndarray], list[np.ndarray]]]
+
+
+def case_backward(native: bool) -> dict[str, Steps]:
+    """By way, of every step: this rank's own gradients, and what arrived."""
+    return {way: steps_in(way, native) for way in WAYS}
+
+
+def steps_in(way: str, native: bool) -> Steps:
     import gradferry
 
     backward, use_reentrant, options = WAYS[way]
@@ -99,9 +106,13 @@ def case_backward(way: str, native: bool) -> list[tuple[list[np.ndarray], list[n
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
-@pytest.mark.parametrize("way", WAYS)
-def test_gradients_equal_reference(world_of_2: World, way: str, native: bool) -> None:
-    answers = world_of_2.run(case_backward, way=way, native=native)
+def test_gradients_equal_reference(world_of_2: World, native: bool) -> None:
+    answers = world_of_2.run(case_backward, native=native)
+    for way in WAYS:
+        check(way, [answer[way] for answer in answers])
+
+
+def check(way: str, answers: list[Steps]) -> None:
     parameters = [
         Parameter(name, p.numel(), ndim=p.dim()) for name, p in Layers().named_parameters()
     ]
@@ -112,5 +123,5 @@ def test_gradients_equal_reference(world_of_2: World, way: str, native: bool) ->
             for parameter, got, want in zip(
                 parameters, answer[step][1], expected[rank], strict=True
             ):
-                assert got.tobytes() == want.tobytes(), (step, rank, parameter.name)
+                assert got.tobytes() == want.tobytes(), (way, step, rank, parameter.name)
         assert any(np.abs(g).max() > 0 for g in answers[0][step][1])

@@ -153,10 +153,10 @@ def test_steps_without_silence_leave_nothing_in_the_store(world_of_2: World) -> 
         assert trained
 
 
-def case_skips_a_backward(native: bool) -> tuple[Outcome, str, bool]:
+def case_skips_a_backward() -> tuple[Outcome, str, bool]:
     """The victim leaves out one backward pass, so that the others have one more than it."""
     group = dist.new_group(timeout=timedelta(seconds=SHORT_SECONDS))
-    run = Run(Scenario(WEIGHTS, native=native), group)
+    run = Run(Scenario(WEIGHTS), group)
 
     def train() -> None:
         for step in range(5):
@@ -171,11 +171,8 @@ def case_skips_a_backward(native: bool) -> tuple[Outcome, str, bool]:
     return outcome, run.parameter_hash(), Run(Scenario(WEIGHTS)).step(0)[0] is not None
 
 
-@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
-def test_rank_that_skips_a_backward_pass_is_missed_after_the_timeout(
-    world_of_2: World, native: bool
-) -> None:
-    answers = world_of_2.run(case_skips_a_backward, native=native)
+def test_rank_that_skips_a_backward_pass_is_missed_after_the_timeout(world_of_2: World) -> None:
+    answers = world_of_2.run(case_skips_a_backward)
     waiting, ahead = answers[0][0], answers[VICTIM][0]
     assert waiting.error == "PeerError"
     assert f"rank 0 lost contact with rank {VICTIM} (step 4, chunk" in waiting.headline

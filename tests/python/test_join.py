@@ -45,15 +45,22 @@ UNEVEN = Scenario(
 )
 
 
-@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
-def test_uneven_inputs_accumulated_under_no_sync_equal_the_reference(
-    world_of_2: World, native: bool
-) -> None:
-    scenario = dataclasses.replace(UNEVEN, native=native)
-    assert_bit_equal(world_of_2.run(train, scenario=scenario), scenario)
+def case_uneven(scenarios: list[Scenario]) -> list[dict[str, Any]]:
+    return [train(scenario) for scenario in scenarios]
 
 
-def case_thrown(scenario: Scenario) -> tuple[Outcome, dict[str, Any]]:
+def test_uneven_inputs_accumulated_under_no_sync_equal_the_reference(world_of_2: World) -> None:
+    scenarios = [UNEVEN, dataclasses.replace(UNEVEN, native=False)]
+    answers = world_of_2.run(case_uneven, scenarios=scenarios)
+    for index, scenario in enumerate(scenarios):
+        assert_bit_equal([answer[index] for answer in answers], scenario)
+
+
+def case_thrown(scenarios: list[Scenario]) -> list[tuple[Outcome, dict[str, Any]]]:
+    return [thrown(scenario) for scenario in scenarios]
+
+
+def thrown(scenario: Scenario) -> tuple[Outcome, dict[str, Any]]:
     """All ranks leave join() when the first has no more input, and go on together."""
     run, gradients = Run(scenario), []
 
@@ -64,22 +71,20 @@ def case_thrown(scenario: Scenario) -> tuple[Outcome, dict[str, Any]]:
 
     outcome = attempt(until_the_end)
     gradients += [run.step(step) for step in range(3, scenario.steps)]
-    answer = {
-        "gradients": gradients,
-        "hashes": run.hashes,
-        "final_hash": run.parameter_hash(),
-    }
-    return outcome, answer
+    answer = {"hashes": run.hashes, "final_hash": run.parameter_hash()}
+    return outcome, {**answer, "gradients": gradients}
 
 
-@pytest.mark.parametrize("passes", [1, 2], ids=["synced", "no_sync"])
-def test_training_goes_on_after_an_early_termination(world_of_2: World, passes: int) -> None:
-    scenario = dataclasses.replace(UNEVEN, passes=passes, steps_by_rank=None, steps=5)
-    answers = world_of_2.run(case_thrown, scenario=scenario)
-    assert [outcome.error for outcome, _ in answers] == ["RuntimeError"] * 2, answers
-    assert answers[0][0].text.startswith("Rank 0 exhausted all inputs")
-    assert answers[1][0].text.startswith("Detected at least one rank that exhausted inputs")
-    assert_bit_equal([answer for _, answer in answers], scenario)
+def test_training_goes_on_after_an_early_termination(world_of_2: World) -> None:
+    scenarios = [
+        dataclasses.replace(UNEVEN, passes=passes, steps_by_rank=None, steps=5) for passes in (1, 2)
+    ]
+    first, second = world_of_2.run(case_thrown, scenarios=scenarios)
+    for scenario, (ended, one), (told, other) in zip(scenarios, first, second, strict=True):
+        assert ended.error == told.error == "RuntimeError"
+        assert ended.text.startswith("Rank 0 exhausted all inputs")
+        assert told.text.startswith("Detected at least one rank that exhausted inputs")
+        assert_bit_equal([one, other], scenario)
 
 
 def case_copies() -> bool:

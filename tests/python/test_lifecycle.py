@@ -59,7 +59,7 @@ def test_ten_lives_in_one_process_leave_nothing_behind(world_of_2: World, native
 def run_steps(runs: list[Run]) -> list[dict]:
     """Steps of all models, interleaved."""
     gradients: list[list] = [[] for _ in runs]
-    for step in range(3):
+    for step in range(runs[0].scenario.steps):
         for run, collected in zip(runs, gradients, strict=True):
             collected.append(run.step(step))
     return [
@@ -85,7 +85,7 @@ def test_two_attached_models_train_in_turns(world_of_2: World) -> None:
 def test_sixty_models_in_one_process_keep_apart(world_of_2: World) -> None:
     codecs = ("q4", "exact", "sign1")
     scenarios = [
-        Scenario(WEIGHTS, steps=3, codec=codecs[seed % 3], seed=seed, native=seed % 2 == 0)
+        Scenario(WEIGHTS, steps=2, codec=codecs[seed % 3], seed=seed, native=seed % 2 == 0)
         for seed in range(60)
     ]
     answers = world_of_2.run(case_two_attached, scenarios=scenarios)

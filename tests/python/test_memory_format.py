@@ -79,8 +79,12 @@ def counting(like: torch.Tensor) -> torch.Tensor:
     return torch.arange(like.numel()).view(like.shape).to(like.dtype)
 
 
-def case_momentum(make: Callable[[], torch.Tensor]) -> bool:
-    """Whether the momentum that comes after the freeze is each element's own."""
+def case_momentum() -> dict[str, bool]:
+    """By layout, whether the momentum that comes after the freeze is each element's own."""
+    return {make.__name__: momentum_is_handed_over(make) for make in LAYOUTS}
+
+
+def momentum_is_handed_over(make: Callable[[], torch.Tensor]) -> bool:
     import gradferry
 
     model = OneParameter(make())
@@ -98,11 +102,9 @@ def case_momentum(make: Callable[[], torch.Tensor]) -> bool:
     return torch.equal(model.weight.grad, target / 4)
 
 
-@pytest.mark.parametrize("make", LAYOUTS)
-def test_momentum_is_handed_over_to_its_own_elements(
-    world_of_2: World, make: Callable[[], torch.Tensor]
-) -> None:
-    assert world_of_2.run(case_momentum, make=make) == [True, True]
+def test_momentum_is_handed_over_to_its_own_elements(world_of_2: World) -> None:
+    for same in world_of_2.run(case_momentum):
+        assert all(same.values()), same
 
 
 def converted(module: nn.Module) -> nn.Module:
@@ -159,8 +161,12 @@ def test_a_memory_format_that_changes_under_ddp_is_refused(
             assert "a new" in outcome.text
 
 
-def case_order_of_buckets(make: Callable[[], torch.Tensor]) -> tuple[bool, list[int]]:
-    """Whether a bucket holds the gradient in the order that bucket_strides() gives."""
+def case_order_of_buckets() -> dict[str, tuple[bool, list[int]]]:
+    """By layout, whether a bucket holds the gradient in the order that bucket_strides() gives."""
+    return {make.__name__: order_of_bucket(make) for make in LAYOUTS}
+
+
+def order_of_bucket(make: Callable[[], torch.Tensor]) -> tuple[bool, list[int]]:
     from gradferry import _native
 
     model = OneParameter(make())
@@ -184,9 +190,7 @@ def case_order_of_buckets(make: Callable[[], torch.Tensor]) -> tuple[bool, list[
 
 
 @pytest.mark.torch_core
-@pytest.mark.parametrize("make", LAYOUTS)
-def test_buckets_have_the_order_that_is_told(
-    world_of_2: World, make: Callable[[], torch.Tensor]
-) -> None:
-    for same, strides in world_of_2.run(case_order_of_buckets, make=make):
-        assert same, strides
+def test_buckets_have_the_order_that_is_told(world_of_2: World) -> None:
+    for answer in world_of_2.run(case_order_of_buckets):
+        for layout, (same, strides) in answer.items():
+            assert same, (layout, strides)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import datetime
 import errno
 import json
+import multiprocessing
 import os
 import socket
 import subprocess
-import sys
-import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,11 +19,15 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._C._distributed_c10d import PrefixStore
-from world import World
+from torch.nn.parallel import DistributedDataParallel
+from world import COLLECTIVE_SECONDS, World
 
 # More than a socket holds: the kernel keeps some MB of what nobody has read.
 LARGE = 16 << 20
+# Of unshare(2).
+CLONE_NEWUTS, CLONE_NEWNET = 0x04000000, 0x40000000
 
 
 def make_lanes(purpose: str, number: int = 2) -> list[Any]:
@@ -245,65 +250,60 @@ def test_link_local_address_is_on_the_interface_of_this_rank() -> None:
     assert "bb" not in repr(place)
 
 
-# Two ranks of a host whose name leads nowhere, and then of one that has no address but ::1.
-RANKS = textwrap.dedent(
-    """
-    import datetime, json, os, pathlib, socket, subprocess, sys
-    import torch, torch.distributed as dist, gradferry
-    from torch.nn.parallel import DistributedDataParallel
+def gradients_over(address: str, port: int, rank: int) -> list[list[float]]:
+    import gradferry
 
+    limit = datetime.timedelta(seconds=COLLECTIVE_SECONDS)
+    store = dist.TCPStore(address, port, 2, is_master=rank == 0, timeout=limit)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=limit)
+    ddp = DistributedDataParallel(nn.Linear(40, 40, bias=False))
+    gradferry.attach(ddp, "exact", nodes="flat")
+    gradients = []
+    for step in range(2):
+        ddp.zero_grad()
+        ddp(torch.full((1, 40), float(step + rank))).sum().backward()
+        gradients.append(ddp.module.weight.grad.unique().tolist())
+    dist.barrier()
+    dist.destroy_process_group()
+    return gradients
+
+
+def two_ranks_of_a_host(folder: str) -> None:
+    """Of one whose name leads nowhere, and that then has no address but ::1."""
+    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWUTS | CLONE_NEWNET) != 0:
+        raise OSError(ctypes.get_errno(), "unshare")
     socket.sethostname("no.such.host.invalid")
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+    torch.set_num_threads(1)
     reading, writing = os.pipe()
     child = os.fork()
     rank = int(child == 0)
-    torch.set_num_threads(1)
-
-    def train(address, port):
-        limit = datetime.timedelta(seconds=20)
-        store = dist.TCPStore(address, port, 2, is_master=rank == 0, timeout=limit)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=limit)
-        ddp = DistributedDataParallel(torch.nn.Linear(40, 40, bias=False))
-        gradferry.attach(ddp, "exact", nodes="flat")
-        gradients = []
-        for step in range(2):
-            ddp.zero_grad()
-            ddp(torch.full((1, 40), float(step + rank))).sum().backward()
-            gradients.append(ddp.module.weight.grad.unique().tolist())
-        listening = pathlib.Path("/proc/net/tcp").read_text().splitlines()[1:]
-        dist.barrier()
-        dist.destroy_process_group()
-        return gradients, len(listening)
-
-    gradients = [train("127.0.0.1", 4000)]
+    del os.environ["GLOO_SOCKET_IFNAME"]
+    gradients = [gradients_over("127.0.0.1", 4000, rank)]
     if rank == 0:
         subprocess.run(["ip", "address", "del", "127.0.0.1/8", "dev", "lo"], check=True)
         os.write(writing, b"x")
     else:
         os.read(reading, 1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    gradients.append(train("::1", 4001))
-    pathlib.Path(sys.argv[1], str(rank)).write_text(json.dumps(gradients))
-    if child:
-        assert os.waitpid(child, 0)[1] == 0
-    os._exit(0)
-    """
-)
+    gradients.append(gradients_over("::1", 4001, rank))
+    Path(folder, str(rank)).write_text(json.dumps(gradients))
+    if rank == 1:
+        os._exit(0)
+    os.waitpid(child, 0)
 
 
 @pytest.mark.usefixtures("namespaces_allowed")
-def test_ranks_train_without_a_name_of_their_host_and_over_ipv6_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    command = ["unshare", "--net", "--uts", sys.executable, "-c", RANKS, str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 0, ended.stderr
+def test_ranks_train_without_a_name_of_their_host_and_over_ipv6_alone(tmp_path: Path) -> None:
+    # From the server that has imported torch, like the ranks of a World.
+    context = multiprocessing.get_context("forkserver")
+    process = context.Process(target=two_ranks_of_a_host, args=(str(tmp_path),))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
     for rank in range(2):
         # Means of 0 and 1, and of 1 and 2.
-        (named, _), (ipv6, old) = json.loads((tmp_path / str(rank)).read_text())
-        assert named == ipv6 == [[0.5], [1.5]]
-        print(old)
+        assert json.loads((tmp_path / str(rank)).read_text()) == [[[0.5], [1.5]]] * 2
 
 
 def case_interrupted() -> str | None:
