@@ -3,36 +3,58 @@
 `save` and `load` keep the latest checkpoint of a training in a folder on a shared file system: a
 file per rank, and a manifest that names them, written last. A kill at any point leaves the old
 checkpoint or the new one. `ResizedState` is for torch.distributed.checkpoint.
+
+Several saves may be under way in one folder: of threads, of two jobs, of a process that was thought
+dead. Each has a token, which is in the names of its files:
+
+    manifest-<token>.tmp     its draft: there before its other files, and renamed to ...
+    manifest.json            ... when these are complete; the only name that saves share
+    rank-<rank>-<token>.pt   a rank's content; while it is written it ends in .tmp
+
+A save whose draft was removed cannot complete. So a file can be removed once the draft of its save
+is gone, if the manifest read after that does not name it.
 """
 
 from __future__ import annotations
 
-import hashlib
-import io
 import json
-import pickle
 import re
+import socket
+import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from gradferry.core.agreement import error_record, gather_records, meeting_place, raise_first_error
+from gradferry.core.agreement import (
+    Record,
+    error_record,
+    gather_records,
+    meeting_place,
+    raise_first_error,
+)
+from gradferry.core.content_file import read_content, write_content
 from gradferry.core.durable import durable_file
+from gradferry.core.meeting import name_ranks
 from gradferry.core.warn import warn
-from gradferry.errors import StateError
+from gradferry.errors import ProtocolError, StateError
 from gradferry.reduction.averaging import Averaging
 from gradferry.reduction.saved_state import merge
+from gradferry.reduction.start import usable_group
 
 __all__ = ["ResizedState", "exists", "load", "load_all", "merge", "save"]
 
 _MANIFEST = "manifest.json"
 _FORMAT = 1
-_FILE = re.compile(r"rank-(\d+)-[0-9a-f]+\.(pt|tmp)")
-_READ_BYTES = 1 << 20
+_DRAFT = "manifest-{}.tmp"
+_TOKEN = re.compile(r"[0-9a-f]+")
+_OF_A_SAVE = re.compile(r"(?:rank-\d+|manifest)-([0-9a-f]+)\.(?:pt|tmp)")
+# How long a client of NFS may not see another one's new file, as a rule.
+_SHARE_SECONDS = 5.0
 
 
 def save(
@@ -40,8 +62,11 @@ def save(
 ) -> None:
     """Replaces the folder's checkpoint. Collective.
 
-    Each rank writes its own file and flushes it to disk. When all have, rank 0 replaces the
-    manifest. Then each rank removes its old files.
+    Each rank writes its own file and flushes it to disk. When rank 0 sees all of them, it replaces
+    the manifest and removes what other saves have left.
+
+    Of several saves into one folder at the same time the first to complete wins, and the others
+    raise.
 
     Args:
         folder: on a file system that all ranks share. Created if it does not exist.
@@ -51,40 +76,36 @@ def save(
         group: of the ranks that take part; the default group if None.
 
     Raises:
-        StateError: a rank's content holds what `load` would refuse; it is named on all ranks. The
-            old checkpoint is still there.
-        PeerError: a rank could not write. The old checkpoint is still there.
+        StateError: a rank's content holds what `load` would refuse; the ranks do not share the
+            folder; or another save into it was completed meanwhile. There is no process group.
+        PeerError: a rank could not write.
+
+    Whatever it raises, on all ranks, a complete checkpoint is still there: with these errors that
+    of before, or of the other save. Files of this save are removed.
     """
     folder = Path(folder)
-    group = group or dist.group.WORLD
-    assert group is not None
+    group = usable_group(group)
     rank = dist.get_rank(group)
     place = meeting_place(group, torch.device(group._device_types[0].type))
-    # Names never come twice, so that no file of the old checkpoint is touched.
-    name = f"rank-{rank}-{uuid.uuid4().hex[:16]}.pt"
-    stale: list[Path] = []
-    try:
+    token = uuid.uuid4().hex[:16]
+
+    def begin() -> Record:
         folder.mkdir(parents=True, exist_ok=True)
-        stale = _files_of(folder, rank, dist.get_world_size(group))
-        with durable_file(folder / name) as file:
-            _write(file, dict(content))
-        record = {"name": name, **_fingerprint(folder / name)}
-    except Exception as error:
-        record = error_record(error)
-    files = gather_records(record, group, place)
-    if any("error" in entry for entry in files):
-        _remove([folder / name])  # no manifest will name it
-    raise_first_error(files)
-    outcome: dict[str, Any] = {}
-    if rank == 0:
-        try:
-            with durable_file(folder / _MANIFEST) as file:
-                file.write(json.dumps({"format": _FORMAT, "files": files}, indent=1).encode())
-        except Exception as error:
-            outcome = error_record(error)
-    raise_first_error(gather_records(outcome, group, place))
-    # From here on another rank may be in its next save, so a rank removes only its own files.
-    _remove(stale)
+        if rank == 0:
+            (folder / _DRAFT.format(token)).touch(exist_ok=False)
+        return {"token": token}
+
+    try:
+        # All ranks write under the token of rank 0.
+        token = _checked_token(_on_all_ranks(begin, group, place)[0])
+        written = _on_all_ranks(lambda: _write_own(folder, token, rank, content), group, place)
+        _on_all_ranks(
+            lambda: _publish(folder, token, group, written) if rank == 0 else {}, group, place
+        )
+    except BaseException:
+        # If rank 0 has replaced the manifest, and this rank has not heard of it, all files stay.
+        _remove_unnamed(folder, [_file_name(rank, token)])
+        raise
 
 
 def exists(folder: str | Path) -> bool:
@@ -97,7 +118,8 @@ def load(folder: str | Path, rank: int | None = None) -> dict[str, Any]:
 
     Args:
         folder: as for `save`.
-        rank: the rank that saved; this rank of the default group if None.
+        rank: the rank that saved, in the group that saved. None: what was saved by this rank of the
+            default group, whatever its rank in the group that saved.
 
     Returns:
         Its content, tensors on the CPU.
@@ -105,14 +127,15 @@ def load(folder: str | Path, rank: int | None = None) -> dict[str, Any]:
     Raises:
         StateError: there is no checkpoint, it has no such rank, or it was damaged.
     """
-    files = _read_manifest(Path(folder))
-    rank = dist.get_rank() if rank is None else rank
-    if not 0 <= rank < len(files):
+    saved = _read_manifest(Path(folder))
+    if rank is None:
+        rank = saved.index_of_this_rank()
+    if not isinstance(rank, int) or not 0 <= rank < len(saved.files):
         raise StateError(
-            f"the checkpoint in {folder} is of {len(files)} ranks and has nothing of rank {rank}; "
-            "load_all() gives what they saved"
+            f"the checkpoint in {folder} is of {len(saved.files)} ranks and has nothing of rank "
+            f"{rank}; load_all() gives what they saved"
         )
-    return _read(Path(folder), files[rank])
+    return _read(Path(folder), saved.files[rank])
 
 
 def load_all(folder: str | Path) -> list[dict[str, Any]]:
@@ -125,7 +148,7 @@ def load_all(folder: str | Path) -> list[dict[str, Any]]:
     Raises:
         StateError: as `load`.
     """
-    return [_read(Path(folder), entry) for entry in _read_manifest(Path(folder))]
+    return [_read(Path(folder), entry) for entry in _read_manifest(Path(folder)).files]
 
 
 class ResizedState:
@@ -201,114 +224,188 @@ class ResizedState:
         self._state.load_state_dict(state_dict, on_resize=self._on_resize)
 
 
-def _fingerprint(path: Path) -> dict[str, Any]:
-    digest = hashlib.blake2b(digest_size=16)
-    with path.open("rb") as file:
-        while part := file.read(_READ_BYTES):
-            digest.update(part)
-        return {"bytes": file.tell(), "blake2b": digest.hexdigest()}
+# --- how a save goes on ---
 
 
-def _files_of(folder: Path, rank: int, num_ranks: int) -> list[Path]:
-    """A rank's files in the folder. Rank 0 also has the files of ranks that no longer exist."""
-    found = []
-    for path in folder.iterdir():
-        match = _FILE.fullmatch(path.name)
-        if match and (int(match[1]) == rank or (rank == 0 and int(match[1]) >= num_ranks)):
-            found.append(path)
-    return found
-
-
-def _remove(paths: Iterable[Path]) -> None:
-    for path in paths:
-        try:
-            path.unlink(missing_ok=True)
-        except OSError as error:  # only a warning: the new checkpoint is complete
-            warn(f"no longer needed, but still there: {error}")
-
-
-def _write(file: BinaryIO, content: dict[str, Any]) -> None:
-    """Writes the content. Raises StateError if `load` would refuse it."""
+def _on_all_ranks(
+    act: Callable[[], Record], group: dist.ProcessGroup, place: torch.device
+) -> list[Record]:
+    """What `act` returned on every rank. The error of one is raised on all. Collective."""
     try:
-        torch.save(content, file)
-        file.flush()
-        # Reads only names and shapes.
-        torch.load(file.name, map_location="cpu", weights_only=True, mmap=True)
+        record = act()
     except Exception as error:
-        path, value = next(_refused(content, "content"), ("", None))
-        if not path:
-            raise
-        raise StateError(
-            f"{path} is a {_type_name(value)}, which a checkpoint cannot hold: save tensors, "
-            "numbers, strings and containers of them (.item() and .tolist() make them of NumPy's), "
-            "or name the type to torch.serialization.add_safe_globals() wherever it is saved and "
-            "loaded"
-        ) from error
+        record = error_record(error)
+    records = gather_records(record, group, place)
+    raise_first_error(records)
+    return records
 
 
-def _refused(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yields the parts of the value that cannot be loaded again, innermost first, with paths."""
-    items: Iterable[tuple[Any, Any]] = ()
-    if isinstance(value, Mapping):
-        for key in value:
-            yield from _refused(key, f"the key {key!r} of {path}")
-        items = value.items()
-    elif isinstance(value, list | tuple):
-        items = enumerate(value)
-    for key, item in items:
-        yield from _refused(item, f"{path}[{key!r}]")
-    if type(value) in (torch.Tensor, torch.nn.Parameter):
-        return
+def _checked_token(record: Record) -> str:
+    token = str(record.get("token"))
+    if not _TOKEN.fullmatch(token):
+        raise ProtocolError(f"rank 0 sent {token[:40]!r} for a token; call save() on every rank")
+    return token
+
+
+def _file_name(rank: int, token: str) -> str:
+    return f"rank-{rank}-{token}.pt"
+
+
+def _write_own(folder: Path, token: str, rank: int, content: Mapping[str, Any]) -> Record:
+    """Writes this rank's file. Returns what the manifest has to say of it, and where it is."""
+    path = folder / _file_name(rank, token)
     try:
-        file = io.BytesIO()
-        torch.save(value, file)
-        file.seek(0)
-        torch.load(file, map_location="cpu", weights_only=True)
-    except Exception:
-        yield path, value
+        record = write_content(path, dict(content))
+    except FileNotFoundError as error:
+        if not (folder / _DRAFT.format(token)).exists():
+            raise _overtaken(folder) from error
+        raise
+    return {**record, "where": f"{socket.gethostname()}:{path.absolute()}"}
 
 
-def _type_name(value: object) -> str:
-    kind = type(value)
-    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+def _publish(
+    folder: Path, token: str, group: dist.ProcessGroup, written: Sequence[Record]
+) -> Record:
+    """Replaces the manifest, and removes files that it does not name. For rank 0."""
+    _expect_all_seen(folder, token, written)
+    files = [
+        {"name": _file_name(rank, token), "bytes": each["bytes"], "blake2b": each["blake2b"]}
+        for rank, each in enumerate(written)
+    ]
+    ranks = dist.get_process_group_ranks(group)
+    manifest = {"format": _FORMAT, "ranks": ranks, "files": files}
+    try:
+        with durable_file(folder / _MANIFEST, folder / _DRAFT.format(token)) as file:
+            file.write(json.dumps(manifest, indent=1).encode())
+    except FileNotFoundError as error:
+        raise _overtaken(folder) from error
+    _remove_unnamed(folder, [path.name for path in folder.iterdir()])
+    return {}
 
 
-def _read_manifest(folder: Path) -> list[dict[str, Any]]:
+def _expect_all_seen(folder: Path, token: str, written: Sequence[Record]) -> None:
+    """Raises StateError unless all ranks have written to this folder."""
+    deadline, pause = time.monotonic() + _SHARE_SECONDS, 0.001
+    for rank, each in enumerate(written):
+        path = folder / _file_name(rank, token)
+        while (found := _size(path)) != each["bytes"]:
+            if not (folder / _DRAFT.format(token)).exists():
+                raise _overtaken(folder)
+            if time.monotonic() > deadline:
+                raise StateError(
+                    f"the ranks do not share the folder: rank {rank} has written {each['bytes']} "
+                    f"bytes to {each['where']}, and rank 0 finds "
+                    f"{'nothing' if found is None else f'{found} bytes'} at "
+                    f"{socket.gethostname()}:{path.absolute()}; save to a file system that all of "
+                    "them see, under one absolute path"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
+            next(folder.iterdir(), None)  # has NFS ask its server again
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return None
+
+
+def _overtaken(folder: Path) -> StateError:
+    return StateError(
+        f"another save into {folder} was completed meanwhile, and its checkpoint is there; let one "
+        "thread of one job at a time save into a folder"
+    )
+
+
+def _remove_unnamed(folder: Path, names: Iterable[str]) -> None:
+    """Removes those of the files that belong to saves, but not to the checkpoint. Such saves were
+    killed or have failed; those under way fail now.
+    """
+    tokens = {name: match[1] for name in names if (match := _OF_A_SAVE.fullmatch(name))}
+    ended = {token for token in set(tokens.values()) if _remove(folder / _DRAFT.format(token))}
+    try:
+        named = (folder / _MANIFEST).read_bytes()  # only now, when none of them can replace it
+    except (FileNotFoundError, NotADirectoryError):
+        named = b""
+    except OSError as error:
+        warn(f"files of earlier checkpoints stay in {folder}, since its manifest is lost: {error}")
+        return
+    for name, token in tokens.items():
+        if token in ended and name.encode() not in named:
+            _remove(folder / name)
+
+
+def _remove(path: Path) -> bool:
+    """Whether the file is gone. If not only warns: a complete checkpoint is there."""
+    try:
+        path.unlink()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        warn(f"no longer needed, but still there: {error}")
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class _Manifest:
+    """What a folder holds.
+
+    Attributes:
+        folder: that folder.
+        files: of the ranks that saved, in order: name, bytes and digest.
+        ranks: of those that saved, in the default group.
+    """
+
+    folder: Path
+    files: list[dict[str, Any]]
+    ranks: list[int]
+
+    def index_of_this_rank(self) -> int:
+        """Raises StateError if this rank of the default group saved nothing."""
+        if not dist.is_initialized():
+            raise StateError("no process group says which rank this is; pass rank= to load()")
+        rank = dist.get_rank()
+        if rank not in self.ranks:
+            raise StateError(
+                f"the checkpoint in {self.folder} is of {name_ranks(self.ranks)} of the default "
+                f"group and has nothing of rank {rank}; pass rank= to load(), counted among the "
+                "ranks that saved, or take what all saved from load_all()"
+            )
+        return self.ranks.index(rank)
+
+
+def _read_manifest(folder: Path) -> _Manifest:
     path = folder / _MANIFEST
     try:
         manifest = json.loads(path.read_text())
         known = manifest["format"] == _FORMAT
         files = list(manifest["files"]) if known else []
+        # Older versions did not write them.
+        ranks = list(manifest.get("ranks", range(len(files)))) if known else []
     except FileNotFoundError:
         raise StateError(f"there is no checkpoint in {folder}: {_MANIFEST} is missing") from None
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except OSError as error:
+        raise StateError(f"the checkpoint in {folder} cannot be read: {error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise StateError(f"{path} is no manifest of a checkpoint: {error}") from error
-    if not all(isinstance(f, dict) and _FILE.fullmatch(str(f.get("name"))) for f in files):
+    if not all(isinstance(f, dict) and _OF_A_SAVE.fullmatch(str(f.get("name"))) for f in files):
         raise StateError(f"{path} is no manifest of a checkpoint: it names foreign files")
     if not known:
         raise StateError(
             f"the checkpoint in {folder} has format {manifest['format']!r}, and this gradferry "
             f"reads format {_FORMAT}; load it with the version that saved it, or a newer one"
         )
-    return files
+    if len(ranks) != len(files) or not all(type(rank) is int for rank in ranks):
+        raise StateError(f"{path} is no manifest of a checkpoint: its ranks are {ranks!r:.60}")
+    return _Manifest(folder, files, ranks)
 
 
 def _read(folder: Path, entry: dict[str, Any]) -> dict[str, Any]:
-    path = folder / str(entry["name"])
+    expected = dict(entry)
+    path = folder / expected.pop("name")
     try:
-        found = {"name": entry["name"], **_fingerprint(path)}
+        return read_content(path, expected)
     except OSError as error:
         raise StateError(f"the checkpoint in {folder} lacks {path.name}: {error}") from error
-    if found != entry:
-        raise StateError(
-            f"{path} is not what was saved: it has {found['bytes']} bytes with digest "
-            f"{found['blake2b']}, the manifest says {entry.get('bytes')} with "
-            f"{entry.get('blake2b')}"
-        )
-    try:
-        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise StateError(
-            f"{path} holds what this process does not load, since it could run code: {error}"
-        ) from error
-    return content

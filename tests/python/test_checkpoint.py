@@ -6,7 +6,12 @@ import contextlib
 import dataclasses
 import functools
 import json
+import re
+import resource
+import signal
+import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -66,8 +71,9 @@ def case_save_while_a_rank_lags(folder: str, lagging: int) -> Any:
         nonlocal calls
         gathered = gather(*arguments)
         calls += 1
-        # The second of a save is the last: now the other rank is free to go on to its next save.
-        if calls % 2 == 0 and calls < 2 * saves:
+        # The third of a save is the last, and the first of the next one tells rank 0's token: now
+        # the other rank is free to write its next file.
+        if calls % 3 == 1 and 1 < calls:
             manifest = json.loads((Path(folder) / "manifest.json").read_text())
             named.update(file["name"] for file in manifest["files"])
             deadline = time.monotonic() + 60
@@ -94,7 +100,10 @@ def test_rank_that_lags_leaves_the_next_checkpoint_of_the_others_alone(
         assert names == ["manifest.json", "rank-0", "rank-1"]
 
 
-LEFT_BEHIND = ("rank-0-00.tmp", "rank-1-01.pt", "rank-2-02.pt", "rank-10-03.tmp")
+LEFT_BEHIND = (
+    *("rank-0-00.tmp", "rank-1-01.pt", "rank-2-02.pt", "rank-10-03.tmp"),
+    *("manifest-02.tmp", "manifest-04.tmp"),
+)
 
 
 def test_files_of_saves_that_were_killed_and_of_ranks_that_are_gone_are_removed(
@@ -160,31 +169,165 @@ def test_content_that_load_would_refuse_is_named_on_all_ranks_and_the_old_one_st
     assert answers[0][0][0].text == answers[1][0][0].text
 
 
-def case_save_fails(folder: str, call: str, failing_rank: int) -> Any:
+def disk_full(*_: Any) -> Any:
+    raise OSError(28, "No space left on device")
+
+
+def full_of_files(*_: Any) -> Any:
+    raise OSError(122, "Disk quota exceeded", "manifest.json")
+
+
+@contextlib.contextmanager
+def small_files() -> Iterator[None]:
+    """The kernel refuses what torch.save writes, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+# What fails, on which ranks it can, and what the error says of the cause and the file.
+FAILURES: dict[str, tuple[Any, tuple[int, ...], str]] = {
+    "fsync": (lambda: mock.patch("os.fsync", disk_full), (0, 1), "No space left.*rank-{}-"),
+    "rename": (lambda: mock.patch("os.replace", disk_full), (0, 1), "No space left.*rank-{}-"),
+    "write": (small_files, (0, 1), "File too large.*rank-{}-"),
+    "manifest": (
+        lambda: mock.patch("gradferry.checkpoint.durable_file", full_of_files),
+        (0,),
+        "Disk quota exceeded.*manifest.json",
+    ),
+}
+
+
+def case_save_fails(folder: str, failure: str, failing_rank: int) -> Any:
     from gradferry import checkpoint
 
     rank = dist.get_rank()
     checkpoint.save(folder, content(rank, 1))
-    broken = mock.Mock(side_effect=OSError(28, "No space left on device"))
-    with mock.patch(call, broken) if rank == failing_rank else contextlib.nullcontext():
-        outcome = attempt(lambda: checkpoint.save(folder, content(rank, 2)))
-    return outcome, checkpoint.load(folder)["version"]
+    names = sorted(path.name for path in Path(folder).iterdir())
+    dist.barrier()
+    with FAILURES[failure][0]() if rank == failing_rank else contextlib.nullcontext():
+        large = {**content(rank, 2), "large": torch.zeros(100_000)}
+        outcome = attempt(lambda: checkpoint.save(folder, large))
+    dist.barrier()
+    left = sorted(path.name for path in Path(folder).iterdir())
+    return outcome, checkpoint.load(folder)["version"], left == names
 
 
-@pytest.mark.parametrize("failing_rank", [0, 1])
-@pytest.mark.parametrize("call", ["os.fsync", "pathlib.Path.replace"])
-def test_rank_that_cannot_write_is_one_error_on_all_and_the_old_one_stays(
-    world_of_2: World, tmp_path: Path, call: str, failing_rank: int
+@pytest.mark.parametrize(
+    ("failure", "failing_rank"),
+    [(name, rank) for name, (_, ranks, _) in FAILURES.items() for rank in ranks],
+)
+def test_rank_that_cannot_write_is_one_error_on_all_and_leaves_the_old_one_alone(
+    world_of_2: World, tmp_path: Path, failure: str, failing_rank: int
 ) -> None:
     answers = world_of_2.run(
-        case_save_fails, folder=str(tmp_path), call=call, failing_rank=failing_rank
+        case_save_fails, folder=str(tmp_path), failure=failure, failing_rank=failing_rank
     )
-    assert len({outcome.text for outcome, _ in answers}) == 1
-    for outcome, version in answers:
+    assert len({outcome.text for outcome, _, _ in answers}) == 1
+    for outcome, version, unchanged in answers:
         assert outcome.error == "PeerError"
-        assert f"rank {failing_rank}: " in outcome.text
-        assert "No space left on device" in outcome.text
-        assert version == 1
+        assert outcome.text.startswith(f"rank {failing_rank}: ")
+        assert re.search(FAILURES[failure][2].format(failing_rank), outcome.text), outcome.text
+        assert (version, unchanged) == (1, True)
+
+
+def case_unshared(folder: str) -> Any:
+    """Rank 1 writes to a folder that rank 0 does not see."""
+    from gradferry import checkpoint
+
+    rank = dist.get_rank()
+    mine = Path(folder, "host0")
+    checkpoint.save(mine, content(rank, 1))
+    names = sorted(path.name for path in mine.iterdir())
+    dist.barrier()
+    own = Path(folder, f"host{rank}")
+    with mock.patch.object(checkpoint, "_SHARE_SECONDS", 0.0):
+        outcome = attempt(lambda: checkpoint.save(own, content(rank, 2)))
+    dist.barrier()
+    unchanged = names == sorted(path.name for path in mine.iterdir())
+    left = list(Path(folder, "host1").iterdir())
+    return outcome, checkpoint.load(mine)["version"], unchanged, left
+
+
+def test_folder_that_ranks_do_not_share_is_refused_and_the_old_one_stays(
+    world_of_2: World, tmp_path: Path
+) -> None:
+    answers = world_of_2.run(case_unshared, folder=str(tmp_path))
+    assert len({outcome.text for outcome, *_ in answers}) == 1
+    host = re.escape(socket.gethostname())
+    for outcome, version, unchanged, left in answers:
+        assert outcome.error == "StateError"
+        assert re.match(
+            r"rank 0: the ranks do not share the folder: rank 1 has written \d+ bytes to "
+            rf"{host}:{tmp_path}/host1/rank-1-\w+\.pt, and rank 0 finds nothing at "
+            rf"{host}:{tmp_path}/host0/rank-1-\w+\.pt; ",
+            outcome.text,
+        ), outcome.text
+        assert (version, unchanged, left) == (1, True, [])
+
+
+def case_seen_late(folder: str) -> tuple[int, int]:
+    """A client of NFS sees another one's new file late, and first with another size."""
+    from gradferry import checkpoint
+
+    seen = [None, 7]
+    size = checkpoint._size
+    with mock.patch.object(checkpoint, "_size", lambda path: seen.pop(0) if seen else size(path)):
+        checkpoint.save(folder, content(dist.get_rank(), 1))
+    return len(seen), checkpoint.load(folder)["version"]
+
+
+def test_files_that_rank_0_sees_late_are_waited_for(world_of_2: World, tmp_path: Path) -> None:
+    # Rank 0 alone looks.
+    assert world_of_2.run(case_seen_late, folder=str(tmp_path)) == [(0, 1), (2, 1)]
+
+
+def case_save_in_group(folder: str) -> list[Any]:
+    """Ranks 1 and 2 save. What each rank loads, by itself and by number."""
+    from gradferry import checkpoint
+
+    rank = dist.get_rank()
+    group = dist.new_group([1, 2])
+    if rank != 0:
+        checkpoint.save(folder, content(rank, 1), group)
+    dist.barrier()
+    loaded: list[Any] = []
+    for arguments in ((), (0,), (1,), (2,)):
+        try:
+            loaded.append(float(checkpoint.load(folder, *arguments)["values"][0]))
+        except checkpoint.StateError as error:
+            loaded.append(str(error))
+    return loaded
+
+
+def test_each_rank_of_a_group_loads_what_it_saved(world_of_3: World, tmp_path: Path) -> None:
+    answers = world_of_3.run(case_save_in_group, folder=str(tmp_path))
+    assert [answer[0] for answer in answers[1:]] == [11.0, 12.0]
+    assert "is of ranks 1 and 2 of the default group and has nothing of rank 0" in answers[0][0]
+    for answer in answers:  # as they are in the group
+        assert answer[1:3] == [11.0, 12.0]
+        assert "is of 2 ranks and has nothing of rank 2" in answer[3]
+    (tmp_path / "manifest.json").write_text(
+        json.dumps({"format": 1, "files": saved_files(tmp_path)})
+    )
+    # A manifest of before, which does not say who they were.
+    answers = world_of_3.run(case_load_default, folder=str(tmp_path))
+    assert answers[:2] == [11.0, 12.0]
+
+
+def saved_files(folder: Path) -> list[Any]:
+    return list(json.loads((folder / "manifest.json").read_text())["files"])
+
+
+def case_load_default(folder: str) -> float | None:
+    from gradferry import checkpoint
+
+    return float(checkpoint.load(folder)["values"][0]) if dist.get_rank() < 2 else None
 
 
 def case_save_once(folder: str) -> None:
@@ -214,6 +357,11 @@ def damage(folder: Path, how: str) -> None:
         manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 2}))
     elif how == "foreign":
         manifest.write_text(json.dumps({"format": 1, "files": [{"name": "../secret"}]}))
+    elif how == "ranks":
+        manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "ranks": [0, "1"]}))
+    elif how == "folder":
+        manifest.unlink()
+        manifest.mkdir()
     elif how == "no manifest":
         manifest.unlink()
     elif how == "half a manifest":
@@ -228,6 +376,8 @@ def damage(folder: Path, how: str) -> None:
         ("gone", "lacks rank-0-"),
         ("newer", "has format 2"),
         ("foreign", "names foreign files"),
+        ("ranks", "its ranks are [0, '1']"),
+        ("folder", "cannot be read: "),
         ("no manifest", "there is no checkpoint in"),
         ("half a manifest", "is no manifest of a checkpoint"),
     ],
@@ -253,3 +403,17 @@ def test_rank_that_did_not_save_is_refused(world_of_2: World, tmp_path: Path) ->
     outcome = world_of_2.run(case_no_such_rank, folder=str(tmp_path))[0]
     assert outcome.error == "StateError"
     assert "is of 2 ranks and has nothing of rank 2" in outcome.text
+
+
+def test_ranks_are_needed_without_a_process_group(tmp_path: Path) -> None:
+    from gradferry import StateError, checkpoint
+
+    with pytest.raises(StateError, match=r"call init_process_group\(\) first"):
+        checkpoint.save(tmp_path, {})
+    manifest = {"format": 1, "ranks": [0], "files": [{"name": "rank-0-00.pt"}]}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(StateError, match=r"pass rank= to load\(\)"):
+        checkpoint.load(tmp_path)
+    for rank in (-1, 1, "0", 0.0):
+        with pytest.raises(StateError, match=f"has nothing of rank {rank}"):
+            checkpoint.load(tmp_path, rank)

@@ -1,0 +1,121 @@
+"""The file with what one rank saves."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import pickle
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gradferry.core.durable import durable_file
+from gradferry.errors import StateError
+
+_READ_BYTES = 1 << 20
+
+
+def write_content(path: Path, content: dict[str, Any]) -> dict[str, Any]:
+    """Writes a file that is complete or absent, and flushes it to disk.
+
+    Returns:
+        Its size and digest, for `read_content`.
+
+    Raises:
+        OSError: it cannot be written.
+        StateError: `read_content` would refuse it.
+    """
+    with durable_file(path) as file:
+        try:
+            torch.save(content, file)
+            file.flush()
+            # Reads only names and shapes.
+            torch.load(file.name, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:
+            if (cause := _os_error(error)) is not None:
+                raise cause from None
+            raise _refusal(content) or error from error
+    return _fingerprint(path)
+
+
+def read_content(path: Path, expected: Mapping[str, Any]) -> dict[str, Any]:
+    """What a file holds, tensors on the CPU.
+
+    Args:
+        path: of the file.
+        expected: what `write_content` returned.
+
+    Raises:
+        OSError: it cannot be read.
+        StateError: it is not what was saved, or could run code.
+    """
+    found = _fingerprint(path)
+    if found != expected:
+        raise StateError(
+            f"{path} is not what was saved: it has {found['bytes']} bytes with digest "
+            f"{found['blake2b']}, the manifest says {expected.get('bytes')} with "
+            f"{expected.get('blake2b')}"
+        )
+    try:
+        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise StateError(
+            f"{path} holds what this process does not load, since it could run code: {error}"
+        ) from error
+    return content
+
+
+def _fingerprint(path: Path) -> dict[str, Any]:
+    digest = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as file:
+        while part := file.read(_READ_BYTES):
+            digest.update(part)
+        return {"bytes": file.tell(), "blake2b": digest.hexdigest()}
+
+
+def _os_error(error: BaseException | None) -> OSError | None:
+    """What the system said, which torch replaces by an error of its own."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def _refusal(content: dict[str, Any]) -> StateError | None:
+    """Names what cannot be loaded; None: everything can."""
+    path, value = next(_refused(content, "content"), ("", None))
+    if not path:
+        return None
+    return StateError(
+        f"{path} is a {_type_name(value)}, which a checkpoint cannot hold: save tensors, numbers, "
+        "strings and containers of them (.item() and .tolist() make them of NumPy's), or name the "
+        "type to torch.serialization.add_safe_globals() wherever it is saved and loaded"
+    )
+
+
+def _refused(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yields the parts of the value that cannot be loaded again, innermost first, with paths."""
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, Mapping):
+        for key in value:
+            yield from _refused(key, f"the key {key!r} of {path}")
+        items = value.items()
+    elif isinstance(value, list | tuple):
+        items = enumerate(value)
+    for key, item in items:
+        yield from _refused(item, f"{path}[{key!r}]")
+    if type(value) in (torch.Tensor, torch.nn.Parameter):
+        return
+    try:
+        file = io.BytesIO()
+        torch.save(value, file)
+        file.seek(0)
+        torch.load(file, map_location="cpu", weights_only=True)
+    except Exception:
+        yield path, value
+
+
+def _type_name(value: object) -> str:
+    kind = type(value)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
