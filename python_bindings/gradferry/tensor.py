@@ -9,7 +9,9 @@ import torch
 from gradferry import _native
 from gradferry.core.agreement import hash64
 from gradferry.core.codec_spec import OFF, CodecSpec, parse_codec
-from gradferry.errors import ConfigError
+from gradferry.core.config import count
+from gradferry.errors import ConfigError, StateError
+from gradferry.reduction.tensor_calls import expect_plain, short
 
 
 def encode(tensor: torch.Tensor, codec: str, *, seed: int = 0, step: int = 0) -> torch.Tensor:
@@ -18,24 +20,24 @@ def encode(tensor: torch.Tensor, codec: str, *, seed: int = 0, step: int = 0) ->
     Args:
         tensor: float32, bfloat16 or float16 (`exact`: float64 too), contiguous, not empty, on CPU.
         codec: a codec string.
-        seed: of the codec's random numbers; stored in the message.
-        step: of the codec's random numbers; stored in the message.
+        seed: of the codec's random numbers, 0 to 2**64 - 1; stored in the message.
+        step: of the codec's random numbers, 0 to 2**64 - 1; stored in the message.
 
     Returns:
         The message: uint8, one dimension, on the CPU, as docs/reference/wire_format.md defines it.
 
     Raises:
-        ConfigError: the codec or the tensor cannot be used.
+        ConfigError: codec, tensor, seed or step cannot be used.
     """
     spec = _usable(codec)
-    _check_dense(tensor, "tensor")
+    numbers = _dense(tensor, "tensor")
     return _native.encode_tensor(
-        tensor.detach(),
+        numbers,
         str(spec),
-        seed=seed,
-        step=step,
+        seed=count("seed", seed),
+        step=count("step", step),
         config_hash=hash64(str(spec)),
-        layout_hash=_layout_hash(tensor.dtype, tensor.numel()),
+        layout_hash=_layout_hash(numbers.dtype, numbers.numel()),
     )
 
 
@@ -54,15 +56,15 @@ def decode(
         A new contiguous tensor on CPU.
 
     Raises:
-        ConfigError: codec, shape or dtype cannot be used.
+        ConfigError: message, codec, shape or dtype cannot be used.
         ProtocolError: the bytes are not such a message: too short or long, damaged, or encoded
             with another codec, size or dtype.
     """
     spec = _usable(codec)
-    _check_dense(message, "message")
-    out = torch.empty(tuple(shape), dtype=dtype, device="cpu")
+    encoded = _dense(message, "message")
+    out = _empty(shape, dtype)
     _native.decode_tensor(
-        message.detach(),
+        encoded,
         str(spec),
         out,
         config_hash=hash64(str(spec)),
@@ -97,29 +99,26 @@ def accumulate(
         A new contiguous tensor on CPU.
 
     Raises:
-        ConfigError: codec, shape, dtype or divisor cannot be used, or there are no messages.
+        ConfigError: messages, codec, shape, dtype or divisor cannot be used, or there are no
+            messages.
         ProtocolError: as of `decode`; says which message, counted from 0.
     """
     spec = _usable(codec)
     if isinstance(messages, torch.Tensor):
         raise ConfigError("messages is a single tensor; pass a sequence of messages")
-    listed = list(messages)
+    if not isinstance(messages, Iterable):
+        raise ConfigError(f"messages is {short(messages)}; pass a sequence of messages")
+    listed = [_dense(message, f"message {index}") for index, message in enumerate(messages)]
     if not listed:
         raise ConfigError("there are no messages; pass at least one")
-    for index, message in enumerate(listed):
-        _check_dense(message, f"message {index}")
     divisor = len(listed) if divisor is None else divisor
     whole = isinstance(divisor, int) and not isinstance(divisor, bool)
     if not whole or not 1 <= divisor < 2**32:
         found = repr(divisor)[:40]
         raise ConfigError(f"divisor must be a positive integer below 2**32, not {found}")
-    try:
-        out = torch.empty(tuple(shape), dtype=dtype, device="cpu")
-    except (TypeError, RuntimeError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ConfigError(f"shape and dtype describe no tensor: {reason}") from None
+    out = _empty(shape, dtype)
     _native.accumulate_tensors(
-        [message.detach() for message in listed],
+        listed,
         str(spec),
         out,
         divisor=divisor,
@@ -136,13 +135,40 @@ def _usable(codec: str) -> CodecSpec:
     return spec
 
 
-def _check_dense(tensor: torch.Tensor, what: str) -> None:
+def _dense(tensor: torch.Tensor, what: str) -> torch.Tensor:
+    """A tensor whose memory holds its values, for C++."""
     if not isinstance(tensor, torch.Tensor):
         raise ConfigError(f"{what} must be a torch.Tensor, not {type(tensor).__name__}")
+    try:
+        expect_plain(what, tensor)
+    except StateError as error:
+        raise ConfigError(str(error)) from None
     if tensor.layout != torch.strided:
         raise ConfigError(f"{what} has layout {tensor.layout}; call .to_dense() first")
     if tensor.device.type != "cpu":
         raise ConfigError(f"{what} is on {tensor.device}; move it to the CPU")
+    try:
+        has_values = tensor.numel() == 0 or tensor.data_ptr() != 0
+    except RuntimeError:
+        has_values = False
+    if not has_values:
+        raise ConfigError(
+            f"{what} is a {type(tensor).__name__} without values, with which torch traces a "
+            "function; call this outside of torch.func and FakeTensorMode"
+        )
+    # Views such as z.conj().imag share z's memory, in which the sign is another.
+    return tensor.detach().resolve_conj().resolve_neg()
+
+
+def _empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor for a result."""
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigError(f"dtype={short(dtype)} must be a torch.dtype, such as torch.float32")
+    try:
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"shape={short(shape)} is of no tensor on this host: {reason}") from None
 
 
 def _layout_hash(dtype: torch.dtype, num_elements: int) -> int:

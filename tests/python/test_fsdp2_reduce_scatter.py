@@ -36,8 +36,11 @@ def case_train(sharding: Sharding, attach: dict[str, Any], steps: int = STEPS) -
     mesh = sharding.mesh()
     model = sharding.model(mesh["shard"])
     state = gradferry.fsdp.attach_reduce_scatter(model, **attach)
+    rows: list[dict[str, Any]] = []
+    state.on_step(rows.append)
     gradients = gradients_of(model, sharding, steps)
-    return {"gradients": gradients, "stats": state.stats(), "text": str(state)}
+    torch.optim.SGD(model.parameters(), lr=0.0).step()
+    return {"gradients": gradients, "stats": state.stats(), "rows": rows, "text": str(state)}
 
 
 def parts(sharding: Sharding) -> list[tuple[str, str, int]]:
@@ -120,7 +123,12 @@ def test_means_equal_the_reference(
         owners=[owner for _, _, owner in parts(sharding)],
     )
     for sent, answer in zip(formula, answers, strict=True):
-        assert answer["stats"]["wire_bytes"] == STEPS * sent
+        stats = answer["stats"]
+        assert stats["wire_bytes"] == STEPS * sent
+        # A ring passes all shards but this rank's own on, once.
+        ring = stats["gradient_bytes"] * (sharding.shards - 1) / sharding.shards
+        assert stats["ratio"] == pytest.approx(ring / stats["wire_bytes"], rel=1e-12)
+        assert [row["ratio"] for row in answer["rows"]] == [stats["ratio"]]
 
 
 @pytest.mark.torch_core

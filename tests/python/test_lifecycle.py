@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import pickle
 import time
 import warnings
@@ -28,8 +29,10 @@ def open_files() -> int:
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
-def case_attach_again(times: int, native: bool) -> list[tuple[int, int]]:
-    """In and after every life of a model: engine threads of its own; open files after it."""
+def case_attach_again(times: int, native: bool) -> list[tuple[int, int, int, int]]:
+    """In and after every life of a model: engine threads of its own; after it open files, and what
+    the garbage collector knows of.
+    """
     gc.collect()
     before = engine_threads()  # of models that other tests have left behind
     counts = []
@@ -44,7 +47,9 @@ def case_attach_again(times: int, native: bool) -> list[tuple[int, int]]:
         deadline = time.monotonic() + 60
         while engine_threads() > before and time.monotonic() < deadline:
             time.sleep(0.001)
-        counts.append((threads, engine_threads() - before, open_files()))
+        gc.collect()
+        objects = len(gc.get_objects())
+        counts.append((threads, engine_threads() - before, open_files(), objects))
     return counts
 
 
@@ -54,6 +59,9 @@ def test_ten_lives_in_one_process_leave_nothing_behind(world_of_2: World, native
     for counts in world_of_2.run(case_attach_again, times=10, native=native):
         assert [c[:2] for c in counts] == [(1, 0)] * 10
         assert len({c[2] for c in counts[1:]}) == 1, counts
+        # What a life leaves behind, every life does; others fill a cache now and then.
+        grown = [after[3] - before[3] for before, after in itertools.pairwise(counts)]
+        assert min(grown) <= 0, counts
 
 
 def run_steps(runs: list[Run]) -> list[dict]:

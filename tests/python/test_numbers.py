@@ -184,6 +184,9 @@ def test_on_step_gets_the_numbers_of_each_step(world_of_2: World, codec: str, na
             # The sparse embedding is a bucket of its own, which passes through.
             assert row["fallbacks"] == (1 if codec == "q4" else 2)
             assert row["buckets"] == (1 if codec == "q4" else 0)
+            # The ring of two ranks sends as many bytes as the gradients have.
+            sent = row["wire_bytes"]
+            assert row["ratio"] == (row["gradient_bytes"] / sent if codec == "q4" else 0)
         for key in STEP_KEYS - {"step", "ratio"}:
             if not key.endswith("ratio"):
                 total = sum(row[key] for row in rows)

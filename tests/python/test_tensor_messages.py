@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from reference import (
 )
 from scenario import Weight
 from test_reference_engine import documented_example, example_values
+from torch._subclasses import FakeTensorMode
 
 gradferry = pytest.importorskip("gradferry", reason="the package is not built")
 
@@ -179,6 +181,73 @@ def test_decode_of_what_is_not_a_message_tensor_is_refused() -> None:
     for value in (torch.ones(112), as_message(GOOD * 2)[::2], as_message(GOOD)[None], GOOD):
         with pytest.raises(gradferry.GradferryError):
             gradferry.decode(value, "q4", shape=(40,), dtype=torch.float32)
+
+
+def test_numbers_are_encoded_where_memory_holds_the_opposite() -> None:
+    """Of a conjugate, torch notes a bit and leaves the memory as it is."""
+    z = torch.complex(torch.zeros(1), torch.full((1,), 2.0))
+    opposite = z.conj().imag
+    assert opposite.is_neg()
+    for codec in ("exact", "bf16"):  # in which 2 is a number
+        message = gradferry.encode(opposite, codec)
+        assert gradferry.decode(message, codec, shape=(1,), dtype=torch.float32).item() == -2.0
+        kind = {"shape": (1,), "dtype": torch.float32}
+        assert gradferry.accumulate([message], codec, **kind).item() == -2.0
+
+
+class SpreadTensor(torch.Tensor):
+    """In what counts here a DTensor."""
+
+    def to_local(self) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor)
+
+
+def fake() -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.ones(40)
+
+
+UNUSABLE_SHAPES = (3700, None, "ab", (-1, 37), (100.0, 37), (True,), (2**40, 2**10), (2**80,))
+UNUSABLE_DTYPES = (None, "float32", float, torch.int32, torch.complex64)
+UNUSABLE_COUNTS = (-1, 2**64, 1.5, None, "1", True)
+
+
+@pytest.mark.parametrize("name", ["seed", "step"])
+@pytest.mark.parametrize("value", UNUSABLE_COUNTS)
+def test_seeds_and_steps_that_no_header_holds_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(gradferry.ConfigError, match=f"{name}={value!r} must be a whole number"):
+        gradferry.encode(torch.ones(40), "q4", **{name: value})
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *({"shape": shape, "dtype": torch.float32} for shape in UNUSABLE_SHAPES),
+        *({"shape": (40,), "dtype": dtype} for dtype in UNUSABLE_DTYPES),
+    ],
+)
+def test_results_that_cannot_be_are_refused(kind: dict[str, Any]) -> None:
+    wrong = "dtype" if kind["shape"] == (40,) else "shape="
+    with pytest.raises(gradferry.ConfigError, match=wrong):
+        gradferry.decode(as_message(GOOD), "q4", **kind)
+    with pytest.raises(gradferry.ConfigError, match=wrong):
+        gradferry.accumulate([as_message(GOOD)], "q4", **kind)
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+@pytest.mark.parametrize("make", [fake, lambda: torch.ones(40).as_subclass(SpreadTensor)])
+def test_tensors_without_values_here_are_refused(make: Any) -> None:
+    with pytest.raises(gradferry.ConfigError, match=r"without values|on several ranks"):
+        gradferry.encode(make(), "q4")
+    traced = torch.func.grad(lambda x: gradferry.encode(x, "q4").float().sum())
+    with pytest.raises(gradferry.ConfigError, match="without values"):
+        traced(torch.ones(40))
+
+
+def test_messages_must_be_a_sequence() -> None:
+    for messages in (None, 3, torch.ones):
+        with pytest.raises(gradferry.ConfigError, match="pass a sequence of messages"):
+            gradferry.accumulate(messages, "q4", shape=(40,), dtype=torch.float32)
 
 
 def test_every_flipped_bit_is_refused() -> None:

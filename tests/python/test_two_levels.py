@@ -206,7 +206,7 @@ def case_ratios(scenario: Scenario) -> dict[str, object]:
     }
 
 
-def test_residual_ratios_are_those_of_what_a_rank_sums_and_owns(worlds: Worlds) -> None:
+def test_ratios_are_those_of_what_a_rank_sums_owns_and_sends(worlds: Worlds) -> None:
     """Four tiles of equal size: rank 0 owns the first, and so on; ranks 0 and 2 are the delegates
     of the first and the third, ranks 1 and 3 of the others.
     """
@@ -218,6 +218,9 @@ def test_residual_ratios_are_those_of_what_a_rank_sums_and_owns(worlds: Worlds) 
         given = np.linalg.norm(summed[rank % 2 :: 2].astype(np.float64))
         applied = np.linalg.norm(answer["average"][rank])
         stats = answer["stats"]
+        # Through the two ranks of a node a ring passes three quarters of everything, twice.
+        ring = 2 * 3 / 4 * stats["gradient_bytes"] / 2
+        assert stats["ratio"] == pytest.approx(ring / stats["wire_bytes"], rel=1e-12)
         # Sums of 8192 squares in double precision, in another order: 8192 * 2^-53.
         assert stats["worker_residual_ratio"] == pytest.approx(answer["worker"] / given, rel=1e-12)
         assert stats["owner_residual_ratio"] == pytest.approx(answer["owner"] / applied, rel=1e-12)

@@ -201,7 +201,7 @@ def make_config(options: Options) -> Config:
     if not isinstance(options.exact_skip, bool):
         raise ConfigError(f"exact_skip={options.exact_skip!r} must be True or False")
     rules = tuple(_parse_rule(rule, i) for i, rule in enumerate(options.rules or ()))
-    warmup_steps = _count("warmup_steps", options.warmup_steps)
+    warmup_steps = count("warmup_steps", options.warmup_steps)
     return Config(
         codec=spec,
         rules=rules,
@@ -213,7 +213,7 @@ def make_config(options: Options) -> Config:
         nonfinite=_choice("nonfinite", options.nonfinite, NONFINITE),
         exact_skip=options.exact_skip,
         check_every=_check_every(options.check_every, spec),
-        seed=_count("seed", options.seed),
+        seed=count("seed", options.seed),
         nodes=check_option(options.nodes),
         chooses=chooses,
         workspace_cap_mb=_workspace_cap(options.workspace_cap_mb),
@@ -287,7 +287,7 @@ def _warmup(options: Options, steps: int, codec: CodecSpec, rules: Sequence[Rule
 
 
 def _check_every(steps: int, codec: CodecSpec) -> int:
-    if _count("check_every", steps) and codec.name == OFF:
+    if count("check_every", steps) and codec.name == OFF:
         raise ConfigError(
             f"check_every={steps!r} needs a codec, and 'off' passes gradients through; use 'exact' "
             "to compare parameters without compression"
@@ -327,10 +327,11 @@ def _choice(argument: str, value: str, choices: Sequence[str]) -> str:
     return value
 
 
-def _count(argument: str, value: int) -> int:
+def count(argument: str, value: int) -> int:
+    """The value of an option that counts. Raises ConfigError for what does not fit 64 bits."""
     whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not whole or not 0 <= value < 2**64:
-        raise ConfigError(f"{argument}={value!r} must be a whole number, 0 or more")
+        raise ConfigError(f"{argument}={value!r} must be a whole number, 0 or more, below 2**64")
     return int(value)
 
 
@@ -364,7 +365,7 @@ def _parse_rule(rule: Mapping[str, Any], index: int) -> Rule:
     if not isinstance(rule.get("name", "*"), str):
         raise ConfigError(f"rules[{index}] has name={rule['name']!r}; it must be a pattern")
     limits = {
-        key: _count(f"rules[{index}][{key!r}]", rule[key])
+        key: count(f"rules[{index}][{key!r}]", rule[key])
         for key in rule
         if key not in ("codec", "name")
     }

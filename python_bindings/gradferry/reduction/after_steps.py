@@ -24,6 +24,7 @@ def call_after_steps(
         A handle whose ``remove()`` ends the calls; the callback may use it.
     """
     _register()
+    _forget_freed()  # where no optimizer has stepped since
     handle = RemovableHandle(_calls)
     _calls[handle.id] = (index, callback)
     return handle
@@ -35,9 +36,14 @@ def _register() -> None:
     register_optimizer_step_post_hook(_after_step)
 
 
-def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for number, (index, callback) in list(_calls.items()):
+def _forget_freed() -> None:
+    for number, (index, _) in list(_calls.items()):
         if not index:
             _calls.pop(number, None)
-        elif any(p in index for group in optimizer.param_groups for p in group["params"]):
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    _forget_freed()
+    for index, callback in list(_calls.values()):
+        if any(p in index for group in optimizer.param_groups for p in group["params"]):
             callback(optimizer)

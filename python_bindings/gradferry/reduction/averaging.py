@@ -111,8 +111,10 @@ class Averaging(ABC):
         - ``wire_bytes``: bytes sent to other nodes so far, headers and padding included; in
           the flat exchange, to other ranks.
         - ``local_bytes``: bytes sent to other ranks of the node; 0 in the flat exchange.
-        - ``ratio``: bytes that an uncompressed ring all-reduce would have sent, divided by
-          ``wire_bytes``; 0.0 before the first bucket.
+        - ``ratio``: bytes that an uncompressed ring would have sent, divided by ``wire_bytes``;
+          0.0 before the first bucket. The ring does what the hook does, an all-reduce or a
+          reduce-scatter. With two levels both are what leaves the node, and the ring's bytes are
+          divided among the ranks of the node.
         - ``residual_bytes``, ``workspace_bytes``: memory held.
         - ``workspace_allocations``: how often workspace was allocated or a plan was made.
         - ``in_flight``: buckets that are not complete yet.
@@ -148,7 +150,7 @@ class Averaging(ABC):
         if running.engine is None:
             stats["steps"] = self._passed_steps()
         stats["fallbacks"] = self._passed_buckets()
-        stats["ratio"] = step_numbers.ratio(stats, running.world_size)
+        stats["ratio"] = step_numbers.ratio(stats, running.ring_share)
         stats["choice"] = self._choice()
         return cast(Stats, stats)
 
@@ -173,7 +175,7 @@ class Averaging(ABC):
         """
         if not callable(callback):
             raise ConfigError(f"on_step({callback!r}): pass a function, which gets a dict")
-        return step_numbers.call_after_steps(self, callback, self.world_size)
+        return step_numbers.call_after_steps(self, callback)
 
     def events(self) -> list[dict[str, Any]]:
         """The last 256 buckets, oldest first; the first error ends with the last 8.

@@ -118,6 +118,17 @@ class Running:
         return "reduce_scatter" if scatters else "all_reduce"
 
     @property
+    def ring_share(self) -> float:
+        """Bytes that this rank's share of an uncompressed ring has, for each byte of gradients.
+
+        All elements but those of one rank pass every rank: once in a reduce-scatter, twice in an
+        all-reduce. A ring leaves each node at one rank, which sends for all ranks of the node.
+        """
+        passes = 1 if self.collective == "reduce_scatter" else 2
+        siblings = next(each for each in self.exchange.nodes.members if self.rank in each)
+        return passes * (self.world_size - 1) / self.world_size / len(siblings)
+
+    @property
     def finds_unused_parameters(self) -> bool:
         """Whether a pass may leave out parameters, as DDP's own option of this name says."""
         return bool(self.agreed.get("find_unused_parameters", False))

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
+if TYPE_CHECKING:
+    from gradferry.reduction.averaging import Averaging
+
 StepCallback = Callable[[dict[str, Any]], None]
-
-
-class Counting(Protocol):
-    """An object with counters: a `HookState`."""
-
-    def stats(self) -> Mapping[str, Any]:
-        """See `HookState.stats`."""
-
 
 # Keys of stats() that are sums over steps; their increase is the number of one step.
 SUMS = (
@@ -56,13 +51,18 @@ def zeros() -> dict[str, Any]:
     return {**dict.fromkeys(_COUNTERS, 0), **times, "step_buckets": []}
 
 
-def ratio(counts: Mapping[str, Any], world_size: int) -> float:
-    """Bytes of an uncompressed ring all-reduce, divided by those sent; 0.0 if none were sent."""
-    ring = 2 * (world_size - 1) / world_size * float(counts["gradient_bytes"])
+def ratio(counts: Mapping[str, Any], ring_share: float) -> float:
+    """Bytes of an uncompressed ring, divided by those sent; 0.0 if none were sent.
+
+    Args:
+        counts: of these.
+        ring_share: see `Running.ring_share`.
+    """
+    ring = ring_share * float(counts["gradient_bytes"])
     return ring / counts["wire_bytes"] if counts["wire_bytes"] else 0.0
 
 
-def call_after_steps(state: Counting, callback: StepCallback, world_size: int) -> RemovableHandle:
+def call_after_steps(state: Averaging, callback: StepCallback) -> RemovableHandle:
     """See `HookState.on_step`."""
     weak_state = weakref.ref(state)  # torch's registry must not keep the state alive
     before = state.stats()
@@ -82,7 +82,8 @@ def call_after_steps(state: Counting, callback: StepCallback, world_size: int) -
         number = now["steps"] - 1 if now["buckets"] else passed_steps
         passed_steps += 1
         ratios = {key: now[key] for key in _RATIOS}
-        callback({"step": number, **step, "ratio": ratio(step, world_size), **ratios})
+        share = state._running.ring_share
+        callback({"step": number, **step, "ratio": ratio(step, share), **ratios})
 
     handle = register_optimizer_step_post_hook(after_step)
     # Not in after_step itself, while torch iterates over its registry.
