@@ -2,17 +2,19 @@
 
 On every host, with a folder that all of them see:
 
-TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes 2:3 --nproc-per-node 1 \
+TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes 1:3 --nproc-per-node 1 \
     --rdzv-backend c10d --rdzv-endpoint HOST1:29400 --max-restarts 9 \
     examples/elastic.py --checkpoint FOLDER
 
 When a host joins, torchrun stops all ranks and starts them again, one more. When one is lost, the
-others end with an error that names its rank, and start again without it. Each time the training
+others end with an error that names its rank, and start again without it; the last one goes on
+alone, and what was withheld comes with its first gradient. Each time the training
 goes on from its last checkpoint, whose residuals are shared out among the ranks there are now.
 Without that variable torch 2.15 keeps a host that joins later waiting for the address of rank 0.
 """
 
 import argparse
+import json
 from datetime import timedelta
 
 import gradferry
@@ -27,13 +29,15 @@ BATCH = 48  # examples per step of all ranks together; 2, 3 and 4 divide it
 
 
 def withheld(saved: dict) -> float:
-    """The sum of what averages still miss: the mean of workers' residuals, plus those of owners.
+    """The sum of what averages still miss: the mean of nodes' worker residuals, plus the owners'.
 
-    `saved`: of all ranks, by checkpoint.merge().
+    `saved`: of all ranks, by checkpoint.merge(). Ranks of a node share its worker residual; where
+    it says nothing of nodes, every rank is one.
     """
     slots = [part for name, part in saved.items() if name.startswith("slot_")]
+    nodes = len(json.loads(saved["nodes"])) if "nodes" in saved else len(slots)
     workers = sum(slot["worker"].double().sum().item() for slot in slots)
-    return workers / len(slots) + sum(slot["owner"].double().sum().item() for slot in slots)
+    return workers / nodes + sum(slot["owner"].double().sum().item() for slot in slots)
 
 
 def withheld_now(state: gradferry.HookState) -> float:

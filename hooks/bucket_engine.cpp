@@ -1,5 +1,6 @@
 #include "bucket_engine.h"
 
+#include <ATen/Functions.h>
 #include <unistd.h>
 
 #include <string>
@@ -285,6 +286,9 @@ EngineState BucketEngine::state() {
 void BucketEngine::load_state(const EngineState& state) {
   const std::lock_guard lock(life_.mutex);
   expect_between_steps("load a state");
+  const at::Tensor &worker = state.residuals.worker, &owner = state.residuals.owner;
+  expect_residuals_of(layout_, worker, owner);
+  if (at::any(worker).item<bool>() || at::any(owner).item<bool>()) make_residuals();
   load_residuals(state.residuals);
   steps_.resume(state.steps);
   momentum_began_ = state.steps >= options_.warmup_steps;
@@ -317,6 +321,7 @@ void BucketEngine::add_to_worker_residual(uint32_t parameter, const at::Tensor& 
   const Parameter& target = parameter_to_change(layout_, parameter, values, device_);
   const ResidualRange range = layout_.worker_residual_range(target);
   if (range.begin == range.end) return;
+  make_residuals();
   change_worker_residual(range.begin, delegated_part(layout_, target, values), factor);
 }
 

@@ -10,6 +10,10 @@
 // momentum. This holds for every tile, including `exact` ones and those of a world of one. For `m`
 // see momentum.h.
 //
+// Outside momentum mode a world of one withholds nothing. But it may load a state in which a larger
+// world has: every tile has a place in the worker residual, and the next gradient delivers what is
+// there. The memory for that is allocated when such a state is loaded.
+//
 // After the first error an engine is dead: it informs all ranks (peers.h), and every call throws
 // that error.
 #pragma once
@@ -40,7 +44,8 @@ using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
 // waiting for the Future makes the current stream wait.
 FuturePtr make_future(c10::TypePtr type, const at::Tensor& tensor);
 
-// Residuals as a checkpoint holds them: fp32 tensors of one dimension on the CPU.
+// Residuals as a checkpoint holds them: fp32 tensors of one dimension on the CPU. Both of no
+// elements: nothing is withheld.
 struct SavedResiduals {
   at::Tensor worker;
   at::Tensor owner;
@@ -133,6 +138,8 @@ class BucketEngine {
 
   // Residuals between steps, with life_.mutex held.
   virtual SavedResiduals save_residuals() = 0;
+  // Allocates memory for residuals, if there is none yet.
+  virtual void make_residuals() = 0;
   virtual void load_residuals(const SavedResiduals& saved) = 0;
   // Restores the residuals from before the last optimizer step.
   virtual void take_back_step() = 0;
@@ -146,6 +153,8 @@ class BucketEngine {
   virtual void begin_momentum() = 0;
   // By parameter: the gradient's share of what a step with momentum encodes.
   std::vector<float> alphas() const;
+  // Whether the engine needs memory for residuals from the beginning.
+  bool withholds() const { return exchanges_ || options_.momentum != 0; }
 
   // Asks the engine to stop: its last handle is gone, or the process is ending.
   void request_stop();

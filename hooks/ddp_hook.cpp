@@ -15,6 +15,7 @@ BucketHook::BucketHook(std::shared_ptr<BucketEngine> engine,
     : engine_(std::move(engine)),
       group_name_(std::move(group_name)),
       make_exception_(make_exception) {
+  if (!engine_) steps_.emplace(parameters.size());
   for (uint32_t i = 0; i < parameters.size(); ++i) {
     index_.emplace(parameters[i].unsafeGetTensorImpl(), i);
     identities_.emplace_back(parameters[i].getIntrusivePtr());

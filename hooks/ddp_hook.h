@@ -43,7 +43,7 @@ class BucketHook : public std::enable_shared_from_this<BucketHook> {
   using StepCallback = std::function<void(const std::shared_ptr<BucketHook>&, uint64_t)>;
   void call_at(uint64_t step, StepCallback callback, const std::string& purpose);
   void resume(uint64_t step);
-  // Steps that have begun and ended; only with call_at().
+  // Steps that have begun and ended; only without an engine, which counts them, or with call_at().
   uint64_t finished_steps() const { return steps_ ? steps_->finished_steps() : 0; }
 
   // Whether the bucket must go to run(). Without an engine no bucket does, and sparse ones never

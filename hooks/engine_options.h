@@ -51,10 +51,7 @@ struct EngineOptions {
   }
   bool in_warmup(uint64_t step) const { return step < warmup_steps; }
   bool has_momentum(uint64_t step) const { return momentum != 0 && !in_warmup(step); }
-  // A single rank without momentum leaves them as they are, in their units, for a larger world.
-  bool touches_residuals(uint64_t step) const {
-    return (world_size > 1 || momentum != 0) && (compressed_warmup || !in_warmup(step));
-  }
+  bool touches_residuals(uint64_t step) const { return compressed_warmup || !in_warmup(step); }
   // Whether residuals hold gradients in warm-up steps, and momentum after them.
   bool turns_to_momentum() const { return compressed_warmup && momentum != 0; }
   // Factors of momentum mode: alpha of the gradient before encode, beta of the decoded value that

@@ -59,20 +59,32 @@ at::Tensor delegated_part(const Layout& layout, const Parameter& parameter,
   return parts.size() == parameter.num_tiles ? values : at::cat(parts);
 }
 
+void expect_residuals_of(const Layout& layout, const at::Tensor& worker, const at::Tensor& owner) {
+  const bool nothing = worker.numel() == 0 && owner.numel() == 0;
+  const auto fits = [&](const at::Tensor& residual, uint64_t num_elements) {
+    return residual.device().is_cpu() && residual.scalar_type() == at::kFloat &&
+           residual.dim() == 1 &&
+           (nothing || static_cast<uint64_t>(residual.numel()) == num_elements);
+  };
+  GRADFERRY_EXPECTS(fits(worker, layout.worker_residual_elements()) &&
+                        fits(owner, layout.owner_residual_elements()),
+                    kState,
+                    "the saved residuals have another size, dtype or device than this engine's; "
+                    "they belong to another model, codec, rank or world size");
+}
+
+Residuals::Residuals(c10::Device device) : worker_(zeros(0, device)), owner_(zeros(0, device)) {}
+
 Residuals::Residuals(const Layout& layout, c10::Device device)
     : worker_(zeros(layout.worker_residual_elements(), device)),
       owner_(zeros(layout.owner_residual_elements(), device)) {}
 
 void Residuals::load(const at::Tensor& worker, const at::Tensor& owner) {
-  const auto fits = [](const at::Tensor& here, const at::Tensor& other) {
-    return other.device().is_cpu() && other.scalar_type() == at::kFloat &&
-           other.sizes() == here.sizes();
+  const auto load = [](const at::Tensor& here, const at::Tensor& saved) {
+    saved.numel() == 0 ? here.zero_() : here.copy_(saved);
   };
-  GRADFERRY_EXPECTS(fits(worker_, worker) && fits(owner_, owner), kState,
-                    "the saved residuals have another size, dtype or device than this engine's; "
-                    "they belong to another model, codec, rank or world size");
-  worker_.copy_(worker);
-  owner_.copy_(owner);
+  load(worker_, worker);
+  load(owner_, owner);
 }
 
 void scale_where_finite(const at::Tensor& residual, float factor) {

@@ -35,8 +35,14 @@ void scale_where_finite(const at::Tensor& residual, float factor);
 void scale_by_parameter(const Layout& layout, const std::vector<float>& factors,
                         const at::Tensor& worker, const at::Tensor& owner);
 
+// Throws Error(kState) unless the tensors are on the CPU, fp32, of one dimension, and of the sizes of
+// this rank's residuals; or both of no elements.
+void expect_residuals_of(const Layout& layout, const at::Tensor& worker, const at::Tensor& owner);
+
 class Residuals {
  public:
+  // Of no elements.
+  explicit Residuals(c10::Device device);
   Residuals(const Layout& layout, c10::Device device);
 
   float* worker() const { return worker_.mutable_data_ptr<float>(); }
@@ -45,8 +51,7 @@ class Residuals {
   const at::Tensor& owner_tensor() const { return owner_; }
   uint64_t num_bytes() const { return worker_.nbytes() + owner_.nbytes(); }
 
-  // Copies from tensors on the CPU. Throws Error(kState) unless they are fp32, of one dimension,
-  // and of the sizes of this layout.
+  // Copies from tensors on the CPU of the same sizes; zeros where those have no elements.
   void load(const at::Tensor& worker, const at::Tensor& owner);
   void scale(float factor);
 

@@ -28,14 +28,14 @@ DeviceContext::DeviceContext(const EngineOptions& of, const Layout& its_layout,
       encode_stream(new_stream(on)),
       finish_stream(new_stream(on)),
       transport(std::move(through)) {
-  if (!transport && options.momentum == 0) return;  // nothing will be done
   if (options.loss_scale.defined()) use_on_both_streams(options.loss_scale);
-  {
-    const c10::StreamGuard guard(finish_stream);
-    residuals.emplace(layout, options.exact_skip, device);
-    for (const at::Tensor& tensor : residuals->tensors()) use_on_both_streams(tensor);
-    findings = make_tensor(sizeof(Findings));
-  }
+}
+
+void DeviceContext::make_residuals() {
+  const c10::StreamGuard guard(finish_stream);
+  residuals.emplace(layout, options.exact_skip, device);
+  for (const at::Tensor& tensor : residuals->tensors()) use_on_both_streams(tensor);
+  findings = make_tensor(sizeof(Findings));
   life.stats.residual_bytes = residuals->num_bytes();
 }
 

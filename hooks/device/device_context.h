@@ -46,6 +46,9 @@ struct DeviceContext {
   DeviceContext(const EngineOptions& options, const Layout& layout, EngineLife& life,
                 c10::Device device, std::unique_ptr<DeviceTransport> transport);
 
+  // Allocates residuals and findings on F.
+  void make_residuals();
+
   // Zeroed device memory, uint8, registered with both streams. Zeroes it on the current stream.
   at::Tensor make_tensor(uint64_t num_bytes) const;
   // The same, with pinned host memory if the transport needs it.
@@ -75,7 +78,7 @@ struct DeviceContext {
   const c10::Stream encode_stream, finish_stream;  // E and F
   const std::unique_ptr<DeviceTransport> transport;
 
-  // In device memory; neither exists without a transport and without momentum.
+  // In device memory; neither exists before make_residuals().
   std::optional<DeviceResiduals> residuals;
   at::Tensor findings;
 };

@@ -29,7 +29,12 @@ DeviceEngine::DeviceEngine(EngineOptions options, c10::Device device, ParameterH
     : BucketEngine(std::move(options), std::move(hashes), device,
                    /*exchanges=*/transport != nullptr),
       context_(options_, layout_, life_, device, std::move(transport)) {
-  if (!context_.residuals) return;
+  if (withholds()) make_residuals();
+}
+
+void DeviceEngine::make_residuals() {
+  if (context_.residuals) return;
+  context_.make_residuals();
   exchange_.emplace(context_, exchanges_ ? DeviceCommits::workspace_bytes(options_, layout_) : 0);
   if (exchanges_) commits_.emplace(context_, hashes_);
   // E must not use memory before it was zeroed. From here on events ensure the order.
@@ -202,16 +207,15 @@ void DeviceEngine::begin_step(const DeviceJob& job) {
                                  context_.encode_stream);
 }
 
-// Nothing is sent. In momentum mode gradients become momentum, and residuals that a compressed
-// warm-up left behind, in a larger world, are delivered.
+// Nothing is sent.
 void DeviceEngine::average_alone(DeviceJob job) {
-  const bool changes = options_.momentum != 0 && options_.touches_residuals(job.step);
+  const bool changes = context_.residuals && options_.touches_residuals(job.step);
   if (changes) {
     const c10::DeviceGuard guard(device_);
     context_.use_on_both_streams(job.gradient);  // as in exchange()
     job.ready.block(context_.encode_stream);
     if (job.begins_step) begin_step(job);
-    exchange_->add_momentum(job);
+    exchange_->deliver_alone(job);
   }
   give_back(std::move(job.ready));
   const c10::OptionalStreamGuard guard(changes ? std::optional(context_.encode_stream)

@@ -34,8 +34,7 @@ namespace gradferry {
 
 class DeviceEngine final : public BucketEngine {
  public:
-  // `transport` is null if nothing is exchanged; gradients then do not change, except in momentum
-  // mode. Allocates everything and loads every kernel. The engine ends when the last copy of the
+  // `transport` is null if nothing is exchanged. Allocates everything and loads every kernel. The engine ends when the last copy of the
   // returned pointer is destroyed and nothing is in flight.
   static std::shared_ptr<DeviceEngine> start(EngineOptions options, c10::Device device,
                                              ParameterHashes hashes,
@@ -55,6 +54,7 @@ class DeviceEngine final : public BucketEngine {
   uint64_t sent_bytes() const override;
   uint64_t local_bytes() const override;
   SavedResiduals save_residuals() override;
+  void make_residuals() override;
   void load_residuals(const SavedResiduals& saved) override;
   void take_back_step() override;
   void keep_step() override;
@@ -75,7 +75,7 @@ class DeviceEngine final : public BucketEngine {
 
   DeviceContext context_;
   BucketClock clock_;
-  // Empty if there is nothing to do; commits_ exists only if something is sent.
+  // Empty without residuals; commits_ exists only if something is sent.
   std::optional<DeviceExchange> exchange_;
   std::optional<DeviceCommits> commits_;
   std::shared_ptr<Worker> worker_;  // with a transport that waits

@@ -309,7 +309,7 @@ void DeviceExchange::decode_on(const DeviceJob& job, const ChunkBatch& chunk,
 }
 
 // Uses one buffer for all tiles, with the codec `exact`, on E.
-void DeviceExchange::add_momentum(DeviceJob& job) {
+void DeviceExchange::deliver_alone(DeviceJob& job) {
   reserve_flags(job.plan->most_tiles());
   const DeviceBuffer& buffer = slots_.front().scatter_send;
   const c10::Stream& stream = context_.encode_stream;

@@ -26,8 +26,8 @@ class DeviceExchange {
 
   // Enqueues everything from encode to the mean in the bucket. E already waits for the gradient.
   void average(DeviceJob& job);
-  // Momentum mode in a world of one, where nothing is sent: gradient becomes momentum. On E alone.
-  void add_momentum(DeviceJob& job);
+  // As ChunkCodecs::deliver_alone(). On E alone.
+  void deliver_alone(DeviceJob& job);
 
   // Bytes from the start of a slot's `scatter_send` to the node's sum, which lies behind the
   // messages: so decode finds in one buffer what was sent and what was encoded.

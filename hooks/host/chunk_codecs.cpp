@@ -117,7 +117,7 @@ void ChunkCodecs::decode_batch(const Work& work, size_t index, const std::byte* 
 }
 
 // Encodes and decodes tile by tile through a payload on the stack. All tiles use `exact`.
-void ChunkCodecs::add_momentum(const Work& work) {
+void ChunkCodecs::deliver_alone(const Work& work) {
   alignas(kPayloadAlignment) std::byte payload[kTileElements * sizeof(double)];
   for (const PlannedBatch& planned : work.plan->encode) {
     const ResolvedCodec& resolved = codec_of(planned);

@@ -50,8 +50,9 @@ class ChunkCodecs {
                                             const std::vector<const std::byte*>& payloads);
   // Decodes the `messages` of all ranks into the gradient. `sent`: the output of encode().
   Decoded decode(const Work& work, const std::byte* messages, const std::byte* sent);
-  // Momentum mode in a world of one, where nothing is sent: gradient becomes momentum.
-  void add_momentum(const Work& work);
+  // In a world of one, where nothing is sent: in momentum mode the gradient becomes momentum, else
+  // what a larger world has withheld is added.
+  void deliver_alone(const Work& work);
 
  private:
   TileBatch make_batch(const Work& work, const PlannedBatch& planned, Stage stage);

@@ -20,7 +20,7 @@ HostEngine::HostEngine(EngineOptions options, ParameterHashes hashes, ExchangeLa
       sample_(layout_),
       residuals_(layout_, options_.exact_skip),
       codecs_(options_, layout_, residuals_) {
-  life_.stats.residual_bytes = residuals_.num_bytes();
+  if (withholds()) make_residuals();
   GRADFERRY_EXPECTS(exchanges_ == (options_.world_size > 1), kConfig,
                     "an engine for " + std::to_string(options_.world_size) +
                         " ranks needs lanes, and one for a single rank has none");
@@ -59,6 +59,12 @@ void HostEngine::average(Bucket bucket) {
   if (std::exchange(check_is_due_, false)) fault = check_parameters(bucket.step);
   count_in(bucket);
   const float sent_scale = options_.loss_scale.defined() ? pass_scale_ : 0.0F;
+  UsedMap used;
+  UnusedCopy unused;
+  if (options_.find_unused_parameters) {
+    used = bucket.used.empty() ? UsedMap(bucket.plan->parameters.size(), 1) : bucket.used;
+    unused = copy_unused(bucket, used);
+  }
   const auto job = std::make_shared<BucketJob>(BucketJob{.plan = bucket.plan,
                                                          .gradient = std::move(bucket.gradient),
                                                          .future = std::move(bucket.future),
@@ -68,11 +74,10 @@ void HostEngine::average(Bucket bucket) {
                                                          .fault = fault,
                                                          .local_error = {},
                                                          .nonfinite_tiles = {},
-                                                         .used = {},
-                                                         .unused = {},
+                                                         .used = std::move(used),
+                                                         .unused = std::move(unused),
                                                          .event = bucket.event,
                                                          .profiler = {}});
-  if (options_.find_unused_parameters) keep_unused(*job, std::move(bucket.used));
   const auto& chunks = job->plan->chunks;
   for (const ChunkPlan& chunk : chunks) send_chunk(job, chunk, &chunk == &chunks.back());
 }
@@ -84,7 +89,7 @@ void HostEngine::begin_step(const Bucket& bucket) {
   if (bucket.begins_optimizer_step) residuals_.begin_step();
   check_is_due_ = check_is_due_ || bucket.begins_check;
   pass_scale_ = loss_scale();
-  if (options_.touches_residuals(bucket.step)) residuals_.begin_pass(pass_scale_);
+  if (touches_residuals(bucket.step)) residuals_.begin_pass(pass_scale_);
 }
 
 // All ranks see the same hashes, so all of them throw, or none.
@@ -98,31 +103,41 @@ Fault HostEngine::check_parameters(uint64_t step) {
 }
 
 // No earlier bucket with the same parameters is in flight any more.
-void HostEngine::keep_unused(BucketJob& job, UsedMap used) const {
-  const auto& parameters = job.plan->parameters;
-  job.used = used.empty() ? UsedMap(parameters.size(), 1) : std::move(used);
-  const bool touched = options_.touches_residuals(job.step);
-  job.unused = UnusedCopy(layout_, parameters, job.used, job.gradient,
-                          touched ? residuals_.worker_tensor() : at::Tensor(),
-                          touched ? residuals_.owner_tensor() : at::Tensor());
+UnusedCopy HostEngine::copy_unused(const Bucket& bucket, const UsedMap& used) const {
+  const bool touched = touches_residuals(bucket.step);
+  return {layout_,
+          bucket.plan->parameters,
+          used,
+          bucket.gradient,
+          touched ? residuals_.worker_tensor() : at::Tensor(),
+          touched ? residuals_.owner_tensor() : at::Tensor()};
 }
 
-// Nothing is sent. In momentum mode gradients become momentum, and residuals that a compressed
-// warm-up left behind, in a larger world, are delivered.
+bool HostEngine::touches_residuals(uint64_t step) const {
+  return residuals_.is_allocated() && options_.touches_residuals(step);
+}
+
+// Nothing is sent.
 void HostEngine::average_alone(Bucket bucket) {
-  if (options_.momentum != 0 && options_.touches_residuals(bucket.step)) {
-    for (const ChunkPlan& chunk : bucket.plan->chunks) {
-      void* gradient = bucket.gradient.mutable_data_ptr();
-      codecs_.add_momentum({&chunk, bucket.step, gradient, gradient});
-    }
-  }
+  if (touches_residuals(bucket.step)) deliver_alone(bucket);
   if ((options_.raise_nonfinite || options_.exact_skip) &&
       !at::isfinite(bucket.gradient).all().item<bool>()) {
     if (options_.raise_nonfinite) throw nonfinite_gradient(bucket.step);
     const std::lock_guard lock(life_.mutex);
-    if (options_.touches_residuals(bucket.step)) residuals_.note_nonfinite();
+    if (touches_residuals(bucket.step)) residuals_.note_nonfinite();
   }
   bucket.future->markCompleted(std::move(bucket.value));
+}
+
+// DDP drops what comes back for a parameter that was not used.
+void HostEngine::deliver_alone(const Bucket& bucket) {
+  UnusedCopy unused;
+  if (!bucket.used.empty()) unused = copy_unused(bucket, bucket.used);
+  for (const ChunkPlan& chunk : bucket.plan->chunks) {
+    void* gradient = bucket.gradient.mutable_data_ptr();
+    codecs_.deliver_alone({&chunk, bucket.step, gradient, gradient});
+  }
+  unused.put_back(bucket.used);
 }
 
 // Posts what the others wait for first, so that it is sent while the next chunk is prepared. DDP's
@@ -182,7 +197,14 @@ SavedResiduals HostEngine::save_residuals() {
           residuals_.loss_scale()};
 }
 
+void HostEngine::make_residuals() {
+  if (residuals_.is_allocated()) return;
+  residuals_.allocate();
+  life_.stats.residual_bytes = residuals_.num_bytes();
+}
+
 void HostEngine::load_residuals(const SavedResiduals& saved) {
+  if (!residuals_.is_allocated()) return;  // nothing was withheld
   residuals_.load(saved.worker, saved.owner, saved.loss_scale);
 }
 

@@ -56,6 +56,7 @@ class HostEngine final : public BucketEngine {
   uint64_t sent_bytes() const override { return exchange_ ? exchange_->sent_bytes() : 0; }
   uint64_t local_bytes() const override { return exchange_ ? exchange_->local_bytes() : 0; }
   SavedResiduals save_residuals() override;
+  void make_residuals() override;
   void load_residuals(const SavedResiduals& saved) override;
   void take_back_step() override { residuals_.skip(); }
   void keep_step() override { residuals_.keep(); }
@@ -66,7 +67,9 @@ class HostEngine final : public BucketEngine {
   void begin_step(const Bucket& bucket);
   Fault check_parameters(uint64_t step);
   void average_alone(Bucket bucket);
-  void keep_unused(BucketJob& job, UsedMap used) const;
+  UnusedCopy copy_unused(const Bucket& bucket, const UsedMap& used) const;
+  bool touches_residuals(uint64_t step) const;
+  void deliver_alone(const Bucket& bucket);
   void send_chunk(const std::shared_ptr<BucketJob>& bucket, const ChunkPlan& plan, bool last);
   void send_to_siblings(ChunkJob& job);
   float loss_scale() const;

@@ -18,10 +18,18 @@ at::Tensor room_for(const at::Tensor& residual, bool keep_copy) {
 }  // namespace
 
 HostResiduals::HostResiduals(const Layout& layout, bool keep_copy)
-    : residuals_(layout, c10::kCPU),
+    : layout_(layout),
+      residuals_(c10::kCPU),
       keeps_copy_(keep_copy),
-      worker_before_(room_for(worker_tensor(), keep_copy)),
-      owner_before_(room_for(owner_tensor(), keep_copy)) {}
+      worker_before_(room_for(worker_tensor(), false)),
+      owner_before_(room_for(owner_tensor(), false)) {}
+
+void HostResiduals::allocate() {
+  residuals_ = Residuals(layout_, c10::kCPU);
+  worker_before_ = room_for(worker_tensor(), keeps_copy_);
+  owner_before_ = room_for(owner_tensor(), keeps_copy_);
+  is_allocated_ = true;
+}
 
 uint64_t HostResiduals::num_bytes() const {
   return residuals_.num_bytes() + worker_before_.nbytes() + owner_before_.nbytes();

@@ -13,8 +13,11 @@ namespace gradferry {
 
 class HostResiduals {
  public:
-  // `keep_copy`: with exact_skip.
+  // `keep_copy`: with exact_skip. Without memory before allocate().
   HostResiduals(const Layout& layout, bool keep_copy);
+  // Zeros.
+  void allocate();
+  bool is_allocated() const { return is_allocated_; }
 
   float* worker() const { return residuals_.worker(); }
   float* owner() const { return residuals_.owner(); }
@@ -54,7 +57,9 @@ class HostResiduals {
  private:
   void take_back();
 
+  const Layout& layout_;
   Residuals residuals_;
+  bool is_allocated_ = false;
   float loss_scale_ = 0.0F;
   const bool keeps_copy_;
   at::Tensor worker_before_;  // empty unless a copy is kept

@@ -210,9 +210,7 @@ class Reducer(Averaging):
             StateError: as for `HookState.load_state_dict`. Nothing was changed.
         """
         self._engine_at_rest("load a state")
-        steps = save_load.load(self._started, state_dict, on_resize)
-        if steps is not None:
-            self._calls.count = steps
+        self._calls.count = save_load.load(self._started, state_dict, on_resize)
 
     @property
     def _running(self) -> Running:

@@ -49,6 +49,7 @@ def worker_mean(states: Sequence[dict], scenario: Scenario) -> list[np.ndarray]:
     for rank, state in enumerate(states):
         slot = state[f"slot_{rank}"]
         numbers = slot["worker_tiles"].tolist() if "worker_tiles" in slot else all_tiles
+        numbers = numbers if len(slot["worker"]) else []  # nothing is withheld
         for tile, held in by_tile(slot["worker"], numbers, engine):
             total[tile.parameter][tile.offset : tile.offset + tile.num_elements] += held
     return [residual / len(engine.nodes) for residual in total]

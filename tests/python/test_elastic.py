@@ -101,11 +101,19 @@ def resize(old: ReferenceEngine, scenario: Scenario) -> ReferenceEngine:
     new = reference_of(scenario)
     new.num_steps = old.num_steps
     for index, residuals in enumerate(old.worker_residual):
+        nothing = np.zeros(scenario.weights[index].num_elements, np.float32)
+        worker, owner = nothing, old.owner_residual[index]
         if residuals[0] is not None:
-            mean = np.mean([r.astype(np.float64) for r in residuals], axis=0).astype(np.float32)
-            new.worker_residual[index] = [mean.copy() for _ in new.nodes]
-        if old.owner_residual[index] is not None:
-            new.owner_residual[index] = old.owner_residual[index].copy()
+            worker = np.mean([r.astype(np.float64) for r in residuals], axis=0).astype(np.float32)
+        owner = nothing if owner is None else owner
+        if new.owner_residual[index] is None:
+            worker, owner = worker + owner, nothing
+        if new.worker_residual[index][0] is None:
+            worker, owner = nothing, worker + owner
+        if new.worker_residual[index][0] is not None:
+            new.worker_residual[index] = [worker.copy() for _ in new.nodes]
+        if new.owner_residual[index] is not None:
+            new.owner_residual[index] = owner.copy()
     return new
 
 
@@ -181,10 +189,6 @@ def test_compressed_warmup_goes_on_in_a_world_of_one(worlds: Worlds) -> None:
     engine = reference_of(scenario)
     advance(engine, scenario, range(3))
     one = resize(engine, alone)
-    for worker, owner in zip(one.worker_residual, one.owner_residual, strict=True):
-        if owner is not None:
-            worker[0] += owner
-    one.owner_residual = [None] * len(WEIGHTS)
     assert max(np.abs(worker[0]).max() for worker in one.worker_residual) > 0.1
     steps = range(3, 8)
     (answer,) = worlds(1).run(

@@ -14,6 +14,7 @@ import torch
 
 from gradferry import _native
 from gradferry.core.codec_spec import AUTO, OFF, CodecSpec, parse_codec
+from gradferry.core.names import plain_name
 from gradferry.core.nodes import AUTO as FOUND_NODES
 from gradferry.core.nodes import Nodes, NodesOption, check_option
 from gradferry.core.options import WORKSPACE_CAP_MB, Options
@@ -33,7 +34,8 @@ class Rule:
 
     Attributes:
         codec: of the parameters that match.
-        name: shell-style pattern for the whole name, case-sensitive.
+        name: shell-style pattern for the whole name, case-sensitive. Wrappers of torch do not count
+            (`plain_name`).
         min_dims, max_dims: limits, inclusive, for the number of dimensions; None: no limit.
         min_size, max_size: limits, inclusive, for the number of elements; None: no limit.
     """
@@ -48,7 +50,7 @@ class Rule:
     def matches(self, name: str, dims: int, size: int) -> bool:
         """Whether the rule applies to a parameter with this name, dimensions and elements."""
         return (
-            fnmatchcase(name, self.name)
+            fnmatchcase(plain_name(name), plain_name(self.name))
             and self.min_dims <= dims
             and (self.max_dims is None or dims <= self.max_dims)
             and self.min_size <= size

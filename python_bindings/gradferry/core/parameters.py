@@ -14,6 +14,7 @@ from gradferry import _native
 from gradferry.core import device
 from gradferry.core.codec_spec import CodecSpec
 from gradferry.core.config import EXACT, Config
+from gradferry.core.names import plain_name
 from gradferry.errors import ConfigError
 
 _REAL_DTYPES = {torch.complex64: torch.float32, torch.complex128: torch.float64}
@@ -24,7 +25,7 @@ class ParameterLayout:
     """One parameter as the engine sees it.
 
     Attributes:
-        name: as in ``module.named_parameters()``.
+        name: as in ``module.named_parameters()``, without wrappers of torch (`plain_name`).
         shape: of the parameter.
         strides: of its gradient in DDP's buckets, in elements: those of the parameter if it is
             dense and non-overlapping, else row-major. 1 for dimensions of size 1.
@@ -33,7 +34,7 @@ class ParameterLayout:
         is_complex: whether the parameter is.
         codec: as the rules decide.
         warmup: the codec of warm-up steps.
-        residuals: whether it has a (worker, owner) residual.
+        residuals: whether it has a place in the (worker, owner) residual.
         owner: in a reduce-scatter, the rank that gets its mean; None: in an all-reduce.
     """
 
@@ -57,7 +58,7 @@ class ParameterLayout:
             self,
             codec=codec,
             warmup=config.warmup_codec_of(codec),
-            residuals=_residuals(config, codec, exchanges),
+            residuals=config.residuals_of(codec) if exchanges else (True, False),
         )
 
     def record(self) -> dict[str, Any]:
@@ -109,7 +110,8 @@ def describe_parameters(
         named: names and parameters, in order.
         config: checked.
         owners: see `ParameterLayout.owner`; None: of no parameter.
-        exchanges: False in a world of one, where only momentum mode needs residuals.
+        exchanges: False in a world of one, where every parameter has a place in the worker
+            residual: for the momentum, or for what a larger world has withheld.
 
     Raises:
         ConfigError: a parameter's device or dtype has no codec, or parameters are on several
@@ -140,7 +142,7 @@ def _describe(name: str, parameter: torch.Tensor, owner: int | None) -> Paramete
             "or convert it to float32, bfloat16, float16 or float64"
         )
     return ParameterLayout(
-        name=name,
+        name=plain_name(name),
         shape=tuple(parameter.shape),
         strides=tuple(_native.bucket_strides(parameter)),
         dtype=dtype,
@@ -151,7 +153,3 @@ def _describe(name: str, parameter: torch.Tensor, owner: int | None) -> Paramete
         residuals=(False, False),
         owner=owner,
     )
-
-
-def _residuals(config: Config, codec: CodecSpec, exchanges: bool) -> tuple[bool, bool]:
-    return config.residuals_of(codec) if exchanges else (config.momentum != 0, False)

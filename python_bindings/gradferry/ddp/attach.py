@@ -38,7 +38,8 @@ def attach(
     after the model was wrapped and before the first backward pass that should be compressed.
 
     Args:
-        ddp: the model; it must not have a communication hook.
+        ddp: the model, also as torch.compile or Lightning Fabric wrapped it again; it must not have
+            a communication hook.
         codec: a codec string such as ``"q4"``, ``"off"`` for the backend's own all-reduce, or
             ``"auto"``. ``"auto"`` measures training and link during dense steps, then takes the
             most precise codec, or ``"off"``, within 2 % of the fastest predicted step. Where that

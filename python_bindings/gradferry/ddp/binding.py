@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,8 @@ class Binding:
         model: a weak reference, because DDP holds its hook, and so this object.
         handover: compares handed-over momenta; None unless the hook has momentum mode, warm-up
             steps and other ranks.
+        passed_on: what a loaded state says of a choice, where nothing is chosen: in a world of one,
+            or without an engine. A state saved there says it again.
     """
 
     running: Running
@@ -47,6 +50,7 @@ class Binding:
     chooser: Chooser | None
     model: weakref.ref[DistributedDataParallel]
     handover: MomentumHandover | None
+    passed_on: dict[str, Any] = field(default_factory=dict)
 
     def expect_registered(self) -> None:
         """Checks, for the standard signature, that the calling model is the bound one.
@@ -129,11 +133,10 @@ def _build(
 
 
 def _must_watch_use(running: Running) -> bool:
-    """Whether ranks tell each other in commits which parameters they used."""
+    """Whether the engine must know which parameters this rank used."""
     return (
         running.finds_unused_parameters
         and running.transport.device.type == "cpu"
-        and running.transport.exchanges
         and not running.config.passes_through
     )
 

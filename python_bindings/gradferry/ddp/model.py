@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradferry import _native
@@ -20,6 +21,8 @@ from gradferry.reduction.advice import OVERLAPPED_ZERO
 
 Named = list[tuple[str, torch.nn.Parameter]]
 
+# What torch.compile and Lightning Fabric call the module inside.
+_INSIDE = ("_orig_mod", "_forward_module")
 # Where torch makes the hooks that step a ZeroRedundancyOptimizer(overlap_with_ddp=True).
 _ZERO_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook"
 
@@ -31,7 +34,7 @@ class Model:
     would keep the model alive.
 
     Attributes:
-        ddp: the model itself.
+        ddp: the DistributedDataParallel itself, without wrappers.
         group: the process group that it averages over.
         named: names and parameters that it reduces, each shared parameter once.
         device: of the gradients. DDP keeps all parameters of a bucket on one device;
@@ -44,7 +47,8 @@ class Model:
             because without a group it cannot tell the others.
     """
 
-    def __init__(self, ddp: DistributedDataParallel) -> None:
+    def __init__(self, ddp: nn.Module) -> None:
+        ddp = unwrapped(ddp)
         self.group = _process_group(ddp)
         self.named: Named = []
         self.device = CPU
@@ -89,6 +93,16 @@ def expect_no_step_in_hook(hook: object) -> None:
     """Raises ConfigError for hooks of torch that step a ZeroRedundancyOptimizer."""
     if getattr(hook, "__module__", None) == _ZERO_HOOKS:
         raise ConfigError(OVERLAPPED_ZERO)
+
+
+def unwrapped(model: Any) -> Any:
+    """What torch.compile or Lightning Fabric have wrapped, in whatever order; else the model."""
+    while isinstance(model, nn.Module) and not isinstance(model, DistributedDataParallel):
+        inside = [module for name in _INSIDE if (module := model._modules.get(name)) is not None]
+        if not inside:
+            break
+        model = inside[0]
+    return model
 
 
 def _process_group(ddp: DistributedDataParallel) -> dist.ProcessGroup:

@@ -17,7 +17,7 @@ from gradferry.ddp.auto import Choice, Chooser
 from gradferry.ddp.binding import Binding
 from gradferry.errors import GradferryError
 from gradferry.reduction import save_load
-from gradferry.reduction.saved_state import SavedState
+from gradferry.reduction.saved_state import SavedState, withheld_in
 
 
 def save(bound: Binding) -> SavedState:
@@ -25,31 +25,35 @@ def save(bound: Binding) -> SavedState:
     state = save_load.save(bound.running, bound.hook.finished_steps())
     if bound.chooser is not None:
         state["choice"] = bound.chooser.choice.saved()
-    return state
+    return {**bound.passed_on, **state}
 
 
 def load(bound: Binding, saved: Mapping[str, Any], on_resize: str) -> None:
     """See `HookState.load_state_dict`, which calls this."""
     if bound.chooser is not None:
-        _restore_choice(bound, bound.chooser, saved)
+        _restore_choice(bound, bound.chooser, saved, on_resize)
         if bound.running.engine is None:
             return
     # A world of one chooses no codec, but may load a state in which others chose one.
     has_choice = isinstance(saved, Mapping) and "choice" in saved
-    chosen = Choice.restored(saved["choice"]).codec if has_choice else None
-    steps = save_load.load(bound.running, saved, on_resize, chosen=chosen)
-    if bound.handover is not None and steps is not None:
-        bound.hook.resume(steps)
+    choice = Choice.restored(saved["choice"]) if has_choice else None
+    chosen = None if choice is None else choice.codec
+    bound.hook.resume(save_load.load(bound.running, saved, on_resize, chosen=chosen))
+    if choice is not None:
+        bound.passed_on["choice"] = choice.saved()
+    if bound.handover is not None:
         bound.handover.start(bound.hook)
 
 
-def _restore_choice(bound: Binding, chooser: Chooser, saved: Mapping[str, Any]) -> None:
+def _restore_choice(
+    bound: Binding, chooser: Chooser, saved: Mapping[str, Any], on_resize: str
+) -> None:
     record: Record
     try:
-        save_load.check(bound.running, saved)
-        # A world of one has chosen nothing: the measurement begins after loading.
-        alone = saved["world_size"] == 1 and "choice" not in saved
-        choice = Choice() if alone else Choice.restored(saved.get("choice"))
+        save_load.check(bound.running, saved, on_resize)
+        # Where nothing chose, the measurement begins after loading.
+        chose = "choice" in saved or (saved["world_size"] > 1 and withheld_in(saved))
+        choice = Choice.restored(saved.get("choice")) if chose else Choice()
         record = {"choice": choice.saved(), "steps": saved["steps"]}
     except GradferryError as error:
         record = error_record(error)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from gradferry.core.names import plain_name
 from gradferry.errors import ConfigError
 
 
@@ -175,8 +176,9 @@ def sharded_modules(model: nn.Module) -> list[ShardedModule]:
         raise ConfigError(f"model must be a module, not {type(model).__name__}")
     found: list[ShardedModule] = []
     seen: set[int] = set()
-    names = {id(module): name for name, module in model.named_modules()}
-    for name, module in model.named_modules():
+    names = {id(module): plain_name(name) for name, module in model.named_modules()}
+    for module in model.modules():
+        name = names[id(module)]
         if isinstance(module, FullyShardedDataParallel):
             raise ConfigError(
                 f"{name or 'the model'!r} is a FullyShardedDataParallel (FSDP1), whose "
@@ -209,8 +211,8 @@ def unsharded_parameters(model: nn.Module, modules: Sequence[ShardedModule]) -> 
     """Names of parameters that require grad, and that FSDP2 does not reduce."""
     sharded = {shard.name for module in modules for shard in module.shards}
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and name not in sharded:
-            yield name
+        if parameter.requires_grad and plain_name(name) not in sharded:
+            yield plain_name(name)
 
 
 def _param_groups(state: Any) -> list[Any]:

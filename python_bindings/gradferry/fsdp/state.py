@@ -83,7 +83,9 @@ class ShardedState(Averaging):
                 "ranks merged by gradferry.checkpoint.merge; or go on without, and lose what was "
                 "withheld"
             )
-        save_load.load(self._started, state_dict[self.part], on_resize)
+        steps = save_load.load(self._started, state_dict[self.part], on_resize)
+        for hook in self._hooks:
+            hook.count = steps
 
     def skip_step(self) -> NoReturn:
         """Not here: a step that is skipped on all ranks may be known to another shard alone.

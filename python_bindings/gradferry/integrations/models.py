@@ -6,11 +6,11 @@ import gc
 import weakref
 from typing import Any
 
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradferry.core.warn import warn
 from gradferry.ddp.attach import attach
+from gradferry.ddp.model import unwrapped
 from gradferry.ddp.state import HookState
 from gradferry.errors import ConfigError, StateError
 
@@ -58,8 +58,7 @@ def find_ddp(
         ConfigError: several processes train without a DistributedDataParallel; or one process
             should deliver momentum, which only a hook can.
     """
-    while isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-        model = inner
+    model = unwrapped(model)
     if isinstance(model, DistributedDataParallel):
         return model
     if world_size > 1:

@@ -48,7 +48,7 @@ def watch_optimizer(running: Running) -> None:
         judge = functools.partial(_momentum_twice, momentum)
         if running.config.grad_scaler is None:  # which may skip whole steps
             _watch_passes(running)
-    elif coarse is not None:
+    elif running.transport.exchanges and coarse is not None:
         judge = functools.partial(_adam_behind, coarse)
     else:
         judge = _suits

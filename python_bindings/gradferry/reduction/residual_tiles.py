@@ -14,19 +14,13 @@ from gradferry.errors import StateError
 # In elements: tiles begin at its multiples.
 _BLOCK = _native.RESIDUAL_ALIGNMENT
 
-_NO_PLACE = (
-    "a world of one rank uses gradients as they are and has no place for the saved residuals; load "
-    "with on_resize='drop'"
-)
-
 _OTHER_SIZE = "the saved worker residuals have another size than this hook's; they were damaged"
-_NO_TILES = (
-    "the saved state has worker residuals of tiles that have none in this model; it was damaged"
-)
+_NO_TILES = "the saved state has residuals of tiles that have none in this model; it was damaged"
 
 Kind = Literal["worker", "owner"]  # of a residual
 KINDS: tuple[Kind, ...] = ("worker", "owner")  # in the order of `ParameterLayout.residuals`
 Slot = Mapping[str, torch.Tensor]  # see `saved_state.pack`
+Held = Sequence[tuple[bool, bool]]  # by parameter, whether it had a (worker, owner) residual
 
 
 @dataclass(frozen=True)
@@ -98,55 +92,55 @@ def rescale(
 
 
 def resize(
-    slots: Sequence[Slot],
-    members: Iterable[Sequence[int]],
-    tiles: Sequence[Tile],
-    *,
-    alone: bool,
+    slots: Sequence[Slot], members: Iterable[Sequence[int]], tiles: Sequence[Tile], held: Held
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The worker and the owner residual of this rank, from those of all ranks.
 
     Every node gets the mean of the nodes' worker residuals, and every rank the owner residuals of
     its tiles. This preserves that mean plus the owner residuals, which the averaged gradient still
-    lacks. A world of one has no owner residual, so it is added to the worker residual.
+    lacks. Tiles that have only one of both here get the sum there: so it is in a world of one, and
+    for codecs that keep no worker residual in a larger one.
 
     Args:
         slots: of all ranks that saved.
         members: those ranks, by node.
         tiles: of the layout of this rank.
-        alone: whether this is a world of one.
+        held: where it was saved.
 
     Raises:
         StateError: the slots do not fit together, or there is no place for what they hold.
     """
     places = _Places(tiles)
-    worker = _mean_of_nodes(slots, members, places)
+    worker = _mean_of_nodes(slots, members, places, held)
     owner = places.zeros(torch.float32)
-    held = places.no_tiles()
+    found = places.no_tiles()
     for number, slot in enumerate(slots):
-        places.add(owner, held, "owner", number, slot)
-    places.expect_all(held, "owner", [tile.owner_residual for tile in tiles])
-    if alone:
-        worker += owner
-    homeless = ids(tile.id for tile in tiles if not tile.worker_residual)
-    if worker[places.blocks(homeless)].any():
-        raise StateError(_NO_PLACE if alone else _NO_TILES)
+        places.add(owner, found, "owner", number, slot)
+    places.expect_all(found, "owner", held)
+    no_owner = places.blocks(ids(tile.id for tile in tiles if not tile.owner_residual))
+    no_worker = places.blocks(ids(tile.id for tile in tiles if not tile.worker_residual))
+    moved = owner[no_owner]
+    owner[no_worker] += worker[no_worker]
+    worker[no_owner] += moved
+    neither = ids(t.id for t in tiles if not (t.worker_residual or t.owner_residual))
+    if worker[places.blocks(neither)].any():
+        raise StateError(_NO_TILES)
     return collect(worker, tiles, "worker"), collect(owner, tiles, "owner")
 
 
-def with_worker_tiles(slots: Sequence[Slot], tiles: Sequence[Tile], *, alone: bool) -> list[Slot]:
+def with_worker_tiles(slots: Sequence[Slot], tiles: Sequence[Tile], held: Held) -> list[Slot]:
     """Slots of the flat exchange, with what they leave out: their worker residuals are of all
-    tiles that have one, or of none, as in a world of one.
+    tiles that had one, or of none, where nothing was withheld.
 
     Args:
         slots: of all ranks that saved.
         tiles: of the layout of this rank.
-        alone: whether this is a world of one.
+        held: where it was saved.
 
     Raises:
         StateError: they are of neither, and not zero.
     """
-    every = ids(tile.id for tile in tiles if tile.worker_residual)
+    every = ids(tile.id for tile in tiles if held[tile.parameter][0])
     size = len(_Places(tiles).blocks(every)) * _BLOCK
     found = {slot["worker"].numel() for slot in slots}
     if len(found) > 1:
@@ -154,29 +148,29 @@ def with_worker_tiles(slots: Sequence[Slot], tiles: Sequence[Tile], *, alone: bo
     if found == {size}:
         return [{**slot, "worker_tiles": every} for slot in slots]
     if any(slot["worker"].any() for slot in slots):
-        raise StateError(_NO_PLACE if alone else _OTHER_SIZE)
+        raise StateError(_OTHER_SIZE)
     return [{**slot, "worker": zero_residual(0), "worker_tiles": ids(())} for slot in slots]
 
 
 def _mean_of_nodes(
-    slots: Sequence[Slot], members: Iterable[Sequence[int]], places: _Places
+    slots: Sequence[Slot], members: Iterable[Sequence[int]], places: _Places, held: Held
 ) -> torch.Tensor:
     total = places.zeros(torch.float64)
     first: torch.Tensor | None = None
     nodes = list(members)
     for ranks in nodes:
-        held = places.no_tiles()
+        found = places.no_tiles()
         for rank in ranks:
-            places.add(total, held, "worker", rank, slots[rank])
-        first = held if first is None else first
-        if not torch.equal(held, first):
+            places.add(total, found, "worker", rank, slots[rank])
+        first = found if first is None else first
+        if not torch.equal(found, first):
             raise StateError(
                 "the saved state has worker residuals of other tiles on the node of ranks "
                 f"{_listed(ranks)} than on that of ranks {_listed(nodes[0])}, such as tile "
-                f"{int((held ^ first).nonzero()[0])}; it was damaged"
+                f"{int((found ^ first).nonzero()[0])}; it was damaged"
             )
     assert first is not None
-    places.expect_all(first, "worker", [tile.worker_residual for tile in places.tiles])
+    places.expect_all(first, "worker", held)
     return (total / len(nodes)).float()
 
 
@@ -212,13 +206,13 @@ class _Places:
         return before.repeat_interleave(count) + rows
 
     def add(
-        self, whole: torch.Tensor, held: torch.Tensor, kind: Kind, number: int, slot: Slot
+        self, whole: torch.Tensor, found: torch.Tensor, kind: Kind, number: int, slot: Slot
     ) -> None:
         """Adds what a slot holds.
 
         Args:
             whole: a residual of the model.
-            held: which tiles it has so far.
+            found: which tiles it has so far.
             kind: of the residual.
             number: of the slot.
             slot: with ``"<kind>_tiles"``.
@@ -230,14 +224,14 @@ class _Places:
         where = f"the saved state's slot_{number}"
         for wrong, reason in (
             ((numbers < 0) | (numbers >= len(self.tiles)), "the model lacks"),
-            (held[numbers.clamp(0, len(self.tiles) - 1)], "another slot has, too"),
+            (found[numbers.clamp(0, len(self.tiles) - 1)], "another slot has, too"),
         ):
             if wrong.any():
                 tile = int(numbers[wrong][0])
                 raise StateError(f"{where} has the {kind} residual of tile {tile}, which {reason}")
-        before = int(held.sum())
-        held[numbers] = True
-        if int(held.sum()) != before + len(numbers):
+        before = int(found.sum())
+        found[numbers] = True
+        if int(found.sum()) != before + len(numbers):
             raise StateError(f"{where} has the {kind} residual of a tile twice; it was damaged")
         rows = self.blocks(numbers)
         if values.numel() != len(rows) * _BLOCK:
@@ -247,17 +241,15 @@ class _Places:
             )
         whole.index_add_(0, rows, values.view(-1, _BLOCK).to(whole.dtype))
 
-    @staticmethod
-    def expect_all(held: torch.Tensor, kind: Kind, expected: Sequence[bool]) -> None:
-        """Checks that a residual, if any tile has one, has all tiles that need one.
-
-        A world of one saves none of some kinds.
+    def expect_all(self, found: torch.Tensor, kind: Kind, held: Held) -> None:
+        """Checks that a residual, if any tile has one, has all tiles that had one.
 
         Raises:
             StateError: it has not.
         """
-        lacking = torch.tensor(expected, dtype=torch.bool, device="cpu") & ~held
-        if held.any() and lacking.any():
+        expected = [held[tile.parameter][KINDS.index(kind)] for tile in self.tiles]
+        lacking = torch.tensor(expected, dtype=torch.bool, device="cpu") & ~found
+        if found.any() and lacking.any():
             raise StateError(
                 f"the saved state lacks the {kind} residual of tile {int(lacking.nonzero()[0])}; "
                 "it was damaged"

@@ -196,6 +196,18 @@ class Running:
             return [1.0] * len(self.parameters)
         return [config.momentum_share(parameter.codec) for parameter in self._described(config)]
 
+    def residuals_in(
+        self, world_size: int, *, codec: CodecSpec | None = None
+    ) -> list[tuple[bool, bool]]:
+        """`ParameterLayout.residuals` of each parameter in a world of that size.
+
+        Args:
+            world_size: number of ranks.
+            codec: replaces the configured one if given.
+        """
+        config = self.config if codec is None else replace(self.config, codec=codec)
+        return [p.under(config, exchanges=world_size != 1).residuals for p in self.parameters]
+
     def tensors(self) -> list[torch.Tensor]:
         """The registered tensors themselves, in order."""
         return sorted(self.index, key=self.index.__getitem__)

@@ -22,6 +22,7 @@ from gradferry.reduction.saved_state import (
     shown,
     steps_and_scale,
     unpack,
+    withheld_in,
 )
 
 
@@ -52,7 +53,7 @@ def load(
     on_resize: str,
     *,
     chosen: CodecSpec | None = None,
-) -> int | None:
+) -> int:
     """Restores what `save` returned, on this rank.
 
     Args:
@@ -62,22 +63,23 @@ def load(
         chosen: the codec that codec="auto" had chosen when the state was saved.
 
     Returns:
-        The number of steps that were finished; None where no engine uses the state.
+        The number of steps that were finished.
 
     Raises:
         ConfigError, StateError: see `HookState.load_state_dict`.
     """
     if running.engine is None:
-        warn(
-            "gradients pass through without gradferry: the saved residuals are not used",
-        )
-        return None
+        check_identity(saved, {"world_size": running.world_size}, on_resize)
+        if withheld_in(saved):
+            warn("gradients pass through without gradferry: the saved residuals are not used")
+        return steps_and_scale(saved)[0]
+    check(running, saved, on_resize)
     mine = unpack(
         saved,
         _identity(running),
         running.rank,
-        running.engine.residual_sizes(),
         running.tiles(),
+        running.residuals_in(saved["world_size"], codec=chosen),
         _momentum_factors(running, saved, chosen),
         on_resize,
     )
@@ -104,13 +106,14 @@ def _identity(running: Running) -> dict[str, Any]:
     }
 
 
-def check(running: Running, saved: Mapping[str, Any]) -> int:
-    """Returns the step at which the state was saved.
+def check(running: Running, saved: Mapping[str, Any], on_resize: str) -> None:
+    """Checks that a state fits a running engine.
 
     Raises:
+        ConfigError: unknown ``on_resize``.
         StateError: another hook saved it, or its residuals hold what this one's will not.
     """
-    check_identity(saved, _identity(running))
+    check_identity(saved, _identity(running), on_resize)
     step, _ = steps_and_scale(saved)
     until = saved.get(COMPRESSED_WARMUP, 0)
     if type(until) is not int or (step < until) != running.config.holds_gradients(step):
@@ -121,14 +124,13 @@ def check(running: Running, saved: Mapping[str, Any]) -> int:
             f"warmup={str(config.warmup)!r}: before the end of a compressed warm-up residuals do "
             "not hold momentum; load it with the arguments it was saved with"
         )
-    return step
 
 
 def _momentum_factors(
     running: Running, saved: Mapping[str, Any], chosen: CodecSpec | None
 ) -> list[float]:
     """By parameter, the factor from saved residuals to those that deliver the same momentum."""
-    if running.config.holds_gradients(check(running, saved)):
+    if running.config.holds_gradients(saved["steps"]):
         return [1.0] * len(running.parameters)
     before = running.momentum_shares(exchanges=saved["world_size"] != 1, codec=chosen)
     now = running.momentum_shares(exchanges=running.transport.exchanges)

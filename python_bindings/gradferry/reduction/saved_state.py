@@ -16,12 +16,16 @@ from typing import Any
 
 import torch
 
+from gradferry.core.names import plain_name
 from gradferry.errors import ConfigError, StateError
 from gradferry.reduction.residual_tiles import (
     KINDS,
+    Held,
+    Kind,
     Slot,
     Tile,
     held_tiles,
+    ids,
     rescale,
     resize,
     with_worker_tiles,
@@ -48,7 +52,8 @@ SavedState = dict[str, Any]
 
 @dataclass(frozen=True)
 class Residuals:
-    """The residuals of one rank, one-dimensional fp32 tensors on the CPU.
+    """The residuals of one rank, one-dimensional fp32 tensors on the CPU. Both of no elements:
+    nothing is withheld.
 
     Attributes:
         steps: finished.
@@ -75,9 +80,14 @@ def pack(
         mine: its residuals.
         tiles: of its layout.
     """
-    slot = {"worker": mine.worker, "owner": mine.owner, "owner_tiles": held_tiles(tiles, "owner")}
+
+    def tiles_of(kind: Kind, residual: torch.Tensor) -> torch.Tensor:
+        return held_tiles(tiles, kind) if residual.numel() else ids(())
+
+    slot = {"worker": mine.worker, "owner": mine.owner}
+    slot["owner_tiles"] = tiles_of("owner", mine.owner)
     if NODES in identity:
-        slot["worker_tiles"] = held_tiles(tiles, "worker")
+        slot["worker_tiles"] = tiles_of("worker", mine.worker)
     return {
         "format": FORMAT if NODES in identity else FLAT_FORMAT,
         **identity,
@@ -112,10 +122,9 @@ def merge(states: Iterable[Mapping[str, Any]]) -> SavedState:
             elif same(merged[key], value):
                 continue
             elif key == LAYOUT and isinstance(merged[key], str):
-                raise StateError(
-                    "the states to merge are of different models: "
-                    + _layout_difference(value, merged[key], "another")
-                )
+                difference = _layout_difference(value, merged[key], "another")
+                if difference:
+                    raise StateError(f"the states to merge are of different models: {difference}")
             else:
                 raise StateError(
                     f"the states to merge differ in {key}: {shown(merged[key])} and "
@@ -130,39 +139,37 @@ def unpack(
     saved: Mapping[str, Any],
     identity: Mapping[str, Any],
     rank: int,
-    sizes: tuple[int, int],
     tiles: Sequence[Tile],
+    held: Held,
     factors: Sequence[float],
     on_resize: str,
 ) -> Residuals:
     """The residuals with which `rank` continues.
 
     Args:
-        saved: from `pack` or `merge`.
+        saved: from `pack` or `merge`, after `check_identity`.
         identity: of the hook that loads.
         rank: of the hook that loads.
-        sizes: number of elements of its (worker, owner) residual.
         tiles: of its layout.
+        held: where it was saved.
         factors: by parameter, its `momentum_share` divided by that of the hook that saved.
-        on_resize: see `HookState.load_state_dict`.
+        on_resize: as for `check_identity`.
 
     Raises:
-        ConfigError: unknown ``on_resize``.
         StateError: the state does not fit.
     """
-    if not (isinstance(on_resize, str) and on_resize in ON_RESIZE):
-        raise ConfigError(f"on_resize={shown(on_resize)} is none of {', '.join(ON_RESIZE)}")
-    check_identity(saved, identity)
     steps, scale = steps_and_scale(saved)
     slots = _slots(saved)
     world_size, saved_size = identity["world_size"], saved["world_size"]
-    if saved_size == world_size and _members(saved) == _members(identity):
+    same_names = _has_layout(saved, identity[LAYOUT])
+    if same_names and saved_size == world_size and _members(saved) == _members(identity):
         if rank not in slots:
             raise StateError(
                 f"the saved state has no slot_{rank}, only {_names(slots)}; every rank loads what "
                 "it saved itself, or the merged states of all ranks"
             )
-        _expect_tiles(slots[rank], rank, tiles)
+        if not _is_empty(slots[rank]):
+            _expect_tiles(slots[rank], rank, tiles)
         worker, owner = slots[rank]["worker"], slots[rank]["owner"]
     elif on_resize == "strict":
         raise StateError(
@@ -170,7 +177,7 @@ def unpack(
             "ranks with on_resize='mean', or begin without residuals with on_resize='drop'"
         )
     elif on_resize == "drop":
-        worker, owner = zero_residual(sizes[0]), zero_residual(sizes[1])
+        worker, owner = zero_residual(0), zero_residual(0)
     else:
         missing = next((r for r in range(saved_size) if r not in slots), None)
         if missing is not None:
@@ -180,8 +187,8 @@ def unpack(
             )
         every = [slots[r] for r in range(saved_size)]
         if NODES not in saved:
-            every = with_worker_tiles(every, tiles, alone=world_size == 1)
-        worker, owner = resize(every, _members(saved), tiles, alone=world_size == 1)
+            every = with_worker_tiles(every, tiles, held)
+        worker, owner = resize(every, _members(saved), tiles, held)
         rescale(worker, owner, tiles, factors)
     return Residuals(steps, worker, owner, scale)
 
@@ -196,8 +203,22 @@ def steps_and_scale(saved: Mapping[str, Any]) -> tuple[int, float]:
     return steps, scale
 
 
-def check_identity(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-    """Raises StateError unless the state was saved by a hook like the one that loads it."""
+def check_identity(
+    saved: Mapping[str, Any], identity: Mapping[str, Any], on_resize: str = "strict"
+) -> None:
+    """Checks that the state was saved by a hook like the one that loads it.
+
+    Args:
+        saved: from `pack` or `merge`.
+        identity: of the hook that loads.
+        on_resize: see `HookState.load_state_dict`. With ``"drop"`` parameters may have other names.
+
+    Raises:
+        ConfigError: unknown ``on_resize``.
+        StateError: it was not.
+    """
+    if not (isinstance(on_resize, str) and on_resize in ON_RESIZE):
+        raise ConfigError(f"on_resize={shown(on_resize)} is none of {', '.join(ON_RESIZE)}")
     if not isinstance(saved, Mapping):
         raise StateError(
             f"the saved state is of type {type(saved).__name__}, not the dict that state_dict() "
@@ -216,7 +237,7 @@ def check_identity(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> Non
     _check_ranks(saved)
     for field, mine in identity.items():
         if field == LAYOUT:
-            _check_layout(saved[field], mine)
+            _check_layout(saved[field], mine, named=on_resize != "drop")
         elif field not in ("world_size", NODES) and not same(saved[field], mine):
             raise StateError(
                 f"the saved state has {field} {shown(saved[field])}, this hook has {mine!r}; "
@@ -238,38 +259,65 @@ def shown(value: object) -> str:
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
-def _check_layout(saved: object, mine: str) -> None:
-    if not same(saved, mine):
+def withheld_in(saved: Mapping[str, Any]) -> bool:
+    """Whether residuals of a state hold something. Raises StateError where they are none."""
+    slots = _slots(saved).values()
+    return any(bool(slot[kind].any()) for slot in slots for kind in KINDS)
+
+
+def _is_empty(slot: Slot) -> bool:
+    """Whether a rank that withheld nothing saved it, such as one without an engine."""
+    return all(value.numel() == 0 for value in slot.values())
+
+
+def _has_layout(saved: Mapping[str, Any], mine: str) -> bool:
+    return same(saved[LAYOUT], mine) or _parameters(saved[LAYOUT]) == _parameters(mine)
+
+
+def _check_layout(saved: object, mine: str, *, named: bool) -> None:
+    if same(saved, mine):
+        return
+    if difference := _layout_difference(saved, mine, "this hook", named=named):
         raise StateError(
-            f"the saved state is of another model: {_layout_difference(saved, mine, 'this hook')}; "
-            "load it with the arguments and the model it was saved with"
+            f"the saved state is of another model: {difference}; load it with the arguments and "
+            "the model it was saved with"
         )
 
 
-def _layout_difference(saved: object, mine: str, who: str) -> str:
-    """Describes the first parameter that differs, for an error message."""
+def _parameters(layout: object) -> list[dict[str, Any]]:
+    """What a layout says of parameters. Earlier versions saved names with those of wrappers."""
+    return [{**each, "name": plain_name(each["name"])} for each in json.loads(str(layout))]
+
+
+def _layout_difference(saved: object, mine: str, who: str, *, named: bool = True) -> str:
+    """Describes the first parameter that differs, for an error message; empty: none does.
+
+    `named`: whether names count.
+    """
     try:
         pairs: Iterator[tuple[Any, Any]]
-        pairs = zip_longest(json.loads(str(saved)), json.loads(mine), fillvalue={})
+        pairs = zip_longest(_parameters(saved), _parameters(mine), fillvalue={})
         for index, (they, we) in enumerate(pairs):
-            if they == we:
+            if they == (we if named else {**we, "name": they.get("name")}):
                 continue
             name = f"parameter {index} ({(we or they)['name']})"
             if not (they and we):
                 holder, other = ("it", who) if they else (who, "it")
                 return f"{holder} has {name}, {other} has only {index} parameters"
-            field = next(key for key in we if they.get(key) != we[key])
+            differs = (key for key in we if they.get(key) != we[key])
+            field = next(key for key in differs if named or key != "name")
             return f"{name} has {field} {shown(they.get(field))}, {who} has {we[field]!r}"
     except (ValueError, TypeError, KeyError, AttributeError, StopIteration, RecursionError):
-        pass
-    return "what it says of its parameters was damaged"
+        return "what it says of its parameters was damaged"
+    return ""
 
 
-def _slots(saved: Mapping[str, Any]) -> dict[int, Mapping[str, torch.Tensor]]:
+def _slots(saved: Mapping[str, Any]) -> dict[int, Slot]:
     size = saved["world_size"]
     names = [key for key in saved if isinstance(key, str)]
-    slots = {int(m[1]): saved[m[0]] for key in names if (m := _SLOT.fullmatch(key))}
-    for number, slot in slots.items():
+    found = {int(m[1]): saved[m[0]] for key in names if (m := _SLOT.fullmatch(key))}
+    slots: dict[int, Slot] = {}
+    for number, slot in found.items():
         if not isinstance(size, int) or number >= size:
             raise StateError(
                 f"the saved state has slot_{number}, though {shown(size)} ranks saved it"
@@ -288,6 +336,7 @@ def _slots(saved: Mapping[str, Any]) -> dict[int, Mapping[str, torch.Tensor]]:
                 )
             if not value.isfinite().all():
                 raise StateError(f"{name} is not finite; it was damaged")
+        slots[number] = {field: slot[field] for field in fields}
     return slots
 
 

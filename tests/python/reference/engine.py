@@ -160,8 +160,8 @@ class ReferenceEngine:
     """What every rank's hook together make of the gradients of a step.
 
     Gradients are flat arrays in the order of memory: float32, float64, float16, or uint16 holding
-    the bits of bfloat16. Residuals are float32, per parameter (and rank), or None. With momentum a
-    world of one sends nothing, but it has the momentum.
+    the bits of bfloat16. Residuals are float32, per parameter (and rank), or None. A world of one
+    sends nothing, but it has the momentum, and delivers what a larger world has withheld.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class ReferenceEngine:
                 error_feedback, resolved, parameter.dtype, momentum
             )
             if world_size == 1:
-                worker, owner = momentum != 0, False
+                worker, owner = True, False
             n = parameter.num_elements
             self.worker_residual.append(
                 [np.zeros(n, np.float32) if worker else None for _ in self.nodes]
@@ -205,7 +205,7 @@ class ReferenceEngine:
     ) -> list[list[np.ndarray]]:
         """gradients[rank][parameter] -> the gradients every rank has afterwards, same indexing."""
         warming_up = self.num_steps < self.warmup_steps
-        if self.world_size == 1 and (not self.momentum or (warming_up and self.warmup == "exact")):
+        if self.world_size == 1 and not self._changes_alone(warming_up=warming_up):
             self.num_steps += 1
             return [[np.array(g) for g in gradients[0]]]
         averaged = [
@@ -221,6 +221,11 @@ class ReferenceEngine:
         if self.num_steps == self.warmup_steps and self.warmup != "exact":
             self._turn_to_momentum()
         return [averaged] * self.world_size
+
+    def _changes_alone(self, *, warming_up: bool) -> bool:
+        if warming_up and self.warmup == "exact":
+            return False
+        return self.momentum != 0 or any(worker[0].any() for worker in self.worker_residual)
 
     def _own_codec(self, index: int) -> str:
         return self.layout.codecs[index] if self.world_size > 1 else "exact"

@@ -1,0 +1,16 @@
+"""Names of parameters, without what torch's wrappers put into them."""
+
+from __future__ import annotations
+
+# What torch.compile, checkpoint_wrapper and FullyShardedDataParallel call the module inside. Names
+# of torch's get_state_dict() leave these out, too.
+_WRAPPED = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+
+
+def plain_name(name: str) -> str:
+    """The name that a parameter or module has without wrappers. Also of a pattern of names.
+
+    >>> plain_name("_orig_mod.blocks.0._checkpoint_wrapped_module.weight")
+    'blocks.0.weight'
+    """
+    return ".".join(part for part in name.split(".") if part not in _WRAPPED)
