@@ -35,8 +35,8 @@ void scale_where_finite(const at::Tensor& residual, float factor);
 void scale_by_parameter(const Layout& layout, const std::vector<float>& factors,
                         const at::Tensor& worker, const at::Tensor& owner);
 
-// Throws Error(kState) unless the tensors are on the CPU, fp32, of one dimension, and of the sizes of
-// this rank's residuals; or both of no elements.
+// Throws Error(kState) unless the tensors are on the CPU, fp32, of one dimension, and of the sizes
+// of this rank's residuals; or both of no elements.
 void expect_residuals_of(const Layout& layout, const at::Tensor& worker, const at::Tensor& owner);
 
 class Residuals {

@@ -34,8 +34,8 @@ namespace gradferry {
 
 class DeviceEngine final : public BucketEngine {
  public:
-  // `transport` is null if nothing is exchanged. Allocates everything and loads every kernel. The engine ends when the last copy of the
-  // returned pointer is destroyed and nothing is in flight.
+  // `transport` is null if nothing is exchanged. Allocates everything and loads every kernel. The
+  // engine ends when the last copy of the returned pointer is destroyed and nothing is in flight.
   static std::shared_ptr<DeviceEngine> start(EngineOptions options, c10::Device device,
                                              ParameterHashes hashes,
                                              std::unique_ptr<DeviceTransport> transport);

@@ -148,7 +148,7 @@ class Reducer(Averaging):
         """Replaces tensors by their average over all ranks. Collective.
 
         Every call averages all registered tensors, and is a step: what one call withholds the next
-        one adds.
+        one adds, except where all ranks pass zeros.
 
         Args:
             tensors: a sequence in the order of registration, or a mapping by name, with the shapes,

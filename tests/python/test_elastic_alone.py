@@ -253,10 +253,11 @@ def case_auto(scenario: Scenario, saved: list[dict] | None) -> dict[str, Any]:
 
 def test_a_choice_passes_through_a_world_of_one(worlds: Worlds) -> None:
     auto = Scenario(WEIGHTS, 2, codec="auto")
-    one, q4 = dataclasses.replace(auto, world_size=1), dataclasses.replace(auto, codec="q4")
+    one = dataclasses.replace(auto, world_size=1)
+    q4, q4_alone = (dataclasses.replace(each, codec="q4") for each in (auto, one))
     saved = residuals_of(worlds(2).run(case_auto, scenario=auto, saved=None), "saved")
     (alone,) = worlds(1).run(case_auto, scenario=one, saved=saved)
-    held = still_missing([alone["loaded"]], one)
+    held = still_missing([alone["loaded"]], q4_alone)
     assert np.abs(np.concatenate(held)).max() > 1e-3
     want = one.gradient(1, 0, 0, 0) + held[0].astype(np.float32)
     assert alone["gradients"][0].tobytes() == want.tobytes()
@@ -265,4 +266,4 @@ def test_a_choice_passes_through_a_world_of_one(worlds: Worlds) -> None:
         back = worlds(2).run(case_auto, scenario=auto, saved=[state])
         again = residuals_of(back, "loaded")
         assert again[0]["choice"]["codec"] == saved[0]["choice"]["codec"]
-        assert np.array_equal(missing(again, q4), missing([state], one))
+        assert np.array_equal(missing(again, q4), missing([state], q4_alone))

@@ -323,12 +323,11 @@ def test_training_goes_on_to_the_bit(
 
 
 @pytest.mark.torch_core
-@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize(("replicas", "mode"), [(1, 0), (1, 1), (3, 1)])
 def test_other_numbers_of_replicas_keep_what_is_missing(
-    worlds: Worlds, replicas: int, tmp_path: Path
+    worlds: Worlds, replicas: int, mode: int, tmp_path: Path
 ) -> None:
-    # In a world of one replica only momentum mode has a place for residuals.
-    how = {"attach": {"replicas": MODES[1]}, "path": str(tmp_path / "dcp")}
+    how = {"attach": {"replicas": MODES[mode]}, "path": str(tmp_path / "dcp")}
     saved = worlds(4).run(case_save_and_go_on, sharding=Sharding(), **how)
     sharding = Sharding(replicas=replicas)
     loaded = worlds(sharding.world_size).run(

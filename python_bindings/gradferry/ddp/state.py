@@ -167,8 +167,9 @@ class HookState(Averaging):
                 needs the states of all ranks and keeps what the averaged gradient still lacks:
                 every node gets the mean of the nodes' worker residuals, rounded once, and every
                 rank the owner residuals of the tiles it owns now (with ``topk`` in momentum mode,
-                to and from a world of one, scaled to deliver the same momentum). ``"drop"`` begins
-                without residuals (and without momentum).
+                to and from a world of one, scaled to deliver the same momentum). A world of one
+                adds what is withheld to its next gradient. ``"drop"`` begins without residuals (and
+                without momentum); parameters may have other names then.
 
         Raises:
             ConfigError: another ``on_resize``.
