@@ -74,7 +74,7 @@ void BucketEngine::run(const std::vector<uint32_t>& parameters, UsedMap used,
     try {
       average(accept(parameters, std::move(used), gradient, future, std::move(value)));
     } catch (...) {
-      failure = describe_failure(std::current_exception(), options_.rank);
+      failure = describe_failure(std::current_exception(), options_.world_rank());
     }
     // The peers may lack messages of this rank, so the engine cannot continue.
     const bool is_first = failure && fail(*failure);

@@ -49,6 +49,8 @@ struct EngineOptions {
   Agreement agreement() const {
     return {rank, world_size, config_hash, layout_hash, loss_scale.defined()};
   }
+  // This rank, as errors name it.
+  uint32_t world_rank() const { return peers->in_world(rank); }
   bool in_warmup(uint64_t step) const { return step < warmup_steps; }
   bool has_momentum(uint64_t step) const { return momentum != 0 && !in_warmup(step); }
   bool touches_residuals(uint64_t step) const { return compressed_warmup || !in_warmup(step); }

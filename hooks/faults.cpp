@@ -80,7 +80,7 @@ std::string loss_scale_text(uint64_t bits) {
   return text.str();
 }
 
-// The reporter is the rank whose scale it is: all have read the same.
+// The reporter is the rank whose scale it is, the fault's rank the one it was compared with.
 std::string describe_loss_scale(const Verdict& verdict) {
   const auto& [fault, reporter, step] = verdict;
   const std::string rank = std::to_string(reporter), at = " at step " + std::to_string(step);
@@ -89,8 +89,8 @@ std::string describe_loss_scale(const Verdict& verdict) {
     return "the scale of rank " + rank + "'s GradScaler is " + scale + at +
            "; it must be positive and finite";
   }
-  return "rank " + rank + " differs from rank 0 in the scale of its GradScaler" + at + ": " +
-         scale + " instead of " + loss_scale_text(fault.expected) +
+  return "rank " + rank + " differs from rank " + std::to_string(fault.rank) +
+         " in the scale of its GradScaler" + at + ": " + scale + " instead of " + loss_scale_text(fault.expected) +
          ", so their gradients have no common average; load one state into the GradScalers of all "
          "ranks, and let all of them call update() after every step; with uneven inputs use "
          "join(throw_on_early_termination=True), because a rank without input does not call it";

@@ -11,6 +11,15 @@
 
 namespace gradferry {
 
+// Numbers in the whole job of the ranks of a group, by rank; empty: they are the same. Errors name
+// processes by these, since a process has another rank in each of its groups.
+using WorldRanks = std::vector<uint32_t>;
+
+// A number that is no rank of the group, as damaged bytes may have it, stays as it is.
+inline uint32_t in_world(const WorldRanks& ranks, uint32_t rank) {
+  return rank < ranks.size() ? ranks[rank] : rank;
+}
+
 // "rank 1", "ranks 1 and 2", "ranks 0, 1, ... and 9 more".
 std::string name_ranks(const std::vector<uint32_t>& ranks);
 

@@ -169,7 +169,7 @@ Verdict read_commit(const Agreement& agreement, const std::byte* received, uint6
     const uint64_t other = records[rank].received;
     const bool sound = agreement.has_loss_scale ? is_loss_scale(other) : other == 0;
     if (sound && other == scale) continue;
-    return {{WireStatus::kBadLossScale, Phase::kCommit, rank, bucket, scale, other}, rank, step};
+    return {{WireStatus::kBadLossScale, Phase::kCommit, 0, bucket, scale, other}, rank, step};
   }
   return {};
 }

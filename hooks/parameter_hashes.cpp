@@ -5,13 +5,14 @@
 
 namespace gradferry {
 void expect_equal_hashes(const std::vector<std::vector<uint64_t>>& by_rank, const Layout& layout,
-                         uint64_t step) {
+                         uint64_t step, const Peers& peers) {
   for (size_t index = 0; index < layout.parameters().size(); ++index) {
-    for (size_t rank = 1; rank < by_rank.size(); ++rank) {
+    for (uint32_t rank = 1; rank < by_rank.size(); ++rank) {
       GRADFERRY_EXPECTS(
           by_rank[rank][index] == by_rank[0][index], kDiverged,
-          "parameter '" + layout.parameters()[index].name + "' of rank " + std::to_string(rank) +
-              " differs from that of rank 0 at step " + std::to_string(step) +
+          "parameter '" + layout.parameters()[index].name + "' of " +
+              name_ranks({peers.in_world(rank)}) + " differs from that of " +
+              name_ranks({peers.in_world(0)}) + " at step " + std::to_string(step) +
               ", and may not be the only one; look for updates, clipping or random numbers that "
               "differ between ranks, then go on from a checkpoint that is older than this");
     }

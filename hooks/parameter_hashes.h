@@ -7,12 +7,13 @@
 #include <vector>
 
 #include "layout.h"
+#include "peers.h"
 
 namespace gradferry {
 
-// Throws Error(kDiverged) naming the first parameter whose hash differs from rank 0's.
+// Throws Error(kDiverged) naming the first parameter whose hash differs from the first rank's.
 void expect_equal_hashes(const std::vector<std::vector<uint64_t>>& by_rank, const Layout& layout,
-                         uint64_t step);
+                         uint64_t step, const Peers& peers);
 
 class ParameterHashes {
  public:

@@ -75,8 +75,12 @@ std::string look(c10d::Store& store, uint32_t rank, uint32_t world_size) {
 
 }  // namespace
 
-Peers::Peers(c10::intrusive_ptr<c10d::Store> store, uint32_t rank, uint32_t world_size)
-    : store_(std::move(store)), rank_(rank), world_size_(world_size) {}
+Peers::Peers(c10::intrusive_ptr<c10d::Store> store, uint32_t rank, uint32_t world_size,
+             WorldRanks world_ranks)
+    : store_(std::move(store)),
+      rank_(rank),
+      world_size_(world_size),
+      world_ranks_(std::move(world_ranks)) {}
 
 Peers::~Peers() {
   if (worker_) worker_->stop(nullptr);
@@ -129,6 +133,12 @@ std::optional<std::string> Peers::ask(Question question, milliseconds longest) {
   return std::nullopt;
 }
 
+Verdict Peers::in_world(Verdict verdict) const {
+  verdict.reporter = in_world(verdict.reporter);
+  verdict.fault.rank = in_world(verdict.fault.rank);
+  return verdict;
+}
+
 void Peers::say_present(bool present) {
   const auto say = [key = present_key(rank_), present](c10d::Store& store) {
     write_text(store, key, present ? "1" : "0");
@@ -159,7 +169,7 @@ void Peers::wait(c10d::Work& work) {
 void Peers::tell(const std::string& error, ErrorKind kind) {
   if (told_.exchange(true)) return;
   std::string line = error.substr(0, std::min(error.find('\n'), kMostErrorBytes));
-  if (!line.starts_with("rank ")) line = "rank " + std::to_string(rank_) + " failed: " + line;
+  if (!line.starts_with("rank ")) line = name_ranks({in_world(rank_)}) + " failed: " + line;
   const auto tell = [line, kind, key = present_key(rank_)](c10d::Store& store) {
     write_text(store, key, "1");
     if (store.add("told", 1) == 1) {
@@ -188,13 +198,14 @@ Error Peers::tell_or_hear(const Error& error) {
 
 Error Peers::cause(Phase phase, uint64_t step, uint64_t number, const std::string& reason) {
   // Nobody is missing then, so there is no need to look.
-  if (const auto error = other_size(rank_, phase, step, number, reason)) {
+  if (const auto error = other_size(in_world(rank_), phase, step, number, reason)) {
     return tell_or_hear(*error);
   }
   Loss loss = look_around();
   // Without a store nobody can say who is missing, but where there is only one other rank.
   if (!loss.store_answers && world_size_ == 2) loss.missing = {1 - rank_};
-  return lost_contact(loss, rank_, phase, step, number, reason);
+  for (uint32_t& missing : loss.missing) missing = in_world(missing);
+  return lost_contact(loss, in_world(rank_), phase, step, number, reason);
 }
 
 Loss Peers::look_around() {

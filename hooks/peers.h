@@ -33,11 +33,16 @@ namespace gradferry {
 class Peers {
  public:
   // `store`: with a prefix that is equal on all ranks and used for nothing else; null: there are no
-  // other ranks.
-  Peers(c10::intrusive_ptr<c10d::Store> store, uint32_t rank, uint32_t world_size);
+  // other ranks. `world_ranks`: of the others, and of this one.
+  Peers(c10::intrusive_ptr<c10d::Store> store, uint32_t rank, uint32_t world_size,
+        WorldRanks world_ranks = {});
   ~Peers();
   Peers(const Peers&) = delete;
   Peers& operator=(const Peers&) = delete;
+
+  // As errors name them.
+  uint32_t in_world(uint32_t rank) const { return gradferry::in_world(world_ranks_, rank); }
+  Verdict in_world(Verdict verdict) const;
 
   // Waits for a collective. Throws what the collective throws, or Error(kPeer) within about a
   // second of another rank's failure; `work` is then still in flight.
@@ -67,6 +72,7 @@ class Peers {
   const c10::intrusive_ptr<c10d::Store> store_;
   const uint32_t rank_;
   const uint32_t world_size_;
+  const WorldRanks world_ranks_;
   std::atomic<bool> told_{false};
   std::atomic<int> silent_waits_{0};
 

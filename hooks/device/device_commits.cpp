@@ -108,7 +108,9 @@ void DeviceCommits::read_last() {
     ++context_.life.stats.host_waits;
   }
   const Verdict verdict = read_commit(options_.agreement(), bytes(result_), step, bucket);
-  if (verdict.fault) throw Error(kind_of(verdict.fault), describe(verdict));
+  if (verdict.fault) {
+    throw Error(kind_of(verdict.fault), describe(options_.peers->in_world(verdict)));
+  }
   uint64_t nonfinite_tile = 0;  // 1 + its id
   std::memcpy(&nonfinite_tile, bytes(result_) + sizeof(CommitRecord) * options_.world_size,
               sizeof(nonfinite_tile));
@@ -145,7 +147,7 @@ void DeviceCommits::check_parameters(DeviceJob& job) {
   const Fault fault =
       read_hashes(agreement, job.step, next_chunk, bytes(received), num_parameters, by_rank);
   if (fault) return note_fault(fault, job.step);
-  expect_equal_hashes(by_rank, context_.layout, job.step);
+  expect_equal_hashes(by_rank, context_.layout, job.step, *options_.peers);
 }
 
 // Stores a fault that the host found as if a kernel had found it; the next commit sends it.
@@ -167,7 +169,8 @@ void DeviceCommits::expect_no_fault() const {
   const at::Tensor kept = context_.findings.cpu();
   const auto& found = *static_cast<const Findings*>(kept.const_data_ptr());
   if (const Fault fault = fault_of(found)) {
-    throw Error(ErrorKind::kProtocol, describe({fault, options_.rank, found.step}));
+    throw Error(ErrorKind::kProtocol,
+                describe(options_.peers->in_world(Verdict{fault, options_.rank, found.step})));
   }
 }
 

@@ -160,7 +160,7 @@ void DeviceEngine::exchange_later(DeviceJob job) {
       const ProfilerContext::Guard profiled(shared->profiler);
       exchange(*shared);
     } catch (...) {
-      fail(describe_failure(std::current_exception(), options_.rank));
+      fail(describe_failure(std::current_exception(), options_.world_rank()));
       shared->future->setErrorIfNeeded(options_.make_exception(*life_.death));
     }
   });

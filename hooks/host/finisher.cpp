@@ -104,7 +104,7 @@ bool Finisher::work() {
     while (do_oldest()) {
     }
   } catch (...) {
-    error = cause_of(describe_failure(std::current_exception(), options_.rank));
+    error = cause_of(describe_failure(std::current_exception(), options_.world_rank()));
   }
   if (error) fail_all(*error);
   std::unique_lock lock(life_.mutex);
@@ -121,7 +121,7 @@ Error Finisher::cause_of(Error error) {
       finish_commit();
     }
   } catch (...) {
-    return describe_failure(std::current_exception(), options_.rank);
+    return describe_failure(std::current_exception(), options_.world_rank());
   }
   return error;
 }
@@ -405,7 +405,7 @@ void Finisher::finish_commit() {
     throw nonfinite_mean(layout_, fault.received, bucket.step, "is");
   }
   if (fault) {
-    std::string message = describe(verdict);
+    std::string message = describe(options_.peers->in_world(verdict));
     const bool failed_here =
         fault.status == WireStatus::kLocalFailure && verdict.reporter == options_.rank;
     if (failed_here) message += ": " + bucket.local_error;

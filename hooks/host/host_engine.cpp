@@ -98,7 +98,7 @@ Fault HostEngine::check_parameters(uint64_t step) {
   const uint64_t next_chunk = life_.stats.chunks;  // only this thread writes it
   const Fault fault = exchange_->gather_hashes(hashes_.compute(), step, next_chunk, by_rank);
   if (fault) return fault;  // the bucket's commit tells the others
-  expect_equal_hashes(by_rank, layout_, step);
+  expect_equal_hashes(by_rank, layout_, step, *options_.peers);
   return {};
 }
 

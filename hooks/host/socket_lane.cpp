@@ -38,12 +38,13 @@ Pending SocketLane::all_gather(at::Tensor receive, at::Tensor send) {
 
 std::vector<std::shared_ptr<Lane>> make_socket_lanes(uint32_t rank,
                                                      const std::vector<LaneSockets>& lanes,
-                                                     std::chrono::milliseconds timeout) {
+                                                     std::chrono::milliseconds timeout,
+                                                     const WorldRanks& world_ranks) {
   std::vector<std::vector<Descriptor>> owned(lanes.size());
   for (size_t lane = 0; lane < lanes.size(); ++lane) {
     for (const int number : lanes[lane].connections) owned[lane].emplace_back(number);
   }
-  const auto sockets = std::make_shared<Sockets>(rank, std::move(owned), timeout);
+  const auto sockets = std::make_shared<Sockets>(rank, std::move(owned), timeout, world_ranks);
   std::vector<std::shared_ptr<Lane>> made;
   for (size_t lane = 0; lane < lanes.size(); ++lane) {
     made.push_back(std::make_shared<SocketLane>(sockets, lane, lanes[lane].ranks));

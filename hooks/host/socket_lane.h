@@ -9,6 +9,7 @@
 #include <memory>
 #include <vector>
 
+#include "faults.h"
 #include "lane.h"
 
 namespace gradferry {
@@ -42,9 +43,10 @@ struct LaneSockets {
 };
 
 // Lanes on connections. Takes them over, also when it throws. `timeout`: how long a
-// collective may be without any progress.
+// collective may be without any progress. `world_ranks`: for errors.
 std::vector<std::shared_ptr<Lane>> make_socket_lanes(uint32_t rank,
                                                      const std::vector<LaneSockets>& lanes,
-                                                     std::chrono::milliseconds timeout);
+                                                     std::chrono::milliseconds timeout,
+                                                     const WorldRanks& world_ranks = {});
 
 }  // namespace gradferry

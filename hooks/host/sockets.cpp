@@ -22,11 +22,11 @@ constexpr milliseconds kLongestPoll{1000};
 constexpr std::chrono::hours kLongestTimeout{24 * 365};  // of the clock's range
 
 // "rank 2: Connection reset by peer". `error`: an errno.
-std::string system_text(uint32_t rank, int error) {
+std::string system_text(const std::string& name, int error) {
   // A keepalive found no answer. "Timed out" would read as the timeout of the process group.
   const std::string text =
       error == ETIMEDOUT ? "its machine does not answer" : std::generic_category().message(error);
-  return "rank " + std::to_string(rank) + ": " + text;
+  return name + ": " + text;
 }
 
 // Takes as many bytes as there are, at most `left`, off `left`. Returns how many.
@@ -79,7 +79,8 @@ void Sockets::Transfer::end_if_done() {
   if (parts.empty() && num_unsent == 0 && !isCompleted()) finish();
 }
 
-Sockets::Sockets(uint32_t rank, std::vector<std::vector<Descriptor>> lanes, milliseconds timeout)
+Sockets::Sockets(uint32_t rank, std::vector<std::vector<Descriptor>> lanes, milliseconds timeout,
+                 const WorldRanks& world_ranks)
     : rank_(rank),
       timeout_(std::min<milliseconds>(timeout, kLongestTimeout)),
       wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
@@ -89,8 +90,10 @@ Sockets::Sockets(uint32_t rank, std::vector<std::vector<Descriptor>> lanes, mill
   }
   for (size_t lane = 0; lane < lanes.size(); ++lane) {
     lanes_[lane].connections = std::vector<Connection>(lanes[lane].size());
-    for (size_t to = 0; to < lanes[lane].size(); ++to) {
-      lanes_[lane].connections[to].socket = std::move(lanes[lane][to]);
+    for (uint32_t to = 0; to < lanes[lane].size(); ++to) {
+      Connection& connection = lanes_[lane].connections[to];
+      connection.socket = std::move(lanes[lane][to]);
+      connection.name = name_ranks({in_world(world_ranks, to)});
     }
   }
 }
@@ -116,7 +119,7 @@ Pending Sockets::post(size_t lane, at::Tensor receive, at::Tensor send,
     const uint64_t size = messages[to].to_bytes;
     connection.unsent.push_back({size, sizeof(size), messages[to].to, size, transfer});
     ++transfer->num_unsent;
-    if (connection.unsent.size() == 1 || !connection.broken.empty()) send_unsent(connection, to);
+    if (connection.unsent.size() == 1 || !connection.broken.empty()) send_unsent(connection);
   }
   transfer->end_if_done();
   if (serving_) {
@@ -128,7 +131,7 @@ Pending Sockets::post(size_t lane, at::Tensor receive, at::Tensor send,
 }
 
 // What the kernel takes now. With mutex_ held.
-void Sockets::send_unsent(Connection& connection, uint32_t to) {
+void Sockets::send_unsent(Connection& connection) {
   while (!connection.unsent.empty() && connection.broken.empty()) {
     Unsent& first = connection.unsent.front();
     auto* size_end = reinterpret_cast<std::byte*>(&first.size) + sizeof(first.size);
@@ -141,7 +144,7 @@ void Sockets::send_unsent(Connection& connection, uint32_t to) {
     if (sent < 0 && errno == EINTR) continue;
     if (sent < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return;
     if (sent < 0) {
-      connection.broken = system_text(to, errno);
+      connection.broken = system_text(connection.name, errno);
       break;
     }
     sent -= take(first.size_left, sent);
@@ -158,26 +161,25 @@ void Sockets::send_unsent(Connection& connection, uint32_t to) {
 }
 
 // Whether something came. Throws what a connection that is gone means.
-bool Sockets::receive(int socket, Part& to_come) {
+bool Sockets::receive(const Connection& connection, Part& to_come) {
   auto* size_end = reinterpret_cast<std::byte*>(&to_come.size) + sizeof(to_come.size);
   iovec pieces[] = {{size_end - to_come.size_left, to_come.size_left},
                     {to_come.next, to_come.left}};
   msghdr message{};
   message.msg_iov = pieces;
   message.msg_iovlen = 2;
-  ssize_t got = recvmsg(socket, &message, MSG_DONTWAIT);
+  ssize_t got = recvmsg(connection.socket.number(), &message, MSG_DONTWAIT);
   if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) return false;
   if (got == 0) {
-    throw std::runtime_error("rank " + std::to_string(to_come.from) +
-                             ": connection closed by peer");
+    throw std::runtime_error(connection.name + ": connection closed by peer");
   }
-  if (got < 0) throw std::runtime_error(system_text(to_come.from, errno));
+  if (got < 0) throw std::runtime_error(system_text(connection.name, errno));
   const bool had_size = to_come.size_left == 0;
   got -= take(to_come.size_left, got);
   to_come.next += got;
   to_come.left -= static_cast<size_t>(got);
   if (!had_size && to_come.size_left == 0 && to_come.size != to_come.expected) {
-    throw std::runtime_error("rank " + std::to_string(to_come.from) + " sends a message of " +
+    throw std::runtime_error(connection.name + " sends a message of " +
                              std::to_string(to_come.size) + " bytes where " +
                              std::to_string(to_come.expected) + " were expected");
   }
@@ -238,7 +240,7 @@ Sockets::Awaited Sockets::what_to_wait_for() {
       }
       if (events == 0) continue;
       awaited.polled.push_back({connection.socket.number(), events, 0});
-      awaited.connections.push_back({&connection, rank, first, parts[rank]});
+      awaited.connections.push_back({&connection, first, parts[rank]});
     }
   }
   return awaited;
@@ -272,7 +274,7 @@ void Sockets::move(milliseconds longest) {
     if (polled.connection->unsent.empty() || (awaited.polled[1 + i].revents & ~POLLIN) == 0) {
       continue;
     }
-    send_unsent(*polled.connection, polled.rank);
+    send_unsent(*polled.connection);
     moved = true;
   }
   drop_received();
@@ -287,7 +289,7 @@ bool Sockets::take_what_came(Awaited& awaited, bool all) {
     if (polled.part == nullptr) continue;
     if (!all && (awaited.polled[1 + i].revents & ~POLLOUT) == 0) continue;
     try {
-      moved |= receive(polled.connection->socket.number(), *polled.part);
+      moved |= receive(*polled.connection, *polled.part);
     } catch (const std::exception& error) {
       const std::lock_guard lock(mutex_);
       polled.transfer->fail(error.what());

@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "faults.h"
 #include "lane.h"
 
 namespace gradferry {
@@ -52,8 +53,9 @@ class Sockets : public std::enable_shared_from_this<Sockets> {
   };
 
   // `lanes`: connections by lane and rank; without one to a rank that the lane leaves out.
+  // `world_ranks`: for errors.
   Sockets(uint32_t rank, std::vector<std::vector<Descriptor>> lanes,
-          std::chrono::milliseconds timeout);
+          std::chrono::milliseconds timeout, const WorldRanks& world_ranks = {});
 
   ~Sockets();
   Sockets(const Sockets&) = delete;
@@ -89,6 +91,7 @@ class Sockets : public std::enable_shared_from_this<Sockets> {
     bool exists() const { return socket.number() >= 0; }
 
     Descriptor socket;
+    std::string name;           // of the rank there, as errors have it
     std::deque<Unsent> unsent;  // what the kernel did not take yet; under mutex_
     std::string broken;         // why nothing can be sent any more; under mutex_
     int wakes_at = 1;           // bytes that have come; of the thread that serves
@@ -112,7 +115,6 @@ class Sockets : public std::enable_shared_from_this<Sockets> {
   };
   struct Polled {
     Connection* connection;
-    uint32_t rank;
     TransferPtr transfer;
     Part* part;  // of `transfer`; null: nothing is to come
   };
@@ -123,8 +125,8 @@ class Sockets : public std::enable_shared_from_this<Sockets> {
 
   // Until `transfer` has ended, or `end`.
   void serve(Transfer& transfer, Clock::time_point end);
-  static void send_unsent(Connection& connection, uint32_t to);
-  static bool receive(int socket, Part& to_come);
+  static void send_unsent(Connection& connection);
+  static bool receive(const Connection& connection, Part& to_come);
   Awaited what_to_wait_for();
   static void wake_when_there(Connection& connection, size_t num_bytes);
   void move(milliseconds longest);

@@ -86,6 +86,7 @@ class EngineOptions:
         find_unused_parameters: bool,
         way_on: str,
         store: Store | None,
+        world_ranks: Sequence[int],
     ) -> None: ...
 
 class SharedMemory:
@@ -141,7 +142,11 @@ class Lane:
     def all_gather(self, receive: torch.Tensor, send: torch.Tensor) -> Collective: ...
 
 def socket_lanes(
-    lanes: Sequence[tuple[Sequence[int], Sequence[int]]], *, rank: int, timeout_seconds: float
+    lanes: Sequence[tuple[Sequence[int], Sequence[int]]],
+    *,
+    rank: int,
+    timeout_seconds: float,
+    world_ranks: Sequence[int],
 ) -> list[Lane]: ...
 
 class PendingAllReduce:

@@ -236,7 +236,7 @@ def _on_all_ranks(
     except Exception as error:
         record = error_record(error)
     records = gather_records(record, group, place)
-    raise_first_error(records)
+    raise_first_error(records, group)
     return records
 
 

@@ -197,9 +197,10 @@ def _deviation(momentum: float) -> float:
 class OneBitAdam(torch.optim.Optimizer):
     """1-bit Adam (Tang et al. 2021): Adam for which ranks exchange the momentum.
 
-    In the first ``freeze_step`` steps, the hook's warm-up, this is `torch.optim.AdamW`: to the bit
-    that of an uncompressed training if the hook has ``warmup="exact"``, the default. With another
-    ``warmup``, such as ``"q8"``, it learns the variance from what arrives. Then the variance is
+    In the first ``freeze_step`` steps, the hook's warm-up, this is `torch.optim.AdamW`, to the bit,
+    on the mean that the hook delivers: with ``warmup="exact"``, the default, that of the gradients
+    as they are (`gradferry.attach` says how it is rounded). With another ``warmup``, such as
+    ``"q8"``, it learns the variance from what arrives. Then the variance is
     frozen, the momentum moves into the hook's residual, and the hook delivers the compressed
     momentum in ``.grad``. Any codec may compress it, during the backward pass. The optimizer frees
     its momentum.

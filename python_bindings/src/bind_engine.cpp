@@ -53,7 +53,8 @@ std::unique_ptr<EngineOptions> make_options(
     bool compressed_warmup, double momentum, bool raise_nonfinite, bool exact_skip,
     const std::optional<at::Tensor>& loss_scale, uint64_t check_every, uint32_t chunk_bytes,
     bool equal_scatter, const std::string& collective, uint64_t workspace_cap_bytes,
-    bool find_unused_parameters, std::string way_on, const py::object& store) {
+    bool find_unused_parameters, std::string way_on, const py::object& store,
+    WorldRanks world_ranks) {
   c10::intrusive_ptr<c10d::Store> peers_store;
   if (!store.is_none()) peers_store = to_store(store);
   Nodes table(std::move(nodes));
@@ -80,7 +81,8 @@ std::unique_ptr<EngineOptions> make_options(
                     .find_unused_parameters = find_unused_parameters,
                     .way_on = std::move(way_on),
                     .make_exception = &make_torch_exception,
-                    .peers = std::make_shared<Peers>(std::move(peers_store), rank, world_size)});
+                    .peers = std::make_shared<Peers>(std::move(peers_store), rank, world_size,
+                                                     std::move(world_ranks))});
 }
 
 // Torch has Python know its Work under a holder of its own. Without one, the collective runs on the
@@ -334,18 +336,20 @@ void bind_options(py::module_& module) {
   module.def(
       "socket_lanes",
       [](const std::vector<std::pair<std::vector<uint32_t>, std::vector<int>>>& lanes,
-         uint32_t rank, double timeout_seconds) {
+         uint32_t rank, double timeout_seconds, const WorldRanks& world_ranks) {
         std::vector<LaneSockets> sockets;
         for (const auto& [ranks, connections] : lanes) sockets.push_back({ranks, connections});
         py::list made;
         for (const auto& lane : make_socket_lanes(
                  rank, sockets,
-                 std::chrono::milliseconds(static_cast<int64_t>(timeout_seconds * 1000)))) {
+                 std::chrono::milliseconds(static_cast<int64_t>(timeout_seconds * 1000)),
+                 world_ranks)) {
           made.append(to_python(lane));
         }
         return made;
       },
-      py::arg("lanes"), py::kw_only(), py::arg("rank"), py::arg("timeout_seconds"));
+      py::arg("lanes"), py::kw_only(), py::arg("rank"), py::arg("timeout_seconds"),
+      py::arg("world_ranks"));
   py::class_<SharedMemory, std::shared_ptr<SharedMemory>> memory_class(module, "SharedMemory");
   def_init(memory_class, &map_shared_memory, py::arg("descriptor"), py::arg("num_bytes"));
   memory_class.def("part", &SharedMemory::part, py::arg("offset"), py::arg("num_bytes"));
@@ -360,7 +364,7 @@ void bind_options(py::module_& module) {
            py::arg("raise_nonfinite"), py::arg("exact_skip"), py::arg("loss_scale").none(true),
            py::arg("check_every"), py::arg("chunk_bytes"), py::arg("equal_scatter"),
            py::arg("collective"), py::arg("workspace_cap_bytes"), py::arg("find_unused_parameters"),
-           py::arg("way_on"), py::arg("store").none(true));
+           py::arg("way_on"), py::arg("store").none(true), py::arg("world_ranks"));
   module.def("shared_memory_bytes", &shared_memory_bytes, py::arg("options"),
              py::call_guard<py::gil_scoped_release>());
 }

@@ -45,5 +45,6 @@ def engine_options(**given: Any) -> _native.EngineOptions:
         "find_unused_parameters": False,
         "way_on": "",
         "store": None,
+        "world_ranks": [],
     }
     return _native.EngineOptions(**{**plain, **given})

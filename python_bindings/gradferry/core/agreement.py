@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from gradferry import errors
-from gradferry.core.meeting import NO_STORE, absent_after_loss, name_ranks, wait_or_hear
+from gradferry.core.meeting import (
+    NO_STORE,
+    EchoError,
+    absent_after_loss,
+    name_ranks,
+    wait_or_hear,
+    world_ranks,
+)
 from gradferry.errors import (
     ConfigError,
     GradferryError,
@@ -33,10 +40,6 @@ def hash64(text: str) -> int:
 def record_hash(record: object) -> int:
     """Hash of anything JSON can hold, equal for equal values on all ranks."""
     return hash64(json.dumps(record, sort_keys=True))
-
-
-class EchoError(PeerError):
-    """This rank failed because another rank did; that rank's error has the cause."""
 
 
 def error_record(error: Exception) -> Record:
@@ -129,7 +132,7 @@ def _gather_records(record: Record, group: dist.ProcessGroup, device: torch.devi
     wait_or_hear(dist.all_gather(gathered, sent, group=group, async_op=True), group)
     return [
         _parse(part.cpu()[: int(length)].numpy().tobytes(), rank)
-        for rank, (part, length) in enumerate(zip(gathered, sizes, strict=True))
+        for rank, part, length in zip(world_ranks(group), gathered, sizes, strict=True)
     ]
 
 
@@ -164,25 +167,32 @@ def most_of_ranks(
     return result
 
 
-def raise_first_error(records: list[Record]) -> None:
+def raise_first_error(records: list[Record], group: dist.ProcessGroup) -> None:
     """Raises the error of the lowest rank that failed, with the same text on every rank.
 
     An EchoError is raised only if no rank has another error.
+
+    Args:
+        records: of all ranks of the group, in rank order.
+        group: of the ranks.
     """
-    failed = [(rank, record) for rank, record in enumerate(records) if "error" in record]
+    failed = [(rank, record) for rank, record in _named(records, group) if "error" in record]
     for rank, record in sorted(failed, key=lambda item: "echo" in item[1]):
         kind = getattr(errors, str(record["error"]), GradferryError)
-        raise kind(f"rank {rank}: {record['message']}")
+        text = str(record["message"])
+        # What came from ranks of another group names one already.
+        raise kind(text if text.startswith(("rank ", "ranks ")) else f"rank {rank}: {text}")
 
 
-def raise_first_mismatch(records: list[Record]) -> None:
-    """Compares every rank with rank 0.
+def raise_first_mismatch(records: list[Record], group: dist.ProcessGroup) -> None:
+    """Compares every rank of the group with its first. Arguments as for `raise_first_error`.
 
     Raises:
         RankMismatchError: naming the lowest rank that differs, the field, and both values; the
             same text on every rank.
     """
-    for rank, record in enumerate(records):
+    first = world_ranks(group)[0]
+    for rank, record in _named(records, group):
         # What a rank called says more than what follows from it.
         for field in ("way in", *records[0]):
             expected: Any = records[0].get(field)
@@ -192,9 +202,13 @@ def raise_first_mismatch(records: list[Record]) -> None:
             if field == "parameters":
                 field, expected, received = _first_parameter(expected, received)
             raise RankMismatchError(
-                f"rank {rank} differs from rank 0 in {field}: {received!r} instead of "
+                f"rank {rank} differs from rank {first} in {field}: {received!r} instead of "
                 f"{expected!r}; start every rank with the same code, arguments and environment"
             )
+
+
+def _named(records: list[Record], group: dist.ProcessGroup) -> Iterator[tuple[int, Record]]:
+    return zip(world_ranks(group), records, strict=True)
 
 
 def _first_parameter(expected: list[Record], received: Any) -> tuple[str, object, object]:

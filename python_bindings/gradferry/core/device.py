@@ -164,5 +164,5 @@ def agreed_transport(device: torch.device, group: dist.ProcessGroup) -> Transpor
         transport = transport_of(device, group)
     except GradferryError as error:
         record = error_record(error)
-    raise_first_error(gather_records(record, group, meeting_place(group, device)))
+    raise_first_error(gather_records(record, group, meeting_place(group, device)), group)
     return transport

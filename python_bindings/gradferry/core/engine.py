@@ -20,11 +20,10 @@ from torch._C._distributed_c10d import (
 )
 
 from gradferry import _native
-from gradferry.core.agreement import EchoError
 from gradferry.core.config import Config
 from gradferry.core.connect import connect_ranks
 from gradferry.core.device import CPU, Transport, transport_of
-from gradferry.core.meeting import hear_failures, patience, store_of
+from gradferry.core.meeting import EchoError, hear_failures, patience, store_of, world_ranks
 from gradferry.core.node_memory import share_memory
 from gradferry.core.parameters import ParameterLayout
 from gradferry.errors import ConfigError, PeerError
@@ -163,6 +162,7 @@ def start_engine(
         find_unused_parameters=find_unused_parameters,
         way_on=way_on,
         store=store,
+        world_ranks=world_ranks(group),
     )
     if on_host:
         memory, local_stage = memory_of_node(options, table, group, nonce)
@@ -200,16 +200,18 @@ def make_lanes(
     if place.type != "cpu" or not _gloo_takes_plain_tcp():
         return [_native.Lane(backend) for backend in make_backends(group, nonce, lanes, place)]
     store = PrefixStore(f"gradferry/{nonce}/sockets", store_of(group))
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    rank, names = dist.get_rank(group), world_ranks(group)
     timeout_seconds = _timeout(group, place).total_seconds()
     deadline = time.monotonic() + (patience(group, place) / 2).total_seconds()
     connected: list[list[socket | None]] = []
     with _telling_of_others(), ExitStack() as opened:
         hear = hear_failures(group)  # of ranks that give up
-        for number, (name, ranks) in enumerate(lanes.items()):
+        for number, (lane, ranks) in enumerate(lanes.items()):
             left = deadline - time.monotonic()
-            own = PrefixStore(name, store)
-            connected.append(connect_ranks(own, rank, world_size, ranks, number, left, hear))
+            own = PrefixStore(lane, store)
+            called = [names[each] for each in ranks]
+            made = connect_ranks(own, names[rank], 1 + max(names), called, number, left, hear)
+            connected.append([made[name] for name in names])
             for connection in filter(None, connected[-1]):
                 opened.enter_context(connection)
         opened.pop_all()
@@ -220,6 +222,7 @@ def make_lanes(
         ],
         rank=rank,
         timeout_seconds=timeout_seconds,
+        world_ranks=names,
     )
 
 
@@ -246,11 +249,13 @@ def share_on_node(
 ) -> tuple[_native.SharedMemory | None, str]:
     """As `memory_of_node`, of so many bytes, where this rank has siblings."""
     rank = dist.get_rank(group)
-    siblings = siblings_of(nodes, rank)
+    names, siblings = world_ranks(group), siblings_of(nodes, rank)
     store = PrefixStore(f"gradferry/{nonce}/memory/{siblings[0]}", store_of(group))
     seconds = (patience(group, CPU) / 2).total_seconds()
     with _telling_of_others():
-        memory, refusal = share_memory(store, rank, siblings, num_bytes, seconds)
+        memory, refusal = share_memory(
+            store, names[rank], [names[each] for each in siblings], num_bytes, seconds
+        )
     return memory, f"sockets ({refusal})" if memory is None else "shared memory"
 
 
@@ -346,8 +351,8 @@ def _new_device_backend(
     arguments.group_size = len(ranks)
     arguments.timeout = timeout
     arguments.group_id = name
-    of_world = dist.get_process_group_ranks(group)
-    arguments.global_ranks_in_group = [of_world[each] for each in ranks]
+    names = world_ranks(group)
+    arguments.global_ranks_in_group = [names[each] for each in ranks]
     arguments.process_group = group
     return plugin.creator_fn(arguments, options)
 

@@ -38,15 +38,28 @@ from gradferry.errors import PeerError
 MOST_PATIENCE = timedelta(minutes=5)
 MOST_PAUSE_SECONDS = 0.1  # between two reads of the store
 ALL_CAME = "all came"
+FAILED_ELSEWHERE = "a rank waits no longer, since one of another group of its failed"
 # How long ranks that lost their connections look for each other.
 LOOK_SECONDS = 1.0
 NO_STORE = "the store of the process group does not answer (mostly rank 0 serves it)"
+
+
+class EchoError(PeerError):
+    """This rank failed because another rank did; that rank's error has the cause."""
 
 
 def store_of(group: dist.ProcessGroup) -> Store:
     """The store with which the group was created."""
     store: Store = dist.distributed_c10d._world.pg_map[group][1]
     return store
+
+
+def world_ranks(group: dist.ProcessGroup) -> list[int]:
+    """The ranks of a group's processes in the whole job, by rank.
+
+    All errors name these: a process has another rank in each of its groups.
+    """
+    return dist.get_process_group_ranks(group)
 
 
 def patience(group: dist.ProcessGroup, place: torch.device) -> timedelta:
@@ -63,7 +76,12 @@ def patience(group: dist.ProcessGroup, place: torch.device) -> timedelta:
     return min(timeout / 2, MOST_PATIENCE)
 
 
-def meet(group: dist.ProcessGroup, longest: timedelta, purpose: str) -> None:
+def meet(
+    group: dist.ProcessGroup,
+    longest: timedelta,
+    purpose: str,
+    beside: dist.ProcessGroup | None = None,
+) -> None:
     """Waits until every rank of the group calls this.
 
     Nothing is posted on the group, so it remains usable when this raises. A rank that comes too
@@ -73,26 +91,32 @@ def meet(group: dist.ProcessGroup, longest: timedelta, purpose: str) -> None:
         group: of the ranks.
         longest: how long to wait for the others.
         purpose: what ranks that stay away did not do, for example "come to attach".
+        beside: another group of this rank. No rank waits here after one has called `say_failed`
+            there: ranks that know of it may never come.
 
     Raises:
         PeerError: not all ranks came (every rank that came raises the same text, which names the
-            missing ranks), or the store does not answer.
+            missing ranks), or the store does not answer. EchoError: because of `beside`.
     """
     if dist.get_world_size(group) == 1:
         return
     try:
-        outcome = _outcome(group, longest, purpose)
+        outcome = _outcome(group, longest, purpose, beside)
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
         raise PeerError(
             f"the store of the process group does not answer ({reason}); the process that serves "
             "it, mostly that of rank 0, may have ended: look at its error first"
         ) from error
+    if outcome == FAILED_ELSEWHERE:
+        raise EchoError(outcome)
     if outcome != ALL_CAME:
         raise PeerError(outcome)
 
 
-def _outcome(group: dist.ProcessGroup, longest: timedelta, purpose: str) -> str:
+def _outcome(
+    group: dist.ProcessGroup, longest: timedelta, purpose: str, beside: dist.ProcessGroup | None
+) -> str:
     world_size, rank = dist.get_world_size(group), dist.get_rank(group)
     store = PrefixStore("gradferry/meetings", store_of(group))
     number = store.add("number", 0)
@@ -101,8 +125,8 @@ def _outcome(group: dist.ProcessGroup, longest: timedelta, purpose: str) -> str:
     # A rank whose wait was interrupted may come twice, but is counted once.
     if meeting.add(f"rank/{rank}", 1) == 1 and meeting.add("came", 1) == world_size:
         _decide(store, meeting, lambda: ALL_CAME)
-    elif not _wait(store, meeting, longest, rank):
-        _decide(store, meeting, lambda: _absent(meeting, world_size, longest, purpose))
+    elif not _wait(store, meeting, longest, world_ranks(group)[rank], beside):
+        _decide(store, meeting, lambda: _absent(meeting, world_ranks(group), longest, purpose))
     meeting.wait(["outcome"], longest)  # the rank that decided is about to set it
     outcome = meeting.get("outcome").decode()
     if outcome == ALL_CAME:  # so that none is in the last meeting any more
@@ -125,14 +149,23 @@ def _decide(store: Store, meeting: Store, outcome: Callable[[], str]) -> None:
         meeting.set("outcome", outcome())
 
 
-def _wait(store: Store, meeting: Store, longest: timedelta, rank: int) -> bool:
+def _wait(
+    store: Store,
+    meeting: Store,
+    longest: timedelta,
+    rank: int,
+    beside: dist.ProcessGroup | None,
+) -> bool:
     """Whether there was an outcome in time.
 
     Polls, because the store's own wait cannot be interrupted and logs a warning at a timeout.
     """
     begin = time.monotonic()
+    failed = None if beside is None else _losses(beside)
     try:
         while not meeting.check(["outcome"]):
+            if failed is not None and failed.check(["any"]):
+                _decide(store, meeting, lambda: FAILED_ELSEWHERE)
             waited = time.monotonic() - begin
             if waited > longest.total_seconds():
                 return False
@@ -143,8 +176,8 @@ def _wait(store: Store, meeting: Store, longest: timedelta, rank: int) -> bool:
     return True
 
 
-def _absent(meeting: Store, world_size: int, longest: timedelta, purpose: str) -> str:
-    ranks = [rank for rank in range(world_size) if not meeting.check([f"rank/{rank}"])]
+def _absent(meeting: Store, names: Sequence[int], longest: timedelta, purpose: str) -> str:
+    ranks = [name for rank, name in enumerate(names) if not meeting.check([f"rank/{rank}"])]
     return (
         f"{name_ranks(ranks) if ranks else 'the last rank'} did not {purpose} within "
         f"{longest.total_seconds():g} s; see whether every rank calls gradferry at this point, and "
@@ -219,10 +252,10 @@ def absent_after_loss(group: dist.ProcessGroup, reason: str) -> tuple[list[int],
             connections.
 
     Returns:
-        Those ranks, and the reason of the first that called this, the same on all ranks; no ranks
-        and None if the store has not answered.
+        Those `world_ranks`, and the reason of the first that called this, the same on all ranks; no
+        ranks and None if the store has not answered.
     """
-    world_size, rank = dist.get_world_size(group), dist.get_rank(group)
+    rank, names = dist.get_rank(group), world_ranks(group)
     found: list[tuple[list[int], str]] = []
 
     def look() -> None:
@@ -233,7 +266,7 @@ def absent_after_loss(group: dist.ProcessGroup, reason: str) -> tuple[list[int],
         lost.set(str(rank), "")
         end = time.monotonic() + LOOK_SECONDS
         while True:
-            gone = [each for each in range(world_size) if not lost.check([str(each)])]
+            gone = [name for each, name in enumerate(names) if not lost.check([str(each)])]
             if not gone or time.monotonic() > end:
                 agreed = lost.get("reason").decode() if lost.check(["reason"]) else reason
                 found.append((gone, agreed))

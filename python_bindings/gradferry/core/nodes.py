@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from gradferry.core.agreement import gather_records
-from gradferry.core.meeting import name_ranks
+from gradferry.core.meeting import name_ranks, world_ranks
 from gradferry.errors import ConfigError, ProtocolError
 
 AUTO = "auto"
@@ -53,15 +53,19 @@ def identity() -> Identity:
     return Identity(boot_id, network) if boot_id else Identity(unread=f"{_BOOT_ID} is empty")
 
 
-def received_identities(records: Sequence[object]) -> list[Identity]:
-    """What all ranks sent of their `identity`, by rank, as ``vars`` of it.
+def received_identities(records: Sequence[object], global_ranks: Sequence[int]) -> list[Identity]:
+    """What all ranks sent of their `identity`, as ``vars`` of it.
+
+    Args:
+        records: in the order of the process group.
+        global_ranks: those of the process group, in its order.
 
     Raises:
         ProtocolError: a rank sent something else.
     """
     types = {key: type(value) for key, value in vars(Identity()).items()}
     found = []
-    for rank, record in enumerate(records):
+    for rank, record in zip(global_ranks, records, strict=True):
         if not isinstance(record, dict) or {k: type(v) for k, v in record.items()} != types:
             raise ProtocolError(
                 f"rank {rank} sent {record!r} as the place where it runs; start every rank with "
@@ -194,7 +198,7 @@ def resolve(
     if option == FLAT:
         return flat(world_size)
     if option == AUTO:
-        return _found(identities)
+        return _found(identities, global_ranks)
     if isinstance(option, int):
         if world_size % option:
             raise ConfigError(
@@ -207,10 +211,10 @@ def resolve(
     else:
         assert not isinstance(option, str)
         members = _of_mesh(option, global_ranks)
-    _expect_shared(members, identities)
+    _expect_shared(members, identities, global_ranks)
     together = {rank for ranks in members if len(ranks) > 1 for rank in ranks}
     unread = {rank: why for rank, why in _unread(identities).items() if rank in together}
-    return Nodes(members, _note(unread, "not checked"))
+    return Nodes(members, _note(unread, "not checked", global_ranks))
 
 
 def found_nodes(group: dist.ProcessGroup, place: torch.device) -> Nodes:
@@ -220,8 +224,9 @@ def found_nodes(group: dist.ProcessGroup, place: torch.device) -> Nodes:
         group: of the ranks.
         place: where they meet.
     """
-    identities = received_identities(gather_records(vars(identity()), group, place))
-    return resolve(AUTO, range(len(identities)), identities)
+    names = world_ranks(group)
+    identities = received_identities(gather_records(vars(identity()), group, place), names)
+    return resolve(AUTO, names, identities)
 
 
 def exchange_between(nodes: Nodes) -> str:
@@ -310,12 +315,12 @@ def how_to_ask(nodes: Nodes) -> str:
     return f"codec={AUTO!r}, which measures it"
 
 
-def _found(identities: Sequence[Identity]) -> Nodes:
+def _found(identities: Sequence[Identity], global_ranks: Sequence[int]) -> Nodes:
     found: dict[Identity | int, list[int]] = {}
     for rank, place in enumerate(identities):
         found.setdefault(rank if place.unread else place, []).append(rank)
     members = tuple(map(tuple, found.values()))
-    return Nodes(members, _note(_unread(identities), "alone"))
+    return Nodes(members, _note(_unread(identities), "alone", global_ranks))
 
 
 def _of_mesh(
@@ -331,13 +336,17 @@ def _of_mesh(
         reasons = [f"{verb} {name_ranks(ranks)}" for verb, ranks in wrong.items() if ranks]
         raise ConfigError(
             "the DeviceMesh of nodes= must hold every rank of the process group once, and "
-            f"{', '.join(reasons)} (global ranks); give it the ranks of the group, or use {AUTO!r}"
+            f"{', '.join(reasons)}; give it the ranks of the group, or use {AUTO!r}"
         )
     in_group = {rank: number for number, rank in enumerate(global_ranks)}
     return tuple(sorted(tuple(sorted(in_group[rank] for rank in row)) for row in rows))
 
 
-def _expect_shared(members: tuple[tuple[int, ...], ...], identities: Sequence[Identity]) -> None:
+def _expect_shared(
+    members: tuple[tuple[int, ...], ...],
+    identities: Sequence[Identity],
+    global_ranks: Sequence[int],
+) -> None:
     for ranks in members:
         known = [rank for rank in ranks if not identities[rank].unread]
         for rank in known[1:]:
@@ -345,10 +354,10 @@ def _expect_shared(members: tuple[tuple[int, ...], ...], identities: Sequence[Id
             if one == other:
                 continue
             apart = "machines" if one.boot_id != other.boot_id else "network namespaces"
+            both = name_ranks([global_ranks[known[0]], global_ranks[rank]])
             raise ConfigError(
-                f"nodes= puts ranks {known[0]} and {rank} of the process group on one node, but "
-                f"they run in different {apart}: the ranks of a node share memory and loopback; "
-                f"use {AUTO!r}, or start the ranks in the order of their nodes"
+                f"nodes= puts {both} on one node, but they run in different {apart}: "
+                f"the ranks of a node share memory and loopback; use {AUTO!r}, or start the ranks in the order of their nodes"
             )
 
 
@@ -356,10 +365,10 @@ def _unread(identities: Sequence[Identity]) -> dict[int, str]:
     return {rank: place.unread for rank, place in enumerate(identities) if place.unread}
 
 
-def _note(unread: Mapping[int, str], what: str) -> str:
+def _note(unread: Mapping[int, str], what: str, global_ranks: Sequence[int]) -> str:
     """Names these ranks by reason; empty without ranks."""
     reasons: dict[str, list[int]] = {}
     for rank, reason in unread.items():
-        reasons.setdefault(reason, []).append(rank)
+        reasons.setdefault(reason, []).append(global_ranks[rank])
     shown = ", ".join(f"{name_ranks(ranks)} ({why})" for why, ranks in reasons.items())
     return f"machine unknown, so {what}: {shown}" if shown else ""

@@ -67,10 +67,12 @@ def attach(
         warmup_steps: number of first steps in which gradients arrive without momentum, and are sent
             with the codec `warmup`.
         warmup: the codec of the first `warmup_steps`, for all parameters that are not ``exact``.
-            ``"exact"`` sends gradients as they are, so that these steps have the bits of a training
-            without compression. Another one, such as ``"q8"``, sends less, with error feedback as
-            in all other steps; in momentum mode, what it has withheld then enters the momentum. An
-            adaptive optimizer learns its variance from what arrives, and needs 3 bits or more here.
+            ``"exact"`` sends gradients as they are: what arrives is their mean, added up in rank
+            order in fp32 and rounded once to their dtype. Without a hook ranks add up in another
+            order, so that with 3 ranks or more the last bits may differ. Another codec, such as
+            ``"q8"``, sends less, with error feedback as in all other steps; in momentum mode, what
+            it has withheld then enters the momentum. An adaptive optimizer learns its variance from
+            what arrives, and needs 3 bits or more here.
         grad_scaler: the `torch.amp.GradScaler` that scales the loss. Residuals follow its scale,
             exactly where that changes by powers of two. Ranks compare their scales at attach and in
             every step, and raise `RankMismatchError` where they differ, on a device two steps

@@ -76,7 +76,7 @@ class MomentumHandover:
 
     def _expect_equal(self, by_rank: list[list[int]], fault: str, advice: str) -> None:
         every = set().union(*by_rank)
-        for rank, numbers in enumerate(by_rank):
+        for rank, numbers in zip(self._running.world_ranks, by_rank, strict=True):
             missing = sorted(every.difference(numbers))
             if missing:
                 names = [self._running.parameters[number].name for number in missing]

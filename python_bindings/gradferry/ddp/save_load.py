@@ -59,6 +59,6 @@ def _restore_choice(
         record = error_record(error)
     group, place = bound.running.group, bound.running.transport.device
     records = gather_records(record, group, meeting_place(group, place))
-    raise_first_error(records)
-    raise_first_mismatch(records)
+    raise_first_error(records, group)
+    raise_first_mismatch(records, group)
     chooser.restore(bound.hook, choice, int(saved["steps"]))

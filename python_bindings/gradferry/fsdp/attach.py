@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 from torch import nn
@@ -18,13 +20,19 @@ from gradferry.core.agreement import (
     raise_first_error,
 )
 from gradferry.core.config import COARSE_BITS, Config, make_config
-from gradferry.core.meeting import meet, patience
+from gradferry.core.meeting import meet, patience, say_failed
 from gradferry.core.nodes import AUTO, FLAT
 from gradferry.core.options import WORKSPACE_CAP_MB, Options
 from gradferry.core.warn import warn
-from gradferry.errors import ConfigError
+from gradferry.errors import ConfigError, GradferryError
 from gradferry.fsdp.hooks import ModuleHook, Passes, ReduceScatterHook, ReplicaHook, fail
-from gradferry.fsdp.model import Shard, ShardedModule, sharded_modules, unsharded_parameters
+from gradferry.fsdp.model import (
+    Shard,
+    ShardedModule,
+    modules_outside,
+    sharded_modules,
+    unsharded_parameters,
+)
 from gradferry.fsdp.state import ShardedState
 from gradferry.reduction.advice import watch_optimizer
 from gradferry.reduction.rules import warn_about_rules
@@ -33,6 +41,7 @@ from gradferry.reduction.start import start, usable_group
 from gradferry.reduction.surroundings import warn_about_surroundings
 
 Hook = TypeVar("Hook", bound=ModuleHook)
+Result = TypeVar("Result")
 
 _WAY_ON = (
     "This model is finished, on all ranks, since FSDP2 does not recover from a backward pass that "
@@ -113,12 +122,12 @@ def attach(
     """
     # A step that is skipped because of another shard would go unnoticed here.
     options = Options.among({**locals(), "exact_skip": False})
-    group = _replicate_group(replicate_group)
     modules = sharded_modules(model)
     shards = [shard for module in modules for shard in module.shards]
     shard_group = modules[0].shard_group
     part = f"shard_{dist.get_rank(shard_group)}_of_{dist.get_world_size(shard_group)}"
     part += shards[0].place_in_mesh()
+    group = _replicas(replicate_group, shard_group, modules)
 
     def propose_here() -> Running:
         _check_modules(modules)
@@ -127,11 +136,13 @@ def attach(
         record = {"shard": part, **_values(model)}
         return _propose(_config(options), group, modules, record, owned)
 
-    running = _known_to_all(shard_group, modules, lambda: _start(group, modules, propose_here))
+    running = _known_to_all(
+        shard_group, modules, lambda: _start(group, modules, propose_here, shard_group)
+    )
     hooks = _hooks(ReplicaHook, running, modules)
     for module, hook in zip(modules, hooks, strict=True):
         module.all_reduce_hook = hook
-    _finish(model, modules, running)
+    _finish(model, modules, running, averages_replicas=True)
     return ShardedState(running, hooks, part)
 
 
@@ -256,39 +267,50 @@ def _propose(
 
 
 def _start(
-    group: dist.ProcessGroup, modules: Sequence[ShardedModule], propose_here: Callable[[], Running]
+    group: dist.ProcessGroup,
+    modules: Sequence[ShardedModule],
+    propose_here: Callable[[], Running],
+    shard_group: dist.ProcessGroup | None = None,
 ) -> Running:
     def build(running: Running, nonce: str) -> Running:
         running.start(group, nonce)
         return running
 
-    return start(group, modules[0].device, propose_here, build, purpose="come to attach")
+    return start(
+        group,
+        modules[0].device,
+        propose_here,
+        build,
+        purpose="come to attach",
+        beside=shard_group,
+    )
 
 
 def _known_to_all(
     shard_group: dist.ProcessGroup,
     modules: Sequence[ShardedModule],
-    begin: Callable[[], Running],
-) -> Running:
+    begin: Callable[[], Result],
+) -> Result:
     """Returns what `begin` does. Its error on one rank of the shard group is raised on all."""
-    running: Running | None = None
+    result: Result | None = None
     own: Exception | None = None
     try:
-        running = begin()
+        result = begin()
     except Exception as error:
         own = error
+        say_failed(shard_group)  # others may wait for replicas that do not come
     place = meeting_place(shard_group, modules[0].device)
     meet(shard_group, patience(shard_group, place), "attach")
     records = gather_records({} if own is None else error_record(own), shard_group, place)
     if own is not None:
         raise own
     try:
-        raise_first_error(records)
+        raise_first_error(records, shard_group)
     except BaseException:
-        running = None  # otherwise the traceback would keep the connections alive
+        result = None  # otherwise the traceback would keep the connections alive
         raise
-    assert running is not None
-    return running
+    assert result is not None
+    return result
 
 
 def _values(model: nn.Module) -> Record:
@@ -308,17 +330,22 @@ def _hooks(kind: type[Hook], running: Running, modules: Sequence[ShardedModule])
     return [kind(running, passes, each, number, calls) for number, each in enumerate(modules)]
 
 
-def _finish(model: nn.Module, modules: Sequence[ShardedModule], running: Running) -> None:
+def _finish(
+    model: nn.Module,
+    modules: Sequence[ShardedModule],
+    running: Running,
+    averages_replicas: bool = False,
+) -> None:
     """After all ranks have their hooks: watches optimizers and later passes, and warns."""
     apart = list(unsharded_parameters(model, modules))
     if apart:
         more = f" and {len(apart) - 1} more" if len(apart) > 1 else ""
         warn(
             f"FSDP2 does not reduce the gradients of {apart[0]!r}{more}: they will differ from "
-            "rank to rank; call fully_shard on the whole model, too, and then attach",
+            "rank to rank; call fully_shard on the whole model, too, and then attach"
         )
     # Before FSDP2's own hook, which communicates.
-    guard = _Guard(running, [module.name for module in modules])
+    guard = _Guard(running, [module.name for module in modules], averages_replicas)
     model.register_forward_pre_hook(guard, prepend=True)
     if running.engine is None:
         return
@@ -330,13 +357,15 @@ def _finish(model: nn.Module, modules: Sequence[ShardedModule], running: Running
 
 class _Guard:
     """Raises in the forward pass what has ended the engine: after a backward pass that failed,
-    FSDP2 may leave out its hooks, and so reduce nothing. Also that a module has no hook, since it
-    was sharded later.
+    FSDP2 may leave out its hooks, and so reduce nothing. In the first one also that a module has no
+    hook: since it was sharded later, or since the model is only a part of what is sharded, which
+    FSDP2 does not know before.
     """
 
-    def __init__(self, running: Running, names: Sequence[str]) -> None:
+    def __init__(self, running: Running, names: Sequence[str], averages_replicas: bool) -> None:
         self._running = running
         self._names: Sequence[str] | None = names  # None: compared
+        self._averages_replicas = averages_replicas
 
     def __call__(self, model: nn.Module, *_: object) -> None:
         if self._running.engine is not None:
@@ -351,6 +380,35 @@ class _Guard:
                     "would not reach the hook; attach after the last fully_shard",
                 )
             self._names = None
+            rest = list(modules_outside(model)) if self._averages_replicas else []
+            if rest:
+                more = f" and {len(rest) - 1} more" if len(rest) > 1 else ""
+                warn(
+                    "gradferry.fsdp.attach was called on a part of a sharded model: the gradients "
+                    f"of {rest[0]!r}{more} are not averaged over replicas, so that these will "
+                    "differ; attach to the whole model instead"
+                )
+
+
+def _replicas(
+    given: dist.ProcessGroup | DeviceMesh | None,
+    shard_group: dist.ProcessGroup,
+    modules: Sequence[ShardedModule],
+) -> dist.ProcessGroup:
+    """The group of this rank's replicas. Collective, since a rank without one cannot tell them:
+    ranks with other shards hear of it in the shard group, and tell their replicas.
+    """
+    try:
+        return _known_to_all(shard_group, modules, lambda: _replicate_group(given))
+    except GradferryError as error:
+        with contextlib.suppress(GradferryError):
+            group = _replicate_group(given)
+            _start(group, modules, functools.partial(_raise, error), shard_group)
+        raise
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
 def _replicate_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:

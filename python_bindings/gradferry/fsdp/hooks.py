@@ -84,7 +84,7 @@ _NEEDS_ALL = (
 def fail(running: Running, message: str) -> NoReturn:
     """Ends the hooks of all ranks, which may wait for this one."""
     if running.engine is not None:
-        running.engine.fail(f"rank {running.rank}: {message}")
+        running.engine.fail(f"rank {running.world_ranks[running.rank]}: {message}")
     raise StateError(message)
 
 

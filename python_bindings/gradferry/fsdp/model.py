@@ -132,9 +132,7 @@ class ShardedModule:
     @property
     def averages_replicas(self) -> bool:
         """Whether FSDP2 averages over replicas itself, on a mesh of two dimensions."""
-        from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
-
-        return isinstance(self._param_group().mesh_info, DDPMeshInfo)
+        return _averages_replicas(self._param_group())
 
     def change(self) -> str | None:
         """What makes its gradients others than those that a hook was set for; None: nothing."""
@@ -213,6 +211,28 @@ def unsharded_parameters(model: nn.Module, modules: Sequence[ShardedModule]) -> 
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and plain_name(name) not in sharded:
             yield plain_name(name)
+
+
+def modules_outside(model: nn.Module) -> Iterator[str]:
+    """Names of sharded modules that are trained together with `model`, outside of it, and whose
+    gradients nobody averages over replicas. FSDP2 knows which these are once the module around all
+    of them has begun its first forward pass.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    inside = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]
+    together = inside[0]._state_ctx.all_states if inside else []
+    for state in together:
+        for group in [] if state in inside else _param_groups(state):
+            trained = any(each.sharded_param.requires_grad for each in group.fsdp_params)
+            if trained and group._all_reduce_hook is None and not _averages_replicas(group):
+                yield group._module_fqn or "the model"
+
+
+def _averages_replicas(group: Any) -> bool:
+    from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
+
+    return isinstance(group.mesh_info, DDPMeshInfo)
 
 
 def _param_groups(state: Any) -> list[Any]:

@@ -19,7 +19,7 @@ from gradferry.core.agreement import (
     meeting_place,
     raise_first_error,
 )
-from gradferry.core.meeting import name_ranks
+from gradferry.core.meeting import name_ranks, world_ranks
 from gradferry.ddp.state import HookState
 from gradferry.errors import ConfigError, StateError
 from gradferry.reduction.saved_state import ON_RESIZE
@@ -55,7 +55,8 @@ def load(folder: Path, state: HookState, group: dist.ProcessGroup, on_resize: st
             same text on every rank.
     """
     seen = gather_records({"found": checkpoint.exists(folder)}, group, _place(group))
-    blind = [rank for rank, record in enumerate(seen) if not record["found"]]
+    named = zip(world_ranks(group), seen, strict=True)
+    blind = [rank for rank, record in named if not record["found"]]
     if 0 < len(blind) < len(seen):
         raise StateError(
             f"{name_ranks(blind)} cannot see {folder}, and other ranks can: it must be on a file "
@@ -102,7 +103,7 @@ def everywhere(group: dist.ProcessGroup, where: str) -> Iterator[None]:
     except Exception as error:
         record = error_record(error)
         record["message"] = f"{where}: {record['message']}"
-    raise_first_error(gather_records(record, group, _place(group)))
+    raise_first_error(gather_records(record, group, _place(group)), group)
 
 
 def gather(state: HookState, group: dist.ProcessGroup) -> dict[str, Any] | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from gradferry import _native
 from gradferry.core.codec_spec import OFF
+from gradferry.core.meeting import name_ranks
 from gradferry.core.nodes import FLAT
 from gradferry.reduction.running import Running
 
@@ -22,6 +23,13 @@ def as_asked(running: Running) -> dict[str, Any]:
     else:
         reason = "as attached"
     return {"codec": codec, "exchange": running.exchange.name, "reason": reason}
+
+
+def _in_world(running: Running) -> str:
+    """Where the group's ranks are not those of the world, which errors name."""
+    if list(running.world_ranks) == list(range(running.world_size)):
+        return ""
+    return f" ({name_ranks(running.world_ranks)} of the world)"
 
 
 def describe(running: Running, choice: Mapping[str, Any]) -> str:
@@ -41,6 +49,7 @@ def describe(running: Running, choice: Mapping[str, Any]) -> str:
     lines = [
         f"gradferry: {config.codec}, error feedback {config.error_feedback}, "
         f"rank {running.rank} of {running.world_size}, process group {running.group_name!r}"
+        f"{_in_world(running)}"
     ]
     if config.chooses:
         lines.append(f"  chosen by 'auto': {choice['reason']}")

@@ -30,6 +30,7 @@ from gradferry.core.codec_spec import AUTO, CodecSpec
 from gradferry.core.config import Config
 from gradferry.core.device import Transport, transport_of
 from gradferry.core.engine import loss_scale, start_engine
+from gradferry.core.meeting import world_ranks
 from gradferry.core.nodes import Exchange, Nodes, flat
 from gradferry.core.parameters import ParameterLayout, describe_parameters
 from gradferry.core.warn import warn
@@ -54,7 +55,7 @@ class Running:
         config: as agreed by all ranks; with "auto" its codec is the current one.
         parameters: as agreed by all ranks.
         rank: this rank in the process group.
-        world_size: number of ranks in that group.
+        world_ranks: of all ranks of that group, by rank: how errors name them.
         group_name: name of that group.
         index: for each tensor that was registered, such as a parameter that DDP reduces, its index
             in `parameters`.
@@ -71,7 +72,7 @@ class Running:
     config: Config
     parameters: tuple[ParameterLayout, ...]
     rank: int
-    world_size: int
+    world_ranks: Sequence[int]
     group_name: str
     index: WeakIdKeyDictionary
     transport: Transport
@@ -87,6 +88,11 @@ class Running:
     def group(self) -> dist.ProcessGroup:
         """The process group. It is looked up at every use, so that it can be destroyed."""
         return _resolve_process_group(GroupName(self.group_name))
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the process group."""
+        return len(self.world_ranks)
 
     @property
     def config_hash(self) -> int:
@@ -245,7 +251,7 @@ class Running:
         except Exception as error:  # known to this rank alone
             nonce = error_record(error)
         nonces = gather_records(nonce, group, place)
-        raise_first_error(nonces)
+        raise_first_error(nonces, group)
         if old.engine is not None:
             counted = old.engine.stats()
             sums = {key: counted[key] for key in step_numbers.SUMS if key in counted}
@@ -261,7 +267,7 @@ class Running:
             outcome = error_record(error)
         outcomes = gather_records(outcome, group, place)
         try:
-            raise_first_error(outcomes)
+            raise_first_error(outcomes, group)
         except GradferryError:
             # As it was; but no later engine may have the hash of this one.
             vars(self).update({**vars(old), "switches": self.switches})
@@ -379,7 +385,7 @@ def propose(
         config=config,
         parameters=tuple(parameters),
         rank=dist.get_rank(group),
-        world_size=dist.get_world_size(group),
+        world_ranks=world_ranks(group),
         group_name=group.group_name,
         index=WeakIdKeyDictionary({t: i for i, t in enumerate(known) if t is not None}),
         transport=transport,

@@ -17,7 +17,7 @@ from gradferry.core.agreement import (
     raise_first_error,
     raise_first_mismatch,
 )
-from gradferry.core.meeting import meet, patience, say_failed
+from gradferry.core.meeting import meet, patience, say_failed, world_ranks
 from gradferry.core.nodes import choose_exchange, identity, received_identities, resolve
 from gradferry.errors import ConfigError, PeerError, StateError
 from gradferry.reduction.running import Running
@@ -52,6 +52,7 @@ def start(
     build: Callable[[Running, str], Started],
     *,
     purpose: str,
+    beside: dist.ProcessGroup | None = None,
 ) -> Started:
     """Agrees with all ranks of the group and starts the engine. Collective.
 
@@ -62,6 +63,7 @@ def start(
         build: of the configuration that all ranks agreed on and a nonce, which is equal on all
             ranks and never comes twice. It starts the engine, and is collective.
         purpose: what ranks that stay away did not do, for example "come to attach".
+        beside: as for `meet`.
 
     Returns:
         What `build` returned.
@@ -74,7 +76,7 @@ def start(
     """
     place = meeting_place(group, device)
     longest = patience(group, place)
-    meet(group, longest, purpose)
+    meet(group, longest, purpose, beside)
     running: Running | None = None
     try:
         running = propose()
@@ -84,12 +86,13 @@ def start(
     mine = {"nonce": uuid.uuid4().hex, "identity": vars(identity()), "record": record}
     envelopes = gather_records(mine, group, place)
     records: list[Record] = [envelope["record"] for envelope in envelopes]
-    raise_first_error(records)
-    raise_first_mismatch(records)
+    raise_first_error(records, group)
+    raise_first_mismatch(records, group)
     assert running is not None  # otherwise raise_first_error() has raised this rank's error
-    identities = received_identities([envelope.get("identity") for envelope in envelopes])
+    names = world_ranks(group)
+    identities = received_identities([envelope.get("identity") for envelope in envelopes], names)
     asked = running.config.nodes
-    running.nodes = resolve(asked, dist.get_process_group_ranks(group), identities)
+    running.nodes = resolve(asked, names, identities)
     running.exchange = choose_exchange(asked, running.nodes, on_host=running.transport.on_host)
 
     built: Started | None = None
@@ -107,7 +110,7 @@ def start(
             say_failed(group)  # the others wait for this rank's connections
         # A rank that could not connect must still tell the others.
         meet(group, longest, "connect")
-        raise_first_error(gather_records(outcome, group, place))
+        raise_first_error(gather_records(outcome, group, place), group)
     except BaseException:
         built = running = None  # otherwise the traceback would keep the connections alive
         if interrupted is not None:
