@@ -78,11 +78,17 @@ class Training:
         )
 
 
-def case_save_and_go_on(sharding: Sharding, attach: Attach, path: str) -> dict[str, Any]:
+def case_save_and_go_on(
+    sharding: Sharding, attach: Attach, path: str, in_background: bool = False
+) -> dict[str, Any]:
     training = Training(sharding, attach)
     training.train(range(3))
-    dcp.save(training.saved(), checkpoint_id=path)
-    return {"states": training.state_dicts(), "values": training.train(range(3, 5))}
+    save = dcp.async_save if in_background else dcp.save
+    saving = save(training.saved(), checkpoint_id=path)
+    states, values = training.state_dicts(), training.train(range(3, 5))
+    if in_background:
+        saving.result()
+    return {"states": states, "values": values}
 
 
 def case_load_and_go_on(

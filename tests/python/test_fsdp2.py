@@ -309,12 +309,16 @@ MODES = [
 
 
 @pytest.mark.torch_core
-@pytest.mark.parametrize("attach", MODES, ids=["q4", "sign1 momentum"])
+@pytest.mark.parametrize(
+    ("attach", "in_background"),
+    [(MODES[0], False), (MODES[0], True), (MODES[1], False)],
+    ids=["q4", "q4 async_save", "sign1 momentum"],
+)
 def test_training_goes_on_to_the_bit(
-    worlds: Worlds, attach: dict[str, Any], tmp_path: Path
+    worlds: Worlds, attach: dict[str, Any], in_background: bool, tmp_path: Path
 ) -> None:
     how = {"sharding": Sharding(), "attach": {"replicas": attach}, "path": str(tmp_path / "dcp")}
-    saved = worlds(4).run(case_save_and_go_on, **how)
+    saved = worlds(4).run(case_save_and_go_on, **how, in_background=in_background)
     for resized in (False, True):
         loaded = worlds(4).run(case_load_and_go_on, resized=resized, **how)
         for one, other in zip(saved, loaded, strict=True):

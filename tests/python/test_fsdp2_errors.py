@@ -74,8 +74,9 @@ TEXTS = {
     "shard group": "are in one shard group and in one replicate_group",
     "auto": "codec='auto' forecasts the steps of DistributedDataParallel",
     "unknown codec": "q5",
-    "unequal replicas": "rank 1 differs from rank 0 in values of 'table', in which",
-    "unequal codecs": "rank 1 differs from rank 0 in codec",
+    # Ranks of the world: shard 0 is on ranks 0 and 2, shard 1 on 1 and 3.
+    "unequal replicas": "rank {second} differs from rank {first} in values of 'table', in which",
+    "unequal codecs": "rank {second} differs from rank {first} in codec",
     "meta": "is on the meta device; attach after model.to_empty",
     "two meshes": "shard all modules over one mesh",
     "second": "gradferry is attached to this model already",
@@ -92,13 +93,14 @@ KINDS = {
 
 @pytest.mark.torch_core
 def test_what_cannot_be_hooked_is_refused_with_a_reason(worlds: Worlds) -> None:
-    for found in worlds(4).run(case_refused):
+    for rank, found in enumerate(worlds(4).run(case_refused)):
+        named = {"first": rank % 2, "second": 2 + rank % 2}
         for name, outcome in found.items():
             if name == "first":
                 assert outcome.error is None, (name, outcome)
                 continue
             assert outcome.error == KINDS.get(name, "ConfigError"), (name, outcome)
-            assert TEXTS[name] in outcome.text, (name, outcome.text)
+            assert TEXTS[name].format(**named) in outcome.text, (name, outcome.text)
 
 
 def case_bad_gradient(rank: int) -> dict[str, Any]:
@@ -141,6 +143,55 @@ def test_fsdp1_is_refused(worlds: Worlds) -> None:
         assert "(FSDP1), whose communication hooks take no hybrid sharding" in outcome.text
 
 
+def case_no_group(given: Any) -> list[Outcome]:
+    """Rank 2 names no group of replicas, and cannot tell its replica on rank 0."""
+    import gradferry
+
+    sharding = Sharding()
+    mesh = sharding.mesh()
+    model = sharding.model(mesh["shard"])
+    group = given if dist.get_rank() == 2 else mesh["replica"]
+    return [
+        attempt(lambda: gradferry.fsdp.attach(model, "q4", group)),
+        attempt(lambda: gradferry.fsdp.attach(model, "q4", mesh["replica"])),
+        attempt(lambda: sharding.backward(model, 0)),
+    ]
+
+
+@pytest.mark.torch_core
+@pytest.mark.parametrize("given", [None, "replica"], ids=["missing", "wrong"])
+def test_a_rank_without_replicate_group_does_not_keep_the_others_waiting(
+    worlds: Worlds, given: Any
+) -> None:
+    # Groups of a mesh wait for five minutes, and a case has one.
+    text = "replicate_group is missing" if given is None else "group='replica' is no process group"
+    for rank, (refused, *later) in enumerate(worlds(4).run(case_no_group, given=given)):
+        assert refused.error == "ConfigError"
+        assert refused.text.startswith(text if rank == 2 else f"rank 2: {text}"), refused.text
+        assert [outcome.error for outcome in later] == [None, None]
+
+
+def case_late_error() -> list[Outcome]:
+    import gradferry
+
+    sharding = Sharding()
+    mesh = sharding.mesh()
+    model = sharding.model(mesh["shard"])
+    gradferry.fsdp.attach(model, "q4", mesh["replica"])
+    if dist.get_rank() >= 2:
+        model.blocks[0].weight.requires_grad_(False)
+    return [attempt(lambda: sharding.backward(model, 0)) for _ in range(2)]
+
+
+def test_error_of_a_replica_names_its_rank_in_the_world(worlds: Worlds) -> None:
+    text = "requires_grad of 'weight' has changed in 'blocks.0' since attach"
+    for rank, outcomes in enumerate(worlds(4).run(case_late_error)):
+        for outcome in outcomes:
+            assert text in outcome.text, outcome
+            if rank < 2:
+                assert f"rank {rank + 2}: {text}" in outcome.text
+
+
 def case_unsharded_part() -> list[str]:
     import gradferry
 
@@ -160,6 +211,36 @@ def test_parameters_outside_are_named(worlds: Worlds) -> None:
         count = sum(len(shapes) for shapes in SHAPES.values()) - len(SHAPES["blocks.0"])
         assert len(warned) == 1
         assert f"gradients of 'table' and {count - 1} more" in warned[0]
+
+
+def case_block_alone(siblings: str) -> list[str]:
+    import gradferry
+
+    sharding = Sharding()
+    mesh = sharding.mesh()
+    model = sharding.model(mesh["shard"])
+    group = mesh["replica"]
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        gradferry.fsdp.attach(model.blocks[0], "q4", group)
+        if siblings == "frozen":
+            model.table.requires_grad_(False)
+            model.scale.requires_grad_(False)
+            model.blocks[1].requires_grad_(False)
+        for step in range(2):
+            model(sharding.targets(step, 0, dist.get_rank()))
+    return [str(each.message) for each in warned]
+
+
+@pytest.mark.parametrize("siblings", ["trained", "frozen"])
+def test_part_of_a_sharded_model_is_warned_of_once_it_is_known(
+    worlds: Worlds, siblings: str
+) -> None:
+    for warned in worlds(4).run(case_block_alone, siblings=siblings):
+        assert len(warned) == (1 if siblings == "trained" else 0), warned
+        for text in warned:
+            assert "attach was called on a part of a sharded model: the gradients of" in text
+            assert "'the model' and 1 more are not averaged over replicas" in text
 
 
 # --- what changes after attach --------------------------------------------------------------------

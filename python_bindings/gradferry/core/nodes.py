@@ -356,8 +356,9 @@ def _expect_shared(
             apart = "machines" if one.boot_id != other.boot_id else "network namespaces"
             both = name_ranks([global_ranks[known[0]], global_ranks[rank]])
             raise ConfigError(
-                f"nodes= puts {both} on one node, but they run in different {apart}: "
-                f"the ranks of a node share memory and loopback; use {AUTO!r}, or start the ranks in the order of their nodes"
+                f"nodes= puts {both} on one node, but they run in different {apart}: the ranks of "
+                f"a node share memory and loopback; use {AUTO!r}, or start the ranks in the order "
+                "of their nodes"
             )
 
 

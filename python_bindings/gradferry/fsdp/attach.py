@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import nn
@@ -20,7 +19,7 @@ from gradferry.core.agreement import (
     raise_first_error,
 )
 from gradferry.core.config import COARSE_BITS, Config, make_config
-from gradferry.core.meeting import meet, patience, say_failed
+from gradferry.core.meeting import EchoError, meet, patience, say_failed
 from gradferry.core.nodes import AUTO, FLAT
 from gradferry.core.options import WORKSPACE_CAP_MB, Options
 from gradferry.core.warn import warn
@@ -82,6 +81,10 @@ def attach(
     Call it once on every rank, after the last ``fully_shard`` and change to the model, and before
     the first backward pass. Replicas must begin with equal parameters.
 
+    Errors name ranks of the world. Groups of ``init_device_mesh`` have a timeout of their own, not
+    that of ``init_process_group``: how long ranks wait here for one that does not come, half of it
+    and at most five minutes, and in a backward pass. ``torch.distributed.set_timeout`` changes it.
+
     Args:
         model: under ``torch.distributed.fsdp.fully_shard``, over a mesh of one dimension.
         codec: as for `gradferry.attach`, which explains all options at length, but not ``"auto"``,
@@ -136,9 +139,7 @@ def attach(
         record = {"shard": part, **_values(model)}
         return _propose(_config(options), group, modules, record, owned)
 
-    running = _known_to_all(
-        shard_group, modules, lambda: _start(group, modules, propose_here, shard_group)
-    )
+    running = _known_to_all(shard_group, modules, lambda: _start(group, modules, propose_here))
     hooks = _hooks(ReplicaHook, running, modules)
     for module, hook in zip(modules, hooks, strict=True):
         module.all_reduce_hook = hook
@@ -267,23 +268,13 @@ def _propose(
 
 
 def _start(
-    group: dist.ProcessGroup,
-    modules: Sequence[ShardedModule],
-    propose_here: Callable[[], Running],
-    shard_group: dist.ProcessGroup | None = None,
+    group: dist.ProcessGroup, modules: Sequence[ShardedModule], propose_here: Callable[[], Running]
 ) -> Running:
     def build(running: Running, nonce: str) -> Running:
         running.start(group, nonce)
         return running
 
-    return start(
-        group,
-        modules[0].device,
-        propose_here,
-        build,
-        purpose="come to attach",
-        beside=shard_group,
-    )
+    return start(group, modules[0].device, propose_here, build, purpose="come to attach")
 
 
 def _known_to_all(
@@ -292,25 +283,37 @@ def _known_to_all(
     begin: Callable[[], Result],
 ) -> Result:
     """Returns what `begin` does. Its error on one rank of the shard group is raised on all."""
-    result: Result | None = None
+    result: list[Result] = []
     own: Exception | None = None
     try:
-        result = begin()
+        result.append(begin())
     except Exception as error:
         own = error
-        say_failed(shard_group)  # others may wait for replicas that do not come
-    place = meeting_place(shard_group, modules[0].device)
-    meet(shard_group, patience(shard_group, place), "attach")
-    records = gather_records({} if own is None else error_record(own), shard_group, place)
-    if own is not None:
-        raise own
+        say_failed(shard_group)  # for ranks that wait beside it
     try:
-        raise_first_error(records, shard_group)
+        _expect_no_error(own, shard_group, modules, "attach")
     except BaseException:
-        result = None  # otherwise the traceback would keep the connections alive
+        result.clear()  # otherwise the traceback would keep the connections alive
         raise
-    assert result is not None
-    return result
+    return result[0]
+
+
+def _expect_no_error(
+    own: Exception | None,
+    group: dist.ProcessGroup,
+    modules: Sequence[ShardedModule],
+    purpose: str,
+    beside: dist.ProcessGroup | None = None,
+) -> None:
+    """Raises the error of this rank, else that of another rank of the group. Collective. `purpose`
+    and `beside` as for `meet`.
+    """
+    place = meeting_place(group, modules[0].device)
+    meet(group, patience(group, place), purpose, beside)
+    records = gather_records({} if own is None else error_record(own), group, place)
+    if own is not None and not isinstance(own, EchoError):
+        raise own
+    raise_first_error(records, group)
 
 
 def _values(model: nn.Module) -> Record:
@@ -399,16 +402,17 @@ def _replicas(
     ranks with other shards hear of it in the shard group, and tell their replicas.
     """
     try:
-        return _known_to_all(shard_group, modules, lambda: _replicate_group(given))
+        group = _known_to_all(shard_group, modules, lambda: _replicate_group(given))
     except GradferryError as error:
         with contextlib.suppress(GradferryError):
-            group = _replicate_group(given)
-            _start(group, modules, functools.partial(_raise, error), shard_group)
+            _expect_no_error(error, _replicate_group(given), modules, "come to attach", shard_group)
         raise
-
-
-def _raise(error: Exception) -> NoReturn:
-    raise error
+    _known_to_all(
+        shard_group,
+        modules,
+        lambda: _expect_no_error(None, group, modules, "come to attach", shard_group),
+    )
+    return group
 
 
 def _replicate_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:

@@ -52,7 +52,6 @@ def start(
     build: Callable[[Running, str], Started],
     *,
     purpose: str,
-    beside: dist.ProcessGroup | None = None,
 ) -> Started:
     """Agrees with all ranks of the group and starts the engine. Collective.
 
@@ -63,7 +62,6 @@ def start(
         build: of the configuration that all ranks agreed on and a nonce, which is equal on all
             ranks and never comes twice. It starts the engine, and is collective.
         purpose: what ranks that stay away did not do, for example "come to attach".
-        beside: as for `meet`.
 
     Returns:
         What `build` returned.
@@ -76,7 +74,7 @@ def start(
     """
     place = meeting_place(group, device)
     longest = patience(group, place)
-    meet(group, longest, purpose, beside)
+    meet(group, longest, purpose)
     running: Running | None = None
     try:
         running = propose()

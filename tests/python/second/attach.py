@@ -104,7 +104,9 @@ def members_of_nodes(identities: Sequence[Record]) -> list[list[int]]:
 def raise_first_error(records: Sequence[Record]) -> None:
     failed = [(rank, record) for rank, record in enumerate(records) if "error" in record]
     for rank, record in sorted(failed, key=lambda item: "echo" in item[1]):
-        raise AttachError(record["error"], f"rank {rank}: {record['message']}")
+        text = record["message"]
+        named = text if text.startswith(("rank ", "ranks ")) else f"rank {rank}: {text}"
+        raise AttachError(record["error"], named)
 
 
 def raise_first_mismatch(records: Sequence[Record]) -> None:
