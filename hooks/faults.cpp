@@ -90,7 +90,8 @@ std::string describe_loss_scale(const Verdict& verdict) {
            "; it must be positive and finite";
   }
   return "rank " + rank + " differs from rank " + std::to_string(fault.rank) +
-         " in the scale of its GradScaler" + at + ": " + scale + " instead of " + loss_scale_text(fault.expected) +
+         " in the scale of its GradScaler" + at + ": " + scale + " instead of " +
+         loss_scale_text(fault.expected) +
          ", so their gradients have no common average; load one state into the GradScalers of all "
          "ranks, and let all of them call update() after every step; with uneven inputs use "
          "join(throw_on_early_termination=True), because a rank without input does not call it";
