@@ -14,8 +14,8 @@ BucketHook::BucketHook(std::shared_ptr<BucketEngine> engine,
                        ExceptionFactory make_exception)
     : engine_(std::move(engine)),
       group_name_(std::move(group_name)),
-      make_exception_(make_exception) {
-  if (!engine_) steps_.emplace(parameters.size());
+      make_exception_(make_exception),
+      steps_(parameters.size()) {
   for (uint32_t i = 0; i < parameters.size(); ++i) {
     index_.emplace(parameters[i].unsafeGetTensorImpl(), i);
     identities_.emplace_back(parameters[i].getIntrusivePtr());
@@ -43,30 +43,25 @@ c10::intrusive_ptr<c10d::ProcessGroup> BucketHook::group() const {
 }
 
 void BucketHook::call_at(uint64_t step, StepCallback callback, const std::string& purpose) {
-  if (!steps_) steps_.emplace(index_.size());
   calls_[purpose] = {step, std::move(callback)};
 }
 
-void BucketHook::resume(uint64_t step) {
-  if (steps_) steps_->resume(step);
-}
-
 void BucketHook::count(const c10d::GradBucket& bucket) {
-  if (!steps_->add(indices_of(bucket))) return;
+  if (!steps_.add(indices_of(bucket))) return;
   std::vector<StepCallback> due;  // collected first: callbacks may use call_at()
   for (auto call = calls_.begin(); call != calls_.end();) {
-    if (call->second.step <= steps_->step()) {
+    if (call->second.step <= steps_.step()) {
       due.push_back(std::move(call->second.callback));
       call = calls_.erase(call);
     } else {
       ++call;
     }
   }
-  for (const StepCallback& callback : due) callback(shared_from_this(), steps_->step());
+  for (const StepCallback& callback : due) callback(shared_from_this(), steps_.step());
 }
 
 bool BucketHook::admit(const c10d::GradBucket& bucket) {
-  if (steps_) count(bucket);
+  count(bucket);
   if (engine_ != nullptr && !bucket.getBuffer().is_sparse()) return true;
   if (used_) (void)used_->take(indices_of(bucket));  // resets the flags, as run() would
   if (engine_ == nullptr) return false;

@@ -42,9 +42,9 @@ class BucketHook : public std::enable_shared_from_this<BucketHook> {
   // in the order of their purposes. Steps count from 0; resume() sets the count.
   using StepCallback = std::function<void(const std::shared_ptr<BucketHook>&, uint64_t)>;
   void call_at(uint64_t step, StepCallback callback, const std::string& purpose);
-  void resume(uint64_t step);
-  // Steps that have begun and ended; only without an engine, which counts them, or with call_at().
-  uint64_t finished_steps() const { return steps_ ? steps_->finished_steps() : 0; }
+  void resume(uint64_t step) { steps_.resume(step); }
+  // Synced backward passes that have begun, with an engine or without.
+  uint64_t finished_steps() const { return steps_.finished_steps(); }
 
   // Whether the bucket must go to run(). Without an engine no bucket does, and sparse ones never
   // do: they take the backend's own averaged all-reduce. Call it exactly once per bucket, in order.
@@ -84,7 +84,7 @@ class BucketHook : public std::enable_shared_from_this<BucketHook> {
   std::string group_name_;
   ExceptionFactory make_exception_;
   mutable std::atomic<uint64_t> passed_{0};
-  std::optional<StepCounter> steps_;
+  StepCounter steps_;
   std::optional<UsedParameters> used_;
   struct Call {
     uint64_t step;

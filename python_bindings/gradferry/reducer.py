@@ -71,7 +71,7 @@ class Reducer(Averaging):
         exact_skip: leave residuals as they were when a step is skipped; costs a copy of them. A
             call is a step, with a ``grad_scaler`` too.
         check_every: number of steps after which ranks compare their parameters; 0 for never.
-            Compares the registered tensors, which must be parameters.
+            Compares the registered tensors, which must be parameters; no others that replaced them.
         seed: of the codecs' random numbers; equal on all ranks.
         workspace_cap_mb: the most memory for messages, in MiB, on the model's device.
         nodes: which ranks share a node, and add up their gradients before these are compressed.

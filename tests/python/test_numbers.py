@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from outcomes import attempt
 from scenario import Run, Scenario, Weight
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import _global_optimizer_post_hooks
 from world import World
 
 WEIGHTS = (Weight("first", (90, 70)), Weight("bias", (50,)), Weight("second", (120, 60)))
@@ -203,24 +203,27 @@ def test_what_cannot_be_called_is_refused(world_of_2: World) -> None:
     assert "on_step(3): pass a function" in world_of_2.run(case_wrong_callback)[0]
 
 
-def case_callbacks_end_with_the_state() -> tuple[int, int, int]:
-    before = len(_global_optimizer_post_hooks)
+def case_callbacks_end_with_the_state() -> list[object]:
     run = Run(SCENARIO)
-    for _ in range(2):
-        run.state.on_step(lambda row: None)
-    during = len(_global_optimizer_post_hooks)
+    rows: list[Any] = []
+    callbacks = [lambda row: rows.append(row), lambda row: rows.append(row)]
+    for callback in callbacks:
+        run.state.on_step(callback)
+    optimizer = torch.optim.SGD(run.model.parameters(), lr=0.0)
+    run.step(0)
+    optimizer.step()
     del run
     gc.collect()
-    parameter = nn.Parameter(torch.zeros(1))
-    parameter.grad = torch.zeros(1)
-    torch.optim.SGD([parameter], lr=0.1).step()
-    return before, during, len(_global_optimizer_post_hooks)
+    optimizer.step()
+    alive = [weakref.ref(callback) for callback in callbacks]
+    callbacks.clear()
+    del callback
+    gc.collect()
+    return [len(rows), *(each() for each in alive)]
 
 
 def test_callbacks_end_with_the_state(world_of_2: World) -> None:
-    for before, during, after in world_of_2.run(case_callbacks_end_with_the_state):
-        assert during == before + 2
-        assert after == before
+    assert world_of_2.run(case_callbacks_end_with_the_state) == [[2, None, None]] * 2
 
 
 def case_error() -> list[tuple[str, str]]:

@@ -292,7 +292,7 @@ def test_what_was_agreed_on_is_not_there_before_the_state_is_bound(door: str) ->
 
 
 def case_unused() -> list[list[str]]:
-    """Warnings of two steps with a state that is nobody's, and with one that is bound."""
+    """Warnings of steps with a state that is nobody's, and with one that is bound."""
     run = Run(SCENARIO)
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
     seen = []
@@ -302,8 +302,8 @@ def case_unused() -> list[list[str]]:
             state.bind(torch.nn.parallel.DistributedDataParallel(copy.deepcopy(run.model)))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            optimizer.step()
-            optimizer.step()
+            for _ in range(8):
+                optimizer.step()
         seen.append([str(each.message) for each in caught])
     return seen
 

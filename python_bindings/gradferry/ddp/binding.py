@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
@@ -19,6 +18,7 @@ from gradferry.ddp.auto import Chooser
 from gradferry.ddp.model import Model, has_python_hook
 from gradferry.ddp.momentum_handover import MomentumHandover
 from gradferry.ddp.registration import register
+from gradferry.ddp.watch import ModelWatch
 from gradferry.errors import StateError
 from gradferry.reduction.after_steps import call_after_steps
 from gradferry.reduction.running import Running, propose
@@ -41,6 +41,7 @@ class Binding:
         model: a weak reference, because DDP holds its hook, and so this object.
         handover: compares handed-over momenta; None unless the hook has momentum mode, warm-up
             steps and other ranks.
+        watch: looks at the model's parameters, and whether DDP calls the hook.
         passed_on: what a loaded state says of a choice, where nothing is chosen: in a world of one,
             or without an engine. A state saved there says it again.
     """
@@ -50,7 +51,15 @@ class Binding:
     chooser: Chooser | None
     model: weakref.ref[DistributedDataParallel]
     handover: MomentumHandover | None
+    watch: ModelWatch
     passed_on: dict[str, Any] = field(default_factory=dict)
+
+    def resume(self, steps: int) -> None:
+        """Continues from a checkpoint after so many steps."""
+        self.hook.resume(steps)
+        self.watch.compare_later(self.hook)
+        if self.handover is not None:
+            self.handover.start(self.hook)
 
     def expect_registered(self) -> None:
         """Checks, for the standard signature, that the calling model is the bound one.
@@ -97,7 +106,7 @@ def bind(
         return propose(config, model.group, model.device, model.named, model.record, _WAY_ON)
 
     def build(running: Running, nonce: str) -> Binding:
-        return _build(running, model.group, nonce, place, model.reference)
+        return _build(running, model, nonce, place, native=native)
 
     binding = start(model.group, model.device, propose_here, build, purpose="come to attach")
     running = binding.running
@@ -105,19 +114,16 @@ def bind(
         _end_optimizer_steps(running)
     name = f"gradferry:{running.codec_asked_for}" if native else None
     register(model, binding.hook, watch_use=_must_watch_use(running), name=name)
+    binding.watch.start(binding.hook)
     return binding
 
 
 def _build(
-    running: Running,
-    group: dist.ProcessGroup,
-    nonce: str,
-    place: torch.device,
-    model: weakref.ref[DistributedDataParallel],
+    running: Running, model: Model, nonce: str, place: torch.device, *, native: bool
 ) -> Binding:
     """Starts the engine and the hook after all ranks have agreed."""
     config = running.config
-    running.start(group, nonce)
+    running.start(model.group, nonce)
     hook = _native.BucketHook(
         engine=running.engine, parameters=running.tensors(), group_name=running.group_name
     )
@@ -129,7 +135,8 @@ def _build(
     if config.momentum and config.warmup_steps and running.engine and running.world_size > 1:
         handover = MomentumHandover(running, place)
         handover.start(hook)
-    return Binding(running, hook, chooser, model, handover)
+    watch = ModelWatch(model, running, native=native)
+    return Binding(running, hook, chooser, model.reference, handover, watch)
 
 
 def _must_watch_use(running: Running) -> bool:
@@ -152,7 +159,7 @@ def _end_optimizer_steps(running: Running) -> None:
         elif running.engine is not None:
             running.engine.end_optimizer_step(applied=_has_applied(optimizer))
 
-    handle = call_after_steps(running.index, end)
+    handle = call_after_steps(end, index=running.index)
 
 
 def _has_applied(optimizer: Optimizer) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ class Model:
         named: names and parameters that it reduces, each shared parameter once.
         device: of the gradients. DDP keeps all parameters of a bucket on one device;
             `describe_parameters` checks that all buckets are on the same one.
+        apart: names of parameters that train although DDP does not reduce them; by `check`.
         record: options that determine the buckets, and so the messages; must be equal on all ranks.
         reference: a weak reference to the model.
 
@@ -51,6 +53,7 @@ class Model:
         ddp = unwrapped(ddp)
         self.group = _process_group(ddp)
         self.named: Named = []
+        self.apart: frozenset[str] = frozenset()
         self.device = CPU
         self._failure: Exception | None = None
         try:
@@ -78,7 +81,7 @@ class Model:
         if self._failure is not None:
             raise self._failure
         _check_hookable(self.ddp)
-        _check_parameters(self.ddp, self.named)
+        self.apart = _check_parameters(self.ddp, self.named)
         _check_places(self.ddp, self.named)
         _check_memory_formats(self.ddp, self.named)
         _check_options(self.ddp, config, self.device)
@@ -87,6 +90,24 @@ class Model:
 def has_python_hook(ddp: DistributedDataParallel) -> bool:
     """Whether a hook of the standard signature is registered."""
     return bool(ddp._comm_hooks)
+
+
+def synchronizes(ddp: DistributedDataParallel) -> bool:
+    """Whether the last forward pass was meant to end in averaged gradients: not one under
+    ``no_sync()``, as in local SGD, and none without gradients. True before the first one.
+    """
+    return bool(ddp.require_forward_param_sync)
+
+
+def trained_parameters(
+    ddp: DistributedDataParallel, apart: Collection[str] = ()
+) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Names and parameters of the model now that require grad, but for those in `apart` and those
+    that DDP was told to ignore.
+    """
+    for name, parameter in ddp.module.named_parameters():
+        if parameter.requires_grad and name not in apart and name not in ddp.parameters_to_ignore:
+            yield name, parameter
 
 
 def expect_no_step_in_hook(hook: object) -> None:
@@ -150,8 +171,10 @@ def _check_hookable(ddp: DistributedDataParallel) -> None:
         )
 
 
-def _check_parameters(ddp: DistributedDataParallel, named: Named) -> None:
-    """Compares the parameters that DDP reduces with those that the model has now."""
+def _check_parameters(ddp: DistributedDataParallel, named: Named) -> frozenset[str]:
+    """Compares the parameters that DDP reduces with those that the model has now. Returns the names
+    of others that train, after a warning.
+    """
     reduced = {id(parameter) for _, parameter in named}
     for parameter in _native.reducer_parameters(ddp.reducer):
         if id(parameter) not in reduced:
@@ -160,13 +183,7 @@ def _check_parameters(ddp: DistributedDataParallel, named: Named) -> None:
                 "that the model no longer has; wrap the model after the last change to its "
                 "parameters"
             )
-    apart = [
-        name
-        for name, parameter in ddp.module.named_parameters()
-        if parameter.requires_grad
-        and id(parameter) not in reduced
-        and name not in ddp.parameters_to_ignore
-    ]
+    apart = [name for name, parameter in trained_parameters(ddp) if id(parameter) not in reduced]
     if apart:
         more = f" and {len(apart) - 1} more" if len(apart) > 1 else ""
         warn(
@@ -174,6 +191,7 @@ def _check_parameters(ddp: DistributedDataParallel, named: Named) -> None:
             "or not there yet when it was built: they will differ from rank to rank; wrap the "
             "model after the last change to its parameters",
         )
+    return frozenset(apart)
 
 
 def _check_places(ddp: DistributedDataParallel, named: Named) -> None:

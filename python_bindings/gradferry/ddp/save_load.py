@@ -38,11 +38,9 @@ def load(bound: Binding, saved: Mapping[str, Any], on_resize: str) -> None:
     has_choice = isinstance(saved, Mapping) and "choice" in saved
     choice = Choice.restored(saved["choice"]) if has_choice else None
     chosen = None if choice is None else choice.codec
-    bound.hook.resume(save_load.load(bound.running, saved, on_resize, chosen=chosen))
+    bound.resume(save_load.load(bound.running, saved, on_resize, chosen=chosen))
     if choice is not None:
         bound.passed_on["choice"] = choice.saved()
-    if bound.handover is not None:
-        bound.handover.start(bound.hook)
 
 
 def _restore_choice(

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from gradferry.core.config import make_config
 from gradferry.core.nodes import AUTO
 from gradferry.core.options import WORKSPACE_CAP_MB, Options
 from gradferry.core.warn import warn
-from gradferry.ddp import unbound
 from gradferry.ddp.binding import Binding, bind
 from gradferry.ddp.momentum import KeptMomentum
 from gradferry.ddp.save_load import load, save
@@ -21,7 +22,15 @@ from gradferry.reduction.averaging import Averaging
 from gradferry.reduction.description import as_asked, describe
 from gradferry.reduction.rules import warn_about_rules
 from gradferry.reduction.running import Running
+from gradferry.reduction.silent_hook import watch_hook
 from gradferry.reduction.surroundings import warn_about_surroundings
+
+_HOW_TO_BIND = (
+    "pass the DistributedDataParallel to HookState(codec, ddp), or call state.bind(ddp) before the "
+    "first backward pass; where a trainer wraps the model, such as Lightning's DDPStrategy, leave "
+    "out ddp_comm_state and ddp_comm_hook and use gradferry.integrations instead "
+    "(gradferry.integrations.lightning.GradferryCallback)"
+)
 
 
 class HookState(Averaging):
@@ -73,7 +82,7 @@ class HookState(Averaging):
         self._ask(Options.among(locals()))
         if ddp is None:
             make_config(self._options)
-            unbound.expect_binding(self)
+            self._unused = self._expect_binding()
         else:
             self.bind(ddp)
 
@@ -89,6 +98,24 @@ class HookState(Averaging):
         # Nothing is checked here: with a model, all ranks must learn of a wrong option.
         self._options = options
         self._binding: Binding | None = None
+        self._unused: RemovableHandle | None = None  # ends the watch for use, until bound
+
+    def _expect_binding(self) -> RemovableHandle:
+        """Watches ranks that train together without this state. A trainer may take a state and hook
+        and register them nowhere, without a word: Lightning does, on the CPU. What it trains may be
+        another model, so this is no error.
+        """
+        text = f"{self!r} compresses nothing, no model uses it: {_HOW_TO_BIND}"
+        return watch_hook(
+            self,
+            passes=lambda: 0,
+            trains=lambda _: dist.is_initialized() and dist.get_world_size() > 1,
+            explain=lambda _: text,
+        )
+
+    def _end_watch_for_use(self) -> None:
+        if self._unused is not None:
+            self._unused.remove()
 
     def bind(self, ddp: DistributedDataParallel) -> None:
         """Agrees with all ranks of the model's process group and starts the engine. Collective.
@@ -105,7 +132,7 @@ class HookState(Averaging):
     def _bind(self, ddp: DistributedDataParallel, *, native: bool) -> None:
         is_bound = self._binding is not None
         self._binding = bind(ddp, self._options, native=native, is_bound=is_bound)
-        unbound.note_binding(self)
+        self._end_watch_for_use()
         running = self._binding.running
         if running.engine is not None:
             watch_optimizer(running)
@@ -115,7 +142,7 @@ class HookState(Averaging):
 
     def _bound(self) -> Binding:
         if self._binding is None:
-            raise StateError(f"this HookState is not bound to a model; {unbound.HOW_TO_BIND}")
+            raise StateError(f"this HookState is not bound to a model; {_HOW_TO_BIND}")
         return self._binding
 
     @property
@@ -224,5 +251,5 @@ def momentum_of(state: object) -> KeptMomentum:
 
 def _unbound(options: Options) -> HookState:
     state = HookState(**vars(options))
-    unbound.note_binding(state)  # what copied it was warned; the copy may never be meant for use
+    state._end_watch_for_use()  # what copied it was warned; the copy may never be meant for use
     return state

@@ -24,15 +24,10 @@ from gradferry.core.nodes import AUTO, FLAT
 from gradferry.core.options import WORKSPACE_CAP_MB, Options
 from gradferry.core.warn import warn
 from gradferry.errors import ConfigError, GradferryError
-from gradferry.fsdp.hooks import ModuleHook, Passes, ReduceScatterHook, ReplicaHook, fail
-from gradferry.fsdp.model import (
-    Shard,
-    ShardedModule,
-    modules_outside,
-    sharded_modules,
-    unsharded_parameters,
-)
+from gradferry.fsdp.hooks import ModuleHook, Passes, ReduceScatterHook, ReplicaHook
+from gradferry.fsdp.model import Shard, ShardedModule, sharded_modules, unsharded_parameters
 from gradferry.fsdp.state import ShardedState
+from gradferry.fsdp.watch import watch
 from gradferry.reduction.advice import watch_optimizer
 from gradferry.reduction.rules import warn_about_rules
 from gradferry.reduction.running import Running, propose
@@ -102,7 +97,8 @@ def attach(
         grad_scaler: the `torch.amp.GradScaler` that scales the loss; residuals follow its scale.
         nonfinite: ``"propagate"`` NaN and infinity to all ranks, or ``"raise"`` an error there.
         check_every: number of steps after which ranks compare their parameters; 0 for never.
-            Compares this shard between its replicas.
+            Compares this shard between its replicas, and raises `StateError` for a parameter that
+            was added or unfrozen after attach and that FSDP2 does not reduce.
         seed: of the codecs' random numbers; equal on all ranks.
         workspace_cap_mb: the most memory for messages, in MiB, on the model's device.
         nodes: which ranks share a node, and add up their gradients before these are compressed.
@@ -141,9 +137,7 @@ def attach(
 
     running = _known_to_all(shard_group, modules, lambda: _start(group, modules, propose_here))
     hooks = _hooks(ReplicaHook, running, modules)
-    for module, hook in zip(modules, hooks, strict=True):
-        module.all_reduce_hook = hook
-    _finish(model, modules, running, averages_replicas=True)
+    _finish(model, modules, running, hooks, averages_replicas=True)
     return ShardedState(running, hooks, part)
 
 
@@ -223,9 +217,7 @@ def attach_reduce_scatter(
 
     running = _start(group, modules, propose_here)
     hooks = _hooks(ReduceScatterHook, running, modules)
-    for module, hook in zip(modules, hooks, strict=True):
-        module.reduce_scatter = hook
-    _finish(model, modules, running)
+    _finish(model, modules, running, hooks)
     return ShardedState(running, hooks, f"group_of_rank_{min(dist.get_process_group_ranks(group))}")
 
 
@@ -337,9 +329,13 @@ def _finish(
     model: nn.Module,
     modules: Sequence[ShardedModule],
     running: Running,
+    hooks: Sequence[ModuleHook],
+    *,
     averages_replicas: bool = False,
 ) -> None:
-    """After all ranks have their hooks: watches optimizers and later passes, and warns."""
+    """After all ranks have started: sets the hooks, watches optimizers and later passes, warns."""
+    for hook in hooks:
+        hook.set()
     apart = list(unsharded_parameters(model, modules))
     if apart:
         more = f" and {len(apart) - 1} more" if len(apart) > 1 else ""
@@ -347,50 +343,13 @@ def _finish(
             f"FSDP2 does not reduce the gradients of {apart[0]!r}{more}: they will differ from "
             "rank to rank; call fully_shard on the whole model, too, and then attach"
         )
-    # Before FSDP2's own hook, which communicates.
-    guard = _Guard(running, [module.name for module in modules], averages_replicas)
-    model.register_forward_pre_hook(guard, prepend=True)
+    watch(model, modules, running, hooks, apart, averages_replicas=averages_replicas)
     if running.engine is None:
         return
     watch_optimizer(running)
     exchanges = running.transport.exchanges
     warn_about_rules(running.config, running.parameters, exchanges=exchanges)
     warn_about_surroundings(running.transport, running.group)
-
-
-class _Guard:
-    """Raises in the forward pass what has ended the engine: after a backward pass that failed,
-    FSDP2 may leave out its hooks, and so reduce nothing. In the first one also that a module has no
-    hook: since it was sharded later, or since the model is only a part of what is sharded, which
-    FSDP2 does not know before.
-    """
-
-    def __init__(self, running: Running, names: Sequence[str], averages_replicas: bool) -> None:
-        self._running = running
-        self._names: Sequence[str] | None = names  # None: compared
-        self._averages_replicas = averages_replicas
-
-    def __call__(self, model: nn.Module, *_: object) -> None:
-        if self._running.engine is not None:
-            self._running.engine.expect_alive()
-        if self._names is not None:
-            now = [module.name for module in sharded_modules(model)]
-            later = [name for name in now if name not in self._names]
-            if later:
-                fail(
-                    self._running,
-                    f"fully_shard was called on {later[0]!r} after attach, so that its gradients "
-                    "would not reach the hook; attach after the last fully_shard",
-                )
-            self._names = None
-            rest = list(modules_outside(model)) if self._averages_replicas else []
-            if rest:
-                more = f" and {len(rest) - 1} more" if len(rest) > 1 else ""
-                warn(
-                    "gradferry.fsdp.attach was called on a part of a sharded model: the gradients "
-                    f"of {rest[0]!r}{more} are not averaged over replicas, so that these will "
-                    "differ; attach to the whole model instead"
-                )
 
 
 def _replicas(

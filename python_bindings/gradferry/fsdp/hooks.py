@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -88,7 +89,7 @@ def fail(running: Running, message: str) -> NoReturn:
     raise StateError(message)
 
 
-class ModuleHook:
+class ModuleHook(ABC):
     """Hands the gradients of one module to the engine of all modules.
 
     Args:
@@ -118,6 +119,14 @@ class ModuleHook:
         self._calls = calls
         self.count = 0
         self.passed = 0
+
+    @abstractmethod
+    def set(self) -> None:
+        """Makes FSDP2 call this hook."""
+
+    @abstractmethod
+    def is_set(self) -> bool:
+        """Whether FSDP2 still calls it."""
 
     @staticmethod
     def num_parts(world_size: int) -> int:
@@ -181,8 +190,19 @@ class ModuleHook:
         fail(self._running, message)
 
 
+def synced_passes(hooks: Sequence[ModuleHook]) -> int:
+    """In which the hooks of a model were called."""
+    return max(hook.count for hook in hooks)
+
+
 class ReplicaHook(ModuleHook):
     """Averages over replicas. What ``set_all_reduce_hook`` takes."""
+
+    def set(self) -> None:
+        self._module.all_reduce_hook = self
+
+    def is_set(self) -> bool:
+        return self._module.all_reduce_hook is self
 
     def __call__(self, reduce_output: torch.Tensor) -> None:
         """Replaces this rank's shards by their average.
@@ -205,6 +225,12 @@ class ReplicaHook(ModuleHook):
 
 class ReduceScatterHook(ModuleHook):
     """Reduces the gradients of all shards. What ``set_custom_reduce_scatter`` takes."""
+
+    def set(self) -> None:
+        self._module.reduce_scatter = self
+
+    def is_set(self) -> bool:
+        return self._module.reduce_scatter is self
 
     @staticmethod
     def num_parts(world_size: int) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from gradferry.errors import StateError
-from gradferry.fsdp.hooks import ModuleHook
+from gradferry.fsdp.hooks import ModuleHook, synced_passes
 from gradferry.reduction import save_load
 from gradferry.reduction.averaging import Averaging
 from gradferry.reduction.description import as_asked, describe
@@ -39,7 +39,7 @@ class ShardedState(Averaging):
         return sum(hook.passed for hook in self._hooks)
 
     def _passed_steps(self) -> int:
-        return max(hook.count for hook in self._hooks)
+        return synced_passes(self._hooks)
 
     def _choice(self) -> dict[str, Any]:
         return as_asked(self._started)

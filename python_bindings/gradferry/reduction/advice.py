@@ -16,7 +16,7 @@ from gradferry.core.config import COARSE_BITS
 from gradferry.core.parameters import ParameterLayout
 from gradferry.core.warn import warn
 from gradferry.errors import ConfigError
-from gradferry.reduction.after_steps import call_after_steps
+from gradferry.reduction.after_steps import PassCounter, call_after_steps
 from gradferry.reduction.running import Running
 
 OVERLAPPED_ZERO = (
@@ -117,7 +117,7 @@ def _watch(index: WeakIdKeyDictionary, judge: Callable[[Optimizer], str | None])
         if text := judge(optimizer):
             warn(text)
 
-    handle = call_after_steps(index, look)
+    handle = call_after_steps(look, index=index)
 
 
 def _watch_passes(running: Running) -> None:
@@ -125,27 +125,27 @@ def _watch_passes(running: Running) -> None:
     may be a loaded state, which moves the count of passes.
     """
     weak = weakref.ref(running)  # the model may outlive its hook
-    seen: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
+
+    def current_step() -> int:
+        running = weak()
+        return 0 if running is None or running.engine is None else running.engine.current_step()
+
+    passes_of = PassCounter(current_step)
+    before: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
     def count(optimizer: Optimizer) -> None:
-        running = weak()
-        if running is None or running.engine is None:
-            handle.remove()
-            return
-        now = running.engine.current_step()
-        last, passes_before = seen.get(optimizer, (now, 0))
-        passes = now - last
-        seen[optimizer] = now, passes
-        if passes > 1 and passes_before > 1:
+        passes = passes_of.take(optimizer)
+        if min(passes, before.get(optimizer, 0)) > 1:
             handle.remove()
             warn(
                 f"{passes} backward passes were synced since the last step of "
-                f"{type(optimizer).__name__}: behind attach(momentum={running.config.momentum:g}) "
-                "every synced pass moves the momentum on, also one whose gradients no step uses. "
-                "Run all passes but one under no_sync(), with FSDP2 "
-                "set_requires_gradient_sync(False); an optimizer that needs several, such as "
-                "LBFGS, goes without momentum mode. If a GradScaler skips steps, attach with "
-                "grad_scaler="
+                f"{type(optimizer).__name__}: behind attach(momentum={momentum:g}) every synced "
+                "pass moves the momentum on, also one whose gradients no step uses. Run all passes "
+                "but one under no_sync(), with FSDP2 set_requires_gradient_sync(False); an "
+                "optimizer that needs several, such as LBFGS, goes without momentum mode. If a "
+                "GradScaler skips steps, attach with grad_scaler="
             )
+        before[optimizer] = passes
 
-    handle = call_after_steps(running.index, count)
+    momentum = running.config.momentum
+    handle = call_after_steps(count, index=running.index)

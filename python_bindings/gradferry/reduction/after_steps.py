@@ -1,7 +1,8 @@
-"""Callbacks after the steps of the optimizers that hold a model's parameters."""
+"""Callbacks after optimizer steps: gradferry's one entry in torch's registry of such hooks."""
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import cache
@@ -11,14 +12,24 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-_calls: OrderedDict[int, tuple[WeakIdKeyDictionary, Callable[[Optimizer], None]]] = OrderedDict()
+_calls: OrderedDict[int, tuple[WeakIdKeyDictionary | None, Callable[[Optimizer], None]]] = (
+    OrderedDict()
+)
 
 
 def call_after_steps(
-    index: WeakIdKeyDictionary, callback: Callable[[Optimizer], None]
+    callback: Callable[[Optimizer], None],
+    *,
+    index: WeakIdKeyDictionary | None = None,
+    owner: object | None = None,
 ) -> RemovableHandle:
-    """Calls `callback` after every step of any `torch.optim` optimizer that holds a parameter in
-    `index`, until all these parameters were freed.
+    """Calls `callback` after every step of any `torch.optim` optimizer.
+
+    Args:
+        callback: gets the optimizer. Its exceptions are raised by the optimizer's ``step()``.
+        index: limits the calls to optimizers that hold a parameter in it, and ends them when all
+            these parameters were freed.
+        owner: ends the calls when it is freed; `callback` must not refer to it.
 
     Returns:
         A handle whose ``remove()`` ends the calls; the callback may use it.
@@ -27,7 +38,28 @@ def call_after_steps(
     _forget_freed()  # where no optimizer has stepped since
     handle = RemovableHandle(_calls)
     _calls[handle.id] = (index, callback)
+    if owner is not None:
+        weakref.finalize(owner, handle.remove).atexit = False
     return handle
+
+
+class PassCounter:
+    """Counts synced backward passes between the steps of each optimizer.
+
+    Args:
+        passes: returns how many there were so far.
+    """
+
+    def __init__(self, passes: Callable[[], int]) -> None:
+        self._passes = passes
+        self._last = passes()  # at the last step of any optimizer
+        self._at_step: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+
+    def take(self, optimizer: Optimizer) -> int:
+        """Passes since the last step of `optimizer`; of a new one, since that of any other."""
+        before = self._at_step.get(optimizer, self._last)
+        self._at_step[optimizer] = self._last = self._passes()
+        return self._last - before
 
 
 @cache
@@ -38,12 +70,16 @@ def _register() -> None:
 
 def _forget_freed() -> None:
     for number, (index, _) in list(_calls.items()):
-        if not index:
+        if index is not None and not index:
             _calls.pop(number, None)
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     _forget_freed()
     for index, callback in list(_calls.values()):
-        if any(p in index for group in optimizer.param_groups for p in group["params"]):
+        if index is None or _holds_any(optimizer, index):
             callback(optimizer)
+
+
+def _holds_any(optimizer: Optimizer, index: WeakIdKeyDictionary) -> bool:
+    return any(p in index for group in optimizer.param_groups for p in group["params"])

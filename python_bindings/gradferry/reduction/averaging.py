@@ -175,7 +175,7 @@ class Averaging(ABC):
         """
         if not callable(callback):
             raise ConfigError(f"on_step({callback!r}): pass a function, which gets a dict")
-        return step_numbers.call_after_steps(self, callback)
+        return step_numbers.call_with_numbers(self, callback)
 
     def events(self) -> list[dict[str, Any]]:
         """The last 256 buckets, oldest first; the first error ends with the last 8.

@@ -6,8 +6,10 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
+
+from gradferry.reduction.after_steps import call_after_steps
 
 if TYPE_CHECKING:
     from gradferry.reduction.averaging import Averaging
@@ -62,14 +64,13 @@ def ratio(counts: Mapping[str, Any], ring_share: float) -> float:
     return ring / counts["wire_bytes"] if counts["wire_bytes"] else 0.0
 
 
-def call_after_steps(state: Averaging, callback: StepCallback) -> RemovableHandle:
+def call_with_numbers(state: Averaging, callback: StepCallback) -> RemovableHandle:
     """See `HookState.on_step`."""
-    weak_state = weakref.ref(state)  # torch's registry must not keep the state alive
+    weak_state = weakref.ref(state)
     before = state.stats()
-    passed_steps = 0  # counts steps if the hook has no engine, which would do so
 
-    def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        nonlocal before, passed_steps
+    def after_step(optimizer: Optimizer) -> None:
+        nonlocal before
         state = weak_state()
         if state is None:
             return
@@ -79,13 +80,8 @@ def call_after_steps(state: Averaging, callback: StepCallback) -> RemovableHandl
         if step["buckets"] + step["fallbacks"] == 0 or now["in_flight"]:
             return
         before = now
-        number = now["steps"] - 1 if now["buckets"] else passed_steps
-        passed_steps += 1
         ratios = {key: now[key] for key in _RATIOS}
         share = state._running.ring_share
-        callback({"step": number, **step, "ratio": ratio(step, share), **ratios})
+        callback({"step": now["steps"] - 1, **step, "ratio": ratio(step, share), **ratios})
 
-    handle = register_optimizer_step_post_hook(after_step)
-    # Not in after_step itself, while torch iterates over its registry.
-    weakref.finalize(state, handle.remove).atexit = False
-    return handle
+    return call_after_steps(after_step, owner=state)

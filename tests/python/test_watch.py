@@ -1,0 +1,453 @@
+"""What attach has checked and changes later, and hooks that are not called while a model trains."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import gradferry
+import pytest
+import torch
+import torch.distributed as dist
+from gradferry.reduction import after_steps
+from gradferry.reduction.after_steps import PassCounter, call_after_steps
+from outcomes import Outcome, attempt
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from world import World
+
+SGD = torch.optim.SGD
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, 40))
+
+
+def inputs(step: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(2 * step + dist.get_rank())
+    return torch.randn(4, 40, generator=generator).to(dtype)
+
+
+class Training:
+    """Steps of one model. `forward` is called instead of the DistributedDataParallel."""
+
+    def __init__(self, **ddp: Any) -> None:
+        self.model = layers()
+        self.ddp = DistributedDataParallel(self.model, **ddp)
+        self.forward: Callable[..., torch.Tensor] = self.ddp
+        self.steps = 0
+
+    def train(self, steps: int, make: Callable[..., Any] = SGD) -> None:
+        """With a new optimizer, over the parameters that the model has now."""
+        optimizer = make(self.ddp.parameters(), lr=0.01)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            x = inputs(self.steps, next(self.model.parameters()).dtype)
+            self.forward(x).square().mean().backward()
+            optimizer.step()
+            self.steps += 1
+
+    def bits(self) -> bytes:
+        return b"".join(p.detach().numpy().tobytes() for p in self.model.parameters())
+
+
+@contextlib.contextmanager
+def texts() -> Iterator[list[str]]:
+    """Of the warnings about a hook that is not called."""
+    found: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield found
+    said = [w for w in caught if w.category is gradferry.GradferryWarning]
+    assert all(w.filename == __file__ for w in said), said
+    found += [str(w.message) for w in said]
+
+
+def assign(model: nn.Sequential) -> None:
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+
+
+def new_head(model: nn.Sequential) -> None:
+    model[2] = nn.Linear(40, 40)
+
+
+def add_layer(model: nn.Sequential) -> None:
+    model.append(nn.Linear(40, 40))
+
+
+def unfreeze(model: nn.Sequential) -> None:
+    model[0].requires_grad_(True)
+
+
+def to_double(model: nn.Sequential) -> None:
+    model.to(torch.float64)
+
+
+# By what is done to the model: the parameter that is named, and what is said of it.
+CHANGES = {
+    assign: ("'0.weight'", "was replaced after attach"),
+    new_head: ("'2.weight'", "was replaced after attach"),
+    add_layer: ("'3.weight'", "was added, or unfrozen, after attach"),
+    unfreeze: ("'0.weight'", "was added, or unfrozen, after attach"),
+    to_double: ("'0.weight'", "was torch.float32 at attach and is torch.float64"),
+}
+
+
+def case_changed(
+    change: Callable[[nn.Sequential], None], every: int, on: tuple[int, ...] = (0, 1)
+) -> tuple[Outcome, int]:
+    """What training says after a change on some ranks, and after how many more steps."""
+    training = Training(find_unused_parameters=change is new_head)
+    if change is unfreeze:
+        training.model[0].requires_grad_(False)
+        training.ddp = training.forward = DistributedDataParallel(training.model)
+    gradferry.attach(training.ddp, "q4", check_every=every)
+    training.train(2)
+    if dist.get_rank() in on:
+        change(training.model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # after three steps, where no bucket comes
+        outcome = attempt(lambda: training.train(8))
+    return outcome, training.steps - 2
+
+
+@pytest.mark.torch_core
+@pytest.mark.parametrize("change", CHANGES)
+def test_check_names_the_parameter_that_is_not_that_of_attach(
+    world_of_2: World, change: Callable[[nn.Sequential], None]
+) -> None:
+    for every in (1, 4):
+        answers = world_of_2.run(case_changed, change=change, every=every)
+        for outcome, steps in answers:
+            assert outcome.error == "StateError", outcome.text
+            name, what = CHANGES[change]
+            assert outcome.text.startswith(f"parameter {name} {what}"), outcome.text
+            assert "build a new DistributedDataParallel" in outcome.text
+            # At the next bucket of a step that `every` divides, or, where none comes, in the
+            # optimizer's step after so many without one.
+            bucket_comes = change in (new_head, add_layer, unfreeze)
+            assert steps == ({1: 0, 4: 2}[every] if bucket_comes else every - 1)
+
+
+def test_change_on_one_rank_ends_the_others(world_of_2: World) -> None:
+    for change in (assign, add_layer):
+        answers = world_of_2.run(case_changed, change=change, every=1, on=(0,))
+        for outcome, steps in answers:
+            assert (outcome.error, steps) == ("StateError", 0), answers
+            assert f"parameter {CHANGES[change][0]}" in outcome.headline
+            assert "build a new DistributedDataParallel" in outcome.headline
+
+
+def case_allowed() -> list[str | None]:
+    """Changes that leave the ranks equal, or that were known; every one with check_every=1."""
+    outcomes = []
+
+    training = Training(find_unused_parameters=True)
+    gradferry.attach(training.ddp, "q4", check_every=1)
+    training.train(1)
+    training.model[0].requires_grad_(False)  # DDP still reduces it
+    outcomes.append(attempt(lambda: training.train(3)))
+    training.model[0].requires_grad_(True)
+    outcomes.append(attempt(lambda: training.train(3)))
+    del training.model[0]  # the others train as before
+    outcomes.append(attempt(lambda: training.train(3)))
+
+    model = layers()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["2.bias"])
+    training = Training.__new__(Training)
+    training.model, training.steps = model, 0
+    training.ddp = training.forward = DistributedDataParallel(model)
+    model[0].bias.requires_grad_(True)
+    gradferry.attach(training.ddp, "q4", check_every=1)
+    training.train(1)
+    model[2].bias = nn.Parameter(torch.zeros(40))
+    outcomes.append(attempt(lambda: training.train(3)))
+    return [outcome.error and outcome.text for outcome in outcomes]
+
+
+def test_what_trains_as_before_is_no_change(world_of_2: World) -> None:
+    assert world_of_2.run(case_allowed) == [[None] * 4] * 2
+
+
+def case_apart() -> tuple[str | None, int]:
+    """A layer that trained apart at attach, which warned, and is replaced by another that does."""
+    training = Training()
+    training.model[0].requires_grad_(False)
+    training.ddp = training.forward = DistributedDataParallel(training.model)
+    unfreeze(training.model)
+    with texts() as said:
+        gradferry.attach(training.ddp, "q4", check_every=1)
+    outcome = attempt(lambda: training.train(3))
+    return outcome.error and outcome.text, len(said)
+
+
+def test_parameters_that_were_apart_at_attach_are_known(world_of_2: World) -> None:
+    for error, warned in world_of_2.run(case_apart):
+        # The warning came; what diverges is not what is compared.
+        assert (error, warned) == (None, 1)
+
+
+def case_resumed() -> tuple[int, int]:
+    """Steps until a change is found, after a state of earlier and of later steps was loaded."""
+    found = []
+    for saved_first in (True, False):
+        training = Training()
+        state = gradferry.attach(training.ddp, "q4", check_every=4)
+        training.train(3)
+        saved = state.state_dict()
+        training.train(6)
+        if saved_first:
+            state.load_state_dict(saved)
+        add_layer(training.model)
+        before = training.steps
+        assert attempt(lambda t=training: t.train(8)).error == "StateError"
+        found.append(training.steps - before)
+    return found[0], found[1]
+
+
+def test_checks_follow_the_steps_of_a_loaded_state(world_of_2: World) -> None:
+    # Both checks are due at a multiple of 4: after step 3 of the state at 4, after step 9 at 12.
+    assert world_of_2.run(case_resumed) == [(1, 3)] * 2
+
+
+def through_module(training: Training) -> None:
+    training.forward = training.model
+
+
+def replaced(training: Training) -> None:
+    assign(training.model)
+
+
+def to_bfloat16(training: Training) -> None:
+    training.model.to(torch.bfloat16)
+
+
+def case_silent(
+    change: Callable[[Training], None], codec: str = "q4", native: bool = True
+) -> list[list[str]]:
+    """Warnings of the steps before a change, of two steps after it, and of ten more."""
+    training = Training()
+    if native:
+        gradferry.attach(training.ddp, codec)
+    else:
+        training.ddp.register_comm_hook(gradferry.HookState(codec, training.ddp), gradferry.hook)
+    said = []
+    with texts() as before:
+        training.train(4)
+    change(training)
+    optimizer = SGD(training.model.parameters(), lr=0.01)
+    with texts() as two:
+        training.train(2, lambda *_, **__: optimizer)
+    with texts() as more:
+        training.train(10, lambda *_, **__: optimizer)
+    said += [before, two, more]
+    return said
+
+
+@pytest.mark.torch_core
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (through_module, "not through ddp.module"),
+        (replaced, "parameter '0.weight' was replaced after attach"),
+        (to_bfloat16, "parameter '0.weight' was torch.float32 at attach and is torch.bfloat16"),
+    ],
+)
+def test_hook_that_is_no_longer_called_is_warned_about_once(
+    world_of_2: World, change: Callable[[Training], None], why: str
+) -> None:
+    for kind in ({"native": True}, {"native": False}, {"codec": "off"}):
+        for before, two, (text,) in world_of_2.run(case_silent, change=change, **kind):
+            assert before == two == []
+            assert text.startswith("SGD has stepped 3 times in a row without a synced backward")
+            assert "ranks drift apart" in text
+            assert why in text
+
+
+def test_world_of_one_is_warned_too(worlds: Callable[[int], World]) -> None:
+    ((before, two, more),) = worlds(1).run(case_silent, change=through_module)
+    assert (len(before), len(two), len(more)) == (0, 0, 1)
+
+
+def case_not_registered(zero: bool) -> list[list[str]]:
+    training = Training()
+    state = gradferry.HookState("q4", training.ddp)
+    make = SGD
+    if zero:
+
+        def make(parameters: Any, lr: float) -> Any:
+            return ZeroRedundancyOptimizer(parameters, optimizer_class=SGD, lr=lr)
+
+    optimizer = make(training.ddp.parameters(), lr=0.01)
+    said = []
+    for steps in (2, 1, 10):
+        with texts() as found:
+            training.train(steps, lambda *_, **__: optimizer)
+        said.append(found)
+    assert state.stats()["buckets"] == 0
+    return said
+
+
+@pytest.mark.parametrize("zero", [False, True], ids=["", "zero"])
+def test_state_without_its_hook_is_warned_about_once(world_of_2: World, zero: bool) -> None:
+    for two, (text,), more in world_of_2.run(case_not_registered, zero=zero):
+        assert two == more == []
+        assert "not compressed, because no model has the HookState" in text
+        assert "ddp.register_comm_hook(state, gradferry.hook)" in text
+
+
+def case_no_alarm() -> dict[str, list[str]]:
+    """Trainings in which optimizers step more often than a hook is called, as they should."""
+    said: dict[str, list[str]] = {}
+    with texts() as said["gan"]:
+        generator, discriminator = Training(), Training()
+        for each in (generator, discriminator):
+            gradferry.attach(each.ddp, "q4")
+        one, two = (SGD(each.ddp.parameters(), lr=0.01) for each in (generator, discriminator))
+        for step in range(20):
+            one.zero_grad()
+            two.zero_grad()
+            made = generator.ddp(inputs(step))
+            if step % 10 == 9:
+                discriminator.ddp(made).sum().backward()
+                one.step()
+            else:
+                discriminator.ddp(made.detach()).sum().backward()
+                two.step()
+    with texts() as said["one optimizer for two models"]:
+        models = Training(), Training()
+        for each in models:
+            gradferry.attach(each.ddp, "q4")
+        both = SGD([p for each in models for p in each.ddp.parameters()], lr=0.01)
+        for step in range(20):
+            both.zero_grad(set_to_none=step % 2 == 0)
+            models[step // 10].ddp(inputs(step)).sum().backward()
+            both.step()
+            # With zeros instead of None from now on.
+            for p in models[1].ddp.parameters():
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+    with texts() as said["three optimizers for one model"]:
+        training = Training()
+        gradferry.attach(training.ddp, "q4")
+        parts = [SGD([p], lr=0.01) for p in training.ddp.parameters()]
+        for step in range(5):
+            training.ddp(inputs(step)).sum().backward()
+            for part in parts:
+                part.step()
+    with texts() as said["local SGD"]:
+        training = Training()
+        gradferry.attach(training.ddp, "q4")
+        optimizer = SGD(training.ddp.parameters(), lr=0.01)
+        for step in range(16):
+            inside = step % 8 < 4
+            with training.ddp.no_sync():
+                training.ddp(inputs(step)).sum().backward()
+                if inside:
+                    optimizer.step()
+            if not inside:
+                optimizer.step()
+    with texts() as said["accumulation"]:
+        for step in range(16):
+            with contextlib.nullcontext() if step % 4 == 3 else training.ddp.no_sync():
+                training.ddp(inputs(step)).sum().backward()
+            if step % 4 == 3:
+                optimizer.step()
+    with texts() as said["zero"]:
+        training = Training()
+        gradferry.attach(training.ddp, "q4")
+        training.train(8, lambda p, lr: ZeroRedundancyOptimizer(p, optimizer_class=SGD, lr=lr))
+    with texts() as said["off"]:
+        training = Training()
+        gradferry.attach(training.ddp, "off")
+        training.train(8)
+    with texts() as said["join"]:
+        training = Training()
+        gradferry.attach(training.ddp, "q4")
+        with training.ddp.join():
+            training.train(2 + 6 * dist.get_rank())
+    return said
+
+
+@pytest.mark.torch_core
+def test_steps_without_a_pass_that_are_meant_raise_no_alarm(world_of_2: World) -> None:
+    for said in world_of_2.run(case_no_alarm):
+        assert {name: found for name, found in said.items() if found} == {}
+        assert len(said) == 8
+
+
+def case_counted(codec: str) -> list[int]:
+    """`steps` after every synced pass; a pass that all ranks skip is none."""
+    training = Training()
+    state = gradferry.attach(training.ddp, codec)
+    counts = []
+    for step in range(4):
+        with training.ddp.no_sync():
+            training.ddp(inputs(step)).sum().backward()
+        training.ddp(inputs(step)).sum().backward()
+        counts.append(state.stats()["steps"])
+    return counts
+
+
+@pytest.mark.parametrize("codec", ["q4", "off"])
+def test_steps_are_synced_passes_with_any_codec(world_of_2: World, codec: str) -> None:
+    assert world_of_2.run(case_counted, codec=codec) == [[1, 2, 3, 4]] * 2
+
+
+def test_passes_are_counted_for_each_optimizer() -> None:
+    passes = 0
+    counter = PassCounter(lambda: passes)
+    parameter = nn.Parameter(torch.zeros(1))
+    first, second = SGD([parameter]), SGD([parameter])
+    seen = []
+    for more, optimizer in [(1, first), (2, second), (0, first), (0, first), (3, second)]:
+        passes += more
+        seen.append(counter.take(optimizer))
+    # The second begins where the first has stepped, and the first had two passes meanwhile.
+    assert seen == [1, 2, 2, 0, 3]
+
+
+class Owner:
+    """Can be referred to weakly."""
+
+
+def test_callbacks_end_with_their_owner_and_their_parameters() -> None:
+    before = len(after_steps._calls)
+    owner, parameter = Owner(), nn.Parameter(torch.zeros(1))
+    other = SGD([nn.Parameter(torch.zeros(1))])
+    called = []
+    call_after_steps(called.append, owner=owner)
+    index = torch.utils.weak.WeakIdKeyDictionary({parameter: 0})
+    call_after_steps(lambda _: called.append(None), index=index)
+    other.step()
+    assert called == [other]  # it does not hold the parameter
+    del owner, parameter
+    gc.collect()
+    other.step()
+    assert called == [other]
+    assert len(after_steps._calls) == before
+
+
+def case_watch_ends_with_the_model(native: bool) -> bool:
+    training = Training()
+    if native:
+        gradferry.attach(training.ddp, "q4", check_every=2)
+    else:
+        gradferry.HookState("q4", training.ddp, check_every=2)
+    training.train(2)
+    before = len(after_steps._calls)
+    alive = weakref.ref(training.ddp)
+    del training
+    gc.collect()
+    return alive() is None and len(after_steps._calls) < before
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+def test_watch_ends_with_the_model(world_of_2: World, native: bool) -> None:
+    assert world_of_2.run(case_watch_ends_with_the_model, native=native) == [True, True]
