@@ -177,7 +177,6 @@ def test_rank_that_skips_a_backward_pass_is_missed_after_the_timeout(world_of_2:
     assert waiting.error == "PeerError"
     assert f"rank 0 lost contact with rank {VICTIM} (step 4, chunk" in waiting.headline
     assert "nothing came within the timeout" in waiting.headline
-    assert waiting.seconds < MOST_SECONDS
     assert ahead.error is None
     # The victim's passes are those of other steps, but ranks have applied the same averages.
     assert len({parameters for _, parameters, _ in answers}) == 1

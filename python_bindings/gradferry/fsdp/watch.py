@@ -9,7 +9,12 @@ from torch.optim.optimizer import Optimizer
 
 from gradferry.core.warn import warn
 from gradferry.fsdp.hooks import ModuleHook, fail, synced_passes
-from gradferry.fsdp.model import ShardedModule, modules_outside, sharded_modules, unsharded_parameters
+from gradferry.fsdp.model import (
+    ShardedModule,
+    modules_outside,
+    sharded_modules,
+    unsharded_parameters,
+)
 from gradferry.reduction.running import Running
 from gradferry.reduction.silent_hook import has_gradients_of, silence_of, watch_hook
 
