@@ -7,6 +7,7 @@ told.
 from __future__ import annotations
 
 import os
+import signal
 import time
 from datetime import timedelta
 from typing import Any
@@ -181,6 +182,30 @@ def test_rank_that_skips_a_backward_pass_is_missed_after_the_timeout(world_of_2:
     # The victim's passes are those of other steps, but ranks have applied the same averages.
     assert len({parameters for _, parameters, _ in answers}) == 1
     assert all(trained for *_, trained in answers)
+
+
+def case_killed_beside_its_child() -> None:
+    """The child, as a DataLoader's worker would, keeps connections open that its parent had."""
+    group = dist.new_group(timeout=timedelta(seconds=SHORT_SECONDS))
+    run = Run(Scenario(WEIGHTS), group)
+    for step in range(2):
+        run.step(step)
+    dist.barrier()
+    if dist.get_rank() == VICTIM:
+        if os.fork() == 0:
+            signal.alarm(2 * int(SHORT_SECONDS))
+            signal.pause()
+        os.kill(os.getpid(), signal.SIGKILL)
+    outcome = attempt(lambda: run.step(2))
+    assert outcome.seconds < MOST_SECONDS
+    raise AssertionError(f"survivor: {outcome.error}: {outcome.headline}")
+
+
+def test_rank_that_is_killed_beside_its_forked_child_is_named(world_of_2: World) -> None:
+    with pytest.raises(WorldError) as failures:
+        world_of_2.run(case_killed_beside_its_child)
+    text = f"survivor: PeerError: rank 0 lost contact with rank {VICTIM} (step 2, chunk"
+    assert text in str(failures.value), failures.value
 
 
 def case_foreign_bucket() -> Outcome:
