@@ -198,25 +198,28 @@ def test_averages_of_a_model_follow_its_training(world_of_2: World) -> None:
             assert all(map(torch.equal, averaged, answer["by_hand"]))
 
 
-def case_attach_after_destroy() -> bool:
+def case_attach_after_destroy(times: int) -> dict:
     """The same process trains, leaves its group, joins a new one and trains again."""
-    run = Run(Scenario(WEIGHTS))
-    run.step(0)
     store = dist.distributed_c10d._get_default_store()
     rank, size = dist.get_rank(), dist.get_world_size()
-    dist.barrier()
-    dist.destroy_process_group()
-    dist.init_process_group(
-        "gloo", store=dist.PrefixStore("second life", store), rank=rank, world_size=size
-    )
-    second = Run(Scenario(WEIGHTS, seed=2))
-    gradients = second.step(0)
-    return all(torch.from_numpy(g).isfinite().all() for g in gradients)
+    for life in range(times):
+        run = Run(Scenario(WEIGHTS))
+        run.step(0)
+        dist.barrier()
+        dist.destroy_process_group()
+        dist.init_process_group(
+            "gloo", store=dist.PrefixStore(f"life {life}", store), rank=rank, world_size=size
+        )
+    return run_steps([Run(LAST_LIFE)])[0]
+
+
+LAST_LIFE = Scenario(WEIGHTS, steps=3, seed=2, error_feedback="both")
 
 
 def test_attach_in_a_new_default_group_after_destroy() -> None:
     world = World(2)  # its first group ends with this case
     try:
-        assert world.run(case_attach_after_destroy) == [True, True]
+        answers = world.run(case_attach_after_destroy, times=5)
     finally:
         world.stop()
+    assert_bit_equal(answers, LAST_LIFE)

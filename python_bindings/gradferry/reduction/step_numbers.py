@@ -67,14 +67,14 @@ def ratio(counts: Mapping[str, Any], ring_share: float) -> float:
 def call_with_numbers(state: Averaging, callback: StepCallback) -> RemovableHandle:
     """See `HookState.on_step`."""
     weak_state = weakref.ref(state)
-    before = state.stats()
+    before: Mapping[str, Any] = state.stats()
 
     def after_step(optimizer: Optimizer) -> None:
         nonlocal before
         state = weak_state()
         if state is None:
             return
-        now = state.stats()
+        now: Mapping[str, Any] = state.stats()
         step = {key: now[key] - before[key] for key in SUMS}
         # The optimizer of another model, or buckets that are not complete.
         if step["buckets"] + step["fallbacks"] == 0 or now["in_flight"]:
