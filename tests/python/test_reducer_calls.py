@@ -249,3 +249,32 @@ def test_what_a_loop_changes_meanwhile_is_not_read_in_the_background(
         assert outcome.error == "StateError"
         assert f"{next(iter(options))}= " in outcome.text
         assert "without async_op" in outcome.text
+
+
+def case_opposite_memory() -> list[tuple[bool, list[float], list[float]]]:
+    """Rank 0 passes views whose memory holds the opposite, rank 1 plain tensors of 1.0 and 1j."""
+    import gradferry
+
+    results = []
+    for view in (True, False):
+        z = torch.complex(torch.zeros(2), torch.full((2,), -3.0))
+        real, imaginary = torch.ones(2), torch.complex(torch.zeros(2), torch.ones(2))
+        if dist.get_rank() == 0 and view:
+            real, imaginary = torch._neg_view(torch.full((2,), -3.0)), z.conj()
+        elif dist.get_rank() == 0:
+            real, imaginary = torch.full((2,), 3.0), z.conj().resolve_conj()
+        noted = real.is_neg() or imaginary.is_conj()
+        gradferry.all_reduce(real, "exact", name=f"real {view}")
+        gradferry.all_reduce(imaginary, "exact", name=f"imaginary {view}")
+        results.append((noted, real.tolist(), imaginary.imag.tolist()))
+    return results
+
+
+def test_views_whose_memory_holds_the_opposite_are_averaged_as_they_read(
+    world_of_2: World,
+) -> None:
+    answers = world_of_2.run(case_opposite_memory)
+    for rank, results in enumerate(answers):
+        assert [noted for noted, *_ in results] == [rank == 0, False]
+        for _, real, imaginary in results:
+            assert real == imaginary == [2.0, 2.0]
