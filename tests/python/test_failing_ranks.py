@@ -197,7 +197,6 @@ def case_killed_beside_its_child() -> None:
             signal.pause()
         os.kill(os.getpid(), signal.SIGKILL)
     outcome = attempt(lambda: run.step(2))
-    assert outcome.seconds < MOST_SECONDS
     raise AssertionError(f"survivor: {outcome.error}: {outcome.headline}")
 
 

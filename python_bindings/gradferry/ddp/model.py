@@ -15,6 +15,7 @@ from gradferry import _native
 from gradferry.core.agreement import Record
 from gradferry.core.config import Config
 from gradferry.core.device import CPU
+from gradferry.core.names import plain_name
 from gradferry.core.parameters import reduced_parameters
 from gradferry.core.warn import warn
 from gradferry.errors import ConfigError, StateError
@@ -50,7 +51,7 @@ class Model:
     """
 
     def __init__(self, ddp: nn.Module) -> None:
-        ddp = unwrapped(ddp)
+        self.ddp = ddp = _distributed(ddp)
         self.group = _process_group(ddp)
         self.named: Named = []
         self.apart: frozenset[str] = frozenset()
@@ -69,7 +70,6 @@ class Model:
             "bucket_cap_mb": ddp.bucket_bytes_cap / 2**20,
         }
         self.reference = weakref.ref(ddp)
-        self.ddp = ddp
 
     def check(self, config: Config) -> None:
         """Checks that the hook works on this model, and warns of problems outside the hook.
@@ -126,11 +126,17 @@ def unwrapped(model: Any) -> Any:
     return model
 
 
-def _process_group(ddp: DistributedDataParallel) -> dist.ProcessGroup:
-    if not isinstance(ddp, DistributedDataParallel):
+def _distributed(model: nn.Module) -> DistributedDataParallel:
+    inner = unwrapped(model)
+    if not isinstance(inner, DistributedDataParallel):
         raise ConfigError(
-            f"ddp must be a DistributedDataParallel, not {type(ddp).__name__}; wrap the model first"
+            f"ddp must be a DistributedDataParallel, not {type(inner).__name__}; wrap the model "
+            "first"
         )
+    return inner
+
+
+def _process_group(ddp: DistributedDataParallel) -> dist.ProcessGroup:
     if not hasattr(ddp, "reducer"):
         raise ConfigError(
             "this DistributedDataParallel delays the all-reduce of all parameters "
@@ -187,9 +193,9 @@ def _check_parameters(ddp: DistributedDataParallel, named: Named) -> frozenset[s
     if apart:
         more = f" and {len(apart) - 1} more" if len(apart) > 1 else ""
         warn(
-            f"DistributedDataParallel does not reduce the gradients of {apart[0]!r}{more}, frozen "
-            "or not there yet when it was built: they will differ from rank to rank; wrap the "
-            "model after the last change to its parameters",
+            "DistributedDataParallel does not reduce the gradients of "
+            f"{plain_name(apart[0])!r}{more}, frozen or not there yet when it was built: they "
+            "will differ from rank to rank; wrap the model after the last change to its parameters"
         )
     return frozenset(apart)
 

@@ -82,7 +82,7 @@ class HookState(Averaging):
         self._ask(Options.among(locals()))
         if ddp is None:
             make_config(self._options)
-            self._unused = self._expect_binding()
+            self._expect_binding()
         else:
             self.bind(ddp)
 
@@ -100,13 +100,13 @@ class HookState(Averaging):
         self._binding: Binding | None = None
         self._unused: RemovableHandle | None = None  # ends the watch for use, until bound
 
-    def _expect_binding(self) -> RemovableHandle:
+    def _expect_binding(self) -> None:
         """Watches ranks that train together without this state. A trainer may take a state and hook
         and register them nowhere, without a word: Lightning does, on the CPU. What it trains may be
         another model, so this is no error.
         """
         text = f"{self!r} compresses nothing, no model uses it: {_HOW_TO_BIND}"
-        return watch_hook(
+        self._unused = watch_hook(
             self,
             passes=lambda: 0,
             trains=lambda _: dist.is_initialized() and dist.get_world_size() > 1,
