@@ -147,14 +147,16 @@ def serve(arguments: argparse.Namespace) -> None:
     server = Server(arguments)
     workers = [name_of(number) for number in range(1, arguments.workers + 1)]
     change, received, sent = None, 0, 0
+    losses = []
     for step in range(arguments.steps):
         answers = ask(workers, gradients, change)
         change = server.change([messages for messages, _ in answers])
         received += sum(size(messages) for messages, _ in answers)
         sent += len(workers) * size(change)
+        losses += [loss for _, loss in answers]
         if (step + 1) % 20 == 0:
-            loss = sum(loss for _, loss in answers) / len(answers)
-            print(f"step {step + 1}: loss {loss:.4f}", flush=True)
+            print(f"step {step + 1}: mean loss {sum(losses) / len(losses):.4f}", flush=True)
+            losses.clear()
     digests = {server.digest(), *ask(workers, finish, change)}
     if len(digests) > 1:
         raise RuntimeError(f"the copies of the parameters differ: {sorted(digests)}")
