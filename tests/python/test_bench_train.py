@@ -348,7 +348,7 @@ def test_train_on_a_link_ends_on_ctrl_c(tmp_path):
     try:
         assert "trying buckets" in process.stdout.readline()
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=300)
     finally:
         process.kill()
         process.communicate()

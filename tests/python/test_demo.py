@@ -91,7 +91,7 @@ def test_demo_runs_under_torchrun_on_vision(tmp_path):
     command = [sys.executable, *torchrun, "-m", "gradferry", "demo", "--task", "vision"]
     options = ["--steps", "3", "--out", str(tmp_path), "--json", str(tmp_path / "j")]
     ended = subprocess.run(
-        [*command, *options, "--hooks", *hooks], capture_output=True, text=True, timeout=120
+        [*command, *options, "--hooks", *hooks], capture_output=True, text=True, timeout=500
     )
     if "found no data" in ended.stderr:
         pytest.skip("neither Fashion-MNIST nor scikit-learn is installed")
@@ -146,7 +146,7 @@ def is_rank(pid: int) -> bool:
 def test_demo_ends_with_the_error_of_a_rank_that_died(running_demo):
     process, ranks = running_demo
     os.kill(ranks[1], signal.SIGKILL)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=300)
     assert process.returncode == 1
     assert "rank 1 was killed by signal 9" in errors
     assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
@@ -155,7 +155,7 @@ def test_demo_ends_with_the_error_of_a_rank_that_died(running_demo):
 def test_demo_ends_its_ranks_on_ctrl_c(running_demo):
     process, ranks = running_demo
     os.killpg(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=300)
     assert process.returncode == 130
     assert errors == "gradferry: interrupted\n"
     assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
