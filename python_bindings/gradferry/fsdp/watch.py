@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 from torch import nn
@@ -38,14 +39,21 @@ def watch(
         apart: names of parameters that train although FSDP2 does not reduce them.
         averages_replicas: whether what the hooks leave out differs between replicas.
     """
-    # Before FSDP2's own hook, which communicates.
     guard = _Guard(modules, running, hooks, apart, averages_replicas)
+    # Before FSDP2's own hook, which communicates.
     model.register_forward_pre_hook(guard, prepend=True)
+    weak = weakref.ref(guard)  # it refers to the model, which has it for life
+
+    def alive() -> _Guard:
+        guard = weak()
+        assert guard is not None
+        return guard
+
     watch_hook(
         model,
-        passes=lambda: synced_passes(hooks),
+        passes=lambda: alive().passes(),
         trains=lambda optimizer: has_gradients_of(optimizer, running.index),
-        explain=lambda optimizer: _explain(optimizer, modules, hooks),
+        explain=lambda optimizer: alive().explain(optimizer),
     )
 
 
@@ -80,7 +88,7 @@ class _Guard:
         if not self._was_compared:
             self._was_compared = True
             self._compare_modules(model)
-        checks = synced_passes(self._hooks) // self._every if self._every else 0
+        checks = self.passes() // self._every if self._every else 0
         if checks != self._checks:
             self._checks = checks
             self._check_parameters(model)
@@ -114,16 +122,18 @@ class _Guard:
                     "change to it, and then attach",
                 )
 
+    def passes(self) -> int:
+        """Synced backward passes so far."""
+        return synced_passes(self._hooks)
 
-def _explain(
-    optimizer: Optimizer, modules: Sequence[ShardedModule], hooks: Sequence[ModuleHook]
-) -> str:
-    pairs = zip(modules, hooks, strict=True)
-    lost = next((module.name for module, hook in pairs if not hook.is_set()), None)
-    return silence_of(optimizer) + (
-        "compressed: FSDP2 calls its hooks after loss.backward() of a forward pass through the "
-        "model that gradferry was attached to"
-        if lost is None
-        else f"compressed, nor averaged by it: {lost!r} was given another hook after attach, and "
-        "FSDP2 takes one; leave out the other"
-    )
+    def explain(self, optimizer: Optimizer) -> str:
+        """The warning that the hooks are not called."""
+        pairs = zip(self._modules, self._hooks, strict=True)
+        lost = next((module.name for module, hook in pairs if not hook.is_set()), None)
+        return silence_of(optimizer) + (
+            "compressed: FSDP2 calls its hooks after loss.backward() of a forward pass through the "
+            "model that gradferry was attached to"
+            if lost is None
+            else f"compressed, nor averaged by it: {lost!r} was given another hook after attach, "
+            "and FSDP2 takes one; leave out the other"
+        )
