@@ -90,10 +90,10 @@ class Forger:
 
         self.ranks = engine.lanes_of_host(nodes, self.rank, checks=False)  # of every lane
 
-        def start(running: Any, group: dist.ProcessGroup, nonce: str, *_: Any) -> Any:
+        def start(running: Any, model: Any, nonce: str, *_: Any, native: bool) -> Any:
             # Ranks wait for each other here, so it is done where they do it.
             with mock.patch.object(engine._native, "HostEngine") as instead:
-                running.start(group, nonce)
+                running.start(model.group, nonce)
             given = instead.call_args.kwargs
             self.lanes, self.memory = given["lanes"], given["memory"]
             return mock.Mock(running=running)
