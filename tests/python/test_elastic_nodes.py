@@ -81,9 +81,9 @@ def test_elastic_example_says_how_much_is_withheld(worlds: Worlds) -> None:
         )
         saved = residuals_of(answers, "saved")
         missing = np.concatenate(still_missing(saved, scenario))
-        # Sums of some 23,000 numbers in fp64, in another order, each below 1.
-        assert np.abs(missing).max() < 1
-        assert abs(example.withheld(merge(saved)) - missing.sum()) <= 23000**2 * 2.0**-53
+        # Sums in fp64 of some 23,000 numbers below 4, in another order.
+        assert np.abs(missing).max() < 4
+        assert abs(example.withheld(merge(saved)) - missing.sum()) <= 4 * 23300**2 * 2.0**-53
         assert abs(missing.sum()) > 1e-3
 
 

@@ -104,8 +104,8 @@ def test_states_and_rules_know_parameters_by_their_plain_names(world_of_2: World
     for rank, answers in enumerate(world_of_2.run(case_loaded, wrapper="plain", states=states)):
         errors = [outcome.error for outcome, _ in answers]
         assert errors == [None, None, "StateError", None, "StateError"]
-        assert "parameter 0 (other.0.weight) has name 'other.0.weight'" in answers[2][0].text
-        assert "parameter 0 (other.0.weight) has shape [64, 65]" in answers[4][0].text
+        assert "parameter 0 (0.weight) has name 'other.0.weight'" in answers[2][0].text
+        assert "parameter 0 (0.weight) has shape [64, 65]" in answers[4][0].text
         for outcome, state in answers[:2]:
             assert outcome.error is None
             for kind in ("worker", "owner"):

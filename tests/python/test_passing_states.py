@@ -99,9 +99,12 @@ def test_disabled_trainings_save_their_steps_and_nothing_withheld(
     size = 3 if name == "two levels" else 2
     scenario = Scenario(WEIGHTS, size, **OPTIONS[name])
     world: World = worlds(size)
+    warned = set()
     for steps, after, caught in world.run(case_disabled_first, kind=kind, scenario=scenario):
         assert steps == [3, 3] + [3, 3, 4] * 3 + [3, 4]
         assert after == 5
-        withholds = name not in ("exact", "auto")  # which measures dense steps
-        assert len(caught) == withholds
         assert all("the saved residuals are not used" in text for text in caught)
+        warned.add(len(caught))
+    # "auto" measures dense steps. On nodes of other sizes the third rank has no residual.
+    withholds = name not in ("exact", "auto")
+    assert warned == ({0, 1} if name == "two levels" else {int(withholds)})
