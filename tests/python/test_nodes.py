@@ -310,7 +310,7 @@ def test_messages_tell_tables_of_one_option_apart(world_of_2: World) -> None:
         (["auto", "flat"], "RankMismatchError", "rank 1 differs from rank 0 in nodes: 'flat' "),
         ([2, ((0, 1),)], "RankMismatchError", "in nodes: [[0, 1]] instead of 2"),
         ([3, 3], "ConfigError", "nodes=3 must divide"),
-        ([2, 2], "ConfigError", "puts ranks 0 and 1 of the process group on one node"),
+        ([2, 2], "ConfigError", "puts ranks 0 and 1 on one node"),
     ],
 )
 def test_a_wrong_option_is_the_same_error_on_all_ranks(
