@@ -100,10 +100,9 @@ void draw_what_goes_wrong(Choices& choices, World& world) {
   constexpr std::array kMishaps = {
       Mishap::kFlip,  Mishap::kTruncate, Mishap::kLose, Mishap::kReplay, Mishap::kSwap,
       Mishap::kDelay, Mishap::kStall,    Mishap::kCut,  Mishap::kKill,   Mishap::kHalt};
-  constexpr std::array kDifferences = {Difference::kConfig,     Difference::kLayout,
-                                       Difference::kStep,       Difference::kOrder,
-                                       Difference::kParameters, Difference::kShortBucket,
-                                       Difference::kFailure,    Difference::kLossScale};
+  constexpr std::array kDifferences = {
+      Difference::kConfig,     Difference::kLayout,      Difference::kStep,   Difference::kOrder,
+      Difference::kParameters, Difference::kShortBucket, Difference::kFailure};
   const uint32_t kind = choices.below(4);
   if (kind < 2) return;
   if (kind == 2) {
@@ -113,7 +112,6 @@ void draw_what_goes_wrong(Choices& choices, World& world) {
   world.difference = choices.pick(kDifferences);
   world.different_rank = choices.below(world.size);
   world.different_step = choices.below(static_cast<uint32_t>(world.steps.size()));
-  world.has_loss_scale = world.has_loss_scale || world.difference == Difference::kLossScale;
 }
 
 // Drawn last: worlds without are what they would be if there were none.
@@ -123,6 +121,14 @@ void draw_passes(Choices& choices, World& world) {
   for (Step& step : world.steps) {
     for (size_t i = 0; i < world.buckets.size(); ++i) step.passes.push_back(choices.one_in(3));
   }
+}
+
+// Likewise.
+void draw_loss_scale(Choices& choices, World& world) {
+  if (world.goes_wrong() || world.size == 1 || !world.has_loss_scale || !choices.one_in(3)) return;
+  world.difference = Difference::kLossScale;
+  world.different_rank = choices.below(world.size);
+  world.different_step = choices.below(static_cast<uint32_t>(world.steps.size()));
 }
 
 const char* name_of(Numbers numbers) {
@@ -202,6 +208,7 @@ World World::draw(Choices& choices) {
   world.order_seed = choices.below(1U << 30);
   draw_what_goes_wrong(choices, world);
   draw_passes(choices, world);
+  draw_loss_scale(choices, world);
   return world;
 }
 
