@@ -269,10 +269,11 @@ def test_what_cannot_be_resized_is_refused(worlds: Worlds) -> None:
     alone = worlds(1).run(
         case_refused,
         scenario=dataclasses.replace(scenario, world_size=1),
-        attempts=[(two, "mean"), (two, "drop")],
+        attempts=[(two, "strict"), (two[:1], "mean"), (two, "mean"), (two, "drop")],
     )[0]
-    assert [o.error for o in alone] == ["StateError", None]
-    assert "has no place for the saved residuals" in alone[0].text
+    assert [o.error for o in alone] == ["StateError", "StateError", None, None]
+    assert "has world_size 2, this hook has 1" in alone[0].text
+    assert "slot_1 is missing" in alone[1].text
 
 
 def case_dcp_save(scenario: Scenario, path: str) -> dict[str, Any]:
