@@ -7,9 +7,9 @@ TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes 1:3 --nproc-per-node 1 \
     examples/elastic.py --checkpoint FOLDER
 
 When a host joins, torchrun stops all ranks and starts them again, one more. When one is lost, the
-others end with an error that names its rank, and start again without it; the last one goes on
-alone, and what was withheld comes with its first gradient. Each time the training
-goes on from its last checkpoint, whose residuals are shared out among the ranks there are now.
+others end with an error that names its rank, and start again without it. Each time the training
+goes on from its last checkpoint, whose residuals are shared out among the ranks there are now; a
+rank that is left alone adds them to its first gradient.
 Without that variable torch 2.15 keeps a host that joins later waiting for the address of rank 0.
 """
 
