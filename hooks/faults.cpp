@@ -87,7 +87,7 @@ std::string describe_loss_scale(const Verdict& verdict) {
   const std::string scale = loss_scale_text(fault.received);
   if (!is_loss_scale(fault.received)) {
     return "the scale of rank " + rank + "'s GradScaler is " + scale + at +
-           "; it must be positive and finite";
+           "; it must be positive and finite: load a sound state into it, or make a new one";
   }
   return "rank " + rank + " differs from rank " + std::to_string(fault.rank) +
          " in the scale of its GradScaler" + at + ": " + scale + " instead of " +
@@ -107,7 +107,8 @@ bool is_loss_scale(uint64_t bits) {
 ErrorKind kind_of(const Fault& fault) {
   switch (fault.status) {
     case WireStatus::kLocalFailure: return ErrorKind::kPeer;
-    case WireStatus::kBadLossScale: return ErrorKind::kRankMismatch;
+    case WireStatus::kBadLossScale:
+      return is_loss_scale(fault.received) ? ErrorKind::kRankMismatch : ErrorKind::kState;
     default: return ErrorKind::kProtocol;
   }
 }

@@ -136,6 +136,11 @@ std::optional<std::string> Peers::ask(Question question, milliseconds longest) {
 Verdict Peers::in_world(Verdict verdict) const {
   verdict.reporter = in_world(verdict.reporter);
   verdict.fault.rank = in_world(verdict.fault.rank);
+  if (verdict.fault.status == WireStatus::kBadSource) {  // its values are ranks, too
+    for (uint64_t* rank : {&verdict.fault.expected, &verdict.fault.received}) {
+      if (*rank < world_size_) *rank = in_world(static_cast<uint32_t>(*rank));
+    }
+  }
   return verdict;
 }
 

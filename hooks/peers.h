@@ -40,7 +40,7 @@ class Peers {
   Peers(const Peers&) = delete;
   Peers& operator=(const Peers&) = delete;
 
-  // As errors name them.
+  // The number of a rank in the default group, by which errors name it.
   uint32_t in_world(uint32_t rank) const { return gradferry::in_world(world_ranks_, rank); }
   Verdict in_world(Verdict verdict) const;
 

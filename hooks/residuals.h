@@ -41,7 +41,7 @@ void expect_residuals_of(const Layout& layout, const at::Tensor& worker, const a
 
 class Residuals {
  public:
-  // Of no elements.
+  // Has no elements.
   explicit Residuals(c10::Device device);
   Residuals(const Layout& layout, c10::Device device);
 

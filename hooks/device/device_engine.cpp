@@ -33,13 +33,20 @@ DeviceEngine::DeviceEngine(EngineOptions options, c10::Device device, ParameterH
 }
 
 void DeviceEngine::make_residuals() {
-  if (context_.residuals) return;
-  context_.make_residuals();
-  exchange_.emplace(context_, exchanges_ ? DeviceCommits::workspace_bytes(options_, layout_) : 0);
-  if (exchanges_) commits_.emplace(context_, hashes_);
-  // E must not use memory before it was zeroed. From here on events ensure the order.
-  context_.finish_stream.synchronize();
-  load_kernels(context_);
+  if (exchange_) return;
+  try {
+    context_.make_residuals();
+    exchange_.emplace(context_, exchanges_ ? DeviceCommits::workspace_bytes(options_, layout_) : 0);
+    if (exchanges_) commits_.emplace(context_, hashes_);
+    // E must not use memory before it was zeroed. From here on events ensure the order.
+    context_.finish_stream.synchronize();
+    load_kernels(context_);
+  } catch (...) {  // a user may go on without the state that needed them
+    commits_.reset();
+    exchange_.reset();
+    context_.residuals.reset();
+    throw;
+  }
 }
 
 std::shared_ptr<DeviceEngine> DeviceEngine::start(EngineOptions options, c10::Device device,
@@ -280,7 +287,7 @@ void DeviceEngine::keep_step() {
   if (context_.residuals) context_.residuals->keep();
 }
 
-// The parameter has a worker residual, so the engine has residuals.
+// make_residuals() was called before.
 void DeviceEngine::change_worker_residual(uint64_t offset, const at::Tensor& values, float factor) {
   const c10::StreamGuard guard = behind_all();
   context_.residuals->settle(context_.finish_stream);

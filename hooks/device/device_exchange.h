@@ -26,7 +26,7 @@ class DeviceExchange {
 
   // Enqueues everything from encode to the mean in the bucket. E already waits for the gradient.
   void average(DeviceJob& job);
-  // As ChunkCodecs::deliver_alone(). On E alone.
+  // The same as ChunkCodecs::deliver_alone(), on E alone.
   void deliver_alone(DeviceJob& job);
 
   // Bytes from the start of a slot's `scatter_send` to the node's sum, which lies behind the

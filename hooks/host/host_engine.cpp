@@ -89,7 +89,7 @@ void HostEngine::begin_step(const Bucket& bucket) {
   if (bucket.begins_optimizer_step) residuals_.begin_step();
   check_is_due_ = check_is_due_ || bucket.begins_check;
   pass_scale_ = loss_scale();
-  if (touches_residuals(bucket.step)) residuals_.begin_pass(pass_scale_);
+  if (changes_residuals(bucket.step)) residuals_.begin_pass(pass_scale_);
 }
 
 // All ranks see the same hashes, so all of them throw, or none.
@@ -104,7 +104,7 @@ Fault HostEngine::check_parameters(uint64_t step) {
 
 // No earlier bucket with the same parameters is in flight any more.
 UnusedCopy HostEngine::copy_unused(const Bucket& bucket, const UsedMap& used) const {
-  const bool touched = touches_residuals(bucket.step);
+  const bool touched = changes_residuals(bucket.step);
   return {layout_,
           bucket.plan->parameters,
           used,
@@ -113,18 +113,18 @@ UnusedCopy HostEngine::copy_unused(const Bucket& bucket, const UsedMap& used) co
           touched ? residuals_.owner_tensor() : at::Tensor()};
 }
 
-bool HostEngine::touches_residuals(uint64_t step) const {
+bool HostEngine::changes_residuals(uint64_t step) const {
   return residuals_.is_allocated() && options_.touches_residuals(step);
 }
 
 // Nothing is sent.
 void HostEngine::average_alone(Bucket bucket) {
-  if (touches_residuals(bucket.step)) deliver_alone(bucket);
+  if (changes_residuals(bucket.step)) deliver_alone(bucket);
   if ((options_.raise_nonfinite || options_.exact_skip) &&
       !at::isfinite(bucket.gradient).all().item<bool>()) {
     if (options_.raise_nonfinite) throw nonfinite_gradient(bucket.step);
     const std::lock_guard lock(life_.mutex);
-    if (touches_residuals(bucket.step)) residuals_.note_nonfinite();
+    if (changes_residuals(bucket.step)) residuals_.note_nonfinite();
   }
   bucket.future->markCompleted(std::move(bucket.value));
 }
@@ -185,9 +185,10 @@ void HostEngine::send_to_siblings(ChunkJob& job) {
 float HostEngine::loss_scale() const {
   if (!options_.loss_scale.defined()) return 1.0F;
   const auto scale = *options_.loss_scale.const_data_ptr<float>();
-  GRADFERRY_EXPECTS(
-      std::isfinite(scale) && scale > 0.0F, kState,
-      "the GradScaler's scale is " + std::to_string(scale) + "; it must be positive and finite");
+  GRADFERRY_EXPECTS(std::isfinite(scale) && scale > 0.0F, kState,
+                    "the GradScaler's scale is " + std::to_string(scale) +
+                        "; it must be positive and finite: load a sound "
+                        "state into it, or make a new one");
   return scale;
 }
 

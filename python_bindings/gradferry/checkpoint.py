@@ -313,8 +313,9 @@ def _size(path: Path) -> int | None:
 
 def _overtaken(folder: Path) -> StateError:
     return StateError(
-        f"another save into {folder} was completed meanwhile, and its checkpoint is there; let one "
-        "thread of one job at a time save into a folder"
+        f"the draft of this save was removed from {folder}: another save was completed there "
+        "meanwhile, or another rank gave up (see its error); let one thread of one job at a time "
+        "save into a folder"
     )
 
 

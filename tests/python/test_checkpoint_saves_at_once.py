@@ -16,7 +16,7 @@ from interleaving import Beside, run_with
 from outcomes import Outcome, attempt
 from world import World
 
-OVERTAKEN = "was completed meanwhile, and its checkpoint is there"
+OVERTAKEN = "another save was completed there meanwhile"
 
 
 def traced() -> set[str]:

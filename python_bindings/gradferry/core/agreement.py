@@ -28,6 +28,12 @@ from gradferry.errors import (
 )
 
 Record = dict[str, Any]
+# What a record may say that a rank has raised, by name.
+_KINDS = {
+    name: kind
+    for name, kind in vars(errors).items()
+    if isinstance(kind, type) and issubclass(kind, GradferryError)
+}
 # A record has about 200 bytes per parameter; anything larger than this is not a record.
 MAX_RECORD_BYTES = 1 << 30
 
@@ -178,7 +184,7 @@ def raise_first_error(records: list[Record], group: dist.ProcessGroup) -> None:
     """
     failed = [(rank, record) for rank, record in _named(records, group) if "error" in record]
     for rank, record in sorted(failed, key=lambda item: "echo" in item[1]):
-        kind = getattr(errors, str(record["error"]), GradferryError)
+        kind = _KINDS.get(str(record["error"]), GradferryError)
         text = str(record["message"])
         # What came from ranks of another group names one already.
         raise kind(text if text.startswith(("rank ", "ranks ")) else f"rank {rank}: {text}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import pickle
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ def write_content(path: Path, content: dict[str, Any]) -> dict[str, Any]:
         OSError: it cannot be written.
         StateError: `read_content` would refuse it.
     """
+    outside = sys.exc_info()[1]  # the caller may be handling an error of its own
     with durable_file(path) as file:
         try:
             torch.save(content, file)
@@ -34,9 +36,11 @@ def write_content(path: Path, content: dict[str, Any]) -> dict[str, Any]:
             # Reads only names and shapes.
             torch.load(file.name, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:
-            if (cause := _os_error(error)) is not None:
+            if (cause := _os_error(error, outside)) is not None:
                 raise cause from None
-            raise _refusal(content) or error from error
+            if (refusal := _refusal(content)) is None:
+                raise
+            raise refusal from error
     return _fingerprint(path)
 
 
@@ -75,11 +79,13 @@ def _fingerprint(path: Path) -> dict[str, Any]:
         return {"bytes": file.tell(), "blake2b": digest.hexdigest()}
 
 
-def _os_error(error: BaseException | None) -> OSError | None:
-    """What the system said, which torch replaces by an error of its own."""
-    while error is not None and not isinstance(error, OSError):
+def _os_error(error: BaseException | None, outside: BaseException | None) -> OSError | None:
+    """What the system said, which torch replaces by an error of its own. `outside` came before."""
+    while error is not None and error is not outside:
+        if isinstance(error, OSError):
+            return error
         error = error.__cause__ or error.__context__
-    return error
+    return None
 
 
 def _refusal(content: dict[str, Any]) -> StateError | None:

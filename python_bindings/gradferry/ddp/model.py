@@ -102,12 +102,14 @@ def synchronizes(ddp: DistributedDataParallel) -> bool:
 def trained_parameters(
     ddp: DistributedDataParallel, apart: Collection[str] = ()
 ) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Names and parameters of the model now that require grad, but for those in `apart` and those
-    that DDP was told to ignore.
+    """Plain names and parameters of the model now that require grad, but for those in `apart` and
+    those that DDP was told to ignore.
     """
     for name, parameter in ddp.module.named_parameters():
-        if parameter.requires_grad and name not in apart and name not in ddp.parameters_to_ignore:
-            yield name, parameter
+        if not parameter.requires_grad or name in ddp.parameters_to_ignore:
+            continue
+        if (plain := plain_name(name)) not in apart:
+            yield plain, parameter
 
 
 def expect_no_step_in_hook(hook: object) -> None:
@@ -194,7 +196,7 @@ def _check_parameters(ddp: DistributedDataParallel, named: Named) -> frozenset[s
         more = f" and {len(apart) - 1} more" if len(apart) > 1 else ""
         warn(
             "DistributedDataParallel does not reduce the gradients of "
-            f"{plain_name(apart[0])!r}{more}, frozen or not there yet when it was built: they "
+            f"{apart[0]!r}{more}, frozen or not there yet when it was built: they "
             "will differ from rank to rank; wrap the model after the last change to its parameters"
         )
     return frozenset(apart)

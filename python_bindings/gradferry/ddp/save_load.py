@@ -39,6 +39,7 @@ def load(bound: Binding, saved: Mapping[str, Any], on_resize: str) -> None:
     choice = Choice.restored(saved["choice"]) if has_choice else None
     chosen = None if choice is None else choice.codec
     bound.resume(save_load.load(bound.running, saved, on_resize, chosen=chosen))
+    bound.passed_on.clear()
     if choice is not None:
         bound.passed_on["choice"] = choice.saved()
 

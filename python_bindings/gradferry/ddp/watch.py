@@ -6,7 +6,6 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from gradferry import _native
-from gradferry.core.names import plain_name
 from gradferry.ddp.model import Model, has_python_hook, synchronizes, trained_parameters
 from gradferry.reduction.running import Running
 from gradferry.reduction.silent_hook import has_gradients_of, silence_of, watch_hook
@@ -75,8 +74,7 @@ class ModelWatch:
         """How the parameters that train differ from those that DDP reduces; None: they do not."""
         ddp, running = self._model(), self._running
         names = {parameter.name for parameter in running.parameters}
-        for raw, parameter in () if ddp is None else trained_parameters(ddp, self._apart):
-            name = plain_name(raw)
+        for name, parameter in () if ddp is None else trained_parameters(ddp, self._apart):
             if parameter not in running.index:
                 how = "was replaced" if name in names else "was added, or unfrozen,"
                 return (

@@ -86,12 +86,6 @@ def restore(
                 "ended while it was saved; resume from another one, or begin without what was "
                 "withheld, with on_resize='drop'"
             )
-        elif state.config.momentum:
-            raise StateError(
-                "the checkpoint holds nothing of gradferry, so its optimizer has a momentum of its "
-                "own, which would come on top of momentum mode: load the weights of the model "
-                "alone, or attach without momentum="
-            )
 
 
 @contextlib.contextmanager

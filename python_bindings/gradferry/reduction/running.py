@@ -152,7 +152,8 @@ class Running:
         """The fields that must be equal on all ranks before an engine starts."""
         scale = loss_scale(self.config, self.transport.device)
         # Not in `agreed`, and so in no hash: a state goes on under another scale.
-        now = {} if scale is None else {"scale of grad_scaler": float(scale)}
+        field = "scale of grad_scaler (load one state into the GradScalers of all ranks)"
+        now = {} if scale is None else {field: float(scale)}
         return {**self.agreed, **now, "parameters": self._parameter_records()}
 
     def start(self, group: dist.ProcessGroup, nonce: str) -> None:
@@ -369,7 +370,8 @@ def propose(
         )
     if scale is not None and not 0 < float(scale) < math.inf:
         raise ConfigError(
-            f"the scale of grad_scaler is {float(scale)}; it must be positive and finite"
+            f"the scale of grad_scaler is {float(scale)}; it must be positive and finite: load a "
+            "sound state into it, or make a new one"
         )
     if config.momentum and config.disabled:
         warn(

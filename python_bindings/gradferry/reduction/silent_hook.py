@@ -31,7 +31,8 @@ def watch_hook(
         owner: the watch ends when it is freed. The functions below must not refer to it.
         passes: returns in how many synced backward passes the hook was called so far.
         trains: says whether the last step of an optimizer used gradients that the hook should have
-            averaged. It may take long, and is asked ever more rarely while it says no.
+            averaged. It may take long: it is asked after 3, 6, 12, 24 ... silent steps, and when a
+            check is due.
         explain: returns the warning: why the hook is not called, and what to do.
         check: called in every `check_every`-th of such steps. Its exceptions are raised by the
             optimizer's ``step()``.
