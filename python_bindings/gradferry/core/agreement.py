@@ -209,7 +209,8 @@ def raise_first_mismatch(records: list[Record], group: dist.ProcessGroup) -> Non
                 field, expected, received = _first_parameter(expected, received)
             raise RankMismatchError(
                 f"rank {rank} differs from rank {first} in {field}: {received!r} instead of "
-                f"{expected!r}; start every rank with the same code, arguments and environment"
+                f"{expected!r}; start every rank with the same code, arguments and environment, "
+                "and load the same states before"
             )
 
 

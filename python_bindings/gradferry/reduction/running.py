@@ -152,8 +152,7 @@ class Running:
         """The fields that must be equal on all ranks before an engine starts."""
         scale = loss_scale(self.config, self.transport.device)
         # Not in `agreed`, and so in no hash: a state goes on under another scale.
-        field = "scale of grad_scaler (load one state into the GradScalers of all ranks)"
-        now = {} if scale is None else {field: float(scale)}
+        now = {} if scale is None else {"scale of grad_scaler": float(scale)}
         return {**self.agreed, **now, "parameters": self._parameter_records()}
 
     def start(self, group: dist.ProcessGroup, nonce: str) -> None:
