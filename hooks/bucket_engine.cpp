@@ -34,6 +34,9 @@ EngineOptions possible(EngineOptions options, c10::Device device) {
                           "' has an owner residual, but a reduce-scatter does not encode means; "
                           "use error_feedback='worker' or 'none'");
   }
+  if (options.world_size == 1) {
+    for (ParameterSpec& parameter : options.parameters) place_alone(parameter);
+  }
   if (options.gathers()) return options;
   const auto refuse = [](bool asked_for, const std::string& what) {
     GRADFERRY_EXPECTS(!asked_for, kConfig, "a reduce-scatter has no " + what);
@@ -288,7 +291,8 @@ void BucketEngine::load_state(const EngineState& state) {
   expect_between_steps("load a state");
   const at::Tensor &worker = state.residuals.worker, &owner = state.residuals.owner;
   expect_residuals_of(layout_, worker, owner);
-  if (at::any(worker).item<bool>() || at::any(owner).item<bool>()) make_residuals();
+  // Zeros, too: with memory -0 in a gradient becomes +0, and so it must be after a resume.
+  if (worker.numel() != 0 || owner.numel() != 0) make_residuals();
   load_residuals(state.residuals);
   steps_.resume(state.steps);
   momentum_began_ = state.steps >= options_.warmup_steps;

@@ -11,8 +11,8 @@
 // see momentum.h.
 //
 // Outside momentum mode a world of one withholds nothing. But it may load a state in which a larger
-// world has, where its tiles have places in the worker residual: the next gradient delivers what is
-// there. The memory for that is allocated when such a state is loaded.
+// world has: every parameter has a place in the worker residual, and the next gradient delivers
+// what is there. The memory for that is allocated when such a state is loaded.
 //
 // After the first error an engine is dead: it informs all ranks (peers.h), and every call throws
 // that error.

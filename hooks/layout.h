@@ -25,6 +25,13 @@ struct ParameterSpec {
   std::optional<uint32_t> owner = std::nullopt;
 };
 
+// The residuals of a world of one: a place for everything that a larger world may have withheld of
+// the parameter, until the next gradient delivers it.
+inline void place_alone(ParameterSpec& parameter) {
+  parameter.worker_residual = true;
+  parameter.owner_residual = false;
+}
+
 // A codec with its options.
 struct ResolvedCodec {
   const Codec* codec;

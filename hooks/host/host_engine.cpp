@@ -120,13 +120,26 @@ bool HostEngine::changes_residuals(uint64_t step) const {
 // Nothing is sent.
 void HostEngine::average_alone(Bucket bucket) {
   if (changes_residuals(bucket.step)) deliver_alone(bucket);
-  if ((options_.raise_nonfinite || options_.exact_skip) &&
-      !at::isfinite(bucket.gradient).all().item<bool>()) {
+  if ((options_.raise_nonfinite || options_.exact_skip) && !is_finite(bucket)) {
     if (options_.raise_nonfinite) throw nonfinite_gradient(bucket.step);
     const std::lock_guard lock(life_.mutex);
     if (changes_residuals(bucket.step)) residuals_.note_nonfinite();
   }
   bucket.future->markCompleted(std::move(bucket.value));
+}
+
+// Whether all is that DDP does not drop.
+bool HostEngine::is_finite(const Bucket& bucket) const {
+  int64_t offset = 0;
+  for (size_t i = 0; i < bucket.plan->parameters.size(); ++i) {
+    const Parameter& parameter = layout_.parameters()[bucket.plan->parameters[i]];
+    const auto size = static_cast<int64_t>(parameter.num_elements);
+    const at::Tensor part = bucket.gradient.narrow(0, offset, size);
+    const bool is_used = bucket.used.empty() || bucket.used[i] != 0;
+    if (is_used && !at::isfinite(part).all().item<bool>()) return false;
+    offset += size;
+  }
+  return true;
 }
 
 // DDP drops what comes back for a parameter that was not used.

@@ -69,6 +69,7 @@ class HostEngine final : public BucketEngine {
   void average_alone(Bucket bucket);
   UnusedCopy copy_unused(const Bucket& bucket, const UsedMap& used) const;
   bool changes_residuals(uint64_t step) const;
+  bool is_finite(const Bucket& bucket) const;
   void deliver_alone(const Bucket& bucket);
   void send_chunk(const std::shared_ptr<BucketJob>& bucket, const ChunkPlan& plan, bool last);
   void send_to_siblings(ChunkJob& job);

@@ -121,12 +121,11 @@ std::string codec_of(const std::string& name, const at::Tensor& tensor,
 }
 
 std::vector<ParameterSpec> describe(const Reducer::NamedTensors& tensors,
-                                    const ReducerOptions& options, bool exchanges) {
+                                    const ReducerOptions& options) {
   std::vector<ParameterSpec> specs;
   for (const auto& [name, tensor] : tensors) {
     const std::string codec = codec_of(name, tensor, options);
-    KeptResiduals kept = kept_residuals(codec, options.error_feedback, options.momentum);
-    if (!exchanges) kept = {.worker = options.momentum != 0, .owner = false};
+    const KeptResiduals kept = kept_residuals(codec, options.error_feedback, options.momentum);
     specs.push_back({.name = name,
                      .num_elements = static_cast<uint64_t>(tensor.numel()),
                      .dtype = to_scalar_type(tensor.scalar_type()),
@@ -181,7 +180,7 @@ Proposal propose(const Reducer::NamedTensors& tensors, const ReducerOptions& opt
                                 {"seed", std::to_string(options.seed)},
                                 {"number of tensors", std::to_string(tensors.size())}},
                     .layout = {},
-                    .specs = describe(tensors, options, world_size > 1)};
+                    .specs = describe(tensors, options)};
   for (size_t i = 0; i < tensors.size(); ++i) {
     const auto& [name, tensor] = tensors[i];
     proposal.layout.emplace_back(

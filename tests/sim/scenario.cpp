@@ -40,6 +40,7 @@ World resized(const World& world) {
   other.siblings_share = false;
   for (ParameterSpec& spec : other.parameters) {
     if (spec.owner) spec.owner = *spec.owner % other.size;
+    if (other.size == 1) place_alone(spec);
   }
   for (Step& step : other.steps) {
     step.used.resize(other.size, std::vector<uint8_t>(other.parameters.size(), 1));

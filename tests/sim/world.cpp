@@ -46,6 +46,7 @@ ParameterSpec draw_parameter(Choices& choices, const World& world, uint32_t inde
   parameter.worker_residual = (lossy && choices.below(3) != 2) || world.momentum != 0;
   parameter.owner_residual = lossy && gathers && choices.below(3) != 2;
   if (!gathers) parameter.owner = choices.below(world.size);
+  if (world.size == 1) place_alone(parameter);
   return parameter;
 }
 

@@ -190,6 +190,8 @@ def unpack(
             every = with_worker_tiles(every, tiles, held)
         worker, owner = resize(every, _members(saved), tiles, held)
         rescale(worker, owner, tiles, factors)
+        if not (worker.any() or owner.any()):
+            worker, owner = zero_residual(0), zero_residual(0)  # a world of one needs no memory
     return Residuals(steps, worker, owner, scale)
 
 
