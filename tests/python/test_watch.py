@@ -385,6 +385,51 @@ def test_steps_without_a_pass_that_are_meant_raise_no_alarm(world_of_2: World) -
         assert len(said) == 8
 
 
+def case_old_model_survives() -> dict[str, Any]:
+    """Trainings through one of two models around the same module, while the other is kept."""
+    found: dict[str, Any] = {}
+    with texts() as found["said"]:
+        training = Training()
+        old = training.ddp
+        gradferry.attach(old, "q4", check_every=5)
+        training.train(2)
+        assign(training.model)
+        training.ddp = training.forward = DistributedDataParallel(training.model)
+        gradferry.attach(training.ddp, "q4")
+        with training.ddp.no_sync():
+            training.train(4)  # as in local SGD
+        training.train(7)
+        # Two around the same parameters, and the one that is attached last is not used.
+        both = Training()
+        kept = DistributedDataParallel(both.model)
+        for ddp in (both.ddp, kept):
+            gradferry.attach(ddp, "q4", check_every=5)
+        both.train(7)
+        both.forward = kept
+        both.train(7)
+    with texts() as found["silent"]:  # the one that was called last speaks for both
+        both.forward = both.model
+        both.train(4)
+    with texts() as found["ended"]:
+        training.forward = training.model
+        assign(training.model)
+        outcome = attempt(lambda: training.train(6))
+    found["error"] = outcome.error, outcome.text
+    return found
+
+
+def test_model_that_was_replaced_and_is_kept_raises_no_alarm(world_of_2: World) -> None:
+    for found in world_of_2.run(case_old_model_survives):
+        assert found["said"] == []
+        (text,) = found["silent"]
+        assert "not through ddp.module" in text
+        # Parameters that no model reduces any more: both models say so.
+        assert len(found["ended"]) == 2
+        error, text = found["error"]
+        assert error == "StateError"
+        assert "was replaced after attach" in text
+
+
 def case_counted(codec: str) -> list[int]:
     """`steps` after every synced pass; a pass that all ranks skip is none."""
     training = Training()

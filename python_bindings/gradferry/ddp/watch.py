@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from weakref import WeakKeyDictionary
+
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
 from gradferry import _native
@@ -13,6 +17,10 @@ from gradferry.reduction.silent_hook import has_gradients_of, silence_of, watch_
 _REBUILD = (
     "build a new DistributedDataParallel after the last change to the model's parameters, and "
     "attach to that"
+)
+# By model that has a hook: what the hook runs, and in how many synced passes it was called.
+_hooked: WeakKeyDictionary[DistributedDataParallel, tuple[Running, Callable[[], int]]] = (
+    WeakKeyDictionary()
 )
 
 
@@ -36,14 +44,20 @@ class ModelWatch:
         # Where everything passes through, nothing is checked.
         self._every = running.config.check_every if running.engine is not None else 0
         self._kinds = [_kind_of(parameter) for _, parameter in model.named]
+        self._passes = 0
+        # Passes of other models when the last one of this model was counted.
+        self._others: WeakKeyDictionary[DistributedDataParallel, int] = WeakKeyDictionary()
 
     def start(self, hook: _native.BucketHook) -> None:
         """Begins, once the model has its hook."""
         ddp = self._model()
+        assert ddp is not None  # the caller has it
+        self._count(hook)
+        _hooked[ddp] = self._running, hook.finished_steps
         self.compare_later(hook)
         watch_hook(
             ddp,
-            passes=hook.finished_steps,
+            passes=lambda: self._count(hook),
             trains=self.trains,
             explain=self.explain,
             check=lambda: self.expect_unchanged(hook),
@@ -91,14 +105,37 @@ class ModelWatch:
                     )
         return None
 
+    def _count(self, hook: _native.BucketHook) -> int:
+        """Synced passes so far in which the hook was called."""
+        passes = hook.finished_steps()
+        if passes != self._passes:
+            self._passes = passes
+            self._others.update({ddp: count() for ddp, (_, count) in list(_hooked.items())})
+        return passes
+
     def trains(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer has stepped on gradients of the model that DDP should have reduced,
         with the parameters that the model has now.
+
+        Another DistributedDataParallel around the same parameters, such as the one that replaced
+        this one, answers for those that it reduces: while its hook was called after this one, or
+        its steps are meant to be local.
         """
         ddp = self._model()
         if ddp is None or not synchronizes(ddp):
             return False
-        return has_gradients_of(optimizer, (p for _, p in trained_parameters(ddp, self._apart)))
+        reduced_elsewhere = [
+            running.index
+            for other, (running, passes) in list(_hooked.items())
+            if other is not ddp
+            and (passes() > self._others.get(other, 0) or not synchronizes(other))
+        ]
+        mine = (
+            parameter
+            for _, parameter in trained_parameters(ddp, self._apart)
+            if not any(parameter in index for index in reduced_elsewhere)
+        )
+        return has_gradients_of(optimizer, mine)
 
     def explain(self, optimizer: Optimizer) -> str:
         """The warning that the hook is not called."""
