@@ -17,6 +17,7 @@ from gradferry.core.options import WORKSPACE_CAP_MB, Options
 from gradferry.errors import ConfigError, StateError
 from gradferry.reduction import save_load
 from gradferry.reduction.advice import watch_optimizer
+from gradferry.reduction.applied_steps import end_optimizer_steps
 from gradferry.reduction.averaging import Averaging
 from gradferry.reduction.description import as_asked, describe
 from gradferry.reduction.rules import warn_about_rules
@@ -183,6 +184,7 @@ class Reducer(Averaging):
         gradients = {id(p.grad) for p in running.tensors() if p.is_leaf and p.grad is not None}
         if running.engine is not None and any(id(each) in gradients for each in given):
             self._watches = True
+            end_optimizer_steps(running)
             watch_optimizer(running)
 
     def state_dict(self) -> dict[str, Any]:

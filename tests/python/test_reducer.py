@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from outcomes import attempt
 from reducing import case_reduce, given, make_reducer, reduce
 from residual_sums import still_missing, worker_mean
 from scenario import Run, Scenario, Weight, assert_bit_equal
 from stepping import settings_of_steps
 from test_elastic import advance, resize
+from torch import nn
 from world import World
 
 Worlds = Callable[[int], World]
@@ -363,6 +365,33 @@ def case_skip() -> dict[str, bool]:
 def test_skipped_call_leaves_residuals_to_the_bit(world_of_2: World) -> None:
     every = {"moved": True, "skipped": True, "halved": True}
     assert world_of_2.run(case_skip) == [every] * 2
+
+
+def case_skip_of_applied() -> dict[str, Any]:
+    """skip_step() before and after an optimizer's step, in two calls with gradients."""
+    import gradferry
+
+    model = nn.Linear(40, 40)
+    reducer = gradferry.Reducer(model.named_parameters(), "q4", exact_skip=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    found: dict[str, Any] = {}
+    for order in ("skipped", "applied"):
+        optimizer.zero_grad()
+        model(torch.randn(2, 40)).square().sum().backward()
+        reducer.all_reduce([p.grad for p in model.parameters()])
+        before = reducer.state_dict()
+        if order == "applied":
+            optimizer.step()
+        found[order] = attempt(reducer.skip_step).text
+        found["kept"] = same(before, reducer.state_dict())
+    return found
+
+
+def test_call_whose_gradients_were_applied_cannot_be_skipped(world_of_2: World) -> None:
+    for found in world_of_2.run(case_skip_of_applied):
+        assert not found["skipped"]
+        assert "an optimizer has applied the gradients of the last step" in found["applied"]
+        assert found["kept"]
 
 
 def case_zeros() -> dict[str, Any]:

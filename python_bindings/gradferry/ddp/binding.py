@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import Optimizer
 
 from gradferry import _native
 from gradferry.core.agreement import meeting_place
@@ -20,7 +19,7 @@ from gradferry.ddp.momentum_handover import MomentumHandover
 from gradferry.ddp.registration import register
 from gradferry.ddp.watch import ModelWatch
 from gradferry.errors import StateError
-from gradferry.reduction.after_steps import call_after_steps
+from gradferry.reduction.applied_steps import end_optimizer_steps
 from gradferry.reduction.running import Running, propose
 from gradferry.reduction.start import start
 
@@ -110,8 +109,7 @@ def bind(
 
     binding = start(model.group, model.device, propose_here, build, purpose="come to attach")
     running = binding.running
-    if running.config.exact_skip:
-        _end_optimizer_steps(running)
+    end_optimizer_steps(running)
     name = f"gradferry:{running.codec_asked_for}" if native else None
     register(model, binding.hook, watch_use=_must_watch_use(running), name=name)
     binding.watch.start(binding.hook)
@@ -146,27 +144,3 @@ def _must_watch_use(running: Running) -> bool:
         and running.transport.device.type == "cpu"
         and not running.config.passes_through
     )
-
-
-def _end_optimizer_steps(running: Running) -> None:
-    """Has the engine know when an optimizer of the model has stepped."""
-    weak = weakref.ref(running)  # the model may outlive its hook
-
-    def end(optimizer: Optimizer) -> None:
-        running = weak()
-        if running is None:
-            handle.remove()
-        elif running.engine is not None:
-            running.engine.end_optimizer_step(applied=_has_applied(optimizer))
-
-    handle = call_after_steps(end, index=running.index)
-
-
-def _has_applied(optimizer: Optimizer) -> bool:
-    """Whether a step has changed parameters, as far as the host knows without waiting.
-
-    A GradScaler does not call an optimizer whose step it skips. A fused one it calls always, with
-    ``found_inf``, by which that skips itself; on a device, unknown to the host.
-    """
-    found_inf = getattr(optimizer, "found_inf", None)
-    return found_inf is None or (found_inf.device.type == "cpu" and not found_inf.item())

@@ -199,6 +199,9 @@ class Averaging(ABC):
         backward pass since an optimizer of the model stepped or since ``scaler.update()``; without,
         it is the last synced backward pass. That of a `Reducer` is its last call.
 
+        A `Reducer` knows of optimizers only if what it averages are the ``.grad`` of parameters
+        that were registered with it: with other tensors do not skip what was applied already.
+
         Raises:
             StateError: there is no ``exact_skip=True``, or this is the middle of a step, or an
                 optimizer has applied the step. Of a hook without ``grad_scaler`` also if the last
