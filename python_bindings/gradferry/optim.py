@@ -7,17 +7,16 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim.optimizer import ParamsT
-from torch.utils.hooks import RemovableHandle
 
 from gradferry.ddp.momentum import KeptMomentum
 from gradferry.ddp.state import HookState, momentum_of
 from gradferry.errors import ConfigError, StateError
 from gradferry.reduction.advice import OVERLAPPED_ZERO
 from gradferry.reduction.averaging import Averaging, delivered_momentum
+from gradferry.reduction.momentum import end_momentum_mode
 
 __all__ = ["OneBitAdam", "momentum_mode"]
 
@@ -25,7 +24,6 @@ OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 Group: TypeAlias = dict[str, Any]  # of an optimizer's parameters, with their settings
 Momenta: TypeAlias = dict[torch.Tensor, float]  # that gradients of parameters arrive with
 _log = logging.getLogger("gradferry")
-_in_momentum_mode: WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle] = WeakKeyDictionary()
 
 
 def momentum_mode(optimizer: OptimizerT, state: Averaging) -> OptimizerT:
@@ -53,7 +51,8 @@ def momentum_mode(optimizer: OptimizerT, state: Averaging) -> OptimizerT:
     The groups themselves stay as they are. So any schedule may set their learning rates and
     momenta, before this call or after it, groups may be added, and what is logged and saved are
     your own numbers. A copy of the optimizer is not in momentum mode. Call this again for another
-    hook, after the model was wrapped and attached again.
+    hook, after the model was wrapped and attached again: a hook without momentum ends momentum
+    mode. Until then the first step behind that hook warns.
 
     Why the factor: what arrives is the average m * average + (1 - m) * gradient, whose mean is the
     gradient's and whose noise has (1 - m) / (1 + m) of its variance. Adam divides by the root of
@@ -83,18 +82,21 @@ def momentum_mode(optimizer: OptimizerT, state: Averaging) -> OptimizerT:
         The same optimizer.
 
     Raises:
-        ConfigError: the hook has no momentum, or warm-up steps, and the optimizer is SGD; the
-            optimizer is another, or holds a parameter that the hook does not reduce. A later
+        ConfigError: the hook has no momentum, and the optimizer is not in momentum mode; the hook
+            has warm-up steps, and the optimizer is SGD; the optimizer is another, or holds a
+            parameter that the hook does not reduce. A later
             ``step()`` raises it, too, for parameters in groups that were added.
         StateError: the state is not bound.
     """
     hook = delivered_momentum(state)
+    stepping = _that_steps(optimizer)
     if not hook.config.momentum:
+        if _end_momentum_mode(optimizer):
+            return optimizer
         raise ConfigError(
             "momentum_mode() is for a hook that delivers momentum, and this one delivers gradients;"
             " attach with momentum=, such as 0.9"
         )
-    stepping = _that_steps(optimizer)
     if type(stepping) not in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD):
         raise ConfigError(
             f"momentum_mode() knows AdamW, Adam and SGD, not {type(stepping).__name__}: take its "
@@ -109,12 +111,11 @@ def momentum_mode(optimizer: OptimizerT, state: Averaging) -> OptimizerT:
         )
     momenta = hook.momenta()
     groups = _groups_for_momentum(stepping, momenta)
-    if stepping in _in_momentum_mode:
-        _in_momentum_mode.pop(stepping).remove()
+    _end_momentum_mode(optimizer)
     if hook.current_step() is None:
         return optimizer
     substitute = functools.partial(_substitute, momenta)
-    _in_momentum_mode[stepping] = stepping.register_step_pre_hook(substitute)
+    hook.begin_momentum_mode(stepping, stepping.register_step_pre_hook(substitute))
     for each in (optimizer, stepping):
         each.takes_momentum = True  # type: ignore[attr-defined]
     rates = [[group["lr"] for group in each] for each in (groups, stepping.param_groups)]
@@ -130,6 +131,16 @@ def _that_steps(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         raise ConfigError(OVERLAPPED_ZERO)
     shard: torch.optim.Optimizer = optimizer.optim  # type: ignore[attr-defined]
     return shard
+
+
+def _end_momentum_mode(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it was in momentum mode."""
+    stepping = _that_steps(optimizer)
+    if not end_momentum_mode(stepping):
+        return False
+    for each in (optimizer, stepping):
+        vars(each).pop("takes_momentum", None)
+    return True
 
 
 def _substitute(

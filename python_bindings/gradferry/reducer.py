@@ -182,7 +182,7 @@ class Reducer(Averaging):
         running = self._started
         given = tensors.values() if isinstance(tensors, Mapping) else tensors
         gradients = {id(p.grad) for p in running.tensors() if p.is_leaf and p.grad is not None}
-        if running.engine is not None and any(id(each) in gradients for each in given):
+        if any(id(each) in gradients for each in given):
             self._watches = True
             end_optimizer_steps(running)
             watch_optimizer(running)

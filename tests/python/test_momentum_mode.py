@@ -432,6 +432,58 @@ def test_steps_leave_the_optimizer_as_it_is_whatever_happens(worlds: Worlds) -> 
     assert answer["no stranger"] is None
 
 
+def case_stale(zero: bool) -> dict[str, Any]:
+    """Warnings, and settings of steps, behind hooks that come after the one of momentum mode."""
+    import gradferry
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model, _, state = attached()
+    if zero:
+        adamw = torch.optim.AdamW
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=adamw, **SETTINGS)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), **SETTINGS)
+    stepping = optimizer.optim if zero else optimizer
+    before = settings(stepping)
+    gradferry.optim.momentum_mode(optimizer, state)
+    found: dict[str, Any] = {}
+    for name, codec, momentum in (
+        ("none", "exact", None),
+        ("another", "exact", 0.5),
+        ("off", "off", None),
+    ):
+        ddp = DistributedDataParallel(model)
+        state = gradferry.attach(ddp, codec, momentum=momentum)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trained(range(2), optimizer, model, ddp)
+        found[name] = [str(w.message) for w in caught]
+        del ddp
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ddp = DistributedDataParallel(model)
+        state = gradferry.attach(ddp, "exact")
+        assert gradferry.optim.momentum_mode(optimizer, state) is optimizer
+        seen = settings_of_steps(stepping)
+        trained(range(1), optimizer, model, ddp)
+        again = attempt(lambda: gradferry.optim.momentum_mode(optimizer, state))
+    found["left"] = [str(w.message) for w in caught], seen[0] == before
+    found["says so"] = hasattr(optimizer, "takes_momentum") or hasattr(stepping, "takes_momentum")
+    found["again"] = again.error
+    return found
+
+
+@pytest.mark.parametrize("zero", [False, True], ids=["", "zero"])
+def test_momentum_mode_of_another_hook_warns_and_can_be_left(worlds: Worlds, zero: bool) -> None:
+    (found,) = worlds(1).run(case_stale, zero=zero)
+    for name in ("none", "another", "off"):
+        (text,) = found[name]
+        assert text.startswith("AdamW was set up by momentum_mode() for another hook"), name
+    assert found["left"] == ([], True)
+    assert not found["says so"]
+    assert found["again"] == "ConfigError"
+
+
 @pytest.mark.parametrize("chooses", [False, True])
 def test_a_choice_that_changes_has_the_momentum_of_codecs_that_send_all(chooses: bool) -> None:
     from gradferry.reduction.momentum import DeliveredMomentum

@@ -134,8 +134,8 @@ class HookState(Averaging):
         self._binding = bind(ddp, self._options, native=native, is_bound=is_bound)
         self._end_watch_for_use()
         running = self._binding.running
+        watch_optimizer(running)
         if running.engine is not None:
-            watch_optimizer(running)
             exchanges = running.transport.exchanges
             warn_about_rules(running.config, running.parameters, exchanges=exchanges)
             warn_about_surroundings(running.transport, running.group)

@@ -344,9 +344,9 @@ def _finish(
             "rank to rank; call fully_shard on the whole model, too, and then attach"
         )
     watch(model, modules, running, hooks, apart, averages_replicas=averages_replicas)
+    watch_optimizer(running)
     if running.engine is None:
         return
-    watch_optimizer(running)
     exchanges = running.transport.exchanges
     warn_about_rules(running.config, running.parameters, exchanges=exchanges)
     warn_about_surroundings(running.transport, running.group)

@@ -10,19 +10,26 @@ from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
 from gradferry.core.config import COARSE_BITS
 from gradferry.core.parameters import ParameterLayout
 from gradferry.core.warn import warn
 from gradferry.errors import ConfigError
 from gradferry.reduction.after_steps import PassCounter, call_after_steps
+from gradferry.reduction.momentum import is_set_up_for_another
 from gradferry.reduction.running import Running
 
 OVERLAPPED_ZERO = (
     "ZeroRedundancyOptimizer(overlap_with_ddp=True) does not go with gradferry: it steps in a "
     "communication hook, inside backward and before ranks know that every bucket has arrived; "
     "build it without overlap_with_ddp, and call its step() after backward"
+)
+
+_FOR_ANOTHER_HOOK = (
+    "{} was set up by momentum_mode() for another hook than the one that delivers its gradients: "
+    "it steps without a momentum of its own, at the rate for the momentum of that hook. Call "
+    "gradferry.optim.momentum_mode(optimizer, state) with the state of the hook in use, also if it "
+    "has no momentum: that ends momentum mode"
 )
 
 # Parts of class names, because optimizers of many libraries have such names.
@@ -39,12 +46,17 @@ def watch_optimizer(running: Running) -> None:
     ``takes_momentum = True``, which means that it expects momentum instead of gradients. Without
     momentum mode, it is Adam with a codec below 3 bits and a worker residual.
 
+    With any hook, also one that passes gradients through, it is one that `momentum_mode` has set up
+    for another hook, such as that of an earlier DistributedDataParallel.
+
     In momentum mode it also warns once if several passes are synced for each step.
     """
     momentum = running.config.momentum
     coarse = next((str(p.codec) for p in running.parameters if _coarse_with_residual(p)), None)
     judge: Callable[[Optimizer], str | None]
-    if momentum:
+    if running.engine is None:
+        judge = _suits
+    elif momentum:
         judge = functools.partial(_momentum_twice, momentum)
         if running.config.grad_scaler is None:  # which may skip whole steps
             _watch_passes(running)
@@ -52,7 +64,7 @@ def watch_optimizer(running: Running) -> None:
         judge = functools.partial(_adam_behind, coarse)
     else:
         judge = _suits
-    _watch(running.index, judge)
+    _watch(running, judge)
 
 
 def _coarse_with_residual(parameter: ParameterLayout) -> bool:
@@ -107,17 +119,25 @@ def _adam_behind(codec: str, optimizer: Optimizer) -> str | None:
     )
 
 
-def _watch(index: WeakIdKeyDictionary, judge: Callable[[Optimizer], str | None]) -> None:
-    """Warns with the text that `judge` returns, if any, for the first optimizer that steps."""
+def _watch(running: Running, judge: Callable[[Optimizer], str | None]) -> None:
+    """Warns for the first optimizer that steps if it is in momentum mode for another hook, else
+    with the text that `judge` returns, if any.
+    """
+    weak = weakref.ref(running)  # the model may outlive its hook
 
     def look(optimizer: Optimizer) -> None:
         if getattr(optimizer, "_overlap_with_ddp", False):
             raise ConfigError(OVERLAPPED_ZERO)
         handle.remove()
-        if text := judge(optimizer):
+        running = weak()
+        if running is None:
+            return
+        if is_set_up_for_another(optimizer, running):
+            warn(_FOR_ANOTHER_HOOK.format(type(optimizer).__name__))
+        elif text := judge(optimizer):
             warn(text)
 
-    handle = call_after_steps(look, index=index)
+    handle = call_after_steps(look, index=running.index)
 
 
 def _watch_passes(running: Running) -> None:

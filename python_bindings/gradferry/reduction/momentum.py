@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
+from torch.optim.optimizer import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from gradferry.core.config import Config
 from gradferry.reduction.running import Running
+
+# By optimizer in momentum mode: what ends that, and the hook that it was set up for.
+_in_momentum_mode: weakref.WeakKeyDictionary[
+    Optimizer, tuple[RemovableHandle, weakref.ref[Running]]
+] = weakref.WeakKeyDictionary()
 
 
 class DeliveredMomentum:
@@ -39,3 +48,22 @@ class DeliveredMomentum:
         shares = self._running.momentum_shares(exchanges=sends_some)
         index = self._running.index
         return {parameter: 1 - shares[index[parameter]] * (1 - momentum) for parameter in index}
+
+    def begin_momentum_mode(self, optimizer: Optimizer, handle: RemovableHandle) -> None:
+        """Notes that the optimizer is set up for this momentum, until `handle` is removed."""
+        _in_momentum_mode[optimizer] = handle, weakref.ref(self._running)
+
+
+def end_momentum_mode(optimizer: Optimizer) -> bool:
+    """Whether the optimizer was in momentum mode. It no longer is."""
+    if optimizer not in _in_momentum_mode:
+        return False
+    handle, _ = _in_momentum_mode.pop(optimizer)
+    handle.remove()
+    return True
+
+
+def is_set_up_for_another(optimizer: Optimizer, running: Running) -> bool:
+    """Whether the optimizer is in momentum mode for another hook than this one."""
+    mode = _in_momentum_mode.get(optimizer)
+    return mode is not None and mode[1]() is not running
