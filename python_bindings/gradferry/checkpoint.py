@@ -40,7 +40,7 @@ from gradferry.core.agreement import (
 from gradferry.core.content_file import read_content, write_content
 from gradferry.core.durable import durable_file
 from gradferry.core.meeting import name_ranks
-from gradferry.core.warn import warn
+from gradferry.core.warn import warn_or_log
 from gradferry.errors import ProtocolError, StateError
 from gradferry.reduction.averaging import Averaging
 from gradferry.reduction.saved_state import merge
@@ -330,7 +330,9 @@ def _remove_unnamed(folder: Path, names: Iterable[str]) -> None:
     except (FileNotFoundError, NotADirectoryError):
         named = b""
     except OSError as error:
-        warn(f"files of earlier checkpoints stay in {folder}, since its manifest is lost: {error}")
+        warn_or_log(
+            f"files of earlier checkpoints stay in {folder}, since its manifest is lost: {error}"
+        )
         return
     for name, token in tokens.items():
         if token in ended and name.encode() not in named:
@@ -344,7 +346,7 @@ def _remove(path: Path) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         pass
     except OSError as error:
-        warn(f"no longer needed, but still there: {error}")
+        warn_or_log(f"no longer needed, but still there: {error}")
         return False
     return True
 

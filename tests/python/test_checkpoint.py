@@ -11,6 +11,7 @@ import resource
 import signal
 import socket
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,32 @@ def test_files_of_saves_that_were_killed_and_of_ranks_that_are_gone_are_removed(
     assert not set(names) & set(LEFT_BEHIND)
     assert "rank-0-notes.txt" in names
     assert len(names) == 4
+
+
+def case_save_where_nothing_can_be_removed(folder: str) -> list[Any]:
+    """A save that completes and one that is refused, where every warning is an error."""
+    import gradferry
+    from gradferry import checkpoint
+
+    rank = dist.get_rank()
+    checkpoint.save(folder, content(rank, 1))
+    busy = mock.patch.object(Path, "unlink", side_effect=OSError("busy"))
+    with busy, warnings.catch_warnings():
+        warnings.simplefilter("error", gradferry.GradferryWarning)
+        saved = attempt(lambda: checkpoint.save(folder, content(rank, 2)))
+        dist.barrier()
+        version = checkpoint.load(folder)["version"]
+        unfit = gradferry.StateError("cannot be loaded")
+        with mock.patch.object(checkpoint, "write_content", side_effect=unfit):
+            refused = attempt(lambda: checkpoint.save(folder, content(rank, 3)))
+    return [saved.text, version, refused.error]
+
+
+def test_warnings_that_are_errors_neither_undo_a_save_nor_hide_its_error(
+    world_of_2: World, tmp_path: Path
+) -> None:
+    answers = world_of_2.run(case_save_where_nothing_can_be_removed, folder=str(tmp_path))
+    assert answers == [["", 2, "StateError"]] * 2
 
 
 @dataclasses.dataclass

@@ -243,6 +243,36 @@ def test_part_of_a_sharded_model_is_warned_of_once_it_is_known(
             assert "'the model' and 1 more are not averaged over replicas" in text
 
 
+def case_warning_is_an_error(of: str) -> tuple[list[Outcome], int]:
+    """Two passes, and the calls that took the backend's collective. On rank 0 warnings are errors:
+    of a parameter without a gradient, or of a block that is attached alone.
+    """
+    import gradferry
+
+    sharding = Sharding(2, 1, without=(("blocks.0", "bias"),) if of == "parts" else ())
+    mesh = sharding.mesh()
+    model = sharding.model(mesh["shard"])
+    attached_to = model if of == "parts" else model.blocks[0]
+    state = gradferry.fsdp.attach(attached_to, "q4", mesh["replica"])
+    outcomes = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore" if dist.get_rank() else "error", gradferry.GradferryWarning)
+        for step in range(2):
+            outcomes.append(attempt(lambda step=step: sharding.backward(model, step)))
+            if outcomes[-1].error:
+                break
+    return outcomes, state.stats()["fallbacks"]
+
+
+@pytest.mark.parametrize("of", ["parts", "block"])
+def test_a_warning_that_is_an_error_on_one_rank_ends_all(world_of_2: World, of: str) -> None:
+    (first, counted), (second, also) = world_of_2.run(case_warning_is_an_error, of=of)
+    assert first[-1].error == "GradferryWarning"
+    assert second[-1].error == "PeerError"
+    assert f"rank 0: GradferryWarning: {first[-1].text}" in second[-1].text
+    assert counted == also == (of == "parts")  # both were in the collective
+
+
 # --- what changes after attach --------------------------------------------------------------------
 
 

@@ -482,6 +482,27 @@ def test_callbacks_end_with_their_owner_and_their_parameters() -> None:
     assert len(after_steps._calls) == before
 
 
+def test_a_callback_that_raises_does_not_keep_the_step_from_others() -> None:
+    parameter = nn.Parameter(torch.zeros(1))
+    optimizer = SGD([parameter])
+    called: list[object] = []
+
+    def refuse(text: str) -> Callable[[object], None]:
+        def callback(_: object) -> None:
+            raise gradferry.GradferryWarning(text)
+
+        return callback
+
+    handles = [
+        call_after_steps(each) for each in (refuse("first"), called.append, refuse("second"))
+    ]
+    with pytest.raises(gradferry.GradferryWarning, match="first"):
+        optimizer.step()
+    assert called == [optimizer]
+    for handle in handles:
+        handle.remove()
+
+
 def case_watch_ends_with_the_model(native: bool) -> bool:
     training = Training()
     if native:

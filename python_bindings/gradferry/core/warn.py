@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
 
@@ -30,3 +31,13 @@ def warn(text: str) -> None:
         module=frame.f_globals.get("__name__"),
         registry=frame.f_globals.setdefault("__warningregistry__", {}),
     )
+
+
+def warn_or_log(text: str) -> None:
+    """As `warn`, but never raises: where the user's filters make the warning an error, it is
+    logged. For places where an error would hide another one, or undo what is complete.
+    """
+    try:
+        warn(text)
+    except GradferryWarning:
+        logging.getLogger("gradferry").warning(text)

@@ -337,14 +337,15 @@ def _finish(
     for hook in hooks:
         hook.set()
     apart = list(unsharded_parameters(model, modules))
+    watch(model, modules, running, hooks, apart, averages_replicas=averages_replicas)
+    watch_optimizer(running)
+    # Warnings come last: the user's filters may make them errors.
     if apart:
         more = f" and {len(apart) - 1} more" if len(apart) > 1 else ""
         warn(
             f"FSDP2 does not reduce the gradients of {apart[0]!r}{more}: they will differ from "
             "rank to rank; call fully_shard on the whole model, too, and then attach"
         )
-    watch(model, modules, running, hooks, apart, averages_replicas=averages_replicas)
-    watch_optimizer(running)
     if running.engine is None:
         return
     exchanges = running.transport.exchanges

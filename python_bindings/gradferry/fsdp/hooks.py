@@ -12,7 +12,7 @@ from torch.autograd import Variable
 
 from gradferry import _native
 from gradferry.core.warn import warn
-from gradferry.errors import StateError
+from gradferry.errors import GradferryWarning, StateError
 from gradferry.fsdp.model import ShardedModule
 from gradferry.reduction.running import Running
 
@@ -84,9 +84,24 @@ _NEEDS_ALL = (
 
 def fail(running: Running, message: str) -> NoReturn:
     """Ends the hooks of all ranks, which may wait for this one."""
+    _end(running, message)
+    raise StateError(message)
+
+
+def warn_or_end(running: Running, text: str) -> None:
+    """Warns in the middle of a pass: where the user's filters make that an error, it ends the hooks
+    of all ranks, which may wait for this one.
+    """
+    try:
+        warn(text)
+    except GradferryWarning as warning:
+        _end(running, f"{type(warning).__name__}: {text}")
+        raise
+
+
+def _end(running: Running, message: str) -> None:
     if running.engine is not None:
         running.engine.fail(f"rank {running.world_ranks[running.rank]}: {message}")
-    raise StateError(message)
 
 
 class ModuleHook(ABC):
@@ -177,14 +192,20 @@ class ModuleHook(ABC):
         engine.expect_alive()
         if self._running.config.needs_every_bucket:
             self._fail(f"some parameters of {self._module.name!r} have no gradient, {_NEEDS_ALL}")
-        if self.passed == 0:
-            warn(
+        self.passed += 1
+        engine.note_passed(indices)
+
+    def _warn_of_parts(self) -> None:
+        """After the first of the backend's own collectives: all ranks are in it, and none may wait
+        for one that the warning has stopped.
+        """
+        if self._running.engine is not None and self.passed == 1:
+            warn_or_end(
+                self._running,
                 f"some parameters of {self._module.name!r} have no gradient: in such passes its "
                 "gradients are sent uncompressed. model.set_reduce_scatter_unused_params(True) "
                 "reduces zeros for them, where this torch has it",
             )
-        self.passed += 1
-        engine.note_passed(indices)
 
     def _fail(self, message: str) -> NoReturn:
         fail(self._running, message)
@@ -219,6 +240,7 @@ class ReplicaHook(ModuleHook):
         if not self._average(reduce_output):
             reduce_output.div_(self._running.world_size)
             dist.all_reduce(reduce_output, group=self._running.group)
+            self._warn_of_parts()
         if self._module.sums:
             reduce_output.mul_(self._running.world_size)
 
@@ -269,9 +291,11 @@ class ReduceScatterHook(ModuleHook):
                 "beside set_gradient_divide_factor()"
             )
         if not self._average(input_tensor):
-            return dist.reduce_scatter_tensor(
+            work = dist.reduce_scatter_tensor(
                 output_tensor, input_tensor, op=op, group=group, async_op=async_op
             )
+            self._warn_of_parts()
+            return work
         size, rank = output_tensor.numel(), self._running.rank
         output_tensor.copy_(input_tensor[rank * size : (rank + 1) * size])
         if not averages:

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from gradferry.core.warn import warn
-from gradferry.fsdp.hooks import ModuleHook, fail, synced_passes
+from gradferry.fsdp.hooks import ModuleHook, fail, synced_passes, warn_or_end
 from gradferry.fsdp.model import (
     ShardedModule,
     modules_outside,
@@ -106,10 +105,11 @@ class _Guard:
         rest = list(modules_outside(model)) if self._averages_replicas else []
         if rest:
             more = f" and {len(rest) - 1} more" if len(rest) > 1 else ""
-            warn(
+            warn_or_end(
+                self._running,
                 "gradferry.fsdp.attach was called on a part of a sharded model: the gradients "
                 f"of {rest[0]!r}{more} are not averaged over replicas, so that these will "
-                "differ; attach to the whole model instead"
+                "differ; attach to the whole model instead",
             )
 
     def _check_parameters(self, model: nn.Module) -> None:

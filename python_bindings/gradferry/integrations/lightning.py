@@ -10,7 +10,7 @@ import importlib
 import sys
 from typing import Any
 
-from gradferry.core.warn import warn
+from gradferry.core.warn import warn_or_log
 from gradferry.ddp.state import HookState
 from gradferry.errors import ConfigError
 from gradferry.integrations import checkpoints
@@ -117,7 +117,7 @@ class GradferryCallback(_Callback):
         if hook is None:
             return
         if trainer.interrupted:  # by an error that other ranks need not have met
-            warn(
+            warn_or_log(
                 "the training was interrupted, and this checkpoint holds nothing of gradferry: "
                 "resuming from it needs on_resize='drop'",
             )

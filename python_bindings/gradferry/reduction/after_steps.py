@@ -26,7 +26,8 @@ def call_after_steps(
     """Calls `callback` after every step of any `torch.optim` optimizer.
 
     Args:
-        callback: gets the optimizer. Its exceptions are raised by the optimizer's ``step()``.
+        callback: gets the optimizer. Its exceptions are raised by the optimizer's ``step()``, after
+            all callbacks: of several the first.
         index: limits the calls to optimizers that hold a parameter in it, and ends them when all
             these parameters were freed.
         owner: ends the calls when it is freed; `callback` must not refer to it.
@@ -76,9 +77,18 @@ def _forget_freed() -> None:
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     _forget_freed()
+    first: Exception | None = None
     for index, callback in list(_calls.values()):
-        if index is None or _holds_any(optimizer, index):
-            callback(optimizer)
+        try:
+            if index is None or _holds_any(optimizer, index):
+                callback(optimizer)
+        except Exception as error:  # the others must know of the step, too
+            first = first or error
+    if first is not None:
+        try:
+            raise first
+        finally:
+            del first  # its traceback refers to this frame
 
 
 def _holds_any(optimizer: Optimizer, index: WeakIdKeyDictionary) -> bool:
