@@ -130,7 +130,7 @@ def attach(
 
     def propose_here() -> Running:
         _check_modules(modules)
-        _check_replicas(modules, group)
+        _check_replicas(modules)
         owned = [(shard, None) for shard in shards]
         record = {"shard": part, **_values(model)}
         return _propose(_config(options), group, modules, record, owned)
@@ -362,10 +362,12 @@ def _replicas(
     ranks with other shards hear of it in the shard group, and tell their replicas.
     """
     try:
-        group = _known_to_all(shard_group, modules, lambda: _replicate_group(given))
+        group = _known_to_all(shard_group, modules, lambda: _replicate_group(given, shard_group))
     except GradferryError as error:
         with contextlib.suppress(GradferryError):
-            _expect_no_error(error, _replicate_group(given), modules, "come to attach", shard_group)
+            _expect_no_error(
+                error, _replicate_group(given, shard_group), modules, "come to attach", shard_group
+            )
         raise
     _known_to_all(
         shard_group,
@@ -375,20 +377,27 @@ def _replicas(
     return group
 
 
-def _replicate_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
-    if group is None:
+def _replicate_group(
+    given: dist.ProcessGroup | DeviceMesh | None, shard_group: dist.ProcessGroup
+) -> dist.ProcessGroup:
+    if given is None:
         raise ConfigError(
             "replicate_group is missing: give the group, or the dimension of the mesh, of the "
             "ranks that hold the same shard, such as mesh['replica']"
         )
-    if not isinstance(group, DeviceMesh):
-        return usable_group(group)
-    if group.ndim != 1:
+    if isinstance(given, DeviceMesh) and given.ndim != 1:
         raise ConfigError(
-            f"replicate_group is a mesh of {group.ndim} dimensions, {group}; give the dimension of "
+            f"replicate_group is a mesh of {given.ndim} dimensions, {given}; give the dimension of "
             "the replicas alone, such as mesh['replica']"
         )
-    return usable_group(group.get_group())
+    group = usable_group(given.get_group() if isinstance(given, DeviceMesh) else given)
+    both = set(dist.get_process_group_ranks(shard_group)) & set(dist.get_process_group_ranks(group))
+    if both != {dist.get_rank()}:
+        raise ConfigError(
+            f"ranks {sorted(both)} are in one shard group and in one replicate_group; the latter "
+            "has the ranks that hold the same shard, such as mesh['replica']"
+        )
+    return group
 
 
 def _check_modules(modules: Sequence[ShardedModule]) -> None:
@@ -403,7 +412,7 @@ def _check_modules(modules: Sequence[ShardedModule]) -> None:
             )
 
 
-def _check_replicas(modules: Sequence[ShardedModule], group: dist.ProcessGroup) -> None:
+def _check_replicas(modules: Sequence[ShardedModule]) -> None:
     for module in modules:
         if module.averages_replicas:
             raise ConfigError(
@@ -411,13 +420,6 @@ def _check_replicas(modules: Sequence[ShardedModule], group: dist.ProcessGroup) 
                 "dimensions; shard over one, fully_shard(module, mesh=mesh['shard'])"
             )
         _expect_free(module, "an all-reduce hook", module.all_reduce_hook)
-    shards = dist.get_process_group_ranks(modules[0].shard_group)
-    both = set(shards) & set(dist.get_process_group_ranks(group))
-    if both != {dist.get_rank()}:
-        raise ConfigError(
-            f"ranks {sorted(both)} are in one shard group and in one replicate_group; the latter "
-            "has the ranks that hold the same shard, such as mesh['replica']"
-        )
 
 
 def _expect_free(module: ShardedModule, what: str, found: object) -> None:

@@ -32,6 +32,11 @@ class Averaging(ABC):
     def _running(self) -> Running:
         """Raises StateError where there is none."""
 
+    @property
+    def _ring_share(self) -> float:
+        """See `Running.ring_share`."""
+        return self._running.ring_share
+
     def _repr_html_(self) -> str:
         """What a notebook shows: the text of ``print()``."""
         return f"<pre>{escape(str(self))}</pre>"
@@ -150,7 +155,7 @@ class Averaging(ABC):
         if running.engine is None:
             stats["steps"] = self._passed_steps()
         stats["fallbacks"] = self._passed_buckets()
-        stats["ratio"] = step_numbers.ratio(stats, running.ring_share)
+        stats["ratio"] = step_numbers.ratio(stats, self._ring_share)
         stats["choice"] = self._choice()
         return cast(Stats, stats)
 

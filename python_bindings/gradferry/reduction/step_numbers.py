@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from gradferry.reduction.after_steps import call_after_steps
 
-if TYPE_CHECKING:
-    from gradferry.reduction.averaging import Averaging
-
 StepCallback = Callable[[dict[str, Any]], None]
+
+
+class Counting(Protocol):
+    """An object with counters: an `Averaging`."""
+
+    def stats(self) -> Mapping[str, Any]:
+        """See `Averaging.stats`."""
+
+    @property
+    def _ring_share(self) -> float:
+        """See `Running.ring_share`."""
+
 
 # Keys of stats() that are sums over steps; their increase is the number of one step.
 SUMS = (
@@ -64,7 +73,7 @@ def ratio(counts: Mapping[str, Any], ring_share: float) -> float:
     return ring / counts["wire_bytes"] if counts["wire_bytes"] else 0.0
 
 
-def call_with_numbers(state: Averaging, callback: StepCallback) -> RemovableHandle:
+def call_with_numbers(state: Counting, callback: StepCallback) -> RemovableHandle:
     """See `HookState.on_step`."""
     weak_state = weakref.ref(state)
     before: Mapping[str, Any] = state.stats()
@@ -81,7 +90,13 @@ def call_with_numbers(state: Averaging, callback: StepCallback) -> RemovableHand
             return
         before = now
         ratios = {key: now[key] for key in _RATIOS}
-        share = state._running.ring_share
-        callback({"step": now["steps"] - 1, **step, "ratio": ratio(step, share), **ratios})
+        callback(
+            {
+                "step": now["steps"] - 1,
+                **step,
+                "ratio": ratio(step, state._ring_share),
+                **ratios,
+            }
+        )
 
     return call_after_steps(after_step, owner=state)

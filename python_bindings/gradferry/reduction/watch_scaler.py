@@ -39,4 +39,4 @@ def watch_scaler(running: Running) -> None:
             "leave grad_scaler= out"
         )
 
-    handle = call_after_steps(after_step, index=running.index)
+    handle = call_after_steps(after_step, index=running.index, owner=running)
