@@ -142,12 +142,15 @@ def case_unused(scenario: Scenario, saved: list[dict]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("device", ["cpu", "streamed"])
-def test_what_a_pass_leaves_out_stays_withheld(worlds: Worlds, device: str) -> None:
+def test_what_a_pass_leaves_out_stays_withheld(
+    worlds: Worlds, device_worlds: Worlds, device: str
+) -> None:
     # On a device that is where find_unused_parameters works; without an old .grad it drops as well.
     ddp = {"find_unused_parameters": True, "gradient_as_bucket_view": device != "cpu"}
     scenario = dataclasses.replace(scenario_of("q4", 1, device), ddp=ddp)
     saved = withheld_by_two(worlds, scenario)
-    (answer,) = worlds(1).run(case_unused, scenario=scenario, saved=saved)
+    alone = worlds(1) if device == "cpu" else device_worlds(1)
+    (answer,) = alone.run(case_unused, scenario=scenario, saved=saved)
     held = [still_missing([state], scenario)[0] for state in answer["seen"]]
     assert held[0].any()
     assert all(np.array_equal(held[0], each) for each in held)

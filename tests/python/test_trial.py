@@ -133,9 +133,11 @@ def case_tried(
     start = running.start_engine
 
     def start_unless_broken(config: Any, *arguments: Any, **options: Any) -> Any:
+        engine = start(config, *arguments, **options)
+        # Once ranks are connected: the other one would wait for that until half of the timeout.
         if run.rank == 1 and str(config.codec) == broken:
             raise ConfigError(f"{broken} does not start here")
-        return start(config, *arguments, **options)
+        return engine
 
     with (
         mock.patch.object(running, "start_engine", start_unless_broken),
