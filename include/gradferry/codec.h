@@ -129,7 +129,7 @@ struct Codec {
   // residual is multiplied by gain, which converts it to the units of this gradient, or unchanged
   // if the product is not finite. `gradient` needs only the alignment of one element; `out` and
   // `residual` are 16-byte aligned and overlap nothing.
-  // alpha: in (0, 1]: 1, or in momentum mode 1 - momentum. Codecs compute with any other float as
+  // alpha: in (0, 1]: 1, or 1 - the codec's momentum. Codecs compute with any other float as
   // it is: 0 sends the residual alone; where a large one, an infinity or NaN makes v not finite,
   // that counts as a gradient that is not finite. undo needs the alpha of encode.
   void (*encode)(const TileBatch& batch, const void* gradient, float alpha, const float* gain,
