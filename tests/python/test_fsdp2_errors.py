@@ -71,7 +71,7 @@ TEXTS = {
     "native replicas": "over replicas itself, since its mesh has two dimensions; shard over one",
     "no group": "replicate_group is missing",
     "two dimensions": "a mesh of 2 dimensions",
-    "shard group": "are in one shard group and in one replicate_group",
+    "shard group": "of this rank's shard group; give the ranks",
     "auto": "codec='auto' forecasts the steps of DistributedDataParallel",
     "unknown codec": "q5",
     # Ranks of the world: shard 0 is on ranks 0 and 2, shard 1 on 1 and 3.
@@ -150,7 +150,8 @@ def case_no_group(given: Any) -> list[Outcome]:
     sharding = Sharding()
     mesh = sharding.mesh()
     model = sharding.model(mesh["shard"])
-    group = given if dist.get_rank() == 2 else mesh["replica"]
+    wrong = mesh["shard"] if given == "shard" else given
+    group = wrong if dist.get_rank() == 2 else mesh["replica"]
     return [
         attempt(lambda: gradferry.fsdp.attach(model, "q4", group)),
         attempt(lambda: gradferry.fsdp.attach(model, "q4", mesh["replica"])),
@@ -158,13 +159,21 @@ def case_no_group(given: Any) -> list[Outcome]:
     ]
 
 
+# What one rank gives for its group, and the error.
+NO_REPLICAS = {
+    None: "replicate_group is missing",
+    "replica": "group='replica' is no process group",
+    "shard": "replicate_group has ranks [2, 3] of this rank's shard group",
+}
+
+
 @pytest.mark.torch_core
-@pytest.mark.parametrize("given", [None, "replica"], ids=["missing", "wrong"])
+@pytest.mark.parametrize("given", NO_REPLICAS, ids=["missing", "wrong", "shards"])
 def test_a_rank_without_replicate_group_does_not_keep_the_others_waiting(
     worlds: Worlds, given: Any
 ) -> None:
     # Groups of a mesh wait for five minutes, and a case has one.
-    text = "replicate_group is missing" if given is None else "group='replica' is no process group"
+    text = NO_REPLICAS[given]
     for rank, (refused, *later) in enumerate(worlds(4).run(case_no_group, given=given)):
         assert refused.error == "ConfigError"
         assert refused.text.startswith(text if rank == 2 else f"rank 2: {text}"), refused.text

@@ -394,8 +394,8 @@ def _replicate_group(
     both = set(dist.get_process_group_ranks(shard_group)) & set(dist.get_process_group_ranks(group))
     if both != {dist.get_rank()}:
         raise ConfigError(
-            f"ranks {sorted(both)} are in one shard group and in one replicate_group; the latter "
-            "has the ranks that hold the same shard, such as mesh['replica']"
+            f"replicate_group has ranks {sorted(both)} of this rank's shard group; give the ranks "
+            "that hold the same shard, such as mesh['replica']"
         )
     return group
 
