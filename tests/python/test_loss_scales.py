@@ -231,10 +231,15 @@ def case_not_updated(device: str = "cpu") -> dict[str, list[str]]:
 
         place, group = fake_device.DEVICE, fake_device.group(device)
     said = {}
-    for how in ("other scaler", "two optimizers", "no scaler"):
+    for how in ("other scaler", "two optimizers", "no scaler", "hook is gone"):
         known = torch.amp.GradScaler(place.type, init_scale=8.0)
         used = torch.amp.GradScaler(place.type, init_scale=8.0) if how == "other scaler" else known
-        ddp = DistributedDataParallel(nn.Linear(40, 40).to(place), process_group=group)
+        model = nn.Linear(40, 40).to(place)
+        if how == "hook is gone":
+            first = DistributedDataParallel(model, process_group=group)
+            gradferry.attach(first, "q4", grad_scaler=torch.amp.GradScaler(place.type))
+            del first
+        ddp = DistributedDataParallel(model, process_group=group)
         gradferry.attach(ddp, "q4", grad_scaler=None if how == "no scaler" else known)
         optimizers = [torch.optim.SGD([p], lr=0.0) for p in ddp.parameters()]
         with warnings.catch_warnings(record=True) as caught:
@@ -251,7 +256,7 @@ def case_not_updated(device: str = "cpu") -> dict[str, list[str]]:
 
 def check_not_updated(answers: list[dict[str, list[str]]]) -> None:
     for said in answers:
-        assert said["two optimizers"] == said["no scaler"] == []
+        assert said["two optimizers"] == said["no scaler"] == said["hook is gone"] == []
         (text,) = said["other scaler"]
         assert text.startswith(f"{__file__}: SGD has stepped 3 times without an update() of the")
 
