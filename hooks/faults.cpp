@@ -86,8 +86,7 @@ std::string describe_loss_scale(const Verdict& verdict) {
   const std::string rank = std::to_string(reporter), at = " at step " + std::to_string(step);
   const std::string scale = loss_scale_text(fault.received);
   if (!is_loss_scale(fault.received)) {
-    return "the scale of rank " + rank + "'s GradScaler is " + scale + at +
-           "; it must be positive and finite: load a sound state into it, or make a new one";
+    return "the scale of rank " + rank + "'s GradScaler is " + scale + at + kUnsoundLossScale;
   }
   return "rank " + rank + " differs from rank " + std::to_string(fault.rank) +
          " in the scale of its GradScaler" + at + ": " + scale + " instead of " +

@@ -44,6 +44,9 @@ struct Verdict {
 
 // Whether the bits in a commit are those of a loss scale: a positive finite fp32.
 bool is_loss_scale(uint64_t bits);
+// Ends the text about a scale that is none.
+inline constexpr const char* kUnsoundLossScale =
+    "; it must be positive and finite: load a sound state into it, or make a new one";
 
 // "rank 1 refused what rank 0 sent: ..." with both values and advice.
 std::string describe(const Verdict& verdict);

@@ -3,11 +3,12 @@
 #include <ATen/Functions.h>
 
 #include <algorithm>
-#include <cmath>
+#include <bit>
 #include <utility>
 
 #include "background_thread.h"
 #include "engine_errors.h"
+#include "faults.h"
 #include "host/node_sum.h"
 
 namespace gradferry {
@@ -130,13 +131,16 @@ void HostEngine::average_alone(Bucket bucket) {
 
 // Whether all is that DDP does not drop.
 bool HostEngine::is_finite(const Bucket& bucket) const {
+  const auto all_finite = [](const at::Tensor& values) {
+    return at::isfinite(values).all().item<bool>();
+  };
+  if (all_finite(bucket.gradient)) return true;
+  if (bucket.used.empty()) return false;
   int64_t offset = 0;
   for (size_t i = 0; i < bucket.plan->parameters.size(); ++i) {
     const Parameter& parameter = layout_.parameters()[bucket.plan->parameters[i]];
     const auto size = static_cast<int64_t>(parameter.num_elements);
-    const at::Tensor part = bucket.gradient.narrow(0, offset, size);
-    const bool is_used = bucket.used.empty() || bucket.used[i] != 0;
-    if (is_used && !at::isfinite(part).all().item<bool>()) return false;
+    if (bucket.used[i] != 0 && !all_finite(bucket.gradient.narrow(0, offset, size))) return false;
     offset += size;
   }
   return true;
@@ -198,10 +202,8 @@ void HostEngine::send_to_siblings(ChunkJob& job) {
 float HostEngine::loss_scale() const {
   if (!options_.loss_scale.defined()) return 1.0F;
   const auto scale = *options_.loss_scale.const_data_ptr<float>();
-  GRADFERRY_EXPECTS(std::isfinite(scale) && scale > 0.0F, kState,
-                    "the GradScaler's scale is " + std::to_string(scale) +
-                        "; it must be positive and finite: load a sound "
-                        "state into it, or make a new one");
+  GRADFERRY_EXPECTS(is_loss_scale(std::bit_cast<uint32_t>(scale)), kState,
+                    "the GradScaler's scale is " + std::to_string(scale) + kUnsoundLossScale);
   return scale;
 }
 

@@ -21,8 +21,8 @@ HostResiduals::HostResiduals(const Layout& layout, bool keep_copy)
     : layout_(layout),
       residuals_(c10::kCPU),
       keeps_copy_(keep_copy),
-      worker_before_(room_for(worker_tensor(), false)),
-      owner_before_(room_for(owner_tensor(), false)) {}
+      worker_before_(room_for(worker_tensor(), keep_copy)),
+      owner_before_(room_for(owner_tensor(), keep_copy)) {}
 
 void HostResiduals::allocate() {
   residuals_ = Residuals(layout_, c10::kCPU);
