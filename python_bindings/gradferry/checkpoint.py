@@ -22,7 +22,7 @@ import re
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,16 +30,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradferry.core.agreement import (
-    Record,
-    error_record,
-    gather_records,
-    meeting_place,
-    raise_first_error,
-)
+from gradferry.core.agreement import Record, meeting_place, on_all_ranks
 from gradferry.core.content_file import read_content, write_content
 from gradferry.core.durable import durable_file
-from gradferry.core.meeting import name_ranks
+from gradferry.core.meeting import name_ranks, world_ranks
 from gradferry.core.warn import warn_or_log
 from gradferry.errors import ProtocolError, StateError
 from gradferry.reduction.averaging import Averaging
@@ -97,10 +91,10 @@ def save(
 
     try:
         # All ranks write under the token of rank 0.
-        token = _checked_token(_on_all_ranks(begin, group, place)[0])
-        written = _on_all_ranks(lambda: _write_own(folder, token, rank, content), group, place)
-        _on_all_ranks(
-            lambda: _publish(folder, token, group, written) if rank == 0 else {}, group, place
+        token = _checked_token(on_all_ranks(begin, group, place)[0])
+        written = on_all_ranks(lambda: _write_own(folder, token, rank, content), group, place)
+        on_all_ranks(
+            lambda: _publish(folder, token, group, written) if rank == 0 else None, group, place
         )
     except BaseException:
         # If rank 0 has replaced the manifest, and this rank has not heard of it, all files stay.
@@ -227,19 +221,6 @@ class ResizedState:
 # --- how a save goes on ---
 
 
-def _on_all_ranks(
-    act: Callable[[], Record], group: dist.ProcessGroup, place: torch.device
-) -> list[Record]:
-    """What `act` returned on every rank. The error of one is raised on all. Collective."""
-    try:
-        record = act()
-    except Exception as error:
-        record = error_record(error)
-    records = gather_records(record, group, place)
-    raise_first_error(records, group)
-    return records
-
-
 def _checked_token(record: Record) -> str:
     token = str(record.get("token"))
     if not _TOKEN.fullmatch(token):
@@ -263,16 +244,14 @@ def _write_own(folder: Path, token: str, rank: int, content: Mapping[str, Any]) 
     return {**record, "where": f"{socket.gethostname()}:{path.absolute()}"}
 
 
-def _publish(
-    folder: Path, token: str, group: dist.ProcessGroup, written: Sequence[Record]
-) -> Record:
+def _publish(folder: Path, token: str, group: dist.ProcessGroup, written: Sequence[Record]) -> None:
     """Replaces the manifest, and removes files that it does not name. For rank 0."""
     _expect_all_seen(folder, token, written)
     files = [
         {"name": _file_name(rank, token), "bytes": each["bytes"], "blake2b": each["blake2b"]}
         for rank, each in enumerate(written)
     ]
-    ranks = dist.get_process_group_ranks(group)
+    ranks = world_ranks(group)
     manifest = {"format": _FORMAT, "ranks": ranks, "files": files}
     try:
         with durable_file(folder / _MANIFEST, folder / _DRAFT.format(token)) as file:
@@ -280,7 +259,6 @@ def _publish(
     except FileNotFoundError as error:
         raise _overtaken(folder) from error
     _remove_unnamed(folder, [path.name for path in folder.iterdir()])
-    return {}
 
 
 def _expect_all_seen(folder: Path, token: str, written: Sequence[Record]) -> None:

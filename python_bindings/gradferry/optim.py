@@ -84,8 +84,8 @@ def momentum_mode(optimizer: OptimizerT, state: Averaging) -> OptimizerT:
     Raises:
         ConfigError: the hook has no momentum, and the optimizer is not in momentum mode; the hook
             has warm-up steps, and the optimizer is SGD; the optimizer is another, or holds a
-            parameter that the hook does not reduce. A later
-            ``step()`` raises it, too, for parameters in groups that were added.
+            parameter that the hook does not reduce. A later ``step()`` raises it, too, for
+            parameters in groups that were added.
         StateError: the state is not bound.
     """
     hook = delivered_momentum(state)

@@ -62,10 +62,11 @@ def test_checkpoint_replaces_the_one_before_and_leaves_nothing_of_it(
 def case_save_while_a_rank_lags(folder: str, lagging: int) -> Any:
     """After every save one rank goes on only when the other has written its next file."""
     from gradferry import checkpoint
+    from gradferry.core import agreement
 
     rank = dist.get_rank()
     saves = 4
-    gather, named = checkpoint.gather_records, set[str]()
+    gather, named = agreement.gather_records, set[str]()
     calls = 0
 
     def lag(*arguments: Any) -> Any:
@@ -83,7 +84,7 @@ def case_save_while_a_rank_lags(folder: str, lagging: int) -> Any:
         return gathered
 
     versions = []
-    with mock.patch.object(checkpoint, "gather_records", lag if rank == lagging else gather):
+    with mock.patch.object(agreement, "gather_records", lag if rank == lagging else gather):
         for version in range(saves):
             checkpoint.save(folder, content(rank, version))
             versions.append(checkpoint.load(folder)["version"])

@@ -131,19 +131,20 @@ def test_of_two_saves_at_once_one_is_complete_and_the_other_one_too_or_raises(
 def case_save_within(folder: str, place: int) -> tuple[Outcome, int, list[str]]:
     """Another save of all ranks comes before one of the records that a save gathers."""
     from gradferry import checkpoint
+    from gradferry.core import agreement
 
-    rank, gather = dist.get_rank(), checkpoint.gather_records
+    rank, gather = dist.get_rank(), agreement.gather_records
     calls = 0
 
     def gather_after_save(*arguments: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == place:
-            with mock.patch.object(checkpoint, "gather_records", gather):
+            with mock.patch.object(agreement, "gather_records", gather):
                 checkpoint.save(folder, {"version": 3, "rank": rank})
         return gather(*arguments)
 
-    with mock.patch.object(checkpoint, "gather_records", gather_after_save):
+    with mock.patch.object(agreement, "gather_records", gather_after_save):
         outcome = attempt(lambda: checkpoint.save(folder, {"version": 2, "rank": rank}))
     dist.barrier()
     content = checkpoint.load(folder)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -171,6 +171,32 @@ def most_of_ranks(
     dist.all_reduce(tensor, dist.ReduceOp.MAX, group)
     result: list[float] = tensor.tolist()
     return result
+
+
+def on_all_ranks(
+    act: Callable[[], Record | None],
+    group: dist.ProcessGroup,
+    place: torch.device,
+    where: str | None = None,
+) -> list[Record]:
+    """What `act` returned on every rank, {} for None. The error of one is raised on all, so that
+    none goes on alone. Collective.
+
+    Args:
+        act: returns a record, or nothing.
+        group: of the ranks.
+        place: a device that the group has a backend for.
+        where: begins the text of an error.
+    """
+    try:
+        record = act() or {}
+    except Exception as error:
+        record = error_record(error)
+        if where is not None:
+            record["message"] = f"{where}: {record['message']}"
+    records = gather_records(record, group, place)
+    raise_first_error(records, group)
+    return records
 
 
 def raise_first_error(records: list[Record], group: dist.ProcessGroup) -> None:

@@ -1,6 +1,8 @@
-"""Names of parameters, without what torch's wrappers put into them."""
+"""Names of parameters, without what torch's wrappers put into them, and in messages."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 # What torch.compile, checkpoint_wrapper and FullyShardedDataParallel call the module inside. Names
 # of torch's get_state_dict() leave these out, too.
@@ -14,3 +16,13 @@ def plain_name(name: str) -> str:
     'blocks.0.weight'
     """
     return ".".join(part for part in name.split(".") if part not in _WRAPPED)
+
+
+def first_of(names: Sequence[str]) -> str:
+    """At least one name, as a message shows them.
+
+    >>> first_of(["weight", "bias", "scale"])
+    "'weight' and 2 more"
+    """
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"{names[0]!r}{more}"

@@ -15,7 +15,7 @@ from gradferry import _native
 from gradferry.core.agreement import Record
 from gradferry.core.config import Config
 from gradferry.core.device import CPU
-from gradferry.core.names import plain_name
+from gradferry.core.names import first_of, plain_name
 from gradferry.core.parameters import reduced_parameters
 from gradferry.core.warn import warn
 from gradferry.errors import ConfigError, StateError
@@ -193,10 +193,9 @@ def _check_parameters(ddp: DistributedDataParallel, named: Named) -> frozenset[s
             )
     apart = [name for name, parameter in trained_parameters(ddp) if id(parameter) not in reduced]
     if apart:
-        more = f" and {len(apart) - 1} more" if len(apart) > 1 else ""
         warn(
             "DistributedDataParallel does not reduce the gradients of "
-            f"{apart[0]!r}{more}, frozen or not there yet when it was built: they "
+            f"{first_of(apart)}, frozen or not there yet when it was built: they "
             "will differ from rank to rank; wrap the model after the last change to its parameters"
         )
     return frozenset(apart)

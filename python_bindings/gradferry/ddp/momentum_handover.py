@@ -13,6 +13,7 @@ import torch
 
 from gradferry import _native
 from gradferry.core.agreement import Record, gather_records
+from gradferry.core.names import first_of
 from gradferry.errors import StateError
 from gradferry.reduction.running import Running
 
@@ -81,7 +82,5 @@ class MomentumHandover:
             if missing:
                 names = [self._running.parameters[number].name for number in missing]
                 raise StateError(
-                    f"rank {rank} {fault} {names[0]!r}"
-                    + (f" and {len(names) - 1} more" if len(names) > 1 else "")
-                    + f", unlike another rank: {advice}"
+                    f"rank {rank} {fault} {first_of(names)}, unlike another rank: {advice}"
                 )

@@ -19,7 +19,8 @@ from gradferry.core.agreement import (
     raise_first_error,
 )
 from gradferry.core.config import COARSE_BITS, Config, make_config
-from gradferry.core.meeting import EchoError, meet, patience, say_failed
+from gradferry.core.meeting import EchoError, meet, patience, say_failed, world_ranks
+from gradferry.core.names import first_of
 from gradferry.core.nodes import AUTO, FLAT
 from gradferry.core.options import WORKSPACE_CAP_MB, Options
 from gradferry.core.warn import warn
@@ -27,7 +28,7 @@ from gradferry.errors import ConfigError, GradferryError
 from gradferry.fsdp.hooks import ModuleHook, Passes, ReduceScatterHook, ReplicaHook
 from gradferry.fsdp.model import Shard, ShardedModule, sharded_modules, unsharded_parameters
 from gradferry.fsdp.state import ShardedState
-from gradferry.fsdp.watch import watch
+from gradferry.fsdp.watch import Guard, watch
 from gradferry.reduction.advice import watch_optimizer
 from gradferry.reduction.rules import warn_about_rules
 from gradferry.reduction.running import Running, propose
@@ -218,7 +219,7 @@ def attach_reduce_scatter(
     running = _start(group, modules, propose_here)
     hooks = _hooks(ReduceScatterHook, running, modules)
     _finish(model, modules, running, hooks)
-    return ShardedState(running, hooks, f"group_of_rank_{min(dist.get_process_group_ranks(group))}")
+    return ShardedState(running, hooks, f"group_of_rank_{min(world_ranks(group))}")
 
 
 def _config(options: Options) -> Config:
@@ -295,14 +296,25 @@ def _expect_no_error(
     group: dist.ProcessGroup,
     modules: Sequence[ShardedModule],
     purpose: str,
-    beside: dist.ProcessGroup | None = None,
 ) -> None:
-    """Raises the error of this rank, else that of another rank of the group. Collective. `purpose`
-    and `beside` as for `meet`.
-    """
+    """Raises the error of this rank, else that of another rank of the group. Collective."""
+    _raise_first(own, _records(own, group, modules, purpose), group)
+
+
+def _records(
+    own: Exception | None,
+    group: dist.ProcessGroup,
+    modules: Sequence[ShardedModule],
+    purpose: str,
+    beside: dist.ProcessGroup | None = None,
+) -> list[Record]:
+    """The errors of a group's ranks. Collective. `purpose` and `beside` as for `meet`."""
     place = meeting_place(group, modules[0].device)
     meet(group, patience(group, place), purpose, beside)
-    records = gather_records({} if own is None else error_record(own), group, place)
+    return gather_records({} if own is None else error_record(own), group, place)
+
+
+def _raise_first(own: Exception | None, records: list[Record], group: dist.ProcessGroup) -> None:
     if own is not None and not isinstance(own, EchoError):
         raise own
     raise_first_error(records, group)
@@ -337,13 +349,12 @@ def _finish(
     for hook in hooks:
         hook.set()
     apart = list(unsharded_parameters(model, modules))
-    watch(model, modules, running, hooks, apart, averages_replicas=averages_replicas)
+    watch(model, Guard(modules, running, hooks, apart, averages_replicas=averages_replicas))
     watch_optimizer(running)
     # Warnings come last: the user's filters may make them errors.
     if apart:
-        more = f" and {len(apart) - 1} more" if len(apart) > 1 else ""
         warn(
-            f"FSDP2 does not reduce the gradients of {apart[0]!r}{more}: they will differ from "
+            f"FSDP2 does not reduce the gradients of {first_of(apart)}: they will differ from "
             "rank to rank; call fully_shard on the whole model, too, and then attach"
         )
     if running.engine is None:
@@ -359,21 +370,36 @@ def _replicas(
     modules: Sequence[ShardedModule],
 ) -> dist.ProcessGroup:
     """The group of this rank's replicas. Collective, since a rank without one cannot tell them:
-    ranks with other shards hear of it in the shard group, and tell their replicas.
+    ranks with other shards hear of it in the shard group, and tell their replicas. No rank returns
+    before those that were told have told their shard group: it could come to the next call while
+    others still wait for it in this one.
     """
+    own: Exception | None = None
     try:
         group = _known_to_all(shard_group, modules, lambda: _replicate_group(given, shard_group))
     except GradferryError as error:
-        with contextlib.suppress(GradferryError):
-            _expect_no_error(
-                error, _replicate_group(given, shard_group), modules, "come to attach", shard_group
-            )
-        raise
-    _known_to_all(
-        shard_group,
-        modules,
-        lambda: _expect_no_error(None, group, modules, "come to attach", shard_group),
-    )
+        own = error
+        try:
+            group = _replicate_group(given, shard_group)
+        except GradferryError:
+            raise own from None
+    records: list[Record] = []
+
+    def tell_and_hear() -> None:
+        records.extend(_records(own, group, modules, "come to attach", shard_group))
+        _raise_first(own, records, group)
+
+    try:
+        if own is not None:
+            tell_and_hear()
+        _known_to_all(shard_group, modules, tell_and_hear)
+    except GradferryError as error:
+        if any("error" in record for record in records):
+            with contextlib.suppress(GradferryError):
+                _records(error, group, modules, "hear of an error")
+        if own is None:
+            raise
+        raise own from None
     return group
 
 
@@ -391,7 +417,7 @@ def _replicate_group(
             "the replicas alone, such as mesh['replica']"
         )
     group = usable_group(given.get_group() if isinstance(given, DeviceMesh) else given)
-    both = set(dist.get_process_group_ranks(shard_group)) & set(dist.get_process_group_ranks(group))
+    both = set(world_ranks(shard_group)) & set(world_ranks(group))
     if both != {dist.get_rank()}:
         raise ConfigError(
             f"replicate_group has ranks {sorted(both)} of this rank's shard group; give the ranks "
@@ -401,10 +427,10 @@ def _replicate_group(
 
 
 def _check_modules(modules: Sequence[ShardedModule]) -> None:
-    members = dist.get_process_group_ranks(modules[0].shard_group)
+    members = world_ranks(modules[0].shard_group)
     for module in modules:
         module.expect_values()
-        theirs = dist.get_process_group_ranks(module.shard_group)
+        theirs = world_ranks(module.shard_group)
         if theirs != members:
             raise ConfigError(
                 f"{module.name!r} is sharded over ranks {theirs}, {modules[0].name!r} over "

@@ -101,7 +101,7 @@ def warn_or_end(running: Running, text: str) -> None:
 
 def _end(running: Running, message: str) -> None:
     if running.engine is not None:
-        running.engine.fail(f"rank {running.world_ranks[running.rank]}: {message}")
+        running.engine.fail(f"rank {running.world_rank}: {message}")
 
 
 class ModuleHook(ABC):

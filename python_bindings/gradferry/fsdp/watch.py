@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from gradferry.core.names import first_of
 from gradferry.fsdp.hooks import ModuleHook, fail, synced_passes, warn_or_end
 from gradferry.fsdp.model import (
     ShardedModule,
@@ -19,31 +21,14 @@ from gradferry.reduction.running import Running
 from gradferry.reduction.silent_hook import has_gradients_of, silence_of, watch_hook
 
 
-def watch(
-    model: nn.Module,
-    modules: Sequence[ShardedModule],
-    running: Running,
-    hooks: Sequence[ModuleHook],
-    apart: Sequence[str],
-    *,
-    averages_replicas: bool,
-) -> None:
-    """Watches a model for as long as it lives.
-
-    Args:
-        model: has its hooks.
-        modules: its modules that FSDP2 reduces.
-        running: of the hooks.
-        hooks: one for each module.
-        apart: names of parameters that train although FSDP2 does not reduce them.
-        averages_replicas: whether what the hooks leave out differs between replicas.
-    """
-    guard = _Guard(modules, running, hooks, apart, averages_replicas)
+def watch(model: nn.Module, guard: Guard) -> None:
+    """Watches a model, which has its hooks, for as long as it lives."""
     # Before FSDP2's own hook, which communicates.
     model.register_forward_pre_hook(guard, prepend=True)
+    index = guard.running.index
     weak = weakref.ref(guard)  # it refers to the model, which has it for life
 
-    def alive() -> _Guard:
+    def alive() -> Guard:
         guard = weak()
         assert guard is not None
         return guard
@@ -51,39 +36,42 @@ def watch(
     watch_hook(
         model,
         passes=lambda: alive().passes(),
-        trains=lambda optimizer: has_gradients_of(optimizer, running.index),
+        trains=lambda optimizer: has_gradients_of(optimizer, index),
         explain=lambda optimizer: alive().explain(optimizer),
     )
 
 
-class _Guard:
+@dataclass(eq=False)
+class Guard:
     """Raises in the forward pass what has ended the engine: after a backward pass that failed,
     FSDP2 may leave out its hooks, and so reduce nothing. In the first one also that a module has no
     hook: since it was sharded later, or since the model is only a part of what is sharded, which
     FSDP2 does not know before. And, as often as `check_every` says, that FSDP2 does not reduce a
-    parameter that trains, unless it did so `apart` at attach.
+    parameter that trains, unless it did so at attach.
+
+    Attributes:
+        modules: of the model, that FSDP2 reduces.
+        running: of the hooks.
+        hooks: one for each module.
+        apart: names of parameters that train although FSDP2 does not reduce them.
+        averages_replicas: whether what the hooks leave out differs between replicas.
     """
 
-    def __init__(
-        self,
-        modules: Sequence[ShardedModule],
-        running: Running,
-        hooks: Sequence[ModuleHook],
-        apart: Sequence[str],
-        averages_replicas: bool,
-    ) -> None:
-        self._modules = modules
-        self._running = running
-        self._hooks = hooks
-        self._apart = apart
-        self._averages_replicas = averages_replicas
+    modules: Sequence[ShardedModule]
+    running: Running
+    hooks: Sequence[ModuleHook]
+    apart: Sequence[str]
+    averages_replicas: bool
+
+    def __post_init__(self) -> None:
+        running = self.running
         self._every = running.config.check_every if running.engine is not None else 0
         self._was_compared = False
         self._checks = 0
 
     def __call__(self, model: nn.Module, *_: object) -> None:
-        if self._running.engine is not None:
-            self._running.engine.expect_alive()
+        if self.running.engine is not None:
+            self.running.engine.expect_alive()
         if not self._was_compared:
             self._was_compared = True
             self._compare_modules(model)
@@ -93,30 +81,29 @@ class _Guard:
             self._check_parameters(model)
 
     def _compare_modules(self, model: nn.Module) -> None:
-        names = [module.name for module in self._modules]
+        names = [module.name for module in self.modules]
         now = [module.name for module in sharded_modules(model)]
         later = [name for name in now if name not in names]
         if later:
             fail(
-                self._running,
+                self.running,
                 f"fully_shard was called on {later[0]!r} after attach, so that its gradients "
                 "would not reach the hook; attach after the last fully_shard",
             )
-        rest = list(modules_outside(model)) if self._averages_replicas else []
+        rest = list(modules_outside(model)) if self.averages_replicas else []
         if rest:
-            more = f" and {len(rest) - 1} more" if len(rest) > 1 else ""
             warn_or_end(
-                self._running,
+                self.running,
                 "gradferry.fsdp.attach was called on a part of a sharded model: the gradients "
-                f"of {rest[0]!r}{more} are not averaged over replicas, so that these will "
+                f"of {first_of(rest)} are not averaged over replicas, so that these will "
                 "differ; attach to the whole model instead",
             )
 
     def _check_parameters(self, model: nn.Module) -> None:
-        for name in unsharded_parameters(model, self._modules):
-            if name not in self._apart:
+        for name in unsharded_parameters(model, self.modules):
+            if name not in self.apart:
                 fail(
-                    self._running,
+                    self.running,
                     f"parameter {name!r} was added, or unfrozen, after attach, and FSDP2 does not "
                     "reduce its gradient; call fully_shard on the whole model after the last "
                     "change to it, and then attach",
@@ -124,11 +111,11 @@ class _Guard:
 
     def passes(self) -> int:
         """Synced backward passes so far."""
-        return synced_passes(self._hooks)
+        return synced_passes(self.hooks)
 
     def explain(self, optimizer: Optimizer) -> str:
         """The warning that the hooks are not called."""
-        pairs = zip(self._modules, self._hooks, strict=True)
+        pairs = zip(self.modules, self.hooks, strict=True)
         lost = next((module.name for module, hook in pairs if not hook.is_set()), None)
         return silence_of(optimizer) + (
             "compressed: FSDP2 calls its hooks after loss.backward() of a forward pass through the "

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +10,7 @@ import torch
 import torch.distributed as dist
 
 from gradferry import checkpoint
-from gradferry.core.agreement import (
-    Record,
-    error_record,
-    gather_records,
-    meeting_place,
-    raise_first_error,
-)
+from gradferry.core.agreement import gather_records, meeting_place, on_all_ranks
 from gradferry.core.meeting import name_ranks, world_ranks
 from gradferry.ddp.state import HookState
 from gradferry.errors import ConfigError, StateError
@@ -63,9 +55,13 @@ def load(folder: Path, state: HookState, group: dist.ProcessGroup, on_resize: st
             "system that all ranks share"
         )
     saved = None
+
+    def read() -> None:
+        nonlocal saved
+        saved = _read(folder, state, on_resize)
+
     if not blind:
-        with everywhere(group, str(folder)):
-            saved = _read(folder, state, on_resize)
+        on_all_ranks(read, group, _place(group), str(folder))
     restore(saved, state, group, on_resize, str(folder))
 
 
@@ -77,7 +73,8 @@ def restore(
     where: str,
 ) -> None:
     """Loads on every rank or fails on every rank. Collective. None: nothing was saved."""
-    with everywhere(group, where):
+
+    def load() -> None:
         if saved is not None:
             state.load_state_dict(saved, on_resize)
         elif on_resize != "drop":
@@ -87,26 +84,15 @@ def restore(
                 "withheld, with on_resize='drop'"
             )
 
-
-@contextlib.contextmanager
-def everywhere(group: dist.ProcessGroup, where: str) -> Iterator[None]:
-    """Raises what a rank raised inside on all ranks, so that none trains on alone. Collective."""
-    record: Record = {}
-    try:
-        yield
-    except Exception as error:
-        record = error_record(error)
-        record["message"] = f"{where}: {record['message']}"
-    raise_first_error(gather_records(record, group, _place(group)), group)
+    on_all_ranks(load, group, _place(group), where)
 
 
 def gather(state: HookState, group: dist.ProcessGroup) -> dict[str, Any] | None:
     """The merged states of all ranks, on the first rank; None on the others. Collective."""
-    mine: dict[str, Any] = {}
-    with everywhere(group, "saving"):
-        mine = state.state_dict()
-    slot: dict[str, torch.Tensor] = mine.pop(f"slot_{state.rank}")
     place = _place(group)
+    mine: dict[str, Any] = {}
+    on_all_ranks(lambda: mine.update(state.state_dict()), group, place, "saving")
+    slot: dict[str, torch.Tensor] = mine.pop(f"slot_{state.rank}")
     sizes = gather_records({name: held.numel() for name, held in slot.items()}, group, place)
     slots: list[dict[str, torch.Tensor]] = [{} for _ in sizes]
     for name, held in sorted(slot.items()):

@@ -137,7 +137,7 @@ def _watch(running: Running, judge: Callable[[Optimizer], str | None]) -> None:
         elif text := judge(optimizer):
             warn(text)
 
-    handle = call_after_steps(look, index=running.index)
+    handle = call_after_steps(look, index=running.index, owner=running)
 
 
 def _watch_passes(running: Running) -> None:
@@ -168,4 +168,4 @@ def _watch_passes(running: Running) -> None:
         before[optimizer] = passes
 
     momentum = running.config.momentum
-    handle = call_after_steps(count, index=running.index)
+    handle = call_after_steps(count, index=running.index, owner=running)

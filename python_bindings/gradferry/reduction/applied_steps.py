@@ -20,12 +20,10 @@ def end_optimizer_steps(running: Running) -> None:
 
     def end(optimizer: Optimizer) -> None:
         running = weak()
-        if running is None:
-            handle.remove()
-        elif running.engine is not None:
+        if running is not None and running.engine is not None:
             running.engine.end_optimizer_step(applied=_has_applied(optimizer))
 
-    handle = call_after_steps(end, index=running.index)
+    call_after_steps(end, index=running.index, owner=running)
 
 
 def _has_applied(optimizer: Optimizer) -> bool:

@@ -18,14 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from gradferry import _native
 from gradferry._build_info import GRADFERRY_VERSION
-from gradferry.core.agreement import (
-    Record,
-    error_record,
-    gather_records,
-    meeting_place,
-    raise_first_error,
-    record_hash,
-)
+from gradferry.core.agreement import Record, meeting_place, on_all_ranks, record_hash
 from gradferry.core.codec_spec import AUTO, CodecSpec
 from gradferry.core.config import Config
 from gradferry.core.device import Transport, transport_of
@@ -93,6 +86,11 @@ class Running:
     def world_size(self) -> int:
         """Number of ranks in the process group."""
         return len(self.world_ranks)
+
+    @property
+    def world_rank(self) -> int:
+        """This rank in the whole job: how errors name it."""
+        return self.world_ranks[self.rank]
 
     @property
     def config_hash(self) -> int:
@@ -244,14 +242,14 @@ class Running:
         old = replace(self)
         group = self.group
         place = meeting_place(group, self.transport.device)
-        nonce: Record = {"nonce": uuid.uuid4().hex}
         residuals = None
-        try:
+
+        def read_old() -> Record:
+            nonlocal residuals
             residuals = None if old.engine is None else old.engine.state()
-        except Exception as error:  # known to this rank alone
-            nonce = error_record(error)
-        nonces = gather_records(nonce, group, place)
-        raise_first_error(nonces, group)
+            return {"nonce": uuid.uuid4().hex}
+
+        nonces = on_all_ranks(read_old, group, place)
         if old.engine is not None:
             counted = old.engine.stats()
             sums = {key: counted[key] for key in step_numbers.SUMS if key in counted}
@@ -260,14 +258,8 @@ class Running:
         self.exchange = exchange or old.exchange
         self.parameters = tuple(self._described(self.config))
         self.switches += 1
-        outcome: Record = {}
         try:
-            self.start(group, str(nonces[0]["nonce"]))
-        except Exception as error:
-            outcome = error_record(error)
-        outcomes = gather_records(outcome, group, place)
-        try:
-            raise_first_error(outcomes, group)
+            on_all_ranks(lambda: self.start(group, str(nonces[0]["nonce"])), group, place)
         except GradferryError:
             # As it was; but no later engine may have the hash of this one.
             vars(self).update({**vars(old), "switches": self.switches})

@@ -296,7 +296,7 @@ class TensorCalls:
         self._ended = message
         engine = self._running.engine
         if engine is not None:
-            engine.fail(f"rank {self._running.world_ranks[self._running.rank]}: {message}")
+            engine.fail(f"rank {self._running.world_rank}: {message}")
 
     def expect_waited_for(self, what: str) -> None:
         """Raises StateError if the last call is on its way; `what` cannot be done then."""

@@ -156,7 +156,8 @@ def _train(
         shutil.rmtree(folder, ignore_errors=True)
     results = Results(folder, environment())
     trainings = list(suite.trainings())
-    sources = {contest.task: load_task(contest.task).source for contest in suite.contests}
+    tasks = {contest.task for contest in suite.contests}
+    sources = {task: load_task(task).source for task in tasks}
 
     def find(training: Training) -> Mapping[str, Any] | None:
         # A row of other data is another training's.

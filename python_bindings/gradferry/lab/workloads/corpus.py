@@ -26,8 +26,11 @@ def source_files() -> list[bytes]:
     files = [(folder / path).read_bytes() for path in paths]
     digest = hashlib.sha256(b"".join(files)).hexdigest()
     if digest != _SHA256:
+        version = _installed_version()
         raise _other_text(
-            f"sympy {_installed_version()} in {folder} with {len(files)} files of SHA-256 {digest}"
+            f"sympy {version} in {folder} with {len(files)} files of SHA-256 {digest}",
+            # pip leaves a changed installation of the right version alone, unless it is told not to
+            "--force-reinstall " if version == SYMPY_VERSION else "",
         )
     return files
 
@@ -47,10 +50,8 @@ def _installed_version() -> str:
         return "of unknown version"
 
 
-def _other_text(found: str) -> ConfigError:
-    # pip leaves a changed installation of the right version alone, unless it is told not to.
-    force = "--force-reinstall " if found.startswith(f"sympy {SYMPY_VERSION} ") else ""
+def _other_text(found: str, pip_flag: str = "") -> ConfigError:
     return ConfigError(
         f"the text to train on is the files sympy/*/*.py of sympy {SYMPY_VERSION}, of SHA-256 "
-        f"{_SHA256}; this Python has {found}: run `pip install {force}sympy=={SYMPY_VERSION}`"
+        f"{_SHA256}; this Python has {found}: run `pip install {pip_flag}sympy=={SYMPY_VERSION}`"
     )
