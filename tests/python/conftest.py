@@ -41,6 +41,14 @@ def device_worlds() -> Iterator[Callable[[int], World]]:
     yield from _worlds()
 
 
+@pytest.fixture(scope="session")
+def worlds_on(
+    worlds: Callable[[int], World], device_worlds: Callable[[int], World]
+) -> Callable[[str], Callable[[int], World]]:
+    """worlds_on(scenario.device)(n), where "cpu" is one of several devices."""
+    return lambda device: worlds if device == "cpu" else device_worlds
+
+
 @pytest.fixture
 def world_of_2(worlds: Callable[[int], World]) -> World:
     return worlds(2)

@@ -74,3 +74,16 @@ def case_reduce(
         "state": reducer.state_dict(),
         "text": str(reducer),
     }
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two states are equal to the bit."""
+    if one.keys() != other.keys():
+        return False
+    for key, value in one.items():
+        if isinstance(value, dict):
+            if not all(torch.equal(value[name], other[key][name]) for name in value):
+                return False
+        elif value != other[key]:
+            return False
+    return True

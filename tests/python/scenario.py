@@ -262,6 +262,14 @@ class Run:
             if weight.name not in unused
         }
 
+    def answer(self, gradients: list[list[np.ndarray | None]]) -> dict[str, Any]:
+        """What `assert_bit_equal` looks at. `gradients`: of every step."""
+        return {
+            "gradients": gradients,
+            "hashes": self.hashes,
+            "final_hash": self.parameter_hash(),
+        }
+
     def parameter_hash(self) -> str:
         return hash_of(self.scenario, list(self.model.parameters()))
 
@@ -293,11 +301,9 @@ def trained(run: Run) -> dict[str, Any]:
     with join:
         gradients = [run.step(step) for step in range(scenario.rank_steps(run.rank))]
     return {
-        "gradients": gradients,
-        "hashes": run.hashes,
+        **run.answer(gradients),
         "buckets": run.buckets,
         "stats": dict(run.state.stats()),
-        "final_hash": run.parameter_hash(),
     }
 
 

@@ -135,11 +135,7 @@ def accumulates_later(scenario: FirstPassAlone) -> dict[str, Any]:
     gradients = [run.step(0)]
     run.scenario = scenario
     gradients += [run.step(step) for step in range(1, scenario.steps)]
-    return {
-        "gradients": gradients,
-        "hashes": run.hashes,
-        "final_hash": run.parameter_hash(),
-    }
+    return run.answer(gradients)
 
 
 def test_gradients_equal_reference_with_accumulation_in_a_static_graph(worlds: Worlds) -> None:

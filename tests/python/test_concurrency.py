@@ -33,9 +33,7 @@ def case_two_threads(scenarios: list[Scenario]) -> list[dict]:
             together.wait()
             gradients.append(run.step(step))
         return {
-            "gradients": gradients,
-            "hashes": run.hashes,
-            "final_hash": run.parameter_hash(),
+            **run.answer(gradients),
             "steps": run.state.stats()["steps"],
         }
 
@@ -118,9 +116,7 @@ def case_looked_on(scenario: Scenario) -> dict[str, Any]:
     looked = {state["steps"] for state in onlooker.saved}
     slot = f"slot_{run.rank}"
     return {
-        "gradients": gradients,
-        "hashes": run.hashes,
-        "final_hash": run.parameter_hash(),
+        **run.answer(gradients),
         "looked": sorted(looked),
         "equal": all(
             torch.equal(state[slot][name], mine[state["steps"]][slot][name])
@@ -212,9 +208,7 @@ def case_state_in_child(scenario: Scenario) -> dict[str, Any]:
     }
     gradients += [run.step(step) for step in range(2, scenario.steps)]
     return {
-        "gradients": gradients,
-        "hashes": run.hashes,
-        "final_hash": run.parameter_hash(),
+        **run.answer(gradients),
         **answer,
     }
 

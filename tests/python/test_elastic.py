@@ -97,6 +97,16 @@ def advance(engine: ReferenceEngine, scenario: Scenario, steps: range) -> list[l
     ]
 
 
+def assert_goes_on(
+    answers: list[dict[str, Any]], engine: ReferenceEngine, scenario: Scenario, steps: range
+) -> None:
+    """Every rank's gradients of these steps are those of the reference, which takes them, too."""
+    expected = advance(engine, scenario, steps)
+    for answer in answers:
+        for got, want in zip(answer["gradients"], expected, strict=True):
+            assert all(g.tobytes() == w.tobytes() for g, w in zip(got, want, strict=True))
+
+
 def resize(old: ReferenceEngine, scenario: Scenario) -> ReferenceEngine:
     new = reference_of(scenario)
     new.num_steps = old.num_steps
@@ -130,10 +140,7 @@ def test_mean_keeps_what_is_missing_and_goes_on_as_the_reference(
             case_go_on, scenario=scenario, saved=saved, on_resize="mean", steps=steps
         )
         engine = reference_of(scenario) if engine is None else resize(engine, scenario)
-        expected = advance(engine, scenario, steps)
-        for answer in answers:
-            for got, want in zip(answer["gradients"], expected, strict=True):
-                assert all(g.tobytes() == w.tobytes() for g, w in zip(got, want, strict=True))
+        assert_goes_on(answers, engine, scenario, steps)
         if saved is not None:
             before = np.concatenate(still_missing(saved, before_it))
             after = np.concatenate(still_missing(residuals_of(answers, "loaded"), scenario))

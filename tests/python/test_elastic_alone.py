@@ -13,11 +13,12 @@ from reducing import given, make_reducer, place_of, reduce
 from reference import narrow, widen
 from residual_sums import reference_of, still_missing
 from scenario import Run, Scenario, Weight
-from test_elastic import TWO_BY_TWO, advance, apart, residuals_of, resize, scenario_on
+from test_elastic import TWO_BY_TWO, apart, assert_goes_on, residuals_of, resize, scenario_on
 from test_elastic import case_go_on as case_hook
 from world import World
 
 Worlds = Callable[[int], World]
+WorldsOn = Callable[[str], Worlds]
 
 WEIGHTS = (
     Weight("wide", (70, 64)),
@@ -62,8 +63,9 @@ def missing(states: list[dict], scenario: Scenario) -> np.ndarray:
 @pytest.mark.parametrize("device", ["cpu", "streamed", "staged"])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_world_of_one_delivers_once_and_gives_back_what_it_has_not(
-    worlds: Worlds, mode: str, device: str
+    worlds_on: WorldsOn, mode: str, device: str
 ) -> None:
+    worlds = worlds_on(device)
     two, one = scenario_of(mode, 2, device), scenario_of(mode, 1, device)
     saved = residuals_of(
         worlds(2).run(case_go_on, scenario=two, saved=None, steps=range(3)), "saved"
@@ -106,10 +108,7 @@ def test_a_hook_alone_goes_on_as_the_reference(worlds: Worlds, mode: str) -> Non
             case_hook, scenario=scenario, saved=saved, on_resize="mean", steps=steps
         )
         engine = reference_of(scenario) if engine is None else resize(engine, scenario)
-        expected = advance(engine, scenario, steps)
-        for answer in answers:
-            for got, want in zip(answer["gradients"], expected, strict=True):
-                assert all(g.tobytes() == w.tobytes() for g, w in zip(got, want, strict=True))
+        assert_goes_on(answers, engine, scenario, steps)
         saved = residuals_of(answers, "saved")
 
 
@@ -142,15 +141,13 @@ def case_unused(scenario: Scenario, saved: list[dict]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("device", ["cpu", "streamed"])
-def test_what_a_pass_leaves_out_stays_withheld(
-    worlds: Worlds, device_worlds: Worlds, device: str
-) -> None:
+def test_what_a_pass_leaves_out_stays_withheld(worlds_on: WorldsOn, device: str) -> None:
+    worlds = worlds_on(device)
     # On a device that is where find_unused_parameters works; without an old .grad it drops as well.
     ddp = {"find_unused_parameters": True, "gradient_as_bucket_view": device != "cpu"}
     scenario = dataclasses.replace(scenario_of("q4", 1, device), ddp=ddp)
     saved = withheld_by_two(worlds, scenario)
-    alone = worlds(1) if device == "cpu" else device_worlds(1)
-    (answer,) = alone.run(case_unused, scenario=scenario, saved=saved)
+    (answer,) = worlds(1).run(case_unused, scenario=scenario, saved=saved)
     held = [still_missing([state], scenario)[0] for state in answer["seen"]]
     assert held[0].any()
     assert all(np.array_equal(held[0], each) for each in held)
@@ -184,8 +181,9 @@ def case_skipped(scenario: Scenario, saved: list[dict], scale: float) -> dict[st
 
 @pytest.mark.parametrize("device", ["cpu", "streamed"])
 def test_skipped_steps_deliver_nothing_and_units_are_those_of_the_scale(
-    worlds: Worlds, device: str
+    worlds_on: WorldsOn, device: str
 ) -> None:
+    worlds = worlds_on(device)
     scenario = scenario_of("q4", 1, device)
     saved = withheld_by_two(worlds, scenario)  # without a scale, which is 1
     (answer,) = worlds(1).run(case_skipped, scenario=scenario, saved=saved, scale=8.0)
@@ -216,8 +214,9 @@ def test_exact_warmup_steps_leave_what_is_withheld_alone(worlds: Worlds) -> None
 
 @pytest.mark.parametrize("device", ["cpu", "streamed"])
 def test_a_world_of_one_takes_no_memory_before_it_has_something_to_deliver(
-    worlds: Worlds, device: str
+    worlds_on: WorldsOn, device: str
 ) -> None:
+    worlds = worlds_on(device)
     one = scenario_of("q4", 1, device)
     (first,) = worlds(1).run(case_go_on, scenario=one, saved=None, steps=range(2))
     (again,) = worlds(1).run(case_go_on, scenario=one, saved=[first["saved"]], steps=range(2, 3))

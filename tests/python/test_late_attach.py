@@ -43,9 +43,7 @@ def case_late(variants: list[Late]) -> list[dict[str, Any]]:
         gradients = [run.step(step) for step in range(variant.steps)]
         answers.append(
             {
-                "gradients": gradients,
-                "hashes": run.hashes,
-                "final_hash": run.parameter_hash(),
+                **run.answer(gradients),
                 "buckets": run.buckets,
                 "seen": (run.state.stats()["buckets"], run.state.stats()["steps"]),
             }

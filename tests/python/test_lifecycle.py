@@ -70,10 +70,7 @@ def run_steps(runs: list[Run]) -> list[dict]:
     for step in range(runs[0].scenario.steps):
         for run, collected in zip(runs, gradients, strict=True):
             collected.append(run.step(step))
-    return [
-        {"gradients": g, "hashes": run.hashes, "final_hash": run.parameter_hash()}
-        for run, g in zip(runs, gradients, strict=True)
-    ]
+    return [run.answer(g) for run, g in zip(runs, gradients, strict=True)]
 
 
 def case_two_attached(scenarios: list[Scenario]) -> list[dict]:
@@ -176,9 +173,7 @@ def case_averaged(scenario: Scenario) -> dict[str, Any]:
     for averaged in averages:
         averaged.load_state_dict(averaged.state_dict())
     return {
-        "gradients": gradients,
-        "hashes": run.hashes,
-        "final_hash": run.parameter_hash(),
+        **run.answer(gradients),
         "said": [str(w.message) for w in caught],
         "averages": [[p.detach() for p in averaged.parameters()] for averaged in averages],
         "by_hand": by_hand,

@@ -179,7 +179,7 @@ def case_device(device: str, scales: list[float]) -> tuple[list[Outcome], list[s
     import fake_device
     import gradferry
 
-    scaler = torch.amp.GradScaler("fake", init_scale=1024.0)
+    scaler = torch.amp.GradScaler(fake_device.DEVICE.type, init_scale=1024.0)
     model = nn.Linear(70, 70).to(fake_device.DEVICE)
     ddp = DistributedDataParallel(model, process_group=fake_device.group(device))
     gradferry.attach(ddp, "q4", grad_scaler=scaler, exact_skip=True)
@@ -436,11 +436,10 @@ def case_halves(bad: int | None, skip: bool, device: str = "cpu", fused: bool = 
 
 @pytest.mark.parametrize("device", ["cpu", "streamed"])
 def test_the_first_optimizer_that_steps_ends_what_can_be_taken_back(
-    worlds: Worlds, device_worlds: Worlds, device: str
+    worlds_on: Callable[[str], Worlds], device: str
 ) -> None:
-    made = worlds if device == "cpu" else device_worlds
     for bad, kept in ((None, [False, False]), (0, [False, False]), (1, [False, False])):
-        answers = made(2).run(case_halves, bad=bad, skip=bad is None, device=device)
+        answers = worlds_on(device)(2).run(case_halves, bad=bad, skip=bad is None, device=device)
         for found, outcome in answers:
             assert found == kept
             if bad is None:

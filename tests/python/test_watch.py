@@ -14,9 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradferry.reduction import after_steps
-from gradferry.reduction.after_steps import PassCounter, call_after_steps
 from outcomes import Outcome, attempt
-from sharding import Sharding
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -59,14 +57,14 @@ class Training:
 
 
 @contextlib.contextmanager
-def texts() -> Iterator[list[str]]:
-    """Of the warnings about a hook that is not called."""
+def texts(file: str = __file__) -> Iterator[list[str]]:
+    """Of the warnings about a hook that is not called, which point to `file`."""
     found: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield found
     said = [w for w in caught if w.category is gradferry.GradferryWarning]
-    assert all(w.filename == __file__ for w in said), said
+    assert all(w.filename == file for w in said), said
     found += [str(w.message) for w in said]
 
 
@@ -448,61 +446,6 @@ def test_steps_are_synced_passes_with_any_codec(world_of_2: World, codec: str) -
     assert world_of_2.run(case_counted, codec=codec) == [[1, 2, 3, 4]] * 2
 
 
-def test_passes_are_counted_for_each_optimizer() -> None:
-    passes = 0
-    counter = PassCounter(lambda: passes)
-    parameter = nn.Parameter(torch.zeros(1))
-    first, second = SGD([parameter]), SGD([parameter])
-    seen = []
-    for more, optimizer in [(1, first), (2, second), (0, first), (0, first), (3, second)]:
-        passes += more
-        seen.append(counter.take(optimizer))
-    # The second begins where the first has stepped, and the first had two passes meanwhile.
-    assert seen == [1, 2, 2, 0, 3]
-
-
-class Owner:
-    """Can be referred to weakly."""
-
-
-def test_callbacks_end_with_their_owner_and_their_parameters() -> None:
-    before = len(after_steps._calls)
-    owner, parameter = Owner(), nn.Parameter(torch.zeros(1))
-    other = SGD([nn.Parameter(torch.zeros(1))])
-    called = []
-    call_after_steps(called.append, owner=owner)
-    index = torch.utils.weak.WeakIdKeyDictionary({parameter: 0})
-    call_after_steps(lambda _: called.append(None), index=index)
-    other.step()
-    assert called == [other]  # it does not hold the parameter
-    del owner, parameter
-    gc.collect()
-    other.step()
-    assert called == [other]
-    assert len(after_steps._calls) == before
-
-
-def test_a_callback_that_raises_does_not_keep_the_step_from_others() -> None:
-    parameter = nn.Parameter(torch.zeros(1))
-    optimizer = SGD([parameter])
-    called: list[object] = []
-
-    def refuse(text: str) -> Callable[[object], None]:
-        def callback(_: object) -> None:
-            raise gradferry.GradferryWarning(text)
-
-        return callback
-
-    handles = [
-        call_after_steps(each) for each in (refuse("first"), called.append, refuse("second"))
-    ]
-    with pytest.raises(gradferry.GradferryWarning, match="first"):
-        optimizer.step()
-    assert called == [optimizer]
-    for handle in handles:
-        handle.remove()
-
-
 def case_watch_ends_with_the_model(native: bool) -> bool:
     training = Training()
     if native:
@@ -520,68 +463,3 @@ def case_watch_ends_with_the_model(native: bool) -> bool:
 @pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
 def test_watch_ends_with_the_model(world_of_2: World, native: bool) -> None:
     assert world_of_2.run(case_watch_ends_with_the_model, native=native) == [True, True]
-
-
-def sharded() -> tuple[Sharding, nn.Module]:
-    sharding = Sharding(replicas=2, shards=1)
-    return sharding, sharding.model(sharding.mesh()["shard"])
-
-
-def train_sharded(sharding: Sharding, model: nn.Module, steps: int) -> None:
-    optimizer = SGD(model.parameters(), lr=0.01)
-    for step in range(steps):
-        optimizer.zero_grad()
-        sharding.backward(model, step)
-        optimizer.step()
-
-
-def case_other_hook_on_shards() -> list[list[str]]:
-    """Warnings before another hook takes the place of gradferry's, and after; and of local steps,
-    which keep gradients to themselves.
-    """
-    sharding, model = sharded()
-    gradferry.fsdp.attach(model, "q4", sharding.mesh()["replica"])
-    said = []
-    with texts() as before:
-        train_sharded(sharding, model, 4)
-        model.set_requires_gradient_sync(False)
-        train_sharded(sharding, model, 4)
-        model.set_requires_gradient_sync(True)
-    for module in (*model.blocks, model):
-        module.set_all_reduce_hook(lambda reduced: None)
-    with texts() as after:
-        train_sharded(sharding, model, 8)
-    said += [before, after]
-    return said
-
-
-def test_other_hook_on_shards_is_warned_about_once(world_of_2: World) -> None:
-    for before, (text,) in world_of_2.run(case_other_hook_on_shards):
-        assert before == []
-        assert text.startswith("SGD has stepped 3 times in a row without a synced backward")
-        assert "'the model' was given another hook after attach" in text
-
-
-def case_added_beside_shards(every: int) -> tuple[Outcome, bool]:
-    """What training says of a layer that is not sharded, and whether the watch ends with it."""
-    count = len(after_steps._calls)
-
-    def train() -> tuple[Outcome, weakref.ref[nn.Module]]:
-        sharding, model = sharded()
-        gradferry.fsdp.attach(model, "q4", sharding.mesh()["replica"], check_every=every)
-        train_sharded(sharding, model, 2)
-        model.added = nn.Linear(3, 3)
-        assert len(after_steps._calls) > count
-        return attempt(lambda: train_sharded(sharding, model, 2)), weakref.ref(model)
-
-    outcome, alive = train()
-    gc.collect()
-    return outcome, alive() is None and len(after_steps._calls) == count
-
-
-def test_check_names_a_parameter_beside_the_shards(world_of_2: World) -> None:
-    for outcome, _ in world_of_2.run(case_added_beside_shards, every=1):
-        assert outcome.error == "StateError"
-        assert "parameter 'added.weight' was added, or unfrozen, after attach" in outcome.text
-    for outcome, ended in world_of_2.run(case_added_beside_shards, every=0):
-        assert (outcome.error, ended) == (None, True)

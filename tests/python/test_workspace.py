@@ -45,8 +45,7 @@ def case_train(scenario: Scenario) -> dict[str, Any]:
 @pytest.mark.parametrize("device", ["cpu", "streamed", "staged"])
 @pytest.mark.parametrize("error_feedback", ["both", "owner"])
 def test_less_memory_changes_no_result(
-    worlds: Worlds,
-    device_worlds: Worlds,
+    worlds_on: Callable[[str], Worlds],
     device: str,
     error_feedback: str,
     cap_mb: float,
@@ -59,8 +58,7 @@ def test_less_memory_changes_no_result(
         error_feedback=error_feedback,
         options={"workspace_cap_mb": cap_mb},
     )
-    world = (worlds if device == "cpu" else device_worlds)(2)
-    answers = world.run(case_train, scenario=scenario)
+    answers = worlds_on(device)(2).run(case_train, scenario=scenario)
     assert_bit_equal(answers, scenario)
     for answer in answers:
         assert answer["workspace"]["slots"] == slots
