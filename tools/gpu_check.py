@@ -3,11 +3,15 @@
     python tools/gpu_check.py               # build, test, train, measure: half an hour, 16 cores
     python tools/gpu_check.py --minutes 9   # a part of it; call it again to go on
     python tools/gpu_check.py --only train  # one stage: kernels, package, train or measure
+    python tools/gpu_check.py --as-built    # compile nothing: what build/gpu holds is run
 
 Needs nvcc, CMake, ninja, Python and torch, but no network and no GoogleTest; benchmarks also need
 the Python package rich. Results go to build/gpu/gpu.json after every check: one row each, and what
 was measured. A check that has passed is not repeated as long as sources and GPU are the same
-(--fresh forgets them). Where there is no GPU everything is built, and what needs one is skipped.
+(--fresh forgets them). Where there is no GPU everything is built, and what needs one is skipped:
+build/gpu can then be taken to the same folder of a machine that has one, with the same Python and
+torch, for --as-built; CUDAARCHS names that GPU where it is built. Tests, sanitizers and training
+run beside each other, benchmarks alone.
 Training and benchmarks run the package that the stage `package` has built, and no other.
 Ends with code 0 when nothing failed and nothing is left to do, 1 when a check failed, 2 when some
 are left for the next call. docs/results/gpu_check.md says what a failure of each check would mean.
@@ -27,8 +31,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +44,12 @@ PACKAGES = BUILD / "python"  # gradferry as this machine runs it
 RESULT = BUILD / "gpu.json"
 SCHEMA = 2
 TOOLKIT = Path("/usr/local/cuda/bin")  # where nvcc is when it is not on the path
-SOURCES = ("cmake", "include", "kernels", "hooks", "python_bindings", "tests/cuda", "tools")
+SOURCES = ("cmake", "include", "kernels", "hooks", "python_bindings", "tests", "tools")
 SKIPPED = 77
 LAST_LINES = 30
+# Checks that run beside each other: they keep processors busy. Kernels of different processes take
+# turns on a GPU, so that with twice as many each takes more than twice as long.
+BESIDE = 4
 # Of the tests under a sanitizer, which is tens of times slower.
 SANITIZED = "StayInside"
 SANITIZERS = ("memcheck", "racecheck", "initcheck")
@@ -50,11 +59,14 @@ TRAININGS: tuple[tuple[str, int, tuple[str, ...]], ...] = (
     ("gloo", 4, ()),
     ("nccl", 1, ()),
     ("nccl", 2, ()),
+    ("nccl", 4, ()),
     ("nccl", 1, ("--detail",)),
     ("nccl", 1, ("--abandon",)),
     ("gloo", 2, ("--abandon",)),
+    ("nccl", 2, ("--abandon",)),
     ("nccl", 1, ("--abandon", "--slow", "7")),
     ("nccl", 1, ("--slow", "7")),
+    ("nccl", 2, ("--slow", "7")),
     ("gloo", 2, ("--slow", "7")),
 )
 # Commands of the package, with their options. Rows are kept by the last word.
@@ -69,9 +81,19 @@ MEASUREMENTS = {
 
 
 class Checks:
-    """Runs checks one after the other and writes down what came of each."""
+    """Runs checks and writes down what came of each.
 
-    def __init__(self, minutes: float, fresh: bool) -> None:
+    Attributes:
+        gpu: name and driver; empty where there is none.
+        as_built: nothing is compiled.
+        num_left: checks for the next call.
+    """
+
+    def __init__(self, minutes: float, fresh: bool, as_built: bool = False) -> None:
+        self.as_built = as_built
+        self._pool = ThreadPoolExecutor(BESIDE)
+        self._started: list[Future[bool]] = []
+        self._lock = threading.Lock()
         self._end = time.monotonic() + 60 * minutes
         self.gpu = gpu()
         self._source = digest_of_sources()
@@ -100,6 +122,16 @@ class Checks:
         self.num_left += 1
         print(f"left     {name} ({reason})", flush=True)
         return False
+
+    def start(self, *arguments: Any, **options: Any) -> None:
+        """What `run` does, beside what comes next."""
+        self._started.append(self._pool.submit(self.run, *arguments, **options))
+
+    def wait(self) -> None:
+        """Until all that was started has ended."""
+        for check in self._started:
+            check.result()
+        self._started.clear()
 
     def run(
         self,
@@ -178,16 +210,17 @@ class Checks:
     def _add(self, name: str, outcome: str, output: str, seconds: float) -> bool:
         lines = output.strip().splitlines()
         kept = lines[-LAST_LINES:] if outcome == "failed" else lines[-1:]
-        self._rows[name] = {
-            "check": name,
-            "outcome": outcome,
-            "seconds": round(seconds, 1),
-            "output": kept,
-            "gpu": self.gpu,
-            "source": self._source,
-        }
-        print(f"{outcome:8} {name} ({seconds:.1f} s)", *kept, sep="\n    ", flush=True)
-        self._write()
+        with self._lock:
+            self._rows[name] = {
+                "check": name,
+                "outcome": outcome,
+                "seconds": round(seconds, 1),
+                "output": kept,
+                "gpu": self.gpu,
+                "source": self._source,
+            }
+            print(f"{outcome:8} {name} ({seconds:.1f} s)", *kept, sep="\n    ", flush=True)
+            self._write()
         return outcome != "failed"
 
     def _write(self) -> None:
@@ -273,8 +306,23 @@ def _line(*arguments: str) -> str:
 
 
 def check_kernels(checks: Checks) -> None:
-    """Builds the kernels for this GPU and runs their tests, also under sanitizers."""
+    """Builds the kernels for this GPU and starts their tests, also under sanitizers."""
     build = BUILD / "kernels"
+    if not checks.as_built and not _build_kernels(checks, build):
+        return
+    program = next(build.rglob("gradferry_gpu_check"), build / "gradferry_gpu_check")
+    checks.start("kernels give the bytes of the CPU", 5, [str(program)], on_gpu=True)
+    for tool in SANITIZERS:
+        checks.start(
+            f"kernels under compute-sanitizer {tool}",
+            4,
+            ["compute-sanitizer", "--tool", tool, "--error-exitcode", "1", str(program), SANITIZED],
+            on_gpu=True,
+            optional=True,
+        )
+
+
+def _build_kernels(checks: Checks, build: Path) -> bool:
     built = checks.run(
         "configure kernels",
         2,
@@ -284,27 +332,22 @@ def check_kernels(checks: Checks) -> None:
         again=True,
     ) and checks.run("build kernels", 10, ["cmake", "--build", str(build)], again=True)  # fmt: skip
     install = ["cmake", "--install", str(build), "--component", "development"]
-    if not built or not checks.run("install kernels", 1, install, again=True):
-        return
-    program = next(build.rglob("gradferry_gpu_check"), build / "gradferry_gpu_check")
-    checks.run("kernels give the bytes of the CPU", 5, [str(program)], on_gpu=True)
-    for tool in SANITIZERS:
-        checks.run(
-            f"kernels under compute-sanitizer {tool}",
-            4,
-            ["compute-sanitizer", "--tool", tool, "--error-exitcode", "1", str(program), SANITIZED],
-            on_gpu=True,
-            optional=True,
-        )
+    return built and checks.run("install kernels", 1, install, again=True)
 
 
 def check_package(checks: Checks) -> None:
     """Builds the package on these kernels."""
+    package = {"PYTHONPATH": str(PACKAGES)}
+    if checks.as_built or _build_package(checks):
+        checks.run("gradferry info", 1, [sys.executable, "-m", "gradferry", "info"], **package)
+
+
+def _build_package(checks: Checks) -> bool:
     build = BUILD / "hook"
     shutil.rmtree(PACKAGES, ignore_errors=True)  # nothing may run what older sources gave
     if importlib.util.find_spec("torch") is None:
         checks.fail("configure package", f"{sys.executable} has no torch: call a Python that has")
-        return
+        return False
     built = checks.run(
         "configure package",
         2,
@@ -315,13 +358,12 @@ def check_package(checks: Checks) -> None:
         again=True,
     ) and checks.run("build package", 10, ["cmake", "--build", str(build)], again=True)  # fmt: skip
     if not built:
-        return
+        return False
     shutil.copytree(ROOT / "python_bindings" / "gradferry", PACKAGES / "gradferry")
     for component in ("python", "tests"):
         install = ["cmake", "--install", str(build), "--component", component]
         checks.run(f"install {component}", 1, [*install, "--prefix", str(PACKAGES)], again=True)
-    package = {"PYTHONPATH": str(PACKAGES)}
-    checks.run("gradferry info", 1, [sys.executable, "-m", "gradferry", "info"], **package)
+    return True
 
 
 def _has_package() -> bool:
@@ -332,19 +374,22 @@ _NO_PACKAGE = "the package is not built: run the stage package"
 
 
 def check_training(checks: Checks) -> None:
-    """Trains on GPUs beside the CPU."""
-    program = ROOT / "tests" / "cuda" / "check_hook.py"
+    """Trains on GPUs: the tests of the fake device, and trainings beside the CPU."""
+    tests = ROOT / "tests" / "cuda"
+    programs = {"tests of the fake device": [str(tests / "run_device_tests.py")]}
     for backend, ranks, options in TRAININGS:
         name = " ".join(("train:", str(ranks), "ranks", backend, *options))
-        arguments = [sys.executable, str(program), backend, "--ranks", str(ranks), *options]
+        programs[name] = [str(tests / "check_hook.py"), backend, "--ranks", str(ranks), *options]
+    for name, arguments in programs.items():
         if not _has_package():
             checks.leave(name, _NO_PACKAGE)
             continue
-        checks.run(name, 4, arguments, on_gpu=True, PYTHONPATH=str(PACKAGES))
+        checks.start(name, 8, [sys.executable, *arguments], on_gpu=True, PYTHONPATH=str(PACKAGES))
 
 
 def measure(checks: Checks) -> None:
     """Runs the benchmarks of the package, and doctor, and keeps their rows."""
+    checks.wait()  # they run alone
     for command, options in MEASUREMENTS.items():
         name, kept = f"gradferry {command}", command.split()[-1]
         if importlib.util.find_spec("rich") is None:
@@ -384,6 +429,9 @@ def main() -> int:
         help="stop after so many; what is left is for the next call (default: %(default)s)",
     )
     parser.add_argument("--fresh", action="store_true", help="forget what has passed before")
+    parser.add_argument(
+        "--as-built", action="store_true", help="compile nothing: run what build/gpu holds"
+    )
     arguments = parser.parse_args()
     if arguments.minutes <= 0:
         parser.error(f"--minutes {arguments.minutes:g}: must be more than zero")
@@ -391,9 +439,10 @@ def main() -> int:
         os.environ["PATH"] += os.pathsep + str(TOOLKIT)
     if gpu():
         os.environ.setdefault("CUDAARCHS", "native")  # machine code for others takes minutes
-    checks = Checks(arguments.minutes, arguments.fresh)
+    checks = Checks(arguments.minutes, arguments.fresh, arguments.as_built)
     for name in [arguments.only] if arguments.only else STAGES:
         STAGES[name](checks)
+    checks.wait()
     failed = checks.failed()
     outcome = f"failed: {', '.join(failed)}" if failed else "nothing failed"
     if checks.num_left:

@@ -28,6 +28,8 @@ except ImportError as error:
     ) from error
 
 DEVICE = torch.device("fake", 0)
+# Its operations are torch's own on the CPU: an optimizer gives the same bits.
+COMPUTES_AS_THE_CPU = True
 # What the backend of each kind of group calls itself: by its name the hook knows gloo.
 BACKEND_NAMES = {"streamed": "streamed", "staged": "gloo"}
 backends: dict[str, Any] = {}  # of this rank, by kind: that of the world's own group

@@ -90,7 +90,9 @@ class Sharding:
         for lines in (ranks.T, ranks):
             of_all = [fake_device.group(self.device, tuple(line.tolist())) for line in lines]
             groups += [group for group in of_all if isinstance(group, dist.ProcessGroup)]
-        return DeviceMesh.from_group(groups, "fake", mesh=ranks, mesh_dim_names=names)
+        return DeviceMesh.from_group(
+            groups, fake_device.DEVICE.type, mesh=ranks, mesh_dim_names=names
+        )
 
     @property
     def place(self) -> torch.device:

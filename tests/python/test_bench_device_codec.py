@@ -201,7 +201,6 @@ def test_the_environment_names_the_gpu_of_the_rank_and_takes_none(
         "get_device_properties",
         lambda place: SimpleNamespace(name=f"GPU {torch.device(place).index}", L2_cache_size=1),
     )
-    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 13000, raising=False)
     assert environment_on("cuda")["gpu"] == f"GPU {index}"
     assert taken == []
     # What measures on a GPU makes it the current one.

@@ -160,7 +160,7 @@ def test_without_the_package_nothing_that_needs_it_runs(tool, monkeypatch, tmp_p
     checks = tool.Checks(minutes=1, fresh=False)
     tool.check_training(checks)
     tool.measure(checks)
-    assert checks.num_left == len(tool.TRAININGS) + len(tool.MEASUREMENTS)
+    assert checks.num_left == 1 + len(tool.TRAININGS) + len(tool.MEASUREMENTS)
     assert not tool.RESULT.exists()
 
 
@@ -169,6 +169,29 @@ def test_package_that_cannot_be_built_leaves_no_older_one(tool, monkeypatch, tmp
     monkeypatch.setattr(tool.Checks, "run", lambda *_, **__: False)
     tool.check_package(tool.Checks(minutes=1, fresh=False))
     assert not tool.PACKAGES.exists()
+
+
+def test_as_built_compiles_nothing(tool, monkeypatch, tmp_path):
+    monkeypatch.setattr(tool, "PACKAGES", package_in(tmp_path))
+    ran = []
+    monkeypatch.setattr(tool.Checks, "run", lambda _, name, *rest, **options: ran.append(name))
+    checks = tool.Checks(minutes=1, fresh=False, as_built=True)
+    tool.check_kernels(checks)
+    tool.check_package(checks)
+    checks.wait()
+    tests = ["kernels give the bytes of the CPU"]
+    tests += [f"kernels under compute-sanitizer {name}" for name in tool.SANITIZERS]
+    assert sorted(ran) == sorted([*tests, "gradferry info"])
+    assert tool.PACKAGES.exists()
+
+
+def test_checks_that_run_beside_each_other_are_all_written(tool):
+    checks = tool.Checks(minutes=1, fresh=False)
+    for number in range(9):
+        checks.start(str(number), 1, program(f"raise SystemExit({number} % 2)"))
+    checks.wait()
+    outcomes = {name: row["outcome"] for name, row in rows(tool).items()}
+    assert outcomes == {str(n): "failed" if n % 2 else "passed" for n in range(9)}
 
 
 def test_python_without_torch_is_named(tool, monkeypatch, tmp_path):

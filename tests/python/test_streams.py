@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from reducing import place_of
 from reference import Layout, wire_bytes_per_step
 from scenario import Run, Scenario, Weight, assert_bit_equal, train
 from test_bit_equality_of_codecs import MIXED
@@ -238,9 +239,9 @@ def case_loss_scale(scenario: Scenario) -> dict[str, Any]:
     """The same steps on the CPU and on the device, with a loss scale that changes."""
     runs = []
     for device in ("cpu", scenario.device):
-        scaler = torch.amp.GradScaler("cpu" if device == "cpu" else "fake", init_scale=1024.0)
-        options = {"grad_scaler": scaler}
-        run = Run(dataclasses.replace(scenario, device=device, options=options))
+        there = dataclasses.replace(scenario, device=device)
+        scaler = torch.amp.GradScaler(place_of(there)[1].type, init_scale=1024.0)
+        run = Run(dataclasses.replace(there, options={"grad_scaler": scaler}))
         gradients = []
         for step, scale in enumerate((1024.0, 512.0, 512.0, 3.0)):
             scaler._scale.fill_(scale)

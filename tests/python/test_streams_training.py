@@ -140,11 +140,19 @@ class Models:
         (loss if scaler is None else scaler.scale(loss)).backward()
 
     def bits(self, name: str) -> list[bytes]:
-        """Of gradients, parameters and residuals."""
+        """Of gradients, residuals and, where an optimizer gives the CPU's, of parameters.
+
+        All NaN are the same one: a GPU multiplies one into another.
+        """
+        import fake_device
+
         slot = self.states[name].state_dict()[f"slot_{dist.get_rank()}"]
         parameters = list(self.models[name].parameters())
-        tensors = [*parameters, *(p.grad for p in parameters), slot["worker"], slot["owner"]]
-        return [tensor.detach().cpu().numpy().tobytes() for tensor in tensors]
+        tensors = [*(p.grad for p in parameters), slot["worker"], slot["owner"]]
+        if fake_device.COMPUTES_AS_THE_CPU:
+            tensors = [*parameters, *tensors]
+        hosts = [tensor.detach().cpu().clone() for tensor in tensors]
+        return [host.masked_fill_(host.isnan(), math.nan).numpy().tobytes() for host in hosts]
 
 
 def case_one_bit_adam(

@@ -105,9 +105,9 @@ def attach(
             ``"flat"``: always flat. A whole number: so many consecutive ranks of the process group.
             A DeviceMesh of two dimensions: its rows. ``print(state)`` says which exchange runs, and
             why. Nodes of different sizes work. Results depend on the nodes: bits are equal on all
-            ranks, but other than those of the flat exchange. On a device, where two levels have not
-            run on a GPU yet, ``"auto"`` is flat with a codec that is named; with codec ``"auto"``
-            both exchanges are candidates, as on the CPU.
+            ranks, but other than those of the flat exchange. On a device, where nobody has timed
+            two levels, ``"auto"`` is flat with a codec that is named; with codec ``"auto"`` both
+            exchanges are candidates, as on the CPU.
 
     Returns:
         The hook's state. The hook lives as long as the model, whether the state is kept or not.

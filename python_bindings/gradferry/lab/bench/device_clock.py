@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from gradferry.core.cuda_build import driver_version, shown
 from gradferry.errors import ConfigError
 from gradferry.forecast.clock import HEAD_START_CYCLES
 from gradferry.lab.output.environment import environment, occasion
@@ -63,10 +64,11 @@ def _expect_gpu(wanted: str) -> None:
 
 def _describe(place: torch.device) -> dict[str, Any]:
     """A GPU, for the JSON file."""
+    driver = driver_version()
     return {
         "gpu": torch.cuda.get_device_properties(place).name,
         "cuda": torch.version.cuda,
-        "cuda driver": torch._C._cuda_getDriverVersion(),  # type: ignore[attr-defined]
+        "cuda driver": driver and shown(driver),
     }
 
 
