@@ -33,7 +33,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,11 @@ RESULT = BUILD / "gpu.json"
 SCHEMA = 2
 TOOLKIT = Path("/usr/local/cuda/bin")  # where nvcc is when it is not on the path
 SOURCES = ("cmake", "include", "kernels", "hooks", "python_bindings", "tests", "tools")
+# What is compiled, by stage.
+COMPILED = {
+    "kernels": ("cmake", "include", "kernels", "tests/cuda", "tests/simt"),
+    "package": ("cmake", "include", "hooks", "kernels", "measure", "python_bindings"),
+}
 SKIPPED = 77
 LAST_LINES = 30
 # Checks that run beside each other: they keep processors busy. Kernels of different processes take
@@ -94,6 +99,7 @@ class Checks:
         self._pool = ThreadPoolExecutor(BESIDE)
         self._started: list[Future[bool]] = []
         self._lock = threading.Lock()
+        self._programs: set[subprocess.Popen[str]] = set()  # that run now
         self._end = time.monotonic() + 60 * minutes
         self.gpu = gpu()
         self._source = digest_of_sources()
@@ -119,8 +125,9 @@ class Checks:
 
     def leave(self, name: str, reason: str) -> bool:
         """Leaves a check to the next call."""
-        self.num_left += 1
-        print(f"left     {name} ({reason})", flush=True)
+        with self._lock:
+            self.num_left += 1
+            print(f"left     {name} ({reason})", flush=True)
         return False
 
     def start(self, *arguments: Any, **options: Any) -> None:
@@ -132,6 +139,14 @@ class Checks:
         for check in self._started:
             check.result()
         self._started.clear()
+
+    def stop(self) -> None:
+        """Ends what runs, with what it started, and starts nothing more."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._end = 0.0
+        with self._lock:
+            for program in self._programs:
+                _kill(program)
 
     def run(
         self,
@@ -165,7 +180,7 @@ class Checks:
         limit = min(60 * minutes, left)
         start = time.monotonic()
         try:
-            code, output = _run(arguments, limit, environment)
+            code, output = self._run(arguments, limit, environment)
         except subprocess.TimeoutExpired as error:
             if limit < 60 * minutes:  # the fault of what ran before it
                 return self.leave(name, f"stopped after {limit:.0f} s")
@@ -198,6 +213,31 @@ class Checks:
             for name, row in self._rows.items()
             if row["outcome"] == "failed" and row["source"] == self._source
         ]
+
+    def _run(
+        self, arguments: list[str], limit: float, environment: dict[str, str]
+    ) -> tuple[int, str]:
+        """Exit code and output of a program. What it started ends with it, if it takes too long."""
+        with subprocess.Popen(
+            arguments,
+            cwd=ROOT,
+            env={**os.environ, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        ) as program:
+            with self._lock:
+                self._programs.add(program)
+            try:
+                output, _ = program.communicate(timeout=limit)
+            except BaseException:
+                _kill(program)
+                raise
+            finally:
+                with self._lock:
+                    self._programs.discard(program)
+            return program.returncode, output
 
     def _has_passed(self, name: str) -> bool:
         row = self._rows.get(name)
@@ -236,40 +276,37 @@ class Checks:
         new.replace(RESULT)
 
 
-def _run(arguments: list[str], limit: float, environment: dict[str, str]) -> tuple[int, str]:
-    """Exit code and output of a program. What it started ends with it, if it takes too long."""
-    with subprocess.Popen(
-        arguments,
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    ) as program:
-        try:
-            output, _ = program.communicate(timeout=limit)
-        except BaseException:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(program.pid, signal.SIGKILL)
-            raise
-        return program.returncode, output
+def _kill(program: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(program.pid, signal.SIGKILL)
 
 
 def _text(output: bytes | str | None) -> str:
     return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
 
 
-def digest_of_sources() -> str:
+def digest_of_sources(folders: Sequence[str] = SOURCES) -> str:
     """Of the files that decide what a check finds."""
     digest = hashlib.sha256()
-    files = (file for folder in SOURCES for file in (ROOT / folder).rglob("*"))
+    files = (file for folder in folders for file in (ROOT / folder).rglob("*"))
     for file in sorted(
         file for file in files if file.is_file() and "__pycache__" not in file.parts
     ):
         digest.update(str(file.relative_to(ROOT)).encode())
         digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def _note_built(stage: str) -> None:
+    (BUILD / f"{stage}.built").write_text(digest_of_sources(COMPILED[stage]))
+
+
+def _is_built(checks: Checks, stage: str) -> bool:
+    """Whether --as-built finds what these sources give; otherwise leaves the stage."""
+    note = BUILD / f"{stage}.built"
+    if note.exists() and note.read_text() == digest_of_sources(COMPILED[stage]):
+        return True
+    return checks.leave(stage, f"{BUILD} holds nothing built from these sources: build it first")
 
 
 def environment() -> dict[str, Any]:
@@ -308,14 +345,14 @@ def _line(*arguments: str) -> str:
 def check_kernels(checks: Checks) -> None:
     """Builds the kernels for this GPU and starts their tests, also under sanitizers."""
     build = BUILD / "kernels"
-    if not checks.as_built and not _build_kernels(checks, build):
+    if not (_is_built(checks, "kernels") if checks.as_built else _build_kernels(checks, build)):
         return
     program = next(build.rglob("gradferry_gpu_check"), build / "gradferry_gpu_check")
-    checks.start("kernels give the bytes of the CPU", 5, [str(program)], on_gpu=True)
+    checks.start("kernels give the bytes of the CPU", 8, [str(program)], on_gpu=True)
     for tool in SANITIZERS:
         checks.start(
             f"kernels under compute-sanitizer {tool}",
-            4,
+            8,
             ["compute-sanitizer", "--tool", tool, "--error-exitcode", "1", str(program), SANITIZED],
             on_gpu=True,
             optional=True,
@@ -332,13 +369,16 @@ def _build_kernels(checks: Checks, build: Path) -> bool:
         again=True,
     ) and checks.run("build kernels", 10, ["cmake", "--build", str(build)], again=True)  # fmt: skip
     install = ["cmake", "--install", str(build), "--component", "development"]
-    return built and checks.run("install kernels", 1, install, again=True)
+    if not built or not checks.run("install kernels", 1, install, again=True):
+        return False
+    _note_built("kernels")
+    return True
 
 
 def check_package(checks: Checks) -> None:
     """Builds the package on these kernels."""
     package = {"PYTHONPATH": str(PACKAGES)}
-    if checks.as_built or _build_package(checks):
+    if _is_built(checks, "package") if checks.as_built else _build_package(checks):
         checks.run("gradferry info", 1, [sys.executable, "-m", "gradferry", "info"], **package)
 
 
@@ -363,6 +403,7 @@ def _build_package(checks: Checks) -> bool:
     for component in ("python", "tests"):
         install = ["cmake", "--install", str(build), "--component", component]
         checks.run(f"install {component}", 1, [*install, "--prefix", str(PACKAGES)], again=True)
+    _note_built("package")
     return True
 
 
@@ -440,9 +481,13 @@ def main() -> int:
     if gpu():
         os.environ.setdefault("CUDAARCHS", "native")  # machine code for others takes minutes
     checks = Checks(arguments.minutes, arguments.fresh, arguments.as_built)
-    for name in [arguments.only] if arguments.only else STAGES:
-        STAGES[name](checks)
-    checks.wait()
+    try:
+        for name in [arguments.only] if arguments.only else STAGES:
+            STAGES[name](checks)
+        checks.wait()
+    except BaseException:
+        checks.stop()
+        raise
     failed = checks.failed()
     outcome = f"failed: {', '.join(failed)}" if failed else "nothing failed"
     if checks.num_left:

@@ -42,6 +42,7 @@ STEPS = 4
 SHAPES = ((1000, 700), (77,), (512, 513), (3,), (4096,), (129, 401))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WEIGHTS = tuple((shape, dtype) for dtype in DTYPES for shape in SHAPES)
+SMALL = 1 << 20  # of torch's allocator
 WARM_UP = 3  # steps until every bucket was seen
 
 
@@ -123,13 +124,19 @@ def targets(step: int, place: torch.device) -> list[torch.Tensor]:
 def poison(place: torch.device) -> None:
     """Fills memory that the allocator has back with NaN, and sees that it stays so."""
     stream = torch.cuda.current_stream(place).cuda_stream
-    free = [
-        block["size"]
-        for segment in torch.cuda.memory_snapshot()
-        if (segment["device"], segment["stream"]) == (place.index, stream)
-        for block in segment["blocks"]
-        if block["state"] == "inactive"
-    ]
+    free: list[int] = []
+    for segment in torch.cuda.memory_snapshot():
+        if (segment["device"], segment["stream"]) != (place.index, stream):
+            continue
+        is_small = segment["segment_type"] == "small"  # serves up to SMALL bytes, and nothing else
+        for block in segment["blocks"]:
+            if block["state"] != "inactive":
+                continue
+            if is_small:
+                whole, rest = divmod(block["size"], SMALL)
+                free += [SMALL] * whole + [rest] * (rest > 0)
+            elif block["size"] > SMALL:
+                free.append(block["size"])
     # Largest first, so that none is cut into smaller ones. 0xFF is a NaN in every format.
     taken = [
         torch.empty(size, dtype=torch.uint8, device=place).fill_(0xFF)

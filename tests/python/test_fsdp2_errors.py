@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -182,6 +183,34 @@ def case_no_group(given: Any) -> list[Outcome]:
             attempt(lambda: gradferry.fsdp.attach(model, "q4", mesh["replica"])),
             attempt(lambda: sharding.backward(model, 0)),
         ]
+
+
+def case_one_tells_late() -> Outcome:
+    """Rank 0 names no group. Rank 2 tells its replica only when that has heard from others."""
+    import gradferry
+
+    attach = sys.modules["gradferry.fsdp.attach"]  # the function hides the module
+    sharding = Sharding(shards=3)
+    mesh = sharding.mesh()
+    model = sharding.model(mesh["shard"])
+    meet, pause = attach.meet, time.sleep
+
+    def late(group: Any, longest: Any, purpose: str, beside: Any = None) -> None:
+        if beside is not None and dist.get_rank() == 2:
+            pause(1.0)
+        meet(group, longest, purpose, beside)
+
+    group = None if dist.get_rank() == 0 else mesh["replica"]
+    with mock.patch.object(attach, "meet", late):
+        return attempt(lambda: gradferry.fsdp.attach(model, "q4", group))
+
+
+def test_a_rank_that_tells_late_waits_for_nobody(worlds: Worlds) -> None:
+    # Groups of a mesh wait for five minutes, and a case has two.
+    for rank, outcome in enumerate(worlds(6).run(case_one_tells_late)):
+        assert outcome.error == "ConfigError", outcome
+        text = "replicate_group is missing"
+        assert outcome.text.startswith(text if rank == 0 else f"rank 0: {text}"), outcome.text
 
 
 # What one rank gives for its group, and the error.

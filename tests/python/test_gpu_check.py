@@ -26,7 +26,7 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setattr(module, "RESULT", tmp_path / "gpu.json")
     monkeypatch.setattr(module, "gpu", lambda: "a GPU")
     monkeypatch.setattr(module, "environment", dict)
-    monkeypatch.setattr(module, "digest_of_sources", lambda: "first")
+    monkeypatch.setattr(module, "digest_of_sources", lambda *_: "first")
     return module
 
 
@@ -114,7 +114,7 @@ def test_passed_check_is_repeated_only_for_other_sources_or_another_gpu(
 ):
     assert tool.Checks(minutes=1, fresh=False).run("check", 1, program(""))
     if change == "sources":
-        monkeypatch.setattr(tool, "digest_of_sources", lambda: "second")
+        monkeypatch.setattr(tool, "digest_of_sources", lambda *_: "second")
     if change == "gpu":
         monkeypatch.setattr(tool, "gpu", lambda: "another GPU")
     checks = tool.Checks(minutes=1, fresh=change == "fresh")
@@ -172,17 +172,52 @@ def test_package_that_cannot_be_built_leaves_no_older_one(tool, monkeypatch, tmp
 
 
 def test_as_built_compiles_nothing(tool, monkeypatch, tmp_path):
+    monkeypatch.setattr(tool, "BUILD", tmp_path)
     monkeypatch.setattr(tool, "PACKAGES", package_in(tmp_path))
     ran = []
     monkeypatch.setattr(tool.Checks, "run", lambda _, name, *rest, **options: ran.append(name))
-    checks = tool.Checks(minutes=1, fresh=False, as_built=True)
-    tool.check_kernels(checks)
-    tool.check_package(checks)
-    checks.wait()
+
+    def call():
+        checks = tool.Checks(minutes=1, fresh=False, as_built=True)
+        tool.check_kernels(checks)
+        tool.check_package(checks)
+        checks.wait()
+        return checks.num_left
+
+    (tmp_path / "kernels.built").write_text("other sources")
+    assert call() == 2
+    assert ran == []
+    for stage in tool.COMPILED:
+        (tmp_path / f"{stage}.built").write_text(tool.digest_of_sources())
+    assert call() == 0
     tests = ["kernels give the bytes of the CPU"]
     tests += [f"kernels under compute-sanitizer {name}" for name in tool.SANITIZERS]
     assert sorted(ran) == sorted([*tests, "gradferry info"])
     assert tool.PACKAGES.exists()
+
+
+def test_interrupt_ends_what_runs_and_starts_nothing_more(tool, tmp_path, monkeypatch):
+    monkeypatch.setattr(tool, "BESIDE", 1)
+    checks = tool.Checks(minutes=1, fresh=False)
+    pid = tmp_path / "pid"
+    shell = f"echo $$ > {pid}.new; mv {pid}.new {pid}; sleep 60"
+    checks.start("runs", 1, ["sh", "-c", shell])
+    checks.start("waits", 1, program(""))
+    deadline = time.monotonic() + 60
+    while not pid.exists() and time.monotonic() < deadline:
+        pass
+    checks.stop()
+    checks._pool.shutdown()
+    assert not is_running(pid.read_text().strip())
+    assert "waits" not in rows(tool)
+
+
+def test_benchmarks_wait_for_what_was_started(tool, monkeypatch):
+    checks = tool.Checks(minutes=1, fresh=False)
+    checks.start("before", 1, program(""))
+    monkeypatch.setattr(tool, "MEASUREMENTS", {})
+    tool.measure(checks)
+    assert rows(tool)["before"]["outcome"] == "passed"
 
 
 def test_checks_that_run_beside_each_other_are_all_written(tool):

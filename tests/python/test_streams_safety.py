@@ -187,6 +187,7 @@ def case_off_without_kernels(scenario: Any) -> list[Any]:
     """Where every bucket passes through, kernels are not asked for."""
     from unittest import mock
 
+    from fake_device import DEVICE
     from gradferry.core import device
 
     off = dataclasses.replace(scenario, codec="off", error_feedback="auto", rules=())
@@ -194,14 +195,14 @@ def case_off_without_kernels(scenario: Any) -> list[Any]:
         mock.patch.object(device, "_loaded", None),
         mock.patch.object(device, "LIBRARIES", {}),
     ):
-        return [attempt(lambda: Run(off)), attempt(lambda: Run(scenario))]
+        return [attempt(lambda: Run(off)), attempt(lambda: Run(scenario)), DEVICE.type]
 
 
 def test_codec_off_needs_no_kernels(worlds: Worlds) -> None:
-    for off, compressed in worlds(2).run(case_off_without_kernels, scenario=SCENARIO):
+    for off, compressed, kind in worlds(2).run(case_off_without_kernels, scenario=SCENARIO):
         assert off.error is None
         assert compressed.error == "ConfigError"
-        assert "no codecs for gradients on" in compressed.text
+        assert f"no codecs for gradients on {kind!r}" in compressed.text
 
 
 def case_moved() -> tuple[int, Any]:

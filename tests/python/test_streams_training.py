@@ -142,7 +142,7 @@ class Models:
     def bits(self, name: str) -> list[bytes]:
         """Of gradients, residuals and, where an optimizer gives the CPU's, of parameters.
 
-        All NaN are the same one: a GPU multiplies one into another.
+        A GPU multiplies one NaN into another: there all are the same one.
         """
         import fake_device
 
@@ -151,8 +151,9 @@ class Models:
         tensors = [*(p.grad for p in parameters), slot["worker"], slot["owner"]]
         if fake_device.COMPUTES_AS_THE_CPU:
             tensors = [*parameters, *tensors]
-        hosts = [tensor.detach().cpu().clone() for tensor in tensors]
-        return [host.masked_fill_(host.isnan(), math.nan).numpy().tobytes() for host in hosts]
+        else:
+            tensors = [tensor.masked_fill(tensor.isnan(), math.nan) for tensor in tensors]
+        return [tensor.detach().cpu().numpy().tobytes() for tensor in tensors]
 
 
 def case_one_bit_adam(

@@ -24,7 +24,7 @@ from gradferry.core.names import first_of
 from gradferry.core.nodes import AUTO, FLAT
 from gradferry.core.options import WORKSPACE_CAP_MB, Options
 from gradferry.core.warn import warn
-from gradferry.errors import ConfigError, GradferryError
+from gradferry.errors import ConfigError, GradferryError, PeerError
 from gradferry.fsdp.hooks import ModuleHook, Passes, ReduceScatterHook, ReplicaHook
 from gradferry.fsdp.model import Shard, ShardedModule, sharded_modules, unsharded_parameters
 from gradferry.fsdp.state import ShardedState
@@ -284,21 +284,11 @@ def _known_to_all(
         own = error
         say_failed(shard_group)  # for ranks that wait beside it
     try:
-        _expect_no_error(own, shard_group, modules, "attach")
+        _raise_first(own, _records(own, shard_group, modules, "attach"), shard_group)
     except BaseException:
         result.clear()  # otherwise the traceback would keep the connections alive
         raise
     return result[0]
-
-
-def _expect_no_error(
-    own: Exception | None,
-    group: dist.ProcessGroup,
-    modules: Sequence[ShardedModule],
-    purpose: str,
-) -> None:
-    """Raises the error of this rank, else that of another rank of the group. Collective."""
-    _raise_first(own, _records(own, group, modules, purpose), group)
 
 
 def _records(
@@ -310,11 +300,17 @@ def _records(
 ) -> list[Record]:
     """The errors of a group's ranks. Collective. `purpose` and `beside` as for `meet`."""
     place = meeting_place(group, modules[0].device)
-    meet(group, patience(group, place), purpose, beside)
-    return gather_records({} if own is None else error_record(own), group, place)
+    try:
+        meet(group, patience(group, place), purpose, beside)
+        return gather_records({} if own is None else error_record(own), group, place)
+    except PeerError as error:
+        if own is None:
+            raise
+        raise error from own
 
 
 def _raise_first(own: Exception | None, records: list[Record], group: dist.ProcessGroup) -> None:
+    """Raises the error of this rank, else that of another rank of the group."""
     if own is not None and not isinstance(own, EchoError):
         raise own
     raise_first_error(records, group)
@@ -370,9 +366,11 @@ def _replicas(
     modules: Sequence[ShardedModule],
 ) -> dist.ProcessGroup:
     """The group of this rank's replicas. Collective, since a rank without one cannot tell them:
-    ranks with other shards hear of it in the shard group, and tell their replicas. No rank returns
-    before those that were told have told their shard group: it could come to the next call while
-    others still wait for it in this one.
+    ranks with other shards hear of it in the shard group, and tell their replicas.
+
+    Before a rank that told or was told returns, those that were told have told their shard group:
+    otherwise it could come to the next call while others still wait for it in this one. With three
+    shards or more a rank that heard in its shard group first may be earlier.
     """
     own: Exception | None = None
     try:
@@ -390,11 +388,15 @@ def _replicas(
         _raise_first(own, records, group)
 
     try:
-        if own is not None:
+        if own is None:
+            _known_to_all(shard_group, modules, tell_and_hear)
+        else:
             tell_and_hear()
-        _known_to_all(shard_group, modules, tell_and_hear)
     except GradferryError as error:
-        if any("error" in record for record in records):
+        if own is not None:
+            say_failed(shard_group)  # one that tells is enough: replicas of the others may not come
+        # A rank that has lost its shard group cannot say that this one knows.
+        if any("error" in record for record in records) and not isinstance(error, PeerError):
             with contextlib.suppress(GradferryError):
                 _records(error, group, modules, "hear of an error")
         if own is None:

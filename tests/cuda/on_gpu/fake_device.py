@@ -21,7 +21,8 @@ DEVICE = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
 COMPUTES_AS_THE_CPU = False
 BACKENDS = {"streamed": "cpu:gloo,cuda:nccl", "staged": "gloo"}
 
-os.environ["NCCL_HOSTID"] = f"rank {dist.get_rank()} of process {os.getpid()}"
+if dist.get_world_size() > torch.cuda.device_count():
+    os.environ["NCCL_HOSTID"] = f"rank {dist.get_rank()} of process {os.getpid()}"
 torch.cuda.set_device(DEVICE)
 
 
