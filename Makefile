@@ -42,10 +42,10 @@ package_build := build/torch-$(TORCH)
 quiet := tools/quiet.sh
 
 # Folders are listed too: theirs is the timestamp that changes when a file goes away.
-core_inputs := $(shell find CMakeLists.txt CMakePresets.json cmake include kernels measure tests/cpp tests/simt tests/cuda tests/fuzz benchmarks \
+core_inputs := $(shell find CMakeLists.txt CMakePresets.json cmake include kernels measure tests/cpp tests/simt tests/cuda tests/fuzz benchmarks/CMakeLists.txt benchmarks/*.cpp \
     hooks/faults.* hooks/layout.* hooks/messages.* hooks/nodes.* hooks/plan.* hooks/tensor_message.* \
     hooks/used_map.h hooks/workspace.* 2>/dev/null)
-package_inputs := $(shell find pyproject.toml README.md CMakeLists.txt cmake include hooks measure python_bindings \
+package_inputs := $(shell find pyproject.toml README.md CMakeLists.txt cmake include hooks measure python_bindings benchmarks/gradferry_lab \
     tests/hooks tests/sim tests/streams tests/simt examples/cpp kernels/common \
     -not -name __pycache__ -not -name '*.pyc' 2>/dev/null)
 
@@ -165,7 +165,7 @@ test-sanitized: $(package_ready)  ## C++ tests and a part of the Python tests un
 	@$(quiet) build/asan.log --title "build/asan: hooks and bindings (usually 3 min)" \
 	    cmake --build --preset asan
 	@rm -rf $(sanitized_site) && mkdir -p $(sanitized_site)
-	@cp -r python_bindings/gradferry $(sanitized_site)
+	@cp -r python_bindings/gradferry benchmarks/gradferry_lab $(sanitized_site)
 	@$(quiet) build/asan_install.log cmake --install build/asan --component python --prefix $(sanitized_site)
 	@env LD_PRELOAD=$(preload) ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=$(sanitized_site) \
 	    $(bin)/python -m pytest -q -m "not slow" $(sanitized_tests)

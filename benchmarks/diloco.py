@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from statistics import mean, median, stdev
 
-from gradferry.lab.ranks.network import DEVICE, Network, address, parse_link
+from gradferry_lab.ranks.network import DEVICE, Network, address, parse_link
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "diloco.py"
 LINE = re.compile(r"outer step \d+: loss ([0-9.]+), averaged in (\d+) ms")

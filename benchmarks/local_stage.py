@@ -29,9 +29,9 @@ from gradferry.core.engine import make_lanes
 from gradferry.core.meeting import store_of
 from gradferry.core.node_memory import share_memory
 from gradferry.errors import GradferryError
-from gradferry.lab.flags import add_json, require_at_least_one
-from gradferry.lab.output.json_file import write_json
-from gradferry.lab.ranks.launch import gather_from_ranks, run_ranks
+from gradferry_lab.flags import add_json, require_at_least_one
+from gradferry_lab.output.json_file import write_json
+from gradferry_lab.ranks.launch import gather_from_ranks, run_ranks
 from torch._C._distributed_c10d import PrefixStore
 
 _WAYS = ("sockets", "memory")

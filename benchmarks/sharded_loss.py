@@ -15,12 +15,12 @@ from statistics import mean, stdev
 from typing import Any
 
 from gradferry.errors import GradferryError
-from gradferry.lab.flags import add_json, require_at_least_one
-from gradferry.lab.output.json_file import write_json
-from gradferry.lab.ranks.launch import Emit, run_ranks
-from gradferry.lab.workloads import load_task
-from gradferry.lab.workloads.parallel import HSDP, PARALLEL, check_parallel
-from gradferry.lab.workloads.training import TrainingRun, train
+from gradferry_lab.flags import add_json, require_at_least_one
+from gradferry_lab.output.json_file import write_json
+from gradferry_lab.ranks.launch import Emit, run_ranks
+from gradferry_lab.workloads import load_task
+from gradferry_lab.workloads.parallel import HSDP, PARALLEL, check_parallel
+from gradferry_lab.workloads.training import TrainingRun, train
 
 _TASK = "tiny_text"
 _RANKS = 4

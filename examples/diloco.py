@@ -12,7 +12,7 @@ import time
 import gradferry
 import torch
 import torch.distributed as dist
-from gradferry.lab.workloads.corpus import source_files
+from gradferry_lab.workloads.corpus import source_files
 from torch import nn
 from torch.nn.functional import cross_entropy
 

@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from gradferry.lab.cli import parser
+from gradferry_lab.cli import parser
 
 PAGE = Path(__file__).parents[1] / "docs/reference/command_line.md"
 _HEAD = """# Command line

@@ -44,12 +44,18 @@ PACKAGES = BUILD / "python"  # gradferry as this machine runs it
 RESULT = BUILD / "gpu.json"
 SCHEMA = 2
 TOOLKIT = Path("/usr/local/cuda/bin")  # where nvcc is when it is not on the path
-SOURCES = ("cmake", "include", "kernels", "hooks", "python_bindings", "tests", "tools")
-# What is compiled, by stage.
+SOURCES = (
+    "cmake", "include", "kernels", "hooks", "python_bindings", "benchmarks/gradferry_lab", "tests",
+    "tools",
+)  # fmt: skip
+# What is compiled or copied, by stage.
 COMPILED = {
     "kernels": ("cmake", "include", "kernels", "tests/cuda", "tests/simt"),
-    "package": ("cmake", "include", "hooks", "kernels", "measure", "python_bindings"),
-}
+    "package": (
+        "cmake", "include", "hooks", "kernels", "measure", "python_bindings",
+        "benchmarks/gradferry_lab",
+    ),
+}  # fmt: skip
 SKIPPED = 77
 LAST_LINES = 30
 # Checks that run beside each other: they keep processors busy. Kernels of different processes take
@@ -399,7 +405,8 @@ def _build_package(checks: Checks) -> bool:
     ) and checks.run("build package", 10, ["cmake", "--build", str(build)], again=True)  # fmt: skip
     if not built:
         return False
-    shutil.copytree(ROOT / "python_bindings" / "gradferry", PACKAGES / "gradferry")
+    for package in (ROOT / "python_bindings" / "gradferry", ROOT / "benchmarks" / "gradferry_lab"):
+        shutil.copytree(package, PACKAGES / package.name)
     for component in ("python", "tests"):
         install = ["cmake", "--install", str(build), "--component", component]
         checks.run(f"install {component}", 1, [*install, "--prefix", str(PACKAGES)], again=True)

@@ -148,6 +148,8 @@ def try_out(wheel: Path, python: str, log: Path) -> Iterator[str]:
     alone = {"env": without_compilers(), "cwd": ENVIRONMENT}
     inside = [ENVIRONMENT / "bin/python", "-m"]
     yield f"{run(log, [*inside, 'pip', 'install', wheel], **alone):.0f}"
+    run(log, [ENVIRONMENT / "bin/gradferry", "--version"], **alone)  # the library needs no extra
+    run(log, [*inside, "pip", "install", f"{wheel}[lab]"], **alone)
     without_compilers()  # nor did its dependencies bring one
     run(log, [*inside, "pip", "check"], **alone)
     run(log, [ENVIRONMENT / "bin/gradferry", "info"], **alone)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -50,8 +51,8 @@ def doctor(
         step's ``seconds``, ``exposed_s`` and ``wire_bytes`` for every hook.
 
     Raises:
-        ConfigError: the model, the batch or a hook cannot be used, or there are no kernels for the
-            model's device.
+        ConfigError: the model, the batch or a hook cannot be used, there are no kernels for the
+            model's device, or rich is missing and `show` is true.
     """
     if not isinstance(ddp, DistributedDataParallel):
         raise ConfigError(f"ddp must be a DistributedDataParallel, not {type(ddp).__name__}")
@@ -60,6 +61,11 @@ def doctor(
         raise ConfigError(
             "batch_fn must be a function without arguments that returns this rank's next batch, a "
             f"tuple for ddp(*batch) or a dict for ddp(**batch), but: {reason}"
+        )
+    if show and importlib.util.find_spec("rich") is None:
+        raise ConfigError(
+            "doctor shows its table with rich, which is not installed: pip install "
+            "'gradferry[lab]', or call doctor(..., show=False)"
         )
     wanted = require_hooks(default_hooks() if hooks is None else hooks)
     place = _place(ddp)
@@ -107,9 +113,8 @@ def _make_step(model: nn.Module, batch: Any) -> Callable[[], None]:
 
 def _show(found: Diagnosis, model: str) -> None:
     # Imported here, because a training that shows nothing does not need it.
+    from gradferry_lab.doctor import show_diagnosis
     from rich.console import Console
-
-    from gradferry.lab.doctor import show_diagnosis
 
     link = os.environ.get("GLOO_SOCKET_IFNAME", "as it is")
     show_diagnosis(Console(), found, model, {"link": link})

@@ -1,4 +1,4 @@
-"""Checks the dependency law of the Python package, and that modules do not import in a circle.
+"""Checks the dependency law of the Python packages, and that modules do not import in a circle.
 
     the package -> lab -> integrations -> public modules -> ddp, fsdp -> reduction -> forecast
                 -> core -> ground
@@ -6,7 +6,8 @@
 An arrow reads "may import"; a room may import all that are to its right, and ddp and fsdp know
 nothing of each other. Imports count wherever
 they stand: inside functions, under TYPE_CHECKING, relative ones, import_module("gradferry...") too.
-Importing gradferry must not load the laboratory: the package itself imports that in functions only.
+Lab is the package gradferry_lab. Importing gradferry must not load it: the package itself imports
+it in functions only.
 
 Run it as a script; it prints one line per violation and fails if there is one.
 """
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PACKAGE = "gradferry"
+LAB = "gradferry_lab"
 # From the top to the ground. Modules that lie directly in the package are listed by name, all
 # others belong to the room that their folder is called after.
 ROOMS = (
@@ -34,7 +36,7 @@ ROOMS = (
     "core",
     "ground",
 )
-FOLDERS = ("lab", "integrations", "ddp", "fsdp", "reduction", "forecast", "core")
+FOLDERS = ("integrations", "ddp", "fsdp", "reduction", "forecast", "core")
 MODULES = {
     "": "package",  # gradferry/__init__.py
     "__main__": "package",
@@ -63,10 +65,12 @@ class Arrow:
     deferred: bool
 
 
-def modules(package: Path) -> dict[str, Path]:
+def modules(*packages: Path) -> dict[str, Path]:
     """Files by dotted name. Of a module and its stub, the module."""
     found: dict[str, Path] = {}
-    for file in sorted([*package.rglob("*.pyi"), *package.rglob("*.py")]):
+    files = [file for package in packages for file in package.rglob("*.py*")]
+    for file in sorted(file for file in files if file.suffix in (".py", ".pyi")):
+        package = next(each for each in packages if file.is_relative_to(each))
         parts = file.relative_to(package.parent).with_suffix("").parts
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
         if name not in found or file.suffix == ".py":
@@ -74,9 +78,9 @@ def modules(package: Path) -> dict[str, Path]:
     return found
 
 
-def arrows(package: Path) -> list[Arrow]:
-    """Every import of a module of the package by another one, in the order of files and lines."""
-    files = modules(package)
+def arrows(*packages: Path) -> list[Arrow]:
+    """Every import of a module of the packages by another one, in the order of files and lines."""
+    files = modules(*packages)
     found = []
     for name, file in files.items():
         for line, target, deferred in _imports(name, file, files):
@@ -124,7 +128,7 @@ def _targets(
 
 
 def _is_ours(name: str) -> bool:
-    return name.split(".")[0] == PACKAGE
+    return name.split(".")[0] in (PACKAGE, LAB)
 
 
 def _is_compiled(name: str) -> bool:
@@ -133,6 +137,8 @@ def _is_compiled(name: str) -> bool:
 
 def room_of(name: str) -> str | None:
     """The room of a module; None when it is in none."""
+    if name.split(".")[0] == LAB:
+        return "lab"
     first = name.removeprefix(PACKAGE).removeprefix(".").split(".")[0]
     if first in FOLDERS:
         return first
@@ -178,27 +184,37 @@ def _reached(start: str, after: Mapping[str, set[str]]) -> set[str]:
     return reached
 
 
-def violations(package: Path) -> list[str]:
+def violations(*packages: Path) -> list[str]:
     """One line per module without a room, import that breaks the law, and circle."""
-    package = package.resolve()
-    files = modules(package)
+    packages = tuple(package.resolve() for package in packages)
+    files = modules(*packages)
+
+    def shown(name: str) -> Path:
+        package = next(each for each in packages if files[name].is_relative_to(each))
+        return files[name].relative_to(package.parent)
+
     lines = [
-        f"{file.relative_to(package.parent)}: is in no room of this check: "
+        f"{shown(name)}: is in no room of this check: "
         f"put it into one of {', '.join(f'{folder}/' for folder in FOLDERS)}, or list it"
-        for name, file in files.items()
+        for name in files
         if room_of(name) is None
     ]
-    found = arrows(package)
+    found = arrows(*packages)
     for arrow in found:
         if reason := complaint(arrow):
-            place = f"{files[arrow.source].relative_to(package.parent)}:{arrow.line}"
-            lines.append(f"{place}: imports {arrow.target}: {reason}")
+            lines.append(f"{shown(arrow.source)}:{arrow.line}: imports {arrow.target}: {reason}")
     lines += [f"a circle of imports: {', '.join(circle)}" for circle in circles(found)]
     return lines
 
 
+def packages() -> tuple[Path, Path]:
+    """The library and the laboratory of this tree."""
+    root = Path(__file__).parents[2]
+    return root / "python_bindings" / PACKAGE, root / "benchmarks" / LAB
+
+
 def main() -> int:
-    lines = violations(Path(__file__).parents[2] / "python_bindings" / PACKAGE)
+    lines = violations(*packages())
     print(*lines, sep="\n", end="\n" if lines else "")
     return 1 if lines else 0
 

@@ -3,12 +3,12 @@
 from pathlib import Path
 
 import pytest
-from check_imports import PACKAGE, arrows, circles, violations
+from check_imports import LAB, PACKAGE, arrows, circles, packages, violations
 
 LAWFUL = {
     "__init__.py": "from gradferry import checkpoint\nfrom gradferry.ddp.state import HookState\n",
-    "__main__.py": "from gradferry.lab.cli import main\n",
-    "_doctor.py": "def doctor():\n    from gradferry.lab.cli import main\n",
+    "__main__.py": "from gradferry_lab.cli import main\n",
+    "_doctor.py": "def doctor():\n    from gradferry_lab.cli import main\n",
     "_native.pyi": "import torch\n",
     "errors.py": "class GradferryError(Exception): ...\n",
     "checkpoint.py": "from gradferry.ddp.state import HookState\n",
@@ -25,27 +25,32 @@ LAWFUL = {
     "fsdp/__init__.py": "from gradferry.reduction import running\n",
     "ddp/state.py": "import gradferry.forecast.predict\nHookState = None\n",
     "lab/__init__.py": "",
-    "lab/cli.py": "from gradferry.optim import OneBitAdam\nfrom gradferry.lab import info\n",
+    "lab/cli.py": "from gradferry.optim import OneBitAdam\nfrom gradferry_lab import info\n",
     "lab/info.py": "from gradferry._build_info import WIRE_VERSION\n",
     "_build_info.pyi": "WIRE_VERSION: int\n",
 }
 
 
 @pytest.fixture
-def package(tmp_path: Path) -> Path:
+def package(tmp_path: Path) -> tuple[Path, Path]:
     for name, text in LAWFUL.items():
-        write(tmp_path / PACKAGE, name, text)
-    return tmp_path / PACKAGE
+        write((tmp_path / PACKAGE, tmp_path / LAB), name, text)
+    return tmp_path / PACKAGE, tmp_path / LAB
 
 
-def write(package: Path, name: str, text: str) -> None:
-    file = package / name
+def place_of(name: str) -> str:
+    """A file's path: "lab/" is a package of its own."""
+    return f"{LAB}/{name.removeprefix('lab/')}" if name.startswith("lab/") else f"{PACKAGE}/{name}"
+
+
+def write(package: tuple[Path, Path], name: str, text: str) -> None:
+    file = package[0].parent / place_of(name)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text)
 
 
 def test_violations_lawful_tree_has_none(package):
-    assert violations(package) == []
+    assert violations(*package) == []
 
 
 @pytest.mark.parametrize(
@@ -53,7 +58,7 @@ def test_violations_lawful_tree_has_none(package):
     [
         ("core/config.py", "from gradferry.forecast.costs import Costs", "forecast.costs",
          "core must not import forecast"),
-        ("core/config.py", "import gradferry.lab.cli", "lab.cli", "core must not import lab"),
+        ("core/config.py", "import gradferry_lab.cli", "lab.cli", "core must not import lab"),
         ("core/config.py", "from gradferry import HookState", "", "core must not import package"),
         ("core/config.py", "from .. import optim", "optim", "core must not import public"),
         ("core/config.py", "from ..forecast import predict", "forecast.predict",
@@ -62,7 +67,7 @@ def test_violations_lawful_tree_has_none(package):
          "core must not import ddp"),
         ("core/config.py", "if TYPE_CHECKING:\n    from gradferry.ddp.state import HookState",
          "ddp.state", "core must not import ddp"),
-        ("core/config.py", "import importlib\nimportlib.import_module('gradferry.lab.cli')",
+        ("core/config.py", "import importlib\nimportlib.import_module('gradferry_lab.cli')",
          "lab.cli", "core must not import lab"),
         ("errors.py", "from gradferry import _doctor", "_doctor", "ground must not import package"),
         ("forecast/costs.py", "from gradferry.ddp.state import HookState", "ddp.state",
@@ -74,27 +79,27 @@ def test_violations_lawful_tree_has_none(package):
         ("ddp/state.py", "from gradferry import fsdp", "fsdp", "ddp must not import fsdp"),
         ("fsdp/__init__.py", "from gradferry.ddp.state import HookState", "ddp.state",
          "fsdp must not import ddp"),
-        ("checkpoint.py", "from gradferry.lab import info", "lab.info",
+        ("checkpoint.py", "from gradferry_lab import info", "lab.info",
          "public must not import lab"),
         ("lab/cli.py", "import gradferry", "", "lab must not import package"),
-        ("__init__.py", "from gradferry.lab import info", "lab.info", "inside a function"),
-        ("_doctor.py", "class Now:\n    from gradferry.lab import info", "lab.info",
+        ("__init__.py", "from gradferry_lab import info", "lab.info", "inside a function"),
+        ("_doctor.py", "class Now:\n    from gradferry_lab import info", "lab.info",
          "inside a function"),
     ],
 )  # fmt: skip
 def test_violations_planted_import_is_found(package, file, planted, target, reason):
     write(package, file, f"{LAWFUL[file]}{planted}\n")
     line_number = f"{LAWFUL[file]}{planted}".count("\n") + 1
-    (line,) = [line for line in violations(package) if "circle" not in line]
-    name = f"{PACKAGE}.{target}".rstrip(".")
-    assert line.startswith(f"{PACKAGE}/{file}:{line_number}: imports {name}: ")
+    (line,) = [line for line in violations(*package) if "circle" not in line]
+    name = f"{PACKAGE}.{target}".rstrip(".").replace(f"{PACKAGE}.lab", LAB)
+    assert line.startswith(f"{place_of(file)}:{line_number}: imports {name}: ")
     assert reason in line
 
 
 @pytest.mark.parametrize("file", ["tools/plot.py", "helpers.py", "forecasts/__init__.py"])
 def test_violations_unknown_room_is_found(package, file):
     write(package, file, "import torch\n")
-    (line,) = violations(package)
+    (line,) = violations(*package)
     assert line.startswith(f"{PACKAGE}/{file}: is in no room")
 
 
@@ -108,7 +113,7 @@ def test_violations_unknown_room_is_found(package, file):
 )
 def test_violations_circle_between_modules_is_found(package, back):
     write(package, "forecast/costs.py", f"{back}\n")
-    assert violations(package) == [
+    assert violations(*package) == [
         "a circle of imports: gradferry.forecast.costs, gradferry.forecast.predict"
     ]
 
@@ -117,8 +122,8 @@ def test_violations_circle_through_a_third_module_is_found_once(package):
     write(package, "forecast/a.py", "from gradferry.forecast import b\n")
     write(package, "forecast/b.py", "from gradferry.forecast import c\n")
     write(package, "forecast/c.py", "from gradferry.forecast import a\n")
-    assert circles(arrows(package)) == [[f"gradferry.forecast.{name}" for name in "abc"]]
+    assert circles(arrows(*package)) == [[f"gradferry.forecast.{name}" for name in "abc"]]
 
 
 def test_violations_this_tree_has_none():
-    assert violations(Path(__file__).parents[2] / "python_bindings" / PACKAGE) == []
+    assert violations(*packages()) == []

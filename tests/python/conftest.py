@@ -64,7 +64,7 @@ def namespaces_allowed() -> None:
     """Hosts can be made of network namespaces here; elsewhere the test is skipped."""
     # Not above: what starts processes sets their environment first.
     from gradferry.errors import ConfigError
-    from gradferry.lab.ranks.network import check_network
+    from gradferry_lab.ranks.network import check_network
 
     try:
         check_network(2)

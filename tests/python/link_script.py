@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from gradferry.lab.ranks.network import DEVICE
+from gradferry_lab.ranks.network import DEVICE
 from outcomes import attempt
 from scenario import Run, Scenario, Weight
 

@@ -381,7 +381,7 @@ def run(
     patience: float = PATIENCE,
 ) -> None:
     """Raises SoakError. Writes figures as it goes, so that they survive an end from outside."""
-    from gradferry.lab.output.json_file import write_json
+    from gradferry_lab.output.json_file import write_json
 
     begin = time.monotonic()
     soak = Soak(seed, patience)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from fault_cells import hashes_of
-from gradferry.lab.ranks.network import DEVICE, Network, parse_link
+from gradferry_lab.ranks.network import DEVICE, Network, parse_link
 from link_script import SCENARIO, STEPS
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("namespaces_allowed")]

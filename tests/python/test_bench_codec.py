@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 from gradferry import _native
-from gradferry.lab.bench.peers import PEERS, compare_with_peers, installed_peers, missing_peers
-from gradferry.lab.cli import main
+from gradferry_lab.bench.peers import PEERS, compare_with_peers, installed_peers, missing_peers
+from gradferry_lab.cli import main
 
 ROW_KEYS = {
     "codec", "op", "dtype", "num_elements", "threads", "isa", "world_size", "gbps", "roof_gbps",
@@ -94,7 +94,7 @@ def test_peers_are_compared_on_the_same_buffer(tmp_path, capsys):
 
 
 def test_missing_peers_are_named_as_pip_knows_them(monkeypatch):
-    monkeypatch.setattr("gradferry.lab.bench.peers.installed_peers", list)
+    monkeypatch.setattr("gradferry_lab.bench.peers.installed_peers", list)
     assert missing_peers() == ["bitsandbytes", "hivemind", "pypiquant", "torch"]
 
 

@@ -19,17 +19,17 @@ from gradferry.core.options import Options
 from gradferry.errors import ConfigError
 from gradferry.forecast.chunks import payload_sizes, wire_bytes_per_step
 from gradferry.forecast.hook_names import TORCH_DTYPES
-from gradferry.lab.bench import collective, collective_turns
-from gradferry.lab.bench.collective import collective_rows, collective_table, parse_size
-from gradferry.lab.bench.collective_turns import (
+from gradferry_lab.bench import collective, collective_turns
+from gradferry_lab.bench.collective import collective_rows, collective_table, parse_size
+from gradferry_lab.bench.collective_turns import (
     ALL_REDUCE,
     REDUCE_SCATTER,
     CollectiveOptions,
     CollectiveOutcome,
     compare_collectives,
 )
-from gradferry.lab.cli import main
-from gradferry.lab.ranks.hosts import Where
+from gradferry_lab.cli import main
+from gradferry_lab.ranks.hosts import Where
 from world import World
 
 ROW_KEYS = [

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 from gradferry import _native
-from gradferry.lab.bench.device_clock import environment_on, find_gpu
-from gradferry.lab.bench.device_codec import (
+from gradferry_lab.bench.device_clock import environment_on, find_gpu
+from gradferry_lab.bench.device_codec import (
     DeviceOptions,
     device_codec_table,
     device_peer_table,
     num_buffers,
 )
-from gradferry.lab.bench.device_peers import DEVICE_PEERS, UnfusedQ4
-from gradferry.lab.cli import main
+from gradferry_lab.bench.device_peers import DEVICE_PEERS, UnfusedQ4
+from gradferry_lab.cli import main
 from world import World
 
 Worlds = Callable[[int], World]
@@ -43,8 +43,8 @@ class Clock:
 
 def case_measure(options: DeviceOptions) -> dict[str, Any]:
     import fake_device
-    from gradferry.lab.bench.device_clock import TimedDevice
-    from gradferry.lab.bench.device_codec import measure
+    from gradferry_lab.bench.device_clock import TimedDevice
+    from gradferry_lab.bench.device_codec import measure
 
     clock = Clock()
     timed = TimedDevice(fake_device.DEVICE, NUM_BYTES, clock, {"gpu": "fake"})
@@ -110,8 +110,8 @@ def test_every_case_is_validated_and_compared_with_a_copy(device_worlds: Worlds)
 
 def case_wrong_kernel() -> dict[str, Any]:
     import fake_device
-    from gradferry.lab.bench import device_codec
-    from gradferry.lab.bench.device_clock import TimedDevice
+    from gradferry_lab.bench import device_codec
+    from gradferry_lab.bench.device_clock import TimedDevice
 
     timed = TimedDevice(fake_device.DEVICE, 1 << 18, Clock(), {"gpu": "fake"})
     options = DeviceOptions(["q8"], [torch.float32], [0.25], [], 2, peers=False)

@@ -6,10 +6,10 @@ import json
 
 import pytest
 import torch
-from gradferry.lab.bench.overlap import overlap_rows, overlap_table
-from gradferry.lab.bench.overlap_turns import OverlapOptions, OverlapOutcome
-from gradferry.lab.cli import main
-from gradferry.lab.ranks.hosts import Where
+from gradferry_lab.bench.overlap import overlap_rows, overlap_table
+from gradferry_lab.bench.overlap_turns import OverlapOptions, OverlapOutcome
+from gradferry_lab.cli import main
+from gradferry_lab.ranks.hosts import Where
 
 ROW_KEYS = {
     "hook", "link", "ranks", "hosts", "ranks_per_host", "device", "model", "bucket_cap_mb", "seed",

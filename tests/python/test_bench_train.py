@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 from gradferry.errors import ConfigError
-from gradferry.lab.bench.train import train_rows, train_table
-from gradferry.lab.bench.train_turns import TrainOptions, TrainOutcome, run_train
-from gradferry.lab.cli import main
-from gradferry.lab.ranks.hosts import Where
-from gradferry.lab.workloads.models import MODELS, check_model
+from gradferry_lab.bench.train import train_rows, train_table
+from gradferry_lab.bench.train_turns import TrainOptions, TrainOutcome, run_train
+from gradferry_lab.cli import main
+from gradferry_lab.ranks.hosts import Where
+from gradferry_lab.workloads.models import MODELS, check_model
 from world import World
 
 FIRST_KEYS = [

@@ -5,7 +5,7 @@ import torch
 from gradferry import ConfigError, _build_info, _compat, _native
 from gradferry._compat import check_torch
 from gradferry.core import device
-from gradferry.lab.info import facts
+from gradferry_lab.info import facts
 
 pytestmark = pytest.mark.torch_core
 

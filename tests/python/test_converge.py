@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from gradferry.lab.cli import main
-from gradferry.lab.converge import suite as suites
-from gradferry.lab.converge.suite import DENSE, MOMENTUM, RULER, Contest, Contestant, Near, Suite
-from gradferry.lab.workloads import load_task
+from gradferry_lab.cli import main
+from gradferry_lab.converge import suite as suites
+from gradferry_lab.converge.suite import DENSE, MOMENTUM, RULER, Contest, Contestant, Near, Suite
+from gradferry_lab.workloads import load_task
 
 ROOT = Path(__file__).parents[2]
 ROW_KEYS = {
@@ -168,7 +168,7 @@ def test_converge_trains_only_what_a_file_does_not_have(copy, tmp_path, monkeypa
             asked_for.append(training)
             keep(training, left_out)
 
-    monkeypatch.setattr("gradferry.lab.converge.run_trainings", trainings_of)
+    monkeypatch.setattr("gradferry_lab.converge.run_trainings", trainings_of)
     rows = copy.rows()
     assert converge(copy.folder, "--known", str(known)) == 0
     assert [training.contestant.codec for training in asked_for] == ["sign1"]
@@ -184,17 +184,17 @@ def test_converge_trains_only_what_a_file_does_not_have(copy, tmp_path, monkeypa
 def test_converge_repeats_what_was_trained_otherwise(change, copy, monkeypatch):
     asked_for = []
     monkeypatch.setattr(
-        "gradferry.lab.converge.run_trainings", lambda trainings, *_: asked_for.extend(trainings)
+        "gradferry_lab.converge.run_trainings", lambda trainings, *_: asked_for.extend(trainings)
     )
     arguments = []
     if change == "settings":
         longer = replace(SUITE, contests=(replace(CONTEST, steps=13),))
         monkeypatch.setitem(suites.SUITES, "quick", longer)
     elif change == "versions":
-        monkeypatch.setattr("gradferry.lab.converge.environment", lambda: {"gradferry": "another"})
+        monkeypatch.setattr("gradferry_lab.converge.environment", lambda: {"gradferry": "another"})
     elif change == "data":
         other = replace(load_task("convex"), source="another least squares")
-        monkeypatch.setattr("gradferry.lab.converge.load_task", lambda _: other)
+        monkeypatch.setattr("gradferry_lab.converge.load_task", lambda _: other)
         arguments += ["--known", str(copy.folder / "rows.json")]
     else:
         arguments.append("--fresh")
@@ -214,7 +214,7 @@ def test_converge_fails_when_a_codec_leaves_its_band(copy, capsys):
 
 def test_converge_shows_the_data_of_the_rows_not_of_this_machine(copy, capsys, monkeypatch):
     other = replace(load_task("convex"), source="another least squares")
-    monkeypatch.setattr("gradferry.lab.converge.pages.load_task", lambda _: other)
+    monkeypatch.setattr("gradferry_lab.converge.pages.load_task", lambda _: other)
     known = ["--from", str(copy.folder / "rows.json"), "--out", str(copy.folder)]
     assert main(["converge", *known]) == 0
     assert "Least squares, 16,384 weights" in capsys.readouterr().out

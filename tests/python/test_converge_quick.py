@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gradferry.lab.cli import main
-from gradferry.lab.converge.pages import broken_demands, exit_code, judge
-from gradferry.lab.converge.suite import MOMENTUM, QUICK, Misses, Near, Reaches
+from gradferry_lab.cli import main
+from gradferry_lab.converge.pages import broken_demands, exit_code, judge
+from gradferry_lab.converge.suite import MOMENTUM, QUICK, Misses, Near, Reaches
 
 Row = dict[str, Any]
 

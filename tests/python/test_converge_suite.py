@@ -8,7 +8,7 @@ from gradferry.core.config import make_config
 from gradferry.core.options import Options
 from gradferry.errors import ConfigError
 from gradferry.forecast.hook_names import check_hook
-from gradferry.lab.converge.suite import (
+from gradferry_lab.converge.suite import (
     DENSE,
     MOMENTUM,
     RULER,
@@ -19,9 +19,9 @@ from gradferry.lab.converge.suite import (
     Reaches,
     select,
 )
-from gradferry.lab.converge.worlds import deal
-from gradferry.lab.workloads import TASKS
-from gradferry.lab.workloads.optimizers import OPTIMIZERS
+from gradferry_lab.converge.worlds import deal
+from gradferry_lab.workloads import TASKS
+from gradferry_lab.workloads.optimizers import OPTIMIZERS
 
 FULL = SUITES["full"]
 EVERYONE = sorted(

@@ -6,7 +6,7 @@ import math
 from statistics import stdev
 
 import pytest
-from gradferry.lab.converge.suite import (
+from gradferry_lab.converge.suite import (
     DENSE,
     MOMENTUM,
     RULER,
@@ -17,7 +17,7 @@ from gradferry.lab.converge.suite import (
     Reaches,
     Suite,
 )
-from gradferry.lab.converge.summary import (
+from gradferry_lab.converge.summary import (
     CONTROL_FAILS,
     CONTROL_STANDS,
     IS_RULER,

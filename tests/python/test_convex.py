@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gradferry.lab.workloads.convex import (
+from gradferry_lab.workloads.convex import (
     NUM_WORKERS,
     gap_batch,
     load_convex,

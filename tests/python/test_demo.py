@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from gradferry.lab.cli import main
-from gradferry.lab.demo import section_of
+from gradferry_lab.cli import main
+from gradferry_lab.demo import section_of
 
 COMMAND = [sys.executable, "-m", "gradferry"]
 ROW_KEYS = {

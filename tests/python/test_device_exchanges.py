@@ -149,7 +149,7 @@ def test_doctor_reduces_a_message_of_every_node(found: Any) -> None:
 
 
 def test_tables_show_nodes_of_a_device(found: Any) -> None:
-    from gradferry.lab.doctor import doctor_rows, doctor_tables
+    from gradferry_lab.doctor import doctor_rows, doctor_tables
 
     rows = doctor_rows(found, "own", {"link": "as it is"})
     (node,) = (row for row in rows if row["kind"] == "node")

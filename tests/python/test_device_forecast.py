@@ -19,7 +19,7 @@ from gradferry import _native
 from gradferry.core.codec_spec import parse_codec
 from gradferry.ddp.auto import CHOSEN_BY, FIRST_CHECK
 from gradferry.ddp.trial import TRIAL_STEPS
-from gradferry.lab.cli import main
+from gradferry_lab.cli import main
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from world import World
@@ -418,7 +418,7 @@ def test_the_last_buckets_are_timed_once_someone_asks(worlds: Worlds) -> None:
 
 
 def test_tables_say_what_was_measured_on_a_device(found: Any) -> None:
-    from gradferry.lab.doctor import doctor_rows, doctor_tables
+    from gradferry_lab.doctor import doctor_rows, doctor_tables
 
     rows = doctor_rows(found, "own", {"link": "as it is"})
     assert {row["device"] for row in rows} == {"fake"}

@@ -15,7 +15,7 @@ from types import ModuleType
 
 import pytest
 from documented import PAGES, ROOT, blocks, case_snippets
-from gradferry.lab.cli import main, parser
+from gradferry_lab.cli import main, parser
 from world import World
 
 # What a page's snippets are run with, beside what `documented` gives to all of them.

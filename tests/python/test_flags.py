@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from gradferry.errors import ConfigError
-from gradferry.lab.cli import main
-from gradferry.lab.flags import Parser, refuse
+from gradferry_lab.cli import main
+from gradferry_lab.flags import Parser, refuse
 
 
 @pytest.mark.parametrize(

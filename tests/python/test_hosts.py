@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 from gradferry.core.nodes import Nodes
-from gradferry.lab.cli import main
-from gradferry.lab.ranks import everywhere, hosts
-from gradferry.lab.ranks.hosts import (
+from gradferry_lab.cli import main
+from gradferry_lab.ranks import everywhere, hosts
+from gradferry_lab.ranks.hosts import (
     InterfaceCounter,
     Where,
     busiest_host,
     found_hosts,
     ranks_text,
 )
-from gradferry.lab.ranks.launch import Outbox
-from gradferry.lab.ranks.network import DEVICE, Network, parse_link
+from gradferry_lab.ranks.launch import Outbox
+from gradferry_lab.ranks.network import DEVICE, Network, parse_link
 from test_ranks import parsed
 from world import World
 

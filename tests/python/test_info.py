@@ -10,9 +10,9 @@ import pytest
 import torch
 from gradferry import _native
 from gradferry.core.cuda_build import parse_build
-from gradferry.lab import info
-from gradferry.lab.cli import main
-from gradferry.lab.info import codec_lines, facts
+from gradferry_lab import info
+from gradferry_lab.cli import main
+from gradferry_lab.info import codec_lines, facts
 
 
 @pytest.mark.parametrize("width", [60, 80, 100])

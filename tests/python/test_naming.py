@@ -13,7 +13,7 @@ import gradferry
 import pytest
 import torch
 from gradferry import _build_info
-from gradferry.lab.info import facts
+from gradferry_lab.info import facts
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = {"besides_torch": ["numpy>=1.26"]}

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 from gradferry.errors import PeerError
-from gradferry.lab.ranks import network
-from gradferry.lab.ranks.network import (
+from gradferry_lab.ranks import network
+from gradferry_lab.ranks.network import (
     DEVICE,
     Network,
     address,
@@ -183,7 +183,7 @@ OWN_NAMESPACE = {str(Path("/proc/self/ns/net").readlink())}
 OWNER = textwrap.dedent(
     """
     import sys
-    from gradferry.lab.ranks.network import Network, parse_link
+    from gradferry_lab.ranks.network import Network, parse_link
     command = ["sh", "-c", "sleep $1 & echo up; wait", "sh", sys.argv[1]]
     with Network(parse_link("unshaped"), [command, command]) as joined:
         joined.wait()

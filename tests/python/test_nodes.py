@@ -25,7 +25,7 @@ from gradferry.core.nodes import (
     resolve,
 )
 from gradferry.errors import ConfigError, ProtocolError
-from gradferry.lab.ranks.network import DEVICE, Network, address, parse_link
+from gradferry_lab.ranks.network import DEVICE, Network, address, parse_link
 from outcomes import attempt
 from scenario import ChosenGradients, Scenario, Weight
 from torch.nn.parallel import DistributedDataParallel

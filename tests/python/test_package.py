@@ -19,7 +19,7 @@ def test_importing_gradferry_does_not_load_the_laboratory() -> None:
         "print(*(set(sys.modules) - before))"
     ).split()
     assert "gradferry.ddp.state" in loaded
-    laboratory = ("gradferry.lab", "rich", "matplotlib")
+    laboratory = ("gradferry_lab", "rich", "matplotlib")
     assert not [name for name in loaded if name.startswith(laboratory)]
 
 
@@ -33,6 +33,37 @@ def test_every_public_name_is_there() -> None:
 @pytest.mark.parametrize("path", ["gradferry.checkpoint", "gradferry.optim", "gradferry.errors"])
 def test_public_modules_are_imported_by_their_name(path: str) -> None:
     assert run(f"import {path}; print({path}.__name__)").split() == [path]
+
+
+def test_the_command_says_its_version_without_torch() -> None:
+    loaded = run(
+        "import sys; from gradferry_lab.command import main; main(['--version'])\n"
+        "print(*sys.modules)"
+    )
+    import gradferry
+
+    version, modules = loaded.splitlines()
+    assert version == gradferry.__version__
+    assert "torch" not in modules.split()
+
+
+@pytest.mark.parametrize("missing", ["rich", "matplotlib"])
+def test_a_command_without_its_extra_says_what_to_install(missing: str) -> None:
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            f"import sys; sys.modules[{missing!r}] = None\n"
+            "from gradferry_lab.command import main\n"
+            "sys.exit(main(['plan', '--world', '16', '--params', '1e9', '--png', 'none.png']))",
+        ],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == (
+        f"gradferry: this command needs {missing}: pip install 'gradferry[lab]'"
+    )
 
 
 def test_the_module_is_the_command() -> None:

@@ -6,7 +6,7 @@ import random
 from math import comb
 
 import pytest
-from gradferry.lab.output.paired import (
+from gradferry_lab.output.paired import (
     coverage_note,
     coverage_of,
     coverage_text,

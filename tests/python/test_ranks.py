@@ -6,10 +6,10 @@ import argparse
 
 import pytest
 from gradferry.errors import ConfigError
-from gradferry.lab.flags import Parser
-from gradferry.lab.ranks import network
-from gradferry.lab.ranks.everywhere import add_rank_arguments, check_ranks
-from gradferry.lab.ranks.network import check_network, parse_link
+from gradferry_lab.flags import Parser
+from gradferry_lab.ranks import network
+from gradferry_lab.ranks.everywhere import add_rank_arguments, check_ranks
+from gradferry_lab.ranks.network import check_network, parse_link
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def parsed(*words: str) -> argparse.Namespace:
 
 @pytest.fixture
 def every_network_is_possible(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradferry.lab.ranks.everywhere.check_network", lambda hosts: None)
+    monkeypatch.setattr("gradferry_lab.ranks.everywhere.check_network", lambda hosts: None)
 
 
 @pytest.mark.usefixtures("every_network_is_possible")

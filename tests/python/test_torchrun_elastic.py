@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from gradferry.lab.ranks.network import DEVICE, Network, address, parse_link
+from gradferry_lab.ranks.network import DEVICE, Network, address, parse_link
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "elastic.py"
 PORT = 29400

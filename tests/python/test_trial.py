@@ -17,8 +17,8 @@ from gradferry.ddp.trial import SETTLING_STEPS, TRIAL_STEPS, Trial
 from gradferry.errors import ConfigError
 from gradferry.forecast.predict import Prediction
 from gradferry.forecast.verdict import MOST_RIVALS, rivals
-from gradferry.lab.cli import main
 from gradferry.reduction import running
+from gradferry_lab.cli import main
 from scenario import Run, Scenario
 from test_choice import AUTO
 from world import World

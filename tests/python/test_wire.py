@@ -78,7 +78,7 @@ def test_wire_bytes_equal_the_formula_in_warmup_steps(
 
 def case_predicted(hook: str) -> list[tuple[int, int]]:
     """Bytes sent in every step after DDP has arranged its buckets, and what the tools predict."""
-    from gradferry.lab.workloads.hooks import apply_hook
+    from gradferry_lab.workloads.hooks import apply_hook
 
     scenario = Scenario(WEIGHTS)
     ddp = DistributedDataParallel(ChosenGradients(scenario), bucket_cap_mb=0.5)

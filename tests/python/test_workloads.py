@@ -20,17 +20,17 @@ import torch
 import torch.distributed as dist
 from gradferry.errors import ConfigError, PeerError, StateError
 from gradferry.forecast.hook_names import TORCH_HOOKS, check_hook
-from gradferry.lab.ranks.launch import Placement, run_ranks, run_worlds, torchrun_placement
-from gradferry.lab.workloads import TASKS, corpus, load_task
-from gradferry.lab.workloads.hooks import (
+from gradferry_lab.ranks.launch import Placement, run_ranks, run_worlds, torchrun_placement
+from gradferry_lab.workloads import TASKS, corpus, load_task
+from gradferry_lab.workloads.hooks import (
     ComputedHook,
     _powersgd_elements,
     apply_hook,
     timed_hooks,
 )
-from gradferry.lab.workloads.text import load_text
-from gradferry.lab.workloads.training import check_size, train
-from gradferry.lab.workloads.vision import load_vision, read_idx
+from gradferry_lab.workloads.text import load_text
+from gradferry_lab.workloads.training import check_size, train
+from gradferry_lab.workloads.vision import load_vision, read_idx
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from world import World
@@ -79,7 +79,7 @@ def test_text_targets_are_the_bytes_that_follow():
 
 def test_text_validation_files_are_not_trained_on(monkeypatch):
     files = [bytes([i]) * 30_000 for i in range(10)]
-    monkeypatch.setattr("gradferry.lab.workloads.text.source_files", lambda: files)
+    monkeypatch.setattr("gradferry_lab.workloads.text.source_files", lambda: files)
     small = load_text()
     assert {int(target.unique()) for _, target in small.validation} == {9}
     drawn, _ = small.draw(torch.Generator().manual_seed(0))

@@ -1,0 +1,327 @@
+"""Compressed all-reduce or reduce-scatter of one tensor against the backend's own, taking turns in
+one run, with the columns and flags of nccl-tests. Every result is checked to the bit before it is
+timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from gradferry import _native
+from gradferry.core.codec_spec import AUTO
+from gradferry.core.nodes import FLAT, TWO_LEVEL
+from gradferry.errors import ConfigError
+from gradferry.forecast.hook_names import TORCH_DTYPES
+from rich.console import Console
+
+from gradferry_lab import flags
+from gradferry_lab.bench.collective_turns import (
+    ALL_REDUCE,
+    REDUCE_SCATTER,
+    RING_PASSES,
+    CollectiveOptions,
+    CollectiveOutcome,
+    compare_collectives,
+    ring_bytes,
+)
+from gradferry_lab.bench.device_clock import environment_on
+from gradferry_lab.output.json_file import write_json
+from gradferry_lab.output.paired import coverage_note, coverage_of, coverage_text, paired_ratio
+from gradferry_lab.output.progress import StatusLine
+from gradferry_lab.output.table import Column, Table, print_line, print_table
+from gradferry_lab.ranks.everywhere import add_rank_arguments, check_ranks, run_everywhere
+from gradferry_lab.ranks.exchanges import (
+    add_exchange,
+    asked_exchanges,
+    chosen_columns,
+    exchange_columns,
+)
+from gradferry_lab.ranks.hosts import Where, ranks_text
+from gradferry_lab.ranks.place import add_device
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_SMOKE: dict[str, Any] = {
+    "codecs": ["q4", "topk"],
+    "minbytes": "64K",
+    "maxbytes": "256K",
+    "iters": 2,
+    "warmup_iters": 1,
+}
+
+Row = Mapping[str, Any]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of `gradferry bench collective`."""
+    names = [str(codec["name"]) for codec in _native.codecs()]
+    parser.add_argument(
+        "--codecs",
+        nargs="+",
+        default=names,
+        metavar="CODEC",
+        help=f"codecs as listed by `gradferry info`, and auto, what a forecast chooses for each "
+        f"size, beside {' '.join(TORCH_DTYPES)} (default: {' '.join(names)})",
+    )
+    parser.add_argument(
+        "--op",
+        choices=tuple(RING_PASSES),
+        default=ALL_REDUCE,
+        help="reduce_scatter: every rank gets the mean of its part of the tensor, on hosts and by "
+        f"the flat exchange (default: {ALL_REDUCE})",
+    )
+    parser.add_argument(
+        "-b", "--minbytes", default="256K", metavar="SIZE", help="smallest size (default: 256K)"
+    )
+    parser.add_argument(
+        "-e", "--maxbytes", default="16M", metavar="SIZE", help="largest size (default: 16M)"
+    )
+    parser.add_argument(
+        "-f",
+        "--stepfactor",
+        type=int,
+        default=4,
+        metavar="N",
+        help="each size is so many times the one before (default: 4)",
+    )
+    parser.add_argument(
+        "-n", "--iters", type=int, default=20, metavar="N", help="timed turns (default: 20)"
+    )
+    parser.add_argument(
+        "-w",
+        "--warmup_iters",
+        "--warmup-iters",
+        type=int,
+        default=5,
+        metavar="N",
+        help="turns before that (default: 5)",
+    )
+    parser.add_argument(
+        "-c",
+        "--check",
+        type=int,
+        choices=(0, 1),
+        default=1,
+        help="whether results are checked to the bit; needs the gradients of all ranks in memory "
+        "(default: 1)",
+    )
+    add_device(parser)
+    add_rank_arguments(parser)
+    add_exchange(parser)
+    parser.add_argument(
+        "--smoke", action="store_true", help="two codecs, small sizes, to see that all works"
+    )
+    flags.add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures and reports. 1 when an element was wrong, else 0. Raises a GradferryError when an
+    option is wrong or a rank fails.
+    """
+    flags.apply_smoke(arguments, _SMOKE)
+    options = _options(arguments)
+    place = environment_on(arguments.device)
+    check_ranks(arguments)
+    console = Console()
+
+    def report(outcomes: Sequence[CollectiveOutcome], where: Where) -> int:
+        rows = collective_rows(outcomes, options, where)
+        print_table(console, collective_table(rows))
+        if arguments.json:
+            write_json(arguments.json, rows, place, results_of="bench collective")
+            print_line(console, f"Written: {arguments.json}")
+        return 1 if any(row["wrong"] for row in rows) else 0
+
+    with StatusLine(console) as status:
+        body_arguments = (options,)
+        return run_everywhere(
+            arguments, compare_collectives, body_arguments, status, status.closing(report)
+        )
+
+
+def _options(arguments: argparse.Namespace) -> CollectiveOptions:
+    codecs = [
+        codec if codec == AUTO else _native.canonical_codec(codec) for codec in arguments.codecs
+    ]
+    exchanges = asked_exchanges(arguments)
+    if arguments.op == REDUCE_SCATTER:
+        _check_reduce_scatter(codecs, exchanges, arguments.device)
+        exchanges = (FLAT,)
+    smallest = parse_size("-b", arguments.minbytes)
+    largest = parse_size("-e", arguments.maxbytes)
+    if largest < smallest:
+        raise ConfigError(f"-e {arguments.maxbytes} is less than -b {arguments.minbytes}")
+    for flag, value, least in (
+        ("-f", arguments.stepfactor, 2),
+        ("-n", arguments.iters, 1),
+        ("-w", arguments.warmup_iters, 0),
+    ):
+        if value < least:
+            raise ConfigError(f"{flag} {value}: must be at least {least}")
+    sizes = [smallest]
+    while sizes[-1] * arguments.stepfactor <= largest:
+        sizes.append(sizes[-1] * arguments.stepfactor)
+    return CollectiveOptions(
+        names=(*TORCH_DTYPES, *dict.fromkeys(codecs)),
+        exchanges=exchanges,
+        sizes=tuple(sizes),
+        iterations=arguments.iters,
+        warmup=arguments.warmup_iters,
+        check=bool(arguments.check),
+        device=arguments.device,
+        op=arguments.op,
+    )
+
+
+def _check_reduce_scatter(codecs: Sequence[str], exchanges: Sequence[str], device: str) -> None:
+    for asked, given, why in (
+        (device != "cpu", f"--device {device}", "runs on hosts alone; leave out --device"),
+        (
+            TWO_LEVEL in exchanges,
+            f"--exchange {TWO_LEVEL}",
+            f"has no sums within hosts; use --exchange {FLAT}",
+        ),
+        (AUTO in codecs, f"codec {AUTO!r}", "has no forecast; name codecs, such as 'q4'"),
+    ):
+        if asked:
+            raise ConfigError(
+                f"--op {REDUCE_SCATTER} with {given}: a compressed reduce-scatter {why}"
+            )
+
+
+def parse_size(flag: str, text: str) -> int:
+    """Bytes of `8`, `64K`, `1M` or `2G`, in whole fp32 elements. Raises ConfigError."""
+    match = re.fullmatch(r"([0-9]+)([KMG]?)", text.upper())
+    size = int(match[1]) * _UNITS[match[2]] // 4 * 4 if match else 0
+    if size == 0:
+        raise ConfigError(f"{flag} {text!r} is no size; write 4 bytes or more, as in 64K or 16M")
+    return size
+
+
+def collective_rows(
+    outcomes: Sequence[CollectiveOutcome], options: CollectiveOptions, where: Where
+) -> list[dict[str, Any]]:
+    """Rows of the JSON file; docs/results/benchmarks.md defines every key."""
+    rows = []
+    for outcome in outcomes:
+        backend = [o for o in outcomes if o.name in TORCH_DTYPES]
+        alike = [o.seconds for o in backend if o.num_elements == outcome.num_elements]
+        best = min(alike, key=median)
+        size = 4 * outcome.num_elements
+        seconds = median(outcome.seconds)
+        speedup = paired_ratio(best, outcome.seconds)
+        uncompressed = ring_bytes(options.op, outcome.num_elements, 4, where.ranks)
+        link_part = RING_PASSES[options.op] * (where.ranks - 1) / where.ranks
+        is_scattered = options.op == REDUCE_SCATTER
+        rows.append(
+            {
+                "op": options.op,
+                "size": size,
+                "count": outcome.num_elements // (where.ranks if is_scattered else 1),
+                "type": "float",
+                "codec": outcome.name,
+                "exchange": outcome.exchange,
+                "chosen": outcome.chosen,
+                "time": 1e6 * seconds,
+                "algbw": size / seconds / 1e9,
+                "busbw": size / seconds / 1e9 * link_part,
+                "wrong": outcome.wrong,
+                "wire": outcome.wire_bytes,
+                "ratio": uncompressed / outcome.wire_bytes if outcome.wire_bytes else None,
+                "enc": _microseconds(outcome, "encode_ms"),
+                "dec": _microseconds(outcome, "reduce_ms", "decode_ms"),
+                "net": _microseconds(outcome, "network_ms"),
+                "rel_err": outcome.relative_error,
+                "speedup": speedup.median,
+                "speedup_low": speedup.low,
+                "speedup_high": speedup.high,
+                "iters": len(outcome.seconds),
+                "interval_coverage": coverage_of(len(outcome.seconds)),
+                "time_min": 1e6 * min(outcome.seconds),
+                "time_max": 1e6 * max(outcome.seconds),
+                "wire_measured": outcome.wire_measured,
+                "interface_bytes": outcome.interface_bytes,
+                "interface_bytes_formula": outcome.interface_formula,
+                **where._asdict(),
+                "device": options.device,
+            }
+        )
+    return rows
+
+
+def _microseconds(outcome: CollectiveOutcome, *phases: str) -> float | None:
+    if not outcome.phase_ms:
+        return None
+    return 1e3 * sum(outcome.phase_ms[phase] for phase in phases)
+
+
+def collective_table(rows: Sequence[Row]) -> Table:
+    """Rows of `gradferry bench collective`, with its columns explained below."""
+    first = rows[0]
+    iters, op = first["iters"], first.get("op", ALL_REDUCE)  # older files do not say
+    verb = op.replace("_", "-")
+    twice = "2 " if op == ALL_REDUCE else ""
+    columns = [
+        Column("size\n(B)", lambda row: str(row["size"])),
+        Column("count\n(elements)", lambda row: str(row["count"])),
+        Column("type", lambda row: str(row["type"])),
+        Column("codec", lambda row: str(row["codec"]), is_number=False),
+        *exchange_columns(rows),
+        *chosen_columns(rows),
+        Column("time\n(us)", lambda row: f"{row['time']:.1f}"),
+        Column("algbw\n(GB/s)", lambda row: f"{row['algbw']:.3f}"),
+        Column("busbw\n(GB/s)", lambda row: f"{row['busbw']:.3f}"),
+        Column("#wrong", lambda row: "N/A" if row["wrong"] is None else str(row["wrong"])),
+        Column("wire\n(B)", lambda row: f"{row['wire']}{' ' if row['wire_measured'] else '*'}"),
+        Column("ratio", lambda row: _number(row["ratio"], ".2f")),
+        Column("enc\n(us)", lambda row: _number(row["enc"], ".1f")),
+        Column("dec\n(us)", lambda row: _number(row["dec"], ".1f")),
+        Column("net\n(us)", lambda row: _number(row["net"], ".1f")),
+        Column("rel.err", lambda row: f"{row['rel_err']:.1e}"),
+        Column("speedup", lambda row: f"{row['speedup']:.2f}"),
+        Column(f"({coverage_text(iters)})", _interval),
+    ]
+    notes = [
+        "time: median over turns, of the slowest rank. algbw: size / time. busbw: algbw * "
+        f"{twice}(W-1) / W, what links carry without compression. #wrong: elements that differ by "
+        "a bit from what they must be.",
+        f"wire: bytes that the busiest rank sends; * computed for a ring {verb}, because the "
+        f"backend does not count. ratio: bytes of an fp32 ring {verb} over wire. enc: encode, "
+        "on the calling thread. dec: reduce and decode; net: waiting for messages, both on the "
+        "finishing thread of rank 0: the three overlap, and are known on hosts alone.",
+        "rel.err: |result - exact mean| / |exact mean| in the first turn. speedup: over the "
+        "fastest of the backend's own at this size, from times of the same turn. "
+        f"{coverage_note(iters)}. torch:fp16 and torch:bf16 cast, {verb} and cast back.",
+    ]
+    if op == REDUCE_SCATTER:
+        notes.append("size: of the whole tensor. count: of a rank's part, which alone it gets.")
+    if first.get("interface_bytes") is not None:
+        columns += [
+            Column("interface\n(B)", lambda row: str(row["interface_bytes"])),
+            Column("of\nformula", _interface_part),
+        ]
+        notes.append(
+            "interface: bytes that the network interface of the host that sends most has counted "
+            "in the first turn, protocol headers included. of formula: over what the ranks of that "
+            "host must send to other hosts."
+        )
+    on = "" if first.get("device", "cpu") == "cpu" else f" on {first['device']}"
+    command = "gradferry bench collective" + (f" --op {op}" if op != ALL_REDUCE else "")
+    title = f"{command}: {ranks_text(first)}{on}, link {first['link']}"
+    return Table(title, columns, rows, notes)
+
+
+def _interface_part(row: Row) -> str:
+    formula = row["interface_bytes_formula"]
+    return f"{row['interface_bytes'] / formula:.3f}" if formula else "-"
+
+
+def _interval(row: Row) -> str:
+    return f"{row['speedup_low']:.2f}..{row['speedup_high']:.2f}"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)

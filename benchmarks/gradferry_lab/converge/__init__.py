@@ -1,0 +1,201 @@
+"""Does training with compressed gradients end where training without compression ends? Small
+models, every codec, several seeds, judged by the spread of uncompressed trainings. Exit code 1
+when a codec leaves its band, or a negative control passes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gradferry.errors import ConfigError
+from rich.console import Console
+
+from gradferry_lab import flags
+from gradferry_lab.converge.pages import (
+    broken_demands,
+    exit_code,
+    judge,
+    table_of,
+    write_markdown,
+    write_pictures_and_page,
+)
+from gradferry_lab.converge.results import Results
+from gradferry_lab.converge.suite import SUITES, Suite, Training, select
+from gradferry_lab.converge.worlds import run_trainings
+from gradferry_lab.output.environment import environment, occasion
+from gradferry_lab.output.json_file import read_json, write_json
+from gradferry_lab.output.table import print_line, print_table
+from gradferry_lab.output.work import WorkProgress
+from gradferry_lab.workloads import load_task
+
+_VERSIONS = ("gradferry", "torch", "python")  # of an environment: they decide the numbers
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of `gradferry converge`."""
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument(
+        "--quick",
+        dest="suite",
+        action="store_const",
+        const="quick",
+        default="quick",
+        help="fewer trainings, shorter and with wider bands: minutes (default)",
+    )
+    size.add_argument(
+        "--full",
+        dest="suite",
+        action="store_const",
+        const="full",
+        help="all trainings: about an hour on two cores",
+    )
+    size.add_argument(
+        "--from",
+        dest="source",
+        type=Path,
+        metavar="FILE",
+        help="train nothing: report the rows of a JSON file that was written before",
+    )
+    for name, what in (("tasks", "TASK"), ("codecs", "CODEC"), ("optimizers", "OPTIMIZER")):
+        parser.add_argument(
+            f"--{name}",
+            nargs="+",
+            metavar=what,
+            help=f"only these {name}, beside the rulers (default: all of the suite)",
+        )
+    parser.add_argument(
+        "--worlds",
+        type=int,
+        default=2,
+        metavar="N",
+        help="trainings at a time, each with 4 processes of one thread (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("converge_results"),
+        metavar="DIR",
+        help="folder for pictures, index.html, and finished trainings, which are not repeated "
+        "when the command is called again (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--fresh", action="store_true", help="forget the finished trainings in --out"
+    )
+    parser.add_argument(
+        "--known",
+        type=Path,
+        metavar="FILE",
+        help="trainings whose rows are in this JSON file, of the same versions, are not repeated "
+        "either",
+    )
+    flags.add_json(parser)
+    parser.add_argument(
+        "--markdown",
+        type=Path,
+        metavar="FILE",
+        help="also put the tables into this document, as docs/results/convergence.md has them",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Trains what is not there yet, then reports. 1 when a demand is not met, else 0."""
+    console = Console()
+    if arguments.source:
+        flags.refuse(arguments, ["worlds", "fresh", "known"], "beside --from, which trains nothing")
+        document = read_json(arguments.source)
+        rows, place = document["rows"], document["environment"]
+        suite = _suite_of(rows, arguments.source)
+    else:
+        place = environment() | occasion()
+        suite = SUITES[arguments.suite]
+    suite = select(suite, arguments.tasks, arguments.codecs, arguments.optimizers)
+    if not arguments.source:
+        rows = _train(console, suite, arguments, _known(arguments.known, place))
+    outcomes = judge(suite, rows)
+    for outcome in outcomes:
+        console.print()
+        print_table(console, table_of(suite, outcome))
+    written = write_pictures_and_page(suite, outcomes, place, arguments.out)
+    if arguments.json:
+        write_json(arguments.json, rows, place, results_of="converge")
+        written.append(arguments.json)
+    if arguments.markdown:
+        write_markdown(suite, outcomes, place, arguments.markdown)
+        written.append(arguments.markdown)
+    console.print()
+    print_line(console, f"Written: {', '.join(map(str, written))}")
+    for line in broken_demands(outcomes):
+        print_line(console, f"Not met: {line}")
+    return exit_code(outcomes)
+
+
+def _train(
+    console: Console,
+    suite: Suite,
+    arguments: argparse.Namespace,
+    known: Sequence[Mapping[str, Any]],
+) -> list[Mapping[str, Any]]:
+    """Rows of all trainings, in the suite's order."""
+    flags.require_at_least_one(arguments, "worlds")
+    folder = arguments.out / suite.name
+    if arguments.fresh:
+        shutil.rmtree(folder, ignore_errors=True)
+    results = Results(folder, environment())
+    trainings = list(suite.trainings())
+    tasks = {contest.task for contest in suite.contests}
+    sources = {task: load_task(task).source for task in tasks}
+
+    def find(training: Training) -> Mapping[str, Any] | None:
+        # A row of other data is another training's.
+        facts = {**training.facts(), "source": sources[training.task]}
+        rows = (row for row in (results.find(training), *known) if row is not None)
+        return next((row for row in rows if facts.items() <= row.items()), None)
+
+    missing = [training for training in trainings if find(training) is None]
+    if len(missing) < len(trainings):
+        found = len(trainings) - len(missing)
+        places = f"{folder} or {arguments.known}" if arguments.known else str(folder)
+        print_line(console, f"{found} of {len(trainings)} trainings are in {places} already.")
+    if missing:
+        print_line(console, f"{len(missing)} trainings, {arguments.worlds} at a time.")
+    with WorkProgress(console, len(missing), sum(t.cost for t in missing)) as progress:
+        run_trainings(missing, arguments.worlds, results.add, progress)
+    rows = map(find, trainings)
+    return [row for row in rows if row is not None]
+
+
+def _known(path: Path | None, place: dict[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """Rows of a file. `place` then also says where these were made.
+
+    Raises ConfigError when they are of other versions.
+    """
+    if path is None:
+        return []
+    document = read_json(path)
+    there = document["environment"]
+    for key in _VERSIONS:
+        if there.get(key) != place[key]:
+            raise ConfigError(
+                f"--known {path}: its trainings had {key} {there.get(key)} and not {place[key]}; "
+                f"train again"
+            )
+    for key, here in place.items():
+        before = str(there.get(key, here))
+        place[key] = here if str(here) in before.split("; ") else f"{before}; {here}"
+    rows: Sequence[Mapping[str, Any]] = document["rows"]
+    return rows
+
+
+def _suite_of(rows: Sequence[Mapping[str, Any]], path: Path) -> Suite:
+    names = {str(row.get("suite")) for row in rows}
+    if len(names) != 1 or not names <= set(SUITES):
+        raise ConfigError(
+            f"{path} holds no rows of one suite of {', '.join(SUITES)}, but of {sorted(names)}"
+        )
+    if any("source" not in row for row in rows):
+        raise ConfigError(f"{path}: its rows do not say which data was trained on; train again")
+    return SUITES[names.pop()]

@@ -1,0 +1,243 @@
+"""Tables and curves of a suite's rows, for the terminal, a page, and a document."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from gradferry_lab.converge.suite import (
+    MOMENTUM,
+    Contest,
+    Contestant,
+    Misses,
+    Near,
+    Reaches,
+    Suite,
+)
+from gradferry_lab.converge.summary import Row, Summary, summarize
+from gradferry_lab.output.curves import Axis, Curve, draw_loss_curves
+from gradferry_lab.output.drawing import THEMES, Theme
+from gradferry_lab.output.html import Picture, Section, html_page
+from gradferry_lab.output.markdown import markdown_table, replace_section
+from gradferry_lab.output.table import Column, Table
+from gradferry_lab.workloads import load_task
+from gradferry_lab.workloads.task import Task
+
+_SECTION = "results of gradferry converge"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One contest, judged."""
+
+    contest: Contest
+    task: Task
+    summaries: Sequence[Summary]
+
+    @property
+    def name(self) -> str:
+        """In file names and titles."""
+        return f"{self.contest.task}_{self.contest.contestants[0].optimizer}"
+
+
+def judge(suite: Suite, rows: Sequence[Row]) -> list[Outcome]:
+    """Every contest of the suite that has rows."""
+    outcomes = [
+        Outcome(contest, load_task(contest.task), summarize(suite, contest, rows))
+        for contest in suite.contests
+    ]
+    return [outcome for outcome in outcomes if outcome.summaries]
+
+
+def table_of(suite: Suite, outcome: Outcome) -> Table:
+    """The table of one contest."""
+    contest, task = outcome.contest, outcome.task
+    is_gap = _is_gap(outcome)
+    columns = [
+        Column("optimizer", lambda row: row["of"].contestant.optimizer, is_number=False),
+        Column("codec", lambda row: row["of"].contestant.codec, is_number=False),
+        Column("mode", lambda row: _mode(row["of"].contestant), is_number=False),
+        Column("warm-up", lambda row: row["of"].contestant.warmup or "-", is_number=False),
+        Column("seeds", lambda row: str(len(row["of"].rows))),
+        Column("final loss\n(mean)", lambda row: _loss(row["of"].loss)),
+        Column("spread", lambda row: _loss(row["of"].spread)),
+        Column("against\nfp32", lambda row: "-" if is_gap else _percent(row["of"].excess)),
+        Column("band", lambda row: _band(row["of"])),
+        Column(task.score_title, lambda row: _score(row["of"].metric)),
+        Column("MB\nsent", lambda row: f"{row['of'].wire_bytes / 1e6:.1f}"),
+        Column("fp32 /\nsent", lambda row: f"{row['of'].ratio:.2f}"),
+        Column("verdict", lambda row: row["of"].verdict, is_number=False),
+    ]
+    if is_gap:  # which is the score too
+        columns = [column for column in columns if column.title != task.score_title]
+    first = outcome.summaries[0]
+    return Table(
+        title=f"Task {task.name}, {first.contestant.optimizer}: {first.rows[0]['ranks']} ranks, "
+        f"{contest.steps} steps",
+        columns=columns,
+        rows=[{"of": summary} for summary in outcome.summaries],
+        notes=[_note(suite, outcome)],
+    )
+
+
+def exit_code(outcomes: Sequence[Outcome]) -> int:
+    """1 when a demand is not met, else 0."""
+    return int(any(summary.is_bad for outcome in outcomes for summary in outcome.summaries))
+
+
+def broken_demands(outcomes: Sequence[Outcome]) -> list[str]:
+    """One line for each demand that is not met."""
+    return [
+        f"{outcome.contest.task}, {one.optimizer}, {one.codec}, {_mode(one)}"
+        f"{f', warm-up {one.warmup}' if one.warmup else ''}: {summary.verdict} "
+        f"({_result(outcome, summary)}, band {_band(summary)})"
+        for outcome in outcomes
+        for summary in outcome.summaries
+        for one in [summary.contestant]
+        if summary.is_bad
+    ]
+
+
+def section_of(suite: Suite, outcome: Outcome) -> Section:
+    """Table and curves of one contest."""
+    pictures = (_draw(outcome, theme) for theme in THEMES)
+    picture = Picture(f"Loss by step and by bytes sent: task {outcome.name}", *pictures)
+    return Section(table_of(suite, outcome), [picture])
+
+
+def write_pictures_and_page(
+    suite: Suite, outcomes: Sequence[Outcome], environment: Mapping[str, Any], folder: Path
+) -> list[Path]:
+    """Writes a PNG per contest, and one page with all tables and pictures."""
+    folder.mkdir(parents=True, exist_ok=True)
+    sections, written = [], []
+    for outcome in outcomes:
+        section = section_of(suite, outcome)
+        path = folder / f"{outcome.name}.png"
+        path.write_bytes(section.pictures[0].light)
+        written.append(path)
+        sections.append(section)
+    page = html_page(
+        f"gradferry converge: suite {suite.name}", _verdict_line(outcomes), sections, environment
+    )
+    path = folder / "index.html"
+    path.write_text(page, encoding="utf-8")
+    return [path, *written]
+
+
+def write_markdown(
+    suite: Suite, outcomes: Sequence[Outcome], environment: Mapping[str, Any], path: Path
+) -> None:
+    """Replaces the results in a document. Raises ConfigError when it has no place for them."""
+    facts = ", ".join(f"{key} {value}" for key, value in environment.items())
+    parts = [f"{_verdict_line(outcomes)} Obtained with: {facts}."]
+    for outcome in outcomes:
+        parts.append(markdown_table(table_of(suite, outcome)).strip())
+    replace_section(path, _SECTION, "\n\n".join(parts))
+
+
+def _verdict_line(outcomes: Sequence[Outcome]) -> str:
+    broken = broken_demands(outcomes)
+    demands = sum(s.band is not None for outcome in outcomes for s in outcome.summaries)
+    if not broken:
+        return f"All {demands} demands are met."
+    return f"{len(broken)} of {demands} demands are not met: {'; '.join(broken)}."
+
+
+def _draw(outcome: Outcome, theme: Theme) -> bytes:
+    is_gap = _is_gap(outcome)
+    curves = [_curve(summary, number == 0) for number, summary in enumerate(outcome.summaries)]
+    title = outcome.task.metric if is_gap else f"training loss, {outcome.task.metric}"
+    return draw_loss_curves(curves, Axis(title, smoothed=False, is_log=is_gap), theme)
+
+
+def _curve(summary: Summary, with_band: bool) -> Curve:
+    """The mean over all seeds; for the baseline with the range of its seeds."""
+    one, curves = summary.contestant, [row["curve"] for row in summary.rows]
+    losses = list(zip(*(map(_drawn, curve["losses"]) for curve in curves), strict=True))
+    return Curve(
+        label=one.codec if one.codec.startswith("torch:") else _label(summary),
+        losses=[fmean(group) for group in losses],
+        cumulative_bytes=[
+            round(fmean(group))
+            for group in zip(*(curve["wire_bytes"] for curve in curves), strict=True)
+        ],
+        steps=curves[0]["steps"],
+        lowest=[min(group) for group in losses] if with_band else (),
+        highest=[max(group) for group in losses] if with_band else (),
+    )
+
+
+def _drawn(loss: float | None) -> float:
+    return float("nan") if loss is None else loss
+
+
+def _label(summary: Summary) -> str:
+    one = summary.contestant
+    if one.mode != MOMENTUM:
+        return f"{one.codec}, {one.mode}"
+    return f"{one.codec}, {one.optimizer}{f', warm-up {one.warmup}' if one.warmup else ''}"
+
+
+def _mode(one: Contestant) -> str:
+    return f"{one.mode} {one.momentum:g}" if one.mode == MOMENTUM else one.mode
+
+
+def _note(suite: Suite, outcome: Outcome) -> str:
+    sigma, source = suite.sigmas, str(outcome.summaries[0].rows[0]["source"])
+    what = f"{source[0].upper()}{source[1:]}. Final loss: {outcome.task.metric}"
+    if _is_gap(outcome):
+        return (
+            f"{what}; gradients have no sampling noise, so that a remaining gap is due to the "
+            f"codec. 'stalls' rows are controls: without error feedback they must miss the gap."
+        )
+    return (
+        f"{what}, on the validation data. Against fp32: mean difference to the fp32 training with "
+        f"the same seed. Band: the demanded one, or {sigma:g} standard deviations of "
+        f"{_ruler(outcome)} if that is more, and with 'x' at least so many times fewer bytes; a "
+        f"lower loss is within it. Rows without a band are not judged. Mode momentum: with that "
+        f"momentum. Bytes are of the whole training, its warm-up included."
+    )
+
+
+def _result(outcome: Outcome, summary: Summary) -> str:
+    if _is_gap(outcome):
+        return f"gap {_loss(summary.loss)}"
+    return (
+        f"loss {_loss(summary.loss)}, {_percent(summary.excess)} against fp32, "
+        f"{summary.ratio:.2f} times fewer bytes"
+    )
+
+
+def _ruler(outcome: Outcome) -> str:
+    first = outcome.summaries[0]
+    return f"{first.contestant.codec}'s {len(first.rows)} seeds"
+
+
+def _is_gap(outcome: Outcome) -> bool:
+    return outcome.task.lowest_loss > 0
+
+
+def _loss(value: float) -> str:
+    return f"{value:.4f}" if 0.001 <= value < 100 or value == 0 else f"{value:.1e}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:+.2f} %"
+
+
+def _score(value: float) -> str:
+    return f"{100 * value:.2f} %"
+
+
+def _band(summary: Summary) -> str:
+    demand = summary.contestant.demand
+    if summary.band is None:
+        return "-"
+    if isinstance(demand, Near):
+        return _percent(summary.band) + (f", {demand.ratio:g}x" if demand.ratio else "")
+    sign = {Reaches: "<=", Misses: ">"}[type(demand)]
+    return f"{sign} {summary.band:.0e}"

@@ -1,0 +1,53 @@
+"""Results of trainings, one file each, so that an interrupted run can be resumed."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from gradferry.core.durable import durable_file
+from gradferry.errors import ConfigError
+
+from gradferry_lab.converge.suite import Training
+
+Row = Mapping[str, Any]
+
+
+class Results:
+    """A folder of results. Ignores those of other settings or versions.
+
+    Raises ConfigError when the folder cannot be made.
+    """
+
+    def __init__(self, folder: Path, versions: Mapping[str, Any]) -> None:
+        self._folder = folder
+        self._versions = dict(versions)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--out {folder}: cannot make this folder: {error}") from error
+
+    def find(self, training: Training) -> Row | None:
+        """The row of a training that was finished before, or None."""
+        try:
+            document = json.loads(self._path(training).read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):
+            return None
+        row: Row | None = document.get("row")
+        return row if document == self._document(training, row) else None
+
+    def add(self, training: Training, row: Row) -> None:
+        """Writes a row to a file, atomically."""
+        with durable_file(self._path(training)) as file:
+            file.write(json.dumps(self._document(training, row)).encode())
+
+    def _document(self, training: Training, row: Row | None) -> dict[str, Any]:
+        settings = json.loads(json.dumps(asdict(training)))
+        return {"versions": self._versions, "training": settings, "row": row}
+
+    def _path(self, training: Training) -> Path:
+        return self._folder / f"{re.sub(r'[^a-zA-Z0-9.]+', '-', training.title)}.json"

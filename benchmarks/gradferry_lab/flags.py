@@ -1,0 +1,140 @@
+"""Flags that several commands have, and checks of their values, which raise ConfigError."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gradferry.errors import ConfigError
+
+from gradferry_lab.workloads.models import MODEL_HELP
+
+_BUCKET_CAPS_MB = (4.0, 10.0, 25.0)
+
+
+class Parser(argparse.ArgumentParser):
+    """Its namespaces have `given`, if options were named: by destination, how each was written."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.register("action", None, _Store)
+        self.register("action", "store_true", _StoreTrue)
+
+
+class _Store(argparse.Action):
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        setattr(namespace, self.dest, True if self.nargs == 0 else values)
+        vars(namespace).setdefault("given", {})[self.dest] = option_string
+
+
+class _StoreTrue(_Store):
+    def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, default=False, **options)
+
+
+def file_to_write(text: str) -> Path:
+    """The type of options that name a file, which is replaced when the results are there."""
+    path = Path(text)
+    if path.exists() and not path.is_file():
+        raise argparse.ArgumentTypeError(f"{text} is no file; name one that may be replaced")
+    return path.resolve() if path.is_symlink() else path
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Declares --json."""
+    parser.add_argument(
+        "--json", type=file_to_write, metavar="FILE", help="also write the rows as JSON"
+    )
+
+
+def add_seed(parser: argparse.ArgumentParser) -> None:
+    """Declares --seed."""
+    parser.add_argument("--seed", type=int, default=0, help="of model and data (default: 0)")
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Declares --model, for `workloads.models.load_workload`."""
+    parser.add_argument(
+        "--model", default="transformer", help=f"{MODEL_HELP} (default: %(default)s)"
+    )
+
+
+def add_hooks(parser: argparse.ArgumentParser, default: Sequence[str], what: str) -> None:
+    """Declares --hooks. `what`: which there are, and how they are written."""
+    parser.add_argument(
+        "--hooks",
+        nargs="+",
+        default=list(default),
+        metavar="HOOK",
+        help=f"{what} (default: {' '.join(default)})",
+    )
+
+
+def add_bucket_caps(parser: argparse.ArgumentParser, what: str) -> None:
+    """Declares --bucket-caps. `what`: what becomes of every hook."""
+    parser.add_argument(
+        "--bucket-caps",
+        nargs="+",
+        type=float,
+        default=list(_BUCKET_CAPS_MB),
+        metavar="MB",
+        help=f"DDP's bucket_cap_mb: every hook is {what} (default: 4 10 25)",
+    )
+
+
+def add_turns(parser: argparse.ArgumentParser) -> None:
+    """Declares --rounds and --steps, of hooks that take turns."""
+    parser.add_argument(
+        "--rounds", type=int, default=20, help="turns of every hook (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=3, help="training steps in a turn (default: %(default)s)"
+    )
+
+
+def apply_smoke(arguments: argparse.Namespace, settings: Mapping[str, Any]) -> None:
+    """With --smoke, sets these options. Raises ConfigError when the command line sets one, too."""
+    if arguments.smoke:
+        refuse(arguments, settings, "beside --smoke, which sets it")
+        vars(arguments).update(settings)
+
+
+def refuse(arguments: argparse.Namespace, options: Iterable[str], why: str) -> None:
+    """Raises ConfigError when the command line names one of these options.
+
+    arguments: of a Parser. why: the options mean nothing here, as in "without --link".
+    """
+    given = vars(arguments).get("given", {})
+    for option in options:
+        if option in given:
+            raise ConfigError(f"{given[option]} means nothing {why}; leave it out")
+
+
+def require_at_least_one(arguments: argparse.Namespace, *options: str) -> None:
+    """Options whose value, or each of whose values, counts something."""
+    for option in options:
+        value = getattr(arguments, option)
+        for count in value if isinstance(value, list) else [value]:
+            if count < 1:
+                raise ConfigError(f"--{option.replace('_', '-')}: {count} must be at least 1")
+
+
+def require_between(flag: str, value: float, least: float, most: float) -> None:
+    """The value of the option `flag`; a NaN is refused, too."""
+    if not least <= value <= most:
+        raise ConfigError(f"{flag}: {value:g} must be a number from {least:g} to {most:g}")
+
+
+def require_more_than_zero(flag: str, values: Iterable[float]) -> None:
+    """Values of the option `flag`; a NaN is refused, too."""
+    for value in values:
+        if not value > 0:
+            raise ConfigError(f"{flag}: {value:g} must be more than 0")

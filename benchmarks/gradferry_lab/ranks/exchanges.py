@@ -1,0 +1,84 @@
+"""Which exchanges a benchmark compares, between ranks that share hosts."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from gradferry.core.nodes import AUTO, FLAT, TWO_LEVEL, Exchange, Nodes, exchanges_to_choose_from
+from gradferry.errors import ConfigError
+
+from gradferry_lab.output.table import Column, Row
+
+EXCHANGES = (FLAT, TWO_LEVEL, AUTO)
+
+
+def add_exchange(parser: argparse.ArgumentParser) -> None:
+    """Declares --exchange."""
+    parser.add_argument(
+        "--exchange",
+        nargs="+",
+        choices=EXCHANGES,
+        default=[AUTO],
+        help="of codecs, where ranks share hosts: 'flat' between all ranks, 'two-level' between "
+        "the sums of hosts, 'auto' what attach chooses; several are compared (default: auto)",
+    )
+
+
+def asked_exchanges(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """Each once."""
+    return tuple(dict.fromkeys(arguments.exchange))
+
+
+def check_exchange(exchange: str, hosts: Nodes) -> None:
+    """Raises ConfigError when TWO_LEVEL has nothing to add up."""
+    if exchange == TWO_LEVEL and hosts.is_flat:
+        raise ConfigError(
+            f"--exchange {TWO_LEVEL}: every rank is alone on its host, so there is only the flat "
+            "exchange; put several ranks on a host, with --ranks-per-host under --link"
+        )
+
+
+def nodes_option(exchange: str, hosts: Nodes) -> object:
+    """The option `nodes` of attach for an exchange between ranks on these hosts. Raises
+    ConfigError.
+    """
+    check_exchange(exchange, hosts)
+    if exchange != TWO_LEVEL:
+        return exchange
+    per_host = hosts.smallest
+    ranks = range(hosts.world_size)
+    even = tuple(tuple(ranks[first : first + per_host]) for first in ranks[::per_host])
+    if hosts.members != even:
+        raise ConfigError(
+            f"--exchange {TWO_LEVEL}: {hosts.describe()}, which attach takes only where it finds "
+            f"them itself: use {AUTO}, or start as many ranks on every host, one host after another"
+        )
+    return per_host
+
+
+def exchanges_among(exchange: str, hosts: Nodes, *, on_host: bool) -> list[Exchange]:
+    """What a forecast may choose from: as with `nodes_option`, but hosts may have any sizes. The
+    last is what attach takes without a forecast. Raises ConfigError.
+    """
+    check_exchange(exchange, hosts)
+    option = hosts.members if exchange == TWO_LEVEL else exchange
+    return exchanges_to_choose_from(option, hosts, on_host=on_host)
+
+
+def chosen_columns(rows: Sequence[Row]) -> list[Column]:
+    """A column with what was chosen, where there was a choice."""
+    names = (str(row.get("hook") or row.get("codec")) for row in rows)
+    chooses = any(name.startswith(AUTO) for name in names)
+    if not (chooses or exchange_columns(rows)) or not any(row.get("chosen") for row in rows):
+        return []
+    return [Column("chosen", lambda row: row.get("chosen") or "-", is_number=False)]
+
+
+def exchange_columns(rows: Sequence[Row]) -> list[Column]:
+    """A column with the exchange that was asked for, where there is a choice."""
+    shared = any(1 < row.get("hosts", 1) < row["ranks"] for row in rows)
+    asked = {row.get("exchange") or AUTO for row in rows}  # older files do not say
+    if not shared and asked == {AUTO}:
+        return []
+    return [Column("exchange", lambda row: row.get("exchange") or "-", is_number=False)]

@@ -1,0 +1,309 @@
+"""Attaches hooks to a model under DDP by name, and counts the bytes that hooks send.
+
+`torch:fp32` is DDP's plain all-reduce. PyTorch does not count what it sends, so bytes of
+`torch:...` hooks, of `sync` and of `off` are computed for a bandwidth-optimal all-reduce; bytes of
+codecs are counted as they are handed to the transport.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from gradferry.core.codec_spec import AUTO
+from gradferry.core.nodes import AUTO as FOUND_NODES
+from gradferry.core.parameters import reduced_parameters
+from gradferry.ddp.attach import attach
+from gradferry.ddp.auto import CHOSEN_BY
+from gradferry.forecast.chunks import (
+    all_reduce_bytes,
+    payload_sizes,
+    ring_exchange,
+    wire_bytes_per_step,
+)
+from gradferry.forecast.hook_names import (
+    NO_HOOK,
+    POWERSGD,
+    RULERS,
+    SYNC_HOOK,
+    TORCH_DTYPES,
+    check_hook,
+    powersgd_rank,
+    split_options,
+)
+from gradferry.reduction.averaging import Averaging
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    debugging_hooks,
+    default_hooks,
+    powerSGD_hook,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from gradferry_lab.workloads.sync_hook import sync_hook
+
+_POWERSGD_START = 10  # PyTorch's hook sends dense gradients before this step
+_POWERSGD_MIN_RATE = 2  # and never compresses a matrix by less than this
+COMPRESS_FROM = 2  # for timing: the first step in which hooks can compress
+
+Groups = Sequence[Sequence[int]]  # ranks of the default group
+
+
+class HookHandle(Protocol):
+    """A hook registered on one model."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def measured(self) -> bool:
+        """False: wire_bytes is computed, because PyTorch does not count."""
+
+    @property
+    def state(self) -> Averaging | None:
+        """Of a gradferry hook."""
+
+    @property
+    def dense_bytes(self) -> int:
+        """What an all-reduce of fp32 gradients would send per rank and step, where the hook is."""
+
+    def wire_bytes(self, steps: int) -> int:
+        """Bytes this rank has sent to others in the first `steps` steps, the last one just done."""
+
+    def formula_bytes(self) -> int:
+        """Bytes this rank sends in a step like the last one by formula, once DDP has rebuilt its
+        buckets.
+        """
+
+    def bytes_to_other_hosts(self, hosts: Sequence[int]) -> list[int]:
+        """As formula_bytes, of every rank, without what it sends to ranks on its own host.
+
+        hosts: the host of every rank.
+        """
+
+
+def timed_hooks(names: Sequence[str]) -> tuple[str, ...]:
+    """Each once, and `none` first, which all others are compared with.
+
+    Raises ConfigError as check_hook.
+    """
+    for name in names:
+        if name not in RULERS:
+            check_hook(name)
+    return tuple(dict.fromkeys([NO_HOOK, *names]))
+
+
+def bucket_caps(
+    name: str, model: nn.Module, wanted: Sequence[float | None]
+) -> Sequence[float | None]:
+    """Those of the `wanted` bucket_cap_mb that a hook can work with; None is DDP's own choice.
+
+    PowerSGD gets one bucket: over gloo, its collectives of several buckets mix and abort.
+    """
+    if not name.startswith(POWERSGD):
+        return wanted
+    num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    return [num_bytes // 2**20 + 1]
+
+
+def steps_until_steady(name: str) -> int:
+    """Number of steps after which all steps of a hook are alike, if it compresses early.
+
+    DDP arranges its buckets in the first step, hooks that start with dense steps have two of them,
+    and the step after that is the first that is like all others. `auto` measures for longer.
+    """
+    chooses = name.partition("+")[0] == AUTO
+    return CHOSEN_BY + 1 if chooses else COMPRESS_FROM + 1
+
+
+def apply_hook(
+    ddp: DistributedDataParallel,
+    name: str,
+    *,
+    seed: int = 0,
+    compress_from: int | None = None,
+    nodes: object = FOUND_NODES,
+) -> HookHandle:
+    """Registers the named hook on `ddp`, which must have none yet.
+
+    compress_from: for timing, the step from which on a hook that starts with dense steps (PowerSGD,
+        warmup_steps) compresses; None: when it would.
+    nodes: as for `attach`, of a codec.
+    Raises ConfigError when no hook has this name.
+    """
+    dense_bytes = _dense_bytes(ddp)
+    if name == NO_HOOK:
+        ddp.register_comm_hook(None, debugging_hooks.noop_hook)
+        return ComputedHook(name, dense_bytes, 0)
+    if name == SYNC_HOOK:
+        ddp.register_comm_hook(ddp.process_group, sync_hook)
+        num_bytes = all_reduce_bytes(1, 4, ddp.process_group.size())
+        return ComputedHook(name, dense_bytes, num_bytes)
+    check_hook(name)
+    if name.startswith("torch:"):
+        return _apply_torch_hook(ddp, name, compress_from or _POWERSGD_START)
+    codec, options = codec_options(name, compress_from)
+    state = attach(ddp, codec, seed=seed, nodes=nodes, **options)
+    return codec_handle(name, state, dense_bytes, find_unused_parameters=ddp.find_unused_parameters)
+
+
+def codec_options(name: str, compress_from: int | None) -> tuple[str, dict[str, Any]]:
+    """The codec of a hook, and its other arguments of attach.
+
+    compress_from: as for `apply_hook`.
+    """
+    codec, options = split_options(name)
+    if compress_from is not None and "warmup_steps" in options:
+        options["warmup_steps"] = min(options["warmup_steps"], compress_from)
+    return codec, options
+
+
+def codec_handle(
+    name: str,
+    state: Averaging,
+    dense_bytes: int,
+    *,
+    find_unused_parameters: bool = False,
+    groups: Groups | None = None,
+) -> HookHandle:
+    """Of a gradferry hook that is attached.
+
+    dense_bytes: as HookHandle says.
+    find_unused_parameters: that of DDP.
+    groups: the ranks that average with each other; None: all.
+    """
+    if state.config.passes_through:
+        return ComputedHook(name, dense_bytes, dense_bytes, state=state, groups=groups)
+    return _CodecHook(name, state, dense_bytes, find_unused_parameters, groups)
+
+
+def _in_groups(
+    groups: Groups | None, hosts: Sequence[int], sent: Callable[[Sequence[int]], list[int]]
+) -> list[int]:
+    """What every rank sends, where `sent` says it for the ranks of one group, by their hosts."""
+    by_rank = [0] * len(hosts)
+    for ranks in groups or [range(len(hosts))]:
+        for rank, num_bytes in zip(ranks, sent([hosts[rank] for rank in ranks]), strict=True):
+            by_rank[rank] = num_bytes
+    return by_rank
+
+
+class _CodecHook:
+    """A gradferry codec: the engine counts bytes. If `auto` has chosen `off`, they are computed as
+    if all steps had used `off`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        state: Averaging,
+        dense_bytes: int,
+        find_unused_parameters: bool,
+        groups: Groups | None,
+    ) -> None:
+        self.name = name
+        self.state = state
+        self.dense_bytes = dense_bytes
+        self._find_unused_parameters = find_unused_parameters
+        self._groups = groups
+
+    @property
+    def measured(self) -> bool:
+        return not self.state.passes_through
+
+    def wire_bytes(self, steps: int) -> int:
+        if not self.measured:
+            return steps * self.dense_bytes
+        return int(self.state.stats()["wire_bytes"])
+
+    def formula_bytes(self) -> int:
+        return self._sent(self.state.nodes.of_rank)[self.state.rank]
+
+    def bytes_to_other_hosts(self, hosts: Sequence[int]) -> list[int]:
+        return _in_groups(self._groups, hosts, self._sent)
+
+    def _sent(self, hosts: Sequence[int]) -> list[int]:
+        """By the ranks of one group."""
+        if not self.measured:
+            return ring_exchange(self.dense_bytes, hosts)
+        parameters, config, stats = self.state.parameters, self.state.config, self.state.stats()
+        warmup = 0 < stats["steps"] <= config.warmup_steps  # the last step
+        owners = [p.owner for p in parameters if p.owner is not None]  # in a reduce-scatter
+        return wire_bytes_per_step(
+            [parameter.num_elements for parameter in parameters],
+            payload_sizes([(str(p.codec), p.dtype) for p in parameters]),
+            stats["step_buckets"],
+            self.state.world_size,
+            config.chunk_bytes_at(self.state.world_size),
+            equal_scatter=config.equal_scatter,
+            sent_as=payload_sizes(
+                [(str(p.warmup if warmup else p.codec), p.dtype) for p in parameters]
+            ),
+            find_unused_parameters=self._find_unused_parameters,
+            hosts=hosts,
+            nodes=self.state.nodes,
+            dense_bytes=config.dense_bytes_between(self.state.nodes),
+            item_bytes=[p.dtype.itemsize for p in parameters],
+            owners=owners or None,
+        )
+
+
+@dataclass(frozen=True)
+class ComputedHook:
+    """A hook of PyTorch's, or its plain all-reduce: bytes follow from what it must send."""
+
+    name: str
+    dense_bytes: int  # per step, of fp32 gradients
+    step_bytes: int
+    dense_steps: int = 0  # at the start
+    measured: bool = False
+    state: Averaging | None = None
+    groups: Groups | None = None  # as for codec_handle
+
+    def wire_bytes(self, steps: int) -> int:
+        dense_steps = min(steps, self.dense_steps)
+        return dense_steps * self.dense_bytes + (steps - dense_steps) * self.step_bytes
+
+    def formula_bytes(self) -> int:
+        return self.step_bytes
+
+    def bytes_to_other_hosts(self, hosts: Sequence[int]) -> list[int]:
+        return _in_groups(self.groups, hosts, functools.partial(ring_exchange, self.step_bytes))
+
+
+def _apply_torch_hook(ddp: DistributedDataParallel, name: str, powersgd_start: int) -> HookHandle:
+    group = ddp.process_group
+    dense_bytes = _dense_bytes(ddp)
+    if name.startswith(POWERSGD):
+        rank = powersgd_rank(name)
+        state = powerSGD_hook.PowerSGDState(
+            group, rank, powersgd_start, min_compression_rate=_POWERSGD_MIN_RATE
+        )
+        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        elements = sum(_powersgd_elements(p.shape, rank) for _, p in reduced_parameters(ddp))
+        step_bytes = all_reduce_bytes(elements, 4, group.size())
+        return ComputedHook(name, dense_bytes, step_bytes, powersgd_start)
+    if name == "torch:fp16":
+        ddp.register_comm_hook(group, default_hooks.fp16_compress_hook)
+    elif name == "torch:bf16":
+        ddp.register_comm_hook(group, default_hooks.bf16_compress_hook)
+    return ComputedHook(name, dense_bytes, dense_bytes * TORCH_DTYPES[name].itemsize // 4)
+
+
+def _dense_bytes(ddp: DistributedDataParallel) -> int:
+    """Bytes a rank sends when fp32 gradients of the whole model are all-reduced."""
+    elements = sum(p.numel() for _, p in reduced_parameters(ddp))
+    return all_reduce_bytes(elements, 4, ddp.process_group.size())
+
+
+def _powersgd_elements(shape: torch.Size, rank: int) -> int:
+    """Elements that PowerSGD (Vogels et al. 2019) all-reduces for a parameter: P and Q, or all."""
+    elements = shape.numel()
+    if len(shape) <= 1:
+        return elements
+    rows, columns = shape[0], elements // shape[0]
+    factors = (rows + columns) * min(rows, columns, rank)
+    return factors if factors * _POWERSGD_MIN_RATE < elements else elements

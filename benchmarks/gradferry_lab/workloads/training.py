@@ -1,0 +1,223 @@
+"""The training loop: one task, one hook, the same model and data for every hook."""
+
+from __future__ import annotations
+
+import math
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from statistics import fmean, median
+
+import torch
+import torch.distributed as dist
+from gradferry.core.agreement import Record
+from gradferry.errors import ConfigError, DivergedError
+from torch import nn
+
+from gradferry_lab.ranks.hosts import found_hosts
+from gradferry_lab.ranks.launch import gather_from_ranks
+from gradferry_lab.workloads.hooks import HookHandle
+from gradferry_lab.workloads.optimizers import make_optimizer
+from gradferry_lab.workloads.parallel import DDP, ParallelModel, mesh_for, parallelize
+from gradferry_lab.workloads.task import Batch, Task, num_predictions
+
+FEWEST_STEPS = 3
+_WARMUP = 0.05  # of the steps: the learning rate rises, then falls as a cosine
+_UNTIMED_STEPS = 3  # the first steps build buckets and warm caches up
+
+OnStep = Callable[[int, float], None]  # steps done, this rank's training loss in nats
+
+
+@dataclass
+class TrainingRun:
+    """The results of one hook, over all ranks."""
+
+    hook: str
+    num_ranks: int
+    measured: bool  # False: bytes are computed, because PyTorch does not count them
+    initial_loss: float  # of the validation data, as final_loss
+    final_loss: float
+    final_score: float  # the task's score of the validation data
+    losses: list[float]  # of the training batches, one per step, mean over ranks
+    cumulative_wire_bytes: list[int]  # sent by the rank that sends most, after each step
+    wire_bytes_formula: int  # of that rank, per step
+    fp32_bytes: int  # per step: HookHandle.dense_bytes
+    ms_per_step: float  # median over steps of the slowest rank
+
+    @property
+    def wire_bytes_per_step(self) -> int:
+        """Bytes of the last step; the first ones have other buckets."""
+        last_two = [0, *self.cumulative_wire_bytes][-2:]
+        return last_two[1] - last_two[0]
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """Over the predictions of validation data."""
+
+    loss: float
+    score: float
+    predictions: int
+
+
+@dataclass
+class _RankRun:
+    """What one rank saw."""
+
+    initial: _Sums
+    final: _Sums
+    losses: list[float] = field(default_factory=list)
+    wire_bytes: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    formula_bytes: int = 0
+    parameters_digest: int = 0
+
+    @classmethod
+    def of(cls, record: Record) -> _RankRun:
+        """The inverse of asdict()."""
+        sums = {key: _Sums(**record[key]) for key in ("initial", "final")}
+        return cls(**{**record, **sums})
+
+
+def train(
+    task: Task,
+    hook: str,
+    *,
+    steps: int,
+    seed: int,
+    optimizer: str = "AdamW",
+    parallel: str = DDP,
+    on_step: OnStep | None = None,
+) -> TrainingRun:
+    """Trains `task` with `hook` on every rank of the default process group; call it on all.
+
+    Each rank takes its share of every global batch, one sample in W. `optimizer` is one of
+    OPTIMIZERS; its learning rate rises over the first 5 % of the steps, then falls as a cosine.
+    `parallel` is one of PARALLEL. Returns the same result on every rank. Raises ConfigError as
+    check_size, mesh_for, parallelize and make_optimizer do, DivergedError when ranks end with
+    different parameters.
+    """
+    check_size(task, steps, dist.get_world_size())
+    mesh = mesh_for(parallel, found_hosts())
+    torch.manual_seed(seed)
+    trained = parallelize(task.build_model, hook, mesh, seed=seed)
+    handle = trained.handle
+    chosen = make_optimizer(optimizer, task, trained.model.parameters(), handle.state)
+    initial = _validate(task, trained.whole())
+    mine = _RankRun(initial, initial)
+    _train_steps(task, trained, chosen, mine, steps=steps, seed=seed, on_step=on_step)
+    mine.formula_bytes = handle.formula_bytes()
+    model = trained.whole()
+    mine.final = _validate(task, model)
+    mine.parameters_digest = _digest(model)
+    ranks = [_RankRun.of(record) for record in gather_from_ranks(asdict(mine))]
+    return _combine(handle, ranks)
+
+
+def check_size(task: Task, steps: int, num_ranks: int) -> None:
+    """Raises ConfigError for a training that is too short, or on too many ranks."""
+    if steps < FEWEST_STEPS:
+        raise ConfigError(
+            f"steps must be at least {FEWEST_STEPS}, not {steps}: DDP arranges its buckets in the "
+            f"first two"
+        )
+    if not 1 <= num_ranks <= task.global_batch:
+        raise ConfigError(
+            f"ranks must be from 1 to {task.global_batch}, not {num_ranks}: task {task.name} has "
+            f"{task.global_batch} samples per step"
+        )
+
+
+def _train_steps(
+    task: Task,
+    trained: ParallelModel,
+    optimizer: torch.optim.Optimizer,
+    run: _RankRun,
+    *,
+    steps: int,
+    seed: int,
+    on_step: OnStep | None,
+) -> None:
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, steps))
+    batches = _batches(task, seed)
+    trained.model.train()
+    for step in range(1, steps + 1):
+        batch = next(batches)
+        started = time.perf_counter()
+        optimizer.zero_grad()
+        loss = task.mean_loss(trained.model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        run.seconds.append(time.perf_counter() - started)
+        schedule.step()
+        run.losses.append(loss.item())
+        run.wire_bytes.append(trained.handle.wire_bytes(step))
+        if on_step:
+            on_step(step, run.losses[-1])
+
+
+def _rate(step: int, steps: int) -> float:
+    """Factor of the learning rate at `step`, counted from 0."""
+    warmup = max(1, round(_WARMUP * steps))
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+
+
+def _batches(task: Task, seed: int) -> Iterator[Batch]:
+    """This rank's share of every global batch: samples rank, rank + W, ..."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        inputs, targets = task.draw(generator)
+        yield inputs[rank::world_size], targets[rank::world_size]
+
+
+def _validate(task: Task, model: nn.Module) -> _Sums:
+    """Over this rank's share of the validation data."""
+    model.eval()
+    loss, score, predictions = 0.0, 0.0, 0
+    with torch.no_grad():
+        for inputs, targets in task.validation[dist.get_rank() :: dist.get_world_size()]:
+            outputs = model(inputs)
+            loss += task.loss(outputs, targets).item()
+            score += task.score(outputs, targets).item()
+            predictions += num_predictions(outputs)
+    return _Sums(loss, score, predictions)
+
+
+def _digest(model: nn.Module) -> int:
+    digest = 0
+    for parameter in model.parameters():
+        content = parameter.detach().cpu().flatten().view(torch.uint8)
+        digest = zlib.crc32(content.numpy().tobytes(), digest)
+    return digest
+
+
+def _combine(handle: HookHandle, ranks: list[_RankRun]) -> TrainingRun:
+    odd = [r for r, run in enumerate(ranks) if run.parameters_digest != ranks[0].parameters_digest]
+    if odd:
+        raise DivergedError(
+            f"hook {handle.name}: parameters of rank {odd[0]} differ from those of rank 0 after "
+            f"training; a hook must give every rank the same gradients"
+        )
+    busiest = max(ranks, key=lambda run: run.wire_bytes[-1])
+    timed = [run.seconds[_UNTIMED_STEPS:] or run.seconds for run in ranks]
+    return TrainingRun(
+        hook=handle.name,
+        num_ranks=len(ranks),
+        measured=handle.measured,
+        initial_loss=_mean([run.initial for run in ranks], lambda sums: sums.loss),
+        final_loss=_mean([run.final for run in ranks], lambda sums: sums.loss),
+        final_score=_mean([run.final for run in ranks], lambda sums: sums.score),
+        losses=[fmean(losses) for losses in zip(*(run.losses for run in ranks), strict=True)],
+        cumulative_wire_bytes=busiest.wire_bytes,
+        wire_bytes_formula=busiest.formula_bytes,
+        fp32_bytes=handle.dense_bytes,
+        ms_per_step=1000 * max(median(seconds) for seconds in timed),
+    )
+
+
+def _mean(ranks: list[_Sums], total: Callable[[_Sums], float]) -> float:
+    return sum(map(total, ranks)) / sum(sums.predictions for sums in ranks)
