@@ -44,18 +44,13 @@ PACKAGES = BUILD / "python"  # gradferry as this machine runs it
 RESULT = BUILD / "gpu.json"
 SCHEMA = 2
 TOOLKIT = Path("/usr/local/cuda/bin")  # where nvcc is when it is not on the path
-SOURCES = (
-    "cmake", "include", "kernels", "hooks", "python_bindings", "benchmarks/gradferry_lab", "tests",
-    "tools",
-)  # fmt: skip
 # What is compiled or copied, by stage.
 COMPILED = {
     "kernels": ("cmake", "include", "kernels", "tests/cuda", "tests/simt"),
-    "package": (
-        "cmake", "include", "hooks", "kernels", "measure", "python_bindings",
-        "benchmarks/gradferry_lab",
-    ),
+    "package": ("cmake", "include", "kernels", "hooks", "measure", "python_bindings",
+                "benchmarks/gradferry_lab"),
 }  # fmt: skip
+SOURCES = (*COMPILED["package"], "tests", "tools")
 SKIPPED = 77
 LAST_LINES = 30
 # Checks that run beside each other: they keep processors busy. Kernels of different processes take
@@ -106,6 +101,7 @@ class Checks:
         self._started: list[Future[bool]] = []
         self._lock = threading.Lock()
         self._programs: set[subprocess.Popen[str]] = set()  # that run now
+        self._stopped = False
         self._end = time.monotonic() + 60 * minutes
         self.gpu = gpu()
         self._source = digest_of_sources()
@@ -149,8 +145,8 @@ class Checks:
     def stop(self) -> None:
         """Ends what runs, with what it started, and starts nothing more."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-        self._end = 0.0
         with self._lock:
+            self._stopped = True
             for program in self._programs:
                 _kill(program)
 
@@ -190,12 +186,13 @@ class Checks:
         except subprocess.TimeoutExpired as error:
             if limit < 60 * minutes:  # the fault of what ran before it
                 return self.leave(name, f"stopped after {limit:.0f} s")
-            output = f"{_text(error.stdout)}\nstopped after {minutes:g} minutes"
-            return self._add(name, "failed", output, time.monotonic() - start)
+            code, output = 1, f"{_text(error.stdout)}\nstopped after {minutes:g} minutes"
         except FileNotFoundError as error:
             reason = f"{error.filename} is not on this machine"
             return self.skip(name, reason) if optional else self.fail(name, reason)
         outcome = {0: "passed", SKIPPED: "skipped"}.get(code, "failed")
+        # What is kept names files of the repository, and not where that lies.
+        output = output.replace(f"{ROOT}{os.sep}", "")
         return self._add(name, outcome, output, time.monotonic() - start)
 
     def keep(self, name: str, measured: Any) -> None:
@@ -235,6 +232,8 @@ class Checks:
         ) as program:
             with self._lock:
                 self._programs.add(program)
+                if self._stopped:
+                    _kill(program)
             try:
                 output, _ = program.communicate(timeout=limit)
             except BaseException:
@@ -246,12 +245,9 @@ class Checks:
             return program.returncode, output
 
     def _has_passed(self, name: str) -> bool:
-        row = self._rows.get(name)
-        return bool(
-            row
-            and row["outcome"] == "passed"
-            and (row["source"], row["gpu"]) == (self._source, self.gpu)
-        )
+        row = self._rows.get(name, {})
+        found = row.get("outcome"), row.get("source"), row.get("gpu")
+        return found == ("passed", self._source, self.gpu)
 
     def _add(self, name: str, outcome: str, output: str, seconds: float) -> bool:
         lines = output.strip().splitlines()
@@ -303,16 +299,29 @@ def digest_of_sources(folders: Sequence[str] = SOURCES) -> str:
     return digest.hexdigest()[:16]
 
 
-def _note_built(stage: str) -> None:
-    (BUILD / f"{stage}.built").write_text(digest_of_sources(COMPILED[stage]))
+def _is_ready(checks: Checks, stage: str, build: Callable[[Checks], bool]) -> bool:
+    """Builds a stage; with --as-built sees that it is what these sources give, or leaves it."""
+    note, digest = BUILD / f"{stage}.built", digest_of_sources(COMPILED[stage])
+    if not checks.as_built:
+        if not build(checks):
+            return False
+        note.write_text(digest)
+    elif not note.exists() or note.read_text() != digest:
+        return checks.leave(stage, f"{BUILD} holds nothing built from these sources: build first")
+    return True
 
 
-def _is_built(checks: Checks, stage: str) -> bool:
-    """Whether --as-built finds what these sources give; otherwise leaves the stage."""
-    note = BUILD / f"{stage}.built"
-    if note.exists() and note.read_text() == digest_of_sources(COMPILED[stage]):
-        return True
-    return checks.leave(stage, f"{BUILD} holds nothing built from these sources: build it first")
+def _compile(checks: Checks, stage: str, build: Path, *options: str) -> bool:
+    configure = ["cmake", "-S", str(ROOT), "-B", str(build), "-G", "Ninja"]
+    configure += ["-DCMAKE_BUILD_TYPE=Release", "-DGRADFERRY_GPU_CHECK=ON", *options]
+    return checks.run(f"configure {stage}", 2, configure, again=True) and checks.run(
+        f"build {stage}", 10, ["cmake", "--build", str(build)], again=True
+    )
+
+
+def _install(checks: Checks, name: str, build: Path, *options: str) -> bool:
+    install = ["cmake", "--install", str(build), *options]
+    return checks.run(f"install {name}", 1, install, again=True)
 
 
 def environment() -> dict[str, Any]:
@@ -350,9 +359,9 @@ def _line(*arguments: str) -> str:
 
 def check_kernels(checks: Checks) -> None:
     """Builds the kernels for this GPU and starts their tests, also under sanitizers."""
-    build = BUILD / "kernels"
-    if not (_is_built(checks, "kernels") if checks.as_built else _build_kernels(checks, build)):
+    if not _is_ready(checks, "kernels", _build_kernels):
         return
+    build = BUILD / "kernels"
     program = next(build.rglob("gradferry_gpu_check"), build / "gradferry_gpu_check")
     checks.start("kernels give the bytes of the CPU", 8, [str(program)], on_gpu=True)
     for tool in SANITIZERS:
@@ -365,27 +374,19 @@ def check_kernels(checks: Checks) -> None:
         )
 
 
-def _build_kernels(checks: Checks, build: Path) -> bool:
-    built = checks.run(
-        "configure kernels",
-        2,
-        ["cmake", "-S", str(ROOT), "-B", str(build), "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release",
-         "-DGRADFERRY_CUDA=ON", "-DGRADFERRY_GPU_CHECK=ON",
-         f"-DCMAKE_INSTALL_PREFIX={BUILD / 'install'}"],
-        again=True,
-    ) and checks.run("build kernels", 10, ["cmake", "--build", str(build)], again=True)  # fmt: skip
-    install = ["cmake", "--install", str(build), "--component", "development"]
-    if not built or not checks.run("install kernels", 1, install, again=True):
-        return False
-    _note_built("kernels")
-    return True
+def _build_kernels(checks: Checks) -> bool:
+    build, prefix = BUILD / "kernels", f"-DCMAKE_INSTALL_PREFIX={BUILD / 'install'}"
+    return _compile(checks, "kernels", build, "-DGRADFERRY_CUDA=ON", prefix) and _install(
+        checks, "kernels", build, "--component", "development"
+    )
 
 
 def check_package(checks: Checks) -> None:
     """Builds the package on these kernels."""
     package = {"PYTHONPATH": str(PACKAGES)}
-    if _is_built(checks, "package") if checks.as_built else _build_package(checks):
-        checks.run("gradferry info", 1, [sys.executable, "-m", "gradferry", "info"], **package)
+    name, info = "gradferry info", [sys.executable, "-m", "gradferry", "info"]
+    if _is_ready(checks, "package", _build_package) and _has_package(checks, name):
+        checks.run(name, 1, info, **package)
 
 
 def _build_package(checks: Checks) -> bool:
@@ -394,31 +395,25 @@ def _build_package(checks: Checks) -> bool:
     if importlib.util.find_spec("torch") is None:
         checks.fail("configure package", f"{sys.executable} has no torch: call a Python that has")
         return False
-    built = checks.run(
-        "configure package",
-        2,
-        ["cmake", "-S", str(ROOT), "-B", str(build), "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release",
-         "-DGRADFERRY_PYTHON=ON", "-DGRADFERRY_GPU_CHECK=ON",
-         f"-DGRADFERRY_PREBUILT_KERNELS={BUILD / 'install'}",
-         f"-DPython_EXECUTABLE={sys.executable}"],
-        again=True,
-    ) and checks.run("build package", 10, ["cmake", "--build", str(build)], again=True)  # fmt: skip
-    if not built:
+    options = [
+        "-DGRADFERRY_PYTHON=ON",
+        f"-DGRADFERRY_PREBUILT_KERNELS={BUILD / 'install'}",
+        f"-DPython_EXECUTABLE={sys.executable}",
+    ]
+    if not _compile(checks, "package", build, *options):
         return False
     for package in (ROOT / "python_bindings" / "gradferry", ROOT / "benchmarks" / "gradferry_lab"):
         shutil.copytree(package, PACKAGES / package.name)
-    for component in ("python", "tests"):
-        install = ["cmake", "--install", str(build), "--component", component]
-        checks.run(f"install {component}", 1, [*install, "--prefix", str(PACKAGES)], again=True)
-    _note_built("package")
-    return True
+    where = ("--prefix", str(PACKAGES))
+    installed = [_install(checks, c, build, "--component", c, *where) for c in ("python", "tests")]
+    return all(installed)
 
 
-def _has_package() -> bool:
-    return any((PACKAGES / "gradferry").glob("_native.*.so"))
-
-
-_NO_PACKAGE = "the package is not built: run the stage package"
+def _has_package(checks: Checks, name: str) -> bool:
+    """Whether there is the package that a check runs; otherwise leaves the check."""
+    if any((PACKAGES / "gradferry").glob("_native.*.so")):
+        return True
+    return checks.leave(name, "the package is not built: run the stage package")
 
 
 def check_training(checks: Checks) -> None:
@@ -429,10 +424,9 @@ def check_training(checks: Checks) -> None:
         name = " ".join(("train:", str(ranks), "ranks", backend, *options))
         programs[name] = [str(tests / "check_hook.py"), backend, "--ranks", str(ranks), *options]
     for name, arguments in programs.items():
-        if not _has_package():
-            checks.leave(name, _NO_PACKAGE)
-            continue
-        checks.start(name, 8, [sys.executable, *arguments], on_gpu=True, PYTHONPATH=str(PACKAGES))
+        command = [sys.executable, *arguments]
+        if _has_package(checks, name):
+            checks.start(name, 8, command, on_gpu=True, PYTHONPATH=str(PACKAGES))
 
 
 def measure(checks: Checks) -> None:
@@ -443,8 +437,7 @@ def measure(checks: Checks) -> None:
         if importlib.util.find_spec("rich") is None:
             checks.skip(name, "the Python package rich is not on this machine")
             continue
-        if not _has_package():
-            checks.leave(name, _NO_PACKAGE)
+        if not _has_package(checks, name):
             continue
         rows = BUILD / f"{kept}.json"
         rows.unlink(missing_ok=True)
