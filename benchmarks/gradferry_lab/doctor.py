@@ -32,7 +32,7 @@ from torch import nn
 
 from gradferry_lab import flags
 from gradferry_lab.bench.device_clock import environment_on
-from gradferry_lab.output.json_file import write_json
+from gradferry_lab.output.json_file import save_rows
 from gradferry_lab.output.paired import ratio_columns
 from gradferry_lab.output.progress import StatusLine
 from gradferry_lab.output.table import Column, Table, print_line, print_table
@@ -90,10 +90,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     def report(found: Diagnosis, where: Where) -> int:
         show_diagnosis(console, found, arguments.model, where._asdict())
-        if arguments.json:
-            rows = doctor_rows(found, arguments.model, where._asdict())
-            write_json(arguments.json, rows, place, results_of="doctor")
-            print_line(console, f"Written: {arguments.json}")
+        rows = doctor_rows(found, arguments.model, where._asdict())
+        save_rows(console, arguments.json, rows, place, results_of="doctor")
         return 0
 
     with StatusLine(console) as status:

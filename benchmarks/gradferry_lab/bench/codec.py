@@ -24,8 +24,8 @@ from gradferry_lab.bench.device_codec import (
 )
 from gradferry_lab.bench.peers import compare_with_peers, missing_peers, peer_table
 from gradferry_lab.output.environment import environment, occasion
-from gradferry_lab.output.json_file import write_json
-from gradferry_lab.output.table import Column, Table, print_line, print_table
+from gradferry_lab.output.json_file import save_rows
+from gradferry_lab.output.table import Column, Table, print_table
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _MEMCPY_BYTES = 1 << 26
@@ -139,10 +139,8 @@ def _run_on_gpu(arguments: argparse.Namespace) -> int:
     if arguments.peers:
         console.print()
         print_table(console, device_peer_table([row for row in rows if "peer" in row]))
-    if arguments.json:
-        place = {**environment(), **occasion(), **gpu.environment}
-        write_json(arguments.json, rows, place, results_of="bench codec")
-        print_line(console, f"Written: {arguments.json}")
+    place = {**environment(), **occasion(), **gpu.environment}
+    save_rows(console, arguments.json, rows, place, results_of="bench codec")
     return 1 if any(row["wrong"] for row in ours) else 0
 
 
@@ -172,9 +170,7 @@ def _run_on_cpu(arguments: argparse.Namespace) -> int:
     if arguments.peers:
         console.print()
         print_table(console, peer_table(peers, missing_peers()))
-    if arguments.json:
-        write_json(arguments.json, [*rows, *peers], results_of="bench codec")
-        print_line(console, f"Written: {arguments.json}")
+    save_rows(console, arguments.json, [*rows, *peers], results_of="bench codec")
     return 1 if any(row["wrong"] for row in rows) else 0
 
 

@@ -29,10 +29,10 @@ from gradferry_lab.bench.collective_turns import (
     ring_bytes,
 )
 from gradferry_lab.bench.device_clock import environment_on
-from gradferry_lab.output.json_file import write_json
+from gradferry_lab.output.json_file import save_rows
 from gradferry_lab.output.paired import coverage_note, coverage_of, coverage_text, paired_ratio
 from gradferry_lab.output.progress import StatusLine
-from gradferry_lab.output.table import Column, Table, print_line, print_table
+from gradferry_lab.output.table import Column, Table, print_table
 from gradferry_lab.ranks.everywhere import add_rank_arguments, check_ranks, run_everywhere
 from gradferry_lab.ranks.exchanges import (
     add_exchange,
@@ -130,9 +130,7 @@ def run(arguments: argparse.Namespace) -> int:
     def report(outcomes: Sequence[CollectiveOutcome], where: Where) -> int:
         rows = collective_rows(outcomes, options, where)
         print_table(console, collective_table(rows))
-        if arguments.json:
-            write_json(arguments.json, rows, place, results_of="bench collective")
-            print_line(console, f"Written: {arguments.json}")
+        save_rows(console, arguments.json, rows, place, results_of="bench collective")
         return 1 if any(row["wrong"] for row in rows) else 0
 
     with StatusLine(console) as status:

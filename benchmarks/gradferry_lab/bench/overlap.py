@@ -17,7 +17,7 @@ from rich.console import Console
 from gradferry_lab import flags
 from gradferry_lab.bench.device_clock import environment_on
 from gradferry_lab.bench.overlap_turns import OverlapOptions, OverlapOutcome, run_overlap
-from gradferry_lab.output.json_file import write_json
+from gradferry_lab.output.json_file import save_rows
 from gradferry_lab.output.paired import (
     coverage_note,
     coverage_of,
@@ -85,9 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
         print_table(console, overlap_table(rows))
         if options.trace:
             print_line(console, f"Trace of {options.hooks[-1]}: {options.trace}")
-        if arguments.json:
-            write_json(arguments.json, rows, place, results_of="bench overlap")
-            print_line(console, f"Written: {arguments.json}")
+        save_rows(console, arguments.json, rows, place, results_of="bench overlap")
         return 0
 
     with StatusLine(console) as status:

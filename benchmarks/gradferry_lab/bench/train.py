@@ -22,7 +22,7 @@ from gradferry_lab import flags
 from gradferry_lab.bench.device_clock import environment_on
 from gradferry_lab.bench.hooked_model import PHASES
 from gradferry_lab.bench.train_turns import TrainOptions, TrainOutcome, run_train
-from gradferry_lab.output.json_file import write_json
+from gradferry_lab.output.json_file import save_rows
 from gradferry_lab.output.paired import (
     coverage_note,
     coverage_of,
@@ -34,7 +34,7 @@ from gradferry_lab.output.paired import (
     ratio_columns,
 )
 from gradferry_lab.output.progress import StatusLine
-from gradferry_lab.output.table import Column, Table, print_line, print_table
+from gradferry_lab.output.table import Column, Table, print_table
 from gradferry_lab.ranks.everywhere import add_rank_arguments, check_ranks, run_everywhere
 from gradferry_lab.ranks.exchanges import (
     add_exchange,
@@ -122,9 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
     def report(outcomes: Sequence[TrainOutcome], where: Where) -> int:
         rows = train_rows(outcomes, options, where)
         print_table(console, train_table(rows))
-        if arguments.json:
-            write_json(arguments.json, rows, place, results_of="bench train")
-            print_line(console, f"Written: {arguments.json}")
+        save_rows(console, arguments.json, rows, place, results_of="bench train")
         return 0
 
     with StatusLine(console) as status:

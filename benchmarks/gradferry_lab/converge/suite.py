@@ -157,33 +157,32 @@ class Suite:
                     )
 
 
-def _adam(floor: float, sign1: float, topk: float) -> tuple[Contestant, ...]:
+def _of_gradients(optimizer: str, floor: float) -> tuple[Contestant, ...]:
+    """What is not in momentum mode."""
     near = Near(floor)
     return (
-        Contestant("AdamW", RULER, DENSE),
-        Contestant("AdamW", "torch:bf16", DENSE),
-        Contestant("AdamW", "q8", "owner", near),
-        Contestant("AdamW", "q4", "both", near),
-        Contestant("AdamW", "rht:bits=4", "both", near),
-        Contestant("AdamW", "rht:bits=3", "both"),
-        Contestant("AdamW", "sign1", "both"),
-        Contestant("AdamW", _TOPK, "both"),
+        Contestant(optimizer, RULER, DENSE),
+        Contestant(optimizer, "torch:bf16", DENSE),
+        Contestant(optimizer, "q8", "owner", near),
+        Contestant(optimizer, "q4", "both", near),
+        Contestant(optimizer, "rht:bits=4", "both", near),
+        Contestant(optimizer, "rht:bits=3", "both"),
+        Contestant(optimizer, "sign1", "both"),
+        Contestant(optimizer, _TOPK, "both"),
+    )
+
+
+def _adam(floor: float, sign1: float, topk: float) -> tuple[Contestant, ...]:
+    return (
+        *_of_gradients("AdamW", floor),
         Contestant("OneBitAdam", "sign1", MOMENTUM, Near(sign1), EXACT),
         Contestant("OneBitAdam", _TOPK, MOMENTUM, Near(topk), EXACT),
     )
 
 
 def _sgd(floor: float, topk: float) -> tuple[Contestant, ...]:
-    near = Near(floor)
     return (
-        Contestant("SGD", RULER, DENSE),
-        Contestant("SGD", "torch:bf16", DENSE),
-        Contestant("SGD", "q8", "owner", near),
-        Contestant("SGD", "q4", "both", near),
-        Contestant("SGD", "rht:bits=4", "both", near),
-        Contestant("SGD", "rht:bits=3", "both"),
-        Contestant("SGD", "sign1", "both"),
-        Contestant("SGD", _TOPK, "both"),
+        *_of_gradients("SGD", floor),
         Contestant("SGD", "sign1", MOMENTUM),
         Contestant("SGD", _TOPK, MOMENTUM, Near(topk)),
     )

@@ -11,8 +11,10 @@ from typing import Any
 
 from gradferry.core.durable import durable_file
 from gradferry.errors import ConfigError
+from rich.console import Console
 
 from gradferry_lab.output.environment import environment, occasion
+from gradferry_lab.output.table import print_line
 
 SCHEMA = 1
 
@@ -38,6 +40,20 @@ def write_json(
     )
     with durable_file(path) as file:
         file.write(text.encode())
+
+
+def save_rows(
+    console: Console,
+    path: Path | None,
+    rows: Sequence[Mapping[str, Any]],
+    place: Mapping[str, Any] | None = None,
+    *,
+    results_of: str,
+) -> None:
+    """As `write_json`, where --json names a file, and says so."""
+    if path is not None:
+        write_json(path, rows, place, results_of=results_of)
+        print_line(console, f"Written: {path}")
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from gradferry.forecast.hook_names import TORCH_DTYPES
 from rich.console import Console
 
 from gradferry_lab import flags
-from gradferry_lab.output.json_file import write_json
+from gradferry_lab.output.json_file import save_rows
 from gradferry_lab.output.speedups import Speedups, draw_speedups, speedup_lines
 from gradferry_lab.output.table import Column, Table, print_line, print_table
 from gradferry_lab.plan.cluster import Cluster
@@ -125,10 +125,9 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.png.parent.mkdir(parents=True, exist_ok=True)
         arguments.png.write_bytes(draw_speedups(drawings, cluster.link * 8e-9))
         print_line(console, f"Written: {arguments.png}")
-    if arguments.json:
-        curves = [row for drawing in drawings for row in _curve_rows(drawing)]
-        write_json(arguments.json, [*rows, *curves, plan.verdict_row()], results_of="plan")
-        print_line(console, f"Written: {arguments.json}")
+    curves = [row for drawing in drawings for row in _curve_rows(drawing)]
+    all_rows = [*rows, *curves, plan.verdict_row()]
+    save_rows(console, arguments.json, all_rows, results_of="plan")
     return 0
 
 
