@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 from outcomes import Outcome, attempt
 from sharding import SHAPES, Model, Sharding
+from torch._C._distributed_c10d import Store
 from torch.distributed.fsdp import fully_shard
 from world import World
 
@@ -148,61 +148,80 @@ def test_fsdp1_is_refused(worlds: Worlds) -> None:
 
 
 @contextlib.contextmanager
-def hears_late() -> Iterator[None]:
-    """Rank 0 looks once a second whether it waits for nothing, and is still there when the others
-    have heard.
+def hears_late(said: Store) -> Iterator[None]:
+    """Rank 0 looks whether it waits for nothing only when rank 3 knows of the error and has told
+    it; and if rank 3 has gone on by then, when rank 2 has come from there, too.
     """
     from gradferry.core import meeting
 
-    wait = meeting._wait
+    wait, meet = meeting._wait, _attach_module().meet
 
-    def seldom(*arguments: Any) -> bool:
-        beside, pause = arguments[-1], time.sleep
-        if beside is None or dist.get_rank() != 0:
-            return wait(*arguments)
-        with mock.patch.object(meeting, "time", wraps=time) as clock:
-            clock.sleep = lambda _: pause(1.0)
-            return wait(*arguments)
+    def late(store: Store, here: Store, *rest: Any) -> bool:
+        is_late = rest[-1] is not None and dist.get_rank() == 0
+        if is_late and said.get("rank 3") == b"has gone on":  # get() waits until it is there
+            here.wait(["rank/1"])
+        return wait(store, here, *rest)
 
-    with mock.patch.object(meeting, "_wait", seldom):
+    def noted(group: Any, longest: Any, purpose: str, beside: Any = None) -> None:
+        if purpose == "hear of an error" and dist.get_rank() == 3:
+            said.set("rank 3", "waits until all know")
+        meet(group, longest, purpose, beside)
+
+    with (
+        mock.patch.object(meeting, "_wait", late),
+        mock.patch.object(_attach_module(), "meet", noted),
+    ):
         yield
+
+
+def _attach_module() -> Any:
+    return sys.modules["gradferry.fsdp.attach"]  # the function hides it
 
 
 def case_no_group(given: Any) -> list[Outcome]:
     """Rank 2 names no group of replicas, and cannot tell its replica on rank 0."""
     import gradferry
+    from gradferry.core.meeting import store_of
 
+    said = store_of(dist.new_group())
     sharding = Sharding()
     mesh = sharding.mesh()
     model = sharding.model(mesh["shard"])
     wrong = mesh["shard"] if given == "shard" else given
     group = wrong if dist.get_rank() == 2 else mesh["replica"]
-    with hears_late():
+    with hears_late(said):
+        refused = attempt(lambda: gradferry.fsdp.attach(model, "q4", group))
+        if dist.get_rank() == 3 and not said.check(["rank 3"]):
+            said.set("rank 3", "has gone on")
         return [
-            attempt(lambda: gradferry.fsdp.attach(model, "q4", group)),
+            refused,
             attempt(lambda: gradferry.fsdp.attach(model, "q4", mesh["replica"])),
             attempt(lambda: sharding.backward(model, 0)),
         ]
 
 
 def case_one_tells_late() -> Outcome:
-    """Rank 0 names no group. Rank 2 tells its replica only when that has heard from others."""
+    """Rank 0 names no group. Rank 2 tells its replica, rank 5, when that has heard from others."""
     import gradferry
+    from gradferry.core.meeting import store_of
 
-    attach = sys.modules["gradferry.fsdp.attach"]  # the function hides the module
+    said = store_of(dist.new_group())
     sharding = Sharding(shards=3)
     mesh = sharding.mesh()
     model = sharding.model(mesh["shard"])
-    meet, pause = attach.meet, time.sleep
+    meet = _attach_module().meet
 
     def late(group: Any, longest: Any, purpose: str, beside: Any = None) -> None:
         if beside is not None and dist.get_rank() == 2:
-            pause(1.0)
+            said.wait(["rank 5 has gone on"])
         meet(group, longest, purpose, beside)
 
     group = None if dist.get_rank() == 0 else mesh["replica"]
-    with mock.patch.object(attach, "meet", late):
-        return attempt(lambda: gradferry.fsdp.attach(model, "q4", group))
+    with mock.patch.object(_attach_module(), "meet", late):
+        refused = attempt(lambda: gradferry.fsdp.attach(model, "q4", group))
+    if dist.get_rank() == 5:
+        said.set("rank 5 has gone on", "")
+    return refused
 
 
 def test_a_rank_that_tells_late_waits_for_nobody(worlds: Worlds) -> None:
