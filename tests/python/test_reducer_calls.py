@@ -264,8 +264,9 @@ def case_opposite_memory() -> list[tuple[bool, list[float], list[float]]]:
         elif dist.get_rank() == 0:
             real, imaginary = torch.full((2,), 3.0), z.conj().resolve_conj()
         noted = real.is_neg() or imaginary.is_conj()
-        gradferry.all_reduce(real, "exact", name=f"real {view}")
-        gradferry.all_reduce(imaginary, "exact", name=f"imaginary {view}")
+        for name, tensor in (("real", real), ("imaginary", imaginary)):
+            gradferry.all_reduce(tensor, "exact", name=name)
+            gradferry.forget(name)
         results.append((noted, real.tolist(), imaginary.imag.tolist()))
     return results
 
