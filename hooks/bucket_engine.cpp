@@ -311,6 +311,16 @@ void BucketEngine::skip_step() {
   optimizer_steps_.reset();
 }
 
+bool BucketEngine::begins_optimizer_step() const {
+  const std::lock_guard lock(life_.mutex);
+  return !options_.exact_skip || optimizer_steps_.begins_step(hashes_);
+}
+
+void BucketEngine::take_place_of(const BucketEngine& before) {
+  const std::scoped_lock lock(life_.mutex, before.life_.mutex);
+  optimizer_steps_ = before.optimizer_steps_;
+}
+
 void BucketEngine::end_optimizer_step(bool applied) {
   const std::lock_guard lock(life_.mutex);
   optimizer_steps_.end(applied);

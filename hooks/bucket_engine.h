@@ -106,6 +106,12 @@ class BucketEngine {
   // thread that calls run().
   void compare(const std::vector<at::Tensor>& parameters) { hashes_ = ParameterHashes(parameters); }
 
+  // Whether the pass that begins now begins an optimizer step. True without exact_skip, for which
+  // alone it matters. On the thread that calls run(), before its first bucket.
+  bool begins_optimizer_step() const;
+  // Knows the optimizer's steps as `before` did, whose place this engine takes at the beginning of
+  // a pass.
+  void take_place_of(const BucketEngine& before);
   // The passes so far are an optimizer step that has ended. `applied`: an optimizer has used their
   // gradients, so that residuals will not go back behind them.
   void end_optimizer_step(bool applied);

@@ -10,19 +10,29 @@ namespace gradferry {
 
 OptimizerSteps::OptimizerSteps(at::Tensor loss_scale) : loss_scale_(std::move(loss_scale)) {}
 
-bool OptimizerSteps::begin_pass(const ParameterHashes& parameters) {
-  const bool scaled = loss_scale_.defined();
-  const uint64_t writes =
-      scaled ? static_cast<uint64_t>(loss_scale_._version()) : parameters.writes();
-  const bool changed = !writes_ || *writes_ != writes;
-  writes_ = writes;
-  const bool ended = std::exchange(ended_, false);
-  applied_ = false;
-  known_ = scaled || changed || ended;
+uint64_t OptimizerSteps::writes_now(const ParameterHashes& parameters) const {
+  return loss_scale_.defined() ? static_cast<uint64_t>(loss_scale_._version())
+                               : parameters.writes();
+}
+
+bool OptimizerSteps::ended_before(uint64_t writes) const {
+  return ended_ || !writes_ || *writes_ != writes;
+}
+
+bool OptimizerSteps::begins_step(const ParameterHashes& parameters) const {
   // Under join(), a rank without input gets here outside a backward pass, its optimizer does not
   // step and its scaler is not updated: it counts every pass as a step.
   const bool joined = torch::autograd::get_current_graph_task_id() == -1;
-  return !scaled || changed || ended || joined;
+  return !loss_scale_.defined() || joined || ended_before(writes_now(parameters));
+}
+
+bool OptimizerSteps::begin_pass(const ParameterHashes& parameters) {
+  const bool begins = begins_step(parameters);
+  const uint64_t writes = writes_now(parameters);
+  known_ = loss_scale_.defined() || ended_before(writes);
+  writes_ = writes;
+  ended_ = applied_ = false;
+  return begins;
 }
 
 void OptimizerSteps::reset() {

@@ -21,8 +21,10 @@ class OptimizerSteps {
   // stays the same. Undefined: there is none.
   explicit OptimizerSteps(at::Tensor loss_scale);
 
-  // At the first bucket of a pass, on the thread that DDP calls from. Returns whether a step
-  // begins. `parameters`: of the model.
+  // Whether the pass that begins now begins a step, on the thread that DDP calls from.
+  // `parameters`: of the model.
+  bool begins_step(const ParameterHashes& parameters) const;
+  // At the first bucket of a pass; returns the same.
   bool begin_pass(const ParameterHashes& parameters);
   // The next pass begins a step, and nothing is left to take back.
   void reset();
@@ -35,6 +37,11 @@ class OptimizerSteps {
   void expect_can_skip() const;
 
  private:
+  // Counts writes to the loss scale, or to the parameters.
+  uint64_t writes_now(const ParameterHashes& parameters) const;
+  // Whether a step that ended lies before a pass that begins at this count.
+  bool ended_before(uint64_t writes) const;
+
   at::Tensor loss_scale_;
   std::optional<uint64_t> writes_;  // to loss scale or parameters, when the last pass began
   bool known_ = true;

@@ -82,7 +82,7 @@ MEASUREMENTS = {
     # Two ranks that share a GPU meet over gloo; on their own GPUs, over NCCL.
     "bench collective": ["-b", "1M", "-e", "64M", "-f", "8", "-n", "10"],
     "bench train": ["--hooks", "none", "sync", "torch:fp32", "torch:bf16", "q4", "--rounds", "4"],
-    "doctor": ["--turns", "3"],
+    "doctor": [],
 }
 
 

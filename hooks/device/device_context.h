@@ -11,7 +11,6 @@
 #include <memory>
 #include <optional>
 
-#include "device/bucket_clock.h"
 #include "device/device_plan.h"
 #include "device/device_residuals.h"
 #include "device/device_transport.h"
@@ -30,7 +29,6 @@ struct DeviceJob {
   c10::intrusive_ptr<c10::ivalue::Future> future;
   c10::IValue value;
   c10::Event ready;  // recorded after the gradient was written
-  TimedBucketPtr timed;
   uint64_t step;
   bool begins_step;
   bool begins_optimizer_step;

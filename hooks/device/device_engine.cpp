@@ -108,13 +108,11 @@ DeviceJob DeviceEngine::make_job(Bucket bucket) {
   c10::Event ready = take_event();
   const c10::Stream current = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
   ready.record(current);
-  TimedBucketPtr timed = exchanges_ ? clock_.ready(bucket.step, current) : nullptr;
   return {.plan = exchange_ ? &plan_for(*bucket.plan, bucket.step) : nullptr,
           .gradient = std::move(bucket.gradient),
           .future = std::move(bucket.future),
           .value = std::move(bucket.value),
           .ready = std::move(ready),
-          .timed = std::move(timed),
           .step = bucket.step,
           .begins_step = bucket.begins_step,
           .begins_optimizer_step = bucket.begins_optimizer_step,
@@ -196,7 +194,6 @@ void DeviceEngine::exchange(DeviceJob& job) {
   job.event.encoded_ns = job.event.complete_ns = EventLog::now();
   log_.add(job.event);
   const c10::StreamGuard finish(context_.finish_stream);
-  clock_.complete(job.timed, context_.finish_stream);
   job.gradient.reset();
   job.future->markCompleted(std::move(job.value));
 }

@@ -24,7 +24,6 @@
 #include <vector>
 
 #include "bucket_engine.h"
-#include "device/bucket_clock.h"
 #include "device/device_commits.h"
 #include "device/device_context.h"
 #include "device/device_exchange.h"
@@ -41,10 +40,6 @@ class DeviceEngine final : public BucketEngine {
                                              std::unique_ptr<DeviceTransport> transport);
 
   ~DeviceEngine() override;
-
-  // From now on buckets are timed by the device's clock.
-  void time_buckets() { clock_.start(); }
-  std::vector<BucketTime> bucket_times() const { return clock_.times(); }
 
  private:
   DeviceEngine(EngineOptions options, c10::Device device, ParameterHashes hashes,
@@ -74,7 +69,6 @@ class DeviceEngine final : public BucketEngine {
   c10::StreamGuard behind_all() const;
 
   DeviceContext context_;
-  BucketClock clock_;
   // Empty without residuals; commits_ exists only if something is sent.
   std::optional<DeviceExchange> exchange_;
   std::optional<DeviceCommits> commits_;

@@ -12,9 +12,9 @@ import atexit
 
 from gradferry import _native, checkpoint, fsdp, optim
 from gradferry._build_info import PACKAGE_VERSION
-from gradferry._doctor import doctor
 from gradferry.ddp.attach import attach, hook
 from gradferry.ddp.state import HookState
+from gradferry.diagnosis import doctor
 from gradferry.errors import (
     ConfigError,
     DivergedError,

@@ -55,9 +55,9 @@ class Reducer(Averaging):
             averages: names, shapes, dtypes, device, and the order of elements in memory, which must
             be equal on all ranks. What is withheld is kept by name. A Reducer keeps the tensors.
         codec: as for `gradferry.attach`, which explains all options at length, but not ``"auto"``,
-            which forecasts steps of a training. By default parameters with at most one dimension or
-            fewer than 1024 elements are sent as they are; so is a flat buffer, unless ``rules``
-            names a codec for it.
+            which tries codecs in the steps of a training. By default parameters with at most one
+            dimension or fewer than 1024 elements are sent as they are; so is a flat buffer, unless
+            ``rules`` names a codec for it.
         group: of the ranks that average; the default group if None.
         rules: codecs by name and size of parameters; the first rule that matches counts.
         error_feedback: which residuals are kept: ``"none"``, ``"owner"``, ``"worker"``, ``"both"``
@@ -298,8 +298,8 @@ def _checked_names(
 def _check_config(config: Config, named: Sequence[tuple[str, torch.Tensor]]) -> None:
     if config.chooses:
         raise ConfigError(
-            "codec='auto' forecasts the steps of a training with DistributedDataParallel, of which "
-            "a Reducer sees nothing; name a codec, such as 'q4'"
+            "codec='auto' tries codecs in the steps of a training with DistributedDataParallel, of "
+            "which a Reducer sees nothing; name a codec, such as 'q4'"
         )
     for name, tensor in named:
         if config.check_every and not isinstance(tensor, torch.nn.Parameter):

@@ -220,20 +220,6 @@ py::dict workspace_dict(const BucketEngine& engine) {
   return result;
 }
 
-// With the keys that the rows of event_list() have for the same.
-py::list bucket_times(const DeviceEngine& engine) {
-  const std::vector<BucketTime> times = [&] {
-    const py::gil_scoped_release released;
-    return engine.bucket_times();
-  }();
-  py::list result;
-  for (const BucketTime& time : times) {
-    result.append(py::dict(py::arg("step") = time.step, py::arg("begin_ms") = time.ready_ms,
-                           py::arg("complete_ms") = time.complete_ms));
-  }
-  return result;
-}
-
 py::list event_list(const BucketEngine& engine) {
   py::list result;
   for (const BucketEvent& event : engine.events()) {
@@ -413,6 +399,8 @@ void bind_engine(py::module_& module) {
            })
       .def("tiles", &tiles_list)
       .def("skip_step", &BucketEngine::skip_step, py::call_guard<py::gil_scoped_release>())
+      .def("begins_optimizer_step", &BucketEngine::begins_optimizer_step)
+      .def("take_place_of", &BucketEngine::take_place_of, py::arg("before"))
       .def("end_optimizer_step", &BucketEngine::end_optimizer_step, py::kw_only(),
            py::arg("applied"), py::call_guard<py::gil_scoped_release>())
       .def("note_passed", &BucketEngine::pass, py::arg("parameters"))
@@ -437,7 +425,6 @@ void bind_engine(py::module_& module) {
       module, "DeviceEngine");
   def_init(device_class, &start_device_engine, py::arg("options"), py::kw_only(), py::arg("device"),
            py::arg("tensors"), py::arg("lanes"), py::arg("group_name"));
-  device_class.def("time_buckets", &DeviceEngine::time_buckets).def("bucket_times", &bucket_times);
   module.def(
       "parameter_hashes",
       [](const std::vector<at::Tensor>& parameters) {

@@ -18,8 +18,6 @@ void bind_ddp_hook(py::module_& module);
 void bind_device_codec(py::module_& module);
 void bind_device_node(py::module_& module);
 void bind_roof_timing(py::module_& module);
-void bind_codec_cost(py::module_& module);
-void bind_node_cost(py::module_& module);
 void bind_compressed_mean(py::module_& module);
 
 // For errors that travel through torch's autograd, which knows only torch's own exception base.

@@ -11,7 +11,5 @@ PYBIND11_MODULE(_native, module) {
   gradferry::bind_device_codec(module);
   gradferry::bind_device_node(module);
   gradferry::bind_roof_timing(module);
-  gradferry::bind_codec_cost(module);
-  gradferry::bind_node_cost(module);
   gradferry::bind_compressed_mean(module);
 }

@@ -1,13 +1,12 @@
 """Checks the dependency law of the Python packages, and that modules do not import in a circle.
 
-    the package -> lab -> integrations -> public modules -> ddp, fsdp -> reduction -> forecast
-                -> core -> ground
+    the command -> the package -> lab -> integrations -> public modules -> ddp, fsdp
+                -> reduction -> core -> ground
 
 An arrow reads "may import"; a room may import all that are to its right, and ddp and fsdp know
 nothing of each other. Imports count wherever
 they stand: inside functions, under TYPE_CHECKING, relative ones, import_module("gradferry...") too.
-Lab is the package gradferry_lab. Importing gradferry must not load it: the package itself imports
-it in functions only.
+Lab is the package gradferry_lab. Of the library only the command imports it.
 
 Run it as a script; it prints one line per violation and fails if there is one.
 """
@@ -25,6 +24,7 @@ LAB = "gradferry_lab"
 # From the top to the ground. Modules that lie directly in the package are listed by name, all
 # others belong to the room that their folder is called after.
 ROOMS = (
+    "command",
     "package",
     "lab",
     "integrations",
@@ -32,16 +32,15 @@ ROOMS = (
     "ddp",
     "fsdp",
     "reduction",
-    "forecast",
     "core",
     "ground",
 )
-FOLDERS = ("integrations", "ddp", "fsdp", "reduction", "forecast", "core")
+FOLDERS = ("integrations", "ddp", "fsdp", "reduction", "core")
 MODULES = {
     "": "package",  # gradferry/__init__.py
-    "__main__": "package",
-    "_doctor": "package",
+    "__main__": "command",
     "checkpoint": "public",
+    "diagnosis": "public",
     "kept_reducers": "public",
     "optim": "public",
     "reducer": "public",
@@ -52,17 +51,15 @@ MODULES = {
     "_cuda": "ground",  # compiled, as _native is
     "_native": "ground",
 }
-COMMAND = f"{PACKAGE}.__main__"  # is the laboratory's door, so it may load it at once
 
 
 @dataclass(frozen=True)
 class Arrow:
-    """One module imports another. `deferred`: inside a function."""
+    """One module imports another."""
 
     source: str
     target: str
     line: int
-    deferred: bool
 
 
 def modules(*packages: Path) -> dict[str, Path]:
@@ -83,23 +80,22 @@ def arrows(*packages: Path) -> list[Arrow]:
     files = modules(*packages)
     found = []
     for name, file in files.items():
-        for line, target, deferred in _imports(name, file, files):
+        for line, target in _imports(name, file, files):
             if target != name:
-                found.append(Arrow(name, target, line, deferred))
+                found.append(Arrow(name, target, line))
     return found
 
 
-def _imports(name: str, file: Path, files: Mapping[str, Path]) -> Iterator[tuple[int, str, bool]]:
+def _imports(name: str, file: Path, files: Mapping[str, Path]) -> Iterator[tuple[int, str]]:
     is_package = file.stem == "__init__"
 
-    def visit(node: ast.AST, deferred: bool) -> Iterator[tuple[int, str, bool]]:
+    def visit(node: ast.AST) -> Iterator[tuple[int, str]]:
         for target in _targets(node, name, is_package, files):
-            yield node.lineno, target, deferred  # type: ignore[attr-defined]
-        inside = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            yield node.lineno, target  # type: ignore[attr-defined]
         for child in ast.iter_child_nodes(node):
-            yield from visit(child, deferred or inside)
+            yield from visit(child)
 
-    yield from visit(ast.parse(file.read_text(), str(file)), False)
+    yield from visit(ast.parse(file.read_text(), str(file)))
 
 
 def _targets(
@@ -154,8 +150,8 @@ def complaint(arrow: Arrow) -> str | None:
         return f"{source} must not import {target}, which is above it"
     if (source, target) == ("ddp", "fsdp"):
         return "ddp must not import fsdp, which is beside it"
-    if (source, target) == ("package", "lab") and not arrow.deferred and arrow.source != COMMAND:
-        return "importing gradferry must not load the laboratory: import it inside a function"
+    if (source, target) == ("package", "lab"):
+        return "the library must not import the laboratory"
     return None
 
 

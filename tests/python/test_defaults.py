@@ -17,18 +17,15 @@ import scenario
 import torch
 import torch.distributed as dist
 from gradferry.checkpoint import merge
-from gradferry.ddp import auto as choice
-from gradferry.ddp.auto import FIRST_CHECK
-from gradferry.ddp.state import bound_to
-from gradferry.forecast.predict import Prediction
 from scenario import Run, Scenario, Weight
+from test_auto import RHT3, timed
 from world import World
 
 WEIGHTS = (Weight("first", (90, 70)), Weight("bias", (50,)), Weight("second", (120, 60)))
 SCENARIO = Scenario(WEIGHTS, error_feedback="both", ddp={"bucket_cap_mb": 0.02})
 PACKAGE = Path(gradferry.__file__).parent
 # What runs in a user's process, where it may have set a default: not our own command lines.
-IN_A_USERS_PROCESS = ("*.py", "core/*.py", "forecast/*.py", "reduction/*.py", "ddp/*.py")
+IN_A_USERS_PROCESS = ("*.py", "core/*.py", "reduction/*.py", "ddp/*.py")
 FACTORIES = {"arange", "empty", "full", "ones", "rand", "randn", "scalar_tensor", "tensor", "zeros"}
 
 
@@ -68,23 +65,11 @@ def case_resized(dtype: torch.dtype, device: str) -> bool:
 
 
 def case_chosen(dtype: torch.dtype, device: str) -> tuple[list[str], torch.dtype]:
-    """The codecs of "auto", step by step: each is measured first, and takes over residuals."""
+    """The codecs of "auto", step by step; each engine takes over residuals."""
     run = Run(Scenario(WEIGHTS, codec="auto", ddp=SCENARIO.ddp))
-    chooser = bound_to(run.state).chooser
-    chooser.choice = choice.Choice(next_check=FIRST_CHECK, interval=1)
-    names = iter(["q4", "q8", "off"])
-
-    def told(every: list[Prediction], _: Prediction | None) -> tuple[Prediction, str]:
-        name = next(names)
-        return next(each for each in every if each.hook == name), "told"
-
     codecs = []
-    with (
-        mock.patch.object(choice, "decide", side_effect=told),
-        mock.patch.object(choice, "rivals", side_effect=lambda _, chosen: [chosen]),
-        mock.patch.object(choice, "_SECONDS", 0.001),
-    ):
-        for step in range(FIRST_CHECK + 4):
+    with timed(run, dict.fromkeys((RHT3, "q4", "q8", "off"), 100.0)):
+        for step in range(34):
             targets = run.targets(step)
             with defaults(dtype, device):
                 run.ddp(targets).backward()
@@ -112,7 +97,7 @@ def test_auto_chooses_under_other_defaults(
     world_of_2: World, dtype: torch.dtype, device: str
 ) -> None:
     for codecs, empty in world_of_2.run(case_chosen, dtype=dtype, device=device):
-        assert codecs[FIRST_CHECK - 1 :] == ["exact", "q4", "q8", "q8", "off"]
+        assert list(dict.fromkeys(codecs)) == ["q4", RHT3, "q8", "off"]
         assert empty == torch.float32
 
 

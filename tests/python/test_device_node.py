@@ -5,16 +5,12 @@ in numpy.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from gradferry import ConfigError, _native
-from gradferry.errors import ProtocolError
 from test_device_codec import gaussian, launches_of, on_device
-from test_device_forecast import Prices, priced
 from world import World
 
 Worlds = Callable[[int], World]
@@ -96,47 +92,3 @@ def test_what_cannot_be_summed_is_refused(worlds: Worlds) -> None:
     assert beyond == "rank must be 1 to 2, not 3"
     assert "gradient must be contiguous, of the right dtype, on fake:0, with 9192" in host
     assert "gradient must be contiguous, of the right dtype, on fake:0, with 9192" in short
-
-
-def case_measured(num_ranks: int, dtype: torch.dtype, refuses: bool) -> tuple[Any, list[int]]:
-    """The costs, and how many elements each of the measured chunks had."""
-    import fake_device
-    from gradferry.forecast.measure_device_codecs import measure_node_on
-
-    made = []
-
-    class Noted(_native.DeviceNode):
-        def __init__(self, **arguments: Any) -> None:
-            made.append(arguments["num_elements"] * arguments["num_ranks"])
-            super().__init__(**arguments)
-
-        def receive(self, rank: int, gradient: torch.Tensor) -> None:
-            if not refuses:
-                super().receive(rank, gradient)
-
-    with priced(Prices()), mock.patch.object(_native, "DeviceNode", Noted):
-        try:
-            return measure_node_on(fake_device.DEVICE, dtype, num_ranks, 1 << 17), made
-        except ProtocolError as error:
-            return str(error), made
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_large_node_needs_no_more_memory_to_be_measured(
-    worlds: Worlds, dtype: torch.dtype
-) -> None:
-    num_ranks = 16
-    arguments = {"num_ranks": num_ranks, "dtype": dtype, "refuses": False}
-    ((costs, elements),) = worlds(1).run(case_measured, **arguments)
-    assert max(elements) <= 4 * (1 << 17)
-    # Besides, 24 bytes per tile of 4096 elements.
-    touched = (num_ranks + 1) * dtype.itemsize
-    assert costs.sum_per_element == pytest.approx(touched * Prices().byte, rel=0.01, abs=0)
-    packed = 2 * dtype.itemsize
-    assert costs.pack_per_element == pytest.approx(packed * Prices().byte, rel=0.01, abs=0)
-
-
-def test_sums_that_refuse_a_message_are_not_measured(worlds: Worlds) -> None:
-    arguments = {"num_ranks": 2, "dtype": torch.float32, "refuses": True}
-    ((said, _),) = worlds(1).run(case_measured, **arguments)
-    assert said == "the sum of a node refused what its ranks have packed"

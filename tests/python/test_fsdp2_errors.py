@@ -76,7 +76,7 @@ TEXTS = {
     "no group": "replicate_group is missing",
     "two dimensions": "a mesh of 2 dimensions",
     "shard group": "of this rank's shard group; give the ranks",
-    "auto": "codec='auto' forecasts the steps of DistributedDataParallel",
+    "auto": "codec='auto' tries codecs in the steps of DistributedDataParallel",
     "unknown codec": "q5",
     # Ranks of the world: shard 0 is on ranks 0 and 2, shard 1 on 1 and 3.
     "unequal replicas": "rank {second} differs from rank {first} in values of 'table', in which",

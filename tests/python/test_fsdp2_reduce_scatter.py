@@ -219,7 +219,7 @@ TEXTS = {
     "auto feedback": "only 'worker' and 'none' are left",
     "sign1": "needs error_feedback='worker' here, which takes 0.1 MiB on every rank",
     "rule": "needs error_feedback='worker' here",
-    "auto": "codec='auto' forecasts the steps of DistributedDataParallel",
+    "auto": "codec='auto' tries codecs in the steps of DistributedDataParallel",
     "unequal": "rank 1 differs from rank 0 in codec",
     "second": "gradferry is attached to this model already",
     "premultiplied": "call set_force_sum_reduction_for_comms(True)",

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from gradferry import _native
 from gradferry.core.agreement import most_of_ranks
+from gradferry.core.clock import Clock, clock_of
 from gradferry.core.codec_spec import AUTO, parse_codec
 from gradferry.core.config import make_config
 from gradferry.core.device import Transport, agreed_transport
@@ -35,7 +36,6 @@ from gradferry.forecast.chunks import (
     ring_exchange,
     wire_bytes_per_step,
 )
-from gradferry.forecast.clock import Clock, clock_of
 from gradferry.forecast.hook_names import TORCH_DTYPES
 from gradferry.forecast.verdict import most_precise
 from gradferry.tensor import accumulate, encode

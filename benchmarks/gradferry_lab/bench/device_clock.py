@@ -8,9 +8,9 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from gradferry.core.clock import HEAD_START_CYCLES
 from gradferry.core.cuda_build import driver_version, shown
 from gradferry.errors import ConfigError
-from gradferry.forecast.clock import HEAD_START_CYCLES
 
 from gradferry_lab.output.environment import environment, occasion
 from gradferry_lab.ranks.launch import torchrun_placement

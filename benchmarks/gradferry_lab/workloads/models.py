@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from gradferry.core.batch_loss import batch_loss, misfit
 from gradferry.core.config import closest
 from gradferry.errors import ConfigError
-from gradferry.forecast.batch_loss import batch_loss, misfit
 from torch import nn
 
 from gradferry_lab.workloads.synthetic import load_embedding, load_vgg

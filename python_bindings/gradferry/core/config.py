@@ -59,6 +59,8 @@ class Rule:
 
 
 EXACT = CodecSpec("exact")
+# Runs until codec="auto" has tried its candidates. None of them withholds more.
+FIRST_OF_AUTO = parse_codec("q4")
 DEFAULT_RULES = (
     Rule(EXACT, max_dims=_native.EXEMPT_MAX_DIMS),
     Rule(EXACT, max_size=_native.EXEMPT_MAX_SIZE),
@@ -195,7 +197,7 @@ def make_config(options: Options) -> Config:
         ConfigError: an option is invalid; the message names it, its value and valid values.
     """
     chooses = options.codec == AUTO
-    spec = EXACT if chooses else _codec(options.codec, (OFF, AUTO))
+    spec = FIRST_OF_AUTO if chooses else _codec(options.codec, (OFF, AUTO))
     _choice("error_feedback", options.error_feedback, ERROR_FEEDBACK)
     momentum = 0.0
     if options.momentum is not None:

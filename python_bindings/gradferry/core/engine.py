@@ -29,6 +29,7 @@ from gradferry.core.parameters import ParameterLayout
 from gradferry.errors import ConfigError, PeerError
 
 Nodes = Sequence[Sequence[int]]  # ranks of every node
+_ALL_STEPS = 2**63
 
 
 def lanes_of_host(
@@ -104,6 +105,7 @@ def start_engine(
     nodes: Nodes | None = None,
     way_on: str = "",
     collective: str = "all_reduce",
+    delivers: bool = False,
 ) -> _native.BucketEngine:
     """Starts an engine on its own connections. Collective; pass equal arguments on all ranks.
 
@@ -121,6 +123,8 @@ def start_engine(
         collective: "all_reduce", or "reduce_scatter": every rank gets the mean of the parameters
             whose owner it is. All of them then have one, and no owner residual. Only on the CPU,
             with every rank alone, without momentum, exact_skip and find_unused_parameters.
+        delivers: gradients are sent as in warm-up steps for as long as this engine runs, with
+            residuals. Not in momentum mode, whose warm-up has no momentum.
 
     Raises:
         ConfigError: the collective cannot do that.
@@ -148,8 +152,8 @@ def start_engine(
         config_hash=hashes[0],
         layout_hash=hashes[1],
         seed=config.seed,
-        warmup_steps=config.warmup_steps,
-        compressed_warmup=config.compressed_warmup,
+        warmup_steps=_ALL_STEPS if delivers else config.warmup_steps,
+        compressed_warmup=delivers or config.compressed_warmup,
         momentum=config.momentum,
         raise_nonfinite=config.nonfinite == "raise",
         exact_skip=config.exact_skip,

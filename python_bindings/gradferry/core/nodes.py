@@ -263,7 +263,7 @@ def choose_exchange(option: NodesOption, found: Nodes, *, on_host: bool) -> Exch
 
     With AUTO, ranks add up their gradients inside nodes wherever that saves bytes on a network
     card: where there are two nodes or more and one of them has several ranks. On a device they do
-    so only where the option asks for it, or a forecast (`exchanges_to_choose_from`): nobody has
+    so only where the option asks for it, or a trial (`exchanges_to_choose_from`): nobody has
     timed it on GPUs.
 
     Args:
@@ -289,7 +289,7 @@ def choose_exchange(option: NodesOption, found: Nodes, *, on_host: bool) -> Exch
 
 
 def exchanges_to_choose_from(option: NodesOption, found: Nodes, *, on_host: bool) -> list[Exchange]:
-    """What a forecast chooses from: with AUTO both exchanges where there are two, on a device too,
+    """What a trial chooses from: with AUTO both exchanges where there are two, on a device too,
     else the one that the option asks for. Arguments as for `choose_exchange`, whose answer is the
     last.
     """
@@ -302,17 +302,16 @@ def exchanges_to_choose_from(option: NodesOption, found: Nodes, *, on_host: bool
     return [choose_exchange(FLAT, found, on_host=on_host), chosen]
 
 
-def how_to_ask(nodes: Nodes) -> str:
-    """What to tell attach so that it takes the exchange between these nodes, for people."""
+def option_for(nodes: Nodes) -> str | int | None:
+    """The option `nodes` that makes attach take the exchange between these nodes; None: no simple
+    one does.
+    """
     if nodes.is_flat:
-        return f"nodes={FLAT!r}"
+        return FLAT
     size = nodes.smallest
     ranks = range(nodes.world_size)
-    if nodes.members == tuple(tuple(ranks[first : first + size]) for first in ranks[::size]):
-        return f"nodes={size}"
-    if set(nodes.ranks_per_node) == {size}:
-        return "a DeviceMesh of its nodes as nodes="
-    return f"codec={AUTO!r}, which measures it"
+    consecutive = tuple(tuple(ranks[first : first + size]) for first in ranks[::size])
+    return size if nodes.members == consecutive else None
 
 
 def _found(identities: Sequence[Identity], global_ranks: Sequence[int]) -> Nodes:

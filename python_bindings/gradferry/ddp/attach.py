@@ -41,11 +41,14 @@ def attach(
         ddp: the model, also as torch.compile or Lightning Fabric wrapped it again; it must not have
             a communication hook.
         codec: a codec string such as ``"q4"``, ``"off"`` for the backend's own all-reduce, or
-            ``"auto"``. ``"auto"`` measures training and link during dense steps, then takes the
-            most precise codec, or ``"off"``, within 2 % of the fastest predicted step. Where that
-            leaves several open, they train for seven steps each, which decide. It checks again
-            after 1000 steps, then less often after every change, and chooses codecs below 3 bits in
-            momentum mode only. ``stats()["choice"]`` explains the choice.
+            ``"auto"``. ``"auto"`` begins with ``q4``. From the third step on, or behind a warm-up,
+            ``rht:bits=3``, ``q4``, ``q8`` and ``off`` (or ``exact``, where ``nonfinite`` or
+            ``check_every`` need an engine) train for seven steps each, of which five count; in
+            momentum mode codecs below 3 bits instead of ``off``. One whose first counted step takes
+            1.5 times what the fastest took gets no more. It takes the most precise one within 2 %
+            of the fastest, by the median on the slowest rank. It tries again after 1000 steps, then
+            less often after every change. What was withheld is delivered before a codec that has no
+            residual for it. ``stats()["choice"]`` explains the choice.
         rules: dicts with ``codec`` and any of ``name`` (a shell-style pattern of the whole name,
             such as ``"*embedding*"``), ``min_dims``, ``max_dims``, ``min_size``, ``max_size``
             (elements). The first rule that matches a parameter gives its codec; a rule that matches

@@ -1,113 +1,71 @@
-"""`codec="auto"`: dense steps, a measurement, and a choice that all ranks apply at the same step:
-of the codec, and of the exchange where ranks share nodes.
+"""`codec="auto"`: a trial in the training itself, whose outcome all ranks apply at the same step.
+It chooses the codec, and the exchange where ranks share nodes.
 
-The hook calls `Chooser.check` at the first bucket of an agreed step, at the same point on all
-ranks. There they measure the link together, predict the step under every codec from equal numbers,
-and take the answer of rank 0. Where the forecast leaves several open, they train for a few steps
-each, and those decide. A change starts a new engine, whose messages carry another configuration
-hash.
+The hook calls the `Chooser` at the first bucket of an agreed step, at the same point on all ranks.
+From there on candidates train for a few steps each (`Trial`), and the times of the slowest rank
+decide. Every change starts a new engine, whose messages carry another configuration hash.
+
+A change loses no residuals. Where the next candidate keeps fewer of them, an engine that delivers
+(`Running.switch`) comes between: it sends gradients as they are, with all that was withheld.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
 from gradferry import _native
 from gradferry.core.agreement import meeting_place, most_of_ranks
+from gradferry.core.clock import clock_of
 from gradferry.core.codec_spec import OFF, CodecSpec, parse_codec
-from gradferry.core.config import COARSE_BITS, EXACT, Config
+from gradferry.core.config import COARSE_BITS, EXACT, FIRST_OF_AUTO, Config
 from gradferry.core.nodes import FLAT, TWO_LEVEL, Exchange, exchanges_to_choose_from
-from gradferry.core.parameters import ParameterLayout
-from gradferry.ddp.trial import TRIAL_STEPS, Trial
+from gradferry.ddp.trial import (
+    COUNTED_STEPS,
+    SETTLING_STEPS,
+    Candidate,
+    Trial,
+    most_precise,
+)
 from gradferry.errors import ConfigError, GradferryError, StateError
-from gradferry.forecast.clock import clock_of
-from gradferry.forecast.costs import Parameter
-from gradferry.forecast.hook_names import codecs_to_choose_from
-from gradferry.forecast.measure import Probe, make_probe, measure_costs
-from gradferry.forecast.measure_link import spare_cores
-from gradferry.forecast.observe import MEASURED_STEPS, ObservedSteps, observe
-from gradferry.forecast.predict import Prediction, predictors_of
-from gradferry.forecast.verdict import MOST_RIVALS, TOLERANCE, most_precise, precision, rivals
 from gradferry.reduction.running import Running
 from gradferry.reduction.saved_state import same, shown
 
 _log = logging.getLogger("gradferry")
 
-# DDP arranges its buckets in the first two steps, and the last measured step needs one after it.
-FIRST_CHECK = 2 + MEASURED_STEPS + 1
-CHECK_EVERY = 1000  # steps; doubled after every change, which limits the number of changes
-# A choice is given up if it is slower than the fastest by more than this share, or if the fastest
-# has more bits.
-SLOWER = 0.10
-# By then the first choice is made.
-CHOSEN_BY = FIRST_CHECK + MOST_RIVALS * TRIAL_STEPS
-_SECONDS = 0.2  # approximate time to measure one size of a collective
-
-_MEASURING = "dense steps, while they are measured"
-_TRYING = "it trains for a few steps, which are compared with those of other candidates"
+FIRST_TRIAL = 2  # DDP arranges its buckets in the steps before
+TRY_AGAIN_AFTER = 1000  # steps; doubled after every change, which limits the number of changes
+_CODECS = ("rht:bits=3", "q4", "q8")
+# By then the first choice is made, if every parameter is used and no step is skipped: seven
+# candidates, where there are two exchanges, and the steps that deliver between them.
+CHOSEN_BY = FIRST_TRIAL + 8 * (SETTLING_STEPS + COUNTED_STEPS)
+# What is withheld of a parameter is delivered in the next step that uses it. A candidate for which
+# that takes longer is left out.
+_DELIVERING_STEPS = 10
 
 
-def candidates(config: Config) -> list[str]:
-    """The codecs that "auto" may choose; without momentum mode none below 3 bits."""
-    codecs = [parse_codec(name) for name in codecs_to_choose_from()]
-    precise = [codec for codec in codecs if config.momentum or codec.bits() >= COARSE_BITS]
-    names = [str(codec) for codec in precise]  # every option written out, as in the configuration
-    # These options need an engine, which the backend's own all-reduce does not have.
-    if not (config.momentum or config.check_every or config.nonfinite == "raise"):
-        names.append(OFF)
-    return names
+def candidates(config: Config, exchanges: list[Exchange]) -> list[Candidate]:
+    """What "auto" may choose.
 
-
-def decide(predictions: Sequence[Prediction], held: Prediction | None) -> tuple[Prediction, str]:
-    """The choice and its reason.
-
-    Args:
-        predictions: of every candidate.
-        held: of the choice so far, one of them; None: there is none.
+    Without momentum mode nothing below 3 bits, and ``off``, or ``exact`` where an option needs an
+    engine. In momentum mode the codecs below 3 bits, too.
     """
-    every = list(predictions)
-    fastest = min(every, key=lambda prediction: prediction.seconds)
-    chosen = most_precise(every)
-    within = f"the most precise within {TOLERANCE:.0%} of the fastest, {_figures(fastest)}"
-    if chosen is fastest:
-        within = f"the fastest, and nothing more precise is within {TOLERANCE:.0%} of it"
-    if held is None:
-        return chosen, f"{_figures(chosen)} is {within}"
-    if held.seconds > fastest.seconds * (1 + SLOWER):
-        return chosen, f"{_figures(held)} is slower than {_figures(chosen)}, {within}"
-    exact = most_precise(every, tolerance=0.0)
-    if precision(exact.hook) > precision(held.hook):
-        return exact, f"{_figures(exact)} is the fastest, and more precise than {held.named}"
-    return held, f"{_figures(held)} is within {SLOWER:.0%} of the fastest, {_figures(fastest)}"
-
-
-def _figures(prediction: Prediction) -> str:
-    known = "predicted" if prediction.measured_doubt_s is None else "measured"
-    return f"{prediction.named} ({prediction.shown} per step {known})"
-
-
-def of_first_rank(
-    probe: Probe, predictions: Sequence[Prediction], chosen: Sequence[Prediction]
-) -> list[Prediction]:
-    """What rank 0 has chosen, in its order: rounding may differ between machines. Collective."""
-    numbers = [predictions.index(each) for each in chosen]
-    count = probe.of_first_rank(len(numbers))
-    return [
-        predictions[probe.of_first_rank(numbers[place] if place < len(numbers) else 0)]
-        for place in range(count)
+    codecs = [parse_codec(name) for name in _CODECS]
+    backend = []
+    if config.momentum:
+        every = [parse_codec(str(row["name"])) for row in _native.codecs()]
+        codecs += [codec for codec in every if codec.bits() < COARSE_BITS]
+    elif config.check_every or config.nonfinite == "raise":
+        codecs.append(EXACT)
+    else:
+        off = CodecSpec(OFF)
+        backend.append(Candidate(OFF, off.bits(), needs_memory=False))
+    names = [exchange.name for exchange in exchanges] if len(exchanges) > 1 else [None]
+    return backend + [
+        Candidate(str(codec), codec.bits(), name) for codec in codecs for name in names
     ]
-
-
-def _parameter(layout: ParameterLayout) -> Parameter:
-    is_real = torch.Size(layout.shape).numel() == layout.num_elements
-    # Complex ones travel as `exact`, as those of one dimension do.
-    shape = layout.shape if is_real else (layout.num_elements,)
-    return Parameter(layout.name, shape, layout.dtype)
 
 
 def _count(value: object) -> int:
@@ -128,14 +86,13 @@ def _exchange(name: object) -> str | None:
 class Choice:
     """The current choice. The fields in `saved` are equal on all ranks."""
 
-    codec: CodecSpec = EXACT
+    codec: CodecSpec = FIRST_OF_AUTO
     exchange: str | None = None  # FLAT or TWO_LEVEL; None: that of `nodes`, as attached
-    made: bool = False  # False while dense steps are measured
-    reason: str = _MEASURING
+    made: bool = False  # False before the first trial and during every trial
+    reason: str = "no trial yet"
     step: int = 0  # the first with this codec and exchange
-    next_check: int = FIRST_CHECK
-    interval: int = CHECK_EVERY
-    predicted_ms: dict[str, float] = field(default_factory=dict)
+    next_check: int = FIRST_TRIAL
+    interval: int = TRY_AGAIN_AFTER
     measured_ms: dict[str, float] = field(default_factory=dict)
 
     @classmethod
@@ -180,7 +137,6 @@ class Choice:
             "reason": self.reason,
             "step": self.step,
             "next_check": self.next_check,
-            "predicted_ms": dict(self.predicted_ms),
             "measured_ms": dict(self.measured_ms),
         }
 
@@ -193,150 +149,164 @@ class Chooser:
         self._exchanges = exchanges_to_choose_from(
             running.config.nodes, running.nodes, on_host=running.transport.on_host
         )
-        self._observed: ObservedSteps | None = None
-        self._trial: Trial | None = None  # between two checks
-        self._spare = 0.0  # on a device, `spare_cores` as last found
-        self.choice = Choice()
+        self._trial: Trial | None = None
+        self._before: Candidate | None = None  # the choice before this trial
+        self._delivered_since = 0  # the step in which an engine began to deliver
+        self.choice = Choice(next_check=max(FIRST_TRIAL, running.config.warmup_steps))
 
     def start(self, hook: _native.BucketHook) -> None:
-        """Makes the hook call `check` at the next step to check."""
-        if isinstance(self._running.engine, _native.DeviceEngine):
-            self._running.engine.time_buckets()
-        hook.call_at(self.choice.next_check, self.check, "choice")
+        """Makes the hook begin a trial when it is time. In warm-up steps all candidates send the
+        same, so that there is none.
+        """
+        hook.call_at(self.choice.next_check, self._begin, "choice")
 
     def restore(self, hook: _native.BucketHook, choice: Choice, step: int) -> None:
         """Continues from a checkpoint at `step`. Collective."""
         exchange = self._exchange_named(choice.exchange)
-        if choice.codec != self._running.config.codec or exchange != self._running.exchange:
-            self._running.switch(hook, choice.codec, step, exchange)
-        self._observed = self._trial = None
-        # There must be enough steps before the next check to measure.
-        next_check = max(choice.next_check, step + FIRST_CHECK)
+        self._switch(hook, step, choice.codec, exchange)
+        self._trial = None
+        # DDP arranges its buckets anew.
+        next_check = max(choice.next_check, step + FIRST_TRIAL, self._running.config.warmup_steps)
         self.choice = replace(choice, exchange=exchange.name, next_check=next_check)
         hook.resume(step)
         self.start(hook)
 
-    def check(self, hook: _native.BucketHook, step: int) -> None:
-        """Measures, chooses and switches, at the first bucket of a step. Collective."""
+    def _begin(self, hook: _native.BucketHook, step: int) -> None:
+        """Begins a trial, at the first bucket of a step. Collective, as all that follows."""
         running = self._running
-        probe = make_probe(running.group, running.transport, self._exchanges)
-        self._observe(probe)
-        if self._observed is None:
-            self._measure_again(hook, step)
-            return
-        predictions = self._predict(probe, self._observed)
-        held = self._held(predictions) if self.choice.made else None
-        found, reason = decide(predictions, held)
-        tried = [found]
-        # In a warm-up all candidates send the same.
-        if found is not held and step >= self._running.config.warmup_steps:
-            tried = rivals(predictions, found)
-        if held is not None and len(tried) > 1:
-            # Residuals survive a trial that keeps the choice.
-            tried = [p for p in tried if p is found or self._keeps_residuals(p, held)]
-            tried += [held] if held not in tried else []
-        tried = of_first_rank(probe, predictions, tried)
-        predicted_ms = {p.named: 1e3 * p.seconds for p in predictions}
-        if len(tried) == 1:
-            self._take(hook, step, tried[0], held, reason, predicted_ms)
-            return
-        self._trial = Trial(tried, held, predicted_ms, clock_of(self._running.transport.device))
-        self._try_next(hook, step, self._trial)
+        device = running.transport.device
+        every = candidates(running.config, self._exchanges)
+        self._trial = Trial(every, clock_of(device), self._slowest)
+        self._before = self._current(every) if self.choice.made else None
+        self._go_on(hook, step)
 
-    def _keeps_residuals(self, candidate: Prediction, held: Prediction) -> bool:
-        """Whether a candidate has a place for what is withheld under the choice so far."""
-        theirs, ours = (
-            (False, False)
-            if each.hook == OFF
-            else self._running.config.residuals_of(parse_codec(each.hook))
-            for each in (candidate, held)
-        )
-        return all(there or not here for there, here in zip(theirs, ours, strict=True))
-
-    def _try_next(self, hook: _native.BucketHook, step: int, trial: Trial) -> None:
-        """The next candidate trains from this step on. Collective."""
-        while (candidate := trial.next()) is not None:
-            try:
-                codec, exchange = self._switch(hook, step, candidate)
-            except GradferryError as error:  # the same on all ranks
-                if len(trial.candidates) == 1:
-                    raise
-                _log.warning("codec='auto' leaves out %s: %s", candidate.named, error)
-                trial.drop(candidate)
-                continue
-            # A checkpoint of these steps holds no choice: who loads it measures anew.
-            self.choice = replace(
-                self.choice,
-                codec=codec,
-                exchange=exchange.name,
-                made=False,
-                reason=_TRYING,
-                next_check=step + TRIAL_STEPS,
-                predicted_ms=trial.predicted_ms,
-                measured_ms={},
-            )
-            hook.call_at(step + 1, self._note_step, "choice")
+    def _go_on(self, hook: _native.BucketHook, step: int) -> None:
+        """Turns to the next candidate, or, after the last one, to that which is chosen."""
+        assert self._trial is not None
+        trial = self._trial
+        if not self._begins_optimizer_step():
+            hook.call_at(step + 1, self._go_on, "choice")
             return
-        self._trial = None
-        group = self._running.group
-        place = meeting_place(group, self._running.transport.device)
-        measured = trial.outcome(lambda values: most_of_ranks(values, group, place))
-        was = next((p for p in measured if trial.held and p.named == trial.held.named), None)
-        found, reason = decide(measured, was)
-        measured_ms = {p.named: 1e3 * p.seconds for p in measured}
-        self._take(hook, step, found, trial.held, reason, trial.predicted_ms, measured_ms)
+        wanted = trial.current
+        if wanted is None and trial.outcomes:
+            wanted = most_precise(trial.outcomes).candidate
+        if wanted is None:  # what runs now has room for everything
+            self._take(hook, step, self._current([]), "no candidate can run")
+            return
+        try:
+            arrived = self._turn_to(hook, step, wanted)
+        except GradferryError as error:  # the same on all ranks
+            self._leave_out(wanted, str(error))
+            self._go_on(hook, step)
+            return
+        if not arrived:
+            hook.call_at(step + 1, self._go_on, "choice")
+        elif trial.current is None:
+            shown = ", ".join(outcome.shown for outcome in trial.outcomes)
+            self._take(hook, step, wanted, f"the most precise of the fastest: {shown}")
+        else:
+            self._note_step(hook, step)
 
     def _note_step(self, hook: _native.BucketHook, step: int) -> None:
         assert self._trial is not None
-        if self._trial.goes_on():
-            hook.call_at(step + 1, self._note_step, "choice")
+        if self._trial.step_begins():
+            self._go_on(hook, step)
         else:
-            self._try_next(hook, step, self._trial)
+            hook.call_at(step + 1, self._note_step, "choice")
 
-    def _take(
-        self,
-        hook: _native.BucketHook,
-        step: int,
-        found: Prediction,
-        held: Prediction | None,
-        reason: str,
-        predicted_ms: dict[str, float],
-        measured_ms: dict[str, float] | None = None,
-    ) -> None:
-        """Takes a choice, the same on all ranks. Collective."""
-        codec, exchange = self._switch(hook, step, found)
-        choice = self.choice
-        stays = held is not None and found.named == held.named
-        interval = choice.interval if held is None or stays else choice.interval * 2
+    def _turn_to(self, hook: _native.BucketHook, step: int, wanted: Candidate) -> bool:
+        """Switches to a candidate, or to an engine that delivers what the candidate has no place
+        for; returns whether that was not necessary.
+
+        Raises:
+            GradferryError: on all ranks, see `Running.switch`.
+        """
+        running = self._running
+        codec, exchange = parse_codec(wanted.hook), self._exchange_named(wanted.exchange)
+        if running.loses_under(codec):
+            if not running.delivers:
+                running.switch(hook, running.config.codec, step, delivers=True)
+                self._delivered_since = step
+                self._note(step, "delivers what was withheld, before the next candidate")
+                return False
+            left = int(self._slowest(running.undelivered()))
+            if left and step - self._delivered_since < _DELIVERING_STEPS:
+                return False
+            if left:
+                raise StateError(
+                    f"what is withheld of {left} parameters could not be delivered in "
+                    f"{_DELIVERING_STEPS} steps, which did not use them, or were skipped"
+                )
+        self._switch(hook, step, codec, exchange)
+        self._note(step, "trains for a few steps, to be compared with other candidates")
+        return True
+
+    def _note(self, step: int, reason: str) -> None:
+        """A checkpoint of these steps holds no choice: who loads it tries anew."""
+        running = self._running
+        self.choice = replace(
+            self.choice,
+            codec=running.config.codec,
+            exchange=running.exchange.name,
+            made=False,
+            reason=reason,
+            next_check=step + 1,
+            measured_ms={},
+        )
+
+    def _leave_out(self, candidate: Candidate, reason: str) -> None:
+        assert self._trial is not None
+        _log.warning("codec='auto' leaves out %s: %s", candidate.name, reason)
+        self._trial.leave_out(candidate)
+
+    def _take(self, hook: _native.BucketHook, step: int, chosen: Candidate, reason: str) -> None:
+        assert self._trial is not None
+        running, choice = self._running, self.choice
+        stays = chosen == self._before
+        interval = choice.interval if stays or self._before is None else choice.interval * 2
         self.choice = Choice(
-            codec=codec,
-            exchange=exchange.name,
+            codec=running.config.codec,
+            exchange=running.exchange.name,
             made=True,
             reason=reason,
             step=choice.step if stays else step,
             next_check=step + interval,
             interval=interval,
-            predicted_ms=predicted_ms,
-            measured_ms=measured_ms or {},
+            measured_ms={o.candidate.name: 1e3 * o.seconds for o in self._trial.outcomes},
         )
-        level = logging.INFO if not stays and self._running.rank == 0 else logging.DEBUG
-        _log.log(level, "codec='auto' takes %s from step %d on: %s", found.named, step, reason)
+        self._trial = None
+        level = logging.INFO if running.rank == 0 and not stays else logging.DEBUG
+        _log.log(level, "codec='auto' takes %s from step %d on: %s", chosen.name, step, reason)
         self.start(hook)
 
     def _switch(
-        self, hook: _native.BucketHook, step: int, wanted: Prediction
-    ) -> tuple[CodecSpec, Exchange]:
-        codec, exchange = parse_codec(wanted.hook), self._exchange_named(wanted.exchange)
-        if codec != self._running.config.codec or exchange != self._running.exchange:
-            self._running.switch(hook, codec, step, exchange)
-        return codec, exchange
+        self, hook: _native.BucketHook, step: int, codec: CodecSpec, exchange: Exchange
+    ) -> None:
+        running = self._running
+        if codec != running.config.codec or exchange != running.exchange or running.delivers:
+            running.switch(hook, codec, step, exchange)
 
-    def _held(self, predictions: Sequence[Prediction]) -> Prediction:
-        """That of the current choice. Passing through has the same in every exchange."""
-        codec = str(self._running.config.codec)
-        alike = [p for p in predictions if p.hook == codec]
-        exchange = self._running.exchange.name
-        return next((p for p in alike if p.exchange == exchange), alike[0])
+    def _begins_optimizer_step(self) -> bool:
+        """Whether no rank is between two passes of one optimizer step: with exact_skip only the
+        engine that saw the first of them can take the step back.
+        """
+        engine = self._running.engine
+        if not self._running.config.exact_skip:
+            return True
+        return self._slowest(float(engine is not None and not engine.begins_optimizer_step())) == 0
+
+    def _slowest(self, value: float) -> float:
+        """The greatest of what all ranks pass. Collective."""
+        group = self._running.group
+        place = meeting_place(group, self._running.transport.device)
+        return most_of_ranks([value], group, place)[0]
+
+    def _current(self, every: list[Candidate]) -> Candidate:
+        """The candidate that runs now. Passing through is the same in every exchange."""
+        codec, exchange = str(self._running.config.codec), self._running.exchange.name
+        found = [each for each in every if each.hook == codec]
+        known = [each for each in found if each.exchange in (None, exchange)]
+        return known[0] if known else Candidate(codec, self._running.config.codec.bits())
 
     def _exchange_named(self, name: str | None) -> Exchange:
         """Of those to choose from. None, or another name, which a checkpoint may have: as it is."""
@@ -344,55 +314,3 @@ class Chooser:
             if exchange.name == name and len(self._exchanges) > 1:
                 return replace(exchange, reason="codec='auto' chose it")
         return self._running.exchange
-
-    def _observe(self, probe: Probe) -> None:
-        """Updates the observed steps from the engine; without one, keeps the earlier ones."""
-        engine = self._running.engine
-        seen = None if engine is None else observe(self._events(engine), engine.stats())
-        if probe.most([0.0 if seen else 1.0])[0]:
-            return  # a rank has not seen enough
-        assert seen is not None
-        self._observed = seen.of_slowest(probe.most)
-
-    def _events(self, engine: _native.BucketEngine) -> list[dict[str, Any]]:
-        """The times of the last buckets, where they were computed. On a device the hook holds up
-        nothing when it takes a bucket.
-        """
-        if not isinstance(engine, _native.DeviceEngine):
-            return engine.events()
-        clock_of(self._running.transport.device).wait()
-        return [{**times, "encoded_ms": times["begin_ms"]} for times in engine.bucket_times()]
-
-    def _measure_again(self, hook: _native.BucketHook, step: int) -> None:
-        if self._running.engine is None:
-            self._running.switch(hook, EXACT, step)
-        self.choice = Choice(next_check=step + FIRST_CHECK, interval=self.choice.interval)
-        self.start(hook)
-
-    def _predict(self, probe: Probe, observed: ObservedSteps) -> list[Prediction]:
-        running = self._running
-        parameters = [_parameter(p) for p in running.parameters]
-        now = running.config
-        configs = {
-            name: replace(now, codec=parse_codec(name)) for name in candidates(now) if name != OFF
-        }
-        backend = [OFF] if OFF in candidates(now) else []
-        costs = measure_costs(probe, parameters, backend, [now, *configs.values()], _SECONDS)
-        spare = spare_cores(running.group) if running.transport.on_host else self._spare
-        profile = observed.profile(len(parameters), spare)
-        predictors = predictors_of(parameters, profile, costs, observed.buckets)
-        if running.engine is not None:
-            # Corrects the model by the difference between prediction and observation.
-            current = self._exchanges.index(running.exchange)
-            calibrated = predictors[current].calibrated(
-                str(now.codec), now, None, observed.exposed_s
-            )
-            profile = calibrated.profile
-            self._spare = profile.spare_cores
-            predictors = [predictor.with_profile(profile) for predictor in predictors]
-        found = [
-            predictor.codec(name, config, [None])
-            for name, config in configs.items()
-            for predictor in predictors
-        ]
-        return [*found, *(predictors[0].backend_hook(name, [None]) for name in backend)]

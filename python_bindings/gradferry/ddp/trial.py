@@ -1,72 +1,132 @@
-"""Steps under several candidates, one after the other: they decide where a forecast cannot.
+"""Steps under one candidate after the other: the clocks of the ranks say which is fastest.
 
-A forecast is off by tens of percent where ranks compete for processors or for a link. The
-candidates that this leaves open train for a few steps each, and their steps are compared.
+`codec="auto"` tries candidates in a training, `doctor` on copies of a model. The candidate that
+sends the fewest bytes comes first, so that on a slow link the others are known to be hopeless after
+few steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from gradferry.forecast.clock import Clock
-from gradferry.forecast.predict import Prediction
+from gradferry.core.clock import Clock
+from gradferry.core.nodes import FLAT
 
 SETTLING_STEPS = 2  # they connect ranks and touch new memory
-TRIAL_STEPS = SETTLING_STEPS + 5  # of each candidate
+COUNTED_STEPS = 5
+# A candidate whose first counted step takes so many times what the fastest takes gets no further.
+HOPELESS = 1.5
+TOLERANCE = 0.02  # within this share of the fastest, precision decides
 
 
-@dataclass
-class Trial:
-    """The candidates, and when their steps began.
+@dataclass(frozen=True)
+class Candidate:
+    """What steps can be tried under.
 
     Attributes:
-        candidates: in the order in which they train.
-        held: the choice so far; None: there is none.
-        predicted_ms: of all predictions, by name.
+        hook: a codec string, or one of PyTorch's hooks.
+        bits: per fp32 element that a worker sends.
+        exchange: `FLAT` or `TWO_LEVEL`; None: there is one to choose from.
+        needs_memory: for residuals and messages; false for an all-reduce of the backend.
     """
 
-    candidates: list[Prediction]
-    held: Prediction | None
-    predicted_ms: dict[str, float]
-    clock: Clock
-    _began: list[list[Any]] = field(default_factory=list)  # by candidate; the last one trains
+    hook: str
+    bits: float
+    exchange: str | None = None
+    needs_memory: bool = True
 
-    def next(self) -> Prediction | None:
-        """The candidate that trains from this step on; None: all have."""
-        if len(self._began) == len(self.candidates):
-            return None
-        self._began.append([self.clock.mark()])
-        return self.candidates[len(self._began) - 1]
+    @property
+    def name(self) -> str:
+        """ "q4", or "q4 (two-level)"."""
+        return self.hook if self.exchange is None else f"{self.hook} ({self.exchange})"
 
-    def drop(self, candidate: Prediction) -> None:
-        """Takes out the candidate that was to train from this step on."""
-        self.candidates.remove(candidate)
-        self._began.pop()
 
-    def goes_on(self) -> bool:
-        """Notes that a step begins; whether the current candidate takes it."""
-        steps = self._began[-1]
-        steps.append(self.clock.mark())
-        return len(steps) <= TRIAL_STEPS
+@dataclass(frozen=True)
+class Outcome:
+    """How long the steps of a candidate took, equal on all ranks.
 
-    def outcome(self, most: Callable[[Sequence[float]], list[float]]) -> list[Prediction]:
-        """The candidates, with the median length of their steps on the slowest rank. Collective.
+    Attributes:
+        seconds: the median of the counted steps, on the slowest rank.
+        steps: how many were counted: `COUNTED_STEPS`, or 1 where the first was hopeless.
+    """
 
-        The true median is between the least and the greatest of n steps but for a chance of
-        2 * 0.5**n, 6 % of five: how far these are from the median is the doubt.
+    candidate: Candidate
+    seconds: float
+    steps: int
 
-        most: the elementwise maximum over all ranks.
+    @property
+    def shown(self) -> str:
+        """ "q4 52.1 ms", or "off 310.0 ms (1 step)"."""
+        few = " (1 step)" if self.steps == 1 else ""
+        return f"{self.candidate.name} {1e3 * self.seconds:,.1f} ms{few}"
+
+
+def most_precise(outcomes: Sequence[Outcome]) -> Outcome:
+    """The one with the most bits within `TOLERANCE` of the fastest.
+
+    Bits are compared as whole numbers: q4 (4.3) and rht:bits=4 (4.1) lose equally little. Among
+    equals one that needs no memory is preferred, then the fastest.
+    """
+    least = min(outcome.seconds for outcome in outcomes)
+    close = [outcome for outcome in outcomes if outcome.seconds <= least * (1 + TOLERANCE)]
+    return max(
+        close, key=lambda o: (int(o.candidate.bits), not o.candidate.needs_memory, -o.seconds)
+    )
+
+
+class Trial:
+    """The candidates, in the order in which they are tried, and what came of those before.
+
+    Every rank makes one with the same candidates, and calls the same methods at the same steps.
+    """
+
+    def __init__(
+        self,
+        candidates: Iterable[Candidate],
+        clock: Clock,
+        slowest: Callable[[float], float],
+    ) -> None:
         """
-        typical, doubt = [], []
-        for steps in self._began:
-            seconds = [self.clock.seconds(*pair) for pair in pairwise(steps[SETTLING_STEPS:])]
-            typical.append(median(seconds))
-            doubt.append(max(abs(each - typical[-1]) for each in seconds))
-        return [
-            each.took(*found)
-            for each, *found in zip(self.candidates, most(typical), most(doubt), strict=True)
-        ]
+        Args:
+            candidates: what to choose from.
+            clock: of the device that computes.
+            slowest: the greatest of what all ranks pass. Collective.
+        """
+        # With two levels fewer bytes leave a node.
+        self._waiting = sorted(candidates, key=lambda c: (c.bits, c.exchange == FLAT))
+        self._clock = clock
+        self._slowest = slowest
+        self._marks: list[Any] = []
+        self.outcomes: list[Outcome] = []
+
+    @property
+    def current(self) -> Candidate | None:
+        """What is to be tried now; None: everything was."""
+        return self._waiting[0] if self._waiting else None
+
+    def leave_out(self, candidate: Candidate) -> None:
+        """Takes out a candidate that cannot run."""
+        self._waiting = [each for each in self._waiting if each != candidate]
+        self.outcomes = [each for each in self.outcomes if each.candidate != candidate]
+        self._marks.clear()
+
+    def step_begins(self) -> bool:
+        """Notes that a step begins, at the same point of every step; the first is the first under
+        the current candidate. Collective. Returns whether the candidate has had its steps before.
+        """
+        self._marks.append(self._clock.mark())
+        counted = len(self._marks) - 1 - SETTLING_STEPS
+        if counted not in (1, COUNTED_STEPS):
+            return False
+        times = [self._clock.seconds(*pair) for pair in pairwise(self._marks[SETTLING_STEPS:])]
+        seconds = self._slowest(median(times))
+        least = min((outcome.seconds for outcome in self.outcomes), default=seconds)
+        if counted == 1 and seconds <= HOPELESS * least:
+            return False
+        self.outcomes.append(Outcome(self._waiting.pop(0), seconds, counted))
+        self._marks.clear()
+        return True

@@ -84,7 +84,7 @@ def attach(
     Args:
         model: under ``torch.distributed.fsdp.fully_shard``, over a mesh of one dimension.
         codec: as for `gradferry.attach`, which explains all options at length, but not ``"auto"``,
-            which forecasts the steps of DistributedDataParallel. The number of dimensions and
+            which tries codecs in the steps of DistributedDataParallel. The number of dimensions and
             elements that decide which parameters are sent as they are is that of this rank's shard.
         replicate_group: of the ranks that hold this rank's shard: a process group, or a DeviceMesh
             of one dimension.
@@ -226,8 +226,8 @@ def _config(options: Options) -> Config:
     config = make_config(options)
     if config.chooses:
         raise ConfigError(
-            "codec='auto' forecasts the steps of DistributedDataParallel; name a codec for FSDP2, "
-            "such as 'q4'"
+            "codec='auto' tries codecs in the steps of DistributedDataParallel; name a codec for "
+            "FSDP2, such as 'q4'"
         )
     return config
 

@@ -140,10 +140,9 @@ class Averaging(ABC):
           residual, and on a device.
         - ``choice``: a dict of ``codec`` and ``exchange`` (``"flat"``, ``"two-level"``) in use,
           and ``reason``; with ``"auto"`` also of ``step`` (when they came into use),
-          ``next_check`` (the step of the next check) and ``predicted_ms`` (of a step, from the
-          last check, by codec: ``"q4"``, or, where there are two exchanges to choose from,
-          ``"q4 (two-level)"``), and ``measured_ms`` (likewise, of those that trained for some
-          steps because predictions left it open).
+          ``next_check`` (the step in which candidates are tried again) and ``measured_ms`` (of a
+          step, from the last trial, by codec: ``"q4"``, or, where there are two exchanges to
+          choose from, ``"q4 (two-level)"``).
         - ``step_buckets``: for each bucket of the last finished step, the indices of its
           parameters (in the order of `parameters`).
 

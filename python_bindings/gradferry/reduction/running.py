@@ -20,7 +20,7 @@ from gradferry import _native
 from gradferry._build_info import GRADFERRY_VERSION
 from gradferry.core.agreement import Record, meeting_place, on_all_ranks, record_hash
 from gradferry.core.codec_spec import AUTO, CodecSpec
-from gradferry.core.config import Config
+from gradferry.core.config import EXACT, Config
 from gradferry.core.device import Transport, transport_of
 from gradferry.core.engine import loss_scale, start_engine
 from gradferry.core.meeting import world_ranks
@@ -60,6 +60,8 @@ class Running:
         engine: None if every bucket passes through.
         retired: sums of the counters of earlier engines.
         switches: number of changes of the codec.
+        delivers: whether the engine sends gradients as they are, with what its codec would keep
+            withholding.
     """
 
     config: Config
@@ -76,6 +78,8 @@ class Running:
     engine: _native.BucketEngine | None = None
     retired: Counter[str] = field(default_factory=Counter)
     switches: int = 0
+    delivers: bool = False
+    _to_deliver: tuple[torch.Tensor, torch.Tensor] | None = None  # residuals when that began
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -161,10 +165,13 @@ class Running:
             nonce: equal on all ranks, different for every engine of the group.
         """
         self.engine = None
+        parameters = self.parameters
+        if self.delivers:
+            parameters = tuple(replace(parameter, warmup=EXACT) for parameter in parameters)
         if not self.config.passes_through:
             self.engine = start_engine(
                 self.config,
-                self.parameters,
+                parameters,
                 group,
                 nonce,
                 transport=self.transport,
@@ -174,6 +181,7 @@ class Running:
                 nodes=self.exchange.nodes.members,
                 way_on=self.way_on,
                 collective=self.collective,
+                delivers=self.delivers,
             )
 
     def tiles(self) -> list[Tile]:
@@ -227,13 +235,16 @@ class Running:
         codec: CodecSpec,
         step: int,
         exchange: Exchange | None = None,
+        *,
+        delivers: bool = False,
     ) -> None:
-        """Replaces the codec, and the exchange if one is given, at the first bucket of `step`.
-        Collective.
+        """Replaces the codec, and the exchange if one is given. Collective; at the first bucket of
+        `step`, which begins an optimizer step.
 
         Residuals move with their tiles, to new owners and, of a node, to new delegates. With
-        another exchange every node gets the mean of the nodes' worker residuals. They are dropped
-        where the new codec has none, and rescaled where it keeps another share of the momentum.
+        another exchange every node gets the mean of the nodes' worker residuals. They are rescaled
+        where the new codec keeps another share of the momentum, and dropped where it has none
+        (`loses_under`): an engine that `delivers` must come before.
 
         Raises:
             GradferryError: on all ranks; the engine before has failed on a rank, or the new one
@@ -258,6 +269,7 @@ class Running:
         self.exchange = exchange or old.exchange
         self.parameters = tuple(self._described(self.config))
         self.switches += 1
+        self.delivers = delivers
         try:
             on_all_ranks(lambda: self.start(group, str(nonces[0]["nonce"])), group, place)
         except GradferryError:
@@ -291,6 +303,36 @@ class Running:
         engine.load_state(
             steps=step, worker_residual=worker, owner_residual=owner, loss_scale=scale
         )
+        self._to_deliver = (worker, owner) if self.delivers else None
+        if old.engine is not None:
+            engine.take_place_of(old.engine)
+
+    def loses_under(self, codec: CodecSpec) -> bool:
+        """Whether another codec has no place for residuals that there are now."""
+        config = replace(self.config, codec=codec)
+        pairs = zip(self.parameters, self._described(config), strict=True)
+        return self.engine is not None and any(
+            here and not there
+            for now, then in pairs
+            for here, there in zip(now.residuals, then.residuals, strict=True)
+        )
+
+    def undelivered(self) -> int:
+        """Of how many parameters this rank still withholds what it did when an engine began to
+        deliver: no step has used them, or all such steps were skipped.
+        """
+        assert self.engine is not None
+        assert self._to_deliver is not None
+        _, worker, owner, _ = self.engine.state()
+        left = set()
+        delivered = set()
+        for now, before, kind in zip((worker, owner), self._to_deliver, KINDS, strict=True):
+            for tile in self.tiles():
+                part = slice(tile.offset(kind), tile.offset(kind) + tile.num_elements)
+                if tile.offset(kind) >= 0 and before[part].any():
+                    stays = torch.equal(now[part], before[part])
+                    (left if stays else delivered).add(tile.parameter)
+        return len(left - delivered)
 
     def _hand_over(
         self, old: Running, kind: Kind, given: torch.Tensor, taken: torch.Tensor

@@ -12,11 +12,10 @@ class _Chosen(TypedDict):
 
 
 class Choice(_Chosen, total=False):
-    """The entry ``choice`` of `Stats`; the last four keys with ``codec="auto"`` only."""
+    """The entry ``choice`` of `Stats`; the last three keys with ``codec="auto"`` only."""
 
     step: int
     next_check: int
-    predicted_ms: dict[str, float]
     measured_ms: dict[str, float]
 
 

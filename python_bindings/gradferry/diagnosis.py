@@ -1,0 +1,408 @@
+"""`doctor`: tries hooks on copies of a user's model, and says which to use, if any."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from gradferry.core.agreement import meeting_place, most_of_ranks
+from gradferry.core.batch_loss import batch_loss, misfit
+from gradferry.core.clock import Clock, clock_of, computing_on
+from gradferry.core.codec_spec import AUTO, parse_codec
+from gradferry.core.config import COARSE_BITS, closest
+from gradferry.core.device import agreed_transport
+from gradferry.core.nodes import AUTO as FOUND_NODES
+from gradferry.core.nodes import exchanges_to_choose_from, found_nodes, option_for
+from gradferry.core.parameters import reduced_parameters
+from gradferry.ddp.attach import attach
+from gradferry.ddp.trial import (
+    COUNTED_STEPS,
+    SETTLING_STEPS,
+    TOLERANCE,
+    Candidate,
+    Outcome,
+    Trial,
+    most_precise,
+)
+from gradferry.errors import ConfigError
+
+__all__ = ["Diagnosis", "Step", "doctor"]
+
+PLAIN = "torch:fp32"  # DistributedDataParallel as it is
+# PyTorch's own hooks, with what they send.
+TORCH_DTYPES: Mapping[str, torch.dtype] = {
+    PLAIN: torch.float32,
+    "torch:fp16": torch.float16,
+    "torch:bf16": torch.bfloat16,
+}
+DEFAULT_HOOKS = (PLAIN, "torch:bf16", "q8", "q4", "rht:bits=3")
+_NO_SYNC = Candidate("no communication", 0.0, needs_memory=False)
+_BEFORE = 2  # steps: in the first DDP arranges its buckets, and the optimizer makes its state
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A training step under one hook.
+
+    Attributes:
+        hook: a codec string, or one of `TORCH_DTYPES`.
+        exchange: ``"flat"`` or ``"two-level"`` where ranks share nodes, else None.
+        seconds: the median of the counted steps, on the slowest rank.
+        steps: how many were counted; 1 if the first was hopeless.
+        wire_bytes: that a rank sends to other ranks per step; with two levels to other nodes. Of
+            PyTorch's hooks what a ring sends.
+        is_advised: false for a codec below 3 bits, which trains well only in momentum mode.
+    """
+
+    hook: str
+    exchange: str | None
+    seconds: float
+    steps: int
+    wire_bytes: int
+    is_advised: bool
+
+    @property
+    def name(self) -> str:
+        """ "q4", or "q4 (two-level)"."""
+        return self.hook if self.exchange is None else f"{self.hook} ({self.exchange})"
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What was found, the same on all ranks.
+
+    Attributes:
+        verdict: one sentence.
+        steps: of every hook, the fastest first.
+        silent_s: seconds of a step without communication.
+        world_size: number of ranks.
+        parameters: that DDP reduces.
+        elements: of these.
+        device: type of the model's device.
+    """
+
+    verdict: str
+    steps: tuple[Step, ...]
+    silent_s: float
+    world_size: int
+    parameters: int
+    elements: int
+    device: str
+
+    def __str__(self) -> str:
+        """The verdict, and a table."""
+        plain = next(step.seconds for step in self.steps if step.hook == PLAIN)
+        head = ("hook", "ms per step", "times faster", "bytes sent per step")
+        rows = [
+            (
+                step.name + " *" * (not step.is_advised),
+                f"{1e3 * step.seconds:,.1f}{'' if step.steps > 1 else ' (1 step)'}",
+                f"{plain / step.seconds:.2f}",
+                f"{step.wire_bytes:,}",
+            )
+            for step in self.steps
+        ]
+        rows.append(
+            (_NO_SYNC.hook, f"{1e3 * self.silent_s:,.1f}", f"{plain / self.silent_s:.2f}", "0")
+        )
+        widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+        lines = [
+            "  ".join([cells[0].ljust(widths[0]), *map(str.rjust, cells[1:], widths[1:])])
+            for cells in (head, *rows)
+        ]
+        notes = [
+            f"{self.world_size} ranks, {self.elements:,} elements in {self.parameters} parameters "
+            f"on {self.device}. Median of {COUNTED_STEPS} steps on the slowest rank; times faster "
+            f"than {PLAIN}, DistributedDataParallel without a hook."
+        ]
+        if any(step.steps == 1 for step in self.steps):
+            notes.append("(1 step): so much slower than another that no more were made.")
+        if not all(step.is_advised for step in self.steps):
+            notes.append("*: trains well only in momentum mode (momentum=).")
+        return "\n".join([self.verdict, "", *lines, "", *notes])
+
+
+def doctor(
+    ddp: DistributedDataParallel,
+    batch_fn: Callable[[], Any],
+    *,
+    hooks: Sequence[str] | None = None,
+    show: bool = True,
+) -> Diagnosis:
+    """Tries hooks on copies of the model, and says which to use. Collective.
+
+    Each hook trains a copy for some nine steps, one hook after the other, and those with the fewest
+    bytes first: what is hopeless after its first counted step gets no more. Needs memory for a
+    second model with its optimizer. The model itself and torch's random generator do not change.
+
+    Args:
+        ddp: on the CPU or a GPU, in a process group of at least two ranks.
+        batch_fn: gives this rank's next batch: ``ddp(*batch_fn())``, or ``ddp(**batch_fn())`` for a
+            dict, is the loss or has it as ``.loss``. Called once.
+        hooks: of ``torch:fp32``, ``torch:fp16``, ``torch:bf16`` and codec strings; by default
+            ``torch:fp32``, ``torch:bf16``, ``q8``, ``q4`` and ``rht:bits=3``. ``torch:fp32``, plain
+            DistributedDataParallel, is always tried. Where ranks share nodes every codec is tried
+            with both exchanges.
+        show: whether rank 0 prints how long it will take, and what was found.
+
+    Returns:
+        What was found, the same on all ranks; ``verdict`` is one sentence, and ``print`` shows the
+        verdict and a table.
+
+    Raises:
+        ConfigError: the model, the batch or a hook cannot be used, or there are no kernels for the
+            model's device.
+    """
+    if not isinstance(ddp, DistributedDataParallel):
+        raise ConfigError(f"ddp must be a DistributedDataParallel, not {type(ddp).__name__}")
+    reason = misfit(batch_fn) if callable(batch_fn) else f"{batch_fn!r} cannot be called"
+    if reason is not None:
+        raise ConfigError(
+            "batch_fn must be a function without arguments that returns this rank's next batch, a "
+            f"tuple for ddp(*batch) or a dict for ddp(**batch), but: {reason}"
+        )
+    wanted = require_hooks(DEFAULT_HOOKS if hooks is None else hooks)
+    shows = show and ddp.process_group.rank() == 0
+    emit: Progress = (lambda text: print(f"doctor: {text}", flush=True)) if shows else _nothing
+    batch = batch_fn()
+
+    def make_step(model: nn.Module) -> Callable[[], None]:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            batch_loss("batch_fn", model, batch).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+
+        return step
+
+    found = examine(ddp, make_step, wanted, emit)
+    if shows:
+        print(found, flush=True)
+    return found
+
+
+def require_hooks(hooks: Sequence[str]) -> tuple[str, ...]:
+    """The hooks, and `PLAIN`. Raises ConfigError for one that cannot be tried."""
+    for hook in hooks:
+        if hook in TORCH_DTYPES:
+            continue
+        if hook == AUTO:
+            raise ConfigError(f"hook {hook!r} chooses among hooks; name those to be compared")
+        if isinstance(hook, str) and hook.startswith("torch:"):
+            raise ConfigError(
+                f"hook {hook!r} is none of {', '.join(TORCH_DTYPES)}"
+                f"{closest(hook, list(TORCH_DTYPES))}; `gradferry bench train` compares others"
+            )
+        parse_codec(hook)
+    return tuple(dict.fromkeys((PLAIN, *hooks)))
+
+
+def examine(
+    ddp: DistributedDataParallel,
+    make_step: Callable[[nn.Module], Callable[[], None]],
+    hooks: Sequence[str],
+    emit: Progress,
+) -> Diagnosis:
+    """Tries hooks on copies of a model. Collective.
+
+    Args:
+        ddp: as for `doctor`.
+        make_step: gets a wrapped copy; returns a function that trains one step.
+        hooks: of `require_hooks`.
+        emit: gets what happens.
+
+    Raises:
+        ConfigError: as for `doctor`.
+    """
+    place = _place(ddp)
+    if ddp.process_group.size() < 2:
+        raise ConfigError("doctor needs two ranks at least: a world of one does not communicate")
+    on_host = agreed_transport(place, ddp.process_group).on_host
+    gpus = [place] if place.type == "cuda" else []
+    with computing_on(place), torch.random.fork_rng(gpus):
+        return _Examination(ddp, make_step, hooks, emit, place, on_host=on_host).run()
+
+
+class _Examination:
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        make_step: Callable[[nn.Module], Callable[[], None]],
+        hooks: Sequence[str],
+        emit: Progress,
+        place: torch.device,
+        *,
+        on_host: bool,
+    ) -> None:
+        self._ddp = ddp
+        self._make_step = make_step
+        self._emit = emit
+        self._group = ddp.process_group
+        self._meeting = meeting_place(self._group, place)
+        self._clock: Clock = clock_of(place)
+        self._place = place
+        nodes = found_nodes(self._group, self._meeting)
+        *others, default = exchanges_to_choose_from(FOUND_NODES, nodes, on_host=on_host)
+        options = {each.name: option_for(each.nodes) for each in others}
+        # What to tell attach, so that it takes the exchange; without those that it cannot be told.
+        self._options = {name: option for name, option in options.items() if option is not None}
+        self._default = default.name
+        self._candidates = [each for hook in hooks for each in self._candidates_of(hook)]
+        self._elements = sum(p.numel() * (1 + p.is_complex()) for _, p in reduced_parameters(ddp))
+
+    def run(self) -> Diagnosis:
+        self._emit("training steps without communication")
+        silent = Trial([_NO_SYNC], self._clock, self._slowest)
+        self._try(silent, _NO_SYNC)
+        trial = Trial(self._candidates, self._clock, self._slowest)
+        sent = {}
+        while (candidate := trial.current) is not None:
+            number = len(trial.outcomes)
+            left = len(self._candidates) - number
+            self._emit(
+                f"trying {candidate.name}, {number + 1} of {len(self._candidates)}"
+                f"{self._estimate(trial, left)}"
+            )
+            sent[candidate] = self._try(trial, candidate)
+        steps = tuple(
+            Step(
+                hook=outcome.candidate.hook,
+                exchange=outcome.candidate.exchange,
+                seconds=outcome.seconds,
+                steps=outcome.steps,
+                wire_bytes=int(self._slowest(sent[outcome.candidate])),
+                is_advised=outcome.candidate.bits >= COARSE_BITS,
+            )
+            for outcome in sorted(trial.outcomes, key=lambda outcome: outcome.seconds)
+        )
+        silent_s = silent.outcomes[0].seconds
+        return Diagnosis(
+            verdict=advise(trial.outcomes, silent_s, self._options),
+            steps=steps,
+            silent_s=silent_s,
+            world_size=self._group.size(),
+            parameters=len(reduced_parameters(self._ddp)),
+            elements=self._elements,
+            device=self._place.type,
+        )
+
+    def _candidates_of(self, hook: str) -> list[Candidate]:
+        if hook in TORCH_DTYPES:
+            return [Candidate(hook, 8.0 * TORCH_DTYPES[hook].itemsize, needs_memory=False)]
+        codec = parse_codec(hook)
+        names = [*self._options, self._default] if self._options else [None]
+        return [Candidate(str(codec), codec.bits(), name) for name in names]
+
+    def _try(self, trial: Trial, candidate: Candidate) -> int:
+        """Trains a copy under a candidate; returns the bytes that this rank sends per step."""
+        ddp = self._ddp
+        model = DistributedDataParallel(
+            copy.deepcopy(ddp.module),
+            process_group=self._group,
+            bucket_cap_mb=None if ddp.bucket_bytes_cap_default else ddp.bucket_bytes_cap / 2**20,
+            broadcast_buffers=ddp.broadcast_buffers,
+            find_unused_parameters=ddp.find_unused_parameters,
+            gradient_as_bucket_view=ddp.gradient_as_bucket_view,
+            static_graph=ddp.static_graph,
+        )
+        state = None
+        if candidate.hook in TORCH_DTYPES:
+            self._register(model, candidate.hook)
+        elif candidate is not _NO_SYNC:
+            nodes = self._options.get(candidate.exchange or "", FOUND_NODES)
+            state = attach(model, candidate.hook, nodes=nodes)
+        step = self._make_step(model)
+        with model.no_sync() if candidate is _NO_SYNC else nullcontext():
+            for _ in range(_BEFORE):
+                step()
+            while not trial.step_begins():
+                step()
+        if state is not None:
+            stats = state.stats()
+            return stats["wire_bytes"] // max(stats["steps"], 1)
+        if candidate is _NO_SYNC:
+            return 0
+        world = self._group.size()
+        return round(candidate.bits / 8 * self._elements * 2 * (world - 1) / world)
+
+    def _register(self, model: DistributedDataParallel, hook: str) -> None:
+        """One of PyTorch's hooks; plain DDP needs none."""
+        compress = {
+            "torch:fp16": torch_hooks.fp16_compress_hook,
+            "torch:bf16": torch_hooks.bf16_compress_hook,
+        }
+        if hook in compress:
+            model.register_comm_hook(self._group, compress[hook])
+
+    def _estimate(self, trial: Trial, left: int) -> str:
+        if not trial.outcomes:
+            return ""
+        seconds = max(outcome.seconds for outcome in trial.outcomes)
+        steps = left * (_BEFORE + SETTLING_STEPS + COUNTED_STEPS)
+        return f", about {max(1, round(steps * seconds))} s left"
+
+    def _slowest(self, value: float) -> float:
+        return most_of_ranks([value], self._group, self._meeting)[0]
+
+
+def advise(
+    outcomes: Sequence[Outcome], silent_s: float, options: Mapping[str, object] | None = None
+) -> str:
+    """The verdict, one sentence: what to use, and the figures that decided.
+
+    Args:
+        outcomes: of every hook; `PLAIN`, and others.
+        silent_s: seconds of a step without communication.
+        options: by exchange other than the default, the option `nodes` that asks for it.
+    """
+    ready = [each for each in outcomes if each.candidate.bits >= COARSE_BITS]
+    plain = next(each for each in outcomes if each.candidate.hook == PLAIN)
+    chosen = most_precise(ready)
+    takes = f"takes {1e3 * chosen.seconds:,.1f} ms per step"
+    silent = f"a step without communication {1e3 * silent_s:,.1f} ms"
+    if chosen.candidate.hook == PLAIN:
+        codecs = [each for each in ready if each.candidate.needs_memory]
+        verdict = f"Do not compress: {PLAIN} {takes}, {silent}"
+        if codecs:
+            verdict += f", and the fastest codec, {min(codecs, key=_seconds).shown}"
+        return f"{verdict}."
+    verdict = f"Use {chosen.candidate.name}: it {takes}, {PLAIN} {1e3 * plain.seconds:,.1f} ms "
+    verdict += f"({plain.seconds / chosen.seconds:.2f} times as long), {silent}"
+    if chosen.candidate.exchange in (options or {}):
+        verdict += f"; attach with nodes={(options or {})[str(chosen.candidate.exchange)]!r}"
+    fastest = min(ready, key=_seconds)
+    if fastest is not chosen:
+        verdict += f"; {fastest.shown} is less precise and less than {TOLERANCE:.0%} faster"
+    return f"{verdict}."
+
+
+def _seconds(outcome: Outcome) -> float:
+    return outcome.seconds
+
+
+def _nothing(text: str) -> None:
+    pass
+
+
+def _place(ddp: DistributedDataParallel) -> torch.device:
+    """The one device of the model."""
+    places = {name: parameter.device for name, parameter in ddp.named_parameters()}
+    first, place = next(iter(places.items()))
+    for name, other in places.items():
+        if other != place:
+            raise ConfigError(
+                f"parameter {name!r} is on {other}, {first!r} on {place}: move the whole model to "
+                "one device, then wrap it"
+            )
+    return place

@@ -1,0 +1,377 @@
+"""doctor and codec="auto" on the fake device: they follow its clock."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import gradferry
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from gradferry.core.clock import DeviceClock
+from gradferry.core.codec_spec import parse_codec
+from gradferry.core.nodes import Nodes
+from priced_device import (
+    LAYERS,
+    NUM_ELEMENTS,
+    WIDTH,
+    Prices,
+    group_without_cpu,
+    priced,
+    wrapped,
+)
+from scenario import Scenario, Weight
+from test_auto import FOUND, RHT3, TRIAL, case_given, equal, try_all
+from test_auto_residuals import assert_nothing_lost, case_withheld
+from torch import nn
+from world import World
+
+Worlds = Callable[[int], World]
+Members = tuple[tuple[int, ...], ...]
+
+EVEN: Members = ((0, 1), (2, 3))
+NEAR = 1 / 64  # of what a byte takes, what one between siblings takes
+LAYER_S = 100e-6
+FAST = Prices(collective=10e-6, byte_sent=1 / 400e9)  # 400 GB/s
+SLOW = Prices(byte_sent=8e-9)  # 1 Gb/s
+
+
+@pytest.fixture
+def worlds(device_worlds: Worlds) -> Worlds:
+    return device_worlds
+
+
+@contextlib.contextmanager
+def on_nodes(members: Members | None, near: float = NEAR) -> Iterator[None]:
+    """As if ranks were found on these nodes, with a faster link between siblings."""
+    from gradferry import diagnosis
+    from gradferry.core import engine
+    from gradferry.reduction import start
+
+    make = engine._new_device_backend
+
+    def made(*arguments: Any) -> Any:
+        backend = make(*arguments)
+        if "/siblings/" in arguments[-1]:
+            backend.set_byte_share(near)
+        return backend
+
+    if members is None:
+        yield
+        return
+    nodes = Nodes(members)
+    with (
+        mock.patch.object(start, "resolve", return_value=nodes),
+        mock.patch.object(diagnosis, "found_nodes", return_value=nodes),
+        mock.patch.object(engine, "_new_device_backend", made),
+    ):
+        yield
+
+
+def step_seconds(
+    prices: Prices, hook: str, steps: int = 9, layer_s: float = LAYER_S, nodes: object = "auto"
+) -> list[float]:
+    """Of a training as attach alone does it, from the end of a step to that of the next."""
+    import fake_device
+
+    with priced(prices):
+        ddp, x = wrapped(layer_s, "streamed")
+        if hook == "no communication":
+            ddp.require_backward_grad_sync = False
+        elif hook != "torch:fp32":
+            gradferry.attach(ddp, hook, nodes=nodes)
+        clock = DeviceClock(fake_device.DEVICE)
+        marks = []
+        for _ in range(steps):
+            ddp.zero_grad()
+            ddp(x).backward()
+            marks.append(clock.mark())
+        return [clock.seconds(*pair) for pair in itertools.pairwise(marks)]
+
+
+# --- doctor
+
+
+def case_doctor(
+    prices: Prices,
+    hooks: list[str],
+    layer_s: float = LAYER_S,
+    kind: str = "streamed",
+    members: Members | None = None,
+    has_cpu: bool = True,
+) -> tuple[Any, str]:
+    import fake_device
+
+    group = contextlib.nullcontext() if has_cpu else group_without_cpu()
+    with on_nodes(members), group, priced(prices):
+        ddp, x = wrapped(layer_s, kind)
+        found = gradferry.doctor(ddp, lambda: (x,), hooks=hooks)
+    assert fake_device.machine.races() == []
+    return found, str(found)
+
+
+def test_doctor_says_what_steps_take_by_the_clock_of_the_device(worlds: Worlds) -> None:
+    hooks = ["torch:bf16", "q8", "q4"]
+    (found, text), (other, _) = worlds(2).run(case_doctor, prices=Prices(), hooks=hooks)
+    assert found == other
+    assert found.verdict.startswith("Use q4: it takes ")
+    assert {step.hook for step in found.steps} == {"torch:fp32", *hooks}
+    assert found.elements == NUM_ELEMENTS
+    assert [step.seconds for step in found.steps] == sorted(step.seconds for step in found.steps)
+    # A layer takes its time backwards, and half of it forwards.
+    assert 6 * LAYER_S <= found.silent_s <= 6.5 * LAYER_S
+    for step in found.steps:
+        if step.steps == 1:
+            continue
+        alone = worlds(2).run(step_seconds, prices=Prices(), hook=step.hook)[0]
+        # doctor's optimizer, whose kernels it alone has, lies between the steps.
+        optimizer = 12 * (Prices().launch + 8 * 4 * WIDTH**2 * Prices().byte) * LAYERS
+        assert alone[-1] * (1 - 1e-9) <= step.seconds <= alone[-1] + optimizer, step
+    assert text.splitlines()[2].split()[:3] == ["hook", "ms", "per"]
+
+
+def test_doctor_says_no_on_a_fast_link(worlds: Worlds) -> None:
+    # 400 GB/s take a bucket of 0.25 MB in a microsecond, less than one kernel of a codec.
+    arguments = {"prices": FAST, "hooks": ["torch:bf16", "q4"], "layer_s": 20e-6}
+    (found, _), _ = worlds(2).run(case_doctor, **arguments)
+    assert re.match(
+        r"Do not compress: torch:fp32 takes .*, and the fastest codec, q4 ", found.verdict
+    )
+
+
+@pytest.mark.parametrize("has_cpu", [True, False])
+def test_doctor_tries_both_exchanges_where_ranks_share_nodes(worlds: Worlds, has_cpu: bool) -> None:
+    arguments = {"prices": SLOW, "hooks": ["q4"], "members": EVEN, "has_cpu": has_cpu}
+    answers = worlds(4).run(case_doctor, **arguments)
+    found, _ = answers[0]
+    assert all(answer == answers[0] for answer in answers)
+    assert [step.name for step in found.steps[:2]] == ["q4 (two-level)", "q4 (flat)"]
+    assert found.verdict.startswith("Use q4 (two-level): it takes ")
+    assert found.verdict.endswith("; attach with nodes=2.")
+    alone = worlds(4).run(case_alone_on, members=EVEN, hook="q4")[0]
+    assert alone[-1] <= found.steps[0].seconds * (1 + 1e-9)  # sums of floats
+
+
+def case_alone_on(members: Members, hook: str) -> list[float]:
+    with on_nodes(members):
+        return step_seconds(SLOW, hook, nodes=len(members[0]))
+
+
+def test_doctor_leaves_out_an_exchange_that_attach_cannot_be_told(worlds: Worlds) -> None:
+    arguments = {"prices": SLOW, "hooks": ["q4"], "members": FOUND, "kind": "staged"}
+    (found, _), *_ = worlds(3).run(case_doctor, **arguments)
+    assert {step.name for step in found.steps} == {"torch:fp32", "q4"}
+
+
+def case_bad_models() -> list[str]:
+    import fake_device
+    from gradferry.core import device
+
+    ddp, x = wrapped(LAYER_S, "streamed")
+    said = []
+    with mock.patch.dict(device.LIBRARIES, clear=True), mock.patch.object(device, "_loaded", None):
+        said.append(error_of(lambda: gradferry.doctor(ddp, lambda: (x,), show=False)))
+        said.append(error_of(lambda: gradferry.attach(ddp, "auto")))
+    ddp.module.weights[1] = nn.Parameter(torch.zeros(WIDTH, WIDTH))
+    said.append(error_of(lambda: gradferry.doctor(ddp, lambda: (x,), show=False)))
+    said.append(str(fake_device.machine.races()))
+    return said
+
+
+def error_of(work: Callable[[], object]) -> str:
+    try:
+        work()
+    except gradferry.ConfigError as error:
+        return str(error)
+    return "no error"
+
+
+def test_what_cannot_be_measured_is_refused(worlds: Worlds) -> None:
+    for no_kernels, not_attached, half, races in worlds(2).run(case_bad_models):
+        assert no_kernels.startswith("rank 0: there are no codecs for gradients on 'fake'; move")
+        assert "there are no codecs for gradients on 'fake'" in not_attached
+        assert re.match(
+            "parameter 'module.weights.1' is on cpu, .* on fake:0: move the whole", half
+        )
+        assert races == "[]"
+
+
+# --- codec="auto"
+
+
+def case_auto(
+    prices: Prices,
+    layer_s: float = LAYER_S,
+    kind: str = "streamed",
+    members: Members | None = None,
+    near: float = NEAR,
+    has_cpu: bool = True,
+) -> tuple[dict[str, Any], list[float]]:
+    """The choice between q4 and off, and the seconds of each step."""
+    import fake_device
+    from gradferry.ddp import auto
+
+    steps = 2 + (2 if members is None else 3) * TRIAL + 4
+    group = contextlib.nullcontext() if has_cpu else group_without_cpu()
+    few = mock.patch.object(auto, "_CODECS", ("q4",))
+    with on_nodes(members, near), group, few, priced(prices):
+        ddp, x = wrapped(layer_s, kind)
+        state = gradferry.attach(ddp, "auto")
+        clock = DeviceClock(fake_device.DEVICE)
+        marks = []
+        for _ in range(steps):
+            ddp.zero_grad()
+            ddp(x).backward()
+            marks.append(clock.mark())
+        seconds = [clock.seconds(*pair) for pair in itertools.pairwise(marks)]
+        choice = state.stats()["choice"]
+        state.load_state_dict(state.state_dict())
+        assert state.stats()["choice"]["codec"] == choice["codec"]
+    assert fake_device.machine.races() == []
+    return choice, seconds
+
+
+@pytest.mark.parametrize("has_cpu", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_auto_follows_the_clock_of_the_device(worlds: Worlds, has_cpu: bool) -> None:
+    answers = worlds(2).run(case_auto, prices=Prices(), has_cpu=has_cpu)
+    assert answers[0] == answers[1]
+    choice, seconds = answers[0]
+    assert set(choice["measured_ms"]) == {"q4", "off"}
+    assert choice["codec"] == "q4"
+    assert seconds[-1] == pytest.approx(1e-3 * choice["measured_ms"]["q4"], rel=0.01)
+
+
+def test_auto_does_not_compress_on_a_fast_link(worlds: Worlds) -> None:
+    for choice, _ in worlds(2).run(case_auto, prices=FAST, layer_s=20e-6):
+        assert choice["codec"] == "off"
+        assert choice["measured_ms"]["off"] < choice["measured_ms"]["q4"]
+
+
+def test_auto_measures_bytes_that_pass_through_the_host(worlds: Worlds) -> None:
+    answers = worlds(2).run(case_auto, prices=Prices(), kind="staged")
+    first, second = (choice for choice, _ in answers)
+    assert first == second
+    assert set(first["measured_ms"]) == {"q4", "off"}
+
+
+@pytest.mark.parametrize(
+    ("near", "has_cpu", "exchange"), [(NEAR, False, "two-level"), (1.0, True, "flat")]
+)
+def test_auto_takes_the_faster_exchange(
+    worlds: Worlds, near: float, has_cpu: bool, exchange: str
+) -> None:
+    # Siblings exchange whole gradients: where a byte between them takes as long as any other, the
+    # flat exchange sends less.
+    arguments = {"members": EVEN, "near": near, "has_cpu": has_cpu}
+    answers = worlds(4).run(case_auto, prices=SLOW, **arguments)
+    assert all(answer == answers[0] for answer in answers)
+    choice, seconds = answers[0]
+    assert choice["exchange"] == exchange
+    named = f"{choice['codec']} ({exchange})"
+    other = named.replace(exchange, {"flat": "two-level", "two-level": "flat"}[exchange])
+    assert choice["measured_ms"][named] < choice["measured_ms"][other]
+    assert seconds[-1] == pytest.approx(1e-3 * choice["measured_ms"][named], rel=0.01)
+
+
+def case_switched(prices: Prices) -> list[np.ndarray]:
+    """Owner residuals by tile, of the tiles that this rank owns, before and after a change."""
+    from gradferry.ddp.state import bound_to
+
+    with group_without_cpu(), priced(prices):
+        ddp, x = wrapped(LAYER_S, "streamed")
+        bound = bound_to(gradferry.attach(ddp, "auto"))
+        with torch.no_grad():  # so that ranks have different gradients
+            for weight in ddp.parameters():
+                weight.mul_(dist.get_rank() + 0.3)
+        seen = []
+        for number, codec in enumerate(("q4", "rht")):
+            bound.running.switch(bound.hook, parse_codec(codec), number)
+            if number == 0:
+                ddp(x).backward()
+                seen.append(owner_residuals(bound.running.engine))
+        return [*seen, owner_residuals(bound.running.engine)]
+
+
+def owner_residuals(engine: Any) -> np.ndarray:
+    owner = engine.state()[2].numpy()
+    whole, begin = np.zeros(NUM_ELEMENTS, np.float32), 0
+    for _, count, _, offset in engine.tiles():
+        if offset >= 0:
+            whole[begin : begin + count] = owner[offset : offset + count]
+        begin += count
+    return whole
+
+
+def test_what_owners_withheld_moves_without_a_backend_for_the_cpu(worlds: Worlds) -> None:
+    answers = worlds(2).run(case_switched, prices=Prices())
+    before, after = (sum(answer[i] for answer in answers) for i in (0, 1))
+    assert before.any()
+    assert np.array_equal(before, after)
+
+
+SCENARIO = Scenario(
+    (Weight("first", (90, 70)), Weight("second", (120, 60))),
+    world_size=4,
+    codec="auto",
+    error_feedback="none",
+    ddp={"bucket_cap_mb": 0.02},
+)
+
+
+@pytest.mark.parametrize("device", ["streamed", "staged"])
+def test_all_ranks_of_a_device_change_the_exchange_at_the_same_step(
+    worlds: Worlds, device: str
+) -> None:
+    scenario = dataclasses.replace(SCENARIO, device=device)
+    world = worlds(4)
+    answers = try_all(world, scenario, {f"{RHT3} two-level": 100.0}, steps=5, found=EVEN)
+    assert answers[0]["seen"] == [("q4", "flat")] * 2 + [(RHT3, "two-level")] * 3
+    given = dataclasses.replace(scenario, codec=RHT3, options={"nodes": 2})
+    begun = world.run(case_given, scenario=given, begin=2, steps=5, found=EVEN)
+    for answer, expected in zip(answers, begun, strict=True):
+        assert equal(answer["gradients"][2:], expected)
+        assert "exchange: two levels, 2 nodes" in answer["text"]
+        assert answer["stats"]["local_bytes"] > 0
+
+
+@pytest.mark.parametrize("device", ["streamed", "staged"])
+def test_what_workers_withheld_stays_when_the_exchange_of_a_device_changes(
+    worlds: Worlds, device: str
+) -> None:
+    scenario = dataclasses.replace(SCENARIO, world_size=3, device=device, error_feedback="both")
+    names = ["two-level", "flat", "two-level"]
+    answers = worlds(3).run(case_withheld, scenario=scenario, options=names)
+    assert_nothing_lost(answers)
+
+
+@pytest.mark.parametrize("device", ["streamed", "staged"])
+def test_what_was_withheld_on_a_device_is_delivered_before_a_change(
+    worlds: Worlds, device: str
+) -> None:
+    weights = (Weight("only", (90, 70)),)
+    options = {"exact_skip": True}
+    scenario = dataclasses.replace(
+        SCENARIO,
+        weights=weights,
+        world_size=2,
+        device=device,
+        error_feedback="both",
+        options=options,
+    )
+    alike = dict.fromkeys((RHT3, "q4", "q8", "off"), 100.0)
+    steps = 2 + 4 * TRIAL + 4
+    answers = try_all(worlds(2), scenario, alike, steps=steps)
+    assert answers[0]["codecs"][-1] == "off"
+    applied, given = np.zeros(6300), np.zeros(6300)
+    for step in range(steps):
+        applied += answers[0]["gradients"][step][0].ravel().astype(np.float64)
+        given += sum(scenario.gradient(step, 0, rank, 0).astype(np.float64) for rank in (0, 1)) / 2
+    # Each step's mean is rounded once, what is withheld with it: less than 2 ulp of at most 64.
+    assert np.abs(applied - given).max() <= steps * 2 * 64 * 2.0**-24
