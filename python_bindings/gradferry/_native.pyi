@@ -93,6 +93,19 @@ class SharedMemory:
     def __init__(self, descriptor: int, num_bytes: int) -> None: ...
     def part(self, offset: int, num_bytes: int) -> torch.Tensor: ...
 
+def planned_bytes(
+    *,
+    parameters: list[ParameterSpec],
+    nodes: Sequence[Sequence[int]],
+    buckets: Sequence[Sequence[int]],
+    hosts: Sequence[int],
+    workspace_cap_bytes: int,
+    chunk_bytes: int,
+    equal_scatter: bool,
+    collective: str,
+    in_warmup: bool,
+    find_unused_parameters: bool,
+) -> list[tuple[int, int]]: ...
 def shared_memory_bytes(options: EngineOptions) -> int: ...
 def chunk_bytes_within(workspace_cap_bytes: int, world_size: int, most: int) -> int: ...
 def dense_bytes_within(

@@ -15,7 +15,6 @@ from typing import Any
 from gradferry import _native
 from gradferry.core.nodes import TWO_LEVEL
 from gradferry.errors import ConfigError
-from gradferry.forecast.hook_names import NO_HOOK, RULERS, SYNC_HOOK, TORCH_HOOKS
 from rich.console import Console
 
 from gradferry_lab import flags
@@ -44,6 +43,7 @@ from gradferry_lab.ranks.exchanges import (
 )
 from gradferry_lab.ranks.hosts import Where, ranks_text
 from gradferry_lab.ranks.place import add_device
+from gradferry_lab.workloads.hook_names import NO_HOOK, RULERS, SYNC_HOOK, TORCH_HOOKS
 from gradferry_lab.workloads.hooks import timed_hooks
 from gradferry_lab.workloads.models import check_model
 from gradferry_lab.workloads.parallel import DDP, PARALLEL, check_parallel, refusal

@@ -23,7 +23,6 @@ from gradferry.core.codec_spec import AUTO, OFF
 from gradferry.core.nodes import exchange_between
 from gradferry.errors import ConfigError
 from gradferry.forecast.clock import clock_of
-from gradferry.forecast.hook_names import RULERS
 from gradferry.reduction.averaging import Averaging
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -32,6 +31,7 @@ from gradferry_lab.ranks.exchanges import nodes_option
 from gradferry_lab.ranks.hosts import InterfaceCounter, busiest_host, found_hosts
 from gradferry_lab.ranks.launch import Emit, gather_from_ranks
 from gradferry_lab.ranks.place import on_device, place_of_rank
+from gradferry_lab.workloads.hook_names import RULERS
 from gradferry_lab.workloads.hooks import COMPRESS_FROM, bucket_caps, steps_until_steady
 from gradferry_lab.workloads.models import Workload, load_workload
 from gradferry_lab.workloads.parallel import DDP, mesh_for
