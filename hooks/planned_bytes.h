@@ -16,9 +16,11 @@ struct StepBytes {
   uint64_t on_host = 0;  // to other ranks of its own host
 };
 
-// By rank. `buckets`: the parameters of every bucket of the step, in bucket order. `hosts`: of
-// every rank; the ranks of a node share one. `options.rank` has no meaning here.
-// `find_unused_parameters`: that of DDP, for gradients on the CPU.
+// Returns what each rank sends in a step, and throws Error(kConfig) unless every rank has a host.
+// `options`: the rank in it has no meaning here.
+// `find_unused_parameters`: DDP's option, for gradients on the CPU: commits carry maps.
+// `buckets`: the parameters of every bucket of the step, in bucket order.
+// `hosts`: the host of every rank; the ranks of a node share one.
 std::vector<StepBytes> planned_bytes(const Layout& layout, PlanOptions options,
                                      bool find_unused_parameters,
                                      const std::vector<std::vector<uint32_t>>& buckets,
