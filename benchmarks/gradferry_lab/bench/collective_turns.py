@@ -32,13 +32,12 @@ from gradferry.forecast.clock import Clock, clock_of
 from gradferry.tensor import accumulate, encode
 from torch.nn.functional import pad
 
-from gradferry_lab.bench.hooked_model import phases_of
 from gradferry_lab.ranks.exchanges import exchange_among
 from gradferry_lab.ranks.hosts import InterfaceCounter, busiest_host, found_hosts
 from gradferry_lab.ranks.launch import Emit, gather_from_ranks
 from gradferry_lab.ranks.place import place_of_rank
 from gradferry_lab.workloads.hook_names import TORCH_DTYPES
-from gradferry_lab.workloads.hooks import all_reduce_bytes, ring_exchange
+from gradferry_lab.workloads.hooks import all_reduce_bytes, phases_of, ring_exchange
 
 ALL_REDUCE, REDUCE_SCATTER = "all_reduce", "reduce_scatter"
 RING_PASSES = {ALL_REDUCE: 2, REDUCE_SCATTER: 1}  # how often a ring sends (W-1)/W of the tensor

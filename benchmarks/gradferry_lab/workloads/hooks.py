@@ -8,7 +8,7 @@ codecs are counted as they are handed to the transport.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -43,6 +43,7 @@ from gradferry_lab.workloads.sync_hook import sync_hook
 _POWERSGD_START = 10  # PyTorch's hook sends dense gradients before this step
 _POWERSGD_MIN_RATE = 2  # and never compresses a matrix by less than this
 COMPRESS_FROM = 2  # for timing: the first step in which hooks can compress
+PHASES = ("encode_ms", "network_ms", "reduce_ms", "decode_ms")  # of HookState.stats
 
 Groups = Sequence[Sequence[int]]  # ranks of the default group
 
@@ -78,6 +79,11 @@ class HookHandle(Protocol):
 
         hosts: the host of every rank.
         """
+
+
+def phases_of(stats: Mapping[str, Any]) -> dict[str, float]:
+    """The times of PHASES, sums since the start."""
+    return {key: float(stats[key]) for key in PHASES}
 
 
 def timed_hooks(names: Sequence[str]) -> tuple[str, ...]:
