@@ -78,7 +78,6 @@ TRAININGS: tuple[tuple[str, int, tuple[str, ...]], ...] = (
 # Commands of the package, with their options. Rows are kept by the last word.
 MEASUREMENTS = {
     "bench codec": ["--peers", "--dtypes", "float32", "bfloat16", "--rounds", "50"],
-    "bench overlap": ["--trace", str(BUILD / "overlap_trace.json")],
     # Two ranks that share a GPU meet over gloo; on their own GPUs, over NCCL.
     "bench collective": ["-b", "1M", "-e", "64M", "-f", "8", "-n", "10"],
     "bench train": ["--hooks", "none", "sync", "torch:fp32", "torch:bf16", "q4", "--rounds", "4"],

@@ -18,8 +18,12 @@ _COMMANDS = (
     ("demo", demo, "train with several gradient hooks and compare loss, bytes and time"),
     ("bench", bench, "measure speed on this machine"),
     ("doctor", doctor, "predict the training step under every hook, and say which to use"),
-    ("plan", plan, "the same for a cluster that is not at hand, on paper"),
+    ("plan", plan, "bytes and transfer times on a cluster that is not at hand, by arithmetic"),
     ("converge", converge, "train with every codec and judge where trainings end"),
+)
+_NO_OVERLAP = (
+    "there is no bench overlap any more: torch.profiler traces a step, state.events() has the "
+    "times of its buckets, and bench train says what a hook adds to a step (exposed ms)"
 )
 _EXIT_FAILED = 1
 _EXIT_USAGE = 2  # as argparse does
@@ -33,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     try:
+        if command_line[:2] == ["bench", "overlap"]:
+            raise ConfigError(_NO_OVERLAP)
         arguments = parser().parse_args(command_line)  # options name what this machine can run
         arguments.command_line = command_line  # for commands that start themselves again elsewhere
         code: int = arguments.run(arguments)

@@ -9,19 +9,17 @@ from typing import Any
 
 from gradferry.core.codec_spec import OFF
 from gradferry.errors import ConfigError
-from gradferry.forecast.hook_names import TORCH_HOOKS, check_hook
 from rich.console import Console
 
 from gradferry_lab import flags
-from gradferry_lab.output.curves import Axis, Curve, draw_loss_curves
-from gradferry_lab.output.drawing import THEMES
-from gradferry_lab.output.environment import environment
+from gradferry_lab.output.curves import THEMES, Axis, Curve, draw_loss_curves
 from gradferry_lab.output.html import Picture, Section, html_page
-from gradferry_lab.output.json_file import write_json
+from gradferry_lab.output.json_file import environment, write_json
 from gradferry_lab.output.progress import StepDone, TrainingProgress
 from gradferry_lab.output.table import Column, Table, print_line, print_table
 from gradferry_lab.ranks.launch import Emit, Placement, run_ranks, torchrun_placement
 from gradferry_lab.workloads import TASKS, load_task
+from gradferry_lab.workloads.hook_names import TORCH_HOOKS, check_hook
 from gradferry_lab.workloads.task import Task
 from gradferry_lab.workloads.training import TrainingRun, check_size, train
 

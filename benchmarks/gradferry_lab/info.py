@@ -16,7 +16,7 @@ from gradferry.core.cuda_build import Version, driver_version, shown, this_build
 from gradferry.errors import ConfigError
 from rich.console import Console
 
-from gradferry_lab.output.environment import cpu_model, os_name
+from gradferry_lab.output.json_file import cpu_model, os_name
 from gradferry_lab.output.table import print_line
 
 _KEY_WIDTH = 18  # characters

@@ -14,14 +14,7 @@ CHUNK_BYTES: int  # most payload bytes per owner, stage and chunk, in small worl
 WORKSPACE_CAP_MB: int
 BUCKET_CAP_MB: int  # that of DistributedDataParallel
 MOST_RANKS: int  # of a world
-CHUNK_SLOTS: int  # chunks in flight
-DEVICE_CHUNK_SLOTS: int  # the same, of a DeviceEngine
-COMMIT_SLOTS: int  # buckets whose commits are in flight
-GATHERS_IN_FLIGHT: int
-SCATTER_PADDING_PART: int  # padding is at most this part of a chunk's scatter messages
-MOST_DENSE_BYTES: int  # of gradient in a chunk and a column, where nodes have several ranks
-PIECE_ALIGNMENT: int  # elements, of tiles on their way to their delegates
-RESIDUAL_ALIGNMENT: int  # fp32 elements
+DEVICE_RESIDUAL_ALIGNMENT: int  # fp32 elements
 
 class _OptionInfo(TypedDict):
     name: str
@@ -83,12 +76,21 @@ class SharedMemory:
     def __init__(self, descriptor: int, num_bytes: int) -> None: ...
     def part(self, offset: int, num_bytes: int) -> torch.Tensor: ...
 
+def planned_bytes(
+    *,
+    parameters: list[ParameterSpec],
+    nodes: Sequence[Sequence[int]],
+    buckets: Sequence[Sequence[int]],
+    hosts: Sequence[int],
+    workspace_cap_bytes: int,
+    chunk_bytes: int,
+    equal_scatter: bool,
+    collective: str,
+    in_warmup: bool,
+    find_unused_parameters: bool,
+) -> list[tuple[int, int]]: ...
 def shared_memory_bytes(options: EngineOptions) -> int: ...
 def chunk_bytes_within(workspace_cap_bytes: int, world_size: int, most: int) -> int: ...
-def dense_bytes_within(
-    workspace_cap_bytes: int, chunk_bytes: int, nodes: Sequence[Sequence[int]]
-) -> int: ...
-
 class BucketEngine:
     def stats(self) -> dict[str, Any]: ...
     def workspace(self) -> dict[str, int]: ...

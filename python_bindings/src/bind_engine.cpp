@@ -16,6 +16,7 @@
 #include "host/host_engine.h"
 #include "host/shared_memory.h"
 #include "host/socket_lane.h"
+#include "planned_bytes.h"
 #include "process_end.h"
 #include "scalar_type.h"
 
@@ -83,6 +84,30 @@ std::unique_ptr<EngineOptions> make_options(
                     .make_exception = &make_torch_exception,
                     .peers = std::make_shared<Peers>(std::move(peers_store), rank, world_size,
                                                      std::move(world_ranks))});
+}
+
+// (bytes to other hosts, bytes to other ranks of its host) of every rank.
+py::list planned_bytes_list(const std::vector<ParameterSpec>& parameters,
+                            std::vector<std::vector<uint32_t>> nodes,
+                            const std::vector<std::vector<uint32_t>>& buckets,
+                            const std::vector<uint32_t>& hosts, uint64_t workspace_cap_bytes,
+                            uint32_t chunk_bytes, bool equal_scatter, const std::string& collective,
+                            bool in_warmup, bool find_unused_parameters) {
+  const PlanOptions options{
+      .rank = 0,
+      .chunk_bytes = chunk_bytes,
+      .equal_scatter = equal_scatter,
+      .codecs = in_warmup ? CodecChoice::kWarmup : CodecChoice::kOwn,
+      .residuals = false,
+      .dense_bytes = dense_bytes_within(workspace_cap_bytes, chunk_bytes, Nodes(nodes)),
+      .collective = to_collective(collective)};
+  const Layout layout(parameters, options.rank, Nodes(std::move(nodes)), Device::kCpu);
+  py::list result;
+  for (const StepBytes& sent :
+       planned_bytes(layout, options, find_unused_parameters, buckets, hosts)) {
+    result.append(py::make_tuple(sent.to_other_hosts, sent.on_host));
+  }
+  return result;
 }
 
 // Torch has Python know its Work under a holder of its own. Without one, the collective runs on the
@@ -278,19 +303,6 @@ void bind_defaults(py::module_& module) {
 void bind_options(py::module_& module) {
   module.def("chunk_bytes_within", &chunk_bytes_within, py::arg("workspace_cap_bytes"),
              py::arg("world_size"), py::arg("most"));
-  module.def(
-      "dense_bytes_within",
-      [](uint64_t cap_bytes, uint32_t chunk_bytes, std::vector<std::vector<uint32_t>> nodes) {
-        return dense_bytes_within(cap_bytes, chunk_bytes, Nodes(std::move(nodes)));
-      },
-      py::arg("workspace_cap_bytes"), py::arg("chunk_bytes"), py::arg("nodes"));
-  module.attr("CHUNK_SLOTS") = kHostSlots;
-  module.attr("DEVICE_CHUNK_SLOTS") = kDeviceSlots;
-  module.attr("COMMIT_SLOTS") = kCommitSlots;
-  module.attr("SCATTER_PADDING_PART") = kScatterPaddingPart;
-  module.attr("MOST_DENSE_BYTES") = kMostDenseBytes;
-  module.attr("PIECE_ALIGNMENT") = kPieceAlignment;
-  module.attr("GATHERS_IN_FLIGHT") = kGathersInFlight;
   module.attr("RESIDUAL_ALIGNMENT") = kResidualAlignment;
   py::class_<PostedCollective>(module, "Collective")
       .def(
@@ -351,6 +363,10 @@ void bind_options(py::module_& module) {
            py::arg("check_every"), py::arg("chunk_bytes"), py::arg("equal_scatter"),
            py::arg("collective"), py::arg("workspace_cap_bytes"), py::arg("find_unused_parameters"),
            py::arg("way_on"), py::arg("store").none(true), py::arg("world_ranks"));
+  module.def("planned_bytes", &planned_bytes_list, py::kw_only(), py::arg("parameters"),
+             py::arg("nodes"), py::arg("buckets"), py::arg("hosts"), py::arg("workspace_cap_bytes"),
+             py::arg("chunk_bytes"), py::arg("equal_scatter"), py::arg("collective"),
+             py::arg("in_warmup"), py::arg("find_unused_parameters"));
   module.def("shared_memory_bytes", &shared_memory_bytes, py::arg("options"),
              py::call_guard<py::gil_scoped_release>());
 }

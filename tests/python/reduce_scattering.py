@@ -20,8 +20,7 @@ from gradferry.core.config import Config, make_config
 from gradferry.core.engine import start_engine
 from gradferry.core.options import Options
 from gradferry.core.parameters import ParameterLayout
-from gradferry.forecast.chunks import payload_sizes, wire_bytes_per_step
-from reference import DTYPES, ReferenceReduceScatter, narrow
+from reference import DTYPES, ReferenceReduceScatter, narrow, scattered_bytes_per_step
 from residual_sums import aligned
 from scenario import Weight
 
@@ -149,21 +148,17 @@ class Case:
         """Of all steps, by rank."""
         config = self.config()
         layouts = self.layouts(config)
-
-        def sizes(codecs: Sequence[object]) -> Any:
-            return payload_sizes([(str(codec), self.dtype) for codec in codecs])
-
         total = np.zeros(self.world_size, int)
         for step in range(self.steps):
             warming_up = step < config.warmup_steps
-            total += wire_bytes_per_step(
+            total += scattered_bytes_per_step(
                 self.sizes,
-                sizes([p.codec for p in layouts]),
+                [str(p.warmup if warming_up else p.codec) for p in layouts],
+                [owner for _, owner in self.pairs],
                 self.buckets,
                 self.world_size,
                 config.chunk_bytes_at(self.world_size),
-                sent_as=sizes([p.warmup for p in layouts]) if warming_up else None,
-                owners=[owner for _, owner in self.pairs],
+                self.kind,
             )
         return total.tolist()
 

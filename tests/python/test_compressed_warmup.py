@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from gradferry.core.codec_spec import parse_codec
 from gradferry.errors import ConfigError
-from gradferry.forecast.hook_names import hook_config
+from gradferry_lab.workloads.hook_names import hook_config
 from outcomes import Outcome, attempt
 from reference.engine import momentum_behind
 from residual_sums import reference_of, still_missing

@@ -7,7 +7,6 @@ from gradferry.core.codec_spec import parse_codec
 from gradferry.core.config import make_config
 from gradferry.core.options import Options
 from gradferry.errors import ConfigError
-from gradferry.forecast.hook_names import check_hook
 from gradferry_lab.converge.suite import (
     DENSE,
     MOMENTUM,
@@ -21,6 +20,7 @@ from gradferry_lab.converge.suite import (
 )
 from gradferry_lab.converge.worlds import deal
 from gradferry_lab.workloads import TASKS
+from gradferry_lab.workloads.hook_names import check_hook
 from gradferry_lab.workloads.optimizers import OPTIMIZERS
 
 FULL = SUITES["full"]

@@ -79,7 +79,6 @@ def test_there_are_commands_of_every_kind() -> None:
     assert kinds >= {"gradferry", "torchrun", "pip", "python"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("page", "shown"),
     [
@@ -90,11 +89,10 @@ def test_there_are_commands_of_every_kind() -> None:
     ],
 )
 def test_a_plan_that_is_shown_is_what_it_prints(
-    page: str, shown: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    page: str, shown: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command, *lines = shown.splitlines()
     words = shlex.split(command.removeprefix("$ gradferry "))
-    words[words.index("--png") + 1] = str(tmp_path / "plan.png")
     assert main(words) == 0
     printed = [line.split() for line in capsys.readouterr().out.splitlines()]
     for line in lines:

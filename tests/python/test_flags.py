@@ -17,7 +17,7 @@ from gradferry_lab.flags import Parser, refuse
         (["plan"], "--world", ["--world", "64"]),
         (["plan"], "--params", ["--par", "1e9"]),
         (["bench", "train"], "--hooks", ["--hooks", "q4"]),
-        (["bench", "overlap"], "--rounds", ["--rounds", "3"]),
+        (["bench", "train"], "--rounds", ["--rounds", "3"]),
         (["bench", "collective"], "-n", ["-n3"]),
         (["bench", "collective"], "--minbytes", ["--minbytes", "4K"]),
     ],
@@ -48,3 +48,10 @@ def test_only_options_that_were_named_are_refused() -> None:
             refuse(parser.parse_args(words), [option], "here")
     refuse(parser.parse_args(["--all"]), ["count"], "here")
     refuse(parser.parse_args([]), ["count", "all"], "here")
+
+
+def test_bench_overlap_says_what_took_its_place(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "overlap", "--hooks", "q4"]) == 2
+    said = capsys.readouterr().err
+    for word in ("torch.profiler", "state.events()", "bench train"):
+        assert word in said

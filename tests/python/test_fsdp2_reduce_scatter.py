@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from outcomes import Outcome, attempt
-from reference import ReferenceReduceScatter
+from reference import ReferenceReduceScatter, scattered_bytes_per_step
 from reference.layout import resolve_codec
 from reference.scalars import narrow, widen
 from sharded_training import (
@@ -99,8 +99,6 @@ def expected(sharding: Sharding, attach: dict[str, Any]) -> list[list[np.ndarray
 def test_means_equal_the_reference(
     worlds: Worlds, sharding: Sharding, attach: dict[str, Any]
 ) -> None:
-    from gradferry.forecast.chunks import payload_sizes, wire_bytes_per_step
-
     answers = worlds(sharding.shards).run(case_train, sharding=sharding, attach=attach)
     means = expected(sharding, attach)
     dtype = str(sharding.reduced_in).removeprefix("torch.")
@@ -115,12 +113,13 @@ def test_means_equal_the_reference(
         return
     described = dict(zip(sharding.named(), sharding.described(), strict=True))
     codecs = [resolve_codec(described[m, n], attach["codec"]) for m, n, _ in parts(sharding)]
-    formula = wire_bytes_per_step(
+    formula = scattered_bytes_per_step(
         [sharding.size(module, name) for module, name, _ in parts(sharding)],
-        payload_sizes([(codec, sharding.reduced_in) for codec in codecs]),
+        codecs,
+        [owner for _, _, owner in parts(sharding)],
         [[i for i, part in enumerate(parts(sharding)) if part[0] == module] for module in SHAPES],
         sharding.shards,
-        owners=[owner for _, _, owner in parts(sharding)],
+        dtype=dtype,
     )
     for sent, answer in zip(formula, answers, strict=True):
         stats = answer["stats"]

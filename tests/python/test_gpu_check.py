@@ -265,7 +265,6 @@ def test_rows_of_what_was_measured_are_kept(tool, monkeypatch, tmp_path):
     tool.measure(tool.Checks(minutes=1, fresh=False))
     assert json.loads(tool.RESULT.read_text())["measured"] == {
         "codec": "gradferry bench codec",
-        "overlap": "gradferry bench overlap",
         "collective": "gradferry bench collective",
         "train": "gradferry bench train",
         "doctor": "gradferry doctor",

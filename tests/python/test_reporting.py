@@ -12,13 +12,16 @@ from datetime import datetime
 import pytest
 from gradferry.errors import ConfigError
 from gradferry_lab.output.curves import Axis, Curve, draw_loss_curves, running_mean
-from gradferry_lab.output.environment import environment
 from gradferry_lab.output.html import Picture, Section, html_page
-from gradferry_lab.output.json_file import read_json, write_json
-from gradferry_lab.output.markdown import markdown_table, replace_section
-from gradferry_lab.output.progress import StepDone, TrainingProgress
-from gradferry_lab.output.table import Column, Table, print_table
-from gradferry_lab.output.work import PartDone, PieceDone, WorkProgress
+from gradferry_lab.output.json_file import environment, read_json, write_json
+from gradferry_lab.output.progress import (
+    PartDone,
+    PieceDone,
+    StepDone,
+    TrainingProgress,
+    WorkProgress,
+)
+from gradferry_lab.output.table import Column, Table, markdown_table, print_table, replace_section
 from rich.console import Console
 
 PNG_START = b"\x89PNG\r\n\x1a\n"

@@ -19,9 +19,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradferry.errors import ConfigError, PeerError, StateError
-from gradferry.forecast.hook_names import TORCH_HOOKS, check_hook
 from gradferry_lab.ranks.launch import Placement, run_ranks, run_worlds, torchrun_placement
 from gradferry_lab.workloads import TASKS, corpus, load_task
+from gradferry_lab.workloads.hook_names import TORCH_HOOKS, check_hook
 from gradferry_lab.workloads.hooks import (
     ComputedHook,
     _powersgd_elements,

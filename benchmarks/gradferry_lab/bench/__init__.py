@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-from gradferry_lab.bench import codec, collective, overlap, train
+from gradferry_lab.bench import codec, collective, train
 
 _BENCHMARKS = (
     ("codec", codec, "kernels of every codec against what memory allows"),
     ("collective", collective, "compressed all-reduce against the backend's own"),
-    ("overlap", overlap, "what a hook adds to the backward pass, with a trace"),
     ("train", train, "training steps under every hook, on a link of a chosen rate"),
 )
 

@@ -23,8 +23,7 @@ from gradferry_lab.bench.device_codec import (
     measure,
 )
 from gradferry_lab.bench.peers import compare_with_peers, missing_peers, peer_table
-from gradferry_lab.output.environment import environment, occasion
-from gradferry_lab.output.json_file import save_rows
+from gradferry_lab.output.json_file import environment, occasion, save_rows
 from gradferry_lab.output.table import Column, Table, print_table
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

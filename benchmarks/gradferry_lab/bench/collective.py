@@ -12,10 +12,8 @@ from statistics import median
 from typing import Any
 
 from gradferry import _native
-from gradferry.core.codec_spec import AUTO
 from gradferry.core.nodes import FLAT, TWO_LEVEL
 from gradferry.errors import ConfigError
-from gradferry.forecast.hook_names import TORCH_DTYPES
 from rich.console import Console
 
 from gradferry_lab import flags
@@ -42,6 +40,7 @@ from gradferry_lab.ranks.exchanges import (
 )
 from gradferry_lab.ranks.hosts import Where, ranks_text
 from gradferry_lab.ranks.place import add_device
+from gradferry_lab.workloads.hook_names import TORCH_DTYPES
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _SMOKE: dict[str, Any] = {
@@ -63,8 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=names,
         metavar="CODEC",
-        help=f"codecs as listed by `gradferry info`, and auto, what a forecast chooses for each "
-        f"size, beside {' '.join(TORCH_DTYPES)} (default: {' '.join(names)})",
+        help=f"codecs as listed by `gradferry info`, beside {' '.join(TORCH_DTYPES)} (default: "
+        f"{' '.join(names)})",
     )
     parser.add_argument(
         "--op",
@@ -141,12 +140,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _options(arguments: argparse.Namespace) -> CollectiveOptions:
-    codecs = [
-        codec if codec == AUTO else _native.canonical_codec(codec) for codec in arguments.codecs
-    ]
+    codecs = [_native.canonical_codec(codec) for codec in arguments.codecs]
     exchanges = asked_exchanges(arguments)
     if arguments.op == REDUCE_SCATTER:
-        _check_reduce_scatter(codecs, exchanges, arguments.device)
+        _check_reduce_scatter(exchanges, arguments.device)
         exchanges = (FLAT,)
     smallest = parse_size("-b", arguments.minbytes)
     largest = parse_size("-e", arguments.maxbytes)
@@ -174,7 +171,7 @@ def _options(arguments: argparse.Namespace) -> CollectiveOptions:
     )
 
 
-def _check_reduce_scatter(codecs: Sequence[str], exchanges: Sequence[str], device: str) -> None:
+def _check_reduce_scatter(exchanges: Sequence[str], device: str) -> None:
     for asked, given, why in (
         (device != "cpu", f"--device {device}", "runs on hosts alone; leave out --device"),
         (
@@ -182,7 +179,6 @@ def _check_reduce_scatter(codecs: Sequence[str], exchanges: Sequence[str], devic
             f"--exchange {TWO_LEVEL}",
             f"has no sums within hosts; use --exchange {FLAT}",
         ),
-        (AUTO in codecs, f"codec {AUTO!r}", "has no forecast; name codecs, such as 'q4'"),
     ):
         if asked:
             raise ConfigError(

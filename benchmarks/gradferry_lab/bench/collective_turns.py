@@ -14,39 +14,30 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import median
 
 import torch
 import torch.distributed as dist
 from gradferry import _native
 from gradferry.core.agreement import most_of_ranks
 from gradferry.core.clock import Clock, clock_of
-from gradferry.core.codec_spec import AUTO, parse_codec
+from gradferry.core.codec_spec import parse_codec
 from gradferry.core.config import make_config
 from gradferry.core.device import Transport, agreed_transport
 from gradferry.core.engine import start_engine
-from gradferry.core.nodes import Exchange, Nodes
+from gradferry.core.nodes import AUTO, Nodes
 from gradferry.core.options import Options
 from gradferry.core.parameters import ParameterLayout
-from gradferry.ddp.trial import SETTLING_STEPS, TRIAL_STEPS
+from gradferry.core.planned_bytes import planned_bytes
 from gradferry.errors import ConfigError
-from gradferry.forecast.chunks import (
-    all_reduce_bytes,
-    payload_sizes,
-    ring_exchange,
-    wire_bytes_per_step,
-)
-from gradferry.forecast.hook_names import TORCH_DTYPES
-from gradferry.forecast.verdict import most_precise
 from gradferry.tensor import accumulate, encode
 from torch.nn.functional import pad
 
-from gradferry_lab.bench.collective_choice import candidates_of_auto
-from gradferry_lab.bench.hooked_model import phases_of
-from gradferry_lab.ranks.exchanges import exchanges_among
+from gradferry_lab.ranks.exchanges import exchange_among
 from gradferry_lab.ranks.hosts import InterfaceCounter, busiest_host, found_hosts
 from gradferry_lab.ranks.launch import Emit, gather_from_ranks
 from gradferry_lab.ranks.place import place_of_rank
+from gradferry_lab.workloads.hook_names import TORCH_DTYPES
+from gradferry_lab.workloads.hooks import all_reduce_bytes, phases_of, ring_exchange
 
 ALL_REDUCE, REDUCE_SCATTER = "all_reduce", "reduce_scatter"
 RING_PASSES = {ALL_REDUCE: 2, REDUCE_SCATTER: 1}  # how often a ring sends (W-1)/W of the tensor
@@ -61,7 +52,7 @@ _SEED = 0
 class CollectiveOptions:
     """The options. Names are already checked."""
 
-    names: tuple[str, ...]  # of TORCH_DTYPES, codecs, and AUTO
+    names: tuple[str, ...]  # of TORCH_DTYPES, and codecs
     exchanges: tuple[str, ...]  # of EXCHANGES, for every codec
     sizes: tuple[int, ...]  # bytes of the fp32 tensor
     iterations: int
@@ -96,7 +87,7 @@ class CollectiveOutcome:
     # In the first run, by the interface of the host that sends most; None: not counted.
     interface_bytes: int | None = None
     interface_formula: int = 0  # what the ranks of that host must send to other hosts
-    chosen: str | None = None  # codec and exchange, where the name or the exchange is AUTO
+    chosen: str | None = None  # codec and exchange, where the exchange is AUTO
 
 
 class _BackendCollective:
@@ -148,15 +139,17 @@ class _CodecCollective:
         self,
         name: str,
         op: str,
-        exchange: Exchange,
+        exchange: str,
         num_elements: int,
         group: dist.ProcessGroup,
         transport: Transport,
+        hosts: Nodes,
     ) -> None:
-        self.name, self.exchange = name, exchange.name
-        self.chosen: str | None = None
+        used = exchange_among(exchange, hosts, on_host=transport.on_host)
+        self.name, self.exchange = name, exchange
+        self.chosen = f"{name} {used.name}" if exchange == AUTO else None
         self.op, self.part = op, part_of_rank(op, num_elements)
-        self._nodes = exchange.nodes
+        self._nodes = used.nodes
         # Each as its attach has it by default.
         feedback = "auto" if op == ALL_REDUCE else "none"
         options = Options(name, error_feedback=feedback, seed=_SEED)
@@ -177,11 +170,12 @@ class _CodecCollective:
             warmup=codec,
             residuals=residuals,
         )
-        self._owners = None if op == ALL_REDUCE else range(dist.get_world_size())
+        owners = [None] if op == ALL_REDUCE else range(dist.get_world_size())
+        self._parameters = [replace(self._layout, owner=owner) for owner in owners]
         nonces = gather_from_ranks({"nonce": uuid.uuid4().hex})
         self._engine = start_engine(
             config,
-            [replace(self._layout, owner=owner) for owner in self._owners or (None,)],
+            self._parameters,
             group,
             str(nonces[0]["nonce"]),
             transport=transport,
@@ -195,7 +189,7 @@ class _CodecCollective:
     def expected(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         if len(parts) == 1:  # nothing is exchanged
             return parts[0]
-        if self._owners is not None:
+        if self.op == REDUCE_SCATTER:
             return self._scattered(parts)
         return _native.compressed_mean(
             [self._sum(parts, ranks) for ranks in self._nodes.members],
@@ -226,19 +220,9 @@ class _CodecCollective:
         return int(self._engine.stats()["wire_bytes"])
 
     def bytes_to_other_hosts(self, hosts: Sequence[int]) -> list[int]:
-        parts = 1 if self._owners is None else len(self._owners)
-        return wire_bytes_per_step(
-            parts * [self._layout.num_elements],
-            payload_sizes(parts * [(str(self._layout.codec), self._layout.dtype)]),
-            [range(parts)],
-            len(hosts),
-            self._config.chunk_bytes_at(len(hosts)),
-            equal_scatter=self._config.equal_scatter,
-            hosts=hosts,
-            nodes=self._nodes,
-            dense_bytes=self._config.dense_bytes_between(self._nodes),
-            owners=self._owners,
-        )
+        bucket = range(len(self._parameters))
+        sent = planned_bytes(self._config, self._parameters, self._nodes, [bucket], hosts=hosts)
+        return [elsewhere for elsewhere, _ in sent]
 
     def phase_ms(self) -> dict[str, float]:
         return phases_of(self._engine.stats()) if self._on_host else {}
@@ -276,53 +260,6 @@ def part_of_rank(op: str, num_elements: int) -> slice:
     return slice(first, first + count)
 
 
-def _asked(
-    name: str,
-    op: str,
-    exchange: str,
-    num_elements: int,
-    group: dist.ProcessGroup,
-    transport: Transport,
-    hosts: Nodes,
-) -> _CodecCollective:
-    """That of a codec, or of AUTO, with one of EXCHANGES."""
-
-    def make(codec: str, used: Exchange) -> _CodecCollective:
-        return _CodecCollective(codec, op, used, num_elements, group, transport)
-
-    among = exchanges_among(exchange, hosts, on_host=transport.on_host)
-    codec, used = name, among[-1]  # what attach takes
-    if name == AUTO:
-        by_name: dict[str | None, Exchange] = {each.name: each for each in among}
-        candidates = candidates_of_auto(num_elements, group, transport, among)
-        pairs = [(each.hook, by_name.get(each.exchange, used)) for each in candidates]
-        if len(pairs) > 1:
-            seconds = _trial([make(*pair) for pair in pairs], num_elements, transport)
-            timed = zip(candidates, seconds, strict=True)
-            measured = [replace(each, seconds=taken) for each, taken in timed]
-            codec, used = pairs[measured.index(most_precise(measured))]
-        else:
-            ((codec, used),) = pairs
-    collective = make(codec, used)
-    if AUTO in (name, exchange):
-        collective.chosen = f"{codec} {used.name}"
-    collective.name, collective.exchange = name, exchange
-    return collective
-
-
-def _trial(
-    collectives: Sequence[_CodecCollective], num_elements: int, transport: Transport
-) -> list[float]:
-    """The typical seconds of each, as `codec="auto"` finds them in training. Collective."""
-    gradient = _gradient(dist.get_rank(), num_elements).to(transport.device)
-    buffer, clock = torch.empty_like(gradient), clock_of(transport.device)
-    turns = [
-        [_timed(each, buffer, gradient, clock) for each in collectives] for _ in range(TRIAL_STEPS)
-    ]
-    timed = zip(*turns[SETTLING_STEPS:], strict=True)
-    return most_of_ranks([median(seconds) for seconds in timed])
-
-
 def compare_collectives(emit: Emit, options: CollectiveOptions) -> list[CollectiveOutcome]:
     """Runs on every rank; the outcomes are those of all. Emits what it is doing, as text."""
     place, own_group = place_of_rank(options.device)
@@ -358,7 +295,9 @@ def _compare(
         if exchange is None:
             collective = _BackendCollective(name, op, num_elements, group)
         else:
-            collective = _asked(name, op, exchange, num_elements, group, transport, interface.hosts)
+            collective = _CodecCollective(
+                name, op, exchange, num_elements, group, transport, interface.hosts
+            )
         outcome = _first_run(collective, buffer, gradients, interface, check=options.check)
         entries.append((collective, outcome))
     for collective, _ in entries:

@@ -12,7 +12,7 @@ from gradferry.core.clock import HEAD_START_CYCLES
 from gradferry.core.cuda_build import driver_version, shown
 from gradferry.errors import ConfigError
 
-from gradferry_lab.output.environment import environment, occasion
+from gradferry_lab.output.json_file import environment, occasion
 from gradferry_lab.ranks.launch import torchrun_placement
 from gradferry_lab.ranks.place import gpu_of_rank
 

@@ -15,12 +15,10 @@ from typing import Any
 from gradferry import _native
 from gradferry.core.nodes import TWO_LEVEL
 from gradferry.errors import ConfigError
-from gradferry.forecast.hook_names import NO_HOOK, RULERS, SYNC_HOOK, TORCH_HOOKS
 from rich.console import Console
 
 from gradferry_lab import flags
 from gradferry_lab.bench.device_clock import environment_on
-from gradferry_lab.bench.hooked_model import PHASES
 from gradferry_lab.bench.train_turns import TrainOptions, TrainOutcome, run_train
 from gradferry_lab.output.json_file import save_rows
 from gradferry_lab.output.paired import (
@@ -44,7 +42,8 @@ from gradferry_lab.ranks.exchanges import (
 )
 from gradferry_lab.ranks.hosts import Where, ranks_text
 from gradferry_lab.ranks.place import add_device
-from gradferry_lab.workloads.hooks import timed_hooks
+from gradferry_lab.workloads.hook_names import NO_HOOK, RULERS, SYNC_HOOK, TORCH_HOOKS
+from gradferry_lab.workloads.hooks import PHASES, timed_hooks
 from gradferry_lab.workloads.models import check_model
 from gradferry_lab.workloads.parallel import DDP, PARALLEL, check_parallel, refusal
 

@@ -23,18 +23,23 @@ from gradferry.core.clock import clock_of
 from gradferry.core.codec_spec import AUTO, OFF
 from gradferry.core.nodes import exchange_between
 from gradferry.errors import ConfigError
-from gradferry.forecast.hook_names import RULERS
 from gradferry.reduction.averaging import Averaging
 from torch.distributed.device_mesh import DeviceMesh
 
-from gradferry_lab.bench.hooked_model import HookedModel, phases_of
 from gradferry_lab.ranks.exchanges import nodes_option
 from gradferry_lab.ranks.hosts import InterfaceCounter, busiest_host, found_hosts
 from gradferry_lab.ranks.launch import Emit, gather_from_ranks
 from gradferry_lab.ranks.place import on_device, place_of_rank
-from gradferry_lab.workloads.hooks import COMPRESS_FROM, bucket_caps, steps_until_steady
+from gradferry_lab.workloads.hook_names import RULERS
+from gradferry_lab.workloads.hooks import (
+    COMPRESS_FROM,
+    bucket_caps,
+    phases_of,
+    steps_until_steady,
+)
 from gradferry_lab.workloads.models import Workload, load_workload
-from gradferry_lab.workloads.parallel import DDP, mesh_for
+from gradferry_lab.workloads.optimizers import make_optimizer
+from gradferry_lab.workloads.parallel import DDP, mesh_for, parallelize
 
 EVENT_INSTANTS = ("begin_ms", "encoded_ms", "complete_ms")  # of HookState.events
 _TRIAL_STEPS = 3
@@ -105,8 +110,21 @@ class TrainOutcome:
     chosen: str | None = None  # codec and exchange, where the hook or the exchange is AUTO
 
 
-class _TimedModel(HookedModel):
-    """Trains, and knows how long that took."""
+class _TimedModel:
+    """One hook with its model, batches and optimizer on this rank; knows how long it has trained.
+
+    The optimizer is AdamW, in momentum mode as `gradferry.optim.momentum_mode` sets it up, and
+    OneBitAdam where momentum mode begins with warm-up steps.
+
+    Args:
+        workload: what is trained.
+        hook: its name.
+        options: of the run.
+        place: where the model is, and the group of DDP; None: the default group.
+        bucket_cap_mb: wanted of DDP; None where there is a mesh.
+        compress_from, nodes: see `apply_hook`.
+        mesh: see `parallelize`.
+    """
 
     def __init__(
         self,
@@ -120,28 +138,42 @@ class _TimedModel(HookedModel):
         nodes: object,
         mesh: DeviceMesh | None,
     ) -> None:
-        device, group = place
-        super().__init__(
-            workload,
+        torch.manual_seed(options.seed)
+        self.hook = hook
+        self._workload = workload
+        self._device, group = place
+        self._generator = torch.Generator().manual_seed(options.seed)
+        self._parallel = parallelize(
+            lambda: workload.build_model().to(self._device),
             hook,
-            bucket_cap_mb,
-            options.seed,
-            compress_from,
-            device=device,
+            mesh,
+            bucket_cap_mb=bucket_cap_mb,
             group=group,
-            fused=True,
+            seed=options.seed,
+            compress_from=compress_from,
             nodes=nodes,
-            mesh=mesh,
         )
-        self._device = device
-        self._clock = clock_of(device)
+        self._model = self._parallel.model
+        self.handle = self._parallel.handle
+        state = self.handle.state
+        config = state.config if state else None
+        learns_first = config is not None and config.momentum and config.warmup_steps
+        self._optimizer = make_optimizer(
+            "OneBitAdam" if learns_first else "AdamW",
+            workload,
+            self._model.parameters(),
+            state,
+            fused=True,
+        )
+        self._clock = clock_of(self._device)
         self._instants: Sequence[float] = ()  # of the last step, in seconds
         self.steps = 0
         self.seconds = 0.0  # of training
 
     def train(self, steps: int) -> float:
         """Trains; returns the seconds that passed on this rank. All ranks start together."""
-        batches = [on_device(self._device, batch) for batch in self._draw(steps)]
+        drawn = [self._workload.draw(self._generator) for _ in range(steps)]
+        batches = [on_device(self._device, batch) for batch in drawn]
         self._clock.wait()
         dist.barrier()
         started = time.monotonic()

@@ -26,10 +26,9 @@ from gradferry_lab.converge.pages import (
 from gradferry_lab.converge.results import Results
 from gradferry_lab.converge.suite import SUITES, Suite, Training, select
 from gradferry_lab.converge.worlds import run_trainings
-from gradferry_lab.output.environment import environment, occasion
-from gradferry_lab.output.json_file import read_json, write_json
+from gradferry_lab.output.json_file import environment, occasion, read_json, write_json
+from gradferry_lab.output.progress import WorkProgress
 from gradferry_lab.output.table import print_line, print_table
-from gradferry_lab.output.work import WorkProgress
 from gradferry_lab.workloads import load_task
 
 _VERSIONS = ("gradferry", "torch", "python")  # of an environment: they decide the numbers

@@ -18,11 +18,9 @@ from gradferry_lab.converge.suite import (
     Suite,
 )
 from gradferry_lab.converge.summary import Row, Summary, summarize
-from gradferry_lab.output.curves import Axis, Curve, draw_loss_curves
-from gradferry_lab.output.drawing import THEMES, Theme
+from gradferry_lab.output.curves import THEMES, Axis, Curve, Theme, draw_loss_curves
 from gradferry_lab.output.html import Picture, Section, html_page
-from gradferry_lab.output.markdown import markdown_table, replace_section
-from gradferry_lab.output.table import Column, Table
+from gradferry_lab.output.table import Column, Table, markdown_table, replace_section
 from gradferry_lab.workloads import load_task
 from gradferry_lab.workloads.task import Task
 

@@ -13,7 +13,7 @@ from gradferry.errors import ConfigError
 
 from gradferry_lab.converge.suite import Training
 from gradferry_lab.output.json_file import finite
-from gradferry_lab.output.work import PartDone, PieceDone, WorkProgress
+from gradferry_lab.output.progress import PartDone, PieceDone, WorkProgress
 from gradferry_lab.ranks.launch import Emit, run_worlds, torchrun_placement
 from gradferry_lab.workloads import load_task
 from gradferry_lab.workloads.training import TrainingRun, train

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING
-
-from gradferry_lab.output.drawing import Theme, draw
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+Theme = Literal["light", "dark"]
+THEMES: tuple[Theme, Theme] = ("light", "dark")
 _SMOOTHED_SHARE = 0.05  # of the steps: the window of the running mean
 
 
@@ -38,8 +39,19 @@ class Axis:
 
 
 def draw_loss_curves(curves: Sequence[Curve], axis: Axis, theme: Theme = "light") -> bytes:
-    """Returns a PNG with two panels: the loss by step and by bytes sent."""
-    return draw((10, 4), theme, lambda figure: _fill(figure, curves, axis))
+    """Returns a PNG with two panels: the loss by step and by bytes sent. Opens no window."""
+    # Imported by whoever draws: it takes a second. Without pyplot, which has global state.
+    from matplotlib import style
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    with style.context("dark_background" if theme == "dark" else "default"):
+        figure = Figure(figsize=(10, 4), dpi=144, layout="constrained")
+        FigureCanvasAgg(figure)
+        _fill(figure, curves, axis)
+        content = io.BytesIO()
+        figure.savefig(content, format="png")
+    return content.getvalue()
 
 
 def _fill(figure: Figure, curves: Sequence[Curve], axis: Axis) -> None:

@@ -8,13 +8,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.progress import TimeRemainingColumn as TimeLeft
 
 from gradferry_lab.output.table import print_line
 
 _PLAIN_LINES = 5  # per training
-PLAIN_LINE_EVERY_S = 10.0  # where there is no bar or status line
+_PLAIN_LINE_EVERY_S = 10.0  # where there is no bar or status line
 
 
 @dataclass(frozen=True)
@@ -90,7 +97,7 @@ class StatusLine:
             self._status.start()
             self._status.update(text)
         elif time.monotonic() >= self._next_line:
-            self._next_line = time.monotonic() + PLAIN_LINE_EVERY_S
+            self._next_line = time.monotonic() + _PLAIN_LINE_EVERY_S
             print_line(self._console, text)
 
     def close(self) -> None:
@@ -106,3 +113,109 @@ class StatusLine:
             return report(*values)
 
         return closed
+
+
+@dataclass(frozen=True)
+class PartDone:
+    """How far a worker is with its present piece of work."""
+
+    worker: int
+    title: str
+    share: float  # 0 to 1
+    cost: float  # of the whole piece, in any unit
+
+
+@dataclass(frozen=True)
+class PieceDone:
+    """A worker has finished a piece of work."""
+
+    worker: int
+    title: str  # with its result
+    cost: float
+
+
+class WorkProgress:
+    """Bars on a terminal: all of the work, and each worker's piece. Elsewhere a line for every
+    finished piece, and, where none is finished, one every few seconds.
+
+    What is left is estimated from the cost of what is done and the time it took. A context
+    manager: leaving it ends the bars.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        num_pieces: int,
+        cost: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._console = console
+        self._num_pieces = num_pieces
+        self._num_done = 0
+        self._cost = cost
+        self._cost_done = 0.0  # of finished pieces
+        self._under_way: dict[int, float] = {}  # cost done, by worker
+        self._clock = clock
+        self._started = clock()
+        self._last_line = float("-inf")
+        self._bars = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[remark]}"),
+            TimeElapsedColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._all = self._bars.add_task(self._count(), total=max(cost, 1e-9), remark="")
+        self._workers: dict[int, TaskID] = {}
+
+    def __enter__(self) -> WorkProgress:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bars.stop()
+
+    def part_done(self, part: PartDone) -> None:
+        """Moves the worker's bar and the one of all work; where there are none, prints a line when
+        none was printed for long.
+        """
+        self._under_way[part.worker] = part.share * part.cost
+        if part.worker not in self._workers:
+            self._workers[part.worker] = self._bars.add_task(part.title, total=1, remark="")
+        self._bars.update(self._workers[part.worker], description=part.title, completed=part.share)
+        self._show()
+        if self._clock() >= self._last_line + _PLAIN_LINE_EVERY_S:
+            self._print_line(f"{part.title}: {part.share:.0%}")
+
+    def piece_done(self, piece: PieceDone) -> None:
+        """Counts the piece; where there are no bars, prints a line."""
+        self._under_way.pop(piece.worker, None)
+        self._cost_done += piece.cost
+        self._num_done += 1
+        self._show()
+        self._print_line(piece.title)
+
+    def time_left(self) -> str:
+        """An estimate for people."""
+        done = self._cost_done + sum(self._under_way.values())
+        if done <= 0:
+            return "time left unknown"
+        seconds = (self._clock() - self._started) * max(0.0, self._cost - done) / done
+        return (
+            f"about {seconds:.0f} s left" if seconds < 90 else f"about {seconds / 60:.0f} min left"
+        )
+
+    def _count(self) -> str:
+        return f"{self._num_done}/{self._num_pieces}"
+
+    def _print_line(self, text: str) -> None:
+        if not self._console.is_terminal:
+            self._last_line = self._clock()
+            print_line(self._console, f"{self._count()} {text}; {self.time_left()}")
+
+    def _show(self) -> None:
+        done = self._cost_done + sum(self._under_way.values())
+        self._bars.update(
+            self._all, description=self._count(), completed=done, remark=self.time_left()
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from gradferry.core.nodes import AUTO, FLAT, TWO_LEVEL, Exchange, Nodes, exchanges_to_choose_from
+from gradferry.core.nodes import AUTO, FLAT, TWO_LEVEL, Exchange, Nodes, choose_exchange
 from gradferry.errors import ConfigError
 
 from gradferry_lab.output.table import Column, Row
@@ -57,13 +57,13 @@ def nodes_option(exchange: str, hosts: Nodes) -> object:
     return per_host
 
 
-def exchanges_among(exchange: str, hosts: Nodes, *, on_host: bool) -> list[Exchange]:
-    """What a forecast may choose from: as with `nodes_option`, but hosts may have any sizes. The
-    last is what attach takes without a forecast. Raises ConfigError.
+def exchange_among(exchange: str, hosts: Nodes, *, on_host: bool) -> Exchange:
+    """What attach takes for it: as with `nodes_option`, but hosts may have any sizes. Raises
+    ConfigError.
     """
     check_exchange(exchange, hosts)
     option = hosts.members if exchange == TWO_LEVEL else exchange
-    return exchanges_to_choose_from(option, hosts, on_host=on_host)
+    return choose_exchange(option, hosts, on_host=on_host)
 
 
 def chosen_columns(rows: Sequence[Row]) -> list[Column]:

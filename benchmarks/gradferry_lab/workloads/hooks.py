@@ -8,7 +8,7 @@ codecs are counted as they are handed to the transport.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,24 +16,9 @@ import torch
 from gradferry.core.codec_spec import AUTO
 from gradferry.core.nodes import AUTO as FOUND_NODES
 from gradferry.core.parameters import reduced_parameters
+from gradferry.core.planned_bytes import planned_bytes
 from gradferry.ddp.attach import attach
 from gradferry.ddp.auto import CHOSEN_BY
-from gradferry.forecast.chunks import (
-    all_reduce_bytes,
-    payload_sizes,
-    ring_exchange,
-    wire_bytes_per_step,
-)
-from gradferry.forecast.hook_names import (
-    NO_HOOK,
-    POWERSGD,
-    RULERS,
-    SYNC_HOOK,
-    TORCH_DTYPES,
-    check_hook,
-    powersgd_rank,
-    split_options,
-)
 from gradferry.reduction.averaging import Averaging
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
@@ -43,11 +28,22 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from gradferry_lab.workloads.hook_names import (
+    NO_HOOK,
+    POWERSGD,
+    RULERS,
+    SYNC_HOOK,
+    TORCH_DTYPES,
+    check_hook,
+    powersgd_rank,
+    split_options,
+)
 from gradferry_lab.workloads.sync_hook import sync_hook
 
 _POWERSGD_START = 10  # PyTorch's hook sends dense gradients before this step
 _POWERSGD_MIN_RATE = 2  # and never compresses a matrix by less than this
 COMPRESS_FROM = 2  # for timing: the first step in which hooks can compress
+PHASES = ("encode_ms", "network_ms", "reduce_ms", "decode_ms")  # of HookState.stats
 
 Groups = Sequence[Sequence[int]]  # ranks of the default group
 
@@ -83,6 +79,11 @@ class HookHandle(Protocol):
 
         hosts: the host of every rank.
         """
+
+
+def phases_of(stats: Mapping[str, Any]) -> dict[str, float]:
+    """The times of PHASES, sums since the start."""
+    return {key: float(stats[key]) for key in PHASES}
 
 
 def timed_hooks(names: Sequence[str]) -> tuple[str, ...]:
@@ -180,6 +181,19 @@ def codec_handle(
     return _CodecHook(name, state, dense_bytes, find_unused_parameters, groups)
 
 
+def all_reduce_bytes(num_elements: int, item_bytes: int, world_size: int) -> int:
+    """Bytes each rank sends in a bandwidth-optimal all-reduce: 2 (W-1)/W of the data, rounded."""
+    return round(2 * (world_size - 1) * num_elements * item_bytes / world_size)
+
+
+def ring_exchange(num_bytes: int, hosts: Sequence[int]) -> list[int]:
+    """Bytes that each rank sends to other hosts in ring all-reduces: each rank sends `num_bytes` to
+    the one after it, the last to the first. hosts: of every rank.
+    """
+    after = [*hosts[1:], hosts[0]]
+    return [num_bytes * (one != other) for one, other in zip(hosts, after, strict=True)]
+
+
 def _in_groups(
     groups: Groups | None, hosts: Sequence[int], sent: Callable[[Sequence[int]], list[int]]
 ) -> list[int]:
@@ -229,26 +243,17 @@ class _CodecHook:
         """By the ranks of one group."""
         if not self.measured:
             return ring_exchange(self.dense_bytes, hosts)
-        parameters, config, stats = self.state.parameters, self.state.config, self.state.stats()
-        warmup = 0 < stats["steps"] <= config.warmup_steps  # the last step
-        owners = [p.owner for p in parameters if p.owner is not None]  # in a reduce-scatter
-        return wire_bytes_per_step(
-            [parameter.num_elements for parameter in parameters],
-            payload_sizes([(str(p.codec), p.dtype) for p in parameters]),
+        config, stats = self.state.config, self.state.stats()
+        sent = planned_bytes(
+            config,
+            self.state.parameters,
+            self.state.nodes,
             stats["step_buckets"],
-            self.state.world_size,
-            config.chunk_bytes_at(self.state.world_size),
-            equal_scatter=config.equal_scatter,
-            sent_as=payload_sizes(
-                [(str(p.warmup if warmup else p.codec), p.dtype) for p in parameters]
-            ),
-            find_unused_parameters=self._find_unused_parameters,
             hosts=hosts,
-            nodes=self.state.nodes,
-            dense_bytes=config.dense_bytes_between(self.state.nodes),
-            item_bytes=[p.dtype.itemsize for p in parameters],
-            owners=owners or None,
+            in_warmup=0 < stats["steps"] <= config.warmup_steps,  # the last step
+            find_unused_parameters=self._find_unused_parameters,
         )
+        return [elsewhere for elsewhere, _ in sent]
 
 
 @dataclass(frozen=True)

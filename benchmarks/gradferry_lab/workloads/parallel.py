@@ -15,16 +15,16 @@ from gradferry import fsdp
 from gradferry.core.nodes import AUTO as FOUND_NODES
 from gradferry.core.nodes import Nodes
 from gradferry.errors import ConfigError
-from gradferry.forecast.chunks import all_reduce_bytes
-from gradferry.forecast.hook_names import NO_HOOK, RULERS, check_hook, hook_config
 from gradferry.fsdp.model import sharded_modules
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from gradferry_lab.workloads.hook_names import NO_HOOK, RULERS, check_hook, hook_config
 from gradferry_lab.workloads.hooks import (
     ComputedHook,
     HookHandle,
+    all_reduce_bytes,
     apply_hook,
     bucket_caps,
     codec_handle,
@@ -51,7 +51,7 @@ def refusal(parallel: str, hook: str) -> str | None:
         )
     config = hook_config(hook)
     if config.chooses:
-        return f"hook {hook!r} forecasts steps of DDP; under {parallel} name a codec, such as q4"
+        return f"hook {hook!r} tries codecs in steps of DDP; under {parallel} name a codec, such as q4"
     if config.momentum and parallel == FSDP:
         return f"hook {hook!r}: momentum mode needs means on all ranks, which {parallel} has not"
     if config.momentum and config.warmup_steps:

@@ -16,7 +16,7 @@ from gradferry import _native
 from gradferry.core.codec_spec import AUTO, OFF, CodecSpec, parse_codec
 from gradferry.core.names import plain_name
 from gradferry.core.nodes import AUTO as FOUND_NODES
-from gradferry.core.nodes import Nodes, NodesOption, check_option
+from gradferry.core.nodes import NodesOption, check_option
 from gradferry.core.options import WORKSPACE_CAP_MB, Options
 from gradferry.errors import ConfigError
 
@@ -102,12 +102,6 @@ class Config:
     def chunk_bytes_at(self, world_size: int) -> int:
         """Most payload bytes per owner, stage and chunk that the workspace has room for."""
         return _native.chunk_bytes_within(self.workspace_cap_bytes, world_size, self.chunk_bytes)
-
-    def dense_bytes_between(self, nodes: Nodes) -> int:
-        """Most bytes of gradient that a rank sends a sibling in one chunk."""
-        return _native.dense_bytes_within(
-            self.workspace_cap_bytes, self.chunk_bytes_at(nodes.world_size), nodes.members
-        )
 
     def codec_of(self, name: str, dims: int, size: int) -> CodecSpec:
         """The codec of a parameter: the first rule that matches, else the configured one."""

@@ -22,7 +22,7 @@ from .message import (
     message_checksum,
     word_sum,
 )
-from .reduce_scatter import ReferenceReduceScatter
+from .reduce_scatter import ReferenceReduceScatter, scattered_bytes_per_step
 from .scalars import DTYPES, narrow, widen
 from .two_levels import two_level_bytes_per_step
 
@@ -49,6 +49,7 @@ __all__ = [
     "find_codec",
     "message_checksum",
     "narrow",
+    "scattered_bytes_per_step",
     "two_level_bytes_per_step",
     "widen",
     "wire_bytes_per_step",

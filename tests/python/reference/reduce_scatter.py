@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .codecs import WORKER, Context
+from .codecs import WORKER, Context, find_codec
 from .engine import accumulate_tiles, cut_into_tiles, encode_tiles
+from .layout import CHUNK_BYTES, HEADER_BYTES, TILE_ELEMENTS
 from .scalars import widen
 
 
@@ -90,3 +91,39 @@ class ReferenceReduceScatter:
             pieces.append(mean.reshape(-1))
             first_tile += tiles
         return np.concatenate(pieces)
+
+
+def scattered_bytes_per_step(
+    sizes: Sequence[int],
+    codecs: Sequence[str],
+    owners: Sequence[int],
+    buckets: Sequence[Sequence[int]],
+    world_size: int,
+    chunk_bytes: int = CHUNK_BYTES,
+    dtype: str = "float32",
+) -> list[int]:
+    """What each rank sends to others in a step. sizes, codecs, owners: of the parameters."""
+    sent = [0] * world_size
+    for bucket in buckets:
+        queues: dict[int, list[tuple[int, int]]] = {}  # by owner: place in the bucket, bytes
+        place = 0
+        for index in bucket:
+            for begin in range(0, sizes[index], TILE_ELEMENTS):
+                n = min(TILE_ELEMENTS, sizes[index] - begin)
+                payload = find_codec(codecs[index]).payload_bytes(n, dtype, WORKER)
+                queues.setdefault(owners[index], []).append((place, payload))
+                place += 1
+        chunks: list[list[int]] = []  # payload bytes by owner
+        for turn in range(max(map(len, queues.values()), default=0)):
+            tiles = [(*queue[turn], owner) for owner, queue in queues.items() if turn < len(queue)]
+            for _, payload, owner in sorted(tiles):
+                if not chunks or chunks[-1][owner] + payload > chunk_bytes:
+                    chunks.append([0] * world_size)
+                chunks[-1][owner] += payload
+        for rank in range(world_size):
+            for chunk in chunks:
+                sent[rank] += sum(
+                    HEADER_BYTES + n for owner, n in enumerate(chunk) if owner != rank
+                )
+            sent[rank] += bool(chunks) * (world_size - 1) * HEADER_BYTES  # commits
+    return sent

@@ -1,0 +1,255 @@
+"""How long would gradients travel on a cluster that is not at hand? Arithmetic on the bytes that
+a step sends under every hook, with the flat exchange and, where GPUs share a node, with two levels.
+`gradferry doctor` measures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from gradferry import _native
+from gradferry.core.codec_spec import AUTO, OFF
+from gradferry.core.config import COARSE_BITS
+from gradferry.core.device import on_streams
+from gradferry.core.nodes import Nodes, exchange_between, flat
+from gradferry.core.parameters import describe_parameters
+from gradferry.core.planned_bytes import planned_bytes
+from gradferry.errors import ConfigError
+from rich.console import Console
+
+from gradferry_lab import flags
+from gradferry_lab.output.json_file import save_rows
+from gradferry_lab.output.table import Column, Table, print_line, print_table
+from gradferry_lab.ranks.hosts import busiest_host
+from gradferry_lab.ranks.network import parse_rate
+from gradferry_lab.workloads.hook_names import (
+    BACKEND_HOOKS,
+    POWERSGD,
+    TORCH_DTYPES,
+    check_hook,
+    hook_config,
+    split_options,
+)
+from gradferry_lab.workloads.hooks import all_reduce_bytes, ring_exchange
+
+_FP32 = "torch:fp32"
+_MOST_PLANNED = 4  # buckets; all of a model are alike
+_SMOKE: dict[str, Any] = {"world": 16, "params": 2e7, "hooks": [_FP32, "torch:bf16", "q4"]}
+
+Row = Mapping[str, Any]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of `gradferry plan`."""
+    number: dict[str, Any] = {"type": float, "metavar": "N"}
+    parser.add_argument("--world", type=int, default=64, help="ranks, one GPU each (default: 64)")
+    parser.add_argument(
+        "--gpus-per-node",
+        type=int,
+        default=8,
+        metavar="N",
+        help="which share its network card (default: %(default)s)",
+    )
+    links = ["10gbit", "25gbit", "100gbit"]
+    parser.add_argument(
+        "--link",
+        nargs="+",
+        default=links,
+        metavar="RATE",
+        help=f"of a node's network card, in each direction (default: {' '.join(links)})",
+    )
+    parser.add_argument("--params", default=1.3e9, help="of the model (default: 1.3e9)", **number)
+    parser.add_argument(
+        "--compute-ms",
+        help="of forward and backward on one GPU without communication; gives bounds of a step",
+        **number,
+    )
+    parser.add_argument(
+        "--bucket-cap", default=25.0, help="DDP's bucket_cap_mb (default: 25)", **number
+    )
+    hooks = (*TORCH_DTYPES, *(str(codec["name"]) for codec in _native.codecs()))
+    flags.add_hooks(parser, hooks, f"of {' '.join(TORCH_DTYPES)}, {OFF}, and codecs")
+    flags.add_json(parser)
+    parser.add_argument(
+        "--smoke", action="store_true", help="a small model and few hooks, to see that all works"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Computes and reports. Raises ConfigError when an option is wrong."""
+    flags.apply_smoke(arguments, _SMOKE)
+    cluster = _cluster(arguments)
+    rows = list(_rows(cluster, _checked(arguments.hooks), arguments))
+    console = Console()
+    for line in _assumptions(cluster):
+        print_line(console, line)
+    console.print()
+    print_table(console, plan_table(rows))
+    save_rows(console, arguments.json, rows, results_of="plan")
+    return 0
+
+
+@dataclass(frozen=True)
+class _Cluster:
+    """Ranks of a node follow each other; the model fills equal buckets of fp32."""
+
+    nodes: Nodes
+    params: float
+    buckets: int
+    bucket_elements: int
+
+
+def _cluster(arguments: argparse.Namespace) -> _Cluster:
+    world, local = arguments.world, arguments.gpus_per_node
+    if local < 1 or world < 2 or world % local:
+        raise ConfigError(
+            f"--world {world} must be at least 2 and a multiple of --gpus-per-node {local}"
+        )
+    if world == local:
+        raise ConfigError(
+            f"--world {world} is one node: its GPUs do not share a network card; choose fewer "
+            "--gpus-per-node"
+        )
+    flags.require_between("--world", world, 2, _native.MOST_RANKS)
+    flags.require_between("--params", arguments.params, 1, 1e12)
+    flags.require_between("--bucket-cap", arguments.bucket_cap, 1e-3, 1e3)
+    if arguments.compute_ms is not None:
+        flags.require_between("--compute-ms", arguments.compute_ms, 0, 1e9)
+    buckets = math.ceil(4 * arguments.params / (arguments.bucket_cap * 2**20))
+    members = (tuple(range(first, first + local)) for first in range(0, world, local))
+    return _Cluster(
+        Nodes(tuple(members)), arguments.params, buckets, math.ceil(arguments.params / buckets)
+    )
+
+
+def _checked(hooks: Sequence[str]) -> tuple[str, ...]:
+    """Each once, and `torch:fp32` first, which all are compared with."""
+    for hook in hooks:
+        check_hook(hook)
+        if hook.startswith(POWERSGD):
+            raise ConfigError(f"hook {hook!r} sends what shapes demand; use bench train")
+        if split_options(hook)[0] == AUTO:
+            raise ConfigError(f"hook {hook!r} chooses among hooks; name those to be compared")
+    return tuple(dict.fromkeys([_FP32, *hooks]))
+
+
+def _rows(
+    cluster: _Cluster, hooks: Sequence[str], arguments: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    """Rows of the JSON file; docs/reference/json.md defines every key."""
+    exchanges = [flat(cluster.nodes.world_size)]
+    if not cluster.nodes.is_flat:
+        exchanges.append(cluster.nodes)
+    sent: list[tuple[str, str | None, int, int]] = []  # hook, exchange, bytes: of a rank, of a card
+    sent += ((hook, None, *_of_ring(cluster, hook)) for hook in hooks if hook in BACKEND_HOOKS)
+    for nodes in exchanges:
+        for hook in hooks:
+            if hook not in BACKEND_HOOKS:
+                sent.append((hook, exchange_between(nodes), *_of_codec(cluster, hook, nodes)))
+    (uncompressed,) = (card for hook, _, _, card in sent if hook == _FP32)
+    compute_ms = arguments.compute_ms
+    for hook, exchange, of_rank, of_card in sent:
+        for link in arguments.link:
+            transfer_ms = 8e3 * of_card / parse_rate("--link", link)
+            yield {
+                "kind": "plan",
+                "exchange": exchange,
+                "hook": hook,
+                "wire_bytes": of_rank,
+                "card_bytes": of_card,
+                "ratio_to_fp32": of_card / uncompressed,
+                "needs_momentum": _needs_momentum(hook),
+                "link": link,
+                "transfer_ms": transfer_ms,
+                "compute_ms": compute_ms,
+                "least_step_ms": None if compute_ms is None else max(compute_ms, transfer_ms),
+                "most_step_ms": None if compute_ms is None else compute_ms + transfer_ms,
+                "world": cluster.nodes.world_size,
+                "gpus_per_node": cluster.nodes.smallest,
+                "params": cluster.params,
+            }
+
+
+def _of_ring(cluster: _Cluster, hook: str) -> tuple[int, int]:
+    elements = cluster.buckets * cluster.bucket_elements
+    world = cluster.nodes.world_size
+    of_rank = all_reduce_bytes(elements, BACKEND_HOOKS[hook].itemsize, world)
+    by_rank = ring_exchange(of_rank, cluster.nodes.of_rank)
+    return of_rank, busiest_host(cluster.nodes, by_rank)[1]
+
+
+def _of_codec(cluster: _Cluster, hook: str, nodes: Nodes) -> tuple[int, int]:
+    """nodes: of the exchange."""
+    config = on_streams(hook_config(hook))
+    count = min(cluster.buckets, _MOST_PLANNED)
+    matrix = torch.empty(1, cluster.bucket_elements)  # never touched, so that it takes no memory
+    parameters = describe_parameters([("matrix", matrix)] * count, config, exchanges=True)
+    buckets = [[number] for number in range(count)]
+
+    def planned(hosts: Nodes) -> list[int]:
+        sent = planned_bytes(config, parameters, nodes, buckets, hosts=hosts.of_rank)
+        return [elsewhere * cluster.buckets // count for elsewhere, _ in sent]
+
+    return max(planned(nodes)), busiest_host(cluster.nodes, planned(cluster.nodes))[1]
+
+
+def _needs_momentum(hook: str) -> bool:
+    """Whether a codec trains well only in momentum mode, which the hook does not use."""
+    if hook in BACKEND_HOOKS:
+        return False
+    config = hook_config(hook)
+    return not config.momentum and config.codec.bits() < COARSE_BITS
+
+
+def _assumptions(cluster: _Cluster) -> list[str]:
+    nodes, local = len(cluster.nodes.members), cluster.nodes.smallest
+    return [
+        f"gradferry plan: {nodes} nodes of {local} GPU{'s' * (local > 1)}, {cluster.params:,.0f} "
+        f"parameters in {cluster.buckets:,} buckets of fp32.",
+        "This is arithmetic, not a measurement: bytes over the rate of a node's card, without "
+        "latency, encoding, or what stays inside a node. `gradferry doctor` measures.",
+    ]
+
+
+def plan_table(rows: Sequence[Row]) -> Table:
+    """Rows of kind `plan`; those that differ in the link alone share a line."""
+    links = list(dict.fromkeys(row["link"] for row in rows))
+    first = rows[0]
+    bounded = first["compute_ms"] is not None
+    by_link = {(row["exchange"], row["hook"], row["link"]): row for row in rows}
+
+    def milliseconds(link: str) -> Column:
+        def cell(row: Row) -> str:
+            at = by_link[row["exchange"], row["hook"], link]
+            if bounded:
+                return f"{at['least_step_ms']:,.1f} .. {at['most_step_ms']:,.1f}"
+            return f"{at['transfer_ms']:,.1f}"
+
+        return Column(f"ms at\n{link}", cell)
+
+    columns = [
+        Column("exchange", lambda row: str(row["exchange"] or "-"), is_number=False),
+        Column("hook", lambda row: f"{row['hook']}{' *' * row['needs_momentum']}", is_number=False),
+        Column("MB sent\nby a rank", lambda row: f"{1e-6 * row['wire_bytes']:,.1f}"),
+        Column("MB through\na card", lambda row: f"{1e-6 * row['card_bytes']:,.1f}"),
+        Column("of\nfp32", lambda row: f"{row['ratio_to_fp32']:.3f}"),
+        *map(milliseconds, links),
+    ]
+    notes = [
+        "flat: every GPU sends to every other, and the GPUs of a node share its card. two-level: "
+        "they add up their gradients first, and each sends to one GPU of every other node. -: "
+        "PyTorch's own all-reduce, in a ring that leaves each node once.",
+        f"ms: a step without its optimizer, from max(compute, transfer) to compute + transfer, "
+        f"with {first['compute_ms']:,g} ms of compute."
+        if bounded
+        else "ms: the transfer alone; with --compute-ms, bounds of the step.",
+    ]
+    if any(row["needs_momentum"] for row in rows):
+        notes.append("* trains well only in momentum mode (momentum=), or with SGD.")
+    title = f"Bytes and times of a step on {first['world']} GPUs"
+    return Table(title, columns, [row for row in rows if row["link"] == links[0]], notes)
