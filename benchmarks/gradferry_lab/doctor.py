@@ -126,14 +126,14 @@ def examine_workload(
 
 def doctor_rows(found: Diagnosis, asked: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Rows of the JSON file; docs/reference/json.md defines every key."""
-    verdict = {
+    verdict: dict[str, Any] = {
         "kind": "verdict",
         "text": found.verdict,
         "elements": found.elements,
         "parameters": found.parameters,
         "none_ms": 1e3 * found.silent_s,
     }
-    steps = [
+    steps: list[dict[str, Any]] = [
         {
             "kind": "step",
             "hook": step.hook,

@@ -14,7 +14,7 @@ CHUNK_BYTES: int  # most payload bytes per owner, stage and chunk, in small worl
 WORKSPACE_CAP_MB: int
 BUCKET_CAP_MB: int  # that of DistributedDataParallel
 MOST_RANKS: int  # of a world
-DEVICE_RESIDUAL_ALIGNMENT: int  # fp32 elements
+RESIDUAL_ALIGNMENT: int  # fp32 elements
 
 class _OptionInfo(TypedDict):
     name: str
@@ -91,6 +91,7 @@ def planned_bytes(
 ) -> list[tuple[int, int]]: ...
 def shared_memory_bytes(options: EngineOptions) -> int: ...
 def chunk_bytes_within(workspace_cap_bytes: int, world_size: int, most: int) -> int: ...
+
 class BucketEngine:
     def stats(self) -> dict[str, Any]: ...
     def workspace(self) -> dict[str, int]: ...

@@ -61,9 +61,6 @@ class CodecClock:
     def wait(self) -> None:
         pass
 
-    def head_start(self) -> None:
-        pass
-
 
 def run_on(scenario: Scenario, found: Members | None) -> Run:
     """As if ranks were found on these nodes."""

@@ -8,7 +8,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from gradferry.core.clock import HEAD_START_CYCLES
 from gradferry.core.cuda_build import driver_version, shown
 from gradferry.errors import ConfigError
 
@@ -17,6 +16,10 @@ from gradferry_lab.ranks.launch import torchrun_placement
 from gradferry_lab.ranks.place import gpu_of_rank
 
 Pass = Callable[[], object]
+
+# A GPU sleeps so long (some 2 ms) before it is timed: meanwhile the host hands over all work, so
+# that none of it waits for the host.
+_HEAD_START_CYCLES = 4_000_000
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ def _timing_event() -> torch.cuda.Event:
 
 def _seconds_by_events(passes: Sequence[Pass]) -> list[float]:
     marks = [_timing_event() for _ in range(len(passes) + 1)]
-    torch.cuda._sleep(HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
+    torch.cuda._sleep(_HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
     marks[0].record()
     for work, mark in zip(passes, marks[1:], strict=True):
         work()

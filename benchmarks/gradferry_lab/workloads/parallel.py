@@ -51,7 +51,7 @@ def refusal(parallel: str, hook: str) -> str | None:
         )
     config = hook_config(hook)
     if config.chooses:
-        return f"hook {hook!r} tries codecs in steps of DDP; under {parallel} name a codec, such as q4"
+        return f"hook {hook!r} is for DDP; under {parallel} name a codec, such as q4"
     if config.momentum and parallel == FSDP:
         return f"hook {hook!r}: momentum mode needs means on all ranks, which {parallel} has not"
     if config.momentum and config.warmup_steps:

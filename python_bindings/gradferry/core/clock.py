@@ -11,10 +11,6 @@ from typing import Any, Protocol
 
 import torch
 
-# A GPU sleeps so long (some 2 ms) before it is timed: meanwhile the host hands over all work, so
-# that none of it waits for the host.
-HEAD_START_CYCLES = 4_000_000
-
 
 class Clock(Protocol):
     """Marks instants, and tells the time between two of them."""
@@ -28,9 +24,6 @@ class Clock(Protocol):
     def wait(self) -> None:
         """Waits until the device has done what its current stream holds."""
 
-    def head_start(self) -> None:
-        """Lets the host get ahead of the device."""
-
 
 class HostClock:
     """Of the processor."""
@@ -42,9 +35,6 @@ class HostClock:
         return end - begin
 
     def wait(self) -> None:
-        """The host does one thing after another."""
-
-    def head_start(self) -> None:
         """The host does one thing after another."""
 
 
@@ -66,10 +56,6 @@ class DeviceClock:
 
     def wait(self) -> None:
         self.mark().synchronize()
-
-    def head_start(self) -> None:
-        if self._place.type == "cuda":
-            torch.cuda._sleep(HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
 
 
 def computing_on(place: torch.device) -> AbstractContextManager[object]:

@@ -324,8 +324,8 @@ class Running:
         assert self.engine is not None
         assert self._to_deliver is not None
         _, worker, owner, _ = self.engine.state()
-        left = set()
-        delivered = set()
+        left: set[int] = set()
+        delivered: set[int] = set()
         for now, before, kind in zip((worker, owner), self._to_deliver, KINDS, strict=True):
             for tile in self.tiles():
                 part = slice(tile.offset(kind), tile.offset(kind) + tile.num_elements)
