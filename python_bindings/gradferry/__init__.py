@@ -12,6 +12,7 @@ import atexit
 
 from gradferry import _native, checkpoint, fsdp, optim
 from gradferry._build_info import PACKAGE_VERSION
+from gradferry.core.options import Options
 from gradferry.ddp.attach import attach, hook
 from gradferry.ddp.state import HookState
 from gradferry.diagnosis import doctor
@@ -41,6 +42,7 @@ __all__ = [
     "GradferryError",
     "GradferryWarning",
     "HookState",
+    "Options",
     "PeerError",
     "ProtocolError",
     "RankMismatchError",

@@ -17,8 +17,9 @@ from gradferry.core.agreement import meeting_place, most_of_ranks
 from gradferry.core.batch_loss import batch_loss, misfit
 from gradferry.core.clock import Clock, clock_of, computing_on
 from gradferry.core.codec_spec import AUTO, parse_codec
-from gradferry.core.config import COARSE_BITS, closest
+from gradferry.core.config import COARSE_BITS
 from gradferry.core.device import agreed_transport
+from gradferry.core.names import closest
 from gradferry.core.nodes import AUTO as FOUND_NODES
 from gradferry.core.nodes import exchanges_to_choose_from, found_nodes, option_for
 from gradferry.core.parameters import reduced_parameters

@@ -8,12 +8,12 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from typing_extensions import Unpack
 
 from gradferry import _native
 from gradferry.core.config import Config, make_config
 from gradferry.core.device import CPU
-from gradferry.core.nodes import AUTO
-from gradferry.core.options import WORKSPACE_CAP_MB, Options
+from gradferry.core.options import Options, takes_options
 from gradferry.errors import ConfigError, StateError
 from gradferry.reduction import save_load
 from gradferry.reduction.advice import watch_optimizer
@@ -39,6 +39,7 @@ __all__ = ["Reducer", "Work"]
 BUCKET_CAP_MB = _native.BUCKET_CAP_MB
 
 
+@takes_options()
 class Reducer(Averaging):
     """Averages named tensors over the ranks of a process group, through a codec. Collective.
 
@@ -50,35 +51,22 @@ class Reducer(Averaging):
     >>> reducer.all_reduce([parameter.grad for parameter in model.parameters()])
     >>> optimizer.step()
 
+    A step is a call of `all_reduce`, for ``exact_skip`` with a ``grad_scaler``, too. With
+    ``momentum`` tensors receive the momentum of what is passed. ``check_every`` compares the
+    registered tensors, which must be parameters; no others that replaced them.
+
     Args:
         named_tensors: pairs of a name and a tensor, or a mapping of them. They say what every call
             averages: names, shapes, dtypes, device, and the order of elements in memory, which must
             be equal on all ranks. What is withheld is kept by name. A Reducer keeps the tensors.
-        codec: as for `gradferry.attach`, which explains all options at length, but not ``"auto"``,
-            which tries codecs in the steps of a training. By default parameters with at most one
-            dimension or fewer than 1024 elements are sent as they are; so is a flat buffer, unless
-            ``rules`` names a codec for it.
+        codec: as for `gradferry.attach`, but not ``"auto"``, which tries codecs in the steps of a
+            training. By default parameters with at most one dimension or fewer than 1024 elements
+            are sent as they are; so is a flat buffer, unless ``rules`` names a codec for it.
         group: of the ranks that average; the default group if None.
-        rules: codecs by name and size of parameters; the first rule that matches counts.
-        error_feedback: which residuals are kept: ``"none"``, ``"owner"``, ``"worker"``, ``"both"``
-            or ``"auto"``.
-        momentum: between 0 and 1: deliver the momentum of gradients instead of gradients. Then
-            tensors receive the momentum of what is passed.
-        warmup_steps: number of first steps without momentum, sent with the codec `warmup`. A step
-            is a call of `all_reduce`.
-        warmup: the codec of these steps.
-        grad_scaler: the `torch.amp.GradScaler` that scales the loss; residuals follow its scale.
-        nonfinite: ``"propagate"`` NaN and infinity to all ranks, or ``"raise"`` an error there.
-        exact_skip: leave residuals as they were when a step is skipped; costs a copy of them. A
-            call is a step, with a ``grad_scaler`` too.
-        check_every: number of steps after which ranks compare their parameters; 0 for never.
-            Compares the registered tensors, which must be parameters; no others that replaced them.
-        seed: of the codecs' random numbers; equal on all ranks.
-        workspace_cap_mb: the most memory for messages, in MiB, on the model's device.
-        nodes: which ranks share a node, and add up their gradients before these are compressed.
         bucket_cap_mb: in MiB. Tensors travel together in buckets of at most this size, into which
             they are copied; a larger tensor travels alone and is averaged where it is. Averages do
             not depend on it.
+        **options: see `gradferry.Options`.
 
     Raises:
         ConfigError: an argument or tensor cannot be used.
@@ -95,21 +83,9 @@ class Reducer(Averaging):
         codec: str = "q4",
         group: dist.ProcessGroup | None = None,
         *,
-        rules: Sequence[Mapping[str, Any]] | None = None,
-        error_feedback: str = "auto",
-        momentum: float | None = None,
-        warmup_steps: int = 0,
-        warmup: str = "exact",
-        grad_scaler: object | None = None,
-        nonfinite: str = "propagate",
-        exact_skip: bool = False,
-        check_every: int = 0,
-        seed: int = 0,
-        workspace_cap_mb: float = WORKSPACE_CAP_MB,
-        nodes: object = AUTO,
         bucket_cap_mb: float = BUCKET_CAP_MB,
+        **options: Unpack[Options],
     ) -> None:
-        options = Options.among(locals())
         members = usable_group(group)
         named: list[tuple[str, torch.Tensor]] = []
         problem: Exception | None = None
@@ -122,7 +98,7 @@ class Reducer(Averaging):
         def propose_here() -> Running:
             if problem is not None:
                 raise problem
-            config = make_config(options)
+            config = make_config(codec, options)
             _check_config(config, named)
             record = {"way in": "Reducer", "bucket_cap_mb": _bucket_cap(bucket_cap_mb)}
             return propose(config, members, device, named, record, self._WAY_ON)

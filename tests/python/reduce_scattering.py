@@ -18,7 +18,6 @@ from gradferry import _native
 from gradferry.core.codec_spec import parse_codec
 from gradferry.core.config import Config, make_config
 from gradferry.core.engine import start_engine
-from gradferry.core.options import Options
 from gradferry.core.parameters import ParameterLayout
 from reference import DTYPES, ReferenceReduceScatter, narrow, scattered_bytes_per_step
 from residual_sums import aligned
@@ -80,7 +79,7 @@ class Case:
     def config(self) -> Config:
         scaler = torch.amp.GradScaler("cpu") if self.scales else None
         options = {"error_feedback": self.error_feedback, "grad_scaler": scaler, **self.options}
-        return make_config(Options(self.codec, **options))
+        return make_config(self.codec, options)
 
     def layouts(self, config: Config) -> list[ParameterLayout]:
         described = []

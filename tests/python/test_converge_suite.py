@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from gradferry.core.codec_spec import parse_codec
 from gradferry.core.config import make_config
-from gradferry.core.options import Options
 from gradferry.errors import ConfigError
 from gradferry_lab.converge.suite import (
     DENSE,
@@ -37,7 +36,7 @@ EVERYONE = sorted(
 
 def auto_mode(codec: str) -> str:
     """The error feedback that a user gets without asking."""
-    config = make_config(Options(codec))
+    config = make_config(codec)
     return {(False, True): "owner", (True, True): "both"}[config.residuals_of(parse_codec(codec))]
 
 

@@ -138,8 +138,6 @@ def test_help_says_what_every_argument_is() -> None:
 
 
 def parser_options() -> list[str]:
-    from dataclasses import fields
+    from gradferry.core.options import DEFAULTS
 
-    from gradferry.core.options import Options
-
-    return [field.name for field in fields(Options)]
+    return list(DEFAULTS)

@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import itertools
 import os
+import re
 from typing import Any
 from unittest import mock
 
@@ -14,7 +15,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from gradferry.core.options import Options
+from gradferry.core.options import DEFAULTS, Options
+from outcomes import Outcome, attempt
 from reference import ReferenceEngine
 from scenario import Run, Scenario, Weight, assert_same_parameters, expected_gradients, train
 from torch import nn
@@ -25,17 +27,55 @@ WEIGHTS = (Weight("first", (90, 70)), Weight("bias", (50,)), Weight("second", (1
 SCENARIO = Scenario(WEIGHTS, 2, error_feedback="both", ddp={"bucket_cap_mb": 0.02})
 
 
-@pytest.mark.parametrize(
-    "takes_options", [gradferry.attach, gradferry.HookState, gradferry.Reducer]
-)
-def test_options_are_said_as_one_thing_with_the_same_names_and_defaults(takes_options) -> None:
-    said = {
+NOT_SCATTERED = ("momentum", "exact_skip", "check_every", "nodes")
+WAYS_IN = {
+    "attach": (gradferry.attach, (), {}),
+    "HookState": (gradferry.HookState, (), {}),
+    "Reducer": (gradferry.Reducer, (), {}),
+    "fsdp": (gradferry.fsdp.attach, ("exact_skip",), {}),
+    "reduce_scatter": (
+        gradferry.fsdp.attach_reduce_scatter, NOT_SCATTERED, {"error_feedback": "none"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("way_in", "without", "defaults"), WAYS_IN.values(), ids=WAYS_IN)
+def test_every_way_in_shows_the_same_options(
+    way_in: Any, without: tuple[str, ...], defaults: dict[str, Any]
+) -> None:
+    shown = {
         name: parameter.default
-        for name, parameter in inspect.signature(takes_options).parameters.items()
-        if name not in ("ddp", "named_tensors", "group", "bucket_cap_mb")
+        for name, parameter in inspect.signature(way_in).parameters.items()
+        if name in DEFAULTS
     }
-    assert said == {field.name: field.default for field in dataclasses.fields(Options)}
-    assert Options.among({**said, "ddp": None}) == Options()
+    assert shown == {
+        name: defaults.get(name, default)
+        for name, default in DEFAULTS.items()
+        if name not in without
+    }
+    assert set(DEFAULTS) == set(Options.__annotations__)
+    for name in DEFAULTS:
+        text = re.search(rf"^        {name}: .+", way_in.__doc__, re.M)
+        assert (text is None) == (name in without), name
+    assert "**options" not in way_in.__doc__
+
+
+def case_unknown_option() -> list[Outcome]:
+    ddp = DistributedDataParallel(nn.Linear(40, 40))
+    mine = {"momentun": 0.9} if dist.get_rank() == 0 else {}
+    return [
+        attempt(lambda: gradferry.attach(ddp, "q4", **mine)),
+        attempt(lambda: gradferry.Reducer([("a", torch.zeros(2000))], **mine)),
+        attempt(lambda: gradferry.HookState("q4", momentun=0.9)),
+    ]
+
+
+def test_an_option_that_does_not_exist_is_one_error_on_all_ranks(world_of_2: World) -> None:
+    for attached, reducer, unbound in world_of_2.run(case_unknown_option):
+        for outcome in (attached, reducer, unbound):
+            assert outcome.error == "ConfigError"
+            assert "there is no option 'momentun' here; the options are rules, " in outcome.text
+            assert outcome.text.endswith("; did you mean 'momentum'?")
 
 
 def same(left: list[list[np.ndarray]], right: list[list[np.ndarray]]) -> bool:

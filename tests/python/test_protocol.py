@@ -85,7 +85,6 @@ class Forger:
     ) -> None:
         """Agrees with the other ranks as attach does, and connects lanes in place of an engine."""
         from gradferry.core import engine
-        from gradferry.core.options import Options
         from gradferry.ddp import binding
 
         self.ranks = engine.lanes_of_host(nodes, self.rank, checks=False)  # of every lane
@@ -102,7 +101,7 @@ class Forger:
             mock.patch.object(binding, "_build", side_effect=start) as started,
             mock.patch.object(binding, "register"),
         ):
-            binding.bind(ddp, Options(scenario.codec, **scenario.options), native=False)
+            binding.bind(ddp, scenario.codec, scenario.options, native=False)
         running = started.call_args.args[0]
         self.layout_hash, self.config_hash = running.layout_hash, running.config_hash
 

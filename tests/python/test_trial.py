@@ -9,7 +9,6 @@ import pytest
 from gradferry.core.codec_spec import parse_codec
 from gradferry.core.config import make_config
 from gradferry.core.nodes import Exchange, Nodes, flat
-from gradferry.core.options import Options
 from gradferry.ddp.auto import candidates
 from gradferry.ddp.trial import (
     COUNTED_STEPS,
@@ -127,7 +126,7 @@ def test_what_is_left_out_is_neither_tried_nor_chosen() -> None:
 
 
 def names(exchanges: list[Exchange], **options: Any) -> set[str]:
-    config = make_config(Options("auto", **options))
+    config = make_config("auto", options)
     return {each.name for each in candidates(config, exchanges)}
 
 

@@ -25,7 +25,6 @@ from gradferry.core.config import make_config
 from gradferry.core.device import Transport, agreed_transport
 from gradferry.core.engine import start_engine
 from gradferry.core.nodes import AUTO, Nodes
-from gradferry.core.options import Options
 from gradferry.core.parameters import ParameterLayout
 from gradferry.core.planned_bytes import planned_bytes
 from gradferry.errors import ConfigError
@@ -152,8 +151,8 @@ class _CodecCollective:
         self._nodes = used.nodes
         # Each as its attach has it by default.
         feedback = "auto" if op == ALL_REDUCE else "none"
-        options = Options(name, error_feedback=feedback, seed=_SEED)
-        config = transport.adapted(make_config(options))
+        options = {"error_feedback": feedback, "seed": _SEED}
+        config = transport.adapted(make_config(name, options))
         self._config = config
         self._on_host = transport.on_host
         codec = parse_codec(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from gradferry.core.config import closest
+from gradferry.core.names import closest
 from gradferry.errors import ConfigError
 
 from gradferry_lab.workloads.optimizers import SGD_MOMENTUM

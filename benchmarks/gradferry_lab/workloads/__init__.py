@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gradferry.core.config import closest
+from gradferry.core.names import closest
 from gradferry.errors import ConfigError
 
 from gradferry_lab.workloads.convex import load_convex

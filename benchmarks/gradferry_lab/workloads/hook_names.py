@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from gradferry import _native
 from gradferry.core.codec_spec import AUTO, OFF
-from gradferry.core.config import Config, closest, make_config
-from gradferry.core.options import Options
+from gradferry.core.config import Config, make_config
+from gradferry.core.names import closest
 from gradferry.errors import ConfigError
 
 NO_HOOK = "none"  # does not communicate at all
@@ -47,7 +47,7 @@ def check_hook(name: str) -> None:
         return
     codec, options = split_options(name)
     if codec.partition(":")[0] in (*codecs, OFF, AUTO):
-        make_config(Options(codec, **options))
+        make_config(codec, options)
     else:
         choices = (*TORCH_HOOKS, *codecs, OFF, AUTO)
         raise ConfigError(
@@ -58,7 +58,7 @@ def check_hook(name: str) -> None:
 def hook_config(name: str) -> Config:
     """The configuration of the gradferry hook with this name. Raises ConfigError."""
     codec, options = split_options(name)
-    return make_config(Options(codec, **options))
+    return make_config(codec, options)
 
 
 def split_options(name: str) -> tuple[str, dict[str, Any]]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gradferry.core.batch_loss import batch_loss, misfit
-from gradferry.core.config import closest
+from gradferry.core.names import closest
 from gradferry.errors import ConfigError
 from torch import nn
 

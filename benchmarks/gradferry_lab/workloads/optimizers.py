@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 import torch
-from gradferry.core.config import closest
+from gradferry.core.names import closest
 from gradferry.ddp.state import HookState
 from gradferry.errors import ConfigError
 from gradferry.optim import OneBitAdam, momentum_mode

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import numbers
 import os
 from collections.abc import Mapping, Sequence
@@ -14,10 +13,10 @@ import torch
 
 from gradferry import _native
 from gradferry.core.codec_spec import AUTO, OFF, CodecSpec, parse_codec
-from gradferry.core.names import plain_name
+from gradferry.core.names import closest, plain_name
 from gradferry.core.nodes import AUTO as FOUND_NODES
 from gradferry.core.nodes import NodesOption, check_option
-from gradferry.core.options import WORKSPACE_CAP_MB, Options
+from gradferry.core.options import DEFAULTS, complete
 from gradferry.errors import ConfigError
 
 ERROR_FEEDBACK = ("auto", "none", "owner", "worker", "both")
@@ -69,7 +68,7 @@ DEFAULT_RULES = (
 
 @dataclass(frozen=True)
 class Config:
-    """A checked configuration. Ranks compare it at attach; see `HookState` for the options."""
+    """A checked configuration. Ranks compare it at attach; see `Options`."""
 
     codec: CodecSpec
     rules: tuple[Rule, ...]
@@ -184,37 +183,38 @@ class Config:
         }
 
 
-def make_config(options: Options) -> Config:
-    """Checks the options that a user passed.
+def make_config(codec: str, given: Mapping[str, Any] | None = None) -> Config:
+    """Checks the codec and the options that a user passed.
 
     Raises:
-        ConfigError: an option is invalid; the message names it, its value and valid values.
+        ConfigError: one is invalid; the message names it, its value and valid values.
     """
-    chooses = options.codec == AUTO
-    spec = FIRST_OF_AUTO if chooses else _codec(options.codec, (OFF, AUTO))
-    _choice("error_feedback", options.error_feedback, ERROR_FEEDBACK)
+    options = complete(given or {})
+    chooses = codec == AUTO
+    spec = FIRST_OF_AUTO if chooses else _codec(codec, (OFF, AUTO))
+    _choice("error_feedback", options["error_feedback"], ERROR_FEEDBACK)
     momentum = 0.0
-    if options.momentum is not None:
-        momentum = _momentum(options.momentum, spec, options.error_feedback)
-    if not isinstance(options.exact_skip, bool):
-        raise ConfigError(f"exact_skip={options.exact_skip!r} must be True or False")
-    rules = tuple(_parse_rule(rule, i) for i, rule in enumerate(options.rules or ()))
-    warmup_steps = count("warmup_steps", options.warmup_steps)
+    if options["momentum"] is not None:
+        momentum = _momentum(options["momentum"], spec, options["error_feedback"])
+    if not isinstance(options["exact_skip"], bool):
+        raise ConfigError(f"exact_skip={options['exact_skip']!r} must be True or False")
+    rules = tuple(_parse_rule(rule, i) for i, rule in enumerate(options["rules"] or ()))
+    warmup_steps = count("warmup_steps", options["warmup_steps"])
     return Config(
         codec=spec,
         rules=rules,
-        error_feedback=options.error_feedback,
+        error_feedback=options["error_feedback"],
         momentum=momentum,
         warmup_steps=warmup_steps,
-        warmup=_warmup(options, warmup_steps, spec, rules),
-        grad_scaler=_grad_scaler(options.grad_scaler),
-        nonfinite=_choice("nonfinite", options.nonfinite, NONFINITE),
-        exact_skip=options.exact_skip,
-        check_every=_check_every(options.check_every, spec),
-        seed=count("seed", options.seed),
-        nodes=check_option(options.nodes),
+        warmup=_warmup(codec, options["warmup"], warmup_steps, momentum, rules),
+        grad_scaler=_grad_scaler(options["grad_scaler"]),
+        nonfinite=_choice("nonfinite", options["nonfinite"], NONFINITE),
+        exact_skip=options["exact_skip"],
+        check_every=_check_every(options["check_every"], spec),
+        seed=count("seed", options["seed"]),
+        nodes=check_option(options["nodes"]),
         chooses=chooses,
-        workspace_cap_mb=_workspace_cap(options.workspace_cap_mb),
+        workspace_cap_mb=_workspace_cap(options["workspace_cap_mb"]),
         disabled=_disabled(os.environ.get("GRADFERRY_DISABLE", "")),
     )
 
@@ -255,8 +255,8 @@ def _momentum(momentum: float, codec: CodecSpec, error_feedback: str) -> float:
     return float(momentum)
 
 
-def _warmup(options: Options, steps: int, codec: CodecSpec, rules: Sequence[Rule]) -> CodecSpec:
-    text = options.warmup
+def _warmup(asked: str, text: str, steps: int, momentum: float, rules: Sequence[Rule]) -> CodecSpec:
+    """The codec of warm-up steps. `asked`: the codec that the user named."""
     if text in (OFF, AUTO):
         raise ConfigError(
             f"warmup={text!r} is for whole trainings; use 'exact', or a codec such as 'q8'"
@@ -269,14 +269,16 @@ def _warmup(options: Options, steps: int, codec: CodecSpec, rules: Sequence[Rule
             f"warmup={text!r} is the codec of warm-up steps, and there are none: give "
             "warmup_steps=, too"
         )
-    if options.codec == OFF:
+    if asked == OFF:
         raise ConfigError(f"warmup={text!r} needs a codec, and 'off' passes gradients through")
-    others = {one for one in (codec, *(rule.codec for rule in rules)) if one.lossy}
-    if options.codec != AUTO and not others:
+    if asked == AUTO:
+        return warmup
+    others = {one for one in (_codec(asked), *(rule.codec for rule in rules)) if one.lossy}
+    if not others:
         raise ConfigError(
             f"warmup={text!r} has nothing to compress: what is 'exact' stays so in warm-up steps"
         )
-    if options.codec != AUTO and options.momentum is None and others == {warmup}:
+    if not momentum and others == {warmup}:
         raise ConfigError(
             f"warmup={text!r} changes nothing: without momentum= these steps would be like all "
             "others; leave it out, with warmup_steps="
@@ -306,7 +308,7 @@ def _workspace_cap(value: float) -> float:
     if not number or not 0 < value < 2**24:
         raise ConfigError(
             f"workspace_cap_mb={value!r} must be a number of MiB, more than 0, such as "
-            f"{WORKSPACE_CAP_MB}"
+            f"{DEFAULTS['workspace_cap_mb']}"
         )
     return float(value)
 
@@ -331,12 +333,6 @@ def count(argument: str, value: int) -> int:
     if not whole or not 0 <= value < 2**64:
         raise ConfigError(f"{argument}={value!r} must be a whole number, 0 or more, below 2**64")
     return int(value)
-
-
-def closest(word: str, choices: Sequence[str]) -> str:
-    """ "; did you mean 'x'?", or an empty string when no choice is similar."""
-    near = difflib.get_close_matches(word, choices, n=1)
-    return f"; did you mean '{near[0]}'?" if near else ""
 
 
 def _parse_rule(rule: Mapping[str, Any], index: int) -> Rule:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 
 # What torch.compile, checkpoint_wrapper and FullyShardedDataParallel call the module inside. Names
@@ -26,3 +27,9 @@ def first_of(names: Sequence[str]) -> str:
     """
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return f"{names[0]!r}{more}"
+
+
+def closest(word: str, choices: Sequence[str]) -> str:
+    """ "; did you mean 'x'?", or an empty string when no choice is similar."""
+    near = difflib.get_close_matches(word, choices, n=1)
+    return f"; did you mean '{near[0]}'?" if near else ""

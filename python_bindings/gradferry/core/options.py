@@ -1,43 +1,165 @@
-"""The options of a hook as one object, unchecked."""
+"""The options of `gradferry.attach` and of all other ways in: each is declared here, once."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+import inspect
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypedDict, TypeVar, cast
 
 from gradferry import _native
+from gradferry.core.names import closest
 from gradferry.core.nodes import AUTO
+from gradferry.errors import ConfigError
 
-WORKSPACE_CAP_MB = _native.WORKSPACE_CAP_MB
+Way = TypeVar("Way", bound=Callable[..., Any])
 
 
-@dataclass(frozen=True)
-class Options:
-    """The options of `gradferry.attach`, which documents them, and of all other ways in.
+class Options(TypedDict, total=False):
+    """What `gradferry.attach` and every other way in take beside a model and a codec.
 
-    `make_config` checks them later: all ranks must learn of an error, so attach does not raise it
-    here on one rank alone.
+    Attributes:
+        rules: dicts with ``codec`` and any of ``name`` (a shell-style pattern of the whole name,
+            such as ``"*embedding*"``), ``min_dims``, ``max_dims``, ``min_size``, ``max_size``
+            (elements). The first rule that matches a parameter gives its codec; a rule that matches
+            no parameter causes a warning. Other parameters get ``exact`` if they have at most one
+            dimension or fewer than 1024 elements, else ``codec``. float64 and complex parameters
+            are always ``exact``.
+        error_feedback: which residuals are kept: ``"none"``, ``"owner"``, ``"worker"``,
+            ``"both"``, or ``"auto"``: both below 8 bits per element and in momentum mode, else the
+            owner residual. With both, what was applied plus what is withheld equals the sum of the
+            gradients. Without the worker residual, which takes 4 bytes per element, the rounding
+            error of a rank's own encoding is lost.
+        momentum: between 0 and 1. Instead of gradients, the hook delivers their momentum
+            m = momentum * m + (1 - momentum) * gradient, which the worker residual stores together
+            with what was withheld. ``topk`` uses a smaller momentum, because its elements already
+            wait before they are sent. Use it with an optimizer that has no momentum of its own, as
+            `gradferry.optim.momentum_mode` makes it, or with `gradferry.optim.OneBitAdam`. Needs
+            one synced backward pass per optimizer step; refuses sparse gradients and
+            ``find_unused_parameters``.
+        warmup_steps: number of first steps in which gradients arrive without momentum, and are sent
+            with the codec `warmup`.
+        warmup: the codec of the first `warmup_steps`, for all parameters that are not ``exact``.
+            ``"exact"`` sends gradients as they are: what arrives is their mean, added up in rank
+            order in fp32 and rounded once to their dtype. Without a hook ranks add up in another
+            order, so that with 3 ranks or more the last bits may differ. Another codec, such as
+            ``"q8"``, sends less, with error feedback as in all other steps; in momentum mode, what
+            it has withheld then enters the momentum. An adaptive optimizer learns its variance from
+            what arrives, and needs 3 bits or more here.
+        grad_scaler: the `torch.amp.GradScaler` that scales the loss. Residuals follow its scale,
+            exactly where that changes by powers of two. Ranks compare their scales at attach and in
+            every step, and raise `RankMismatchError` where they differ, on a device two steps
+            later. Under ``join()`` a rank without input does not update its scaler: a scale that
+            changes there is such an error. An optimizer that steps three times without an
+            ``update()`` of the scaler causes a warning.
+        nonfinite: ``"propagate"`` delivers NaN and infinity to every rank; ``"raise"`` raises
+            `StateError` on every rank, after which the hook is finished, as after any error.
+        exact_skip: if true, a step whose result holds a NaN or infinity, which a GradScaler skips,
+            leaves the residuals unchanged. If false, such a step changes them by the difference
+            between what it was given and what it delivered, wherever that is finite. Costs a copy
+            of the residuals. With ``grad_scaler``, a step is all synced backward passes since an
+            optimizer of the model stepped or since ``scaler.update()``; without, every synced
+            backward pass is a step. What an optimizer has applied is never taken back: where two
+            optimizers share the parameters of one model, the first that steps ends what can be.
+        check_every: number of steps after which all ranks compare hashes of their parameters, and
+            raise `DivergedError` if those differ; 0 for never. Reads the model once and sends 8
+            bytes per parameter. Not for uneven inputs under ``join()``: there a rank without
+            input stops updating. The same steps, or the optimizer's where no gradients come to the
+            hook, raise `StateError` for a parameter that trains although it was replaced, added,
+            unfrozen or converted after attach, so that DistributedDataParallel does not reduce it.
+        seed: of the codecs' random numbers; equal on all ranks.
+        workspace_cap_mb: the most memory for messages, in MiB, on the device of the model: chunks
+            get smaller as the world grows, then fewer are in flight. ``print(state)`` shows what is
+            used.
+        nodes: which ranks share a node, and with it a network card. Ranks of a node first add up
+            their gradients, and nodes exchange the compressed sums: *two levels*. ``"auto"``:
+            those that run on one machine and in one network namespace; where that makes only one
+            node, or nodes of one rank each, the exchange is *flat*, every rank with every other.
+            ``"flat"``: always flat. A whole number: so many consecutive ranks of the process group.
+            A DeviceMesh of two dimensions: its rows. ``print(state)`` says which exchange runs, and
+            why. Nodes of different sizes work. Results depend on the nodes: bits are equal on all
+            ranks, but other than those of the flat exchange. On a device, where nobody has timed
+            two levels, ``"auto"`` is flat with a codec that is named; with codec ``"auto"`` both
+            exchanges are candidates, as on the CPU.
     """
 
-    codec: str = "q4"
-    rules: Sequence[Mapping[str, Any]] | None = None
-    error_feedback: str = "auto"
-    momentum: float | None = None
-    warmup_steps: int = 0
-    warmup: str = "exact"
-    grad_scaler: object | None = None
-    nonfinite: str = "propagate"
-    exact_skip: bool = False
-    check_every: int = 0
-    seed: int = 0
-    workspace_cap_mb: float = WORKSPACE_CAP_MB
-    nodes: object = AUTO
+    rules: Sequence[Mapping[str, Any]] | None
+    error_feedback: str
+    momentum: float | None
+    warmup_steps: int
+    warmup: str
+    grad_scaler: object | None
+    nonfinite: str
+    exact_skip: bool
+    check_every: int
+    seed: int
+    workspace_cap_mb: float
+    nodes: object
 
-    @classmethod
-    def among(cls, arguments: Mapping[str, Any]) -> Options:
-        """Takes the options from ``locals()`` of a function that has an argument for each of them.
 
-        Other names are ignored.
-        """
-        return cls(**{field.name: arguments[field.name] for field in fields(cls)})
+DEFAULTS: Options = {
+    "rules": None,
+    "error_feedback": "auto",
+    "momentum": None,
+    "warmup_steps": 0,
+    "warmup": "exact",
+    "grad_scaler": None,
+    "nonfinite": "propagate",
+    "exact_skip": False,
+    "check_every": 0,
+    "seed": 0,
+    "workspace_cap_mb": _native.WORKSPACE_CAP_MB,
+    "nodes": AUTO,
+}
+
+
+def complete(options: Mapping[str, Any], without: Collection[str] = ()) -> Options:
+    """The options with defaults for those that are not given. Their values are not checked.
+
+    Raises:
+        ConfigError: there is no such option, or it is among `without`.
+    """
+    known = [name for name in DEFAULTS if name not in without]
+    for name in options:
+        if name not in known:
+            raise ConfigError(
+                f"there is no option {name!r} here; the options are {', '.join(known)}"
+                f"{closest(name, known)}"
+            )
+    return cast(Options, {**DEFAULTS, **options})
+
+
+def takes_options(without: Collection[str] = (), **defaults: Any) -> Callable[[Way], Way]:
+    """Shows the options in the signature and in the docstring of a function that takes them as
+    ``**options``, for ``help()`` and notebooks.
+
+    Args:
+        without: options that the function does not take.
+        defaults: where they are other ones.
+    """
+    texts = dict(re.findall(r"^        (\w+): (.*?)(?=^        \w+: |\Z)", _texts(), re.S | re.M))
+
+    def show(function: Way) -> Way:
+        names = [name for name in DEFAULTS if name not in without]
+        signature = inspect.signature(function)
+        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        given = {**DEFAULTS, **defaults}
+        options = [inspect.Parameter(name, keyword, default=given[name]) for name in names]
+        shown = signature.replace(parameters=[*own, *options])
+        function.__signature__ = shown  # type: ignore[attr-defined]
+        told = "".join(f"        {name}: {texts[name]}" for name in names)
+        function.__doc__ = re.sub(
+            r"^        \*\*options: .*?(?=^        \w|^$)",
+            lambda _: told,
+            function.__doc__ or "",
+            count=1,
+            flags=re.S | re.M,
+        )
+        return function
+
+    return show
+
+
+def _texts() -> str:
+    return (Options.__doc__ or "").partition("    Attributes:\n")[2].rstrip() + "\n"

@@ -76,13 +76,18 @@ class Binding:
 
 
 def bind(
-    ddp: DistributedDataParallel, options: Options, *, native: bool, is_bound: bool = False
+    ddp: DistributedDataParallel,
+    codec: str,
+    options: Options,
+    *,
+    native: bool,
+    is_bound: bool = False,
 ) -> Binding:
     """Agrees with all ranks of DDP's group and starts the engine. Collective.
 
     Args:
         ddp: has no communication hook yet.
-        options: checked here, so that an error in them is raised on all ranks.
+        codec, options: checked here, so that an error in them is raised on all ranks.
         native: also registers the native hook.
         is_bound: whether the calling state already has a model, which is an error on all ranks.
 
@@ -100,7 +105,7 @@ def bind(
             raise StateError(
                 "this HookState is bound to a model already; make one HookState for each model"
             )
-        config = make_config(options)
+        config = make_config(codec, options)
         model.check(config)
         return propose(config, model.group, model.device, model.named, model.record, _WAY_ON)
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
+from typing_extensions import Unpack
 
 from gradferry.core.config import make_config
-from gradferry.core.nodes import AUTO
-from gradferry.core.options import WORKSPACE_CAP_MB, Options
+from gradferry.core.options import Options, takes_options
 from gradferry.core.warn import warn
 from gradferry.ddp.binding import Binding, bind
 from gradferry.ddp.momentum import KeptMomentum
@@ -33,26 +33,14 @@ _HOW_TO_BIND = (
 )
 
 
+@takes_options()
 class HookState(Averaging):
     """Compression of one DistributedDataParallel's gradients.
 
     Args:
-        codec: a codec string such as ``"q4"``, or ``"off"`` or ``"auto"``. `gradferry.attach`
-            explains this and all other options at length.
+        codec: a codec string such as ``"q4"``, or ``"off"`` or ``"auto"``; see `gradferry.attach`.
         ddp: the model. Without it, call `bind` before the first backward pass.
-        rules: codecs by name and size of parameters; the first rule that matches counts.
-        error_feedback: which residuals are kept: ``"none"``, ``"owner"``, ``"worker"``, ``"both"``
-            or ``"auto"``.
-        momentum: between 0 and 1: deliver the momentum of gradients instead of gradients.
-        warmup_steps: number of first steps without momentum, sent with the codec `warmup`.
-        warmup: the codec of these steps.
-        grad_scaler: the `torch.amp.GradScaler` that scales the loss; residuals follow its scale.
-        nonfinite: ``"propagate"`` NaN and infinity to all ranks, or ``"raise"`` an error there.
-        exact_skip: leave residuals as they were when a step is skipped; costs a copy of them.
-        check_every: number of steps after which ranks compare their parameters; 0 for never.
-        seed: of the codecs' random numbers; equal on all ranks.
-        workspace_cap_mb: the most memory for messages, in MiB, on the model's device.
-        nodes: which ranks share a node, and add up their gradients before these are compressed.
+        **options: see `gradferry.Options`.
 
     Raises:
         ConfigError: an argument or the model cannot be used.
@@ -65,38 +53,26 @@ class HookState(Averaging):
         self,
         codec: str = "q4",
         ddp: DistributedDataParallel | None = None,
-        *,
-        rules: Sequence[Mapping[str, Any]] | None = None,
-        error_feedback: str = "auto",
-        momentum: float | None = None,
-        warmup_steps: int = 0,
-        warmup: str = "exact",
-        grad_scaler: object | None = None,
-        nonfinite: str = "propagate",
-        exact_skip: bool = False,
-        check_every: int = 0,
-        seed: int = 0,
-        workspace_cap_mb: float = WORKSPACE_CAP_MB,
-        nodes: object = AUTO,
+        **options: Unpack[Options],
     ) -> None:
-        self._ask(Options.among(locals()))
+        self._ask(codec, options)
         if ddp is None:
-            make_config(self._options)
+            make_config(codec, options)
             self._expect_binding()
         else:
             self.bind(ddp)
 
     @classmethod
-    def _attached(cls, ddp: DistributedDataParallel, options: Options) -> HookState:
+    def _attached(cls, ddp: DistributedDataParallel, codec: str, options: Options) -> HookState:
         """For `gradferry.attach`: binds a new state and registers the native hook."""
         state = cls.__new__(cls)
-        state._ask(options)
+        state._ask(codec, options)
         state._bind(ddp, native=True)
         return state
 
-    def _ask(self, options: Options) -> None:
+    def _ask(self, codec: str, options: Options) -> None:
         # Nothing is checked here: with a model, all ranks must learn of a wrong option.
-        self._options = options
+        self._codec, self._options = codec, options
         self._binding: Binding | None = None
         self._unused: RemovableHandle | None = None  # ends the watch for use, until bound
 
@@ -131,7 +107,7 @@ class HookState(Averaging):
 
     def _bind(self, ddp: DistributedDataParallel, *, native: bool) -> None:
         is_bound = self._binding is not None
-        self._binding = bind(ddp, self._options, native=native, is_bound=is_bound)
+        self._binding = bind(ddp, self._codec, self._options, native=native, is_bound=is_bound)
         self._end_watch_for_use()
         running = self._binding.running
         watch_optimizer(running)
@@ -212,10 +188,10 @@ class HookState(Averaging):
                 "a copied or pickled HookState is not bound to a model, and a copied "
                 "DistributedDataParallel has no communication hook: attach again",
             )
-        return (_unbound, (self._options,))
+        return (_unbound, (self._codec, self._options))
 
     def __repr__(self) -> str:
-        return f"HookState(codec={self._options.codec!r}, bound={self._binding is not None})"
+        return f"HookState(codec={self._codec!r}, bound={self._binding is not None})"
 
     def __str__(self) -> str:
         if self._binding is None:
@@ -249,7 +225,7 @@ def momentum_of(state: object) -> KeptMomentum:
     return KeptMomentum(bound_to(state))
 
 
-def _unbound(options: Options) -> HookState:
-    state = HookState(**vars(options))
+def _unbound(codec: str, options: Options) -> HookState:
+    state = HookState(codec, **options)
     state._end_watch_for_use()  # what copied it was warned; the copy may never be meant for use
     return state

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import Unpack
 
 from gradferry import _native
 from gradferry.core.agreement import (
@@ -21,8 +22,8 @@ from gradferry.core.agreement import (
 from gradferry.core.config import COARSE_BITS, Config, make_config
 from gradferry.core.meeting import EchoError, meet, patience, say_failed, world_ranks
 from gradferry.core.names import first_of
-from gradferry.core.nodes import AUTO, FLAT
-from gradferry.core.options import WORKSPACE_CAP_MB, Options
+from gradferry.core.nodes import FLAT
+from gradferry.core.options import Options, complete, takes_options
 from gradferry.core.warn import warn
 from gradferry.errors import ConfigError, GradferryError, PeerError
 from gradferry.fsdp.hooks import ModuleHook, Passes, ReduceScatterHook, ReplicaHook
@@ -42,26 +43,18 @@ _WAY_ON = (
     "This model is finished, on all ranks, since FSDP2 does not recover from a backward pass that "
     "failed. To go on, build and shard a new one, attach, and load the last checkpoint."
 )
+# A step that is skipped because of another shard would go unnoticed here.
+_NOT_SHARDED = ("exact_skip",)
 # What a reduce-scatter leaves out, because only its owner sees a mean.
-_NOT_SCATTERED = {"momentum": None, "exact_skip": False, "check_every": 0, "nodes": FLAT}
+_NOT_SCATTERED = ("momentum", "exact_skip", "check_every", "nodes")
 
 
+@takes_options(_NOT_SHARDED)
 def attach(
     model: nn.Module,
     codec: str = "q4",
     replicate_group: dist.ProcessGroup | DeviceMesh | None = None,
-    *,
-    rules: Sequence[Mapping[str, Any]] | None = None,
-    error_feedback: str = "auto",
-    momentum: float | None = None,
-    warmup_steps: int = 0,
-    warmup: str = "exact",
-    grad_scaler: object | None = None,
-    nonfinite: str = "propagate",
-    check_every: int = 0,
-    seed: int = 0,
-    workspace_cap_mb: float = WORKSPACE_CAP_MB,
-    nodes: object = AUTO,
+    **options: Unpack[Options],
 ) -> ShardedState:
     """Hybrid sharding whose averages over replicas are compressed. Collective.
 
@@ -81,28 +74,18 @@ def attach(
     that of ``init_process_group``: how long ranks wait here for one that does not come, half of it
     and at most five minutes, and in a backward pass. ``torch.distributed.set_timeout`` changes it.
 
+    ``check_every`` compares this shard between its replicas, and raises `StateError` for a
+    parameter that was added or unfrozen after attach and that FSDP2 does not reduce. ``momentum``
+    needs a gradient of every parameter in every pass.
+
     Args:
         model: under ``torch.distributed.fsdp.fully_shard``, over a mesh of one dimension.
-        codec: as for `gradferry.attach`, which explains all options at length, but not ``"auto"``,
-            which tries codecs in the steps of DistributedDataParallel. The number of dimensions and
-            elements that decide which parameters are sent as they are is that of this rank's shard.
+        codec: as for `gradferry.attach`, but not ``"auto"``, which tries codecs in the steps of
+            DistributedDataParallel. The number of dimensions and elements that decide which
+            parameters are sent as they are is that of this rank's shard.
         replicate_group: of the ranks that hold this rank's shard: a process group, or a DeviceMesh
             of one dimension.
-        rules: codecs by name and size of parameters; the first rule that matches counts.
-        error_feedback: which residuals are kept: ``"none"``, ``"owner"``, ``"worker"``, ``"both"``
-            or ``"auto"``.
-        momentum: between 0 and 1: deliver the momentum of gradients instead of gradients. Needs a
-            gradient of every parameter in every pass.
-        warmup_steps: number of first steps without momentum, sent with the codec `warmup`.
-        warmup: the codec of these steps.
-        grad_scaler: the `torch.amp.GradScaler` that scales the loss; residuals follow its scale.
-        nonfinite: ``"propagate"`` NaN and infinity to all ranks, or ``"raise"`` an error there.
-        check_every: number of steps after which ranks compare their parameters; 0 for never.
-            Compares this shard between its replicas, and raises `StateError` for a parameter that
-            was added or unfrozen after attach and that FSDP2 does not reduce.
-        seed: of the codecs' random numbers; equal on all ranks.
-        workspace_cap_mb: the most memory for messages, in MiB, on the model's device.
-        nodes: which ranks share a node, and add up their gradients before these are compressed.
+        **options: see `gradferry.Options`.
 
     Returns:
         The hook's state. The hook lives as long as the model, whether the state is kept or not.
@@ -120,8 +103,6 @@ def attach(
     replica may be in a collective of FSDP2 then, and wait for these processes to end, or for the
     timeout of its group.
     """
-    # A step that is skipped because of another shard would go unnoticed here.
-    options = Options.among({**locals(), "exact_skip": False})
     modules = sharded_modules(model)
     shards = [shard for module in modules for shard in module.shards]
     shard_group = modules[0].shard_group
@@ -134,7 +115,8 @@ def attach(
         _check_replicas(modules)
         owned = [(shard, None) for shard in shards]
         record = {"shard": part, **_values(model)}
-        return _propose(_config(options), group, modules, record, owned)
+        config = _config(codec, complete(options, _NOT_SHARDED))
+        return _propose(config, group, modules, record, owned)
 
     running = _known_to_all(shard_group, modules, lambda: _start(group, modules, propose_here))
     hooks = _hooks(ReplicaHook, running, modules)
@@ -142,18 +124,11 @@ def attach(
     return ShardedState(running, hooks, part)
 
 
+@takes_options(_NOT_SCATTERED, error_feedback="none")
 def attach_reduce_scatter(
     model: nn.Module,
     codec: str = "q4",
-    *,
-    rules: Sequence[Mapping[str, Any]] | None = None,
-    error_feedback: str = "none",
-    warmup_steps: int = 0,
-    warmup: str = "exact",
-    grad_scaler: object | None = None,
-    nonfinite: str = "propagate",
-    seed: int = 0,
-    workspace_cap_mb: float = WORKSPACE_CAP_MB,
+    **options: Unpack[Options],
 ) -> ShardedState:
     """Compresses the reduce-scatter of gradients among the ranks of a sharded model. Collective.
 
@@ -167,22 +142,16 @@ def attach_reduce_scatter(
 
     Call it once on every rank, after the last ``fully_shard`` and before the first backward pass.
 
+    ``error_feedback`` is ``"none"``, or ``"worker"``, which keeps on every rank what its encoding
+    of the *whole* model's gradients withholds: 4 bytes for each of its parameters, not divided by
+    the number of ranks. Codecs below 3 bits need it, and ``grad_scaler`` has a meaning only there.
+
     Args:
         model: under ``torch.distributed.fsdp.fully_shard``.
-        codec: as for `gradferry.attach`, which explains all options at length, but not ``"auto"``.
+        codec: as for `gradferry.attach`, but not ``"auto"``.
             The number of dimensions and elements that decide which parameters are sent as they are
             is that of a shard.
-        rules: codecs by name and size of parameters; the first rule that matches counts.
-        error_feedback: ``"none"``, or ``"worker"``, which keeps on every rank what its encoding of
-            the *whole* model's gradients withholds: 4 bytes for each of its parameters, not
-            divided by the number of ranks. Codecs below 3 bits need it.
-        warmup_steps: number of first steps without momentum, sent with the codec `warmup`.
-        warmup: the codec of these steps.
-        grad_scaler: the `torch.amp.GradScaler` that scales the loss; residuals follow its scale.
-            Only for ``error_feedback="worker"``.
-        nonfinite: ``"propagate"`` NaN and infinity to all ranks, or ``"raise"`` an error there.
-        seed: of the codecs' random numbers; equal on all ranks.
-        workspace_cap_mb: the most memory for messages, in MiB, on the model's device.
+        **options: see `gradferry.Options`.
 
     Returns:
         The hook's state. The hook lives as long as the model, whether the state is kept or not.
@@ -197,7 +166,6 @@ def attach_reduce_scatter(
     A backward pass raises PeerError, ProtocolError or StateError on all ranks of the shard group,
     and so does every forward pass after it.
     """
-    options = Options.among({**locals(), **_NOT_SCATTERED})
     modules = sharded_modules(model)
     group = modules[0].shard_group
     # As FSDP2 hands them over: those of the first rank, then those of the second.
@@ -212,7 +180,8 @@ def attach_reduce_scatter(
         _check_modules(modules)
         for module in modules:
             _expect_free(module, "a reduce-scatter", module.reduce_scatter)
-        config = _config(options)
+        asked = complete({"error_feedback": "none", **options}, _NOT_SCATTERED)
+        config = _config(codec, {**asked, "nodes": FLAT})
         _check_feedback(config, owned)
         return _propose(config, group, modules, {}, owned)
 
@@ -222,8 +191,8 @@ def attach_reduce_scatter(
     return ShardedState(running, hooks, f"group_of_rank_{min(world_ranks(group))}")
 
 
-def _config(options: Options) -> Config:
-    config = make_config(options)
+def _config(codec: str, options: Options) -> Config:
+    config = make_config(codec, options)
     if config.chooses:
         raise ConfigError(
             "codec='auto' tries codecs in the steps of DistributedDataParallel; name a codec for "
