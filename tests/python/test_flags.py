@@ -12,8 +12,7 @@ from gradferry_lab.flags import Parser, refuse
     ("command", "flag", "words"),
     [
         (["doctor"], "--model", ["--model", "nope:x"]),
-        (["doctor"], "--turns", ["--turns=5"]),  # the default, but named
-        (["doctor"], "--hooks", ["--hooks", "q4"]),
+        (["doctor"], "--hooks", ["--hooks", "torch:fp32", "q4"]),  # the setting, but named
         (["plan"], "--world", ["--world", "64"]),
         (["plan"], "--params", ["--par", "1e9"]),
         (["bench", "train"], "--hooks", ["--hooks", "q4"]),

@@ -59,7 +59,7 @@ class Rule:
 
 EXACT = CodecSpec("exact")
 # Runs until codec="auto" has tried its candidates. None of them withholds more.
-FIRST_OF_AUTO = parse_codec("q4")
+FIRST_OF_AUTO = CodecSpec("q4")
 DEFAULT_RULES = (
     Rule(EXACT, max_dims=_native.EXEMPT_MAX_DIMS),
     Rule(EXACT, max_size=_native.EXEMPT_MAX_SIZE),
