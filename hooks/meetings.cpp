@@ -248,7 +248,7 @@ void Meetings::forget_before(uint64_t number) {
     if (!store_->check({prefix + "decided"})) return;  // removed before
     std::vector<std::string> keys;
     for (uint32_t rank = 0; rank < world_size_; ++rank) {
-      for (const char* key : {"brought/", "rank/"})
+      for (const char* key : {"brought/", "rank/", ""})
         keys.push_back(prefix + key + std::to_string(rank));
     }
     for (const char* key : {"failed", "size", "came", "outcome", "read", "decided"}) {

@@ -10,6 +10,7 @@
 //   n/decided           who makes it 1 decides: the last rank to come, or one that waited too long
 //   n/outcome           of the meeting, the same for every rank that came
 //   n/read              counts ranks that have read an outcome with which they do not go on
+//   n/<rank>            what that rank has left there when it could not connect (connect_ranks.h)
 //
 // When all ranks have come to one meeting, the keys of those before it are removed.
 #pragma once

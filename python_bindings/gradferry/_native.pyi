@@ -140,13 +140,17 @@ class Lane:
         send_bytes: list[int],
     ) -> Collective: ...
     def all_gather(self, receive: torch.Tensor, send: torch.Tensor) -> Collective: ...
+    def descriptors(self) -> list[int]: ...
 
-def socket_lanes(
-    lanes: Sequence[tuple[Sequence[int], Sequence[int]]],
+def connect_lanes(
+    store: Store,
     *,
     rank: int,
-    timeout_seconds: float,
     world_ranks: Sequence[int],
+    lanes: Sequence[Sequence[int]],
+    longest_seconds: float,
+    between_polls: Callable[[], None],
+    timeout_seconds: float,
 ) -> list[Lane]: ...
 
 class PendingAllReduce:

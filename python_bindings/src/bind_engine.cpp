@@ -12,12 +12,14 @@
 #include "device/device_engine.h"
 #include "gradferry/device_library.h"
 #include "holders.h"
+#include "host/connect_ranks.h"
 #include "host/finisher.h"
 #include "host/host_engine.h"
 #include "host/shared_memory.h"
 #include "host/socket_lane.h"
 #include "process_end.h"
 #include "scalar_type.h"
+#include "threads.h"
 
 namespace gradferry {
 namespace {
@@ -45,6 +47,10 @@ c10::intrusive_ptr<c10d::Store> to_store(const py::handle& store) {
 
 c10::intrusive_ptr<c10d::Backend> to_backend(const py::handle& backend) {
   return c10::intrusive_ptr<c10d::Backend>::reclaim_copy(&backend.cast<c10d::Backend&>());
+}
+
+std::chrono::milliseconds to_milliseconds(double seconds) {
+  return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
 }
 
 std::unique_ptr<EngineOptions> make_options(
@@ -96,6 +102,33 @@ std::shared_ptr<Lane> make_backend_lane(const py::handle& backend) {
   const py::gil_scoped_release released;
   return std::make_shared<CarrierLane>(
       std::move(held), std::make_shared<const at::ThreadLocalState>(thread_state_without_python()));
+}
+
+// Python's signal handlers run in `between_polls`, so that Ctrl-C ends the wait.
+py::list connect_lanes(const py::handle& store, uint32_t rank, const WorldRanks& world_ranks,
+                       std::vector<std::vector<uint32_t>> lanes, double longest_seconds,
+                       const py::function& between_polls, double timeout_seconds) {
+  const auto held = to_store(store);
+  std::vector<std::shared_ptr<Lane>> connected;
+  {
+    const py::gil_scoped_release released;
+    connected = make_socket_lanes(
+        rank,
+        connect_ranks(*held, {.rank = rank,
+                              .world_size = static_cast<uint32_t>(world_ranks.size()),
+                              .world_ranks = world_ranks,
+                              .lanes = std::move(lanes),
+                              .deadline = now() + to_milliseconds(longest_seconds),
+                              .between_polls =
+                                  [&] {
+                                    const py::gil_scoped_acquire acquired;
+                                    between_polls();
+                                  }}),
+        to_milliseconds(timeout_seconds), world_ranks);
+  }
+  py::list made;
+  for (const auto& lane : connected) made.append(to_python(lane));
+  return made;
 }
 
 std::shared_ptr<SharedMemory> map_shared_memory(int descriptor, uint64_t num_bytes) {
@@ -332,24 +365,12 @@ void bind_options(py::module_& module) {
           [](Lane& lane, const at::Tensor& receive, const at::Tensor& send) {
             return PostedCollective{lane.all_gather(receive, send)};
           },
-          py::arg("receive"), py::arg("send"), py::call_guard<py::gil_scoped_release>());
-  module.def(
-      "socket_lanes",
-      [](const std::vector<std::pair<std::vector<uint32_t>, std::vector<int>>>& lanes,
-         uint32_t rank, double timeout_seconds, const WorldRanks& world_ranks) {
-        std::vector<LaneSockets> sockets;
-        for (const auto& [ranks, connections] : lanes) sockets.push_back({ranks, connections});
-        py::list made;
-        for (const auto& lane : make_socket_lanes(
-                 rank, sockets,
-                 std::chrono::milliseconds(static_cast<int64_t>(timeout_seconds * 1000)),
-                 world_ranks)) {
-          made.append(to_python(lane));
-        }
-        return made;
-      },
-      py::arg("lanes"), py::kw_only(), py::arg("rank"), py::arg("timeout_seconds"),
-      py::arg("world_ranks"));
+          py::arg("receive"), py::arg("send"), py::call_guard<py::gil_scoped_release>())
+      .def("descriptors",
+           [](const Lane& lane) { return dynamic_cast<const SocketLane&>(lane).descriptors(); });
+  module.def("connect_lanes", &connect_lanes, py::arg("store"), py::kw_only(), py::arg("rank"),
+             py::arg("world_ranks"), py::arg("lanes"), py::arg("longest_seconds"),
+             py::arg("between_polls"), py::arg("timeout_seconds"));
   py::class_<SharedMemory, std::shared_ptr<SharedMemory>> memory_class(module, "SharedMemory");
   def_init(memory_class, &map_shared_memory, py::arg("descriptor"), py::arg("num_bytes"));
   memory_class.def("part", &SharedMemory::part, py::arg("offset"), py::arg("num_bytes"));
@@ -450,8 +471,7 @@ void bind_engine(py::module_& module) {
       "shutdown",
       [](double timeout_seconds) {
         const py::gil_scoped_release released;
-        const std::chrono::milliseconds timeout(static_cast<int64_t>(timeout_seconds * 1000));
-        BackgroundThread::stop_all(timeout);
+        BackgroundThread::stop_all(to_milliseconds(timeout_seconds));
         process_is_ending = true;
       },
       py::arg("timeout_seconds"));

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 
@@ -28,3 +32,16 @@ def attempt(call: Callable[[], Any]) -> Outcome:
         ours = isinstance(error, gradferry.GradferryError)
         return Outcome(type(error).__name__, ours, str(error))
     return Outcome(None, False, "")
+
+
+@contextlib.contextmanager
+def interrupted_soon() -> Iterator[None]:
+    """Ctrl-C comes a moment after the beginning."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        signal.signal(signal.SIGINT, before)

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from gradferry import errors
 from gradferry.core.meeting import (
     NO_STORE,
-    EchoError,
     absent_after_loss,
     name_ranks,
     wait_or_hear,
@@ -21,6 +20,7 @@ from gradferry.core.meeting import (
 )
 from gradferry.errors import (
     ConfigError,
+    EchoError,
     GradferryError,
     PeerError,
     ProtocolError,

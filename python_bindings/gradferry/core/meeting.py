@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from gradferry.errors import PeerError
+from gradferry.errors import EchoError, PeerError
 
 MOST_PATIENCE = timedelta(minutes=5)
 MOST_PAUSE_SECONDS = 0.1  # between two reads of the store
@@ -42,10 +42,6 @@ FAILED_ELSEWHERE = "a rank waits no longer, since one of another group of its fa
 # How long ranks that lost their connections look for each other.
 LOOK_SECONDS = 1.0
 NO_STORE = "the store of the process group does not answer (mostly rank 0 serves it)"
-
-
-class EchoError(PeerError):
-    """This rank failed because another rank did; that rank's error has the cause."""
 
 
 def store_of(group: dist.ProcessGroup) -> Store:
@@ -226,14 +222,14 @@ def say_failed(group: dist.ProcessGroup) -> None:
 
 
 def hear_failures(group: dist.ProcessGroup) -> Callable[[], None]:
-    """A function that raises RuntimeError once a rank has called `say_failed`, and where the store
-    does not answer. For use before the next meeting.
+    """A function that raises EchoError once a rank has called `say_failed`, and RuntimeError where
+    the store does not answer. For use before the next meeting.
     """
     lost = _losses(group)
 
     def raise_if_failed() -> None:
         if lost.check(["any"]):
-            raise RuntimeError("closed by peer, which failed")
+            raise EchoError("another rank failed while the ranks connected")
 
     return raise_if_failed
 
