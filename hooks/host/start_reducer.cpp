@@ -308,7 +308,7 @@ StartedReducer start_reducer(const Reducer::NamedTensors& tensors, const Reducer
     started.engine = start_engine(proposal, options, {}, nullptr, rank, world_size);
     return started;
   }
-  const uint64_t number = meetings->meet(brought, "come to make a Reducer");
+  const uint64_t number = meetings->meet({"come to make a Reducer", &brought, {}});
   Brought outcome;
   const auto own = c10::make_intrusive<c10d::PrefixStore>(std::to_string(number), store);
   try {
@@ -326,7 +326,7 @@ StartedReducer start_reducer(const Reducer::NamedTensors& tensors, const Reducer
   } catch (const std::exception& error) {
     outcome.error.emplace(ErrorKind::kPeer, "cannot make a Reducer: " + first_line(error));
   }
-  meetings->meet(outcome, "connect");
+  meetings->meet({"connect", &outcome, {}});
   GRADFERRY_EXPECTS(started.engine, kPeer, "another rank could not connect; look at its error");
   if (rank == 0) warn_if_exact(options, proposal.specs);
   return started;

@@ -1,6 +1,5 @@
 #include <pybind11/stl.h>
 
-#include <chrono>
 #include <numeric>
 #include <optional>
 
@@ -12,14 +11,12 @@
 #include "device/device_engine.h"
 #include "gradferry/device_library.h"
 #include "holders.h"
-#include "host/connect_ranks.h"
 #include "host/finisher.h"
 #include "host/host_engine.h"
 #include "host/shared_memory.h"
 #include "host/socket_lane.h"
 #include "process_end.h"
 #include "scalar_type.h"
-#include "threads.h"
 
 namespace gradferry {
 namespace {
@@ -41,16 +38,8 @@ Collective to_collective(const std::string& name) {
 }
 
 // By reference: torch registers some classes under another holder type.
-c10::intrusive_ptr<c10d::Store> to_store(const py::handle& store) {
-  return c10::intrusive_ptr<c10d::Store>::reclaim_copy(&store.cast<c10d::Store&>());
-}
-
 c10::intrusive_ptr<c10d::Backend> to_backend(const py::handle& backend) {
   return c10::intrusive_ptr<c10d::Backend>::reclaim_copy(&backend.cast<c10d::Backend&>());
-}
-
-std::chrono::milliseconds to_milliseconds(double seconds) {
-  return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
 }
 
 std::unique_ptr<EngineOptions> make_options(
@@ -102,33 +91,6 @@ std::shared_ptr<Lane> make_backend_lane(const py::handle& backend) {
   const py::gil_scoped_release released;
   return std::make_shared<CarrierLane>(
       std::move(held), std::make_shared<const at::ThreadLocalState>(thread_state_without_python()));
-}
-
-// Python's signal handlers run in `between_polls`, so that Ctrl-C ends the wait.
-py::list connect_lanes(const py::handle& store, uint32_t rank, const WorldRanks& world_ranks,
-                       std::vector<std::vector<uint32_t>> lanes, double longest_seconds,
-                       const py::function& between_polls, double timeout_seconds) {
-  const auto held = to_store(store);
-  std::vector<std::shared_ptr<Lane>> connected;
-  {
-    const py::gil_scoped_release released;
-    connected = make_socket_lanes(
-        rank,
-        connect_ranks(*held, {.rank = rank,
-                              .world_size = static_cast<uint32_t>(world_ranks.size()),
-                              .world_ranks = world_ranks,
-                              .lanes = std::move(lanes),
-                              .deadline = now() + to_milliseconds(longest_seconds),
-                              .between_polls =
-                                  [&] {
-                                    const py::gil_scoped_acquire acquired;
-                                    between_polls();
-                                  }}),
-        to_milliseconds(timeout_seconds), world_ranks);
-  }
-  py::list made;
-  for (const auto& lane : connected) made.append(to_python(lane));
-  return made;
 }
 
 std::shared_ptr<SharedMemory> map_shared_memory(int descriptor, uint64_t num_bytes) {
@@ -368,9 +330,6 @@ void bind_options(py::module_& module) {
           py::arg("receive"), py::arg("send"), py::call_guard<py::gil_scoped_release>())
       .def("descriptors",
            [](const Lane& lane) { return dynamic_cast<const SocketLane&>(lane).descriptors(); });
-  module.def("connect_lanes", &connect_lanes, py::arg("store"), py::kw_only(), py::arg("rank"),
-             py::arg("world_ranks"), py::arg("lanes"), py::arg("longest_seconds"),
-             py::arg("between_polls"), py::arg("timeout_seconds"));
   py::class_<SharedMemory, std::shared_ptr<SharedMemory>> memory_class(module, "SharedMemory");
   def_init(memory_class, &map_shared_memory, py::arg("descriptor"), py::arg("num_bytes"));
   memory_class.def("part", &SharedMemory::part, py::arg("offset"), py::arg("num_bytes"));

@@ -29,6 +29,8 @@ std::exception_ptr make_torch_exception(const Error& error) {
   return std::make_exception_ptr(TorchException(error));
 }
 
+bool is_echo(const py::error_already_set& error) { return error.matches(echo_class); }
+
 void bind_errors(py::module_& /*module*/) {
   const py::module_ errors = py::module_::import("gradferry.errors");
   for (size_t i = 0; i < kClassNames.size(); ++i) {

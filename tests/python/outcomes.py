@@ -7,6 +7,7 @@ import dataclasses
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -35,13 +36,18 @@ def attempt(call: Callable[[], Any]) -> Outcome:
 
 
 @contextlib.contextmanager
-def interrupted_soon() -> Iterator[None]:
-    """Ctrl-C comes a moment after the beginning."""
+def interrupted(wait: Callable[[], object] = lambda: time.sleep(0.3)) -> Iterator[None]:
+    """Ctrl-C comes when `wait` has returned, which another thread calls."""
+
+    def interrupt() -> None:
+        wait()
+        os.kill(os.getpid(), signal.SIGINT)
+
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
+    thread = threading.Thread(target=interrupt)
+    thread.start()
     try:
         yield
     finally:
-        timer.cancel()
+        thread.join()
         signal.signal(signal.SIGINT, before)

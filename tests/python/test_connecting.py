@@ -18,8 +18,9 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
-from outcomes import Outcome, attempt, interrupted_soon
+from outcomes import Outcome, attempt, interrupted
 from scenario import ChosenGradients, Run, Scenario, Weight
+from torch._C._distributed_c10d import PrefixStore
 from torch.nn.parallel import DistributedDataParallel
 from world import World, WorldError
 
@@ -98,13 +99,12 @@ def test_rank_that_comes_late_does_not_believe_that_the_others_are_there(
 def case_interrupted() -> bool:
     """A rank that was interrupted while it waited is not there any more."""
     import gradferry
-    from gradferry.core import meeting
 
     ddp = plain_ddp()
     if dist.get_rank() == 0:
-        interrupt = mock.patch.object(meeting.time, "sleep", side_effect=KeyboardInterrupt)
-        with interrupt, contextlib.suppress(KeyboardInterrupt):
+        with interrupted(), contextlib.suppress(KeyboardInterrupt):
             gradferry.attach(ddp, "q4")
+            raise AssertionError("it was not interrupted")
         dist.barrier()
     else:
         dist.barrier()
@@ -133,7 +133,7 @@ def case_interrupted_connecting() -> Outcome | None:
 
     outcome = None
     if dist.get_rank() == 1:
-        with interrupted_soon(), contextlib.suppress(KeyboardInterrupt):
+        with interrupted(), contextlib.suppress(KeyboardInterrupt):
             gradferry.attach(ddp, "q4")
             raise AssertionError("it was not interrupted")
     elif dist.get_rank() == 2:
@@ -301,3 +301,30 @@ def case_keys() -> list[int]:
 def test_trainings_leave_no_keys_in_the_store(world_of_3: World) -> None:
     for counts in world_of_3.run(case_keys):
         assert len(set(counts[1:])) == 1, counts
+
+
+def case_interrupted_among_others() -> Outcome | None:
+    """Rank 2 does not come; rank 0 is interrupted, and rank 1 need not wait for the rest."""
+    import gradferry
+    from gradferry.core.meeting import store_of
+
+    ddp, outcome = plain_ddp(), None
+    store = PrefixStore("gradferry/meetings", store_of(dist.group.WORLD))
+    other_came = f"{store.add('number', 0)}/rank/1"
+    dist.barrier()
+    if dist.get_rank() == 0:
+        waits = interrupted(lambda: store.wait([other_came]))
+        with waits, contextlib.suppress(KeyboardInterrupt):
+            gradferry.attach(ddp, "q4")
+            raise AssertionError("it was not interrupted")
+    elif dist.get_rank() == 1:
+        outcome = attempt(lambda: gradferry.attach(ddp, "q4"))
+    dist.barrier()
+    assert train()
+    return outcome
+
+
+def test_rank_that_is_interrupted_while_it_waits_is_named(world_of_3: World) -> None:
+    _, outcome, _ = world_of_3.run(case_interrupted_among_others)
+    assert outcome.error == "PeerError"
+    assert outcome.text == "rank 0 was interrupted while it waited for others"

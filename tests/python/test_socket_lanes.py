@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from outcomes import interrupted_soon
+from outcomes import interrupted
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from world import COLLECTIVE_SECONDS, World
@@ -212,7 +212,7 @@ def case_interrupted() -> str | None:
     if dist.get_rank() == 0:
         dist.barrier()
         return None
-    with interrupted_soon():
+    with interrupted():
         try:
             make_lanes("interrupted")
         except KeyboardInterrupt:

@@ -355,7 +355,7 @@ def _telling_of_others() -> Iterator[None]:
         yield
     except (OSError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
-        if _is_echo(reason):
+        if _native.is_echo(reason):
             raise EchoError(
                 f"the other ranks did not connect: {reason}; look at their errors first"
             ) from error
@@ -363,9 +363,3 @@ def _telling_of_others() -> Iterator[None]:
             f"cannot connect to the other ranks: {reason}; look at the limits of the process "
             "(ulimit -n) and at its network"
         ) from error
-
-
-def _is_echo(reason: str) -> bool:
-    """Whether the failure of another rank caused the error."""
-    words = ("timed out", "timeout", "by peer", "refused", "broken pipe")
-    return any(word in reason.lower() for word in words)

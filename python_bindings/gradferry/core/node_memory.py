@@ -14,6 +14,7 @@ and all of them exchange through their lanes alone.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -29,7 +30,7 @@ from contextlib import contextmanager
 from torch._C._distributed_c10d import Store
 
 from gradferry import _native
-from gradferry.core.meeting import MOST_PAUSE_SECONDS, forget
+from gradferry.core.meeting import MOST_PAUSE_SECONDS
 from gradferry.errors import PeerError
 
 _SECRET_BYTES = 16
@@ -79,7 +80,9 @@ def share_memory(
             refused = refused or f"rank {each}: {why}"
     if store.add("left", 1) == len(siblings):
         doors = [f"door/{each}" for each in others]
-        forget(store, [*doors, "given", *(f"outcome/{each}" for each in siblings), "left"])
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # a store that cannot
+            for key in (*doors, "given", *(f"outcome/{each}" for each in siblings), "left"):
+                store.delete_key(key)
     if refused:
         return None, refused
     assert memory is not None
