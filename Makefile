@@ -44,7 +44,7 @@ quiet := tools/quiet.sh
 # Folders are listed too: theirs is the timestamp that changes when a file goes away.
 core_inputs := $(shell find CMakeLists.txt CMakePresets.json cmake include kernels measure tests/cpp tests/simt tests/cuda tests/fuzz benchmarks/CMakeLists.txt benchmarks/*.cpp \
     hooks/faults.* hooks/layout.* hooks/messages.* hooks/nodes.* hooks/plan.* hooks/tensor_message.* \
-    hooks/used_map.h hooks/workspace.* 2>/dev/null)
+    hooks/reasons.h hooks/used_map.h hooks/workspace.* 2>/dev/null)
 package_inputs := $(shell find pyproject.toml README.md CMakeLists.txt cmake include hooks measure python_bindings benchmarks/gradferry_lab \
     tests/hooks tests/sim tests/streams tests/simt examples/cpp kernels/common \
     -not -name __pycache__ -not -name '*.pyc' 2>/dev/null)

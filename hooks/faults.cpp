@@ -5,6 +5,8 @@
 #include <sstream>
 #include <vector>
 
+#include "reasons.h"
+
 namespace gradferry {
 namespace {
 
@@ -40,17 +42,6 @@ std::string rank_in(const std::string& reason) {
   const size_t colon = reason.find(':');
   const bool named = reason.starts_with("rank ") && colon != std::string::npos;
   return named ? reason.substr(0, colon) : "another rank";
-}
-
-// gloo's reason without the source locations, addresses and calls that gloo names.
-std::string plain_reason(const std::string& reason) {
-  for (const char* words : {"closed by peer", "reset by peer", "Broken pipe"}) {
-    if (reason.find(words) != std::string::npos) return "its connection was closed";
-  }
-  if (reason.find("imed out") != std::string::npos) {
-    return "nothing came within the timeout";
-  }
-  return reason.substr(0, reason.find('\n'));
 }
 
 FieldText text_of(WireStatus status) {

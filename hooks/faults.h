@@ -23,6 +23,12 @@ inline uint32_t in_world(const WorldRanks& ranks, uint32_t rank) {
 // "rank 1", "ranks 1 and 2", "ranks 0, 1, ... and 9 more".
 std::string name_ranks(const std::vector<uint32_t>& ranks);
 
+// This rank failed because another rank did; that rank's error has the cause.
+class EchoError final : public Error {
+ public:
+  explicit EchoError(const std::string& message) : Error(ErrorKind::kPeer, message) {}
+};
+
 // The first thing that went wrong in a bucket on this rank; the commit carries it to the others.
 struct Fault {
   WireStatus status = WireStatus::kOk;

@@ -2,9 +2,9 @@
 
 #include <algorithm>
 #include <charconv>
+#include <exception>
 #include <sstream>
 
-#include "faults.h"
 #include "store_text.h"
 #include "threads.h"
 
@@ -14,7 +14,7 @@ namespace {
 using std::chrono::milliseconds;
 
 constexpr milliseconds kShortestPause{1}, kLongestPause{100};
-// That ranks get to read why they do not go on.
+// Grace period for slower ranks to read why they do not go on.
 constexpr milliseconds kLongestForOthers{2000};
 constexpr const char* kAllCame = "all came";
 constexpr const char* kUnreadable = "a rank brought something else to the store";
@@ -104,8 +104,12 @@ std::optional<Error> first_difference(const Brought& expected, uint64_t first,
                   std::to_string(brought.fields.size()), std::to_string(expected.fields.size()));
 }
 
-}  // namespace
+// What was thrown between polls; exceptions of the store mean something else.
+struct Interruption {
+  std::exception_ptr thrown;
+};
 
+// What is wrong with what came, by rank; nothing came from ranks that are missing.
 std::optional<Error> first_problem(const std::vector<std::optional<Brought>>& brought) {
   for (const bool is_echo : {false, true}) {
     for (size_t rank = 0; rank < brought.size(); ++rank) {
@@ -123,44 +127,60 @@ std::optional<Error> first_problem(const std::vector<std::optional<Brought>>& br
   return std::nullopt;
 }
 
-Meetings::Meetings(c10::intrusive_ptr<c10d::Store> store, uint32_t rank, uint32_t world_size,
-                   milliseconds longest)
-    : store_(std::move(store)), rank_(rank), world_size_(world_size), longest_(longest) {}
+}  // namespace
 
-uint64_t Meetings::meet(const Brought& brought, const std::string& purpose) {
+Meetings::Meetings(c10::intrusive_ptr<c10d::Store> store, uint32_t rank, uint32_t world_size,
+                   milliseconds longest, WorldRanks world_ranks)
+    : store_(std::move(store)),
+      rank_(rank),
+      world_size_(world_size),
+      longest_(longest),
+      world_ranks_(std::move(world_ranks)) {}
+
+uint64_t Meetings::meet(const Visit& visit) {
   uint64_t number = 0;
-  std::string outcome;
+  Brought outcome;
   try {
     number = static_cast<uint64_t>(store_->add("number", 0));
-    const std::string prefix = std::to_string(number) + "/";
-    write_text(*store_, prefix + "brought/" + std::to_string(rank_), text_of(brought));
-    if (brought.error) write_text(*store_, prefix + "failed", "1");
-    if (store_->add(prefix + "rank/" + std::to_string(rank_), 1) != 1) {
-      decide(number, text_of(Error(ErrorKind::kConfig,
-                                   "two processes say that they are " + name_of(rank_) +
-                                       ", or an earlier run left its keys in the store; "
-                                       "give every process a rank of its own, and "
-                                       "every run a new store")));
-    } else {
-      const bool is_last = store_->add(prefix + "came", 1) == world_size_;
-      if (const auto other = other_world_size(number)) {
-        decide(number, text_of(*other));
-      } else if (is_last) {
-        decide(number, outcome_of(number, purpose));
-      }
-    }
-    outcome = decided_without(number, purpose);
-    if (outcome != kAllCame) let_others_read(number);
+    come(number, visit);
+    outcome = wait(number, visit);
+    if (outcome.error) let_others_read(number);
+  } catch (const Interruption& interruption) {
+    std::rethrow_exception(interruption.thrown);
   } catch (const Error&) {
     throw;
   } catch (const std::exception& error) {
     const std::string reason = error.what();
-    throw Error(ErrorKind::kPeer,
-                "the store does not answer (" + reason.substr(0, reason.find('\n')) +
-                    "); the process that serves it may have ended: look at its error first");
+    throw Error(ErrorKind::kPeer, "the store does not answer (" +
+                                      reason.substr(0, reason.find('\n')) +
+                                      "); the process that serves it, mostly that of rank 0, may "
+                                      "have ended: look at its error first");
   }
-  if (outcome != kAllCame) throw error_from(split(outcome), 0);
+  if (outcome.error && outcome.is_echo) throw EchoError(outcome.error->what());
+  if (outcome.error) throw Error(*outcome.error);
   return number;
+}
+
+void Meetings::come(uint64_t number, const Visit& visit) {
+  const std::string prefix = std::to_string(number) + "/", own = std::to_string(rank_);
+  if (visit.brought != nullptr) {
+    write_text(*store_, prefix + "brought/" + own, text_of(*visit.brought));
+    if (visit.brought->error) write_text(*store_, prefix + "failed", "1");
+  }
+  // Without `brought` a rank that was interrupted may come twice, but is counted once.
+  const bool is_new = store_->add(prefix + "rank/" + own, 1) == 1;
+  const bool is_last = is_new && store_->add(prefix + "came", 1) == world_size_;
+  if (visit.brought != nullptr) {
+    if (!is_new) {
+      decide(number, Error(ErrorKind::kConfig, "two processes say that they are " + name_of(rank_) +
+                                                   ", or an earlier run left its keys in the "
+                                                   "store; give every process a rank of its own, "
+                                                   "and every run a new store"));
+    } else if (const auto other = other_world_size(number)) {
+      decide(number, *other);
+    }
+  }
+  if (is_last) decide(number, visit.brought != nullptr ? outcome_of(number, visit) : Brought{});
 }
 
 bool Meetings::has_failed(uint64_t number) {
@@ -179,18 +199,34 @@ std::optional<Error> Meetings::other_world_size(uint64_t number) {
   return mismatch(name_of(rank_), first[1], "world size", size, first[0]);
 }
 
-// Waits for the outcome; decides when it does not come in time.
-std::string Meetings::decided_without(uint64_t number, const std::string& purpose) {
+// Returns the outcome; decides when it does not come in time.
+Brought Meetings::wait(uint64_t number, const Visit& visit) {
   const std::string key = std::to_string(number) + "/outcome";
   const TimePoint deadline = now() + longest_;
   bool decides = false;
   for (milliseconds pause = kShortestPause;; pause = std::min(2 * pause, kLongestPause)) {
-    if (const auto outcome = read_text(*store_, key)) return *outcome;
+    if (const auto outcome = read_text(*store_, key)) {
+      return *outcome == kAllCame ? Brought{} : brought_from(*outcome);
+    }
     if (now() > deadline && !decides) {
-      decide(number, outcome_of(number, purpose));
+      decide(number, outcome_of(number, visit));
       decides = true;
     } else if (now() > deadline + longest_) {
       throw Error(ErrorKind::kPeer, "a rank ended while the ranks met; look at the errors of all");
+    }
+    if (visit.between_polls) {
+      try {
+        visit.between_polls();
+      } catch (const EchoError& error) {
+        decide(number, {.fields = {}, .error = error, .is_echo = true});
+        continue;
+      } catch (...) {
+        const Interruption interruption{std::current_exception()};
+        decide(number, Error(ErrorKind::kPeer,
+                             name_of(rank_) + " was interrupted while it waited for others"));
+        store_->add(std::to_string(number) + "/read", 1);
+        throw interruption;
+      }
     }
     sleep_for(pause);
   }
@@ -213,32 +249,44 @@ void Meetings::let_others_read(uint64_t number) {
   }
 }
 
-// Of those who came so far.
-std::string Meetings::outcome_of(uint64_t number, const std::string& purpose) {
+// What those who came so far make of it.
+Brought Meetings::outcome_of(uint64_t number, const Visit& visit) {
+  const std::string prefix = std::to_string(number) + "/";
   std::vector<std::optional<Brought>> brought(world_size_);
   std::vector<uint32_t> missing;
-  const std::string prefix = std::to_string(number) + "/brought/";
   for (uint32_t rank = 0; rank < world_size_; ++rank) {
-    if (const auto text = read_text(*store_, prefix + std::to_string(rank))) {
+    const char* key = visit.brought != nullptr ? "brought/" : "rank/";
+    const auto text = read_text(*store_, prefix + key + std::to_string(rank));
+    if (!text) {
+      missing.push_back(in_world(world_ranks_, rank));
+    } else if (visit.brought != nullptr) {
       brought[rank] = brought_from(*text);
-    } else {
-      missing.push_back(rank);
     }
   }
-  if (const auto problem = first_problem(brought)) return text_of(*problem);
-  if (missing.empty()) return kAllCame;
-  return text_of(Error(ErrorKind::kPeer, name_ranks(missing) + " did not " + purpose + " within " +
-                                             seconds(longest_) +
-                                             "; look at the errors of those that did not first"));
+  Brought outcome;
+  outcome.error = first_problem(brought);
+  if (!outcome.error && !missing.empty()) {
+    outcome.error.emplace(ErrorKind::kPeer,
+                          name_ranks(missing) + " did not " + visit.purpose + " within " +
+                              seconds(longest_) +
+                              "; see whether every rank calls gradferry at this point, and look at "
+                              "the errors of those that did not first. Nothing was changed, and "
+                              "all ranks can try again");
+  }
+  return outcome;
+}
+
+void Meetings::decide(uint64_t number, const Error& error) {
+  decide(number, {.fields = {}, .error = error, .is_echo = false});
 }
 
 // Unless another rank has decided.
-void Meetings::decide(uint64_t number, const std::string& outcome) {
+void Meetings::decide(uint64_t number, const Brought& outcome) {
   const std::string prefix = std::to_string(number) + "/";
   if (store_->add(prefix + "decided", 1) != 1) return;
   store_->add("number", 1);
-  write_text(*store_, prefix + "outcome", outcome);
-  if (outcome == kAllCame) forget_before(number);
+  write_text(*store_, prefix + "outcome", outcome.error ? text_of(outcome) : kAllCame);
+  if (!outcome.error) forget_before(number);
 }
 
 // Removes what nobody reads any more: all ranks have left those meetings.
@@ -248,7 +296,7 @@ void Meetings::forget_before(uint64_t number) {
     if (!store_->check({prefix + "decided"})) return;  // removed before
     std::vector<std::string> keys;
     for (uint32_t rank = 0; rank < world_size_; ++rank) {
-      for (const char* key : {"brought/", "rank/"})
+      for (const char* key : {"brought/", "rank/", ""})
         keys.push_back(prefix + key + std::to_string(rank));
     }
     for (const char* key : {"failed", "size", "came", "outcome", "read", "decided"}) {

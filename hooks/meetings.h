@@ -1,27 +1,31 @@
-// How the ranks of a C++ Reducer begin together: each brings to a store what must be equal on all,
-// and all leave with one outcome. Keys, n being the number of the current meeting:
+// How ranks begin something together: all come to a meeting in a store, and leave with one outcome.
+// A rank that stays away is named there, before anybody has posted a collective. Keys, n being the
+// number of the current meeting:
 //
 //   number              counts meetings
-//   n/brought/<rank>    what that rank brings
-//   n/failed            some rank has brought an error
+//   n/brought/<rank>    what that rank brings, if ranks bring something
+//   n/failed            some rank has brought an error, or said that it will
 //   n/rank/<rank>       counts how often that rank came
 //   n/size              the world size of the first rank to come, and its name
 //   n/came              counts ranks that came
 //   n/decided           who makes it 1 decides: the last rank to come, or one that waited too long
 //   n/outcome           of the meeting, the same for every rank that came
 //   n/read              counts ranks that have read an outcome with which they do not go on
+//   n/<rank>            what that rank has left there when it could not connect (connect_ranks.h)
 //
 // When all ranks have come to one meeting, the keys of those before it are removed.
 #pragma once
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <utility>
 #include <vector>
 
+#include "faults.h"
 #include "gradferry/error.h"
 
 namespace gradferry {
@@ -34,38 +38,47 @@ struct Brought {
   bool is_echo = false;  // another rank's failure caused the error
 };
 
-// The outcome of a meeting to which `brought`, by rank, came; nothing came from ranks that are
-// missing. The error of the lowest rank that has one, of echoes only where there is no other; or
-// the first field in which a rank differs from the lowest one.
-std::optional<Error> first_problem(const std::vector<std::optional<Brought>>& brought);
-
 class Meetings {
  public:
   // `store`: with a prefix that is equal on all ranks and used for nothing else. `longest`: how
-  // long ranks wait for each other.
+  // long ranks wait for each other. `world_ranks`: for errors.
   Meetings(c10::intrusive_ptr<c10d::Store> store, uint32_t rank, uint32_t world_size,
-           std::chrono::milliseconds longest);
+           std::chrono::milliseconds longest, WorldRanks world_ranks = {});
 
+  struct Visit {
+    std::string purpose;  // what ranks that stay away did not do: "come to make a Reducer"
+    // Null: ranks only wait for each other. Otherwise it is compared, and so are world sizes; and
+    // two processes that say that they are one rank are refused.
+    const Brought* brought = nullptr;
+    // Called while this rank waits. What it throws ends the meeting for all: an EchoError is its
+    // outcome; with anything else, which this rank throws, it was interrupted. May be empty.
+    std::function<void()> between_polls;
+  };
   // Waits until every rank calls this. Returns the number of the meeting, equal on all ranks.
-  // `purpose`: what ranks that stay away did not do, for example "come to make a Reducer". Throws
-  // an Error, with the same text on all ranks that came: first_problem(), or Error(kPeer) where
-  // ranks stayed away; Error(kPeer) too where the store does not answer.
-  uint64_t meet(const Brought& brought, const std::string& purpose);
+  // Throws an Error, with the same text on all ranks that came: the error of the lowest rank that
+  // brought one, of echoes only where there is no other; the first field in which a rank differs
+  // from the lowest one; or Error(kPeer) where ranks stayed away. Error(kPeer) too where the store
+  // does not answer.
+  uint64_t meet(const Visit& visit);
   // Whether a rank has come to that meeting with an error, so that it will have no good outcome.
   bool has_failed(uint64_t number);
 
  private:
-  std::string outcome_of(uint64_t number, const std::string& purpose);
-  void decide(uint64_t number, const std::string& outcome);
+  void come(uint64_t number, const Visit& visit);
+  Brought wait(uint64_t number, const Visit& visit);
+  Brought outcome_of(uint64_t number, const Visit& visit);
+  void decide(uint64_t number, const Brought& outcome);
+  void decide(uint64_t number, const Error& error);
   std::optional<Error> other_world_size(uint64_t number);
-  std::string decided_without(uint64_t number, const std::string& purpose);
   void let_others_read(uint64_t number);
   void forget_before(uint64_t number);
+  std::string name_of(uint32_t rank) const { return name_ranks({in_world(world_ranks_, rank)}); }
 
   const c10::intrusive_ptr<c10d::Store> store_;
   const uint32_t rank_;
   const uint32_t world_size_;
   const std::chrono::milliseconds longest_;
+  const WorldRanks world_ranks_;
 };
 
 }  // namespace gradferry

@@ -1,32 +1,26 @@
 #include "host/connect_ranks.h"
 
-#include <arpa/inet.h>
-#include <ifaddrs.h>
-#include <net/if.h>
-#include <netdb.h>
-#include <netinet/in.h>
+#include <c10/util/Exception.h>
 #include <netinet/tcp.h>
-#include <poll.h>
+#include <sys/epoll.h>
 #include <sys/random.h>
 #include <sys/socket.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <cerrno>
-#include <climits>
-#include <cstdlib>
+#include <cstddef>
 #include <cstring>
-#include <iterator>
-#include <list>
-#include <memory>
+#include <map>
 #include <set>
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <system_error>
 #include <utility>
 
+#include "host/listen.h"
 #include "store_text.h"
 
 namespace gradferry {
@@ -36,16 +30,18 @@ using std::chrono::milliseconds;
 
 using Secret = std::array<unsigned char, 16>;
 
-// What a rank sends that connects: the question and its number.
+// What a rank sends that connects.
 struct Hello {
   Secret question;
   uint32_t rank;
+  uint32_t lane;
 };
-static_assert(sizeof(Hello) == 20);
+static_assert(sizeof(Hello) == 24);
 
-// That have not said yet who they are, or twice the ranks; with one more the oldest is closed.
+// Maximum number of connections that have not sent a hello, or twice the expected ones if that is
+// more. Beyond it the oldest is closed.
 constexpr size_t kMostStrangers = 64;
-constexpr milliseconds kLongestPoll{100};
+constexpr milliseconds kBetweenCalls{100};  // of `between_polls`
 // Between two reads of the store.
 constexpr milliseconds kLeastPause{1}, kMostPause{100};
 
@@ -60,49 +56,33 @@ constexpr std::array kSocketOptions{
     SocketOption{IPPROTO_TCP, TCP_KEEPCNT, 120},
 };
 
-// Of accept(2): a connection is gone again before it was accepted, or its network is.
+// accept() fails with these when a connection is gone before it was accepted, or its network is.
 constexpr std::array kGone{EAGAIN, ECONNABORTED, ENETDOWN,   EPROTO,      ENOPROTOOPT, EHOSTDOWN,
                            ENONET, EHOSTUNREACH, EOPNOTSUPP, ENETUNREACH, EPERM,       EINTR};
+// A connection fails with these when the other rank is gone, or its machine is.
+constexpr std::array kOtherIsGone{ECONNREFUSED, ECONNRESET, EPIPE, ETIMEDOUT};
 
-std::string text_of(int error) { return std::generic_category().message(error); }
+std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
 
-std::system_error system_error(const std::string& what) {
-  return {errno, std::generic_category(), what};
+EchoError other_failed(const std::string& reason) {
+  return EchoError("the other ranks did not connect: " + reason +
+                   "; look at their errors first, then name a network interface that all can reach "
+                   "in GLOO_SOCKET_IFNAME");
 }
 
-// That this rank wrote into the store, removed when it has connected, or failed.
-struct Written {
-  c10d::Store& store;
-  const std::string key;
+Error this_failed(const std::string& reason, bool is_out_of_files = false) {
+  return {ErrorKind::kPeer,
+          "cannot connect to the other ranks: " + reason +
+              (is_out_of_files ? "; raise the process's limit of open files (ulimit -n)"
+                               : "; look at the network of this rank's host")};
+}
 
-  Written(c10d::Store& written_to, const std::string& name, const std::string& text)
-      : store(written_to), key(name) {
-    write_text(store, key, text);
-  }
-  ~Written() { forget_keys(store, {key}); }
-  Written(const Written&) = delete;
-  Written& operator=(const Written&) = delete;
-};
-
-// An address of a socket.
-struct Address {
-  sockaddr_storage storage{};
-  socklen_t size = 0;
-
-  int family() const { return storage.ss_family; }
-  const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&storage); }
-  sockaddr* get() { return reinterpret_cast<sockaddr*>(&storage); }
-  sockaddr_in& v4() { return reinterpret_cast<sockaddr_in&>(storage); }
-  sockaddr_in6& v6() { return reinterpret_cast<sockaddr_in6&>(storage); }
-  bool is_link_local() {
-    return family() == AF_INET6 && IN6_IS_ADDR_LINKLOCAL(&v6().sin6_addr) != 0;
-  }
-};
-
-// Where a rank listens, as it stands in the store.
+// Where a rank listens: one address or more, for lanes in turn.
 struct Place {
-  Address address;
   Secret question, answer;
+  std::vector<Address> addresses;
+
+  const Address& address_of(uint32_t lane) const { return addresses[lane % addresses.size()]; }
 };
 
 std::string hexadecimal(const Secret& secret) {
@@ -115,8 +95,10 @@ std::string hexadecimal(const Secret& secret) {
   return text;
 }
 
-Secret secret_from(const std::string& text) {
+Secret secret_from(std::istream& words) {
   Secret secret{};
+  std::string text;
+  words >> text;
   if (text.size() != 2 * secret.size() ||
       text.find_first_not_of("0123456789abcdef") != std::string::npos) {
     throw std::invalid_argument("no secret");
@@ -144,343 +126,319 @@ bool equal(const Secret& one, const Secret& other) {
   return different == 0;
 }
 
-// "4 127.0.0.1 41234 <question> <answer>"
-std::string text_of(Place place) {
-  std::array<char, INET6_ADDRSTRLEN> host{};
-  const bool is_v4 = place.address.family() == AF_INET;
-  const void* bytes = is_v4 ? static_cast<const void*>(&place.address.v4().sin_addr)
-                            : static_cast<const void*>(&place.address.v6().sin6_addr);
-  inet_ntop(place.address.family(), bytes, host.data(), host.size());
-  const uint16_t port = is_v4 ? place.address.v4().sin_port : place.address.v6().sin6_port;
-  return std::string(is_v4 ? "4 " : "6 ") + host.data() + " " + std::to_string(ntohs(port)) + " " +
-         hexadecimal(place.question) + " " + hexadecimal(place.answer);
+// "<question> <answer> 4 127.0.0.1 41234"
+std::string text_of(const Place& place) {
+  std::ostringstream text;
+  text << hexadecimal(place.question) << ' ' << hexadecimal(place.answer);
+  for (const Address& address : place.addresses) text << ' ' << text_of(address);
+  return text.str();
 }
 
-// `own`: where this rank listens. A link-local address of another is on the same interface.
-Place place_from(const std::vector<uint8_t>& value, Address& own) {
-  Place place{};
+// `own`: where this rank listens.
+Place place_from(const std::vector<uint8_t>& value, const Place& own) {
   try {
     std::istringstream words(std::string(value.begin(), value.end()));
-    int family = 0;
-    uint16_t port = 0;
-    std::string host, question, answer;
-    words >> family >> host >> port >> question >> answer;
-    if (!words || (family != 4 && family != 6)) throw std::invalid_argument("no place");
-    place.question = secret_from(question);
-    place.answer = secret_from(answer);
-    void* bytes = nullptr;
-    if (family == 4) {
-      sockaddr_in& address = place.address.v4();
-      address.sin_family = AF_INET;
-      address.sin_port = htons(port);
-      place.address.size = sizeof(address);
-      bytes = &address.sin_addr;
-    } else {
-      sockaddr_in6& address = place.address.v6();
-      address.sin6_family = AF_INET6;
-      address.sin6_port = htons(port);
-      if (own.family() == AF_INET6) address.sin6_scope_id = own.v6().sin6_scope_id;
-      place.address.size = sizeof(address);
-      bytes = &address.sin6_addr;
-    }
-    if (inet_pton(place.address.family(), host.c_str(), bytes) != 1) {
-      throw std::invalid_argument("no address");
-    }
+    Place place{.question = secret_from(words), .answer = secret_from(words), .addresses = {}};
+    do {
+      const auto lane = static_cast<uint32_t>(place.addresses.size());
+      place.addresses.push_back(address_from(words, own.address_of(lane)));
+    } while (!(words >> std::ws).eof());
+    return place;
   } catch (const std::invalid_argument&) {
-    throw std::runtime_error(
-        "another rank runs another version of gradferry; install one on all ranks");
-  }
-  return place;
-}
-
-// --- where to listen ---
-
-// IPv4 first, then IPv6, link-local ones last.
-std::vector<Address> addresses_of_interface(const std::string& name) {
-  ifaddrs* first = nullptr;
-  if (getifaddrs(&first) != 0) throw system_error("the network interfaces");
-  const std::unique_ptr<ifaddrs, void (*)(ifaddrs*)> owned(first, &freeifaddrs);
-  std::vector<Address> found;
-  for (const ifaddrs* each = first; each != nullptr; each = each->ifa_next) {
-    if (each->ifa_addr == nullptr || name != each->ifa_name) continue;
-    const int family = each->ifa_addr->sa_family;
-    if (family != AF_INET && family != AF_INET6) continue;
-    Address address;
-    address.size = family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6);
-    std::memcpy(&address.storage, each->ifa_addr, address.size);
-    found.push_back(address);
-  }
-  const auto place = [](Address one) {
-    return one.family() == AF_INET ? 0 : one.is_link_local() ? 2 : 1;
-  };
-  std::vector<Address> ordered;
-  for (const int wanted : {0, 1, 2}) {
-    std::ranges::copy_if(found, std::back_inserter(ordered),
-                         [&](const Address& one) { return place(one) == wanted; });
-  }
-  return ordered;
-}
-
-// Of what a name leads to. `reason`: why it leads nowhere.
-std::vector<Address> addresses_of_host(const std::string& host, std::string& reason) {
-  addrinfo hints{};
-  hints.ai_socktype = SOCK_STREAM;
-  addrinfo* first = nullptr;
-  const int failure = getaddrinfo(host.c_str(), nullptr, &hints, &first);
-  if (failure == EAI_SYSTEM) {
-    const std::system_error error = system_error(host);
-    if (is_out_of_files(error)) throw error;
-    reason = error.code().message();
-    return {};
-  }
-  if (failure != 0) {
-    reason = gai_strerror(failure);
-    return {};
-  }
-  const std::unique_ptr<addrinfo, void (*)(addrinfo*)> owned(first, &freeaddrinfo);
-  std::vector<Address> found;
-  for (const addrinfo* each = first; each != nullptr; each = each->ai_next) {
-    if (each->ai_addrlen > sizeof(sockaddr_storage)) continue;
-    Address address;
-    address.size = each->ai_addrlen;
-    std::memcpy(&address.storage, each->ai_addr, address.size);
-    found.push_back(address);
-  }
-  return found;
-}
-
-Descriptor new_socket(int family) {
-  Descriptor made(socket(family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
-  if (made.number() < 0) throw system_error("socket");
-  return made;
-}
-
-std::vector<std::string> interfaces_wanted() {
-  const char* names = std::getenv("GLOO_SOCKET_IFNAME");
-  std::istringstream list(names == nullptr ? "" : names);
-  std::vector<std::string> wanted;
-  for (std::string name; std::getline(list, name, ',');) {
-    if (!name.empty()) wanted.push_back(name);
-  }
-  return wanted;
-}
-
-// A socket that listens. Writes where to `address`.
-Descriptor listen_on(uint64_t number, Address& address) {
-  const std::vector<std::string> names = interfaces_wanted();
-  std::string reason, what = "the name of this host";
-  std::vector<Address> candidates;
-  if (names.empty()) {
-    // Where the host's name leads to, as for gloo, and loopback where that is not this machine.
-    std::array<char, HOST_NAME_MAX + 1> host{};
-    gethostname(host.data(), host.size() - 1);
-    for (const std::string& each : {std::string(host.data()), std::string("127.0.0.1")}) {
-      for (const Address& found : addresses_of_host(each, reason)) candidates.push_back(found);
-    }
-  } else {
-    const std::string& name = names[number % names.size()];
-    what = "GLOO_SOCKET_IFNAME: the network interface '" + name + "'";
-    candidates = addresses_of_interface(name);
-  }
-  for (Address& candidate : candidates) {
-    if (candidate.family() == AF_INET) candidate.v4().sin_port = 0;
-    if (candidate.family() == AF_INET6) candidate.v6().sin6_port = 0;
-    Descriptor listener;
-    try {
-      listener = new_socket(candidate.family());
-    } catch (const std::system_error& error) {
-      if (is_out_of_files(error)) throw;
-      reason = error.code().message();  // a host without that family
-      continue;
-    }
-    address = {};
-    address.size = sizeof(address.storage);
-    if (bind(listener.number(), candidate.get(), candidate.size) == 0 &&
-        listen(listener.number(), SOMAXCONN) == 0 &&
-        getsockname(listener.number(), address.get(), &address.size) == 0) {
-      return listener;
-    }
-    reason = text_of(errno);
-  }
-  throw std::runtime_error(what + " has no address to listen on" +
-                           (reason.empty() ? "" : ": " + reason) + "; set GLOO_SOCKET_IFNAME");
-}
-
-// --- meeting ---
-
-// Until the deadline; throws then, because `rank` did not come.
-milliseconds left(const Connecting& how, uint32_t rank) {
-  const auto rest = std::chrono::duration_cast<milliseconds>(how.deadline - now());
-  if (rest.count() <= 0) throw std::runtime_error("rank " + std::to_string(rank) + " timed out");
-  return rest;
-}
-
-// Returns when one of `polled` is ready. `rank`: for which it waits.
-void wait_for_any(std::vector<pollfd>& polled, const Connecting& how, uint32_t rank) {
-  for (;;) {
-    const milliseconds longest = std::min(left(how, rank), kLongestPoll);
-    const int ready = poll(polled.data(), polled.size(), static_cast<int>(longest.count()));
-    if (ready > 0) return;
-    if (ready < 0 && errno != EINTR) throw system_error("poll");
-    if (how.between_polls) how.between_polls();
+    throw Error(ErrorKind::kPeer,
+                "another rank runs another version of gradferry; install one on all ranks");
   }
 }
 
-void wait_until(int socket, short events, const Connecting& how, uint32_t rank) {
-  std::vector<pollfd> polled{{socket, events, 0}};
-  wait_for_any(polled, how, rank);
-}
+// A connection that is not a lane's yet.
+struct Handshake {
+  Descriptor connection;
+  uint32_t rank = 0, lane = 0;  // of whom it is connected to; unknown before it has said hello
+  std::array<unsigned char, sizeof(Hello)> came{};
+  size_t num_bytes = 0;
+  bool is_connecting = false;
+};
 
-// What a rank has written, or will, under a key.
-std::vector<uint8_t> value_from(c10d::Store& store, const std::string& key, const Connecting& how,
-                                uint32_t rank) {
-  milliseconds pause = kLeastPause;
-  while (!store.check({key})) {
-    sleep_for(std::min(pause, left(how, rank)));
-    pause = std::min(2 * pause, kMostPause);
-    if (how.between_polls) how.between_polls();
-  }
-  return store.get(key);
-}
-
-std::string key_of(const Connecting& how, uint32_t rank) {
-  return std::to_string(how.number) + "/" + std::to_string(rank);
+// Whether all of it has come. Throws std::system_error; ECONNRESET also where it was closed.
+bool has_come(Handshake& handshake, size_t size) {
+  const ssize_t more =
+      recv(handshake.connection.number(), handshake.came.data() + handshake.num_bytes,
+           size - handshake.num_bytes, 0);
+  if (more < 0 && (errno == EAGAIN || errno == EINTR)) return false;
+  if (more < 0) throw system_error("recv");
+  if (more == 0) throw std::system_error(ECONNRESET, std::generic_category());
+  handshake.num_bytes += static_cast<size_t>(more);
+  return handshake.num_bytes == size;
 }
 
 // These are the first bytes on a connection: they fit.
-void send_all(int socket, const void* bytes, size_t size) {
-  if (send(socket, bytes, size, MSG_NOSIGNAL) != static_cast<ssize_t>(size)) {
-    throw std::runtime_error(text_of(errno));
+void send_all(const Handshake& handshake, const void* bytes, size_t size) {
+  const ssize_t sent = send(handshake.connection.number(), bytes, size, MSG_NOSIGNAL);
+  if (sent != static_cast<ssize_t>(size)) throw system_error("send");
+}
+
+class Connector {
+ public:
+  Connector(c10d::Store& store, const Connecting& how);
+
+  std::vector<LaneSockets> connect();
+
+ private:
+  using Ticket = uint64_t;  // rises
+
+  std::map<uint32_t, Place> places_below();
+  void begin(uint32_t rank, uint32_t lane);
+  void serve(Ticket ticket);
+  bool is_answered(Handshake& greeted, Ticket ticket);
+  bool is_done(Handshake& stranger);
+  void accept_from(const Listener& listener);
+  void keep(Handshake& handshake);
+  void watch(int operation, int descriptor, Ticket ticket, uint32_t events) const;
+
+  [[noreturn]] void fail(uint32_t rank, const std::system_error& error) const;
+  uint32_t lowest_missing() const;
+  // Throws after the deadline, because `rank` did not come.
+  milliseconds left(uint32_t rank) const;
+  void call_between_polls();
+  std::string name_of(uint32_t rank) const {
+    return name_ranks({in_world(how_.world_ranks, rank)});
+  }
+
+  c10d::Store& store_;
+  const Connecting& how_;
+  const Descriptor poller_;
+  const std::vector<Listener> listeners_;  // whose tickets are their indices
+  Ticket next_ticket_;
+  Place own_;
+  std::map<uint32_t, std::vector<uint32_t>> lanes_to_;  // by other rank
+  std::map<uint32_t, Place> places_;                    // of ranks below
+  std::map<Ticket, Handshake> greeted_;                 // connections to them without an answer
+  std::set<std::pair<uint32_t, uint32_t>> expected_;    // ranks above that did not come, and lanes
+  std::map<Ticket, Handshake> strangers_;               // connections that have not said a hello
+  size_t most_strangers_;
+  TimePoint called_ = now();
+  std::vector<LaneSockets> made_;
+};
+
+Connector::Connector(c10d::Store& store, const Connecting& how)
+    : store_(store),
+      how_(how),
+      poller_(epoll_create1(EPOLL_CLOEXEC)),
+      listeners_(listen_where_gloo_would(how.lanes.size())),
+      next_ticket_(listeners_.size()),
+      own_{.question = random_secret(), .answer = random_secret(), .addresses = {}},
+      most_strangers_(kMostStrangers) {
+  if (poller_.number() < 0) throw system_error("epoll_create1");
+  for (Ticket ticket = 0; ticket < listeners_.size(); ++ticket) {
+    own_.addresses.push_back(listeners_[ticket].address);
+    watch(EPOLL_CTL_ADD, listeners_[ticket].socket.number(), ticket, EPOLLIN);
+  }
+  for (uint32_t lane = 0; lane < how.lanes.size(); ++lane) {
+    LaneSockets& made = made_.emplace_back(LaneSockets{how.lanes[lane], {}});
+    made.connections.resize(how.world_size);
+    for (const uint32_t other : made.ranks) {
+      if (other != how.rank) lanes_to_[other].push_back(lane);
+      if (other > how.rank) expected_.emplace(other, lane);
+    }
+  }
+  most_strangers_ = std::max(kMostStrangers, 2 * expected_.size());
+}
+
+std::vector<LaneSockets> Connector::connect() {
+  const std::string key = std::to_string(how_.rank);
+  write_text(store_, key, text_of(own_));
+  places_ = places_below();
+  for (const auto& [rank, place] : places_) {
+    for (const uint32_t lane : lanes_to_[rank]) begin(rank, lane);
+  }
+  std::array<epoll_event, 64> events{};
+  while (!greeted_.empty() || !expected_.empty()) {
+    const milliseconds longest = std::min(left(lowest_missing()), kBetweenCalls);
+    const int ready = epoll_wait(poller_.number(), events.data(), static_cast<int>(events.size()),
+                                 static_cast<int>(longest.count()));
+    if (ready < 0 && errno != EINTR) throw system_error("epoll_wait");
+    for (int i = 0; i < ready; ++i) serve(events[i].data.u64);
+    call_between_polls();
+  }
+  forget_keys(store_, {key});  // all that read it are connected
+  return std::move(made_);
+}
+
+// Waits until all ranks below have written where they listen.
+std::map<uint32_t, Place> Connector::places_below() {
+  std::vector<uint32_t> ranks;
+  std::vector<std::string> keys;
+  for (const auto& [rank, lanes] : lanes_to_) {
+    if (rank > how_.rank) continue;
+    ranks.push_back(rank);
+    keys.push_back(std::to_string(rank));
+  }
+  if (keys.empty()) return {};
+  for (milliseconds pause = kLeastPause; !store_.check(keys);
+       pause = std::min(2 * pause, kMostPause)) {
+    const bool is_late = now() >= how_.deadline;
+    for (size_t i = 0; is_late && i < keys.size(); ++i) {
+      if (!store_.check({keys[i]})) left(ranks[i]);
+    }
+    sleep_for(pause);
+    call_between_polls();
+  }
+  std::vector<std::vector<uint8_t>> values;
+  if (store_.hasExtendedApi()) {
+    values = store_.multiGet(keys);
+  } else {
+    for (const std::string& key : keys) values.push_back(store_.get(key));
+  }
+  std::map<uint32_t, Place> places;
+  for (size_t i = 0; i < ranks.size(); ++i) places.emplace(ranks[i], place_from(values[i], own_));
+  return places;
+}
+
+void Connector::begin(uint32_t rank, uint32_t lane) {
+  const Address& address = places_.at(rank).address_of(lane);
+  Handshake handshake{.connection = new_socket(address.family()), .rank = rank, .lane = lane};
+  const int socket = handshake.connection.number();
+  handshake.is_connecting = true;
+  if (::connect(socket, address.get(), address.size) != 0 && errno != EINPROGRESS) {
+    fail(rank, system_error("connect"));
+  }
+  watch(EPOLL_CTL_ADD, socket, next_ticket_, EPOLLOUT);
+  greeted_.emplace(next_ticket_++, std::move(handshake));
+}
+
+// Something has come, or can be sent.
+void Connector::serve(Ticket ticket) {
+  if (ticket < listeners_.size()) {
+    accept_from(listeners_[ticket]);
+  } else if (const auto greeted = greeted_.find(ticket); greeted != greeted_.end()) {
+    Handshake& handshake = greeted->second;
+    try {
+      if (!is_answered(handshake, ticket)) return;
+    } catch (const std::system_error& error) {
+      fail(handshake.rank, error);
+    }
+    keep(handshake);
+    greeted_.erase(greeted);
+  } else if (const auto stranger = strangers_.find(ticket); stranger != strangers_.end()) {
+    if (is_done(stranger->second)) strangers_.erase(stranger);
   }
 }
 
-Descriptor connect_to(const Place& place, uint32_t rank, const Connecting& how) {
-  Descriptor connection = new_socket(place.address.family());
-  const int socket = connection.number();
-  if (connect(socket, place.address.get(), place.address.size) != 0) {
-    if (errno != EINPROGRESS) throw std::runtime_error(text_of(errno));
-    wait_until(socket, POLLOUT, how, rank);
+// Sends a hello when there is a connection, then reads the answer.
+bool Connector::is_answered(Handshake& greeted, Ticket ticket) {
+  const Place& place = places_.at(greeted.rank);
+  if (greeted.is_connecting) {
+    const int socket = greeted.connection.number();
     int error = 0;
     socklen_t size = sizeof(error);
     getsockopt(socket, SOL_SOCKET, SO_ERROR, &error, &size);
-    if (error != 0) throw std::runtime_error(text_of(error));
+    if (error != 0) throw std::system_error(error, std::generic_category());
+    const Hello hello{place.question, how_.rank, greeted.lane};
+    send_all(greeted, &hello, sizeof(hello));
+    greeted.is_connecting = false;
+    watch(EPOLL_CTL_MOD, socket, ticket, EPOLLIN);
+    return false;
   }
-  const Hello hello{place.question, how.rank};
-  send_all(socket, &hello, sizeof(hello));
-  Secret answer{};
-  for (size_t came = 0; came < answer.size();) {
-    wait_until(socket, POLLIN, how, rank);
-    const ssize_t more = recv(socket, answer.data() + came, answer.size() - came, 0);
-    if (more == 0) throw std::runtime_error("connection closed by peer");
-    if (more > 0) came += static_cast<size_t>(more);
-    if (more < 0 && errno != EAGAIN && errno != EINTR) throw std::runtime_error(text_of(errno));
+  Secret answer;
+  if (!has_come(greeted, sizeof(answer))) return false;
+  std::memcpy(answer.data(), greeted.came.data(), sizeof(answer));
+  if (!equal(answer, place.answer)) {
+    throw this_failed(name_of(greeted.rank) + ": something else listens where it did");
   }
-  if (!equal(answer, place.answer)) throw std::runtime_error("something else listens where it did");
-  return connection;
+  return true;
 }
 
-// A connection that has not said yet which rank it is.
-struct Stranger {
-  Descriptor connection;
-  Hello said{};
-  size_t num_bytes = 0;
-};
-
-enum class Said : uint8_t { kNotAll, kHello, kNothing };
-
-Said read_hello(Stranger& stranger, const Secret& question) {
-  auto* said = reinterpret_cast<std::byte*>(&stranger.said);
-  const ssize_t more = recv(stranger.connection.number(), said + stranger.num_bytes,
-                            sizeof(Hello) - stranger.num_bytes, 0);
-  if (more < 0 && (errno == EAGAIN || errno == EINTR)) return Said::kNotAll;
-  if (more <= 0) return Said::kNothing;
-  stranger.num_bytes += static_cast<size_t>(more);
-  if (stranger.num_bytes < sizeof(Hello)) return Said::kNotAll;
-  return equal(stranger.said.question, question) ? Said::kHello : Said::kNothing;
+// Whether nothing more is to come from a stranger: it is who is expected, or is sent away.
+bool Connector::is_done(Handshake& stranger) {
+  Hello hello;
+  try {
+    if (!has_come(stranger, sizeof(hello))) return false;
+  } catch (const std::system_error&) {
+    return true;
+  }
+  std::memcpy(&hello, stranger.came.data(), sizeof(hello));
+  if (!equal(hello.question, own_.question) || expected_.erase({hello.rank, hello.lane}) == 0) {
+    return true;
+  }
+  stranger.rank = hello.rank;
+  stranger.lane = hello.lane;
+  try {
+    send_all(stranger, own_.answer.data(), own_.answer.size());
+  } catch (const std::system_error& error) {
+    fail(stranger.rank, error);
+  }
+  keep(stranger);
+  return true;
 }
 
-// Fills in the connections of the ranks that are `missing`.
-void accept_ranks(const Descriptor& listener, const Place& place, const Connecting& how,
-                  std::set<uint32_t> missing, std::vector<Descriptor>& connections) {
-  std::list<Stranger> strangers;  // the oldest first
-  while (!missing.empty()) {
-    std::vector<pollfd> polled{{listener.number(), POLLIN, 0}};
-    for (const Stranger& each : strangers) {
-      polled.push_back({each.connection.number(), POLLIN, 0});
-    }
-    wait_for_any(polled, how, *missing.begin());
-    auto ready = std::next(polled.begin());
-    for (auto each = strangers.begin(); each != strangers.end(); ++ready) {
-      const auto stranger = each++;
-      if (ready->revents == 0) continue;
-      const Said said = read_hello(*stranger, place.question);
-      if (said == Said::kNotAll) continue;
-      const uint32_t who = stranger->said.rank;
-      if (said == Said::kHello && missing.erase(who) == 1) {
-        try {
-          send_all(stranger->connection.number(), place.answer.data(), place.answer.size());
-        } catch (const std::runtime_error& error) {
-          throw std::runtime_error("rank " + std::to_string(who) + ": " + error.what());
-        }
-        connections[who] = std::move(stranger->connection);
-      }
-      strangers.erase(stranger);
-    }
-    if (polled.front().revents == 0) continue;
-    if (strangers.size() == std::max<size_t>(kMostStrangers, 2 * connections.size())) {
-      strangers.pop_front();
-    }
-    Descriptor accepted(accept4(listener.number(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
-    if (accepted.number() >= 0) {
-      strangers.push_back({std::move(accepted)});
-    } else if (std::ranges::find(kGone, errno) == kGone.end()) {
-      throw system_error("accept");
+void Connector::accept_from(const Listener& listener) {
+  if (strangers_.size() == most_strangers_) strangers_.erase(strangers_.begin());
+  Descriptor accepted(
+      accept4(listener.socket.number(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+  if (accepted.number() >= 0) {
+    watch(EPOLL_CTL_ADD, accepted.number(), next_ticket_, EPOLLIN);
+    strangers_[next_ticket_++].connection = std::move(accepted);
+  } else if (std::ranges::find(kGone, errno) == kGone.end()) {
+    throw system_error("accept");
+  }
+}
+
+void Connector::keep(Handshake& handshake) {
+  const int socket = handshake.connection.number();
+  watch(EPOLL_CTL_DEL, socket, 0, 0);
+  for (const auto& [level, name, value] : kSocketOptions) {
+    if (setsockopt(socket, level, name, &value, sizeof(value)) != 0) {
+      throw system_error("setsockopt");
     }
   }
+  made_[handshake.lane].connections[handshake.rank] = std::move(handshake.connection);
+}
+
+void Connector::watch(int operation, int descriptor, Ticket ticket, uint32_t events) const {
+  epoll_event event{};
+  event.events = events;
+  event.data.u64 = ticket;
+  if (epoll_ctl(poller_.number(), operation, descriptor, &event) != 0) {
+    throw system_error("epoll_ctl");
+  }
+}
+
+// A connection to that rank failed.
+void Connector::fail(uint32_t rank, const std::system_error& error) const {
+  const std::string reason = name_of(rank) + ": " + error.code().message();
+  const bool is_gone = std::ranges::find(kOtherIsGone, error.code().value()) != kOtherIsGone.end();
+  if (is_gone) throw other_failed(reason);
+  throw this_failed(reason);
+}
+
+uint32_t Connector::lowest_missing() const {
+  uint32_t lowest = expected_.empty() ? how_.world_size : expected_.begin()->first;
+  for (const auto& [ticket, handshake] : greeted_) lowest = std::min(lowest, handshake.rank);
+  return lowest;
+}
+
+milliseconds Connector::left(uint32_t rank) const {
+  const auto rest = std::chrono::duration_cast<milliseconds>(how_.deadline - now());
+  if (rest.count() <= 0) throw other_failed(name_of(rank) + " timed out");
+  return rest;
+}
+
+void Connector::call_between_polls() {
+  if (!how_.between_polls || now() < called_ + kBetweenCalls) return;
+  how_.between_polls();
+  called_ = now();
 }
 
 }  // namespace
 
-bool is_out_of_files(const std::system_error& error) {
-  return error.code() == std::errc::too_many_files_open ||
-         error.code() == std::errc::too_many_files_open_in_system;
-}
-
-std::vector<Descriptor> connect_ranks(c10d::Store& store, const Connecting& how) {
-  std::vector<Descriptor> connections(how.world_size);
-  Place place{};
-  const Descriptor listener = listen_on(how.number, place.address);
-  place.question = random_secret();
-  place.answer = random_secret();
-  const Written written(store, key_of(how, how.rank), text_of(place));
-  // Rank 0 accepts at once, and each rank when those below have answered it.
-  std::vector<uint32_t> ranks = how.ranks;
-  std::ranges::sort(ranks);
-  std::set<uint32_t> above;
-  for (const uint32_t other : ranks) {
-    if (other > how.rank) above.insert(other);
-    if (other >= how.rank) continue;
-    const auto found = place_from(value_from(store, key_of(how, other), how, other), place.address);
-    try {
-      connections[other] = connect_to(found, other, how);
-    } catch (const std::system_error&) {
-      throw;  // of this rank
-    } catch (const std::runtime_error& error) {
-      const std::string name = "rank " + std::to_string(other);
-      const std::string reason = error.what();
-      throw std::runtime_error(reason.starts_with(name) ? reason : name + ": " + reason);
-    }
+std::vector<LaneSockets> connect_ranks(c10d::Store& store, const Connecting& how) {
+  try {
+    return Connector(store, how).connect();
+  } catch (const std::system_error& error) {
+    throw this_failed(first_line(error.what()), is_out_of_files(error));
+  } catch (const c10::Error& error) {  // the store's server is gone, or too slow
+    throw other_failed(first_line(error.what()));
   }
-  accept_ranks(listener, place, how, std::move(above), connections);
-  for (const Descriptor& connection : connections) {
-    if (connection.number() < 0) continue;
-    for (const auto& [level, name, value] : kSocketOptions) {
-      if (setsockopt(connection.number(), level, name, &value, sizeof(value)) != 0) {
-        throw system_error("setsockopt");
-      }
-    }
-  }
-  return connections;
 }
 
 }  // namespace gradferry

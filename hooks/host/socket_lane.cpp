@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "host/sockets.h"
 #include "tensor_bytes.h"
 
 namespace gradferry {
@@ -36,18 +35,16 @@ Pending SocketLane::all_gather(at::Tensor receive, at::Tensor send) {
   return sockets_->post(index_, std::move(receive), std::move(send), messages);
 }
 
-std::vector<std::shared_ptr<Lane>> make_socket_lanes(uint32_t rank,
-                                                     const std::vector<LaneSockets>& lanes,
+std::vector<std::shared_ptr<Lane>> make_socket_lanes(uint32_t rank, std::vector<LaneSockets> lanes,
                                                      std::chrono::milliseconds timeout,
                                                      const WorldRanks& world_ranks) {
-  std::vector<std::vector<Descriptor>> owned(lanes.size());
-  for (size_t lane = 0; lane < lanes.size(); ++lane) {
-    for (const int number : lanes[lane].connections) owned[lane].emplace_back(number);
-  }
-  const auto sockets = std::make_shared<Sockets>(rank, std::move(owned), timeout, world_ranks);
+  std::vector<std::vector<Descriptor>> connections;
+  for (LaneSockets& lane : lanes) connections.push_back(std::move(lane.connections));
+  const auto sockets =
+      std::make_shared<Sockets>(rank, std::move(connections), timeout, world_ranks);
   std::vector<std::shared_ptr<Lane>> made;
   for (size_t lane = 0; lane < lanes.size(); ++lane) {
-    made.push_back(std::make_shared<SocketLane>(sockets, lane, lanes[lane].ranks));
+    made.push_back(std::make_shared<SocketLane>(sockets, lane, std::move(lanes[lane].ranks)));
   }
   return made;
 }

@@ -10,11 +10,10 @@
 #include <vector>
 
 #include "faults.h"
+#include "host/sockets.h"
 #include "lane.h"
 
 namespace gradferry {
-
-class Sockets;
 
 class SocketLane final : public Lane {
  public:
@@ -28,6 +27,8 @@ class SocketLane final : public Lane {
   Pending all_gather(at::Tensor receive, at::Tensor send) override;
   uint32_t rank() const override { return rank_; }
   uint32_t world_size() const override { return static_cast<uint32_t>(ranks_.size()); }
+  // The descriptors of the connections, by rank; -1: there is none. They stay the lane's.
+  std::vector<int> descriptors() const { return sockets_->descriptors(index_); }
 
  private:
   std::shared_ptr<Sockets> sockets_;
@@ -38,14 +39,14 @@ class SocketLane final : public Lane {
 
 // A lane on connections.
 struct LaneSockets {
-  std::vector<uint32_t> ranks;   // between which it is, in its order; with this one
-  std::vector<int> connections;  // by rank: descriptors of stream sockets that do not block, or -1
+  std::vector<uint32_t> ranks;  // between which it is, in its order; with this one
+  // By rank: stream sockets that do not block; none to this one, and to those that it leaves out.
+  std::vector<Descriptor> connections;
 };
 
-// Lanes on connections. Takes them over, also when it throws. `timeout`: how long a
-// collective may be without any progress. `world_ranks`: for errors.
-std::vector<std::shared_ptr<Lane>> make_socket_lanes(uint32_t rank,
-                                                     const std::vector<LaneSockets>& lanes,
+// Lanes on connections. `timeout`: how long a collective may be without any progress.
+// `world_ranks`: for errors.
+std::vector<std::shared_ptr<Lane>> make_socket_lanes(uint32_t rank, std::vector<LaneSockets> lanes,
                                                      std::chrono::milliseconds timeout,
                                                      const WorldRanks& world_ranks = {});
 

@@ -100,6 +100,12 @@ Sockets::Sockets(uint32_t rank, std::vector<std::vector<Descriptor>> lanes, mill
 
 Sockets::~Sockets() = default;
 
+std::vector<int> Sockets::descriptors(size_t lane) const {
+  std::vector<int> numbers;
+  for (const Connection& each : lanes_[lane].connections) numbers.push_back(each.socket.number());
+  return numbers;
+}
+
 Pending Sockets::post(size_t lane, at::Tensor receive, at::Tensor send,
                       const std::vector<Messages>& messages) {
   const auto transfer =

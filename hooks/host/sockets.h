@@ -70,6 +70,7 @@ class Sockets : public std::enable_shared_from_this<Sockets> {
   bool connects(size_t lane, uint32_t other) const {
     return lanes_[lane].connections[other].exists();
   }
+  std::vector<int> descriptors(size_t lane) const;
   uint32_t rank() const { return rank_; }
   uint32_t world_size() const { return static_cast<uint32_t>(lanes_[0].connections.size()); }
 

@@ -4,14 +4,12 @@
 #include <fnmatch.h>
 
 #include <algorithm>
-#include <cctype>
 #include <iomanip>
 #include <limits>
 #include <numeric>
 #include <optional>
 #include <set>
 #include <sstream>
-#include <system_error>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <utility>
 #include <vector>
@@ -204,23 +202,21 @@ struct OtherRankFailed : std::exception {};
 // `has_failed`: whether a rank has said that it cannot.
 ExchangeLanes connect(const ReducerOptions& options, c10d::Store& store, uint32_t rank,
                       uint32_t world_size, const std::function<bool()>& has_failed) {
-  constexpr uint64_t kLanes = 3;  // scatter, gather, commit
-  Connecting how{.rank = rank,
-                 .world_size = world_size,
-                 .ranks = std::vector<uint32_t>(world_size),
-                 .number = 0,
-                 .deadline = now() + patience(options) / 2,
-                 .between_polls = [&] {
-                   if (has_failed()) throw OtherRankFailed();
-                 }};
-  std::iota(how.ranks.begin(), how.ranks.end(), 0);
-  std::vector<std::vector<Descriptor>> connected;
-  for (; how.number < kLanes; ++how.number) connected.push_back(connect_ranks(store, how));
-  std::vector<LaneSockets> sockets(kLanes, {.ranks = how.ranks, .connections = {}});
-  for (size_t lane = 0; lane < kLanes; ++lane) {
-    for (Descriptor& each : connected[lane]) sockets[lane].connections.push_back(each.release());
-  }
-  const auto lanes = make_socket_lanes(rank, sockets, options.timeout);
+  constexpr size_t kLanes = 3;  // scatter, gather, commit
+  std::vector<uint32_t> everyone(world_size);
+  std::iota(everyone.begin(), everyone.end(), 0);
+  const auto lanes = make_socket_lanes(
+      rank,
+      connect_ranks(store, {.rank = rank,
+                            .world_size = world_size,
+                            .world_ranks = {},
+                            .lanes = std::vector<std::vector<uint32_t>>(kLanes, everyone),
+                            .deadline = now() + patience(options) / 2,
+                            .between_polls =
+                                [&] {
+                                  if (has_failed()) throw OtherRankFailed();
+                                }}),
+      options.timeout);
   return {.scatter = lanes[0],
           .gather = lanes[1],
           .commit = lanes[2],
@@ -265,34 +261,6 @@ std::shared_ptr<HostEngine> start_engine(const Proposal& proposal, const Reducer
 std::string first_line(const std::exception& error) {
   const std::string text = error.what();
   return text.substr(0, text.find('\n'));
-}
-
-// Whether the failure of another rank caused the error.
-bool is_echo(std::string reason) {
-  for (char& letter : reason) letter = static_cast<char>(std::tolower(letter));
-  const auto has = [&](const char* words) { return reason.find(words) != std::string::npos; };
-  return has("timed out") || has("timeout") || has("by peer") || has("refused") ||
-         has("broken pipe");
-}
-
-// What a rank brings that could not connect.
-Brought unconnected(const std::exception& error) {
-  Brought brought;
-  const auto say = [&](const std::string& text) { brought.error.emplace(ErrorKind::kPeer, text); };
-  const std::string reason = first_line(error);
-  brought.is_echo = is_echo(reason);
-  if (brought.is_echo) {
-    say("the other ranks did not connect: " + reason +
-        "; look at their errors first, then name a network interface that all can reach in "
-        "GLOO_SOCKET_IFNAME");
-  } else {
-    const auto* system = dynamic_cast<const std::system_error*>(&error);
-    say("cannot connect to the other ranks: " + reason +
-        (system != nullptr && is_out_of_files(*system)
-             ? "; raise the process's limit of open files (ulimit -n)"
-             : "; look at the network of this rank's host"));
-  }
-  return brought;
 }
 
 }  // namespace
@@ -340,33 +308,25 @@ StartedReducer start_reducer(const Reducer::NamedTensors& tensors, const Reducer
     started.engine = start_engine(proposal, options, {}, nullptr, rank, world_size);
     return started;
   }
-  const uint64_t number = meetings->meet(brought, "come to make a Reducer");
+  const uint64_t number = meetings->meet({"come to make a Reducer", &brought, {}});
   Brought outcome;
   const auto own = c10::make_intrusive<c10d::PrefixStore>(std::to_string(number), store);
-  ExchangeLanes lanes;
-  bool is_connected = false;
   try {
-    lanes =
+    ExchangeLanes lanes =
         connect(options, *own, rank, world_size, [&] { return meetings->has_failed(number + 1); });
-    is_connected = true;
+    allocate();
+    started.engine =
+        start_engine(proposal, options, std::move(lanes),
+                     c10::make_intrusive<c10d::PrefixStore>("peers", own), rank, world_size);
   } catch (const OtherRankFailed&) {
-    is_connected = false;
-  } catch (const std::exception& error) {
-    outcome = unconnected(error);
-  }
-  try {
-    if (is_connected) {
-      allocate();
-      started.engine =
-          start_engine(proposal, options, std::move(lanes),
-                       c10::make_intrusive<c10d::PrefixStore>("peers", own), rank, world_size);
-    }
+    started.engine = nullptr;
   } catch (const Error& error) {
     outcome.error = error;
+    outcome.is_echo = dynamic_cast<const EchoError*>(&error) != nullptr;
   } catch (const std::exception& error) {
     outcome.error.emplace(ErrorKind::kPeer, "cannot make a Reducer: " + first_line(error));
   }
-  meetings->meet(outcome, "connect");
+  meetings->meet({"connect", &outcome, {}});
   GRADFERRY_EXPECTS(started.engine, kPeer, "another rank could not connect; look at its error");
   if (rank == 0) warn_if_exact(options, proposal.specs);
   return started;

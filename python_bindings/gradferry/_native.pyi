@@ -135,13 +135,29 @@ class Lane:
         send_bytes: list[int],
     ) -> Collective: ...
     def all_gather(self, receive: torch.Tensor, send: torch.Tensor) -> Collective: ...
+    def descriptors(self) -> list[int]: ...
 
-def socket_lanes(
-    lanes: Sequence[tuple[Sequence[int], Sequence[int]]],
+def plain_reason(text: str) -> str: ...
+def is_echo(text: str) -> bool: ...
+def name_ranks(ranks: Sequence[int]) -> str: ...
+def meet(
+    store: Store,
     *,
     rank: int,
-    timeout_seconds: float,
     world_ranks: Sequence[int],
+    longest_seconds: float,
+    purpose: str,
+    between_polls: Callable[[], None],
+) -> None: ...
+def connect_lanes(
+    store: Store,
+    *,
+    rank: int,
+    world_ranks: Sequence[int],
+    lanes: Sequence[Sequence[int]],
+    longest_seconds: float,
+    between_polls: Callable[[], None],
+    timeout_seconds: float,
 ) -> list[Lane]: ...
 
 class PendingAllReduce:

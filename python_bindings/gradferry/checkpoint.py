@@ -30,10 +30,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gradferry import _native
 from gradferry.core.agreement import Record, meeting_place, on_all_ranks
 from gradferry.core.content_file import read_content, write_content
 from gradferry.core.durable import durable_file
-from gradferry.core.meeting import name_ranks, world_ranks
+from gradferry.core.meeting import world_ranks
 from gradferry.core.warn import warn_or_log
 from gradferry.errors import ProtocolError, StateError
 from gradferry.reduction.averaging import Averaging
@@ -350,9 +351,9 @@ class _Manifest:
         rank = dist.get_rank()
         if rank not in self.ranks:
             raise StateError(
-                f"the checkpoint in {self.folder} is of {name_ranks(self.ranks)} of the default "
-                f"group and has nothing of rank {rank}; pass rank= to load(), counted among the "
-                "ranks that saved, or take what all saved from load_all()"
+                f"the checkpoint in {self.folder} is of {_native.name_ranks(self.ranks)} of the "
+                f"default group and has nothing of rank {rank}; pass rank= to load(), counted "
+                "among the ranks that saved, or take what all saved from load_all()"
             )
         return self.ranks.index(rank)
 

@@ -24,6 +24,10 @@ class PeerError(GradferryError):
     """Another rank failed, left, or did not answer in time."""
 
 
+class EchoError(PeerError):
+    """This rank failed because another rank did; that rank's error has the cause."""
+
+
 class StateError(GradferryError):
     """The object cannot do this in its present state."""
 

@@ -1,6 +1,5 @@
 #include <pybind11/stl.h>
 
-#include <chrono>
 #include <numeric>
 #include <optional>
 
@@ -40,10 +39,6 @@ Collective to_collective(const std::string& name) {
 }
 
 // By reference: torch registers some classes under another holder type.
-c10::intrusive_ptr<c10d::Store> to_store(const py::handle& store) {
-  return c10::intrusive_ptr<c10d::Store>::reclaim_copy(&store.cast<c10d::Store&>());
-}
-
 c10::intrusive_ptr<c10d::Backend> to_backend(const py::handle& backend) {
   return c10::intrusive_ptr<c10d::Backend>::reclaim_copy(&backend.cast<c10d::Backend&>());
 }
@@ -330,24 +325,9 @@ void bind_options(py::module_& module) {
           [](Lane& lane, const at::Tensor& receive, const at::Tensor& send) {
             return PostedCollective{lane.all_gather(receive, send)};
           },
-          py::arg("receive"), py::arg("send"), py::call_guard<py::gil_scoped_release>());
-  module.def(
-      "socket_lanes",
-      [](const std::vector<std::pair<std::vector<uint32_t>, std::vector<int>>>& lanes,
-         uint32_t rank, double timeout_seconds, const WorldRanks& world_ranks) {
-        std::vector<LaneSockets> sockets;
-        for (const auto& [ranks, connections] : lanes) sockets.push_back({ranks, connections});
-        py::list made;
-        for (const auto& lane : make_socket_lanes(
-                 rank, sockets,
-                 std::chrono::milliseconds(static_cast<int64_t>(timeout_seconds * 1000)),
-                 world_ranks)) {
-          made.append(to_python(lane));
-        }
-        return made;
-      },
-      py::arg("lanes"), py::kw_only(), py::arg("rank"), py::arg("timeout_seconds"),
-      py::arg("world_ranks"));
+          py::arg("receive"), py::arg("send"), py::call_guard<py::gil_scoped_release>())
+      .def("descriptors",
+           [](const Lane& lane) { return dynamic_cast<const SocketLane&>(lane).descriptors(); });
   py::class_<SharedMemory, std::shared_ptr<SharedMemory>> memory_class(module, "SharedMemory");
   def_init(memory_class, &map_shared_memory, py::arg("descriptor"), py::arg("num_bytes"));
   memory_class.def("part", &SharedMemory::part, py::arg("offset"), py::arg("num_bytes"));
@@ -453,8 +433,7 @@ void bind_engine(py::module_& module) {
       "shutdown",
       [](double timeout_seconds) {
         const py::gil_scoped_release released;
-        const std::chrono::milliseconds timeout(static_cast<int64_t>(timeout_seconds * 1000));
-        BackgroundThread::stop_all(timeout);
+        BackgroundThread::stop_all(to_milliseconds(timeout_seconds));
         process_is_ending = true;
       },
       py::arg("timeout_seconds"));

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 
@@ -28,3 +33,21 @@ def attempt(call: Callable[[], Any]) -> Outcome:
         ours = isinstance(error, gradferry.GradferryError)
         return Outcome(type(error).__name__, ours, str(error))
     return Outcome(None, False, "")
+
+
+@contextlib.contextmanager
+def interrupted(wait: Callable[[], object] = lambda: time.sleep(0.3)) -> Iterator[None]:
+    """Ctrl-C comes when `wait` has returned, which another thread calls."""
+
+    def interrupt() -> None:
+        wait()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+        signal.signal(signal.SIGINT, before)

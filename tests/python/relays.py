@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import struct
 import threading
@@ -24,7 +25,6 @@ class Relays:
         self._flowing.set()
         self._lock = threading.Lock()
         self._next: dict[str, str] = {}  # what happens to the next message of a lane
-        self._names: list[str] = []
 
     # --- what happens
 
@@ -52,32 +52,31 @@ class Relays:
         """Lanes that are connected here have relays."""
         from gradferry.core import engine
 
-        connect, lanes_of_host = engine.connect_ranks, engine.lanes_of_host
+        make_lanes = engine.make_lanes
 
-        def named(*arguments: Any) -> dict[str, list[int]]:
-            lanes = lanes_of_host(*arguments)
-            self._names = list(lanes)
-            return lanes
+        def make_relayed(group: Any, nonce: str, lanes: Any, *rest: Any) -> list[Any]:
+            made = make_lanes(group, nonce, lanes, *rest)
+            for name, lane in zip(lanes, made, strict=True):
+                for number in lane.descriptors():
+                    if number >= 0:
+                        self._relay_behind(number, name)
+            return made
 
-        def connect_over_relays(*arguments: Any) -> list[socket.socket | None]:
-            name = self._names[arguments[4]]
-            return [each and self._relayed(each, name) for each in connect(*arguments)]
-
-        with (
-            mock.patch.object(engine, "lanes_of_host", named),
-            mock.patch.object(engine, "connect_ranks", connect_over_relays),
-        ):
+        with mock.patch.object(engine, "make_lanes", make_relayed):
             yield
 
-    def _relayed(self, far: socket.socket, lane: str) -> socket.socket:
-        near, ours = socket.socketpair()
+    def _relay_behind(self, number: int, lane: str) -> None:
+        """Puts a relay between a descriptor of a lane and its connection."""
+        far = socket.socket(fileno=os.dup(number))
         far.setblocking(True)
-        near.setblocking(False)
+        near, ours = socket.socketpair()
+        with near:
+            near.setblocking(False)
+            os.dup2(near.fileno(), number, inheritable=False)
         for source, target, changing in ((ours, far, lane), (far, ours, "")):
             threading.Thread(
                 target=self._relay, args=(source, target, changing), daemon=True
             ).start()
-        return near
 
     def _relay(self, source: socket.socket, target: socket.socket, lane: str) -> None:
         with contextlib.suppress(OSError, EOFError):

@@ -10,14 +10,17 @@ import contextlib
 import dataclasses
 import datetime
 import os
+import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
-from outcomes import Outcome, attempt
+from outcomes import Outcome, attempt, interrupted
 from scenario import ChosenGradients, Run, Scenario, Weight
+from torch._C._distributed_c10d import PrefixStore
 from torch.nn.parallel import DistributedDataParallel
 from world import World, WorldError
 
@@ -96,13 +99,12 @@ def test_rank_that_comes_late_does_not_believe_that_the_others_are_there(
 def case_interrupted() -> bool:
     """A rank that was interrupted while it waited is not there any more."""
     import gradferry
-    from gradferry.core import meeting
 
     ddp = plain_ddp()
     if dist.get_rank() == 0:
-        interrupt = mock.patch.object(meeting.time, "sleep", side_effect=KeyboardInterrupt)
-        with interrupt, contextlib.suppress(KeyboardInterrupt):
+        with interrupted(), contextlib.suppress(KeyboardInterrupt):
             gradferry.attach(ddp, "q4")
+            raise AssertionError("it was not interrupted")
         dist.barrier()
     else:
         dist.barrier()
@@ -118,16 +120,25 @@ def test_interrupted_rank_is_not_counted(world_of_2: World) -> None:
 
 
 def case_interrupted_connecting() -> Outcome | None:
-    """Rank 1 is interrupted while it connects: the others hear of it at once."""
+    """Rank 1 is interrupted while it waits for connections of rank 2: both others hear of it."""
     import gradferry
-    from gradferry.core import connect
+    from gradferry import _native
 
     ddp = plain_ddp()
+
+    def wait_to_hear(*_: object, between_polls: Callable[[], None], **__: object) -> None:
+        while True:
+            between_polls()
+            time.sleep(0.01)
+
     outcome = None
     if dist.get_rank() == 1:
-        interrupt = mock.patch.object(connect, "_listen", side_effect=KeyboardInterrupt)
-        with interrupt, contextlib.suppress(KeyboardInterrupt):
+        with interrupted(), contextlib.suppress(KeyboardInterrupt):
             gradferry.attach(ddp, "q4")
+            raise AssertionError("it was not interrupted")
+    elif dist.get_rank() == 2:
+        with mock.patch.object(_native, "connect_lanes", wait_to_hear):
+            outcome = attempt(lambda: gradferry.attach(ddp, "q4"))
     else:
         outcome = attempt(lambda: gradferry.attach(ddp, "q4"))
     dist.barrier()
@@ -143,35 +154,54 @@ def test_rank_that_is_interrupted_while_it_connects_is_named_at_once(world_of_3:
         assert outcome.text.startswith("rank 1: interrupted while it connected"), outcome
 
 
-def case_cannot_connect(kind: str) -> tuple[Outcome, bool]:
-    """Rank 1 cannot connect its second lane: the machine or Python is short of something."""
+@contextlib.contextmanager
+def few_files() -> Iterator[None]:
+    """This process can open fewer files than its lanes need."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (resources()[0] + 4, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def case_cannot_connect(kind: str) -> tuple[Outcome, bool, bool]:
+    """Rank 1 cannot connect: its process is short of something."""
     import gradferry
-    from gradferry.core import engine
+    from gradferry import _native
 
     ddp = plain_ddp()
-    connect, calls = engine.connect_ranks, []
+    connect = _native.connect_lanes
 
-    def fail(*arguments: object) -> object:
-        calls.append(arguments)
-        if len(calls) == 2:
-            raise {"system": OSError, "memory": MemoryError}[kind]("too many open files")
-        return connect(*arguments)
+    def fail(*arguments: Any, **named: Any) -> Any:
+        if kind == "memory":
+            raise MemoryError("no memory")
+        with few_files():
+            return connect(*arguments, **named)
 
+    before = resources()
     replaced = fail if dist.get_rank() == 1 else connect
-    with little_patience(), mock.patch.object(engine, "connect_ranks", replaced):
+    with little_patience(), mock.patch.object(_native, "connect_lanes", replaced):
         outcome = attempt(lambda: gradferry.attach(ddp, "q4"))
-    return outcome, train()
+    return outcome, freed(before), train()
 
 
-@pytest.mark.parametrize("kind", ["system", "memory"])
-def test_rank_that_cannot_connect_is_named_by_all(world_of_3: World, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("files", "rank 1: cannot connect to the other ranks: "),
+        ("memory", "rank 1: MemoryError: no memory"),
+    ],
+)
+def test_rank_that_cannot_connect_is_named_by_all(world_of_3: World, kind: str, text: str) -> None:
     answers = world_of_3.run(case_cannot_connect, kind=kind)
-    outcomes = [outcome for outcome, _ in answers]
+    outcomes = [outcome for outcome, _, _ in answers]
     assert [o.error for o in outcomes] == ["PeerError"] * 3, outcomes
     assert len({o.text for o in outcomes}) == 1, outcomes
-    assert outcomes[0].text.startswith("rank 1: ")
-    assert "too many open files" in outcomes[0].text
-    assert all(trained for _, trained in answers)
+    assert outcomes[0].text.startswith(text)
+    if kind == "files":
+        assert "Too many open files; raise the process's limit" in outcomes[0].text
+    assert all(all_freed and trained for _, all_freed, trained in answers), answers
 
 
 def case_dead() -> None:
@@ -271,3 +301,30 @@ def case_keys() -> list[int]:
 def test_trainings_leave_no_keys_in_the_store(world_of_3: World) -> None:
     for counts in world_of_3.run(case_keys):
         assert len(set(counts[1:])) == 1, counts
+
+
+def case_interrupted_among_others() -> Outcome | None:
+    """Rank 2 does not come; rank 0 is interrupted, and rank 1 need not wait for the rest."""
+    import gradferry
+    from gradferry.core.meeting import store_of
+
+    ddp, outcome = plain_ddp(), None
+    store = PrefixStore("gradferry/meetings", store_of(dist.group.WORLD))
+    other_came = f"{store.add('number', 0)}/rank/1"
+    dist.barrier()
+    if dist.get_rank() == 0:
+        waits = interrupted(lambda: store.wait([other_came]))
+        with waits, contextlib.suppress(KeyboardInterrupt):
+            gradferry.attach(ddp, "q4")
+            raise AssertionError("it was not interrupted")
+    elif dist.get_rank() == 1:
+        outcome = attempt(lambda: gradferry.attach(ddp, "q4"))
+    dist.barrier()
+    assert train()
+    return outcome
+
+
+def test_rank_that_is_interrupted_while_it_waits_is_named(world_of_3: World) -> None:
+    _, outcome, _ = world_of_3.run(case_interrupted_among_others)
+    assert outcome.error == "PeerError"
+    assert outcome.text == "rank 0 was interrupted while it waited for others"

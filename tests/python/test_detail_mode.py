@@ -67,7 +67,7 @@ def case_lanes_and_errors() -> tuple[float, list[Outcome]]:
     from gradferry.core.engine import lanes_between_all, make_lanes
 
     assert dist.get_debug_level() == dist.DebugLevel.DETAIL
-    with mock.patch.object(_native, "socket_lanes", wraps=_native.socket_lanes) as connect:
+    with mock.patch.object(_native, "connect_lanes", wraps=_native.connect_lanes) as connect:
         group = dist.group.WORLD
         make_lanes(group, "test of detail mode", lanes_between_all(group, 1))
     timeout = connect.call_args.kwargs["timeout_seconds"]

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from outcomes import Outcome, attempt
 from sharding import SHAPES, Model, Sharding
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.fsdp import fully_shard
 from world import World
 
@@ -152,25 +152,20 @@ def hears_late(said: Store) -> Iterator[None]:
     """Rank 0 looks whether it waits for nothing only when rank 3 knows of the error and has told
     it; and if rank 3 has gone on by then, when rank 2 has come from there, too.
     """
-    from gradferry.core import meeting
+    from gradferry.core.meeting import store_of
 
-    wait, meet = meeting._wait, _attach_module().meet
+    meet = _attach_module().meet
 
-    def late(store: Store, here: Store, *rest: Any) -> bool:
-        is_late = rest[-1] is not None and dist.get_rank() == 0
-        if is_late and said.get("rank 3") == b"has gone on":  # get() waits until it is there
-            here.wait(["rank/1"])
-        return wait(store, here, *rest)
-
-    def noted(group: Any, longest: Any, purpose: str, beside: Any = None) -> None:
+    def late(group: Any, longest: Any, purpose: str, beside: Any = None) -> None:
         if purpose == "hear of an error" and dist.get_rank() == 3:
             said.set("rank 3", "waits until all know")
+        is_late = beside is not None and dist.get_rank() == 0
+        if is_late and said.get("rank 3") == b"has gone on":  # get() waits until it is there
+            store = PrefixStore("gradferry/meetings", store_of(group))
+            store.wait([f"{store.add('number', 0)}/rank/1"])
         meet(group, longest, purpose, beside)
 
-    with (
-        mock.patch.object(meeting, "_wait", late),
-        mock.patch.object(_attach_module(), "meet", noted),
-    ):
+    with mock.patch.object(_attach_module(), "meet", late):
         yield
 
 

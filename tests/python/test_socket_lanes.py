@@ -1,26 +1,23 @@
-"""Lanes on sockets: who waits for what, in which order, and who else comes to the door."""
+"""Lanes on sockets: who waits for what, in which order."""
 
 from __future__ import annotations
 
 import ctypes
 import datetime
-import errno
 import json
 import multiprocessing
 import os
 import socket
 import subprocess
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from outcomes import interrupted
 from torch import nn
-from torch._C._distributed_c10d import PrefixStore
 from torch.nn.parallel import DistributedDataParallel
 from world import COLLECTIVE_SECONDS, World
 
@@ -154,102 +151,6 @@ def test_rank_that_has_left_is_named_on_every_lane(world_of_2: World) -> None:
     assert all(text.startswith("rank 1: ") for text in texts), texts
 
 
-def entries(store: Any, rank: int) -> dict[str, Any]:
-    deadline = time.monotonic() + 60
-    while not store.check([f"0/{rank}"]):
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-    return json.loads(store.get(f"0/{rank}"))
-
-
-def case_strangers() -> bool:
-    """While ranks connect, others come too: silent, with half a hello, with a wrong one."""
-    from gradferry.core import connect
-
-    store = PrefixStore("strangers", dist.distributed_c10d._get_default_store())
-    rank = dist.get_rank()
-    strangers: list[socket.socket] = []
-    if rank == 1:
-        place = entries(store, 0)
-        for said in (b"", b"x", b"y" * 20, bytes.fromhex(place["question"]) + b"\0\0\0\0") * 20:
-            stranger = socket.socket(place["family"])
-            stranger.connect(tuple(place["address"]))
-            stranger.sendall(said)
-            strangers.append(stranger)
-    connections = connect.connect_ranks(store, rank, 2, range(2), 0, 10)
-    other = connections[1 - rank]
-    assert other is not None
-    other.setblocking(True)
-    other.sendall(bytes([rank]))
-    good = other.recv(1) == bytes([1 - rank])
-    for each in (other, *strangers):
-        each.close()
-    return good
-
-
-def test_strangers_take_no_ranks_place(world_of_2: World) -> None:
-    assert all(world_of_2.run(case_strangers))
-
-
-def listen(monkeypatch: pytest.MonkeyPatch, interface: str | None) -> socket.socket:
-    from gradferry.core import connect
-
-    if interface is None:
-        monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    else:
-        monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
-    return connect._listen(0)
-
-
-def test_it_listens_where_gloo_would(monkeypatch: pytest.MonkeyPatch) -> None:
-    with listen(monkeypatch, "lo") as listener:
-        assert listener.getsockname()[0] == "127.0.0.1"
-    monkeypatch.setattr(socket, "gethostname", lambda: "no.such.host.invalid")
-    with listen(monkeypatch, None) as listener:
-        assert listener.getsockname()[0] == "127.0.0.1"
-    with pytest.raises(RuntimeError, match="interface 'nothere' has no address"):
-        listen(monkeypatch, "nothere")
-
-
-def test_address_of_a_family_that_the_host_lacks_is_passed_over(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    found = socket.getaddrinfo("127.0.0.1", 0, type=socket.SOCK_STREAM)
-    lacking = (9999, *found[0][1:])
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [lacking, *found])
-    with listen(monkeypatch, None) as listener:
-        assert listener.getsockname()[0] == "127.0.0.1"
-
-
-def test_shortage_of_files_is_not_called_a_missing_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    shortage = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-    monkeypatch.setattr(socket, "socket", mock.Mock(side_effect=shortage))
-    with pytest.raises(OSError, match="Too many open files"):
-        listen(monkeypatch, None)
-
-
-def test_ipv6_addresses_of_an_interface(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    from gradferry.core import connect
-
-    table = tmp_path / "if_inet6"
-    table.write_text(
-        "fe80000000000000000000000000abcd 03 40 20 80     d0\n"
-        "20010db8000000000000000000000005 03 40 00 80     d0\n"
-        "00000000000000000000000000000001 01 80 10 80     lo\n"
-    )
-    monkeypatch.setattr(connect, "_IPV6_INTERFACES", table)
-    assert connect._addresses_of("d0") == ["2001:db8::5", "fe80::abcd%d0"]
-
-
-def test_link_local_address_is_on_the_interface_of_this_rank() -> None:
-    from gradferry.core import connect
-
-    place = connect._Place(socket.AF_INET6, ("fe80::1", 5000, 0, 7), "aa", "bb")
-    assert connect._seen_from_here(place, ("fe80::2", 6000, 0, 3)) == ("fe80::1", 5000, 0, 3)
-    assert "aa" not in repr(place)
-    assert "bb" not in repr(place)
-
-
 def gradients_over(address: str, port: int, rank: int) -> list[list[float]]:
     import gradferry
 
@@ -308,15 +209,12 @@ def test_ranks_train_without_a_name_of_their_host_and_over_ipv6_alone(tmp_path: 
 
 def case_interrupted() -> str | None:
     """Ctrl-C while another rank has not come yet."""
-    from gradferry.core import connect
-
     if dist.get_rank() == 0:
         dist.barrier()
         return None
-    store = PrefixStore("interrupted", dist.distributed_c10d._get_default_store())
-    with mock.patch.object(connect.time, "sleep", side_effect=KeyboardInterrupt):
+    with interrupted():
         try:
-            connect.connect_ranks(store, 1, 2, range(2), 0, 10)
+            make_lanes("interrupted")
         except KeyboardInterrupt:
             dist.barrier()
             return "interrupted"

@@ -46,9 +46,10 @@ def cannot_connect(group: Any, second: bool) -> Outcome:
     from unittest import mock
 
     from gradferry.core import engine
+    from gradferry.errors import PeerError
 
-    error = OSError("too many open files")
-    broken = mock.patch.object(engine, "connect_ranks", side_effect=error)
+    error = PeerError("cannot connect to the other ranks: too many open files")
+    broken = mock.patch.object(engine, "make_lanes", side_effect=error)
     with broken if second else contextlib.nullcontext(), little_patience():
         return attempt(lambda: reducer(group))
 

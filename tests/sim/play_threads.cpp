@@ -39,12 +39,12 @@ class ThreadedHost final : public Host {
     for (uint32_t index = 0; index < ranks.size(); ++index) {
       if (ranks[index].empty()) continue;
       LaneSockets& lane = sockets.emplace_back(LaneSockets{ranks[index], {}});
-      lane.connections.assign(world.size, -1);
+      lane.connections.resize(world.size);
       for (const uint32_t other : ranks[index]) {
         if (other != rank) lane.connections[other] = take_end(index, rank, other);
       }
     }
-    const auto made = make_socket_lanes(rank, sockets, kLaneTimeout);
+    const auto made = make_socket_lanes(rank, std::move(sockets), kLaneTimeout);
     std::vector<std::shared_ptr<Lane>> by_index(ranks.size());
     auto next = made.begin();
     for (uint32_t index = 0; index < ranks.size(); ++index) {
@@ -80,20 +80,20 @@ class ThreadedHost final : public Host {
 
  private:
   // This rank's end of the connection with another; the first of the two makes it.
-  int take_end(uint32_t lane, uint32_t rank, uint32_t other) {
+  Descriptor take_end(uint32_t lane, uint32_t rank, uint32_t other) {
     const std::lock_guard lock(mutex_);
     const auto made = ends_.find({lane, rank, other});
     if (made != ends_.end()) {
-      const Descriptor end = std::move(made->second);
+      Descriptor end = std::move(made->second);
       ends_.erase(made);
-      return dup(end.number());
+      return end;
     }
     int both[2];
     if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, both) != 0) {
       throw std::system_error(errno, std::generic_category(), "socketpair");
     }
     ends_.emplace(std::tuple(lane, other, rank), Descriptor(both[1]));
-    return both[0];
+    return Descriptor(both[0]);
   }
 
   std::mutex mutex_;

@@ -10,17 +10,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradferry import errors
+from gradferry import _native, errors
 from gradferry.core.meeting import (
     NO_STORE,
-    EchoError,
     absent_after_loss,
-    name_ranks,
     wait_or_hear,
     world_ranks,
 )
 from gradferry.errors import (
     ConfigError,
+    EchoError,
     GradferryError,
     PeerError,
     ProtocolError,
@@ -96,27 +95,15 @@ def gather_records(record: Record, group: dist.ProcessGroup, device: torch.devic
     try:
         return _gather_records(record, group, device)
     except RuntimeError as error:
-        seen = _plain_reason(str(error))
+        seen = _native.plain_reason(str(error))
         gone, reason = absent_after_loss(group, seen)
-        lost = name_ranks(gone) if gone else "another rank"
+        lost = _native.name_ranks(gone) if gone else "another rank"
         if reason is None:
             reason = f"{seen}, and {NO_STORE}"
         raise PeerError(
             f"the ranks could not agree: lost contact with {lost}: {reason}; look at the other "
-            "ranks' errors first, then restart"
+            "ranks' errors first, and whether one has posted another collective there, then restart"
         ) from error
-
-
-def _plain_reason(reason: str) -> str:
-    """Without the source locations and addresses that gloo names."""
-    if any(words in reason for words in ("closed by peer", "reset by peer", "Broken pipe")):
-        return "its connection was closed"
-    if any(words in reason for words in ("imed out", "timeout")):
-        return (
-            "nothing came within the timeout of the process group, or a rank has posted another "
-            "collective there"
-        )
-    return reason.partition("\n")[0]
 
 
 def _gather_records(record: Record, group: dist.ProcessGroup, device: torch.device) -> list[Record]:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
-from socket import socket
 from typing import Any
 
 import torch
@@ -21,12 +19,11 @@ from torch._C._distributed_c10d import (
 
 from gradferry import _native
 from gradferry.core.config import Config
-from gradferry.core.connect import connect_ranks
 from gradferry.core.device import CPU, Transport, transport_of
-from gradferry.core.meeting import EchoError, hear_failures, patience, store_of, world_ranks
+from gradferry.core.meeting import hear_failures, patience, store_of, world_ranks
 from gradferry.core.node_memory import share_memory
 from gradferry.core.parameters import ParameterLayout
-from gradferry.errors import ConfigError, PeerError
+from gradferry.errors import ConfigError, EchoError, PeerError
 
 Nodes = Sequence[Sequence[int]]  # ranks of every node
 _ALL_STEPS = 2**63
@@ -192,41 +189,25 @@ def make_lanes(
 
     Args:
         group: of the ranks.
-        nonce: equal on all ranks, and different for all lanes of the group.
-        lanes: between which ranks each is, in its order; this one is among them. Lanes of one name
-            have no rank in common, or are one lane.
+        nonce: equal on all ranks, and another one in every call.
+        lanes: between which ranks each is, in its order; this one is among them. A lane has the
+            same place among the lanes of all its ranks.
         place: device of the gradients; the timeout is that of the group's backend for it.
 
     Raises:
-        PeerError: this rank cannot connect, or others did not within half of `patience`. Lanes
-            made so far are closed.
+        PeerError: this rank cannot connect. EchoError: others did not within half of `patience`, or
+            one has called `say_failed`. Nothing stays open.
     """
     if place.type != "cpu" or not _gloo_takes_plain_tcp():
         return [_native.Lane(backend) for backend in make_backends(group, nonce, lanes, place)]
-    store = PrefixStore(f"gradferry/{nonce}/sockets", store_of(group))
-    rank, names = dist.get_rank(group), world_ranks(group)
-    timeout_seconds = _timeout(group, place).total_seconds()
-    deadline = time.monotonic() + (patience(group, place) / 2).total_seconds()
-    connected: list[list[socket | None]] = []
-    with _telling_of_others(), ExitStack() as opened:
-        hear = hear_failures(group)  # of ranks that give up
-        for number, (lane, ranks) in enumerate(lanes.items()):
-            left = deadline - time.monotonic()
-            own = PrefixStore(lane, store)
-            called = [names[each] for each in ranks]
-            made = connect_ranks(own, names[rank], 1 + max(names), called, number, left, hear)
-            connected.append([made[name] for name in names])
-            for connection in filter(None, connected[-1]):
-                opened.enter_context(connection)
-        opened.pop_all()
-    return _native.socket_lanes(
-        [
-            (list(ranks), [-1 if each is None else each.detach() for each in sockets])
-            for ranks, sockets in zip(lanes.values(), connected, strict=True)
-        ],
-        rank=rank,
-        timeout_seconds=timeout_seconds,
-        world_ranks=names,
+    return _native.connect_lanes(
+        PrefixStore(f"gradferry/{nonce}/sockets", store_of(group)),
+        rank=dist.get_rank(group),
+        world_ranks=world_ranks(group),
+        lanes=[list(ranks) for ranks in lanes.values()],
+        longest_seconds=(patience(group, place) / 2).total_seconds(),
+        between_polls=hear_failures(group),
+        timeout_seconds=_timeout(group, place).total_seconds(),
     )
 
 
@@ -378,7 +359,7 @@ def _telling_of_others() -> Iterator[None]:
         yield
     except (OSError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
-        if _is_echo(reason):
+        if _native.is_echo(reason):
             raise EchoError(
                 f"the other ranks did not connect: {reason}; look at their errors first"
             ) from error
@@ -386,9 +367,3 @@ def _telling_of_others() -> Iterator[None]:
             f"cannot connect to the other ranks: {reason}; look at the limits of the process "
             "(ulimit -n) and at its network"
         ) from error
-
-
-def _is_echo(reason: str) -> bool:
-    """Whether the failure of another rank caused the error."""
-    words = ("timed out", "timeout", "by peer", "refused", "broken pipe")
-    return any(word in reason.lower() for word in words)

@@ -1,21 +1,10 @@
-"""A barrier in the store of a process group, before any rank posts a collective.
+"""Ranks meet in the store of their process group before any of them posts a collective.
 
 If one rank never joins a collective, the others lose the timeout of the process group, and the
-group with it. So they first meet in the group's store, with a few small keys per rank:
+group with it. hooks/meetings.h has the meeting, and its keys. Here are those with which ranks that
+lose a collective look for each other. They stay: what follows is mostly the end of the processes.
 
-    number       of the current meeting; incremented as soon as one is decided, so that no rank
-                 reads keys of an old one, not even of an earlier group of the same name
-    <number>/rank/<rank>   that rank has come
-    <number>/came          number of ranks that have come
-    <number>/decided       the first rank to increment it decides for all, by setting ...
-    <number>/outcome       ALL_CAME, or the error that every rank that came raises
-
-When all have come to a meeting, they remove the keys of the one before.
-
-Ranks that lose a collective look for each other in more keys, which are left there: what follows is
-mostly the end of the processes.
-
-    <number>/lost/any      set as soon as one rank has lost a collective, or gives up
+    <number>/failed        set as soon as one rank has lost a collective, or gives up
     <number>/lost/<rank>   that rank has lost it, too
     <number>/lost/first    the first rank to increment it decides for all why, by setting ...
     <number>/lost/reason   what that rank saw
@@ -26,26 +15,21 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from gradferry.errors import PeerError
+from gradferry import _native
+from gradferry.errors import EchoError
 
 MOST_PATIENCE = timedelta(minutes=5)
 MOST_PAUSE_SECONDS = 0.1  # between two reads of the store
-ALL_CAME = "all came"
-FAILED_ELSEWHERE = "a rank waits no longer, since one of another group of its failed"
 # How long ranks that lost their connections look for each other.
 LOOK_SECONDS = 1.0
 NO_STORE = "the store of the process group does not answer (mostly rank 0 serves it)"
-
-
-class EchoError(PeerError):
-    """This rank failed because another rank did; that rank's error has the cause."""
 
 
 def store_of(group: dist.ProcessGroup) -> Store:
@@ -100,89 +84,13 @@ def meet(
     """
     if dist.get_world_size(group) == 1:
         return
-    try:
-        outcome = _outcome(group, longest, purpose, beside)
-    except RuntimeError as error:
-        reason = str(error).partition("\n")[0]
-        raise PeerError(
-            f"the store of the process group does not answer ({reason}); the process that serves "
-            "it, mostly that of rank 0, may have ended: look at its error first"
-        ) from error
-    if outcome == FAILED_ELSEWHERE:
-        raise EchoError(outcome)
-    if outcome != ALL_CAME:
-        raise PeerError(outcome)
-
-
-def _outcome(
-    group: dist.ProcessGroup, longest: timedelta, purpose: str, beside: dist.ProcessGroup | None
-) -> str:
-    world_size, rank = dist.get_world_size(group), dist.get_rank(group)
-    store = PrefixStore("gradferry/meetings", store_of(group))
-    number = store.add("number", 0)
-    meeting = PrefixStore(str(number), store)
-
-    # A rank whose wait was interrupted may come twice, but is counted once.
-    if meeting.add(f"rank/{rank}", 1) == 1 and meeting.add("came", 1) == world_size:
-        _decide(store, meeting, lambda: ALL_CAME)
-    elif not _wait(store, meeting, longest, world_ranks(group)[rank], beside):
-        _decide(store, meeting, lambda: _absent(meeting, world_ranks(group), longest, purpose))
-    meeting.wait(["outcome"], longest)  # the rank that decided is about to set it
-    outcome = meeting.get("outcome").decode()
-    if outcome == ALL_CAME:  # so that none is in the last meeting any more
-        keys = [f"rank/{rank}"] + (["came", "decided", "outcome"] if rank == 0 else [])
-        forget(PrefixStore(str(number - 1), store), keys)
-    return outcome
-
-
-def forget(store: Store, keys: Iterable[str]) -> None:
-    """Removes keys that nobody reads any more: the store lives as long as the training."""
-    with contextlib.suppress(RuntimeError, NotImplementedError):  # a store that cannot
-        for key in keys:
-            store.delete_key(key)
-
-
-def _decide(store: Store, meeting: Store, outcome: Callable[[], str]) -> None:
-    """Sets the outcome, unless another rank has decided."""
-    if meeting.add("decided", 1) == 1:
-        store.add("number", 1)
-        meeting.set("outcome", outcome())
-
-
-def _wait(
-    store: Store,
-    meeting: Store,
-    longest: timedelta,
-    rank: int,
-    beside: dist.ProcessGroup | None,
-) -> bool:
-    """Whether there was an outcome in time.
-
-    Polls, because the store's own wait cannot be interrupted and logs a warning at a timeout.
-    """
-    begin = time.monotonic()
-    failed = None if beside is None else _losses(beside)
-    try:
-        while not meeting.check(["outcome"]):
-            if failed is not None and failed.check(["any"]):
-                _decide(store, meeting, lambda: FAILED_ELSEWHERE)
-            waited = time.monotonic() - begin
-            if waited > longest.total_seconds():
-                return False
-            time.sleep(min(waited / 8, MOST_PAUSE_SECONDS))
-    except KeyboardInterrupt:
-        _decide(store, meeting, lambda: f"rank {rank} was interrupted while it waited for others")
-        raise
-    return True
-
-
-def _absent(meeting: Store, names: Sequence[int], longest: timedelta, purpose: str) -> str:
-    ranks = [name for rank, name in enumerate(names) if not meeting.check([f"rank/{rank}"])]
-    return (
-        f"{name_ranks(ranks) if ranks else 'the last rank'} did not {purpose} within "
-        f"{longest.total_seconds():g} s; see whether every rank calls gradferry at this point, and "
-        "look at the errors of those that did not first. Nothing was changed, and the process "
-        "group can be used"
+    _native.meet(
+        PrefixStore("gradferry/meetings", store_of(group)),
+        rank=dist.get_rank(group),
+        world_ranks=world_ranks(group),
+        longest_seconds=longest.total_seconds(),
+        purpose=purpose,
+        between_polls=(lambda: None) if beside is None else hear_failures(beside),
     )
 
 
@@ -198,9 +106,9 @@ def wait_or_hear(work: dist.Work, group: dist.ProcessGroup) -> None:
 
     def listen() -> None:  # to a store that may never answer
         with contextlib.suppress(RuntimeError):
-            lost = _losses(group)
+            meeting = _next_meeting(group)
             while not done.wait(LOOK_SECONDS / 4):
-                if lost.check(["any"]):
+                if meeting.check(["failed"]):
                     heard.set()
                     return
 
@@ -222,25 +130,25 @@ def wait_or_hear(work: dist.Work, group: dist.ProcessGroup) -> None:
 def say_failed(group: dist.ProcessGroup) -> None:
     """Until the next meeting, `wait_or_hear` and `hear_failures` raise on all ranks."""
     with contextlib.suppress(RuntimeError):  # without a store they wait for their deadline
-        _losses(group).set("any", "")
+        _next_meeting(group).set("failed", "")
 
 
 def hear_failures(group: dist.ProcessGroup) -> Callable[[], None]:
-    """A function that raises RuntimeError once a rank has called `say_failed`, and where the store
-    does not answer. For use before the next meeting.
+    """A function that raises EchoError once a rank has called `say_failed`, and RuntimeError where
+    the store does not answer. For use before the next meeting.
     """
-    lost = _losses(group)
+    meeting = _next_meeting(group)
 
     def raise_if_failed() -> None:
-        if lost.check(["any"]):
-            raise RuntimeError("closed by peer, which failed")
+        if meeting.check(["failed"]):
+            raise EchoError("another rank failed, and this one waits no longer")
 
     return raise_if_failed
 
 
-def _losses(group: dist.ProcessGroup) -> Store:
+def _next_meeting(group: dist.ProcessGroup) -> Store:
     store = PrefixStore("gradferry/meetings", store_of(group))
-    return PrefixStore(f"{store.add('number', 0)}/lost", store)
+    return PrefixStore(str(store.add("number", 0)), store)
 
 
 def absent_after_loss(group: dist.ProcessGroup, reason: str) -> tuple[list[int], str | None]:
@@ -259,10 +167,11 @@ def absent_after_loss(group: dist.ProcessGroup, reason: str) -> tuple[list[int],
     found: list[tuple[list[int], str]] = []
 
     def look() -> None:
-        lost = _losses(group)
+        meeting = _next_meeting(group)
+        lost = PrefixStore("lost", meeting)
         if lost.add("first", 1) == 1:
             lost.set("reason", reason)
-        lost.set("any", "")
+        meeting.set("failed", "")
         lost.set(str(rank), "")
         end = time.monotonic() + LOOK_SECONDS
         while True:
@@ -282,13 +191,3 @@ def absent_after_loss(group: dist.ProcessGroup, reason: str) -> tuple[list[int],
     looking.start()
     looking.join(1.5 * LOOK_SECONDS)
     return found[0] if found else ([], None)
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """ "rank 1", "ranks 1 and 2", "ranks 1, 2, 3, 4 and 9 more"."""
-    shown, more = [str(rank) for rank in ranks[:8]], len(ranks) - 8
-    if more > 0:
-        shown.append(f"{more} more")
-    if len(shown) == 1:
-        return f"rank {shown[0]}"
-    return f"ranks {', '.join(shown[:-1])} and {shown[-1]}"

@@ -14,6 +14,7 @@ and all of them exchange through their lanes alone.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -29,8 +30,7 @@ from contextlib import contextmanager
 from torch._C._distributed_c10d import Store
 
 from gradferry import _native
-from gradferry.core.connect import value_from
-from gradferry.core.meeting import forget
+from gradferry.core.meeting import MOST_PAUSE_SECONDS
 from gradferry.errors import PeerError
 
 _SECRET_BYTES = 16
@@ -40,6 +40,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 # Messages of others that are dropped before the right one; the kernel queues fewer.
 _MOST_STRANGERS = 1024
 _DESCRIPTOR = struct.calcsize("i")
+_LEAST_PAUSE_SECONDS = 0.001  # between two reads of the store
 
 
 class _RefusedError(Exception):
@@ -74,12 +75,14 @@ def share_memory(
     store.set(f"outcome/{rank}", reason)
     refused = ""
     for each in siblings:
-        why = value_from(store, f"outcome/{each}", each, deadline).decode()
+        why = _value_from(store, f"outcome/{each}", each, deadline).decode()
         if why:
             refused = refused or f"rank {each}: {why}"
     if store.add("left", 1) == len(siblings):
         doors = [f"door/{each}" for each in others]
-        forget(store, [*doors, "given", *(f"outcome/{each}" for each in siblings), "left"])
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # a store that cannot
+            for key in (*doors, "given", *(f"outcome/{each}" for each in siblings), "left"):
+                store.delete_key(key)
     if refused:
         return None, refused
     assert memory is not None
@@ -90,7 +93,9 @@ def _give(
     store: Store, others: Sequence[int], num_bytes: int, deadline: float
 ) -> tuple[_native.SharedMemory | None, str]:
     """Makes the memory and sends it; the memory, or why not. Neither: another rank knows why."""
-    doors = {each: json.loads(value_from(store, f"door/{each}", each, deadline)) for each in others}
+    doors = {
+        each: json.loads(_value_from(store, f"door/{each}", each, deadline)) for each in others
+    }
     memory, reason = None, ""
     if all(doors.values()):
         try:
@@ -120,7 +125,7 @@ def _take(
         return None, str(error)
     with door:
         store.set(f"door/{rank}", json.dumps({"name": name, "secret": secret.hex()}))
-        if not json.loads(value_from(store, "given", first, deadline)):
+        if not json.loads(_value_from(store, "given", first, deadline)):
             return None, ""
         try:
             descriptor = _receive(door, secret)
@@ -130,6 +135,23 @@ def _take(
                 os.close(descriptor)
         except _RefusedError as error:
             return None, str(error)
+
+
+def _value_from(store: Store, key: str, rank: int, deadline: float) -> bytes:
+    """What a rank has written, or will, under a key.
+
+    Raises:
+        TimeoutError: it had not at `deadline`, in seconds of ``time.monotonic()``.
+    """
+    # Not store.wait(), which Ctrl-C does not interrupt.
+    pause = _LEAST_PAUSE_SECONDS
+    while not store.check([key]):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"rank {rank} timed out")
+        time.sleep(pause)
+        pause = min(2 * pause, MOST_PAUSE_SECONDS)
+    value: bytes = store.get(key)
+    return value
 
 
 @contextmanager

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from gradferry import _native
 from gradferry.core.agreement import gather_records
-from gradferry.core.meeting import name_ranks, world_ranks
+from gradferry.core.meeting import world_ranks
 from gradferry.errors import ConfigError, ProtocolError
 
 AUTO = "auto"
@@ -332,7 +333,7 @@ def _of_mesh(
         "has more than once": sorted(rank for rank, count in held.items() if count > 1),
     }
     if any(wrong.values()):
-        reasons = [f"{verb} {name_ranks(ranks)}" for verb, ranks in wrong.items() if ranks]
+        reasons = [f"{verb} {_native.name_ranks(ranks)}" for verb, ranks in wrong.items() if ranks]
         raise ConfigError(
             "the DeviceMesh of nodes= must hold every rank of the process group once, and "
             f"{', '.join(reasons)}; give it the ranks of the group, or use {AUTO!r}"
@@ -353,7 +354,7 @@ def _expect_shared(
             if one == other:
                 continue
             apart = "machines" if one.boot_id != other.boot_id else "network namespaces"
-            both = name_ranks([global_ranks[known[0]], global_ranks[rank]])
+            both = _native.name_ranks([global_ranks[known[0]], global_ranks[rank]])
             raise ConfigError(
                 f"nodes= puts {both} on one node, but they run in different {apart}: the ranks of "
                 f"a node share memory and loopback; use {AUTO!r}, or start the ranks in the order "
@@ -370,5 +371,5 @@ def _note(unread: Mapping[int, str], what: str, global_ranks: Sequence[int]) -> 
     reasons: dict[str, list[int]] = {}
     for rank, reason in unread.items():
         reasons.setdefault(reason, []).append(global_ranks[rank])
-    shown = ", ".join(f"{name_ranks(ranks)} ({why})" for why, ranks in reasons.items())
+    shown = ", ".join(f"{_native.name_ranks(ranks)} ({why})" for why, ranks in reasons.items())
     return f"machine unknown, so {what}: {shown}" if shown else ""

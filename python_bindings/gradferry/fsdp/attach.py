@@ -20,12 +20,12 @@ from gradferry.core.agreement import (
     raise_first_error,
 )
 from gradferry.core.config import COARSE_BITS, Config, make_config
-from gradferry.core.meeting import EchoError, meet, patience, say_failed, world_ranks
+from gradferry.core.meeting import meet, patience, say_failed, world_ranks
 from gradferry.core.names import first_of
 from gradferry.core.nodes import FLAT
 from gradferry.core.options import Options, complete, takes_options
 from gradferry.core.warn import warn
-from gradferry.errors import ConfigError, GradferryError, PeerError
+from gradferry.errors import ConfigError, EchoError, GradferryError, PeerError
 from gradferry.fsdp.hooks import ModuleHook, Passes, ReduceScatterHook, ReplicaHook
 from gradferry.fsdp.model import Shard, ShardedModule, sharded_modules, unsharded_parameters
 from gradferry.fsdp.state import ShardedState

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradferry import checkpoint
+from gradferry import _native, checkpoint
 from gradferry.core.agreement import gather_records, meeting_place, on_all_ranks
-from gradferry.core.meeting import name_ranks, world_ranks
+from gradferry.core.meeting import world_ranks
 from gradferry.ddp.state import HookState
 from gradferry.errors import ConfigError, StateError
 from gradferry.reduction.saved_state import ON_RESIZE
@@ -51,8 +51,8 @@ def load(folder: Path, state: HookState, group: dist.ProcessGroup, on_resize: st
     blind = [rank for rank, record in named if not record["found"]]
     if 0 < len(blind) < len(seen):
         raise StateError(
-            f"{name_ranks(blind)} cannot see {folder}, and other ranks can: it must be on a file "
-            "system that all ranks share"
+            f"{_native.name_ranks(blind)} cannot see {folder}, and other ranks can: it must be on "
+            "a file system that all ranks share"
         )
     saved = None
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from gradferry import _native
 from gradferry.core.codec_spec import OFF
-from gradferry.core.meeting import name_ranks
 from gradferry.core.nodes import FLAT
 from gradferry.reduction.running import Running
 
@@ -29,7 +28,7 @@ def _in_world(running: Running) -> str:
     """Where the group's ranks are not those of the world, which errors name."""
     if list(running.world_ranks) == list(range(running.world_size)):
         return ""
-    return f" ({name_ranks(running.world_ranks)} of the world)"
+    return f" ({_native.name_ranks(running.world_ranks)} of the world)"
 
 
 def describe(running: Running, choice: Mapping[str, Any]) -> str:

@@ -14,6 +14,7 @@ from reference.message import hash64
 
 Record = dict[str, Any]
 ALL_CAME = "all came"
+PEER_ERROR = 3
 MOST_PATIENCE_SECONDS = 300.0
 PAUSE_SECONDS = 0.002
 
@@ -70,12 +71,12 @@ def meet(group: Group, purpose: str) -> None:
         if time.monotonic() > end:
             ranks = range(group.world_size)
             missing = [r for r in ranks if not store.check([f"{meeting}/rank/{r}"])]
-            decide(f"ranks {missing} did not {purpose}")
+            decide(f"error\0{PEER_ERROR}\0ranks {missing} did not {purpose}\0")
             break
         time.sleep(PAUSE_SECONDS)
     outcome = store.get(f"{meeting}/outcome").decode()
     if outcome != ALL_CAME:
-        raise AttachError("PeerError", outcome)
+        raise AttachError("PeerError", outcome.split("\0")[2])
 
 
 def gather_records(group: Group, record: Record) -> list[Record]:

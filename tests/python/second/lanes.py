@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import secrets
 import select
 import socket
@@ -14,7 +13,7 @@ from collections.abc import Callable
 from .attach import PAUSE_SECONDS, Group
 
 LANES = ("scatter", "gather", "commit")  # in the order of their numbers
-HELLO = struct.Struct("<16sI")
+HELLO = struct.Struct("<16sII")
 SIZE = struct.Struct("<Q")
 
 
@@ -29,8 +28,7 @@ class Lanes:
         self._group = group
         self._connections: dict[tuple[str, int], socket.socket] = {}
         end = time.monotonic() + min(group.timeout_seconds / 4, 150.0)
-        for number, lane in enumerate(LANES):
-            self._connect(f"gradferry/{nonce}/sockets/{lane}/{number}", lane, end)
+        self._connect(f"gradferry/{nonce}/sockets", end)
         self._unsent = {key: bytearray() for key in self._connections}
         self._came = {key: bytearray() for key in self._connections}
         self._closed: set[tuple[str, int]] = set()  # by the other rank
@@ -38,42 +36,45 @@ class Lanes:
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def _connect(self, prefix: str, lane: str, end: float) -> None:
+    def _connect(self, prefix: str, end: float) -> None:
         rank, store = self._group.rank, self._group.store
         question, answer = secrets.token_bytes(16), secrets.token_bytes(16)
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            place = {
-                "family": int(listener.family),
-                "address": listener.getsockname(),
-                "question": question.hex(),
-                "answer": answer.hex(),
-            }
-            store.set(f"{prefix}/{rank}", json.dumps(place))
+            host, port = listener.getsockname()
+            place = f"{question.hex()} {answer.hex()} 4 {host} {port}"
+            store.set(f"{prefix}/{rank}", place)
             for below in range(rank):
                 while not store.check([f"{prefix}/{below}"]):
                     if time.monotonic() > end:
                         raise LostContactError(f"rank {below} did not listen")
                     time.sleep(PAUSE_SECONDS)
-                theirs = json.loads(store.get(f"{prefix}/{below}"))
-                connection = socket.socket(theirs["family"], socket.SOCK_STREAM)
-                connection.settimeout(end - time.monotonic())
-                connection.connect(tuple(theirs["address"]))
-                connection.sendall(HELLO.pack(bytes.fromhex(theirs["question"]), rank))
-                if _read(connection, 16) != bytes.fromhex(theirs["answer"]):
-                    raise LostContactError(f"rank {below} gave another answer")
-                self._connections[lane, below] = connection
-            missing = set(range(rank + 1, self._group.world_size))
+                words = store.get(f"{prefix}/{below}").decode().split()
+                asked, expected = map(bytes.fromhex, words[:2])
+                for number, lane in enumerate(LANES):
+                    # Three words an address, and addresses in turn.
+                    first = 2 + 3 * number % (len(words) - 2)
+                    family, host, port = words[first : first + 3]
+                    kind = {"4": socket.AF_INET, "6": socket.AF_INET6}[family]
+                    connection = socket.socket(kind, socket.SOCK_STREAM)
+                    connection.settimeout(end - time.monotonic())
+                    connection.connect((host, int(port)))
+                    connection.sendall(HELLO.pack(asked, rank, number))
+                    if _read(connection, 16) != expected:
+                        raise LostContactError(f"rank {below} gave another answer")
+                    self._connections[lane, below] = connection
+            above = range(rank + 1, self._group.world_size)
+            missing = {(who, number) for who in above for number in range(len(LANES))}
             while missing:
                 listener.settimeout(end - time.monotonic())
                 connection, _ = listener.accept()
                 connection.settimeout(end - time.monotonic())
-                asked, who = HELLO.unpack(_read(connection, HELLO.size))
-                if asked != question or who not in missing:
+                asked, *who = HELLO.unpack(_read(connection, HELLO.size))
+                if asked != question or tuple(who) not in missing:
                     connection.close()
                     continue
                 connection.sendall(answer)
-                missing.remove(who)
-                self._connections[lane, who] = connection
+                missing.remove(tuple(who))
+                self._connections[LANES[who[1]], who[0]] = connection
 
     def send(self, lane: str, rank: int, message: bytes) -> None:
         """Queues a message, and sends what the kernel takes of it."""
