@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "gradferry/reducer.h"
+#include "meetings.h"
 #include "ranks.h"
 
 namespace gradferry {
@@ -49,6 +50,19 @@ TEST(Reducer, ErrorOfOneRankIsSaidOnAllOfThem) {
     Reducer(wrong, with("q4"), store, rank, kRanks);
   });
   EXPECT_EQ(integers.substr(0, 36), "rank 0: 'a': dtype Long is not suppo") << integers;
+}
+
+// Rank 0 comes with what it has heard of rank 1.
+TEST(Meetings, TheCauseIsSaidAndNotWhatFollowedFromIt) {
+  const Store store = new_store();
+  const auto error = common_error([&](uint32_t rank) {
+    Meetings meetings(store, rank, kRanks, std::chrono::minutes(1));
+    const Brought cause{.fields = {}, .error = Error(ErrorKind::kState, "the cause")};
+    const Brought echo{
+        .fields = {}, .error = Error(ErrorKind::kPeer, "rank 1 failed"), .is_echo = true};
+    meetings.meet({.purpose = "come", .brought = rank == 0 ? &echo : &cause});
+  });
+  EXPECT_EQ(error, "rank 1: the cause");
 }
 
 TEST(Reducer, RankThatStaysAwayIsNamed) {
