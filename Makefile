@@ -63,6 +63,7 @@ tests_ready := $(venv)/.tests
 package_ready := $(venv)/.gradferry
 lint_ready := $(venv)/.lint
 docs_ready := .venv-docs/.docs
+# Trainers bring thirty packages, none of which may become necessary unnoticed.
 hosts := $(venv)-hosts
 hosts_ready := $(hosts)/.hosts
 # Where everything is installed already, the demo uses and renews that.

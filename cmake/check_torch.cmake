@@ -1,4 +1,4 @@
-# Stops before a torch that gradferry does not support makes compilers say so.
+# Stops before a torch that gradferry does not support makes compilers say so, minutes later.
 string(REGEX MATCH "^[0-9]+[.][0-9]+" torch_minor_version "${GRADFERRY_TORCH_VERSION}")
 if(torch_minor_version VERSION_LESS GRADFERRY_OLDEST_TORCH
    OR torch_minor_version VERSION_GREATER GRADFERRY_NEWEST_TORCH)

@@ -22,6 +22,7 @@ struct Agreement {
   bool has_loss_scale = false;
 
   // The envelope of a message from this rank. `tiles_hash`: of the chunk's plan, if it is of one.
+  // Without it two buckets of one size, such as those of equal layers, could be mixed up.
   Envelope envelope(uint64_t step, uint64_t chunk, Phase phase, uint64_t tiles_hash = 0) const {
     return {config_hash, layout_hash ^ tiles_hash, step, chunk, rank, phase};
   }
@@ -33,7 +34,9 @@ void write_header(std::byte* message, const Envelope& envelope, WireStatus statu
 Fault check_message(const std::byte* message, Envelope envelope, uint32_t source,
                     uint32_t payload_bytes);
 
-// The same of a message between ranks of one node, whose payload has no checksum.
+// The same of a message between ranks of one node, whose payload has no checksum: to sum
+// uncompressed gradients would be a pass over memory, to guard memory that never leaves the
+// machine.
 Fault check_unsummed_message(const std::byte* message, Envelope envelope, uint32_t source,
                              uint32_t payload_bytes);
 

@@ -21,7 +21,8 @@ class ParameterHashes {
   explicit ParameterHashes(const std::vector<at::Tensor>& parameters);
 
   // Hashes of the parameters' bits, in memory order; 0 for a parameter that was freed. On a device
-  // it waits for the current stream and hashes the state after it.
+  // it waits for the current stream and hashes the state after it: on the host, since the check is
+  // rare, the step needs its result, and all devices so have one hash function.
   std::vector<uint64_t> compute() const;
   // A number that changes when torch writes to a parameter in place. Misses some fused kernels and
   // writes through .data.

@@ -1,5 +1,5 @@
 // Access to protected members of DDP's Reducer. Their names and types are the same in every
-// supported version of torch.
+// supported version of torch; a change of their type is a compile error.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -210,6 +210,8 @@ void TensorMessages::accumulate(std::span<const std::span<const std::byte>> mess
     return each.header.seed == received[0].header.seed &&
            each.header.step == received[0].header.step;
   };
+  // A batch of tiles has one seed. Workers should use different ones, so that their errors average
+  // out: then tile by tile, up to twice as slow for rht.
   const bool valid = !codec_.codec->seeded || std::ranges::all_of(received, as_first)
                          ? accumulate_at_once(received, divisor, numbers)
                          : accumulate_by_tile(received, divisor, round, numbers);

@@ -50,6 +50,8 @@ DeviceExchange::DeviceExchange(DeviceContext& context, uint64_t other_bytes)
   stats.workspace_bytes += workspace.bytes();
 }
 
+// In torch's memory. What a backend registers (supportsTensorAlloc) belongs to its process group,
+// which the engine does not keep alive.
 DeviceExchange::DeviceSlot DeviceExchange::make_slot(const Workspace& workspace) const {
   DeviceSlot slot{.dense_send = {},
                   .dense_receive = {},
@@ -163,7 +165,8 @@ void DeviceExchange::send_to_siblings(DeviceJob& job, ChunkJob& chunk) {
       siblings.scatter.send_bytes, context_.encode_stream);
 }
 
-// On E. A message that cannot be trusted makes the sum NaN; reduce reports it.
+// On E. A message that cannot be trusted makes the sum NaN, which every codec carries to all ranks.
+// reduce looks again and reports it, since findings belong to one stream.
 void DeviceExchange::sum(DeviceJob& job, ChunkJob& chunk) {
   context_.wait(job, chunk.local_scatter, Phase::kLocalScatter, chunk.number,
                 context_.encode_stream);

@@ -404,7 +404,9 @@ class OneBitAdam(torch.optim.Optimizer):
         self._hook.hand_over(parameter, state.pop("exp_avg"), group["betas"][0] ** (delay + 1))
 
     def _denominator(self, parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-        """AdamW's denominator, with bias correction."""
+        """AdamW's denominator, with bias correction: a variance that is frozen after n steps would
+        be too small by the factor 1 - beta2^n without it.
+        """
         state, (_, beta2) = self.state[parameter], group["betas"]
         correction = 1 - beta2 ** int(state["step"])
         deviation: torch.Tensor = state["exp_avg_sq"].sqrt() / correction**0.5

@@ -190,6 +190,7 @@ class _CodecCollective:
             return parts[0]
         if self.op == REDUCE_SCATTER:
             return self._scattered(parts)
+        # To the bit: a tolerance that is wide enough for a lossy codec would hide a wrong tile.
         return _native.compressed_mean(
             [self._sum(parts, ranks) for ranks in self._nodes.members],
             str(self._layout.codec),

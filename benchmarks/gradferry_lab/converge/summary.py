@@ -1,4 +1,8 @@
-"""Summarizes rows: means, spreads, and whether every demand is met."""
+"""Summarizes rows: means, spreads, and whether every demand is met.
+
+A codec is compared with the uncompressed training of the same seed, which has the same model and
+batches. A band narrower than the spread between seeds would judge luck.
+"""
 
 from __future__ import annotations
 

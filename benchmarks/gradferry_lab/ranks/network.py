@@ -37,6 +37,8 @@ _TOOLS = {
     "setpriv": "util-linux",
     "unshare": "util-linux",
 }
+# Namespaces have no name: those of `ip netns add` would outlive a crash or a kill. These end with
+# their processes.
 _NEW_HOST = (
     *("setpriv", "--pdeathsig", "KILL"),
     *("unshare", "--net", "--pid", "--fork", "--mount-proc", "--kill-child=KILL"),

@@ -136,6 +136,7 @@ def apply_hook(
     Raises ConfigError when no hook has this name.
     """
     dense_bytes = _dense_bytes(ddp)
+    # Under DDP, too: a faster network does not save the copies of gradients into buckets.
     if name == NO_HOOK:
         ddp.register_comm_hook(None, debugging_hooks.noop_hook)
         return ComputedHook(name, dense_bytes, 0)

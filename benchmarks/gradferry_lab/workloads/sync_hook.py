@@ -1,4 +1,7 @@
-"""The hook `sync`: a step that communicates no gradient, and in which ranks still meet."""
+"""The hook `sync`: a step that communicates no gradient, and in which ranks still meet.
+
+Ranks that train together wait for the slowest and for one message at least, which no codec avoids.
+"""
 
 # DDP compares the hook's annotations with the classes themselves: no postponed evaluation here.
 

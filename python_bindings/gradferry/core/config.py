@@ -115,7 +115,11 @@ class Config:
 
     @property
     def compressed_warmup(self) -> bool:
-        """Whether warm-up steps withhold something."""
+        """Whether warm-up steps leave a compression error.
+
+        In momentum mode a residual is delivered 1 / (1 - m) times. So at the end of such a warm-up
+        the engine multiplies residuals by 1 - m, before anything else happens to them.
+        """
         return self.warmup.lossy
 
     def holds_gradients(self, step: int) -> bool:

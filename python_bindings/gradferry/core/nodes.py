@@ -33,6 +33,10 @@ _NETWORK = Path("/proc/self/ns/net")
 class Identity:
     """Where a rank runs. Ranks where both are equal share a machine and its loopback.
 
+    Containers of one machine have one boot id, and inodes of namespaces repeat from machine to
+    machine, so both are needed. Host names can be equal on different machines, and
+    `LOCAL_WORLD_SIZE` also counts processes outside the group.
+
     Attributes:
         boot_id: of the running kernel.
         network: inode of the network namespace, unique while that kernel runs.

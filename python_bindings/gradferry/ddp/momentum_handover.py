@@ -2,7 +2,8 @@
 
 The exchange averages over ranks, so a momentum arrives completely only if every rank hands it over
 to its residual. Ranks compare at a bucket, because every rank takes part in every bucket, whatever
-its optimizers hold and do.
+its optimizers hold and do. A difference is an error even where it could be compensated: one rank's
+residual would then hold the momentum of all, with that much more compression error.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""What was withheld on all ranks, in a trainer's checkpoint: in a folder there, or gathered."""
+"""The residuals of all ranks in a trainer's checkpoint: in a folder there, or gathered.
+
+A folder of the trainer takes files from every rank. Lightning writes one file, from rank 0, and
+deletes it by its path: files beside it would stay behind, so all states are gathered into it.
+"""
 
 from __future__ import annotations
 

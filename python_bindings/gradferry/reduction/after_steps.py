@@ -1,4 +1,7 @@
-"""Callbacks after optimizer steps: gradferry's one entry in torch's registry of such hooks."""
+"""Callbacks after optimizer steps: gradferry's one entry in torch's registry of such hooks.
+
+DDP's own callbacks run before gradients are complete, and a forward hook would miss the last step.
+"""
 
 from __future__ import annotations
 

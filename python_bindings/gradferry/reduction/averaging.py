@@ -219,6 +219,9 @@ class Averaging(ABC):
     def scale_residuals(self, factor: float) -> None:
         """Multiplies both residuals, and with them the momentum that they carry. Not collective.
 
+        gradferry itself multiplies them only when the loss scale changes: any other factor than 1
+        loses gradient or adds to it.
+
         Call it with the same factor on every rank, for example when a learning rate jumps: what was
         withheld before will be applied at the new rate.
 

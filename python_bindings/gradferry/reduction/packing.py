@@ -1,4 +1,8 @@
-"""Tensors as the buckets that an engine averages, and back."""
+"""Tensors as the buckets that an engine averages, and back.
+
+Tensors are copied into buckets, because an engine's bucket is one piece of memory, as DDP's is.
+Buckets of DDP's size hide the encoding of one behind the exchange of another.
+"""
 
 from __future__ import annotations
 

@@ -32,13 +32,15 @@ from gradferry.reduction.residual_tiles import (
     zero_residual,
 )
 
-# Of the flat exchange, in which every rank has a worker residual of all tiles; and of one between
-# nodes of several ranks, where a slot lists the tiles of its worker residual.
+# FLAT_FORMAT is the flat exchange's, in which every rank has a worker residual of all tiles. FORMAT
+# is for nodes of several ranks, where a slot lists the tiles of its worker residual. Not one for
+# both: torch.distributed.checkpoint could then load no older checkpoint, which lacks those keys.
 FLAT_FORMAT = 2
 FORMAT = 3
 LAYOUT = "layout"  # of every parameter, as JSON text
 NODES = "nodes"  # ranks by node, as JSON text; only with nodes of several ranks
-# For how many steps residuals hold what is missing of gradients, before they hold momentum.
+# For how many steps residuals hold what is missing of gradients, before they hold momentum. Always
+# there: torch.distributed.checkpoint loads the keys that the new hook has.
 COMPRESSED_WARMUP = "compressed_warmup"
 _SMALLEST_SCALE = 2.0**-126  # normal in fp32, in which engines hold it
 _MOST_SHOWN = 400  # characters of a value

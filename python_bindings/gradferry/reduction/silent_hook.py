@@ -1,4 +1,8 @@
-"""Notices that optimizers train a model whose hook is not called."""
+"""Notices that optimizers train a model whose hook is not called.
+
+Replaced or converted parameters never reach DDP's hook, so nothing in the hook can notice. A single
+step without a pass has honest reasons.
+"""
 
 from __future__ import annotations
 
