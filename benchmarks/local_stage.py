@@ -40,7 +40,7 @@ _HEADER_BYTES = 64
 _SLOTS = 4  # chunks whose buffers are used in turn
 _MIB = 1 << 20
 _SECONDS_TO_MEET = 60.0
-# Of a full tile: q4's payload, of the bytes of its gradients.
+# The bytes of q4's payload of a full tile, over the bytes of its gradients.
 _GATHERED = 2192 / 16384
 
 

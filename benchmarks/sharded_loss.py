@@ -54,7 +54,7 @@ def _row(run: TrainingRun) -> dict[str, Any]:
 
 
 def print_row(row: dict[str, Any]) -> None:
-    """As soon as it is there."""
+    """Prints a result as soon as it is there."""
     print(
         f"seed {row['seed']}, {row['codec']}: validation loss {row['final_loss']:.4f}", flush=True
     )

@@ -12,7 +12,7 @@ namespace {
 // From so many bits per element on, "auto" keeps no worker residual.
 constexpr double kOwnerOnlyBits = 8.0;
 
-// That a worker sends for a full tile of fp32.
+// The bits that a worker sends for a full tile of fp32.
 double bits_per_element(const ParsedCodec& parsed) {
   const uint32_t payload_bytes = parsed.codec->payload_bytes(kTileElements, ScalarType::kFloat32,
                                                              Stage::kWorker, parsed.options);

@@ -17,7 +17,7 @@ inline constexpr uint64_t kExemptMaxSize = 1023;
 inline constexpr uint32_t kChunkBytes = 512 * 1024;
 // Most memory for messages, in MiB.
 inline constexpr uint32_t kWorkspaceCapMiB = 96;
-// Of a bucket; that of DistributedDataParallel. In MiB.
+// The size of a bucket, in MiB: DistributedDataParallel's default.
 inline constexpr uint32_t kBucketCapMiB = 25;
 
 struct KeptResiduals {

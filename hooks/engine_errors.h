@@ -26,7 +26,7 @@ Error called_at_exit();
 
 // The averaged gradient that holds `tile` "is", or "was", not finite at `step`.
 Error nonfinite_mean(const Layout& layout, uint64_t tile, uint64_t step, const char* is);
-// As nonfinite_mean(), in a world of one, where nothing is sent.
+// The error in place of nonfinite_mean() in a world of one, where nothing is sent.
 Error nonfinite_gradient(uint64_t step);
 
 }  // namespace gradferry

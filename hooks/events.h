@@ -48,7 +48,7 @@ struct BucketEvent {
   int64_t network_ns = 0;
   int64_t reduce_ns = 0;
   int64_t decode_ns = 0;
-  // Of a sample of the bucket's tiles.
+  // Squares on a sample of the bucket's tiles.
   ResidualSquares worker = {};
   ResidualSquares owner = {};
 };
@@ -61,7 +61,7 @@ struct StepTimes {
   int64_t decode_ns = 0;
   // Delay of DDP's thread: time inside the hook, and after its last bucket until all were complete.
   int64_t exposed_ns = 0;
-  // Of the last step.
+  // Squares of the last step.
   ResidualSquares worker = {};
   ResidualSquares owner = {};
 };

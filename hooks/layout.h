@@ -92,7 +92,7 @@ class Layout {
   // keep worker residuals, owners those of owners.
   uint64_t worker_residual_offset(uint64_t tile) const { return worker_offsets_[tile]; }
   uint64_t owner_residual_offset(uint64_t tile) const { return owner_offsets_[tile]; }
-  // Of all tiles of a parameter that have one here, which lie one after the other; empty: none has.
+  // The worker residuals of a parameter's tiles here, which lie one after the other; empty: none.
   ResidualRange worker_residual_range(const Parameter& parameter) const {
     return residual_range(parameter, worker_offsets_);
   }

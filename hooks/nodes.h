@@ -35,7 +35,7 @@ class Nodes {
   bool is_flat() const { return num_nodes() == world_size(); }
 
   const std::vector<uint32_t>& siblings(uint32_t rank) const { return members_[node_of(rank)]; }
-  // Of a column, by node.
+  // The ranks of a column, by node.
   std::vector<uint32_t> peers(uint32_t column) const;
   uint32_t node_of(uint32_t rank) const { return places_[rank].node; }
   // Its place among its siblings: its column, if below num_columns().

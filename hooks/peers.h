@@ -1,6 +1,6 @@
 // How the ranks of one attach exchange errors when a collective does not complete: through the
-// store of the process group, since their connections may no longer work. As long as collectives
-// complete within a second, the store is not used. Keys:
+// store of the process group, since their connections may no longer work. The store is not used
+// while collectives complete within a second. Keys:
 //
 //   present/<rank>   "1": that rank waits for others, or has failed; "0": no longer
 //   lost             how many ranks have lost their connections

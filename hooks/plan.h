@@ -51,7 +51,7 @@ struct Column {
 
 struct ChunkPlan {
   ScalarType dtype;  // of the bucket, and of a node's sums
-  // Of the numbers of its tiles, in the order in which they lie in messages. Messages carry it:
+  // The hash of its tiles' numbers, in the order in which they lie in messages. Messages carry it:
   // two buckets may have messages of the same sizes.
   uint64_t tiles_hash;
   std::vector<Column> columns;
@@ -59,9 +59,9 @@ struct ChunkPlan {
   // 0 with one rank per node.
   uint32_t forward_bytes;
   std::vector<Shard> shards;  // this rank's peers, by node
-  // Of this rank's column. gradient_offset counts in the bucket, or in the sum of the node.
-  // payload_offset counts from the start of the send buffer, headers included; output_offset, for
-  // undo, as payload_offset in `decode`.
+  // The tiles of this rank's column. gradient_offset counts in the bucket, or in the sum of the
+  // node. payload_offset counts from the start of the send buffer, headers included; output_offset,
+  // for undo, as payload_offset in `decode`.
   std::vector<PlannedBatch> encode;
   // Tiles that this rank owns. payload_offset and output_offset count from the end of the message's
   // header; gradient_offset counts in the bucket.

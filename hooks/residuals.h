@@ -20,7 +20,7 @@ namespace gradferry {
 const Parameter& parameter_to_change(const Layout& layout, uint32_t index, const at::Tensor& values,
                                      c10::Device device);
 
-// Of the `values` of a parameter's elements, those for which this rank has a worker residual.
+// The part of a parameter's `values` for whose elements this rank has a worker residual.
 at::Tensor delegated_part(const Layout& layout, const Parameter& parameter,
                           const at::Tensor& values);
 

@@ -104,7 +104,7 @@ Workspace plan_workspace(const Layout& layout, uint32_t chunk_bytes,
   const Nodes& nodes = layout.nodes();
   Workspace workspace = one_slot(layout, chunk_bytes, limits, nodes.siblings(layout.rank()).size());
   const auto fits = [&] { return workspace.bytes() + limits.other_bytes <= limits.cap_bytes; };
-  // As many as the ranks with the most siblings have, who need the most.
+  // The slots of the ranks with the most siblings, who need the most.
   const uint64_t needed_by_most =
       one_slot(layout, chunk_bytes, limits, nodes.most_siblings()).slot_bytes();
   const uint64_t left = limits.cap_bytes - std::min(limits.cap_bytes, limits.other_bytes);

@@ -33,7 +33,7 @@ struct Workspace {
   uint64_t dense_send_bytes = 0;
   uint64_t dense_receive_bytes = 0;
   uint64_t sum_bytes = 0;
-  // Of a slot in memory that all siblings share; 0: they share none. There, first what was
+  // Bytes of a slot in memory that all siblings share; 0: they share none. There, first what was
   // gathered, then for every column the gradients from every other sibling, each in a place of
   // dense_place_bytes; the buffers above hold the headers only. Equal on all siblings, as is
   // `slots` there.
@@ -43,11 +43,11 @@ struct Workspace {
   // What a scatter and a gather receive lies in the same memory, one after the other; only with a
   // single slot.
   bool shared_receive = false;
-  // Of the message to all ranks; 0 where it is written to its place among those of all ranks, which
+  // Bytes of the message to all ranks; 0 where it is written to its place among those of all, which
   // shared memory does not allow: a reduce still reads there.
   uint64_t own_message_bytes = 0;
 
-  // Of a slot, of this rank with its part of what is shared.
+  // Bytes of a slot: of this rank, with its part of what is shared.
   uint64_t gathered_part() const {
     if (shared_receive) return 0;
     return shared_bytes != 0 ? gathered_bytes / num_siblings : gathered_bytes;
@@ -72,8 +72,8 @@ struct WorkspaceLimits {
   bool gathers = true;          // false: a reduce-scatter, with one rank per node
 };
 
-// As many slots as the limit allows. Throws Error(kConfig) if it allows none: the owner of a tile
-// receives it from every rank at once.
+// The workspace with as many slots as the limit allows. Throws Error(kConfig) if it allows none:
+// the owner of a tile receives it from every rank at once.
 Workspace plan_workspace(const Layout& layout, uint32_t chunk_bytes, const WorkspaceLimits& limits);
 
 }  // namespace gradferry

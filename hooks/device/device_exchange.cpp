@@ -19,7 +19,7 @@ DeviceExchange::DeviceExchange(DeviceContext& context, uint64_t other_bytes)
       local_index_(nodes_.local_index(options_.rank)) {
   const c10::StreamGuard guard(context_.finish_stream);
   const bool exchanges = context_.transport != nullptr;
-  // As many as on the largest node, so that all ranks plan the same slots.
+  // The number on the largest node, so that all ranks plan the same slots.
   const uint64_t num_siblings = nodes_.is_flat() ? 0 : nodes_.most_siblings();
   const uint64_t most_messages = options_.world_size + num_siblings;
   const uint64_t progress_bytes = sizeof(ChunkProgress) + (most_messages + 1) * sizeof(uint64_t);

@@ -31,8 +31,8 @@ class DeviceResiduals {
   // step_nonfinite, because an optimizer step begins.
   void begin_pass(const at::Tensor& loss_scale, bool begins_step, const c10::Stream& stream);
 
-  // As gradferry::scale_by_parameter(), the copies too. On the current stream, where begin_step()
-  // is called, or between steps.
+  // Does what gradferry::scale_by_parameter() does, also with the copies. On the current stream,
+  // where begin_step() is called, or between steps.
   void scale_by_parameter(const Layout& layout, const std::vector<float>& factors) const;
 
   // The last step stays, whatever its results were. Call it before the next one begins.
@@ -47,7 +47,7 @@ class DeviceResiduals {
   // Restores the residuals from before the last step.
   void skip(const c10::Stream& current);
   void load(const at::Tensor& worker, const at::Tensor& owner, float loss_scale);
-  // As HostResiduals::add_to_worker(); `values` and `loss_scale` are on the device.
+  // Does what HostResiduals::add_to_worker() does; `values` and `loss_scale` are on the device.
   void add_to_worker(uint64_t offset, const at::Tensor& values, float factor,
                      const at::Tensor& loss_scale);
   void scale(float factor);

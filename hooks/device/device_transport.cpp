@@ -66,7 +66,7 @@ Pending DeviceTransport::post_all_gather(Among among, const at::Tensor& receive,
                                          const at::Tensor& send, int64_t num_bytes) {
   Lane& used = lane(among);
   const int64_t ranks = used.world_size();
-  // Of these ranks, with this one.
+  // How many of these ranks are on this rank's node, this one included.
   const int64_t on_node =
       among == Among::kPeers || !nodes_.siblings ? 1 : nodes_.siblings->world_size();
   count(num_bytes * (ranks - on_node), num_bytes * (on_node - 1));

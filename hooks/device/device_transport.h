@@ -33,7 +33,8 @@ struct DeviceBuffer {
 // Which ranks take part in a collective.
 enum class Among : uint8_t { kAll, kPeers, kSiblings };
 
-// Of a rank whose node has several: between its siblings, and between its peers if it has any.
+// The lanes of a rank whose node has several: between its siblings, and between its peers if it has
+// any.
 struct NodeLanes {
   std::shared_ptr<Lane> siblings, peers;
 };

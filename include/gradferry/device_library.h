@@ -1,6 +1,6 @@
 // The interface of a library for one kind of device: codecs, and kernels that process
-// chunks and write records. As in cuda_codecs.h, pointers are to device memory unless stated
-// otherwise; calls enqueue work on a stream and do not wait for it.
+// chunks and write records. Pointers are to device memory unless stated otherwise, as in
+// cuda_codecs.h; calls enqueue work on a stream and do not wait for it.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +16,7 @@ namespace gradferry {
 struct Message {
   uint32_t offset;  // bytes from the start of the buffer to the header; a multiple of 16
   uint32_t payload_bytes;
-  // Of one that is received:
+  // Received messages only:
   uint32_t rank;  // the sender
   Phase phase;
   uint16_t reserved;

@@ -41,7 +41,7 @@ enum class WireStatus : uint32_t {
   kLocalFailure = 12,
   kPeerTrouble = 13,  // received another rank's error status; that rank's commit has the cause
   // An owner's mean is not finite, which was to be an error; `received` is the number of its tile.
-  // Of a reduce-scatter, where other ranks cannot see it.
+  // Only in a reduce-scatter, where other ranks cannot see it.
   kNonFiniteMean = 14,
   // The loss scales in the commits of all ranks are not one number. No rank sends it: all see it.
   kBadLossScale = 15,

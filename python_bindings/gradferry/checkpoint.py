@@ -60,8 +60,8 @@ def save(
     Each rank writes its own file and flushes it to disk. When rank 0 sees all of them, it replaces
     the manifest and removes what other saves have left.
 
-    Of several saves into one folder at the same time the first to complete wins, and the others
-    raise.
+    If several saves write into one folder at the same time, the first to complete wins, and the
+    others raise.
 
     Args:
         folder: on a file system that all ranks share. Created if it does not exist.
@@ -215,7 +215,7 @@ class ResizedState:
         return room
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """As `HookState.load_state_dict`."""
+        """Does what `HookState.load_state_dict` does, with the `on_resize` of this state."""
         self._state.load_state_dict(state_dict, on_resize=self._on_resize)
 
 

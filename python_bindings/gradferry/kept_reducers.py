@@ -61,7 +61,7 @@ def all_reduce(
         async_op: as for `Reducer.all_reduce`.
 
     Returns:
-        As `Reducer.all_reduce`.
+        What `Reducer.all_reduce` returns.
 
     Raises:
         ConfigError, RankMismatchError, PeerError: the first call with a name, as `Reducer`; or

@@ -296,7 +296,7 @@ class OneBitAdam(torch.optim.Optimizer):
         return self._kept
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As `torch.optim.Optimizer.add_param_group`; raises ConfigError as the class does."""
+        """Does what `torch.optim.Optimizer` does, and raises ConfigError as the class does."""
         momentum = self._hook.config.momentum
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -342,7 +342,7 @@ class OneBitAdam(torch.optim.Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As `torch.optim.Optimizer.load_state_dict`; also load the hook's state of that step."""
+        """Does what `torch.optim.Optimizer` does; also load the hook's state of that step."""
         super().load_state_dict(state_dict)
         self._last_step = None
 

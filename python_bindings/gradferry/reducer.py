@@ -152,8 +152,8 @@ class Reducer(Averaging):
         return self._calls.all_reduce(tensors, async_op)
 
     def _watch_gradients(self, tensors: Tensors) -> None:
-        """Watches the optimizer of registered parameters whose gradients are averaged. That of the
-        steps between averages, as in local SGD, never sees what is averaged.
+        """Watches the optimizer of registered parameters whose gradients are averaged. The
+        optimizer of local SGD, which steps between averages, never sees what is averaged.
         """
         running = self._started
         given = tensors.values() if isinstance(tensors, Mapping) else tensors
@@ -167,7 +167,7 @@ class Reducer(Averaging):
         """The state that this rank must save to continue exactly where it stopped. Not collective.
 
         Returns:
-            As `HookState.state_dict`.
+            What `HookState.state_dict` returns.
 
         Raises:
             StateError: an error has ended the Reducer, or the last call was not waited for.
@@ -208,8 +208,8 @@ class Reducer(Averaging):
         return as_asked(self._started)
 
     def stats(self) -> Stats:
-        """As `HookState.stats`, and ``packing_bytes``: memory of buckets into which tensors are
-        copied.
+        """The numbers of `HookState.stats`, and ``packing_bytes``: memory of buckets into which
+        tensors are copied.
         """
         return {**super().stats(), "packing_bytes": self._calls.packing_bytes}
 

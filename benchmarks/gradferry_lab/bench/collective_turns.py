@@ -345,7 +345,7 @@ def _first_run(
     of_ranks = gather_from_ranks(here)
 
     def over_ranks(key: str) -> float:
-        """Of the whole tensor, of which every rank has looked at all, or at its part."""
+        """The number for the whole tensor: every rank has looked at all of it, or at its part."""
         found: list[float] = [record[key] for record in of_ranks]
         return max(found) if collective.op == ALL_REDUCE else sum(found)
 

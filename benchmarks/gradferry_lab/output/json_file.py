@@ -57,7 +57,7 @@ def save_rows(
     *,
     results_of: str,
 ) -> None:
-    """As `write_json`, where --json names a file, and says so."""
+    """Calls `write_json` if --json names a file, and says so."""
     if path is not None:
         write_json(path, rows, place, results_of=results_of)
         print_line(console, f"Written: {path}")

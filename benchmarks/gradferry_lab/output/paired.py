@@ -78,7 +78,7 @@ def paired_difference(times: Sequence[float], baseline: Sequence[float]) -> Inte
 
 
 def ratio_columns(rows: Sequence[Row], ruler: str, interval: str | None = None) -> list[Column]:
-    """Of `ratio_to_RULER`; none where the ruler did not take part.
+    """The columns of `ratio_to_RULER`; none where the ruler did not take part.
 
     interval: heading of a column for `ratio_to_RULER_low` and `_high`.
     """

@@ -71,7 +71,7 @@ def run_ranks(body: Body, arguments: Sequence[Any], num_ranks: int, on_event: Em
 def run_worlds(
     body: Body, arguments_by_world: Sequence[Sequence[Any]], num_ranks: int, on_event: Emit
 ) -> list[Any]:
-    """As run_ranks outside torchrun, for several worlds of `num_ranks` processes at once.
+    """Runs, outside torchrun, several worlds of `num_ranks` processes at once, as run_ranks one.
 
     Every world has a process group and arguments of its own. Returns the values of their ranks 0.
     A rank that fails ends all worlds.
@@ -153,7 +153,7 @@ class Outbox:
         (self.folder / f"rank{failure.rank}.json").write_text(json.dumps(asdict(failure)))
 
     def leave_exit_code(self, code: int) -> None:
-        """Of a rank that has done its work, whatever came out of it."""
+        """The exit code of a rank that has done its work, whatever came out of it."""
         self._code.write_text(str(code))
 
     def exit_code(self) -> int | None:

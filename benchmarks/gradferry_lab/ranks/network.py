@@ -192,7 +192,7 @@ class Network:
 
 
 def address(number: int) -> str:
-    """Of the host with that number, counted from 1."""
+    """The address of the host with that number, counted from 1."""
     return f"{_SUBNET}.{number}"
 
 

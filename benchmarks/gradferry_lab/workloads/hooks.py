@@ -60,7 +60,7 @@ class HookHandle(Protocol):
 
     @property
     def state(self) -> Averaging | None:
-        """Of a gradferry hook."""
+        """The state of a gradferry hook; None of other hooks."""
 
     @property
     def dense_bytes(self) -> int:
@@ -75,7 +75,7 @@ class HookHandle(Protocol):
         """
 
     def bytes_to_other_hosts(self, hosts: Sequence[int]) -> list[int]:
-        """As formula_bytes, of every rank, without what it sends to ranks on its own host.
+        """The formula_bytes of every rank, without what it sends to ranks on its own host.
 
         hosts: the host of every rank.
         """
@@ -171,7 +171,7 @@ def codec_handle(
     find_unused_parameters: bool = False,
     groups: Groups | None = None,
 ) -> HookHandle:
-    """Of a gradferry hook that is attached.
+    """The handle of a gradferry hook that is attached.
 
     dense_bytes: as HookHandle says.
     find_unused_parameters: that of DDP.

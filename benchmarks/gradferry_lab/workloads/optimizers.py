@@ -24,11 +24,11 @@ class LearningRates(Protocol):
 
     @property
     def learning_rate(self) -> float:
-        """Of AdamW."""
+        """The learning rate of AdamW."""
 
     @property
     def sgd_learning_rate(self) -> float:
-        """Of SGD with momentum 0.9."""
+        """The learning rate of SGD with momentum 0.9."""
 
 
 def check_optimizer(name: str) -> None:

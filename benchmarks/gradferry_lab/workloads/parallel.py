@@ -102,7 +102,7 @@ class ParallelModel(Protocol):
 
     @property
     def handle(self) -> HookHandle:
-        """Of the hook."""
+        """The handle of the hook."""
 
     def whole(self) -> nn.Module:
         """The model as every rank can call it alone, to look at and not to train. Collective."""

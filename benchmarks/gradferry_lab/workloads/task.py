@@ -48,7 +48,7 @@ class Task:
     lowest_loss: float = 0.0  # of the training data, where known; metric counts from there
 
     def mean_loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Of one batch, to call backward() on."""
+        """The loss of one batch, to call backward() on."""
         inputs, targets = batch
         outputs = model(inputs)
         return self.loss(outputs, targets) / num_predictions(outputs)

@@ -52,7 +52,7 @@ struct ReducerOptions {
   double momentum = 0;
   // First steps, sent as they are and without momentum.
   uint64_t warmup_steps = 0;
-  // Of the codecs' random numbers.
+  // The seed of the codecs' random numbers.
   uint64_t seed = 0;
   // Tensors travel together in buckets of at most this size, into which they are copied; a larger
   // one travels alone. Averages do not depend on it. MiB.
@@ -123,9 +123,9 @@ class Reducer {
   ReducerStats stats() const;
 
   // What this rank must save, after a step, to continue with the same bits: its residuals and the
-  // number of steps. As of an optimizer: torch::save(reducer, path), torch::load(reducer, path),
-  // with a file per rank. Both throw Error(kState), and change nothing, between a pass and its
-  // wait(); load() also for the state of another rank, world size, or other options or tensors.
+  // number of steps. Save it like an optimizer: torch::save(reducer, path), torch::load(reducer,
+  // path), with a file per rank. Both throw Error(kState), and change nothing, between a pass and
+  // its wait(); load() also for the state of another rank, world size, or other options or tensors.
   void save(torch::serialize::OutputArchive& archive) const;
   void load(torch::serialize::InputArchive& archive);
 

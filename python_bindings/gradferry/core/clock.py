@@ -26,7 +26,7 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """Of the processor."""
+    """The clock of the processor."""
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -39,7 +39,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """Of a device, by events in its current stream."""
+    """The clock of a device, by events in its current stream."""
 
     def __init__(self, place: torch.device) -> None:
         self._place = place

@@ -151,7 +151,7 @@ def transport_of(device: torch.device, group: dist.ProcessGroup) -> Transport:
 
 
 def agreed_transport(device: torch.device, group: dist.ProcessGroup) -> Transport:
-    """As `transport_of`, once every rank has kernels that run. Collective.
+    """Returns `transport_of` these, once every rank has kernels that run. Collective.
 
     Raises:
         ConfigError: of the lowest rank that has none, or whose group has no backend for its device.

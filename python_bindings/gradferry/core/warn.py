@@ -34,8 +34,8 @@ def warn(text: str) -> None:
 
 
 def warn_or_log(text: str) -> None:
-    """As `warn`, but never raises: where the user's filters make the warning an error, it is
-    logged. For places where an error would hide another one, or undo what is complete.
+    """Warns like `warn`, but never raises: where the user's filters make the warning an error, it
+    is logged. For places where an error would hide another one, or undo what is complete.
     """
     try:
         warn(text)

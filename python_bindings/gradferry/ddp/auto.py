@@ -309,7 +309,9 @@ class Chooser:
         return known[0] if known else Candidate(codec, self._running.config.codec.bits())
 
     def _exchange_named(self, name: str | None) -> Exchange:
-        """Of those to choose from. None, or another name, which a checkpoint may have: as it is."""
+        """The candidate of this name; the exchange in use for None, or for a name that is no
+        candidate, which a checkpoint may have.
+        """
         for exchange in self._exchanges:
             if exchange.name == name and len(self._exchanges) > 1:
                 return replace(exchange, reason="codec='auto' chose it")

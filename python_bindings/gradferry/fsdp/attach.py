@@ -168,7 +168,7 @@ def attach_reduce_scatter(
     """
     modules = sharded_modules(model)
     group = modules[0].shard_group
-    # As FSDP2 hands them over: those of the first rank, then those of the second.
+    # The order of FSDP2: shards of the first rank, then those of the second.
     owned = [
         (shard, rank)
         for module in modules
@@ -430,7 +430,7 @@ def _expect_free(module: ShardedModule, what: str, found: object) -> None:
 
 
 def _check_feedback(config: Config, owned: Sequence[tuple[Shard, int | None]]) -> None:
-    """Of a reduce-scatter."""
+    """Raises ConfigError for an error feedback that a reduce-scatter cannot have."""
     if config.error_feedback not in ("none", "worker"):
         raise ConfigError(
             f"error_feedback={config.error_feedback!r}: means are not encoded in a reduce-scatter, "

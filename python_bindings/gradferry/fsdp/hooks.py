@@ -34,7 +34,7 @@ class Passes:
         self._is_queued = False
 
     def indices(self, number: int) -> list[int]:
-        """Of a module's parameters to the engine, in the order in which FSDP2 hands them over."""
+        """A module's parameters as the engine numbers them, in the order of FSDP2's tensor."""
         first = self._num_parts * sum(len(module.shards) for module in self._modules[:number])
         order = self._modules[number].order()
         parts = range(self._num_parts)
@@ -145,7 +145,7 @@ class ModuleHook(ABC):
 
     @staticmethod
     def num_parts(world_size: int) -> int:
-        """Of every parameter, in what FSDP2 hands over."""
+        """The number of parts of every parameter in what FSDP2 hands over."""
         return 1
 
     def _average(self, gradient: torch.Tensor) -> bool:

@@ -37,7 +37,7 @@ class Shard:
         return torch.zeros(1, dtype=self.dtype, device=device).expand(self.size)
 
     def place_in_mesh(self) -> str:
-        """Of this rank, where parameters have parts beside shards, of tensor parallelism."""
+        """This rank's place, if tensor parallelism also divides parameters; else empty."""
         mesh = self.parameter.device_mesh  # type: ignore[attr-defined]
         coordinate = mesh.get_coordinate()
         return "_at_" + "_".join(map(str, coordinate)) if mesh.ndim > 1 else ""
@@ -73,17 +73,17 @@ class ShardedModule:
 
     @property
     def num_elements(self) -> int:
-        """Of what one rank has after the reduce-scatter."""
+        """The number of elements that one rank has after the reduce-scatter."""
         return sum(shard.size.numel() for shard in self.shards)
 
     @property
     def device(self) -> torch.device:
-        """Of the gradients."""
+        """The device of the gradients."""
         return torch.device(self._param_group().device)
 
     @property
     def shard_group(self) -> dist.ProcessGroup:
-        """Of the ranks among which parameters are sharded."""
+        """The group of the ranks among which parameters are sharded."""
         info = self._param_group().mesh_info
         group: dist.ProcessGroup | None = getattr(info, "shard_process_group", None)
         if group is None:
@@ -123,7 +123,7 @@ class ShardedModule:
         self._param_group()._reduce_scatter_comm = comm
 
     def order(self) -> list[int]:
-        """Of the `shards` in what is reduced; FSDP2 settles it in the first forward pass."""
+        """The order of the `shards` in what is reduced, as FSDP2 settles in the first forward."""
         group = self._param_group()
         numbers = list(self._trained)
         settled = getattr(group, "_reduce_scatter_param_indices", None) or numbers
@@ -249,7 +249,7 @@ def _name(parameter: Any, names: dict[int, str]) -> str:
 
 
 def _reduce_dtype(parameters: Sequence[Any]) -> torch.dtype:
-    """Of the gradients of one module, which FSDP2 settles in the first forward pass."""
+    """The dtype of one module's gradients, which FSDP2 settles in the first forward pass."""
 
     def of(parameter: Any) -> torch.dtype:
         policy, original = parameter.mp_policy, parameter.sharded_param.dtype

@@ -6,8 +6,8 @@ from typing import Any
 
 from gradferry.ddp.state import HookState
 
-# Of `HookState.on_step`, what tells whether compression works and pays. docs/guide/numbers.md has
-# all.
+# The numbers of `HookState.on_step` that tell whether compression works and pays.
+# docs/guide/numbers.md has all.
 _NAMES = ("ratio", "wire_bytes", "exposed_ms", "worker_residual_ratio", "owner_residual_ratio")
 
 

@@ -25,7 +25,7 @@ class DeliveredMomentum:
 
     @property
     def config(self) -> Config:
-        """As agreed by all ranks."""
+        """The configuration that all ranks agreed on."""
         return self._running.config
 
     def current_step(self) -> int | None:

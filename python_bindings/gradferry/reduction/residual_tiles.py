@@ -46,7 +46,7 @@ class Tile:
     owner_residual: bool
 
     def offset(self, kind: Kind) -> int:
-        """That of its worker or owner residual."""
+        """The offset of its worker or owner residual."""
         return self.worker_offset if kind == "worker" else self.owner_offset
 
 

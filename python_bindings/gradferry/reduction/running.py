@@ -121,7 +121,7 @@ class Running:
 
     @property
     def collective(self) -> str:
-        """Of every bucket: "all_reduce" or "reduce_scatter"."""
+        """The collective of every bucket: "all_reduce" or "reduce_scatter"."""
         scatters = any(parameter.owner is not None for parameter in self.parameters)
         return "reduce_scatter" if scatters else "all_reduce"
 
@@ -273,7 +273,7 @@ class Running:
         try:
             on_all_ranks(lambda: self.start(group, str(nonces[0]["nonce"])), group, place)
         except GradferryError:
-            # As it was; but no later engine may have the hash of this one.
+            # Nothing changed; but no later engine may have the hash of this one.
             vars(self).update({**vars(old), "switches": self.switches})
             raise
         if self.engine is not None:
@@ -318,7 +318,7 @@ class Running:
         )
 
     def undelivered(self) -> int:
-        """Of how many parameters this rank still withholds what it did when an engine began to
+        """How many parameters' residuals this rank has not delivered since an engine began to
         deliver: no step has used them, or all such steps were skipped.
         """
         assert self.engine is not None
@@ -339,9 +339,9 @@ class Running:
     ) -> None:
         """Moves worker or owner residuals to the ranks that have them now. Collective.
 
-        Sums over all ranks: of a node one rank sums a tile, and of all ranks one owns it, so the
-        others of the node, or all, get its residual. Of other nodes than before each gets the mean,
-        which is what the averaged gradient still lacks.
+        Sums over all ranks: one rank of a node sums a tile, and one of all ranks owns it, so the
+        others of the node, or all, get its residual. If the nodes are others than before, each
+        gets the mean, which is what the averaged gradient still lacks.
         """
         world = (range(self.world_size),)
         other_nodes = kind == "worker" and old.exchange != self.exchange

@@ -46,7 +46,7 @@ _SMALLEST_SCALE = 2.0**-126  # normal in fp32, in which engines hold it
 _MOST_SHOWN = 400  # characters of a value
 ON_RESIZE = ("strict", "mean", "drop")
 _SLOT = re.compile(r"slot_(0|[1-9][0-9]{0,5})")
-# Of a sharded model, with a state of its own.
+# The name of a part of a sharded model that has a state of its own.
 _PART = re.compile(r"shard_\d+_of_\d+(_at(_\d+)+)?|group_of_rank_\d+")
 
 SavedState = dict[str, Any]
