@@ -224,12 +224,13 @@ core_sources := $(filter-out $(torch_sources),$(filter %.cpp,$(cpp_files)))
 core_tidy := $(core_sources:%=build/lint/%.tidy)
 torch_tidy := $(torch_rooms:%=build/lint/torch-$(TORCH)/%.tidy)
 
-lint: $(package_ready) $(lint_ready)  ## formatting, static analysis, types, stubs, dependency laws
+lint: $(package_ready) $(lint_ready)  ## formatting, static analysis, types, stubs, dependency laws, words
 	@$(bin)/clang-format --dry-run --Werror $(cpp_files)
 	@$(bin)/ruff check --quiet .
 	@$(bin)/ruff format --check --quiet .
 	@$(bin)/python tests/lint/check_includes.py
 	@$(bin)/python tests/lint/check_imports.py
+	@$(bin)/python tests/lint/check_words.py
 	@$(quiet) build/mypy.log --show Success $(bin)/mypy
 	@$(quiet) build/stubtest.log --show Success $(bin)/python -m mypy.stubtest gradferry._native \
 	    --mypy-config-file pyproject.toml --allowlist tests/lint/native_stub_allowlist.txt
