@@ -43,8 +43,8 @@ class AllReducer {
 
   // Averages the buckets in place over all ranks, in their order, which is that of all ranks; in a
   // reduce-scatter what this rank owns of them. From one thread at a time, without the GIL.
-  // `in_background`: run() of the engine encodes and waits for chunks in flight; a thread of this
-  // object does that. Else throws what run() throws.
+  // `in_background`: run() of the engine encodes and waits for chunks in flight, on a slow network
+  // nearly until the end; a thread of this object does that. Else throws what run() throws.
   PendingAllReduce start(std::vector<Bucket> buckets, bool in_background);
 
  private:

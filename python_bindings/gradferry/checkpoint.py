@@ -147,7 +147,7 @@ def load_all(folder: str | Path) -> list[dict[str, Any]]:
 
 
 class ResizedState:
-    """Loads what was withheld with torch.distributed.checkpoint at another world size or on other
+    """Loads residuals with torch.distributed.checkpoint at another world size or on other
     nodes.
 
     It requests all slots of the checkpoint, where a HookState requests only its own. For loading

@@ -49,7 +49,7 @@ def all_reduce(
 
     The first call with a name, in one order of names on all ranks, makes a `Reducer` of this one
     tensor, with connections and residuals of its own. It is kept for later calls with the same name
-    and group until `forget`: what is withheld of a tensor comes with the next tensor of that name.
+    and group until `forget`: the residual of a tensor is added to the next tensor of that name.
     For many tensors, options and checkpoints make a `Reducer` yourself.
 
     Args:

@@ -60,8 +60,8 @@ def momentum_mode(optimizer: OptimizerT, state: Averaging) -> OptimizerT:
     scatter, where noise prevails, as at the rate that was tuned; where signal prevails steps are
     shorter, by that factor at most.
 
-    Why it bears coarse compression: an average changes little from step to step, so that error
-    feedback has made up for what was withheld while it still counts (1-bit Adam: Tang et al. 2021;
+    Why it bears coarse compression: an average changes slowly, so the parts that error feedback
+    delivers late are still right when they arrive (1-bit Adam: Tang et al. 2021;
     EF21-SGDM: Fatkhullin et al. 2023). And Adam squares after averaging and compressing, so that
     what compression adds is in its variance, element by element: with ``betas[1]=0`` this would be
     Signum (Bernstein et al. 2018). `OneBitAdam` squares gradients, as Adam does, and therefore has

@@ -58,7 +58,7 @@ class Reducer(Averaging):
     Args:
         named_tensors: pairs of a name and a tensor, or a mapping of them. They say what every call
             averages: names, shapes, dtypes, device, and the order of elements in memory, which must
-            be equal on all ranks. What is withheld is kept by name. A Reducer keeps the tensors.
+            be equal on all ranks. Residuals are kept by name. A Reducer keeps the tensors.
         codec: as for `gradferry.attach`, but not ``"auto"``, which tries codecs in the steps of a
             training. By default parameters with at most one dimension or fewer than 1024 elements
             are sent as they are; so is a flat buffer, unless ``rules`` names a codec for it.
@@ -124,8 +124,8 @@ class Reducer(Averaging):
     def all_reduce(self, tensors: Tensors | None = None, async_op: bool = False) -> Work | None:
         """Replaces tensors by their average over all ranks. Collective.
 
-        Every call averages all registered tensors, and is a step: what one call withholds the next
-        one adds, except where all ranks pass zeros.
+        Every call averages all registered tensors, and is a step: the compression error of one call
+        is added in the next, except where all ranks pass zeros.
 
         Args:
             tensors: a sequence in the order of registration, or a mapping by name, with the shapes,

@@ -27,15 +27,15 @@ class Options(TypedDict, total=False):
             are always ``exact``.
         error_feedback: which residuals are kept: ``"none"``, ``"owner"``, ``"worker"``,
             ``"both"``, or ``"auto"``: both below 8 bits per element and in momentum mode, else the
-            owner residual. With both, what was applied plus what is withheld equals the sum of the
+            owner residual. With both, what was applied plus the residuals equals the sum of the
             gradients. Without the worker residual, which takes 4 bytes per element, the rounding
             error of a rank's own encoding is lost.
         momentum: between 0 and 1. Instead of gradients, the hook delivers their momentum
             m = momentum * m + (1 - momentum) * gradient, which the worker residual stores together
-            with what was withheld. ``topk`` uses a smaller momentum, because its elements already
-            wait before they are sent. Use it with an optimizer that has no momentum of its own, as
-            `gradferry.optim.momentum_mode` makes it, or with `gradferry.optim.OneBitAdam`. Needs
-            one synced backward pass per optimizer step; refuses sparse gradients and
+            with the compression error. ``topk`` uses a smaller momentum, because its elements
+            already wait before they are sent. Use it with an optimizer that has no momentum of its
+            own, as `gradferry.optim.momentum_mode` makes it, or with `gradferry.optim.OneBitAdam`.
+            Needs one synced backward pass per optimizer step; refuses sparse gradients and
             ``find_unused_parameters``.
         warmup_steps: number of first steps in which gradients arrive without momentum, and are sent
             with the codec `warmup`.
@@ -43,8 +43,8 @@ class Options(TypedDict, total=False):
             ``"exact"`` sends gradients as they are: what arrives is their mean, added up in rank
             order in fp32 and rounded once to their dtype. Without a hook ranks add up in another
             order, so that with 3 ranks or more the last bits may differ. Another codec, such as
-            ``"q8"``, sends less, with error feedback as in all other steps; in momentum mode, what
-            it has withheld then enters the momentum. An adaptive optimizer learns its variance from
+            ``"q8"``, sends less, with error feedback as in all other steps; in momentum mode, its
+            residuals then enter the momentum. An adaptive optimizer learns its variance from
             what arrives, and needs 3 bits or more here.
         grad_scaler: the `torch.amp.GradScaler` that scales the loss. Residuals follow its scale,
             exactly where that changes by powers of two. Ranks compare their scales at attach and in
@@ -59,7 +59,7 @@ class Options(TypedDict, total=False):
             between what it was given and what it delivered, wherever that is finite. Costs a copy
             of the residuals. With ``grad_scaler``, a step is all synced backward passes since an
             optimizer of the model stepped or since ``scaler.update()``; without, every synced
-            backward pass is a step. What an optimizer has applied is never taken back: where two
+            backward pass is a step. What an optimizer has applied is never undone: where two
             optimizers share the parameters of one model, the first that steps ends what can be.
         check_every: number of steps after which all ranks compare hashes of their parameters, and
             raise `DivergedError` if those differ; 0 for never. Reads the model once and sends 8

@@ -171,7 +171,7 @@ class HookState(Averaging):
                 every node gets the mean of the nodes' worker residuals, rounded once, and every
                 rank the owner residuals of the tiles it owns now (with ``topk`` in momentum mode,
                 to and from a world of one, scaled to deliver the same momentum). A world of one
-                adds what is withheld to its next gradient. ``"drop"`` begins without residuals (and
+                adds the residuals to its next gradient. ``"drop"`` begins without residuals (and
                 without momentum); parameters may have other names then.
 
         Raises:

@@ -142,9 +142,9 @@ def attach_reduce_scatter(
 
     Call it once on every rank, after the last ``fully_shard`` and before the first backward pass.
 
-    ``error_feedback`` is ``"none"``, or ``"worker"``, which keeps on every rank what its encoding
-    of the *whole* model's gradients withholds: 4 bytes for each of its parameters, not divided by
-    the number of ranks. Codecs below 3 bits need it, and ``grad_scaler`` has a meaning only there.
+    ``error_feedback`` is ``"none"``, or ``"worker"``, which keeps on every rank the compression
+    error of the *whole* model's gradients: 4 bytes for each of its parameters, not divided by the
+    number of ranks. Codecs below 3 bits need it, and ``grad_scaler`` has a meaning only there.
 
     Args:
         model: under ``torch.distributed.fsdp.fully_shard``.

@@ -35,7 +35,7 @@ def attach(
 ) -> HookState | None:
     """Compresses the gradients of a model that ``accelerator.prepare`` returned. Collective.
 
-    ``accelerator.save_state`` and ``load_state`` then include what was withheld on every rank, in a
+    ``accelerator.save_state`` and ``load_state`` then include the residuals of every rank, in a
     folder beside accelerate's own files, for as long as the model lives.
 
     In momentum mode, call ``gradferry.optim.momentum_mode(optimizer.optimizer, state)``.

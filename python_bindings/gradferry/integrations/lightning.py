@@ -43,7 +43,7 @@ _Callback: Any = _callback_class()
 class GradferryCallback(_Callback):
     """Compresses gradients in every ``trainer.fit()`` with a DDP strategy.
 
-    Lightning's checkpoints then include what was withheld on every rank, and its loggers get means
+    Lightning's checkpoints then include the residuals of every rank, and its loggers get means
     of some numbers of the first rank (docs/guide/numbers.md), under ``gradferry/``, every
     ``log_every_n_steps``. In momentum mode, AdamW, Adam and SGD go through
     `gradferry.optim.momentum_mode`.
@@ -82,7 +82,7 @@ class GradferryCallback(_Callback):
             self._loaded, self._resumes = checkpoint.get(_KEY), True
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Attaches to what the strategy has wrapped by now, and restores what was withheld."""
+        """Attaches to what the strategy has wrapped by now, and restores the residuals."""
         loaded, self._loaded = self._loaded, None
         resumes, self._resumes = self._resumes, False
         strategy = trainer.strategy
@@ -112,7 +112,7 @@ class GradferryCallback(_Callback):
             pl_module.log_dict(self._metrics.take(), on_step=True, on_epoch=False)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Adds what was withheld on all ranks to the checkpoint that the first one writes."""
+        """Adds the residuals of all ranks to the checkpoint that the first one writes."""
         hook = self._attachment
         if hook is None:
             return

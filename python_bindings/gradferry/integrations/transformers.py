@@ -34,7 +34,7 @@ def attach(
 ) -> GradferryCallback:
     """Has every ``trainer.train()`` compress gradients.
 
-    Its checkpoints then include what was withheld on every rank, and its log means of some numbers
+    Its checkpoints then include the residuals of every rank, and its log means of some numbers
     (docs/guide/numbers.md), under ``gradferry/``. In momentum mode, AdamW, Adam or SGD goes
     through `gradferry.optim.momentum_mode`.
 

@@ -135,7 +135,7 @@ class Averaging(ABC):
           the last one until all were complete. On a device, all these times are those of the
           host while it enqueues work.
         - ``worker_residual_ratio``, ``owner_residual_ratio``: norm of the residual over norm of
-          the gradient it was withheld from (this rank's, or its part of the node's sum; the
+          the gradient that it remained of (this rank's, or its part of the node's sum; the
           average), in the last step, on a sample of about 64 tiles; 0.0 without such a
           residual, and on a device.
         - ``choice``: a dict of ``codec`` and ``exchange`` (``"flat"``, ``"two-level"``) in use,
@@ -222,11 +222,11 @@ class Averaging(ABC):
         gradferry itself multiplies them only when the loss scale changes: any other factor than 1
         loses gradient or adds to it.
 
-        Call it with the same factor on every rank, for example when a learning rate jumps: what was
-        withheld before will be applied at the new rate.
+        Call it with the same factor on every rank, for example when a learning rate jumps: the
+        residuals will be applied at the new rate.
 
         Args:
-            factor: finite in fp32; 0 drops what was withheld; powers of two are exact.
+            factor: finite in fp32; 0 drops the residuals; powers of two are exact.
 
         Raises:
             ConfigError: the factor is no such number.
