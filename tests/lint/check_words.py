@@ -21,8 +21,7 @@ GLOSSARY = "docs/design/architecture.md"
 FOLDERS = ("python_bindings", "benchmarks", "hooks", "include", "kernels", "measure")
 # Where sentences without a subject are not mended yet. Retired words are refused there, too.
 CORE = "python_bindings/gradferry/core/"
-NOT_MENDED = ("hooks/host/", "hooks/meetings.", "kernels/", CORE + "connect.py", CORE + "engine.py")
-NOT_MENDED += (CORE + "node_memory.py",)
+NOT_MENDED = ("hooks/host/", "hooks/meetings.", "kernels/", CORE + "engine", CORE + "node_memory")
 _NO_SUBJECT = re.compile(r"(?:^|[.!?:]\s+)((?:Of|That|As) \S+ \S+)")
 
 
