@@ -37,7 +37,7 @@ std::string text_of(const Error& error) {
   return joined({std::to_string(static_cast<int>(error.kind())), error.what()});
 }
 
-// Of parts [begin, begin + 2).
+// The error in parts [begin, begin + 2).
 Error error_from(const std::vector<std::string>& parts, size_t begin) {
   Error unreadable(ErrorKind::kPeer, kUnreadable);
   if (parts.size() < begin + 2) return unreadable;

@@ -30,7 +30,7 @@ namespace gradferry {
 
 // Buffers of one chunk in flight, allocated once. uint8, in host memory.
 //
-// Of memory that siblings share, chunk n is in slot n % slots on all of them. What a rank writes
+// In memory that siblings share, chunk n is in slot n % slots on all of them. What a rank writes
 // for chunk n + slots, nobody reads any more for chunk n:
 //   dense_shared  this rank has decoded chunk n, so all siblings forwarded it, after they had added
 //   gathered      all siblings have posted chunk n + slots, each after it had decoded chunk n
@@ -133,9 +133,9 @@ class Exchange {
     return agreement_.envelope(chunk.step, chunk.number, phase, chunk.plan->tiles_hash);
   }
   uint64_t dense_bytes(const Chunk& chunk, uint32_t local_index) const;
-  // Of the message with them, on a lane.
+  // The length of the message with them, on a lane.
   uint64_t dense_message_bytes(const Chunk& chunk, uint32_t local_index) const;
-  // Of a sibling's gradients for a column that is not its own.
+  // Where a sibling's gradients for a column that is not its own begin.
   std::byte* dense_place(const Slot& slot, uint32_t sibling, uint32_t column) const;
   // What peers gathered of a column.
   std::byte* gathered_column(const Chunk& chunk, uint32_t column) const;
@@ -145,7 +145,7 @@ class Exchange {
   void count(uint64_t to_peers, uint64_t to_siblings);
   // `messages`: a place for every rank of the lane, of which this one's is written.
   static Pending post_all_gather(Lane& lane, const at::Tensor& messages);
-  // Of all ranks.
+  // Sends to all ranks.
   Pending post_to_all(Lane& lane, const at::Tensor& messages);
   // The messages of all siblings, as the lane has them.
   at::Tensor forwarded(const Chunk& chunk) const;

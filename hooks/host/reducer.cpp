@@ -24,12 +24,12 @@ namespace {
 // How long threads get, when the process ends, to close their connections.
 constexpr std::chrono::milliseconds kAtExit{1000};
 
-// Of a saved state.
+// The format of saved states.
 constexpr int64_t kStateFormat = 1;
 
 std::string in_quotes(const std::string& text) { return "'" + text + "'"; }
 
-// Of the states of two Reducers.
+// Compares the layouts of two saved states.
 void expect_same_layout(const std::string& saved, const std::string& here) {
   if (saved == here) return;
   std::istringstream saved_lines(saved), lines(here);
@@ -111,7 +111,7 @@ class Reducer::Impl {
   std::shared_ptr<HostEngine>& engine_ = started_.engine;
 };
 
-// Of a tensor, for which autograd calls it when its gradient of a pass is complete.
+// Autograd calls the hook of a tensor when its gradient of a pass is complete.
 class Reducer::Impl::Hook final : public torch::autograd::PostAccumulateGradHook {
  public:
   Hook(Impl& reducer, size_t index) : reducer_(reducer), index_(index) {}
@@ -208,7 +208,7 @@ void Reducer::Impl::check(size_t index, const at::Tensor& gradient) {
   }
 }
 
-// Of all gradients of a step, before an average is written to one.
+// Looks at all gradients of a step before an average is written to one.
 void Reducer::Impl::check_memory(const std::vector<at::Tensor>& gradients) {
   if (const auto problem = memory_shared(gradients, tensors_)) fail(*problem);
 }

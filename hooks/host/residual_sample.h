@@ -12,9 +12,9 @@ class ResidualSample {
  public:
   explicit ResidualSample(const Layout& layout);
 
-  // Of the chunk's tiles after encode: worker residual and what was encoded.
+  // For the chunk's tiles after encode: worker residual and what was encoded.
   ResidualSquares worker(const ChunkPlan& plan, const void* summed, const float* residual) const;
-  // Of the tiles that this rank owns, after decode: owner residual and averaged gradient.
+  // For the tiles that this rank owns, after decode: owner residual and averaged gradient.
   ResidualSquares owner(const ChunkPlan& plan, const void* gradient, const float* residual) const;
 
  private:

@@ -50,7 +50,7 @@ def lanes_of_host(
 
 
 def lanes_of_device(nodes: Nodes, rank: int, streams: bool) -> dict[str, list[int]]:
-    """As `lanes_of_host`, on a device, where one thread posts everything in one order.
+    """What `lanes_of_host` says, for a device, where one thread posts everything in one order.
 
     `streams`: collectives between all ranks are those of DDP's own group.
     """
@@ -232,7 +232,7 @@ def memory_of_node(
 def share_on_node(
     num_bytes: int, nodes: Nodes, group: dist.ProcessGroup, nonce: str
 ) -> tuple[_native.SharedMemory | None, str]:
-    """As `memory_of_node`, of so many bytes, where this rank has siblings."""
+    """Shares so many bytes as `memory_of_node` does, where this rank has siblings."""
     rank = dist.get_rank(group)
     names, siblings = world_ranks(group), siblings_of(nodes, rank)
     store = PrefixStore(f"gradferry/{nonce}/memory/{siblings[0]}", store_of(group))
@@ -278,7 +278,7 @@ def make_backends(
 def make_lanes_of_device(
     group: dist.ProcessGroup, nonce: str, lanes: Mapping[str, Sequence[int]], transport: Transport
 ) -> dict[str, _native.Lane]:
-    """As `make_lanes`, by name; on streams, on backends of the kind that the group has for the
+    """Makes lanes by name, as `make_lanes` does; on streams, on backends of the kind that the group has for the
     device. Collective.
     """
     place = transport.device

@@ -34,7 +34,7 @@ from gradferry.core.meeting import MOST_PAUSE_SECONDS
 from gradferry.errors import PeerError
 
 _SECRET_BYTES = 16
-# Of <linux/memfd.h>, since Linux 6.3; vm.memfd_noexec may demand it. Implies MFD_ALLOW_SEALING.
+# From <linux/memfd.h>, since Linux 6.3; vm.memfd_noexec may demand it. Implies MFD_ALLOW_SEALING.
 _MFD_NOEXEC_SEAL = 0x0008
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 # Messages of others that are dropped before the right one; the kernel queues fewer.
@@ -115,7 +115,7 @@ def _give(
 def _take(
     store: Store, rank: int, first: int, num_bytes: int, deadline: float
 ) -> tuple[_native.SharedMemory | None, str]:
-    """As `_give`, with what comes."""
+    """Takes what `_give` gives, and returns the same."""
     name = f"gradferry-{secrets.token_hex(_SECRET_BYTES)}"
     secret = secrets.token_bytes(_SECRET_BYTES)
     try:
