@@ -51,7 +51,8 @@ class HostResiduals {
   // scale(), it also changes the copy.
   void add_to_worker(uint64_t offset, const at::Tensor& values, float factor, float loss_scale);
   void scale(float factor);
-  // Does what gradferry::scale_by_parameter() does, to the copy as well. Also at the beginning of a step.
+  // Does what gradferry::scale_by_parameter() does, to the copy as well. Also at the beginning of a
+  // step.
   void scale_by_parameter(const Layout& layout, const std::vector<float>& factors);
 
  private:

@@ -106,7 +106,8 @@ Listener listen_on_first(const std::vector<Address>& candidates, const std::stri
                   (reason.empty() ? "" : ": " + reason) + "; set GLOO_SOCKET_IFNAME");
 }
 
-// Takes the address that gloo would take, but loopback where the name does not lead to this machine.
+// Takes the address that gloo would take, but loopback where the name does not lead to this
+// machine.
 Listener listen_on_host() {
   std::array<char, HOST_NAME_MAX + 1> host{};
   gethostname(host.data(), host.size() - 1);

@@ -16,8 +16,8 @@ struct StartedReducer {
   std::string layout;  // a line for each thing that a saved state depends on
 };
 
-// Does what the constructor of Reducer promises. `allocate`: called when ranks agree, for what else this rank
-// needs; what it throws is an error of all ranks.
+// Does what the constructor of Reducer promises. `allocate`: called when ranks agree, for what else
+// this rank needs; what it throws is an error of all ranks.
 StartedReducer start_reducer(const Reducer::NamedTensors& tensors, const ReducerOptions& options,
                              c10::intrusive_ptr<c10d::Store> store, uint32_t rank,
                              uint32_t world_size, const std::function<void()>& allocate);

@@ -278,8 +278,9 @@ def make_backends(
 def make_lanes_of_device(
     group: dist.ProcessGroup, nonce: str, lanes: Mapping[str, Sequence[int]], transport: Transport
 ) -> dict[str, _native.Lane]:
-    """Makes lanes by name, as `make_lanes` does; on streams, on backends of the kind that the group has for the
-    device. Collective.
+    """Makes lanes by name, as `make_lanes` does. Collective.
+
+    On streams they are on backends of the kind that the group has for the device.
     """
     place = transport.device
     if not transport.streams:
