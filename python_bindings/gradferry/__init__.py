@@ -28,7 +28,7 @@ from gradferry.errors import (
 )
 from gradferry.kept_reducers import all_reduce, forget
 from gradferry.reducer import Reducer, Work
-from gradferry.reduction.stats import Stats
+from gradferry.reduction.step_numbers import Stats
 from gradferry.tensor import accumulate, decode, encode
 
 __version__ = PACKAGE_VERSION

@@ -32,8 +32,7 @@ import torch.distributed as dist
 
 from gradferry import _native
 from gradferry.core.agreement import Record, meeting_place, on_all_ranks
-from gradferry.core.content_file import read_content, write_content
-from gradferry.core.durable import durable_file
+from gradferry.core.content_file import durable_file, read_content, write_content
 from gradferry.core.meeting import world_ranks
 from gradferry.core.warn import warn_or_log
 from gradferry.errors import ProtocolError, StateError

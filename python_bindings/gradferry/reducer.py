@@ -16,15 +16,12 @@ from gradferry.core.device import CPU
 from gradferry.core.options import Options, takes_options
 from gradferry.errors import ConfigError, StateError
 from gradferry.reduction import save_load
-from gradferry.reduction.advice import watch_optimizer
-from gradferry.reduction.applied_steps import end_optimizer_steps
+from gradferry.reduction.advice import warn_about_rules, warn_about_surroundings, watch_optimizer
 from gradferry.reduction.averaging import Averaging
 from gradferry.reduction.description import as_asked, describe
-from gradferry.reduction.rules import warn_about_rules
-from gradferry.reduction.running import Running, propose
+from gradferry.reduction.running import Running, end_optimizer_steps, propose
 from gradferry.reduction.start import start, usable_group
-from gradferry.reduction.stats import Stats
-from gradferry.reduction.surroundings import warn_about_surroundings
+from gradferry.reduction.step_numbers import Stats
 from gradferry.reduction.tensor_calls import (
     TensorCalls,
     Tensors,

@@ -73,7 +73,7 @@ def test_an_optimizer_with_momentum_of_its_own_gives_it_up(
 
 
 def case_metrics() -> list[dict[str, float]]:
-    from gradferry.integrations.metrics import Metrics
+    from gradferry.integrations.models import Metrics
 
     ddp, state = attached(momentum=None)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from gradferry.core.device import Transport
-from gradferry.reduction import surroundings
-from gradferry.reduction.surroundings import Surroundings, warn_about_surroundings
+from gradferry.reduction import advice
+from gradferry.reduction.advice import Surroundings, warn_about_surroundings
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def group_with(options: object) -> SimpleNamespace:
 
 
 def test_the_priority_is_that_of_the_groups_backend(monkeypatch):
-    monkeypatch.setattr(surroundings, "this_build", lambda: None)
+    monkeypatch.setattr(advice, "this_build", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda place: (9, 0))
     place = torch.device("cuda", 0)
     for high in (True, False):

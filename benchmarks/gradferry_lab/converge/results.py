@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from gradferry.core.durable import durable_file
+from gradferry.core.content_file import durable_file
 from gradferry.errors import ConfigError
 
 from gradferry_lab.converge.suite import Training

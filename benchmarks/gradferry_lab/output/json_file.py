@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from gradferry import _native
 from gradferry._build_info import GRADFERRY_VERSION
-from gradferry.core.durable import durable_file
+from gradferry.core.content_file import durable_file
 from gradferry.errors import ConfigError
 from rich.console import Console
 

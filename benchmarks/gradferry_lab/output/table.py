@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gradferry.core.durable import durable_file
+from gradferry.core.content_file import durable_file
 from gradferry.errors import ConfigError
 from rich import box
 from rich.console import Console

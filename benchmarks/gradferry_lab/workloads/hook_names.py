@@ -14,17 +14,12 @@ from gradferry import _native
 from gradferry.core.codec_spec import AUTO, OFF
 from gradferry.core.config import Config, make_config
 from gradferry.core.names import closest
+from gradferry.diagnosis import TORCH_DTYPES
 from gradferry.errors import ConfigError
 
 NO_HOOK = "none"  # does not communicate at all
 SYNC_HOOK = "sync"  # ranks wait for each other once per step: what no hook can avoid
 RULERS = (NO_HOOK, SYNC_HOOK)  # what hooks are compared with; they do not train
-# PyTorch's, with the dtype that they all-reduce.
-TORCH_DTYPES: Mapping[str, torch.dtype] = {
-    "torch:fp32": torch.float32,
-    "torch:fp16": torch.float16,
-    "torch:bf16": torch.bfloat16,
-}
 # Backend hooks: those that use the all-reduce of DDP's process group, with its dtype.
 BACKEND_HOOKS: Mapping[str, torch.dtype] = {**TORCH_DTYPES, OFF: torch.float32}
 POWERSGD = "torch:powersgd"

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gradferry.core.batch_loss import batch_loss, misfit
 from gradferry.core.names import closest
+from gradferry.diagnosis import batch_loss, misfit
 from gradferry.errors import ConfigError
 from torch import nn
 

@@ -19,8 +19,7 @@ from gradferry.ddp.momentum_handover import MomentumHandover
 from gradferry.ddp.registration import register
 from gradferry.ddp.watch import ModelWatch
 from gradferry.errors import StateError
-from gradferry.reduction.applied_steps import end_optimizer_steps
-from gradferry.reduction.running import Running, propose
+from gradferry.reduction.running import Running, end_optimizer_steps, propose
 from gradferry.reduction.start import start
 
 _WAY_ON = (

@@ -1,4 +1,4 @@
-"""Puts a hook on a DistributedDataParallel: the one file that changes the user's model."""
+"""Registers the hook with a DistributedDataParallel, and takes part in its join()."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import functools
 import weakref
 from typing import Any
 
+from torch.distributed.algorithms.join import JoinHook as TorchJoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 from gradferry import _native
 from gradferry.core.warn import warn
-from gradferry.ddp.join import JoinHook
 from gradferry.ddp.model import Model, expect_no_step_in_hook
-from gradferry.errors import StateError
+from gradferry.errors import ConfigError, StateError
 
 
 def register(model: Model, hook: _native.BucketHook, *, watch_use: bool, name: str | None) -> None:
@@ -80,3 +80,29 @@ def _refuse_new_group(*_: object) -> None:
         "gradferry averages over the process group it was attached with; build a new "
         "DistributedDataParallel over the new group and attach again"
     )
+
+
+class JoinHook:
+    """Replaces the method `join_hook` of one DistributedDataParallel.
+
+    DDP does not tell a communication hook how many ranks still have input, so the hook cannot
+    average over those ranks alone. Every rank enters `join()` with the same arguments, so all ranks
+    raise the error.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        # Weak: with a reference cycle, only the garbage collector would free the model.
+        self._ddp = weakref.ref(ddp)
+
+    def __call__(self, **arguments: Any) -> TorchJoinHook:
+        """Raises ConfigError for ``divide_by_initial_world_size=False``."""
+        if not arguments.get("divide_by_initial_world_size", True):
+            raise ConfigError(
+                "join(divide_by_initial_world_size=False) does not go with gradferry: DDP does not "
+                "tell communication hooks how many ranks still have input; leave it out, and scale "
+                "the loss if the last steps matter"
+            )
+        ddp = self._ddp()
+        assert ddp is not None
+        hook: TorchJoinHook = type(ddp).join_hook(ddp, **arguments)  # type: ignore[no-untyped-call]
+        return hook

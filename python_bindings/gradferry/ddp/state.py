@@ -17,13 +17,11 @@ from gradferry.ddp.binding import Binding, bind
 from gradferry.ddp.momentum import KeptMomentum
 from gradferry.ddp.save_load import load, save
 from gradferry.errors import ConfigError, StateError
-from gradferry.reduction.advice import watch_optimizer
+from gradferry.reduction.advice import warn_about_rules, warn_about_surroundings, watch_optimizer
 from gradferry.reduction.averaging import Averaging
 from gradferry.reduction.description import as_asked, describe
-from gradferry.reduction.rules import warn_about_rules
 from gradferry.reduction.running import Running
 from gradferry.reduction.silent_hook import watch_hook
-from gradferry.reduction.surroundings import warn_about_surroundings
 
 _HOW_TO_BIND = (
     "pass the DistributedDataParallel to HookState(codec, ddp), or call state.bind(ddp) before the "

@@ -30,11 +30,9 @@ from gradferry.fsdp.hooks import ModuleHook, Passes, ReduceScatterHook, ReplicaH
 from gradferry.fsdp.model import Shard, ShardedModule, sharded_modules, unsharded_parameters
 from gradferry.fsdp.state import ShardedState
 from gradferry.fsdp.watch import Guard, watch
-from gradferry.reduction.advice import watch_optimizer
-from gradferry.reduction.rules import warn_about_rules
+from gradferry.reduction.advice import warn_about_rules, warn_about_surroundings, watch_optimizer
 from gradferry.reduction.running import Running, propose
 from gradferry.reduction.start import start, usable_group
-from gradferry.reduction.surroundings import warn_about_surroundings
 
 Hook = TypeVar("Hook", bound=ModuleHook)
 Result = TypeVar("Result")

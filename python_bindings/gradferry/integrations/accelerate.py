@@ -14,8 +14,7 @@ from typing import Any
 from gradferry.ddp.state import HookState
 from gradferry.errors import ConfigError
 from gradferry.integrations import checkpoints
-from gradferry.integrations.metrics import Metrics
-from gradferry.integrations.models import Attachment, find_ddp
+from gradferry.integrations.models import Attachment, Metrics, find_ddp
 
 __all__ = ["attach"]
 

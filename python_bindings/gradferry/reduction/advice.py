@@ -1,17 +1,25 @@
-"""Warnings about the optimizer of a training."""
+"""Warnings of what works, but not as a user wants it: optimizers, rules, surroundings."""
 
 from __future__ import annotations
 
+import difflib
 import functools
+import math
 import numbers
+import os
 import weakref
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.optim.optimizer import Optimizer
 
-from gradferry.core.config import COARSE_BITS
+from gradferry.core.config import COARSE_BITS, DEFAULT_RULES, Config, Rule
+from gradferry.core.cuda_build import shown, this_build
+from gradferry.core.device import Transport
 from gradferry.core.parameters import ParameterLayout
 from gradferry.core.warn import warn
 from gradferry.errors import ConfigError
@@ -169,3 +177,152 @@ def _watch_passes(running: Running) -> None:
 
     momentum = running.config.momentum
     handle = call_after_steps(count, index=running.index, owner=running)
+
+
+def warn_about_rules(
+    config: Config, parameters: Sequence[ParameterLayout], *, exchanges: bool
+) -> None:
+    """Warns of rules that match no parameter, and of a codec that no parameter gets."""
+    for number, rule in enumerate(config.rules):
+        if not any(_matches(rule, parameter) for parameter in parameters):
+            names = [parameter.name for parameter in parameters]
+            warn(_unmatched(number, rule, names))
+    reasons = [_why_exempt(config, parameter) for parameter in parameters]
+    compresses = config.codec.lossy or config.chooses
+    if not exchanges or not compresses or not all(reasons) or set(reasons) <= {_BY_RULE}:
+        return
+    counted = ", ".join(f"{count} {reason}" for reason, count in Counter(reasons).items())
+    warn(
+        f"nothing is compressed: every parameter is exempt ({counted}) and travels as 'exact', "
+        "which sends no less than DDP does by itself; leave gradferry out, or give parameters of "
+        "fp32, bf16 or fp16 a codec by rules=",
+    )
+
+
+_BY_RULE = "by your rules"
+
+
+def _why_exempt(config: Config, parameter: ParameterLayout) -> str | None:
+    """Why a parameter is never compressed; None when a lossy codec takes it."""
+    if parameter.is_complex or parameter.dtype == torch.float64:
+        return "of float64 or complex"
+    for rule in (*config.rules, *DEFAULT_RULES):
+        if _matches(rule, parameter):
+            if rule.codec.lossy:
+                return None
+            if rule in config.rules:
+                return _BY_RULE
+            if rule.max_dims is not None:
+                return f"of at most {rule.max_dims} dimension"
+            assert rule.max_size is not None
+            return f"of fewer than {rule.max_size + 1} elements"
+    return None
+
+
+def _matches(rule: Rule, parameter: ParameterLayout) -> bool:
+    return rule.matches(parameter.name, len(parameter.shape), math.prod(parameter.shape))
+
+
+def _unmatched(number: int, rule: Rule, names: Sequence[str]) -> str:
+    given = {
+        key: value
+        for key, value in {**asdict(rule), "codec": str(rule.codec)}.items()
+        if value != Rule.__dataclass_fields__[key].default
+    }
+    text = f"rules[{number}]={given!r} matches no parameter"
+    if any(Rule(rule.codec, rule.name).matches(name, 0, 0) for name in names):
+        return f"{text}: of those with such a name none has these dimensions and this size"
+    near = _closest_names(rule.name, names)
+    if near:
+        text += f"; the closest names are {', '.join(map(repr, near))}"
+    return (
+        f"{text}. A pattern covers the whole name, dots included: '*embedding*' matches "
+        "'embedding.weight' and 'encoder.embedding.weight'"
+    )
+
+
+def _closest_names(pattern: str, names: Sequence[str]) -> list[str]:
+    """At most three names that are similar to the pattern without its wildcards."""
+    wanted = pattern.strip("*?.")
+
+    def nearness(name: str) -> float:
+        parts = (name, *name.split("."))
+        return max(difflib.SequenceMatcher(None, wanted, part).ratio() for part in parts)
+
+    near = [name for name in names if nearness(name) > 0.6]
+    return sorted(near, key=nearness, reverse=True)[:3]
+
+
+_YES = ("1", "y", "yes", "t", "true")  # as torch reads its variables
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What may cost speed.
+
+    Attributes:
+        environment: of the process.
+        high_priority: whether the group was made with a high-priority stream; None: unknown.
+        translated: names the GPU, if the driver must translate the kernels for it.
+    """
+
+    environment: Mapping[str, str]
+    high_priority: bool | None
+    translated: str | None
+
+    @classmethod
+    def of(cls, place: torch.device, group: dist.ProcessGroup) -> Surroundings:
+        """Those of this process, for gradients on a CUDA device."""
+        backend = group._get_backend(place)
+        try:
+            options = backend.options
+        except (RuntimeError, AttributeError):  # a backend without options
+            options = None
+        high_priority = getattr(options, "is_high_priority_stream", None)
+        build, translated = this_build(), None
+        capability = torch.cuda.get_device_capability(place)
+        if build is not None and not build.has_machine_code(capability):
+            translated = f"{place}, of compute capability {shown(capability)}"
+        return cls(os.environ, high_priority, translated)
+
+    def is_set(self, *names: str) -> bool:
+        """Whether one of torch's variables says yes."""
+        return any(self.environment.get(name, "").lower() in _YES for name in names)
+
+    def advice(self) -> list[str]:
+        """A sentence for each setting, which says what to do."""
+        sentences = []
+        if self.is_set("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"):
+            sentences.append(
+                "TORCH_NCCL_BLOCKING_WAIT has the host wait for every collective in the middle of "
+                "backward(), so that nothing overlaps: unset it (errors and timeouts are noticed "
+                "without it, see TORCH_NCCL_ASYNC_ERROR_HANDLING)"
+            )
+        if self.environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+            sentences.append(
+                "CUDA_DEVICE_MAX_CONNECTIONS=1 puts the work of all streams into one queue, so "
+                "that encoding and collectives wait for backward() and it for them: unset it (DDP "
+                "does not need it), or set it to 8 or more"
+            )
+        if self.high_priority is False and not self.is_set("TORCH_NCCL_HIGH_PRIORITY"):
+            sentences.append(
+                "the stream of this process group has normal priority, so that its collectives "
+                "wait behind the kernels of backward(): set TORCH_NCCL_HIGH_PRIORITY=1, or make "
+                "the group with pg_options=torch.distributed.ProcessGroupNCCL.Options("
+                "is_high_priority_stream=True)"
+            )
+        if self.translated is not None:
+            sentences.append(
+                f"this installation of gradferry has no machine code for {self.translated}, so "
+                "that the driver translates its kernels at the first attach, for up to a minute: "
+                "install it again on this machine with CUDAARCHS=native set"
+            )
+        return sentences
+
+
+def warn_about_surroundings(transport: Transport, group: dist.ProcessGroup) -> None:
+    """Warns of settings that slow down a hook whose gradients are on a CUDA device."""
+    if transport.device.type != "cuda" or not transport.streams or not transport.exchanges:
+        return
+    for sentence in Surroundings.of(transport.device, group).advice():
+        warn(sentence)

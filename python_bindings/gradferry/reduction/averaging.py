@@ -19,7 +19,7 @@ from gradferry.errors import ConfigError
 from gradferry.reduction import step_numbers
 from gradferry.reduction.momentum import DeliveredMomentum
 from gradferry.reduction.running import Running
-from gradferry.reduction.stats import Stats
+from gradferry.reduction.step_numbers import Stats
 
 
 class Averaging(ABC):

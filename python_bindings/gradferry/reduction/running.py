@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import uuid
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed.distributed_c10d import GroupName
+from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradferry import _native
@@ -29,6 +31,7 @@ from gradferry.core.parameters import ParameterLayout, describe_parameters
 from gradferry.core.warn import warn
 from gradferry.errors import ConfigError, GradferryError
 from gradferry.reduction import step_numbers
+from gradferry.reduction.after_steps import call_after_steps
 from gradferry.reduction.residual_tiles import (
     KINDS,
     Kind,
@@ -435,3 +438,29 @@ def propose(
         exchange=Exchange(alone, "ranks have not met"),
         way_on=way_on,
     )
+
+
+def end_optimizer_steps(running: Running) -> None:
+    """Has the engine know when an optimizer of the tensors in `running` has stepped. Only
+    ``exact_skip`` needs it.
+    """
+    if not running.config.exact_skip:
+        return
+    weak = weakref.ref(running)  # the model may outlive its hook
+
+    def end(optimizer: Optimizer) -> None:
+        running = weak()
+        if running is not None and running.engine is not None:
+            running.engine.end_optimizer_step(applied=_has_applied(optimizer))
+
+    call_after_steps(end, index=running.index, owner=running)
+
+
+def _has_applied(optimizer: Optimizer) -> bool:
+    """Whether a step has changed parameters, as far as the host knows without waiting.
+
+    A GradScaler does not call an optimizer whose step it skips. A fused one it calls always, with
+    ``found_inf``, by which that skips itself; on a device, unknown to the host.
+    """
+    found_inf = getattr(optimizer, "found_inf", None)
+    return found_inf is None or (found_inf.device.type == "cpu" and not found_inf.item())

@@ -21,7 +21,7 @@ from gradferry.core.meeting import meet, patience, say_failed, world_ranks
 from gradferry.core.nodes import choose_exchange, identity, received_identities, resolve
 from gradferry.errors import ConfigError, PeerError, StateError
 from gradferry.reduction.running import Running
-from gradferry.reduction.watch_scaler import watch_scaler
+from gradferry.reduction.silent_hook import watch_scaler
 
 Started = TypeVar("Started")
 

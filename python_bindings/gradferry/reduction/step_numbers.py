@@ -1,10 +1,10 @@
-"""Counters of single steps, for the callbacks of `HookState.on_step`."""
+"""The numbers of single steps, and the types of all numbers; `Averaging.stats` explains them."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 
 from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -100,3 +100,50 @@ def call_with_numbers(state: Counting, callback: StepCallback) -> RemovableHandl
         )
 
     return call_after_steps(after_step, owner=state)
+
+
+class _Chosen(TypedDict):
+    codec: str
+    exchange: str
+    reason: str
+
+
+class Choice(_Chosen, total=False):
+    """The entry ``choice`` of `Stats`; the last three keys with ``codec="auto"`` only."""
+
+    step: int
+    next_check: int
+    measured_ms: dict[str, float]
+
+
+class _Counters(TypedDict):
+    steps: int
+    buckets: int
+    chunks: int
+    gradient_bytes: int
+    wire_bytes: int
+    local_bytes: int
+    ratio: float
+    residual_bytes: int
+    workspace_bytes: int
+    workspace_allocations: int
+    in_flight: int
+    host_waits: int
+    fallbacks: int
+    encode_ms: float
+    network_ms: float
+    reduce_ms: float
+    decode_ms: float
+    exposed_ms: float
+    worker_residual_ratio: float
+    owner_residual_ratio: float
+    choice: Choice
+    step_buckets: list[list[int]]
+
+
+class Stats(_Counters, total=False):
+    """What ``stats()`` of a `HookState`, a `Reducer` or a `fsdp.ShardedState` returns: a dict, each
+    key of which is explained there.
+    """
+
+    packing_bytes: int  # of a Reducer
