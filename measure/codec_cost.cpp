@@ -138,8 +138,7 @@ class Stages {
             .seed = 0,
             .step = 0,
             .options = &parsed_.options,
-            .status = status_.data(),
-            .stream = nullptr};
+            .status = status_.data()};
   }
 
   const CodecCostOptions& options_;
@@ -156,7 +155,7 @@ class Stages {
 }  // namespace
 
 CodecCost codec_cost(const CodecCostOptions& options) {
-  const ParsedCodec parsed = parse_codec(options.codec, Device::kCpu);
+  const ParsedCodec parsed = parse_codec(options.codec);
   GRADFERRY_EXPECTS(owned_tiles(options) > 0 && options.rounds > 0, kConfig,
                     "codec_cost takes at least one round, and a tile for every rank");
   GRADFERRY_EXPECTS(parsed.codec->supports_float64 || options.dtype != ScalarType::kFloat64,
