@@ -85,10 +85,10 @@ void add_codec(const std::string& codec) {
 // The codec strings left in argv, else every codec of the table.
 void add_codecs(int argc, char** argv) {
   for (int i = 1; i < argc; ++i) {
-    add_codec(gradferry::parse_codec(argv[i], gradferry::Device::kCpu).canonical);
+    add_codec(gradferry::parse_codec(argv[i]).canonical);
   }
   if (argc > 1) return;
-  for (const gradferry::Codec& codec : gradferry::codecs(gradferry::Device::kCpu)) {
+  for (const gradferry::Codec& codec : gradferry::codecs()) {
     add_codec(std::string(codec.name));
   }
 }

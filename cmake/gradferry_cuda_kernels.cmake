@@ -22,7 +22,7 @@ function(gradferry_cuda_target target)
   endif()
 endfunction()
 
-add_library(gradferry_kernels_cuda STATIC codec_table_cuda.cpp ${cuda_kernel_files})
+add_library(gradferry_kernels_cuda STATIC cuda_library.cpp ${cuda_kernel_files})
 add_library(gradferry::kernels_cuda ALIAS gradferry_kernels_cuda)
 gradferry_cuda_target(gradferry_kernels_cuda)
 # The runtime comes with the library, out of sight of others that a process may hold: what links

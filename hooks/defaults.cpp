@@ -27,7 +27,7 @@ KeptResiduals kept_residuals(std::string_view codec, const std::string& error_fe
   GRADFERRY_EXPECTS(
       std::ranges::find(kWords, error_feedback) != kWords.end(), kConfig,
       "error_feedback='" + error_feedback + "' is none of auto, none, owner, worker, both");
-  const ParsedCodec parsed = parse_codec(codec, Device::kCpu);
+  const ParsedCodec parsed = parse_codec(codec);
   bool worker = error_feedback == "worker" || error_feedback == "both";
   bool owner = error_feedback == "owner" || error_feedback == "both";
   if (error_feedback == "auto") {

@@ -14,15 +14,14 @@ uint64_t round_up(uint64_t value, uint64_t multiple) {
 
 }  // namespace
 
-Layout::Layout(const std::vector<ParameterSpec>& parameters, uint32_t rank, Nodes nodes,
-               Device device)
-    : device_(device), rank_(rank), nodes_(std::move(nodes)) {
+Layout::Layout(const std::vector<ParameterSpec>& parameters, uint32_t rank, Nodes nodes)
+    : rank_(rank), nodes_(std::move(nodes)) {
   const uint32_t world_size = nodes_.world_size();
   std::vector<uint32_t> candidates;  // for ownership
   for (uint32_t r = 0; r < world_size; ++r) {
     if (nodes_.is_delegate(r)) candidates.push_back(r);
   }
-  const ParsedCodec exact = parse_codec("exact", device);
+  const ParsedCodec exact = parse_codec("exact");
   codecs_.push_back({exact.codec, exact.options});
   codec_names_.push_back(exact.canonical);
   shard_bytes_.assign(world_size, 0);
@@ -76,7 +75,7 @@ Layout::Layout(const std::vector<ParameterSpec>& parameters, uint32_t rank, Node
 }
 
 uint32_t Layout::add_codec(const ParameterSpec& parameter, const std::string& codec) {
-  const ParsedCodec parsed = parse_codec(codec, device_);
+  const ParsedCodec parsed = parse_codec(codec);
   GRADFERRY_EXPECTS(parameter.dtype != ScalarType::kFloat64 || parsed.codec->supports_float64,
                     kConfig,
                     "parameter '" + parameter.name + "' is float64, which codec '" +

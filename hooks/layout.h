@@ -73,7 +73,7 @@ class Layout {
  public:
   // Throws Error(kConfig) for an unknown codec, a codec that cannot take the parameter's dtype, or
   // an owner that is no delegate.
-  Layout(const std::vector<ParameterSpec>& parameters, uint32_t rank, Nodes nodes, Device device);
+  Layout(const std::vector<ParameterSpec>& parameters, uint32_t rank, Nodes nodes);
 
   uint32_t rank() const { return rank_; }
   const Nodes& nodes() const { return nodes_; }
@@ -125,7 +125,6 @@ class Layout {
   ResidualRange residual_range(const Parameter& parameter,
                                const std::vector<uint64_t>& offsets) const;
 
-  Device device_;  // whose codecs
   uint32_t rank_;
   Nodes nodes_;
   std::vector<Parameter> parameters_;

@@ -38,7 +38,7 @@ struct TensorMessages::Received {
 
 TensorMessages::TensorMessages(const TensorMessageOptions& options, ScalarType dtype,
                                uint64_t num_elements)
-    : options_(options), codec_(parse_codec(options.codec, Device::kCpu)), dtype_(dtype) {
+    : options_(options), codec_(parse_codec(options.codec)), dtype_(dtype) {
   GRADFERRY_EXPECTS(num_elements > 0, kConfig, "tensor is empty; there is nothing to encode");
   GRADFERRY_EXPECTS(dtype != ScalarType::kFloat64 || codec_.codec->supports_float64, kConfig,
                     "codec '" + codec_.canonical +
@@ -75,8 +75,7 @@ TileBatch TensorMessages::batch(const MessageHeader& header,
           .seed = header.seed,
           .step = header.step,
           .options = &codec_.options,
-          .status = status.data(),
-          .stream = nullptr};
+          .status = status.data()};
 }
 
 MessageHeader TensorMessages::header(uint64_t seed, uint64_t step) const {
@@ -159,7 +158,7 @@ bool TensorMessages::accumulate_at_once(const std::vector<Received>& received, u
 // and `exact` adds these up.
 bool TensorMessages::accumulate_by_tile(const std::vector<Received>& received, uint32_t divisor,
                                         Round round, void* numbers) const {
-  const ParsedCodec exact = parse_codec("exact", Device::kCpu);
+  const ParsedCodec exact = parse_codec("exact");
   std::vector<float> decoded(received.size() * kTileElements);
   std::vector<const std::byte*> terms;
   for (size_t i = 0; i < received.size(); ++i) {
@@ -178,8 +177,7 @@ bool TensorMessages::accumulate_by_tile(const std::vector<Received>& received, u
                     .seed = 0,
                     .step = 0,
                     .options = &codec_.options,
-                    .status = &status,
-                    .stream = nullptr};
+                    .status = &status};
     for (size_t i = 0; i < received.size(); ++i) {
       part.gradient_offset = i * kTileElements;
       batch.seed = received[i].header.seed;

@@ -1,19 +1,16 @@
 // The kernels for chunks of any mixture of codecs, and the choice between them and those for one
 // codec and `exact`.
-// Written by the build: every kernels/<codec>/<codec>_cuda.h, and their names.
-#include "codec_headers.h"
-#include "codec_names.h"
+#include "codec_headers.h"  // written by the build: every kernels/<codec>/<codec>_cuda.h
 #include "kernels/chunk_launch.h"
 
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE {
 
 #define GRADFERRY_DECLARE(codec) extern const ChunkKernels codec##_chunks;
-GRADFERRY_FOR_EACH_CUDA_CODEC(GRADFERRY_DECLARE)
+GRADFERRY_FOR_EACH_CODEC(GRADFERRY_DECLARE)
 #undef GRADFERRY_DECLARE
 
 namespace {
 
-// All of the table that have CUDA kernels.
 struct EveryCodec {
   static constexpr bool kHasFloat64 = false;
   static constexpr uint32_t kMinBlocks = 1;
@@ -23,7 +20,7 @@ struct EveryCodec {
     switch (static_cast<CodecRow>(row)) {
 #define GRADFERRY_CASE(codec) \
   case CodecRow::codec: return f.template operator()<codec::TileCodec>();
-      GRADFERRY_FOR_EACH_CUDA_CODEC(GRADFERRY_CASE)
+      GRADFERRY_FOR_EACH_CODEC(GRADFERRY_CASE)
 #undef GRADFERRY_CASE
       default: return;
     }
@@ -39,7 +36,7 @@ const ChunkKernels& kernels_for(const ChunkBatch& chunk) {
   if (others == 0) return exact_chunks;
 #define GRADFERRY_CHOOSE(codec) \
   if (others == bit_of(CodecRow::codec)) return codec##_chunks;
-  GRADFERRY_FOR_EACH_CUDA_CODEC(GRADFERRY_CHOOSE)
+  GRADFERRY_FOR_EACH_CODEC(GRADFERRY_CHOOSE)
 #undef GRADFERRY_CHOOSE
   return kEvery;
 }

@@ -86,7 +86,7 @@ GRADFERRY_DEVICE StatusPart reduce_block(const ReduceChunkCall& call, const Tile
     const bool is_zero =
         sum_and_compare(tile, received, exact_float64::payload_bytes(tile.num_elements),
                         sums_of(chunk), chunk.hold_zero_tiles);
-    part = exact_float64::reduce_tile(
+    part.checksum = exact_float64::reduce_tile(
         tile, is_zero, [&](uint32_t rank) { return payloads_of(received, rank); },
         received.num_messages, call.gain, residual_of(job.entry, call.residual), out);
   } else {

@@ -1,10 +1,11 @@
-// The rows of the codec table, one per codec, for the tables of all devices.
+// The rows of the codec table, one per codec: for the CPU's functions and the kernels of devices.
 #pragma once
 
 #include "kernels/common/codec_parts.h"
 
 // A codec's description comes from kernels/<codec>/<codec>.cpp, its functions from
-// kernels/<codec>/<codec>_cpu.cpp, once per instruction set, and kernels/<codec>/<codec>_cuda.cu.
+// kernels/<codec>/<codec>_cpu.cpp, once per instruction set, and its kernels for chunks from
+// kernels/<codec>/<codec>_cuda.cu.
 #define GRADFERRY_FOR_EACH_CODEC(row) \
   row(exact) row(bf16) row(q4) row(q8) row(sign1) row(rht) row(topk)
 

@@ -74,16 +74,13 @@ const DeviceLibrary& library_in_use() {
 }  // namespace
 
 const ChunkKernels& chunk_kernels() { return library_in_use().chunks; }
-uint32_t row_of(const Codec& codec) {
-  return static_cast<uint32_t>(&codec - library_in_use().codecs.data());
-}
 const NodeKernels& node_kernels() { return library_in_use().nodes; }
 const MessageKernels& message_kernels() { return library_in_use().messages; }
 
 bool is_capturing(Stream stream) { return library_in_use().is_capturing(stream); }
 
-std::span<const Codec> codecs(Device device) {
-  return device == Device::kCpu ? cpu_codecs(active_isa()) : device_library.codecs;
-}
+std::span<const Codec> codecs() { return cpu_codecs(active_isa()); }
+
+uint32_t row_of(const Codec& codec) { return static_cast<uint32_t>(&codec - codecs().data()); }
 
 }  // namespace gradferry

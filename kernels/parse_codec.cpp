@@ -174,14 +174,6 @@ ParsedCodec parse_codec_in(std::string_view text, std::span<const Codec> table) 
   return result;
 }
 
-ParsedCodec parse_codec(std::string_view text, Device device) {
-  const std::span<const Codec> table = codecs(device);
-  if (table.empty()) {
-    fail(text,
-         "this build of gradferry has no kernels for CUDA; rebuild it with CUDA, or use the "
-         "codec on CPU");
-  }
-  return parse_codec_in(text, table);
-}
+ParsedCodec parse_codec(std::string_view text) { return parse_codec_in(text, codecs()); }
 
 }  // namespace gradferry

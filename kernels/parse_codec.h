@@ -1,4 +1,4 @@
-// Parses codec strings with any table of codecs; parse_codec() of codec.h uses a device's table.
+// Parses codec strings with any table of codecs; parse_codec() of codec.h uses that of codecs().
 #pragma once
 
 #include <span>

@@ -17,7 +17,7 @@ std::vector<Block> blocks(uint32_t num_bytes) { return std::vector<Block>(num_by
 
 void compressed_mean(const CompressedMeanOptions& options, std::span<const void* const> gradients,
                      void* mean) {
-  const ParsedCodec parsed = parse_codec(options.codec, Device::kCpu);
+  const ParsedCodec parsed = parse_codec(options.codec);
   const Codec& codec = *parsed.codec;
   const auto bytes = [&](Stage stage) {
     return codec.payload_bytes(kTileElements, options.dtype, stage, parsed.options);
@@ -40,8 +40,7 @@ void compressed_mean(const CompressedMeanOptions& options, std::span<const void*
                     .seed = options.seed,
                     .step = 0,
                     .options = &parsed.options,
-                    .status = nullptr,
-                    .stream = nullptr};
+                    .status = nullptr};
     const auto new_residual = [&](bool wanted) {
       std::ranges::fill(residual, 0.0F);
       return wanted ? residual.data() : nullptr;

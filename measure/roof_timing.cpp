@@ -59,7 +59,7 @@ Bytes allocate(size_t num_bytes) {
 class CodecTimer::Passes {
  public:
   explicit Passes(const CodecTimingOptions& options)
-      : options_(options), parsed_(parse_codec(options.codec, Device::kCpu)) {
+      : options_(options), parsed_(parse_codec(options.codec)) {
     for (const Codec& codec : cpu_codecs(options.isa)) {
       if (codec.name == parsed_.codec->name) codec_ = &codec;
     }
@@ -169,7 +169,7 @@ class CodecTimer::Passes {
     pool.resize(size_t{1} << 16);
     for (float& x : pool) x = gaussian(random);
     std::vector<float> tile(kTileElements);
-    const ParsedCodec bf16 = parse_codec("bf16", Device::kCpu);
+    const ParsedCodec bf16 = parse_codec("bf16");
     for (size_t i = 0; i < num_tiles_; ++i) {
       for (uint32_t j = 0; j < kTileElements; ++j) tile[j] = pool[(i * 4097 + j * 3) % pool.size()];
       float* r = residuals() + i * kTileElements;

@@ -3,11 +3,12 @@
 
     tools/count_sass.py [--arch sm_90] [--dtype float32] [--nvdisasm PATH] [CODEC...]
 
-Needs nvcc and nvdisasm but no GPU. What is counted is what a whole, aligned tile of finite numbers
-goes through (GRADFERRY_HOT_PATH_ONLY in kernels/common/cuda.h): without rare paths, without the
-calls that a division makes for extreme numbers, and without what a warp does whose lanes have come
-apart. Both sides of other branches count, and a loop's body once: one rank of a reduce, one step of
-topk's bisection. Residuals of momentum mode's decode count as rare.
+Needs nvcc and nvdisasm but no GPU. What is counted is what the kernels of chunks do with a whole,
+aligned tile of finite numbers (GRADFERRY_HOT_PATH_ONLY in kernels/common/cuda.h): without rare
+paths, without the calls that a division makes for extreme numbers, without what a warp does whose
+lanes have come apart, and without headers, which the last block writes. Both sides of other
+branches count, and a loop's body once: one rank of a reduce, one step of topk's bisection, 2 KiB of
+a received payload's checksum. Momentum mode's addition to residuals counts as rare.
 
 The roof is what instructions leave of the memory's rate, on an H100 SXM of which every cycle issues
 (132 multiprocessors, 128 lanes each, 1.98 GHz, 3.35 TB/s). Registers and blocks are those of the
@@ -48,27 +49,67 @@ INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(@!?\w+\s+)?([A-Z][A-Z0-9_.]
 TARGET = re.compile(r"`\((\S+?)\)")
 ENTRY = re.compile(r"Compiling entry function '(\w+)'")
 USED = re.compile(r"Used (\d+) registers(?:.*?(\d+) bytes smem)?")
-CLASS = re.compile(r"\bTileLauncher<([\w:<>]+)>(?:>\(\)|::|;)")  # in a codec's .cu file
-KERNEL = re.compile(
-    r"(encode|decode|reduce)_(?:chunk_)?kernel<[^(]*(?:\(\S*ScalarType\)\d)?(?:, (true))?"
-)
+KERNEL = re.compile(r"(encode|decode|reduce)_(?:chunk_kernel|tile<(true)?)")
 
-# Instantiated for a codec's class and the dtype: what is counted, and what runs.
+# Instantiated for a codec and the dtype: what is counted, and what runs.
 COUNTED = """
 #include "kernels/{codec}/{codec}_cuda.h"
+#include "kernels/chunk_launch.h"
 namespace gradferry::cuda {{
-using Batch = BatchArguments<{codec_class}::Options>;
-#define GRADFERRY_COUNT(kept) \\
-  template __global__ void encode_kernel<{codec_class}, ScalarType::{dtype}, kept>( \\
-      Batch, const std::byte*, float, const float*, float*, std::byte*); \\
-  template __global__ void reduce_kernel<{codec_class}, ScalarType::{dtype}, kept>( \\
-      Batch, const std::byte* const*, uint32_t, const float*, float*, std::byte*);
-GRADFERRY_COUNT(false)
-GRADFERRY_COUNT(true)
-template __global__ void decode_kernel<{codec_class}, ScalarType::{dtype}>(
-    Batch, const std::byte*, std::byte*, float, float*);
+using Counted = {codec}::TileCodec;
+constexpr ScalarType kDtype = ScalarType::{dtype};
+#define GRADFERRY_COUNT(name) \\
+  template <bool kResidual> \\
+  __global__ void __launch_bounds__(kTileThreads, WithExact<Counted>::kMinBlocks) name
+#define GRADFERRY_FIX \\
+  if (residual == nullptr) __builtin_unreachable(); \\
+  entry.has_residual = kResidual; \\
+  {options}
+
+GRADFERRY_DEVICE void finish(StatusPart part, uint64_t* sums) {{
+  GRADFERRY_SHARED(StatusStorage<kTileThreads>, storage);
+  const StatusPart all = combine_status<kTileThreads>(storage, part);
+  if (threadIdx.x != 0) return;
+  add_to(sums, all.checksum);
+  sums[1] = all.flags;
+}}
+
+GRADFERRY_COUNT(encode_tile)(ChunkTile entry, ChunkCodec codec, EncodeChunkCall call,
+                             float* residual, uint64_t* sums) {{
+  GRADFERRY_FIX;
+  const auto checksum = encode_entry<Counted, kDtype>(
+      entry, codec, call.chunk.seed, call.chunk.envelope.step, call.chunk.hold_zero_tiles,
+      static_cast<const std::byte*>(call.gradient), call.gain, residual, call.out);
+  finish({{checksum, 0}}, sums);
+}}
+GRADFERRY_COUNT(reduce_tile)(ChunkTile entry, ChunkCodec codec, ReduceChunkCall call,
+                             float* residual, uint64_t* sums) {{
+  GRADFERRY_FIX;
+  finish(reduce_entry<Counted>(entry, codec, call.chunk.seed, call.chunk.envelope.step,
+                               call.chunk.hold_zero_tiles, kDtype, call.received.messages,
+                               call.received.num_messages, call.received.buffer, sums, call.gain,
+                               residual, call.out),
+         sums);
+}}
+GRADFERRY_COUNT(decode_tile)(ChunkTile entry, ChunkCodec codec, DecodeChunkCall call,
+                             float* residual, uint64_t* sums) {{
+  GRADFERRY_FIX;
+  finish(decode_entry<Counted, kDtype>(entry, codec, call.chunk.seed, call.chunk.envelope.step,
+                                       call.received.buffer, call.sent,
+                                       static_cast<std::byte*>(call.gradient), residual),
+         sums);
+}}
+#define GRADFERRY_INSTANTIATE(name, Call) \\
+  template __global__ void name<false>(ChunkTile, ChunkCodec, Call, float*, uint64_t*); \\
+  template __global__ void name<true>(ChunkTile, ChunkCodec, Call, float*, uint64_t*);
+GRADFERRY_INSTANTIATE(encode_tile, EncodeChunkCall)
+GRADFERRY_INSTANTIATE(reduce_tile, ReduceChunkCall)
+GRADFERRY_INSTANTIATE(decode_tile, DecodeChunkCall)
 }}
 """
+# What is counted one by one, as an option chooses among it.
+FIXED = "const Counted::Options fixed{{{0}}}; __builtin_memcpy(codec.options.storage, &fixed, 4)"
+VARIANTS = {"rht": {f"rht:{bits}": FIXED.format(bits) for bits in (2, 3, 4)}}
 RUN = """
 #include "kernels/{codec}/{codec}_cuda.h"
 #include "kernels/chunk_launch.h"
@@ -112,7 +153,7 @@ class Counted:
             "reduce": sent + gathered,
             "decode": gathered + gradient,
         }[self.function]
-        return moved + (8 if self.residual else 0)
+        return moved + (8 if self.residual and self.function != "decode" else 0)
 
 
 @dataclass(frozen=True)
@@ -196,11 +237,6 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     return result
 
 
-def classes_of(codec: str) -> list[str]:
-    """Returns the classes whose kernels a codec has, of which there is one per width of `rht`."""
-    return CLASS.findall((ROOT / "kernels" / codec / f"{codec}_cuda.cu").read_text())
-
-
 def compile_kernels(source: str, arch: str, cubin: str, *flags: str) -> str:
     """Returns what ptxas says of the kernels."""
     path = Path(cubin).with_suffix(".cu")
@@ -233,12 +269,10 @@ def count_kernels(codec: str, dtype: str, arch: str, nvdisasm: str) -> list[Coun
     """Compiles what a codec does with a tile, and counts."""
     found = []
     with tempfile.TemporaryDirectory() as folder:
-        for codec_class in classes_of(codec):
+        for name, options in VARIANTS.get(codec, {codec: ""}).items():
             cubin = f"{folder}/counted.cubin"
-            source = COUNTED.format(codec=codec, codec_class=codec_class, dtype=DTYPES[dtype])
+            source = COUNTED.format(codec=codec, options=options, dtype=DTYPES[dtype])
             compile_kernels(source, arch, cubin, "-DGRADFERRY_HOT_PATH_ONLY")
-            variant = "".join(re.findall(r"<(\d+)", codec_class))
-            name = f"{codec}:{variant}" if variant else codec
             for symbol, kernel in read_kernels(run(nvdisasm, "-c", cubin).stdout).items():
                 per_element = count_hot_path(*kernel) / ELEMENTS_PER_THREAD
                 found.append(Counted(name, *name_of(symbol), per_element))

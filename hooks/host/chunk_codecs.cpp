@@ -14,8 +14,7 @@ TileBatch ChunkCodecs::make_batch(const Work& work, const PlannedBatch& planned,
           .seed = options_.seed,
           .step = work.step,
           .options = &codec_of(planned).options,
-          .status = status_.data(),
-          .stream = nullptr};
+          .status = status_.data()};
 }
 
 void ChunkCodecs::encode(const Work& work, std::byte* messages, std::vector<uint64_t>& checksums) {

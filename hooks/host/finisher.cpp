@@ -39,7 +39,7 @@ Workspace plan_host_workspace(const EngineOptions& options, const Layout& layout
 }  // namespace
 
 uint64_t shared_memory_bytes(const EngineOptions& options) {
-  const Layout layout(options.parameters, options.rank, options.nodes, Device::kCpu);
+  const Layout layout(options.parameters, options.rank, options.nodes);
   const Workspace workspace = plan_host_workspace(options, layout, /*siblings_share=*/true);
   return workspace.slots * workspace.shared_bytes;
 }

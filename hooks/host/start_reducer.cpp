@@ -87,7 +87,7 @@ bool matches(const ReducerRule& rule, const std::string& name) {
 void check_rules(const ReducerOptions& options, const Reducer::NamedTensors& tensors) {
   constexpr size_t kShown = 8;
   for (const ReducerRule& rule : options.rules) {
-    parse_codec(rule.codec, Device::kCpu);
+    parse_codec(rule.codec);
     const auto matched = [&](const auto& named) { return matches(rule, named.first); };
     if (std::ranges::any_of(tensors, matched)) continue;
     std::string names;
@@ -103,9 +103,7 @@ void check_rules(const ReducerOptions& options, const Reducer::NamedTensors& ten
   }
 }
 
-std::string canonical(const std::string& codec) {
-  return parse_codec(codec, Device::kCpu).canonical;
-}
+std::string canonical(const std::string& codec) { return parse_codec(codec).canonical; }
 
 std::string codec_of(const std::string& name, const at::Tensor& tensor,
                      const ReducerOptions& options) {
@@ -143,9 +141,7 @@ std::string text_of(double number) {
 
 // A codec was asked for, and none is used.
 void warn_if_exact(const ReducerOptions& options, const std::vector<ParameterSpec>& specs) {
-  const auto is_lossy = [](const std::string& codec) {
-    return parse_codec(codec, Device::kCpu).codec->lossy;
-  };
+  const auto is_lossy = [](const std::string& codec) { return parse_codec(codec).codec->lossy; };
   const auto is_compressed = [&](const ParameterSpec& spec) { return is_lossy(spec.codec); };
   if (!is_lossy(options.codec) || std::ranges::any_of(specs, is_compressed)) return;
   TORCH_WARN("nothing is compressed: every tensor has at most ", kExemptMaxDims,

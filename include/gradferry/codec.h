@@ -30,12 +30,8 @@ constexpr uint32_t item_bytes(ScalarType dtype) {
   }
 }
 
-enum class Device : uint8_t { kCpu, kCuda };
-
 // kWorker: what a rank sends to the owner. kOwner: what the owner sends to every rank.
 enum class Stage : uint8_t { kWorker, kOwner };
-
-using Stream = void*;  // a cudaStream_t; null on CPU
 
 // Up to kTileElements consecutive elements of one parameter.
 struct Tile {
@@ -89,7 +85,6 @@ struct TileBatch {
   uint64_t step;
   const CodecOptions* options;
   TileStatus* status;  // num_tiles entries, or null
-  Stream stream;
 };
 
 // One option of a codec string such as "topk:ratio=0.01". `choices` empty: a number in
@@ -167,16 +162,16 @@ struct Codec {
                const void* gradient, float alpha, float* residual);
 };
 
-// All codecs of a device, in the order of kernels/codec_rows.h. Empty for CUDA until
-// use_cuda_codecs() of gradferry/cuda_codecs.h was called. On CPU the instruction set is chosen
-// once, at the first call: the best one the processor has, or what GRADFERRY_ISA=scalar|avx2|avx512
-// names (an impossible value throws Error(kConfig)).
-std::span<const Codec> codecs(Device device);
+// All codecs, in the order of kernels/codec_rows.h, with functions for the CPU; a device has
+// kernels for the same codecs (device_library.h). The instruction set is chosen once, at the first
+// call: the best one the processor has, or what GRADFERRY_ISA=scalar|avx2|avx512 names (an
+// impossible value throws Error(kConfig)).
+std::span<const Codec> codecs();
 
 enum class Isa : uint8_t { kScalar, kAvx2, kAvx512 };
 std::string_view isa_name(Isa isa);
 std::span<const Isa> available_isas();       // supported by build and processor, best last
-Isa active_isa();                            // what codecs(Device::kCpu) uses
+Isa active_isa();                            // what codecs() uses
 std::span<const Codec> cpu_codecs(Isa isa);  // one instruction set; throws Error(kConfig) if absent
 
 // A codec string such as "q4" or "topk:ratio=0.01,values=q4", resolved against the table.
@@ -186,6 +181,6 @@ struct ParsedCodec {
   std::string canonical;  // every option written out, in table order
 };
 // Throws Error(kConfig) naming the closest match of a misspelt codec or option.
-ParsedCodec parse_codec(std::string_view text, Device device);
+ParsedCodec parse_codec(std::string_view text);
 
 }  // namespace gradferry

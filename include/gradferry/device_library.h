@@ -1,16 +1,17 @@
-// The interface of a library for one kind of device: codecs, and kernels that process
-// chunks and write records. Pointers are to device memory unless stated otherwise, as in
-// cuda_codecs.h; calls enqueue work on a stream and do not wait for it.
+// The interface of a library for one kind of device: kernels that process chunks and write records.
+// Pointers are to device memory unless stated otherwise. Calls enqueue work on a stream and do not
+// wait for it; nothing that they read or write may change until it is done.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
-#include <span>
 
 #include "gradferry/codec.h"
 #include "gradferry/wire.h"
 
 namespace gradferry {
+
+using Stream = void*;  // a cudaStream_t
 
 // One message within a buffer.
 struct Message {
@@ -44,7 +45,7 @@ struct Findings {
 
 // A codec of a chunk.
 struct ChunkCodec {
-  uint32_t row;  // of DeviceLibrary::codecs
+  uint32_t row;  // row_of() the codec
   float alpha;   // as in Codec::encode and Codec::undo
   float beta;    // as in Codec::decode
   CodecOptions options;
@@ -247,27 +248,29 @@ struct MessageKernels {
 
 struct DeviceLibrary {
   uint32_t version;  // kDeviceLibraryVersion when it was compiled
-  std::span<const Codec> codecs;
   ChunkKernels chunks;
   NodeKernels nodes;
   MessageKernels messages;
   // Whether what is enqueued on `stream` (of the current device) goes into a graph instead.
   bool (*is_capturing)(Stream stream);
 };
-// Increases with every change of a type or function type in this file or in codec.h.
-inline constexpr uint32_t kDeviceLibraryVersion = 11;
+// Increases with every change of a type or function type in this file or in codec.h, and of the
+// table of codecs.
+inline constexpr uint32_t kDeviceLibraryVersion = 12;
 // Name of the Python capsule that holds a library.
 inline constexpr const char* kDeviceLibraryCapsule = "gradferry.DeviceLibrary";
 
-// From now on codecs(Device::kCuda) and message_kernels() return those of the library. Call it
-// once, before other threads use them. Throws Error(kConfig) for a library of another version.
+// From now on the functions below return kernels of the library. Call it once, before other threads
+// use them. Throws Error(kConfig) for a library of another version.
 void use_device_library(const DeviceLibrary& library);
 
 // Those of the library in use. Throw Error(kState) until use_device_library() was called.
 const ChunkKernels& chunk_kernels();
-uint32_t row_of(const Codec& codec);  // of the library's table, which holds the codec
 const NodeKernels& node_kernels();
 const MessageKernels& message_kernels();
 bool is_capturing(Stream stream);
+
+// The codec's row in codecs(), which holds it. Needs no library.
+uint32_t row_of(const Codec& codec);
 
 }  // namespace gradferry

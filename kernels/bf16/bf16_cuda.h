@@ -19,10 +19,9 @@ struct Bf16 {
     return bf16::payload_bytes(n, dtype, stage, CodecOptions());
   }
   template <ScalarType, bool>
-  GRADFERRY_DEVICE static uint32_t encode(const TileUnit<Options>& unit, float* v,
-                                          PayloadWriter& out) {
-    return encode_cast<ScalarType::kBFloat16>(unit.slice, unit.payload_bytes, v, out,
-                                              [](float x) { return saturate_bf16(x); });
+  GRADFERRY_DEVICE static void encode(const TileUnit<Options>& unit, float* v, PayloadWriter& out) {
+    encode_cast<ScalarType::kBFloat16>(unit.slice, unit.payload_bytes, v, out,
+                                       [](float x) { return saturate_bf16(x); });
   }
   template <ScalarType, typename Sink>
   GRADFERRY_DEVICE static uint32_t decode(const TileUnit<Options>& unit, const std::byte* payload,

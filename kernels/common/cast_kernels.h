@@ -9,9 +9,8 @@ namespace gradferry::GRADFERRY_KERNEL_NAMESPACE {
 // Writes v as `dtype`, and replaces v by the rounding error. adjust(x): what is written for a
 // number that is not finite, or would not arrive so.
 template <ScalarType dtype, typename Adjust>
-GRADFERRY_DEVICE uint32_t encode_cast(const Slice& slice, uint32_t payload_bytes, float* v,
-                                      PayloadWriter& out, Adjust adjust) {
-  uint32_t flags = 0;
+GRADFERRY_DEVICE void encode_cast(const Slice& slice, uint32_t payload_bytes, float* v,
+                                  PayloadWriter& out, Adjust adjust) {
   GRADFERRY_UNROLL
   for (uint32_t row = 0; row < kRows; ++row) {
     float* x = v + kQuad * row;
@@ -20,10 +19,7 @@ GRADFERRY_DEVICE uint32_t encode_cast(const Slice& slice, uint32_t payload_bytes
     if (!is_finite) {
       rare_path();
       GRADFERRY_UNROLL
-      for (float& y : adjusted) {
-        y = canonical(adjust(y));
-        if (!arrives_finite<dtype>(y)) flags = kTileNonFinite;
-      }
+      for (float& y : adjusted) y = canonical(adjust(y));
     }
     const Quad<dtype> quad = narrow_quad<dtype>(adjusted, is_finite);
     float decoded[kQuad];
@@ -34,7 +30,6 @@ GRADFERRY_DEVICE uint32_t encode_cast(const Slice& slice, uint32_t payload_bytes
     const uint32_t offset = slice.element(row) * item_bytes(dtype);
     if (offset < payload_bytes) out.words(offset, quad);
   }
-  return flags;
 }
 
 template <ScalarType dtype, typename Sink>

@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "gradferry/codec.h"
+#include "gradferry/device_library.h"
 #include "gradferry/error.h"
 #include "kernels/common/lane.h"
 
@@ -29,7 +29,11 @@
 #include <cuda_runtime.h>
 
 #define GRADFERRY_DEVICE __device__ __forceinline__
+#if defined(GRADFERRY_HOT_PATH_ONLY)
+#define GRADFERRY_APART GRADFERRY_DEVICE
+#else
 #define GRADFERRY_APART __device__ __noinline__
+#endif
 #define GRADFERRY_UNROLL _Pragma("unroll")
 #define GRADFERRY_SHARED(Type, name) __shared__ Type name
 
@@ -51,7 +55,7 @@ inline constexpr uint32_t kWarpLanes = 32;
 inline constexpr uint32_t kAllLanes = 0xffffffffu;
 
 // For counting instructions (tools/count_sass.py): tiles are whole and aligned, their numbers
-// finite, and what rare_path() begins is not there.
+// finite, what rare_path() begins is not there, and all is one function.
 #if defined(GRADFERRY_HOT_PATH_ONLY)
 inline constexpr bool kHotPathOnly = true;
 #else
@@ -110,15 +114,6 @@ GRADFERRY_DEVICE void write(void* p, T value) {
   __builtin_memcpy(p, &value, sizeof(T));
 #else
   *static_cast<T*>(p) = value;
-#endif
-}
-
-// Prefetches the cache line of a byte. The emulator reads the byte, to check that it may be read.
-GRADFERRY_DEVICE void prefetch(const std::byte* p) {
-#if defined(GRADFERRY_SIMT)
-  static_cast<void>(*reinterpret_cast<const volatile uint8_t*>(p));
-#else
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
 #endif
 }
 

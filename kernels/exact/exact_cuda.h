@@ -18,9 +18,8 @@ struct Exact {
     return round_up(n * item_bytes(dtype), kPayloadAlignment);
   }
   template <ScalarType dtype, bool>
-  GRADFERRY_DEVICE static uint32_t encode(const TileUnit<Options>& unit, float* v,
-                                          PayloadWriter& out) {
-    return encode_cast<dtype>(unit.slice, unit.payload_bytes, v, out, [](float x) { return x; });
+  GRADFERRY_DEVICE static void encode(const TileUnit<Options>& unit, float* v, PayloadWriter& out) {
+    encode_cast<dtype>(unit.slice, unit.payload_bytes, v, out, [](float x) { return x; });
   }
   template <ScalarType dtype, typename Sink>
   GRADFERRY_DEVICE static uint32_t decode(const TileUnit<Options>& unit, const std::byte* payload,

@@ -28,11 +28,10 @@ GRADFERRY_DEVICE float residual_of(double updated, float otherwise) {
 }
 GRADFERRY_DEVICE uint32_t payload_bytes(uint32_t n) { return round_up(8 * n, kPayloadAlignment); }
 
-// v to element i of the payload. Returns flags.
-GRADFERRY_DEVICE uint32_t encode_element(PayloadWriter& out, uint32_t i, double v) {
+// v to element i of the payload.
+GRADFERRY_DEVICE void encode_element(PayloadWriter& out, uint32_t i, double v) {
   const uint64_t item = canonical_bits(v);
   out.words(8 * i, Bytes8{{static_cast<uint32_t>(item), static_cast<uint32_t>(item >> 32)}});
-  return flags_of(v);
 }
 
 // What the last element leaves of the payload.
@@ -42,9 +41,9 @@ GRADFERRY_DEVICE void write_padding(PayloadWriter& out, uint32_t n) {
 
 // --- tiles: as in tile_kernels.h -----------------------------------------------------------------
 
-GRADFERRY_DEVICE StatusPart encode_tile(const Tile& tile, bool hold_zero_tiles,
-                                        const double* gradient, double alpha, const float* gain,
-                                        float* residual, std::byte* out) {
+GRADFERRY_DEVICE uint64_t encode_tile(const Tile& tile, bool hold_zero_tiles,
+                                      const double* gradient, double alpha, const float* gain,
+                                      float* residual, std::byte* out) {
   const uint32_t n = tile.num_elements;
   const double* g = gradient + tile.gradient_offset;
   float* r = residual == nullptr ? nullptr : residual + tile.residual_offset;
@@ -55,19 +54,18 @@ GRADFERRY_DEVICE StatusPart encode_tile(const Tile& tile, bool hold_zero_tiles,
     if (__syncthreads_or(seen != 0 ? 1 : 0) == 0) {
       write_zero_payload(writer.payload, payload_bytes(n));
       if (r != nullptr) keep_residual(Slice(n), r, gain);
-      return {0, 0};
+      return 0;
     }
   }
   const double factor = gain == nullptr ? 1.0 : static_cast<double>(*gain);
-  uint32_t flags = 0;
   for (uint32_t i = threadIdx.x; i < n; i += kTileThreads) {
     double v = alpha * g[i];
     if (r != nullptr) v = v + factor * static_cast<double>(r[i]);
-    flags |= encode_element(writer, i, v);
+    encode_element(writer, i, v);
     if (r != nullptr) r[i] = residual_of(v - v, kept_residual(r[i], gain));
   }
   write_padding(writer, n);
-  return {writer.checksum, flags};
+  return writer.checksum;
 }
 
 // Of element i, where what arrived is not finite. `encoded`: the tile's numbers before encode.
@@ -116,30 +114,29 @@ GRADFERRY_DEVICE double sum_ranks(PayloadOf payload_of, uint32_t world_size, uin
 }
 
 template <typename PayloadOf>
-GRADFERRY_DEVICE StatusPart reduce_tile(const Tile& tile, bool is_zero, PayloadOf payload_of,
-                                        uint32_t world_size, const float* gain, float* residual,
-                                        std::byte* out) {
+GRADFERRY_DEVICE uint64_t reduce_tile(const Tile& tile, bool is_zero, PayloadOf payload_of,
+                                      uint32_t world_size, const float* gain, float* residual,
+                                      std::byte* out) {
   const uint32_t n = tile.num_elements;
   float* r = residual == nullptr ? nullptr : residual + tile.residual_offset;
   PayloadWriter writer(out + tile.output_offset, tile.message_offset);
   if (is_zero) {
     write_zero_payload(writer.payload, payload_bytes(n));
     if (r != nullptr) keep_residual(Slice(n), r, gain);
-    return {0, 0};
+    return 0;
   }
   const double inverse = 1.0 / static_cast<double>(world_size);
   const double factor = gain == nullptr ? 1.0 : static_cast<double>(*gain);
-  uint32_t flags = 0;
   for (uint32_t i = threadIdx.x; i < n; i += kTileThreads) {
     double v = sum_ranks(payload_of, world_size, tile.payload_offset + 8 * i) * inverse;
     if (r != nullptr) {
       v = v + factor * static_cast<double>(r[i]);
       r[i] = residual_of(v - v, kept_residual(r[i], gain));
     }
-    flags |= encode_element(writer, i, v);
+    encode_element(writer, i, v);
   }
   write_padding(writer, n);
-  return {writer.checksum, flags};
+  return writer.checksum;
 }
 
 }  // namespace gradferry::GRADFERRY_KERNEL_NAMESPACE::exact_float64

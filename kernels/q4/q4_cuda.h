@@ -84,12 +84,11 @@ struct Q4 {
   }
 
   template <ScalarType, bool>
-  GRADFERRY_DEVICE static uint32_t encode(const TileUnit<Options>& unit, float* v,
-                                          PayloadWriter& out) {
+  GRADFERRY_DEVICE static void encode(const TileUnit<Options>& unit, float* v, PayloadWriter& out) {
     const Slice& slice = unit.slice;
     const uint32_t n = slice.num_elements;
     out.zeros(q4::exponents_offset(n) + q4::num_groups(n), unit.payload_bytes);
-    if (slice.is_empty()) return 0;
+    if (slice.is_empty()) return;
 
     const Place place(slice);
     uint32_t largest[kRows];
@@ -110,7 +109,7 @@ struct Q4 {
     if (!finite) {
       rare_path();
       write_non_finite(slice, place, v, out);
-      return kTileNonFinite;
+      return;
     }
     GRADFERRY_UNROLL
     for (uint32_t row = 0; row < kRows; row += 2) {
@@ -127,7 +126,6 @@ struct Q4 {
         out.word(place.code_offset(slice, row), place.is_low() ? kept | met << 4 : met | kept << 4);
       }
     }
-    return 0;
   }
 
   template <ScalarType, typename Sink>

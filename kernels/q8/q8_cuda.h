@@ -37,12 +37,11 @@ struct Q8 {
   }
 
   template <ScalarType, bool>
-  GRADFERRY_DEVICE static uint32_t encode(const TileUnit<Options>& unit, float* v,
-                                          PayloadWriter& out) {
+  GRADFERRY_DEVICE static void encode(const TileUnit<Options>& unit, float* v, PayloadWriter& out) {
     const Slice& slice = unit.slice;
     const uint32_t scales_offset = q8::scales_offset(slice.num_elements);
     out.zeros(scales_offset + 2 * block_scale::num_blocks(slice.num_elements), unit.payload_bytes);
-    if (slice.is_empty()) return 0;
+    if (slice.is_empty()) return;
 
     uint32_t largest[kRows];
     quad_maxima(v, largest);
@@ -69,7 +68,6 @@ struct Q8 {
         out.word(slice.element(row), row_is_finite ? codes : 0);
       }
     }
-    return finite ? 0 : kTileNonFinite;
   }
 
   template <ScalarType, typename Sink>

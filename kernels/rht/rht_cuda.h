@@ -163,29 +163,17 @@ GRADFERRY_DEVICE void read_codes(const Slice& slice, const std::byte* payload, u
 
 // --- codec ---------------------------------------------------------------------------------------
 
-// The widths that a kernel has, and the choice among them: one, or all and the options say which.
-template <uint32_t kBits>
-struct OneWidth {
-  GRADFERRY_DEVICE static uint32_t bits(const rht::Options&) { return kBits; }
-  template <typename F>
-  GRADFERRY_DEVICE static void with(const rht::Options&, F f) {
-    f.template operator()<kBits>();
+// Calls f with the width of the codes.
+template <typename F>
+GRADFERRY_DEVICE void with_width(const rht::Options& options, F f) {
+  switch (options.bits) {
+    case 2: return f.template operator()<2>();
+    case 3: return f.template operator()<3>();
+    default: return f.template operator()<4>();
   }
-};
-struct EveryWidth {
-  GRADFERRY_DEVICE static uint32_t bits(const rht::Options& options) { return options.bits; }
-  template <typename F>
-  GRADFERRY_DEVICE static void with(const rht::Options& options, F f) {
-    switch (options.bits) {
-      case 2: return f.template operator()<2>();
-      case 3: return f.template operator()<3>();
-      default: return f.template operator()<4>();
-    }
-  }
-};
+}
 
 // What differs by width is in branches, and arrays are outside of them: see tile_kernels.h.
-template <typename Widths>
 struct Rht {
   using Options = rht::Options;
   static constexpr bool kUnitsAreQuads = false;
@@ -194,17 +182,15 @@ struct Rht {
 
   GRADFERRY_DEVICE static uint32_t payload_bytes(uint32_t n, ScalarType, Stage,
                                                  const Options& options) {
-    return rht::payload_bytes(n, rht::Options{Widths::bits(options)});
+    return rht::payload_bytes(n, options);
   }
 
   template <ScalarType, bool kKeep>
-  GRADFERRY_DEVICE static uint32_t encode(const TileUnit<Options>& unit, float* v,
-                                          PayloadWriter& out) {
+  GRADFERRY_DEVICE static void encode(const TileUnit<Options>& unit, float* v, PayloadWriter& out) {
     const Slice& slice = unit.slice;
-    const uint32_t n = slice.num_elements,
-                   scales_offset = rht::scales_offset(n, Widths::bits(unit.options));
+    const uint32_t n = slice.num_elements, scales_offset = rht::scales_offset(n, unit.options.bits);
     out.zeros(scales_offset + 2 * rht::num_blocks(n), unit.payload_bytes);
-    if (slice.is_empty()) return 0;
+    if (slice.is_empty()) return;
 
     // v beyond the tile's end counts as zero and is coded, but has no residual in memory.
     const Signs signs(unit);
@@ -212,7 +198,7 @@ struct Rht {
     const RowState state = measure_rows(slice, v, x);
     uint32_t codes[kRows];
     float powers[kRows];
-    Widths::with(unit.options, [&]<uint32_t kBits>() {
+    with_width(unit.options, [&]<uint32_t kBits>() {
       GRADFERRY_UNROLL
       for (uint32_t row = 0; row < kRows; ++row) {
         float* z = x + kQuad * row;
@@ -254,7 +240,7 @@ struct Rht {
     const uint32_t row_scale = finite ? found : kNanBits;
 
     uint32_t own_scale = 0;
-    Widths::with(unit.options, [&]<uint32_t kBits>() {
+    with_width(unit.options, [&]<uint32_t kBits>() {
       GRADFERRY_UNROLL
       for (uint32_t row = 0; row < kRows; ++row) {
         uint32_t scale = __shfl_sync(kAllLanes, row_scale, projection_lane(row));
@@ -281,7 +267,6 @@ struct Rht {
       write_codes<kBits>(slice, codes, out);
     });
     write_scale(slice, scales_offset, own_scale >> 16, out);
-    return finite ? 0 : kTileNonFinite;
   }
 
   template <ScalarType, typename Sink>
@@ -291,11 +276,11 @@ struct Rht {
     if (slice.is_empty()) return 0;
     const Signs signs(unit);
     uint32_t codes[kRows];
-    RowScale own = read_scale(slice, payload,
-                              rht::scales_offset(slice.num_elements, Widths::bits(unit.options)),
-                              block_scale::kLargest, false);
+    RowScale own =
+        read_scale(slice, payload, rht::scales_offset(slice.num_elements, unit.options.bits),
+                   block_scale::kLargest, false);
     uint32_t flags = own.flags;
-    Widths::with(unit.options, [&]<uint32_t kBits>() {
+    with_width(unit.options, [&]<uint32_t kBits>() {
       read_codes<kBits>(slice, payload, codes);
       GRADFERRY_UNROLL
       for (uint32_t row = 0; row < kRows; ++row) {
@@ -322,6 +307,6 @@ struct Rht {
   }
 };
 
-using TileCodec = Rht<EveryWidth>;
+using TileCodec = Rht;
 
 }  // namespace gradferry::GRADFERRY_KERNEL_NAMESPACE::rht

@@ -1,11 +1,7 @@
 #include "kernels/chunk_launch.h"
-#include "kernels/common/tile_launch.h"
 #include "kernels/sign1/sign1_cuda.h"
 
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE {
-
-extern const CodecFunctions sign1_functions;
-const CodecFunctions sign1_functions = TileLauncher<sign1::TileCodec>::functions();
 
 extern const ChunkKernels sign1_chunks;
 const ChunkKernels sign1_chunks = ChunkLauncher<WithExact<sign1::TileCodec>>::kernels();

@@ -31,12 +31,11 @@ struct Sign1 {
   }
 
   template <ScalarType, bool>
-  GRADFERRY_DEVICE static uint32_t encode(const TileUnit<Options>& unit, float* v,
-                                          PayloadWriter& out) {
+  GRADFERRY_DEVICE static void encode(const TileUnit<Options>& unit, float* v, PayloadWriter& out) {
     const Slice& slice = unit.slice;
     const uint32_t n = slice.num_elements, scales_offset = sign1::scales_offset(n);
     out.zeros(scales_offset + 2 * block_scale::num_blocks(n), unit.payload_bytes);
-    if (slice.is_empty()) return 0;
+    if (slice.is_empty()) return;
 
     float sums[kRows];
     GRADFERRY_UNROLL
@@ -77,7 +76,6 @@ struct Sign1 {
     } else if (offset + 2 <= scales_offset) {
       out.halfword(offset, word);
     }
-    return finite ? 0 : kTileNonFinite;
   }
 
   template <ScalarType, typename Sink>

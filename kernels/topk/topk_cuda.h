@@ -30,8 +30,7 @@ struct Topk {
   }
 
   template <ScalarType, bool>
-  GRADFERRY_DEVICE static uint32_t encode(const TileUnit<Options>& unit, float* v,
-                                          PayloadWriter& out) {
+  GRADFERRY_DEVICE static void encode(const TileUnit<Options>& unit, float* v, PayloadWriter& out) {
     GRADFERRY_SHARED(topk::Kept, kept);
     GRADFERRY_SHARED(topk::WarpTotals, totals);
     const Slice& slice = unit.slice;
@@ -48,7 +47,7 @@ struct Topk {
       for (uint32_t i = threadIdx.x; i < sections; i += kTileThreads) out.byte(i, mark.at(i));
       GRADFERRY_UNROLL
       for (uint32_t j = 0; j < kLaneElements; ++j) v[j] = from_bits(kNanBits);
-      return kTileNonFinite;
+      return;
     }
 
     const topk::Cut cut =
@@ -72,7 +71,6 @@ struct Topk {
       __syncthreads();
       topk::for_kept(ranks, [&](uint32_t j, uint32_t rank) { v[j] = kept.values[rank]; });
     }
-    return 0;
   }
 
   template <ScalarType, typename Sink>

@@ -18,11 +18,9 @@ py::dict describe_option(const OptionSpec& option) {
                   py::arg("maximum") = option.maximum, py::arg("choices") = choices);
 }
 
-py::list describe_codecs(const std::string& device) {
-  GRADFERRY_EXPECTS(device == "cpu" || device == "cuda", kConfig,
-                    "device is 'cpu' or 'cuda', not '" + device + "'");
+py::list describe_codecs() {
   py::list rows;
-  for (const Codec& codec : codecs(device == "cpu" ? Device::kCpu : Device::kCuda)) {
+  for (const Codec& codec : codecs()) {
     py::list options;
     for (const OptionSpec& option : codec.options) options.append(describe_option(option));
     rows.append(py::dict(
@@ -40,7 +38,7 @@ uint32_t payload_bytes(const std::string& codec, uint32_t num_elements, at::Scal
                         std::to_string(num_elements));
   GRADFERRY_EXPECTS(stage == "worker" || stage == "owner", kConfig,
                     "stage is 'worker' or 'owner', not '" + stage + "'");
-  const ParsedCodec parsed = parse_codec(codec, Device::kCpu);
+  const ParsedCodec parsed = parse_codec(codec);
   return parsed.codec->payload_bytes(num_elements, to_scalar_type(dtype),
                                      stage == "worker" ? Stage::kWorker : Stage::kOwner,
                                      parsed.options);
@@ -59,15 +57,14 @@ void bind_codecs(py::module_& module) {
   module.attr("WIRE_VERSION") = kWireVersion;
   module.attr("HEADER_BYTES") = sizeof(MessageHeader);
   module.attr("COMMIT_BYTES") = sizeof(CommitRecord);
-  module.def("codecs", &describe_codecs, py::arg("device") = "cpu");
+  module.def("codecs", &describe_codecs);
   module.def(
-      "canonical_codec",
-      [](const std::string& text) { return parse_codec(text, Device::kCpu).canonical; },
+      "canonical_codec", [](const std::string& text) { return parse_codec(text).canonical; },
       py::arg("text"));
   module.def(
       "momentum_behind",
       [](const std::string& codec, double momentum) {
-        const ParsedCodec parsed = parse_codec(codec, Device::kCpu);
+        const ParsedCodec parsed = parse_codec(codec);
         return momentum_behind({parsed.codec, parsed.options}, momentum);
       },
       py::arg("codec"), py::arg("momentum"));

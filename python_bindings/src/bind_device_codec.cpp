@@ -35,7 +35,7 @@ class DeviceCodec {
   // Error(kConfig) for a codec or size that cannot be.
   DeviceCodec(const std::string& codec, at::ScalarType dtype, uint64_t num_elements,
               c10::Device device, uint32_t world_size, bool momentum)
-      : codec_(parse_codec(codec, Device::kCuda)),
+      : codec_(parse_codec(codec)),
         dtype_(to_scalar_type(dtype)),
         num_elements_(num_elements),
         device_(device),

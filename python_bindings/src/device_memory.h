@@ -8,7 +8,7 @@
 #include <cstring>
 #include <string>
 
-#include "gradferry/codec.h"
+#include "gradferry/device_library.h"
 #include "gradferry/error.h"
 #include "scalar_type.h"
 

@@ -430,8 +430,8 @@ TEST_P(CodecContract, EmptyBatchAndMissingStatusAreFine) {
     empty.accumulate(isa, {Buffer()}, 1);
     Buffer payload(run.payload_bytes(100, Stage::kWorker));
     const TileBatch batch{
-        run.tiles().data(), 1,       GetParam().dtype, Stage::kWorker, false, s.seed, s.step,
-        &run.options(),     nullptr, nullptr};
+        run.tiles().data(), 1,      GetParam().dtype, Stage::kWorker, false, s.seed, s.step,
+        &run.options(),     nullptr};
     run.codec(isa).encode(batch, gradient.data(), 1.0f, nullptr, nullptr, payload.data());
     EXPECT_TRUE(payload == run.encode(isa, gradient, Buffer()).payload);
     Buffer sum = run.new_gradient();

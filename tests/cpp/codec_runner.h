@@ -104,8 +104,7 @@ struct Result {
 
 class Runner {
  public:
-  explicit Runner(const CallSetup& setup)
-      : setup_(setup), parsed_(parse_codec(setup.codec, Device::kCpu)) {
+  explicit Runner(const CallSetup& setup) : setup_(setup), parsed_(parse_codec(setup.codec)) {
     uint64_t id = 40;
     for (const uint32_t n : setup_.sizes) {
       tiles_.push_back({id++, num_elements_, num_elements_, n, worker_bytes_, owner_bytes_,
@@ -115,8 +114,6 @@ class Runner {
       owner_bytes_ += payload_bytes(n, Stage::kOwner);
     }
   }
-
-  virtual ~Runner() = default;
 
   uint32_t payload_bytes(uint32_t n, Stage stage) const {
     return parsed_.codec->payload_bytes(n, setup_.dtype, stage, parsed_.options);
@@ -198,7 +195,7 @@ class Runner {
   }
 
   // The implementation under test.
-  virtual const Codec& codec(Isa isa) const {
+  const Codec& codec(Isa isa) const {
     for (const Codec& codec : cpu_codecs(isa)) {
       if (codec.name == parsed_.codec->name) return codec;
     }
@@ -219,8 +216,7 @@ class Runner {
             setup_.seed,
             setup_.step,
             &parsed_.options,
-            r.status.data(),
-            nullptr};
+            r.status.data()};
   }
   static std::vector<const std::byte*> pointers_to(const std::vector<Buffer>& payloads) {
     std::vector<const std::byte*> pointers;

@@ -99,7 +99,7 @@ class ContractTest : public ::testing::TestWithParam<Case> {
   // D(payload) of every element, unrounded: lossy codecs decode to fp32 whatever the gradient is.
   std::vector<double> values(const CallSetup& s, const Buffer& payload, Stage stage) const {
     CallSetup wide = s;
-    if (parse_codec(s.codec, Device::kCpu).codec->lossy) wide.dtype = ScalarType::kFloat32;
+    if (parse_codec(s.codec).codec->lossy) wide.dtype = ScalarType::kFloat32;
     wide.beta = 0;
     const Result decoded = Runner(wide).decode(Isa::kScalar, payload, Buffer(), stage);
     return numbers(wide.dtype, decoded.gradient);

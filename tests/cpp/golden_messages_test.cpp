@@ -55,7 +55,7 @@ Layout golden_layout(ScalarType dtype, uint32_t rank) {
                      .worker_residual = false,
                      .owner_residual = false});
   }
-  return {specs, rank, Nodes::flat(kRanks), Device::kCpu};
+  return {specs, rank, Nodes::flat(kRanks)};
 }
 
 // The bucket of a rank: its golden gradient over and over, times 2^12, rounded to the dtype.
@@ -157,8 +157,7 @@ class GoldenRank {
             .seed = kSeed,
             .step = kStep,
             .options = &layout_.codecs()[planned.codec_index].options,
-            .status = status.data(),
-            .stream = nullptr};
+            .status = status.data()};
   }
   void write_header(Bytes& message, Phase phase, uint32_t payload_bytes) const {
     const Envelope envelope{kConfigHash, kLayoutHash, kStep, kChunk, rank_, phase};

@@ -54,7 +54,7 @@ Layout layout_on(const Nodes& nodes, uint32_t rank) {
                           .worker_residual = parameters.size() % 2 == 0,
                           .owner_residual = true});
   }
-  return {parameters, rank, nodes, Device::kCpu};
+  return {parameters, rank, nodes};
 }
 
 BucketPlan plan_on(const Layout& layout) {

@@ -103,11 +103,11 @@ TEST(ParseCodec, ValuesWithoutTheirOptionGetASuggestion) {
 }
 
 TEST(ParseCodec, FindsEveryCodecOfTheTable) {
-  for (const Codec& codec : codecs(Device::kCpu)) {
-    const ParsedCodec parsed = parse_codec(codec.name, Device::kCpu);
+  for (const Codec& codec : codecs()) {
+    const ParsedCodec parsed = parse_codec(codec.name);
     EXPECT_EQ(parsed.codec, &codec);
     EXPECT_EQ(parsed.canonical.substr(0, codec.name.size()), codec.name);
-    EXPECT_EQ(parse_codec(parsed.canonical, Device::kCpu).canonical, parsed.canonical);
+    EXPECT_EQ(parse_codec(parsed.canonical).canonical, parsed.canonical);
     EXPECT_FALSE(codec.summary.empty());
   }
 }
@@ -142,7 +142,7 @@ TEST(IsaDeathTest, EnvironmentForcesOneOrIsRefused) {
       {
         setenv("GRADFERRY_ISA", "avx1024", 1);
         try {
-          codecs(Device::kCpu);
+          codecs();
         } catch (const Error& error) {
           std::fputs(error.what(), stderr);
           std::exit(error.kind() == ErrorKind::kConfig ? 7 : 1);

@@ -34,10 +34,7 @@ ParameterSpec huge(const char* name, bool residuals) {
 Layout huge_layout(uint32_t rank) {
   ParameterSpec last = huge("last", true);
   last.num_elements = kLastElements;
-  return {{huge("first", true), huge("second", true), last},
-          rank,
-          Nodes::flat(kWorldSize),
-          Device::kCpu};
+  return {{huge("first", true), huge("second", true), last}, rank, Nodes::flat(kWorldSize)};
 }
 
 BucketPlan huge_plan(const Layout& layout, uint32_t rank) {
@@ -153,9 +150,9 @@ TEST(HugeParameter, PlanCutsMessagesThatFitAndDoNotOverlap) {
 TEST(Warmup, TilesKeepTheirOwnersAndFitWithEveryCodec) {
   std::vector<ParameterSpec> specs(5, huge("one", true));
   for (uint32_t i = 0; i < specs.size(); ++i) specs[i].num_elements = 1 + i * kTileElements;
-  const Layout dense(specs, 0, Nodes::flat(kWorldSize), Device::kCpu);
+  const Layout dense(specs, 0, Nodes::flat(kWorldSize));
   for (ParameterSpec& spec : specs) spec.warmup = "rht:bits=4";
-  const Layout layout(specs, 0, Nodes::flat(kWorldSize), Device::kCpu);
+  const Layout layout(specs, 0, Nodes::flat(kWorldSize));
   std::vector<uint64_t> shards(kWorldSize);
   for (const Parameter& parameter : layout.parameters()) {
     for (uint32_t t = 0; t < parameter.num_tiles; ++t) {
@@ -180,7 +177,7 @@ TEST(HugeParameter, MoreTilesThanCanBeNumberedAreRefusedByName) {
   ParameterSpec spec = huge("everything", false);
   spec.num_elements = uint64_t{1} << 45;
   try {
-    const Layout layout({spec}, 0, Nodes::flat(kWorldSize), Device::kCpu);
+    const Layout layout({spec}, 0, Nodes::flat(kWorldSize));
     FAIL() << "it was accepted";
   } catch (const Error& error) {
     EXPECT_EQ(error.kind(), ErrorKind::kConfig);
@@ -204,7 +201,7 @@ std::vector<uint32_t> scatter_sizes(uint64_t first_elements, uint64_t second_ele
                           .worker_residual = false,
                           .owner_residual = false});
   }
-  const Layout layout(parameters, 0, Nodes::flat(2), Device::kCpu);
+  const Layout layout(parameters, 0, Nodes::flat(2));
   const BucketPlan plan = make_plan(layout, {0, 1},
                                     {.rank = 0,
                                      .chunk_bytes = chunk_bytes,

@@ -37,7 +37,7 @@ Layout module_layout(const std::vector<uint32_t>& tiles_of, const char* codec = 
     shards.push_back(shard("bias", rank, kBiasElements, "exact"));
   }
   const auto world_size = static_cast<uint32_t>(tiles_of.size());
-  return {shards, kOwnRank, Nodes::flat(world_size), Device::kCpu};
+  return {shards, kOwnRank, Nodes::flat(world_size)};
 }
 
 BucketPlan plan_of(const Layout& layout, uint32_t chunk_bytes, bool equal_scatter = false) {
@@ -61,7 +61,7 @@ std::vector<uint32_t> worker_bytes(const ChunkPlan& chunk) {
 TEST(ReduceScatter, OwnersAreThoseOfTheParametersWhateverTheirLoad) {
   const Layout layout({shard("a", 2, 3 * kTileElements, "q4"), shard("b", 2, 1, "exact"),
                        shard("c", 0, kTileElements, "q4")},
-                      kOwnRank, Nodes::flat(kWorldSize), Device::kCpu);
+                      kOwnRank, Nodes::flat(kWorldSize));
   std::vector<uint32_t> owners;
   for (uint64_t tile = 0; tile < layout.num_tiles(); ++tile) owners.push_back(layout.owner(tile));
   EXPECT_EQ(owners, (std::vector<uint32_t>{2, 2, 2, 2, 0}));
@@ -74,7 +74,7 @@ TEST(ReduceScatter, AnOwnerThatOwnsNothingIsRefused) {
   const Nodes uneven({{0, 2}, {1}});  // rank 2 is beyond the columns
   for (const Nodes& nodes : {Nodes::flat(2), uneven}) {
     try {
-      const Layout layout({shard("weight", 2, 5, "q4")}, 0, nodes, Device::kCpu);
+      const Layout layout({shard("weight", 2, 5, "q4")}, 0, nodes);
       FAIL() << "it was accepted";
     } catch (const Error& error) {
       EXPECT_EQ(error.kind(), ErrorKind::kConfig);

@@ -96,11 +96,11 @@ class RankSums : public ContractTest {
              Runner::residual_from(std::vector<float>(v.size(), -0.0f)),
              std::vector<TileStatus>(tiles.size())};
     const CallSetup s = setup(kSizes);
-    const TileBatch batch = {tiles.data(),    static_cast<uint32_t>(tiles.size()),
-                             s.dtype,         Stage::kOwner,
-                             false,           s.seed,
-                             s.step,          &run_.options(),
-                             r.status.data(), nullptr};
+    const TileBatch batch = {tiles.data(),   static_cast<uint32_t>(tiles.size()),
+                             s.dtype,        Stage::kOwner,
+                             false,          s.seed,
+                             s.step,         &run_.options(),
+                             r.status.data()};
     run_.codec(Isa::kScalar)
         .encode(batch, r.gradient.data(), 1.0f, nullptr,
                 reinterpret_cast<float*>(r.residual.data()), r.payload.data());

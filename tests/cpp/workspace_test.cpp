@@ -40,8 +40,7 @@ Layout layout_of(uint32_t world_size) {
   return {{parameter("matrix", tiles * kTileElements, "q4"), parameter("bias", 5000, "exact"),
            parameter("wide", tiles * kTileElements / 2, "q8"), parameter("norm", 64, "exact")},
           0,
-          Nodes::flat(world_size),
-          Device::kCpu};
+          Nodes::flat(world_size)};
 }
 
 WorkspaceLimits limits(uint64_t cap_bytes, uint64_t other_bytes, size_t most_slots = kMostSlots,
@@ -127,8 +126,7 @@ TEST(Workspace, NodesOfAnySizeHaveFourChunksWithinTheLimit) {
     const uint32_t chunk_bytes = chunk_bytes_within(kCap, nodes.world_size(), kOnHost);
     const uint64_t dense_bytes = dense_bytes_within(kCap, chunk_bytes, nodes);
     for (const uint32_t rank : {0U, nodes.world_size() - 1, sizes[0] - 1}) {
-      const Layout layout({parameter("matrix", uint64_t{1} << 24, "exact")}, rank, nodes,
-                          Device::kCpu);
+      const Layout layout({parameter("matrix", uint64_t{1} << 24, "exact")}, rank, nodes);
       const Workspace workspace = plan_workspace(layout, chunk_bytes, limits(kCap, kOther));
       EXPECT_EQ(workspace.slots, kMostSlots) << sizes.size() << " nodes of " << sizes[0];
       EXPECT_LE(workspace.bytes() + kOther, kCap);
@@ -164,8 +162,7 @@ TEST(Workspace, RanksOfUnevenNodesPlanTheSameSlots) {
       const uint32_t chunk_bytes = chunk_bytes_within(cap, nodes.world_size(), kOnStreams);
       std::set<size_t> slots;
       for (uint32_t rank = 0; rank < nodes.world_size(); ++rank) {
-        const Layout layout({parameter("matrix", uint64_t{1} << 22, "exact")}, rank, nodes,
-                            Device::kCpu);
+        const Layout layout({parameter("matrix", uint64_t{1} << 22, "exact")}, rank, nodes);
         const Workspace workspace =
             plan_workspace(layout, chunk_bytes, limits(cap, 4096, kDeviceSlots));
         EXPECT_LE(workspace.bytes() + 4096, cap);
@@ -189,8 +186,7 @@ TEST(Workspace, SiblingsPlanTheSameSharedMemory) {
       shared.siblings_share = true;
       std::vector<Workspace> planned;
       for (uint32_t rank = 0; rank < num_siblings; ++rank) {
-        const Layout layout({parameter("matrix", uint64_t{1} << 22, "exact")}, rank, nodes,
-                            Device::kCpu);
+        const Layout layout({parameter("matrix", uint64_t{1} << 22, "exact")}, rank, nodes);
         const Workspace& workspace =
             planned.emplace_back(plan_workspace(layout, chunk_bytes, shared));
         EXPECT_EQ(workspace.slots, planned[0].slots);
@@ -257,7 +253,7 @@ TEST(Workspace, AGatherInPlaceNeedsItsOwnMemoryOnlyWhereBuffersTakeTurns) {
 // An owner receives 4096 payloads of 32 KiB for every tile of float64.
 TEST(Workspace, WhatCannotFitIsRefusedWithTheLeastThatDoes) {
   const Layout layout({parameter("weight", 1 << 20, "exact", ScalarType::kFloat64)}, 0,
-                      Nodes::flat(4096), Device::kCpu);
+                      Nodes::flat(4096));
   const uint32_t chunk_bytes = chunk_bytes_within(kCap, 4096, kOnStreams);
   try {
     (void)plan_workspace(layout, chunk_bytes, limits(kCap, 0));

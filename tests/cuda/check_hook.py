@@ -88,7 +88,7 @@ def run_rank(rank: int, arguments: argparse.Namespace, port: int) -> None:
     )
     alone = arguments.ranks == 1
     with mock.patch.object(device, "EXCHANGE_WHEN_ALONE", alone):
-        for row in _native.codecs("cpu"):
+        for row in _native.codecs():
             if arguments.abandon:
                 abandon(row["name"], place)
             compare(row["name"], place, alone)

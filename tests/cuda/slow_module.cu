@@ -3,18 +3,14 @@
 #include <Python.h>
 #include <cuda_runtime.h>
 
-#include <array>
 #include <random>
-#include <utility>
 
 #include "gradferry/cuda_codecs.h"
-#include "kernels/codec_rows.h"
 
 namespace gradferry {
 namespace {
 
 constexpr long long kMostCycles = 2'000'000;  // about a millisecond
-constexpr auto kCodecs = static_cast<size_t>(CodecRow::kEnd);
 
 __global__ void spin(long long cycles) {
   const long long start = clock64();
@@ -33,46 +29,13 @@ void delay(Stream stream) {
   if (cycles < kMostCycles) spin<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(cycles);
 }
 
-template <size_t kIndex>
-struct Slow {
-  static const Codec& codec() { return cuda_library().codecs[kIndex]; }
-  static void encode(const TileBatch& batch, const void* gradient, float alpha, const float* gain,
-                     float* residual, std::byte* out) {
-    delay(batch.stream);
-    codec().encode(batch, gradient, alpha, gain, residual, out);
-  }
-  static void decode(const TileBatch& batch, const std::byte* in, void* gradient, float beta,
-                     float* residual) {
-    delay(batch.stream);
-    codec().decode(batch, in, gradient, beta, residual);
-  }
-  static void reduce(const TileBatch& batch, const std::byte* const* payload_by_rank,
-                     uint32_t world_size, const float* gain, float* residual, std::byte* out) {
-    delay(batch.stream);
-    codec().reduce(batch, payload_by_rank, world_size, gain, residual, out);
-  }
-};
-
-template <size_t... kIndices>
-std::array<Codec, kCodecs> slow_codecs(std::index_sequence<kIndices...>) {
-  return {[] {
-    Codec row = Slow<kIndices>::codec();
-    row.encode = &Slow<kIndices>::encode;
-    row.decode = &Slow<kIndices>::decode;
-    row.reduce = &Slow<kIndices>::reduce;
-    return row;
-  }()...};
-}
-
 const ChunkKernels& chunks() { return cuda_library().chunks; }
 const NodeKernels& nodes() { return cuda_library().nodes; }
 const MessageKernels& kernels() { return cuda_library().messages; }
 
 const DeviceLibrary& slow_library() {
-  static const auto codecs = slow_codecs(std::make_index_sequence<kCodecs>());
   static const DeviceLibrary library{
       kDeviceLibraryVersion,
-      codecs,
       {[](const EncodeChunkCall& call) { delay(call.chunk.stream), chunks().encode(call); },
        [](const ReduceChunkCall& call) { delay(call.chunk.stream), chunks().reduce(call); },
        [](const DecodeChunkCall& call) { delay(call.chunk.stream), chunks().decode(call); }},

@@ -39,7 +39,7 @@ inline std::string take_codec(Bytes& input) {
     text += option.choices[input.below(option.choices.size())];
   }
   try {
-    parse_codec(text, Device::kCpu);
+    parse_codec(text);
   } catch (const Error&) {
     return name;  // it contradicts the defaults of others
   }
@@ -47,7 +47,7 @@ inline std::string take_codec(Bytes& input) {
 }
 
 inline ScalarType take_dtype(Bytes& input, const std::string& codec) {
-  const bool wide = parse_codec(codec, Device::kCpu).codec->supports_float64;
+  const bool wide = parse_codec(codec).codec->supports_float64;
   return static_cast<ScalarType>(input.below(wide ? 4 : 3));
 }
 
@@ -125,7 +125,7 @@ inline void expect_same_flags(const std::vector<TileStatus>& a, const std::vecto
 
 // D(payload) of every element, unrounded: lossy codecs decode to fp32 whatever the gradient is.
 inline std::vector<double> unrounded(CallSetup setup, const Buffer& payload, Stage stage) {
-  if (parse_codec(setup.codec, Device::kCpu).codec->lossy) setup.dtype = ScalarType::kFloat32;
+  if (parse_codec(setup.codec).codec->lossy) setup.dtype = ScalarType::kFloat32;
   setup.beta = 0;
   const Buffer gradient = Runner(setup).decode(Isa::kScalar, payload, Buffer(), stage).gradient;
   const uint32_t item = item_bytes(setup.dtype);

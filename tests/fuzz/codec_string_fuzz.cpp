@@ -12,13 +12,13 @@ void run(Bytes input) {
   const std::string text = input.rest();
   ParsedCodec parsed{};
   try {
-    parsed = parse_codec(text, Device::kCpu);
+    parsed = parse_codec(text);
   } catch (const Error& error) {
     EXPECT_EQ(error.kind(), ErrorKind::kConfig);
     EXPECT_NE(std::string(error.what()).find("codec"), std::string::npos) << error.what();
     return;
   }
-  const ParsedCodec again = parse_codec(parsed.canonical, Device::kCpu);
+  const ParsedCodec again = parse_codec(parsed.canonical);
   EXPECT_EQ(again.codec, parsed.codec) << parsed.canonical;
   EXPECT_EQ(again.canonical, parsed.canonical) << text;
   EXPECT_EQ(std::memcmp(&again.options, &parsed.options, sizeof(CodecOptions)), 0) << text;

@@ -17,7 +17,7 @@ struct Call {
   ParsedCodec codec;
 
   explicit Call(const CallSetup& described)
-      : setup(described), run(described), codec(parse_codec(described.codec, Device::kCpu)) {}
+      : setup(described), run(described), codec(parse_codec(described.codec)) {}
 
   uint32_t offset(const Tile& tile, Stage stage) const {
     return stage == Stage::kOwner ? tile.output_offset : tile.payload_offset;

@@ -68,7 +68,7 @@ World take_world(Bytes& input) {
   for (uint32_t count = 1 + input.below(6); count > 0; --count) {
     const auto codec = [&] {
       const std::string text = take_codec(input);
-      const bool fits = parse_codec(text, Device::kCpu).codec->supports_float64;
+      const bool fits = parse_codec(text).codec->supports_float64;
       return dtype == ScalarType::kFloat64 && !fits ? std::string("exact") : text;
     };
     ParameterSpec& spec = world.parameters.emplace_back();
@@ -273,7 +273,7 @@ void run(Bytes input) {
   const Nodes nodes(world.members);
   std::vector<Rank> ranks;
   for (uint32_t r = 0; r < nodes.world_size(); ++r) {
-    Layout layout(world.parameters, r, nodes, Device::kCpu);
+    Layout layout(world.parameters, r, nodes);
     PlanOptions options = world.options;
     options.rank = r;
     BucketPlan plan = make_plan(layout, world.bucket, options);

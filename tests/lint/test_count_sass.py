@@ -62,27 +62,18 @@ def test_read_usage_finds_registers_and_shared_memory():
 
 
 def test_kernels_are_known_by_function_and_residual(monkeypatch):
-    space, dtype = "void gradferry::cuda::", "(gradferry::ScalarType)0"
-    rht = "gradferry::cuda::rht::Rht<gradferry::cuda::rht::OneWidth<4u> >"
-    pair = "gradferry::cuda::WithExact<gradferry::cuda::q4::Q4>"
+    space, pair = "void gradferry::cuda::", "gradferry::cuda::WithExact<gradferry::cuda::q4::Q4>"
     names = {
-        f"{space}encode_kernel<{rht}, {dtype}, true>(int)": ("encode", True),
-        f"{space}encode_kernel<{rht}, {dtype}, false>(int)": ("encode", False),
-        f"{space}decode_kernel<{rht}, {dtype}>(int)": ("decode", False),
-        f"{space}encode_chunk_kernel<{pair}, {dtype}>(int)": ("encode", False),
+        f"{space}encode_tile<true>(int)": ("encode", True),
+        f"{space}encode_tile<false>(int)": ("encode", False),
+        f"{space}decode_tile<false>(int)": ("decode", False),
+        f"{space}encode_chunk_kernel<{pair}, (gradferry::ScalarType)0>(int)": ("encode", False),
         f"{space}reduce_chunk_kernel<{pair}, false>(int)": ("reduce", False),
     }
     for name, known in names.items():
         answer = subprocess.CompletedProcess([], 0, stdout=name)
         monkeypatch.setattr(count_sass, "run", lambda *command, answer=answer: answer)
         assert count_sass.name_of("_Z") == known
-
-
-def test_classes_are_those_that_a_codec_launches():
-    assert count_sass.classes_of("q4") == ["q4::TileCodec"]
-    assert count_sass.classes_of("rht") == [
-        f"rht::Rht<rht::OneWidth<{bits}>>" for bits in (2, 3, 4)
-    ]
 
 
 def test_blocks_per_sm_is_the_scarcest_resource():
@@ -93,11 +84,12 @@ def test_blocks_per_sm_is_the_scarcest_resource():
     assert blocks(16, 40 * 1024, "sm_90") == 5  # 228 / 41
 
 
-# An H100 can issue ten instructions per byte that its memory moves: 45 for the 4.5 bytes of a q4
-# decode, 125 for the 12.5 of an encode with residual. Half of that hides behind memory for sure.
+# An H100 can issue ten instructions per byte that its memory moves: 125 for the 12.5 of an encode
+# with residual, half of which hides behind memory for sure; 45 for the 4.5 bytes of a q4 decode, 25
+# for the 2.5 with 16-bit gradients.
 @pytest.mark.parametrize(
     ("codec", "dtype", "encode", "decode"),
-    [("q4", "float32", 60, 20), ("q4", "bfloat16", 60, 20), ("bf16", "float32", 45, 20)],
+    [("q4", "float32", 60, 22), ("q4", "bfloat16", 60, 24), ("bf16", "float32", 45, 22)],
 )
 def test_instructions_leave_memory_to_be_what_limits(codec, dtype, encode, decode):
     if shutil.which("nvcc") is None:
@@ -111,7 +103,7 @@ def test_instructions_leave_memory_to_be_what_limits(codec, dtype, encode, decod
         for kernel in count_sass.count_kernels(codec, dtype, "sm_90", nvdisasm)
     }
     assert 10 < counted["encode", True] <= encode
-    assert 5 < counted["decode", False] <= decode
+    assert 5 < counted["decode", True] <= decode
 
 
 def test_find_nvdisasm_says_where_it_comes_from(monkeypatch):

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from gradferry import _native
 from gradferry.core.nodes import Nodes, flat
+from gradferry.diagnosis import TORCH_DTYPES
 from gradferry.errors import ConfigError
 from gradferry_lab.bench import collective, collective_turns
 from gradferry_lab.bench.collective import collective_rows, collective_table, parse_size
@@ -26,7 +27,6 @@ from gradferry_lab.bench.collective_turns import (
 )
 from gradferry_lab.cli import main
 from gradferry_lab.ranks.hosts import Where
-from gradferry_lab.workloads.hook_names import TORCH_DTYPES
 from reference import Layout, Parameter, two_level_bytes_per_step, wire_bytes_per_step
 from world import World
 

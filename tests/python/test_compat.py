@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from gradferry import ConfigError, _build_info, _compat, _native
+from gradferry import _build_info, _compat
 from gradferry._compat import check_torch
 from gradferry.core import device
 from gradferry_lab.info import facts
@@ -55,21 +55,12 @@ def test_build_info_describes_this_build():
     assert _build_info.WIRE_VERSION == 2
 
 
-def test_cuda_kernels_are_all_there_and_named_or_there_are_none():
+def test_cuda_kernels_load_without_a_gpu_or_there_are_none():
     if _build_info.CUDA_COMPILER:
-        device.load_kernels("cuda")  # needs no GPU
-    on_cuda = [codec["name"] for codec in _native.codecs("cuda")]
-    if _build_info.CUDA_COMPILER:
-        assert on_cuda == [codec["name"] for codec in _native.codecs("cpu")]
+        device.load_kernels("cuda")
         assert (
             f"{_build_info.CUDA_COMPILER} for {_build_info.CUDA_ARCHITECTURES}" in facts()["CUDA"]
         )
     else:
-        assert on_cuda == []
         assert facts()["CUDA"].startswith("no kernels in this build")
     assert f"{torch.cuda.device_count()} devices" in facts()["CUDA"]
-
-
-def test_codecs_refuses_an_unknown_device():
-    with pytest.raises(ConfigError, match="'cpu' or 'cuda', not 'tpu'"):
-        _native.codecs("tpu")

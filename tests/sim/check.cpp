@@ -36,7 +36,7 @@ class Layouts {
  public:
   explicit Layouts(const World& world) {
     for (uint32_t rank = 0; rank < world.size; ++rank) {
-      layouts_.emplace_back(world.parameters, rank, Nodes(world.nodes), Device::kCpu);
+      layouts_.emplace_back(world.parameters, rank, Nodes(world.nodes));
     }
   }
   const Layout& of(uint32_t rank) const { return layouts_[rank]; }
@@ -183,7 +183,7 @@ class Balance {
   // The share of a gradient that momentum mode encodes once its warm-up has ended.
   float alpha_after_warmup(uint32_t index) const {
     const ParsedCodec codec =
-        parse_codec(world_.size == 1 ? "exact" : world_.parameters[index].codec, Device::kCpu);
+        parse_codec(world_.size == 1 ? "exact" : world_.parameters[index].codec);
     return static_cast<float>(1.0 - momentum_behind({codec.codec, codec.options}, world_.momentum));
   }
 

@@ -12,7 +12,7 @@
 
 #include "gradferry/wire.h"
 #include "tests/cpp/contract_cases.h"
-#include "tests/simt/kernel_codecs.h"
+#include "tests/simt/kernels_on_host.h"
 
 namespace gradferry::testing {
 
@@ -24,13 +24,17 @@ inline constexpr Envelope kEnvelope{.config_hash = 0x1122334455667788,
                                     .rank = 0,
                                     .phase = Phase::kScatter};
 
+// Tiles without a residual, when not every third.
+inline constexpr uint32_t kNoTile = 3, kAllTiles = 4;
+
 struct ChunkSetup {
   std::vector<std::string> codecs = {"exact", "q4"};
   ScalarType dtype = ScalarType::kFloat32;
   std::vector<uint32_t> sizes = {4096, 77, 1030, 4096, 4095, 5, 130};  // codecs take turns
   uint32_t world_size = 3;
   bool hold_zero_tiles = false;
-  bool residuals = true;
+  bool misaligned = true;  // gradients start one element after an aligned address
+  uint32_t bare = 2;       // tiles i with i % 3 == bare have no residual; or kNoTile, kAllTiles
   float alpha = 1.0f;
   float beta = 0.0f;
   float gain = 1.0f;
@@ -52,13 +56,13 @@ struct Rank {
   Buffer sent, scattered, message, gathered;
 };
 
-// A chunk on all ranks; every third tile has no residual.
+// A chunk on all ranks.
 class ChunkRun {
  public:
   explicit ChunkRun(ChunkSetup s) : setup(std::move(s)) {
     for (const std::string& codec : setup.codecs) {
-      const ParsedCodec parsed = parse_codec(codec, Device::kCpu);
-      const auto row = static_cast<uint32_t>(parsed.codec - codecs(Device::kCpu).data());
+      const ParsedCodec parsed = parse_codec(codec);
+      const auto row = static_cast<uint32_t>(parsed.codec - codecs().data());
       codecs_.push_back({row, setup.alpha, setup.beta, parsed.options});
     }
     const auto world = setup.world_size;
@@ -68,7 +72,7 @@ class ChunkRun {
       // The last rank owns nothing.
       const uint32_t owner = world < 3 ? i % world : i % (world - 1);
       const auto codec = static_cast<uint32_t>(i % codecs_.size());
-      const bool keeps = setup.residuals && i % 3 != 2;
+      const bool keeps = setup.bare != kAllTiles && i % 3 != setup.bare;
       places_.push_back({codec, owner, worker_bytes[owner], owner_bytes[owner]});
       encode_.push_back({{100 + i, num_elements_, num_residuals_, n, 0, 0, worker_bytes[owner]},
                          codec,
@@ -100,23 +104,37 @@ class ChunkRun {
     }
     const uint32_t item = item_bytes(setup.dtype);
     for (uint32_t rank = 0; rank < world; ++rank) {
-      Rank state{Buffer(num_elements_ * item, item),
+      Rank state{Buffer(num_elements_ * item, setup.misaligned ? item : 0),
                  random_residual(50 + rank),
                  random_residual(80 + rank),
                  Buffer(offset),
                  Buffer(world * (kHeaderBytes + worker_bytes[rank])),
                  Buffer(stride_),
                  Buffer(world * stride_)};
-      const std::vector<double> values =
-          make_input(rank == 0 ? setup.input_of_rank_0 : setup.input, num_elements_, 10 + rank);
-      for (size_t i = 0; i < num_elements_; ++i) {
-        write_number(setup.dtype, values[i], state.gradient.data() + i * item);
-      }
       ranks.push_back(std::move(state));
+      set_gradient(rank, make_input(rank == 0 ? setup.input_of_rank_0 : setup.input, num_elements_,
+                                    10 + rank));
+    }
+  }
+
+  void set_gradient(uint32_t rank, const std::vector<double>& values) {
+    const uint32_t item = item_bytes(setup.dtype);
+    for (size_t i = 0; i < num_elements_; ++i) {
+      write_number(setup.dtype, values[i], ranks[rank].gradient.data() + i * item);
+    }
+  }
+  // For the residuals of all ranks.
+  void set_residuals(const std::vector<float>& values) {
+    for (Rank& r : ranks) {
+      for (Buffer* residual : {&r.worker, &r.owner}) {
+        std::memcpy(residual->data(), values.data(), residual->size());
+      }
     }
   }
 
   uint32_t num_ranks() const { return setup.world_size; }
+  uint64_t num_elements() const { return num_elements_; }
+  uint64_t num_residuals() const { return num_residuals_; }
   uint32_t payload_bytes(size_t i, Stage stage) const {
     return codec_of(i).payload_bytes(setup.sizes[i], setup.dtype, stage,
                                      codecs_[places_[i].codec].options);
@@ -154,7 +172,7 @@ class ChunkRun {
   void decode(uint32_t rank, bool received = true) {
     Rank& r = ranks[rank];
     verdicts.assign(num_ranks(), 77);
-    std::vector<uint32_t> flags(decode_.size());
+    flags.assign(decode_.size(), 77);
     chunk_kernels_on_host().decode(
         {chunk(rank, decode_),
          {gathered_.data(), received ? num_ranks() : 0, r.gathered.data(), verdicts.data()},
@@ -201,20 +219,23 @@ class ChunkRun {
     for (const Message& message : scattered_to(rank)) {
       payloads.push_back(r.scattered.data() + message.offset + kHeaderBytes);
     }
+    uint32_t corrupt = 0;
     const std::vector<ChunkTile> tiles = reduced_by(rank);
     for (const ChunkTile& entry : tiles) {
       TileStatus status{};
       const size_t i = entry.tile.id - 100;
       codec_of(i).reduce(batch(entry, Stage::kOwner, status), payloads.data(), num_ranks(),
                          &setup.gain, residual_of(entry, r.owner), r.message.data() + kHeaderBytes);
+      corrupt += (status.flags & kTileCorrupt) != 0 ? 1 : 0;
     }
+    if (corrupt != 0) note_corrupt(Phase::kScatter, rank, corrupt);
     seal(r.message, {0, owner_bytes_[rank], rank, Phase::kGather, 0},
          envelope(rank, Phase::kGather), findings.status);
   }
-  // Gives the first tile that is not finite, as Findings has it.
-  uint64_t decode_on_cpu(uint32_t rank) {
+  void decode_on_cpu(uint32_t rank) {
     Rank& r = ranks[rank];
-    uint64_t first = 0;
+    flags.clear();
+    bool corrupt = false;
     for (size_t i = 0; i < decode_.size(); ++i) {
       const Codec& codec = codec_of(i);
       TileStatus status{};
@@ -228,9 +249,15 @@ class ChunkRun {
                    r.gradient.data(), setup.alpha, residual);
       }
       codec.decode(arrived, r.gathered.data(), r.gradient.data(), setup.beta, residual);
-      if (first == 0 && (status.flags & kTileNonFinite) != 0) first = 1 + decode_[i].tile.id;
+      flags.push_back(status.flags);
+      if (!corrupt && (status.flags & kTileCorrupt) != 0) {
+        corrupt = true;
+        note_corrupt(Phase::kGather, gathered_[decode_[i].message].rank, 1);
+      }
+      if ((status.flags & kTileNonFinite) == 0) continue;
+      step_nonfinite = 1;
+      if (findings.nonfinite_tile == 0) findings.nonfinite_tile = 1 + decode_[i].tile.id;
     }
-    return first;
   }
 
   // --- between ranks
@@ -288,6 +315,7 @@ class ChunkRun {
   uint32_t forward_bytes = 0;
   std::vector<Rank> ranks;
   std::vector<uint32_t> verdicts;
+  std::vector<uint32_t> flags;  // of the tiles decoded last
   Findings findings{};
   uint32_t step_nonfinite = 0;
 
@@ -296,16 +324,14 @@ class ChunkRun {
     uint32_t codec, owner, in_worker, in_owner;
   };
 
-  const Codec& codec_of(size_t i) const {
-    return codecs(Device::kCpu)[codecs_[places_[i].codec].row];
-  }
+  const Codec& codec_of(size_t i) const { return codecs()[codecs_[places_[i].codec].row]; }
   static float* floats(Buffer& buffer) { return reinterpret_cast<float*>(buffer.data()); }
   static float* residual_of(const ChunkTile& entry, Buffer& residual) {
     return entry.has_residual == 0 ? nullptr : floats(residual);
   }
   Buffer random_residual(uint64_t seed) const {
     Buffer residual(num_residuals_ * sizeof(float));
-    const std::vector<float> values = make_residual(Input::kGaussian, num_residuals_, seed);
+    const std::vector<float> values = make_residual(setup.input, num_residuals_, seed);
     if (!values.empty()) std::memcpy(residual.data(), values.data(), residual.size());
     return residual;
   }
@@ -352,8 +378,17 @@ class ChunkRun {
             kSeed,
             kEnvelope.step,
             &codecs_[entry.codec].options,
-            &status,
-            nullptr};
+            &status};
+  }
+  // `corrupt`: tiles.
+  void note_corrupt(Phase phase, uint32_t rank, uint64_t corrupt) {
+    if (findings.status != 0) return;
+    findings.status = static_cast<uint32_t>(WireStatus::kCorruptPayload);
+    findings.phase = static_cast<uint32_t>(phase);
+    findings.rank = rank;
+    findings.step = kEnvelope.step;
+    findings.chunk = kEnvelope.chunk;
+    findings.received = corrupt;
   }
   // Every launch leaves everything as the next one needs it.
   void expect_clean() const {
@@ -375,5 +410,59 @@ class ChunkRun {
   uint64_t num_elements_ = 0;
   uint64_t num_residuals_ = 0;
 };
+
+// What kernels and CPU left on all ranks.
+inline void expect_same(const ChunkRun& kernels, const ChunkRun& cpu) {
+  for (uint32_t rank = 0; rank < kernels.num_ranks(); ++rank) {
+    const Rank &a = kernels.ranks[rank], &b = cpu.ranks[rank];
+    EXPECT_TRUE(a.sent == b.sent) << "messages of rank " << rank << " to the owners differ";
+    EXPECT_TRUE(a.message == b.message) << "the message of rank " << rank << " to all differs";
+    EXPECT_TRUE(a.worker == b.worker) << "worker residuals of rank " << rank << " differ";
+    EXPECT_TRUE(a.owner == b.owner) << "owner residuals of rank " << rank << " differ";
+    EXPECT_TRUE(a.gradient == b.gradient) << "gradients of rank " << rank << " differ";
+  }
+}
+
+// What they found in messages that are in order, which is forgotten.
+inline void expect_same_findings(ChunkRun& kernels, ChunkRun& cpu) {
+  EXPECT_EQ(kernels.verdicts, std::vector<uint32_t>(kernels.num_ranks(), 0));
+  EXPECT_EQ(std::memcmp(&kernels.findings, &cpu.findings, sizeof(Findings)), 0)
+      << "status " << kernels.findings.status << ", not " << cpu.findings.status << "; tile "
+      << kernels.findings.nonfinite_tile << ", not " << cpu.findings.nonfinite_tile;
+  EXPECT_EQ(kernels.step_nonfinite, cpu.step_nonfinite);
+  EXPECT_EQ(kernels.flags, cpu.flags);
+  for (ChunkRun* run : {&kernels, &cpu}) run->findings = {}, run->step_nonfinite = 0;
+}
+
+inline void expect_same_encode(ChunkRun& kernels, ChunkRun& cpu) {
+  for (uint32_t rank = 0; rank < cpu.num_ranks(); ++rank) {
+    kernels.encode(rank), cpu.encode_on_cpu(rank);
+  }
+  expect_same(kernels, cpu);
+}
+inline void expect_same_reduce(ChunkRun& kernels, ChunkRun& cpu) {
+  for (uint32_t rank = 0; rank < cpu.num_ranks(); ++rank) {
+    kernels.reduce(rank), cpu.reduce_on_cpu(rank);
+    expect_same_findings(kernels, cpu);
+  }
+  expect_same(kernels, cpu);
+}
+inline void expect_same_decode(ChunkRun& kernels, ChunkRun& cpu) {
+  for (uint32_t rank = 0; rank < cpu.num_ranks(); ++rank) {
+    kernels.decode(rank), cpu.decode_on_cpu(rank);
+    expect_same_findings(kernels, cpu);
+  }
+  expect_same(kernels, cpu);
+}
+
+// A chunk through all stages.
+inline void expect_bytes_of_the_cpu(const ChunkRun& run) {
+  ChunkRun kernels = run, cpu = run;
+  expect_same_encode(kernels, cpu);
+  kernels.scatter(), cpu.scatter();
+  expect_same_reduce(kernels, cpu);
+  kernels.gather(), cpu.gather();
+  expect_same_decode(kernels, cpu);
+}
 
 }  // namespace gradferry::testing

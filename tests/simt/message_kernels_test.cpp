@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "gradferry/device_library.h"
-#include "tests/simt/kernel_codecs.h"
+#include "tests/simt/kernels_on_host.h"
 
 namespace gradferry::testing {
 namespace {

@@ -3,7 +3,6 @@
 #include <atomic>
 #include <span>
 #include <utility>
-#include <vector>
 
 #include "machine.h"
 #include "tests/simt/machine.h"
@@ -55,7 +54,7 @@ void for_tiles(const Touched& touched, const ChunkBatch& chunk, Visit visit) {
   for (const ChunkTile& entry : std::span(chunk.tiles, chunk.num_tiles)) {
     const ChunkCodec& used = chunk.codecs[entry.codec];
     read_table(touched, &used, 1);
-    const Codec& codec = codecs(Device::kCpu)[used.row];
+    const Codec& codec = codecs()[used.row];
     visit(entry, [&](Stage stage) {
       return codec.payload_bytes(entry.tile.num_elements, chunk.dtype, stage, used.options);
     });
@@ -215,24 +214,6 @@ void take_back(const TakeBackCall& call) {
   });
 }
 
-// What codecs are called, take and weigh. On a device nobody calls their functions, only the
-// kernels of chunks.
-std::span<const Codec> codecs_without_functions() {
-  static const std::vector<Codec> table = [] {
-    const std::span<const Codec> cpu = codecs(Device::kCpu);
-    std::vector<Codec> rows(cpu.begin(), cpu.end());
-    for (Codec& row : rows) {
-      row.encode = nullptr;
-      row.decode = nullptr;
-      row.reduce = nullptr;
-      row.accumulate = nullptr;
-      row.undo = nullptr;
-    }
-    return rows;
-  }();
-  return table;
-}
-
 std::atomic<bool> capturing{false};
 
 }  // namespace
@@ -241,7 +222,6 @@ void set_capturing(bool now) { capturing = now; }
 
 const DeviceLibrary& device_library() {
   static const DeviceLibrary result{kDeviceLibraryVersion,
-                                    codecs_without_functions(),
                                     {&encode, &reduce, &decode},
                                     {&pack, &sum},
                                     {&take_back, &rescale, &scale, &commit},

@@ -13,6 +13,7 @@ from typing import Any
 
 from gradferry import _native
 from gradferry.core.nodes import FLAT, TWO_LEVEL
+from gradferry.diagnosis import TORCH_DTYPES
 from gradferry.errors import ConfigError
 from rich.console import Console
 
@@ -40,7 +41,6 @@ from gradferry_lab.ranks.exchanges import (
 )
 from gradferry_lab.ranks.hosts import Where, ranks_text
 from gradferry_lab.ranks.place import add_device
-from gradferry_lab.workloads.hook_names import TORCH_DTYPES
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _SMOKE: dict[str, Any] = {

@@ -27,6 +27,7 @@ from gradferry.core.engine import start_engine
 from gradferry.core.nodes import AUTO, Nodes
 from gradferry.core.parameters import ParameterLayout
 from gradferry.core.planned_bytes import planned_bytes
+from gradferry.diagnosis import TORCH_DTYPES
 from gradferry.errors import ConfigError
 from gradferry.tensor import accumulate, encode
 from torch.nn.functional import pad
@@ -35,7 +36,6 @@ from gradferry_lab.ranks.exchanges import exchange_among
 from gradferry_lab.ranks.hosts import InterfaceCounter, busiest_host, found_hosts
 from gradferry_lab.ranks.launch import Emit, gather_from_ranks
 from gradferry_lab.ranks.place import place_of_rank
-from gradferry_lab.workloads.hook_names import TORCH_DTYPES
 from gradferry_lab.workloads.hooks import all_reduce_bytes, phases_of, ring_exchange
 
 ALL_REDUCE, REDUCE_SCATTER = "all_reduce", "reduce_scatter"

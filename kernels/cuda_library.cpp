@@ -1,17 +1,11 @@
-// The table of codecs on CUDA, in the library of the CUDA kernels.
+// What the library of the CUDA kernels consists of.
 #include <cuda_runtime_api.h>
 
-#include <array>
-
 #include "gradferry/cuda_codecs.h"
-#include "kernels/codec_rows.h"
 
 namespace gradferry {
 
 namespace cuda {
-#define GRADFERRY_DECLARE(codec) extern const CodecFunctions codec##_functions;
-GRADFERRY_FOR_EACH_CODEC(GRADFERRY_DECLARE)
-#undef GRADFERRY_DECLARE
 extern const ChunkKernels chunk_kernels;
 extern const NodeKernels node_kernels;
 extern const MessageKernels message_kernels;
@@ -30,11 +24,7 @@ bool goes_into_graph(Stream stream) {
 }  // namespace
 
 const DeviceLibrary& cuda_library() {
-#define GRADFERRY_ROW(codec) make_row(codec##_description, cuda::codec##_functions),
-  static const auto table = std::to_array<Codec>({GRADFERRY_FOR_EACH_CODEC(GRADFERRY_ROW)});
-#undef GRADFERRY_ROW
-  static const DeviceLibrary library{kDeviceLibraryVersion, table,
-                                     cuda::chunk_kernels,   cuda::node_kernels,
+  static const DeviceLibrary library{kDeviceLibraryVersion, cuda::chunk_kernels, cuda::node_kernels,
                                      cuda::message_kernels, &goes_into_graph};
   return library;
 }

@@ -1,151 +1,17 @@
 // The CUDA kernels on a GPU, called with host memory: every call copies what it needs there and
 // back.
 #include <algorithm>
-#include <array>
-#include <memory>
 #include <span>
 #include <utility>
-#include <vector>
 
 #include "gradferry/cuda_codecs.h"
-#include "kernels/codec_rows.h"
 #include "tests/cuda/gpu_copy.h"
-#include "tests/simt/kernel_codecs.h"
+#include "tests/simt/kernels_on_host.h"
 
 namespace gradferry::testing {
 namespace {
 
-// How far the arrays of a call reach, from its table of tiles.
-struct Extents {
-  size_t gradient = 0;  // bytes
-  size_t residual = 0;  // elements
-  size_t payload = 0;   // bytes, in the format of the batch
-  size_t output = 0;    // bytes, in the owner's
-};
-
-Extents extents_of(const Codec& codec, const TileBatch& batch) {
-  Extents extents;
-  const size_t item = item_bytes(batch.dtype);
-  for (const Tile& tile : std::span(batch.tiles, batch.num_tiles)) {
-    const auto reach = [](size_t& extent, size_t end) { extent = std::max(extent, end); };
-    const auto bytes = [&](Stage stage) {
-      return codec.payload_bytes(tile.num_elements, batch.dtype, stage, *batch.options);
-    };
-    reach(extents.gradient, (tile.gradient_offset + tile.num_elements) * item);
-    reach(extents.residual, tile.residual_offset + tile.num_elements);
-    reach(extents.payload, tile.payload_offset + bytes(batch.stage));
-    reach(extents.output, tile.output_offset + bytes(Stage::kOwner));
-  }
-  return extents;
-}
-
-// The table and the statuses of a batch on the GPU.
-struct GpuBatch {
-  explicit GpuBatch(const TileBatch& of)
-      : tiles(of.tiles, of.num_tiles), status(of.status, of.num_tiles), batch(of) {
-    batch.tiles = tiles.get();
-    batch.status = status.get();
-  }
-  GpuCopy<const Tile> tiles;
-  GpuCopy<TileStatus> status;
-  TileBatch batch;
-};
-
-// Ranks' payloads and the table of them on the GPU.
-struct GpuPayloads {
-  GpuPayloads(const std::byte* const* payload_by_rank, uint32_t world_size, size_t num_bytes) {
-    for (const std::byte* payload : std::span(payload_by_rank, world_size)) {
-      payloads.push_back(std::make_unique<GpuCopy<const std::byte>>(payload, num_bytes));
-      pointers.push_back(payloads.back()->get());
-    }
-    table = std::make_unique<GpuCopy<const std::byte* const>>(pointers.data(), pointers.size());
-  }
-  const std::byte* const* get() const { return table->get(); }
-
-  std::vector<std::unique_ptr<GpuCopy<const std::byte>>> payloads;
-  std::vector<const std::byte*> pointers;
-  std::unique_ptr<GpuCopy<const std::byte* const>> table;
-};
-
 const std::byte* as_bytes(const void* memory) { return static_cast<const std::byte*>(memory); }
-
-template <size_t kIndex>
-struct OnGpu {
-  static const Codec& codec() { return cuda_library().codecs[kIndex]; }
-
-  static void encode(const TileBatch& batch, const void* gradient, float alpha, const float* gain,
-                     float* residual, std::byte* out) {
-    const Extents extents = extents_of(codec(), batch);
-    const GpuBatch on_gpu(batch);
-    const GpuCopy g(as_bytes(gradient), extents.gradient);
-    const GpuCopy k(gain, 1);
-    const GpuCopy r(residual, extents.residual);
-    const GpuCopy o(out, extents.payload);
-    codec().encode(on_gpu.batch, g.get(), alpha, k.get(), r.get(), o.get());
-  }
-
-  static void decode(const TileBatch& batch, const std::byte* in, void* gradient, float beta,
-                     float* residual) {
-    const Extents extents = extents_of(codec(), batch);
-    const GpuBatch on_gpu(batch);
-    const GpuCopy i(in, extents.payload);
-    const GpuCopy g(static_cast<std::byte*>(gradient), extents.gradient);
-    const GpuCopy r(residual, extents.residual);
-    codec().decode(on_gpu.batch, i.get(), g.get(), beta, r.get());
-  }
-
-  static void reduce(const TileBatch& batch, const std::byte* const* payload_by_rank,
-                     uint32_t world_size, const float* gain, float* owner_residual,
-                     std::byte* out) {
-    const Extents extents = extents_of(codec(), batch);
-    const GpuBatch on_gpu(batch);
-    const GpuPayloads p(payload_by_rank, world_size, extents.payload);
-    const GpuCopy k(gain, 1);
-    const GpuCopy r(owner_residual, extents.residual);
-    const GpuCopy o(out, extents.output);
-    codec().reduce(on_gpu.batch, p.get(), world_size, k.get(), r.get(), o.get());
-  }
-
-  static void accumulate(const TileBatch& batch, const std::byte* const* payload_by_rank,
-                         uint32_t world_size, uint32_t divisor, void* gradient) {
-    const Extents extents = extents_of(codec(), batch);
-    const GpuBatch on_gpu(batch);
-    const GpuPayloads p(payload_by_rank, world_size, extents.payload);
-    const GpuCopy g(static_cast<std::byte*>(gradient), extents.gradient);
-    codec().accumulate(on_gpu.batch, p.get(), world_size, divisor, g.get());
-  }
-
-  static void undo(const TileBatch& batch, const std::byte* own_payload, const std::byte* in,
-                   const void* gradient, float alpha, float* residual) {
-    const Extents extents = extents_of(codec(), batch);
-    const GpuBatch on_gpu(batch);
-    const GpuCopy o(own_payload, extents.payload);
-    const GpuCopy i(in, extents.output);
-    const GpuCopy g(as_bytes(gradient), extents.gradient);
-    const GpuCopy r(residual, extents.residual);
-    codec().undo(on_gpu.batch, o.get(), i.get(), g.get(), alpha, r.get());
-  }
-};
-
-constexpr auto kCodecs = static_cast<size_t>(CodecRow::kEnd);
-
-template <size_t... kIndices>
-std::array<Codec, kCodecs> codecs_on_gpu(std::index_sequence<kIndices...> /*all*/) {
-  std::array<Codec, kCodecs> table;
-  const auto put = [&]<size_t kIndex>() {
-    Codec& row = table[kIndex];
-    row = OnGpu<kIndex>::codec();
-    row.encode = &OnGpu<kIndex>::encode;
-    row.decode = &OnGpu<kIndex>::decode;
-    row.reduce = &OnGpu<kIndex>::reduce;
-    row.accumulate = &OnGpu<kIndex>::accumulate;
-    row.undo = &OnGpu<kIndex>::undo;
-  };
-  (put.template operator()<kIndices>(), ...);
-  return table;
-}
-
-// --- chunks and steps ----------------------------------------------------------------------------
 
 const MessageKernels& kernels() { return cuda_library().messages; }
 
@@ -180,6 +46,13 @@ void take_back(const TakeBackCall& call) {
 }
 
 // How far the arrays of a chunk reach.
+struct Extents {
+  size_t gradient = 0;  // bytes
+  size_t residual = 0;  // elements
+  size_t payload = 0;   // bytes, in the format of the stage
+  size_t output = 0;    // bytes, in the other one's
+};
+
 Extents extents_of(const ChunkBatch& chunk, Stage stage) {
   Extents extents;
   const size_t item = item_bytes(chunk.dtype);
@@ -188,8 +61,7 @@ Extents extents_of(const ChunkBatch& chunk, Stage stage) {
     const Tile& tile = entry.tile;
     const ChunkCodec& used = chunk.codecs[entry.codec];
     const auto bytes = [&](Stage of) {
-      return cuda_library().codecs[used.row].payload_bytes(tile.num_elements, chunk.dtype, of,
-                                                           used.options);
+      return codecs()[used.row].payload_bytes(tile.num_elements, chunk.dtype, of, used.options);
     };
     reach(extents.gradient, (tile.gradient_offset + tile.num_elements) * item);
     if (entry.has_residual != 0) {
@@ -345,14 +217,6 @@ void commit(const CommitCall& call) {
 }
 
 }  // namespace
-
-const Codec* find_kernels(std::string_view name) {
-  static const auto table = codecs_on_gpu(std::make_index_sequence<kCodecs>());
-  for (const Codec& codec : table) {
-    if (codec.name == name) return &codec;
-  }
-  return nullptr;
-}
 
 const ChunkKernels& chunk_kernels_on_host() {
   static const ChunkKernels on_host{&encode_chunk, &reduce_chunk, &decode_chunk};
