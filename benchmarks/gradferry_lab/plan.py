@@ -19,6 +19,7 @@ from gradferry.core.device import on_streams
 from gradferry.core.nodes import Nodes, exchange_between, flat
 from gradferry.core.parameters import describe_parameters
 from gradferry.core.planned_bytes import planned_bytes
+from gradferry.diagnosis import TORCH_DTYPES
 from gradferry.errors import ConfigError
 from rich.console import Console
 
@@ -30,7 +31,6 @@ from gradferry_lab.ranks.network import parse_rate
 from gradferry_lab.workloads.hook_names import (
     BACKEND_HOOKS,
     POWERSGD,
-    TORCH_DTYPES,
     check_hook,
     hook_config,
     split_options,

@@ -19,6 +19,7 @@ from gradferry.core.parameters import reduced_parameters
 from gradferry.core.planned_bytes import planned_bytes
 from gradferry.ddp.attach import attach
 from gradferry.ddp.auto import CHOSEN_BY
+from gradferry.diagnosis import TORCH_DTYPES
 from gradferry.reduction.averaging import Averaging
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
@@ -33,7 +34,6 @@ from gradferry_lab.workloads.hook_names import (
     POWERSGD,
     RULERS,
     SYNC_HOOK,
-    TORCH_DTYPES,
     check_hook,
     powersgd_rank,
     split_options,
