@@ -3,6 +3,7 @@
 #include <ATen/Functions.h>
 #include <unistd.h>
 
+#include <mutex>
 #include <string>
 #include <utility>
 

@@ -96,7 +96,7 @@ py::list planned_bytes_list(const std::vector<ParameterSpec>& parameters,
       .residuals = false,
       .dense_bytes = dense_bytes_within(workspace_cap_bytes, chunk_bytes, Nodes(nodes)),
       .collective = to_collective(collective)};
-  const Layout layout(parameters, options.rank, Nodes(std::move(nodes)), Device::kCpu);
+  const Layout layout(parameters, options.rank, Nodes(std::move(nodes)));
   py::list result;
   for (const StepBytes& sent :
        planned_bytes(layout, options, find_unused_parameters, buckets, hosts)) {
