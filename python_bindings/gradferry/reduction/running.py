@@ -312,11 +312,14 @@ class Running:
 
     def loses_under(self, codec: CodecSpec) -> bool:
         """Whether another codec has no place for residuals that there are now."""
+        if self.engine is None:
+            return False
         config = replace(self.config, codec=codec)
-        pairs = zip(self.parameters, self._described(config), strict=True)
-        return self.engine is not None and any(
-            here and not there
-            for now, then in pairs
+        # Rules keep their codecs, but where everything passes through nothing is kept.
+        kept = not config.passes_through
+        return any(
+            here and not (there and kept)
+            for now, then in zip(self.parameters, self._described(config), strict=True)
             for here, there in zip(now.residuals, then.residuals, strict=True)
         )
 
