@@ -134,7 +134,9 @@ def test_candidates_are_codecs_of_3_bits_or_more_and_off() -> None:
     assert names(ONE) == {str(parse_codec("rht:bits=3")), "q4", "q8", "off"}
 
 
-@pytest.mark.parametrize("options", [{"nonfinite": "raise"}, {"check_every": 5}])
+@pytest.mark.parametrize(
+    "options", [{"nonfinite": "raise"}, {"check_every": 5}, {"exact_skip": True}]
+)
 def test_exact_replaces_off_where_only_an_engine_does_what_was_asked(options: Any) -> None:
     assert names(ONE, **options) == {str(parse_codec("rht:bits=3")), "q4", "q8", "exact"}
 

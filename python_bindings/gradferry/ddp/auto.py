@@ -57,7 +57,7 @@ def candidates(config: Config, exchanges: list[Exchange]) -> list[Candidate]:
     if config.momentum:
         every = [parse_codec(str(row["name"])) for row in _native.codecs()]
         codecs += [codec for codec in every if codec.bits() < COARSE_BITS]
-    elif config.check_every or config.nonfinite == "raise":
+    elif config.check_every or config.exact_skip or config.nonfinite == "raise":
         codecs.append(EXACT)
     else:
         off = CodecSpec(OFF)
@@ -291,9 +291,9 @@ class Chooser:
         engine that saw the first of them can take the step back.
         """
         engine = self._running.engine
-        if not self._running.config.exact_skip:
+        if engine is None or not self._running.config.exact_skip:
             return True
-        return self._slowest(float(engine is not None and not engine.begins_optimizer_step())) == 0
+        return self._slowest(float(not engine.begins_optimizer_step())) == 0
 
     def _slowest(self, value: float) -> float:
         """The greatest of what all ranks pass. Collective."""
