@@ -30,11 +30,11 @@ def attach(
             ``"auto"``. ``"auto"`` begins with ``q4``. From the third step on, or behind a warm-up,
             ``rht:bits=3``, ``q4``, ``q8`` and ``off`` (or ``exact``, where ``nonfinite``,
             ``exact_skip`` or ``check_every`` need an engine) train for seven steps each, of which
-            five count; in momentum mode codecs below 3 bits instead of ``off``. One whose first counted step takes
-            1.5 times what the fastest took gets no more. It takes the most precise one within 2 %
-            of the fastest, by the median on the slowest rank. It tries again after 1000 steps, then
-            less often after every change. Residuals are delivered before a codec that does not keep
-            them. ``stats()["choice"]`` explains the choice.
+            five count; in momentum mode codecs below 3 bits instead of ``off``. One whose first
+            counted step takes 1.5 times what the fastest took gets no more. It takes the most
+            precise one within 2 % of the fastest, by the median on the slowest rank. It tries again
+            after 1000 steps, then less often after every change. What was withheld is delivered
+            before a codec that has no residual for it. ``stats()["choice"]`` explains the choice.
         **options: see `gradferry.Options`.
 
     Returns:
