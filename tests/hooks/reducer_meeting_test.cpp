@@ -60,7 +60,7 @@ TEST(Meetings, TheCauseIsSaidAndNotWhatFollowedFromIt) {
     const Brought cause{.fields = {}, .error = Error(ErrorKind::kState, "the cause")};
     const Brought echo{
         .fields = {}, .error = Error(ErrorKind::kPeer, "rank 1 failed"), .is_echo = true};
-    meetings.meet({.purpose = "come", .brought = rank == 0 ? &echo : &cause});
+    meetings.meet({.purpose = "come", .brought = rank == 0 ? &echo : &cause, .between_polls = {}});
   });
   EXPECT_EQ(error, "rank 1: the cause");
 }
