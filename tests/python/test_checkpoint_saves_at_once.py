@@ -21,9 +21,9 @@ OVERTAKEN = "another save was completed there meanwhile"
 
 def traced() -> set[str]:
     from gradferry import checkpoint
-    from gradferry.core import content_file, durable
+    from gradferry.core import content_file
 
-    return {module.__file__ for module in (checkpoint, content_file, durable)}
+    return {module.__file__ for module in (checkpoint, content_file)}
 
 
 def saving(folder: Path, version: int) -> Callable[[], None]:

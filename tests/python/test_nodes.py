@@ -245,8 +245,8 @@ def case_attach(places: list[Identity], options: list[Any]) -> dict[str, Any]:
     from gradferry.ddp import binding
     from gradferry.reduction import start
 
-    def configured(asked: Any) -> Any:
-        return dataclasses.replace(make_config(asked), nodes=options[rank])
+    def configured(codec: str, asked: Any) -> Any:
+        return dataclasses.replace(make_config(codec, asked), nodes=options[rank])
 
     rank = dist.get_rank()
     ddp = DistributedDataParallel(ChosenGradients(Scenario(WEIGHTS)))
