@@ -8,19 +8,39 @@ namespace {
 
 // A chunk without tiles, which needs no device to be encoded or decoded.
 ChunkBatch empty_chunk(uint32_t rows, ScalarType dtype) {
-  ChunkBatch chunk{};
-  chunk.rows = rows;
-  chunk.dtype = dtype;
-  return chunk;
+  return {.tiles = nullptr,
+          .num_tiles = 0,
+          .codecs = nullptr,
+          .rows = rows,
+          .dtype = dtype,
+          .hold_zero_tiles = false,
+          .seed = 0,
+          .envelope = {.config_hash = 0,
+                       .layout_hash = 0,
+                       .step = 0,
+                       .chunk = 0,
+                       .rank = 0,
+                       .phase = Phase::kScatter},
+          .progress = nullptr,
+          .stream = nullptr};
 }
 
 void encode_and_decode(const ChunkBatch& chunk) {
-  EncodeChunkCall encode{};
-  encode.chunk = chunk;
-  chunk_kernels().encode(encode);
-  DecodeChunkCall decode{};
-  decode.chunk = chunk;
-  chunk_kernels().decode(decode);
+  chunk_kernels().encode({.chunk = chunk,
+                          .gradient = nullptr,
+                          .gain = nullptr,
+                          .residual = nullptr,
+                          .messages = nullptr,
+                          .num_messages = 0,
+                          .out = nullptr});
+  chunk_kernels().decode({.chunk = chunk,
+                          .received = {},
+                          .sent = nullptr,
+                          .gradient = nullptr,
+                          .residual = nullptr,
+                          .flags = nullptr,
+                          .findings = nullptr,
+                          .step_nonfinite = nullptr});
 }
 
 TEST(CudaLibrary, HasKernelsForEveryCodecAndForMixtures) {
