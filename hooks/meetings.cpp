@@ -4,6 +4,7 @@
 #include <charconv>
 #include <exception>
 #include <sstream>
+#include <utility>
 
 #include "store_text.h"
 #include "threads.h"
@@ -105,7 +106,8 @@ std::optional<Error> first_difference(const Brought& expected, uint64_t first,
 }
 
 // What was thrown between polls; exceptions of the store mean something else.
-struct Interruption {
+struct Interruption final : std::exception {
+  explicit Interruption(std::exception_ptr what_was_thrown) : thrown(std::move(what_was_thrown)) {}
   std::exception_ptr thrown;
 };
 
@@ -221,7 +223,7 @@ Brought Meetings::wait(uint64_t number, const Visit& visit) {
         decide(number, {.fields = {}, .error = error, .is_echo = true});
         continue;
       } catch (...) {
-        const Interruption interruption{std::current_exception()};
+        const Interruption interruption(std::current_exception());
         decide(number, Error(ErrorKind::kPeer,
                              name_of(rank_) + " was interrupted while it waited for others"));
         store_->add(std::to_string(number) + "/read", 1);

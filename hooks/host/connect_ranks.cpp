@@ -215,7 +215,7 @@ class Connector {
   std::map<Ticket, Handshake> greeted_;                 // connections to them without an answer
   std::set<std::pair<uint32_t, uint32_t>> expected_;    // ranks above that did not come, and lanes
   std::map<Ticket, Handshake> strangers_;               // connections that have not said a hello
-  size_t most_strangers_;
+  size_t most_strangers_ = kMostStrangers;
   TimePoint called_ = now();
   std::vector<LaneSockets> made_;
 };
@@ -226,8 +226,7 @@ Connector::Connector(c10d::Store& store, const Connecting& how)
       poller_(epoll_create1(EPOLL_CLOEXEC)),
       listeners_(listen_where_gloo_would(how.lanes.size())),
       next_ticket_(listeners_.size()),
-      own_{.question = random_secret(), .answer = random_secret(), .addresses = {}},
-      most_strangers_(kMostStrangers) {
+      own_{.question = random_secret(), .answer = random_secret(), .addresses = {}} {
   if (poller_.number() < 0) throw system_error("epoll_create1");
   for (Ticket ticket = 0; ticket < listeners_.size(); ++ticket) {
     own_.addresses.push_back(listeners_[ticket].address);
