@@ -27,7 +27,7 @@ std::vector<Address> addresses_of_interface(const std::string& name) {
   ifaddrs* first = nullptr;
   if (getifaddrs(&first) != 0) throw system_error("the network interfaces");
   const std::unique_ptr<ifaddrs, void (*)(ifaddrs*)> owned(first, &freeifaddrs);
-  std::vector<Address> found;
+  std::array<std::vector<Address>, 3> by_place;  // IPv4, IPv6, link-local
   for (const ifaddrs* each = first; each != nullptr; each = each->ifa_next) {
     if (each->ifa_addr == nullptr || name != each->ifa_name) continue;
     const int family = each->ifa_addr->sa_family;
@@ -35,13 +35,13 @@ std::vector<Address> addresses_of_interface(const std::string& name) {
     Address address;
     address.size = family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6);
     std::memcpy(&address.storage, each->ifa_addr, address.size);
-    found.push_back(address);
+    const bool is_local = family == AF_INET6 && IN6_IS_ADDR_LINKLOCAL(&address.v6().sin6_addr);
+    by_place[is_local ? 2 : family == AF_INET6 ? 1 : 0].push_back(address);
   }
-  const auto place = [](Address one) {
-    if (one.family() == AF_INET) return 0;
-    return IN6_IS_ADDR_LINKLOCAL(&one.v6().sin6_addr) ? 2 : 1;
-  };
-  std::ranges::stable_sort(found, {}, place);
+  std::vector<Address> found;
+  for (const auto& addresses : by_place) {
+    found.insert(found.end(), addresses.begin(), addresses.end());
+  }
   return found;
 }
 
