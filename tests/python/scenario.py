@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import io
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -229,6 +230,17 @@ class Run:
         self.state = attach(self.ddp, scenario)
         self.hashes: list[str] = []
         self.buckets: list[list[list[str]]] = []  # names of parameters by bucket, of every step
+
+    def saved_and_loaded(self) -> Run:
+        """A new model with this one's parameters and state, which went through a file."""
+        file = io.BytesIO()
+        torch.save({"model": self.model.state_dict(), "hook": self.state.state_dict()}, file)
+        file.seek(0)
+        saved = torch.load(file)
+        after = Run(self.scenario)
+        after.model.load_state_dict(saved["model"])
+        after.state.load_state_dict(saved["hook"])
+        return after
 
     def step(self, step: int) -> list[np.ndarray | None]:
         """One optimizer step; returns .grad of every parameter, flat."""

@@ -37,8 +37,8 @@ class CodecClock:
     times as long while a candidate settles.
     """
 
-    def __init__(self, run: Run, ms: dict[str, float], other: float = 1000.0) -> None:
-        self._running = bound_to(run.state).running
+    def __init__(self, state: Any, ms: dict[str, float], other: float = 1000.0) -> None:
+        self._running = bound_to(state).running
         self._ms, self._other = ms, other
         self._before, self._steps, self._now = "", 0, 0.0
 
@@ -71,10 +71,25 @@ def run_on(scenario: Scenario, found: Members | None) -> Run:
 
 
 @contextmanager
-def timed(run: Run, ms: dict[str, float]) -> Iterator[None]:
-    """Steps of this run take what `ms` says."""
-    with mock.patch.object(auto, "clock_of", return_value=CodecClock(run, ms)):
+def timed(state: Any, ms: dict[str, float]) -> Iterator[None]:
+    """Steps of this state's model take what `ms` says."""
+    with mock.patch.object(auto, "clock_of", return_value=CodecClock(state, ms)):
         yield
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """What gradferry logs meanwhile, from INFO on."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("gradferry")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield messages
+    finally:
+        logger.removeHandler(handler)
 
 
 def case_tried(
@@ -103,24 +118,17 @@ def case_tried(
         return engine
 
     seen: list[tuple[str, str]] = []
-    gradients, states, messages = [], [], []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("gradferry")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        with (
-            mock.patch.object(running, "start_engine", start_unless_broken),
-            timed(run, ms[run.rank % len(ms)]),
-        ):
-            for step in range(steps):
-                gradients.append(run.step(step))
-                choice = run.state.stats()["choice"]
-                seen.append((choice["codec"], choice["exchange"]))
-                states.append(run.state.state_dict())
-    finally:
-        logger.removeHandler(handler)
+    gradients, states = [], []
+    with (
+        logged() as messages,
+        mock.patch.object(running, "start_engine", start_unless_broken),
+        timed(run.state, ms[run.rank % len(ms)]),
+    ):
+        for step in range(steps):
+            gradients.append(run.step(step))
+            choice = run.state.stats()["choice"]
+            seen.append((choice["codec"], choice["exchange"]))
+            states.append(run.state.state_dict())
     return {
         "seen": seen,
         "codecs": [codec for codec, _ in seen],
@@ -234,7 +242,7 @@ def case_changed(scenario: Scenario, before: str) -> dict[str, Any]:
     bound.running.switch(bound.hook, parse_codec(before), 0)
     bound.chooser.choice = Choice(codec=parse_codec(before), made=True, interval=10)
     bound.chooser.start(bound.hook)
-    with timed(run, {RHT3: 100.0, "q4": 110.0, "q8": 160.0, "off": 900.0}):
+    with timed(run.state, {RHT3: 100.0, "q4": 110.0, "q8": 160.0, "off": 900.0}):
         for step in range(27):
             run.step(step)
     return run.state.stats()["choice"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import io
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +26,7 @@ from test_auto import (
     TRIAL,
     case_given,
     equal,
+    logged,
     run_on,
     timed,
     try_all,
@@ -99,7 +99,6 @@ def case_unused_for_long(ms: dict[str, float]) -> tuple[list[str], list[str], li
     """A parameter that no rank uses from the eighth step on; the warnings, codecs and what of it is
     withheld.
     """
-    import logging
 
     class Halves(nn.Module):
         def __init__(self) -> None:
@@ -109,25 +108,17 @@ def case_unused_for_long(ms: dict[str, float]) -> tuple[list[str], list[str], li
         def forward(self, x: torch.Tensor, used: int) -> torch.Tensor:
             return sum(half(x).sum() for half in self.halves[:used])
 
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("gradferry").addHandler(handler)
     torch.manual_seed(0)
     ddp = DistributedDataParallel(Halves(), find_unused_parameters=True)
     state = gradferry.attach(ddp, "auto")
-    run: Any = type("Run", (), {"state": state})
     codecs, withheld = [], []
     generator = torch.Generator().manual_seed(dist.get_rank())
-    try:
-        with timed(run, ms):
-            for step in range(60):
-                ddp(torch.randn(4, 64, generator=generator), 2 if step < 8 else 1).backward()
-                codecs.append(state.stats()["choice"]["codec"])
-                _, worker, _, _ = bound_to(state).running.engine.state()
-                withheld.append(float(worker[4096:].abs().sum()))
-    finally:
-        logging.getLogger("gradferry").removeHandler(handler)
+    with logged() as messages, timed(state, ms):
+        for step in range(60):
+            ddp(torch.randn(4, 64, generator=generator), 2 if step < 8 else 1).backward()
+            codecs.append(state.stats()["choice"]["codec"])
+            _, worker, _, _ = bound_to(state).running.engine.state()
+            withheld.append(float(worker[4096:].abs().sum()))
     return codecs, messages, withheld
 
 
@@ -146,7 +137,7 @@ def case_skips_the_step_that_delivers() -> list[tuple[str, bool]]:
     run = Run(dataclasses.replace(AUTO, weights=WEIGHT, options={"exact_skip": True}))
     running = bound_to(run.state).running
     seen = []
-    with timed(run, OFF_IS_FASTEST):
+    with timed(run.state, OFF_IS_FASTEST):
         skips = 0
         for step in range(2 + 2 * TRIAL + 8):
             before = run.state.state_dict()[f"slot_{run.rank}"]["worker"].clone()
@@ -178,9 +169,8 @@ def case_two_passes(scaled: bool) -> list[str]:
     ddp = DistributedDataParallel(model)
     options: dict[str, Any] = {"grad_scaler": scaler} if scaled else {}
     state = gradferry.attach(ddp, "auto", error_feedback="both", exact_skip=True, **options)
-    run: Any = type("Run", (), {"state": state})
     wrong = []
-    with timed(run, OFF_IS_FASTEST):
+    with timed(state, OFF_IS_FASTEST):
         for step in range(40):
             ddp.zero_grad()
             before = copy.deepcopy(state.state_dict()[f"slot_{rank}"])
@@ -214,7 +204,7 @@ def case_draws() -> bool:
     run = Run(AUTO)
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    with timed(run, OFF_IS_FASTEST):
+    with timed(run.state, OFF_IS_FASTEST):
         for step in range(2 + 4 * TRIAL + 4):
             run.step(step)
     return torch.equal(torch.get_rng_state(), before)
@@ -415,13 +405,7 @@ def case_resumed(scenario: Scenario, codec: str) -> dict[str, Any]:
     before = chosen()
     for step in range(3):
         before.step(step)
-    file = io.BytesIO()
-    torch.save({"model": before.model.state_dict(), "hook": before.state.state_dict()}, file)
-    file.seek(0)
-    saved = torch.load(file)
-    after = Run(scenario)
-    after.model.load_state_dict(saved["model"])
-    after.state.load_state_dict(saved["hook"])
+    after = before.saved_and_loaded()
     resumed = [after.step(step) for step in range(3, 6)]
     return {
         "equal": equal(expected[3:], resumed),
@@ -460,7 +444,7 @@ def test_ranks_that_load_unlike_choices_all_get_the_same_error(world_of_2: World
 
 def case_saved_in_a_trial(scenario: Scenario, step: int) -> tuple[bool, bool, Choice]:
     run = Run(scenario)
-    with timed(run, OFF_IS_FASTEST):
+    with timed(run.state, OFF_IS_FASTEST):
         for each in range(step):
             run.step(each)
     saved = run.state.state_dict()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import math
 from collections.abc import Callable
 from typing import Any
@@ -168,16 +167,11 @@ def test_what_warmup_withholds_comes_once(
 
 def case_resume(scenario: Scenario, at: int) -> dict[str, Any]:
     """Steps at a stretch, and the same ones saved at `at`, in the same run and in a new one."""
-    straight, before, after = Run(scenario), Run(scenario), Run(scenario)
+    straight, before = Run(scenario), Run(scenario)
     expected = [straight.step(step) for step in range(STEPS)]
     gone_on = [before.step(step) for step in range(at)]
-    file = io.BytesIO()
-    torch.save({"model": before.model.state_dict(), "hook": before.state.state_dict()}, file)
+    after = before.saved_and_loaded()
     gone_on += [before.step(step) for step in range(at, STEPS)]
-    file.seek(0)
-    saved = torch.load(file)
-    after.model.load_state_dict(saved["model"])
-    after.state.load_state_dict(saved["hook"])
     resumed = expected[:at] + [after.step(step) for step in range(at, STEPS)]
     slot = f"slot_{straight.rank}"
     ends = [run.state.state_dict()[slot] for run in (straight, before, after)]

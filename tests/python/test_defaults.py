@@ -68,7 +68,7 @@ def case_chosen(dtype: torch.dtype, device: str) -> tuple[list[str], torch.dtype
     """The codecs of "auto", step by step; each engine takes over residuals."""
     run = Run(Scenario(WEIGHTS, codec="auto", ddp=SCENARIO.ddp))
     codecs = []
-    with timed(run, dict.fromkeys((RHT3, "q4", "q8", "off"), 100.0)):
+    with timed(run.state, dict.fromkeys((RHT3, "q4", "q8", "off"), 100.0)):
         for step in range(34):
             targets = run.targets(step)
             with defaults(dtype, device):

@@ -27,13 +27,7 @@ def case_resume(scenario: Scenario) -> dict[str, Any]:
     before = Run(scenario)
     for step in range(3):
         before.step(step)
-    file = io.BytesIO()
-    torch.save({"model": before.model.state_dict(), "hook": before.state.state_dict()}, file)
-    file.seek(0)
-    saved = torch.load(file)
-    after = Run(scenario)
-    after.model.load_state_dict(saved["model"])
-    after.state.load_state_dict(saved["hook"])
+    after = before.saved_and_loaded()
     resumed = [after.step(step) for step in range(3, 6)]
     return {
         "equal": all(

@@ -31,6 +31,7 @@ from scenario import Scenario, Weight
 from test_auto import FOUND, RHT3, TRIAL, case_given, equal, try_all
 from test_auto_residuals import assert_nothing_lost, case_withheld
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from world import World
 
 Worlds = Callable[[int], World]
@@ -75,25 +76,28 @@ def on_nodes(members: Members | None, near: float = NEAR) -> Iterator[None]:
         yield
 
 
+def seconds_of(ddp: DistributedDataParallel, x: torch.Tensor, steps: int) -> list[float]:
+    """Trains; from the end of each step to that of the next, by the clock of the device."""
+    clock = DeviceClock(x.device)
+    marks = []
+    for _ in range(steps):
+        ddp.zero_grad()
+        ddp(x).backward()
+        marks.append(clock.mark())
+    return [clock.seconds(*pair) for pair in itertools.pairwise(marks)]
+
+
 def step_seconds(
     prices: Prices, hook: str, steps: int = 9, layer_s: float = LAYER_S, nodes: object = "auto"
 ) -> list[float]:
-    """Of a training as attach alone does it, from the end of a step to that of the next."""
-    import fake_device
-
+    """Of a training as attach alone does it."""
     with priced(prices):
         ddp, x = wrapped(layer_s, "streamed")
         if hook == "no communication":
             ddp.require_backward_grad_sync = False
         elif hook != "torch:fp32":
             gradferry.attach(ddp, hook, nodes=nodes)
-        clock = DeviceClock(fake_device.DEVICE)
-        marks = []
-        for _ in range(steps):
-            ddp.zero_grad()
-            ddp(x).backward()
-            marks.append(clock.mark())
-        return [clock.seconds(*pair) for pair in itertools.pairwise(marks)]
+        return seconds_of(ddp, x, steps)
 
 
 # --- doctor
@@ -224,13 +228,7 @@ def case_auto(
     with on_nodes(members, near), group, few, priced(prices):
         ddp, x = wrapped(layer_s, kind)
         state = gradferry.attach(ddp, "auto")
-        clock = DeviceClock(fake_device.DEVICE)
-        marks = []
-        for _ in range(steps):
-            ddp.zero_grad()
-            ddp(x).backward()
-            marks.append(clock.mark())
-        seconds = [clock.seconds(*pair) for pair in itertools.pairwise(marks)]
+        seconds = seconds_of(ddp, x, steps)
         choice = state.stats()["choice"]
         state.load_state_dict(state.state_dict())
         assert state.stats()["choice"]["codec"] == choice["codec"]

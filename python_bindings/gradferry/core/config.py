@@ -210,7 +210,7 @@ def make_config(codec: str, given: Mapping[str, Any] | None = None) -> Config:
         error_feedback=options["error_feedback"],
         momentum=momentum,
         warmup_steps=warmup_steps,
-        warmup=_warmup(codec, options["warmup"], warmup_steps, momentum, rules),
+        warmup=_warmup(options["warmup"], warmup_steps, spec, rules, momentum, chooses=chooses),
         grad_scaler=_grad_scaler(options["grad_scaler"]),
         nonfinite=_choice("nonfinite", options["nonfinite"], NONFINITE),
         exact_skip=options["exact_skip"],
@@ -259,8 +259,16 @@ def _momentum(momentum: float, codec: CodecSpec, error_feedback: str) -> float:
     return float(momentum)
 
 
-def _warmup(asked: str, text: str, steps: int, momentum: float, rules: Sequence[Rule]) -> CodecSpec:
-    """The codec of warm-up steps. `asked`: the codec that the user named."""
+def _warmup(
+    text: str,
+    steps: int,
+    codec: CodecSpec,
+    rules: Sequence[Rule],
+    momentum: float,
+    *,
+    chooses: bool,
+) -> CodecSpec:
+    """The codec of warm-up steps; `codec` is that of the steps after them."""
     if text in (OFF, AUTO):
         raise ConfigError(
             f"warmup={text!r} is for whole trainings; use 'exact', or a codec such as 'q8'"
@@ -273,11 +281,11 @@ def _warmup(asked: str, text: str, steps: int, momentum: float, rules: Sequence[
             f"warmup={text!r} is the codec of warm-up steps, and there are none: give "
             "warmup_steps=, too"
         )
-    if asked == OFF:
+    if codec.name == OFF:
         raise ConfigError(f"warmup={text!r} needs a codec, and 'off' passes gradients through")
-    if asked == AUTO:
+    if chooses:
         return warmup
-    others = {one for one in (_codec(asked), *(rule.codec for rule in rules)) if one.lossy}
+    others = {one for one in (codec, *(rule.codec for rule in rules)) if one.lossy}
     if not others:
         raise ConfigError(
             f"warmup={text!r} has nothing to compress: what is 'exact' stays so in warm-up steps"
