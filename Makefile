@@ -41,13 +41,17 @@ bin := $(venv)/bin
 package_build := build/torch-$(TORCH)
 quiet := tools/quiet.sh
 
+# What is compiled of folders that also hold tests in Python.
+cpp_of = $(shell find $(1) -type f -not -name '*.py' -not -path '*/__pycache__/*')
 # Folders are listed too: theirs is the timestamp that changes when a file goes away.
-core_inputs := $(shell find CMakeLists.txt CMakePresets.json cmake include kernels measure tests/cpp tests/simt tests/cuda tests/fuzz benchmarks/CMakeLists.txt benchmarks/*.cpp \
+core_inputs := $(shell find CMakeLists.txt CMakePresets.json cmake include kernels measure benchmarks/CMakeLists.txt benchmarks/*.cpp \
     hooks/faults.* hooks/layout.* hooks/messages.* hooks/nodes.* hooks/plan.* hooks/tensor_message.* \
-    hooks/reasons.h hooks/used_map.h hooks/workspace.* 2>/dev/null)
+    hooks/reasons.h hooks/used_map.h hooks/workspace.* 2>/dev/null) \
+    $(call cpp_of,tests/kernels tests/engine tests/fuzz)
 package_inputs := $(shell find pyproject.toml README.md CMakeLists.txt cmake include hooks measure python_bindings benchmarks/gradferry_lab \
-    tests/hooks tests/sim tests/streams tests/simt examples/cpp kernels/common \
-    -not -name __pycache__ -not -name '*.pyc' 2>/dev/null)
+    examples/cpp kernels/common \
+    -not -name __pycache__ -not -name '*.pyc' 2>/dev/null) \
+    $(call cpp_of,tests/engine tests/faults tests/reducer tests/kernels/simt)
 
 kernel_inputs := $(shell find CMakeLists.txt CMakePresets.json cmake include kernels 2>/dev/null)
 
@@ -70,7 +74,7 @@ hosts_ready := $(hosts)/.hosts
 demo_ready := $(if $(wildcard $(package_ready)),$(package_ready),$(venv)/.gradferry-demo)
 
 # The shell looks for the folder, named after Python and machine: make would look before it is built.
-simulate = $(package_build)/*/tests/sim/gradferry_sim --worlds $(WORLDS) --first $(FIRST) --jobs $(JOBS)
+simulate = $(package_build)/*/tests/faults/sim/gradferry_sim --worlds $(WORLDS) --first $(FIRST) --jobs $(JOBS)
 # Likewise: the C++ tests that need torch.
 test_hooks = $(quiet) build/ctest_hooks.log --show 'tests passed|Total Test time' \
     ctest --test-dir $(package_build)/* --output-on-failure --no-tests=error -j $(JOBS)
@@ -152,7 +156,7 @@ test-hosts:  ## gradferry in accelerate, Lightning and transformers
 # not looked for. What is thrown needs the C++ library beside them.
 preload = $(shell $(CXX) -print-file-name=libasan.so):$(shell $(CXX) -print-file-name=libstdc++.so)
 sanitized_site := build/asan/site
-sanitized_tests := $(patsubst %,tests/python/test_%.py,bad_input codec_payloads connecting damaged_states \
+sanitized_tests := $(patsubst %,tests/*/test_%.py,bad_input codec_payloads connecting damaged_states \
     elastic failing_ranks momentum node_memory nodes protocol reducer reducer_errors reduce_scatter \
     shared_memory)
 
@@ -184,8 +188,8 @@ sim-threads: $(package_ready)  ## the same worlds on real threads and sockets, u
 	@$(quiet) build/tsan.log cmake --preset tsan -DPython_EXECUTABLE=$(abspath $(bin))/python
 	@$(quiet) build/tsan.log cmake --build --preset tsan
 	@$(quiet) build/tsan_worlds.log --show 'all held' env OMP_NUM_THREADS=1 \
-	    TSAN_OPTIONS=halt_on_error=1:suppressions=$(CURDIR)/tests/sim/tsan_suppressions.txt \
-	    build/tsan/tests/sim/gradferry_threads --worlds $(THREAD_WORLDS) --first $(FIRST) \
+	    TSAN_OPTIONS=halt_on_error=1:suppressions=$(CURDIR)/tests/faults/sim/tsan_suppressions.txt \
+	    build/tsan/tests/faults/sim/gradferry_threads --worlds $(THREAD_WORLDS) --first $(FIRST) \
 	    --jobs $(JOBS) --tries 0
 
 fuzz: $(fuzzer_ready)  ## fuzz targets with clang's libFuzzer, each for FUZZ_SECONDS=60
@@ -197,7 +201,7 @@ fuzz: $(fuzzer_ready)  ## fuzz targets with clang's libFuzzer, each for FUZZ_SEC
 soak: minutes := $(if $(HOURS)$(MINUTES),$(MINUTES),5)
 soak:  ## random trainings, kills and restarts for HOURS=2 or MINUTES=5; figures in build/soak.json
 	$(prepare) $(package_ready)
-	@$(bin)/python tests/python/soak.py $(HOURS:%=--hours %) $(minutes:%=--minutes %) \
+	@$(bin)/python tests/faults/soak.py $(HOURS:%=--hours %) $(minutes:%=--minutes %) \
 	    $(SEED:%=--seed %) --json build/soak.json
 
 gpu-check:  ## what a GPU makes of it: kernels, sanitizers, training; results in build/gpu/gpu.json
@@ -215,10 +219,10 @@ sass: $(package_ready)  ## instructions, registers and occupancy of every CUDA k
 
 # --- lint ------------------------------------------------------------------------------------------
 cpp_files := $(shell find include kernels measure hooks python_bindings benchmarks \
-    tests/cpp tests/hooks tests/sim tests/simt tests/cuda tests/streams tests/fuzz examples/cpp \
+    tests examples/cpp \
     '(' -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' ')' 2>/dev/null)
 cpp_headers := $(filter %.h,$(cpp_files))
-torch_rooms := hooks python_bindings tests/hooks tests/sim tests/streams examples/cpp
+torch_rooms := hooks python_bindings tests/reducer tests/faults/sim tests/engine/streams examples/cpp
 torch_sources := $(filter $(torch_rooms:%=%/%.cpp),$(cpp_files))
 core_sources := $(filter-out $(torch_sources),$(filter %.cpp,$(cpp_files)))
 core_tidy := $(core_sources:%=build/lint/%.tidy)

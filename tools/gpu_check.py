@@ -46,7 +46,7 @@ SCHEMA = 2
 TOOLKIT = Path("/usr/local/cuda/bin")  # where nvcc is when it is not on the path
 # What is compiled or copied, by stage.
 COMPILED = {
-    "kernels": ("cmake", "include", "kernels", "tests/cuda", "tests/simt"),
+    "kernels": ("cmake", "include", "kernels", "tests/kernels/cuda", "tests/kernels/simt"),
     "package": ("cmake", "include", "kernels", "hooks", "measure", "python_bindings",
                 "benchmarks/gradferry_lab"),
 }  # fmt: skip
@@ -59,7 +59,7 @@ BESIDE = 4
 # Of the tests under a sanitizer, which is tens of times slower.
 SANITIZED = "StayInside"
 SANITIZERS = ("memcheck", "racecheck", "initcheck")
-# Backend, ranks and what tests/cuda/check_hook.py shall do besides.
+# Backend, ranks and what tests/kernels/cuda/check_hook.py shall do besides.
 TRAININGS: tuple[tuple[str, int, tuple[str, ...]], ...] = (
     ("gloo", 2, ()),
     ("gloo", 4, ()),
@@ -417,7 +417,7 @@ def _has_package(checks: Checks, name: str) -> bool:
 
 def check_training(checks: Checks) -> None:
     """Trains on GPUs: the tests of the fake device, and trainings beside the CPU."""
-    tests = ROOT / "tests" / "cuda"
+    tests = ROOT / "tests" / "kernels" / "cuda"
     programs = {"tests of the fake device": [str(tests / "run_device_tests.py")]}
     for backend, ranks, options in TRAININGS:
         name = " ".join(("train:", str(ranks), "ranks", backend, *options))

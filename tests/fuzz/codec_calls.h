@@ -10,9 +10,9 @@
 
 #include "gradferry/codec.h"
 #include "gradferry/error.h"
-#include "tests/cpp/codec_runner.h"
-#include "tests/cpp/inputs.h"
-#include "tests/cpp/option_sets.h"
+#include "tests/kernels/codec_runner.h"
+#include "tests/kernels/inputs.h"
+#include "tests/kernels/option_sets.h"
 #include "tests/fuzz/target.h"
 
 namespace gradferry::fuzzing {

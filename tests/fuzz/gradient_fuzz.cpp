@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "gradferry/wire.h"
-#include "tests/cpp/contract_cases.h"
+#include "tests/kernels/contract_cases.h"
 #include "tests/fuzz/codec_calls.h"
 
 namespace gradferry::fuzzing {

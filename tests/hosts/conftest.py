@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +11,6 @@ import pytest
 os.environ.update(
     OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES=""
 )
-sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
 
 from world import World
 

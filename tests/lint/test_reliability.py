@@ -12,9 +12,9 @@ NAMED = re.findall(r"`([A-Za-z_][\w*.…]+)`", (ROOT / "docs/design/reliability.
 
 def names_of_tests() -> set[str]:
     names = set()
-    for file in (ROOT / "tests/python").glob("test_*.py"):
+    for file in ROOT.glob("*/**/test_*.py"):
         names |= {file.name, *re.findall(r"^def (test_\w+)", file.read_text(), re.MULTILINE)}
-    for file in (ROOT / "tests/cpp").glob("*_test.cpp"):
+    for file in ROOT.glob("tests/*/*_test.cpp"):
         found = re.findall(r"^TEST(?:_P|_F)?\((\w+), (\w+)\)", file.read_text(), re.MULTILINE)
         names |= {f"{suite}.{name}" for suite, name in found}
     return names

@@ -22,7 +22,7 @@ ALONE = {
     "hooks/meetings.cpp",
     "hooks/peers.cpp",
     "hooks/workspace.cpp",
-    "tests/streams/torch_device.cpp",
+    "tests/engine/streams/torch_device.cpp",
 }
 OPTIONS = ["--quiet", "--extra-arg=-Wno-unknown-warning-option"]
 # A file that does not name what it uses must not get it from the precompiled headers.

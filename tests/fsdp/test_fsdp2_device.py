@@ -1,0 +1,212 @@
+"""`gradferry.fsdp.attach` on a device with streams: the fake device of tests/engine/streams under FSDP2.
+
+The averages are those of the reference, the machine finds nothing unordered and no memory used
+after it was freed, and the exchange is beside the backward pass.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from sharding import SHAPES, Sharding, local_gradients
+from test_fsdp2 import IDLE, assert_equals_reference, assert_scales_change_no_bit, case_train
+from world import World
+
+Worlds = Callable[[int], World]
+
+Q4 = {"codec": "q4"}
+MOMENTUM = {"codec": "sign1", "momentum": 0.9, "warmup_steps": 2}
+MODULES = len(SHAPES)
+
+
+def case_train_twice(sharding: Sharding, attach: dict[str, Any]) -> list[dict[str, Any]]:
+    """With streams in two orders."""
+    from fake_device import machine
+
+    answers = []
+    for seed in (1, 2):
+        machine.set_seed(seed * 100 + dist.get_rank())
+        answers.append(case_train(sharding, attach))
+        machine.synchronize()
+        assert machine.races() == []
+    return answers
+
+
+@pytest.mark.torch_core
+@pytest.mark.parametrize(
+    ("device", "attach", "reduce_dtype"),
+    [
+        ("streamed", Q4, None),
+        ("streamed", MOMENTUM, None),
+        ("streamed", Q4, torch.bfloat16),
+        ("staged", Q4, None),
+        ("staged", MOMENTUM, None),
+    ],
+    ids=["q4", "momentum", "bf16 reduced", "staged q4", "staged momentum"],
+)
+def test_averages_equal_the_reference(
+    device_worlds: Worlds, device: str, attach: dict[str, Any], reduce_dtype: torch.dtype | None
+) -> None:
+    sharding = Sharding(reduce_dtype=reduce_dtype, device=device)
+    answers = device_worlds(4).run(case_train_twice, sharding=sharding, attach=attach)
+    for shard in range(2):
+        members = [*answers[shard], *answers[2 + shard]]
+        assert_equals_reference(members, shard, sharding, attach)
+        assert all(answer["stats"]["chunks"] > 0 for answer in members)
+        assert not any(answer["warned"] for answer in members)
+
+
+@pytest.mark.torch_core
+def test_residuals_follow_the_loss_scale_while_a_module_has_no_gradient(
+    device_worlds: Worlds,
+) -> None:
+    assert_scales_change_no_bit(device_worlds(4), hook="replicas", without=IDLE, device="streamed")
+
+
+def case_resumed_without_a_scaler(device: str) -> list[np.ndarray]:
+    """What comes after a state of another loss scale, if a module has no gradient at first."""
+    import gradferry
+
+    sharding = Sharding(device=device)
+    mesh = sharding.mesh()
+    options = {"replicate_group": mesh["replica"], "error_feedback": "both"}
+    scaler = torch.amp.GradScaler(sharding.place.type, init_scale=2.0**10)
+    model = sharding.model(mesh["shard"])
+    saved = gradferry.fsdp.attach(model, "q4", grad_scaler=scaler, **options)
+    scaler.scale(model(sharding.targets(0, 0, dist.get_rank()))).backward()
+    model = sharding.model(mesh["shard"])
+    gradferry.fsdp.attach(model, "q4", **options).load_state_dict(saved.state_dict())
+    dataclasses.replace(sharding, without=IDLE).backward(model, 1)
+    model.zero_grad()
+    sharding.backward(model, 2)
+    return local_gradients(model)
+
+
+@pytest.mark.torch_core
+def test_a_state_with_a_loss_scale_goes_on_without_one_as_on_the_host(
+    worlds: Worlds, device_worlds: Worlds
+) -> None:
+    host = worlds(4).run(case_resumed_without_a_scaler, device="cpu")
+    device = device_worlds(4).run(case_resumed_without_a_scaler, device="streamed")
+    for one, other in zip(host, device, strict=True):
+        assert all(map(np.array_equal, one, other))
+        # Not 2^10 times what was withheld: gradients are below 2^4 in size.
+        assert max(np.abs(gradient).max(initial=0.0) for gradient in one) < 2**5
+
+
+class Watched:
+    """A model in training, whose hooks count what they do to the device."""
+
+    def __init__(self, attach: dict[str, Any]) -> None:
+        import gradferry
+        from fake_device import machine
+
+        self.machine = machine
+        self.sharding = Sharding(device="streamed")
+        mesh = self.sharding.mesh()
+        self.model = self.sharding.model(mesh["shard"])
+        self.state = gradferry.fsdp.attach(self.model, replicate_group=mesh["replica"], **attach)
+        self.computes_on = torch.accelerator.current_stream()
+        self.calls: list[dict[str, int]] = []  # of the hook in the last step
+
+    def step(self, step: int, omitted: int = -1, read_early: int = -1) -> list[str]:
+        """What the machine finds. `omitted`: a wait of the hook's calls; `read_early`: the call
+        after which the stream that computes reads the average, and waits for nothing but what came
+        before the call.
+        """
+        import fake_device
+        from gradferry.fsdp.hooks import ReplicaHook
+
+        def watched(hook: ReplicaHook, gradient: torch.Tensor) -> None:
+            if omitted >= 0:
+                self.machine.omit_wait(omitted - sum(call["waits"] for call in self.calls))
+            came = torch.accelerator.current_stream().record_event()
+            before = self.machine.counters()
+            average(hook, gradient)
+            after = self.machine.counters()
+            self.machine.omit_wait(-1)
+            self.calls.append({key: after[key] - before[key] for key in after})
+            if len(self.calls) == 1 + read_early:
+                self.computes_on.wait_event(came)
+                with torch.get_device_module(fake_device.DEVICE).stream(self.computes_on):
+                    gradient.clone()
+
+        self.calls = []
+        average = ReplicaHook.__call__
+        with mock.patch.object(ReplicaHook, "__call__", watched):
+            self.sharding.backward(self.model, step)
+        local_gradients(self.model)  # read where an optimizer would
+        self.model.zero_grad()
+        self.machine.synchronize()
+        return self.machine.races()
+
+
+def case_overlap(attach: dict[str, Any]) -> dict[str, Any]:
+    run = Watched(attach)
+    found = [run.step(step) for step in range(2)]
+    calls = run.calls
+    early = [run.step(2 + number, read_early=number) for number in range(MODULES)]
+    return {
+        "found": found,
+        "calls": calls,
+        "early": early,
+        "after": run.step(2 + MODULES),
+        "host_waits": run.state.stats()["host_waits"],
+        "computes_on": run.computes_on.stream_id,
+    }
+
+
+@pytest.mark.torch_core
+@pytest.mark.parametrize("attach", [Q4, MOMENTUM], ids=["q4", "momentum"])
+def test_the_exchange_is_beside_the_backward_pass(
+    device_worlds: Worlds, attach: dict[str, Any]
+) -> None:
+    for answer in device_worlds(4).run(case_overlap, attach=attach):
+        assert answer["found"] == [[], []]
+        assert answer["after"] == []
+        assert answer["host_waits"] == 0
+        assert len(answer["calls"]) == MODULES
+        for call in answer["calls"]:
+            assert call["host_waits"] == 0
+            assert call["allocations"] == 0
+        # When the hook has returned, what computes is not behind the exchange, on another stream.
+        computes_on = answer["computes_on"]
+        for found in answer["early"]:
+            assert found != []
+            for race in found:
+                both = sorted(race.split(" is not ordered with "))
+                assert both[0] == f"copy on stream {computes_on}"
+                assert both[1].startswith("decode on stream ")
+                assert both[1] != f"decode on stream {computes_on}"
+
+
+# Of a call after the first. All of them are on streams.
+WAITS = ("ready", "slot", "scatter", "gather", "end")
+
+
+def case_omit_waits(attach: dict[str, Any]) -> dict[str, Any]:
+    """Steps whose last call omits each of its waits in turn."""
+    run = Watched(attach)
+    found = [run.step(step) for step in range(2)]
+    waits = [call["waits"] for call in run.calls]
+    omitted = range(sum(waits[:-1]), sum(waits))
+    return {
+        "found": found,
+        "waits": waits[-1],
+        "omitted": [bool(run.step(2 + number, omitted=number)) for number in omitted],
+    }
+
+
+def test_every_wait_is_needed(device_worlds: Worlds) -> None:
+    for answer in device_worlds(4).run(case_omit_waits, attach=Q4):
+        assert answer["found"] == [[], []]
+        assert answer["waits"] == len(WAITS)
+        # With a chunk per module there are as many slots: one is free since the step before.
+        assert answer["omitted"] == [name != "slot" for name in WAITS]

@@ -1,0 +1,128 @@
+// What the contract suite goes through, and what it compares: for every implementation that joins.
+#pragma once
+
+#include <algorithm>
+#include <cfloat>
+#include <cmath>
+#include <numeric>
+#include <ostream>
+#include <string>
+#include <vector>
+
+#include "gradferry/codec.h"
+#include "tests/kernels/codec_runner.h"
+#include "tests/kernels/inputs.h"
+#include "tests/kernels/option_sets.h"
+
+namespace gradferry::testing {
+
+struct Case {
+  std::string codec;
+  ScalarType dtype;
+};
+
+inline std::string dtype_name(ScalarType dtype) {
+  constexpr const char* names[] = {"float32", "bfloat16", "float16", "float64"};
+  return names[static_cast<size_t>(dtype)];
+}
+
+inline void PrintTo(const Case& c, std::ostream* out) {
+  *out << c.codec << " " << dtype_name(c.dtype);
+}
+
+// Defaults with every dtype, other options with fp32: no codec combines the two.
+inline std::vector<Case> all_cases() {
+  std::vector<Case> cases;
+  for (const Codec& codec : cpu_codecs(Isa::kScalar)) {
+    for (const ScalarType dtype : {ScalarType::kFloat32, ScalarType::kBFloat16,
+                                   ScalarType::kFloat16, ScalarType::kFloat64}) {
+      if (dtype == ScalarType::kFloat64 && !codec.supports_float64) continue;
+      cases.push_back({std::string(codec.name), dtype});
+    }
+    for (const std::string& text : option_sets(codec)) {
+      if (text != codec.name) cases.push_back({text, ScalarType::kFloat32});
+    }
+  }
+  return cases;
+}
+
+// Every length up to four of the longest blocks, around the groups of 1024, and around a tile.
+inline std::vector<uint32_t> edge_sizes() {
+  std::vector<uint32_t> sizes(4 * 128 + 3);
+  std::iota(sizes.begin(), sizes.end(), 1u);
+  for (const uint32_t center : {1024u, 2048u, 3072u, 4080u}) {
+    for (const uint32_t offset : {0u, 1u, 15u, 16u, 17u, 31u, 32u, 33u}) {
+      if (center + offset <= kTileElements) sizes.push_back(center - 17 + offset);
+    }
+  }
+  for (const uint32_t n : {1025u, 4095u, 4096u, 4096u, 7u, 4096u}) sizes.push_back(n);
+  return sizes;
+}
+
+inline bool same_status(const std::vector<TileStatus>& a, const std::vector<TileStatus>& b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](TileStatus x, TileStatus y) {
+    return x.checksum == y.checksum && x.flags == y.flags;
+  });
+}
+
+// The rule for every residual: the new value where it is finite, else what is kept of the old
+// one.
+inline float kept_unless_finite(double updated, float kept) {
+  const float rounded = static_cast<float>(updated);
+  return std::isfinite(rounded) ? rounded : kept;
+}
+inline float kept_by(float gain, float old) {
+  const float product = gain * old;
+  return std::isfinite(product) ? product : old;
+}
+
+// Three elements overflow when they are multiplied by a gain above 1, and stay as they are; by one
+// below 1 they become subnormal.
+inline std::vector<float> residual_beyond(float gain, size_t n, uint64_t seed) {
+  std::vector<float> residual = make_residual(Input::kGaussian, n, seed);
+  for (size_t i = 0; i < 3; ++i) residual[i] = gain > 1 ? (i == 1 ? -FLT_MAX : FLT_MAX) : FLT_MIN;
+  return residual;
+}
+
+// A suite over codecs, their options and dtypes.
+class ContractTest : public ::testing::TestWithParam<Case> {
+ protected:
+  static CallSetup setup(std::vector<uint32_t> sizes) {
+    CallSetup result;
+    result.codec = GetParam().codec;
+    result.dtype = GetParam().dtype;
+    result.sizes = std::move(sizes);
+    return result;
+  }
+  bool is_float64() const { return GetParam().dtype == ScalarType::kFloat64; }
+
+  // D(payload) of every element, unrounded: lossy codecs decode to fp32 whatever the gradient is.
+  std::vector<double> values(const CallSetup& s, const Buffer& payload, Stage stage) const {
+    CallSetup wide = s;
+    if (parse_codec(s.codec).codec->lossy) wide.dtype = ScalarType::kFloat32;
+    wide.beta = 0;
+    const Result decoded = Runner(wide).decode(Isa::kScalar, payload, Buffer(), stage);
+    return numbers(wide.dtype, decoded.gradient);
+  }
+  static std::vector<double> numbers(ScalarType dtype, const Buffer& gradient) {
+    const uint32_t item = item_bytes(dtype);
+    std::vector<double> result(gradient.size() / item);
+    for (size_t i = 0; i < result.size(); ++i) {
+      result[i] = read_number(dtype, gradient.data() + i * item);
+    }
+    return result;
+  }
+  // fl(a * x) + fl(b * y), in the arithmetic of the dtype.
+  double combine(double a, double x, double b, double y) const {
+    if (is_float64()) return a * x + b * y;
+    const float ax = static_cast<float>(a) * static_cast<float>(x);
+    const float by = static_cast<float>(b) * static_cast<float>(y);
+    return ax + by;
+  }
+};
+
+inline std::string case_name(const ::testing::TestParamInfo<Case>& info) {
+  return as_name(info.param.codec, "") + "_" + dtype_name(info.param.dtype);
+}
+
+}  // namespace gradferry::testing

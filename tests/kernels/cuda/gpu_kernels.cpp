@@ -1,0 +1,238 @@
+// The CUDA kernels on a GPU, called with host memory: every call copies what it needs there and
+// back.
+#include <algorithm>
+#include <span>
+#include <utility>
+
+#include "gradferry/cuda_codecs.h"
+#include "tests/kernels/cuda/gpu_copy.h"
+#include "tests/kernels/simt/kernels_on_host.h"
+
+namespace gradferry::testing {
+namespace {
+
+const std::byte* as_bytes(const void* memory) { return static_cast<const std::byte*>(memory); }
+
+const MessageKernels& kernels() { return cuda_library().messages; }
+
+size_t end_of(const Message* messages, uint32_t num_messages) {
+  size_t end = 0;
+  for (const Message& m : std::span(messages, num_messages)) {
+    end = std::max<size_t>(end, m.offset + sizeof(MessageHeader) + m.payload_bytes);
+  }
+  return end;
+}
+
+void rescale(const RescaleCall& call) {
+  const GpuCopy loss(call.loss_scale, 1);
+  const GpuCopy residual(call.residual_scale, 1);
+  const GpuCopy gain(call.gain, 1);
+  const GpuCopy step_nonfinite(call.step_nonfinite, 1);
+  kernels().rescale({loss.get(), residual.get(), gain.get(), step_nonfinite.get(), nullptr});
+}
+
+void scale(const ScaleCall& call) {
+  const GpuCopy factor(call.factor, 1);
+  const GpuCopy values(call.values, call.num_elements);
+  kernels().scale({factor.get(), values.get(), call.num_elements, nullptr});
+}
+
+void take_back(const TakeBackCall& call) {
+  const GpuCopy step_nonfinite(call.step_nonfinite, 1);
+  const GpuCopy values(call.values, call.num_elements);
+  const GpuCopy before(call.before, call.num_elements);
+  kernels().take_back(
+      {step_nonfinite.get(), values.get(), before.get(), call.num_elements, nullptr});
+}
+
+// How far the arrays of a chunk reach.
+struct Extents {
+  size_t gradient = 0;  // bytes
+  size_t residual = 0;  // elements
+  size_t payload = 0;   // bytes, in the format of the stage
+  size_t output = 0;    // bytes, in the other one's
+};
+
+Extents extents_of(const ChunkBatch& chunk, Stage stage) {
+  Extents extents;
+  const size_t item = item_bytes(chunk.dtype);
+  const auto reach = [](size_t& extent, size_t end) { extent = std::max(extent, end); };
+  for (const ChunkTile& entry : std::span(chunk.tiles, chunk.num_tiles)) {
+    const Tile& tile = entry.tile;
+    const ChunkCodec& used = chunk.codecs[entry.codec];
+    const auto bytes = [&](Stage of) {
+      return codecs()[used.row].payload_bytes(tile.num_elements, chunk.dtype, of, used.options);
+    };
+    reach(extents.gradient, (tile.gradient_offset + tile.num_elements) * item);
+    if (entry.has_residual != 0) {
+      reach(extents.residual, tile.residual_offset + tile.num_elements);
+    }
+    reach(extents.payload, tile.payload_offset + bytes(stage));
+    const Stage other = stage == Stage::kWorker ? Stage::kOwner : Stage::kWorker;
+    reach(extents.output, tile.output_offset + bytes(other));
+  }
+  return extents;
+}
+
+// The tables of a chunk on the GPU; `num_sums`: of messages received and sent.
+struct GpuChunk {
+  GpuChunk(const ChunkBatch& of, size_t num_sums)
+      : tiles(of.tiles, of.num_tiles),
+        codecs(of.codecs, num_codecs(of)),
+        progress(reinterpret_cast<uint64_t*>(of.progress),
+                 sizeof(ChunkProgress) / sizeof(uint64_t) + num_sums),
+        chunk(of) {
+    chunk.tiles = tiles.get();
+    chunk.codecs = codecs.get();
+    chunk.progress = reinterpret_cast<ChunkProgress*>(progress.get());
+  }
+  static size_t num_codecs(const ChunkBatch& of) {
+    size_t num = 0;
+    for (const ChunkTile& entry : std::span(of.tiles, of.num_tiles)) {
+      num = std::max<size_t>(num, entry.codec + 1);
+    }
+    return num;
+  }
+  GpuCopy<const ChunkTile> tiles;
+  GpuCopy<const ChunkCodec> codecs;
+  GpuCopy<uint64_t> progress;
+  ChunkBatch chunk;
+};
+
+struct GpuReceived {
+  GpuReceived(const ReceivedMessages& of, size_t num_bytes)
+      : messages(of.messages, of.num_messages),
+        buffer(of.buffer, num_bytes),
+        verdicts(of.verdicts, of.num_messages),
+        received{messages.get(), of.num_messages, buffer.get(), verdicts.get()} {}
+  GpuCopy<const Message> messages;
+  GpuCopy<const std::byte> buffer;
+  GpuCopy<uint32_t> verdicts;
+  ReceivedMessages received;
+};
+
+void encode_chunk(const EncodeChunkCall& call) {
+  const Extents extents = extents_of(call.chunk, Stage::kWorker);
+  const GpuChunk chunk(call.chunk, call.num_messages);
+  const GpuCopy gradient(as_bytes(call.gradient), extents.gradient);
+  const GpuCopy gain(call.gain, 1);
+  const GpuCopy residual(call.residual, extents.residual);
+  const GpuCopy messages(call.messages, call.num_messages);
+  const GpuCopy out(call.out, std::max(extents.payload, end_of(call.messages, call.num_messages)));
+  cuda_library().chunks.encode({chunk.chunk, gradient.get(), gain.get(), residual.get(),
+                                messages.get(), call.num_messages, out.get()});
+}
+
+void reduce_chunk(const ReduceChunkCall& call) {
+  const Extents extents = extents_of(call.chunk, Stage::kWorker);
+  const GpuChunk chunk(call.chunk, call.received.num_messages + 1);
+  const GpuReceived received(call.received,
+                             end_of(call.received.messages, call.received.num_messages));
+  const GpuCopy gain(call.gain, 1);
+  const GpuCopy residual(call.residual, extents.residual);
+  const GpuCopy out(call.out, sizeof(MessageHeader) + call.payload_bytes);
+  const GpuCopy findings(call.findings, 1);
+  const ReceivedMessages& siblings = call.from_siblings;
+  const GpuReceived from_siblings(siblings, end_of(siblings.messages, siblings.num_messages));
+  const GpuCopy forward(call.forward, sizeof(MessageHeader));
+  cuda_library().chunks.reduce({chunk.chunk, received.received, gain.get(), residual.get(),
+                                call.payload_bytes, out.get(), findings.get(),
+                                from_siblings.received, call.forward_payload_bytes, forward.get()});
+}
+
+// How far pieces reach in the bucket and in the sum, in elements.
+std::pair<size_t, size_t> ends_of(const ChunkPiece* pieces, uint32_t num_pieces) {
+  size_t gradient = 0, sum = 0;
+  for (const ChunkPiece& piece : std::span(pieces, num_pieces)) {
+    gradient = std::max<size_t>(gradient, piece.gradient_offset + piece.num_elements);
+    sum = std::max<size_t>(sum, piece.offset + piece.num_elements);
+  }
+  return {gradient, sum};
+}
+
+void pack(const PackCall& call) {
+  PackCall on_gpu = call;
+  const size_t item = item_bytes(call.dtype);
+  const auto [gradient_end, sum_end] = ends_of(call.pieces, call.num_pieces);
+  const GpuCopy pieces(call.pieces, call.num_pieces);
+  const GpuCopy gradient(as_bytes(call.gradient), gradient_end * item);
+  const GpuCopy messages(call.messages, call.num_messages);
+  const GpuCopy out(call.out, end_of(call.messages, call.num_messages));
+  on_gpu.pieces = pieces.get();
+  on_gpu.gradient = gradient.get();
+  on_gpu.messages = messages.get();
+  on_gpu.out = out.get();
+  cuda_library().nodes.pack(on_gpu);
+}
+
+void sum(const SumCall& call) {
+  SumCall on_gpu = call;
+  const size_t item = item_bytes(call.dtype);
+  const auto [gradient_end, sum_end] = ends_of(call.pieces, call.num_pieces);
+  const GpuCopy pieces(call.pieces, call.num_pieces);
+  const GpuCopy gradient(as_bytes(call.gradient), gradient_end * item);
+  const GpuCopy messages(call.messages, call.num_messages);
+  const GpuCopy received(call.received, end_of(call.messages, call.num_messages));
+  const GpuCopy sum(static_cast<std::byte*>(call.sum), sum_end * item);
+  on_gpu.pieces = pieces.get();
+  on_gpu.gradient = gradient.get();
+  on_gpu.messages = messages.get();
+  on_gpu.received = received.get();
+  on_gpu.sum = sum.get();
+  cuda_library().nodes.sum(on_gpu);
+}
+
+void decode_chunk(const DecodeChunkCall& call) {
+  Extents extents = extents_of(call.chunk, Stage::kOwner);
+  const GpuChunk chunk(call.chunk, call.received.num_messages);
+  const GpuReceived received(
+      call.received,
+      std::max(extents.payload, end_of(call.received.messages, call.received.num_messages)));
+  for (const ChunkTile& entry : std::span(call.chunk.tiles, call.chunk.num_tiles)) {
+    if (entry.summed_offset == 0) continue;
+    const size_t bytes = entry.tile.num_elements * item_bytes(call.chunk.dtype);
+    extents.output = std::max<size_t>(extents.output, entry.summed_offset + bytes);
+  }
+  const GpuCopy sent(call.sent, call.residual == nullptr ? 0 : extents.output);
+  const GpuCopy gradient(static_cast<std::byte*>(call.gradient), extents.gradient);
+  const GpuCopy residual(call.residual, extents.residual);
+  const GpuCopy flags(call.flags, call.chunk.num_tiles);
+  const GpuCopy findings(call.findings, 1);
+  const GpuCopy step_nonfinite(call.step_nonfinite, 1);
+  cuda_library().chunks.decode({chunk.chunk, received.received, sent.get(), gradient.get(),
+                                residual.get(), flags.get(), findings.get(), step_nonfinite.get()});
+}
+
+void commit(const CommitCall& call) {
+  CommitCall on_gpu = call;
+  const GpuCopy loss_scale(call.loss_scale, 1);
+  const GpuCopy findings(call.findings, 1);
+  const GpuCopy record(call.record, 1);
+  const GpuCopy tile(call.nonfinite_tile, 1);
+  on_gpu.loss_scale = loss_scale.get();
+  on_gpu.findings = findings.get();
+  on_gpu.record = record.get();
+  on_gpu.nonfinite_tile = tile.get();
+  kernels().commit(on_gpu);
+}
+
+}  // namespace
+
+const ChunkKernels& chunk_kernels_on_host() {
+  static const ChunkKernels on_host{&encode_chunk, &reduce_chunk, &decode_chunk};
+  return on_host;
+}
+
+const NodeKernels& node_kernels_on_host() {
+  static const NodeKernels on_host{&pack, &sum};
+  return on_host;
+}
+
+const MessageKernels& message_kernels_on_host() {
+  static const MessageKernels on_host{&take_back, &rescale, &scale, &commit};
+  return on_host;
+}
+
+void set_schedule(uint64_t /*seed*/) {}  // a GPU has its own
+
+}  // namespace gradferry::testing

@@ -1,0 +1,111 @@
+// Payloads, residuals and results recorded in tests/kernels/golden: the wire format does not change by
+// accident. GRADFERRY_WRITE_GOLDEN=1 writes the files anew, which needs a new wire version.
+// Payloads in tests/kernels/golden/bad break the format, and are found out.
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <iterator>
+
+#include "tests/kernels/codec_runner.h"
+#include "tests/kernels/golden_files.h"
+#include "tests/kernels/option_sets.h"
+
+namespace gradferry::testing {
+namespace {
+
+// Magnitudes over 30 powers of two, every sign, from integers alone: element i of rank r is
+// m * 2^e with the bits of a 32-bit congruential generator.
+std::vector<double> golden_numbers(uint32_t n, uint32_t rank) {
+  std::vector<double> result(n);
+  uint32_t state = 12345 + rank;
+  for (double& x : result) {
+    state = state * 1664525u + 1013904223u;
+    const int m = static_cast<int>((state >> 8) % 2047) - 1023;
+    x = std::ldexp(m, -20 - static_cast<int>(state >> 28) * (rank == 0 ? 1 : 2));
+  }
+  return result;
+}
+
+const std::string kBadDirectory = std::string(GRADFERRY_GOLDEN_DIR) + "/bad";
+constexpr uint32_t kElements = 1100;  // one whole group, blocks, and a ragged end
+
+// Every codec of the table, with each of its options.
+std::vector<std::string> golden_codecs() {
+  std::vector<std::string> result;
+  for (const Codec& codec : cpu_codecs(Isa::kScalar)) {
+    for (std::string& text : option_sets(codec)) result.push_back(std::move(text));
+  }
+  return result;
+}
+
+// The codec string with '_' for what separates options.
+std::string stem(const std::string& codec) { return as_name(codec, ".="); }
+
+Runner runner(const std::string& codec) {
+  CallSetup setup;
+  setup.codec = codec;
+  setup.sizes = {kElements};
+  return Runner(setup);
+}
+
+TEST(GoldenFiles, StillDescribeTheWireFormat) {
+  for (const std::string& codec : golden_codecs()) {
+    for (const Isa isa : available_isas()) {
+      const Runner run = runner(codec);
+      const bool keeps_residual = run.codec(isa).lossy;
+      std::vector<Buffer> payloads, residuals(2);
+      for (uint32_t rank = 0; rank < 2; ++rank) {
+        const Buffer gradient = run.gradient_from(golden_numbers(kElements, rank));
+        const Buffer zero = run.residual_from(std::vector<float>(kElements, 0.0f));
+        const Result r = run.encode(isa, gradient, keeps_residual ? zero : Buffer());
+        const std::string suffix = "_rank" + std::to_string(rank);
+        expect_golden("gradient" + suffix, as_string(gradient));
+        expect_golden(stem(codec) + "_payload" + suffix, as_string(r.payload));
+        if (keeps_residual)
+          expect_golden(stem(codec) + "_residual" + suffix, as_string(r.residual));
+        payloads.push_back(r.payload);
+      }
+      const Result reduced = run.reduce(isa, payloads, Buffer());
+      expect_golden(stem(codec) + "_reduced", as_string(reduced.payload));
+      expect_golden(stem(codec) + "_decoded",
+                    as_string(run.decode(isa, reduced.payload, Buffer(), Stage::kOwner).gradient));
+      payloads.push_back(payloads[0]);
+      expect_golden(stem(codec) + "_accumulated",
+                    as_string(run.accumulate(isa, payloads, 3).gradient));
+    }
+  }
+}
+
+// A bad file's name is the codec's, "__" and what is wrong with it.
+TEST(GoldenFiles, BadPayloadsAreFlaggedAndDecodeToNan) {
+  std::ptrdiff_t num_checked = 0;
+  for (const auto& entry : std::filesystem::directory_iterator(kBadDirectory)) {
+    const std::string name = entry.path().stem().string();
+    for (const std::string& codec : golden_codecs()) {
+      if (name.substr(0, name.find("__")) != stem(codec)) continue;
+      ++num_checked;
+      const std::string bytes = read_file(entry.path());
+      const Runner run = runner(codec);
+      Buffer payload(run.payload_bytes(kElements, Stage::kWorker));
+      ASSERT_EQ(bytes.size(), payload.size()) << name;
+      std::memcpy(payload.data(), bytes.data(), bytes.size());
+      for (const Isa isa : available_isas()) {
+        const Result r = run.decode(isa, payload, Buffer(), Stage::kWorker);
+        EXPECT_EQ(r.status[0].flags, kTileCorrupt | kTileNonFinite) << name;
+        uint32_t num_nans = 0;
+        for (const float x : r.gradient.as<float>()) num_nans += std::isnan(x) ? 1 : 0;
+        EXPECT_GT(num_nans, 0u) << name;
+        const Result reduced = run.reduce(isa, {payload, payload}, Buffer());
+        EXPECT_EQ(reduced.status[0].flags, kTileCorrupt | kTileNonFinite) << name;
+        const Result accumulated = run.accumulate(isa, {payload, payload}, 2);
+        EXPECT_TRUE(accumulated.gradient == r.gradient) << name;
+        EXPECT_EQ(accumulated.status[0].flags, kTileCorrupt | kTileNonFinite) << name;
+      }
+    }
+  }
+  EXPECT_EQ(num_checked, std::distance(std::filesystem::directory_iterator(kBadDirectory), {}))
+      << "a file in " << kBadDirectory << " names no codec";
+}
+
+}  // namespace
+}  // namespace gradferry::testing

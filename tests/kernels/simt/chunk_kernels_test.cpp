@@ -1,0 +1,215 @@
+// The kernels of chunks, run by the emulator or by a GPU: a chunk goes through all ranks, and every
+// byte is compared with what the CPU codecs and the law of headers give, tile by tile.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+
+#include "tests/kernels/simt/chunk_run.h"
+
+namespace gradferry::testing {
+namespace {
+
+#if defined(SIMT_SANITIZED)
+constexpr uint64_t kSeeds = 1;
+#else
+constexpr uint64_t kSeeds = 5;
+#endif
+
+// With all of their options.
+std::vector<std::string> all_codecs() {
+  std::vector<std::string> all;
+  for (const Codec& codec : cpu_codecs(Isa::kScalar)) {
+    for (const std::string& text : option_sets(codec)) all.push_back(text);
+  }
+  return all;
+}
+
+TEST(Chunks, GiveTheBytesOfTheCpuUnderEverySeed) {
+  for (uint64_t seed = 1; seed <= kSeeds; ++seed) {
+    set_schedule(seed);
+    ChunkSetup setup;
+    setup.gain = 0.5f;
+    expect_bytes_of_the_cpu(ChunkRun(setup));
+  }
+}
+
+TEST(Chunks, HoldEveryCodecBesideExact) {
+  for (const Codec& codec : cpu_codecs(Isa::kScalar)) {
+    for (const ScalarType dtype :
+         {ScalarType::kFloat32, ScalarType::kBFloat16, ScalarType::kFloat16}) {
+      SCOPED_TRACE(std::string(codec.name) + " " + dtype_name(dtype));
+      ChunkSetup setup;
+      setup.codecs = {std::string(codec.name), "exact"};
+      setup.dtype = dtype;
+      setup.sizes = kFewSizes;
+      setup.world_size = 2;
+      // Rank 0 makes elements of all ranks non-finite, which the others undo.
+      setup.input_of_rank_0 = Input::kNonFinite;
+      setup.alpha = 0.25f;
+      setup.beta = 0.75f;
+      expect_bytes_of_the_cpu(ChunkRun(setup));
+    }
+  }
+}
+
+TEST(Chunks, HoldEveryMixture) {
+  ChunkSetup setup;
+  setup.codecs = all_codecs();
+  setup.sizes.clear();
+  for (size_t i = 0; i < 2 * setup.codecs.size(); ++i) {
+    setup.sizes.push_back(i % 4 == 0 ? 4096u : static_cast<uint32_t>(1000 + 37 * i));
+  }
+  for (const ScalarType dtype :
+       {ScalarType::kFloat32, ScalarType::kBFloat16, ScalarType::kFloat16}) {
+    SCOPED_TRACE(dtype_name(dtype));
+    set_schedule(1 + static_cast<uint64_t>(dtype));
+    setup.dtype = dtype;
+    setup.input_of_rank_0 = dtype == ScalarType::kFloat32 ? Input::kNonFinite : Input::kHeavyTail;
+    expect_bytes_of_the_cpu(ChunkRun(setup));
+  }
+}
+
+TEST(Chunks, HoldFloat64) {
+  for (const Input input : {Input::kGaussian, Input::kNonFinite, Input::kSparse}) {
+    ChunkSetup setup;
+    setup.codecs = {"exact"};
+    setup.dtype = ScalarType::kFloat64;
+    setup.input_of_rank_0 = input;
+    setup.beta = 0.9f;
+    expect_bytes_of_the_cpu(ChunkRun(setup));
+  }
+}
+
+// Momentum in a world of one: what was encoded is decoded where it lies, and has no header.
+TEST(Chunks, WithoutMessagesAreOnlyEncodedAndDecoded) {
+  ChunkSetup setup;
+  setup.codecs = {"exact"};
+  setup.world_size = 1;
+  setup.alpha = 0.25f;
+  setup.beta = 0.75f;
+  ChunkRun kernels(setup), cpu(setup);
+  kernels.encode(0, false), cpu.encode_on_cpu(0, false);
+  expect_same(kernels, cpu);
+  for (ChunkRun* run : {&kernels, &cpu}) {
+    Rank& r = run->ranks[0];
+    ASSERT_EQ(r.gathered.size(), r.sent.size());
+    std::memcpy(r.gathered.data(), r.sent.data(), r.sent.size());
+  }
+  kernels.decode(0, false), cpu.decode_on_cpu(0);
+  EXPECT_EQ(kernels.verdicts, std::vector<uint32_t>{77});  // untouched
+  EXPECT_EQ(kernels.findings.nonfinite_tile, cpu.findings.nonfinite_tile);
+  expect_same(kernels, cpu);
+}
+
+// Few and small, for sanitizers.
+TEST(Chunks, StayInsideEveryBufferOfAMixture) {
+  for (const std::vector<std::string>& codecs :
+       {std::vector<std::string>{"q4", "exact"}, all_codecs()}) {
+    ChunkSetup setup;
+    setup.codecs = codecs;
+    setup.world_size = 2;
+    setup.sizes.clear();
+    for (uint32_t i = 0; i < 2 * codecs.size(); ++i) setup.sizes.push_back(5 + 125 * (i % 3));
+    expect_bytes_of_the_cpu(ChunkRun(setup));
+  }
+}
+
+// --- what is wrong with messages -----------------------------------------------------------------
+
+TEST(Chunks, ReduceRefusesADamagedMessageAndStillSends) {
+  ChunkRun run(small_setup());
+  for (uint32_t rank = 0; rank < 3; ++rank) run.encode(rank);
+  run.scatter();
+  run.ranks[0].scattered.data()[run.scattered(0, 1).offset + kHeaderBytes + 9] ^= std::byte{4};
+  run.reduce(0);
+  const auto refused = static_cast<uint32_t>(WireStatus::kBadChecksum);
+  EXPECT_EQ(run.verdicts, (std::vector<uint32_t>{0, refused, 0}));
+  EXPECT_EQ(run.findings.status, refused);
+  EXPECT_EQ(run.findings.phase, static_cast<uint32_t>(Phase::kScatter));
+  EXPECT_EQ(run.findings.rank, 1u);
+  MessageHeader header;
+  std::memcpy(&header, run.ranks[0].message.data(), sizeof(header));
+  EXPECT_EQ(header.status, refused);
+  EXPECT_EQ(header.phase, static_cast<uint8_t>(Phase::kGather));
+  EXPECT_EQ(header.checksum,
+            word_sum(run.ranks[0].message.data() + kHeaderBytes, header.payload_bytes));
+}
+
+TEST(Chunks, ReduceCountsCorruptTiles) {
+  ChunkSetup setup = small_setup();
+  setup.codecs = {"q4"};
+  ChunkRun run(setup);
+  for (uint32_t rank = 0; rank < 3; ++rank) run.encode(rank);
+  run.scatter();
+  // Scales that no encoder writes, in a message that is otherwise right.
+  const Message message = run.scattered(0, 2);
+  std::memset(run.ranks[0].scattered.data() + message.offset + kHeaderBytes, 0xff,
+              message.payload_bytes);
+  ChunkRun::seal(run.ranks[0].scattered, message, run.envelope(2, Phase::kScatter), 0);
+  run.reduce(0);
+  EXPECT_EQ(run.verdicts, std::vector<uint32_t>(3, 0));
+  EXPECT_EQ(run.findings.status, static_cast<uint32_t>(WireStatus::kCorruptPayload));
+  EXPECT_EQ(run.findings.phase, static_cast<uint32_t>(Phase::kScatter));
+  EXPECT_EQ(run.findings.rank, 0u);
+  EXPECT_EQ(run.findings.received, 2u);  // tiles that rank 0 owns
+}
+
+TEST(Chunks, DecodeMakesTilesOfRefusedMessagesNaN) {
+  for (const ScalarType dtype :
+       {ScalarType::kFloat32, ScalarType::kBFloat16, ScalarType::kFloat16, ScalarType::kFloat64}) {
+    ChunkSetup setup = small_setup();
+    setup.dtype = dtype;
+    setup.bare = kAllTiles;
+    if (dtype == ScalarType::kFloat64) setup.codecs = {"exact"};
+    ChunkRun run(setup), cpu(setup);
+    run.until_decode_on_cpu(), cpu.until_decode_on_cpu();
+    cpu.decode_on_cpu(1);
+    run.ranks[1].gathered.data()[run.gathered(0).offset + 32] ^= std::byte{1};  // the step
+    run.decode(1);
+    const auto refused = static_cast<uint32_t>(WireStatus::kBadStep);
+    EXPECT_EQ(run.verdicts, (std::vector<uint32_t>{refused, 0, 0}));
+    EXPECT_EQ(run.findings.status, refused);
+    EXPECT_EQ(run.findings.phase, static_cast<uint32_t>(Phase::kGather));
+    EXPECT_EQ(run.findings.rank, 0u);
+    EXPECT_EQ(run.findings.nonfinite_tile, 101u);  // the first tile, whose id is 100
+    EXPECT_EQ(run.step_nonfinite, 1u);
+    const uint32_t item = item_bytes(dtype);
+    for (size_t i = 0; i < setup.sizes.size(); ++i) {
+      const ChunkTile& entry = run.decoded(i);
+      for (uint32_t e = 0; e < setup.sizes[i]; ++e) {
+        const size_t at = (entry.tile.gradient_offset + e) * item;
+        if (entry.message == 0) {
+          const double value = read_number(dtype, run.ranks[1].gradient.data() + at);
+          ASSERT_TRUE(std::isnan(value)) << i << " " << e;
+        } else {
+          ASSERT_EQ(std::memcmp(run.ranks[1].gradient.data() + at,
+                                cpu.ranks[1].gradient.data() + at, item),
+                    0);
+        }
+      }
+    }
+  }
+}
+
+TEST(Chunks, DecodeNotesTheFirstCorruptTile) {
+  ChunkSetup setup = small_setup();
+  setup.codecs = {"q4"};
+  setup.bare = kAllTiles;
+  ChunkRun run(setup);
+  run.until_decode_on_cpu();
+  const Message message = run.gathered(1);
+  Buffer& gathered = run.ranks[2].gathered;
+  std::memset(gathered.data() + message.offset + kHeaderBytes, 0xff, message.payload_bytes);
+  ChunkRun::seal(gathered, message, run.envelope(1, Phase::kGather), 0);
+  run.decode(2);
+  EXPECT_EQ(run.verdicts, std::vector<uint32_t>(3, 0));
+  EXPECT_EQ(run.findings.status, static_cast<uint32_t>(WireStatus::kCorruptPayload));
+  EXPECT_EQ(run.findings.phase, static_cast<uint32_t>(Phase::kGather));
+  EXPECT_EQ(run.findings.rank, 1u);
+  EXPECT_EQ(run.findings.received, 1u);
+  EXPECT_EQ(run.findings.nonfinite_tile, 102u);  // the second tile
+}
+
+}  // namespace
+}  // namespace gradferry::testing

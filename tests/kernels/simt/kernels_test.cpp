@@ -1,0 +1,218 @@
+// Every codec's kernels, run by the emulator or by a GPU, give the bytes of the CPU codec: messages
+// with their checksums, gradients, residuals, and what is found wrong. A chunk has one codec here;
+// chunk_kernels_test.cpp has mixtures, and messages that are refused.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <random>
+
+#include "tests/kernels/simt/chunk_run.h"
+
+namespace gradferry::testing {
+namespace {
+
+// Under a sanitizer a tile takes a hundred times as long: fewer of them, of every kind.
+#if defined(SIMT_SANITIZED)
+constexpr bool kFewTiles = true;
+#else
+constexpr bool kFewTiles = false;
+#endif
+
+// The emulator takes every fourth of the contract's sizes, some of every kind; a GPU takes them
+// all.
+#if defined(GRADFERRY_SIMT)
+constexpr uint32_t kSizeStride = 4;
+#else
+constexpr uint32_t kSizeStride = 1;
+#endif
+
+// The contract's sizes in strides, and whole tiles. Or of few tiles: a whole one, a ragged one, one
+// of about a block, a tiny one.
+std::vector<uint32_t> some_sizes(uint32_t index) {
+  if (kFewTiles) {
+    constexpr uint32_t kRagged[] = {4095, 1025, 3000, 2047, 1023, 4080, 515, 1500};
+    constexpr uint32_t kBlocks[] = {31, 33, 127, 129, 128, 130, 32, 100};
+    return {kTileElements, kRagged[index], kBlocks[index], 1 + index};
+  }
+  const std::vector<uint32_t> all = edge_sizes();
+  std::vector<uint32_t> sizes = {kTileElements, kTileElements};
+  for (size_t i = index % kSizeStride; i < all.size(); i += kSizeStride) sizes.push_back(all[i]);
+  return sizes;
+}
+
+class Kernels : public ::testing::TestWithParam<Case> {
+ protected:
+  static ChunkSetup setup(std::vector<uint32_t> sizes, Input input = Input::kGaussian) {
+    ChunkSetup result;
+    result.codecs = {GetParam().codec};
+    result.dtype = GetParam().dtype;
+    result.sizes = std::move(sizes);
+    result.world_size = 2;
+    result.input = result.input_of_rank_0 = input;
+    return result;
+  }
+};
+
+// Each input under a seed of its own, five in all; half of them at misaligned gradients. In the
+// emulator every size meets two inputs.
+TEST_P(Kernels, GiveTheBytesOfTheCpu) {
+  for (const Input input : kInputs) {
+    const auto index = static_cast<uint32_t>(input);
+    set_schedule(1 + index % 5);
+    ChunkSetup s = setup(some_sizes(index), input);
+    s.misaligned = index % 2 == 1;
+    s.bare = index % 3;
+    s.alpha = s.misaligned ? 0.1f : 1.0f;
+    s.gain = s.misaligned ? 0.5f : 1.0f;
+    s.beta = 0.9f;
+    s.hold_zero_tiles = index % 4 >= 2;
+    SCOPED_TRACE("input " + std::to_string(index));
+    expect_bytes_of_the_cpu(ChunkRun(s));
+  }
+}
+
+TEST_P(Kernels, GiveTheBytesOfTheCpuUnderEverySeed) {
+  for (uint64_t seed = 1; seed <= (kFewTiles ? 2 : 5); ++seed) {
+    set_schedule(seed);
+    ChunkSetup s =
+        setup(kFewTiles ? std::vector<uint32_t>{4096, 1025, 130, 2}
+                        : std::vector<uint32_t>{4096, 4095, 1, 1025, 3000, 4096, 130, 33},
+              seed % 2 == 0 ? Input::kGaussian : Input::kHeavyTail);
+    s.misaligned = seed % 2 == 0;
+    s.bare = static_cast<uint32_t>(seed % 3);
+    s.gain = 0.5f;
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    expect_bytes_of_the_cpu(ChunkRun(s));
+  }
+}
+
+TEST_P(Kernels, SumRanksInOrder) {
+  for (const uint32_t world_size : {1u, 2u, 9u, 20u}) {
+    ChunkSetup s = setup({5, 4096, 1030});
+    s.world_size = world_size;
+    s.bare = kNoTile;
+    ChunkRun cpu(s);
+    for (uint32_t rank = 0; rank < world_size; ++rank) {
+      // Of three sizes far apart, so that a sum in another order is another one.
+      const int exponent = (s.dtype == ScalarType::kFloat16 ? 7 : 20) * (int(rank % 3) - 1);
+      std::vector<double> input = make_input(Input::kGaussian, cpu.num_elements(), 20 + rank);
+      for (double& x : input) x = std::ldexp(x, exponent);
+      cpu.set_gradient(rank, input);
+    }
+    cpu.until_reduce_on_cpu();
+    ChunkRun kernels = cpu;
+    expect_same_reduce(kernels, cpu);
+  }
+}
+
+// A block's elements are added neighbours first: in any other tree the two small numbers, one at a
+// time, are lost beside the large one, and the sum comes out on the other side of what a scale's
+// rounding to 8 bits divides.
+TEST_P(Kernels, SumElementsInTheStatedTree) {
+  ChunkSetup s = setup({4096, 1000});
+  s.world_size = 1;
+  ChunkRun cpu(s);
+  std::vector<double> input(cpu.num_elements(), 0.0);
+  for (size_t block = 0; 128 * (block + 1) <= input.size(); ++block) {
+    const size_t stride = size_t{1} << (block % 6);
+    double* x = input.data() + 128 * block;
+    x[0] = 1.0, x[stride] = 0x1p-8, x[2 * stride] = 0x1p-24, x[3 * stride] = 0x1p-24;
+  }
+  cpu.set_gradient(0, input);
+  cpu.set_residuals(std::vector<float>(cpu.num_residuals(), 0.0f));
+  ChunkRun kernels = cpu;
+  expect_same_encode(kernels, cpu);
+}
+
+// A tile for each of two ranks: their buffers end where a tile's bytes do.
+TEST_P(Kernels, StayInsideEveryBufferOfASingleTile) {
+  for (const uint32_t n : {1u, 2u, 3u, 31u, 32u, 127u, 129u, 1000u, 1025u, 2047u, 4079u, 4096u}) {
+    ChunkSetup s = setup({n, n});
+    s.misaligned = n % 2 == 1;
+    s.beta = 0.5f;
+    expect_bytes_of_the_cpu(ChunkRun(s));
+  }
+}
+
+TEST_P(Kernels, HoldZeroTilesAndKeepTheirResiduals) {
+  for (const uint32_t bare : {kNoTile, kAllTiles}) {
+    ChunkSetup s = setup({4096, 50, 1024, 1024});
+    s.hold_zero_tiles = true;
+    s.bare = bare;
+    ChunkRun run(s);
+    std::vector<double> input(run.num_elements(), 0.0);
+    for (size_t i = 0; i < input.size(); i += 3) input[i] = -0.0;
+    // The second tile is zero but for its last element; of the last one on rank 1 alone.
+    input[4096 + 49] = 0.125;
+    run.set_gradient(0, input);
+    input.back() = 0.125;
+    run.set_gradient(1, input);
+    expect_bytes_of_the_cpu(run);
+  }
+}
+
+// A residual that is not replaced is still converted to the present loss scale: in a unit that is
+// not finite, in a held zero tile.
+TEST_P(Kernels, ConvertTheResidualsTheyKeep) {
+  for (const float gain : {0.5f, 2.0f}) {
+    ChunkSetup s = setup({4096, 77, 4096, 130});
+    s.hold_zero_tiles = true;
+    s.bare = kNoTile;
+    s.gain = gain;
+    ChunkRun run(s);
+    std::vector<double> input(run.num_elements(), 0.0);
+    for (size_t i = 0; i < 4096 + 77; ++i) input[i] = double(NAN);
+    for (uint32_t rank = 0; rank < s.world_size; ++rank) run.set_gradient(rank, input);
+    run.set_residuals(residual_beyond(gain, run.num_residuals(), 5));
+    expect_bytes_of_the_cpu(run);
+  }
+}
+
+TEST_P(Kernels, TakeEveryBitPatternOfSixteenBitGradients) {
+  if (item_bytes(GetParam().dtype) != 2) GTEST_SKIP() << "only for 16-bit gradients";
+  const uint32_t stride = kFewTiles ? 15 : 1;
+  ChunkSetup s = setup(std::vector<uint32_t>(16 / stride, 4096));
+  s.world_size = 1;
+  s.bare = kAllTiles;
+  ChunkRun run(s);
+  for (uint32_t i = 0; i < run.num_elements(); ++i) {
+    const auto pattern = static_cast<uint16_t>(stride * i);
+    std::memcpy(run.ranks[0].gradient.data() + 2 * i, &pattern, 2);
+  }
+  expect_bytes_of_the_cpu(run);
+}
+
+TEST_P(Kernels, JudgeRandomBytesAsTheCpuDoes) {
+  ChunkSetup s = setup({4096, 33, 1023, 1}, Input::kHeavyTail);
+  s.alpha = 0.25f;
+  s.beta = 0.9f;
+  std::mt19937_64 random(5);
+  for (int round = 0; round < (kFewTiles ? 4 : 20); ++round) {
+    // Every second time a few bytes only, so that some of the payload is what encoders write.
+    const size_t step = round % 2 == 0 ? 1 : 97;
+    const auto damage = [&](Buffer& buffer, const Message& message, const Envelope& envelope) {
+      std::byte* payload = buffer.data() + message.offset + kHeaderBytes;
+      for (size_t i = random() % step; i < message.payload_bytes; i += step) {
+        payload[i] = std::byte(random() & 255);
+      }
+      ChunkRun::seal(buffer, message, envelope, 0);
+    };
+    ChunkRun cpu(s);
+    cpu.until_decode_on_cpu();
+    for (uint32_t to = 0; to < 2; ++to) {
+      for (uint32_t from = 0; from < 2; ++from) {
+        Rank& r = cpu.ranks[to];
+        damage(r.scattered, cpu.scattered(to, from), cpu.envelope(from, Phase::kScatter));
+        damage(r.gathered, cpu.gathered(from), cpu.envelope(from, Phase::kGather));
+      }
+    }
+    ChunkRun kernels = cpu;
+    expect_same_reduce(kernels, cpu);
+    expect_same_decode(kernels, cpu);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(AllCodecs, Kernels, ::testing::ValuesIn(all_cases()), case_name);
+
+}  // namespace
+}  // namespace gradferry::testing
