@@ -1,4 +1,4 @@
-"""What training asks of the hook, on the fake device of tests/engine/streams: momentum, steps that are
+"""What training asks of the hook, on the fake device of ./streams: momentum, steps that are
 taken back, and the check of parameters. Everything must come out as on the CPU, to the bit.
 """
 

@@ -1,4 +1,4 @@
-"""`gradferry.fsdp.attach` on a device with streams: the fake device of tests/engine/streams under FSDP2.
+"""`gradferry.fsdp.attach` on a device with streams: the fake device under FSDP2.
 
 The averages are those of the reference, the machine finds nothing unordered and no memory used
 after it was freed, and the exchange is beside the backward pass.

@@ -1,4 +1,4 @@
-"""The NumPy twin and the second rank write the messages in tests/kernels/golden/messages, to the byte."""
+"""The NumPy twin and the second rank write the messages in golden/messages, to the byte."""
 
 from __future__ import annotations
 

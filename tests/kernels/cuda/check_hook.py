@@ -1,11 +1,11 @@
 """The hook on GPUs, beside the hook on the CPU: one case per call, in processes of its own.
 
-    python tests/kernels/cuda/check_hook.py gloo --ranks 2        # one GPU for all ranks, gloo
-    python tests/kernels/cuda/check_hook.py nccl --ranks 1        # NCCL; one rank exchanges with itself
-    python tests/kernels/cuda/check_hook.py nccl --ranks 2        # NCCL; ranks may share a GPU, see below
-    python tests/kernels/cuda/check_hook.py nccl --ranks 1 --slow 7   # with random delays on the streams
-    python tests/kernels/cuda/check_hook.py nccl --ranks 1 --abandon  # after passes that were given up
-    python tests/kernels/cuda/check_hook.py nccl --ranks 1 --detail   # TORCH_DISTRIBUTED_DEBUG=DETAIL
+    python check_hook.py gloo --ranks 2        # one GPU for all ranks, gloo
+    python check_hook.py nccl --ranks 1        # NCCL; one rank exchanges with itself
+    python check_hook.py nccl --ranks 2        # NCCL; ranks may share a GPU, see below
+    python check_hook.py nccl --ranks 1 --slow 7   # with random delays on the streams
+    python check_hook.py nccl --ranks 1 --abandon  # after passes that were given up
+    python check_hook.py nccl --ranks 1 --detail   # TORCH_DISTRIBUTED_DEBUG=DETAIL
 
 Every rank has the same model twice, on the CPU and on a GPU, in DistributedDataParallel and
 compressed; both get the same gradients, to the bit. What arrives in .grad must be equal, to the

@@ -2,8 +2,7 @@
 
 A group "streamed" is one of NCCL, "staged" one of gloo. Where there are more ranks than GPUs, each
 rank says that it is a machine of its own: otherwise NCCL refuses ranks that share one. Nothing here
-finds races, or counts what is done to a device: tests/kernels/cuda/run_device_tests.py leaves out what asks
-for that.
+finds races, or counts what is done to a device: run_device_tests.py leaves out what asks for that.
 """
 
 from __future__ import annotations
