@@ -278,12 +278,7 @@ def _run_case(module: str, name: str, kwargs: dict[str, Any]) -> tuple[str, Any]
 
     torch.manual_seed(0)
     try:
-        if module not in sys.modules:
-            importlib.import_module(module)
-            # The collection after each case, and those within cases, need not look at what torch
-            # and the test's modules are made of: that takes a tenth of a second per rank.
-            gc.freeze()
-        function: Any = sys.modules[module]
+        function: Any = importlib.import_module(module)
         for part in name.split("."):
             function = getattr(function, part)
         return ("result", function(**kwargs))
@@ -292,8 +287,14 @@ def _run_case(module: str, name: str, kwargs: dict[str, Any]) -> tuple[str, Any]
     finally:
         gc.collect()
         _destroy_groups()
+        if module not in _modules_seen:
+            # What torch and the test's modules are made of stays. Later collections need not look
+            # at it, which would take them a tenth of a second per rank.
+            _modules_seen.add(module)
+            gc.freeze()
 
 
+_modules_seen: set[str] = set()
 # Of this rank, for cases to come.
 kept_groups: list[Any] = []
 
