@@ -142,24 +142,18 @@ def start_engine(
         ranks = lanes_of_device(table, rank, path.streams)
         lanes = make_lanes_of_device(group, nonce, ranks, path)
     store = PrefixStore(f"gradferry/{nonce}/peers", store_of(group)) if path.exchanges else None
+    given = config.for_engine(world_size)
+    if delivers:
+        given |= {"warmup_steps": _ALL_STEPS, "compressed_warmup": True}
     options = _native.EngineOptions(
+        **given,
         parameters=[p.native() for p in parameters],
         rank=rank,
         nodes=table,
         config_hash=hashes[0],
         layout_hash=hashes[1],
-        seed=config.seed,
-        warmup_steps=_ALL_STEPS if delivers else config.warmup_steps,
-        compressed_warmup=delivers or config.compressed_warmup,
-        momentum=config.momentum,
-        raise_nonfinite=config.nonfinite == "raise",
-        exact_skip=config.exact_skip,
         loss_scale=loss_scale(config, path.device),
-        check_every=config.check_every,
-        chunk_bytes=config.chunk_bytes_at(world_size),
-        equal_scatter=config.equal_scatter,
         collective=collective,
-        workspace_cap_bytes=config.workspace_cap_bytes,
         find_unused_parameters=find_unused_parameters,
         way_on=way_on,
         store=store,

@@ -32,15 +32,16 @@ def planned_bytes(
         find_unused_parameters: that of DDP, for gradients on the CPU.
     """
     scatters = any(parameter.owner is not None for parameter in parameters)
-    return _native.planned_bytes(
+    options = _native.EngineOptions(
+        **config.for_engine(nodes.world_size),
         parameters=[parameter.native() for parameter in parameters],
         nodes=nodes.members,
+        collective="reduce_scatter" if scatters else "all_reduce",
+        find_unused_parameters=find_unused_parameters,
+    )
+    return _native.planned_bytes(
+        options,
         buckets=buckets,
         hosts=nodes.of_rank if hosts is None else hosts,
-        workspace_cap_bytes=config.workspace_cap_bytes,
-        chunk_bytes=config.chunk_bytes_at(nodes.world_size),
-        equal_scatter=config.equal_scatter,
-        collective="reduce_scatter" if scatters else "all_reduce",
         in_warmup=in_warmup,
-        find_unused_parameters=find_unused_parameters,
     )
