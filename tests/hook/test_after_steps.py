@@ -8,8 +8,8 @@ from collections.abc import Callable
 import gradferry
 import pytest
 import torch
-from gradferry.reduction import after_steps
-from gradferry.reduction.after_steps import PassCounter, call_after_steps
+from gradferry.reduction import step_numbers
+from gradferry.reduction.step_numbers import PassCounter, call_after_steps
 from torch import nn
 from torch.optim import SGD
 
@@ -32,7 +32,7 @@ class Owner:
 
 
 def test_callbacks_end_with_their_owner_and_their_parameters() -> None:
-    before = len(after_steps._calls)
+    before = len(step_numbers._calls)
     owner, parameter = Owner(), nn.Parameter(torch.zeros(1))
     other = SGD([nn.Parameter(torch.zeros(1))])
     called = []
@@ -45,7 +45,7 @@ def test_callbacks_end_with_their_owner_and_their_parameters() -> None:
     gc.collect()
     other.step()
     assert called == [other]
-    assert len(after_steps._calls) == before
+    assert len(step_numbers._calls) == before
 
 
 def test_a_callback_that_raises_does_not_keep_the_step_from_others() -> None:

@@ -31,7 +31,7 @@ def case_momentum(
     make: Callable[..., torch.optim.Optimizer], codec: str, momentum: float | None
 ) -> tuple[bool, list[dict[str, Any]]]:
     """Whether the optimizer keeps its settings, and those of its next step."""
-    from gradferry.integrations.momentum import take_momentum
+    from gradferry.integrations.models import take_momentum
 
     ddp, state = attached(codec, momentum)
     optimizer = make(ddp.parameters(), lr=0.01)

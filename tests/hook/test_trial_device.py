@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from gradferry.core.clock import DeviceClock
 from gradferry.core.codec_spec import parse_codec
 from gradferry.core.nodes import Nodes
+from gradferry.ddp.trial import DeviceClock
 from priced_device import (
     LAYERS,
     NUM_ELEMENTS,

@@ -49,7 +49,7 @@ def inside(module: str, call: Callable[[], object]) -> Callable[[], object]:
         ["gradferry.ddp.state"],
         ["gradferry.reduction.advice", "torch.optim.optimizer", "torch.optim.lr_scheduler"],
         ["gradferry.ddp.model", "torch.nn.parallel.distributed"],
-        ["gradferry.ddp.registration", "copy"],
+        ["gradferry.ddp.binding", "copy"],
     ],
 )
 @pytest.mark.parametrize("in_thread", [False, True])

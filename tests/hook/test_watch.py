@@ -13,7 +13,7 @@ import gradferry
 import pytest
 import torch
 import torch.distributed as dist
-from gradferry.reduction import after_steps
+from gradferry.reduction import step_numbers
 from outcomes import Outcome, attempt
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -453,11 +453,11 @@ def case_watch_ends_with_the_model(native: bool) -> bool:
     else:
         gradferry.HookState("q4", training.ddp, check_every=2)
     training.train(2)
-    before = len(after_steps._calls)
+    before = len(step_numbers._calls)
     alive = weakref.ref(training.ddp)
     del training
     gc.collect()
-    return alive() is None and len(after_steps._calls) < before
+    return alive() is None and len(step_numbers._calls) < before
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["native", "python"])

@@ -31,7 +31,6 @@ from gradferry.core.parameters import ParameterLayout, describe_parameters
 from gradferry.core.warn import warn
 from gradferry.errors import ConfigError, GradferryError
 from gradferry.reduction import step_numbers
-from gradferry.reduction.after_steps import call_after_steps
 from gradferry.reduction.residual_tiles import (
     KINDS,
     Kind,
@@ -41,6 +40,7 @@ from gradferry.reduction.residual_tiles import (
     spread,
     zero_residual,
 )
+from gradferry.reduction.step_numbers import call_after_steps
 
 
 @dataclass
