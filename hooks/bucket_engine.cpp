@@ -328,7 +328,7 @@ void BucketEngine::add_to_worker_residual(uint32_t parameter, const at::Tensor& 
   const ResidualRange range = layout_.worker_residual_range(target);
   if (range.begin == range.end) return;
   make_residuals();
-  change_worker_residual(range.begin, delegated_part(layout_, target, values), factor);
+  change_worker_residual(range.begin, leaders_part(layout_, target, values), factor);
 }
 
 void BucketEngine::scale_residuals(float factor) {

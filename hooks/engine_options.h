@@ -38,7 +38,7 @@ struct EngineOptions {
   double momentum = 0;             // if not 0, every parameter has a worker residual
   bool raise_nonfinite = false;    // a decoded NaN or infinity is an error; else all receive it
   bool exact_skip = false;         // a step with a NaN or infinity leaves the residuals unchanged
-  at::Tensor loss_scale;     // one fp32 that a GradScaler writes after every step; undefined: 1
+  at::Tensor loss_scale{};   // one fp32 that a GradScaler writes after every step; undefined: 1
   uint64_t check_every = 0;  // steps between comparisons of all ranks' parameters; 0: none
   uint32_t chunk_bytes = kChunkBytes;              // as in PlanOptions
   bool equal_scatter = false;                      // as in PlanOptions; equal on all ranks
@@ -46,11 +46,11 @@ struct EngineOptions {
   uint64_t workspace_cap_bytes = uint64_t{kWorkspaceCapMiB}
                                  << 20;  // most memory for messages (workspace.h)
   bool find_unused_parameters = false;   // DDP's: commits tell which parameters a rank used
-  std::string way_on;  // for people: what to do after an error has ended the engine
+  std::string recovery_hint{};  // for people: what to do after an error has ended the engine
   ExceptionFactory make_exception = [](const Error& error) {
     return std::make_exception_ptr(error);
   };
-  std::shared_ptr<Peers> peers;  // never null in an engine
+  std::shared_ptr<Peers> peers = nullptr;  // never null in an engine
 
   Agreement agreement() const {
     return {rank, world_size, config_hash, layout_hash, loss_scale.defined()};

@@ -31,7 +31,7 @@ namespace {
 using std::chrono::milliseconds;
 
 constexpr milliseconds kMostPatience = std::chrono::minutes(5);
-constexpr const char* kWayOn =
+constexpr const char* kRecoveryHint =
     "This Reducer is finished, on all ranks. To go on, make a new one on every rank.";
 
 static_assert(ReducerOptions().bucket_cap_mb == kBucketCapMiB);
@@ -239,7 +239,7 @@ std::shared_ptr<HostEngine> start_engine(const Proposal& proposal, const Reducer
       .momentum = options.momentum,
       .chunk_bytes = chunk_bytes_within(kWorkspaceCap, world_size, kChunkBytes),
       .workspace_cap_bytes = kWorkspaceCap,
-      .way_on = kWayOn,
+      .recovery_hint = kRecoveryHint,
       .peers = std::make_shared<Peers>(std::move(peers), rank, world_size)};
   return HostEngine::start(std::move(engine_options), ParameterHashes({}), std::move(lanes),
                            /*memory=*/nullptr, /*local_stage=*/"");

@@ -81,7 +81,7 @@ const std::map<std::string, void (*)(EngineOptions&, const py::handle&)> kFields
      }},
     {"workspace_cap_bytes", &set_field<&EngineOptions::workspace_cap_bytes>},
     {"find_unused_parameters", &set_field<&EngineOptions::find_unused_parameters>},
-    {"way_on", &set_field<&EngineOptions::way_on>},
+    {"recovery_hint", &set_field<&EngineOptions::recovery_hint>},
 };
 
 std::unique_ptr<EngineOptions> make_options(const py::object& store, WorldRanks world_ranks,

@@ -101,7 +101,7 @@ def start_engine(
     tensors: Sequence[torch.Tensor] = (),
     find_unused_parameters: bool = False,
     nodes: Members | None = None,
-    way_on: str = "",
+    recovery_hint: str = "",
     collective: str = "all_reduce",
     delivers: bool = False,
 ) -> _native.BucketEngine:
@@ -117,7 +117,7 @@ def start_engine(
         tensors: the parameters themselves, for `check_every`.
         find_unused_parameters: that of DDP.
         nodes: which ranks share a node, as agreed by all ranks; None: every rank is alone.
-        way_on: for people, what to do after an error has ended the engine.
+        recovery_hint: for people, what to do after an error has ended the engine.
         collective: "all_reduce", or "reduce_scatter": every rank gets the mean of the parameters
             whose owner it is. All of them then have one, and no owner residual. Only on the CPU,
             with every rank alone, without momentum, exact_skip and find_unused_parameters.
@@ -156,7 +156,7 @@ def start_engine(
         loss_scale=loss_scale(config, path.device),
         collective=collective,
         find_unused_parameters=find_unused_parameters,
-        way_on=way_on,
+        recovery_hint=recovery_hint,
         store=store,
         world_ranks=world_ranks(group),
     )

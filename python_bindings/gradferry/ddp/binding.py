@@ -24,7 +24,7 @@ from gradferry.reduction.momentum import MomentumHandover
 from gradferry.reduction.running import Running, end_optimizer_steps, propose
 from gradferry.reduction.start import start
 
-_WAY_ON = (
+_RECOVERY_HINT = (
     "This hook is finished. To go on, delete this DistributedDataParallel first (its hook would "
     "run beside that of a new one), and attach to a new one."
 )
@@ -108,7 +108,7 @@ def bind(
             )
         config = make_config(codec, options)
         model.check(config)
-        return propose(config, model.group, model.device, model.named, model.record, _WAY_ON)
+        return propose(config, model.group, model.device, model.named, model.record, _RECOVERY_HINT)
 
     def build(running: Running, nonce: str) -> Binding:
         return _build(running, model, nonce, place, native=native)
