@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import fault_rows
 import pytest
 import torch.distributed as dist
-from fault_cells import Cell, hashes_of
+from fault_play import hashes_of
 from outcomes import Outcome, attempt
 from scenario import ChosenGradients, Run, Scenario, attach
 from torch.nn.parallel import DistributedDataParallel
@@ -57,7 +58,7 @@ def from_all(value: Any) -> list[Any]:
 
 
 def scenario_of(codec: str) -> Scenario:
-    return dataclasses.replace(Cell("", codec, "flat", "", 0).scenario, world_size=2)
+    return dataclasses.replace(fault_rows.scenario_of(codec), world_size=2)
 
 
 def case_attach(codec: str, turns: int) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fault_cells import hashes_of
+from fault_play import hashes_of
 from gradferry_lab.ranks.network import DEVICE, Network, parse_link
 from link_script import SCENARIO, STEPS
 

@@ -18,97 +18,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from exit_server import EXIT_CODES as CODES_OF_ENDINGS
-from exit_server import Ending
-from killing import random_place
-from resumable import drawn_job
+from exit_server import EXIT_CODES, USERS_ERROR, Ending
+from killing import Place, random_place
+from resumable import Job, drawn_job
 
-SCRIPT = Path(__file__).parents[1] / "helpers" / "exit_script.py"
-HUNG_SECONDS = 120.0
-EXIT_CODES = {"return": 0, "sys_exit": 3, "exception": 1}
-DESTROYED = ("destroyed", "kept")
+SERVER = Path(__file__).parents[1] / "helpers" / "exit_server.py"
 UNDER_VALGRIND = 4
 
 Server = subprocess.Popen
 
 
-def start(tmp_path: Path, registered: str, ending: str, destroy: str) -> list[subprocess.Popen]:
-    return [
-        subprocess.Popen(
-            [
-                *(sys.executable, SCRIPT, str(rank), tmp_path / "rendezvous"),
-                *(registered, ending, destroy),
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-
-
-def finish(process: subprocess.Popen) -> None:
-    """Waits until a process has ended where it said it would."""
-    output, errors = process.communicate(timeout=HUNG_SECONDS)
-    assert output == "ends\n", errors
-    assert "terminate called" not in errors
-
-
-def check(tmp_path: Path, registered: str, ending: str, destroy: str) -> None:
-    processes = start(tmp_path, registered, ending, destroy)
-    try:
-        for process in processes:
-            finish(process)
-    finally:
-        for process in processes:
-            process.kill()
-    assert [p.returncode for p in processes] == [EXIT_CODES[ending]] * 2
-
-
-@pytest.mark.parametrize(
-    ("registered", "ending", "destroy"),
-    [
-        ("native", "exception", "kept"),
-        ("native", "return", "destroyed"),
-        ("reducer", "return", "destroyed"),
-    ],
-)
-def test_exit_code_is_the_users(tmp_path: Path, registered: str, ending: str, destroy: str) -> None:
-    check(tmp_path, registered, ending, destroy)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("attempt", range(4))
-@pytest.mark.parametrize("registered", ["native", "python"])
-@pytest.mark.parametrize("destroy", DESTROYED)
-@pytest.mark.parametrize("ending", list(EXIT_CODES))
-def test_exit_code_is_the_users_every_time(
-    tmp_path: Path, registered: str, ending: str, destroy: str, attempt: int
-) -> None:
-    check(tmp_path, registered, ending, destroy)
-
-
-@pytest.mark.parametrize("registered", ["native", "python", "reducer"])
-def test_exception_with_a_bucket_in_flight_waits_for_no_peer(
-    tmp_path: Path, registered: str
-) -> None:
-    processes = start(tmp_path, registered, "in_flight", "kept")
-    try:
-        # Rank 1 waits for its standard input, so its half of the bucket never comes.
-        finish(processes[0])
-        assert processes[0].returncode == 1
-        assert processes[1].poll() is None
-        finish(processes[1])  # closes its standard input
-        assert processes[1].returncode == 0
-    finally:
-        for process in processes:
-            process.kill()
-
-
 def drawn_ending(seed: int) -> Ending:
     rng = random.Random(seed)
-    how = rng.choice(list(CODES_OF_ENDINGS))
+    how = rng.choice(list(EXIT_CODES))
     from_outside = how.startswith("SIG")
     peer = "goes on" if from_outside else rng.choice(("stays", "goes on", "together"))
     while True:
@@ -132,7 +54,7 @@ def drawn_ending(seed: int) -> Ending:
 @contextlib.contextmanager
 def exit_server(*under: str | Path, env: dict[str, str] | None = None) -> Iterator[Server]:
     """What forks ranks and says how they ended. `under`: a command that runs it."""
-    command = [*under, sys.executable, SCRIPT.with_name("exit_server.py")]
+    command = [*under, sys.executable, SERVER]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
     ) as server:
@@ -153,7 +75,7 @@ def end(server: Server, ending: Ending, folder: Path) -> None:
     became = json.loads(server.stdout.readline())
     what = f"{ending}:\n" + "\n".join(became["says"])
     first, second = became["codes"]
-    code = CODES_OF_ENDINGS[ending.how]
+    code = EXIT_CODES[ending.how]
     # A rank that meets the other's end has an exception of its own.
     if ending.peer == "together":
         assert {first, second} <= {code, 1}, what
@@ -162,6 +84,34 @@ def end(server: Server, ending: Ending, folder: Path) -> None:
         assert first == code, what
         assert second in (0, 1), what
     assert "terminate called" not in what
+    if ending.how == "exception" and ending.peer != "together":
+        assert USERS_ERROR in became["says"][0], what
+
+
+# The way in, how rank 0 ends, and whether it destroys its process group.
+ENDED = [
+    ("ddp", "exception", False),
+    ("standard hook", "sys.exit", True),
+    ("ddp", "return", True),
+    ("reducer", "return", True),
+]
+
+
+@pytest.mark.parametrize(("way", "how", "destroys"), ENDED)
+def test_exit_code_is_the_users(
+    server: Server, tmp_path: Path, way: str, how: str, destroys: bool
+) -> None:
+    job = Job("q4", 2, way=way, steps=3)
+    end(server, Ending(job, how, Place(2, "after step", 0), 0, "together", destroys), tmp_path)
+
+
+@pytest.mark.parametrize("way", ["ddp", "standard hook", "async reducer"])
+def test_exception_with_a_bucket_in_flight_waits_for_no_peer(
+    server: Server, tmp_path: Path, way: str
+) -> None:
+    # Rank 1 begins no step 2 before rank 0 has ended, so its half of the bucket never comes.
+    job = Job("q4", 2, way=way, steps=3)
+    end(server, Ending(job, "exception", Place(2, "in backward", 0), 0, "stays", False), tmp_path)
 
 
 @pytest.mark.slow

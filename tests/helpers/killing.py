@@ -56,7 +56,10 @@ class Executioner(Onlooker):
         if self.place is not None:
             parameters = list(training.model.parameters())
             victim = parameters[self.place.number % len(parameters)]
-            victim.register_post_accumulate_grad_hook(lambda _: self.reach("in backward"))
+            if training.job.way == "async reducer":
+                training.in_flight = lambda: self.reach("in backward")
+            else:
+                victim.register_post_accumulate_grad_hook(lambda _: self.reach("in backward"))
 
     def reach(self, place: str) -> None:
         mine = self.place

@@ -7,13 +7,14 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-from reference import HEADER
+from reference import HEADER, Header
 
 _SIZE = struct.Struct("<Q")  # precedes every message
+_PAYLOAD = _SIZE.size + HEADER.size  # where it begins
 _READ_BYTES = 1 << 16
 
 
@@ -24,17 +25,41 @@ class Relays:
         self._flowing = threading.Event()
         self._flowing.set()
         self._lock = threading.Lock()
-        self._next: dict[str, str] = {}  # what happens to the next message of a lane
+        # What happens to the next message of a lane, and whether that must have a payload.
+        self._next: dict[str, tuple[Callable[[bytearray], bool | None], bool]] = {}
 
     # --- what happens
 
-    def damage(self, lane: str) -> None:
+    def damage(self, lane: str, offset: int = 5) -> None:
         """A bit of the payload of the next message that has one flips."""
-        self._next[lane] = "damage"
+
+        def flip(message: bytearray) -> None:
+            message[_PAYLOAD + offset] ^= 1
+
+        self._next[lane] = flip, True
 
     def cut(self, lane: str) -> None:
         """The connection ends in the middle of the next message."""
-        self._next[lane] = "cut"
+
+        def half(message: bytearray) -> bool:
+            del message[len(message) // 2 :]
+            return True
+
+        self._next[lane] = half, True
+
+    def forge(self, lane: str, field: str, value: int) -> None:
+        """The header of the next message lies."""
+
+        def lie(message: bytearray) -> None:
+            header = Header.unpack(message[_SIZE.size : _PAYLOAD])
+            setattr(header, field, value)
+            message[_SIZE.size : _PAYLOAD] = header.pack()
+
+        self._next[lane] = lie, False
+
+    def meanwhile(self, lane: str, act: Callable[[], object]) -> None:
+        """Something happens before the next message goes on."""
+        self._next[lane] = lambda _: bool(act()), False
 
     def hold(self, seconds: float | None = None) -> None:
         """Nothing passes in either direction, for that long or until `release`."""
@@ -111,15 +136,11 @@ class Relays:
 
     def _changed(self, message: bytes, lane: str) -> tuple[bytes, bool]:
         """The message as it travels, and whether the connection ends with it."""
-        payload = _SIZE.size + HEADER.size
-        if len(message) == payload:
-            return message, False
         with self._lock:
-            change = self._next.pop(lane, None)
-        if change == "cut":
-            return message[: len(message) // 2], True
-        if change == "damage":
-            changed = bytearray(message)
-            changed[payload + 5] ^= 1
-            return bytes(changed), False
-        return message, False
+            change, needs_payload = self._next.get(lane, (None, False))
+            if change is None or (needs_payload and len(message) == _PAYLOAD):
+                return message, False
+            del self._next[lane]
+        changed = bytearray(message)
+        ends = bool(change(changed))
+        return bytes(changed), ends

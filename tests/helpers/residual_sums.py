@@ -1,8 +1,9 @@
-"""What the residuals of all ranks hold back together."""
+"""What the residuals of all ranks hold back together, and what other ranks make of them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -69,3 +70,46 @@ def by_tile(
 
 def aligned(n: int) -> int:
     return -(-n // ALIGNMENT) * ALIGNMENT
+
+
+# --- trainings that go on with other ranks
+
+
+def advance(engine: ReferenceEngine, scenario: Scenario, steps: range) -> list[list[np.ndarray]]:
+    count = range(len(scenario.weights))
+    return [
+        engine.step(
+            [[scenario.gradient(s, 0, r, i) for i in count] for r in range(scenario.world_size)]
+        )[0]
+        for s in steps
+    ]
+
+
+def assert_goes_on(
+    answers: list[dict[str, Any]], engine: ReferenceEngine, scenario: Scenario, steps: range
+) -> None:
+    """Every rank's gradients of these steps are those of the reference, which takes them, too."""
+    expected = advance(engine, scenario, steps)
+    for answer in answers:
+        for got, want in zip(answer["gradients"], expected, strict=True):
+            assert all(g.tobytes() == w.tobytes() for g, w in zip(got, want, strict=True))
+
+
+def resize(old: ReferenceEngine, scenario: Scenario) -> ReferenceEngine:
+    new = reference_of(scenario)
+    new.num_steps = old.num_steps
+    for index, residuals in enumerate(old.worker_residual):
+        nothing = np.zeros(scenario.weights[index].num_elements, np.float32)
+        worker, owner = nothing, old.owner_residual[index]
+        if residuals[0] is not None:
+            worker = np.mean([r.astype(np.float64) for r in residuals], axis=0).astype(np.float32)
+        owner = nothing if owner is None else owner
+        if new.owner_residual[index] is None:
+            worker, owner = worker + owner, nothing
+        if new.worker_residual[index][0] is None:
+            worker, owner = nothing, worker + owner
+        if new.worker_residual[index][0] is not None:
+            new.worker_residual[index] = [worker.copy() for _ in new.nodes]
+        if new.owner_residual[index] is not None:
+            new.owner_residual[index] = owner.copy()
+    return new

@@ -139,6 +139,7 @@ class Training:
         self.job = job
         self.step = 0
         self.losses: dict[int, float] = {}
+        self.in_flight: Callable[[], None] = lambda: None  # called while a Reducer's call runs
         self.model = Layers(job)
         self.scaler = torch.amp.GradScaler(
             "cpu", init_scale=2.0**9, growth_interval=5, enabled=job.scaled
@@ -245,6 +246,7 @@ class Training:
             gradients = [parameter.grad for parameter in self.model.parameters()]
             work = self.state.all_reduce(gradients, async_op=job.way == "async reducer")
             if work is not None:
+                self.in_flight()
                 work.wait()
 
     @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from outcomes import Outcome, attempt
-from reference import ReferenceEngine
+from reducing import same
 from reference.engine import momentum_behind
-from residual_sums import reference_of, still_missing, worker_mean
+from residual_sums import advance, assert_goes_on, reference_of, resize, still_missing, worker_mean
 from scenario import Run, Scenario, Weight
 from world import World
 
@@ -83,52 +84,37 @@ def case_go_on(
     return {"gradients": gradients, "loaded": loaded, "saved": run.state.state_dict()}
 
 
+def go_on(
+    worlds: Worlds,
+    scenario: Scenario,
+    steps: range = range(0),
+    saved: list[dict] | None = None,
+    on_resize: str = "mean",
+) -> list[dict[str, Any]]:
+    """`case_go_on` on all ranks of the scenario."""
+    arguments = {"scenario": scenario, "saved": saved, "on_resize": on_resize, "steps": steps}
+    return worlds(scenario.world_size).run(case_go_on, **arguments)
+
+
 def residuals_of(answers: list[dict], key: str) -> list[dict]:
     return [answer[key] for answer in answers]
 
 
-def advance(engine: ReferenceEngine, scenario: Scenario, steps: range) -> list[list[np.ndarray]]:
-    count = range(len(scenario.weights))
-    return [
-        engine.step(
-            [[scenario.gradient(s, 0, r, i) for i in count] for r in range(scenario.world_size)]
-        )[0]
-        for s in steps
-    ]
+# Every mode, every route.
+QUICK = (
+    *(("q4", "2x2-crossed-uneven-2x2"), ("topk", "2-3-2"), ("rht", "4-2")),
+    *(("sign1_momentum", "2x2-4x1-2x1-2x2"), ("topk_momentum", "2x2-crossed-uneven-2x2")),
+    ("topk_warmup", "2-3-2"),
+)
 
 
-def assert_goes_on(
-    answers: list[dict[str, Any]], engine: ReferenceEngine, scenario: Scenario, steps: range
-) -> None:
-    """Every rank's gradients of these steps are those of the reference, which takes them, too."""
-    expected = advance(engine, scenario, steps)
-    for answer in answers:
-        for got, want in zip(answer["gradients"], expected, strict=True):
-            assert all(g.tobytes() == w.tobytes() for g, w in zip(got, want, strict=True))
-
-
-def resize(old: ReferenceEngine, scenario: Scenario) -> ReferenceEngine:
-    new = reference_of(scenario)
-    new.num_steps = old.num_steps
-    for index, residuals in enumerate(old.worker_residual):
-        nothing = np.zeros(scenario.weights[index].num_elements, np.float32)
-        worker, owner = nothing, old.owner_residual[index]
-        if residuals[0] is not None:
-            worker = np.mean([r.astype(np.float64) for r in residuals], axis=0).astype(np.float32)
-        owner = nothing if owner is None else owner
-        if new.owner_residual[index] is None:
-            worker, owner = worker + owner, nothing
-        if new.worker_residual[index][0] is None:
-            worker, owner = nothing, worker + owner
-        if new.worker_residual[index][0] is not None:
-            new.worker_residual[index] = [worker.copy() for _ in new.nodes]
-        if new.owner_residual[index] is not None:
-            new.owner_residual[index] = owner.copy()
-    return new
-
-
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("mode", "route"),
+    [
+        pytest.param(*row, marks=() if row in QUICK else pytest.mark.slow)
+        for row in itertools.product(MODES, ROUTES)
+    ],
+)
 def test_mean_keeps_what_is_missing_and_goes_on_as_the_reference(
     worlds: Worlds, mode: str, route: str
 ) -> None:
@@ -136,9 +122,7 @@ def test_mean_keeps_what_is_missing_and_goes_on_as_the_reference(
     for number, members in enumerate(ROUTES[route]):
         scenario = scenario_on(mode, members)
         steps = range(3 * number, 3 * number + 3)
-        answers = worlds(scenario.world_size).run(
-            case_go_on, scenario=scenario, saved=saved, on_resize="mean", steps=steps
-        )
+        answers = go_on(worlds, scenario, steps, saved)
         engine = reference_of(scenario) if engine is None else resize(engine, scenario)
         assert_goes_on(answers, engine, scenario, steps)
         if saved is not None:
@@ -160,74 +144,43 @@ def momentum_shares(scenario: Scenario) -> np.ndarray:
     return np.repeat([(1 - m) / (1 - 0.9) for m in kept], sizes)
 
 
-@pytest.mark.parametrize("members", [apart(2), UNEVEN], ids=["2x1", "2+1"])
-@pytest.mark.parametrize("mode", ["sign1_momentum", "topk_momentum"])
+@pytest.mark.parametrize(
+    ("mode", "members"), [("sign1_momentum", UNEVEN), ("topk_momentum", apart(2))]
+)
 def test_world_of_one_takes_owner_residuals_into_its_momentum(
     worlds: Worlds, mode: str, members: Members
 ) -> None:
     scenario = scenario_on(mode, members)
-    size = scenario.world_size
-    answers = worlds(size).run(
-        case_go_on, scenario=scenario, saved=None, on_resize="mean", steps=range(3)
-    )
-    saved = residuals_of(answers, "saved")
+    saved = residuals_of(go_on(worlds, scenario, range(3)), "saved")
     alone = scenario_on(mode, apart(1))
-    loaded = worlds(1).run(
-        case_go_on, scenario=alone, saved=saved, on_resize="mean", steps=range(0)
-    )[0]["loaded"]
+    (loaded,) = residuals_of(go_on(worlds, alone, saved=saved), "loaded")
     shares = momentum_shares(scenario)
     before = np.concatenate(still_missing(saved, scenario)) / shares
     after = np.concatenate(still_missing([loaded], alone))
     # Of the mean, of the sum with the owner's, of the share and of the product with it.
     assert (np.abs(after - before) <= 4 * 32 * 2.0**-24).all()
     assert np.abs(before).max() < 32
-    back = worlds(size).run(
-        case_go_on, scenario=scenario, saved=[loaded], on_resize="mean", steps=range(0)
-    )
+    back = go_on(worlds, scenario, saved=[loaded])
     again = np.concatenate(still_missing(residuals_of(back, "loaded"), scenario)) / shares
     assert (np.abs(again - after) <= 2 * 32 * 2.0**-24).all()
 
 
 def test_compressed_warmup_goes_on_in_a_world_of_one(worlds: Worlds) -> None:
     scenario, alone = scenario_of("topk_warmup", 2), scenario_of("topk_warmup", 1)
-    answers = worlds(2).run(
-        case_go_on, scenario=scenario, saved=None, on_resize="mean", steps=range(3)
-    )
+    saved = residuals_of(go_on(worlds, scenario, range(3)), "saved")
     engine = reference_of(scenario)
     advance(engine, scenario, range(3))
     one = resize(engine, alone)
     assert max(np.abs(worker[0]).max() for worker in one.worker_residual) > 0.1
-    steps = range(3, 8)
-    (answer,) = worlds(1).run(
-        case_go_on,
-        scenario=alone,
-        saved=residuals_of(answers, "saved"),
-        on_resize="mean",
-        steps=steps,
-    )
-    for got, want in zip(answer["gradients"], advance(one, alone, steps), strict=True):
-        assert all(g.tobytes() == w.tobytes() for g, w in zip(got, want, strict=True))
+    assert_goes_on(go_on(worlds, alone, range(3, 8), saved), one, alone, range(3, 8))
 
 
 def test_same_size_is_strict_whatever_on_resize_says(worlds: Worlds) -> None:
     scenario = scenario_of("q4", 2)
-    first = worlds(2).run(
-        case_go_on, scenario=scenario, saved=None, on_resize="strict", steps=range(3)
-    )
-    saved = residuals_of(first, "saved")
+    saved = residuals_of(go_on(worlds, scenario, range(3)), "saved")
     for policy in ("strict", "mean", "drop"):
-        again = worlds(2).run(
-            case_go_on, scenario=scenario, saved=saved, on_resize=policy, steps=range(0)
-        )
-        for one, other in zip(saved, residuals_of(again, "loaded"), strict=True):
-            assert same(one, other)
-
-
-def same(one: dict, other: dict) -> bool:
-    return one.keys() == other.keys() and all(
-        all(torch.equal(v[k], other[key][k]) for k in v) if isinstance(v, dict) else v == other[key]
-        for key, v in one.items()
-    )
+        loaded = residuals_of(go_on(worlds, scenario, saved=saved, on_resize=policy), "loaded")
+        assert all(map(same, saved, loaded))
 
 
 def case_refused(scenario: Scenario, attempts: list[tuple[list[dict], str]]) -> list[Outcome]:
@@ -243,10 +196,7 @@ def case_refused(scenario: Scenario, attempts: list[tuple[list[dict], str]]) -> 
 
 def test_what_cannot_be_resized_is_refused(worlds: Worlds) -> None:
     scenario = scenario_of("q4", 2)
-    two = residuals_of(
-        worlds(2).run(case_go_on, scenario=scenario, saved=None, on_resize="mean", steps=range(2)),
-        "saved",
-    )
+    two = residuals_of(go_on(worlds, scenario, range(2)), "saved")
     later = [{**two[0], "steps": 5}, two[1]]
     stolen = {**two[1], "slot_1": {**two[1]["slot_1"]}}
     stolen["slot_1"]["owner_tiles"] = two[0]["slot_0"]["owner_tiles"]
@@ -302,20 +252,28 @@ def case_dcp_load(scenario: Scenario, path: str, resized: bool) -> dict[str, Any
 
 
 @pytest.mark.torch_core
-@pytest.mark.parametrize("mode", ["topk", "sign1_momentum"])
+@pytest.mark.parametrize(
+    ("mode", "members", "others"),
+    [
+        ("topk", apart(2), apart(3)),
+        ("sign1_momentum", UNEVEN, apart(3)),
+        pytest.param("sign1_momentum", apart(2), apart(3), marks=pytest.mark.slow),
+        pytest.param("topk", UNEVEN, apart(3), marks=pytest.mark.slow),
+    ],
+)
 def test_distributed_checkpoint_keeps_every_rank_and_resizes(
-    worlds: Worlds, mode: str, tmp_path: Path
+    worlds: Worlds, tmp_path: Path, mode: str, members: Members, others: Members
 ) -> None:
-    scenario, path = scenario_of(mode, 2), str(tmp_path / "dcp")
-    saved = worlds(2).run(case_dcp_save, scenario=scenario, path=path)
-    assert not torch.equal(saved[0]["slot_0"]["worker"], saved[1]["slot_1"]["worker"])
+    def load(scenario: Scenario, resized: bool) -> list[dict]:
+        arguments = {"scenario": scenario, "path": path, "resized": resized}
+        return worlds(scenario.world_size).run(case_dcp_load, **arguments)
+
+    scenario, path = scenario_on(mode, members), str(tmp_path / "dcp")
+    saved = worlds(scenario.world_size).run(case_dcp_save, scenario=scenario, path=path)
+    slots = [state[f"slot_{rank}"]["worker"] for rank, state in enumerate(saved)]
+    assert not torch.equal(slots[0], slots[-1])
     for resized in (False, True):
-        loaded = worlds(2).run(case_dcp_load, scenario=scenario, path=path, resized=resized)
-        assert all(same(one, other) for one, other in zip(saved, loaded, strict=True))
-    three = scenario_of(mode, 3)
-    loaded = worlds(3).run(case_dcp_load, scenario=three, path=path, resized=True)
-    merged = worlds(3).run(
-        case_go_on, scenario=three, saved=saved, on_resize="mean", steps=range(0)
-    )
-    for one, other in zip(loaded, residuals_of(merged, "loaded"), strict=True):
-        assert same(one, other)
+        assert all(map(same, saved, load(scenario, resized)))
+    other = scenario_on(mode, others)
+    merged = residuals_of(go_on(worlds, other, saved=saved), "loaded")
+    assert all(map(same, merged, load(other, resized=True)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +12,9 @@ import pytest
 import torch
 from reducing import given, make_reducer, place_of, reduce
 from reference import narrow, widen
-from residual_sums import reference_of, still_missing
+from residual_sums import assert_goes_on, reference_of, resize, still_missing
 from scenario import Run, Scenario, Weight
-from test_elastic import TWO_BY_TWO, apart, assert_goes_on, residuals_of, resize, scenario_on
-from test_elastic import case_go_on as case_hook
+from test_elastic import TWO_BY_TWO, apart, go_on, residuals_of, scenario_on
 from world import World
 
 Worlds = Callable[[int], World]
@@ -56,21 +56,40 @@ def case_go_on(
     }
 
 
+def average(
+    worlds: Worlds,
+    scenario: Scenario,
+    steps: range,
+    saved: list[dict] | None = None,
+    on_resize: str = "mean",
+) -> list[dict[str, Any]]:
+    """`case_go_on` on all ranks of the scenario."""
+    arguments = {"scenario": scenario, "saved": saved, "steps": steps, "on_resize": on_resize}
+    return worlds(scenario.world_size).run(case_go_on, **arguments)
+
+
 def missing(states: list[dict], scenario: Scenario) -> np.ndarray:
     return np.concatenate(still_missing(states, scenario))
 
 
-@pytest.mark.parametrize("device", ["cpu", "streamed", "staged"])
-@pytest.mark.parametrize("mode", MODES)
+# Every mode, and every device with what both kinds of residual hold.
+DELIVERED = (*((mode, "cpu") for mode in MODES), ("q4", "streamed"), ("topk", "staged"))
+
+
+@pytest.mark.parametrize(
+    ("mode", "device"),
+    [
+        pytest.param(*row, marks=() if row in DELIVERED else pytest.mark.slow)
+        for row in itertools.product(MODES, ("cpu", "streamed", "staged"))
+    ],
+)
 def test_a_world_of_one_delivers_once_and_gives_back_what_it_has_not(
     worlds_on: WorldsOn, mode: str, device: str
 ) -> None:
     worlds = worlds_on(device)
     two, one = scenario_of(mode, 2, device), scenario_of(mode, 1, device)
-    saved = residuals_of(
-        worlds(2).run(case_go_on, scenario=two, saved=None, steps=range(3)), "saved"
-    )
-    (alone,) = worlds(1).run(case_go_on, scenario=one, saved=saved, steps=range(3, 6))
+    saved = residuals_of(average(worlds, two, range(3)), "saved")
+    (alone,) = average(worlds, one, range(3, 6), saved)
     held = still_missing([alone["loaded"]], one)
     before, after = missing(saved, two), np.concatenate(held)
     # Of the mean of workers, and of its sum with what the owner has: two roundings to fp32.
@@ -92,7 +111,7 @@ def test_a_world_of_one_delivers_once_and_gives_back_what_it_has_not(
         assert not left.any() or weight.dtype == torch.bfloat16
 
     for state in (alone["loaded"], alone["saved"]):
-        back = worlds(2).run(case_go_on, scenario=two, saved=[state], steps=range(0))
+        back = average(worlds, two, range(0), [state])
         # Both ranks get what the one had, or the owner does: nothing is rounded.
         assert np.array_equal(missing(residuals_of(back, "loaded"), two), missing([state], one))
 
@@ -104,9 +123,7 @@ def test_a_hook_alone_goes_on_as_the_reference(worlds: Worlds, mode: str) -> Non
     for number, members in enumerate((TWO_BY_TWO, apart(1), apart(4))):
         scenario = scenario_on(mode, members)
         steps = range(2 * number, 2 * number + 2)
-        answers = worlds(scenario.world_size).run(
-            case_hook, scenario=scenario, saved=saved, on_resize="mean", steps=steps
-        )
+        answers = go_on(worlds, scenario, steps, saved)
         engine = reference_of(scenario) if engine is None else resize(engine, scenario)
         assert_goes_on(answers, engine, scenario, steps)
         saved = residuals_of(answers, "saved")
@@ -114,9 +131,7 @@ def test_a_hook_alone_goes_on_as_the_reference(worlds: Worlds, mode: str) -> Non
 
 def withheld_by_two(worlds: Worlds, scenario: Scenario) -> list[dict]:
     two = dataclasses.replace(scenario, world_size=2, ddp={})
-    return residuals_of(
-        worlds(2).run(case_go_on, scenario=two, saved=None, steps=range(3)), "saved"
-    )
+    return residuals_of(average(worlds, two, range(3)), "saved")
 
 
 def case_unused(scenario: Scenario, saved: list[dict]) -> dict[str, Any]:
@@ -200,12 +215,10 @@ def test_skipped_steps_deliver_nothing_and_units_are_those_of_the_scale(
 def test_exact_warmup_steps_leave_what_is_withheld_alone(worlds: Worlds) -> None:
     options = {"warmup_steps": 5}
     two, one = (dataclasses.replace(scenario_of("q4", size), options=options) for size in (2, 1))
-    saved = residuals_of(
-        worlds(2).run(case_go_on, scenario=two, saved=None, steps=range(7)), "saved"
-    )
+    saved = residuals_of(average(worlds, two, range(7)), "saved")
     for state in saved:
         state["steps"] = 4  # as if residuals were left from before
-    (alone,) = worlds(1).run(case_go_on, scenario=one, saved=saved, steps=range(4, 6))
+    (alone,) = average(worlds, one, range(4, 6), saved)
     held = still_missing([alone["loaded"]], one)[0].astype(np.float32)
     first, second = (one.gradient(step, 0, 0, 0) for step in (4, 5))
     assert alone["gradients"][0][0].tobytes() == first.tobytes()
@@ -218,17 +231,15 @@ def test_a_world_of_one_takes_no_memory_before_it_has_something_to_deliver(
 ) -> None:
     worlds = worlds_on(device)
     one = scenario_of("q4", 1, device)
-    (first,) = worlds(1).run(case_go_on, scenario=one, saved=None, steps=range(2))
-    (again,) = worlds(1).run(case_go_on, scenario=one, saved=[first["saved"]], steps=range(2, 3))
+    (first,) = average(worlds, one, range(2))
+    (again,) = average(worlds, one, range(2, 3), [first["saved"]])
     assert first["bytes"] == again["bytes"] == (0, 0)
     assert again["saved"]["steps"] == 3
     assert len(again["saved"]["slot_0"]["worker"]) == 0
     for index in range(len(WEIGHTS)):
         assert again["gradients"][0][index].tobytes() == one.gradient(2, 0, 0, index).tobytes()
     saved = withheld_by_two(worlds, one)
-    (dropped,) = worlds(1).run(
-        case_go_on, scenario=one, saved=saved, steps=range(0), on_resize="drop"
-    )
+    (dropped,) = average(worlds, one, range(0), saved, "drop")
     assert dropped["bytes"] == (0, 0)
     assert dropped["loaded"]["steps"] == 3
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from gradferry.checkpoint import merge
 from gradferry.core.codec_spec import parse_codec
@@ -22,12 +21,9 @@ from test_elastic import (
     TWO_BY_TWO,
     UNEVEN,
     apart,
-    case_dcp_load,
-    case_dcp_save,
-    case_go_on,
     case_refused,
+    go_on,
     residuals_of,
-    same,
     scenario_on,
 )
 from world import World
@@ -55,10 +51,7 @@ def test_same_ranks_on_other_nodes_keep_what_is_missing_exactly(worlds: Worlds) 
     few = (TWO_BY_TWO, apart(4), apart(2), apart(1))
     for members in (*few, TWO_BY_TWO, CROSSED, UNEVEN, one_node):
         before_it, scenario = scenario, scenario_on("q4", members, WEIGHTS)
-        answers = worlds(scenario.world_size).run(
-            case_go_on, scenario=scenario, saved=before, on_resize="mean", steps=range(0)
-        )
-        after = residuals_of(answers, "loaded")
+        after = residuals_of(go_on(worlds, scenario, saved=before), "loaded")
         if before is not None:
             missing = still_missing(before, before_it)
             assert max(np.abs(part).max() for part in missing) > 8
@@ -76,10 +69,7 @@ def test_elastic_example_says_how_much_is_withheld(worlds: Worlds) -> None:
     spec.loader.exec_module(example)
     for members in (TWO_BY_TWO, UNEVEN, apart(2)):
         scenario = scenario_on("q4", members, WEIGHTS)
-        answers = worlds(scenario.world_size).run(
-            case_go_on, scenario=scenario, saved=None, on_resize="mean", steps=range(2)
-        )
-        saved = residuals_of(answers, "saved")
+        saved = residuals_of(go_on(worlds, scenario, range(2)), "saved")
         missing = np.concatenate(still_missing(saved, scenario))
         # Sums in fp64 of some 23,000 numbers below 4, in another order.
         assert np.abs(missing).max() < 4
@@ -90,9 +80,7 @@ def test_elastic_example_says_how_much_is_withheld(worlds: Worlds) -> None:
 def test_flat_exchange_saves_the_format_it_always_had(worlds: Worlds) -> None:
     for members, expected in ((apart(2), 2), (UNEVEN, 3)):
         scenario = scenario_on("q4", members, WEIGHTS)
-        answers = worlds(scenario.world_size).run(
-            case_go_on, scenario=scenario, saved=None, on_resize="strict", steps=range(1)
-        )
+        answers = go_on(worlds, scenario, range(1), on_resize="strict")
         for rank, saved in enumerate(residuals_of(answers, "saved")):
             slot = saved[f"slot_{rank}"]
             assert saved["format"] == expected
@@ -110,19 +98,9 @@ def with_slot(state: dict, rank: int, **changes: Any) -> dict:
 
 def test_what_lies_about_nodes_is_refused_by_name(worlds: Worlds) -> None:
     scenario = scenario_on("q4", TWO_BY_TWO, WEIGHTS)
-    saved = residuals_of(
-        worlds(4).run(case_go_on, scenario=scenario, saved=None, on_resize="mean", steps=range(2)),
-        "saved",
-    )
-    flat = residuals_of(
-        worlds(4).run(
-            case_go_on,
-            scenario=scenario_on("q4", apart(4), WEIGHTS),
-            saved=None,
-            on_resize="mean",
-            steps=range(2),
-        ),
-        "saved",
+    saved, flat = (
+        residuals_of(go_on(worlds, scenario_on("q4", members, WEIGHTS), range(2)), "saved")
+        for members in (TWO_BY_TWO, apart(4))
     )
     tiles = saved[0]["slot_0"]["worker_tiles"]
 
@@ -189,22 +167,6 @@ def test_what_lies_about_nodes_is_refused_by_name(worlds: Worlds) -> None:
         assert [o.error for o in answer[1:]] == ["StateError", None]
     crossed = worlds(4).run(case_refused, scenario=other, attempts=[here[1]])
     assert [a[0].error for a in crossed] == ["StateError"] * 4
-
-
-@pytest.mark.parametrize("mode", ["topk", "sign1_momentum"])
-def test_distributed_checkpoint_keeps_the_residuals_of_nodes(
-    worlds: Worlds, mode: str, tmp_path: Path
-) -> None:
-    scenario, path = scenario_on(mode, UNEVEN, WEIGHTS), str(tmp_path / "dcp")
-    saved = worlds(3).run(case_dcp_save, scenario=scenario, path=path)
-    for resized in (False, True):
-        loaded = worlds(3).run(case_dcp_load, scenario=scenario, path=path, resized=resized)
-        assert all(same(one, other) for one, other in zip(saved, loaded, strict=True))
-    flat = scenario_on(mode, apart(3), WEIGHTS)
-    loaded = worlds(3).run(case_dcp_load, scenario=flat, path=path, resized=True)
-    merged = worlds(3).run(case_go_on, scenario=flat, saved=saved, on_resize="mean", steps=range(0))
-    for one, other in zip(loaded, residuals_of(merged, "loaded"), strict=True):
-        assert same(one, other)
 
 
 def case_switched(scenario: Scenario) -> list[dict]:

@@ -1,0 +1,376 @@
+"""A row of the table of faults, played: a training in which something happens to one rank.
+
+`case_row` runs on every rank. What a rank sees goes to a file of its own, because the world ends
+with a rank that dies.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import dataclasses
+import datetime
+import gc
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from fault_rows import (
+    AT_A_LINK,
+    FAULTY_STEP,
+    FORGERIES,
+    ON_SOCKETS,
+    REDUCER,
+    SAVED_STEPS,
+    STEPPING,
+    Row,
+)
+from outcomes import Outcome, attempt
+from reducing import given
+from reference import HEADER
+from relays import Relays
+from scenario import (
+    LEARNING_RATE,
+    ChosenGradients,
+    Run,
+    Scenario,
+    expected_gradients,
+    hash_of,
+    on_nodes,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+SLOW_SECONDS, DOWN_SECONDS = 2.0, 3.0
+CHILD_SECONDS = 8
+SHARED = "memfd:gradferry"
+SETTLE_SECONDS = 30.0
+
+
+def hashes_of(scenario: Scenario, steps: int) -> list[str]:
+    """Of the parameters after 0, 1, 2, ... steps, by the reference."""
+    parameters = [w.from_flat(torch.zeros(w.num_elements).numpy()) for w in scenario.weights]
+    hashes = [hash_of(scenario, parameters)]
+    for by_rank in expected_gradients(dataclasses.replace(scenario, steps=steps)):
+        for weight, parameter, gradient in zip(
+            scenario.weights, parameters, by_rank[0], strict=True
+        ):
+            parameter -= LEARNING_RATE * weight.from_flat(gradient)
+        hashes.append(hash_of(scenario, parameters))
+    return hashes
+
+
+class ReducerRun:
+    """As `Run`, with a Reducer in place of DDP and its hook."""
+
+    def __init__(self, scenario: Scenario, group: dist.ProcessGroup) -> None:
+        import gradferry
+
+        self.scenario, self.rank = scenario, dist.get_rank(group)
+        self.model = ChosenGradients(scenario)
+        nodes = {"nodes": 1} if scenario.nodes else {}
+        with on_nodes(scenario.nodes):
+            self.state = gradferry.Reducer(
+                self.model.named_parameters(), scenario.codec, group, bucket_cap_mb=0.03, **nodes
+            )
+
+    def step(self, step: int) -> None:
+        averages = given(self.scenario, step)
+        self.state.all_reduce(averages)
+        with torch.no_grad():
+            for p, average in zip(self.model.parameters(), averages, strict=True):
+                p -= LEARNING_RATE * average
+
+    def parameter_hash(self) -> str:
+        return hash_of(self.scenario, list(self.model.parameters()))
+
+
+# --- what happens to the victim -------------------------------------------------------------------
+
+
+class UsersError(Exception):
+    """Of the victim's own code."""
+
+
+@dataclasses.dataclass
+class Victim:
+    """What a fault acts upon."""
+
+    relays: Relays
+    scaler: torch.amp.GradScaler | None
+    run: Any = None
+
+
+def leave() -> None:
+    """As sys.exit() does, without the end of the interpreter, which a forked process has not."""
+    atexit._run_exitfuncs()
+    os._exit(3)
+
+
+def fail() -> None:
+    raise UsersError("of the user's own code")
+
+
+def fork() -> None:
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_beside_child() -> None:
+    """The child, as a DataLoader's worker would, keeps connections open that its parent had."""
+    if os.fork() == 0:
+        signal.alarm(CHILD_SECONDS)
+        signal.pause()
+    kill()
+
+
+def lose_scale(victim: Victim, after: float = 0.0) -> None:
+    """The scale becomes one that cannot be, so that the engine fails before it sends."""
+    time.sleep(after)
+    victim.scaler._scale.fill_(0.0)
+
+
+def hand_in_foreign_bucket(victim: Victim) -> None:
+    """A bucket of another model never reaches the engine."""
+    import gradferry
+
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    other = DistributedDataParallel(ChosenGradients(victim.run.scenario), process_group=alone)
+    other.register_comm_hook(victim.run.state, gradferry.hook)
+    other(victim.run.targets(0)).backward()
+
+
+def spoil_memory() -> None:
+    """A bit flips here and there in what this rank shares with its siblings."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        place, rights, *_ = line.split()
+        if SHARED in line and "w" in rights:
+            begin, end = (int(each, 16) for each in place.split("-"))
+            memory = (ctypes.c_ubyte * (end - begin)).from_address(begin)
+            for i in range(300, len(memory), 512):
+                memory[i] ^= 1
+
+
+@contextlib.contextmanager
+def no_shared_memory() -> Iterator[None]:
+    """This rank is refused memory to share: then all ranks of its node use sockets."""
+    from gradferry.core import node_memory
+
+    refused = node_memory._RefusedError("by the test")
+    with (
+        mock.patch.object(node_memory, "_make", side_effect=refused),
+        mock.patch.object(node_memory, "_open_door", side_effect=refused),
+    ):
+        yield
+
+
+ACTIONS: dict[str, Callable[[Victim], Any]] = {
+    "kill": lambda _: kill(),
+    "kill beside its child": lambda _: kill_beside_child(),
+    "exit": lambda _: leave(),
+    "raise": lambda _: fail(),
+    "stop": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
+    "slow": lambda _: time.sleep(SLOW_SECONDS),
+    "fork": lambda _: fork(),
+    "no scale": lose_scale,
+    "no scale, late": lambda victim: lose_scale(victim, after=1.5),
+    "foreign bucket": hand_in_foreign_bucket,
+    "corrupt scatter": lambda victim: victim.relays.damage("scatter"),
+    "corrupt gather": lambda victim: victim.relays.damage("gather"),
+    # In what another rank has gathered.
+    "corrupt forward": lambda victim: victim.relays.damage("forward", HEADER.size + 100),
+    "corrupt memory": lambda victim: victim.relays.meanwhile("forward", spoil_memory),
+    "truncated": lambda victim: victim.relays.cut("scatter"),
+    "link down": lambda victim: victim.relays.hold(),
+    "link down 3 s": lambda victim: victim.relays.hold(DOWN_SECONDS),
+}
+
+
+@contextlib.contextmanager
+def before(owner: Any, name: str, fault: Callable[[], Any]) -> Iterator[None]:
+    """The fault comes before the first call of a function."""
+    function, calls = getattr(owner, name), [fault]
+
+    def faulty(*arguments: Any, **options: Any) -> Any:
+        while calls:
+            calls.pop()()
+        return function(*arguments, **options)
+
+    with mock.patch.object(owner, name, faulty):
+        yield
+
+
+@contextlib.contextmanager
+def once_posted(run: Run, folder: str, fault: Callable[[], Any]) -> Iterator[None]:
+    """The fault comes when the siblings of this rank and itself have sent what they exchange."""
+    posted = run.state.stats()["chunks"] + len(run.buckets[-1])
+
+    def watch() -> None:
+        while run.state.stats()["chunks"] < posted:
+            time.sleep(0.001)
+        Path(folder, f"posted {run.rank}").touch()
+        while len(list(Path(folder).glob("posted *"))) < 2:
+            time.sleep(0.001)
+        fault()
+
+    threading.Thread(target=watch, daemon=True).start()
+    yield
+
+
+# --- what every rank does -------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """What one rank saw.
+
+    Attributes:
+        later: what its state says afterwards.
+        checkpoint: its steps and parameters.
+        leaks: open files that the fault has left, and shared memory when all is gone.
+    """
+
+    outcome: Outcome
+    later: Outcome
+    parameters: str
+    checkpoint: tuple[int, str]
+    leaks: tuple[int, int] = (0, 0)
+
+    def write(self, folder: str, rank: int) -> None:
+        temporary = Path(folder, f"seen {rank}")
+        temporary.write_text(json.dumps(dataclasses.astuple(self)))
+        temporary.rename(Path(folder, f"rank {rank}"))
+
+    @classmethod
+    def read(cls, folder: Path, rank: int) -> Seen:
+        outcome, later, parameters, *pairs = json.loads(Path(folder, f"rank {rank}").read_text())
+        return cls(Outcome(*outcome), Outcome(*later), parameters, *map(tuple, pairs))
+
+
+def num_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def num_shared() -> int:
+    """Pieces of memory that ranks of a node share."""
+    return Path("/proc/self/maps").read_text().count(SHARED)
+
+
+def save(folder: str, run: Any, group: dist.ProcessGroup, steps: int) -> None:
+    from gradferry import checkpoint
+
+    content = {"model": run.model.state_dict(), "hook": run.state.state_dict(), "steps": steps}
+    checkpoint.save(Path(folder, "checkpoint"), content, group)
+
+
+def loaded(folder: str, run: Any) -> tuple[int, str]:
+    """Steps and parameters of the checkpoint."""
+    from gradferry import checkpoint
+
+    content = checkpoint.load(Path(folder, "checkpoint"), run.rank)
+    return content["steps"], hash_of(run.scenario, list(content["model"].values()))
+
+
+def play(row: Row, folder: str, victim: Victim) -> Seen:
+    from gradferry.reduction import running
+
+    timeout = datetime.timedelta(seconds=row.expected.timeout)
+    group = dist.new_group(timeout=timeout)
+    is_victim = dist.get_rank() == row.victim
+    conditions = contextlib.ExitStack()
+    if is_victim and row.fault in AT_A_LINK:
+        conditions.enter_context(victim.relays.between())
+    if is_victim and row.exchange.endswith(ON_SOCKETS):
+        conditions.enter_context(no_shared_memory())
+    scenario = row.scenario
+    if victim.scaler is not None:
+        options = {**scenario.options, "grad_scaler": victim.scaler}
+        scenario = dataclasses.replace(scenario, options=options)
+    start = ReducerRun if row.way == REDUCER else Run
+    with conditions:
+        run = victim.run = start(scenario, group)
+    for step in range(FAULTY_STEP):
+        run.step(step)
+        if step + 1 == SAVED_STEPS:
+            save(folder, run, group, SAVED_STEPS)
+    siblings = next((s for s in scenario.nodes or () if run.rank in s), ())
+    shares = len(siblings) > 1 and not (
+        row.exchange.endswith(ON_SOCKETS) and row.victim in siblings
+    )
+    assert (num_shared() > 0) == shares
+    dist.barrier()
+
+    def fault() -> None:
+        if row.fault in FORGERIES:
+            victim.relays.forge(*FORGERIES[row.fault])
+        else:
+            ACTIONS[row.fault](victim)
+
+    faulty: Any = contextlib.nullcontext()
+    act: Callable[[], Any] = lambda: run.step(FAULTY_STEP)  # noqa: E731
+    if row.phase == "attach":
+        act = lambda: Run(scenario, group)  # noqa: E731
+        faulty = before(running, "start_engine", fault)
+    elif row.phase == "save":
+        act = lambda: save(folder, run, group, FAULTY_STEP)  # noqa: E731
+        faulty = before(os, "fsync", fault)
+    elif row.phase == "between steps":
+        faulty = before(run, "step", fault)
+        act = lambda: run.step(FAULTY_STEP)  # noqa: E731
+    elif row.phase == "forward":
+        faulty = once_posted(run, folder, fault if is_victim else lambda: None)
+    elif is_victim:  # its last bucket is not complete without this gradient
+        last = run.model.get_parameter(run.buckets[-1][-1][-1])
+        last.register_post_accumulate_grad_hook(lambda _: fault())
+    files = num_files()
+    if row.phase == "forward" and not siblings:  # others have nothing to forward
+        while not list(Path(folder).glob("rank *")):
+            time.sleep(0.01)
+    with faulty if is_victim or row.phase == "forward" else contextlib.nullcontext():
+        outcome = attempt(act)
+    return Seen(
+        outcome,
+        attempt(run.state.state_dict),
+        run.parameter_hash(),
+        loaded(folder, run),
+        (max(0, num_files() - files), 0),
+    )
+
+
+def case_row(row: Row, folder: str) -> None:
+    rank = dist.get_rank()
+    is_victim = rank == row.victim
+    if is_victim:
+        Path(folder, "pid").write_text(str(os.getpid()))
+    scaler = torch.amp.GradScaler("cpu") if row.fault.startswith("no scale") else None
+    victim = Victim(Relays(), scaler)
+    seen = play(row, folder, victim)
+    victim.run = None
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while row.phase in STEPPING and num_shared() and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
+    shared = num_shared() if row.phase in STEPPING else 0
+    dataclasses.replace(seen, leaks=(seen.leaks[0], shared)).write(folder, rank)
+    victim.relays.release()
+    if row.fault == "stop" and not is_victim:
+        # The world waits for the victim. The last survivor ends it.
+        if len(list(Path(folder).glob("rank *"))) == row.scenario.world_size - 1:
+            os.kill(int(Path(folder, "pid").read_text()), signal.SIGKILL)
+        return
+    if not row.ends_victim:
+        dist.barrier()  # nobody is left alone before all have seen
