@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import gradferry
 import torch
 import torch.distributed as dist
 from fault_rows import (
@@ -34,6 +35,9 @@ from fault_rows import (
     STEPPING,
     Row,
 )
+from gradferry import checkpoint
+from gradferry.core import node_memory
+from gradferry.reduction import running
 from outcomes import Outcome, attempt
 from reducing import given
 from reference import HEADER
@@ -72,8 +76,6 @@ class ReducerRun:
     """As `Run`, with a Reducer in place of DDP and its hook."""
 
     def __init__(self, scenario: Scenario, group: dist.ProcessGroup) -> None:
-        import gradferry
-
         self.scenario, self.rank = scenario, dist.get_rank(group)
         self.model = ChosenGradients(scenario)
         nodes = {"nodes": 1} if scenario.nodes else {}
@@ -146,8 +148,6 @@ def lose_scale(victim: Victim, after: float = 0.0) -> None:
 
 def hand_in_foreign_bucket(victim: Victim) -> None:
     """A bucket of another model never reaches the engine."""
-    import gradferry
-
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     other = DistributedDataParallel(ChosenGradients(victim.run.scenario), process_group=alone)
     other.register_comm_hook(victim.run.state, gradferry.hook)
@@ -168,8 +168,6 @@ def spoil_memory() -> None:
 @contextlib.contextmanager
 def no_shared_memory() -> Iterator[None]:
     """This rank is refused memory to share: then all ranks of its node use sockets."""
-    from gradferry.core import node_memory
-
     refused = node_memory._RefusedError("by the test")
     with (
         mock.patch.object(node_memory, "_make", side_effect=refused),
@@ -271,23 +269,17 @@ def num_shared() -> int:
 
 
 def save(folder: str, run: Any, group: dist.ProcessGroup, steps: int) -> None:
-    from gradferry import checkpoint
-
     content = {"model": run.model.state_dict(), "hook": run.state.state_dict(), "steps": steps}
     checkpoint.save(Path(folder, "checkpoint"), content, group)
 
 
 def loaded(folder: str, run: Any) -> tuple[int, str]:
     """Steps and parameters of the checkpoint."""
-    from gradferry import checkpoint
-
     content = checkpoint.load(Path(folder, "checkpoint"), run.rank)
     return content["steps"], hash_of(run.scenario, list(content["model"].values()))
 
 
 def play(row: Row, folder: str, victim: Victim) -> Seen:
-    from gradferry.reduction import running
-
     timeout = datetime.timedelta(seconds=row.expected.timeout)
     group = dist.new_group(timeout=timeout)
     is_victim = dist.get_rank() == row.victim

@@ -14,8 +14,11 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import gradferry
 import torch
 import torch.distributed as dist
+from gradferry import checkpoint
+from gradferry.optim import OneBitAdam, momentum_mode
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -150,8 +153,6 @@ class Training:
 
     def _attach(self) -> Any:
         """Sets `wrapped`, which computes the loss, and returns the state of the hook."""
-        import gradferry
-
         job, options = self.job, dict(self.job.hook)
         if job.scaled:
             options["grad_scaler"] = self.scaler
@@ -180,8 +181,6 @@ class Training:
         return state
 
     def _make_optimizer(self) -> Any:
-        from gradferry.optim import OneBitAdam, momentum_mode
-
         job, parameters = self.job, self.model.parameters()
         if job.optimizer == "OneBitAdam":
             return OneBitAdam(parameters, lr=1e-3, freeze_step=FREEZE, state=self.state)
@@ -294,8 +293,6 @@ def train(
     training: Training, folder: str | None, onlooker: Onlooker, until: int | None = None
 ) -> None:
     """Trains until a step, or to the end, and saves as it goes."""
-    from gradferry import checkpoint
-
     job = training.job
     until = job.steps if until is None else until
     while training.step < until:
@@ -351,8 +348,6 @@ def case_train(
 
     resized: the checkpoint is of another number of ranks.
     """
-    from gradferry import checkpoint
-
     training = Training(job)
     if folder is not None and checkpoint.exists(folder):
         if resized:

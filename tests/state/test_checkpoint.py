@@ -23,6 +23,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from gradferry import StateError, checkpoint
+from gradferry.core import agreement
 from outcomes import attempt
 from world import World
 
@@ -32,8 +34,6 @@ def content(rank: int, version: int) -> dict[str, Any]:
 
 
 def case_save_twice(folder: str) -> list[Any]:
-    from gradferry import checkpoint
-
     rank = dist.get_rank()
     before = checkpoint.exists(folder)
     seen = []
@@ -63,9 +63,6 @@ def test_checkpoint_replaces_the_one_before_and_leaves_nothing_of_it(
 
 def case_save_while_a_rank_lags(folder: str, lagging: int) -> Any:
     """After every save one rank goes on only when the other has written its next file."""
-    from gradferry import checkpoint
-    from gradferry.core import agreement
-
     rank = dist.get_rank()
     saves = 4
     gather, named = agreement.gather_records, set[str]()
@@ -124,9 +121,6 @@ def test_files_of_saves_that_were_killed_and_of_ranks_that_are_gone_are_removed(
 
 def case_save_where_nothing_can_be_removed(folder: str) -> list[Any]:
     """A save that completes and one that is refused, where every warning is an error."""
-    import gradferry
-    from gradferry import checkpoint
-
     rank = dist.get_rank()
     checkpoint.save(folder, content(rank, 1))
     busy = mock.patch.object(Path, "unlink", side_effect=OSError("busy"))
@@ -155,8 +149,6 @@ class NotATensor:
 
 def case_save_refused(folder: str, refusing_rank: int) -> list[Any]:
     """What each unloadable content is called, and what is in the folder then."""
-    from gradferry import checkpoint
-
     rank = dist.get_rank()
     checkpoint.save(folder, content(rank, 1))
     names = sorted(path.name for path in Path(folder).iterdir())
@@ -234,8 +226,6 @@ FAILURES: dict[str, tuple[Any, tuple[int, ...], str]] = {
 
 
 def case_save_fails(folder: str, failure: str, failing_rank: int) -> Any:
-    from gradferry import checkpoint
-
     rank = dist.get_rank()
     checkpoint.save(folder, content(rank, 1))
     names = sorted(path.name for path in Path(folder).iterdir())
@@ -268,8 +258,6 @@ def test_rank_that_cannot_write_is_one_error_on_all_and_leaves_the_old_one_alone
 
 def case_unshared(folder: str) -> Any:
     """Rank 1 writes to a folder that rank 0 does not see."""
-    from gradferry import checkpoint
-
     rank = dist.get_rank()
     mine = Path(folder, "host0")
     checkpoint.save(mine, content(rank, 1))
@@ -303,8 +291,6 @@ def test_folder_that_ranks_do_not_share_is_refused_and_the_old_one_stays(
 
 def case_seen_late(folder: str) -> tuple[int, int]:
     """A client of NFS sees another one's new file late, and first with another size."""
-    from gradferry import checkpoint
-
     seen = [None, 7]
     size = checkpoint._size
     with mock.patch.object(checkpoint, "_size", lambda path: seen.pop(0) if seen else size(path)):
@@ -319,8 +305,6 @@ def test_files_that_rank_0_sees_late_are_waited_for(world_of_2: World, tmp_path:
 
 def case_save_in_group(folder: str) -> list[Any]:
     """Ranks 1 and 2 save. What each rank loads, by itself and by number."""
-    from gradferry import checkpoint
-
     rank = dist.get_rank()
     group = dist.new_group([1, 2])
     if rank != 0:
@@ -355,14 +339,10 @@ def saved_files(folder: Path) -> list[Any]:
 
 
 def case_load_default(folder: str) -> float | None:
-    from gradferry import checkpoint
-
     return float(checkpoint.load(folder)["values"][0]) if dist.get_rank() < 2 else None
 
 
 def case_save_once(folder: str) -> None:
-    from gradferry import checkpoint
-
     checkpoint.save(folder, content(dist.get_rank(), 1))
 
 
@@ -438,8 +418,6 @@ def test_rank_that_did_not_save_is_refused(of_two: Path) -> None:
 
 
 def test_ranks_are_needed_without_a_process_group(tmp_path: Path) -> None:
-    from gradferry import StateError, checkpoint
-
     with pytest.raises(StateError, match=r"call init_process_group\(\) first"):
         checkpoint.save(tmp_path, {})
     manifest = {"format": 1, "ranks": [0], "files": [{"name": "rank-0-00.pt"}]}

@@ -12,6 +12,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from gradferry import checkpoint
+from gradferry.core import agreement, content_file
 from interleaving import Beside, run_with
 from outcomes import Outcome, attempt
 from world import World
@@ -20,15 +22,10 @@ OVERTAKEN = "another save was completed there meanwhile"
 
 
 def traced() -> set[str]:
-    from gradferry import checkpoint
-    from gradferry.core import content_file
-
     return {module.__file__ for module in (checkpoint, content_file)}
 
 
 def saving(folder: Path, version: int) -> Callable[[], None]:
-    from gradferry import checkpoint
-
     return lambda: checkpoint.save(folder, {"version": version, "values": torch.zeros(version)})
 
 
@@ -43,8 +40,6 @@ def names_in(folder: Path) -> list[str]:
 @mock.patch("os.fsync", no_fsync)
 def case_killed(folder: str) -> list[Any]:
     """At every line of a save: what a process that comes after a kill there finds and leaves."""
-    from gradferry import checkpoint
-
     place = Path(folder, "saves")
     saving(place, 1)()
     found = []
@@ -73,8 +68,6 @@ def save_beside(place: Path, begin: int, rest: int) -> tuple[Outcome, Outcome, A
     """A save of version 2 before one line of which that of version 3 begins, which rests before one
     of its own lines until the first has returned. What they raised, and what is loaded then.
     """
-    from gradferry import checkpoint
-
     outcomes: dict[int, Outcome] = {}
     others: list[Beside] = []
 
@@ -130,9 +123,6 @@ def test_of_two_saves_at_once_one_is_complete_and_the_other_one_too_or_raises(
 
 def case_save_within(folder: str, place: int) -> tuple[Outcome, int, list[str]]:
     """Another save of all ranks comes before one of the records that a save gathers."""
-    from gradferry import checkpoint
-    from gradferry.core import agreement
-
     rank, gather = dist.get_rank(), agreement.gather_records
     calls = 0
 

@@ -10,6 +10,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import gradferry
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -24,8 +25,6 @@ SCENARIO = Scenario((Weight("first", (60, 50)), Weight("bias", (50,))), error_fe
 
 def case_copied_state() -> list[Any]:
     """What copies of a bound state say, and the buckets of models that they are bound to."""
-    import gradferry
-
     run = Run(SCENARIO)
     run.step(0)
     answers = []
@@ -92,8 +91,6 @@ class Tied(nn.Module):
 
 
 def case_tied(codec: str) -> tuple[list[str], Any, Any]:
-    import gradferry
-
     torch.manual_seed(0)
     plain = DistributedDataParallel(Tied())
     ours = DistributedDataParallel(copy.deepcopy(plain.module))

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from gradferry.checkpoint import ResizedState, merge
 from outcomes import Outcome, attempt
 from reducing import same
 from reference.engine import momentum_behind
@@ -74,8 +75,6 @@ def case_go_on(
     scenario: Scenario, saved: list[dict] | None, on_resize: str, steps: range
 ) -> dict[str, Any]:
     """Loads, if there is something to load, and trains."""
-    from gradferry.checkpoint import merge
-
     run = Run(scenario)
     if saved is not None:
         run.state.load_state_dict(merge(saved), on_resize=on_resize)
@@ -184,8 +183,6 @@ def test_same_size_is_strict_whatever_on_resize_says(worlds: Worlds) -> None:
 
 
 def case_refused(scenario: Scenario, attempts: list[tuple[list[dict], str]]) -> list[Outcome]:
-    from gradferry.checkpoint import merge
-
     run = Run(scenario)
 
     def load(states: list[dict], policy: str) -> None:
@@ -242,8 +239,6 @@ def case_dcp_save(scenario: Scenario, path: str) -> dict[str, Any]:
 
 
 def case_dcp_load(scenario: Scenario, path: str, resized: bool) -> dict[str, Any]:
-    from gradferry.checkpoint import ResizedState
-
     run = Run(scenario)
     model = run.model.state_dict()
     hook = ResizedState(run.state, path) if resized else run.state

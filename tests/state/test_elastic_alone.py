@@ -10,6 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gradferry.checkpoint import merge
+from gradferry.core.codec_spec import parse_codec
+from gradferry.ddp.state import bound_to
 from reducing import given, make_reducer, place_of, reduce
 from reference import narrow, widen
 from residual_sums import assert_goes_on, reference_of, resize, still_missing
@@ -42,8 +45,6 @@ def case_go_on(
     scenario: Scenario, saved: list[dict] | None, steps: range, on_resize: str = "mean"
 ) -> dict[str, Any]:
     """Loads, if there is something to load, and averages."""
-    from gradferry.checkpoint import merge
-
     reducer = make_reducer(scenario)
     bytes_before = reducer.stats()["residual_bytes"]
     if saved is not None:
@@ -136,8 +137,6 @@ def withheld_by_two(worlds: Worlds, scenario: Scenario) -> list[dict]:
 
 def case_unused(scenario: Scenario, saved: list[dict]) -> dict[str, Any]:
     """The first parameter is left out by a pass, with no .grad and, on the CPU, with an old one."""
-    from gradferry.checkpoint import merge
-
     run = Run(scenario)
     run.state.load_state_dict(merge(saved), on_resize="mean")
     first = next(run.model.parameters())
@@ -173,8 +172,6 @@ def test_what_a_pass_leaves_out_stays_withheld(worlds_on: WorldsOn, device: str)
 
 def case_skipped(scenario: Scenario, saved: list[dict], scale: float) -> dict[str, Any]:
     """A call that is not finite, two that are, of which the first is skipped."""
-    from gradferry.checkpoint import merge
-
     scaler = torch.amp.GradScaler(place_of(scenario)[1].type, init_scale=scale)
     reducer = make_reducer(scenario, grad_scaler=scaler, exact_skip=True)
     reducer.load_state_dict(merge(saved), on_resize="mean")
@@ -246,10 +243,6 @@ def test_a_world_of_one_takes_no_memory_before_it_has_something_to_deliver(
 
 def case_auto(scenario: Scenario, saved: list[dict] | None) -> dict[str, Any]:
     """Trains with q4 chosen, or alone, and says what it has loaded."""
-    from gradferry.checkpoint import merge
-    from gradferry.core.codec_spec import parse_codec
-    from gradferry.ddp.state import bound_to
-
     run = Run(scenario)
     bound = bound_to(run.state)
     if saved is not None:

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import gradferry
 import pytest
 import torch
 from outcomes import attempt
@@ -41,7 +42,6 @@ def by_an_older_version(saved: dict[str, Any]) -> dict[str, Any]:
 
 def case_states() -> dict[str, bool]:
     """Whether trainings that load a state in the middle end with the same bits."""
-    import gradferry
 
     def start() -> tuple[Any, ChosenGradients, Any, Any]:
         model, ddp, state = attached()
@@ -76,8 +76,6 @@ def case_unharmed() -> dict[str, Any]:
     """A closure that raises; another hook for the same model; a copy; a group of a stranger, and a
     hook that reduces it.
     """
-    import gradferry
-
     model, ddp, state = attached()
     optimizer = torch.optim.AdamW(model.parameters(), **SETTINGS)
     before = settings(optimizer)
@@ -123,7 +121,6 @@ def test_steps_leave_the_optimizer_as_it_is_whatever_happens(worlds: Worlds) -> 
 
 def case_stale(zero: bool) -> dict[str, Any]:
     """Warnings, and settings of steps, behind hooks that come after the one of momentum mode."""
-    import gradferry
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     model, _, state = attached()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gradferry import checkpoint
 from killing import Executioner, die, random_place, run_until_killed
 from resumable import FREEZE, Job, case_train, drawn_job
 from world import World, WorldError
@@ -123,8 +124,6 @@ NUM_DRAWN = 25
 def test_run_killed_at_any_moment_resumes_to_the_same_bits(
     mortal: Any, uninterrupted: Any, tmp_path: Path, seed: int
 ) -> None:
-    from gradferry import checkpoint
-
     job = drawn_job(random.Random(seed % NUM_DRAWN))
     expected = uninterrupted(f"drawn{seed % NUM_DRAWN}", job)
     rng, world = random.Random(f"kill {seed}"), mortal(job.world_size)
