@@ -23,11 +23,7 @@ SCENARIO = Scenario((Weight("first", (192, 64)), Weight("bias", (50,)), Weight("
 STEPS = 40
 
 
-def step_of_gloo() -> None:
-    dist.all_reduce(torch.zeros(300 * 300))
-
-
-def main(rank: int, folder: str, way: str, seconds: float) -> None:
+def main(rank: int, folder: str, seconds: float) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = DEVICE
     dist.init_process_group(
@@ -44,7 +40,7 @@ def main(rank: int, folder: str, way: str, seconds: float) -> None:
     while not Path(folder, "go").exists():
         time.sleep(0.01)
     for step in range(STEPS // 2, STEPS):
-        outcome = attempt(step_of_gloo if way == "gloo" else lambda at=step: run.step(at))
+        outcome = attempt(lambda at=step: run.step(at))
         if outcome.error is not None:
             break
     parameters = run.parameter_hash()
@@ -54,4 +50,4 @@ def main(rank: int, folder: str, way: str, seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3], float(sys.argv[4]))
+    main(int(sys.argv[1]), sys.argv[2], float(sys.argv[3]))

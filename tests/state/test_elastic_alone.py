@@ -15,9 +15,9 @@ from gradferry.core.codec_spec import parse_codec
 from gradferry.ddp.state import bound_to
 from reducing import given, make_reducer, place_of, reduce
 from reference import narrow, widen
-from residual_sums import assert_goes_on, reference_of, resize, still_missing
+from residual_sums import still_missing
 from scenario import Run, Scenario, Weight
-from test_elastic import TWO_BY_TWO, apart, go_on, residuals_of, scenario_on
+from test_elastic import residuals_of
 from world import World
 
 Worlds = Callable[[int], World]
@@ -115,19 +115,6 @@ def test_a_world_of_one_delivers_once_and_gives_back_what_it_has_not(
         back = average(worlds, two, range(0), [state])
         # Both ranks get what the one had, or the owner does: nothing is rounded.
         assert np.array_equal(missing(residuals_of(back, "loaded"), two), missing([state], one))
-
-
-@pytest.mark.parametrize("mode", ["q4", "topk", "rht"])
-def test_a_hook_alone_goes_on_as_the_reference(worlds: Worlds, mode: str) -> None:
-    """From two nodes of two ranks to one rank, and to four nodes."""
-    saved, engine = None, None
-    for number, members in enumerate((TWO_BY_TWO, apart(1), apart(4))):
-        scenario = scenario_on(mode, members)
-        steps = range(2 * number, 2 * number + 2)
-        answers = go_on(worlds, scenario, steps, saved)
-        engine = reference_of(scenario) if engine is None else resize(engine, scenario)
-        assert_goes_on(answers, engine, scenario, steps)
-        saved = residuals_of(answers, "saved")
 
 
 def withheld_by_two(worlds: Worlds, scenario: Scenario) -> list[dict]:
