@@ -1,7 +1,7 @@
 """A row of the table of faults, played: a training in which something happens to one rank.
 
 `case_row` runs on every rank. What a rank sees goes to a file of its own, because the world ends
-with a rank that dies.
+with a rank that dies. When all have seen it, no rank keeps memory that siblings share.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from fault_rows import (
     ON_SOCKETS,
     REDUCER,
     SAVED_STEPS,
-    STEPPING,
     Row,
 )
 from gradferry import checkpoint
@@ -54,9 +53,9 @@ from scenario import (
 from torch.nn.parallel import DistributedDataParallel
 
 SLOW_SECONDS, DOWN_SECONDS = 2.0, 3.0
-CHILD_SECONDS = 8
+CHILD_SECONDS = 4
 SHARED = "memfd:gradferry"
-SETTLE_SECONDS = 30.0
+SETTLE_SECONDS = 60.0
 
 
 def hashes_of(scenario: Scenario, steps: int) -> list[str]:
@@ -239,14 +238,14 @@ class Seen:
     Attributes:
         later: what its state says afterwards.
         checkpoint: its steps and parameters.
-        leaks: open files that the fault has left, and shared memory when all is gone.
+        files: open ones that are more than before.
     """
 
     outcome: Outcome
     later: Outcome
     parameters: str
     checkpoint: tuple[int, str]
-    leaks: tuple[int, int] = (0, 0)
+    files: int
 
     def write(self, folder: str, rank: int) -> None:
         temporary = Path(folder, f"seen {rank}")
@@ -255,8 +254,9 @@ class Seen:
 
     @classmethod
     def read(cls, folder: Path, rank: int) -> Seen:
-        outcome, later, parameters, *pairs = json.loads(Path(folder, f"rank {rank}").read_text())
-        return cls(Outcome(*outcome), Outcome(*later), parameters, *map(tuple, pairs))
+        outcome, later, *rest = json.loads(Path(folder, f"rank {rank}").read_text())
+        parameters, (steps, saved), files = rest
+        return cls(Outcome(*outcome), Outcome(*later), parameters, (steps, saved), files)
 
 
 def num_files() -> int:
@@ -329,7 +329,7 @@ def play(row: Row, folder: str, victim: Victim) -> Seen:
         last = run.model.get_parameter(run.buckets[-1][-1][-1])
         last.register_post_accumulate_grad_hook(lambda _: fault())
     files = num_files()
-    if row.phase == "forward" and not siblings:  # others have nothing to forward
+    if row.phase == "forward" and len(siblings) < 2:  # others have nothing to forward
         while not list(Path(folder).glob("rank *")):
             time.sleep(0.01)
     with faulty if is_victim or row.phase == "forward" else contextlib.nullcontext():
@@ -339,7 +339,7 @@ def play(row: Row, folder: str, victim: Victim) -> Seen:
         attempt(run.state.state_dict),
         run.parameter_hash(),
         loaded(folder, run),
-        (max(0, num_files() - files), 0),
+        max(0, num_files() - files),
     )
 
 
@@ -350,19 +350,20 @@ def case_row(row: Row, folder: str) -> None:
         Path(folder, "pid").write_text(str(os.getpid()))
     scaler = torch.amp.GradScaler("cpu") if row.fault.startswith("no scale") else None
     victim = Victim(Relays(), scaler)
-    seen = play(row, folder, victim)
+    play(row, folder, victim).write(folder, rank)
+    survivors = [each for each in range(row.scenario.world_size) if each != row.victim]
+    wait_for(lambda: all(Path(folder, f"rank {each}").exists() for each in survivors))
     victim.run = None
-    deadline = time.monotonic() + SETTLE_SECONDS
-    while row.phase in STEPPING and num_shared() and time.monotonic() < deadline:
-        gc.collect()
-        time.sleep(0.01)
-    shared = num_shared() if row.phase in STEPPING else 0
-    dataclasses.replace(seen, leaks=(seen.leaks[0], shared)).write(folder, rank)
+    wait_for(lambda: gc.collect() >= 0 and not num_shared())
     victim.relays.release()
-    if row.fault == "stop" and not is_victim:
-        # The world waits for the victim. The last survivor ends it.
-        if len(list(Path(folder).glob("rank *"))) == row.scenario.world_size - 1:
-            os.kill(int(Path(folder, "pid").read_text()), signal.SIGKILL)
-        return
+    if row.fault == "stop" and rank == survivors[0]:
+        os.kill(int(Path(folder, "pid").read_text()), signal.SIGKILL)  # the world waits for it
     if not row.ends_victim:
         dist.barrier()  # nobody is left alone before all have seen
+
+
+def wait_for(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

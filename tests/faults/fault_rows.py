@@ -164,7 +164,7 @@ WITHOUT_STORE_OR_ORDER = Expected(
 )
 EXPECTED = {
     "kill": Expected(),
-    "kill beside its child": SILENT,  # which keeps the connections open
+    "kill beside its child": dataclasses.replace(SILENT, timeout=2.0),  # it keeps connections open
     "exit": Expected(),
     "raise": MUTE,
     "stop": SILENT,
