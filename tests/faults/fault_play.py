@@ -107,6 +107,7 @@ class Victim:
 
     relays: Relays
     scaler: torch.amp.GradScaler | None
+    alone: dist.ProcessGroup | None = None  # a group of the victim
     run: Any = None
 
 
@@ -147,8 +148,8 @@ def lose_scale(victim: Victim, after: float = 0.0) -> None:
 
 def hand_in_foreign_bucket(victim: Victim) -> None:
     """A bucket of another model never reaches the engine."""
-    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    other = DistributedDataParallel(ChosenGradients(victim.run.scenario), process_group=alone)
+    model = ChosenGradients(victim.run.scenario)
+    other = DistributedDataParallel(model, process_group=victim.alone)
     other.register_comm_hook(victim.run.state, gradferry.hook)
     other(victim.run.targets(0)).backward()
 
@@ -350,6 +351,8 @@ def case_row(row: Row, folder: str) -> None:
         Path(folder, "pid").write_text(str(os.getpid()))
     scaler = torch.amp.GradScaler("cpu") if row.fault.startswith("no scale") else None
     victim = Victim(Relays(), scaler)
+    if row.fault == "foreign bucket":
+        victim.alone = dist.new_group([row.victim])
     play(row, folder, victim).write(folder, rank)
     survivors = [each for each in range(row.scenario.world_size) if each != row.victim]
     wait_for(lambda: all(Path(folder, f"rank {each}").exists() for each in survivors))
