@@ -265,9 +265,9 @@ def quick_rows() -> Iterator[Row]:
     # any bit of any header.
     places = ("two levels", "2+1" + ON_SOCKETS, "two levels" + ON_SOCKETS, "2+1")
     for i, field in enumerate(FORGED):
-        yield row(f"wrong {field} in {LANES[i % 2]}", "between steps", "q4", places[i // 2])
-    yield row("corrupt memory", "between steps", "q4", "two levels")
-    yield row("corrupt forward", "between steps", "q4", "two levels" + ON_SOCKETS)
+        yield row(f"wrong {field} in {LANES[i % 2]}", "backward", "q4", places[i // 2])
+    yield row("corrupt memory", "backward", "q4", "two levels")
+    yield row("corrupt forward", "backward", "q4", "two levels" + ON_SOCKETS)
 
 
 def slow_rows() -> Iterator[Row]:
@@ -281,7 +281,7 @@ def slow_rows() -> Iterator[Row]:
     yield row("stop", "between steps", REDUCER, "two levels")
     for fault, exchange in itertools.product(FORGERIES, ("two levels", "2+1")):
         for way in ("", ON_SOCKETS):
-            yield row(fault, "between steps", "q4", exchange + way)
+            yield row(fault, "backward", "q4", exchange + way)
     yield from (
         row(fault, phase, way, exchange)
         for fault in FAULTS
