@@ -59,7 +59,7 @@ SETTLE_SECONDS = 60.0
 
 
 def hashes_of(scenario: Scenario, steps: int) -> list[str]:
-    """Of the parameters after 0, 1, 2, ... steps, by the reference."""
+    """Hashes of the parameters after 0, 1, 2, ... steps, by the reference."""
     parameters = [w.from_flat(torch.zeros(w.num_elements).numpy()) for w in scenario.weights]
     hashes = [hash_of(scenario, parameters)]
     for by_rank in expected_gradients(dataclasses.replace(scenario, steps=steps)):
@@ -72,7 +72,7 @@ def hashes_of(scenario: Scenario, steps: int) -> list[str]:
 
 
 class ReducerRun:
-    """As `Run`, with a Reducer in place of DDP and its hook."""
+    """A `Run` with a Reducer in place of DDP and its hook."""
 
     def __init__(self, scenario: Scenario, group: dist.ProcessGroup) -> None:
         self.scenario, self.rank = scenario, dist.get_rank(group)
@@ -98,7 +98,7 @@ class ReducerRun:
 
 
 class UsersError(Exception):
-    """Of the victim's own code."""
+    """An error of the victim's own code."""
 
 
 @dataclasses.dataclass
@@ -112,7 +112,7 @@ class Victim:
 
 
 def leave() -> None:
-    """As sys.exit() does, without the end of the interpreter, which a forked process has not."""
+    """Ends as sys.exit() does, but for the interpreter's end, which a forked process has not."""
     atexit._run_exitfuncs()
     os._exit(3)
 

@@ -98,7 +98,7 @@ def case_attach_again(job: Job, times: int, step_seconds: float) -> dict[str, An
 
 @dataclasses.dataclass(frozen=True)
 class Vitals:
-    """Of a process between two segments."""
+    """The size of a process between two segments."""
 
     anonymous_bytes: int
     open_files: int
@@ -117,8 +117,8 @@ def _vitals() -> Vitals:
 
 
 def case_vitals(at_rest: list[Vitals] | None, settle_seconds: float) -> Vitals:
-    """Of this process, as soon as no engine's thread is left and it has no more files and threads
-    than it had `at_rest`, by rank; or after so many seconds.
+    """Vitals of this process, once no engine's thread is left and files and threads are no more
+    than they were `at_rest`, by rank; or after so many seconds.
     """
     most = None if at_rest is None else at_rest[dist.get_rank()]
     deadline = time.monotonic() + settle_seconds
@@ -143,7 +143,7 @@ class Soak:
         self.seed = seed
         self.patience = patience
         self.counts: Counter[str] = Counter()
-        # Of each size's ranks: after the warm-up and every segment, and after every repeat.
+        # By size and rank: after the warm-up and every segment, and after every repeat.
         self.vitals: dict[tuple[int, int], list[Vitals]] = {}
         self.repeated: dict[tuple[int, int], list[Vitals]] = {}
         self._living = {size: World(size, patience=patience) for size in SIZES}
@@ -322,7 +322,7 @@ class Soak:
         return rows
 
 
-# Of the segment that needs least: what a leak of one attach would leave, the worker residual of the
+# What a leak of one attach would leave in the smallest segment, the worker residual of the
 # smallest drawn model's first layer.
 LEAST_LEAK_BYTES = 4 * 48 * 50
 # So that small models are among them, by which the least is judged.

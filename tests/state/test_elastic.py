@@ -160,7 +160,7 @@ def test_world_of_one_takes_owner_residuals_into_its_momentum(
     shares = momentum_shares(scenario)
     before = np.concatenate(still_missing(saved, scenario)) / shares
     after = np.concatenate(still_missing([loaded], alone))
-    # Of the mean, of the sum with the owner's, of the share and of the product with it.
+    # The mean, its sum with the owner's, the share and the product with it are rounded.
     assert (np.abs(after - before) <= 4 * 32 * 2.0**-24).all()
     assert np.abs(before).max() < 32
     back = go_on(worlds, scenario, saved=[loaded])

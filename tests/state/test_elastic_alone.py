@@ -93,7 +93,7 @@ def test_a_world_of_one_delivers_once_and_gives_back_what_it_has_not(
     (alone,) = average(worlds, one, range(3, 6), saved)
     held = still_missing([alone["loaded"]], one)
     before, after = missing(saved, two), np.concatenate(held)
-    # Of the mean of workers, and of its sum with what the owner has: two roundings to fp32.
+    # The mean of workers and its sum with what the owner has are rounded to fp32.
     assert np.abs(before).max() > 1e-3
     assert np.abs(after - before).max() <= 2 * np.abs(before).max() * 2.0**-23
     assert alone["loaded"]["steps"] == 3

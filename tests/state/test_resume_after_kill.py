@@ -43,7 +43,7 @@ def mortal() -> Iterator[Callable[[int], World]]:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """Of a training that nobody interrupted."""
+    """What came of a training that nobody interrupted."""
 
     answers: list[dict[str, Any]]
     seconds: float

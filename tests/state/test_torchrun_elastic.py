@@ -22,7 +22,7 @@ TRAINED = re.compile(r"step (\d+), (\d) ranks: loss (\S+)")
 
 
 def command(number: int, folder: Path) -> list[str]:
-    """Of a host. It begins when somebody opens its `start`, and ends with its `output` closed."""
+    """What a host runs. It begins when somebody opens `start`, and ends with `output` closed."""
     agent = [
         *(sys.executable, "-m", "torch.distributed.run", "--nnodes=1:3", "--nproc-per-node=1"),
         *("--rdzv-backend=c10d", f"--rdzv-endpoint={address(1)}:{PORT}", "--max-restarts=5"),
