@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import pytest
 import torch
 from gradferry import _native
 from gradferry_lab.bench.peers import PEERS, compare_with_peers, installed_peers, missing_peers
-from gradferry_lab.cli import main
 
 ROW_KEYS = {
     "codec", "op", "dtype", "num_elements", "threads", "isa", "world_size", "gbps", "roof_gbps",
     "roof_ratio", "roof_ratio_min", "roof_ratio_max", "roof_ratio_best", "bytes_per_element",
     "bits_per_element", "elements_per_second", "nmse", "core_gfmas", "core_share", "wrong",
 }  # fmt: skip
-SMALL = ["--num-elements", "524288", "--rounds", "1"]
+SMALL = ["bench", "codec", "--num-elements", "524288", "--rounds", "1"]
 
 
-def test_bench_codec_times_every_codec_of_the_table(tmp_path, capsys):
-    file = tmp_path / "rows.json"
-    assert main(["bench", "codec", *SMALL, "--world-sizes", "3", "--json", str(file)]) == 0
-    rows = json.loads(file.read_text())["rows"]
+def test_bench_codec_times_every_codec_of_the_table(rows_of, capsys):
+    rows = rows_of(*SMALL, "--world-sizes", "3")
     names = [_native.canonical_codec(codec["name"]) for codec in _native.codecs()]
     operations = [("encode", 1), ("encode_ef", 1), ("reduce", 3), ("decode", 1)]
     assert [(row["codec"], row["op"], row["world_size"]) for row in rows] == [
@@ -50,11 +46,9 @@ def test_bench_codec_times_every_codec_of_the_table(tmp_path, capsys):
     assert "memcpy" in shown
 
 
-def test_bench_codec_takes_threads_isas_and_dtypes(tmp_path):
-    file = tmp_path / "rows.json"
+def test_bench_codec_takes_threads_isas_and_dtypes(rows_of):
     lists = ["--threads", "1", "2", "--isas", *_native.available_isas(), "--dtypes", "bfloat16"]
-    assert main(["bench", "codec", "--codecs", "q4", *SMALL, *lists, "--json", str(file)]) == 0
-    rows = json.loads(file.read_text())["rows"]
+    rows = rows_of(*SMALL, "--codecs", "q4", *lists)
     assert {(row["isa"], row["threads"]) for row in rows} == {
         (isa, threads) for isa in _native.available_isas() for threads in (1, 2)
     }
@@ -64,27 +58,8 @@ def test_bench_codec_takes_threads_isas_and_dtypes(tmp_path):
         assert row["bits_per_element"] == 8 * 2192 / 4096
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--codecs", "q5"], "q5"),
-        (["--isas", "sse2"], "sse2"),
-        (["--threads", "0"], "--threads: 0"),
-        (["--rounds", "0"], "--rounds: 0"),
-        (["--world-sizes", "-1"], "--world-sizes: -1"),
-        (["--num-elements", "4096"], "4096"),
-        (["--num-elements", str(1 << 40)], str(1 << 40)),
-    ],
-)
-def test_bench_codec_names_the_option_that_is_wrong(arguments, message, capsys):
-    assert main(["bench", "codec", *arguments]) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_peers_are_compared_on_the_same_buffer(tmp_path, capsys):
-    file = tmp_path / "rows.json"
-    assert main(["bench", "codec", "--codecs", "q8", *SMALL, "--peers", "--json", str(file)]) == 0
-    rows = [row for row in json.loads(file.read_text())["rows"] if "peer" in row]
+def test_peers_are_compared_on_the_same_buffer(rows_of, capsys):
+    rows = [row for row in rows_of(*SMALL, "--codecs", "q8", "--peers") if "peer" in row]
     expected = [peer.name for peer in installed_peers() if peer.rival == "q8"]
     assert "torch:quantize_per_tensor" in expected
     assert [row["peer"] for row in rows] == [name for name in expected for _ in range(2)]

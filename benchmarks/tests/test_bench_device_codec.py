@@ -17,7 +17,6 @@ from gradferry_lab.bench.device_codec import (
     num_buffers,
 )
 from gradferry_lab.bench.device_peers import DEVICE_PEERS, UnfusedQ4
-from gradferry_lab.cli import main
 from world import World
 
 Worlds = Callable[[int], World]
@@ -136,7 +135,7 @@ def test_a_wrong_result_is_counted_and_not_timed(device_worlds: Worlds) -> None:
         assert "gbps" not in row
 
 
-def test_peers_take_turns_with_the_codec(device_worlds: Worlds) -> None:
+def test_peers_take_turns_with_the_codec_on_a_device(device_worlds: Worlds) -> None:
     installed = [peer for peer in DEVICE_PEERS if peer.module == "torch"]
     codecs = [peer.rival for peer in installed]
     options = DeviceOptions(codecs, [], [0.25], [2], 3, peers=True)
@@ -206,27 +205,3 @@ def test_the_environment_names_the_gpu_of_the_rank_and_takes_none(
     # What measures on a GPU makes it the current one.
     assert find_gpu("cuda:3").environment["gpu"] == "GPU 3"
     assert taken == [3]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_the_command_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "codec", "--device", "cuda"]) == 2
-    assert "sees no GPU on this machine" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--sizes-mb", "1"], "--sizes-mb is for a GPU (--device cuda) only"),
-        (["--device", "cuda", "--threads", "2"], "--threads is for the CPU only"),
-        (["--device", "cuda", "--isas", "avx2"], "--isas is for the CPU only"),
-        (["--device", "cuda", "--num-elements", "9"], "--num-elements is for the CPU only"),
-        (["--device", "cuda", "--sizes-mb", "8", "0"], "--sizes-mb: 0 must be more than 0"),
-        (["--device", "cuda", "--codecs", "q5"], "q5"),
-    ],
-)
-def test_options_that_do_not_fit_the_device_are_named(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", "codec", *arguments]) == 2
-    assert message in capsys.readouterr().err
