@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import gradferry
 import numpy as np
 import pytest
 import torch
@@ -133,8 +134,6 @@ def test_hook_of_ddp_has_the_same_bits_and_states(
 
 def case_mean() -> bool:
     """Integers, whose sum and half are exact in fp32; registered tensors are the default."""
-    import gradferry
-
     rank = dist.get_rank()
     tensors = {
         "matrix": torch.arange(6000.0).view(60, 100) + 2 * rank,
@@ -167,8 +166,6 @@ def odd_tensors(plain: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def case_odd_tensors(bucket_cap_mb: float) -> list[bool]:
-    import gradferry
-
     numbers = torch.Generator().manual_seed(dist.get_rank())
     plain = {name: torch.randn(shape, generator=numbers) for name, shape in SHAPES.items()}
     odd = odd_tensors(plain)
@@ -189,8 +186,6 @@ def test_strides_order_and_buckets_do_not_matter(world_of_2: World, bucket_cap_m
 
 
 def case_memory() -> dict[str, int]:
-    import gradferry
-
     large, small = torch.ones(64, 4096), [torch.ones(10, 100) for _ in range(3)]
     named = [("large", large), *((f"small{i}", t) for i, t in enumerate(small))]
     reducer = gradferry.Reducer(named, "q4", bucket_cap_mb=1)
@@ -214,8 +209,6 @@ def test_only_small_tensors_are_copied(world_of_2: World) -> None:
 
 def case_returns_before_others_call() -> dict[str, Any]:
     """Rank 1 calls only after rank 0 has come back from a call of many more chunks than slots."""
-    import gradferry
-
     rank = dist.get_rank()
     tensor = torch.full((500, 1000), float(rank))
     reducer = gradferry.Reducer([("t", tensor)], "exact", workspace_cap_mb=1)
@@ -236,8 +229,6 @@ def test_async_call_returns_while_another_rank_has_not_called(world_of_2: World)
 
 
 def case_passed_through(disabled: bool) -> dict[str, Any]:
-    import gradferry
-
     tensors = given(PLAIN, 0)
     named = [(f"t{i}", torch.empty_like(tensor)) for i, tensor in enumerate(tensors)]
     backends = [tensor / dist.get_world_size() for tensor in tensors]
@@ -269,8 +260,6 @@ def test_off_is_the_backends_own_all_reduce(world_of_2: World, disabled: bool) -
 
 
 def case_momentum_mode() -> tuple[dict[str, Any], str]:
-    import gradferry
-
     model = torch.nn.Linear(40, 50)
     reducer = gradferry.Reducer(model.named_parameters(), "sign1", momentum=0.8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -292,8 +281,6 @@ def test_momentum_mode_takes_a_reducer_of_parameters(world_of_2: World) -> None:
 
 
 def case_by_name() -> dict[str, Any]:
-    import gradferry
-
     rank = dist.get_rank()
     weight = (Weight("t", (9000,)),)
     scenario = Scenario(weight, error_feedback="both", rules=(("*", "q4"),))

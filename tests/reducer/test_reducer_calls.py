@@ -7,6 +7,7 @@ import weakref
 from typing import Any
 from unittest import mock
 
+import gradferry
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,15 +16,11 @@ from world import World
 
 
 def one(**options: Any) -> Any:
-    import gradferry
-
     return gradferry.Reducer([("a", torch.zeros(40, 50))], "exact", **options)
 
 
 def case_empty_tensors() -> tuple[list[list[float]], int]:
     """Tensors without elements, first of their dtype, alone, and among others."""
-    import gradferry
-
     rank = float(dist.get_rank())
     named = [
         ("none", torch.zeros(0, 3)),
@@ -46,44 +43,8 @@ def test_tensors_without_elements_are_part_of_every_step(world_of_2: World) -> N
         assert steps == 2
 
 
-def overlapping(name: str) -> list[torch.Tensor]:
-    base = torch.zeros(12, 12)
-    return {
-        "unfolded": [torch.zeros(9).unfold(0, 4, 1), torch.zeros(3)],
-        "strided": [torch.zeros(20).as_strided((5, 4), (1, 1)), torch.zeros(3)],
-        "dense and every other column": [base, base[:, ::2]],
-        "every other column twice": [base[:, ::2]] * 2,
-        "inside a longer one": [base, base[2:4]],
-    }[name]
-
-
-def case_overlapping(name: str) -> Outcome:
-    import gradferry
-
-    named = list(zip("ab", overlapping(name), strict=True))
-    return attempt(lambda: gradferry.Reducer(named, "exact"))
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "unfolded",
-        "strided",
-        "dense and every other column",
-        "every other column twice",
-        "inside a longer one",
-    ],
-)
-def test_elements_that_share_memory_are_refused(world_of_2: World, name: str) -> None:
-    for outcome in world_of_2.run(case_overlapping, name=name):
-        assert outcome.error == "ConfigError"
-        assert "share memory" in outcome.text
-
-
 def case_columns() -> list[list[float]]:
     """The columns of one tensor lie between each other, and share nothing."""
-    import gradferry
-
     base = torch.arange(6.0).view(3, 2) * (1 + dist.get_rank())
     named = [("even", base[:, ::2]), ("odd", base[:, 1::2])]
     gradferry.Reducer(named, "exact").all_reduce()
@@ -158,8 +119,6 @@ def test_a_call_that_fails_leaves_the_outcome_of_the_one_before(world_of_2: Worl
 
 
 def case_without_engine() -> list[Outcome]:
-    import gradferry
-
     reducer = gradferry.Reducer([("a", torch.zeros(3))], "off")
     return [attempt(lambda: reducer.all_reduce([])), attempt(reducer.all_reduce)]
 
@@ -213,8 +172,6 @@ def test_a_call_that_is_over_keeps_no_tensors(world_of_2: World) -> None:
 
 
 def case_autograd_notices(bucket_cap_mb: float) -> Outcome:
-    import gradferry
-
     factor = torch.ones(40, 50)
     loss = (torch.ones(40, 50, requires_grad=True) * factor).sum()
     reducer = gradferry.Reducer([("a", factor)], "exact", bucket_cap_mb=bucket_cap_mb)
@@ -230,8 +187,6 @@ def test_autograd_notices_what_was_averaged(world_of_2: World, bucket_cap_mb: fl
 
 
 def case_refused_in_background(options: dict[str, Any]) -> Outcome:
-    import gradferry
-
     named = [("a", torch.nn.Parameter(torch.zeros(3, 5)))]
     reducer = gradferry.Reducer(named, "q4", **options)
     return attempt(lambda: reducer.all_reduce([torch.zeros(3, 5)], async_op=True))
@@ -253,8 +208,6 @@ def test_what_a_loop_changes_meanwhile_is_not_read_in_the_background(
 
 def case_opposite_memory() -> list[tuple[bool, list[float], list[float]]]:
     """Rank 0 passes views whose memory holds the opposite, rank 1 plain tensors of 1.0 and 1j."""
-    import gradferry
-
     results = []
     for view in (True, False):
         z = torch.complex(torch.zeros(2), torch.full((2,), -3.0))

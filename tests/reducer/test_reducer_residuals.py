@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import gradferry
 import numpy as np
 import pytest
 import torch
@@ -139,8 +140,6 @@ def test_skipped_call_leaves_residuals_to_the_bit(world_of_2: World) -> None:
 
 def case_skip_of_applied() -> dict[str, Any]:
     """skip_step() before and after an optimizer's step, in two calls with gradients."""
-    import gradferry
-
     model = nn.Linear(40, 40)
     reducer = gradferry.Reducer(model.named_parameters(), "q4", exact_skip=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
