@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from typing import Any
@@ -11,6 +12,8 @@ import gradferry
 import pytest
 import torch
 import torch.distributed as dist
+from gradferry.reduction import tensor_calls
+from gradferry.reduction.packing import Packed, Packing
 from outcomes import Outcome, attempt
 from world import World
 
@@ -58,8 +61,6 @@ def test_columns_of_one_tensor_are_averaged(world_of_2: World) -> None:
 
 def case_interrupted() -> tuple[Outcome, Outcome]:
     """Rank 0 is interrupted when its buckets are under way."""
-    from gradferry.reduction import tensor_calls
-
     reducer = one()
     if dist.get_rank() == 0:
         interrupted = mock.patch.object(tensor_calls.Work, "wait", side_effect=KeyboardInterrupt)
@@ -79,15 +80,10 @@ def test_an_interrupted_call_is_the_last_one_on_all_ranks(world_of_2: World) -> 
 
 
 def case_unpack_fails() -> tuple[Outcome, Outcome, Outcome]:
-    from gradferry.reduction.packing import Packed
-
     reducer = one()
     work = reducer.all_reduce(async_op=True)
     broken = mock.patch.object(Packed, "unpack", side_effect=RuntimeError("no way back"))
-    if dist.get_rank() == 0:
-        with broken:
-            first = attempt(work.wait)
-    else:
+    with broken if dist.get_rank() == 0 else contextlib.nullcontext():
         first = attempt(work.wait)
     return first, attempt(work.wait), attempt(reducer.all_reduce)
 
@@ -102,8 +98,6 @@ def test_an_average_that_cannot_be_copied_back_ends_the_reducer(world_of_2: Worl
 
 
 def case_fails_before_it_is_posted() -> tuple[bool, Outcome]:
-    from gradferry.reduction.packing import Packing
-
     reducer = one()
     earlier = reducer.all_reduce(async_op=True)
     earlier.wait()
@@ -139,10 +133,14 @@ def case_let_go() -> list[bool]:
     gc.disable()
     try:
         for fails in (False, True):
-            reducer = one()
+            reducer = one(bucket_cap_mb=0.001)
             engine = weakref.ref(reducer._running)
-            work = reducer.all_reduce(async_op=True)
+            tensor = torch.zeros(40, 50)
+            memory = weakref.ref(tensor)
+            work = reducer.all_reduce([tensor], async_op=True)
             work.wait()
+            del tensor
+            assert memory() is None  # a call that is over keeps no tensors
             if fails:
                 assert attempt(lambda r=reducer: r.all_reduce([])).error == "StateError"
                 assert attempt(reducer.all_reduce).error
@@ -153,22 +151,11 @@ def case_let_go() -> list[bool]:
     return answers
 
 
-def test_a_reducer_is_gone_when_nobody_holds_it(world_of_2: World) -> None:
+def test_a_reducer_is_gone_when_nobody_holds_it_and_tensors_after_a_call(
+    world_of_2: World,
+) -> None:
     for answer in world_of_2.run(case_let_go):
         assert answer == [True, True]
-
-
-def case_kept_tensors() -> bool:
-    reducer = one(bucket_cap_mb=0.001)
-    tensor = torch.zeros(40, 50)
-    memory = weakref.ref(tensor)
-    reducer.all_reduce([tensor])
-    del tensor
-    return memory() is None
-
-
-def test_a_call_that_is_over_keeps_no_tensors(world_of_2: World) -> None:
-    assert world_of_2.run(case_kept_tensors) == [True, True]
 
 
 def case_autograd_notices(bucket_cap_mb: float) -> Outcome:
@@ -186,24 +173,22 @@ def test_autograd_notices_what_was_averaged(world_of_2: World, bucket_cap_mb: fl
         assert "modified by an inplace operation" in outcome.text
 
 
-def case_refused_in_background(options: dict[str, Any]) -> Outcome:
-    named = [("a", torch.nn.Parameter(torch.zeros(3, 5)))]
-    reducer = gradferry.Reducer(named, "q4", **options)
-    return attempt(lambda: reducer.all_reduce([torch.zeros(3, 5)], async_op=True))
+def case_refused_in_background() -> dict[str, Outcome]:
+    found = {}
+    for name, value in (("check_every", 2), ("grad_scaler", torch.amp.GradScaler("cpu"))):
+        named = [("a", torch.nn.Parameter(torch.zeros(3, 5)))]
+        reducer = gradferry.Reducer(named, "q4", **{name: value})
+        passed = [torch.zeros(3, 5)]
+        found[name] = attempt(lambda r=reducer, p=passed: r.all_reduce(p, async_op=True))
+    return found
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"check_every": 2}, {"grad_scaler": torch.amp.GradScaler("cpu")}],
-    ids=["check_every", "grad_scaler"],
-)
-def test_what_a_loop_changes_meanwhile_is_not_read_in_the_background(
-    world_of_2: World, options: dict[str, Any]
-) -> None:
-    for outcome in world_of_2.run(case_refused_in_background, options=options):
-        assert outcome.error == "StateError"
-        assert f"{next(iter(options))}= " in outcome.text
-        assert "without async_op" in outcome.text
+def test_what_a_loop_changes_meanwhile_is_not_read_in_the_background(world_of_2: World) -> None:
+    for found in world_of_2.run(case_refused_in_background):
+        for name, outcome in found.items():
+            assert outcome.error == "StateError"
+            assert f"{name}= " in outcome.text
+            assert "without async_op" in outcome.text
 
 
 def case_opposite_memory() -> list[tuple[bool, list[float], list[float]]]:

@@ -61,11 +61,7 @@ BAD_NAMED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "unfolded": (lambda: named(b=torch.zeros(9).unfold(0, 4, 1)), {}, "'b' share memory"),
     "strided": (lambda: named(b=torch.zeros(20).as_strided((5, 4), (1, 1))), {}, "'b' share"),
     "expanded": (lambda: named(b=torch.zeros(3, 1).expand(3, 5)), {}, "'b' share memory"),
-    "meta": (
-        lambda: [("a", torch.zeros(3, device="meta"))],
-        {},
-        "no backend for tensors on 'meta'",
-    ),
+    "meta": (lambda: [("a", torch.zeros(3, device="meta"))], {}, "no backend for tensors on"),
     "places": (lambda: named(b=torch.zeros(3, device="meta")), {}, "'b' is on meta and 'a' on cpu"),
     "generator": (frozen_names, {}, "ValueError: no more"),
     "auto": (named, {"codec": "auto"}, "a Reducer sees nothing"),
@@ -229,8 +225,7 @@ def test_next_call_before_wait_is_refused_and_ends_the_reducer(world_of_2: World
 
 
 def case_forgotten() -> list[str]:
-    tensor = torch.full((3, 1000), float(dist.get_rank()))
-    reducer = gradferry.Reducer([("t", tensor)], "exact")
+    reducer = gradferry.Reducer([("t", torch.zeros(3, 1000))], "exact")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         reducer.all_reduce(async_op=True)

@@ -32,17 +32,10 @@ def test_applied_plus_withheld_is_the_sum(world_of_3: World, codec: str) -> None
     answers = world_of_3.run(case_reduce, scenario=scenario)
     missing = still_missing([answer["state"] for answer in answers], scenario)
     for index in range(len(WEIGHTS)):
-        passed = np.mean(
-            [
-                sum(scenario.gradient(s, 0, r, index).astype(float) for s in range(40))
-                for r in range(3)
-            ],
-            axis=0,
-        )
+        given_to = [[scenario.gradient(s, 0, r, index) for s in range(40)] for r in range(3)]
+        passed = np.sum(given_to, axis=1, dtype=float).mean(axis=0)
         applied = sum(step[index].astype(float) for step in answers[0]["gradients"])
-        largest = max(
-            np.abs(scenario.gradient(s, 0, r, index)).max() for s in range(40) for r in range(3)
-        )
+        largest = np.abs(given_to).max()
         # As in test_conservation: per step 4 W + 4 roundings, here of numbers below 40 times the
         # largest that was passed, which is more than a tile can withhold in 40 steps.
         bound = 40 * (4 * 3 + 4) * 40 * largest * 2.0**-24
@@ -98,7 +91,8 @@ def test_resized_state_keeps_what_is_missing(
     before = dataclasses.replace(PLAIN, world_size=size, nodes=nodes)
     answers = worlds(size).run(case_go_on, scenario=before, saved=None, steps=range(3))
     saved = [answer["saved"] for answer in answers]
-    engine = reference_after(before, 3)
+    engine = reference_of(before)
+    advance(engine, before, range(3))
     resumed = worlds(2).run(case_go_on, scenario=PLAIN, saved=saved, steps=range(3, 5))
     missing = np.concatenate(still_missing(saved, before))
     kept = np.concatenate(still_missing([answer["loaded"] for answer in resumed], PLAIN))
@@ -107,12 +101,6 @@ def test_resized_state_keeps_what_is_missing(
     largest = np.abs(np.concatenate(worker_mean(saved, before))).max()
     assert np.abs(kept - missing).max() <= largest * 2.0**-24
     assert_goes_on(resumed, resize(engine, PLAIN), PLAIN, range(3, 5))
-
-
-def reference_after(scenario: Scenario, steps: int) -> Any:
-    engine = reference_of(scenario)
-    advance(engine, scenario, range(steps))
-    return engine
 
 
 # --- calls that are skipped, tiny or scaled -------------------------------------------------------
