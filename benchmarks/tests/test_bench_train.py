@@ -198,8 +198,6 @@ def test_a_model_of_the_users_is_trained(world_of_2: World, name):
     [
         ("scores", {}, r"own_models:scores: the model returned Tensor.*must return its loss"),
         ("bare", {}, r"own_models:bare: a batch is a Tensor.*must be a tuple.*\(x,\)"),
-        ("too_many", {}, r"forward\(x: .*does not take a batch of 2 values: too many positional"),
-        ("misnamed", {}, r"does not take a batch of y: missing a required argument: 'x'"),
         ("nothing", {}, r"own_models:nothing returned None; it must be \(model, batch_fn\)"),
         ("tensors", {"until_loss": 1.0}, "own_models:tensors has no validation data"),
     ],

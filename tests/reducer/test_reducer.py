@@ -133,24 +133,6 @@ def test_hook_of_ddp_has_the_same_bits_and_states(
         assert hook == reducer
 
 
-def case_mean() -> bool:
-    """Integers, whose sum and half are exact in fp32; registered tensors are the default."""
-    rank = dist.get_rank()
-    tensors = {
-        "matrix": torch.arange(6000.0).view(60, 100) + 2 * rank,
-        "vector": torch.full((77,), 4.0 * rank),
-    }
-    expected = {name: tensor - 2 * rank + 1 for name, tensor in tensors.items()}
-    expected["vector"] = torch.full((77,), 2.0)
-    reducer = gradferry.Reducer(tensors, "exact")
-    assert reducer.all_reduce() is None
-    return all(torch.equal(tensors[name], expected[name]) for name in tensors)
-
-
-def test_exact_gives_the_mean_of_the_registered_tensors(world_of_2: World) -> None:
-    assert world_of_2.run(case_mean) == [True, True]
-
-
 SHAPES = {"a": (60, 50), "b": (40, 30), "c": (2, 3, 500)}
 
 

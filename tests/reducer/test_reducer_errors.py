@@ -366,6 +366,7 @@ def case_peer_dies() -> None:
     raise AssertionError(f"survivor: {outcomes[0].text}")
 
 
+@pytest.mark.slow  # a world of its own
 def test_survivor_of_a_call_under_way_names_the_rank_that_died() -> None:
     world = World(2)
     try:
