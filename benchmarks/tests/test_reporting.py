@@ -71,6 +71,8 @@ def test_write_json_has_schema_environment_and_rows(tmp_path):
     assert datetime.fromisoformat(place.pop("date")).tzinfo is not None
     assert shlex.split(place.pop("command"))[1:] == sys.argv[1:]
     assert place == environment()
+    assert list(place) == ["gradferry", "torch", "python", "cpu", "cores", "isa", "os"]
+    assert all(place.values())
     assert document["rows"] == [{"hook": "q4", "losses": [1.5, None], "ratio": None}]
     assert read_json(path) == document
 
@@ -130,12 +132,6 @@ def test_replace_section_needs_its_place(text, tmp_path):
     assert path.read_text() == text
 
 
-def test_environment_names_versions_and_machine():
-    facts = environment()
-    assert list(facts) == ["gradferry", "torch", "python", "cpu", "cores", "isa", "os"]
-    assert all(facts.values())
-
-
 def test_draw_loss_curves_gives_a_png_and_draws_bands_on_a_log_axis():
     assert running_mean([4.0, 2.0, 6.0, 1.0], 2) == [4.0, 3.0, 4.0, 3.5]
     curves = [Curve("q4", [3.0, 2.0], [10, 20]), Curve("off", [3.0, float("nan")], [0, 0])]
@@ -162,11 +158,8 @@ def test_html_page_is_self_contained_and_escaped(table):
     assert all(source.startswith("data:image/png;base64,") for source in sources)
     assert "http" not in page
     assert "prefers-color-scheme: dark" in page
-
-
-def test_html_page_says_a_title_once(table):
     page = html_page(table.title, "", [Section(table), Section(table)], {})
-    assert "<h2>" not in page
+    assert "<h2>" not in page  # a title is said once
     assert page.count("<table>") == 2
 
 
