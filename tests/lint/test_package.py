@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import gradferry
 import pytest
 import torch
-from gradferry import _build_info, _compat
+from gradferry import _build_info, _compat, _native
 from gradferry._compat import check_torch
 from gradferry.core import device
 from gradferry_lab.info import facts
@@ -209,3 +211,45 @@ def test_cuda_kernels_load_without_a_gpu_or_there_are_none():
     else:
         assert facts()["CUDA"].startswith("no kernels in this build")
     assert f"{torch.cuda.device_count()} devices" in facts()["CUDA"]
+
+
+# --- _native.pyi ----------------------------------------------------------------------------------
+
+# `make lint` compares by stubtest what there is, but not the arguments of pybind11's functions. Their
+# documentation begins with them.
+STUB = Path(_native.__file__).parent / "_native.pyi"
+
+
+def functions() -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Those of the stub and of its classes, by dotted name."""
+    for node in ast.parse(STUB.read_text()).body:
+        if isinstance(node, ast.FunctionDef):
+            yield node.name, node
+        elif isinstance(node, ast.ClassDef):
+            for inner in node.body:
+                if isinstance(inner, ast.FunctionDef) and not inner.decorator_list:
+                    yield f"{node.name}.{inner.name}", inner
+
+
+def runtime(name: str) -> ast.FunctionDef:
+    """As the first line of its documentation has it."""
+    found: Any = _native
+    for part in name.split("."):
+        found = getattr(found, part)
+    (parsed,) = ast.parse(f"def {found.__doc__.splitlines()[0]}: ...").body
+    assert isinstance(parsed, ast.FunctionDef)
+    return parsed
+
+
+def arguments(function: ast.FunctionDef) -> tuple[list[str], list[str], int, int]:
+    """Names of positional arguments and of those by name alone; how many have a default."""
+    every = function.args
+    positional = [argument.arg for argument in (*every.posonlyargs, *every.args)]
+    by_name = [argument.arg for argument in every.kwonlyargs]
+    defaults = sum(default is not None for default in every.kw_defaults)
+    return positional, by_name, len(every.defaults), defaults
+
+
+@pytest.mark.parametrize(("name", "stub"), [pytest.param(*f, id=f[0]) for f in functions()])
+def test_stub_names_the_arguments_of_the_built_function(name: str, stub: ast.FunctionDef) -> None:
+    assert arguments(stub) == arguments(runtime(name))
