@@ -215,8 +215,8 @@ def test_cuda_kernels_load_without_a_gpu_or_there_are_none():
 
 # --- _native.pyi ----------------------------------------------------------------------------------
 
-# `make lint` compares by stubtest what there is, but not the arguments of pybind11's functions, with
-# which their documentation begins.
+# `make lint` compares by stubtest what there is, but not the arguments of pybind11's functions:
+# they stand at the beginning of the functions' documentation.
 STUB = Path(_native.__file__).parent / "_native.pyi"
 
 
