@@ -131,8 +131,9 @@ def test_failed_check_is_repeated(tool, checks):
     assert later.failed() == []
 
 
-def test_without_a_gpu_what_needs_one_is_skipped(tool, checks, monkeypatch):
+def test_without_a_gpu_what_needs_one_is_skipped(tool, monkeypatch):
     monkeypatch.setattr(tool, "gpu", lambda: "")
+    checks = tool.Checks(minutes=1, fresh=False)
     assert checks.run("check", 1, program("raise SystemExit(1)"), on_gpu=True)
     assert rows(tool)["check"]["output"] == ["skipped: there is no GPU on this machine"]
 
@@ -197,8 +198,9 @@ def test_as_built_compiles_nothing(tool, monkeypatch, tmp_path):
     assert tool.PACKAGES.exists()
 
 
-def test_interrupt_ends_what_runs_and_starts_nothing_more(tool, checks, tmp_path, monkeypatch):
+def test_interrupt_ends_what_runs_and_starts_nothing_more(tool, tmp_path, monkeypatch):
     monkeypatch.setattr(tool, "BESIDE", 1)
+    checks = tool.Checks(minutes=1, fresh=False)
     pid = tmp_path / "pid"
     shell = f"echo $$ > {pid}.new; mv {pid}.new {pid}; sleep 60"
     checks.start("runs", 1, ["sh", "-c", shell])
