@@ -63,10 +63,6 @@ inline std::string common_error(const std::function<void(uint32_t)>& body) {
   return errors[0];
 }
 
-inline void expect_says(const std::string& error, const std::string& text) {
-  EXPECT_NE(error.find(text), std::string::npos) << error;
-}
-
 // A model whose last layer some passes do not use.
 struct Net : torch::nn::Module {
   Net() {

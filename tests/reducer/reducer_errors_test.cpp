@@ -39,8 +39,9 @@ TEST(Reducer, WrongCallEndsItOnAllRanks) {
     reducer.all_reduce(mine);
   });
   for (const std::string& error : errors) {
-    expect_says(error, "rank 1: 1 tensors were passed and 2 registered");
-    expect_says(error, "This Reducer is finished, on all ranks.");
+    EXPECT_NE(error.find("rank 1: 1 tensors were passed and 2 registered"), std::string::npos)
+        << error;
+    EXPECT_NE(error.find("This Reducer is finished, on all ranks."), std::string::npos) << error;
   }
 }
 
@@ -57,7 +58,7 @@ TEST(Reducer, SecondPassBeforeWaitIsAnErrorOnAllRanks) {
     reducer.wait();
   });
   for (const std::string& error : errors) {
-    expect_says(error, "got a second gradient before wait()");
+    EXPECT_NE(error.find("got a second gradient before wait()"), std::string::npos) << error;
   }
 }
 
@@ -82,37 +83,50 @@ TEST(Reducer, WaitWithoutAPassIsAnErrorOnAllRanks) {
     if (rank == 0) backward(net, rank, 1);
     reducer.wait();
   });
-  expect_says(error, "rank 1: wait() without a backward pass");
+  EXPECT_NE(error.find("rank 1: wait() without a backward pass"), std::string::npos) << error;
 }
 
-TEST(Reducer, GradientThatIsTouchedBeforeWaitIsAnErrorOnAllRanks) {
+// The same where rank 1 does something to its gradients between backward() and wait().
+std::string error_after(const std::function<void(Net&)>& change, uint64_t step = 0) {
+  return error_in_backward([&](Net& net, Reducer& reducer, uint32_t rank) {
+    backward(net, rank, step);
+    if (rank == 1) change(net);
+    reducer.wait();
+  });
+}
+
+TEST(Reducer, GradientThatIsChangedBeforeWaitIsAnErrorOnAllRanks) {
+  const std::string error = error_after([](Net& net) { net.first->bias.mutable_grad().mul_(0.5); });
+  EXPECT_NE(error.find("rank 1: the gradient of 'first.bias' was changed"), std::string::npos)
+      << error;
+}
+
+TEST(Reducer, GradientThatIsClippedBeforeWaitIsAnErrorOnAllRanks) {
+  const std::string error =
+      error_after([](Net& net) { torch::nn::utils::clip_grad_norm_(net.parameters(), 1e-3); });
+  EXPECT_NE(error.find("rank 1: the gradient of 'first.weight' was changed or replaced"),
+            std::string::npos)
+      << error;
+}
+
+TEST(Reducer, GradientThatIsReplacedBeforeWaitIsAnErrorOnAllRanks) {
+  // By one that has seen as many changes, and has the same elements.
+  const std::string error = error_after(
+      [](Net& net) { net.second->bias.mutable_grad() = net.second->bias.grad().clone(); });
+  EXPECT_NE(error.find("rank 1: the gradient of 'second.bias' was changed or replaced"),
+            std::string::npos)
+      << error;
+}
+
+TEST(Reducer, GradientsThatShareMemoryBeforeWaitAreAnErrorOnAllRanks) {
   constexpr uint64_t kWithoutUnused = 1;
-  struct Touch {
-    std::function<void(Net&)> change;  // by rank 1, between backward() and wait()
-    std::string said;
-    uint64_t step = 0;
-  };
-  const std::vector<Touch> touches{
-      {[](Net& net) { net.first->bias.mutable_grad().mul_(0.5); },
-       "the gradient of 'first.bias' was changed"},
-      {[](Net& net) { torch::nn::utils::clip_grad_norm_(net.parameters(), 1e-3); },
-       "the gradient of 'first.weight' was changed or replaced"},
-      // By one that has seen as many changes, and has the same elements.
-      {[](Net& net) { net.second->bias.mutable_grad() = net.second->bias.grad().clone(); },
-       "the gradient of 'second.bias' was changed or replaced"},
-      {[](Net& net) {
-         net.unused->bias.mutable_grad() = net.second->weight.grad()[0].narrow(0, 0, 40);
-       },
-       "'second.weight' and 'unused.bias' share memory", kWithoutUnused},
-  };
-  for (const Touch& touch : touches) {
-    expect_says(error_in_backward([&](Net& net, Reducer& reducer, uint32_t rank) {
-                  backward(net, rank, touch.step);
-                  if (rank == 1) touch.change(net);
-                  reducer.wait();
-                }),
-                "rank 1: " + touch.said);
-  }
+  const std::string error = error_after(
+      [](Net& net) {
+        net.unused->bias.mutable_grad() = net.second->weight.grad()[0].narrow(0, 0, 40);
+      },
+      kWithoutUnused);
+  EXPECT_NE(error.find("rank 1: 'second.weight' and 'unused.bias' share memory"), std::string::npos)
+      << error;
 }
 
 // The text of what `call` throws, which is an Error of this kind.
@@ -173,19 +187,17 @@ TEST(Reducer, TensorsThatShareMemoryAreRefused) {
   EXPECT_EQ(error_of_averaging({flat.narrow(0, 0, 50), flat.narrow(0, 50, 50)}), "no error");
   EXPECT_EQ(error_of_averaging({torch::zeros({0, 3}), torch::zeros({0, 3}), all}), "no error");
   EXPECT_EQ(error_of(ErrorKind::kConfig,
-                     [&] {
-                       Reducer({{"up", all}, {"down", all}}, with("q4"), nullptr, 0, 1);
-                     }),
+                     [&] { Reducer({{"up", all}, {"down", all}}, with("q4"), nullptr, 0, 1); }),
             "'up' and 'down' share memory, which would be averaged twice; leave one of them out");
 }
 
 TEST(Reducer, RuleThatMatchesNoTensorIsRefused) {
   EXPECT_EQ(
-      error_of(
-          ErrorKind::kConfig,
-          [] {
-            Reducer(tensors(), {.rules = {{"*weight", "q8"}, {"*weigth", "exact"}}}, nullptr, 0, 1);
-          }),
+      error_of(ErrorKind::kConfig,
+               [] {
+                 Reducer(tensors(), {.rules = {{"*weight", "q8"}, {"*weigth", "exact"}}}, nullptr,
+                         0, 1);
+               }),
       "the rule for '*weigth' matches no tensor; a pattern covers a whole name, and the names "
       "are 'weight', 'bias'");
 }

@@ -94,7 +94,7 @@ TEST(Reducer, KeysOfARunThatWasKilledAreNamed) {
     while (rank == 0 && !store->check({"gradferry/reducers/0/came"})) std::this_thread::yield();
     Reducer(tensors(), with("q4"), store, rank, kRanks);
   });
-  expect_says(error, "an earlier run left its keys in the store");
+  EXPECT_NE(error.find("an earlier run left its keys in the store"), std::string::npos) << error;
 }
 
 // One rank comes and waits; then the other does, with another world size.
@@ -154,7 +154,9 @@ TEST(Reducer, RankThatCannotConnectIsHeardAtOnce) {
             "process's limit of open files (ulimit -n)");
   EXPECT_EQ(error_of_connecting(std::make_exception_ptr(std::bad_alloc())),
             "rank 1: cannot make a Reducer: std::bad_alloc");
-  // What another rank causes is said as such.
+}
+
+TEST(Reducer, ErrorsThatAnotherRankCausesAreSaidAsSuch) {
   const c10::DistStoreError lost({__func__, __FILE__, __LINE__}, "Wait Timeout");
   const std::string error = error_of_connecting(std::make_exception_ptr(lost));
   EXPECT_EQ(error.substr(0, error.find(';')),
