@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -27,6 +27,7 @@ from gradferry_lab.bench.collective_turns import (
 )
 from gradferry_lab.cli import main
 from gradferry_lab.ranks.hosts import Where
+from outcomes import Outcome, attempt
 from reference import Layout, Parameter, two_level_bytes_per_step, wire_bytes_per_step
 from world import World
 
@@ -41,10 +42,8 @@ WHERE = Where("1gbit", ranks=4, hosts=4, ranks_per_host=1)
 CODECS = tuple(_native.canonical_codec(str(codec["name"])) for codec in _native.codecs())
 
 
-def test_collective_smoke_compares_with_the_backends_own(tmp_path, capsys):
-    file = tmp_path / "rows.json"
-    assert main(["bench", "collective", "--smoke", "--json", str(file)]) == 0
-    rows = json.loads(file.read_text())["rows"]
+def test_collective_smoke_compares_with_the_backends_own(rows_of, capsys):
+    rows = rows_of("bench", "collective", "--smoke")
     names = [*TORCH_DTYPES, "q4", _native.canonical_codec("topk")]
     assert [(row["size"], row["codec"]) for row in rows] == [
         (size, name) for size in (1 << 16, 1 << 18) for name in names
@@ -77,7 +76,7 @@ def test_collective_smoke_compares_with_the_backends_own(tmp_path, capsys):
 
 
 def case_compare(hosts: Nodes | None = None, **options: Any) -> list[CollectiveOutcome]:
-    """As if ranks were on these hosts. None: every rank on a host of its own."""
+    """Ranks say that they are on these hosts. None: every rank is on a host of its own."""
     torch.manual_seed(0)
     options = {"iterations": 1, "warmup": 0, "check": True, "exchanges": ("auto",), **options}
     hosts = hosts or flat(dist.get_world_size())
@@ -90,9 +89,16 @@ SIZES = (4, 4 * 4100, 4 * 600_000)
 
 
 @pytest.mark.torch_core
-@pytest.mark.parametrize("op", [ALL_REDUCE, REDUCE_SCATTER])
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_every_codec_gives_what_its_functions_give(worlds, ranks: int, op: str):
+@pytest.mark.parametrize(
+    ("op", "ranks"),
+    [
+        (ALL_REDUCE, 3),
+        (REDUCE_SCATTER, 2),
+        pytest.param(ALL_REDUCE, 2, marks=pytest.mark.slow),
+        pytest.param(REDUCE_SCATTER, 3, marks=pytest.mark.slow),
+    ],
+)
+def test_every_codec_gives_what_its_functions_give(worlds, op: str, ranks: int):
     least = 4 if op == ALL_REDUCE else 16 * ranks
     options = {"names": (*TORCH_DTYPES, *CODECS), "sizes": (least, *SIZES[1:]), "op": op}
     for outcomes in worlds(ranks).run(case_compare, **options):
@@ -105,7 +111,10 @@ def test_every_codec_gives_what_its_functions_give(worlds, ranks: int, op: str):
                 assert outcome.relative_error <= 2.0**-24
 
 
-@pytest.mark.parametrize("members", [((0, 1), (2, 3)), ((0, 2), (1,)), (range(5), (5,))])
+@pytest.mark.parametrize(
+    "members",
+    [((0, 1), (2, 3)), ((0, 2), (1,)), pytest.param((range(5), (5,)), marks=pytest.mark.slow)],
+)
 def test_both_exchanges_give_and_send_what_their_formulas_say(
     worlds, members: tuple[tuple[int, ...], ...]
 ) -> None:
@@ -144,26 +153,28 @@ def test_one_rank_keeps_all(worlds) -> None:
         assert outcome.relative_error == 0
 
 
-def case_refused(**options: Any) -> str:
-    try:
-        case_compare(names=("q4",), **{"sizes": (4000,), **options})
-    except ConfigError as error:
-        return str(error)
-    return ""
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"sizes": (4000,), "exchanges": ("two-level",)},
+            "--exchange two-level: every rank is alone on its host.*--ranks-per-host",
+        ),
+        (
+            {"sizes": (28,), "op": REDUCE_SCATTER},
+            "28 bytes are too few for --op reduce_scatter: each of 2 ranks gets a part of at least "
+            "16 bytes; begin with -b 32 or more$",
+        ),
+    ],
+)
+def test_what_these_ranks_cannot_do_is_refused(world_of_2: World, options, said: str) -> None:
+    for outcome in world_of_2.run(case_refused, options=options):
+        assert outcome.error == "ConfigError"
+        assert re.match(said, outcome.text, re.DOTALL)
 
 
-def test_two_levels_of_ranks_that_are_alone_are_refused(world_of_2: World) -> None:
-    for message in world_of_2.run(case_refused, exchanges=("two-level",)):
-        assert "--exchange two-level: every rank is alone on its host" in message
-        assert "--ranks-per-host" in message
-
-
-def test_a_reduce_scatter_of_less_than_16_bytes_for_each_rank_is_refused(world_of_2: World) -> None:
-    options = {"sizes": (28,), "op": REDUCE_SCATTER}
-    assert set(world_of_2.run(case_refused, **options)) == {
-        "28 bytes are too few for --op reduce_scatter: each of 2 ranks gets a part of at least 16 "
-        "bytes; begin with -b 32 or more"
-    }
+def case_refused(options: dict[str, Any]) -> Outcome:
+    return attempt(lambda: case_compare(names=("q4",), **options))
 
 
 def case_compare_on_device(**options: Any) -> list[CollectiveOutcome]:
@@ -176,10 +187,9 @@ def case_compare_on_device(**options: Any) -> list[CollectiveOutcome]:
     return outcomes
 
 
-@pytest.mark.parametrize("ranks", [2])
-def test_a_device_gives_what_the_functions_give(device_worlds, ranks: int):
+def test_a_device_gives_what_the_functions_give(device_worlds):
     names = ("torch:fp32", "torch:bf16", "exact", "q4")
-    for outcomes in device_worlds(ranks).run(case_compare_on_device, names=names, sizes=SIZES[:2]):
+    for outcomes in device_worlds(2).run(case_compare_on_device, names=names, sizes=SIZES[:2]):
         assert [outcome.name for outcome in outcomes] == 2 * list(names)
         for outcome in outcomes:
             assert outcome.wrong == 0, outcome
@@ -255,11 +265,8 @@ def test_a_reduce_scatter_is_flat_also_where_ranks_share_hosts(monkeypatch):
 
 
 def test_rows_compare_with_the_fastest_of_the_backends_own():
-    outcomes = [
-        outcome("torch:fp32", [4.0, 8.0, 40.0]),
-        outcome("torch:bf16", [2.0, 6.0, 30.0]),
-        outcome("q4", [1.0, 2.0, 10.0]),
-    ]
+    seconds = {"torch:fp32": [4.0, 8.0, 40.0], "torch:bf16": [2.0, 6.0, 30.0]}
+    outcomes = [outcome(*each) for each in (seconds | {"q4": [1.0, 2.0, 10.0]}).items()]
     options = CollectiveOptions(
         ("torch:fp32",), ("auto",), (4,), iterations=3, warmup=0, check=True
     )
@@ -289,41 +296,9 @@ def test_rows_of_a_reduce_scatter_are_those_of_nccl_tests():
     assert "all-reduce" not in notes
 
 
-@pytest.mark.parametrize(
-    ("text", "size"), [("4", 4), ("7", 4), ("64K", 1 << 16), ("2m", 1 << 21), ("1G", 1 << 30)]
-)
-def test_sizes_are_read_as_nccl_tests_reads_them(text, size):
-    assert parse_size("-b", text) == size
-
-
-@pytest.mark.parametrize("text", ["", "3", "1T", "x", "-4", "1.5M"])
-def test_what_is_no_size_is_refused(text):
-    with pytest.raises(ConfigError, match="-b"):
-        parse_size("-b", text)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--codecs", "q5"], "q5"),
-        (["--codecs", "q4", "auto"], "auto"),
-        (["-b", "1M", "-e", "1K"], "-e 1K is less than -b 1M"),
-        (["-f", "1"], "-f 1"),
-        (["-n", "0"], "-n 0"),
-        (["-w", "-1"], "-w -1"),
-        (["--ranks", "0"], "--ranks"),
-        (
-            ["--op", "reduce_scatter", "--device", "cuda"],
-            "--op reduce_scatter with --device cuda: a compressed reduce-scatter runs on hosts "
-            "alone; leave out --device",
-        ),
-        (
-            ["--op", "reduce_scatter", "--exchange", "auto", "two-level"],
-            "--op reduce_scatter with --exchange two-level: a compressed reduce-scatter has no "
-            "sums within hosts; use --exchange flat",
-        ),
-    ],
-)
-def test_collective_names_the_option_that_is_wrong(arguments, message, capsys):
-    assert main(["bench", "collective", *arguments]) == 2
-    assert message in capsys.readouterr().err
+def test_sizes_are_read_as_nccl_tests_reads_them():
+    sizes = {"4": 4, "7": 4, "64K": 1 << 16, "2m": 1 << 21, "1G": 1 << 30}
+    assert {text: parse_size("-b", text) for text in sizes} == sizes
+    for text in ("", "3", "1T", "x", "-4", "1.5M"):
+        with pytest.raises(ConfigError, match="-b"):
+            parse_size("-b", text)

@@ -17,21 +17,10 @@ from gradferry_lab.demo import section_of
 
 COMMAND = [sys.executable, "-m", "gradferry"]
 ROW_KEYS = {
-    "task",
-    "hook",
-    "ranks",
-    "steps",
-    "seed",
-    "initial_loss",
-    "final_loss",
-    "wire_bytes_per_step",
-    "wire_bytes_measured",
-    "wire_bytes_formula",
-    "ratio",
-    "ms_per_step",
-    "losses",
+    "task", "hook", "ranks", "steps", "seed", "initial_loss", "final_loss", "wire_bytes_per_step",
+    "wire_bytes_measured", "wire_bytes_formula", "ratio", "ms_per_step", "losses",
     "cumulative_wire_bytes",
-}
+}  # fmt: skip
 
 
 def check_rows(path: Path, hooks: list[str], steps: int) -> list[dict]:
@@ -102,24 +91,6 @@ def test_demo_runs_under_torchrun_on_vision(tmp_path):
     assert ended.stdout.count("gradferry demo: task vision, 2 ranks, 3 steps, seed 0") == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--hooks", "torch:fp32", "qq4"], "did you mean 'q4'"),
-        (["--task", "txt"], "did you mean 'text'"),
-        (["--steps", "0"], "steps must be at least"),
-        (["--ranks", "99"], "ranks must be from 1 to 16"),
-        (["--out", "/dev/null/results"], "cannot make this folder"),
-    ],
-)
-def test_demo_refuses_before_it_starts_a_process(arguments, message, capsys, monkeypatch):
-    monkeypatch.setattr(
-        "multiprocessing.process.BaseProcess.start", lambda self: pytest.fail("started")
-    )
-    assert main(["demo", *arguments]) == 2
-    assert message in capsys.readouterr().err
-
-
 @pytest.fixture
 def running_demo(tmp_path):
     """A demo that would go on for hours, its first step done, and the ids of its two ranks."""
@@ -141,15 +112,6 @@ def running_demo(tmp_path):
 
 def is_rank(pid: int) -> bool:
     return b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
-
-
-def test_demo_ends_with_the_error_of_a_rank_that_died(running_demo):
-    process, ranks = running_demo
-    os.kill(ranks[1], signal.SIGKILL)
-    _, errors = process.communicate(timeout=300)
-    assert process.returncode == 1
-    assert "rank 1 was killed by signal 9" in errors
-    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
 
 
 def test_demo_ends_its_ranks_on_ctrl_c(running_demo):

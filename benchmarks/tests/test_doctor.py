@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-from pathlib import Path
 from typing import Any
 
 import gradferry
@@ -14,7 +12,6 @@ from gradferry.core.codec_spec import parse_codec
 from gradferry.ddp.trial import Candidate, Outcome
 from gradferry.diagnosis import TORCH_DTYPES, Diagnosis, Step, advise
 from gradferry.errors import ConfigError
-from gradferry_lab.cli import main
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from world import World
@@ -87,6 +84,9 @@ def test_the_text_has_the_verdict_first_and_every_hook() -> None:
     assert "*: trains well only in momentum mode (momentum=)." in str(found)
 
 
+SMOKE = ("doctor", "--smoke")
+
+
 def check_rows(rows: list[dict[str, Any]], hooks: set[str]) -> dict[str, dict[str, Any]]:
     *steps, verdict = rows
     assert {row["kind"] for row in steps} == {"step"}
@@ -97,16 +97,15 @@ def check_rows(rows: list[dict[str, Any]], hooks: set[str]) -> dict[str, dict[st
     for row in steps:
         assert row["ratio_to_none"] == pytest.approx(row["ms"] / verdict["none_ms"])
         assert row["steps"] in (1, 5)
-    # Of fp32 a ring of two ranks sends what there is; of q4 some 4.3 bits, in a step of many.
+    # A ring of two ranks sends all of fp32; q4 sends some 4.3 bits, in a step of many.
     assert found["torch:fp32"]["wire_bytes"] == 4 * verdict["elements"]
     assert 6 < found["torch:fp32"]["wire_bytes"] / found["q4"]["wire_bytes"] < 8
     return found
 
 
-def test_doctor_smoke_on_loopback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "rows.json"
-    assert main(["doctor", "--smoke", "--json", str(file)]) == 0
-    rows = json.loads(file.read_text())["rows"]
+@pytest.mark.slow
+def test_doctor_smoke_on_loopback(rows_of, capsys) -> None:
+    rows = rows_of(*SMOKE)
     check_rows(rows, {"torch:fp32", "q4"})
     shown = capsys.readouterr().out
     assert rows[-1]["text"] in shown
@@ -114,58 +113,30 @@ def test_doctor_smoke_on_loopback(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.usefixtures("namespaces_allowed")
-def test_doctor_on_a_slow_link_says_compress(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "rows.json"
-    assert main(["doctor", "--smoke", "--link", "100mbit", "--json", str(file)]) == 0
-    rows = json.loads(file.read_text())["rows"]
+def test_doctor_on_a_slow_link_says_compress(rows_of, capfd) -> None:
+    rows = rows_of(*SMOKE, "--link", "100mbit")
     found = check_rows(rows, {"torch:fp32", "q4"})
     assert {(row["ranks"], row["hosts"], row["ranks_per_host"]) for row in rows} == {(2, 2, 1)}
     # 3.49 MB at 0.1 Gb/s are 279 ms at the least, of which q4 sends a seventh.
     assert found["torch:fp32"]["ms"] > 279
     assert rows[-1]["text"].startswith("Use q4: ")
-    assert "link 100mbit" in capfd.readouterr().out
+    shown = capfd.readouterr().out
+    assert rows[-1]["text"] in shown
+    assert "gradferry doctor: small, 2 ranks" in shown
+    assert "link 100mbit" in shown
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("namespaces_allowed")
-def test_doctor_tries_both_exchanges_where_ranks_share_hosts(tmp_path: Path) -> None:
-    file = tmp_path / "rows.json"
-    link = ["--link", "1gbit", "--hosts", "2", "--ranks-per-host", "2"]
-    assert main(["doctor", "--smoke", *link, "--json", str(file)]) == 0
-    rows = json.loads(file.read_text())["rows"]
+def test_doctor_tries_both_exchanges_where_ranks_share_hosts(rows_of) -> None:
+    rows = rows_of(*SMOKE, "--link", "1gbit", "--hosts", "2", "--ranks-per-host", "2")
     assert {(row["hook"], row["exchange"]) for row in rows[:-1]} == {
         ("torch:fp32", None), ("q4", "flat"), ("q4", "two-level"),
     }  # fmt: skip
-    # Of three messages of the flat exchange one stays on the host, and half of the two tiles that a
+    # One of three messages of the flat exchange stays on the host, and half of the two tiles that a
     # node sends are for itself: what leaves is a third of what the flat one sends.
     wire = {row["exchange"]: row["wire_bytes"] for row in rows if row.get("hook") == "q4"}
     assert wire["two-level"] == pytest.approx(wire["flat"] / 3, rel=0.1)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--hooks", "q5"], "q5"),
-        (["--hooks", "auto"], "'auto' chooses among hooks"),
-        (["--hooks", "torch:powersgd:4"], "`gradferry bench train` compares others"),
-        (["--model", "transfomer"], "did you mean 'transformer'"),
-        (["--bucket-cap", "0"], "--bucket-cap: 0"),
-        (["--ranks", "1"], "two ranks at least"),
-    ],
-)
-def test_doctor_refuses_before_it_starts_a_process(
-    arguments: list[str],
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(
-        "multiprocessing.process.BaseProcess.start", lambda self: pytest.fail("started")
-    )
-    assert main(["doctor", *arguments]) == 2
-    assert message in capsys.readouterr().err
 
 
 def case_own_model() -> tuple[str, list[str], bool]:
@@ -226,25 +197,11 @@ def test_doctor_says_what_a_batch_must_be(world_of_2: World) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("namespaces_allowed")
-def test_auto_compresses_on_a_slow_link(tmp_path: Path) -> None:
-    file = tmp_path / "rows.json"
+def test_auto_compresses_on_a_slow_link(rows_of) -> None:
     command = ["bench", "train", "--model", "small", "--hooks", "auto", "--link", "200mbit"]
-    sizes = ["--rounds", "1", "--steps", "1", "--bucket-caps", "25", "--json", str(file)]
-    assert main([*command, *sizes]) == 0
-    none, auto = json.loads(file.read_text())["rows"]
+    none, auto = rows_of(*command, "--rounds", "1", "--steps", "1", "--bucket-caps", "25")
     # 3.49 MB of fp32 at 200 Mb/s take 140 ms, much longer than a step of this model: whatever 16
     # bits would take, fewer take less by far more than 2 %.
     assert auto["wire_bytes_measured"]
     assert auto["wire_bytes"] == auto["wire_bytes_formula"] < 3_490_816 / 3
     assert none["wire_bytes"] == 0
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_the_command_says_so(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        "multiprocessing.process.BaseProcess.start", lambda self: pytest.fail("started")
-    )
-    assert main(["doctor", "--device", "cuda"]) == 2
-    assert "sees no GPU on this machine; run this where there is one" in capsys.readouterr().err

@@ -1,19 +1,29 @@
-"""Tables, JSON, curves and page: their content, not their looks."""
+"""Tables, JSON, curves, pages, medians with intervals: their content, not their looks."""
 
 from __future__ import annotations
 
 import io
 import json
+import random
 import re
 import shlex
 import sys
 from datetime import datetime
+from math import comb
 
 import pytest
 from gradferry.errors import ConfigError
 from gradferry_lab.output.curves import Axis, Curve, draw_loss_curves, running_mean
 from gradferry_lab.output.html import Picture, Section, html_page
 from gradferry_lab.output.json_file import environment, read_json, write_json
+from gradferry_lab.output.paired import (
+    coverage_note,
+    coverage_of,
+    coverage_text,
+    interval_of_median,
+    paired_difference,
+    paired_ratio,
+)
 from gradferry_lab.output.progress import (
     PartDone,
     PieceDone,
@@ -43,13 +53,10 @@ def printed(width: int, table: Table) -> str:
     return file.getvalue()
 
 
-def test_print_table_shows_cells_as_they_are(table):
+def test_print_table_shows_cells_as_they_are_however_narrow(table):
     text = printed(80, table)
     assert re.search(r"q4\[bold\] +1,234,567\n", text)
     assert "one [note]" in text
-
-
-def test_print_table_cuts_nothing_off_when_narrow(table):
     assert printed(8, table) == printed(200, table)
 
 
@@ -64,6 +71,8 @@ def test_write_json_has_schema_environment_and_rows(tmp_path):
     assert datetime.fromisoformat(place.pop("date")).tzinfo is not None
     assert shlex.split(place.pop("command"))[1:] == sys.argv[1:]
     assert place == environment()
+    assert list(place) == ["gradferry", "torch", "python", "cpu", "cores", "isa", "os"]
+    assert all(place.values())
     assert document["rows"] == [{"hook": "q4", "losses": [1.5, None], "ratio": None}]
     assert read_json(path) == document
 
@@ -80,13 +89,10 @@ def test_write_json_gives_every_row_a_line(tmp_path):
     assert json.loads(text)["environment"] == {"cpu": "another"}
 
 
-def test_write_json_of_no_rows_is_json(tmp_path):
-    write_json(tmp_path / "j", [], results_of="demo")
-    assert read_json(tmp_path / "j")["rows"] == []
-
-
 def test_write_json_leaves_the_old_file_when_it_fails(tmp_path):
-    write_json(tmp_path / "j", [{"row": 1}], results_of="demo")
+    for rows in ([], [{"row": 1}]):
+        write_json(tmp_path / "j", rows, results_of="demo")
+        assert read_json(tmp_path / "j")["rows"] == rows
     with pytest.raises(TypeError):
         write_json(tmp_path / "j", [{"row": object()}], results_of="demo")
     assert read_json(tmp_path / "j")["rows"] == [{"row": 1}]
@@ -105,9 +111,6 @@ def test_markdown_table_has_every_cell_on_one_line(table):
         "**A <title>**\n\n| hook | bytes sent |\n| --- | ---: |\n"
         "| q4[bold] | 1,234,567 |\n| <b>& | 0 |\n\none [note]\n"
     )
-
-
-def test_markdown_table_escapes_bars():
     bars = Table("t", [Column("a|b", lambda row: row["x"])], [{"x": "|x|"}])
     assert "| a\\|b |\n| ---: |\n| \\|x\\| |" in markdown_table(bars)
 
@@ -129,23 +132,10 @@ def test_replace_section_needs_its_place(text, tmp_path):
     assert path.read_text() == text
 
 
-def test_environment_names_versions_and_machine():
-    facts = environment()
-    assert list(facts) == ["gradferry", "torch", "python", "cpu", "cores", "isa", "os"]
-    assert all(facts.values())
-
-
-def test_running_mean_starts_with_what_there_is():
+def test_draw_loss_curves_gives_a_png_and_draws_bands_on_a_log_axis():
     assert running_mean([4.0, 2.0, 6.0, 1.0], 2) == [4.0, 3.0, 4.0, 3.5]
-
-
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_draw_loss_curves_gives_a_png(theme):
     curves = [Curve("q4", [3.0, 2.0], [10, 20]), Curve("off", [3.0, float("nan")], [0, 0])]
-    assert draw_loss_curves(curves, Axis("nats"), theme).startswith(PNG_START)
-
-
-def test_draw_loss_curves_draws_bands_on_a_log_axis():
+    assert draw_loss_curves(curves, Axis("nats"), "dark").startswith(PNG_START)
     axis = Axis("gap", smoothed=False, is_log=True)
     plain, banded = (
         draw_loss_curves([Curve("q4", [1.0, 1e-3], [10, 20], [5, 10], low, high)], axis)
@@ -168,11 +158,8 @@ def test_html_page_is_self_contained_and_escaped(table):
     assert all(source.startswith("data:image/png;base64,") for source in sources)
     assert "http" not in page
     assert "prefers-color-scheme: dark" in page
-
-
-def test_html_page_says_a_title_once(table):
     page = html_page(table.title, "", [Section(table), Section(table)], {})
-    assert "<h2>" not in page
+    assert "<h2>" not in page  # a title is said once
     assert page.count("<table>") == 2
 
 
@@ -215,3 +202,45 @@ def test_work_progress_shows_pieces_and_time_left(is_terminal):
             "1/3 first: loss 1.5; about 40 s left\n"
             "1/3 second: 30%; about 25 s left\n"
         )
+
+
+# --- medians ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("n", "k"),
+    # From tables of the binomial distribution: k - 1 is its 2.5 % point for n fair coins.
+    [(6, 1), (8, 1), (9, 2), (12, 3), (15, 4), (20, 6), (25, 8), (30, 10)],
+)
+def test_interval_runs_between_the_right_order_statistics(n: int, k: int) -> None:
+    values = [float(i) for i in range(1, n + 1)]
+    random.Random(n).shuffle(values)
+    interval = interval_of_median(values)
+    assert (interval.low, interval.high) == (k, n + 1 - k)
+    assert interval.median == (n + 1) / 2
+    below = sum(comb(n, i) for i in range(k)) / 2**n
+    assert 2 * below <= 0.05 < 2 * (below + comb(n, k) / 2**n)
+    assert coverage_of(n) == 1 - 2 * below
+
+
+@pytest.mark.parametrize(
+    # All of n fair coins show the same side with probability 2 / 2^n.
+    ("n", "coverage", "text"),
+    [(1, 0, "0 %"), (2, 0.5, "50 %"), (5, 0.9375, "93 %"), (6, 0.96875, "96 %")],
+)
+def test_few_rounds_promise_no_more_than_they_hold(n: int, coverage: float, text: str) -> None:
+    assert interval_of_median(range(n))[1:] == (0, n - 1)
+    assert coverage_of(n) == coverage
+    assert coverage_text(n) == text
+    assert coverage_note(n).startswith(f"{text}: ")
+    assert ("6 give" in coverage_note(n)) == (n < 6)
+
+
+def test_pairs_are_compared_within_their_round() -> None:
+    # A machine that slows down tenfold meanwhile changes no ratio of a round.
+    baseline = [1.0, 10.0, 100.0]
+    times = [2.0, 20.0, 200.0]
+    assert paired_ratio(times, baseline) == (2.0, 2.0, 2.0)
+    assert paired_difference(times, baseline) == (10.0, 1.0, 100.0)
+    with pytest.raises(ValueError, match="shorter"):
+        paired_ratio(times, baseline[:2])

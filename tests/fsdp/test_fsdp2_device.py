@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from sharding import SHAPES, Sharding, local_gradients
+from sharding import SHAPES, Sharding, attached, local_gradients
 from test_fsdp2 import IDLE, assert_equals_reference, assert_scales_change_no_bit, case_train
 from world import World
 
@@ -72,17 +72,12 @@ def test_residuals_follow_the_loss_scale_while_a_module_has_no_gradient(
 
 def case_resumed_without_a_scaler(device: str) -> list[np.ndarray]:
     """What comes after a state of another loss scale, if a module has no gradient at first."""
-    import gradferry
-
     sharding = Sharding(device=device)
-    mesh = sharding.mesh()
-    options = {"replicate_group": mesh["replica"], "error_feedback": "both"}
     scaler = torch.amp.GradScaler(sharding.place.type, init_scale=2.0**10)
-    model = sharding.model(mesh["shard"])
-    saved = gradferry.fsdp.attach(model, "q4", grad_scaler=scaler, **options)
+    model, saved = attached(sharding, error_feedback="both", grad_scaler=scaler)
     scaler.scale(model(sharding.targets(0, 0, dist.get_rank()))).backward()
-    model = sharding.model(mesh["shard"])
-    gradferry.fsdp.attach(model, "q4", **options).load_state_dict(saved.state_dict())
+    model, state = attached(sharding, error_feedback="both")
+    state.load_state_dict(saved.state_dict())
     dataclasses.replace(sharding, without=IDLE).backward(model, 1)
     model.zero_grad()
     sharding.backward(model, 2)
@@ -105,14 +100,11 @@ class Watched:
     """A model in training, whose hooks count what they do to the device."""
 
     def __init__(self, attach: dict[str, Any]) -> None:
-        import gradferry
         from fake_device import machine
 
         self.machine = machine
         self.sharding = Sharding(device="streamed")
-        mesh = self.sharding.mesh()
-        self.model = self.sharding.model(mesh["shard"])
-        self.state = gradferry.fsdp.attach(self.model, replicate_group=mesh["replica"], **attach)
+        self.model, self.state = attached(self.sharding, **attach)
         self.computes_on = torch.accelerator.current_stream()
         self.calls: list[dict[str, int]] = []  # of the hook in the last step
 
@@ -187,7 +179,7 @@ def test_the_exchange_is_beside_the_backward_pass(
                 assert both[1] != f"decode on stream {computes_on}"
 
 
-# Of a call after the first. All of them are on streams.
+# The waits of a call after the first. All of them are on streams.
 WAITS = ("ready", "slot", "scatter", "gather", "end")
 
 

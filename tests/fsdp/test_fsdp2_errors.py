@@ -4,31 +4,36 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import gradferry
 import pytest
 import torch
 import torch.distributed as dist
+from gradferry.reduction import step_numbers
 from outcomes import Outcome, attempt
-from sharding import SHAPES, Model, Sharding
+from sharding import SHAPES, Model, Sharding, assert_refused, attached
+from test_watch import texts
+from torch import nn
 from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.optim import SGD
 from world import World
 
 Worlds = Callable[[int], World]
 
 
 def case_refused() -> dict[str, Outcome]:
-    import gradferry
-
     sharding = Sharding()
     mesh = sharding.mesh()
 
-    def attached(model: Any, group: Any = None, **options: Any) -> Outcome:
+    def attached_to(model: Any, group: Any = None, **options: Any) -> Outcome:
         options = {"codec": "q4", **options}
         return attempt(
             lambda: gradferry.fsdp.attach(
@@ -37,30 +42,31 @@ def case_refused() -> dict[str, Outcome]:
         )
 
     found = {
-        "no module": attached(3),
-        "not sharded": attached(Model()),
-        "native replicas": attached(sharding.model(mesh)),
+        "no module": attached_to(3),
+        "not sharded": attached_to(Model()),
+        "FSDP1": attached_to(FullyShardedDataParallel(Model(), device_id=torch.device("cpu"))),
+        "native replicas": attached_to(sharding.model(mesh)),
         "no group": attempt(lambda: gradferry.fsdp.attach(sharding.model(mesh["shard"]))),
-        "two dimensions": attached(sharding.model(mesh["shard"]), mesh),
-        "shard group": attached(sharding.model(mesh["shard"]), mesh["shard"]),
-        "auto": attached(sharding.model(mesh["shard"]), codec="auto"),
-        "unknown codec": attached(sharding.model(mesh["shard"]), codec="q5"),
-        "unequal replicas": attached(sharding.model(mesh["shard"], seed=dist.get_rank() // 2)),
-        "unequal codecs": attached(
+        "two dimensions": attached_to(sharding.model(mesh["shard"]), mesh),
+        "shard group": attached_to(sharding.model(mesh["shard"]), mesh["shard"]),
+        "auto": attached_to(sharding.model(mesh["shard"]), codec="auto"),
+        "unknown codec": attached_to(sharding.model(mesh["shard"]), codec="q5"),
+        "unequal replicas": attached_to(sharding.model(mesh["shard"], seed=dist.get_rank() // 2)),
+        "unequal codecs": attached_to(
             sharding.model(mesh["shard"]), codec=("q4", "q8")[dist.get_rank() // 2]
         ),
     }
     with torch.device("meta"):
         meta = Model()
     fully_shard(meta, mesh=mesh["shard"])
-    found["meta"] = attached(meta)
+    found["meta"] = attached_to(meta)
     mixed = Model()
     fully_shard(mixed.blocks[0], mesh=mesh["replica"])
     fully_shard(mixed, mesh=mesh["shard"])
-    found["two meshes"] = attached(mixed)
+    found["two meshes"] = attached_to(mixed)
     model = sharding.model(mesh["shard"])
-    found["first"] = attached(model)
-    found["second"] = attached(model)
+    found["first"] = attached_to(model)
+    found["second"] = attached_to(model)
     model.set_requires_all_reduce(False)
     loss = model(sharding.targets(0, 0, dist.get_rank()))
     found["no all-reduce"] = attempt(loss.backward)
@@ -72,6 +78,7 @@ def case_refused() -> dict[str, Outcome]:
 TEXTS = {
     "no module": "model must be a module, not int",
     "not sharded": "no parameters under FSDP2 that require grad",
+    "FSDP1": "(FSDP1), whose communication hooks take no hybrid sharding",
     "native replicas": "over replicas itself, since its mesh has two dimensions; shard over one",
     "no group": "replicate_group is missing",
     "two dimensions": "a mesh of 2 dimensions",
@@ -98,23 +105,14 @@ KINDS = {
 @pytest.mark.torch_core
 def test_what_cannot_be_hooked_is_refused_with_a_reason(worlds: Worlds) -> None:
     for rank, found in enumerate(worlds(4).run(case_refused)):
-        named = {"first": rank % 2, "second": 2 + rank % 2}
-        for name, outcome in found.items():
-            if name == "first":
-                assert outcome.error is None, (name, outcome)
-                continue
-            assert outcome.error == KINDS.get(name, "ConfigError"), (name, outcome)
-            assert TEXTS[name].format(**named) in outcome.text, (name, outcome.text)
+        assert found.pop("first").error is None
+        assert_refused(found, TEXTS, KINDS, first=rank % 2, second=2 + rank % 2)
 
 
 def case_bad_gradient(rank: int) -> dict[str, Any]:
     """Rank `rank` cannot go on; the other replica of its shard hears why."""
-    import gradferry
-
     sharding = Sharding()
-    mesh = sharding.mesh()
-    model = sharding.model(mesh["shard"])
-    state = gradferry.fsdp.attach(model, "q4", mesh["replica"], nonfinite="raise")
+    model, state = attached(sharding, nonfinite="raise")
     sharding.backward(model, 0)
     targets = sharding.targets(1, 0, dist.get_rank())
     if dist.get_rank() == rank:
@@ -131,20 +129,6 @@ def test_replicas_raise_the_same_error(worlds: Worlds) -> None:
         assert "blocks.0.weight" in outcome.text
         assert outcome.headline == answers[rank % 2]["outcome"].headline
         assert answer["ended"].error == "StateError"
-
-
-def case_fsdp1() -> Outcome:
-    import gradferry
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    model = FullyShardedDataParallel(Model(), device_id=torch.device("cpu"))
-    return attempt(lambda: gradferry.fsdp.attach(model, "q4", dist.group.WORLD))
-
-
-def test_fsdp1_is_refused(worlds: Worlds) -> None:
-    for outcome in worlds(2).run(case_fsdp1):
-        assert outcome.error == "ConfigError"
-        assert "(FSDP1), whose communication hooks take no hybrid sharding" in outcome.text
 
 
 @contextlib.contextmanager
@@ -175,7 +159,6 @@ def _attach_module() -> Any:
 
 def case_no_group(given: Any) -> list[Outcome]:
     """Rank 2 names no group of replicas, and cannot tell its replica on rank 0."""
-    import gradferry
     from gradferry.core.meeting import store_of
 
     said = store_of(dist.new_group())
@@ -197,7 +180,6 @@ def case_no_group(given: Any) -> list[Outcome]:
 
 def case_one_tells_late() -> Outcome:
     """Rank 0 names no group. Rank 2 tells its replica, rank 5, when that has heard from others."""
-    import gradferry
     from gradferry.core.meeting import store_of
 
     said = store_of(dist.new_group())
@@ -249,12 +231,8 @@ def test_a_rank_without_replicate_group_does_not_keep_the_others_waiting(
 
 
 def case_late_error() -> list[Outcome]:
-    import gradferry
-
     sharding = Sharding()
-    mesh = sharding.mesh()
-    model = sharding.model(mesh["shard"])
-    gradferry.fsdp.attach(model, "q4", mesh["replica"])
+    model, _ = attached(sharding)
     if dist.get_rank() >= 2:
         model.blocks[0].weight.requires_grad_(False)
     return [attempt(lambda: sharding.backward(model, 0)) for _ in range(2)]
@@ -270,8 +248,6 @@ def test_error_of_a_replica_names_its_rank_in_the_world(worlds: Worlds) -> None:
 
 
 def case_unsharded_part() -> list[str]:
-    import gradferry
-
     sharding = Sharding()
     mesh = sharding.mesh()
     torch.manual_seed(0)
@@ -291,15 +267,12 @@ def test_parameters_outside_are_named(worlds: Worlds) -> None:
 
 
 def case_block_alone(siblings: str) -> list[str]:
-    import gradferry
-
     sharding = Sharding()
     mesh = sharding.mesh()
     model = sharding.model(mesh["shard"])
-    group = mesh["replica"]
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        gradferry.fsdp.attach(model.blocks[0], "q4", group)
+        gradferry.fsdp.attach(model.blocks[0], "q4", mesh["replica"])
         if siblings == "frozen":
             model.table.requires_grad_(False)
             model.scale.requires_grad_(False)
@@ -324,8 +297,6 @@ def case_warning_is_an_error(of: str) -> tuple[list[Outcome], int]:
     """Two passes, and the calls that took the backend's collective. On rank 0 warnings are errors:
     of a parameter without a gradient, or of a block that is attached alone.
     """
-    import gradferry
-
     sharding = Sharding(2, 1, without=(("blocks.0", "bias"),) if of == "parts" else ())
     mesh = sharding.mesh()
     model = sharding.model(mesh["shard"])
@@ -354,8 +325,6 @@ def test_a_warning_that_is_an_error_on_one_rank_ends_all(world_of_2: World, of: 
 
 
 def case_changed() -> dict[str, Outcome]:
-    import gradferry
-
     sharding = Sharding()
     mesh = sharding.mesh()
 
@@ -401,14 +370,10 @@ def test_changes_after_attach_are_errors(worlds: Worlds) -> None:
         "sharded later": "fully_shard was called on 'the model' after attach",
     }
     for found in worlds(4).run(case_changed):
-        for name, outcome in found.items():
-            assert outcome.error == "StateError", (name, outcome)
-            assert texts[name] in outcome.text, (name, outcome.text)
+        assert_refused(found, texts, dict.fromkeys(texts, "StateError"))
 
 
 def case_one_shard_differs(frozen: bool) -> Outcome:
-    import gradferry
-
     sharding = Sharding()
     mesh = sharding.mesh()
     model = sharding.model(mesh["shard"])
@@ -429,14 +394,10 @@ def test_all_shards_hear_of_an_error_in_one(worlds: Worlds, frozen: bool) -> Non
 
 
 def case_due_in_a_step_of_passes() -> list[Outcome]:
-    import gradferry
-
     whole = Sharding(shards=1)
     without = tuple((module, next(iter(shapes))) for module, shapes in SHAPES.items())
     partial = dataclasses.replace(whole, without=without)
-    mesh = whole.mesh()
-    model = whole.model(mesh["shard"])
-    gradferry.fsdp.attach(model, "q4", mesh["replica"], check_every=2)
+    model, _ = attached(whole, check_every=2)
     outcomes = []
     for step in range(4):
         if step == 2 and dist.get_rank() == 0:
@@ -454,3 +415,64 @@ def test_comparison_due_in_a_step_of_nothing_but_passes_comes_with_the_next(
     for outcomes in worlds(2).run(case_due_in_a_step_of_passes):
         errors = [outcome.error for outcome in outcomes]
         assert errors == [None, None, None, "DivergedError"]
+
+
+# --- the watch over a sharded model ---------------------------------------------------------------
+
+
+def train_sharded(sharding: Sharding, model: nn.Module, steps: int) -> None:
+    optimizer = SGD(model.parameters(), lr=0.01)
+    for step in range(steps):
+        optimizer.zero_grad()
+        sharding.backward(model, step)
+        optimizer.step()
+
+
+def case_other_hook_on_shards() -> list[list[str]]:
+    """Warnings before another hook takes the place of gradferry's, and after; and of local steps,
+    which keep gradients to themselves.
+    """
+    sharding = Sharding(replicas=2, shards=1)
+    model, _ = attached(sharding)
+    with texts(__file__) as before:
+        train_sharded(sharding, model, 4)
+        model.set_requires_gradient_sync(False)
+        train_sharded(sharding, model, 4)
+        model.set_requires_gradient_sync(True)
+    for module in (*model.blocks, model):
+        module.set_all_reduce_hook(lambda reduced: None)
+    with texts(__file__) as after:
+        train_sharded(sharding, model, 8)
+    return [before, after]
+
+
+def test_other_hook_on_shards_is_warned_about_once(world_of_2: World) -> None:
+    for before, (text,) in world_of_2.run(case_other_hook_on_shards):
+        assert before == []
+        assert text.startswith("SGD has stepped 3 times in a row without a synced backward")
+        assert "'the model' was given another hook after attach" in text
+
+
+def case_added_beside_shards(every: int) -> tuple[Outcome, bool]:
+    """What training says of a layer that is not sharded, and whether the watch ends with it."""
+    count = len(step_numbers._calls)
+
+    def train() -> tuple[Outcome, weakref.ref[nn.Module]]:
+        sharding = Sharding(replicas=2, shards=1)
+        model, _ = attached(sharding, check_every=every)
+        train_sharded(sharding, model, 2)
+        model.added = nn.Linear(3, 3)
+        assert len(step_numbers._calls) > count
+        return attempt(lambda: train_sharded(sharding, model, 2)), weakref.ref(model)
+
+    outcome, alive = train()
+    gc.collect()
+    return outcome, alive() is None and len(step_numbers._calls) == count
+
+
+def test_check_names_a_parameter_beside_the_shards(world_of_2: World) -> None:
+    for outcome, _ in world_of_2.run(case_added_beside_shards, every=1):
+        assert outcome.error == "StateError"
+        assert "parameter 'added.weight' was added, or unfrozen, after attach" in outcome.text
+    for outcome, ended in world_of_2.run(case_added_beside_shards, every=0):
+        assert (outcome.error, ended) == (None, True)

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import re
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -80,6 +81,39 @@ def names_from_outside(snippet: str) -> set[str]:
     return found
 
 
+# What needs no more than a line: name -> what makes it of the other things.
+_MADE: dict[str, Callable[[Any], Any]] = {
+    "ddp": lambda t: t["DistributedDataParallel"](t["model"]),
+    "state": lambda t: t["gradferry"].attach(t["ddp"], "q4"),
+    "optimizer": lambda t: t["torch"].optim.AdamW(t["model"].parameters(), lr=1e-3),
+    "inputs": lambda t: t["torch"].ones(SHAPE),
+    "batches": lambda t: [t["inputs"]] * 3,
+    "batch_fn": lambda t: lambda: (t["inputs"],),
+    "rank": lambda t: t["dist"].get_rank(),
+    "folder": lambda t: t.folder,
+    "path": lambda t: f"{t.folder}/dcp",
+    "old_rate": lambda t: 0.1,
+    "new_rate": lambda t: 0.01,
+    "wandb": lambda t: mock.Mock(spec=["log"]),
+    "mlflow": lambda t: mock.Mock(spec=["log_metrics"]),
+    "writer": lambda t: mock.Mock(spec=["add_scalar"]),
+    # zero.md, model_parallel.md, diloco.md, reducer.md
+    "mine": lambda t: t["state"].state_dict(),
+    "replicas": lambda t: 2,
+    "parts": lambda t: 2,
+    "names": lambda t: [name for name, _ in t["model"].named_parameters()],
+    "reducer": lambda t: t["gradferry"].Reducer(t["model"].named_parameters(), "q4"),
+    "starts": lambda t: [p.detach().clone() for p in t["model"].parameters()],
+    "loss": lambda t: t["model"](t["inputs"]),
+    # parameter_server.md
+    "start": lambda t: t["p"].clone(),
+    "residual": lambda t: t["torch"].zeros(SHAPE),
+    "step": lambda t: 0,
+    "messages": lambda t: [t["gradferry"].encode(t["p"].grad, "q4")] * 2,
+    "change_message": lambda t: t["messages"][0],
+}
+
+
 class _Things:
     def __init__(self, folder: str, stack: contextlib.ExitStack) -> None:
         self.folder = folder
@@ -91,7 +125,8 @@ class _Things:
 
     def __getitem__(self, name: str) -> Any:
         if name not in self.made:
-            self.made[name] = getattr(self, f"make_{name}")()
+            make = getattr(self, f"make_{name}", None)
+            self.made[name] = make() if make else _MADE[name](self)
         return self.made[name]
 
     def step(self, names: dict[str, Any]) -> None:
@@ -122,48 +157,6 @@ class _Things:
         model.blocks = [model.up, model.down]
         return model
 
-    def make_ddp(self) -> Any:
-        return self["DistributedDataParallel"](self["model"])
-
-    def make_state(self) -> Any:
-        return self["gradferry"].attach(self["ddp"], "q4")
-
-    def make_optimizer(self) -> Any:
-        return self["torch"].optim.AdamW(self["model"].parameters(), lr=1e-3)
-
-    def make_inputs(self) -> Any:
-        return self["torch"].ones(SHAPE)
-
-    def make_batches(self) -> Any:
-        return [self["inputs"]] * 3
-
-    def make_batch_fn(self) -> Any:
-        return lambda: (self["inputs"],)
-
-    def make_rank(self) -> Any:
-        return self["dist"].get_rank()
-
-    def make_folder(self) -> Any:
-        return self.folder
-
-    def make_path(self) -> Any:
-        return f"{self.folder}/dcp"
-
-    def make_old_rate(self) -> Any:
-        return 0.1
-
-    def make_new_rate(self) -> Any:
-        return 0.01
-
-    def make_wandb(self) -> Any:
-        return mock.Mock(spec=["log"])
-
-    def make_mlflow(self) -> Any:
-        return mock.Mock(spec=["log_metrics"])
-
-    def make_writer(self) -> Any:
-        return mock.Mock(spec=["add_scalar"])
-
 
 class _Zero(_Things):
     def make_optimizer(self) -> Any:
@@ -182,9 +175,6 @@ class _Zero(_Things):
         self["dist"].broadcast_object_list(saved)
         return saved[0]
 
-    def make_mine(self) -> Any:
-        return self["state"].state_dict()
-
 
 class _Fsdp(_Things):
     def make_mesh(self) -> Any:
@@ -198,7 +188,7 @@ class _Fsdp(_Things):
 
     def make_optimizer(self) -> Any:
         self["state"]  # parameters are replaced when the model is sharded
-        return super().make_optimizer()
+        return _MADE["optimizer"](self)
 
     def step(self, names: dict[str, Any]) -> None:
         if "state" in names:
@@ -206,25 +196,7 @@ class _Fsdp(_Things):
             assert names["state"].stats()["steps"] == 1
 
 
-class _ModelParallel(_Things):
-    make_replicas = make_parts = lambda self: 2
-
-
-class _Diloco(_Things):
-    def make_names(self) -> Any:
-        return [name for name, _ in self["model"].named_parameters()]
-
-
 class _Reducer(_Things):
-    def make_reducer(self) -> Any:
-        return self["gradferry"].Reducer(self["model"].named_parameters(), "q4")
-
-    def make_starts(self) -> Any:
-        return [p.detach().clone() for p in self["model"].parameters()]
-
-    def make_loss(self) -> Any:
-        return self["model"](self["inputs"])
-
     def step(self, names: dict[str, Any]) -> None:
         assert names["reducer"].stats()["steps"] == 1
 
@@ -236,23 +208,8 @@ class _Server(_Things):
         made.grad = torch.ones(SHAPE)
         return made
 
-    def make_start(self) -> Any:
-        return self["p"].clone()
-
-    def make_residual(self) -> Any:
-        return self["torch"].zeros(SHAPE)
-
     def make_optimizer(self) -> Any:
         return self["torch"].optim.Adam([self["p"]])
-
-    def make_step(self) -> Any:
-        return 0
-
-    def make_messages(self) -> Any:
-        return [self["gradferry"].encode(self["p"].grad, "q4")] * 2
-
-    def make_change_message(self) -> Any:
-        return self["messages"][0]
 
     def step(self, names: dict[str, Any]) -> None:
         assert abs(names["p"].mean() - 1) < 0.1
@@ -261,8 +218,6 @@ class _Server(_Things):
 _THINGS = {
     "zero.md": _Zero,
     "fsdp.md": _Fsdp,
-    "model_parallel.md": _ModelParallel,
-    "diloco.md": _Diloco,
     "reducer.md": _Reducer,
     "parameter_server.md": _Server,
 }

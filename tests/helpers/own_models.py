@@ -39,14 +39,6 @@ def bare():
     return WithLoss(), lambda: torch.randn(4, 300)
 
 
-def too_many():
-    return WithLoss(), lambda: (torch.randn(4, 300), torch.randn(4))
-
-
-def misnamed():
-    return WithLoss(), lambda: {"y": torch.randn(4, 300)}
-
-
 def fails():
     return Stubborn(), lambda: (torch.randn(4, 300),)
 

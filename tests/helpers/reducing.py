@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import gradferry
 import torch
 import torch.distributed as dist
 from scenario import Scenario, on_nodes
@@ -28,8 +29,6 @@ def given(scenario: Scenario, step: int) -> list[torch.Tensor]:
 
 
 def make_reducer(scenario: Scenario, **changes: Any) -> Any:
-    import gradferry
-
     group, _ = place_of(scenario)
     options = {
         "error_feedback": scenario.error_feedback,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import gradferry
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
@@ -35,8 +36,6 @@ class Training:
     """A model, an optimizer, and the states of its hooks."""
 
     def __init__(self, sharding: Sharding, attach: Attach) -> None:
-        import gradferry
-
         self.sharding, mesh = sharding, sharding.mesh()
         self.model = sharding.model(mesh["shard"])
         self.states: dict[str, Any] = {}

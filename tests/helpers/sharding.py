@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import gradferry
 import numpy as np
 import torch
 import torch.distributed as dist
+from outcomes import Outcome
 from reference.layout import Parameter
 from reference.scalars import narrow, widen
 from torch import nn
@@ -187,6 +189,13 @@ class Sharding:
         return parameters
 
 
+def attached(sharding: Sharding, codec: str = "q4", **options: Any) -> tuple[nn.Module, Any]:
+    """A model whose gradients are averaged over replicas by gradferry, and its state."""
+    mesh = sharding.mesh()
+    model = sharding.model(mesh["shard"])
+    return model, gradferry.fsdp.attach(model, codec, mesh["replica"], **options)
+
+
 def local_gradients(model: nn.Module) -> list[np.ndarray]:
     """This rank's part of every gradient, flat, in fp32, in the order of ``model.modules()``."""
     return [p.grad.to_local().cpu().reshape(-1).float().numpy().copy() for p in in_order(model)]
@@ -202,7 +211,21 @@ def bits(model: nn.Module) -> bytes:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two saved states are equal, to the bit."""
+    """Whether two saved states, or lists of tensors and arrays, are equal to the bit."""
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, np.ndarray):
+        return np.array_equal(one, other)
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+def assert_refused(
+    found: dict[str, Outcome], texts: dict[str, str], kinds: dict[str, str], **named: int
+) -> None:
+    """Every outcome has its text, in which {names} stand, and its kind, or is a ConfigError."""
+    assert found.keys() == texts.keys()
+    for name, outcome in found.items():
+        assert outcome.error == kinds.get(name, "ConfigError"), (name, outcome)
+        assert texts[name].format(**named) in outcome.text, (name, outcome.text)

@@ -89,7 +89,11 @@ def test_blocks_per_sm_is_the_scarcest_resource():
 # for the 2.5 with 16-bit gradients.
 @pytest.mark.parametrize(
     ("codec", "dtype", "encode", "decode"),
-    [("q4", "float32", 60, 22), ("q4", "bfloat16", 60, 24), ("bf16", "float32", 45, 22)],
+    [
+        ("q4", "float32", 60, 22),
+        pytest.param("q4", "bfloat16", 60, 24, marks=pytest.mark.slow),
+        pytest.param("bf16", "float32", 45, 22, marks=pytest.mark.slow),
+    ],
 )
 def test_instructions_leave_memory_to_be_what_limits(codec, dtype, encode, decode):
     if shutil.which("nvcc") is None:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import importlib.util
 import json
+import pydoc
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+import gradferry
 import pytest
 from documented import PAGES, ROOT, blocks, case_snippets
+from gradferry.core.options import DEFAULTS
 from gradferry_lab.cli import main, parser
 from world import World
 
@@ -128,16 +130,30 @@ def test_readme_fits_a_page() -> None:
 
 
 def test_help_says_what_every_argument_is() -> None:
-    asked = "import gradferry; help(gradferry.attach)"
-    shown = subprocess.run(
-        [sys.executable, "-c", asked], capture_output=True, text=True, check=True
-    ).stdout
+    shown = pydoc.render_doc(gradferry.attach, renderer=pydoc.plaintext)
     assert "see `" not in shown
-    for name in parser_options():
+    for name in DEFAULTS:
         assert re.search(rf"^ +{name}: .+", shown, re.MULTILINE), name
 
 
-def parser_options() -> list[str]:
-    from gradferry.core.options import DEFAULTS
+# --- tests that docs/design/reliability.md names --------------------------------------------------
 
-    return list(DEFAULTS)
+
+def names_of_tests() -> set[str]:
+    names = set()
+    for file in ROOT.glob("*/**/test_*.py"):
+        names |= {file.name, *re.findall(r"^def (test_\w+)", file.read_text(), re.MULTILINE)}
+    for file in ROOT.glob("tests/*/*_test.cpp"):
+        found = re.findall(r"^TEST(?:_P|_F)?\((\w+), (\w+)\)", file.read_text(), re.MULTILINE)
+        names |= {f"{suite}.{name}" for suite, name in found}
+    return names
+
+
+def test_every_test_that_the_document_names_exists() -> None:
+    page = (ROOT / "docs/design/reliability.md").read_text()
+    every = re.findall(r"`([A-Za-z_][\w*.…]+)`", page)
+    there = names_of_tests()
+    named = [n for n in every if n.startswith("test_") or re.match(r"[A-Z]\w+\.[*\w]", n)]
+    assert len(named) > 40
+    missing = [n for n in named if not fnmatch.filter(there, n.replace("…", "*"))]
+    assert not missing

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -30,6 +31,12 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
+@pytest.fixture
+def checks(tool: ModuleType) -> Any:
+    """A call of the tool, with time enough."""
+    return tool.Checks(minutes=1, fresh=False)
+
+
 def program(text: str) -> list[str]:
     return [sys.executable, "-c", text]
 
@@ -38,8 +45,7 @@ def rows(tool: ModuleType) -> dict[str, dict]:
     return {row["check"]: row for row in json.loads(tool.RESULT.read_text())["rows"]}
 
 
-def test_outcomes_are_written_as_they_come(tool):
-    checks = tool.Checks(minutes=1, fresh=False)
+def test_outcomes_are_written_as_they_come(tool, checks):
     assert checks.run("good", 1, program("print('first'); print('last')"), on_gpu=True)
     assert rows(tool)["good"]["outcome"] == "passed"
     assert rows(tool)["good"]["output"] == ["last"]
@@ -57,8 +63,7 @@ def test_outcomes_are_written_as_they_come(tool):
     assert checks.failed() == ["bad", "missing"]
 
 
-def test_check_that_takes_too_long_fails_and_the_next_one_runs(tool):
-    checks = tool.Checks(minutes=1, fresh=False)
+def test_check_that_takes_too_long_fails_and_the_next_one_runs(tool, checks):
     assert not checks.run("hangs", 0.005, program("import time; time.sleep(60)"))
     assert "stopped after 0.005 minutes" in rows(tool)["hangs"]["output"][-1]
     assert checks.run("next", 1, program(""))
@@ -73,9 +78,8 @@ def is_running(process: str) -> bool:
     return text.rpartition(") ")[2][0] != "Z"  # nobody has to ask how it ended
 
 
-def test_what_a_check_started_ends_with_it(tool):
+def test_what_a_check_started_ends_with_it(tool, checks):
     """Ranks that hang must not hold the GPU, and the port where they meet, in the next check."""
-    checks = tool.Checks(minutes=1, fresh=False)
     assert not checks.run("hangs", 0.02, ["sh", "-c", "sleep 60 & echo $!; wait"])
     process = rows(tool)["hangs"]["output"][0]
     deadline = time.monotonic() + 60
@@ -84,8 +88,7 @@ def test_what_a_check_started_ends_with_it(tool):
     assert not is_running(process)
 
 
-def test_results_survive_an_end_while_they_are_written(tool, monkeypatch):
-    checks = tool.Checks(minutes=1, fresh=False)
+def test_results_survive_an_end_while_they_are_written(tool, checks, monkeypatch):
     assert checks.run("check", 1, program(""))
 
     def write_half(path, text):
@@ -121,11 +124,11 @@ def test_passed_check_is_repeated_only_for_other_sources_or_another_gpu(
     assert checks.run("check", 1, program("raise SystemExit(1)")) is not repeated
 
 
-def test_failed_check_is_repeated(tool):
-    assert not tool.Checks(minutes=1, fresh=False).run("check", 1, program("raise SystemExit(1)"))
-    checks = tool.Checks(minutes=1, fresh=False)
-    assert checks.run("check", 1, program(""))
-    assert checks.failed() == []
+def test_failed_check_is_repeated(tool, checks):
+    assert not checks.run("check", 1, program("raise SystemExit(1)"))
+    later = tool.Checks(minutes=1, fresh=False)
+    assert later.run("check", 1, program(""))
+    assert later.failed() == []
 
 
 def test_without_a_gpu_what_needs_one_is_skipped(tool, monkeypatch):
@@ -154,10 +157,9 @@ def package_in(folder: Path) -> Path:
     return folder / "python"
 
 
-def test_without_the_package_nothing_that_needs_it_runs(tool, monkeypatch, tmp_path):
+def test_without_the_package_nothing_that_needs_it_runs(tool, checks, monkeypatch, tmp_path):
     """Another gradferry that this Python knows would run in its place."""
     monkeypatch.setattr(tool, "PACKAGES", tmp_path / "python")
-    checks = tool.Checks(minutes=1, fresh=False)
     tool.check_training(checks)
     tool.measure(checks)
     assert checks.num_left == 1 + len(tool.TRAININGS) + len(tool.MEASUREMENTS)
@@ -212,21 +214,15 @@ def test_interrupt_ends_what_runs_and_starts_nothing_more(tool, tmp_path, monkey
     assert "waits" not in rows(tool)
 
 
-def test_benchmarks_wait_for_what_was_started(tool, monkeypatch):
-    checks = tool.Checks(minutes=1, fresh=False)
-    checks.start("before", 1, program(""))
+def test_checks_that_run_beside_each_other_are_all_written_before_benchmarks(
+    tool, checks, monkeypatch
+):
+    for number in range(5):
+        checks.start(str(number), 1, program(f"raise SystemExit({number} % 2)"))
     monkeypatch.setattr(tool, "MEASUREMENTS", {})
     tool.measure(checks)
-    assert rows(tool)["before"]["outcome"] == "passed"
-
-
-def test_checks_that_run_beside_each_other_are_all_written(tool):
-    checks = tool.Checks(minutes=1, fresh=False)
-    for number in range(9):
-        checks.start(str(number), 1, program(f"raise SystemExit({number} % 2)"))
-    checks.wait()
     outcomes = {name: row["outcome"] for name, row in rows(tool).items()}
-    assert outcomes == {str(n): "failed" if n % 2 else "passed" for n in range(9)}
+    assert outcomes == {str(n): "failed" if n % 2 else "passed" for n in range(5)}
 
 
 def test_python_without_torch_is_named(tool, monkeypatch, tmp_path):

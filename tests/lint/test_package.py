@@ -1,84 +1,255 @@
-"""The package as it is imported: what that loads, and where its public names are."""
+"""The package: what its import loads, what it is called, which torch it asks for and runs with."""
 
 from __future__ import annotations
 
+import ast
+import importlib.util
+import json
+import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
 
+import gradferry
 import pytest
+import torch
+from gradferry import _build_info, _compat, _native
+from gradferry._compat import check_torch
+from gradferry.core import device
+from gradferry_lab.info import facts
+
+ROOT = Path(__file__).resolve().parents[2]
+SETTINGS = {"besides_torch": ["numpy>=1.26"]}
 
 
-def run(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return done.stdout
+# --- imports --------------------------------------------------------------------------------------
 
 
-def test_importing_gradferry_does_not_load_the_laboratory() -> None:
-    loaded = run(
-        "import sys, torch.distributed; before = set(sys.modules); import gradferry\n"
-        "print(*(set(sys.modules) - before))"
-    ).split()
-    assert "gradferry.ddp.state" in loaded
+# The command comes before torch and the library; what needs an extra comes last, without it.
+SCRIPT = """
+import json, runpy, sys
+from gradferry_lab import command
+
+codes = [command.main(["--version"])]
+facts = {"torch": "torch" in sys.modules}
+import torch.distributed
+before = set(sys.modules)
+import gradferry
+facts["loaded"] = sorted(set(sys.modules) - before)
+facts["missing"] = [name for name in gradferry.__all__ if not hasattr(gradferry, name)]
+import gradferry.checkpoint, gradferry.errors, gradferry.optim
+sys.argv = ["gradferry", "--version"]
+try:
+    runpy.run_module("gradferry", run_name="__main__")
+except SystemExit as ended:
+    codes.append(ended.code)
+sys.modules["rich"] = None
+codes.append(command.main(["info"]))
+del sys.modules["rich"]
+sys.modules["matplotlib"] = None
+from gradferry_lab import cli
+from gradferry_lab.output.curves import Axis, draw_loss_curves
+cli.main = lambda arguments: draw_loss_curves([], Axis("loss"))
+codes.append(command.main(["info"]))
+print(json.dumps({**facts, "codes": codes}))
+"""
+
+
+def test_package_is_imported_without_the_laboratory_and_the_command_without_its_extras() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True
+    )
+    first, of_module, found = done.stdout.splitlines()
+    said = json.loads(found)
+    assert first == of_module == gradferry.__version__
+    assert not said["torch"]  # to say a version
+    assert "gradferry.ddp.state" in said["loaded"]
     laboratory = ("gradferry_lab", "rich", "matplotlib")
-    assert not [name for name in loaded if name.startswith(laboratory)]
+    assert not [name for name in said["loaded"] if name.startswith(laboratory)]
+    assert said["missing"] == []  # of the public names
+    assert said["codes"] == [0, 0, 2, 2]
+    assert [line for line in done.stderr.splitlines() if "gradferry" in line] == [
+        f"gradferry: this command needs {missing}: pip install 'gradferry[lab]'"
+        for missing in ("rich", "matplotlib")
+    ]
 
 
-def test_every_public_name_is_there() -> None:
-    missing = run(
-        "import gradferry; print(*(n for n in gradferry.__all__ if not hasattr(gradferry, n)))"
+# --- names and versions ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, object]]:
+    """The version and dependencies of a build of gradferry 3.4 for torch 2.7 to 2.9."""
+    spec = importlib.util.spec_from_file_location("meta", ROOT / "cmake/package_metadata.py")
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    (tmp_path / "CMakeLists.txt").write_text(
+        "cmake_minimum_required(VERSION 3.25)\nproject(gradferry VERSION 3.4.5 LANGUAGES CXX)\n"
+        "set(GRADFERRY_OLDEST_TORCH 2.7)\nset(GRADFERRY_NEWEST_TORCH 2.9)\n"
     )
-    assert missing.split() == []
+    monkeypatch.setattr(tool, "ROOT", tmp_path)
 
+    def of(build_state: str, torch_version: str | None) -> dict[str, object]:
+        def version(name: str) -> str:
+            assert name == "torch"
+            if torch_version is None:
+                raise metadata.PackageNotFoundError(name)
+            return torch_version
 
-@pytest.mark.parametrize("path", ["gradferry.checkpoint", "gradferry.optim", "gradferry.errors"])
-def test_public_modules_are_imported_by_their_name(path: str) -> None:
-    assert run(f"import {path}; print({path}.__name__)").split() == [path]
+        monkeypatch.setattr(tool.metadata, "version", version)
+        provider = tool.Provider()
+        provider.build_state(build_state)
+        return provider.dynamic_metadata(SETTINGS, {})
 
-
-def test_the_command_says_its_version_without_torch() -> None:
-    loaded = run(
-        "import sys; from gradferry_lab.command import main; main(['--version'])\n"
-        "print(*sys.modules)"
-    )
-    import gradferry
-
-    version, modules = loaded.splitlines()
-    assert version == gradferry.__version__
-    assert "torch" not in modules.split()
-
-
-DRAWS = (
-    "from gradferry_lab import cli, command\n"
-    "from gradferry_lab.output.curves import Axis, draw_loss_curves\n"
-    "cli.main = lambda arguments: draw_loss_curves([], Axis('loss'))\n"
-)
+    return of
 
 
 @pytest.mark.parametrize(
-    ("missing", "command"),
-    [("rich", "from gradferry_lab import command\n"), ("matplotlib", DRAWS)],
+    ("state", "torch_version"),
+    [
+        ("wheel", "2.9.0"),
+        ("editable", "2.9.1+cu132"),
+        ("metadata_wheel", "2.9.0a0+git1"),
+        ("metadata_editable", "2.9.0"),
+    ],
 )
-def test_a_command_without_its_extra_says_what_to_install(missing: str, command: str) -> None:
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            f"import sys; sys.modules[{missing!r}] = None\n{command}"
-            "sys.exit(command.main(['info']))",
-        ],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1] == (
-        f"gradferry: this command needs {missing}: pip install 'gradferry[lab]'"
-    )
+def test_a_wheel_names_and_requires_the_torch_it_was_built_with(described, state, torch_version):
+    assert described(state, torch_version) == {
+        "version": "3.4.5+torch2.9",
+        "dependencies": ["torch==2.9.*", "numpy>=1.26"],
+    }
 
 
-def test_the_module_is_the_command() -> None:
-    shown = subprocess.run(
-        [sys.executable, "-m", "gradferry", "--version"], capture_output=True, text=True, check=True
-    )
-    import gradferry
+@pytest.mark.parametrize("torch_version", [None, "2.9.0"])
+def test_a_source_archive_has_the_plain_version_and_every_supported_torch(described, torch_version):
+    assert described("sdist", torch_version) == {
+        "version": "3.4.5",
+        "dependencies": ["torch>=2.7,<2.10", "numpy>=1.26"],
+    }
 
-    assert shown.stdout.strip() == gradferry.__version__
+
+def test_a_wheel_from_a_source_archive_has_its_version_and_requires_one_torch(described, tmp_path):
+    (tmp_path / "PKG-INFO").touch()
+    assert described("wheel", "2.9.0") == {
+        "version": "3.4.5",
+        "dependencies": ["torch==2.9.*", "numpy>=1.26"],
+    }
+
+
+def test_without_torch_there_is_no_wheel_but_advice(described):
+    with pytest.raises(SystemExit, match=r"install torch .* pip install --no-build-isolation"):
+        described("metadata_wheel", None)
+
+
+@pytest.mark.torch_core
+def test_everything_names_the_same_version():
+    torch_minor = ".".join(torch.__version__.split(".")[:2])
+    assert _build_info.TORCH_VERSION == torch.__version__
+    assert _build_info.WIRE_VERSION == 2
+    assert re.fullmatch(r"\d+\.\d+\.\d+", _build_info.GRADFERRY_VERSION)
+    assert gradferry.__version__ == f"{_build_info.GRADFERRY_VERSION}+torch{torch_minor}"
+    assert metadata.version("gradferry") == gradferry.__version__
+    assert facts()["gradferry"].startswith(f"{gradferry.__version__}, ")
+    requirements = metadata.requires("gradferry")
+    assert requirements is not None
+    assert f"torch=={torch_minor}.*" in requirements
+
+
+# --- the torch that runs --------------------------------------------------------------------------
+
+
+@pytest.mark.torch_core
+def test_check_torch_accepts_the_same_minor_version():
+    check_torch(torch.__version__)
+    for running in ("2.11.0", "2.11.1", "2.11.0+cpu", "2.11.0a0+git1"):
+        check_torch(running, built_against="2.11.0+cu130")
+
+
+def refused(running: str, built_against: str) -> str:
+    with pytest.raises(ImportError) as error:
+        check_torch(running, built_against)
+    message = str(error.value)
+    assert "\n" not in message
+    assert f"built against torch {built_against} but runs with torch {running}: " in message
+    return message
+
+
+@pytest.mark.torch_core
+@pytest.mark.parametrize(
+    ("running", "built_against"), [("2.12.0", "2.11.0"), ("2.11.1+cpu", "2.15.0+cu132")]
+)
+def test_check_torch_advises_a_wheel_or_a_build_for_a_torch_that_is_supported(
+    running, built_against
+):
+    message = refused(running, built_against)
+    assert f"version ends in +torch{running[:4]}," in message
+    assert "pip install --no-build-isolation --force-reinstall --no-deps ." in message
+
+
+@pytest.mark.torch_core
+@pytest.mark.parametrize("running", ["2.1.0", "2.10.2", "3.11.0"])
+def test_check_torch_advises_another_torch_where_no_build_can_help(running, monkeypatch):
+    monkeypatch.setattr(_compat, "OLDEST_TORCH", "2.11")
+    monkeypatch.setattr(_compat, "NEWEST_TORCH", "2.15")
+    message = refused(running, "2.14.0")
+    assert "supports torch 2.11 to 2.15, and no build of it torch" in message
+    assert "install torch 2.14" in message
+    assert ("newer gradferry" in message) == (running == "3.11.0")
+    assert "pip install" not in message
+
+
+@pytest.mark.torch_core
+def test_cuda_kernels_load_without_a_gpu_or_there_are_none():
+    if _build_info.CUDA_COMPILER:
+        device.load_kernels("cuda")
+        assert (
+            f"{_build_info.CUDA_COMPILER} for {_build_info.CUDA_ARCHITECTURES}" in facts()["CUDA"]
+        )
+    else:
+        assert facts()["CUDA"].startswith("no kernels in this build")
+    assert f"{torch.cuda.device_count()} devices" in facts()["CUDA"]
+
+
+# --- _native.pyi ----------------------------------------------------------------------------------
+
+# `make lint` compares by stubtest what there is, but not the arguments of pybind11's functions:
+# they stand at the beginning of the functions' documentation.
+STUB = Path(_native.__file__).parent / "_native.pyi"
+
+
+def functions() -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Those of the stub and of its classes, by dotted name."""
+    for node in ast.parse(STUB.read_text()).body:
+        if isinstance(node, ast.FunctionDef):
+            yield node.name, node
+        elif isinstance(node, ast.ClassDef):
+            for inner in node.body:
+                if isinstance(inner, ast.FunctionDef) and not inner.decorator_list:
+                    yield f"{node.name}.{inner.name}", inner
+
+
+def runtime(name: str) -> ast.FunctionDef:
+    """As the first line of its documentation has it."""
+    found: Any = _native
+    for part in name.split("."):
+        found = getattr(found, part)
+    (parsed,) = ast.parse(f"def {found.__doc__.splitlines()[0]}: ...").body
+    assert isinstance(parsed, ast.FunctionDef)
+    return parsed
+
+
+def arguments(function: ast.FunctionDef) -> tuple[list[str], list[str], int, int]:
+    """Names of positional arguments and of those by name alone; how many have a default."""
+    every = function.args
+    positional = [argument.arg for argument in (*every.posonlyargs, *every.args)]
+    by_name = [argument.arg for argument in every.kwonlyargs]
+    defaults = sum(default is not None for default in every.kw_defaults)
+    return positional, by_name, len(every.defaults), defaults
+
+
+@pytest.mark.parametrize(("name", "stub"), [pytest.param(*f, id=f[0]) for f in functions()])
+def test_stub_names_the_arguments_of_the_built_function(name: str, stub: ast.FunctionDef) -> None:
+    assert arguments(stub) == arguments(runtime(name))

@@ -50,29 +50,19 @@ def test_clean_sources_are_read_once_together(lint, tmp_path):
     ]
 
 
-def test_a_mistake_in_one_source_is_found(lint):
-    assert lint({"hooks/a.cpp": "", "hooks/b.cpp": "MISTAKE"}) == (
-        False,
-        ["unit_0.cpp", "a.cpp", "b.cpp"],
-    )
-
-
-def test_names_that_clash_are_no_mistake(lint):
-    assert lint({"hooks/a.cpp": "CLASH", "hooks/b.cpp": "CLASH"}) == (
-        True,
-        ["unit_0.cpp", "a.cpp", "b.cpp"],
-    )
-
-
-def test_a_source_that_stands_alone_is_checked_too(lint):
-    assert lint({"hooks/a.cpp": "", "hooks/peers.cpp": "MISTAKE"}) == (
-        False,
-        ["unit_0.cpp", "peers.cpp"],
-    )
-
-
-def test_alone_means_no_source_together(lint):
-    assert lint({"hooks/a.cpp": "", "hooks/b.cpp": ""}, alone=True) == (True, ["a.cpp", "b.cpp"])
+@pytest.mark.parametrize(
+    ("texts", "alone", "clean", "looked_at"),
+    [
+        ({"a": "", "b": "MISTAKE"}, False, False, ["unit_0.cpp", "a.cpp", "b.cpp"]),
+        ({"a": "CLASH", "b": "CLASH"}, False, True, ["unit_0.cpp", "a.cpp", "b.cpp"]),
+        ({"a": "", "peers": "MISTAKE"}, False, False, ["unit_0.cpp", "peers.cpp"]),
+        ({"a": "", "b": ""}, True, True, ["a.cpp", "b.cpp"]),
+    ],
+    ids=["a mistake", "names that clash are none", "a source that stands alone", "all alone"],
+)
+def test_sources_are_read_again_one_by_one_where_needed(lint, texts, alone, clean, looked_at):
+    sources = {f"hooks/{name}.cpp": text for name, text in texts.items()}
+    assert lint(sources, alone=alone) == (clean, looked_at)
 
 
 def test_a_folder_without_sources_is_an_error(lint):

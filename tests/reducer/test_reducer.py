@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import gradferry
 import numpy as np
 import pytest
 import torch
@@ -39,59 +40,60 @@ SMALL = 2.0**-5  # MiB: several buckets
 # --- averages are those of the reference, to the bit ----------------------------------------------
 
 
+def like_plain(**changes: Any) -> Scenario:
+    return dataclasses.replace(PLAIN, **changes)
+
+
+# The fake device has no views of complex numbers as real ones.
+OF_REAL_KINDS = tuple(weight for weight in OF_ALL_KINDS if not weight.dtype.is_complex)
+ON_DEVICE = {"weights": OF_REAL_KINDS, "device": "streamed"}
+BY_NAME: dict[str, tuple[Scenario, dict[str, Any]]] = {
+    "plain": (PLAIN, {}),
+    "small-buckets": (PLAIN, {"async_op": True, "bucket_cap_mb": SMALL}),
+    "all-kinds": (like_plain(weights=OF_ALL_KINDS), {"bucket_cap_mb": SMALL}),
+    "all-kinds-exact": (like_plain(weights=OF_ALL_KINDS, codec="exact"), {"async_op": True}),
+    "three-ranks": (like_plain(world_size=3, codec="sign1"), {}),
+    "momentum": (Scenario(WEIGHTS, 3, codec="topk:ratio=0.05", options={"momentum": 0.9}), {}),
+    "warm-up": (
+        Scenario(WEIGHTS, codec="sign1", options={"warmup_steps": 2, "momentum": 0.9}),
+        {"async_op": True},
+    ),
+    "alone": (like_plain(world_size=1, options={"momentum": 0.9}), {}),
+    "nan": (like_plain(poison={(1, 1, "tail"): float("nan")}), {}),
+    "2x2": (like_plain(weights=OF_ALL_KINDS, world_size=4, nodes=TWO_BY_TWO), {"async_op": True}),
+    "2+1": (Scenario(WEIGHTS, 3, codec="q8", nodes=((0, 1), (2,))), {"bucket_cap_mb": SMALL}),
+    "streamed": (like_plain(**ON_DEVICE), {"async_op": True, "bucket_cap_mb": SMALL}),
+    "staged": (
+        like_plain(**ON_DEVICE | {"device": "staged"}),
+        {"bucket_cap_mb": SMALL},
+    ),
+}
+IN_SLOW = {
+    "streamed-sync": (like_plain(**ON_DEVICE), {"bucket_cap_mb": SMALL}),
+    "staged-async": (like_plain(**ON_DEVICE | {"device": "staged"}), {"async_op": True}),
+    **{
+        f"2x2-{device}": (like_plain(world_size=4, nodes=TWO_BY_TWO, device=device), {})
+        for device in ("streamed", "staged")
+    },
+}
+
+
+def cases(table: dict[str, tuple[Scenario, dict[str, Any]]], marks: Any = ()) -> list[Any]:
+    """Rows of the test beside this: the device first, by which those are found that need one."""
+    return [pytest.param(c[0].device, *c, id=name, marks=marks) for name, c in table.items()]
+
+
 @pytest.mark.torch_core
 @pytest.mark.parametrize(
-    ("scenario", "how"),
-    [
-        (PLAIN, {}),
-        (PLAIN, {"async_op": True, "bucket_cap_mb": SMALL}),
-        (dataclasses.replace(PLAIN, weights=OF_ALL_KINDS), {"bucket_cap_mb": SMALL}),
-        (dataclasses.replace(PLAIN, weights=OF_ALL_KINDS, codec="exact"), {"async_op": True}),
-        (dataclasses.replace(PLAIN, world_size=3, codec="sign1"), {}),
-        (Scenario(WEIGHTS, 3, codec="topk:ratio=0.05", options={"momentum": 0.9}), {}),
-        (
-            Scenario(WEIGHTS, codec="sign1", options={"warmup_steps": 2, "momentum": 0.9}),
-            {"async_op": True},
-        ),
-        (dataclasses.replace(PLAIN, world_size=1, options={"momentum": 0.9}), {}),
-        (dataclasses.replace(PLAIN, poison={(1, 1, "tail"): float("nan")}), {}),
-        (Scenario(OF_ALL_KINDS, 4, error_feedback="both", nodes=TWO_BY_TWO), {"async_op": True}),
-        (Scenario(WEIGHTS, 3, codec="q8", nodes=((0, 1), (2,))), {"bucket_cap_mb": SMALL}),
-    ],
-    ids=[
-        *("plain", "small-buckets", "all-kinds", "all-kinds-exact", "three-ranks", "momentum"),
-        *("warm-up", "alone", "nan", "2x2", "2+1"),
-    ],
+    ("device", "scenario", "how"), [*cases(BY_NAME), *cases(IN_SLOW, pytest.mark.slow)]
 )
 def test_averages_equal_the_reference(
-    worlds: Worlds, scenario: Scenario, how: dict[str, Any]
+    worlds_on: Callable[[str], Worlds], device: str, scenario: Scenario, how: dict[str, Any]
 ) -> None:
-    answers = worlds(scenario.world_size).run(case_reduce, scenario=scenario, **how)
+    world = worlds_on(device)(scenario.world_size)
+    answers = world.run(case_reduce, scenario=scenario, seconds=300, **how)
     assert_bit_equal(answers, scenario)
     assert all(answer["stats"]["steps"] == scenario.steps for answer in answers)
-
-
-@pytest.mark.torch_core
-@pytest.mark.parametrize("device", ["streamed", "staged"])
-@pytest.mark.parametrize("async_op", [False, True])
-def test_averages_on_a_device_equal_the_reference(
-    device_worlds: Worlds, device: str, async_op: bool
-) -> None:
-    # The fake device has no views of complex numbers as real ones.
-    weights = tuple(weight for weight in OF_ALL_KINDS if not weight.dtype.is_complex)
-    scenario = Scenario(weights, error_feedback="both", device=device)
-    answers = device_worlds(2).run(
-        case_reduce, scenario=scenario, async_op=async_op, bucket_cap_mb=SMALL
-    )
-    assert_bit_equal(answers, scenario)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("device", ["streamed", "staged"])
-def test_two_levels_on_a_device_equal_the_reference(device_worlds: Worlds, device: str) -> None:
-    scenario = Scenario(WEIGHTS, 4, error_feedback="both", device=device, nodes=TWO_BY_TWO)
-    answers = device_worlds(4).run(case_reduce, scenario=scenario, seconds=300)
-    assert_bit_equal(answers, scenario)
 
 
 def case_beside_ddp(scenario: Scenario) -> dict[str, Any]:
@@ -131,26 +133,6 @@ def test_hook_of_ddp_has_the_same_bits_and_states(
         assert hook == reducer
 
 
-def case_mean() -> bool:
-    """Integers, whose sum and half are exact in fp32; registered tensors are the default."""
-    import gradferry
-
-    rank = dist.get_rank()
-    tensors = {
-        "matrix": torch.arange(6000.0).view(60, 100) + 2 * rank,
-        "vector": torch.full((77,), 4.0 * rank),
-    }
-    expected = {name: tensor - 2 * rank + 1 for name, tensor in tensors.items()}
-    expected["vector"] = torch.full((77,), 2.0)
-    reducer = gradferry.Reducer(tensors, "exact")
-    assert reducer.all_reduce() is None
-    return all(torch.equal(tensors[name], expected[name]) for name in tensors)
-
-
-def test_exact_gives_the_mean_of_the_registered_tensors(world_of_2: World) -> None:
-    assert world_of_2.run(case_mean) == [True, True]
-
-
 SHAPES = {"a": (60, 50), "b": (40, 30), "c": (2, 3, 500)}
 
 
@@ -167,8 +149,6 @@ def odd_tensors(plain: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def case_odd_tensors(bucket_cap_mb: float) -> list[bool]:
-    import gradferry
-
     numbers = torch.Generator().manual_seed(dist.get_rank())
     plain = {name: torch.randn(shape, generator=numbers) for name, shape in SHAPES.items()}
     odd = odd_tensors(plain)
@@ -189,8 +169,6 @@ def test_strides_order_and_buckets_do_not_matter(world_of_2: World, bucket_cap_m
 
 
 def case_memory() -> dict[str, int]:
-    import gradferry
-
     large, small = torch.ones(64, 4096), [torch.ones(10, 100) for _ in range(3)]
     named = [("large", large), *((f"small{i}", t) for i, t in enumerate(small))]
     reducer = gradferry.Reducer(named, "q4", bucket_cap_mb=1)
@@ -214,8 +192,6 @@ def test_only_small_tensors_are_copied(world_of_2: World) -> None:
 
 def case_returns_before_others_call() -> dict[str, Any]:
     """Rank 1 calls only after rank 0 has come back from a call of many more chunks than slots."""
-    import gradferry
-
     rank = dist.get_rank()
     tensor = torch.full((500, 1000), float(rank))
     reducer = gradferry.Reducer([("t", tensor)], "exact", workspace_cap_mb=1)
@@ -236,8 +212,6 @@ def test_async_call_returns_while_another_rank_has_not_called(world_of_2: World)
 
 
 def case_passed_through(disabled: bool) -> dict[str, Any]:
-    import gradferry
-
     tensors = given(PLAIN, 0)
     named = [(f"t{i}", torch.empty_like(tensor)) for i, tensor in enumerate(tensors)]
     backends = [tensor / dist.get_world_size() for tensor in tensors]
@@ -269,8 +243,6 @@ def test_off_is_the_backends_own_all_reduce(world_of_2: World, disabled: bool) -
 
 
 def case_momentum_mode() -> tuple[dict[str, Any], str]:
-    import gradferry
-
     model = torch.nn.Linear(40, 50)
     reducer = gradferry.Reducer(model.named_parameters(), "sign1", momentum=0.8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -292,8 +264,6 @@ def test_momentum_mode_takes_a_reducer_of_parameters(world_of_2: World) -> None:
 
 
 def case_by_name() -> dict[str, Any]:
-    import gradferry
-
     rank = dist.get_rank()
     weight = (Weight("t", (9000,)),)
     scenario = Scenario(weight, error_feedback="both", rules=(("*", "q4"),))

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import gradferry
 import pytest
 import torch
 import torch.distributed as dist
@@ -46,12 +47,21 @@ BAD_NAMED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         {},
         "'a' and 'b' share memory",
     ),
-    "expanded": (lambda: named(b=torch.zeros(3, 1).expand(3, 5)), {}, "'b' share memory"),
-    "meta": (
-        lambda: [("a", torch.zeros(3, device="meta"))],
+    "inside": (lambda: named(b=(t := torch.zeros(12, 12)), c=t[2:4]), {}, "share memory"),
+    "every other column": (
+        lambda: named(b=(t := torch.zeros(12, 12)), c=t[:, ::2]),
         {},
-        "no backend for tensors on 'meta'",
+        "share memory",
     ),
+    "columns twice": (
+        lambda: named(c=(t := torch.zeros(12, 12)[:, ::2]), d=t),
+        {},
+        "'c' and 'd' share memory",
+    ),
+    "unfolded": (lambda: named(b=torch.zeros(9).unfold(0, 4, 1)), {}, "'b' share memory"),
+    "strided": (lambda: named(b=torch.zeros(20).as_strided((5, 4), (1, 1))), {}, "'b' share"),
+    "expanded": (lambda: named(b=torch.zeros(3, 1).expand(3, 5)), {}, "'b' share memory"),
+    "meta": (lambda: [("a", torch.zeros(3, device="meta"))], {}, "no backend for tensors on"),
     "places": (lambda: named(b=torch.zeros(3, device="meta")), {}, "'b' is on meta and 'a' on cpu"),
     "generator": (frozen_names, {}, "ValueError: no more"),
     "auto": (named, {"codec": "auto"}, "a Reducer sees nothing"),
@@ -62,8 +72,6 @@ BAD_NAMED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
 
 
 def case_bad_named() -> dict[str, Outcome]:
-    import gradferry
-
     return {
         name: attempt(lambda make=make, options=options: gradferry.Reducer(make(), **options))
         for name, (make, options, _) in BAD_NAMED.items()
@@ -81,8 +89,6 @@ def test_what_cannot_be_averaged_is_refused_with_one_text(world_of_2: World) -> 
 
 
 def case_no_group() -> list[Outcome]:
-    import gradferry
-
     first = dist.new_group([0])
     outcomes = [attempt(lambda: gradferry.Reducer(named(), "q4", first))]
     other = dist.new_group([0, 1])
@@ -151,8 +157,6 @@ BAD_TENSORS: dict[str, tuple[Callable[[], Any], str]] = {
 
 def case_bad_tensors(names: Sequence[str]) -> dict[str, list[Outcome]]:
     """The last rank alone passes what it must not; then everybody calls once more."""
-    import gradferry
-
     faulty = dist.get_rank() == dist.get_world_size() - 1
     answers = {}
     for name in names:
@@ -187,8 +191,6 @@ def test_wrong_tensors_on_one_rank_end_the_call_on_all(world_of_2: World) -> Non
 
 
 def case_not_waited_for() -> dict[str, Any]:
-    import gradferry
-
     tensor = torch.full((3, 1000), float(dist.get_rank()))
     reducer = gradferry.Reducer([("t", tensor)], "exact")
     work = reducer.all_reduce(async_op=True)
@@ -223,10 +225,7 @@ def test_next_call_before_wait_is_refused_and_ends_the_reducer(world_of_2: World
 
 
 def case_forgotten() -> list[str]:
-    import gradferry
-
-    tensor = torch.full((3, 1000), float(dist.get_rank()))
-    reducer = gradferry.Reducer([("t", tensor)], "exact")
+    reducer = gradferry.Reducer([("t", torch.zeros(3, 1000))], "exact")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         reducer.all_reduce(async_op=True)
@@ -242,8 +241,6 @@ def test_call_that_nobody_waits_for_warns(world_of_2: World) -> None:
 
 
 def case_threads() -> Outcome:
-    import gradferry
-
     reducer = gradferry.Reducer([("t", torch.zeros(3, 1000))], "q4")
     if dist.get_rank() == 1:
         dist.barrier()  # rank 0 has called twice
@@ -269,8 +266,6 @@ def test_second_thread_is_refused(world_of_2: World) -> None:
 
 
 def case_group_gone() -> list[Outcome]:
-    import gradferry
-
     group = dist.new_group([0, 1])
     reducer = gradferry.Reducer(named(), "q4", group)
     reducer.all_reduce()
@@ -287,8 +282,6 @@ def test_destroyed_group_is_named(world_of_2: World) -> None:
 
 
 def case_forked() -> list[int]:
-    import gradferry
-
     reducer = gradferry.Reducer(named(), "q4")
     reducer.all_reduce(async_op=True).wait()
     codes = []
@@ -307,8 +300,6 @@ def test_forked_child_is_refused_and_its_parent_goes_on(world_of_2: World) -> No
 
 
 def case_diverged() -> Sequence[Outcome]:
-    import gradferry
-
     model = torch.nn.Linear(40, 50)
     reducer = gradferry.Reducer(model.named_parameters(), "q4", check_every=2)
     outcomes = []
@@ -327,8 +318,6 @@ def test_registered_parameters_are_compared(world_of_2: World) -> None:
 
 
 def case_nonfinite() -> list[Outcome]:
-    import gradferry
-
     reducer = gradferry.Reducer(named(), "q4", nonfinite="raise")
     tensors = passed()
     if dist.get_rank() == 1:
@@ -346,8 +335,6 @@ def test_nonfinite_average_raises_on_all_ranks(world_of_2: World) -> None:
 
 
 def case_peer_ends() -> Outcome:
-    import gradferry
-
     group = dist.new_group()
     reducer = gradferry.Reducer(named(), "q4", group)
     reducer.all_reduce()
@@ -368,8 +355,6 @@ def test_peer_that_let_go_of_its_reducer_is_named(world_of_2: World) -> None:
 
 
 def case_peer_dies() -> None:
-    import gradferry
-
     tensor = torch.zeros(500, 1000)
     reducer = gradferry.Reducer([("t", tensor)], "exact", workspace_cap_mb=1)
     work = reducer.all_reduce(async_op=True)
@@ -381,6 +366,7 @@ def case_peer_dies() -> None:
     raise AssertionError(f"survivor: {outcomes[0].text}")
 
 
+@pytest.mark.slow  # a world of its own
 def test_survivor_of_a_call_under_way_names_the_rank_that_died() -> None:
     world = World(2)
     try:
@@ -391,7 +377,6 @@ def test_survivor_of_a_call_under_way_names_the_rank_that_died() -> None:
 
 
 def case_names_kept() -> list[Outcome]:
-    import gradferry
     from gradferry import kept_reducers
 
     reduce = gradferry.all_reduce

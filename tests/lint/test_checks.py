@@ -1,0 +1,156 @@
+"""check_includes, check_words and check_ptx find mistakes of each kind that are planted, alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import check_includes
+import check_ptx
+import pytest
+from check_words import GLOSSARY, violations
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+# --- includes -------------------------------------------------------------------------------------
+
+
+INCLUDES = {
+    "include/gradferry/codec.h": "#include <cstddef>\n",
+    "include/gradferry/wire.h": '#include "gradferry/codec.h"\n',
+    "kernels/codec_table.cpp": '#include "q4/q4_layout.h"\n#include "q8/q8_layout.h"\n',
+    "kernels/common/simd.h": "#include <immintrin.h>\n",
+    "kernels/q4/q4_layout.h": '#include "gradferry/codec.h"\n#include "kernels/common/simd.h"\n',
+    "kernels/q4/q4_cpu.cpp": '#include "q4_layout.h"\n',
+    "kernels/q8/q8_layout.h": '#include "../common/simd.h"\n',
+    "hooks/bucket_engine.h": '#include "gradferry/wire.h"\n#include <torch/torch.h>\n',
+    "hooks/bucket_engine.cpp": '#include "bucket_engine.h"\n',
+    "hooks/include/gradferry/reducer.h": '#include "gradferry/error.h"\n#include <torch/torch.h>\n',
+    "hooks/host/reducer.cpp": '#include "gradferry/reducer.h"\n#include "bucket_engine.h"\n',
+    "hooks/host/host_engine.h": '#include "bucket_engine.h"\n',
+    "hooks/host/host_engine.cpp": '#include "host/host_engine.h"\n',
+    "hooks/device/device_engine.h": '#include "../bucket_engine.h"\n',
+    "python_bindings/src/module.cpp": (
+        '#include "hooks/bucket_engine.h"\n#include <pybind11/pybind11.h>\n'
+    ),
+}
+
+
+def test_lawful_includes_and_those_of_this_tree_are_no_violation(tmp_path):
+    assert check_includes.violations(write(tmp_path, INCLUDES)) == []
+    assert check_includes.violations(Path(__file__).parents[2]) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "reason"),
+    [
+        ("kernels/q4/q4_cpu.cpp", "torch/torch.h", "kernels/ must not know torch"),
+        ("kernels/common/simd.h", "c10/util/Exception.h", "kernels/ must not know torch"),
+        ("kernels/q4/q4_cpu.cpp", "Python.h", "kernels/ must not know torch"),
+        ("kernels/codec_table.cpp", "hooks/bucket_engine.h", "kernels/ must not include hooks/"),
+        ("kernels/codec_table.cpp", "gradferry/reducer.h", "kernels/ must not include hooks/"),
+        ("kernels/q4/q4_cpu.cpp", "kernels/q8/q8_layout.h", "must not include the codec q8"),
+        ("kernels/q4/q4_cpu.cpp", "../q8/q8_layout.h", "must not include the codec q8"),
+        ("kernels/common/simd.h", "q4/q4_layout.h", "must not include the codec q4"),
+        ("hooks/bucket_engine.cpp", "kernels/common/simd.h", "hooks/ must not include kernels/"),
+        ("hooks/bucket_engine.cpp", "q4/q4_layout.h", "hooks/ must not include kernels/"),
+        ("hooks/bucket_engine.cpp", "host/host_engine.h", "hooks/host/ is for itself"),
+        ("hooks/device/device_engine.h", "host/host_engine.h", "hooks/host/ is for itself"),
+        ("hooks/host/host_engine.cpp", "../device/device_engine.h", "hooks/device/ is for itself"),
+        ("python_bindings/src/module.cpp", "q8/q8_layout.h", "must not include kernels/"),
+        ("include/gradferry/codec.h", "hooks/bucket_engine.h", "include/ must not include hooks/"),
+        ("include/gradferry/codec.h", "torch/torch.h", "the standard library alone"),
+        ("include/gradferry/codec.h", "cuda_runtime.h", "the standard library alone"),
+    ],
+)
+def test_planted_include_is_found(tmp_path, file, name, reason):
+    planted = {file: INCLUDES[file] + f'  #  include "{name}"  // planted\n'}
+    (line,) = check_includes.violations(write(tmp_path, INCLUDES | planted))
+    assert line.startswith(f"{file}:{INCLUDES[file].count(chr(10)) + 1}: ")
+    assert f'"{name}"' in line
+    assert reason in line
+
+
+# --- words ----------------------------------------------------------------------------------------
+
+
+PROSE = {
+    GLOSSARY: """# Architecture
+
+| word | meaning | defined in | instead of |
+| --- | --- | --- | --- |
+| trial | a few timed steps | `trial.py` | forecast, crystal ball |
+| tile | some elements | `codec.h` | |
+""",
+    "README.md": "A trial decides; `forecast` is a name of the code.\n",
+    "CONTRIBUTING.md": "Of documents only the words are checked.\n",
+    "hooks/plan.h": "// The plan. It takes,\n// As a trial does, time.\nint plan;  // of one\n",
+    "python_bindings/auto.py": '"""Tries codecs."""\n\nCOUNTED = 5  # of seven\n',
+}
+
+
+def test_lawful_prose_is_no_violation(tmp_path: Path) -> None:
+    assert list(violations(write(tmp_path, PROSE))) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "where"),
+    [
+        ("README.md", "One line.\nForecasts are quick.\n", "README.md:2: 'Forecasts': say 'trial'"),
+        ("docs/a/b.md", "| a crystal ball |\n", "docs/a/b.md:1: 'crystal ball': say 'trial'"),
+        ("kernels/q4.cpp", "int a;  // by forecast\n", "kernels/q4.cpp:1: 'forecast': say 'trial'"),
+        ("hooks/plan.h", "// A\n// crystal\n// ball.\n", "hooks/plan.h:1: 'crystal ball': say"),
+        ("kernels/q4.cpp", "// Of quads of numbers.\n", "kernels/q4.cpp:1: no subject"),
+        ("hooks/plan.h", "int a;\n// Of a bucket.\n", "hooks/plan.h:2: no subject: 'Of a bucket.'"),
+        ("hooks/plan.h", "int a;  // one\n// As of old.\n", "hooks/plan.h:2: no subject"),
+        (
+            "benchmarks/a.py",
+            "def f():\n    '''Runs. That of f.'''\n",
+            "benchmarks/a.py:1: no subject",
+        ),
+        ("measure/a.py", "# A line.\n# As before, again.\n", "measure/a.py:1: no subject"),
+    ],
+)
+def test_planted_word_is_found(tmp_path: Path, name: str, text: str, where: str) -> None:
+    (found,) = violations(write(tmp_path, PROSE | {name: text}))
+    assert found.startswith(where)
+
+
+# --- PTX ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "instruction",
+    [
+        "fma.rn.f32 \t%f1, %f2, %f3, %f4;",
+        "@%p1 fma.rn.f64 %fd1, %fd2, %fd3, %fd4;",
+        "mad.rn.f32 %f1, %f2, %f3, %f4;",
+        "rcp.approx.f32 %f1, %f2;",
+        "div.approx.f32 %f1, %f2, %f3;",
+        "sqrt.approx.ftz.f32 %f1, %f2;",
+        "add.ftz.f32 %f1, %f2, %f3;",
+        "rsqrt.approx.f32 %f1, %f2;",
+    ],
+)
+def test_check_ptx_forbids(instruction: str) -> None:
+    text = f".visible .entry some_kernel(\n)\n{{\n\t{instruction}\n}}\n"
+    assert [(n, kernel) for n, kernel, _ in check_ptx.violations(text)] == [(4, "some_kernel")]
+
+
+@pytest.mark.parametrize(
+    "instruction",
+    [
+        "mad.lo.s32 %r1, %r2, %r3, %r4;",
+        "mul.rn.f32 %f1, %f2, %f3;",
+        "div.rn.f32 %f1, %f2, %f3;",
+        "sqrt.rn.f32 %f1, %f2;",
+        "// fma.rn.f32 in a comment",
+    ],
+)
+def test_check_ptx_allows(instruction: str) -> None:
+    assert check_ptx.violations(f".entry some_kernel(\n\t{instruction}\n") == []
