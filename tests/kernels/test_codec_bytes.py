@@ -65,6 +65,20 @@ def test_largest_floats_stay_finite_in_blocks_of_any_length(codec: str) -> None:
         assert np.isfinite(checks.encode(values, codec)).all()
 
 
+def test_q4_scales_of_all_sizes_beside_each_other_equal_reference() -> None:
+    """Every power of two as a group's magnitude, with blocks of every smaller one."""
+    exponents = np.arange(-149, 128)[:, None, None]
+    smaller = np.arange(32)[:, None]
+    v = np.random.default_rng(9).uniform(1, 2, (277, 32, 32)) * np.exp2(exponents - smaller)
+    # The scale of a block ties with the least one there is, or lies just below and above the tie.
+    tie = np.float32(6 * (2.0**-16 - 2.0**-21))
+    near = np.array([tie, np.nextafter(tie, np.float32(0)), np.nextafter(tie, np.float32(1))])
+    v[:, 29:, :] = 0
+    v[:, 29:, 7] = near * np.exp2(exponents[:, 0])
+    v[:, :, ::3] *= -1
+    assert_same_bytes(v.astype(np.float32).reshape(-1), "q4")
+
+
 def test_q8_needs_no_code_above_127_where_its_scale_is_rounded_down() -> None:
     """At every tie of a scale in one octave and the floats around it; -128 would be refused."""
     ties = (127 * (257 + 2 * np.arange(128)) / 256).astype(np.float32).view(np.int32)
