@@ -156,7 +156,7 @@ test-hosts:  ## gradferry in accelerate, Lightning and transformers
 # not looked for. What is thrown needs the C++ library beside them.
 preload = $(shell $(CXX) -print-file-name=libasan.so):$(shell $(CXX) -print-file-name=libstdc++.so)
 sanitized_site := build/asan/site
-sanitized_tests := $(patsubst %,tests/*/test_%.py,bad_input codec_payloads connecting damaged_states \
+sanitized_tests := $(patsubst %,tests/*/test_%.py,bad_input codec_bytes codec_payloads connecting damaged_states \
     elastic failing_ranks momentum node_memory nodes protocol reducer reducer_errors reduce_scatter \
     shared_memory)
 

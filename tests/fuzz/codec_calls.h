@@ -10,10 +10,10 @@
 
 #include "gradferry/codec.h"
 #include "gradferry/error.h"
+#include "tests/fuzz/target.h"
 #include "tests/kernels/codec_runner.h"
 #include "tests/kernels/inputs.h"
 #include "tests/kernels/option_sets.h"
-#include "tests/fuzz/target.h"
 
 namespace gradferry::fuzzing {
 
@@ -121,19 +121,6 @@ inline void expect_finite(const Buffer& residual) {
 inline void expect_same_flags(const std::vector<TileStatus>& a, const std::vector<TileStatus>& b) {
   ASSERT_EQ(a.size(), b.size());
   for (size_t i = 0; i < a.size(); ++i) ASSERT_EQ(a[i].flags, b[i].flags) << "tile " << i;
-}
-
-// D(payload) of every element, unrounded: lossy codecs decode to fp32 whatever the gradient is.
-inline std::vector<double> unrounded(CallSetup setup, const Buffer& payload, Stage stage) {
-  if (parse_codec(setup.codec).codec->lossy) setup.dtype = ScalarType::kFloat32;
-  setup.beta = 0;
-  const Buffer gradient = Runner(setup).decode(Isa::kScalar, payload, Buffer(), stage).gradient;
-  const uint32_t item = item_bytes(setup.dtype);
-  std::vector<double> numbers(gradient.size() / item);
-  for (size_t i = 0; i < numbers.size(); ++i) {
-    numbers[i] = testing::read_number(setup.dtype, gradient.data() + i * item);
-  }
-  return numbers;
 }
 
 }  // namespace gradferry::fuzzing

@@ -4,20 +4,11 @@
 #include <vector>
 
 #include "gradferry/wire.h"
-#include "tests/kernels/contract_cases.h"
 #include "tests/fuzz/codec_calls.h"
+#include "tests/kernels/contract_cases.h"
 
 namespace gradferry::fuzzing {
 namespace {
-
-std::vector<double> numbers_of(ScalarType dtype, const Buffer& gradient) {
-  const uint32_t item = item_bytes(dtype);
-  std::vector<double> numbers(gradient.size() / item);
-  for (size_t i = 0; i < numbers.size(); ++i) {
-    numbers[i] = testing::read_number(dtype, gradient.data() + i * item);
-  }
-  return numbers;
-}
 
 // v of an element, in the arithmetic of the dtype.
 double to_send(const CallSetup& setup, double gradient, float residual, bool has_residual) {
@@ -36,8 +27,8 @@ bool is_zero(const std::vector<double>& gradient, const Tile& tile) {
 
 void check_encoded(const CallSetup& setup, const Runner& run, const Buffer& gradient,
                    const Buffer& residual, const Result& encoded) {
-  const std::vector<double> g = numbers_of(setup.dtype, gradient);
-  const std::vector<double> sent = unrounded(setup, encoded.payload, Stage::kWorker);
+  const std::vector<double> g = testing::numbers(setup.dtype, gradient);
+  const std::vector<double> sent = testing::values(setup, encoded.payload, Stage::kWorker);
   const Result back = run.decode(Isa::kScalar, encoded.payload, Buffer(), Stage::kWorker);
   const std::vector<float> old = residual.as<float>(), updated = encoded.residual.as<float>();
   const bool has_residual = !old.empty();

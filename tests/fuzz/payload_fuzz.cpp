@@ -42,7 +42,7 @@ Buffer take_payload(Bytes& input, const Call& call, Stage stage) {
 
 // Flags and NaN are those of the document.
 void check_verdict(const Call& call, const Buffer& payload, Stage stage, const Result& decoded) {
-  const std::vector<double> numbers = unrounded(call.setup, payload, stage);
+  const std::vector<double> numbers = testing::values(call.setup, payload, stage);
   const uint32_t item = item_bytes(call.setup.dtype);
   for (size_t t = 0; t < call.run.tiles().size(); ++t) {
     const Tile& tile = call.run.tiles()[t];
@@ -107,9 +107,9 @@ void check_accumulate(const Call& call, const std::vector<Buffer>& payloads,
     ASSERT_EQ(sum.status[t].flags & kTileCorrupt, corrupt_flag(decoded, t)) << "tile " << t;
   }
   const bool wide = call.setup.dtype == ScalarType::kFloat64;
-  std::vector<double> total = unrounded(call.setup, payloads[0], Stage::kWorker);
+  std::vector<double> total = testing::values(call.setup, payloads[0], Stage::kWorker);
   for (size_t r = 1; r < payloads.size(); ++r) {
-    const std::vector<double> more = unrounded(call.setup, payloads[r], Stage::kWorker);
+    const std::vector<double> more = testing::values(call.setup, payloads[r], Stage::kWorker);
     for (size_t i = 0; i < total.size(); ++i) {
       total[i] =
           wide ? total[i] + more[i] : static_cast<float>(total[i]) + static_cast<float>(more[i]);
@@ -137,13 +137,13 @@ Result check_reduce(const Call& call, const std::vector<Buffer>& payloads,
   }
   expect_finite(reduced.residual);
   const Result back = call.run.decode(Isa::kScalar, reduced.payload, Buffer(), Stage::kOwner);
-  const std::vector<double> sent = unrounded(call.setup, reduced.payload, Stage::kOwner);
+  const std::vector<double> sent = testing::values(call.setup, reduced.payload, Stage::kOwner);
   for (size_t t = 0; t < back.status.size(); ++t) {
     EXPECT_EQ(back.status[t].flags & kTileCorrupt, 0) << "tile " << t;
     EXPECT_EQ(reduced.status[t].flags & kTileCorrupt, corrupt_flag(decoded, t)) << "tile " << t;
   }
   for (const Buffer& payload : payloads) {
-    const std::vector<double> numbers = unrounded(call.setup, payload, Stage::kWorker);
+    const std::vector<double> numbers = testing::values(call.setup, payload, Stage::kWorker);
     for (size_t i = 0; i < numbers.size(); ++i) {
       EXPECT_TRUE(!std::isnan(numbers[i]) || std::isnan(sent[i])) << "element " << i;
     }

@@ -45,7 +45,7 @@ def encode(values: np.ndarray, codec: str) -> np.ndarray:
 def assert_same_bytes(
     values: np.ndarray, codec: str, dtype: str = "float32", seed: int = 0, step: int = 0
 ) -> None:
-    """Of the message of a float32 array, rounded to dtype, and of what it decodes to."""
+    """Compares the message of a float32 array, rounded to dtype, and what it decodes to."""
     flat = narrow(values, dtype)
     message = gradferry.encode(as_tensor(flat, dtype), codec, seed=seed, step=step)
     got, want = message.numpy(), encode_tensor(flat, codec, dtype, seed=seed, step=step)
@@ -135,6 +135,12 @@ def special_values() -> np.ndarray:
         [1.0, -1.0],
         [257 / 256, -257 / 256],
         [2.0**-100, 1.0, 2.0**100],
+        # The scale of sign1 and of q8 ties with the smallest there is, and lies just below the tie.
+        *(
+            [float.fromhex(x) * factor]
+            for x in ("0x1.fep-127", "0x1.fdp-127")
+            for factor in (1, 127)
+        ),
     ]
     poisons = [[np.nan, 1.0], [np.inf, -np.inf], [-np.inf, 2.0], [np.nan, np.inf, 0.0]]
     blocks = [rng.choice(kind, BLOCK) for kind in [*kinds, *poisons]]
@@ -159,6 +165,10 @@ def repeated_magnitudes() -> np.ndarray:
     # bfloat16 cannot tell them apart, their keys can.
     tiles.append(1 + rng.integers(0, 3, TILE_ELEMENTS) * 2.0**-23)
     tiles.append(rng.choice([2.0**-149, -(2.0**-148), 0, -0.0], TILE_ELEMENTS))
+    # Ties of which the first ones are kept, beside so many that are larger and come last.
+    for num_larger in (1, 40, 41, 42, 163, 400, 1023):
+        tiles.append(rng.choice([1.0, -1.0], TILE_ELEMENTS))
+        tiles[-1][-num_larger:] *= 2
     return np.concatenate(tiles).astype(np.float32)
 
 

@@ -43,27 +43,17 @@ TEST_P(CodecContract, GivesTheSameBytesOnEveryInstructionSet) {
         SCOPED_TRACE(std::string(isa_name(isa)) + " input " +
                      std::to_string(static_cast<int>(input)));
         // Another fill: a byte that is not written would differ.
-        const Result encoded = run.encode(isa, gradient, residual, 0x3c);
-        ASSERT_TRUE(encoded.payload == scalar.payload);
-        ASSERT_TRUE(encoded.residual == scalar.residual);
-        ASSERT_TRUE(same_status(encoded.status, scalar.status));
-        ASSERT_TRUE(run.encode(isa, other, Buffer(), 0x3c).payload == plain.payload);
-        const Result r = run.reduce(isa, payloads, residual);
-        ASSERT_TRUE(r.payload == reduced.payload);
-        ASSERT_TRUE(r.residual == reduced.residual);
-        ASSERT_TRUE(same_status(r.status, reduced.status));
-        ASSERT_TRUE(run.reduce(isa, payloads, Buffer()).payload == averaged.payload);
-        const Result a = run.accumulate(isa, payloads, 3);
-        ASSERT_TRUE(a.gradient == accumulated.gradient);
-        ASSERT_TRUE(same_status(a.status, accumulated.status));
-        const Result d = run.decode(isa, reduced.payload, residual, Stage::kOwner);
-        ASSERT_TRUE(d.gradient == decoded.gradient);
-        ASSERT_TRUE(d.residual == decoded.residual);
-        ASSERT_TRUE(same_status(d.status, decoded.status));
+        ASSERT_TRUE(same_result(run.encode(isa, gradient, residual, 0x3c), scalar));
+        ASSERT_TRUE(same_result(run.encode(isa, other, Buffer(), 0x3c), plain));
+        ASSERT_TRUE(same_result(run.reduce(isa, payloads, residual), reduced));
+        ASSERT_TRUE(same_result(run.reduce(isa, payloads, Buffer()), averaged));
+        ASSERT_TRUE(same_result(run.accumulate(isa, payloads, 3), accumulated));
+        ASSERT_TRUE(
+            same_result(run.decode(isa, reduced.payload, residual, Stage::kOwner), decoded));
         for (const bool with_status : {true, false}) {
-          ASSERT_TRUE(
-              run.undo(isa, scalar.payload, reduced.payload, gradient, residual, with_status)
-                  .residual == undone.residual);
+          ASSERT_TRUE(same_result(
+              run.undo(isa, scalar.payload, reduced.payload, gradient, residual, with_status),
+              undone));
         }
       }
     }
@@ -110,19 +100,16 @@ TEST_P(CodecContract, ChecksumIsTheWordSumOfThePayload) {
   const Runner run(setup(edge_sizes()));
   const size_t n = run.num_elements();
   const Buffer gradient = run.gradient_from(make_input(Input::kGaussian, n, 5));
-  for (const Isa isa : available_isas()) {
-    const Result encoded = run.encode(isa, gradient, Buffer());
-    const Result reduced = run.reduce(isa, {encoded.payload}, Buffer());
-    for (size_t i = 0; i < run.tiles().size(); ++i) {
-      const Tile& tile = run.tiles()[i];
-      ASSERT_EQ(
-          encoded.status[i].checksum,
-          word_sum(encoded.payload.data() + tile.payload_offset,
-                   run.payload_bytes(tile.num_elements, Stage::kWorker), tile.message_offset));
-      ASSERT_EQ(reduced.status[i].checksum,
-                word_sum(reduced.payload.data() + tile.output_offset,
-                         run.payload_bytes(tile.num_elements, Stage::kOwner), tile.message_offset));
-    }
+  const Result encoded = run.encode(active_isa(), gradient, Buffer());
+  const Result reduced = run.reduce(active_isa(), {encoded.payload}, Buffer());
+  for (size_t i = 0; i < run.tiles().size(); ++i) {
+    const Tile& tile = run.tiles()[i];
+    ASSERT_EQ(encoded.status[i].checksum,
+              word_sum(encoded.payload.data() + tile.payload_offset,
+                       run.payload_bytes(tile.num_elements, Stage::kWorker), tile.message_offset));
+    ASSERT_EQ(reduced.status[i].checksum,
+              word_sum(reduced.payload.data() + tile.output_offset,
+                       run.payload_bytes(tile.num_elements, Stage::kOwner), tile.message_offset));
   }
 }
 
@@ -143,9 +130,7 @@ TEST_P(CodecContract, ResidualIsWhatThePayloadWithholds) {
     const std::vector<float> updated = encoded.residual.as<float>();
     for (size_t i = 0; i < n; ++i) {
       const double v = combine(s.alpha, g[i], s.gain, old[i]);
-      const float expected = kept_unless_finite(
-          is_float64() ? v - sent[i] : static_cast<float>(v) - static_cast<float>(sent[i]),
-          kept_by(s.gain, old[i]));
+      const float expected = withheld(v, sent[i], kept_by(s.gain, old[i]));
       ASSERT_EQ(float_bits(updated[i]), float_bits(expected)) << "element " << i;
     }
   }
@@ -153,7 +138,7 @@ TEST_P(CodecContract, ResidualIsWhatThePayloadWithholds) {
 
 TEST_P(CodecContract, ReduceIsTheScaledSumInRankOrderEncodedAgain) {
   for (const Input input : kInputs) {
-    for (const uint32_t world_size : {1u, 2u, 3u, 8u, 9u, 20u}) {
+    for (const uint32_t world_size : {1u, 3u, 9u}) {
       CallSetup s = setup({5, 4096, 1030});
       s.gain = 0.5f;
       const Runner run(s);
@@ -175,10 +160,8 @@ TEST_P(CodecContract, ReduceIsTheScaledSumInRankOrderEncodedAgain) {
       const std::vector<double> sent = values(s, reduced.payload, Stage::kOwner);
       const std::vector<float> updated = reduced.residual.as<float>();
       for (size_t i = 0; i < n; ++i) {
-        const double withheld =
-            is_float64() ? v[i] - sent[i] : static_cast<float>(v[i]) - static_cast<float>(sent[i]);
-        ASSERT_EQ(float_bits(updated[i]),
-                  float_bits(kept_unless_finite(withheld, kept_by(s.gain, old[i]))));
+        const float expected = withheld(v[i], sent[i], kept_by(s.gain, old[i]));
+        ASSERT_EQ(float_bits(updated[i]), float_bits(expected));
       }
       // The payload is C(v): what encoding v as a gradient at the owner's stage would write.
       if (run.codec(Isa::kScalar).lossy) {
@@ -336,36 +319,30 @@ TEST_P(CodecContract, CallersFlushToZeroChangesNothingAndComesBack) {
   for (size_t i = 0; i < n; i += 40) input[i] = 3e-38;
   const Buffer gradient = run.gradient_from(input);
   const Buffer residual = run.residual_from(make_residual(Input::kTiny, n, 82));
+  std::vector<double> lost(n, 0.0);
+  for (size_t i = 0; i < n; i += 7) lost[i] = double(NAN);
+  const Buffer sent = run.encode(Isa::kScalar, run.gradient_from(lost), Buffer()).payload;
+  const Buffer nothing = run.reduce(Isa::kScalar, {sent}, Buffer()).payload;
   for (const Isa isa : available_isas()) {
-    const Result a = run.encode(isa, gradient, residual);
-    const Result b = run.reduce(isa, {a.payload, a.payload, a.payload}, residual);
-    const Result c = run.decode(isa, b.payload, residual, Stage::kOwner);
-    const Result e = run.accumulate(isa, {a.payload, a.payload, a.payload}, 3);
-    std::vector<double> lost(n, 0.0);
-    for (size_t i = 0; i < n; i += 7) lost[i] = double(NAN);
-    const Buffer nothing =
-        run.reduce(isa, {run.encode(isa, run.gradient_from(lost), Buffer()).payload}, Buffer())
-            .payload;
-    const Result d = run.undo(isa, a.payload, nothing, gradient, residual);
+    const Buffer payload = run.encode(isa, gradient, residual).payload;
+    const std::vector<Buffer> three = {payload, payload, payload};
+    const Buffer reduced = run.reduce(isa, three, residual).payload;
+    const auto all = [&] {
+      return std::vector<Result>{
+          run.encode(isa, gradient, residual), run.reduce(isa, three, residual),
+          run.decode(isa, reduced, residual, Stage::kOwner),
+          run.undo(isa, payload, nothing, gradient, residual), run.accumulate(isa, three, 3)};
+    };
+    const std::vector<Result> before = all();
     const uint32_t saved = _mm_getcsr();
     // Flush to zero, denormals are zero, round toward zero, all exceptions masked.
     const uint32_t hostile = 0x8040u | 0x6000u | 0x1f80u;
     _mm_setcsr(hostile);
-    const Result a2 = run.encode(isa, gradient, residual);
-    const uint32_t after_encode = _mm_getcsr();
-    const Result b2 = run.reduce(isa, {a.payload, a.payload, a.payload}, residual);
-    const Result c2 = run.decode(isa, b.payload, residual, Stage::kOwner);
-    const Result d2 = run.undo(isa, a.payload, nothing, gradient, residual);
-    const Result e2 = run.accumulate(isa, {a.payload, a.payload, a.payload}, 3);
-    const uint32_t after_all = _mm_getcsr();
+    const std::vector<Result> under = all();
+    const uint32_t after = _mm_getcsr();
     _mm_setcsr(saved);
-    EXPECT_EQ(after_encode, hostile);
-    EXPECT_EQ(after_all, hostile);
-    EXPECT_TRUE(a.payload == a2.payload && a.residual == a2.residual);
-    EXPECT_TRUE(b.payload == b2.payload && b.residual == b2.residual);
-    EXPECT_TRUE(c.gradient == c2.gradient && c.residual == c2.residual);
-    EXPECT_TRUE(d.residual == d2.residual);
-    EXPECT_TRUE(e.gradient == e2.gradient);
+    EXPECT_EQ(after, hostile);
+    for (size_t i = 0; i < before.size(); ++i) EXPECT_TRUE(same_result(before[i], under[i])) << i;
   }
 }
 #endif
@@ -405,7 +382,7 @@ TEST_P(CodecContract, RandomBytesNeverCrashAndNeverPoisonAResidual) {
   std::mt19937_64 random(5);
   const Buffer residual = run.residual_from(make_residual(Input::kGaussian, n, 92));
   Buffer payload = run.encode(Isa::kScalar, run.new_gradient(), Buffer()).payload;
-  for (int round = 0; round < 40; ++round) {
+  for (int round = 0; round < 10; ++round) {
     for (size_t i = 0; i < payload.size(); ++i) payload.data()[i] = std::byte(random() & 255);
     const Result expected = run.reduce(Isa::kScalar, {payload, payload}, residual);
     const Result decoded = run.decode(Isa::kScalar, payload, residual, Stage::kWorker);
@@ -439,6 +416,80 @@ TEST_P(CodecContract, EmptyBatchAndMissingStatusAreFine) {
     run.codec(isa).accumulate(batch, payloads, 1, 1, sum.data());
     EXPECT_TRUE(sum == run.decode(isa, payload, Buffer(), Stage::kWorker).gradient);
   }
+}
+
+TEST_P(CodecContract, AllZeroTileIsHeldAndItsResidualKept) {
+  CallSetup s = setup({4096, 50, 1024});
+  s.hold_zero_tiles = true;
+  const Runner run(s);
+  const size_t n = run.num_elements();
+  std::vector<double> input(n, 0.0);
+  for (size_t i = 0; i < n; i += 3) input[i] = -0.0;
+  input[4096 + 49] = 0.125;  // the second tile is zero but for its last element
+  const Buffer gradient = run.gradient_from(input);
+  const std::vector<float> old = make_residual(Input::kGaussian, n, 72);
+  for (const Isa isa : available_isas()) {
+    const Result encoded = run.encode(isa, gradient, run.residual_from(old));
+    const std::vector<float> kept = encoded.residual.as<float>();
+    const Result reduced =
+        run.reduce(isa, {encoded.payload, encoded.payload}, run.residual_from(old));
+    const std::vector<float> owner_kept = reduced.residual.as<float>();
+    for (const size_t tile : {0, 2}) {
+      const Tile& t = run.tiles()[tile];
+      for (uint32_t i = 0; i < run.payload_bytes(t.num_elements, Stage::kWorker); ++i) {
+        ASSERT_EQ(encoded.payload.data()[t.payload_offset + i], std::byte(0));
+      }
+      for (uint32_t i = 0; i < run.payload_bytes(t.num_elements, Stage::kOwner); ++i) {
+        ASSERT_EQ(reduced.payload.data()[t.output_offset + i], std::byte(0));
+      }
+      for (size_t i = t.residual_offset; i < t.residual_offset + t.num_elements; ++i) {
+        ASSERT_EQ(float_bits(kept[i]), float_bits(old[i]));
+        ASSERT_EQ(float_bits(owner_kept[i]), float_bits(old[i]));
+      }
+      EXPECT_EQ(encoded.status[tile].checksum, 0u);
+      EXPECT_EQ(encoded.status[tile].flags, 0u);
+      EXPECT_EQ(reduced.status[tile].checksum, 0u);
+    }
+    EXPECT_NE(encoded.status[1].checksum, 0u);
+    const Result decoded = run.decode(isa, encoded.payload, Buffer(), Stage::kWorker);
+    const uint32_t item = item_bytes(s.dtype);
+    for (size_t i = 0; i < 4096 * item; ++i) ASSERT_EQ(decoded.gradient.data()[i], std::byte(0));
+  }
+}
+
+// In a held zero tile, and in a unit that is not finite, which is everywhere here, whatever the
+// codec's unit is.
+TEST_P(CodecContract, ResidualThatIsNotReplacedIsKeptInTheNewUnits) {
+  for (const double number : {0.0, double(INFINITY)}) {
+    for (const float gain : {0.5f, 2.0f}) {
+      CallSetup s = setup({4096, 50, 1024, 7});
+      s.hold_zero_tiles = true;
+      s.gain = gain;
+      const Runner run(s);
+      const size_t n = run.num_elements();
+      const Buffer gradient = run.gradient_from(std::vector<double>(n, number));
+      const std::vector<float> old = residual_beyond(gain, n, 73);
+      for (const Isa isa : available_isas()) {
+        const Result encoded = run.encode(isa, gradient, run.residual_from(old));
+        const std::vector<float> kept = encoded.residual.as<float>();
+        const std::vector<float> owner_kept =
+            run.reduce(isa, {encoded.payload, encoded.payload}, run.residual_from(old))
+                .residual.as<float>();
+        for (size_t i = 0; i < n; ++i) {
+          ASSERT_EQ(float_bits(kept[i]), float_bits(kept_by(gain, old[i]))) << i;
+          ASSERT_EQ(float_bits(owner_kept[i]), float_bits(kept_by(gain, old[i]))) << i;
+        }
+      }
+    }
+  }
+}
+
+TEST_P(CodecContract, ZeroTileSendsItsResidualInMomentumMode) {
+  const Runner run(setup({4096}));
+  const Buffer gradient = run.gradient_from(std::vector<double>(4096, 0.0));
+  const std::vector<float> old(4096, 0.5f);
+  const Result encoded = run.encode(active_isa(), gradient, run.residual_from(old));
+  EXPECT_NE(encoded.payload.as<uint32_t>(), std::vector<uint32_t>(encoded.payload.size() / 4, 0));
 }
 
 INSTANTIATE_TEST_SUITE_P(AllCodecs, CodecContract, ::testing::ValuesIn(all_cases()), case_name);

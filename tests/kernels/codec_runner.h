@@ -238,4 +238,20 @@ class Runner {
   uint32_t owner_bytes_ = 0;
 };
 
+inline std::vector<double> numbers(ScalarType dtype, const Buffer& gradient) {
+  const uint32_t item = item_bytes(dtype);
+  std::vector<double> result(gradient.size() / item);
+  for (size_t i = 0; i < result.size(); ++i) {
+    result[i] = read_number(dtype, gradient.data() + i * item);
+  }
+  return result;
+}
+
+// D(payload) of every element, unrounded: lossy codecs decode to fp32 whatever the gradient is.
+inline std::vector<double> values(CallSetup s, const Buffer& payload, Stage stage) {
+  if (parse_codec(s.codec).codec->lossy) s.dtype = ScalarType::kFloat32;
+  s.beta = 0;
+  return numbers(s.dtype, Runner(s).decode(Isa::kScalar, payload, Buffer(), stage).gradient);
+}
+
 }  // namespace gradferry::testing

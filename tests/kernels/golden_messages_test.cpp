@@ -1,5 +1,5 @@
-// Whole messages recorded in tests/kernels/golden/messages: headers, several tiles and codecs in one
-// message, gradients of 16 bits, commits with maps, hashes of parameters.
+// Whole messages recorded in tests/kernels/golden/messages: headers, several tiles and codecs in
+// one message, gradients of 16 bits, commits with maps, hashes of parameters.
 #include <gtest/gtest.h>
 
 #include <array>

@@ -1,5 +1,5 @@
-// Payloads, residuals and results recorded in tests/kernels/golden: the wire format does not change by
-// accident. GRADFERRY_WRITE_GOLDEN=1 writes the files anew, which needs a new wire version.
+// Payloads, residuals and results recorded in tests/kernels/golden: the wire format does not change
+// by accident. GRADFERRY_WRITE_GOLDEN=1 writes the files anew, which needs a new wire version.
 // Payloads in tests/kernels/golden/bad break the format, and are found out.
 #include <gtest/gtest.h>
 

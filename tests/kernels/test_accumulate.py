@@ -44,40 +44,26 @@ def assert_right_sum(messages: list[torch.Tensor], n: int, codec: str, dtype: st
         assert bits == want.tobytes(), (len(messages), divisor)
 
 
-def usable(codec: str, dtype: str) -> bool:
-    return dtype != "float64" or codec == "exact"
-
-
-KINDS = [(codec, dtype) for codec in CODECS for dtype in DTYPES if usable(codec, dtype)]
+# rank_sums_test.cpp has every codec in every dtype.
+NARROW = ("float32", "bfloat16", "float16")
+KINDS = [("exact", dtype) for dtype in DTYPES]
+KINDS += [(codec, NARROW[i % 3]) for i, codec in enumerate(CODECS) if codec != "exact"]
 
 
 @pytest.mark.parametrize(("codec", "dtype"), KINDS)
 @pytest.mark.parametrize("seeds", ["one seed", "a seed each"])
 def test_accumulate_equals_the_reference(codec: str, dtype: str, seeds: str) -> None:
-    for n, most in ((LENGTH, 5), (31, 2), (1, 1)):
+    for n, most in ((LENGTH, 4), (31, 2), (1, 1)):
         # Messages of one seed and of two steps have other random numbers, too.
         messages = [
             encode(values(n, number), codec, dtype, *((number, 7) if "each" in seeds else (3, 7)))
             for number in range(most)
         ]
-        for count in range(1, most + 1):
-            assert_right_sum(messages[:count], n, codec, dtype)
+        assert_right_sum(messages[:1], n, codec, dtype)
+        assert_right_sum(messages, n, codec, dtype)
     if "each" in seeds:
         steps = [encode(values(n, step), codec, dtype, 3, step) for step in range(2)]
         assert_right_sum(steps, n, codec, dtype)
-
-
-@pytest.mark.parametrize("codec", list(CODECS))
-def test_accumulate_is_the_sum_of_decoded_tensors(codec: str) -> None:
-    messages = [encode(values(LENGTH, seed), codec, "float32", seed) for seed in range(3)]
-    kind = {"shape": (4, LENGTH // 4), "dtype": torch.float32}
-    decoded = [gradferry.decode(message, codec, **kind) for message in messages]
-    total = decoded[0] + decoded[1] + decoded[2]
-    assert torch.equal(gradferry.accumulate(messages, codec, **kind, divisor=1), total)
-    # A third is no binary fraction: the product with fp32's 1/3 differs from a quotient.
-    mean = total * torch.tensor(1 / 3)
-    assert torch.equal(gradferry.accumulate(messages, codec, **kind), mean)
-    assert not torch.equal(mean, total / 3)
 
 
 @pytest.mark.parametrize(("codec", "dtype"), KINDS)
@@ -89,16 +75,6 @@ def test_what_is_not_finite_in_one_message_is_not_finite_in_the_sum(codec: str, 
     messages = [encode(flat, codec, dtype, seed) for seed, flat in enumerate(flats)]
     assert_right_sum(messages, n, codec, dtype)
     assert_right_sum([encode(flat, codec, dtype) for flat in flats], n, codec, dtype)
-
-
-def test_messages_are_added_in_their_order() -> None:
-    # (1e8 + 1) - 1e8 is 0 in fp32, 1e8 - 1e8 + 1 is 1.
-    big, one, opposite = (
-        gradferry.encode(torch.tensor([value]), "exact") for value in (1e8, 1.0, -1e8)
-    )
-    kind = {"shape": (1,), "dtype": torch.float32, "divisor": 1}
-    assert gradferry.accumulate([big, one, opposite], "exact", **kind).item() == 0
-    assert gradferry.accumulate([big, opposite, one], "exact", **kind).item() == 1
 
 
 @pytest.mark.parametrize("codec", ["q4", "rht:bits=4"])

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import CODECS, TILE_ELEMENTS, encode_tensor, find_codec
 from reference.codecs import rht, sign1
+from reference.codecs.base import BLOCK
 
 # Around blocks of 16, 32 and 128, groups of 1024 and tiles; several tiles.
 SIZES = (1, 2, 8, 9, 15, 16, 17, 33, 127, 128, 129, 150, 255, 257, 1023, 1025, 4095, 4096, 4097)
@@ -53,6 +54,38 @@ def test_bytes_equal_reference_on_hard_input(hard: str, codec: str, dtype: str) 
     assert_same_bytes(values, codec, dtype)
     # Other cuts: blocks hold other elements, and the last tile is short.
     assert_same_bytes(values[1:-37], codec, dtype)
+
+
+@pytest.mark.parametrize("codec", list(CODECS))
+def test_largest_floats_stay_finite_in_blocks_of_any_length(codec: str) -> None:
+    """Their sums and energies exceed the floats."""
+    for n in range(1, 131):
+        values = np.full(n, checks.LARGEST if n % 2 else -checks.LARGEST, np.float32)
+        assert_same_bytes(values, codec)
+        assert np.isfinite(checks.encode(values, codec)).all()
+
+
+def test_q4_scales_of_all_sizes_beside_each_other_equal_reference() -> None:
+    """Every power of two as a group's magnitude, with blocks of every smaller one."""
+    exponents = np.arange(-149, 128)[:, None, None]
+    smaller = np.arange(32)[:, None]
+    v = np.random.default_rng(9).uniform(1, 2, (277, 32, 32)) * np.exp2(exponents - smaller)
+    # The scale of a block ties with the least one there is, or lies just below and above the tie.
+    tie = np.float32(6 * (2.0**-16 - 2.0**-21))
+    near = np.array([tie, np.nextafter(tie, np.float32(0)), np.nextafter(tie, np.float32(1))])
+    v[:, 29:, :] = 0
+    v[:, 29:, 7] = near * np.exp2(exponents[:, 0])
+    v[:, :, ::3] *= -1
+    assert_same_bytes(v.astype(np.float32).reshape(-1), "q4")
+
+
+def test_q8_needs_no_code_above_127_where_its_scale_is_rounded_down() -> None:
+    """At every tie of a scale in one octave and the floats around it; -128 would be refused."""
+    ties = (127 * (257 + 2 * np.arange(128)) / 256).astype(np.float32).view(np.int32)
+    values = np.zeros((128, 16, BLOCK), np.float32)
+    values[:, :, 5] = (ties[:, None] + np.arange(-8, 8, dtype=np.int32)).view(np.float32)
+    values[:, ::2] *= -1
+    assert_same_bytes(values.reshape(-1), "q8")
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,15 @@
-"""On which GPUs and drivers a build runs, and what is said where it does not."""
+"""Where kernels come from, on which GPUs and drivers a build runs, and what is said otherwise."""
 
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import importlib
+import importlib.util
 
 import pytest
 import torch
-from gradferry import ConfigError, _build_info
+from gradferry import ConfigError, _build_info, _native
 from gradferry.core import device
 from gradferry.core.device import CudaBuild, Target, parse_build, this_build, why_not
 
@@ -78,23 +81,18 @@ def test_this_build_is_understood():
     assert (this_build() is None) == (not _build_info.CUDA_COMPILER)
 
 
-@pytest.mark.parametrize(
-    ("driver", "capability"),
-    [
-        ((13, 0), (8, 0)),
-        ((13, 0), (8, 9)),  # machine code for 8.0
-        ((13, 0), (10, 3)),
-        ((13, 0), (12, 0)),  # PTX for 10.0
-        ((13, 2), (9, 0)),
-        ((14, 0), (12, 1)),
-    ],
-)
-def test_what_runs_is_not_refused(driver, capability):
-    assert why_not(BUILD, driver, capability, "cuda:0") is None
-
-
 PTX_OF_13_2 = dataclasses.replace(BUILD, toolkit=(13, 2))
 MACHINE_CODE_ALONE = dataclasses.replace(BUILD, ptx=())
+
+
+def test_what_runs_is_not_refused():
+    for build, driver, capability in (
+        (BUILD, (13, 0), (8, 9)),  # machine code for 8.0
+        (BUILD, (13, 0), (12, 0)),  # PTX for 10.0
+        (BUILD, (14, 0), (12, 1)),
+        (PTX_OF_13_2, (13, 0), (9, 0)),  # machine code needs the driver's major version alone
+    ):
+        assert why_not(build, driver, capability, "cuda:0") is None
 
 
 @pytest.mark.parametrize(
@@ -141,10 +139,6 @@ def test_what_does_not_run_is_refused_with_advice(build, driver, capability, say
     assert advises in after
 
 
-def test_machine_code_needs_the_major_version_of_the_driver_alone():
-    assert why_not(PTX_OF_13_2, (13, 0), (9, 0), "cuda:0") is None
-
-
 def test_a_gpu_too_old_is_refused_before_kernels_are_loaded(monkeypatch):
     monkeypatch.setattr(device, "this_build", lambda: BUILD)
     monkeypatch.setattr(device, "driver_version", lambda: (13, 0))
@@ -166,3 +160,31 @@ def test_a_machine_without_a_driver_says_so(monkeypatch):
 
     monkeypatch.setattr(device.ctypes, "CDLL", fail)
     assert device.driver_version() is None
+
+
+def test_a_build_without_cuda_kernels_says_how_to_get_them(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="no CUDA kernels; install gradferry again where nvcc"):
+        device.LIBRARIES["cuda"]()
+
+
+def test_kernels_that_cannot_be_loaded_are_named_with_the_reason(monkeypatch):
+    def fail(name: str) -> None:
+        raise ImportError("undefined symbol: cudaLaunchKernel")
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(importlib, "import_module", fail)
+    with pytest.raises(ConfigError) as error:
+        device.LIBRARIES["cuda"]()
+    assert "cannot be loaded: undefined symbol: cudaLaunchKernel" in str(error.value)
+    assert "cmake.define.GRADFERRY_CUDA=ON" in str(error.value)
+
+
+def test_a_device_without_kernels_is_refused_by_name():
+    with pytest.raises(ConfigError, match="no codecs for gradients on 'meta'; move the model to"):
+        device.load_kernels("meta")
+
+
+def test_only_a_device_library_is_taken():
+    with pytest.raises(ConfigError, match="not a device library: a capsule named 'datetime"):
+        _native.use_device_library(datetime.datetime_CAPI)

@@ -69,37 +69,25 @@ def payloads(dtype: str, rank: int) -> dict[int, np.ndarray]:
     return result
 
 
-@pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_scatter_message_is_the_golden_one(dtype: str, rank: int) -> None:
-    owners = layout_of(dtype).owners
-    sent = [each for tile, each in payloads(dtype, rank).items() if owners[tile] != rank]
-    message = write(header(SCATTER, rank), np.concatenate(sent))
-    assert message == golden(f"{dtype}_scatter_rank{rank}_to_rank{1 - rank}")
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_gather_message_is_the_golden_one(dtype: str, rank: int) -> None:
-    layout = layout_of(dtype)
-    by_rank = [payloads(dtype, source) for source in (0, 1)]
-    reduced = []
-    for number in by_rank[0]:
-        if layout.owners[number] != rank:
-            continue
-        tile = layout.tiles[number]
-        context = Context(seed=SEED, step=STEP, first_tile=number)
-        given = [each[number][None] for each in by_rank]
-        reduced.append(
-            reduce_tiles(tile.codec, dtype, given, tile.num_elements, context=context)[0]
-        )
-    assert write(header(GATHER, rank), np.concatenate(reduced)) == golden(
-        f"{dtype}_gather_rank{rank}"
-    )
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_hashes_are_the_golden_ones(dtype: str) -> None:
+def test_messages_are_the_golden_ones(dtype: str) -> None:
+    layout, by_rank = layout_of(dtype), [payloads(dtype, rank) for rank in (0, 1)]
+    for rank in (0, 1):
+        owned = [number for number in by_rank[0] if layout.owners[number] == rank]
+        sent = [each for tile, each in by_rank[rank].items() if tile not in owned]
+        reduced = []
+        for number in owned:
+            tile = layout.tiles[number]
+            context = Context(seed=SEED, step=STEP, first_tile=number)
+            given = [each[number][None] for each in by_rank]
+            reduced += list(
+                reduce_tiles(tile.codec, dtype, given, tile.num_elements, context=context)
+            )
+        for phase, parts, name in (
+            (SCATTER, sent, f"scatter_rank{rank}_to_rank{1 - rank}"),
+            (GATHER, reduced, f"gather_rank{rank}"),
+        ):
+            assert write(header(phase, rank), np.concatenate(parts)) == golden(f"{dtype}_{name}")
     by_parameter = gradients(dtype, 0)
     hashes = [hash_bits(by_parameter[index].tobytes()) for index in range(len(SIZES))]
     message = write(header(PARAMETERS, 0), np.array(hashes, "<u8").view(np.uint8))
@@ -126,25 +114,14 @@ def test_every_flipped_bit_of_a_header_is_the_fault_of_its_field(file: Path) -> 
     message = file.read_bytes()
     right = Header.unpack(message)
     assert check(message, right)[0] is None
-    names = {
-        **dict.fromkeys(range(4), 1),
-        **dict.fromkeys(range(4, 6), 2),
-        6: 3,
-        7: 13,
-        **dict.fromkeys(range(8, 12), 4),
-        **dict.fromkeys(range(12, 16), 9),
-        **dict.fromkeys(range(16, 24), 5),
-        **dict.fromkeys(range(24, 32), 6),
-        **dict.fromkeys(range(32, 40), 7),
-        **dict.fromkeys(range(40, 48), 8),
-        **dict.fromkeys(range(56, 64), 10),
-    }
-    for byte, status in names.items():
+    # Status of a fault, by the first bytes of fields; 48 to 55, the seed, may be anything.
+    fields = {0: 1, 4: 2, 6: 3, 7: 13, 8: 4, 12: 9, 16: 5, 24: 6, 32: 7, 40: 8, 48: None, 56: 10}
+    statuses = [fields[max(begin for begin in fields if begin <= byte)] for byte in range(64)]
+    for byte, status in enumerate(statuses):
         changed = bytearray(message)
         changed[byte] ^= 1 << (byte % 8)
         fault, _ = check(bytes(changed), right)
-        assert fault is not None
-        assert fault.status == status, byte
+        assert status is None or (fault is not None and fault.status == status), byte
     last = bytearray(message)
     last[-1] ^= 1
     assert len(message) > HEADER.size

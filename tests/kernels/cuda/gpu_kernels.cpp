@@ -233,6 +233,8 @@ const MessageKernels& message_kernels_on_host() {
   return on_host;
 }
 
+bool kernels_are_emulated() { return false; }
+bool kernels_are_sanitized() { return false; }
 void set_schedule(uint64_t /*seed*/) {}  // a GPU has its own
 
 }  // namespace gradferry::testing

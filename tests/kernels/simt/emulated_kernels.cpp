@@ -15,6 +15,16 @@ const ChunkKernels& chunk_kernels_on_host() { return emulated::chunk_kernels; }
 const NodeKernels& node_kernels_on_host() { return emulated::node_kernels; }
 const MessageKernels& message_kernels_on_host() { return emulated::message_kernels; }
 
+bool kernels_are_emulated() { return true; }
+
+bool kernels_are_sanitized() {
+#if defined(SIMT_SANITIZED)
+  return true;
+#else
+  return false;
+#endif
+}
+
 void set_schedule(uint64_t seed) { simt::set_seed(seed); }
 
 }  // namespace testing

@@ -11,32 +11,18 @@
 namespace gradferry::testing {
 namespace {
 
-// Under a sanitizer a tile takes a hundred times as long: fewer of them, of every kind.
-#if defined(SIMT_SANITIZED)
-constexpr bool kFewTiles = true;
-#else
-constexpr bool kFewTiles = false;
-#endif
-
-// The emulator takes every fourth of the contract's sizes, some of every kind; a GPU takes them
-// all.
-#if defined(GRADFERRY_SIMT)
-constexpr uint32_t kSizeStride = 4;
-#else
-constexpr uint32_t kSizeStride = 1;
-#endif
-
-// The contract's sizes in strides, and whole tiles. Or of few tiles: a whole one, a ragged one, one
-// of about a block, a tiny one.
+// The contract's sizes, and whole tiles; the emulator takes every fourth of them, some of every
+// kind. Under a sanitizer few tiles: a whole one, a ragged one, one of about a block, a tiny one.
 std::vector<uint32_t> some_sizes(uint32_t index) {
-  if (kFewTiles) {
+  if (kernels_are_sanitized()) {
     constexpr uint32_t kRagged[] = {4095, 1025, 3000, 2047, 1023, 4080, 515, 1500};
     constexpr uint32_t kBlocks[] = {31, 33, 127, 129, 128, 130, 32, 100};
     return {kTileElements, kRagged[index], kBlocks[index], 1 + index};
   }
   const std::vector<uint32_t> all = edge_sizes();
-  std::vector<uint32_t> sizes = {kTileElements, kTileElements};
-  for (size_t i = index % kSizeStride; i < all.size(); i += kSizeStride) sizes.push_back(all[i]);
+  const uint32_t stride = kernels_are_emulated() ? 4 : 1;
+  std::vector<uint32_t> sizes = {kTileElements};
+  for (size_t i = index % stride; i < all.size(); i += stride) sizes.push_back(all[i]);
   return sizes;
 }
 
@@ -71,29 +57,14 @@ TEST_P(Kernels, GiveTheBytesOfTheCpu) {
   }
 }
 
-TEST_P(Kernels, GiveTheBytesOfTheCpuUnderEverySeed) {
-  for (uint64_t seed = 1; seed <= (kFewTiles ? 2 : 5); ++seed) {
-    set_schedule(seed);
-    ChunkSetup s =
-        setup(kFewTiles ? std::vector<uint32_t>{4096, 1025, 130, 2}
-                        : std::vector<uint32_t>{4096, 4095, 1, 1025, 3000, 4096, 130, 33},
-              seed % 2 == 0 ? Input::kGaussian : Input::kHeavyTail);
-    s.misaligned = seed % 2 == 0;
-    s.bare = static_cast<uint32_t>(seed % 3);
-    s.gain = 0.5f;
-    SCOPED_TRACE("seed " + std::to_string(seed));
-    expect_bytes_of_the_cpu(ChunkRun(s));
-  }
-}
-
 TEST_P(Kernels, SumRanksInOrder) {
-  for (const uint32_t world_size : {1u, 2u, 9u, 20u}) {
+  for (const uint32_t world_size : {2u, 9u, 20u}) {
     ChunkSetup s = setup({5, 4096, 1030});
     s.world_size = world_size;
     s.bare = kNoTile;
     ChunkRun cpu(s);
     for (uint32_t rank = 0; rank < world_size; ++rank) {
-      // Of three sizes far apart, so that a sum in another order is another one.
+      // Three sizes far apart, so that a sum in another order is another one.
       const int exponent = (s.dtype == ScalarType::kFloat16 ? 7 : 20) * (int(rank % 3) - 1);
       std::vector<double> input = make_input(Input::kGaussian, cpu.num_elements(), 20 + rank);
       for (double& x : input) x = std::ldexp(x, exponent);
@@ -126,7 +97,11 @@ TEST_P(Kernels, SumElementsInTheStatedTree) {
 
 // A tile for each of two ranks: their buffers end where a tile's bytes do.
 TEST_P(Kernels, StayInsideEveryBufferOfASingleTile) {
-  for (const uint32_t n : {1u, 2u, 3u, 31u, 32u, 127u, 129u, 1000u, 1025u, 2047u, 4079u, 4096u}) {
+  std::vector<uint32_t> sizes = {4096, 129};
+  if (!kernels_are_sanitized()) {
+    sizes.insert(sizes.end(), {1, 2, 3, 31, 32, 127, 1000, 1025, 2047, 4079});
+  }
+  for (const uint32_t n : sizes) {
     ChunkSetup s = setup({n, n});
     s.misaligned = n % 2 == 1;
     s.beta = 0.5f;
@@ -170,7 +145,7 @@ TEST_P(Kernels, ConvertTheResidualsTheyKeep) {
 
 TEST_P(Kernels, TakeEveryBitPatternOfSixteenBitGradients) {
   if (item_bytes(GetParam().dtype) != 2) GTEST_SKIP() << "only for 16-bit gradients";
-  const uint32_t stride = kFewTiles ? 15 : 1;
+  const uint32_t stride = kernels_are_sanitized() ? 15 : 1;
   ChunkSetup s = setup(std::vector<uint32_t>(16 / stride, 4096));
   s.world_size = 1;
   s.bare = kAllTiles;
@@ -187,13 +162,14 @@ TEST_P(Kernels, JudgeRandomBytesAsTheCpuDoes) {
   s.alpha = 0.25f;
   s.beta = 0.9f;
   std::mt19937_64 random(5);
-  for (int round = 0; round < (kFewTiles ? 4 : 20); ++round) {
-    // Every second time a few bytes only, so that some of the payload is what encoders write.
-    const size_t step = round % 2 == 0 ? 1 : 97;
+  for (int round = 0; round < (kernels_are_sanitized() ? 4 : 12); ++round) {
+    // Every second time a few bytes only, so that some of the payload is what encoders write; half
+    // of them 0x80, which q8 refuses where it counts, and ignores beyond the end of a tile.
+    const size_t step = round % 2 == 0 ? 1 : 13;
     const auto damage = [&](Buffer& buffer, const Message& message, const Envelope& envelope) {
       std::byte* payload = buffer.data() + message.offset + kHeaderBytes;
       for (size_t i = random() % step; i < message.payload_bytes; i += step) {
-        payload[i] = std::byte(random() & 255);
+        payload[i] = std::byte(step == 13 && random() % 2 == 0 ? 0x80 : random() & 255);
       }
       ChunkRun::seal(buffer, message, envelope, 0);
     };

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "gradferry/device_library.h"
+#include "gradferry/wire.h"
 #include "tests/kernels/simt/kernels_on_host.h"
 
 namespace gradferry::testing {
@@ -17,16 +18,10 @@ namespace {
 
 const MessageKernels& message_kernels = message_kernels_on_host();
 
-// Fewer damages under a sanitizer, where a tile takes a hundred times as long.
-#if defined(SIMT_SANITIZED)
-constexpr size_t kStride = 205;
-constexpr uint32_t kNumPairs = 5;
-constexpr uint32_t kBitStride = 32 * 41;
-#else
-constexpr size_t kStride = 5;
-constexpr uint32_t kNumPairs = 300;
-constexpr uint32_t kBitStride = 32;
-#endif
+// Fewer damages under a sanitizer.
+const size_t kStride = kernels_are_sanitized() ? 205 : 5;
+const uint32_t kNumPairs = kernels_are_sanitized() ? 5 : 100;
+const uint32_t kBitStride = kernels_are_sanitized() ? 32 * 41 : 32;
 
 constexpr Envelope kGather{.config_hash = 0x1122334455667788,
                            .layout_hash = 0x99aabbccddeeff00,
@@ -34,22 +29,6 @@ constexpr Envelope kGather{.config_hash = 0x1122334455667788,
                            .chunk = uint64_t{1} << 40,
                            .rank = 2,
                            .phase = Phase::kGather};
-
-MessageHeader header_of(const Envelope& envelope, uint32_t rank, uint32_t payload_bytes,
-                        uint64_t checksum) {
-  return {.magic = kWireMagic,
-          .wire_version = kWireVersion,
-          .phase = static_cast<uint8_t>(envelope.phase),
-          .status = 0,
-          .source_rank = rank,
-          .payload_bytes = payload_bytes,
-          .config_hash = envelope.config_hash,
-          .layout_hash = envelope.layout_hash,
-          .step = envelope.step,
-          .chunk = envelope.chunk,
-          .seed = 0,
-          .checksum = checksum};
-}
 
 // Messages as they are received, one per rank, of tiles of random sizes and content: of the codec
 // `exact`, which takes any.
@@ -75,7 +54,9 @@ struct Received {
       }
       const uint64_t checksum =
           word_sum(buffer.data() + message.offset + kHeaderBytes, message.payload_bytes);
-      const MessageHeader header = header_of(envelope, rank, message.payload_bytes, checksum);
+      Envelope sender = envelope;
+      sender.rank = rank;
+      const MessageHeader header = make_header(sender, message.payload_bytes, checksum);
       std::memcpy(buffer.data() + message.offset, &header, sizeof(header));
       messages.push_back(message);
       buffer.resize(buffer.size() + 32);  // padding, which nobody looks at

@@ -101,39 +101,48 @@ __global__ void out_of_bounds(uint32_t* out) {
   out[threadIdx.x] = read_here;
 }
 
-template <bool kRight>
-bool run(const char* name) {
-  std::vector<uint32_t> out(kThreads), for_blocks(1 + kBlocks * kThreads);
-  uint32_t* p = out.data();
-  if (std::strcmp(name, "missing_barrier") == 0) {
-    launch<missing_barrier<kRight>>(1, kThreads, nullptr, p);
-  } else if (std::strcmp(name, "missing_second_barrier") == 0) {
-    launch<missing_second_barrier<kRight>>(1, kThreads, nullptr, p);
-  } else if (std::strcmp(name, "race") == 0) {
-    launch<race<kRight>>(1, kThreads, nullptr, p);
-  } else if (std::strcmp(name, "missing_syncwarp") == 0) {
-    launch<missing_syncwarp<kRight>>(1, kThreads, nullptr, p);
-  } else if (std::strcmp(name, "missing_fence") == 0) {
-    launch<missing_fence<kRight>>(kBlocks, kThreads, nullptr, for_blocks.data());
-  } else if (std::strcmp(name, "missing_barrier_before_fence") == 0) {
-    launch<missing_barrier_before_fence<kRight>>(kBlocks, kThreads, nullptr, for_blocks.data());
-  } else if (std::strcmp(name, "out_of_bounds") == 0) {
-    launch<out_of_bounds<kRight>>(1, kThreads, nullptr, p);
-  } else {
-    return false;
+template <auto kKernel>
+void run(uint32_t num_blocks) {
+  std::vector<uint32_t> out(num_blocks == 1 ? kThreads : 1 + num_blocks * kThreads);
+  launch<kKernel>(num_blocks, kThreads, nullptr, out.data());
+}
+
+struct Planted {
+  const char* name;
+  uint32_t num_blocks;
+  void (*wrong)(uint32_t);
+  void (*right)(uint32_t);
+};
+const Planted kAll[] = {
+    {"missing_barrier", 1, run<missing_barrier<false>>, run<missing_barrier<true>>},
+    {"missing_second_barrier", 1, run<missing_second_barrier<false>>,
+     run<missing_second_barrier<true>>},
+    {"race", 1, run<race<false>>, run<race<true>>},
+    {"missing_syncwarp", 1, run<missing_syncwarp<false>>, run<missing_syncwarp<true>>},
+    {"missing_fence", kBlocks, run<missing_fence<false>>, run<missing_fence<true>>},
+    {"missing_barrier_before_fence", kBlocks, run<missing_barrier_before_fence<false>>,
+     run<missing_barrier_before_fence<true>>},
+    {"out_of_bounds", 1, run<out_of_bounds<false>>, run<out_of_bounds<true>>},
+};
+
+// Runs the kernel of this name with its mistake, or all without them. Returns how many it ran.
+int run_named(const char* name) {
+  const bool right = std::strcmp(name, "right") == 0;
+  int count = 0;
+  for (const Planted& planted : kAll) {
+    if (!right && std::strcmp(name, planted.name) != 0) continue;
+    (right ? planted.right : planted.wrong)(planted.num_blocks);
+    ++count;
   }
-  return true;
+  return count;
 }
 
 }  // namespace
 }  // namespace gradferry::emulated
 
-// planted_faults NAME: with the mistake. planted_faults NAME right: without it.
+// planted_faults NAME: with the mistake. planted_faults right: all kernels, without mistakes.
 int main(int argc, char** argv) {
-  const bool right = argc == 3 && std::strcmp(argv[2], "right") == 0;
-  const bool known = argc >= 2 && (right ? gradferry::emulated::run<true>(argv[1])
-                                         : gradferry::emulated::run<false>(argv[1]));
-  if (!known) {
+  if (argc != 2 || gradferry::emulated::run_named(argv[1]) == 0) {
     std::fprintf(stderr, "no such kernel\n");
     return 2;
   }

@@ -1,5 +1,4 @@
-// The tests of tests/kernels/simt/kernels_test.cpp, chunk_kernels_test.cpp and message_kernels_test.cpp on
-// a GPU.
+// The tests of kernels in tests/kernels/simt on a GPU.
 #include <cuda_runtime.h>
 
 #include "gtest/gtest.h"

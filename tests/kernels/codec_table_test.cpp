@@ -1,11 +1,12 @@
-// Codec strings, options, instruction sets: what is accepted, and what an error says.
-#include "kernels/parse_codec.h"
-
+// Codec strings, options, instruction sets, libraries for devices: what is accepted, and what an
+// error says.
 #include <gtest/gtest.h>
 
 #include <array>
 
+#include "gradferry/device_library.h"
 #include "gradferry/error.h"
+#include "kernels/parse_codec.h"
 
 namespace gradferry {
 namespace {
@@ -149,6 +150,41 @@ TEST(IsaDeathTest, EnvironmentForcesOneOrIsRefused) {
         }
       },
       ::testing::ExitedWithCode(7), "GRADFERRY_ISA is 'avx1024'.*scalar");
+}
+
+// --- libraries of kernels for devices
+// --------------------------------------------------------------
+
+void expect_no_library() {
+  try {
+    message_kernels();
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::kState);
+    EXPECT_NE(std::string(error.what()).find("no device library is in use"), std::string::npos);
+  }
+}
+
+TEST(DeviceLibrary, IsAskedForInVain) { expect_no_library(); }
+
+TEST(DeviceLibrary, OfAnotherVersionIsRefusedWithBothVersions) {
+  DeviceLibrary library{};
+  library.version = kDeviceLibraryVersion + 41;
+  try {
+    use_device_library(library);
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::kConfig);
+    const std::string text = error.what();
+    EXPECT_NE(text.find("version " + std::to_string(library.version)), std::string::npos) << text;
+    EXPECT_NE(text.find("version " + std::to_string(kDeviceLibraryVersion)), std::string::npos);
+  }
+  expect_no_library();
+}
+
+TEST(DeviceLibrary, RowsOfCodecsAreTheirPlacesInTheTable) {
+  for (uint32_t i = 0; i < codecs().size(); ++i) EXPECT_EQ(row_of(codecs()[i]), i);
+  EXPECT_EQ(row_of(*parse_codec("exact").codec), 0u);
 }
 
 }  // namespace

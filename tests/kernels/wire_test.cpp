@@ -1,0 +1,185 @@
+// What docs/reference/wire_format.md promises of headers and of checksums: the law of headers is
+// its table, and every field of it is looked at.
+#include "gradferry/wire.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <fstream>
+#include <random>
+#include <sstream>
+#include <string>
+#include <vector>
+
+namespace gradferry::testing {
+namespace {
+
+struct Row {
+  uint32_t offset;
+  uint32_t num_bytes;
+  std::string name;
+};
+
+// The rows of the first table after "### Header".
+std::vector<Row> documented() {
+  std::ifstream file(GRADFERRY_WIRE_FORMAT);
+  std::string line;
+  while (std::getline(file, line) && !line.starts_with("### Header")) {
+  }
+  std::vector<Row> rows;
+  while (std::getline(file, line) && !line.starts_with("###")) {
+    std::istringstream words(line);
+    char bar = 0, kind = 0;
+    uint32_t offset = 0, bits = 0;
+    std::string name;
+    if (words >> bar >> offset >> bar >> kind >> bits >> bar >> name) {
+      rows.push_back({offset, bits / 8, name});
+    }
+  }
+  return rows;
+}
+
+constexpr MessageHeader kHeader = make_header({.config_hash = 0x1122334455667788,
+                                               .layout_hash = 0x99aabbccddeeff00,
+                                               .step = 7,
+                                               .chunk = 0x1ffffffff,
+                                               .rank = 3,
+                                               .phase = Phase::kGather},
+                                              /*payload_bytes=*/4096, /*checksum=*/0xabcdef);
+
+TEST(HeaderLaw, IsTheTableOfTheDocument) {
+  const std::vector<Row> rows = documented();
+  uint32_t end = 0;
+  for (const Row& row : rows) {
+    EXPECT_EQ(row.offset, end) << row.name;
+    end += row.num_bytes;
+    if (row.name == "seed") continue;  // may be anything
+    const auto field = std::ranges::find(kHeaderFields, row.name,
+                                         [](const HeaderField& f) { return std::string(f.name); });
+    ASSERT_NE(field, kHeaderFields.end()) << row.name;
+    EXPECT_EQ(field->offset, row.offset) << row.name;
+    EXPECT_EQ(field->num_bytes, row.num_bytes) << row.name;
+  }
+  EXPECT_EQ(end, sizeof(MessageHeader));
+  EXPECT_EQ(rows.size(), kHeaderFields.size() + 1);
+}
+
+// Every bit of a field, and nothing else, is that field's fault.
+TEST(HeaderLaw, EveryBitOfEveryFieldIsLookedAt) {
+  EXPECT_EQ(first_mismatch(kHeader, std::bit_cast<HeaderWords>(kHeader)).status, WireStatus::kOk);
+  for (const HeaderField& field : kHeaderFields) {
+    for (uint32_t bit = 0; bit < 8 * field.num_bytes; ++bit) {
+      auto words = std::bit_cast<HeaderWords>(kHeader);
+      words.word[(8 * field.offset + bit) / 32] ^= 1U << ((8 * field.offset + bit) % 32);
+      const HeaderMismatch found = first_mismatch(kHeader, words);
+      EXPECT_EQ(found.status, field.refused) << field.name << ", bit " << bit;
+      EXPECT_EQ(found.expected ^ found.received, uint64_t{1} << bit) << field.name;
+    }
+  }
+}
+
+TEST(HeaderLaw, TheFirstFieldInTurnIsTheOneThatIsNamed) {
+  for (size_t first = 0; first < kHeaderFields.size(); ++first) {
+    auto words = std::bit_cast<HeaderWords>(kHeader);
+    for (size_t i = first; i < kHeaderFields.size(); ++i) {
+      words.word[kHeaderFields[i].offset / 4] ^= 1U << (8 * (kHeaderFields[i].offset % 4));
+    }
+    EXPECT_EQ(first_mismatch(kHeader, words).status, kHeaderFields[first].refused);
+  }
+}
+
+TEST(HeaderLaw, OfChecksumsThatOfTheSenderIsExpected) {
+  auto words = std::bit_cast<HeaderWords>(kHeader);
+  ++words.word[offsetof(MessageHeader, checksum) / 4];
+  const HeaderMismatch found = first_mismatch(kHeader, words);
+  EXPECT_EQ(found.expected, kHeader.checksum + 1);
+  EXPECT_EQ(found.received, kHeader.checksum);
+}
+
+// --- checksums
+// ------------------------------------------------------------------------------------
+
+uint64_t sum_of(const std::vector<uint32_t>& words, size_t offset = 0) {
+  return word_sum(reinterpret_cast<const std::byte*>(words.data()), 4 * words.size(), offset);
+}
+
+std::vector<uint32_t> random_words(size_t num_words) {
+  std::mt19937 random(1);
+  std::vector<uint32_t> words(num_words);
+  for (uint32_t& word : words) word = static_cast<uint32_t>(random());
+  return words;
+}
+
+TEST(WordSum, IsTheDocumentedSumAndThatOfItsParts) {
+  EXPECT_EQ(sum_of({}), 0u);
+  EXPECT_EQ(sum_of({1, 10, 100}), 3 + 50 + 700u);
+  EXPECT_EQ(sum_of({0xffffffff, 0xffffffff}, 8), 0xffffffffu * uint64_t{7 + 9});
+  const std::vector<uint32_t> words = random_words(1000);
+  for (const ptrdiff_t split : {0, 1, 16, 999, 1000}) {
+    const std::vector<uint32_t> before(words.begin(), words.begin() + split);
+    const std::vector<uint32_t> after(words.begin() + split, words.end());
+    EXPECT_EQ(sum_of(before) + sum_of(after, before.size() * 4), sum_of(words));
+  }
+}
+
+// A flip adds or subtracts what its bit alone sums to. Two of them cancel when these are equal, or
+// when they add up to 0 modulo 2^64.
+TEST(WordSum, NoTwoFlippedBitsCancel) {
+  constexpr size_t kWords = 40000;  // of several tiles
+  std::vector<uint64_t> changes;
+  for (size_t i = 0; i < kWords; ++i) {
+    for (uint32_t bit = 0; bit < 32; ++bit) {
+      changes.push_back(sum_of({1u << bit}, 4 * i));
+      changes.push_back(uint64_t{0} - changes.back());
+    }
+  }
+  // The checksum's own bits. The top one is its own negative.
+  for (uint32_t bit = 0; bit < 63; ++bit) {
+    changes.push_back(uint64_t{1} << bit);
+    changes.push_back(uint64_t{0} - changes.back());
+  }
+  changes.push_back(uint64_t{1} << 63);
+  std::ranges::sort(changes);
+  EXPECT_EQ(std::ranges::adjacent_find(changes), changes.end());
+  EXPECT_NE(changes.front(), 0u);
+}
+
+// The top bit is where a sum has the least room above it.
+TEST(WordSum, NoTwoTopBitsOfTheLongestMessageCancel) {
+  std::mt19937_64 random(2);
+  constexpr uint64_t kWords = uint64_t{1} << 30;  // 4 GiB
+  const auto top = [](uint64_t word) { return sum_of({0x80000000u}, 4 * word); };
+  for (uint32_t i = 0; i < 100000; ++i) {
+    const uint64_t a = random() % kWords, b = random() % kWords;
+    if (a == b) continue;
+    ASSERT_NE(top(a), top(b));
+    ASSERT_NE(top(a) + top(b), 0u);
+  }
+  for (uint64_t distance = 1; distance < kWords; distance *= 2) {
+    ASSERT_NE(top(0), top(distance));
+    ASSERT_NE(top(0) + top(distance), 0u);
+    ASSERT_NE(top(kWords - 1) + top(kWords - 1 - distance), 0u);
+  }
+}
+
+TEST(WordSum, SeesSwappedWordsAndClearedBits) {
+  const std::vector<uint32_t> words = random_words(8192);
+  const uint64_t sum = sum_of(words);
+  std::mt19937 random(3);
+  for (uint32_t i = 0; i < 2000; ++i) {
+    std::vector<uint32_t> changed = words;
+    const size_t a = random() % words.size(), b = random() % words.size();
+    std::swap(changed[a], changed[b]);
+    ASSERT_EQ(sum_of(changed) == sum, words[a] == words[b]);
+    changed = words;
+    const uint32_t mask = ~(1u << random() % 32);
+    const size_t end = std::max(a, b);
+    for (size_t j = std::min(a, b); j < end; j += 1 + random() % 64) changed[j] &= mask;
+    ASSERT_EQ(sum_of(changed) == sum, changed == words);
+  }
+}
+
+}  // namespace
+}  // namespace gradferry::testing
