@@ -6,9 +6,12 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import gradferry
 import pytest
 import torch
+from gradferry.reduction.advice import own_momenta
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from world import World
 
@@ -24,8 +27,6 @@ def warnings_of_steps(ddp: DistributedDataParallel, stepper: Any, word: str) -> 
 
 
 def case_warnings(codec: str, feedback: str, optimizer: str) -> list[str]:
-    import gradferry
-
     ddp = DistributedDataParallel(nn.Linear(40, 40))
     gradferry.attach(ddp, codec, error_feedback=feedback)
     stepper = getattr(torch.optim, optimizer)(ddp.parameters(), lr=0.01)
@@ -55,8 +56,6 @@ def test_plain_adam_behind_a_coarse_codec_is_warned_about_once(
 
 def case_two_models() -> int:
     """Two watched models, one optimizer each: nothing breaks, each is warned about."""
-    import gradferry
-
     models = [DistributedDataParallel(nn.Linear(40, 40)) for _ in range(3)]
     for ddp in models:
         gradferry.attach(ddp, "sign1")
@@ -74,8 +73,6 @@ def test_every_model_is_warned_about_once(world_of_2: World) -> None:
 
 
 def one_bit_adam(parameters: Any, state: Any) -> Any:
-    import gradferry
-
     return gradferry.optim.OneBitAdam(parameters, freeze_step=2, state=state)
 
 
@@ -92,8 +89,6 @@ def adamw(parameters: Any, state: Any) -> Any:
 
 
 def adamw_in_momentum_mode(parameters: Any, state: Any) -> Any:
-    import gradferry
-
     return gradferry.optim.momentum_mode(torch.optim.AdamW(parameters), state)
 
 
@@ -106,14 +101,10 @@ def rmsprop_with_momentum(parameters: Any, state: Any) -> Any:
 
 
 def sharded_adam(parameters: Any, state: Any) -> Any:
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
     return ZeroRedundancyOptimizer(parameters, optimizer_class=torch.optim.Adam)
 
 
 def case_momentum_twice(make: Callable[..., Any], momentum: float | None) -> list[str]:
-    import gradferry
-
     ddp = DistributedDataParallel(nn.Linear(40, 40))
     warmup = 2 if make is one_bit_adam else 0
     state = gradferry.attach(ddp, "q4", momentum=momentum, warmup_steps=warmup)
@@ -170,8 +161,6 @@ class Odd(torch.optim.Optimizer):
 def test_momenta_of_any_optimizer_are_read(
     settings: dict[str, Any], found: list[tuple[str, float]]
 ) -> None:
-    from gradferry.reduction.advice import own_momenta
-
     optimizer = Odd([nn.Parameter(torch.zeros(2))], settings)
     assert own_momenta(optimizer.param_groups[0]) == found
 
@@ -180,8 +169,6 @@ class Passes:
     """A training with a hook that delivers momentum; its methods are ways to take a step."""
 
     def __init__(self, make: Callable[..., Any], **options: Any) -> None:
-        import gradferry
-
         self.ddp = DistributedDataParallel(nn.Linear(40, 40))
         self.state = gradferry.attach(self.ddp, "q4", momentum=0.8, **options)
         self.optimizer = make(self.ddp.parameters(), lr=0.001)
@@ -316,8 +303,6 @@ def case_attach_warnings(
     make: Callable[[], nn.Module], codec: str, rules: list[dict[str, Any]], native: bool = True
 ) -> list[tuple[str, bool]]:
     """What attach() warns of, and whether it names the line that attaches."""
-    import gradferry
-
     ddp = DistributedDataParallel(make())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
+import gradferry
 import numpy as np
 import pytest
 import torch
@@ -26,8 +27,6 @@ def plain_ddp(**options: object) -> DistributedDataParallel:
 
 
 def case_bad_option(options: dict) -> Outcome:
-    import gradferry
-
     return attempt(lambda: gradferry.attach(plain_ddp(), **options))
 
 
@@ -91,8 +90,6 @@ def test_attach_names_the_wrong_value_and_the_closest_right_one(
 
 
 def case_numpy_numbers() -> tuple[float, int, int]:
-    import gradferry
-
     state = gradferry.attach(
         plain_ddp(),
         momentum=np.float64(0.9),
@@ -108,31 +105,24 @@ def test_numbers_of_numpy_are_numbers(world_of_2: World) -> None:
 
 
 def attach_twice() -> Outcome:
-    import gradferry
-
     ddp = plain_ddp()
     gradferry.attach(ddp, "q4")
     return attempt(lambda: gradferry.attach(ddp, "q4"))
 
 
 def attach_after_python_hook() -> Outcome:
-    import gradferry
-
     ddp = plain_ddp()
     ddp.register_comm_hook(None, default_hooks.allreduce_hook)
     return attempt(lambda: gradferry.attach(ddp, "q4"))
 
 
 def attach_after_builtin_hook() -> Outcome:
-    import gradferry
-
     ddp = plain_ddp()
     ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
     return attempt(lambda: gradferry.attach(ddp, "q4"))
 
 
 def attach_to_mixed_precision() -> Outcome:
-    import gradferry
     from torch.nn.parallel.distributed import _MixedPrecision
 
     ddp = plain_ddp()
@@ -142,8 +132,6 @@ def attach_to_mixed_precision() -> Outcome:
 
 
 def attach_with_optimizer_in_backward() -> Outcome:
-    import gradferry
-
     model = ChosenGradients(SCENARIO)
     _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
     ddp = DistributedDataParallel(model)
@@ -151,14 +139,10 @@ def attach_with_optimizer_in_backward() -> Outcome:
 
 
 def attach_to_a_module() -> Outcome:
-    import gradferry
-
     return attempt(lambda: gradferry.attach(ChosenGradients(SCENARIO), "q4"))
 
 
 def attach_to_delayed_all_reduce() -> Outcome:
-    import gradferry
-
     model = torch.nn.Sequential(torch.nn.Linear(4, 4))
     delayed = list(model.named_parameters())
     model.frozen = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
@@ -169,15 +153,11 @@ def attach_to_delayed_all_reduce() -> Outcome:
 
 
 def bind_a_bound_state() -> Outcome:
-    import gradferry
-
     state = gradferry.HookState("q4", plain_ddp())
     return attempt(lambda: state.bind(plain_ddp()))
 
 
 def register_for_another_model() -> Outcome:
-    import gradferry
-
     state = gradferry.HookState("q4", plain_ddp())
     other = plain_ddp()
     other.register_comm_hook(state, gradferry.hook)
@@ -185,8 +165,6 @@ def register_for_another_model() -> Outcome:
 
 
 def register_for_the_same_model_wrapped_again() -> Outcome:
-    import gradferry
-
     first = plain_ddp()
     state = gradferry.HookState("q4", first)
     second = DistributedDataParallel(first.module)
@@ -195,8 +173,6 @@ def register_for_the_same_model_wrapped_again() -> Outcome:
 
 
 def register_the_state_of_a_native_hook() -> Outcome:
-    import gradferry
-
     first = plain_ddp()
     state = gradferry.attach(first, "q4")
     second = DistributedDataParallel(first.module)
@@ -205,8 +181,6 @@ def register_the_state_of_a_native_hook() -> Outcome:
 
 
 def register_for_two_models() -> Outcome:
-    import gradferry
-
     first, second = plain_ddp(), plain_ddp()
     state = gradferry.HookState("q4", first)
     for ddp in (first, second):
@@ -216,24 +190,18 @@ def register_for_two_models() -> Outcome:
 
 
 def backward_unbound() -> Outcome:
-    import gradferry
-
     ddp = plain_ddp()
     ddp.register_comm_hook(gradferry.HookState("q4"), gradferry.hook)
     return attempt(lambda: backward(ddp))
 
 
 def backward_without_state() -> Outcome:
-    import gradferry
-
     ddp = plain_ddp()
     ddp.register_comm_hook(None, gradferry.hook)
     return attempt(lambda: backward(ddp))
 
 
 def stats_unbound() -> Outcome:
-    import gradferry
-
     return attempt(lambda: gradferry.HookState("q4").stats())
 
 
@@ -298,7 +266,6 @@ def test_backward_after_destroy_process_group_raises_state_error(native: bool) -
 
 
 def test_world_too_large_for_offsets_of_32_bits_is_told_the_largest_that_would_do() -> None:
-    import gradferry
     from gradferry import _native as native
 
     world_size, chunk_bytes = 4, 2**30

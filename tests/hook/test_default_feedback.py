@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import gradferry
 import numpy as np
 import pytest
 import torch
@@ -41,8 +42,6 @@ def test_below_8_bits_both_residuals_are_kept(
 
 
 def case_residual_elements(codec: str) -> tuple[int, int]:
-    import gradferry
-
     ddp = DistributedDataParallel(nn.Linear(SIDE, SIDE, bias=False))
     state = gradferry.attach(ddp, codec).state_dict()[f"slot_{dist.get_rank()}"]
     return state["worker"].numel(), state["owner"].numel()
@@ -65,8 +64,6 @@ def test_equal_gradients_arrive_in_full(world_of_2: World, codec: str) -> None:
 
 
 def case_equal_gradients(codec: str) -> dict[str, Any]:
-    import gradferry
-
     model = nn.Linear(SIDE, SIDE, bias=False)
     ddp = DistributedDataParallel(model)
     state = gradferry.attach(ddp, codec)

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from gradferry import _native
 from outcomes import Outcome, attempt
 from scenario import Run, Scenario, Weight, assert_bit_equal, train
 from world import COLLECTIVE_SECONDS, World
@@ -63,7 +64,6 @@ def test_gradients_equal_reference(detail_world: World) -> None:
 
 
 def case_lanes_and_errors() -> tuple[float, list[Outcome]]:
-    from gradferry import _native
     from gradferry.core.engine import lanes_between_all, make_lanes
 
     assert dist.get_debug_level() == dist.DebugLevel.DETAIL

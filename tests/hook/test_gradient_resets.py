@@ -11,6 +11,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 
+import gradferry
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -119,8 +120,6 @@ class Model:
     """A DDP model, attached or not, that takes steps."""
 
     def __init__(self, module: nn.Module, views: bool, codec: str | None, native: bool) -> None:
-        import gradferry
-
         module = copy.deepcopy(module)
         self.parameters = nn.ParameterList(module.parameters())
         self.ddp = DistributedDataParallel(

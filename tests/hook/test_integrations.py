@@ -7,9 +7,16 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import gradferry
 import pytest
 import torch
+import torch.distributed as dist
+from gradferry import checkpoint
+from gradferry.integrations import checkpoints
+from gradferry.integrations.models import Metrics, find_ddp
+from gradferry.integrations.momentum import take_momentum
 from outcomes import Outcome, attempt
 from stepping import settings, settings_of_steps
 from torch import nn
@@ -21,8 +28,6 @@ Worlds = Callable[[int], World]
 
 
 def attached(codec: str = "q4", momentum: float | None = 0.8) -> tuple[nn.Module, Any]:
-    import gradferry
-
     ddp = DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 16)))
     return ddp, gradferry.attach(ddp, codec, momentum=momentum)
 
@@ -31,8 +36,6 @@ def case_momentum(
     make: Callable[..., torch.optim.Optimizer], codec: str, momentum: float | None
 ) -> tuple[bool, list[dict[str, Any]]]:
     """Whether the optimizer keeps its settings, and those of its next step."""
-    from gradferry.integrations.momentum import take_momentum
-
     ddp, state = attached(codec, momentum)
     optimizer = make(ddp.parameters(), lr=0.01)
     lr_scheduler.CyclicLR(optimizer, 0.001, 0.01, cycle_momentum=False)
@@ -73,8 +76,6 @@ def test_an_optimizer_with_momentum_of_its_own_gives_it_up(
 
 
 def case_metrics() -> list[dict[str, float]]:
-    from gradferry.integrations.models import Metrics
-
     ddp, state = attached(momentum=None)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     metrics, rows = Metrics(state), []
@@ -94,9 +95,6 @@ def test_metrics_are_means_since_they_were_taken(world_of_2: World) -> None:
 
 
 def case_checkpoint(folder: str, on_resize: str, save: bool) -> Outcome:
-    import torch.distributed as dist
-    from gradferry.integrations import checkpoints
-
     ddp, state = attached(momentum=None)
     if save:
         ddp(torch.randn(4, 64)).sum().backward()
@@ -142,10 +140,6 @@ def case_without_gradferry_or_folder(folder: str) -> list[Outcome]:
     """Loads, in momentum mode, what was saved without; what other code saved; and a folder that
     only the first rank sees.
     """
-    import torch.distributed as dist
-    from gradferry import checkpoint
-    from gradferry.integrations import checkpoints
-
     ddp, state = attached()
 
     def load(name: str) -> Outcome:
@@ -171,10 +165,6 @@ def test_drop_begins_without_a_state_and_what_is_none_is_one_error_on_all_ranks(
 
 def case_gather() -> tuple[bool, bool]:
     """Whether the first rank has what all ranks saved, to the bit, and the others nothing."""
-    from unittest import mock
-
-    from gradferry import checkpoint
-    from gradferry.integrations import checkpoints
 
     ddp, state = attached("sign1")
     ddp(torch.randn(4, 64)).sum().backward()
@@ -200,8 +190,6 @@ def test_gathered_states_are_those_of_all_ranks(world_of_3: World) -> None:
 
 
 def case_alone() -> list[Outcome]:
-    from gradferry.integrations.models import find_ddp
-
     model = nn.Linear(4, 4)
     with pytest.warns(UserWarning, match="the host trains with a single process"):
         assert find_ddp(model, "the host", 1, None) is None
@@ -229,8 +217,6 @@ def test_model_without_ddp_is_an_error_or_a_warning(worlds: Worlds) -> None:
 def test_missing_trainer_is_named_with_its_extra(
     monkeypatch: pytest.MonkeyPatch, name: str, trainers: list[str]
 ) -> None:
-    import gradferry
-
     for trainer in trainers:
         monkeypatch.setitem(sys.modules, trainer, None)
     monkeypatch.delitem(sys.modules, f"gradferry.integrations.{name}", raising=False)

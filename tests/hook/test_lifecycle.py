@@ -11,6 +11,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import gradferry
 import pytest
 import torch
 import torch.distributed as dist
@@ -117,8 +118,6 @@ def test_overlapping_groups_each_get_their_own_average(world_of_3: World) -> Non
 
 def case_copied(native: bool) -> dict[str, Any]:
     """What is said of every kind of copy, and whether it can be attached to."""
-    import gradferry
-
     run = Run(Scenario(WEIGHTS, native=native))
     kinds = {
         "copy": copy.copy,

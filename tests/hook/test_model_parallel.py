@@ -12,11 +12,13 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import gradferry
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from gradferry.core.nodes import Identity
+from gradferry.reduction import start
 from reference import ReferenceEngine
 from scenario import Weight
 from torch import nn
@@ -99,9 +101,6 @@ def case_parts(
     kind: str, replicas: int, hosts: list[str], options: dict[str, Any]
 ) -> dict[str, Any]:
     """A training in which every rank also keeps the gradients that it had."""
-    import gradferry
-    from gradferry.reduction import start
-
     mesh = kept_mesh((replicas, 2), ("replica", "part"))
     replica, part = mesh.get_coordinate()
     torch.manual_seed(part if kind == "pipeline" else 0)
@@ -205,8 +204,6 @@ def test_every_part_is_averaged_as_if_it_were_alone(
 
 def case_infinity_in_one_part(told: bool) -> dict[str, Any]:
     """Part 1 of replica 0 overflows in the second step, and the parts tell each other."""
-    import gradferry
-
     mesh = kept_mesh((2, 2), ("replica", "part"))
     replica, part = mesh.get_coordinate()
     training = TensorParallel(mesh)

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import gradferry
 import pytest
 import torch
 from gradferry.core.names import plain_name
@@ -46,8 +47,6 @@ RULES = [{"name": "_orig_mod.1.weight", "codec": "q8"}]
 
 
 def case_trained(wrapper: str, rules: list[dict]) -> dict[str, Any]:
-    import gradferry
-
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     ddp = DistributedDataParallel(WRAPPERS[wrapper](model))
@@ -62,8 +61,6 @@ def case_trained(wrapper: str, rules: list[dict]) -> dict[str, Any]:
 
 def case_loaded(wrapper: str, states: list[tuple[dict, str]]) -> list[Any]:
     """By (state, on_resize): the error, if any, and the state that the hook has then."""
-    import gradferry
-
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     ddp = DistributedDataParallel(WRAPPERS[wrapper](model))
     seen = []
@@ -132,8 +129,6 @@ def note_names(make: Callable[[], Any], names: list[str]) -> None:
 
 
 def case_wrapped_again() -> list[Any]:
-    import gradferry
-
     model = nn.Linear(64, 64)
 
     def ddp() -> DistributedDataParallel:
@@ -173,8 +168,6 @@ def test_attach_finds_the_model_that_a_wrapper_holds(world_of_2: World) -> None:
 
 
 def case_sharded(wrapped: bool) -> dict[str, Any]:
-    import gradferry
-
     sharding = Sharding(2, 1)
     mesh = sharding.mesh()
     model = sharding.model(mesh["shard"])

@@ -9,6 +9,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import gradferry
 import pytest
 import torch
 import torch.distributed as dist
@@ -146,8 +147,6 @@ class Sparse(nn.Module):
 
 
 def case_on_step(codec: str, native: bool) -> dict[str, Any]:
-    import gradferry
-
     ddp = DistributedDataParallel(Sparse())
     if native:
         state = gradferry.attach(ddp, codec)
@@ -296,8 +295,6 @@ def test_steps_are_those_that_were_taken_and_rows_count_from_zero(world_of_2: Wo
 
 
 def test_unbound_state_has_no_numbers() -> None:
-    import gradferry
-
     state = gradferry.HookState("q4")
     for call in (state.stats, state.events, lambda: state.on_step(print)):
         with pytest.raises(gradferry.StateError, match="not bound"):

@@ -133,8 +133,6 @@ def case_sparse(native: bool) -> dict[str, dict[str, Any]]:
 
 
 def sparse_steps(native: bool, rows: list[int]) -> dict[str, Any]:
-    import gradferry
-
     model = nn.ModuleDict({"table": nn.Embedding(50, 40, sparse=True), "out": nn.Linear(40, 60)})
     plain = nn.Embedding(50, 40, sparse=True)
     plain.load_state_dict(model["table"].state_dict())
@@ -189,8 +187,6 @@ def test_warmup_steps_are_exact_and_leave_residuals_alone(world_of_2: World) -> 
 
 
 def case_nonfinite(scenario: Scenario) -> list[str]:
-    import gradferry
-
     run = Run(scenario)
     texts = []
     for step in range(3):
@@ -220,7 +216,6 @@ def test_nonfinite_raise_names_the_parameter_on_all_ranks(world_of_3: World, nam
 
 def case_misused() -> list[str]:
     """What wrappers and DDP's own changes around the hook lead to."""
-    import gradferry
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
 
     texts = []
@@ -256,8 +251,6 @@ def test_misuse_around_the_hook_is_refused_with_advice(world_of_2: World) -> Non
 
 def case_autocast(compiled: bool) -> dict[str, Any]:
     """Whether a few steps of a real model under autocast follow uncompressed training."""
-    import gradferry
-
     losses = {}
     for name in ("plain", "hooked"):
         torch.manual_seed(1)

@@ -9,9 +9,11 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import gradferry
 import numpy as np
 import pytest
 import torch
+from gradferry import _native
 from outcomes import Outcome, attempt
 from scenario import ChosenGradients, Run, Scenario, Weight, assert_bit_equal, train
 from torch import nn
@@ -147,13 +149,7 @@ def test_strided_parameters_of_every_dtype(worlds: Worlds, native: bool, views: 
     )
     ddp = {"bucket_cap_mb": 0.02, "gradient_as_bucket_view": views}
     assert not any(w.from_flat(np.zeros(1350, np.float32)).is_contiguous() for w in weights[:3])
-    check(
-        worlds,
-        weights,
-        native=native,
-        steps=3,
-        ddp={"bucket_cap_mb": 0.02, "gradient_as_bucket_view": views},
-    )
+    check(worlds, weights, native=native, steps=3, ddp=ddp)
 
 
 LAYOUTS = {
@@ -191,8 +187,6 @@ def case_momentum() -> dict[str, bool]:
 
 
 def momentum_is_handed_over(make: Callable[[], torch.Tensor]) -> bool:
-    import gradferry
-
     model = OneParameter(make())
     ddp = DistributedDataParallel(model)
     state = gradferry.attach(ddp, "exact", momentum=0.5, warmup_steps=1)
@@ -215,8 +209,6 @@ def test_momentum_is_handed_over_to_its_own_elements(world_of_2: World) -> None:
 
 def case_converted(when: str, options: dict[str, Any]) -> Outcome:
     """A model that gets another memory format at some time; what the next step, or attach, does."""
-    import gradferry
-
     model = nn.Sequential(nn.Conv2d(8, 16, 1), nn.Conv2d(16, 8, 3))
     inputs = torch.ones(1, 8, 4, 4)
     convert = functools.partial(model.to, memory_format=torch.channels_last)
@@ -270,8 +262,6 @@ def case_order_of_buckets() -> dict[str, tuple[bool, list[int]]]:
 
 
 def order_of_bucket(make: Callable[[], torch.Tensor]) -> tuple[bool, list[int]]:
-    from gradferry import _native
-
     model = OneParameter(make())
     ddp = DistributedDataParallel(model)
     seen: list[torch.Tensor] = []

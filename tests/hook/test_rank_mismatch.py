@@ -14,9 +14,13 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import gradferry
 import pytest
 import torch
 import torch.distributed as dist
+from gradferry import _native
+from gradferry.core import meeting
+from gradferry.reduction import running
 from outcomes import Outcome, attempt
 from scenario import ChosenGradients, Run, Scenario, Weight, attach
 from torch.nn.parallel import DistributedDataParallel
@@ -115,10 +119,6 @@ def enter(
     **options: Any,
 ) -> Outcome:
     """Of the call that compares this rank with the others."""
-    import gradferry
-    from gradferry import _native
-    from gradferry.reduction import running
-
     # On every rank, whatever it calls, because it is collective.
     shaped = [dataclasses.replace(w, shape=u.shape) for w, u in zip(weights, WEIGHTS, strict=False)]
     model = ChosenGradients(Scenario((*shaped, *WEIGHTS[len(shaped) :])))
@@ -190,8 +190,6 @@ def test_same_error_on_all_ranks_when_one_differs(
 
 def case_fails_alone(entry: str, odd_rank: int, what: str) -> tuple[Outcome, Outcome]:
     """One rank has a wrong argument, or no memory for its engine; then it has not."""
-    from gradferry import _native
-
     odd = dist.get_rank() == odd_rank
     engine = _native.HostEngine
     if odd and what == "memory":
@@ -218,8 +216,6 @@ def test_failure_of_one_rank_is_the_same_error_on_all(
 
 
 def case_train_after_failed_attach() -> bool:
-    import gradferry
-
     scenario = Scenario(WEIGHTS)
     ddp = DistributedDataParallel(ChosenGradients(scenario))
     first = attempt(lambda: gradferry.attach(ddp, "q4", seed=dist.get_rank()))
@@ -233,9 +229,6 @@ def test_the_same_model_attaches_after_a_failed_attach(world_of_2: World) -> Non
 
 def case_other_group(odd_rank: int) -> Outcome:
     """One rank takes another group of the same ranks for the one that all use."""
-    import gradferry
-    from gradferry.core import meeting
-
     groups = [dist.new_group(), dist.new_group()]
     group = groups[dist.get_rank() == odd_rank]
     tensors = [(w.name, torch.zeros(w.shape)) for w in WEIGHTS]
@@ -325,8 +318,6 @@ def test_other_buckets_on_one_rank_are_one_error_on_all_before_the_optimizer(
 
 def case_calls_in_another_order(odd_rank: int) -> list[list[float]]:
     """Two Reducers, whose calls are under way together."""
-    import gradferry
-
     tensors = [torch.full((3, 1000), 10.0 * i + dist.get_rank()) for i in range(2)]
     reducers = [gradferry.Reducer([("t", tensor)], "exact") for tensor in tensors]
     mine = list(reversed(reducers)) if dist.get_rank() == odd_rank else reducers
@@ -345,8 +336,6 @@ def test_calls_of_two_reducers_do_not_mix_in_whatever_order_they_come(
 
 
 def case_calls_that_wait_for_each_other(odd_rank: int) -> list[Outcome]:
-    import gradferry
-
     group = dist.new_group(timeout=datetime.timedelta(seconds=3))
     reducers = [gradferry.Reducer([("t", torch.zeros(9))], "exact", group) for _ in range(2)]
     mine = list(reversed(reducers)) if dist.get_rank() == odd_rank else reducers
@@ -357,8 +346,6 @@ def case_calls_that_wait_for_each_other(odd_rank: int) -> list[Outcome]:
 
 def case_one_collective_more(odd_rank: int) -> Outcome:
     """One rank has posted a collective of its own on the group that attach talks over."""
-    import gradferry
-
     group = dist.new_group(timeout=datetime.timedelta(seconds=3))
     extra = None
     if dist.get_rank() == odd_rank:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import gradferry
 import pytest
 import torch
 import torch.distributed as dist
@@ -281,8 +282,6 @@ class Attached:
     def __call__(self, ddp: DistributedDataParallel, **options: Any) -> None:
         self.models.append(ddp)
         if self.codec is not None:
-            import gradferry
-
             self.states.append(gradferry.attach(ddp, self.codec, **options))
 
 
@@ -343,7 +342,6 @@ def as_it_is(module: nn.Module) -> nn.Module:
 
 def case_compiled() -> dict[str, tuple[list[torch.Tensor], int]]:
     """Gradients of all steps, and how many graphs dynamo made."""
-    import gradferry
     from torch._dynamo.utils import counters
 
     ways = {

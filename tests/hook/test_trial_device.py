@@ -15,9 +15,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from gradferry import diagnosis
 from gradferry.core.clock import DeviceClock
 from gradferry.core.codec_spec import parse_codec
 from gradferry.core.nodes import Nodes
+from gradferry.ddp import auto
+from gradferry.ddp.state import bound_to
+from gradferry.reduction import start
 from priced_device import (
     LAYERS,
     NUM_ELEMENTS,
@@ -52,9 +56,7 @@ def worlds(device_worlds: Worlds) -> Worlds:
 @contextlib.contextmanager
 def on_nodes(members: Members | None, near: float = NEAR) -> Iterator[None]:
     """As if ranks were found on these nodes, with a faster link between siblings."""
-    from gradferry import diagnosis
     from gradferry.core import engine
-    from gradferry.reduction import start
 
     make = engine._new_device_backend
 
@@ -220,7 +222,6 @@ def case_auto(
 ) -> tuple[dict[str, Any], list[float]]:
     """The choice between q4 and off, and the seconds of each step."""
     import fake_device
-    from gradferry.ddp import auto
 
     steps = 2 + (2 if members is None else 3) * TRIAL + 4
     group = contextlib.nullcontext() if has_cpu else group_without_cpu()
@@ -280,8 +281,6 @@ def test_auto_takes_the_faster_exchange(
 
 def case_switched(prices: Prices) -> list[np.ndarray]:
     """Owner residuals by tile, of the tiles that this rank owns, before and after a change."""
-    from gradferry.ddp.state import bound_to
-
     with group_without_cpu(), priced(prices):
         ddp, x = wrapped(LAYER_S, "streamed")
         bound = bound_to(gradferry.attach(ddp, "auto"))

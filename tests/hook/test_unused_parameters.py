@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from outcomes import Outcome, attempt
+from products import rows
 from reference import narrow, widen
 from residual_sums import reference_of
 from scenario import ChosenGradients, Scenario, Weight, attach, hooked
@@ -136,22 +136,20 @@ def added(old: np.ndarray | None, new: np.ndarray, index: int) -> np.ndarray:
     return narrow(widen(old, dtype) + widen(new, dtype), dtype)
 
 
-def passes_rows() -> Iterator[Any]:
-    """The quick ones have every codec, world, way in and kind of .grad."""
-    quick = {("q4", False, 3, False), ("sign1", True, 3, True), ("topk:ratio=0.05", True, 2, True)}
-    for codec in ("q4", "sign1", "topk:ratio=0.05"):
-        for views, (size, native) in itertools.product(
-            (False, True), ((2, True), (3, False), (3, True))
-        ):
-            row = (codec, views, size, native)
-            yield pytest.param(*row, marks=() if row in quick else pytest.mark.slow)
-
-
 @pytest.mark.torch_core
-@pytest.mark.parametrize(("codec", "views", "world_size", "native"), list(passes_rows()))
+@pytest.mark.parametrize(
+    ("codec", "views", "world"),
+    rows(
+        ("q4", "sign1", "topk:ratio=0.05"),
+        (False, True),
+        ((2, True), (3, False), (3, True)),
+    ),
+)
 def test_passes_that_use_other_parameters_equal_the_reference(
-    worlds: Worlds, codec: str, views: bool, world_size: int, native: bool
+    worlds: Worlds, codec: str, views: bool, world: tuple[int, bool]
 ) -> None:
+    """`world`: its size, and whether the hook is that of attach()."""
+    world_size, native = world
     scenario = scenario_of(codec, world_size, views=views, native=native)
     answers = worlds(world_size).run(case_passes, scenario=scenario)
     for rank, wanted in enumerate(expected_passes(scenario)):

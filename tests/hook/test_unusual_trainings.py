@@ -1,5 +1,6 @@
-"""Trainings whose steps are not one plain pass each: several, in every form of autograd, uneven under
-join(), or with gradients that no number holds."""
+"""Trainings whose steps are not one plain pass each: several, in every form of autograd, uneven
+under join(), or with gradients that no number holds.
+"""
 
 from __future__ import annotations
 

@@ -11,8 +11,10 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import gradferry
 import pytest
 import torch
+from gradferry.core.warn import warn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from world import World
@@ -20,8 +22,6 @@ from world import World
 
 def lines(caught: list[warnings.WarningMessage]) -> list[str]:
     """The lines that warnings of gradferry are attributed to."""
-    import gradferry
-
     ours = [w for w in caught if w.category is gradferry.GradferryWarning]
     return [linecache.getline(w.filename, w.lineno).strip() for w in ours]
 
@@ -54,8 +54,6 @@ def inside(module: str, call: Callable[[], object]) -> Callable[[], object]:
 )
 @pytest.mark.parametrize("in_thread", [False, True])
 def test_frames_of_torch_and_gradferry_are_passed_over(modules: list[str], in_thread: bool) -> None:
-    from gradferry.core.warn import warn
-
     call: Callable[[], object] = functools.partial(warn, "a text")
     for module in modules:
         call = inside(module, call)
@@ -75,8 +73,6 @@ def test_frames_of_torch_and_gradferry_are_passed_over(modules: list[str], in_th
 
 
 def test_a_module_whose_name_only_begins_like_torch_is_the_users() -> None:
-    from gradferry.core.warn import warn
-
     code = compile("warn('a text')", "/home/torchmodel.py", "exec")
     scope = {"__name__": "torchmodel", "warn": warn}
     caught = caught_behind_trainers_filter(lambda: exec(code, scope))
@@ -85,8 +81,6 @@ def test_a_module_whose_name_only_begins_like_torch_is_the_users() -> None:
 
 def case_places() -> list[list[str]]:
     """The lines that warnings of a training, of copies and of pickles are attributed to."""
-    import gradferry
-
     ddp = DistributedDataParallel(nn.Linear(40, 40))
     state = gradferry.attach(ddp, "sign1", momentum=0.8)
     optimizer = torch.optim.AdamW(ddp.parameters())
@@ -112,9 +106,6 @@ def test_warnings_name_the_line_that_the_user_wrote(worlds: Callable[[int], Worl
 
 
 def test_a_warning_can_become_an_error() -> None:
-    import gradferry
-    from gradferry.core.warn import warn
-
     with warnings.catch_warnings():
         warnings.simplefilter("error", gradferry.GradferryWarning)
         with pytest.raises(gradferry.GradferryWarning, match="a text"):

@@ -6,10 +6,13 @@ import contextlib
 import gc
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
+import gradferry
 import pytest
 import torch
 import torch.distributed as dist
+from gradferry.core import engine
 from outcomes import Outcome, attempt
 from test_check_every import flip_last_bit
 from test_connecting import little_patience
@@ -24,8 +27,6 @@ def named() -> dict[str, torch.Tensor]:
 
 
 def reducer(group: Any, codec: str = "q4", **options: Any) -> Any:
-    import gradferry
-
     return gradferry.Reducer(named(), codec, group, **options)
 
 
@@ -43,9 +44,7 @@ def stays_away(group: Any, second: bool) -> Outcome:
 
 
 def cannot_connect(group: Any, second: bool) -> Outcome:
-    from unittest import mock
 
-    from gradferry.core import engine
     from gradferry.errors import PeerError
 
     error = PeerError("cannot connect to the other ranks: too many open files")
@@ -82,8 +81,6 @@ def other_step(group: Any, second: bool) -> Outcome:
 
 
 def diverged(group: Any, second: bool) -> Outcome:
-    import gradferry
-
     model = torch.nn.Linear(40, 50)
     ddp = DistributedDataParallel(model, process_group=group)
     gradferry.attach(ddp, "q4", check_every=1)

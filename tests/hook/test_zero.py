@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import gradferry
 import pytest
 import torch
 import torch.distributed as dist
@@ -26,8 +27,6 @@ class Training:
     """Two layers behind DDP and a hook, stepped by AdamW or by shards of it."""
 
     def __init__(self, make: Callable[..., Any], attach: dict[str, Any]) -> None:
-        import gradferry
-
         torch.manual_seed(3)
         self.ddp = DistributedDataParallel(
             nn.Sequential(nn.Linear(60, 50), nn.ReLU(), nn.Linear(50, 40)), bucket_cap_mb=0.01
@@ -166,20 +165,14 @@ def test_consolidated_state_resumes_to_the_bit(worlds: Worlds, size: int, views:
 
 
 def in_momentum_mode(groups: Any, state: Any) -> Any:
-    import gradferry
-
     return gradferry.optim.momentum_mode(adamw(groups, state), state)
 
 
 def sharded_in_momentum_mode(groups: Any, state: Any) -> Any:
-    import gradferry
-
     return gradferry.optim.momentum_mode(sharded(groups, state), state)
 
 
 def case_momentum(codec: str) -> dict[str, Any]:
-    import gradferry
-
     attach = {"codec": codec, "momentum": 0.8}
     plain, zero = Training(in_momentum_mode, attach), Training(sharded_in_momentum_mode, attach)
     with warnings.catch_warnings():
@@ -224,36 +217,26 @@ def zero_hook(inner: Any, ddp: DistributedDataParallel, name: str) -> Any:
 
 
 def register_after_attach(ddp: DistributedDataParallel, name: str) -> None:
-    import gradferry
-
     gradferry.attach(ddp, "q4")
     ddp.register_comm_hook(None, zero_hook(allreduce_hook, ddp, name))
 
 
 def register_before_attach(ddp: DistributedDataParallel, name: str) -> None:
-    import gradferry
-
     ddp.register_comm_hook(None, zero_hook(allreduce_hook, ddp, name))
     gradferry.attach(ddp, "q4")
 
 
 def register_after_binding(ddp: DistributedDataParallel, name: str) -> None:
-    import gradferry
-
     gradferry.HookState("q4", ddp)
     ddp.register_comm_hook(state=None, hook=zero_hook(allreduce_hook, ddp, name))
 
 
 def register_around_ours(ddp: DistributedDataParallel, name: str) -> None:
-    import gradferry
-
     state = gradferry.HookState("q4", ddp)
     ddp.register_comm_hook(state, zero_hook(gradferry.hook, ddp, name))
 
 
 def step_without_its_hook(ddp: DistributedDataParallel, name: str) -> None:
-    import gradferry
-
     zero = overlapped(ddp.parameters())
     gradferry.attach(ddp, "q4")
     ddp(torch.ones(2, 40)).sum().backward()
