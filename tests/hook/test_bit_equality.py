@@ -63,6 +63,7 @@ UNUSED = (
     ("both", {0: ("embedding", "wide"), 1: ("wide",)}),
 )
 FIND_UNUSED = {"find_unused_parameters": True, "bucket_cap_mb": 0.02}
+WARMUP = {"warmup_steps": 2}
 BOTH = {"error_feedback": "both"}
 
 
@@ -90,6 +91,14 @@ def row(*scenarios: Scenario, core: bool = False, id: str) -> Any:
         ),
         row(*map(Scenario, WITHOUT_ELEMENTS), id="a parameter without elements"),
         row(Scenario(SMALL, rules=RULES, **BOTH), id="rules"),
+        row(
+            # Warm-up steps are exact, leave residuals alone, and count for the signs of rht.
+            *(
+                Scenario(SMALL, codec=codec, options=WARMUP, **BOTH)
+                for codec in ("q4", "rht:bits=2")
+            ),
+            id="warm-up",
+        ),
         row(
             *(
                 Scenario(SMALL, error_feedback=feedback, unused=unused, ddp=FIND_UNUSED)

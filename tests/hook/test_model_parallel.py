@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from gradferry.core.nodes import Identity
 from gradferry.reduction import start
+from products import rows
 from reference import ReferenceEngine
 from scenario import Weight
 from torch import nn
@@ -162,19 +163,22 @@ def averaged(engine: ReferenceEngine, step: int, had: list[Any]) -> list[list[np
     return grads
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("hosts", "options", "members"),
-    [
-        ("AABB", {}, ((0,), (1,))),
-        ("AAAABB", {}, ((0, 1), (2,))),
-        ("AAAAAA", {"nodes": 3}, ((0, 1, 2),)),
-    ],
-    ids=["flat", "two levels", "one node"],
+    ("kind", "layout"),
+    rows(
+        tuple(KINDS),
+        (
+            ("AABB", {}, ((0,), (1,))),  # flat
+            ("AAAABB", {}, ((0, 1), (2,))),  # two levels
+            ("AAAA", {"nodes": 2}, ((0, 1),)),  # one node
+        ),
+    ),
 )
 def test_every_part_is_averaged_as_if_it_were_alone(
-    worlds: Worlds, kind: str, hosts: str, options: dict[str, Any], members: Any
+    worlds: Worlds, kind: str, layout: tuple[str, dict[str, Any], Any]
 ) -> None:
+    """`layout`: the host of every rank, options of attach, and nodes of a data-parallel group."""
+    hosts, options, members = layout
     replicas = len(hosts) // 2
     answers = worlds(len(hosts)).run(
         case_parts, kind=kind, replicas=replicas, hosts=list(hosts), options=options

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-import gradferry
 import pytest
 import torch
 import torch.distributed as dist
+from scenario import hooked
 from torch import nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
@@ -220,54 +220,12 @@ def like_pytorch_examples(attach: Attach) -> list[float]:
     return losses
 
 
-class Boring(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(64, 32)
-        self.sink = nn.Linear(32, 2)
-
-    def training_step(self, batch: torch.Tensor, number: int) -> torch.Tensor:
-        return self.sink(self.layer(batch)).square().sum() / (number + 1)
-
-
-class Forwarding(nn.Module):
-    """What a trainer wraps in DDP, so that its forward pass is a step of the user's module."""
-
-    def __init__(self, module: Boring) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *args: Any) -> torch.Tensor:
-        return self.module.training_step(*args)
-
-
-def like_lightning(attach: Attach) -> list[float]:
-    """The optimizer calls the step: a closure that zeroes, runs forward and backward."""
-    ddp = DistributedDataParallel(Forwarding(Boring()))
-    attach(ddp)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
-    data = torch.randn(24, 64, generator=torch.Generator().manual_seed(7))
-    sampler = DistributedSampler(data, shuffle=False)
-    losses = []
-    for number, batch in enumerate(DataLoader(data, batch_size=2, sampler=sampler)):
-
-        def closure(batch: torch.Tensor = batch, number: int = number) -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = ddp(batch, number)
-            loss.backward()
-            return loss
-
-        losses.append(optimizer.step(closure).item())
-    return losses
-
-
 STEPS = 6
 LOOPS = {
     # Steps of the optimizer; the second loop has two engines of four each.
     like_nanogpt: [STEPS],
     like_mingpt_ddp: [4, 4],
     like_pytorch_examples: [8],
-    like_lightning: [6],
 }
 
 
@@ -282,7 +240,7 @@ class Attached:
     def __call__(self, ddp: DistributedDataParallel, **options: Any) -> None:
         self.models.append(ddp)
         if self.codec is not None:
-            self.states.append(gradferry.attach(ddp, self.codec, **options))
+            self.states.append(hooked(ddp, self.codec, **options))
 
 
 def case_loop(loop: Callable[[Attach], list[float]]) -> dict[str, Any]:
@@ -328,7 +286,7 @@ class Broken(nn.Module):
 
 
 def compiled(module: nn.Module) -> nn.Module:
-    return torch.compile(module, backend="eager")
+    return torch.compile(module, backend="aot_eager")
 
 
 def compiled_in_place(module: nn.Module) -> nn.Module:
@@ -358,7 +316,7 @@ def case_compiled() -> dict[str, tuple[list[torch.Tensor], int]]:
         torch.manual_seed(4)
         ddp = DistributedDataParallel(before(Broken()))
         if name != "plain":
-            gradferry.attach(ddp, "exact")
+            hooked(ddp, "exact")
         model = after(ddp)
         generator = torch.Generator().manual_seed(dist.get_rank())
         gradients = []

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from gradferry.reduction import after_steps
 from outcomes import Outcome, attempt
+from scenario import hooked
+from stepping import warned
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -60,8 +62,7 @@ class Training:
 def texts(file: str = __file__) -> Iterator[list[str]]:
     """Of the warnings about a hook that is not called, which point to `file`."""
     found: list[str] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned() as caught:
         yield found
     said = [w for w in caught if w.category is gradferry.GradferryWarning]
     assert all(w.filename == file for w in said), said
@@ -107,7 +108,7 @@ def case_changed(
     if change is unfreeze:
         training.model[0].requires_grad_(False)
         training.ddp = training.forward = DistributedDataParallel(training.model)
-    gradferry.attach(training.ddp, "q4", check_every=every)
+    hooked(training.ddp, check_every=every)
     training.train(2)
     if dist.get_rank() in on:
         change(training.model)
@@ -122,7 +123,7 @@ def case_changed(
 def test_check_names_the_parameter_that_is_not_that_of_attach(
     world_of_2: World, change: Callable[[nn.Sequential], None]
 ) -> None:
-    for every in (1, 4):
+    for every in (1, 4) if change in (assign, add_layer) else (4,):
         answers = world_of_2.run(case_changed, change=change, every=every)
         for outcome, steps in answers:
             assert outcome.error == "StateError", outcome.text
@@ -151,7 +152,7 @@ def case_allowed() -> list[str | None]:
     outcomes = []
 
     training = Training(find_unused_parameters=True)
-    gradferry.attach(training.ddp, "q4", check_every=1)
+    hooked(training.ddp, check_every=1)
     training.train(1)
     training.model[0].requires_grad_(False)  # DDP still reduces it
     outcomes.append(attempt(lambda: training.train(3)))
@@ -166,7 +167,7 @@ def case_allowed() -> list[str | None]:
     training.model, training.steps = model, 0
     training.ddp = training.forward = DistributedDataParallel(model)
     model[0].bias.requires_grad_(True)
-    gradferry.attach(training.ddp, "q4", check_every=1)
+    hooked(training.ddp, check_every=1)
     training.train(1)
     model[2].bias = nn.Parameter(torch.zeros(40))
     outcomes.append(attempt(lambda: training.train(3)))
@@ -184,15 +185,14 @@ def case_apart() -> tuple[str | None, int]:
     training.ddp = training.forward = DistributedDataParallel(training.model)
     unfreeze(training.model)
     with texts() as said:
-        gradferry.attach(training.ddp, "q4", check_every=1)
+        hooked(training.ddp, check_every=1)
     outcome = attempt(lambda: training.train(3))
     return outcome.error and outcome.text, len(said)
 
 
 def test_parameters_that_were_apart_at_attach_are_known(world_of_2: World) -> None:
-    for error, warned in world_of_2.run(case_apart):
-        # The warning came; what diverges is not what is compared.
-        assert (error, warned) == (None, 1)
+    # The warning came; what diverges is not what is compared.
+    assert world_of_2.run(case_apart) == [(None, 1)] * 2
 
 
 def case_resumed() -> tuple[int, int]:
@@ -200,7 +200,7 @@ def case_resumed() -> tuple[int, int]:
     found = []
     for saved_first in (True, False):
         training = Training()
-        state = gradferry.attach(training.ddp, "q4", check_every=4)
+        state = hooked(training.ddp, check_every=4)
         training.train(3)
         saved = state.state_dict()
         training.train(6)
@@ -233,13 +233,9 @@ def to_bfloat16(training: Training) -> None:
 def case_silent(
     change: Callable[[Training], None], codec: str = "q4", native: bool = True
 ) -> list[list[str]]:
-    """Warnings of the steps before a change, of two steps after it, and of ten more."""
+    """Warnings of the steps before a change, of two steps after it, and of some more."""
     training = Training()
-    if native:
-        gradferry.attach(training.ddp, codec)
-    else:
-        training.ddp.register_comm_hook(gradferry.HookState(codec, training.ddp), gradferry.hook)
-    said = []
+    hooked(training.ddp, codec, native=native)
     with texts() as before:
         training.train(4)
     change(training)
@@ -247,29 +243,32 @@ def case_silent(
     with texts() as two:
         training.train(2, lambda *_, **__: optimizer)
     with texts() as more:
-        training.train(10, lambda *_, **__: optimizer)
-    said += [before, two, more]
-    return said
+        training.train(5, lambda *_, **__: optimizer)
+    return [before, two, more]
 
 
 @pytest.mark.torch_core
 @pytest.mark.parametrize(
-    ("change", "why"),
+    ("change", "why", "kind"),
     [
-        (through_module, "not through ddp.module"),
-        (replaced, "parameter '0.weight' was replaced after attach"),
-        (to_bfloat16, "parameter '0.weight' was torch.float32 at attach and is torch.bfloat16"),
+        (through_module, "not through ddp.module", {}),
+        (replaced, "parameter '0.weight' was replaced after attach", {"native": False}),
+        (
+            to_bfloat16,
+            "parameter '0.weight' was torch.float32 at attach and is torch.bfloat16",
+            {"codec": "off"},
+        ),
+        (through_module, "not through ddp.module", {"codec": "off", "native": False}),
     ],
 )
 def test_hook_that_is_no_longer_called_is_warned_about_once(
-    world_of_2: World, change: Callable[[Training], None], why: str
+    world_of_2: World, change: Callable[[Training], None], why: str, kind: dict[str, Any]
 ) -> None:
-    for kind in ({"native": True}, {"native": False}, {"codec": "off"}):
-        for before, two, (text,) in world_of_2.run(case_silent, change=change, **kind):
-            assert before == two == []
-            assert text.startswith("SGD has stepped 3 times in a row without a synced backward")
-            assert "ranks drift apart" in text
-            assert why in text
+    for before, two, (text,) in world_of_2.run(case_silent, change=change, **kind):
+        assert before == two == []
+        assert text.startswith("SGD has stepped 3 times in a row without a synced backward")
+        assert "ranks drift apart" in text
+        assert why in text
 
 
 def test_world_of_one_is_warned_too(worlds: Callable[[int], World]) -> None:
@@ -310,7 +309,7 @@ def case_no_alarm() -> dict[str, list[str]]:
     with texts() as said["gan"]:
         generator, discriminator = Training(), Training()
         for each in (generator, discriminator):
-            gradferry.attach(each.ddp, "q4")
+            hooked(each.ddp)
         one, two = (SGD(each.ddp.parameters(), lr=0.01) for each in (generator, discriminator))
         for step in range(20):
             one.zero_grad()
@@ -325,7 +324,7 @@ def case_no_alarm() -> dict[str, list[str]]:
     with texts() as said["one optimizer for two models"]:
         models = Training(), Training()
         for each in models:
-            gradferry.attach(each.ddp, "q4")
+            hooked(each.ddp)
         both = SGD([p for each in models for p in each.ddp.parameters()], lr=0.01)
         for step in range(20):
             both.zero_grad(set_to_none=step % 2 == 0)
@@ -336,7 +335,7 @@ def case_no_alarm() -> dict[str, list[str]]:
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
     with texts() as said["three optimizers for one model"]:
         training = Training()
-        gradferry.attach(training.ddp, "q4")
+        hooked(training.ddp)
         parts = [SGD([p], lr=0.01) for p in training.ddp.parameters()]
         for step in range(5):
             training.ddp(inputs(step)).sum().backward()
@@ -344,7 +343,7 @@ def case_no_alarm() -> dict[str, list[str]]:
                 part.step()
     with texts() as said["local SGD"]:
         training = Training()
-        gradferry.attach(training.ddp, "q4")
+        hooked(training.ddp)
         optimizer = SGD(training.ddp.parameters(), lr=0.01)
         for step in range(16):
             inside = step % 8 < 4
@@ -362,15 +361,15 @@ def case_no_alarm() -> dict[str, list[str]]:
                 optimizer.step()
     with texts() as said["zero"]:
         training = Training()
-        gradferry.attach(training.ddp, "q4")
+        hooked(training.ddp)
         training.train(8, lambda p, lr: ZeroRedundancyOptimizer(p, optimizer_class=SGD, lr=lr))
     with texts() as said["off"]:
         training = Training()
-        gradferry.attach(training.ddp, "off")
+        hooked(training.ddp, "off")
         training.train(8)
     with texts() as said["join"]:
         training = Training()
-        gradferry.attach(training.ddp, "q4")
+        hooked(training.ddp)
         with training.ddp.join():
             training.train(2 + 6 * dist.get_rank())
     return said
@@ -389,11 +388,11 @@ def case_old_model_survives() -> dict[str, Any]:
     with texts() as found["said"]:
         training = Training()
         old = training.ddp
-        gradferry.attach(old, "q4", check_every=5)
+        hooked(old, check_every=5)
         training.train(2)
         assign(training.model)
         training.ddp = training.forward = DistributedDataParallel(training.model)
-        gradferry.attach(training.ddp, "q4")
+        hooked(training.ddp)
         with training.ddp.no_sync():
             training.train(4)  # as in local SGD
         training.train(7)
@@ -401,7 +400,7 @@ def case_old_model_survives() -> dict[str, Any]:
         both = Training()
         kept = DistributedDataParallel(both.model)
         for ddp in (both.ddp, kept):
-            gradferry.attach(ddp, "q4", check_every=5)
+            hooked(ddp, check_every=5)
         both.train(7)
         both.forward = kept
         both.train(7)
@@ -428,28 +427,10 @@ def test_model_that_was_replaced_and_is_kept_raises_no_alarm(world_of_2: World) 
         assert "was replaced after attach" in text
 
 
-def case_counted(codec: str) -> list[int]:
-    """`steps` after every synced pass; a pass that all ranks skip is none."""
-    training = Training()
-    state = gradferry.attach(training.ddp, codec)
-    counts = []
-    for step in range(4):
-        with training.ddp.no_sync():
-            training.ddp(inputs(step)).sum().backward()
-        training.ddp(inputs(step)).sum().backward()
-        counts.append(state.stats()["steps"])
-    return counts
-
-
-@pytest.mark.parametrize("codec", ["q4", "off"])
-def test_steps_are_synced_passes_with_any_codec(world_of_2: World, codec: str) -> None:
-    assert world_of_2.run(case_counted, codec=codec) == [[1, 2, 3, 4]] * 2
-
-
 def case_watch_ends_with_the_model(native: bool) -> bool:
     training = Training()
     if native:
-        gradferry.attach(training.ddp, "q4", check_every=2)
+        hooked(training.ddp, check_every=2)
     else:
         gradferry.HookState("q4", training.ddp, check_every=2)
     training.train(2)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from gradferry.core import engine
 from outcomes import Outcome, attempt
-from test_check_every import flip_last_bit
+from stepping import flip_last_bit
 from test_connecting import little_patience
 from torch.nn.parallel import DistributedDataParallel
 from world import World
