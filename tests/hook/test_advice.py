@@ -2,137 +2,112 @@
 
 from __future__ import annotations
 
-import warnings
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import gradferry
 import pytest
 import torch
+from gradferry.optim import OneBitAdam, momentum_mode
 from gradferry.reduction.advice import own_momenta
+from scenario import hooked
+from stepping import warned
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from world import World
 
+Optimizer = Callable[..., torch.optim.Optimizer]
 
-def warnings_of_steps(ddp: DistributedDataParallel, stepper: Any, word: str) -> list[str]:
-    """Those with the word, from three steps."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(3):
+
+def linear(codec: str, **options: Any) -> tuple[DistributedDataParallel, Any]:
+    """A layer, and the state of its hook."""
+    ddp = DistributedDataParallel(nn.Linear(40, 40))
+    return ddp, hooked(ddp, codec, **options)
+
+
+def case_adam(codec: str, feedback: str, optimizer: str, models: int) -> list[str]:
+    """What is said of error feedback in three steps of each model, in turns."""
+    ddps = [linear(codec, error_feedback=feedback)[0] for _ in range(models)]
+    steppers = [getattr(torch.optim, optimizer)(ddp.parameters(), lr=0.01) for ddp in ddps]
+    with warned() as caught:
+        for ddp, stepper in [*zip(ddps, steppers, strict=True)] * 3:
             ddp(torch.ones(2, 40)).sum().backward()
             stepper.step()
-    return [str(w.message) for w in caught if word in str(w.message)]
-
-
-def case_warnings(codec: str, feedback: str, optimizer: str) -> list[str]:
-    ddp = DistributedDataParallel(nn.Linear(40, 40))
-    gradferry.attach(ddp, codec, error_feedback=feedback)
-    stepper = getattr(torch.optim, optimizer)(ddp.parameters(), lr=0.01)
-    return warnings_of_steps(ddp, stepper, "error feedback")
+    return [str(w.message) for w in caught if "error feedback" in str(w.message)]
 
 
 @pytest.mark.parametrize(
-    ("codec", "feedback", "optimizer", "warned"),
+    ("codec", "feedback", "optimizer", "models", "warned_about"),
     [
-        ("sign1", "auto", "AdamW", True),
-        ("topk:ratio=0.01", "both", "Adam", True),
-        ("rht:bits=2", "worker", "NAdam", True),
-        ("sign1", "auto", "SGD", False),
-        ("sign1", "owner", "AdamW", False),
-        ("q4", "both", "AdamW", False),
+        ("sign1", "auto", "AdamW", 3, 3),
+        ("topk:ratio=0.01", "both", "Adam", 1, 1),
+        ("rht:bits=2", "worker", "NAdam", 1, 1),
+        ("sign1", "auto", "SGD", 1, 0),
+        ("sign1", "owner", "AdamW", 1, 0),
+        ("q4", "both", "AdamW", 1, 0),
     ],
 )
-def test_plain_adam_behind_a_coarse_codec_is_warned_about_once(
-    world_of_2: World, codec: str, feedback: str, optimizer: str, warned: bool
+def test_plain_adam_behind_a_coarse_codec_is_warned_about_once_per_model(
+    world_of_2: World, codec: str, feedback: str, optimizer: str, models: int, warned_about: int
 ) -> None:
-    for texts in world_of_2.run(case_warnings, codec=codec, feedback=feedback, optimizer=optimizer):
-        assert len(texts) == warned
-        if warned:
-            assert texts[0].startswith(f"{optimizer} trains worse behind {codec.split(':')[0]}")
-            assert "gradferry.optim.momentum_mode(optimizer, state)" in texts[0]
+    arguments = {"codec": codec, "feedback": feedback, "optimizer": optimizer, "models": models}
+    for texts in world_of_2.run(case_adam, **arguments):
+        assert len(texts) == warned_about
+        for text in texts:
+            assert text.startswith(f"{optimizer} trains worse behind {codec.split(':')[0]}")
+            assert "gradferry.optim.momentum_mode(optimizer, state)" in text
 
 
-def case_two_models() -> int:
-    """Two watched models, one optimizer each: nothing breaks, each is warned about."""
-    models = [DistributedDataParallel(nn.Linear(40, 40)) for _ in range(3)]
-    for ddp in models:
-        gradferry.attach(ddp, "sign1")
-    steppers = [torch.optim.Adam(ddp.parameters()) for ddp in models]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for ddp, stepper in [*zip(models, steppers, strict=True)] * 2:
-            ddp(torch.ones(2, 40)).sum().backward()
-            stepper.step()
-    return sum("error feedback" in str(w.message) for w in caught)
+# By name: how an optimizer is made, the hook's momentum, and what is said of the optimizer's own.
+MOMENTA: dict[str, tuple[Optimizer, float | None, str | None]] = {
+    "SGD": (lambda p, _: torch.optim.SGD(p, lr=0.01), 0.9, None),
+    "SGD with momentum": (
+        lambda p, _: torch.optim.SGD(p, lr=0.01, momentum=0.8), 0.9, "SGD has momentum=0.8",
+    ),
+    "SGD alone": (lambda p, _: torch.optim.SGD(p, lr=0.01, momentum=0.8), None, None),
+    "AdamW": (lambda p, _: torch.optim.AdamW(p), 0.9, "AdamW has betas[0]=0.9"),
+    "AdamW in momentum mode": (
+        lambda p, state: momentum_mode(torch.optim.AdamW(p), state), 0.9, None,
+    ),
+    "NAdam": (
+        lambda p, _: torch.optim.NAdam(p, betas=(0.8, 0.9)), 0.9, "NAdam has betas[0]=0.8",
+    ),
+    "RMSprop": (
+        lambda p, _: torch.optim.RMSprop(p, momentum=0.5), 0.9, "RMSprop has momentum=0.5",
+    ),
+    "sharded Adam": (
+        lambda p, _: ZeroRedundancyOptimizer(p, optimizer_class=torch.optim.Adam),
+        0.9,
+        "Adam has betas[0]=0.9",
+    ),
+    "OneBitAdam": (lambda p, state: OneBitAdam(p, freeze_step=2, state=state), 0.9, None),
+}  # fmt: skip
 
 
-def test_every_model_is_warned_about_once(world_of_2: World) -> None:
-    assert world_of_2.run(case_two_models) == [3, 3]
+def case_momentum_twice() -> dict[str, list[str]]:
+    found = {}
+    for name, (make, momentum, _) in MOMENTA.items():
+        warmup = 2 if name == "OneBitAdam" else 0
+        ddp, state = linear("q4", momentum=momentum, warmup_steps=warmup)
+        stepper = make(ddp.parameters(), state)
+        with warned() as caught:
+            for _ in range(3):
+                ddp(torch.ones(2, 40)).sum().backward()
+                stepper.step()
+        found[name] = [str(w.message) for w in caught if "twice" in str(w.message)]
+    return found
 
 
-def one_bit_adam(parameters: Any, state: Any) -> Any:
-    return gradferry.optim.OneBitAdam(parameters, freeze_step=2, state=state)
-
-
-def sgd(parameters: Any, state: Any) -> Any:
-    return torch.optim.SGD(parameters, lr=0.01)
-
-
-def sgd_with_momentum(parameters: Any, state: Any) -> Any:
-    return torch.optim.SGD(parameters, lr=0.01, momentum=0.8)
-
-
-def adamw(parameters: Any, state: Any) -> Any:
-    return torch.optim.AdamW(parameters)
-
-
-def adamw_in_momentum_mode(parameters: Any, state: Any) -> Any:
-    return gradferry.optim.momentum_mode(torch.optim.AdamW(parameters), state)
-
-
-def nadam(parameters: Any, state: Any) -> Any:
-    return torch.optim.NAdam(parameters, betas=(0.8, 0.9))
-
-
-def rmsprop_with_momentum(parameters: Any, state: Any) -> Any:
-    return torch.optim.RMSprop(parameters, momentum=0.5)
-
-
-def sharded_adam(parameters: Any, state: Any) -> Any:
-    return ZeroRedundancyOptimizer(parameters, optimizer_class=torch.optim.Adam)
-
-
-def case_momentum_twice(make: Callable[..., Any], momentum: float | None) -> list[str]:
-    ddp = DistributedDataParallel(nn.Linear(40, 40))
-    warmup = 2 if make is one_bit_adam else 0
-    state = gradferry.attach(ddp, "q4", momentum=momentum, warmup_steps=warmup)
-    return warnings_of_steps(ddp, make(ddp.parameters(), state), "twice")
-
-
-@pytest.mark.parametrize(
-    ("make", "momentum", "own"),
-    [
-        (sgd_with_momentum, 0.9, "SGD has momentum=0.8"),
-        (adamw, 0.9, "AdamW has betas[0]=0.9"),
-        (adamw_in_momentum_mode, 0.9, None),
-        (nadam, 0.9, "NAdam has betas[0]=0.8"),
-        (rmsprop_with_momentum, 0.9, "RMSprop has momentum=0.5"),
-        (sharded_adam, 0.9, "Adam has betas[0]=0.9"),
-        (sgd, 0.9, None),
-        (one_bit_adam, 0.9, None),
-        (sgd_with_momentum, None, None),
-    ],
-)
-def test_momentum_on_both_sides_is_warned_about_once(
-    world_of_2: World, make: Callable[..., Any], momentum: float | None, own: str | None
-) -> None:
-    for texts in world_of_2.run(case_momentum_twice, make=make, momentum=momentum):
-        assert len(texts) == (own is not None), texts
-        if own:
-            assert texts[0].startswith(f"{own}, but behind attach(momentum=0.9)")
-            assert "gradferry.optim.momentum_mode(optimizer, state)" in texts[0]
+def test_momentum_on_both_sides_is_warned_about_once(world_of_2: World) -> None:
+    for found in world_of_2.run(case_momentum_twice):
+        for name, (_, _, own) in MOMENTA.items():
+            texts = found[name]
+            assert len(texts) == (own is not None), (name, texts)
+            if own:
+                assert texts[0].startswith(f"{own}, but behind attach(momentum=0.9)")
+                assert "gradferry.optim.momentum_mode(optimizer, state)" in texts[0]
 
 
 class Odd(torch.optim.Optimizer):
@@ -169,8 +144,7 @@ class Passes:
     """A training with a hook that delivers momentum; its methods are ways to take a step."""
 
     def __init__(self, make: Callable[..., Any], **options: Any) -> None:
-        self.ddp = DistributedDataParallel(nn.Linear(40, 40))
-        self.state = gradferry.attach(self.ddp, "q4", momentum=0.8, **options)
+        self.ddp, self.state = linear("q4", momentum=0.8, **options)
         self.optimizer = make(self.ddp.parameters(), lr=0.001)
         self.others = [torch.optim.SGD([p], lr=0.001) for p in self.ddp.parameters()]
         self.steps = 0
@@ -232,52 +206,50 @@ class Passes:
         self.one()
 
 
-def case_passes(
-    step: str, make: Callable[..., Any], options: dict[str, Any]
-) -> list[tuple[str, bool]]:
-    """Warnings of five steps, and whether they name a line of this file."""
-    training = Passes(make, **options)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(5):
-            getattr(training, step)()
-    ours = [w for w in caught if "were synced" in str(w.message)]
-    return [(str(w.message), w.filename == __file__) for w in ours]
-
-
 SCALED = {"grad_scaler": torch.amp.GradScaler("cpu", init_scale=1.0)}
+PASSES: tuple[tuple[str, Optimizer, dict[str, Any], str | None], ...] = (
+    ("one", torch.optim.SGD, {}, None),
+    (
+        "accumulated",
+        torch.optim.SGD,
+        {},
+        "2 backward passes were synced since the last step of SGD",
+    ),
+    ("accumulated_under_no_sync", torch.optim.SGD, {}, None),
+    ("sharpness_aware", torch.optim.SGD, {}, "2 backward passes"),
+    ("dropped", torch.optim.SGD, {}, "2 backward passes"),
+    ("dropped", torch.optim.SGD, SCALED, None),  # it may skip steps
+    ("closure", torch.optim.SGD, {}, None),
+    ("closure", torch.optim.LBFGS, {}, "the last step of LBFGS"),
+    ("several_optimizers", torch.optim.SGD, {}, None),
+    ("loaded_once", torch.optim.SGD, {}, None),
+)
 
 
-@pytest.mark.parametrize(
-    ("step", "make", "options", "warned"),
-    [
-        ("one", torch.optim.SGD, {}, None),
-        ("accumulated", torch.optim.SGD, {}, "2 backward passes were synced since the last step "
-         "of SGD"),
-        ("accumulated_under_no_sync", torch.optim.SGD, {}, None),
-        ("sharpness_aware", torch.optim.SGD, {}, "2 backward passes"),
-        ("dropped", torch.optim.SGD, {}, "2 backward passes"),
-        ("dropped", torch.optim.SGD, SCALED, None),  # it may skip steps
-        ("closure", torch.optim.SGD, {}, None),
-        ("closure", torch.optim.LBFGS, {}, "the last step of LBFGS"),
-        ("several_optimizers", torch.optim.SGD, {}, None),
-        ("loaded_once", torch.optim.SGD, {}, None),
-    ],
-)  # fmt: skip
+def case_passes() -> list[list[tuple[str, bool]]]:
+    """Warnings of five steps of each kind, and whether they name a line of this file."""
+    found = []
+    for step, make, options, _ in PASSES:
+        training = Passes(make, **options)
+        with warned() as caught:
+            for _ in range(5):
+                getattr(training, step)()
+        ours = [w for w in caught if "were synced" in str(w.message)]
+        found.append([(str(w.message), w.filename == __file__) for w in ours])
+    return found
+
+
 def test_several_synced_passes_per_step_in_momentum_mode_are_warned_about_once(
     world_of_2: World,
-    step: str,
-    make: Callable[..., Any],
-    options: dict[str, Any],
-    warned: str | None,
 ) -> None:
-    for found in world_of_2.run(case_passes, step=step, make=make, options=options):
-        assert len(found) == (warned is not None), found
-        for text, at_a_line_of_ours in found:
-            assert warned in text
-            assert "every synced pass moves the momentum on" in text
-            assert "under no_sync()" in text
-            assert at_a_line_of_ours
+    for answer in world_of_2.run(case_passes):
+        for (step, _, _, expected), found in zip(PASSES, answer, strict=True):
+            assert len(found) == (expected is not None), (step, found)
+            for text, at_a_line_of_ours in found:
+                assert expected in text
+                assert "every synced pass moves the momentum on" in text
+                assert "under no_sync()" in text
+                assert at_a_line_of_ours
 
 
 class Words(nn.Module):
@@ -287,25 +259,12 @@ class Words(nn.Module):
         self.encoder = nn.ModuleDict({"embedding": nn.Linear(32, 64, dtype=dtype)})
 
 
-def norm() -> nn.Module:
-    return nn.LayerNorm(4096)
-
-
-def tiny() -> nn.Module:
-    return nn.Linear(8, 8)
-
-
-def doubles() -> nn.Module:
-    return Words(torch.float64)
-
-
 def case_attach_warnings(
     make: Callable[[], nn.Module], codec: str, rules: list[dict[str, Any]], native: bool = True
 ) -> list[tuple[str, bool]]:
     """What attach() warns of, and whether it names the line that attaches."""
     ddp = DistributedDataParallel(make())
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned() as caught:
         if native:
             gradferry.attach(ddp, codec, rules=rules)
         else:
@@ -315,45 +274,51 @@ def case_attach_warnings(
 
 
 @pytest.mark.parametrize(
-    ("rule", "parts"),
+    ("rule", "parts", "native"),
     [
-        ({"name": "*embedding*"}, None),  # as in the README
-        ({"name": "embedding.*"}, None),
-        ({"max_dims": 1}, None),
-        ({"name": "*.embeding.*"}, ("'embedding.weight'", "'encoder.embedding.weight'", "whole")),
-        ({"name": "encoder.embeddings.*"}, ("'encoder.embedding.weight'", "*embedding*")),
-        ({"name": "zzzz"}, ("'zzzz'", "covers the whole name")),
-        ({"name": "embedding.*", "min_dims": 3}, ("none has these dimensions", "'min_dims': 3")),
-        ({"min_size": 10**9}, ("'min_size': 1000000000",)),
+        ({"name": "*embedding*"}, None, True),  # as in the README
+        ({"name": "embedding.*"}, None, False),
+        ({"max_dims": 1}, None, True),
+        (
+            {"name": "*.embeding.*"},
+            ("'embedding.weight'", "'encoder.embedding.weight'", "whole"),
+            True,
+        ),
+        ({"name": "encoder.embeddings.*"}, ("'encoder.embedding.weight'", "*embedding*"), False),
+        ({"name": "zzzz"}, ("'zzzz'", "covers the whole name"), True),
+        (
+            {"name": "embedding.*", "min_dims": 3},
+            ("none has these dimensions", "'min_dims': 3"),
+            False,
+        ),
+        ({"min_size": 10**9}, ("'min_size': 1000000000",), True),
     ],
 )
-@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
 def test_a_rule_without_a_parameter_is_warned_about(
     world_of_2: World, rule: dict[str, Any], parts: tuple[str, ...] | None, native: bool
 ) -> None:
     rules = [{"codec": "q8", **rule}, {"name": "*", "codec": "q4"}]
-    for warned in world_of_2.run(
-        case_attach_warnings, make=Words, codec="q4", rules=rules, native=native
-    ):
-        assert len(warned) == (parts is not None), warned
-        for text, at_the_call in warned:
+    arguments = {"make": Words, "codec": "q4", "rules": rules, "native": native}
+    for warnings in world_of_2.run(case_attach_warnings, **arguments):
+        assert len(warnings) == (parts is not None), warnings
+        for text, at_the_call in warnings:
             assert at_the_call
             assert text.startswith("rules[0]={")
             for part in parts or ():
                 assert part in text, text
 
 
+NORM = functools.partial(nn.LayerNorm, 4096)
+TINY = functools.partial(nn.Linear, 8, 8)
+DOUBLES = functools.partial(Words, torch.float64)
+
+
 @pytest.mark.parametrize(
     ("make", "codec", "rules", "expected"),
     [
-        (doubles, "q4", [], "(3 of float64 or complex)"),
-        (norm, "sign1", [], "(2 of at most 1 dimension)"),
-        (
-            tiny,
-            "auto",
-            [],
-            "(1 of fewer than 1024 elements, 1 of at most 1 dimension)",
-        ),
+        (DOUBLES, "q4", [], "(3 of float64 or complex)"),
+        (NORM, "sign1", [], "(2 of at most 1 dimension)"),
+        (TINY, "auto", [], "(1 of fewer than 1024 elements, 1 of at most 1 dimension)"),
         (
             Words,
             "q4",
@@ -361,24 +326,20 @@ def test_a_rule_without_a_parameter_is_warned_about(
             "(2 by your rules, 1 of at most 1 dimension)",
         ),
         (Words, "q4", [{"codec": "exact"}], None),
-        (norm, "exact", [], None),
-        (norm, "q4", [{"codec": "q4"}], None),
+        (NORM, "exact", [], None),
+        (NORM, "q4", [{"codec": "q4"}], None),
         (Words, "q4", [], None),
     ],
 )
 def test_a_model_that_nothing_compresses_is_warned_about(
-    world_of_2: World,
-    make: Callable[[], nn.Module],
-    codec: str,
-    rules: list[dict[str, Any]],
-    expected: str | None,
+    world_of_2: World, make: Any, codec: str, rules: list[dict[str, Any]], expected: str | None
 ) -> None:
-    for warned in world_of_2.run(case_attach_warnings, make=make, codec=codec, rules=rules):
-        assert len(warned) == (expected is not None), warned
+    for warnings in world_of_2.run(case_attach_warnings, make=make, codec=codec, rules=rules):
+        assert len(warnings) == (expected is not None), warnings
         if expected:
-            assert expected in warned[0][0], warned
-            assert warned[0][1]
+            assert expected in warnings[0][0], warnings
+            assert warnings[0][1]
 
 
 def test_a_world_of_one_compresses_nothing_anyway(worlds: Callable[[int], World]) -> None:
-    assert worlds(1).run(case_attach_warnings, make=norm, codec="q4", rules=[]) == [[]]
+    assert worlds(1).run(case_attach_warnings, make=NORM, codec="q4", rules=[]) == [[]]

@@ -15,13 +15,11 @@ from unittest import mock
 import numpy as np
 import pytest
 import scenario as scenarios
-import torch
 import torch.distributed as dist
 from residual_sums import reference_of
 from scenario import Run, Scenario, Weight, assert_all_bit_equal, assert_bit_equal, hooked
 from stepping import warned
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from world import World, thread_names
 
 WEIGHTS = (Weight("first", (60, 50)), Weight("bias", (50,)))
@@ -144,45 +142,6 @@ def test_copied_model_says_that_it_has_no_hook_and_takes_a_new_one(
             assert "attach again" in text
         assert answer["comm_hooks"] == [[], ""] * 3
         assert answer["buckets"] > 0
-
-
-def case_averaged(scenario: Scenario) -> dict[str, Any]:
-    """A training with moving averages of DDP's module, and of DDP itself."""
-    run = Run(scenario)
-    average = {"multi_avg_fn": get_ema_multi_avg_fn(0.5)}
-    with warned() as caught:
-        averages = [AveragedModel(run.model, **average), AveragedModel(run.ddp, **average)]
-    by_hand: list[torch.Tensor] = []
-    gradients = []
-    for step in range(scenario.steps):
-        gradients.append(run.step(step))
-        now = [p.detach().clone() for p in run.model.parameters()]
-        by_hand = [torch.lerp(old, p, 0.5) for old, p in zip(by_hand or now, now, strict=True)]
-        for averaged in averages:
-            averaged.update_parameters(run.ddp if averaged is averages[1] else run.model)
-    with torch.no_grad():
-        losses = [averaged(run.targets(0)) for averaged in averages]
-    for averaged in averages:
-        averaged.load_state_dict(averaged.state_dict())
-    return {
-        **run.answer(gradients),
-        "said": [str(w.message) for w in caught],
-        "averages": [[p.detach() for p in averaged.parameters()] for averaged in averages],
-        "by_hand": by_hand,
-        "losses": losses,
-    }
-
-
-def test_averages_of_a_model_follow_its_training(world_of_2: World) -> None:
-    scenario = Scenario(WEIGHTS, error_feedback="both")
-    answers = world_of_2.run(case_averaged, scenario=scenario)
-    assert_bit_equal(answers, scenario)
-    for answer in answers:
-        (text,) = answer["said"]  # of the copy of DDP
-        assert "has no communication hook" in text
-        assert answer["losses"][0] == answer["losses"][1]
-        for averaged in answer["averages"]:
-            assert all(map(torch.equal, averaged, answer["by_hand"]))
 
 
 def case_attach_after_destroy(times: int) -> dict:
