@@ -11,9 +11,9 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-import gradferry
 import torch
 import torch.distributed as dist
+from scenario import hooked
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from world import World
@@ -125,11 +125,8 @@ class Model:
         self.ddp = DistributedDataParallel(
             module, bucket_cap_mb=0.005, gradient_as_bucket_view=views
         )
-        if codec is not None and native:
-            gradferry.attach(self.ddp, codec, error_feedback="both")
-        elif codec is not None:
-            state = gradferry.HookState(codec, self.ddp, error_feedback="both")
-            self.ddp.register_comm_hook(state, gradferry.hook)
+        if codec is not None:
+            hooked(self.ddp, codec, native=native, error_feedback="both")
 
     def step(self, way: Way, x: torch.Tensor) -> list[torch.Tensor | None] | str:
         """Gradients after the step, or what `before` raised."""

@@ -47,10 +47,6 @@ def case_momentum(
     return settings(optimizer) == before, seen[0]
 
 
-def rmsprop(parameters: Any, lr: float) -> torch.optim.Optimizer:
-    return torch.optim.RMSprop(parameters, lr=lr)
-
-
 @pytest.mark.parametrize(
     ("make", "codec", "momentum", "rates"),
     [
@@ -60,7 +56,7 @@ def rmsprop(parameters: Any, lr: float) -> torch.optim.Optimizer:
         # Biases travel as they are.
         (torch.optim.AdamW, "topk:ratio=0.1", 0.8, [0.001 * (13 / 45) ** 0.5, 0.001 / 3]),
         (torch.optim.AdamW, "q4", None, [0.001]),
-        (rmsprop, "q4", 0.8, [0.001]),
+        (torch.optim.RMSprop, "q4", 0.8, [0.001]),
     ],
 )
 def test_an_optimizer_with_momentum_of_its_own_gives_it_up(

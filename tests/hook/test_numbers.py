@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import math
 import re
 import time
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -185,29 +183,6 @@ def test_on_step_gets_the_numbers_of_each_step(world_of_2: World, codec: str, na
             if not key.endswith("ratio"):
                 total = sum(row[key] for row in rows)
                 assert total == pytest.approx(stats[key], rel=1e-9), key
-
-
-def case_callbacks_end_with_the_state() -> list[object]:
-    run = Run(SCENARIO)
-    rows: list[Any] = []
-    callbacks = [lambda row: rows.append(row), lambda row: rows.append(row)]
-    for callback in callbacks:
-        run.state.on_step(callback)
-    optimizer = torch.optim.SGD(run.model.parameters(), lr=0.0)
-    run.step(0)
-    optimizer.step()
-    del run
-    gc.collect()
-    optimizer.step()
-    alive = [weakref.ref(callback) for callback in callbacks]
-    callbacks.clear()
-    del callback
-    gc.collect()
-    return [len(rows), *(each() for each in alive)]
-
-
-def test_callbacks_end_with_the_state(world_of_2: World) -> None:
-    assert world_of_2.run(case_callbacks_end_with_the_state) == [[2, None, None]] * 2
 
 
 def case_error(name: str) -> list[tuple[str, str]]:

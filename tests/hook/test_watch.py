@@ -429,16 +429,17 @@ def test_model_that_was_replaced_and_is_kept_raises_no_alarm(world_of_2: World) 
 
 def case_watch_ends_with_the_model(native: bool) -> bool:
     training = Training()
-    if native:
-        hooked(training.ddp, check_every=2)
-    else:
-        gradferry.HookState("q4", training.ddp, check_every=2)
+    state = hooked(training.ddp, native=native, check_every=2)
+    rows: list[Any] = []
+    callback = lambda row: rows.append(row)  # noqa: E731
+    state.on_step(callback)
     training.train(2)
     before = len(after_steps._calls)
-    alive = weakref.ref(training.ddp)
-    del training
+    alive = [weakref.ref(training.ddp), weakref.ref(callback)]
+    del training, state, callback
     gc.collect()
-    return alive() is None and len(after_steps._calls) < before
+    assert len(rows) == 2
+    return [ref() for ref in alive] == [None] * 2 and len(after_steps._calls) < before
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
