@@ -27,9 +27,7 @@ from gradferry.ddp.trial import (
     Trial,
     most_precise,
 )
-from gradferry.ddp.trial import (
-    Outcome as Measured,
-)
+from gradferry.ddp.trial import Outcome as Measured
 from gradferry.errors import ConfigError
 from gradferry.reduction import running
 from outcomes import attempt
@@ -290,10 +288,7 @@ def test_all_ranks_change_the_exchange_at_the_same_step(worlds: Callable[[int], 
         *[("q8", "two-level")] * TRIAL, *[("q8", "flat")] * CUT, *[("off", "flat")] * CUT,
         *[("q4", "two-level")] * 2,
     ]  # fmt: skip
-    for name, found, (begin, end) in (
-        (RHT3, ((0,), (1,), (2,)), (9, 16)),
-        ("q4", FOUND, (16, 23)),
-    ):
+    for name, found, (begin, end) in ((RHT3, ((0,), (1,), (2,)), (9, 16)), ("q4", FOUND, (16, 23))):
         given = dataclasses.replace(scenario, codec=name)
         begun = world.run(case_given, scenario=given, begin=begin, steps=end, found=found)
         for answer, expected in zip(answers, begun, strict=True):

@@ -21,17 +21,7 @@ from reference import widen
 from residual_sums import still_missing
 from scenario import Run, Scenario, Weight
 from stepping import logged, slot
-from test_auto import (
-    AUTO,
-    FOUND,
-    RHT3,
-    TRIAL,
-    case_given,
-    equal,
-    run_on,
-    timed,
-    try_all,
-)
+from test_auto import AUTO, FOUND, RHT3, TRIAL, case_given, equal, run_on, timed, try_all
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from world import World

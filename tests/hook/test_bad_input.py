@@ -64,10 +64,7 @@ BAD_OPTIONS = (
     ({"warmup_steps": 5, "warmup": None}, ("must be a string",)),
     ({"workspace_cap_mb": 0}, ("workspace_cap_mb=0", "such as 96")),
     ({"workspace_cap_mb": "96"}, ("workspace_cap_mb='96'", "number of MiB")),
-    (
-        {"workspace_cap_mb": 0.01},
-        ("more than the 10485 that", "attach with workspace_cap_mb=1,"),
-    ),
+    ({"workspace_cap_mb": 0.01}, ("more than the 10485 that", "attach with workspace_cap_mb=1,")),
     *(
         ({"check_every": every}, ("must be a whole number, 0 or more",))
         for every in (-1, 1.5, True)

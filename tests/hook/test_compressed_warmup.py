@@ -321,8 +321,7 @@ def case_hand_over(codec: str, warmup: str, skipped: tuple[int, ...]) -> list[li
 
 
 @pytest.mark.parametrize(
-    ("codec", "skipped"),
-    rows(("sign1", "topk:ratio=0.05"), ((), (0,), (2,), (2, 3), (3,))),
+    ("codec", "skipped"), rows(("sign1", "topk:ratio=0.05"), ((), (0,), (2,), (2, 3), (3,)))
 )
 def test_momentum_is_handed_over_after_the_change(
     world_of_2: World, codec: str, skipped: tuple[int, ...]

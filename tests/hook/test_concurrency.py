@@ -32,10 +32,7 @@ def case_two_threads(scenarios: list[Scenario]) -> list[dict]:
         for step in range(run.scenario.steps):
             together.wait()
             gradients.append(run.step(step))
-        return {
-            **run.answer(gradients),
-            "steps": run.state.stats()["steps"],
-        }
+        return {**run.answer(gradients), "steps": run.state.stats()["steps"]}
 
     try:
         with ThreadPoolExecutor(len(runs)) as threads:
@@ -206,10 +203,7 @@ def case_state_in_child(scenario: Scenario) -> dict[str, Any]:
         "untouched": same(state.state_dict()),
     }
     gradients += [run.step(step) for step in range(2, scenario.steps)]
-    return {
-        **run.answer(gradients),
-        **answer,
-    }
+    return {**run.answer(gradients), **answer}
 
 
 def test_a_forked_child_has_a_copy_of_the_state_and_the_parent_goes_on(world_of_2: World) -> None:

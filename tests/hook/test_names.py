@@ -1,5 +1,5 @@
-"""Names of parameters, without what torch's wrappers put into them; and of ranks, which are those of
-the world also in a group where they have other ranks.
+"""Names of parameters, without what torch's wrappers put into them; and of ranks, which are those
+of the world also in a group where they have other ranks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What the options of attach() change, and what is kept of an encoding by default; what a process may
-have set: another default dtype or device, inference mode, and TORCH_DISTRIBUTED_DEBUG=DETAIL, in
-which torch wraps every process group.
+"""What the options of attach() change, and what is kept of an encoding by default; what a process
+may have set: another default dtype or device, inference mode, and TORCH_DISTRIBUTED_DEBUG=DETAIL,
+in which torch wraps every process group.
 """
 
 from __future__ import annotations
@@ -138,11 +138,7 @@ def test_hook_that_passes_through_gives_what_plain_ddp_gives(
 
 
 # Looked up on two ranks.
-ROWS = {
-    "all": ([1, 2, 2], [1, 2, 3]),
-    "one rank": ([1, 2, 2], []),
-    "none": ([], []),
-}
+ROWS = {"all": ([1, 2, 2], [1, 2, 3]), "one rank": ([1, 2, 2], []), "none": ([], [])}
 
 
 def case_sparse(native: bool) -> dict[str, dict[str, Any]]:

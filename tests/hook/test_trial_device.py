@@ -22,15 +22,7 @@ from gradferry.core.nodes import Nodes
 from gradferry.ddp import auto
 from gradferry.ddp.state import bound_to
 from gradferry.reduction import start
-from priced_device import (
-    LAYERS,
-    NUM_ELEMENTS,
-    WIDTH,
-    Prices,
-    group_without_cpu,
-    priced,
-    wrapped,
-)
+from priced_device import LAYERS, NUM_ELEMENTS, WIDTH, Prices, group_without_cpu, priced, wrapped
 from scenario import Scenario, Weight
 from test_auto import FOUND, RHT3, TRIAL, case_given, equal, try_all
 from test_auto_residuals import residuals_by_element

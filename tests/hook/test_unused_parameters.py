@@ -139,11 +139,7 @@ def added(old: np.ndarray | None, new: np.ndarray, index: int) -> np.ndarray:
 @pytest.mark.torch_core
 @pytest.mark.parametrize(
     ("codec", "views", "world"),
-    rows(
-        ("q4", "sign1", "topk:ratio=0.05"),
-        (False, True),
-        ((2, True), (3, False), (3, True)),
-    ),
+    rows(("q4", "sign1", "topk:ratio=0.05"), (False, True), ((2, True), (3, False), (3, True))),
 )
 def test_passes_that_use_other_parameters_equal_the_reference(
     worlds: Worlds, codec: str, views: bool, world: tuple[int, bool]

@@ -185,7 +185,7 @@ def case_apart() -> tuple[str | None, int]:
     training.ddp = training.forward = DistributedDataParallel(training.model)
     unfreeze(training.model)
     with texts() as said:
-        hooked(training.ddp, check_every=1)
+        gradferry.attach(training.ddp, "q4", check_every=1)  # warns about this line
     outcome = attempt(lambda: training.train(3))
     return outcome.error and outcome.text, len(said)
 
