@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import gradferry
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from engine_options import engine_options, parameter
+from on_ranks import on_ranks
 from outcomes import Outcome, attempt
 from scenario import ChosenGradients, Run, Scenario, Weight, hooked
 from torch._C._distributed_c10d import Backend
@@ -88,19 +90,12 @@ def test_attach_names_the_wrong_value_and_the_closest_right_one(world_of_2: Worl
             assert part in one.text, (options, one.text)
 
 
-def case_numpy_numbers() -> tuple[float, int, int]:
-    state = gradferry.attach(
-        plain_ddp(),
-        momentum=np.float64(0.9),
-        seed=np.int64(3),
-        rules=[{"min_size": np.int32(8), "codec": "q8"}],
-    )
-    config = state.config
-    return config.momentum, config.seed, config.rules[0].min_size
-
-
-def test_numbers_of_numpy_are_numbers(world_of_2: World) -> None:
-    assert world_of_2.run(case_numpy_numbers) == [(0.9, 3, 8)] * 2
+@on_ranks()
+def test_numbers_of_numpy_are_numbers() -> None:
+    rules = [{"min_size": np.int32(8), "codec": "q8"}]
+    options = {"momentum": np.float64(0.9), "seed": np.int64(3), "rules": rules}
+    config = hooked(plain_ddp(), **options).config
+    assert (config.momentum, config.seed, config.rules[0].min_size) == (0.9, 3, 8)
 
 
 def attach_twice() -> None:
@@ -232,17 +227,15 @@ MISUSES = {
 }  # fmt: skip
 
 
-def case_misused() -> list[Outcome]:
-    return [attempt(misuse) for misuse in MISUSES]
-
-
 @pytest.mark.torch_core
-def test_wrong_use_raises_a_typed_error_with_advice(world_of_2: World) -> None:
-    for outcomes in world_of_2.run(case_misused):
-        for (misuse, (error, *parts)), outcome in zip(MISUSES.items(), outcomes, strict=True):
-            assert outcome.error == error, (misuse, outcome)
-            for part in parts:
-                assert part in outcome.text, (misuse, outcome)
+@pytest.mark.parametrize("misuse", MISUSES)
+@on_ranks()
+def test_wrong_use_raises_a_typed_error_with_advice(misuse: Callable[[], None]) -> None:
+    error, *parts = MISUSES[misuse]
+    outcome = attempt(misuse)
+    assert outcome.error == error, outcome
+    for part in parts:
+        assert part in outcome.text, outcome
 
 
 def case_use_after_destroy(native: bool) -> Outcome:

@@ -17,6 +17,7 @@ from gradferry import checkpoint
 from gradferry.integrations import checkpoints
 from gradferry.integrations.models import Metrics, find_ddp
 from gradferry.integrations.momentum import take_momentum
+from on_ranks import on_ranks
 from outcomes import Outcome, attempt
 from stepping import settings, settings_of_steps
 from torch import nn
@@ -32,21 +33,6 @@ def attached(codec: str = "q4", momentum: float | None = 0.8) -> tuple[nn.Module
     return ddp, gradferry.attach(ddp, codec, momentum=momentum)
 
 
-def case_momentum(
-    make: Callable[..., torch.optim.Optimizer], codec: str, momentum: float | None
-) -> tuple[bool, list[dict[str, Any]]]:
-    """Whether the optimizer keeps its settings, and those of its next step."""
-    ddp, state = attached(codec, momentum)
-    optimizer = make(ddp.parameters(), lr=0.01)
-    lr_scheduler.CyclicLR(optimizer, 0.001, 0.01, cycle_momentum=False)
-    before = settings(optimizer)
-    take_momentum(optimizer, state)
-    take_momentum(optimizer, state)  # as a second training
-    seen = settings_of_steps(optimizer)
-    optimizer.step()
-    return settings(optimizer) == before, seen[0]
-
-
 @pytest.mark.parametrize(
     ("make", "codec", "momentum", "rates"),
     [
@@ -59,19 +45,25 @@ def case_momentum(
         (torch.optim.RMSprop, "q4", 0.8, [0.001]),
     ],
 )
+@on_ranks()
 def test_an_optimizer_with_momentum_of_its_own_gives_it_up(
-    world_of_2: World,
-    make: Callable[..., torch.optim.Optimizer],
-    codec: str,
-    momentum: float | None,
-    rates: list[float],
+    make: Callable[..., Any], codec: str, momentum: float | None, rates: list[float]
 ) -> None:
-    for kept, groups in world_of_2.run(case_momentum, make=make, codec=codec, momentum=momentum):
-        assert kept
-        assert [group["lr"] for group in groups] == pytest.approx(rates, rel=1e-14)
+    """It keeps its settings, and steps with others."""
+    ddp, state = attached(codec, momentum)
+    optimizer = make(ddp.parameters(), lr=0.01)
+    lr_scheduler.CyclicLR(optimizer, 0.001, 0.01, cycle_momentum=False)
+    before = settings(optimizer)
+    take_momentum(optimizer, state)
+    take_momentum(optimizer, state)  # as a second training
+    seen = settings_of_steps(optimizer)
+    optimizer.step()
+    assert settings(optimizer) == before
+    assert [group["lr"] for group in seen[0]] == pytest.approx(rates, rel=1e-14)
 
 
-def case_metrics() -> list[dict[str, float]]:
+@on_ranks()
+def test_metrics_are_means_since_they_were_taken() -> None:
     ddp, state = attached(momentum=None)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     metrics, rows = Metrics(state), []
@@ -79,15 +71,11 @@ def case_metrics() -> list[dict[str, float]]:
     for _ in range(3):
         ddp(torch.randn(4, 64)).sum().backward()
         optimizer.step()
-    taken = [metrics.take(), metrics.take()]
-    return [*taken, {"bytes": rows[1]["wire_bytes"], "ms": sum(r["exposed_ms"] for r in rows) / 3}]
-
-
-def test_metrics_are_means_since_they_were_taken(world_of_2: World) -> None:
-    for means, nothing, expected in world_of_2.run(case_metrics):
-        assert means["gradferry/wire_bytes"] == expected["bytes"] > 0
-        assert means["gradferry/exposed_ms"] == pytest.approx(expected["ms"], rel=1e-12)
-        assert nothing == {}
+    means = metrics.take()
+    assert means["gradferry/wire_bytes"] == rows[1]["wire_bytes"] > 0
+    exposed = sum(row["exposed_ms"] for row in rows) / 3
+    assert means["gradferry/exposed_ms"] == pytest.approx(exposed, rel=1e-12)
+    assert metrics.take() == {}
 
 
 def case_checkpoint(folder: str, on_resize: str, save: bool) -> Outcome:
@@ -185,7 +173,8 @@ def test_gathered_states_are_those_of_all_ranks(world_of_3: World) -> None:
     assert world_of_3.run(case_gather) == [(True, True)] * 3
 
 
-def case_alone() -> list[Outcome]:
+@on_ranks(1)
+def test_model_without_ddp_is_an_error_or_a_warning() -> None:
     model = nn.Linear(4, 4)
     with pytest.warns(UserWarning, match="the host trains with a single process"):
         assert find_ddp(model, "the host", 1, None) is None
@@ -193,17 +182,10 @@ def case_alone() -> list[Outcome]:
     compiled = nn.Module()
     compiled._orig_mod = ddp  # as torch.compile names it
     assert find_ddp(compiled, "the host", 1, None) is ddp
-    return [
-        attempt(lambda: find_ddp(model, "the host", 1, 0.9)),
-        attempt(lambda: find_ddp(model, "the host", 2, None)),
-    ]
-
-
-def test_model_without_ddp_is_an_error_or_a_warning(worlds: Worlds) -> None:
-    ((momentum, several),) = worlds(1).run(case_alone)
-    assert momentum.error == several.error == "ConfigError"
-    assert "momentum=0.9 is for a hook" in momentum.text
-    assert "the host trains with Linear" in several.text
+    with pytest.raises(gradferry.ConfigError, match=r"momentum=0\.9 is for a hook"):
+        find_ddp(model, "the host", 1, 0.9)
+    with pytest.raises(gradferry.ConfigError, match="the host trains with Linear"):
+        find_ddp(model, "the host", 2, None)
 
 
 @pytest.mark.parametrize(

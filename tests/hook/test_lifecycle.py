@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import scenario as scenarios
 import torch.distributed as dist
+from on_ranks import on_ranks
 from residual_sums import reference_of
 from scenario import Run, Scenario, Weight, assert_all_bit_equal, assert_bit_equal, hooked
 from stepping import warned
@@ -33,14 +34,17 @@ def open_files() -> int:
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
-def case_attach_again(times: int, native: bool) -> list[tuple[int, int, int, int]]:
-    """In and after every life of a model: engine threads of its own; after it open files, and what
-    the garbage collector knows of.
+@pytest.mark.torch_core
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+@on_ranks()
+def test_six_lives_in_one_process_leave_nothing_behind(native: bool) -> None:
+    """Engine threads of its own are those of a model's life; open files, and what the garbage
+    collector knows of, stay as they are.
     """
     gc.collect()
     before = engine_threads()  # of models that other tests have left behind
     counts = []
-    for seed in range(times):
+    for seed in range(6):
         run = Run(Scenario(WEIGHTS, native=native, seed=seed))
         run.step(0)
         run.step(1)
@@ -54,18 +58,11 @@ def case_attach_again(times: int, native: bool) -> list[tuple[int, int, int, int
         gc.collect()
         objects = len(gc.get_objects())
         counts.append((threads, engine_threads() - before, open_files(), objects))
-    return counts
-
-
-@pytest.mark.torch_core
-@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
-def test_six_lives_in_one_process_leave_nothing_behind(world_of_2: World, native: bool) -> None:
-    for counts in world_of_2.run(case_attach_again, times=6, native=native):
-        assert [c[:2] for c in counts] == [(1, 0)] * 6
-        assert len({c[2] for c in counts[1:]}) == 1, counts
-        # What a life leaves behind, every life does; others fill a cache now and then.
-        grown = [after[3] - before[3] for before, after in itertools.pairwise(counts)]
-        assert min(grown) <= 0, counts
+    assert [c[:2] for c in counts] == [(1, 0)] * 6
+    assert len({c[2] for c in counts[1:]}) == 1, counts
+    # What a life leaves behind, every life does; others fill a cache now and then.
+    grown = [after[3] - before[3] for before, after in itertools.pairwise(counts)]
+    assert min(grown) <= 0, counts
 
 
 def run_steps(runs: list[Run]) -> list[dict]:
@@ -109,39 +106,24 @@ def test_overlapping_groups_each_get_their_own_average(world_of_3: World) -> Non
     assert_bit_equal([answers[1]["r"], answers[2]["r"]], right)
 
 
-def case_copied(native: bool) -> dict[str, Any]:
-    """What is said of every kind of copy, and whether it can be attached to."""
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+@on_ranks()
+def test_copied_model_says_that_it_has_no_hook_and_takes_a_new_one(native: bool) -> None:
     run = Run(Scenario(WEIGHTS, native=native))
-    kinds = {
-        "copy": copy.copy,
-        "deepcopy": copy.deepcopy,
-        "pickle": lambda ddp: pickle.loads(pickle.dumps(ddp)),
-    }
-    said, comm_hooks = {}, []
-    for kind, make in kinds.items():
+    for make in (copy.copy, copy.deepcopy, lambda ddp: pickle.loads(pickle.dumps(ddp))):
         with warned() as caught:
             copied = make(run.ddp)
             again = copy.deepcopy(copied)  # has no hook to lose
-        said[kind] = [str(w.message) for w in caught]
-        comm_hooks += [copied._comm_hooks, again._get_ddp_logging_data().get("comm_hook", "")]
+        (text,) = [str(w.message) for w in caught]
+        assert "has no communication hook" in text
+        assert "attach again" in text
+        assert copied._comm_hooks == []
+        assert again._get_ddp_logging_data().get("comm_hook", "") == ""
         state = hooked(copied)
         copied(run.targets(0)).backward()
         assert state.stats()["buckets"] > 0
     run.step(0)
-    return {"said": said, "comm_hooks": comm_hooks, "buckets": run.state.stats()["buckets"]}
-
-
-@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
-def test_copied_model_says_that_it_has_no_hook_and_takes_a_new_one(
-    world_of_2: World, native: bool
-) -> None:
-    for answer in world_of_2.run(case_copied, native=native):
-        for texts in answer["said"].values():
-            (text,) = texts
-            assert "has no communication hook" in text
-            assert "attach again" in text
-        assert answer["comm_hooks"] == [[], ""] * 3
-        assert answer["buckets"] > 0
+    assert run.state.stats()["buckets"] > 0
 
 
 def case_attach_after_destroy(times: int) -> dict:
@@ -181,8 +163,10 @@ def anonymous_bytes() -> int:
     return 1024 * int(status.split("RssAnon:")[1].split()[0])
 
 
-def case_grow(native: bool) -> tuple[list[int], list[int]]:
-    """Bytes gained in each window of steps, and the engine's allocations after every step."""
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+@on_ranks()
+def test_no_growth_over_100_steps(native: bool) -> None:
+    """Neither in bytes, by windows of steps, nor in the engine's allocations."""
     run = Run(Scenario(GROWN, native=native, ddp={"bucket_cap_mb": 0.1}))
     allocations, sizes = [], []
     for step in range(WARM_UP + WINDOW * WINDOWS + 1):
@@ -191,16 +175,11 @@ def case_grow(native: bool) -> tuple[list[int], list[int]]:
             sizes.append(anonymous_bytes())
         run.step(step)
         allocations.append(run.state.stats()["workspace_allocations"])
-    return [after - before for before, after in itertools.pairwise(sizes)], allocations
-
-
-@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
-def test_no_growth_over_100_steps(world_of_2: World, native: bool) -> None:
-    for growth, allocations in world_of_2.run(case_grow, native=native):
-        assert len(set(allocations[3:])) == 1
-        # What leaks does so in every window; the allocator, filling up one arena per thread, does
-        # not. Least to leak with every step: the smaller weight's q4 payload of 16 kB, or half.
-        assert min(growth) < WINDOW * 16_000 / 2, growth
+    growth = [after - before for before, after in itertools.pairwise(sizes)]
+    assert len(set(allocations[3:])) == 1
+    # What leaks does so in every window; the allocator, filling up one arena per thread, does
+    # not. Least to leak with every step: the smaller weight's q4 payload of 16 kB, or half.
+    assert min(growth) < WINDOW * 16_000 / 2, growth
 
 
 LATE_WEIGHTS = (

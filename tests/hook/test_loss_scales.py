@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from outcomes import Outcome, attempt
 from scenario import hooked, placed
 from sharding import Sharding
@@ -210,40 +211,36 @@ def test_devices_report_scales_that_differ_two_steps_later(
 # --- a scaler that nobody updates -----------------------------------------------------------------
 
 
-def case_not_updated(device: str) -> dict[str, list[str]]:
-    """Warnings of five steps, by what the training does."""
-    place, group = placed(device)
-    said = {}
-    for how in ("other scaler", "two optimizers", "no scaler", "hook is gone"):
-        known = torch.amp.GradScaler(place.type, init_scale=8.0)
-        used = torch.amp.GradScaler(place.type, init_scale=8.0) if how == "other scaler" else known
-        model = nn.Linear(40, 40).to(place)
-        if how == "hook is gone":
-            first = DistributedDataParallel(model, process_group=group)
-            hooked(first, grad_scaler=torch.amp.GradScaler(place.type))
-            del first
-        ddp = DistributedDataParallel(model, process_group=group)
-        hooked(ddp, grad_scaler=None if how == "no scaler" else known)
-        optimizers = [torch.optim.SGD([p], lr=0.0) for p in ddp.parameters()]
-        with warned() as caught:
-            for _ in range(5):
-                used.scale(ddp(torch.ones(2, 40, device=place)).mean()).backward()
-                for optimizer in optimizers:
-                    optimizer.step()
-                used.update(8.0)
-        ours = [w for w in caught if issubclass(w.category, gradferry.GradferryWarning)]
-        said[how] = [f"{w.filename}: {w.message}" for w in ours]
-    return said
+NOT_UPDATED = {"other scaler": 1, "two optimizers": 0, "no scaler": 0, "hook is gone": 0}
 
 
 @pytest.mark.parametrize("device", ["cpu", "streamed"])
-def test_a_scaler_that_is_never_updated_warns_once(
-    worlds_on: Callable[[str], Worlds], device: str
-) -> None:
-    for said in worlds_on(device)(2).run(case_not_updated, device=device):
-        assert said["two optimizers"] == said["no scaler"] == said["hook is gone"] == []
-        (text,) = said["other scaler"]
-        assert text.startswith(f"{__file__}: SGD has stepped 3 times without an update() of the")
+@pytest.mark.parametrize("how", NOT_UPDATED)
+@on_ranks()
+def test_a_scaler_that_is_never_updated_warns_once(how: str, device: str) -> None:
+    place, group = placed(device)
+    known = torch.amp.GradScaler(place.type, init_scale=8.0)
+    used = torch.amp.GradScaler(place.type, init_scale=8.0) if how == "other scaler" else known
+    model = nn.Linear(40, 40).to(place)
+    if how == "hook is gone":
+        first = DistributedDataParallel(model, process_group=group)
+        hooked(first, grad_scaler=torch.amp.GradScaler(place.type))
+        del first
+    ddp = DistributedDataParallel(model, process_group=group)
+    hooked(ddp, grad_scaler=None if how == "no scaler" else known)
+    optimizers = [torch.optim.SGD([p], lr=0.0) for p in ddp.parameters()]
+    with warned() as caught:
+        for _ in range(5):
+            used.scale(ddp(torch.ones(2, 40, device=place)).mean()).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            used.update(8.0)
+    ours = [w for w in caught if issubclass(w.category, gradferry.GradferryWarning)]
+    assert len(ours) == NOT_UPDATED[how]
+    for warning in ours:
+        assert warning.filename == __file__
+        told = "SGD has stepped 3 times without an update() of the"
+        assert str(warning.message).startswith(told)
 
 
 # --- what exact_skip takes back -------------------------------------------------------------------
@@ -310,28 +307,21 @@ class Adversaries:
         return missing
 
 
-def case_adversaries(device: str) -> tuple[float, list[float]]:
-    """What is lost of all that was given, relative to it; and the scales."""
+@pytest.mark.parametrize("device", ["cpu", "streamed", "staged"])
+@on_ranks()
+def test_residuals_never_go_back_behind_a_step_that_was_applied(device: str) -> None:
     both = Adversaries(device)
     scales = []
     for number in range(8):
         both.step(number, overflows=number in (3, 6))
         scales.append(both.scaler.get_scale())
+    assert scales == [8.0] * 3 + [4.0] * 3 + [2.0] * 2  # the overflows were seen
     given = both.given / dist.get_world_size()
     dist.all_reduce(given)
     lost = given - both.came - both.withheld()
-    return float(lost.norm() / given.norm()), scales
-
-
-@pytest.mark.parametrize("device", ["cpu", "streamed", "staged"])
-def test_residuals_never_go_back_behind_a_step_that_was_applied(
-    worlds_on: Callable[[str], Worlds], device: str
-) -> None:
-    for lost, scales in worlds_on(device)(2).run(case_adversaries, device=device):
-        assert scales == [8.0] * 3 + [4.0] * 3 + [2.0] * 2  # the overflows were seen
-        # 14 passes; each rounds a residual, the owner's mean and the sum a few times in fp32, to
-        # 2^-24 of numbers that error feedback of one bit lets grow to some 2^5 gradients.
-        assert lost < 14 * 8 * 2.0**-24 * 2**5
+    # 14 passes; each rounds a residual, the owner's mean and the sum a few times in fp32, to
+    # 2^-24 of numbers that error feedback of one bit lets grow to some 2^5 gradients.
+    assert lost.norm() / given.norm() < 14 * 8 * 2.0**-24 * 2**5
 
 
 class Pair(nn.ParameterList):
@@ -367,10 +357,13 @@ class Halved:
         return bits(slot(self.state)["worker"].clone().chunk(2))
 
 
-def case_halves(bad: int | None, device: str) -> tuple[list[bool], Outcome | None]:
-    """Whether the residuals of a step's parameters are those from before it, after the next step
-    began; and what skip_step() after the optimizers did.
-    """
+@pytest.mark.parametrize("bad", [None, 0, 1])
+@pytest.mark.parametrize("device", ["cpu", "streamed"])
+@on_ranks()
+def test_the_first_optimizer_that_steps_ends_what_can_be_taken_back(
+    device: str, bad: int | None
+) -> None:
+    """Residuals of neither parameter are those from before a step, after the next step began."""
     halved = Halved(device)
     halved.backward(0)
     for optimizer in halved.optimizers:
@@ -380,27 +373,18 @@ def case_halves(bad: int | None, device: str) -> tuple[list[bool], Outcome | Non
     halved.backward(1, bad)
     for optimizer in halved.optimizers:
         halved.scaler.step(optimizer)
-    outcome = attempt(halved.state.skip_step) if bad is None else None
+    if bad is None:
+        outcome = attempt(halved.state.skip_step)
+        assert outcome.error == "StateError"
+        assert "an optimizer has applied the gradients of the last step" in outcome.text
     halved.scaler.update(8.0)
     kept = [now == was for now, was in zip(halved.residuals(), before, strict=True)]
-    return kept, outcome
+    assert kept == [False, False]
 
 
-@pytest.mark.parametrize("device", ["cpu", "streamed"])
-def test_the_first_optimizer_that_steps_ends_what_can_be_taken_back(
-    worlds_on: Callable[[str], Worlds], device: str
-) -> None:
-    for bad in (None, 0, 1):
-        for kept, outcome in worlds_on(device)(2).run(case_halves, bad=bad, device=device):
-            assert kept == [False, False]
-            if bad is None:
-                assert outcome.error == "StateError"
-                assert "an optimizer has applied the gradients of the last step" in outcome.text
-
-
-def case_fused_skips() -> list[list[bool]]:
-    """As case_halves with fused optimizers, which a GradScaler calls always: all skip, or none."""
-    kept = []
+@on_ranks()
+def test_a_fused_optimizer_that_skips_has_applied_nothing() -> None:
+    """A GradScaler calls fused optimizers always: all skip, or none."""
     for bad in (None, 0):
         halved = Halved("cpu")
         optimizer = torch.optim.SGD(halved.model, lr=0.5, fused=True)
@@ -417,13 +401,8 @@ def case_fused_skips() -> list[list[bool]]:
         halved.backward(2)
         halved.state.skip_step()
         after = halved.residuals()
-        kept.append([now == was for now, was in zip(after, before, strict=True)])
-    return kept
-
-
-def test_a_fused_optimizer_that_skips_has_applied_nothing(world_of_2: World) -> None:
-    for kept in world_of_2.run(case_fused_skips):
-        assert kept == [[False, False], [True, True]]
+        kept = [now == was for now, was in zip(after, before, strict=True)]
+        assert kept == [bad is not None] * 2
 
 
 @pytest.mark.parametrize("scaled", [False, True])

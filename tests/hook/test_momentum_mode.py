@@ -14,7 +14,8 @@ import pytest
 import torch
 from gradferry.reduction.momentum import DeliveredMomentum
 from momentum_training import FACTOR, MOMENTUM, SETTINGS, STEPS, WEIGHTS, attached, gradient
-from outcomes import Outcome, attempt
+from on_ranks import on_ranks
+from outcomes import attempt
 from scenario import ChosenGradients, Scenario, hooked
 from stepping import bits, logged, settings, settings_of_steps
 from torch import nn
@@ -23,18 +24,6 @@ from torch.optim import lr_scheduler
 from world import World
 
 Worlds = Callable[[int], World]
-
-
-def case_groups(make: str, given: dict[str, Any]) -> tuple[list[dict[str, Any]], bool, list[str]]:
-    """The settings of a step, whether those in the optimizer are as before, and what was logged."""
-    model, _, state = attached()
-    optimizer = getattr(torch.optim, make)(model.parameters(), **given)
-    before = settings(optimizer)
-    with logged() as said:
-        assert gradferry.optim.momentum_mode(optimizer, state) is optimizer
-    seen = settings_of_steps(optimizer)
-    optimizer.step()
-    return seen[0], settings(optimizer) == before, said
 
 
 @pytest.mark.torch_core
@@ -62,52 +51,53 @@ def case_groups(make: str, given: dict[str, Any]) -> tuple[list[dict[str, Any]],
         ),
     ],
 )
+@on_ranks(1)
 def test_settings_are_those_for_momentum(
-    worlds: Worlds, make: str, given: dict[str, Any], expected: dict[str, Any]
+    make: str, given: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    (((group,), kept, said),) = worlds(1).run(case_groups, make=make, given=given)
+    """The settings of a step; those in the optimizer stay, and what changes is logged."""
+    model, _, state = attached()
+    optimizer = getattr(torch.optim, make)(model.parameters(), **given)
+    before = settings(optimizer)
+    with logged() as said:
+        assert gradferry.optim.momentum_mode(optimizer, state) is optimizer
+    seen = settings_of_steps(optimizer)
+    optimizer.step()
+    ((group,),) = seen
     for key, value in expected.items():
         # A handful of roundings of fp64, and nothing else, lie between both.
         assert group[key] == pytest.approx(value, rel=1e-14), key
-    assert kept
+    assert settings(optimizer) == before
     rates = group["lr"], given.get("lr", 1e-3)
     assert said == [
         "gradients arrive as momentum: steps have lr=[{}] instead of lr=[{}]".format(*rates)
     ]
 
 
-def case_adamw() -> list[list[np.ndarray]]:
+@pytest.mark.torch_core
+@on_ranks(1)
+def test_a_training_is_that_of_averages_over_their_own_deviation() -> None:
+    # A world of one sends nothing, so the momentum is exact.
     model, ddp, state = attached()
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False, **SETTINGS)
     gradferry.optim.momentum_mode(optimizer, state)
-    seen = []
+    rate, beta2 = 0.01 * FACTOR, 0.95
+    parameters = [p.detach().reshape(-1).clone() for p in model.parameters()]
+    averages = [np.float32(0) for _ in parameters]
+    squares = [torch.zeros_like(p) for p in parameters]
     for step in range(STEPS):
         optimizer.zero_grad()
         ddp({w.name: w.from_flat(gradient(step, i)) for i, w in enumerate(WEIGHTS)}).backward()
         optimizer.step()
-        seen.append([p.detach().reshape(-1).numpy().copy() for p in model.parameters()])
-    return seen
-
-
-@pytest.mark.torch_core
-def test_a_training_is_that_of_averages_over_their_own_deviation(worlds: Worlds) -> None:
-    # A world of one sends nothing, so the momentum is exact.
-    (seen,) = worlds(1).run(case_adamw)
-    rate, beta2 = 0.01 * FACTOR, 0.95
-    parameters = [
-        p.detach().reshape(-1).clone() for p in ChosenGradients(Scenario(WEIGHTS)).parameters()
-    ]
-    for index, p in enumerate(parameters):
-        average, square = np.float32(0), torch.zeros_like(p)
-        for step in range(STEPS):
+        for index, (p, square) in enumerate(zip(parameters, squares, strict=True)):
             new = np.float32(1 - MOMENTUM) * gradient(step, index)
-            average = new + average * np.float32(MOMENTUM)
-            a = torch.from_numpy(average)
+            averages[index] = new + averages[index] * np.float32(MOMENTUM)
+            a = torch.from_numpy(averages[index])
             square.mul_(beta2).addcmul_(a, a, value=1 - beta2)
             deviation = (square.sqrt() / (1 - beta2 ** (step + 1)) ** 0.5).add_(1e-8)
             p.mul_(1 - rate * (0.1 / FACTOR))
             p.addcdiv_(a, deviation, value=-rate)
-            assert p.numpy().tobytes() == seen[step][index].tobytes(), step
+        assert bits(parameters) == bits(model.parameters()), step
 
 
 def case_top_k() -> list[tuple[list[str], float, float]]:
@@ -148,14 +138,6 @@ def test_parameters_that_arrive_with_less_momentum_step_at_a_rate_of_their_own(
     assert frozen == (["frozen"], 1.0, 0.1)
 
 
-def case_refused(
-    prepare: Callable[[Any, Any], Any], momentum: float | None, warmup_steps: int
-) -> Outcome:
-    model, _, state = attached(momentum, warmup_steps)
-    optimizer = prepare(model, state)
-    return attempt(lambda: gradferry.optim.momentum_mode(optimizer, state))
-
-
 def adamw(model: nn.Module, state: Any) -> Any:
     return torch.optim.AdamW(model.parameters())
 
@@ -185,32 +167,26 @@ def sgd(model: nn.Module, state: Any) -> Any:
         (adamw, 0.8, 7, None),
     ],
 )  # fmt: skip
+@on_ranks(1)
 def test_what_cannot_be_set_up_is_refused(
-    worlds: Worlds,
-    prepare: Callable[[Any, Any], Any],
-    momentum: float | None,
-    warmup_steps: int,
-    text: str | None,
+    prepare: Callable[[Any, Any], Any], momentum: float | None, warmup_steps: int, text: str | None
 ) -> None:
-    (outcome,) = worlds(1).run(
-        case_refused, prepare=prepare, momentum=momentum, warmup_steps=warmup_steps
-    )
+    model, _, state = attached(momentum, warmup_steps)
+    optimizer = prepare(model, state)
+    outcome = attempt(lambda: gradferry.optim.momentum_mode(optimizer, state))
     assert outcome.error == (text and "ConfigError")
     assert (text or "") in outcome.text
 
 
-def case_passes_through() -> tuple[float, float]:
+@on_ranks(1)
+def test_gradients_that_pass_through_keep_their_optimizer() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRADFERRY_DISABLE", "1")
         model, _, state = attached()
     optimizer = gradferry.optim.momentum_mode(adamw(model, state), state)
     seen = settings_of_steps(optimizer)
     optimizer.step()
-    return seen[0][0]["lr"], seen[0][0]["betas"][0]
-
-
-def test_gradients_that_pass_through_keep_their_optimizer(worlds: Worlds) -> None:
-    assert worlds(1).run(case_passes_through) == [(1e-3, 0.9)]
+    assert (seen[0][0]["lr"], seen[0][0]["betas"][0]) == (1e-3, 0.9)
 
 
 def one_cycle(optimizer: torch.optim.Optimizer) -> Any:
@@ -236,8 +212,13 @@ class ByHand:
             group["lr"] = 0.1 if group["lr"] == 0.01 else 0.01
 
 
-def case_scheduled(make: str, schedule: Callable[[Any], Any], early: bool) -> list[Any]:
-    """For every step the settings that the user sees, and those it was made with."""
+@pytest.mark.parametrize("schedule", [one_cycle, cyclic, cosine, ByHand])
+@pytest.mark.parametrize("make", ["AdamW", "SGD"])
+@pytest.mark.parametrize("early", [False, True], ids=["late", "early"])
+@on_ranks(1)
+def test_rates_of_schedules_and_of_later_groups_are_converted_at_every_step(
+    make: str, schedule: Callable[[Any], Any], early: bool
+) -> None:
     model, ddp, state = attached()
     first, bias = model.parameters()
     options = {"momentum": 0.75} if make == "SGD" else {"weight_decay": 0.1}
@@ -257,20 +238,10 @@ def case_scheduled(make: str, schedule: Callable[[Any], Any], early: bool) -> li
             optimizer.step()
             if step < 2 or schedule is ByHand:  # torch's know the groups they began with
                 planned.step()
-    return list(zip(shown, seen, strict=True))
-
-
-@pytest.mark.parametrize("schedule", [one_cycle, cyclic, cosine, ByHand])
-@pytest.mark.parametrize("make", ["AdamW", "SGD"])
-@pytest.mark.parametrize("early", [False, True], ids=["late", "early"])
-def test_rates_of_schedules_and_of_later_groups_are_converted_at_every_step(
-    worlds: Worlds, make: str, schedule: Callable[[Any], Any], early: bool
-) -> None:
-    (pairs,) = worlds(1).run(case_scheduled, make=make, schedule=schedule, early=early)
-    assert [len(shown) for shown, _ in pairs] == [1, 1, *[2] * (STEPS - 2)]
-    assert len({shown[0]["lr"] for shown, _ in pairs}) > 1
-    for shown, stepped in pairs:
-        for mine, used in zip(shown, stepped, strict=True):
+    assert [len(groups) for groups in shown] == [1, 1, *[2] * (STEPS - 2)]
+    assert len({groups[0]["lr"] for groups in shown}) > 1
+    for given, stepped in zip(shown, seen, strict=True):
+        for mine, used in zip(given, stepped, strict=True):
             if make == "SGD":
                 assert mine["momentum"] > 0.7
                 assert used["momentum"] == 0

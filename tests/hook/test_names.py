@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from gradferry.core import engine
 from gradferry.core.names import plain_name
+from on_ranks import on_ranks
 from outcomes import Outcome, attempt
 from sharding import Sharding
 from stepping import flip_last_bit
@@ -123,11 +124,8 @@ class FabricModule(nn.Module):
         return self._forward_module(*args)
 
 
-def note_names(make: Callable[[], Any], names: list[str]) -> None:
-    names.extend(p.name for p in make().parameters)
-
-
-def case_wrapped_again() -> list[Any]:
+@on_ranks()
+def test_attach_finds_the_model_that_a_wrapper_holds() -> None:
     model = nn.Linear(64, 64)
 
     def ddp() -> DistributedDataParallel:
@@ -144,26 +142,16 @@ def case_wrapped_again() -> list[Any]:
         lambda: gradferry.attach(FabricModule(compiled(ddp()), model), "q4"),
         lambda: gradferry.HookState("q4", compiled(ddp())),
         lambda: bind(FabricModule(ddp(), model)),
-        lambda: gradferry.attach(compiled(model), "q4"),
     ]
-    seen = []
     for make in makers:
-        names: list[str] = []
-        seen.append((attempt(functools.partial(note_names, make, names)), names))
+        assert [p.name for p in make().parameters] == ["weight", "bias"]
+    refused = attempt(lambda: gradferry.attach(compiled(model), "q4"))
+    assert refused.error == "ConfigError"
+    assert "must be a DistributedDataParallel, not Linear" in refused.text
     fabric = FabricModule(ddp(), model)
     state = gradferry.attach(fabric, "q4")
     fabric(torch.ones(2, 64)).sum().backward()
-    return [*seen, state.stats()["steps"]]
-
-
-def test_attach_finds_the_model_that_a_wrapper_holds(world_of_2: World) -> None:
-    for *wrapped, (refused, _), steps in world_of_2.run(case_wrapped_again):
-        assert [(outcome.error, names) for outcome, names in wrapped] == [
-            (None, ["weight", "bias"])
-        ] * 5
-        assert refused.error == "ConfigError"
-        assert "must be a DistributedDataParallel, not Linear" in refused.text
-        assert steps == 1
+    assert state.stats()["steps"] == 1
 
 
 def case_sharded(wrapped: bool) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradferry.ddp.state import bound_to
+from on_ranks import on_ranks
 from outcomes import attempt
 from scenario import Run, Scenario, Weight, hooked
 from torch import nn
@@ -142,7 +143,11 @@ class Sparse(nn.Module):
         return self.linear(self.embedding(ids)).sum()
 
 
-def case_on_step(codec: str, native: bool) -> dict[str, Any]:
+@pytest.mark.torch_core
+@pytest.mark.parametrize("codec", ["q4", "off"])
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+@on_ranks()
+def test_on_step_gets_the_numbers_of_each_step(codec: str, native: bool) -> None:
     ddp = DistributedDataParallel(Sparse())
     state = hooked(ddp, codec, native=native)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
@@ -160,29 +165,20 @@ def case_on_step(codec: str, native: bool) -> dict[str, Any]:
     handle.remove()
     ddp(torch.tensor([1, 2])).backward()
     optimizer.step()
-    return {"rows": rows, "stats": stats}
-
-
-@pytest.mark.torch_core
-@pytest.mark.parametrize("codec", ["q4", "off"])
-@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
-def test_on_step_gets_the_numbers_of_each_step(world_of_2: World, codec: str, native: bool) -> None:
-    for answer in world_of_2.run(case_on_step, codec=codec, native=native):
-        rows, stats = answer["rows"], answer["stats"]
-        assert [row["step"] for row in rows] == [0, 1, 2]
-        assert stats["steps"] == 3  # passes under no_sync() are none
-        for row in rows:
-            assert set(row) == STEP_KEYS
-            # The sparse embedding is a bucket of its own, which passes through.
-            assert row["fallbacks"] == (1 if codec == "q4" else 2)
-            assert row["buckets"] == (1 if codec == "q4" else 0)
-            # The ring of two ranks sends as many bytes as the gradients have.
-            sent = row["wire_bytes"]
-            assert row["ratio"] == (row["gradient_bytes"] / sent if codec == "q4" else 0)
-        for key in STEP_KEYS - {"step", "ratio"}:
-            if not key.endswith("ratio"):
-                total = sum(row[key] for row in rows)
-                assert total == pytest.approx(stats[key], rel=1e-9), key
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert stats["steps"] == 3  # passes under no_sync() are none
+    for row in rows:
+        assert set(row) == STEP_KEYS
+        # The sparse embedding is a bucket of its own, which passes through.
+        assert row["fallbacks"] == (1 if codec == "q4" else 2)
+        assert row["buckets"] == (1 if codec == "q4" else 0)
+        # The ring of two ranks sends as many bytes as the gradients have.
+        sent = row["wire_bytes"]
+        assert row["ratio"] == (row["gradient_bytes"] / sent if codec == "q4" else 0)
+    for key in STEP_KEYS - {"step", "ratio"}:
+        if not key.endswith("ratio"):
+            total = sum(row[key] for row in rows)
+            assert total == pytest.approx(stats[key], rel=1e-9), key
 
 
 def case_error(name: str) -> list[tuple[str, str]]:
@@ -212,26 +208,21 @@ def test_every_error_ends_with_the_last_buckets(world_of_3: World, name: str) ->
         assert len({line.partition(":")[0] for line in events}) == len(events)
 
 
-def case_profiled(native: bool) -> dict[str, int]:
+@pytest.mark.torch_core
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+@on_ranks()
+def test_profiler_shows_every_part_by_its_name(native: bool) -> None:
     run = Run(dataclasses.replace(SCENARIO, native=native))
     run.step(0)
     before = run.state.stats()["chunks"]
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         run.step(1)
     counts = {event.key: event.count for event in profile.key_averages()}
-    counts["chunks"] = run.state.stats()["chunks"] - before
-    run.step(2)
-    return counts
-
-
-@pytest.mark.torch_core
-@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
-def test_profiler_shows_every_part_by_its_name(world_of_2: World, native: bool) -> None:
-    for counts in world_of_2.run(case_profiled, native=native):
-        for name in ("encode", "reduce", "decode"):
-            assert counts[f"gradferry::{name}"] == counts["chunks"]
-        # For every chunk both exchanges, and one commit per bucket: here a chunk is a bucket.
-        assert counts["gradferry::network"] == 3 * counts["chunks"]
+    chunks = run.state.stats()["chunks"] - before
+    for name in ("encode", "reduce", "decode"):
+        assert counts[f"gradferry::{name}"] == chunks
+    # For every chunk both exchanges, and one commit per bucket: here a chunk is a bucket.
+    assert counts["gradferry::network"] == 3 * chunks
 
 
 def test_unbound_state_has_no_numbers() -> None:

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from gradferry.optim import OneBitAdam
 from momentum_training import BETAS, one_bit_adam
-from outcomes import Outcome, attempt
+from on_ranks import on_ranks
+from outcomes import attempt
 from products import rows
 from reference.codecs import find_codec
 from reference.engine import momentum_behind
@@ -259,7 +260,8 @@ def test_elements_without_a_gradient_are_not_thrown_far(world_of_2: World) -> No
     assert floored["complex_moved"] == published["complex_moved"]
 
 
-def case_refusals() -> list[Outcome]:
+@on_ranks()
+def test_what_would_train_wrongly_is_refused() -> None:
     model, ddp, optimizer = build("sign1", FREEZE)
     plain, other = (DistributedDataParallel(nn.Linear(40, 40)) for _ in range(2))
     unbound = gradferry.HookState("sign1", momentum=0.9)
@@ -285,28 +287,25 @@ def case_refusals() -> list[Outcome]:
     outcomes.append(attempt(optimizer.step))
     ddp(SCENARIO.targets(1, rank)).backward()
     ddp(SCENARIO.targets(2, rank)).backward()
-    return [*outcomes, attempt(optimizer.step)]
+    outcomes.append(attempt(optimizer.step))
+    texts = [o.text for o in outcomes]
+    assert [o.error for o in outcomes] == ["StateError"] + ["ConfigError"] * 6 + [
+        "StateError"
+    ] * 2, texts
+    assert "not bound" in texts[0]
+    assert "betas[0]=0.9 and the hook's momentum=None" in texts[1]
+    assert "freeze_step=5 and the hook's warmup_steps=4" in texts[2]
+    assert "betas[0]=0.8 and the hook's momentum=0.9" in texts[3]
+    assert "of shape (90, 70), is none that the hook reduces" in texts[4]
+    assert "is None, not a gradferry.HookState" in texts[5]
+    assert "variance_floor=nan must be from 0 to 1" in texts[6]
+    assert "0 synced backward passes since the last step" in texts[7]
+    assert "2 synced backward passes since the last step" in texts[8]
 
 
-def test_what_would_train_wrongly_is_refused(world_of_2: World) -> None:
-    for outcomes in world_of_2.run(case_refusals):
-        texts = [o.text for o in outcomes]
-        assert [o.error for o in outcomes] == ["StateError"] + ["ConfigError"] * 6 + [
-            "StateError"
-        ] * 2, texts
-        assert "not bound" in texts[0]
-        assert "betas[0]=0.9 and the hook's momentum=None" in texts[1]
-        assert "freeze_step=5 and the hook's warmup_steps=4" in texts[2]
-        assert "betas[0]=0.8 and the hook's momentum=0.9" in texts[3]
-        assert "of shape (90, 70), is none that the hook reduces" in texts[4]
-        assert "is None, not a gradferry.HookState" in texts[5]
-        assert "variance_floor=nan must be from 0 to 1" in texts[6]
-        assert "0 synced backward passes since the last step" in texts[7]
-        assert "2 synced backward passes since the last step" in texts[8]
-
-
-def case_disabled() -> bool:
-    """Whether a hook that passes gradients through makes it AdamW."""
+@on_ranks()
+def test_disabled_hook_leaves_adamw() -> None:
+    """A hook that passes gradients through makes it AdamW."""
     model = ChosenGradients(SCENARIO)
     ddp = DistributedDataParallel(model)
     with pytest.MonkeyPatch.context() as patch:
@@ -317,16 +316,9 @@ def case_disabled() -> bool:
         optimizer.zero_grad()
         ddp(SCENARIO.targets(step, dist.get_rank())).backward()
         optimizer.step()
-    expected = adamw_on_the_mean(2, STEPS)[-1]
-    return all(
-        np.array_equal(p.detach().numpy(), e)
-        for p, e in zip(model.parameters(), expected, strict=True)
-    )
-
-
-def test_disabled_hook_leaves_adamw(world_of_2: World) -> None:
     # Halving commutes with rounding: DDP's mean of two is the reference's.
-    assert world_of_2.run(case_disabled) == [True, True]
+    expected = adamw_on_the_mean(2, STEPS)[-1]
+    assert_bits([p.detach().numpy() for p in model.parameters()], expected)
 
 
 def case_momentum_handed_over(scenario: Scenario, num_silent: int) -> dict[str, Any]:

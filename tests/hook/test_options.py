@@ -27,6 +27,7 @@ import torch.distributed as dist
 from gradferry import _native
 from gradferry.checkpoint import merge
 from gradferry.core.options import DEFAULTS, Options
+from on_ranks import on_ranks
 from outcomes import Outcome, attempt
 from scenario import Run, Scenario, Weight, assert_all_bit_equal, hooked, train_all
 from stepping import slot
@@ -72,22 +73,19 @@ def test_every_way_in_shows_the_same_options(
     assert "**options" not in way_in.__doc__
 
 
-def case_unknown_option() -> list[Outcome]:
+@on_ranks()
+def test_an_option_that_does_not_exist_is_one_error_on_all_ranks() -> None:
     ddp = DistributedDataParallel(nn.Linear(40, 40))
     mine = {"momentun": 0.9} if dist.get_rank() == 0 else {}
-    return [
-        attempt(lambda: gradferry.attach(ddp, "q4", **mine)),
-        attempt(lambda: gradferry.Reducer([("a", torch.zeros(2000))], **mine)),
-        attempt(lambda: gradferry.HookState("q4", momentun=0.9)),
-    ]
-
-
-def test_an_option_that_does_not_exist_is_one_error_on_all_ranks(world_of_2: World) -> None:
-    for attached, reducer, unbound in world_of_2.run(case_unknown_option):
-        for outcome in (attached, reducer, unbound):
-            assert outcome.error == "ConfigError"
-            assert "there is no option 'momentun' here; the options are rules, " in outcome.text
-            assert outcome.text.endswith("; did you mean 'momentum'?")
+    for make in (
+        lambda: gradferry.attach(ddp, "q4", **mine),
+        lambda: gradferry.Reducer([("a", torch.zeros(2000))], **mine),
+        lambda: gradferry.HookState("q4", momentun=0.9),
+    ):
+        outcome = attempt(make)
+        assert outcome.error == "ConfigError"
+        assert "there is no option 'momentun' here; the options are rules, " in outcome.text
+        assert outcome.text.endswith("; did you mean 'momentum'?")
 
 
 def same(left: list[list[np.ndarray]], right: list[list[np.ndarray]]) -> bool:
@@ -96,20 +94,6 @@ def same(left: list[list[np.ndarray]], right: list[list[np.ndarray]]) -> bool:
         for one, other in zip(left, right, strict=True)
         for a, b in zip(one, other, strict=True)
     )
-
-
-def case_passes_through(scenario: Scenario, environment: dict[str, str]) -> dict[str, Any]:
-    """The hook's gradients, and those of plain DDP on the same buckets."""
-    with mock.patch.dict(os.environ, environment):
-        run = Run(scenario)
-    hooked = [run.step(step) for step in range(scenario.steps)]
-    with mock.patch("scenario.attach"):
-        plain = Run(scenario)
-    return {
-        "equal": same(hooked, [plain.step(step) for step in range(scenario.steps)]),
-        "stats": run.state.stats(),
-        "text": str(run.state),
-    }
 
 
 @pytest.mark.torch_core
@@ -123,39 +107,28 @@ def case_passes_through(scenario: Scenario, environment: dict[str, str]) -> dict
     ],
     ids=["disabled", "auto disabled", "off"],
 )
+@on_ranks()
 def test_hook_that_passes_through_gives_what_plain_ddp_gives(
-    world_of_2: World, codec: str, environment: dict[str, str], why: str, native: bool
+    codec: str, environment: dict[str, str], why: str, native: bool
 ) -> None:
+    """On the same buckets."""
     scenario = dataclasses.replace(SCENARIO, native=native, codec=codec)
-    for answer in world_of_2.run(case_passes_through, scenario=scenario, environment=environment):
-        assert answer["equal"]
-        if environment:
-            assert answer["stats"]["wire_bytes"] == 0
-        if codec == "auto":
-            choice = {"codec": "off", "exchange": "flat", "reason": why}
-            assert answer["stats"]["choice"] == choice
-        assert f"passes through ({why})" in answer["text"]
+    with mock.patch.dict(os.environ, environment):
+        run = Run(scenario)
+    gradients = [run.step(step) for step in range(scenario.steps)]
+    with mock.patch("scenario.attach"):
+        plain = Run(scenario)
+    assert same(gradients, [plain.step(step) for step in range(scenario.steps)])
+    stats = run.state.stats()
+    if environment:
+        assert stats["wire_bytes"] == 0
+    if codec == "auto":
+        assert stats["choice"] == {"codec": "off", "exchange": "flat", "reason": why}
+    assert f"passes through ({why})" in str(run.state)
 
 
 # Looked up on two ranks.
 ROWS = {"all": ([1, 2, 2], [1, 2, 3]), "one rank": ([1, 2, 2], []), "none": ([], [])}
-
-
-def case_sparse(native: bool) -> dict[str, dict[str, Any]]:
-    return {name: sparse_steps(native, rows[dist.get_rank()]) for name, rows in ROWS.items()}
-
-
-def sparse_steps(native: bool, rows: list[int]) -> dict[str, Any]:
-    model = nn.ModuleDict({"table": nn.Embedding(50, 40, sparse=True), "out": nn.Linear(40, 60)})
-    plain = nn.Embedding(50, 40, sparse=True)
-    plain.load_state_dict(model["table"].state_dict())
-    ddp = DistributedDataParallel(_Lookup(model))
-    state = hooked(ddp, native=native)
-    for _ in range(3):
-        ddp.zero_grad()
-        ddp(torch.tensor(rows, dtype=torch.int64)).sum().backward()
-    gradient = model["table"].weight.grad
-    return {"sparse": gradient.is_sparse, "dense": gradient.to_dense(), "stats": state.stats()}
 
 
 class _Lookup(nn.Module):
@@ -168,16 +141,23 @@ class _Lookup(nn.Module):
 
 
 @pytest.mark.torch_core
+@pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
-def test_sparse_gradients_pass_through_averaged(world_of_2: World, native: bool) -> None:
-    for answer in world_of_2.run(case_sparse, native=native):
-        for name, rows in ROWS.items():
-            expected = torch.zeros(50, 40)
-            for row in itertools.chain(*rows):
-                expected[row] += 0.5  # halves are exact
-            assert answer[name]["sparse"]
-            assert torch.equal(answer[name]["dense"], expected), name
-            assert answer[name]["stats"]["buckets"] > 0  # the dense ones were compressed
+@on_ranks()
+def test_sparse_gradients_pass_through_averaged(native: bool, rows: str) -> None:
+    model = nn.ModuleDict({"table": nn.Embedding(50, 40, sparse=True), "out": nn.Linear(40, 60)})
+    ddp = DistributedDataParallel(_Lookup(model))
+    state = hooked(ddp, native=native)
+    for _ in range(3):
+        ddp.zero_grad()
+        ddp(torch.tensor(ROWS[rows][dist.get_rank()], dtype=torch.int64)).sum().backward()
+    expected = torch.zeros(50, 40)
+    for row in itertools.chain(*ROWS[rows]):
+        expected[row] += 0.5  # halves are exact
+    gradient = model["table"].weight.grad
+    assert gradient.is_sparse
+    assert torch.equal(gradient.to_dense(), expected)
+    assert state.stats()["buckets"] > 0  # the dense ones were compressed
 
 
 SIDE = 64
@@ -229,8 +209,19 @@ def other_defaults(dtype: torch.dtype, device: str) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def case_resized(dtype: torch.dtype, device: str) -> bool:
-    """Whether a state of another world size loads as it does without such other_defaults."""
+OTHER_DEFAULTS = pytest.mark.parametrize(
+    ("dtype", "device_type"),
+    [(torch.bfloat16, "cpu"), (torch.float32, "meta")],
+    ids=["bfloat16", "meta"],
+)
+
+
+@OTHER_DEFAULTS
+@on_ranks()
+def test_state_of_another_world_size_loads_under_other_defaults(
+    dtype: torch.dtype, device_type: str
+) -> None:
+    """It loads as it does without such defaults."""
     run = Run(SCENARIO)
     run.step(0)
     states: list[Any] = [None] * dist.get_world_size()
@@ -240,71 +231,44 @@ def case_resized(dtype: torch.dtype, device: str) -> bool:
     # As if of three ranks, the last of which withheld nothing.
     merged = {**merge(states), "world_size": 3, "slot_2": {"worker": worker, **nothing}}
     slots = []
-    for context in (contextlib.nullcontext(), other_defaults(dtype, device)):
+    for context in (contextlib.nullcontext(), other_defaults(dtype, device_type)):
         with context:
             for on_resize in ("drop", "mean"):
                 run.state.load_state_dict(merged, on_resize=on_resize)
                 slots.append(run.state.state_dict()[f"slot_{run.rank}"])
     assert slots[1]["owner"].any()
-    return all(
-        torch.equal(slot[field], expected[field])
-        for expected, slot in zip(slots[:2], slots[2:], strict=True)
-        for field in expected
-    )
+    for expected, got in zip(slots[:2], slots[2:], strict=True):
+        assert all(torch.equal(got[field], expected[field]) for field in expected)
 
 
-def case_chosen(dtype: torch.dtype, device: str) -> tuple[list[str], torch.dtype]:
-    """The codecs of "auto", step by step; each engine takes over residuals."""
+@OTHER_DEFAULTS
+@on_ranks()
+def test_auto_chooses_under_other_defaults(dtype: torch.dtype, device_type: str) -> None:
+    """Each engine takes over residuals."""
     run = Run(Scenario(WEIGHTS, codec="auto", ddp=SCENARIO.ddp))
     codecs = []
     with timed(run.state, dict.fromkeys((RHT3, "q4", "q8", "off"), 100.0)):
         for step in range(34):
             targets = run.targets(step)
-            with other_defaults(dtype, device):
+            with other_defaults(dtype, device_type):
                 run.ddp(targets).backward()
                 codecs.append(run.state.stats()["choice"]["codec"])
-    with other_defaults(dtype, device):
-        return codecs, run.state.state_dict()[f"slot_{run.rank}"]["worker"].dtype
+    assert list(dict.fromkeys(codecs)) == ["q4", RHT3, "q8", "off"]
+    with other_defaults(dtype, device_type):
+        assert slot(run.state)["worker"].dtype == torch.float32
 
 
-OTHER_DEFAULTS = pytest.mark.parametrize(
-    ("dtype", "device"),
-    [(torch.bfloat16, "cpu"), (torch.float32, "meta")],
-    ids=["bfloat16", "meta"],
-)
-
-
-@OTHER_DEFAULTS
-def test_state_of_another_world_size_loads_under_other_defaults(
-    world_of_2: World, dtype: torch.dtype, device: str
-) -> None:
-    assert world_of_2.run(case_resized, dtype=dtype, device=device) == [True, True]
-
-
-@OTHER_DEFAULTS
-def test_auto_chooses_under_other_defaults(
-    world_of_2: World, dtype: torch.dtype, device: str
-) -> None:
-    for codecs, empty in world_of_2.run(case_chosen, dtype=dtype, device=device):
-        assert list(dict.fromkeys(codecs)) == ["q4", RHT3, "q8", "off"]
-        assert empty == torch.float32
-
-
-def case_adam_step() -> set[torch.dtype]:
-    options = {"momentum": 0.9, "warmup_steps": 2}
-    run = Run(Scenario(WEIGHTS, codec="sign1", options=options))
+@on_ranks()
+def test_one_bit_adam_counts_its_steps_in_float32() -> None:
+    run = Run(Scenario(WEIGHTS, codec="sign1", options={"momentum": 0.9, "warmup_steps": 2}))
     optimizer = gradferry.optim.OneBitAdam(
         run.model.parameters(), lr=0.1, freeze_step=2, state=run.state
     )
     run.step(0)
     with other_defaults(torch.bfloat16, "cpu"):
         optimizer.step()
-    return {state["step"].dtype for state in optimizer.state.values()}
-
-
-def test_one_bit_adam_counts_its_steps_in_float32(world_of_2: World) -> None:
     # In bfloat16, 256 + 1 is 256.
-    assert world_of_2.run(case_adam_step) == [{torch.float32}] * 2
+    assert {state["step"].dtype for state in optimizer.state.values()} == {torch.float32}
 
 
 def calls(tree: ast.AST) -> Iterator[tuple[ast.Call, str]]:

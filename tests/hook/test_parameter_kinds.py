@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 import torch
 from gradferry import _native
-from outcomes import Outcome, attempt
-from scenario import ChosenGradients, Run, Scenario, Weight, assert_bit_equal, train
+from on_ranks import on_ranks
+from outcomes import attempt
+from scenario import ChosenGradients, Run, Scenario, Weight, assert_bit_equal, hooked, train
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from world import World
@@ -181,13 +182,10 @@ def counting(like: torch.Tensor) -> torch.Tensor:
     return torch.arange(like.numel()).view(like.shape).to(like.dtype)
 
 
-def case_momentum() -> dict[str, bool]:
-    """By layout, whether the momentum that comes after the freeze is each element's own."""
-    return {name: momentum_is_handed_over(make) for name, make in LAYOUTS.items()}
-
-
-def momentum_is_handed_over(make: Callable[[], torch.Tensor]) -> bool:
-    model = OneParameter(make())
+@pytest.mark.parametrize("layout", LAYOUTS)
+@on_ranks()
+def test_momentum_is_handed_over_to_its_own_elements(layout: str) -> None:
+    model = OneParameter(LAYOUTS[layout]())
     ddp = DistributedDataParallel(model)
     state = gradferry.attach(ddp, "exact", momentum=0.5, warmup_steps=1)
     optimizer = gradferry.optim.OneBitAdam(
@@ -199,36 +197,7 @@ def momentum_is_handed_over(make: Callable[[], torch.Tensor]) -> bool:
         ddp(target * scale).backward()
         optimizer.step()
     # Half of a gradient is its momentum, and half of that is left by the next step: exact.
-    return torch.equal(model.weight.grad, target / 4)
-
-
-def test_momentum_is_handed_over_to_its_own_elements(world_of_2: World) -> None:
-    for same in world_of_2.run(case_momentum):
-        assert all(same.values()), same
-
-
-def case_converted(when: str, options: dict[str, Any]) -> Outcome:
-    """A model that gets another memory format at some time; what the next step, or attach, does."""
-    model = nn.Sequential(nn.Conv2d(8, 16, 1), nn.Conv2d(16, 8, 3))
-    inputs = torch.ones(1, 8, 4, 4)
-    convert = functools.partial(model.to, memory_format=torch.channels_last)
-    if when == "before DDP":
-        convert()
-    ddp = DistributedDataParallel(model, **options)
-    if when == "before attach":
-        convert()
-    attached = attempt(lambda: gradferry.attach(ddp, "q4"))
-    if attached.error:
-        return attached
-    for step in range(3):
-        if when == f"before step {step}":
-            convert()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of DDP: gradients in another order than its buckets
-            outcome = attempt(lambda: ddp(inputs).sum().backward())
-        if outcome.error:
-            break
-    return outcome
+    assert torch.equal(model.weight.grad, target / 4)
 
 
 @pytest.mark.torch_core
@@ -245,24 +214,41 @@ def case_converted(when: str, options: dict[str, Any]) -> Outcome:
         ("before step 2", {"static_graph": True}, "StateError"),
     ],
 )
+@on_ranks()
 def test_a_memory_format_that_changes_under_ddp_is_refused(
-    world_of_2: World, when: str, options: dict[str, Any], error: str | None
+    when: str, options: dict[str, Any], error: str | None
 ) -> None:
-    for outcome in world_of_2.run(case_converted, when=when, options=options):
-        assert outcome.error == error, outcome
-        if error:
-            # The other convolution's weight has 1 x 1 elements: its order stays as it was.
-            assert "the memory format of parameter '1.weight' has changed since" in outcome.text
-            assert "a new" in outcome.text
+    """By the next step, or by attach."""
+    model = nn.Sequential(nn.Conv2d(8, 16, 1), nn.Conv2d(16, 8, 3))
+    inputs = torch.ones(1, 8, 4, 4)
+    convert = functools.partial(model.to, memory_format=torch.channels_last)
+    if when == "before DDP":
+        convert()
+    ddp = DistributedDataParallel(model, **options)
+    if when == "before attach":
+        convert()
+    outcome = attempt(lambda: hooked(ddp))
+    for step in range(0 if outcome.error else 3):
+        if when == f"before step {step}":
+            convert()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of DDP: gradients in another order than its buckets
+            outcome = attempt(lambda: ddp(inputs).sum().backward())
+        if outcome.error:
+            break
+    assert outcome.error == error, outcome
+    if error:
+        # The other convolution's weight has 1 x 1 elements: its order stays as it was.
+        assert "the memory format of parameter '1.weight' has changed since" in outcome.text
+        assert "a new" in outcome.text
 
 
-def case_order_of_buckets() -> dict[str, tuple[bool, list[int]]]:
-    """By layout, whether a bucket holds the gradient in the order that bucket_strides() gives."""
-    return {name: order_of_bucket(make) for name, make in LAYOUTS.items()}
-
-
-def order_of_bucket(make: Callable[[], torch.Tensor]) -> tuple[bool, list[int]]:
-    model = OneParameter(make())
+@pytest.mark.torch_core
+@pytest.mark.parametrize("layout", LAYOUTS)
+@on_ranks()
+def test_buckets_have_the_order_that_is_told(layout: str) -> None:
+    """A bucket holds the gradient in the order that bucket_strides() gives."""
+    model = OneParameter(LAYOUTS[layout]())
     ddp = DistributedDataParallel(model)
     seen: list[torch.Tensor] = []
 
@@ -279,11 +265,4 @@ def order_of_bucket(make: Callable[[], torch.Tensor]) -> tuple[bool, list[int]]:
     if target.is_complex() and not flat.is_complex():
         flat = torch.view_as_complex(flat.view(-1, 2))
     strides = _native.bucket_strides(model.weight)
-    return torch.equal(flat.as_strided(target.shape, strides), target), strides
-
-
-@pytest.mark.torch_core
-def test_buckets_have_the_order_that_is_told(world_of_2: World) -> None:
-    for answer in world_of_2.run(case_order_of_buckets):
-        for layout, (same, strides) in answer.items():
-            assert same, (layout, strides)
+    assert torch.equal(flat.as_strided(target.shape, strides), target), strides

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from outcomes import Outcome, attempt
+from on_ranks import on_ranks
+from outcomes import attempt
 from products import rows
 from reference import narrow, widen
 from residual_sums import reference_of
@@ -157,8 +158,13 @@ def test_passes_that_use_other_parameters_equal_the_reference(
                 assert one is None or one.tobytes() == other.tobytes(), where
 
 
-def case_stale(views: bool, scaled: bool) -> list[dict[str, Any]]:
-    """Around a pass that does not use `first`, whose .grad holds an infinity from elsewhere."""
+@pytest.mark.parametrize("scaled", [False, True], ids=["unscaled", "scaled"])
+@pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
+@on_ranks()
+def test_what_no_rank_used_keeps_its_bits_and_is_no_infinity(views: bool, scaled: bool) -> None:
+    """Around a pass that does not use `first`, whose .grad holds an infinity from elsewhere: that
+    is no reason to raise, or to take a step back.
+    """
     scenario = scenario_of("topk:ratio=0.05", 2, views=views, native=True)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if scaled else None
     model = ChosenGradients(scenario)
@@ -183,22 +189,12 @@ def case_stale(views: bool, scaled: bool) -> list[dict[str, Any]]:
         seen.append({"residual": held, "grad": model.first.grad.clone()})
         if scaler is not None:
             scaler.update(new_scale=2.0 ** (turn + 3))
-    return seen
-
-
-@pytest.mark.parametrize("scaled", [False, True], ids=["unscaled", "scaled"])
-@pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
-def test_what_no_rank_used_keeps_its_bits_and_is_no_infinity(
-    world_of_2: World, views: bool, scaled: bool
-) -> None:
-    # An infinity in a .grad that nobody asks for is no reason to raise, or to take a step back.
-    for seen in world_of_2.run(case_stale, views=views, scaled=scaled):
-        assert seen[1]["residual"].abs().max() > 0.1
-        # Residuals follow a scale that changes by powers of two, exactly.
-        for later in seen[2:]:
-            assert torch.equal(later["residual"], seen[1]["residual"])
-        assert torch.equal(seen[2]["grad"], seen[1]["grad"])
-        assert seen[3]["grad"][7, 7] == math.inf
+    assert seen[1]["residual"].abs().max() > 0.1
+    # Residuals follow a scale that changes by powers of two, exactly.
+    for later in seen[2:]:
+        assert torch.equal(later["residual"], seen[1]["residual"])
+    assert torch.equal(seen[2]["grad"], seen[1]["grad"])
+    assert seen[3]["grad"][7, 7] == math.inf
 
 
 def case_first_pass_after_attach(codec: str | None, views: bool, no_sync: bool) -> dict[str, Any]:
@@ -292,7 +288,8 @@ def test_frozen_layer_changes_nothing_for_the_others(world_of_2: World, when: st
                 assert one is None or torch.equal(one, other)
 
 
-def case_unfrozen() -> tuple[list[str], int, list[torch.Tensor | None]]:
+@on_ranks()
+def test_unfrozen_layer_is_warned_about_and_left_to_itself() -> None:
     model = TwoLayers()
     model.first.requires_grad_(False)
     ddp = DistributedDataParallel(model)
@@ -302,32 +299,22 @@ def case_unfrozen() -> tuple[list[str], int, list[torch.Tensor | None]]:
     step(ddp)
     gradients = step(ddp)
     state.load_state_dict(state.state_dict())
-    return [str(w.message) for w in caught], state.stats()["steps"], gradients
+    (text,) = [str(w.message) for w in caught if "does not reduce" in str(w.message)]
+    assert "the gradients of 'first.weight' and 1 more" in text
+    assert "wrap the model after the last change" in text
+    assert state.stats()["steps"] == 2
+    # Two samples of 1 + rank, through 40 weights of 1/2.
+    assert torch.equal(gradients[0], torch.full((40, 40), 2 * (1.0 + dist.get_rank()) * 20))
+    assert torch.equal(gradients[3], torch.full((40,), 2.0))
 
 
-def test_unfrozen_layer_is_warned_about_and_left_to_itself(world_of_2: World) -> None:
-    answers = world_of_2.run(case_unfrozen)
-    for rank, (texts, steps, gradients) in enumerate(answers):
-        (text,) = [text for text in texts if "does not reduce" in text]
-        assert "the gradients of 'first.weight' and 1 more" in text
-        assert "wrap the model after the last change" in text
-        assert steps == 2
-        # Two samples of 1 + rank, through 40 weights of 1/2.
-        assert torch.equal(gradients[0], torch.full((40, 40), 2 * (1.0 + rank) * 20))
-        assert torch.equal(gradients[3], torch.full((40,), 2.0))
-
-
-def case_replaced(rank: int) -> Outcome:
+@on_ranks()
+def test_replaced_parameter_is_refused_on_all_ranks() -> None:
     model = TwoLayers()
     ddp = DistributedDataParallel(model)
-    if dist.get_rank() == rank:
+    if dist.get_rank() == 1:
         model.first.weight = nn.Parameter(torch.zeros(40, 40))
-    return attempt(lambda: hooked(ddp))
-
-
-def test_replaced_parameter_is_refused_on_all_ranks(world_of_2: World) -> None:
-    for outcome in world_of_2.run(case_replaced, rank=1):
-        assert outcome.error == "ConfigError"
-        assert (
-            "rank 1: DistributedDataParallel reduces a parameter of shape (40, 40)" in outcome.text
-        )
+    outcome = attempt(lambda: hooked(ddp))
+    assert outcome.error == "ConfigError"
+    told = "rank 1: DistributedDataParallel reduces a parameter of shape (40, 40)"
+    assert told in outcome.text

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from outcomes import Outcome, attempt
 from reference import Parameter, ReferenceEngine
 from scenario import (
@@ -27,7 +27,7 @@ from scenario import (
     hooked,
     train_all,
 )
-from stepping import bits, slot
+from stepping import bits
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -128,70 +128,25 @@ def test_several_passes_per_step_train_as_without_gradferry(
     assert one != plain[0]
 
 
-def case_endless_overflow(codec: str) -> dict[str, Any]:
-    """Steps that all overflow, on one rank alone, and then one that does not."""
-    torch.manual_seed(3)
-    ddp = DistributedDataParallel(nn.Linear(40, 64))
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4, growth_interval=10**6)
-    state = hooked(ddp, codec, grad_scaler=scaler)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    before = [p.detach().clone() for p in ddp.parameters()]
-    for step in range(21):
-        factor = math.inf if step < 20 and dist.get_rank() == step % 2 else 1.0
-        optimizer.zero_grad()
-        scaler.scale(ddp(torch.ones(2, 40)).square().mean() * factor).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        if step == 19:
-            kept = all(map(torch.equal, before, ddp.parameters()))
-    residuals = slot(state)
-    return {
-        "kept": kept,
-        "scale": scaler.get_scale(),
-        "finite": all(bool(residuals[kind].isfinite().all()) for kind in ("worker", "owner")),
-        "moved": not any(map(torch.equal, before, ddp.parameters())),
-        "end": bits(ddp.parameters()),
-    }
-
-
-@pytest.mark.parametrize("codec", ["exact", "sign1"])
-def test_endless_overflow_is_skipped_alike_and_ends(world_of_2: World, codec: str) -> None:
-    one, other = world_of_2.run(case_endless_overflow, codec=codec)
-    assert one == other
-    assert one["kept"]
-    assert one["scale"] == 2.0**-16
-    assert one["finite"]
-    assert one["moved"]
-
-
 # bf16 and E4M3
 SCALE_ROUNDING = {"exact": 0.0, "q8": 2.0**-9, "sign1": 2.0**-9, "q4": 2.0**-4}
 
 
-def case_half() -> dict[str, torch.Tensor]:
-    """By codec, what comes of a gradient of 40000 per element on both ranks in fp16, which ends at
-    65504.
-    """
-    gradients = {}
-    for codec in SCALE_ROUNDING:
-        ddp = DistributedDataParallel(nn.Linear(64, 64, bias=False, dtype=torch.float16))
-        hooked(ddp, codec)
-        (ddp(torch.eye(64, dtype=torch.float16)).sum() * 40000).backward()
-        gradients[codec] = ddp.module.weight.grad
-    return gradients
-
-
-def test_sums_beyond_fp16_have_a_finite_mean(world_of_2: World) -> None:
+@pytest.mark.parametrize("codec", SCALE_ROUNDING)
+@on_ranks()
+def test_sums_beyond_fp16_have_a_finite_mean(codec: str) -> None:
+    """Gradients of 40000 per element on both ranks in fp16, which ends at 65504."""
+    ddp = DistributedDataParallel(nn.Linear(64, 64, bias=False, dtype=torch.float16))
+    hooked(ddp, codec)
+    (ddp(torch.eye(64, dtype=torch.float16)).sum() * 40000).backward()
     # 40000 = 625 * 2^6 is an fp16 number. A codec returns the largest magnitude of a block, but for
     # the rounding of its scale, once in each of two encodings, and of the result: 2^4.
-    for gradients in world_of_2.run(case_half):
-        for codec, gradient in gradients.items():
-            tolerance = 2 * SCALE_ROUNDING[codec] * 40000 + 2**4
-            assert (gradient.double() - 40000).abs().max() <= tolerance, codec
+    tolerance = 2 * SCALE_ROUNDING[codec] * 40000 + 2**4
+    assert (ddp.module.weight.grad.double() - 40000).abs().max() <= tolerance
 
 
 STEPS = 3
-# Of layers; a weight has 1056 elements, just enough to be compressed.
+# Layers' sides; a weight has 1056 elements, just enough to be compressed.
 INPUTS, OUTPUTS = 33, 32
 
 
@@ -297,7 +252,9 @@ def test_gradients_equal_reference_in_every_form_of_backward(
 SCENARIO = Scenario((Weight("first", (40, 40)),))
 
 
-def case_effective_world_size(native: bool) -> Outcome:
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+@on_ranks()
+def test_join_over_the_effective_world_size_is_refused(native: bool) -> None:
     ddp = DistributedDataParallel(ChosenGradients(SCENARIO))
     hooked(ddp, native=native)
 
@@ -305,14 +262,9 @@ def case_effective_world_size(native: bool) -> Outcome:
         with ddp.join(divide_by_initial_world_size=False):
             raise AssertionError("join() was entered")
 
-    return attempt(never)
-
-
-@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
-def test_join_over_the_effective_world_size_is_refused(world_of_2: World, native: bool) -> None:
-    for outcome in world_of_2.run(case_effective_world_size, native=native):
-        assert outcome.error == "ConfigError", outcome
-        assert "divide_by_initial_world_size" in outcome.text
+    outcome = attempt(never)
+    assert outcome.error == "ConfigError", outcome
+    assert "divide_by_initial_world_size" in outcome.text
 
 
 UNEVEN = Scenario(
@@ -359,7 +311,8 @@ def test_training_goes_on_after_an_early_termination(world_of_2: World) -> None:
         assert_bit_equal([one, other], scenario)
 
 
-def case_copies() -> bool:
+@on_ranks()
+def test_copies_of_a_model_join_by_themselves() -> None:
     ddp = DistributedDataParallel(ChosenGradients(SCENARIO))
     hooked(ddp)
     ones = {"first": torch.ones(40, 40)}
@@ -367,8 +320,3 @@ def case_copies() -> bool:
         with other.join():
             other(ones).backward()
         assert other.join_hook().ddp is other
-    return True
-
-
-def test_copies_of_a_model_join_by_themselves(world_of_2: World) -> None:
-    assert world_of_2.run(case_copies) == [True, True]

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradferry.reduction import after_steps
+from on_ranks import on_ranks
 from outcomes import Outcome, attempt
 from scenario import hooked
 from stepping import warned
@@ -147,19 +148,18 @@ def test_change_on_one_rank_ends_the_others(world_of_2: World) -> None:
             assert "build a new DistributedDataParallel" in outcome.headline
 
 
-def case_allowed() -> list[str | None]:
+@on_ranks()
+def test_what_trains_as_before_is_no_change() -> None:
     """Changes that leave the ranks equal, or that were known; every one with check_every=1."""
-    outcomes = []
-
     training = Training(find_unused_parameters=True)
     hooked(training.ddp, check_every=1)
     training.train(1)
     training.model[0].requires_grad_(False)  # DDP still reduces it
-    outcomes.append(attempt(lambda: training.train(3)))
+    training.train(3)
     training.model[0].requires_grad_(True)
-    outcomes.append(attempt(lambda: training.train(3)))
+    training.train(3)
     del training.model[0]  # the others train as before
-    outcomes.append(attempt(lambda: training.train(3)))
+    training.train(3)
 
     model = layers()
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["2.bias"])
@@ -170,35 +170,28 @@ def case_allowed() -> list[str | None]:
     hooked(training.ddp, check_every=1)
     training.train(1)
     model[2].bias = nn.Parameter(torch.zeros(40))
-    outcomes.append(attempt(lambda: training.train(3)))
-    return [outcome.error and outcome.text for outcome in outcomes]
+    training.train(3)
 
 
-def test_what_trains_as_before_is_no_change(world_of_2: World) -> None:
-    assert world_of_2.run(case_allowed) == [[None] * 4] * 2
-
-
-def case_apart() -> tuple[str | None, int]:
-    """A layer that trained apart at attach, which warned, and is replaced by another that does."""
+@on_ranks()
+def test_parameters_that_were_apart_at_attach_are_known() -> None:
+    """A layer that trained apart at attach, which warned, diverges: that is not compared."""
     training = Training()
     training.model[0].requires_grad_(False)
     training.ddp = training.forward = DistributedDataParallel(training.model)
     unfreeze(training.model)
     with texts() as said:
         gradferry.attach(training.ddp, "q4", check_every=1)  # warns about this line
-    outcome = attempt(lambda: training.train(3))
-    return outcome.error and outcome.text, len(said)
+    training.train(3)
+    assert len(said) == 1
 
 
-def test_parameters_that_were_apart_at_attach_are_known(world_of_2: World) -> None:
-    # The warning came; what diverges is not what is compared.
-    assert world_of_2.run(case_apart) == [(None, 1)] * 2
-
-
-def case_resumed() -> tuple[int, int]:
-    """Steps until a change is found, after a state of earlier and of later steps was loaded."""
-    found = []
-    for saved_first in (True, False):
+@on_ranks()
+def test_checks_follow_the_steps_of_a_loaded_state() -> None:
+    """A state of earlier steps is loaded, or not. Both checks are due at a multiple of 4: after
+    step 3 of the state at 4, after step 9 at 12.
+    """
+    for saved_first, steps in ((True, 1), (False, 3)):
         training = Training()
         state = hooked(training.ddp, check_every=4)
         training.train(3)
@@ -209,13 +202,7 @@ def case_resumed() -> tuple[int, int]:
         add_layer(training.model)
         before = training.steps
         assert attempt(lambda t=training: t.train(8)).error == "StateError"
-        found.append(training.steps - before)
-    return found[0], found[1]
-
-
-def test_checks_follow_the_steps_of_a_loaded_state(world_of_2: World) -> None:
-    # Both checks are due at a multiple of 4: after step 3 of the state at 4, after step 9 at 12.
-    assert world_of_2.run(case_resumed) == [(1, 3)] * 2
+        assert training.steps - before == steps
 
 
 def through_module(training: Training) -> None:
@@ -230,80 +217,73 @@ def to_bfloat16(training: Training) -> None:
     training.model.to(torch.bfloat16)
 
 
-def case_silent(
-    change: Callable[[Training], None], codec: str = "q4", native: bool = True
-) -> list[list[str]]:
-    """Warnings of the steps before a change, of two steps after it, and of some more."""
+SILENT = [
+    (through_module, "not through ddp.module", {}),
+    (replaced, "parameter '0.weight' was replaced after attach", {"native": False}),
+    (
+        to_bfloat16,
+        "parameter '0.weight' was torch.float32 at attach and is torch.bfloat16",
+        {"codec": "off"},
+    ),
+    (through_module, "not through ddp.module", {"codec": "off", "native": False}),
+]
+
+
+def check_silent(change: Callable[[Training], None], why: str, kind: dict[str, Any]) -> None:
     training = Training()
-    hooked(training.ddp, codec, native=native)
-    with texts() as before:
+    hooked(training.ddp, **kind)
+    with texts() as early:
         training.train(4)
-    change(training)
-    optimizer = SGD(training.model.parameters(), lr=0.01)
-    with texts() as two:
+        change(training)
+        optimizer = SGD(training.model.parameters(), lr=0.01)
         training.train(2, lambda *_, **__: optimizer)
-    with texts() as more:
+    assert early == []
+    with texts() as said:
         training.train(5, lambda *_, **__: optimizer)
-    return [before, two, more]
+    (text,) = said
+    assert text.startswith("SGD has stepped 3 times in a row without a synced backward")
+    assert "ranks drift apart" in text
+    assert why in text
 
 
 @pytest.mark.torch_core
-@pytest.mark.parametrize(
-    ("change", "why", "kind"),
-    [
-        (through_module, "not through ddp.module", {}),
-        (replaced, "parameter '0.weight' was replaced after attach", {"native": False}),
-        (
-            to_bfloat16,
-            "parameter '0.weight' was torch.float32 at attach and is torch.bfloat16",
-            {"codec": "off"},
-        ),
-        (through_module, "not through ddp.module", {"codec": "off", "native": False}),
-    ],
-)
+@pytest.mark.parametrize(("change", "why", "kind"), SILENT)
+@on_ranks()
 def test_hook_that_is_no_longer_called_is_warned_about_once(
-    world_of_2: World, change: Callable[[Training], None], why: str, kind: dict[str, Any]
+    change: Callable[[Training], None], why: str, kind: dict[str, Any]
 ) -> None:
-    for before, two, (text,) in world_of_2.run(case_silent, change=change, **kind):
-        assert before == two == []
-        assert text.startswith("SGD has stepped 3 times in a row without a synced backward")
-        assert "ranks drift apart" in text
-        assert why in text
+    check_silent(change, why, kind)
 
 
-def test_world_of_one_is_warned_too(worlds: Callable[[int], World]) -> None:
-    ((before, two, more),) = worlds(1).run(case_silent, change=through_module)
-    assert (len(before), len(two), len(more)) == (0, 0, 1)
+@on_ranks(1)
+def test_world_of_one_is_warned_too() -> None:
+    check_silent(*SILENT[0])
 
 
-def case_not_registered(zero: bool) -> list[list[str]]:
+@pytest.mark.parametrize("zero", [False, True], ids=["", "zero"])
+@on_ranks()
+def test_state_without_its_hook_is_warned_about_once(zero: bool) -> None:
     training = Training()
     state = gradferry.HookState("q4", training.ddp)
-    make = SGD
     if zero:
-
-        def make(parameters: Any, lr: float) -> Any:
-            return ZeroRedundancyOptimizer(parameters, optimizer_class=SGD, lr=lr)
-
-    optimizer = make(training.ddp.parameters(), lr=0.01)
+        optimizer = ZeroRedundancyOptimizer(training.ddp.parameters(), optimizer_class=SGD, lr=0.01)
+    else:
+        optimizer = SGD(training.ddp.parameters(), lr=0.01)
     said = []
     for steps in (2, 1, 10):
         with texts() as found:
             training.train(steps, lambda *_, **__: optimizer)
         said.append(found)
     assert state.stats()["buckets"] == 0
-    return said
+    two, (text,), more = said
+    assert two == more == []
+    assert "not compressed, because no model has the HookState" in text
+    assert "ddp.register_comm_hook(state, gradferry.hook)" in text
 
 
-@pytest.mark.parametrize("zero", [False, True], ids=["", "zero"])
-def test_state_without_its_hook_is_warned_about_once(world_of_2: World, zero: bool) -> None:
-    for two, (text,), more in world_of_2.run(case_not_registered, zero=zero):
-        assert two == more == []
-        assert "not compressed, because no model has the HookState" in text
-        assert "ddp.register_comm_hook(state, gradferry.hook)" in text
-
-
-def case_no_alarm() -> dict[str, list[str]]:
+@pytest.mark.torch_core
+@on_ranks()
+def test_steps_without_a_pass_that_are_meant_raise_no_alarm() -> None:
     """Trainings in which optimizers step more often than a hook is called, as they should."""
     said: dict[str, list[str]] = {}
     with texts() as said["gan"]:
@@ -372,20 +352,13 @@ def case_no_alarm() -> dict[str, list[str]]:
         hooked(training.ddp)
         with training.ddp.join():
             training.train(2 + 6 * dist.get_rank())
-    return said
+    assert {name: found for name, found in said.items() if found} == {}
 
 
-@pytest.mark.torch_core
-def test_steps_without_a_pass_that_are_meant_raise_no_alarm(world_of_2: World) -> None:
-    for said in world_of_2.run(case_no_alarm):
-        assert {name: found for name, found in said.items() if found} == {}
-        assert len(said) == 8
-
-
-def case_old_model_survives() -> dict[str, Any]:
+@on_ranks()
+def test_model_that_was_replaced_and_is_kept_raises_no_alarm() -> None:
     """Trainings through one of two models around the same module, while the other is kept."""
-    found: dict[str, Any] = {}
-    with texts() as found["said"]:
+    with texts() as said:
         training = Training()
         old = training.ddp
         hooked(old, check_every=5)
@@ -404,34 +377,31 @@ def case_old_model_survives() -> dict[str, Any]:
         both.train(7)
         both.forward = kept
         both.train(7)
-    with texts() as found["silent"]:  # the one that was called last speaks for both
+    with texts() as silent:  # the one that was called last speaks for both
         both.forward = both.model
         both.train(4)
-    with texts() as found["ended"]:
+    with texts() as ended:
         training.forward = training.model
         assign(training.model)
         outcome = attempt(lambda: training.train(6))
-    found["error"] = outcome.error, outcome.text
-    return found
+    assert said == []
+    (text,) = silent
+    assert "not through ddp.module" in text
+    # Parameters that no model reduces any more: both models say so.
+    assert len(ended) == 2
+    assert outcome.error == "StateError"
+    assert "was replaced after attach" in outcome.text
 
 
-def test_model_that_was_replaced_and_is_kept_raises_no_alarm(world_of_2: World) -> None:
-    for found in world_of_2.run(case_old_model_survives):
-        assert found["said"] == []
-        (text,) = found["silent"]
-        assert "not through ddp.module" in text
-        # Parameters that no model reduces any more: both models say so.
-        assert len(found["ended"]) == 2
-        error, text = found["error"]
-        assert error == "StateError"
-        assert "was replaced after attach" in text
-
-
-def case_watch_ends_with_the_model(native: bool) -> bool:
-    training = Training()
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+@on_ranks()
+def test_watch_and_callbacks_end_with_the_model(native: bool) -> None:
+    training, rows = Training(), []
     state = hooked(training.ddp, native=native, check_every=2)
-    rows: list[Any] = []
-    callback = lambda row: rows.append(row)  # noqa: E731
+
+    def callback(row: dict[str, Any]) -> None:
+        rows.append(row)
+
     state.on_step(callback)
     training.train(2)
     before = len(after_steps._calls)
@@ -439,9 +409,5 @@ def case_watch_ends_with_the_model(native: bool) -> bool:
     del training, state, callback
     gc.collect()
     assert len(rows) == 2
-    return [ref() for ref in alive] == [None] * 2 and len(after_steps._calls) < before
-
-
-@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
-def test_watch_ends_with_the_model(world_of_2: World, native: bool) -> None:
-    assert world_of_2.run(case_watch_ends_with_the_model, native=native) == [True, True]
+    assert [each() for each in alive] == [None, None]
+    assert len(after_steps._calls) < before
