@@ -11,6 +11,7 @@ import pytest
 import torch
 from gradferry.optim import OneBitAdam, momentum_mode
 from gradferry.reduction.advice import own_momenta
+from on_ranks import on_ranks
 from scenario import hooked
 from stepping import warned
 from torch import nn
@@ -27,17 +28,6 @@ def linear(codec: str, **options: Any) -> tuple[DistributedDataParallel, Any]:
     return ddp, hooked(ddp, codec, **options)
 
 
-def case_adam(codec: str, feedback: str, optimizer: str, models: int) -> list[str]:
-    """What is said of error feedback in three steps of each model, in turns."""
-    ddps = [linear(codec, error_feedback=feedback)[0] for _ in range(models)]
-    steppers = [getattr(torch.optim, optimizer)(ddp.parameters(), lr=0.01) for ddp in ddps]
-    with warned() as caught:
-        for ddp, stepper in [*zip(ddps, steppers, strict=True)] * 3:
-            ddp(torch.ones(2, 40)).sum().backward()
-            stepper.step()
-    return [str(w.message) for w in caught if "error feedback" in str(w.message)]
-
-
 @pytest.mark.parametrize(
     ("codec", "feedback", "optimizer", "models", "warned_about"),
     [
@@ -49,15 +39,22 @@ def case_adam(codec: str, feedback: str, optimizer: str, models: int) -> list[st
         ("q4", "both", "AdamW", 1, 0),
     ],
 )
+@on_ranks()
 def test_plain_adam_behind_a_coarse_codec_is_warned_about_once_per_model(
-    world_of_2: World, codec: str, feedback: str, optimizer: str, models: int, warned_about: int
+    codec: str, feedback: str, optimizer: str, models: int, warned_about: int
 ) -> None:
-    arguments = {"codec": codec, "feedback": feedback, "optimizer": optimizer, "models": models}
-    for texts in world_of_2.run(case_adam, **arguments):
-        assert len(texts) == warned_about
-        for text in texts:
-            assert text.startswith(f"{optimizer} trains worse behind {codec.split(':')[0]}")
-            assert "gradferry.optim.momentum_mode(optimizer, state)" in text
+    """Models take their steps in turns."""
+    ddps = [linear(codec, error_feedback=feedback)[0] for _ in range(models)]
+    steppers = [getattr(torch.optim, optimizer)(ddp.parameters(), lr=0.01) for ddp in ddps]
+    with warned() as caught:
+        for ddp, stepper in [*zip(ddps, steppers, strict=True)] * 3:
+            ddp(torch.ones(2, 40)).sum().backward()
+            stepper.step()
+    texts = [str(w.message) for w in caught if "error feedback" in str(w.message)]
+    assert len(texts) == warned_about
+    for text in texts:
+        assert text.startswith(f"{optimizer} trains worse behind {codec.split(':')[0]}")
+        assert "gradferry.optim.momentum_mode(optimizer, state)" in text
 
 
 # By name: how an optimizer is made, the hook's momentum, and what is said of the optimizer's own.
@@ -86,28 +83,22 @@ MOMENTA: dict[str, tuple[Optimizer, float | None, str | None]] = {
 }  # fmt: skip
 
 
-def case_momentum_twice() -> dict[str, list[str]]:
-    found = {}
-    for name, (make, momentum, _) in MOMENTA.items():
-        warmup = 2 if name == "OneBitAdam" else 0
-        ddp, state = linear("q4", momentum=momentum, warmup_steps=warmup)
-        stepper = make(ddp.parameters(), state)
-        with warned() as caught:
-            for _ in range(3):
-                ddp(torch.ones(2, 40)).sum().backward()
-                stepper.step()
-        found[name] = [str(w.message) for w in caught if "twice" in str(w.message)]
-    return found
-
-
-def test_momentum_on_both_sides_is_warned_about_once(world_of_2: World) -> None:
-    for found in world_of_2.run(case_momentum_twice):
-        for name, (_, _, own) in MOMENTA.items():
-            texts = found[name]
-            assert len(texts) == (own is not None), (name, texts)
-            if own:
-                assert texts[0].startswith(f"{own}, but behind attach(momentum=0.9)")
-                assert "gradferry.optim.momentum_mode(optimizer, state)" in texts[0]
+@pytest.mark.parametrize("name", MOMENTA)
+@on_ranks()
+def test_momentum_on_both_sides_is_warned_about_once(name: str) -> None:
+    make, momentum, own = MOMENTA[name]
+    warmup = 2 if name == "OneBitAdam" else 0
+    ddp, state = linear("q4", momentum=momentum, warmup_steps=warmup)
+    stepper = make(ddp.parameters(), state)
+    with warned() as caught:
+        for _ in range(3):
+            ddp(torch.ones(2, 40)).sum().backward()
+            stepper.step()
+    texts = [str(w.message) for w in caught if "twice" in str(w.message)]
+    assert len(texts) == (own is not None), texts
+    for text in texts:
+        assert text.startswith(f"{own}, but behind attach(momentum=0.9)")
+        assert "gradferry.optim.momentum_mode(optimizer, state)" in text
 
 
 class Odd(torch.optim.Optimizer):
@@ -207,49 +198,38 @@ class Passes:
 
 
 SCALED = {"grad_scaler": torch.amp.GradScaler("cpu", init_scale=1.0)}
-PASSES: tuple[tuple[str, Optimizer, dict[str, Any], str | None], ...] = (
-    ("one", torch.optim.SGD, {}, None),
-    (
-        "accumulated",
-        torch.optim.SGD,
-        {},
-        "2 backward passes were synced since the last step of SGD",
-    ),
-    ("accumulated_under_no_sync", torch.optim.SGD, {}, None),
-    ("sharpness_aware", torch.optim.SGD, {}, "2 backward passes"),
-    ("dropped", torch.optim.SGD, {}, "2 backward passes"),
-    ("dropped", torch.optim.SGD, SCALED, None),  # it may skip steps
-    ("closure", torch.optim.SGD, {}, None),
-    ("closure", torch.optim.LBFGS, {}, "the last step of LBFGS"),
-    ("several_optimizers", torch.optim.SGD, {}, None),
-    ("loaded_once", torch.optim.SGD, {}, None),
+
+
+@pytest.mark.parametrize(
+    ("step", "make", "options", "expected"),
+    [
+        ("one", torch.optim.SGD, {}, None),
+        ("accumulated", torch.optim.SGD, {}, "2 backward passes were synced since the last step"),
+        ("accumulated_under_no_sync", torch.optim.SGD, {}, None),
+        ("sharpness_aware", torch.optim.SGD, {}, "2 backward passes"),
+        ("dropped", torch.optim.SGD, {}, "2 backward passes"),
+        ("dropped", torch.optim.SGD, SCALED, None),  # it may skip steps
+        ("closure", torch.optim.SGD, {}, None),
+        ("closure", torch.optim.LBFGS, {}, "the last step of LBFGS"),
+        ("several_optimizers", torch.optim.SGD, {}, None),
+        ("loaded_once", torch.optim.SGD, {}, None),
+    ],
 )
-
-
-def case_passes() -> list[list[tuple[str, bool]]]:
-    """Warnings of five steps of each kind, and whether they name a line of this file."""
-    found = []
-    for step, make, options, _ in PASSES:
-        training = Passes(make, **options)
-        with warned() as caught:
-            for _ in range(5):
-                getattr(training, step)()
-        ours = [w for w in caught if "were synced" in str(w.message)]
-        found.append([(str(w.message), w.filename == __file__) for w in ours])
-    return found
-
-
+@on_ranks()
 def test_several_synced_passes_per_step_in_momentum_mode_are_warned_about_once(
-    world_of_2: World,
+    step: str, make: Optimizer, options: dict[str, Any], expected: str | None
 ) -> None:
-    for answer in world_of_2.run(case_passes):
-        for (step, _, _, expected), found in zip(PASSES, answer, strict=True):
-            assert len(found) == (expected is not None), (step, found)
-            for text, at_a_line_of_ours in found:
-                assert expected in text
-                assert "every synced pass moves the momentum on" in text
-                assert "under no_sync()" in text
-                assert at_a_line_of_ours
+    training = Passes(make, **options)
+    with warned() as caught:
+        for _ in range(5):
+            getattr(training, step)()
+    ours = [w for w in caught if "were synced" in str(w.message)]
+    assert len(ours) == (expected is not None), ours
+    for warning in ours:
+        assert expected in str(warning.message)
+        assert "every synced pass moves the momentum on" in str(warning.message)
+        assert "under no_sync()" in str(warning.message)
+        assert warning.filename == __file__
 
 
 class Words(nn.Module):

@@ -30,6 +30,7 @@ from gradferry.ddp.trial import (
 from gradferry.ddp.trial import Outcome as Measured
 from gradferry.errors import ConfigError
 from gradferry.reduction import running
+from on_ranks import on_ranks
 from outcomes import attempt
 from scenario import Run, Scenario, Weight, on_nodes
 from stepping import logged
@@ -229,9 +230,11 @@ def test_it_tries_again_and_less_often_after_a_change(world_of_2: World) -> None
     assert len(answers[0]["log"]) == 1  # nothing has changed
 
 
-def case_changed(scenario: Scenario, before: str) -> dict[str, Any]:
+@pytest.mark.parametrize(("before", "interval"), [("q4", 20), (RHT3, 10)])
+@on_ranks()
+def test_a_change_doubles_the_time_until_the_next_trial(before: str, interval: int) -> None:
     """As if `before` had been chosen, and other figures come now."""
-    run = Run(scenario)
+    run = Run(AUTO)
     bound = bound_to(run.state)
     bound.running.switch(bound.hook, parse_codec(before), 0)
     bound.chooser.choice = Choice(codec=parse_codec(before), made=True, interval=10)
@@ -239,14 +242,9 @@ def case_changed(scenario: Scenario, before: str) -> dict[str, Any]:
     with timed(run.state, {RHT3: 100.0, "q4": 110.0, "q8": 160.0, "off": 900.0}):
         for step in range(27):
             run.step(step)
-    return run.state.stats()["choice"]
-
-
-def test_a_change_doubles_the_time_until_the_next_trial(world_of_2: World) -> None:
-    for before, interval in (("q4", 20), (RHT3, 10)):
-        for choice in world_of_2.run(case_changed, scenario=AUTO, before=before):
-            assert choice["codec"] == RHT3
-            assert choice["next_check"] - (2 + 2 * TRIAL + 2 * CUT + 2) == interval
+    choice = run.state.stats()["choice"]
+    assert choice["codec"] == RHT3
+    assert choice["next_check"] - (2 + 2 * TRIAL + 2 * CUT + 2) == interval
 
 
 def test_a_candidate_that_cannot_start_on_a_rank_is_left_out(world_of_2: World) -> None:
@@ -314,23 +312,19 @@ def test_the_option_nodes_leaves_one_exchange_to_choose_from(
         assert alone.is_flat
 
 
-def case_failing(scenario: Scenario) -> Any:
-    run = Run(scenario)
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+@on_ranks()
+def test_an_error_in_a_choice_is_the_steps_error(native: bool) -> None:
+    run = Run(dataclasses.replace(AUTO, native=native))
 
     def fail(*_: Any) -> None:
         raise ArithmeticError("not today")
 
-    bound = bound_to(run.state)
-    bound.hook.call_at(1, fail, "test")
+    bound_to(run.state).hook.call_at(1, fail, "test")
     run.step(0)
-    return attempt(lambda: run.step(1))
-
-
-@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
-def test_an_error_in_a_choice_is_the_steps_error(world_of_2: World, native: bool) -> None:
-    for outcome in world_of_2.run(case_failing, scenario=dataclasses.replace(AUTO, native=native)):
-        assert outcome.error == "ArithmeticError"
-        assert "not today" in outcome.text
+    outcome = attempt(lambda: run.step(1))
+    assert outcome.error == "ArithmeticError"
+    assert "not today" in outcome.text
 
 
 def candidate(name: str) -> Candidate:

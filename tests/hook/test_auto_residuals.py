@@ -16,6 +16,7 @@ from gradferry.checkpoint import merge
 from gradferry.core.codec_spec import parse_codec
 from gradferry.ddp.auto import FIRST_TRIAL, Choice
 from gradferry.ddp.state import bound_to
+from on_ranks import on_ranks
 from outcomes import attempt
 from reference import widen
 from residual_sums import still_missing
@@ -88,10 +89,9 @@ def wide(values: np.ndarray, kind: str) -> np.ndarray:
     return widen(values.ravel(), kind).astype(np.float64)
 
 
-def case_unused_for_long(ms: dict[str, float]) -> tuple[list[str], list[str], list[float]]:
-    """A parameter that no rank uses from the eighth step on; the warnings, codecs and what of it is
-    withheld.
-    """
+@on_ranks()
+def test_a_candidate_that_would_drop_a_residual_for_good_is_left_out() -> None:
+    """No rank uses a parameter from the eighth step on."""
 
     class Halves(nn.Module):
         def __init__(self) -> None:
@@ -106,26 +106,22 @@ def case_unused_for_long(ms: dict[str, float]) -> tuple[list[str], list[str], li
     state = gradferry.attach(ddp, "auto")
     codecs, withheld = [], []
     generator = torch.Generator().manual_seed(dist.get_rank())
-    with logged() as messages, timed(state, ms):
+    with logged() as messages, timed(state, OFF_IS_FASTEST):
         for step in range(60):
             ddp(torch.randn(4, 64, generator=generator), 2 if step < 8 else 1).backward()
             codecs.append(state.stats()["choice"]["codec"])
             _, worker, _, _ = bound_to(state).running.engine.state()
             withheld.append(float(worker[4096:].abs().sum()))
-    return codecs, messages, withheld
+    assert codecs[-1] == "q4"
+    left_out = [text for text in messages if "leaves out" in text]
+    assert [text.split()[3] for text in left_out] == ["q8:", "off:"]
+    assert "what is withheld of 1 parameters could not be delivered in 10 steps" in left_out[0]
+    assert withheld[8] > 0
+    assert withheld[-1] == withheld[8]
 
 
-def test_a_candidate_that_would_drop_a_residual_for_good_is_left_out(world_of_2: World) -> None:
-    for codecs, messages, withheld in world_of_2.run(case_unused_for_long, ms=OFF_IS_FASTEST):
-        assert codecs[-1] == "q4"
-        left_out = [text for text in messages if "leaves out" in text]
-        assert [text.split()[3] for text in left_out] == ["q8:", "off:"]
-        assert "what is withheld of 1 parameters could not be delivered in 10 steps" in left_out[0]
-        assert withheld[8] > 0
-        assert withheld[-1] == withheld[8]
-
-
-def case_skips_the_step_that_delivers() -> list[tuple[str, bool]]:
+@on_ranks()
+def test_a_step_that_was_to_deliver_and_is_skipped_is_made_up_for() -> None:
     """Every step of the codec before q8 is skipped from the step that delivers on, four times."""
     run = Run(dataclasses.replace(AUTO, weights=WEIGHT, options={"exact_skip": True}))
     running = bound_to(run.state).running
@@ -142,18 +138,15 @@ def case_skips_the_step_that_delivers() -> list[tuple[str, bool]]:
                 seen.append((str(running.config.codec), kept))
             else:
                 seen.append((str(running.config.codec), running.delivers))
-    return seen
+    begin = 2 + 2 * TRIAL
+    assert seen[begin : begin + 4] == [("q4", True)] * 4  # delivers, and as before when skipped
+    assert seen[begin + 4] == ("q4", True)  # delivers
+    assert seen[begin + 5] == ("q8", False)
 
 
-def test_a_step_that_was_to_deliver_and_is_skipped_is_made_up_for(world_of_2: World) -> None:
-    for seen in world_of_2.run(case_skips_the_step_that_delivers):
-        begin = 2 + 2 * TRIAL
-        assert seen[begin : begin + 4] == [("q4", True)] * 4  # delivers, and as before when skipped
-        assert seen[begin + 4] == ("q4", True)  # delivers
-        assert seen[begin + 5] == ("q8", False)
-
-
-def case_two_passes(scaled: bool) -> list[str]:
+@pytest.mark.parametrize("scaled", [True, False])
+@on_ranks()
+def test_no_change_comes_between_the_passes_of_an_optimizer_step(scaled: bool) -> None:
     """Two synced passes per optimizer step, all of which are skipped."""
     rank = dist.get_rank()
     torch.manual_seed(0)
@@ -183,28 +176,18 @@ def case_two_passes(scaled: bool) -> list[str]:
             if not scaled and codecs[1] != "off" and outcome.error != "StateError":
                 wrong.append(f"{step}: skipped, although nobody knows the passes of the step")
             scaler.update(new_scale=1.0)
-    return wrong
+    assert wrong == []
 
 
-@pytest.mark.parametrize("scaled", [True, False])
-def test_no_change_comes_between_the_passes_of_an_optimizer_step(
-    world_of_2: World, scaled: bool
-) -> None:
-    assert world_of_2.run(case_two_passes, scaled=scaled) == [[], []]
-
-
-def case_draws() -> bool:
+@on_ranks()
+def test_it_draws_nothing_from_torchs_generator() -> None:
     run = Run(AUTO)
     torch.manual_seed(5)
     before = torch.get_rng_state()
     with timed(run.state, OFF_IS_FASTEST):
         for step in range(2 + 4 * TRIAL + 4):
             run.step(step)
-    return torch.equal(torch.get_rng_state(), before)
-
-
-def test_it_draws_nothing_from_torchs_generator(world_of_2: World) -> None:
-    assert world_of_2.run(case_draws) == [True, True]
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def residuals_by_element(engine: Any, kind: str) -> np.ndarray:
@@ -298,9 +281,19 @@ def test_momentum_goes_on_through_a_change(world_of_2: World) -> None:
             assert np.allclose(got, wanted, rtol=2.0**-6, atol=2.0**-7 * np.abs(wanted).max())
 
 
-def case_share_of_momentum(scenario: Scenario) -> list[torch.Tensor]:
+@pytest.mark.parametrize(
+    ("warmup", "share"),
+    # The warm-up's residuals are those of every codec.
+    [({}, SHARE), ({"warmup_steps": 2, "warmup": "q4"}, 1.0)],
+    ids=["momentum", "warm-up"],
+)
+@on_ranks()
+def test_residuals_hold_more_of_a_momentum_of_which_less_stays(
+    warmup: dict[str, Any], share: float
+) -> None:
     """Worker residuals under sign1, then topk, then sign1 again."""
-    run = Run(scenario)
+    weights, options = (Weight("only", (64, 64)),), {"momentum": 0.5, **warmup}
+    run = Run(dataclasses.replace(AUTO, weights=weights, options=options))
     bound = bound_to(run.state)
     seen = []
     for number, codec in enumerate(("sign1", "topk:ratio=0.05", "sign1")):
@@ -308,25 +301,11 @@ def case_share_of_momentum(scenario: Scenario) -> list[torch.Tensor]:
         if number == 0:
             run.step(0)
         seen.append(bound.running.engine.state()[1])
-    return seen
-
-
-@pytest.mark.parametrize(
-    ("warmup", "share"),
-    # The warm-up's residuals are those of every codec.
-    [({}, SHARE), ({"warmup_steps": 2, "warmup": "q4"}, 1.0)],
-    ids=["momentum", "warm-up"],
-)
-def test_residuals_hold_more_of_a_momentum_of_which_less_stays(
-    world_of_2: World, warmup: dict[str, Any], share: float
-) -> None:
-    weights, options = (Weight("only", (64, 64)),), {"momentum": 0.5, **warmup}
-    scenario = dataclasses.replace(AUTO, weights=weights, options=options)
+    sign1, topk, again = seen
     rounding = 0 if share == 1 else 2.0**-22
-    for sign1, topk, again in world_of_2.run(case_share_of_momentum, scenario=scenario):
-        assert sign1.any()
-        torch.testing.assert_close(topk, sign1 * share, rtol=rounding, atol=0)
-        torch.testing.assert_close(again, sign1, rtol=2 * rounding, atol=0)
+    assert sign1.any()
+    torch.testing.assert_close(topk, sign1 * share, rtol=rounding, atol=0)
+    torch.testing.assert_close(again, sign1, rtol=2 * rounding, atol=0)
 
 
 def case_moved(scenario: Scenario, saved: list[dict], codec: str) -> tuple[dict, dict]:
@@ -375,41 +354,32 @@ def test_momentum_goes_to_a_world_of_one_and_back(worlds: Callable[[int], World]
 # --- checkpoints
 
 
-def case_resumed(scenario: Scenario, codec: str) -> dict[str, Any]:
+@pytest.mark.parametrize("codec", ["q4", "off"])
+@on_ranks()
+def test_a_checkpoint_holds_the_choice(codec: str) -> None:
     """Six steps at a stretch, and three, saved, and three more in a new model."""
     spec = parse_codec(codec)
 
     def chosen() -> Run:
-        run = Run(scenario)
+        run = Run(AUTO)
         bound = bound_to(run.state)
         bound.running.switch(bound.hook, spec, 0)
         bound.chooser.choice = Choice(codec=spec, made=True, next_check=1000)
         bound.chooser.start(bound.hook)
         return run
 
-    straight = chosen()
+    straight, before = chosen(), chosen()
     expected = [straight.step(step) for step in range(6)]
-    before = chosen()
     for step in range(3):
         before.step(step)
     after = before.saved_and_loaded()
-    resumed = [after.step(step) for step in range(3, 6)]
-    return {
-        "equal": equal(expected[3:], resumed),
-        "choice": after.state.stats()["choice"],
-        "steps": after.state.stats()["steps"],
-    }
-
-
-@pytest.mark.parametrize("codec", ["q4", "off"])
-def test_a_checkpoint_holds_the_choice(world_of_2: World, codec: str) -> None:
-    for answer in world_of_2.run(case_resumed, scenario=AUTO, codec=codec):
-        assert answer["equal"]
-        assert answer["choice"]["codec"] == codec
-        assert answer["choice"]["exchange"] == "flat"
-        assert answer["choice"]["reason"] == "restored from a checkpoint"
-        assert answer["choice"]["next_check"] >= 3 + FIRST_TRIAL
-        assert answer["steps"] == 6
+    assert equal(expected[3:], [after.step(step) for step in range(3, 6)])
+    stats = after.state.stats()
+    choice = stats["choice"]
+    assert (choice["codec"], choice["exchange"]) == (codec, "flat")
+    assert choice["reason"] == "restored from a checkpoint"
+    assert choice["next_check"] >= 3 + FIRST_TRIAL
+    assert stats["steps"] == 6
 
 
 def case_loads_another(scenario: Scenario) -> Any:
@@ -429,31 +399,23 @@ def test_ranks_that_load_unlike_choices_all_get_the_same_error(world_of_2: World
     assert "q8" in one.text
 
 
-def case_saved_in_a_trial(scenario: Scenario, step: int) -> tuple[bool, bool, Choice]:
-    run = Run(scenario)
-    with timed(run.state, OFF_IS_FASTEST):
-        for each in range(step):
-            run.step(each)
-    saved = run.state.state_dict()
-    again = Run(scenario)
-    again.state.load_state_dict(saved)
-    loaded = again.state.state_dict()
-    mine = f"slot_{run.rank}"
-    same = all(torch.equal(saved[mine][key], loaded[mine][key]) for key in ("worker", "owner"))
-    some = bool(saved[mine]["worker"].numel())
-    return same, some, bound_to(again.state).chooser.choice
-
-
 @pytest.mark.parametrize(
     ("step", "codec"),
     [(2 + TRIAL + 3, "q4"), (2 + 2 * TRIAL, "q4"), (2 + 2 * TRIAL + 1, "q4"), (33, "off")],
     ids=["trial", "last of it", "delivered", "chosen"],
 )
-def test_a_state_saved_in_a_trial_has_no_choice_but_its_residuals(
-    world_of_2: World, step: int, codec: str
-) -> None:
-    for same, some, choice in world_of_2.run(case_saved_in_a_trial, scenario=AUTO, step=step):
-        assert same
-        assert some == (codec != "off")
-        assert (str(choice.codec), choice.made) == (codec, codec == "off")
-        assert choice.next_check >= step + FIRST_TRIAL
+@on_ranks()
+def test_a_state_saved_in_a_trial_has_no_choice_but_its_residuals(step: int, codec: str) -> None:
+    run = Run(AUTO)
+    with timed(run.state, OFF_IS_FASTEST):
+        for each in range(step):
+            run.step(each)
+    saved = run.state.state_dict()
+    again = Run(AUTO)
+    again.state.load_state_dict(saved)
+    mine, loaded = saved[f"slot_{run.rank}"], slot(again.state)
+    assert all(torch.equal(mine[key], loaded[key]) for key in ("worker", "owner"))
+    assert bool(mine["worker"].numel()) == (codec != "off")
+    choice = bound_to(again.state).chooser.choice
+    assert (str(choice.codec), choice.made) == (codec, codec == "off")
+    assert choice.next_check >= step + FIRST_TRIAL

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from outcomes import attempt
 from scenario import Run, Scenario, Weight, assert_all_bit_equal, assert_bit_equal
 from torch.nn.parallel import DistributedDataParallel
@@ -219,19 +220,13 @@ def test_a_forked_child_has_a_copy_of_the_state_and_the_parent_goes_on(world_of_
         assert answer["untouched"]
 
 
-def case_backward_in_fork(native: bool) -> dict[str, Any]:
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+@on_ranks()
+def test_backward_in_a_forked_child_raises_and_the_parent_goes_on(native: bool) -> None:
     run = Run(Scenario(WEIGHTS, native=native))
     for step in range(3):  # DDP communicates by itself when it rebuilds its buckets
         run.step(step)
     said = in_child(lambda: run.step(3))
     run.step(3)  # the parent goes on
-    return said
-
-
-@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
-def test_backward_in_a_forked_child_raises_and_the_parent_goes_on(
-    world_of_2: World, native: bool
-) -> None:
-    for said in world_of_2.run(case_backward_in_fork, native=native):
-        assert said["error"] == "StateError", said
-        assert "fork" in said["text"]
+    assert said["error"] == "StateError", said
+    assert "fork" in said["text"]

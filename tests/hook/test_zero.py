@@ -13,7 +13,8 @@ import gradferry
 import pytest
 import torch
 import torch.distributed as dist
-from outcomes import Outcome, attempt
+from on_ranks import on_ranks
+from outcomes import attempt
 from products import rows
 from scenario import hooked
 from stepping import bits
@@ -165,7 +166,10 @@ def in_momentum_mode(make: Callable[..., Any]) -> Callable[..., Any]:
     return lambda groups, state: gradferry.optim.momentum_mode(make(groups, state), state)
 
 
-def case_momentum(codec: str) -> dict[str, Any]:
+# Behind topk, parameters of one group arrive with several momenta.
+@pytest.mark.parametrize("codec", ["sign1", "topk:ratio=0.04"])
+@on_ranks()
+def test_momentum_mode_is_that_of_one_optimizer_per_rank(codec: str) -> None:
     attach = {"codec": codec, "momentum": 0.8}
     plain, zero = (Training(in_momentum_mode(make), attach) for make in (adamw, sharded))
     with warnings.catch_warnings():
@@ -173,28 +177,15 @@ def case_momentum(codec: str) -> dict[str, Any]:
         for step in range(4):
             plain.step(step)
             zero.step(step)
-    ours, theirs = (
-        [(g["lr"], g["betas"], g["weight_decay"]) for g in t.optimizer.param_groups]
-        for t in (zero, plain)
-    )
+    assert zero.bits() == plain.bits()
+    for ours, theirs in zip(zero.optimizer.param_groups, plain.optimizer.param_groups, strict=True):
+        for setting in ("lr", "betas", "weight_decay"):
+            assert ours[setting] == theirs[setting]
+        assert ours["betas"] == (0.9, 0.999)  # as given
     overlapping = overlapped(zero.ddp.parameters())
-    return {
-        "same": zero.bits() == plain.bits(),
-        "same settings": ours == theirs,
-        "betas": ours[0][1],
-        "refused": attempt(lambda: gradferry.optim.momentum_mode(overlapping, zero.state)),
-    }
-
-
-# Behind topk, parameters of one group arrive with several momenta.
-@pytest.mark.parametrize("codec", ["sign1", "topk:ratio=0.04"])
-def test_momentum_mode_is_that_of_one_optimizer_per_rank(world_of_2: World, codec: str) -> None:
-    for answer in world_of_2.run(case_momentum, codec=codec):
-        assert answer["same"]
-        assert answer["same settings"]
-        assert answer["betas"] == (0.9, 0.999)  # as given
-        assert answer["refused"].error == "ConfigError"
-        assert "overlap_with_ddp" in answer["refused"].text
+    refused = attempt(lambda: gradferry.optim.momentum_mode(overlapping, zero.state))
+    assert refused.error == "ConfigError"
+    assert "overlap_with_ddp" in refused.text
 
 
 def overlapped(parameters: Any) -> ZeroRedundancyOptimizer:
@@ -242,8 +233,11 @@ USES: tuple[Register, ...] = (
 )
 
 
-def refused(use: Register, name: str) -> tuple[Outcome, list[str | None]]:
-    """How a use of torch's hook is refused, and whether training without it then works."""
+@pytest.mark.parametrize("name", ddp_zero_hook.__all__)
+@pytest.mark.parametrize("use", USES)
+@on_ranks()
+def test_a_step_inside_the_backward_pass_is_refused(use: Register, name: str) -> None:
+    """And training without it then works."""
     ddp = DistributedDataParallel(nn.Linear(40, 40))
 
     def zero(inner: Any) -> Any:
@@ -252,19 +246,9 @@ def refused(use: Register, name: str) -> tuple[Outcome, list[str | None]]:
             return getattr(ddp_zero_hook, name)(inner, ddp, overlapped(ddp.parameters()))
 
     outcome = attempt(lambda: use(ddp, zero))
-    rest = [attempt(lambda: ddp(torch.ones(2, 40)).sum().backward()).error for _ in range(2)]
-    return outcome, rest
-
-
-def case_overlapped(name: str) -> list[tuple[Outcome, list[str | None]]]:
-    return [refused(use, name) for use in USES]
-
-
-@pytest.mark.parametrize("name", ddp_zero_hook.__all__)
-def test_a_step_inside_the_backward_pass_is_refused(world_of_2: World, name: str) -> None:
-    for answer in world_of_2.run(case_overlapped, name=name):
-        for use, (outcome, rest) in zip(USES, answer, strict=True):
-            assert outcome.error == "ConfigError", (use, outcome)
-            assert "ZeroRedundancyOptimizer(overlap_with_ddp=True) does not go with" in outcome.text
-            assert "build it without overlap_with_ddp, and call its step() after" in outcome.text
-            assert use is register_before_attach or rest == [None, None]
+    assert outcome.error == "ConfigError", outcome
+    assert "ZeroRedundancyOptimizer(overlap_with_ddp=True) does not go with" in outcome.text
+    assert "build it without overlap_with_ddp, and call its step() after" in outcome.text
+    for _ in range(2):
+        outcome = attempt(lambda: ddp(torch.ones(2, 40)).sum().backward())
+        assert use is register_before_attach or outcome.error is None
