@@ -120,57 +120,45 @@ def test_checkpoint_of_another_number_of_ranks_goes_by_on_resize(
         assert "lacks rank-1-" in outcome.text
 
 
-def case_without_gradferry_or_folder(folder: str) -> list[Outcome]:
-    """Loads, in momentum mode, what was saved without; what other code saved; and a folder that
+@on_ranks()
+def test_drop_begins_without_a_state_and_what_is_none_is_one_error_on_all_ranks(
+    tmp_path: Path,
+) -> None:
+    """In momentum mode, behind what was saved without; what other code saved; and a folder that
     only the first rank sees.
     """
     ddp, state = attached()
 
     def load(name: str) -> Outcome:
-        path = Path(folder, name)
+        path = tmp_path / name
         return attempt(lambda: checkpoints.load(path, state, ddp.process_group, "drop"))
 
-    checkpoint.save(Path(folder, "foreign"), {"other": 1})
+    checkpoint.save(tmp_path / "foreign", {"other": 1})
     mine = "seen" if dist.get_rank() == 0 else "nowhere"
-    checkpoint.save(Path(folder, "seen"), {"hook": state.state_dict()})
-    return [load("missing"), load("foreign"), load(mine)]
+    checkpoint.save(tmp_path / "seen", {"hook": state.state_dict()})
+    assert load("missing").error is None
+    foreign, unseen = load("foreign"), load(mine)
+    assert foreign.error == unseen.error == "StateError"
+    assert "not saved by an integration of gradferry" in foreign.text
+    assert "rank 1 cannot see" in unseen.text
 
 
-def test_drop_begins_without_a_state_and_what_is_none_is_one_error_on_all_ranks(
-    world_of_2: World, tmp_path: Path
-) -> None:
-    answers = world_of_2.run(case_without_gradferry_or_folder, folder=str(tmp_path))
-    for outcomes in answers:
-        assert [outcome.error for outcome in outcomes] == [None, "StateError", "StateError"]
-        foreign, unseen = (outcome.text for outcome in outcomes[1:])
-        assert "not saved by an integration of gradferry" in foreign
-        assert "rank 1 cannot see" in unseen
-
-
-def case_gather() -> tuple[bool, bool]:
-    """Whether the first rank has what all ranks saved, to the bit, and the others nothing."""
-
+@on_ranks(3)
+def test_gathered_states_are_those_of_all_ranks() -> None:
+    """The first rank has what all ranks saved, to the bit, and the others nothing."""
     ddp, state = attached("sign1")
     ddp(torch.randn(4, 64)).sum().backward()
     with mock.patch.object(checkpoints, "_PIECE", 1000):  # several, and no multiple
         got = checkpoints.gather(state, ddp.process_group)
     everything: list[Any] = [None] * state.world_size
-    torch.distributed.all_gather_object(everything, state.state_dict())
-    if state.rank != 0:
-        return got is None, True
-    assert got is not None
-    expected = checkpoint.merge(everything)
-    slots = [key for key in expected if key.startswith("slot_")]
-    equal = all(
-        torch.equal(got[slot][name], expected[slot][name])
-        for slot in slots
-        for name in expected[slot]
-    )
-    return got.keys() == expected.keys(), equal and len(slots) == state.world_size
-
-
-def test_gathered_states_are_those_of_all_ranks(world_of_3: World) -> None:
-    assert world_of_3.run(case_gather) == [(True, True)] * 3
+    dist.all_gather_object(everything, state.state_dict())
+    assert (got is None) == (state.rank != 0)
+    if got is not None:
+        expected = checkpoint.merge(everything)
+        assert got.keys() == expected.keys()
+        for rank in range(state.world_size):
+            for name, kept in expected[f"slot_{rank}"].items():
+                assert torch.equal(got[f"slot_{rank}"][name], kept)
 
 
 @on_ranks(1)

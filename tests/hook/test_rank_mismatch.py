@@ -21,6 +21,7 @@ import torch.distributed as dist
 from gradferry import _native
 from gradferry.core import meeting
 from gradferry.reduction import running
+from on_ranks import on_ranks
 from outcomes import Outcome, attempt
 from products import rows
 from scenario import ChosenGradients, Run, Scenario, Weight, hooked
@@ -213,39 +214,31 @@ def test_failure_of_one_rank_is_the_same_error_on_all(
     assert [o.error for o in second] == [None] * 3, second
 
 
-def case_attach_again() -> str | None:
+@on_ranks()
+def test_the_same_model_attaches_after_a_failed_attach() -> None:
     ddp = DistributedDataParallel(ChosenGradients(Scenario(WEIGHTS)))
-    first = attempt(lambda: hooked(ddp, seed=dist.get_rank()))
+    assert attempt(lambda: hooked(ddp, seed=dist.get_rank())).error == "RankMismatchError"
     hooked(ddp)
-    return first.error
-
-
-def test_the_same_model_attaches_after_a_failed_attach(world_of_2: World) -> None:
-    assert world_of_2.run(case_attach_again) == ["RankMismatchError"] * 2
-
-
-def case_other_group(odd_rank: int) -> Outcome:
-    """One rank takes another group of the same ranks for the one that all use."""
-    groups = [dist.new_group(), dist.new_group()]
-    group = groups[dist.get_rank() == odd_rank]
-    tensors = [(w.name, torch.zeros(w.shape)) for w in WEIGHTS]
-    patience = datetime.timedelta(seconds=1)
-    with mock.patch.object(meeting, "MOST_PATIENCE", patience):
-        outcome = attempt(lambda: gradferry.Reducer(tensors, "q4", group))
-    dist.barrier()
-    return outcome
 
 
 @pytest.mark.parametrize(
     "odd_rank", [0, *(pytest.param(rank, marks=pytest.mark.slow) for rank in (1, 2))]
 )
-def test_rank_in_another_group_is_missed_by_the_others(world_of_3: World, odd_rank: int) -> None:
-    """No rank can tell it from one that is late, so it takes as long as ranks are waited for."""
-    others = [str(rank) for rank in RANKS if rank != odd_rank]
-    for rank, outcome in enumerate(world_of_3.run(case_other_group, odd_rank=odd_rank)):
-        missed = f"ranks {' and '.join(others)}" if rank == odd_rank else f"rank {odd_rank}"
-        assert outcome.error == "PeerError"
-        assert re.match(rf"{missed} did not make a Reducer|{missed} did not", outcome.text), outcome
+@on_ranks(3)
+def test_rank_in_another_group_is_missed_by_the_others(odd_rank: int) -> None:
+    """One rank takes another group of the same ranks for the one that all use. No rank can tell it
+    from one that is late, so it takes as long as ranks are waited for.
+    """
+    groups, rank = [dist.new_group(), dist.new_group()], dist.get_rank()
+    tensors = [(w.name, torch.zeros(w.shape)) for w in WEIGHTS]
+    patience = datetime.timedelta(seconds=1)
+    with mock.patch.object(meeting, "MOST_PATIENCE", patience):
+        outcome = attempt(lambda: gradferry.Reducer(tensors, "q4", groups[rank == odd_rank]))
+    dist.barrier()
+    others = [str(other) for other in RANKS if other != odd_rank]
+    missed = f"ranks {' and '.join(others)}" if rank == odd_rank else f"rank {odd_rank}"
+    assert outcome.error == "PeerError"
+    assert re.match(rf"{missed} did not make a Reducer|{missed} did not", outcome.text), outcome
 
 
 # --- in a step ------------------------------------------------------------------------------------
@@ -315,35 +308,37 @@ def test_other_buckets_on_one_rank_are_one_error_on_all_before_the_optimizer(
     assert all(untouched for _, untouched in answers)
 
 
-def case_calls_in_another_order(odd_rank: int) -> list[list[float]]:
-    """Two Reducers, whose calls are under way together."""
+@pytest.mark.parametrize("odd_rank", RANKS)
+@on_ranks(3)
+def test_calls_of_two_reducers_do_not_mix_in_whatever_order_they_come(odd_rank: int) -> None:
+    """Calls are under way together. Each Reducer has connections of its own."""
     tensors = [torch.full((3, 1000), 10.0 * i + dist.get_rank()) for i in range(2)]
     reducers = [gradferry.Reducer([("t", tensor)], "exact") for tensor in tensors]
     mine = list(reversed(reducers)) if dist.get_rank() == odd_rank else reducers
     for work in [reducer.all_reduce(async_op=True) for reducer in mine]:
         work.wait()
-    return [tensor.unique().tolist() for tensor in tensors]
+    assert [tensor.unique().tolist() for tensor in tensors] == [[1.0], [11.0]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("odd_rank", RANKS)
-def test_calls_of_two_reducers_do_not_mix_in_whatever_order_they_come(
-    world_of_3: World, odd_rank: int
-) -> None:
-    """Each has connections of its own."""
-    answers = world_of_3.run(case_calls_in_another_order, odd_rank=odd_rank)
-    assert answers == [[[1.0], [11.0]]] * 3
-
-
-def case_calls_that_wait_for_each_other(odd_rank: int) -> list[Outcome]:
-    group = dist.new_group(timeout=datetime.timedelta(seconds=3))
+@on_ranks(3)
+def test_ranks_that_wait_for_each_others_calls_end_with_the_timeout(odd_rank: int) -> None:
+    group, odd = dist.new_group(timeout=datetime.timedelta(seconds=3)), dist.get_rank() == odd_rank
     reducers = [gradferry.Reducer([("t", torch.zeros(9))], "exact", group) for _ in range(2)]
-    mine = list(reversed(reducers)) if dist.get_rank() == odd_rank else reducers
-    outcomes = [attempt(reducer.all_reduce) for reducer in mine]
+    outcomes = [attempt(r.all_reduce) for r in (reversed(reducers) if odd else reducers)]
     dist.barrier()
-    return outcomes
+    # When the others have given up they come to the call that the odd rank waits in. It ends well
+    # if they come in time.
+    in_time = odd and outcomes[0].error is None
+    assert outcomes[in_time].error == "PeerError", outcomes
+    assert in_time or "nothing came within the timeout" in outcomes[0].text
 
 
-def case_one_collective_more(odd_rank: int) -> Outcome:
+@pytest.mark.slow
+@pytest.mark.parametrize("odd_rank", RANKS)
+@on_ranks(3)
+def test_one_collective_more_on_the_group_ends_attach_with_the_timeout(odd_rank: int) -> None:
     """One rank has posted a collective of its own on the group that attach talks over."""
     group = dist.new_group(timeout=datetime.timedelta(seconds=3))
     extra = None
@@ -354,29 +349,6 @@ def case_one_collective_more(odd_rank: int) -> Outcome:
     if extra is not None:
         attempt(extra.wait)
     dist.barrier()
-    return outcome
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("odd_rank", RANKS)
-def test_ranks_that_wait_for_each_others_calls_end_with_the_timeout(
-    world_of_3: World, odd_rank: int
-) -> None:
-    answers = world_of_3.run(case_calls_that_wait_for_each_other, odd_rank=odd_rank)
-    for rank, outcomes in enumerate(answers):
-        # When the others have given up they come to the call that the odd rank waits in. It ends
-        # well if they come in time.
-        in_time = rank == odd_rank and outcomes[0].error is None
-        assert outcomes[in_time].error == "PeerError", outcomes
-        assert in_time or "nothing came within the timeout" in outcomes[0].text
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("odd_rank", RANKS)
-def test_one_collective_more_on_the_group_ends_attach_with_the_timeout(
-    world_of_3: World, odd_rank: int
-) -> None:
-    for outcome in world_of_3.run(case_one_collective_more, odd_rank=odd_rank):
-        assert outcome.error == "PeerError", outcome
-        assert "the ranks could not agree" in outcome.text
-        assert ".cc" not in outcome.text
+    assert outcome.error == "PeerError", outcome
+    assert "the ranks could not agree" in outcome.text
+    assert ".cc" not in outcome.text
