@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from scenario import (
     Run,
     Scenario,
@@ -222,45 +223,39 @@ def averaged(gradient: torch.Tensor, codec: str | None) -> torch.Tensor:
     return weight.grad
 
 
-def case_means() -> dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]]:
-    rank = dist.get_rank()
-    return {
-        dtype: (averaged(drawn(rank, dtype), "exact"), averaged(drawn(rank, dtype), None))
-        for dtype in DTYPES
-    }
+def check_means() -> None:
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    for dtype in DTYPES:
+        exact, plain = (averaged(drawn(rank, dtype), codec) for codec in ("exact", None))
+        given = [drawn(rank, dtype).float() for rank in range(world_size)]
+        total = given[0]
+        for gradient in given[1:]:
+            total = total + gradient
+        mean = total * torch.tensor(1 / world_size, dtype=torch.float32)
+        assert torch.equal(exact, mean.to(dtype)), dtype
+        if world_size == 2:
+            # Half of each is exact, since none is near the smallest number of its dtype.
+            assert torch.equal(exact, plain), dtype
+        # Every addition and division rounds, in the dtype at the worst, a number that is at most
+        # the sum of the magnitudes: half a unit each, 2 * W of them.
+        bound = torch.stack(given).abs().sum(0) * world_size * torch.finfo(dtype).eps
+        assert ((exact.float() - plain.float()).abs() <= bound).all(), dtype
 
 
 @pytest.mark.torch_core
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_exact_adds_in_rank_order_and_rounds_once(worlds: Worlds, world_size: int) -> None:
-    for answer in worlds(world_size).run(case_means):
-        for dtype, (exact, plain) in answer.items():
-            given = [drawn(rank, dtype).float() for rank in range(world_size)]
-            total = given[0]
-            for gradient in given[1:]:
-                total = total + gradient
-            mean = total * torch.tensor(1 / world_size, dtype=torch.float32)
-            assert torch.equal(exact, mean.to(dtype)), dtype
-            if world_size == 2:
-                # Half of each is exact, since none is near the smallest number of its dtype.
-                assert torch.equal(exact, plain), dtype
-            # Every addition and division rounds, in the dtype at the worst, a number that is at
-            # most the sum of the magnitudes: half a unit each, 2 * W of them.
-            bound = torch.stack(given).abs().sum(0) * world_size * torch.finfo(dtype).eps
-            assert ((exact.float() - plain.float()).abs() <= bound).all(), dtype
+    worlds(world_size).run(check_means)
 
 
-def case_large() -> list[torch.Tensor]:
+@on_ranks()
+def test_sum_beyond_fp32_is_no_finite_mean() -> None:
     gradient = torch.full((40, 64), 1.0)
     gradient[0, 0] = 3e38
-    return [averaged(gradient, codec) for codec in (None, "exact", "q4")]
-
-
-def test_sum_beyond_fp32_is_no_finite_mean(worlds: Worlds) -> None:
-    for plain, exact, q4 in worlds(2).run(case_large):
-        assert plain.isfinite().all()
-        assert exact[0, 0] == float("inf")
-        assert exact.flatten()[1:].eq(1).all()
-        # A group of q4 has 1024 elements.
-        assert q4.flatten()[:1024].isnan().all()
-        assert q4.flatten()[1024:].isfinite().all()
+    plain, exact, q4 = (averaged(gradient, codec) for codec in (None, "exact", "q4"))
+    assert plain.isfinite().all()
+    assert exact[0, 0] == float("inf")
+    assert exact.flatten()[1:].eq(1).all()
+    # A group of q4 has 1024 elements.
+    assert q4.flatten()[:1024].isnan().all()
+    assert q4.flatten()[1024:].isfinite().all()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from outcomes import Outcome, attempt
 from scenario import Run, Scenario, Weight
 from stepping import flip_last_bit
@@ -78,23 +79,18 @@ def test_nobody_looks_between_checks(worlds: Worlds) -> None:
         assert [o.error for o in outcomes[:9]] == [None] * 8 + ["DivergedError"]
 
 
-def test_first_of_several_parameters_is_named(worlds: Worlds) -> None:
-    answers = worlds(2).run(case_two_changes, scenario=scenario_of(2, world_size=2))
-    for outcome in answers:
-        assert "parameter 'channels' of rank 1" in outcome.text
-
-
-def case_two_changes(scenario: Scenario) -> Outcome:
-    run = Run(scenario)
+@on_ranks()
+def test_first_of_several_parameters_is_named() -> None:
+    run = Run(scenario_of(2, world_size=2))
     run.step(0)
     run.step(1)
     if run.rank == 1:
         flip_last_bit(run.model.get_parameter("one"))
         flip_last_bit(run.model.get_parameter("channels"))
-    return attempt(lambda: run.step(2))
+    assert "parameter 'channels' of rank 1" in attempt(lambda: run.step(2)).text
 
 
-def case_bytes(scenario: Scenario) -> list[int]:
+def bytes_of_steps(scenario: Scenario) -> list[int]:
     """wire_bytes after every step."""
     run = Run(scenario)
     seen = []
@@ -104,13 +100,12 @@ def case_bytes(scenario: Scenario) -> list[int]:
     return seen
 
 
-def test_check_costs_the_documented_bytes_in_its_steps_only(worlds: Worlds) -> None:
-    plain = worlds(3).run(case_bytes, scenario=scenario_of(0))
-    checked = worlds(3).run(case_bytes, scenario=scenario_of(2))
-    for one, other in zip(plain, checked, strict=True):
-        extra = [b - a for a, b in zip(one, other, strict=True)]
-        once = 2 * (64 + 8 * len(KINDS))
-        assert extra == [0, 0, once, once, 2 * once, 2 * once]
+@on_ranks(3)
+def test_check_costs_the_documented_bytes_in_its_steps_only() -> None:
+    plain, checked = (bytes_of_steps(scenario_of(every)) for every in (0, 2))
+    extra = [b - a for a, b in zip(plain, checked, strict=True)]
+    once = 2 * (64 + 8 * len(KINDS))
+    assert extra == [0, 0, once, once, 2 * once, 2 * once]
 
 
 def take_part_in_rebuild(num_parameters: int) -> None:

@@ -15,11 +15,13 @@ from gradferry.core.codec_spec import parse_codec
 from gradferry.errors import ConfigError
 from gradferry_lab.workloads.hook_names import hook_config
 from momentum_training import one_bit_adam
-from outcomes import Outcome, attempt
+from on_ranks import on_ranks
+from outcomes import attempt
 from products import rows
 from reference.engine import momentum_behind
 from residual_sums import reference_of, still_missing
 from scenario import ChosenGradients, Run, Scenario, assert_bit_equal, train
+from stepping import slot
 from test_momentum import BETA, DTYPES, WEIGHTS, scenario_of
 from torch.nn.parallel import DistributedDataParallel
 from world import World
@@ -96,13 +98,9 @@ def test_warmup_equals_reference_with_the_standard_signature(worlds: Worlds) -> 
     check(worlds, warming_up("topk:ratio=0.02", 2, "q4", **options))
 
 
-def case_described(scenario: Scenario) -> str:
-    return str(Run(scenario).state)
-
-
-def test_a_hook_says_how_it_warms_up(world_of_2: World) -> None:
-    for text in world_of_2.run(case_described, scenario=warming_up("sign1", 2, "q8")):
-        assert "warm-up: 3 steps with q8" in text
+@on_ranks()
+def test_a_hook_says_how_it_warms_up() -> None:
+    assert "warm-up: 3 steps with q8" in str(Run(warming_up("sign1", 2, "q8")).state)
 
 
 def test_a_hook_by_name_has_a_warmup() -> None:
@@ -168,68 +166,45 @@ def test_what_warmup_withholds_comes_once(
 # --- saved and loaded -----------------------------------------------------------------------------
 
 
-def case_resume(scenario: Scenario, at: int) -> dict[str, Any]:
-    """Steps at a stretch, and the same ones saved at `at`, in the same run and in a new one."""
-    straight, before = Run(scenario), Run(scenario)
-    expected = [straight.step(step) for step in range(STEPS)]
-    gone_on = [before.step(step) for step in range(at)]
-    after = before.saved_and_loaded()
-    gone_on += [before.step(step) for step in range(at, STEPS)]
-    resumed = expected[:at] + [after.step(step) for step in range(at, STEPS)]
-    slot = f"slot_{straight.rank}"
-    ends = [run.state.state_dict()[slot] for run in (straight, before, after)]
-    return {
-        "gradients": [all_bytes(gradients) for gradients in (expected, gone_on, resumed)],
-        "ends": [end[name].numpy().tobytes() for name in ("worker", "owner") for end in ends],
-    }
-
-
 def all_bytes(gradients: list[list[np.ndarray]]) -> list[list[bytes]]:
     return [[g.tobytes() for g in step] for step in gradients]
 
 
 @pytest.mark.parametrize(("at", "exact_skip"), rows((2, 3, 4), (False, True)))
-def test_saving_and_resuming_change_no_bit(world_of_2: World, at: int, exact_skip: bool) -> None:
+@on_ranks()
+def test_saving_and_resuming_change_no_bit(at: int, exact_skip: bool) -> None:
+    """Steps at a stretch, and the same ones saved at `at`, in the same run and in a new one."""
     scenario = warming_up("sign1", 2, "q8", options={"exact_skip": exact_skip})
-    for answer in world_of_2.run(case_resume, scenario=scenario, at=at):
-        straight, gone_on, resumed = answer["gradients"]
-        assert straight == gone_on == resumed
-        assert len(set(answer["ends"])) == 2  # worker, owner
+    straight, before = Run(scenario), Run(scenario)
+    expected = [straight.step(step) for step in range(STEPS)]
+    gone_on = [before.step(step) for step in range(at)]
+    after = before.saved_and_loaded()
+    resumed = gone_on + [after.step(step) for step in range(at, STEPS)]
+    gone_on += [before.step(step) for step in range(at, STEPS)]
+    assert all_bytes(expected) == all_bytes(gone_on) == all_bytes(resumed)
+    end = slot(straight.state)
+    for other in (before, after):
+        for name in ("worker", "owner"):
+            assert torch.equal(end[name], slot(other.state)[name])
 
 
-def case_load_elsewhere(
-    scenario: Scenario, at: int, others: list[dict[str, Any]]
-) -> list[tuple[Outcome, Outcome]]:
-    """Loads a state of step `at` under other options, and back."""
-    outcomes = []
-    for options in others:
+@pytest.mark.parametrize("at", [WARMUP_STEPS - 1, WARMUP_STEPS])
+@on_ranks()
+def test_residuals_of_a_compressed_warmup_are_not_taken_for_momentum(at: int) -> None:
+    """A state of step `at` is loaded under other options, and back."""
+    scenario = warming_up("sign1", 2, "q8")
+    dense = {"momentum": BETA, "warmup_steps": WARMUP_STEPS}
+    for options in ({"momentum": BETA}, dense, {**dense, "warmup": "q4"}):
         one, other = Run(scenario), Run(dataclasses.replace(scenario, options=options))
         for step in range(at):
             one.step(step)
             other.step(step)
-        mine, theirs = one.state.state_dict(), other.state.state_dict()
-        outcomes.append(
-            (
-                attempt(lambda run=other, saved=mine: run.state.load_state_dict(saved)),
-                attempt(lambda run=one, saved=theirs: run.state.load_state_dict(saved)),
-            )
-        )
-    return outcomes
-
-
-@pytest.mark.parametrize("at", [WARMUP_STEPS - 1, WARMUP_STEPS])
-def test_residuals_of_a_compressed_warmup_are_not_taken_for_momentum(
-    world_of_2: World, at: int
-) -> None:
-    scenario = warming_up("sign1", 2, "q8")
-    dense = {"momentum": BETA, "warmup_steps": WARMUP_STEPS}
-    others = [{"momentum": BETA}, dense, {**dense, "warmup": "q4"}]
-    for answer in world_of_2.run(case_load_elsewhere, scenario=scenario, at=at, others=others):
-        for number, outcomes in enumerate(answer):
-            for outcome in outcomes:
-                fits = at == WARMUP_STEPS or number == 2
-                assert outcome.error == (None if fits else "StateError")
-                assert fits or "load it with the arguments it was saved with" in outcome.text
+        saved = one.state.state_dict(), other.state.state_dict()
+        fits = at == WARMUP_STEPS or "warmup" in options
+        for run, theirs in zip((other, one), saved, strict=True):
+            outcome = attempt(lambda run=run, theirs=theirs: run.state.load_state_dict(theirs))
+            assert outcome.error == (None if fits else "StateError")
+            assert fits or "load it with the arguments it was saved with" in outcome.text
 
 
 # --- steps that are taken back --------------------------------------------------------------------

@@ -254,42 +254,22 @@ CASES: dict[Callable[[Any, bool], Outcome], tuple[str, str]] = {
 }
 
 
-def case_errors() -> dict[str, Outcome]:
-    group = dist.new_group(GROUP)
-    rank = dist.get_rank()
-    outcomes = {}
-    for case in CASES:
-        if rank in GROUP:
-            outcomes[case.__name__] = case(group, rank == GROUP[1])
-        dist.barrier()
-    if rank in GROUP:
-        outcomes["text"] = str(reducer(group))
-    return outcomes
-
-
-@pytest.fixture(scope="module")
-def answers(world_of_3_of_module: World) -> list[dict[str, Any]]:
-    return world_of_3_of_module.run(case_errors)[GROUP[0] :]
-
-
-@pytest.fixture(scope="module")
-def world_of_3_of_module(worlds: Callable[[int], World]) -> World:
-    return worlds(3)
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_errors_name_ranks_of_the_world(
-    answers: list[dict[str, Any]], case: Callable[[Any, bool], Outcome]
-) -> None:
-    for answer, text in zip(answers, CASES[case], strict=True):
-        outcome = answer[case.__name__]
+@on_ranks(3)
+def test_errors_name_ranks_of_the_world(case: Callable[[Any, bool], Outcome]) -> None:
+    group, rank = dist.new_group(GROUP), dist.get_rank()
+    if rank in GROUP:
+        second = rank == GROUP[1]
+        text, outcome = CASES[case][second], case(group, second)
         assert text in outcome.text, outcome
         assert (outcome.error is None) == (text == "")
+    dist.barrier()
 
 
-def test_text_of_a_state_says_which_ranks_of_the_world_the_group_has(
-    answers: list[dict[str, Any]],
-) -> None:
-    for rank, answer in enumerate(answers):
-        assert f"rank {rank} of 2, " in answer["text"]
-        assert "(ranks 1 and 2 of the world)" in answer["text"]
+@on_ranks(3)
+def test_text_of_a_state_says_which_ranks_of_the_world_the_group_has() -> None:
+    group, rank = dist.new_group(GROUP), dist.get_rank()
+    if rank in GROUP:
+        text = str(reducer(group))
+        assert f"rank {rank - 1} of 2, " in text
+        assert "(ranks 1 and 2 of the world)" in text

@@ -12,7 +12,6 @@ from typing import Any
 import gradferry
 import pytest
 import torch
-import torch.distributed as dist
 from gradferry.ddp.state import bound_to
 from on_ranks import on_ranks
 from outcomes import attempt
@@ -70,8 +69,9 @@ def test_times_are_those_of_the_parts(world_of_2: World, native: bool) -> None:
         assert nanoseconds(stats["exposed_ms"]) == exposed_of(events)
 
 
-def test_events_are_in_order_and_the_last_256(world_of_2: World) -> None:
-    answer = world_of_2.run(case_run, scenario=SCENARIO, steps=130)[0]
+@on_ranks()
+def test_events_are_in_order_and_the_last_256() -> None:
+    answer = case_run(SCENARIO, steps=130)
     events = answer["events"]
     assert answer["stats"]["buckets"] > len(events) == 256
     last = answer["stats"]["buckets"] - 1
@@ -101,36 +101,24 @@ def exposed_of(events: list[dict[str, Any]]) -> int:
     return total
 
 
-def case_residuals(codec: str, error_feedback: str, shape: tuple[int, int]) -> dict[str, Any]:
-    weight = Weight("matrix", shape)
-    run = Run(Scenario((weight,), codec=codec, error_feedback=error_feedback))
+@pytest.mark.parametrize(("codec", "mode"), [("sign1", "both"), ("q4", "owner"), ("q4", "none")])
+@on_ranks()
+def test_residual_ratio_is_that_of_norms(codec: str, mode: str) -> None:
+    # Two tiles of equal size: rank 0 owns the first, rank 1 the second.
+    run = Run(Scenario((Weight("matrix", (2, 4096)),), codec=codec, error_feedback=mode))
     for step in range(3):
         average = run.step(step)[0]
-    local = run.scenario.gradient(2, 0, dist.get_rank(), 0)
+    local = torch.from_numpy(run.scenario.gradient(2, 0, run.rank, 0)).double()
     _, worker, owner, *_ = bound_to(run.state).running.engine.state()
-    return {
-        "stats": run.state.stats(),
-        "local": float(torch.from_numpy(local).double().norm()),
-        "average": torch.from_numpy(average).double(),
-        "worker": float(worker.double().norm()),
-        "owner": float(owner.double().norm()),
-    }
-
-
-@pytest.mark.parametrize(("codec", "mode"), [("sign1", "both"), ("q4", "owner"), ("q4", "none")])
-def test_residual_ratio_is_that_of_norms(world_of_2: World, codec: str, mode: str) -> None:
-    # Two tiles of equal size: rank 0 owns the first, rank 1 the second.
-    answers = world_of_2.run(case_residuals, codec=codec, error_feedback=mode, shape=(2, 4096))
-    for rank, answer in enumerate(answers):
-        stats = answer["stats"]
-        owned = float(answer["average"].view(2, 4096)[rank].norm())
-        # Sums of 8192 squares in double precision, in another order: 8192 * 2^-53.
-        worker = answer["worker"] / answer["local"]
-        owner = answer["owner"] / owned
-        assert stats["worker_residual_ratio"] == pytest.approx(worker, rel=1e-12)
-        assert stats["owner_residual_ratio"] == pytest.approx(owner, rel=1e-12)
-        assert (worker > 0) == (mode == "both")
-        assert (owner > 0) == (mode != "none")
+    stats = run.state.stats()
+    owned = torch.from_numpy(average).double().view(2, 4096)[run.rank]
+    # Sums of 8192 squares in double precision, in another order: 8192 * 2^-53.
+    of_worker = float(worker.double().norm() / local.norm())
+    of_owner = float(owner.double().norm() / owned.norm())
+    assert stats["worker_residual_ratio"] == pytest.approx(of_worker, rel=1e-12)
+    assert stats["owner_residual_ratio"] == pytest.approx(of_owner, rel=1e-12)
+    assert (of_worker > 0) == (mode == "both")
+    assert (of_owner > 0) == (mode != "none")
 
 
 class Sparse(nn.Module):

@@ -197,7 +197,7 @@ def test_what_no_rank_used_keeps_its_bits_and_is_no_infinity(views: bool, scaled
     assert seen[3]["grad"][7, 7] == math.inf
 
 
-def case_first_pass_after_attach(codec: str | None, views: bool, no_sync: bool) -> dict[str, Any]:
+def first_pass_after_attach(codec: str | None, views: bool, no_sync: bool) -> dict[str, Any]:
     """ "second" is used before attach only: in a synced pass, then perhaps under no_sync()."""
     scenario = scenario_of(codec or "exact", 2, views=views, native=True)
     model = ChosenGradients(scenario)
@@ -223,18 +223,13 @@ def case_first_pass_after_attach(codec: str | None, views: bool, no_sync: bool) 
 
 
 @pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
-def test_use_before_attach_is_as_ddp_knows_it(worlds: Worlds, views: bool) -> None:
-    for answer in worlds(2).run(
-        case_first_pass_after_attach, codec="sign1", views=views, no_sync=False
-    ):
-        assert torch.equal(answer["after"], answer["before"])
-        assert not answer["withheld"].any()
-    plain, exact = (
-        worlds(2).run(case_first_pass_after_attach, codec=codec, views=views, no_sync=True)
-        for codec in (None, "exact")
-    )
-    for one, other in zip(plain, exact, strict=True):
-        assert torch.equal(one["after"], other["after"])
+@on_ranks()
+def test_use_before_attach_is_as_ddp_knows_it(views: bool) -> None:
+    answer = first_pass_after_attach("sign1", views, no_sync=False)
+    assert torch.equal(answer["after"], answer["before"])
+    assert not answer["withheld"].any()
+    plain, exact = (first_pass_after_attach(c, views, no_sync=True) for c in (None, "exact"))
+    assert torch.equal(plain["after"], exact["after"])
 
 
 class TwoLayers(nn.Module):
@@ -256,7 +251,7 @@ def step(ddp: DistributedDataParallel) -> list[torch.Tensor | None]:
     return [p.grad for p in ddp.module.parameters()]
 
 
-def case_frozen(attached: bool, when: str) -> dict[str, Any]:
+def frozen_steps(attached: bool, when: str) -> list[list[torch.Tensor | None]]:
     """Gradients of five steps; the first layer is frozen at attach, to step 3, or from 1 to 3."""
     model = TwoLayers()
     ddp = DistributedDataParallel(model, find_unused_parameters=True)
@@ -272,20 +267,18 @@ def case_frozen(attached: bool, when: str) -> dict[str, Any]:
         gradients.append(step(ddp))
     if state is not None:
         state.load_state_dict(state.state_dict())
-    return {"gradients": gradients, "steps": state and state.stats()["steps"]}
+        assert state.stats()["steps"] == 5
+    return gradients
 
 
 @pytest.mark.parametrize("when", ["before attach", "before attach, to step 3", "in training"])
-def test_frozen_layer_changes_nothing_for_the_others(world_of_2: World, when: str) -> None:
-    plain = world_of_2.run(case_frozen, attached=False, when=when)
-    for answer, expected in zip(
-        world_of_2.run(case_frozen, attached=True, when=when), plain, strict=True
-    ):
-        assert answer["steps"] == 5
-        for got, want in zip(answer["gradients"], expected["gradients"], strict=True):
-            for one, other in zip(got, want, strict=True):
-                assert (one is None) == (other is None)
-                assert one is None or torch.equal(one, other)
+@on_ranks()
+def test_frozen_layer_changes_nothing_for_the_others(when: str) -> None:
+    plain, exact = (frozen_steps(attached, when) for attached in (False, True))
+    for wanted, got in zip(plain, exact, strict=True):
+        for one, other in zip(wanted, got, strict=True):
+            assert (one is None) == (other is None)
+            assert one is None or torch.equal(one, other)
 
 
 @on_ranks()

@@ -23,10 +23,10 @@ from gradferry.core.warn import warn
 from gradferry.reduction import advice, after_steps
 from gradferry.reduction.advice import Surroundings, warn_about_surroundings
 from gradferry.reduction.after_steps import PassCounter, call_after_steps
+from on_ranks import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
-from world import World
 
 
 def lines(caught: list[warnings.WarningMessage]) -> list[str]:
@@ -88,8 +88,9 @@ def test_a_module_whose_name_only_begins_like_torch_is_the_users() -> None:
     assert [(w.filename, w.lineno) for w in caught] == [("/home/torchmodel.py", 1)]
 
 
-def case_places() -> list[list[str]]:
-    """The lines that warnings of a training, of copies and of pickles are attributed to."""
+@on_ranks(1)
+def test_warnings_name_the_line_that_the_user_wrote() -> None:
+    """In a training, and of copies and pickles."""
     ddp = DistributedDataParallel(nn.Linear(40, 40))
     state = gradferry.attach(ddp, "sign1", momentum=0.8)
     optimizer = torch.optim.AdamW(ddp.parameters())
@@ -105,13 +106,9 @@ def case_places() -> list[list[str]]:
         copy.deepcopy(state)
         pickle.dumps(ddp)
 
-    return [lines(caught_behind_trainers_filter(call)) for call in (train, copy_all)]
-
-
-def test_warnings_name_the_line_that_the_user_wrote(worlds: Callable[[int], World]) -> None:
-    (places,) = worlds(1).run(case_places)
+    assert lines(caught_behind_trainers_filter(train)) == ["optimizer.step()"]
     copies = ["copy.deepcopy(ddp)", "copy.deepcopy(state)", "pickle.dumps(ddp)"]
-    assert places == [["optimizer.step()"], copies]
+    assert lines(caught_behind_trainers_filter(copy_all)) == copies
 
 
 def test_a_warning_can_become_an_error() -> None:
