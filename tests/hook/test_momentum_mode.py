@@ -5,6 +5,7 @@ whose momentum OneBitAdam hands over, which ranks compare.
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import pickle
 import warnings
@@ -206,18 +207,6 @@ def test_gradients_that_pass_through_keep_their_optimizer() -> None:
     assert (seen[0][0]["lr"], seen[0][0]["betas"][0]) == (1e-3, 0.9)
 
 
-def one_cycle(optimizer: torch.optim.Optimizer) -> Any:
-    return lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=STEPS + 1)  # cycles momenta
-
-
-def cyclic(optimizer: torch.optim.Optimizer) -> Any:
-    return lr_scheduler.CyclicLR(optimizer, 0.001, 0.01, step_size_up=2)
-
-
-def cosine(optimizer: torch.optim.Optimizer) -> Any:
-    return lr_scheduler.CosineAnnealingLR(optimizer, STEPS, eta_min=0.001)
-
-
 class ByHand:
     """Sets the learning rate itself, as many scripts do."""
 
@@ -229,7 +218,17 @@ class ByHand:
             group["lr"] = 0.1 if group["lr"] == 0.01 else 0.01
 
 
-@pytest.mark.parametrize("schedule", [one_cycle, cyclic, cosine, ByHand])
+SCHEDULES = (
+    functools.partial(
+        lr_scheduler.OneCycleLR, max_lr=0.01, total_steps=STEPS + 1
+    ),  # cycles momenta
+    functools.partial(lr_scheduler.CyclicLR, base_lr=0.001, max_lr=0.01, step_size_up=2),
+    functools.partial(lr_scheduler.CosineAnnealingLR, T_max=STEPS, eta_min=0.001),
+    ByHand,
+)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("make", ["AdamW", "SGD"])
 @pytest.mark.parametrize("early", [False, True], ids=["late", "early"])
 @on_ranks(1)

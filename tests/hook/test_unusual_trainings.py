@@ -48,25 +48,6 @@ def mean_loss(ddp: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
     return (ddp(inputs) - inputs.sin()).square().mean()
 
 
-def sharpness_aware(attach: Attach) -> list[nn.Module]:
-    """As SAM: steps with the gradient at the worst point nearby, which a first pass finds."""
-    ddp, random = attach(layers(40)), batches()
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
-    for _ in range(6):
-        inputs = torch.randn(8, 40, generator=random)
-        mean_loss(ddp, inputs).backward()
-        with torch.no_grad():
-            climbed = [0.05 * p.grad for p in ddp.parameters()]
-            torch._foreach_add_(list(ddp.parameters()), climbed)
-        optimizer.zero_grad()
-        mean_loss(ddp, inputs).backward()
-        with torch.no_grad():
-            torch._foreach_sub_(list(ddp.parameters()), climbed)
-        optimizer.step()
-        optimizer.zero_grad()
-    return [ddp]
-
-
 def quasi_newton(attach: Attach) -> list[nn.Module]:
     """LBFGS, which runs several passes per step. All ranks see one loss, and so as many passes."""
     ddp, random = attach(layers(40)), batches()
@@ -116,7 +97,7 @@ def case_trained(train: Callable[[Attach], list[nn.Module]], codec: str | None) 
     return [each for model in models for each in bits(model.parameters())]
 
 
-@pytest.mark.parametrize("train", [sharpness_aware, quasi_newton, adversarial])
+@pytest.mark.parametrize("train", [quasi_newton, adversarial])
 def test_several_passes_per_step_train_as_without_gradferry(
     world_of_2: World, train: Callable[[Attach], list[nn.Module]]
 ) -> None:
