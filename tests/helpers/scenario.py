@@ -191,7 +191,7 @@ def hooked(
 
 
 def on_nodes(members: tuple[tuple[int, ...], ...] | None) -> Any:
-    """As if ranks that attach were on these nodes, which share their machine in truth."""
+    """Ranks that attach seem to be on these nodes; in truth they share their machine."""
     from gradferry.core.nodes import Nodes
     from gradferry.reduction import start
 
@@ -221,7 +221,7 @@ def placed(device: str) -> tuple[torch.device, dist.ProcessGroup | None]:
 
 
 def hash_of(scenario: Scenario, parameters: Sequence[torch.Tensor]) -> str:
-    """Of the bytes of parameters in their order."""
+    """A hash of the bytes of parameters in their order."""
     digest = hashlib.blake2b(digest_size=8)
     for weight, p in zip(scenario.weights, parameters, strict=True):
         digest.update(weight.to_flat(p).tobytes())
@@ -315,7 +315,7 @@ def train_all(scenarios: Sequence[Scenario]) -> list[dict[str, Any] | None]:
 
 
 def train_at_once(*scenarios: Scenario) -> dict[str, Any] | None:
-    """As `train`, the scenario that this rank is in; it is in one at most."""
+    """Does what `train` does, for the one scenario, if any, that this rank is in."""
     mine = None
     for scenario in scenarios:
         group = group_of(scenario)

@@ -159,7 +159,7 @@ class Passes:
         self.one()
 
     def sharpness_aware(self) -> None:
-        """As SAM: the gradient that counts is that at the worst point nearby."""
+        """Does what SAM does: the gradient at the worst point nearby counts."""
         self.backward()
         with torch.no_grad():
             climbed = [p.grad.clone() for p in self.ddp.parameters()]
@@ -173,7 +173,7 @@ class Passes:
         self.optimizer.step()
 
     def dropped(self) -> None:
-        """As a discriminator through which its generator's gradients pass."""
+        """Drops a pass, like a discriminator that its generator's gradients pass through."""
         self.backward()
         self.optimizer.zero_grad()
         self.one()

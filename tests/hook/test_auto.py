@@ -75,7 +75,7 @@ class CodecClock:
 
 
 def run_on(scenario: Scenario, found: Members | None) -> Run:
-    """As if ranks were found on these nodes."""
+    """A run whose ranks seem to be on these nodes."""
     with on_nodes(found):
         return Run(scenario)
 
@@ -233,7 +233,7 @@ def test_it_tries_again_and_less_often_after_a_change(world_of_2: World) -> None
 @pytest.mark.parametrize(("before", "interval"), [("q4", 20), (RHT3, 10)])
 @on_ranks()
 def test_a_change_doubles_the_time_until_the_next_trial(before: str, interval: int) -> None:
-    """As if `before` had been chosen, and other figures come now."""
+    """The codec `before` had been chosen, and other figures come now."""
     run = Run(AUTO)
     bound = bound_to(run.state)
     bound.running.switch(bound.hook, parse_codec(before), 0)

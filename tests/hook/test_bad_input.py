@@ -118,7 +118,7 @@ def attach_after_builtin_hook() -> None:
 
 def attach_to_mixed_precision() -> None:
     ddp = plain_ddp()
-    # As the argument would, but DDP itself takes that on accelerators only.
+    # The argument would do this, but DDP itself takes it on accelerators only.
     ddp.mixed_precision = _MixedPrecision(param_dtype=torch.bfloat16)
     hooked(ddp)
 

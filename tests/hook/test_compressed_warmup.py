@@ -143,7 +143,7 @@ def test_what_warmup_withholds_comes_once(
     answers = world_of_2.run(case_sums, scenario=scenario)
     layout = reference_of(scenario).layout
     sizes = [weight.num_elements for weight in WEIGHTS]
-    # Of what a residual holds in momentum mode 1 - m comes next, then (1 - m) m, and so on.
+    # A residual in momentum mode delivers 1 - m of itself next, then (1 - m) m, and so on.
     share = np.repeat([1 - momentum_behind(c, momentum or 0.0) for c in layout.codecs], sizes)
     largest = 64.0
     assert max(answer["largest"] for answer in answers) < largest / 2
@@ -231,7 +231,7 @@ def case_skips(
 def check_skips(
     world: World, scenario: Scenario, skipped: tuple[int, ...], by_hand: bool, looked_at: bool
 ) -> None:
-    """As if there had been no such steps."""
+    """The other steps are those of a training without the skipped ones."""
     options = {**scenario.options, "exact_skip": True}
     poison = {} if by_hand else {(step, 0, "wide"): math.inf for step in skipped}
     scenario = dataclasses.replace(scenario, options=options, poison=poison)

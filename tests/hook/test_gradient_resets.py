@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 STEPS = 2
-# Of layers; a weight has 1056 elements, just enough to be compressed.
+# Sides of layers; a weight has 1056 elements, just enough to be compressed.
 INPUTS, OUTPUTS = 33, 32
 
 
@@ -30,7 +30,7 @@ def given(parameters: nn.ParameterList, gradients: Iterable[torch.Tensor | None]
 
 
 def detached_in_place(parameters: nn.ParameterList) -> None:
-    """As zero_grad() once did. DDP's views of its buckets do not allow it."""
+    """zero_grad() once did this. DDP's views of its buckets do not allow it."""
     for parameter in parameters:
         parameter.grad.detach_()
         parameter.grad.zero_()

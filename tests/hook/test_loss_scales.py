@@ -261,7 +261,7 @@ class Adversaries:
         self.came = torch.zeros(64, 64, dtype=torch.float64)
 
     def step(self, number: int, *, overflows: bool) -> None:
-        """Of both; the generator's pass, through the discriminator, overflows on rank 0."""
+        """Both step; the generator's pass, through the discriminator, overflows on rank 0."""
         generator, (judge, made) = self.models[1], self.ddps
         seed = torch.Generator().manual_seed(2 * number + dist.get_rank())
         noise = torch.randn(16, 64, generator=seed).to(self.place)
@@ -290,7 +290,7 @@ class Adversaries:
         self.came += came.cpu().double() / self.scaler.get_scale()
 
     def withheld(self) -> torch.Tensor:
-        """Of the mean: the weight is one tile, with one owner."""
+        """What the mean misses: the weight is one tile, with one owner."""
         saved = self.states[0].state_dict()
         mine = saved[f"slot_{dist.get_rank()}"]
         missing = mine["worker"].double() / dist.get_world_size()

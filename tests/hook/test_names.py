@@ -113,7 +113,7 @@ def test_states_and_rules_know_parameters_by_their_plain_names(world_of_2: World
 
 
 class FabricModule(nn.Module):
-    """As Lightning Fabric wraps what its strategy has wrapped."""
+    """Lightning Fabric wraps what its strategy has wrapped like this."""
 
     def __init__(self, forward_module: nn.Module, original_module: nn.Module) -> None:
         super().__init__()

@@ -362,7 +362,7 @@ def test_all_of_the_momentum_comes_behind_every_codec(
         case_momentum_handed_over, scenario=scenario, num_silent=num_silent
     )
     kept = momentum_behind(codec if world_size > 1 else "exact", BETAS[0])
-    # Of what a residual still holds, 1 - kept comes next, then (1 - kept) * kept, and so on.
+    # A residual delivers 1 - kept of itself next, then (1 - kept) * kept, and so on.
     missing = still_missing([answer["saved"] for answer in answers], scenario)[0].reshape(80, 70)
     average = answers[0]["average"]
     comes = answers[0]["came"] + missing / (1 - kept)

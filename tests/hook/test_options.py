@@ -228,7 +228,7 @@ def test_state_of_another_world_size_loads_under_other_defaults(
     dist.all_gather_object(states, run.state.state_dict())
     nothing = {"owner": torch.zeros(0), "owner_tiles": torch.zeros(0, dtype=torch.int64)}
     worker = torch.zeros_like(states[0]["slot_0"]["worker"])
-    # As if of three ranks, the last of which withheld nothing.
+    # A state of three ranks, the last of which withheld nothing.
     merged = {**merge(states), "world_size": 3, "slot_2": {"worker": worker, **nothing}}
     slots = []
     for context in (contextlib.nullcontext(), other_defaults(dtype, device_type)):
@@ -337,7 +337,7 @@ def detail_world() -> Iterator[World]:
 
 
 def case_enter_detail_mode() -> None:
-    """As if the variable had been set from the start: it is read when a group begins."""
+    """Sets what the variable sets, and begins a new group, which is when it is read."""
     # torch takes the wrapper for a ProcessGroupGloo here and reads beyond its end: whether that
     # crashes is luck, with or without a hook.
     dist.Logger.set_construction_data_and_log = lambda *_: None

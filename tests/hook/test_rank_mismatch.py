@@ -117,7 +117,7 @@ def enter(
     wire_version: int | None = None,
     **options: Any,
 ) -> Outcome:
-    """Of the call that compares this rank with the others."""
+    """The outcome of the call that compares this rank with the others."""
     # On every rank, whatever it calls, because it is collective.
     shaped = [dataclasses.replace(w, shape=u.shape) for w, u in zip(weights, WEIGHTS, strict=False)]
     model = ChosenGradients(Scenario((*shaped, *WEIGHTS[len(shaped) :])))

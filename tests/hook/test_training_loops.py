@@ -273,7 +273,7 @@ def test_loop_trains_as_with_plain_ddp(world_of_2: World, loop: Any) -> None:
 
 
 class Broken(nn.Module):
-    """Of whose forward pass dynamo makes three graphs."""
+    """Dynamo makes three graphs of its forward pass."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -47,7 +47,7 @@ def worlds(device_worlds: Worlds) -> Worlds:
 
 @contextlib.contextmanager
 def on_nodes(members: Members | None, near: float = NEAR) -> Iterator[None]:
-    """As if ranks were found on these nodes, with a faster link between siblings."""
+    """Ranks seem to be on these nodes, with a faster link between those of a node."""
     from gradferry.core import engine
 
     make = engine._new_device_backend
@@ -84,7 +84,7 @@ def seconds_of(ddp: DistributedDataParallel, x: torch.Tensor, steps: int) -> lis
 def step_seconds(
     prices: Prices, hook: str, steps: int = 9, layer_s: float = LAYER_S, nodes: object = "auto"
 ) -> list[float]:
-    """Of a training as attach alone does it."""
+    """Seconds per step of a training as attach alone does it."""
     with priced(prices):
         ddp, x = wrapped(layer_s, "streamed")
         if hook == "no communication":

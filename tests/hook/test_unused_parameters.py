@@ -130,7 +130,7 @@ def expected_passes(scenario: Scenario) -> list[list[list[np.ndarray | None]]]:
 
 
 def added(old: np.ndarray | None, new: np.ndarray, index: int) -> np.ndarray:
-    """As torch accumulates: in the gradient's dtype."""
+    """The sum as torch accumulates it: in the gradient's dtype."""
     if old is None:
         return new
     dtype = WEIGHTS[index].real_dtype
@@ -214,7 +214,7 @@ def first_pass_after_attach(codec: str | None, views: bool, no_sync: bool) -> di
     state = attach(ddp, scenario) if codec else None
     backward(2, "second")
     held = slot(state)["worker"] if state else torch.zeros(0)
-    # Of "first" come its 6300 elements, then, aligned to 16, "second".
+    # The 6300 elements of "first" come before, aligned to 16, those of "second".
     return {
         "before": before,
         "after": model.second.grad.clone(),

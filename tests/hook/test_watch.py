@@ -61,7 +61,7 @@ class Training:
 
 @contextlib.contextmanager
 def texts(file: str = __file__) -> Iterator[list[str]]:
-    """Of the warnings about a hook that is not called, which point to `file`."""
+    """Texts of the warnings about a hook that is not called, which point to `file`."""
     found: list[str] = []
     with warned() as caught:
         yield found
