@@ -152,15 +152,7 @@ const BucketPlan& BucketEngine::plan_for(const std::vector<uint32_t>& parameters
   if (found != plans.end()) return found->second;
   CodecChoice codecs = warmup ? CodecChoice::kWarmup : CodecChoice::kOwn;
   if (!exchanges_) codecs = CodecChoice::kExact;
-  const PlanOptions plan_options{
-      .rank = options_.rank,
-      .chunk_bytes = options_.chunk_bytes,
-      .equal_scatter = options_.equal_scatter,
-      .codecs = codecs,
-      .residuals = options_.touches_residuals(step),
-      .dense_bytes =
-          dense_bytes_within(options_.workspace_cap_bytes, options_.chunk_bytes, layout_.nodes()),
-      .collective = options_.collective};
+  const PlanOptions plan_options = options_.planning(codecs, options_.touches_residuals(step));
   const BucketPlan& plan =
       plans.emplace(parameters, make_plan(layout_, parameters, plan_options)).first->second;
   const std::lock_guard lock(life_.mutex);
@@ -336,7 +328,7 @@ void BucketEngine::add_to_worker_residual(uint32_t parameter, const at::Tensor& 
   const ResidualRange range = layout_.worker_residual_range(target);
   if (range.begin == range.end) return;
   make_residuals();
-  change_worker_residual(range.begin, delegated_part(layout_, target, values), factor);
+  change_worker_residual(range.begin, leaders_part(layout_, target, values), factor);
 }
 
 void BucketEngine::scale_residuals(float factor) {

@@ -26,8 +26,8 @@ Error describe_failure(const std::exception_ptr& failure, uint32_t rank) {
 }
 
 Error finished(const Error& error, const EventLog& log, const EngineOptions& options) {
-  return {error.kind(),
-          std::string(error.what()) + "\n" + options.way_on + log.text(options.world_rank())};
+  return {error.kind(), std::string(error.what()) + "\n" + options.recovery_hint +
+                            log.text(options.world_rank())};
 }
 
 Error called_after_fork(int process_id) {

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "defaults.h"
 #include "gradferry/error.h"
 #include "layout.h"
 #include "messages.h"
@@ -16,35 +17,40 @@
 #include "nodes.h"
 #include "peers.h"
 #include "plan.h"
+#include "workspace.h"
 
 namespace gradferry {
 
 // Turns an Error into an exception that torch's autograd can pass on to Python.
 using ExceptionFactory = std::exception_ptr (*)(const Error&);
 
+// What is not given is that of a plain hook in a world of one.
 struct EngineOptions {
   std::vector<ParameterSpec> parameters;  // in the order of named_parameters()
-  uint32_t rank;
-  uint32_t world_size;
-  Nodes nodes;  // of world_size ranks
-  uint64_t config_hash;
-  uint64_t layout_hash;
-  uint64_t seed;
-  uint64_t warmup_steps;   // first steps, without momentum, in which warm-up codecs are used
-  bool compressed_warmup;  // some warm-up codec is lossy; if not, these steps touch no residual
-  double momentum;         // 0: none; if not 0, every parameter has a worker residual
-  bool raise_nonfinite;    // a decoded NaN or infinity is an error; else every rank receives it
-  bool exact_skip;         // a step with a NaN or infinity leaves the residuals unchanged
-  at::Tensor loss_scale;   // one fp32 that a GradScaler writes after every step; undefined: 1
-  uint64_t check_every;    // steps between comparisons of all ranks' parameters; 0: none
-  uint32_t chunk_bytes;    // most payload bytes per owner and stage in one chunk
-  bool equal_scatter;      // as in PlanOptions; equal on all ranks
-  Collective collective;   // of every bucket; equal on all ranks
-  uint64_t workspace_cap_bytes;  // most memory for messages (workspace.h)
-  bool find_unused_parameters;   // DDP's: commits tell which parameters a rank used
-  std::string way_on;            // for people: what to do after an error has ended the engine
-  ExceptionFactory make_exception;
-  std::shared_ptr<Peers> peers;  // never null
+  uint32_t rank = 0;
+  uint32_t world_size = 1;
+  Nodes nodes = Nodes::flat(1);  // of world_size ranks
+  uint64_t config_hash = 0;
+  uint64_t layout_hash = 0;
+  uint64_t seed = 0;
+  uint64_t warmup_steps = 0;  // first steps, without momentum, in which warm-up codecs are used
+  bool compressed_warmup = false;  // some warm-up codec is lossy; if not, they touch no residual
+  double momentum = 0;             // if not 0, every parameter has a worker residual
+  bool raise_nonfinite = false;    // a decoded NaN or infinity is an error; else all receive it
+  bool exact_skip = false;         // a step with a NaN or infinity leaves the residuals unchanged
+  at::Tensor loss_scale{};   // one fp32 that a GradScaler writes after every step; undefined: 1
+  uint64_t check_every = 0;  // steps between comparisons of all ranks' parameters; 0: none
+  uint32_t chunk_bytes = kChunkBytes;              // as in PlanOptions
+  bool equal_scatter = false;                      // as in PlanOptions; equal on all ranks
+  Collective collective = Collective::kAllReduce;  // of every bucket; equal on all ranks
+  uint64_t workspace_cap_bytes = uint64_t{kWorkspaceCapMiB}
+                                 << 20;  // most memory for messages (workspace.h)
+  bool find_unused_parameters = false;   // DDP's: commits tell which parameters a rank used
+  std::string recovery_hint{};  // for people: what to do after an error has ended the engine
+  ExceptionFactory make_exception = [](const Error& error) {
+    return std::make_exception_ptr(error);
+  };
+  std::shared_ptr<Peers> peers = nullptr;  // never null in an engine
 
   Agreement agreement() const {
     return {rank, world_size, config_hash, layout_hash, loss_scale.defined()};
@@ -66,6 +72,16 @@ struct EngineOptions {
   }
   bool gathers() const { return collective == Collective::kAllReduce; }
   bool needs_every_bucket() const { return momentum != 0 || exact_skip; }
+  // How buckets are cut.
+  PlanOptions planning(CodecChoice codecs, bool residuals) const {
+    return {.rank = rank,
+            .chunk_bytes = chunk_bytes,
+            .equal_scatter = equal_scatter,
+            .codecs = codecs,
+            .residuals = residuals,
+            .dense_bytes = dense_bytes_within(workspace_cap_bytes, chunk_bytes, nodes),
+            .collective = collective};
+  }
   // How many comparisons of parameters are due when `step` begins, since step 0.
   uint64_t checks_due(uint64_t step) const { return check_every == 0 ? 0 : step / check_every; }
 };

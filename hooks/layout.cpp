@@ -19,7 +19,7 @@ Layout::Layout(const std::vector<ParameterSpec>& parameters, uint32_t rank, Node
   const uint32_t world_size = nodes_.world_size();
   std::vector<uint32_t> candidates;  // for ownership
   for (uint32_t r = 0; r < world_size; ++r) {
-    if (nodes_.is_delegate(r)) candidates.push_back(r);
+    if (nodes_.is_leader(r)) candidates.push_back(r);
   }
   const ParsedCodec exact = parse_codec("exact");
   codecs_.push_back({exact.codec, exact.options});
@@ -46,7 +46,7 @@ Layout::Layout(const std::vector<ParameterSpec>& parameters, uint32_t rank, Node
                       "parameter '" + spec.name + "' has " + std::to_string(spec.num_elements) +
                           " elements, more than 2^44; split it");
     GRADFERRY_EXPECTS(
-        !spec.owner || (*spec.owner < world_size && nodes_.is_delegate(*spec.owner)), kConfig,
+        !spec.owner || (*spec.owner < world_size && nodes_.is_leader(*spec.owner)), kConfig,
         "parameter '" + spec.name + "' has owner " + std::to_string(spec.owner.value_or(0)) +
             ", which is none of " + std::to_string(world_size) + " ranks that own tiles");
     parameter.num_tiles = static_cast<uint32_t>(tiles);
@@ -64,9 +64,9 @@ Layout::Layout(const std::vector<ParameterSpec>& parameters, uint32_t rank, Node
           round_up(n, kPieceAlignment) * item_bytes(parameter.dtype);
       largest_tile_bytes_ = std::max(largest_tile_bytes_, largest);
       owners_.push_back(static_cast<uint16_t>(owner));
-      const bool is_delegate = nodes_.local_index(owner) == nodes_.local_index(rank);
+      const bool is_leader = nodes_.local_index(owner) == nodes_.local_index(rank);
       worker_offsets_.push_back(
-          spec.worker_residual && is_delegate ? place(worker_residual_elements_, n) : kNoResidual);
+          spec.worker_residual && is_leader ? place(worker_residual_elements_, n) : kNoResidual);
       owner_offsets_.push_back(
           spec.owner_residual && owner == rank ? place(owner_residual_elements_, n) : kNoResidual);
     }

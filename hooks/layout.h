@@ -48,7 +48,7 @@ enum class CodecChoice : uint8_t {
 inline constexpr uint64_t kNoResidual = ~uint64_t{0};
 // Residuals of a tile start on a cache line: 16 fp32.
 inline constexpr uint64_t kResidualAlignment = 16;
-// Elements: so do tiles on their way to their delegates.
+// Elements: so do tiles on their way to their leaders.
 inline constexpr uint32_t kPieceAlignment = 16;
 
 struct Parameter {
@@ -72,7 +72,7 @@ struct ResidualRange {
 class Layout {
  public:
   // Throws Error(kConfig) for an unknown codec, a codec that cannot take the parameter's dtype, or
-  // an owner that is no delegate.
+  // an owner that is no leader.
   Layout(const std::vector<ParameterSpec>& parameters, uint32_t rank, Nodes nodes);
 
   uint32_t rank() const { return rank_; }
@@ -88,7 +88,7 @@ class Layout {
   uint32_t owner(uint64_t tile) const { return owners_[tile]; }
   uint32_t column(uint64_t tile) const { return nodes_.local_index(owners_[tile]); }
 
-  // Where the tile starts in this rank's residuals; kNoResidual when it has none here. Delegates
+  // Where the tile starts in this rank's residuals; kNoResidual when it has none here. Leaders
   // keep worker residuals, owners those of owners.
   uint64_t worker_residual_offset(uint64_t tile) const { return worker_offsets_[tile]; }
   uint64_t owner_residual_offset(uint64_t tile) const { return owner_offsets_[tile]; }

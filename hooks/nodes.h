@@ -6,9 +6,9 @@
 //   node 1    rank 2    rank 3        ranks of a column: peers
 //
 // A column is what peers exchange: every tile is in the column of its owner, and is summed, encoded
-// and sent by the rank of that column on every node, its delegate there. There are as many columns
+// and sent by the rank of that column on every node, its leader there. There are as many columns
 // as the smallest node has ranks; ranks beyond them, on larger nodes, only give and take. With one
-// rank per node there is one column, and every rank is every tile's delegate.
+// rank per node there is one column, and every rank is every tile's leader.
 #pragma once
 
 #include <cstdint>
@@ -40,7 +40,7 @@ class Nodes {
   uint32_t node_of(uint32_t rank) const { return places_[rank].node; }
   // Its place among its siblings: its column, if below num_columns().
   uint32_t local_index(uint32_t rank) const { return places_[rank].local_index; }
-  bool is_delegate(uint32_t rank) const { return local_index(rank) < num_columns_; }
+  bool is_leader(uint32_t rank) const { return local_index(rank) < num_columns_; }
 
  private:
   struct Place {

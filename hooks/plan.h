@@ -32,17 +32,17 @@ struct Shard {
   uint32_t owner_bytes = 0;    // payload of the gather message from this peer, if there is one
 };
 
-// A tile on its way to its delegate.
+// A tile on its way to its leader.
 struct Piece {
   uint64_t gradient_offset;  // elements, in the bucket
   uint32_t num_elements;
-  uint32_t offset;  // elements, in the message to the delegate
+  uint32_t offset;  // elements, in the message to the leader
 };
 
 // The tiles of a column in a chunk.
 struct Column {
   std::vector<Piece> pieces;  // empty with one rank per node
-  uint32_t num_elements = 0;  // of the message to the delegate, with gaps
+  uint32_t num_elements = 0;  // of the message to the leader, with gaps
   // From every peer to the others: header + the largest owner_bytes; all_gather wants one size.
   // A reduce-scatter sends none.
   uint32_t gather_message_bytes = 0;

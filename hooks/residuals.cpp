@@ -48,8 +48,8 @@ const Parameter& parameter_to_change(const Layout& layout, uint32_t index, const
   return target;
 }
 
-at::Tensor delegated_part(const Layout& layout, const Parameter& parameter,
-                          const at::Tensor& values) {
+at::Tensor leaders_part(const Layout& layout, const Parameter& parameter,
+                        const at::Tensor& values) {
   std::vector<at::Tensor> parts;
   for (uint32_t t = 0; t < parameter.num_tiles; ++t) {
     if (layout.worker_residual_offset(parameter.first_tile + t) == kNoResidual) continue;

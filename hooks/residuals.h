@@ -21,8 +21,7 @@ const Parameter& parameter_to_change(const Layout& layout, uint32_t index, const
                                      c10::Device device);
 
 // The part of a parameter's `values` for whose elements this rank has a worker residual.
-at::Tensor delegated_part(const Layout& layout, const Parameter& parameter,
-                          const at::Tensor& values);
+at::Tensor leaders_part(const Layout& layout, const Parameter& parameter, const at::Tensor& values);
 
 // residual = updated, except where `updated` is not finite.
 void set_where_finite(const at::Tensor& residual, const at::Tensor& updated);

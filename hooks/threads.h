@@ -1,6 +1,7 @@
-// Threads, waiting and time: what engines know of any of them. The simulated world (tests/faults/sim) has
-// its own threads.cpp, in which one thread plays all of them, so that a seed decides what comes
-// first, and time is a number. Only sockets and the times of events.h do without.
+// Threads, waiting and time: what engines know of any of them. The simulated world
+// (tests/faults/sim) has its own threads.cpp, in which one thread plays all of them, so that a seed
+// decides what comes first, and time is a number. Only sockets and the times of events.h do
+// without.
 #pragma once
 
 #include <chrono>

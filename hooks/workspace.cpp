@@ -21,7 +21,7 @@ uint64_t round_up(uint64_t number, uint64_t multiple) {
   return (number + multiple - 1) / multiple * multiple;
 }
 
-// Adds what a delegate with so many siblings needs between them.
+// Adds what a leader with so many siblings needs between them.
 void add_local_stage(Workspace& workspace, const Layout& layout, uint64_t num_siblings,
                      uint64_t most_dense, bool share) {
   const Nodes& nodes = layout.nodes();
@@ -43,12 +43,12 @@ void add_local_stage(Workspace& workspace, const Layout& layout, uint64_t num_si
 }
 
 // Takes away what an extra rank does not need of it.
-void drop_delegates_part(Workspace& workspace) {
+void drop_leaders_part(Workspace& workspace) {
   workspace.dense_receive_bytes = uint64_t{workspace.num_siblings} * kHeaderBytes;
   workspace.sum_bytes = workspace.send_bytes = workspace.receive_bytes = 0;
 }
 
-// One slot of a delegate with so many siblings.
+// One slot of a leader with so many siblings.
 Workspace one_slot(const Layout& layout, uint32_t chunk_bytes, const WorkspaceLimits& limits,
                    uint64_t num_siblings) {
   const Nodes& nodes = layout.nodes();
@@ -121,7 +121,7 @@ Workspace plan_workspace(const Layout& layout, uint32_t chunk_bytes,
                         std::to_string(limits.cap_bytes) +
                         " that workspace_cap_mb allows; attach with workspace_cap_mb=" +
                         std::to_string((needed + kMiB - 1) / kMiB) + ", or with codec='off'");
-  if (!nodes.is_delegate(layout.rank())) drop_delegates_part(workspace);
+  if (!nodes.is_leader(layout.rank())) drop_leaders_part(workspace);
   return workspace;
 }
 

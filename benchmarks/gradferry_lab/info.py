@@ -12,7 +12,7 @@ import torch
 from gradferry import _build_info, _native
 from gradferry.core import device
 from gradferry.core.codec_spec import parse_codec
-from gradferry.core.cuda_build import Version, driver_version, shown, this_build, why_not
+from gradferry.core.device import Version, driver_version, shown, this_build, why_not
 from gradferry.errors import ConfigError
 from rich.console import Console
 

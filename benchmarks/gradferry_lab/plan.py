@@ -16,9 +16,9 @@ from gradferry import _native
 from gradferry.core.codec_spec import AUTO, OFF
 from gradferry.core.config import COARSE_BITS
 from gradferry.core.device import on_streams
+from gradferry.core.engine import planned_bytes
 from gradferry.core.nodes import Nodes, exchange_between, flat
 from gradferry.core.parameters import describe_parameters
-from gradferry.core.planned_bytes import planned_bytes
 from gradferry.diagnosis import TORCH_DTYPES
 from gradferry.errors import ConfigError
 from rich.console import Console

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 from gradferry import _native
-from gradferry.core.cuda_build import parse_build
+from gradferry.core.device import parse_build
 from gradferry_lab import info
 from gradferry_lab.cli import main
 from gradferry_lab.info import codec_lines, facts

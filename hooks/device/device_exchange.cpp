@@ -188,7 +188,7 @@ void DeviceExchange::sum(DeviceJob& job, ChunkJob& chunk) {
 
 // On E. The messages of a chunk of which no tile is this rank's to encode are headers alone.
 void DeviceExchange::send(DeviceJob& job, ChunkJob& chunk) {
-  if (!nodes_.is_delegate(options_.rank)) return;
+  if (!nodes_.is_leader(options_.rank)) return;
   if (!nodes_.is_flat()) sum(job, chunk);
   const TimedRange timed("gradferry::encode", job.event.encode_ns);
   const DeviceChunk& planned = *chunk.chunk;
@@ -225,7 +225,7 @@ void DeviceExchange::send(DeviceJob& job, ChunkJob& chunk) {
 void DeviceExchange::reduce(DeviceJob& job, ChunkJob& chunk) {
   const DeviceChunk& planned = *chunk.chunk;
   const DeviceSlot& slot = *chunk.slot;
-  const bool has_peers = nodes_.is_delegate(options_.rank);
+  const bool has_peers = nodes_.is_leader(options_.rank);
   if (has_peers) {
     context_.wait(job, chunk.scatter, Phase::kScatter, chunk.number, context_.finish_stream);
   } else {
@@ -271,7 +271,7 @@ void DeviceExchange::post_gather(ChunkJob& chunk) {
 // next, is behind this all-gather on the peers' stream.
 void DeviceExchange::forward(DeviceJob& job, ChunkJob& chunk) {
   if (nodes_.is_flat()) return;
-  if (nodes_.is_delegate(options_.rank)) {
+  if (nodes_.is_leader(options_.rank)) {
     context_.wait(job, chunk.gather, Phase::kGather, chunk.number, context_.finish_stream);
   }
   const DeviceSlot& slot = *chunk.slot;

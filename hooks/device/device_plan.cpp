@@ -64,7 +64,7 @@ class ChunkTables {
 
   DeviceChunk add(const std::vector<ChunkCodec>& codecs) {
     if (!nodes_.is_flat()) add_siblings();
-    if (nodes_.is_delegate(rank_)) add_peers();
+    if (nodes_.is_leader(rank_)) add_peers();
     add_gathered();
     add_stages(codecs);
     return std::move(chunk_);

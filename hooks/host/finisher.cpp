@@ -183,7 +183,7 @@ void Finisher::advance(size_t stage) {
   size_t next = stage + 1;
   if (stage == kLocalScatter) {
     sum(job);
-    if (!nodes.is_delegate(options_.rank)) next = kForward;
+    if (!nodes.is_leader(options_.rank)) next = kForward;
   } else if (stage == kScatter) {
     reduce(job);
     if (!options_.gathers()) next = kStages;
@@ -244,7 +244,7 @@ void Finisher::sum(ChunkJob& job) {
     note(bucket.fault, exchange_.wait_local_scatter(job.chunk));
   }
   const Nodes& nodes = layout_.nodes();
-  if (!nodes.is_delegate(options_.rank)) {
+  if (!nodes.is_leader(options_.rank)) {
     exchange_.post_forward(job.chunk, bucket.fault.status);
     return;
   }

@@ -188,7 +188,7 @@ void HostEngine::send_to_siblings(ChunkJob& job) {
   {
     const TimedRange timed("gradferry::encode", encode_ns);
     for (uint32_t column = 0; column < nodes.num_columns(); ++column) {
-      if (column == nodes.local_index(options_.rank)) continue;  // its delegate has it
+      if (column == nodes.local_index(options_.rank)) continue;  // its leader has it
       pack_column(*job.chunk.plan, column, gradient, exchange_->dense_message(job.chunk, column));
     }
   }

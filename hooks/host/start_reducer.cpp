@@ -31,7 +31,7 @@ namespace {
 using std::chrono::milliseconds;
 
 constexpr milliseconds kMostPatience = std::chrono::minutes(5);
-constexpr const char* kWayOn =
+constexpr const char* kRecoveryHint =
     "This Reducer is finished, on all ranks. To go on, make a new one on every rank.";
 
 static_assert(ReducerOptions().bucket_cap_mb == kBucketCapMiB);
@@ -236,19 +236,10 @@ std::shared_ptr<HostEngine> start_engine(const Proposal& proposal, const Reducer
       .layout_hash = hash_of(layout),
       .seed = options.seed,
       .warmup_steps = options.warmup_steps,
-      .compressed_warmup = false,
       .momentum = options.momentum,
-      .raise_nonfinite = false,
-      .exact_skip = false,
-      .loss_scale = {},
-      .check_every = 0,
       .chunk_bytes = chunk_bytes_within(kWorkspaceCap, world_size, kChunkBytes),
-      .equal_scatter = false,
-      .collective = Collective::kAllReduce,
       .workspace_cap_bytes = kWorkspaceCap,
-      .find_unused_parameters = false,
-      .way_on = kWayOn,
-      .make_exception = [](const Error& error) { return std::make_exception_ptr(error); },
+      .recovery_hint = kRecoveryHint,
       .peers = std::make_shared<Peers>(std::move(peers), rank, world_size)};
   return HostEngine::start(std::move(engine_options), ParameterHashes({}), std::move(lanes),
                            /*memory=*/nullptr, /*local_stage=*/"");

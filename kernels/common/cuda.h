@@ -1,6 +1,6 @@
-// The only interface to CUDA for .cu files, under nvcc and under the SIMT emulator of tests/kernels/simt,
-// which compiles the same sources for the CPU (GRADFERRY_SIMT). docs/design/adding_a_codec.md has
-// the rules that kernels must follow so that both work.
+// The only interface to CUDA for .cu files, under nvcc and under the SIMT emulator of
+// tests/kernels/simt, which compiles the same sources for the CPU (GRADFERRY_SIMT).
+// docs/design/adding_a_codec.md has the rules that kernels must follow so that both work.
 #pragma once
 
 #include <cstddef>

@@ -67,7 +67,7 @@ GRADFERRY_DEVICE void store_item(std::byte* p, uint32_t item) {
 
 // --- conversions ---------------------------------------------------------------------------------
 
-// Of finite numbers that arrive so.
+// Inputs must be finite after rounding to `dtype`.
 template <ScalarType dtype>
 GRADFERRY_DEVICE uint32_t narrow_pair(float low, float high) {
 #if defined(GRADFERRY_SIMT)
@@ -112,7 +112,7 @@ GRADFERRY_DEVICE bool quad_arrives_finite(const float* x) {
          arrives_finite<dtype>(x[2]) && arrives_finite<dtype>(x[3]);
 }
 
-// Of items, as narrow() gives them.
+// Packs four items that narrow() gave.
 template <ScalarType dtype>
 GRADFERRY_DEVICE Quad<dtype> pack_quad(const uint32_t* items) {
   if constexpr (dtype == ScalarType::kFloat32) {
@@ -127,7 +127,7 @@ GRADFERRY_DEVICE uint32_t item_of(const Quad<dtype>& quad, uint32_t i) {
   return quad.word[i / 2] >> (16 * (i % 2)) & 0xffffu;
 }
 
-// Of numbers without a NaN but the canonical one. is_finite: quad_arrives_finite<dtype>(x).
+// Inputs may hold no NaN but the canonical one. is_finite: quad_arrives_finite<dtype>(x).
 template <ScalarType dtype>
 GRADFERRY_DEVICE Quad<dtype> narrow_quad(const float* x, bool is_finite) {
   if constexpr (dtype == ScalarType::kFloat32) {

@@ -5,7 +5,7 @@
 
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE {
 
-// Of the 2 kLanes numbers of a, then b: the sums of the first two, of the next two, and so on.
+// Adds neighbours among the 2 kLanes numbers of a, then b: the first two, the next two, and so on.
 #if defined(GRADFERRY_KERNEL_AVX512)
 GRADFERRY_LANE F32 pair_sums(F32 a, F32 b) {
   const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);

@@ -68,7 +68,8 @@ GRADFERRY_DEVICE uint64_t encode_tile(const Tile& tile, bool hold_zero_tiles,
   return writer.checksum;
 }
 
-// Of element i, where what arrived is not finite. `encoded`: the tile's numbers before encode.
+// Restores the residual of element i, where what arrived is not finite. `encoded`: the tile's
+// numbers before encode.
 GRADFERRY_DEVICE void undo_element(const Tile& tile, uint32_t i, const std::byte* own_payload,
                                    const double* encoded, double alpha, float* residual) {
   const double value = read<double>(own_payload + 8 * i);

@@ -32,8 +32,8 @@ struct Place {
         block(slice.warp * q4::kGroupBlocks + kRowBlocks * sub + octet / 8),
         num_blocks(q4::num_blocks(slice.num_elements)) {}
 
-  // Of two neighbouring rows, lanes of the lower half of an octet hold the bytes of the first one's
-  // block, the others those of the second one's: four bytes each, a whole line per warp.
+  // In each pair of rows, lanes of the lower half of an octet hold the bytes of the first row's
+  // block, the others those of the second row's: four bytes each, a whole line per warp.
   GRADFERRY_DEVICE uint32_t code_block(const Slice& slice, uint32_t row) const {
     return slice.warp * q4::kGroupBlocks + kRowBlocks * (row + sub / 4) + octet / 8;
   }

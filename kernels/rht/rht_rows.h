@@ -71,7 +71,7 @@ struct Quantizer {
   float cut[kCount];
 
   GRADFERRY_DEVICE explicit Quantizer(float root) {
-    // As constants: device code cannot refer to the array itself.
+    // Cuts are copied to constants: device code cannot refer to the array itself.
     using Book = Codebook<kBits>;
     constexpr float k0 = Book::kCuts[0], k1 = Book::kCuts[1], k2 = Book::kCuts[2],
                     k3 = Book::kCuts[3], k4 = Book::kCuts[4], k5 = Book::kCuts[5],

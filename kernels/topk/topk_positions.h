@@ -8,7 +8,7 @@ namespace gradferry::GRADFERRY_KERNEL_NAMESPACE::topk {
 
 inline constexpr uint32_t kIndicesAtOnce = 16;
 inline constexpr uint32_t kIndicesBytes = 24;
-// Of arrays of positions, and of bytes of the section: whole vectors fit behind the last one.
+// Sizes of arrays of positions, and of bytes of the section: whole vectors fit behind the last one.
 inline constexpr uint32_t kPositionsRoom = kMostKept + 2 * kIndicesAtOnce;
 inline constexpr uint32_t kPositionsBytesRoom = kMostKept / 2 * 3 + 64;
 

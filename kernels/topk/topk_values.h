@@ -6,7 +6,7 @@
 
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE::topk {
 
-// Of arrays of kept values: whole vectors and blocks fit behind the last one.
+// Size of arrays of kept values: whole vectors and blocks fit behind the last one.
 inline constexpr uint32_t kValuesRoom = kMostKept + 2 * e2m1::kBlock;
 
 // All of these take or give arrays of kValuesRoom floats, of which k count. What is encoded is

@@ -46,30 +46,10 @@ class ParameterSpec:
     ) -> None: ...
 
 class EngineOptions:
+    # The fields of EngineOptions in hooks/engine_options.h, of which Python gives those that
+    # python_bindings/src/bind_engine.cpp names. Another one, or another type, is a TypeError.
     def __init__(
-        self,
-        *,
-        parameters: list[ParameterSpec],
-        rank: int,
-        nodes: Sequence[Sequence[int]],
-        config_hash: int,
-        layout_hash: int,
-        seed: int,
-        warmup_steps: int,
-        compressed_warmup: bool,
-        momentum: float,
-        raise_nonfinite: bool,
-        exact_skip: bool,
-        loss_scale: torch.Tensor | None,
-        check_every: int,
-        chunk_bytes: int,
-        equal_scatter: bool,
-        collective: str,
-        workspace_cap_bytes: int,
-        find_unused_parameters: bool,
-        way_on: str,
-        store: Store | None,
-        world_ranks: Sequence[int],
+        self, *, store: Store | None = None, world_ranks: Sequence[int] = ..., **fields: Any
     ) -> None: ...
 
 class SharedMemory:
@@ -77,17 +57,11 @@ class SharedMemory:
     def part(self, offset: int, num_bytes: int) -> torch.Tensor: ...
 
 def planned_bytes(
+    options: EngineOptions,
     *,
-    parameters: list[ParameterSpec],
-    nodes: Sequence[Sequence[int]],
     buckets: Sequence[Sequence[int]],
     hosts: Sequence[int],
-    workspace_cap_bytes: int,
-    chunk_bytes: int,
-    equal_scatter: bool,
-    collective: str,
     in_warmup: bool,
-    find_unused_parameters: bool,
 ) -> list[tuple[int, int]]: ...
 def shared_memory_bytes(options: EngineOptions) -> int: ...
 def chunk_bytes_within(workspace_cap_bytes: int, world_size: int, most: int) -> int: ...

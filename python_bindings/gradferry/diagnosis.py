@@ -15,7 +15,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_h
 from torch.nn.parallel import DistributedDataParallel
 
 from gradferry.core.agreement import meeting_place, most_of_ranks
-from gradferry.core.clock import Clock, clock_of, computing_on
 from gradferry.core.codec_spec import AUTO, parse_codec
 from gradferry.core.config import COARSE_BITS
 from gradferry.core.device import agreed_transport
@@ -29,8 +28,11 @@ from gradferry.ddp.trial import (
     SETTLING_STEPS,
     TOLERANCE,
     Candidate,
+    Clock,
     Outcome,
     Trial,
+    clock_of,
+    computing_on,
     most_precise,
 )
 from gradferry.errors import ConfigError

@@ -19,7 +19,7 @@ __all__ = ["all_reduce", "forget"]
 
 
 class _KeptReducer(Reducer):
-    _WAY_ON = (
+    _RECOVERY_HINT = (
         "What is kept for this name is finished, on all ranks. To go on, call "
         "gradferry.forget(name) on every rank."
     )

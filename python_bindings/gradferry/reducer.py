@@ -72,7 +72,9 @@ class Reducer(Averaging):
         StateError: there is no process group.
     """
 
-    _WAY_ON = "This Reducer is finished, on all ranks. To go on, make a new one on every rank."
+    _RECOVERY_HINT = (
+        "This Reducer is finished, on all ranks. To go on, make a new one on every rank."
+    )
 
     def __init__(
         self,
@@ -98,7 +100,7 @@ class Reducer(Averaging):
             config = make_config(codec, options)
             _check_config(config, named)
             record = {"way in": "Reducer", "bucket_cap_mb": _bucket_cap(bucket_cap_mb)}
-            return propose(config, members, device, named, record, self._WAY_ON)
+            return propose(config, members, device, named, record, self._RECOVERY_HINT)
 
         def build(running: Running, nonce: str) -> Running:
             running.start(members, nonce)

@@ -1,7 +1,9 @@
 #include <pybind11/stl.h>
 
+#include <map>
 #include <numeric>
 #include <optional>
+#include <type_traits>
 
 #include "all_reduce.h"
 #include "background_thread.h"
@@ -43,63 +45,77 @@ c10::intrusive_ptr<c10d::Backend> to_backend(const py::handle& backend) {
   return c10::intrusive_ptr<c10d::Backend>::reclaim_copy(&backend.cast<c10d::Backend&>());
 }
 
-std::unique_ptr<EngineOptions> make_options(
-    std::vector<ParameterSpec> parameters, uint32_t rank, std::vector<std::vector<uint32_t>> nodes,
-    uint64_t config_hash, uint64_t layout_hash, uint64_t seed, uint64_t warmup_steps,
-    bool compressed_warmup, double momentum, bool raise_nonfinite, bool exact_skip,
-    const std::optional<at::Tensor>& loss_scale, uint64_t check_every, uint32_t chunk_bytes,
-    bool equal_scatter, const std::string& collective, uint64_t workspace_cap_bytes,
-    bool find_unused_parameters, std::string way_on, const py::object& store,
-    WorldRanks world_ranks) {
+template <auto kField>
+void set_field(EngineOptions& options, const py::handle& value) {
+  auto& field = options.*kField;
+  field = value.cast<std::remove_reference_t<decltype(field)>>();
+}
+
+// The fields that Python gives, by name. A new one has a row here and nothing else in this file.
+const std::map<std::string, void (*)(EngineOptions&, const py::handle&)> kFields = {
+    {"parameters", &set_field<&EngineOptions::parameters>},
+    {"rank", &set_field<&EngineOptions::rank>},
+    {"nodes",
+     [](EngineOptions& options, const py::handle& members) {
+       options.nodes = Nodes(members.cast<std::vector<std::vector<uint32_t>>>());
+       options.world_size = options.nodes.world_size();
+     }},
+    {"config_hash", &set_field<&EngineOptions::config_hash>},
+    {"layout_hash", &set_field<&EngineOptions::layout_hash>},
+    {"seed", &set_field<&EngineOptions::seed>},
+    {"warmup_steps", &set_field<&EngineOptions::warmup_steps>},
+    {"compressed_warmup", &set_field<&EngineOptions::compressed_warmup>},
+    {"momentum", &set_field<&EngineOptions::momentum>},
+    {"raise_nonfinite", &set_field<&EngineOptions::raise_nonfinite>},
+    {"exact_skip", &set_field<&EngineOptions::exact_skip>},
+    {"loss_scale",
+     [](EngineOptions& options, const py::handle& scale) {
+       if (!scale.is_none()) options.loss_scale = scale.cast<at::Tensor>();
+     }},
+    {"check_every", &set_field<&EngineOptions::check_every>},
+    {"chunk_bytes", &set_field<&EngineOptions::chunk_bytes>},
+    {"equal_scatter", &set_field<&EngineOptions::equal_scatter>},
+    {"collective",
+     [](EngineOptions& options, const py::handle& name) {
+       options.collective = to_collective(name.cast<std::string>());
+     }},
+    {"workspace_cap_bytes", &set_field<&EngineOptions::workspace_cap_bytes>},
+    {"find_unused_parameters", &set_field<&EngineOptions::find_unused_parameters>},
+    {"recovery_hint", &set_field<&EngineOptions::recovery_hint>},
+};
+
+std::unique_ptr<EngineOptions> make_options(const py::object& store, WorldRanks world_ranks,
+                                            const py::kwargs& fields) {
+  auto options = std::make_unique<EngineOptions>();
+  for (const auto& [key, value] : fields) {
+    const auto name = key.cast<std::string>();
+    const auto field = kFields.find(name);
+    if (field == kFields.end()) throw py::type_error("EngineOptions has no field " + name);
+    try {
+      field->second(*options, value);
+    } catch (const py::cast_error&) {
+      throw py::type_error("EngineOptions cannot have " + name + "=" +
+                           py::repr(value).cast<std::string>());
+    }
+  }
+  options->make_exception = &make_torch_exception;
   c10::intrusive_ptr<c10d::Store> peers_store;
   if (!store.is_none()) peers_store = to_store(store);
-  Nodes table(std::move(nodes));
-  const uint32_t world_size = table.world_size();
-  return std::make_unique<EngineOptions>(
-      EngineOptions{.parameters = std::move(parameters),
-                    .rank = rank,
-                    .world_size = world_size,
-                    .nodes = std::move(table),
-                    .config_hash = config_hash,
-                    .layout_hash = layout_hash,
-                    .seed = seed,
-                    .warmup_steps = warmup_steps,
-                    .compressed_warmup = compressed_warmup,
-                    .momentum = momentum,
-                    .raise_nonfinite = raise_nonfinite,
-                    .exact_skip = exact_skip,
-                    .loss_scale = loss_scale.value_or(at::Tensor()),
-                    .check_every = check_every,
-                    .chunk_bytes = chunk_bytes,
-                    .equal_scatter = equal_scatter,
-                    .collective = to_collective(collective),
-                    .workspace_cap_bytes = workspace_cap_bytes,
-                    .find_unused_parameters = find_unused_parameters,
-                    .way_on = std::move(way_on),
-                    .make_exception = &make_torch_exception,
-                    .peers = std::make_shared<Peers>(std::move(peers_store), rank, world_size,
-                                                     std::move(world_ranks))});
+  options->peers = std::make_shared<Peers>(std::move(peers_store), options->rank,
+                                           options->world_size, std::move(world_ranks));
+  return options;
 }
 
 // (bytes to other hosts, bytes to other ranks of its host) of every rank.
-py::list planned_bytes_list(const std::vector<ParameterSpec>& parameters,
-                            std::vector<std::vector<uint32_t>> nodes,
+py::list planned_bytes_list(const EngineOptions& options,
                             const std::vector<std::vector<uint32_t>>& buckets,
-                            const std::vector<uint32_t>& hosts, uint64_t workspace_cap_bytes,
-                            uint32_t chunk_bytes, bool equal_scatter, const std::string& collective,
-                            bool in_warmup, bool find_unused_parameters) {
-  const PlanOptions options{
-      .rank = 0,
-      .chunk_bytes = chunk_bytes,
-      .equal_scatter = equal_scatter,
-      .codecs = in_warmup ? CodecChoice::kWarmup : CodecChoice::kOwn,
-      .residuals = false,
-      .dense_bytes = dense_bytes_within(workspace_cap_bytes, chunk_bytes, Nodes(nodes)),
-      .collective = to_collective(collective)};
-  const Layout layout(parameters, options.rank, Nodes(std::move(nodes)));
+                            const std::vector<uint32_t>& hosts, bool in_warmup) {
+  const PlanOptions planning =
+      options.planning(in_warmup ? CodecChoice::kWarmup : CodecChoice::kOwn, /*residuals=*/false);
+  const Layout layout(options.parameters, options.rank, options.nodes);
   py::list result;
   for (const StepBytes& sent :
-       planned_bytes(layout, options, find_unused_parameters, buckets, hosts)) {
+       planned_bytes(layout, planning, options.find_unused_parameters, buckets, hosts)) {
     result.append(py::make_tuple(sent.to_other_hosts, sent.on_host));
   }
   return result;
@@ -336,17 +352,10 @@ void bind_options(py::module_& module) {
            py::arg("num_elements"), py::arg("dtype"), py::arg("codec"), py::arg("warmup"),
            py::arg("worker_residual"), py::arg("owner_residual"), py::arg("owner").none(true));
   py::class_<EngineOptions> options_class(module, "EngineOptions");
-  def_init(options_class, &make_options, py::kw_only(), py::arg("parameters"), py::arg("rank"),
-           py::arg("nodes"), py::arg("config_hash"), py::arg("layout_hash"), py::arg("seed"),
-           py::arg("warmup_steps"), py::arg("compressed_warmup"), py::arg("momentum"),
-           py::arg("raise_nonfinite"), py::arg("exact_skip"), py::arg("loss_scale").none(true),
-           py::arg("check_every"), py::arg("chunk_bytes"), py::arg("equal_scatter"),
-           py::arg("collective"), py::arg("workspace_cap_bytes"), py::arg("find_unused_parameters"),
-           py::arg("way_on"), py::arg("store").none(true), py::arg("world_ranks"));
-  module.def("planned_bytes", &planned_bytes_list, py::kw_only(), py::arg("parameters"),
-             py::arg("nodes"), py::arg("buckets"), py::arg("hosts"), py::arg("workspace_cap_bytes"),
-             py::arg("chunk_bytes"), py::arg("equal_scatter"), py::arg("collective"),
-             py::arg("in_warmup"), py::arg("find_unused_parameters"));
+  def_init(options_class, &make_options, py::kw_only(), py::arg("store").none(true) = py::none(),
+           py::arg("world_ranks") = WorldRanks());
+  module.def("planned_bytes", &planned_bytes_list, py::arg("options"), py::kw_only(),
+             py::arg("buckets"), py::arg("hosts"), py::arg("in_warmup"));
   module.def("shared_memory_bytes", &shared_memory_bytes, py::arg("options"),
              py::call_guard<py::gil_scoped_release>());
 }

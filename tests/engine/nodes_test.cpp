@@ -26,8 +26,8 @@ TEST(Nodes, ColumnsAreTheRanksOfEqualLocalIndexThatEveryNodeHas) {
   EXPECT_EQ(nodes.peers(1), (std::vector<uint32_t>{3, 2}));
   EXPECT_EQ(nodes.siblings(4), (std::vector<uint32_t>{0, 3, 4}));
   EXPECT_EQ(nodes.local_index(2), 1);
-  EXPECT_TRUE(nodes.is_delegate(3));
-  EXPECT_FALSE(nodes.is_delegate(4));
+  EXPECT_TRUE(nodes.is_leader(3));
+  EXPECT_FALSE(nodes.is_leader(4));
   EXPECT_FALSE(nodes.is_flat());
   EXPECT_TRUE(Nodes::flat(3).is_flat());
 }
@@ -77,8 +77,8 @@ class Between : public testing::TestWithParam<Table> {
   const Nodes nodes_{GetParam()};
 };
 
-// Every tile has one delegate per node, which keeps its worker residual, and one owner.
-TEST_P(Between, ResidualsOfANodeAreShardedOverItsDelegates) {
+// Every tile has one leader per node, which keeps its worker residual, and one owner.
+TEST_P(Between, ResidualsOfANodeAreShardedOverItsLeaders) {
   std::vector<uint64_t> by_node(nodes_.num_nodes());
   uint64_t owned = 0;
   for (uint32_t rank = 0; rank < nodes_.world_size(); ++rank) {
@@ -111,7 +111,7 @@ TEST_P(Between, PlansOfAllRanksFitEachOther) {
       ASSERT_EQ(chunk.columns.size(), nodes_.num_columns());
       EXPECT_EQ(num_tiles(chunk.decode), pieces);
       EXPECT_EQ(chunk.forward_bytes, plans[0].chunks[c].forward_bytes);
-      if (!nodes_.is_delegate(rank)) {
+      if (!nodes_.is_leader(rank)) {
         EXPECT_EQ(num_tiles(chunk.encode) + num_tiles(chunk.reduce), 0);
         continue;
       }

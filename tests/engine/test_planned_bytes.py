@@ -49,17 +49,14 @@ def planned(
         )
     ]
     usual = {
-        "hosts": nodes.of_rank,
         "workspace_cap_bytes": 96 << 20,
-        "chunk_bytes": _native.CHUNK_BYTES,
-        "equal_scatter": False,
         "collective": "reduce_scatter" if owners else "all_reduce",
-        "in_warmup": bool(warmup),
-        "find_unused_parameters": False,
     }
-    return _native.planned_bytes(
-        parameters=parameters, nodes=nodes.members, buckets=buckets, **{**usual, **options}
+    hosts = options.pop("hosts", nodes.of_rank)
+    engine = _native.EngineOptions(
+        parameters=parameters, nodes=nodes.members, **{**usual, **options}
     )
+    return _native.planned_bytes(engine, buckets=buckets, hosts=hosts, in_warmup=bool(warmup))
 
 
 def sent(

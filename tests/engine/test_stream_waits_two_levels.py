@@ -194,10 +194,10 @@ def weights_of(owners: int) -> tuple[Weight, ...]:
 def test_every_wait_is_needed(worlds: Worlds, nodes: str, kind: str) -> None:
     members = NODES[nodes]
     columns = min(map(len, members))
-    delegates = {ranks[i] for ranks in members for i in range(columns)}
+    leaders = {ranks[i] for ranks in members for i in range(columns)}
     scenario = dataclasses.replace(
         Scenario(
-            weights_of(len(delegates)),
+            weights_of(len(leaders)),
             sum(map(len, members)),
             nodes=members,
             device="streamed",
@@ -211,8 +211,8 @@ def test_every_wait_is_needed(worlds: Worlds, nodes: str, kind: str) -> None:
         place = {
             "staged": scenario.device == "staged",
             "siblings": any(len(ranks) > 1 for ranks in members if rank in ranks),
-            "peers": rank in delegates,
-            "residual": kind == "momentum" and rank in delegates,
+            "peers": rank in leaders,
+            "residual": kind == "momentum" and rank in leaders,
         }
         assert sorted(answer["chunks"]) == [*CHUNKS]
         nothing_omitted, *races = answer["races"]

@@ -207,7 +207,7 @@ def case_ratios(scenario: Scenario) -> dict[str, object]:
 
 
 def test_ratios_are_those_of_what_a_rank_sums_owns_and_sends(worlds: Worlds) -> None:
-    """Four tiles of equal size: rank 0 owns the first, and so on; ranks 0 and 2 are the delegates
+    """Four tiles of equal size: rank 0 owns the first, and so on; ranks 0 and 2 are the leaders
     of the first and the third, ranks 1 and 3 of the others.
     """
     scenario = scenario_on("2x2", weights=(Weight("matrix", (4, 4096)),), codec="sign1")

@@ -81,7 +81,7 @@ def test_less_memory_between_nodes_changes_no_result(
     assert (min(answer["workspace"]["slots"] for answer in answers) < 4) == (slots is None)
     for rank, answer in enumerate(answers):
         siblings = next(members for members in nodes if rank in members)
-        is_delegate = siblings.index(rank) < columns
+        is_leader = siblings.index(rank) < columns
         planned, counted = answer["workspace"], answer["stats"]["workspace_bytes"]
         assert planned["slots"] == slots or slots is None
         shares = len(siblings) > 1
@@ -90,12 +90,12 @@ def test_less_memory_between_nodes_changes_no_result(
         # Beside chunks only commits, of which 8 buckets are in flight.
         assert counted == planned["slots"] * slot + 8 * 64 * world_size
         assert counted <= cap_mb * 2**20
-        copies = 1 + is_delegate
+        copies = 1 + is_leader
         received = planned["receive_bytes"] + planned["gathered_bytes"]
         # With a header for every sibling, and up to a page.
         expected = copies * len(nodes) * planned["message_bytes"]
         assert expected < received <= expected + 64 + 4096
-        assert (planned["send_bytes"] > 0) == is_delegate
+        assert (planned["send_bytes"] > 0) == is_leader
         assert f"{planned['slots']} chunks in flight" in answer["shown"]
         assert f"owners, {copies} x {len(nodes)} nodes x " in answer["shown"]
         assert f"MiB of gradients of {len(siblings)} ranks" in answer["shown"]

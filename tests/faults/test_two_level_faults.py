@@ -266,7 +266,7 @@ def num_descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-ROLES = {"lowest": ("2x2", 0), "delegate": ("2x2", 3), "extra": ("2+1", 1)}
+ROLES = {"lowest": ("2x2", 0), "leader": ("2x2", 3), "extra": ("2+1", 1)}
 STAGES = ("local scatter", "scatter", "gather", "forward", "commit")
 QUICK = {("lowest", "forward"), ("extra", "local scatter")}
 ENDS = [

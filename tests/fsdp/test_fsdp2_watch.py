@@ -6,7 +6,7 @@ import gc
 import weakref
 
 import gradferry
-from gradferry.reduction import after_steps
+from gradferry.reduction import step_numbers
 from outcomes import Outcome, attempt
 from sharding import Sharding
 from test_watch import texts
@@ -57,19 +57,19 @@ def test_other_hook_on_shards_is_warned_about_once(world_of_2: World) -> None:
 
 def case_added_beside_shards(every: int) -> tuple[Outcome, bool]:
     """What training says of a layer that is not sharded, and whether the watch ends with it."""
-    count = len(after_steps._calls)
+    count = len(step_numbers._calls)
 
     def train() -> tuple[Outcome, weakref.ref[nn.Module]]:
         sharding, model = sharded()
         gradferry.fsdp.attach(model, "q4", sharding.mesh()["replica"], check_every=every)
         train_sharded(sharding, model, 2)
         model.added = nn.Linear(3, 3)
-        assert len(after_steps._calls) > count
+        assert len(step_numbers._calls) > count
         return attempt(lambda: train_sharded(sharding, model, 2)), weakref.ref(model)
 
     outcome, alive = train()
     gc.collect()
-    return outcome, alive() is None and len(after_steps._calls) == count
+    return outcome, alive() is None and len(step_numbers._calls) == count
 
 
 def test_check_names_a_parameter_beside_the_shards(world_of_2: World) -> None:

@@ -218,7 +218,7 @@ void check_gather(const World& world, const std::vector<Rank>& ranks, uint32_t r
       sent[owner][tile.id] = tile;
       message.add(tile.output_offset, bytes_of(ranks[owner], tile, Stage::kOwner, world.options));
     });
-    if (!nodes.is_delegate(owner)) continue;
+    if (!nodes.is_leader(owner)) continue;
     const Column& column = chunk.columns[nodes.local_index(owner)];
     const uint32_t bytes = column.owner_bytes[nodes.node_of(owner)];
     ASSERT_TRUE(message.cover(bytes));
@@ -239,14 +239,14 @@ void check_fits(const World& world, const Rank& rank, const Workspace& space) {
   const Nodes& nodes = rank.layout.nodes();
   EXPECT_LE(space.bytes() + world.limits.other_bytes, world.limits.cap_bytes);
   EXPECT_TRUE(space.slots >= 1 && space.slots <= world.limits.most_slots);
-  const bool delegate = nodes.is_delegate(rank.layout.rank());
+  const bool leader = nodes.is_leader(rank.layout.rank());
   for (const ChunkPlan& chunk : rank.plan.chunks) {
     uint64_t sent = 0, dense = 0;
     for (const Shard& shard : chunk.shards) {
       sent += shard.scatter_bytes;
       ASSERT_LE(shard.scatter_bytes, space.message_bytes);
     }
-    if (delegate) {
+    if (leader) {
       ASSERT_LE(sent, space.send_bytes);
       const Shard& own = chunk.shards[nodes.node_of(rank.layout.rank())];
       ASSERT_LE(uint64_t{nodes.num_nodes()} * own.scatter_bytes, space.receive_bytes);
@@ -284,7 +284,7 @@ void run(Bytes input) {
     check_residuals(ranks[r].layout);
     ASSERT_EQ(ranks[r].plan.chunks.size(), ranks[0].plan.chunks.size());
     for (size_t c = 0; c < ranks[r].plan.chunks.size(); ++c) {
-      for (uint32_t node = 0; node < nodes.num_nodes() && nodes.is_delegate(r); ++node) {
+      for (uint32_t node = 0; node < nodes.num_nodes() && nodes.is_leader(r); ++node) {
         check_scatter(world, ranks, r, c, node);
       }
       if (world.limits.gathers) check_gather(world, ranks, r, c);

@@ -25,26 +25,5 @@ def parameter(
 
 
 def engine_options(**given: Any) -> _native.EngineOptions:
-    """Those of a plain hook, with what is `given`: parameters, nodes, chunk_bytes and
-    workspace_cap_bytes at least.
-    """
-    plain: dict[str, Any] = {
-        "rank": 0,
-        "config_hash": 0,
-        "layout_hash": 0,
-        "seed": 0,
-        "warmup_steps": 0,
-        "compressed_warmup": False,
-        "momentum": 0.0,
-        "raise_nonfinite": False,
-        "exact_skip": False,
-        "loss_scale": None,
-        "check_every": 0,
-        "equal_scatter": True,
-        "collective": "all_reduce",
-        "find_unused_parameters": False,
-        "way_on": "",
-        "store": None,
-        "world_ranks": [],
-    }
-    return _native.EngineOptions(**{**plain, **given})
+    """Those of a plain hook on a device, with what is `given`: parameters and nodes at least."""
+    return _native.EngineOptions(**{"equal_scatter": True, **given})

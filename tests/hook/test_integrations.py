@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from gradferry import checkpoint
 from gradferry.integrations import checkpoints
-from gradferry.integrations.models import Metrics, find_ddp
-from gradferry.integrations.momentum import take_momentum
+from gradferry.integrations.models import Metrics, find_ddp, take_momentum
 from on_ranks import on_ranks
 from outcomes import Outcome, attempt
 from stepping import settings, settings_of_steps

@@ -20,9 +20,9 @@ import pytest
 import torch
 from gradferry.core.device import Transport
 from gradferry.core.warn import warn
-from gradferry.reduction import advice, after_steps
+from gradferry.reduction import advice, step_numbers
 from gradferry.reduction.advice import Surroundings, warn_about_surroundings
-from gradferry.reduction.after_steps import PassCounter, call_after_steps
+from gradferry.reduction.step_numbers import PassCounter, call_after_steps
 from on_ranks import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -58,7 +58,7 @@ def inside(module: str, call: Callable[[], object]) -> Callable[[], object]:
         ["gradferry.ddp.state"],
         ["gradferry.reduction.advice", "torch.optim.optimizer", "torch.optim.lr_scheduler"],
         ["gradferry.ddp.model", "torch.nn.parallel.distributed"],
-        ["gradferry.ddp.registration", "copy"],
+        ["gradferry.ddp.binding", "copy"],
     ],
 )
 @pytest.mark.parametrize("in_thread", [False, True])
@@ -198,7 +198,7 @@ class Owner:
 
 
 def test_callbacks_end_with_their_owner_and_their_parameters() -> None:
-    before = len(after_steps._calls)
+    before = len(step_numbers._calls)
     owner, parameter = Owner(), nn.Parameter(torch.zeros(1))
     other = SGD([nn.Parameter(torch.zeros(1))])
     called = []
@@ -211,7 +211,7 @@ def test_callbacks_end_with_their_owner_and_their_parameters() -> None:
     gc.collect()
     other.step()
     assert called == [other]
-    assert len(after_steps._calls) == before
+    assert len(step_numbers._calls) == before
 
 
 def test_a_callback_that_raises_does_not_keep_the_step_from_others() -> None:

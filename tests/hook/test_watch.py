@@ -13,7 +13,7 @@ import gradferry
 import pytest
 import torch
 import torch.distributed as dist
-from gradferry.reduction import after_steps
+from gradferry.reduction import step_numbers
 from on_ranks import on_ranks
 from outcomes import Outcome, attempt
 from scenario import hooked
@@ -404,10 +404,10 @@ def test_watch_and_callbacks_end_with_the_model(native: bool) -> None:
 
     state.on_step(callback)
     training.train(2)
-    before = len(after_steps._calls)
+    before = len(step_numbers._calls)
     alive = [weakref.ref(training.ddp), weakref.ref(callback)]
     del training, state, callback
     gc.collect()
     assert len(rows) == 2
     assert [each() for each in alive] == [None, None]
-    assert len(after_steps._calls) < before
+    assert len(step_numbers._calls) < before

@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 import torch
 from gradferry import ConfigError, _build_info
-from gradferry.core import cuda_build, device
-from gradferry.core.cuda_build import CudaBuild, Target, parse_build, this_build, why_not
+from gradferry.core import device
+from gradferry.core.device import CudaBuild, Target, parse_build, this_build, why_not
 
 BUILD = CudaBuild(
     toolkit=(13, 0),
@@ -164,5 +164,5 @@ def test_a_machine_without_a_driver_says_so(monkeypatch):
     def fail(name: str) -> None:
         raise OSError(name)
 
-    monkeypatch.setattr(cuda_build.ctypes, "CDLL", fail)
-    assert cuda_build.driver_version() is None
+    monkeypatch.setattr(device.ctypes, "CDLL", fail)
+    assert device.driver_version() is None

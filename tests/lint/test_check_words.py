@@ -17,7 +17,6 @@ LAWFUL = {
     "CONTRIBUTING.md": "Of documents only the words are checked.\n",
     "hooks/plan.h": "// The plan. It takes,\n// As a trial does, time.\nint plan;  // of one\n",
     "python_bindings/auto.py": '"""Tries codecs."""\n\nCOUNTED = 5  # of seven\n',
-    "kernels/q4.cpp": "// Of quads.\n",
 }
 
 
@@ -39,6 +38,7 @@ def test_lawful_tree_has_no_violation(tmp_path: Path) -> None:
         ("docs/a/b.md", "| a crystal ball |\n", "docs/a/b.md:1: 'crystal ball': say 'trial'"),
         ("kernels/q4.cpp", "int a;  // by forecast\n", "kernels/q4.cpp:1: 'forecast': say 'trial'"),
         ("hooks/plan.h", "// A\n// crystal\n// ball.\n", "hooks/plan.h:1: 'crystal ball': say"),
+        ("kernels/q4.cpp", "// Of quads of numbers.\n", "kernels/q4.cpp:1: no subject"),
         ("hooks/plan.h", "int a;\n// Of a bucket.\n", "hooks/plan.h:2: no subject: 'Of a bucket.'"),
         ("hooks/plan.h", "int a;  // one\n// As of old.\n", "hooks/plan.h:2: no subject"),
         (

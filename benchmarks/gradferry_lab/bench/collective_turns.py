@@ -19,14 +19,13 @@ import torch
 import torch.distributed as dist
 from gradferry import _native
 from gradferry.core.agreement import most_of_ranks
-from gradferry.core.clock import Clock, clock_of
 from gradferry.core.codec_spec import parse_codec
 from gradferry.core.config import make_config
 from gradferry.core.device import Transport, agreed_transport
-from gradferry.core.engine import start_engine
+from gradferry.core.engine import planned_bytes, start_engine
 from gradferry.core.nodes import AUTO, Nodes
 from gradferry.core.parameters import ParameterLayout
-from gradferry.core.planned_bytes import planned_bytes
+from gradferry.ddp.trial import Clock, clock_of
 from gradferry.diagnosis import TORCH_DTYPES
 from gradferry.errors import ConfigError
 from gradferry.tensor import accumulate, encode

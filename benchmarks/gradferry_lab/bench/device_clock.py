@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from gradferry.core.cuda_build import driver_version, shown
+from gradferry.core.device import driver_version, shown
 from gradferry.errors import ConfigError
 
 from gradferry_lab.output.json_file import environment, occasion

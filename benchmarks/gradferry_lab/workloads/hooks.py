@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 import torch
 from gradferry.core.codec_spec import AUTO
+from gradferry.core.engine import planned_bytes
 from gradferry.core.nodes import AUTO as FOUND_NODES
 from gradferry.core.parameters import reduced_parameters
-from gradferry.core.planned_bytes import planned_bytes
 from gradferry.ddp.attach import attach
 from gradferry.ddp.auto import CHOSEN_BY
 from gradferry.diagnosis import TORCH_DTYPES

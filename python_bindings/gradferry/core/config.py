@@ -102,6 +102,21 @@ class Config:
         """Most payload bytes per owner, stage and chunk that the workspace has room for."""
         return _native.chunk_bytes_within(self.workspace_cap_bytes, world_size, self.chunk_bytes)
 
+    def for_engine(self, world_size: int) -> dict[str, Any]:
+        """What an engine has of the configuration, by the fields of `_native.EngineOptions`."""
+        return {
+            "seed": self.seed,
+            "warmup_steps": self.warmup_steps,
+            "compressed_warmup": self.compressed_warmup,
+            "momentum": self.momentum,
+            "raise_nonfinite": self.nonfinite == "raise",
+            "exact_skip": self.exact_skip,
+            "check_every": self.check_every,
+            "chunk_bytes": self.chunk_bytes_at(world_size),
+            "equal_scatter": self.equal_scatter,
+            "workspace_cap_bytes": self.workspace_cap_bytes,
+        }
+
     def codec_of(self, name: str, dims: int, size: int) -> CodecSpec:
         """The codec of a parameter: the first rule that matches, else the configured one."""
         for rule in (*self.rules, *DEFAULT_RULES):

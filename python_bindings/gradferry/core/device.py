@@ -1,16 +1,26 @@
-"""Devices other than the CPU: their kernels, and how bytes are sent from them."""
+"""Devices other than the CPU: their kernels, where these run, and how bytes are sent.
+
+Machine code for compute capability X.Y runs on X.Z with Z >= Y. PTX for X.Y runs on X.Y and all
+newer ones: the driver translates it, which takes up to a minute and a driver that is not older than
+the toolkit. Any driver of the toolkit's major version runs machine code. What is compiled for X.Ya
+runs on X.Y alone, and for X.Yf on X.Z with Z >= Y, be it machine code or PTX (CUDA C++ Programming
+Guide, "Feature Availability").
+"""
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import importlib.util
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from gradferry import _native
+from gradferry import _build_info, _native
 from gradferry.core.agreement import (
     Record,
     error_record,
@@ -20,7 +30,6 @@ from gradferry.core.agreement import (
     raise_first_error,
 )
 from gradferry.core.config import Config
-from gradferry.core.cuda_build import driver_version, this_build, why_not
 from gradferry.errors import ConfigError, GradferryError
 
 # Most payload bytes per owner, stage and chunk, in small worlds, where collectives are enqueued on
@@ -166,3 +175,148 @@ def agreed_transport(device: torch.device, group: dist.ProcessGroup) -> Transpor
         record = error_record(error)
     raise_first_error(gather_records(record, group, meeting_place(group, device)), group)
     return transport
+
+
+Version = tuple[int, int]
+
+
+class Target(NamedTuple):
+    """What code was compiled for.
+
+    Attributes:
+        capability: compute capability.
+        only: "a": for it alone; "f": for it and newer ones of its major version; or empty.
+    """
+
+    capability: Version
+    only: str = ""
+
+    def runs_on(self, capability: Version) -> bool:
+        """Whether a GPU runs machine code for this."""
+        (major, least), (has_major, minor) = self.capability, capability
+        return has_major == major and (minor == least if self.only == "a" else minor >= least)
+
+    def translates_for(self, capability: Version) -> bool:
+        """Whether a driver translates PTX for this to machine code of a GPU."""
+        return self.runs_on(capability) if self.only else self.capability <= capability
+
+    def __str__(self) -> str:
+        return shown(self.capability) + self.only
+
+
+@dataclass(frozen=True)
+class CudaBuild:
+    """What a build was made with and for.
+
+    Attributes:
+        toolkit: version of CUDA.
+        machine_code: what it holds machine code for.
+        ptx: what it holds PTX for.
+    """
+
+    toolkit: Version
+    machine_code: tuple[Target, ...]
+    ptx: tuple[Target, ...]
+
+    def has_machine_code(self, capability: Version) -> bool:
+        """Whether a GPU runs the kernels as they are."""
+        return any(target.runs_on(capability) for target in self.machine_code)
+
+    def has_ptx(self, capability: Version) -> bool:
+        """Whether a GPU runs what a driver makes of the PTX."""
+        return any(target.translates_for(capability) for target in self.ptx)
+
+    def __str__(self) -> str:
+        held = [f"machine code for {_listed(self.machine_code)}"] if self.machine_code else []
+        exact = [target for target in self.ptx if target.only]
+        held += [f"PTX for {_listed(exact)}"] if exact else []
+        others = [target for target in self.ptx if not target.only]
+        held += [f"PTX for {_listed(others)} and newer"] if others else []
+        return " and ".join(held)
+
+
+def parse_build(compiler: str, architectures: str) -> CudaBuild | None:
+    """The build as CMake describes it; None without kernels, or for words that have no number.
+
+    Args:
+        compiler: such as ``"nvcc 13.0.88"``; empty without kernels.
+        architectures: of CMAKE_CUDA_ARCHITECTURES, such as ``"80-real 90a"``: ``-real`` is machine
+            code alone, ``-virtual`` PTX alone, without either it is both.
+    """
+    toolkit = re.fullmatch(r"nvcc (\d+)\.(\d+).*", compiler)
+    found = [re.fullmatch(r"(\d+)(\d)([af]?)(-real|-virtual)?", a) for a in architectures.split()]
+    if toolkit is None or not found or not all(found):
+        return None
+    kinds = [(Target((int(m[1]), int(m[2])), m[3]), m[4]) for m in found if m]
+    return CudaBuild(
+        toolkit=(int(toolkit[1]), int(toolkit[2])),
+        machine_code=tuple(target for target, kind in kinds if kind != "-virtual"),
+        ptx=tuple(target for target, kind in kinds if kind != "-real"),
+    )
+
+
+def this_build() -> CudaBuild | None:
+    """What this installation was built for; None without CUDA kernels."""
+    return parse_build(_build_info.CUDA_COMPILER, _build_info.CUDA_ARCHITECTURES)
+
+
+def driver_version() -> Version | None:
+    """The newest CUDA that this machine's driver supports; None without a driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    number = ctypes.c_int(0)
+    if driver.cuDriverGetVersion(ctypes.byref(number)) != 0:
+        return None
+    return number.value // 1000, number.value % 1000 // 10
+
+
+def why_not(build: CudaBuild, driver: Version | None, capability: Version, gpu: str) -> str | None:
+    """Why the kernels of a build cannot run, and what to do; None if they can.
+
+    Args:
+        build: which holds the kernels.
+        driver: the newest CUDA that the driver supports; None without a driver.
+        capability: of the GPU.
+        gpu: what to call it.
+    """
+    newest = shown(build.toolkit)
+    oldest = min(target.capability for target in (*build.machine_code, *build.ptx))
+    if driver is None:
+        return "this machine has no NVIDIA driver: install one, or move the model to the CPU"
+    if driver[0] < build.toolkit[0]:
+        return (
+            f"the NVIDIA driver supports CUDA up to {shown(driver)}, and gradferry's kernels were "
+            f"built with CUDA {newest}: update the driver, or install gradferry again with nvcc of "
+            f"CUDA {driver[0]}"
+        )
+    if build.has_machine_code(capability):
+        return None
+    if capability < oldest:
+        return (
+            f"{gpu} has compute capability {shown(capability)}, and gradferry's kernels need "
+            f"{shown(oldest)} or newer: train on a newer GPU, or attach with codec='off'"
+        )
+    again = f"install gradferry again with CUDAARCHS={capability[0]}{capability[1]} set"
+    if not build.has_ptx(capability):
+        return (
+            f"{gpu} has compute capability {shown(capability)}, and this installation of gradferry "
+            f"holds {build}: {again}"
+        )
+    if driver < build.toolkit:
+        return (
+            f"{gpu} has compute capability {shown(capability)}, for which this installation of "
+            f"gradferry holds PTX only, made by CUDA {newest}, and the NVIDIA driver translates "
+            f"that of CUDA {shown(driver)} and older: update the driver, or {again}"
+        )
+    return None
+
+
+def _listed(targets: Sequence[Target]) -> str:
+    return ", ".join(map(str, targets))
+
+
+def shown(*versions: Version) -> str:
+    """ "8.0, 9.0"."""
+    return ", ".join(f"{major}.{minor}" for major, minor in versions)

@@ -1,4 +1,4 @@
-"""Starts engines and their lanes: connections that only the engine uses."""
+"""Starts engines and their lanes, and says how many bytes ranks would send."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from gradferry.core.config import Config
 from gradferry.core.device import CPU, Transport, transport_of
 from gradferry.core.meeting import hear_failures, patience, store_of, world_ranks
 from gradferry.core.node_memory import share_memory
+from gradferry.core.nodes import Nodes
 from gradferry.core.parameters import ParameterLayout
 from gradferry.errors import ConfigError, EchoError, PeerError
 
-Nodes = Sequence[Sequence[int]]  # ranks of every node
+Members = Sequence[Sequence[int]]  # the ranks of every node
 _ALL_STEPS = 2**63
 
 
 def lanes_of_host(
-    nodes: Nodes, rank: int, checks: bool, collective: str = "all_reduce"
+    nodes: Members, rank: int, checks: bool, collective: str = "all_reduce"
 ) -> dict[str, list[int]]:
     """What lanes a rank's engine has on a host, and between which ranks each is, in its order.
 
@@ -49,7 +50,7 @@ def lanes_of_host(
     return lanes | ({"scatter": peers, "gather": peers} if peers else {})
 
 
-def lanes_of_device(nodes: Nodes, rank: int, streams: bool) -> dict[str, list[int]]:
+def lanes_of_device(nodes: Members, rank: int, streams: bool) -> dict[str, list[int]]:
     """What `lanes_of_host` says, for a device, where one thread posts everything in one order.
 
     `streams`: collectives between all ranks are those of DDP's own group.
@@ -63,7 +64,7 @@ def lanes_of_device(nodes: Nodes, rank: int, streams: bool) -> dict[str, list[in
     return lanes | ({"peers": peers} if peers else {})
 
 
-def _neighbours(nodes: Nodes, rank: int) -> tuple[list[int], list[int]]:
+def _neighbours(nodes: Members, rank: int) -> tuple[list[int], list[int]]:
     """The siblings of a rank, and its peers, one per node; none where nodes have no such rank."""
     siblings = siblings_of(nodes, rank)
     place = siblings.index(rank)
@@ -72,7 +73,7 @@ def _neighbours(nodes: Nodes, rank: int) -> tuple[list[int], list[int]]:
     return siblings, [members[place] for members in nodes]
 
 
-def siblings_of(nodes: Nodes, rank: int) -> list[int]:
+def siblings_of(nodes: Members, rank: int) -> list[int]:
     """The ranks of a rank's node."""
     return next(list(members) for members in nodes if rank in members)
 
@@ -99,8 +100,8 @@ def start_engine(
     hashes: tuple[int, int] = (0, 0),
     tensors: Sequence[torch.Tensor] = (),
     find_unused_parameters: bool = False,
-    nodes: Nodes | None = None,
-    way_on: str = "",
+    nodes: Members | None = None,
+    recovery_hint: str = "",
     collective: str = "all_reduce",
     delivers: bool = False,
 ) -> _native.BucketEngine:
@@ -116,7 +117,7 @@ def start_engine(
         tensors: the parameters themselves, for `check_every`.
         find_unused_parameters: that of DDP.
         nodes: which ranks share a node, as agreed by all ranks; None: every rank is alone.
-        way_on: for people, what to do after an error has ended the engine.
+        recovery_hint: for people, what to do after an error has ended the engine.
         collective: "all_reduce", or "reduce_scatter": every rank gets the mean of the parameters
             whose owner it is. All of them then have one, and no owner residual. Only on the CPU,
             with every rank alone, without momentum, exact_skip and find_unused_parameters.
@@ -142,26 +143,20 @@ def start_engine(
         ranks = lanes_of_device(table, rank, path.streams)
         lanes = make_lanes_of_device(group, nonce, ranks, path)
     store = PrefixStore(f"gradferry/{nonce}/peers", store_of(group)) if path.exchanges else None
+    given = config.for_engine(world_size)
+    if delivers:
+        given |= {"warmup_steps": _ALL_STEPS, "compressed_warmup": True}
     options = _native.EngineOptions(
+        **given,
         parameters=[p.native() for p in parameters],
         rank=rank,
         nodes=table,
         config_hash=hashes[0],
         layout_hash=hashes[1],
-        seed=config.seed,
-        warmup_steps=_ALL_STEPS if delivers else config.warmup_steps,
-        compressed_warmup=delivers or config.compressed_warmup,
-        momentum=config.momentum,
-        raise_nonfinite=config.nonfinite == "raise",
-        exact_skip=config.exact_skip,
         loss_scale=loss_scale(config, path.device),
-        check_every=config.check_every,
-        chunk_bytes=config.chunk_bytes_at(world_size),
-        equal_scatter=config.equal_scatter,
         collective=collective,
-        workspace_cap_bytes=config.workspace_cap_bytes,
         find_unused_parameters=find_unused_parameters,
-        way_on=way_on,
+        recovery_hint=recovery_hint,
         store=store,
         world_ranks=world_ranks(group),
     )
@@ -212,7 +207,7 @@ def make_lanes(
 
 
 def memory_of_node(
-    options: _native.EngineOptions, nodes: Nodes, group: dist.ProcessGroup, nonce: str
+    options: _native.EngineOptions, nodes: Members, group: dist.ProcessGroup, nonce: str
 ) -> tuple[_native.SharedMemory | None, str]:
     """Memory that an engine on this rank shares with its siblings. Collective among them.
 
@@ -230,7 +225,7 @@ def memory_of_node(
 
 
 def share_on_node(
-    num_bytes: int, nodes: Nodes, group: dist.ProcessGroup, nonce: str
+    num_bytes: int, nodes: Members, group: dist.ProcessGroup, nonce: str
 ) -> tuple[_native.SharedMemory | None, str]:
     """Shares so many bytes as `memory_of_node` does, where this rank has siblings."""
     rank = dist.get_rank(group)
@@ -368,3 +363,40 @@ def _telling_of_others() -> Iterator[None]:
             f"cannot connect to the other ranks: {reason}; look at the limits of the process "
             "(ulimit -n) and at its network"
         ) from error
+
+
+def planned_bytes(
+    config: Config,
+    parameters: Sequence[ParameterLayout],
+    nodes: Nodes,
+    buckets: Sequence[Sequence[int]],
+    *,
+    hosts: Sequence[int] | None = None,
+    in_warmup: bool = False,
+    find_unused_parameters: bool = False,
+) -> list[tuple[int, int]]:
+    """What each rank sends to other hosts, and to other ranks of its own; headers included.
+
+    Args:
+        config: of the hook.
+        parameters: as the engine has them; with owners, it is a reduce-scatter.
+        nodes: which ranks add their gradients before they send them.
+        buckets: of the step: the indices of the parameters of each, in bucket order.
+        hosts: of every rank; the ranks of a node share one. None: every node is a host.
+        in_warmup: the step is one of `warmup_steps`.
+        find_unused_parameters: that of DDP, for gradients on the CPU.
+    """
+    scatters = any(parameter.owner is not None for parameter in parameters)
+    options = _native.EngineOptions(
+        **config.for_engine(nodes.world_size),
+        parameters=[parameter.native() for parameter in parameters],
+        nodes=nodes.members,
+        collective="reduce_scatter" if scatters else "all_reduce",
+        find_unused_parameters=find_unused_parameters,
+    )
+    return _native.planned_bytes(
+        options,
+        buckets=buckets,
+        hosts=nodes.of_rank if hosts is None else hosts,
+        in_warmup=in_warmup,
+    )

@@ -18,7 +18,6 @@ from typing import Any
 
 from gradferry import _native
 from gradferry.core.agreement import meeting_place, most_of_ranks
-from gradferry.core.clock import clock_of
 from gradferry.core.codec_spec import OFF, CodecSpec, parse_codec
 from gradferry.core.config import COARSE_BITS, EXACT, FIRST_OF_AUTO, Config
 from gradferry.core.nodes import FLAT, TWO_LEVEL, Exchange, exchanges_to_choose_from
@@ -27,6 +26,7 @@ from gradferry.ddp.trial import (
     SETTLING_STEPS,
     Candidate,
     Trial,
+    clock_of,
     most_precise,
 )
 from gradferry.errors import ConfigError, GradferryError, StateError

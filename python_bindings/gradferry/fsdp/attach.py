@@ -37,7 +37,7 @@ from gradferry.reduction.start import start, usable_group
 Hook = TypeVar("Hook", bound=ModuleHook)
 Result = TypeVar("Result")
 
-_WAY_ON = (
+_RECOVERY_HINT = (
     "This model is finished, on all ranks, since FSDP2 does not recover from a backward pass that "
     "failed. To go on, build and shard a new one, attach, and load the last checkpoint."
 )
@@ -221,7 +221,7 @@ def _propose(
         device,
         [(shard.name, shard.placeholder(device)) for shard, _ in owned],
         record,
-        _WAY_ON,
+        _RECOVERY_HINT,
         known_as=[shard.parameter if own in (None, rank) else None for shard, own in owned],
         owners=[own for _, own in owned],
     )

@@ -1,4 +1,4 @@
-"""Models as trainers wrap them, the hook that is attached to them, and its numbers for logs."""
+"""What trainers have: wrapped models with a hook, their optimizers, and numbers for logs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gc
 import weakref
 from typing import Any
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from gradferry.core.warn import warn
@@ -13,6 +14,8 @@ from gradferry.ddp.attach import attach
 from gradferry.ddp.model import unwrapped
 from gradferry.ddp.state import HookState
 from gradferry.errors import ConfigError, StateError
+from gradferry.optim import momentum_mode
+from gradferry.reduction.advice import own_momenta
 
 
 class Attachment:
@@ -99,3 +102,21 @@ class Metrics:
         sums, steps = self._sums, self._steps
         self._sums, self._steps = dict.fromkeys(_NAMES, 0.0), 0
         return {f"gradferry/{name}": total / steps for name, total in sums.items() if steps}
+
+
+def take_momentum(optimizer: torch.optim.Optimizer, state: HookState) -> None:
+    """Applies `momentum_mode` to an optimizer that has a momentum of its own. Any other optimizer
+    is left as it is: it was set up for the hook. Behind a hook without momentum it ends the
+    momentum mode of an earlier hook.
+
+    Raises:
+        ConfigError, StateError: as `momentum_mode`.
+    """
+    if getattr(type(optimizer), "takes_momentum", False):
+        return
+    if not state.config.momentum:
+        needed = getattr(optimizer, "takes_momentum", False)
+    else:
+        needed = any(own_momenta(group) for group in optimizer.param_groups)
+    if needed:
+        momentum_mode(optimizer, state)

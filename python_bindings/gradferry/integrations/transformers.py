@@ -14,8 +14,7 @@ from typing import Any
 from gradferry.ddp.state import HookState
 from gradferry.errors import ConfigError
 from gradferry.integrations import checkpoints
-from gradferry.integrations.models import Attachment, Metrics, find_ddp
-from gradferry.integrations.momentum import take_momentum
+from gradferry.integrations.models import Attachment, Metrics, find_ddp, take_momentum
 
 try:
     from transformers import Trainer, TrainerCallback

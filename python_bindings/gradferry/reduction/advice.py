@@ -18,14 +18,13 @@ import torch.distributed as dist
 from torch.optim.optimizer import Optimizer
 
 from gradferry.core.config import COARSE_BITS, DEFAULT_RULES, Config, Rule
-from gradferry.core.cuda_build import shown, this_build
-from gradferry.core.device import Transport
+from gradferry.core.device import Transport, shown, this_build
 from gradferry.core.parameters import ParameterLayout
 from gradferry.core.warn import warn
 from gradferry.errors import ConfigError
-from gradferry.reduction.after_steps import PassCounter, call_after_steps
 from gradferry.reduction.momentum import is_set_up_for_another
 from gradferry.reduction.running import Running
+from gradferry.reduction.step_numbers import PassCounter, call_after_steps
 
 OVERLAPPED_ZERO = (
     "ZeroRedundancyOptimizer(overlap_with_ddp=True) does not go with gradferry: it steps in a "

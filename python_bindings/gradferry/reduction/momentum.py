@@ -1,14 +1,25 @@
-"""The momentum that tensors arrive with, for optimizers."""
+"""The momentum that tensors arrive with, and the handover of an optimizer's own.
+
+The exchange averages over ranks, so a momentum arrives completely only if every rank hands it over
+to its residual. Ranks compare at a bucket, because every rank takes part in every bucket, whatever
+its optimizers hold and do. A difference is an error even where it could be compensated: one rank's
+residual would then hold the momentum of all, with that much more compression error.
+"""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 
 import torch
 from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from gradferry import _native
+from gradferry.core.agreement import Record, gather_records
 from gradferry.core.config import Config
+from gradferry.core.names import first_of
+from gradferry.errors import StateError
 from gradferry.reduction.running import Running
 
 # By optimizer in momentum mode: what ends that, and the hook that it was set up for.
@@ -67,3 +78,71 @@ def is_set_up_for_another(optimizer: Optimizer, running: Running) -> bool:
     """Whether the optimizer is in momentum mode for another hook than this one."""
     mode = _in_momentum_mode.get(optimizer)
     return mode is not None and mode[1]() is not running
+
+
+class MomentumHandover:
+    """The handover of momentum to one hook, on this rank.
+
+    Args:
+        running: has momentum mode, warm-up steps and other ranks.
+        place: a device that its process group has a backend for.
+    """
+
+    def __init__(self, running: Running, place: torch.device) -> None:
+        self._running = running
+        self._place = place
+        self._held: set[int] = set()
+        self._handed_over: set[int] = set()
+
+    def start(self, hook: _native.BucketHook) -> None:
+        """Makes the ranks compare at the next step, and at the first one with momentum."""
+        self._handed_over.clear()
+        hook.call_at(0, self._check, "momentum handover")
+
+    def hold(self, parameters: Iterable[int]) -> None:
+        """Notes that an optimizer holds the momentum of these parameters until the handover."""
+        self._held.update(parameters)
+
+    def hand_over(self, parameter: int) -> None:
+        """Notes that the parameter's momentum is now in this rank's residual."""
+        self._handed_over.add(parameter)
+
+    def _check(self, hook: _native.BucketHook, step: int) -> None:
+        """Compares the ranks, at the first bucket of a step. Collective.
+
+        Raises:
+            StateError: the ranks differ; the same text on every rank.
+        """
+        first_with_momentum = self._running.config.warmup_steps
+        if step > first_with_momentum:
+            return  # the training was resumed after that step
+        record: Record = {
+            "held": sorted(self._held),
+            "handed_over": sorted(self._handed_over),
+        }
+        records = gather_records(record, self._running.group, self._place)
+        self._expect_equal(
+            [record["held"] for record in records],
+            "has no OneBitAdam that holds",
+            "every rank's must hold the same parameters, because each hands over its share of "
+            "every momentum; build it over all parameters, without ZeroRedundancyOptimizer (from "
+            "the freeze on the momentum takes no memory of its own)",
+        )
+        self._expect_equal(
+            [record["handed_over"] for record in records],
+            f"did not hand over, after step {first_with_momentum - 1}, the momentum of",
+            "step OneBitAdam on every rank; under join() with uneven inputs, freeze at a step that "
+            "every rank has inputs for",
+        )
+        if step < first_with_momentum:
+            hook.call_at(first_with_momentum, self._check, "momentum handover")
+
+    def _expect_equal(self, by_rank: list[list[int]], fault: str, advice: str) -> None:
+        every = set().union(*by_rank)
+        for rank, numbers in zip(self._running.world_ranks, by_rank, strict=True):
+            missing = sorted(every.difference(numbers))
+            if missing:
+                names = [self._running.parameters[number].name for number in missing]
+                raise StateError(
+                    f"rank {rank} {fault} {first_of(names)}, unlike another rank: {advice}"
+                )

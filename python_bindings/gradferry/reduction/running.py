@@ -31,7 +31,6 @@ from gradferry.core.parameters import ParameterLayout, describe_parameters
 from gradferry.core.warn import warn
 from gradferry.errors import ConfigError, GradferryError
 from gradferry.reduction import step_numbers
-from gradferry.reduction.after_steps import call_after_steps
 from gradferry.reduction.residual_tiles import (
     KINDS,
     Kind,
@@ -41,6 +40,7 @@ from gradferry.reduction.residual_tiles import (
     spread,
     zero_residual,
 )
+from gradferry.reduction.step_numbers import call_after_steps
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Running:
         agreed: the record that all ranks agreed on, without its parameters.
         nodes: which ranks share a machine; until they have met, none.
         exchange: which one runs between them; until they have met, the flat one.
-        way_on: for people, what to do after an error has ended the engine.
+        recovery_hint: for people, what to do after an error has ended the engine.
         engine: None if every bucket passes through.
         retired: sums of the counters of earlier engines.
         switches: number of changes of the codec.
@@ -77,7 +77,7 @@ class Running:
     agreed: Record
     nodes: Nodes
     exchange: Exchange
-    way_on: str
+    recovery_hint: str
     engine: _native.BucketEngine | None = None
     retired: Counter[str] = field(default_factory=Counter)
     switches: int = 0
@@ -182,7 +182,7 @@ class Running:
                 tensors=self.tensors(),
                 find_unused_parameters=self.finds_unused_parameters,
                 nodes=self.exchange.nodes.members,
-                way_on=self.way_on,
+                recovery_hint=self.recovery_hint,
                 collective=self.collective,
                 delivers=self.delivers,
             )
@@ -244,7 +244,7 @@ class Running:
         """Replaces the codec, and the exchange if one is given. Collective; at the first bucket of
         `step`, which begins an optimizer step.
 
-        Residuals move with their tiles, to new owners and, of a node, to new delegates. With
+        Residuals move with their tiles, to new owners and, of a node, to new leaders. With
         another exchange every node gets the mean of the nodes' worker residuals. They are rescaled
         where the new codec keeps another share of the momentum, and dropped where it has none
         (`loses_under`): an engine that `delivers` must come before.
@@ -379,7 +379,7 @@ def propose(
     place: torch.device,
     named: Sequence[tuple[str, torch.Tensor]],
     model: Record,
-    way_on: str,
+    recovery_hint: str,
     *,
     known_as: Sequence[torch.Tensor | None] | None = None,
     owners: Sequence[int | None] | None = None,
@@ -392,7 +392,7 @@ def propose(
         place: device of the gradients.
         named: names and tensors.
         model: other fields that must be equal on all ranks.
-        way_on: as in `Running`.
+        recovery_hint: as in `Running`.
         known_as: what optimizers and users have instead of these tensors, which are parts of it;
             None: the tensors themselves, or nothing instead of one of them.
         owners: in a reduce-scatter, the rank that gets the mean of each tensor; None: all ranks.
@@ -439,7 +439,7 @@ def propose(
         },
         nodes=alone,
         exchange=Exchange(alone, "ranks have not met"),
-        way_on=way_on,
+        recovery_hint=recovery_hint,
     )
 
 

@@ -12,8 +12,8 @@ from torch.utils.hooks import RemovableHandle
 
 from gradferry.core.engine import loss_scale
 from gradferry.core.warn import warn
-from gradferry.reduction.after_steps import PassCounter, call_after_steps
 from gradferry.reduction.running import Running
+from gradferry.reduction.step_numbers import PassCounter, call_after_steps
 
 SILENT_STEPS = 3
 

@@ -104,7 +104,7 @@ ExchangeLanes Rank::lanes() const {
   ranks[kCommit].resize(world_.size);
   std::iota(ranks[kCommit].begin(), ranks[kCommit].end(), 0);
   ranks[kHashes] = ranks[kCommit];
-  if (nodes.is_delegate(rank_)) {
+  if (nodes.is_leader(rank_)) {
     ranks[kScatter] = nodes.peers(nodes.local_index(rank_));
     if (world_.collective == Collective::kAllReduce) ranks[kGather] = ranks[kScatter];
   }

@@ -1,7 +1,8 @@
 // One thread that plays all threads of all ranks, and their time. What runs next is drawn from a
 // seed; time passes only when nothing can run, so waiting costs none.
 //
-// This is what hooks/threads.h is in a simulated world: threads are stacks of tests/kernels/simt/fiber.h.
+// This is what hooks/threads.h is in a simulated world: threads are stacks of
+// tests/kernels/simt/fiber.h.
 #pragma once
 
 #include <chrono>

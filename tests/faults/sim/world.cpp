@@ -215,29 +215,24 @@ World World::draw(Choices& choices) {
 
 EngineOptions World::options(uint32_t rank, bool goes_wrong) const {
   constexpr uint64_t kWorkspaceCap = uint64_t{1} << 30;
-  EngineOptions options{
-      .parameters = parameters,
-      .rank = rank,
-      .world_size = size,
-      .nodes = Nodes(nodes),
-      .config_hash = kConfigHash,
-      .layout_hash = kLayoutHash,
-      .seed = 11,
-      .warmup_steps = warmup_steps,
-      .compressed_warmup = compressed_warmup,
-      .momentum = momentum,
-      .raise_nonfinite = raise_nonfinite,
-      .exact_skip = exact_skip,
-      .loss_scale = {},
-      .check_every = check_every,
-      .chunk_bytes = chunk_bytes,
-      .equal_scatter = equal_scatter,
-      .collective = collective,
-      .workspace_cap_bytes = kWorkspaceCap,
-      .find_unused_parameters = may_be_unused,
-      .way_on = "",
-      .make_exception = [](const Error& error) { return std::make_exception_ptr(error); },
-      .peers = nullptr};
+  EngineOptions options{.parameters = parameters,
+                        .rank = rank,
+                        .world_size = size,
+                        .nodes = Nodes(nodes),
+                        .config_hash = kConfigHash,
+                        .layout_hash = kLayoutHash,
+                        .seed = 11,
+                        .warmup_steps = warmup_steps,
+                        .compressed_warmup = compressed_warmup,
+                        .momentum = momentum,
+                        .raise_nonfinite = raise_nonfinite,
+                        .exact_skip = exact_skip,
+                        .check_every = check_every,
+                        .chunk_bytes = chunk_bytes,
+                        .equal_scatter = equal_scatter,
+                        .collective = collective,
+                        .workspace_cap_bytes = kWorkspaceCap,
+                        .find_unused_parameters = may_be_unused};
   if (!goes_wrong || rank != different_rank) return options;
   if (difference == Difference::kConfig) ++options.config_hash;
   if (difference == Difference::kLayout) ++options.layout_hash;

@@ -119,7 +119,7 @@ def cut_chunks(layout: Layout, bucket: Sequence[int], chunk_bytes: int) -> list[
     chunks: list[list[int]] = []
     is_flat = len(layout.nodes) == layout.world_size
     column_of = {rank: column for ranks in layout.nodes for column, rank in enumerate(ranks)}
-    dense: dict[int, int] = {}  # bytes of gradient to the delegate of a column
+    dense: dict[int, int] = {}  # bytes of gradient to the leader of a column
     worker = [0] * layout.world_size
     owner = [0] * layout.world_size
     for index in (t for parameter in bucket for t in layout.tiles_of[parameter]):

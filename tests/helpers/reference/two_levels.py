@@ -11,7 +11,7 @@ from .scalars import DTYPES
 CAP_BYTES = 96 << 20
 MOST_DENSE_BYTES = 2 << 20
 FEWEST_DENSE_BYTES = 32 << 10
-PIECE_ELEMENTS = 16  # what tiles are rounded up to on their way to their delegates
+PIECE_ELEMENTS = 16  # what tiles are rounded up to on their way to their leaders
 
 
 def two_level_bytes_per_step(
