@@ -19,9 +19,9 @@ class Prices:
     """Seconds, as the fake device's set_prices() has them."""
 
     launch: float = 4e-6
-    byte: float = 0.5e-12  # 2 TB/s
+    byte: float = 2e-12  # 500 GB/s
     collective: float = 20e-6
-    byte_sent: float = 1e-9  # 8 Gb/s
+    byte_sent: float = 4e-9  # 2 Gb/s
 
 
 @contextlib.contextmanager
@@ -56,7 +56,7 @@ class Layer(torch.autograd.Function):
 
 
 LAYERS = 4
-WIDTH = 256
+WIDTH = 128
 NUM_ELEMENTS = LAYERS * WIDTH * WIDTH
 BUCKET_MB = 4 * WIDTH * WIDTH / 2**20  # a layer each
 

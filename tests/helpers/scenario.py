@@ -21,7 +21,6 @@ import torch.distributed as dist
 from reference import DTYPES, Parameter, ReferenceEngine, narrow, widen
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 REAL_TYPES = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 # Exact in every dtype, so that the update adds no question of rounding.
@@ -94,7 +93,6 @@ class Scenario:
     ddp: dict[str, Any] = dataclasses.field(default_factory=dict)
     unused: dict[int, tuple[str, ...]] = dataclasses.field(default_factory=dict)  # by rank
     steps_by_rank: tuple[int, ...] | None = None  # uneven inputs under join()
-    checkpointed: bool | None = None  # None: no; else the value of use_reentrant
     poison: dict[tuple[int, int, str], float] = dataclasses.field(default_factory=dict)
     empty: tuple[tuple[int, int], ...] = ()  # (step, rank) whose gradients are all +0 or -0
     group_ranks: tuple[int, ...] | None = None  # DDP over these ranks of the world only
@@ -131,6 +129,16 @@ class Scenario:
             return np.zeros_like(total)
         return total
 
+    def targets(
+        self, step: int, rank: int, turn: int = 0, left_out: Sequence[str] = ()
+    ) -> dict[str, torch.Tensor]:
+        """What ChosenGradients takes, so that these gradients come of it."""
+        return {
+            weight.name: weight.from_flat(self.gradient(step, turn, rank, index))
+            for index, weight in enumerate(self.weights)
+            if weight.name not in left_out
+        }
+
     def rank_steps(self, rank: int) -> int:
         return self.steps_by_rank[rank] if self.steps_by_rank else self.steps
 
@@ -138,7 +146,6 @@ class Scenario:
 class ChosenGradients(nn.Module):
     def __init__(self, scenario: Scenario) -> None:
         super().__init__()
-        self.reentrant = scenario.checkpointed
         for weight in scenario.weights:
             flat = np.zeros(weight.num_elements, DTYPES[weight.real_dtype].storage)
             self.register_parameter(weight.name, nn.Parameter(weight.from_flat(flat)))
@@ -147,12 +154,7 @@ class ChosenGradients(nn.Module):
         total = torch.zeros((), dtype=torch.float64, device=next(self.parameters()).device)
         for name, target in targets.items():
             parameter = self.get_parameter(name)
-            if self.reentrant is None:
-                total = total + _product(parameter, target)
-            else:
-                total = total + checkpoint(
-                    _product, parameter, target, use_reentrant=self.reentrant
-                )
+            total = total + _product(parameter, target)
         return total
 
 
@@ -163,8 +165,6 @@ def _product(parameter: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def attach(ddp: DistributedDataParallel, scenario: Scenario) -> Any:
-    import gradferry
-
     options = {
         "error_feedback": scenario.error_feedback,
         "rules": [{"name": name, "codec": codec} for name, codec in scenario.rules],
@@ -174,15 +174,24 @@ def attach(ddp: DistributedDataParallel, scenario: Scenario) -> Any:
     if scenario.nodes is not None:
         options["nodes"] = 1
     with on_nodes(scenario.nodes):
-        if scenario.native:
-            return gradferry.attach(ddp, scenario.codec, **options)
-        state = gradferry.HookState(scenario.codec, ddp, **options)
-        ddp.register_comm_hook(state, gradferry.hook)
-        return state
+        return hooked(ddp, scenario.codec, native=scenario.native, **options)
+
+
+def hooked(
+    ddp: DistributedDataParallel, codec: str = "q4", *, native: bool = True, **options: Any
+) -> Any:
+    """The state of attach(), or of a hook with the standard signature."""
+    import gradferry
+
+    if native:
+        return gradferry.attach(ddp, codec, **options)
+    state = gradferry.HookState(codec, ddp, **options)
+    ddp.register_comm_hook(state, gradferry.hook)
+    return state
 
 
 def on_nodes(members: tuple[tuple[int, ...], ...] | None) -> Any:
-    """As if ranks that attach were on these nodes, which share their machine in truth."""
+    """Ranks that attach seem to be on these nodes; in truth they share their machine."""
     from gradferry.core.nodes import Nodes
     from gradferry.reduction import start
 
@@ -202,8 +211,17 @@ def group_of(scenario: Scenario) -> Any:
     return None if scenario.group_ranks is None else dist.new_group(list(scenario.group_ranks))
 
 
+def placed(device: str) -> tuple[torch.device, dist.ProcessGroup | None]:
+    """Where a model is on "cpu" or a kind of the fake device, and the group of its DDP."""
+    if device == "cpu":
+        return torch.device("cpu"), None
+    import fake_device
+
+    return fake_device.DEVICE, fake_device.group(device)
+
+
 def hash_of(scenario: Scenario, parameters: Sequence[torch.Tensor]) -> str:
-    """Of the bytes of parameters in their order."""
+    """A hash of the bytes of parameters in their order."""
     digest = hashlib.blake2b(digest_size=8)
     for weight, p in zip(scenario.weights, parameters, strict=True):
         digest.update(weight.to_flat(p).tobytes())
@@ -266,13 +284,8 @@ class Run:
 
     def targets(self, step: int, turn: int = 0) -> dict[str, torch.Tensor]:
         unused = self.scenario.unused.get(self.rank, ())
-        return {
-            weight.name: weight.from_flat(self.scenario.gradient(step, turn, self.rank, index)).to(
-                self.device
-            )
-            for index, weight in enumerate(self.scenario.weights)
-            if weight.name not in unused
-        }
+        targets = self.scenario.targets(step, self.rank, turn, unused)
+        return {name: target.to(self.device) for name, target in targets.items()}
 
     def answer(self, gradients: list[list[np.ndarray | None]]) -> dict[str, Any]:
         """What `assert_bit_equal` looks at. `gradients`: of every step."""
@@ -296,8 +309,13 @@ def train(scenario: Scenario) -> dict[str, Any] | None:
     return train_at_once(scenario)
 
 
+def train_all(scenarios: Sequence[Scenario]) -> list[dict[str, Any] | None]:
+    """Runs on a rank: one training after the other."""
+    return [train(scenario) for scenario in scenarios]
+
+
 def train_at_once(*scenarios: Scenario) -> dict[str, Any] | None:
-    """As `train`, the scenario that this rank is in; it is in one at most."""
+    """Does what `train` does, for the one scenario, if any, that this rank is in."""
     mine = None
     for scenario in scenarios:
         group = group_of(scenario)
@@ -352,6 +370,14 @@ def assert_bit_equal(answers: list[dict[str, Any] | None], scenario: Scenario) -
                 where = f"rank {rank}, step {step}, {scenario.weights[index].name}"
                 _assert_same_bits(got, expected[step][rank][index], where, scenario, index)
     assert_same_parameters(answers)
+
+
+def assert_all_bit_equal(
+    answers: list[list[dict[str, Any] | None]], scenarios: Sequence[Scenario]
+) -> None:
+    """`answers`: by rank, of every scenario."""
+    for scenario, own in zip(scenarios, zip(*answers, strict=True), strict=True):
+        assert_bit_equal(list(own), scenario)
 
 
 def _assert_same_bits(

@@ -2,146 +2,103 @@
 
 from __future__ import annotations
 
-import warnings
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import gradferry
 import pytest
 import torch
+from gradferry.optim import OneBitAdam, momentum_mode
+from gradferry.reduction.advice import own_momenta
+from on_ranks import on_ranks
+from scenario import hooked
+from stepping import warned
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from world import World
 
+Optimizer = Callable[..., torch.optim.Optimizer]
 
-def warnings_of_steps(ddp: DistributedDataParallel, stepper: Any, word: str) -> list[str]:
-    """Those with the word, from three steps."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+
+def linear(codec: str, **options: Any) -> tuple[DistributedDataParallel, Any]:
+    """A layer, and the state of its hook."""
+    ddp = DistributedDataParallel(nn.Linear(40, 40))
+    return ddp, hooked(ddp, codec, **options)
+
+
+@pytest.mark.parametrize(
+    ("codec", "feedback", "optimizer", "models", "warned_about"),
+    [
+        ("sign1", "auto", "AdamW", 3, 3),
+        ("topk:ratio=0.01", "both", "Adam", 1, 1),
+        ("rht:bits=2", "worker", "NAdam", 1, 1),
+        ("sign1", "auto", "SGD", 1, 0),
+        ("sign1", "owner", "AdamW", 1, 0),
+        ("q4", "both", "AdamW", 1, 0),
+    ],
+)
+@on_ranks()
+def test_plain_adam_behind_a_coarse_codec_is_warned_about_once_per_model(
+    codec: str, feedback: str, optimizer: str, models: int, warned_about: int
+) -> None:
+    """Models take their steps in turns."""
+    ddps = [linear(codec, error_feedback=feedback)[0] for _ in range(models)]
+    steppers = [getattr(torch.optim, optimizer)(ddp.parameters(), lr=0.01) for ddp in ddps]
+    with warned() as caught:
+        for ddp, stepper in [*zip(ddps, steppers, strict=True)] * 3:
+            ddp(torch.ones(2, 40)).sum().backward()
+            stepper.step()
+    texts = [str(w.message) for w in caught if "error feedback" in str(w.message)]
+    assert len(texts) == warned_about
+    for text in texts:
+        assert text.startswith(f"{optimizer} trains worse behind {codec.split(':')[0]}")
+        assert "gradferry.optim.momentum_mode(optimizer, state)" in text
+
+
+# By name: how an optimizer is made, the hook's momentum, and what is said of the optimizer's own.
+MOMENTA: dict[str, tuple[Optimizer, float | None, str | None]] = {
+    "SGD": (lambda p, _: torch.optim.SGD(p, lr=0.01), 0.9, None),
+    "SGD with momentum": (
+        lambda p, _: torch.optim.SGD(p, lr=0.01, momentum=0.8), 0.9, "SGD has momentum=0.8",
+    ),
+    "SGD alone": (lambda p, _: torch.optim.SGD(p, lr=0.01, momentum=0.8), None, None),
+    "AdamW": (lambda p, _: torch.optim.AdamW(p), 0.9, "AdamW has betas[0]=0.9"),
+    "AdamW in momentum mode": (
+        lambda p, state: momentum_mode(torch.optim.AdamW(p), state), 0.9, None,
+    ),
+    "NAdam": (
+        lambda p, _: torch.optim.NAdam(p, betas=(0.8, 0.9)), 0.9, "NAdam has betas[0]=0.8",
+    ),
+    "RMSprop": (
+        lambda p, _: torch.optim.RMSprop(p, momentum=0.5), 0.9, "RMSprop has momentum=0.5",
+    ),
+    "sharded Adam": (
+        lambda p, _: ZeroRedundancyOptimizer(p, optimizer_class=torch.optim.Adam),
+        0.9,
+        "Adam has betas[0]=0.9",
+    ),
+    "OneBitAdam": (lambda p, state: OneBitAdam(p, freeze_step=2, state=state), 0.9, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MOMENTA)
+@on_ranks()
+def test_momentum_on_both_sides_is_warned_about_once(name: str) -> None:
+    make, momentum, own = MOMENTA[name]
+    warmup = 2 if name == "OneBitAdam" else 0
+    ddp, state = linear("q4", momentum=momentum, warmup_steps=warmup)
+    stepper = make(ddp.parameters(), state)
+    with warned() as caught:
         for _ in range(3):
             ddp(torch.ones(2, 40)).sum().backward()
             stepper.step()
-    return [str(w.message) for w in caught if word in str(w.message)]
-
-
-def case_warnings(codec: str, feedback: str, optimizer: str) -> list[str]:
-    import gradferry
-
-    ddp = DistributedDataParallel(nn.Linear(40, 40))
-    gradferry.attach(ddp, codec, error_feedback=feedback)
-    stepper = getattr(torch.optim, optimizer)(ddp.parameters(), lr=0.01)
-    return warnings_of_steps(ddp, stepper, "error feedback")
-
-
-@pytest.mark.parametrize(
-    ("codec", "feedback", "optimizer", "warned"),
-    [
-        ("sign1", "auto", "AdamW", True),
-        ("topk:ratio=0.01", "both", "Adam", True),
-        ("rht:bits=2", "worker", "NAdam", True),
-        ("sign1", "auto", "SGD", False),
-        ("sign1", "owner", "AdamW", False),
-        ("q4", "both", "AdamW", False),
-    ],
-)
-def test_plain_adam_behind_a_coarse_codec_is_warned_about_once(
-    world_of_2: World, codec: str, feedback: str, optimizer: str, warned: bool
-) -> None:
-    for texts in world_of_2.run(case_warnings, codec=codec, feedback=feedback, optimizer=optimizer):
-        assert len(texts) == warned
-        if warned:
-            assert texts[0].startswith(f"{optimizer} trains worse behind {codec.split(':')[0]}")
-            assert "gradferry.optim.momentum_mode(optimizer, state)" in texts[0]
-
-
-def case_two_models() -> int:
-    """Two watched models, one optimizer each: nothing breaks, each is warned about."""
-    import gradferry
-
-    models = [DistributedDataParallel(nn.Linear(40, 40)) for _ in range(3)]
-    for ddp in models:
-        gradferry.attach(ddp, "sign1")
-    steppers = [torch.optim.Adam(ddp.parameters()) for ddp in models]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for ddp, stepper in [*zip(models, steppers, strict=True)] * 2:
-            ddp(torch.ones(2, 40)).sum().backward()
-            stepper.step()
-    return sum("error feedback" in str(w.message) for w in caught)
-
-
-def test_every_model_is_warned_about_once(world_of_2: World) -> None:
-    assert world_of_2.run(case_two_models) == [3, 3]
-
-
-def one_bit_adam(parameters: Any, state: Any) -> Any:
-    import gradferry
-
-    return gradferry.optim.OneBitAdam(parameters, freeze_step=2, state=state)
-
-
-def sgd(parameters: Any, state: Any) -> Any:
-    return torch.optim.SGD(parameters, lr=0.01)
-
-
-def sgd_with_momentum(parameters: Any, state: Any) -> Any:
-    return torch.optim.SGD(parameters, lr=0.01, momentum=0.8)
-
-
-def adamw(parameters: Any, state: Any) -> Any:
-    return torch.optim.AdamW(parameters)
-
-
-def adamw_in_momentum_mode(parameters: Any, state: Any) -> Any:
-    import gradferry
-
-    return gradferry.optim.momentum_mode(torch.optim.AdamW(parameters), state)
-
-
-def nadam(parameters: Any, state: Any) -> Any:
-    return torch.optim.NAdam(parameters, betas=(0.8, 0.9))
-
-
-def rmsprop_with_momentum(parameters: Any, state: Any) -> Any:
-    return torch.optim.RMSprop(parameters, momentum=0.5)
-
-
-def sharded_adam(parameters: Any, state: Any) -> Any:
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    return ZeroRedundancyOptimizer(parameters, optimizer_class=torch.optim.Adam)
-
-
-def case_momentum_twice(make: Callable[..., Any], momentum: float | None) -> list[str]:
-    import gradferry
-
-    ddp = DistributedDataParallel(nn.Linear(40, 40))
-    warmup = 2 if make is one_bit_adam else 0
-    state = gradferry.attach(ddp, "q4", momentum=momentum, warmup_steps=warmup)
-    return warnings_of_steps(ddp, make(ddp.parameters(), state), "twice")
-
-
-@pytest.mark.parametrize(
-    ("make", "momentum", "own"),
-    [
-        (sgd_with_momentum, 0.9, "SGD has momentum=0.8"),
-        (adamw, 0.9, "AdamW has betas[0]=0.9"),
-        (adamw_in_momentum_mode, 0.9, None),
-        (nadam, 0.9, "NAdam has betas[0]=0.8"),
-        (rmsprop_with_momentum, 0.9, "RMSprop has momentum=0.5"),
-        (sharded_adam, 0.9, "Adam has betas[0]=0.9"),
-        (sgd, 0.9, None),
-        (one_bit_adam, 0.9, None),
-        (sgd_with_momentum, None, None),
-    ],
-)
-def test_momentum_on_both_sides_is_warned_about_once(
-    world_of_2: World, make: Callable[..., Any], momentum: float | None, own: str | None
-) -> None:
-    for texts in world_of_2.run(case_momentum_twice, make=make, momentum=momentum):
-        assert len(texts) == (own is not None), texts
-        if own:
-            assert texts[0].startswith(f"{own}, but behind attach(momentum=0.9)")
-            assert "gradferry.optim.momentum_mode(optimizer, state)" in texts[0]
+    texts = [str(w.message) for w in caught if "twice" in str(w.message)]
+    assert len(texts) == (own is not None), texts
+    for text in texts:
+        assert text.startswith(f"{own}, but behind attach(momentum=0.9)")
+        assert "gradferry.optim.momentum_mode(optimizer, state)" in text
 
 
 class Odd(torch.optim.Optimizer):
@@ -170,8 +127,6 @@ class Odd(torch.optim.Optimizer):
 def test_momenta_of_any_optimizer_are_read(
     settings: dict[str, Any], found: list[tuple[str, float]]
 ) -> None:
-    from gradferry.reduction.advice import own_momenta
-
     optimizer = Odd([nn.Parameter(torch.zeros(2))], settings)
     assert own_momenta(optimizer.param_groups[0]) == found
 
@@ -180,10 +135,7 @@ class Passes:
     """A training with a hook that delivers momentum; its methods are ways to take a step."""
 
     def __init__(self, make: Callable[..., Any], **options: Any) -> None:
-        import gradferry
-
-        self.ddp = DistributedDataParallel(nn.Linear(40, 40))
-        self.state = gradferry.attach(self.ddp, "q4", momentum=0.8, **options)
+        self.ddp, self.state = linear("q4", momentum=0.8, **options)
         self.optimizer = make(self.ddp.parameters(), lr=0.001)
         self.others = [torch.optim.SGD([p], lr=0.001) for p in self.ddp.parameters()]
         self.steps = 0
@@ -207,7 +159,7 @@ class Passes:
         self.one()
 
     def sharpness_aware(self) -> None:
-        """As SAM: the gradient that counts is that at the worst point nearby."""
+        """Does what SAM does: the gradient at the worst point nearby counts."""
         self.backward()
         with torch.no_grad():
             climbed = [p.grad.clone() for p in self.ddp.parameters()]
@@ -221,7 +173,7 @@ class Passes:
         self.optimizer.step()
 
     def dropped(self) -> None:
-        """As a discriminator through which its generator's gradients pass."""
+        """Drops a pass, like a discriminator that its generator's gradients pass through."""
         self.backward()
         self.optimizer.zero_grad()
         self.one()
@@ -245,28 +197,14 @@ class Passes:
         self.one()
 
 
-def case_passes(
-    step: str, make: Callable[..., Any], options: dict[str, Any]
-) -> list[tuple[str, bool]]:
-    """Warnings of five steps, and whether they name a line of this file."""
-    training = Passes(make, **options)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(5):
-            getattr(training, step)()
-    ours = [w for w in caught if "were synced" in str(w.message)]
-    return [(str(w.message), w.filename == __file__) for w in ours]
-
-
 SCALED = {"grad_scaler": torch.amp.GradScaler("cpu", init_scale=1.0)}
 
 
 @pytest.mark.parametrize(
-    ("step", "make", "options", "warned"),
+    ("step", "make", "options", "expected"),
     [
         ("one", torch.optim.SGD, {}, None),
-        ("accumulated", torch.optim.SGD, {}, "2 backward passes were synced since the last step "
-         "of SGD"),
+        ("accumulated", torch.optim.SGD, {}, "2 backward passes were synced since the last step"),
         ("accumulated_under_no_sync", torch.optim.SGD, {}, None),
         ("sharpness_aware", torch.optim.SGD, {}, "2 backward passes"),
         ("dropped", torch.optim.SGD, {}, "2 backward passes"),
@@ -276,21 +214,22 @@ SCALED = {"grad_scaler": torch.amp.GradScaler("cpu", init_scale=1.0)}
         ("several_optimizers", torch.optim.SGD, {}, None),
         ("loaded_once", torch.optim.SGD, {}, None),
     ],
-)  # fmt: skip
+)
+@on_ranks()
 def test_several_synced_passes_per_step_in_momentum_mode_are_warned_about_once(
-    world_of_2: World,
-    step: str,
-    make: Callable[..., Any],
-    options: dict[str, Any],
-    warned: str | None,
+    step: str, make: Optimizer, options: dict[str, Any], expected: str | None
 ) -> None:
-    for found in world_of_2.run(case_passes, step=step, make=make, options=options):
-        assert len(found) == (warned is not None), found
-        for text, at_a_line_of_ours in found:
-            assert warned in text
-            assert "every synced pass moves the momentum on" in text
-            assert "under no_sync()" in text
-            assert at_a_line_of_ours
+    training = Passes(make, **options)
+    with warned() as caught:
+        for _ in range(5):
+            getattr(training, step)()
+    ours = [w for w in caught if "were synced" in str(w.message)]
+    assert len(ours) == (expected is not None), ours
+    for warning in ours:
+        assert expected in str(warning.message)
+        assert "every synced pass moves the momentum on" in str(warning.message)
+        assert "under no_sync()" in str(warning.message)
+        assert warning.filename == __file__
 
 
 class Words(nn.Module):
@@ -300,27 +239,12 @@ class Words(nn.Module):
         self.encoder = nn.ModuleDict({"embedding": nn.Linear(32, 64, dtype=dtype)})
 
 
-def norm() -> nn.Module:
-    return nn.LayerNorm(4096)
-
-
-def tiny() -> nn.Module:
-    return nn.Linear(8, 8)
-
-
-def doubles() -> nn.Module:
-    return Words(torch.float64)
-
-
 def case_attach_warnings(
     make: Callable[[], nn.Module], codec: str, rules: list[dict[str, Any]], native: bool = True
 ) -> list[tuple[str, bool]]:
     """What attach() warns of, and whether it names the line that attaches."""
-    import gradferry
-
     ddp = DistributedDataParallel(make())
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned() as caught:
         if native:
             gradferry.attach(ddp, codec, rules=rules)
         else:
@@ -330,45 +254,51 @@ def case_attach_warnings(
 
 
 @pytest.mark.parametrize(
-    ("rule", "parts"),
+    ("rule", "parts", "native"),
     [
-        ({"name": "*embedding*"}, None),  # as in the README
-        ({"name": "embedding.*"}, None),
-        ({"max_dims": 1}, None),
-        ({"name": "*.embeding.*"}, ("'embedding.weight'", "'encoder.embedding.weight'", "whole")),
-        ({"name": "encoder.embeddings.*"}, ("'encoder.embedding.weight'", "*embedding*")),
-        ({"name": "zzzz"}, ("'zzzz'", "covers the whole name")),
-        ({"name": "embedding.*", "min_dims": 3}, ("none has these dimensions", "'min_dims': 3")),
-        ({"min_size": 10**9}, ("'min_size': 1000000000",)),
+        ({"name": "*embedding*"}, None, True),  # as in the README
+        ({"name": "embedding.*"}, None, False),
+        ({"max_dims": 1}, None, True),
+        (
+            {"name": "*.embeding.*"},
+            ("'embedding.weight'", "'encoder.embedding.weight'", "whole"),
+            True,
+        ),
+        ({"name": "encoder.embeddings.*"}, ("'encoder.embedding.weight'", "*embedding*"), False),
+        ({"name": "zzzz"}, ("'zzzz'", "covers the whole name"), True),
+        (
+            {"name": "embedding.*", "min_dims": 3},
+            ("none has these dimensions", "'min_dims': 3"),
+            False,
+        ),
+        ({"min_size": 10**9}, ("'min_size': 1000000000",), True),
     ],
 )
-@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
 def test_a_rule_without_a_parameter_is_warned_about(
     world_of_2: World, rule: dict[str, Any], parts: tuple[str, ...] | None, native: bool
 ) -> None:
     rules = [{"codec": "q8", **rule}, {"name": "*", "codec": "q4"}]
-    for warned in world_of_2.run(
-        case_attach_warnings, make=Words, codec="q4", rules=rules, native=native
-    ):
-        assert len(warned) == (parts is not None), warned
-        for text, at_the_call in warned:
+    arguments = {"make": Words, "codec": "q4", "rules": rules, "native": native}
+    for warnings in world_of_2.run(case_attach_warnings, **arguments):
+        assert len(warnings) == (parts is not None), warnings
+        for text, at_the_call in warnings:
             assert at_the_call
             assert text.startswith("rules[0]={")
             for part in parts or ():
                 assert part in text, text
 
 
+NORM = functools.partial(nn.LayerNorm, 4096)
+TINY = functools.partial(nn.Linear, 8, 8)
+DOUBLES = functools.partial(Words, torch.float64)
+
+
 @pytest.mark.parametrize(
     ("make", "codec", "rules", "expected"),
     [
-        (doubles, "q4", [], "(3 of float64 or complex)"),
-        (norm, "sign1", [], "(2 of at most 1 dimension)"),
-        (
-            tiny,
-            "auto",
-            [],
-            "(1 of fewer than 1024 elements, 1 of at most 1 dimension)",
-        ),
+        (DOUBLES, "q4", [], "(3 of float64 or complex)"),
+        (NORM, "sign1", [], "(2 of at most 1 dimension)"),
+        (TINY, "auto", [], "(1 of fewer than 1024 elements, 1 of at most 1 dimension)"),
         (
             Words,
             "q4",
@@ -376,24 +306,20 @@ def test_a_rule_without_a_parameter_is_warned_about(
             "(2 by your rules, 1 of at most 1 dimension)",
         ),
         (Words, "q4", [{"codec": "exact"}], None),
-        (norm, "exact", [], None),
-        (norm, "q4", [{"codec": "q4"}], None),
+        (NORM, "exact", [], None),
+        (NORM, "q4", [{"codec": "q4"}], None),
         (Words, "q4", [], None),
     ],
 )
 def test_a_model_that_nothing_compresses_is_warned_about(
-    world_of_2: World,
-    make: Callable[[], nn.Module],
-    codec: str,
-    rules: list[dict[str, Any]],
-    expected: str | None,
+    world_of_2: World, make: Any, codec: str, rules: list[dict[str, Any]], expected: str | None
 ) -> None:
-    for warned in world_of_2.run(case_attach_warnings, make=make, codec=codec, rules=rules):
-        assert len(warned) == (expected is not None), warned
+    for warnings in world_of_2.run(case_attach_warnings, make=make, codec=codec, rules=rules):
+        assert len(warnings) == (expected is not None), warnings
         if expected:
-            assert expected in warned[0][0], warned
-            assert warned[0][1]
+            assert expected in warnings[0][0], warnings
+            assert warnings[0][1]
 
 
 def test_a_world_of_one_compresses_nothing_anyway(worlds: Callable[[int], World]) -> None:
-    assert worlds(1).run(case_attach_warnings, make=norm, codec="q4", rules=[]) == [[]]
+    assert worlds(1).run(case_attach_warnings, make=NORM, codec="q4", rules=[]) == [[]]

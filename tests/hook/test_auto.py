@@ -1,9 +1,10 @@
-"""codec="auto": all ranks try candidates at the same steps, and change at once."""
+"""codec="auto": which candidates are tried, in what order and for how long, and which one is taken;
+all ranks try them at the same steps, and change at once.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,15 +14,26 @@ import numpy as np
 import pytest
 import torch
 from gradferry.core.codec_spec import parse_codec
-from gradferry.core.nodes import Nodes, choose_exchange, exchanges_to_choose_from, flat
+from gradferry.core.config import make_config
+from gradferry.core.nodes import Exchange, Nodes, choose_exchange, exchanges_to_choose_from, flat
 from gradferry.ddp import auto
-from gradferry.ddp.auto import FIRST_TRIAL, TRY_AGAIN_AFTER, Choice
+from gradferry.ddp.auto import TRY_AGAIN_AFTER, Choice, candidates
 from gradferry.ddp.state import bound_to
-from gradferry.ddp.trial import COUNTED_STEPS, SETTLING_STEPS
+from gradferry.ddp.trial import (
+    COUNTED_STEPS,
+    HOPELESS,
+    SETTLING_STEPS,
+    Candidate,
+    Trial,
+    most_precise,
+)
+from gradferry.ddp.trial import Outcome as Measured
 from gradferry.errors import ConfigError
-from gradferry.reduction import running, start
+from gradferry.reduction import running
+from on_ranks import on_ranks
 from outcomes import attempt
-from scenario import Run, Scenario, Weight
+from scenario import Run, Scenario, Weight, on_nodes
+from stepping import logged
 from world import World
 
 WEIGHTS = (Weight("first", (90, 70)), Weight("bias", (50,)), Weight("second", (120, 60)))
@@ -63,10 +75,8 @@ class CodecClock:
 
 
 def run_on(scenario: Scenario, found: Members | None) -> Run:
-    """As if ranks were found on these nodes."""
-    if found is None:
-        return Run(scenario)
-    with mock.patch.object(start, "resolve", return_value=Nodes(found)):
+    """A run whose ranks seem to be on these nodes."""
+    with on_nodes(found):
         return Run(scenario)
 
 
@@ -75,21 +85,6 @@ def timed(state: Any, ms: dict[str, float]) -> Iterator[None]:
     """Steps of this state's model take what `ms` says."""
     with mock.patch.object(auto, "clock_of", return_value=CodecClock(state, ms)):
         yield
-
-
-@contextmanager
-def logged() -> Iterator[list[str]]:
-    """What gradferry logs meanwhile, from INFO on."""
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("gradferry")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield messages
-    finally:
-        logger.removeHandler(handler)
 
 
 def case_tried(
@@ -235,9 +230,11 @@ def test_it_tries_again_and_less_often_after_a_change(world_of_2: World) -> None
     assert len(answers[0]["log"]) == 1  # nothing has changed
 
 
-def case_changed(scenario: Scenario, before: str) -> dict[str, Any]:
-    """As if `before` had been chosen, and other figures come now."""
-    run = Run(scenario)
+@pytest.mark.parametrize(("before", "interval"), [("q4", 20), (RHT3, 10)])
+@on_ranks()
+def test_a_change_doubles_the_time_until_the_next_trial(before: str, interval: int) -> None:
+    """The codec `before` had been chosen, and other figures come now."""
+    run = Run(AUTO)
     bound = bound_to(run.state)
     bound.running.switch(bound.hook, parse_codec(before), 0)
     bound.chooser.choice = Choice(codec=parse_codec(before), made=True, interval=10)
@@ -245,14 +242,9 @@ def case_changed(scenario: Scenario, before: str) -> dict[str, Any]:
     with timed(run.state, {RHT3: 100.0, "q4": 110.0, "q8": 160.0, "off": 900.0}):
         for step in range(27):
             run.step(step)
-    return run.state.stats()["choice"]
-
-
-def test_a_change_doubles_the_time_until_the_next_trial(world_of_2: World) -> None:
-    for before, interval in (("q4", 20), (RHT3, 10)):
-        for choice in world_of_2.run(case_changed, scenario=AUTO, before=before):
-            assert choice["codec"] == RHT3
-            assert choice["next_check"] - (2 + 2 * TRIAL + 2 * CUT + 2) == interval
+    choice = run.state.stats()["choice"]
+    assert choice["codec"] == RHT3
+    assert choice["next_check"] - (2 + 2 * TRIAL + 2 * CUT + 2) == interval
 
 
 def test_a_candidate_that_cannot_start_on_a_rank_is_left_out(world_of_2: World) -> None:
@@ -294,10 +286,7 @@ def test_all_ranks_change_the_exchange_at_the_same_step(worlds: Callable[[int], 
         *[("q8", "two-level")] * TRIAL, *[("q8", "flat")] * CUT, *[("off", "flat")] * CUT,
         *[("q4", "two-level")] * 2,
     ]  # fmt: skip
-    for name, found, (begin, end) in (
-        (RHT3, ((0,), (1,), (2,)), (9, 16)),
-        ("q4", FOUND, (16, 23)),
-    ):
+    for name, found, (begin, end) in ((RHT3, ((0,), (1,), (2,)), (9, 16)), ("q4", FOUND, (16, 23))):
         given = dataclasses.replace(scenario, codec=name)
         begun = world.run(case_given, scenario=given, begin=begin, steps=end, found=found)
         for answer, expected in zip(answers, begun, strict=True):
@@ -323,41 +312,150 @@ def test_the_option_nodes_leaves_one_exchange_to_choose_from(
         assert alone.is_flat
 
 
-# --- no choice
-
-
-def case_disabled(scenario: Scenario) -> dict[str, Any]:
-    with mock.patch.dict("os.environ", {"GRADFERRY_DISABLE": "1"}):
-        run = Run(scenario)
-    for step in range(FIRST_TRIAL + 2):
-        run.step(step)
-    return run.state.stats()
-
-
-def test_disabled_it_chooses_nothing(world_of_2: World) -> None:
-    for stats in world_of_2.run(case_disabled, scenario=AUTO):
-        assert stats["choice"] == {
-            "codec": "off",
-            "exchange": "flat",
-            "reason": "GRADFERRY_DISABLE=1",
-        }
-        assert stats["wire_bytes"] == 0
-
-
-def case_failing(scenario: Scenario) -> Any:
-    run = Run(scenario)
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+@on_ranks()
+def test_an_error_in_a_choice_is_the_steps_error(native: bool) -> None:
+    run = Run(dataclasses.replace(AUTO, native=native))
 
     def fail(*_: Any) -> None:
         raise ArithmeticError("not today")
 
-    bound = bound_to(run.state)
-    bound.hook.call_at(1, fail, "test")
+    bound_to(run.state).hook.call_at(1, fail, "test")
     run.step(0)
-    return attempt(lambda: run.step(1))
+    outcome = attempt(lambda: run.step(1))
+    assert outcome.error == "ArithmeticError"
+    assert "not today" in outcome.text
 
 
-@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
-def test_an_error_in_a_choice_is_the_steps_error(world_of_2: World, native: bool) -> None:
-    for outcome in world_of_2.run(case_failing, scenario=dataclasses.replace(AUTO, native=native)):
-        assert outcome.error == "ArithmeticError"
-        assert "not today" in outcome.text
+def candidate(name: str) -> Candidate:
+    """By "codec" or "codec exchange"."""
+    codec, _, exchange = name.partition(" ")
+    backend = codec in ("off", "torch:fp32")
+    bits = 32.0 if backend else parse_codec(codec).bits()
+    return Candidate(codec, bits, exchange or None, needs_memory=not backend)
+
+
+@pytest.mark.parametrize(
+    ("ms", "chosen"),
+    [
+        ({"off": 100, "q8": 99, "q4": 98.1}, "off"),  # all within 2 % of the fastest
+        ({"off": 103, "q8": 99, "q4": 98.1}, "q8"),
+        ({"off": 200, "q8": 111, "q4": 100}, "q4"),
+        ({"off": 101, "exact": 100}, "off"),  # as precise, and needs no memory
+        # 3 bits where they save more than 2 %, or 4 bits cost no more.
+        ({"q4": 103, "rht:bits=3": 100}, "rht:bits=3"),
+        ({"q4": 101, "rht:bits=4": 102, "rht:bits=3": 100}, "q4"),
+        # q4 has 4.3 bits and rht 4.1, and loses no less: the faster of the two.
+        ({"q4": 101, "rht:bits=4": 100.5, "rht:bits=3": 100}, "rht:bits=4"),
+        ({"q4 flat": 101, "q4 two-level": 100}, "q4 (two-level)"),
+        ({"q4 flat": 100, "q8 two-level": 101}, "q8 (two-level)"),
+        ({"off": 101, "q4 two-level": 100}, "off"),
+    ],
+)
+def test_the_most_precise_within_2_percent_is_chosen(ms: dict[str, float], chosen: str) -> None:
+    outcomes = [Measured(candidate(name), value, 5) for name, value in ms.items()]
+    assert most_precise(outcomes).candidate.name == chosen
+
+
+class ListedClock:
+    """A clock by which steps take these seconds, one after the other."""
+
+    def __init__(self, seconds: list[float]) -> None:
+        self._steps = iter(seconds)
+        self._now = 0.0
+
+    def mark(self) -> float:
+        self._now += next(self._steps)
+        return self._now
+
+    def seconds(self, begin: float, end: float) -> float:
+        return end - begin
+
+
+def candidates_of(trial: Trial) -> Iterator[Candidate]:
+    """The candidate of every step."""
+    while (current := trial.current) is not None:
+        if not trial.step_begins():
+            yield current
+
+
+def trial_of(seconds: dict[str, list[float]]) -> Trial:
+    """The seconds that each candidate's steps take; the first number is between two candidates."""
+    steps = [each for name in seconds for each in [0.0, *seconds[name]]]
+    clock: Any = ListedClock(steps)
+    return Trial(map(candidate, reversed(seconds)), clock, lambda value: value)
+
+
+def test_the_median_of_five_counts_after_two_that_settle() -> None:
+    trial = trial_of({"q4": [100, 100, 7, 1, 2, 3, 4]})
+    assert len(list(candidates_of(trial))) == SETTLING_STEPS + COUNTED_STEPS == 7
+    assert trial.outcomes == [Measured(candidate("q4"), 3, 5)]
+
+
+def test_the_fewest_bytes_come_first_and_what_is_hopeless_gets_one_counted_step() -> None:
+    trial = trial_of(
+        {
+            "rht:bits=3 two-level": [9, 9, 2, 2, 2, 2, 2],
+            "rht:bits=3 flat": [9, 9, HOPELESS * 2, 2, 2, 2, 2],  # at the limit it goes on
+            "q4": [9, 9, HOPELESS * 2 + 0.125],
+            "off": [9, 9, 100],
+        }
+    )
+    steps = list(candidates_of(trial))
+    assert [(o.candidate.name, o.seconds, o.steps) for o in trial.outcomes] == [
+        ("rht:bits=3 (two-level)", 2, 5),
+        ("rht:bits=3 (flat)", 2, 5),
+        ("q4", 3.125, 1),
+        ("off", 100, 1),
+    ]
+    assert [steps.count(outcome.candidate) for outcome in trial.outcomes] == [7, 7, 3, 3]
+    assert trial.outcomes[-1].shown == "off 100,000.0 ms (1 step)"
+
+
+def test_the_slowest_rank_counts() -> None:
+    clock: Any = ListedClock([0, 1, 1, 1, 1, 1, 1, 1])
+    trial = Trial([candidate("q4")], clock, lambda value: value + 5)
+    assert len(list(candidates_of(trial))) == 7
+    assert trial.outcomes[0].seconds == 6
+
+
+def test_what_is_left_out_is_neither_tried_nor_chosen() -> None:
+    trial = trial_of({"q4": [0, 0, 1, 1, 1, 1, 1], "q8": [0]})
+    assert not trial.step_begins()
+    trial.leave_out(candidate("q8"))
+    trial.leave_out(candidate("q4"))
+    assert trial.current is None
+    assert trial.outcomes == []
+
+
+ALONE = [Exchange(flat(2), "")]
+ON_NODES = [Exchange(flat(4), ""), Exchange(Nodes(((0, 1), (2, 3))), "")]
+
+
+def names(exchanges: list[Exchange], **options: Any) -> set[str]:
+    config = make_config("auto", options)
+    return {each.name for each in candidates(config, exchanges)}
+
+
+def test_candidates_are_codecs_of_3_bits_or_more_and_off() -> None:
+    assert names(ALONE) == {str(parse_codec("rht:bits=3")), "q4", "q8", "off"}
+
+
+@pytest.mark.parametrize(
+    "options", [{"nonfinite": "raise"}, {"check_every": 5}, {"exact_skip": True}]
+)
+def test_exact_replaces_off_where_only_an_engine_does_what_was_asked(options: Any) -> None:
+    assert names(ALONE, **options) == {str(parse_codec("rht:bits=3")), "q4", "q8", "exact"}
+
+
+def test_codecs_below_3_bits_are_for_momentum_mode_which_off_cannot_deliver() -> None:
+    found = names(ALONE, momentum=0.9)
+    assert {"q8", "q4"} < found
+    assert {"sign1", "topk"} < {name.partition(":")[0] for name in found}
+    assert not {"off", "exact"} & found
+
+
+def test_every_codec_is_tried_with_both_exchanges() -> None:
+    found = names(ON_NODES)
+    assert found >= {"off", "q4 (flat)", "q4 (two-level)", "q8 (flat)", "q8 (two-level)"}
+    assert len(found) == 7

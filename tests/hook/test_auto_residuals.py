@@ -16,25 +16,18 @@ from gradferry.checkpoint import merge
 from gradferry.core.codec_spec import parse_codec
 from gradferry.ddp.auto import FIRST_TRIAL, Choice
 from gradferry.ddp.state import bound_to
+from on_ranks import on_ranks
 from outcomes import attempt
+from reference import widen
 from residual_sums import still_missing
 from scenario import Run, Scenario, Weight
-from test_auto import (
-    AUTO,
-    FOUND,
-    RHT3,
-    TRIAL,
-    case_given,
-    equal,
-    logged,
-    run_on,
-    timed,
-    try_all,
-)
+from stepping import logged, slot
+from test_auto import AUTO, FOUND, RHT3, TRIAL, case_given, equal, run_on, timed, try_all
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from world import World
 
+WorldsOn = Callable[[str], Callable[[int], World]]
 # What residuals hold of a momentum of 0.5 behind topk:ratio=0.05, of which m / (1 - m) is
 # 0.5 / (1 - 0.5) / (1 + (1 / 0.05 - 1) / 4) = 1 / 5.75: (1 - m) / (1 - 0.5).
 SHARE = 2 / (1 + 1 / 5.75)
@@ -46,28 +39,30 @@ OFF_IS_FASTEST = {RHT3: 100.0, "q4": 100.0, "q8": 100.0, "exact": 100.0, "off": 
 
 
 @pytest.mark.parametrize(
-    ("last", "options", "dtype"),
+    ("last", "options", "dtype", "device"),
     [
-        ("off", {}, torch.float32),
-        ("exact", {"exact_skip": True}, torch.float32),
-        ("off", {"rules": [{"codec": "q4"}]}, torch.float32),
-        ("exact", {"nonfinite": "raise"}, torch.float32),
-        ("q8", {}, torch.float32),
-        ("off", {}, torch.bfloat16),
+        ("off", {}, torch.float32, "cpu"),
+        ("exact", {"exact_skip": True}, torch.float32, "cpu"),
+        ("exact", {"exact_skip": True}, torch.float32, "streamed"),
+        ("exact", {"exact_skip": True}, torch.float32, "staged"),
+        ("off", {"rules": [{"codec": "q4"}]}, torch.float32, "cpu"),
+        ("q8", {}, torch.float32, "cpu"),
+        ("off", {}, torch.bfloat16, "cpu"),
     ],
-    ids=["off", "exact-exact_skip", "off-rules", "exact", "q8", "off-bfloat16"],
+    ids=["off", "exact", "streamed", "staged", "rules", "q8", "bfloat16"],
 )
 def test_what_was_applied_and_is_withheld_is_the_sum_of_the_gradients(
-    world_of_2: World, last: str, options: dict[str, Any], dtype: torch.dtype
+    worlds_on: WorldsOn, last: str, options: dict[str, Any], dtype: torch.dtype, device: str
 ) -> None:
     weights = (dataclasses.replace(WEIGHT[0], dtype=dtype),)
-    scenario = dataclasses.replace(AUTO, weights=weights, options=options, error_feedback="both")
+    changes = {"weights": weights, "options": options, "device": device}
+    scenario = dataclasses.replace(AUTO, error_feedback="both", **changes)
     ms = dict(OFF_IS_FASTEST)
     if last == "q8":
         scenario = dataclasses.replace(scenario, error_feedback="auto")  # q8 has no worker residual
         ms["off"] = 900.0
     steps = 2 + 4 * TRIAL + 5
-    answers = try_all(world_of_2, scenario, ms, steps=steps)
+    answers = try_all(worlds_on(device)(2), scenario, ms, steps=steps)
     assert answers[0]["codecs"][-1] == last
     kind = str(dtype).removeprefix("torch.")
     applied, given, largest = np.zeros(6300), np.zeros(6300), 0.0
@@ -76,29 +71,27 @@ def test_what_was_applied_and_is_withheld_is_the_sum_of_the_gradients(
         gradients = [wide(scenario.gradient(step, 0, rank, 0), kind) for rank in range(2)]
         given += (gradients[0] + gradients[1]) / 2
         largest = max(largest, *(np.abs(each).max() for each in gradients))
-    missing = np.zeros(6300)
     if last == "q8":  # its own rounding: what owners withhold now, and workers lost since
         bound = largest / 127 * (TRIAL + 5 + 1) + largest / 127
     else:
         # Each step rounds its mean once, and what a step delivers besides is rounded with it; the
         # sum of all is off by less than one rounding of the largest number per step.
         bound = largest * (2.0**-8 if kind == "bfloat16" else 2.0**-23) * 2 * steps
-    assert np.abs(applied + missing - given).max() <= bound
+    assert np.abs(applied - given).max() <= bound
     if last != "q8":
-        slots = [answer["states"][-1][f"slot_{rank}"] for rank, answer in enumerate(answers)]
-        assert all(not slot[kind].numel() for slot in slots for kind in ("worker", "owner"))
+        for rank, answer in enumerate(answers):
+            mine = answer["states"][-1][f"slot_{rank}"]
+            assert not mine["worker"].numel()
+            assert not mine["owner"].numel()
 
 
 def wide(values: np.ndarray, kind: str) -> np.ndarray:
-    from reference import widen
-
     return widen(values.ravel(), kind).astype(np.float64)
 
 
-def case_unused_for_long(ms: dict[str, float]) -> tuple[list[str], list[str], list[float]]:
-    """A parameter that no rank uses from the eighth step on; the warnings, codecs and what of it is
-    withheld.
-    """
+@on_ranks()
+def test_a_candidate_that_would_drop_a_residual_for_good_is_left_out() -> None:
+    """No rank uses a parameter from the eighth step on."""
 
     class Halves(nn.Module):
         def __init__(self) -> None:
@@ -113,26 +106,22 @@ def case_unused_for_long(ms: dict[str, float]) -> tuple[list[str], list[str], li
     state = gradferry.attach(ddp, "auto")
     codecs, withheld = [], []
     generator = torch.Generator().manual_seed(dist.get_rank())
-    with logged() as messages, timed(state, ms):
+    with logged() as messages, timed(state, OFF_IS_FASTEST):
         for step in range(60):
             ddp(torch.randn(4, 64, generator=generator), 2 if step < 8 else 1).backward()
             codecs.append(state.stats()["choice"]["codec"])
             _, worker, _, _ = bound_to(state).running.engine.state()
             withheld.append(float(worker[4096:].abs().sum()))
-    return codecs, messages, withheld
+    assert codecs[-1] == "q4"
+    left_out = [text for text in messages if "leaves out" in text]
+    assert [text.split()[3] for text in left_out] == ["q8:", "off:"]
+    assert "what is withheld of 1 parameters could not be delivered in 10 steps" in left_out[0]
+    assert withheld[8] > 0
+    assert withheld[-1] == withheld[8]
 
 
-def test_a_candidate_that_would_drop_a_residual_for_good_is_left_out(world_of_2: World) -> None:
-    for codecs, messages, withheld in world_of_2.run(case_unused_for_long, ms=OFF_IS_FASTEST):
-        assert codecs[-1] == "q4"
-        left_out = [text for text in messages if "leaves out" in text]
-        assert [text.split()[3] for text in left_out] == ["q8:", "off:"]
-        assert "what is withheld of 1 parameters could not be delivered in 10 steps" in left_out[0]
-        assert withheld[8] > 0
-        assert withheld[-1] == withheld[8]
-
-
-def case_skips_the_step_that_delivers() -> list[tuple[str, bool]]:
+@on_ranks()
+def test_a_step_that_was_to_deliver_and_is_skipped_is_made_up_for() -> None:
     """Every step of the codec before q8 is skipped from the step that delivers on, four times."""
     run = Run(dataclasses.replace(AUTO, weights=WEIGHT, options={"exact_skip": True}))
     running = bound_to(run.state).running
@@ -140,27 +129,24 @@ def case_skips_the_step_that_delivers() -> list[tuple[str, bool]]:
     with timed(run.state, OFF_IS_FASTEST):
         skips = 0
         for step in range(2 + 2 * TRIAL + 8):
-            before = run.state.state_dict()[f"slot_{run.rank}"]["worker"].clone()
+            before = slot(run.state)["worker"].clone()
             run.step(step)
             if running.delivers and skips < 4:
                 run.state.skip_step()
                 skips += 1
-                after = run.state.state_dict()[f"slot_{run.rank}"]["worker"]
-                seen.append((str(running.config.codec), torch.equal(before, after)))
+                kept = torch.equal(before, slot(run.state)["worker"])
+                seen.append((str(running.config.codec), kept))
             else:
                 seen.append((str(running.config.codec), running.delivers))
-    return seen
+    begin = 2 + 2 * TRIAL
+    assert seen[begin : begin + 4] == [("q4", True)] * 4  # delivers, and as before when skipped
+    assert seen[begin + 4] == ("q4", True)  # delivers
+    assert seen[begin + 5] == ("q8", False)
 
 
-def test_a_step_that_was_to_deliver_and_is_skipped_is_made_up_for(world_of_2: World) -> None:
-    for seen in world_of_2.run(case_skips_the_step_that_delivers):
-        begin = 2 + 2 * TRIAL
-        assert seen[begin : begin + 4] == [("q4", True)] * 4  # delivers, and as before when skipped
-        assert seen[begin + 4] == ("q4", True)  # delivers
-        assert seen[begin + 5] == ("q8", False)
-
-
-def case_two_passes(scaled: bool) -> list[str]:
+@pytest.mark.parametrize("scaled", [True, False])
+@on_ranks()
+def test_no_change_comes_between_the_passes_of_an_optimizer_step(scaled: bool) -> None:
     """Two synced passes per optimizer step, all of which are skipped."""
     rank = dist.get_rank()
     torch.manual_seed(0)
@@ -173,7 +159,7 @@ def case_two_passes(scaled: bool) -> list[str]:
     with timed(state, OFF_IS_FASTEST):
         for step in range(40):
             ddp.zero_grad()
-            before = copy.deepcopy(state.state_dict()[f"slot_{rank}"])
+            before = copy.deepcopy(slot(state))
             codecs = []
             for turn in range(2):
                 generator = torch.Generator().manual_seed(100 * step + 10 * turn + rank)
@@ -181,37 +167,41 @@ def case_two_passes(scaled: bool) -> list[str]:
                 scaler.scale(loss).backward()
                 codecs.append(state.stats()["choice"]["codec"])
             outcome = attempt(state.skip_step)
-            after = state.state_dict()[f"slot_{rank}"]
+            after = slot(state)
             if scaled and codecs[0] != codecs[1]:
                 wrong.append(f"{step}: {codecs}")
-            kept = [slot["worker"] for slot in (before, after)]
+            kept = [each["worker"] for each in (before, after)]
             if scaled and kept[0].shape == kept[1].shape and not torch.equal(*kept):
                 wrong.append(f"{step}: other residuals")
             if not scaled and codecs[1] != "off" and outcome.error != "StateError":
                 wrong.append(f"{step}: skipped, although nobody knows the passes of the step")
             scaler.update(new_scale=1.0)
-    return wrong
+    assert wrong == []
 
 
-@pytest.mark.parametrize("scaled", [True, False])
-def test_no_change_comes_between_the_passes_of_an_optimizer_step(
-    world_of_2: World, scaled: bool
-) -> None:
-    assert world_of_2.run(case_two_passes, scaled=scaled) == [[], []]
-
-
-def case_draws() -> bool:
+@on_ranks()
+def test_it_draws_nothing_from_torchs_generator() -> None:
     run = Run(AUTO)
     torch.manual_seed(5)
     before = torch.get_rng_state()
     with timed(run.state, OFF_IS_FASTEST):
         for step in range(2 + 4 * TRIAL + 4):
             run.step(step)
-    return torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_it_draws_nothing_from_torchs_generator(world_of_2: World) -> None:
-    assert world_of_2.run(case_draws) == [True, True]
+def residuals_by_element(engine: Any, kind: str) -> np.ndarray:
+    """Residuals of workers or owners in the order of parameters; 0 where this rank has none."""
+    number = ("worker", "owner").index(kind)
+    tiles, residual = engine.tiles(), engine.state()[1 + number].numpy()
+    whole = np.zeros(sum(tile[1] for tile in tiles), np.float32)
+    begin = 0
+    for tile in tiles:
+        count, offset = tile[1], tile[2 + number]
+        if offset >= 0:
+            whole[begin : begin + count] = residual[offset : offset + count]
+        begin += count
+    return whole
 
 
 def case_withheld(scenario: Scenario, options: list[str]) -> list[np.ndarray]:
@@ -227,29 +217,19 @@ def case_withheld(scenario: Scenario, options: list[str]) -> list[np.ndarray]:
         if number == 0:
             for step in range(3):
                 run.step(step)
-        tiles = bound.running.engine.tiles()
-        _, worker, _, _ = bound.running.engine.state()
-        whole = np.zeros(sum(row[1] for row in tiles), np.float32)
-        begin = 0
-        for _, count, offset, _ in tiles:
-            if offset >= 0:
-                whole[begin : begin + count] = worker[offset : offset + count]
-            begin += count
+        whole = residuals_by_element(bound.running.engine, "worker")
         seen.append(whole / len(exchange.nodes.members))
     return seen
 
 
+@pytest.mark.parametrize("device", ["cpu", "streamed", "staged"])
 def test_what_workers_withheld_stays_when_the_exchange_changes(
-    worlds: Callable[[int], World],
+    worlds_on: WorldsOn, device: str
 ) -> None:
-    scenario = dataclasses.replace(AUTO, world_size=3, error_feedback="both")
+    scenario = dataclasses.replace(AUTO, world_size=3, error_feedback="both", device=device)
     names = ["two-level", "flat", "two-level"]
-    answers = worlds(3).run(case_withheld, scenario=scenario, options=names)
-    assert_nothing_lost(answers)
-
-
-def assert_nothing_lost(answers: list[list[np.ndarray]]) -> None:
-    """Of `case_withheld`, from two nodes to three and back."""
+    answers = worlds_on(device)(3).run(case_withheld, scenario=scenario, options=names)
+    # From two nodes to three and back.
     before, *later = (sum(kept) for kept in zip(*answers, strict=True))
     assert before.any()
     # The means of 2 and of 3 equal numbers, and the sums of these, are rounded 5 times at most.
@@ -258,25 +238,15 @@ def assert_nothing_lost(answers: list[list[np.ndarray]]) -> None:
 
 
 def case_owner_residuals(scenario: Scenario) -> list[np.ndarray]:
-    """Owner residuals by tile, before and after a change of codec."""
+    """Owner residuals before and after a change of codec."""
     run = Run(scenario)
     bound = bound_to(run.state)
     bound.running.switch(bound.hook, parse_codec("q4"), 0)
     for step in range(3):
         run.step(step)
-
-    def by_tile() -> np.ndarray:
-        _, _, owner, _ = bound.running.engine.state()
-        rows = [row for row in bound.running.engine.tiles() if row[3] >= 0]
-        whole = np.zeros(sum(row[1] for row in bound.running.engine.tiles()), np.float32)
-        begins = np.cumsum([0] + [row[1] for row in bound.running.engine.tiles()])
-        for tile, count, _, offset in rows:
-            whole[begins[tile] : begins[tile] + count] = owner[offset : offset + count]
-        return whole
-
-    before = by_tile()
+    before = residuals_by_element(bound.running.engine, "owner")
     bound.running.switch(bound.hook, parse_codec("q8"), 3)
-    return [before, by_tile()]
+    return [before, residuals_by_element(bound.running.engine, "owner")]
 
 
 def test_what_owners_withheld_goes_to_the_new_owners(world_of_2: World) -> None:
@@ -311,9 +281,19 @@ def test_momentum_goes_on_through_a_change(world_of_2: World) -> None:
             assert np.allclose(got, wanted, rtol=2.0**-6, atol=2.0**-7 * np.abs(wanted).max())
 
 
-def case_share_of_momentum(scenario: Scenario) -> list[torch.Tensor]:
+@pytest.mark.parametrize(
+    ("warmup", "share"),
+    # The warm-up's residuals are those of every codec.
+    [({}, SHARE), ({"warmup_steps": 2, "warmup": "q4"}, 1.0)],
+    ids=["momentum", "warm-up"],
+)
+@on_ranks()
+def test_residuals_hold_more_of_a_momentum_of_which_less_stays(
+    warmup: dict[str, Any], share: float
+) -> None:
     """Worker residuals under sign1, then topk, then sign1 again."""
-    run = Run(scenario)
+    weights, options = (Weight("only", (64, 64)),), {"momentum": 0.5, **warmup}
+    run = Run(dataclasses.replace(AUTO, weights=weights, options=options))
     bound = bound_to(run.state)
     seen = []
     for number, codec in enumerate(("sign1", "topk:ratio=0.05", "sign1")):
@@ -321,25 +301,11 @@ def case_share_of_momentum(scenario: Scenario) -> list[torch.Tensor]:
         if number == 0:
             run.step(0)
         seen.append(bound.running.engine.state()[1])
-    return seen
-
-
-def test_residuals_hold_more_of_a_momentum_of_which_less_stays(world_of_2: World) -> None:
-    weights = (Weight("only", (64, 64)),)
-    scenario = dataclasses.replace(AUTO, weights=weights, options={"momentum": 0.5})
-    for sign1, topk, again in world_of_2.run(case_share_of_momentum, scenario=scenario):
-        assert sign1.any()
-        torch.testing.assert_close(topk, sign1 * SHARE, rtol=2.0**-22, atol=0)
-        torch.testing.assert_close(again, sign1, rtol=2.0**-21, atol=0)
-
-
-def test_residuals_of_a_compressed_warmup_are_those_of_every_codec(world_of_2: World) -> None:
-    options = {"momentum": 0.5, "warmup_steps": 2, "warmup": "q4"}
-    scenario = dataclasses.replace(AUTO, options=options)
-    for sign1, topk, again in world_of_2.run(case_share_of_momentum, scenario=scenario):
-        assert sign1.any()
-        assert torch.equal(topk, sign1)
-        assert torch.equal(again, sign1)
+    sign1, topk, again = seen
+    rounding = 0 if share == 1 else 2.0**-22
+    assert sign1.any()
+    torch.testing.assert_close(topk, sign1 * share, rtol=rounding, atol=0)
+    torch.testing.assert_close(again, sign1, rtol=2 * rounding, atol=0)
 
 
 def case_moved(scenario: Scenario, saved: list[dict], codec: str) -> tuple[dict, dict]:
@@ -388,41 +354,32 @@ def test_momentum_goes_to_a_world_of_one_and_back(worlds: Callable[[int], World]
 # --- checkpoints
 
 
-def case_resumed(scenario: Scenario, codec: str) -> dict[str, Any]:
+@pytest.mark.parametrize("codec", ["q4", "off"])
+@on_ranks()
+def test_a_checkpoint_holds_the_choice(codec: str) -> None:
     """Six steps at a stretch, and three, saved, and three more in a new model."""
     spec = parse_codec(codec)
 
     def chosen() -> Run:
-        run = Run(scenario)
+        run = Run(AUTO)
         bound = bound_to(run.state)
         bound.running.switch(bound.hook, spec, 0)
         bound.chooser.choice = Choice(codec=spec, made=True, next_check=1000)
         bound.chooser.start(bound.hook)
         return run
 
-    straight = chosen()
+    straight, before = chosen(), chosen()
     expected = [straight.step(step) for step in range(6)]
-    before = chosen()
     for step in range(3):
         before.step(step)
     after = before.saved_and_loaded()
-    resumed = [after.step(step) for step in range(3, 6)]
-    return {
-        "equal": equal(expected[3:], resumed),
-        "choice": after.state.stats()["choice"],
-        "steps": after.state.stats()["steps"],
-    }
-
-
-@pytest.mark.parametrize("codec", ["q4", "off"])
-def test_a_checkpoint_holds_the_choice(world_of_2: World, codec: str) -> None:
-    for answer in world_of_2.run(case_resumed, scenario=AUTO, codec=codec):
-        assert answer["equal"]
-        assert answer["choice"]["codec"] == codec
-        assert answer["choice"]["exchange"] == "flat"
-        assert answer["choice"]["reason"] == "restored from a checkpoint"
-        assert answer["choice"]["next_check"] >= 3 + FIRST_TRIAL
-        assert answer["steps"] == 6
+    assert equal(expected[3:], [after.step(step) for step in range(3, 6)])
+    stats = after.state.stats()
+    choice = stats["choice"]
+    assert (choice["codec"], choice["exchange"]) == (codec, "flat")
+    assert choice["reason"] == "restored from a checkpoint"
+    assert choice["next_check"] >= 3 + FIRST_TRIAL
+    assert stats["steps"] == 6
 
 
 def case_loads_another(scenario: Scenario) -> Any:
@@ -442,31 +399,23 @@ def test_ranks_that_load_unlike_choices_all_get_the_same_error(world_of_2: World
     assert "q8" in one.text
 
 
-def case_saved_in_a_trial(scenario: Scenario, step: int) -> tuple[bool, bool, Choice]:
-    run = Run(scenario)
-    with timed(run.state, OFF_IS_FASTEST):
-        for each in range(step):
-            run.step(each)
-    saved = run.state.state_dict()
-    again = Run(scenario)
-    again.state.load_state_dict(saved)
-    loaded = again.state.state_dict()
-    mine = f"slot_{run.rank}"
-    same = all(torch.equal(saved[mine][key], loaded[mine][key]) for key in ("worker", "owner"))
-    some = bool(saved[mine]["worker"].numel())
-    return same, some, bound_to(again.state).chooser.choice
-
-
 @pytest.mark.parametrize(
     ("step", "codec"),
     [(2 + TRIAL + 3, "q4"), (2 + 2 * TRIAL, "q4"), (2 + 2 * TRIAL + 1, "q4"), (33, "off")],
     ids=["trial", "last of it", "delivered", "chosen"],
 )
-def test_a_state_saved_in_a_trial_has_no_choice_but_its_residuals(
-    world_of_2: World, step: int, codec: str
-) -> None:
-    for same, some, choice in world_of_2.run(case_saved_in_a_trial, scenario=AUTO, step=step):
-        assert same
-        assert some == (codec != "off")
-        assert (str(choice.codec), choice.made) == (codec, codec == "off")
-        assert choice.next_check >= step + FIRST_TRIAL
+@on_ranks()
+def test_a_state_saved_in_a_trial_has_no_choice_but_its_residuals(step: int, codec: str) -> None:
+    run = Run(AUTO)
+    with timed(run.state, OFF_IS_FASTEST):
+        for each in range(step):
+            run.step(each)
+    saved = run.state.state_dict()
+    again = Run(AUTO)
+    again.state.load_state_dict(saved)
+    mine, loaded = saved[f"slot_{run.rank}"], slot(again.state)
+    assert all(torch.equal(mine[key], loaded[key]) for key in ("worker", "owner"))
+    assert bool(mine["worker"].numel()) == (codec != "off")
+    choice = bound_to(again.state).chooser.choice
+    assert (str(choice.codec), choice.made) == (codec, codec == "off")
+    assert choice.next_check >= step + FIRST_TRIAL

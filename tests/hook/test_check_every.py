@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-import gradferry
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from outcomes import Outcome, attempt
 from scenario import Run, Scenario, Weight
+from stepping import flip_last_bit
 from test_protocol import FORGER, WEIGHTS, WORLD_SIZE, Forger
-from torch.nn.parallel import DistributedDataParallel
 from world import World
 
 Worlds = Callable[[int], World]
@@ -50,21 +49,16 @@ def case_train(
     return outcomes
 
 
-def flip_last_bit(parameter: torch.Tensor) -> None:
-    """Of the last element in memory: of its real part, if it is complex."""
-    with torch.no_grad():
-        flat = parameter.as_strided((parameter.numel(),), (1,)).view(torch.uint8)
-        flat[-parameter.element_size()] ^= 1
-
-
 @pytest.mark.torch_core
-@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
-def test_equal_parameters_raise_no_alarm(worlds: Worlds, native: bool) -> None:
-    for every in (1, 3):
-        for outcomes in worlds(3).run(
-            case_train, scenario=scenario_of(every, native=native), change=None
-        ):
-            assert [o.error for o in outcomes] == [None] * 10
+@pytest.mark.parametrize(
+    ("every", "world_size", "native"), [(1, 3, True), (3, 3, True), (1, 3, False), (1, 1, True)]
+)
+def test_equal_parameters_raise_no_alarm(
+    worlds: Worlds, every: int, world_size: int, native: bool
+) -> None:
+    scenario = scenario_of(every, world_size, native)
+    for outcomes in worlds(world_size).run(case_train, scenario=scenario, change=None):
+        assert [o.error for o in outcomes] == [None] * 10
 
 
 @pytest.mark.parametrize("name", [w.name for w in KINDS if w.num_elements])
@@ -85,23 +79,18 @@ def test_nobody_looks_between_checks(worlds: Worlds) -> None:
         assert [o.error for o in outcomes[:9]] == [None] * 8 + ["DivergedError"]
 
 
-def test_first_of_several_parameters_is_named(worlds: Worlds) -> None:
-    answers = worlds(2).run(case_two_changes, scenario=scenario_of(2, world_size=2))
-    for outcome in answers:
-        assert "parameter 'channels' of rank 1" in outcome.text
-
-
-def case_two_changes(scenario: Scenario) -> Outcome:
-    run = Run(scenario)
+@on_ranks()
+def test_first_of_several_parameters_is_named() -> None:
+    run = Run(scenario_of(2, world_size=2))
     run.step(0)
     run.step(1)
     if run.rank == 1:
         flip_last_bit(run.model.get_parameter("one"))
         flip_last_bit(run.model.get_parameter("channels"))
-    return attempt(lambda: run.step(2))
+    assert "parameter 'channels' of rank 1" in attempt(lambda: run.step(2)).text
 
 
-def case_bytes(scenario: Scenario) -> list[int]:
+def bytes_of_steps(scenario: Scenario) -> list[int]:
     """wire_bytes after every step."""
     run = Run(scenario)
     seen = []
@@ -111,18 +100,12 @@ def case_bytes(scenario: Scenario) -> list[int]:
     return seen
 
 
-def test_check_costs_the_documented_bytes_in_its_steps_only(worlds: Worlds) -> None:
-    plain = worlds(3).run(case_bytes, scenario=scenario_of(0))
-    checked = worlds(3).run(case_bytes, scenario=scenario_of(2))
-    for one, other in zip(plain, checked, strict=True):
-        extra = [b - a for a, b in zip(one, other, strict=True)]
-        once = 2 * (64 + 8 * len(KINDS))
-        assert extra == [0, 0, once, once, 2 * once, 2 * once]
-
-
-def test_world_of_one_has_nothing_to_compare(worlds: Worlds) -> None:
-    outcomes = worlds(1).run(case_train, scenario=scenario_of(1, world_size=1), change=None)[0]
-    assert [o.error for o in outcomes] == [None] * 10
+@on_ranks(3)
+def test_check_costs_the_documented_bytes_in_its_steps_only() -> None:
+    plain, checked = (bytes_of_steps(scenario_of(every)) for every in (0, 2))
+    extra = [b - a for a, b in zip(plain, checked, strict=True)]
+    once = 2 * (64 + 8 * len(KINDS))
+    assert extra == [0, 0, once, once, 2 * once, 2 * once]
 
 
 def take_part_in_rebuild(num_parameters: int) -> None:
@@ -171,15 +154,3 @@ def test_forged_check_is_refused_by_all(
     assert text in outcomes[0].text
     if change:
         assert "(step 1, chunk 1, check of parameters)" in outcomes[0].text
-
-
-def case_refused(every: Any) -> Outcome:
-    ddp = DistributedDataParallel(torch.nn.Linear(40, 40))
-    return attempt(lambda: gradferry.attach(ddp, check_every=every))
-
-
-@pytest.mark.parametrize("every", [-1, 1.5, True])
-def test_interval_that_is_no_count_is_refused(world_of_2: World, every: Any) -> None:
-    for outcome in world_of_2.run(case_refused, every=every):
-        assert outcome.error == "ConfigError"
-        assert "must be a whole number, 0 or more" in outcome.text

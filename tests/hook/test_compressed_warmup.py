@@ -14,10 +14,14 @@ import torch.distributed as dist
 from gradferry.core.codec_spec import parse_codec
 from gradferry.errors import ConfigError
 from gradferry_lab.workloads.hook_names import hook_config
-from outcomes import Outcome, attempt
+from momentum_training import one_bit_adam
+from on_ranks import on_ranks
+from outcomes import attempt
+from products import rows
 from reference.engine import momentum_behind
 from residual_sums import reference_of, still_missing
 from scenario import ChosenGradients, Run, Scenario, assert_bit_equal, train
+from stepping import slot
 from test_momentum import BETA, DTYPES, WEIGHTS, scenario_of
 from torch.nn.parallel import DistributedDataParallel
 from world import World
@@ -27,6 +31,7 @@ Worlds = Callable[[int], World]
 WARMUP_STEPS = 3
 STEPS = 7
 CODECS = ("sign1", "topk:ratio=0.05", "q4")
+CHOSEN = Scenario(WEIGHTS)
 
 
 def warming_up(codec: str, world_size: int, warmup: str, **changes: Any) -> Scenario:
@@ -48,17 +53,16 @@ def check(worlds: Worlds, scenario: Scenario) -> None:
 
 
 @pytest.mark.torch_core
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("warmup", ["q8", "q4"])
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize(
+    ("codec", "warmup", "world_size"), rows(CODECS, ("q8", "q4"), (1, 2, 3), turns=2)
+)
 def test_warmup_change_and_momentum_equal_reference(
     worlds: Worlds, codec: str, warmup: str, world_size: int
 ) -> None:
     check(worlds, warming_up(codec, world_size, warmup))
 
 
-@pytest.mark.parametrize("feedback", ["owner", "both", "auto"])
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize(("codec", "feedback"), rows(CODECS, ("owner", "both", "auto")))
 def test_warmup_without_momentum_equals_reference(
     worlds: Worlds, codec: str, feedback: str
 ) -> None:
@@ -66,9 +70,11 @@ def test_warmup_without_momentum_equals_reference(
     check(worlds, warming_up(codec, 2, "q8", error_feedback=feedback, options=options))
 
 
-@pytest.mark.parametrize("codec", ["exact", "bf16", "q8", "rht:bits=2"])
-def test_warmup_may_be_coarser_and_what_is_exact_stays_so(worlds: Worlds, codec: str) -> None:
-    rules = (("wide", codec), ("just*", "sign1"), ("bias", "q4"))
+@pytest.mark.parametrize(("wide", "embedding"), [("exact", "bf16"), ("q8", "rht:bits=2")])
+def test_warmup_may_be_coarser_and_what_is_exact_stays_so(
+    worlds: Worlds, wide: str, embedding: str
+) -> None:
+    rules = (("wide", wide), ("embedding", embedding), ("just*", "sign1"), ("bias", "q4"))
     check(worlds, warming_up("topk:ratio=0.02", 2, "rht:bits=3", rules=rules))
 
 
@@ -92,13 +98,9 @@ def test_warmup_equals_reference_with_the_standard_signature(worlds: Worlds) -> 
     check(worlds, warming_up("topk:ratio=0.02", 2, "q4", **options))
 
 
-def case_described(scenario: Scenario) -> str:
-    return str(Run(scenario).state)
-
-
-def test_a_hook_says_how_it_warms_up(world_of_2: World) -> None:
-    for text in world_of_2.run(case_described, scenario=warming_up("sign1", 2, "q8")):
-        assert "warm-up: 3 steps with q8" in text
+@on_ranks()
+def test_a_hook_says_how_it_warms_up() -> None:
+    assert "warm-up: 3 steps with q8" in str(Run(warming_up("sign1", 2, "q8")).state)
 
 
 def test_a_hook_by_name_has_a_warmup() -> None:
@@ -132,8 +134,7 @@ def case_sums(scenario: Scenario) -> dict[str, Any]:
     return {"steps": steps, "largest": largest}
 
 
-@pytest.mark.parametrize("momentum", [None, BETA])
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize(("codec", "momentum"), rows(CODECS, (BETA, None)))
 def test_what_warmup_withholds_comes_once(
     world_of_2: World, codec: str, momentum: float | None
 ) -> None:
@@ -142,7 +143,7 @@ def test_what_warmup_withholds_comes_once(
     answers = world_of_2.run(case_sums, scenario=scenario)
     layout = reference_of(scenario).layout
     sizes = [weight.num_elements for weight in WEIGHTS]
-    # Of what a residual holds in momentum mode 1 - m comes next, then (1 - m) m, and so on.
+    # A residual in momentum mode delivers 1 - m of itself next, then (1 - m) m, and so on.
     share = np.repeat([1 - momentum_behind(c, momentum or 0.0) for c in layout.codecs], sizes)
     largest = 64.0
     assert max(answer["largest"] for answer in answers) < largest / 2
@@ -165,69 +166,45 @@ def test_what_warmup_withholds_comes_once(
 # --- saved and loaded -----------------------------------------------------------------------------
 
 
-def case_resume(scenario: Scenario, at: int) -> dict[str, Any]:
+def all_bytes(gradients: list[list[np.ndarray]]) -> list[list[bytes]]:
+    return [[g.tobytes() for g in step] for step in gradients]
+
+
+@pytest.mark.parametrize(("at", "exact_skip"), rows((2, 3, 4), (False, True)))
+@on_ranks()
+def test_saving_and_resuming_change_no_bit(at: int, exact_skip: bool) -> None:
     """Steps at a stretch, and the same ones saved at `at`, in the same run and in a new one."""
+    scenario = warming_up("sign1", 2, "q8", options={"exact_skip": exact_skip})
     straight, before = Run(scenario), Run(scenario)
     expected = [straight.step(step) for step in range(STEPS)]
     gone_on = [before.step(step) for step in range(at)]
     after = before.saved_and_loaded()
+    resumed = gone_on + [after.step(step) for step in range(at, STEPS)]
     gone_on += [before.step(step) for step in range(at, STEPS)]
-    resumed = expected[:at] + [after.step(step) for step in range(at, STEPS)]
-    slot = f"slot_{straight.rank}"
-    ends = [run.state.state_dict()[slot] for run in (straight, before, after)]
-    return {
-        "gradients": [bits(gradients) for gradients in (expected, gone_on, resumed)],
-        "ends": [end[name].numpy().tobytes() for name in ("worker", "owner") for end in ends],
-    }
+    assert all_bytes(expected) == all_bytes(gone_on) == all_bytes(resumed)
+    end = slot(straight.state)
+    for other in (before, after):
+        for name in ("worker", "owner"):
+            assert torch.equal(end[name], slot(other.state)[name])
 
 
-def bits(gradients: list[list[np.ndarray]]) -> list[list[bytes]]:
-    return [[g.tobytes() for g in step] for step in gradients]
-
-
-@pytest.mark.parametrize("exact_skip", [False, True])
-@pytest.mark.parametrize("at", [WARMUP_STEPS - 1, WARMUP_STEPS, WARMUP_STEPS + 1])
-def test_saving_and_resuming_change_no_bit(world_of_2: World, at: int, exact_skip: bool) -> None:
-    scenario = warming_up("sign1", 2, "q8", options={"exact_skip": exact_skip})
-    for answer in world_of_2.run(case_resume, scenario=scenario, at=at):
-        straight, gone_on, resumed = answer["gradients"]
-        assert straight == gone_on == resumed
-        assert len(set(answer["ends"])) == 2  # worker, owner
-
-
-def case_load_elsewhere(
-    scenario: Scenario, at: int, others: list[dict[str, Any]]
-) -> list[tuple[Outcome, Outcome]]:
-    """Loads a state of step `at` under other options, and back."""
-    outcomes = []
-    for options in others:
+@pytest.mark.parametrize("at", [WARMUP_STEPS - 1, WARMUP_STEPS])
+@on_ranks()
+def test_residuals_of_a_compressed_warmup_are_not_taken_for_momentum(at: int) -> None:
+    """A state of step `at` is loaded under other options, and back."""
+    scenario = warming_up("sign1", 2, "q8")
+    dense = {"momentum": BETA, "warmup_steps": WARMUP_STEPS}
+    for options in ({"momentum": BETA}, dense, {**dense, "warmup": "q4"}):
         one, other = Run(scenario), Run(dataclasses.replace(scenario, options=options))
         for step in range(at):
             one.step(step)
             other.step(step)
-        mine, theirs = one.state.state_dict(), other.state.state_dict()
-        outcomes.append(
-            (
-                attempt(lambda run=other, saved=mine: run.state.load_state_dict(saved)),
-                attempt(lambda run=one, saved=theirs: run.state.load_state_dict(saved)),
-            )
-        )
-    return outcomes
-
-
-@pytest.mark.parametrize("at", [WARMUP_STEPS - 1, WARMUP_STEPS])
-def test_residuals_of_a_compressed_warmup_are_not_taken_for_momentum(
-    world_of_2: World, at: int
-) -> None:
-    scenario = warming_up("sign1", 2, "q8")
-    dense = {"momentum": BETA, "warmup_steps": WARMUP_STEPS}
-    others = [{"momentum": BETA}, dense, {**dense, "warmup": "q4"}]
-    for answer in world_of_2.run(case_load_elsewhere, scenario=scenario, at=at, others=others):
-        for number, outcomes in enumerate(answer):
-            for outcome in outcomes:
-                fits = at == WARMUP_STEPS or number == 2
-                assert outcome.error == (None if fits else "StateError")
-                assert fits or "load it with the arguments it was saved with" in outcome.text
+        saved = one.state.state_dict(), other.state.state_dict()
+        fits = at == WARMUP_STEPS or "warmup" in options
+        for run, theirs in zip((other, one), saved, strict=True):
+            outcome = attempt(lambda run=run, theirs=theirs: run.state.load_state_dict(theirs))
+            assert outcome.error == (None if fits else "StateError")
+            assert fits or "load it with the arguments it was saved with" in outcome.text
 
 
 # --- steps that are taken back --------------------------------------------------------------------
@@ -254,7 +231,7 @@ def case_skips(
 def check_skips(
     world: World, scenario: Scenario, skipped: tuple[int, ...], by_hand: bool, looked_at: bool
 ) -> None:
-    """As if there had been no such steps."""
+    """The other steps are those of a training without the skipped ones."""
     options = {**scenario.options, "exact_skip": True}
     poison = {} if by_hand else {(step, 0, "wide"): math.inf for step in skipped}
     scenario = dataclasses.replace(scenario, options=options, poison=poison)
@@ -269,23 +246,23 @@ def check_skips(
     ]
     arguments = {"skipped": skipped, "by_hand": by_hand, "looked_at": looked_at}
     for kept in world.run(case_skips, scenario=scenario, **arguments):
-        assert bits(kept) == bits(expected)
+        assert all_bytes(kept) == all_bytes(expected)
 
 
 AROUND_THE_CHANGE = [(1,), (2,), (3,), (2, 3), (1, 2, 4)]
 
 
-@pytest.mark.parametrize("looked_at", [False, True], ids=["", "looked_at"])
-@pytest.mark.parametrize("by_hand", [False, True], ids=["infinite", "by_hand"])
-@pytest.mark.parametrize("skipped", AROUND_THE_CHANGE)
+@pytest.mark.parametrize(
+    ("skipped", "by_hand", "looked_at"),
+    rows(AROUND_THE_CHANGE, (False, True), (False, True), turns=2),
+)
 def test_skipped_steps_around_the_change_leave_no_trace(
     world_of_2: World, skipped: tuple[int, ...], by_hand: bool, looked_at: bool
 ) -> None:
     check_skips(world_of_2, warming_up("sign1", 2, "q8"), skipped, by_hand, looked_at)
 
 
-@pytest.mark.parametrize("skipped", AROUND_THE_CHANGE)
-@pytest.mark.parametrize("device", ["streamed", "staged"])
+@pytest.mark.parametrize(("device", "skipped"), rows(("streamed", "staged"), AROUND_THE_CHANGE))
 def test_skipped_steps_around_the_change_leave_no_trace_on_a_device(
     device_worlds: Worlds, device: str, skipped: tuple[int, ...]
 ) -> None:
@@ -299,21 +276,15 @@ def test_skipped_steps_around_the_change_leave_no_trace_on_a_device(
 
 def case_hand_over(codec: str, warmup: str, skipped: tuple[int, ...]) -> list[list[np.ndarray]]:
     """What OneBitAdam gets, unscaled, in the steps that a GradScaler does not skip."""
-    import gradferry
-    from gradferry.optim import OneBitAdam
-
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1000)
-    model = ChosenGradients(Scenario(WEIGHTS))
+    model = ChosenGradients(CHOSEN)
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.05)
-    options = {"warmup_steps": WARMUP_STEPS, "warmup": warmup, "exact_skip": True}
-    state = gradferry.attach(ddp, codec, momentum=BETA, grad_scaler=scaler, **options)
-    optimizer = OneBitAdam(
-        ddp.parameters(), lr=0.01, betas=(BETA, 0.99), freeze_step=WARMUP_STEPS, state=state
-    )
+    options = {"warmup": warmup, "exact_skip": True, "grad_scaler": scaler}
+    _, optimizer = one_bit_adam(ddp, codec, freeze=WARMUP_STEPS, attach=options, lr=0.01)
     kept = []
     for step in range(STEPS):
         optimizer.zero_grad()
-        targets = {w.name: w.from_flat(gradient(step, i)) for i, w in enumerate(WEIGHTS)}
+        targets = CHOSEN.targets(step, dist.get_rank())
         if step in skipped and dist.get_rank() == 0:
             targets["wide"][0, 0] = math.inf
         scaler.scale(ddp(targets)).backward()
@@ -324,13 +295,9 @@ def case_hand_over(codec: str, warmup: str, skipped: tuple[int, ...]) -> list[li
     return kept
 
 
-def gradient(step: int, index: int, rank: int | None = None) -> np.ndarray:
-    rank = dist.get_rank() if rank is None else rank
-    return Scenario(WEIGHTS).gradient(step, 0, rank, index)
-
-
-@pytest.mark.parametrize("skipped", [(), (0,), (2,), (2, 3), (3,)])
-@pytest.mark.parametrize("codec", ["sign1", "topk:ratio=0.05"])
+@pytest.mark.parametrize(
+    ("codec", "skipped"), rows(("sign1", "topk:ratio=0.05"), ((), (0,), (2,), (2, 3), (3,)))
+)
 def test_momentum_is_handed_over_after_the_change(
     world_of_2: World, codec: str, skipped: tuple[int, ...]
 ) -> None:
@@ -344,7 +311,7 @@ def test_momentum_is_handed_over_after_the_change(
     for step in range(STEPS):
         if step in skipped:
             continue
-        given = [[gradient(step, index, rank) for index in count] for rank in range(2)]
+        given = [[CHOSEN.gradient(step, 0, rank, i) for i in count] for rank in range(2)]
         expected.append(engine.step(given)[0])
         if step < WARMUP_STEPS:
             for average, arrived in zip(averages, expected[-1], strict=True):

@@ -9,31 +9,28 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
+import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
+from scenario import hooked
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from world import World
 
 STEPS = 2
-# Of layers; a weight has 1056 elements, just enough to be compressed.
+# Sides of layers; a weight has 1056 elements, just enough to be compressed.
 INPUTS, OUTPUTS = 33, 32
 
 
-def given(parameters: nn.ParameterList, gradients: Sequence[torch.Tensor | None]) -> None:
+def given(parameters: nn.ParameterList, gradients: Iterable[torch.Tensor | None]) -> None:
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
 
 
-def deleted(parameters: nn.ParameterList) -> None:
-    for parameter in parameters:
-        del parameter.grad
-
-
 def detached_in_place(parameters: nn.ParameterList) -> None:
-    """As zero_grad() once did. DDP's views of its buckets do not allow it."""
+    """zero_grad() once did this. DDP's views of its buckets do not allow it."""
     for parameter in parameters:
         parameter.grad.detach_()
         parameter.grad.zero_()
@@ -51,18 +48,6 @@ def copied_away_and_back(parameters: nn.ParameterList) -> None:
     kept = [parameter.grad.clone() for parameter in parameters]
     given(parameters, [None] * len(kept))
     given(parameters, kept)
-
-
-def forget(parameter: nn.Parameter) -> None:
-    parameter.grad = None
-
-
-def clear(parameter: nn.Parameter) -> None:
-    parameter.grad.zero_()
-
-
-def backward_to_inputs(loss: torch.Tensor, parameters: nn.ParameterList) -> None:
-    loss.backward(inputs=list(parameters))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,31 +71,26 @@ def of_module_alone(parameters: nn.ParameterList) -> None:
     given(parameters, torch.autograd.grad(total, list(parameters)))
 
 
-def zeros(parameters: nn.ParameterList) -> None:
-    given(parameters, [torch.zeros_like(parameter) for parameter in parameters])
-
-
-def none(parameters: nn.ParameterList) -> None:
-    given(parameters, [None] * len(parameters))
-
-
+NONE = Way(lambda ps: given(ps, [None] * len(ps)))
 WAYS = {
     "zero_grad()": Way(lambda ps: torch.optim.SGD(ps).zero_grad()),
     "zero_grad(set_to_none=False)": Way(lambda ps: ps.zero_grad(set_to_none=False)),
-    ".grad = None": Way(none),
-    "del .grad": Way(deleted),
+    ".grad = None": NONE,
+    "del .grad": Way(lambda ps: [delattr(p, "grad") for p in ps]),
     ".grad.zero_()": Way(lambda ps: [p.grad.zero_() for p in ps]),
     ".grad.data.zero_()": Way(lambda ps: [p.grad.data.zero_() for p in ps]),
     "torch._foreach_zero_": Way(lambda ps: torch._foreach_zero_([p.grad for p in ps])),
-    ".grad = zeros_like": Way(zeros),
+    ".grad = zeros_like": Way(lambda ps: given(ps, map(torch.zeros_like, ps))),
     ".grad.detach_()": Way(detached_in_place),
     ".grad = .grad.detach() * 0": Way(lambda ps: given(ps, [p.grad.detach() * 0 for p in ps])),
     "swapped": Way(swapped),
     "copied away and back": Way(copied_away_and_back, resets=False),
     "kept": Way(resets=False),
-    "None in a hook": Way(hook=forget, resets=False),
-    "zero_() in a hook": Way(hook=clear, resets=False),
-    "backward(inputs=)": Way(none, backward=backward_to_inputs),
+    "None in a hook": Way(hook=lambda p: setattr(p, "grad", None), resets=False),
+    "zero_() in a hook": Way(hook=lambda p: p.grad.zero_(), resets=False),
+    "backward(inputs=)": dataclasses.replace(
+        NONE, backward=lambda loss, ps: loss.backward(inputs=[*ps])
+    ),
     "torch.autograd.grad": Way(of_module_alone, resets=False),
 }
 
@@ -119,18 +99,13 @@ class Model:
     """A DDP model, attached or not, that takes steps."""
 
     def __init__(self, module: nn.Module, views: bool, codec: str | None, native: bool) -> None:
-        import gradferry
-
         module = copy.deepcopy(module)
         self.parameters = nn.ParameterList(module.parameters())
         self.ddp = DistributedDataParallel(
             module, bucket_cap_mb=0.005, gradient_as_bucket_view=views
         )
-        if codec is not None and native:
-            gradferry.attach(self.ddp, codec, error_feedback="both")
-        elif codec is not None:
-            state = gradferry.HookState(codec, self.ddp, error_feedback="both")
-            self.ddp.register_comm_hook(state, gradferry.hook)
+        if codec is not None:
+            hooked(self.ddp, codec, native=native, error_feedback="both")
 
     def step(self, way: Way, x: torch.Tensor) -> list[torch.Tensor | None] | str:
         """Gradients after the step, or what `before` raised."""
@@ -158,16 +133,6 @@ def same(one: list[torch.Tensor | None] | str, other: list[torch.Tensor | None] 
     )
 
 
-def case_resets() -> list[str]:
-    """All that differs, in each way in which DDP keeps gradients and knows the hook."""
-    return [
-        f"{what}, {views=}, {native=}"
-        for views in (False, True)
-        for native in (True, False)
-        for what in differences(views, native)
-    ]
-
-
 def differences(views: bool, native: bool) -> Iterator[str]:
     """Ways in which `exact` differs from plain DDP, or `q4` from `q4` behind `.grad = None`."""
     torch.manual_seed(1)
@@ -176,7 +141,7 @@ def differences(views: bool, native: bool) -> Iterator[str]:
         Model(module, views, codec, native) for codec in (None, "exact", "q4", "q4")
     )
     torch.manual_seed(2 + dist.get_rank())
-    for name, way in {"first": WAYS[".grad = None"], **WAYS}.items():
+    for name, way in {"first": NONE, **WAYS}.items():
         for _ in range(STEPS):
             x = torch.randn(4, INPUTS)
             expected = plain.step(way, x)
@@ -184,9 +149,13 @@ def differences(views: bool, native: bool) -> Iterator[str]:
                 yield f"exact, {name}"
             if way.resets and not isinstance(expected, str):
                 assert all(gradient.any() for gradient in expected)
-                if not same(lossy.step(way, x), straight.step(WAYS[".grad = None"], x)):
+                if not same(lossy.step(way, x), straight.step(NONE, x)):
                     yield f"q4, {name}"
 
 
-def test_gradients_are_those_of_plain_ddp_however_grad_was_reset(world_of_2: World) -> None:
-    assert world_of_2.run(case_resets) == [[], []]
+@pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+@on_ranks()
+def test_gradients_are_those_of_plain_ddp_however_grad_was_reset(native: bool, views: bool) -> None:
+    """In each way in which DDP keeps gradients and knows the hook."""
+    assert list(differences(views, native)) == []

@@ -7,9 +7,16 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import gradferry
 import pytest
 import torch
+import torch.distributed as dist
+from gradferry import checkpoint
+from gradferry.integrations import checkpoints
+from gradferry.integrations.models import Metrics, find_ddp, take_momentum
+from on_ranks import on_ranks
 from outcomes import Outcome, attempt
 from stepping import settings, settings_of_steps
 from torch import nn
@@ -21,31 +28,8 @@ Worlds = Callable[[int], World]
 
 
 def attached(codec: str = "q4", momentum: float | None = 0.8) -> tuple[nn.Module, Any]:
-    import gradferry
-
     ddp = DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 16)))
     return ddp, gradferry.attach(ddp, codec, momentum=momentum)
-
-
-def case_momentum(
-    make: Callable[..., torch.optim.Optimizer], codec: str, momentum: float | None
-) -> tuple[bool, list[dict[str, Any]]]:
-    """Whether the optimizer keeps its settings, and those of its next step."""
-    from gradferry.integrations.models import take_momentum
-
-    ddp, state = attached(codec, momentum)
-    optimizer = make(ddp.parameters(), lr=0.01)
-    lr_scheduler.CyclicLR(optimizer, 0.001, 0.01, cycle_momentum=False)
-    before = settings(optimizer)
-    take_momentum(optimizer, state)
-    take_momentum(optimizer, state)  # as a second training
-    seen = settings_of_steps(optimizer)
-    optimizer.step()
-    return settings(optimizer) == before, seen[0]
-
-
-def rmsprop(parameters: Any, lr: float) -> torch.optim.Optimizer:
-    return torch.optim.RMSprop(parameters, lr=lr)
 
 
 @pytest.mark.parametrize(
@@ -57,24 +41,28 @@ def rmsprop(parameters: Any, lr: float) -> torch.optim.Optimizer:
         # Biases travel as they are.
         (torch.optim.AdamW, "topk:ratio=0.1", 0.8, [0.001 * (13 / 45) ** 0.5, 0.001 / 3]),
         (torch.optim.AdamW, "q4", None, [0.001]),
-        (rmsprop, "q4", 0.8, [0.001]),
+        (torch.optim.RMSprop, "q4", 0.8, [0.001]),
     ],
 )
+@on_ranks()
 def test_an_optimizer_with_momentum_of_its_own_gives_it_up(
-    world_of_2: World,
-    make: Callable[..., torch.optim.Optimizer],
-    codec: str,
-    momentum: float | None,
-    rates: list[float],
+    make: Callable[..., Any], codec: str, momentum: float | None, rates: list[float]
 ) -> None:
-    for kept, groups in world_of_2.run(case_momentum, make=make, codec=codec, momentum=momentum):
-        assert kept
-        assert [group["lr"] for group in groups] == pytest.approx(rates, rel=1e-14)
+    """It keeps its settings, and steps with others."""
+    ddp, state = attached(codec, momentum)
+    optimizer = make(ddp.parameters(), lr=0.01)
+    lr_scheduler.CyclicLR(optimizer, 0.001, 0.01, cycle_momentum=False)
+    before = settings(optimizer)
+    take_momentum(optimizer, state)
+    take_momentum(optimizer, state)  # as a second training
+    seen = settings_of_steps(optimizer)
+    optimizer.step()
+    assert settings(optimizer) == before
+    assert [group["lr"] for group in seen[0]] == pytest.approx(rates, rel=1e-14)
 
 
-def case_metrics() -> list[dict[str, float]]:
-    from gradferry.integrations.models import Metrics
-
+@on_ranks()
+def test_metrics_are_means_since_they_were_taken() -> None:
     ddp, state = attached(momentum=None)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     metrics, rows = Metrics(state), []
@@ -82,21 +70,14 @@ def case_metrics() -> list[dict[str, float]]:
     for _ in range(3):
         ddp(torch.randn(4, 64)).sum().backward()
         optimizer.step()
-    taken = [metrics.take(), metrics.take()]
-    return [*taken, {"bytes": rows[1]["wire_bytes"], "ms": sum(r["exposed_ms"] for r in rows) / 3}]
-
-
-def test_metrics_are_means_since_they_were_taken(world_of_2: World) -> None:
-    for means, nothing, expected in world_of_2.run(case_metrics):
-        assert means["gradferry/wire_bytes"] == expected["bytes"] > 0
-        assert means["gradferry/exposed_ms"] == pytest.approx(expected["ms"], rel=1e-12)
-        assert nothing == {}
+    means = metrics.take()
+    assert means["gradferry/wire_bytes"] == rows[1]["wire_bytes"] > 0
+    exposed = sum(row["exposed_ms"] for row in rows) / 3
+    assert means["gradferry/exposed_ms"] == pytest.approx(exposed, rel=1e-12)
+    assert metrics.take() == {}
 
 
 def case_checkpoint(folder: str, on_resize: str, save: bool) -> Outcome:
-    import torch.distributed as dist
-    from gradferry.integrations import checkpoints
-
     ddp, state = attached(momentum=None)
     if save:
         ddp(torch.randn(4, 64)).sum().backward()
@@ -138,70 +119,49 @@ def test_checkpoint_of_another_number_of_ranks_goes_by_on_resize(
         assert "lacks rank-1-" in outcome.text
 
 
-def case_without_gradferry_or_folder(folder: str) -> list[Outcome]:
-    """Loads, in momentum mode, what was saved without; what other code saved; and a folder that
+@on_ranks()
+def test_drop_begins_without_a_state_and_what_is_none_is_one_error_on_all_ranks(
+    tmp_path: Path,
+) -> None:
+    """In momentum mode, behind what was saved without; what other code saved; and a folder that
     only the first rank sees.
     """
-    import torch.distributed as dist
-    from gradferry import checkpoint
-    from gradferry.integrations import checkpoints
-
     ddp, state = attached()
 
     def load(name: str) -> Outcome:
-        path = Path(folder, name)
+        path = tmp_path / name
         return attempt(lambda: checkpoints.load(path, state, ddp.process_group, "drop"))
 
-    checkpoint.save(Path(folder, "foreign"), {"other": 1})
+    checkpoint.save(tmp_path / "foreign", {"other": 1})
     mine = "seen" if dist.get_rank() == 0 else "nowhere"
-    checkpoint.save(Path(folder, "seen"), {"hook": state.state_dict()})
-    return [load("missing"), load("foreign"), load(mine)]
+    checkpoint.save(tmp_path / "seen", {"hook": state.state_dict()})
+    assert load("missing").error is None
+    foreign, unseen = load("foreign"), load(mine)
+    assert foreign.error == unseen.error == "StateError"
+    assert "not saved by an integration of gradferry" in foreign.text
+    assert "rank 1 cannot see" in unseen.text
 
 
-def test_drop_begins_without_a_state_and_what_is_none_is_one_error_on_all_ranks(
-    world_of_2: World, tmp_path: Path
-) -> None:
-    answers = world_of_2.run(case_without_gradferry_or_folder, folder=str(tmp_path))
-    for outcomes in answers:
-        assert [outcome.error for outcome in outcomes] == [None, "StateError", "StateError"]
-        foreign, unseen = (outcome.text for outcome in outcomes[1:])
-        assert "not saved by an integration of gradferry" in foreign
-        assert "rank 1 cannot see" in unseen
-
-
-def case_gather() -> tuple[bool, bool]:
-    """Whether the first rank has what all ranks saved, to the bit, and the others nothing."""
-    from unittest import mock
-
-    from gradferry import checkpoint
-    from gradferry.integrations import checkpoints
-
+@on_ranks(3)
+def test_gathered_states_are_those_of_all_ranks() -> None:
+    """The first rank has what all ranks saved, to the bit, and the others nothing."""
     ddp, state = attached("sign1")
     ddp(torch.randn(4, 64)).sum().backward()
     with mock.patch.object(checkpoints, "_PIECE", 1000):  # several, and no multiple
         got = checkpoints.gather(state, ddp.process_group)
     everything: list[Any] = [None] * state.world_size
-    torch.distributed.all_gather_object(everything, state.state_dict())
-    if state.rank != 0:
-        return got is None, True
-    assert got is not None
-    expected = checkpoint.merge(everything)
-    slots = [key for key in expected if key.startswith("slot_")]
-    equal = all(
-        torch.equal(got[slot][name], expected[slot][name])
-        for slot in slots
-        for name in expected[slot]
-    )
-    return got.keys() == expected.keys(), equal and len(slots) == state.world_size
+    dist.all_gather_object(everything, state.state_dict())
+    assert (got is None) == (state.rank != 0)
+    if got is not None:
+        expected = checkpoint.merge(everything)
+        assert got.keys() == expected.keys()
+        for rank in range(state.world_size):
+            for name, kept in expected[f"slot_{rank}"].items():
+                assert torch.equal(got[f"slot_{rank}"][name], kept)
 
 
-def test_gathered_states_are_those_of_all_ranks(world_of_3: World) -> None:
-    assert world_of_3.run(case_gather) == [(True, True)] * 3
-
-
-def case_alone() -> list[Outcome]:
-    from gradferry.integrations.models import find_ddp
-
+@on_ranks(1)
+def test_model_without_ddp_is_an_error_or_a_warning() -> None:
     model = nn.Linear(4, 4)
     with pytest.warns(UserWarning, match="the host trains with a single process"):
         assert find_ddp(model, "the host", 1, None) is None
@@ -209,17 +169,10 @@ def case_alone() -> list[Outcome]:
     compiled = nn.Module()
     compiled._orig_mod = ddp  # as torch.compile names it
     assert find_ddp(compiled, "the host", 1, None) is ddp
-    return [
-        attempt(lambda: find_ddp(model, "the host", 1, 0.9)),
-        attempt(lambda: find_ddp(model, "the host", 2, None)),
-    ]
-
-
-def test_model_without_ddp_is_an_error_or_a_warning(worlds: Worlds) -> None:
-    ((momentum, several),) = worlds(1).run(case_alone)
-    assert momentum.error == several.error == "ConfigError"
-    assert "momentum=0.9 is for a hook" in momentum.text
-    assert "the host trains with Linear" in several.text
+    with pytest.raises(gradferry.ConfigError, match=r"momentum=0\.9 is for a hook"):
+        find_ddp(model, "the host", 1, 0.9)
+    with pytest.raises(gradferry.ConfigError, match="the host trains with Linear"):
+        find_ddp(model, "the host", 2, None)
 
 
 @pytest.mark.parametrize(
@@ -229,8 +182,6 @@ def test_model_without_ddp_is_an_error_or_a_warning(worlds: Worlds) -> None:
 def test_missing_trainer_is_named_with_its_extra(
     monkeypatch: pytest.MonkeyPatch, name: str, trainers: list[str]
 ) -> None:
-    import gradferry
-
     for trainer in trainers:
         monkeypatch.setitem(sys.modules, trainer, None)
     monkeypatch.delitem(sys.modules, f"gradferry.integrations.{name}", raising=False)

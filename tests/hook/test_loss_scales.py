@@ -10,12 +10,16 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import gradferry
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from outcomes import Outcome, attempt
+from scenario import hooked, placed
 from sharding import Sharding
+from stepping import bits, slot, warned
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from world import World
@@ -28,8 +32,6 @@ DIFFERS = "differs from rank 0 in the scale of its GradScaler at step "
 
 
 def case_other_at_attach() -> list[Outcome]:
-    import gradferry
-
     rank = dist.get_rank()
     named = {"gradient": torch.zeros(40, 40)}
     outcomes = []
@@ -37,11 +39,7 @@ def case_other_at_attach() -> list[Outcome]:
         scaler = torch.amp.GradScaler("cpu", init_scale=scale)
         model = nn.Linear(40, 40)
         outcomes += [
-            attempt(
-                lambda s=scaler, m=model: gradferry.attach(
-                    DistributedDataParallel(m), "q4", grad_scaler=s
-                )
-            ),
+            attempt(lambda s=scaler, m=model: hooked(DistributedDataParallel(m), grad_scaler=s)),
             attempt(lambda s=scaler: gradferry.Reducer(named, "q4", grad_scaler=s)),
         ]
     return outcomes
@@ -61,23 +59,17 @@ def test_scales_that_differ_at_attach_are_refused(world_of_2: World) -> None:
 
 
 def steps_of_hook(scaler: torch.amp.GradScaler, options: dict[str, Any]) -> Callable[[], None]:
-    import gradferry
-
     ddp = DistributedDataParallel(nn.Linear(70, 70), **options.pop("ddp", {}))
-    gradferry.attach(ddp, "q4", grad_scaler=scaler, **options)
+    hooked(ddp, grad_scaler=scaler, **options)
     return lambda: scaler.scale(ddp(torch.ones(2, 70)).square().mean()).backward()
 
 
 def steps_of_reducer(scaler: torch.amp.GradScaler, _: dict[str, Any]) -> Callable[[], None]:
-    import gradferry
-
     reducer = gradferry.Reducer({"gradient": torch.ones(70, 70)}, "q4", grad_scaler=scaler)
     return lambda: reducer.all_reduce([torch.ones(70, 70)])
 
 
 def steps_of_shards(scaler: torch.amp.GradScaler, options: dict[str, Any]) -> Callable[[], None]:
-    import gradferry
-
     scatters = options.pop("scatters")
     sharding = Sharding(replicas=1 if scatters else 2, shards=2 if scatters else 1)
     mesh = sharding.mesh()
@@ -144,12 +136,10 @@ def test_scales_that_differ_between_nodes_are_one_error_on_all_ranks(worlds: Wor
 
 def case_uneven(growth_interval: int) -> tuple[Outcome, float]:
     """join() with 2 and 6 inputs, then a step of both ranks; and the scale of this rank."""
-    import gradferry
-
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=growth_interval)
     ddp = DistributedDataParallel(nn.Linear(40, 40))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
-    gradferry.attach(ddp, "q4", grad_scaler=scaler)
+    hooked(ddp, grad_scaler=scaler)
 
     def step() -> None:
         scaler.scale(ddp(torch.ones(2, 40)).square().mean()).backward()
@@ -174,99 +164,77 @@ def test_a_scale_that_changes_without_a_rank_under_join_is_an_error(world_of_2: 
     assert [scale for _, scale in answers] == [8.0, 16.0]
 
 
-def case_device(device: str, scales: list[float]) -> tuple[list[Outcome], list[str]]:
-    """A rank's scale, from step 2 on, on the fake device."""
-    import fake_device
-    import gradferry
-
-    scaler = torch.amp.GradScaler(fake_device.DEVICE.type, init_scale=1024.0)
-    model = nn.Linear(70, 70).to(fake_device.DEVICE)
-    ddp = DistributedDataParallel(model, process_group=fake_device.group(device))
-    gradferry.attach(ddp, "q4", grad_scaler=scaler, exact_skip=True)
-    outcomes = []
-    for step in range(5):
-        if step == 2:
-            scaler._scale.fill_(scales[dist.get_rank()])
-        if step == 3:
-            scaler._scale.fill_(1024.0)  # equal again: only step 2 was wrong
-        outcomes.append(
-            attempt(
-                lambda: scaler.scale(
-                    ddp(torch.ones(2, 70, device=fake_device.DEVICE)).square().mean()
-                ).backward()
-            )
-        )
-    return outcomes, fake_device.machine.races()
-
-
 @pytest.mark.torch_core
-@pytest.mark.parametrize("device", ["streamed", "staged"])
+@pytest.mark.parametrize(
+    ("device", "scales", "text"),
+    [
+        ("streamed", [1024.0, 2048.0], f"rank 1 {DIFFERS}2: 2048 instead of 1024"),
+        ("staged", [1024.0, 2048.0], f"rank 1 {DIFFERS}2: 2048 instead of 1024"),
+        ("streamed", [math.nan] * 2, "the scale of rank 0's GradScaler is nan at step 2"),
+        ("staged", [0.0, 1024.0], "the scale of rank 0's GradScaler is 0 at step 2"),
+    ],
+)
+@on_ranks()
 def test_devices_report_scales_that_differ_two_steps_later(
-    device_worlds: Worlds, device: str
+    device: str, scales: list[float], text: str
 ) -> None:
-    for scales, text in (
-        ([1024.0, 2048.0], f"rank 1 {DIFFERS}2: 2048 instead of 1024"),
-        ([math.nan, math.nan], "the scale of rank 0's GradScaler is nan at step 2"),
-        ([0.0, 1024.0], "the scale of rank 0's GradScaler is 0 at step 2"),
-    ):
-        answers = device_worlds(2).run(case_device, device=device, scales=scales)
-        kind = "RankMismatchError" if DIFFERS in text else "StateError"
-        for outcomes, races in answers:
-            assert [o.error for o in outcomes] == [None] * 4 + [kind]
-            assert text in outcomes[4].text
-            assert races == []
-        assert len({outcomes[4].headline for outcomes, _ in answers}) == 1
+    """A rank's scale from step 2 on."""
+    import fake_device
+
+    place, group = placed(device)
+    scaler = torch.amp.GradScaler(place.type, init_scale=1024.0)
+    ddp = DistributedDataParallel(nn.Linear(70, 70).to(place), process_group=group)
+    hooked(ddp, grad_scaler=scaler, exact_skip=True)
+
+    def step() -> None:
+        scaler.scale(ddp(torch.ones(2, 70, device=place)).square().mean()).backward()
+
+    outcomes = []
+    for number in range(5):
+        if number == 2:
+            scaler._scale.fill_(scales[dist.get_rank()])
+        if number == 3:
+            scaler._scale.fill_(1024.0)  # equal again: only step 2 was wrong
+        outcomes.append(attempt(step))
+    kind = "RankMismatchError" if DIFFERS in text else "StateError"
+    assert [o.error for o in outcomes] == [None] * 4 + [kind]
+    assert text in outcomes[4].headline
+    assert fake_device.machine.races() == []
 
 
 # --- a scaler that nobody updates -----------------------------------------------------------------
 
 
-def case_not_updated(device: str = "cpu") -> dict[str, list[str]]:
-    """Warnings of five steps, by what the training does."""
-    import gradferry
-
-    place, group = torch.device("cpu"), None
-    if device != "cpu":
-        import fake_device
-
-        place, group = fake_device.DEVICE, fake_device.group(device)
-    said = {}
-    for how in ("other scaler", "two optimizers", "no scaler", "hook is gone"):
-        known = torch.amp.GradScaler(place.type, init_scale=8.0)
-        used = torch.amp.GradScaler(place.type, init_scale=8.0) if how == "other scaler" else known
-        model = nn.Linear(40, 40).to(place)
-        if how == "hook is gone":
-            first = DistributedDataParallel(model, process_group=group)
-            gradferry.attach(first, "q4", grad_scaler=torch.amp.GradScaler(place.type))
-            del first
-        ddp = DistributedDataParallel(model, process_group=group)
-        gradferry.attach(ddp, "q4", grad_scaler=None if how == "no scaler" else known)
-        optimizers = [torch.optim.SGD([p], lr=0.0) for p in ddp.parameters()]
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always", gradferry.GradferryWarning)
-            for _ in range(5):
-                used.scale(ddp(torch.ones(2, 40, device=place)).mean()).backward()
-                for optimizer in optimizers:
-                    optimizer.step()
-                used.update(8.0)
-        ours = [w for w in caught if issubclass(w.category, gradferry.GradferryWarning)]
-        said[how] = [f"{w.filename}: {w.message}" for w in ours]
-    return said
+NOT_UPDATED = {"other scaler": 1, "two optimizers": 0, "no scaler": 0, "hook is gone": 0}
 
 
-def check_not_updated(answers: list[dict[str, list[str]]]) -> None:
-    for said in answers:
-        assert said["two optimizers"] == said["no scaler"] == said["hook is gone"] == []
-        (text,) = said["other scaler"]
-        assert text.startswith(f"{__file__}: SGD has stepped 3 times without an update() of the")
-
-
-def test_a_scaler_that_is_never_updated_warns_once(world_of_2: World) -> None:
-    check_not_updated(world_of_2.run(case_not_updated))
-
-
-def test_a_scaler_of_a_device_that_is_never_updated_warns_once(device_worlds: Worlds) -> None:
-    check_not_updated(device_worlds(2).run(case_not_updated, device="streamed"))
+@pytest.mark.parametrize("device", ["cpu", "streamed"])
+@pytest.mark.parametrize("how", NOT_UPDATED)
+@on_ranks()
+def test_a_scaler_that_is_never_updated_warns_once(how: str, device: str) -> None:
+    place, group = placed(device)
+    known = torch.amp.GradScaler(place.type, init_scale=8.0)
+    used = torch.amp.GradScaler(place.type, init_scale=8.0) if how == "other scaler" else known
+    model = nn.Linear(40, 40).to(place)
+    if how == "hook is gone":
+        first = DistributedDataParallel(model, process_group=group)
+        hooked(first, grad_scaler=torch.amp.GradScaler(place.type))
+        del first
+    ddp = DistributedDataParallel(model, process_group=group)
+    hooked(ddp, grad_scaler=None if how == "no scaler" else known)
+    optimizers = [torch.optim.SGD([p], lr=0.0) for p in ddp.parameters()]
+    with warned() as caught:
+        for _ in range(5):
+            used.scale(ddp(torch.ones(2, 40, device=place)).mean()).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            used.update(8.0)
+    ours = [w for w in caught if issubclass(w.category, gradferry.GradferryWarning)]
+    assert len(ours) == NOT_UPDATED[how]
+    for warning in ours:
+        assert warning.filename == __file__
+        told = "SGD has stepped 3 times without an update() of the"
+        assert str(warning.message).startswith(told)
 
 
 # --- what exact_skip takes back -------------------------------------------------------------------
@@ -274,29 +242,26 @@ def test_a_scaler_of_a_device_that_is_never_updated_warns_once(device_worlds: Wo
 
 class Adversaries:
     """Discriminator and generator with an optimizer each and one GradScaler, as in PyTorch's guide
-    to mixed precision. `place`: of both.
+    to mixed precision.
     """
 
-    def __init__(self, place: torch.device, group: Any, codec: str) -> None:
-        import gradferry
-
+    def __init__(self, device: str) -> None:
         torch.manual_seed(0)
-        self.place = place
+        self.place, group = place, _ = placed(device)
         self.models = [nn.Linear(64, 64, bias=False).to(place) for _ in range(2)]
         self.ddps = [DistributedDataParallel(m, process_group=group) for m in self.models]
         self.scaler = torch.amp.GradScaler(
             place.type, init_scale=8.0, growth_interval=10**6, backoff_factor=0.5
         )
         self.states = [
-            gradferry.attach(ddp, codec, grad_scaler=self.scaler, exact_skip=True)
-            for ddp in self.ddps
+            hooked(ddp, "sign1", grad_scaler=self.scaler, exact_skip=True) for ddp in self.ddps
         ]
         self.optimizers = [torch.optim.SGD(m.parameters(), lr=0.0) for m in self.models]
         self.given = torch.zeros(64, 64, dtype=torch.float64)  # to the discriminator, by this rank
         self.came = torch.zeros(64, 64, dtype=torch.float64)
 
     def step(self, number: int, *, overflows: bool) -> None:
-        """Of both; the generator's pass, through the discriminator, overflows on rank 0."""
+        """Both step; the generator's pass, through the discriminator, overflows on rank 0."""
         generator, (judge, made) = self.models[1], self.ddps
         seed = torch.Generator().manual_seed(2 * number + dist.get_rank())
         noise = torch.randn(16, 64, generator=seed).to(self.place)
@@ -325,52 +290,32 @@ class Adversaries:
         self.came += came.cpu().double() / self.scaler.get_scale()
 
     def withheld(self) -> torch.Tensor:
-        """Of the mean: the weight is one tile, with one owner."""
+        """What the mean misses: the weight is one tile, with one owner."""
         saved = self.states[0].state_dict()
-        slot = saved[f"slot_{dist.get_rank()}"]
-        missing = slot["worker"].double() / dist.get_world_size()
-        if slot["owner"].numel():
-            missing += slot["owner"].double()
+        mine = saved[f"slot_{dist.get_rank()}"]
+        missing = mine["worker"].double() / dist.get_world_size()
+        if mine["owner"].numel():
+            missing += mine["owner"].double()
         missing = missing.view(64, 64) / saved["loss_scale"]
         dist.all_reduce(missing)
         return missing
 
 
-def case_adversaries(device: str = "cpu") -> tuple[float, list[float]]:
-    """What is lost of all that was given, relative to it; and the scales."""
-    place, group = torch.device("cpu"), None
-    if device != "cpu":
-        import fake_device
-
-        place, group = fake_device.DEVICE, fake_device.group(device)
-    both = Adversaries(place, group, "sign1")
+@pytest.mark.parametrize("device", ["cpu", "streamed", "staged"])
+@on_ranks()
+def test_residuals_never_go_back_behind_a_step_that_was_applied(device: str) -> None:
+    both = Adversaries(device)
     scales = []
     for number in range(8):
         both.step(number, overflows=number in (3, 6))
         scales.append(both.scaler.get_scale())
+    assert scales == [8.0] * 3 + [4.0] * 3 + [2.0] * 2  # the overflows were seen
     given = both.given / dist.get_world_size()
     dist.all_reduce(given)
     lost = given - both.came - both.withheld()
-    return float(lost.norm() / given.norm()), scales
-
-
-def check_adversaries(answers: list[tuple[float, list[float]]]) -> None:
-    for lost, scales in answers:
-        assert scales == [8.0] * 3 + [4.0] * 3 + [2.0] * 2  # the overflows were seen
-        # 14 passes; each rounds a residual, the owner's mean and the sum a few times in fp32, to
-        # 2^-24 of numbers that error feedback of one bit lets grow to some 2^5 gradients.
-        assert lost < 14 * 8 * 2.0**-24 * 2**5
-
-
-def test_residuals_never_go_back_behind_a_step_that_was_applied(world_of_2: World) -> None:
-    check_adversaries(world_of_2.run(case_adversaries))
-
-
-@pytest.mark.parametrize("device", ["streamed", "staged"])
-def test_residuals_of_devices_never_go_back_behind_a_step_that_was_applied(
-    device_worlds: Worlds, device: str
-) -> None:
-    check_adversaries(device_worlds(2).run(case_adversaries, device=device))
+    # 14 passes; each rounds a residual, the owner's mean and the sum a few times in fp32, to
+    # 2^-24 of numbers that error feedback of one bit lets grow to some 2^5 gradients.
+    assert lost.norm() / given.norm() < 14 * 8 * 2.0**-24 * 2**5
 
 
 class Pair(nn.ParameterList):
@@ -383,18 +328,15 @@ class Pair(nn.ParameterList):
 class Halved:
     """A model of two parameters with an optimizer each, under one GradScaler and exact_skip."""
 
-    def __init__(self, place: torch.device, group: Any, *, fused: bool) -> None:
-        import gradferry
-
-        self.place = place
-        self.scaler = torch.amp.GradScaler(place.type, init_scale=8.0)
-        self.model = Pair(nn.Parameter(torch.zeros(50, 50)) for _ in range(2)).to(place)
+    def __init__(self, device: str) -> None:
+        self.place, group = placed(device)
+        self.scaler = torch.amp.GradScaler(self.place.type, init_scale=8.0)
+        self.model = Pair(nn.Parameter(torch.zeros(50, 50)) for _ in range(2)).to(self.place)
         self.ddp = DistributedDataParallel(self.model, process_group=group)
-        self.state = gradferry.attach(
+        self.state = hooked(
             self.ddp, "sign1", grad_scaler=self.scaler, exact_skip=True, nodes="flat"
         )
-        made = {"lr": 0.5, "fused": True} if fused else {"lr": 0.5}
-        self.optimizers = [torch.optim.SGD([p], **made) for p in self.model]
+        self.optimizers = [torch.optim.SGD([p], lr=0.5) for p in self.model]
 
     def backward(self, seed: int, bad: int | None = None) -> None:
         self.ddp.zero_grad()
@@ -406,20 +348,17 @@ class Halved:
 
     def residuals(self) -> list[bytes]:
         """The worker residual, by parameter."""
-        worker = self.state.state_dict()[f"slot_{dist.get_rank()}"]["worker"]
-        return [half.numpy().tobytes() for half in worker.clone().chunk(2)]
+        return bits(slot(self.state)["worker"].clone().chunk(2))
 
 
-def case_halves(bad: int | None, skip: bool, device: str = "cpu", fused: bool = False) -> Any:
-    """Whether the residuals of a step's parameters are those from before it, after the next step
-    began; and what skip_step() after the optimizers did.
-    """
-    place, group = torch.device("cpu"), None
-    if device != "cpu":
-        import fake_device
-
-        place, group = fake_device.DEVICE, fake_device.group(device)
-    halved = Halved(place, group, fused=fused)
+@pytest.mark.parametrize("bad", [None, 0, 1])
+@pytest.mark.parametrize("device", ["cpu", "streamed"])
+@on_ranks()
+def test_the_first_optimizer_that_steps_ends_what_can_be_taken_back(
+    device: str, bad: int | None
+) -> None:
+    """Residuals of neither parameter are those from before a step, after the next step began."""
+    halved = Halved(device)
     halved.backward(0)
     for optimizer in halved.optimizers:
         halved.scaler.step(optimizer)
@@ -428,30 +367,20 @@ def case_halves(bad: int | None, skip: bool, device: str = "cpu", fused: bool = 
     halved.backward(1, bad)
     for optimizer in halved.optimizers:
         halved.scaler.step(optimizer)
-    outcome = attempt(halved.state.skip_step) if skip else None
+    if bad is None:
+        outcome = attempt(halved.state.skip_step)
+        assert outcome.error == "StateError"
+        assert "an optimizer has applied the gradients of the last step" in outcome.text
     halved.scaler.update(8.0)
     kept = [now == was for now, was in zip(halved.residuals(), before, strict=True)]
-    return kept, outcome
+    assert kept == [False, False]
 
 
-@pytest.mark.parametrize("device", ["cpu", "streamed"])
-def test_the_first_optimizer_that_steps_ends_what_can_be_taken_back(
-    worlds_on: Callable[[str], Worlds], device: str
-) -> None:
-    for bad, kept in ((None, [False, False]), (0, [False, False]), (1, [False, False])):
-        answers = worlds_on(device)(2).run(case_halves, bad=bad, skip=bad is None, device=device)
-        for found, outcome in answers:
-            assert found == kept
-            if bad is None:
-                assert outcome.error == "StateError"
-                assert "an optimizer has applied the gradients of the last step" in outcome.text
-
-
-def case_fused_skips() -> list[list[bool]]:
-    """As case_halves with fused optimizers, which a GradScaler calls always: all skip, or none."""
-    kept = []
+@on_ranks()
+def test_a_fused_optimizer_that_skips_has_applied_nothing() -> None:
+    """A GradScaler calls fused optimizers always: all skip, or none."""
     for bad in (None, 0):
-        halved = Halved(torch.device("cpu"), None, fused=True)
+        halved = Halved("cpu")
         optimizer = torch.optim.SGD(halved.model, lr=0.5, fused=True)
         halved.backward(0)
         halved.scaler.step(optimizer)
@@ -466,13 +395,8 @@ def case_fused_skips() -> list[list[bool]]:
         halved.backward(2)
         halved.state.skip_step()
         after = halved.residuals()
-        kept.append([now == was for now, was in zip(after, before, strict=True)])
-    return kept
-
-
-def test_a_fused_optimizer_that_skips_has_applied_nothing(world_of_2: World) -> None:
-    for kept in world_of_2.run(case_fused_skips):
-        assert kept == [[False, False], [True, True]]
+        kept = [now == was for now, was in zip(after, before, strict=True)]
+        assert kept == [bad is not None] * 2
 
 
 @pytest.mark.parametrize("scaled", [False, True])
@@ -481,10 +405,10 @@ def test_forged_scales_are_refused(world_of_3: World, scaled: bool) -> None:
 
     sound = int(np.float32(2048).view(np.uint32))
     unsound = [1 << 32, 0x7FC00000, 0] if scaled else []  # more than 32 bits; NaN; none
-    for bits in [sound, *unsound]:
-        kind, text = check(world_of_3, "commit", {"received": bits}, scaled=scaled)
-        assert kind == ("RankMismatchError" if bits == sound else "StateError")
-        if bits == sound:
+    for scale in [sound, *unsound]:
+        kind, text = check(world_of_3, "commit", {"received": scale}, scaled=scaled)
+        assert kind == ("RankMismatchError" if scale == sound else "StateError")
+        if scale == sound:
             assert f"rank 1 {DIFFERS}0: 2048 instead of {1024 if scaled else 0}" in text
         else:
             assert "the scale of rank 1's GradScaler is " in text

@@ -12,21 +12,20 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import gradferry
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from gradferry.core.nodes import Identity
+from gradferry.reduction import start
+from products import rows
 from reference import ReferenceEngine
 from scenario import Weight
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from world import World, kept_mesh
 
@@ -99,9 +98,6 @@ def case_parts(
     kind: str, replicas: int, hosts: list[str], options: dict[str, Any]
 ) -> dict[str, Any]:
     """A training in which every rank also keeps the gradients that it had."""
-    import gradferry
-    from gradferry.reduction import start
-
     mesh = kept_mesh((replicas, 2), ("replica", "part"))
     replica, part = mesh.get_coordinate()
     torch.manual_seed(part if kind == "pipeline" else 0)
@@ -163,19 +159,22 @@ def averaged(engine: ReferenceEngine, step: int, had: list[Any]) -> list[list[np
     return grads
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("hosts", "options", "members"),
-    [
-        ("AABB", {}, ((0,), (1,))),
-        ("AAAABB", {}, ((0, 1), (2,))),
-        ("AAAAAA", {"nodes": 3}, ((0, 1, 2),)),
-    ],
-    ids=["flat", "two levels", "one node"],
+    ("kind", "layout"),
+    rows(
+        tuple(KINDS),
+        (
+            ("AABB", {}, ((0,), (1,))),  # flat
+            ("AAAABB", {}, ((0, 1), (2,))),  # two levels
+            ("AAAA", {"nodes": 2}, ((0, 1),)),  # one node
+        ),
+    ),
 )
 def test_every_part_is_averaged_as_if_it_were_alone(
-    worlds: Worlds, kind: str, hosts: str, options: dict[str, Any], members: Any
+    worlds: Worlds, kind: str, layout: tuple[str, dict[str, Any], Any]
 ) -> None:
+    """`layout`: the host of every rank, options of attach, and nodes of a data-parallel group."""
+    hosts, options, members = layout
     replicas = len(hosts) // 2
     answers = worlds(len(hosts)).run(
         case_parts, kind=kind, replicas=replicas, hosts=list(hosts), options=options
@@ -205,8 +204,6 @@ def test_every_part_is_averaged_as_if_it_were_alone(
 
 def case_infinity_in_one_part(told: bool) -> dict[str, Any]:
     """Part 1 of replica 0 overflows in the second step, and the parts tell each other."""
-    import gradferry
-
     mesh = kept_mesh((2, 2), ("replica", "part"))
     replica, part = mesh.get_coordinate()
     training = TensorParallel(mesh)

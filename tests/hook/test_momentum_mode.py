@@ -1,71 +1,47 @@
-"""`gradferry.optim.momentum_mode`: optimizers as users have them, behind a hook with momentum."""
+"""`gradferry.optim.momentum_mode`: optimizers as users have them, behind a hook with momentum. And
+whose momentum OneBitAdam hands over, which ranks compare.
+"""
 
 from __future__ import annotations
 
-import logging
+import copy
+import functools
 import math
+import pickle
 import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import gradferry
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from gradferry.optim import OneBitAdam
+from gradferry.reduction.momentum import DeliveredMomentum
+from momentum_training import (
+    BETAS,
+    FACTOR,
+    MOMENTUM,
+    SETTINGS,
+    STEPS,
+    WEIGHTS,
+    attached,
+    gradient,
+    one_bit_adam,
+)
+from on_ranks import on_ranks
 from outcomes import Outcome, attempt
-from scenario import ChosenGradients, Scenario, Weight
-from stepping import settings, settings_of_steps
+from scenario import ChosenGradients, Scenario, Weight, hooked
+from stepping import bits, logged, settings, settings_of_steps
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler
 from world import World
 
 Worlds = Callable[[int], World]
-
-WEIGHTS = (Weight("first", (90, 70)), Weight("bias", (50,)))
-MOMENTUM = 0.8
-FACTOR = math.sqrt((1 - MOMENTUM) / (1 + MOMENTUM))  # a third
-STEPS = 6
-SETTINGS = {"lr": 0.01, "betas": (0.9, 0.95), "weight_decay": 0.1}
-
-
-def gradient(step: int, index: int) -> np.ndarray:
-    return Scenario(WEIGHTS, seed=step).gradient(0, 0, 0, index)
-
-
-def attached(
-    momentum: float | None = MOMENTUM, warmup_steps: int = 0
-) -> tuple[ChosenGradients, Any, Any]:
-    import gradferry
-
-    model = ChosenGradients(Scenario(WEIGHTS))
-    ddp = DistributedDataParallel(model)
-    state = gradferry.attach(ddp, "exact", momentum=momentum, warmup_steps=warmup_steps)
-    return model, ddp, state
-
-
-def case_groups(make: str, given: dict[str, Any]) -> tuple[list[dict[str, Any]], bool, list[str]]:
-    """The settings of a step, whether those in the optimizer are as before, and what was logged."""
-    import gradferry
-
-    model, _, state = attached()
-    optimizer = getattr(torch.optim, make)(model.parameters(), **given)
-    before = settings(optimizer)
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    log = logging.getLogger("gradferry")
-    level = log.level
-    log.setLevel(logging.INFO)
-    log.addHandler(handler)
-    try:
-        assert gradferry.optim.momentum_mode(optimizer, state) is optimizer
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(level)
-    seen = settings_of_steps(optimizer)
-    optimizer.step()
-    return seen[0], settings(optimizer) == before, said
 
 
 @pytest.mark.torch_core
@@ -93,60 +69,57 @@ def case_groups(make: str, given: dict[str, Any]) -> tuple[list[dict[str, Any]],
         ),
     ],
 )
+@on_ranks(1)
 def test_settings_are_those_for_momentum(
-    worlds: Worlds, make: str, given: dict[str, Any], expected: dict[str, Any]
+    make: str, given: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    (((group,), kept, said),) = worlds(1).run(case_groups, make=make, given=given)
+    """The settings of a step; those in the optimizer stay, and what changes is logged."""
+    model, _, state = attached()
+    optimizer = getattr(torch.optim, make)(model.parameters(), **given)
+    before = settings(optimizer)
+    with logged() as said:
+        assert gradferry.optim.momentum_mode(optimizer, state) is optimizer
+    seen = settings_of_steps(optimizer)
+    optimizer.step()
+    ((group,),) = seen
     for key, value in expected.items():
         # A handful of roundings of fp64, and nothing else, lie between both.
         assert group[key] == pytest.approx(value, rel=1e-14), key
-    assert kept
+    assert settings(optimizer) == before
     rates = group["lr"], given.get("lr", 1e-3)
     assert said == [
         "gradients arrive as momentum: steps have lr=[{}] instead of lr=[{}]".format(*rates)
     ]
 
 
-def case_adamw() -> list[list[np.ndarray]]:
-    import gradferry
-
+@pytest.mark.torch_core
+@on_ranks(1)
+def test_a_training_is_that_of_averages_over_their_own_deviation() -> None:
+    # A world of one sends nothing, so the momentum is exact.
     model, ddp, state = attached()
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False, **SETTINGS)
     gradferry.optim.momentum_mode(optimizer, state)
-    seen = []
+    rate, beta2 = 0.01 * FACTOR, 0.95
+    parameters = [p.detach().reshape(-1).clone() for p in model.parameters()]
+    averages = [np.float32(0) for _ in parameters]
+    squares = [torch.zeros_like(p) for p in parameters]
     for step in range(STEPS):
         optimizer.zero_grad()
         ddp({w.name: w.from_flat(gradient(step, i)) for i, w in enumerate(WEIGHTS)}).backward()
         optimizer.step()
-        seen.append([p.detach().reshape(-1).numpy().copy() for p in model.parameters()])
-    return seen
-
-
-@pytest.mark.torch_core
-def test_a_training_is_that_of_averages_over_their_own_deviation(worlds: Worlds) -> None:
-    # A world of one sends nothing, so the momentum is exact.
-    (seen,) = worlds(1).run(case_adamw)
-    rate, beta2 = 0.01 * FACTOR, 0.95
-    parameters = [
-        p.detach().reshape(-1).clone() for p in ChosenGradients(Scenario(WEIGHTS)).parameters()
-    ]
-    for index, p in enumerate(parameters):
-        average, square = np.float32(0), torch.zeros_like(p)
-        for step in range(STEPS):
+        for index, (p, square) in enumerate(zip(parameters, squares, strict=True)):
             new = np.float32(1 - MOMENTUM) * gradient(step, index)
-            average = new + average * np.float32(MOMENTUM)
-            a = torch.from_numpy(average)
+            averages[index] = new + averages[index] * np.float32(MOMENTUM)
+            a = torch.from_numpy(averages[index])
             square.mul_(beta2).addcmul_(a, a, value=1 - beta2)
             deviation = (square.sqrt() / (1 - beta2 ** (step + 1)) ** 0.5).add_(1e-8)
             p.mul_(1 - rate * (0.1 / FACTOR))
             p.addcdiv_(a, deviation, value=-rate)
-            assert p.numpy().tobytes() == seen[step][index].tobytes(), step
+        assert bits(parameters) == bits(model.parameters()), step
 
 
 def case_top_k() -> list[tuple[list[str], float, float]]:
     """Names, learning rate and decay of every group. One parameter travels as `exact`."""
-    import gradferry
-
     model = ChosenGradients(Scenario(WEIGHTS))
     frozen = nn.Parameter(torch.zeros(3), requires_grad=False)
     ddp = DistributedDataParallel(model)
@@ -183,18 +156,6 @@ def test_parameters_that_arrive_with_less_momentum_step_at_a_rate_of_their_own(
     assert frozen == (["frozen"], 1.0, 0.1)
 
 
-def case_refused(prepare: Callable[[Any, Any], Any], momentum: float | None) -> Outcome:
-    import gradferry
-
-    model, _, state = attached(momentum)
-    optimizer = prepare(model, state)
-
-    def call() -> None:
-        gradferry.optim.momentum_mode(optimizer, state)
-
-    return attempt(call)
-
-
 def adamw(model: nn.Module, state: Any) -> Any:
     return torch.optim.AdamW(model.parameters())
 
@@ -207,67 +168,43 @@ def with_a_stranger(model: nn.Module, state: Any) -> Any:
     return torch.optim.AdamW([*model.parameters(), nn.Parameter(torch.zeros(7))])
 
 
+def sgd(model: nn.Module, state: Any) -> Any:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
 @pytest.mark.parametrize(
-    ("prepare", "momentum", "kind", "text"),
+    ("prepare", "momentum", "warmup_steps", "text"),
     [
-        (adamw, None, "ConfigError", "attach with momentum="),
-        (rmsprop, 0.8, "ConfigError", "not RMSprop: take its own momentum away, and the learning "
-         "rate times 0.333"),
-        (with_a_stranger, 0.8, "ConfigError", "parameter 2 of group 0, of shape (7,), is none that "
-         "the hook reduces"),
+        (adamw, None, 0, "attach with momentum="),
+        (rmsprop, 0.8, 0, "not RMSprop: take its own momentum away, and the learning rate times "
+         "0.333"),
+        (with_a_stranger, 0.8, 0, "parameter 2 of group 0, of shape (7,), is none that the hook "
+         "reduces"),
+        # It would have no momentum there: such trainings ended 7 % to 16 % above.
+        (sgd, 0.8, 7, "warmup_steps=7: so long the hook delivers gradients"),
+        (adamw, 0.8, 7, None),
     ],
 )  # fmt: skip
+@on_ranks(1)
 def test_what_cannot_be_set_up_is_refused(
-    worlds: Worlds, prepare: Callable[[Any, Any], Any], momentum: float | None, kind: str, text: str
+    prepare: Callable[[Any, Any], Any], momentum: float | None, warmup_steps: int, text: str | None
 ) -> None:
-    (outcome,) = worlds(1).run(case_refused, prepare=prepare, momentum=momentum)
-    assert outcome.error == kind
-    assert text in outcome.text
+    model, _, state = attached(momentum, warmup_steps)
+    optimizer = prepare(model, state)
+    outcome = attempt(lambda: gradferry.optim.momentum_mode(optimizer, state))
+    assert outcome.error == (text and "ConfigError")
+    assert (text or "") in outcome.text
 
 
-def case_behind_a_warmup(optimizer_type: Any) -> Outcome:
-    import gradferry
-
-    model, _, state = attached(warmup_steps=7)
-    optimizer = optimizer_type(model.parameters(), lr=0.1)
-    return attempt(lambda: gradferry.optim.momentum_mode(optimizer, state))
-
-
-def test_sgd_behind_a_warmup_is_refused(worlds: Worlds) -> None:
-    """It would have no momentum there: such trainings ended 7 % to 16 % above."""
-    (outcome,) = worlds(1).run(case_behind_a_warmup, optimizer_type=torch.optim.SGD)
-    assert outcome.error == "ConfigError"
-    assert "warmup_steps=7: so long the hook delivers gradients" in outcome.text
-    (outcome,) = worlds(1).run(case_behind_a_warmup, optimizer_type=torch.optim.AdamW)
-    assert outcome.error is None
-
-
-def case_passes_through() -> tuple[float, float]:
-    import gradferry
-
+@on_ranks(1)
+def test_gradients_that_pass_through_keep_their_optimizer() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRADFERRY_DISABLE", "1")
         model, _, state = attached()
     optimizer = gradferry.optim.momentum_mode(adamw(model, state), state)
     seen = settings_of_steps(optimizer)
     optimizer.step()
-    return seen[0][0]["lr"], seen[0][0]["betas"][0]
-
-
-def test_gradients_that_pass_through_keep_their_optimizer(worlds: Worlds) -> None:
-    assert worlds(1).run(case_passes_through) == [(1e-3, 0.9)]
-
-
-def one_cycle(optimizer: torch.optim.Optimizer) -> Any:
-    return lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=STEPS + 1)  # cycles momenta
-
-
-def cyclic(optimizer: torch.optim.Optimizer) -> Any:
-    return lr_scheduler.CyclicLR(optimizer, 0.001, 0.01, step_size_up=2)
-
-
-def cosine(optimizer: torch.optim.Optimizer) -> Any:
-    return lr_scheduler.CosineAnnealingLR(optimizer, STEPS, eta_min=0.001)
+    assert (seen[0][0]["lr"], seen[0][0]["betas"][0]) == (1e-3, 0.9)
 
 
 class ByHand:
@@ -281,10 +218,23 @@ class ByHand:
             group["lr"] = 0.1 if group["lr"] == 0.01 else 0.01
 
 
-def case_scheduled(make: str, schedule: Callable[[Any], Any], early: bool) -> list[Any]:
-    """For every step the settings that the user sees, and those it was made with."""
-    import gradferry
+SCHEDULES = (
+    functools.partial(
+        lr_scheduler.OneCycleLR, max_lr=0.01, total_steps=STEPS + 1
+    ),  # cycles momenta
+    functools.partial(lr_scheduler.CyclicLR, base_lr=0.001, max_lr=0.01, step_size_up=2),
+    functools.partial(lr_scheduler.CosineAnnealingLR, T_max=STEPS, eta_min=0.001),
+    ByHand,
+)
 
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("make", ["AdamW", "SGD"])
+@pytest.mark.parametrize("early", [False, True], ids=["late", "early"])
+@on_ranks(1)
+def test_rates_of_schedules_and_of_later_groups_are_converted_at_every_step(
+    make: str, schedule: Callable[[Any], Any], early: bool
+) -> None:
     model, ddp, state = attached()
     first, bias = model.parameters()
     options = {"momentum": 0.75} if make == "SGD" else {"weight_decay": 0.1}
@@ -304,20 +254,10 @@ def case_scheduled(make: str, schedule: Callable[[Any], Any], early: bool) -> li
             optimizer.step()
             if step < 2 or schedule is ByHand:  # torch's know the groups they began with
                 planned.step()
-    return list(zip(shown, seen, strict=True))
-
-
-@pytest.mark.parametrize("schedule", [one_cycle, cyclic, cosine, ByHand])
-@pytest.mark.parametrize("make", ["AdamW", "SGD"])
-@pytest.mark.parametrize("early", [False, True], ids=["late", "early"])
-def test_rates_of_schedules_and_of_later_groups_are_converted_at_every_step(
-    worlds: Worlds, make: str, schedule: Callable[[Any], Any], early: bool
-) -> None:
-    (pairs,) = worlds(1).run(case_scheduled, make=make, schedule=schedule, early=early)
-    assert [len(shown) for shown, _ in pairs] == [1, 1, *[2] * (STEPS - 2)]
-    assert len({shown[0]["lr"] for shown, _ in pairs}) > 1
-    for shown, stepped in pairs:
-        for mine, used in zip(shown, stepped, strict=True):
+    assert [len(groups) for groups in shown] == [1, 1, *[2] * (STEPS - 2)]
+    assert len({groups[0]["lr"] for groups in shown}) > 1
+    for given, stepped in zip(shown, seen, strict=True):
+        for mine, used in zip(given, stepped, strict=True):
             if make == "SGD":
                 assert mine["momentum"] > 0.7
                 assert used["momentum"] == 0
@@ -333,8 +273,6 @@ def test_rates_of_schedules_and_of_later_groups_are_converted_at_every_step(
 
 @pytest.mark.parametrize("chooses", [False, True])
 def test_a_choice_that_changes_has_the_momentum_of_codecs_that_send_all(chooses: bool) -> None:
-    from gradferry.reduction.momentum import DeliveredMomentum
-
     running = SimpleNamespace(
         index={"weight": 0},
         config=SimpleNamespace(momentum=0.75, chooses=chooses),
@@ -344,16 +282,14 @@ def test_a_choice_that_changes_has_the_momentum_of_codecs_that_send_all(chooses:
     assert DeliveredMomentum(running).momenta() == {"weight": 0.75 if chooses else 0.5}
 
 
-def case_fused(scale: float | None, tensor_rate: bool) -> tuple[list[bytes], Any]:
+def fused_steps(scale: float | None, tensor_rate: bool) -> tuple[list[bytes], Any]:
     """Parameters after steps of torch's fused AdamW, of which the third overflows if scaled."""
-    import gradferry
-
     torch.manual_seed(3)
     model = nn.Linear(40, 30)
     ddp = DistributedDataParallel(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
     options = {"grad_scaler": scaler, "exact_skip": True} if scale else {}
-    state = gradferry.attach(ddp, "exact", momentum=MOMENTUM, **options)
+    state = hooked(ddp, "exact", momentum=MOMENTUM, **options)
     rate = torch.tensor(0.01) if tensor_rate else 0.01
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=rate, weight_decay=0.1, fused=True)
     gradferry.optim.momentum_mode(optimizer, state)
@@ -366,11 +302,150 @@ def case_fused(scale: float | None, tensor_rate: bool) -> tuple[list[bytes], Any
         scaler.update(scale)  # the same: powers of two commute with rounding
     kept = optimizer.param_groups[0]["lr"]
     assert kept is rate
-    return [p.detach().numpy().tobytes() for p in model.parameters()], float(kept)
+    return bits(model.parameters()), float(kept)
 
 
 @pytest.mark.parametrize("tensor_rate", [False, True], ids=["float", "tensor"])
-def test_fused_steps_know_the_scaler(worlds: Worlds, tensor_rate: bool) -> None:
-    world = worlds(1)
-    scaled = world.run(case_fused, scale=2.0**10, tensor_rate=tensor_rate)
-    assert scaled == world.run(case_fused, scale=None, tensor_rate=tensor_rate)
+@on_ranks(1)
+def test_fused_steps_know_the_scaler(tensor_rate: bool) -> None:
+    assert fused_steps(2.0**10, tensor_rate) == fused_steps(None, tensor_rate)
+
+
+THREE_WEIGHTS = (Weight("first", (90, 70)), Weight("bias", (50,)), Weight("second", (64, 60)))
+
+
+def case_ranks_that_differ(optimizers: dict[int, list[list[int]]]) -> list[str]:
+    """The outcome of every step; optimizers: by rank, the indices of each one's parameters."""
+    model = ChosenGradients(Scenario(THREE_WEIGHTS))
+    ddp = DistributedDataParallel(model)
+    state = hooked(ddp, "sign1", momentum=BETAS[0], warmup_steps=2)
+    parameters = list(ddp.parameters())
+    steppers = [
+        OneBitAdam(
+            [{"params": [parameters[i] for i in chosen]}], betas=BETAS, freeze_step=2, state=state
+        )
+        for chosen in optimizers[dist.get_rank()]
+    ]
+    targets = {w.name: torch.ones(w.shape) for w in THREE_WEIGHTS}
+    outcomes = []
+    for _ in range(4):
+        outcome = attempt(lambda: ddp(targets).backward())
+        outcomes.append(f"{outcome.error}: {outcome.text}" if outcome.error else "")
+        if outcome.error:
+            break
+        for stepper in steppers:
+            stepper.step()
+    return outcomes
+
+
+@pytest.mark.parametrize(
+    ("optimizers", "fault"),
+    [
+        ({0: [[0, 1, 2]], 1: [[0, 1, 2]]}, ""),
+        ({0: [[0, 2]], 1: [[0, 2]]}, ""),
+        ({0: [[0], [1, 2]], 1: [[0], [1, 2]]}, ""),
+        ({0: [[0, 1]], 1: [[2]]}, "rank 0 has no OneBitAdam that holds 'second'"),
+        ({0: [[0, 1, 2]], 1: [[]]}, "rank 1 has no OneBitAdam that holds 'first' and 2 more"),
+        ({0: [[0], [1, 2]], 1: [[0]]}, "rank 1 has no OneBitAdam that holds 'bias' and 1 more"),
+        ({0: [], 1: [[1]]}, "rank 0 has no OneBitAdam that holds 'bias'"),
+    ],
+)
+def test_every_rank_must_hold_the_same_momenta(
+    world_of_2: World, optimizers: dict[int, list[list[int]]], fault: str
+) -> None:
+    one, other = world_of_2.run(case_ranks_that_differ, optimizers=optimizers)
+    assert one == other
+    if fault:
+        assert one[0].startswith(f"StateError: {fault}, unlike another rank"), one
+        assert "without ZeroRedundancyOptimizer" in one[0]
+    else:
+        assert one == [""] * 4
+
+
+@pytest.mark.torch_core
+@pytest.mark.parametrize(("native", "built_at"), [(True, 0), (False, 0), (True, 1)])
+def test_a_sharded_optimizer_is_refused_on_all_ranks(
+    world_of_3: World, native: bool, built_at: int
+) -> None:
+    # One parameter for three ranks: two shards are empty.
+    outcomes = world_of_3.run(case_sharded, native=native, built_at=built_at)
+    assert [o.error for o in outcomes] == ["StateError"] * 3
+    assert len({o.text for o in outcomes}) == 1
+    assert "has no OneBitAdam that holds 'weight'" in outcomes[0].text
+
+
+def case_sharded(native: bool, built_at: int) -> Outcome:
+    """The first step after the optimizer was built at which ranks compare."""
+    ddp = DistributedDataParallel(nn.Linear(40, 40, bias=False))
+    state = hooked(ddp, "sign1", native=native, momentum=0.9, warmup_steps=2)
+
+    def backward() -> None:
+        ddp(torch.ones(2, 40)).sum().backward()
+
+    for _ in range(built_at):
+        backward()
+    optimizer = ZeroRedundancyOptimizer(
+        ddp.parameters(), optimizer_class=OneBitAdam, freeze_step=2, state=state
+    )
+    for _ in range(built_at, 2 if built_at else 0):
+        backward()
+        optimizer.step()
+    return attempt(backward)
+
+
+def case_a_rank_that_does_not_step(resumed: bool) -> list[str]:
+    """Rank 1 leaves out its optimizer's step at the freeze; perhaps after a checkpoint."""
+    ddp = DistributedDataParallel(nn.Linear(40, 40))
+    state, optimizer = one_bit_adam(ddp, freeze=3)
+    outcomes = []
+    for step in range(5):
+        if resumed and step == 2:
+            state.load_state_dict(state.state_dict())
+        outcome = attempt(lambda: ddp(torch.ones(2, 40)).sum().backward())
+        outcomes.append(f"{outcome.error}: {outcome.text}" if outcome.error else "")
+        if outcome.error:
+            break
+        if step < 2 or dist.get_rank() == 0:
+            optimizer.step()
+    return outcomes
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_rank_that_hands_over_no_momentum_stops_all(world_of_2: World, resumed: bool) -> None:
+    one, other = world_of_2.run(case_a_rank_that_does_not_step, resumed=resumed)
+    assert one == other
+    assert one[:3] == [""] * 3
+    assert len(one) == 4
+    assert one[3].startswith(
+        "StateError: rank 1 did not hand over, after step 2, the momentum of 'weight' and 1 more"
+    )
+
+
+def pickled(optimizer: Any) -> Any:
+    return pickle.loads(pickle.dumps(optimizer))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, pickled])
+@on_ranks(1)
+def test_a_copied_optimizer_says_that_it_has_no_hook(copied: Callable[[Any], Any]) -> None:
+    ddp = DistributedDataParallel(nn.Linear(40, 40))
+    _, optimizer = one_bit_adam(ddp, freeze=2)
+    ddp(torch.ones(2, 40)).sum().backward()
+    optimizer.step()
+    duplicate = copied(optimizer)
+    for call in (
+        duplicate.step,
+        lambda: duplicate.add_param_group({"params": [nn.Parameter(torch.zeros(3))]}),
+    ):
+        outcome = attempt(call)
+        assert outcome.error == "StateError"
+        assert "a copied or pickled OneBitAdam has no hook" in outcome.text
+        assert "make a new OneBitAdam" in outcome.text
+    saved = duplicate.state_dict()
+    duplicate.load_state_dict(optimizer.state_dict())
+    optimizer.load_state_dict(saved)
+    ddp(torch.ones(2, 40)).sum().backward()
+    optimizer.step()
+    assert repr(duplicate) == repr(optimizer)
+    assert len(duplicate.param_groups) == 1
+    assert optimizer.state[ddp.module.weight]["step"].item() == 2

@@ -1,17 +1,28 @@
-"""Names of parameters without what torch's wrappers put into them, and models inside wrappers."""
+"""Names of parameters, without what torch's wrappers put into them; and of ranks, which are those
+of the world also in a group where they have other ranks.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import json
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
+import gradferry
 import pytest
 import torch
+import torch.distributed as dist
+from gradferry.core import engine
 from gradferry.core.names import plain_name
-from outcomes import attempt
+from on_ranks import on_ranks
+from outcomes import Outcome, attempt
 from sharding import Sharding
+from stepping import flip_last_bit
+from test_connecting import little_patience
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
@@ -46,8 +57,6 @@ RULES = [{"name": "_orig_mod.1.weight", "codec": "q8"}]
 
 
 def case_trained(wrapper: str, rules: list[dict]) -> dict[str, Any]:
-    import gradferry
-
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     ddp = DistributedDataParallel(WRAPPERS[wrapper](model))
@@ -62,8 +71,6 @@ def case_trained(wrapper: str, rules: list[dict]) -> dict[str, Any]:
 
 def case_loaded(wrapper: str, states: list[tuple[dict, str]]) -> list[Any]:
     """By (state, on_resize): the error, if any, and the state that the hook has then."""
-    import gradferry
-
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     ddp = DistributedDataParallel(WRAPPERS[wrapper](model))
     seen = []
@@ -93,21 +100,11 @@ def test_states_and_rules_know_parameters_by_their_plain_names(world_of_2: World
     merged = {**saved, **seen["compiled"][1]["saved"]}
     earlier = renamed(merged, lambda name: f"_orig_mod.{name}")
     other = renamed(merged, lambda name: f"other.{name}")
-    bigger = {**other, "layout": other["layout"].replace("64, 64", "64, 65")}
-    states = [
-        (merged, "strict"),
-        (earlier, "strict"),
-        (other, "strict"),
-        (other, "drop"),
-        (bigger, "drop"),
-    ]
+    states = [(merged, "strict"), (earlier, "strict"), (other, "strict"), (other, "drop")]
     for rank, answers in enumerate(world_of_2.run(case_loaded, wrapper="plain", states=states)):
-        errors = [outcome.error for outcome, _ in answers]
-        assert errors == [None, None, "StateError", None, "StateError"]
+        assert [outcome.error for outcome, _ in answers] == [None, None, "StateError", None]
         assert "parameter 0 (0.weight) has name 'other.0.weight'" in answers[2][0].text
-        assert "parameter 0 (0.weight) has shape [64, 65]" in answers[4][0].text
-        for outcome, state in answers[:2]:
-            assert outcome.error is None
+        for _, state in answers[:2]:
             for kind in ("worker", "owner"):
                 assert torch.equal(state[f"slot_{rank}"][kind], merged[f"slot_{rank}"][kind])
         dropped = answers[3][1]
@@ -116,7 +113,7 @@ def test_states_and_rules_know_parameters_by_their_plain_names(world_of_2: World
 
 
 class FabricModule(nn.Module):
-    """As Lightning Fabric wraps what its strategy has wrapped."""
+    """Lightning Fabric wraps what its strategy has wrapped like this."""
 
     def __init__(self, forward_module: nn.Module, original_module: nn.Module) -> None:
         super().__init__()
@@ -127,13 +124,8 @@ class FabricModule(nn.Module):
         return self._forward_module(*args)
 
 
-def note_names(make: Callable[[], Any], names: list[str]) -> None:
-    names.extend(p.name for p in make().parameters)
-
-
-def case_wrapped_again() -> list[Any]:
-    import gradferry
-
+@on_ranks()
+def test_attach_finds_the_model_that_a_wrapper_holds() -> None:
     model = nn.Linear(64, 64)
 
     def ddp() -> DistributedDataParallel:
@@ -150,31 +142,19 @@ def case_wrapped_again() -> list[Any]:
         lambda: gradferry.attach(FabricModule(compiled(ddp()), model), "q4"),
         lambda: gradferry.HookState("q4", compiled(ddp())),
         lambda: bind(FabricModule(ddp(), model)),
-        lambda: gradferry.attach(compiled(model), "q4"),
     ]
-    seen = []
     for make in makers:
-        names: list[str] = []
-        seen.append((attempt(functools.partial(note_names, make, names)), names))
+        assert [p.name for p in make().parameters] == ["weight", "bias"]
+    refused = attempt(lambda: gradferry.attach(compiled(model), "q4"))
+    assert refused.error == "ConfigError"
+    assert "must be a DistributedDataParallel, not Linear" in refused.text
     fabric = FabricModule(ddp(), model)
     state = gradferry.attach(fabric, "q4")
     fabric(torch.ones(2, 64)).sum().backward()
-    return [*seen, state.stats()["steps"]]
-
-
-def test_attach_finds_the_model_that_a_wrapper_holds(world_of_2: World) -> None:
-    for *wrapped, (refused, _), steps in world_of_2.run(case_wrapped_again):
-        assert [(outcome.error, names) for outcome, names in wrapped] == [
-            (None, ["weight", "bias"])
-        ] * 5
-        assert refused.error == "ConfigError"
-        assert "must be a DistributedDataParallel, not Linear" in refused.text
-        assert steps == 1
+    assert state.stats()["steps"] == 1
 
 
 def case_sharded(wrapped: bool) -> dict[str, Any]:
-    import gradferry
-
     sharding = Sharding(2, 1)
     mesh = sharding.mesh()
     model = sharding.model(mesh["shard"])
@@ -188,3 +168,108 @@ def test_shards_have_plain_names_as_well(world_of_2: World) -> None:
     for one, other in zip(plain, wrapped, strict=True):
         assert one["names"] == other["names"]
         assert one["saved"]["shard_0_of_1"]["layout"] == other["saved"]["shard_0_of_1"]["layout"]
+
+
+GROUP = [1, 2]  # of a world of three; in the group these are ranks 0 and 1
+
+
+def named() -> dict[str, torch.Tensor]:
+    return {"a": torch.zeros(40, 50), "b": torch.zeros(70, 30)}
+
+
+def reducer(group: Any, codec: str = "q4", **options: Any) -> Any:
+    return gradferry.Reducer(named(), codec, group, **options)
+
+
+def other_codec(group: Any, second: bool) -> Outcome:
+    return attempt(lambda: reducer(group, "q8" if second else "q4"))
+
+
+def bad_codec(group: Any, second: bool) -> Outcome:
+    return attempt(lambda: reducer(group, "q5" if second else "q4"))
+
+
+def stays_away(group: Any, second: bool) -> Outcome:
+    with little_patience():
+        return attempt(lambda: None if second else reducer(group))
+
+
+def cannot_connect(group: Any, second: bool) -> Outcome:
+
+    from gradferry.errors import PeerError
+
+    error = PeerError("cannot connect to the other ranks: too many open files")
+    broken = mock.patch.object(engine, "make_lanes", side_effect=error)
+    with broken if second else contextlib.nullcontext(), little_patience():
+        return attempt(lambda: reducer(group))
+
+
+def bad_tensors(group: Any, second: bool) -> Outcome:
+    made = reducer(group)
+    given = {"a": torch.zeros(3)} if second else named()
+    return attempt(lambda: made.all_reduce(given))
+
+
+def lets_go(group: Any, second: bool) -> Outcome:
+    made = reducer(group)
+    made.all_reduce()
+    if second:
+        del made
+        gc.collect()
+        outcome = attempt(lambda: None)
+    else:
+        outcome = attempt(made.all_reduce)
+    dist.barrier(group)
+    return outcome
+
+
+def other_step(group: Any, second: bool) -> Outcome:
+    made = reducer(group)
+    state = made.state_dict()
+    if second:
+        made.load_state_dict({**state, "steps": 5})
+    return attempt(made.all_reduce)
+
+
+def diverged(group: Any, second: bool) -> Outcome:
+    model = torch.nn.Linear(40, 50)
+    ddp = DistributedDataParallel(model, process_group=group)
+    gradferry.attach(ddp, "q4", check_every=1)
+    ddp(torch.ones(1, 40)).sum().backward()
+    if second:
+        flip_last_bit(model.weight)
+    return attempt(lambda: ddp(torch.ones(1, 40)).sum().backward())
+
+
+# By case: what the errors of the group's ranks contain.
+CASES: dict[Callable[[Any, bool], Outcome], tuple[str, str]] = {
+    other_codec: ("rank 2 differs from rank 1 in codec",) * 2,
+    bad_codec: ("rank 2: codec 'q5'", "codec 'q5'"),
+    stays_away: ("rank 2 did not come to make a Reducer", ""),
+    cannot_connect: ("rank 2: cannot connect to the other ranks: too many open files",) * 2,
+    bad_tensors: ("rank 2: the tensors lack 'b'", "the tensors lack 'b'"),
+    lets_go: ("rank 1 lost contact with rank 2 (step 1", ""),
+    other_step: ("rank 1 refused a message from rank 2 (step 0",) * 2,
+    diverged: ("parameter 'weight' of rank 2 differs from that of rank 1 at step 1",) * 2,
+}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+@on_ranks(3)
+def test_errors_name_ranks_of_the_world(case: Callable[[Any, bool], Outcome]) -> None:
+    group, rank = dist.new_group(GROUP), dist.get_rank()
+    if rank in GROUP:
+        second = rank == GROUP[1]
+        text, outcome = CASES[case][second], case(group, second)
+        assert text in outcome.text, outcome
+        assert (outcome.error is None) == (text == "")
+    dist.barrier()
+
+
+@on_ranks(3)
+def test_text_of_a_state_says_which_ranks_of_the_world_the_group_has() -> None:
+    group, rank = dist.new_group(GROUP), dist.get_rank()
+    if rank in GROUP:
+        text = str(reducer(group))
+        assert f"rank {rank - 1} of 2, " in text
+        assert "(ranks 1 and 2 of the world)" in text

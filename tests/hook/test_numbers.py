@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import gc
+import dataclasses
+import math
 import re
 import time
-import weakref
 from pathlib import Path
 from typing import Any
 
+import gradferry
 import pytest
 import torch
-import torch.distributed as dist
 from gradferry.ddp.state import bound_to
-from gradferry.errors import ConfigError
+from on_ranks import on_ranks
 from outcomes import attempt
-from scenario import Run, Scenario, Weight
+from scenario import Run, Scenario, Weight, hooked
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from world import World
@@ -51,8 +51,8 @@ def case_run(scenario: Scenario, steps: int) -> dict[str, Any]:
 @pytest.mark.torch_core
 @pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
 def test_times_are_those_of_the_parts(world_of_2: World, native: bool) -> None:
-    scenario = Scenario(WEIGHTS, native=native, ddp={"bucket_cap_mb": 0.02})
-    for answer in world_of_2.run(case_run, scenario=scenario, steps=5):
+    scenario = dataclasses.replace(SCENARIO, native=native)
+    for answer in world_of_2.run(case_run, scenario=scenario, steps=7):
         stats, events = answer["stats"], answer["events"]
         assert len(events) == stats["buckets"] > 5
         for key in ("chunks", "gradient_bytes"):
@@ -65,10 +65,13 @@ def test_times_are_those_of_the_parts(world_of_2: World, native: bool) -> None:
         assert stats["encode_ms"] < answer["wall_ms"]
         assert sum(stats[key] for key in TIMES[1:]) < answer["wall_ms"]
         assert stats["encode_ms"] < stats["exposed_ms"] < answer["wall_ms"]
+        # The training thread was held up inside the hook, and after its last return.
+        assert nanoseconds(stats["exposed_ms"]) == exposed_of(events)
 
 
-def test_events_are_in_order_and_the_last_256(world_of_2: World) -> None:
-    answer = world_of_2.run(case_run, scenario=SCENARIO, steps=150)[0]
+@on_ranks()
+def test_events_are_in_order_and_the_last_256() -> None:
+    answer = case_run(SCENARIO, steps=130)
     events = answer["events"]
     assert answer["stats"]["buckets"] > len(events) == 256
     last = answer["stats"]["buckets"] - 1
@@ -79,7 +82,7 @@ def test_events_are_in_order_and_the_last_256(world_of_2: World) -> None:
         assert event["begin_ms"] < event["complete_ms"] < answer["ended_ms"]
         assert event["encode_ms"] <= event["encoded_ms"] - event["begin_ms"]
     assert [e["begin_ms"] for e in events] == sorted(e["begin_ms"] for e in events)
-    assert events[-1]["step"] == 149
+    assert events[-1]["step"] == 129
 
 
 def nanoseconds(milliseconds: float) -> int:
@@ -98,41 +101,24 @@ def exposed_of(events: list[dict[str, Any]]) -> int:
     return total
 
 
-def test_exposed_is_what_the_training_thread_was_held_up(world_of_2: World) -> None:
-    for answer in world_of_2.run(case_run, scenario=SCENARIO, steps=7):
-        assert nanoseconds(answer["stats"]["exposed_ms"]) == exposed_of(answer["events"])
-
-
-def case_residuals(codec: str, error_feedback: str, shape: tuple[int, int]) -> dict[str, Any]:
-    weight = Weight("matrix", shape)
-    run = Run(Scenario((weight,), codec=codec, error_feedback=error_feedback))
+@pytest.mark.parametrize(("codec", "mode"), [("sign1", "both"), ("q4", "owner"), ("q4", "none")])
+@on_ranks()
+def test_residual_ratio_is_that_of_norms(codec: str, mode: str) -> None:
+    # Two tiles of equal size: rank 0 owns the first, rank 1 the second.
+    run = Run(Scenario((Weight("matrix", (2, 4096)),), codec=codec, error_feedback=mode))
     for step in range(3):
         average = run.step(step)[0]
-    local = run.scenario.gradient(2, 0, dist.get_rank(), 0)
+    local = torch.from_numpy(run.scenario.gradient(2, 0, run.rank, 0)).double()
     _, worker, owner, *_ = bound_to(run.state).running.engine.state()
-    return {
-        "stats": run.state.stats(),
-        "local": float(torch.from_numpy(local).double().norm()),
-        "average": torch.from_numpy(average).double(),
-        "worker": float(worker.double().norm()),
-        "owner": float(owner.double().norm()),
-    }
-
-
-@pytest.mark.parametrize(("codec", "mode"), [("sign1", "both"), ("q4", "owner"), ("q4", "none")])
-def test_residual_ratio_is_that_of_norms(world_of_2: World, codec: str, mode: str) -> None:
-    # Two tiles of equal size: rank 0 owns the first, rank 1 the second.
-    answers = world_of_2.run(case_residuals, codec=codec, error_feedback=mode, shape=(2, 4096))
-    for rank, answer in enumerate(answers):
-        stats = answer["stats"]
-        owned = float(answer["average"].view(2, 4096)[rank].norm())
-        # Sums of 8192 squares in double precision, in another order: 8192 * 2^-53.
-        worker = answer["worker"] / answer["local"]
-        owner = answer["owner"] / owned
-        assert stats["worker_residual_ratio"] == pytest.approx(worker, rel=1e-12)
-        assert stats["owner_residual_ratio"] == pytest.approx(owner, rel=1e-12)
-        assert (worker > 0) == (mode == "both")
-        assert (owner > 0) == (mode != "none")
+    stats = run.state.stats()
+    owned = torch.from_numpy(average).double().view(2, 4096)[run.rank]
+    # Sums of 8192 squares in double precision, in another order: 8192 * 2^-53.
+    of_worker = float(worker.double().norm() / local.norm())
+    of_owner = float(owner.double().norm() / owned.norm())
+    assert stats["worker_residual_ratio"] == pytest.approx(of_worker, rel=1e-12)
+    assert stats["owner_residual_ratio"] == pytest.approx(of_owner, rel=1e-12)
+    assert (of_worker > 0) == (mode == "both")
+    assert (of_owner > 0) == (mode != "none")
 
 
 class Sparse(nn.Module):
@@ -145,15 +131,13 @@ class Sparse(nn.Module):
         return self.linear(self.embedding(ids)).sum()
 
 
-def case_on_step(codec: str, native: bool) -> dict[str, Any]:
-    import gradferry
-
+@pytest.mark.torch_core
+@pytest.mark.parametrize("codec", ["q4", "off"])
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+@on_ranks()
+def test_on_step_gets_the_numbers_of_each_step(codec: str, native: bool) -> None:
     ddp = DistributedDataParallel(Sparse())
-    if native:
-        state = gradferry.attach(ddp, codec)
-    else:
-        state = gradferry.HookState(codec, ddp)
-        ddp.register_comm_hook(state, gradferry.hook)
+    state = hooked(ddp, codec, native=native)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     rows: list[dict[str, Any]] = []
     handle = state.on_step(rows.append)
@@ -169,82 +153,39 @@ def case_on_step(codec: str, native: bool) -> dict[str, Any]:
     handle.remove()
     ddp(torch.tensor([1, 2])).backward()
     optimizer.step()
-    return {"rows": rows, "stats": stats}
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert stats["steps"] == 3  # passes under no_sync() are none
+    for row in rows:
+        assert set(row) == STEP_KEYS
+        # The sparse embedding is a bucket of its own, which passes through.
+        assert row["fallbacks"] == (1 if codec == "q4" else 2)
+        assert row["buckets"] == (1 if codec == "q4" else 0)
+        # The ring of two ranks sends as many bytes as the gradients have.
+        sent = row["wire_bytes"]
+        assert row["ratio"] == (row["gradient_bytes"] / sent if codec == "q4" else 0)
+    for key in STEP_KEYS - {"step", "ratio"}:
+        if not key.endswith("ratio"):
+            total = sum(row[key] for row in rows)
+            assert total == pytest.approx(stats[key], rel=1e-9), key
+
+
+def case_error(name: str) -> list[tuple[str, str]]:
+    poison = {(2, 0, name): math.nan if name == "bias" else 1e39}
+    run = Run(Scenario(WEIGHTS, world_size=3, options={"nonfinite": "raise"}, poison=poison))
+    outcomes = [attempt(lambda step=step: run.step(step)) for step in range(4)]
+    return [(outcome.error, outcome.text) for outcome in outcomes if outcome.error]
 
 
 @pytest.mark.torch_core
-@pytest.mark.parametrize("codec", ["q4", "off"])
-@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
-def test_on_step_gets_the_numbers_of_each_step(world_of_2: World, codec: str, native: bool) -> None:
-    for answer in world_of_2.run(case_on_step, codec=codec, native=native):
-        rows, stats = answer["rows"], answer["stats"]
-        assert [row["step"] for row in rows] == [0, 1, 2]
-        for row in rows:
-            assert set(row) == STEP_KEYS
-            # The sparse embedding is a bucket of its own, which passes through.
-            assert row["fallbacks"] == (1 if codec == "q4" else 2)
-            assert row["buckets"] == (1 if codec == "q4" else 0)
-            # The ring of two ranks sends as many bytes as the gradients have.
-            sent = row["wire_bytes"]
-            assert row["ratio"] == (row["gradient_bytes"] / sent if codec == "q4" else 0)
-        for key in STEP_KEYS - {"step", "ratio"}:
-            if not key.endswith("ratio"):
-                total = sum(row[key] for row in rows)
-                assert total == pytest.approx(stats[key], rel=1e-9), key
-
-
-def case_wrong_callback() -> str:
-    with pytest.raises(ConfigError) as caught:
-        Run(SCENARIO).state.on_step(3)
-    return str(caught.value)
-
-
-def test_what_cannot_be_called_is_refused(world_of_2: World) -> None:
-    assert "on_step(3): pass a function" in world_of_2.run(case_wrong_callback)[0]
-
-
-def case_callbacks_end_with_the_state() -> list[object]:
-    run = Run(SCENARIO)
-    rows: list[Any] = []
-    callbacks = [lambda row: rows.append(row), lambda row: rows.append(row)]
-    for callback in callbacks:
-        run.state.on_step(callback)
-    optimizer = torch.optim.SGD(run.model.parameters(), lr=0.0)
-    run.step(0)
-    optimizer.step()
-    del run
-    gc.collect()
-    optimizer.step()
-    alive = [weakref.ref(callback) for callback in callbacks]
-    callbacks.clear()
-    del callback
-    gc.collect()
-    return [len(rows), *(each() for each in alive)]
-
-
-def test_callbacks_end_with_the_state(world_of_2: World) -> None:
-    assert world_of_2.run(case_callbacks_end_with_the_state) == [[2, None, None]] * 2
-
-
-def case_error() -> list[tuple[str, str]]:
-    run = Run(Scenario(WEIGHTS, options={"nonfinite": "raise"}, poison={(2, 0, "first"): 1e39}))
-    outcomes = []
-    for step in (0, 1, 2, 3):
-        outcome = attempt(lambda step=step: run.step(step))
-        if outcome.error:
-            outcomes.append((outcome.error, outcome.text))
-    return outcomes
-
-
-@pytest.mark.torch_core
-def test_every_error_ends_with_the_last_buckets(world_of_2: World) -> None:
-    answers = world_of_2.run(case_error)
+@pytest.mark.parametrize("name", ["first", "bias"])
+def test_every_error_ends_with_the_last_buckets(world_of_3: World, name: str) -> None:
+    answers = world_of_3.run(case_error, name=name)
     for rank, outcomes in enumerate(answers):
         assert [error for error, _ in outcomes] == ["StateError"] * 2
         # The same error for ever, and the same first line on all ranks.
         assert outcomes[0] == outcomes[1]
         first, *lines = outcomes[0][1].splitlines()
-        assert "'first' is not finite at step 2" in first
+        assert f"the averaged gradient of '{name}' is not finite at step 2" in first
         assert first == answers[0][0][1].splitlines()[0]
         assert "delete this DistributedDataParallel" in lines[0]
         assert lines[1].startswith(f"last buckets of rank {rank}")
@@ -255,49 +196,24 @@ def test_every_error_ends_with_the_last_buckets(world_of_2: World) -> None:
         assert len({line.partition(":")[0] for line in events}) == len(events)
 
 
-def case_profiled(native: bool) -> dict[str, int]:
-    run = Run(Scenario(WEIGHTS, native=native, ddp={"bucket_cap_mb": 0.02}))
+@pytest.mark.torch_core
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+@on_ranks()
+def test_profiler_shows_every_part_by_its_name(native: bool) -> None:
+    run = Run(dataclasses.replace(SCENARIO, native=native))
     run.step(0)
     before = run.state.stats()["chunks"]
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         run.step(1)
     counts = {event.key: event.count for event in profile.key_averages()}
-    counts["chunks"] = run.state.stats()["chunks"] - before
-    run.step(2)
-    return counts
-
-
-@pytest.mark.torch_core
-@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
-def test_profiler_shows_every_part_by_its_name(world_of_2: World, native: bool) -> None:
-    for counts in world_of_2.run(case_profiled, native=native):
-        for name in ("encode", "reduce", "decode"):
-            assert counts[f"gradferry::{name}"] == counts["chunks"]
-        # For every chunk both exchanges, and one commit per bucket: here a chunk is a bucket.
-        assert counts["gradferry::network"] == 3 * counts["chunks"]
-
-
-def case_twenty_steps() -> tuple[int, int, list[int]]:
-    run = Run(SCENARIO)
-    seen: list[int] = []
-    run.state.on_step(lambda row: seen.append(row["step"]))
-    before = run.state.stats()["steps"]
-    optimizer = torch.optim.SGD(run.model.parameters(), lr=0.0)
-    for step in range(20):
-        run.step(step)
-        optimizer.step()
-    return before, run.state.stats()["steps"], seen
-
-
-def test_steps_are_those_that_were_taken_and_rows_count_from_zero(world_of_2: World) -> None:
-    for before, after, seen in world_of_2.run(case_twenty_steps):
-        assert (before, after) == (0, 20)
-        assert seen == list(range(20))
+    chunks = run.state.stats()["chunks"] - before
+    for name in ("encode", "reduce", "decode"):
+        assert counts[f"gradferry::{name}"] == chunks
+    # For every chunk both exchanges, and one commit per bucket: here a chunk is a bucket.
+    assert counts["gradferry::network"] == 3 * chunks
 
 
 def test_unbound_state_has_no_numbers() -> None:
-    import gradferry
-
     state = gradferry.HookState("q4")
     for call in (state.stats, state.events, lambda: state.on_step(print)):
         with pytest.raises(gradferry.StateError, match="not bound"):

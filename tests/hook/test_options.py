@@ -1,27 +1,40 @@
-"""What the options of attach() change, and what frameworks around DDP do to the hook."""
+"""What the options of attach() change, and what is kept of an encoding by default; what a process
+may have set: another default dtype or device, inference mode, and TORCH_DISTRIBUTED_DEBUG=DETAIL,
+in which torch wraps every process group.
+"""
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import dataclasses
 import inspect
 import itertools
 import os
 import re
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import gradferry
 import numpy as np
 import pytest
+import scenario as scenarios
 import torch
 import torch.distributed as dist
+from gradferry import _native
+from gradferry.checkpoint import merge
 from gradferry.core.options import DEFAULTS, Options
+from on_ranks import on_ranks
 from outcomes import Outcome, attempt
-from reference import ReferenceEngine
-from scenario import Run, Scenario, Weight, assert_same_parameters, expected_gradients, train
+from scenario import Run, Scenario, Weight, assert_all_bit_equal, hooked, train_all
+from stepping import slot
+from test_auto import RHT3, timed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from world import World
+from world import COLLECTIVE_SECONDS, World
 
 WEIGHTS = (Weight("first", (90, 70)), Weight("bias", (50,)), Weight("second", (120, 60)))
 SCENARIO = Scenario(WEIGHTS, 2, error_feedback="both", ddp={"bucket_cap_mb": 0.02})
@@ -60,22 +73,19 @@ def test_every_way_in_shows_the_same_options(
     assert "**options" not in way_in.__doc__
 
 
-def case_unknown_option() -> list[Outcome]:
+@on_ranks()
+def test_an_option_that_does_not_exist_is_one_error_on_all_ranks() -> None:
     ddp = DistributedDataParallel(nn.Linear(40, 40))
     mine = {"momentun": 0.9} if dist.get_rank() == 0 else {}
-    return [
-        attempt(lambda: gradferry.attach(ddp, "q4", **mine)),
-        attempt(lambda: gradferry.Reducer([("a", torch.zeros(2000))], **mine)),
-        attempt(lambda: gradferry.HookState("q4", momentun=0.9)),
-    ]
-
-
-def test_an_option_that_does_not_exist_is_one_error_on_all_ranks(world_of_2: World) -> None:
-    for attached, reducer, unbound in world_of_2.run(case_unknown_option):
-        for outcome in (attached, reducer, unbound):
-            assert outcome.error == "ConfigError"
-            assert "there is no option 'momentun' here; the options are rules, " in outcome.text
-            assert outcome.text.endswith("; did you mean 'momentum'?")
+    for make in (
+        lambda: gradferry.attach(ddp, "q4", **mine),
+        lambda: gradferry.Reducer([("a", torch.zeros(2000))], **mine),
+        lambda: gradferry.HookState("q4", momentun=0.9),
+    ):
+        outcome = attempt(make)
+        assert outcome.error == "ConfigError"
+        assert "there is no option 'momentun' here; the options are rules, " in outcome.text
+        assert outcome.text.endswith("; did you mean 'momentum'?")
 
 
 def same(left: list[list[np.ndarray]], right: list[list[np.ndarray]]) -> bool:
@@ -86,69 +96,39 @@ def same(left: list[list[np.ndarray]], right: list[list[np.ndarray]]) -> bool:
     )
 
 
-def case_passes_through(scenario: Scenario, environment: dict[str, str]) -> dict[str, Any]:
-    """The hook's gradients, and those of plain DDP on the same buckets."""
-    with mock.patch.dict(os.environ, environment):
-        run = Run(scenario)
-    hooked = [run.step(step) for step in range(scenario.steps)]
-    with mock.patch("scenario.attach"):
-        plain = Run(scenario)
-    return {
-        "equal": same(hooked, [plain.step(step) for step in range(scenario.steps)]),
-        "stats": run.state.stats(),
-        "text": str(run.state),
-    }
-
-
 @pytest.mark.torch_core
 @pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
-def test_disabled_hook_gives_what_plain_ddp_gives(world_of_2: World, native: bool) -> None:
-    scenario = dataclasses.replace(SCENARIO, native=native)
-    for answer in world_of_2.run(
-        case_passes_through, scenario=scenario, environment={"GRADFERRY_DISABLE": "1"}
-    ):
-        assert answer["equal"]
-        assert answer["stats"]["wire_bytes"] == 0
-        assert "passes through (GRADFERRY_DISABLE=1)" in answer["text"]
-
-
-@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
-def test_codec_off_gives_what_plain_ddp_gives(world_of_2: World, native: bool) -> None:
-    scenario = dataclasses.replace(SCENARIO, native=native, codec="off")
-    for answer in world_of_2.run(case_passes_through, scenario=scenario, environment={}):
-        assert answer["equal"]
-        assert "passes through (codec 'off')" in answer["text"]
+@pytest.mark.parametrize(
+    ("codec", "environment", "why"),
+    [
+        ("q4", {"GRADFERRY_DISABLE": "1"}, "GRADFERRY_DISABLE=1"),
+        ("auto", {"GRADFERRY_DISABLE": "1"}, "GRADFERRY_DISABLE=1"),
+        ("off", {}, "codec 'off'"),
+    ],
+    ids=["disabled", "auto disabled", "off"],
+)
+@on_ranks()
+def test_hook_that_passes_through_gives_what_plain_ddp_gives(
+    codec: str, environment: dict[str, str], why: str, native: bool
+) -> None:
+    """On the same buckets."""
+    scenario = dataclasses.replace(SCENARIO, native=native, codec=codec)
+    with mock.patch.dict(os.environ, environment):
+        run = Run(scenario)
+    gradients = [run.step(step) for step in range(scenario.steps)]
+    with mock.patch("scenario.attach"):
+        plain = Run(scenario)
+    assert same(gradients, [plain.step(step) for step in range(scenario.steps)])
+    stats = run.state.stats()
+    if environment:
+        assert stats["wire_bytes"] == 0
+    if codec == "auto":
+        assert stats["choice"] == {"codec": "off", "exchange": "flat", "reason": why}
+    assert f"passes through ({why})" in str(run.state)
 
 
 # Looked up on two ranks.
-ROWS = {
-    "all": ([1, 2, 2], [1, 2, 3]),
-    "one rank": ([1, 2, 2], []),
-    "none": ([], []),
-}
-
-
-def case_sparse(native: bool) -> dict[str, dict[str, Any]]:
-    return {name: sparse_steps(native, rows[dist.get_rank()]) for name, rows in ROWS.items()}
-
-
-def sparse_steps(native: bool, rows: list[int]) -> dict[str, Any]:
-    import gradferry
-
-    model = nn.ModuleDict({"table": nn.Embedding(50, 40, sparse=True), "out": nn.Linear(40, 60)})
-    plain = nn.Embedding(50, 40, sparse=True)
-    plain.load_state_dict(model["table"].state_dict())
-    ddp = DistributedDataParallel(_Lookup(model))
-    if native:
-        state = gradferry.attach(ddp)
-    else:
-        state = gradferry.HookState("q4", ddp)
-        ddp.register_comm_hook(state, gradferry.hook)
-    for _ in range(3):
-        ddp.zero_grad()
-        ddp(torch.tensor(rows, dtype=torch.int64)).sum().backward()
-    gradient = model["table"].weight.grad
-    return {"sparse": gradient.is_sparse, "dense": gradient.to_dense(), "stats": state.stats()}
+ROWS = {"all": ([1, 2, 2], [1, 2, 3]), "one rank": ([1, 2, 2], []), "none": ([], [])}
 
 
 class _Lookup(nn.Module):
@@ -161,129 +141,252 @@ class _Lookup(nn.Module):
 
 
 @pytest.mark.torch_core
+@pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
-def test_sparse_gradients_pass_through_averaged(world_of_2: World, native: bool) -> None:
-    for answer in world_of_2.run(case_sparse, native=native):
-        for name, rows in ROWS.items():
-            expected = torch.zeros(50, 40)
-            for row in itertools.chain(*rows):
-                expected[row] += 0.5  # halves are exact
-            assert answer[name]["sparse"]
-            assert torch.equal(answer[name]["dense"], expected), name
-            assert answer[name]["stats"]["buckets"] > 0  # the dense ones were compressed
+@on_ranks()
+def test_sparse_gradients_pass_through_averaged(native: bool, rows: str) -> None:
+    model = nn.ModuleDict({"table": nn.Embedding(50, 40, sparse=True), "out": nn.Linear(40, 60)})
+    ddp = DistributedDataParallel(_Lookup(model))
+    state = hooked(ddp, native=native)
+    for _ in range(3):
+        ddp.zero_grad()
+        ddp(torch.tensor(ROWS[rows][dist.get_rank()], dtype=torch.int64)).sum().backward()
+    expected = torch.zeros(50, 40)
+    for row in itertools.chain(*ROWS[rows]):
+        expected[row] += 0.5  # halves are exact
+    gradient = model["table"].weight.grad
+    assert gradient.is_sparse
+    assert torch.equal(gradient.to_dense(), expected)
+    assert state.stats()["buckets"] > 0  # the dense ones were compressed
 
 
-def test_warmup_steps_are_exact_and_leave_residuals_alone(world_of_2: World) -> None:
-    scenario = dataclasses.replace(SCENARIO, steps=5, options={"warmup_steps": 2})
-    dense = expected_gradients(dataclasses.replace(scenario, codec="exact"))
-    engine = ReferenceEngine(2, [w.describe() for w in WEIGHTS], "q4", "both")
-    count = range(len(WEIGHTS))
-    expected = dense[:2] + [
-        engine.step([[scenario.accumulated(s, r, i) for i in count] for r in range(2)])
-        for s in range(2, 5)
-    ]
-    answers = world_of_2.run(train, scenario=scenario)
-    for rank, answer in enumerate(answers):
-        assert same(answer["gradients"], [step[rank] for step in expected])
-    assert_same_parameters(answers)
+SIDE = 64
 
 
-def case_nonfinite(scenario: Scenario) -> list[str]:
-    import gradferry
+# By codec, whether workers and owners keep what it withholds when nobody says.
+KEPT = {
+    "exact": (False, False),
+    "bf16": (False, True),
+    "q8": (False, True),
+    "q4": (True, True),
+    "rht:bits=4": (True, True),
+    "rht:bits=2": (True, True),
+    "sign1": (True, True),
+    "topk:ratio=0.01": (True, True),
+}
 
-    run = Run(scenario)
-    texts = []
-    for step in range(3):
-        try:
-            run.step(step)
-            texts.append("")
-        except gradferry.StateError as error:
-            texts.append(str(error).splitlines()[0])
-    return texts
+
+def case_residual_elements() -> dict[str, tuple[int, int]]:
+    found = {}
+    for codec in KEPT:
+        held = slot(hooked(DistributedDataParallel(nn.Linear(SIDE, SIDE, bias=False)), codec))
+        found[codec] = held["worker"].numel(), held["owner"].numel()
+    return found
 
 
-@pytest.mark.parametrize("name", ["second", "bias"])
-def test_nonfinite_raise_names_the_parameter_on_all_ranks(world_of_3: World, name: str) -> None:
-    scenario = dataclasses.replace(
-        SCENARIO,
-        world_size=3,
-        options={"nonfinite": "raise"},
-        poison={(1, 2, name): float("nan")},
+def test_below_8_bits_both_residuals_are_kept(world_of_2: World) -> None:
+    one, other = world_of_2.run(case_residual_elements)
+    for codec, (worker, owner) in KEPT.items():
+        # There is one tile: every rank has the worker's, one the owner's.
+        assert one[codec][0] == other[codec][0] == SIDE * SIDE * worker
+        assert sorted([one[codec][1], other[codec][1]]) == [0, SIDE * SIDE * owner]
+
+
+PACKAGE = Path(gradferry.__file__).parent
+# What runs in a user's process, where it may have set a default: not our own command lines.
+IN_A_USERS_PROCESS = ("*.py", "core/*.py", "reduction/*.py", "ddp/*.py")
+FACTORIES = {"arange", "empty", "full", "ones", "rand", "randn", "scalar_tensor", "tensor", "zeros"}
+
+
+@contextlib.contextmanager
+def other_defaults(dtype: torch.dtype, device: str) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+OTHER_DEFAULTS = pytest.mark.parametrize(
+    ("dtype", "device_type"),
+    [(torch.bfloat16, "cpu"), (torch.float32, "meta")],
+    ids=["bfloat16", "meta"],
+)
+
+
+@OTHER_DEFAULTS
+@on_ranks()
+def test_state_of_another_world_size_loads_under_other_defaults(
+    dtype: torch.dtype, device_type: str
+) -> None:
+    """It loads as it does without such defaults."""
+    run = Run(SCENARIO)
+    run.step(0)
+    states: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(states, run.state.state_dict())
+    nothing = {"owner": torch.zeros(0), "owner_tiles": torch.zeros(0, dtype=torch.int64)}
+    worker = torch.zeros_like(states[0]["slot_0"]["worker"])
+    # A state of three ranks, the last of which withheld nothing.
+    merged = {**merge(states), "world_size": 3, "slot_2": {"worker": worker, **nothing}}
+    slots = []
+    for context in (contextlib.nullcontext(), other_defaults(dtype, device_type)):
+        with context:
+            for on_resize in ("drop", "mean"):
+                run.state.load_state_dict(merged, on_resize=on_resize)
+                slots.append(run.state.state_dict()[f"slot_{run.rank}"])
+    assert slots[1]["owner"].any()
+    for expected, got in zip(slots[:2], slots[2:], strict=True):
+        assert all(torch.equal(got[field], expected[field]) for field in expected)
+
+
+@OTHER_DEFAULTS
+@on_ranks()
+def test_auto_chooses_under_other_defaults(dtype: torch.dtype, device_type: str) -> None:
+    """Each engine takes over residuals."""
+    run = Run(Scenario(WEIGHTS, codec="auto", ddp=SCENARIO.ddp))
+    codecs = []
+    with timed(run.state, dict.fromkeys((RHT3, "q4", "q8", "off"), 100.0)):
+        for step in range(34):
+            targets = run.targets(step)
+            with other_defaults(dtype, device_type):
+                run.ddp(targets).backward()
+                codecs.append(run.state.stats()["choice"]["codec"])
+    assert list(dict.fromkeys(codecs)) == ["q4", RHT3, "q8", "off"]
+    with other_defaults(dtype, device_type):
+        assert slot(run.state)["worker"].dtype == torch.float32
+
+
+@on_ranks()
+def test_one_bit_adam_counts_its_steps_in_float32() -> None:
+    run = Run(Scenario(WEIGHTS, codec="sign1", options={"momentum": 0.9, "warmup_steps": 2}))
+    optimizer = gradferry.optim.OneBitAdam(
+        run.model.parameters(), lr=0.1, freeze_step=2, state=run.state
     )
-    answers = world_of_3.run(case_nonfinite, scenario=scenario)
-    assert answers[0] == answers[1] == answers[2]
-    first, second, third = answers[0]
-    assert first == ""
-    assert f"the averaged gradient of '{name}' is not finite at step 1" in second
-    assert third == second
+    run.step(0)
+    with other_defaults(torch.bfloat16, "cpu"):
+        optimizer.step()
+    # In bfloat16, 256 + 1 is 256.
+    assert {state["step"].dtype for state in optimizer.state.values()} == {torch.float32}
 
 
-def case_misused() -> list[str]:
-    """What wrappers and DDP's own changes around the hook lead to."""
-    import gradferry
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
+def calls(tree: ast.AST) -> Iterator[tuple[ast.Call, str]]:
+    """Calls of functions of torch, with their names."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            owner = node.func.value
+            if isinstance(owner, ast.Name) and owner.id == "torch":
+                yield node, node.func.attr
 
-    texts = []
-    ddp = DistributedDataParallel(nn.Linear(40, 60))
-    state = gradferry.HookState("q4", ddp)
-    ddp.register_comm_hook(state, fp16_compress_wrapper(gradferry.hook))
-    with pytest.raises(gradferry.StateError) as caught:
-        ddp(torch.ones(3, 40)).sum().backward()
-    texts.append(str(caught.value))
 
-    ddp = DistributedDataParallel(nn.Linear(40, 60))
-    gradferry.attach(ddp)
-    with pytest.raises(gradferry.StateError) as caught:
-        ddp._update_process_group(dist.group.WORLD)
-    texts.append(str(caught.value))
+def test_every_tensor_that_is_made_names_its_dtype_and_device() -> None:
+    files = [path for pattern in IN_A_USERS_PROCESS for path in PACKAGE.glob(pattern)]
+    assert len(files) > 30
+    wrong = [
+        f"{path.name}:{call.lineno}: torch.{name}"
+        for path in files
+        for call, name in calls(ast.parse(path.read_text()))
+        if name in FACTORIES and not {"dtype", "device"} <= {k.arg for k in call.keywords}
+    ]
+    assert wrong == []
 
-    cap = 1 if dist.get_rank() == 0 else 25
-    ddp = DistributedDataParallel(nn.Linear(40, 60), bucket_cap_mb=cap)
-    with pytest.raises(gradferry.RankMismatchError) as caught:
-        gradferry.attach(ddp)
-    texts.append(str(caught.value))
-    return texts
+
+def test_what_a_peer_sends_is_never_unpickled() -> None:
+    texts = {path: path.read_text() for path in PACKAGE.rglob("*.py")}
+    for path, text in texts.items():
+        for collective in ("_gather_object", "gather_object(", "_object_list"):
+            assert collective not in text, f"{path.name}: {collective}; use gather_records"
+
+
+def case_in_inference_mode(inferring: bool) -> list[Any]:
+    """Attaches, loads and scales in inference mode, or not, and trains between; the gradients."""
+    mode = torch.inference_mode if inferring else contextlib.nullcontext
+    attach = scenarios.attach
+
+    def attach_in_mode(*arguments: Any) -> Any:
+        with mode():
+            return attach(*arguments)
+
+    with mock.patch.object(scenarios, "attach", attach_in_mode):
+        run = Run(dataclasses.replace(SCENARIO, options={"exact_skip": True}))
+    gradients = [run.step(0), run.step(1)]
+    run.state.skip_step()
+    with mode():
+        run.state.load_state_dict(run.state.state_dict())
+        run.state.scale_residuals(0.5)
+    gradients += [run.step(2), run.step(3)]
+    run.state.skip_step()
+    return [*gradients, run.step(4)]
+
+
+def test_attach_in_inference_mode_trains_as_without(world_of_2: World) -> None:
+    expected = world_of_2.run(case_in_inference_mode, inferring=False)
+    answers = world_of_2.run(case_in_inference_mode, inferring=True)
+    for answer, plain in zip(answers, expected, strict=True):
+        for one, other in zip(answer, plain, strict=True):
+            assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.fixture(scope="module")
+def detail_world() -> Iterator[World]:
+    world = World(2)
+    world.run(case_enter_detail_mode)
+    yield world
+    world.stop()
+
+
+def case_enter_detail_mode() -> None:
+    """Sets what the variable sets, and begins a new group, which is when it is read."""
+    # torch takes the wrapper for a ProcessGroupGloo here and reads beyond its end: whether that
+    # crashes is luck, with or without a hook.
+    dist.Logger.set_construction_data_and_log = lambda *_: None
+    store = dist.distributed_c10d._get_default_store()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    seconds = timedelta(seconds=COLLECTIVE_SECONDS)
+    store = dist.PrefixStore("detail mode", store)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=seconds)
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    assert type(backend).__name__ == "_ProcessGroupWrapper"
 
 
 @pytest.mark.torch_core
-def test_misuse_around_the_hook_is_refused_with_advice(world_of_2: World) -> None:
-    for wrapped, group, cap in world_of_2.run(case_misused):
-        assert "of Half on cpu" in wrapped
-        assert "do not wrap the hook in a compress wrapper" in wrapped
-        assert "build a new DistributedDataParallel" in group
-        assert "rank 1 differs from rank 0 in bucket_cap_mb: 25.0 instead of 1.0" in cap
+def test_gradients_equal_reference_in_detail_mode(detail_world: World) -> None:
+    scenarios = [
+        Scenario(WEIGHTS, error_feedback="both", native=native, unused=unused, ddp=ddp)
+        for native in (True, False)
+        for unused, ddp in (
+            ({}, {"bucket_cap_mb": 0.02}),
+            ({}, {"static_graph": True}),
+            ({0: ("bias",)}, {"find_unused_parameters": True, "bucket_cap_mb": 0.02}),
+        )
+    ]
+    answers = detail_world.run(train_all, scenarios=scenarios)
+    assert_all_bit_equal(answers, scenarios)
 
 
-def case_autocast(compiled: bool) -> dict[str, Any]:
-    """Whether a few steps of a real model under autocast follow uncompressed training."""
-    import gradferry
+def case_lanes_and_errors() -> tuple[float, list[Outcome]]:
+    from gradferry.core.engine import lanes_between_all, make_lanes
 
-    losses = {}
-    for name in ("plain", "hooked"):
-        torch.manual_seed(1)
-        model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 1))
-        ddp = DistributedDataParallel(model)
-        if name == "hooked":
-            gradferry.attach(ddp, "exact")
-        forward = torch.compile(ddp, backend="aot_eager") if compiled else ddp
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        losses[name] = []
-        for _ in range(4):
-            x = torch.randn(16, 64, generator=generator)
-            optimizer.zero_grad()
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                loss = (forward(x) - x[:, :1]).float().square().mean()
-            loss.backward()
-            optimizer.step()
-            losses[name].append(loss.item())
-    return losses
+    assert dist.get_debug_level() == dist.DebugLevel.DETAIL
+    with mock.patch.object(_native, "connect_lanes", wraps=_native.connect_lanes) as connect:
+        group = dist.group.WORLD
+        make_lanes(group, "test of detail mode", lanes_between_all(group, 1))
+    timeout = connect.call_args.kwargs["timeout_seconds"]
+    seed = dist.get_rank()
+    differ = attempt(lambda: Run(Scenario(WEIGHTS, options={"seed": seed})))
+    poisoned = Run(
+        Scenario(WEIGHTS, poison={(0, 1, "first"): float("nan")}, options={"nonfinite": "raise"})
+    )
+    return timeout, [differ, attempt(lambda: poisoned.step(0))]
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "torch.compile"])
-def test_training_under_autocast_equals_plain_ddp(world_of_2: World, compiled: bool) -> None:
-    # With two ranks and `exact`, (a + b) / 2 is what plain DDP computes as a / 2 + b / 2: halving
-    # is exact, and a sum of two does not depend on order.
-    for losses in world_of_2.run(case_autocast, compiled=compiled):
-        assert losses["hooked"] == losses["plain"]
-        assert len(set(losses["plain"])) == 4
+def test_timeout_and_errors_are_as_without(detail_world: World) -> None:
+    for timeout, (differ, poisoned) in detail_world.run(case_lanes_and_errors):
+        assert timeout == COLLECTIVE_SECONDS
+        assert differ.error == "RankMismatchError"
+        assert "rank 1 differs from rank 0 in seed: 1 instead of 0" in differ.text
+        assert poisoned.error == "StateError"
+        assert "the averaged gradient of 'first' is not finite at step 0" in poisoned.text

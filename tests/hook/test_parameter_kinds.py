@@ -1,16 +1,24 @@
-"""Parameters of unusual shape or memory: gradients equal the reference's to the bit."""
+"""Parameters of unusual shape or memory, and the order in which residuals and momentum lie."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import gradferry
 import numpy as np
 import pytest
 import torch
-from scenario import ChosenGradients, Run, Scenario, Weight, assert_bit_equal, train
+from gradferry import _native
+from on_ranks import on_ranks
+from outcomes import attempt
+from scenario import ChosenGradients, Run, Scenario, Weight, assert_bit_equal, hooked, train
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from world import World
 
 Worlds = Callable[[int], World]
@@ -35,7 +43,7 @@ def test_scalars_and_parameters_without_elements_of_every_dtype(
 ) -> None:
     shapes = {"scalar": (), "nothing": (0,), "no_columns": (3, 0), "matrix": (40, 30)}
     weights = tuple(Weight(named(d, k), shape, d) for d in DTYPES for k, shape in shapes.items())
-    check(worlds, weights, native=native)
+    check(worlds, weights, native=native, steps=2)
     # Buckets that hold nothing but a scalar, or no element at all.
     check(worlds, weights, native=native, steps=2, ddp={"bucket_cap_mb": 1e-6})
 
@@ -57,15 +65,15 @@ class Ignoring(ChosenGradients):
 
 
 def case_ignored(scenarios: list[Scenario]) -> list[dict[str, Any]]:
-    return [steps_beside_an_ignored_one(scenario) for scenario in scenarios]
-
-
-def steps_beside_an_ignored_one(scenario: Scenario) -> dict[str, Any]:
-    with mock.patch("scenario.ChosenGradients", Ignoring):
-        run = Run(scenario)
-    gradients = [run.step(step) for step in range(scenario.steps)]
-    run.state.load_state_dict(run.state.state_dict())
-    return {"gradients": gradients, "hashes": [], "final_hash": ""}  # which ranks do not share
+    answers = []
+    for scenario in scenarios:
+        with mock.patch("scenario.ChosenGradients", Ignoring):
+            run = Run(scenario)
+        gradients = [run.step(step) for step in range(scenario.steps)]
+        run.state.load_state_dict(run.state.state_dict())
+        # Ranks do not share the ignored parameter, so that hashes of all differ.
+        answers.append({"gradients": gradients, "hashes": [], "final_hash": ""})
+    return answers
 
 
 def test_ignored_parameter_keeps_its_own_gradient(worlds: Worlds) -> None:
@@ -82,9 +90,11 @@ def test_ignored_parameter_keeps_its_own_gradient(worlds: Worlds) -> None:
         assert_bit_equal(own, dataclasses.replace(scenario, weights=weights[:-1]))
 
 
-def test_thousands_of_parameters(worlds: Worlds) -> None:
+@pytest.mark.parametrize("number", [700, pytest.param(3000, marks=pytest.mark.slow)])
+def test_hundreds_and_thousands_of_parameters(worlds: Worlds, number: int) -> None:
     # Every fiftieth is large enough to be compressed.
-    weights = tuple(Weight(f"w{i}", (33, 32) if i % 50 == 0 else (1 + i % 7,)) for i in range(3000))
+    shapes = ((33, 32) if i % 50 == 0 else (1 + i % 7,) for i in range(number))
+    weights = tuple(Weight(f"w{i}", shape) for i, shape in enumerate(shapes))
     check(worlds, weights, steps=1)
 
 
@@ -125,12 +135,9 @@ class Strided(Weight):
 
 @pytest.mark.torch_core
 @pytest.mark.parametrize(
-    "options", [{}, {"gradient_as_bucket_view": True}], ids=["copies", "views"]
+    ("native", "views"), [(True, True), (False, False)], ids=["native-views", "python-copies"]
 )
-@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
-def test_strided_parameters_of_every_dtype(
-    worlds: Worlds, native: bool, options: dict[str, bool]
-) -> None:
+def test_strided_parameters_of_every_dtype(worlds: Worlds, native: bool, views: bool) -> None:
     kinds = {
         "transposed": {"transposed": True},
         "sliced": {"sliced": True},
@@ -141,5 +148,121 @@ def test_strided_parameters_of_every_dtype(
         for dtype in DTYPES
         for kind, how in kinds.items()
     )
+    ddp = {"bucket_cap_mb": 0.02, "gradient_as_bucket_view": views}
     assert not any(w.from_flat(np.zeros(1350, np.float32)).is_contiguous() for w in weights[:3])
-    check(worlds, weights, native=native, ddp={"bucket_cap_mb": 0.02, **options})
+    check(worlds, weights, native=native, steps=3, ddp=ddp)
+
+
+LAYOUTS = {
+    "plain": lambda: torch.zeros(48, 40),
+    "columns with gaps": lambda: torch.zeros(2000).as_strided((48, 40), (1, 50)),
+    "expanded and cloned": lambda: torch.zeros(1, 40).expand(48, 40).clone(),
+    "transposed": lambda: torch.zeros(40, 48).t(),
+    "strided": lambda: torch.zeros(48, 80)[:, ::2],
+    "strided and transposed": lambda: torch.zeros(40, 96)[:, ::2].t(),
+    "channels last": lambda: torch.zeros(16, 8, 3, 5).to(memory_format=torch.channels_last),
+    "3d": lambda: torch.zeros(8, 4, 3, 5, 4).to(memory_format=torch.channels_last_3d),
+    "complex": lambda: torch.zeros(40, 48, dtype=torch.complex64).t(),
+}
+
+
+class OneParameter(nn.Module):
+    def __init__(self, values: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(values)
+
+    def forward(self, target: torch.Tensor) -> torch.Tensor:
+        """The gradient of the parameter is `target`."""
+        product = self.weight * target.conj()
+        return product.real.sum() if product.is_complex() else product.sum()
+
+
+def counting(like: torch.Tensor) -> torch.Tensor:
+    """0, 1, 2, ... in row-major order: every element has its own number."""
+    return torch.arange(like.numel()).view(like.shape).to(like.dtype)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@on_ranks()
+def test_momentum_is_handed_over_to_its_own_elements(layout: str) -> None:
+    model = OneParameter(LAYOUTS[layout]())
+    ddp = DistributedDataParallel(model)
+    state = gradferry.attach(ddp, "exact", momentum=0.5, warmup_steps=1)
+    optimizer = gradferry.optim.OneBitAdam(
+        ddp.parameters(), lr=0.0, betas=(0.5, 0.999), freeze_step=1, state=state
+    )
+    target = counting(model.weight)
+    for scale in (1, 0):
+        optimizer.zero_grad()
+        ddp(target * scale).backward()
+        optimizer.step()
+    # Half of a gradient is its momentum, and half of that is left by the next step: exact.
+    assert torch.equal(model.weight.grad, target / 4)
+
+
+@pytest.mark.torch_core
+@pytest.mark.parametrize(
+    ("when", "options", "error"),
+    [
+        ("before DDP", {}, None),
+        ("before DDP", {"gradient_as_bucket_view": True}, None),
+        ("before attach", {}, "ConfigError"),
+        ("before attach", {"gradient_as_bucket_view": True}, "ConfigError"),
+        ("before attach", {"find_unused_parameters": True}, "ConfigError"),
+        ("before step 0", {}, "StateError"),
+        ("before step 1", {}, "StateError"),  # between the buckets' first making and their second
+        ("before step 2", {"static_graph": True}, "StateError"),
+    ],
+)
+@on_ranks()
+def test_a_memory_format_that_changes_under_ddp_is_refused(
+    when: str, options: dict[str, Any], error: str | None
+) -> None:
+    """By the next step, or by attach."""
+    model = nn.Sequential(nn.Conv2d(8, 16, 1), nn.Conv2d(16, 8, 3))
+    inputs = torch.ones(1, 8, 4, 4)
+    convert = functools.partial(model.to, memory_format=torch.channels_last)
+    if when == "before DDP":
+        convert()
+    ddp = DistributedDataParallel(model, **options)
+    if when == "before attach":
+        convert()
+    outcome = attempt(lambda: hooked(ddp))
+    for step in range(0 if outcome.error else 3):
+        if when == f"before step {step}":
+            convert()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of DDP: gradients in another order than its buckets
+            outcome = attempt(lambda: ddp(inputs).sum().backward())
+        if outcome.error:
+            break
+    assert outcome.error == error, outcome
+    if error:
+        # The other convolution's weight has 1 x 1 elements: its order stays as it was.
+        assert "the memory format of parameter '1.weight' has changed since" in outcome.text
+        assert "a new" in outcome.text
+
+
+@pytest.mark.torch_core
+@pytest.mark.parametrize("layout", LAYOUTS)
+@on_ranks()
+def test_buckets_have_the_order_that_is_told(layout: str) -> None:
+    """A bucket holds the gradient in the order that bucket_strides() gives."""
+    model = OneParameter(LAYOUTS[layout]())
+    ddp = DistributedDataParallel(model)
+    seen: list[torch.Tensor] = []
+
+    def hook(state, bucket):  # DDP takes no postponed annotations
+        seen.append(bucket.buffer().clone())
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    ddp.register_comm_hook(None, hook)
+    target = counting(model.weight)
+    ddp(target).backward()
+    flat = seen[0].view(-1)
+    if target.is_complex() and not flat.is_complex():
+        flat = torch.view_as_complex(flat.view(-1, 2))
+    strides = _native.bucket_strides(model.weight)
+    assert torch.equal(flat.as_strided(target.shape, strides), target), strides

@@ -14,11 +14,17 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import gradferry
 import pytest
 import torch
 import torch.distributed as dist
+from gradferry import _native
+from gradferry.core import meeting
+from gradferry.reduction import running
+from on_ranks import on_ranks
 from outcomes import Outcome, attempt
-from scenario import ChosenGradients, Run, Scenario, Weight, attach
+from products import rows
+from scenario import ChosenGradients, Run, Scenario, Weight, hooked
 from torch.nn.parallel import DistributedDataParallel
 from world import World
 
@@ -51,6 +57,10 @@ def option(name: str, usual: object, odd: object, **options_of_all: Any) -> Diff
     return Difference(name, repr(usual), repr(odd), {name: odd}, options_of_all)
 
 
+def parameter(field: str, *values: Any, **options: Any) -> Difference:
+    return Difference(f"parameter {field}", *values, **options)
+
+
 OF_DDP = ("attach", "HookState")
 # DistributedDataParallel itself compares shapes and strides.
 OF_REDUCER = ("Reducer",)
@@ -77,28 +87,21 @@ DIFFERENCES = {
     "size of buckets": Difference(
         "bucket_cap_mb", "25.0", "3.0", {"bucket_cap_mb": 3}, entries=OF_REDUCER
     ),
-    "name": Difference(
-        "parameter 1 (", "'second'", "'other'", {"weights": other_second(name="other")}
-    ),
-    "dtype": Difference(
-        "parameter 1 (second), dtype",
+    "name": parameter("1 (", "'second'", "'other'", {"weights": other_second(name="other")}),
+    "dtype": parameter(
+        "1 (second), dtype",
         "'torch.float32'",
         "'torch.bfloat16'",
         {"weights": other_second(dtype=torch.bfloat16)},
     ),
-    "shape": Difference(
-        "parameter 1 (second), shape",
-        "[9]",
-        "[8]",
-        {"weights": other_second(size=8)},
-        {},
-        OF_REDUCER,
+    "shape": parameter(
+        "1 (second), shape", "[9]", "[8]", {"weights": other_second(size=8)}, entries=OF_REDUCER
     ),
     "number of parameters": Difference(
-        "number of parameters", "2", "1", {"weights": WEIGHTS[:1]}, {}, OF_REDUCER
+        "number of parameters", "2", "1", {"weights": WEIGHTS[:1]}, entries=OF_REDUCER
     ),
-    "strides": Difference(
-        "parameter 0 (first), strides", "[40, 1]", "[1, 40]", {"transposed": True}, {}, OF_REDUCER
+    "strides": parameter(
+        "0 (first), strides", "[40, 1]", "[1, 40]", {"transposed": True}, entries=OF_REDUCER
     ),
 }
 
@@ -114,11 +117,7 @@ def enter(
     wire_version: int | None = None,
     **options: Any,
 ) -> Outcome:
-    """Of the call that compares this rank with the others."""
-    import gradferry
-    from gradferry import _native
-    from gradferry.reduction import running
-
+    """The outcome of the call that compares this rank with the others."""
     # On every rank, whatever it calls, because it is collective.
     shaped = [dataclasses.replace(w, shape=u.shape) for w, u in zip(weights, WEIGHTS, strict=False)]
     model = ChosenGradients(Scenario((*shaped, *WEIGHTS[len(shaped) :])))
@@ -157,10 +156,11 @@ def assert_same_error(outcomes: list[Outcome], error: str) -> str:
 
 
 def cells() -> Iterator[Any]:
-    """All of them; the quick ones have every difference on every rank, each in one of the ways."""
+    """All of them; the quick ones have every difference, and some of them on each rank."""
     for number, (name, differs) in enumerate(DIFFERENCES.items()):
         for odd_rank, (turn, entry) in itertools.product(RANKS, enumerate(differs.entries)):
-            quick = (number + odd_rank) % len(differs.entries) == turn
+            way = (number + odd_rank) % len(differs.entries) == turn
+            quick = way and (number % 3 == odd_rank or name in ("codec", "nodes", "name"))
             marks = () if quick else pytest.mark.slow
             yield pytest.param(
                 name, entry, odd_rank, id=f"{name}, {entry}, {odd_rank}", marks=marks
@@ -190,8 +190,6 @@ def test_same_error_on_all_ranks_when_one_differs(
 
 def case_fails_alone(entry: str, odd_rank: int, what: str) -> tuple[Outcome, Outcome]:
     """One rank has a wrong argument, or no memory for its engine; then it has not."""
-    from gradferry import _native
-
     odd = dist.get_rank() == odd_rank
     engine = _native.HostEngine
     if odd and what == "memory":
@@ -201,59 +199,46 @@ def case_fails_alone(entry: str, odd_rank: int, what: str) -> tuple[Outcome, Out
     return first, enter(entry)
 
 
-@pytest.mark.parametrize("odd_rank", RANKS)
-@pytest.mark.parametrize("entry", ["attach", "HookState", "Reducer"])
 @pytest.mark.parametrize(
-    ("what", "text"), [("codec", "q44"), ("memory", "no memory for residuals")]
+    ("entry", "odd_rank", "what"),
+    rows(("attach", "HookState", "Reducer"), RANKS, ("codec", "memory"), turns=2),
 )
 def test_failure_of_one_rank_is_the_same_error_on_all(
-    world_of_3: World, what: str, text: str, entry: str, odd_rank: int
+    world_of_3: World, entry: str, odd_rank: int, what: str
 ) -> None:
     answers = world_of_3.run(case_fails_alone, entry=entry, odd_rank=odd_rank, what=what)
     first, second = [a[0] for a in answers], [a[1] for a in answers]
     headline = assert_same_error(first, "ConfigError" if what == "codec" else "PeerError")
     assert headline.startswith(f"rank {odd_rank}: ")
-    assert text in headline
+    assert {"codec": "q44", "memory": "no memory for residuals"}[what] in headline
     assert [o.error for o in second] == [None] * 3, second
 
 
-def case_train_after_failed_attach() -> bool:
-    import gradferry
-
-    scenario = Scenario(WEIGHTS)
-    ddp = DistributedDataParallel(ChosenGradients(scenario))
-    first = attempt(lambda: gradferry.attach(ddp, "q4", seed=dist.get_rank()))
-    attach(ddp, scenario)
-    return first.error == "RankMismatchError"
+@on_ranks()
+def test_the_same_model_attaches_after_a_failed_attach() -> None:
+    ddp = DistributedDataParallel(ChosenGradients(Scenario(WEIGHTS)))
+    assert attempt(lambda: hooked(ddp, seed=dist.get_rank())).error == "RankMismatchError"
+    hooked(ddp)
 
 
-def test_the_same_model_attaches_after_a_failed_attach(world_of_2: World) -> None:
-    assert world_of_2.run(case_train_after_failed_attach) == [True, True]
-
-
-def case_other_group(odd_rank: int) -> Outcome:
-    """One rank takes another group of the same ranks for the one that all use."""
-    import gradferry
-    from gradferry.core import meeting
-
-    groups = [dist.new_group(), dist.new_group()]
-    group = groups[dist.get_rank() == odd_rank]
+@pytest.mark.parametrize(
+    "odd_rank", [0, *(pytest.param(rank, marks=pytest.mark.slow) for rank in (1, 2))]
+)
+@on_ranks(3)
+def test_rank_in_another_group_is_missed_by_the_others(odd_rank: int) -> None:
+    """One rank takes another group of the same ranks for the one that all use. No rank can tell it
+    from one that is late, so it takes as long as ranks are waited for.
+    """
+    groups, rank = [dist.new_group(), dist.new_group()], dist.get_rank()
     tensors = [(w.name, torch.zeros(w.shape)) for w in WEIGHTS]
     patience = datetime.timedelta(seconds=1)
     with mock.patch.object(meeting, "MOST_PATIENCE", patience):
-        outcome = attempt(lambda: gradferry.Reducer(tensors, "q4", group))
+        outcome = attempt(lambda: gradferry.Reducer(tensors, "q4", groups[rank == odd_rank]))
     dist.barrier()
-    return outcome
-
-
-@pytest.mark.parametrize("odd_rank", RANKS)
-def test_rank_in_another_group_is_missed_by_the_others(world_of_3: World, odd_rank: int) -> None:
-    """No rank can tell it from one that is late, so it takes as long as ranks are waited for."""
-    others = [str(rank) for rank in RANKS if rank != odd_rank]
-    for rank, outcome in enumerate(world_of_3.run(case_other_group, odd_rank=odd_rank)):
-        missed = f"ranks {' and '.join(others)}" if rank == odd_rank else f"rank {odd_rank}"
-        assert outcome.error == "PeerError"
-        assert re.match(rf"{missed} did not make a Reducer|{missed} did not", outcome.text), outcome
+    others = [str(other) for other in RANKS if other != odd_rank]
+    missed = f"ranks {' and '.join(others)}" if rank == odd_rank else f"rank {odd_rank}"
+    assert outcome.error == "PeerError"
+    assert re.match(rf"{missed} did not make a Reducer|{missed} did not", outcome.text), outcome
 
 
 # --- in a step ------------------------------------------------------------------------------------
@@ -323,42 +308,38 @@ def test_other_buckets_on_one_rank_are_one_error_on_all_before_the_optimizer(
     assert all(untouched for _, untouched in answers)
 
 
-def case_calls_in_another_order(odd_rank: int) -> list[list[float]]:
-    """Two Reducers, whose calls are under way together."""
-    import gradferry
-
+@pytest.mark.parametrize("odd_rank", RANKS)
+@on_ranks(3)
+def test_calls_of_two_reducers_do_not_mix_in_whatever_order_they_come(odd_rank: int) -> None:
+    """Calls are under way together. Each Reducer has connections of its own."""
     tensors = [torch.full((3, 1000), 10.0 * i + dist.get_rank()) for i in range(2)]
     reducers = [gradferry.Reducer([("t", tensor)], "exact") for tensor in tensors]
     mine = list(reversed(reducers)) if dist.get_rank() == odd_rank else reducers
     for work in [reducer.all_reduce(async_op=True) for reducer in mine]:
         work.wait()
-    return [tensor.unique().tolist() for tensor in tensors]
+    assert [tensor.unique().tolist() for tensor in tensors] == [[1.0], [11.0]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("odd_rank", RANKS)
-def test_calls_of_two_reducers_do_not_mix_in_whatever_order_they_come(
-    world_of_3: World, odd_rank: int
-) -> None:
-    """Each has connections of its own."""
-    answers = world_of_3.run(case_calls_in_another_order, odd_rank=odd_rank)
-    assert answers == [[[1.0], [11.0]]] * 3
-
-
-def case_calls_that_wait_for_each_other(odd_rank: int) -> list[Outcome]:
-    import gradferry
-
-    group = dist.new_group(timeout=datetime.timedelta(seconds=3))
+@on_ranks(3)
+def test_ranks_that_wait_for_each_others_calls_end_with_the_timeout(odd_rank: int) -> None:
+    group, odd = dist.new_group(timeout=datetime.timedelta(seconds=3)), dist.get_rank() == odd_rank
     reducers = [gradferry.Reducer([("t", torch.zeros(9))], "exact", group) for _ in range(2)]
-    mine = list(reversed(reducers)) if dist.get_rank() == odd_rank else reducers
-    outcomes = [attempt(reducer.all_reduce) for reducer in mine]
+    outcomes = [attempt(r.all_reduce) for r in (reversed(reducers) if odd else reducers)]
     dist.barrier()
-    return outcomes
+    # When the others have given up they come to the call that the odd rank waits in. It ends well
+    # if they come in time.
+    in_time = odd and outcomes[0].error is None
+    assert outcomes[in_time].error == "PeerError", outcomes
+    assert in_time or "nothing came within the timeout" in outcomes[0].text
 
 
-def case_one_collective_more(odd_rank: int) -> Outcome:
+@pytest.mark.slow
+@pytest.mark.parametrize("odd_rank", RANKS)
+@on_ranks(3)
+def test_one_collective_more_on_the_group_ends_attach_with_the_timeout(odd_rank: int) -> None:
     """One rank has posted a collective of its own on the group that attach talks over."""
-    import gradferry
-
     group = dist.new_group(timeout=datetime.timedelta(seconds=3))
     extra = None
     if dist.get_rank() == odd_rank:
@@ -368,29 +349,6 @@ def case_one_collective_more(odd_rank: int) -> Outcome:
     if extra is not None:
         attempt(extra.wait)
     dist.barrier()
-    return outcome
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("odd_rank", RANKS)
-def test_ranks_that_wait_for_each_others_calls_end_with_the_timeout(
-    world_of_3: World, odd_rank: int
-) -> None:
-    answers = world_of_3.run(case_calls_that_wait_for_each_other, odd_rank=odd_rank)
-    for rank, outcomes in enumerate(answers):
-        # When the others have given up they come to the call that the odd rank waits in. It ends
-        # well if they come in time.
-        in_time = rank == odd_rank and outcomes[0].error is None
-        assert outcomes[in_time].error == "PeerError", outcomes
-        assert in_time or "nothing came within the timeout" in outcomes[0].text
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("odd_rank", RANKS)
-def test_one_collective_more_on_the_group_ends_attach_with_the_timeout(
-    world_of_3: World, odd_rank: int
-) -> None:
-    for outcome in world_of_3.run(case_one_collective_more, odd_rank=odd_rank):
-        assert outcome.error == "PeerError", outcome
-        assert "the ranks could not agree" in outcome.text
-        assert ".cc" not in outcome.text
+    assert outcome.error == "PeerError", outcome
+    assert "the ranks could not agree" in outcome.text
+    assert ".cc" not in outcome.text

@@ -1,9 +1,9 @@
-"""Several synced backward passes per optimizer step, each of which uses other parameters.
+"""Several synced backward passes per optimizer step, each of which uses other parameters, and
+parameters that are frozen, unfrozen or replaced after DDP took those it reduces.
 
 DDP hands over the .grad that is there, whether this pass made it or an earlier one. Where some rank
 used the parameter it counts for the average; where none did nothing may change: not .grad, and no
-residual.
-"""
+residual."""
 
 from __future__ import annotations
 
@@ -17,9 +17,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
+from outcomes import attempt
+from products import rows
 from reference import narrow, widen
 from residual_sums import reference_of
-from scenario import ChosenGradients, Scenario, Weight, attach
+from scenario import ChosenGradients, Scenario, Weight, attach, hooked
+from stepping import slot, warned
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from world import World
 
@@ -31,7 +36,7 @@ WEIGHTS = (
     Weight("bf16", (70, 50), torch.bfloat16),
     Weight("bias", (50,)),
 )
-STEPS = 12
+STEPS = 8
 
 
 @dataclasses.dataclass
@@ -75,11 +80,8 @@ def case_passes(scenario: Scenario) -> list[list[np.ndarray | None]]:
         elif step % 8 == 3:
             model.first.grad = None
         for turn, one in enumerate(passes_of(step, scenario.world_size)):
-            targets = {
-                w.name: w.from_flat(scenario.gradient(step, turn, rank, i))
-                for i, w in enumerate(WEIGHTS)
-                if one.used[rank, i]
-            }
+            unused = [w.name for w, used in zip(WEIGHTS, one.used[rank], strict=True) if not used]
+            targets = scenario.targets(step, rank, turn, unused)
             with contextlib.nullcontext() if one.synced else ddp.no_sync():
                 ddp(targets).backward()
             if one.synced:
@@ -128,7 +130,7 @@ def expected_passes(scenario: Scenario) -> list[list[list[np.ndarray | None]]]:
 
 
 def added(old: np.ndarray | None, new: np.ndarray, index: int) -> np.ndarray:
-    """As torch accumulates: in the gradient's dtype."""
+    """The sum as torch accumulates it: in the gradient's dtype."""
     if old is None:
         return new
     dtype = WEIGHTS[index].real_dtype
@@ -137,13 +139,14 @@ def added(old: np.ndarray | None, new: np.ndarray, index: int) -> np.ndarray:
 
 @pytest.mark.torch_core
 @pytest.mark.parametrize(
-    ("world_size", "native"), [(2, True), (3, False), (3, True)], ids=["2", "3_python", "3"]
+    ("codec", "views", "world"),
+    rows(("q4", "sign1", "topk:ratio=0.05"), (False, True), ((2, True), (3, False), (3, True))),
 )
-@pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
-@pytest.mark.parametrize("codec", ["q4", "sign1", "topk:ratio=0.05"])
 def test_passes_that_use_other_parameters_equal_the_reference(
-    worlds: Worlds, codec: str, views: bool, world_size: int, native: bool
+    worlds: Worlds, codec: str, views: bool, world: tuple[int, bool]
 ) -> None:
+    """`world`: its size, and whether the hook is that of attach()."""
+    world_size, native = world
     scenario = scenario_of(codec, world_size, views=views, native=native)
     answers = worlds(world_size).run(case_passes, scenario=scenario)
     for rank, wanted in enumerate(expected_passes(scenario)):
@@ -155,15 +158,18 @@ def test_passes_that_use_other_parameters_equal_the_reference(
                 assert one is None or one.tobytes() == other.tobytes(), where
 
 
-def case_stale(views: bool, scaled: bool) -> list[dict[str, Any]]:
-    """Around a pass that does not use `first`, whose .grad holds an infinity from elsewhere."""
-    import gradferry
-
+@pytest.mark.parametrize("scaled", [False, True], ids=["unscaled", "scaled"])
+@pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
+@on_ranks()
+def test_what_no_rank_used_keeps_its_bits_and_is_no_infinity(views: bool, scaled: bool) -> None:
+    """Around a pass that does not use `first`, whose .grad holds an infinity from elsewhere: that
+    is no reason to raise, or to take a step back.
+    """
     scenario = scenario_of("topk:ratio=0.05", 2, views=views, native=True)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if scaled else None
     model = ChosenGradients(scenario)
     ddp = DistributedDataParallel(model, **scenario.ddp)
-    state = gradferry.attach(
+    state = hooked(
         ddp,
         scenario.codec,
         grad_scaler=scaler,
@@ -172,58 +178,33 @@ def case_stale(views: bool, scaled: bool) -> list[dict[str, Any]]:
     )
     seen = []
     for turn in range(4):
-        names = ("first", "second", "bias") if turn < 2 else ("second", "bias")
-        targets = {
-            w.name: w.from_flat(scenario.gradient(0, turn, dist.get_rank(), i))
-            for i, w in enumerate(WEIGHTS)
-            if w.name in names
-        }
+        unused = ("bf16",) if turn < 2 else ("first", "bf16")
+        targets = scenario.targets(0, dist.get_rank(), turn, unused)
         if turn == 3:
             with torch.no_grad():
                 model.first.grad[7, 7] = math.inf
         loss = ddp(targets)
         (loss if scaler is None else scaler.scale(loss)).backward()
-        slot = state.state_dict()[f"slot_{dist.get_rank()}"]
-        seen.append(
-            {
-                "residual": slot["worker"][:6300] / (scaler.get_scale() if scaler else 1.0),
-                "grad": model.first.grad.clone(),
-            }
-        )
+        held = slot(state)["worker"][:6300] / (scaler.get_scale() if scaler else 1.0)
+        seen.append({"residual": held, "grad": model.first.grad.clone()})
         if scaler is not None:
             scaler.update(new_scale=2.0 ** (turn + 3))
-    return seen
+    assert seen[1]["residual"].abs().max() > 0.1
+    # Residuals follow a scale that changes by powers of two, exactly.
+    for later in seen[2:]:
+        assert torch.equal(later["residual"], seen[1]["residual"])
+    assert torch.equal(seen[2]["grad"], seen[1]["grad"])
+    assert seen[3]["grad"][7, 7] == math.inf
 
 
-@pytest.mark.parametrize("scaled", [False, True], ids=["unscaled", "scaled"])
-@pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
-def test_what_no_rank_used_keeps_its_bits_and_is_no_infinity(
-    world_of_2: World, views: bool, scaled: bool
-) -> None:
-    # An infinity in a .grad that nobody asks for is no reason to raise, or to take a step back.
-    for seen in world_of_2.run(case_stale, views=views, scaled=scaled):
-        assert seen[1]["residual"].abs().max() > 0.1
-        # Residuals follow a scale that changes by powers of two, exactly.
-        for later in seen[2:]:
-            assert torch.equal(later["residual"], seen[1]["residual"])
-        assert torch.equal(seen[2]["grad"], seen[1]["grad"])
-        assert seen[3]["grad"][7, 7] == math.inf
-
-
-def case_first_pass_after_attach(codec: str | None, views: bool, no_sync: bool) -> dict[str, Any]:
+def first_pass_after_attach(codec: str | None, views: bool, no_sync: bool) -> dict[str, Any]:
     """ "second" is used before attach only: in a synced pass, then perhaps under no_sync()."""
     scenario = scenario_of(codec or "exact", 2, views=views, native=True)
-    rank, model = dist.get_rank(), ChosenGradients(scenario)
+    model = ChosenGradients(scenario)
     ddp = DistributedDataParallel(model, **scenario.ddp)
 
     def backward(turn: int, *left_out: str) -> None:
-        ddp(
-            {
-                w.name: w.from_flat(scenario.gradient(0, turn, rank, i))
-                for i, w in enumerate(WEIGHTS)
-                if w.name not in left_out
-            }
-        ).backward()
+        ddp(scenario.targets(0, dist.get_rank(), turn, left_out)).backward()
 
     backward(0)
     if no_sync:
@@ -232,25 +213,101 @@ def case_first_pass_after_attach(codec: str | None, views: bool, no_sync: bool) 
     before = model.second.grad.clone()
     state = attach(ddp, scenario) if codec else None
     backward(2, "second")
-    slot = state.state_dict()[f"slot_{rank}"] if state else {"worker": torch.zeros(0)}
-    # Of "first" come its 6300 elements, then, aligned to 16, "second".
+    held = slot(state)["worker"] if state else torch.zeros(0)
+    # The 6300 elements of "first" come before, aligned to 16, those of "second".
     return {
         "before": before,
         "after": model.second.grad.clone(),
-        "withheld": slot["worker"][6304 : 6304 + 3 * 4099],
+        "withheld": held[6304 : 6304 + 3 * 4099],
     }
 
 
 @pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
-def test_use_before_attach_is_as_ddp_knows_it(worlds: Worlds, views: bool) -> None:
-    for answer in worlds(2).run(
-        case_first_pass_after_attach, codec="sign1", views=views, no_sync=False
-    ):
-        assert torch.equal(answer["after"], answer["before"])
-        assert not answer["withheld"].any()
-    plain, exact = (
-        worlds(2).run(case_first_pass_after_attach, codec=codec, views=views, no_sync=True)
-        for codec in (None, "exact")
-    )
-    for one, other in zip(plain, exact, strict=True):
-        assert torch.equal(one["after"], other["after"])
+@on_ranks()
+def test_use_before_attach_is_as_ddp_knows_it(views: bool) -> None:
+    answer = first_pass_after_attach("sign1", views, no_sync=False)
+    assert torch.equal(answer["after"], answer["before"])
+    assert not answer["withheld"].any()
+    plain, exact = (first_pass_after_attach(c, views, no_sync=True) for c in (None, "exact"))
+    assert torch.equal(plain["after"], exact["after"])
+
+
+class TwoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(40, 40)
+        self.second = nn.Linear(40, 40)
+        for parameter in self.parameters():
+            nn.init.constant_(parameter, 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+def step(ddp: DistributedDataParallel) -> list[torch.Tensor | None]:
+    """Gradients are small multiples of 1/2: their average over two ranks is exact."""
+    ddp.zero_grad()
+    ddp(torch.full((2, 40), 1.0 + dist.get_rank())).sum().backward()
+    return [p.grad for p in ddp.module.parameters()]
+
+
+def frozen_steps(attached: bool, when: str) -> list[list[torch.Tensor | None]]:
+    """Gradients of five steps; the first layer is frozen at attach, to step 3, or from 1 to 3."""
+    model = TwoLayers()
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    if when.startswith("before attach"):
+        model.first.requires_grad_(False)
+    state = hooked(ddp, "exact") if attached else None
+    gradients = []
+    for number in range(5):
+        if when == "in training" and number == 1:
+            model.first.requires_grad_(False)
+        if when != "before attach" and number == 3:
+            model.first.requires_grad_(True)
+        gradients.append(step(ddp))
+    if state is not None:
+        state.load_state_dict(state.state_dict())
+        assert state.stats()["steps"] == 5
+    return gradients
+
+
+@pytest.mark.parametrize("when", ["before attach", "before attach, to step 3", "in training"])
+@on_ranks()
+def test_frozen_layer_changes_nothing_for_the_others(when: str) -> None:
+    plain, exact = (frozen_steps(attached, when) for attached in (False, True))
+    for wanted, got in zip(plain, exact, strict=True):
+        for one, other in zip(wanted, got, strict=True):
+            assert (one is None) == (other is None)
+            assert one is None or torch.equal(one, other)
+
+
+@on_ranks()
+def test_unfrozen_layer_is_warned_about_and_left_to_itself() -> None:
+    model = TwoLayers()
+    model.first.requires_grad_(False)
+    ddp = DistributedDataParallel(model)
+    model.first.requires_grad_(True)
+    with warned() as caught:
+        state = hooked(ddp)
+    step(ddp)
+    gradients = step(ddp)
+    state.load_state_dict(state.state_dict())
+    (text,) = [str(w.message) for w in caught if "does not reduce" in str(w.message)]
+    assert "the gradients of 'first.weight' and 1 more" in text
+    assert "wrap the model after the last change" in text
+    assert state.stats()["steps"] == 2
+    # Two samples of 1 + rank, through 40 weights of 1/2.
+    assert torch.equal(gradients[0], torch.full((40, 40), 2 * (1.0 + dist.get_rank()) * 20))
+    assert torch.equal(gradients[3], torch.full((40,), 2.0))
+
+
+@on_ranks()
+def test_replaced_parameter_is_refused_on_all_ranks() -> None:
+    model = TwoLayers()
+    ddp = DistributedDataParallel(model)
+    if dist.get_rank() == 1:
+        model.first.weight = nn.Parameter(torch.zeros(40, 40))
+    outcome = attempt(lambda: hooked(ddp))
+    assert outcome.error == "ConfigError"
+    told = "rank 1: DistributedDataParallel reduces a parameter of shape (40, 40)"
+    assert told in outcome.text

@@ -1,16 +1,36 @@
-"""Trainings whose steps are not one pass each, and gradients that no number holds."""
+"""Trainings whose steps are not one plain pass each: several, in every form of autograd, uneven
+under join(), or with gradients that no number holds.
+"""
 
 from __future__ import annotations
 
-import math
+import copy
+import dataclasses
+import pickle
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
+from outcomes import Outcome, attempt
+from reference import Parameter, ReferenceEngine
+from scenario import (
+    ChosenGradients,
+    Run,
+    Scenario,
+    Weight,
+    assert_all_bit_equal,
+    assert_bit_equal,
+    hooked,
+    train_all,
+)
+from stepping import bits
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 from world import World
 
 Attach = Callable[[nn.Module], DistributedDataParallel]
@@ -26,25 +46,6 @@ def batches() -> torch.Generator:
 
 def mean_loss(ddp: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
     return (ddp(inputs) - inputs.sin()).square().mean()
-
-
-def sharpness_aware(attach: Attach) -> list[nn.Module]:
-    """As SAM: steps with the gradient at the worst point nearby, which a first pass finds."""
-    ddp, random = attach(layers(40)), batches()
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
-    for _ in range(6):
-        inputs = torch.randn(8, 40, generator=random)
-        mean_loss(ddp, inputs).backward()
-        with torch.no_grad():
-            climbed = [0.05 * p.grad for p in ddp.parameters()]
-            torch._foreach_add_(list(ddp.parameters()), climbed)
-        optimizer.zero_grad()
-        mean_loss(ddp, inputs).backward()
-        with torch.no_grad():
-            torch._foreach_sub_(list(ddp.parameters()), climbed)
-        optimizer.step()
-        optimizer.zero_grad()
-    return [ddp]
 
 
 def quasi_newton(attach: Attach) -> list[nn.Module]:
@@ -84,21 +85,19 @@ def adversarial(attach: Attach) -> list[nn.Module]:
 
 
 def case_trained(train: Callable[[Attach], list[nn.Module]], codec: str | None) -> list[bytes]:
-    import gradferry
-
     def attach(model: nn.Module) -> DistributedDataParallel:
         ddp = DistributedDataParallel(model)
         if codec is not None:
-            gradferry.attach(ddp, codec)
+            hooked(ddp, codec)
         return ddp
 
     torch.manual_seed(3)
     models = train(attach)
     assert all(p.isfinite().all() for model in models for p in model.parameters())
-    return [p.detach().numpy().tobytes() for model in models for p in model.parameters()]
+    return [each for model in models for each in bits(model.parameters())]
 
 
-@pytest.mark.parametrize("train", [sharpness_aware, quasi_newton, adversarial])
+@pytest.mark.parametrize("train", [quasi_newton, adversarial])
 def test_several_passes_per_step_train_as_without_gradferry(
     world_of_2: World, train: Callable[[Attach], list[nn.Module]]
 ) -> None:
@@ -110,63 +109,195 @@ def test_several_passes_per_step_train_as_without_gradferry(
     assert one != plain[0]
 
 
-def case_endless_overflow(codec: str) -> dict[str, Any]:
-    """Steps that all overflow, on one rank alone, and then one that does not."""
-    import gradferry
-
-    torch.manual_seed(3)
-    ddp = DistributedDataParallel(nn.Linear(40, 64))
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4, growth_interval=10**6)
-    state = gradferry.attach(ddp, codec, grad_scaler=scaler)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    before = [p.detach().clone() for p in ddp.parameters()]
-    for step in range(21):
-        factor = math.inf if step < 20 and dist.get_rank() == step % 2 else 1.0
-        optimizer.zero_grad()
-        scaler.scale(ddp(torch.ones(2, 40)).square().mean() * factor).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        if step == 19:
-            kept = all(map(torch.equal, before, ddp.parameters()))
-    residuals = state.state_dict()[f"slot_{dist.get_rank()}"]
-    return {
-        "kept": kept,
-        "scale": scaler.get_scale(),
-        "finite": all(bool(residuals[kind].isfinite().all()) for kind in ("worker", "owner")),
-        "moved": not any(map(torch.equal, before, ddp.parameters())),
-        "end": [p.detach().numpy().tobytes() for p in ddp.parameters()],
-    }
-
-
-@pytest.mark.parametrize("codec", ["exact", "q4", "sign1"])
-def test_endless_overflow_is_skipped_alike_and_ends(world_of_2: World, codec: str) -> None:
-    one, other = world_of_2.run(case_endless_overflow, codec=codec)
-    assert one == other
-    assert one["kept"]
-    assert one["scale"] == 2.0**-16
-    assert one["finite"]
-    assert one["moved"]
-
-
-def case_half(codec: str) -> torch.Tensor:
-    """A gradient of 40000 per element on both ranks, in fp16, which ends at 65504."""
-    import gradferry
-
-    ddp = DistributedDataParallel(nn.Linear(64, 64, bias=False, dtype=torch.float16))
-    gradferry.attach(ddp, codec)
-    (ddp(torch.eye(64, dtype=torch.float16)).sum() * 40000).backward()
-    gradient = next(ddp.parameters()).grad
-    assert gradient is not None
-    return gradient
-
-
-SCALE_ROUNDING = {"exact": 0.0, "q8": 2.0**-9, "sign1": 2.0**-9, "q4": 2.0**-4}  # bf16 and E4M3
+# bf16 and E4M3
+SCALE_ROUNDING = {"exact": 0.0, "q8": 2.0**-9, "sign1": 2.0**-9, "q4": 2.0**-4}
 
 
 @pytest.mark.parametrize("codec", SCALE_ROUNDING)
-def test_sums_beyond_fp16_have_a_finite_mean(world_of_2: World, codec: str) -> None:
+@on_ranks()
+def test_sums_beyond_fp16_have_a_finite_mean(codec: str) -> None:
+    """Gradients of 40000 per element on both ranks in fp16, which ends at 65504."""
+    ddp = DistributedDataParallel(nn.Linear(64, 64, bias=False, dtype=torch.float16))
+    hooked(ddp, codec)
+    (ddp(torch.eye(64, dtype=torch.float16)).sum() * 40000).backward()
     # 40000 = 625 * 2^6 is an fp16 number. A codec returns the largest magnitude of a block, but for
     # the rounding of its scale, once in each of two encodings, and of the result: 2^4.
     tolerance = 2 * SCALE_ROUNDING[codec] * 40000 + 2**4
-    for gradient in world_of_2.run(case_half, codec=codec):
-        assert (gradient.double() - 40000).abs().max() <= tolerance
+    assert (ddp.module.weight.grad.double() - 40000).abs().max() <= tolerance
+
+
+STEPS = 3
+# Layers' sides; a weight has 1056 elements, just enough to be compressed.
+INPUTS, OUTPUTS = 33, 32
+
+
+class Layers(nn.Module):
+    """Layers with something curved between them, each under a checkpoint if there are such."""
+
+    def __init__(self, use_reentrant: bool | None = None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(INPUTS, OUTPUTS), nn.Tanh(), nn.Linear(OUTPUTS, INPUTS))
+            for _ in range(3)
+        )
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if self.use_reentrant is None:
+                x = layer(x)
+            else:
+                # The layer's parameters are no arguments: their gradients come in the backward pass
+                # inside the backward pass.
+                x = checkpoint(layer, x, use_reentrant=self.use_reentrant)
+        return x
+
+
+def plain(model: nn.Module, x: torch.Tensor) -> None:
+    model(x).square().sum().backward()
+
+
+def gradient_penalty(model: nn.Module, x: torch.Tensor) -> None:
+    y = model(x).square().sum()
+    (slope,) = torch.autograd.grad(y, x, create_graph=True)
+    (y + slope.square().sum()).backward()
+
+
+def penalty_of_weights(model: nn.Module, x: torch.Tensor) -> None:
+    y = model(x).square().sum()
+    slopes = torch.autograd.grad(y, list(model.parameters()), create_graph=True)
+    (y + sum(slope.square().sum() for slope in slopes)).backward()
+
+
+WAYS = {
+    "gradient_penalty": (gradient_penalty, None, {}),
+    "penalty_of_weights": (penalty_of_weights, None, {}),
+    "penalty_into_views": (gradient_penalty, None, {"gradient_as_bucket_view": True}),
+    "reentrant": (plain, True, {}),
+    "reentrant_in_a_static_graph": (plain, True, {"static_graph": True}),
+    "not_reentrant": (plain, False, {}),
+    "not_reentrant_in_a_static_graph": (plain, False, {"static_graph": True}),
+}
+
+
+def flat_gradients(model: nn.Module) -> list[np.ndarray]:
+    return [p.grad.detach().reshape(-1).numpy().copy() for p in model.parameters()]
+
+
+Steps = list[tuple[list[np.ndarray], list[np.ndarray]]]
+
+
+def case_backward(native: bool) -> dict[str, Steps]:
+    """By way, of every step: this rank's own gradients, and what arrived."""
+    return {way: steps_in(way, native) for way in WAYS}
+
+
+def steps_in(way: str, native: bool) -> Steps:
+    backward, use_reentrant, options = WAYS[way]
+    torch.manual_seed(1)
+    model = Layers(use_reentrant)
+    alone = copy.deepcopy(model)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.01, **options)
+    hooked(ddp, "q4", native=native, error_feedback="both")
+    torch.manual_seed(2 + dist.get_rank())
+    steps = []
+    for _ in range(STEPS):
+        x = torch.randn(4, INPUTS)
+        for module in (alone, ddp):
+            module.zero_grad()
+            backward(module, x.clone().requires_grad_())
+        steps.append((flat_gradients(alone), flat_gradients(model)))
+    return steps
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+def test_gradients_equal_reference_in_every_form_of_backward(
+    world_of_2: World, native: bool
+) -> None:
+    """What arrives is what the reference makes of the gradients that the same pass leaves in the
+    bare module.
+    """
+    answers = world_of_2.run(case_backward, native=native)
+    parameters = [Parameter(n, p.numel(), ndim=p.dim()) for n, p in Layers().named_parameters()]
+    for way in WAYS:
+        engine = ReferenceEngine(2, parameters, "q4", "both")
+        for step in range(STEPS):
+            expected = engine.step([answer[way][step][0] for answer in answers])
+            for rank, answer in enumerate(answers):
+                arrived = answer[way][step][1]
+                for parameter, got, want in zip(parameters, arrived, expected[rank], strict=True):
+                    assert got.tobytes() == want.tobytes(), (way, step, rank, parameter.name)
+            assert any(np.abs(g).max() > 0 for g in answers[0][way][step][1])
+
+
+SCENARIO = Scenario((Weight("first", (40, 40)),))
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+@on_ranks()
+def test_join_over_the_effective_world_size_is_refused(native: bool) -> None:
+    ddp = DistributedDataParallel(ChosenGradients(SCENARIO))
+    hooked(ddp, native=native)
+
+    def never() -> None:
+        with ddp.join(divide_by_initial_world_size=False):
+            raise AssertionError("join() was entered")
+
+    outcome = attempt(never)
+    assert outcome.error == "ConfigError", outcome
+    assert "divide_by_initial_world_size" in outcome.text
+
+
+UNEVEN = Scenario(
+    (Weight("first", (40, 40)), Weight("second", (50, 30))),
+    error_feedback="both",
+    passes=2,
+    steps_by_rank=(5, 3),
+    ddp={"bucket_cap_mb": 0.005},
+)
+
+
+def test_uneven_inputs_accumulated_under_no_sync_equal_the_reference(world_of_2: World) -> None:
+    scenarios = [UNEVEN, dataclasses.replace(UNEVEN, native=False)]
+    assert_all_bit_equal(world_of_2.run(train_all, scenarios=scenarios), scenarios)
+
+
+def case_thrown(scenarios: list[Scenario]) -> list[tuple[Outcome, dict[str, Any]]]:
+    return [thrown(scenario) for scenario in scenarios]
+
+
+def thrown(scenario: Scenario) -> tuple[Outcome, dict[str, Any]]:
+    """All ranks leave join() when the first has no more input, and go on together."""
+    run, gradients = Run(scenario), []
+
+    def until_the_end() -> None:
+        with run.ddp.join(throw_on_early_termination=True):
+            for step in range(3 + run.rank):
+                gradients.append(run.step(step))
+
+    outcome = attempt(until_the_end)
+    gradients += [run.step(step) for step in range(3, scenario.steps)]
+    return outcome, run.answer(gradients)
+
+
+def test_training_goes_on_after_an_early_termination(world_of_2: World) -> None:
+    scenarios = [
+        dataclasses.replace(UNEVEN, passes=passes, steps_by_rank=None, steps=5) for passes in (1, 2)
+    ]
+    first, second = world_of_2.run(case_thrown, scenarios=scenarios)
+    for scenario, (ended, one), (told, other) in zip(scenarios, first, second, strict=True):
+        assert ended.error == told.error == "RuntimeError"
+        assert ended.text.startswith("Rank 0 exhausted all inputs")
+        assert told.text.startswith("Detected at least one rank that exhausted inputs")
+        assert_bit_equal([one, other], scenario)
+
+
+@on_ranks()
+def test_copies_of_a_model_join_by_themselves() -> None:
+    ddp = DistributedDataParallel(ChosenGradients(SCENARIO))
+    hooked(ddp)
+    ones = {"first": torch.ones(40, 40)}
+    for other in (copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp)), ddp):
+        with other.join():
+            other(ones).backward()
+        assert other.join_hook().ddp is other

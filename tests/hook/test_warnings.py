@@ -1,27 +1,36 @@
-"""Warnings are gradferry's own category, and seem to come from the user's line."""
+"""Warnings are gradferry's own category, and seem to come from the user's line; what is said of
+settings that keep the streams of a hook from overlapping; and callbacks after optimizer steps.
+"""
 
 from __future__ import annotations
 
 import copy
 import functools
+import gc
 import linecache
 import pickle
 import threading
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import gradferry
 import pytest
 import torch
+from gradferry.core.device import Transport
+from gradferry.core.warn import warn
+from gradferry.reduction import advice, step_numbers
+from gradferry.reduction.advice import Surroundings, warn_about_surroundings
+from gradferry.reduction.step_numbers import PassCounter, call_after_steps
+from on_ranks import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from world import World
+from torch.optim import SGD
 
 
 def lines(caught: list[warnings.WarningMessage]) -> list[str]:
     """The lines that warnings of gradferry are attributed to."""
-    import gradferry
-
     ours = [w for w in caught if w.category is gradferry.GradferryWarning]
     return [linecache.getline(w.filename, w.lineno).strip() for w in ours]
 
@@ -54,8 +63,6 @@ def inside(module: str, call: Callable[[], object]) -> Callable[[], object]:
 )
 @pytest.mark.parametrize("in_thread", [False, True])
 def test_frames_of_torch_and_gradferry_are_passed_over(modules: list[str], in_thread: bool) -> None:
-    from gradferry.core.warn import warn
-
     call: Callable[[], object] = functools.partial(warn, "a text")
     for module in modules:
         call = inside(module, call)
@@ -75,18 +82,15 @@ def test_frames_of_torch_and_gradferry_are_passed_over(modules: list[str], in_th
 
 
 def test_a_module_whose_name_only_begins_like_torch_is_the_users() -> None:
-    from gradferry.core.warn import warn
-
     code = compile("warn('a text')", "/home/torchmodel.py", "exec")
     scope = {"__name__": "torchmodel", "warn": warn}
     caught = caught_behind_trainers_filter(lambda: exec(code, scope))
     assert [(w.filename, w.lineno) for w in caught] == [("/home/torchmodel.py", 1)]
 
 
-def case_places() -> list[list[str]]:
-    """The lines that warnings of a training, of copies and of pickles are attributed to."""
-    import gradferry
-
+@on_ranks(1)
+def test_warnings_name_the_line_that_the_user_wrote() -> None:
+    """In a training, and of copies and pickles."""
     ddp = DistributedDataParallel(nn.Linear(40, 40))
     state = gradferry.attach(ddp, "sign1", momentum=0.8)
     optimizer = torch.optim.AdamW(ddp.parameters())
@@ -102,20 +106,130 @@ def case_places() -> list[list[str]]:
         copy.deepcopy(state)
         pickle.dumps(ddp)
 
-    return [lines(caught_behind_trainers_filter(call)) for call in (train, copy_all)]
-
-
-def test_warnings_name_the_line_that_the_user_wrote(worlds: Callable[[int], World]) -> None:
-    (places,) = worlds(1).run(case_places)
+    assert lines(caught_behind_trainers_filter(train)) == ["optimizer.step()"]
     copies = ["copy.deepcopy(ddp)", "copy.deepcopy(state)", "pickle.dumps(ddp)"]
-    assert places == [["optimizer.step()"], copies]
+    assert lines(caught_behind_trainers_filter(copy_all)) == copies
 
 
 def test_a_warning_can_become_an_error() -> None:
-    import gradferry
-    from gradferry.core.warn import warn
-
     with warnings.catch_warnings():
         warnings.simplefilter("error", gradferry.GradferryWarning)
         with pytest.raises(gradferry.GradferryWarning, match="a text"):
             warn("a text")
+
+
+@pytest.mark.parametrize(
+    ("environment", "high_priority", "parts"),
+    [
+        ({}, True, None),
+        ({}, None, None),  # a backend without priorities
+        ({"TORCH_NCCL_HIGH_PRIORITY": "1"}, False, None),
+        ({"TORCH_NCCL_BLOCKING_WAIT": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "8"}, True, None),
+        ({"TORCH_NCCL_BLOCKING_WAIT": "1"}, True, ("BLOCKING_WAIT has the host wait", "unset it")),
+        ({"NCCL_BLOCKING_WAIT": "True"}, True, ("BLOCKING_WAIT has the host wait", "unset it")),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, True, ("into one queue", "unset it")),
+        ({}, False, ("normal priority", "TORCH_NCCL_HIGH_PRIORITY=1", "is_high_priority_stream")),
+    ],
+)
+def test_every_setting_is_named_with_what_to_do(environment, high_priority, parts):
+    advice = Surroundings(environment, high_priority, translated=None).advice()
+    if parts is None:
+        assert advice == []
+        return
+    (sentence,) = advice
+    for part in parts:
+        assert part in sentence
+
+
+def test_kernels_that_the_driver_must_translate_are_announced():
+    (sentence,) = Surroundings({}, True, "cuda:0, of compute capability 12.0").advice()
+    assert "no machine code for cuda:0, of compute capability 12.0" in sentence
+    assert "CUDAARCHS=native" in sentence
+
+
+def transport(kind: str, *, exchanges: bool = True, streams: bool = True) -> Transport:
+    return Transport(torch.device(kind), exchanges=exchanges, streams=streams)
+
+
+def group_with(options: object) -> SimpleNamespace:
+    return SimpleNamespace(_get_backend=lambda place: SimpleNamespace(options=options))
+
+
+def test_the_priority_is_that_of_the_groups_backend(monkeypatch):
+    monkeypatch.setattr(advice, "this_build", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda place: (9, 0))
+    place = torch.device("cuda", 0)
+    for high in (True, False):
+        options = SimpleNamespace(is_high_priority_stream=high)
+        assert Surroundings.of(place, group_with(options)).high_priority is high
+    assert Surroundings.of(place, group_with(SimpleNamespace())).high_priority is None
+
+
+def test_only_hooks_that_exchange_on_streams_of_a_gpu_are_told(monkeypatch):
+    loud = Surroundings({"TORCH_NCCL_BLOCKING_WAIT": "1"}, high_priority=False, translated=None)
+    monkeypatch.setattr(Surroundings, "of", classmethod(lambda cls, place, group: loud))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_about_surroundings(transport("cpu", streams=False), group_with(None))
+        warn_about_surroundings(transport("cuda", streams=False), group_with(None))
+        warn_about_surroundings(transport("cuda", exchanges=False), group_with(None))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        warn_about_surroundings(transport("cuda"), group_with(None))
+    assert len(told) == 2
+    assert told[0].filename == __file__
+
+
+def test_passes_are_counted_for_each_optimizer() -> None:
+    passes = 0
+    counter = PassCounter(lambda: passes)
+    parameter = nn.Parameter(torch.zeros(1))
+    first, second = SGD([parameter]), SGD([parameter])
+    seen = []
+    for more, optimizer in [(1, first), (2, second), (0, first), (0, first), (3, second)]:
+        passes += more
+        seen.append(counter.take(optimizer))
+    # The second begins where the first has stepped, and the first had two passes meanwhile.
+    assert seen == [1, 2, 2, 0, 3]
+
+
+class Owner:
+    """Can be referred to weakly."""
+
+
+def test_callbacks_end_with_their_owner_and_their_parameters() -> None:
+    before = len(step_numbers._calls)
+    owner, parameter = Owner(), nn.Parameter(torch.zeros(1))
+    other = SGD([nn.Parameter(torch.zeros(1))])
+    called = []
+    call_after_steps(called.append, owner=owner)
+    index = torch.utils.weak.WeakIdKeyDictionary({parameter: 0})
+    call_after_steps(lambda _: called.append(None), index=index)
+    other.step()
+    assert called == [other]  # it does not hold the parameter
+    del owner, parameter
+    gc.collect()
+    other.step()
+    assert called == [other]
+    assert len(step_numbers._calls) == before
+
+
+def test_a_callback_that_raises_does_not_keep_the_step_from_others() -> None:
+    parameter = nn.Parameter(torch.zeros(1))
+    optimizer = SGD([parameter])
+    called: list[object] = []
+
+    def refuse(text: str) -> Callable[[object], None]:
+        def callback(_: object) -> None:
+            raise gradferry.GradferryWarning(text)
+
+        return callback
+
+    handles = [
+        call_after_steps(each) for each in (refuse("first"), called.append, refuse("second"))
+    ]
+    with pytest.raises(gradferry.GradferryWarning, match="first"):
+        optimizer.step()
+    assert called == [optimizer]
+    for handle in handles:
+        handle.remove()

@@ -14,7 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradferry.reduction import step_numbers
+from on_ranks import on_ranks
 from outcomes import Outcome, attempt
+from scenario import hooked
+from stepping import warned
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -58,10 +61,9 @@ class Training:
 
 @contextlib.contextmanager
 def texts(file: str = __file__) -> Iterator[list[str]]:
-    """Of the warnings about a hook that is not called, which point to `file`."""
+    """Texts of the warnings about a hook that is not called, which point to `file`."""
     found: list[str] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned() as caught:
         yield found
     said = [w for w in caught if w.category is gradferry.GradferryWarning]
     assert all(w.filename == file for w in said), said
@@ -107,7 +109,7 @@ def case_changed(
     if change is unfreeze:
         training.model[0].requires_grad_(False)
         training.ddp = training.forward = DistributedDataParallel(training.model)
-    gradferry.attach(training.ddp, "q4", check_every=every)
+    hooked(training.ddp, check_every=every)
     training.train(2)
     if dist.get_rank() in on:
         change(training.model)
@@ -122,7 +124,7 @@ def case_changed(
 def test_check_names_the_parameter_that_is_not_that_of_attach(
     world_of_2: World, change: Callable[[nn.Sequential], None]
 ) -> None:
-    for every in (1, 4):
+    for every in (1, 4) if change in (assign, add_layer) else (4,):
         answers = world_of_2.run(case_changed, change=change, every=every)
         for outcome, steps in answers:
             assert outcome.error == "StateError", outcome.text
@@ -146,19 +148,18 @@ def test_change_on_one_rank_ends_the_others(world_of_2: World) -> None:
             assert "build a new DistributedDataParallel" in outcome.headline
 
 
-def case_allowed() -> list[str | None]:
+@on_ranks()
+def test_what_trains_as_before_is_no_change() -> None:
     """Changes that leave the ranks equal, or that were known; every one with check_every=1."""
-    outcomes = []
-
     training = Training(find_unused_parameters=True)
-    gradferry.attach(training.ddp, "q4", check_every=1)
+    hooked(training.ddp, check_every=1)
     training.train(1)
     training.model[0].requires_grad_(False)  # DDP still reduces it
-    outcomes.append(attempt(lambda: training.train(3)))
+    training.train(3)
     training.model[0].requires_grad_(True)
-    outcomes.append(attempt(lambda: training.train(3)))
+    training.train(3)
     del training.model[0]  # the others train as before
-    outcomes.append(attempt(lambda: training.train(3)))
+    training.train(3)
 
     model = layers()
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["2.bias"])
@@ -166,41 +167,33 @@ def case_allowed() -> list[str | None]:
     training.model, training.steps = model, 0
     training.ddp = training.forward = DistributedDataParallel(model)
     model[0].bias.requires_grad_(True)
-    gradferry.attach(training.ddp, "q4", check_every=1)
+    hooked(training.ddp, check_every=1)
     training.train(1)
     model[2].bias = nn.Parameter(torch.zeros(40))
-    outcomes.append(attempt(lambda: training.train(3)))
-    return [outcome.error and outcome.text for outcome in outcomes]
+    training.train(3)
 
 
-def test_what_trains_as_before_is_no_change(world_of_2: World) -> None:
-    assert world_of_2.run(case_allowed) == [[None] * 4] * 2
-
-
-def case_apart() -> tuple[str | None, int]:
-    """A layer that trained apart at attach, which warned, and is replaced by another that does."""
+@on_ranks()
+def test_parameters_that_were_apart_at_attach_are_known() -> None:
+    """A layer that trained apart at attach, which warned, diverges: that is not compared."""
     training = Training()
     training.model[0].requires_grad_(False)
     training.ddp = training.forward = DistributedDataParallel(training.model)
     unfreeze(training.model)
     with texts() as said:
-        gradferry.attach(training.ddp, "q4", check_every=1)
-    outcome = attempt(lambda: training.train(3))
-    return outcome.error and outcome.text, len(said)
+        gradferry.attach(training.ddp, "q4", check_every=1)  # warns about this line
+    training.train(3)
+    assert len(said) == 1
 
 
-def test_parameters_that_were_apart_at_attach_are_known(world_of_2: World) -> None:
-    for error, warned in world_of_2.run(case_apart):
-        # The warning came; what diverges is not what is compared.
-        assert (error, warned) == (None, 1)
-
-
-def case_resumed() -> tuple[int, int]:
-    """Steps until a change is found, after a state of earlier and of later steps was loaded."""
-    found = []
-    for saved_first in (True, False):
+@on_ranks()
+def test_checks_follow_the_steps_of_a_loaded_state() -> None:
+    """A state of earlier steps is loaded, or not. Both checks are due at a multiple of 4: after
+    step 3 of the state at 4, after step 9 at 12.
+    """
+    for saved_first, steps in ((True, 1), (False, 3)):
         training = Training()
-        state = gradferry.attach(training.ddp, "q4", check_every=4)
+        state = hooked(training.ddp, check_every=4)
         training.train(3)
         saved = state.state_dict()
         training.train(6)
@@ -209,13 +202,7 @@ def case_resumed() -> tuple[int, int]:
         add_layer(training.model)
         before = training.steps
         assert attempt(lambda t=training: t.train(8)).error == "StateError"
-        found.append(training.steps - before)
-    return found[0], found[1]
-
-
-def test_checks_follow_the_steps_of_a_loaded_state(world_of_2: World) -> None:
-    # Both checks are due at a multiple of 4: after step 3 of the state at 4, after step 9 at 12.
-    assert world_of_2.run(case_resumed) == [(1, 3)] * 2
+        assert training.steps - before == steps
 
 
 def through_module(training: Training) -> None:
@@ -230,87 +217,79 @@ def to_bfloat16(training: Training) -> None:
     training.model.to(torch.bfloat16)
 
 
-def case_silent(
-    change: Callable[[Training], None], codec: str = "q4", native: bool = True
-) -> list[list[str]]:
-    """Warnings of the steps before a change, of two steps after it, and of ten more."""
+SILENT = [
+    (through_module, "not through ddp.module", {}),
+    (replaced, "parameter '0.weight' was replaced after attach", {"native": False}),
+    (
+        to_bfloat16,
+        "parameter '0.weight' was torch.float32 at attach and is torch.bfloat16",
+        {"codec": "off"},
+    ),
+    (through_module, "not through ddp.module", {"codec": "off", "native": False}),
+]
+
+
+def check_silent(change: Callable[[Training], None], why: str, kind: dict[str, Any]) -> None:
     training = Training()
-    if native:
-        gradferry.attach(training.ddp, codec)
-    else:
-        training.ddp.register_comm_hook(gradferry.HookState(codec, training.ddp), gradferry.hook)
-    said = []
-    with texts() as before:
+    hooked(training.ddp, **kind)
+    with texts() as early:
         training.train(4)
-    change(training)
-    optimizer = SGD(training.model.parameters(), lr=0.01)
-    with texts() as two:
+        change(training)
+        optimizer = SGD(training.model.parameters(), lr=0.01)
         training.train(2, lambda *_, **__: optimizer)
-    with texts() as more:
-        training.train(10, lambda *_, **__: optimizer)
-    said += [before, two, more]
-    return said
+    assert early == []
+    with texts() as said:
+        training.train(5, lambda *_, **__: optimizer)
+    (text,) = said
+    assert text.startswith("SGD has stepped 3 times in a row without a synced backward")
+    assert "ranks drift apart" in text
+    assert why in text
 
 
 @pytest.mark.torch_core
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        (through_module, "not through ddp.module"),
-        (replaced, "parameter '0.weight' was replaced after attach"),
-        (to_bfloat16, "parameter '0.weight' was torch.float32 at attach and is torch.bfloat16"),
-    ],
-)
+@pytest.mark.parametrize(("change", "why", "kind"), SILENT)
+@on_ranks()
 def test_hook_that_is_no_longer_called_is_warned_about_once(
-    world_of_2: World, change: Callable[[Training], None], why: str
+    change: Callable[[Training], None], why: str, kind: dict[str, Any]
 ) -> None:
-    for kind in ({"native": True}, {"native": False}, {"codec": "off"}):
-        for before, two, (text,) in world_of_2.run(case_silent, change=change, **kind):
-            assert before == two == []
-            assert text.startswith("SGD has stepped 3 times in a row without a synced backward")
-            assert "ranks drift apart" in text
-            assert why in text
+    check_silent(change, why, kind)
 
 
-def test_world_of_one_is_warned_too(worlds: Callable[[int], World]) -> None:
-    ((before, two, more),) = worlds(1).run(case_silent, change=through_module)
-    assert (len(before), len(two), len(more)) == (0, 0, 1)
+@on_ranks(1)
+def test_world_of_one_is_warned_too() -> None:
+    check_silent(*SILENT[0])
 
 
-def case_not_registered(zero: bool) -> list[list[str]]:
+@pytest.mark.parametrize("zero", [False, True], ids=["", "zero"])
+@on_ranks()
+def test_state_without_its_hook_is_warned_about_once(zero: bool) -> None:
     training = Training()
     state = gradferry.HookState("q4", training.ddp)
-    make = SGD
     if zero:
-
-        def make(parameters: Any, lr: float) -> Any:
-            return ZeroRedundancyOptimizer(parameters, optimizer_class=SGD, lr=lr)
-
-    optimizer = make(training.ddp.parameters(), lr=0.01)
+        optimizer = ZeroRedundancyOptimizer(training.ddp.parameters(), optimizer_class=SGD, lr=0.01)
+    else:
+        optimizer = SGD(training.ddp.parameters(), lr=0.01)
     said = []
     for steps in (2, 1, 10):
         with texts() as found:
             training.train(steps, lambda *_, **__: optimizer)
         said.append(found)
     assert state.stats()["buckets"] == 0
-    return said
+    two, (text,), more = said
+    assert two == more == []
+    assert "not compressed, because no model has the HookState" in text
+    assert "ddp.register_comm_hook(state, gradferry.hook)" in text
 
 
-@pytest.mark.parametrize("zero", [False, True], ids=["", "zero"])
-def test_state_without_its_hook_is_warned_about_once(world_of_2: World, zero: bool) -> None:
-    for two, (text,), more in world_of_2.run(case_not_registered, zero=zero):
-        assert two == more == []
-        assert "not compressed, because no model has the HookState" in text
-        assert "ddp.register_comm_hook(state, gradferry.hook)" in text
-
-
-def case_no_alarm() -> dict[str, list[str]]:
+@pytest.mark.torch_core
+@on_ranks()
+def test_steps_without_a_pass_that_are_meant_raise_no_alarm() -> None:
     """Trainings in which optimizers step more often than a hook is called, as they should."""
     said: dict[str, list[str]] = {}
     with texts() as said["gan"]:
         generator, discriminator = Training(), Training()
         for each in (generator, discriminator):
-            gradferry.attach(each.ddp, "q4")
+            hooked(each.ddp)
         one, two = (SGD(each.ddp.parameters(), lr=0.01) for each in (generator, discriminator))
         for step in range(20):
             one.zero_grad()
@@ -325,7 +304,7 @@ def case_no_alarm() -> dict[str, list[str]]:
     with texts() as said["one optimizer for two models"]:
         models = Training(), Training()
         for each in models:
-            gradferry.attach(each.ddp, "q4")
+            hooked(each.ddp)
         both = SGD([p for each in models for p in each.ddp.parameters()], lr=0.01)
         for step in range(20):
             both.zero_grad(set_to_none=step % 2 == 0)
@@ -336,7 +315,7 @@ def case_no_alarm() -> dict[str, list[str]]:
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
     with texts() as said["three optimizers for one model"]:
         training = Training()
-        gradferry.attach(training.ddp, "q4")
+        hooked(training.ddp)
         parts = [SGD([p], lr=0.01) for p in training.ddp.parameters()]
         for step in range(5):
             training.ddp(inputs(step)).sum().backward()
@@ -344,7 +323,7 @@ def case_no_alarm() -> dict[str, list[str]]:
                 part.step()
     with texts() as said["local SGD"]:
         training = Training()
-        gradferry.attach(training.ddp, "q4")
+        hooked(training.ddp)
         optimizer = SGD(training.ddp.parameters(), lr=0.01)
         for step in range(16):
             inside = step % 8 < 4
@@ -362,38 +341,31 @@ def case_no_alarm() -> dict[str, list[str]]:
                 optimizer.step()
     with texts() as said["zero"]:
         training = Training()
-        gradferry.attach(training.ddp, "q4")
+        hooked(training.ddp)
         training.train(8, lambda p, lr: ZeroRedundancyOptimizer(p, optimizer_class=SGD, lr=lr))
     with texts() as said["off"]:
         training = Training()
-        gradferry.attach(training.ddp, "off")
+        hooked(training.ddp, "off")
         training.train(8)
     with texts() as said["join"]:
         training = Training()
-        gradferry.attach(training.ddp, "q4")
+        hooked(training.ddp)
         with training.ddp.join():
             training.train(2 + 6 * dist.get_rank())
-    return said
+    assert {name: found for name, found in said.items() if found} == {}
 
 
-@pytest.mark.torch_core
-def test_steps_without_a_pass_that_are_meant_raise_no_alarm(world_of_2: World) -> None:
-    for said in world_of_2.run(case_no_alarm):
-        assert {name: found for name, found in said.items() if found} == {}
-        assert len(said) == 8
-
-
-def case_old_model_survives() -> dict[str, Any]:
+@on_ranks()
+def test_model_that_was_replaced_and_is_kept_raises_no_alarm() -> None:
     """Trainings through one of two models around the same module, while the other is kept."""
-    found: dict[str, Any] = {}
-    with texts() as found["said"]:
+    with texts() as said:
         training = Training()
         old = training.ddp
-        gradferry.attach(old, "q4", check_every=5)
+        hooked(old, check_every=5)
         training.train(2)
         assign(training.model)
         training.ddp = training.forward = DistributedDataParallel(training.model)
-        gradferry.attach(training.ddp, "q4")
+        hooked(training.ddp)
         with training.ddp.no_sync():
             training.train(4)  # as in local SGD
         training.train(7)
@@ -401,65 +373,41 @@ def case_old_model_survives() -> dict[str, Any]:
         both = Training()
         kept = DistributedDataParallel(both.model)
         for ddp in (both.ddp, kept):
-            gradferry.attach(ddp, "q4", check_every=5)
+            hooked(ddp, check_every=5)
         both.train(7)
         both.forward = kept
         both.train(7)
-    with texts() as found["silent"]:  # the one that was called last speaks for both
+    with texts() as silent:  # the one that was called last speaks for both
         both.forward = both.model
         both.train(4)
-    with texts() as found["ended"]:
+    with texts() as ended:
         training.forward = training.model
         assign(training.model)
         outcome = attempt(lambda: training.train(6))
-    found["error"] = outcome.error, outcome.text
-    return found
-
-
-def test_model_that_was_replaced_and_is_kept_raises_no_alarm(world_of_2: World) -> None:
-    for found in world_of_2.run(case_old_model_survives):
-        assert found["said"] == []
-        (text,) = found["silent"]
-        assert "not through ddp.module" in text
-        # Parameters that no model reduces any more: both models say so.
-        assert len(found["ended"]) == 2
-        error, text = found["error"]
-        assert error == "StateError"
-        assert "was replaced after attach" in text
-
-
-def case_counted(codec: str) -> list[int]:
-    """`steps` after every synced pass; a pass that all ranks skip is none."""
-    training = Training()
-    state = gradferry.attach(training.ddp, codec)
-    counts = []
-    for step in range(4):
-        with training.ddp.no_sync():
-            training.ddp(inputs(step)).sum().backward()
-        training.ddp(inputs(step)).sum().backward()
-        counts.append(state.stats()["steps"])
-    return counts
-
-
-@pytest.mark.parametrize("codec", ["q4", "off"])
-def test_steps_are_synced_passes_with_any_codec(world_of_2: World, codec: str) -> None:
-    assert world_of_2.run(case_counted, codec=codec) == [[1, 2, 3, 4]] * 2
-
-
-def case_watch_ends_with_the_model(native: bool) -> bool:
-    training = Training()
-    if native:
-        gradferry.attach(training.ddp, "q4", check_every=2)
-    else:
-        gradferry.HookState("q4", training.ddp, check_every=2)
-    training.train(2)
-    before = len(step_numbers._calls)
-    alive = weakref.ref(training.ddp)
-    del training
-    gc.collect()
-    return alive() is None and len(step_numbers._calls) < before
+    assert said == []
+    (text,) = silent
+    assert "not through ddp.module" in text
+    # Parameters that no model reduces any more: both models say so.
+    assert len(ended) == 2
+    assert outcome.error == "StateError"
+    assert "was replaced after attach" in outcome.text
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
-def test_watch_ends_with_the_model(world_of_2: World, native: bool) -> None:
-    assert world_of_2.run(case_watch_ends_with_the_model, native=native) == [True, True]
+@on_ranks()
+def test_watch_and_callbacks_end_with_the_model(native: bool) -> None:
+    training, rows = Training(), []
+    state = hooked(training.ddp, native=native, check_every=2)
+
+    def callback(row: dict[str, Any]) -> None:
+        rows.append(row)
+
+    state.on_step(callback)
+    training.train(2)
+    before = len(step_numbers._calls)
+    alive = [weakref.ref(training.ddp), weakref.ref(callback)]
+    del training, state, callback
+    gc.collect()
+    assert len(rows) == 2
+    assert [each() for each in alive] == [None, None]
+    assert len(step_numbers._calls) < before

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import gradferry
 import pytest
 import torch
 import torch.distributed as dist
-from outcomes import Outcome, attempt
+from on_ranks import on_ranks
+from outcomes import attempt
+from products import rows
+from scenario import hooked
+from stepping import bits
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -26,15 +32,12 @@ class Training:
     """Two layers behind DDP and a hook, stepped by AdamW or by shards of it."""
 
     def __init__(self, make: Callable[..., Any], attach: dict[str, Any]) -> None:
-        import gradferry
-
         torch.manual_seed(3)
         self.ddp = DistributedDataParallel(
             nn.Sequential(nn.Linear(60, 50), nn.ReLU(), nn.Linear(50, 40)), bucket_cap_mb=0.01
         )
-        self.scaler = torch.amp.GradScaler(
-            "cpu", init_scale=2.0**10, enabled="exact_skip" in attach
-        )
+        scaled = "exact_skip" in attach
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=scaled)
         if self.scaler.is_enabled():
             attach = {**attach, "grad_scaler": self.scaler}
         self.state = gradferry.attach(self.ddp, **attach)
@@ -61,31 +64,25 @@ class Training:
         self.scaler.step(self.optimizer)
         self.scaler.update()
 
-    def bits(self) -> bytes:
-        return b"".join(p.detach().numpy().tobytes() for p in self.ddp.parameters())
+    def bits(self) -> list[bytes]:
+        return bits(self.ddp.parameters())
 
 
 def adamw(groups: Any, state: Any) -> Any:
     return torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1)
 
 
-def sharded(groups: Any, state: Any) -> Any:
-    return ZeroRedundancyOptimizer(
-        groups, optimizer_class=torch.optim.AdamW, lr=0.01, weight_decay=0.1
-    )
-
-
-def sharded_views(groups: Any, state: Any) -> Any:
+def sharded(groups: Any, state: Any, views: bool = False) -> Any:
     return ZeroRedundancyOptimizer(
         groups,
         optimizer_class=torch.optim.AdamW,
-        parameters_as_bucket_view=True,
+        parameters_as_bucket_view=views,
         lr=0.01,
         weight_decay=0.1,
     )
 
 
-MAKE = {False: sharded, True: sharded_views}
+MAKE = {views: functools.partial(sharded, views=views) for views in (False, True)}
 
 
 def case_beside_plain(views: bool, attach: dict[str, Any], steps: int) -> dict[str, Any]:
@@ -116,9 +113,10 @@ def case_beside_plain(views: bool, attach: dict[str, Any], steps: int) -> dict[s
 
 
 @pytest.mark.torch_core
-@pytest.mark.parametrize("views", [False, True], ids=["", "views"])
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("attach", [{"check_every": 1}, {"exact_skip": True}], ids=str)
+@pytest.mark.parametrize(
+    ("size", "views", "attach"),
+    rows((2, 4), (False, True), ({"check_every": 1}, {"exact_skip": True}), turns=2),
+)
 def test_sharded_adamw_gives_the_parameters_of_adamw(
     worlds: Worlds, size: int, views: bool, attach: dict[str, Any]
 ) -> None:
@@ -159,56 +157,35 @@ def case_resumed(views: bool) -> bool:
     return resumed.bits() == whole.bits()
 
 
-@pytest.mark.parametrize("views", [False, True], ids=["", "views"])
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("size", "views"), rows((2, 4), (True, False)))
 def test_consolidated_state_resumes_to_the_bit(worlds: Worlds, size: int, views: bool) -> None:
     assert worlds(size).run(case_resumed, views=views) == [True] * size
 
 
-def in_momentum_mode(groups: Any, state: Any) -> Any:
-    import gradferry
-
-    return gradferry.optim.momentum_mode(adamw(groups, state), state)
+def in_momentum_mode(make: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda groups, state: gradferry.optim.momentum_mode(make(groups, state), state)
 
 
-def sharded_in_momentum_mode(groups: Any, state: Any) -> Any:
-    import gradferry
-
-    return gradferry.optim.momentum_mode(sharded(groups, state), state)
-
-
-def case_momentum(codec: str) -> dict[str, Any]:
-    import gradferry
-
+# Behind topk, parameters of one group arrive with several momenta.
+@pytest.mark.parametrize("codec", ["sign1", "topk:ratio=0.04"])
+@on_ranks()
+def test_momentum_mode_is_that_of_one_optimizer_per_rank(codec: str) -> None:
     attach = {"codec": codec, "momentum": 0.8}
-    plain, zero = Training(in_momentum_mode, attach), Training(sharded_in_momentum_mode, attach)
+    plain, zero = (Training(in_momentum_mode(make), attach) for make in (adamw, sharded))
     with warnings.catch_warnings():
         warnings.simplefilter("error", gradferry.GradferryWarning)
         for step in range(4):
             plain.step(step)
             zero.step(step)
-    ours, theirs = (
-        [(g["lr"], g["betas"], g["weight_decay"]) for g in t.optimizer.param_groups]
-        for t in (zero, plain)
-    )
+    assert zero.bits() == plain.bits()
+    for ours, theirs in zip(zero.optimizer.param_groups, plain.optimizer.param_groups, strict=True):
+        for setting in ("lr", "betas", "weight_decay"):
+            assert ours[setting] == theirs[setting]
+        assert ours["betas"] == (0.9, 0.999)  # as given
     overlapping = overlapped(zero.ddp.parameters())
-    return {
-        "same": zero.bits() == plain.bits(),
-        "same settings": ours == theirs,
-        "betas": ours[0][1],
-        "refused": attempt(lambda: gradferry.optim.momentum_mode(overlapping, zero.state)),
-    }
-
-
-# Behind topk, parameters of one group arrive with several momenta.
-@pytest.mark.parametrize("codec", ["sign1", "topk:ratio=0.04"])
-def test_momentum_mode_is_that_of_one_optimizer_per_rank(world_of_2: World, codec: str) -> None:
-    for answer in world_of_2.run(case_momentum, codec=codec):
-        assert answer["same"]
-        assert answer["same settings"]
-        assert answer["betas"] == (0.9, 0.999)  # as given
-        assert answer["refused"].error == "ConfigError"
-        assert "overlap_with_ddp" in answer["refused"].text
+    refused = attempt(lambda: gradferry.optim.momentum_mode(overlapping, zero.state))
+    assert refused.error == "ConfigError"
+    assert "overlap_with_ddp" in refused.text
 
 
 def overlapped(parameters: Any) -> ZeroRedundancyOptimizer:
@@ -217,73 +194,61 @@ def overlapped(parameters: Any) -> ZeroRedundancyOptimizer:
     )
 
 
-def zero_hook(inner: Any, ddp: DistributedDataParallel, name: str) -> Any:
-    # torch makes these hooks for NCCL's groups only.
-    with mock.patch.object(ddp_zero_hook.dist, "get_backend", return_value="nccl"):
-        return getattr(ddp_zero_hook, name)(inner, ddp, overlapped(ddp.parameters()))
+Register = Callable[[DistributedDataParallel, Callable[[Any], Any]], None]
 
 
-def register_after_attach(ddp: DistributedDataParallel, name: str) -> None:
-    import gradferry
-
-    gradferry.attach(ddp, "q4")
-    ddp.register_comm_hook(None, zero_hook(allreduce_hook, ddp, name))
+def register_after_attach(ddp: DistributedDataParallel, zero: Callable[[Any], Any]) -> None:
+    hooked(ddp)
+    ddp.register_comm_hook(None, zero(allreduce_hook))
 
 
-def register_before_attach(ddp: DistributedDataParallel, name: str) -> None:
-    import gradferry
-
-    ddp.register_comm_hook(None, zero_hook(allreduce_hook, ddp, name))
-    gradferry.attach(ddp, "q4")
+def register_before_attach(ddp: DistributedDataParallel, zero: Callable[[Any], Any]) -> None:
+    ddp.register_comm_hook(None, zero(allreduce_hook))
+    hooked(ddp)
 
 
-def register_after_binding(ddp: DistributedDataParallel, name: str) -> None:
-    import gradferry
-
+def register_after_binding(ddp: DistributedDataParallel, zero: Callable[[Any], Any]) -> None:
     gradferry.HookState("q4", ddp)
-    ddp.register_comm_hook(state=None, hook=zero_hook(allreduce_hook, ddp, name))
+    ddp.register_comm_hook(state=None, hook=zero(allreduce_hook))
 
 
-def register_around_ours(ddp: DistributedDataParallel, name: str) -> None:
-    import gradferry
-
+def register_around_ours(ddp: DistributedDataParallel, zero: Callable[[Any], Any]) -> None:
     state = gradferry.HookState("q4", ddp)
-    ddp.register_comm_hook(state, zero_hook(gradferry.hook, ddp, name))
+    ddp.register_comm_hook(state, zero(gradferry.hook))
 
 
-def step_without_its_hook(ddp: DistributedDataParallel, name: str) -> None:
-    import gradferry
-
-    zero = overlapped(ddp.parameters())
-    gradferry.attach(ddp, "q4")
+def step_without_its_hook(ddp: DistributedDataParallel, zero: Callable[[Any], Any]) -> None:
+    optimizer = overlapped(ddp.parameters())
+    hooked(ddp)
     ddp(torch.ones(2, 40)).sum().backward()
-    zero.step()
+    optimizer.step()
 
 
-def case_overlapped(use: Callable[..., None], name: str) -> tuple[Outcome, list[str | None]]:
-    """How it is refused, and whether training without it then works."""
-    ddp = DistributedDataParallel(nn.Linear(40, 40))
-    outcome = attempt(lambda: use(ddp, name))
-    rest = [attempt(lambda: ddp(torch.ones(2, 40)).sum().backward()).error for _ in range(2)]
-    return outcome, rest
+USES: tuple[Register, ...] = (
+    register_after_attach,
+    register_before_attach,
+    register_after_binding,
+    register_around_ours,
+    step_without_its_hook,
+)
 
 
 @pytest.mark.parametrize("name", ddp_zero_hook.__all__)
-@pytest.mark.parametrize(
-    "use",
-    [
-        register_after_attach,
-        register_before_attach,
-        register_after_binding,
-        register_around_ours,
-        step_without_its_hook,
-    ],
-)
-def test_a_step_inside_the_backward_pass_is_refused(
-    world_of_2: World, use: Callable[..., None], name: str
-) -> None:
-    for outcome, rest in world_of_2.run(case_overlapped, use=use, name=name):
-        assert outcome.error == "ConfigError", outcome
-        assert "ZeroRedundancyOptimizer(overlap_with_ddp=True) does not go with" in outcome.text
-        assert "build it without overlap_with_ddp, and call its step() after" in outcome.text
-        assert use is register_before_attach or rest == [None, None]
+@pytest.mark.parametrize("use", USES)
+@on_ranks()
+def test_a_step_inside_the_backward_pass_is_refused(use: Register, name: str) -> None:
+    """And training without it then works."""
+    ddp = DistributedDataParallel(nn.Linear(40, 40))
+
+    def zero(inner: Any) -> Any:
+        # torch makes these hooks for NCCL's groups only.
+        with mock.patch.object(ddp_zero_hook.dist, "get_backend", return_value="nccl"):
+            return getattr(ddp_zero_hook, name)(inner, ddp, overlapped(ddp.parameters()))
+
+    outcome = attempt(lambda: use(ddp, zero))
+    assert outcome.error == "ConfigError", outcome
+    assert "ZeroRedundancyOptimizer(overlap_with_ddp=True) does not go with" in outcome.text
+    assert "build it without overlap_with_ddp, and call its step() after" in outcome.text
+    for _ in range(2):
+        outcome = attempt(lambda: ddp(torch.ones(2, 40)).sum().backward())
+        assert use is register_before_attach or outcome.error is None
