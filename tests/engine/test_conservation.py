@@ -20,7 +20,7 @@ from world import World
 Worlds = Callable[[int], World]
 
 STEPS = 1000
-FEW_STEPS = 300
+FEW_STEPS = 150
 MOST_PASSES = 3
 WEIGHTS = (Weight("square", (40, 40)), Weight("tail", (33, 125)), Weight("bias", (50,)))
 CODECS = ("q4", "sign1", "topk:ratio=0.05", "rht:bits=2")

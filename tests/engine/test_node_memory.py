@@ -20,25 +20,14 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from mixed import local_stage, mapped_bytes, scenario_on
 from scenario import Run, Scenario, assert_bit_equal, trained
-from test_two_levels import scenario_on
 from torch._C._distributed_c10d import PrefixStore
 from world import World
 
 Worlds = Callable[[int], World]
 
 NUM_BYTES = 3 * 4096
-NAME = "memfd:gradferry"
-
-
-def mapped_bytes() -> int:
-    """Of shared memory in this process."""
-    total = 0
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        if NAME in line:
-            begin, end = (int(each, 16) for each in line.split()[0].split("-"))
-            total += end - begin
-    return total
 
 
 def held() -> Counter[str]:
@@ -63,12 +52,6 @@ def share(purpose: str, num_bytes: int = NUM_BYTES, seconds: float = 10) -> tupl
     store = PrefixStore(f"memory/{purpose}", dist.distributed_c10d._get_default_store())
     siblings = range(dist.get_world_size())
     return share_memory(store, dist.get_rank(), siblings, num_bytes, seconds)
-
-
-def local_stage(run: Run) -> str:
-    from gradferry.ddp.state import bound_to
-
-    return bound_to(run.state).running.engine.local_stage()
 
 
 # --- who gets it
@@ -301,9 +284,8 @@ def case_train(scenario: Scenario, refused: bool) -> dict[str, Any]:
     refusing = mock.patch.object(node_memory.os, "memfd_create", side_effect=failure)
     with refusing if refused else contextlib.nullcontext():
         run = Run(scenario)
-    answer = trained(run)
-    engine = bound_to(run.state).running.engine
-    return {**answer, "stage": [engine.local_stage(), engine.workspace()["slots"], mapped_bytes()]}
+    slots = bound_to(run.state).running.engine.workspace()["slots"]
+    return {**trained(run), "stage": [local_stage(run), slots, mapped_bytes()]}
 
 
 @pytest.mark.parametrize("nodes", ["2x2", "2+1"])

@@ -287,7 +287,13 @@ def test_planned_bytes_are_those_of_the_reference(
         everything.append([sum(pair) for pair in found])
         assert [elsewhere for elsewhere, _ in found] == [
             reference.wire_bytes_per_step(
-                travels, buckets, rank, chunk_bytes, find_unused_parameters, equal_scatter, hosts
+                travels,
+                buckets,
+                rank,
+                chunk_bytes,
+                find_unused_parameters,
+                equal_scatter,
+                hosts=hosts,
             )
             for rank in ranks
         ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import re
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -315,13 +316,10 @@ class Corrupting(SecondRank):
         return payload
 
 
-def case_failing(
-    scenario: Scenario, kind: str, second: int = 1, forged: dict[str, Any] | None = None
-) -> list[Outcome]:
+def case_failing(scenario: Scenario, kind: str, forged: dict[str, Any]) -> list[Outcome]:
     """Steps until one fails."""
-    if dist.get_rank() == second:
-        of_kind = globals()[kind]
-        run: Run = SecondRun(scenario, type(kind, (of_kind,), forged or {}))
+    if dist.get_rank() == 1:
+        run: Run = SecondRun(scenario, type(kind, (globals()[kind],), forged))
     else:
         run = Run(scenario)
     outcomes: list[Outcome] = []
@@ -330,60 +328,53 @@ def case_failing(
     return outcomes
 
 
-def error_of(
-    world: World, kind: str, forged: dict[str, Any] | None = None, **scenario: Any
-) -> tuple[str, str, str]:
-    """The class and text that both real ranks raise in step 1, and what the second one says."""
-    answers = world.run(
-        case_failing, scenario=scenario_of("q4", **scenario), kind=kind, forged=forged
-    )
-    assert [len(outcomes) for outcomes in answers] == [2] * 3
-    last = [outcomes[1] for outcomes in answers]
-    assert {(o.error, o.headline) for o in (last[0], last[2])} == {
-        (last[0].error, last[0].headline)
-    }
-    return str(last[0].error), last[0].headline, last[1].text
-
-
 @pytest.mark.parametrize(
-    ("forged", "text"),
+    ("kind", "forged", "error", "said"),
     [
-        ({"phase": 1, "field": "config_hash", "value": 11}, "configuration hash is 11, expected"),
-        ({"phase": 2, "field": "layout_hash", "value": 12}, "layout hash is 12, expected"),
-        ({"phase": 1, "field": "step", "value": 0}, "step is 0, expected 1"),
+        pytest.param(
+            "Forger",
+            {"phase": 1, "field": "config_hash", "value": 11},
+            "ProtocolError",
+            r"rank 0 refused a message from rank 1 .*, scatter\): configuration hash is 11, ",
+            id="scatter",
+        ),
+        pytest.param(
+            "Forger",
+            {"phase": 2, "field": "layout_hash", "value": 12},
+            "ProtocolError",
+            r"rank 0 refused a message from rank 1 .*, gather\): layout hash is 12, expected",
+            id="gather",
+        ),
+        pytest.param(
+            "Deaf",
+            {},
+            "ProtocolError",
+            r"rank 1 refused a message from rank 0 .*, scatter\): checksum is ",
+            id="deaf",
+        ),
+        pytest.param(
+            "Failing", {}, "PeerError", "rank 1 failed while it compressed gradients", id="failing"
+        ),
+        pytest.param(
+            "Corrupting",
+            {},
+            "ProtocolError",
+            "rank 0 refused a message from rank 1 .*number of corrupt tiles is",
+            id="corrupting",
+        ),
     ],
 )
-def test_wrong_field_of_the_second_rank_is_named_on_all(
-    world_of_3: World, forged: dict[str, Any], text: str
+def test_faults_of_and_for_the_second_rank_are_the_same_error_on_all(
+    world_of_3: World, kind: str, forged: dict[str, Any], error: str, said: str
 ) -> None:
-    kind, said, second = error_of(world_of_3, "Forger", forged)
-    assert kind == "ProtocolError"
-    assert text in said
-    assert said.startswith("rank 0 refused a message from rank 1 (step 1, chunk ")
-    assert said.startswith(second)
-
-
-def test_fault_that_the_second_rank_finds_is_raised_on_all(world_of_3: World) -> None:
-    kind, said, second = error_of(world_of_3, "Deaf")
-    assert kind == "ProtocolError"
-    assert said.startswith("rank 1 refused a message from rank 0 (step 1, chunk ")
-    assert ", scatter): checksum is " in said
-    assert said.startswith(second)
-
-
-def test_failure_of_the_second_rank_is_raised_on_all(world_of_3: World) -> None:
-    kind, said, second = error_of(world_of_3, "Failing")
-    assert kind == "PeerError"
-    assert said.startswith("rank 1 failed while it compressed gradients (step 1, chunk ")
-    assert said.startswith(second)
-
-
-def test_corrupt_tiles_of_the_second_rank_are_counted_alike(world_of_3: World) -> None:
-    kind, said, second = error_of(world_of_3, "Corrupting")
-    assert kind == "ProtocolError"
-    assert "refused a message from rank 1 (step 1" in said
-    assert "number of corrupt tiles is" in said
-    assert said.startswith(second)
+    arguments = {"scenario": scenario_of("q4"), "kind": kind, "forged": forged}
+    first, second, third = world_of_3.run(case_failing, **arguments)
+    assert [len(outcomes) for outcomes in (first, second, third)] == [2] * 3
+    assert (first[1].error, first[1].headline) == (third[1].error, third[1].headline)
+    assert first[1].error == error
+    assert re.match(said, first[1].headline), first[1].headline
+    assert "(step 1, chunk " in first[1].headline
+    assert first[1].headline.startswith(second[1].text)
 
 
 class Drifting(SecondRun):

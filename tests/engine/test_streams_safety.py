@@ -1,19 +1,27 @@
-"""What a hook on a device with streams survives, and what it refuses before anything is lost."""
+"""What a hook on a device with streams survives, what it refuses before anything is lost, and
+which errors come up on every rank.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import gc
+import re
+import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from outcomes import attempt
-from scenario import Run, assert_bit_equal
+from mixed import scenario_on
+from outcomes import Outcome, attempt
+from scenario import Run, Scenario, assert_bit_equal
 from test_streams import SCENARIO, small_chunks
-from world import World
+from test_streams_training import check_scenario
+from world import World, thread_names
 
 Worlds = Callable[[int], World]
 
@@ -69,7 +77,7 @@ def test_an_abandoned_backward_pass_leaves_no_work_on_freed_buckets(
     worlds: Worlds, device: str
 ) -> None:
     scenario = dataclasses.replace(SCENARIO, device=device)
-    answers = worlds(2).run(case_abandon, scenario=scenario, seeds=list(range(5)))
+    answers = worlds(2).run(case_abandon, scenario=scenario, seeds=[0, 1])
     assert_bit_equal(answers, scenario)
 
 
@@ -103,17 +111,147 @@ def case_loss_scale_goes_first(scenario: Any) -> None:
     assert machine.races() == []
 
 
-@pytest.mark.parametrize("case", [case_abandon_alone, case_loss_scale_goes_first])
+@pytest.mark.parametrize(
+    ("case", "world_size", "options"),
+    [(case_abandon_alone, 1, {"momentum": 0.9}), (case_loss_scale_goes_first, 2, {})],
+)
 def test_what_is_freed_with_work_enqueued_is_not_touched(
-    worlds: Worlds, case: Callable[..., None]
+    worlds: Worlds, case: Callable[..., None], world_size: int, options: dict[str, Any]
 ) -> None:
-    alone = case is case_abandon_alone
-    options = {"momentum": 0.9} if alone else {}
-    world_size = 1 if alone else 2
     scenario = dataclasses.replace(
         SCENARIO, world_size=world_size, options=options, error_feedback="auto"
     )
     worlds(world_size).run(case, scenario=scenario)
+
+
+def case_thread_ends(scenario: Scenario) -> bool:
+    run = Run(scenario)
+    run.step(0)
+    assert "gf-staged" in thread_names()
+    del run
+    gc.collect()
+    deadline = time.monotonic() + 60
+    while "gf-staged" in thread_names() and time.monotonic() < deadline:
+        pass
+    return "gf-staged" not in thread_names()
+
+
+def test_the_thread_of_a_staged_hook_ends_with_it(worlds: Worlds) -> None:
+    scenario = dataclasses.replace(SCENARIO, device="staged")
+    assert worlds(2).run(case_thread_ends, scenario=scenario) == [True] * 2
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+def case_damage(
+    scenario: Scenario, among: str, collective: int, offset: int, value: int
+) -> dict[str, Any]:
+    """What rank 1 receives in one collective of step 0 is damaged."""
+    import fake_device
+
+    run = Run(scenario)
+    if dist.get_rank() == 1:
+        siblings, peers = (*fake_device.last_made, None, None)[:2]
+        links = {"all": fake_device.backends["streamed"], "siblings": siblings, "peers": peers}
+        links[among].damage(collective, offset, value)
+    gradients = [run.step(0), run.step(1)]
+    saved = None if scenario.nodes else attempt(run.state.state_dict)
+    errors = [attempt(lambda: run.step(2)), attempt(run.state.state_dict)]
+    assert fake_device.machine.races() == []
+    num_nan = [sum(int(np.isnan(g).sum()) for g in of_step) for of_step in gradients]
+    return {"num_nan": num_nan, "saved": saved, "errors": errors}
+
+
+STEP_9 = "step is 9, expected 0"
+
+
+@pytest.mark.parametrize(
+    ("among", "collective", "offset", "value", "message", "field", "nan_on"),
+    [
+        # In a scatter the owner of the tiles refuses, so that nobody gets them; of what is gathered
+        # every rank has its own copy.
+        pytest.param("all", 0, 64 + 5, 0xEE, "1 from 0, scatter", "checksum is ", 2, id="payload"),
+        pytest.param("all", 0, 40, 7, "1 from 0, scatter", "chunk is 7, expected 0", 2, id="chunk"),
+        pytest.param("all", 1, 32, 9, "1 from 0, gather", STEP_9, 1, id="step"),
+        pytest.param("all", 1, 0, 0, "1 from 0, gather", "magic is ", 1, id="magic"),
+        # Nodes (0, 1) and (2, 3). What comes first is of rank 0, or rank 1's own of the peers'.
+        pytest.param("siblings", 0, 32, 9, "1 from 0, local scatter", STEP_9, 4, id="local"),
+        pytest.param("peers", 0, 32, 9, "1 from 1, scatter", STEP_9, 4, id="peers, scatter"),
+        # Rank 0 gets it as it came, and is the first that reports it.
+        pytest.param("peers", 1, 32, 9, "0 from 1, gather", STEP_9, 2, id="peers, gather"),
+        # Rank 0's header, behind which nothing is lost; then the first message behind it.
+        pytest.param("siblings", 1, 32, 9, "1 from 0, forward", STEP_9, 0, id="forward"),
+        pytest.param("siblings", 1, 64 + 32, 9, "1 from 0, gather", STEP_9, 1, id="forwarded"),
+    ],
+)
+def test_damage_is_nan_at_once_and_an_error_two_steps_later(
+    worlds: Worlds,
+    among: str,
+    collective: int,
+    offset: int,
+    value: int,
+    message: str,
+    field: str,
+    nan_on: int,
+) -> None:
+    who, sender, phase = re.fullmatch("(.) from (.), (.*)", message).groups()
+    scenario = dataclasses.replace(SCENARIO, ddp={})  # one bucket, of one chunk
+    scenario = scenario if among == "all" else scenario_on("2x2", scenario)
+    damage = {"among": among, "collective": collective, "offset": offset, "value": value}
+    answers = worlds(scenario.world_size).run(case_damage, scenario=scenario, **damage)
+    assert sum(answer["num_nan"][0] > 0 for answer in answers) == nan_on
+    for rank, answer in enumerate(answers):
+        # From then on rank 1's tiles are nobody's.
+        assert answer["num_nan"][1] > 0
+        if answer["saved"]:
+            # Rank 0 has by now seen that rank 1 is in trouble.
+            assert answer["saved"].error == "ProtocolError"
+            assert (field in answer["saved"].text) == (rank == 1)
+        for error in answer["errors"]:
+            assert error.error == "ProtocolError"
+            assert f"rank {who} refused a message from rank {sender} (" in error.text
+            assert f"step 0, chunk 0, {phase}): {field}" in error.text
+    # What follows the first line are the rank's last buckets.
+    assert len({error.headline for answer in answers for error in answer["errors"]}) == 1
+
+
+def case_damaged_check(scenario: Scenario) -> list[Outcome]:
+    """A byte of the hashes that rank 1 receives at step 2 is damaged."""
+    import fake_device
+
+    run = Run(scenario)
+    outcomes = [attempt(lambda step=step: run.step(step)) for step in (0, 1)]
+    if dist.get_rank() == 1:
+        # The commit of step 1 comes first.
+        fake_device.backends["streamed"].damage(1, 64 + 2, 0xEE)
+    return outcomes + [attempt(lambda step=step: run.step(step)) for step in range(2, 5)]
+
+
+def test_damaged_hashes_are_an_error_on_all_ranks_two_steps_later(worlds: Worlds) -> None:
+    scenario = check_scenario("streamed", 1, world_size=2, ddp={})
+    answers = worlds(2).run(case_damaged_check, scenario=scenario)
+    for outcomes in answers:
+        assert [o.error for o in outcomes] == [None] * 4 + ["ProtocolError"]
+        assert "rank 1 refused a message from rank 0 (step 2" in outcomes[4].text
+        assert "check of parameters): checksum is " in outcomes[4].text
+    assert len({outcomes[4].headline for outcomes in answers}) == 1
+
+
+def case_raise_nonfinite(scenario: Scenario) -> list[Outcome]:
+    run = Run(scenario)
+    outcomes = [attempt(lambda step=step: run.step(step)) for step in range(4)]
+    return [*outcomes, attempt(run.state.state_dict)]
+
+
+def test_nonfinite_raise_names_the_parameter_one_step_later(worlds: Worlds) -> None:
+    scenario = dataclasses.replace(
+        SCENARIO, options={"nonfinite": "raise"}, poison={(1, 0, "second"): np.inf}
+    )
+    for outcomes in worlds(2).run(case_raise_nonfinite, scenario=scenario):
+        assert [outcome.error for outcome in outcomes] == [None] * 3 + ["StateError"] * 2
+        for outcome in outcomes[3:]:
+            assert "'second' was not finite at step 1" in outcome.text
 
 
 # --- what torch sees ------------------------------------------------------------------------------
@@ -185,8 +323,6 @@ def test_a_backward_pass_that_is_captured_into_a_graph_is_refused(
 
 def case_off_without_kernels(scenario: Any) -> list[Any]:
     """Where every bucket passes through, kernels are not asked for."""
-    from unittest import mock
-
     from fake_device import DEVICE
     from gradferry.core import device
 
@@ -207,8 +343,6 @@ def test_codec_off_needs_no_kernels(worlds: Worlds) -> None:
 
 def case_moved() -> tuple[int, Any]:
     """As if the second parameter had moved; torch swaps no memory with the fake device's."""
-    from unittest import mock
-
     import gradferry
     from gradferry import _native
     from scenario import ChosenGradients
@@ -229,38 +363,51 @@ def test_a_model_moved_after_it_was_wrapped_is_refused(world_of_2: World) -> Non
         assert "move the whole model first, then wrap it" in outcome.text
 
 
-def case_no_backend() -> Any:
+def case_group(backend: str, index: int | None) -> Outcome:
+    """A group of this backend, bound to the device of this index, is asked for its transport."""
     from fake_device import DEVICE
     from gradferry.core.device import transport_of
 
-    group = dist.new_group(backend="cpu:gloo")
-    return attempt(lambda: transport_of(DEVICE, group))
-
-
-def case_bound_elsewhere() -> Any:
-    from fake_device import DEVICE
-    from gradferry.core.device import transport_of
-
-    group = dist.new_group(backend="cpu:gloo,fake:fake_streamed")
-    group.bound_device_id = torch.device("fake", 1)
+    group = dist.new_group(backend=backend)
+    if index is not None:
+        group.bound_device_id = torch.device("fake", index)
     return attempt(lambda: transport_of(DEVICE, group))
 
 
 @pytest.mark.parametrize(
-    ("case", "says", "advises"),
+    ("backend", "index", "says", "advises"),
     [
-        (case_no_backend, "no backend for tensors on 'fake'", "start it with init_process_group("),
         (
-            case_bound_elsewhere,
+            "cpu:gloo",
+            None,
+            "no backend for tensors on 'fake'",
+            "start it with init_process_group(",
+        ),
+        (
+            "cpu:gloo,fake:fake_streamed",
+            1,
             "the model is on fake:0, the process group on fake:1",
             "device_id=torch.device('fake:0')",
         ),
     ],
 )
 def test_a_group_that_cannot_serve_the_device_is_refused(
-    worlds: Worlds, case: Callable[[], Any], says: str, advises: str
+    worlds: Worlds, backend: str, index: int | None, says: str, advises: str
 ) -> None:
-    for outcome in worlds(2).run(case):
+    for outcome in worlds(2).run(case_group, backend=backend, index=index):
         assert outcome.error == "ConfigError"
         assert says in outcome.text
         assert advises in outcome.text
+
+
+def case_unused_parameters(scenario: Scenario) -> Outcome:
+    return attempt(lambda: Run(scenario))
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_unused_parameters_need_bucket_views(worlds: Worlds, views: bool) -> None:
+    ddp = {"find_unused_parameters": True, "gradient_as_bucket_view": views}
+    scenario = dataclasses.replace(SCENARIO, ddp=ddp)
+    for outcome in worlds(2).run(case_unused_parameters, scenario=scenario):
+        assert outcome.error == (None if views else "ConfigError")
+        assert views or "build the DistributedDataParallel with gradient_as_" in outcome.text

@@ -10,6 +10,7 @@ from .layout import (
     Tile,
     assign_owners,
     cut_chunks,
+    two_level_bytes_per_step,
     wire_bytes_per_step,
 )
 from .message import (
@@ -24,7 +25,6 @@ from .message import (
 )
 from .reduce_scatter import ReferenceReduceScatter, scattered_bytes_per_step
 from .scalars import DTYPES, narrow, widen
-from .two_levels import two_level_bytes_per_step
 
 __all__ = [
     "CHUNK_BYTES",
