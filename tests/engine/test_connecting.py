@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
 import os
 import resource
 import time
@@ -18,28 +17,18 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
-from outcomes import Outcome, attempt, interrupted
+from outcomes import Outcome, attempt, interrupted, little_patience
 from scenario import ChosenGradients, Run, Scenario, Weight
 from torch._C._distributed_c10d import PrefixStore
 from torch.nn.parallel import DistributedDataParallel
 from world import World, WorldError
 
 SCENARIO = Scenario((Weight("first", (40, 40)), Weight("second", (9,))))
-PATIENCE = 1.0
 FREED_SECONDS = 60.0
 
 
 def plain_ddp() -> DistributedDataParallel:
     return DistributedDataParallel(ChosenGradients(SCENARIO))
-
-
-@contextlib.contextmanager
-def little_patience() -> Iterator[None]:
-    from gradferry.core import meeting
-
-    seconds = datetime.timedelta(seconds=PATIENCE)
-    with mock.patch.object(meeting, "MOST_PATIENCE", seconds):
-        yield
 
 
 def train() -> bool:

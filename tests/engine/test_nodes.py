@@ -65,19 +65,6 @@ def test_a_table_says_where_every_rank_is():
     assert flat(3) == Nodes(((0,), (1,), (2,)))
 
 
-@pytest.mark.parametrize(
-    ("members", "text"),
-    [
-        (((0, 1), (2, 3)), "2 nodes of 2 ranks"),
-        (((0,), (1, 2), (3,)), "3 nodes of 1 to 2 ranks"),
-        (((0, 1, 2, 3),), "1 node of 4 ranks"),
-        (((0,), (1,)), "2 nodes of 1 rank"),
-    ],
-)
-def test_a_table_in_words(members, text):
-    assert Nodes(members).describe() == text
-
-
 def test_who_could_not_find_out_is_named_with_the_reason():
     assert not table("auto", A, B).note
     alone = table("auto", HIDDEN, A, HIDDEN, Identity(unread="odd"))
@@ -146,43 +133,35 @@ def test_ranks_that_share_nothing_are_no_node(option, identities, message):
         resolve(option, GROUP, identities)
 
 
-@pytest.mark.parametrize(
-    ("option", "identities", "reason"),
-    [
-        ("flat", (A, A, B, B), "nodes='flat'"),
-        ("auto", (A, B, HIDDEN), "every rank is on a node of its own"),
-        (1, (A, A), "every rank is on a node of its own"),
-        ("auto", (A, A, A), "all ranks are on one node"),
-    ],
-)
-def test_flat_exchange_is_chosen_for_a_reason(option, identities, reason):
-    for on_host in (True, False):
-        exchange = choose_exchange(option, table(option, *identities), on_host=on_host)
-        assert (exchange.nodes, exchange.reason) == (flat(len(identities)), reason)
+ALONE = "every rank is on a node of its own"
+FOUND = "nodes='auto' found several ranks on a node"
 
 
 @pytest.mark.parametrize(
     ("option", "identities", "members", "reason"),
     [
-        ("auto", (A, A, B, B), ((0, 1), (2, 3)), "nodes='auto' found several ranks on a node"),
-        ("auto", (A, B, B), ((0,), (1, 2)), "nodes='auto' found several ranks on a node"),
+        ("flat", (A, A, B, B), None, "nodes='flat'"),
+        ("auto", (A, B, HIDDEN), None, ALONE),
+        (1, (A, A), None, ALONE),
+        ("auto", (A, A, A), None, "all ranks are on one node"),
+        ("auto", (A, A, B, B), ((0, 1), (2, 3)), FOUND),
+        ("auto", (A, B, B), ((0,), (1, 2)), FOUND),
         (2, (A, A, B, B), ((0, 1), (2, 3)), "nodes=2"),
         (3, (A, A, A), ((0, 1, 2),), "nodes=3"),
         (((0, 1), (2,)), (A, A, B), ((0, 1), (2,)), "a DeviceMesh says so"),
     ],
 )
-def test_two_levels_are_chosen_for_a_reason(option, identities, members, reason):
+def test_an_exchange_is_chosen_for_a_reason(option, identities, members, reason):
     found = resolve(option, range(len(identities)), identities)
-    exchange = choose_exchange(option, found, on_host=True)
-    assert (exchange.nodes, exchange.reason) == (Nodes(members), reason)
-
-
-def test_exchange_of_a_device_is_flat_unless_asked_otherwise():
-    found = table("auto", A, A, B, B)
-    exchange = choose_exchange("auto", found, on_host=False)
-    assert exchange.is_flat
-    assert "a device two levels are used where nodes= or codec='auto' asks" in exchange.reason
-    assert choose_exchange(2, found, on_host=False).nodes == found
+    chosen = Nodes(members) if members else flat(len(identities))
+    for on_host in (True, False):
+        exchange = choose_exchange(option, found, on_host=on_host)
+        if on_host or reason != FOUND:
+            assert (exchange.nodes, exchange.reason) == (chosen, reason)
+        else:
+            assert exchange.is_flat
+            asked = "a device two levels are used where nodes= or codec='auto' asks"
+            assert asked in exchange.reason
 
 
 def test_what_other_ranks_send_is_checked():
@@ -282,11 +261,7 @@ def test_all_ranks_learn_at_attach_where_all_are(worlds: Callable[[int], World])
     assert len({answer["config_hash"] for answer in answers}) == 1
     for option, found, text in (
         ("flat", places, "flat between 4 ranks, because nodes='flat'"),
-        (
-            1,
-            places,
-            "flat between 4 ranks on 4 nodes of 1 rank, because every rank is on a node of",
-        ),
+        (1, places, f"flat between 4 ranks on 4 nodes of 1 rank, because {ALONE}"),
         (
             "auto",
             [A] * 4,

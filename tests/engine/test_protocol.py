@@ -5,49 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
-from forging import (  # noqa: F401 (WEIGHTS and tiles_of_buckets: for tests of other folders)
+
+# Tests of other folders take some of these from here.
+from forging import (  # noqa: F401
     FORGER,
     WEIGHTS,
     WORLD_SIZE,
     Forger,
+    case_forged,
+    check,
     tiles_of_buckets,
 )
-from outcomes import Outcome, attempt
-from scenario import Run, Scenario
 from world import World
-
-
-def case_forged(
-    phase: str, change: dict[str, int], scaled: bool = False
-) -> tuple[Outcome, Outcome] | None:
-    """What an honest rank sees: the error of the step and of its state.
-
-    scaled: with a GradScaler whose scale is 1024.
-    """
-    options = {"grad_scaler": torch.amp.GradScaler("cpu", init_scale=1024.0)} if scaled else {}
-    scenario = Scenario(WEIGHTS, WORLD_SIZE, options=options)
-    if dist.get_rank() == FORGER:
-        Forger(scenario, phase, change).run()
-        return None
-    run = Run(scenario)
-    outcomes = attempt(lambda: run.step(0)), attempt(run.state.state_dict)
-    assert all(outcome.is_ours or outcome.error is None for outcome in outcomes)
-    assert run.state.stats()["in_flight"] == 0
-    return outcomes
-
-
-def check(
-    world: World, phase: str, change: dict[str, int], *, scaled: bool = False
-) -> tuple[str | None, str]:
-    """The one error that all honest ranks raise."""
-    answers = world.run(case_forged, phase=phase, change=change, scaled=scaled)
-    honest = [answer for answer in answers if answer is not None]
-    assert len(honest) == WORLD_SIZE - 1
-    errors = {(outcome.error, outcome.headline) for answer in honest for outcome in answer}
-    assert len(errors) == 1, errors
-    return errors.pop()
 
 
 @pytest.mark.torch_core

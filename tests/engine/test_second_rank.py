@@ -22,7 +22,7 @@ import torch.distributed as dist
 from gradferry import _build_info
 from outcomes import Outcome, attempt
 from reference import Header, find_codec
-from scenario import ChosenGradients, Scenario, Weight, train
+from scenario import ChosenGradients, Scenario, Weight
 from second import Options, SecondRank, agree, confirm
 from second.exchange import describe
 from torch.nn.parallel import DistributedDataParallel
@@ -185,23 +185,29 @@ class SecondRun(Run):
         return future
 
 
-def case_mixed(scenario: Scenario, second: int) -> dict[str, Any]:
-    """All steps, with a rank of `second` as that rank. What both kinds know of a run."""
-    if dist.get_rank() != second:
-        answer = train(scenario)
-        return {key: answer[key] for key in ("gradients", "hashes")}
-    run = SecondRun(scenario)
-    gradients = [run.step(step) for step in range(scenario.steps)]
-    run.second.close()
+def case_mixed(scenario: Scenario, second: int, left_out: str | None = None) -> dict[str, Any]:
+    """All steps, with a rank of `second` as that rank; -1: as none.
+
+    left_out: a parameter that nobody uses in step 1, in which old gradients stay.
+    """
+    run = SecondRun(scenario) if dist.get_rank() == second else Run(scenario)
+    gradients = []
+    for step in range(scenario.steps):
+        leaves_out = left_out is not None and step == 1
+        run.left_out = (left_out,) if leaves_out else ()
+        keep = mock.patch.object(run.ddp, "zero_grad")
+        with keep if leaves_out else contextlib.nullcontext():
+            gradients.append(run.step(step))
+    if isinstance(run, SecondRun):
+        run.second.close()
     return {"gradients": gradients, "hashes": run.hashes}
 
 
-def assert_same_as_real_ranks(world: World, scenario: Scenario, second: int) -> None:
-    mixed = world.run(case_mixed, scenario=scenario, second=second)
-    assert_same(mixed, world.run(train, scenario=scenario), scenario)
-
-
-def assert_same(mixed: list[Any], real: list[Any], scenario: Scenario) -> None:
+def assert_same_as_real_ranks(
+    world: World, scenario: Scenario, second: int, left_out: str | None = None
+) -> None:
+    arguments = {"scenario": scenario, "left_out": left_out}
+    mixed, real = (world.run(case_mixed, second=rank, **arguments) for rank in (second, -1))
     for rank in range(3):
         assert mixed[rank]["hashes"] == real[rank]["hashes"], f"rank {rank}"
         for step in range(scenario.steps):
@@ -218,38 +224,22 @@ def scenario_of(codec: str, **more: Any) -> Scenario:
 
 
 @pytest.mark.parametrize(
-    ("codec", "second", "rules"),
+    ("codec", "second", "changes"),
     [
-        ("q4", 1, ()),
-        ("topk:ratio=0.05", 0, (("hid*", "q8"), ("one", "rht"))),
-        ("sign1", 2, ()),
+        ("q4", 1, {}),
+        ("topk:ratio=0.05", 0, {"rules": (("hid*", "q8"), ("one", "rht"))}),
+        ("sign1", 2, {}),
+        *(
+            pytest.param(codec, second, {"steps": 7}, marks=pytest.mark.slow)
+            for codec in ("exact", "bf16", "q8", "sign1", "topk", "rht:bits=3")
+            for second in range(3)
+        ),
     ],
 )
 def test_averages_equal_those_of_real_ranks(
-    world_of_3: World, codec: str, second: int, rules: tuple[tuple[str, str], ...]
+    world_of_3: World, codec: str, second: int, changes: dict[str, Any]
 ) -> None:
-    assert_same_as_real_ranks(world_of_3, scenario_of(codec, rules=rules), second)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("second", [0, 1, 2])
-@pytest.mark.parametrize("codec", ["exact", "bf16", "q8", "sign1", "topk", "rht:bits=3"])
-def test_averages_of_other_codecs_equal_those_of_real_ranks(
-    world_of_3: World, codec: str, second: int
-) -> None:
-    assert_same_as_real_ranks(world_of_3, scenario_of(codec, steps=7), second)
-
-
-def case_sometimes_unused(scenario: Scenario, second: int) -> dict[str, Any]:
-    """As `case_mixed`. In step 1, in which old gradients stay, nobody uses "first"."""
-    run = SecondRun(scenario) if dist.get_rank() == second else Run(scenario)
-    gradients = []
-    for step in range(scenario.steps):
-        run.left_out = ("first",) if step == 1 else ()
-        keep = mock.patch.object(run.ddp, "zero_grad")
-        with keep if step == 1 else contextlib.nullcontext():
-            gradients.append(run.step(step))
-    return {"gradients": gradients, "hashes": run.hashes}
+    assert_same_as_real_ranks(world_of_3, scenario_of(codec, **changes), second)
 
 
 def test_maps_of_used_parameters_are_understood_on_both_sides(world_of_3: World) -> None:
@@ -261,9 +251,7 @@ def test_maps_of_used_parameters_are_understood_on_both_sides(world_of_3: World)
         ddp={"bucket_cap_mb": 0.03, "find_unused_parameters": True},
         options={"workspace_cap_mb": CAP_MB},
     )
-    mixed = world_of_3.run(case_sometimes_unused, scenario=scenario, second=1)
-    real = world_of_3.run(case_sometimes_unused, scenario=scenario, second=-1)
-    assert_same(mixed, real, scenario)
+    assert_same_as_real_ranks(world_of_3, scenario, second=1, left_out="first")
 
 
 # --- errors

@@ -95,12 +95,9 @@ def test_bytes_equal_the_formula(worlds: Worlds, scenario: Scenario) -> None:
         assert (stats["wire_bytes"], stats["local_bytes"]) == (
             formula(scenario, answer["buckets"], rank)
         )
-        assert (stats["wire_bytes"] == 0) == (
-            scenario.nodes == NODES["1x4"] or rank == 0 == len(answers) - 1
-        )
-        assert (stats["chunks"] > stats["buckets"]) == (
-            scenario.codec == "exact" or scenario.weights == LARGE
-        )
+        assert (stats["wire_bytes"] > 0) == (len(scenario.nodes or answers) > 1)
+        if scenario.codec == "exact" or scenario.weights == LARGE:
+            assert stats["chunks"] > stats["buckets"]
 
 
 def test_q4_sends_less_than_a_seventh_of_what_the_gradients_weigh(world_of_2: World) -> None:

@@ -12,11 +12,14 @@ from unittest import mock
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from outcomes import Outcome, attempt
 from reference import HEADER, Header, Layout, message_checksum, word_sum
 from reference.message import COMMIT, GATHER, PARAMETERS, SCATTER, WIRE_VERSION, tiles_hash
-from scenario import ChosenGradients, Scenario, Weight
+from scenario import ChosenGradients, Run, Scenario, Weight
 from second.messages import RECORD
 from torch.nn.parallel import DistributedDataParallel
+from world import World
 
 # Every rank owns a full q4 tile.
 WEIGHTS = (Weight("first", (200, 100)), Weight("bias", (50,)), Weight("second", (120, 60)))
@@ -182,3 +185,34 @@ class Forger:
         else:
             self.unfinished.append((work, receive))
         return receive.numpy()
+
+
+def case_forged(
+    phase: str, change: dict[str, int], scaled: bool = False
+) -> tuple[Outcome, Outcome] | None:
+    """What an honest rank sees: the error of the step and of its state.
+
+    scaled: with a GradScaler whose scale is 1024.
+    """
+    options = {"grad_scaler": torch.amp.GradScaler("cpu", init_scale=1024.0)} if scaled else {}
+    scenario = Scenario(WEIGHTS, WORLD_SIZE, options=options)
+    if dist.get_rank() == FORGER:
+        Forger(scenario, phase, change).run()
+        return None
+    run = Run(scenario)
+    outcomes = attempt(lambda: run.step(0)), attempt(run.state.state_dict)
+    assert all(outcome.is_ours or outcome.error is None for outcome in outcomes)
+    assert run.state.stats()["in_flight"] == 0
+    return outcomes
+
+
+def check(
+    world: World, phase: str, change: dict[str, int], *, scaled: bool = False
+) -> tuple[str | None, str]:
+    """The one error that all honest ranks raise."""
+    answers = world.run(case_forged, phase=phase, change=change, scaled=scaled)
+    honest = [answer for answer in answers if answer is not None]
+    assert len(honest) == WORLD_SIZE - 1
+    errors = {(outcome.error, outcome.headline) for answer in honest for outcome in answer}
+    assert len(errors) == 1, errors
+    return errors.pop()

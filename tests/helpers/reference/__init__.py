@@ -10,6 +10,7 @@ from .layout import (
     Tile,
     assign_owners,
     cut_chunks,
+    sent_per_step,
     two_level_bytes_per_step,
     wire_bytes_per_step,
 )
@@ -50,6 +51,7 @@ __all__ = [
     "message_checksum",
     "narrow",
     "scattered_bytes_per_step",
+    "sent_per_step",
     "two_level_bytes_per_step",
     "widen",
     "wire_bytes_per_step",
