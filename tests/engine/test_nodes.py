@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
-import textwrap
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -25,7 +22,6 @@ from gradferry.core.nodes import (
     resolve,
 )
 from gradferry.errors import ConfigError, ProtocolError
-from gradferry_lab.ranks.network import DEVICE, Network, address, parse_link
 from outcomes import attempt
 from scenario import ChosenGradients, Scenario, Weight
 from torch.nn.parallel import DistributedDataParallel
@@ -295,43 +291,6 @@ def test_a_wrong_option_is_the_same_error_on_all_ranks(
     assert [outcome.error for outcome in outcomes] == [error] * 2
     assert len({outcome.text for outcome in outcomes}) == 1
     assert message in outcomes[0].text
-
-
-# Two ranks on each of two hosts: the host's first process forks the second rank.
-RANKS = textwrap.dedent(
-    """
-    import os, sys
-    host, server, device, folder = int(sys.argv[1]), *sys.argv[2:]
-    os.environ["GLOO_SOCKET_IFNAME"] = device
-    import datetime, torch, torch.distributed as dist, gradferry
-    from torch.nn.parallel import DistributedDataParallel
-    child = os.fork()
-    rank = 2 * host + (child == 0)
-    torch.set_num_threads(1)
-    limit = datetime.timedelta(seconds=20)
-    store = dist.TCPStore(server, 4000, 4, is_master=rank == 0, timeout=limit)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=limit)
-    state = gradferry.attach(DistributedDataParallel(torch.nn.Linear(40, 40)), "q4")
-    open(f"{folder}/{rank}", "w").write(str(state))
-    dist.barrier()  # rank 0 serves the store
-    if child:
-        os.waitpid(child, 0)
-    os._exit(0)
-    """
-)
-
-
-@pytest.mark.usefixtures("namespaces_allowed")
-def test_two_ranks_on_each_of_two_hosts(tmp_path: Path) -> None:
-    commands = [
-        [sys.executable, "-c", RANKS, str(host), address(1), DEVICE, str(tmp_path)]
-        for host in range(2)
-    ]
-    with Network(parse_link("unshaped"), commands) as joined:
-        assert joined.wait() == [0, 0]
-    for rank in range(4):
-        text = (tmp_path / str(rank)).read_text()
-        assert "exchange: two levels, 2 nodes of 2 ranks, because nodes='auto' found" in text
 
 
 @pytest.mark.parametrize(

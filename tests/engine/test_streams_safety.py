@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 from mixed import scenario_on
 from outcomes import Outcome, attempt
-from scenario import Run, Scenario, assert_bit_equal
+from scenario import ChosenGradients, Run, Scenario, assert_bit_equal
 from test_streams import SCENARIO, small_chunks
 from test_streams_training import check_scenario
+from torch.nn.parallel import DistributedDataParallel
 from world import World, thread_names
 
 Worlds = Callable[[int], World]
@@ -294,10 +295,11 @@ def test_collectives_pass_by_the_hooks_of_the_process_group(worlds: Worlds, nati
 # --- what is refused ------------------------------------------------------------------------------
 
 
-def case_capture(scenario: Any) -> Any:
+def case_capture(native: bool) -> Outcome:
+    """A backward pass is captured into a graph."""
     from fake_device import machine
 
-    run = Run(scenario)
+    run = Run(dataclasses.replace(SCENARIO, native=native))
     run.step(0)
     run.step(1)
     machine.set_capturing(True)
@@ -310,60 +312,32 @@ def case_capture(scenario: Any) -> Any:
     return outcome
 
 
-@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
-def test_a_backward_pass_that_is_captured_into_a_graph_is_refused(
-    worlds: Worlds, native: bool
-) -> None:
-    scenario = dataclasses.replace(SCENARIO, native=native)
-    for outcome in worlds(2).run(case_capture, scenario=scenario):
-        assert outcome.error == "ConfigError"
-        assert "being captured into a graph" in outcome.text
-        assert "run backward() outside of torch.cuda.graph()" in outcome.text
-
-
-def case_off_without_kernels(scenario: Any) -> list[Any]:
+def case_without_kernels() -> Outcome:
     """Where every bucket passes through, kernels are not asked for."""
-    from fake_device import DEVICE
     from gradferry.core import device
 
-    off = dataclasses.replace(scenario, codec="off", error_feedback="auto", rules=())
+    off = dataclasses.replace(SCENARIO, codec="off", error_feedback="auto", rules=())
     with (
         mock.patch.object(device, "_loaded", None),
         mock.patch.object(device, "LIBRARIES", {}),
     ):
-        return [attempt(lambda: Run(off)), attempt(lambda: Run(scenario)), DEVICE.type]
+        assert attempt(lambda: Run(off)).error is None
+        return attempt(lambda: Run(SCENARIO))
 
 
-def test_codec_off_needs_no_kernels(worlds: Worlds) -> None:
-    for off, compressed, kind in worlds(2).run(case_off_without_kernels, scenario=SCENARIO):
-        assert off.error is None
-        assert compressed.error == "ConfigError"
-        assert f"no codecs for gradients on {kind!r}" in compressed.text
-
-
-def case_moved() -> tuple[int, Any]:
+def case_moved() -> Outcome:
     """As if the second parameter had moved; torch swaps no memory with the fake device's."""
     import gradferry
     from gradferry import _native
-    from scenario import ChosenGradients
-    from torch.nn.parallel import DistributedDataParallel
 
     ddp = DistributedDataParallel(ChosenGradients(SCENARIO))
-    none = _native.moved_since_buckets_were_made(ddp.reducer)
+    assert _native.moved_since_buckets_were_made(ddp.reducer) == []
     moved = [ddp.module.get_parameter("bias")]
     with mock.patch.object(_native, "moved_since_buckets_were_made", return_value=moved):
-        return len(none), attempt(lambda: gradferry.attach(ddp, "q4"))
+        return attempt(lambda: gradferry.attach(ddp, "q4"))
 
 
-def test_a_model_moved_after_it_was_wrapped_is_refused(world_of_2: World) -> None:
-    for none, outcome in world_of_2.run(case_moved):
-        assert none == 0
-        assert outcome.error == "ConfigError"
-        assert "parameter 'bias' has moved to cpu" in outcome.text
-        assert "move the whole model first, then wrap it" in outcome.text
-
-
-def case_group(backend: str, index: int | None) -> Outcome:
+def case_group(backend: str, index: int | None = None) -> Outcome:
     """A group of this backend, bound to the device of this index, is asked for its transport."""
     from fake_device import DEVICE
     from gradferry.core.device import transport_of
@@ -374,40 +348,51 @@ def case_group(backend: str, index: int | None) -> Outcome:
     return attempt(lambda: transport_of(DEVICE, group))
 
 
+def case_unused_parameters() -> Outcome:
+    """Unused parameters need bucket views."""
+    ddp = {"find_unused_parameters": True, "gradient_as_bucket_view": True}
+    assert attempt(lambda: Run(dataclasses.replace(SCENARIO, ddp=ddp))).error is None
+    ddp["gradient_as_bucket_view"] = False
+    return attempt(lambda: Run(dataclasses.replace(SCENARIO, ddp=ddp)))
+
+
+CAPTURED = ["being captured into a graph", "run backward() outside of torch.cuda.graph()"]
+
+
 @pytest.mark.parametrize(
-    ("backend", "index", "says", "advises"),
+    ("case", "arguments", "says"),
     [
+        (case_capture, {"native": True}, CAPTURED),
+        (case_capture, {"native": False}, CAPTURED),
+        (case_without_kernels, {}, ["no codecs for gradients on '"]),
         (
-            "cpu:gloo",
-            None,
-            "no backend for tensors on 'fake'",
-            "start it with init_process_group(",
+            case_moved,
+            {},
+            [
+                "parameter 'bias' has moved to cpu",
+                "move the whole model first, then wrap it",
+            ],
         ),
         (
-            "cpu:gloo,fake:fake_streamed",
-            1,
-            "the model is on fake:0, the process group on fake:1",
-            "device_id=torch.device('fake:0')",
+            case_group,
+            {"backend": "cpu:gloo"},
+            ["no backend for tensors on 'fake'", "start it with init_process_group("],
         ),
+        (
+            case_group,
+            {"backend": "cpu:gloo,fake:fake_streamed", "index": 1},
+            [
+                "the model is on fake:0, the process group on fake:1",
+                "device_id=torch.device('fake:0')",
+            ],
+        ),
+        (case_unused_parameters, {}, ["build the DistributedDataParallel with gradient_as_"]),
     ],
 )
-def test_a_group_that_cannot_serve_the_device_is_refused(
-    worlds: Worlds, backend: str, index: int | None, says: str, advises: str
+def test_what_a_device_cannot_do_is_refused(
+    worlds: Worlds, case: Callable[..., Outcome], arguments: dict[str, Any], says: list[str]
 ) -> None:
-    for outcome in worlds(2).run(case_group, backend=backend, index=index):
+    for outcome in worlds(2).run(case, **arguments):
         assert outcome.error == "ConfigError"
-        assert says in outcome.text
-        assert advises in outcome.text
-
-
-def case_unused_parameters(scenario: Scenario) -> Outcome:
-    return attempt(lambda: Run(scenario))
-
-
-@pytest.mark.parametrize("views", [False, True])
-def test_unused_parameters_need_bucket_views(worlds: Worlds, views: bool) -> None:
-    ddp = {"find_unused_parameters": True, "gradient_as_bucket_view": views}
-    scenario = dataclasses.replace(SCENARIO, ddp=ddp)
-    for outcome in worlds(2).run(case_unused_parameters, scenario=scenario):
-        assert outcome.error == (None if views else "ConfigError")
-        assert views or "build the DistributedDataParallel with gradient_as_" in outcome.text
+        for text in says:
+            assert text in outcome.text
