@@ -294,7 +294,6 @@ def test_a_chunk_takes_three_launches_and_five_between_nodes(
     answers = worlds(scenario.world_size).run(case_launches, scenario=scenario, steps=steps)
     for rank, counts in enumerate(answers):
         assert counts["chunks"] > SLOTS
-        # A chunk may have no tiles of a column, as on rank 1 beside a node of one: then nothing is
-        # summed.
+        # Rank 1 has no peers, beside a node of one: it sums nothing.
         summed = 2 if scenario.nodes and rank != 1 else 0
         assert counts["launches"] - steps * per_step == (3 + summed) * counts["chunks"]

@@ -23,7 +23,7 @@ WEIGHTS = (
     Weight("empty", (0, 3)),
     Weight("output", (129, 401)),
 )
-# Of 9 parameters: maps of 8 bytes, and one of 16 where they share a bucket.
+# Maps of 9 parameters have 8 bytes per bucket, and 16 where all share one.
 NINE = (*WEIGHTS, *(Weight(f"small{i}", (9,)) for i in range(3)))
 # A column of two has more than a chunk's most bytes of gradient in the first.
 LARGE = (Weight("large", (1100, 1000)), *WEIGHTS)
