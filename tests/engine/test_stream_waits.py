@@ -225,46 +225,17 @@ def test_every_wait_is_needed(worlds: Worlds, changes: dict[str, Any], steps_bef
         assert wrong == []
 
 
-def case_count(scenario: Scenario) -> list[dict[str, int]]:
+def case_count(scenario: Scenario, steps: int) -> list[dict[str, int]]:
+    """What every call of the hook adds in the steps after two."""
+    calls = []
     with small_chunks():
         run = WatchedRun(scenario)
-        for step in range(4):
+        for step in range(2 + steps):
             run.step(step)
-        calls = run.calls
-        assert run.fake.races() == []
-        assert run.state.stats()["host_waits"] == 0
+            calls += run.calls if step >= 2 else []
+    assert run.fake.races() == []
+    assert run.state.stats()["host_waits"] == 0
     return calls
-
-
-@pytest.mark.torch_core
-@pytest.mark.parametrize("momentum", [None, 0.9])
-def test_a_step_allocates_nothing_and_never_waits_on_the_host(
-    worlds: Worlds, momentum: float | None
-) -> None:
-    options = {"momentum": momentum, "exact_skip": momentum is not None}
-    feedback = "auto" if momentum else "both"
-    scenario = dataclasses.replace(SCENARIO, options=options, error_feedback=feedback)
-    for calls in worlds(2).run(case_count, scenario=scenario):
-        assert len(calls) >= 2
-        for call in calls:
-            assert call["chunks"] > 0
-            assert call["allocations"] == 0
-            assert call["host_waits"] == 0
-
-
-def case_launches(scenario: Scenario, steps: int) -> dict[str, int]:
-    """What the steps after the first one launch; the host reads the gradients of each."""
-    from fake_device import machine
-
-    with small_chunks():
-        run = Run(scenario)
-        run.step(0)
-        before = {**machine.counters(), **run.state.stats()}
-        for step in range(1, 1 + steps):
-            run.step(step)
-        after = {**machine.counters(), **run.state.stats()}
-    assert machine.races() == []
-    return {key: after[key] - before[key] for key in ("launches", "chunks")}
 
 
 @pytest.mark.torch_core
@@ -287,13 +258,19 @@ def case_launches(scenario: Scenario, steps: int) -> dict[str, int]:
         ),
     ],
 )
-def test_a_chunk_takes_three_launches_and_five_between_nodes(
+def test_a_step_allocates_nothing_never_waits_on_the_host_and_takes_three_launches_per_chunk(
     worlds: Worlds, scenario: Scenario, per_step: int
 ) -> None:
     steps = 2
-    answers = worlds(scenario.world_size).run(case_launches, scenario=scenario, steps=steps)
-    for rank, counts in enumerate(answers):
-        assert counts["chunks"] > SLOTS
-        # Rank 1 has no peers, beside a node of one: it sums nothing.
-        summed = 2 if scenario.nodes and rank != 1 else 0
-        assert counts["launches"] - steps * per_step == (3 + summed) * counts["chunks"]
+    answers = worlds(scenario.world_size).run(case_count, scenario=scenario, steps=steps)
+    for rank, calls in enumerate(answers):
+        assert len(calls) >= 2 * steps
+        for call in calls:
+            assert call["chunks"] > 0
+            assert call["allocations"] == 0
+            assert call["host_waits"] == 0
+        num_chunks = sum(call["chunks"] for call in calls)
+        # Between nodes it takes five. Rank 1 has no peers, beside a node of one: it sums nothing.
+        each = 5 if scenario.nodes and rank != 1 else 3
+        assert num_chunks > SLOTS
+        assert sum(call["launches"] for call in calls) == each * num_chunks + steps * per_step
