@@ -86,6 +86,7 @@ class Layout:
                 )
                 self.tiles.append(Tile(index, offset, n, self.codecs[index], *sizes))
             self.tiles_of.append(range(first, len(self.tiles)))
+        self._own_tiles = self.tiles  # which assign owners, in warm-up steps, too
         self._place(nodes or [[rank] for rank in range(world_size)])
         # What is exact stays so in warm-up steps.
         self.warmup_codecs = [warmup if find_codec(own).lossy else "exact" for own in self.codecs]
@@ -94,7 +95,7 @@ class Layout:
         self.nodes = nodes
         self.column_of = {rank: column for ranks in nodes for column, rank in enumerate(ranks)}
         delegates = sorted(rank for column in self.columns() for rank in column)
-        self.owners = [delegates[i] for i in assign_owners(self.tiles, len(delegates))]
+        self.owners = [delegates[i] for i in assign_owners(self._own_tiles, len(delegates))]
 
     def columns(self) -> list[list[int]]:
         """The ranks of every column."""
