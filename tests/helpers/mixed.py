@@ -63,7 +63,7 @@ def poisons(world_size: int) -> dict[tuple[int, int, str], float]:
         for turn, (kind, value) in enumerate(values)
         for number, name in enumerate(CODECS)
     }
-    # Both ranks of a node have some of fp64, whose sum overflows.
+    # A node of ranks 0 and 1 adds up some of fp64, too.
     return {**found, (1, 1, "fp64"): math.nan, (2, 0, "fp64"): math.inf, (2, 1, "bias"): math.nan}
 
 
