@@ -72,61 +72,42 @@ def test_who_could_not_find_out_is_named_with_the_reason():
     assert not table("flat", HIDDEN, A).note
 
 
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ("flatt", "nodes='flatt' must be 'auto', 'flat', a number of ranks per node, or a Dev"),
-        (True, "nodes=True must be"),
-        (2.0, "nodes=2.0 must be"),
-        (None, "nodes=None must be"),
-        ([[0, 1]], r"nodes=\[\[0, 1\]\] must be"),
-        (0, "nodes=0: a node has 1 rank or more"),
-        (-2, "nodes=-2: a node has 1 rank or more"),
-    ],
-)
-def test_an_option_that_is_none(option, message):
-    with pytest.raises(ConfigError, match=message):
-        check_option(option)
-
-
-@pytest.mark.parametrize("per_node", [3, 8])
-def test_nodes_of_a_size_that_does_not_divide(per_node):
-    with pytest.raises(ConfigError, match=f"nodes={per_node} must divide .*, 4; use another"):
-        table(per_node, A, A, A, A)
-
-
-ROWS = ((4, 6), (7, 5))  # global ranks of a group of four
-GROUP = (4, 5, 6, 7)
+GROUP = (4, 5, 6, 7)  # global ranks
 
 
 def test_rows_of_global_ranks_become_nodes_of_the_groups_ranks():
-    assert resolve(ROWS, GROUP, [A, B, A, B]) == Nodes(((0, 2), (1, 3)))
+    assert resolve(((4, 6), (7, 5)), GROUP, [A, B, A, B]) == Nodes(((0, 2), (1, 3)))
+
+
+APART = (A, A, A, B)  # ranks 6 and 7 are on different machines
+ELSEWHERE = (A, A_ELSEWHERE, B, B)  # ranks 4 and 5 are in different network namespaces
 
 
 @pytest.mark.parametrize(
-    ("rows", "message"),
+    ("option", "identities", "message"),
     [
-        (((4, 5), (6, 8)), r"lacks rank 7, has besides rank 8"),
-        (((4, 5),), r"lacks ranks 6 and 7"),
-        (((4, 5), (6, 4)), "lacks rank 7, has more than once rank 4"),
+        ("flatt", APART, "nodes='flatt' must be 'auto', 'flat', a number of ranks per node, or a"),
+        (True, APART, "nodes=True must be"),
+        (2.0, APART, "nodes=2.0 must be"),
+        (None, APART, "nodes=None must be"),
+        ([[0, 1]], APART, r"nodes=\[\[0, 1\]\] must be"),
+        (0, APART, "nodes=0: a node has 1 rank or more"),
+        (-2, APART, "nodes=-2: a node has 1 rank or more"),
+        (3, (A,) * 4, "nodes=3 must divide .*, 4; use another"),
+        (8, (A,) * 4, "nodes=8 must divide .*, 4; use another"),
+        (((4, 5), (6, 8)), (A,) * 4, "lacks rank 7, has besides rank 8"),
+        (((4, 5),), (A,) * 4, "lacks ranks 6 and 7"),
+        (((4, 5), (6, 4)), (A,) * 4, "lacks rank 7, has more than once rank 4"),
+        (2, APART, "ranks 6 and 7 on one node.* different machines"),
+        (2, ELSEWHERE, "ranks 4 and 5 .* different network namespaces"),
+        (((4, 5), (6, 7)), APART, "ranks 6 and 7 on one node.* different machines"),
+        (((4, 5), (6, 7)), ELSEWHERE, "ranks 4 and 5 .* different network namespaces"),
     ],
 )
-def test_rows_that_do_not_cover_the_group(rows, message):
+def test_nodes_that_there_cannot_be_are_refused(option, identities, message):
     with pytest.raises(ConfigError, match=message):
-        resolve(rows, GROUP, [A] * 4)
-
-
-@pytest.mark.parametrize("option", [2, ((4, 5), (6, 7))])
-@pytest.mark.parametrize(
-    ("identities", "message"),
-    [
-        ((A, A, A, B), "ranks 6 and 7 on one node.* different machines"),
-        ((A, A_ELSEWHERE, B, B), "ranks 4 and 5 .* different network namespaces"),
-    ],
-)
-def test_ranks_that_share_nothing_are_no_node(option, identities, message):
-    with pytest.raises(ConfigError, match=message):
-        resolve(option, GROUP, identities)
+        # A tuple is what is left of a DeviceMesh.
+        resolve(option if isinstance(option, tuple) else check_option(option), GROUP, identities)
 
 
 ALONE = "every rank is on a node of its own"
