@@ -347,7 +347,7 @@ def case_failing(scenario: Scenario, kind: str, forged: dict[str, Any]) -> list[
             "Corrupting",
             {},
             "ProtocolError",
-            "rank 0 refused a message from rank 1 .*number of corrupt tiles is",
+            "rank . refused a message from rank 1 .*number of corrupt tiles is",
             id="corrupting",
         ),
     ],
