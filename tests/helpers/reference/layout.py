@@ -17,7 +17,7 @@ CHUNK_BYTES = 524288
 CAP_BYTES = 96 << 20
 MOST_DENSE_BYTES = 2 << 20
 FEWEST_DENSE_BYTES = 32 << 10
-PIECE_ELEMENTS = 16  # what tiles are rounded up to on their way to their delegates
+PIECE_ELEMENTS = 16  # what tiles are rounded up to on their way to their leaders
 HEADER_BYTES = 64
 FEWEST_COMPRESSED_ELEMENTS = 1024
 
@@ -94,8 +94,8 @@ class Layout:
     def _place(self, nodes: Sequence[Sequence[int]]) -> None:
         self.nodes = nodes
         self.column_of = {rank: column for ranks in nodes for column, rank in enumerate(ranks)}
-        delegates = sorted(rank for column in self.columns() for rank in column)
-        self.owners = [delegates[i] for i in assign_owners(self._own_tiles, len(delegates))]
+        leaders = sorted(rank for column in self.columns() for rank in column)
+        self.owners = [leaders[i] for i in assign_owners(self._own_tiles, len(leaders))]
 
     def columns(self) -> list[list[int]]:
         """The ranks of every column."""
