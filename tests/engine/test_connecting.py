@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
 import os
 import resource
 import time
@@ -18,28 +17,18 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
-from outcomes import Outcome, attempt, interrupted
+from outcomes import Outcome, attempt, interrupted, little_patience
 from scenario import ChosenGradients, Run, Scenario, Weight
 from torch._C._distributed_c10d import PrefixStore
 from torch.nn.parallel import DistributedDataParallel
-from world import World, WorldError
+from world import World
 
 SCENARIO = Scenario((Weight("first", (40, 40)), Weight("second", (9,))))
-PATIENCE = 1.0
 FREED_SECONDS = 60.0
 
 
 def plain_ddp() -> DistributedDataParallel:
     return DistributedDataParallel(ChosenGradients(SCENARIO))
-
-
-@contextlib.contextmanager
-def little_patience() -> Iterator[None]:
-    from gradferry.core import meeting
-
-    seconds = datetime.timedelta(seconds=PATIENCE)
-    with mock.patch.object(meeting, "MOST_PATIENCE", seconds):
-        yield
 
 
 def train() -> bool:
@@ -202,24 +191,6 @@ def test_rank_that_cannot_connect_is_named_by_all(world_of_3: World, kind: str, 
     if kind == "files":
         assert "Too many open files; raise the process's limit" in outcomes[0].text
     assert all(all_freed and trained for _, all_freed, trained in answers), answers
-
-
-def case_dead() -> None:
-    import gradferry
-
-    ddp = plain_ddp()
-    if dist.get_rank() == 1:
-        os._exit(9)
-    with little_patience():
-        outcome = attempt(lambda: gradferry.attach(ddp, "q4"))
-    raise AssertionError(f"survivor: {outcome.error}: {outcome.text}")
-
-
-def test_rank_that_dies_before_it_attaches_is_named_by_the_others(world_of_3: World) -> None:
-    with pytest.raises(WorldError) as failures:
-        world_of_3.run(case_dead)
-    text = "survivor: PeerError: rank 1 did not come to attach within 1 s"
-    assert str(failures.value).count(text) == 2, failures.value
 
 
 def resources() -> tuple[int, int]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import shutil
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from scenario import Run, Scenario, Weight
@@ -26,8 +28,7 @@ def python_is_a_shared_library() -> bool:
 
 
 @pytest.fixture(scope="module")
-def counting_worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], World]]:
-    """A world for each device: the fake one must be known before the first backward pass."""
+def counting_world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     if not python_is_a_shared_library():
         pytest.skip("Python is no shared library here: nothing can stand in front of it")
     compiler = shutil.which("cc")
@@ -36,34 +37,42 @@ def counting_worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callab
     subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library, SOURCE], check=True)
     # torch's flight recorder asks Python for a stack trace of every collective of a group.
     environment = {"LD_PRELOAD": str(library), "TORCH_FR_BUFFER_SIZE": "0"}
-    started: dict[str, World] = {}
-    yield (
-        lambda device: (
-            started.get(device) or started.setdefault(device, World(2, environment=environment))
-        )
-    )
-    for world in started.values():
-        world.stop()
+    world = World(2, environment=environment)
+    # The fake device must be known before the first backward pass.
+    world.run(case_know_the_fake_device)
+    yield world
+    world.stop()
 
 
-@pytest.fixture
-def counting_world(counting_worlds: Callable[[str], World]) -> World:
-    return counting_worlds("cpu")
+def case_know_the_fake_device() -> None:
+    import fake_device
+
+    fake_device.group("streamed")
 
 
-def case_count(native: bool, steps: int) -> tuple[dict[str, int], set[str]]:
-    """Acquisitions by name of thread during `steps` steps, and the names of all threads."""
+def counted(steps: int, step: Callable[[int], object]) -> dict[str, int]:
+    """Acquisitions by name of thread during `steps` steps after the first three."""
     interposer = ctypes.CDLL(None)
-    run = Run(Scenario(SCENARIO.weights, native=native, ddp=SCENARIO.ddp))
-    for step in range(3):
-        run.step(step)
     interposer.gil_reset()
-    for step in range(3, 3 + steps):
-        run.step(step)
+    for number in range(3, 3 + steps):
+        step(number)
     buffer = ctypes.create_string_buffer(4096)
     interposer.gil_counts(buffer, ctypes.c_size_t(len(buffer)))
     lines = [line.split("\t") for line in buffer.value.decode().splitlines()]
-    return {name: int(count) for name, count in lines}, set(thread_names())
+    return {name: int(count) for name, count in lines}
+
+
+def run_of(**changes: Any) -> Run:
+    run = Run(dataclasses.replace(SCENARIO, **changes))
+    for step in range(3):
+        run.step(step)
+    return run
+
+
+def case_count(native: bool, steps: int) -> tuple[dict[str, int], set[str]]:
+    """Acquisitions by name of thread, and the names of all threads."""
+    run = run_of(native=native)
+    return counted(steps, run.step), set(thread_names())
 
 
 @pytest.mark.torch_core
@@ -79,33 +88,22 @@ def test_native_path_takes_the_gil_on_no_thread_but_pythons_own(counting_world: 
 
 def case_count_on_streams(steps: int) -> tuple[int, int, int]:
     """Acquisitions off the main thread in local passes and in synced ones; collectives of these."""
-    interposer = ctypes.CDLL(None)
-    run = Run(Scenario(SCENARIO.weights, ddp=SCENARIO.ddp, device="streamed"))
-    for step in range(3):
-        run.step(step)
+    run = run_of(device="streamed")
     before = run.state.stats()["chunks"]
+    main = Path("/proc/self/comm").read_text().strip()
     counts = []
     for synced in (False, True):
-        interposer.gil_reset()
-        for step in range(3, 3 + steps):
-            with contextlib.nullcontext() if synced else run.ddp.no_sync():
-                run.ddp(run.targets(step)).backward()
-        buffer = ctypes.create_string_buffer(4096)
-        interposer.gil_counts(buffer, ctypes.c_size_t(len(buffer)))
-        lines = [line.split("\t") for line in buffer.value.decode().splitlines()]
-        main = Path("/proc/self/comm").read_text().strip()
-        counts.append(sum(int(count) for name, count in lines if name != main))
+        with contextlib.nullcontext() if synced else run.ddp.no_sync():
+            by_name = counted(steps, lambda step: run.ddp(run.targets(step)).backward())
+        counts.append(sum(count for name, count in by_name.items() if name != main))
     collectives = 2 * (run.state.stats()["chunks"] - before) + steps  # and a commit per step
     return counts[0], counts[1], collectives
 
 
 # The thread of autograd takes the GIL for reasons of its own, a little more or less often. One per
 # collective would be seen.
-def test_native_path_on_streams_takes_the_gil_for_no_collective(
-    counting_worlds: Callable[[str], World],
-) -> None:
-    world = counting_worlds("streamed")
-    for local, synced, collectives in world.run(case_count_on_streams, steps=20):
+def test_native_path_on_streams_takes_the_gil_for_no_collective(counting_world: World) -> None:
+    for local, synced, collectives in counting_world.run(case_count_on_streams, steps=20):
         assert collectives >= 60
         assert synced - local < collectives / 2, (local, synced, collectives)
 

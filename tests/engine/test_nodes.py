@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
-import textwrap
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -25,7 +22,6 @@ from gradferry.core.nodes import (
     resolve,
 )
 from gradferry.errors import ConfigError, ProtocolError
-from gradferry_lab.ranks.network import DEVICE, Network, address, parse_link
 from outcomes import attempt
 from scenario import ChosenGradients, Scenario, Weight
 from torch.nn.parallel import DistributedDataParallel
@@ -65,19 +61,6 @@ def test_a_table_says_where_every_rank_is():
     assert flat(3) == Nodes(((0,), (1,), (2,)))
 
 
-@pytest.mark.parametrize(
-    ("members", "text"),
-    [
-        (((0, 1), (2, 3)), "2 nodes of 2 ranks"),
-        (((0,), (1, 2), (3,)), "3 nodes of 1 to 2 ranks"),
-        (((0, 1, 2, 3),), "1 node of 4 ranks"),
-        (((0,), (1,)), "2 nodes of 1 rank"),
-    ],
-)
-def test_a_table_in_words(members, text):
-    assert Nodes(members).describe() == text
-
-
 def test_who_could_not_find_out_is_named_with_the_reason():
     assert not table("auto", A, B).note
     alone = table("auto", HIDDEN, A, HIDDEN, Identity(unread="odd"))
@@ -89,100 +72,73 @@ def test_who_could_not_find_out_is_named_with_the_reason():
     assert not table("flat", HIDDEN, A).note
 
 
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ("flatt", "nodes='flatt' must be 'auto', 'flat', a number of ranks per node, or a Dev"),
-        (True, "nodes=True must be"),
-        (2.0, "nodes=2.0 must be"),
-        (None, "nodes=None must be"),
-        ([[0, 1]], r"nodes=\[\[0, 1\]\] must be"),
-        (0, "nodes=0: a node has 1 rank or more"),
-        (-2, "nodes=-2: a node has 1 rank or more"),
-    ],
-)
-def test_an_option_that_is_none(option, message):
-    with pytest.raises(ConfigError, match=message):
-        check_option(option)
-
-
-@pytest.mark.parametrize("per_node", [3, 8])
-def test_nodes_of_a_size_that_does_not_divide(per_node):
-    with pytest.raises(ConfigError, match=f"nodes={per_node} must divide .*, 4; use another"):
-        table(per_node, A, A, A, A)
-
-
-ROWS = ((4, 6), (7, 5))  # global ranks of a group of four
-GROUP = (4, 5, 6, 7)
+GROUP = (4, 5, 6, 7)  # global ranks
 
 
 def test_rows_of_global_ranks_become_nodes_of_the_groups_ranks():
-    assert resolve(ROWS, GROUP, [A, B, A, B]) == Nodes(((0, 2), (1, 3)))
+    assert resolve(((4, 6), (7, 5)), GROUP, [A, B, A, B]) == Nodes(((0, 2), (1, 3)))
+
+
+APART = (A, A, A, B)  # ranks 6 and 7 are on different machines
+ELSEWHERE = (A, A_ELSEWHERE, B, B)  # ranks 4 and 5 are in different network namespaces
 
 
 @pytest.mark.parametrize(
-    ("rows", "message"),
+    ("option", "identities", "message"),
     [
-        (((4, 5), (6, 8)), r"lacks rank 7, has besides rank 8"),
-        (((4, 5),), r"lacks ranks 6 and 7"),
-        (((4, 5), (6, 4)), "lacks rank 7, has more than once rank 4"),
+        ("flatt", APART, "nodes='flatt' must be 'auto', 'flat', a number of ranks per node, or a"),
+        (True, APART, "nodes=True must be"),
+        (2.0, APART, "nodes=2.0 must be"),
+        (None, APART, "nodes=None must be"),
+        ([[0, 1]], APART, r"nodes=\[\[0, 1\]\] must be"),
+        (0, APART, "nodes=0: a node has 1 rank or more"),
+        (-2, APART, "nodes=-2: a node has 1 rank or more"),
+        (3, (A,) * 4, "nodes=3 must divide .*, 4; use another"),
+        (8, (A,) * 4, "nodes=8 must divide .*, 4; use another"),
+        (((4, 5), (6, 8)), (A,) * 4, "lacks rank 7, has besides rank 8"),
+        (((4, 5),), (A,) * 4, "lacks ranks 6 and 7"),
+        (((4, 5), (6, 4)), (A,) * 4, "lacks rank 7, has more than once rank 4"),
+        (2, APART, "ranks 6 and 7 on one node.* different machines"),
+        (2, ELSEWHERE, "ranks 4 and 5 .* different network namespaces"),
+        (((4, 5), (6, 7)), APART, "ranks 6 and 7 on one node.* different machines"),
+        (((4, 5), (6, 7)), ELSEWHERE, "ranks 4 and 5 .* different network namespaces"),
     ],
 )
-def test_rows_that_do_not_cover_the_group(rows, message):
+def test_nodes_that_there_cannot_be_are_refused(option, identities, message):
     with pytest.raises(ConfigError, match=message):
-        resolve(rows, GROUP, [A] * 4)
+        # A tuple is what is left of a DeviceMesh.
+        resolve(option if isinstance(option, tuple) else check_option(option), GROUP, identities)
 
 
-@pytest.mark.parametrize("option", [2, ((4, 5), (6, 7))])
-@pytest.mark.parametrize(
-    ("identities", "message"),
-    [
-        ((A, A, A, B), "ranks 6 and 7 on one node.* different machines"),
-        ((A, A_ELSEWHERE, B, B), "ranks 4 and 5 .* different network namespaces"),
-    ],
-)
-def test_ranks_that_share_nothing_are_no_node(option, identities, message):
-    with pytest.raises(ConfigError, match=message):
-        resolve(option, GROUP, identities)
-
-
-@pytest.mark.parametrize(
-    ("option", "identities", "reason"),
-    [
-        ("flat", (A, A, B, B), "nodes='flat'"),
-        ("auto", (A, B, HIDDEN), "every rank is on a node of its own"),
-        (1, (A, A), "every rank is on a node of its own"),
-        ("auto", (A, A, A), "all ranks are on one node"),
-    ],
-)
-def test_flat_exchange_is_chosen_for_a_reason(option, identities, reason):
-    for on_host in (True, False):
-        exchange = choose_exchange(option, table(option, *identities), on_host=on_host)
-        assert (exchange.nodes, exchange.reason) == (flat(len(identities)), reason)
+ALONE = "every rank is on a node of its own"
+FOUND = "nodes='auto' found several ranks on a node"
 
 
 @pytest.mark.parametrize(
     ("option", "identities", "members", "reason"),
     [
-        ("auto", (A, A, B, B), ((0, 1), (2, 3)), "nodes='auto' found several ranks on a node"),
-        ("auto", (A, B, B), ((0,), (1, 2)), "nodes='auto' found several ranks on a node"),
+        ("flat", (A, A, B, B), None, "nodes='flat'"),
+        ("auto", (A, B, HIDDEN), None, ALONE),
+        (1, (A, A), None, ALONE),
+        ("auto", (A, A, A), None, "all ranks are on one node"),
+        ("auto", (A, A, B, B), ((0, 1), (2, 3)), FOUND),
+        ("auto", (A, B, B), ((0,), (1, 2)), FOUND),
         (2, (A, A, B, B), ((0, 1), (2, 3)), "nodes=2"),
         (3, (A, A, A), ((0, 1, 2),), "nodes=3"),
         (((0, 1), (2,)), (A, A, B), ((0, 1), (2,)), "a DeviceMesh says so"),
     ],
 )
-def test_two_levels_are_chosen_for_a_reason(option, identities, members, reason):
+def test_an_exchange_is_chosen_for_a_reason(option, identities, members, reason):
     found = resolve(option, range(len(identities)), identities)
-    exchange = choose_exchange(option, found, on_host=True)
-    assert (exchange.nodes, exchange.reason) == (Nodes(members), reason)
-
-
-def test_exchange_of_a_device_is_flat_unless_asked_otherwise():
-    found = table("auto", A, A, B, B)
-    exchange = choose_exchange("auto", found, on_host=False)
-    assert exchange.is_flat
-    assert "a device two levels are used where nodes= or codec='auto' asks" in exchange.reason
-    assert choose_exchange(2, found, on_host=False).nodes == found
+    chosen = Nodes(members) if members else flat(len(identities))
+    for on_host in (True, False):
+        exchange = choose_exchange(option, found, on_host=on_host)
+        if on_host or reason != FOUND:
+            assert (exchange.nodes, exchange.reason) == (chosen, reason)
+        else:
+            assert exchange.is_flat
+            asked = "a device two levels are used where nodes= or codec='auto' asks"
+            assert asked in exchange.reason
 
 
 def test_what_other_ranks_send_is_checked():
@@ -282,11 +238,7 @@ def test_all_ranks_learn_at_attach_where_all_are(worlds: Callable[[int], World])
     assert len({answer["config_hash"] for answer in answers}) == 1
     for option, found, text in (
         ("flat", places, "flat between 4 ranks, because nodes='flat'"),
-        (
-            1,
-            places,
-            "flat between 4 ranks on 4 nodes of 1 rank, because every rank is on a node of",
-        ),
+        (1, places, f"flat between 4 ranks on 4 nodes of 1 rank, because {ALONE}"),
         (
             "auto",
             [A] * 4,
@@ -320,43 +272,6 @@ def test_a_wrong_option_is_the_same_error_on_all_ranks(
     assert [outcome.error for outcome in outcomes] == [error] * 2
     assert len({outcome.text for outcome in outcomes}) == 1
     assert message in outcomes[0].text
-
-
-# Two ranks on each of two hosts: the host's first process forks the second rank.
-RANKS = textwrap.dedent(
-    """
-    import os, sys
-    host, server, device, folder = int(sys.argv[1]), *sys.argv[2:]
-    os.environ["GLOO_SOCKET_IFNAME"] = device
-    import datetime, torch, torch.distributed as dist, gradferry
-    from torch.nn.parallel import DistributedDataParallel
-    child = os.fork()
-    rank = 2 * host + (child == 0)
-    torch.set_num_threads(1)
-    limit = datetime.timedelta(seconds=20)
-    store = dist.TCPStore(server, 4000, 4, is_master=rank == 0, timeout=limit)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=limit)
-    state = gradferry.attach(DistributedDataParallel(torch.nn.Linear(40, 40)), "q4")
-    open(f"{folder}/{rank}", "w").write(str(state))
-    dist.barrier()  # rank 0 serves the store
-    if child:
-        os.waitpid(child, 0)
-    os._exit(0)
-    """
-)
-
-
-@pytest.mark.usefixtures("namespaces_allowed")
-def test_two_ranks_on_each_of_two_hosts(tmp_path: Path) -> None:
-    commands = [
-        [sys.executable, "-c", RANKS, str(host), address(1), DEVICE, str(tmp_path)]
-        for host in range(2)
-    ]
-    with Network(parse_link("unshaped"), commands) as joined:
-        assert joined.wait() == [0, 0]
-    for rank in range(4):
-        text = (tmp_path / str(rank)).read_text()
-        assert "exchange: two levels, 2 nodes of 2 ranks, because nodes='auto' found" in text
 
 
 @pytest.mark.parametrize(

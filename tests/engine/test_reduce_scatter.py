@@ -1,4 +1,8 @@
-"""Reduce-scatter: every rank gets the mean of what it owns, and nothing is gathered."""
+"""Reduce-scatter: every rank gets the mean of what it owns, and nothing is gathered.
+
+Simulated worlds (tests/faults/sim) play it too: what is applied and withheld adds up, and messages
+that cannot be trusted are one error on all ranks.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,6 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import gradferry
 import numpy as np
@@ -18,10 +21,8 @@ import torch
 import torch.distributed as dist
 from engine_options import engine_options, parameter
 from gradferry import _native
-from gradferry.core import engine
 from outcomes import Outcome, attempt
-from reduce_scattering import HASHES, Case, Steps, assert_bit_equal, case_steps
-from test_protocol import FORGER, Forger
+from reduce_scattering import Case, Steps, assert_bit_equal, case_steps
 from world import World, WorldError
 
 Worlds = Callable[[int], World]
@@ -39,17 +40,15 @@ SMALL = {"workspace_cap_mb": 0.15}
     [
         Case(2, "exact"),
         Case(3, "exact", torch.bfloat16, options=SMALL),
-        Case(4, "exact", torch.float16),
         Case(3, "exact", torch.float64, options=SMALL),
-        Case(2, "q4", error_feedback="worker", options=SMALL),
         Case(3, "q4", torch.bfloat16, "worker"),
         Case(2, "q8", torch.float16, options=SMALL),
         Case(4, "sign1", error_feedback="worker", options={"seed": 7}),
         Case(3, "topk:ratio=0.05", error_feedback="worker"),
-        Case(3, "rht:bits=3", error_feedback="worker", options={"seed": 7}),
+        Case(2, "rht:bits=3", error_feedback="worker", options={"seed": 7}),
         Case(2, "q4", error_feedback="worker", options={"warmup_steps": 2}),
         Case(2, "sign1", error_feedback="worker", options={"warmup_steps": 1, "warmup": "q8"}),
-        Case(2, "q4", error_feedback="worker", scales=(4.0, 1024.0, 0.5)),
+        Case(2, "q4", error_feedback="worker", scales=(4.0, 1024.0, 0.5), options=SMALL),
         Case(3, "q4", error_feedback="worker", poison=(1, 0, "block.weight", 2)),
         Case(2, "exact", torch.float16, poison=(1, 1, "head.weight", 0)),
     ],
@@ -72,17 +71,12 @@ def test_means_residuals_and_bytes_are_as_written(worlds: Worlds, case: Case) ->
         assert stats["workspace_bytes"] <= (cap_mb or 96) * 2**20
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_exact_is_the_sum_in_rank_order_times_one_over_the_world_size(
-    worlds: Worlds, world_size: int
-) -> None:
-    case = Case(world_size, "exact", steps=1)
-    answers = worlds(world_size).run(case_steps, case=case)
+def test_exact_is_the_sum_in_rank_order_times_one_over_the_world_size(world_of_3: World) -> None:
+    case = Case(3, "exact", steps=1)
+    answers = world_of_3.run(case_steps, case=case)
     for index, (_, owner) in enumerate(case.pairs):
-        total = case.gradient(0, 0, index)
-        for rank in range(1, world_size):
-            total = total + case.gradient(0, rank, index)
-        mean = total * (np.float32(1) / np.float32(world_size))
+        gradients = [case.gradient(0, rank, index) for rank in range(3)]
+        mean = (gradients[0] + gradients[1] + gradients[2]) * (np.float32(1) / np.float32(3))
         assert mean.dtype == np.float32
         assert answers[owner]["means"][0][index].tobytes() == mean.tobytes()
 
@@ -97,30 +91,7 @@ def test_a_world_of_one_sends_nothing_and_changes_nothing(worlds: Worlds) -> Non
                 assert mean.tobytes() == case.gradient(step, 0, index).tobytes()
 
 
-# --- nothing is lost ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("codec", ["q4", "sign1", "topk:ratio=0.05"])
-def test_applied_plus_withheld_is_the_sum(world_of_3: World, codec: str) -> None:
-    case = Case(3, codec, error_feedback="worker", steps=5)
-    answers = world_of_3.run(case_steps, case=case)
-    withheld = 0.0
-    for index, (name, owner) in enumerate(case.pairs):
-        if case.sizes[index] == 0 or "bias" in name:
-            continue
-        given = [
-            [case.gradient(step, rank, index).astype(float) for rank in range(3)]
-            for step in range(5)
-        ]
-        applied = sum(answers[owner]["means"][step][index].astype(float) for step in range(5))
-        missing = np.mean([answer["residuals"][index].astype(float) for answer in answers], axis=0)
-        # Per step every rank rounds its v and its v - D, and the owner two sums, 1 / W and the
-        # product: each of a number below twice what three ranks gave in five steps.
-        largest = 2 * 3 * 5 * np.abs(given).max()
-        bound = 5 * (2 * 3 + 4) * largest * 2.0**-24
-        assert np.abs(np.sum(np.mean(given, axis=1), axis=0) - applied - missing).max() <= bound
-        withheld = max(withheld, np.abs(missing).max() / bound)
-    assert withheld > 4  # so that a residual that was forgotten would be seen
+# --- states ---------------------------------------------------------------------------------------
 
 
 def case_go_on(case: Case, saved_after: int) -> bool:
@@ -167,61 +138,6 @@ def test_a_mean_that_is_not_finite_is_one_error_on_all_ranks(world_of_3: World) 
 
 
 VICTIM = 2
-
-ONE_TILE = Case(3, "q4", steps=2, shards={"block.weight": (4096,) * 3})
-
-
-class ForgerOfScatters(Forger):
-    """One bucket of a tile for each rank."""
-
-    def __init__(self, change: dict[str, int]) -> None:
-        with mock.patch.object(engine._native, "HostEngine") as instead:
-            Steps(ONE_TILE)
-        self.lanes = instead.call_args.kwargs["lanes"]
-        self.ranks = engine.lanes_of_host([[0], [1], [2]], FORGER, False, "reduce_scatter")
-        self.config_hash, self.layout_hash = HASHES
-        self.sizes = [[[_native.payload_bytes("q4", 4096, torch.float32, "worker")]] * 3]
-        self.tiles = [[0, 1, 2]]
-        self.phase, self.change, self.wrong = "scatter", change, 0
-        self.unfinished: list[Any] = []
-        self.step = self.bucket = 0
-
-    def run(self) -> None:
-        self.scatter()
-        self.commit()
-
-
-def case_forged(change: dict[str, int]) -> list[Outcome] | None:
-    if dist.get_rank() == FORGER:
-        with mock.patch.object(_native, "AllReducer"):
-            ForgerOfScatters(change).run()
-        return None
-    steps = Steps(ONE_TILE)
-    return [attempt(lambda: steps.run(0)), attempt(steps.engine.state)]
-
-
-@pytest.mark.parametrize(
-    ("change", "kind", "text"),
-    [
-        ({}, None, ""),
-        ({"payload": 1}, "ProtocolError", "(step 0, chunk 0, scatter): checksum is "),
-        ({"corrupt": 3}, "ProtocolError", "number of corrupt tiles is 1, expected 0"),
-        ({"layout_hash": 13}, "ProtocolError", "layout hash is 13, expected"),
-        ({"status": 12}, "PeerError", "rank 1 failed while it compressed gradients"),
-    ],
-    ids=["honest", "damaged", "corrupt", "layout", "trouble"],
-)
-def test_a_message_that_cannot_be_trusted_is_one_error_on_all_ranks(
-    world_of_3: World, change: dict[str, int], kind: str | None, text: str
-) -> None:
-    honest = [answer for answer in world_of_3.run(case_forged, change=change) if answer]
-    outcomes = [outcome for answer in honest for outcome in answer]
-    assert len(outcomes) == 4
-    assert {outcome.error for outcome in outcomes} == {kind}
-    assert len({outcome.headline for outcome in outcomes}) == 1
-    assert text in outcomes[0].headline
-    refused = kind != "ProtocolError" or "rank 0 refused a message from rank 1" in outcomes[0].text
-    assert refused
 
 
 def case_death(folder: str, between_steps: bool) -> None:
@@ -282,6 +198,17 @@ def spec(**changes: Any) -> _native.ParameterSpec:
     )
 
 
+def scattering_options(**changes: Any) -> _native.EngineOptions:
+    given = {
+        "parameters": [spec()],
+        "nodes": [[0]],
+        "chunk_bytes": 1 << 19,
+        "workspace_cap_bytes": 1 << 26,
+        "collective": "reduce_scatter",
+    }
+    return engine_options(**{**given, **changes})
+
+
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
@@ -301,29 +228,15 @@ def spec(**changes: Any) -> _native.ParameterSpec:
     ],
 )
 def test_what_it_cannot_do_is_refused(changes: dict[str, Any], text: str) -> None:
-    given = {
-        "parameters": [spec()],
-        "nodes": [[0]],
-        "chunk_bytes": 1 << 19,
-        "workspace_cap_bytes": 1 << 26,
-        "collective": "reduce_scatter",
-        **changes,
-    }
     with pytest.raises(gradferry.ConfigError, match=re.escape(text)):
         _native.HostEngine(
-            engine_options(**given), tensors=[], lanes={}, memory=None, local_stage=""
+            scattering_options(**changes), tensors=[], lanes={}, memory=None, local_stage=""
         )
 
 
 def test_a_device_is_refused() -> None:
-    options = engine_options(
-        parameters=[spec()],
-        nodes=[[0]],
-        chunk_bytes=1 << 19,
-        workspace_cap_bytes=1 << 26,
-        collective="reduce_scatter",
-    )
+    device = torch.device("cuda", 0)
     with pytest.raises(gradferry.ConfigError, match="no engine for gradients on cuda:0"):
         _native.DeviceEngine(
-            options, device=torch.device("cuda", 0), tensors=[], lanes={}, group_name=None
+            scattering_options(), device=device, tensors=[], lanes={}, group_name=None
         )

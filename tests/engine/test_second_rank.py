@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import re
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from gradferry import _build_info
 from outcomes import Outcome, attempt
 from reference import Header, find_codec
-from scenario import ChosenGradients, Scenario, Weight, train
+from scenario import ChosenGradients, Scenario, Weight
 from second import Options, SecondRank, agree, confirm
 from second.exchange import describe
 from torch.nn.parallel import DistributedDataParallel
@@ -184,23 +185,29 @@ class SecondRun(Run):
         return future
 
 
-def case_mixed(scenario: Scenario, second: int) -> dict[str, Any]:
-    """All steps, with a rank of `second` as that rank. What both kinds know of a run."""
-    if dist.get_rank() != second:
-        answer = train(scenario)
-        return {key: answer[key] for key in ("gradients", "hashes")}
-    run = SecondRun(scenario)
-    gradients = [run.step(step) for step in range(scenario.steps)]
-    run.second.close()
+def case_mixed(scenario: Scenario, second: int, left_out: str | None = None) -> dict[str, Any]:
+    """All steps, with a rank of `second` as that rank; -1: as none.
+
+    left_out: a parameter that nobody uses in step 1, in which old gradients stay.
+    """
+    run = SecondRun(scenario) if dist.get_rank() == second else Run(scenario)
+    gradients = []
+    for step in range(scenario.steps):
+        leaves_out = left_out is not None and step == 1
+        run.left_out = (left_out,) if leaves_out else ()
+        keep = mock.patch.object(run.ddp, "zero_grad")
+        with keep if leaves_out else contextlib.nullcontext():
+            gradients.append(run.step(step))
+    if isinstance(run, SecondRun):
+        run.second.close()
     return {"gradients": gradients, "hashes": run.hashes}
 
 
-def assert_same_as_real_ranks(world: World, scenario: Scenario, second: int) -> None:
-    mixed = world.run(case_mixed, scenario=scenario, second=second)
-    assert_same(mixed, world.run(train, scenario=scenario), scenario)
-
-
-def assert_same(mixed: list[Any], real: list[Any], scenario: Scenario) -> None:
+def assert_same_as_real_ranks(
+    world: World, scenario: Scenario, second: int, left_out: str | None = None
+) -> None:
+    arguments = {"scenario": scenario, "left_out": left_out}
+    mixed, real = (world.run(case_mixed, second=rank, **arguments) for rank in (second, -1))
     for rank in range(3):
         assert mixed[rank]["hashes"] == real[rank]["hashes"], f"rank {rank}"
         for step in range(scenario.steps):
@@ -217,38 +224,22 @@ def scenario_of(codec: str, **more: Any) -> Scenario:
 
 
 @pytest.mark.parametrize(
-    ("codec", "second", "rules"),
+    ("codec", "second", "changes"),
     [
-        ("q4", 1, ()),
-        ("topk:ratio=0.05", 0, (("hid*", "q8"), ("one", "rht"))),
-        ("sign1", 2, ()),
+        ("q4", 1, {}),
+        ("topk:ratio=0.05", 0, {"rules": (("hid*", "q8"), ("one", "rht"))}),
+        ("sign1", 2, {}),
+        *(
+            pytest.param(codec, second, {"steps": 7}, marks=pytest.mark.slow)
+            for codec in ("exact", "bf16", "q8", "sign1", "topk", "rht:bits=3")
+            for second in range(3)
+        ),
     ],
 )
 def test_averages_equal_those_of_real_ranks(
-    world_of_3: World, codec: str, second: int, rules: tuple[tuple[str, str], ...]
+    world_of_3: World, codec: str, second: int, changes: dict[str, Any]
 ) -> None:
-    assert_same_as_real_ranks(world_of_3, scenario_of(codec, rules=rules), second)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("second", [0, 1, 2])
-@pytest.mark.parametrize("codec", ["exact", "bf16", "q8", "sign1", "topk", "rht:bits=3"])
-def test_averages_of_other_codecs_equal_those_of_real_ranks(
-    world_of_3: World, codec: str, second: int
-) -> None:
-    assert_same_as_real_ranks(world_of_3, scenario_of(codec, steps=7), second)
-
-
-def case_sometimes_unused(scenario: Scenario, second: int) -> dict[str, Any]:
-    """As `case_mixed`. In step 1, in which old gradients stay, nobody uses "first"."""
-    run = SecondRun(scenario) if dist.get_rank() == second else Run(scenario)
-    gradients = []
-    for step in range(scenario.steps):
-        run.left_out = ("first",) if step == 1 else ()
-        keep = mock.patch.object(run.ddp, "zero_grad")
-        with keep if step == 1 else contextlib.nullcontext():
-            gradients.append(run.step(step))
-    return {"gradients": gradients, "hashes": run.hashes}
+    assert_same_as_real_ranks(world_of_3, scenario_of(codec, **changes), second)
 
 
 def test_maps_of_used_parameters_are_understood_on_both_sides(world_of_3: World) -> None:
@@ -260,9 +251,7 @@ def test_maps_of_used_parameters_are_understood_on_both_sides(world_of_3: World)
         ddp={"bucket_cap_mb": 0.03, "find_unused_parameters": True},
         options={"workspace_cap_mb": CAP_MB},
     )
-    mixed = world_of_3.run(case_sometimes_unused, scenario=scenario, second=1)
-    real = world_of_3.run(case_sometimes_unused, scenario=scenario, second=-1)
-    assert_same(mixed, real, scenario)
+    assert_same_as_real_ranks(world_of_3, scenario, second=1, left_out="first")
 
 
 # --- errors
@@ -315,13 +304,10 @@ class Corrupting(SecondRank):
         return payload
 
 
-def case_failing(
-    scenario: Scenario, kind: str, second: int = 1, forged: dict[str, Any] | None = None
-) -> list[Outcome]:
+def case_failing(scenario: Scenario, kind: str, forged: dict[str, Any]) -> list[Outcome]:
     """Steps until one fails."""
-    if dist.get_rank() == second:
-        of_kind = globals()[kind]
-        run: Run = SecondRun(scenario, type(kind, (of_kind,), forged or {}))
+    if dist.get_rank() == 1:
+        run: Run = SecondRun(scenario, type(kind, (globals()[kind],), forged))
     else:
         run = Run(scenario)
     outcomes: list[Outcome] = []
@@ -330,60 +316,53 @@ def case_failing(
     return outcomes
 
 
-def error_of(
-    world: World, kind: str, forged: dict[str, Any] | None = None, **scenario: Any
-) -> tuple[str, str, str]:
-    """The class and text that both real ranks raise in step 1, and what the second one says."""
-    answers = world.run(
-        case_failing, scenario=scenario_of("q4", **scenario), kind=kind, forged=forged
-    )
-    assert [len(outcomes) for outcomes in answers] == [2] * 3
-    last = [outcomes[1] for outcomes in answers]
-    assert {(o.error, o.headline) for o in (last[0], last[2])} == {
-        (last[0].error, last[0].headline)
-    }
-    return str(last[0].error), last[0].headline, last[1].text
-
-
 @pytest.mark.parametrize(
-    ("forged", "text"),
+    ("kind", "forged", "error", "said"),
     [
-        ({"phase": 1, "field": "config_hash", "value": 11}, "configuration hash is 11, expected"),
-        ({"phase": 2, "field": "layout_hash", "value": 12}, "layout hash is 12, expected"),
-        ({"phase": 1, "field": "step", "value": 0}, "step is 0, expected 1"),
+        pytest.param(
+            "Forger",
+            {"phase": 1, "field": "config_hash", "value": 11},
+            "ProtocolError",
+            r"rank 0 refused a message from rank 1 .*, scatter\): configuration hash is 11, ",
+            id="scatter",
+        ),
+        pytest.param(
+            "Forger",
+            {"phase": 2, "field": "layout_hash", "value": 12},
+            "ProtocolError",
+            r"rank 0 refused a message from rank 1 .*, gather\): layout hash is 12, expected",
+            id="gather",
+        ),
+        pytest.param(
+            "Deaf",
+            {},
+            "ProtocolError",
+            r"rank 1 refused a message from rank 0 .*, scatter\): checksum is ",
+            id="deaf",
+        ),
+        pytest.param(
+            "Failing", {}, "PeerError", "rank 1 failed while it compressed gradients", id="failing"
+        ),
+        pytest.param(
+            "Corrupting",
+            {},
+            "ProtocolError",
+            "rank . refused a message from rank 1 .*number of corrupt tiles is",
+            id="corrupting",
+        ),
     ],
 )
-def test_wrong_field_of_the_second_rank_is_named_on_all(
-    world_of_3: World, forged: dict[str, Any], text: str
+def test_faults_of_and_for_the_second_rank_are_the_same_error_on_all(
+    world_of_3: World, kind: str, forged: dict[str, Any], error: str, said: str
 ) -> None:
-    kind, said, second = error_of(world_of_3, "Forger", forged)
-    assert kind == "ProtocolError"
-    assert text in said
-    assert said.startswith("rank 0 refused a message from rank 1 (step 1, chunk ")
-    assert said.startswith(second)
-
-
-def test_fault_that_the_second_rank_finds_is_raised_on_all(world_of_3: World) -> None:
-    kind, said, second = error_of(world_of_3, "Deaf")
-    assert kind == "ProtocolError"
-    assert said.startswith("rank 1 refused a message from rank 0 (step 1, chunk ")
-    assert ", scatter): checksum is " in said
-    assert said.startswith(second)
-
-
-def test_failure_of_the_second_rank_is_raised_on_all(world_of_3: World) -> None:
-    kind, said, second = error_of(world_of_3, "Failing")
-    assert kind == "PeerError"
-    assert said.startswith("rank 1 failed while it compressed gradients (step 1, chunk ")
-    assert said.startswith(second)
-
-
-def test_corrupt_tiles_of_the_second_rank_are_counted_alike(world_of_3: World) -> None:
-    kind, said, second = error_of(world_of_3, "Corrupting")
-    assert kind == "ProtocolError"
-    assert "refused a message from rank 1 (step 1" in said
-    assert "number of corrupt tiles is" in said
-    assert said.startswith(second)
+    arguments = {"scenario": scenario_of("q4"), "kind": kind, "forged": forged}
+    first, second, third = world_of_3.run(case_failing, **arguments)
+    assert [len(outcomes) for outcomes in (first, second, third)] == [2] * 3
+    assert (first[1].error, first[1].headline) == (third[1].error, third[1].headline)
+    assert first[1].error == error
+    assert re.match(said, first[1].headline), first[1].headline
+    assert "(step 1, chunk " in first[1].headline
+    assert first[1].headline.startswith(second[1].text)
 
 
 class Drifting(SecondRun):

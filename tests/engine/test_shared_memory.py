@@ -57,7 +57,8 @@ def test_part_lies_inside_of_the_memory(offset: int, num_bytes: int) -> None:
     if offset + num_bytes <= PAGE:
         assert memory.part(offset, num_bytes).numel() == num_bytes
     else:
-        with pytest.raises(StateError):
+        text = f"^the shared memory has {PAGE} bytes; there are no {num_bytes} at {offset}$"
+        with pytest.raises(StateError, match=text):
             memory.part(offset, num_bytes)
 
 

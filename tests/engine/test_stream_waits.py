@@ -1,5 +1,6 @@
 """What a step on a device with streams waits for, allocates and launches: every wait is needed;
-after warm-up nothing is allocated and the host never waits; a chunk is three launches.
+after warm-up nothing is allocated and the host never waits; a chunk is three launches, or five
+between nodes.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from scenario import Run, Scenario
+from mixed import scenario_on
+from scenario import Run, Scenario, Weight
 from test_streams import SCENARIO, small_chunks
 from world import World
 
@@ -165,13 +167,21 @@ def case_omit_waits(scenario: Scenario, steps_before: int) -> dict[str, Any]:
     }
 
 
+# Two buckets, of two or three chunks each: more than slots, so that some are used again.
+LEAST = dataclasses.replace(
+    SCENARIO,
+    weights=(Weight("first", (18, 4096)), Weight("bias", (77,)), Weight("second", (11, 4096))),
+    codec="bf16",
+    rules=(("second", "exact"),),
+    ddp={"bucket_cap_mb": 0.05},
+)
 # Until buckets are what they will be. In momentum mode decode looks at what was sent, so that slots
 # are free later.
-PLAIN = {"ddp": {"find_unused_parameters": True, **SCENARIO.ddp}}
-MOMENTUM = {"options": {"momentum": 0.9, "exact_skip": True}, "error_feedback": "auto"}
-EXACT_SKIP = {"options": {"exact_skip": True, "check_every": 1}}
+PLAIN = {"ddp": {"find_unused_parameters": True, **LEAST.ddp}}
+CHECKED = {"exact_skip": True, "check_every": 1}
+MOMENTUM = {"options": {"momentum": 0.9, **CHECKED}, "error_feedback": "auto"}
 # Every chunk has a worker residual, or none has.
-STAGED = {**PLAIN, "device": "staged", "codec": "bf16", "rules": ()}
+STAGED = {**PLAIN, "device": "staged", "rules": ()}
 
 
 @pytest.mark.torch_core
@@ -179,16 +189,26 @@ STAGED = {**PLAIN, "device": "staged", "codec": "bf16", "rules": ()}
     ("changes", "steps_before"),
     [
         pytest.param(PLAIN, 1, id="plain"),
-        pytest.param({**PLAIN, **EXACT_SKIP}, 1, id="exact_skip and check_every"),
-        pytest.param(MOMENTUM, 2, id="momentum and exact_skip"),
-        pytest.param(STAGED, 1, id="staged"),
+        pytest.param(MOMENTUM, 2, id="momentum, exact_skip and check_every"),
         pytest.param({**STAGED, "error_feedback": "none"}, 1, id="staged, no residuals"),
-        pytest.param({**STAGED, **EXACT_SKIP}, 1, id="staged, exact_skip and check_every"),
-        pytest.param({**STAGED, **MOMENTUM}, 2, id="staged, momentum and exact_skip"),
+        pytest.param({**STAGED, **MOMENTUM}, 2, id="staged, momentum, exact_skip and check_every"),
+        pytest.param(STAGED, 1, id="staged", marks=pytest.mark.slow),
+        pytest.param(
+            {**PLAIN, "options": CHECKED},
+            1,
+            id="exact_skip and check_every",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {**STAGED, "options": CHECKED},
+            1,
+            id="staged, exact_skip and check_every",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_every_wait_is_needed(worlds: Worlds, changes: dict[str, Any], steps_before: int) -> None:
-    scenario = dataclasses.replace(SCENARIO, **changes)
+    scenario = dataclasses.replace(LEAST, **changes)
     arguments = {"scenario": scenario, "steps_before": steps_before}
     for answer in worlds(2).run(case_omit_waits, **arguments, seconds=300):
         names = answer["names"]
@@ -205,67 +225,56 @@ def test_every_wait_is_needed(worlds: Worlds, changes: dict[str, Any], steps_bef
         assert wrong == []
 
 
-def case_count(scenario: Scenario) -> list[dict[str, int]]:
+def case_count(scenario: Scenario, steps: int) -> tuple[int, list[dict[str, int]]]:
+    """Launches of the steps after two, and what every call of the hook adds in these. The host
+    reads the gradients of each step, so that everything launched has run.
+    """
+    calls = []
     with small_chunks():
         run = WatchedRun(scenario)
-        for step in range(4):
+        for step in range(2 + steps):
+            if step == 2:
+                before = run.fake.counters()["launches"]
             run.step(step)
-        calls = run.calls
-        assert run.fake.races() == []
-        assert run.state.stats()["host_waits"] == 0
-    return calls
-
-
-@pytest.mark.torch_core
-@pytest.mark.parametrize("momentum", [None, 0.9])
-def test_a_step_allocates_nothing_and_never_waits_on_the_host(
-    worlds: Worlds, momentum: float | None
-) -> None:
-    options = {"momentum": momentum, "exact_skip": momentum is not None}
-    feedback = "auto" if momentum else "both"
-    scenario = dataclasses.replace(SCENARIO, options=options, error_feedback=feedback)
-    for calls in worlds(2).run(case_count, scenario=scenario):
-        assert len(calls) >= 2
-        for call in calls:
-            assert call["chunks"] > 0
-            assert call["allocations"] == 0
-            assert call["host_waits"] == 0
-
-
-def case_launches(scenario: Scenario, steps: int) -> dict[str, int]:
-    """What the steps after the first one launch; the host reads the gradients of each."""
-    from fake_device import machine
-
-    with small_chunks():
-        run = Run(scenario)
-        run.step(0)
-        before = {**machine.counters(), **run.state.stats()}
-        for step in range(1, 1 + steps):
-            run.step(step)
-        after = {**machine.counters(), **run.state.stats()}
-    assert machine.races() == []
-    return {key: after[key] - before[key] for key in ("launches", "chunks")}
+            calls += run.calls if step >= 2 else []
+    assert run.fake.races() == []
+    assert run.state.stats()["host_waits"] == 0
+    return run.fake.counters()["launches"] - before, calls
 
 
 @pytest.mark.torch_core
 @pytest.mark.parametrize(
-    ("changes", "per_step"),
+    ("scenario", "per_step"),
     [
         # The gain, and the commit of the step before.
-        ({"codec": "q4", "rules": ()}, 2),
-        ({"codec": "q4"}, 2),
+        pytest.param(dataclasses.replace(SCENARIO, codec="q4"), 2, id="four codecs"),
+        pytest.param(scenario_on("2+1", SCENARIO, codec="q4", rules=()), 2, id="nodes"),
         # And what takes a step back, for both residuals and their units.
-        ({"codec": "sign1", "error_feedback": "auto", **MOMENTUM}, 2 + 3),
+        pytest.param(
+            dataclasses.replace(
+                SCENARIO,
+                codec="sign1",
+                error_feedback="auto",
+                options={"momentum": 0.9, "exact_skip": True},
+            ),
+            2 + 3,
+            id="momentum and exact_skip",
+        ),
     ],
-    ids=["q4 and exact", "four codecs", "momentum and exact_skip"],
 )
-def test_a_chunk_takes_three_launches(
-    worlds: Worlds, changes: dict[str, Any], per_step: int
+def test_a_step_allocates_nothing_never_waits_and_takes_three_launches_per_chunk(
+    worlds: Worlds, scenario: Scenario, per_step: int
 ) -> None:
-    steps = 3
-    scenario = dataclasses.replace(SCENARIO, **changes)
-    for counts in worlds(2).run(case_launches, scenario=scenario, steps=steps):
-        assert counts["chunks"] > SLOTS
-        launches = counts["launches"] - steps * per_step
-        print(f"{changes['codec']}: {launches / counts['chunks']:g} launches per chunk")
-        assert launches == 3 * counts["chunks"]
+    steps = 2
+    answers = worlds(scenario.world_size).run(case_count, scenario=scenario, steps=steps)
+    for rank, (launches, calls) in enumerate(answers):
+        assert len(calls) >= 2 * steps
+        for call in calls:
+            assert call["chunks"] > 0
+            assert call["allocations"] == 0
+            assert call["host_waits"] == 0
+        num_chunks = sum(call["chunks"] for call in calls)
+        # Between nodes it takes five. Rank 1 has no peers, beside a node of one: it sums nothing.
+        each = 5 if scenario.nodes and rank != 1 else 3
+        assert num_chunks > SLOTS
+        assert launches == each * num_chunks + steps * per_step

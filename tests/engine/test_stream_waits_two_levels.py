@@ -15,16 +15,16 @@ from typing import Any
 
 import pytest
 import torch
+from mixed import NODES
 from scenario import Scenario, Weight
 from test_stream_waits import case_omit_waits
-from test_two_levels import NODES
 from world import World
 
 Worlds = Callable[[int], World]
 
 SLOTS = 5
 # By bucket: one of fewer than slots, and one whose last chunk gets the slot of its first.
-CHUNKS = (3, 6)
+CHUNKS = (1, 6)
 
 
 @pytest.fixture
@@ -172,8 +172,8 @@ KINDS = {
     "momentum": {**PLAIN, "options": {"momentum": 0.9}},  # every chunk has a worker residual
     "staged": {**PLAIN, "device": "staged"},
 }
-# Together they have every kind of rank and of wait.
-QUICK = {("2x2", "plain"), ("2x2", "staged"), ("2+1", "momentum")}
+# Together they have every kind of rank and of wait: 2 + 1 has ranks without siblings or peers.
+QUICK = {("2x2", "plain"), ("2+1", "staged"), ("2+1", "momentum")}
 
 
 def weights_of(owners: int) -> tuple[Weight, ...]:

@@ -1,19 +1,28 @@
-"""What a hook on a device with streams survives, and what it refuses before anything is lost."""
+"""What a hook on a device with streams survives, what it refuses before anything is lost, and
+which errors come up on every rank.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import gc
+import re
+import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from outcomes import attempt
-from scenario import Run, assert_bit_equal
+from mixed import scenario_on
+from outcomes import Outcome, attempt
+from scenario import ChosenGradients, Run, Scenario, assert_bit_equal
 from test_streams import SCENARIO, small_chunks
-from world import World
+from test_streams_training import check_scenario
+from torch.nn.parallel import DistributedDataParallel
+from world import World, thread_names
 
 Worlds = Callable[[int], World]
 
@@ -69,7 +78,7 @@ def test_an_abandoned_backward_pass_leaves_no_work_on_freed_buckets(
     worlds: Worlds, device: str
 ) -> None:
     scenario = dataclasses.replace(SCENARIO, device=device)
-    answers = worlds(2).run(case_abandon, scenario=scenario, seeds=list(range(5)))
+    answers = worlds(2).run(case_abandon, scenario=scenario, seeds=[0, 1])
     assert_bit_equal(answers, scenario)
 
 
@@ -103,17 +112,147 @@ def case_loss_scale_goes_first(scenario: Any) -> None:
     assert machine.races() == []
 
 
-@pytest.mark.parametrize("case", [case_abandon_alone, case_loss_scale_goes_first])
+@pytest.mark.parametrize(
+    ("case", "world_size", "options"),
+    [(case_abandon_alone, 1, {"momentum": 0.9}), (case_loss_scale_goes_first, 2, {})],
+)
 def test_what_is_freed_with_work_enqueued_is_not_touched(
-    worlds: Worlds, case: Callable[..., None]
+    worlds: Worlds, case: Callable[..., None], world_size: int, options: dict[str, Any]
 ) -> None:
-    alone = case is case_abandon_alone
-    options = {"momentum": 0.9} if alone else {}
-    world_size = 1 if alone else 2
     scenario = dataclasses.replace(
         SCENARIO, world_size=world_size, options=options, error_feedback="auto"
     )
     worlds(world_size).run(case, scenario=scenario)
+
+
+def case_thread_ends(scenario: Scenario) -> bool:
+    run = Run(scenario)
+    run.step(0)
+    assert "gf-staged" in thread_names()
+    del run
+    gc.collect()
+    deadline = time.monotonic() + 60
+    while "gf-staged" in thread_names() and time.monotonic() < deadline:
+        pass
+    return "gf-staged" not in thread_names()
+
+
+def test_the_thread_of_a_staged_hook_ends_with_it(worlds: Worlds) -> None:
+    scenario = dataclasses.replace(SCENARIO, device="staged")
+    assert worlds(2).run(case_thread_ends, scenario=scenario) == [True] * 2
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+def case_damage(
+    scenario: Scenario, among: str, collective: int, offset: int, value: int
+) -> dict[str, Any]:
+    """What rank 1 receives in one collective of step 0 is damaged."""
+    import fake_device
+
+    run = Run(scenario)
+    if dist.get_rank() == 1:
+        siblings, peers = (*fake_device.last_made, None, None)[:2]
+        links = {"all": fake_device.backends["streamed"], "siblings": siblings, "peers": peers}
+        links[among].damage(collective, offset, value)
+    gradients = [run.step(0), run.step(1)]
+    saved = None if scenario.nodes else attempt(run.state.state_dict)
+    errors = [attempt(lambda: run.step(2)), attempt(run.state.state_dict)]
+    assert fake_device.machine.races() == []
+    num_nan = [sum(int(np.isnan(g).sum()) for g in of_step) for of_step in gradients]
+    return {"num_nan": num_nan, "saved": saved, "errors": errors}
+
+
+STEP_9 = "step is 9, expected 0"
+
+
+@pytest.mark.parametrize(
+    ("among", "collective", "offset", "value", "message", "field", "nan_on"),
+    [
+        # In a scatter the owner of the tiles refuses, so that nobody gets them; of what is gathered
+        # every rank has its own copy.
+        pytest.param("all", 0, 64 + 5, 0xEE, "1 from 0, scatter", "checksum is ", 2, id="payload"),
+        pytest.param("all", 0, 40, 7, "1 from 0, scatter", "chunk is 7, expected 0", 2, id="chunk"),
+        pytest.param("all", 1, 32, 9, "1 from 0, gather", STEP_9, 1, id="step"),
+        pytest.param("all", 1, 0, 0, "1 from 0, gather", "magic is ", 1, id="magic"),
+        # Nodes (0, 1) and (2, 3). What comes first is of rank 0, or rank 1's own of the peers'.
+        pytest.param("siblings", 0, 32, 9, "1 from 0, local scatter", STEP_9, 4, id="local"),
+        pytest.param("peers", 0, 32, 9, "1 from 1, scatter", STEP_9, 4, id="peers, scatter"),
+        # Rank 0 gets it as it came, and is the first that reports it.
+        pytest.param("peers", 1, 32, 9, "0 from 1, gather", STEP_9, 2, id="peers, gather"),
+        # Rank 0's header, behind which nothing is lost; then the first message behind it.
+        pytest.param("siblings", 1, 32, 9, "1 from 0, forward", STEP_9, 0, id="forward"),
+        pytest.param("siblings", 1, 64 + 32, 9, "1 from 0, gather", STEP_9, 1, id="forwarded"),
+    ],
+)
+def test_damage_is_nan_at_once_and_an_error_two_steps_later(
+    worlds: Worlds,
+    among: str,
+    collective: int,
+    offset: int,
+    value: int,
+    message: str,
+    field: str,
+    nan_on: int,
+) -> None:
+    who, sender, phase = re.fullmatch("(.) from (.), (.*)", message).groups()
+    scenario = dataclasses.replace(SCENARIO, ddp={})  # one bucket, of one chunk
+    scenario = scenario if among == "all" else scenario_on("2x2", scenario)
+    damage = {"among": among, "collective": collective, "offset": offset, "value": value}
+    answers = worlds(scenario.world_size).run(case_damage, scenario=scenario, **damage)
+    assert sum(answer["num_nan"][0] > 0 for answer in answers) == nan_on
+    for rank, answer in enumerate(answers):
+        # From then on rank 1's tiles are nobody's.
+        assert answer["num_nan"][1] > 0
+        if answer["saved"]:
+            # Rank 0 has by now seen that rank 1 is in trouble.
+            assert answer["saved"].error == "ProtocolError"
+            assert (field in answer["saved"].text) == (rank == 1)
+        for error in answer["errors"]:
+            assert error.error == "ProtocolError"
+            assert f"rank {who} refused a message from rank {sender} (" in error.text
+            assert f"step 0, chunk 0, {phase}): {field}" in error.text
+    # What follows the first line are the rank's last buckets.
+    assert len({error.headline for answer in answers for error in answer["errors"]}) == 1
+
+
+def case_damaged_check(scenario: Scenario) -> list[Outcome]:
+    """A byte of the hashes that rank 1 receives at step 2 is damaged."""
+    import fake_device
+
+    run = Run(scenario)
+    outcomes = [attempt(lambda step=step: run.step(step)) for step in (0, 1)]
+    if dist.get_rank() == 1:
+        # The commit of step 1 comes first.
+        fake_device.backends["streamed"].damage(1, 64 + 2, 0xEE)
+    return outcomes + [attempt(lambda step=step: run.step(step)) for step in range(2, 5)]
+
+
+def test_damaged_hashes_are_an_error_on_all_ranks_two_steps_later(worlds: Worlds) -> None:
+    scenario = check_scenario("streamed", 1, world_size=2, ddp={})
+    answers = worlds(2).run(case_damaged_check, scenario=scenario)
+    for outcomes in answers:
+        assert [o.error for o in outcomes] == [None] * 4 + ["ProtocolError"]
+        assert "rank 1 refused a message from rank 0 (step 2" in outcomes[4].text
+        assert "check of parameters): checksum is " in outcomes[4].text
+    assert len({outcomes[4].headline for outcomes in answers}) == 1
+
+
+def case_raise_nonfinite(scenario: Scenario) -> list[Outcome]:
+    run = Run(scenario)
+    outcomes = [attempt(lambda step=step: run.step(step)) for step in range(4)]
+    return [*outcomes, attempt(run.state.state_dict)]
+
+
+def test_nonfinite_raise_names_the_parameter_one_step_later(worlds: Worlds) -> None:
+    scenario = dataclasses.replace(
+        SCENARIO, options={"nonfinite": "raise"}, poison={(1, 0, "second"): np.inf}
+    )
+    for outcomes in worlds(2).run(case_raise_nonfinite, scenario=scenario):
+        assert [outcome.error for outcome in outcomes] == [None] * 3 + ["StateError"] * 2
+        for outcome in outcomes[3:]:
+            assert "'second' was not finite at step 1" in outcome.text
 
 
 # --- what torch sees ------------------------------------------------------------------------------
@@ -156,10 +295,11 @@ def test_collectives_pass_by_the_hooks_of_the_process_group(worlds: Worlds, nati
 # --- what is refused ------------------------------------------------------------------------------
 
 
-def case_capture(scenario: Any) -> Any:
+def case_capture(native: bool) -> Outcome:
+    """A backward pass is captured into a graph."""
     from fake_device import machine
 
-    run = Run(scenario)
+    run = Run(dataclasses.replace(SCENARIO, native=native))
     run.step(0)
     run.step(1)
     machine.set_capturing(True)
@@ -172,95 +312,87 @@ def case_capture(scenario: Any) -> Any:
     return outcome
 
 
-@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
-def test_a_backward_pass_that_is_captured_into_a_graph_is_refused(
-    worlds: Worlds, native: bool
-) -> None:
-    scenario = dataclasses.replace(SCENARIO, native=native)
-    for outcome in worlds(2).run(case_capture, scenario=scenario):
-        assert outcome.error == "ConfigError"
-        assert "being captured into a graph" in outcome.text
-        assert "run backward() outside of torch.cuda.graph()" in outcome.text
-
-
-def case_off_without_kernels(scenario: Any) -> list[Any]:
+def case_without_kernels() -> Outcome:
     """Where every bucket passes through, kernels are not asked for."""
-    from unittest import mock
-
-    from fake_device import DEVICE
     from gradferry.core import device
 
-    off = dataclasses.replace(scenario, codec="off", error_feedback="auto", rules=())
+    off = dataclasses.replace(SCENARIO, codec="off", error_feedback="auto", rules=())
     with (
         mock.patch.object(device, "_loaded", None),
         mock.patch.object(device, "LIBRARIES", {}),
     ):
-        return [attempt(lambda: Run(off)), attempt(lambda: Run(scenario)), DEVICE.type]
+        assert attempt(lambda: Run(off)).error is None
+        return attempt(lambda: Run(SCENARIO))
 
 
-def test_codec_off_needs_no_kernels(worlds: Worlds) -> None:
-    for off, compressed, kind in worlds(2).run(case_off_without_kernels, scenario=SCENARIO):
-        assert off.error is None
-        assert compressed.error == "ConfigError"
-        assert f"no codecs for gradients on {kind!r}" in compressed.text
-
-
-def case_moved() -> tuple[int, Any]:
+def case_moved() -> Outcome:
     """As if the second parameter had moved; torch swaps no memory with the fake device's."""
-    from unittest import mock
-
     import gradferry
     from gradferry import _native
-    from scenario import ChosenGradients
-    from torch.nn.parallel import DistributedDataParallel
 
     ddp = DistributedDataParallel(ChosenGradients(SCENARIO))
-    none = _native.moved_since_buckets_were_made(ddp.reducer)
+    assert _native.moved_since_buckets_were_made(ddp.reducer) == []
     moved = [ddp.module.get_parameter("bias")]
     with mock.patch.object(_native, "moved_since_buckets_were_made", return_value=moved):
-        return len(none), attempt(lambda: gradferry.attach(ddp, "q4"))
+        return attempt(lambda: gradferry.attach(ddp, "q4"))
 
 
-def test_a_model_moved_after_it_was_wrapped_is_refused(world_of_2: World) -> None:
-    for none, outcome in world_of_2.run(case_moved):
-        assert none == 0
-        assert outcome.error == "ConfigError"
-        assert "parameter 'bias' has moved to cpu" in outcome.text
-        assert "move the whole model first, then wrap it" in outcome.text
-
-
-def case_no_backend() -> Any:
+def case_group(backend: str, index: int | None = None) -> Outcome:
+    """A group of this backend, bound to the device of this index, is asked for its transport."""
     from fake_device import DEVICE
     from gradferry.core.device import transport_of
 
-    group = dist.new_group(backend="cpu:gloo")
+    group = dist.new_group(backend=backend)
+    if index is not None:
+        group.bound_device_id = torch.device("fake", index)
     return attempt(lambda: transport_of(DEVICE, group))
 
 
-def case_bound_elsewhere() -> Any:
-    from fake_device import DEVICE
-    from gradferry.core.device import transport_of
+def case_unused_parameters() -> Outcome:
+    """Unused parameters need bucket views."""
+    ddp = {"find_unused_parameters": True, "gradient_as_bucket_view": True}
+    assert attempt(lambda: Run(dataclasses.replace(SCENARIO, ddp=ddp))).error is None
+    ddp["gradient_as_bucket_view"] = False
+    return attempt(lambda: Run(dataclasses.replace(SCENARIO, ddp=ddp)))
 
-    group = dist.new_group(backend="cpu:gloo,fake:fake_streamed")
-    group.bound_device_id = torch.device("fake", 1)
-    return attempt(lambda: transport_of(DEVICE, group))
+
+CAPTURED = ["being captured into a graph", "run backward() outside of torch.cuda.graph()"]
 
 
 @pytest.mark.parametrize(
-    ("case", "says", "advises"),
+    ("case", "arguments", "says"),
     [
-        (case_no_backend, "no backend for tensors on 'fake'", "start it with init_process_group("),
+        (case_capture, {"native": True}, CAPTURED),
+        (case_capture, {"native": False}, CAPTURED),
+        (case_without_kernels, {}, ["no codecs for gradients on '"]),
         (
-            case_bound_elsewhere,
-            "the model is on fake:0, the process group on fake:1",
-            "device_id=torch.device('fake:0')",
+            case_moved,
+            {},
+            [
+                "parameter 'bias' has moved to cpu",
+                "move the whole model first, then wrap it",
+            ],
         ),
+        (
+            case_group,
+            {"backend": "cpu:gloo"},
+            ["no backend for tensors on 'fake'", "start it with init_process_group("],
+        ),
+        (
+            case_group,
+            {"backend": "cpu:gloo,fake:fake_streamed", "index": 1},
+            [
+                "the model is on fake:0, the process group on fake:1",
+                "device_id=torch.device('fake:0')",
+            ],
+        ),
+        (case_unused_parameters, {}, ["build the DistributedDataParallel with gradient_as_"]),
     ],
 )
-def test_a_group_that_cannot_serve_the_device_is_refused(
-    worlds: Worlds, case: Callable[[], Any], says: str, advises: str
+def test_what_a_device_cannot_do_is_refused(
+    worlds: Worlds, case: Callable[..., Outcome], arguments: dict[str, Any], says: list[str]
 ) -> None:
-    for outcome in worlds(2).run(case):
+    for outcome in worlds(2).run(case, **arguments):
         assert outcome.error == "ConfigError"
-        assert says in outcome.text
-        assert advises in outcome.text
+        for text in says:
+            assert text in outcome.text

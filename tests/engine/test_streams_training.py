@@ -1,5 +1,6 @@
-"""What training asks of the hook, on the fake device of ./streams: momentum, steps that are
-taken back, and the check of parameters. Everything must come out as on the CPU, to the bit.
+"""What training asks of the hook, on the fake device of ./streams: OneBitAdam, steps that are taken
+back, loss scales, saved states and the check of parameters. Everything must come out as on the CPU,
+to the bit.
 """
 
 from __future__ import annotations
@@ -8,26 +9,25 @@ import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from outcomes import Outcome, attempt
-from scenario import ChosenGradients, Run, Scenario, Weight, assert_bit_equal
-from test_amp import case_skipped_passes
-from test_check_every import KINDS, flip_last_bit
-from test_momentum import DTYPES, WEIGHTS, scenario_of
-from test_streams import case_train, small_chunks
+from outcomes import attempt
+from scenario import ChosenGradients, Run, Scenario, Weight
+from test_streams import DEVICES, SCENARIO, small_chunks
 from torch.nn.parallel import DistributedDataParallel
 from world import World
 
 Worlds = Callable[[int], World]
-DEVICES = ("streamed", "staged")
-# The fake device has no views of complex numbers as real ones.
-REAL_DTYPES = tuple(weight for weight in DTYPES if not weight.dtype.is_complex)
-REAL_KINDS = tuple(weight for weight in KINDS if not weight.dtype.is_complex)
+
+WEIGHTS = (
+    Weight("embedding", (70, 64)),
+    Weight("just_compressed", (32, 32)),
+    Weight("wide", (3, 4099)),
+    Weight("bias", (67,)),
+)
 
 
 @pytest.fixture
@@ -35,102 +35,35 @@ def worlds(device_worlds: Worlds) -> Worlds:
     return device_worlds
 
 
-def check(worlds: Worlds, scenario: Scenario, seeds: int = 2) -> None:
-    answers = worlds(scenario.world_size).run(
-        case_train, scenario=scenario, seeds=list(range(1, 1 + seeds)), seconds=300
-    )
-    assert_bit_equal(answers, scenario)
-
-
-# --- momentum -------------------------------------------------------------------------------------
-
-
-@pytest.mark.torch_core
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("codec", ["sign1", "topk:ratio=0.05", "exact"])
-@pytest.mark.parametrize("device", DEVICES)
-def test_momentum_equals_reference(
-    worlds: Worlds, device: str, codec: str, world_size: int
-) -> None:
-    check(worlds, scenario_of(codec, world_size, device=device))
-
-
-@pytest.mark.parametrize("codec", ["q4", "q8", "bf16", "rht:bits=2"])
-def test_momentum_of_other_codecs_equals_reference(worlds: Worlds, codec: str) -> None:
-    check(worlds, scenario_of(codec, 2, device="streamed"))
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("codec", ["sign1", "exact"])
-def test_momentum_equals_reference_with_every_dtype(
-    worlds: Worlds, world_size: int, codec: str
-) -> None:
-    check(worlds, scenario_of(codec, world_size, weights=REAL_DTYPES, device="streamed"))
-
-
-@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("codec", ["sign1", "topk:ratio=0.05"])
-def test_what_another_rank_made_non_finite_is_undone(
-    worlds: Worlds, codec: str, poison: float
-) -> None:
-    # Later steps show what became of the residuals of every rank.
-    places = {(1, 1, "wide"): poison, (2, 0, "bias"): poison, (2, 2, "embedding"): poison}
-    check(worlds, scenario_of(codec, 3, poison=places, device="streamed"))
-    places = {(1, 0, "fp16"): poison, (2, 1, "fp64"): poison, (3, 2, "bf16_bias"): poison}
-    check(worlds, scenario_of(codec, 3, poison=places, weights=REAL_DTYPES, device="streamed"))
-    feedback = {"error_feedback": "both", "options": {}}
-    places = {(1, 1, "wide"): poison, (2, 0, "bias"): poison}
-    check(worlds, scenario_of(codec, 3, poison=places, device="staged", **feedback))
-
-
-@pytest.mark.parametrize(
-    ("codec", "world_size", "warmup"),
-    [("sign1", 2, "q8"), ("topk:ratio=0.05", 3, "q4"), ("q4", 1, "q8")],
-)
-@pytest.mark.parametrize("device", DEVICES)
-def test_compressed_warmup_equals_reference(
-    worlds: Worlds, device: str, codec: str, world_size: int, warmup: str
-) -> None:
-    options = {"momentum": 0.9, "warmup_steps": 3, "warmup": warmup}
-    check(worlds, scenario_of(codec, world_size, device=device, options=options))
-
-
 class Models:
     """The same model on the CPU and on a device, with hooks of the same options."""
 
-    def __init__(
-        self,
-        device: str,
-        codec: str,
-        weights: tuple[Weight, ...] = WEIGHTS,
-        scale: float | None = None,
-        **options: Any,
-    ) -> None:
+    def __init__(self, device: str, codec: str, scale: float | None = None, **options: Any) -> None:
         import fake_device
         import gradferry
 
-        self.weights = weights
-        self.groups = {"cpu": None, device: fake_device.group(device)}
+        self.device = device
         self.places = {"cpu": torch.device("cpu"), device: fake_device.DEVICE}
+        groups = {"cpu": None, device: fake_device.group(device)}
         self.models, self.ddps, self.states, self.scalers = {}, {}, {}, {}
-        for name, group in self.groups.items():
+        for name, place in self.places.items():
             if scale is not None:
                 self.scalers[name] = torch.amp.GradScaler(
-                    self.places[name].type, init_scale=scale, growth_interval=3
+                    place.type, init_scale=scale, growth_interval=3
                 )
-            self.models[name] = ChosenGradients(Scenario(weights)).to(self.places[name])
+            self.models[name] = ChosenGradients(Scenario(WEIGHTS)).to(place)
             self.ddps[name] = DistributedDataParallel(
-                self.models[name], process_group=group, bucket_cap_mb=0.05
+                self.models[name], process_group=groups[name], bucket_cap_mb=0.05
             )
             self.states[name] = gradferry.attach(
                 self.ddps[name], codec, grad_scaler=self.scalers.get(name), **options
             )
 
-    def backward(self, name: str, step: int, poison: str | None = None) -> None:
+    def backward(self, name: str, seed: int, poison: str | None = None) -> None:
         self.ddps[name].zero_grad()
-        scenario = Scenario(self.weights, seed=step)
+        scenario = Scenario(WEIGHTS, seed=seed)
         targets = {}
-        for index, weight in enumerate(self.weights):
+        for index, weight in enumerate(WEIGHTS):
             gradient = scenario.gradient(0, 0, dist.get_rank(), index)
             if weight.name == poison and dist.get_rank() == 0:
                 gradient[3] = np.inf
@@ -155,12 +88,17 @@ class Models:
             tensors = [tensor.masked_fill(tensor.isnan(), math.nan) for tensor in tensors]
         return [tensor.detach().cpu().numpy().tobytes() for tensor in tensors]
 
+    def are_equal(self) -> bool:
+        import fake_device
+
+        assert fake_device.machine.races() == []
+        return self.bits("cpu") == self.bits(self.device)
+
 
 def case_one_bit_adam(
-    device: str, codec: str, skipped: tuple[int, ...], warmup: str = "exact"
+    device: str, codec: str, skipped: tuple[int, ...], warmup: str
 ) -> dict[str, Any]:
     """OneBitAdam under a GradScaler, with infinite gradients in the steps of `skipped`."""
-    import fake_device
     from gradferry.optim import OneBitAdam
 
     freeze = 3
@@ -172,205 +110,221 @@ def case_one_bit_adam(
         for name, ddp in models.ddps.items()
     }
     equal = []
-    for step in range(8):
+    for step in range(7):
         for name, optimizer in optimizers.items():
             models.backward(name, step, poison="wide" if step in skipped else None)
             models.scalers[name].step(optimizer)
             models.scalers[name].update()
-        equal.append(models.bits("cpu") == models.bits(device))
+        equal.append(models.are_equal())
     return {
         "equal": equal,
-        "scales": [scaler.get_scale() for scaler in models.scalers.values()],
-        "races": fake_device.machine.races(),
+        "scales": len({scaler.get_scale() for scaler in models.scalers.values()}),
         "moved": any(p.abs().max() > 0 for p in models.models["cpu"].parameters()),
     }
 
 
 @pytest.mark.torch_core
-@pytest.mark.parametrize("skipped", [(), (2, 5)], ids=["no_skips", "skips"])
 @pytest.mark.parametrize(
-    ("codec", "warmup"), [("sign1", "exact"), ("topk:ratio=0.05", "exact"), ("sign1", "q8")]
+    ("device", "codec", "warmup", "skipped"),
+    [
+        ("streamed", "sign1", "exact", (2, 5)),
+        ("staged", "topk:ratio=0.05", "exact", ()),
+        ("staged", "sign1", "q8", (2, 5)),
+    ],
 )
-@pytest.mark.parametrize("device", DEVICES)
 def test_one_bit_adam_trains_as_on_the_cpu(
     worlds: Worlds, device: str, codec: str, warmup: str, skipped: tuple[int, ...]
 ) -> None:
     arguments = {"device": device, "codec": codec, "warmup": warmup, "skipped": skipped}
     for answer in worlds(2).run(case_one_bit_adam, **arguments):
-        assert answer["equal"] == [True] * 8
-        assert answer["races"] == []
-        assert answer["moved"]
-        assert answer["scales"][0] == answer["scales"][1]
+        assert answer == {"equal": [True] * 7, "scales": 1, "moved": True}
 
 
 # --- steps that are taken back --------------------------------------------------------------------
 
+# By step: the pass, of three, whose gradients are infinite.
+INFINITE = {2: 0, 3: 1, 4: 2}
+SKIPPED_BY_HAND = 5
+
 
 def case_skips(device: str, codec: str, options: dict[str, Any]) -> dict[str, Any]:
-    import fake_device
-
+    """Gradients accumulate, so what comes after an infinity holds it, too; here they are zeroed in
+    between.
+    """
     models = Models(device, codec, exact_skip=True, scale=64.0, **options)
-    names = ("cpu", device)
     equal, kept = [], []
     for step in range(7):
         before = models.bits(device)[-2:] if step else None
-        for name in names:
-            models.backward(name, step, poison="bias" if step in (2, 3) else None)
+        for name in models.ddps:
+            for turn in range(3 if step >= min(INFINITE) else 1):
+                poison = "bias" if INFINITE.get(step) == turn else None
+                models.backward(name, 3 * step + turn, poison)
             models.scalers[name].update(new_scale=64.0 * (1 + step % 3))
-            if step == 5:
+            if step == SKIPPED_BY_HAND:
                 models.states[name].skip_step()
-        after = models.bits(device)
-        equal.append(models.bits("cpu") == after)
-        kept.append(before == after[-2:])
-    return {"equal": equal, "kept": kept, "races": fake_device.machine.races()}
+        equal.append(models.are_equal())
+        kept.append(before == models.bits(device)[-2:])
+    return {"equal": equal, "kept": kept}
 
 
 @pytest.mark.parametrize(
-    "options", [{"error_feedback": "both"}, {"momentum": 0.9}], ids=["plain", "momentum"]
+    ("device", "codec", "options"),
+    [
+        ("streamed", "sign1", {"error_feedback": "both"}),
+        ("staged", "topk:ratio=0.05", {"error_feedback": "both"}),
+        ("streamed", "topk:ratio=0.05", {"momentum": 0.9}),
+        ("staged", "sign1", {"momentum": 0.9}),
+    ],
 )
-@pytest.mark.parametrize("codec", ["sign1", "topk:ratio=0.05"])
-@pytest.mark.parametrize("device", DEVICES)
-def test_exact_skip_takes_steps_back_as_on_the_cpu(
+def test_exact_skip_takes_all_passes_of_a_step_back_as_on_the_cpu(
     worlds: Worlds, device: str, codec: str, options: dict[str, Any]
 ) -> None:
     for answer in worlds(2).run(case_skips, device=device, codec=codec, options=options):
         assert answer["equal"] == [True] * 7
-        assert answer["kept"] == [step in (2, 3, 5) for step in range(7)]
-        assert answer["races"] == []
+        assert answer["kept"] == [step in {*INFINITE, SKIPPED_BY_HAND} for step in range(7)]
 
 
-@pytest.mark.parametrize("poisoned", [0, 1, 2, None], ids=["first", "second", "last", "by_hand"])
-@pytest.mark.parametrize("device", DEVICES)
-def test_exact_skip_takes_all_passes_of_a_step_back(
-    worlds: Worlds, device: str, poisoned: int | None
-) -> None:
-    arguments = {"options": {}, "poisoned": poisoned, "looked_at": poisoned == 1, "device": device}
-    for kept in worlds(2).run(case_skipped_passes, **arguments):
-        assert kept == [False, True, False, False]
-
-
-def case_lazy_skip(device: str) -> list[bool]:
-    """As case_skips, but nobody looks at the residuals in between."""
+def case_lazy_skip(device: str) -> bool:
+    """Nobody looks at the residuals in between."""
     with small_chunks():
         models = Models(device, "sign1", exact_skip=True, momentum=0.9)
     for step in range(6):
         for name in models.ddps:
             models.backward(name, step, poison="wide" if step in (1, 2, 4) else None)
-    return [models.bits("cpu") == models.bits(device)]
+    return models.are_equal()
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_exact_skip_decides_when_the_next_step_begins(worlds: Worlds, world_size: int) -> None:
-    assert worlds(world_size).run(case_lazy_skip, device="streamed") == [[True]] * world_size
+    assert worlds(world_size).run(case_lazy_skip, device="streamed") == [True] * world_size
 
 
-def case_no_skip(device: str) -> Outcome:
-    models = Models(device, "sign1")
-    models.backward(device, 0)
-    return attempt(models.states[device].skip_step)
+# --- loss scales and states -----------------------------------------------------------------------
 
 
-def test_a_step_is_not_taken_back_without_exact_skip(worlds: Worlds) -> None:
-    for outcome in worlds(2).run(case_no_skip, device="streamed"):
-        assert outcome.error == "StateError"
-        assert "only with exact_skip=True" in outcome.text
+def case_loss_scale(device: str) -> dict[str, Any]:
+    models = Models(device, "q8", error_feedback="both", scale=1024.0)
+    equal = []
+    for step, scale in enumerate((1024.0, 512.0, 512.0, 3.0)):
+        for name in models.ddps:
+            models.scalers[name].update(new_scale=scale)
+            models.backward(name, step)
+        equal.append(models.are_equal())
+    scales = {state.state_dict()["loss_scale"] for state in models.states.values()}
+    return {"equal": equal, "scales": scales}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_residuals_follow_the_loss_scale_as_on_the_cpu(worlds: Worlds, device: str) -> None:
+    for answer in worlds(2).run(case_loss_scale, device=device):
+        assert answer == {"equal": [True] * 4, "scales": {3.0}}
+
+
+def case_move_state(scenario: Scenario) -> dict[str, Any]:
+    """Three steps on the CPU, then two on the device, and the other way round."""
+    on = {
+        device: dataclasses.replace(scenario, device=device) for device in ("cpu", scenario.device)
+    }
+    runs = {device: Run(on[device]) for device in on}
+    for run in runs.values():
+        for step in range(3):
+            run.step(step)
+    states = {device: run.state.state_dict() for device, run in runs.items()}
+    slot = f"slot_{dist.get_rank()}"
+    residuals = [state.pop(slot) for state in states.values()]
+    assert states["cpu"] == states[scenario.device]
+    for name, residual in residuals[0].items():
+        assert torch.equal(residual, residuals[1][name])
+    states = {device: {**state, slot: residuals[0]} for device, state in states.items()}
+    straight = [runs["cpu"].step(step) for step in range(3, 5)]
+    gradients = []
+    for device, other in zip(on, reversed(on), strict=True):
+        run = Run(on[device])
+        run.state.load_state_dict(states[other])
+        gradients.append([run.step(step) for step in range(3, 5)])
+    return {
+        "equal": all(
+            a.tobytes() == b.tobytes()
+            for moved in gradients
+            for one, other in zip(straight, moved, strict=True)
+            for a, b in zip(one, other, strict=True)
+        ),
+        "residual": float(residuals[0]["worker"].abs().sum()),
+    }
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_saved_state_moves_between_devices(worlds: Worlds, device: str) -> None:
+    scenario = dataclasses.replace(SCENARIO, device=device)
+    for answer in worlds(2).run(case_move_state, scenario=scenario):
+        assert answer["residual"] > 0
+        assert answer["equal"]
 
 
 # --- check of parameters --------------------------------------------------------------------------
 
+# The fake device has no views of complex numbers as real ones.
+KINDS = (
+    Weight("first", (90, 70)),
+    Weight("bias", (51,), torch.bfloat16),
+    Weight("channels", (32, 20, 3, 3), channels_last=True),
+    Weight("fp64", (5, 7), torch.float64),
+    Weight("empty", (0, 3)),
+    Weight("one", (1,)),
+)
 
-def check_scenario(device: str, every: int) -> Scenario:
-    options = {"check_every": every}
-    ddp = {"bucket_cap_mb": 0.02}
-    return Scenario(REAL_KINDS, 3, options=options, ddp=ddp, device=device)
+
+def check_scenario(device: str, every: int, **changes: Any) -> Scenario:
+    plain = Scenario(KINDS, 3, options={"check_every": every}, ddp={"bucket_cap_mb": 0.02})
+    return dataclasses.replace(plain, device=device, **changes)
 
 
 def case_check(scenario: Scenario, change: tuple[int, int, str] | None) -> dict[str, Any]:
-    """`change` (step, rank, name) moves one bit of a parameter before a step."""
+    """`change` (step, rank, name) moves the last bit of a parameter before a step."""
     import fake_device
 
     run = Run(scenario)
     outcomes = []
-    for step in range(7):
+    for step in range(5):
         if change is not None and change[:2] == (step, run.rank):
             parameter = run.model.get_parameter(change[2])
             with torch.no_grad():
                 host = parameter.detach().cpu()
-                flip_last_bit(host)
+                flat = host.as_strided((host.numel(),), (1,)).view(torch.uint8)
+                flat[-host.element_size()] ^= 1
                 parameter.copy_(host)
         outcomes.append(attempt(lambda step=step: run.step(step)))
+    assert fake_device.machine.races() == []
     return {
         "outcomes": outcomes,
-        "races": fake_device.machine.races(),
         "wire_bytes": run.state.stats()["wire_bytes"] if change is None else 0,
     }
 
 
 @pytest.mark.torch_core
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", ["streamed", "staged"])
 def test_equal_parameters_raise_no_alarm(worlds: Worlds, device: str) -> None:
     bytes_by_every = []
     for every in (0, 2):
         answers = worlds(3).run(case_check, scenario=check_scenario(device, every), change=None)
         for answer in answers:
-            assert [o.error for o in answer["outcomes"]] == [None] * 7
-            assert answer["races"] == []
+            assert [o.error for o in answer["outcomes"]] == [None] * 5
         bytes_by_every.append([answer["wire_bytes"] for answer in answers])
     for plain, checked in zip(*bytes_by_every, strict=True):
-        assert checked - plain == 3 * 2 * (64 + 8 * len(REAL_KINDS))  # steps 2, 4 and 6
+        assert checked - plain == 2 * 2 * (64 + 8 * len(KINDS))  # steps 2 and 4
 
 
-@pytest.mark.parametrize("name", ["first", "channels", "bias"])
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("device", "name"), [("streamed", "first"), ("staged", "channels"), ("streamed", "bias")]
+)
 def test_one_bit_on_one_rank_is_named_on_all(worlds: Worlds, device: str, name: str) -> None:
     scenario = check_scenario(device, 4)
     # In the step that looks: adding a gradient may round the bit away.
     answers = worlds(3).run(case_check, scenario=scenario, change=(4, 2, name))
     for answer in answers:
         outcomes = answer["outcomes"]
-        assert [o.error for o in outcomes[:5]] == [None] * 4 + ["DivergedError"]
+        assert [o.error for o in outcomes] == [None] * 4 + ["DivergedError"]
         assert f"parameter '{name}' of rank 2 differs from that of rank 0 at step 4" in (
             outcomes[4].text
         )
     assert len({answer["outcomes"][4].headline for answer in answers}) == 1
-
-
-def case_damaged_check(scenario: Scenario) -> list[Outcome]:
-    """A byte of the hashes that rank 1 receives at step 2 is damaged."""
-    import fake_device
-
-    run = Run(scenario)
-    outcomes = [attempt(lambda step=step: run.step(step)) for step in (0, 1)]
-    if dist.get_rank() == 1:
-        # The commit of step 1 comes first.
-        fake_device.backends["streamed"].damage(1, 64 + 2, 0xEE)
-    return outcomes + [attempt(lambda step=step: run.step(step)) for step in range(2, 6)]
-
-
-def test_damaged_hashes_are_an_error_on_all_ranks_two_steps_later(worlds: Worlds) -> None:
-    scenario = dataclasses.replace(check_scenario("streamed", 1), world_size=2, ddp={})
-    answers = worlds(2).run(case_damaged_check, scenario=scenario)
-    for outcomes in answers:
-        assert [o.error for o in outcomes[:5]] == [None] * 4 + ["ProtocolError"]
-        assert "rank 1 refused a message from rank 0 (step 2" in outcomes[4].text
-        assert "check of parameters): checksum is " in outcomes[4].text
-    assert len({outcomes[4].headline for outcomes in answers}) == 1
-
-
-# --- a world of one that exchanges ----------------------------------------------------------------
-
-
-def case_alone(scenario: Scenario) -> dict[str, Any]:
-    from gradferry.core import device
-
-    with mock.patch.object(device, "EXCHANGE_WHEN_ALONE", True):
-        return case_train(scenario, seeds=[1])
-
-
-def test_momentum_alone_is_compressed_where_it_exchanges(worlds: Worlds) -> None:
-    scenario = scenario_of("sign1", 1, device="streamed")
-    (answer,) = worlds(1).run(case_alone, scenario=scenario)
-    assert answer["stats"]["chunks"] > 0
-    lossy = answer["gradients"][0][0]
-    # sign1 gives one magnitude per block; the momentum would give thousands.
-    assert len(np.unique(np.abs(lossy[:4096]))) <= 64

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 from engine_options import engine_options, parameter
+from mixed import NODES, scenario_on
 from outcomes import attempt
-from scenario import Run, Scenario, Weight, assert_bit_equal, train
+from scenario import Run, Scenario, Weight, assert_bit_equal, trained
 from world import World
 
 Worlds = Callable[[int], World]
@@ -23,9 +24,8 @@ SCENARIO = Scenario(
 
 def case_train(scenario: Scenario) -> dict[str, Any]:
     """Trains; `workspace` is what the engine planned."""
-    answer = train(scenario)
-    assert answer is not None
     run = Run(scenario)
+    answer = trained(run)
     answer["workspace"] = run.state._bound().running.engine.workspace()
     answer["shown"] = str(run.state)
     if scenario.device != "cpu":
@@ -40,18 +40,22 @@ def case_train(scenario: Scenario) -> dict[str, Any]:
 # received, 16,448 sent to all (on a host in the place where it would be received). That is 102,976
 # bytes (86,528), or 70,080 where one buffer receives.
 @pytest.mark.parametrize(
-    ("cap_mb", "slots", "shared"), [(0.08, 1, True), (0.101, 1, False), (0.21, 2, False)]
+    ("device", "error_feedback", "cap_mb"),
+    [
+        ("cpu", "both", 0.08),
+        ("cpu", "owner", 0.101),
+        ("cpu", "both", 0.21),
+        ("streamed", "owner", 0.08),
+        ("streamed", "both", 0.101),
+        ("streamed", "owner", 0.21),
+        ("staged", "both", 0.08),
+        ("staged", "owner", 0.21),
+    ],
 )
-@pytest.mark.parametrize("device", ["cpu", "streamed", "staged"])
-@pytest.mark.parametrize("error_feedback", ["both", "owner"])
 def test_less_memory_changes_no_result(
-    worlds_on: Callable[[str], Worlds],
-    device: str,
-    error_feedback: str,
-    cap_mb: float,
-    slots: int,
-    shared: bool,
+    worlds_on: Callable[[str], Worlds], device: str, error_feedback: str, cap_mb: float
 ) -> None:
+    slots, shared = {0.08: (1, True), 0.101: (1, False), 0.21: (2, False)}[cap_mb]
     scenario = dataclasses.replace(
         SCENARIO,
         device=device,
@@ -67,14 +71,15 @@ def test_less_memory_changes_no_result(
         assert f"{slots} chunks in flight" in answer["shown"]
 
 
-@pytest.mark.parametrize("nodes", [((0, 1), (2, 3)), ((0, 1), (2,)), ((0, 1, 2, 3),)])
-@pytest.mark.parametrize(("cap_mb", "slots"), [(96, 4), (0.4, None)])
+@pytest.mark.parametrize(
+    ("of_nodes", "cap_mb", "slots"),
+    [("2x2", 0.4, None), ("2+1", 96, 4), ("2+1", 0.4, None), ("1x4", 0.4, None)],
+)
 def test_less_memory_between_nodes_changes_no_result(
-    worlds: Worlds, nodes: tuple[tuple[int, ...], ...], cap_mb: float, slots: int | None
+    worlds: Worlds, of_nodes: str, cap_mb: float, slots: int | None
 ) -> None:
-    world_size = sum(map(len, nodes))
-    options = {"workspace_cap_mb": cap_mb}
-    scenario = dataclasses.replace(SCENARIO, world_size=world_size, nodes=nodes, options=options)
+    scenario = scenario_on(of_nodes, SCENARIO, options={"workspace_cap_mb": cap_mb})
+    nodes, world_size = NODES[of_nodes], scenario.world_size
     answers = worlds(world_size).run(case_train, scenario=scenario)
     assert_bit_equal(answers, scenario)
     columns = min(map(len, nodes))
@@ -129,10 +134,8 @@ def case_large_world(world_size: int) -> dict[str, Any]:
     return {**engine.workspace(), "held": held, "counted": engine.stats()["workspace_bytes"]}
 
 
-@pytest.mark.parametrize("world_size", [64])
-def test_an_engine_of_a_large_world_holds_no_more_than_it_says(
-    device_worlds: Worlds, world_size: int
-) -> None:
+def test_an_engine_of_a_large_world_holds_no_more_than_it_says(device_worlds: Worlds) -> None:
+    world_size = 64
     (answer,) = device_worlds(1).run(case_large_world, world_size=world_size)
     assert answer["slots"] == 3
     assert answer["counted"] <= CAP_MB << 20

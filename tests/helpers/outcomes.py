@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,3 +53,12 @@ def interrupted(wait: Callable[[], object] = lambda: time.sleep(0.3)) -> Iterato
     finally:
         thread.join()
         signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def little_patience() -> Iterator[None]:
+    """Ranks that attach wait for others for a second."""
+    from gradferry.core import meeting
+
+    with mock.patch.object(meeting, "MOST_PATIENCE", datetime.timedelta(seconds=1)):
+        yield

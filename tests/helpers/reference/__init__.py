@@ -10,6 +10,8 @@ from .layout import (
     Tile,
     assign_owners,
     cut_chunks,
+    sent_per_step,
+    two_level_bytes_per_step,
     wire_bytes_per_step,
 )
 from .message import (
@@ -24,7 +26,6 @@ from .message import (
 )
 from .reduce_scatter import ReferenceReduceScatter, scattered_bytes_per_step
 from .scalars import DTYPES, narrow, widen
-from .two_levels import two_level_bytes_per_step
 
 __all__ = [
     "CHUNK_BYTES",
@@ -50,6 +51,7 @@ __all__ = [
     "message_checksum",
     "narrow",
     "scattered_bytes_per_step",
+    "sent_per_step",
     "two_level_bytes_per_step",
     "widen",
     "wire_bytes_per_step",

@@ -5,13 +5,19 @@ from __future__ import annotations
 import copy
 import dataclasses
 import fnmatch
+from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 from .codecs import OWNER, WORKER, find_codec
+from .scalars import DTYPES
 
 TILE_ELEMENTS = 4096
 CHUNK_BYTES = 524288
-MOST_DENSE_BYTES = 2097152
+CAP_BYTES = 96 << 20
+MOST_DENSE_BYTES = 2 << 20
+FEWEST_DENSE_BYTES = 32 << 10
+PIECE_ELEMENTS = 16  # what tiles are rounded up to on their way to their leaders
 HEADER_BYTES = 64
 FEWEST_COMPRESSED_ELEMENTS = 1024
 
@@ -67,7 +73,6 @@ class Layout:
         """`nodes`: ranks by node; None: every rank is alone."""
         self.parameters = list(parameters)
         self.world_size = world_size
-        self.nodes = nodes or [[rank] for rank in range(world_size)]
         self.codecs = [resolve_codec(p, codec, rules) for p in self.parameters]
         self.tiles: list[Tile] = []
         self.tiles_of: list[range] = []  # per parameter
@@ -81,11 +86,26 @@ class Layout:
                 )
                 self.tiles.append(Tile(index, offset, n, self.codecs[index], *sizes))
             self.tiles_of.append(range(first, len(self.tiles)))
-        smallest = min(map(len, self.nodes))
-        owners = sorted(rank for ranks in self.nodes for rank in ranks[:smallest])
-        self.owners = [owners[index] for index in assign_owners(self.tiles, len(owners))]
+        self._own_tiles = self.tiles  # which assign owners, in warm-up steps, too
+        self._place(nodes or [[rank] for rank in range(world_size)])
         # What is exact stays so in warm-up steps.
         self.warmup_codecs = [warmup if find_codec(own).lossy else "exact" for own in self.codecs]
+
+    def _place(self, nodes: Sequence[Sequence[int]]) -> None:
+        self.nodes = nodes
+        self.column_of = {rank: column for ranks in nodes for column, rank in enumerate(ranks)}
+        leaders = sorted(rank for column in self.columns() for rank in column)
+        self.owners = [leaders[i] for i in assign_owners(self._own_tiles, len(leaders))]
+
+    def columns(self) -> list[list[int]]:
+        """The ranks of every column."""
+        return [list(column) for column in zip(*self.nodes, strict=False)]
+
+    def on(self, nodes: Sequence[Sequence[int]]) -> Layout:
+        """The same tiles, whose owners are ranks on these nodes."""
+        layout = copy.copy(self)
+        layout._place(nodes)
+        return layout
 
     def in_warmup(self) -> Layout:
         """As tiles travel in warm-up steps: of other sizes, to the same owners."""
@@ -114,82 +134,118 @@ def assign_owners(tiles: Sequence[Tile], world_size: int) -> list[int]:
     return owners
 
 
+def dense_bytes(nodes: Sequence[Sequence[int]], chunk_bytes: int = CHUNK_BYTES) -> int:
+    """Most bytes of gradient of a column in a chunk."""
+    siblings = max(map(len, nodes))
+    messages = (2 + siblings) * len(nodes) * (HEADER_BYTES + chunk_bytes)
+    left = (CAP_BYTES // 8 * 7 // 4 - messages) // (2 * siblings + 1) - 2 * HEADER_BYTES
+    return min(MOST_DENSE_BYTES, max(FEWEST_DENSE_BYTES, left))
+
+
 def cut_chunks(layout: Layout, bucket: Sequence[int], chunk_bytes: int) -> list[list[int]]:
     """Numbers of the tiles of every chunk of a bucket, given as indices of parameters."""
     chunks: list[list[int]] = []
     is_flat = len(layout.nodes) == layout.world_size
-    column_of = {rank: column for ranks in layout.nodes for column, rank in enumerate(ranks)}
-    dense: dict[int, int] = {}  # bytes of gradient to the leader of a column
-    worker = [0] * layout.world_size
-    owner = [0] * layout.world_size
+    most_dense = dense_bytes(layout.nodes, chunk_bytes)
+    sizes = _sizes(layout, [])
     for index in (t for parameter in bucket for t in layout.tiles_of[parameter]):
-        tile, rank = layout.tiles[index], layout.owners[index]
-        full = (
-            worker[rank] + tile.worker_bytes > chunk_bytes
-            or owner[rank] + tile.owner_bytes > chunk_bytes
-        )
-        column = column_of[rank]
-        item = 2 if "16" in layout.parameters[tile.parameter].dtype else 4
-        if layout.parameters[tile.parameter].dtype == "float64":
-            item = 8
-        gradient = -(-tile.num_elements // 16) * 16 * item
-        full = full or (not is_flat and dense.get(column, 0) + gradient > MOST_DENSE_BYTES)
+        rank, more = layout.owners[index], _sizes(layout, [index])
+        worker, owner, dense = (a + b for a, b in zip(sizes, more, strict=True))
+        full = max(worker[rank], owner[rank]) > chunk_bytes
+        full = full or (not is_flat and dense[layout.column_of[rank]] > most_dense)
         if not chunks or full:
             chunks.append([])
-            dense = {}
-            worker = [0] * layout.world_size
-            owner = [0] * layout.world_size
+            worker, owner, dense = more
+        sizes = worker, owner, dense
         chunks[-1].append(index)
-        worker[rank] += tile.worker_bytes
-        owner[rank] += tile.owner_bytes
-        dense[column] = dense.get(column, 0) + gradient
     return chunks
 
 
-def wire_bytes_per_step(
+Sizes = tuple[Counter[int], Counter[int], Counter[int]]  # worker, owner by rank; dense by column
+
+
+def _sizes(layout: Layout, tiles: Sequence[int]) -> Sizes:
+    """Bytes of a chunk of these tiles."""
+    worker: Counter[int] = Counter()
+    owner: Counter[int] = Counter()
+    dense: Counter[int] = Counter()
+    for index in tiles:
+        tile, rank = layout.tiles[index], layout.owners[index]
+        item = DTYPES[layout.parameters[tile.parameter].dtype].item_bytes
+        worker[rank] += tile.worker_bytes
+        owner[rank] += tile.owner_bytes
+        pieces = -(-tile.num_elements // PIECE_ELEMENTS)
+        dense[layout.column_of[rank]] += pieces * PIECE_ELEMENTS * item
+    return worker, owner, dense
+
+
+def sent_per_step(
     layout: Layout,
     buckets: Sequence[Sequence[int]],
     rank: int,
     chunk_bytes: int = CHUNK_BYTES,
     find_unused_parameters: bool = False,
     equal_scatter: bool = False,
-    hosts: Sequence[int] | None = None,
-) -> int:
-    """What `rank` sends to others in a step whose buckets hold these parameters; to siblings only
-    commits.
+    commits: int | None = None,
+) -> list[int]:
+    """What `rank` sends to every rank in a step whose buckets hold these parameters.
 
-    hosts: the host of every rank: only what goes to another host counts. None: to another node.
+    commits: None: one of every bucket that has chunks.
     """
-    world_size = layout.world_size
-    if world_size == 1:
-        return 0
-    nodes = enumerate(layout.nodes)
-    own = {rank: node for node, ranks in nodes for rank in ranks}
-    place = hosts or [own[rank] for rank in range(world_size)]
-    others = [peer for peer in range(world_size) if place[peer] != place[rank]]
-    smallest = min(map(len, layout.nodes))
-    columns = [[ranks[column] for ranks in layout.nodes] for column in range(smallest)]
-    column = next((peers for peers in columns if rank in peers), [])
-    peers = [peer for peer in column if peer in others]
-    total = 0
+    sent = [0] * layout.world_size
+    siblings = next([r for r in ranks if r != rank] for ranks in layout.nodes if rank in ranks)
+    column = next((ranks for ranks in layout.columns() if rank in ranks), [])
     for bucket in buckets:
         chunks = cut_chunks(layout, bucket, chunk_bytes)
-        for chunk in chunks if peers else []:
-            worker = dict.fromkeys(column, 0)
-            owner = dict.fromkeys(column, 0)
-            for index in chunk:
-                if layout.owners[index] in worker:
-                    worker[layout.owners[index]] += layout.tiles[index].worker_bytes
-                    owner[layout.owners[index]] += layout.tiles[index].owner_bytes
-            most = max(worker.values())
-            padding = sum(most - n for n in worker.values())
-            usual = sum(worker.values()) + len(column) * HEADER_BYTES
-            if equal_scatter and most <= chunk_bytes and 32 * padding <= usual:
-                total += len(peers) * (HEADER_BYTES + most)
-            else:
-                total += sum(HEADER_BYTES + worker[peer] for peer in peers)
-            total += len(peers) * (HEADER_BYTES + max(owner.values()))
-        if chunks:
+        for worker, owner, dense in (_sizes(layout, chunk) for chunk in chunks):
+            most = max((worker[peer] for peer in column), default=0)
+            usual = sum(HEADER_BYTES + worker[peer] for peer in column)
+            padding = len(column) * (HEADER_BYTES + most) - usual
+            is_padded = equal_scatter and most <= chunk_bytes and 32 * padding <= usual
+            for peer in column:
+                sent[peer] += HEADER_BYTES + (most if is_padded else worker[peer])
+                sent[peer] += HEADER_BYTES + max(owner[r] for r in column)
+            for sibling in siblings:
+                forwarded = len(layout.nodes) * (HEADER_BYTES + max(owner.values()))
+                sent[sibling] += HEADER_BYTES + dense[layout.column_of[sibling]]
+                sent[sibling] += HEADER_BYTES + forwarded
+        if chunks and commits is None:
             maps = -(-len(bucket) // 8) * 8 if find_unused_parameters else 0
-            total += len(others) * (HEADER_BYTES + maps)
-    return total
+            sent = [num_bytes + HEADER_BYTES + maps for num_bytes in sent]
+    if commits is not None:
+        sent = [num_bytes + commits * HEADER_BYTES for num_bytes in sent]
+    sent[rank] = 0
+    return sent
+
+
+def wire_bytes_per_step(
+    layout: Layout,
+    buckets: Sequence[Sequence[int]],
+    rank: int,
+    *options: Any,
+    hosts: Sequence[int] | None = None,
+    **named: Any,
+) -> int:
+    """What `rank` sends to other hosts; the options are those of `sent_per_step`.
+
+    hosts: the host of every rank. None: a node is one.
+    """
+    nodes = enumerate(layout.nodes)
+    host_of = hosts or {each: node for node, ranks in nodes for each in ranks}
+    sent = sent_per_step(layout, buckets, rank, *options, **named)
+    return sum(n for peer, n in enumerate(sent) if host_of[peer] != host_of[rank])
+
+
+def two_level_bytes_per_step(
+    layout: Layout,
+    nodes: Sequence[Sequence[int]],
+    buckets: Sequence[Sequence[int]],
+    rank: int,
+    find_unused_parameters: bool = False,
+    **named: Any,
+) -> tuple[int, int]:
+    """What `rank` sends to other nodes, and to the other ranks of its own; ranks by node rise."""
+    named = {"find_unused_parameters": find_unused_parameters, **named}
+    total = sum(sent_per_step(layout.on(nodes), buckets, rank, **named))
+    elsewhere = wire_bytes_per_step(layout.on(nodes), buckets, rank, **named)
+    return elsewhere, total - elsewhere

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import re
 import struct
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -117,3 +119,17 @@ def _decoded_values(message: bytes, num_elements: int, codec: str, dtype: str) -
         pieces.append(find_codec(codec).decode(payload[None, :size], n, dtype, context)[0])
         payload = payload[size:]
     return np.concatenate(pieces) if pieces else np.zeros(0, np.float32)
+
+
+def documented_example() -> bytes:
+    """The bytes of the code blocks of section 5 of docs/reference/wire_format.md."""
+    document = Path(__file__).parents[3] / "docs" / "reference" / "wire_format.md"
+    section = document.read_text().split("## 5. A worked example")[1]
+    lines = "".join(section.split("```")[1::2]).splitlines()
+    return b"".join(bytes.fromhex(re.split(r" {4,}", line)[0]) for line in lines)
+
+
+def example_values() -> np.ndarray:
+    """The elements of the tensor whose message it is."""
+    i = np.arange(40, dtype=np.float32)
+    return np.where(i < 32, (i - 20) / 8, (i - 36) / 64).astype(np.float32)

@@ -24,7 +24,6 @@ FILES = (
     "test_streams.py",
     "test_streams_training.py",
     "test_streams_safety.py",
-    "test_streams_two_levels.py",
     "test_fsdp2_device.py",
     "test_reducer.py",
     "test_loss_scales.py",

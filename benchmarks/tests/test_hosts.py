@@ -25,7 +25,7 @@ from world import World
 
 
 def hosts_of(*of_rank: int) -> Nodes:
-    """Of the host of every rank."""
+    """The table of ranks that are on these hosts."""
     numbers = dict.fromkeys(of_rank)
     return Nodes(
         tuple(tuple(r for r, host in enumerate(of_rank) if host == number) for number in numbers)
@@ -63,7 +63,7 @@ def test_processes_of_one_namespace_are_on_one_host(world_of_2: World) -> None:
 def counter(
     monkeypatch: pytest.MonkeyPatch, of_rank: tuple[int, ...], records: list[dict[str, Any]]
 ) -> tuple[InterfaceCounter, list[str]]:
-    """Of ranks that name these interfaces, and what it does; every reading is 100 more."""
+    """A counter on ranks that name these interfaces, and what it does. A reading is 100 more."""
     done: list[str] = []
 
     def read(device: str) -> int:

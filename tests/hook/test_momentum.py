@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from mixed import COMPLEX, MIXED, MOMENTUM, poisons
 from outcomes import Outcome, attempt
 from reference import ReferenceEngine
 from scenario import Run, Scenario, Weight, assert_bit_equal, expected_gradients, train
@@ -36,7 +37,6 @@ DTYPES = (
     Weight("complex64", (40, 60), torch.complex64),
     Weight("complex128", (5, 6), torch.complex128),
 )
-CODECS = ("exact", "bf16", "q4", "q8", "sign1", "topk:ratio=0.05", "rht:bits=2")
 
 
 def scenario_of(codec: str, world_size: int, **changes: Any) -> Scenario:
@@ -51,35 +51,40 @@ def check(worlds: Worlds, scenario: Scenario) -> list[dict]:
     return answers
 
 
+EVERYTHING = dataclasses.replace(MIXED, weights=(*MIXED.weights, *COMPLEX))
+VIEWS = {"bucket_cap_mb": 0.05, "gradient_as_bucket_view": True}
+# Later steps show what became of the residuals of every rank.
+POISONED = {"world_size": 3, "poison": poisons(3), "steps": 4}
+
+
 @pytest.mark.torch_core
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("codec", CODECS)
-def test_momentum_equals_reference(worlds: Worlds, world_size: int, codec: str) -> None:
-    check(worlds, scenario_of(codec, world_size))
-
-
-@pytest.mark.parametrize("feedback", ["worker", "both"])
-def test_momentum_equals_reference_with_either_owner(worlds: Worlds, feedback: str) -> None:
-    scenario = scenario_of("topk:ratio=0.02", 3, error_feedback=feedback, native=False)
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        *(
+            pytest.param(
+                dataclasses.replace(EVERYTHING, world_size=size, **MOMENTUM), id=f"{size} ranks"
+            )
+            for size in (1, 2, 3)
+        ),
+        pytest.param(
+            dataclasses.replace(EVERYTHING, **MOMENTUM, **POISONED), id="not finite, momentum"
+        ),
+        pytest.param(dataclasses.replace(EVERYTHING, **POISONED), id="not finite"),
+        *(
+            pytest.param(
+                scenario_of("topk:ratio=0.02", 3, error_feedback=feedback, native=False),
+                id=f"python, {feedback}",
+            )
+            for feedback in ("worker", "both")
+        ),
+        pytest.param(scenario_of("sign1", 2, passes=3, ddp=VIEWS), id="passes"),
+        pytest.param(scenario_of("sign1", 2, ddp={**VIEWS, "static_graph": True}), id="static"),
+        pytest.param(scenario_of("sign1", 3, steps_by_rank=(5, 7, 4)), id="uneven inputs"),
+    ],
+)
+def test_momentum_equals_reference(worlds: Worlds, scenario: Scenario) -> None:
     check(worlds, scenario)
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("codec", ["sign1", "exact", "topk:ratio=0.05"])
-def test_momentum_equals_reference_with_every_dtype(
-    worlds: Worlds, world_size: int, codec: str
-) -> None:
-    check(worlds, scenario_of(codec, world_size, weights=DTYPES))
-
-
-def test_momentum_equals_reference_with_accumulation(worlds: Worlds) -> None:
-    options = {"bucket_cap_mb": 0.05, "gradient_as_bucket_view": True}
-    check(worlds, scenario_of("sign1", 2, passes=3, ddp=options))
-    check(worlds, scenario_of("sign1", 2, ddp={**options, "static_graph": True}))
-
-
-def test_momentum_equals_reference_with_uneven_inputs(worlds: Worlds) -> None:
-    check(worlds, scenario_of("sign1", 3, steps_by_rank=(5, 7, 4)))
 
 
 def test_world_of_one_has_the_moving_average_whatever_the_codec(worlds: Worlds) -> None:
@@ -93,31 +98,6 @@ def test_world_of_one_has_the_moving_average_whatever_the_codec(worlds: Worlds) 
             g = scenario.gradient(step, 0, 0, index)
             average[index] = alpha * g + beta * average[index]
             assert (gradients[step][index] == average[index]).all()
-
-
-POISONS = [math.nan, math.inf, -math.inf]
-
-
-@pytest.mark.parametrize("poison", POISONS)
-@pytest.mark.parametrize("codec", ["sign1", "q4", "topk:ratio=0.05", "exact"])
-def test_tile_of_another_rank_that_is_not_finite_is_undone(
-    worlds: Worlds, codec: str, poison: float
-) -> None:
-    # Later steps show what became of the residuals of every rank.
-    places = {(1, 1, "wide"): poison, (2, 0, "bias"): poison, (2, 2, "embedding"): poison}
-    check(worlds, scenario_of(codec, 3, poison=places))
-    places = {(1, 0, "fp16"): poison, (2, 1, "fp64"): poison, (3, 2, "bf16_bias"): poison}
-    check(worlds, scenario_of(codec, 3, poison=places, weights=DTYPES))
-
-
-@pytest.mark.parametrize("poison", POISONS)
-@pytest.mark.parametrize("codec", ["sign1", "q4", "topk:ratio=0.05", "rht:bits=2", "bf16"])
-def test_worker_residual_without_momentum_is_undone_too(
-    worlds: Worlds, codec: str, poison: float
-) -> None:
-    places = {(1, 1, "wide"): poison, (2, 0, "bias"): poison, (2, 2, "embedding"): poison}
-    scenario = Scenario(WEIGHTS, 3, codec=codec, steps=4, error_feedback="both", poison=places)
-    check(worlds, scenario)
 
 
 def case_residual_around_a_poisoned_step(scenario: Scenario) -> list[torch.Tensor]:
@@ -195,38 +175,37 @@ def test_sgd_without_momentum_of_its_own_equals_sgd_with_momentum(worlds: Worlds
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def case_refused(arguments: dict[str, Any], ddp_options: dict[str, Any], sparse: bool) -> Outcome:
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], bool, str]] = [
+    ({"momentum": 1.0}, {}, False, "momentum=1.0 must be a number between 0 and 1"),
+    ({"momentum": 0.0}, {}, False, "leave it out"),
+    ({"momentum": "0.9"}, {}, False, "momentum='0.9' must be a number"),
+    ({"momentum": 0.9, "codec": "off"}, {}, False, "'off' passes gradients through"),
+    ({"momentum": 0.9, "error_feedback": "owner"}, {}, False, "lives in the worker residual"),
+    ({"momentum": 0.9, "error_feedback": "none"}, {}, False, "lives in the worker residual"),
+    ({"momentum": 0.9}, {"find_unused_parameters": True}, False, "make every parameter take"),
+    ({"momentum": 0.9}, {}, True, "sparse gradients, which 'table' has"),
+    ({"exact_skip": True}, {}, True, "sparse gradients, which 'table' has"),
+    ({"exact_skip": 1}, {}, False, "exact_skip=1 must be True or False"),
+    ({"grad_scaler": 2.0}, {}, False, "must be a torch.amp.GradScaler, not float"),
+]
+
+
+def case_refused() -> list[Outcome]:
     import gradferry
 
-    layers = nn.ModuleDict({"table": nn.Embedding(40, 40, sparse=sparse)})
-    ddp = DistributedDataParallel(layers, **ddp_options)
-    return attempt(lambda: gradferry.attach(ddp, **arguments))
+    outcomes = []
+    for arguments, ddp_options, sparse, _ in REFUSED:
+        layers = nn.ModuleDict({"table": nn.Embedding(40, 40, sparse=sparse)})
+        ddp = DistributedDataParallel(layers, **ddp_options)
+        outcomes.append(attempt(lambda ddp=ddp, given=arguments: gradferry.attach(ddp, **given)))
+    return outcomes
 
 
-@pytest.mark.parametrize(
-    ("arguments", "ddp_options", "sparse", "text"),
-    [
-        ({"momentum": 1.0}, {}, False, "momentum=1.0 must be a number between 0 and 1"),
-        ({"momentum": 0.0}, {}, False, "leave it out"),
-        ({"momentum": "0.9"}, {}, False, "momentum='0.9' must be a number"),
-        ({"momentum": 0.9, "codec": "off"}, {}, False, "'off' passes gradients through"),
-        ({"momentum": 0.9, "error_feedback": "owner"}, {}, False, "lives in the worker residual"),
-        ({"momentum": 0.9, "error_feedback": "none"}, {}, False, "lives in the worker residual"),
-        ({"momentum": 0.9}, {"find_unused_parameters": True}, False, "make every parameter take"),
-        ({"momentum": 0.9}, {}, True, "sparse gradients, which 'table' has"),
-        ({"exact_skip": True}, {}, True, "sparse gradients, which 'table' has"),
-        ({"exact_skip": 1}, {}, False, "exact_skip=1 must be True or False"),
-        ({"grad_scaler": 2.0}, {}, False, "must be a torch.amp.GradScaler, not float"),
-    ],
-)
-def test_what_momentum_cannot_do_is_refused_at_attach(
-    world_of_2: World, arguments: dict, ddp_options: dict, sparse: bool, text: str
-) -> None:
-    for outcome in world_of_2.run(
-        case_refused, arguments=arguments, ddp_options=ddp_options, sparse=sparse
-    ):
-        assert outcome.error == "ConfigError"
-        assert text in outcome.text
+def test_what_momentum_cannot_do_is_refused_at_attach(world_of_2: World) -> None:
+    for outcomes in world_of_2.run(case_refused):
+        for outcome, (arguments, *_, text) in zip(outcomes, REFUSED, strict=True):
+            assert outcome.error == "ConfigError", arguments
+            assert text in outcome.text
 
 
 def case_sparse_later(native: bool) -> Outcome:
