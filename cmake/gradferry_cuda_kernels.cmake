@@ -36,18 +36,11 @@ if(GRADFERRY_WERROR)
     -Xptxas=--warn-on-spills,--warn-on-local-memory-usage,--warning-as-error>)
 endif()
 
-# PTX of all kernels, in GRADFERRY_PTX_FILES. Where the objects hold nothing else, nvcc leaves it
-# beside them; a compiler cache would not.
+# Files with the PTX of all kernels, in GRADFERRY_PTX_FILES. Objects that hold nothing else have it as
+# text where nvcc does not compress it.
 if(GRADFERRY_TESTS AND "${CMAKE_CUDA_ARCHITECTURES}" STREQUAL "90-virtual")
-  set(ptx_folder ${CMAKE_CURRENT_BINARY_DIR}/ptx)
-  file(MAKE_DIRECTORY ${ptx_folder})
-  set_target_properties(gradferry_kernels_cuda PROPERTIES CUDA_COMPILER_LAUNCHER "")
-  target_compile_options(gradferry_kernels_cuda PRIVATE
-    $<$<COMPILE_LANGUAGE:CUDA>:--keep --keep-dir=${ptx_folder}>)
-  foreach(file IN LISTS cuda_kernel_files)
-    get_filename_component(name ${file} NAME_WE)
-    list(APPEND ptx_files ${ptx_folder}/${name}.ptx)
-  endforeach()
+  target_compile_options(gradferry_kernels_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--no-compress>)
+  set(ptx_files $<TARGET_OBJECTS:gradferry_kernels_cuda>)
 elseif(GRADFERRY_TESTS)
   add_library(gradferry_kernels_ptx OBJECT ${cuda_kernel_files})
   gradferry_cuda_target(gradferry_kernels_ptx)

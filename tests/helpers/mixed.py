@@ -26,6 +26,7 @@ CODECS = {
     "rht3": "rht:bits=3",
     "rht2": "rht:bits=2",
 }
+NAMES = list(CODECS)
 # Two tiles, of which the second is short; one short tile; a part of a block; a single element.
 KINDS = (
     ("fp32", (41, 101), torch.float32),

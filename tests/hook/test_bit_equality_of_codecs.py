@@ -88,7 +88,7 @@ class Huge(Scenario):
 def test_overflowing_sums_and_residuals_equal_reference(worlds: Worlds) -> None:
     weights = tuple(Weight(f"{name}_huge", (90, 131)) for name in NAMES)
     scenario = Huge(weights, rules=MIXED.rules, codec="exact", error_feedback="both", steps=3)
-    values = scenario.gradient(0, 0, 0, NAMES.index("rht:bits=2"))[None, :TILE_ELEMENTS]
+    values = scenario.gradient(0, 0, 0, NAMES.index("rht2"))[None, :TILE_ELEMENTS]
     codec = find_codec("rht:bits=2")
     # The finite part of such a residual is kept, and the rest is left out.
     with np.errstate(over="ignore"):

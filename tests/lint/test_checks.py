@@ -154,3 +154,9 @@ def test_check_ptx_forbids(instruction: str) -> None:
 )
 def test_check_ptx_allows(instruction: str) -> None:
     assert check_ptx.violations(f".entry some_kernel(\n\t{instruction}\n") == []
+
+
+def test_check_ptx_reads_what_an_object_holds() -> None:
+    ptx = ".version 9.0\n.target sm_90\n.entry some_kernel(\n\tfma.rn.f32 %f1, %f2, %f3, %f4;\n"
+    found = check_ptx.ptx_of(b"\x7fELF\0\xff\0" + ptx.encode() + b"\0.version\0")
+    assert [(n, kernel) for n, kernel, _ in check_ptx.violations(found)] == [(4, "some_kernel")]
