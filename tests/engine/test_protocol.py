@@ -5,17 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
-# Tests of other folders take some of these from here.
-from forging import (  # noqa: F401
-    FORGER,
-    WEIGHTS,
-    WORLD_SIZE,
-    Forger,
-    case_forged,
-    check,
-    tiles_of_buckets,
-)
+from forging import case_forged, check
 from world import World
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from gradferry.errors import GradferryWarning
 
 
 def settings_of_steps(optimizer: torch.optim.Optimizer) -> list[list[dict[str, Any]]]:
@@ -69,3 +70,14 @@ def flip_last_bit(parameter: torch.Tensor) -> None:
     with torch.no_grad():
         flat = parameter.as_strided((parameter.numel(),), (1,)).view(torch.uint8)
         flat[-parameter.element_size()] ^= 1
+
+
+@contextlib.contextmanager
+def texts(file: str) -> Iterator[list[str]]:
+    """Texts of the warnings about a hook that is not called, which point to `file`."""
+    found: list[str] = []
+    with warned() as caught:
+        yield found
+    said = [w for w in caught if w.category is GradferryWarning]
+    assert all(w.filename == file for w in said), said
+    found += [str(w.message) for w in said]

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+from forging import FORGER, WEIGHTS, WORLD_SIZE, Forger
 from on_ranks import on_ranks
 from outcomes import Outcome, attempt
 from scenario import Run, Scenario, Weight
 from stepping import flip_last_bit
-from test_protocol import FORGER, WEIGHTS, WORLD_SIZE, Forger
 from world import World
 
 Worlds = Callable[[int], World]

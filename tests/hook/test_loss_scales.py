@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from forging import check
 from on_ranks import on_ranks
 from outcomes import Outcome, attempt
 from scenario import hooked, placed
@@ -401,8 +402,6 @@ def test_a_fused_optimizer_that_skips_has_applied_nothing() -> None:
 
 @pytest.mark.parametrize("scaled", [False, True])
 def test_forged_scales_are_refused(world_of_3: World, scaled: bool) -> None:
-    from test_protocol import check
-
     sound = int(np.float32(2048).view(np.uint32))
     unsound = [1 << 32, 0x7FC00000, 0] if scaled else []  # more than 32 bits; NaN; none
     for scale in [sound, *unsound]:

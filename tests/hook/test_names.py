@@ -19,10 +19,9 @@ import torch.distributed as dist
 from gradferry.core import engine
 from gradferry.core.names import plain_name
 from on_ranks import on_ranks
-from outcomes import Outcome, attempt
+from outcomes import Outcome, attempt, little_patience
 from sharding import Sharding
 from stepping import flip_last_bit
-from test_connecting import little_patience
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel

@@ -6,7 +6,7 @@ import contextlib
 import gc
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import gradferry
@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 from gradferry.reduction import step_numbers
 from on_ranks import on_ranks
-from outcomes import Outcome, attempt
+from outcomes import Outcome, attempt, texts
 from scenario import hooked
-from stepping import warned
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -57,17 +56,6 @@ class Training:
 
     def bits(self) -> bytes:
         return b"".join(p.detach().numpy().tobytes() for p in self.model.parameters())
-
-
-@contextlib.contextmanager
-def texts(file: str = __file__) -> Iterator[list[str]]:
-    """Texts of the warnings about a hook that is not called, which point to `file`."""
-    found: list[str] = []
-    with warned() as caught:
-        yield found
-    said = [w for w in caught if w.category is gradferry.GradferryWarning]
-    assert all(w.filename == file for w in said), said
-    found += [str(w.message) for w in said]
 
 
 def assign(model: nn.Sequential) -> None:
@@ -180,7 +168,7 @@ def test_parameters_that_were_apart_at_attach_are_known() -> None:
     training.model[0].requires_grad_(False)
     training.ddp = training.forward = DistributedDataParallel(training.model)
     unfreeze(training.model)
-    with texts() as said:
+    with texts(__file__) as said:
         gradferry.attach(training.ddp, "q4", check_every=1)  # warns about this line
     training.train(3)
     assert len(said) == 1
@@ -232,13 +220,13 @@ SILENT = [
 def check_silent(change: Callable[[Training], None], why: str, kind: dict[str, Any]) -> None:
     training = Training()
     hooked(training.ddp, **kind)
-    with texts() as early:
+    with texts(__file__) as early:
         training.train(4)
         change(training)
         optimizer = SGD(training.model.parameters(), lr=0.01)
         training.train(2, lambda *_, **__: optimizer)
     assert early == []
-    with texts() as said:
+    with texts(__file__) as said:
         training.train(5, lambda *_, **__: optimizer)
     (text,) = said
     assert text.startswith("SGD has stepped 3 times in a row without a synced backward")
@@ -271,7 +259,7 @@ def test_state_without_its_hook_is_warned_about_once(zero: bool) -> None:
         optimizer = SGD(training.ddp.parameters(), lr=0.01)
     said = []
     for steps in (2, 1, 10):
-        with texts() as found:
+        with texts(__file__) as found:
             training.train(steps, lambda *_, **__: optimizer)
         said.append(found)
     assert state.stats()["buckets"] == 0
@@ -286,7 +274,7 @@ def test_state_without_its_hook_is_warned_about_once(zero: bool) -> None:
 def test_steps_without_a_pass_that_are_meant_raise_no_alarm() -> None:
     """Trainings in which optimizers step more often than a hook is called, as they should."""
     said: dict[str, list[str]] = {}
-    with texts() as said["gan"]:
+    with texts(__file__) as said["gan"]:
         generator, discriminator = Training(), Training()
         for each in (generator, discriminator):
             hooked(each.ddp)
@@ -301,7 +289,7 @@ def test_steps_without_a_pass_that_are_meant_raise_no_alarm() -> None:
             else:
                 discriminator.ddp(made.detach()).sum().backward()
                 two.step()
-    with texts() as said["one optimizer for two models"]:
+    with texts(__file__) as said["one optimizer for two models"]:
         models = Training(), Training()
         for each in models:
             hooked(each.ddp)
@@ -313,7 +301,7 @@ def test_steps_without_a_pass_that_are_meant_raise_no_alarm() -> None:
             # With zeros instead of None from now on.
             for p in models[1].ddp.parameters():
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-    with texts() as said["three optimizers for one model"]:
+    with texts(__file__) as said["three optimizers for one model"]:
         training = Training()
         hooked(training.ddp)
         parts = [SGD([p], lr=0.01) for p in training.ddp.parameters()]
@@ -321,7 +309,7 @@ def test_steps_without_a_pass_that_are_meant_raise_no_alarm() -> None:
             training.ddp(inputs(step)).sum().backward()
             for part in parts:
                 part.step()
-    with texts() as said["local SGD"]:
+    with texts(__file__) as said["local SGD"]:
         training = Training()
         hooked(training.ddp)
         optimizer = SGD(training.ddp.parameters(), lr=0.01)
@@ -333,21 +321,21 @@ def test_steps_without_a_pass_that_are_meant_raise_no_alarm() -> None:
                     optimizer.step()
             if not inside:
                 optimizer.step()
-    with texts() as said["accumulation"]:
+    with texts(__file__) as said["accumulation"]:
         for step in range(16):
             with contextlib.nullcontext() if step % 4 == 3 else training.ddp.no_sync():
                 training.ddp(inputs(step)).sum().backward()
             if step % 4 == 3:
                 optimizer.step()
-    with texts() as said["zero"]:
+    with texts(__file__) as said["zero"]:
         training = Training()
         hooked(training.ddp)
         training.train(8, lambda p, lr: ZeroRedundancyOptimizer(p, optimizer_class=SGD, lr=lr))
-    with texts() as said["off"]:
+    with texts(__file__) as said["off"]:
         training = Training()
         hooked(training.ddp, "off")
         training.train(8)
-    with texts() as said["join"]:
+    with texts(__file__) as said["join"]:
         training = Training()
         hooked(training.ddp)
         with training.ddp.join():
@@ -358,7 +346,7 @@ def test_steps_without_a_pass_that_are_meant_raise_no_alarm() -> None:
 @on_ranks()
 def test_model_that_was_replaced_and_is_kept_raises_no_alarm() -> None:
     """Trainings through one of two models around the same module, while the other is kept."""
-    with texts() as said:
+    with texts(__file__) as said:
         training = Training()
         old = training.ddp
         hooked(old, check_every=5)
@@ -377,10 +365,10 @@ def test_model_that_was_replaced_and_is_kept_raises_no_alarm() -> None:
         both.train(7)
         both.forward = kept
         both.train(7)
-    with texts() as silent:  # the one that was called last speaks for both
+    with texts(__file__) as silent:  # the one that was called last speaks for both
         both.forward = both.model
         both.train(4)
-    with texts() as ended:
+    with texts(__file__) as ended:
         training.forward = training.model
         assign(training.model)
         outcome = attempt(lambda: training.train(6))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from reference import CODECS, encode_tensor
-from test_reference_engine import documented_example, example_values
+from reference.message import documented_example, example_values
 from torch._subclasses import FakeTensorMode
 
 gradferry = pytest.importorskip("gradferry", reason="the package is not built")

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from outcomes import Outcome, attempt
-from test_check_every import flip_last_bit
+from stepping import flip_last_bit
 from world import World, WorldError
 
 Worlds = Callable[[int], World]

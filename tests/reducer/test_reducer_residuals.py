@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 from outcomes import attempt
 from reducing import given, make_reducer, reduce, same
-from residual_sums import reference_of, still_missing, worker_mean
+from residual_sums import advance, assert_goes_on, reference_of, resize, still_missing, worker_mean
 from scenario import Scenario
-from test_elastic import advance, assert_goes_on, resize
 from test_reducer import PLAIN, TWO_BY_TWO
 from torch import nn
 from world import World

@@ -11,10 +11,10 @@ from typing import Any
 import gradferry
 import pytest
 import torch
+from momentum_training import FACTOR, SETTINGS, STEPS, WEIGHTS, attached, gradient
 from outcomes import attempt
 from scenario import ChosenGradients
 from stepping import settings, settings_of_steps
-from test_momentum_mode import FACTOR, SETTINGS, STEPS, WEIGHTS, attached, gradient
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from world import World
