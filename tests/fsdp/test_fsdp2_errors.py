@@ -17,8 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradferry.reduction import step_numbers
-from outcomes import Outcome, attempt, texts
+from outcomes import Outcome, attempt
 from sharding import SHAPES, Model, Sharding, assert_refused, attached
+from stepping import texts
 from torch import nn
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard

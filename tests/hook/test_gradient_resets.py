@@ -50,6 +50,10 @@ def copied_away_and_back(parameters: nn.ParameterList) -> None:
     given(parameters, kept)
 
 
+def cleared(parameter: nn.Parameter) -> None:
+    parameter.grad.zero_()
+
+
 @dataclasses.dataclass(frozen=True)
 class Way:
     """What is done with `.grad`.
@@ -87,7 +91,7 @@ WAYS = {
     "copied away and back": Way(copied_away_and_back, resets=False),
     "kept": Way(resets=False),
     "None in a hook": Way(hook=lambda p: setattr(p, "grad", None), resets=False),
-    "zero_() in a hook": Way(hook=lambda p: p.grad.zero_(), resets=False),
+    "zero_() in a hook": Way(hook=cleared, resets=False),
     "backward(inputs=)": dataclasses.replace(
         NONE, backward=lambda loss, ps: loss.backward(inputs=[*ps])
     ),

@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from gradferry.reduction import step_numbers
 from on_ranks import on_ranks
-from outcomes import Outcome, attempt, texts
+from outcomes import Outcome, attempt
 from scenario import hooked
+from stepping import texts
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
