@@ -143,7 +143,7 @@ def names_of_tests() -> set[str]:
     names = set()
     for file in [*ROOT.glob("tests/*/test_*.py"), *ROOT.glob("benchmarks/tests/test_*.py")]:
         names |= {file.name, *re.findall(r"^def (test_\w+)", file.read_text(), re.MULTILINE)}
-    for file in ROOT.glob("tests/*/*_test.cpp"):
+    for file in ROOT.glob("tests/**/*_test.cpp"):
         found = re.findall(r"^TEST(?:_P|_F)?\((\w+), (\w+)\)", file.read_text(), re.MULTILINE)
         names |= {f"{suite}.{name}" for suite, name in found}
     return names
