@@ -41,14 +41,18 @@ def attempt(call: Callable[[], Any]) -> Outcome:
 def interrupted(wait: Callable[[], object] = lambda: time.sleep(0.3)) -> Iterator[None]:
     """Ctrl-C comes when `wait` has returned, which another thread calls."""
 
+    entered = threading.Event()
+
     def interrupt() -> None:
         wait()
+        entered.wait()  # else it could come before the caller is ready for it
         os.kill(os.getpid(), signal.SIGINT)
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     thread = threading.Thread(target=interrupt)
     thread.start()
     try:
+        entered.set()
         yield
     finally:
         thread.join()
