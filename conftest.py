@@ -12,33 +12,22 @@ import pytest
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 
-from world import World
+from world import World, worlds_by_size
 
 # A shell's background job ignores SIGINT, and so would every process a test starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _worlds() -> Iterator[Callable[[int], World]]:
-    started: dict[int, World] = {}
-
-    def get(size: int) -> World:
-        return started.setdefault(size, World(size))
-
-    yield get
-    for world in started.values():
-        world.stop()
-
-
 @pytest.fixture(scope="session")
 def worlds() -> Iterator[Callable[[int], World]]:
     """worlds(n) is the session's world of n processes."""
-    yield from _worlds()
+    yield from worlds_by_size()
 
 
 @pytest.fixture(scope="session")
 def device_worlds() -> Iterator[Callable[[int], World]]:
     """Worlds of their own: a process keeps the fake device once it has loaded it."""
-    yield from _worlds()
+    yield from worlds_by_size()
 
 
 @pytest.fixture(scope="session")

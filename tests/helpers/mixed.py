@@ -44,6 +44,14 @@ COMPLEX = (
     Weight("complex64", (40, 60), torch.complex64),
     Weight("complex128", (5, 6), torch.complex128),
 )
+EVERY_DTYPE = (
+    Weight("fp32", (50, 100)),
+    Weight("bf16", (90, 50), torch.bfloat16),
+    Weight("bf16_bias", (50,), torch.bfloat16),
+    Weight("fp16", (64, 65), torch.float16),
+    Weight("fp64", (80, 60), torch.float64),
+    *COMPLEX,
+)
 MIXED = Scenario(
     (*(Weight(f"{name}_{kind}", *rest) for name in CODECS for kind, *rest in KINDS), *UNCOMPRESSED),
     rules=tuple((f"{name}_*", codec) for name, codec in reversed(CODECS.items())),

@@ -176,6 +176,18 @@ class World:
         return answers
 
 
+def worlds_by_size() -> Iterator[Callable[[int], World]]:
+    """Yields what a fixture gives: worlds by their size, which all stop at its end."""
+    started: dict[int, World] = {}
+
+    def get(size: int) -> World:
+        return started.setdefault(size, World(size))
+
+    yield get
+    for world in started.values():
+        world.stop()
+
+
 class _Rank:
     """The parent's end of one process."""
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from mixed import EVERY_DTYPE
 from on_ranks import on_ranks
 from scenario import (
     Run,
@@ -39,15 +40,6 @@ SMALL = (
 )
 # 1.9 MB: one, two or many buckets.
 LARGE = (*SMALL, Weight("hidden", (401, 613)), Weight("output", (613, 331)))
-EVERY_DTYPE = (
-    Weight("fp32", (50, 100)),
-    Weight("bf16", (90, 50), torch.bfloat16),
-    Weight("bf16_bias", (50,), torch.bfloat16),
-    Weight("fp16", (64, 65), torch.float16),
-    Weight("fp64", (80, 60), torch.float64),
-    Weight("complex64", (40, 60), torch.complex64),
-    Weight("complex128", (5, 6), torch.complex128),
-)
 CHANNELS_LAST = (
     Weight("convolution", (32, 20, 3, 3), channels_last=True),
     Weight("plain", (32, 20, 3, 3)),

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from gradferry.core.codec_spec import parse_codec
 from gradferry.errors import ConfigError
 from gradferry_lab.workloads.hook_names import hook_config
+from mixed import EVERY_DTYPE
 from momentum_training import one_bit_adam
 from on_ranks import on_ranks
 from outcomes import attempt
@@ -22,7 +23,7 @@ from reference.engine import momentum_behind
 from residual_sums import reference_of, still_missing
 from scenario import ChosenGradients, Run, Scenario, assert_bit_equal, train
 from stepping import slot
-from test_momentum import BETA, DTYPES, WEIGHTS, scenario_of
+from test_momentum import BETA, WEIGHTS, scenario_of
 from torch.nn.parallel import DistributedDataParallel
 from world import World
 
@@ -80,7 +81,7 @@ def test_warmup_may_be_coarser_and_what_is_exact_stays_so(
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_warmup_equals_reference_with_every_dtype(worlds: Worlds, world_size: int) -> None:
-    check(worlds, warming_up("sign1", world_size, "q8", weights=DTYPES))
+    check(worlds, warming_up("sign1", world_size, "q8", weights=EVERY_DTYPE))
 
 
 @pytest.mark.parametrize("poison", [math.nan, -math.inf])

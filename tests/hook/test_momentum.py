@@ -28,15 +28,6 @@ WEIGHTS = (
     Weight("wide", (3, 4099)),
     Weight("bias", (67,)),
 )
-DTYPES = (
-    Weight("fp32", (50, 100)),
-    Weight("bf16", (90, 50), torch.bfloat16),
-    Weight("bf16_bias", (50,), torch.bfloat16),
-    Weight("fp16", (64, 65), torch.float16),
-    Weight("fp64", (80, 60), torch.float64),
-    Weight("complex64", (40, 60), torch.complex64),
-    Weight("complex128", (5, 6), torch.complex128),
-)
 
 
 def scenario_of(codec: str, world_size: int, **changes: Any) -> Scenario:

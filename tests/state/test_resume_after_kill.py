@@ -15,7 +15,7 @@ import pytest
 from gradferry import checkpoint
 from killing import Executioner, die, random_place, run_until_killed
 from resumable import FREEZE, Job, case_train, drawn_job
-from world import World, WorldError
+from world import World, WorldError, worlds_by_size
 
 SECONDS = 300.0  # for a training, on a machine that does much else
 MOMENTUM = {"momentum": 0.9, "warmup_steps": FREEZE}
@@ -31,14 +31,7 @@ JOBS = {
 @pytest.fixture(scope="module")
 def mortal() -> Iterator[Callable[[int], World]]:
     """Worlds of their own: what is killed here is missed by no other test."""
-    started: dict[int, World] = {}
-
-    def get(size: int) -> World:
-        return started.setdefault(size, World(size))
-
-    yield get
-    for world in started.values():
-        world.stop()
+    yield from worlds_by_size()
 
 
 @dataclasses.dataclass(frozen=True)
