@@ -1,6 +1,6 @@
 # The CUDA kernels: a library of their own, which the CPU build never needs, and their PTX, for the
-# lint in tests/kernels/cuda. Registers that spill and local memory are errors, so that a build without a GPU
-# proves that there are none.
+# lint in tests/kernels/cuda. Registers that spill and local memory are errors, so that a build
+# without a GPU proves that there are none.
 file(GLOB cuda_kernel_files CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/kernels/*/*_cuda.cu)
 list(APPEND cuda_kernel_files ${PROJECT_SOURCE_DIR}/kernels/chunk_kernels.cu
   ${PROJECT_SOURCE_DIR}/kernels/common/message_kernels.cu

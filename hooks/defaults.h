@@ -17,6 +17,7 @@ inline constexpr uint64_t kExemptMaxSize = 1023;
 inline constexpr uint32_t kChunkBytes = 512 * 1024;
 // Most memory for messages, in MiB.
 inline constexpr uint32_t kWorkspaceCapMiB = 96;
+inline constexpr uint64_t kWorkspaceCapBytes = uint64_t{kWorkspaceCapMiB} << 20;
 // The size of a bucket, in MiB: DistributedDataParallel's default.
 inline constexpr uint32_t kBucketCapMiB = 25;
 

@@ -225,7 +225,6 @@ ExchangeLanes connect(const ReducerOptions& options, c10d::Store& store, uint32_
 std::shared_ptr<HostEngine> start_engine(const Proposal& proposal, const ReducerOptions& options,
                                          ExchangeLanes lanes, c10::intrusive_ptr<c10d::Store> peers,
                                          uint32_t rank, uint32_t world_size) {
-  constexpr uint64_t kWorkspaceCap = uint64_t{kWorkspaceCapMiB} << 20;
   const std::string layout = text_of(proposal.layout);
   EngineOptions engine_options{
       .parameters = proposal.specs,
@@ -237,8 +236,7 @@ std::shared_ptr<HostEngine> start_engine(const Proposal& proposal, const Reducer
       .seed = options.seed,
       .warmup_steps = options.warmup_steps,
       .momentum = options.momentum,
-      .chunk_bytes = chunk_bytes_within(kWorkspaceCap, world_size, kChunkBytes),
-      .workspace_cap_bytes = kWorkspaceCap,
+      .chunk_bytes = chunk_bytes_within(kWorkspaceCapBytes, world_size, kChunkBytes),
       .recovery_hint = kRecoveryHint,
       .peers = std::make_shared<Peers>(std::move(peers), rank, world_size)};
   return HostEngine::start(std::move(engine_options), ParameterHashes({}), std::move(lanes),
