@@ -20,12 +20,12 @@ import torch.distributed as dist
 from gradferry import checkpoint
 from gradferry.optim import OneBitAdam, momentum_mode
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
-from world import kept_mesh
 
 WAYS = ("ddp", "standard hook", "reducer", "async reducer", "fsdp", "fsdp scatter")
 FREEZE = 4
@@ -158,7 +158,7 @@ class Training:
             options["grad_scaler"] = self.scaler
         self.wrapped: Any = self.model
         if job.sharded:
-            mesh = kept_mesh((2, 2), ("replica", "shard"))
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
             for module in (self.model.first, self.model.second, self.model):
                 fully_shard(module, mesh=mesh["shard"])
             if job.way == "fsdp scatter":

@@ -12,7 +12,6 @@ import contextlib
 import datetime
 import faulthandler
 import fcntl
-import functools
 import gc
 import importlib
 import multiprocessing
@@ -299,6 +298,7 @@ def _run_case(module: str, name: str, kwargs: dict[str, Any]) -> tuple[str, Any]
     finally:
         gc.collect()
         _destroy_groups()
+        _forget_meshes()
         if module not in _modules_seen:
             # What torch and the test's modules are made of stays. Later collections need not look
             # at it, which would take them a tenth of a second per rank.
@@ -309,18 +309,6 @@ def _run_case(module: str, name: str, kwargs: dict[str, Any]) -> tuple[str, Any]
 _modules_seen: set[str] = set()
 # Of this rank, for cases to come.
 kept_groups: list[Any] = []
-
-
-@functools.cache
-def kept_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> Any:
-    """A DeviceMesh of hosts. DTensor remembers how it went from one layout to another by what the
-    mesh looks like, and then uses the groups of the first mesh that looked so.
-    """
-    from torch.distributed.device_mesh import init_device_mesh
-
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    kept_groups.extend(mesh.get_all_groups())
-    return mesh
 
 
 def _destroy_groups() -> None:
@@ -334,3 +322,13 @@ def _destroy_groups() -> None:
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD and group not in kept_groups:
             dist.destroy_process_group(group)
+
+
+def _forget_meshes() -> None:
+    """DTensor remembers the result of an operation by what its mesh looks like, and the result has
+    the first mesh that looked so: its groups end with the case that made it.
+    """
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()

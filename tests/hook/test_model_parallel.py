@@ -23,11 +23,11 @@ from products import rows
 from reference import ReferenceEngine
 from scenario import Weight
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from world import World, kept_mesh
+from world import World
 
 Worlds = Callable[[int], World]
 STEPS = 4
@@ -98,7 +98,7 @@ def case_parts(
     kind: str, replicas: int, hosts: list[str], options: dict[str, Any]
 ) -> dict[str, Any]:
     """A training in which every rank also keeps the gradients that it had."""
-    mesh = kept_mesh((replicas, 2), ("replica", "part"))
+    mesh = init_device_mesh("cpu", (replicas, 2), mesh_dim_names=("replica", "part"))
     replica, part = mesh.get_coordinate()
     torch.manual_seed(part if kind == "pipeline" else 0)
     training = KINDS[kind](mesh)
@@ -204,7 +204,7 @@ def test_every_part_is_averaged_as_if_it_were_alone(
 
 def case_infinity_in_one_part(told: bool) -> dict[str, Any]:
     """Part 1 of replica 0 overflows in the second step, and the parts tell each other."""
-    mesh = kept_mesh((2, 2), ("replica", "part"))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "part"))
     replica, part = mesh.get_coordinate()
     training = TensorParallel(mesh)
     parameters = list(training.ddp.parameters())
