@@ -1,6 +1,7 @@
 // A lane: an ordered queue of collectives, on connections that one attach has to itself, or on
 // DDP's own process group. Collectives pair up by the order in which they were posted, so each lane
-// has exactly one posting thread.
+// has exactly one posting thread; any thread may wait for what it posted. The Exchange of a
+// host or the DeviceTransport owns lanes, until its engine ends or fails (`close_later`).
 #pragma once
 
 #include <ATen/ThreadLocalState.h>

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -291,6 +292,9 @@ def test_wrong_scales_and_skips_are_refused() -> None:
     state = hooked(plain)
     plain(torch.ones(2, 40)).sum().backward()
     outcomes = [attempt(state.skip_step), attempt(lambda: state.scale_residuals(math.nan))]
+    for factor in (math.inf, -math.inf, 1e39):
+        refused = attempt(functools.partial(state.scale_residuals, factor))
+        assert refused.error == "ConfigError", factor
     for enabled in (True, False):
         scaler = torch.amp.GradScaler("cpu", enabled=enabled)
         scaled = model()

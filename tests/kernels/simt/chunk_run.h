@@ -411,15 +411,34 @@ class ChunkRun {
   uint64_t num_residuals_ = 0;
 };
 
+// Where two buffers differ first, for a failed comparison.
+inline std::string first_difference(const ChunkRun& run, const Buffer& kernels, const Buffer& cpu) {
+  std::string said = dtype_name(run.setup.dtype);
+  for (const std::string& codec : run.setup.codecs) said += ' ' + codec;
+  if (kernels.size() != cpu.size()) {
+    return said + ": " + std::to_string(kernels.size()) + " bytes, not " +
+           std::to_string(cpu.size());
+  }
+  const auto [a, b] = std::mismatch(kernels.data(), kernels.data() + kernels.size(), cpu.data());
+  if (b == cpu.data() + cpu.size()) return said;
+  return said + ": byte " + std::to_string(b - cpu.data()) + " of " + std::to_string(cpu.size()) +
+         " is " + std::to_string(std::to_integer<int>(*a)) + ", not " +
+         std::to_string(std::to_integer<int>(*b));
+}
+
 // What kernels and CPU left on all ranks.
 inline void expect_same(const ChunkRun& kernels, const ChunkRun& cpu) {
   for (uint32_t rank = 0; rank < kernels.num_ranks(); ++rank) {
-    const Rank &a = kernels.ranks[rank], &b = cpu.ranks[rank];
-    EXPECT_TRUE(a.sent == b.sent) << "messages of rank " << rank << " to the owners differ";
-    EXPECT_TRUE(a.message == b.message) << "the message of rank " << rank << " to all differs";
-    EXPECT_TRUE(a.worker == b.worker) << "worker residuals of rank " << rank << " differ";
-    EXPECT_TRUE(a.owner == b.owner) << "owner residuals of rank " << rank << " differ";
-    EXPECT_TRUE(a.gradient == b.gradient) << "gradients of rank " << rank << " differ";
+    const auto same = [&](const char* what, Buffer Rank::* buffer) {
+      const Buffer &a = kernels.ranks[rank].*buffer, &b = cpu.ranks[rank].*buffer;
+      EXPECT_TRUE(a == b) << what << " of rank " << rank << " differ; "
+                          << first_difference(kernels, a, b);
+    };
+    same("messages to owners", &Rank::sent);
+    same("messages to all", &Rank::message);
+    same("worker residuals", &Rank::worker);
+    same("owner residuals", &Rank::owner);
+    same("gradients", &Rank::gradient);
   }
 }
 
