@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
         save_rows(console, arguments.json, rows, place, results_of="doctor")
         return 0
 
-    with StatusLine(console) as status:
+    with StatusLine(console, every_s=0) as status:
         body_arguments = (
             arguments.model, hooks, arguments.seed, arguments.device, arguments.bucket_cap
         )  # fmt: skip
@@ -132,6 +132,7 @@ def doctor_rows(found: Diagnosis, asked: Mapping[str, Any]) -> list[dict[str, An
         "elements": found.elements,
         "parameters": found.parameters,
         "none_ms": 1e3 * found.silent_s,
+        "waited_share": found.waited,
     }
     steps: list[dict[str, Any]] = [
         {
