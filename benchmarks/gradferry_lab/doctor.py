@@ -78,7 +78,8 @@ def run(arguments: argparse.Namespace) -> int:
         print_line(
             console, f"gradferry doctor: {arguments.model}, {ranks_text(asked)}, link {where.link}"
         )
-        console.print(str(found), markup=False, highlight=False, soft_wrap=True)
+        for line in str(found).splitlines():
+            print_line(console, line)
         rows = doctor_rows(found, asked)
         save_rows(console, arguments.json, rows, place, results_of="doctor")
         return 0

@@ -292,7 +292,7 @@ def test_rows_of_a_reduce_scatter_are_those_of_nccl_tests():
     table = collective_table(rows)
     assert table.title.startswith("gradferry bench collective --op reduce_scatter: 4 ranks")
     notes = " ".join(table.notes)
-    assert "busbw: algbw * (W-1) / W," in notes
+    assert "busbw: size / time * (W-1) / W," in notes
     assert "all-reduce" not in notes
 
 
