@@ -43,7 +43,7 @@ CODECS = tuple(_native.canonical_codec(str(codec["name"])) for codec in _native.
 
 
 def test_collective_smoke_compares_with_the_backends_own(rows_of, capsys):
-    rows = rows_of("bench", "collective", "--smoke")
+    rows = rows_of("bench", "collective", "--smoke", "--wide")
     names = [*TORCH_DTYPES, "q4", _native.canonical_codec("topk")]
     assert [(row["size"], row["codec"]) for row in rows] == [
         (size, name) for size in (1 << 16, 1 << 18) for name in names
