@@ -189,17 +189,17 @@ def codec_table(rows: Sequence[Row], memcpy_gbps: float | None = None) -> Table:
         Column("(min)", lambda row: f"{row['roof_ratio_min']:.2f}", detail=5),
         Column("(max)", lambda row: f"{row['roof_ratio_max']:.2f}", detail=5),
         Column("bits per\nelement", _bits_per_element, detail=3),
-        Column("NMSE", lambda row: f"{100 * row['nmse']:.3g} %", detail=3),
+        Column("NMSE", _nmse, detail=3, note="NMSE: of Gaussian numbers, without residual."),
         Column("core", _core, detail=7, note=_core_note(rows)),
-        Column("#wrong", lambda row: str(row["wrong"]), detail=1),
+        Column("#wrong", lambda row: str(row["wrong"])),
     )
     notes = [
         "GB/s: bytes read plus bytes written. Ratio to roof: time of the fastest plain loop with "
         "the same reads, writes and threads, before and after, over the time of the operation: of "
         "every round the median of its sections of 1 MB; median, minimum and maximum of rounds.",
         "encode_ef: with error feedback, that is with the residual read and written in the same "
-        "pass. reduce/W: sum of W payloads plus residual, encoded again. NMSE: of Gaussian "
-        "numbers, without residual. #wrong: bytes that differ from the scalar kernels; such a "
+        "pass. reduce/W: sum of W payloads plus residual, encoded again. "
+        "#wrong: bytes that differ from the scalar kernels; such a "
         "case is not timed.",
     ]
     if memcpy_gbps is not None:
@@ -228,6 +228,10 @@ def _fact(name: str, rows: Sequence[Row]) -> Column:
 
 def _million_elements_per_second(row: Row) -> str:
     return f"{row['elements_per_second'] / 1e6:,.0f}"
+
+
+def _nmse(row: Row) -> str:
+    return f"{100 * row['nmse']:.3g} %"
 
 
 def _bits_per_element(row: Row) -> str:

@@ -287,9 +287,7 @@ def collective_table(rows: Sequence[Row]) -> Table:
             "algbw\n(GB/s)", lambda row: f"{row['algbw']:.3f}", detail=5, note="algbw: size / time."
         ),
         Column("busbw\n(GB/s)", lambda row: f"{row['busbw']:.3f}", detail=1),
-        Column(
-            "#wrong", lambda row: "N/A" if row["wrong"] is None else str(row["wrong"]), detail=2
-        ),
+        Column("#wrong", lambda row: "N/A" if row["wrong"] is None else str(row["wrong"])),
         Column("wire\n(B)", _wire, detail=5, note=wire),
         Column("ratio", lambda row: _number(row["ratio"], ".2f"), detail=2),
         Column("enc\n(us)", lambda row: _number(row["enc"], ".1f"), detail=7, note=_ENCODE),

@@ -310,10 +310,14 @@ def device_codec_table(rows: Sequence[Mapping[str, Any]], name: str) -> Table:
             ),
             is_number=False,
         ),
-        Column("dtype", lambda row: str(row["dtype"]), is_number=False, detail=1),
+        Column("dtype", lambda row: str(row["dtype"]), is_number=False, detail=2),
         Column("MB", lambda row: f"{row['size_mb']:g}"),
         Column(
-            "aligned", lambda row: "no" if row["misaligned"] else "yes", is_number=False, detail=3
+            "aligned",
+            lambda row: "no" if row["misaligned"] else "yes",
+            is_number=False,
+            detail=3,
+            note="Not aligned: the gradient begins one element off.",
         ),
         Column("us", figure("us_median", ".1f"), detail=1),
         Column("us, p99", figure("us_p99", ".1f"), detail=6),
@@ -322,14 +326,13 @@ def device_codec_table(rows: Sequence[Mapping[str, Any]], name: str) -> Table:
         Column("(min)", figure("roof_ratio_min", ".2f"), detail=5),
         Column("(max)", figure("roof_ratio_max", ".2f"), detail=5),
         Column("bits per\nelement", figure("bits_per_element", ".2f"), detail=4),
-        Column("#wrong", lambda row: str(row["wrong"]), detail=2),
+        Column("#wrong", lambda row: str(row["wrong"])),
     )
     notes = (
         "GB/s: bytes read plus bytes written. Ratio to copy: time of a device copy of as many "
         "bytes, read and written together, over the time of the operation, before and after it in "
         "every round; median, minimum and maximum of rounds. MB are 2^20 bytes, of the gradient.",
-        "Not aligned: the gradient begins one element off. #wrong: bytes that differ from the "
-        "CPU's; such a case is not timed.",
+        "#wrong: bytes that differ from the CPU's; such a case is not timed.",
     )
     return Table(f"Codecs on {name}", columns, rows, notes)
 
