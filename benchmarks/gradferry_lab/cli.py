@@ -12,15 +12,16 @@ from gradferry.errors import ConfigError, GradferryError
 
 from gradferry_lab import bench, converge, demo, doctor, info, plan
 from gradferry_lab.flags import Parser
+from gradferry_lab.outline import COMMANDS, outline
 
-_COMMANDS = (
-    ("info", info, "versions, instruction sets and codecs of this installation"),
-    ("demo", demo, "train with several gradient hooks and compare loss, bytes and time"),
-    ("bench", bench, "measure speed on this machine"),
-    ("doctor", doctor, "predict the training step under every hook, and say which to use"),
-    ("plan", plan, "bytes and transfer times on a cluster that is not at hand, by arithmetic"),
-    ("converge", converge, "train with every codec and judge where trainings end"),
-)
+_MODULES = {
+    "info": info,
+    "demo": demo,
+    "bench": bench,
+    "doctor": doctor,
+    "plan": plan,
+    "converge": converge,
+}
 _NO_OVERLAP = (
     "there is no bench overlap any more: torch.profiler traces a step, state.events() has the "
     "times of its buckets, and bench train says what a hook adds to a step (exposed ms)"
@@ -56,14 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The parser of the command line: options name what this machine can run."""
-    whole = Parser(
-        prog="gradferry",
-        description="Gradient compression for PyTorch DistributedDataParallel.",
-        epilog="gradferry COMMAND --help describes a command.",
-    )
-    whole.add_argument("--version", action="version", version=PACKAGE_VERSION)
-    commands = whole.add_subparsers(required=True, metavar="COMMAND")
-    for name, module, summary in _COMMANDS:
+    whole, commands = outline(Parser, PACKAGE_VERSION)
+    for name, summary in COMMANDS.items():
+        module = _MODULES[name]
         command = commands.add_parser(name, help=summary, description=module.__doc__)
         module.add_arguments(command)
         command.set_defaults(run=module.run)

@@ -1,14 +1,17 @@
-"""The command `gradferry`, also `python -m gradferry`: its version, or the laboratory.
+"""The command `gradferry`, also `python -m gradferry`: its version, its help, or the laboratory.
 
 Neither torch nor what the laboratory needs is imported before that.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import sys
 from collections.abc import Sequence
 from importlib import metadata
+
+from gradferry_lab.outline import COMMANDS, outline
 
 # What `pip install gradferry[lab]` brings.
 EXTRA = ("rich", "matplotlib")
@@ -22,6 +25,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         with contextlib.suppress(metadata.PackageNotFoundError):
             print(metadata.version("gradferry"))
             return 0
+    if not arguments or arguments[0] in ("-h", "--help"):
+        whole, commands = outline(argparse.ArgumentParser, "")
+        for name, summary in COMMANDS.items():
+            commands.add_parser(name, help=summary)
+        whole.parse_args(arguments)  # which ends the process
     try:
         from gradferry_lab import cli
 

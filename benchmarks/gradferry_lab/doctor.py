@@ -78,12 +78,13 @@ def run(arguments: argparse.Namespace) -> int:
         print_line(
             console, f"gradferry doctor: {arguments.model}, {ranks_text(asked)}, link {where.link}"
         )
-        console.print(str(found), markup=False, highlight=False, soft_wrap=True)
+        for line in str(found).splitlines():
+            print_line(console, line)
         rows = doctor_rows(found, asked)
         save_rows(console, arguments.json, rows, place, results_of="doctor")
         return 0
 
-    with StatusLine(console) as status:
+    with StatusLine(console, every_s=0) as status:
         body_arguments = (
             arguments.model, hooks, arguments.seed, arguments.device, arguments.bucket_cap
         )  # fmt: skip
@@ -132,6 +133,7 @@ def doctor_rows(found: Diagnosis, asked: Mapping[str, Any]) -> list[dict[str, An
         "elements": found.elements,
         "parameters": found.parameters,
         "none_ms": 1e3 * found.silent_s,
+        "waited_share": found.waited,
     }
     steps: list[dict[str, Any]] = [
         {

@@ -11,6 +11,7 @@ from gradferry.errors import ConfigError
 
 from gradferry_lab.workloads.models import MODEL_HELP
 
+_COUNTS = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 _BUCKET_CAPS_MB = (4.0, 10.0, 25.0)
 
 
@@ -52,6 +53,26 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     """Declares --json."""
     parser.add_argument(
         "--json", type=file_to_write, metavar="FILE", help="also write the rows as JSON"
+    )
+
+
+def count(text: str) -> float:
+    """The type of options that count something: `125M`, `1.3B`, `7e9`."""
+    number, unit = text, 1.0
+    if text[-1:].upper() in _COUNTS:
+        number, unit = text[:-1], _COUNTS[text[-1].upper()]
+    try:
+        return float(number) * unit
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no number; write it as in 125M, 1.3B or 7e9"
+        ) from None
+
+
+def add_wide(parser: argparse.ArgumentParser) -> None:
+    """Declares --wide."""
+    parser.add_argument(
+        "--wide", action="store_true", help="all columns, also those that do not fit the terminal"
     )
 
 

@@ -1,6 +1,6 @@
 """How long would gradients travel on a cluster that is not at hand? Arithmetic on the bytes that
 a step sends under every hook, with the flat exchange and, where GPUs share a node, with two levels.
-`gradferry doctor` measures.
+Ranks are GPUs: what they send is cut into the chunks of devices. `gradferry doctor` measures.
 """
 
 from __future__ import annotations
@@ -63,7 +63,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RATE",
         help=f"of a node's network card, in each direction (default: {' '.join(links)})",
     )
-    parser.add_argument("--params", default=1.3e9, help="of the model (default: 1.3e9)", **number)
+    parser.add_argument(
+        "--params",
+        type=flags.count,
+        default=1.3e9,
+        metavar="N",
+        help="of the model, such as 125M or 7B (default: 1.3B)",
+    )
+    parser.add_argument("--gpu", help=argparse.SUPPRESS)  # refused, with what to say instead
     parser.add_argument(
         "--compute-ms",
         help="of forward and backward on one GPU without communication; gives bounds of a step",
@@ -74,6 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     hooks = (*TORCH_DTYPES, *(str(codec["name"]) for codec in _native.codecs()))
     flags.add_hooks(parser, hooks, f"of {' '.join(TORCH_DTYPES)}, {OFF}, and codecs")
+    flags.add_wide(parser)
     flags.add_json(parser)
     parser.add_argument(
         "--smoke", action="store_true", help="a small model and few hooks, to see that all works"
@@ -83,13 +91,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Computes and reports. Raises ConfigError when an option is wrong."""
     flags.apply_smoke(arguments, _SMOKE)
+    if arguments.gpu is not None:
+        raise ConfigError(
+            f"--gpu {arguments.gpu}: plan knows no GPUs; say by --compute-ms how many milliseconds "
+            "forward and backward take on yours"
+        )
     cluster = _cluster(arguments)
     rows = list(_rows(cluster, _checked(arguments.hooks), arguments))
     console = Console()
     for line in _assumptions(cluster):
         print_line(console, line)
     console.print()
-    print_table(console, plan_table(rows))
+    print_table(console, plan_table(rows), wide=arguments.wide)
     save_rows(console, arguments.json, rows, results_of="plan")
     return 0
 
@@ -227,17 +240,17 @@ def plan_table(rows: Sequence[Row]) -> Table:
         def cell(row: Row) -> str:
             at = by_link[row["exchange"], row["hook"], link]
             if bounded:
-                return f"{at['least_step_ms']:,.1f} .. {at['most_step_ms']:,.1f}"
-            return f"{at['transfer_ms']:,.1f}"
+                return f"{_ms(at['least_step_ms'])} .. {_ms(at['most_step_ms'])}"
+            return _ms(at["transfer_ms"])
 
         return Column(f"ms at\n{link}", cell)
 
     columns = [
         Column("exchange", lambda row: str(row["exchange"] or "-"), is_number=False),
         Column("hook", lambda row: f"{row['hook']}{' *' * row['needs_momentum']}", is_number=False),
-        Column("MB sent\nby a rank", lambda row: f"{1e-6 * row['wire_bytes']:,.1f}"),
-        Column("MB through\na card", lambda row: f"{1e-6 * row['card_bytes']:,.1f}"),
-        Column("of\nfp32", lambda row: f"{row['ratio_to_fp32']:.3f}"),
+        Column("MB sent\nby a rank", lambda row: f"{1e-6 * row['wire_bytes']:,.1f}", detail=2),
+        Column("MB through\na card", lambda row: f"{1e-6 * row['card_bytes']:,.1f}", detail=1),
+        Column("of\nfp32", lambda row: f"{row['ratio_to_fp32']:.3f}", detail=1),
         *map(milliseconds, links),
     ]
     notes = [
@@ -253,3 +266,8 @@ def plan_table(rows: Sequence[Row]) -> Table:
         notes.append("* trains well only in momentum mode (momentum=), or with SGD.")
     title = f"Bytes and times of a step on {first['world']} GPUs"
     return Table(title, columns, [row for row in rows if row["link"] == links[0]], notes)
+
+
+def _ms(milliseconds: float) -> str:
+    """With a digit behind the point where that says something."""
+    return f"{milliseconds:,.{0 if milliseconds >= 1000 else 1}f}"

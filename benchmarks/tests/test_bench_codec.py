@@ -33,7 +33,7 @@ SMALL = ["bench", "codec", "--num-elements", "524288", "--rounds", "1"]
 
 
 def test_bench_codec_times_every_codec_of_the_table(rows_of, capsys):
-    rows = rows_of(*SMALL, "--world-sizes", "3")
+    rows = rows_of(*SMALL, "--world-sizes", "3", "--wide")
     names = [_native.canonical_codec(codec["name"]) for codec in _native.codecs()]
     operations = [("encode", 1), ("encode_ef", 1), ("reduce", 3), ("decode", 1)]
     assert [(row["codec"], row["op"], row["world_size"]) for row in rows] == [

@@ -43,7 +43,7 @@ CODECS = tuple(_native.canonical_codec(str(codec["name"])) for codec in _native.
 
 
 def test_collective_smoke_compares_with_the_backends_own(rows_of, capsys):
-    rows = rows_of("bench", "collective", "--smoke")
+    rows = rows_of("bench", "collective", "--smoke", "--wide")
     names = [*TORCH_DTYPES, "q4", _native.canonical_codec("topk")]
     assert [(row["size"], row["codec"]) for row in rows] == [
         (size, name) for size in (1 << 16, 1 << 18) for name in names
@@ -292,7 +292,7 @@ def test_rows_of_a_reduce_scatter_are_those_of_nccl_tests():
     table = collective_table(rows)
     assert table.title.startswith("gradferry bench collective --op reduce_scatter: 4 ranks")
     notes = " ".join(table.notes)
-    assert "busbw: algbw * (W-1) / W," in notes
+    assert "busbw: size / time * (W-1) / W," in notes
     assert "all-reduce" not in notes
 
 

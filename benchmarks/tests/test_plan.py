@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from gradferry import _native
+from gradferry_lab import flags
 from gradferry_lab.cli import main
 
 KEYS = [
@@ -93,7 +94,7 @@ def test_compute_bounds_the_step(rows_of: Any, capsys: pytest.CaptureFixture[str
     assert {row["least_step_ms"] > 100 for row in rows} == {True, False}
     first = rows[0]
     shown = " ".join(capsys.readouterr().out.split())
-    assert f"{first['least_step_ms']:,.1f} .. {first['most_step_ms']:,.1f}" in shown
+    assert f"{first['least_step_ms']:,.0f} .. {first['most_step_ms']:,.0f}" in shown
 
 
 def test_every_codec_is_planned_and_coarse_ones_are_marked(
@@ -110,6 +111,21 @@ def test_a_model_of_many_buckets_is_as_large_as_all_of_them(rows_of: Any) -> Non
     # Some of many buckets are planned, since all are alike.
     few, many = (rows_of(*SMOKE, "--bucket-cap", cap)[-1]["wire_bytes"] for cap in ("25", "0.5"))
     assert few < many < 1.2 * few  # shorter buckets have as many headers, and more padding
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("125M", 125e6), ("1.3b", 1.3e9), ("7e9", 7e9), ("2G", 2e9), ("350k", 350e3), ("1T", 1e12)],
+)
+def test_parameters_are_counted_as_people_write_them(text: str, value: float) -> None:
+    assert flags.count(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "B", "1X", "1.3 Billion", "MM"])
+def test_what_counts_nothing_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--params", text])
+    assert f"{text!r} is no number; write it as in 125M, 1.3B or 7e9" in capsys.readouterr().err
 
 
 def test_results_replace_nothing_but_files(

@@ -120,6 +120,8 @@ REFUSED = [
     ("plan --hooks q5", "q5"),
     ("plan --hooks auto q4", "'auto' chooses among hooks"),
     ("plan --hooks torch:powersgd:4", "use bench train"),
+    ("plan --gpu 4090", "--gpu 4090: plan knows no GPUs; say by --compute-ms"),
+    ("plan --params 1e4B", "--params: 1e+13 must be"),
     ("plan --smoke --world 64", f"--world {BY_SMOKE}"),
     ("plan --par 1e9 --smoke", f"--params {BY_SMOKE}"),
 ]

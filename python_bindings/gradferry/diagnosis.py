@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-import inspect
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
 from torch.nn.parallel import DistributedDataParallel
@@ -23,9 +24,13 @@ from gradferry.core.nodes import AUTO as FOUND_NODES
 from gradferry.core.nodes import exchanges_to_choose_from, found_nodes, option_for
 from gradferry.core.parameters import reduced_parameters
 from gradferry.ddp.attach import attach
+from gradferry.ddp.batches import batch_loss, misfit
+from gradferry.ddp.conditions import BUSY, ProcessorWait, Schedule, about
+from gradferry.ddp.model import distributed_in
 from gradferry.ddp.trial import (
+    CODECS,
     COUNTED_STEPS,
-    SETTLING_STEPS,
+    LOSSES,
     TOLERANCE,
     Candidate,
     Clock,
@@ -46,8 +51,9 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "torch:fp16": torch.float16,
     "torch:bf16": torch.bfloat16,
 }
-DEFAULT_HOOKS = (PLAIN, "torch:bf16", "q8", "q4", "rht:bits=3")
+DEFAULT_HOOKS = (PLAIN, "torch:bf16", *CODECS)
 _NO_SYNC = Candidate("no communication", 0.0, needs_memory=False)
+_PROBE_ELEMENTS = 1 << 20  # of fp32: a third of a second at 100 Mb/s, between two ranks
 _BEFORE = 2  # steps: in the first DDP arranges its buckets, and the optimizer makes its state
 
 Progress = Callable[[str], None]
@@ -85,13 +91,16 @@ class Diagnosis:
     """What was found, the same on all ranks.
 
     Attributes:
-        verdict: one sentence.
+        verdict: one sentence; it begins "On loopback" where all ranks share one host.
         steps: of every hook, the fastest first.
         silent_s: seconds of a step without communication.
         world_size: number of ranks.
         parameters: that DDP reduces.
         elements: of these.
         device: type of the model's device.
+        waited: share of their time that threads of a rank waited for a processor, in steps without
+            communication; from `conditions.BUSY` on the text calls the machine busy.
+        on_one_host: whether all ranks share a host, so that nothing crossed a network.
     """
 
     verdict: str
@@ -101,9 +110,11 @@ class Diagnosis:
     parameters: int
     elements: int
     device: str
+    waited: float = 0.0
+    on_one_host: bool = False
 
     def __str__(self) -> str:
-        """The verdict, and a table."""
+        """The verdict, what is wrong with the figures, and a table."""
         plain = next(step.seconds for step in self.steps if step.hook == PLAIN)
         head = ("hook", "ms per step", "times faster", "bytes sent per step")
         rows = [
@@ -123,6 +134,7 @@ class Diagnosis:
             "  ".join([cells[0].ljust(widths[0]), *map(str.rjust, cells[1:], widths[1:])])
             for cells in (head, *rows)
         ]
+        asked = {step.hook for step in self.steps}
         notes = [
             f"{self.world_size} ranks, {self.elements:,} elements in {self.parameters} parameters "
             f"on {self.device}. Median of {COUNTED_STEPS} steps on the slowest rank; times faster "
@@ -132,7 +144,20 @@ class Diagnosis:
             notes.append("(1 step): so much slower than another that no more were made.")
         if not all(step.is_advised for step in self.steps):
             notes.append("*: trains well only in momentum mode (momentum=).")
-        return "\n".join([self.verdict, "", *lines, "", *notes])
+        notes += [f"{hook}: {loss}." for hook, loss in LOSSES.items() if hook in asked]
+        doubts = []
+        if self.on_one_host:
+            doubts.append(
+                "All ranks share one host, so nothing crossed a network. For yours, run this under "
+                "torchrun on its machines, or as root `gradferry doctor --link 1gbit`."
+            )
+        if self.waited >= BUSY:
+            doubts.append(
+                f"This machine is busy: in steps without communication threads waited "
+                f"{self.waited:.0%} of their time for a processor. Figures are worse for it, and "
+                "not equally: measure again when it is idle, or with fewer threads per rank."
+            )
+        return "\n".join([self.verdict, *doubts, "", *lines, "", *notes])
 
 
 def doctor(
@@ -149,11 +174,12 @@ def doctor(
     second model with its optimizer. The model itself and torch's random generator do not change.
 
     Args:
-        ddp: on the CPU or a GPU, in a process group of at least two ranks.
+        ddp: on the CPU or a GPU, in a process group of at least two ranks. What torch.compile or
+            Lightning Fabric wrapped around it is left out.
         batch_fn: gives this rank's next batch: ``ddp(*batch_fn())``, or ``ddp(**batch_fn())`` for a
             dict, is the loss or has it as ``.loss``. Called once.
         hooks: of ``torch:fp32``, ``torch:fp16``, ``torch:bf16`` and codec strings; by default
-            ``torch:fp32``, ``torch:bf16``, ``q8``, ``q4`` and ``rht:bits=3``. ``torch:fp32``, plain
+            ``torch:fp32``, ``torch:bf16``, ``q4`` and ``q8``. ``torch:fp32``, plain
             DistributedDataParallel, is always tried. Where ranks share nodes every codec is tried
             with both exchanges.
         show: whether rank 0 prints how long it will take, and what was found.
@@ -166,8 +192,7 @@ def doctor(
         ConfigError: the model, the batch or a hook cannot be used, or there are no kernels for the
             model's device.
     """
-    if not isinstance(ddp, DistributedDataParallel):
-        raise ConfigError(f"ddp must be a DistributedDataParallel, not {type(ddp).__name__}")
+    ddp = distributed_in(ddp)
     reason = misfit(batch_fn) if callable(batch_fn) else f"{batch_fn!r} cannot be called"
     if reason is not None:
         raise ConfigError(
@@ -256,6 +281,7 @@ class _Examination:
         self._clock: Clock = clock_of(place)
         self._place = place
         nodes = found_nodes(self._group, self._meeting)
+        self._on_one_host = len(nodes.members) == 1
         *others, default = exchanges_to_choose_from(FOUND_NODES, nodes, on_host=on_host)
         options = {each.name: option_for(each.nodes) for each in others}
         # What to tell attach, so that it takes the exchange; without those that it cannot be told.
@@ -265,19 +291,23 @@ class _Examination:
         self._elements = sum(p.numel() * (1 + p.is_complex()) for _, p in reduced_parameters(ddp))
 
     def run(self) -> Diagnosis:
-        self._emit("training steps without communication")
+        self._emit("training steps without communication, to estimate how long the rest takes")
         silent = Trial([_NO_SYNC], self._clock, self._slowest)
+        wait = ProcessorWait()
         self._try(silent, _NO_SYNC)
+        waited = self._slowest(wait.share())
+        silent_s = silent.outcomes[0].seconds
         trial = Trial(self._candidates, self._clock, self._slowest)
-        sent = {}
+        schedule = Schedule(trial.waiting, _BEFORE, silent_s, self._seconds_per_bit())
+        sent: dict[Candidate, int] = {}
         while (candidate := trial.current) is not None:
-            number = len(trial.outcomes)
-            left = len(self._candidates) - number
             self._emit(
-                f"trying {candidate.name}, {number + 1} of {len(self._candidates)}"
-                f"{self._estimate(trial, left)}"
+                f"trying {candidate.name}, {len(sent) + 1} of {len(self._candidates)}, "
+                f"{about(schedule.left(trial.waiting))} left"
             )
+            started = time.monotonic()
             sent[candidate] = self._try(trial, candidate)
+            schedule.note(candidate, time.monotonic() - started)
         steps = tuple(
             Step(
                 hook=outcome.candidate.hook,
@@ -289,15 +319,19 @@ class _Examination:
             )
             for outcome in sorted(trial.outcomes, key=lambda outcome: outcome.seconds)
         )
-        silent_s = silent.outcomes[0].seconds
+        verdict = advise(trial.outcomes, silent_s, self._options)
+        if self._on_one_host:
+            verdict = f"On loopback, {verdict[:1].lower()}{verdict[1:]}"
         return Diagnosis(
-            verdict=advise(trial.outcomes, silent_s, self._options),
+            verdict=verdict,
             steps=steps,
             silent_s=silent_s,
             world_size=self._group.size(),
             parameters=len(reduced_parameters(self._ddp)),
             elements=self._elements,
             device=self._place.type,
+            waited=waited,
+            on_one_host=self._on_one_host,
         )
 
     def _candidates_of(self, hook: str) -> list[Candidate]:
@@ -348,12 +382,14 @@ class _Examination:
         if hook in compress:
             model.register_comm_hook(self._group, compress[hook])
 
-    def _estimate(self, trial: Trial, left: int) -> str:
-        if not trial.outcomes:
-            return ""
-        seconds = max(outcome.seconds for outcome in trial.outcomes)
-        steps = left * (_BEFORE + SETTLING_STEPS + COUNTED_STEPS)
-        return f", about {max(1, round(steps * seconds))} s left"
+    def _seconds_per_bit(self) -> float:
+        """What a transfer of all gradients takes for every bit that is sent of an element."""
+        probe = torch.zeros(min(self._elements, _PROBE_ELEMENTS), device=self._place)
+        for _ in range(2):  # the first connects ranks
+            begin = self._clock.mark()
+            dist.all_reduce(probe, group=self._group)
+            seconds = self._clock.seconds(begin, self._clock.mark())
+        return self._slowest(seconds) / (8 * probe.nbytes) * self._elements
 
     def _slowest(self, value: float) -> float:
         return most_of_ranks([value], self._group, self._meeting)[0]
@@ -384,6 +420,8 @@ def advise(
     verdict += f"({plain.seconds / chosen.seconds:.2f} times as long), {silent}"
     if chosen.candidate.exchange in (options or {}):
         verdict += f"; attach with nodes={(options or {})[str(chosen.candidate.exchange)]!r}"
+    if loss := LOSSES.get(chosen.candidate.hook):
+        verdict += f"; {loss}"
     fastest = min(ready, key=_seconds)
     if fastest is not chosen:
         verdict += f"; {fastest.shown} is less precise and less than {TOLERANCE:.0%} faster"
@@ -409,55 +447,3 @@ def _place(ddp: DistributedDataParallel) -> torch.device:
                 "one device, then wrap it"
             )
     return place
-
-
-def batch_loss(name: str, model: nn.Module, batch: Any) -> torch.Tensor:
-    """The loss that a user's model returns for a batch. Raises ConfigError, with `name`, when the
-    model cannot be called with the batch, or returns something else.
-    """
-    if not isinstance(batch, (tuple, list, Mapping)):
-        raise ConfigError(
-            f"{name}: a batch is {_kind(batch)}; it must be a tuple or list of the model's "
-            "positional arguments, or a dict of its keyword arguments: one tensor alone is (x,)"
-        )
-    keywords = batch if isinstance(batch, Mapping) else {}
-    arguments = () if isinstance(batch, Mapping) else batch
-    try:
-        returned = model(*arguments, **keywords)
-    except TypeError as error:
-        called = getattr(model, "module", model).forward
-        mismatch = misfit(called, *arguments, **keywords)
-        if mismatch is None:
-            raise
-        raise ConfigError(
-            f"{name}: the model's forward{inspect.signature(called)} does not take a batch of "
-            f"{_contents(batch)}: {mismatch}"
-        ) from error
-    loss = getattr(returned, "loss", returned)
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        raise ConfigError(
-            f"{name}: the model returned {type(returned).__name__}; called with a batch "
-            f"it must return its loss, a tensor of one element, or an object whose .loss is one"
-        )
-    return loss
-
-
-def misfit(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> str | None:
-    """Why the function cannot be called with these arguments; None if it can, or is unknown."""
-    try:
-        inspect.signature(function).bind(*arguments, **keywords)
-    except TypeError as error:
-        return str(error)
-    except ValueError:  # some functions written in C have no signature
-        return None
-    return None
-
-
-def _kind(value: Any) -> str:
-    return "None" if value is None else f"a {type(value).__name__}"
-
-
-def _contents(batch: Any) -> str:
-    if isinstance(batch, Mapping):
-        return ", ".join(map(str, batch))
-    return f"{len(batch)} value{'s' * (len(batch) != 1)}"

@@ -187,7 +187,8 @@ class Reducer(Averaging):
             StateError: as for `HookState.load_state_dict`. Nothing was changed.
         """
         self._engine_at_rest("load a state")
-        self._calls.count = save_load.load(self._started, state_dict, on_resize)
+        with self._loading():
+            self._calls.count = save_load.load(self._started, state_dict, on_resize)
 
     @property
     def _running(self) -> Running:
@@ -223,7 +224,7 @@ class Reducer(Averaging):
         return f"Reducer(codec={str(config.codec)!r}, tensors={len(self.parameters)})"
 
     def __str__(self) -> str:
-        return describe(self._started, self._choice())
+        return describe(self._started, self.stats())
 
 
 def _place_in(group: dist.ProcessGroup, wanted: torch.device) -> torch.device:

@@ -379,7 +379,7 @@ def test_a_checkpoint_holds_the_choice(codec: str) -> None:
     assert (choice["codec"], choice["exchange"]) == (codec, "flat")
     assert choice["reason"] == "restored from a checkpoint"
     assert choice["next_check"] >= 3 + FIRST_TRIAL
-    assert stats["steps"] == 6
+    assert stats["total_steps"] == 6
 
 
 def case_loads_another(scenario: Scenario) -> Any:

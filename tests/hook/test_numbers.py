@@ -7,7 +7,7 @@ import math
 import re
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import gradferry
 import pytest
@@ -213,6 +213,32 @@ def test_profiler_shows_every_part_by_its_name(native: bool) -> None:
     assert counts["gradferry::network"] == 3 * chunks
 
 
+@pytest.mark.parametrize("codec", ["q4", "off"])
+@on_ranks()
+def test_sums_and_averages_are_those_of_the_steps_that_were_taken_here(codec: str) -> None:
+    """Whatever step of the training a loaded state is of."""
+    before = Run(dataclasses.replace(SCENARIO, codec=codec))
+    for step in range(4):
+        before.step(step)
+    saved = before.state.state_dict()
+    assert set(before.state.stats()) <= set(get_type_hints(gradferry.Stats))
+    run = Run(dataclasses.replace(SCENARIO, codec=codec))
+    assert "average of" not in str(run.state)
+    counts = []
+    for step in (4, 5):
+        run.state.load_state_dict(saved)
+        run.step(step)
+        stats = run.state.stats()
+        counts.append((stats["steps"], stats["total_steps"]))
+    assert counts == [(1, 5), (2, 5)]
+    if codec == "q4":
+        sent, delay = (stats[key] / 2 for key in ("wire_bytes", "exposed_ms"))
+        assert str(run.state).splitlines()[-1] == (
+            f"  average of 2 steps: {sent:,.0f} bytes sent, {stats['ratio']:.2f} times fewer than "
+            f"uncompressed, {delay:.1f} ms exposed"
+        )
+
+
 def test_unbound_state_has_no_numbers() -> None:
     state = gradferry.HookState("q4")
     for call in (state.stats, state.events, lambda: state.on_step(print)):
@@ -222,7 +248,8 @@ def test_unbound_state_has_no_numbers() -> None:
 
 def test_every_key_is_in_the_documentation() -> None:
     text = (Path(__file__).parents[2] / "docs" / "guide" / "numbers.md").read_text(encoding="utf-8")
-    for key in STEP_KEYS | EVENT_KEYS:
+    keys = STEP_KEYS | EVENT_KEYS | set(get_type_hints(gradferry.Stats))
+    for key in keys:
         assert f"`{key}`" in text, key
     for name in ("encode", "network", "reduce", "decode"):
         assert f"`gradferry::{name}`" in text

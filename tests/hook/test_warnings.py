@@ -4,9 +4,11 @@ settings that keep the streams of a hook from overlapping; and callbacks after o
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import gc
+import importlib
 import linecache
 import pickle
 import threading
@@ -14,16 +16,20 @@ import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import gradferry
 import pytest
 import torch
+import torch.distributed as dist
 from gradferry.core.device import Transport
 from gradferry.core.warn import warn
 from gradferry.reduction import advice, step_numbers
 from gradferry.reduction.advice import Surroundings, warn_about_surroundings
 from gradferry.reduction.step_numbers import PassCounter, call_after_steps
 from on_ranks import on_ranks
+from sharded_training import Training
+from sharding import Sharding
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
@@ -59,10 +65,15 @@ def inside(module: str, call: Callable[[], object]) -> Callable[[], object]:
         ["gradferry.reduction.advice", "torch.optim.optimizer", "torch.optim.lr_scheduler"],
         ["gradferry.ddp.model", "torch.nn.parallel.distributed"],
         ["gradferry.ddp.binding", "copy"],
+        ["gradferry.reduction.advice", "torch.optim.optimizer", "accelerate.optimizer"],
+        ["gradferry.ddp.state", "gradferry.integrations.lightning", "lightning.pytorch.trainer"],
+        ["gradferry.ddp.state", "gradferry.integrations.transformers", "transformers.trainer"],
     ],
 )
 @pytest.mark.parametrize("in_thread", [False, True])
-def test_frames_of_torch_and_gradferry_are_passed_over(modules: list[str], in_thread: bool) -> None:
+def test_frames_of_torch_gradferry_and_trainers_are_passed_over(
+    modules: list[str], in_thread: bool
+) -> None:
     call: Callable[[], object] = functools.partial(warn, "a text")
     for module in modules:
         call = inside(module, call)
@@ -178,6 +189,26 @@ def test_only_hooks_that_exchange_on_streams_of_a_gpu_are_told(monkeypatch):
         warn_about_surroundings(transport("cuda"), group_with(None))
     assert len(told) == 2
     assert told[0].filename == __file__
+
+
+@pytest.mark.parametrize("way", ["hook", "shards", "reducer"])
+@on_ranks()
+def test_every_way_in_looks_at_its_surroundings(way: str) -> None:
+    told: list[tuple[Transport, object]] = []
+    with contextlib.ExitStack() as stack:
+        for name in ("ddp.state", "fsdp.attach", "reducer"):
+            module = importlib.import_module(f"gradferry.{name}")
+            note = mock.patch.object(module, "warn_about_surroundings", lambda *of: told.append(of))
+            stack.enter_context(note)
+        if way == "hook":
+            gradferry.attach(DistributedDataParallel(nn.Linear(40, 40)), "q4")
+        elif way == "reducer":
+            gradferry.Reducer({"a": torch.zeros(40, 40)}, "q4")
+        else:
+            Training(Sharding(dist.get_world_size(), 1), {"replicas": {"codec": "q4"}})
+    ((place, group),) = told
+    assert place.device.type == "cpu"
+    assert isinstance(group, dist.ProcessGroup)
 
 
 def test_passes_are_counted_for_each_optimizer() -> None:

@@ -17,7 +17,7 @@ from gradferry.reduction import step_numbers
 from on_ranks import on_ranks
 from outcomes import Outcome, attempt
 from scenario import hooked
-from stepping import texts
+from stepping import logged, texts
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -227,9 +227,10 @@ def check_silent(change: Callable[[Training], None], why: str, kind: dict[str, A
         optimizer = SGD(training.model.parameters(), lr=0.01)
         training.train(2, lambda *_, **__: optimizer)
     assert early == []
-    with texts(__file__) as said:
+    with texts(__file__) as said, logged() as log:
         training.train(5, lambda *_, **__: optimizer)
     (text,) = said
+    assert log == ([text] if dist.get_rank() == 0 else [])
     assert text.startswith("SGD has stepped 3 times in a row without a synced backward")
     assert "ranks drift apart" in text
     assert why in text

@@ -30,11 +30,13 @@ SETTINGS = {"besides_torch": ["numpy>=1.26"]}
 
 # The command comes before torch and the library; what needs an extra comes last, without it.
 SCRIPT = """
-import json, runpy, sys
+import contextlib, io, json, runpy, sys
 from gradferry_lab import command
 
 codes = [command.main(["--version"])]
-facts = {"torch": "torch" in sys.modules}
+with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()) as help:
+    command.main(["--help"])
+facts = {"torch": "torch" in sys.modules, "help": help.getvalue()}
 import torch.distributed
 before = set(sys.modules)
 import gradferry
@@ -52,6 +54,7 @@ del sys.modules["rich"]
 sys.modules["matplotlib"] = None
 from gradferry_lab import cli
 from gradferry_lab.output.curves import Axis, draw_loss_curves
+facts["same help"] = cli.parser().format_help() == facts["help"]
 cli.main = lambda arguments: draw_loss_curves([], Axis("loss"))
 codes.append(command.main(["info"]))
 print(json.dumps({**facts, "codes": codes}))
@@ -65,7 +68,9 @@ def test_package_is_imported_without_the_laboratory_and_the_command_without_its_
     first, of_module, found = done.stdout.splitlines()
     said = json.loads(found)
     assert first == of_module == gradferry.__version__
-    assert not said["torch"]  # to say a version
+    assert not said["torch"]  # to say a version, and which commands there are
+    assert "doctor" in said["help"]
+    assert said["same help"]
     assert "gradferry.ddp.state" in said["loaded"]
     laboratory = ("gradferry_lab", "rich", "matplotlib")
     assert not [name for name in said["loaded"] if name.startswith(laboratory)]

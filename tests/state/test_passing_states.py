@@ -75,7 +75,7 @@ def case_disabled_first(kind: str, scenario: Scenario) -> list[Any]:
         slot = state[f"slot_{dist.get_rank()}"]
         assert not slot["worker"].any()
         assert not slot["owner"].any()
-        steps += [state["steps"], compressed.state.stats()["steps"]]
+        steps += [state["steps"], compressed.state.stats()["total_steps"]]
         compressed.step(STEPS)
         steps.append(compressed.saved()["steps"])
     again = Trained(kind, scenario, disabled=True)

@@ -33,7 +33,7 @@ def case_resume(scenario: Scenario) -> list[Any]:
     return [
         same,
         *(each.parameter_hash() for each in (straight, run)),
-        *(each.state.stats()["steps"] for each in (straight, run)),
+        *(each.state.stats()["total_steps"] for each in (straight, run)),
     ]
 
 

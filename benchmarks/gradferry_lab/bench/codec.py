@@ -88,6 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="payloads that `reduce` sums, a row each (default: 2 8)",
     )
     _add_ways(parser)
+    flags.add_wide(parser)
     flags.add_json(parser)
 
 
@@ -134,10 +135,12 @@ def _run_on_gpu(arguments: argparse.Namespace) -> int:
     with console.status("") as status:
         rows = list(measure(options, gpu, status.update))
     ours = [row for row in rows if "peer" not in row]
-    print_table(console, device_codec_table(ours, gpu.environment["gpu"]))
+    table = device_codec_table(ours, gpu.environment["gpu"])
+    print_table(console, table, wide=arguments.wide)
     if arguments.peers:
         console.print()
-        print_table(console, device_peer_table([row for row in rows if "peer" in row]))
+        table = device_peer_table([row for row in rows if "peer" in row])
+        print_table(console, table, wide=arguments.wide)
     place = {**environment(), **occasion(), **gpu.environment}
     save_rows(console, arguments.json, rows, place, results_of="bench codec")
     return 1 if any(row["wrong"] for row in ours) else 0
@@ -165,30 +168,29 @@ def _run_on_cpu(arguments: argparse.Namespace) -> int:
             peers = compare_with_peers(
                 arguments.codecs, arguments.num_elements, arguments.threads[0], arguments.rounds
             )
-    print_table(console, codec_table(rows, memcpy))
+    print_table(console, codec_table(rows, memcpy), wide=arguments.wide)
     if arguments.peers:
         console.print()
-        print_table(console, peer_table(peers, missing_peers()))
+        print_table(console, peer_table(peers, missing_peers()), wide=arguments.wide)
     save_rows(console, arguments.json, [*rows, *peers], results_of="bench codec")
     return 1 if any(row["wrong"] for row in rows) else 0
 
 
 def codec_table(rows: Sequence[Row], memcpy_gbps: float | None = None) -> Table:
     """Rows of `gradferry bench codec`, with its columns explained below."""
+    facts = [_fact(name, rows) for name in ("dtype", "isa", "threads")]
     columns = (
         Column("codec", lambda row: str(row["codec"]), is_number=False),
         Column("operation", _operation, is_number=False),
-        Column("dtype", lambda row: str(row["dtype"]), is_number=False),
-        Column("isa", lambda row: str(row["isa"]), is_number=False),
-        Column("threads", lambda row: str(row["threads"])),
-        Column("GB/s", lambda row: f"{row['gbps']:.1f}"),
-        Column("M elements\nper s", lambda row: f"{row['elements_per_second'] / 1e6:,.0f}"),
+        *facts,
+        Column("GB/s", lambda row: f"{row['gbps']:.1f}", detail=1),
+        Column("M elements\nper s", _million_elements_per_second, detail=6),
         Column("ratio\nto roof", lambda row: f"{row['roof_ratio']:.2f}"),
-        Column("(min)", lambda row: f"{row['roof_ratio_min']:.2f}"),
-        Column("(max)", lambda row: f"{row['roof_ratio_max']:.2f}"),
-        Column("bits per\nelement", lambda row: f"{row['bits_per_element']:.2f}"),
-        Column("NMSE", lambda row: f"{100 * row['nmse']:.3g} %"),
-        Column("core", _core),
+        Column("(min)", lambda row: f"{row['roof_ratio_min']:.2f}", detail=5),
+        Column("(max)", lambda row: f"{row['roof_ratio_max']:.2f}", detail=5),
+        Column("bits per\nelement", _bits_per_element, detail=3),
+        Column("NMSE", _nmse, detail=3, note="NMSE: of Gaussian numbers, without residual."),
+        Column("core", _core, detail=7, note=_core_note(rows)),
         Column("#wrong", lambda row: str(row["wrong"])),
     )
     notes = [
@@ -196,21 +198,44 @@ def codec_table(rows: Sequence[Row], memcpy_gbps: float | None = None) -> Table:
         "the same reads, writes and threads, before and after, over the time of the operation: of "
         "every round the median of its sections of 1 MB; median, minimum and maximum of rounds.",
         "encode_ef: with error feedback, that is with the residual read and written in the same "
-        "pass. reduce/W: sum of W payloads plus residual, encoded again. NMSE: of Gaussian "
-        "numbers, without residual. #wrong: bytes that differ from the scalar kernels; such a "
+        "pass. reduce/W: sum of W payloads plus residual, encoded again. "
+        "#wrong: bytes that differ from the scalar kernels; such a "
         "case is not timed.",
     ]
-    alone = [row["core_gfmas"] / row["core_share"] for row in rows if row.get("core_share")]
-    if alone:
-        notes.append(
-            "core: multiply-adds per second of a loop without memory traffic, between passes of "
-            f"the row, over the best of the run, {alone[0]:.1f} G/s. 1: the core was alone; about "
-            "0.5: a neighbour computed on its other hardware thread, and so the ratio to roof of "
-            "what the processor limits is too low."
-        )
     if memcpy_gbps is not None:
         notes.append(f"memcpy of {_MEMCPY_BYTES >> 20} MB, one thread: {memcpy_gbps:.1f} GB/s.")
-    return Table("Codecs on the CPU", columns, rows, notes)
+    shared = [f"{fact.title} {fact.cell(rows[0])}" for fact in facts if fact.detail]
+    return Table(", ".join(["Codecs on the CPU", *shared]), columns, rows, notes)
+
+
+def _core_note(rows: Sequence[Row]) -> str:
+    alone = [row["core_gfmas"] / row["core_share"] for row in rows if row.get("core_share")]
+    if not alone:
+        return ""
+    return (
+        "core: multiply-adds per second of a loop without memory traffic, between passes of the "
+        f"row, over the best of the run, {alone[0]:.1f} G/s. 1: the core was alone; about 0.5: a "
+        "neighbour computed on its other hardware thread, and so the ratio to roof of what the "
+        "processor limits is too low."
+    )
+
+
+def _fact(name: str, rows: Sequence[Row]) -> Column:
+    """A column that is a detail where all rows have the same."""
+    detail = 8 if len({row[name] for row in rows}) == 1 else 0
+    return Column(name, lambda row: str(row[name]), name == "threads", detail=detail)
+
+
+def _million_elements_per_second(row: Row) -> str:
+    return f"{row['elements_per_second'] / 1e6:,.0f}"
+
+
+def _nmse(row: Row) -> str:
+    return f"{100 * row['nmse']:.3g} %"
+
+
+def _bits_per_element(row: Row) -> str:
+    return f"{row['bits_per_element']:.2f}"
 
 
 def _core(row: Row) -> str:

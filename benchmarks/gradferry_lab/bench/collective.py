@@ -51,6 +51,18 @@ _SMOKE: dict[str, Any] = {
     "warmup_iters": 1,
 }
 
+_ENCODE = "enc: encode, on the calling thread."
+_NETWORK = (
+    "dec: reduce and decode; net: waiting for messages, both on the finishing thread of rank 0; "
+    "these times overlap, and are known on hosts alone."
+)
+_ERROR = "rel.err: |result - exact mean| / |exact mean| in the first turn."
+_INTERFACE = (
+    "interface: bytes that the network interface of the host that sends most has counted in the "
+    "first turn, protocol headers included. of formula: over what the ranks of that host must send "
+    "to other hosts."
+)
+
 Row = Mapping[str, Any]
 
 
@@ -113,6 +125,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--smoke", action="store_true", help="two codecs, small sizes, to see that all works"
     )
+    flags.add_wide(parser)
     flags.add_json(parser)
 
 
@@ -128,7 +141,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     def report(outcomes: Sequence[CollectiveOutcome], where: Where) -> int:
         rows = collective_rows(outcomes, options, where)
-        print_table(console, collective_table(rows))
+        print_table(console, collective_table(rows), wide=arguments.wide)
         save_rows(console, arguments.json, rows, place, results_of="bench collective")
         return 1 if any(row["wrong"] for row in rows) else 0
 
@@ -258,54 +271,55 @@ def collective_table(rows: Sequence[Row]) -> Table:
     iters, op = first["iters"], first.get("op", ALL_REDUCE)  # older files do not say
     verb = op.replace("_", "-")
     twice = "2 " if op == ALL_REDUCE else ""
+    wire = (
+        f"wire: bytes that the busiest rank sends; * computed for a ring {verb}, because the "
+        "backend does not count."
+    )
     columns = [
         Column("size\n(B)", lambda row: str(row["size"])),
-        Column("count\n(elements)", lambda row: str(row["count"])),
-        Column("type", lambda row: str(row["type"])),
+        Column("count\n(elements)", lambda row: str(row["count"]), detail=8),
+        Column("type", lambda row: str(row["type"]), detail=8),
         Column("codec", lambda row: str(row["codec"]), is_number=False),
         *exchange_columns(rows),
         *chosen_columns(rows),
         Column("time\n(us)", lambda row: f"{row['time']:.1f}"),
-        Column("algbw\n(GB/s)", lambda row: f"{row['algbw']:.3f}"),
-        Column("busbw\n(GB/s)", lambda row: f"{row['busbw']:.3f}"),
+        Column(
+            "algbw\n(GB/s)", lambda row: f"{row['algbw']:.3f}", detail=5, note="algbw: size / time."
+        ),
+        Column("busbw\n(GB/s)", lambda row: f"{row['busbw']:.3f}", detail=1),
         Column("#wrong", lambda row: "N/A" if row["wrong"] is None else str(row["wrong"])),
-        Column("wire\n(B)", lambda row: f"{row['wire']}{' ' if row['wire_measured'] else '*'}"),
-        Column("ratio", lambda row: _number(row["ratio"], ".2f")),
-        Column("enc\n(us)", lambda row: _number(row["enc"], ".1f")),
-        Column("dec\n(us)", lambda row: _number(row["dec"], ".1f")),
-        Column("net\n(us)", lambda row: _number(row["net"], ".1f")),
-        Column("rel.err", lambda row: f"{row['rel_err']:.1e}"),
+        Column("wire\n(B)", _wire, detail=5, note=wire),
+        Column("ratio", lambda row: _number(row["ratio"], ".2f"), detail=2),
+        Column("enc\n(us)", lambda row: _number(row["enc"], ".1f"), detail=7, note=_ENCODE),
+        Column("dec\n(us)", lambda row: _number(row["dec"], ".1f"), detail=7),
+        Column("net\n(us)", lambda row: _number(row["net"], ".1f"), detail=7, note=_NETWORK),
+        Column("rel.err", lambda row: f"{row['rel_err']:.1e}", detail=6, note=_ERROR),
         Column("speedup", lambda row: f"{row['speedup']:.2f}"),
-        Column(f"({coverage_text(iters)})", _interval),
+        Column(f"({coverage_text(iters)})", _interval, detail=3),
     ]
     notes = [
-        "time: median over turns, of the slowest rank. algbw: size / time. busbw: algbw * "
-        f"{twice}(W-1) / W, what links carry without compression. #wrong: elements that differ by "
-        "a bit from what they must be.",
-        f"wire: bytes that the busiest rank sends; * computed for a ring {verb}, because the "
-        f"backend does not count. ratio: bytes of an fp32 ring {verb} over wire. enc: encode, "
-        "on the calling thread. dec: reduce and decode; net: waiting for messages, both on the "
-        "finishing thread of rank 0: the three overlap, and are known on hosts alone.",
-        "rel.err: |result - exact mean| / |exact mean| in the first turn. speedup: over the "
-        "fastest of the backend's own at this size, from times of the same turn. "
+        f"time: median over turns, of the slowest rank. busbw: size / time * {twice}(W-1) / W, "
+        "what links carry without compression. #wrong: elements that differ by a bit from what "
+        f"they must be. ratio: bytes of an fp32 ring {verb} over those that the busiest rank "
+        "sends.",
+        "speedup: over the fastest of the backend's own at this size, from times of the same turn. "
         f"{coverage_note(iters)}. torch:fp16 and torch:bf16 cast, {verb} and cast back.",
     ]
     if op == REDUCE_SCATTER:
         notes.append("size: of the whole tensor. count: of a rank's part, which alone it gets.")
     if first.get("interface_bytes") is not None:
         columns += [
-            Column("interface\n(B)", lambda row: str(row["interface_bytes"])),
-            Column("of\nformula", _interface_part),
+            Column("interface\n(B)", lambda row: str(row["interface_bytes"]), detail=6),
+            Column("of\nformula", _interface_part, detail=6, note=_INTERFACE),
         ]
-        notes.append(
-            "interface: bytes that the network interface of the host that sends most has counted "
-            "in the first turn, protocol headers included. of formula: over what the ranks of that "
-            "host must send to other hosts."
-        )
     on = "" if first.get("device", "cpu") == "cpu" else f" on {first['device']}"
     command = "gradferry bench collective" + (f" --op {op}" if op != ALL_REDUCE else "")
     title = f"{command}: {ranks_text(first)}{on}, link {first['link']}"
     return Table(title, columns, rows, notes)
+
+
+def _wire(row: Row) -> str:
+    return f"{row['wire']}{' ' if row['wire_measured'] else '*'}"
 
 
 def _interface_part(row: Row) -> str:

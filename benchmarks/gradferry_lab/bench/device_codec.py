@@ -310,24 +310,29 @@ def device_codec_table(rows: Sequence[Mapping[str, Any]], name: str) -> Table:
             ),
             is_number=False,
         ),
-        Column("dtype", lambda row: str(row["dtype"]), is_number=False),
+        Column("dtype", lambda row: str(row["dtype"]), is_number=False, detail=2),
         Column("MB", lambda row: f"{row['size_mb']:g}"),
-        Column("aligned", lambda row: "no" if row["misaligned"] else "yes", is_number=False),
-        Column("us", figure("us_median", ".1f")),
-        Column("us, p99", figure("us_p99", ".1f")),
-        Column("GB/s", figure("gbps", ",.0f")),
+        Column(
+            "aligned",
+            lambda row: "no" if row["misaligned"] else "yes",
+            is_number=False,
+            detail=3,
+            note="Not aligned: the gradient begins one element off.",
+        ),
+        Column("us", figure("us_median", ".1f"), detail=1),
+        Column("us, p99", figure("us_p99", ".1f"), detail=6),
+        Column("GB/s", figure("gbps", ",.0f"), detail=1),
         Column("ratio\nto copy", figure("roof_ratio", ".2f")),
-        Column("(min)", figure("roof_ratio_min", ".2f")),
-        Column("(max)", figure("roof_ratio_max", ".2f")),
-        Column("bits per\nelement", figure("bits_per_element", ".2f")),
+        Column("(min)", figure("roof_ratio_min", ".2f"), detail=5),
+        Column("(max)", figure("roof_ratio_max", ".2f"), detail=5),
+        Column("bits per\nelement", figure("bits_per_element", ".2f"), detail=4),
         Column("#wrong", lambda row: str(row["wrong"])),
     )
     notes = (
         "GB/s: bytes read plus bytes written. Ratio to copy: time of a device copy of as many "
         "bytes, read and written together, over the time of the operation, before and after it in "
         "every round; median, minimum and maximum of rounds. MB are 2^20 bytes, of the gradient.",
-        "Not aligned: the gradient begins one element off. #wrong: bytes that differ from the "
-        "CPU's; such a case is not timed.",
+        "#wrong: bytes that differ from the CPU's; such a case is not timed.",
     )
     return Table(f"Codecs on {name}", columns, rows, notes)
 
@@ -337,11 +342,15 @@ def device_peer_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     columns = (
         Column("peer", lambda row: str(row["peer"]), is_number=False),
         Column("MB", lambda row: f"{row['size_mb']:g}"),
-        Column("M elements\nper s", lambda row: f"{row['peer_elements_per_second'] / 1e6:,.0f}"),
+        Column(
+            "M elements\nper s",
+            lambda row: f"{row['peer_elements_per_second'] / 1e6:,.0f}",
+            detail=1,
+        ),
         Column("ours", lambda row: f"{row['codec']} {row['op']}", is_number=False),
         Column("ours is\nfaster by", lambda row: f"{row['speedup']:.2f}x"),
-        Column("(min)", lambda row: f"{row['speedup_min']:.2f}"),
-        Column("(max)", lambda row: f"{row['speedup_max']:.2f}"),
+        Column("(min)", lambda row: f"{row['speedup_min']:.2f}", detail=2),
+        Column("(max)", lambda row: f"{row['speedup_max']:.2f}", detail=2),
     )
     missing = [peer.name for peer in DEVICE_PEERS if not peer.is_installed()]
     notes = [

@@ -214,12 +214,16 @@ def peer_table(rows: Sequence[Row], missing: Sequence[str] = ()) -> Table:
     """Rows of compare_with_peers."""
     columns = (
         Column("peer", lambda row: str(row["peer"]), is_number=False),
-        Column("its operation", lambda row: str(row["peer_op"]), is_number=False),
-        Column("M elements\nper s", lambda row: f"{row['peer_elements_per_second'] / 1e6:,.0f}"),
+        Column("its operation", lambda row: str(row["peer_op"]), is_number=False, detail=2),
+        Column(
+            "M elements\nper s",
+            lambda row: f"{row['peer_elements_per_second'] / 1e6:,.0f}",
+            detail=1,
+        ),
         Column("ours", lambda row: f"{row['codec']} {row['op']}", is_number=False),
         Column("ours is\nfaster by", lambda row: f"{row['speedup']:.2f}x"),
-        Column("(min)", lambda row: f"{row['speedup_min']:.2f}"),
-        Column("(max)", lambda row: f"{row['speedup_max']:.2f}"),
+        Column("(min)", lambda row: f"{row['speedup_min']:.2f}", detail=3),
+        Column("(max)", lambda row: f"{row['speedup_max']:.2f}", detail=3),
     )
     notes = [
         "Same fp32 buffer, same number of threads, in turns; median of the ratios of each turn. "

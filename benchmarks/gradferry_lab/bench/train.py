@@ -58,6 +58,12 @@ _SMOKE: dict[str, Any] = {
     "steps": 1,
 }
 
+_CPU = "CPU: processor time per step of all threads of rank 0."
+_INTERFACE = (
+    "Interface: what the network interface of the host that sends most has counted, protocol "
+    "headers included, over what its ranks must send to other hosts."
+)
+
 Row = Mapping[str, Any]
 
 
@@ -107,6 +113,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="a small model, few hooks and two rounds, to see that all works; figures mean nothing",
     )
+    flags.add_wide(parser)
     flags.add_json(parser)
 
 
@@ -120,7 +127,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     def report(outcomes: Sequence[TrainOutcome], where: Where) -> int:
         rows = train_rows(outcomes, options, where)
-        print_table(console, train_table(rows))
+        print_table(console, train_table(rows), wide=arguments.wide)
         save_rows(console, arguments.json, rows, place, results_of="bench train")
         return 0
 
@@ -252,28 +259,24 @@ def train_table(rows: Sequence[Row]) -> Table:
         Column("hook", lambda row: str(row["hook"]), is_number=False),
         *exchange_columns(rows),
         *chosen_columns(rows),
-        Column("bucket\nMB", lambda row: _number(row["bucket_cap_mb"], "g")),
-        Column("ms per step\nmedian", lambda row: f"{row['ms_median']:.1f}"),
-        Column("(min)", lambda row: f"{row['ms_min']:.1f}"),
-        Column("(max)", lambda row: f"{row['ms_max']:.1f}"),
-        Column("exposed\nms", lambda row: f"{row['exposed_ms']:.1f}"),
-        Column("CPU\nms", lambda row: _number(sum(row.get("cpu_ms", {}).values()) or None, ".1f")),
+        Column("bucket\nMB", lambda row: _number(row["bucket_cap_mb"], "g"), detail=5),
+        Column("ms per\nstep", lambda row: f"{row['ms_median']:.1f}"),
+        Column("(min)", lambda row: f"{row['ms_min']:.1f}", detail=6),
+        Column("(max)", lambda row: f"{row['ms_max']:.1f}", detail=6),
+        Column("exposed\nms", lambda row: f"{row['exposed_ms']:.1f}", detail=2),
+        Column("CPU\nms", _cpu_ms, detail=7, note=_CPU),
         *(column for ruler in RULERS for column in ratio_columns(rows, ruler, coverage)),
         Column("speed-up", lambda row: _number(row["speedup"], ".2f")),
-        Column(coverage, lambda row: interval_text(row, "speedup")),
-        Column("bytes sent\nper step ", _bytes_sent),
-        Column("of\nformula", lambda row: _part(row["wire_bytes"], row["wire_bytes_formula"])),
-        Column("interface\nof formula", _interface_part),
+        Column(coverage, lambda row: interval_text(row, "speedup"), detail=4),
+        Column("bytes sent\nper step ", _bytes_sent, detail=1),
+        Column("of\nformula", _formula_part, detail=6),
+        Column("interface\nof formula", _interface_part, detail=6, note=_INTERFACE),
     ]
     notes = [
         "Hooks take turns; every ratio compares times of the same round. Median, minimum and "
         "maximum are of turns, of the slowest rank. Exposed: what a step takes longer than with "
-        f"`none`; `sync` is one all-reduce of one element per step. CPU: processor time per step "
-        f"of all threads of rank 0. Speed-up: over the fastest of PyTorch's own hooks. "
-        f"{coverage_note(num_rounds)}.",
-        "Bytes: of the rank that sends most. Interface: what the network interface of the host "
-        "that sends most has counted, protocol headers included, over what its ranks must send to "
-        "other hosts.",
+        "`none`; `sync` is one all-reduce of one element per step. Speed-up: over the fastest of "
+        f"PyTorch's own hooks. {coverage_note(num_rounds)}. Bytes: of the rank that sends most.",
     ]
     if not all(row["wire_bytes_measured"] for row in rows):
         notes.append("* computed for a ring all-reduce: PyTorch does not count what it sends.")
@@ -300,6 +303,14 @@ def train_table(rows: Sequence[Row]) -> Table:
 
 def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
+
+
+def _cpu_ms(row: Row) -> str:
+    return _number(sum(row.get("cpu_ms", {}).values()) or None, ".1f")
+
+
+def _formula_part(row: Row) -> str:
+    return _part(row["wire_bytes"], row["wire_bytes_formula"])
 
 
 def _bytes_sent(row: Row) -> str:

@@ -91,6 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="trainings whose rows are in this JSON file, of the same versions, are not repeated "
         "either",
     )
+    flags.add_wide(parser)
     flags.add_json(parser)
     parser.add_argument(
         "--markdown",
@@ -117,7 +118,7 @@ def run(arguments: argparse.Namespace) -> int:
     outcomes = judge(suite, rows)
     for outcome in outcomes:
         console.print()
-        print_table(console, table_of(suite, outcome))
+        print_table(console, table_of(suite, outcome), wide=arguments.wide)
     written = write_pictures_and_page(suite, outcomes, place, arguments.out)
     if arguments.json:
         write_json(arguments.json, rows, place, results_of="converge")

@@ -95,7 +95,7 @@ def _contents(sections: Sequence[Section]) -> str:
 def _section(number: int, section: Section, page_title: str) -> str:
     table = section.table
     heading = "" if table.title == page_title else f"<h2>{escape(table.title)}</h2>\n"
-    notes = "".join(f"<p>{escape(note)}</p>" for note in table.notes)
+    notes = "".join(f"<p>{escape(note)}</p>" for note in table.remarks())
     pictures = "".join(f"{_picture(picture)}\n" for picture in section.pictures)
     return (
         f'<section id="section{number}">\n{heading}{_table(table)}\n'

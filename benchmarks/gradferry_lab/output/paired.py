@@ -85,9 +85,9 @@ def ratio_columns(rows: Sequence[Row], ruler: str, interval: str | None = None) 
     key = f"ratio_to_{ruler}"
     if all(row.get(key) is None for row in rows):
         return []
-    columns = [Column(f"ratio to\n{ruler}", lambda row: f"{row[key]:.3f}")]
+    columns = [Column(f"ratio to\n{ruler}", lambda row: f"{row[key]:.3f}", detail=3)]
     if interval:
-        columns.append(Column(interval, lambda row: interval_text(row, key)))
+        columns.append(Column(interval, lambda row: interval_text(row, key), detail=6))
     return columns
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from gradferry.ddp.conditions import about
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -79,10 +80,16 @@ class TrainingProgress:
 
 
 class StatusLine:
-    """Shows what is being done: every text it is called with. A context manager."""
+    """Shows what is being done: every text it is called with. A context manager.
 
-    def __init__(self, console: Console) -> None:
+    Args:
+        console: without a terminal, gets a line for each text.
+        every_s: leaves out lines that come sooner after the one before.
+    """
+
+    def __init__(self, console: Console, every_s: float = _PLAIN_LINE_EVERY_S) -> None:
         self._console = console
+        self._every_s = every_s
         self._status = console.status("") if console.is_terminal else None
         self._next_line = 0.0
 
@@ -97,7 +104,7 @@ class StatusLine:
             self._status.start()
             self._status.update(text)
         elif time.monotonic() >= self._next_line:
-            self._next_line = time.monotonic() + _PLAIN_LINE_EVERY_S
+            self._next_line = time.monotonic() + self._every_s
             print_line(self._console, text)
 
     def close(self) -> None:
@@ -138,8 +145,9 @@ class WorkProgress:
     """Bars on a terminal: all of the work, and each worker's piece. Elsewhere a line for every
     finished piece, and, where none is finished, one every few seconds.
 
-    What is left is estimated from the cost of what is done and the time it took. A context
-    manager: leaving it ends the bars.
+    What is left is estimated from the cost of what is done and the time it took, as soon as a piece
+    is finished: before that, most of the time went into starting. A context manager: leaving it
+    ends the bars.
     """
 
     def __init__(
@@ -197,14 +205,12 @@ class WorkProgress:
         self._print_line(piece.title)
 
     def time_left(self) -> str:
-        """An estimate for people."""
+        """An estimate for people; empty until one means something."""
+        if self._cost_done <= 0:
+            return ""
         done = self._cost_done + sum(self._under_way.values())
-        if done <= 0:
-            return "time left unknown"
         seconds = (self._clock() - self._started) * max(0.0, self._cost - done) / done
-        return (
-            f"about {seconds:.0f} s left" if seconds < 90 else f"about {seconds / 60:.0f} min left"
-        )
+        return f"{about(seconds)} left"
 
     def _count(self) -> str:
         return f"{self._num_done}/{self._num_pieces}"
@@ -212,7 +218,8 @@ class WorkProgress:
     def _print_line(self, text: str) -> None:
         if not self._console.is_terminal:
             self._last_line = self._clock()
-            print_line(self._console, f"{self._count()} {text}; {self.time_left()}")
+            left = self.time_left()
+            print_line(self._console, f"{self._count()} {text}{f'; {left}' if left else ''}")
 
     def _show(self) -> None:
         done = self._cost_done + sum(self._under_way.values())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,20 @@ Row = Mapping[str, Any]
 class Column:
     """A heading, which may have several lines, and the text of a row's cell.
 
-    Numbers stand right, names left.
+    Attributes:
+        title: the heading.
+        cell: gives the text of a row's cell.
+        is_number: numbers stand right, names left.
+        detail: 0: always shown; others are left out where a terminal is too narrow, the greatest
+            first, and of equals the last.
+        note: what it means, for a reader who sees the column.
     """
 
     title: str
     cell: Callable[[Row], str]
     is_number: bool = True
+    detail: int = 0
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -46,9 +54,56 @@ class Table:
         """The text of every cell, row by row."""
         return [[column.cell(row) for column in self.columns] for row in self.rows]
 
+    def remarks(self) -> list[str]:
+        """The notes, and then those of the columns."""
+        of_columns = " ".join(column.note for column in self.columns if column.note)
+        return [*self.notes, *([of_columns] if of_columns else [])]
 
-def print_table(console: Console, table: Table) -> None:
-    """Prints the table and its notes; on a narrow terminal lines wrap, but nothing is cut off."""
+
+def print_table(console: Console, table: Table, *, wide: bool = True) -> None:
+    """Prints the table and its remarks; on a narrow terminal lines wrap, but nothing is cut off.
+
+    wide: with columns that do not fit. Without it, those that are details are named instead, and a
+    name is broken before its options.
+    """
+    shown = _rich_table(table)
+    if not wide:
+        table, shown = _fitted(console, table)
+    print_line(console, table.title)
+    console.print()
+    needed = _width(console, shown)
+    Console(file=console.file, width=needed, force_terminal=console.is_terminal).print(shown)
+    console.print()
+    for remark in table.remarks():
+        print_line(console, remark)
+
+
+def _fitted(console: Console, table: Table) -> tuple[Table, RichTable]:
+    columns = list(table.columns)
+    breaks = False
+    while True:
+        fitted = replace(table, columns=columns)
+        shown = _rich_table(fitted, breaks=breaks)
+        most = max(column.detail for column in columns)
+        if _width(console, shown) <= console.width or (breaks and most == 0):
+            break
+        if breaks:
+            columns.remove([column for column in columns if column.detail == most][-1])
+        breaks = True
+    left_out = [_cell(column.title) for column in table.columns if column not in columns]
+    if left_out:
+        more = f"--wide shows also: {', '.join(left_out)}."
+        fitted = replace(fitted, notes=[*table.notes, more])
+    return fitted, shown
+
+
+def _width(console: Console, shown: RichTable) -> int:
+    unlimited = console.options.update(width=_UNLIMITED)
+    return Measurement.get(console, unlimited, shown).maximum
+
+
+def _rich_table(table: Table, *, breaks: bool = False) -> RichTable:
+    """breaks: names are broken before their options."""
     shown = RichTable(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
     for column in table.columns:
         shown.add_column(
@@ -57,17 +112,14 @@ def print_table(console: Console, table: Table) -> None:
             vertical="bottom",
             no_wrap=True,
         )
-    for cells in table.cells():
-        shown.add_row(*map(escape, cells))
-    print_line(console, table.title)
-    console.print()
-    unlimited = console.options.update(width=_UNLIMITED)
-    needed = Measurement.get(console, unlimited, shown).maximum
-    wide = Console(file=console.file, width=needed, force_terminal=console.is_terminal)
-    wide.print(shown)
-    console.print()
-    for note in table.notes:
-        print_line(console, note)
+    for row in table.rows:
+        texts = (
+            text.replace("+", "\n+") if breaks and not column.is_number else text
+            for column in table.columns
+            for text in [column.cell(row)]
+        )
+        shown.add_row(*map(escape, texts))
+    return shown
 
 
 def print_line(console: Console, text: str) -> None:
@@ -81,7 +133,7 @@ def markdown_table(table: Table) -> str:
     rules = ["---:" if column.is_number else "---" for column in table.columns]
     rows = [[_cell(text) for text in cells] for cells in table.cells()]
     lines = [f"| {' | '.join(cells)} |" for cells in (heads, rules, *rows)]
-    notes = "".join(f"\n{note}\n" for note in table.notes)
+    notes = "".join(f"\n{note}\n" for note in table.remarks())
     return f"**{table.title}**\n\n" + "\n".join(lines) + f"\n{notes}"
 
 

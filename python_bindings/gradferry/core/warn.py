@@ -6,15 +6,19 @@ import logging
 import sys
 import warnings
 
+import torch.distributed as dist
+
 from gradferry.errors import GradferryWarning
 
+_TRAINERS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "transformers")
 # Their frames are passed over. Trainers filter warnings that seem to come from torch's schedules,
 # and copy calls the methods with which models and hooks copy themselves.
-_INSIDE = ("gradferry", "torch", "copy")
+_INSIDE = ("gradferry", "torch", "copy", *_TRAINERS)
+_log = logging.getLogger("gradferry")
 
 
 def warn(text: str) -> None:
-    """Warns with a `GradferryWarning` at the first frame outside torch and gradferry.
+    """Warns with a `GradferryWarning` at the first frame outside torch, gradferry and trainers.
 
     In a thread that has only their frames, at the outermost one.
     """
@@ -40,4 +44,13 @@ def warn_or_log(text: str) -> None:
     try:
         warn(text)
     except GradferryWarning:
-        logging.getLogger("gradferry").warning(text)
+        _log.warning(text)
+
+
+def warn_and_log(text: str) -> None:
+    """Warns like `warn`, and on rank 0 of the world logs the text. For what spoils a whole
+    training: warnings may be filtered.
+    """
+    if dist.is_initialized() and dist.get_rank() == 0:
+        _log.warning(text)
+    warn(text)

@@ -28,9 +28,9 @@ def attach(
             a communication hook.
         codec: a codec string such as ``"q4"``, ``"off"`` for the backend's own all-reduce, or
             ``"auto"``. ``"auto"`` begins with ``q4``. From the third step on, or behind a warm-up,
-            ``rht:bits=3``, ``q4``, ``q8`` and ``off`` (or ``exact``, where ``nonfinite``,
-            ``exact_skip`` or ``check_every`` need an engine) train for seven steps each, of which
-            five count; in momentum mode codecs below 3 bits instead of ``off``. One whose first
+            ``q4``, ``q8`` and ``off`` (or ``exact``, where ``nonfinite``, ``exact_skip`` or
+            ``check_every`` need an engine) train for seven steps each, of which five count; in
+            momentum mode ``rht:bits=3`` and codecs below 3 bits instead of ``off``. One whose first
             counted step takes 1.5 times what the fastest took gets no more. It takes the most
             precise one within 2 % of the fastest, by the median on the slowest rank. It tries again
             after 1000 steps, then less often after every change. What was withheld is delivered

@@ -22,6 +22,7 @@ from gradferry.core.codec_spec import OFF, CodecSpec, parse_codec
 from gradferry.core.config import COARSE_BITS, EXACT, FIRST_OF_AUTO, Config
 from gradferry.core.nodes import FLAT, TWO_LEVEL, Exchange, exchanges_to_choose_from
 from gradferry.ddp.trial import (
+    CODECS,
     COUNTED_STEPS,
     SETTLING_STEPS,
     Candidate,
@@ -37,10 +38,10 @@ _log = logging.getLogger("gradferry")
 
 FIRST_TRIAL = 2  # DDP arranges its buckets in the steps before
 TRY_AGAIN_AFTER = 1000  # steps; doubled after every change, which limits the number of changes
-_CODECS = ("rht:bits=3", "q4", "q8")
-# By then the first choice is made, if every parameter is used and no step is skipped: seven
-# candidates, where there are two exchanges, and the steps that deliver between them.
-CHOSEN_BY = FIRST_TRIAL + 8 * (SETTLING_STEPS + COUNTED_STEPS)
+_IN_MOMENTUM_MODE = "rht:bits=3"  # beside codecs below 3 bits
+# By then the first choice is made outside momentum mode, if every parameter is used and no step is
+# skipped: five candidates, where there are two exchanges, and the steps that deliver between them.
+CHOSEN_BY = FIRST_TRIAL + 6 * (SETTLING_STEPS + COUNTED_STEPS)
 # What is withheld of a parameter is delivered in the next step that uses it. A candidate for which
 # that takes longer is left out.
 _DELIVERING_STEPS = 10
@@ -49,13 +50,14 @@ _DELIVERING_STEPS = 10
 def candidates(config: Config, exchanges: list[Exchange]) -> list[Candidate]:
     """What "auto" may choose.
 
-    Without momentum mode nothing below 3 bits, and ``off``, or ``exact`` where an option needs an
-    engine. In momentum mode the codecs below 3 bits, too.
+    `CODECS`, and ``off``, or ``exact`` where an option needs an engine. In momentum mode coarser
+    codecs instead of those two.
     """
-    codecs = [parse_codec(name) for name in _CODECS]
+    codecs = [parse_codec(name) for name in CODECS]
     backend = []
     if config.momentum:
         every = [parse_codec(str(row["name"])) for row in _native.codecs()]
+        codecs.append(parse_codec(_IN_MOMENTUM_MODE))
         codecs += [codec for codec in every if codec.bits() < COARSE_BITS]
     elif config.check_every or config.exact_skip or config.nonfinite == "raise":
         codecs.append(EXACT)

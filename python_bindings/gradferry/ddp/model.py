@@ -51,7 +51,7 @@ class Model:
     """
 
     def __init__(self, ddp: nn.Module) -> None:
-        self.ddp = ddp = _distributed(ddp)
+        self.ddp = ddp = distributed_in(ddp)
         self.group = _process_group(ddp)
         self.named: Named = []
         self.apart: frozenset[str] = frozenset()
@@ -128,7 +128,8 @@ def unwrapped(model: Any) -> Any:
     return model
 
 
-def _distributed(model: nn.Module) -> DistributedDataParallel:
+def distributed_in(model: Any) -> DistributedDataParallel:
+    """The DistributedDataParallel that a user's `model` is or wraps. Raises ConfigError without."""
     inner = unwrapped(model)
     if not isinstance(inner, DistributedDataParallel):
         raise ConfigError(

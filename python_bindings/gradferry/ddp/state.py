@@ -178,7 +178,9 @@ class HookState(Averaging):
                 lacks a slot or has one too many, is damaged or of another format; or the hook is in
                 the middle of a step. Nothing was changed.
         """
-        load(self._bound(), state_dict, on_resize)
+        bound = self._bound()
+        with self._loading():
+            load(bound, state_dict, on_resize)
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._binding is not None:
@@ -194,7 +196,7 @@ class HookState(Averaging):
     def __str__(self) -> str:
         if self._binding is None:
             return repr(self)
-        return describe(self._running, self._choice())
+        return describe(self._running, self.stats())
 
 
 def bound_to(state: object) -> Binding:

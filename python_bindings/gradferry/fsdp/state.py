@@ -83,9 +83,10 @@ class ShardedState(Averaging):
                 "ranks merged by gradferry.checkpoint.merge; or go on without, and lose what was "
                 "withheld"
             )
-        steps = save_load.load(self._started, state_dict[self.part], on_resize)
-        for hook in self._hooks:
-            hook.count = steps
+        with self._loading():
+            steps = save_load.load(self._started, state_dict[self.part], on_resize)
+            for hook in self._hooks:
+                hook.count = steps
 
     def skip_step(self) -> NoReturn:
         """Not here: a step that is skipped on all ranks may be known to another shard alone.
@@ -108,4 +109,4 @@ class ShardedState(Averaging):
         return f"ShardedState(codec={codec!r}, modules={len(self._hooks)}, part={self.part!r})"
 
     def __str__(self) -> str:
-        return describe(self._started, self._choice())
+        return describe(self._started, self.stats())

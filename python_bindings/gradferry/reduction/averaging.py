@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numbers
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from html import escape
 from typing import Any, cast
 
@@ -103,26 +104,40 @@ class Averaging(ABC):
         """Whether every bucket currently takes the backend's own all-reduce."""
         return self._running.engine is None
 
+    def _total_steps(self) -> int:
+        """The entry ``total_steps`` of `stats`."""
+        engine = self._running.engine
+        return self._passed_steps() if engine is None else int(engine.stats()["steps"])
+
+    @contextmanager
+    def _loading(self) -> Iterator[None]:
+        """Keeps ``steps`` of `stats` while a loaded state moves the count of the training."""
+        taken = self._total_steps() - self._running.steps_before
+        yield
+        self._running.steps_before = self._total_steps() - taken
+
     def stats(self) -> Stats:
-        """Counters of this rank since the hook was attached, or the `Reducer` made.
+        """Counters of this rank. Unless a key says otherwise it is a sum since the hook was
+        attached, or the `Reducer` made; loading a checkpoint changes no sum.
 
-        Times are floats in milliseconds, summed over steps; each thread times its own work, so
-        nothing waits for them. Where everything passes through they are zeros. The keys:
+        Times are floats in milliseconds; each thread times its own work, so nothing waits for them.
+        Where everything passes through they are zeros. The keys:
 
-        - ``steps``: how many were taken, those before a loaded checkpoint included; a step
-          counts from its first bucket. Every call of a `Reducer` is a step.
-        - ``buckets``, ``chunks``: number sent so far.
-        - ``gradient_bytes``: uncompressed size of all buckets so far.
-        - ``wire_bytes``: bytes sent to other nodes so far, headers and padding included; in
-          the flat exchange, to other ranks.
+        - ``steps``: steps taken; a step counts from its first bucket. Every call of a `Reducer` is
+          a step.
+        - ``total_steps``: steps of the training, those before a loaded checkpoint included.
+        - ``buckets``, ``chunks``: number sent.
+        - ``gradient_bytes``: uncompressed size of all buckets.
+        - ``wire_bytes``: bytes sent to other nodes, headers and padding included; in the flat
+          exchange, to other ranks.
         - ``local_bytes``: bytes sent to other ranks of the node; 0 in the flat exchange.
         - ``ratio``: bytes that an uncompressed ring would have sent, divided by ``wire_bytes``;
           0.0 before the first bucket. The ring does what the hook does, an all-reduce or a
           reduce-scatter. With two levels both are what leaves the node, and the ring's bytes are
           divided among the ranks of the node.
-        - ``residual_bytes``, ``workspace_bytes``: memory held.
+        - ``residual_bytes``, ``workspace_bytes``: memory held now.
         - ``workspace_allocations``: how often workspace was allocated or a plan was made.
-        - ``in_flight``: buckets that are not complete yet.
+        - ``in_flight``: buckets that are not complete now.
         - ``host_waits``: how often the host waited for a device that was a step behind.
         - ``fallbacks``: buckets that took the backend's own all-reduce.
         - ``encode_ms``: encoding, on the thread that hands over buckets: that on which DDP
@@ -151,8 +166,8 @@ class Averaging(ABC):
         """
         running = self._running
         stats = running.stats()
-        if running.engine is None:
-            stats["steps"] = self._passed_steps()
+        stats["total_steps"] = self._total_steps()
+        stats["steps"] = stats["total_steps"] - running.steps_before
         stats["fallbacks"] = self._passed_buckets()
         stats["ratio"] = step_numbers.ratio(stats, self._ring_share)
         stats["choice"] = self._choice()
@@ -166,7 +181,7 @@ class Averaging(ABC):
 
         Args:
             callback: gets a dict with the numbers of that step alone, on this rank, with the
-                meaning that they have in `stats`: ``step`` (counted from 0), ``buckets``,
+                meaning that they have in `stats`: ``step`` (of the training, from 0), ``buckets``,
                 ``chunks``, ``gradient_bytes``, ``wire_bytes``, ``local_bytes``, ``ratio``,
                 ``fallbacks``, ``encode_ms``, ``network_ms``, ``reduce_ms``, ``decode_ms``,
                 ``exposed_ms``, ``worker_residual_ratio`` and ``owner_residual_ratio``.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from gradferry import _native
 from gradferry.core.codec_spec import OFF
 from gradferry.core.nodes import FLAT
 from gradferry.reduction.running import Running
+from gradferry.reduction.step_numbers import Stats
 
 
 def as_asked(running: Running) -> dict[str, Any]:
@@ -31,14 +31,15 @@ def _in_world(running: Running) -> str:
     return f" ({_native.name_ranks(running.world_ranks)} of the world)"
 
 
-def describe(running: Running, choice: Mapping[str, Any]) -> str:
-    """The text of ``print(state)``: codecs, exempt parameters, exchange and memory, by line.
+def describe(running: Running, stats: Stats) -> str:
+    """The text of ``print(state)``: codecs, exempt parameters, exchange, memory and averages of the
+    steps so far, by line.
 
     Args:
         running: what is described.
-        choice: the entry of `Averaging.stats`.
+        stats: of `Averaging.stats`.
     """
-    config = running.config
+    config, choice = running.config, stats["choice"]
     if running.engine is None:
         reason = "GRADFERRY_DISABLE=1" if config.disabled else "codec 'off'"
         chosen = f", {choice['reason']}" if "next_check" in choice else ""
@@ -68,13 +69,25 @@ def describe(running: Running, choice: Mapping[str, Any]) -> str:
         lines.append(f"  exempt from compression: {shown}")
     if running.transport.exchanges:
         lines.append(_exchange_line(running))
-    stats = running.engine.stats()
     lines.append(
         f"  memory: residuals {stats['residual_bytes'] / 2**20:.1f} MiB, workspace "
         f"{stats['workspace_bytes'] / 2**20:.1f} of at most {config.workspace_cap_mb:g} MiB"
     )
     lines += _workspace_lines(running.engine.workspace(), running)
+    lines += _averages(stats)
     return "\n".join(lines)
+
+
+def _averages(stats: Stats) -> list[str]:
+    """What a step sent and cost so far; nothing before the first one that sent something."""
+    steps = stats["steps"]
+    if not steps or not stats["wire_bytes"]:
+        return []
+    return [
+        f"  average of {steps} steps: {stats['wire_bytes'] / steps:,.0f} bytes sent, "
+        f"{stats['ratio']:.2f} times fewer than uncompressed, {stats['exposed_ms'] / steps:.1f} ms "
+        "exposed"
+    ]
 
 
 def _exchange_line(running: Running) -> str:

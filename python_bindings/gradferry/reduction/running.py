@@ -63,6 +63,7 @@ class Running:
         engine: None if every bucket passes through.
         retired: sums of the counters of earlier engines.
         switches: number of changes of the codec.
+        steps_before: steps of the training that were not taken here but before a loaded state.
         delivers: whether the engine sends gradients as they are, with what its codec would keep
             withholding.
     """
@@ -81,6 +82,7 @@ class Running:
     engine: _native.BucketEngine | None = None
     retired: Counter[str] = field(default_factory=Counter)
     switches: int = 0
+    steps_before: int = 0
     delivers: bool = False
     _to_deliver: tuple[torch.Tensor, torch.Tensor] | None = None  # residuals when that began
 

@@ -11,7 +11,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from gradferry.core.engine import loss_scale
-from gradferry.core.warn import warn
+from gradferry.core.warn import warn, warn_and_log
 from gradferry.reduction.running import Running
 from gradferry.reduction.step_numbers import PassCounter, call_after_steps
 
@@ -28,7 +28,7 @@ def watch_hook(
     check_every: int = 0,
 ) -> RemovableHandle:
     """Warns once, after an optimizer has trained a model for `SILENT_STEPS` steps in a row without
-    a synced backward pass in between.
+    a synced backward pass in between. Rank 0 also logs it.
 
     Args:
         owner: the watch ends when it is freed. The functions below must not refer to it.
@@ -62,7 +62,7 @@ def watch_hook(
             warned = True
             if check_every == 0:
                 handle.remove()
-            warn(explain(optimizer))
+            warn_and_log(explain(optimizer))
 
     handle = call_after_steps(look, owner=owner)
     return handle

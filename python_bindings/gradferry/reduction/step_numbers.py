@@ -97,7 +97,7 @@ def call_with_numbers(state: Counting, callback: StepCallback) -> RemovableHandl
         ratios = {key: now[key] for key in _RATIOS}
         callback(
             {
-                "step": now["steps"] - 1,
+                "step": now["total_steps"] - 1,
                 **step,
                 "ratio": ratio(step, state._ring_share),
                 **ratios,
@@ -123,6 +123,7 @@ class Choice(_Chosen, total=False):
 
 class _Counters(TypedDict):
     steps: int
+    total_steps: int
     buckets: int
     chunks: int
     gradient_bytes: int
