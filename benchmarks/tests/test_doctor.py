@@ -11,8 +11,17 @@ import gradferry
 import pytest
 import torch
 from gradferry.core.codec_spec import parse_codec
-from gradferry.ddp.conditions import BUSY, ProcessorWait, Schedule, about, thread_times
-from gradferry.ddp.trial import CODECS, LOSSES, Candidate, Outcome
+from gradferry.ddp.trial import (
+    BUSY,
+    CODECS,
+    LOSSES,
+    Candidate,
+    Outcome,
+    ProcessorWait,
+    Schedule,
+    about,
+    thread_times,
+)
 from gradferry.diagnosis import DEFAULT_HOOKS, TORCH_DTYPES, Diagnosis, Step, advise
 from gradferry.errors import ConfigError
 from torch import nn

@@ -24,10 +24,9 @@ from gradferry.core.nodes import AUTO as FOUND_NODES
 from gradferry.core.nodes import exchanges_to_choose_from, found_nodes, option_for
 from gradferry.core.parameters import reduced_parameters
 from gradferry.ddp.attach import attach
-from gradferry.ddp.batches import batch_loss, misfit
-from gradferry.ddp.conditions import BUSY, ProcessorWait, Schedule, about
-from gradferry.ddp.model import distributed_in
+from gradferry.ddp.model import batch_loss, distributed_in, misfit
 from gradferry.ddp.trial import (
+    BUSY,
     CODECS,
     COUNTED_STEPS,
     LOSSES,
@@ -35,7 +34,10 @@ from gradferry.ddp.trial import (
     Candidate,
     Clock,
     Outcome,
+    ProcessorWait,
+    Schedule,
     Trial,
+    about,
     clock_of,
     computing_on,
     most_precise,
