@@ -77,7 +77,7 @@ CHANGED = {
     ),
     "old.py": (
         "def main()",
-        'from gradferry import _build_info\n_build_info.GRADFERRY_VERSION = "0.1.0"\n\ndef main()',
+        'import gradferry.reduction.running as used\nused.GRADFERRY_VERSION = "0.1.0"\ndef main()',
     ),
 }
 # By words of the cause in the table: what both machines run first, and what each runs.
