@@ -148,7 +148,7 @@ test-slow: $(valgrind_ready)  ## what `make test` leaves out: slow tests, saniti
 	    -DCMAKE_BUILD_TYPE=Release -DGRADFERRY_WERROR=ON
 	@$(quiet) build/all_gpus.log --show 'Built target|Linking' env -u CUDAARCHS cmake --build build/all_gpus
 
-test-hosts:  ## gradferry in accelerate, Lightning and transformers
+test-hosts:  ## gradferry in accelerate, Lightning, transformers and Ray
 	$(prepare) $(package_ready) $(hosts_ready)
 	@$(hosts)/bin/python -m pytest -q tests/hosts
 

@@ -27,9 +27,7 @@ CHANGED = {
 }
 
 
-# Its snippets need trainers, which are no part of this environment: tests/hosts/test_page.py.
-ELSEWHERE = "docs/guide/trainers.md"
-SNIPPETS = [page for page in PAGES if blocks(page, "python") and page != ELSEWHERE]
+SNIPPETS = [page for page in PAGES if blocks(page, "python")]
 
 
 @pytest.mark.parametrize("page", SNIPPETS, ids=str)
@@ -71,6 +69,8 @@ def test_every_command_is_one(page: str, command: str) -> None:
         assert words[1] in goals
     elif words[0] == "pip":
         assert words[1] == "install"
+    elif words[1] == "-c":
+        compile(words[2], page, "exec")
     else:  # of an example or benchmark, which has tests of its own
         script = next(word for word in words if word.endswith(".py"))
         assert (ROOT / script).exists()

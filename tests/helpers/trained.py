@@ -1,0 +1,14 @@
+"""How the scripts of examples/trainers end."""
+
+from __future__ import annotations
+
+import re
+
+
+def expect_trained(code: int, said: str, errors: str = "") -> None:
+    """One rank says how its training ended: far below ln 10, the loss of a guess."""
+    assert code == 0, (said, errors)
+    ((loss, ratio),) = re.findall(r"^loss (\d+\.\d+), ratio (\d+\.\d+)$", said, re.MULTILINE)
+    assert float(loss) < 1
+    # 4.3 bits per element; headers and biases, which stay as they are, take the rest.
+    assert 6 < float(ratio) < 32 / 4.3
