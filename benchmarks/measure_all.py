@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).parents[1]
+RESULTS = Path("benchmarks/results")  # from there, so that a file names no folder of a machine
 _MODULE = ("-m", "gradferry")
 _SIGN1, _TOPK = "sign1+momentum=0.8", "topk+momentum=0.8"
 # On a slow link every round of an uncompressed hook takes many seconds.
@@ -56,10 +57,10 @@ _CODECS = ("q4", "q8", "sign1", "rht:bits=4", "topk:ratio=0.01")
 _UNDER_HSDP = ("--parallel", "hsdp", "--hosts", "2", "--ranks-per-host", "2")
 
 MEASUREMENTS = {
-    "train_1gbit": Measurement(_train("1gbit", ("sync", *_ALL, "auto"), 20, *_BUCKETS), 6),
-    "train_100mbit": Measurement(_train("100mbit", ("sync", *_FEW, "auto"), 6, *_BUCKETS), 7),
-    "train_10gbit": Measurement(_train("10gbit", ("sync", *_ALL, "auto"), 12, *_BUCKETS), 4),
-    "train_unshaped": Measurement(_train("unshaped", ("sync", *_FEW, "auto"), 12, *_BUCKETS), 4),
+    "train_1gbit": Measurement(_train("1gbit", ("sync", *_ALL, "auto"), 16, *_BUCKETS), 5),
+    "train_100mbit": Measurement(_train("100mbit", ("sync", *_FEW, "auto"), 6, *_BUCKETS), 6),
+    "train_10gbit": Measurement(_train("10gbit", ("sync", *_ALL, "auto"), 12, *_BUCKETS), 3),
+    "train_unshaped": Measurement(_train("unshaped", ("sync", *_FEW, "auto"), 12, *_BUCKETS), 3),
     "train_1gbit_2x2": Measurement(_on_hosts("1gbit", 2, 6, *_CASTS), 2),
     "train_1gbit_2x4": Measurement(_on_hosts("1gbit", 4, 6, "torch:fp32"), 3),
     "train_100mbit_2x2": Measurement(_on_hosts("100mbit", 2, 4, *_CASTS), 3),
@@ -74,8 +75,9 @@ MEASUREMENTS = {
         (*_MODULE, "bench", "codec", "--codecs", *_CODECS, "--isas", "avx512", "avx2"), 3
     ),
     "local_stage": Measurement(("benchmarks/local_stage.py",), 1),
+    "demo": Measurement((*_MODULE, "demo", "--out", "build/demo"), 2),
     "diloco": Measurement(("benchmarks/diloco.py", "--seeds", "2"), 3),
-    "growth": Measurement(("benchmarks/growth.py",), 8),
+    "growth": Measurement(("benchmarks/growth.py",), 6),
 }
 
 
@@ -103,7 +105,7 @@ def main() -> None:
         print(f"{name}: {' '.join(command(name)[1:])}", flush=True)
         if not arguments.dry_run:
             started = time.monotonic()
-            subprocess.run(command(name), check=True)
+            subprocess.run(command(name), check=True, cwd=ROOT)
             print(f"{name}: {time.monotonic() - started:.0f} s", flush=True)
 
 
@@ -117,7 +119,7 @@ def _date(text: str) -> datetime:
 
 
 def _is_new(name: str, since: datetime | None) -> bool:
-    path = RESULTS / f"{name}.json"
+    path = ROOT / RESULTS / f"{name}.json"
     if since is None or not path.exists():
         return False
     measured = json.loads(path.read_text())["environment"]["date"]

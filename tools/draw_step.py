@@ -4,8 +4,8 @@ python3 tools/draw_step.py
 
 A bar is the median step of a hook. Forward pass, backward pass and optimizer are as long as those
 of `none`, which does not communicate; what a step takes longer is communication that the backward
-pass does not hide. The thin bars are the buckets of one step, each from when DDP hands it over until
-its averages are complete. PyTorch's hooks overlap buckets with the backward pass, too.
+pass does not hide. The thin bars are the buckets of one step, each from when DDP hands it over
+until its averages are complete. PyTorch's hooks overlap buckets with the backward pass, too.
 """
 
 from __future__ import annotations

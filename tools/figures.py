@@ -2,9 +2,10 @@
 
 .venv/bin/python tools/figures.py
 
-Figures stand in a page between `<!-- figures: NAME -->` and `<!-- end -->`, in a line or as a table.
-NAME is one of FIGURES, with its arguments: `<!-- figures: ms 1gbit q4 -->`. What stands there now
-is replaced. A test compares every page with its figures, and refuses measured numbers elsewhere.
+Figures stand in a page between `<!-- figures: NAME -->` and `<!-- end -->`, in a line or as a
+table. NAME is one of FIGURES, with its arguments: `<!-- figures: ms 1gbit q4 -->`. What stands
+there now is replaced. A test compares every page with its figures, and refuses measured numbers
+elsewhere in README and guide.
 """
 
 from __future__ import annotations
@@ -72,18 +73,18 @@ def step(link: str, hook: str) -> Row:
     return row_of(f"train_{link}", hook=hook)
 
 
-def loss(task: str, hook: str) -> tuple[float, float]:
-    """`convergence.json`, AdamW: loss over fp32's with the same seed, minus 1, mean over seeds; and
-    fp32's bytes over the hook's, in whole trainings.
+def loss(task: str, hook: str, optimizer: str = "AdamW") -> tuple[float, float]:
+    """`convergence.json`: loss over fp32's with the same seed, minus 1, mean over seeds; and fp32's
+    bytes over the hook's, in whole trainings.
     """
     codec, *options = hook.split("+")
     momentum = float(options[0].removeprefix("momentum=")) if options else None
     modes = ("momentum",) if options else ("dense", "owner", "both")
-    base = rows_of("convergence", task=task, optimizer="AdamW", codec=PLAIN_DDP)
+    base = rows_of("convergence", task=task, optimizer=optimizer, codec=PLAIN_DDP)
     by_seed = {row["seed"]: row for row in base}
     rows = [
         row
-        for row in rows_of("convergence", task=task, optimizer="AdamW", codec=codec)
+        for row in rows_of("convergence", task=task, optimizer=optimizer, codec=codec)
         if row["mode"] in modes and row["momentum"] == momentum and row["warmup"] is None
     ]
     if not rows:
@@ -103,9 +104,6 @@ def spread(task: str) -> float:
 def faster(row: Row, than: Row) -> Interval:
     """Times of `than` over those of `row`, round by round."""
     return paired_ratio(than["round_ms"], row["round_ms"])
-
-
-# --- texts ----------------------------------------------------------------------------------------
 
 
 def name_of(hook: str) -> str:
@@ -167,9 +165,6 @@ def occasion(*names: str) -> str:
     return f"{dates[0]}{f' to {dates[-1]}' if dates[1:] else ''}, {'; '.join(sorted(places))}"
 
 
-# --- tables ---------------------------------------------------------------------------------------
-
-
 def readme_hooks() -> str:
     """The hooks that the README compares."""
 
@@ -204,6 +199,58 @@ def steps() -> str:
         return [name_of(hook), *cells, sent]
 
     return table(["hook", *LINKS.values(), "MB sent"], map(line, hooks))
+
+
+def losses() -> str:
+    """What the hooks of `steps` do to the loss, and the bytes of whole trainings."""
+
+    def line(hook: str) -> list[str]:
+        excess, ratio = loss("tiny_text", hook)
+        return [name_of(hook), percent(excess), f"{ratio:.1f}"]
+
+    hooks = ["torch:bf16", "q8", "q4", "rht:bits=3", "rht:bits=2+momentum=0.8"]
+    hooks += ["sign1+momentum=0.8", "topk:ratio=0.01+momentum=0.8"]
+    heads = ["hook", "loss against fp32", "times fewer bytes, whole training"]
+    return table(heads, map(line, hooks))
+
+
+def sharded_loss(kind: str) -> str:
+    """Trainings under FSDP2."""
+
+    def line(codec: str) -> list[str]:
+        rows = sorted(rows_of(f"sharded_loss_{kind}", codec=codec), key=lambda row: row["seed"])
+        values = [row["final_loss"] for row in rows]
+        how = "counted" if rows[0]["wire_bytes_measured"] else "computed"
+        return [
+            "uncompressed (`off`)" if codec == "off" else f"`{codec}`",
+            ", ".join(f"{value:.4f}" for value in values),
+            f"{fmean(values):.4f}",
+            f"{stdev(values):.4f}",
+            f"{rows[0]['wire_bytes_per_step']:,} ({how})",
+        ]
+
+    heads = ["averages", "validation loss by seed", "mean", "spread", "bytes per rank and step"]
+    return table(heads, map(line, ("off", "q4")))
+
+
+def sharded_apart(kind: str) -> str:
+    """How much higher q4's mean loss is."""
+    means = (
+        fmean(row["final_loss"] for row in rows_of(f"sharded_loss_{kind}", codec=codec))
+        for codec in ("q4", "off")
+    )
+    return percent(next(means) / next(means) - 1)
+
+
+def plain_above() -> str:
+    """How far `sign1` and `topk` end above fp32 without momentum mode, with AdamW and SGD."""
+    found = [
+        loss(task, codec, optimizer)[0]
+        for task in ("tiny_text", "tiny_vision")
+        for optimizer in ("AdamW", "SGD")
+        for codec in ("sign1", "topk:ratio=0.01")
+    ]
+    return f"{100 * min(found):.0f} % to {100 * max(found):.0f} %"
 
 
 def chosen(link: str) -> str:
@@ -251,7 +298,7 @@ def processor_time() -> str:
         total = sum(times.values())
         ours, main = times.get("gf-finish", 0.0), times["main"]
         over = [row["ratio_to_sync"], row["ratio_to_sync_low"], row["ratio_to_sync_high"]]
-        codec = row["encode_ms"] and row["encode_ms"] + row["reduce_ms"] + row["decode_ms"]
+        codec = sum(row[phase] or 0.0 for phase in ("encode_ms", "reduce_ms", "decode_ms"))
         return [
             name_of(row["hook"]),
             interval(Interval(*over)),
@@ -268,7 +315,8 @@ def local_stage() -> str:
 
     def line(row: Row) -> list[str]:
         parts = (row["exchange_ms"], row["pack_ms"] + row["sum_ms"], row["cpu_ms"])
-        return [str(row["ranks"]), str(row["way"]), *(f"{part:.1f}" for part in parts)]
+        way = "shared memory" if row["way"] == "memory" else row["way"]
+        return [str(row["ranks"]), way, *(f"{part:.1f}" for part in parts)]
 
     heads = ["ranks", "way", "exchange", "pack and sum", "all"]
     return table(heads, map(line, rows_of("local_stage")), 2)
@@ -335,6 +383,22 @@ def growth() -> str:
     return table(heads, map(line, rows_of("growth")), 2)
 
 
+def demo() -> str:
+    """What `gradferry demo` printed."""
+    rows = rows_of("demo")
+    plain = next(row for row in rows if row["hook"] == PLAIN_DDP)
+
+    def line(row: Row) -> list[str]:
+        excess = row["final_loss"] / plain["final_loss"] - 1
+        how = "" if row["wire_bytes_measured"] else " (computed)"
+        sent = f"{row['wire_bytes_per_step']:,}{how}"
+        numbers = [f"{row['final_loss']:.4f}", "" if row is plain else percent(excess), sent]
+        return [name_of(row["hook"]), *numbers, f"{row['ratio']:.2f}", ms(row["ms_per_step"])]
+
+    heads = ["hook", "final loss", "against plain DDP", "bytes sent per rank and step"]
+    return table([*heads, "times fewer", "ms per step"], map(line, rows))
+
+
 def diloco() -> str:
     """The outer step of examples/diloco.py."""
 
@@ -372,10 +436,15 @@ FIGURES: dict[str, Callable[..., str]] = {
     "codec_peers": codec_peers,
     "codec_h100": codec_h100,
     "growth": growth,
+    "demo": demo,
     "diloco": diloco,
     "command": command,
     "occasion": occasion,
     "chosen": chosen,
+    "losses": losses,
+    "plain_above": plain_above,
+    "sharded_loss": sharded_loss,
+    "sharded_apart": sharded_apart,
     # numbers in a sentence
     "ms": lambda link, hook: ms(step(link, hook)["ms_median"]),
     "faster": lambda link, hook, than=PLAIN_DDP: (
@@ -385,7 +454,6 @@ FIGURES: dict[str, Callable[..., str]] = {
     "loss": lambda task, hook: percent(loss(task, hook)[0]),
     "fewer": lambda hook: f"{loss('tiny_text', hook)[1]:.1f}",
     "spread": lambda task: f"{200 * spread(task):.2f} %",
-    "rounds": lambda link: str(len(step(link, "none")["round_ms"])),
     "diloco_faster": lambda: "{:.1f}".format(
         row_of("diloco", codec="off")["outer_step_ms"]
         / row_of("diloco", codec="q4")["outer_step_ms"]

@@ -21,8 +21,8 @@ from gradferry_lab.workloads import load_task
 COMMAND = [sys.executable, "-m", "gradferry"]
 ROW_KEYS = {
     "task", "hook", "link", "ranks", "steps", "seed", "initial_loss", "final_loss",
-    "wire_bytes_per_step", "wire_bytes_measured", "wire_bytes_formula", "ratio", "ms_per_step", "losses",
-    "cumulative_wire_bytes",
+    "wire_bytes_per_step", "wire_bytes_measured", "wire_bytes_formula", "ratio", "ms_per_step",
+    "losses", "cumulative_wire_bytes",
 }  # fmt: skip
 
 

@@ -4,8 +4,8 @@
 //   growth_ranks WORLD FIRST COUNT ELEMENTS PORT
 //
 // The ranks FIRST to FIRST + COUNT - 1 of WORLD average ELEMENTS fp32 numbers with q4. FIRST 0
-// serves the store. Prints for this process: seconds of attaching, then per rank the milliseconds of
-// processor time in a step, MiB and sockets that attaching added.
+// serves the store. Prints for this process: seconds of attaching, then per rank the milliseconds
+// of processor time in a step, MiB and sockets that attaching added.
 #include <gradferry/reducer.h>
 #include <sys/resource.h>
 #include <torch/torch.h>
@@ -105,8 +105,7 @@ void run(const Options& options) {
                                options.first + number, options.world);
     together.arrive_and_wait();
     if (speaks) {
-      attach_s =
-          std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
+      attach_s = std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
       attached = cost_of_process();
     }
     for (int step = 0; step < kSteps; ++step) reducer.all_reduce(tensors);
@@ -130,10 +129,9 @@ void run(const Options& options) {
   }
   for (std::thread& rank : ranks) rank.join();
   const auto count = static_cast<double>(options.count);
-  std::printf("%.3f %.3f %.3f %.1f\n", attach_s,
-              1e3 * (after.cpu_s - attached.cpu_s) / count / kSteps,
-              (after.memory_mib - before.memory_mib) / count,
-              (attached.sockets - before.sockets) / count);
+  std::printf(
+      "%.3f %.3f %.3f %.1f\n", attach_s, 1e3 * (after.cpu_s - attached.cpu_s) / count / kSteps,
+      (after.memory_mib - before.memory_mib) / count, (attached.sockets - before.sockets) / count);
   std::fflush(stdout);
   // The process that serves the store leaves last.
   if (options.first != 0) {
