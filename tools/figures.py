@@ -235,11 +235,8 @@ def sharded_loss(kind: str) -> str:
 
 def sharded_apart(kind: str) -> str:
     """How much higher q4's mean loss is."""
-    means = (
-        fmean(row["final_loss"] for row in rows_of(f"sharded_loss_{kind}", codec=codec))
-        for codec in ("q4", "off")
-    )
-    return percent(next(means) / next(means) - 1)
+    q4, off = (rows_of(f"sharded_loss_{kind}", codec=codec) for codec in ("q4", "off"))
+    return percent(fmean(r["final_loss"] for r in q4) / fmean(r["final_loss"] for r in off) - 1)
 
 
 def plain_above() -> str:
@@ -318,8 +315,9 @@ def local_stage() -> str:
         way = "shared memory" if row["way"] == "memory" else row["way"]
         return [str(row["ranks"]), way, *(f"{part:.1f}" for part in parts)]
 
-    heads = ["ranks", "way", "exchange", "pack and sum", "all"]
-    return table(heads, map(line, rows_of("local_stage")), 2)
+    return table(
+        ["ranks", "way", "exchange", "pack, sum", "all"], map(line, rows_of("local_stage")), 2
+    )
 
 
 def _codec_name(codec: str) -> str:
@@ -356,18 +354,19 @@ def codec_peers() -> str:
 def codec_h100() -> str:
     """Codecs on a GPU."""
     rows = rows_of("codec_h100", size_mb=100.0, misaligned=False)
-
-    def cell(codec: str, op: str, ranks: int) -> str:
-        (row,) = (r for r in rows if (r["codec"], r["op"], r["world_size"]) == (codec, op, ranks))
-        return f"{row['us_median']:.0f} · {row['gbps']:,.0f} · {row['roof_ratio']:.2f}"
-
     columns = [("encode_ef", 1), ("reduce", 8), ("decode_ef", 1)]
-    lines = (
-        [_codec_name(codec), *(cell(codec, *column) for column in columns)]
-        for codec in dict.fromkeys(row["codec"] for row in rows)
-    )
+    found = {(row["codec"], row["op"], row["world_size"]): row for row in rows}
+
+    def line(codec: str) -> list[str]:
+        mine = [found[(codec, *column)] for column in columns]
+        numbers = ((row["us_median"], row["gbps"], row["roof_ratio"]) for row in mine)
+        return [
+            _codec_name(codec),
+            *(f"{us:.0f} · {gb:,.0f} · {roof:.2f}" for us, gb, roof in numbers),
+        ]
+
     heads = ["codec", "encode with residual", "reduce of 8 ranks", "decode with residual"]
-    return table(heads, lines)
+    return table(heads, map(line, dict.fromkeys(row["codec"] for row in rows)))
 
 
 def growth() -> str:
