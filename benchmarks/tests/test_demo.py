@@ -141,7 +141,8 @@ def test_demo_runs_under_torchrun_on_vision(tmp_path):
     document = json.loads((tmp_path / "j").read_text())
     assert [row["hook"] for row in document["rows"]] == hooks
     assert {row["ranks"] for row in document["rows"]} == {2}
-    assert ended.stdout.count("gradferry demo: task vision, 2 ranks, 3 steps, seed 0") == 1
+    title = "gradferry demo: task vision, 2 ranks, link torchrun, 3 steps, seed 0"
+    assert ended.stdout.count(title) == 1
 
 
 @pytest.fixture

@@ -71,7 +71,7 @@ class HookHandle(Protocol):
 
     @property
     def bucket_times(self) -> BucketTimes | None:
-        """Of a hook of PyTorch's, where they can be noted."""
+        """When buckets travel under a hook of PyTorch's; None where that is not noted."""
 
     @property
     def dense_bytes(self) -> int:
