@@ -99,7 +99,7 @@ setup:  ## the environment, with gradferry and all that tests need built and ins
 	@echo "gradferry is installed in $(venv) for torch $(TORCH)"
 
 demo:  ## two ranks on this machine: what compression changes, with pictures
-	@test -e $(demo_ready) || echo "Set-up: about 4 minutes on two cores, once. Details are in build/*.log."
+	@test -e $(demo_ready) || echo "Set-up: about 4 minutes on two cores, once; then 2 of training. Details are in build/*.log."
 	$(prepare) $(demo_ready)
 	@$(bin)/gradferry demo
 

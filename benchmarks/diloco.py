@@ -15,6 +15,8 @@ import tempfile
 from pathlib import Path
 from statistics import mean, median, stdev
 
+from gradferry_lab.flags import add_json
+from gradferry_lab.output.json_file import write_json
 from gradferry_lab.ranks.network import DEVICE, Network, address, parse_link
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "diloco.py"
@@ -52,6 +54,7 @@ def main() -> None:
     parser.add_argument("--link", default="50mbit")
     parser.add_argument("--seeds", type=int, default=3, help="how many (default: 3)")
     parser.add_argument("--codecs", nargs="+", default=["off", "q4"])
+    add_json(parser)
     arguments = parser.parse_args()
     losses: dict[str, list[float]] = {codec: [] for codec in arguments.codecs}
     times: dict[str, list[float]] = {codec: [] for codec in arguments.codecs}
@@ -61,12 +64,25 @@ def main() -> None:
             losses[codec].append(loss)
             times[codec] += steps
             print(f"seed {seed}, {codec}: loss {loss:.4f}, outer step {median(steps):.0f} ms")
-    for codec in arguments.codecs:
-        spread = stdev(losses[codec]) if arguments.seeds > 1 else 0.0
+    rows = [
+        {
+            "codec": codec,
+            "hosts": arguments.hosts,
+            "link": arguments.link,
+            "losses": losses[codec],
+            "loss": mean(losses[codec]),
+            "spread": stdev(losses[codec]) if arguments.seeds > 1 else 0.0,
+            "outer_step_ms": median(times[codec]),
+        }
+        for codec in arguments.codecs
+    ]
+    for row in rows:
         print(
-            f"{codec}: loss {mean(losses[codec]):.4f} (spread {spread:.4f}), "
-            f"outer step {median(times[codec]):.0f} ms"
+            f"{row['codec']}: loss {row['loss']:.4f} (spread {row['spread']:.4f}), "
+            f"outer step {row['outer_step_ms']:.0f} ms"
         )
+    if arguments.json is not None:
+        write_json(arguments.json, rows, results_of="diloco")
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ python3 tools/draw_step.py
 
 A bar is the median step of a hook. Forward pass, backward pass and optimizer are as long as those
 of `none`, which does not communicate; what a step takes longer is communication that the backward
-pass does not hide. The thin bars are the buckets of a step, each from when DDP hands it over until
-its averages are complete.
+pass does not hide. The thin bars are the buckets of one step, each from when DDP hands it over
+until its averages are complete. PyTorch's hooks overlap buckets with the backward pass, too.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-MEASURED = ROOT / "benchmarks/results/train_1gbit_host.json"
+MEASURED = ROOT / "benchmarks/results/train_1gbit.json"
 PICTURE = ROOT / "docs/step.svg"
 SHOWN = {
     "none": "no communication",
+    "torch:fp32": "plain DDP",
     "torch:fp16": "PyTorch's fp16 hook",
     "q4": "gradferry, q4",
 }
@@ -58,7 +59,7 @@ def draw(results: dict[str, Any]) -> str:
         for kind, length in lengths.items():
             parts.append(_bar(kind, LEFT + begin * scale, y, length * scale, BAR))
             begin += length
-        for bucket in rows[hook]["last_step"].get("buckets", []):
+        for bucket in rows[hook]["last_step"]["buckets"]:
             start, end = bucket["begin_ms"], bucket["complete_ms"]
             lane = y + BAR + 3 + 4 * (bucket["bucket"] % 2)
             parts.append(_bar("bucket", LEFT + start * scale, lane, (end - start) * scale, 3))

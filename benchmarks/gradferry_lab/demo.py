@@ -1,4 +1,4 @@
-"""`gradferry demo`: the same training with several gradient hooks, side by side."""
+"""`gradferry demo`: the same training with several gradient hooks, which take turns."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gradferry.core.codec_spec import OFF
+import torch.distributed as dist
 from gradferry.errors import ConfigError
 from rich.console import Console
 
@@ -17,14 +17,19 @@ from gradferry_lab.output.html import Picture, Section, html_page
 from gradferry_lab.output.json_file import environment, write_json
 from gradferry_lab.output.progress import StepDone, TrainingProgress
 from gradferry_lab.output.table import Column, Table, print_line, print_table
-from gradferry_lab.ranks.launch import Emit, Placement, run_ranks, torchrun_placement
+from gradferry_lab.ranks.busy import busy_note
+from gradferry_lab.ranks.everywhere import LOOPBACK, run_everywhere
+from gradferry_lab.ranks.hosts import Where
+from gradferry_lab.ranks.launch import Emit, Outbox, Placement, torchrun_placement
+from gradferry_lab.ranks.network import check_network, parse_link
 from gradferry_lab.workloads import TASKS, load_task
-from gradferry_lab.workloads.hook_names import TORCH_HOOKS, check_hook
+from gradferry_lab.workloads.hook_names import PLAIN_DDP, TORCH_HOOKS, check_hook
 from gradferry_lab.workloads.task import Task
-from gradferry_lab.workloads.training import TrainingRun, check_size, train
+from gradferry_lab.workloads.training import Training, TrainingRun, check_size
 
-DEFAULT_HOOKS = ("torch:fp32", "torch:bf16", "q4")
-_REFERENCE = "torch:fp32"
+DEFAULT_HOOKS = (PLAIN_DDP, "torch:fp16", "q4", "sign1+momentum=0.8")
+_LINK = "1gbit"  # where this process may make one
+_TORCHRUN = "torchrun"  # the network is between machines that this command does not know
 _GIGABIT = 1e9  # bits per second
 
 Row = Mapping[str, Any]
@@ -40,8 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_hooks(
         parser,
         DEFAULT_HOOKS,
-        f"hooks to compare, in this order: {' '.join(TORCH_HOOKS)}, off, or a gradferry codec "
-        f"as listed by `gradferry info`",
+        f"hooks to compare: {' '.join(TORCH_HOOKS)}, off, or a gradferry codec as listed by "
+        f"`gradferry info`, also with arguments of attach: sign1+momentum=0.8. torch:fp32 is "
+        f"DistributedDataParallel without a hook",
     )
     parser.add_argument("--steps", type=int, help="steps per hook (default: 400)")
     parser.add_argument(
@@ -50,6 +56,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=2,
         help="processes to train with, one thread each; under torchrun its own ranks are taken "
         "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--link",
+        metavar="RATE",
+        help=f"100mbit, 1gbit, ...: each rank in a network namespace, joined by a link of that "
+        f"rate (as root); 'loopback': without one, and without times (default: {_LINK} where "
+        f"this user may make namespaces, else loopback)",
     )
     parser.add_argument(
         "--seed", type=int, default=0, help="of model and data, the same for all (default: 0)"
@@ -68,41 +81,82 @@ def run(arguments: argparse.Namespace) -> int:
     """Trains, then reports. Raises a GradferryError when an option is wrong or a rank fails."""
     for hook in arguments.hooks:
         check_hook(hook)
+    hooks = tuple(dict.fromkeys(arguments.hooks))
     task = load_task(arguments.task)
     steps = task.default_steps if arguments.steps is None else arguments.steps
     placement = torchrun_placement() or Placement(0, arguments.ranks)
     check_size(task, steps, placement.num_ranks)
-    is_first = placement.rank == 0
+    _choose_link(arguments)
     console = Console()
-    if is_first:
+    if placement.rank == 0 and not Outbox.of_this_rank():  # else the command on the host said it
         _make_folder(arguments.out)
-        print_line(console, f"Task {task.name}: {task.source}.")
-    with TrainingProgress(console) as progress:
-        runs = run_ranks(
-            compare_hooks,
-            (task.name, tuple(arguments.hooks), steps, arguments.seed),
-            arguments.ranks,
-            progress,
-        )
-    if is_first:
-        rows = [_row(task, run, steps, arguments.seed) for run in runs]
+        for line in _plan(task, hooks, steps, arguments.link):
+            print_line(console, line)
+
+    def report(runs: Sequence[TrainingRun], where: Where) -> int:
+        progress.close()
+        rows = [_row(task, run, steps, arguments.seed, where.link) for run in runs]
         _report(console, task, rows, arguments.out, arguments.json)
-    return 0
+        return 0
+
+    with TrainingProgress(console) as progress:
+        body = (task.name, hooks, steps, arguments.seed)
+        return run_everywhere(arguments, compare_hooks, body, progress, report)
+
+
+def _choose_link(arguments: argparse.Namespace) -> None:
+    """Sets --link where the user did not, and what `run_everywhere` reads beside it. Raises
+    ConfigError for a link that was asked for and cannot be made.
+    """
+    arguments.hosts, arguments.ranks_per_host = arguments.ranks, 1
+    if torchrun_placement():
+        arguments.link = arguments.link or _TORCHRUN
+    elif arguments.link is None:
+        arguments.link = _LINK if _may_make_hosts(arguments.ranks) else LOOPBACK
+        arguments.command_line = [*arguments.command_line, "--link", arguments.link]
+    elif arguments.link != LOOPBACK:
+        parse_link(arguments.link)
+        check_network(arguments.ranks)
+
+
+def _may_make_hosts(num_hosts: int) -> bool:
+    try:
+        check_network(num_hosts)
+    except ConfigError:
+        return False
+    return True
+
+
+def _plan(task: Task, hooks: Sequence[str], steps: int, link: str) -> list[str]:
+    """What is about to happen, for people."""
+    where = "over loopback" if link == LOOPBACK else f"on the network of {link}"
+    if link not in (LOOPBACK, _TORCHRUN):
+        where = f"on a link of {link} between network namespaces"
+    lines = [
+        f"Task {task.name}: {task.source}.",
+        f"{len(hooks)} trainings of {steps} steps take turns, step by step, {where}. The first "
+        f"step comes after some 15 seconds; all take about 2 minutes on two idle cores.",
+    ]
+    return [*lines, *filter(None, [busy_note()])]
 
 
 def compare_hooks(
     emit: Emit, task_name: str, hooks: Sequence[str], steps: int, seed: int
 ) -> list[TrainingRun]:
-    """Trains with one hook after the other; runs on every rank."""
+    """Trains with all hooks, which take turns of one step each; runs on every rank.
+
+    The order is reversed from round to round, so that what else the machine does affects all hooks
+    alike.
+    """
     task = load_task(task_name)
-
-    def train_with(hook: str) -> TrainingRun:
-        def on_step(step: int, loss: float) -> None:
-            emit(StepDone(hook, step, steps, loss))
-
-        return train(task, hook, steps=steps, seed=seed, on_step=on_step)
-
-    return [train_with(hook) for hook in hooks]
+    trainings = [Training(task, hook, steps=steps, seed=seed) for hook in hooks]
+    in_turn = list(trainings)
+    for step in range(1, steps + 1):
+        for training in in_turn:
+            dist.barrier()  # no rank's step waits for another rank's step under another hook
+            emit(StepDone(training.hook, step, steps, training.step()))
+        in_turn.reverse()
+    return [training.finish() for training in trainings]
 
 
 def _make_folder(folder: Path) -> None:
@@ -112,12 +166,13 @@ def _make_folder(folder: Path) -> None:
         raise ConfigError(f"--out {folder}: cannot make this folder: {error}") from error
 
 
-def _row(task: Task, run: TrainingRun, steps: int, seed: int) -> dict[str, Any]:
+def _row(task: Task, run: TrainingRun, steps: int, seed: int, link: str) -> dict[str, Any]:
     """One row of the JSON file. `ratio` is the bytes of fp32 over this hook's; null if none."""
     sent = run.wire_bytes_per_step
     return {
         "task": task.name,
         "hook": run.hook,
+        "link": link,
         "ranks": run.num_ranks,
         "steps": steps,
         "seed": seed,
@@ -138,43 +193,49 @@ def _report(
 ) -> None:
     section = section_of(rows)
     table, (picture,) = section.table, section.pictures
-    console.print()
-    print_table(console, table)
     page = html_page(table.title, f"{task.source}.", [section], environment())
     (folder / "loss_curves.png").write_bytes(picture.light)
     (folder / "index.html").write_text(page, encoding="utf-8")
-    written = [folder / "loss_curves.png", folder / "index.html"]
+    console.print()
+    print_line(
+        console,
+        f"Loss against bytes sent: {folder / 'loss_curves.png'}; with this table: "
+        f"{folder / 'index.html'}",
+    )
+    console.print()
+    print_table(console, table)
+    if section.verdict:
+        console.print()
+        print_line(console, section.verdict)
     if json_file:
         write_json(json_file, rows, results_of="demo")
-        written.append(json_file)
-    print_line(console, f"Written: {', '.join(map(str, written))}")
+        print_line(console, f"Written: {json_file}")
 
 
 def section_of(rows: Sequence[Row]) -> Section:
-    """Table and curves of the demo's rows."""
+    """Table, curves and verdict of the demo's rows."""
     task = load_task(rows[0]["task"])
     curves = [Curve(row["hook"], row["losses"], row["cumulative_wire_bytes"]) for row in rows]
     axis = Axis(f"training loss, {task.metric}")
     light, dark = (draw_loss_curves(curves, axis, theme) for theme in THEMES)
-    picture = Picture("Training loss by step and by bytes sent, one curve per hook", light, dark)
-    return Section(_table(task, rows), [picture])
+    picture = Picture("Training loss by bytes sent and by step, one curve per hook", light, dark)
+    return Section(_table(task, rows), [picture], _verdict(rows))
 
 
 def _table(task: Task, rows: Sequence[Row]) -> Table:
-    reference = next((row["final_loss"] for row in rows if row["hook"] == _REFERENCE), None)
+    plain = _plain_ddp(rows)
     first = rows[0]
-    columns = (
-        Column("hook", lambda row: str(row["hook"]), is_number=False),
-        Column("initial\nloss", lambda row: f"{row['initial_loss']:.4f}"),
+    columns = [
+        Column("hook", _name, is_number=False),
         Column("final\nloss", lambda row: f"{row['final_loss']:.4f}"),
-        Column("against\nfp32", lambda row: _against(row["final_loss"], reference)),
-        Column("bytes\nsent ", lambda row: _bytes_sent(row)),
-        Column("bytes by\nformula", lambda row: f"{row['wire_bytes_formula']:,}"),
-        Column("fp32 /\nsent", lambda row: f"{row['ratio']:.2f}" if row["ratio"] else "-"),
-        Column("ms per\nstep", lambda row: f"{row['ms_per_step']:.1f}"),
-    )
+        Column("against\nplain DDP", lambda row: _against(row, plain)),
+        Column("bytes sent\nper step ", _bytes_sent),
+        Column("times\nfewer", lambda row: f"{row['ratio']:.2f}" if row["ratio"] else "-"),
+    ]
+    if _has_times(rows):
+        columns.append(Column("ms per\nstep", lambda row: f"{row['ms_per_step']:.1f}"))
     return Table(
-        title=f"gradferry demo: task {task.name}, {first['ranks']} ranks, "
+        title=f"gradferry demo: task {task.name}, {first['ranks']} ranks, link {first['link']}, "
         f"{first['steps']} steps, seed {first['seed']}",
         columns=columns,
         rows=rows,
@@ -182,8 +243,20 @@ def _table(task: Task, rows: Sequence[Row]) -> Table:
     )
 
 
-def _against(loss: float, reference: float | None) -> str:
-    return "-" if reference is None else f"{100 * (loss / reference - 1):+.2f} %"
+def _plain_ddp(rows: Sequence[Row]) -> Row | None:
+    return next((row for row in rows if row["hook"] == PLAIN_DDP), None)
+
+
+def _has_times(rows: Sequence[Row]) -> bool:
+    return bool(rows[0]["link"] != LOOPBACK)
+
+
+def _name(row: Row) -> str:
+    return f"{row['hook']} (plain DDP)" if row["hook"] == PLAIN_DDP else str(row["hook"])
+
+
+def _against(row: Row, plain: Row | None) -> str:
+    return "-" if plain is None else f"{100 * (row['final_loss'] / plain['final_loss'] - 1):+.2f} %"
 
 
 def _bytes_sent(row: Row) -> str:
@@ -192,37 +265,44 @@ def _bytes_sent(row: Row) -> str:
 
 
 def _notes(task: Task, rows: Sequence[Row]) -> list[str]:
+    times = "Milliseconds: median step of the slowest rank." if _has_times(rows) else ""
     notes = [
-        f"Losses are of the validation data, in {task.metric}. Bytes are per step, of the rank "
-        f"that sends most; milliseconds are the median step of the slowest rank."
+        f"Losses: of validation data, in {task.metric}; {rows[0]['initial_loss']:.4f} before "
+        f"training. Bytes: of the rank that sends most. {times}".strip()
     ]
     if not all(row["wire_bytes_measured"] for row in rows):
         notes.append("* computed for a ring all-reduce: PyTorch does not count what it sends.")
-    compared = _compared(rows)
-    if compared:
-        notes.append(compared)
-    times = ", ".join(f"{row['hook']} {_wire_ms(row):.1f} ms" for row in rows)
-    notes.append(f"A link of 1 Gb/s would need, for these bytes in each step: {times}.")
+    if not _has_times(rows):
+        needs = ", ".join(f"{row['hook']} {_wire_ms(row):.1f} ms" for row in rows)
+        notes.append(
+            f"Times are left out: ranks met over loopback, which is faster than any network. As "
+            f"root (docker: --privileged) the demo makes a link of {_LINK} and shows them. For "
+            f"these bytes alone 1 Gb/s needs in each step: {needs}."
+        )
     return notes
 
 
-def _compared(rows: Sequence[Row]) -> str:
-    """What this run measured of every codec, for the network that it had. Empty without both kinds
-    of hooks.
-    """
-    backend = [row for row in rows if row["hook"] == OFF or row["hook"].startswith("torch:")]
-    codecs = [row for row in rows if row not in backend]
-    if not backend or not codecs:
+def _verdict(rows: Sequence[Row]) -> str:
+    """What every codec changed, a sentence each. Empty without plain DDP to compare with."""
+    plain = _plain_ddp(rows)
+    codecs = [row for row in rows if not row["hook"].startswith("torch:") and row["ratio"]]
+    if plain is None:
         return ""
-    best = min(backend, key=lambda row: float(row["ms_per_step"]))
-    ratios = ", ".join(
-        f"{row['hook']} {row['ms_per_step'] / best['ms_per_step']:.2f} times" for row in codecs
-    )
-    return (
-        f"In this run a step took, of the {best['ms_per_step']:.1f} ms with {best['hook']}, the "
-        f"fastest without a codec: {ratios}. That is what it is on the network between these ranks "
-        f"(loopback, unless torchrun started them elsewhere); `gradferry doctor` looks at others."
-    )
+    sentences = []
+    for row in codecs:
+        parts = [f"{row['hook']} sends {row['ratio']:.1f} times fewer bytes than plain DDP"]
+        if _has_times(rows):
+            parts.append(
+                f"a step takes {row['ms_per_step']:.0f} ms instead of {plain['ms_per_step']:.0f}"
+            )
+        parts.append(f"the loss ends {_apart(row, plain)} plain DDP's")
+        sentences.append(f"{', '.join(parts[:-1])}, and {parts[-1]}.")
+    return " ".join(sentences)
+
+
+def _apart(row: Row, plain: Row) -> str:
+    share = row["final_loss"] / plain["final_loss"] - 1
+    return f"{100 * abs(share):.2f} % {'below' if share < 0 else 'above'}"
 
 
 def _wire_ms(row: Row) -> float:

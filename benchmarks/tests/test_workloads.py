@@ -38,7 +38,7 @@ from gradferry_lab.workloads.hooks import (
     timed_hooks,
 )
 from gradferry_lab.workloads.text import load_text
-from gradferry_lab.workloads.training import check_size, train
+from gradferry_lab.workloads.training import Training, check_size, train
 from gradferry_lab.workloads.vision import load_vision, read_idx
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -297,6 +297,24 @@ def test_bytes_to_other_hosts_are_those_within_groups():
     between_replicas = ComputedHook("torch:fp32", 10, 10, groups=[(0, 2), (1, 3)])
     assert between_replicas.bytes_to_other_hosts(hosts) == [10, 10, 10, 10]
     assert ComputedHook("torch:fp32", 10, 10).bytes_to_other_hosts(hosts) == [0, 10, 0, 10]
+
+
+def case_train_in_turns() -> None:
+    task, hooks = load_task("digits"), ("torch:fp32", "q4", "sign1+momentum=0.8")
+    alone = [train(task, hook, steps=3, seed=0) for hook in hooks]
+    trainings = [Training(task, hook, steps=3, seed=0) for hook in hooks]
+    for _ in range(3):
+        for training in trainings:
+            training.step()
+    for one, training in zip(alone, trainings, strict=True):
+        other = training.finish()
+        assert (one.losses, one.final_loss) == (other.losses, other.final_loss)
+        assert one.cumulative_wire_bytes == other.cumulative_wire_bytes
+
+
+def test_trainings_that_take_turns_end_as_each_alone(world_of_2: World):
+    pytest.importorskip("sklearn")
+    world_of_2.run(case_train_in_turns)
 
 
 def case_train(parallel: str, hooks: list[str]) -> list[Any]:

@@ -9,6 +9,7 @@ import json
 import pydoc
 import re
 import shlex
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -102,11 +103,12 @@ def test_a_plan_that_is_shown_is_what_it_prints(
             assert line.split() in printed
 
 
-def loaded(tool: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(tool, ROOT / f"tools/{tool}.py")
+def loaded(tool: str, folder: str = "tools") -> ModuleType:
+    spec = importlib.util.spec_from_file_location(tool, ROOT / folder / f"{tool}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[tool] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
 

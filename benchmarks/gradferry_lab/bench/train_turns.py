@@ -86,7 +86,7 @@ class LastStep:
     backward_ms: float  # backward began
     backward_end_ms: float  # gradients were there
     end_ms: float  # the optimizer was done
-    buckets: Sequence[Mapping[str, float]]  # of a codec: HookState.events(), on the same clock
+    buckets: Sequence[Mapping[str, float]]  # HookState.events(), or BucketTimes.events()
 
 
 @dataclass
@@ -104,7 +104,7 @@ class TrainOutcome:
     interface_formula: int = 0  # what the ranks of that host must send to other hosts
     phase_ms: dict[str, float] = field(default_factory=dict)  # per step, of a codec on a host
     cpu_ms: dict[str, float] = field(default_factory=dict)  # by thread, per step on rank 0
-    last_step: LastStep | None = None  # of the last round, on rank 0; None on a device
+    last_step: LastStep | None = None  # one more step, on rank 0; None on a device
     reached: LossReached | None = None
     exchange: str | None = None  # of EXCHANGES; None: the hook is none of gradferry's
     chosen: str | None = None  # codec and exchange, where the hook or the exchange is AUTO
@@ -202,7 +202,8 @@ class _TimedModel:
         if self._device.type != "cpu":
             return None
         begun, backward, backward_end, end = (1000 * seconds for seconds in self._instants)
-        events = self.handle.state.events() if self.handle.state else []
+        times, state = self.handle.bucket_times, self.handle.state
+        events = times.events() if times else state.events() if state else []
         buckets = [
             {key: value - begun if key in EVENT_INSTANTS else value for key, value in event.items()}
             for event in events
@@ -287,9 +288,8 @@ class _Turns:
             outcome.cpu_ms = {thread: ms / steps for thread, ms in outcome.cpu_ms.items() if ms}
             for key, total in model.phase_ms().items():
                 outcome.phase_ms[key] = (total - earlier[key]) / steps
-            outcome.last_step = model.last_step()
             outcome.chosen = _chosen(outcome, model.handle.state)
-            self._count_bytes(model, outcome)
+            self._look_at_one_more_step(model, outcome)
         del models, model, entries, in_turn
         if self._options.until_loss is not None:
             for outcome in outcomes:
@@ -350,11 +350,14 @@ class _Turns:
         if sent is not None:
             outcome.interface_bytes = (outcome.interface_bytes or 0) + sent
 
-    def _count_bytes(self, model: _TimedModel, outcome: TrainOutcome) -> None:
-        """Bytes of one more step, of the rank and of the host that send most."""
+    def _look_at_one_more_step(self, model: _TimedModel, outcome: TrainOutcome) -> None:
+        """Its bytes, of the rank and of the host that send most; and its instants."""
         handle = model.handle
+        if handle.bucket_times:
+            handle.bucket_times.register()
         before = handle.wire_bytes(model.steps)
         model.train(1)
+        outcome.last_step = model.last_step()
         wire_bytes = handle.wire_bytes(model.steps) - before
         on_interface = outcome.interface_bytes
         if on_interface is not None:

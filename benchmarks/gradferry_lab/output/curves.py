@@ -1,4 +1,4 @@
-"""Loss curves as PNG: by step, and by bytes sent."""
+"""Loss curves as PNG: by bytes sent, and by step."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Axis:
 
 
 def draw_loss_curves(curves: Sequence[Curve], axis: Axis, theme: Theme = "light") -> bytes:
-    """Returns a PNG with two panels: the loss by step and by bytes sent. Opens no window."""
+    """Returns a PNG with two panels: the loss by bytes sent and by step. Opens no window."""
     # Imported by whoever draws: it takes a second. Without pyplot, which has global state.
     from matplotlib import style
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -55,7 +55,7 @@ def draw_loss_curves(curves: Sequence[Curve], axis: Axis, theme: Theme = "light"
 
 
 def _fill(figure: Figure, curves: Sequence[Curve], axis: Axis) -> None:
-    by_step, by_bytes = figure.subplots(1, 2, sharey=True)
+    by_bytes, by_step = figure.subplots(1, 2, sharey=True)
     window = _window(curves) if axis.smoothed else 1
     for number, curve in enumerate(curves):
         smooth = running_mean(curve.losses, window)
@@ -71,14 +71,14 @@ def _fill(figure: Figure, curves: Sequence[Curve], axis: Axis) -> None:
                 panel.fill_between(places, curve.lowest, curve.highest, **look)
     by_step.set_xlabel("step")
     mean = f"\n(mean of the last {window} steps)" if axis.smoothed else ""
-    by_step.set_ylabel(f"{axis.title}{mean}")
+    by_bytes.set_ylabel(f"{axis.title}{mean}")
     by_bytes.set_xlabel("MB sent per rank (log scale)")
     if axis.is_log:
         by_step.set_yscale("log")
     if any(any(curve.cumulative_bytes) for curve in curves):
         by_bytes.set_xscale("log")
-    _finish(by_step)
     _finish(by_bytes)
+    _finish(by_step)
     by_step.legend(frameon=False, fontsize=8 if len(curves) > 4 else None)
 
 

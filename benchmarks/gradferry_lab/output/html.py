@@ -98,8 +98,8 @@ def _section(number: int, section: Section, page_title: str) -> str:
     notes = "".join(f"<p>{escape(note)}</p>" for note in table.remarks())
     pictures = "".join(f"{_picture(picture)}\n" for picture in section.pictures)
     return (
-        f'<section id="section{number}">\n{heading}{_table(table)}\n'
-        f'<div class="notes">{notes}</div>\n{pictures}</section>\n'
+        f'<section id="section{number}">\n{heading}{pictures}{_table(table)}\n'
+        f'<div class="notes">{notes}</div>\n</section>\n'
     )
 
 

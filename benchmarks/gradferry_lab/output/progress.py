@@ -57,6 +57,10 @@ class TrainingProgress:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the bars, which stay on the screen."""
         self._bars.stop()
 
     def __call__(self, done: StepDone) -> None:

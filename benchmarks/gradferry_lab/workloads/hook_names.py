@@ -22,6 +22,7 @@ SYNC_HOOK = "sync"  # ranks wait for each other once per step: what no hook can 
 RULERS = (NO_HOOK, SYNC_HOOK)  # what hooks are compared with; they do not train
 # Backend hooks: those that use the all-reduce of DDP's process group, with its dtype.
 BACKEND_HOOKS: Mapping[str, torch.dtype] = {**TORCH_DTYPES, OFF: torch.float32}
+PLAIN_DDP = "torch:fp32"  # DistributedDataParallel without a hook
 POWERSGD = "torch:powersgd"
 TORCH_HOOKS = (*TORCH_DTYPES, f"{POWERSGD}:4")
 _OPTIONS: Mapping[str, Callable[[str], Any]] = {

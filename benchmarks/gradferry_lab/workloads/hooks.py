@@ -29,8 +29,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from gradferry_lab.workloads.bucket_times import BucketTimes
 from gradferry_lab.workloads.hook_names import (
     NO_HOOK,
+    PLAIN_DDP,
     POWERSGD,
     RULERS,
     SYNC_HOOK,
@@ -43,6 +45,11 @@ from gradferry_lab.workloads.sync_hook import sync_hook
 _POWERSGD_START = 10  # PyTorch's hook sends dense gradients before this step
 _POWERSGD_MIN_RATE = 2  # and never compresses a matrix by less than this
 COMPRESS_FROM = 2  # for timing: the first step in which hooks can compress
+_TORCH_FUNCTIONS = {
+    PLAIN_DDP: default_hooks.allreduce_hook,  # what DDP does without a hook
+    "torch:fp16": default_hooks.fp16_compress_hook,
+    "torch:bf16": default_hooks.bf16_compress_hook,
+}
 PHASES = ("encode_ms", "network_ms", "reduce_ms", "decode_ms")  # of HookState.stats
 
 Groups = Sequence[Sequence[int]]  # ranks of the default group
@@ -61,6 +68,10 @@ class HookHandle(Protocol):
     @property
     def state(self) -> Averaging | None:
         """The state of a gradferry hook; None of other hooks."""
+
+    @property
+    def bucket_times(self) -> BucketTimes | None:
+        """When buckets travel under a hook of PyTorch's; None where that is not noted."""
 
     @property
     def dense_bytes(self) -> int:
@@ -221,6 +232,7 @@ class _CodecHook:
     ) -> None:
         self.name = name
         self.state = state
+        self.bucket_times: BucketTimes | None = None
         self.dense_bytes = dense_bytes
         self._find_unused_parameters = find_unused_parameters
         self._groups = groups
@@ -268,6 +280,7 @@ class ComputedHook:
     measured: bool = False
     state: Averaging | None = None
     groups: Groups | None = None  # as for codec_handle
+    bucket_times: BucketTimes | None = None
 
     def wire_bytes(self, steps: int) -> int:
         dense_steps = min(steps, self.dense_steps)
@@ -292,11 +305,11 @@ def _apply_torch_hook(ddp: DistributedDataParallel, name: str, powersgd_start: i
         elements = sum(_powersgd_elements(p.shape, rank) for _, p in reduced_parameters(ddp))
         step_bytes = all_reduce_bytes(elements, 4, group.size())
         return ComputedHook(name, dense_bytes, step_bytes, powersgd_start)
-    if name == "torch:fp16":
-        ddp.register_comm_hook(group, default_hooks.fp16_compress_hook)
-    elif name == "torch:bf16":
-        ddp.register_comm_hook(group, default_hooks.bf16_compress_hook)
-    return ComputedHook(name, dense_bytes, dense_bytes * TORCH_DTYPES[name].itemsize // 4)
+    times = BucketTimes(ddp, group, _TORCH_FUNCTIONS[name])
+    if name != PLAIN_DDP:
+        times.register()
+    step_bytes = dense_bytes * TORCH_DTYPES[name].itemsize // 4
+    return ComputedHook(name, dense_bytes, step_bytes, bucket_times=times)
 
 
 def _dense_bytes(ddp: DistributedDataParallel) -> int:

@@ -19,7 +19,7 @@ from gradferry_lab.ranks.hosts import found_hosts
 from gradferry_lab.ranks.launch import gather_from_ranks
 from gradferry_lab.workloads.hooks import HookHandle
 from gradferry_lab.workloads.optimizers import make_optimizer
-from gradferry_lab.workloads.parallel import DDP, ParallelModel, mesh_for, parallelize
+from gradferry_lab.workloads.parallel import DDP, mesh_for, parallelize
 from gradferry_lab.workloads.task import Batch, Task, num_predictions
 
 FEWEST_STEPS = 3
@@ -80,6 +80,70 @@ class _RankRun:
         return cls(**{**record, **sums})
 
 
+class Training:
+    """One training on this rank, step by step; make it and call it on every rank.
+
+    Each rank takes its share of every global batch, one sample in W. Several trainings may take
+    turns: none changes the batches, weights or random numbers of another.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        hook: str,
+        *,
+        steps: int,
+        seed: int,
+        optimizer: str = "AdamW",
+        parallel: str = DDP,
+    ) -> None:
+        """Builds the model, attaches the hook and validates once. For arguments and errors see
+        `train`.
+        """
+        check_size(task, steps, dist.get_world_size())
+        mesh = mesh_for(parallel, found_hosts())
+        torch.manual_seed(seed)
+        self.hook = hook
+        self._task = task
+        self._trained = parallelize(task.build_model, hook, mesh, seed=seed)
+        self._handle = self._trained.handle
+        parameters = self._trained.model.parameters()
+        self._optimizer = make_optimizer(optimizer, task, parameters, self._handle.state)
+        self._schedule = torch.optim.lr_scheduler.LambdaLR(
+            self._optimizer, lambda step: _rate(step, steps)
+        )
+        self._batches = _batches(task, seed)
+        initial = _validate(task, self._trained.whole())
+        self._run = _RankRun(initial, initial)
+        self._trained.model.train()
+
+    def step(self) -> float:
+        """Trains one step; returns the loss of this rank's part of the batch, in nats."""
+        run, batch = self._run, next(self._batches)
+        started = time.perf_counter()
+        self._optimizer.zero_grad()
+        loss = self._task.mean_loss(self._trained.model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._optimizer.step()
+        run.seconds.append(time.perf_counter() - started)
+        self._schedule.step()
+        run.losses.append(loss.item())
+        run.wire_bytes.append(self._handle.wire_bytes(len(run.losses)))
+        return run.losses[-1]
+
+    def finish(self) -> TrainingRun:
+        """Validates, and returns the results of all ranks, the same on each. Raises DivergedError
+        when ranks end with different parameters.
+        """
+        run = self._run
+        run.formula_bytes = self._handle.formula_bytes()
+        model = self._trained.whole()
+        run.final = _validate(self._task, model)
+        run.parameters_digest = _digest(model)
+        ranks = [_RankRun.of(record) for record in gather_from_ranks(asdict(run))]
+        return _combine(self._handle, ranks)
+
+
 def train(
     task: Task,
     hook: str,
@@ -92,27 +156,17 @@ def train(
 ) -> TrainingRun:
     """Trains `task` with `hook` on every rank of the default process group; call it on all.
 
-    Each rank takes its share of every global batch, one sample in W. `optimizer` is one of
-    OPTIMIZERS; its learning rate rises over the first 5 % of the steps, then falls as a cosine.
-    `parallel` is one of PARALLEL. Returns the same result on every rank. Raises ConfigError as
-    check_size, mesh_for, parallelize and make_optimizer do, DivergedError when ranks end with
-    different parameters.
+    `optimizer` is one of OPTIMIZERS; its learning rate rises over the first 5 % of the steps, then
+    falls as a cosine. `parallel` is one of PARALLEL. Returns the same result on every rank. Raises
+    ConfigError as check_size, mesh_for, parallelize and make_optimizer do, DivergedError when ranks
+    end with different parameters.
     """
-    check_size(task, steps, dist.get_world_size())
-    mesh = mesh_for(parallel, found_hosts())
-    torch.manual_seed(seed)
-    trained = parallelize(task.build_model, hook, mesh, seed=seed)
-    handle = trained.handle
-    chosen = make_optimizer(optimizer, task, trained.model.parameters(), handle.state)
-    initial = _validate(task, trained.whole())
-    mine = _RankRun(initial, initial)
-    _train_steps(task, trained, chosen, mine, steps=steps, seed=seed, on_step=on_step)
-    mine.formula_bytes = handle.formula_bytes()
-    model = trained.whole()
-    mine.final = _validate(task, model)
-    mine.parameters_digest = _digest(model)
-    ranks = [_RankRun.of(record) for record in gather_from_ranks(asdict(mine))]
-    return _combine(handle, ranks)
+    training = Training(task, hook, steps=steps, seed=seed, optimizer=optimizer, parallel=parallel)
+    for step in range(1, steps + 1):
+        loss = training.step()
+        if on_step:
+            on_step(step, loss)
+    return training.finish()
 
 
 def check_size(task: Task, steps: int, num_ranks: int) -> None:
@@ -127,34 +181,6 @@ def check_size(task: Task, steps: int, num_ranks: int) -> None:
             f"ranks must be from 1 to {task.global_batch}, not {num_ranks}: task {task.name} has "
             f"{task.global_batch} samples per step"
         )
-
-
-def _train_steps(
-    task: Task,
-    trained: ParallelModel,
-    optimizer: torch.optim.Optimizer,
-    run: _RankRun,
-    *,
-    steps: int,
-    seed: int,
-    on_step: OnStep | None,
-) -> None:
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, steps))
-    batches = _batches(task, seed)
-    trained.model.train()
-    for step in range(1, steps + 1):
-        batch = next(batches)
-        started = time.perf_counter()
-        optimizer.zero_grad()
-        loss = task.mean_loss(trained.model, batch)
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        run.seconds.append(time.perf_counter() - started)
-        schedule.step()
-        run.losses.append(loss.item())
-        run.wire_bytes.append(trained.handle.wire_bytes(step))
-        if on_step:
-            on_step(step, run.losses[-1])
 
 
 def _rate(step: int, steps: int) -> float:
