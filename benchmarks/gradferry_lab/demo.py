@@ -18,8 +18,8 @@ from gradferry_lab.output.json_file import environment, write_json
 from gradferry_lab.output.progress import StepDone, TrainingProgress
 from gradferry_lab.output.table import Column, Table, print_line, print_table
 from gradferry_lab.ranks.busy import busy_note
-from gradferry_lab.ranks.everywhere import LOOPBACK, run_everywhere
-from gradferry_lab.ranks.hosts import Where
+from gradferry_lab.ranks.everywhere import run_everywhere
+from gradferry_lab.ranks.hosts import LOOPBACK, Where
 from gradferry_lab.ranks.launch import Emit, Outbox, Placement, torchrun_placement
 from gradferry_lab.ranks.network import check_network, parse_link
 from gradferry_lab.workloads import TASKS, load_task

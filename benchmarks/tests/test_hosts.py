@@ -56,6 +56,12 @@ def test_hosts_are_named_where_ranks_share_them(row: dict[str, int], text: str) 
     assert ranks_text(row) == text
 
 
+def test_a_link_between_hosts_is_not_called_loopback() -> None:
+    assert Where.on("loopback", hosts_of(0, 0)).link == "loopback"
+    assert Where.on("loopback", hosts_of(0, 1)).link == "network"
+    assert Where.on("1gbit", hosts_of(0, 1)).link == "1gbit"
+
+
 def test_processes_of_one_namespace_are_on_one_host(world_of_2: World) -> None:
     assert world_of_2.run(found_hosts) == [hosts_of(0, 0)] * 2
 

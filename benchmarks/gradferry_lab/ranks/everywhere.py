@@ -13,7 +13,7 @@ from gradferry.core.nodes import Nodes
 from gradferry.errors import ConfigError, PeerError
 
 from gradferry_lab.flags import refuse, require_at_least_one
-from gradferry_lab.ranks.hosts import DEVICE_VARIABLE, Where, found_hosts
+from gradferry_lab.ranks.hosts import DEVICE_VARIABLE, LOOPBACK, Where, found_hosts
 from gradferry_lab.ranks.launch import Body, Emit, Outbox, run_ranks, torchrun_placement
 from gradferry_lab.ranks.network import (
     DEVICE,
@@ -23,7 +23,6 @@ from gradferry_lab.ranks.network import (
     parse_link,
 )
 
-LOOPBACK = "loopback"
 _PORT = 29500  # nobody else is on the hosts
 _LAST_LINES = 40  # of the hosts' standard error, when they fail without a word
 _MOST_RANKS = 256  # processes of this machine; `bench collective` has inputs for no more
