@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <charconv>
 #include <exception>
+#include <new>
 #include <sstream>
 #include <utility>
 
@@ -144,7 +145,11 @@ uint64_t Meetings::meet(const Visit& visit) {
   Brought outcome;
   try {
     number = static_cast<uint64_t>(store_->add("number", 0));
-    come(number, visit);
+    try {
+      come(number, visit);
+    } catch (const std::bad_alloc&) {
+      come(number, visit);  // others may have seen the beginning of this rank's coming
+    }
     outcome = wait(number, visit);
     if (outcome.error) let_others_read(number);
   } catch (const Interruption& interruption) {
@@ -207,14 +212,20 @@ Brought Meetings::wait(uint64_t number, const Visit& visit) {
   const TimePoint deadline = now() + longest_;
   bool decides = false;
   for (milliseconds pause = kShortestPause;; pause = std::min(2 * pause, kLongestPause)) {
-    if (const auto outcome = read_text(*store_, key)) {
-      return *outcome == kAllCame ? Brought{} : brought_from(*outcome);
-    }
-    if (now() > deadline && !decides) {
-      decide(number, outcome_of(number, visit));
-      decides = true;
-    } else if (now() > deadline + longest_) {
-      throw Error(ErrorKind::kPeer, "a rank ended while the ranks met; look at the errors of all");
+    try {
+      if (const auto outcome = read_text(*store_, key)) {
+        return *outcome == kAllCame ? Brought{} : brought_from(*outcome);
+      }
+      if (now() > deadline && !decides) {
+        decide(number, outcome_of(number, visit));
+        decides = true;
+      } else if (now() > deadline + longest_) {
+        throw Error(ErrorKind::kPeer,
+                    "a rank ended while the ranks met; look at the errors of all");
+      }
+    } catch (const std::bad_alloc&) {
+      // The others may have read the outcome, and count on this rank: it must read it, too.
+      if (now() > deadline + longest_) throw;
     }
     if (visit.between_polls) {
       try {
