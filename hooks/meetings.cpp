@@ -106,6 +106,20 @@ std::optional<Error> first_difference(const Brought& expected, uint64_t first,
                   std::to_string(brought.fields.size()), std::to_string(expected.fields.size()));
 }
 
+// Others count on a rank that has come, so what it does in the store is done again, a few times,
+// where memory was short. A store asks for memory before it sends.
+template <typename Act>
+auto despite_little_memory(const Act& act) {
+  for (milliseconds pause = kShortestPause;; pause *= 2) {
+    try {
+      return act();
+    } catch (const std::bad_alloc&) {
+      if (pause > kLongestPause) throw;
+      sleep_for(pause);
+    }
+  }
+}
+
 // What was thrown between polls; exceptions of the store mean something else.
 struct Interruption final : std::exception {
   explicit Interruption(std::exception_ptr what_was_thrown) : thrown(std::move(what_was_thrown)) {}
@@ -144,18 +158,16 @@ uint64_t Meetings::meet(const Visit& visit) {
   uint64_t number = 0;
   Brought outcome;
   try {
-    number = static_cast<uint64_t>(store_->add("number", 0));
-    try {
-      come(number, visit);
-    } catch (const std::bad_alloc&) {
-      come(number, visit);  // others may have seen the beginning of this rank's coming
-    }
+    number = static_cast<uint64_t>(despite_little_memory([&] { return store_->add("number", 0); }));
+    come(number, visit);
     outcome = wait(number, visit);
     if (outcome.error) let_others_read(number);
   } catch (const Interruption& interruption) {
     std::rethrow_exception(interruption.thrown);
   } catch (const Error&) {
     throw;
+  } catch (const std::bad_alloc&) {
+    throw Error(ErrorKind::kPeer, name_of(rank_) + ": out of memory while the ranks met");
   } catch (const std::exception& error) {
     const std::string reason = error.what();
     throw Error(ErrorKind::kPeer, "the store does not answer (" +
@@ -170,24 +182,33 @@ uint64_t Meetings::meet(const Visit& visit) {
 
 void Meetings::come(uint64_t number, const Visit& visit) {
   const std::string prefix = std::to_string(number) + "/", own = std::to_string(rank_);
+  const auto add_one = [&](const std::string& key) {
+    return despite_little_memory([&] { return store_->add(prefix + key, 1); });
+  };
   if (visit.brought != nullptr) {
-    write_text(*store_, prefix + "brought/" + own, text_of(*visit.brought));
-    if (visit.brought->error) write_text(*store_, prefix + "failed", "1");
+    despite_little_memory(
+        [&] { write_text(*store_, prefix + "brought/" + own, text_of(*visit.brought)); });
+    if (visit.brought->error) {
+      despite_little_memory([&] { write_text(*store_, prefix + "failed", "1"); });
+    }
   }
   // Without `brought` a rank that was interrupted may come twice, but is counted once.
-  const bool is_new = store_->add(prefix + "rank/" + own, 1) == 1;
-  const bool is_last = is_new && store_->add(prefix + "came", 1) == world_size_;
+  const bool is_new = add_one("rank/" + own) == 1;
+  const bool is_last = is_new && add_one("came") == world_size_;
   if (visit.brought != nullptr) {
     if (!is_new) {
       decide(number, Error(ErrorKind::kConfig, "two processes say that they are " + name_of(rank_) +
                                                    ", or an earlier run left its keys in the "
                                                    "store; give every process a rank of its own, "
                                                    "and every run a new store"));
-    } else if (const auto other = other_world_size(number)) {
+    } else if (const auto other = despite_little_memory([&] { return other_world_size(number); })) {
       decide(number, *other);
     }
   }
-  if (is_last) decide(number, visit.brought != nullptr ? outcome_of(number, visit) : Brought{});
+  if (!is_last) return;
+  decide(number, visit.brought == nullptr ? Brought{} : despite_little_memory([&] {
+           return outcome_of(number, visit);
+         }));
 }
 
 bool Meetings::has_failed(uint64_t number) {
@@ -212,20 +233,14 @@ Brought Meetings::wait(uint64_t number, const Visit& visit) {
   const TimePoint deadline = now() + longest_;
   bool decides = false;
   for (milliseconds pause = kShortestPause;; pause = std::min(2 * pause, kLongestPause)) {
-    try {
-      if (const auto outcome = read_text(*store_, key)) {
-        return *outcome == kAllCame ? Brought{} : brought_from(*outcome);
-      }
-      if (now() > deadline && !decides) {
-        decide(number, outcome_of(number, visit));
-        decides = true;
-      } else if (now() > deadline + longest_) {
-        throw Error(ErrorKind::kPeer,
-                    "a rank ended while the ranks met; look at the errors of all");
-      }
-    } catch (const std::bad_alloc&) {
-      // The others may have read the outcome, and count on this rank: it must read it, too.
-      if (now() > deadline + longest_) throw;
+    if (const auto outcome = despite_little_memory([&] { return read_text(*store_, key); })) {
+      return *outcome == kAllCame ? Brought{} : brought_from(*outcome);
+    }
+    if (now() > deadline && !decides) {
+      decide(number, despite_little_memory([&] { return outcome_of(number, visit); }));
+      decides = true;
+    } else if (now() > deadline + longest_) {
+      throw Error(ErrorKind::kPeer, "a rank ended while the ranks met; look at the errors of all");
     }
     if (visit.between_polls) {
       try {
@@ -296,10 +311,17 @@ void Meetings::decide(uint64_t number, const Error& error) {
 // Unless another rank has decided.
 void Meetings::decide(uint64_t number, const Brought& outcome) {
   const std::string prefix = std::to_string(number) + "/";
-  if (store_->add(prefix + "decided", 1) != 1) return;
-  store_->add("number", 1);
-  write_text(*store_, prefix + "outcome", outcome.error ? text_of(outcome) : kAllCame);
-  if (!outcome.error) forget_before(number);
+  if (despite_little_memory([&] { return store_->add(prefix + "decided", 1); }) != 1) return;
+  despite_little_memory([&] { return store_->add("number", 1); });
+  despite_little_memory([&] {
+    write_text(*store_, prefix + "outcome", outcome.error ? text_of(outcome) : kAllCame);
+  });
+  if (outcome.error) return;
+  try {
+    forget_before(number);
+  } catch (const std::bad_alloc&) {
+    return;  // the next meeting removes them
+  }
 }
 
 // Removes what nobody reads any more: all ranks have left those meetings.
