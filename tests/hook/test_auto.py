@@ -473,16 +473,21 @@ def test_every_codec_is_tried_with_both_exchanges() -> None:
     assert len(found) == 5
 
 
-@pytest.mark.parametrize("options", [{}, {"warmup_steps": 4}, {"momentum": 0.9}])
+@pytest.mark.parametrize(
+    ("options", "found"), [({}, None), ({"warmup_steps": 4}, None), ({"momentum": 0.9}, FOUND)]
+)
 def test_the_first_choice_is_made_when_benchmarks_expect_it(
-    world_of_2: World, options: dict[str, Any]
+    worlds: Callable[[int], World], options: dict[str, Any], found: Members | None
 ) -> None:
-    """At the latest: there is one exchange, and no candidate is hopeless."""
+    """At the latest: no candidate is hopeless."""
     config = make_config("auto", options)
-    tried = [each.hook for each in candidates(config, ALONE)]
+    tried = {each.name: each.hook for each in candidates(config, ON_NODES if found else ALONE)}
     latest = chosen_by(config)
-    scenario = dataclasses.replace(AUTO, weights=WEIGHTS[:1], options=options)
-    answers = try_all(world_of_2, scenario, dict.fromkeys(tried, 100.0), steps=latest + 1)
-    choice = answers[0]["choice"]
+    scenario = dataclasses.replace(
+        AUTO, world_size=3 if found else 2, weights=WEIGHTS[:1], options=options
+    )
+    ms = dict.fromkeys(tried.values(), 100.0)
+    world = worlds(scenario.world_size)
+    choice = try_all(world, scenario, ms, steps=latest + 1, found=found)[0]["choice"]
     assert set(choice["measured_ms"]) == set(tried)
     assert len(tried) * TRIAL <= choice["step"] <= latest
