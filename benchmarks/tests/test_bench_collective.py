@@ -199,15 +199,15 @@ def test_a_device_gives_what_the_functions_give(device_worlds):
             assert not outcome.phase_ms  # the host only enqueues
 
 
-def case_damaged(name: str, op: str) -> list[CollectiveOutcome]:
-    """One bit of one element is wrong, on the last rank alone, in what is its own in any case."""
+def case_damaged(name: str, op: str, damaging: list[int]) -> list[CollectiveOutcome]:
+    """One bit of one element is wrong, on each of these ranks, in what is its own in any case."""
     original = _native.HostEngine.all_reduce
     own = {each: getattr(dist, each) for each in ("all_reduce", "reduce_scatter_tensor")}
 
     def damage(gradient: torch.Tensor) -> None:
-        if dist.get_rank() == dist.get_world_size() - 1:
+        if dist.get_rank() in damaging:
             flat = gradient.view(torch.int16 if gradient.itemsize == 2 else torch.int32)
-            flat[-7] ^= 1
+            flat[-7 if dist.get_rank() else 7] ^= 1
 
     class Engine:
         def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -238,8 +238,16 @@ def case_damaged(name: str, op: str) -> list[CollectiveOutcome]:
 @pytest.mark.parametrize("op", [ALL_REDUCE, REDUCE_SCATTER])
 @pytest.mark.parametrize("name", ["torch:fp32", "torch:bf16", "q4", "exact"])
 def test_one_wrong_bit_on_one_rank_is_found(world_of_2: World, name: str, op: str):
-    for outcomes in world_of_2.run(case_damaged, name=name, op=op):
+    for outcomes in world_of_2.run(case_damaged, name=name, op=op, damaging=[1]):
         assert [outcome.wrong for outcome in outcomes] == [1]
+
+
+@pytest.mark.parametrize(("op", "wrong"), [(ALL_REDUCE, 1), (REDUCE_SCATTER, 2)])
+def test_what_is_wrong_in_parts_of_several_ranks_is_added_up(
+    world_of_2: World, op: str, wrong: int
+):
+    for outcomes in world_of_2.run(case_damaged, name="exact", op=op, damaging=[0, 1]):
+        assert [outcome.wrong for outcome in outcomes] == [wrong]
 
 
 def outcome(name: str, seconds: list[float], wrong: int | None = 0) -> CollectiveOutcome:

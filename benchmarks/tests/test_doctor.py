@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import threading
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import gradferry
 import pytest
 import torch
+import torch.distributed as dist
+from gradferry import diagnosis as diagnosis_module
 from gradferry.core.codec_spec import parse_codec
+from gradferry.ddp import schedule
+from gradferry.ddp.schedule import BUSY, ProcessorWait, Schedule, ThreadTimes, about, thread_times
 from gradferry.ddp.trial import (
-    BUSY,
     CODECS,
+    COUNTED_STEPS,
     LOSSES,
+    SETTLING_STEPS,
     Candidate,
     Outcome,
-    ProcessorWait,
-    Schedule,
-    about,
-    thread_times,
 )
-from gradferry.diagnosis import DEFAULT_HOOKS, TORCH_DTYPES, Diagnosis, Step, advise
+from gradferry.diagnosis import DEFAULT_HOOKS, TORCH_DTYPES, Diagnosis, Step, advise, examine
 from gradferry.errors import ConfigError
+from on_ranks import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from world import World
@@ -141,9 +147,23 @@ def test_threads_of_this_process_are_read() -> None:
     assert sum(ran for ran, _ in times.values()) > 0
 
 
+def test_threads_that_have_ended_and_other_systems_count_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(schedule, "_THREADS", tmp_path / "none")
+    assert thread_times() == {}
+    monkeypatch.setattr(schedule, "_THREADS", tmp_path)
+    for thread, text in {"1": "20 3 7", "2": None, "3": ""}.items():
+        (tmp_path / thread).mkdir()
+        if text is not None:
+            (tmp_path / thread / "schedstat").write_text(text)
+    assert thread_times() == {"1": (20, 3)}
+
+
 def diagnosis(**changes: Any) -> list[str]:
     steps = (Step("torch:fp32", None, 0.8, 5, 32000, is_advised=True),)
-    return str(Diagnosis("A verdict.", steps, 0.09, 4, 2, 1000, "cpu", **changes)).splitlines()
+    given = {"device": "cpu", **changes}
+    return str(Diagnosis("A verdict.", steps, 0.09, 4, 2, 1000, **given)).splitlines()
 
 
 def test_doubts_come_right_after_the_verdict() -> None:
@@ -153,24 +173,29 @@ def test_doubts_come_right_after_the_verdict() -> None:
     assert busy.startswith(
         "This machine is busy: in steps without communication threads waited 43%"
     )
-    _, loopback, busy, _, *_ = diagnosis(waited=0.43, on_one_host=True)
-    assert loopback.startswith("All ranks share one host")
-    assert "--link 1gbit" in loopback
+    _, one_host, busy, _, *_ = diagnosis(waited=0.43, on_one_host=True)
+    assert one_host.startswith("All ranks share one host")
+    assert one_host.endswith("or as root `gradferry doctor --link 1gbit`.")
     assert busy.startswith("This machine is busy")
+    _, one_host, *_ = diagnosis(device="cuda", on_one_host=True)
+    assert one_host == (
+        "All ranks share one host, so nothing crossed a network between hosts. For yours, run this "
+        "under torchrun on its machines."
+    )
 
 
 def test_the_time_of_a_trial_is_that_of_its_steps_and_follows_what_was_measured() -> None:
     tried = [Candidate("q4", 4.0), Candidate("q8", 8.0), Candidate("torch:fp32", 32.0)]
     # Steps of 1, 1.4 and 3.8 s: the last is hopeless, and gets one counted step of five.
-    schedule = Schedule(tried, before=2, silent_s=0.6, seconds_per_bit=0.1)
+    left = Schedule(tried, before=2, silent_s=0.6, seconds_per_bit=0.1)
     expected = [0.5 + 9 * 1.0, 0.5 + 9 * 1.4, 0.5 + 5 * 3.8]
-    assert schedule.left(tried) == pytest.approx(sum(expected))
-    schedule.note(tried[0], 2 * expected[0])
-    assert schedule.left(tried[1:]) == pytest.approx(2 * sum(expected[1:]))
-    schedule.note(tried[1], expected[1])
+    assert left.left(tried) == pytest.approx(sum(expected))
+    left.note(tried[0], 2 * expected[0])
+    assert left.left(tried[1:]) == pytest.approx(2 * sum(expected[1:]))
+    left.note(tried[1], expected[1])
     correction = (2 * expected[0] + expected[1]) / (expected[0] + expected[1])
-    assert schedule.left(tried[2:]) == pytest.approx(correction * expected[2])
-    assert schedule.left([]) == 0
+    assert left.left(tried[2:]) == pytest.approx(correction * expected[2])
+    assert left.left([]) == 0
 
 
 @pytest.mark.parametrize(
@@ -252,7 +277,9 @@ def case_own_model() -> tuple[str, list[str], bool]:
     ddp = DistributedDataParallel(Loss(model), bucket_cap_mb=0.1)
     wrapped = nn.Module()
     wrapped._orig_mod = ddp  # as torch.compile names it
-    found = gradferry.doctor(wrapped, lambda: (torch.randn(4, 300),), hooks=["q4"], show=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        found = gradferry.doctor(wrapped, lambda: (torch.randn(4, 300),), hooks=["q4"], show=False)
     unchanged = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     return found.verdict, [step.hook for step in found.steps], unchanged
 
@@ -261,9 +288,43 @@ def test_doctor_looks_at_a_model_that_is_there(world_of_2: World) -> None:
     answers = world_of_2.run(case_own_model)
     assert answers[0] == answers[1]
     verdict, hooks, unchanged = answers[0]
-    assert re.match(r"On loopback, (use q4|do not compress): ", verdict)
+    assert re.match(r"On one host, (use q4|do not compress): ", verdict)
     assert sorted(hooks) == ["q4", "torch:fp32"]
     assert unchanged
+
+
+@on_ranks()
+def test_copies_keep_settings_and_buffers_and_warm_steps_alone_are_timed() -> None:
+    """Whatever buffers ranks have of their own, and before the steps that are counted."""
+    model = nn.Linear(300, 1)
+    model.register_buffer("own", torch.full((dist.get_rank() + 1,), float(dist.get_rank())))
+    ddp = DistributedDataParallel(model, init_sync=False, gradient_as_bucket_view=True)
+    ddp.broadcast_buffers = False
+    steps, copies, read = 0, [], []
+
+    def make_step(copied: DistributedDataParallel) -> Callable[[], None]:
+        copies.append(copied)
+
+        def step() -> None:
+            nonlocal steps
+            steps += 1
+            copied(torch.ones(4, 300)).sum().backward()
+
+        return step
+
+    def thread_times() -> ThreadTimes:
+        read.append(steps)
+        return {}
+
+    wait = functools.partial(ProcessorWait, thread_times)
+    with mock.patch.object(diagnosis_module, "ProcessorWait", wait):
+        examine(ddp, make_step, ["torch:fp32"], lambda text: None)
+    assert read[:2] == [2, 2 + SETTLING_STEPS + COUNTED_STEPS]
+    assert len(copies) == 2
+    for copied in copies:
+        assert not copied.broadcast_buffers
+        assert copied.gradient_as_bucket_view
+        assert torch.equal(copied.module.own, model.own)
 
 
 def case_bad_batches() -> list[str]:

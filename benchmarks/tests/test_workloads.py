@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from gradferry.core.config import make_config
+from gradferry.ddp.auto import chosen_by
 from gradferry.errors import ConfigError, PeerError, StateError
 from gradferry_lab.ranks.launch import run_ranks, run_worlds
 from gradferry_lab.workloads import TASKS, corpus, load_task
@@ -35,6 +37,7 @@ from gradferry_lab.workloads.hooks import (
     ComputedHook,
     _powersgd_elements,
     apply_hook,
+    steps_until_steady,
     timed_hooks,
 )
 from gradferry_lab.workloads.text import load_text
@@ -190,6 +193,15 @@ def test_check_hook_accepts_hooks_and_refuses_others_with_a_hint():
         with pytest.raises(ConfigError, match=hint):
             check_hook(name)
     assert timed_hooks(["q4", "sync"]) == ("none", "q4", "sync")
+
+
+def test_a_hook_that_chooses_is_steady_once_it_has_tried_its_own_candidates():
+    assert steps_until_steady("q4+warmup_steps=100") == steps_until_steady("torch:bf16") == 3
+    for options in ({}, {"momentum": 0.9}, {"warmup_steps": 2}):
+        name = "+".join(["auto", *(f"{key}={value}" for key, value in options.items())])
+        assert steps_until_steady(name) == chosen_by(make_config("auto", options)) + 1
+    # Seven candidates or more, with two exchanges, beside three of which one has no exchange.
+    assert steps_until_steady("auto+momentum=0.9") > steps_until_steady("auto")
 
 
 def test_powersgd_sends_factors_of_matrices_only_when_that_halves_them():

@@ -24,9 +24,10 @@ from gradferry.core.nodes import AUTO as FOUND_NODES
 from gradferry.core.nodes import exchanges_to_choose_from, found_nodes, option_for
 from gradferry.core.parameters import reduced_parameters
 from gradferry.ddp.attach import attach
-from gradferry.ddp.model import batch_loss, distributed_in, misfit
+from gradferry.ddp.batch import batch_loss, misfit
+from gradferry.ddp.model import distributed_in
+from gradferry.ddp.schedule import BUSY, ProcessorWait, Schedule, about
 from gradferry.ddp.trial import (
-    BUSY,
     CODECS,
     COUNTED_STEPS,
     LOSSES,
@@ -34,10 +35,7 @@ from gradferry.ddp.trial import (
     Candidate,
     Clock,
     Outcome,
-    ProcessorWait,
-    Schedule,
     Trial,
-    about,
     clock_of,
     computing_on,
     most_precise,
@@ -93,7 +91,7 @@ class Diagnosis:
     """What was found, the same on all ranks.
 
     Attributes:
-        verdict: one sentence; it begins "On loopback" where all ranks share one host.
+        verdict: one sentence; it begins "On one host" where all ranks share one.
         steps: of every hook, the fastest first.
         silent_s: seconds of a step without communication.
         world_size: number of ranks.
@@ -101,8 +99,10 @@ class Diagnosis:
         elements: of these.
         device: type of the model's device.
         waited: share of their time that threads of a rank waited for a processor, in steps without
-            communication; from `conditions.BUSY` on the text calls the machine busy.
-        on_one_host: whether all ranks share a host, so that nothing crossed a network.
+            communication, after the first two; from `ddp.schedule.BUSY` on the text calls the
+            machine busy.
+        on_one_host: whether all ranks share a host, so that nothing crossed a network between
+            hosts.
     """
 
     verdict: str
@@ -149,9 +149,11 @@ class Diagnosis:
         notes += [f"{hook}: {loss}." for hook, loss in LOSSES.items() if hook in asked]
         doubts = []
         if self.on_one_host:
+            # A link of a chosen rate is made of network namespaces, which GPUs do not share.
+            link = ", or as root `gradferry doctor --link 1gbit`" if self.device == "cpu" else ""
             doubts.append(
-                "All ranks share one host, so nothing crossed a network. For yours, run this under "
-                "torchrun on its machines, or as root `gradferry doctor --link 1gbit`."
+                "All ranks share one host, so nothing crossed a network between hosts. For yours, "
+                f"run this under torchrun on its machines{link}."
             )
         if self.waited >= BUSY:
             doubts.append(
@@ -184,7 +186,8 @@ def doctor(
             ``torch:fp32``, ``torch:bf16``, ``q4`` and ``q8``. ``torch:fp32``, plain
             DistributedDataParallel, is always tried. Where ranks share nodes every codec is tried
             with both exchanges.
-        show: whether rank 0 prints how long it will take, and what was found.
+        show: whether rank 0 prints which hook it tries and how long the rest will take, and what
+            was found.
 
     Returns:
         What was found, the same on all ranks; ``verdict`` is one sentence, and ``print`` shows the
@@ -295,9 +298,8 @@ class _Examination:
     def run(self) -> Diagnosis:
         self._emit("training steps without communication, to estimate how long the rest takes")
         silent = Trial([_NO_SYNC], self._clock, self._slowest)
-        wait = ProcessorWait()
-        self._try(silent, _NO_SYNC)
-        waited = self._slowest(wait.share())
+        _, share = self._try(silent, _NO_SYNC)
+        waited = self._slowest(share)
         silent_s = silent.outcomes[0].seconds
         trial = Trial(self._candidates, self._clock, self._slowest)
         schedule = Schedule(trial.waiting, _BEFORE, silent_s, self._seconds_per_bit())
@@ -308,7 +310,7 @@ class _Examination:
                 f"{about(schedule.left(trial.waiting))} left"
             )
             started = time.monotonic()
-            sent[candidate] = self._try(trial, candidate)
+            sent[candidate], _ = self._try(trial, candidate)
             schedule.note(candidate, time.monotonic() - started)
         steps = tuple(
             Step(
@@ -323,7 +325,7 @@ class _Examination:
         )
         verdict = advise(trial.outcomes, silent_s, self._options)
         if self._on_one_host:
-            verdict = f"On loopback, {verdict[:1].lower()}{verdict[1:]}"
+            verdict = f"On one host, {verdict[:1].lower()}{verdict[1:]}"
         return Diagnosis(
             verdict=verdict,
             steps=steps,
@@ -343,18 +345,22 @@ class _Examination:
         names = [*self._options, self._default] if self._options else [None]
         return [Candidate(str(codec), codec.bits(), name) for name in names]
 
-    def _try(self, trial: Trial, candidate: Candidate) -> int:
-        """Trains a copy under a candidate; returns the bytes that this rank sends per step."""
+    def _try(self, trial: Trial, candidate: Candidate) -> tuple[int, float]:
+        """Trains a copy under a candidate; returns the bytes that this rank sends per step, and
+        `ProcessorWait.share` in the steps of the trial.
+        """
         ddp = self._ddp
         model = DistributedDataParallel(
             copy.deepcopy(ddp.module),
             process_group=self._group,
             bucket_cap_mb=None if ddp.bucket_bytes_cap_default else ddp.bucket_bytes_cap / 2**20,
-            broadcast_buffers=ddp.broadcast_buffers,
+            init_sync=False,  # ranks start from what `ddp` has synchronised
             find_unused_parameters=ddp.find_unused_parameters,
             gradient_as_bucket_view=ddp.gradient_as_bucket_view,
             static_graph=ddp.static_graph,
         )
+        # The argument of this name is deprecated since torch 2.13, and warns.
+        model.broadcast_buffers = ddp.broadcast_buffers
         state = None
         if candidate.hook in TORCH_DTYPES:
             self._register(model, candidate.hook)
@@ -365,15 +371,15 @@ class _Examination:
         with model.no_sync() if candidate is _NO_SYNC else nullcontext():
             for _ in range(_BEFORE):
                 step()
+            wait = ProcessorWait()
             while not trial.step_begins():
                 step()
+        share = wait.share()
         if state is not None:
             stats = state.stats()
-            return stats["wire_bytes"] // max(stats["steps"], 1)
-        if candidate is _NO_SYNC:
-            return 0
+            return stats["wire_bytes"] // max(stats["steps"], 1), share
         world = self._group.size()
-        return round(candidate.bits / 8 * self._elements * 2 * (world - 1) / world)
+        return round(candidate.bits / 8 * self._elements * 2 * (world - 1) / world), share
 
     def _register(self, model: DistributedDataParallel, hook: str) -> None:
         """One of PyTorch's hooks; plain DDP needs none."""
@@ -386,7 +392,8 @@ class _Examination:
 
     def _seconds_per_bit(self) -> float:
         """What a transfer of all gradients takes for every bit that is sent of an element."""
-        probe = torch.zeros(min(self._elements, _PROBE_ELEMENTS), device=self._place)
+        count = min(self._elements, _PROBE_ELEMENTS)
+        probe = torch.zeros(count, dtype=torch.float32, device=self._place)
         for _ in range(2):  # the first connects ranks
             begin = self._clock.mark()
             dist.all_reduce(probe, group=self._group)

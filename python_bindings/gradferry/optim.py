@@ -11,8 +11,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch.optim.optimizer import ParamsT
 
-from gradferry.ddp.momentum import KeptMomentum
-from gradferry.ddp.state import HookState, momentum_of
+from gradferry.ddp.state import HookState, KeptMomentum, momentum_of
 from gradferry.errors import ConfigError, StateError
 from gradferry.reduction.advice import OVERLAPPED_ZERO
 from gradferry.reduction.averaging import Averaging, delivered_momentum

@@ -476,3 +476,21 @@ def test_check_names_a_parameter_beside_the_shards(world_of_2: World) -> None:
         assert "parameter 'added.weight' was added, or unfrozen, after attach" in outcome.text
     for outcome, ended in world_of_2.run(case_added_beside_shards, every=0):
         assert (outcome.error, ended) == (None, True)
+
+
+def case_beside_shards_from_the_start() -> tuple[list[str], Outcome]:
+    """What attach and training say of a layer that was never sharded."""
+    sharding = Sharding(replicas=2, shards=1)
+    mesh = sharding.mesh()
+    model = sharding.model(mesh["shard"])
+    model.added = nn.Linear(3, 3)
+    with texts(__file__) as warned:
+        gradferry.fsdp.attach(model, "q4", replicate_group=mesh["replica"], check_every=1)
+    return warned, attempt(lambda: train_sharded(sharding, model, 2))
+
+
+def test_a_parameter_that_was_warned_about_at_attach_ends_no_training(world_of_2: World) -> None:
+    for warned, outcome in world_of_2.run(case_beside_shards_from_the_start):
+        assert outcome.error is None, outcome.text
+        (text,) = [text for text in warned if "FSDP2 does not reduce" in text]
+        assert "the gradients of 'added.weight' and 1 more" in text

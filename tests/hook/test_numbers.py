@@ -13,6 +13,7 @@ import gradferry
 import pytest
 import torch
 from gradferry.ddp.state import bound_to
+from gradferry.reduction import step_numbers
 from on_ranks import on_ranks
 from outcomes import attempt
 from scenario import Run, Scenario, Weight, hooked
@@ -167,6 +168,27 @@ def test_on_step_gets_the_numbers_of_each_step(codec: str, native: bool) -> None
         if not key.endswith("ratio"):
             total = sum(row[key] for row in rows)
             assert total == pytest.approx(stats[key], rel=1e-9), key
+
+
+def test_a_step_whose_buckets_are_in_flight_is_counted_with_the_next() -> None:
+    now = {**step_numbers.zeros(), "total_steps": 0}
+
+    class Counting:
+        _ring_share = 1.0
+
+        def stats(self) -> dict[str, Any]:
+            return dict(now)
+
+    counting, rows = Counting(), []
+    parameter = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    handle = step_numbers.call_with_numbers(counting, rows.append)
+    for steps, in_flight in ((1, 1), (2, 0)):
+        now.update(total_steps=steps, buckets=3 * steps, in_flight=in_flight)
+        optimizer.step()
+        assert len(rows) == (not in_flight)
+    handle.remove()
+    assert (rows[0]["step"], rows[0]["buckets"]) == (1, 6)
 
 
 def case_error(name: str) -> list[tuple[str, str]]:

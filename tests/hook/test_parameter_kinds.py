@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from gradferry import _native
+from gradferry.errors import GradferryWarning
 from on_ranks import on_ranks
 from outcomes import attempt
 from scenario import ChosenGradients, Run, Scenario, Weight, assert_bit_equal, hooked, train
@@ -67,7 +68,8 @@ class Ignoring(ChosenGradients):
 def case_ignored(scenarios: list[Scenario]) -> list[dict[str, Any]]:
     answers = []
     for scenario in scenarios:
-        with mock.patch("scenario.ChosenGradients", Ignoring):
+        with mock.patch("scenario.ChosenGradients", Ignoring), warnings.catch_warnings():
+            warnings.simplefilter("error", GradferryWarning)
             run = Run(scenario)
         gradients = [run.step(step) for step in range(scenario.steps)]
         run.state.load_state_dict(run.state.state_dict())

@@ -24,7 +24,7 @@ from gradferry.ddp.trial import DeviceClock
 from gradferry.reduction import start
 from priced_device import LAYERS, NUM_ELEMENTS, WIDTH, Prices, group_without_cpu, priced, wrapped
 from scenario import Scenario, Weight
-from test_auto import FOUND, RHT3, TRIAL, case_given, equal, try_all
+from test_auto import FOUND, TRIAL, case_given, equal, try_all
 from test_auto_residuals import residuals_by_element
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -119,7 +119,7 @@ def test_doctor_says_what_steps_take_by_the_clock_of_the_device(worlds: Worlds) 
     hooks = ["torch:bf16", "q8", "q4"]
     (found, text), (other, _) = worlds(2).run(case_doctor, prices=Prices(), hooks=hooks)
     assert found == other
-    assert found.verdict.startswith("On loopback, use q4: it takes ")
+    assert found.verdict.startswith("On one host, use q4: it takes ")
     assert {step.hook for step in found.steps} == {"torch:fp32", *hooks}
     assert found.elements == NUM_ELEMENTS
     assert [step.seconds for step in found.steps] == sorted(step.seconds for step in found.steps)
@@ -132,8 +132,8 @@ def test_doctor_says_what_steps_take_by_the_clock_of_the_device(worlds: Worlds) 
         # doctor's optimizer, whose kernels it alone has, lies between the steps.
         optimizer = 12 * (Prices().launch + 8 * 4 * WIDTH**2 * Prices().byte) * LAYERS
         assert alone[-1] * (1 - 1e-9) <= step.seconds <= alone[-1] + optimizer, step
-    _, loopback, *_ = lines = text.splitlines()
-    assert loopback.startswith("All ranks share one host, so nothing crossed a network.")
+    _, one_host, *_ = lines = text.splitlines()
+    assert one_host.startswith("All ranks share one host, so nothing crossed a network between")
     assert ["hook", "ms", "per"] in [line.split()[:3] for line in lines[2:5]]
 
 
@@ -142,7 +142,7 @@ def test_doctor_says_no_on_a_fast_link(worlds: Worlds) -> None:
     arguments = {"prices": FAST, "hooks": ["torch:bf16", "q4"], "layer_s": 20e-6}
     (found, _), _ = worlds(2).run(case_doctor, **arguments)
     assert re.match(
-        r"On loopback, do not compress: torch:fp32 takes .*, and the fastest codec, q4 ",
+        r"On one host, do not compress: torch:fp32 takes .*, and the fastest codec, q4 ",
         found.verdict,
     )
 
@@ -313,9 +313,9 @@ def test_all_ranks_of_a_device_change_the_exchange_at_the_same_step(
 ) -> None:
     scenario = dataclasses.replace(SCENARIO, device=device)
     world = worlds(4)
-    answers = try_all(world, scenario, {f"{RHT3} two-level": 100.0}, steps=5, found=EVEN)
-    assert answers[0]["seen"] == [("q4", "flat")] * 2 + [(RHT3, "two-level")] * 3
-    given = dataclasses.replace(scenario, codec=RHT3, options={"nodes": 2})
+    answers = try_all(world, scenario, {"q4 two-level": 100.0}, steps=5, found=EVEN)
+    assert answers[0]["seen"] == [("q4", "flat")] * 2 + [("q4", "two-level")] * 3
+    given = dataclasses.replace(scenario, codec="q4", options={"nodes": 2})
     begun = world.run(case_given, scenario=given, begin=2, steps=5, found=EVEN)
     for answer, expected in zip(answers, begun, strict=True):
         assert equal(answer["gradients"][2:], expected)

@@ -30,7 +30,8 @@ SETTINGS = {"besides_torch": ["numpy>=1.26"]}
 
 # The command comes before torch and the library; what needs an extra comes last, without it.
 SCRIPT = """
-import contextlib, io, json, runpy, sys
+import atexit, contextlib, io, json, runpy, sys
+from unittest import mock
 from gradferry_lab import command
 
 codes = [command.main(["--version"])]
@@ -39,7 +40,11 @@ with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()) 
 facts = {"torch": "torch" in sys.modules, "help": help.getvalue()}
 import torch.distributed
 before = set(sys.modules)
-import gradferry
+with mock.patch("atexit.register", wraps=atexit.register) as register:
+    import gradferry
+from gradferry import _native
+ends = [call.args[1:] for call in register.call_args_list if call.args[0] == _native.shutdown]
+facts["ends"] = ends
 facts["loaded"] = sorted(set(sys.modules) - before)
 facts["missing"] = [name for name in gradferry.__all__ if not hasattr(gradferry, name)]
 import gradferry.checkpoint, gradferry.errors, gradferry.optim
@@ -57,6 +62,11 @@ from gradferry_lab.output.curves import Axis, draw_loss_curves
 facts["same help"] = cli.parser().format_help() == facts["help"]
 cli.main = lambda arguments: draw_loss_curves([], Axis("loss"))
 codes.append(command.main(["info"]))
+cli.main = lambda arguments: __import__("of_the_user")
+try:
+    command.main(["info"])
+except ModuleNotFoundError as error:
+    facts["not of an extra"] = error.name
 print(json.dumps({**facts, "codes": codes}))
 """
 
@@ -75,7 +85,9 @@ def test_package_is_imported_without_the_laboratory_and_the_command_without_its_
     laboratory = ("gradferry_lab", "rich", "matplotlib")
     assert not [name for name in said["loaded"] if name.startswith(laboratory)]
     assert said["missing"] == []  # of the public names
+    assert said["ends"] == [[1.0]]  # seconds for what is in flight when Python exits
     assert said["codes"] == [0, 0, 2, 2]
+    assert said["not of an extra"] == "of_the_user"
     assert [line for line in done.stderr.splitlines() if "gradferry" in line] == [
         f"gradferry: this command needs {missing}: pip install 'gradferry[lab]'"
         for missing in ("rich", "matplotlib")

@@ -59,6 +59,14 @@ def test_registered_columns_of_one_tensor_are_averaged(world_of_2: World) -> Non
         assert answer == [[0.0, 1.5], [3.0, 4.5], [6.0, 7.5]]
 
 
+def test_memory_that_reaches_beyond_a_tensor_between_is_compared() -> None:
+    base = torch.zeros(100)
+    tensors = {"far": base[::2], "between": base[1:20:2], "dense": base[50:60]}
+    with pytest.raises(gradferry.StateError, match="'far' and 'dense' share memory"):
+        tensor_calls.check_memory(list(tensors), list(tensors.values()))
+    tensor_calls.check_memory(["far", "between"], [tensors["far"], tensors["between"]])
+
+
 def case_interrupted() -> tuple[Outcome, Outcome]:
     """Rank 0 is interrupted when its buckets are under way."""
     reducer = one()

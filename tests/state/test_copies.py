@@ -51,6 +51,32 @@ def test_copied_state_says_that_it_is_unbound_and_can_be_bound(world_of_2: World
             assert buckets > 0
 
 
+def case_copied_model() -> tuple[list[str], list[bool]]:
+    """What stays on a copy of a model that has a hook, and whether it takes another hook."""
+    run = Run(SCENARIO)
+    own = set(vars(DistributedDataParallel(copy.deepcopy(run.model))))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        copied = [copy.deepcopy(run.ddp), pickle.loads(pickle.dumps(run.ddp))]
+    called = []
+    for ddp in copied:
+        ddp.register_comm_hook(None, lambda _, bucket: called.append(True) or done(bucket.buffer()))
+        ddp(run.targets(0)).backward()
+    return sorted(set(vars(copied[0])) - own), called
+
+
+def done(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(tensor)
+    return future
+
+
+def test_a_copied_model_takes_another_hook(world_of_2: World) -> None:
+    for left, called in world_of_2.run(case_copied_model):
+        assert left == []
+        assert len(called) >= 2
+
+
 def case_averaged_weights() -> list[Any]:
     """An exponential moving average, of the module and of the whole DistributedDataParallel."""
     run = Run(SCENARIO)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from gradferry.ddp.trial import about
+from gradferry.ddp.schedule import about
 from rich.console import Console
 from rich.progress import (
     BarColumn,

@@ -14,11 +14,12 @@ from typing import Any, Protocol
 
 import torch
 from gradferry.core.codec_spec import AUTO
+from gradferry.core.config import make_config
 from gradferry.core.engine import planned_bytes
 from gradferry.core.nodes import AUTO as FOUND_NODES
 from gradferry.core.parameters import reduced_parameters
 from gradferry.ddp.attach import attach
-from gradferry.ddp.auto import CHOSEN_BY
+from gradferry.ddp.auto import chosen_by
 from gradferry.diagnosis import TORCH_DTYPES
 from gradferry.reduction.averaging import Averaging
 from torch import nn
@@ -127,8 +128,8 @@ def steps_until_steady(name: str) -> int:
     DDP arranges its buckets in the first step, hooks that start with dense steps have two of them,
     and the step after that is the first that is like all others. `auto` measures for longer.
     """
-    chooses = name.partition("+")[0] == AUTO
-    return CHOSEN_BY + 1 if chooses else COMPRESS_FROM + 1
+    codec, options = codec_options(name, COMPRESS_FROM)
+    return (chosen_by(make_config(codec, options)) if codec == AUTO else COMPRESS_FROM) + 1
 
 
 def apply_hook(

@@ -39,9 +39,6 @@ _log = logging.getLogger("gradferry")
 FIRST_TRIAL = 2  # DDP arranges its buckets in the steps before
 TRY_AGAIN_AFTER = 1000  # steps; doubled after every change, which limits the number of changes
 _IN_MOMENTUM_MODE = "rht:bits=3"  # beside codecs below 3 bits
-# By then the first choice is made outside momentum mode, if every parameter is used and no step is
-# skipped: five candidates, where there are two exchanges, and the steps that deliver between them.
-CHOSEN_BY = FIRST_TRIAL + 6 * (SETTLING_STEPS + COUNTED_STEPS)
 # What is withheld of a parameter is delivered in the next step that uses it. A candidate for which
 # that takes longer is left out.
 _DELIVERING_STEPS = 10
@@ -50,8 +47,8 @@ _DELIVERING_STEPS = 10
 def candidates(config: Config, exchanges: list[Exchange]) -> list[Candidate]:
     """What "auto" may choose.
 
-    `CODECS`, and ``off``, or ``exact`` where an option needs an engine. In momentum mode coarser
-    codecs instead of those two.
+    `CODECS`, and ``off``, or ``exact`` where an option needs an engine. In momentum mode instead of
+    ``off`` and ``exact`` coarser codecs.
     """
     codecs = [parse_codec(name) for name in CODECS]
     backend = []
@@ -68,6 +65,21 @@ def candidates(config: Config, exchanges: list[Exchange]) -> list[Candidate]:
     return backend + [
         Candidate(str(codec), codec.bits(), name) for codec in codecs for name in names
     ]
+
+
+def _first_trial(config: Config) -> int:
+    """The step in which it begins: in warm-up steps all candidates send the same."""
+    return max(FIRST_TRIAL, config.warmup_steps)
+
+
+def chosen_by(config: Config) -> int:
+    """The step, counted from 0, that begins with the first choice at the latest, if every parameter
+    is used and no step is skipped.
+    """
+    # There may be two exchanges; passing through is the same in both.
+    tried = sum(1 + each.needs_memory for each in candidates(config, []))
+    delivering = tried + 1  # one before each candidate, and before the one that is chosen
+    return _first_trial(config) + tried * (SETTLING_STEPS + COUNTED_STEPS) + delivering
 
 
 def _count(value: object) -> int:
@@ -154,12 +166,10 @@ class Chooser:
         self._trial: Trial | None = None
         self._before: Candidate | None = None  # the choice before this trial
         self._delivered_since = 0  # the step in which an engine began to deliver
-        self.choice = Choice(next_check=max(FIRST_TRIAL, running.config.warmup_steps))
+        self.choice = Choice(next_check=_first_trial(running.config))
 
     def start(self, hook: _native.BucketHook) -> None:
-        """Makes the hook begin a trial when it is time. In warm-up steps all candidates send the
-        same, so that there is none.
-        """
+        """Makes the hook begin a trial when it is time."""
         hook.call_at(self.choice.next_check, self._begin, "choice")
 
     def restore(self, hook: _native.BucketHook, choice: Choice, step: int) -> None:

@@ -1,26 +1,37 @@
-"""`HookState`: a user's handle to a hook, for options, counters and checkpoints."""
+"""`HookState`: a user's handle to a hook, for options, counters, checkpoints and momentum."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import Unpack
 
+from gradferry.core.agreement import (
+    Record,
+    error_record,
+    gather_records,
+    meeting_place,
+    raise_first_error,
+    raise_first_mismatch,
+)
 from gradferry.core.config import make_config
 from gradferry.core.options import Options, takes_options
 from gradferry.core.warn import warn
+from gradferry.ddp.auto import Choice, Chooser
 from gradferry.ddp.binding import Binding, bind
-from gradferry.ddp.momentum import KeptMomentum
-from gradferry.ddp.save_load import load, save
-from gradferry.errors import ConfigError, StateError
+from gradferry.errors import ConfigError, GradferryError, StateError
+from gradferry.reduction import save_load
 from gradferry.reduction.advice import warn_about_rules, warn_about_surroundings, watch_optimizer
 from gradferry.reduction.averaging import Averaging
 from gradferry.reduction.description import as_asked, describe
+from gradferry.reduction.momentum import DeliveredMomentum
 from gradferry.reduction.running import Running
+from gradferry.reduction.saved_state import SavedState, withheld_in
 from gradferry.reduction.silent_hook import watch_hook
 
 _HOW_TO_BIND = (
@@ -151,7 +162,7 @@ class HookState(Averaging):
         Raises:
             StateError: the state is not bound, failed, or is in the middle of a step.
         """
-        return save(self._bound())
+        return _save(self._bound())
 
     def load_state_dict(self, state_dict: Mapping[str, Any], on_resize: str = "strict") -> None:
         """Restores what `state_dict` returned. Call it on every rank. With ``"auto"`` it also
@@ -180,7 +191,7 @@ class HookState(Averaging):
         """
         bound = self._bound()
         with self._loading():
-            load(bound, state_dict, on_resize)
+            _load(bound, state_dict, on_resize)
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._binding is not None:
@@ -215,6 +226,47 @@ def bound_to(state: object) -> Binding:
     return state._bound()
 
 
+class KeptMomentum(DeliveredMomentum):
+    """The interface of a hook to `gradferry.optim.OneBitAdam`. Use `momentum_of` to get one."""
+
+    def __init__(self, binding: Binding) -> None:
+        super().__init__(binding.running)
+        self._handover = binding.handover
+
+    def hold(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Notes that an optimizer holds the momentum of these parameters until the handover."""
+        if self._handover is not None:
+            index = self._running.index
+            self._handover.hold(index[parameter] for parameter in parameters)
+
+    def hand_over(self, parameter: torch.Tensor, momentum: torch.Tensor, factor: float) -> None:
+        """Gives a parameter's momentum to the hook, which delivers it over the next steps.
+
+        Args:
+            parameter: of the model.
+            momentum: tensor of its shape, on its device, without a loss scale.
+            factor: multiplies the momentum: its decay until the next step.
+
+        Raises:
+            StateError: the hook is in the middle of a step, or failed before.
+        """
+        running = self._running
+        if running.engine is None:
+            return
+        number = running.index[parameter]
+        layout = running.parameters[number]
+        laid_out = torch.empty_strided(
+            layout.shape, layout.strides, dtype=parameter.dtype, device=parameter.device
+        ).copy_(momentum)
+        real = torch.view_as_real(laid_out) if laid_out.is_complex() else laid_out
+        flat = real.as_strided((real.numel(),), (1,))
+        exchanges = running.transport.exchanges
+        share = running.config.momentum_share(layout.codec) if exchanges else 1.0
+        running.engine.add_to_worker_residual(number, flat, factor * share)
+        if self._handover is not None:
+            self._handover.hand_over(number)
+
+
 def momentum_of(state: object) -> KeptMomentum:
     """Access to the momentum in the hook of `state`, for an optimizer that hands over its own.
 
@@ -223,6 +275,49 @@ def momentum_of(state: object) -> KeptMomentum:
         StateError: it is not bound.
     """
     return KeptMomentum(bound_to(state))
+
+
+def _save(bound: Binding) -> SavedState:
+    """See `HookState.state_dict`."""
+    state = save_load.save(bound.running, bound.hook.finished_steps())
+    if bound.chooser is not None:
+        state["choice"] = bound.chooser.choice.saved()
+    return {**bound.passed_on, **state}
+
+
+def _load(bound: Binding, saved: Mapping[str, Any], on_resize: str) -> None:
+    """See `HookState.load_state_dict`."""
+    if bound.chooser is not None:
+        _restore_choice(bound, bound.chooser, saved, on_resize)
+        if bound.running.engine is None:
+            return
+    # A world of one chooses no codec, but may load a state in which others chose one.
+    has_choice = isinstance(saved, Mapping) and "choice" in saved
+    choice = Choice.restored(saved["choice"]) if has_choice else None
+    chosen = None if choice is None else choice.codec
+    bound.resume(save_load.load(bound.running, saved, on_resize, chosen=chosen))
+    bound.passed_on.clear()
+    if choice is not None:
+        bound.passed_on["choice"] = choice.saved()
+
+
+def _restore_choice(
+    bound: Binding, chooser: Chooser, saved: Mapping[str, Any], on_resize: str
+) -> None:
+    record: Record
+    try:
+        save_load.check(bound.running, saved, on_resize)
+        # Where nothing chose, the measurement begins after loading.
+        chose = "choice" in saved or (saved["world_size"] > 1 and withheld_in(saved))
+        choice = Choice.restored(saved.get("choice")) if chose else Choice()
+        record = {"choice": choice.saved(), "steps": saved["steps"]}
+    except GradferryError as error:
+        record = error_record(error)
+    group, place = bound.running.group, bound.running.transport.device
+    records = gather_records(record, group, meeting_place(group, place))
+    raise_first_error(records, group)
+    raise_first_mismatch(records, group)
+    chooser.restore(bound.hook, choice, int(saved["steps"]))
 
 
 def _unbound(codec: str, options: Options) -> HookState:

@@ -111,10 +111,12 @@ class Averaging(ABC):
 
     @contextmanager
     def _loading(self) -> Iterator[None]:
-        """Keeps ``steps`` of `stats` while a loaded state moves the count of the training."""
-        taken = self._total_steps() - self._running.steps_before
+        """Keeps the numbers of steps taken while a loaded state moves the count of the training."""
+        running = self._running
+        taken, by_engines = self._total_steps() - running.steps_before, running.engine_steps()
         yield
-        self._running.steps_before = self._total_steps() - taken
+        running.steps_before = self._total_steps() - taken
+        running.engine_before += running.engine_steps() - by_engines
 
     def stats(self) -> Stats:
         """Counters of this rank. Unless a key says otherwise it is a sum since the hook was

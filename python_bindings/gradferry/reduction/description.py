@@ -74,19 +74,25 @@ def describe(running: Running, stats: Stats) -> str:
         f"{stats['workspace_bytes'] / 2**20:.1f} of at most {config.workspace_cap_mb:g} MiB"
     )
     lines += _workspace_lines(running.engine.workspace(), running)
-    lines += _averages(stats)
+    lines += _averages(running.engine_steps(), stats)
     return "\n".join(lines)
 
 
-def _averages(stats: Stats) -> list[str]:
-    """What a step sent and cost so far; nothing before the first one that sent something."""
-    steps = stats["steps"]
+def _averages(steps: int, stats: Stats) -> list[str]:
+    """What a step sent and cost so far; nothing before the first one that sent something.
+
+    Args:
+        steps: that engines took. In others, such as those of a trial of ``off``, every bucket
+            passed through, which nothing counts or times.
+        stats: of `Averaging.stats`.
+    """
     if not steps or not stats["wire_bytes"]:
         return []
+    passed = ", without buckets that passed through" if stats["fallbacks"] else ""
     return [
         f"  average of {steps} steps: {stats['wire_bytes'] / steps:,.0f} bytes sent, "
         f"{stats['ratio']:.2f} times fewer than uncompressed, {stats['exposed_ms'] / steps:.1f} ms "
-        "exposed"
+        f"exposed{passed}"
     ]
 
 

@@ -44,6 +44,8 @@ SUMS = (
     "decode_ms",
     "exposed_ms",
 )
+# Keys that continue when another engine takes over.
+CONTINUED = (*SUMS, "workspace_allocations", "host_waits")
 # Keys of stats() that refer to the last step.
 _RATIOS = ("worker_residual_ratio", "owner_residual_ratio")
 _COUNTERS = (

@@ -1,0 +1,96 @@
+"""How long trials will take, and whether the processors were busy with something else meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+from gradferry.ddp.trial import COUNTED_STEPS, HOPELESS, SETTLING_STEPS, Candidate
+
+_START_S = 0.5  # to copy a small model and to connect its ranks
+
+
+class Schedule:
+    """How long candidates will take, corrected by the time that those before them took.
+
+    A step is expected to take its computation and then its transfer.
+
+    Args:
+        candidates: in the order in which they are tried.
+        before: steps of each that are not part of the trial.
+        silent_s: seconds of a step without communication.
+        seconds_per_bit: of the transfer, for every bit that is sent of an element.
+    """
+
+    def __init__(
+        self,
+        candidates: Sequence[Candidate],
+        before: int,
+        silent_s: float,
+        seconds_per_bit: float,
+    ) -> None:
+        self._expected: dict[Candidate, float] = {}
+        self._done = self._taken = 0.0
+        least = float("inf")
+        for candidate in candidates:
+            step = silent_s + candidate.bits * seconds_per_bit
+            least = min(least, step)
+            counted = 1 if step > HOPELESS * least else COUNTED_STEPS
+            self._expected[candidate] = _START_S + (before + SETTLING_STEPS + counted) * step
+
+    def note(self, candidate: Candidate, seconds: float) -> None:
+        """Says how long a candidate took."""
+        self._done += self._expected[candidate]
+        self._taken += seconds
+
+    def left(self, candidates: Iterable[Candidate]) -> float:
+        """Seconds that these will take."""
+        correction = self._taken / self._done if self._done else 1.0
+        return correction * sum(self._expected[each] for each in candidates)
+
+
+def about(seconds: float) -> str:
+    """A time for people: "about 40 s", or "about 3 min" from 90 s on."""
+    if round(seconds) < 90:
+        return f"about {max(1, round(seconds))} s"
+    return f"about {seconds / 60:.0f} min"
+
+
+BUSY = 0.2  # share of their time that threads wait for a processor
+_THREADS = Path("/proc/self/task")
+
+# By thread: nanoseconds on a processor, and ready to run without one.
+ThreadTimes = Mapping[str, tuple[int, int]]
+
+
+def thread_times() -> ThreadTimes:
+    """Those of this process; nothing where the system does not say."""
+    try:
+        threads = list(_THREADS.iterdir())
+    except OSError:  # another system
+        return {}
+    times = {}
+    for thread in threads:
+        try:
+            on_processor, waiting, *_ = (thread / "schedstat").read_text().split()
+        except (OSError, ValueError):  # the thread has ended, or the kernel does not count
+            continue
+        times[thread.name] = int(on_processor), int(waiting)
+    return times
+
+
+class ProcessorWait:
+    """How much of their time the threads of this process wait for a processor, from now on."""
+
+    def __init__(self, read: Callable[[], ThreadTimes] = thread_times) -> None:
+        self._read = read
+        self._before = read()
+
+    def share(self) -> float:
+        """0: they run whenever they can; near 1: others have the processors."""
+        ran = waited = 0
+        for thread, (on_processor, waiting) in self._read().items():
+            before = self._before.get(thread, (0, 0))
+            ran += on_processor - before[0]
+            waited += waiting - before[1]
+        return waited / (ran + waited) if waited else 0.0
