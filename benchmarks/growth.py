@@ -2,11 +2,8 @@
 
 `python benchmarks/growth.py` trains 4 M parameters under DistributedDataParallel, plain and with
 q4, on 2 to 32 processes. Then 64 to 256 ranks of the C++ Reducer average 1 M numbers, 16 ranks to a
-process; their program is built by
-
-    cmake --build build/torch-2.15.0/* --target gradferry_growth_ranks
-
-All takes about 6 minutes on two cores.
+process; where their program is not built, it says at once how to. All takes about 6 minutes on two
+cores.
 
 Counted per rank, as the mean over ranks: what attaching adds in memory and open sockets, and the
 processor time of a step. Beyond the processors' number the time of a step means nothing: it is left
@@ -59,9 +56,10 @@ def main() -> None:
         parser.error(f"--reducer-ranks must be multiples of {_RANKS_PER_PROCESS}")
     program = max(_ROOT.glob(_PROGRAM), key=lambda path: path.stat().st_mtime, default=None)
     if options.reducer_ranks and program is None:
+        folder = f"build/torch-{torch.__version__.partition('+')[0]}/*"  # as `make setup` has it
         parser.error(
-            f"there is no {_PROGRAM}; build it with 'cmake --build build/torch-2.15.0/* --target "
-            f"gradferry_growth_ranks', or give --reducer-ranks no number"
+            f"there is no {_PROGRAM}; build it with 'make setup' and 'cmake --build {folder} "
+            f"--target gradferry_growth_ranks', or give --reducer-ranks no number"
         )
     rows: list[dict[str, Any]] = []
     try:

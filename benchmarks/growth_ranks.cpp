@@ -108,6 +108,7 @@ void run(const Options& options) {
       attach_s = std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
       attached = cost_of_process();
     }
+    together.arrive_and_wait();  // no rank begins a step before that was read
     for (int step = 0; step < kSteps; ++step) reducer.all_reduce(tensors);
     together.arrive_and_wait();
     if (speaks) {

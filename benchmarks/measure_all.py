@@ -1,12 +1,13 @@
-"""Measures every file of benchmarks/results that a machine without a GPU can make: one file, one
-command, one after the other, on a machine that does nothing else.
+"""Measures files of benchmarks/results, all but those that take a GPU, other packages or hours: one
+file, one command, one after the other, on a machine that does nothing else.
 
     python benchmarks/measure_all.py                          # all; as root, for the links
     python benchmarks/measure_all.py train_1gbit growth       # these
     python benchmarks/measure_all.py --since 2026-12-01T09:30 # those that are older than this
 
 A file is replaced when its measurement is done. After an interruption `--since` with the date of
-the beginning goes on. Afterwards tools/figures.py and tools/draw_step.py renew the pages.
+the beginning goes on. Afterwards tools/figures.py and tools/draw_step.py renew the pages. `--help`
+names the other files, with their commands.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ _CODECS = ("q4", "q8", "sign1", "rht:bits=4", "topk:ratio=0.01")
 _UNDER_HSDP = ("--parallel", "hsdp", "--hosts", "2", "--ranks-per-host", "2")
 
 MEASUREMENTS = {
+    # The first, because it needs a program of C++ and says at once if that is not built.
+    "growth": Measurement(("benchmarks/growth.py",), 6),
     "train_1gbit": Measurement(_train("1gbit", ("sync", *_ALL, "auto"), 16, *_BUCKETS), 5),
     "train_100mbit": Measurement(_train("100mbit", ("sync", *_FEW, "auto"), 6, *_BUCKETS), 6),
     "train_10gbit": Measurement(_train("10gbit", ("sync", *_ALL, "auto"), 12, *_BUCKETS), 3),
@@ -77,14 +80,33 @@ MEASUREMENTS = {
     "local_stage": Measurement(("benchmarks/local_stage.py",), 1),
     "demo": Measurement((*_MODULE, "demo", "--out", "build/demo"), 2),
     "diloco": Measurement(("benchmarks/diloco.py", "--seeds", "2"), 3),
-    "growth": Measurement(("benchmarks/growth.py",), 6),
+    "doctor": Measurement((*_MODULE, "doctor", "--link", "1gbit"), 1),
+}
+
+# The other files: what makes each, with --json, or what else it needs.
+_GPU = "on an H100"
+ELSEWHERE = {
+    "convergence": "gradferry converge --full (an hour)",
+    "sharded_loss_hsdp": "python benchmarks/sharded_loss.py --steps 200",
+    "sharded_loss_fsdp": "python benchmarks/sharded_loss.py --steps 200 --parallel fsdp",
+    "codec_peers": f"gradferry bench codec --codecs {' '.join(_CODECS)} --peers (its rows with a "
+    "peer; needs pypiquant, bitsandbytes, hivemind)",
+    "soak": "make soak HOURS=2",
+    "gpu_check_h100": f"make gpu-check ({_GPU})",
+    "codec_h100": "gradferry bench codec --device cuda --dtypes float32 --sizes-mb 8 100 --rounds "
+    f"20 ({_GPU})",
+    "codec_h100_bf16": "gradferry bench codec --device cuda --dtypes bfloat16 --sizes-mb 8 100 "
+    f"--rounds 10 ({_GPU})",
+    "collective_h100": f"gradferry bench collective --device cuda -b 1M -e 64M -f 8 -n 10 ({_GPU})",
 }
 
 
 def main() -> None:
     """Runs the measurements that were asked for; ends with the first that fails."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="\n".join(["other files:", *(f"  {n}: {how}" for n, how in ELSEWHERE.items())]),
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {' '.join(MEASUREMENTS)}")
     parser.add_argument(
@@ -98,7 +120,8 @@ def main() -> None:
     unknown = [name for name in arguments.names if name not in MEASUREMENTS]
     if unknown:
         parser.error(f"there is no measurement {unknown[0]}; choose from {' '.join(MEASUREMENTS)}")
-    names = [n for n in arguments.names or MEASUREMENTS if not _is_new(n, arguments.since)]
+    asked = arguments.names or list(MEASUREMENTS)
+    names = [n for n in MEASUREMENTS if n in asked and not _is_new(n, arguments.since)]
     minutes = sum(MEASUREMENTS[name].minutes for name in names)
     print(f"{len(names)} measurements, about {minutes:.0f} minutes on two cores", flush=True)
     for name in names:

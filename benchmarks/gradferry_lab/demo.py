@@ -8,20 +8,26 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from gradferry.errors import ConfigError
+from gradferry.ddp.trial import BUSY, ProcessorWait
+from gradferry.errors import ConfigError, PeerError
 from rich.console import Console
 
 from gradferry_lab import flags
 from gradferry_lab.output.curves import THEMES, Axis, Curve, draw_loss_curves
 from gradferry_lab.output.html import Picture, Section, html_page
-from gradferry_lab.output.json_file import environment, write_json
+from gradferry_lab.output.json_file import environment, save_rows
 from gradferry_lab.output.progress import StepDone, TrainingProgress
 from gradferry_lab.output.table import Column, Table, print_line, print_table
-from gradferry_lab.ranks.busy import busy_note
 from gradferry_lab.ranks.everywhere import run_everywhere
 from gradferry_lab.ranks.hosts import LOOPBACK, Where
-from gradferry_lab.ranks.launch import Emit, Outbox, Placement, torchrun_placement
-from gradferry_lab.ranks.network import check_network, parse_link
+from gradferry_lab.ranks.launch import (
+    Emit,
+    Outbox,
+    Placement,
+    gather_from_ranks,
+    torchrun_placement,
+)
+from gradferry_lab.ranks.network import Network, check_network, parse_link
 from gradferry_lab.workloads import TASKS, load_task
 from gradferry_lab.workloads.hook_names import PLAIN_DDP, TORCH_HOOKS, check_hook
 from gradferry_lab.workloads.task import Task
@@ -29,7 +35,7 @@ from gradferry_lab.workloads.training import Training, TrainingRun, check_size
 
 DEFAULT_HOOKS = (PLAIN_DDP, "torch:fp16", "q4", "sign1+momentum=0.8")
 _LINK = "1gbit"  # where this process may make one
-_TORCHRUN = "torchrun"  # the network is between machines that this command does not know
+_SHAPING = {"task", "hooks", "steps", "ranks", "link"}  # options that decide how long it takes
 _GIGABIT = 1e9  # bits per second
 
 Row = Mapping[str, Any]
@@ -62,7 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RATE",
         help=f"100mbit, 1gbit, ...: each rank in a network namespace, joined by a link of that "
         f"rate (as root); 'loopback': without one, and without times (default: {_LINK} where "
-        f"this user may make namespaces, else loopback)",
+        f"such a link can be made, else loopback). Under torchrun the network is what it is, and "
+        f"this only names it",
     )
     parser.add_argument(
         "--seed", type=int, default=0, help="of model and data, the same for all (default: 0)"
@@ -86,17 +93,18 @@ def run(arguments: argparse.Namespace) -> int:
     steps = task.default_steps if arguments.steps is None else arguments.steps
     placement = torchrun_placement() or Placement(0, arguments.ranks)
     check_size(task, steps, placement.num_ranks)
-    _choose_link(arguments)
+    obstacle = _choose_link(arguments)
     console = Console()
     if placement.rank == 0 and not Outbox.of_this_rank():  # else the command on the host said it
         _make_folder(arguments.out)
-        for line in _plan(task, hooks, steps, arguments.link):
+        for line in [*_plan(task, hooks, steps, arguments), *obstacle]:
             print_line(console, line)
 
-    def report(runs: Sequence[TrainingRun], where: Where) -> int:
+    def report(found: tuple[Sequence[TrainingRun], float], where: Where) -> int:
         progress.close()
+        runs, waited = found
         rows = [_row(task, run, steps, arguments.seed, where.link) for run in runs]
-        _report(console, task, rows, arguments.out, arguments.json)
+        _report(console, task, section_of(rows, waited), rows, arguments)
         return 0
 
     with TrainingProgress(console) as progress:
@@ -104,59 +112,80 @@ def run(arguments: argparse.Namespace) -> int:
         return run_everywhere(arguments, compare_hooks, body, progress, report)
 
 
-def _choose_link(arguments: argparse.Namespace) -> None:
-    """Sets --link where the user did not, and what `run_everywhere` reads beside it. Raises
-    ConfigError for a link that was asked for and cannot be made.
+def _choose_link(arguments: argparse.Namespace) -> list[str]:
+    """Sets --link where the user did not, and what `run_everywhere` reads beside it.
+
+    Returns a sentence for people where the default's link cannot be made. Raises ConfigError for a
+    link that was asked for and cannot be made.
     """
     arguments.hosts, arguments.ranks_per_host = arguments.ranks, 1
     if torchrun_placement():
-        arguments.link = arguments.link or _TORCHRUN
-    elif arguments.link is None:
-        arguments.link = _LINK if _may_make_hosts(arguments.ranks) else LOOPBACK
+        arguments.link = arguments.link or LOOPBACK  # `Where.on` looks at the hosts
+        return []
+    if arguments.link is None:
+        obstacle = _obstacle(arguments.ranks)
+        arguments.link = LOOPBACK if obstacle else _LINK
         arguments.command_line = [*arguments.command_line, "--link", arguments.link]
-    elif arguments.link != LOOPBACK:
+        return [f"No link of {_LINK} could be made: {obstacle}."] if obstacle else []
+    if arguments.link != LOOPBACK:
         parse_link(arguments.link)
         check_network(arguments.ranks)
+    return []
 
 
-def _may_make_hosts(num_hosts: int) -> bool:
+def _obstacle(num_hosts: int) -> str | None:
+    """Why this process cannot join that many hosts by a link of the default rate; None: it can."""
     try:
-        check_network(num_hosts)
-    except ConfigError:
-        return False
-    return True
+        with Network(parse_link(_LINK), [("true",)] * num_hosts) as network:
+            network.wait()
+    except (ConfigError, PeerError) as error:
+        return str(error).rstrip(".")
+    return None
 
 
-def _plan(task: Task, hooks: Sequence[str], steps: int, link: str) -> list[str]:
+def _plan(task: Task, hooks: Sequence[str], steps: int, arguments: argparse.Namespace) -> list[str]:
     """What is about to happen, for people."""
-    where = "over loopback" if link == LOOPBACK else f"on the network of {link}"
-    if link not in (LOOPBACK, _TORCHRUN):
+    link = arguments.link
+    if torchrun_placement():
+        where = "between the ranks of torchrun" + (f", on {link}" if link != LOOPBACK else "")
+    elif link == LOOPBACK:
+        where = "over loopback"
+    else:
         where = f"on a link of {link} between network namespaces"
+    as_usual = not torchrun_placement() and not _SHAPING & set(vars(arguments).get("given", {}))
     lines = [
         f"Task {task.name}: {task.source}.",
-        f"{len(hooks)} trainings of {steps} steps take turns, step by step, {where}. The first "
-        f"step comes after some 15 seconds; all take about 2 minutes on two idle cores.",
+        f"{len(hooks)} trainings of {steps} steps take turns, step by step, {where}.",
     ]
-    return [*lines, *filter(None, [busy_note()])]
+    if as_usual:
+        lines.append(
+            "The first step comes after some 15 seconds; all take about 2 minutes on two idle "
+            "cores."
+        )
+    return lines
 
 
 def compare_hooks(
     emit: Emit, task_name: str, hooks: Sequence[str], steps: int, seed: int
-) -> list[TrainingRun]:
+) -> tuple[list[TrainingRun], float]:
     """Trains with all hooks, which take turns of one step each; runs on every rank.
 
     The order is reversed from round to round, so that what else the machine does affects all hooks
-    alike.
+    alike. Returns the runs, and the share of their time that threads of a rank waited for a
+    processor while it made and validated models, on the rank where it is greatest: in steps the
+    threads of a rank may wait for each other.
     """
     task = load_task(task_name)
+    wait = ProcessorWait()
     trainings = [Training(task, hook, steps=steps, seed=seed) for hook in hooks]
+    waited = max(each["share"] for each in gather_from_ranks({"share": wait.share()}))
     in_turn = list(trainings)
     for step in range(1, steps + 1):
         for training in in_turn:
             dist.barrier()  # no rank's step waits for another rank's step under another hook
             emit(StepDone(training.hook, step, steps, training.step()))
         in_turn.reverse()
-    return [training.finish() for training in trainings]
+    return [training.finish() for training in trainings], waited
 
 
 def _make_folder(folder: Path) -> None:
@@ -189,11 +218,15 @@ def _row(task: Task, run: TrainingRun, steps: int, seed: int, link: str) -> dict
 
 
 def _report(
-    console: Console, task: Task, rows: Sequence[Row], folder: Path, json_file: Path | None
+    console: Console,
+    task: Task,
+    section: Section,
+    rows: Sequence[Row],
+    arguments: argparse.Namespace,
 ) -> None:
-    section = section_of(rows)
     table, (picture,) = section.table, section.pictures
     page = html_page(table.title, f"{task.source}.", [section], environment())
+    folder: Path = arguments.out
     (folder / "loss_curves.png").write_bytes(picture.light)
     (folder / "index.html").write_text(page, encoding="utf-8")
     console.print()
@@ -207,22 +240,23 @@ def _report(
     if section.verdict:
         console.print()
         print_line(console, section.verdict)
-    if json_file:
-        write_json(json_file, rows, results_of="demo")
-        print_line(console, f"Written: {json_file}")
+    save_rows(console, arguments.json, rows, results_of="demo")
 
 
-def section_of(rows: Sequence[Row]) -> Section:
-    """Table, curves and verdict of the demo's rows."""
+def section_of(rows: Sequence[Row], waited: float = 0.0) -> Section:
+    """Table, curves and verdict of the demo's rows.
+
+    waited: share of their time that threads of a rank waited for a processor.
+    """
     task = load_task(rows[0]["task"])
     curves = [Curve(row["hook"], row["losses"], row["cumulative_wire_bytes"]) for row in rows]
     axis = Axis(f"training loss, {task.metric}")
     light, dark = (draw_loss_curves(curves, axis, theme) for theme in THEMES)
     picture = Picture("Training loss by bytes sent and by step, one curve per hook", light, dark)
-    return Section(_table(task, rows), [picture], _verdict(rows))
+    return Section(_table(task, rows, waited), [picture], _verdict(rows))
 
 
-def _table(task: Task, rows: Sequence[Row]) -> Table:
+def _table(task: Task, rows: Sequence[Row], waited: float) -> Table:
     plain = _plain_ddp(rows)
     first = rows[0]
     columns = [
@@ -239,7 +273,7 @@ def _table(task: Task, rows: Sequence[Row]) -> Table:
         f"{first['steps']} steps, seed {first['seed']}",
         columns=columns,
         rows=rows,
-        notes=_notes(task, rows),
+        notes=_notes(task, rows, waited),
     )
 
 
@@ -264,7 +298,7 @@ def _bytes_sent(row: Row) -> str:
     return f"{row['wire_bytes_per_step']:,}{mark}"
 
 
-def _notes(task: Task, rows: Sequence[Row]) -> list[str]:
+def _notes(task: Task, rows: Sequence[Row], waited: float) -> list[str]:
     times = "Milliseconds: median step of the slowest rank." if _has_times(rows) else ""
     notes = [
         f"Losses: of validation data, in {task.metric}; {rows[0]['initial_loss']:.4f} before "
@@ -272,6 +306,11 @@ def _notes(task: Task, rows: Sequence[Row]) -> list[str]:
     ]
     if not all(row["wire_bytes_measured"] for row in rows):
         notes.append("* computed for a ring all-reduce: PyTorch does not count what it sends.")
+    if _has_times(rows) and waited >= BUSY:
+        notes.append(
+            f"This machine is busy: before the first step threads waited {waited:.0%} of their "
+            f"time for a processor. Times are too long, and differences between hooks uncertain."
+        )
     if not _has_times(rows):
         needs = ", ".join(f"{row['hook']} {_wire_ms(row):.1f} ms" for row in rows)
         notes.append(
@@ -283,13 +322,16 @@ def _notes(task: Task, rows: Sequence[Row]) -> list[str]:
 
 
 def _verdict(rows: Sequence[Row]) -> str:
-    """What every codec changed, a sentence each. Empty without plain DDP to compare with."""
+    """What every codec that saves bytes changed, a sentence each. Empty without plain DDP to
+    compare with.
+    """
     plain = _plain_ddp(rows)
-    codecs = [row for row in rows if not row["hook"].startswith("torch:") and row["ratio"]]
     if plain is None:
         return ""
     sentences = []
-    for row in codecs:
+    for row in rows:
+        if row["hook"].startswith("torch:") or (row["ratio"] or 0.0) <= 1:
+            continue
         parts = [f"{row['hook']} sends {row['ratio']:.1f} times fewer bytes than plain DDP"]
         if _has_times(rows):
             parts.append(

@@ -19,6 +19,7 @@ from gradferry.core.device import on_streams
 from gradferry.core.engine import planned_bytes
 from gradferry.core.nodes import Nodes, exchange_between, flat
 from gradferry.core.parameters import describe_parameters
+from gradferry.ddp.trial import LOSSES
 from gradferry.diagnosis import TORCH_DTYPES
 from gradferry.errors import ConfigError
 from rich.console import Console
@@ -226,6 +227,7 @@ def _assumptions(cluster: _Cluster) -> list[str]:
         f"parameters in {cluster.buckets:,} buckets of fp32.",
         "This is arithmetic, not a measurement: bytes over the rate of a node's card, without "
         "latency, encoding, or what stays inside a node. `gradferry doctor` measures.",
+        "On GPUs, kernels and tests ran on one H100; no training on several GPUs has been timed.",
     ]
 
 
@@ -264,6 +266,9 @@ def plan_table(rows: Sequence[Row]) -> Table:
     ]
     if any(row["needs_momentum"] for row in rows):
         notes.append("* trains well only in momentum mode (momentum=), or with SGD.")
+    asked = {row["hook"] for row in rows}
+    notes += [f"{hook}: {loss}." for hook, loss in LOSSES.items() if hook in asked]
+    notes.append("Use q4 unless you need fewer bytes.")
     title = f"Bytes and times of a step on {first['world']} GPUs"
     return Table(title, columns, [row for row in rows if row["link"] == links[0]], notes)
 

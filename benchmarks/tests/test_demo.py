@@ -12,10 +12,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from gradferry.ddp.trial import BUSY
+from gradferry.errors import PeerError
 from gradferry_lab import demo
-from gradferry_lab.cli import main
+from gradferry_lab.cli import main, parser
 from gradferry_lab.demo import section_of
-from gradferry_lab.ranks import busy
+from gradferry_lab.ranks import network
 from gradferry_lab.workloads import load_task
 
 COMMAND = [sys.executable, "-m", "gradferry"]
@@ -109,21 +111,77 @@ def test_verdict_of_the_demo_is_what_it_measured(loss, ms, said):
     assert "As root" in " ".join(without.table.notes)
 
 
-def test_demo_says_that_the_machine_is_busy(tmp_path, monkeypatch):
-    load = tmp_path / "loadavg"
-    monkeypatch.setattr(busy, "_LOAD", load)
-    monkeypatch.setattr(busy.os, "sched_getaffinity", lambda pid: {0, 1})
-    assert busy.busy_note() is None  # it cannot be read
-    for text, is_busy in [
-        ("3.50 2.00 1.00 4/200 77\n", True),
-        ("3.50 2.00 1.00 1/200 77\n", False),  # what loaded it has ended
-        ("0.50 2.00 1.00 4/200 77\n", False),
-    ]:
-        load.write_text(text)
-        assert bool(busy.busy_note()) == is_busy
-    load.write_text("3.50 2.00 1.00 4/200 77\n")
-    task = load_task("digits")
-    assert "load 3.50 on 2 processors" in demo._plan(task, ["q4"], 3, "loopback")[-1]
+@pytest.mark.parametrize("hook", ["off", "exact", "torch:fp16"])
+def test_only_codecs_that_save_bytes_are_in_the_verdict(hook):
+    ratio = {"off": 1.0, "exact": 0.99, "torch:fp16": 2.0}[hook]
+    row = {**PLAIN, "hook": hook, "ratio": ratio}
+    assert section_of([PLAIN, row]).verdict == ""
+
+
+def test_demo_says_that_the_machine_is_busy():
+    for waited, is_busy in [(BUSY - 0.01, False), (BUSY, True)]:
+        notes = " ".join(section_of([PLAIN], waited).table.notes)
+        assert ("This machine is busy" in notes) == is_busy
+    on_loopback = section_of([{**PLAIN, "link": "loopback"}], 0.9).table.notes
+    assert "busy" not in " ".join(on_loopback)  # no times are shown
+
+
+def parsed(*words):
+    arguments = parser().parse_args(["demo", *words])
+    arguments.command_line = ["demo", *words]
+    return arguments
+
+
+def plan_of(*words):
+    arguments = parsed(*words)
+    demo._choose_link(arguments)
+    return demo._plan(load_task("digits"), ["q4"], 3, arguments)
+
+
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("words", "where"),
+    [
+        ((), "between the ranks of torchrun."),
+        (("--link", "1gbit"), "between the ranks of torchrun, on 1gbit."),
+        (("--link", "25 GbE"), "between the ranks of torchrun, on 25 GbE."),
+    ],
+)
+def test_under_torchrun_a_link_is_only_a_name(monkeypatch, words, where):
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    _, turns = plan_of(*words)
+    assert turns.endswith(where)
+
+
+def test_the_time_of_the_demo_is_told_only_for_its_defaults(monkeypatch):
+    monkeypatch.setattr(demo, "_obstacle", lambda hosts: None)
+    monkeypatch.setattr(demo, "check_network", lambda hosts: None)
+    assert "about 2 minutes" in " ".join(plan_of())
+    for words in (["--steps", "9"], ["--hooks", "q4"], ["--ranks", "3"], ["--link", "10mbit"]):
+        assert "minutes" not in " ".join(plan_of(*words))
+
+
+@pytest.mark.usefixtures("namespaces_allowed")
+def test_demo_goes_on_over_loopback_where_no_link_can_be_made(monkeypatch):
+    run = network._run
+
+    def without_tbf(*command):
+        if "tbf" in command:
+            raise PeerError("'tc' failed: Error: Specified qdisc kind is unknown.")
+        run(*command)
+
+    monkeypatch.setattr(network, "_run", without_tbf)
+    arguments = parsed()
+    (said,) = demo._choose_link(arguments)
+    assert said.endswith("could be made: 'tc' failed: Error: Specified qdisc kind is unknown.")
+    assert arguments.link == "loopback"
+    assert arguments.command_line == ["demo", "--link", "loopback"]
+    asked = parsed("--link", "1gbit")
+    assert demo._choose_link(asked) == []
+    assert asked.link == "1gbit"  # and fails when it is made
 
 
 @pytest.mark.slow
@@ -141,8 +199,9 @@ def test_demo_runs_under_torchrun_on_vision(tmp_path):
     document = json.loads((tmp_path / "j").read_text())
     assert [row["hook"] for row in document["rows"]] == hooks
     assert {row["ranks"] for row in document["rows"]} == {2}
-    title = "gradferry demo: task vision, 2 ranks, link torchrun, 3 steps, seed 0"
+    title = "gradferry demo: task vision, 2 ranks, link loopback, 3 steps, seed 0"
     assert ended.stdout.count(title) == 1
+    assert "Times are left out" in ended.stdout
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from gradferry import _native
+from gradferry.ddp.trial import LOSSES
 from gradferry_lab import flags
 from gradferry_lab.cli import main
 
@@ -46,10 +47,20 @@ def test_smoke_shows_bytes_and_says_that_they_are_arithmetic(
         "`gradferry doctor` measures",
         "every GPU sends to every other",
         "add up their gradients first",
+        "no training on several GPUs has been timed",
+        "Use q4 unless you need fewer bytes.",
         "ms at",
     ):
         assert words in shown, words
-    assert sum(" q4 " in line for line in shown.splitlines()) == 2
+    assert sum("  q4  " in line for line in shown.splitlines()) == 2
+
+
+def test_what_a_codec_cost_in_loss_stands_below_it(
+    rows_of: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for hooks, count in (("q4",), 0), (("q4", "rht:bits=3"), 1):
+        rows_of("plan", "--hooks", *hooks)
+        assert capsys.readouterr().out.count(f"rht:bits=3: {LOSSES['rht:bits=3']}.") == count
 
 
 def test_with_one_gpu_per_node_there_is_one_exchange(

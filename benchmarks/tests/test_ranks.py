@@ -38,7 +38,7 @@ def test_who_may_not_make_namespaces_is_told_what_to_do(
     monkeypatch.setattr("shutil.which", lambda tool: tool)
     monkeypatch.setattr("os.geteuid", lambda: user)
     monkeypatch.setattr(network, "_NEW_HOST", ("sh", "-c", "echo not permitted >&2; exit 1"))
-    with pytest.raises(ConfigError, match=rf"{name}.*not permitted.*run as root.*leave --link out"):
+    with pytest.raises(ConfigError, match=rf"{name}.*not permitted.*run as root.*--link loopback"):
         check_network(2)
 
 

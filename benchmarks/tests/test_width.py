@@ -21,6 +21,7 @@ from gradferry_lab.converge.suite import SUITES
 from gradferry_lab.demo import section_of
 from gradferry_lab.output.json_file import read_json
 from gradferry_lab.output.table import Column, Table, print_table
+from gradferry_lab.plan import plan_table
 from rich.console import Console
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -44,10 +45,31 @@ def train(name: str, **changes: Any) -> Iterator[Table]:
     yield train_table([{**row, **changes} for row in rows_of(name)])
 
 
-def collective(name: str, **changes: Any) -> Iterator[Table]:
-    rows = [{**row, **changes} for row in rows_of(name)]
-    # The widest of each kind of row.
-    yield collective_table([{**row, "size": 1 << 26, "time": 1e6, "busbw": 100.0} for row in rows])
+def until_a_loss() -> Iterator[Table]:
+    reached = {"until_loss": 2.5, "steps_to_loss": 12_345, "seconds_to_loss": 12_345.6}
+    yield from train("train_1gbit.json", **reached)
+
+
+def collective(**changes: Any) -> Iterator[Table]:
+    """Rows as wide as any."""
+    row = {
+        "op": "all_reduce", "size": 1 << 26, "count": 1 << 24, "type": "float", "exchange": None,
+        "chosen": None, "time": 1e6, "algbw": 100.123, "busbw": 100.123, "wrong": 0,
+        "wire": 1 << 27, "ratio": 28.12, "enc": None, "dec": None, "net": None, "rel_err": 1e-2,
+        "speedup": 1.23, "speedup_low": 1.01, "speedup_high": 10.45, "iters": 10,
+        "interval_coverage": 0.978, "time_min": 9e5, "time_max": 2e6, "wire_measured": False,
+        "interface_bytes": None, "interface_bytes_formula": 0, "link": "loopback", "ranks": 2,
+        "hosts": 1, "ranks_per_host": 2, "device": "cpu", **changes,
+    }  # fmt: skip
+    codecs = ("torch:fp32", "topk:ratio=0.01")
+    yield collective_table([{**row, "codec": codec} for codec in codecs])
+
+
+ON_HOSTS = {
+    "link": "1gbit", "ranks": 8, "hosts": 2, "ranks_per_host": 4, "exchange": "two-level",
+    "chosen": "q4 two-level", "enc": 12345.6, "dec": 12345.6, "net": 123456.7,
+    "wire_measured": True, "interface_bytes": 123_456_789, "interface_bytes_formula": 123_456_700,
+}  # fmt: skip
 
 
 def codec(name: str, **changes: Any) -> Iterator[Table]:
@@ -72,10 +94,10 @@ def converge() -> Iterator[Table]:
 
 def demo() -> Iterator[Table]:
     row = {
-        "task": "digits", "ranks": 2, "steps": 400, "seed": 0, "initial_loss": 10.1234,
-        "final_loss": 9.8765, "wire_bytes_per_step": 123_456_789, "wire_bytes_measured": False,
-        "wire_bytes_formula": 123_456_789, "ratio": 23.45, "ms_per_step": 1460.2,
-        "losses": [10.0, 9.0], "cumulative_wire_bytes": [1, 2],
+        "task": "digits", "link": "1gbit", "ranks": 2, "steps": 400, "seed": 0,
+        "initial_loss": 10.1234, "final_loss": 9.8765, "wire_bytes_per_step": 123_456_789,
+        "wire_bytes_measured": False, "wire_bytes_formula": 123_456_789, "ratio": 23.45,
+        "ms_per_step": 1460.2, "losses": [10.0, 9.0], "cumulative_wire_bytes": [1, 2],
     }  # fmt: skip
     hooks = ("torch:fp32", "torch:bf16", "q4")
     yield section_of([{**row, "hook": hook} for hook in hooks]).table
@@ -89,9 +111,9 @@ def demo() -> Iterator[Table]:
             lambda: train("train_1gbit.json", hosts=2, ranks=4, exchange="two-level", chosen="q8"),
             id="train, exchanges",
         ),
-        pytest.param(lambda: train("train_1gbit_until_loss.json"), id="train, until a loss"),
-        pytest.param(lambda: collective("collective_1gbit_2x4.json"), id="collective"),
-        pytest.param(lambda: collective("collective_h100.json"), id="collective, device"),
+        pytest.param(until_a_loss, id="train, until a loss"),
+        pytest.param(lambda: collective(**ON_HOSTS), id="collective, hosts"),
+        pytest.param(lambda: collective(device="cuda"), id="collective, device"),
         pytest.param(lambda: codec("codec_cpu.json"), id="codec"),
         pytest.param(lambda: device_codec("codec_h100.json"), id="codec, device"),
         pytest.param(converge, id="converge"),
@@ -122,6 +144,17 @@ def test_the_greatest_detail_is_left_out_first_named_and_shown_with_wide() -> No
     assert wide.endswith("A note.\nWhat a formula is.")
 
 
+def test_a_file_gets_all_columns() -> None:
+    columns = [
+        Column("hook", lambda row: row["hook"], is_number=False),
+        Column("ms", lambda row: "1" * 100, detail=1),
+    ]
+    file = io.StringIO()
+    print_table(Console(file=file, width=80), Table("", columns, [{"hook": MOMENTUM}]), wide=False)
+    assert f"{MOMENTUM}  {'1' * 100}" in file.getvalue()
+    assert "--wide" not in file.getvalue()
+
+
 def test_a_long_name_is_broken_before_its_options() -> None:
     columns = [
         Column("hook", lambda row: row["hook"], is_number=False),
@@ -136,12 +169,10 @@ def test_a_long_name_is_broken_before_its_options() -> None:
 @pytest.mark.parametrize(
     "options", ["", "--compute-ms 12345 --params 7B", "--link 10gbit 2.5gbit 100mbit 1gbit"]
 )
-def test_plan_fits_80_columns(
-    options: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    assert main(["plan", *options.split()]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_plan_fits_80_columns(options: str, tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    assert main(["plan", *options.split(), "--json", str(file)]) == 0
+    lines = printed(plan_table(read_json(file)["rows"]))
     table = [line for line in lines if re.match(r"(-|flat|two-level) ", line)]
     assert len(table) >= 10
     assert max(map(len, table)) <= 80, max(table, key=len)

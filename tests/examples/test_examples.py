@@ -104,27 +104,6 @@ def test_one_bit_adam_learns_and_sends_a_twentieth() -> None:
     assert sent[-1] < sent[0] / 10
 
 
-def test_two_nodes_train_together() -> None:
-    command = [
-        *TORCHRUN,
-        "--nnodes=2",
-        "--nproc-per-node=1",
-        "--rdzv-backend=c10d",
-        f"--rdzv-endpoint=127.0.0.1:{free_port()}",
-        str(EXAMPLES / "ddp_two_nodes.py"),
-    ]
-    nodes = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    outputs = [node.communicate(timeout=SECONDS) for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0], outputs
-    text = "".join(out for out, _ in outputs)
-    assert len(losses(text)) == 4
-    assert losses(text)[-1] < 0.5 * losses(text)[0]
-    assert "gradferry: q4" in text
-
-
 def test_diloco_averages_changes_with_and_without_a_codec() -> None:
     short = ("--outer-steps", "4", "--inner-steps", "20")
     compressed = run_bare("diloco.py", *short, ranks=2)

@@ -104,12 +104,17 @@ def test_a_plan_that_is_shown_is_what_it_prints(
 
 
 def loaded(tool: str, folder: str = "tools") -> ModuleType:
+    """A script, which may import those beside it."""
     spec = importlib.util.spec_from_file_location(tool, ROOT / folder / f"{tool}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[tool] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(ROOT / folder))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(ROOT / folder))
     return module
 
 

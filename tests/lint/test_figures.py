@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from gradferry_lab.cli import parser
 from test_documentation import loaded
 
 figures = loaded("figures")
+result_files = sys.modules["result_files"]
 measure_all = loaded("measure_all", "benchmarks")
 
 MEASURED = re.compile(
@@ -38,7 +40,8 @@ def test_measured_numbers_of_guide_and_readme_come_from_files() -> None:
     found = set()
     for page in PAGES:
         text = figures.MARK.sub("", (ROOT / page).read_text())
-        for code in (r"^```.*?^```", r"`[^`]*`"):
+        # Code goes; what commands print, in blocks of `text` or without a language, stays.
+        for code in (r"^```(?!text)\w+$.*?^```$", r"^```\w*$", r"`[^`]*`"):
             text = re.sub(code, "", text, flags=re.MULTILINE | re.DOTALL)
         found |= {(page, match[0]) for match in MEASURED.finditer(text)}
     assert found == set(RULES), "a number that was measured needs a mark (tools/figures.py)"
@@ -49,7 +52,7 @@ def test_a_page_is_renewed_between_marks_alone(monkeypatch: pytest.MonkeyPatch) 
         {"hook": hook, "ms_median": ms, "round_ms": [ms, ms]}
         for hook, ms in (("none", 100.0), ("torch:fp32", 1200.0), ("q4", 400.0))
     ]
-    monkeypatch.setattr(figures, "results", lambda name: {"rows": rows})
+    monkeypatch.setattr(result_files, "results", lambda name: {"rows": rows})
     old = (
         "q4 <!-- figures: ms 1gbit q4 -->999<!-- end --> ms, "
         "<!-- figures: faster 1gbit q4 --><!-- end -->"
@@ -63,11 +66,51 @@ def test_a_page_is_renewed_between_marks_alone(monkeypatch: pytest.MonkeyPatch) 
             figures.page(f"<!-- figures: {wrong} --><!-- end -->")
 
 
-def test_every_result_file_is_used_and_says_how_it_was_made() -> None:
-    pages = [*figures.PAGES, *ROOT.glob("docs/**/*.md"), *ROOT.glob("tools/*.py")]
-    used = "".join(page.read_text() for page in pages)
+@pytest.fixture
+def files_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], set[str]]:
+    """files_of("ms 1gbit q4") gives the names of the result files that a figure is made of."""
+    asked: set[str] = set()
+    read = result_files.results
+    monkeypatch.setattr(result_files, "results", lambda name: asked.add(name) or read(name))
+
+    def found(call: str) -> set[str]:
+        asked.clear()
+        figures.figure(call)
+        return set(asked)
+
+    return found
+
+
+def test_the_occasion_of_every_table_stands_in_its_section(
+    files_of: Callable[[str], set[str]],
+) -> None:
+    seen = {"readme_hooks"}
+    for page in figures.PAGES:
+        if page.name == "README.md":  # it links to the page that has them
+            continue
+        for section in re.split("^#+ ", page.read_text(), flags=re.MULTILINE):
+            calls = [match[1] for match in figures.MARK.finditer(section)]
+            said = {name for call in calls for name in call.split()[1:] if "occasion" in call}
+            for call in calls:
+                if call.split()[0] in figures.TABLES:
+                    seen.add(call.split()[0])
+                    missing = files_of(call) - said
+                    assert not missing, f"{page.name}, {call}: needs the occasion of {missing}"
+    assert seen == set(figures.TABLES)
+
+
+def test_every_result_file_is_used_and_says_how_it_was_made(
+    files_of: Callable[[str], set[str]],
+) -> None:
+    used = set()
+    for page in ROOT.glob("docs/**/*.md"):
+        used |= set(re.findall(r"benchmarks/results/(\w+)\.json\)", page.read_text()))
+    for page in figures.PAGES:
+        for match in figures.MARK.finditer(page.read_text()):
+            if not match[1].startswith(("occasion", "command")):
+                used |= files_of(match[1])
     for file in figures.RESULTS.glob("*.json"):
-        assert file.stem in used or file.stem.startswith("train_"), f"{file} is used nowhere"
+        assert file.stem in used, f"{file} is used nowhere"
         facts = json.loads(file.read_text())["environment"]
         assert facts["date"], file
         assert "command" in facts or file.stem == "gpu_check_h100", file
@@ -82,8 +125,11 @@ def test_every_measurement_is_a_command_whose_file_is_there() -> None:
             parser().parse_args(words[1:])
         else:
             assert (ROOT / first).exists()
-    train = {f"train_{link}" for link in figures.LINKS}
-    assert train <= set(measure_all.MEASUREMENTS)
+
+
+def test_every_result_file_is_measured_or_named_with_its_command() -> None:
+    files = {file.stem for file in figures.RESULTS.glob("*.json")}
+    assert sorted([*measure_all.MEASUREMENTS, *measure_all.ELSEWHERE]) == sorted(files)
 
 
 def test_measurements_that_are_newer_than_a_date_are_skipped() -> None:

@@ -63,11 +63,11 @@ class Table:
 def print_table(console: Console, table: Table, *, wide: bool = True) -> None:
     """Prints the table and its remarks; on a narrow terminal lines wrap, but nothing is cut off.
 
-    wide: with columns that do not fit. Without it, those that are details are named instead, and a
-    name is broken before its options.
+    wide: with columns that do not fit the terminal. Without it, those that are details are named
+    instead, and a name is broken before its options. A file always gets all columns.
     """
     shown = _rich_table(table)
-    if not wide:
+    if console.is_terminal and not wide:
         table, shown = _fitted(console, table)
     print_line(console, table.title)
     console.print()

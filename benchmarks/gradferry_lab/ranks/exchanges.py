@@ -72,7 +72,7 @@ def chosen_columns(rows: Sequence[Row]) -> list[Column]:
     chooses = any(name.startswith(AUTO) for name in names)
     if not (chooses or exchange_columns(rows)) or not any(row.get("chosen") for row in rows):
         return []
-    return [Column("chosen", lambda row: row.get("chosen") or "-", is_number=False)]
+    return [Column("chosen", lambda row: row.get("chosen") or "-", is_number=False, detail=1)]
 
 
 def exchange_columns(rows: Sequence[Row]) -> list[Column]:

@@ -92,7 +92,7 @@ def check_network(num_hosts: int) -> None:
         if shutil.which(tool) is None:
             raise ConfigError(
                 f"--link needs the command '{tool}': install {package} (Debian: apt install "
-                f"{package}), or leave --link out to use loopback"
+                f"{package}), or use --link loopback"
             )
     allowed = subprocess.run([*_NEW_HOST, "true"], capture_output=True, text=True)
     if allowed.returncode != 0:
@@ -100,7 +100,7 @@ def check_network(num_hosts: int) -> None:
         raise ConfigError(
             f"--link makes network namespaces, which {who} may not do here "
             f"({allowed.stderr.strip()}); run as root with the capabilities SYS_ADMIN and "
-            f"NET_ADMIN (docker: --privileged), or leave --link out to use loopback"
+            f"NET_ADMIN (docker: --privileged), or use --link loopback"
         )
 
 

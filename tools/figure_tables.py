@@ -1,0 +1,323 @@
+"""The tables of tools/figures.py, from result files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import fmean, stdev
+
+from gradferry.diagnosis import Diagnosis, Step
+from gradferry_lab.output.paired import Interval
+from gradferry_lab.ranks.hosts import ranks_text
+from result_files import PLAIN_DDP, Row, command, faster, loss, rows_of, step
+
+LINKS = {"100mbit": "100 Mb/s", "1gbit": "1 Gb/s", "10gbit": "10 Gb/s", "unshaped": "no limit"}
+RULERS = ("none", "sync")
+
+
+def name_of(hook: str) -> str:
+    """A hook for people."""
+    codec, _, options = hook.partition("+")
+    names = {"none": "no communication", PLAIN_DDP: "plain DDP"}
+    codec = "topk:ratio=0.01" if codec == "topk" else codec
+    return names.get(hook, f"`{codec}`, momentum mode" if options else f"`{codec}`")
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]], names: int = 1) -> str:
+    """Markdown; the first `names` columns stand left, numbers right."""
+    rules = ["---"] * names + ["---:"] * (len(heads) - names)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, rules, *rows))
+
+
+def interval(value: Interval) -> str:
+    return f"{value.median:.2f} ({value.low:.2f}..{value.high:.2f})"
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:+.2f} %"
+
+
+def ms(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def timed(rows: Sequence[Row], row: Row | None) -> str:
+    """Milliseconds, and how many times faster than plain DDP in the same rows."""
+    if row is None:
+        return ""
+    plain = next((each for each in rows if each["hook"] == PLAIN_DDP), None)
+    if plain is None or row["hook"] in (*RULERS, PLAIN_DDP):
+        return ms(row["ms_median"])
+    return f"{ms(row['ms_median'])} · {interval(faster(row, plain))}"
+
+
+def readme_hooks() -> str:
+    """The hooks that the README compares."""
+
+    def line(hook: str) -> list[str]:
+        times = [ms(step(link, hook)["ms_median"]) for link in ("10gbit", "1gbit", "100mbit")]
+        if hook in RULERS:
+            return [name_of(hook), *times, "", ""]
+        if hook.startswith("torch:"):
+            fewer = step("1gbit", PLAIN_DDP)["wire_bytes"] / step("1gbit", hook)["wire_bytes"]
+            return [name_of(hook), *times, f"{fewer:.1f}", ""]
+        excess, ratio = loss("tiny_text", hook)
+        return [name_of(hook), *times, f"{ratio:.1f}", percent(excess)]
+
+    heads = ["hook", "10 Gb/s", "1 Gb/s", "100 Mb/s", "times fewer bytes", "final loss"]
+    hooks = ["none", PLAIN_DDP, "torch:fp16", "q4", "rht:bits=3", "sign1+momentum=0.8"]
+    return table(heads, map(line, hooks))
+
+
+def steps() -> str:
+    """All hooks of two ranks on all links."""
+    hooks: dict[str, None] = {}
+    for link in ("1gbit", *LINKS):
+        hooks |= dict.fromkeys(row["hook"] for row in rows_of(f"train_{link}"))
+
+    def line(hook: str) -> list[str]:
+        cells, sent = [], ""
+        for link in LINKS:
+            rows = rows_of(f"train_{link}")
+            row = next((each for each in rows if each["hook"] == hook), None)
+            cells.append(timed(rows, row))
+            sent = f"{row['wire_bytes'] / 1e6:.1f}" if row and hook != "auto" else sent
+        return [name_of(hook), *cells, sent]
+
+    return table(["hook", *LINKS.values(), "MB sent"], map(line, hooks))
+
+
+def losses() -> str:
+    """What the hooks of `steps` do to the loss, and the bytes of whole trainings."""
+
+    def line(hook: str) -> list[str]:
+        excess, ratio = loss("tiny_text", hook)
+        return [name_of(hook), percent(excess), f"{ratio:.1f}"]
+
+    hooks = ["torch:bf16", "q8", "q4", "rht:bits=3", "rht:bits=2+momentum=0.8"]
+    hooks += ["sign1+momentum=0.8", "topk:ratio=0.01+momentum=0.8"]
+    heads = ["hook", "loss against fp32", "times fewer bytes, whole training"]
+    return table(heads, map(line, hooks))
+
+
+def sharded_loss(kind: str) -> str:
+    """Trainings under FSDP2."""
+
+    def line(codec: str) -> list[str]:
+        rows = sorted(rows_of(f"sharded_loss_{kind}", codec=codec), key=lambda row: row["seed"])
+        values = [row["final_loss"] for row in rows]
+        how = "counted" if rows[0]["wire_bytes_measured"] else "computed"
+        return [
+            "uncompressed (`off`)" if codec == "off" else f"`{codec}`",
+            ", ".join(f"{value:.4f}" for value in values),
+            f"{fmean(values):.4f}",
+            f"{stdev(values):.4f}",
+            f"{rows[0]['wire_bytes_per_step']:,} ({how})",
+        ]
+
+    heads = ["averages", "validation loss by seed", "mean", "spread", "bytes per rank and step"]
+    return table(heads, map(line, ("off", "q4")))
+
+
+def hosts() -> str:
+    """Hosts with several ranks."""
+
+    def line(shape: str, link: str) -> list[str]:
+        rows = rows_of(f"train_{link}_{shape}")
+        wanted = [("none", None), (PLAIN_DDP, None), ("torch:fp16", None)]
+        wanted += [("q4", "flat"), ("q4", "two-level")]
+        by_hook = {(row["hook"], row["exchange"]): row for row in rows}
+        found = [by_hook.get(each) for each in wanted]
+        return [shape.replace("x", " x "), LINKS[link], *(timed(rows, row) for row in found)]
+
+    heads = ["hosts x ranks", "link", "no communication", "plain DDP", "`torch:fp16`"]
+    shapes = [(shape, link) for shape in ("2x2", "2x4") for link in ("100mbit", "1gbit")]
+    return table([*heads, "`q4`, flat", "`q4`, two levels"], (line(*each) for each in shapes), 2)
+
+
+def sharded() -> str:
+    """FSDP2."""
+    files = ("train_1gbit_hsdp", "train_1gbit_fsdp")
+
+    def line(hook: str) -> list[str]:
+        cells = []
+        for file in files:
+            rows = rows_of(file)
+            cells.append(timed(rows, next((r for r in rows if r["hook"] == hook), None)))
+        return [name_of(hook).replace("plain DDP", "plain FSDP2"), *cells]
+
+    hooks = dict.fromkeys(row["hook"] for file in files for row in rows_of(file))
+    heads = ["hook", "between replicas, 2 hosts x 2 ranks", "reduce-scatter, 2 hosts x 1 rank"]
+    return table(heads, map(line, hooks))
+
+
+def processor_time() -> str:
+    """Where the processor time of a step on a host goes."""
+
+    def line(row: Row) -> list[str]:
+        times = row["cpu_ms"]
+        total = sum(times.values())
+        ours, main = times.get("gf-finish", 0.0), times["main"]
+        over = [row["ratio_to_sync"], row["ratio_to_sync_low"], row["ratio_to_sync_high"]]
+        codec = sum(row[phase] or 0.0 for phase in ("encode_ms", "reduce_ms", "decode_ms"))
+        return [
+            name_of(row["hook"]),
+            interval(Interval(*over)),
+            *(f"{each:.1f}" for each in (total, main)),
+            *(f"{each:.1f}" if each else "" for each in (ours, total - main - ours, codec)),
+        ]
+
+    heads = ["hook", "time over `sync`", "CPU ms per step", "training thread", "`gf-finish`"]
+    return table([*heads, "gloo's threads", "codec"], map(line, rows_of("train_1gbit")))
+
+
+def local_stage() -> str:
+    """Sockets against shared memory."""
+
+    def line(row: Row) -> list[str]:
+        parts = (row["exchange_ms"], row["pack_ms"] + row["sum_ms"], row["cpu_ms"])
+        way = "shared memory" if row["way"] == "memory" else row["way"]
+        return [str(row["ranks"]), way, *(f"{part:.1f}" for part in parts)]
+
+    return table(
+        ["ranks", "way", "exchange", "pack, sum", "all"], map(line, rows_of("local_stage")), 2
+    )
+
+
+def _codec_name(codec: str) -> str:
+    return f"`{codec.removesuffix(',values=bf16')}`"
+
+
+def codec_cpu() -> str:
+    """Roof over codec on one thread."""
+    rows = rows_of("codec_cpu", threads=1, dtype="float32")
+    columns = [("encode", 1), ("encode_ef", 1), ("decode", 1), ("reduce", 2), ("reduce", 8)]
+
+    def line(codec: str, isa: str) -> list[str]:
+        mine = [row for row in rows if (row["codec"], row["isa"]) == (codec, isa)]
+        found = {(row["op"], row["world_size"]): row["roof_ratio"] for row in mine}
+        return [_codec_name(codec), isa, *(f"{found[column]:.2f}" for column in columns)]
+
+    each = dict.fromkeys((row["codec"], row["isa"]) for row in rows)
+    heads = ["codec", "ISA", "encode", "encode with error feedback", "decode"]
+    return table([*heads, "reduce, 2 ranks", "8 ranks"], (line(*one) for one in each), 2)
+
+
+def codec_peers() -> str:
+    """Other quantizers on the same buffers."""
+    rows = rows_of("codec_peers")
+
+    def line(peer: str) -> list[str]:
+        found = {row["op"]: row["speedup"] for row in rows if row["peer"] == peer}
+        return [peer.replace(":", ", "), *(f"{found[op]:.3g}" for op in ("encode_ef", "decode"))]
+
+    heads = ["quantizer", "our `encode_ef` over its quantize", "our decode over its dequantize"]
+    return table(heads, map(line, dict.fromkeys(row["peer"] for row in rows)))
+
+
+def codec_h100() -> str:
+    """Codecs on a GPU."""
+    rows = rows_of("codec_h100", size_mb=100.0, misaligned=False)
+    columns = [("encode_ef", 1), ("reduce", 8), ("decode_ef", 1)]
+    found = {(row["codec"], row["op"], row["world_size"]): row for row in rows}
+
+    def line(codec: str) -> list[str]:
+        mine = [found[(codec, *column)] for column in columns]
+        numbers = ((row["us_median"], row["gbps"], row["roof_ratio"]) for row in mine)
+        return [
+            _codec_name(codec),
+            *(f"{us:.0f} · {gb:,.0f} · {roof:.2f}" for us, gb, roof in numbers),
+        ]
+
+    heads = ["codec", "encode with residual", "reduce of 8 ranks", "decode with residual"]
+    return table(heads, map(line, dict.fromkeys(row["codec"] for row in rows)))
+
+
+def growth() -> str:
+    """How cost grows with the number of ranks."""
+
+    def line(row: Row) -> list[str]:
+        numbers = (row["cpu_ms"], row["memory_mib"])
+        attach = "" if row["attach_s"] is None else f"{row['attach_s']:.2f}"
+        cells = [attach, *(f"{number:.1f}" for number in numbers), str(row["sockets"])]
+        return [str(row["way"]), str(row["ranks"]), *cells]
+
+    heads = ["", "ranks", "attach, s", "CPU ms per step", "memory, MiB", "sockets"]
+    return table(heads, map(line, rows_of("growth")), 2)
+
+
+def demo() -> str:
+    """What `gradferry demo` printed."""
+    rows = rows_of("demo")
+    plain = next(row for row in rows if row["hook"] == PLAIN_DDP)
+
+    def line(row: Row) -> list[str]:
+        excess = row["final_loss"] / plain["final_loss"] - 1
+        how = "" if row["wire_bytes_measured"] else " (computed)"
+        sent = f"{row['wire_bytes_per_step']:,}{how}"
+        numbers = [f"{row['final_loss']:.4f}", "" if row is plain else percent(excess), sent]
+        return [name_of(row["hook"]), *numbers, f"{row['ratio']:.2f}", ms(row["ms_per_step"])]
+
+    heads = ["hook", "final loss", "against plain DDP", "bytes sent per rank and step"]
+    return table([*heads, "times fewer", "ms per step"], map(line, rows))
+
+
+def diloco() -> str:
+    """The outer step of examples/diloco.py."""
+
+    def line(row: Row) -> list[str]:
+        codec = "fp32 (`--codec off`)" if row["codec"] == "off" else f"`{row['codec']}`"
+        return [codec, f"{row['loss']:.4f}", f"{row['spread']:.4f}", ms(row["outer_step_ms"])]
+
+    heads = ["outer step", "last loss, mean of seeds", "spread of seeds", "ms per outer step"]
+    return table(heads, map(line, rows_of("diloco")))
+
+
+def doctor() -> str:
+    """What `gradferry doctor` printed."""
+    *steps, verdict = rows_of("doctor")
+    found = Diagnosis(
+        verdict=verdict["text"],
+        steps=tuple(
+            Step(
+                hook=row["hook"],
+                exchange=row["exchange"],
+                seconds=row["ms"] / 1e3,
+                steps=row["steps"],
+                wire_bytes=row["wire_bytes"],
+                is_advised=not row["needs_momentum"],
+            )
+            for row in steps
+        ),
+        silent_s=verdict["none_ms"] / 1e3,
+        world_size=verdict["ranks"],
+        parameters=verdict["parameters"],
+        elements=verdict["elements"],
+        device=verdict["device"],
+        waited=verdict["waited_share"],
+        on_one_host=verdict["hosts"] == 1,
+    )
+    title = f"{verdict['model']}, {ranks_text(verdict)}, link {verdict['link']}"
+    shown = f"$ {command('doctor').strip()}\ngradferry doctor: {title}\n{found}"
+    return f"```\n{shown}\n```"
+
+
+TABLES: Mapping[str, Callable[..., str]] = {
+    each.__name__: each
+    for each in (
+        readme_hooks,
+        steps,
+        losses,
+        hosts,
+        sharded,
+        processor_time,
+        sharded_loss,
+        local_stage,
+        codec_cpu,
+        codec_peers,
+        codec_h100,
+        growth,
+        demo,
+        diloco,
+        doctor,
+    )
+}
