@@ -18,7 +18,6 @@ using std::chrono::milliseconds;
 constexpr milliseconds kShortestPause{1}, kLongestPause{100};
 // Grace period for slower ranks to read why they do not go on.
 constexpr milliseconds kLongestForOthers{2000};
-constexpr const char* kAllCame = "all came";
 constexpr const char* kUnreadable = "a rank brought something else to the store";
 
 // Texts as one, and back.
@@ -107,7 +106,8 @@ std::optional<Error> first_difference(const Brought& expected, uint64_t first,
 }
 
 // Others count on a rank that has come, so what it does in the store is done again, a few times,
-// where memory was short. A store asks for memory before it sends.
+// where memory was short. A store asks for memory before it sends; when it reads a text it asks in
+// the middle, and is of no use afterwards, so that nothing is read on the way to a good outcome.
 template <typename Act>
 auto despite_little_memory(const Act& act) {
   for (milliseconds pause = kShortestPause;; pause *= 2) {
@@ -229,12 +229,14 @@ std::optional<Error> Meetings::other_world_size(uint64_t number) {
 
 // Returns the outcome; decides when it does not come in time.
 Brought Meetings::wait(uint64_t number, const Visit& visit) {
-  const std::string key = std::to_string(number) + "/outcome";
+  const std::string outcome = std::to_string(number) + "/outcome";
+  const std::string wrong = std::to_string(number) + "/error";
   const TimePoint deadline = now() + longest_;
   bool decides = false;
   for (milliseconds pause = kShortestPause;; pause = std::min(2 * pause, kLongestPause)) {
-    if (const auto outcome = despite_little_memory([&] { return read_text(*store_, key); })) {
-      return *outcome == kAllCame ? Brought{} : brought_from(*outcome);
+    if (despite_little_memory([&] { return store_->check({outcome}); })) {
+      const auto text = despite_little_memory([&] { return read_text(*store_, wrong); });
+      return text ? brought_from(*text) : Brought{};
     }
     if (now() > deadline && !decides) {
       decide(number, despite_little_memory([&] { return outcome_of(number, visit); }));
@@ -313,9 +315,10 @@ void Meetings::decide(uint64_t number, const Brought& outcome) {
   const std::string prefix = std::to_string(number) + "/";
   if (despite_little_memory([&] { return store_->add(prefix + "decided", 1); }) != 1) return;
   despite_little_memory([&] { return store_->add("number", 1); });
-  despite_little_memory([&] {
-    write_text(*store_, prefix + "outcome", outcome.error ? text_of(outcome) : kAllCame);
-  });
+  if (outcome.error) {
+    despite_little_memory([&] { write_text(*store_, prefix + "error", text_of(outcome)); });
+  }
+  despite_little_memory([&] { write_text(*store_, prefix + "outcome", "1"); });
   if (outcome.error) return;
   try {
     forget_before(number);
@@ -334,7 +337,7 @@ void Meetings::forget_before(uint64_t number) {
       for (const char* key : {"brought/", "rank/", ""})
         keys.push_back(prefix + key + std::to_string(rank));
     }
-    for (const char* key : {"failed", "size", "came", "outcome", "read", "decided"}) {
+    for (const char* key : {"failed", "size", "came", "outcome", "error", "read", "decided"}) {
       keys.push_back(prefix + key);
     }
     forget_keys(*store_, keys);

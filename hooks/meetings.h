@@ -9,7 +9,8 @@
 //   n/size              the world size of the first rank to come, and its name
 //   n/came              counts ranks that came
 //   n/decided           who makes it 1 decides: the last rank to come, or one that waited too long
-//   n/outcome           of the meeting, the same for every rank that came
+//   n/error             what every rank throws that came; none: all came, and nothing is wrong
+//   n/outcome           it is decided, behind the error
 //   n/read              counts ranks that have read an outcome with which they do not go on
 //   n/<rank>            what that rank has left there when it could not connect (connect_ranks.h)
 //

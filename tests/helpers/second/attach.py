@@ -13,7 +13,6 @@ from typing import Any, Protocol
 from reference.message import hash64
 
 Record = dict[str, Any]
-ALL_CAME = "all came"
 PEER_ERROR = 3
 MOST_PATIENCE_SECONDS = 300.0
 PAUSE_SECONDS = 0.002
@@ -58,14 +57,16 @@ def meet(group: Group, purpose: str) -> None:
     store, base = group.store, "gradferry/meetings"
     meeting = f"{base}/{store.add(f'{base}/number', 0)}"
 
-    def decide(outcome: str) -> None:
+    def decide(error: str | None) -> None:
         if store.add(f"{meeting}/decided", 1) == 1:
             store.add(f"{base}/number", 1)
-            store.set(f"{meeting}/outcome", outcome)
+            if error is not None:
+                store.set(f"{meeting}/error", error)
+            store.set(f"{meeting}/outcome", "decided")
 
     first_time = store.add(f"{meeting}/rank/{group.rank}", 1) == 1
     if first_time and store.add(f"{meeting}/came", 1) == group.world_size:
-        decide(ALL_CAME)
+        decide(None)
     end = time.monotonic() + patience
     while not store.check([f"{meeting}/outcome"]):
         if time.monotonic() > end:
@@ -74,9 +75,10 @@ def meet(group: Group, purpose: str) -> None:
             decide(f"error\0{PEER_ERROR}\0ranks {missing} did not {purpose}\0")
             break
         time.sleep(PAUSE_SECONDS)
-    outcome = store.get(f"{meeting}/outcome").decode()
-    if outcome != ALL_CAME:
-        raise AttachError("PeerError", outcome.split("\0")[2])
+    store.wait([f"{meeting}/outcome"])
+    if store.check([f"{meeting}/error"]):
+        error = store.get(f"{meeting}/error").decode()
+        raise AttachError("PeerError", error.split("\0")[2])
 
 
 def gather_records(group: Group, record: Record) -> list[Record]:
