@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from gradferry.ddp.trial import BUSY, ProcessorWait
+from gradferry.ddp.schedule import BUSY, ProcessorWait
 from gradferry.errors import ConfigError, PeerError
 from rich.console import Console
 
