@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from gradferry.ddp.trial import BUSY
+from gradferry.ddp.schedule import BUSY
 from gradferry.errors import PeerError
 from gradferry_lab import demo
 from gradferry_lab.cli import main, parser
