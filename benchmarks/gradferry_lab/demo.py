@@ -304,6 +304,11 @@ def _notes(task: Task, rows: Sequence[Row], waited: float) -> list[str]:
         f"Losses: of validation data, in {task.metric}; {rows[0]['initial_loss']:.4f} before "
         f"training. Bytes: of the rank that sends most. {times}".strip()
     ]
+    if rows[0]["steps"] < task.default_steps:
+        notes.append(
+            f"{rows[0]['steps']} steps are too few to compare losses: early in a training, batches "
+            f"differ more than hooks do. The default is {task.default_steps}."
+        )
     if not all(row["wire_bytes_measured"] for row in rows):
         notes.append("* computed for a ring all-reduce: PyTorch does not count what it sends.")
     if _has_times(rows) and waited >= BUSY:

@@ -75,9 +75,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     def report(found: Diagnosis, where: Where) -> int:
         asked = {"model": arguments.model, "ranks": found.world_size, **where._asdict()}
-        print_line(
-            console, f"gradferry doctor: {arguments.model}, {ranks_text(asked)}, link {where.link}"
-        )
+        title = f"gradferry doctor: {arguments.model}, {ranks_text(asked)}, link {where.link}"
+        if arguments.smoke:
+            title += "; it works, and with --smoke figures mean nothing"
+        print_line(console, title)
         for line in str(found).splitlines():
             print_line(console, line)
         rows = doctor_rows(found, asked)

@@ -39,6 +39,7 @@ from gradferry_lab.workloads.hook_names import (
 from gradferry_lab.workloads.hooks import all_reduce_bytes, ring_exchange
 
 _FP32 = "torch:fp32"
+_PER_NODE = 8  # GPUs, where --world consists of such nodes
 _MOST_PLANNED = 4  # buckets; all of a model are alike
 _SMOKE: dict[str, Any] = {"world": 16, "params": 2e7, "hooks": [_FP32, "torch:bf16", "q4"]}
 
@@ -52,9 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpus-per-node",
         type=int,
-        default=8,
         metavar="N",
-        help="which share its network card (default: %(default)s)",
+        help=f"which share its network card (default: {_PER_NODE}, or 1 where nodes of so many do "
+        "not make up --world)",
     )
     links = ["10gbit", "25gbit", "100gbit"]
     parser.add_argument(
@@ -120,6 +121,8 @@ class _Cluster:
 
 def _cluster(arguments: argparse.Namespace) -> _Cluster:
     world, local = arguments.world, arguments.gpus_per_node
+    if local is None:
+        local = _PER_NODE if world > _PER_NODE and world % _PER_NODE == 0 else 1
     if local < 1 or world < 2 or world % local:
         raise ConfigError(
             f"--world {world} must be at least 2 and a multiple of --gpus-per-node {local}"

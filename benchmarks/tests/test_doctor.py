@@ -106,6 +106,9 @@ def test_the_text_has_the_verdict_first_and_every_hook() -> None:
     assert "4 ranks, 1,000 elements in 2 parameters on cpu" in str(found)
     assert "(1 step): so much slower than another that no more were made." in str(found)
     assert "*: trains well only in momentum mode (momentum=)." in str(found)
+    assert "cannot be" not in str(found)
+    found = Diagnosis("Use q4.", steps, 0.12, 4, 2, 1000, "cpu")
+    assert "without communication took longer than one with sign1, which cannot be" in str(found)
 
 
 def test_a_loss_that_a_codec_costs_is_that_of_the_documented_trainings() -> None:
@@ -248,6 +251,7 @@ def test_doctor_on_a_slow_link_says_compress(rows_of, capfd) -> None:
     shown = capfd.readouterr().out
     assert rows[-1]["text"] in shown
     assert "gradferry doctor: small, 2 ranks" in shown
+    assert "with --smoke figures mean nothing" in shown
     assert "link 100mbit" in shown
 
 

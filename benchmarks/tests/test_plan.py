@@ -72,6 +72,12 @@ def test_with_one_gpu_per_node_there_is_one_exchange(
     assert all(row["wire_bytes"] == row["card_bytes"] for row in rows)
 
 
+def test_nodes_are_of_8_gpus_where_that_makes_up_the_world(rows_of: Any) -> None:
+    for world, per_node in (16, 8), (8, 1), (10, 1), (2, 1):
+        rows = rows_of("plan", "--world", str(world), "--params", "20M", "--hooks", "q4")
+        assert {row["gpus_per_node"] for row in rows} == {per_node}
+
+
 def test_times_are_bytes_over_the_rate(rows_of: Any) -> None:
     rows = rows_of(*SMOKE, "--link", "500mbit", "--gpus-per-node", "1")
     ms = {row["hook"]: row["transfer_ms"] for row in rows}

@@ -108,8 +108,9 @@ REFUSED = [
     ("doctor --ranks 1", "two ranks at least"),
     ("doctor --smoke --model nope:x", f"--model {BY_SMOKE}"),
     ("doctor --hooks torch:fp32 q4 --smoke", f"--hooks {BY_SMOKE}"),  # the setting, but named
-    ("plan --world 10", "multiple of --gpus-per-node"),
-    ("plan --world 8", "is one node"),
+    ("plan --world 1", "must be at least 2"),
+    ("plan --world 10 --gpus-per-node 8", "multiple of --gpus-per-node"),
+    ("plan --world 8 --gpus-per-node 8", "is one node"),
     ("plan --link fast", "fast"),
     ("plan --link unshaped", f"--link 'unshaped' {NO_RATE}"),
     ("plan --link loopback", f"--link 'loopback' {NO_RATE}"),

@@ -56,6 +56,9 @@ _NO_SYNC = Candidate("no communication", 0.0, needs_memory=False)
 _PROBE_ELEMENTS = 1 << 20  # of fp32: a third of a second at 100 Mb/s, between two ranks
 _BEFORE = 2  # steps: in the first DDP arranges its buckets, and the optimizer makes its state
 
+# A step without communication that takes so many times a step with some tells of other work.
+_IMPOSSIBLE = 1.1
+
 Progress = Callable[[str], None]
 
 
@@ -154,6 +157,12 @@ class Diagnosis:
             doubts.append(
                 "All ranks share one host, so nothing crossed a network between hosts. For yours, "
                 f"run this under torchrun on its machines{link}."
+            )
+        if (fastest := self.steps[0]).seconds * _IMPOSSIBLE < self.silent_s:
+            doubts.append(
+                f"A step without communication took longer than one with {fastest.hook}, which "
+                "cannot be: the machine changed in between. Do not trust these figures; measure "
+                "again."
             )
         if self.waited >= BUSY:
             doubts.append(
