@@ -1,5 +1,11 @@
 """accelerate's own training loop, compressed.
 
+On one machine, also without a GPU (without --multi_gpu accelerate starts one process on a CPU):
+
+accelerate launch --multi_gpu --num_processes 2 examples/trainers/with_accelerate.py
+
+On two machines (machine 2 takes accelerate_machine2.yaml):
+
 accelerate launch --config_file examples/trainers/accelerate_machine1.yaml \\
     examples/trainers/with_accelerate.py
 """
@@ -30,7 +36,9 @@ def main() -> None:
             loss = cross_entropy(model(batch), labels)
             accelerator.backward(loss)
             optimizer.step()
-    accelerator.print(f"loss {loss.item():.3f}, ratio {state.stats()['ratio']:.1f}")
+    # With a single process there is no state.
+    ratio = "" if state is None else f", ratio {state.stats()['ratio']:.1f}"
+    accelerator.print(f"loss {loss.item():.3f}{ratio}")
     accelerator.end_training()
 
 

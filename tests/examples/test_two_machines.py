@@ -91,6 +91,7 @@ CHANGED = {
 MISTAKES = {
     "was not started": ("", FIRST.replace(*AT_ONCE), IDLE),
     "another address or port": ("", IDLE, SECOND.replace(*AT_ONCE).replace("29500", "29501")),
+    "the same `--node-rank`": ("", *[FIRST.replace(*AT_ONCE)] * 2),
     "another training": ("", f"{FIRST.strip()} & {LISTENS}\n{FIRST}", IDLE),
     "names no interface": ("", FIRST, SECOND.replace("eth0", "eth9")),
     "gloo took loopback": ("", *(each.replace("eth0", "lo") for each in (FIRST, SECOND))),
