@@ -147,6 +147,7 @@ test-slow: $(valgrind_ready)  ## what `make test` leaves out: slow tests, saniti
 	@$(quiet) build/all_gpus.log env -u CUDAARCHS cmake -S . -B build/all_gpus -G Ninja \
 	    -DCMAKE_BUILD_TYPE=Release -DGRADFERRY_WERROR=ON
 	@$(quiet) build/all_gpus.log --show 'Built target|Linking' env -u CUDAARCHS cmake --build build/all_gpus
+	@$(quiet) build/all_gpus.log --show 'tests passed' ctest --test-dir build/all_gpus -R cuda_ptx
 
 test-hosts:  ## gradferry in accelerate, Lightning, transformers and Ray
 	$(prepare) $(package_ready) $(hosts_ready)

@@ -24,3 +24,23 @@ if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION)
   set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION -std=c++20)
   set(CMAKE_CUDA20_EXTENSION_COMPILE_OPTION -std=c++20)
 endif()
+
+# Lists for which GPUs this build is in cuda_architectures, and stops at those without the
+# instructions that kernels use (reductions over a warp came with 8.0), where nvcc would name them.
+set(cuda_architectures ${CMAKE_CUDA_ARCHITECTURES})
+if(CMAKE_CUDA_ARCHITECTURES STREQUAL "native")
+  set(cuda_architectures ${CMAKE_CUDA_ARCHITECTURES_NATIVE})
+elseif(CMAKE_CUDA_ARCHITECTURES STREQUAL "all" OR CMAKE_CUDA_ARCHITECTURES STREQUAL "all-major")
+  string(TOUPPER "${CMAKE_CUDA_ARCHITECTURES}" every)
+  string(REPLACE "-" "_" every "CMAKE_CUDA_ARCHITECTURES_${every}")
+  set(cuda_architectures ${${every}})
+endif()
+foreach(gpu IN LISTS cuda_architectures)
+  string(REGEX MATCH "^[0-9]+" number "${gpu}")
+  if(number AND number LESS 80)
+    message(FATAL_ERROR
+      " CUDAARCHS or CMAKE_CUDA_ARCHITECTURES is \"${CMAKE_CUDA_ARCHITECTURES}\", and sm_${number} is"
+      " none of the GPUs that gradferry's kernels run on: compute capability 8.0 or newer. Name newer"
+      " ones, such as 80-real;90, or none for all; or build for CPUs only: -DGRADFERRY_CUDA=OFF")
+  endif()
+endforeach()

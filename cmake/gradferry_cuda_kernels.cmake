@@ -37,7 +37,8 @@ if(GRADFERRY_WERROR)
 endif()
 
 # Files with the PTX of all kernels, in GRADFERRY_PTX_FILES. Objects that hold nothing else have it as
-# text where nvcc does not compress it.
+# text where nvcc does not compress it. Builds for real GPUs look at that of sm_100, for which nvcc
+# has another front end.
 if(GRADFERRY_TESTS AND "${CMAKE_CUDA_ARCHITECTURES}" STREQUAL "90-virtual")
   target_compile_options(gradferry_kernels_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--no-compress>)
   set(ptx_files $<TARGET_OBJECTS:gradferry_kernels_cuda>)
@@ -45,7 +46,7 @@ elseif(GRADFERRY_TESTS)
   add_library(gradferry_kernels_ptx OBJECT ${cuda_kernel_files})
   gradferry_cuda_target(gradferry_kernels_ptx)
   set_target_properties(gradferry_kernels_ptx PROPERTIES CUDA_PTX_COMPILATION ON
-    CUDA_ARCHITECTURES 90-virtual)
+    CUDA_ARCHITECTURES 100-virtual)
   set(ptx_files $<TARGET_OBJECTS:gradferry_kernels_ptx>)
 endif()
 set_property(GLOBAL PROPERTY GRADFERRY_PTX_FILES ${ptx_files})
