@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from gradferry.ddp.schedule import BUSY, ProcessorWait
+from gradferry.ddp.schedule import ProcessorWait, busy_notes
 from gradferry.errors import ConfigError, PeerError
 from rich.console import Console
 
@@ -311,11 +311,8 @@ def _notes(task: Task, rows: Sequence[Row], waited: float) -> list[str]:
         )
     if not all(row["wire_bytes_measured"] for row in rows):
         notes.append("* computed for a ring all-reduce: PyTorch does not count what it sends.")
-    if _has_times(rows) and waited >= BUSY:
-        notes.append(
-            f"This machine is busy: before the first step threads waited {waited:.0%} of their "
-            f"time for a processor. Times are too long, and differences between hooks uncertain."
-        )
+    if _has_times(rows):
+        notes += busy_notes(waited, "before the first step")
     if not _has_times(rows):
         needs = ", ".join(f"{row['hook']} {_wire_ms(row):.1f} ms" for row in rows)
         notes.append(

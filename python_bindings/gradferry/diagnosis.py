@@ -26,7 +26,7 @@ from gradferry.core.parameters import reduced_parameters
 from gradferry.ddp.attach import attach
 from gradferry.ddp.batch import batch_loss, misfit
 from gradferry.ddp.model import distributed_in
-from gradferry.ddp.schedule import BUSY, ProcessorWait, Schedule, about
+from gradferry.ddp.schedule import ProcessorWait, Schedule, about, busy_notes
 from gradferry.ddp.trial import (
     CODECS,
     COUNTED_STEPS,
@@ -164,12 +164,7 @@ class Diagnosis:
                 "cannot be: the machine changed in between. Do not trust these figures; measure "
                 "again."
             )
-        if self.waited >= BUSY:
-            doubts.append(
-                f"This machine is busy: in steps without communication threads waited "
-                f"{self.waited:.0%} of their time for a processor. Figures are worse for it, and "
-                "not equally: measure again when it is idle, or with fewer threads per rank."
-            )
+        doubts += busy_notes(self.waited, "in steps without communication")
         return "\n".join([self.verdict, *doubts, "", *lines, "", *notes])
 
 

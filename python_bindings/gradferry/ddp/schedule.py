@@ -10,6 +10,20 @@ from gradferry.ddp.trial import COUNTED_STEPS, HOPELESS, SETTLING_STEPS, Candida
 _START_S = 0.5  # to copy a small model and to connect its ranks
 
 
+def busy_notes(waited: float, when: str) -> list[str]:
+    """A sentence for people where threads waited for `BUSY` of their time or more; else none.
+
+    when: what they did meanwhile, as in "in steps without communication".
+    """
+    if waited < BUSY:
+        return []
+    return [
+        f"This machine is busy: {when} threads waited {waited:.0%} of their time for a processor. "
+        "Figures are worse for it, and not equally: measure again when it is idle, or with fewer "
+        "threads per rank."
+    ]
+
+
 class Schedule:
     """How long candidates will take, corrected by the time that those before them took.
 
