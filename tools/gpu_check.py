@@ -2,7 +2,7 @@
 
     python tools/gpu_check.py               # build, test, train, measure: half an hour, 16 cores
     python tools/gpu_check.py --minutes 9   # a part of it; call it again to go on
-    python tools/gpu_check.py --only train  # one stage: kernels, package, train or measure
+    python tools/gpu_check.py --only train  # one stage: kernels, package, train, sanitize or measure
     python tools/gpu_check.py --as-built    # compile nothing: what build/gpu holds is run
 
 Needs nvcc, CMake, ninja, Python and torch, but no network and no GoogleTest; benchmarks also need
@@ -61,19 +61,19 @@ SANITIZED = "StayInside"
 SANITIZERS = ("memcheck", "racecheck", "initcheck")
 # Backend, ranks and what tests/kernels/cuda/check_hook.py shall do besides.
 TRAININGS: tuple[tuple[str, int, tuple[str, ...]], ...] = (
-    ("gloo", 2, ()),
-    ("gloo", 4, ()),
-    ("nccl", 1, ()),
     ("nccl", 2, ()),
-    ("nccl", 4, ()),
-    ("nccl", 1, ("--detail",)),
-    ("nccl", 1, ("--abandon",)),
-    ("gloo", 2, ("--abandon",)),
+    ("nccl", 1, ()),
     ("nccl", 2, ("--abandon",)),
-    ("nccl", 1, ("--abandon", "--slow", "7")),
-    ("nccl", 1, ("--slow", "7")),
     ("nccl", 2, ("--slow", "7")),
+    ("nccl", 1, ("--detail",)),
+    ("nccl", 1, ("--abandon", "--slow", "7")),
+    ("nccl", 4, ()),
+    ("nccl", 1, ("--abandon",)),
+    ("nccl", 1, ("--slow", "7")),
+    ("gloo", 2, ()),
+    ("gloo", 2, ("--abandon",)),
     ("gloo", 2, ("--slow", "7")),
+    ("gloo", 4, ()),
 )
 # Commands of the package, with their options. Rows are kept by the last word.
 MEASUREMENTS = {
@@ -357,20 +357,27 @@ def _line(*arguments: str) -> str:
 
 
 def check_kernels(checks: Checks) -> None:
-    """Builds the kernels for this GPU and starts their tests, also under sanitizers."""
-    if not _is_ready(checks, "kernels", _build_kernels):
-        return
-    build = BUILD / "kernels"
-    program = next(build.rglob("gradferry_gpu_check"), build / "gradferry_gpu_check")
-    checks.start("kernels give the bytes of the CPU", 8, [str(program)], on_gpu=True)
+    """Builds the kernels for this GPU and starts their tests."""
+    if _is_ready(checks, "kernels", _build_kernels):
+        checks.start("kernels give the bytes of the CPU", 8, [_kernel_tests()], on_gpu=True)
+
+
+def check_sanitized(checks: Checks) -> None:
+    """Starts the tests at the edges of buffers under each sanitizer."""
+    program = _kernel_tests()
     for tool in SANITIZERS:
         checks.start(
             f"kernels under compute-sanitizer {tool}",
             8,
-            ["compute-sanitizer", "--tool", tool, "--error-exitcode", "1", str(program), SANITIZED],
+            ["compute-sanitizer", "--tool", tool, "--error-exitcode", "1", program, SANITIZED],
             on_gpu=True,
             optional=True,
         )
+
+
+def _kernel_tests() -> str:
+    build = BUILD / "kernels"
+    return str(next(build.rglob("gradferry_gpu_check"), build / "gradferry_gpu_check"))
 
 
 def _build_kernels(checks: Checks) -> bool:
@@ -454,6 +461,7 @@ STAGES: dict[str, Callable[[Checks], None]] = {
     "kernels": check_kernels,
     "package": check_package,
     "train": check_training,
+    "sanitize": check_sanitized,
     "measure": measure,
 }
 

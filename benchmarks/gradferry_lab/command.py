@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         whole, commands = outline(argparse.ArgumentParser, "")
         for name, summary in COMMANDS.items():
             commands.add_parser(name, help=summary)
-        whole.parse_args(arguments)  # which ends the process
+        whole.parse_args(arguments or ["--help"])  # which ends the process
     try:
         from gradferry_lab import cli
 
