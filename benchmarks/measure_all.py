@@ -97,6 +97,9 @@ ELSEWHERE = {
     f"20 ({_GPU})",
     "codec_h100_bf16": "gradferry bench codec --device cuda --dtypes bfloat16 --sizes-mb 8 100 "
     f"--rounds 10 ({_GPU})",
+    "train_h100": "gradferry bench train --device cuda --hooks none sync torch:fp32 torch:bf16 q4 "
+    f"--rounds 2 ({_GPU})",
+    "doctor_h100": f"gradferry doctor --device cuda ({_GPU})",
     "collective_h100": f"gradferry bench collective --device cuda -b 1M -e 64M -f 8 -n 10 ({_GPU})",
 }
 

@@ -2,7 +2,7 @@
 
     python tools/gpu_check.py               # build, test, train, measure: half an hour, 16 cores
     python tools/gpu_check.py --minutes 9   # a part of it; call it again to go on
-    python tools/gpu_check.py --only train  # one stage: kernels, package, train, sanitize or measure
+    python tools/gpu_check.py --only train  # one stage, see --help
     python tools/gpu_check.py --as-built    # compile nothing: what build/gpu holds is run
 
 Needs nvcc, CMake, ninja, Python and torch, but no network and no GoogleTest; benchmarks also need
