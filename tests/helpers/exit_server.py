@@ -167,7 +167,10 @@ def watch(
 
 def serve() -> int:
     """The server's loop. In a child: what its rank returns."""
-    import gradferry  # noqa: F401 (forked with this process)
+    # Forked with this process. DistributedDataParallel imports torch._dynamo, and with it triton:
+    # an interrupt while triton's own C++ module is loaded aborts the process.
+    import gradferry  # noqa: F401
+    import torch._dynamo  # noqa: F401
 
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     faulthandler.enable()
