@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import importlib.util
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -108,6 +109,17 @@ def expect_runnable(place: torch.device) -> None:
 def is_staged(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether a group's collectives for the device wait on the host: gloo's do, NCCL's do not."""
     return group._get_backend(device).name() == "gloo"
+
+
+def starts_in_order(device: torch.device) -> bool:
+    """Whether the device starts collectives of several communicators in the order in which the host
+    posts them, as NCCL 2.26 promises where its variable asks for it.
+    """
+    return (
+        device.type == "cuda"
+        and os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT") == "1"
+        and torch.cuda.nccl.version() >= (2, 26)
+    )
 
 
 @dataclass(frozen=True)

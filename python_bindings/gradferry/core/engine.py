@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import (
 
 from gradferry import _native
 from gradferry.core.config import Config
-from gradferry.core.device import CPU, Transport, transport_of
+from gradferry.core.device import CPU, Transport, starts_in_order, transport_of
 from gradferry.core.meeting import hear_failures, patience, store_of, world_ranks
 from gradferry.core.node_memory import share_memory
 from gradferry.core.nodes import Nodes
@@ -171,6 +171,8 @@ def start_engine(
         tensors=list(tensors),
         lanes=lanes,
         group_name=group.group_name if path.exchanges and path.streams else None,
+        # Between nodes of one rank there is one communicator, which keeps the order.
+        chained=len(table) < world_size and not starts_in_order(path.device),
     )
 
 

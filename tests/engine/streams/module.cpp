@@ -64,6 +64,7 @@ PYBIND11_MODULE(gradferry_fake_device, module) {
   module.def("set_capturing", &set_capturing, py::arg("now"));
   module.def("counters", &counters);
   module.def("set_seed", [](uint64_t seed) { Machine::get().set_seed(seed); }, py::arg("seed"));
+  module.def("set_one_at_a_time", &StreamedBackend::set_one_at_a_time, py::arg("patience"));
   // The clock's prices in seconds: of a kernel and each byte it touches, of a collective and each
   // byte it sends.
   module.def(
