@@ -21,7 +21,7 @@ py::dict counters() {
   const Counters now = Machine::get().counters();
   return py::dict(py::arg("allocations") = now.allocations, py::arg("held_bytes") = now.held_bytes,
                   py::arg("host_waits") = now.host_waits, py::arg("waits") = now.waits,
-                  py::arg("launches") = now.launches);
+                  py::arg("held_back") = now.held_back, py::arg("launches") = now.launches);
 }
 
 // By reference: torch registers some backends under another holder type.

@@ -47,7 +47,10 @@ void touch(const Touched& touched, const std::vector<at::Tensor>& inputs,
 // must be ordered, as if they wrote to one place. Only the device's thread calls it, but for set().
 class OneAtATime {
  public:
-  void set(double patience) { patience_ = patience; }
+  void set(double patience) {
+    patience_ = patience;
+    has_given_up_ = false;
+  }
   // Whether a collective may begin now.
   bool is_free() {
     if (patience_ == 0 || has_given_up_) return true;
@@ -55,7 +58,6 @@ class OneAtATime {
     return !is_busy_;
   }
   void begin(const Touched& touched) {
-    if (patience_ == 0) has_given_up_ = false;
     touch(touched);
     is_busy_ = true;
     others_wait_ = false;
@@ -80,7 +82,8 @@ class OneAtATime {
   }
 
   std::atomic<double> patience_ = 0;  // seconds; 0: collectives may proceed side by side
-  bool is_busy_ = false, others_wait_ = false, has_given_up_ = false, must_report_ = false;
+  std::atomic<bool> has_given_up_ = false;
+  bool is_busy_ = false, others_wait_ = false, must_report_ = false;
   std::chrono::steady_clock::time_point since_;
 };
 OneAtATime one_at_a_time;
