@@ -59,22 +59,12 @@ BESIDE = 4
 # Of the tests under a sanitizer, which is tens of times slower.
 SANITIZED = "StayInside"
 SANITIZERS = ("memcheck", "racecheck", "initcheck")
-# Backend, ranks and what tests/kernels/cuda/check_hook.py shall do besides.
-TRAININGS: tuple[tuple[str, int, tuple[str, ...]], ...] = (
-    ("gloo", 2, ()),
-    ("gloo", 4, ()),
-    ("nccl", 1, ()),
-    ("nccl", 2, ()),
-    ("nccl", 4, ()),
-    ("nccl", 1, ("--detail",)),
-    ("nccl", 1, ("--abandon",)),
-    ("gloo", 2, ("--abandon",)),
-    ("nccl", 2, ("--abandon",)),
-    ("nccl", 1, ("--abandon", "--slow", "7")),
-    ("nccl", 1, ("--slow", "7")),
-    ("nccl", 2, ("--slow", "7")),
-    ("gloo", 2, ("--slow", "7")),
-)
+# What tests/kernels/cuda/check_hook.py shall do: backend, ranks, options.
+TRAININGS = (
+    "gloo 2", "gloo 4", "nccl 1", "nccl 2", "nccl 4", "nccl 1 --detail", "nccl 1 --abandon",
+    "gloo 2 --abandon", "nccl 2 --abandon", "nccl 1 --abandon --slow 7", "nccl 1 --slow 7",
+    "nccl 2 --slow 7", "gloo 2 --slow 7",
+)  # fmt: skip
 # Commands of the package, with their options. Rows are kept by the last word.
 MEASUREMENTS = {
     "bench codec": ["--peers", "--dtypes", "float32", "bfloat16", "--rounds", "50"],
@@ -125,10 +115,12 @@ class Checks:
         return self._add(name, "failed", reason, 0.0)
 
     def leave(self, name: str, reason: str) -> bool:
-        """Leaves a check to the next call."""
+        """Leaves a check to the next call. What it gave with these sources before stays."""
         with self._lock:
             self.num_left += 1
             print(f"left     {name} ({reason})", flush=True)
+            if self._rows.get(name, {}).get("source") != self._source:
+                self._keep_row(name, "left", [f"left: {reason}"], 0.0)
         return False
 
     def start(self, *arguments: Any, **options: Any) -> None:
@@ -158,6 +150,7 @@ class Checks:
         on_gpu: bool = False,
         again: bool = False,
         optional: bool = False,
+        is_slow: bool = False,
         **environment: str,
     ) -> bool:
         """Runs a program for at most so many minutes.
@@ -166,6 +159,7 @@ class Checks:
             on_gpu: it needs one.
             again: also if it has passed before. Builds do: they know best what is left to do.
             optional: a machine may lack the program.
+            is_slow: it may need more minutes, which says nothing of what it checks: it is left.
 
         Returns:
             Whether it passed, now or before, or had a reason not to run.
@@ -183,7 +177,7 @@ class Checks:
         try:
             code, output = self._run(arguments, limit, environment)
         except subprocess.TimeoutExpired as error:
-            if limit < 60 * minutes:  # the fault of what ran before it
+            if is_slow or limit < 60 * minutes:  # or the fault of what ran before it
                 return self.leave(name, f"stopped after {limit:.0f} s")
             code, output = 1, f"{_text(error.stdout)}\nstopped after {minutes:g} minutes"
         except FileNotFoundError as error:
@@ -252,17 +246,21 @@ class Checks:
         lines = output.strip().splitlines()
         kept = lines[-LAST_LINES:] if outcome == "failed" else lines[-1:]
         with self._lock:
-            self._rows[name] = {
-                "check": name,
-                "outcome": outcome,
-                "seconds": round(seconds, 1),
-                "output": kept,
-                "gpu": self.gpu,
-                "source": self._source,
-            }
             print(f"{outcome:8} {name} ({seconds:.1f} s)", *kept, sep="\n    ", flush=True)
-            self._write()
+            self._keep_row(name, outcome, kept, seconds)
         return outcome != "failed"
+
+    def _keep_row(self, name: str, outcome: str, output: list[str], seconds: float) -> None:
+        """With the lock held."""
+        self._rows[name] = {
+            "check": name,
+            "outcome": outcome,
+            "seconds": round(seconds, 1),
+            "output": output,
+            "gpu": self.gpu,
+            "source": self._source,
+        }
+        self._write()
 
     def _write(self) -> None:
         document = {
@@ -370,14 +368,21 @@ def check_kernels(checks: Checks) -> None:
             ["compute-sanitizer", "--tool", tool, "--error-exitcode", "1", str(program), SANITIZED],
             on_gpu=True,
             optional=True,
+            is_slow=True,
         )
 
 
 def _build_kernels(checks: Checks) -> bool:
     build, prefix = BUILD / "kernels", f"-DCMAKE_INSTALL_PREFIX={BUILD / 'install'}"
-    return _compile(checks, "kernels", build, "-DGRADFERRY_CUDA=ON", prefix) and _install(
-        checks, "kernels", build, "--component", "development"
-    )
+    if not _compile(checks, "kernels", build, "-DGRADFERRY_CUDA=ON", prefix):
+        return False
+    script, rows = ROOT / "tools" / "kernel_resources.py", BUILD / "kernels.json"
+    library = BUILD / "install" / "lib" / "libgradferry_kernels_cuda.a"
+    installed = _install(checks, "kernels", build, "--component", "development")
+    listing = [sys.executable, str(script), str(library), str(rows)]
+    if installed and checks.run("registers of kernels", 2, listing, again=True) and rows.exists():
+        checks.keep("kernels", json.loads(rows.read_text()))
+    return installed
 
 
 def check_package(checks: Checks) -> None:
@@ -419,9 +424,9 @@ def check_training(checks: Checks) -> None:
     """Trains on GPUs: the tests of the fake device, and trainings beside the CPU."""
     tests = ROOT / "tests" / "kernels" / "cuda"
     programs = {"tests of the fake device": [str(tests / "run_device_tests.py")]}
-    for backend, ranks, options in TRAININGS:
-        name = " ".join(("train:", str(ranks), "ranks", backend, *options))
-        programs[name] = [str(tests / "check_hook.py"), backend, "--ranks", str(ranks), *options]
+    for backend, ranks, *options in map(str.split, TRAININGS):
+        name = " ".join(("train:", ranks, "ranks", backend, *options))
+        programs[name] = [str(tests / "check_hook.py"), backend, "--ranks", ranks, *options]
     for name, arguments in programs.items():
         command = [sys.executable, *arguments]
         if _has_package(checks, name):

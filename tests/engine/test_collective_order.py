@@ -5,7 +5,9 @@ more. Two levels, with three communicators, must not hang then.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -96,3 +98,49 @@ def test_the_device_sees_two_levels_that_may_hang(worlds: Worlds) -> None:
     for answer in worlds(4).run(case_unchained, scenario=scenario, most_steps=300, seconds=300):
         assert answer["hangs"]
         assert any("is not ordered with" in race for race in answer["found"])
+
+
+@pytest.mark.parametrize(
+    ("device", "value", "version", "expected"),
+    [
+        ("cuda", "1", (2, 26, 2), True),
+        ("cuda", "1", (2, 25, 1), False),
+        ("cuda", "0", (2, 28, 9), False),
+        ("cuda", None, (2, 28, 9), False),
+        ("fake", "1", (2, 28, 9), False),
+    ],
+)
+def test_nccl_keeps_the_order_where_it_is_asked_to_and_can(
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    value: str | None,
+    version: tuple[int, int, int],
+    expected: bool,
+) -> None:
+    monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT", raising=False)
+    if value is not None:
+        monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", value)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
+    assert engine.starts_in_order(SimpleNamespace(type=device)) is expected
+
+
+NET_NAME = 32  # where ncclConfig_t has the pointer to its network's name
+
+
+@pytest.mark.skipif(
+    not hasattr(dist, "ProcessGroupNCCL"), reason="this torch was built without NCCL"
+)
+def test_communicators_of_lanes_have_the_groups_configuration_and_their_own_strings() -> None:
+    theirs = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    theirs.config.net_name, theirs.config.max_ctas = "Socket", 7
+    ours = engine.nccl_options(theirs)
+    assert ours.is_high_priority_stream
+    assert (ours.config.net_name, ours.config.max_ctas) == ("Socket", 7)
+    assert ours.config.min_ctas == theirs.config.min_ctas
+    names = [
+        ctypes.c_void_p.from_address(options.config.unsafe_get_ptr() + NET_NAME).value
+        for options in (theirs, ours)
+    ]
+    assert [ctypes.string_at(name) for name in names] == [b"Socket"] * 2
+    assert names[0] != names[1]
+    assert not engine.nccl_options(object()).is_high_priority_stream

@@ -212,8 +212,8 @@ class _InterruptedError(RuntimeError):
 
 
 def case_memory(attach: dict[str, Any]) -> tuple[int, list[str]]:
-    """How many streams freed memory waits for in a step after the first two; and what the machine finds
-    of a call whose gradient is freed while the engine works on it.
+    """How many streams freed memory waits for in a step after the first two; and what the machine
+    finds of a call whose gradient is freed while the engine works on it.
     """
     run = Watched(attach)
     machine, found = run.machine, [run.step(step) for step in range(2)]
