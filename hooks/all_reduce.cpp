@@ -13,9 +13,7 @@ namespace gradferry {
 PendingAllReduce::PendingAllReduce(std::shared_ptr<BucketEngine> engine,
                                    std::vector<at::Tensor> gradients,
                                    std::vector<FuturePtr> futures)
-    : engine_(std::move(engine)),
-      gradients_(std::move(gradients)),
-      futures_(std::move(futures)) {}
+    : engine_(std::move(engine)), gradients_(std::move(gradients)), futures_(std::move(futures)) {}
 
 PendingAllReduce::~PendingAllReduce() {
   for (const at::Tensor& gradient : gradients_) engine_->expect_early_end(gradient);

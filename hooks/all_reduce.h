@@ -33,7 +33,7 @@ class PendingAllReduce {
  private:
   std::shared_ptr<BucketEngine> engine_;
   std::vector<at::Tensor> gradients_;  // on a device, until they are waited for
-  std::vector<FuturePtr> futures_;     // by bucket; then of the thread that handed them over, if any
+  std::vector<FuturePtr> futures_;  // by bucket; then of the thread that handed them over, if any
 };
 
 class AllReducer {

@@ -10,9 +10,7 @@ the Python package rich. Results go to build/gpu/gpu.json after every check: one
 was measured. A check that has passed is not repeated as long as sources and GPU are the same
 (--fresh forgets them). Where there is no GPU everything is built, and what needs one is skipped:
 build/gpu can then be taken to the same folder of a machine that has one, with the same Python and
-torch, for --as-built; CUDAARCHS names that GPU where it is built. Tests, sanitizers and training
-run beside each other, benchmarks alone.
-Training and benchmarks run the package that the stage `package` has built, and no other.
+torch, for --as-built; CUDAARCHS names that GPU where it is built.
 Ends with code 0 when nothing failed and nothing is left to do, 1 when a check failed, 2 when some
 are left for the next call. docs/results/gpu_check.md says what a failure of each check would mean.
 """
@@ -56,8 +54,7 @@ LAST_LINES = 30
 # Checks that run beside each other: they keep processors busy. Kernels of different processes take
 # turns on a GPU, so that with twice as many each takes more than twice as long.
 BESIDE = 4
-# Of the tests under a sanitizer, which is tens of times slower.
-SANITIZED = "StayInside"
+SANITIZED = "StayInside"  # of the tests: a sanitizer is tens of times slower
 SANITIZERS = ("memcheck", "racecheck", "initcheck")
 # What tests/kernels/cuda/check_hook.py shall do: backend, ranks, options.
 TRAININGS = (
@@ -195,8 +192,8 @@ class Checks:
 
     def drop(self, name: str) -> None:
         """Drops what a benchmark measured before."""
-        if self._measured.pop(name, None) is not None:
-            self._write()
+        self._measured.pop(name, None)
+        self._write()
 
     def has_measured(self, name: str) -> bool:
         """Whether a benchmark's rows are there."""
@@ -349,9 +346,8 @@ def _line(*arguments: str) -> str:
         done = subprocess.run(arguments, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    if done.returncode != 0:
-        return ""
-    return (done.stdout.strip().splitlines() or [""])[-1]
+    lines = done.stdout.strip().splitlines() if done.returncode == 0 else []
+    return lines[-1] if lines else ""
 
 
 def check_kernels(checks: Checks) -> None:

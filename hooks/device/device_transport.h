@@ -107,8 +107,8 @@ class StreamTransport final : public DeviceTransport {
   // `group` returns DDP's own process group. It is called for every bucket and its result not kept,
   // so that the group can be destroyed.
   using FindGroup = std::function<c10::intrusive_ptr<c10d::ProcessGroup>()>;
-  // `chained_on`: the device, if each collective is to begin when the one before it is done, whatever
-  // their lanes; for lanes whose collectives the device may start in another order.
+  // `chained_on`: the device, if each collective is to begin when the one before it is done,
+  // whatever their lanes; for lanes whose collectives the device may start in another order.
   StreamTransport(FindGroup group, NodeLanes nodes, std::optional<c10::Device> chained_on);
 
   bool waits() const override { return false; }

@@ -115,11 +115,10 @@ def starts_in_order(device: torch.device) -> bool:
     """Whether the device starts collectives of several communicators in the order in which the host
     posts them, as NCCL 2.26 promises where its variable asks for it.
     """
-    return (
-        device.type == "cuda"
-        and os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT") == "1"
-        and torch.cuda.nccl.version() >= (2, 26)
-    )
+    if device.type != "cuda" or os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT") != "1":
+        return False
+    version: Callable[[], tuple[int, ...]] = torch.cuda.nccl.version
+    return version() >= (2, 26)
 
 
 _YES = ("1", "y", "yes", "t", "true")  # as torch reads its variables

@@ -43,8 +43,9 @@ void touch(const Touched& touched, const std::vector<at::Tensor>& inputs,
 }
 
 // NCCL does not promise that collectives of two communicators proceed side by side. Where a test
-// takes that away, a collective begins when the one under way on its device is complete, and any two
-// must be ordered, as if they wrote to one place. Only the device's thread calls it, but for set().
+// takes that away, a collective begins when the one under way on its device is complete, and any
+// two must be ordered, as if they wrote to one place. Only the device's thread calls it, but for
+// set().
 class OneAtATime {
  public:
   void set(double patience) {
