@@ -37,8 +37,8 @@ if(GRADFERRY_WERROR)
 endif()
 
 # Objects that hold all kernels as PTX and nothing else, for the lint and the machine of
-# tests/kernels/ptx: nvcc leaves it uncompressed. Builds for real GPUs make them for sm_100, for which
-# nvcc has another front end.
+# tests/kernels/ptx: nvcc leaves it uncompressed. Builds for real GPUs make them for sm_100, for
+# which nvcc has another front end.
 set(ptx_objects gradferry_kernels_cuda)
 set(ptx_architecture ${CMAKE_CUDA_ARCHITECTURES})
 if(GRADFERRY_TESTS)

@@ -46,7 +46,7 @@ SCHEMA = 2
 TOOLKIT = Path("/usr/local/cuda/bin")  # where nvcc is when it is not on the path
 # What is compiled or copied, by stage.
 COMPILED = {
-    "kernels": ("cmake", "include", "kernels", "tests/kernels/cuda", "tests/kernels/host_library.cpp"),
+    "kernels": ("cmake", "include", "kernels", "tests/kernels"),
     "package": ("cmake", "include", "kernels", "hooks", "measure", "python_bindings",
                 "benchmarks/gradferry_lab"),
 }  # fmt: skip

@@ -67,10 +67,14 @@ struct OneTile {
       : tile(entry.tile),
         used(chunk.codecs[entry.codec]),
         codec(codecs()[used.row]),
-        batch{&tile,      1,
-              chunk.dtype, stage,
-              chunk.hold_zero_tiles, chunk.seed,
-              chunk.envelope.step,   &used.options,
+        batch{&tile,
+              1,
+              chunk.dtype,
+              stage,
+              chunk.hold_zero_tiles,
+              chunk.seed,
+              chunk.envelope.step,
+              &used.options,
               &status} {}
   OneTile(const OneTile&) = delete;
   OneTile& operator=(const OneTile&) = delete;
@@ -101,8 +105,8 @@ void encode(const EncodeChunkCall& call) {
     one.codec.encode(one.batch, call.gradient, one.used.alpha, call.gain,
                      residual_of(entry, call.residual), call.out);
     if (call.num_messages == 0) continue;
-    checksums[entry.message] += word_sum(call.out + one.tile.payload_offset, one.payload_bytes(),
-                                         one.tile.message_offset);
+    checksums[entry.message] +=
+        word_sum(call.out + one.tile.payload_offset, one.payload_bytes(), one.tile.message_offset);
   }
   const Envelope envelope = with_phase(call.chunk.envelope, Phase::kScatter);
   for (uint32_t m = 0; m < call.num_messages; ++m) {
@@ -208,8 +212,8 @@ void decode(const DecodeChunkCall& call) {
     const bool refused = received.num_messages != 0 && received.verdicts[entry.message] != 0;
     if (!refused && (call.flags[i] & kTileCorrupt) != 0 && !has_corrupt) {
       has_corrupt = true;
-      const uint32_t sender = received.num_messages == 0 ? chunk.envelope.rank
-                                                         : received.messages[entry.message].rank;
+      const uint32_t sender =
+          received.num_messages == 0 ? chunk.envelope.rank : received.messages[entry.message].rank;
       note(*call.findings, with_phase(chunk.envelope, Phase::kGather), sender,
            {WireStatus::kCorruptPayload, 0, 1});
     }
@@ -258,9 +262,9 @@ void sum(const SumCall& call) {
   bool refused = false;
   for (const Message& message : std::span(call.messages, call.num_messages)) {
     if (message.rank == call.envelope.rank) continue;
-    refused |= judge(call.received + message.offset, call.envelope, message.rank,
-                     message.payload_bytes, 0)
-                   .status != WireStatus::kOk;
+    refused |=
+        judge(call.received + message.offset, call.envelope, message.rank, message.payload_bytes, 0)
+            .status != WireStatus::kOk;
   }
   for (const ChunkPiece& piece : std::span(call.pieces, call.num_pieces)) {
     if (call.dtype == ScalarType::kFloat64) {

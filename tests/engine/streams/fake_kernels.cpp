@@ -93,21 +93,20 @@ void encode(const EncodeChunkCall& call) {
 }
 
 void reduce(const ReduceChunkCall& call) {
-  enqueue(call.chunk.stream, "reduce", host().chunks.reduce, call, 1,
-          [=](const Touched& touched) {
-            touch_received(touched, call.received);
-            for_tiles(touched, call.chunk, [&](const ChunkTile& entry, auto size) {
-              const Tile& tile = entry.tile;
-              touch_kept(touched, entry, call.residual);
-              touched.write(call.out + kHeaderBytes + tile.output_offset, size(Stage::kOwner));
-            });
-            if (call.gain != nullptr) touched.read(call.gain, sizeof(float));
-            touch_received(touched, call.from_siblings, /*headers_alone=*/true);
-            if (call.forward != nullptr) touched.write(call.forward, kHeaderBytes);
-            if (call.out != nullptr) touched.write(call.out, kHeaderBytes);
-            touched.write(call.findings, sizeof(Findings));
-            touch_progress(touched, call.chunk, call.received.num_messages + 1);
-          });
+  enqueue(call.chunk.stream, "reduce", host().chunks.reduce, call, 1, [=](const Touched& touched) {
+    touch_received(touched, call.received);
+    for_tiles(touched, call.chunk, [&](const ChunkTile& entry, auto size) {
+      const Tile& tile = entry.tile;
+      touch_kept(touched, entry, call.residual);
+      touched.write(call.out + kHeaderBytes + tile.output_offset, size(Stage::kOwner));
+    });
+    if (call.gain != nullptr) touched.read(call.gain, sizeof(float));
+    touch_received(touched, call.from_siblings, /*headers_alone=*/true);
+    if (call.forward != nullptr) touched.write(call.forward, kHeaderBytes);
+    if (call.out != nullptr) touched.write(call.out, kHeaderBytes);
+    touched.write(call.findings, sizeof(Findings));
+    touch_progress(touched, call.chunk, call.received.num_messages + 1);
+  });
 }
 
 void decode(const DecodeChunkCall& call) {
@@ -193,18 +192,20 @@ void rescale(const RescaleCall& call) {
 }
 
 void scale(const ScaleCall& call) {
-  enqueue(call.stream, "scale", host().messages.scale, call, call.num_elements, [=](const Touched& touched) {
-    touched.read(call.factor, sizeof(float));
-    touched.write(call.values, call.num_elements * sizeof(float));
-  });
+  enqueue(call.stream, "scale", host().messages.scale, call, call.num_elements,
+          [=](const Touched& touched) {
+            touched.read(call.factor, sizeof(float));
+            touched.write(call.values, call.num_elements * sizeof(float));
+          });
 }
 
 void take_back(const TakeBackCall& call) {
-  enqueue(call.stream, "take back", host().messages.take_back, call, call.num_elements, [=](const Touched& touched) {
-    touched.read(call.step_nonfinite, sizeof(uint32_t));
-    touched.read(call.before, call.num_elements * sizeof(float));
-    touched.write(call.values, call.num_elements * sizeof(float));
-  });
+  enqueue(call.stream, "take back", host().messages.take_back, call, call.num_elements,
+          [=](const Touched& touched) {
+            touched.read(call.step_nonfinite, sizeof(uint32_t));
+            touched.read(call.before, call.num_elements * sizeof(float));
+            touched.write(call.values, call.num_elements * sizeof(float));
+          });
 }
 
 std::atomic<bool> capturing{false};

@@ -366,7 +366,7 @@ inline std::string first_difference(const ChunkRun& run, const Buffer& kernels,
 // What kernels and host left on all ranks.
 inline void expect_same(const ChunkRun& kernels, const ChunkRun& host) {
   for (uint32_t rank = 0; rank < kernels.num_ranks(); ++rank) {
-    const auto same = [&](const char* what, Buffer Rank::*buffer) {
+    const auto same = [&](const char* what, Buffer Rank::* buffer) {
       const Buffer &a = kernels.ranks[rank].*buffer, &b = host.ranks[rank].*buffer;
       EXPECT_TRUE(a == b) << what << " of rank " << rank << " differ; "
                           << first_difference(kernels, a, b);

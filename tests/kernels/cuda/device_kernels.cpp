@@ -53,6 +53,7 @@ uint32_t far_bytes() { return offsets_are_far() ? 0xfff00000u : 0; }
 template <typename T>
 T* earlier(T* array, uint64_t num_bytes) {
   if (array == nullptr) return nullptr;
+  // NOLINTNEXTLINE(performance-no-int-to-ptr): it points to nothing
   return reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(array) - num_bytes);
 }
 template <typename Byte>

@@ -144,8 +144,9 @@ struct Mistake {
   const char* found;
 };
 void PrintTo(const Mistake& mistake, std::ostream* out) { *out << mistake.name; }
-#define MISTAKE(name, num_blocks, found) \
-  { #name, &name < false>, &name < true>, num_blocks, found }
+// clang-format off: it takes the angle brackets for comparisons
+#define MISTAKE(name, num_blocks, found) {#name, &name<false>, &name<true>, num_blocks, found}
+// clang-format on
 const Mistake kMistakes[] = {
     MISTAKE(misaligned, 1, "misaligned read of 16 bytes, 4 off"),
     MISTAKE(out_of_bounds, 1, "write out of bounds"),

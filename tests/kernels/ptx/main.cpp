@@ -20,9 +20,9 @@ namespace {
 bool few_tiles = false, far_offsets = false;
 std::string left_out;
 
-// The text without the last line that says `what` among those before `end`, at most 13.
+// Empties the last of the twelve lines before `end` that says `what`.
 void remove_before(std::vector<std::string>& lines, size_t end, const char* what) {
-  for (size_t i = end; i-- > 0 && i + 13 > end;) {
+  for (size_t i = end - 1; i + 12 >= end; --i) {
     if (lines[i].find(what) == std::string::npos) continue;
     lines[i].clear();
     return;

@@ -109,6 +109,7 @@ void for_addresses(Context& c, const Op& op, F f) {
   for_lanes(c.mask, [&](uint32_t lane) {
     uint64_t offset = static_cast<uint64_t>(op.offset);
     if (address != nullptr) offset += is_wide ? get<uint64_t>(address, lane) : address[lane];
+    // NOLINTNEXTLINE(performance-no-int-to-ptr): registers hold addresses as numbers
     uint8_t* p = reinterpret_cast<uint8_t*>(offset);
     if (op.space == Space::kParameter) p = c.lane_memory + lane * c.lane_bytes + offset;
     if (op.space == Space::kShared) {

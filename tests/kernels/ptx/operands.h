@@ -2,6 +2,7 @@
 #pragma once
 
 #include <map>
+#include <ranges>
 #include <unordered_map>
 
 #include "tests/kernels/ptx/memory.h"
@@ -44,8 +45,8 @@ class Operands : protected Words {
     uint32_t first, bits, count;
   };
   const Registers* find_registers(Text name) const {
-    for (auto scope = registers_.rbegin(); scope != registers_.rend(); ++scope) {
-      if (const auto found = scope->find(name); found != scope->end()) return &found->second;
+    for (const auto& scope : std::views::reverse(registers_)) {
+      if (const auto found = scope.find(name); found != scope.end()) return &found->second;
     }
     return nullptr;
   }
@@ -172,8 +173,8 @@ class Operands : protected Words {
     refuse("the address of " + std::string(operand.symbol) + ", which the machine does not know");
   }
   const Variable* find_parameter(Text name) const {
-    for (auto scope = parameters_.rbegin(); scope != parameters_.rend(); ++scope) {
-      if (const auto found = scope->find(name); found != scope->end()) return &found->second;
+    for (const auto& scope : std::views::reverse(parameters_)) {
+      if (const auto found = scope.find(name); found != scope.end()) return &found->second;
     }
     return nullptr;
   }
