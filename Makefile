@@ -51,7 +51,7 @@ core_inputs := $(shell find CMakeLists.txt CMakePresets.json cmake include kerne
 package_inputs := $(shell find pyproject.toml README.md CMakeLists.txt cmake include hooks measure python_bindings benchmarks/gradferry_lab \
     examples/cpp kernels/common \
     -not -name __pycache__ -not -name '*.pyc' 2>/dev/null) \
-    $(call cpp_of,tests/engine tests/faults tests/reducer tests/kernels/simt)
+    $(call cpp_of,tests/engine tests/faults tests/reducer) tests/kernels/host_library.h tests/kernels/host_library.cpp tests/kernels/numbers.h
 
 kernel_inputs := $(shell find CMakeLists.txt CMakePresets.json cmake include kernels 2>/dev/null)
 
@@ -147,7 +147,7 @@ test-slow: $(valgrind_ready)  ## what `make test` leaves out: slow tests, saniti
 	@$(quiet) build/all_gpus.log env -u CUDAARCHS cmake -S . -B build/all_gpus -G Ninja \
 	    -DCMAKE_BUILD_TYPE=Release -DGRADFERRY_WERROR=ON
 	@$(quiet) build/all_gpus.log --show 'Built target|Linking' env -u CUDAARCHS cmake --build build/all_gpus
-	@$(quiet) build/all_gpus.log --show 'tests passed' ctest --test-dir build/all_gpus -R cuda_ptx
+	@$(quiet) build/all_gpus.log --show 'tests passed' ctest --test-dir build/all_gpus -R '^(cuda_ptx|ptx)_' -j $(JOBS)
 
 test-hosts:  ## gradferry in accelerate, Lightning, transformers and Ray
 	$(prepare) $(package_ready) $(hosts_ready)

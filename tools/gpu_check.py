@@ -43,7 +43,7 @@ SCHEMA = 2
 TOOLKIT = Path("/usr/local/cuda/bin")  # where nvcc is when it is not on the path
 # What is compiled or copied, by stage.
 COMPILED = {
-    "kernels": ("cmake", "include", "kernels", "tests/kernels/cuda", "tests/kernels/simt"),
+    "kernels": ("cmake", "include", "kernels", "tests/kernels"),
     "package": ("cmake", "include", "kernels", "hooks", "measure", "python_bindings",
                 "benchmarks/gradferry_lab"),
 }  # fmt: skip
