@@ -132,10 +132,13 @@ test:  ## all fast tests
 
 test-full: test test-slow  ## all tests
 
+# What the machine for PTX says at the end of a run, and ctest of all.
+ptx_lines = launches,|tests passed
+
 # Beside `make test`, which it does not run again.
 test-slow: $(valgrind_ready)  ## what `make test` leaves out: slow tests, sanitizers, trainers, kernels for every GPU
 	$(prepare) $(package_ready)
-	@$(quiet) build/ctest_slow.log --show 'tests passed|Total Test time' ctest --preset core -L slow -j $(JOBS)
+	@$(quiet) build/ctest_slow.log --show '$(ptx_lines)|Total Test time' ctest --preset core -L slow -V -j $(JOBS)
 	@$(test_hooks) -L slow
 	@$(pytest) -m slow
 	@$(MAKE) -s test-hosts
@@ -147,7 +150,7 @@ test-slow: $(valgrind_ready)  ## what `make test` leaves out: slow tests, saniti
 	@$(quiet) build/all_gpus.log env -u CUDAARCHS cmake -S . -B build/all_gpus -G Ninja \
 	    -DCMAKE_BUILD_TYPE=Release -DGRADFERRY_WERROR=ON
 	@$(quiet) build/all_gpus.log --show 'Built target|Linking' env -u CUDAARCHS cmake --build build/all_gpus
-	@$(quiet) build/all_gpus.log --show 'tests passed' ctest --test-dir build/all_gpus -R '^(cuda_ptx|ptx)_' -j $(JOBS)
+	@$(quiet) build/all_gpus.log --show '$(ptx_lines)' ctest --test-dir build/all_gpus -R '^(cuda_ptx|ptx)_' -V -j $(JOBS)
 
 test-hosts:  ## gradferry in accelerate, Lightning, transformers and Ray
 	$(prepare) $(package_ready) $(hosts_ready)
