@@ -256,6 +256,16 @@ def test_callbacks_end_with_their_owner_and_their_parameters() -> None:
     assert len(step_numbers._calls) == before
 
 
+def test_an_owner_that_goes_in_the_middle_of_a_step_ends_its_callback() -> None:
+    optimizer = SGD([nn.Parameter(torch.zeros(1))])
+    owners, called = [Owner()], []
+    handle = call_after_steps(lambda _: owners.clear())
+    call_after_steps(called.append, owner=owners[0])
+    optimizer.step()
+    handle.remove()
+    assert called == []
+
+
 def test_a_callback_that_raises_does_not_keep_the_step_from_others() -> None:
     parameter = nn.Parameter(torch.zeros(1))
     optimizer = SGD([parameter])
