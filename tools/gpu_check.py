@@ -6,10 +6,9 @@
 
 Needs nvcc, CMake, ninja, Python and torch, but no network and no GoogleTest; benchmarks also need
 the Python package rich. Results go to build/gpu/gpu.json after every check: one row each, and what
-was measured. A check that has passed is not repeated as long as sources and GPU are the same
-(--fresh forgets them). Where there is no GPU everything is built, and what needs one is skipped:
-build/gpu can then be taken to the same folder of a machine that has one, with the same Python and
-torch, for --as-built; CUDAARCHS names that GPU where it is built.
+was measured. A check that has passed is not repeated as long as sources and GPU are the same.
+Where there is no GPU everything is built, and what needs one is skipped: build/gpu can then go to
+a machine that has one, with the same Python and torch, for --as-built; CUDAARCHS names that GPU.
 Ends with code 0 when nothing failed and nothing is left to do, 1 when a check failed, 2 when some
 are left for the next call. docs/results/gpu_check.md says what a failure of each check would mean.
 """
