@@ -61,7 +61,7 @@ struct Rank {
 class ChunkRun {
  public:
   explicit ChunkRun(ChunkSetup s, const DeviceLibrary& l = host_library())
-      : setup(std::move(s)), library(&l) {
+      : setup(std::move(s)), used_library(&l) {
     for (const std::string& codec : setup.codecs) {
       const ParsedCodec parsed = parse_codec(codec);
       const auto row = static_cast<uint32_t>(parsed.codec - codecs().data());
@@ -147,8 +147,9 @@ class ChunkRun {
   // `sends`: writes headers.
   void encode(uint32_t rank, bool sends = true) {
     Rank& r = ranks[rank];
-    library->chunks.encode({chunk(rank, encode_), r.gradient.data(), &setup.gain, floats(r.worker),
-                            sent_.data(), sends ? num_ranks() : 0, r.sent.data()});
+    used_library->chunks.encode({chunk(rank, encode_), r.gradient.data(), &setup.gain,
+                                 floats(r.worker), sent_.data(), sends ? num_ranks() : 0,
+                                 r.sent.data()});
     expect_clean();
   }
   void reduce(uint32_t rank) {
@@ -156,16 +157,17 @@ class ChunkRun {
     const std::vector<ChunkTile> tiles = reduced_by(rank);
     const std::vector<Message> messages = scattered_to(rank);
     verdicts.assign(num_ranks(), 77);
-    library->chunks.reduce({chunk(rank, tiles),
-                            {messages.data(), num_ranks(), r.scattered.data(), verdicts.data()},
-                            &setup.gain,
-                            floats(r.owner),
-                            owner_bytes_[rank],
-                            r.message.data(),
-                            &findings,
-                            from_siblings,
-                            forward == nullptr ? 0 : forward_bytes - kHeaderBytes,
-                            forward});
+    used_library->chunks.reduce(
+        {chunk(rank, tiles),
+         {messages.data(), num_ranks(), r.scattered.data(), verdicts.data()},
+         &setup.gain,
+         floats(r.owner),
+         owner_bytes_[rank],
+         r.message.data(),
+         &findings,
+         from_siblings,
+         forward == nullptr ? 0 : forward_bytes - kHeaderBytes,
+         forward});
     expect_clean();
   }
   // `received`: checks headers.
@@ -173,7 +175,7 @@ class ChunkRun {
     Rank& r = ranks[rank];
     verdicts.assign(num_ranks(), 77);
     flags.assign(decode_.size(), 77);
-    library->chunks.decode(
+    used_library->chunks.decode(
         {chunk(rank, decode_),
          {gathered_.data(), received ? num_ranks() : 0, r.gathered.data(), verdicts.data()},
          r.sent.data(),
@@ -249,7 +251,7 @@ class ChunkRun {
   const Message scattered(uint32_t to, uint32_t from) const { return scattered_to(to)[from]; }
 
   ChunkSetup setup;
-  const DeviceLibrary* library;
+  const DeviceLibrary* used_library;
   // Where ranks have siblings.
   ReceivedMessages from_siblings{};
   std::byte* forward = nullptr;
@@ -343,7 +345,7 @@ inline std::string library_name(const ::testing::TestParamInfo<const DeviceLibra
 
 // The same, from here on by the kernels.
 inline ChunkRun by_kernels(ChunkRun run) {
-  run.library = &kernels_under_test();
+  run.used_library = &kernels_under_test();
   return run;
 }
 
