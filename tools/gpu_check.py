@@ -354,9 +354,10 @@ def check_kernels(checks: Checks) -> None:
 
 def check_sanitized(checks: Checks) -> None:
     """Starts the tests at the edges of buffers under each sanitizer."""
+    is_built = _is_built("kernels")
     for tool in SANITIZERS:
         name = f"kernels under compute-sanitizer {tool}"
-        if not _is_built("kernels"):
+        if not is_built:
             checks.leave(name, "the kernels are not built: run the stage kernels")
             continue
         command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "1", *_kernel_tests()]
@@ -371,13 +372,11 @@ def _build_kernels(checks: Checks) -> bool:
     build, prefix = BUILD / "kernels", f"-DCMAKE_INSTALL_PREFIX={BUILD / 'install'}"
     if not _compile(checks, "kernels", build, "-DGRADFERRY_CUDA=ON", prefix):
         return False
-    rows, library = (
-        BUILD / "kernels.json",
-        BUILD / "install" / "lib" / "libgradferry_kernels_cuda.a",
-    )
     installed = _install(checks, "kernels", build, "--component", "development")
-    script = [sys.executable, str(ROOT / "tools" / "kernel_resources.py")]
-    listing = [*script, str(library), str(rows)]
+    rows = BUILD / "kernels.json"
+    library = BUILD / "install" / "lib" / "libgradferry_kernels_cuda.a"
+    script = ROOT / "tools" / "kernel_resources.py"
+    listing = [sys.executable, *map(str, (script, library, rows))]
     if installed and checks.run("registers of kernels", 2, listing, again=True) and rows.exists():
         checks.keep("kernels", json.loads(rows.read_text()))
     return installed

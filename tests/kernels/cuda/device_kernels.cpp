@@ -185,46 +185,48 @@ void reduce_chunk(const ReduceChunkCall& call) {
                                 from_siblings.received, call.forward_payload_bytes, forward.get()});
 }
 
-// How far pieces reach in the bucket and in the sum, in elements.
-std::pair<size_t, size_t> ends_of(const ChunkPiece* pieces, uint32_t num_pieces) {
-  size_t gradient = 0, sum = 0;
-  for (const ChunkPiece& piece : std::span(pieces, num_pieces)) {
-    gradient = std::max<size_t>(gradient, piece.gradient_offset + piece.num_elements);
-    sum = std::max<size_t>(sum, piece.offset + piece.num_elements);
+// What calls for siblings share, on the GPU. `Call`: PackCall or SumCall.
+template <typename Call>
+struct GpuPieces {
+  explicit GpuPieces(const Call& of)
+      : pieces(of.pieces, of.num_pieces),
+        gradient(as_bytes(of.gradient), end_of_pieces(of, true) * item_bytes(of.dtype)),
+        messages(of.messages, of.num_messages),
+        call(of) {
+    call.pieces = pieces.get();
+    call.gradient = gradient.get();
+    call.messages = messages.get();
   }
-  return {gradient, sum};
-}
+  // How far they reach in the bucket or in the sum, in elements.
+  static size_t end_of_pieces(const Call& of, bool in_bucket) {
+    size_t end = 0;
+    for (const ChunkPiece& piece : std::span(of.pieces, of.num_pieces)) {
+      const size_t begin = in_bucket ? piece.gradient_offset : piece.offset;
+      end = std::max(end, begin + piece.num_elements);
+    }
+    return end;
+  }
+  GpuCopy<const ChunkPiece> pieces;
+  GpuCopy<const std::byte> gradient;
+  GpuCopy<const Message> messages;
+  Call call;
+};
 
 void pack(const PackCall& call) {
-  PackCall on_gpu = call;
-  const size_t item = item_bytes(call.dtype);
-  const auto [gradient_end, sum_end] = ends_of(call.pieces, call.num_pieces);
-  const GpuCopy pieces(call.pieces, call.num_pieces);
-  const GpuCopy gradient(as_bytes(call.gradient), gradient_end * item);
-  const GpuCopy messages(call.messages, call.num_messages);
+  GpuPieces gpu(call);
   const GpuCopy out(call.out, end_of(call.messages, call.num_messages));
-  on_gpu.pieces = pieces.get();
-  on_gpu.gradient = gradient.get();
-  on_gpu.messages = messages.get();
-  on_gpu.out = out.get();
-  cuda_library().nodes.pack(on_gpu);
+  gpu.call.out = out.get();
+  cuda_library().nodes.pack(gpu.call);
 }
 
 void sum(const SumCall& call) {
-  SumCall on_gpu = call;
-  const size_t item = item_bytes(call.dtype);
-  const auto [gradient_end, sum_end] = ends_of(call.pieces, call.num_pieces);
-  const GpuCopy pieces(call.pieces, call.num_pieces);
-  const GpuCopy gradient(as_bytes(call.gradient), gradient_end * item);
-  const GpuCopy messages(call.messages, call.num_messages);
+  GpuPieces gpu(call);
+  const size_t sum_bytes = gpu.end_of_pieces(call, false) * item_bytes(call.dtype);
   const GpuCopy received(call.received, end_of(call.messages, call.num_messages));
-  const GpuCopy sum(static_cast<std::byte*>(call.sum), sum_end * item);
-  on_gpu.pieces = pieces.get();
-  on_gpu.gradient = gradient.get();
-  on_gpu.messages = messages.get();
-  on_gpu.received = received.get();
-  on_gpu.sum = sum.get();
-  cuda_library().nodes.sum(on_gpu);
+  const GpuCopy sum(static_cast<std::byte*>(call.sum), sum_bytes);
+  gpu.call.received = received.get();
+  gpu.call.sum = sum.get();
+  cuda_library().nodes.sum(gpu.call);
 }
 
 void decode_chunk(const DecodeChunkCall& call) {
