@@ -27,7 +27,7 @@ struct EngineStats {
   uint64_t workspace_bytes = 0;
   Workspace workspace;  // the part of it that chunks use
   uint64_t workspace_allocations = 0;
-  uint64_t in_flight = 0;                           // buckets whose Future is not complete
+  uint64_t in_flight = 0;  // buckets whose Future is not complete, or whose commits have not come
   uint64_t host_waits = 0;                          // waits for a device that was a step behind
   std::vector<std::vector<uint32_t>> step_buckets;  // parameters by bucket, last finished step
   StepTimes times;

@@ -46,6 +46,7 @@ class DeviceEngine final : public BucketEngine {
                std::unique_ptr<DeviceTransport> transport);
 
   void average(Bucket bucket) override;
+  bool decode_kept(const BucketPlan&, const at::Tensor&) override { return false; }
   uint64_t sent_bytes() const override;
   uint64_t local_bytes() const override;
   SavedResiduals save_residuals() override;

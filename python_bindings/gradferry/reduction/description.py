@@ -119,8 +119,10 @@ def _workspace_lines(workspace: dict[str, int], running: Running) -> list[str]:
         return []
     nodes = running.exchange.nodes
     receives = "one for both" if workspace["shared_receive"] else "2"
-    if running.collective == "reduce_scatter":
+    if running.collective != "all_reduce":
         receives = "1"
+    if running.config.keep_gathered:
+        receives = "0"
     own = workspace["own_message_bytes"]
     received = f"{receives} x {running.world_size} ranks x {longest / 2**20:.3f} MiB received"
     if not nodes.is_flat:
