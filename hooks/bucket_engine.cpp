@@ -32,8 +32,7 @@ std::string name_of(Collective collective) {
 
 void expect_possible(const ParameterSpec& parameter, Collective collective) {
   const auto refuse = [&](bool refused, const std::string& what) {
-    GRADFERRY_EXPECTS(!refused, kConfig,
-                      "parameter '" + parameter.name + "' has " + what);
+    GRADFERRY_EXPECTS(!refused, kConfig, "parameter '" + parameter.name + "' has " + what);
   };
   const bool averages_all = collective == Collective::kAllReduce;
   const std::string name = name_of(collective);
@@ -243,7 +242,7 @@ void BucketEngine::request_stop() {
 
 void BucketEngine::settle() {
   std::unique_lock lock(life_.mutex);
-  life_.changed.wait(lock, [&] { return life_.stats.in_flight == 0 || life_.death; });
+  life_.changed.wait(lock, [&] { return life_.unconfirmed == 0 || life_.death; });
   if (life_.death) throw Error(*life_.death);
 }
 

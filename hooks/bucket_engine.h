@@ -84,12 +84,12 @@ class BucketEngine {
   bool fail(const Error& error);
   // Throws the error that has ended the engine, if one has.
   void expect_alive() const;
-  // Waits for everything in flight, then does what expect_alive() does. The Futures of an
-  // all-gather on a host complete before the ranks' commits have come: call this where the result
-  // is no longer followed by another bucket.
+  // Waits for the commits of all buckets whose Future is complete, then does what expect_alive()
+  // does. The Futures of an all-gather on a host complete before the commits have come: call this
+  // where the result is followed by something else than another bucket.
   void settle();
   // With keep_gathered: puts into `gradient` what the last run() with these parameters received,
-  // and sends nothing. Waits for what is in flight. False: there was none. On the thread that calls
+  // and sends nothing. Does what settle() does. False: there was none. On the thread that calls
   // run(); throws what that throws.
   bool decode_kept(const std::vector<uint32_t>& parameters, const at::Tensor& gradient);
 

@@ -51,8 +51,7 @@ std::vector<BucketTile> tiles_of(const Layout& layout, const BucketPlan& plan,
                        .worker_residual = layout.worker_residual_offset(id),
                        .num_elements = n,
                        .worker_bytes = averages ? payload_bytes(Stage::kWorker) : 0,
-                       .owner_bytes =
-                           gathers(options.collective) ? payload_bytes(gathered) : 0,
+                       .owner_bytes = gathers(options.collective) ? payload_bytes(gathered) : 0,
                        .owner = layout.owner(id),
                        .turn = turns[layout.owner(id)]++});
     }

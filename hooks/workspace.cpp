@@ -106,8 +106,8 @@ Workspace plan_workspace(const Layout& layout, uint32_t chunk_bytes,
   Workspace workspace = one_slot(layout, chunk_bytes, limits, nodes.siblings(layout.rank()).size());
   const auto fits = [&] { return workspace.bytes() + limits.other_bytes <= limits.cap_bytes; };
   // The slots of the ranks with the most siblings, who need the most.
-  const uint64_t needed_by_most =
-      one_slot(layout, chunk_bytes, limits, nodes.most_siblings()).slot_bytes();
+  const uint64_t needed_by_most = std::max<uint64_t>(
+      one_slot(layout, chunk_bytes, limits, nodes.most_siblings()).slot_bytes(), 1);
   const uint64_t left = limits.cap_bytes - std::min(limits.cap_bytes, limits.other_bytes);
   workspace.slots = std::clamp<uint64_t>(left / needed_by_most, 1, limits.most_slots);
   while (workspace.slots > 1 && !fits()) --workspace.slots;  // pages that fewer ranks share

@@ -133,9 +133,10 @@ const DevicePlan& DeviceEngine::plan_for(const BucketPlan& plan, uint64_t step) 
   }
   // Read by E, and by F only behind E.
   const c10::StreamGuard guard(context_.encode_stream);
-  const DevicePlan& added =
-      plans_.try_emplace(&plan, plan, layout_, codecs, exchange_->sum_begin(), device_)
-          .first->second;
+  const DevicePlan& added = plans_
+                                .try_emplace(&plan, plan, layout_, codecs, exchange_->sum_begin(),
+                                             options_.collective, device_)
+                                .first->second;
   added.use_on(context_.finish_stream);
   return added;
 }

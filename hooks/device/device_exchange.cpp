@@ -32,7 +32,8 @@ DeviceExchange::DeviceExchange(DeviceContext& context, uint64_t other_bytes)
        .most_slots = !exchanges         ? 1
                      : nodes_.is_flat() ? kDeviceSlots
                                         : kDeviceSlotsOfNodes,
-       .gathers_in_place = false});
+       .gathers_in_place = false,
+       .collective = options_.collective});
   expect_offsets_fit(workspace.message_bytes, options_.world_size);
   encode_progress_ = context_.make_tensor(progress_bytes);
   finish_progress_ = context_.make_tensor(progress_bytes);
@@ -186,13 +187,28 @@ void DeviceExchange::sum(DeviceJob& job, ChunkJob& chunk) {
                       .stream = context_.encode_stream.native_handle()});
 }
 
-// On E. The messages of a chunk of which no tile is this rank's to encode are headers alone.
+// On E. In an all-gather the message to all ranks.
 void DeviceExchange::send(DeviceJob& job, ChunkJob& chunk) {
   if (!nodes_.is_leader(options_.rank)) return;
   if (!nodes_.is_flat()) sum(job, chunk);
   const TimedRange timed("gradferry::encode", job.event.encode_ns);
-  const DeviceChunk& planned = *chunk.chunk;
   const DeviceSlot& slot = *chunk.slot;
+  if (!scatters(options_.collective)) {
+    encode(job, chunk, slot.gather_send);
+    post_gather(chunk, context_.encode_stream);
+    return;
+  }
+  encode(job, chunk, slot.scatter_send);
+  const DeviceScatter& scatter = chunk.chunk->scatter;
+  chunk.scatter =
+      context_.transport->all_to_all(Among::kPeers, slot.scatter_receive, scatter.receive_bytes,
+                                     slot.scatter_send, scatter.send_bytes, context_.encode_stream);
+}
+
+// The messages of a chunk of which no tile is this rank's to encode are headers alone.
+void DeviceExchange::encode(const DeviceJob& job, const ChunkJob& chunk,
+                            const DeviceBuffer& out) const {
+  const DeviceChunk& planned = *chunk.chunk;
   const Message* messages = job.plan->data(planned.scatter.sent);
   if (planned.encode.tiles.size == 0) {
     node_kernels().pack({.pieces = nullptr,
@@ -202,27 +218,25 @@ void DeviceExchange::send(DeviceJob& job, ChunkJob& chunk) {
                          .envelope = envelope(job, chunk, Phase::kScatter),
                          .messages = messages,
                          .num_messages = planned.scatter.sent.size,
-                         .out = bytes(slot.scatter_send),
+                         .out = bytes(out),
                          .stream = context_.encode_stream.native_handle()});
-  } else {
-    chunk_kernels().encode(
-        {.chunk = chunk_of(job, envelope(job, chunk, Phase::kScatter), planned.encode,
-                           encode_progress_, context_.encode_stream),
-         .gradient = nodes_.is_flat() ? job.gradient.const_data_ptr() : sum_of(slot),
-         .gain = nullptr,
-         .residual = context_.residuals->worker(),
-         .messages = messages,
-         .num_messages = planned.scatter.sent.size,
-         .out = bytes(slot.scatter_send)});
+    return;
   }
-  chunk.scatter = context_.transport->all_to_all(
-      Among::kPeers, slot.scatter_receive, planned.scatter.receive_bytes, slot.scatter_send,
-      planned.scatter.send_bytes, context_.encode_stream);
+  chunk_kernels().encode(
+      {.chunk = chunk_of(job, envelope(job, chunk, Phase::kScatter), planned.encode,
+                         encode_progress_, context_.encode_stream),
+       .gradient = nodes_.is_flat() ? job.gradient.const_data_ptr() : sum_of(*chunk.slot),
+       .gain = nullptr,
+       .residual = context_.residuals->worker(),
+       .messages = messages,
+       .num_messages = planned.scatter.sent.size,
+       .out = bytes(out)});
 }
 
 // On F. Messages that cannot be trusted get a verdict, and reduce still processes them: to skip
 // them, the host would have to wait for the verdicts. A rank without peers checks its siblings'.
 void DeviceExchange::reduce(DeviceJob& job, ChunkJob& chunk) {
+  if (!scatters(options_.collective)) return;
   const DeviceChunk& planned = *chunk.chunk;
   const DeviceSlot& slot = *chunk.slot;
   const bool has_peers = nodes_.is_leader(options_.rank);
@@ -252,11 +266,11 @@ void DeviceExchange::reduce(DeviceJob& job, ChunkJob& chunk) {
   // From here on E may reuse its buffers of the slot, unless decode reads what was sent, or what is
   // received next lies where decode reads.
   if (!freed_by_decode(planned)) chunk.slot->free.record(context_.finish_stream);
-  if (has_peers) post_gather(chunk);
+  if (has_peers) post_gather(chunk, context_.finish_stream);
 }
 
 // Into the message to siblings, behind its header, or to where decode reads at once.
-void DeviceExchange::post_gather(ChunkJob& chunk) {
+void DeviceExchange::post_gather(ChunkJob& chunk, const c10::Stream& stream) {
   const DeviceSlot& slot = *chunk.slot;
   const uint64_t size = chunk.chunk->gather_message_bytes;
   const uint64_t begin =
@@ -264,7 +278,7 @@ void DeviceExchange::post_gather(ChunkJob& chunk) {
                        : uint64_t{local_index_} * chunk.chunk->plan->forward_bytes + kHeaderBytes;
   chunk.gather = context_.transport->all_gather(
       Among::kPeers, slot.gathered.part(begin, size * nodes_.num_nodes()), slot.gather_send,
-      static_cast<int64_t>(size), context_.finish_stream);
+      static_cast<int64_t>(size), stream);
 }
 
 // On F, which has nothing to do here but to wait: the next chunk's all-to-all, for which it waits

@@ -53,7 +53,7 @@ class DeviceExchange {
   };
 
   bool freed_by_decode(const DeviceChunk& planned) const {
-    return planned.worker_residual || slots_.size() == 1;
+    return planned.worker_residual || slots_.size() == 1 || !scatters(options_.collective);
   }
   DeviceSlot make_slot(const Workspace& workspace) const;
   Behind stages() const;
@@ -61,8 +61,9 @@ class DeviceExchange {
   void send_to_siblings(DeviceJob& job, ChunkJob& chunk);
   void sum(DeviceJob& job, ChunkJob& chunk);
   void send(DeviceJob& job, ChunkJob& chunk);
+  void encode(const DeviceJob& job, const ChunkJob& chunk, const DeviceBuffer& out) const;
   void reduce(DeviceJob& job, ChunkJob& chunk);
-  void post_gather(ChunkJob& chunk);
+  void post_gather(ChunkJob& chunk, const c10::Stream& stream);
   void forward(DeviceJob& job, ChunkJob& chunk);
   void decode(DeviceJob& job, ChunkJob& chunk);
   std::byte* sum_of(const DeviceSlot& slot) const;

@@ -7,9 +7,9 @@
 //   forward         every rank sends its siblings what it gathered, as it came      (local lanes)
 //
 // With one rank per node all ranks are peers, and nothing is local. A reduce-scatter ends with the
-// scatter, and an all-gather is the gather alone. Where siblings share memory, only headers are sent between them. A header says that what
-// belongs to it is there, and is sent after it was written; the kernel's lock on a connection's
-// queue puts the write before the read.
+// scatter, and an all-gather is the gather alone. Where siblings share memory, only headers are
+// sent between them. A header says that what belongs to it is there, and is sent after it was
+// written; the kernel's lock on a connection's queue puts the write before the read.
 #pragma once
 
 #include <atomic>

@@ -468,6 +468,7 @@ void Finisher::complete(BucketJob& bucket) {
   {
     const std::lock_guard lock(life_.mutex);
     --life_.stats.in_flight;
+    if (!bucket.future) --life_.unconfirmed;
     if (!bucket.nonfinite_tiles.empty() && options_.touches_residuals(bucket.step)) {
       residuals_.note_nonfinite();
     }
@@ -483,6 +484,10 @@ void Finisher::deliver_early() {
   BucketJob& bucket = *commits_.back().bucket;
   if (!bucket.future || bucket.fault) return;
   bucket.event.complete_ns = EventLog::now();
+  {
+    const std::lock_guard lock(life_.mutex);
+    ++life_.unconfirmed;
+  }
   deliver(bucket);
 }
 

@@ -38,12 +38,12 @@ namespace gradferry {
 
 class HostEngine final : public BucketEngine {
  public:
-  // `lanes`: all null when world_size is 1; `gather` is also null in a reduce-scatter, and `scatter`
-  // in an all-gather. `memory`:
-  // shared_memory_bytes(options) that siblings share; null on all siblings: they share none.
-  // `local_stage`: for people, through what siblings exchange, and why. `hashes`: of the
-  // parameters, in the order of options.parameters. Allocates residuals and workspace, then starts
-  // the finishing thread. The engine stops when the last copy of the returned pointer is destroyed.
+  // `lanes`: all null when world_size is 1; `gather` is also null in a reduce-scatter, and
+  // `scatter` in an all-gather. `memory`: shared_memory_bytes(options) that siblings share; null on
+  // all siblings: they share none. `local_stage`: for people, through what siblings exchange, and
+  // why. `hashes`: of the parameters, in the order of options.parameters. Allocates residuals and
+  // workspace, then starts the finishing thread. The engine stops when the last copy of the
+  // returned pointer is destroyed.
   static std::shared_ptr<HostEngine> start(EngineOptions options, ParameterHashes hashes,
                                            ExchangeLanes lanes,
                                            const std::shared_ptr<SharedMemory>& memory,

@@ -11,11 +11,14 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import gradferry
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from sharding import SHAPES, Sharding, attached, local_gradients
+from gathering import Watch, differing, gathered_bytes
+from outcomes import attempt
+from sharding import SHAPES, Model, Sharding, attached, local_gradients
 from test_fsdp2 import IDLE, assert_equals_reference, assert_scales_change_no_bit, case_train
 from world import World
 
@@ -202,3 +205,148 @@ def test_every_wait_is_needed(device_worlds: Worlds) -> None:
         assert answer["waits"] == len(WAITS)
         # With a chunk per module there are as many slots: one is free since the step before.
         assert answer["omitted"] == [name != "slot" for name in WAITS]
+
+
+# --- gathers of parameters ------------------------------------------------------------------------
+
+
+class WatchedGathers:
+    """A model whose parameters are gathered, and what its gathers do to the device."""
+
+    def __init__(self, device: str, codec: str) -> None:
+        from fake_device import machine
+
+        self.machine = machine
+        self.sharding = Sharding(replicas=1, shards=2, device=device)
+        self.model = self.sharding.model(self.sharding.mesh()["shard"])
+        self.codec = codec
+        self.state = gradferry.fsdp.attach(self.model, reduce_scatter="off", all_gather=codec)
+        self.watch = Watch(self.model)
+        torch.manual_seed(5)
+        self.wholes = dict(Model().named_parameters())  # as they were before they were sharded
+        self.calls: list[dict[str, int]] = []  # of the hook in the last step
+
+    def step(self, omitted: int = -1) -> list[str]:
+        """What the machine finds. `omitted`: a wait of the hook's calls."""
+        from gradferry.fsdp.gathers import GatherHook
+
+        def watched(hook: GatherHook, *args: Any, **kwargs: Any) -> None:
+            if omitted >= 0:
+                self.machine.omit_wait(omitted - sum(call["waits"] for call in self.calls))
+            before = self.machine.counters()
+            gather(hook, *args, **kwargs)
+            after = self.machine.counters()
+            self.machine.omit_wait(-1)
+            self.calls.append({key: after[key] - before[key] for key in after})
+
+        self.calls = []
+        gather = GatherHook.__call__
+        with mock.patch.object(GatherHook, "__call__", watched):
+            targets = {
+                module: {
+                    name: torch.ones(shape, device=self.sharding.place).requires_grad_()
+                    for name, shape in shapes.items()
+                }
+                for module, shapes in SHAPES.items()
+            }
+            self.model(targets).backward()
+        self.used = {
+            f"{module}.{name}".lstrip("."): target.grad.cpu().numpy()
+            for module, each in targets.items()
+            for name, target in each.items()
+        }
+        self.model.zero_grad()
+        self.machine.synchronize()
+        return self.machine.races()
+
+    def wrong(self) -> list[str]:
+        """Parameters with which a pass has not computed as messages say."""
+        return [
+            name
+            for found in (self.watch.seen, self.used)
+            for name in differing(found, self.wholes, self.codec, torch.float32, {})
+        ]
+
+
+def case_gathered(device: str, codec: str) -> list[dict[str, Any]]:
+    """With streams in two orders."""
+    from fake_device import machine
+
+    answers = []
+    for seed in (1, 2):
+        machine.set_seed(seed * 100 + dist.get_rank())
+        run = WatchedGathers(device, codec)
+        found, wrong = [], []
+        for _ in range(3):
+            found += run.step()
+            wrong += run.wrong()
+        stats = run.state.stats()
+        answers.append({"found": found, "wrong": wrong, "stats": stats, "calls": run.calls})
+    return answers
+
+
+@pytest.mark.torch_core
+@pytest.mark.parametrize(
+    ("device", "codec"),
+    [("streamed", "exact"), ("streamed", "q8"), ("streamed", "q4"), ("staged", "q8")],
+)
+def test_ranks_compute_with_what_messages_say(
+    device_worlds: Worlds, device: str, codec: str
+) -> None:
+    for answers in device_worlds(2).run(case_gathered, device=device, codec=codec):
+        for answer in answers:
+            assert answer["found"] == []
+            assert answer["wrong"] == []
+            assert answer["stats"]["host_waits"] == 0
+            gathers = len(SHAPES) + len(SHAPES) - 1  # forward, and of blocks in backward
+            assert len(answer["calls"]) == gathers
+            if device == "staged":
+                continue
+            sent = 3 * gathered_bytes(SHAPES, list(SHAPES), codec, 2)
+            sent += 3 * gathered_bytes(SHAPES, list(SHAPES)[1:], codec, 2)
+            sent -= 3 * gathers * 64  # commits on a device are one for a pass, in the next one
+            assert answer["stats"]["wire_bytes"] == sent + 5 * 64
+            for call in answer["calls"]:
+                assert call["host_waits"] == 0
+                assert call["allocations"] == 0
+
+
+GATHER_WAITS = ("ready", "slot", "gather", "end")
+
+
+def case_omit_gather_waits() -> dict[str, Any]:
+    """Steps whose last gather omits each of its waits in turn."""
+    run = WatchedGathers("streamed", "q4")
+    found = [run.step() for _ in range(2)]
+    waits = [call["waits"] for call in run.calls]
+    omitted = range(sum(waits[:-1]), sum(waits))
+    return {
+        "found": found,
+        "waits": waits[-1],
+        "omitted": [bool(run.step(omitted=number)) for number in omitted],
+    }
+
+
+def test_every_wait_of_a_gather_is_needed(device_worlds: Worlds) -> None:
+    for answer in device_worlds(2).run(case_omit_gather_waits):
+        assert answer["found"] == [[], []]
+        assert answer["waits"] == len(GATHER_WAITS)
+        # The stream that FSDP2 gathers on waits for the gather before, and E for that stream.
+        assert answer["omitted"] == [name != "slot" for name in GATHER_WAITS]
+
+
+def case_refused_on_a_device() -> list[Any]:
+    sharding = Sharding(replicas=1, shards=2, device="streamed")
+    model = sharding.model(sharding.mesh()["shard"])
+    keeps = {"reduce_scatter": "off", "keep_gathered": True}
+    attach = gradferry.fsdp.attach
+    return [attempt(lambda: attach(model)), attempt(lambda: attach(model, **keeps))]
+
+
+@pytest.mark.torch_core
+def test_what_a_device_does_not_do_yet_is_said(device_worlds: Worlds) -> None:
+    for scatter, keep in device_worlds(2).run(case_refused_on_a_device):
+        assert (scatter.error, keep.error) == ("ConfigError", "ConfigError")
+        assert "reduce-scatter is compressed on the CPU only" in scatter.text
+        assert "give reduce_scatter='off'" in scatter.text
+        assert "keep_gathered=True is for parameters on the CPU" in keep.text

@@ -124,6 +124,7 @@ def attach(
     except BaseException:
         attached.clear()  # otherwise the traceback would keep the connections alive
         raise
+    _connect(attached)
     state = ShardedState(attached, modules)
     _finish(model, modules, state)
     return state
@@ -170,6 +171,18 @@ def _begin(
             return choice.replicas, {**choice.record(), **_values(model)}
 
         attached.insert(0, _averages(configuration, group, shard_group, modules))
+
+
+def _connect(attached: Sequence[Attached]) -> None:
+    """Lets the other exchanges know of errors in gathers."""
+    gathers = next((each.gathers for each in attached if each.gathers is not None), None)
+    if gathers is None:
+        return
+    averaging = [each for each in attached if each.averages]
+    gathers.others = [each.running for each in averaging]
+    for hook in (hook for each in averaging for hook in each.hooks):
+        if isinstance(hook, ReduceScatterHook):
+            hook.settle = gathers.settle
 
 
 def _averages(

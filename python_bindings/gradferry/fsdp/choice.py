@@ -34,12 +34,14 @@ class Choice:
 
     def record(self) -> Record:
         """What must be equal on all ranks, before they connect."""
-        keeps = self.all_gather is not None and self.all_gather.keep_gathered
-        exchanges = {
-            name: None if config is None else str(config.codec)
-            for name, config in vars(self).items()
+        configs = {
+            "codec": self.replicas,
+            "reduce_scatter": self.reduce_scatter,
+            "all_gather": self.all_gather,
         }
-        return {**exchanges, "keep_gathered": keeps}
+        codecs = {name: None if each is None else str(each.codec) for name, each in configs.items()}
+        keeps = self.all_gather is not None and self.all_gather.keep_gathered
+        return {**codecs, "keep_gathered": keeps}
 
 
 def choose(

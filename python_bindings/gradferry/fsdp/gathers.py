@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,8 @@ from torch import nn
 from torch.autograd import Variable
 
 from gradferry import _native
-from gradferry.fsdp.hooks import ModuleHook
+from gradferry.errors import GradferryError
+from gradferry.fsdp.hooks import ModuleHook, ReduceScatterHook
 from gradferry.fsdp.model import ShardedModule
 from gradferry.reduction.running import Running
 
@@ -21,39 +23,47 @@ _BACKWARD = "PRE_BACKWARD"
 class Gathers:
     """The passes of a model in which its parameters are gathered.
 
-    The result of a gather may be used before the commits of all ranks have come: an error that only
-    another rank has seen is raised by the next gather, or here, at the end of the pass.
+    On a host the result of a gather is used before the commits of all ranks have come, so that
+    these travel meanwhile: an error that only another rank has seen is raised by the next gather,
+    or by `settle`, before a reduce-scatter and at the end of a pass.
 
     Attributes:
         exact: whether FSDP2 itself gathers, for now.
+        others: exchanges that end with this one.
     """
 
     def __init__(self, running: Running) -> None:
         self._running = running
-        self._is_queued = False
         self.exact = False
+        self.others: Sequence[Running] = ()
 
-    def watch(self, model: nn.Module) -> None:
-        """Ends passes from now on."""
-        model.register_forward_hook(self._end_forward)
+    def settle(self) -> None:
+        """Waits until all ranks have said that what they gathered, and used, is right.
 
-    def note_backward(self) -> None:
-        """A gather has begun in a backward pass."""
-        if not self._is_queued:
-            self._is_queued = True
-            Variable._execution_engine.queue_callback(self._end_backward)
-
-    def _end_backward(self) -> None:
-        self._is_queued = False
-        self._end()
-
-    def _end_forward(self, *_: object) -> None:
-        self._end()
-
-    def _end(self) -> None:
+        Raises:
+            GradferryError: it is not, the same on all ranks.
+        """
         running = self._running
         if running.engine is not None and running.transport.on_host:
-            running.engine.settle()
+            self.end_others_after(running.engine.settle)
+
+    def end_others_after(self, act: Callable[[], object]) -> None:
+        """Acts. An error ends the other exchanges, too, for whose messages ranks may wait."""
+        try:
+            act()
+        except GradferryError as error:
+            for running in self.others:
+                if running.engine is not None:
+                    running.engine.fail(str(error))
+            raise
+
+    def watch(self, model: nn.Module) -> None:
+        """Settles at the end of every forward pass from now on."""
+        model.register_forward_hook(lambda *_: self.settle())
+
+    def note_backward(self) -> None:
+        """A gather has begun in a backward pass, at whose end it settles."""
+        Variable._execution_engine.queue_callback(self.settle)
 
 
 class GatherHook(ModuleHook):
@@ -90,6 +100,9 @@ class GatherHook(ModuleHook):
 
     def set(self) -> None:
         self._default = self._module.replace_all_gather(self)
+        reduces = isinstance(self._module.reduce_scatter, ReduceScatterHook)
+        if self._running.transport.on_host and not reduces:
+            self._module.wrap_reduce_scatter(lambda comm: _Settled(comm, self._gathers))
 
     def is_set(self) -> bool:
         return self._module.all_gather is self
@@ -149,8 +162,8 @@ class GatherHook(ModuleHook):
         pending = self._calls.start([(self._indices, output_tensor)], in_background=False)
         self._is_kept = self._running.config.keep_gathered
         if self._running.transport.on_host:
-            return _Gathering(pending)
-        pending.wait()
+            return _Gathering(pending, self._gathers)
+        self._gathers.end_others_after(pending.wait)
         return None
 
     def _expect_unchanged(self, given: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -177,13 +190,37 @@ class GatherHook(ModuleHook):
 class _Gathering(dist.Work):
     """What FSDP2 waits for, so that a gather that it begins early travels meanwhile."""
 
-    def __init__(self, pending: _native.PendingAllReduce) -> None:
+    def __init__(self, pending: _native.PendingAllReduce, gathers: Gathers) -> None:
         super().__init__()
         self._pending = pending
+        self._gathers = gathers
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        self._pending.wait()
+        self._gathers.end_others_after(self._pending.wait)
         return True
 
     def is_completed(self) -> bool:
         return self._pending.is_completed()
+
+
+class _Settled:
+    """FSDP2's reduce-scatter, or the user's, which a rank that has found an error does not come to:
+    the others must hear of it before they wait there.
+    """
+
+    def __init__(self, comm: Any, gathers: Gathers) -> None:
+        self._comm = comm
+        self._gathers = gathers
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Memory for what is reduced."""
+        made: torch.Tensor = self._comm.allocate(size, dtype=dtype, device=device)
+        return made
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dist.Work | None:
+        """Reduces."""
+        self._gathers.settle()
+        work: dist.Work | None = self._comm(*args, **kwargs)
+        return work

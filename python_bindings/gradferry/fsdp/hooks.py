@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import torch
@@ -265,7 +265,13 @@ class ReplicaHook(GradientHook):
 
 
 class ReduceScatterHook(GradientHook):
-    """Reduces the gradients of all shards. What ``set_custom_reduce_scatter`` takes."""
+    """Reduces the gradients of all shards. What ``set_custom_reduce_scatter`` takes.
+
+    Attributes:
+        settle: called first.
+    """
+
+    settle: Callable[[], None] = staticmethod(lambda: None)
 
     def set(self) -> None:
         self._module.reduce_scatter = self
@@ -300,6 +306,7 @@ class ReduceScatterHook(GradientHook):
             op: SUM or AVG.
             async_op: not with a codec, since FSDP2 never asks for it.
         """
+        self.settle()
         averages = op == dist.ReduceOp.AVG
         if self._running.engine is not None and (
             async_op or not (averages or op == dist.ReduceOp.SUM)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -179,6 +179,12 @@ class ShardedModule:
                     "for the all-gather (fsdp_pre_all_gather); take plain parameters, or "
                     "all_gather='off'"
                 )
+            if shard.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+                raise ConfigError(
+                    f"parameter {shard.name!r} is gathered in {shard.dtype}, and the all-gather "
+                    "takes float32, bfloat16 and float16; use such a param_dtype in the mixed "
+                    "precision policy, or all_gather='off'"
+                )
             first = self.gathered[0]
             if shard.dtype != first.dtype:
                 raise ConfigError(
@@ -187,12 +193,11 @@ class ShardedModule:
                     "mixed precision policy, call fully_shard for each part on its own, or use "
                     "all_gather='off'"
                 )
-            if shard.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-                raise ConfigError(
-                    f"parameter {shard.name!r} is gathered in {shard.dtype}, and the all-gather "
-                    "takes float32, bfloat16 and float16; use such a param_dtype in the mixed "
-                    "precision policy, or all_gather='off'"
-                )
+
+    def wrap_reduce_scatter(self, wrap: Callable[[Any], Any]) -> None:
+        """Replaces what reduces gradients by what `wrap` makes of it."""
+        group = self._param_group()
+        group._reduce_scatter_comm = wrap(group._reduce_scatter_comm)
 
     def order(self) -> list[int]:
         """The order of the `shards` in what is reduced, as FSDP2 settles in the first forward."""

@@ -190,9 +190,10 @@ class ShardedState(Averaging):
         for which this is a ``Stateful``, by `gradferry.checkpoint.save`, or to a file per rank.
 
         Returns:
-            ``{part: state}``, of `parts`, where `state` is as that of `HookState.state_dict`, with a
-            slot for each rank of the group. A part tells the groups apart: ``"shard_0_of_4"``, with tensor
-            parallelism also its place in the mesh, or of a reduce-scatter ``"group_of_rank_0"``,
+            ``{part: state}``, with the keys `parts`, where `state` is as that of
+            `HookState.state_dict`, with a slot for each rank of the group. A part tells the groups
+            apart: ``"shard_0_of_4"``, with tensor parallelism also its place in the mesh, or of a
+            reduce-scatter ``"group_of_rank_0"``,
             its lowest rank in the default group. Gathers have no state.
 
         Raises:
